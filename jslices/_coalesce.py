@@ -1,0 +1,88 @@
+"""Summing duplicate rows into a static number of unique ones."""
+
+import jax
+import jax.numpy as jnp
+
+from jslices._bounds import canonical_indices, empty_slot
+from jslices._sort import sort_ids
+
+
+def sum_duplicates(
+    values: jax.Array, indices: jax.Array, num_rows: int | None, size: int | None
+) -> tuple[jax.Array, jax.Array]:
+    """Sums the rows that share an index.
+
+    Args:
+      values: ``[K, *D]`` of any dtype. 16-bit floats are summed in float32 and rounded
+        once.
+      indices: ``[K]`` of any integer dtype; empty slots are dropped.
+      num_rows: V, or None when unknown.
+      size: U, the static number of slots returned; None means ``min(K, V)``, which
+        always suffices.
+
+    Returns:
+      ``(values [U, *D], indices [U])``: indices sorted and unique, then the empty slots
+      (index V, zero values).
+
+    Raises:
+      ValueError: if more than ``size`` distinct rows are present and the indices are
+        concrete. Under jit nothing can be raised: the values then become NaN (of a
+        floating dtype), so that the loss shows it.
+
+    Cost: a sort of K integers, one pass over ``[K, *D]`` and one over ``[U, *D]``.
+    """
+    num_ids = indices.shape[0]
+    enough = num_ids if num_rows is None else min(num_ids, num_rows)
+    capacity = enough if size is None else size
+    if capacity < 0:
+        raise ValueError(f"coalesce(size={size}): size must not be negative")
+    indices = canonical_indices(indices, num_rows)
+    empty = empty_slot(num_rows, indices.dtype)
+    if num_ids == 0 or capacity == 0:
+        distinct = jnp.zeros((), jnp.int32) if num_ids == 0 else jnp.any(
+            indices != empty
+        ).astype(jnp.int32)
+        unique = jnp.full((capacity,), empty, indices.dtype)
+        summed = jnp.zeros((capacity, *values.shape[1:]), values.dtype)
+    else:
+        ordered, positions = sort_ids(indices)
+        is_first = jnp.concatenate(
+            [jnp.ones((1,), bool), ordered[1:] != ordered[:-1]]
+        )
+        slots = jnp.cumsum(is_first, dtype=jnp.int32) - 1
+        # Equal indices share a slot, so a colliding write stores the same number twice.
+        unique = (
+            jnp.full((capacity,), empty, indices.dtype)
+            .at[slots]
+            .set(ordered, mode="drop", indices_are_sorted=True)
+        )
+        # Back to the order of `values`: moving K integers is cheaper than K rows.
+        # The slot that the empty index got is sent out of range.
+        slots = jnp.where(ordered == empty, capacity, slots)
+        slots = jnp.zeros_like(slots).at[positions].set(slots, unique_indices=True)
+        summed = _add_by_slot(values, slots, capacity)
+        distinct = jnp.sum(is_first & (ordered != empty), dtype=jnp.int32)
+    if capacity < enough:
+        summed = _refuse_overflow(summed, distinct, capacity)
+    return summed, unique
+
+
+def _add_by_slot(values: jax.Array, slots: jax.Array, capacity: int) -> jax.Array:
+    dtype = values.dtype
+    narrow = jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4
+    wide = values.astype(jnp.float32) if narrow else values
+    zeros = jnp.zeros((capacity, *values.shape[1:]), wide.dtype)
+    return zeros.at[slots].add(wide, mode="drop").astype(dtype)
+
+
+def _refuse_overflow(summed: jax.Array, distinct: jax.Array, size: int) -> jax.Array:
+    if not isinstance(distinct, jax.core.Tracer):
+        if distinct > size:
+            raise ValueError(
+                f"coalesce(size={size}): {int(distinct)} distinct rows do not fit; "
+                f"pass size={int(distinct)} or more, or leave size out"
+            )
+        return summed
+    if not jnp.issubdtype(summed.dtype, jnp.inexact):
+        return summed
+    return jnp.where(distinct > size, jnp.array(jnp.nan, summed.dtype), summed)

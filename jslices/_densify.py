@@ -1,0 +1,104 @@
+"""Saying where row gradients became dense: the warning, the error, the user's line."""
+
+import linecache
+import os
+import sys
+import sysconfig
+import warnings
+from collections.abc import Iterable
+from types import CodeType
+from typing import Any, NamedTuple
+
+import jax
+
+_HERE = os.path.dirname(os.path.abspath(__file__)) + os.sep
+_JAX = os.path.dirname(os.path.abspath(jax.__file__)) + os.sep
+_LIBRARIES = tuple(
+    {
+        os.path.abspath(sysconfig.get_paths()[name]) + os.sep
+        for name in ("stdlib", "platstdlib", "purelib", "platlib")
+    }
+)
+# Python's own "once per line" memory for the warnings that are issued here.
+_registry: dict[Any, Any] = {}
+
+
+class DensificationWarning(UserWarning):
+    """Row gradients were turned into an array as large as the whole table.
+
+    Silence it with ``warnings.simplefilter("ignore", jslices.DensificationWarning)``,
+    or make it fatal with ``"error"``.
+    """
+
+
+class DenseUseError(ValueError):
+    """A leaf that was forced sparse is used in a way that needs the whole table."""
+
+
+class UserLine(NamedTuple):
+    """A line of the user's program."""
+
+    file: str
+    line: int
+
+    @property
+    def text(self) -> str:
+        return linecache.getline(self.file, self.line).strip()
+
+    def __str__(self) -> str:
+        text = self.text
+        return f"{self.file}:{self.line}" + (f" ({text})" if text else "")
+
+
+UNKNOWN_LINE = UserLine("<unknown>", 0)
+
+
+def pick_user_line(frames: Iterable[tuple[CodeType, int]]) -> UserLine:
+    """The innermost frame of the user's own program.
+
+    Frames of jslices and JAX never count. Frames of installed libraries count only when
+    nothing else is on the stack: "your line that called ``nn.Embed``" helps, the line
+    inside Flax does not.
+    """
+    library = None
+    for code, line in frames:
+        file = code.co_filename
+        if file.startswith((_HERE, _JAX)) or file.startswith("<frozen"):
+            continue
+        if not file.startswith(_LIBRARIES):
+            return UserLine(file, line)
+        library = library or UserLine(file, line)
+    return library or UNKNOWN_LINE
+
+
+def current_user_line() -> UserLine:
+    """The user's line that led here, read from the running stack."""
+
+    def frames() -> Iterable[tuple[CodeType, int]]:
+        frame = sys._getframe(2)
+        while frame is not None:
+            yield frame.f_code, frame.f_lineno
+            frame = frame.f_back  # type: ignore[assignment]
+
+    return pick_user_line(frames())
+
+
+def warn_dense(message: str, line: UserLine | None = None) -> None:
+    """Issues a DensificationWarning that Python attributes to the user's line."""
+    line = line or current_user_line()
+    warnings.warn_explicit(
+        message,
+        DensificationWarning,
+        filename=line.file,
+        lineno=line.line,
+        registry=_registry,
+    )
+
+
+def human_bytes(count: float) -> str:
+    """``1536`` as ``'1.5 KB'`` (powers of 1024)."""
+    for unit in ("B", "KB", "MB", "GB", "TB"):
+        if abs(count) < 1024 or unit == "TB":
+            break
+        count /= 1024
+    return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"

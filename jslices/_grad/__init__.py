@@ -1,0 +1,7 @@
+"""Row gradients: trace the function, find the lookups, differentiate around them.
+
+``api`` is the public face. ``walk`` reads the traced program and decides for every array
+whether it is only ever looked up; ``evaluate`` runs the program again with a slot in
+every lookup. Both follow ``rules`` (one per primitive) and ``views`` (what a variable is
+in terms of tables). All that depends on the JAX release stands in ``compat``.
+"""

@@ -1,0 +1,115 @@
+"""Everything that reads a traced program and differs between JAX releases.
+
+Tested on jax 0.10.2 and 0.12. What moved so far: sub-programs are ``ClosedJaxpr`` or
+``Jaxpr`` in 0.10 and always ``Jaxpr`` in 0.12; ``scan`` counts its operands in
+``num_consts``/``num_carry`` or in ``ft_in``; ``get_bind_params`` returned a tuple before
+0.10.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from types import CodeType
+from typing import Any
+
+import jax
+import numpy as np
+from jax._src import source_info_util
+from jax.extend.core import Literal
+
+from jslices._densify import UserLine, pick_user_line
+
+# A jaxpr, closed or not, and one of its equations. JAX exports the classes but not
+# their fields, so a type checker learns nothing from naming them.
+Program = Any
+Equation = Any
+
+__all__ = ["Literal"]
+
+
+def constants(program: Program) -> Sequence[Any]:
+    """The values of ``program.constvars``."""
+    return getattr(program, "consts", ())
+
+
+def shape_of(atom: Any) -> tuple[int, ...]:
+    return tuple(atom.aval.shape)
+
+
+def carries_gradient(atom: Any) -> bool:
+    """True if a gradient can flow through this variable: its dtype is inexact."""
+    dtype = getattr(atom.aval, "dtype", None)
+    return dtype is not None and jax.numpy.issubdtype(dtype, np.inexact)
+
+
+def bind(eqn: Equation, operands: Sequence[Any], **changed: Any) -> list[Any]:
+    """Runs one equation on ``operands``, its name stack and source line preserved."""
+    params = {**eqn.params, **changed}
+    bind_params = eqn.primitive.get_bind_params(params)
+    subfuns: Sequence[Any] = ()
+    if isinstance(bind_params, tuple):
+        subfuns, bind_params = bind_params
+    stack = source_info_util.current_name_stack() + eqn.source_info.name_stack
+    traceback = eqn.source_info.traceback
+    with source_info_util.user_context(traceback, name_stack=stack), eqn.ctx.manager:
+        out = eqn.primitive.bind(*subfuns, *operands, **bind_params)
+    return list(out) if eqn.primitive.multiple_results else [out]
+
+
+def live_equations(program: Program) -> list[Equation]:
+    """The equations that an output or a side effect depends on, in order."""
+    needed = {v for v in program.outvars if not isinstance(v, Literal)}
+    live = []
+    for eqn in reversed(program.eqns):
+        if eqn.effects or not needed.isdisjoint(eqn.outvars):
+            needed.update(v for v in eqn.invars if not isinstance(v, Literal))
+            live.append(eqn)
+    return live[::-1]
+
+
+def scan_counts(params: dict[str, Any]) -> tuple[int, int]:
+    """How many operands of a scan are constants, and how many are carried."""
+    if "ft_in" in params:
+        consts, carry, _ = params["ft_in"].elts
+        return len(consts), len(carry)
+    return params["num_consts"], params["num_carry"]
+
+
+def scan_options(params: dict[str, Any]) -> dict[str, Any]:
+    """The keyword arguments with which ``lax.scan`` makes the same loop."""
+    return {name: params[name] for name in ("length", "reverse", "unroll")}
+
+
+def remat_options(params: dict[str, Any]) -> dict[str, Any]:
+    """The keyword arguments with which ``jax.checkpoint`` wraps the same function."""
+    return {name: params[name] for name in ("policy", "prevent_cse")}
+
+
+def user_line(eqn: Equation) -> UserLine:
+    """The line of the user's program that made this equation."""
+    return pick_user_line(_frames(eqn.source_info.traceback))
+
+
+def _frames(traceback: Any) -> Iterable[tuple[CodeType, int]]:
+    if traceback is None:
+        return ()
+
+    def frames() -> Iterator[tuple[CodeType, int]]:
+        codes, instructions = traceback.raw_frames()
+        for code, instruction in zip(codes, instructions, strict=True):
+            yield code, _line_number(code, instruction)
+
+    return frames()
+
+
+def _line_number(code: CodeType, instruction: int) -> int:
+    # Two bytes an instruction; a line table has few entries.
+    line = code.co_firstlineno
+    for start, end, number in code.co_lines():
+        if start <= instruction < end and number is not None:
+            line = number
+    return line
+
+
+def body(eqn: Equation) -> Program:
+    """The sub-program of a call, a loop or a rematerialisation."""
+    params = eqn.params
+    return params["call_jaxpr"] if "call_jaxpr" in params else params["jaxpr"]

@@ -1,0 +1,191 @@
+"""Running a traced program again, with a slot in every planned lookup.
+
+Everything but the lookups is bound as it was traced, so values stay what they were. Each
+control-flow primitive is rebuilt from JAX's public function: a loop gets the slots as
+additional inputs per iteration and hands the row numbers out per iteration; a branch that
+is not taken reports empty slots.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jslices._bounds import canonical_indices
+from jslices._grad import compat, rules
+from jslices._grad.views import View, look_up, whole
+from jslices._grad.walk import (
+    REMAT,
+    Plan,
+    Site,
+    invariant_carries,
+    is_embedding_lookup,
+    is_inlined,
+    map_sites,
+)
+from jslices._lookup.rows import lookup_rows
+
+# Both mirror a plan: an IndexedSlices of zeros, and the row numbers, for every site.
+Slots = list[Any]
+Indices = list[Any]
+
+
+def evaluate(
+    program: compat.Program, operands: Sequence[Any], plan: Plan, slots: Slots
+) -> tuple[list[Any], Indices]:
+    """The program's outputs (views among them), and the row numbers of every lookup."""
+    env: dict[Any, Any] = dict(
+        zip(program.constvars, compat.constants(program), strict=True)
+    )
+    env.update(zip(program.invars, operands, strict=True))
+
+    def read(atom: Any) -> Any:
+        return atom.val if isinstance(atom, compat.Literal) else env[atom]
+
+    entries = zip(plan, slots, strict=True)
+    indices: Indices = []
+    for eqn in compat.live_equations(program):
+        given = [read(atom) for atom in eqn.invars]
+        if any(isinstance(value, View) for value in given):
+            outputs, found = _equation(eqn, given, entries)
+            if found is not None:
+                indices.append(found)
+        elif is_embedding_lookup(eqn):
+            # An ordinary array here: its dense gradient needs no warning.
+            outputs, _ = evaluate(compat.body(eqn), given, [], [])
+        else:
+            outputs = compat.bind(eqn, given)
+        env.update(zip(eqn.outvars, outputs, strict=True))
+    return [read(atom) for atom in program.outvars], indices
+
+
+def _equation(
+    eqn: compat.Equation,
+    operands: list[Any],
+    entries: Iterator[tuple[Any, Any]],
+) -> tuple[Sequence[Any], Indices | None]:
+    """One equation that some view goes into; mirrors ``Walk._equation``."""
+    name = eqn.primitive.name
+    if is_inlined(eqn):
+        plan, slots = next(entries)
+        return evaluate(compat.body(eqn), operands, plan, slots)
+    if name in REMAT:
+        return _remat(eqn, operands, *next(entries))
+    if name == "cond":
+        return _cond(eqn, operands, *next(entries))
+    if name == "scan":
+        return _scan(eqn, operands, *next(entries))
+    outputs = rules.commuting(eqn, operands)
+    if outputs is not None:
+        return outputs, None
+    view = operands[0]
+    lookup = rules.lookup(eqn) if isinstance(view, View) else None
+    if lookup is not None:
+        return _lookup(view, lookup, [whole(x) for x in operands[1:]], *next(entries))
+    # No gradient flows here, or the view would not be one: the array itself will do.
+    return compat.bind(eqn, [whole(value) for value in operands]), None
+
+
+def _lookup(
+    view: View, lookup: rules.Lookup, others: list[Any], plan: Plan, slots: Slots
+) -> tuple[list[Any], Indices]:
+    entries = zip(plan, slots, strict=True)
+    indices: Indices = []
+
+    def take(
+        leaf: int,
+        table: jax.Array,
+        read: jax.Array,
+        record: jax.Array,
+        mode: Any = "clip",
+        fill_value: Any = None,
+    ) -> jax.Array:
+        site, slot = next(entries)
+        assert site.leaf == leaf
+        if record.dtype != site.index_dtype:
+            record = canonical_indices(record, table.shape[0]).astype(site.index_dtype)
+        indices.append(record)
+        return lookup_rows(table, read, slot, mode, fill_value)
+
+    ids = lookup.ids([None, *others])
+    rows = look_up(view, ids, lookup.mode, lookup.fill_value, take)
+    return [lookup.arrange(rows)], indices
+
+
+def _remat(
+    eqn: compat.Equation, operands: list[Any], plan: Plan, slots: Slots
+) -> tuple[list[Any], Indices]:
+    is_view = [isinstance(value, View) for value in operands]
+
+    def again(arrays: list[Any], slots: Slots) -> tuple[list[Any], Indices]:
+        arrays_left = iter(arrays)
+        values = [
+            value if view else next(arrays_left)
+            for value, view in zip(operands, is_view, strict=True)
+        ]
+        outputs, indices = evaluate(compat.body(eqn), values, plan, slots)
+        return [whole(value) for value in outputs], indices
+
+    arrays = [x for x, view in zip(operands, is_view, strict=True) if not view]
+    return jax.checkpoint(again, **compat.remat_options(eqn.params))(arrays, slots)
+
+
+def _cond(
+    eqn: compat.Equation, operands: list[Any], plans: Plan, slots: Slots
+) -> tuple[list[Any], Indices]:
+    index, *given = operands
+
+    def make(taken: int, branch: compat.Program) -> Any:
+        def run(slots: Slots) -> tuple[list[Any], Indices]:
+            outputs, found = evaluate(branch, given, plans[taken], slots[taken])
+            indices = [
+                found if number == taken else _empty(plan)
+                for number, plan in enumerate(plans)
+            ]
+            return [whole(value) for value in outputs], indices
+
+        return run
+
+    branches = [make(i, branch) for i, branch in enumerate(eqn.params["branches"])]
+    return lax.switch(whole(index), branches, slots)
+
+
+def _scan(
+    eqn: compat.Equation, operands: list[Any], plan: Plan, slots: Slots
+) -> tuple[list[Any], Indices]:
+    body, (num_consts, num_carried) = compat.body(eqn), compat.scan_counts(eqn.params)
+    kept = invariant_carries(eqn)
+    consts = operands[:num_consts]
+    carried = operands[num_consts : num_consts + num_carried]
+    still = {i: carried[i] for i in kept if isinstance(carried[i], View)}
+    moving = [whole(x) for i, x in enumerate(carried) if i not in still]
+    inputs = [whole(x) for x in operands[num_consts + num_carried :]]
+
+    def step(moving: list[Any], per_step: tuple[list[Any], Slots]) -> tuple[Any, Any]:
+        xs, slots = per_step
+        left = iter(moving)
+        carry = [still[i] if i in still else next(left) for i in range(num_carried)]
+        outputs, indices = evaluate(body, [*consts, *carry, *xs], plan, slots)
+        new = [whole(outputs[i]) for i in range(num_carried) if i not in still]
+        return new, ([whole(x) for x in outputs[num_carried:]], indices)
+
+    # Inside the loop a site is executed once per iteration.
+    plan = map_sites(Site.inside_loop, plan)
+    final, (ys, indices) = lax.scan(
+        step, moving, (inputs, slots), **compat.scan_options(eqn.params)
+    )
+    left = iter(final)
+    carry = [still[i] if i in still else next(left) for i in range(num_carried)]
+    return [*carry, *ys], indices
+
+
+def _empty(plan: Plan) -> Indices:
+    """Empty slots for every site of a branch that is not taken."""
+
+    def empty(site: Site) -> jax.Array:
+        shape = (*site.times, site.count)
+        return jnp.full(shape, site.table_shape[0], site.index_dtype)
+
+    return map_sites(empty, plan)

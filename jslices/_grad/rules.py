@@ -1,0 +1,260 @@
+"""What each primitive means to a table: a step that commutes with a lookup, or a lookup.
+
+Whatever has no rule here is a dense use: the gradient is then right, but dense.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jslices._grad import compat
+from jslices._grad.views import Mode, Rowwise, Stacked, Stopped, Table, View
+
+# Primitives that compute each element from the elements at the same place. XLA
+# broadcasts scalars and single rows in them.
+ELEMENTWISE = frozenset(
+    """
+    abs acos acosh add and asin asinh atan atan2 atanh cbrt ceil clamp
+    convert_element_type copy copy_p cos cosh digamma div eq erf erf_inv erfc exp exp2
+    expm1 floor ge gt imag integer_pow is_finite le lgamma log log1p logistic lt max min
+    mul ne neg nextafter not or pow real reduce_precision rem round rsqrt select_n sign
+    sin sinh sqrt square sub tan tanh xor
+    """.split()
+)
+
+
+def commuting(eqn: compat.Equation, operands: Sequence[Any]) -> list[Any] | None:
+    """The equation's outputs as views, if it treats all rows alike.
+
+    Args:
+      eqn: an equation with at least one view among its operands.
+      operands: per operand a view, or its value (None while the program is only read).
+
+    Returns:
+      One view (or, for operands that merely pass through, value) per output; None if
+      the equation mixes rows.
+    """
+    name = eqn.primitive.name
+    if name in ELEMENTWISE:
+        return _elementwise(eqn, operands)
+    rule = _STEPS.get(name)
+    return None if rule is None else rule(eqn, operands)
+
+
+@dataclasses.dataclass(frozen=True)
+class Lookup:
+    """A read of ``count`` whole rows."""
+
+    count: int
+    mode: Mode
+    fill_value: Any
+    #: From the operands' values to the row numbers ``[count]``.
+    ids: Callable[[Sequence[Any]], jax.Array]
+    #: From the rows ``[count, *D]`` to the equation's output.
+    arrange: Callable[[jax.Array], jax.Array]
+
+
+def lookup(eqn: compat.Equation) -> Lookup | None:
+    """How the equation reads whole rows of its first operand; None if it does not."""
+    if eqn.primitive.name == "gather":
+        return _gather(eqn)
+    if eqn.primitive.name == "dynamic_slice":
+        return _dynamic_slice(eqn)
+    return None
+
+
+# --- steps that commute with a lookup ---------------------------------------------
+
+
+def _rowwise(
+    eqn: compat.Equation,
+    operands: Sequence[Any],
+    params_for: Callable[[int], dict[str, Any]] = lambda rows: {},
+) -> list[Any]:
+    """A view that runs the equation on some rows, with parameters for that many."""
+    out = eqn.outvars[0].aval
+    height = out.shape[0]
+
+    def apply(values: Sequence[Any], rows: int | None = None) -> jax.Array:
+        if rows is None:
+            shapes = [
+                jnp.shape(value)
+                for value, operand in zip(values, operands, strict=True)
+                if isinstance(operand, View)
+            ]
+            rows = shapes[0][0]
+        return compat.bind(eqn, values, **params_for(rows))[0]
+
+    view = Rowwise(
+        tuple(out.shape),
+        out.dtype,
+        apply,
+        lambda values: apply(values, height),
+        tuple(operands),
+    )
+    inputs = [x for x in operands if isinstance(x, View)]
+    if any(jnp.issubdtype(x.dtype, jnp.inexact) for x in inputs):
+        return [view]
+    # Made from integers or booleans alone, `(table > 0).astype(float)`: no gradient.
+    return [Stopped(view.shape, view.dtype, view)]
+
+
+def _elementwise(eqn: compat.Equation, operands: Sequence[Any]) -> list[Any] | None:
+    shape = compat.shape_of(eqn.outvars[0])
+    for atom, operand in zip(eqn.invars, operands, strict=True):
+        given = compat.shape_of(atom)
+        if isinstance(operand, View):
+            # A view of one row that is broadcast to many is not read row by row.
+            if given[0] != shape[0] or len(given) != len(shape):
+                return None
+        elif given and given[0] not in (1, shape[0]):
+            return None
+    return _rowwise(eqn, operands)
+
+
+def _reshape(eqn: compat.Equation, operands: Sequence[Any]) -> list[Any] | None:
+    old, new = compat.shape_of(eqn.invars[0]), tuple(eqn.params["new_sizes"])
+    same_rows = bool(new) and new[0] == old[0] and math.prod(old) > 0
+    if not same_rows or eqn.params.get("dimensions") is not None:
+        return None
+    return _rowwise(eqn, operands, lambda rows: {"new_sizes": (rows, *new[1:])})
+
+
+def _transpose(eqn: compat.Equation, operands: Sequence[Any]) -> list[Any] | None:
+    return _rowwise(eqn, operands) if eqn.params["permutation"][0] == 0 else None
+
+
+def _squeeze(eqn: compat.Equation, operands: Sequence[Any]) -> list[Any] | None:
+    return None if 0 in eqn.params["dimensions"] else _rowwise(eqn, operands)
+
+
+def _broadcast(eqn: compat.Equation, operands: Sequence[Any]) -> list[Any] | None:
+    shape, dims = tuple(eqn.params["shape"]), eqn.params["broadcast_dimensions"]
+    given = compat.shape_of(eqn.invars[0])
+    if not dims or dims[0] != 0 or given[0] != shape[0] or len(operands) > 1:
+        return None
+    return _rowwise(eqn, operands, lambda rows: {"shape": (rows, *shape[1:])})
+
+
+def _columns(eqn: compat.Equation, operands: Sequence[Any]) -> list[Any] | None:
+    """``table[:, 2:5]``: a static slice that keeps every row."""
+    start, limit = eqn.params["start_indices"], eqn.params["limit_indices"]
+    strides = eqn.params["strides"]
+    height = compat.shape_of(eqn.invars[0])[0]
+    if (start[0], limit[0]) != (0, height) or (strides and strides[0] != 1):
+        return None
+    return _rowwise(
+        eqn, operands, lambda rows: {"limit_indices": (rows, *tuple(limit)[1:])}
+    )
+
+
+def _reduce(eqn: compat.Equation, operands: Sequence[Any]) -> list[Any] | None:
+    return None if 0 in eqn.params["axes"] else _rowwise(eqn, operands)
+
+
+def _concatenate(eqn: compat.Equation, operands: Sequence[Any]) -> list[Any] | None:
+    out = eqn.outvars[0].aval
+    if eqn.params["dimension"] != 0:
+        return _rowwise(eqn, operands)
+    heights = tuple(compat.shape_of(atom)[0] for atom in eqn.invars)
+    return [Stacked(tuple(out.shape), out.dtype, tuple(operands), heights)]
+
+
+def _stop_gradient(eqn: compat.Equation, operands: Sequence[Any]) -> list[Any]:
+    (view,) = operands
+    return [Stopped(view.shape, view.dtype, view)]
+
+
+def _pass_through(eqn: compat.Equation, operands: Sequence[Any]) -> list[Any]:
+    """``optimization_barrier``: the views step round it, the arrays go through."""
+    arrays = [x for x in operands if not isinstance(x, View)]
+    if arrays and arrays[0] is not None:
+        through = iter(
+            lax.optimization_barrier([x for x in operands if not isinstance(x, View)])
+        )
+        return [x if isinstance(x, View) else next(through) for x in operands]
+    return list(operands)
+
+
+def _sharding_constraint(
+    eqn: compat.Equation, operands: Sequence[Any]
+) -> list[Any] | None:
+    """A constraint speaks of the whole table, so it stays on the table."""
+    (view,) = operands
+    if not isinstance(view, Table):
+        return None
+    if view.array is None:
+        return [view]
+    return [dataclasses.replace(view, array=compat.bind(eqn, [view.array])[0])]
+
+
+_STEPS: dict[str, Callable[..., list[Any] | None]] = {
+    "broadcast_in_dim": _broadcast,
+    "concatenate": _concatenate,
+    "optimization_barrier": _pass_through,
+    "reduce_max": _reduce,
+    "reduce_min": _reduce,
+    "reduce_prod": _reduce,
+    "reduce_sum": _reduce,
+    "reshape": _reshape,
+    "sharding_constraint": _sharding_constraint,
+    "slice": _columns,
+    "squeeze": _squeeze,
+    "stop_gradient": _stop_gradient,
+    "transpose": _transpose,
+}
+
+
+# --- lookups ----------------------------------------------------------------------
+
+
+def _gather(eqn: compat.Equation) -> Lookup | None:
+    numbers, sizes = eqn.params["dimension_numbers"], tuple(eqn.params["slice_sizes"])
+    mode, shape = eqn.params["mode"], compat.shape_of(eqn.invars[0])
+    axes = tuple(numbers.start_index_map)
+    whole_rows = sizes[:1] == (1,) and sizes[1:] == shape[1:] and 0 in axes
+    batched = numbers.operand_batching_dims or numbers.start_indices_batching_dims
+    known_mode = mode in (Mode.CLIP, Mode.FILL_OR_DROP, Mode.PROMISE_IN_BOUNDS)
+    if not whole_rows or batched or not known_mode:
+        return None
+    batch = compat.shape_of(eqn.invars[1])[:-1]
+    column = axes.index(0)
+    count, height = math.prod(batch), shape[0]
+
+    def ids(values: Sequence[Any]) -> jax.Array:
+        starts = jnp.asarray(values[1]).reshape(count, len(axes))
+        rows = starts[:, column]
+        if mode == Mode.FILL_OR_DROP and len(axes) > 1:
+            # The other axes are read whole, so any start but 0 is out of range.
+            others = jnp.delete(starts, column, axis=1, assume_unique_indices=True)
+            rows = jnp.where(jnp.all(others == 0, axis=1), rows, height)
+        return rows
+
+    def arrange(rows: jax.Array) -> jax.Array:
+        window = [n for d, n in enumerate(sizes) if d not in numbers.collapsed_slice_dims]
+        out = rows.reshape(*batch, *window)
+        if out.ndim == len(numbers.offset_dims):
+            return out
+        kept = [d for d in range(out.ndim) if d not in numbers.offset_dims]
+        places = [*kept, *numbers.offset_dims]
+        return jnp.moveaxis(out, range(out.ndim), places)
+
+    return Lookup(count, mode, eqn.params["fill_value"], ids, arrange)
+
+
+def _dynamic_slice(eqn: compat.Equation) -> Lookup | None:
+    sizes, shape = tuple(eqn.params["slice_sizes"]), compat.shape_of(eqn.invars[0])
+    count, height = sizes[0] if sizes else 0, shape[0] if shape else 0
+    if not sizes or sizes[1:] != shape[1:] or count > max(1, height - 1):
+        return None
+
+    def ids(values: Sequence[Any]) -> jax.Array:
+        start = jnp.clip(jnp.asarray(values[1]), 0, height - count)
+        return start + jnp.arange(count, dtype=start.dtype)
+
+    return Lookup(count, Mode.CLIP, None, ids, lambda rows: rows)

@@ -1,0 +1,255 @@
+"""Reading a traced program: where tables are looked up, and where they are used whole."""
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jslices._bounds import index_dtype
+from jslices._grad import compat, rules
+from jslices._grad.views import Table, View
+from jslices._lookup.embedding import LOOKUP_NAME
+
+# A plan is a list with an entry for every equation that looks rows up or holds a
+# program that might, in the order of the program: sites, or plans. `evaluate` meets the
+# same equations in the same order.
+Plan = list[Any]
+
+#: Calls of a sub-program that mean the sub-program itself.
+CALLS = frozenset({"jit", "pjit", "closed_call", "core_call", "call", "custom_lin"})
+REMAT = frozenset({"remat2", "checkpoint", "remat"})
+
+
+@dataclasses.dataclass(frozen=True)
+class Site:
+    """One place that looks up rows of one leaf."""
+
+    leaf: int
+    table_shape: tuple[int, ...]
+    dtype: Any
+    #: Rows at each execution, and the lengths of the loops around it, outermost first.
+    count: int
+    times: tuple[int, ...]
+    index_dtype: np.dtype
+    eqn: compat.Equation
+
+    @property
+    def total(self) -> int:
+        """Rows read in one run of the whole program."""
+        return math.prod(self.times) * self.count
+
+    def in_loop(self, length: int) -> "Site":
+        """This site, seen from outside a loop around it."""
+        return dataclasses.replace(self, times=(length, *self.times))
+
+    def inside_loop(self) -> "Site":
+        """This site, seen from inside the outermost loop around it."""
+        return dataclasses.replace(self, times=self.times[1:])
+
+
+@dataclasses.dataclass(frozen=True)
+class DenseUse:
+    """The first place that needs a whole leaf."""
+
+    what: str
+    eqn: compat.Equation | None
+
+
+class Walk:
+    """Follows views through a program.
+
+    Attributes:
+      dense: for every leaf that some equation needs whole, that equation.
+    """
+
+    def __init__(self, leaves: dict[int, Any]) -> None:
+        self.leaves = leaves
+        self.dense: dict[int, DenseUse] = {}
+
+    def program(
+        self, program: compat.Program, operands: Sequence[View | None]
+    ) -> tuple[list[View | None], Plan]:
+        """The views among the outputs, and the plan of the lookups inside."""
+        env: dict[Any, View] = {
+            var: view
+            for var, view in zip(program.invars, operands, strict=True)
+            if view is not None
+        }
+
+        def read(atom: Any) -> View | None:
+            return None if isinstance(atom, compat.Literal) else env.get(atom)
+
+        plan: Plan = []
+        for eqn in compat.live_equations(program):
+            given = [read(atom) for atom in eqn.invars]
+            if not any(given):
+                continue
+            outputs, entry = self._equation(eqn, given)
+            if entry is not None:
+                plan.append(entry)
+            env.update(
+                (var, view)
+                for var, view in zip(eqn.outvars, outputs, strict=True)
+                if isinstance(view, View)
+            )
+        return [read(atom) for atom in program.outvars], plan
+
+    def need_whole(self, view: View | None, what: str, eqn: Any) -> None:
+        """Records that ``eqn`` needs the array behind ``view``, and its gradient."""
+        if view is None or not jnp.issubdtype(view.dtype, jnp.inexact):
+            return
+        for leaf in view.leaves():
+            self.dense.setdefault(leaf, DenseUse(what, eqn))
+
+    def _equation(
+        self, eqn: compat.Equation, operands: list[View | None]
+    ) -> tuple[Sequence[View | None], Plan | None]:
+        none: list[View | None] = [None] * len(eqn.outvars)
+        name = eqn.primitive.name
+        if is_inlined(eqn):
+            return self.program(compat.body(eqn), operands)
+        if name in REMAT:
+            return none, self._branches(eqn, [compat.body(eqn)], operands)[0]
+        if name == "cond":
+            return none, self._branches(eqn, eqn.params["branches"], operands[1:])
+        if name == "scan":
+            return self._scan(eqn, operands)
+        outputs = rules.commuting(eqn, operands)
+        if outputs is not None:
+            return outputs, None
+        lookup = rules.lookup(eqn) if operands[0] is not None else None
+        if lookup is not None:
+            return none, self._sites(eqn, operands[0], lookup)
+        if any(compat.carries_gradient(out) for out in eqn.outvars):
+            for view in operands:
+                self.need_whole(view, name, eqn)
+        return none, None
+
+    def _sites(
+        self, eqn: compat.Equation, view: View | None, lookup: rules.Lookup
+    ) -> Plan:
+        assert view is not None
+        ids_dtype = np.dtype(eqn.invars[1].aval.dtype)
+        sites = []
+        for leaf in view.leaves():
+            aval = self.leaves[leaf]
+            dtype = index_dtype(aval.shape[0], ids_dtype)
+            sites.append(
+                Site(leaf, aval.shape, aval.dtype, lookup.count, (), dtype, eqn)
+            )
+        return sites
+
+    def _branches(
+        self,
+        eqn: compat.Equation,
+        branches: Sequence[compat.Program],
+        operands: Sequence[View | None],
+    ) -> Plan:
+        plans = []
+        for branch in branches:
+            outputs, plan = self.program(branch, operands)
+            for view in outputs:
+                self.need_whole(view, eqn.primitive.name, eqn)
+            plans.append(plan)
+        return plans
+
+    def _scan(
+        self, eqn: compat.Equation, operands: list[View | None]
+    ) -> tuple[list[View | None], Plan]:
+        body, (consts, _) = compat.body(eqn), compat.scan_counts(eqn.params)
+        kept = invariant_carries(eqn)
+        into = [
+            view if i < consts or i - consts in kept else None
+            for i, view in enumerate(operands)
+        ]
+        for view, passed in zip(operands, into, strict=True):
+            if passed is None:
+                self.need_whole(view, "scan", eqn)
+        outputs, plan = self.program(body, into)
+        for i, view in enumerate(outputs):
+            if i not in kept:
+                self.need_whole(view, "scan", eqn)
+        results: list[View | None] = [None] * len(outputs)
+        for i in kept:
+            results[i] = operands[consts + i]
+        length = eqn.params["length"]
+        return results, map_sites(lambda site: site.in_loop(length), plan)
+
+
+def is_inlined(eqn: compat.Equation) -> bool:
+    """True for calls that `walk` and `evaluate` look into as if written in place."""
+    return eqn.primitive.name in CALLS or is_embedding_lookup(eqn)
+
+
+def is_embedding_lookup(eqn: compat.Equation) -> bool:
+    """True for ``jslices.embedding_lookup``, a custom_vjp with one named call inside."""
+    if eqn.primitive.name not in ("custom_vjp_call", "custom_vjp_call_jaxpr"):
+        return False
+    inside = compat.body(eqn).eqns
+    return len(inside) == 1 and inside[0].params.get("name") == LOOKUP_NAME
+
+
+def invariant_carries(eqn: compat.Equation) -> frozenset[int]:
+    """The carried values of a scan that its body hands on untouched."""
+    body, (consts, carried) = compat.body(eqn), compat.scan_counts(eqn.params)
+    return frozenset(
+        i for i in range(carried) if body.outvars[i] is body.invars[consts + i]
+    )
+
+
+def is_site(x: Any) -> bool:
+    return isinstance(x, Site)
+
+
+def sites(plan: Plan) -> list[Site]:
+    """All sites of a plan, in order."""
+    return jax.tree.leaves(plan, is_leaf=is_site)
+
+
+def map_sites(f: Callable[[Site], Any], plan: Plan) -> list[Any]:
+    """What mirrors the plan, with ``f(site)`` for every site."""
+    result: list[Any] = jax.tree.map(f, plan, is_leaf=is_site)
+    return result
+
+
+def walk(
+    program: compat.Program, candidates: dict[int, Any], num_outputs: int
+) -> tuple[Plan, dict[int, DenseUse], dict[int, list[Site]]]:
+    """Plans the lookups of the leaves among ``candidates`` that are only looked up.
+
+    Args:
+      program: the traced function; its first inputs are the leaves.
+      candidates: leaf number -> its abstract value.
+      num_outputs: how many of the program's outputs are differentiated; through the
+        others (auxiliary ones) no gradient flows.
+
+    Returns:
+      ``(plan, dense, looked_up)``: the plan for the leaves that stay sparse; why each of
+      the others does not; and for every candidate the places that look it up, sparse or
+      not.
+    """
+    dense: dict[int, DenseUse] = {}
+    looked_up: dict[int, list[Site]] = {}
+    while True:
+        # A leaf that turns out dense is an ordinary array in the next round.
+        remaining = {i: aval for i, aval in candidates.items() if i not in dense}
+        reader = Walk(remaining)
+        inputs = [
+            Table(tuple(remaining[i].shape), remaining[i].dtype, i)
+            if i in remaining
+            else None
+            for i in range(len(program.invars))
+        ]
+        outputs, plan = reader.program(program, inputs)
+        for view in outputs[:num_outputs]:
+            reader.need_whole(view, "the function's own result", None)
+        if not dense:
+            for site in sites(plan):
+                looked_up.setdefault(site.leaf, []).append(site)
+        if not reader.dense:
+            return plan, dense, looked_up
+        dense |= reader.dense
