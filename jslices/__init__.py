@@ -1,6 +1,30 @@
-"""x"""
+"""Row gradients for JAX.
+
+The gradient of a table lookup is the rows that were looked up, not an array as large as
+the table. Change ``jax.value_and_grad`` to ``jslices.value_and_grad`` and the gradients
+of arrays that are only looked up come back as :class:`IndexedSlices`; the optimizers here
+then touch only those rows, in place, under ``jit``.
+
+The shape legend of the whole package: ``V`` rows of a table, ``*D`` the shape of a row
+(and D its number of elements), ``K`` looked-up rows (duplicates counted), ``U`` the
+static capacity for unique rows, ``B`` the batch. *ids* are what one passes to a lookup,
+*indices* what slices hold.
+"""
+
+from jslices import optim as optim
+from jslices._densify import DenseUseError as DenseUseError
+from jslices._densify import DensificationWarning as DensificationWarning
+from jslices._grad.api import grad as grad
+from jslices._grad.api import value_and_grad as value_and_grad
+from jslices._grad.api import vjp as vjp
+from jslices._lookup import embedding_lookup as embedding_lookup
+from jslices._slices import IndexedSlices as IndexedSlices
+from jslices._slices import concat_slices as concat_slices
+from jslices._slices import is_slices as is_slices
+from jslices.optim import GradientTransformation as GradientTransformation
+from jslices.optim import adagrad as adagrad
+from jslices.optim import adam as adam
+from jslices.optim import apply_updates as apply_updates
+from jslices.optim import sgd as sgd
+
 __version__ = "0.1.0"
-from jslices._slices import IndexedSlices, concat_slices, is_slices
-from jslices._grad.api import grad, value_and_grad, vjp
-from jslices._lookup import embedding_lookup
-from jslices._densify import DensificationWarning, DenseUseError

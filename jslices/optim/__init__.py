@@ -1,0 +1,16 @@
+"""Optimizers that read and write only the rows that got a gradient.
+
+Each optimizer is one file: a state, an ``init`` and a *kernel*, the arithmetic of one
+step on whatever array it is given. ``rows`` runs the kernel on whole arrays for dense
+gradients and on the touched rows for IndexedSlices.
+"""
+
+from jslices.optim.adagrad import AdagradState as AdagradState
+from jslices.optim.adagrad import adagrad as adagrad
+from jslices.optim.adam import AdamState as AdamState
+from jslices.optim.adam import adam as adam
+from jslices.optim.apply import apply_updates as apply_updates
+from jslices.optim.base import GradientTransformation as GradientTransformation
+from jslices.optim.base import Schedule as Schedule
+from jslices.optim.sgd import SgdState as SgdState
+from jslices.optim.sgd import sgd as sgd

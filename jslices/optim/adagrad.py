@@ -1,0 +1,84 @@
+"""Adagrad: step sizes that shrink with the squared gradients seen so far."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.typing import ArrayLike
+
+from jslices.optim.base import (
+    GradientTransformation,
+    Schedule,
+    check_learning_rate,
+    next_count,
+    scaled,
+    step_size,
+    zero_count,
+)
+from jslices.optim.rows import update_leaves
+
+
+class AdagradState(NamedTuple):
+    """State of :func:`adagrad`."""
+
+    count: jax.Array  #: int32 ``[]``, the steps taken.
+    sum_of_squares: Any  #: like params.
+
+
+def adagrad(
+    learning_rate: ArrayLike | Schedule,
+    initial_accumulator_value: ArrayLike = 0.1,
+    eps: ArrayLike = 1e-7,
+) -> GradientTransformation:
+    """Adagrad: ``s += g**2``, then ``p -= lr * g / sqrt(s + eps)``.
+
+    Untouched rows: exact. A row without gradient is neither read nor written, and the
+    dense optimizer would leave it and its state alone too.
+
+    Args:
+      learning_rate: a number, or a schedule of the step (from 0).
+      initial_accumulator_value: what ``s`` starts from.
+      eps: keeps the root away from zero.
+
+    Returns:
+      A :class:`GradientTransformation`. State per row: D numbers.
+
+    Cost: a step reads and writes ``U * D`` elements of each of the parameter and ``s``.
+
+    Example:
+      >>> import jax.numpy as jnp, jslices as js
+      >>> params = jnp.zeros((5, 1))
+      >>> tx = js.adagrad(0.5)
+      >>> grads = js.IndexedSlices(jnp.ones((1, 1)), jnp.array([3]), (5, 1))
+      >>> updates, state = tx.update(grads, tx.init(params), params)
+      >>> state.sum_of_squares.ravel()
+      Array([0.1, 0.1, 0.1, 1.1, 0.1], dtype=float32)
+
+    Source: Duchi, Hazan and Singer, 2011; ``optax.adagrad``, with its names and defaults.
+    TensorFlow's ``AdagradOptimizer`` has no ``eps``, PyTorch's starts from 0 and adds
+    1e-10 outside the root.
+    """
+    check_learning_rate("adagrad", learning_rate)
+
+    def init(params: Any) -> AdagradState:
+        full = jax.tree.map(
+            lambda p: jnp.full_like(p, initial_accumulator_value), params
+        )
+        return AdagradState(zero_count(), full)
+
+    def update(
+        grads: Any, state: AdagradState, params: Any = None
+    ) -> tuple[Any, AdagradState]:
+        del params
+        step = step_size(learning_rate, state.count)
+
+        def kernel(g: jax.Array, total: jax.Array) -> tuple[jax.Array, jax.Array]:
+            total = g**2 + total
+            scale = jnp.where(total > 0, lax.rsqrt(total + eps), 0.0)
+            return scaled(step, scale * g), total
+
+        updates, (total,) = update_leaves(kernel, grads, (state.sum_of_squares,))
+        return updates, AdagradState(next_count(state.count), total)
+
+    return GradientTransformation(init, update)
