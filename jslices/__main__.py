@@ -1,0 +1,33 @@
+"""The command line: ``python -m jslices demo``."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from jslices import __version__
+from jslices._demo import command as demo
+from jslices._demo.corpus import UserError
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs a command; returns the exit code (2 where the user's request is at fault)."""
+    parser = argparse.ArgumentParser(
+        prog="python -m jslices", description="Row gradients for JAX."
+    )
+    parser.add_argument("--version", action="version", version=__version__)
+    commands = parser.add_subparsers(dest="command", required=True)
+    about = "train word vectors on real text with row gradients"
+    demo.add_arguments(commands.add_parser("demo", help=about, description=about))
+    options = parser.parse_args(arguments)
+    try:
+        demo.run(options)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

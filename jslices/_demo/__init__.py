@@ -1,0 +1,1 @@
+"""The demonstration: word vectors trained with row gradients, in one command."""

@@ -1,0 +1,177 @@
+"""``python -m jslices demo``: train, show neighbours, compare with dense gradients."""
+
+import argparse
+import math
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+import jslices as js
+from jslices._demo import skipgram
+from jslices._demo.corpus import Corpus, UserError, read_corpus
+from jslices._densify import human_bytes
+
+SHOWN = ("append", "width", "open", "int", "lock", "socket", "month", "encode")
+RARE = 50  # Words seen less often have had no time to find their place.
+TIMED_STEPS = 20
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--text", type=Path, metavar="PATH", help="a file or folder to read instead of "
+        "the running Python's standard library")
+    add("--words", type=_positive, metavar="N", help="keep the N most frequent words "
+        "(default: all)")
+    add("--dim", type=_positive, default=64, help="length of a vector (default: 64)")
+    add("--steps", type=_positive, default=20_000, help="(default: 20000)")
+    add("--batch", type=_positive, default=1024, help="pairs a step (default: 1024)")
+    add("--learning-rate", type=float, default=3e-3, help="it falls to 2%% of that")
+    add("--seed", type=int, default=0)
+    add("--plot", type=Path, metavar="FILE", help="write a picture of the vectors")
+    add("--show", nargs="+", metavar="WORD", help="words whose neighbours to print")
+
+
+def run(options: argparse.Namespace) -> None:
+    """Trains and prints; see the module."""
+    if options.plot is not None:
+        _check_plot(options.plot)
+    corpus = read_corpus(options.text, options.words)
+    print(f"{corpus.tokens.size:,} words of text, {len(corpus.words):,} distinct; two "
+          f"tables of {len(corpus.words):,} x {options.dim} float32")
+    shown = _words_to_show(corpus, options.show)
+    data = skipgram.make_data(corpus, options.seed)
+    params, spent = _train(corpus, data, options)
+    print(f"{options.steps:,} steps in {spent:.0f} s")
+    near = np.asarray(params["near"])
+    among = np.flatnonzero(corpus.counts >= RARE)
+    for number in shown:
+        found = skipgram.nearest(near, number, among, 5)
+        listed = ", ".join(f"{corpus.words[i]} {cosine:.2f}" for i, cosine in found)
+        print(f"  {corpus.words[number]:>10}: {listed or '(no frequent words)'}")
+    print(_comparison(corpus, data, options))
+    if options.plot is not None:
+        from jslices._demo.picture import draw_words
+
+        draw_words(near[: min(400, near.shape[0])], corpus.words, options.plot)
+        print(f"picture: {options.plot}")
+
+
+def _train(
+    corpus: Corpus, data: skipgram.Data, options: argparse.Namespace
+) -> tuple[skipgram.Params, float]:
+    total = options.steps
+
+    def falling(count: jax.Array) -> Any:
+        return options.learning_rate * jax.numpy.maximum(1 - count / total, 0.02)
+
+    tx, step = skipgram.sparse_step(falling, options.batch)
+    params = skipgram.init_params(len(corpus.words), options.dim, options.seed)
+    state = tx.init(params)
+    key = jax.random.key(options.seed + 1)
+    start = time.perf_counter()
+    with _progress(total) as bar:
+        for number in range(total):
+            params, state, value = step(params, state, data, key)
+            if number % 100 == 99 or number == total - 1:
+                bar.set_postfix(loss=f"{float(value):.3f}", refresh=False)
+                bar.update(number + 1 - bar.n)
+    if not math.isfinite(float(value)):
+        raise UserError(f"the loss became {float(value)}; lower --learning-rate")
+    return params, time.perf_counter() - start
+
+
+def _progress(total: int) -> Any:
+    try:
+        from tqdm import tqdm
+    except ImportError:
+        raise UserError("the demo needs tqdm: pip install 'jslices[demo]'") from None
+    return tqdm(total=total, unit="step", desc="training")
+
+
+def _words_to_show(corpus: Corpus, asked: list[str] | None) -> list[int]:
+    number = {word: i for i, word in enumerate(corpus.words)}
+    if asked:
+        missing = [word for word in asked if word not in number]
+        if missing:
+            raise UserError(f"not among the words of the text: {', '.join(missing)}")
+        return [number[word] for word in asked]
+    usual = [number[w] for w in SHOWN if w in number and corpus.counts[number[w]] >= RARE]
+    # In another text: some frequent words, past the very most frequent.
+    return usual or list(range(len(corpus.words)))[20:28] or [0]
+
+
+def _comparison(
+    corpus: Corpus, data: skipgram.Data, options: argparse.Namespace
+) -> str:
+    """One line: this step against the same step with dense gradients and Optax."""
+    rate, batch = options.learning_rate, options.batch
+    try:
+        import optax
+    except ImportError:
+        dense_tx, apply, label = js.adam(rate), js.apply_updates, "dense JAX"
+    else:
+        dense_tx, apply, label = optax.adam(rate), optax.apply_updates, "dense Optax"
+    contenders = [
+        skipgram.sparse_step(rate, batch),
+        (dense_tx, skipgram.make_step(jax.value_and_grad, dense_tx, apply, batch)),
+    ]
+    key = jax.random.key(options.seed)
+    times: list[list[float]] = [[], []]
+    ready = []
+    for tx, step in contenders:
+        params = skipgram.init_params(len(corpus.words), options.dim, 0)
+        ready.append(step(params, tx.init(params), data, key))
+    for _ in range(TIMED_STEPS):  # in turn, so that both meet the same machine
+        for i, (_, step) in enumerate(contenders):
+            params, state, _ = ready[i]
+            start = time.perf_counter()
+            ready[i] = jax.block_until_ready(step(params, state, data, key))
+            times[i].append(time.perf_counter() - start)
+    sparse, dense = (statistics.median(each) * 1e3 for each in times)
+    sparse_bytes, dense_bytes = gradient_bytes(params, data, batch)
+    return (
+        f"a step: row gradients {sparse:.1f} ms and {human_bytes(sparse_bytes)} of "
+        f"gradients, {label} Adam {dense:.1f} ms and {human_bytes(dense_bytes)}: "
+        f"{dense / sparse:.1f} times the time, {dense_bytes / sparse_bytes:.1f} times "
+        "the bytes"
+    )
+
+
+def gradient_bytes(
+    params: skipgram.Params, data: skipgram.Data, batch: int
+) -> tuple[int, int]:
+    """``(sparse, dense)``: the size of all gradients of one step, without running it."""
+    key = jax.random.key(0)
+    centres, others = jax.eval_shape(lambda: skipgram.draw(data, key, batch))
+
+    def total(grad: Any) -> int:
+        leaves = jax.tree.leaves(jax.eval_shape(grad, params, centres, others))
+        return sum(x.size * x.dtype.itemsize for x in leaves)
+
+    return total(js.grad(skipgram.loss)), total(jax.grad(skipgram.loss))
+
+
+def _check_plot(file: Path) -> None:
+    try:
+        from jslices._demo import picture
+    except ImportError:
+        raise UserError("--plot needs matplotlib: pip install 'jslices[demo]'") from None
+    suffixes = picture.supported_suffixes()
+    if file.suffix.lower().lstrip(".") not in suffixes:
+        raise UserError(f"--plot {file}: the name must end in .{', .'.join(suffixes)}")
+    if not file.absolute().parent.is_dir():
+        raise UserError(f"--plot {file}: no such folder: {file.absolute().parent}")
+
+
+def _positive(text: str) -> int:
+    try:
+        value = int(text)
+    except ValueError:
+        value = 0
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive whole number")
+    return value

@@ -1,0 +1,121 @@
+"""Skip-gram word vectors with negative sampling: two tables, one jitted step.
+
+Each word learns to tell the words that stand near it from words drawn at random
+(Mikolov et al., 2013). A step reads a few thousand rows of two tables of V rows.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import jslices as js
+from jslices._demo.corpus import Corpus
+
+Params = dict[str, jax.Array]
+
+WINDOW = 5
+NEGATIVES = 5
+FREQUENT = 1e-4  # Words more frequent than this share of the text are thinned out.
+NOISE_DRAWS = 1 << 20
+
+
+class Data(NamedTuple):
+    """What batches are drawn from, on the device.
+
+    Attributes:
+      tokens: ``[N]`` int32, the text, frequent words thinned out.
+      noise: ``[NOISE_DRAWS]`` int32, words as often as they are drawn as negatives.
+    """
+
+    tokens: jax.Array
+    noise: jax.Array
+
+
+def make_data(corpus: Corpus, seed: int) -> Data:
+    """Thins out frequent words, and lays out the noise distribution."""
+    rng = np.random.default_rng(seed)
+    share = corpus.counts / corpus.counts.sum()
+    keep = np.minimum(1.0, np.sqrt(FREQUENT / share) + FREQUENT / share)
+    tokens = corpus.tokens[rng.random(corpus.tokens.size) < keep[corpus.tokens]]
+    if tokens.size <= 2 * WINDOW:
+        tokens = np.resize(corpus.tokens, max(corpus.tokens.size, 2 * WINDOW + 2))
+    weights = corpus.counts**0.75
+    edges = np.cumsum(weights / weights.sum())
+    places = (np.arange(NOISE_DRAWS) + 0.5) / NOISE_DRAWS
+    noise = np.minimum(np.searchsorted(edges, places), len(corpus.words) - 1)
+    return Data(jnp.asarray(tokens, jnp.int32), jnp.asarray(noise, jnp.int32))
+
+
+def init_params(num_words: int, dim: int, seed: int) -> Params:
+    """``near`` and ``far``, both ``[V, D]`` float32: a word as itself, as context."""
+    near = jax.random.uniform(
+        jax.random.key(seed), (num_words, dim), minval=-0.5 / dim, maxval=0.5 / dim
+    )
+    return {"near": near, "far": jnp.zeros((num_words, dim))}
+
+
+def draw(data: Data, key: jax.Array, batch: int) -> tuple[jax.Array, jax.Array]:
+    """``(centres [B], others [B, 1 + NEGATIVES])``; the first of the others is real."""
+    place_key, offset_key, noise_key = jax.random.split(key, 3)
+    place = jax.random.randint(
+        place_key, (batch,), WINDOW, data.tokens.shape[0] - WINDOW
+    )
+    # Nearer words are drawn more often, as with word2vec's random window.
+    reach = jax.random.randint(offset_key, (2, batch), 1, WINDOW + 1).min(axis=0)
+    offset = jnp.where(jax.random.bernoulli(offset_key, shape=(batch,)), reach, -reach)
+    drawn = jax.random.randint(noise_key, (batch, NEGATIVES), 0, NOISE_DRAWS)
+    others = [data.tokens[place + offset][:, None], data.noise[drawn]]
+    return data.tokens[place], jnp.concatenate(others, axis=1)
+
+
+def loss(params: Params, centres: jax.Array, others: jax.Array) -> jax.Array:
+    """How badly the real neighbours are told from the noise: the mean of ``[B]``."""
+    near, far = params["near"][centres], params["far"][others]
+    scores = jnp.einsum("bd,bkd->bk", near, far)
+    signs = jnp.where(jnp.arange(others.shape[1]) == 0, 1.0, -1.0)
+    return -jax.nn.log_sigmoid(signs * scores).sum(axis=1).mean()
+
+
+def make_step(
+    value_and_grad: Callable[..., Any], tx: Any, apply_updates: Any, batch: int
+) -> Callable[..., Any]:
+    """One training step, jitted, the tables and the optimizer state updated in place.
+
+    With jslices' functions the gradients are rows; with JAX's and Optax's they are whole
+    tables. Nothing else differs.
+    """
+
+    @functools.partial(jax.jit, donate_argnums=(0, 1))
+    def step(params: Params, state: Any, data: Data, key: jax.Array) -> Any:
+        centres, others = draw(data, jax.random.fold_in(key, count_of(state)), batch)
+        value, grads = value_and_grad(loss)(params, centres, others)
+        updates, state = tx.update(grads, state, params)
+        return apply_updates(params, updates), state, value
+
+    return step
+
+
+def count_of(state: Any) -> jax.Array:
+    """The number of the step, which every optimizer's state holds."""
+    counts = [x for x in jax.tree.leaves(state) if x.ndim == 0]
+    return counts[0]
+
+
+def sparse_step(learning_rate: Any, batch: int) -> tuple[Any, Callable[..., Any]]:
+    """``(optimizer, step)`` with row gradients."""
+    tx = js.adam(learning_rate)
+    return tx, make_step(js.value_and_grad, tx, js.apply_updates, batch)
+
+
+def nearest(
+    table: np.ndarray, word: int, among: np.ndarray, count: int
+) -> list[tuple[int, float]]:
+    """The words whose vectors point most nearly the same way, and the cosine."""
+    unit = table / np.maximum(np.linalg.norm(table, axis=1, keepdims=True), 1e-12)
+    cosine = unit[among] @ unit[word]
+    order = [int(i) for i in np.argsort(-cosine) if among[i] != word]
+    return [(int(among[i]), float(cosine[i])) for i in order[:count]]
