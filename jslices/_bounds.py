@@ -74,11 +74,27 @@ def take_rows(
     ``mode="fill"`` reads ``fill_value`` from empty slots (NaN, or the smallest integer,
     unless one is given); ``"clip"`` reads the edge row; ``"promise_in_bounds"`` leaves
     it to the caller. Cost: one gather of ``K * D`` elements.
+
+    This is a ``gather`` even for no indices at all, where ``table[indices]`` is none.
     """
-    rows: jax.Array = table.at[indices].get(
-        mode=mode, fill_value=fill_value, wrap_negative_indices=False
+    row = table.shape[1:]
+    if table.shape[0] == 0:  # XLA refuses to gather from nothing
+        missing = jnp.nan if fill_value is None else fill_value
+        return jnp.full((*indices.shape, *row), missing).astype(table.dtype)
+    if indices.dtype.itemsize < 4:
+        indices = indices.astype(jnp.int32)
+    return lax.gather(
+        table,
+        indices[..., None],
+        lax.GatherDimensionNumbers(
+            offset_dims=tuple(range(indices.ndim, indices.ndim + len(row))),
+            collapsed_slice_dims=(0,),
+            start_index_map=(0,),
+        ),
+        slice_sizes=(1, *row),
+        mode=mode,
+        fill_value=fill_value,
     )
-    return rows
 
 
 def add_rows(table: jax.Array, indices: jax.Array, rows: jax.Array) -> jax.Array:

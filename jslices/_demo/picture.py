@@ -9,11 +9,12 @@ matplotlib.use("Agg")
 
 import matplotlib.pyplot as plt
 import numpy as np
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 
 
 def supported_suffixes() -> list[str]:
     """The kinds of picture that can be written."""
-    return sorted(plt.figure().canvas.get_supported_filetypes())
+    return sorted(FigureCanvasAgg.filetypes)
 
 
 def draw_words(vectors: np.ndarray, words: Sequence[str], file: Path) -> None:

@@ -17,9 +17,9 @@ from jslices._demo.corpus import Corpus
 
 Params = dict[str, jax.Array]
 
-WINDOW = 5
+WINDOW = 3
 NEGATIVES = 5
-FREQUENT = 1e-4  # Words more frequent than this share of the text are thinned out.
+FREQUENT = 1e-3  # Words more frequent than this share of the text are thinned out.
 NOISE_DRAWS = 1 << 20
 
 

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from jslices._bounds import set_rows
-from jslices._slices import IndexedSlices, is_slices
+from jslices._slices import IndexedSlices, check_slices, is_slices
 
 #: ``kernel(gradient, *slots) -> (update, *new_slots)``, the same for an array and for
 #: some rows of it: everything in it must be elementwise or within a row.
@@ -55,6 +55,7 @@ def _update_leaf(kernel: Kernel, grad: Any, state: Sequence[Any]) -> tuple[Any, 
 def _update_rows(
     kernel: Kernel, grad: IndexedSlices, state: Sequence[jax.Array]
 ) -> tuple[Any, ...]:
+    check_slices(grad)
     if grad.indices.ndim != 1:
         raise ValueError(
             f"an optimizer got {grad}, which carries a batch axis from vmap; sum it "

@@ -1,0 +1,59 @@
+"""What several tests compare with."""
+
+import json
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import jslices as js
+
+GOLDEN = pathlib.Path(__file__).parent / "golden"
+
+
+def golden(name):
+    """A section of TensorFlow's numbers, arrays decoded."""
+    return decode(json.loads((GOLDEN / f"{name}.json").read_text()))
+
+
+def decode(x):
+    if isinstance(x, dict) and set(x) == {"d", "s", "v"}:
+        values = [float(v) if isinstance(v, str) else v for v in x["v"]]
+        if x["d"].startswith("complex"):  # real and imaginary parts in turn
+            values = np.array(values, float).reshape(-1, 2) @ [1, 1j]
+        return np.array(values, x["d"]).reshape(x["s"])
+    if isinstance(x, dict):
+        return {key: decode(value) for key, value in x.items()}
+    return [decode(value) for value in x] if isinstance(x, list) else x
+
+
+def dense(tree):
+    """The tree with every IndexedSlices as the array it stands for."""
+    return jax.tree.map(
+        lambda x: x.to_dense() if js.is_slices(x) else x, tree, is_leaf=js.is_slices
+    )
+
+
+def assert_close(actual, wanted, rtol=1e-5, atol=1e-6):
+    """Two trees are close, IndexedSlices compared as arrays."""
+    actual, wanted = dense(actual), dense(wanted)
+    assert jax.tree.structure(actual) == jax.tree.structure(wanted)
+    for a, w in zip(jax.tree.leaves(actual), jax.tree.leaves(wanted), strict=True):
+        a, w = np.asarray(a), np.asarray(w)
+        assert (a.shape, a.dtype) == (w.shape, w.dtype)
+        np.testing.assert_allclose(
+            a.astype(np.float64) if a.dtype == jnp.bfloat16 else a,
+            w.astype(np.float64) if w.dtype == jnp.bfloat16 else w,
+            rtol=rtol,
+            atol=atol,
+        )
+
+
+def numpy_dense(values, indices, shape):
+    """The array that slices stand for, by the plainest loop."""
+    out = np.zeros(shape, np.asarray(values).dtype)
+    for row, index in zip(np.asarray(values), np.asarray(indices), strict=True):
+        if 0 <= index < shape[0]:
+            out[index] += row
+    return out

@@ -1,0 +1,132 @@
+"""Summing duplicates: against numpy, on every kind of index, in every transformation."""
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import golden, numpy_dense
+from hypothesis import given
+from hypothesis import strategies as st
+
+import jslices as js
+from jslices._sort import sort_ids
+
+
+@st.composite
+def cases(draw):
+    num_rows = draw(st.integers(1, 8))
+    indices = draw(st.lists(st.integers(-2, num_rows + 2), max_size=12))
+    row = draw(st.sampled_from([(), (3,), (2, 2)]))
+    # Small integers add exactly in any order.
+    values = np.arange(len(indices) * int(np.prod(row)), dtype=np.float32)
+    return values.reshape(len(indices), *row), np.array(indices, np.int32), (num_rows, *row)
+
+
+@given(cases(), st.booleans())
+def test_sorted_unique_then_empty(case, jit):
+    values, indices, shape = case
+    slices = js.IndexedSlices(values, indices, shape)
+    call = lambda s: s.coalesce()  # noqa: E731
+    out = (jax.jit(call) if jit else call)(slices)
+    present = np.unique(indices[(indices >= 0) & (indices < shape[0])])
+    capacity = min(len(indices), shape[0])
+    wanted = np.full(capacity, shape[0])
+    wanted[: len(present)] = present
+    np.testing.assert_array_equal(out.indices, wanted)
+    assert out.dense_shape == shape and out.values.shape == (capacity, *shape[1:])
+    assert not np.asarray(out.values)[len(present) :].any()
+    np.testing.assert_array_equal(out.to_dense(), numpy_dense(values, indices, shape))
+
+
+@pytest.mark.parametrize("name", golden("deduplicate"))
+def test_equals_tensorflow(name):
+    case = golden("deduplicate")[name]
+    out = js.IndexedSlices(case["values"], case["indices"], (10, case["values"].shape[1]))
+    out = out.coalesce()
+    # TensorFlow keeps the order of first appearance, coalesce sorts.
+    order = np.argsort(case["unique_indices"])
+    count = len(order)
+    np.testing.assert_array_equal(out.indices[:count], case["unique_indices"][order])
+    np.testing.assert_allclose(out.values[:count], case["summed"][order], rtol=1e-6)
+
+
+def test_a_known_size():
+    slices = js.IndexedSlices(jnp.ones((4, 1)), jnp.array([5, 2, 5, 9]), (9, 1))
+    for out in (slices.coalesce(2), jax.jit(lambda s: s.coalesce(2))(slices)):
+        np.testing.assert_array_equal(out.indices, [2, 5])
+        np.testing.assert_array_equal(out.values.ravel(), [1, 2])
+    wide = slices.coalesce(6)
+    np.testing.assert_array_equal(wide.indices, [2, 5, 9, 9, 9, 9])
+
+
+def test_overflow_is_never_silent():
+    slices = js.IndexedSlices(jnp.ones((3, 1)), jnp.array([5, 2, 7]), (9, 1))
+    with pytest.raises(ValueError, match=r"3 distinct rows do not fit; pass size=3"):
+        slices.coalesce(2)
+    with pytest.raises(ValueError, match="1 distinct rows"):
+        slices.coalesce(0)
+    assert np.isnan(jax.jit(lambda s: s.coalesce(2))(slices).values).all()
+    with pytest.raises(ValueError, match="must not be negative"):
+        slices.coalesce(-1)
+
+
+def test_unknown_number_of_rows():
+    out = js.IndexedSlices(jnp.ones((3, 1)), jnp.array([5, -1, 5])).coalesce()
+    largest = np.iinfo(np.int32).max
+    np.testing.assert_array_equal(out.indices, [5, largest, largest])
+
+
+def test_wide_integers():
+    with jax.enable_x64(True):
+        indices = jnp.array([2**40, 3, 2**40, -1], jnp.int64)
+        out = js.IndexedSlices(jnp.ones((4, 1)), indices, (2**41, 1)).coalesce()
+        assert out.indices.dtype == jnp.int64
+        np.testing.assert_array_equal(out.indices, [3, 2**40, 2**41, 2**41])
+        np.testing.assert_array_equal(out.values.ravel(), [1, 2, 0, 0])
+    with pytest.raises(ValueError, match="needs 64-bit indices.*jax_enable_x64"):
+        js.IndexedSlices(jnp.ones((1, 1)), jnp.array([0]), (2**31, 1)).coalesce()
+
+
+def test_integers_and_narrow_index_types():
+    slices = js.IndexedSlices(jnp.ones((3,), int), jnp.array([255, 0, 255], jnp.uint8), (256,))
+    out = slices.coalesce()
+    np.testing.assert_array_equal(out.indices, [0, 255, 256])
+    np.testing.assert_array_equal(out.values, [1, 2, 0])
+
+
+def test_differentiable_and_mappable():
+    indices = jnp.array([[1, 1, 2], [0, 3, 0]])
+    values = jnp.arange(6.0).reshape(2, 3)
+
+    def total(v, i):
+        return (js.IndexedSlices(v, i, (4,)).coalesce().values ** 2).sum()
+
+    def plain(v, i):
+        return (jnp.zeros(4).at[i].add(v) ** 2).sum()
+
+    chex.assert_trees_all_close(
+        jax.vmap(jax.grad(total))(values, indices), jax.vmap(jax.grad(plain))(values, indices)
+    )
+    many = jax.vmap(lambda v, i: js.IndexedSlices(v, i, (4,)).coalesce())(values, indices)
+    np.testing.assert_array_equal(many.indices, [[1, 2, 4], [0, 3, 4]])
+    chex.assert_trees_all_equal(
+        jax.lax.map(lambda vi: js.IndexedSlices(*vi, (4,)).coalesce(), (values, indices)), many
+    )
+
+
+@given(st.lists(st.integers(0, 5), max_size=20), st.sampled_from(["int32", "int64"]))
+def test_sort_is_stable_and_remembers_positions(ids, dtype):
+    with jax.enable_x64(dtype == "int64"):
+        ids = np.array(ids, dtype)
+        ordered, positions = sort_ids(ids)
+        np.testing.assert_array_equal(ordered, np.sort(ids))
+        np.testing.assert_array_equal(positions, np.argsort(ids, kind="stable"))
+        assert ordered.dtype == dtype and positions.dtype == jnp.int32
+
+
+def test_no_64_bit_value_outside_the_sort():
+    text = str(jax.make_jaxpr(lambda s: s.coalesce())(
+        js.IndexedSlices(jnp.ones((3, 1)), jnp.array([1, 2, 1]), (4, 1))
+    ))
+    assert "i64" not in text and "sort_ids" in text

@@ -1,0 +1,121 @@
+"""The warning names the user's line, can be filtered, and can be made fatal."""
+
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jslices as js
+
+TABLE = jnp.ones((6, 2))
+IDS = jnp.array([1, 4])
+
+
+@pytest.fixture
+def slices():
+    return js.IndexedSlices(jnp.ones((2, 2)), IDS, (6, 2))
+
+
+@pytest.mark.parametrize(
+    "convert",
+    [
+        lambda s: jnp.sum(s),
+        lambda s: s + jnp.zeros((6, 2)),
+        lambda s: s * jnp.ones((6, 2)),
+        lambda s: s / jnp.ones((6, 2)),
+        lambda s: np.asarray(s).sum(),
+        lambda s: jax.jit(lambda s: s + 0.0)(s).sum(),
+        lambda s: jnp.ones((1, 6)) @ s,
+    ],
+)
+def test_implicit_conversion_works_and_names_this_line(slices, convert):
+    with pytest.warns(js.DensificationWarning, match=r"\(6, 2\)") as caught:
+        result = convert(slices)
+    assert np.sum(result) in (4, 4.0)
+    (warning,) = caught
+    assert warning.filename == __file__
+    assert warning.lineno == convert.__code__.co_firstlineno
+    assert "48 B" in str(warning.message) and "To stay sparse" in str(warning.message)
+
+
+def test_shown_once_per_line_by_default(slices):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("default")
+        for _ in range(3):
+            np.asarray(slices)
+        np.asarray(slices)
+    assert len(caught) == 2
+
+
+def test_explicit_conversion_is_silent(slices):
+    assert slices.to_dense().sum() == 4
+    assert (jnp.zeros((6, 2)) + slices).sum() == 4
+
+
+def test_can_be_silenced_and_made_fatal(slices):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", js.DensificationWarning)
+        np.asarray(slices)
+        warnings.simplefilter("error", js.DensificationWarning)
+        with pytest.raises(js.DensificationWarning):
+            np.asarray(slices)
+
+
+def test_tied_weights_warn_once_with_the_dense_line():
+    def loss(params):
+        hidden = params["table"][IDS]
+        return (hidden @ params["table"].T).sum()  # the dense use
+
+    dense_line = loss.__code__.co_firstlineno + 2
+    with pytest.warns(js.DensificationWarning) as caught:
+        grads = js.grad(loss)({"table": TABLE})
+    (warning,) = caught
+    assert (warning.filename, warning.lineno) == (__file__, dense_line)
+    text = str(warning.message)
+    assert "params['table'] (float32[6,2]) is dense" in text
+    assert "hidden @ params" in text and "2 rows, 16 B" in text
+    np.testing.assert_allclose(grads["table"], jax.grad(loss)({"table": TABLE})["table"])
+
+
+def test_a_table_that_is_never_looked_up_is_nobodys_business():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert isinstance(js.grad(lambda w: (w @ w.T).sum())(TABLE), jax.Array)
+
+
+def test_plain_jax_grad_of_an_embedding_lookup_is_dense_and_says_so():
+    def loss(table):
+        return js.embedding_lookup(table, IDS).sum()
+
+    with pytest.warns(js.DensificationWarning, match="jslices.grad") as caught:
+        grad = jax.grad(loss)(TABLE)
+    assert caught[0].lineno == loss.__code__.co_firstlineno + 1
+    assert caught[0].filename == __file__ and "48 B" in str(caught[0].message)
+    np.testing.assert_array_equal(grad, js.grad(loss)(TABLE).to_dense())
+
+
+def test_an_accepted_dense_gradient_does_not_warn():
+    def loss(table):
+        return js.embedding_lookup(table, IDS).sum() + jax.jit(
+            lambda t: js.embedding_lookup(t, IDS)
+        )(table).sum()
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        grad = js.grad(loss, sparse=False)(TABLE)
+        _, pull = js.vjp(loss, TABLE, sparse=False)
+        np.testing.assert_array_equal(pull(jnp.float32(1))[0], grad)
+    assert isinstance(grad, jax.Array) and grad.sum() == 8
+
+
+def test_forced_sparse_raises_with_the_line():
+    def loss(table):
+        return table[IDS].sum() * table.sum()
+
+    with pytest.raises(js.DenseUseError) as caught:
+        js.grad(loss, sparse=True)(TABLE)
+    line = loss.__code__.co_firstlineno + 1
+    text = str(caught.value)
+    assert f"{__file__}:{line}" in text and "table.sum()" in text and "reduce_sum" in text

@@ -1,0 +1,229 @@
+"""The container: what it is, and its arithmetic."""
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from helpers import assert_close, golden, numpy_dense
+from hypothesis import given
+from hypothesis import strategies as st
+
+import jslices as js
+
+VALUES = jnp.arange(8.0).reshape(4, 2) + 1
+INDICES = jnp.array([3, 1, 3, -1])
+DENSE = np.array([[0, 0], [3, 4], [0, 0], [6, 8], [0, 0]], np.float32)
+
+
+@pytest.fixture
+def slices():
+    return js.IndexedSlices(VALUES, INDICES, (5, 2))
+
+
+def test_is_a_pytree_with_static_shape(slices):
+    leaves, tree = jax.tree.flatten(slices)
+    assert len(leaves) == 2
+    again = tree.unflatten(leaves)
+    assert again.dense_shape == (5, 2)
+    chex.assert_trees_all_equal(again, slices)
+    paths = [jax.tree_util.keystr(p) for p, _ in jax.tree_util.tree_leaves_with_path(slices)]
+    assert paths == [".values", ".indices"]
+    assert tree.unflatten([object(), None]).values is not None  # placeholders pass
+    assert jax.tree.structure(slices) != jax.tree.structure(
+        js.IndexedSlices(VALUES, INDICES, (6, 2))
+    )
+
+
+def test_attributes(slices):
+    assert slices.shape == (5, 2) and slices.ndim == 2
+    assert slices.dtype == jnp.float32
+    assert slices.device == VALUES.device and slices.sharding == VALUES.sharding
+    unknown = js.IndexedSlices(VALUES, INDICES)
+    assert unknown.dense_shape is None and unknown.shape == (None, 2)
+    with pytest.raises(TypeError):
+        len(slices)
+    with pytest.raises(AttributeError):
+        slices.values = VALUES
+    assert slices == slices and hash(slices) and slices != js.IndexedSlices(VALUES, INDICES)
+
+
+@pytest.mark.parametrize("kind", ["lists", "numpy", "jax"])
+def test_takes_what_arrays_are_made_of(kind):
+    values, indices = [[1.0, 2.0]], [3]
+    if kind != "lists":
+        module = np if kind == "numpy" else jnp
+        values, indices = module.asarray(values), module.asarray(indices)
+    slices = js.IndexedSlices(values, indices, np.array([5, 2]))
+    assert isinstance(slices.values, jax.Array) and slices.dense_shape == (5, 2)
+
+
+@pytest.mark.parametrize(
+    "args, error, text",
+    [
+        ((VALUES, jnp.ones(4), (5, 2)), TypeError, "wants integer indices, got values"),
+        ((INDICES, jnp.ones(4), (5,)), TypeError, r"order is IndexedSlices\(values, ind"),
+        ((VALUES, INDICES[:3], (5, 2)), ValueError, "equally many rows"),
+        ((VALUES, INDICES[:, None], (5, 2)), ValueError, "one axis, not 2: flatten both"),
+        ((VALUES, jnp.int32(1), (5, 2)), ValueError, "one axis, not 0"),
+        ((jnp.float32(1), INDICES, (5,)), ValueError, "equally many rows"),
+        ((VALUES, INDICES, (5, 3)), ValueError, r"did you mean dense_shape=\(5, 2\)\?"),
+        ((VALUES, INDICES, ()), ValueError, r"must be \(V, \*row_shape\)"),
+        ((VALUES, INDICES, (-1, 2)), ValueError, "none negative"),
+        ((VALUES, INDICES, 5), TypeError, "dense_shape must be a tuple of ints"),
+    ],
+)
+def test_construction_checks(args, error, text):
+    with pytest.raises(error, match=text):
+        js.IndexedSlices(*args)
+
+
+def test_dense_shape_must_be_static():
+    with pytest.raises(TypeError, match="known before tracing"):
+        jax.jit(lambda n: js.IndexedSlices(VALUES, INDICES, (n, 2)))(5)
+
+
+def test_repr_tells_rows_shape_and_bytes(slices):
+    assert repr(slices) == (
+        "IndexedSlices(4 rows of float32[5, 2], indices int32[4]: 48 B, dense 40 B)"
+    )
+    big = js.IndexedSlices(VALUES, INDICES, (1_000_000, 2))
+    assert "rows of float32[1000000, 2]" in repr(big) and "saves 7.6 MB" in repr(big)
+    assert "float32[?, 2]" in repr(js.IndexedSlices(VALUES, INDICES))
+    seen = []
+    jax.jit(lambda s: seen.append(repr(s)))(slices)
+    assert seen == [repr(slices)]
+    assert "object" in repr(jax.tree.map(lambda x: object(), slices))
+
+
+def test_to_dense(slices):
+    np.testing.assert_array_equal(slices.to_dense(), DENSE)
+    np.testing.assert_array_equal(jax.jit(js.IndexedSlices.to_dense)(slices), DENSE)
+    with pytest.raises(ValueError, match="dense_shape=None.*num_rows, 2"):
+        js.IndexedSlices(VALUES, INDICES).to_dense()
+
+
+@pytest.mark.parametrize("name", golden("to_dense"))
+def test_to_dense_equals_tensorflow(name):
+    case = golden("to_dense")[name]
+    args = case["values"], case["indices"], case["dense_shape"]
+    if name == "no_dense_shape":
+        with pytest.raises(ValueError, match="dense_shape=None"):
+            js.IndexedSlices(*args).to_dense()
+    elif name in ("indices_rank2", "index_scalar", "dense_shape_tail_ignored"):
+        # Differences: indices have one axis, and dense_shape must be right.
+        with pytest.raises(ValueError):
+            js.IndexedSlices(*args)
+    elif name == "out_of_range":
+        # A difference: any out-of-range index is an empty slot, not only a negative one.
+        got = js.IndexedSlices(*args).to_dense()
+        np.testing.assert_array_equal(got, numpy_dense(*args))
+    else:
+        with jax.enable_x64(True):
+            got = js.IndexedSlices(*args).to_dense()
+            wanted = case["dense"]
+            assert got.shape == wanted.shape and got.dtype == wanted.dtype
+            np.testing.assert_allclose(got, wanted, rtol=1e-6)
+
+
+def test_sixteen_bits_are_summed_in_thirty_two():
+    ones = jnp.ones((1000, 1), jnp.bfloat16)
+    slices = js.IndexedSlices(ones, jnp.zeros(1000, int), (1, 1))
+    # Adding one at a time in bfloat16 stops at 256.
+    assert slices.to_dense()[0, 0] == 1000 and slices.coalesce().values[0, 0] == 1000
+    assert slices.to_dense().dtype == jnp.bfloat16
+
+
+def test_linear_arithmetic(slices):
+    np.testing.assert_array_equal((-slices).to_dense(), -DENSE)
+    for scaled in (3 * slices, slices * 3, jnp.float32(3) * slices, np.float32(3) * slices):
+        assert js.is_slices(scaled) and scaled.dtype == jnp.float32
+        np.testing.assert_array_equal(scaled.to_dense(), 3 * DENSE)
+    np.testing.assert_array_equal((slices / 2).to_dense(), DENSE / 2)
+    total = slices + slices - 3 * slices
+    assert js.is_slices(total) and total.values.shape == (12, 2)
+    np.testing.assert_array_equal(total.to_dense(), -DENSE)
+    np.testing.assert_array_equal(sum([slices, slices]).to_dense(), 2 * DENSE)
+    assert slices.astype(jnp.float16).dtype == jnp.float16
+
+
+@pytest.mark.parametrize("jit", [False, True])
+@pytest.mark.parametrize("kind", [jnp.asarray, np.asarray])
+def test_array_plus_slices_adds_the_rows(slices, jit, kind):
+    array = kind(np.ones((5, 2), np.float32))
+    add = lambda a, s: (a + s, a - s)  # noqa: E731
+    plus, minus = (jax.jit(add) if jit else add)(array, slices)
+    np.testing.assert_array_equal(plus, 1 + DENSE)
+    np.testing.assert_array_equal(minus, 1 - DENSE)
+    without_shape = js.IndexedSlices(VALUES, INDICES)
+    np.testing.assert_array_equal(array + without_shape, 1 + DENSE)
+
+
+def test_optax_apply_updates_is_right_unchanged(slices):
+    params = {"t": jnp.ones((5, 2), jnp.bfloat16)}
+    new = optax.apply_updates(params, {"t": slices})
+    assert new["t"].dtype == jnp.bfloat16
+    np.testing.assert_array_equal(new["t"].astype(jnp.float32), 1 + DENSE)
+
+
+def test_concat_slices(slices):
+    both = js.concat_slices([slices, js.IndexedSlices(VALUES, INDICES)])
+    assert both.dense_shape == (5, 2) and both.indices.shape == (8,)
+    narrow = js.IndexedSlices(jnp.ones((1, 2)), jnp.array([-1], jnp.int8), (5, 2))
+    mixed = js.concat_slices([slices, narrow])
+    assert mixed.indices.dtype == jnp.int32
+    np.testing.assert_array_equal(mixed.to_dense(), DENSE)
+    with pytest.raises(ValueError, match="at least one"):
+        js.concat_slices([])
+    with pytest.raises(ValueError, match=r"different shapes: \(5, 2\), \(6, 2\)"):
+        js.concat_slices([slices, js.IndexedSlices(VALUES, INDICES, (6, 2))])
+
+
+def test_vmapped_slices_keep_the_shape_of_one_example(slices):
+    batch = jax.vmap(lambda v: js.IndexedSlices(v, INDICES, (5, 2)))(
+        jnp.stack([VALUES, 2 * VALUES, 0 * VALUES])
+    )
+    assert batch.dense_shape == (5, 2) and batch.shape == (3, 5, 2)
+    wanted = np.stack([DENSE, 2 * DENSE, 0 * DENSE])
+    np.testing.assert_array_equal(batch.to_dense(), wanted)
+    np.testing.assert_array_equal(batch.coalesce().to_dense(), wanted)
+    np.testing.assert_array_equal(jnp.ones((3, 5, 2)) + (batch + batch).to_dense(), 1 + 2 * wanted)
+    assert "3x4 rows" in repr(batch)
+
+
+def test_indices_changed_by_a_foreign_tree_map_are_refused(slices):
+    scaled = jax.tree.map(lambda x: x * 0.5, slices)
+    for use in (
+        lambda: scaled.to_dense(),
+        lambda: scaled.coalesce(),
+        lambda: jnp.zeros((5, 2)) + scaled,
+        lambda: js.apply_updates(jnp.zeros((5, 2)), scaled),
+        lambda: js.adam(0.1).update(scaled, js.adam(0.1).init(jnp.zeros((5, 2)))),
+    ):
+        with pytest.raises(TypeError, match="not row numbers any more.*from_optax"):
+            use()
+
+
+@given(
+    num_rows=st.integers(1, 9),
+    indices=st.lists(st.integers(-3, 12), max_size=12),
+    dtype=st.sampled_from(["int8", "int32", "uint8", "uint32", "int16"]),
+)
+def test_means_what_a_loop_means(num_rows, indices, dtype):
+    indices = np.array(indices, int).astype(dtype)
+    values = np.arange(2.0 * len(indices), dtype=np.float32).reshape(-1, 2) + 1
+    slices = js.IndexedSlices(values, indices, (num_rows, 2))
+    wanted = numpy_dense(values, indices.astype(int), (num_rows, 2))
+    np.testing.assert_array_equal(slices.to_dense(), wanted)
+    np.testing.assert_array_equal(jnp.zeros((num_rows, 2)) + slices, wanted)
+    np.testing.assert_array_equal(js.apply_updates(jnp.zeros((num_rows, 2)), slices), wanted)
+    np.testing.assert_array_equal((slices + slices).coalesce().to_dense(), 2 * wanted)
+
+
+def test_a_scan_can_carry_slices(slices):
+    def body(carry, _):
+        return (carry + slices).coalesce(4), carry.indices
+
+    final, _ = jax.lax.scan(body, slices.coalesce(4), None, length=3)
+    assert_close(final.to_dense(), jnp.asarray(4 * DENSE))
