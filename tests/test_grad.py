@@ -320,6 +320,8 @@ def test_integers_on_request():
 
 
 def test_traced_once_from_step_to_step():
+    chex.clear_trace_counter()
+
     @jax.jit
     @chex.assert_max_traces(n=1)
     def step(params, ids):

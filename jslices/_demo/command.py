@@ -40,9 +40,9 @@ def run(options: argparse.Namespace) -> None:
     if options.plot is not None:
         _check_plot(options.plot)
     corpus = read_corpus(options.text, options.words)
+    shown = _words_to_show(corpus, options.show)
     print(f"{corpus.tokens.size:,} words of text, {len(corpus.words):,} distinct; two "
           f"tables of {len(corpus.words):,} x {options.dim} float32")
-    shown = _words_to_show(corpus, options.show)
     data = skipgram.make_data(corpus, options.seed)
     params, spent = _train(corpus, data, options)
     print(f"{options.steps:,} steps in {spent:.0f} s")
@@ -79,8 +79,8 @@ def _train(
             if number % 100 == 99 or number == total - 1:
                 bar.set_postfix(loss=f"{float(value):.3f}", refresh=False)
                 bar.update(number + 1 - bar.n)
-    if not math.isfinite(float(value)):
-        raise UserError(f"the loss became {float(value)}; lower --learning-rate")
+    if not np.isfinite(params["near"]).all() or not math.isfinite(float(value)):
+        raise UserError("the vectors grew beyond all bounds; lower --learning-rate")
     return params, time.perf_counter() - start
 
 

@@ -77,7 +77,7 @@ def loss(params: Params, centres: jax.Array, others: jax.Array) -> jax.Array:
     near, far = params["near"][centres], params["far"][others]
     scores = jnp.einsum("bd,bkd->bk", near, far)
     signs = jnp.where(jnp.arange(others.shape[1]) == 0, 1.0, -1.0)
-    return -jax.nn.log_sigmoid(signs * scores).sum(axis=1).mean()
+    return -jax.nn.log_sigmoid(signs[None] * scores).sum(axis=1).mean()
 
 
 def make_step(

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jslices._grad import compat
-from jslices._grad.views import Mode, Rowwise, Stacked, Stopped, Table, View
+from jslices._grad.views import Mode, Rowwise, Stacked, Stopped, Table, View, Window
 
 # Primitives that compute each element from the elements at the same place. XLA
 # broadcasts scalars and single rows in them.
@@ -141,15 +141,22 @@ def _broadcast(eqn: compat.Equation, operands: Sequence[Any]) -> list[Any] | Non
     return _rowwise(eqn, operands, lambda rows: {"shape": (rows, *shape[1:])})
 
 
-def _columns(eqn: compat.Equation, operands: Sequence[Any]) -> list[Any] | None:
-    """``table[:, 2:5]``: a static slice that keeps every row."""
-    start, limit = eqn.params["start_indices"], eqn.params["limit_indices"]
+def _slice(eqn: compat.Equation, operands: Sequence[Any]) -> list[Any] | None:
+    """``table[1:, 2:5]``: some consecutive rows, and some columns of them."""
+    start, limit = tuple(eqn.params["start_indices"]), tuple(eqn.params["limit_indices"])
     strides = eqn.params["strides"]
-    height = compat.shape_of(eqn.invars[0])[0]
-    if (start[0], limit[0]) != (0, height) or (strides and strides[0] != 1):
+    (view,) = operands
+    if (strides and strides[0] != 1) or limit[0] <= start[0]:
         return None
+    if (start[0], limit[0]) != (0, view.shape[0]):
+        shape = (limit[0] - start[0], *view.shape[1:])
+        view = Window(shape, view.dtype, view, start[0])
+    if (start[1:], limit[1:]) == ((0,) * (len(start) - 1), view.shape[1:]):
+        if not strides or set(strides) == {1}:
+            return [view]
+    columns = {"start_indices": (0, *start[1:])}
     return _rowwise(
-        eqn, operands, lambda rows: {"limit_indices": (rows, *tuple(limit)[1:])}
+        eqn, [view], lambda rows: {**columns, "limit_indices": (rows, *limit[1:])}
     )
 
 
@@ -203,7 +210,7 @@ _STEPS: dict[str, Callable[..., list[Any] | None]] = {
     "reduce_sum": _reduce,
     "reshape": _reshape,
     "sharding_constraint": _sharding_constraint,
-    "slice": _columns,
+    "slice": _slice,
     "squeeze": _squeeze,
     "stop_gradient": _stop_gradient,
     "transpose": _transpose,

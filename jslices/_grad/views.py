@@ -139,6 +139,25 @@ class Stacked(View):
 
 
 @dataclasses.dataclass(frozen=True)
+class Window(View):
+    """Consecutive rows of a view, from row ``above`` on: ``table[1:]``."""
+
+    inner: View
+    above: int
+
+    def leaves(self) -> Iterator[int]:
+        return self.inner.leaves()
+
+    def rows(self, read: jax.Array, record: jax.Array, take: Take) -> jax.Array:
+        inside = (record >= 0) & (record < self.shape[0])
+        record = jnp.where(inside, record + self.above, self.inner.shape[0])
+        return self.inner.rows(read + self.above, record, take)
+
+    def whole(self) -> jax.Array:
+        return self.inner.whole()[self.above : self.above + self.shape[0]]
+
+
+@dataclasses.dataclass(frozen=True)
 class Stopped(View):
     """A view behind ``stop_gradient``: read row by row, but no leaf gets a gradient."""
 

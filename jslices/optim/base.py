@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import ArrayLike
 
 #: The step size as a function of the step, which counts from 0.
@@ -62,9 +63,9 @@ def zero_count() -> jax.Array:
 
 def check_learning_rate(name: str, learning_rate: Any) -> None:
     """Refuses what is neither a number nor a function of the step."""
-    if callable(learning_rate) or jnp.ndim(learning_rate) == 0:
-        if not isinstance(learning_rate, str | None):
-            return
+    number = isinstance(learning_rate, int | float | np.generic | np.ndarray | jax.Array)
+    if callable(learning_rate) or (number and np.ndim(learning_rate) == 0):
+        return
     raise TypeError(
         f"{name}(learning_rate=...) wants a number or a schedule (a function of the "
         f"step), got {learning_rate!r}"

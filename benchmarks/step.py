@@ -1,0 +1,105 @@
+"""One training step, row gradients against dense ones, side by side in one run.
+
+    python benchmarks/step.py
+
+Prints a line for every table size: the median time of a step with jslices and with plain
+JAX and Optax, their ratio, and the gradient's bytes. Both steps are jitted and donated,
+run in turns on the same ids, and differ in three names only.
+"""
+
+import argparse
+import functools
+import platform
+import statistics
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import jslices as js
+
+WARM, TIMED = 3, 5  # steps a turn
+
+
+def make_step(value_and_grad, tx, apply_updates):
+    def loss(params, ids, target):
+        rows = params["table"][ids]
+        return jnp.mean((rows @ params["w"] - target) ** 2)
+
+    @functools.partial(jax.jit, donate_argnums=(0, 1))
+    def step(params, state, ids, target):
+        value, grads = value_and_grad(loss)(params, ids, target)
+        updates, state = tx.update(grads, state, params)
+        return apply_updates(params, updates), state, value
+
+    return step
+
+
+def zipf_ids(rng, num_rows, count):
+    """Ids as words occur: the n-th most frequent one about 1/n times as often."""
+    weights = 1.0 / np.arange(1, num_rows + 1) ** 1.05
+    edges = np.cumsum(weights / weights.sum())
+    ranks = np.minimum(np.searchsorted(edges, rng.random(count)), num_rows - 1)
+    return jnp.asarray(rng.permutation(num_rows)[ranks], jnp.int32)
+
+
+def measure(num_rows, dim, count, steps, optimizer):
+    """Median seconds a step: ``(sparse, dense)``."""
+    rng = np.random.default_rng(0)
+    batches = [zipf_ids(rng, num_rows, count) for _ in range(4)]
+    target = jnp.ones(count)
+    kinds = {
+        "sparse": (js.value_and_grad, getattr(js, optimizer)(1e-3), js.apply_updates),
+        "dense": (
+            jax.value_and_grad,
+            getattr(optax, optimizer)(1e-3),
+            optax.apply_updates,
+        ),
+    }
+    steps_of, carry, times = {}, {}, {kind: [] for kind in kinds}
+    for kind, parts in kinds.items():
+        steps_of[kind] = make_step(*parts)
+        params = {"table": jnp.zeros((num_rows, dim)), "w": jnp.ones(dim)}
+        carry[kind] = (params, parts[1].init(params))
+    # In turn, but several steps at a time: a dense step empties the caches of the
+    # processor, and a training loop does not run one between two sparse steps.
+    number = 0
+    while len(times["dense"]) < steps:
+        for kind, step in steps_of.items():
+            for position in range(WARM + TIMED):
+                start = time.perf_counter()
+                out = step(*carry[kind], batches[number % len(batches)], target)
+                *carry[kind], _ = jax.block_until_ready(out)
+                if position >= WARM:
+                    times[kind].append(time.perf_counter() - start)
+                number += 1
+    return tuple(statistics.median(times[kind]) for kind in kinds)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rows", type=float, nargs="+", default=[1e4, 1e5, 1e6])
+    parser.add_argument("--dim", type=int, default=64)
+    parser.add_argument("--ids", type=float, default=1e4)
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--optimizer", default="adam", choices=["sgd", "adagrad", "adam"])
+    args = parser.parse_args()
+    print(
+        f"{args.optimizer}, D = {args.dim}, {args.ids:.0f} ids (Zipf), jax {jax.__version__}"
+        f" on {jax.devices()[0].device_kind}, {platform.machine()}, Python "
+        f"{platform.python_version()}"
+    )
+    print(f"{'V':>10} {'jslices ms':>11} {'Optax ms':>9} {'faster':>7} {'gradient bytes':>24}")
+    for rows in map(int, args.rows):
+        sparse, dense = measure(rows, args.dim, int(args.ids), args.steps, args.optimizer)
+        small, big = args.ids * (4 * args.dim + 4), rows * args.dim * 4
+        print(
+            f"{rows:>10} {sparse * 1e3:>11.2f} {dense * 1e3:>9.2f} {dense / sparse:>6.1f}x"
+            f" {small / 2**20:>8.1f} MB of {big / 2**20:>6.1f} MB"
+        )
+
+
+if __name__ == "__main__":
+    main()

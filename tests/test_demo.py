@@ -1,0 +1,78 @@
+"""The command line: the demonstration on a small text, and every bad request."""
+
+import re
+
+import pytest
+
+from jslices.__main__ import main
+
+TEXT = "the red fox and the blue hen saw the red hen and the blue fox " * 40
+
+
+@pytest.fixture
+def text(tmp_path):
+    (tmp_path / "a.txt").write_text(TEXT)
+    (tmp_path / "binary").write_bytes(b"\x00\x01 words words")
+    return tmp_path
+
+
+def run(capsys, *arguments):
+    try:
+        code = main(["demo", *map(str, arguments)])
+    except SystemExit as stop:
+        code = stop.code
+    out = capsys.readouterr()
+    return code, out.out, out.err
+
+
+def test_trains_shows_and_compares(capsys, text):
+    picture = text / "words.png"
+    code, out, err = run(
+        capsys, "--text", text, "--steps", 120, "--batch", 32, "--dim", 8, "--plot", picture
+    )
+    assert code == 0, err
+    assert f"{len(TEXT.split()):,} words of text, 7 distinct" in out
+    assert "loss=" in err and "step/s" in err
+    assert re.search(r"a step: row gradients .* ms and .* dense Optax Adam .* ms", out)
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_learns_which_words_stand_together(tmp_path, capsys):
+    # Two kinds of sentence that share no word: each word's neighbours are of its kind.
+    (tmp_path / "t.txt").write_text("sun sky cloud rain " * 300 + "fork knife spoon plate " * 300)
+    code, out, _ = run(
+        capsys, "--text", tmp_path, "--steps", 1500, "--batch", 64, "--dim", 8, "--show", "rain"
+    )
+    assert code == 0
+    nearest = re.search(r"rain: (.*)", out).group(1)
+    first_three = [item.split()[0] for item in nearest.split(", ")[:3]]
+    assert set(first_three) == {"sun", "sky", "cloud"}
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["--text", "/no/such/place"], "no such file or folder: /no/such/place"),
+        (["--text", "EMPTY"], "no text found in"),
+        (["--text", "TEXT", "--words", "99"], "only 7 distinct words, not the 99 asked"),
+        (["--text", "TEXT", "--show", "zebra"], "not among the words of the text: zebra"),
+        (["--text", "TEXT", "--plot", "/no/such/place/x.png"], "no such folder"),
+        (["--text", "TEXT", "--plot", "x.words"], "the name must end in"),
+        (["--words", "0"], "'0' is not a positive whole number"),
+        (["--steps", "many"], "'many' is not a positive whole number"),
+    ],
+)
+def test_bad_requests_get_one_line_and_exit_code_2(capsys, text, tmp_path, arguments, message):
+    (tmp_path / "empty").mkdir()
+    places = {"TEXT": str(text / "a.txt"), "EMPTY": str(tmp_path / "empty")}
+    code, out, err = run(capsys, *[places.get(a, a) for a in arguments])
+    assert code == 2 and out == ""
+    assert message in err and "Traceback" not in err
+    assert len([line for line in err.splitlines() if "error:" in line]) == 1
+
+
+def test_vectors_that_run_away_are_said(capsys, text):
+    code, _, err = run(
+        capsys, "--text", text, "--steps", 50, "--batch", 16, "--learning-rate", "1e38"
+    )
+    assert code == 2 and "lower --learning-rate" in err

@@ -1,0 +1,73 @@
+"""embedding_lookup: one meaning for every bad id, and errors that say what to do."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import jslices as js
+
+
+@given(
+    num_rows=st.integers(1, 6),
+    row=st.sampled_from([(), (2,), (2, 3)]),
+    ids=st.lists(st.integers(-8, 8), max_size=6),
+    mode=st.sampled_from(["fill", "clip"]),
+    jit=st.booleans(),
+)
+def test_reads_rows_and_never_wraps(num_rows, row, ids, mode, jit):
+    size = num_rows * int(np.prod(row))
+    table = np.arange(size, dtype=np.float32).reshape(num_rows, *row)
+    look = lambda t, i: js.embedding_lookup(t, i, mode=mode)  # noqa: E731
+    got = (jax.jit(look) if jit else look)(table, jnp.array(ids, jnp.int32))
+    for value, i in zip(got, ids, strict=True):
+        if mode == "clip":
+            wanted = table[min(max(i, 0), num_rows - 1)]
+        else:
+            wanted = table[i] if 0 <= i < num_rows else np.full(row, np.nan)
+        np.testing.assert_array_equal(value, wanted)
+    grad = js.grad(lambda t: jnp.nansum(look(t, jnp.array(ids, jnp.int32))))(jnp.asarray(table))
+    assert js.is_slices(grad) and grad.indices.shape == (len(ids),)
+    good = [min(max(i, 0), num_rows - 1) if mode == "clip" else i for i in ids]
+    wanted = np.zeros_like(table)
+    for i in good:
+        if 0 <= i < num_rows:
+            wanted[i] += 1
+    np.testing.assert_array_equal(grad.to_dense(), wanted)
+
+
+@pytest.mark.parametrize("dtype", ["int8", "uint8", "int16", "uint32", "int32"])
+@pytest.mark.parametrize("shape", [(), (2,), (0,), (2, 1, 2)])
+def test_ids_of_any_rank_and_type(dtype, shape):
+    table = jnp.arange(10.0).reshape(5, 2)
+    ids = jnp.full(shape, 3, dtype)
+    assert js.embedding_lookup(table, ids).shape == (*shape, 2)
+    np.testing.assert_array_equal(js.embedding_lookup(table, ids), table[ids])
+
+
+def test_plain_lists_and_integer_tables():
+    table = jnp.arange(6).reshape(3, 2)
+    np.testing.assert_array_equal(js.embedding_lookup(table, [2, 0]), [[4, 5], [0, 1]])
+    assert js.embedding_lookup(table, []).shape == (0, 2)
+    assert js.embedding_lookup(table, [7])[0, 0] == np.iinfo(np.int32).min
+    assert np.isnan(js.embedding_lookup(jnp.zeros((0, 2)), [0])).all()
+
+
+@pytest.mark.parametrize(
+    "args, error, text",
+    [
+        (([jnp.ones((2, 2))], 0), TypeError, "one table, got a list of 1"),
+        ((jnp.float32(1), 0), ValueError, "got a scalar"),
+        ((jnp.ones((2, 2)), 1.5), TypeError, r"integer ids, got float32\[\]"),
+    ],
+)
+def test_errors(args, error, text):
+    with pytest.raises(error, match=text):
+        js.embedding_lookup(*args)
+
+
+def test_unknown_mode():
+    with pytest.raises(ValueError, match="mode='wrap'; it must be one of"):
+        js.embedding_lookup(jnp.ones((2, 2)), 0, mode="wrap")

@@ -1,0 +1,165 @@
+"""Steps between a table and its lookup that keep the gradient sparse, and every id form."""
+
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import assert_close
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax import lax
+
+import jslices as js
+
+V, D = 6, 4
+RNG = np.random.default_rng(5)
+TABLE = jnp.asarray(RNG.normal(size=(V, D)), jnp.float32)
+OTHER = jnp.asarray(RNG.normal(size=(V, D)), jnp.float32)
+SCALE = jnp.float32(1.7)
+IDS = jnp.array([4, 1, 4, 0])
+
+STEPS = {
+    "cast": lambda t, s: t.astype(jnp.bfloat16).astype(jnp.float32),
+    "scale": lambda t, s: -(t * s) / 3,
+    "elementwise": lambda t, s: jnp.exp(jnp.tanh(t)) + 1,
+    "row_vector": lambda t, s: t * jnp.arange(1.0, D + 1)[None],
+    "where": lambda t, s: jnp.where(t > 0, t, s * t),
+    "reshape": lambda t, s: t.reshape(V, 2, 2).transpose(0, 2, 1).reshape(V, D),
+    "columns": lambda t, s: t[:, 1:3],
+    "normalise": lambda t, s: t / jnp.sqrt((t**2).sum(axis=1, keepdims=True)),
+    "centre": lambda t, s: t - t.max(axis=1, keepdims=True),
+    "beside": lambda t, s: jnp.concatenate([t * s, t], axis=1),
+    "below": lambda t, s: t[1:],
+    "window": lambda t, s: (s * t)[1:6, 1:4],
+    "concatenate": lambda t, s: jnp.concatenate([t, t * s, jnp.ones((1, D))]),
+    "add_array": lambda t, s: t + OTHER * s,
+    "barrier": lambda t, s: lax.optimization_barrier((t, s))[0],
+    "mask": lambda t, s: t * (t > 0),
+}
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_step_before_the_lookup(step):
+    def fun(table, scale):
+        return (STEPS[step](table, scale)[IDS] ** 3).sum()
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        grads = js.grad(fun, argnums=(0, 1))(TABLE, SCALE)
+    assert js.is_slices(grads[0]) 
+    assert_close(grads, jax.grad(fun, argnums=(0, 1))(TABLE, SCALE), rtol=1e-5)
+
+
+@pytest.mark.parametrize("step", sorted(set(STEPS) - {"add_array", "concatenate"}))
+def test_the_whole_table_is_not_computed(step):
+    rows = 5_000
+
+    def fun(table, scale):
+        return (STEPS[step](table, scale)[IDS] ** 3).sum()
+
+    global V
+    old, V = V, rows
+    try:
+        table = jax.ShapeDtypeStruct((rows, D), jnp.float32)
+        compiled = jax.jit(js.grad(fun)).lower(table, SCALE).compile()
+    finally:
+        V = old
+    assert compiled.memory_analysis().temp_size_in_bytes < rows * D  # a byte an element
+
+
+ID_FORMS = {
+    "colon": lambda t, i: t[i, :],
+    "then_columns": lambda t, i: t[i][..., 0:3],
+    "two_axes": lambda t, i: t[i[:, None] % jnp.arange(1, 4)[None]],
+    "scalar": lambda t, i: t[i[0]],
+    "fill": lambda t, i: t.at[i + 3].get(mode="fill", fill_value=2.0),
+    "drop": lambda t, i: t.at[i + 3].get(mode="drop", fill_value=0.0),
+    "clip": lambda t, i: t.at[i + 3].get(mode="clip"),
+    "clip_low": lambda t, i: t.at[i - 2 * V].get(mode="clip", wrap_negative_indices=False),
+    "promise": lambda t, i: t.at[i].get(mode="promise_in_bounds"),
+    "beyond": lambda t, i: t[i + 3],
+    "below": lambda t, i: t[i - V - 2],
+    "take": lambda t, i: jnp.take(t, i.reshape(2, 2), axis=0, mode="clip"),
+    "take_wrap": lambda t, i: jnp.take(t, i + V, axis=0, mode="wrap"),
+    "dynamic_index": lambda t, i: lax.dynamic_index_in_dim(t, i[1] + 9),
+    "dynamic_slice": lambda t, i: lax.dynamic_slice_in_dim(t, i[0], 3),
+    "vmapped_slices": lambda t, i: jax.vmap(lambda k: lax.dynamic_slice_in_dim(t, k, 2))(i),
+    "two_vmaps": lambda t, i: jax.vmap(jax.vmap(lambda k: t[k]))(i.reshape(2, 2)),
+    "offsets_first": lambda t, i: lax.gather(
+        t,
+        i[:, None],
+        lax.GatherDimensionNumbers(
+            offset_dims=(0,), collapsed_slice_dims=(0,), start_index_map=(0,)
+        ),
+        (1, D),
+    ),
+    "not_collapsed": lambda t, i: lax.gather(
+        t,
+        i.reshape(2, 2, 1),
+        lax.GatherDimensionNumbers(
+            offset_dims=(0, 2), collapsed_slice_dims=(), start_index_map=(0,)
+        ),
+        (1, D),
+    ),
+    "gather_of_gather": lambda t, i: t[i][jnp.array([1, 1, 0])],
+}
+
+
+@pytest.mark.parametrize("through_a_step", [False, True])
+@pytest.mark.parametrize("form", ID_FORMS)
+def test_id_forms(form, through_a_step):
+    def fun(table):
+        table = jnp.sin(table) if through_a_step else table
+        return (ID_FORMS[form](table, IDS) ** 3).sum()
+
+    grad = js.grad(fun)(TABLE)
+    # Windows of several rows that overlap are read row by row only from a plain slice.
+    assert js.is_slices(grad) == (form != "vmapped_slices")
+    assert_close(grad, jax.grad(fun)(TABLE), rtol=1e-5)
+    assert_close(js.value_and_grad(fun)(TABLE)[0], fun(TABLE), rtol=1e-6)
+
+
+def test_stop_gradient_is_no_use_at_all():
+    def fun(table):
+        stopped = lax.stop_gradient(table.astype(jnp.bfloat16))
+        return (table[IDS] ** 2).sum() + stopped[IDS].sum() * (stopped > 9).any()
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        grad = js.grad(fun)(TABLE)
+    assert js.is_slices(grad) and grad.indices.shape == IDS.shape
+    assert_close(grad, jax.grad(fun)(TABLE))
+
+
+def test_a_loop_may_carry_the_table():
+    def fun(table):
+        def body(k, carry):
+            total, table = carry
+            return total + (table[IDS[k]] ** 2).sum(), table
+
+        return lax.fori_loop(0, 4, body, (0.0, table))[0]
+
+    grad = js.grad(fun)(TABLE)
+    assert js.is_slices(grad)
+    assert_close(grad, jax.grad(fun)(TABLE))
+
+
+@settings(max_examples=40)
+@given(data=st.data())
+def test_random_ids_and_shapes(data):
+    num_rows = data.draw(st.integers(1, 6))
+    row = data.draw(st.sampled_from([(), (1,), (3,), (2, 2)]))
+    shape = data.draw(st.sampled_from([(1,), (4,), (2, 2), (3, 1)]))
+    count = int(np.prod(shape))
+    ids = data.draw(st.lists(st.integers(-9, 9), min_size=count, max_size=count))
+    ids = jnp.array(ids, jnp.int32).reshape(shape)
+    table = jnp.arange(num_rows * np.prod(row), dtype=jnp.float32).reshape(num_rows, *row)
+
+    def fun(table):
+        return (jnp.cos(table)[ids] * table[ids]).sum() + (table[ids.reshape(-1)[0]] ** 2).sum()
+
+    grad = jax.jit(js.grad(fun))(table)
+    assert js.is_slices(grad) and grad.dense_shape == table.shape
+    assert_close(grad, jax.grad(fun)(table), rtol=1e-4, atol=1e-5)
