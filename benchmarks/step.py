@@ -87,11 +87,13 @@ def main():
     parser.add_argument("--optimizer", default="adam", choices=["sgd", "adagrad", "adam"])
     args = parser.parse_args()
     print(
-        f"{args.optimizer}, D = {args.dim}, {args.ids:.0f} ids (Zipf), jax {jax.__version__}"
-        f" on {jax.devices()[0].device_kind}, {platform.machine()}, Python "
+        f"{args.optimizer}, D = {args.dim}, {args.ids:.0f} ids (Zipf), jax "
+        f"{jax.__version__} on {jax.devices()[0].device_kind}, {platform.machine()}, Python "
         f"{platform.python_version()}"
     )
-    print(f"{'V':>10} {'jslices ms':>11} {'Optax ms':>9} {'faster':>7} {'gradient bytes':>24}")
+    print(
+        f"{'V':>10} {'jslices ms':>11} {'Optax ms':>9} {'faster':>7} {'gradient bytes':>24}"
+    )
     for rows in map(int, args.rows):
         sparse, dense = measure(rows, args.dim, int(args.ids), args.steps, args.optimizer)
         small, big = args.ids * (4 * args.dim + 4), rows * args.dim * 4

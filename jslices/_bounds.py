@@ -23,7 +23,7 @@ def index_dtype(num_rows: int | None, dtype: np.dtype) -> np.dtype:
     if dtype.itemsize == 8:
         return np.dtype(np.int64)
     if num_rows is not None and num_rows > INT32_MAX:
-        if not jax.config.jax_enable_x64:
+        if not jax.config.read("jax_enable_x64"):
             raise ValueError(
                 f"a table of {num_rows} rows needs 64-bit indices, got indices of "
                 f"dtype {dtype}; switch them on with "

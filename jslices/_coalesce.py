@@ -39,16 +39,16 @@ def sum_duplicates(
     indices = canonical_indices(indices, num_rows)
     empty = empty_slot(num_rows, indices.dtype)
     if num_ids == 0 or capacity == 0:
-        distinct = jnp.zeros((), jnp.int32) if num_ids == 0 else jnp.any(
-            indices != empty
-        ).astype(jnp.int32)
+        distinct = (
+            jnp.zeros((), jnp.int32)
+            if num_ids == 0
+            else jnp.any(indices != empty).astype(jnp.int32)
+        )
         unique = jnp.full((capacity,), empty, indices.dtype)
         summed = jnp.zeros((capacity, *values.shape[1:]), values.dtype)
     else:
         ordered, positions = sort_ids(indices)
-        is_first = jnp.concatenate(
-            [jnp.ones((1,), bool), ordered[1:] != ordered[:-1]]
-        )
+        is_first = jnp.concatenate([jnp.ones((1,), bool), ordered[1:] != ordered[:-1]])
         slots = jnp.cumsum(is_first, dtype=jnp.int32) - 1
         # Equal indices share a slot, so a colliding write stores the same number twice.
         unique = (

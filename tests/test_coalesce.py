@@ -20,7 +20,11 @@ def cases(draw):
     row = draw(st.sampled_from([(), (3,), (2, 2)]))
     # Small integers add exactly in any order.
     values = np.arange(len(indices) * int(np.prod(row)), dtype=np.float32)
-    return values.reshape(len(indices), *row), np.array(indices, np.int32), (num_rows, *row)
+    return (
+        values.reshape(len(indices), *row),
+        np.array(indices, np.int32),
+        (num_rows, *row),
+    )
 
 
 @given(cases(), st.booleans())
@@ -84,12 +88,14 @@ def test_wide_integers():
         assert out.indices.dtype == jnp.int64
         np.testing.assert_array_equal(out.indices, [3, 2**40, 2**41, 2**41])
         np.testing.assert_array_equal(out.values.ravel(), [1, 2, 0, 0])
-    with pytest.raises(ValueError, match="needs 64-bit indices.*jax_enable_x64"):
+    with pytest.raises(ValueError, match=r"needs 64-bit indices.*jax_enable_x64"):
         js.IndexedSlices(jnp.ones((1, 1)), jnp.array([0]), (2**31, 1)).coalesce()
 
 
 def test_integers_and_narrow_index_types():
-    slices = js.IndexedSlices(jnp.ones((3,), int), jnp.array([255, 0, 255], jnp.uint8), (256,))
+    slices = js.IndexedSlices(
+        jnp.ones((3,), int), jnp.array([255, 0, 255], jnp.uint8), (256,)
+    )
     out = slices.coalesce()
     np.testing.assert_array_equal(out.indices, [0, 255, 256])
     np.testing.assert_array_equal(out.values, [1, 2, 0])
@@ -106,12 +112,14 @@ def test_differentiable_and_mappable():
         return (jnp.zeros(4).at[i].add(v) ** 2).sum()
 
     chex.assert_trees_all_close(
-        jax.vmap(jax.grad(total))(values, indices), jax.vmap(jax.grad(plain))(values, indices)
+        jax.vmap(jax.grad(total))(values, indices),
+        jax.vmap(jax.grad(plain))(values, indices),
     )
     many = jax.vmap(lambda v, i: js.IndexedSlices(v, i, (4,)).coalesce())(values, indices)
     np.testing.assert_array_equal(many.indices, [[1, 2, 4], [0, 3, 4]])
     chex.assert_trees_all_equal(
-        jax.lax.map(lambda vi: js.IndexedSlices(*vi, (4,)).coalesce(), (values, indices)), many
+        jax.lax.map(lambda vi: js.IndexedSlices(*vi, (4,)).coalesce(), (values, indices)),
+        many,
     )
 
 
@@ -126,7 +134,9 @@ def test_sort_is_stable_and_remembers_positions(ids, dtype):
 
 
 def test_no_64_bit_value_outside_the_sort():
-    text = str(jax.make_jaxpr(lambda s: s.coalesce())(
-        js.IndexedSlices(jnp.ones((3, 1)), jnp.array([1, 2, 1]), (4, 1))
-    ))
+    text = str(
+        jax.make_jaxpr(lambda s: s.coalesce())(
+            js.IndexedSlices(jnp.ones((3, 1)), jnp.array([1, 2, 1]), (4, 1))
+        )
+    )
     assert "i64" not in text and "sort_ids" in text

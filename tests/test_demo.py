@@ -28,7 +28,17 @@ def run(capsys, *arguments):
 def test_trains_shows_and_compares(capsys, text):
     picture = text / "words.png"
     code, out, err = run(
-        capsys, "--text", text, "--steps", 120, "--batch", 32, "--dim", 8, "--plot", picture
+        capsys,
+        "--text",
+        text,
+        "--steps",
+        120,
+        "--batch",
+        32,
+        "--dim",
+        8,
+        "--plot",
+        picture,
     )
     assert code == 0, err
     assert f"{len(TEXT.split()):,} words of text, 7 distinct" in out
@@ -39,9 +49,21 @@ def test_trains_shows_and_compares(capsys, text):
 
 def test_learns_which_words_stand_together(tmp_path, capsys):
     # Two kinds of sentence that share no word: each word's neighbours are of its kind.
-    (tmp_path / "t.txt").write_text("sun sky cloud rain " * 300 + "fork knife spoon plate " * 300)
+    (tmp_path / "t.txt").write_text(
+        "sun sky cloud rain " * 300 + "fork knife spoon plate " * 300
+    )
     code, out, _ = run(
-        capsys, "--text", tmp_path, "--steps", 1500, "--batch", 64, "--dim", 8, "--show", "rain"
+        capsys,
+        "--text",
+        tmp_path,
+        "--steps",
+        1500,
+        "--batch",
+        64,
+        "--dim",
+        8,
+        "--show",
+        "rain",
     )
     assert code == 0
     nearest = re.search(r"rain: (.*)", out).group(1)
@@ -54,15 +76,23 @@ def test_learns_which_words_stand_together(tmp_path, capsys):
     [
         (["--text", "/no/such/place"], "no such file or folder: /no/such/place"),
         (["--text", "EMPTY"], "no text found in"),
-        (["--text", "TEXT", "--words", "99"], "only 7 distinct words, not the 99 asked"),
-        (["--text", "TEXT", "--show", "zebra"], "not among the words of the text: zebra"),
+        (
+            ["--text", "TEXT", "--words", "99"],
+            "only 7 distinct words, not the 99 asked",
+        ),
+        (
+            ["--text", "TEXT", "--show", "zebra"],
+            "not among the words of the text: zebra",
+        ),
         (["--text", "TEXT", "--plot", "/no/such/place/x.png"], "no such folder"),
         (["--text", "TEXT", "--plot", "x.words"], "the name must end in"),
         (["--words", "0"], "'0' is not a positive whole number"),
         (["--steps", "many"], "'many' is not a positive whole number"),
     ],
 )
-def test_bad_requests_get_one_line_and_exit_code_2(capsys, text, tmp_path, arguments, message):
+def test_bad_requests_get_one_line_and_exit_code_2(
+    capsys, text, tmp_path, arguments, message
+):
     (tmp_path / "empty").mkdir()
     places = {"TEXT": str(text / "a.txt"), "EMPTY": str(tmp_path / "empty")}
     code, out, err = run(capsys, *[places.get(a, a) for a in arguments])

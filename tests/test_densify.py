@@ -98,9 +98,10 @@ def test_plain_jax_grad_of_an_embedding_lookup_is_dense_and_says_so():
 
 def test_an_accepted_dense_gradient_does_not_warn():
     def loss(table):
-        return js.embedding_lookup(table, IDS).sum() + jax.jit(
-            lambda t: js.embedding_lookup(t, IDS)
-        )(table).sum()
+        return (
+            js.embedding_lookup(table, IDS).sum()
+            + jax.jit(lambda t: js.embedding_lookup(t, IDS))(table).sum()
+        )
 
     with warnings.catch_warnings():
         warnings.simplefilter("error")

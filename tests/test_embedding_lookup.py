@@ -28,7 +28,9 @@ def test_reads_rows_and_never_wraps(num_rows, row, ids, mode, jit):
         else:
             wanted = table[i] if 0 <= i < num_rows else np.full(row, np.nan)
         np.testing.assert_array_equal(value, wanted)
-    grad = js.grad(lambda t: jnp.nansum(look(t, jnp.array(ids, jnp.int32))))(jnp.asarray(table))
+    grad = js.grad(lambda t: jnp.nansum(look(t, jnp.array(ids, jnp.int32))))(
+        jnp.asarray(table)
+    )
     assert js.is_slices(grad) and grad.indices.shape == (len(ids),)
     good = [min(max(i, 0), num_rows - 1) if mode == "clip" else i for i in ids]
     wanted = np.zeros_like(table)

@@ -1,4 +1,4 @@
-"""Row gradients against jax.grad, by every way of looking up and through every transform."""
+"""Row gradients against jax.grad: every way of looking up, every transformation."""
 
 import functools
 import warnings
@@ -130,9 +130,9 @@ def test_inside_vmap_and_scan(look):
 
     def train(params, ids):
         grads = js.grad(fun)(params, ids)
-        return js.apply_updates(params, jax.tree.map(
-            lambda g: -0.1 * g, grads, is_leaf=js.is_slices
-        )), None
+        return js.apply_updates(
+            params, jax.tree.map(lambda g: -0.1 * g, grads, is_leaf=js.is_slices)
+        ), None
 
     def train_dense(params, ids):
         grads = jax.grad(fun)(params, ids)
@@ -171,7 +171,9 @@ def test_custom_derivatives_that_do_not_use_the_table():
     "use",
     [
         lambda t: jax.nn.relu(t)[jnp.array([1, 1])].sum(),  # through a custom_jvp
-        lambda t: lax.fori_loop(0, 3, lambda k, c: (c[0] + c[1][k].sum(), c[1] * 2), (0.0, t))[0],
+        lambda t: lax.fori_loop(
+            0, 3, lambda k, c: (c[0] + c[1][k].sum(), c[1] * 2), (0.0, t)
+        )[0],
         lambda t: lax.scan(lambda c, row: (c + row.sum() ** 2, None), 0.0, t)[0],
         lambda t: jnp.sort(t, axis=0)[0].sum(),
         lambda t: t[jnp.array([0, 1]), jnp.array([2, 0])].sum(),
@@ -180,8 +182,10 @@ def test_custom_derivatives_that_do_not_use_the_table():
         lambda t: t.T[jnp.array([0, 0])].sum() ** 2,
         lambda t: t[1:3].sum() ** 2,
         lambda t: lax.cond(t[0, 0] > 9, lambda: t, lambda: t * 2).sum() ** 2,
-        lambda t: lax.while_loop(lambda c: c[0] < 3, lambda c: (c[0] + 1, c[1]), (0, 1.0))[1]
-        * (t**2).sum(),
+        lambda t: (
+            lax.while_loop(lambda c: c[0] < 3, lambda c: (c[0] + 1, c[1]), (0, 1.0))[1]
+            * (t**2).sum()
+        ),
     ],
 )
 def test_what_is_not_understood_is_dense_and_right(use):
@@ -236,7 +240,10 @@ def test_vjp():
 
 def test_several_lookups_meet_in_one_gradient():
     def fun(params):
-        first, second = params["table"][jnp.array([1, 2])], params["table"][jnp.array([[2], [0]])]
+        first, second = (
+            params["table"][jnp.array([1, 2])],
+            params["table"][jnp.array([[2], [0]])],
+        )
         return (first[:, None] * second).sum() ** 2
 
     grad = js.grad(fun)(PARAMS)["table"]
@@ -283,7 +290,9 @@ def test_a_choice_per_array():
     assert kinds(js.grad(fun, sparse=prefix)(params)) == prefix
     by_path = lambda path, leaf: leaf.ndim == 2 and path[0].key == "table"  # noqa: E731
     assert kinds(js.grad(fun, sparse=by_path)(params)) == prefix
-    unused = js.grad(lambda p: p["bias"].sum(), sparse={"table": True, "bias": None})(params)
+    unused = js.grad(lambda p: p["bias"].sum(), sparse={"table": True, "bias": None})(
+        params
+    )
     assert js.is_slices(unused["table"]) and unused["table"].indices.shape == (0,)
     with pytest.raises(ValueError, match="prefix"):
         js.grad(fun, sparse={"tabel": True})(params)
@@ -296,12 +305,32 @@ def test_a_choice_per_array():
 @pytest.mark.parametrize(
     "call, error, text",
     [
-        (lambda: js.grad(lambda t: t[jnp.array([0])])(TABLE), TypeError, r"scalar, got shape \(1, 3\)"),
+        (
+            lambda: js.grad(lambda t: t[jnp.array([0])])(TABLE),
+            TypeError,
+            r"scalar, got shape \(1, 3\)",
+        ),
         (lambda: js.grad(lambda t: (t.sum(), 1))(TABLE), TypeError, "has_aux=True"),
-        (lambda: js.grad(lambda t: t.sum(), has_aux=True)(TABLE), TypeError, r"pair \(result, aux\)"),
-        (lambda: js.grad(lambda t: t.sum())(jnp.array([1])), TypeError, "allow_int=True"),
-        (lambda: js.grad(lambda t: 1.0)({"x": "name"}), TypeError, "must consist of arrays"),
-        (lambda: js.grad(lambda t: t.sum(), argnums=1)(TABLE), ValueError, "argnums=1 needs"),
+        (
+            lambda: js.grad(lambda t: t.sum(), has_aux=True)(TABLE),
+            TypeError,
+            r"pair \(result, aux\)",
+        ),
+        (
+            lambda: js.grad(lambda t: t.sum())(jnp.array([1])),
+            TypeError,
+            "allow_int=True",
+        ),
+        (
+            lambda: js.grad(lambda t: 1.0)({"x": "name"}),
+            TypeError,
+            "must consist of arrays",
+        ),
+        (
+            lambda: js.grad(lambda t: t.sum(), argnums=1)(TABLE),
+            ValueError,
+            "argnums=1 needs",
+        ),
         (lambda: js.grad(lambda t: t.sum())(1j * TABLE), TypeError, "holomorphic=True"),
         (lambda: js.grad(lambda t: (t > 0).sum())(TABLE), TypeError, "floating scalar"),
         (lambda: js.grad(3), TypeError, "expected a function"),
@@ -325,7 +354,9 @@ def test_traced_once_from_step_to_step():
     @jax.jit
     @chex.assert_max_traces(n=1)
     def step(params, ids):
-        return js.value_and_grad(functools.partial(direct, look=LOOKUPS["brackets"]))(params, ids)
+        return js.value_and_grad(functools.partial(direct, look=LOOKUPS["brackets"]))(
+            params, ids
+        )
 
     for k in range(3):
         step(PARAMS, jnp.array([k, k + 1]))
@@ -338,22 +369,30 @@ CASES = {
     "gather_scalar": lambda x, w, e: (e(x, 2) * w[0]).sum(),
     "gather_rank2": lambda x, w, e: (e(x, [[0, 1], [1, 5]]) * w[:4].reshape(2, 2, 3)).sum(),
     "gather_empty": lambda x, w, e: e(x, []).sum(),
-    "gather_twice": lambda x, w, e: (e(x, [1, 4]) * w[:2]).sum() + (e(x, [4, 0]) ** 2).sum(),
-    "gather_plus_dense": lambda x, w, e: (e(x, [1]) * w[0][None]).sum() + 0.5 * (x**2).sum(),
+    "gather_twice": lambda x, w, e: (
+        (e(x, [1, 4]) * w[:2]).sum() + (e(x, [4, 0]) ** 2).sum()
+    ),
+    "gather_plus_dense": lambda x, w, e: (
+        (e(x, [1]) * w[0][None]).sum() + 0.5 * (x**2).sum()
+    ),
     "gather_of_gather": lambda x, w, e: (e(e(x, [5, 1, 1, 3]), [0, 2, 2]) * w[:3]).sum(),
     "gather_of_neg": lambda x, w, e: (e(-x, [2, 0]) * w[:2]).sum(),
     "gather_of_tanh": lambda x, w, e: (e(jnp.tanh(x), [2, 2]) * w[:2]).sum(),
     "gather_of_scaled": lambda x, w, e: (e(x * 3, [2, 2]) * w[:2]).sum(),
     "gather_of_tile": lambda x, w, e: (e(jnp.tile(x, (2, 1)), [1, 7]) * w[:2]).sum(),
     "gather_of_reshape": lambda x, w, e: (e(x.reshape(9, 2), [0, 8]) * w[:2, :2]).sum(),
-    "gather_of_concat0": lambda x, w, e: (e(jnp.concatenate([x, x]), [1, 7, 1]) * w[:3]).sum(),
+    "gather_of_concat0": lambda x, w, e: (
+        e(jnp.concatenate([x, x]), [1, 7, 1]) * w[:3]
+    ).sum(),
     "gather_of_concat1": lambda x, w, e: (
         e(jnp.concatenate([x, x], 1), [1, 4]) * w[:4].reshape(2, 6)
     ).sum(),
-    "gather_axis1": lambda x, w, e: (jnp.take(x, jnp.array([2, 2, 0]), axis=1) * w[:6]).sum(),
-    "softmax_ce": lambda x, w, e: -jax.nn.log_softmax(
-        e(x, [0, 1, 1]).mean(axis=0) @ w[:3]
-    )[2],
+    "gather_axis1": lambda x, w, e: (
+        jnp.take(x, jnp.array([2, 2, 0]), axis=1) * w[:6]
+    ).sum(),
+    "softmax_ce": lambda x, w, e: (
+        -jax.nn.log_softmax(e(x, [0, 1, 1]).mean(axis=0) @ w[:3])[2]
+    ),
 }
 # TensorFlow gives a dense gradient here, jslices rows.
 SPARSER = {"gather_of_tanh", "gather_of_scaled"}
@@ -376,7 +415,10 @@ def test_gradients_equal_tensorflow(name):
         value, grad = js.value_and_grad(fun)(x)
     np.testing.assert_allclose(value, case["y"], rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(
-        grad.to_dense() if js.is_slices(grad) else grad, case["dense_grad"], rtol=1e-5, atol=1e-6
+        grad.to_dense() if js.is_slices(grad) else grad,
+        case["dense_grad"],
+        rtol=1e-5,
+        atol=1e-6,
     )
     assert js.is_slices(grad) == (case["type"] == "IndexedSlices" or name in SPARSER)
     if case["type"] == "IndexedSlices" and name not in REORDERED:

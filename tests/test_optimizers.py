@@ -1,4 +1,4 @@
-"""Optimizers: dense leaves equal Optax, sparse ones equal Optax on rows touched each step."""
+"""Optimizers: dense leaves equal Optax; sparse ones do, on rows touched each step."""
 
 import chex
 import jax
@@ -38,7 +38,9 @@ def rng_tree(rng):
 
 def slices_of(rng, ids, shape=(V, D)):
     values = rng.normal(size=(len(ids), *shape[1:]))
-    return js.IndexedSlices(jnp.asarray(values, jnp.float32), jnp.array(ids, jnp.int32), shape)
+    return js.IndexedSlices(
+        jnp.asarray(values, jnp.float32), jnp.array(ids, jnp.int32), shape
+    )
 
 
 @every
@@ -46,7 +48,10 @@ def slices_of(rng, ids, shape=(V, D)):
 @pytest.mark.parametrize("jit", [True, False])
 def test_dense_leaves_equal_optax(name, kwargs, rate, jit):
     rng = np.random.default_rng(0)
-    ours, theirs = getattr(js, name)(rate, **kwargs), getattr(optax, name)(rate, **kwargs)
+    ours, theirs = (
+        getattr(js, name)(rate, **kwargs),
+        getattr(optax, name)(rate, **kwargs),
+    )
     update, wanted_update = ours.update, theirs.update
     if jit:
         update, wanted_update = jax.jit(update), jax.jit(wanted_update)
@@ -117,7 +122,9 @@ def test_untouched_rows_and_their_state_do_not_change(name, kwargs, ids, data):
     untouched = sorted(set(range(V)) - set(ids))
     for old, new in zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True):
         if old.shape == (V, D):
-            np.testing.assert_array_equal(old[jnp.array(untouched, int)], new[jnp.array(untouched, int)])
+            np.testing.assert_array_equal(
+                old[jnp.array(untouched, int)], new[jnp.array(untouched, int)]
+            )
     touched = sorted(set(range(V)) & set(ids))
     assert all((np.asarray(after[0])[i] != np.asarray(table)[i]).any() for i in touched)
     # The update names each row once.
@@ -139,7 +146,11 @@ def _lazy_states(state):
             js.sgd(0.1, 0.9, nesterov=True),
             lambda s: {"momentum": s.trace},
         ),
-        ("Adagrad(0.1)", js.adagrad(0.1, eps=0.0), lambda s: {"accumulator": s.sum_of_squares}),
+        (
+            "Adagrad(0.1)",
+            js.adagrad(0.1, eps=0.0),
+            lambda s: {"accumulator": s.sum_of_squares},
+        ),
         ("LazyAdam(0.1)", js.adam(0.1), _lazy_states),
     ],
 )
@@ -147,8 +158,8 @@ def test_equal_tensorflow_with_duplicates_and_untouched_rows(name, tx, slots):
     section = golden("optimizers")
     params = jnp.asarray(section["_w0"])
     state = tx.init(params)
-    for given, wanted in zip(section["_steps"], section[name]["sparse"], strict=True):
-        grads = js.IndexedSlices(given["values"], given["indices"], params.shape)
+    for inputs, wanted in zip(section["_steps"], section[name]["sparse"], strict=True):
+        grads = js.IndexedSlices(inputs["values"], inputs["indices"], params.shape)
         updates, state = tx.update(grads, state, params)
         params = js.apply_updates(params, updates)
         # LazyAdam puts its epsilon of 1e-8 elsewhere; float32 hardly sees it.
@@ -163,7 +174,7 @@ def test_protocol_in_optax_and_without_gradients(name, kwargs):
     params = rng_tree(rng)
     tx = optax.chain(getattr(js, name)(0.1, **kwargs))
     grads = {"table": slices_of(rng, [1, 1]), "w": None}
-    updates, state = tx.update(grads, tx.init(params), params)
+    updates, _state = tx.update(grads, tx.init(params), params)
     assert updates["w"] is None
     new = js.apply_updates(params, updates)
     chex.assert_trees_all_equal(new["w"], params["w"])
@@ -179,7 +190,9 @@ def test_one_compilation_for_all_steps(name, kwargs):
     @jax.jit
     @chex.assert_max_traces(n=1)
     def step(params, state, ids):
-        grads = js.grad(lambda p: (p["table"][ids] ** 2).sum() + (p["w"] ** 2).sum())(params)
+        grads = js.grad(lambda p: (p["table"][ids] ** 2).sum() + (p["w"] ** 2).sum())(
+            params
+        )
         updates, state = tx.update(grads, state, params)
         return js.apply_updates(params, updates), state
 
@@ -219,7 +232,9 @@ def test_errors():
         tx.update(wrong, tx.init(table), table)
     with pytest.raises(ValueError, match=r"cannot add .* to a parameter of shape \(9, 3\)"):
         js.apply_updates(table, wrong)
-    batch = jax.vmap(lambda v: js.IndexedSlices(v, jnp.array([1]), (V, D)))(jnp.ones((2, 1, D)))
+    batch = jax.vmap(lambda v: js.IndexedSlices(v, jnp.array([1]), (V, D)))(
+        jnp.ones((2, 1, D))
+    )
     with pytest.raises(ValueError, match="batch axis from vmap; sum it first"):
         tx.update(batch, tx.init(table), table)
     with pytest.raises(TypeError, match="wants a number or a schedule"):

@@ -48,7 +48,7 @@ def test_step_before_the_lookup(step):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         grads = js.grad(fun, argnums=(0, 1))(TABLE, SCALE)
-    assert js.is_slices(grads[0]) 
+    assert js.is_slices(grads[0])
     assert_close(grads, jax.grad(fun, argnums=(0, 1))(TABLE, SCALE), rtol=1e-5)
 
 
@@ -158,7 +158,9 @@ def test_random_ids_and_shapes(data):
     table = jnp.arange(num_rows * np.prod(row), dtype=jnp.float32).reshape(num_rows, *row)
 
     def fun(table):
-        return (jnp.cos(table)[ids] * table[ids]).sum() + (table[ids.reshape(-1)[0]] ** 2).sum()
+        return (jnp.cos(table)[ids] * table[ids]).sum() + (
+            table[ids.reshape(-1)[0]] ** 2
+        ).sum()
 
     grad = jax.jit(js.grad(fun))(table)
     assert js.is_slices(grad) and grad.dense_shape == table.shape

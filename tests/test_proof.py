@@ -38,7 +38,14 @@ def big_temporaries(compiled):
     shape = rf"f32\[{V},{D}\]"
     made = re.findall(rf"= {shape}\S* (\w[\w-]*)\(", compiled.as_text())
     # Scatters, fusions of them and loops work in place on what they are given.
-    harmless = {"parameter", "scatter", "fusion", "get-tuple-element", "bitcast", "call"}
+    harmless = {
+        "parameter",
+        "scatter",
+        "fusion",
+        "get-tuple-element",
+        "bitcast",
+        "call",
+    }
     return [name for name in made if name not in harmless]
 
 

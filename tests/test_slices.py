@@ -28,7 +28,9 @@ def test_is_a_pytree_with_static_shape(slices):
     again = tree.unflatten(leaves)
     assert again.dense_shape == (5, 2)
     chex.assert_trees_all_equal(again, slices)
-    paths = [jax.tree_util.keystr(p) for p, _ in jax.tree_util.tree_leaves_with_path(slices)]
+    paths = [
+        jax.tree_util.keystr(p) for p, _ in jax.tree_util.tree_leaves_with_path(slices)
+    ]
     assert paths == [".values", ".indices"]
     assert tree.unflatten([object(), None]).values is not None  # placeholders pass
     assert jax.tree.structure(slices) != jax.tree.structure(
@@ -63,9 +65,17 @@ def test_takes_what_arrays_are_made_of(kind):
     "args, error, text",
     [
         ((VALUES, jnp.ones(4), (5, 2)), TypeError, "wants integer indices, got values"),
-        ((INDICES, jnp.ones(4), (5,)), TypeError, r"order is IndexedSlices\(values, ind"),
+        (
+            (INDICES, jnp.ones(4), (5,)),
+            TypeError,
+            r"order is IndexedSlices\(values, ind",
+        ),
         ((VALUES, INDICES[:3], (5, 2)), ValueError, "equally many rows"),
-        ((VALUES, INDICES[:, None], (5, 2)), ValueError, "one axis, not 2: flatten both"),
+        (
+            (VALUES, INDICES[:, None], (5, 2)),
+            ValueError,
+            "one axis, not 2: flatten both",
+        ),
         ((VALUES, jnp.int32(1), (5, 2)), ValueError, "one axis, not 0"),
         ((jnp.float32(1), INDICES, (5,)), ValueError, "equally many rows"),
         ((VALUES, INDICES, (5, 3)), ValueError, r"did you mean dense_shape=\(5, 2\)\?"),
@@ -100,7 +110,7 @@ def test_repr_tells_rows_shape_and_bytes(slices):
 def test_to_dense(slices):
     np.testing.assert_array_equal(slices.to_dense(), DENSE)
     np.testing.assert_array_equal(jax.jit(js.IndexedSlices.to_dense)(slices), DENSE)
-    with pytest.raises(ValueError, match="dense_shape=None.*num_rows, 2"):
+    with pytest.raises(ValueError, match=r"dense_shape=None.*num_rows, 2"):
         js.IndexedSlices(VALUES, INDICES).to_dense()
 
 
@@ -137,7 +147,12 @@ def test_sixteen_bits_are_summed_in_thirty_two():
 
 def test_linear_arithmetic(slices):
     np.testing.assert_array_equal((-slices).to_dense(), -DENSE)
-    for scaled in (3 * slices, slices * 3, jnp.float32(3) * slices, np.float32(3) * slices):
+    for scaled in (
+        3 * slices,
+        slices * 3,
+        jnp.float32(3) * slices,
+        np.float32(3) * slices,
+    ):
         assert js.is_slices(scaled) and scaled.dtype == jnp.float32
         np.testing.assert_array_equal(scaled.to_dense(), 3 * DENSE)
     np.testing.assert_array_equal((slices / 2).to_dense(), DENSE / 2)
@@ -188,7 +203,9 @@ def test_vmapped_slices_keep_the_shape_of_one_example(slices):
     wanted = np.stack([DENSE, 2 * DENSE, 0 * DENSE])
     np.testing.assert_array_equal(batch.to_dense(), wanted)
     np.testing.assert_array_equal(batch.coalesce().to_dense(), wanted)
-    np.testing.assert_array_equal(jnp.ones((3, 5, 2)) + (batch + batch).to_dense(), 1 + 2 * wanted)
+    np.testing.assert_array_equal(
+        jnp.ones((3, 5, 2)) + (batch + batch).to_dense(), 1 + 2 * wanted
+    )
     assert "3x4 rows" in repr(batch)
 
 
@@ -201,7 +218,7 @@ def test_indices_changed_by_a_foreign_tree_map_are_refused(slices):
         lambda: js.apply_updates(jnp.zeros((5, 2)), scaled),
         lambda: js.adam(0.1).update(scaled, js.adam(0.1).init(jnp.zeros((5, 2)))),
     ):
-        with pytest.raises(TypeError, match="not row numbers any more.*from_optax"):
+        with pytest.raises(TypeError, match=r"not row numbers any more.*from_optax"):
             use()
 
 
@@ -217,7 +234,9 @@ def test_means_what_a_loop_means(num_rows, indices, dtype):
     wanted = numpy_dense(values, indices.astype(int), (num_rows, 2))
     np.testing.assert_array_equal(slices.to_dense(), wanted)
     np.testing.assert_array_equal(jnp.zeros((num_rows, 2)) + slices, wanted)
-    np.testing.assert_array_equal(js.apply_updates(jnp.zeros((num_rows, 2)), slices), wanted)
+    np.testing.assert_array_equal(
+        js.apply_updates(jnp.zeros((num_rows, 2)), slices), wanted
+    )
     np.testing.assert_array_equal((slices + slices).coalesce().to_dense(), 2 * wanted)
 
 

@@ -22,10 +22,18 @@ TIMED_STEPS = 20
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--text", type=Path, metavar="PATH", help="a file or folder to read instead of "
-        "the running Python's standard library")
-    add("--words", type=_positive, metavar="N", help="keep the N most frequent words "
-        "(default: all)")
+    add(
+        "--text",
+        type=Path,
+        metavar="PATH",
+        help="a file or folder to read instead of the running Python's standard library",
+    )
+    add(
+        "--words",
+        type=_positive,
+        metavar="N",
+        help="keep the N most frequent words (default: all)",
+    )
     add("--dim", type=_positive, default=64, help="length of a vector (default: 64)")
     add("--steps", type=_positive, default=20_000, help="(default: 20000)")
     add("--batch", type=_positive, default=1024, help="pairs a step (default: 1024)")
@@ -41,8 +49,10 @@ def run(options: argparse.Namespace) -> None:
         _check_plot(options.plot)
     corpus = read_corpus(options.text, options.words)
     shown = _words_to_show(corpus, options.show)
-    print(f"{corpus.tokens.size:,} words of text, {len(corpus.words):,} distinct; two "
-          f"tables of {len(corpus.words):,} x {options.dim} float32")
+    print(
+        f"{corpus.tokens.size:,} words of text, {len(corpus.words):,} distinct; two "
+        f"tables of {len(corpus.words):,} x {options.dim} float32"
+    )
     data = skipgram.make_data(corpus, options.seed)
     params, spent = _train(corpus, data, options)
     print(f"{options.steps:,} steps in {spent:.0f} s")
@@ -104,9 +114,7 @@ def _words_to_show(corpus: Corpus, asked: list[str] | None) -> list[int]:
     return usual or list(range(len(corpus.words)))[20:28] or [0]
 
 
-def _comparison(
-    corpus: Corpus, data: skipgram.Data, options: argparse.Namespace
-) -> str:
+def _comparison(corpus: Corpus, data: skipgram.Data, options: argparse.Namespace) -> str:
     """One line: this step against the same step with dense gradients and Optax."""
     rate, batch = options.learning_rate, options.batch
     try:

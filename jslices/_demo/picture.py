@@ -24,7 +24,7 @@ def draw_words(vectors: np.ndarray, words: Sequence[str], file: Path) -> None:
     left, scale, _ = np.linalg.svd(centred, full_matrices=False)
     places = left[:, :2] * scale[:2]
     figure, axes = plt.subplots(figsize=(14, 10), layout="constrained")
-    axes.scatter(*places.T, s=4, color="tab:blue")
+    axes.scatter(places[:, 0], places[:, 1], s=4, color="tab:blue")
     for place, word in zip(places, words, strict=False):
         axes.annotate(word, place, fontsize=7, alpha=0.8)
     axes.set(

@@ -61,9 +61,7 @@ def init_params(num_words: int, dim: int, seed: int) -> Params:
 def draw(data: Data, key: jax.Array, batch: int) -> tuple[jax.Array, jax.Array]:
     """``(centres [B], others [B, 1 + NEGATIVES])``; the first of the others is real."""
     place_key, offset_key, noise_key = jax.random.split(key, 3)
-    place = jax.random.randint(
-        place_key, (batch,), WINDOW, data.tokens.shape[0] - WINDOW
-    )
+    place = jax.random.randint(place_key, (batch,), WINDOW, data.tokens.shape[0] - WINDOW)
     # Nearer words are drawn more often, as with word2vec's random window.
     reach = jax.random.randint(offset_key, (2, batch), 1, WINDOW + 1).min(axis=0)
     offset = jnp.where(jax.random.bernoulli(offset_key, shape=(batch,)), reach, -reach)

@@ -17,6 +17,7 @@ from jslices._grad.walk import DenseUse, Plan, Site, map_sites, sites, walk
 from jslices._lookup.embedding import without_dense_warning
 from jslices._lookup.rows import empty_slot_for
 from jslices._slices import IndexedSlices
+from jslices._trees import flatten
 
 
 def value_and_grad(
@@ -172,7 +173,7 @@ class _Call:
     ) -> None:
         self.fun, self.args, self.kwargs, self.has_aux = fun, args, kwargs, has_aux
         self.chosen = chosen
-        self.primals, self.tree = jax.tree.flatten(tuple(args[i] for i in chosen))
+        self.primals, self.tree = flatten(tuple(args[i] for i in chosen))
 
     @property
     def names(self) -> list[str]:
@@ -182,11 +183,11 @@ class _Call:
         except (TypeError, ValueError):
             parameters = []
         positional = [
-            p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+            p.name
+            for p in parameters
+            if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
         ]
-        return [
-            positional[i] if i < len(positional) else f"args[{i}]" for i in self.chosen
-        ]
+        return [positional[i] if i < len(positional) else f"args[{i}]" for i in self.chosen]
 
     def trace(self) -> tuple[compat.Program, "_Outputs"]:
         """The traced program (inputs: the arrays), and how to read its outputs."""
@@ -198,8 +199,8 @@ class _Call:
                 args[i] = arg
             out = self.fun(*args, **self.kwargs)
             out, aux = _split_aux(out, self.has_aux)
-            results, out_tree = jax.tree.flatten(out)
-            aux_leaves, aux_tree = jax.tree.flatten(aux)
+            results, out_tree = flatten(out)
+            aux_leaves, aux_tree = flatten(aux)
             # Only arrays can leave a traced program; names, None, numbers stay outside.
             arrays = [x for x in aux_leaves if isinstance(x, jax.Array)]
             fixed = [None if isinstance(x, jax.Array) else (x,) for x in aux_leaves]
@@ -214,7 +215,7 @@ class _Outputs(NamedTuple):
     """How the flat outputs of the traced program make the user's result and aux."""
 
     tree: Any
-    count: int
+    num_results: int
     aux_tree: Any
     aux_fixed: list[Any]
 
@@ -252,7 +253,7 @@ def plan_call(
         for i, leaf in enumerate(leaves)
         if leaf.can_be_sparse and leaf.forced is not False
     }
-    plan, dense, looked_up = walk(program, candidates, outputs.count)
+    plan, dense, looked_up = walk(program, candidates, outputs.num_results)
     report_dense(leaves, dense, looked_up)
     return program, outputs, leaves, plan, dense
 
@@ -277,23 +278,29 @@ def _linearize(
         ]
         flat, indices = evaluate(program, operands, plan, slots)
         flat = [whole(x) for x in flat]
-        return flat[: outputs.count], (flat[outputs.count :], indices)
+        return flat[: outputs.num_results], (flat[outputs.num_results :], indices)
 
-    primals = [jnp.asarray(x) if s else x for x, s in zip(call.primals, sparse, strict=True)]
+    primals = [
+        jnp.asarray(x) if s else x for x, s in zip(call.primals, sparse, strict=True)
+    ]
     with without_dense_warning():
-        flat, pullback, (aux, indices) = jax.vjp(
-            run, dense_primals, slots, has_aux=True
-        )
-    gather = _Assemble(tuple(sparse), tuple(leaf.aval for leaf in leaves), planned, call.tree)
+        flat, pullback, (aux, indices) = jax.vjp(run, dense_primals, slots, has_aux=True)
+    gather = _Assemble(
+        tuple(sparse), tuple(leaf.aval for leaf in leaves), planned, call.tree
+    )
     pull = functools.partial(_pull_back, gather, outputs.tree)
     vjp_fun = jax.tree_util.Partial(pull, pullback, jax.tree.leaves(indices))
     return outputs.result(flat), vjp_fun, outputs.aux(aux)
 
 
 def _pull_back(
-    assemble: "_Assemble", tree: Any, pullback: Any, indices: list[jax.Array], cotangent: Any
+    assemble: "_Assemble",
+    tree: Any,
+    pullback: Any,
+    indices: list[jax.Array],
+    cotangent: Any,
 ) -> Any:
-    leaves, given = jax.tree.flatten(cotangent)
+    leaves, given = flatten(cotangent)
     if given != tree:
         raise TypeError(
             f"the cotangent must have the structure of the result, {tree}, got {given}"

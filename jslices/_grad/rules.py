@@ -143,7 +143,10 @@ def _broadcast(eqn: compat.Equation, operands: Sequence[Any]) -> list[Any] | Non
 
 def _slice(eqn: compat.Equation, operands: Sequence[Any]) -> list[Any] | None:
     """``table[1:, 2:5]``: some consecutive rows, and some columns of them."""
-    start, limit = tuple(eqn.params["start_indices"]), tuple(eqn.params["limit_indices"])
+    start, limit = (
+        tuple(eqn.params["start_indices"]),
+        tuple(eqn.params["limit_indices"]),
+    )
     strides = eqn.params["strides"]
     (view,) = operands
     if (strides and strides[0] != 1) or limit[0] <= start[0]:
@@ -188,9 +191,7 @@ def _pass_through(eqn: compat.Equation, operands: Sequence[Any]) -> list[Any]:
     return list(operands)
 
 
-def _sharding_constraint(
-    eqn: compat.Equation, operands: Sequence[Any]
-) -> list[Any] | None:
+def _sharding_constraint(eqn: compat.Equation, operands: Sequence[Any]) -> list[Any] | None:
     """A constraint speaks of the whole table, so it stays on the table."""
     (view,) = operands
     if not isinstance(view, Table):

@@ -129,18 +129,14 @@ class Walk:
                 self.need_whole(view, name, eqn)
         return none, None
 
-    def _sites(
-        self, eqn: compat.Equation, view: View | None, lookup: rules.Lookup
-    ) -> Plan:
+    def _sites(self, eqn: compat.Equation, view: View | None, lookup: rules.Lookup) -> Plan:
         assert view is not None
         ids_dtype = np.dtype(eqn.invars[1].aval.dtype)
         sites = []
         for leaf in view.leaves():
             aval = self.leaves[leaf]
             dtype = index_dtype(aval.shape[0], ids_dtype)
-            sites.append(
-                Site(leaf, aval.shape, aval.dtype, lookup.count, (), dtype, eqn)
-            )
+            sites.append(Site(leaf, aval.shape, aval.dtype, lookup.count, (), dtype, eqn))
         return sites
 
     def _branches(

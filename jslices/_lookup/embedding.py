@@ -22,9 +22,7 @@ MODES = ("fill", "clip", "promise_in_bounds")
 _quiet = contextvars.ContextVar("jslices_quiet", default=False)
 
 
-def embedding_lookup(
-    params: jax.Array, ids: ArrayLike, *, mode: str = "fill"
-) -> jax.Array:
+def embedding_lookup(params: jax.Array, ids: ArrayLike, *, mode: str = "fill") -> jax.Array:
     """The rows of a table with the given row numbers.
 
     Under :func:`jslices.grad` and its relatives the gradient of ``params`` is an

@@ -5,10 +5,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.typing import ArrayLike
 
 from jslices.optim.base import (
     GradientTransformation,
+    Scalar,
     Schedule,
     check_learning_rate,
     next_count,
@@ -22,14 +22,14 @@ from jslices.optim.rows import update_leaves
 class AdagradState(NamedTuple):
     """State of :func:`adagrad`."""
 
-    count: jax.Array  #: int32 ``[]``, the steps taken.
+    count: jax.Array  # type: ignore[assignment]  #: int32 ``[]``, the steps taken.
     sum_of_squares: Any  #: like params.
 
 
 def adagrad(
-    learning_rate: ArrayLike | Schedule,
-    initial_accumulator_value: ArrayLike = 0.1,
-    eps: ArrayLike = 1e-7,
+    learning_rate: Scalar | Schedule,
+    initial_accumulator_value: Scalar = 0.1,
+    eps: Scalar = 1e-7,
 ) -> GradientTransformation:
     """Adagrad: ``s += g**2``, then ``p -= lr * g / sqrt(s + eps)``.
 
@@ -62,9 +62,7 @@ def adagrad(
     check_learning_rate("adagrad", learning_rate)
 
     def init(params: Any) -> AdagradState:
-        full = jax.tree.map(
-            lambda p: jnp.full_like(p, initial_accumulator_value), params
-        )
+        full = jax.tree.map(lambda p: jnp.full_like(p, initial_accumulator_value), params)
         return AdagradState(zero_count(), full)
 
     def update(

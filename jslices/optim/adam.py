@@ -5,10 +5,11 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.typing import ArrayLike, DTypeLike
+from jax.typing import DTypeLike
 
 from jslices.optim.base import (
     GradientTransformation,
+    Scalar,
     Schedule,
     check_learning_rate,
     next_count,
@@ -22,17 +23,17 @@ from jslices.optim.rows import update_leaves
 class AdamState(NamedTuple):
     """State of :func:`adam`."""
 
-    count: jax.Array  #: int32 ``[]``, the steps taken.
+    count: jax.Array  # type: ignore[assignment]  #: int32 ``[]``, the steps taken.
     mu: Any  #: like params, the mean of the gradients.
     nu: Any  #: like params, the mean of their squares.
 
 
 def adam(
-    learning_rate: ArrayLike | Schedule,
-    b1: ArrayLike = 0.9,
-    b2: ArrayLike = 0.999,
-    eps: ArrayLike = 1e-8,
-    eps_root: ArrayLike = 0.0,
+    learning_rate: Scalar | Schedule,
+    b1: Scalar = 0.9,
+    b2: Scalar = 0.999,
+    eps: Scalar = 1e-8,
+    eps_root: Scalar = 0.0,
     mu_dtype: DTypeLike | None = None,
     *,
     nesterov: bool = False,
@@ -82,9 +83,7 @@ def adam(
         mu = jax.tree.map(lambda p: jnp.zeros_like(p, dtype=mu_dtype), params)
         return AdamState(zero_count(), mu, jax.tree.map(jnp.zeros_like, params))
 
-    def update(
-        grads: Any, state: AdamState, params: Any = None
-    ) -> tuple[Any, AdamState]:
+    def update(grads: Any, state: AdamState, params: Any = None) -> tuple[Any, AdamState]:
         del params
         step = step_size(learning_rate, state.count)
         count = next_count(state.count)
@@ -114,7 +113,7 @@ def adam(
 
 
 @functools.partial(jax.jit, inline=True)
-def weight_seen(decay: ArrayLike, count: jax.Array) -> jax.Array:
+def weight_seen(decay: Scalar, count: jax.Array) -> jax.Array:
     """What the weights of ``count`` terms of a decaying mean add up to.
 
     A jit of its own, because the power rounds differently outside one, and 1 - 0.999 has

@@ -36,9 +36,7 @@ def apply_updates(params: Any, updates: Any) -> Any:
 
     Source: ``optax.apply_updates``, which gives the same result on these updates.
     """
-    return jax.tree.map(
-        _add, updates, params, is_leaf=lambda x: x is None or is_slices(x)
-    )
+    return jax.tree.map(_add, updates, params, is_leaf=lambda x: x is None or is_slices(x))
 
 
 def _add(update: Any, param: Any) -> Any:
@@ -49,7 +47,7 @@ def _add(update: Any, param: Any) -> Any:
     check_slices(update)
     param = jnp.asarray(param)
     rows = update.values.shape[update.indices.ndim :]
-    expected = (param.shape[:1] if update.dense_shape is None else update.dense_shape)
+    expected = param.shape[:1] if update.dense_shape is None else update.dense_shape
     if param.shape != (*expected[:1], *rows) or update.indices.ndim != 1:
         raise ValueError(
             f"cannot add {update} to a parameter of shape {param.shape}; the shapes must "

@@ -6,10 +6,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.typing import ArrayLike
 
+#: A hyperparameter: a number, or an array ``[]``.
+Scalar = float | jax.Array
 #: The step size as a function of the step, which counts from 0.
-Schedule = Callable[[jax.Array], ArrayLike]
+Schedule = Callable[[jax.Array], Scalar]
 
 
 class GradientTransformation(NamedTuple):
@@ -32,7 +33,7 @@ class GradientTransformation(NamedTuple):
     update: Callable[..., tuple[Any, Any]]
 
 
-def step_size(learning_rate: ArrayLike | Schedule, count: jax.Array) -> Any:
+def step_size(learning_rate: Scalar | Schedule, count: jax.Array) -> Any:
     """The factor on the update of step ``count``: minus the learning rate.
 
     A constant stays a Python number, as in Optax, so that it takes on the dtype of the

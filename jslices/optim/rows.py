@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 from jslices._bounds import set_rows
 from jslices._slices import IndexedSlices, check_slices, is_slices
+from jslices._trees import flatten
 
 #: ``kernel(gradient, *slots) -> (update, *new_slots)``, the same for an array and for
 #: some rows of it: everything in it must be elementwise or within a row.
@@ -29,7 +30,7 @@ def update_leaves(
       sorted ``indices`` ``[min(K, V)]``. A None gradient has update None and keeps its
       state. Rows of the state that no gradient touches are neither read nor written.
     """
-    leaves, tree = jax.tree.flatten(grads, is_leaf=_is_leaf)
+    leaves, tree = flatten(grads, is_leaf=_is_leaf)
     per_slot = [tree.flatten_up_to(slot) for slot in slots]
     results = [
         _update_leaf(kernel, grad, state)
@@ -81,9 +82,7 @@ def _update_rows(
     return (IndexedSlices(update, grad.indices, grad.dense_shape), *new_state)
 
 
-def _with_known_shape(
-    grad: IndexedSlices, state: Sequence[jax.Array]
-) -> IndexedSlices:
+def _with_known_shape(grad: IndexedSlices, state: Sequence[jax.Array]) -> IndexedSlices:
     if not state:
         return grad
     shape = (state[0].shape[0], *grad.values.shape[1:])

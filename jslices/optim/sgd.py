@@ -4,10 +4,11 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.typing import ArrayLike, DTypeLike
+from jax.typing import DTypeLike
 
 from jslices.optim.base import (
     GradientTransformation,
+    Scalar,
     Schedule,
     check_learning_rate,
     next_count,
@@ -21,13 +22,13 @@ from jslices.optim.rows import update_leaves
 class SgdState(NamedTuple):
     """State of :func:`sgd`."""
 
-    count: jax.Array  #: int32 ``[]``, the steps taken.
+    count: jax.Array  # type: ignore[assignment]  #: int32 ``[]``, the steps taken.
     trace: Any  #: like params, the momentum; None without momentum.
 
 
 def sgd(
-    learning_rate: ArrayLike | Schedule,
-    momentum: ArrayLike | None = None,
+    learning_rate: Scalar | Schedule,
+    momentum: Scalar | None = None,
     nesterov: bool = False,
     accumulator_dtype: DTypeLike | None = None,
 ) -> GradientTransformation:
