@@ -87,9 +87,9 @@ def main():
     parser.add_argument("--optimizer", default="adam", choices=["sgd", "adagrad", "adam"])
     args = parser.parse_args()
     print(
-        f"{args.optimizer}, D = {args.dim}, {args.ids:.0f} ids (Zipf), jax "
-        f"{jax.__version__} on {jax.devices()[0].device_kind}, {platform.machine()}, Python "
-        f"{platform.python_version()}"
+        f"{args.optimizer}, D = {args.dim}, {args.ids:.0f} Zipf ids, jax "
+        f"{jax.__version__} on {jax.devices()[0].device_kind}, {platform.machine()}, "
+        f"Python {platform.python_version()}"
     )
     print(
         f"{'V':>10} {'jslices ms':>11} {'Optax ms':>9} {'faster':>7} {'gradient bytes':>24}"

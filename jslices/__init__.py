@@ -17,6 +17,7 @@ from jslices._densify import DensificationWarning as DensificationWarning
 from jslices._grad.api import grad as grad
 from jslices._grad.api import value_and_grad as value_and_grad
 from jslices._grad.api import vjp as vjp
+from jslices._grad.explain import explain as explain
 from jslices._lookup import embedding_lookup as embedding_lookup
 from jslices._slices import IndexedSlices as IndexedSlices
 from jslices._slices import concat_slices as concat_slices

@@ -7,7 +7,7 @@ import sysconfig
 import warnings
 from collections.abc import Iterable
 from types import CodeType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import jax
 
@@ -90,13 +90,29 @@ def current_user_line() -> UserLine:
 def warn_dense(message: str, line: UserLine | None = None) -> None:
     """Issues a DensificationWarning that Python attributes to the user's line."""
     line = line or current_user_line()
-    warnings.warn_explicit(
-        message,
-        DensificationWarning,
-        filename=line.file,
-        lineno=line.line,
-        registry=_registry,
-    )
+    try:
+        warnings.warn_explicit(
+            message,
+            DensificationWarning,
+            filename=line.file,
+            lineno=line.line,
+            registry=_registry,
+        )
+    except DensificationWarning as warning:
+        raise_at(line, warning)
+
+
+def raise_at(line: UserLine, error: Exception) -> NoReturn:
+    """Raises ``error`` so that its traceback ends at the user's line.
+
+    That line is not running any more (or not yet: a program is traced first and judged
+    later), so a frame that looks like it is made by compiling a ``raise`` for its place.
+    """
+    source = "\n" * (line.line - 1) + "raise error"
+    code = compile(source, line.file, "exec")
+    error.__traceback__ = None
+    exec(code, {"error": error})
+    raise AssertionError("unreachable")
 
 
 def human_bytes(count: float) -> str:

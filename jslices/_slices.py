@@ -42,7 +42,7 @@ class IndexedSlices:
       >>> import jax.numpy as jnp, jslices as js
       >>> s = js.IndexedSlices(jnp.ones((3, 2)), jnp.array([1, 1, 4]), (5, 2))
       >>> s
-      IndexedSlices(3 rows of float32[5, 2], indices int32[3]: 36 B, dense 40 B)
+      IndexedSlices(3 rows of float32[5, 2], indices int32[3]: 36 B, dense 40 B, saves 4 B)
       >>> s.to_dense()[1]
       Array([2., 2.], dtype=float32)
 

@@ -1,5 +1,6 @@
 """The warning names the user's line, can be filtered, and can be made fatal."""
 
+import traceback
 import warnings
 
 import jax
@@ -120,3 +121,58 @@ def test_forced_sparse_raises_with_the_line():
     line = loss.__code__.co_firstlineno + 1
     text = str(caught.value)
     assert f"{__file__}:{line}" in text and "table.sum()" in text and "reduce_sum" in text
+
+
+def last_frame(error):
+    return traceback.extract_tb(error.__traceback__)[-1]
+
+
+def test_a_fatal_warning_ends_at_the_users_line():
+    def loss(table):
+        hidden = table[IDS]
+        return (hidden @ table.T).sum()
+
+    line = loss.__code__.co_firstlineno + 2
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", js.DensificationWarning)
+        with pytest.raises(js.DensificationWarning) as caught:
+            js.grad(loss)(TABLE)
+    frame = last_frame(caught.value)
+    assert (frame.filename, frame.lineno) == (__file__, line)
+    assert frame.line == "return (hidden @ table.T).sum()"
+    with pytest.raises(js.DenseUseError) as caught:
+        js.grad(loss, sparse=True)(TABLE)
+    assert last_frame(caught.value).lineno == line
+
+
+@pytest.mark.parametrize(
+    "derivative",
+    [
+        lambda f, t: jax.jvp(f, (t,), (t,))[1],
+        lambda f, t: jax.linearize(f, t)[1](t),
+        lambda f, t: jax.jacfwd(f)(t),
+        lambda f, t: jax.hessian(f)(t),
+        lambda f, t: jax.vmap(jax.grad(f))(jnp.stack([t, t])),
+        lambda f, t: jax.jit(jax.grad(jax.checkpoint(f)))(t),
+        lambda f, t: jax.jvp(js.grad(f), (t,), (t,))[1].values,
+        lambda f, t: jax.jvp(jax.grad(f), (t,), (t,))[1],
+    ],
+)
+def test_every_derivative_goes_through_an_embedding_lookup(derivative):
+    def marked(table):
+        return (js.embedding_lookup(table, IDS) ** 3).sum()
+
+    def plain(table):
+        return (table[IDS] ** 3).sum()
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", js.DensificationWarning)
+        got, wanted = derivative(marked, TABLE), derivative(plain, TABLE)
+    np.testing.assert_allclose(got, wanted, rtol=1e-6)
+
+
+def test_forward_derivatives_do_not_warn():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        jax.jvp(lambda t: js.embedding_lookup(t, IDS).sum(), (TABLE,), (TABLE,))
+        jax.grad(lambda w: (js.embedding_lookup(TABLE, IDS) * w).sum())(jnp.float32(1))

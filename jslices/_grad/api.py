@@ -1,23 +1,16 @@
 """``grad``, ``value_and_grad`` and ``vjp``: JAX's own, with rows for looked-up arrays."""
 
 import functools
-import inspect
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jslices._grad import compat
-from jslices._grad.choose import Leaf, SparseSpec, describe_leaves, report_dense
-from jslices._grad.evaluate import evaluate
-from jslices._grad.views import Table, whole
-from jslices._grad.walk import DenseUse, Plan, Site, map_sites, sites, walk
-from jslices._lookup.embedding import without_dense_warning
-from jslices._lookup.rows import empty_slot_for
-from jslices._slices import IndexedSlices
-from jslices._trees import flatten
+from jslices._grad.call import Call, chosen_arguments
+from jslices._grad.choose import SparseSpec
+from jslices._grad.linearize import linearize
 
 
 def value_and_grad(
@@ -82,11 +75,10 @@ def value_and_grad(
 
     @functools.wraps(fun)
     def value_and_grad_fun(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        chosen = _chosen(argnums, args)
-        call = _Call(fun, chosen, args, kwargs, has_aux)
+        call = Call(fun, chosen_arguments(argnums, args), args, kwargs, has_aux)
         _check_inputs(call.primals, holomorphic, allow_int)
         single = isinstance(argnums, int)
-        value, pullback, aux = _linearize(call, single, sparse)
+        value, pullback, aux = linearize(call, single, sparse)
         seed = _seed(value, holomorphic)
         grads = pullback(seed)
         grads = grads[0] if single else grads
@@ -152,206 +144,9 @@ def vjp(
       Array([1, 1], dtype=int32)
     """
     _check_callable(fun)
-    call = _Call(fun, tuple(range(len(primals))), primals, {}, has_aux)
-    result, pullback, aux = _linearize(call, False, sparse)
+    call = Call(fun, tuple(range(len(primals))), primals, {}, has_aux)
+    result, pullback, aux = linearize(call, False, sparse)
     return (result, pullback, aux) if has_aux else (result, pullback)
-
-
-# --- the call ---------------------------------------------------------------------
-
-
-class _Call:
-    """One call of the user's function, as a function of the differentiated arrays."""
-
-    def __init__(
-        self,
-        fun: Callable[..., Any],
-        chosen: Sequence[int],
-        args: Sequence[Any],
-        kwargs: dict[str, Any],
-        has_aux: bool,
-    ) -> None:
-        self.fun, self.args, self.kwargs, self.has_aux = fun, args, kwargs, has_aux
-        self.chosen = chosen
-        self.primals, self.tree = flatten(tuple(args[i] for i in chosen))
-
-    @property
-    def names(self) -> list[str]:
-        """What the user calls the differentiated arguments."""
-        try:
-            parameters = list(inspect.signature(self.fun).parameters.values())
-        except (TypeError, ValueError):
-            parameters = []
-        positional = [
-            p.name
-            for p in parameters
-            if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
-        ]
-        return [positional[i] if i < len(positional) else f"args[{i}]" for i in self.chosen]
-
-    def trace(self) -> tuple[compat.Program, "_Outputs"]:
-        """The traced program (inputs: the arrays), and how to read its outputs."""
-        found: list[_Outputs] = []
-
-        def flat(*leaves: Any) -> list[Any]:
-            args = list(self.args)
-            for i, arg in zip(self.chosen, self.tree.unflatten(leaves), strict=True):
-                args[i] = arg
-            out = self.fun(*args, **self.kwargs)
-            out, aux = _split_aux(out, self.has_aux)
-            results, out_tree = flatten(out)
-            aux_leaves, aux_tree = flatten(aux)
-            # Only arrays can leave a traced program; names, None, numbers stay outside.
-            arrays = [x for x in aux_leaves if isinstance(x, jax.Array)]
-            fixed = [None if isinstance(x, jax.Array) else (x,) for x in aux_leaves]
-            found.append(_Outputs(out_tree, len(results), aux_tree, fixed))
-            return [*results, *arrays]
-
-        program = jax.make_jaxpr(flat)(*self.primals)
-        return program, found[-1]
-
-
-class _Outputs(NamedTuple):
-    """How the flat outputs of the traced program make the user's result and aux."""
-
-    tree: Any
-    num_results: int
-    aux_tree: Any
-    aux_fixed: list[Any]
-
-    def result(self, flat: Sequence[Any]) -> Any:
-        return self.tree.unflatten(flat)
-
-    def aux(self, arrays: Sequence[Any]) -> Any:
-        left = iter(arrays)
-        leaves = [next(left) if fixed is None else fixed[0] for fixed in self.aux_fixed]
-        return self.aux_tree.unflatten(leaves)
-
-
-def _split_aux(out: Any, has_aux: bool) -> tuple[Any, Any]:
-    if not has_aux:
-        return out, ()
-    if not isinstance(out, tuple | list) or len(out) != 2:
-        raise TypeError(
-            "with has_aux=True the function must return a pair (result, aux), got "
-            f"{type(out).__name__}"
-        )
-    return out[0], out[1]
-
-
-# --- differentiating ---------------------------------------------------------------
-
-
-def plan_call(
-    call: _Call, single: bool, spec: SparseSpec
-) -> tuple[compat.Program, _Outputs, list[Leaf], Plan, dict[int, DenseUse]]:
-    """Traces the call and decides which leaves are sparse."""
-    leaves = describe_leaves(call.tree.unflatten(call.primals), call.names, single, spec)
-    program, outputs = call.trace()
-    candidates = {
-        i: leaf.aval
-        for i, leaf in enumerate(leaves)
-        if leaf.can_be_sparse and leaf.forced is not False
-    }
-    plan, dense, looked_up = walk(program, candidates, outputs.num_results)
-    report_dense(leaves, dense, looked_up)
-    return program, outputs, leaves, plan, dense
-
-
-def _linearize(
-    call: _Call, single: bool, spec: SparseSpec
-) -> tuple[Any, Callable[[Any], Any], Any]:
-    program, outputs, leaves, plan, _ = plan_call(call, single, spec)
-    planned = sites(plan)
-    read = {site.leaf for site in planned}
-    sparse = [i in read or bool(leaf.forced) for i, leaf in enumerate(leaves)]
-    dense_primals = [x for x, s in zip(call.primals, sparse, strict=True) if not s]
-    slots = map_sites(
-        lambda s: empty_slot_for(s.times, s.count, s.table_shape, s.dtype), plan
-    )
-
-    def run(dense: list[Any], slots: Any) -> tuple[list[Any], Any]:
-        left = iter(dense)
-        operands = [
-            Table(x.shape, x.dtype, i, x) if is_sparse else next(left)
-            for i, (x, is_sparse) in enumerate(zip(primals, sparse, strict=True))
-        ]
-        flat, indices = evaluate(program, operands, plan, slots)
-        flat = [whole(x) for x in flat]
-        return flat[: outputs.num_results], (flat[outputs.num_results :], indices)
-
-    primals = [
-        jnp.asarray(x) if s else x for x, s in zip(call.primals, sparse, strict=True)
-    ]
-    with without_dense_warning():
-        flat, pullback, (aux, indices) = jax.vjp(run, dense_primals, slots, has_aux=True)
-    gather = _Assemble(
-        tuple(sparse), tuple(leaf.aval for leaf in leaves), planned, call.tree
-    )
-    pull = functools.partial(_pull_back, gather, outputs.tree)
-    vjp_fun = jax.tree_util.Partial(pull, pullback, jax.tree.leaves(indices))
-    return outputs.result(flat), vjp_fun, outputs.aux(aux)
-
-
-def _pull_back(
-    assemble: "_Assemble",
-    tree: Any,
-    pullback: Any,
-    indices: list[jax.Array],
-    cotangent: Any,
-) -> Any:
-    leaves, given = flatten(cotangent)
-    if given != tree:
-        raise TypeError(
-            f"the cotangent must have the structure of the result, {tree}, got {given}"
-        )
-    with without_dense_warning():
-        dense, slots = pullback(leaves)
-    is_slot = lambda x: isinstance(x, IndexedSlices)  # noqa: E731
-    return assemble(dense, jax.tree.leaves(slots, is_leaf=is_slot), indices)
-
-
-class _Assemble:
-    """Puts the cotangents of slots and dense leaves back into the argument's tree."""
-
-    def __init__(
-        self, sparse: tuple[bool, ...], avals: Any, planned: list[Site], tree: Any
-    ) -> None:
-        self.sparse, self.avals, self.tree = sparse, avals, tree
-        self.leaf_of_site = [site.leaf for site in planned]
-        self.planned = planned
-
-    def __call__(
-        self,
-        dense: Sequence[Any],
-        slots: Sequence[IndexedSlices],
-        indices: Sequence[jax.Array],
-    ) -> Any:
-        rows: dict[int, list[tuple[jax.Array, jax.Array]]] = {}
-        for leaf, slot, index in zip(self.leaf_of_site, slots, indices, strict=True):
-            values = slot.values.reshape(-1, *self.avals[leaf].shape[1:])
-            rows.setdefault(leaf, []).append((values, index.reshape(-1)))
-        left = iter(dense)
-        return self.tree.unflatten(
-            self._slices(i, rows.get(i, [])) if is_sparse else next(left)
-            for i, is_sparse in enumerate(self.sparse)
-        )
-
-    def _slices(self, leaf: int, parts: list[Any]) -> IndexedSlices:
-        aval = self.avals[leaf]
-        shape = tuple(aval.shape)
-        if not parts:  # forced sparse, and never read
-            none = jnp.zeros((0, *shape[1:]), aval.dtype)
-            return IndexedSlices(none, jnp.zeros((0,), jnp.int32), shape)
-        values, indices = zip(*parts, strict=True)
-        if len(parts) == 1:
-            return IndexedSlices(values[0], indices[0], shape)
-        widest = max((i.dtype for i in indices), key=lambda dtype: dtype.itemsize)
-        return IndexedSlices(
-            jnp.concatenate(values),
-            jnp.concatenate([i.astype(widest) for i in indices]),
-            shape,
-        )
 
 
 # --- checks ------------------------------------------------------------------------
@@ -360,18 +155,6 @@ class _Assemble:
 def _check_callable(fun: Any) -> None:
     if not callable(fun):
         raise TypeError(f"expected a function to differentiate, got {fun!r}")
-
-
-def _chosen(argnums: int | Sequence[int], args: Sequence[Any]) -> tuple[int, ...]:
-    numbers = (argnums,) if isinstance(argnums, int) else tuple(argnums)
-    for number in numbers:
-        if not -len(args) <= number < len(args):
-            raise ValueError(
-                f"argnums={argnums} needs at least {max(numbers) + 1} positional "
-                f"arguments, got {len(args)}; differentiated arguments cannot be "
-                "passed by keyword"
-            )
-    return tuple(number % len(args) for number in numbers)
 
 
 def _check_inputs(primals: Sequence[Any], holomorphic: bool, allow_int: bool) -> None:
@@ -402,7 +185,7 @@ def _check_inputs(primals: Sequence[Any], holomorphic: bool, allow_int: bool) ->
 
 def _seed(value: Any, holomorphic: bool) -> jax.Array:
     leaves = jax.tree.leaves(value)
-    if len(leaves) != 1 or jax.tree.structure(value) != jax.tree.structure(0):
+    if len(leaves) != 1 or not jax.tree_util.treedef_is_leaf(jax.tree.structure(value)):
         raise TypeError(
             "the function must return one scalar, got "
             f"{jax.tree.map(jnp.shape, value)}; return an auxiliary part with "

@@ -11,9 +11,11 @@ from jslices._densify import (
     DenseUseError,
     UserLine,
     human_bytes,
+    raise_at,
     warn_dense,
 )
 from jslices._grad import compat
+from jslices._grad.advice import instead_of
 from jslices._grad.walk import DenseUse, Site
 
 #: ``sparse=``: one bool for all, a pytree prefix of bools, or a function of a leaf.
@@ -113,11 +115,11 @@ def report_dense(
         line = UNKNOWN_LINE if use.eqn is None else compat.user_line(use.eqn)
         sites = looked_up.get(number, [])
         if leaf.forced:
-            raise DenseUseError(
+            message = (
                 f"sparse= asks for a sparse gradient of {leaf}, but it is used whole "
-                f"({use.what}) at {line}. Look up the rows that are needed, "
-                "table[ids], or put jax.lax.stop_gradient round this use"
+                f"({use.what}) at {line}. Instead: {instead_of(use.what)}"
             )
+            raise_at(line, DenseUseError(message))
         if sites:
             warn_dense(_mixed_use(leaf, use, line, sites), line)
 
@@ -129,7 +131,6 @@ def _mixed_use(leaf: Leaf, use: DenseUse, line: UserLine, sites: list[Site]) -> 
     return (
         f"the gradient of {leaf} is dense, {human_bytes(leaf.num_bytes)}, because it is "
         f"used whole ({use.what}) at {line}. Its lookups alone ({places}) would give "
-        f"{rows} rows, {human_bytes(rows * row_bytes)}. Look up only the rows that are "
-        "needed there, put jax.lax.stop_gradient round that use, or accept it with "
-        "sparse=False"
+        f"{rows} rows, {human_bytes(rows * row_bytes)}. Instead: "
+        f"{instead_of(use.what)}. To accept it: sparse=False"
     )

@@ -17,12 +17,11 @@ from jslices._bounds import canonical_indices
 from jslices._grad import compat, rules
 from jslices._grad.views import View, look_up, whole
 from jslices._grad.walk import (
+    CALLS,
     REMAT,
     Plan,
     Site,
     invariant_carries,
-    is_embedding_lookup,
-    is_inlined,
     map_sites,
 )
 from jslices._lookup.rows import lookup_rows
@@ -52,9 +51,6 @@ def evaluate(
             outputs, found = _equation(eqn, given, entries)
             if found is not None:
                 indices.append(found)
-        elif is_embedding_lookup(eqn):
-            # An ordinary array here: its dense gradient needs no warning.
-            outputs, _ = evaluate(compat.body(eqn), given, [], [])
         else:
             outputs = compat.bind(eqn, given)
         env.update(zip(eqn.outvars, outputs, strict=True))
@@ -68,7 +64,7 @@ def _equation(
 ) -> tuple[Sequence[Any], Indices | None]:
     """One equation that some view goes into; mirrors ``Walk._equation``."""
     name = eqn.primitive.name
-    if is_inlined(eqn):
+    if name in CALLS:
         plan, slots = next(entries)
         return evaluate(compat.body(eqn), operands, plan, slots)
     if name in REMAT:

@@ -14,6 +14,7 @@ from jax import lax
 
 from jslices._grad import compat
 from jslices._grad.views import Mode, Rowwise, Stacked, Stopped, Table, View, Window
+from jslices._lookup.mark import mark_p
 
 # Primitives that compute each element from the elements at the same place. XLA
 # broadcasts scalars and single rows in them.
@@ -191,6 +192,11 @@ def _pass_through(eqn: compat.Equation, operands: Sequence[Any]) -> list[Any]:
     return list(operands)
 
 
+def _mark(eqn: compat.Equation, operands: Sequence[Any]) -> list[Any]:
+    """``embedding_lookup``'s mark on its table, which is the table."""
+    return list(operands)
+
+
 def _sharding_constraint(eqn: compat.Equation, operands: Sequence[Any]) -> list[Any] | None:
     """A constraint speaks of the whole table, so it stays on the table."""
     (view,) = operands
@@ -204,6 +210,7 @@ def _sharding_constraint(eqn: compat.Equation, operands: Sequence[Any]) -> list[
 _STEPS: dict[str, Callable[..., list[Any] | None]] = {
     "broadcast_in_dim": _broadcast,
     "concatenate": _concatenate,
+    mark_p.name: _mark,
     "optimization_barrier": _pass_through,
     "reduce_max": _reduce,
     "reduce_min": _reduce,

@@ -12,7 +12,6 @@ import numpy as np
 from jslices._bounds import index_dtype
 from jslices._grad import compat, rules
 from jslices._grad.views import Table, View
-from jslices._lookup.embedding import LOOKUP_NAME
 
 # A plan is a list with an entry for every equation that looks rows up or holds a
 # program that might, in the order of the program: sites, or plans. `evaluate` meets the
@@ -110,7 +109,7 @@ class Walk:
     ) -> tuple[Sequence[View | None], Plan | None]:
         none: list[View | None] = [None] * len(eqn.outvars)
         name = eqn.primitive.name
-        if is_inlined(eqn):
+        if name in CALLS:
             return self.program(compat.body(eqn), operands)
         if name in REMAT:
             return none, self._branches(eqn, [compat.body(eqn)], operands)[0]
@@ -174,19 +173,6 @@ class Walk:
             results[i] = operands[consts + i]
         length = eqn.params["length"]
         return results, map_sites(lambda site: site.in_loop(length), plan)
-
-
-def is_inlined(eqn: compat.Equation) -> bool:
-    """True for calls that `walk` and `evaluate` look into as if written in place."""
-    return eqn.primitive.name in CALLS or is_embedding_lookup(eqn)
-
-
-def is_embedding_lookup(eqn: compat.Equation) -> bool:
-    """True for ``jslices.embedding_lookup``, a custom_vjp with one named call inside."""
-    if eqn.primitive.name not in ("custom_vjp_call", "custom_vjp_call_jaxpr"):
-        return False
-    inside = compat.body(eqn).eqns
-    return len(inside) == 1 and inside[0].params.get("name") == LOOKUP_NAME
 
 
 def invariant_carries(eqn: compat.Equation) -> frozenset[int]:

@@ -1,25 +1,14 @@
 """``embedding_lookup``: the lookup that people write."""
 
-import contextlib
-import contextvars
-import functools
-from collections.abc import Iterator
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from jslices._bounds import add_rows, take_rows
-from jslices._densify import UserLine, current_user_line, human_bytes, warn_dense
-from jslices._slices import IndexedSlices
+from jslices._bounds import take_rows
+from jslices._densify import current_user_line
+from jslices._lookup.mark import mark_table
 
-#: The name under which the lookup stands in a traced program, so that it is recognised
-#: there (and in a profile).
-LOOKUP_NAME = "jslices_embedding_lookup"
 MODES = ("fill", "clip", "promise_in_bounds")
-
-_quiet = contextvars.ContextVar("jslices_quiet", default=False)
 
 
 def embedding_lookup(params: jax.Array, ids: ArrayLike, *, mode: str = "fill") -> jax.Array:
@@ -78,54 +67,6 @@ def embedding_lookup(params: jax.Array, ids: ArrayLike, *, mode: str = "fill") -
         )
     if mode not in MODES:
         raise ValueError(f"embedding_lookup got mode={mode!r}; it must be one of {MODES}")
-    return _lookup(table, ids, mode, current_user_line())
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
-def _lookup(table: jax.Array, ids: jax.Array, mode: str, line: UserLine) -> jax.Array:
-    return _named_lookup(table, ids, mode)
-
-
-def _read(table: jax.Array, ids: jax.Array, mode: str) -> jax.Array:
+    if jnp.issubdtype(table.dtype, jnp.inexact):
+        table = mark_table(table, ids.size, current_user_line())
     return take_rows(table, ids, mode=mode)
-
-
-_read.__name__ = _read.__qualname__ = LOOKUP_NAME
-_named_lookup = jax.jit(_read, static_argnums=2)
-
-
-def _forward(table: jax.Array, ids: jax.Array, mode: str, line: UserLine) -> Any:
-    # The table's shape travels as the static part of an empty pytree.
-    shape_only = IndexedSlices.tree_unflatten(table.shape, (None, None))
-    return _named_lookup(table, ids, mode), (ids, shape_only)
-
-
-def _backward(mode: str, line: UserLine, residuals: Any, rows: jax.Array) -> Any:
-    ids, shape_only = residuals
-    shape = shape_only.dense_shape
-    if not _quiet.get():
-        dense = human_bytes(shape[0] * rows.nbytes / max(ids.size, 1))
-        warn_dense(
-            f"jax.grad gives the table of shape {shape} of this embedding_lookup a "
-            f"dense gradient of {dense}, although {ids.size} rows were looked up; "
-            "jslices.grad and jslices.value_and_grad give those rows only",
-            line,
-        )
-    flat = ids.reshape(-1)
-    if mode == "clip":
-        flat = jnp.clip(flat, 0, shape[0] - 1)
-    gradient = jnp.zeros(shape, rows.dtype)
-    return add_rows(gradient, flat, rows.reshape(-1, *shape[1:])), None
-
-
-_lookup.defvjp(_forward, _backward)
-
-
-@contextlib.contextmanager
-def without_dense_warning() -> Iterator[None]:
-    """Inside, a dense gradient of ``embedding_lookup`` is somebody's decision."""
-    token = _quiet.set(True)
-    try:
-        yield
-    finally:
-        _quiet.reset(token)

@@ -1,0 +1,278 @@
+"""``explain``: which gradients are sparse, what they cost, which line made one dense."""
+
+import functools
+import html
+import textwrap
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from jslices._densify import UNKNOWN_LINE, UserLine, human_bytes
+from jslices._grad import compat
+from jslices._grad.advice import instead_of
+from jslices._grad.call import Call, chosen_arguments
+from jslices._grad.choose import SparseSpec
+from jslices._grad.linearize import plan_call
+from jslices._grad.walk import Site
+
+# Adam reads and writes the parameter and two arrays of state.
+_ADAM_ARRAYS = 3
+
+
+class LookupSite(NamedTuple):
+    """One place that looks up rows.
+
+    Attributes:
+      line: where, in the user's program (``line.file``, ``line.line``, ``line.text``).
+      rows: how many rows it reads in one run, loops multiplied out.
+    """
+
+    line: UserLine
+    rows: int
+
+
+class LeafReport(NamedTuple):
+    """What becomes of the gradient of one array.
+
+    Attributes:
+      path: the array's name, such as ``params['table']``.
+      shape: its shape.
+      dtype: its dtype.
+      kind: ``"sparse"`` (IndexedSlices), ``"dense"``, or ``"unused"`` (dense zeros).
+      lookups: the places that look up its rows, also where the gradient is dense.
+      rows: K, the rows read in one run, duplicates counted.
+      sparse_bytes: of a gradient of these rows and their int32 indices.
+      dense_bytes: of a gradient ``[V, *D]``.
+      adam_bytes: read and written by one step of Adam, given this gradient: K rows, or
+        all, of the parameter and two arrays of state.
+      dense_line: the first line that needs the whole array; None where nothing does.
+      dense_use: the name of the operation on that line.
+      suggestion: what to write there instead.
+    """
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: str
+    kind: str
+    lookups: tuple[LookupSite, ...]
+    rows: int
+    sparse_bytes: int
+    dense_bytes: int
+    adam_bytes: int
+    dense_line: UserLine | None
+    dense_use: str | None
+    suggestion: str | None
+
+
+class Explanation(NamedTuple):
+    """The answer of :func:`explain`; ``print`` it, or read ``leaves``.
+
+    Attributes:
+      leaves: a :class:`LeafReport` for every differentiated array, in order.
+    """
+
+    leaves: tuple[LeafReport, ...]
+
+    @property
+    def sparse_bytes(self) -> int:
+        """The bytes of all gradients as jslices gives them."""
+        return sum(
+            x.sparse_bytes if x.kind == "sparse" else x.dense_bytes for x in self.leaves
+        )
+
+    @property
+    def dense_bytes(self) -> int:
+        """The bytes of all gradients as ``jax.grad`` gives them."""
+        return sum(x.dense_bytes for x in self.leaves)
+
+    def __str__(self) -> str:
+        rows = [_HEADER, *map(_cells, self.leaves)]
+        widths = [max(len(row[i]) for row in rows) for i in range(len(_HEADER))]
+        widths[0], widths[1] = min(widths[0], 34), min(widths[1], 24)
+        lines = [
+            "  ".join(
+                _clip(cell, width).ljust(width) if i < 3 else cell.rjust(width)
+                for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+            ).rstrip()
+            for row in rows
+        ]
+        lines.insert(1, "-" * max(map(len, lines)))
+        lines.append(
+            f"gradients: {human_bytes(self.sparse_bytes)} with jslices, "
+            f"{human_bytes(self.dense_bytes)} with jax.grad"
+        )
+        for leaf in self.leaves:
+            lines.extend(_notes(leaf))
+        return "\n".join(lines)
+
+    def to_markdown(self) -> str:
+        """The same as a Markdown table and a list."""
+        rows = [_HEADER, ("---",) * len(_HEADER), *map(_cells, self.leaves)]
+        lines = ["| " + " | ".join(row) + " |" for row in rows]
+        notes = [note for leaf in self.leaves for note in _notes(leaf, 10_000)]
+        items = [f"  - {n[2:]}" if n.startswith("  ") else f"- `{n[:-1]}`" for n in notes]
+        return "\n".join([*lines, "", *items])
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{html.escape(str(self))}</pre>"
+
+
+def explain(
+    fun: Callable[..., Any],
+    argnums: int | Sequence[int] = 0,
+    has_aux: bool = False,
+    *,
+    sparse: SparseSpec = None,
+) -> Callable[..., Explanation]:
+    """Tells which gradients of ``fun`` are sparse, what they cost, and why not.
+
+    Nothing is computed: the function is traced, and arrays may be described by
+    ``jax.ShapeDtypeStruct``, so that one can ask about a table of 100 GB.
+
+    Args:
+      fun: the function to differentiate.
+      argnums: as in :func:`value_and_grad`.
+      has_aux: as in :func:`value_and_grad`.
+      sparse: as in :func:`value_and_grad`; what it forces is reported, not raised.
+
+    Returns:
+      A function of the same arguments that returns an :class:`Explanation`. ``print`` it
+      for a table of at most 100 columns; notebooks show it by themselves.
+
+    Cost: one trace of ``fun``.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, jslices as js
+      >>> table = jax.ShapeDtypeStruct((1_000_000_000, 128), jnp.float32)
+      >>> ids = jax.ShapeDtypeStruct((4096,), jnp.int32)
+      >>> report = js.explain(lambda table, ids: (table[ids] ** 2).sum())(table, ids)
+      >>> leaf = report.leaves[0]
+      >>> leaf.path, leaf.kind, leaf.rows, leaf.sparse_bytes, leaf.dense_bytes
+      ('table', 'sparse', 4096, 2113536, 512000000000)
+
+    Source: the question that TensorFlow's "Converting sparse IndexedSlices to a dense
+    Tensor" leaves open: which of my lines did this, and what do I write instead?
+    """
+
+    @functools.wraps(fun)
+    def explain_fun(*args: Any, **kwargs: Any) -> Explanation:
+        call = Call(fun, chosen_arguments(argnums, args), args, kwargs, has_aux)
+        planned = plan_call(call, isinstance(argnums, int), sparse)
+        used = {v for eqn in compat.live_equations(planned.program) for v in _inputs(eqn)}
+        used.update(_variables(planned.program.outvars[: planned.outputs.num_results]))
+        reports = []
+        for number, leaf in enumerate(planned.leaves):
+            use = planned.dense.get(number)
+            sites = planned.looked_up.get(number, [])
+            is_sparse = bool(sites) and use is None
+            is_used = planned.program.invars[number] in used
+            line = None
+            if use is not None:
+                line = UNKNOWN_LINE if use.eqn is None else compat.user_line(use.eqn)
+            reports.append(
+                _report(
+                    leaf.name,
+                    leaf.aval,
+                    "sparse" if is_sparse else "dense" if is_used else "unused",
+                    sites,
+                    line,
+                    None if use is None else use.what,
+                )
+            )
+        return Explanation(tuple(reports))
+
+    return explain_fun
+
+
+def _report(
+    path: str,
+    aval: Any,
+    kind: str,
+    sites: Sequence[Site],
+    line: UserLine | None,
+    what: str | None,
+) -> LeafReport:
+    shape, itemsize = tuple(aval.shape), aval.dtype.itemsize
+    dense_bytes = aval.size * itemsize
+    row_bytes = dense_bytes // shape[0] if shape and shape[0] else itemsize
+    by_line: dict[UserLine, int] = {}
+    for site in sites:
+        where = compat.user_line(site.eqn)
+        by_line[where] = by_line.get(where, 0) + site.total
+    rows = sum(by_line.values())
+    moved = min(rows * row_bytes, dense_bytes) if kind == "sparse" else dense_bytes
+    return LeafReport(
+        path=path,
+        shape=shape,
+        dtype=str(aval.dtype),
+        kind=kind,
+        lookups=tuple(LookupSite(*item) for item in by_line.items()),
+        rows=rows,
+        sparse_bytes=rows * row_bytes
+        + sum(s.total * s.index_dtype.itemsize for s in sites),
+        dense_bytes=dense_bytes,
+        adam_bytes=0 if kind == "unused" else 2 * _ADAM_ARRAYS * moved,
+        dense_line=line,
+        dense_use=what,
+        suggestion=None if what is None else instead_of(what),
+    )
+
+
+def _inputs(eqn: compat.Equation) -> list[Any]:
+    return _variables(eqn.invars)
+
+
+def _variables(atoms: Sequence[Any]) -> list[Any]:
+    return [atom for atom in atoms if not isinstance(atom, compat.Literal)]
+
+
+# --- layout ------------------------------------------------------------------------
+
+_HEADER = ("array", "shape", "gradient", "rows", "sparse", "dense", "Adam moves")
+
+
+def _cells(leaf: LeafReport) -> tuple[str, ...]:
+    looked_up = bool(leaf.lookups)
+    return (
+        leaf.path,
+        f"{_short(leaf.dtype)}[{','.join(map(str, leaf.shape))}]",
+        leaf.kind,
+        f"{leaf.rows:,}" if looked_up else "-",
+        human_bytes(leaf.sparse_bytes) if looked_up else "-",
+        human_bytes(leaf.dense_bytes),
+        human_bytes(leaf.adam_bytes),
+    )
+
+
+def _notes(leaf: LeafReport, width: int = 98) -> list[str]:
+    """Where an array is looked up, and what makes its gradient dense."""
+    lines = [f"  looked up, {rows:,} rows: {_place(line)}" for line, rows in leaf.lookups]
+    if leaf.dense_line is not None:
+        lines.append(f"  used whole ({leaf.dense_use}): {_place(leaf.dense_line)}")
+        if leaf.lookups:  # An ordinary weight has a dense gradient, and should.
+            lines.append(f"  instead: {leaf.suggestion}")
+    if lines:
+        lines.insert(0, f"{leaf.path}:")
+    return [piece for line in lines for piece in _wrap(line, width)]
+
+
+def _place(line: UserLine) -> str:
+    if line == UNKNOWN_LINE:
+        return "the function's result"
+    return f"{line.file}:{line.line}" + (f": {line.text}" if line.text else "")
+
+
+def _wrap(line: str, width: int) -> list[str]:
+    return textwrap.wrap(
+        line, width, subsequent_indent="      ", break_on_hyphens=False
+    ) or [line]
+
+
+def _clip(text: str, width: int) -> str:
+    """The end of a name tells more than its beginning."""
+    return text if len(text) <= width else "..." + text[3 - width :]
+
+
+def _short(dtype: str) -> str:
+    for long, brief in (("bfloat", "bf"), ("float", "f"), ("complex", "c"), ("uint", "u")):
+        dtype = dtype.replace(long, brief)
+    return dtype.replace("int", "i")
