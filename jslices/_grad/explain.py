@@ -87,7 +87,9 @@ class Explanation(NamedTuple):
     def __str__(self) -> str:
         rows = [_HEADER, *map(_cells, self.leaves)]
         widths = [max(len(row[i]) for row in rows) for i in range(len(_HEADER))]
-        widths[0], widths[1] = min(widths[0], 34), min(widths[1], 24)
+        # The names get what the other columns leave of a hundred.
+        widths[1] = min(widths[1], 26)
+        widths[0] = min(widths[0], 100 - sum(widths[1:]) - 2 * (len(widths) - 1))
         lines = [
             "  ".join(
                 _clip(cell, width).ljust(width) if i < 3 else cell.rjust(width)
@@ -157,14 +159,10 @@ def explain(
     def explain_fun(*args: Any, **kwargs: Any) -> Explanation:
         call = Call(fun, chosen_arguments(argnums, args), args, kwargs, has_aux)
         planned = plan_call(call, isinstance(argnums, int), sparse)
-        used = {v for eqn in compat.live_equations(planned.program) for v in _inputs(eqn)}
-        used.update(_variables(planned.program.outvars[: planned.outputs.num_results]))
         reports = []
         for number, leaf in enumerate(planned.leaves):
             use = planned.dense.get(number)
             sites = planned.looked_up.get(number, [])
-            is_sparse = bool(sites) and use is None
-            is_used = planned.program.invars[number] in used
             line = None
             if use is not None:
                 line = UNKNOWN_LINE if use.eqn is None else compat.user_line(use.eqn)
@@ -172,7 +170,7 @@ def explain(
                 _report(
                     leaf.name,
                     leaf.aval,
-                    "sparse" if is_sparse else "dense" if is_used else "unused",
+                    planned.kind(number),
                     sites,
                     line,
                     None if use is None else use.what,
@@ -215,14 +213,6 @@ def _report(
         dense_use=what,
         suggestion=None if what is None else instead_of(what),
     )
-
-
-def _inputs(eqn: compat.Equation) -> list[Any]:
-    return _variables(eqn.invars)
-
-
-def _variables(atoms: Sequence[Any]) -> list[Any]:
-    return [atom for atom in atoms if not isinstance(atom, compat.Literal)]
 
 
 # --- layout ------------------------------------------------------------------------

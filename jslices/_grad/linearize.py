@@ -38,16 +38,23 @@ class Planned(NamedTuple):
     dense: dict[int, DenseUse]
     looked_up: dict[int, list[Site]]
 
+    def kind(self, leaf: int) -> str:
+        """``"sparse"``, ``"dense"``, or ``"unused"``: nothing asks for its gradient."""
+        if leaf in self.dense or not may_be_sparse(self.leaves[leaf]):
+            return "dense"
+        return "sparse" if self.looked_up.get(leaf) else "unused"
+
+
+def may_be_sparse(leaf: Leaf) -> bool:
+    """Whether the program decides about this leaf."""
+    return leaf.can_be_sparse and leaf.forced is not False
+
 
 def plan_call(call: Call, single: bool, spec: SparseSpec) -> Planned:
     """Traces the call and decides which leaves are sparse."""
     leaves = describe_leaves(call.tree.unflatten(call.primals), call.names, single, spec)
     program, outputs = call.trace()
-    candidates = {
-        i: leaf.aval
-        for i, leaf in enumerate(leaves)
-        if leaf.can_be_sparse and leaf.forced is not False
-    }
+    candidates = {i: leaf.aval for i, leaf in enumerate(leaves) if may_be_sparse(leaf)}
     decided = walk(program, candidates, outputs.num_results)
     return Planned(program, outputs, leaves, *decided)
 
@@ -56,12 +63,11 @@ def linearize(
     call: Call, single: bool, spec: SparseSpec
 ) -> tuple[Any, Callable[[Any], Any], Any]:
     """``(result, pullback, aux)``: the call's value, and the function to its gradients."""
-    program, outputs, leaves, plan, dense, looked_up = plan_call(call, single, spec)
-    report_dense(leaves, dense, looked_up)
-    planned = sites(plan)
-    read = {site.leaf for site in planned}
-    sparse = [i in read or bool(leaf.forced) for i, leaf in enumerate(leaves)]
-    dense_primals = [x for x, s in zip(call.primals, sparse, strict=True) if not s]
+    planned = plan_call(call, single, spec)
+    report_dense(planned.leaves, planned.dense, planned.looked_up)
+    outputs, plan = planned.outputs, planned.plan
+    kinds = [planned.kind(i) for i in range(len(call.primals))]
+    dense = [x for x, kind in zip(call.primals, kinds, strict=True) if kind == "dense"]
     slots = map_sites(
         lambda s: empty_slot_for(s.times, s.count, s.table_shape, s.dtype), plan
     )
@@ -69,22 +75,19 @@ def linearize(
     def run(dense: list[Any], slots: Any) -> tuple[list[Any], Any]:
         left = iter(dense)
         operands = [
-            Table(x.shape, x.dtype, i, x) if is_sparse else next(left)
-            for i, (x, is_sparse) in enumerate(zip(primals, sparse, strict=True))
+            next(left) if kind == "dense" else Table(leaf.aval.shape, leaf.aval.dtype, i, x)
+            for i, (x, leaf, kind) in enumerate(
+                zip(call.primals, planned.leaves, kinds, strict=True)
+            )
         ]
-        flat, indices = evaluate(program, operands, plan, slots)
+        flat, indices = evaluate(planned.program, operands, plan, slots)
         flat = [whole(x) for x in flat]
         return flat[: outputs.num_results], (flat[outputs.num_results :], indices)
 
-    primals = [
-        jnp.asarray(x) if s else x for x, s in zip(call.primals, sparse, strict=True)
-    ]
     with without_dense_warning():
-        flat, pullback, (aux, indices) = jax.vjp(run, dense_primals, slots, has_aux=True)
-    gather = _Assemble(
-        tuple(sparse), tuple(leaf.aval for leaf in leaves), planned, call.tree
-    )
-    pull = functools.partial(_pull_back, gather, outputs.tree)
+        flat, pullback, (aux, indices) = jax.vjp(run, dense, slots, has_aux=True)
+    assemble = _Assemble(planned.leaves, kinds, sites(plan), call.tree)
+    pull = functools.partial(_pull_back, assemble, outputs.tree)
     vjp_fun = jax.tree_util.Partial(pull, pullback, jax.tree.leaves(indices))
     return outputs.result(flat), vjp_fun, outputs.aux(aux)
 
@@ -111,9 +114,14 @@ class _Assemble:
     """Puts the cotangents of slots and dense leaves back into the argument's tree."""
 
     def __init__(
-        self, sparse: tuple[bool, ...], avals: Any, planned: list[Site], tree: Any
+        self, leaves: Sequence[Leaf], kinds: Sequence[str], planned: list[Site], tree: Any
     ) -> None:
-        self.sparse, self.avals, self.tree = sparse, avals, tree
+        self.avals = [leaf.aval for leaf in leaves]
+        self.kinds = [
+            "sparse" if kind == "unused" and leaf.forced else kind
+            for leaf, kind in zip(leaves, kinds, strict=True)
+        ]
+        self.tree = tree
         self.leaf_of_site = [site.leaf for site in planned]
 
     def __call__(
@@ -127,23 +135,28 @@ class _Assemble:
             values = slot.values.reshape(-1, *self.avals[leaf].shape[1:])
             rows.setdefault(leaf, []).append((values, index.reshape(-1)))
         left = iter(dense)
-        return self.tree.unflatten(
-            self._slices(i, rows.get(i, [])) if is_sparse else next(left)
-            for i, is_sparse in enumerate(self.sparse)
-        )
+        gradients = []
+        for i, kind in enumerate(self.kinds):
+            if kind == "dense":
+                gradients.append(next(left))
+            elif kind == "sparse":
+                gradients.append(_slices(self.avals[i], rows.get(i, [])))
+            else:
+                gradients.append(jnp.zeros(self.avals[i].shape, self.avals[i].dtype))
+        return self.tree.unflatten(gradients)
 
-    def _slices(self, leaf: int, parts: list[Any]) -> IndexedSlices:
-        aval = self.avals[leaf]
-        shape = tuple(aval.shape)
-        if not parts:  # forced sparse, and never read
-            none = jnp.zeros((0, *shape[1:]), aval.dtype)
-            return IndexedSlices(none, jnp.zeros((0,), jnp.int32), shape)
-        values, indices = zip(*parts, strict=True)
-        if len(parts) == 1:
-            return IndexedSlices(values[0], indices[0], shape)
-        widest = max((i.dtype for i in indices), key=lambda dtype: dtype.itemsize)
-        return IndexedSlices(
-            jnp.concatenate(values),
-            jnp.concatenate([i.astype(widest) for i in indices]),
-            shape,
-        )
+
+def _slices(aval: Any, parts: list[tuple[jax.Array, jax.Array]]) -> IndexedSlices:
+    """The gradient of one leaf, from the rows and row numbers of each of its lookups."""
+    shape = tuple(aval.shape)
+    if not parts:  # insisted on, and never looked up
+        none = jnp.zeros((0, *shape[1:]), aval.dtype)
+        return IndexedSlices(none, jnp.zeros((0,), jnp.int32), shape)
+    if len(parts) == 1:
+        return IndexedSlices(*parts[0], shape)
+    widest = max((index.dtype for _, index in parts), key=lambda dtype: dtype.itemsize)
+    return IndexedSlices(
+        jnp.concatenate([values for values, _ in parts]),
+        jnp.concatenate([index.astype(widest) for _, index in parts]),
+        shape,
+    )

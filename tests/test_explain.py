@@ -1,0 +1,125 @@
+"""explain: its figures, its lines, its suggestions, its layout."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+
+import jslices as js
+
+S = jax.ShapeDtypeStruct
+F32 = jnp.float32
+
+
+def model(params, ids, scale):
+    def body(carry, i):
+        return carry + params["table"][i] @ params["w"], None
+
+    hidden, _ = lax.scan(body, jnp.zeros((4, 8)), ids)
+    hidden = hidden + params["tied"][ids[0]]
+    logits = hidden @ params["tied"].T
+    return (logits**2).sum() * scale
+
+
+LINE = model.__code__.co_firstlineno
+PARAMS = {
+    "table": S((10**9, 128), F32),
+    "tied": S((5000, 8), jnp.bfloat16),
+    "unused": S((7,), F32),
+    "w": S((128, 8), F32),
+}
+IDS = S((100, 4), jnp.int32)
+
+
+@pytest.fixture(scope="module")
+def report():
+    # A table of half a terabyte: nothing is computed.
+    return js.explain(model)(PARAMS, IDS, S((), F32))
+
+
+def test_figures(report):
+    leaves = {leaf.path: leaf for leaf in report.leaves}
+    assert list(leaves) == [
+        "params['table']",
+        "params['tied']",
+        "params['unused']",
+        "params['w']",
+    ]
+    table = leaves["params['table']"]
+    assert (
+        table.kind == "sparse" and table.shape == (10**9, 128) and table.dtype == "float32"
+    )
+    assert table.rows == 400 and table.sparse_bytes == 400 * (128 * 4 + 4)
+    assert table.dense_bytes == 10**9 * 128 * 4
+    assert table.adam_bytes == 400 * 128 * 4 * 6
+    assert [(site.line.file, site.line.line, site.rows) for site in table.lookups] == [
+        (__file__, LINE + 2, 400)
+    ]
+    assert table.lookups[0].line.text.startswith('return carry + params["table"][i]')
+    assert table.dense_line is None and table.suggestion is None
+    assert leaves["params['unused']"].kind == "unused"
+    assert report.dense_bytes == sum(leaf.dense_bytes for leaf in report.leaves)
+    assert report.sparse_bytes == table.sparse_bytes + 5000 * 8 * 2 + 7 * 4 + 128 * 8 * 4
+
+
+def test_what_made_it_dense(report):
+    tied = next(leaf for leaf in report.leaves if "tied" in leaf.path)
+    assert tied.kind == "dense" and tied.rows == 4
+    assert (tied.dense_line.file, tied.dense_line.line) == (__file__, LINE + 6)
+    assert tied.dense_line.text == 'logits = hidden @ params["tied"].T'
+    assert "score only some rows" in tied.suggestion
+    plain = next(leaf for leaf in report.leaves if leaf.path == "params['w']")
+    assert plain.kind == "dense" and plain.dense_line.line == LINE + 2 and not plain.lookups
+
+
+def test_layout(report):
+    text = str(report)
+    assert max(map(len, text.splitlines())) <= 100
+    assert "params['table']" in text and "476.8 GB" in text and "instead: " in text
+    assert f"test_explain.py:{LINE + 6}" in text
+    markdown = report.to_markdown()
+    assert markdown.splitlines()[1].startswith("| --- |")
+    assert "score only some rows" in markdown
+    assert "&#x27;tied&#x27;" in report._repr_html_()
+
+
+def test_long_names_and_shapes_still_fit():
+    params = {
+        f"a_very_long_module_name_{i}" * 3: S((10**9, 2, 3, 4, 5, 6), F32) for i in range(2)
+    }
+    report = js.explain(lambda p, i: sum(x[i].sum() for x in p.values()))(params, IDS)
+    assert max(map(len, str(report).splitlines()[:5])) <= 100
+
+
+@pytest.mark.parametrize(
+    "use, hint",
+    [
+        (lambda t: jax.nn.relu(t)[jnp.array([0])].sum(), "after the lookup"),
+        (lambda t: (t**2).sum(), "penalise the rows"),
+        (lambda t: t[jnp.array([0]), jnp.array([1])].sum(), "look up whole rows first"),
+        (
+            lambda t: lax.scan(lambda c, row: (c + row.sum(), None), 0.0, t)[0],
+            "loop's body",
+        ),
+        (lambda t: jnp.sort(t, axis=0)[0].sum(), "sort the rows"),
+        (lambda t: lax.cumlogsumexp(t, axis=0).sum(), "table[ids], before this step"),
+    ],
+)
+def test_suggestions(use, hint):
+    (leaf,) = js.explain(use)(S((6, 3), F32)).leaves
+    assert leaf.kind == "dense" and hint in leaf.suggestion
+
+
+def test_arguments_as_for_grad():
+    def fun(scale, table, ids):
+        return scale * table[ids].sum(), {"aux": ids}
+
+    report = js.explain(fun, argnums=(1, 0), has_aux=True)(1.0, jnp.ones((5, 2)), ids=IDS)
+    assert [(leaf.path, leaf.kind) for leaf in report.leaves] == [
+        ("table", "sparse"),
+        ("scale", "dense"),
+    ]
+    forced = js.explain(fun, argnums=1, has_aux=True, sparse=False)(
+        1.0, jnp.ones((5, 2)), IDS
+    )
+    assert forced.leaves[0].kind == "dense"

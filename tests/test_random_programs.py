@@ -1,0 +1,157 @@
+"""Random programs: nested lookups, steps and control flow, against jax.grad.
+
+Hypothesis draws a program as text, so that a failing one is printed as code that runs by
+itself. Programs are small, but JAX compiles each anew: most are evaluated without jit.
+"""
+
+import os
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from helpers import assert_close
+from hypothesis import given, note, settings
+from hypothesis import strategies as st
+
+import jslices as js
+
+# Programs a run: the budget of the fuzz in CI, and what one waits for by hand.
+PROGRAMS = int(os.environ.get("JSLICES_PROGRAMS", "300" if os.environ.get("CI") else "60"))
+
+PREAMBLE = """\
+import jax, jax.numpy as jnp, jslices as js, numpy as np
+from jax import lax
+rng = np.random.default_rng(0)
+V, D = 6, 3
+P = {
+    "table": jnp.asarray(rng.normal(size=(V, D)) / 2, jnp.float32),
+    "other": jnp.asarray(rng.normal(size=(V, D)) / 2, jnp.float32),
+    "bias": jnp.asarray(rng.normal(size=V) / 2, jnp.float32),
+    "w": jnp.asarray(rng.normal(size=(D, D)) / 2, jnp.float32),
+    "s": jnp.float32(0.7),
+}
+IDS = jnp.array([4, 1, 4, 0], jnp.int32)
+
+@jax.custom_jvp
+def soft(x):
+    return jnp.tanh(x)
+
+@soft.defjvp
+def _(primals, tangents):
+    return soft(*primals), (1 - soft(*primals) ** 2) * tangents[0]
+"""
+
+# Expressions for an array with the rows of a table, before it is looked up.
+TABLES = [
+    'P["table"]',
+    'P["other"] * P["s"]',
+    '(-P["table"] / 2)',
+    'P["table"].astype(jnp.bfloat16).astype(jnp.float32)',
+    'jnp.sin(P["other"])',
+    'jnp.where(P["table"] > 0, P["table"], 0.5 * P["table"])',
+    'P["table"].reshape(V, D, 1).transpose(0, 2, 1).reshape(V, D)',
+    '(P["table"] + P["other"])',
+    'jnp.concatenate([P["other"], P["table"] * P["s"]])[2:2 + V]',
+    '(P["table"] - P["table"].mean(axis=1, keepdims=True))',
+    'lax.stop_gradient(P["table"])',
+    'lax.optimization_barrier(P["other"])',
+    '(P["table"] * P["bias"][:, None])',
+]
+
+
+@st.composite
+def lookups(draw, ids):
+    """A scalar made of rows: ``ids`` is an expression for an array of ids, or one id."""
+    table = draw(st.sampled_from(TABLES))
+    rows = draw(
+        st.sampled_from(
+            [
+                f"({table})[{ids}]",
+                f"js.embedding_lookup({table}, {ids}, mode='clip')",
+                f"jnp.take({table}, {ids}, axis=0, mode='clip')",
+                f"({table}).at[{ids}].get(mode='fill', fill_value=0)",
+            ]
+        )
+    )
+    body = draw(
+        st.sampled_from(
+            [
+                "{r}.sum()",
+                "jnp.sin({r} @ P['w']).sum()",
+                "soft({r}).sum()",
+                "({r} ** 2).sum()",
+            ]
+        )
+    ).format(r=rows)
+    bias = draw(
+        st.sampled_from(["", f" * P['bias'][{ids}].sum()", f" + P['bias'][{ids}].max()"])
+    )
+    return f"({body}{bias})"
+
+
+@st.composite
+def programs(draw, depth, ids="IDS", scalar="IDS[0]", level=0):
+    """An expression for a scalar; ``level`` numbers the names it binds."""
+    if depth == 0:
+        return draw(lookups(ids))
+    here = draw(lookups(ids))
+    k = f"k{level}"
+    inner = draw(programs(depth - 1, k, k, level + 1))
+    same = draw(programs(depth - 1, ids, scalar, level + 1))
+    many = f"jnp.atleast_1d({ids})"
+    form = draw(
+        st.sampled_from(
+            ["scan", "fori", "cond", "switch", "vmap", "checkpoint", "jit", "add", "custom"]
+        )
+    )
+    return {
+        "scan": f"lax.scan(lambda c, {k}: (c * 0.5 + {inner}, c), 0.0, {many})[0]",
+        "fori": f"lax.fori_loop(0, 2, lambda i, c: c * 0.5 + "
+        f"(lambda {k}: {inner})({many}[i % {many}.shape[0]]), 0.0)",
+        "cond": f"lax.cond({scalar} > 2, lambda: {same}, lambda: {here} * 2.0)",
+        "switch": f"lax.switch({scalar} % 3, [lambda: {here}, lambda: {same}, lambda: 0.0])",
+        "vmap": f"jax.vmap(lambda {k}: {inner})({many}).sum()",
+        "checkpoint": f"jax.checkpoint(lambda P, ids: {here} + {same})(P, {ids})",
+        "jit": f"jax.jit(lambda: {same})()",
+        "add": f"({here} + {same} * P['s'])",
+        "custom": f"soft({same})",
+    }[form]
+
+
+def run(code):
+    namespace = {}
+    exec(PREAMBLE + code, namespace)
+    return namespace["loss"], namespace["P"]
+
+
+@settings(max_examples=PROGRAMS)
+@given(st.data())
+def test_random_program(data):
+    depth = data.draw(st.sampled_from([1, 1, 2, 2, 3, 4]))
+    code = f"\ndef loss(P):\n    return {data.draw(programs(depth))}\n"
+    note(PREAMBLE + code + "\nprint(js.grad(loss)(P), jax.grad(loss)(P))")
+    loss, params = run(code)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", js.DensificationWarning)
+        value, wanted = jax.value_and_grad(loss)(params)
+        got, grads = js.value_and_grad(loss)(params)
+    assert_close((got, grads), (value, wanted), rtol=2e-3, atol=2e-4)
+    # Only `P["bias"][:, None]` and the scale use anything whole, and neither is a use of
+    # the tables: what reads a table, reads rows of it.
+    for name in ("table", "other"):
+        report = js.explain(loss)(params).leaves
+        kind = next(leaf.kind for leaf in report if leaf.path == f"P['{name}']")
+        assert kind in ("sparse", "unused")
+        assert js.is_slices(grads[name]) == (kind == "sparse")
+
+
+def test_the_fuzz_can_fail(monkeypatch):
+    """A wrong gradient, and a dense one, are noticed."""
+    loss, params = run("\ndef loss(P):\n    return P['table'][IDS].sum()\n")
+    wrong = js.grad(loss)(params)["table"] * 2
+    with np.testing.assert_raises(AssertionError):
+        assert_close(wrong, jax.grad(loss)(params)["table"])
+    loss, params = run("\ndef loss(P):\n    return jax.nn.relu(P['table'])[IDS].sum()\n")
+    assert js.explain(loss)(params).leaves[3].kind == "dense"
+    assert jnp.ndim(js.grad(loss)(params)["table"]) == 2
