@@ -11,6 +11,7 @@ import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
 from jslices._bounds import add_rows, canonical_indices, index_dtype
+from jslices._check import as_array, check_parts, static_shape
 from jslices._coalesce import sum_duplicates
 from jslices._densify import human_bytes, warn_dense
 from jslices._jax_operators import called_by_jax_operator
@@ -63,9 +64,9 @@ class IndexedSlices:
         indices: ArrayLike,
         dense_shape: Sequence[int] | None = None,
     ) -> None:
-        values, indices = _as_array(values), _as_array(indices)
-        shape = _static_shape(dense_shape)
-        _check(values, indices, shape)
+        values, indices = as_array(values), as_array(indices)
+        shape = static_shape(dense_shape)
+        check_parts(values, indices, shape)
         object.__setattr__(self, "values", values)
         object.__setattr__(self, "indices", indices)
         object.__setattr__(self, "dense_shape", shape)
@@ -362,60 +363,6 @@ def check_slices(slices: IndexedSlices) -> None:
             "transformation with jslices.from_optax(...), or map over whole slices: "
             "jax.tree.map(f, grads, is_leaf=jslices.is_slices)"
         )
-
-
-# --- checks of the constructor ----------------------------------------------------
-
-
-def _as_array(x: Any) -> Any:
-    if isinstance(x, np.ndarray | np.generic) or not hasattr(x, "dtype"):
-        return jnp.asarray(x)
-    return x
-
-
-def _static_shape(shape: Any) -> tuple[int, ...] | None:
-    if shape is None:
-        return None
-    try:
-        return tuple(int(n) for n in shape)
-    except (jax.errors.ConcretizationTypeError, TypeError, ValueError) as error:
-        raise TypeError(
-            f"dense_shape must be a tuple of ints known before tracing, got {shape!r}; "
-            "pass the shape of the table: dense_shape=table.shape"
-        ) from error
-
-
-def _check(values: Any, indices: Any, shape: tuple[int, ...] | None) -> None:
-    got = (
-        f"values {values.dtype}[{', '.join(map(str, values.shape))}], indices "
-        f"{indices.dtype}[{', '.join(map(str, indices.shape))}], dense_shape {shape}"
-    )
-    if not jnp.issubdtype(indices.dtype, jnp.integer):
-        hint = (
-            "; the order is IndexedSlices(values, indices, dense_shape)"
-            if jnp.issubdtype(values.dtype, jnp.integer)
-            else "; cast them: indices.astype('int32')"
-        )
-        raise TypeError(f"IndexedSlices wants integer indices, got {got}{hint}")
-    problems = []
-    if indices.ndim != 1:
-        problems.append(
-            f"indices must have one axis, not {indices.ndim}: flatten both with "
-            "values.reshape(-1, *row_shape) and indices.reshape(-1)"
-        )
-    elif values.ndim < 1 or values.shape[0] != indices.shape[0]:
-        problems.append("values and indices must have equally many rows")
-    if shape is not None:
-        if len(shape) < 1 or min(shape) < 0:
-            problems.append("dense_shape must be (V, *row_shape), none negative")
-        elif indices.ndim == 1 and tuple(values.shape[1:]) != shape[1:]:
-            rows = (shape[0], *values.shape[1:])
-            problems.append(
-                f"the rows of values have shape {tuple(values.shape[1:])}, those of "
-                f"dense_shape {shape[1:]}: did you mean dense_shape={rows}?"
-            )
-    if problems:
-        raise ValueError(f"IndexedSlices got {got}; " + "; ".join(problems))
 
 
 def _is_scalar(x: Any) -> bool:

@@ -110,7 +110,8 @@ def programs(draw, depth, ids="IDS", scalar="IDS[0]", level=0):
         "fori": f"lax.fori_loop(0, 2, lambda i, c: c * 0.5 + "
         f"(lambda {k}: {inner})({many}[i % {many}.shape[0]]), 0.0)",
         "cond": f"lax.cond({scalar} > 2, lambda: {same}, lambda: {here} * 2.0)",
-        "switch": f"lax.switch({scalar} % 3, [lambda: {here}, lambda: {same}, lambda: 0.0])",
+        "switch": f"lax.switch({scalar} % 3, "
+        f"[lambda: {here}, lambda: {same}, lambda: 0.0])",
         "vmap": f"jax.vmap(lambda {k}: {inner})({many}).sum()",
         "checkpoint": f"jax.checkpoint(lambda P, ids: {here} + {same})(P, {ids})",
         "jit": f"jax.jit(lambda: {same})()",

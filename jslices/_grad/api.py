@@ -203,4 +203,4 @@ def _seed(value: Any, holomorphic: bool) -> jax.Array:
         raise TypeError(
             f"the function must return a {wanted.__name__} scalar, got dtype {dtype}"
         )
-    return jnp.ones((), dtype)
+    return jnp.ones_like(out, dtype)

@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax import lax
 from jax._src import source_info_util
 from jax.extend.core import Literal
 
@@ -38,6 +39,19 @@ def carries_gradient(atom: Any) -> bool:
     """True if a gradient can flow through this variable: its dtype is inexact."""
     dtype = getattr(atom.aval, "dtype", None)
     return dtype is not None and jax.numpy.issubdtype(dtype, np.inexact)
+
+
+def varying_axes(*avals: Any) -> frozenset[str]:
+    """The mesh axes along which any of these differs, inside a ``shard_map``."""
+    axes: frozenset[str] = frozenset()
+    for aval in avals:
+        axes |= getattr(getattr(aval, "manual_axis_type", None), "varying", frozenset())
+    return axes
+
+
+def as_varying(x: jax.Array, axes: frozenset[str]) -> jax.Array:
+    """``x``, the same on every device so far, as one that may differ along ``axes``."""
+    return lax.pcast(x, tuple(sorted(axes)), to="varying") if axes else x
 
 
 def bind(eqn: Equation, operands: Sequence[Any], **changed: Any) -> list[Any]:

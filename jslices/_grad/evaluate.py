@@ -182,6 +182,7 @@ def _empty(plan: Plan) -> Indices:
 
     def empty(site: Site) -> jax.Array:
         shape = (*site.times, site.count)
-        return jnp.full(shape, site.table_shape[0], site.index_dtype)
+        none = jnp.full(shape, site.table_shape[0], site.index_dtype)
+        return compat.as_varying(none, site.varying)
 
     return map_sites(empty, plan)

@@ -14,7 +14,6 @@ from jslices._grad.evaluate import evaluate
 from jslices._grad.views import Table, whole
 from jslices._grad.walk import DenseUse, Plan, Site, map_sites, sites, walk
 from jslices._lookup.mark import without_dense_warning
-from jslices._lookup.rows import empty_slot_for
 from jslices._slices import IndexedSlices
 from jslices._trees import flatten
 
@@ -68,9 +67,7 @@ def linearize(
     outputs, plan = planned.outputs, planned.plan
     kinds = [planned.kind(i) for i in range(len(call.primals))]
     dense = [x for x, kind in zip(call.primals, kinds, strict=True) if kind == "dense"]
-    slots = map_sites(
-        lambda s: empty_slot_for(s.times, s.count, s.table_shape, s.dtype), plan
-    )
+    slots = map_sites(_slot, plan)
 
     def run(dense: list[Any], slots: Any) -> tuple[list[Any], Any]:
         left = iter(dense)
@@ -90,6 +87,13 @@ def linearize(
     pull = functools.partial(_pull_back, assemble, outputs.tree)
     vjp_fun = jax.tree_util.Partial(pull, pullback, jax.tree.leaves(indices))
     return outputs.result(flat), vjp_fun, outputs.aux(aux)
+
+
+def _slot(site: Site) -> IndexedSlices:
+    """Zeros for the rows of one lookup; see ``jslices._lookup.rows``."""
+    zeros = jnp.zeros((*site.times, site.count, *site.table_shape[1:]), site.dtype)
+    values = compat.as_varying(zeros, site.varying)
+    return IndexedSlices.tree_unflatten(site.table_shape, (values, None))
 
 
 def _pull_back(

@@ -34,6 +34,8 @@ class Site:
     count: int
     times: tuple[int, ...]
     index_dtype: np.dtype
+    #: Mesh axes along which the rows differ, inside a shard_map.
+    varying: frozenset[str]
     eqn: compat.Equation
 
     @property
@@ -130,12 +132,15 @@ class Walk:
 
     def _sites(self, eqn: compat.Equation, view: View | None, lookup: rules.Lookup) -> Plan:
         assert view is not None
-        ids_dtype = np.dtype(eqn.invars[1].aval.dtype)
+        ids = eqn.invars[1].aval
         sites = []
         for leaf in view.leaves():
             aval = self.leaves[leaf]
-            dtype = index_dtype(aval.shape[0], ids_dtype)
-            sites.append(Site(leaf, aval.shape, aval.dtype, lookup.count, (), dtype, eqn))
+            dtype = index_dtype(aval.shape[0], np.dtype(ids.dtype))
+            varying = compat.varying_axes(aval, ids)
+            sites.append(
+                Site(leaf, aval.shape, aval.dtype, lookup.count, (), dtype, varying, eqn)
+            )
         return sites
 
     def _branches(

@@ -10,7 +10,6 @@ import functools
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from jslices._bounds import take_rows
 from jslices._slices import IndexedSlices
@@ -46,11 +45,3 @@ def _backward(
 
 
 lookup_rows.defvjp(_forward, _backward)
-
-
-def empty_slot_for(
-    times: tuple[int, ...], count: int, table_shape: tuple[int, ...], dtype: Any
-) -> IndexedSlices:
-    """A slot for ``count`` rows, once per iteration of the loops of lengths ``times``."""
-    zeros = jnp.zeros((*times, count, *table_shape[1:]), dtype)
-    return IndexedSlices.tree_unflatten(table_shape, (zeros, None))

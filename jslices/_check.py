@@ -1,0 +1,61 @@
+"""Checking what IndexedSlices are made from; every message says what to type instead."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+
+def as_array(x: Any) -> Any:
+    """Lists, numbers and NumPy arrays as JAX arrays; anything that has a dtype as it is."""
+    if isinstance(x, np.ndarray | np.generic) or not hasattr(x, "dtype"):
+        return jnp.asarray(x)
+    return x
+
+
+def static_shape(shape: Any) -> tuple[int, ...] | None:
+    """``dense_shape`` as a tuple of ints, which it must be able to become."""
+    if shape is None:
+        return None
+    try:
+        return tuple(int(n) for n in shape)
+    except (jax.errors.ConcretizationTypeError, TypeError, ValueError) as error:
+        raise TypeError(
+            f"dense_shape must be a tuple of ints known before tracing, got {shape!r}; "
+            "pass the shape of the table: dense_shape=table.shape"
+        ) from error
+
+
+def check_parts(values: Any, indices: Any, shape: tuple[int, ...] | None) -> None:
+    """Refuses parts that do not fit together, naming every misfit at once."""
+    got = (
+        f"values {values.dtype}[{', '.join(map(str, values.shape))}], indices "
+        f"{indices.dtype}[{', '.join(map(str, indices.shape))}], dense_shape {shape}"
+    )
+    if not jnp.issubdtype(indices.dtype, jnp.integer):
+        hint = (
+            "; the order is IndexedSlices(values, indices, dense_shape)"
+            if jnp.issubdtype(values.dtype, jnp.integer)
+            else "; cast them: indices.astype('int32')"
+        )
+        raise TypeError(f"IndexedSlices wants integer indices, got {got}{hint}")
+    problems = []
+    if indices.ndim != 1:
+        problems.append(
+            f"indices must have one axis, not {indices.ndim}: flatten both with "
+            "values.reshape(-1, *row_shape) and indices.reshape(-1)"
+        )
+    elif values.ndim < 1 or values.shape[0] != indices.shape[0]:
+        problems.append("values and indices must have equally many rows")
+    if shape is not None:
+        if len(shape) < 1 or min(shape) < 0:
+            problems.append("dense_shape must be (V, *row_shape), none negative")
+        elif indices.ndim == 1 and tuple(values.shape[1:]) != shape[1:]:
+            rows = (shape[0], *values.shape[1:])
+            problems.append(
+                f"the rows of values have shape {tuple(values.shape[1:])}, those of "
+                f"dense_shape {shape[1:]}: did you mean dense_shape={rows}?"
+            )
+    if problems:
+        raise ValueError(f"IndexedSlices got {got}; " + "; ".join(problems))

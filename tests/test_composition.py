@@ -1,0 +1,192 @@
+"""jslices.grad inside other transformations: devices, training loops, micro-batches."""
+
+import functools
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import assert_close
+from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
+
+import jslices as js
+
+V, D = 10, 4
+RNG = np.random.default_rng(7)
+TABLE = jnp.asarray(RNG.normal(size=(V, D)), jnp.float32)
+WEIGHT = jnp.asarray(RNG.normal(size=(D,)), jnp.float32)
+PARAMS = {"table": TABLE, "w": WEIGHT}
+IDS = jnp.asarray(RNG.integers(0, V, (8, 3)), jnp.int32)
+
+
+def loss(params, ids):
+    return ((params["table"][ids] @ params["w"]) ** 2).sum()
+
+
+@pytest.fixture
+def mesh():
+    if jax.device_count() < 4:
+        pytest.skip("needs four devices")
+    return jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_under_shard_map(mesh, check_vma):
+    """Every device looks up its part of the batch; the rows are gathered, not a table."""
+    spec = PartitionSpec
+
+    @jax.jit
+    @functools.partial(
+        jax.shard_map,
+        mesh=mesh,
+        in_specs=(spec(), spec("data")),
+        out_specs={"table": spec("data"), "w": spec("data")},
+        check_vma=check_vma,
+    )
+    def grads(params, ids):
+        if check_vma:  # the gradient of each device's own loss, not their sum
+            params = jax.tree.map(lambda x: lax.pcast(x, "data", to="varying"), params)
+        out = js.grad(loss)(params, ids)
+        return {"table": out["table"], "w": out["w"][None]}
+
+    out = grads(PARAMS, IDS)
+    wanted = jax.grad(loss)(PARAMS, IDS)
+    assert js.is_slices(out["table"]) and out["table"].values.shape == (24, D)
+    assert_close(out["table"], wanted["table"], rtol=1e-4)
+    assert_close(out["w"].sum(axis=0), wanted["w"], rtol=1e-4)
+
+
+def test_a_sharded_batch_and_a_replicated_table_under_jit(mesh):
+    def put(x, *spec):
+        return jax.device_put(np.array(x), NamedSharding(mesh, PartitionSpec(*spec)))
+
+    params = jax.tree.map(put, PARAMS)
+    tx = js.adam(0.1)
+
+    @functools.partial(jax.jit, donate_argnums=(0, 1))
+    def step(params, state, ids):
+        grads = js.grad(loss)(params, ids)
+        updates, state = tx.update(grads, state, params)
+        return js.apply_updates(params, updates), state
+
+    got, _ = step(params, tx.init(params), put(IDS, "data"))
+    wanted, _ = step(jax.tree.map(jnp.copy, PARAMS), tx.init(PARAMS), IDS)
+    assert_close(got, wanted, rtol=1e-4)
+
+
+def test_a_constraint_on_the_table_stays_on_the_table(mesh):
+    sharding = NamedSharding(mesh, PartitionSpec())
+
+    def constrained(table):
+        table = lax.with_sharding_constraint(table, sharding)
+        return (jnp.sin(table)[IDS[0]] ** 2).sum()
+
+    grad = jax.jit(js.grad(constrained))(TABLE)
+    assert js.is_slices(grad)
+    assert_close(grad, jax.grad(constrained)(TABLE))
+
+
+def test_per_example_gradients():
+    grads = jax.vmap(js.grad(loss), (None, 0))(PARAMS, IDS)
+    assert grads["table"].values.shape == (8, 3, D)
+    assert_close(grads, jax.vmap(jax.grad(loss), (None, 0))(PARAMS, IDS), rtol=1e-4)
+    norms = jnp.sqrt((grads["table"].coalesce().values ** 2).sum(axis=(1, 2)))
+    dense = jax.vmap(jax.grad(loss), (None, 0))(PARAMS, IDS)["table"]
+    np.testing.assert_allclose(norms, jnp.sqrt((dense**2).sum(axis=(1, 2))), rtol=1e-4)
+
+
+def test_a_whole_training_loop_as_one_scan():
+    tx = js.sgd(0.01, momentum=0.9)
+
+    @jax.jit
+    def train(params, batches):
+        def step(carry, ids):
+            params, state = carry
+            value, grads = js.value_and_grad(loss)(params, ids)
+            updates, state = tx.update(grads, state, params)
+            return (js.apply_updates(params, updates), state), value
+
+        return lax.scan(step, (params, tx.init(params)), batches)
+
+    (params, state), values = train(PARAMS, IDS)
+    expected, expected_state = PARAMS, tx.init(PARAMS)
+    for ids, value in zip(IDS, values, strict=True):
+        np.testing.assert_allclose(value, loss(expected, ids), rtol=1e-4)
+        updates, expected_state = tx.update(js.grad(loss)(expected, ids), expected_state)
+        expected = js.apply_updates(expected, updates)
+    assert_close(params, expected, rtol=1e-4)
+    assert int(state.count) == 8
+
+
+def test_gradients_of_micro_batches_add_up_without_a_dense_buffer():
+    @jax.jit
+    def accumulated(params, batches):
+        per_batch = lax.map(lambda ids: js.grad(loss)(params, ids)["table"], batches)
+        assert per_batch.values.shape == (8, 3, D)
+        return js.IndexedSlices(
+            per_batch.values.reshape(-1, D), per_batch.indices.reshape(-1), (V, D)
+        ).coalesce()
+
+    wanted = jax.grad(lambda p: sum(loss(p, ids) for ids in IDS))(PARAMS)["table"]
+    assert_close(accumulated(PARAMS, IDS), wanted, rtol=1e-4)
+
+
+def test_an_outer_gradient_through_an_inner_training_step():
+    """Meta-learning: differentiate the loss after a step with respect to the parameters."""
+    tx = js.adam(0.1)
+
+    def after(params, grad):
+        grads = grad(loss)(params, IDS[0])
+        updates, _ = tx.update(grads, tx.init(params), params)
+        return loss(js.apply_updates(params, updates), IDS[1])
+
+    wanted = jax.grad(lambda p: after(p, jax.grad))(PARAMS)
+    chex.assert_trees_all_close(
+        jax.grad(lambda p: after(p, js.grad))(PARAMS), wanted, rtol=1e-3, atol=1e-4
+    )
+
+
+def test_disable_jit_and_debug_nans():
+    with jax.disable_jit():
+        assert_close(js.grad(loss)(PARAMS, IDS), jax.grad(loss)(PARAMS, IDS), rtol=1e-4)
+    with jax.debug_nans(True):
+        assert_close(js.grad(loss)(PARAMS, IDS), jax.grad(loss)(PARAMS, IDS), rtol=1e-4)
+
+
+def test_callables_of_any_kind():
+    class Model:
+        def __call__(self, params, ids):
+            return loss(params, ids)
+
+        def method(self, params, ids):
+            return loss(params, ids)
+
+    wanted = jax.grad(loss)(PARAMS, IDS)
+    for fun in (
+        Model(),
+        Model().method,
+        functools.partial(loss),
+        functools.partial(loss, ids=IDS),
+    ):
+        args = (
+            (PARAMS,)
+            if isinstance(fun, functools.partial) and fun.keywords
+            else (PARAMS, IDS)
+        )
+        assert_close(js.grad(fun)(*args), wanted, rtol=1e-4)
+
+
+def test_effects_and_random_keys():
+    seen = []
+
+    def fun(params, key, ids):
+        jax.debug.callback(lambda x: seen.append(x.shape), params["table"])
+        keep = jax.random.bernoulli(key, 0.5, ids.shape)
+        return (params["table"][ids].sum(axis=-1) * keep).sum()
+
+    grads = js.grad(fun)(PARAMS, jax.random.key(0), IDS)
+    jax.effects_barrier()
+    assert js.is_slices(grads["table"]) and seen == [(V, D)]
+    assert_close(grads, jax.grad(fun)(PARAMS, jax.random.key(0), IDS))
