@@ -122,16 +122,16 @@ class Walk:
         outputs = rules.commuting(eqn, operands)
         if outputs is not None:
             return outputs, None
-        lookup = rules.lookup(eqn) if operands[0] is not None else None
-        if lookup is not None:
-            return none, self._sites(eqn, operands[0], lookup)
+        view = operands[0]
+        lookup = rules.lookup(eqn) if view is not None else None
+        if view is not None and lookup is not None:
+            return none, self._sites(eqn, view, lookup)
         if any(compat.carries_gradient(out) for out in eqn.outvars):
-            for view in operands:
-                self.need_whole(view, name, eqn)
+            for operand in operands:
+                self.need_whole(operand, name, eqn)
         return none, None
 
-    def _sites(self, eqn: compat.Equation, view: View | None, lookup: rules.Lookup) -> Plan:
-        assert view is not None
+    def _sites(self, eqn: compat.Equation, view: View, lookup: rules.Lookup) -> Plan:
         ids = eqn.invars[1].aval
         sites = []
         for leaf in view.leaves():

@@ -1,0 +1,102 @@
+"""What row gradients cost before the first step: tracing and compiling 12 layers.
+
+    python benchmarks/tracing.py
+
+Prints, for a transformer-like model with jslices and with plain JAX, the median seconds to
+trace and to compile one training step, in turn in one run, and their ratios.
+"""
+
+import argparse
+import statistics
+import time
+
+import jax
+import jax.numpy as jnp
+import optax
+
+import jslices as js
+
+
+def init(layers, dim, rows):
+    def matrix(key, *shape):
+        return jax.random.normal(key, shape) * 0.02
+
+    keys = iter(jax.random.split(jax.random.key(0), 6 * layers + 3))
+    return {
+        "table": matrix(next(keys), rows, dim),
+        "out": matrix(next(keys), dim, 100),
+        "layers": [
+            {
+                "qkv": matrix(next(keys), dim, 3 * dim),
+                "proj": matrix(next(keys), dim, dim),
+                "up": matrix(next(keys), dim, 4 * dim),
+                "down": matrix(next(keys), 4 * dim, dim),
+                "scale": jnp.ones(dim),
+            }
+            for _ in range(layers)
+        ],
+    }
+
+
+def normalise(x):
+    return (x - x.mean(-1, keepdims=True)) / jnp.sqrt(x.var(-1, keepdims=True) + 1e-5)
+
+
+def loss(params, ids, labels):
+    x = params["table"][ids]
+    mask = jnp.tril(jnp.ones((ids.shape[1], ids.shape[1]), bool))
+    for layer in params["layers"]:
+        q, k, v = jnp.split(normalise(x) * layer["scale"] @ layer["qkv"], 3, axis=-1)
+        scores = jnp.where(mask, jnp.einsum("btd,bsd->bts", q, k), -1e9)
+        x = x + jax.nn.softmax(scores) @ v @ layer["proj"]
+        x = x + jax.nn.gelu(normalise(x) @ layer["up"]) @ layer["down"]
+    logits = jax.nn.log_softmax(x @ params["out"])
+    return -jnp.take_along_axis(logits, labels[..., None], axis=-1).mean()
+
+
+def make_step(value_and_grad, tx, apply_updates):
+    def step(params, state, ids, labels):
+        value, grads = value_and_grad(loss)(params, ids, labels)
+        updates, state = tx.update(grads, state, params)
+        return apply_updates(params, updates), state, value
+
+    return step
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--layers", type=int, default=12)
+    parser.add_argument("--repeats", type=int, default=5)
+    args = parser.parse_args()
+    params = init(args.layers, 64, 50_000)
+    ids = jnp.zeros((8, 32), jnp.int32)
+    kinds = {
+        "jslices": (js.value_and_grad, js.adam(1e-3), js.apply_updates),
+        "JAX + Optax": (jax.value_and_grad, optax.adam(1e-3), optax.apply_updates),
+    }
+    traced, compiled = {k: [] for k in kinds}, {k: [] for k in kinds}
+    for number in range(args.repeats + 1):
+        for kind, parts in kinds.items():
+            jax.clear_caches()
+            step = jax.jit(make_step(*parts))
+            state = parts[1].init(params)
+            start = time.perf_counter()
+            lowered = step.lower(params, state, ids, ids)
+            middle = time.perf_counter()
+            lowered.compile()
+            if number:
+                traced[kind].append(middle - start)
+                compiled[kind].append(time.perf_counter() - middle)
+    print(f"{args.layers} layers, jax {jax.__version__}")
+    print(f"{'':>12} {'trace and lower s':>18} {'compile s':>10} {'together s':>11}")
+    totals = []
+    for kind in kinds:
+        trace, build = statistics.median(traced[kind]), statistics.median(compiled[kind])
+        totals.append((trace, build, trace + build))
+        print(f"{kind:>12} {trace:>18.2f} {build:>10.2f} {trace + build:>11.2f}")
+    ratios = [a / b for a, b in zip(*totals, strict=True)]
+    print(f"{'ratio':>12} {ratios[0]:>18.2f} {ratios[1]:>10.2f} {ratios[2]:>11.2f}")
+
+
+if __name__ == "__main__":
+    main()
