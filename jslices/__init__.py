@@ -26,6 +26,7 @@ from jslices.optim import GradientTransformation as GradientTransformation
 from jslices.optim import adagrad as adagrad
 from jslices.optim import adam as adam
 from jslices.optim import apply_updates as apply_updates
+from jslices.optim import from_optax as from_optax
 from jslices.optim import sgd as sgd
 
 __version__ = "0.1.0"

@@ -12,5 +12,6 @@ from jslices.optim.adam import adam as adam
 from jslices.optim.apply import apply_updates as apply_updates
 from jslices.optim.base import GradientTransformation as GradientTransformation
 from jslices.optim.base import Schedule as Schedule
+from jslices.optim.from_optax import from_optax as from_optax
 from jslices.optim.sgd import SgdState as SgdState
 from jslices.optim.sgd import sgd as sgd

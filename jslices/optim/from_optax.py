@@ -1,0 +1,160 @@
+"""Any Optax transformation, run on the touched rows only."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jslices._bounds import set_rows
+from jslices._slices import IndexedSlices, check_slices, is_slices
+from jslices._trees import flatten
+from jslices.optim.base import GradientTransformation
+
+
+def from_optax(tx: Any) -> GradientTransformation:
+    """Lifts an Optax transformation to gradients that are IndexedSlices.
+
+    At each step the duplicates are summed, the touched rows of the parameters and of every
+    part of the state that mirrors the parameters are read, ``tx`` runs on those rows as if
+    they were the whole array, and the rows are written back.
+
+    Untouched rows: lazy. A row without gradient is neither read nor written, and nor is
+    its state.
+
+    ``tx`` must treat all rows alike, as nearly all do (Adam, RMSProp, Lion, clipping by
+    value or by global norm, weight decay, schedules, chains of them). What compares whole
+    arrays (the trust ratio of LAMB, a norm per array of the *parameters*) sees the touched
+    rows only.
+
+    Args:
+      tx: an ``optax.GradientTransformation``.
+
+    Returns:
+      A :class:`GradientTransformation`; its state is that of ``tx``.
+
+    Raises:
+      TypeError: for what is not a transformation.
+      ValueError: from ``update``, without ``params``; or for a state with an array that has
+        as many rows as a table but not its shape (factored second moments), whose rows
+        cannot be told.
+
+    Cost: a step reads and writes ``U * D`` elements of each parameter and state array.
+
+    Example:
+      >>> import jax.numpy as jnp, jslices as js, optax
+      >>> tx = js.from_optax(optax.chain(optax.clip(0.5), optax.sgd(1.0)))
+      >>> table = jnp.zeros((4, 1))
+      >>> grads = js.IndexedSlices(jnp.ones((2, 1)), jnp.array([2, 2]), (4, 1))
+      >>> updates, state = tx.update(grads, tx.init(table), table)
+      >>> js.apply_updates(table, updates).ravel()
+      Array([ 0. ,  0. , -0.5,  0. ], dtype=float32)
+
+    Source: ours; Optax itself maps over the children of slices and changes the indices.
+    """
+    if not (hasattr(tx, "init") and hasattr(tx, "update")):
+        raise TypeError(
+            f"from_optax wants an Optax transformation (with init and update), got {tx!r}"
+        )
+
+    def update(grads: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        if params is None:
+            raise ValueError(
+                "from_optax needs the parameters, to know which part of the state mirrors "
+                "them: tx.update(grads, state, params)"
+            )
+        leaves, tree = flatten(grads, is_leaf=lambda x: x is None or is_slices(x))
+        arrays = tree.flatten_up_to(params)
+        touched = [_coalesced(g, p) for g, p in zip(leaves, arrays, strict=True)]
+        rows = _Rows(tree, arrays, touched)
+        values = [g.values if is_slices(g) else g for g in touched]
+        outputs, new_state = tx.update(
+            tree.unflatten(values), rows.read_state(state), rows.read(params)
+        )
+        updates = [
+            _update(u, g) for u, g in zip(tree.flatten_up_to(outputs), touched, strict=True)
+        ]
+        return tree.unflatten(updates), rows.write_state(state, new_state)
+
+    return GradientTransformation(tx.init, update)
+
+
+class _Rows:
+    """Reads and writes the touched rows of trees that mirror the parameters."""
+
+    def __init__(self, tree: Any, arrays: Sequence[Any], touched: Sequence[Any]) -> None:
+        self.tree, self.arrays, self.touched = tree, arrays, touched
+        self.heights = {g.dense_shape[0] for g in touched if is_slices(g)}
+
+    def mirrors(self, subtree: Any) -> bool:
+        """True for a part of the state that has the structure and shapes of params."""
+        if flatten(subtree)[1] != flatten(self.tree.unflatten(self.arrays))[1]:
+            return False
+        pairs = zip(self.tree.flatten_up_to(subtree), self.arrays, strict=True)
+        return all(jnp.shape(x) == jnp.shape(p) for x, p in pairs)
+
+    def read(self, subtree: Any) -> Any:
+        def rows(x: Any, g: Any) -> Any:
+            if not is_slices(g):
+                return x
+            last = max(x.shape[0] - 1, 0)
+            return x.at[jnp.minimum(g.indices, last)].get(mode="promise_in_bounds")
+
+        return self._map(rows, subtree)
+
+    def write(self, subtree: Any, rows: Any) -> Any:
+        given = iter(self.tree.flatten_up_to(rows))
+
+        def written(x: Any, g: Any) -> Any:
+            new = next(given)
+            return set_rows(x, g.indices, new.astype(x.dtype)) if is_slices(g) else new
+
+        return self._map(written, subtree)
+
+    def read_state(self, state: Any) -> Any:
+        return self._each(state, self.read, self._refuse_rows)
+
+    def write_state(self, state: Any, new: Any) -> Any:
+        structure = flatten(state, is_leaf=self.mirrors)[1]
+        parts = iter(structure.flatten_up_to(new))
+        return self._each(
+            state, lambda part: self.write(part, next(parts)), lambda _: next(parts)
+        )
+
+    def _each(
+        self, state: Any, mirrored: Callable[..., Any], other: Callable[..., Any]
+    ) -> Any:
+        return jax.tree.map(
+            lambda part: mirrored(part) if self.mirrors(part) else other(part),
+            state,
+            is_leaf=self.mirrors,
+        )
+
+    def _map(self, f: Callable[..., Any], subtree: Any) -> Any:
+        parts = self.tree.flatten_up_to(subtree)
+        return self.tree.unflatten(map(f, parts, self.touched))
+
+    def _refuse_rows(self, x: Any) -> Any:
+        if jnp.ndim(x) and jnp.shape(x)[0] in self.heights:
+            raise ValueError(
+                f"from_optax cannot tell the rows of a state array of shape "
+                f"{jnp.shape(x)}, which does not mirror the parameters; use an optimizer whose state does "
+                "(not a factored one), or one of jslices' own"
+            )
+        return x
+
+
+def _coalesced(grad: Any, param: Any) -> Any:
+    if not isinstance(grad, IndexedSlices):
+        return grad
+    check_slices(grad)
+    return IndexedSlices(grad.values, grad.indices, param.shape).coalesce()
+
+
+def _update(update: Any, grad: Any) -> Any:
+    if not isinstance(grad, IndexedSlices) or grad.dense_shape is None:
+        return update
+    present = grad.indices < grad.dense_shape[0]
+    present = present.reshape(-1, *(1,) * (update.ndim - 1))
+    update = jnp.where(present, update, jnp.zeros((), update.dtype))
+    return IndexedSlices(update, grad.indices, grad.dense_shape)

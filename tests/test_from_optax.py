@@ -1,0 +1,106 @@
+"""from_optax: the transformation itself, on the touched rows."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from helpers import assert_close
+
+import jslices as js
+
+V, D = 8, 3
+RNG = np.random.default_rng(2)
+PARAMS = {
+    "table": jnp.asarray(RNG.normal(size=(V, D)), jnp.float32),
+    "w": jnp.asarray(RNG.normal(size=(D,)), jnp.float32),
+}
+TRANSFORMATIONS = {
+    "adam": optax.adam(0.1),
+    "adamw": optax.adamw(0.1, weight_decay=0.1),
+    "rmsprop": optax.rmsprop(0.1, momentum=0.9, centered=True),
+    "lion": optax.lion(0.1),
+    "chain": optax.chain(
+        optax.clip_by_global_norm(0.5),
+        optax.scale_by_adam(),
+        optax.add_decayed_weights(0.01),
+        optax.scale_by_schedule(optax.cosine_decay_schedule(-0.1, 10)),
+    ),
+}
+
+
+def grads_of(rng, ids):
+    values = jnp.asarray(rng.normal(size=(len(ids), D)), jnp.float32)
+    return {
+        "table": js.IndexedSlices(values, jnp.array(ids), (V, D)),
+        "w": jnp.asarray(rng.normal(size=D), jnp.float32),
+    }
+
+
+@pytest.mark.parametrize("name", TRANSFORMATIONS)
+def test_equals_optax_on_rows_touched_each_step(name):
+    rng = np.random.default_rng(3)
+    theirs = TRANSFORMATIONS[name]
+    ours = js.from_optax(theirs)
+    params, state = PARAMS, ours.init(PARAMS)
+    wanted, wanted_state = PARAMS, theirs.init(PARAMS)
+    update = jax.jit(ours.update)
+    for _ in range(3):
+        grads = grads_of(rng, [*range(V), 1, 1, V])
+        updates, state = update(grads, state, params)
+        params = js.apply_updates(params, updates)
+        dense = {**grads, "table": grads["table"].to_dense()}
+        updates, wanted_state = theirs.update(dense, wanted_state, wanted)
+        wanted = optax.apply_updates(wanted, updates)
+    assert_close(params, wanted, rtol=1e-4, atol=1e-5)
+    assert_close(state, wanted_state, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", TRANSFORMATIONS)
+def test_untouched_rows_and_their_state_stay(name):
+    tx = js.from_optax(TRANSFORMATIONS[name])
+    rng = np.random.default_rng(4)
+    state = tx.init(PARAMS)
+    _, state = tx.update(grads_of(rng, list(range(V))), state, PARAMS)
+    updates, new = tx.update(grads_of(rng, [5, 2, 5]), state, PARAMS)
+    assert updates["table"].indices.tolist() == [2, 5, V]
+    assert not updates["table"].values[2].any()
+    rest = np.array([0, 1, 3, 4, 6, 7])
+    for before, after in zip(jax.tree.leaves(state), jax.tree.leaves(new), strict=True):
+        if before.shape == (V, D):
+            np.testing.assert_array_equal(before[rest], after[rest])
+
+
+def test_without_sparse_leaves_it_is_the_transformation():
+    tx = optax.adam(0.1)
+    got = js.from_optax(tx).update(PARAMS, tx.init(PARAMS), PARAMS)
+    assert_close(got, tx.update(PARAMS, tx.init(PARAMS), PARAMS))
+
+
+def test_in_place():
+    table = jax.ShapeDtypeStruct((200_000, 16), jnp.float32)
+    tx = js.from_optax(optax.adam(0.1))
+
+    def step(table, state, ids):
+        grads = js.grad(lambda t: (t[ids] ** 2).sum())(table)
+        updates, state = tx.update(grads, state, table)
+        return js.apply_updates(table, updates), state
+
+    state = jax.eval_shape(tx.init, table)
+    ids = jax.ShapeDtypeStruct((64,), jnp.int32)
+    compiled = jax.jit(step, donate_argnums=(0, 1)).lower(table, state, ids).compile()
+    memory = compiled.memory_analysis()
+    assert memory.temp_size_in_bytes < 200_000 * 16
+    assert memory.alias_size_in_bytes >= 3 * 200_000 * 16 * 4
+
+
+def test_errors():
+    with pytest.raises(TypeError, match="wants an Optax transformation"):
+        js.from_optax(0.1)
+    tx = js.from_optax(optax.adam(0.1))
+    grads = grads_of(RNG, [1])
+    with pytest.raises(ValueError, match="needs the parameters"):
+        tx.update(grads, tx.init(PARAMS))
+    factored = js.from_optax(optax.scale_by_factored_rms(min_dim_size_to_factor=2))
+    with pytest.raises(ValueError, match=r"cannot tell the rows of a state array of shape"):
+        factored.update(grads, factored.init(PARAMS), PARAMS)
