@@ -302,6 +302,14 @@ def test_a_choice_per_array():
         js.grad(lambda x: x * x, sparse=True)(jnp.float32(1))
 
 
+def loss_of_two(table, scale):
+    return (table[jnp.array([0])] * scale).sum()
+
+
+def test_argnums_may_be_a_numpy_integer():
+    assert js.is_slices(js.grad(loss_of_two, argnums=np.int64(0))(TABLE, 1.0))
+
+
 @pytest.mark.parametrize(
     "call, error, text",
     [
@@ -334,6 +342,12 @@ def test_a_choice_per_array():
         (lambda: js.grad(lambda t: t.sum())(1j * TABLE), TypeError, "holomorphic=True"),
         (lambda: js.grad(lambda t: (t > 0).sum())(TABLE), TypeError, "floating scalar"),
         (lambda: js.grad(3), TypeError, "expected a function"),
+        (
+            lambda: js.grad(loss_of_two, (0, -2))(TABLE, 1.0),
+            ValueError,
+            "names an argument twice",
+        ),
+        (lambda: js.grad(loss_of_two, "a")(TABLE, 1.0), TypeError, "an integer or several"),
     ],
 )
 def test_errors(call, error, text):

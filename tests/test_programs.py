@@ -10,6 +10,7 @@ from helpers import assert_close
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 
 import jslices as js
 
@@ -131,6 +132,70 @@ def test_stop_gradient_is_no_use_at_all():
         grad = js.grad(fun)(TABLE)
     assert js.is_slices(grad) and grad.indices.shape == IDS.shape
     assert_close(grad, jax.grad(fun)(TABLE))
+
+
+def test_what_leads_to_no_gradient_does_not_count():
+    """Metrics in aux, predicates, prints: they may use the table as they like."""
+
+    def fun(table, scale):
+        rows = table[IDS]
+        metrics = {
+            "norm": jnp.sqrt((table**2).sum()),
+            "seen": table[jnp.array([5])] * scale,
+            "rows": lax.map(lambda i: table[i].sum(), IDS),
+        }
+        jax.debug.callback(lambda x: None, table.sum())
+        positive = lax.cond(table[0, 0] > 0, lambda: 1.0, lambda: 2.0)
+        return (rows * scale).sum() * positive * (table.max() > -9), metrics
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        (value, aux), grads = js.value_and_grad(fun, argnums=(0, 1), has_aux=True)(
+            TABLE, SCALE
+        )
+    (wanted, wanted_aux), wanted_grads = jax.value_and_grad(fun, (0, 1), has_aux=True)(
+        TABLE, SCALE
+    )
+    assert js.is_slices(grads[0])
+    np.testing.assert_array_equal(grads[0].indices, IDS)  # no row of the metrics
+    assert_close((value, aux, grads), (wanted, wanted_aux, wanted_grads))
+    # An outer derivative goes through the metrics all the same.
+    outer = lambda grad: lambda t: grad(fun, has_aux=True)(t, SCALE)[1]["seen"].sum()  # noqa: E731
+    assert_close(jax.grad(outer(js.grad))(TABLE), jax.grad(outer(jax.grad))(TABLE))
+
+
+def test_a_bad_id_gives_no_gradient_to_the_steps_before_it():
+    fun = lambda t, s: ((t * s)[IDS + 3] ** 2).sum()  # noqa: E731
+    grads = js.grad(fun, argnums=(0, 1))(TABLE, SCALE)
+    assert js.is_slices(grads[0])
+    assert_close(grads, jax.grad(fun, argnums=(0, 1))(TABLE, SCALE))
+
+
+def test_named_for_a_checkpoint_policy():
+    def fun(table):
+        named = checkpoint_name(table, "table")
+        return (checkpoint_name(named[IDS], "rows") ** 2).sum()
+
+    policy = jax.checkpoint_policies.save_only_these_names("rows")
+    for f in (fun, jax.checkpoint(fun, policy=policy)):
+        grad = js.grad(f)(TABLE)
+        assert js.is_slices(grad)
+        assert_close(grad, jax.grad(fun)(TABLE))
+
+
+def test_a_gradient_inside_the_function():
+    """Its loops were made by JAX's own differentiation, not by lax.scan."""
+
+    def fun(table):
+        def inner(x):
+            body = jax.checkpoint(lambda c, i: (jnp.tanh(c * x + table[i].sum()), None))
+            return lax.scan(body, 0.0, IDS)[0]
+
+        return jax.grad(inner)(1.1) ** 2
+
+    grad = js.grad(fun)(TABLE)
+    assert js.is_slices(grad)
+    assert_close(grad, jax.grad(fun)(TABLE), rtol=1e-4)
 
 
 def test_a_loop_may_carry_the_table():

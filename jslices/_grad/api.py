@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jslices._grad.call import Call, chosen_arguments
+from jslices._grad.call import Call, chosen_arguments, is_number
 from jslices._grad.choose import SparseSpec
 from jslices._grad.linearize import linearize
 
@@ -77,7 +77,7 @@ def value_and_grad(
     def value_and_grad_fun(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
         call = Call(fun, chosen_arguments(argnums, args), args, kwargs, has_aux)
         _check_inputs(call.primals, holomorphic, allow_int)
-        single = isinstance(argnums, int)
+        single = is_number(argnums)
         value, pullback, aux = linearize(call, single, sparse)
         seed = _seed(value, holomorphic)
         grads = pullback(seed)

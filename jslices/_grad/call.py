@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 
 from jslices._grad import compat
 from jslices._trees import flatten
@@ -73,7 +74,9 @@ class Call:
 
 def chosen_arguments(argnums: int | Sequence[int], args: Sequence[Any]) -> tuple[int, ...]:
     """The positions of the differentiated arguments, counted from the front."""
-    numbers = (argnums,) if isinstance(argnums, int) else tuple(argnums)
+    numbers = np.atleast_1d(np.asarray(argnums)).tolist()
+    if not all(isinstance(number, int) for number in numbers):
+        raise TypeError(f"argnums must be an integer or several, got {argnums!r}")
     for number in numbers:
         if not -len(args) <= number < len(args):
             raise ValueError(
@@ -81,7 +84,15 @@ def chosen_arguments(argnums: int | Sequence[int], args: Sequence[Any]) -> tuple
                 f"arguments, got {len(args)}; differentiated arguments cannot be "
                 "passed by keyword"
             )
-    return tuple(number % len(args) for number in numbers)
+    positions = tuple(number % len(args) for number in numbers)
+    if len(set(positions)) < len(positions):
+        raise ValueError(f"argnums={argnums} names an argument twice")
+    return positions
+
+
+def is_number(argnums: Any) -> bool:
+    """True for one argument, False for several."""
+    return isinstance(argnums, int | np.integer)
 
 
 class Outputs(NamedTuple):

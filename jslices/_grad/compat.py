@@ -79,11 +79,36 @@ def live_equations(program: Program) -> list[Equation]:
     return live[::-1]
 
 
+def gradient_variables(program: Program, through: Sequence[bool]) -> set[Any]:
+    """The variables through which a gradient reaches the inputs.
+
+    Args:
+      program: a traced program.
+      through: for each output, whether a gradient comes in there. None comes through an
+        auxiliary output, say, and then nothing that only leads to it matters.
+    """
+    reached = {
+        v
+        for v, wanted in zip(program.outvars, through, strict=True)
+        if wanted and not isinstance(v, Literal) and carries_gradient(v)
+    }
+    for eqn in reversed(program.eqns):
+        if eqn.primitive.name != "stop_gradient" and not reached.isdisjoint(eqn.outvars):
+            reached.update(
+                v for v in eqn.invars if not isinstance(v, Literal) and carries_gradient(v)
+            )
+    return reached
+
+
 def scan_counts(params: dict[str, Any]) -> tuple[int, int]:
     """How many operands of a scan are constants, and how many are carried."""
     if "ft_in" in params:
-        consts, carry, _ = params["ft_in"].elts
-        return len(consts), len(carry)
+        operands = params["ft_in"]  # (constants, carried, scanned over), nested or flat
+        if hasattr(operands, "elts"):
+            consts, carry, _ = map(len, operands.elts)
+        else:
+            consts, carry, _ = (part.num_leaves for part in operands.tree.children())
+        return consts, carry
     return params["num_consts"], params["num_carry"]
 
 

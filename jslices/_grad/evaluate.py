@@ -15,12 +15,13 @@ from jax import lax
 
 from jslices._bounds import canonical_indices
 from jslices._grad import compat, rules
-from jslices._grad.views import View, look_up, whole
+from jslices._grad.views import View, look_up, whole, without_slots
 from jslices._grad.walk import (
     CALLS,
     REMAT,
     Plan,
     Site,
+    body_outlets,
     invariant_carries,
     map_sites,
 )
@@ -32,9 +33,17 @@ Indices = list[Any]
 
 
 def evaluate(
-    program: compat.Program, operands: Sequence[Any], plan: Plan, slots: Slots
+    program: compat.Program,
+    operands: Sequence[Any],
+    through: Sequence[bool],
+    plan: Plan,
+    slots: Slots,
 ) -> tuple[list[Any], Indices]:
-    """The program's outputs (views among them), and the row numbers of every lookup."""
+    """The program's outputs (views among them), and the row numbers of every lookup.
+
+    ``through`` tells for each output whether a gradient comes in there, as in ``walk``.
+    """
+    reached = compat.gradient_variables(program, through)
     env: dict[Any, Any] = dict(
         zip(program.constvars, compat.constants(program), strict=True)
     )
@@ -48,7 +57,10 @@ def evaluate(
     for eqn in compat.live_equations(program):
         given = [read(atom) for atom in eqn.invars]
         if any(isinstance(value, View) for value in given):
-            outputs, found = _equation(eqn, given, entries)
+            outlets = [var in reached for var in eqn.outvars]
+            if not any(outlets):
+                given = [without_slots(value) for value in given]
+            outputs, found = _equation(eqn, given, outlets, entries)
             if found is not None:
                 indices.append(found)
         else:
@@ -60,19 +72,20 @@ def evaluate(
 def _equation(
     eqn: compat.Equation,
     operands: list[Any],
+    through: list[bool],
     entries: Iterator[tuple[Any, Any]],
 ) -> tuple[Sequence[Any], Indices | None]:
     """One equation that some view goes into; mirrors ``Walk._equation``."""
     name = eqn.primitive.name
     if name in CALLS:
         plan, slots = next(entries)
-        return evaluate(compat.body(eqn), operands, plan, slots)
+        return evaluate(compat.body(eqn), operands, through, plan, slots)
     if name in REMAT:
-        return _remat(eqn, operands, *next(entries))
+        return _remat(eqn, operands, through, *next(entries))
     if name == "cond":
-        return _cond(eqn, operands, *next(entries))
+        return _cond(eqn, operands, through, *next(entries))
     if name == "scan":
-        return _scan(eqn, operands, *next(entries))
+        return _scan(eqn, operands, through, *next(entries))
     outputs = rules.commuting(eqn, operands)
     if outputs is not None:
         return outputs, None
@@ -111,7 +124,11 @@ def _lookup(
 
 
 def _remat(
-    eqn: compat.Equation, operands: list[Any], plan: Plan, slots: Slots
+    eqn: compat.Equation,
+    operands: list[Any],
+    through: list[bool],
+    plan: Plan,
+    slots: Slots,
 ) -> tuple[list[Any], Indices]:
     is_view = [isinstance(value, View) for value in operands]
 
@@ -121,7 +138,7 @@ def _remat(
             value if view else next(arrays_left)
             for value, view in zip(operands, is_view, strict=True)
         ]
-        outputs, indices = evaluate(compat.body(eqn), values, plan, slots)
+        outputs, indices = evaluate(compat.body(eqn), values, through, plan, slots)
         return [whole(value) for value in outputs], indices
 
     arrays = [x for x, view in zip(operands, is_view, strict=True) if not view]
@@ -129,13 +146,17 @@ def _remat(
 
 
 def _cond(
-    eqn: compat.Equation, operands: list[Any], plans: Plan, slots: Slots
+    eqn: compat.Equation,
+    operands: list[Any],
+    through: list[bool],
+    plans: Plan,
+    slots: Slots,
 ) -> tuple[list[Any], Indices]:
     index, *given = operands
 
     def make(taken: int, branch: compat.Program) -> Any:
         def run(slots: Slots) -> tuple[list[Any], Indices]:
-            outputs, found = evaluate(branch, given, plans[taken], slots[taken])
+            outputs, found = evaluate(branch, given, through, plans[taken], slots[taken])
             indices = [
                 found if number == taken else _empty(plan)
                 for number, plan in enumerate(plans)
@@ -149,7 +170,11 @@ def _cond(
 
 
 def _scan(
-    eqn: compat.Equation, operands: list[Any], plan: Plan, slots: Slots
+    eqn: compat.Equation,
+    operands: list[Any],
+    through: list[bool],
+    plan: Plan,
+    slots: Slots,
 ) -> tuple[list[Any], Indices]:
     body, (num_consts, num_carried) = compat.body(eqn), compat.scan_counts(eqn.params)
     kept = invariant_carries(eqn)
@@ -163,12 +188,13 @@ def _scan(
         xs, slots = per_step
         left = iter(moving)
         carry = [still[i] if i in still else next(left) for i in range(num_carried)]
-        outputs, indices = evaluate(body, [*consts, *carry, *xs], plan, slots)
+        outputs, indices = evaluate(body, [*consts, *carry, *xs], through, plan, slots)
         new = [whole(outputs[i]) for i in range(num_carried) if i not in still]
         return new, ([whole(x) for x in outputs[num_carried:]], indices)
 
     # Inside the loop a site is executed once per iteration.
     plan = map_sites(Site.inside_loop, plan)
+    through = body_outlets(eqn, through)
     final, (ys, indices) = lax.scan(
         step, moving, (inputs, slots), **compat.scan_options(eqn.params)
     )

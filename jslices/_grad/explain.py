@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from jslices._densify import UNKNOWN_LINE, UserLine, human_bytes
 from jslices._grad import compat
 from jslices._grad.advice import instead_of
-from jslices._grad.call import Call, chosen_arguments
+from jslices._grad.call import Call, chosen_arguments, is_number
 from jslices._grad.choose import SparseSpec
 from jslices._grad.linearize import plan_call
 from jslices._grad.walk import Site
@@ -158,7 +158,7 @@ def explain(
     @functools.wraps(fun)
     def explain_fun(*args: Any, **kwargs: Any) -> Explanation:
         call = Call(fun, chosen_arguments(argnums, args), args, kwargs, has_aux)
-        planned = plan_call(call, isinstance(argnums, int), sparse)
+        planned = plan_call(call, is_number(argnums), sparse)
         reports = []
         for number, leaf in enumerate(planned.leaves):
             use = planned.dense.get(number)

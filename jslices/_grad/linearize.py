@@ -12,7 +12,7 @@ from jslices._grad.call import Call, Outputs
 from jslices._grad.choose import Leaf, SparseSpec, describe_leaves, report_dense
 from jslices._grad.evaluate import evaluate
 from jslices._grad.views import Table, whole
-from jslices._grad.walk import DenseUse, Plan, Site, map_sites, sites, walk
+from jslices._grad.walk import DenseUse, Plan, Site, map_sites, outlets, sites, walk
 from jslices._lookup.mark import without_dense_warning
 from jslices._slices import IndexedSlices
 from jslices._trees import flatten
@@ -65,6 +65,7 @@ def linearize(
     planned = plan_call(call, single, spec)
     report_dense(planned.leaves, planned.dense, planned.looked_up)
     outputs, plan = planned.outputs, planned.plan
+    through = outlets(planned.program, outputs.num_results)
     kinds = [planned.kind(i) for i in range(len(call.primals))]
     dense = [x for x, kind in zip(call.primals, kinds, strict=True) if kind == "dense"]
     slots = map_sites(_slot, plan)
@@ -77,7 +78,7 @@ def linearize(
                 zip(call.primals, planned.leaves, kinds, strict=True)
             )
         ]
-        flat, indices = evaluate(planned.program, operands, plan, slots)
+        flat, indices = evaluate(planned.program, operands, through, plan, slots)
         flat = [whole(x) for x in flat]
         return flat[: outputs.num_results], (flat[outputs.num_results :], indices)
 

@@ -13,7 +13,16 @@ import jax.numpy as jnp
 from jax import lax
 
 from jslices._grad import compat
-from jslices._grad.views import Mode, Rowwise, Stacked, Stopped, Table, View, Window
+from jslices._grad.views import (
+    Mode,
+    Rowwise,
+    Stacked,
+    Stopped,
+    Table,
+    View,
+    Window,
+    without_slots,
+)
 from jslices._lookup.mark import mark_p
 
 # Primitives that compute each element from the elements at the same place. XLA
@@ -23,7 +32,7 @@ ELEMENTWISE = frozenset(
     abs acos acosh add and asin asinh atan atan2 atanh cbrt ceil clamp
     convert_element_type copy copy_p cos cosh digamma div eq erf erf_inv erfc exp exp2
     expm1 floor ge gt imag integer_pow is_finite le lgamma log log1p logistic lt max min
-    mul ne neg nextafter not or pow real reduce_precision rem round rsqrt select_n sign
+    mul name ne neg nextafter not or pow real reduce_precision rem round rsqrt select_n sign
     sin sinh sqrt square sub tan tanh xor
     """.split()
 )
@@ -102,7 +111,7 @@ def _rowwise(
     if any(jnp.issubdtype(x.dtype, jnp.inexact) for x in inputs):
         return [view]
     # Made from integers or booleans alone, `(table > 0).astype(float)`: no gradient.
-    return [Stopped(view.shape, view.dtype, view)]
+    return [without_slots(view)]
 
 
 def _elementwise(eqn: compat.Equation, operands: Sequence[Any]) -> list[Any] | None:

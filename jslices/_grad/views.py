@@ -158,8 +158,8 @@ class Window(View):
 
 
 @dataclasses.dataclass(frozen=True)
-class Stopped(View):
-    """A view behind ``stop_gradient``: read row by row, but no leaf gets a gradient."""
+class Unslotted(View):
+    """A view through which no gradient is asked for: read row by row, without a slot."""
 
     inner: View
 
@@ -167,20 +167,40 @@ class Stopped(View):
         return iter(())
 
     def rows(self, read: jax.Array, record: jax.Array, take: Take) -> jax.Array:
-        def just_read(
-            leaf: int,
-            table: jax.Array,
-            read: jax.Array,
-            record: jax.Array,
-            mode: Any = "clip",
-            fill_value: Any = None,
-        ) -> jax.Array:
-            return take_rows(table, read, mode=mode, fill_value=fill_value)
+        return self.inner.rows(read, record, just_read)
 
-        return lax.stop_gradient(self.inner.rows(read, record, just_read))
+    def whole(self) -> jax.Array:
+        return self.inner.whole()
+
+
+@dataclasses.dataclass(frozen=True)
+class Stopped(Unslotted):
+    """A view behind ``stop_gradient``: no derivative of any kind goes through."""
+
+    def rows(self, read: jax.Array, record: jax.Array, take: Take) -> jax.Array:
+        return lax.stop_gradient(super().rows(read, record, take))
 
     def whole(self) -> jax.Array:
         return lax.stop_gradient(self.inner.whole())
+
+
+def just_read(
+    leaf: int,
+    table: jax.Array,
+    read: jax.Array,
+    record: jax.Array,
+    mode: Any = "clip",
+    fill_value: Any = None,
+) -> jax.Array:
+    """A :class:`Take` that takes no slot."""
+    return take_rows(table, read, mode=mode, fill_value=fill_value)
+
+
+def without_slots(value: Any) -> Any:
+    """A view as one through which no gradient is asked for; anything else as it is."""
+    if isinstance(value, View) and not isinstance(value, Unslotted):
+        return Unslotted(value.shape, value.dtype, value)
+    return value
 
 
 def whole(value: Any) -> Any:
@@ -202,10 +222,14 @@ def look_up(
     if isinstance(view, Table):
         return take(view.leaf, view.array, ids, record, mode, fill_value)
     rows = view.rows(clipped, record, take)
+    if mode == Mode.CLIP:
+        return rows
+    good = ((ids >= 0) & (ids < height)).reshape((-1,) + (1,) * (rows.ndim - 1))
     if mode == Mode.FILL_OR_DROP:
-        good = ((ids >= 0) & (ids < height)).reshape((-1,) + (1,) * (rows.ndim - 1))
-        rows = jnp.where(good, rows, _fill(fill_value, rows.dtype))
-    return rows
+        return jnp.where(good, rows, _fill(fill_value, rows.dtype))
+    # A bad id reads the edge row, but no gradient comes back, neither to the table nor to
+    # whatever else the rows were made from.
+    return jnp.where(good, rows, lax.stop_gradient(rows))
 
 
 def _fill(fill_value: Any, dtype: Any) -> jax.Array:

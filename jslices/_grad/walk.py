@@ -11,7 +11,7 @@ import numpy as np
 
 from jslices._bounds import index_dtype
 from jslices._grad import compat, rules
-from jslices._grad.views import Table, View
+from jslices._grad.views import Table, View, without_slots
 
 # A plan is a list with an entry for every equation that looks rows up or holds a
 # program that might, in the order of the program: sites, or plans. `evaluate` meets the
@@ -72,9 +72,16 @@ class Walk:
         self.dense: dict[int, DenseUse] = {}
 
     def program(
-        self, program: compat.Program, operands: Sequence[View | None]
+        self,
+        program: compat.Program,
+        operands: Sequence[View | None],
+        through: Sequence[bool],
     ) -> tuple[list[View | None], Plan]:
-        """The views among the outputs, and the plan of the lookups inside."""
+        """The views among the outputs, and the plan of the lookups inside.
+
+        ``through`` tells for each output whether a gradient comes in there.
+        """
+        reached = compat.gradient_variables(program, through)
         env: dict[Any, View] = {
             var: view
             for var, view in zip(program.invars, operands, strict=True)
@@ -89,7 +96,10 @@ class Walk:
             given = [read(atom) for atom in eqn.invars]
             if not any(given):
                 continue
-            outputs, entry = self._equation(eqn, given)
+            outlets = [var in reached for var in eqn.outvars]
+            if not any(outlets):
+                given = [without_slots(view) for view in given]
+            outputs, entry = self._equation(eqn, given, outlets)
             if entry is not None:
                 plan.append(entry)
             env.update(
@@ -107,18 +117,18 @@ class Walk:
             self.dense.setdefault(leaf, DenseUse(what, eqn))
 
     def _equation(
-        self, eqn: compat.Equation, operands: list[View | None]
+        self, eqn: compat.Equation, operands: list[View | None], through: list[bool]
     ) -> tuple[Sequence[View | None], Plan | None]:
         none: list[View | None] = [None] * len(eqn.outvars)
         name = eqn.primitive.name
         if name in CALLS:
-            return self.program(compat.body(eqn), operands)
+            return self.program(compat.body(eqn), operands, through)
         if name in REMAT:
-            return none, self._branches(eqn, [compat.body(eqn)], operands)[0]
+            return none, self._branches(eqn, [compat.body(eqn)], operands, through)[0]
         if name == "cond":
-            return none, self._branches(eqn, eqn.params["branches"], operands[1:])
+            return none, self._branches(eqn, eqn.params["branches"], operands[1:], through)
         if name == "scan":
-            return self._scan(eqn, operands)
+            return self._scan(eqn, operands, through)
         outputs = rules.commuting(eqn, operands)
         if outputs is not None:
             return outputs, None
@@ -148,17 +158,19 @@ class Walk:
         eqn: compat.Equation,
         branches: Sequence[compat.Program],
         operands: Sequence[View | None],
+        through: Sequence[bool],
     ) -> Plan:
         plans = []
         for branch in branches:
-            outputs, plan = self.program(branch, operands)
-            for view in outputs:
-                self.need_whole(view, eqn.primitive.name, eqn)
+            outputs, plan = self.program(branch, operands, through)
+            for view, wanted in zip(outputs, through, strict=True):
+                if wanted:
+                    self.need_whole(view, eqn.primitive.name, eqn)
             plans.append(plan)
         return plans
 
     def _scan(
-        self, eqn: compat.Equation, operands: list[View | None]
+        self, eqn: compat.Equation, operands: list[View | None], through: list[bool]
     ) -> tuple[list[View | None], Plan]:
         body, (consts, _) = compat.body(eqn), compat.scan_counts(eqn.params)
         kept = invariant_carries(eqn)
@@ -169,9 +181,10 @@ class Walk:
         for view, passed in zip(operands, into, strict=True):
             if passed is None:
                 self.need_whole(view, "scan", eqn)
-        outputs, plan = self.program(body, into)
+        through = body_outlets(eqn, through)
+        outputs, plan = self.program(body, into, through)
         for i, view in enumerate(outputs):
-            if i not in kept:
+            if i not in kept and through[i]:
                 self.need_whole(view, "scan", eqn)
         results: list[View | None] = [None] * len(outputs)
         for i in kept:
@@ -186,6 +199,21 @@ def invariant_carries(eqn: compat.Equation) -> frozenset[int]:
     return frozenset(
         i for i in range(carried) if body.outvars[i] is body.invars[consts + i]
     )
+
+
+def body_outlets(eqn: compat.Equation, through: Sequence[bool]) -> list[bool]:
+    """Through which outputs of a scan's body gradients may come, given those outside.
+
+    What is carried may feed anything in the next turn; if any gradient comes in at all, it
+    is taken to come through every carried value.
+    """
+    _, carried = compat.scan_counts(eqn.params)
+    return [any(through)] * carried + list(through[carried:])
+
+
+def outlets(program: compat.Program, num_outputs: int) -> list[bool]:
+    """Gradients come in through the first ``num_outputs`` outputs of a whole call."""
+    return [i < num_outputs for i in range(len(program.outvars))]
 
 
 def is_site(x: Any) -> bool:
@@ -221,6 +249,7 @@ def walk(
     """
     dense: dict[int, DenseUse] = {}
     looked_up: dict[int, list[Site]] = {}
+    through = outlets(program, num_outputs)
     while True:
         # A leaf that turns out dense is an ordinary array in the next round.
         remaining = {i: aval for i, aval in candidates.items() if i not in dense}
@@ -231,7 +260,7 @@ def walk(
             else None
             for i in range(len(program.invars))
         ]
-        outputs, plan = reader.program(program, inputs)
+        outputs, plan = reader.program(program, inputs, through)
         for view in outputs[:num_outputs]:
             reader.need_whole(view, "the function's own result", None)
         if not dense:

@@ -137,9 +137,9 @@ class _Rows:
     def _refuse_rows(self, x: Any) -> Any:
         if jnp.ndim(x) and jnp.shape(x)[0] in self.heights:
             raise ValueError(
-                f"from_optax cannot tell the rows of a state array of shape "
-                f"{jnp.shape(x)}, which does not mirror the parameters; use an optimizer whose state does "
-                "(not a factored one), or one of jslices' own"
+                "from_optax cannot tell the rows of a state array of shape "
+                f"{jnp.shape(x)}, which does not mirror the parameters; use an optimizer "
+                "whose state does (not a factored one), or one of jslices' own"
             )
         return x
 
