@@ -20,7 +20,7 @@ import optax
 
 import jslices as js
 
-WARM, TIMED = 3, 5  # steps a turn
+WARM, TIMED = 8, 10  # steps a turn
 
 
 def make_step(value_and_grad, tx, apply_updates):
@@ -48,7 +48,7 @@ def zipf_ids(rng, num_rows, count):
 def measure(num_rows, dim, count, steps, optimizer):
     """Median seconds a step: ``(sparse, dense)``."""
     rng = np.random.default_rng(0)
-    batches = [zipf_ids(rng, num_rows, count) for _ in range(4)]
+    batches = [zipf_ids(rng, num_rows, count) for _ in range(16)]
     target = jnp.ones(count)
     kinds = {
         "sparse": (js.value_and_grad, getattr(js, optimizer)(1e-3), js.apply_updates),
@@ -83,7 +83,7 @@ def main():
     parser.add_argument("--rows", type=float, nargs="+", default=[1e4, 1e5, 1e6])
     parser.add_argument("--dim", type=int, default=64)
     parser.add_argument("--ids", type=float, default=1e4)
-    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--optimizer", default="adam", choices=["sgd", "adagrad", "adam"])
     args = parser.parse_args()
     print(

@@ -106,7 +106,7 @@ def add_rows(table: jax.Array, indices: jax.Array, rows: jax.Array) -> jax.Array
 
 
 def set_rows(table: jax.Array, indices: jax.Array, rows: jax.Array) -> jax.Array:
-    """``table`` with ``rows`` written at ``indices``: sorted, unique, then empty slots.
+    """``table`` with ``rows`` written at ``indices``: unique ones and empty slots.
 
     In place when ``table`` is donated. That no two writes meet is told to XLA: on a GPU
     a scatter that may collide is lowered to slow atomics (jax-ml/jax#38806).
@@ -121,6 +121,5 @@ def set_rows(table: jax.Array, indices: jax.Array, rows: jax.Array) -> jax.Array
         rows,
         mode="drop",
         wrap_negative_indices=False,
-        indices_are_sorted=spread,
         unique_indices=spread,
     )

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, NoReturn
 import jax
 
 _HERE = os.path.dirname(os.path.abspath(__file__)) + os.sep
-_JAX = os.path.dirname(os.path.abspath(jax.__file__)) + os.sep
+JAX_FOLDER = os.path.dirname(os.path.abspath(jax.__file__)) + os.sep
 _LIBRARIES = tuple(
     {
         os.path.abspath(sysconfig.get_paths()[name]) + os.sep
@@ -67,7 +67,7 @@ def pick_user_line(frames: Iterable[tuple[CodeType, int]]) -> UserLine:
     library = None
     for code, line in frames:
         file = code.co_filename
-        if file.startswith((_HERE, _JAX)) or file.startswith("<frozen"):
+        if file.startswith((_HERE, JAX_FOLDER)) or file.startswith("<frozen"):
             continue
         if not file.startswith(_LIBRARIES):
             return UserLine(file, line)

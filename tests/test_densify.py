@@ -80,6 +80,21 @@ def test_tied_weights_warn_once_with_the_dense_line():
     np.testing.assert_allclose(grads["table"], jax.grad(loss)({"table": TABLE})["table"])
 
 
+def test_the_line_is_that_of_this_call_of_a_jitted_library_function():
+    """JAX remembers the trace of ``jnp.linalg.norm`` from whoever called it first."""
+    jax.make_jaxpr(jnp.linalg.norm)(TABLE)
+
+    def loss(table):
+        rows = jnp.take(table, IDS, axis=0)
+        return rows.sum() + jnp.linalg.norm(table)
+
+    line = loss.__code__.co_firstlineno
+    with pytest.warns(js.DensificationWarning) as caught:
+        js.grad(loss)(TABLE)
+    assert (caught[0].filename, caught[0].lineno) == (__file__, line + 2)
+    assert f"{__file__}:{line + 1} (rows = jnp.take" in str(caught[0].message)
+
+
 def test_a_table_that_is_never_looked_up_is_nobodys_business():
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -216,6 +216,22 @@ def test_dtypes_are_kept():
     assert js.adam(0.1, mu_dtype="float32").init(table).mu.dtype == jnp.float32
 
 
+def test_many_rows_are_dealt_out_and_right():
+    """Above a thousand rows the slots are filled in another order, with one result."""
+    rng = np.random.default_rng(5)
+    for count, rows in ((1500, 5000), (5000, 1111)):
+        ids = rng.integers(-2, rows + 2, count)
+        table = jnp.zeros((rows, D))
+        grads = slices_of(rng, ids, (rows, D))
+        ours, theirs = js.adam(0.1), optax.adam(0.1)
+        updates, state = jax.jit(ours.update)(grads, ours.init(table))
+        wanted, _ = theirs.update(grads.to_dense(), theirs.init(table))
+        np.testing.assert_allclose(updates.to_dense(), wanted, rtol=1e-4, atol=1e-6)
+        present = np.sort(updates.indices[updates.indices < rows])
+        np.testing.assert_array_equal(present, np.unique(ids[(ids >= 0) & (ids < rows)]))
+        np.testing.assert_allclose(state.mu, 0.1 * grads.to_dense(), rtol=1e-4, atol=1e-6)
+
+
 def test_slices_without_dense_shape():
     grads = js.IndexedSlices(jnp.ones((2, D)), jnp.array([1, 1]))
     table = jnp.zeros((V, D))

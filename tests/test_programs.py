@@ -29,6 +29,13 @@ STEPS = {
     "where": lambda t, s: jnp.where(t > 0, t, s * t),
     "reshape": lambda t, s: t.reshape(V, 2, 2).transpose(0, 2, 1).reshape(V, D),
     "columns": lambda t, s: t[:, 1:3],
+    "split": lambda t, s: jnp.concatenate(jnp.split(t, 2, axis=1)[::-1], axis=1),
+    "stack": lambda t, s: jnp.stack([t, s * t], axis=1),
+    "pad_columns": lambda t, s: jnp.pad(t, ((0, 0), (1, 2))),
+    "cumulate": lambda t, s: jnp.flip(jnp.cumsum(t, axis=1), axis=1),
+    "sort_columns": lambda t, s: jnp.sort(t, axis=1),
+    "softmax": lambda t, s: jax.nn.softmax(t * s),
+    "complex": lambda t, s: jnp.abs(lax.complex(t, s * t)),
     "normalise": lambda t, s: t / jnp.sqrt((t**2).sum(axis=1, keepdims=True)),
     "centre": lambda t, s: t - t.max(axis=1, keepdims=True),
     "beside": lambda t, s: jnp.concatenate([t * s, t], axis=1),
@@ -169,6 +176,24 @@ def test_a_bad_id_gives_no_gradient_to_the_steps_before_it():
     grads = js.grad(fun, argnums=(0, 1))(TABLE, SCALE)
     assert js.is_slices(grads[0])
     assert_close(grads, jax.grad(fun, argnums=(0, 1))(TABLE, SCALE))
+
+
+def test_a_row_is_read_once_however_often_it_is_used():
+    def fun(table):
+        for _ in range(12):
+            table = table + 0.1 * jnp.sin(table)
+        table = jax.nn.softmax(jnp.nan_to_num(table))
+        return (table[IDS] ** 2).sum()
+
+    grad = js.grad(fun)(TABLE)
+    assert grad.indices.shape == IDS.shape
+    assert_close(grad, jax.grad(fun)(TABLE), rtol=1e-4)
+
+
+def test_debug_nans_meets_no_nan_of_ours():
+    with jax.debug_nans(True):
+        fun = lambda t: jnp.take(jnp.tanh(t), IDS, axis=0).sum()  # noqa: E731
+        assert_close(js.grad(fun)(TABLE), jax.grad(fun)(TABLE))
 
 
 def test_named_for_a_checkpoint_policy():

@@ -80,7 +80,8 @@ def chosen_arguments(argnums: int | Sequence[int], args: Sequence[Any]) -> tuple
     for number in numbers:
         if not -len(args) <= number < len(args):
             raise ValueError(
-                f"argnums={argnums} needs at least {max(numbers) + 1} positional "
+                f"argnums={argnums} needs at least "
+                f"{max(n + 1 if n >= 0 else -n for n in numbers)} positional "
                 f"arguments, got {len(args)}; differentiated arguments cannot be "
                 "passed by keyword"
             )
@@ -119,5 +120,6 @@ def _split_aux(out: Any, has_aux: bool) -> tuple[Any, Any]:
         raise TypeError(
             "with has_aux=True the function must return a pair (result, aux), got "
             f"{type(out).__name__}"
+            + (f" of {len(out)}" if isinstance(out, tuple | list) else "")
         )
     return out[0], out[1]

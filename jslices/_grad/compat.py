@@ -16,7 +16,7 @@ from jax import lax
 from jax._src import source_info_util
 from jax.extend.core import Literal
 
-from jslices._densify import UserLine, pick_user_line
+from jslices._densify import JAX_FOLDER, UserLine, pick_user_line
 
 # A jaxpr, closed or not, and one of its equations. JAX exports the classes but not
 # their fields, so a type checker learns nothing from naming them.
@@ -93,11 +93,25 @@ def gradient_variables(program: Program, through: Sequence[bool]) -> set[Any]:
         if wanted and not isinstance(v, Literal) and carries_gradient(v)
     }
     for eqn in reversed(program.eqns):
-        if eqn.primitive.name != "stop_gradient" and not reached.isdisjoint(eqn.outvars):
+        if is_reached(eqn, reached):
             reached.update(
                 v for v in eqn.invars if not isinstance(v, Literal) and carries_gradient(v)
             )
     return reached
+
+
+def is_reached(eqn: Equation, reached: set[Any]) -> bool:
+    """True if a gradient may come to this equation, through its outputs or a ref."""
+    if eqn.primitive.name == "stop_gradient":
+        return False
+    return not reached.isdisjoint(eqn.outvars) or touches_ref(eqn)
+
+
+def touches_ref(eqn: Equation) -> bool:
+    """True if the equation reads or writes a mutable array (``jax.new_ref``)."""
+    return any(
+        type(atom.aval).__name__ == "AbstractRef" for atom in (*eqn.invars, *eqn.outvars)
+    )
 
 
 def scan_counts(params: dict[str, Any]) -> tuple[int, int]:
@@ -146,6 +160,15 @@ def _line_number(code: CodeType, instruction: int) -> int:
         if start <= instruction < end and number is not None:
             line = number
     return line
+
+
+def is_library_call(eqn: Equation) -> bool:
+    """True for a call of one of JAX's own jitted functions, such as ``jnp.take``.
+
+    JAX keeps its trace, with the lines of whoever called it first, for every later call.
+    """
+    file = getattr(getattr(body(eqn), "debug_info", None), "func_filename", None)
+    return file is not None and file.startswith(JAX_FOLDER)
 
 
 def body(eqn: Equation) -> Program:

@@ -15,7 +15,7 @@ from jax import lax
 
 from jslices._bounds import canonical_indices
 from jslices._grad import compat, rules
-from jslices._grad.views import View, look_up, whole, without_slots
+from jslices._grad.views import Ids, View, look_up, whole, without_slots
 from jslices._grad.walk import (
     CALLS,
     REMAT,
@@ -58,7 +58,7 @@ def evaluate(
         given = [read(atom) for atom in eqn.invars]
         if any(isinstance(value, View) for value in given):
             outlets = [var in reached for var in eqn.outvars]
-            if not any(outlets):
+            if not compat.is_reached(eqn, reached):
                 given = [without_slots(value) for value in given]
             outputs, found = _equation(eqn, given, outlets, entries)
             if found is not None:
@@ -104,19 +104,15 @@ def _lookup(
     indices: Indices = []
 
     def take(
-        leaf: int,
-        table: jax.Array,
-        read: jax.Array,
-        record: jax.Array,
-        mode: Any = "clip",
-        fill_value: Any = None,
+        leaf: int, table: jax.Array, ids: Ids, mode: Any = "clip", fill_value: Any = None
     ) -> jax.Array:
         site, slot = next(entries)
         assert site.leaf == leaf
+        record = ids.record
         if record.dtype != site.index_dtype:
             record = canonical_indices(record, table.shape[0]).astype(site.index_dtype)
         indices.append(record)
-        return lookup_rows(table, read, slot, mode, fill_value)
+        return lookup_rows(table, ids.read, slot, mode, fill_value)
 
     ids = lookup.ids([None, *others])
     rows = look_up(view, ids, lookup.mode, lookup.fill_value, take)

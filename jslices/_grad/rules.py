@@ -29,7 +29,7 @@ from jslices._lookup.mark import mark_p
 # broadcasts scalars and single rows in them.
 ELEMENTWISE = frozenset(
     """
-    abs acos acosh add and asin asinh atan atan2 atanh cbrt ceil clamp
+    abs acos acosh add and asin asinh atan atan2 atanh cbrt ceil clamp complex conj
     convert_element_type copy copy_p cos cosh digamma div eq erf erf_inv erfc exp exp2
     expm1 floor ge gt imag integer_pow is_finite le lgamma log log1p logistic lt max min
     mul name ne neg nextafter not or pow real reduce_precision rem round rsqrt select_n sign
@@ -86,32 +86,21 @@ def _rowwise(
     operands: Sequence[Any],
     params_for: Callable[[int], dict[str, Any]] = lambda rows: {},
 ) -> list[Any]:
-    """A view that runs the equation on some rows, with parameters for that many."""
-    out = eqn.outvars[0].aval
-    height = out.shape[0]
-
-    def apply(values: Sequence[Any], rows: int | None = None) -> jax.Array:
-        if rows is None:
-            shapes = [
-                jnp.shape(value)
-                for value, operand in zip(values, operands, strict=True)
-                if isinstance(operand, View)
-            ]
-            rows = shapes[0][0]
-        return compat.bind(eqn, values, **params_for(rows))[0]
-
-    view = Rowwise(
-        tuple(out.shape),
-        out.dtype,
-        apply,
-        lambda values: apply(values, height),
-        tuple(operands),
-    )
+    """Views that run the equation on some rows, with parameters for that many."""
     inputs = [x for x in operands if isinstance(x, View)]
-    if any(jnp.issubdtype(x.dtype, jnp.inexact) for x in inputs):
-        return [view]
-    # Made from integers or booleans alone, `(table > 0).astype(float)`: no gradient.
-    return [without_slots(view)]
+    from_floats = any(jnp.issubdtype(x.dtype, jnp.inexact) for x in inputs)
+    views: list[View] = []
+    for number, out in enumerate(eqn.outvars):
+
+        def apply(values: Sequence[Any], rows: int, number: int = number) -> jax.Array:
+            return compat.bind(eqn, values, **params_for(rows))[number]
+
+        shape, dtype = tuple(out.aval.shape), out.aval.dtype
+        view = Rowwise(shape, dtype, apply, tuple(operands))
+        # `table > 0`, and what is made from it alone, passes no gradient on.
+        graded = from_floats and jnp.issubdtype(dtype, jnp.inexact)
+        views.append(view if graded else without_slots(view))
+    return views
 
 
 def _elementwise(eqn: compat.Equation, operands: Sequence[Any]) -> list[Any] | None:
@@ -173,6 +162,27 @@ def _slice(eqn: compat.Equation, operands: Sequence[Any]) -> list[Any] | None:
     )
 
 
+def _split(eqn: compat.Equation, operands: Sequence[Any]) -> list[Any] | None:
+    return None if eqn.params["axis"] == 0 else _rowwise(eqn, operands)
+
+
+def _along(name: str) -> Callable[..., list[Any] | None]:
+    """Rules for primitives that work along one axis, or several, given by a parameter."""
+
+    def rule(eqn: compat.Equation, operands: Sequence[Any]) -> list[Any] | None:
+        axes = eqn.params[name]
+        rows = 0 in axes if isinstance(axes, tuple | list) else axes == 0
+        same = all(isinstance(x, View) for x in operands)
+        return None if rows or not same else _rowwise(eqn, operands)
+
+    return rule
+
+
+def _pad(eqn: compat.Equation, operands: Sequence[Any]) -> list[Any] | None:
+    untouched = tuple(eqn.params["padding_config"][0]) == (0, 0, 0)
+    return _rowwise(eqn, operands) if untouched else None
+
+
 def _reduce(eqn: compat.Equation, operands: Sequence[Any]) -> list[Any] | None:
     return None if 0 in eqn.params["axes"] else _rowwise(eqn, operands)
 
@@ -221,14 +231,24 @@ _STEPS: dict[str, Callable[..., list[Any] | None]] = {
     "concatenate": _concatenate,
     mark_p.name: _mark,
     "optimization_barrier": _pass_through,
+    "cumlogsumexp": _along("axis"),
+    "cummax": _along("axis"),
+    "cummin": _along("axis"),
+    "cumprod": _along("axis"),
+    "cumsum": _along("axis"),
+    "pad": _pad,
     "reduce_max": _reduce,
     "reduce_min": _reduce,
     "reduce_prod": _reduce,
     "reduce_sum": _reduce,
     "reshape": _reshape,
+    "rev": _along("dimensions"),
     "sharding_constraint": _sharding_constraint,
     "slice": _slice,
+    "sort": _along("dimension"),
+    "split": _split,
     "squeeze": _squeeze,
+    "stack": _split,
     "stop_gradient": _stop_gradient,
     "transpose": _transpose,
 }
@@ -244,14 +264,17 @@ def _gather(eqn: compat.Equation) -> Lookup | None:
     whole_rows = sizes[:1] == (1,) and sizes[1:] == shape[1:] and 0 in axes
     batched = numbers.operand_batching_dims or numbers.start_indices_batching_dims
     known_mode = mode in (Mode.CLIP, Mode.FILL_OR_DROP, Mode.PROMISE_IN_BOUNDS)
-    if not whole_rows or batched or not known_mode:
+    # Starts other than 0 on the other axes are clamped; a promise that they are 0 may be
+    # broken, and JAX then drops the gradient of a row that it reads.
+    trusting = mode == Mode.PROMISE_IN_BOUNDS and len(axes) > 1
+    if not whole_rows or batched or not known_mode or trusting:
         return None
     batch = compat.shape_of(eqn.invars[1])[:-1]
     column = axes.index(0)
     count, height = math.prod(batch), shape[0]
 
     def ids(values: Sequence[Any]) -> jax.Array:
-        starts = jnp.asarray(values[1]).reshape(count, len(axes))
+        starts = _wide(values[1]).reshape(count, len(axes))
         rows = starts[:, column]
         if mode == Mode.FILL_OR_DROP and len(axes) > 1:
             # The other axes are read whole, so any start but 0 is out of range.
@@ -271,6 +294,12 @@ def _gather(eqn: compat.Equation) -> Lookup | None:
     return Lookup(count, mode, eqn.params["fill_value"], ids, arrange)
 
 
+def _wide(ids: Any) -> jax.Array:
+    """Row numbers in a dtype that can count the rows: V need not fit into an int8."""
+    ids = jnp.asarray(ids)
+    return ids.astype(jnp.int32) if ids.dtype.itemsize < 4 else ids
+
+
 def _dynamic_slice(eqn: compat.Equation) -> Lookup | None:
     sizes, shape = tuple(eqn.params["slice_sizes"]), compat.shape_of(eqn.invars[0])
     count, height = sizes[0] if sizes else 0, shape[0] if shape else 0
@@ -278,7 +307,7 @@ def _dynamic_slice(eqn: compat.Equation) -> Lookup | None:
         return None
 
     def ids(values: Sequence[Any]) -> jax.Array:
-        start = jnp.clip(jnp.asarray(values[1]), 0, height - count)
+        start = jnp.clip(_wide(values[1]), 0, height - count)
         return start + jnp.arange(count, dtype=start.dtype)
 
     return Lookup(count, Mode.CLIP, None, ids, lambda rows: rows)

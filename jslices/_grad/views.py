@@ -8,11 +8,12 @@ While the program is only read (``walk``), the arrays inside a view are None.
 """
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from jslices._bounds import take_rows
@@ -20,58 +21,98 @@ from jslices._bounds import take_rows
 Mode = lax.GatherScatterMode
 
 
-class Take(Protocol):
-    """Reads rows of one leaf: at ``read``, while ``record`` is what the slices hold."""
-
-    def __call__(
-        self,
-        leaf: int,
-        table: jax.Array,
-        read: jax.Array,
-        record: jax.Array,
-        mode: Any = "clip",
-        fill_value: Any = None,
-    ) -> jax.Array: ...
-
-
 @dataclasses.dataclass(frozen=True)
+class Ids:
+    """Row numbers ``[n]`` to read from a view.
+
+    Attributes:
+      name: tells these row numbers from others in the same lookup; equal names mean equal
+        numbers.
+      read: the rows to read, all in ``[0, V)``.
+      record: what the slices will hold, where out of range means no gradient. Both are
+        None while the program is only read.
+    """
+
+    name: tuple[Any, ...] = ()
+    read: Any = None
+    record: Any = None
+
+    def shifted(self, kind: str, by: int, inside: Callable[..., "Ids"]) -> "Ids":
+        """The same rows by their numbers in another array."""
+        name = (*self.name, kind, by)
+        if self.read is None:
+            return Ids(name)
+        return dataclasses.replace(inside(self.read, self.record), name=name)
+
+
+class Reader:
+    """Reads rows of tables during one lookup, every row once however often it is used.
+
+    Args:
+      take: ``take(leaf, table, ids) -> rows``.
+      bare: reads without asking for a gradient; None for the reader that is itself bare.
+      runs: False if nothing is computed, only the reads are counted.
+    """
+
+    def __init__(self, take: Callable[..., Any], bare: bool = False, runs: bool = True):
+        self.take, self.runs = take, runs
+        self.bare = self if bare else Reader(just_read, bare=True, runs=runs)
+        self._seen: dict[Any, Any] = {}
+
+    def once(self, what: Any, ids: Ids, compute: Callable[[], Any]) -> Any:
+        """``compute()``, or what it gave before for the same thing and row numbers."""
+        key = (what if isinstance(what, int) else id(what), isinstance(what, int), ids.name)
+        if key not in self._seen:
+            # The view is kept as well, so that its id stays its own.
+            self._seen[key] = (what, compute())
+        return self._seen[key][1]
+
+
+def just_read(leaf: int, table: jax.Array, ids: Ids) -> Any:
+    """Rows of a table, with no slot for their gradient."""
+    return None if ids.read is None else take_rows(table, ids.read, mode="clip")
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
 class View:
     """An array ``shape`` = ``[V, *D]`` that is computed row by row, on demand."""
 
     shape: tuple[int, ...]
     dtype: Any
 
-    def leaves(self) -> Iterator[int]:
-        """The leaf of every read that ``rows`` makes, in the order it makes them."""
-        raise NotImplementedError
+    def rows(self, ids: Ids, reader: Reader) -> Any:
+        """``[n, *D]`` at ``ids.read``, the gradient going to ``ids.record``."""
+        return reader.once(self, ids, lambda: self._rows(ids, reader))
 
-    def rows(self, read: jax.Array, record: jax.Array, take: Take) -> jax.Array:
-        """``[n, *D]`` at ``read`` ``[n]``, all in ``[0, V)``; gradient to ``record``."""
+    def _rows(self, ids: Ids, reader: Reader) -> Any:
         raise NotImplementedError
 
     def whole(self) -> jax.Array:
         """The array itself, all of it: for uses through which no gradient flows."""
         raise NotImplementedError
 
+    def leaves(self) -> list[int]:
+        """The leaf of every read that ``rows`` makes, in the order it makes them."""
+        found: list[int] = []
+        self.rows(Ids(), Reader(lambda leaf, *_: found.append(leaf), runs=False))
+        return found
 
-@dataclasses.dataclass(frozen=True)
+
+@dataclasses.dataclass(frozen=True, eq=False)
 class Table(View):
     """A differentiated leaf, as it is."""
 
     leaf: int
     array: Any = None
 
-    def leaves(self) -> Iterator[int]:
-        yield self.leaf
-
-    def rows(self, read: jax.Array, record: jax.Array, take: Take) -> jax.Array:
-        return take(self.leaf, self.array, read, record)
+    def rows(self, ids: Ids, reader: Reader) -> Any:
+        return reader.once(self.leaf, ids, lambda: reader.take(self.leaf, self.array, ids))
 
     def whole(self) -> jax.Array:
         return self.array
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Rowwise(View):
     """An operation that treats every row alike.
 
@@ -79,121 +120,110 @@ class Rowwise(View):
     arrays that serve all rows (scalars, or one row).
     """
 
-    apply: Callable[[Sequence[Any]], jax.Array]
-    apply_whole: Callable[[Sequence[Any]], jax.Array]
+    apply: Callable[[Sequence[Any], int], jax.Array]
     operands: tuple[Any, ...]
 
-    def leaves(self) -> Iterator[int]:
-        for operand in self.operands:
-            if isinstance(operand, View):
-                yield from operand.leaves()
-
-    def rows(self, read: jax.Array, record: jax.Array, take: Take) -> jax.Array:
+    def _rows(self, ids: Ids, reader: Reader) -> Any:
         def rows_of(operand: Any) -> Any:
             if isinstance(operand, View):
-                return operand.rows(read, record, take)
-            if jnp.ndim(operand) == 0 or operand.shape[0] != self.shape[0]:
+                return operand.rows(ids, reader)
+            if not reader.runs or jnp.ndim(operand) == 0:
                 return operand
-            return take_rows(operand, read, mode="clip")
+            if operand.shape[0] != self.shape[0]:
+                return operand
+            return take_rows(operand, ids.read, mode="clip")
 
-        return self.apply([rows_of(operand) for operand in self.operands])
+        rows = [rows_of(operand) for operand in self.operands]
+        return self.apply(rows, ids.read.shape[0]) if reader.runs else None
 
     def whole(self) -> jax.Array:
-        return self.apply_whole([whole(operand) for operand in self.operands])
+        return self.apply([whole(operand) for operand in self.operands], self.shape[0])
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Stacked(View):
     """Several arrays, one below the other: ``concatenate`` on axis 0."""
 
     parts: tuple[Any, ...]
     heights: tuple[int, ...]
 
-    def leaves(self) -> Iterator[int]:
-        for part in self.parts:
-            if isinstance(part, View):
-                yield from part.leaves()
-
-    def rows(self, read: jax.Array, record: jax.Array, take: Take) -> jax.Array:
-        column = (-1,) + (1,) * (len(self.shape) - 1)
-        out = jnp.zeros((*read.shape, *self.shape[1:]), self.dtype)
-        above = 0
+    def _rows(self, ids: Ids, reader: Reader) -> Any:
+        out, above = None, 0
         for part, height in zip(self.parts, self.heights, strict=True):
-            here = (read >= above) & (read < above + height)
-            local = jnp.clip(read - above, 0, max(height - 1, 0))
-            # Rows of the other parts are empty slots in this one.
-            mine = record - above
-            mine = jnp.where((mine >= 0) & (mine < height), mine, height)
-            if height == 0:
-                continue
-            if isinstance(part, View):
-                rows = part.rows(local, mine, take)
-            else:
-                rows = take_rows(part, local, mode="clip")
-            out = jnp.where(here.reshape(column), rows, out)
+            if height:
+                rows = self._part(
+                    part, ids.shifted("from", above, _from(above, height)), reader
+                )
+                if reader.runs:
+                    here = (ids.read >= above) & (ids.read < above + height)
+                    here = here.reshape((-1,) + (1,) * (len(self.shape) - 1))
+                    out = rows if out is None else jnp.where(here, rows, out)
             above += height
         return out
+
+    def _part(self, part: Any, ids: Ids, reader: Reader) -> Any:
+        if isinstance(part, View):
+            return part.rows(ids, reader)
+        return take_rows(part, ids.read, mode="clip") if reader.runs else None
 
     def whole(self) -> jax.Array:
         return jnp.concatenate([whole(part) for part in self.parts])
 
 
-@dataclasses.dataclass(frozen=True)
+def _from(above: int, height: int) -> Callable[..., Ids]:
+    """Row numbers of a stack in the part that begins ``above``; others are empty slots."""
+
+    def inside(read: jax.Array, record: jax.Array) -> Ids:
+        mine = record - above
+        mine = jnp.where((mine >= 0) & (mine < height), mine, height)
+        return Ids((), jnp.clip(read - above, 0, height - 1), mine)
+
+    return inside
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
 class Window(View):
     """Consecutive rows of a view, from row ``above`` on: ``table[1:]``."""
 
     inner: View
     above: int
 
-    def leaves(self) -> Iterator[int]:
-        return self.inner.leaves()
+    def _rows(self, ids: Ids, reader: Reader) -> Any:
+        def outside(read: jax.Array, record: jax.Array) -> Ids:
+            good = (record >= 0) & (record < self.shape[0])
+            there = jnp.where(good, record + self.above, self.inner.shape[0])
+            return Ids((), read + self.above, there)
 
-    def rows(self, read: jax.Array, record: jax.Array, take: Take) -> jax.Array:
-        inside = (record >= 0) & (record < self.shape[0])
-        record = jnp.where(inside, record + self.above, self.inner.shape[0])
-        return self.inner.rows(read + self.above, record, take)
+        name = f"window of {self.shape[0]}"
+        return self.inner.rows(ids.shifted(name, self.above, outside), reader)
 
     def whole(self) -> jax.Array:
         return self.inner.whole()[self.above : self.above + self.shape[0]]
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Unslotted(View):
     """A view through which no gradient is asked for: read row by row, without a slot."""
 
     inner: View
 
-    def leaves(self) -> Iterator[int]:
-        return iter(())
-
-    def rows(self, read: jax.Array, record: jax.Array, take: Take) -> jax.Array:
-        return self.inner.rows(read, record, just_read)
+    def _rows(self, ids: Ids, reader: Reader) -> Any:
+        return self.inner.rows(ids, reader.bare)
 
     def whole(self) -> jax.Array:
         return self.inner.whole()
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Stopped(Unslotted):
     """A view behind ``stop_gradient``: no derivative of any kind goes through."""
 
-    def rows(self, read: jax.Array, record: jax.Array, take: Take) -> jax.Array:
-        return lax.stop_gradient(super().rows(read, record, take))
+    def _rows(self, ids: Ids, reader: Reader) -> Any:
+        rows = super()._rows(ids, reader)
+        return lax.stop_gradient(rows) if reader.runs else None
 
     def whole(self) -> jax.Array:
         return lax.stop_gradient(self.inner.whole())
-
-
-def just_read(
-    leaf: int,
-    table: jax.Array,
-    read: jax.Array,
-    record: jax.Array,
-    mode: Any = "clip",
-    fill_value: Any = None,
-) -> jax.Array:
-    """A :class:`Take` that takes no slot."""
-    return take_rows(table, read, mode=mode, fill_value=fill_value)
 
 
 def without_slots(value: Any) -> Any:
@@ -209,19 +239,20 @@ def whole(value: Any) -> Any:
 
 
 def look_up(
-    view: View, ids: jax.Array, mode: Mode, fill_value: Any, take: Take
+    view: View, ids: jax.Array, mode: Mode, fill_value: Any, take: Callable[..., Any]
 ) -> jax.Array:
     """``view[ids]`` for ``ids`` ``[n]``, a bad id treated as JAX's ``mode`` does.
 
     The gradient follows the mode: a clipped id counts for the edge row, any other bad id
-    for none.
+    for none. ``take(leaf, table, ids, mode, fill_value)`` reads a table.
     """
     height = view.shape[0]
-    clipped = jnp.clip(ids, 0, max(height - 1, 0))
-    record = clipped if mode == Mode.CLIP else ids
     if isinstance(view, Table):
-        return take(view.leaf, view.array, ids, record, mode, fill_value)
-    rows = view.rows(clipped, record, take)
+        record = jnp.clip(ids, 0, max(height - 1, 0)) if mode == Mode.CLIP else ids
+        return take(view.leaf, view.array, Ids((), ids, record), mode, fill_value)
+    read = jnp.clip(ids, 0, max(height - 1, 0))
+    record = read if mode == Mode.CLIP else ids
+    rows: jax.Array = view.rows(Ids((), read, record), Reader(take))
     if mode == Mode.CLIP:
         return rows
     good = ((ids >= 0) & (ids < height)).reshape((-1,) + (1,) * (rows.ndim - 1))
@@ -232,14 +263,15 @@ def look_up(
     return jnp.where(good, rows, lax.stop_gradient(rows))
 
 
-def _fill(fill_value: Any, dtype: Any) -> jax.Array:
+def _fill(fill_value: Any, dtype: Any) -> Any:
     """JAX's own default: NaN, the smallest signed, the largest unsigned integer."""
     if fill_value is None:
         if jnp.issubdtype(dtype, jnp.inexact):
-            fill_value = jnp.nan
+            fill_value = np.nan
         elif jnp.issubdtype(dtype, jnp.bool_):
             fill_value = True
         else:
             limits = jnp.iinfo(dtype)
             fill_value = limits.min if limits.min < 0 else limits.max
-    return jnp.array(fill_value, dtype)
+    # NumPy's, because jax_debug_nans would refuse a NaN made by JAX.
+    return np.array(fill_value, dtype)

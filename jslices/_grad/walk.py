@@ -70,6 +70,8 @@ class Walk:
     def __init__(self, leaves: dict[int, Any]) -> None:
         self.leaves = leaves
         self.dense: dict[int, DenseUse] = {}
+        # The call of a library function that is being looked into: its line counts.
+        self._call: compat.Equation | None = None
 
     def program(
         self,
@@ -97,7 +99,7 @@ class Walk:
             if not any(given):
                 continue
             outlets = [var in reached for var in eqn.outvars]
-            if not any(outlets):
+            if not compat.is_reached(eqn, reached):
                 given = [without_slots(view) for view in given]
             outputs, entry = self._equation(eqn, given, outlets)
             if entry is not None:
@@ -114,7 +116,7 @@ class Walk:
         if view is None or not jnp.issubdtype(view.dtype, jnp.inexact):
             return
         for leaf in view.leaves():
-            self.dense.setdefault(leaf, DenseUse(what, eqn))
+            self.dense.setdefault(leaf, DenseUse(what, self._call or eqn))
 
     def _equation(
         self, eqn: compat.Equation, operands: list[View | None], through: list[bool]
@@ -122,7 +124,12 @@ class Walk:
         none: list[View | None] = [None] * len(eqn.outvars)
         name = eqn.primitive.name
         if name in CALLS:
-            return self.program(compat.body(eqn), operands, through)
+            outer = self._call
+            if outer is None and compat.is_library_call(eqn):
+                self._call = eqn
+            result = self.program(compat.body(eqn), operands, through)
+            self._call = outer
+            return result
         if name in REMAT:
             return none, self._branches(eqn, [compat.body(eqn)], operands, through)[0]
         if name == "cond":
@@ -136,7 +143,8 @@ class Walk:
         lookup = rules.lookup(eqn) if view is not None else None
         if view is not None and lookup is not None:
             return none, self._sites(eqn, view, lookup)
-        if any(compat.carries_gradient(out) for out in eqn.outvars):
+        floats = any(compat.carries_gradient(out) for out in eqn.outvars)
+        if floats or compat.touches_ref(eqn):
             for operand in operands:
                 self.need_whole(operand, name, eqn)
         return none, None
@@ -149,7 +157,16 @@ class Walk:
             dtype = index_dtype(aval.shape[0], np.dtype(ids.dtype))
             varying = compat.varying_axes(aval, ids)
             sites.append(
-                Site(leaf, aval.shape, aval.dtype, lookup.count, (), dtype, varying, eqn)
+                Site(
+                    leaf,
+                    aval.shape,
+                    aval.dtype,
+                    lookup.count,
+                    (),
+                    dtype,
+                    varying,
+                    self._call or eqn,
+                )
             )
         return sites
 

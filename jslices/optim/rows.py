@@ -7,8 +7,13 @@ import jax
 import jax.numpy as jnp
 
 from jslices._bounds import set_rows
+from jslices._coalesce import capacity_for, sum_duplicates
 from jslices._slices import IndexedSlices, check_slices, is_slices
 from jslices._trees import flatten
+
+# A multiple of the threads that share a gather, which are two to sixteen; with fewer rows
+# than MANY there is nothing to share. Measured in benchmarks/step.py.
+LANES, MANY = 16, 1024
 
 #: ``kernel(gradient, *slots) -> (update, *new_slots)``, the same for an array and for
 #: some rows of it: everything in it must be elementwise or within a row.
@@ -27,8 +32,9 @@ def update_leaves(
 
     Returns:
       ``(updates, new_slots)``. An update is an array, or IndexedSlices with unique
-      sorted ``indices`` ``[min(K, V)]``. A None gradient has update None and keeps its
-      state. Rows of the state that no gradient touches are neither read nor written.
+      ``indices`` ``[U]``, U being ``min(K, V)`` or a little more. A None gradient has
+      update None and keeps its state. Rows of the state that no gradient touches are
+      neither read nor written.
     """
     leaves, tree = flatten(grads, is_leaf=_is_leaf)
     per_slot = [tree.flatten_up_to(slot) for slot in slots]
@@ -63,8 +69,7 @@ def _update_rows(
             "first: IndexedSlices(s.values.reshape(-1, *row_shape), "
             "s.indices.reshape(-1), s.dense_shape)"
         )
-    grad = _with_known_shape(grad, state).coalesce()
-    assert grad.dense_shape is not None or not state
+    grad = _coalesced(_with_known_shape(grad, state))
     if not state:
         (update,) = kernel(grad.values)
         return (IndexedSlices(update, grad.indices, grad.dense_shape),)
@@ -80,6 +85,16 @@ def _update_rows(
         for slot, new in zip(state, new_rows, strict=True)
     ]
     return (IndexedSlices(update, grad.indices, grad.dense_shape), *new_state)
+
+
+def _coalesced(grad: IndexedSlices) -> IndexedSlices:
+    """Unique rows, dealt out evenly over the slots where there are many."""
+    num_rows = None if grad.dense_shape is None else grad.dense_shape[0]
+    capacity = capacity_for(grad.indices.shape[0], num_rows)
+    lanes = LANES if capacity >= MANY else 1
+    size = -(-capacity // lanes) * lanes
+    values, indices = sum_duplicates(grad.values, grad.indices, num_rows, size, lanes)
+    return IndexedSlices(values, indices, grad.dense_shape)
 
 
 def _with_known_shape(grad: IndexedSlices, state: Sequence[jax.Array]) -> IndexedSlices:
