@@ -37,12 +37,18 @@ def make_step(value_and_grad, tx, apply_updates):
     return step
 
 
-def zipf_ids(rng, num_rows, count):
-    """Ids as words occur: the n-th most frequent one about 1/n times as often."""
-    weights = 1.0 / np.arange(1, num_rows + 1) ** 1.05
+def zipf_ids(rng, num_rows, count, num_words=100_000):
+    """Ids as words occur: the n-th most frequent one about 1/n times as often.
+
+    Of a larger table the same number of words is in use, at rows all over it: so that two
+    sizes differ in the table and not in the number of distinct ids.
+    """
+    num_words = min(num_words, num_rows)
+    weights = 1.0 / np.arange(1, num_words + 1) ** 1.05
     edges = np.cumsum(weights / weights.sum())
-    ranks = np.minimum(np.searchsorted(edges, rng.random(count)), num_rows - 1)
-    return jnp.asarray(rng.permutation(num_rows)[ranks], jnp.int32)
+    ranks = np.minimum(np.searchsorted(edges, rng.random(count)), num_words - 1)
+    row_of_word = np.random.default_rng(1).permutation(num_rows)
+    return jnp.asarray(row_of_word[ranks], jnp.int32)
 
 
 def measure(num_rows, dim, count, steps, optimizer):

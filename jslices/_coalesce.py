@@ -12,7 +12,6 @@ def sum_duplicates(
     indices: jax.Array,
     num_rows: int | None,
     size: int | None,
-    lanes: int = 1,
 ) -> tuple[jax.Array, jax.Array]:
     """Sums the rows that share an index.
 
@@ -23,13 +22,10 @@ def sum_duplicates(
       num_rows: V, or None when unknown.
       size: U, the static number of slots returned; None means ``min(K, V)``, which
         always suffices.
-      lanes: 1 sorts. More deal the sorted rows out like cards to so many equal parts of
-        the slots (U must be a multiple): XLA:CPU splits a gather between its threads by
-        slots, and if all rows stood in front, one thread would do all the work.
 
     Returns:
       ``(values [U, *D], indices [U])``: indices sorted and unique, then the empty slots
-      (index V, zero values); with ``lanes``, so in each part.
+      (index V, zero values).
 
     Raises:
       ValueError: if more than ``size`` distinct rows are present and the indices are
@@ -39,7 +35,7 @@ def sum_duplicates(
     Cost: a sort of K integers, one pass over ``[K, *D]`` and one over ``[U, *D]``.
     """
     num_ids = indices.shape[0]
-    enough = capacity_for(num_ids, num_rows)
+    enough = num_ids if num_rows is None else min(num_ids, num_rows)
     capacity = enough if size is None else size
     if capacity < 0:
         raise ValueError(f"coalesce(size={size}): size must not be negative")
@@ -57,13 +53,11 @@ def sum_duplicates(
         ordered, positions = sort_ids(indices)
         is_first = jnp.concatenate([jnp.ones((1,), bool), ordered[1:] != ordered[:-1]])
         slots = jnp.cumsum(is_first, dtype=jnp.int32) - 1
-        if lanes > 1:
-            slots = (slots % lanes) * (capacity // lanes) + slots // lanes
         # Equal indices share a slot, so a colliding write stores the same number twice.
         unique = (
             jnp.full((capacity,), empty, indices.dtype)
             .at[slots]
-            .set(ordered, mode="drop", indices_are_sorted=lanes == 1)
+            .set(ordered, mode="drop", indices_are_sorted=True)
         )
         # Back to the order of `values`: moving K integers is cheaper than K rows.
         # The slot that the empty index got is sent out of range.
@@ -74,11 +68,6 @@ def sum_duplicates(
     if capacity < enough:
         summed = _refuse_overflow(summed, distinct, capacity)
     return summed, unique
-
-
-def capacity_for(num_ids: int, num_rows: int | None) -> int:
-    """U that always suffices: no more unique rows than ids, nor than rows."""
-    return num_ids if num_rows is None else min(num_ids, num_rows)
 
 
 def _add_by_slot(values: jax.Array, slots: jax.Array, capacity: int) -> jax.Array:

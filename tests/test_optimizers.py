@@ -1,5 +1,7 @@
 """Optimizers: dense leaves equal Optax; sparse ones do, on rows touched each step."""
 
+from unittest import mock
+
 import chex
 import jax
 import jax.numpy as jnp
@@ -11,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import jslices as js
+from jslices.optim import in_place
 
 V, D = 9, 3
 SCHEDULE = optax.cosine_decay_schedule(0.1, 10)
@@ -216,20 +219,43 @@ def test_dtypes_are_kept():
     assert js.adam(0.1, mu_dtype="float32").init(table).mu.dtype == jnp.float32
 
 
-def test_many_rows_are_dealt_out_and_right():
-    """Above a thousand rows the slots are filled in another order, with one result."""
+@every
+@pytest.mark.parametrize("count, rows", [(2500, 5000), (5000, 2100), (4096, 300_000)])
+def test_many_rows_are_worked_off_in_chunks(name, kwargs, count, rows):
     rng = np.random.default_rng(5)
-    for count, rows in ((1500, 5000), (5000, 1111)):
-        ids = rng.integers(-2, rows + 2, count)
-        table = jnp.zeros((rows, D))
-        grads = slices_of(rng, ids, (rows, D))
-        ours, theirs = js.adam(0.1), optax.adam(0.1)
-        updates, state = jax.jit(ours.update)(grads, ours.init(table))
-        wanted, _ = theirs.update(grads.to_dense(), theirs.init(table))
-        np.testing.assert_allclose(updates.to_dense(), wanted, rtol=1e-4, atol=1e-6)
-        present = np.sort(updates.indices[updates.indices < rows])
-        np.testing.assert_array_equal(present, np.unique(ids[(ids >= 0) & (ids < rows)]))
-        np.testing.assert_allclose(state.mu, 0.1 * grads.to_dense(), rtol=1e-4, atol=1e-6)
+    ids = rng.integers(-2, rows + 2, count)
+    table = jnp.zeros((rows, D))
+    grads = slices_of(rng, ids, (rows, D))
+    ours, theirs = getattr(js, name)(0.1, **kwargs), getattr(optax, name)(0.1, **kwargs)
+    updates, state = jax.jit(ours.update)(grads, ours.init(table))
+    wanted, _ = theirs.update(grads.to_dense(), theirs.init(table))
+    np.testing.assert_allclose(updates.to_dense(), wanted, rtol=1e-4, atol=1e-6)
+    present = np.unique(ids[(ids >= 0) & (ids < rows)])
+    np.testing.assert_array_equal(updates.indices[: len(present)], present)
+    assert not np.asarray(updates.values)[len(present) :].any()
+    # Done at once, as on a GPU: the same numbers.
+    with mock.patch.object(in_place, "CHUNK", 10**9):
+        at_once, state_at_once = jax.jit(lambda g, s: ours.update(g, s))(
+            grads, ours.init(table)
+        )
+    assert_close((updates, state), (at_once, state_at_once), rtol=1e-6)
+
+
+def test_a_learned_learning_rate_goes_through_many_rows():
+    rng = np.random.default_rng(6)
+    table = jnp.asarray(rng.normal(size=(5000, D)), jnp.float32)
+    ids = jnp.asarray(rng.integers(0, 5000, 3000))
+
+    def after(rate, grad, module):
+        tx = module.adam(rate)
+        loss = lambda t: (t[ids] ** 3).sum()  # noqa: E731
+        updates, _ = tx.update(grad(loss)(table), tx.init(table), table)
+        return (module.apply_updates(table, updates)[ids] ** 2).sum()
+
+    for derivative in (jax.grad, jax.jacfwd, lambda f: jax.jit(jax.grad(f))):
+        got = derivative(lambda r: after(r, js.grad, js))(jnp.float32(0.1))
+        wanted = derivative(lambda r: after(r, jax.grad, optax))(jnp.float32(0.1))
+        np.testing.assert_allclose(got, wanted, rtol=1e-3)
 
 
 def test_slices_without_dense_shape():

@@ -1,23 +1,13 @@
 """Running an optimizer's arithmetic on whole arrays, or on the touched rows of them."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
-from jslices._bounds import set_rows
-from jslices._coalesce import capacity_for, sum_duplicates
 from jslices._slices import IndexedSlices, check_slices, is_slices
 from jslices._trees import flatten
-
-# A multiple of the threads that share a gather, which are two to sixteen; with fewer rows
-# than MANY there is nothing to share. Measured in benchmarks/step.py.
-LANES, MANY = 16, 1024
-
-#: ``kernel(gradient, *slots) -> (update, *new_slots)``, the same for an array and for
-#: some rows of it: everything in it must be elementwise or within a row.
-Kernel = Callable[..., tuple[jax.Array, ...]]
+from jslices.optim.in_place import Kernel, step_rows
 
 
 def update_leaves(
@@ -32,9 +22,8 @@ def update_leaves(
 
     Returns:
       ``(updates, new_slots)``. An update is an array, or IndexedSlices with unique
-      ``indices`` ``[U]``, U being ``min(K, V)`` or a little more. A None gradient has
-      update None and keeps its state. Rows of the state that no gradient touches are
-      neither read nor written.
+      sorted ``indices`` ``[min(K, V)]``. A None gradient has update None and keeps its
+      state. Rows of the state that no gradient touches are neither read nor written.
     """
     leaves, tree = flatten(grads, is_leaf=_is_leaf)
     per_slot = [tree.flatten_up_to(slot) for slot in slots]
@@ -69,32 +58,12 @@ def _update_rows(
             "first: IndexedSlices(s.values.reshape(-1, *row_shape), "
             "s.indices.reshape(-1), s.dense_shape)"
         )
-    grad = _coalesced(_with_known_shape(grad, state))
+    grad = _with_known_shape(grad, state).coalesce()
     if not state:
         (update,) = kernel(grad.values)
         return (IndexedSlices(update, grad.indices, grad.dense_shape),)
-    height = state[0].shape[0]
-    # Empty slots read the last row; nothing is written back there.
-    read = jnp.minimum(grad.indices, max(height - 1, 0))
-    rows = [slot.at[read].get(mode="promise_in_bounds") for slot in state]
-    update, *new_rows = kernel(grad.values, *rows)
-    present = (grad.indices < height).reshape(-1, *(1,) * (update.ndim - 1))
-    update = jnp.where(present, update, jnp.zeros((), update.dtype))
-    new_state = [
-        set_rows(slot, grad.indices, new.astype(slot.dtype))
-        for slot, new in zip(state, new_rows, strict=True)
-    ]
+    update, *new_state = step_rows(kernel, grad.indices, grad.values, state)
     return (IndexedSlices(update, grad.indices, grad.dense_shape), *new_state)
-
-
-def _coalesced(grad: IndexedSlices) -> IndexedSlices:
-    """Unique rows, dealt out evenly over the slots where there are many."""
-    num_rows = None if grad.dense_shape is None else grad.dense_shape[0]
-    capacity = capacity_for(grad.indices.shape[0], num_rows)
-    lanes = LANES if capacity >= MANY else 1
-    size = -(-capacity // lanes) * lanes
-    values, indices = sum_duplicates(grad.values, grad.indices, num_rows, size, lanes)
-    return IndexedSlices(values, indices, grad.dense_shape)
 
 
 def _with_known_shape(grad: IndexedSlices, state: Sequence[jax.Array]) -> IndexedSlices:

@@ -1,0 +1,112 @@
+"""One step of an optimizer on some rows of its arrays, in place and in cache.
+
+On a CPU the rows are worked off in chunks, and only as many chunks as hold rows: a chunk's
+rows are still in the cache, and in the table of pages, when they are written back. (At
+V = 1e6, D = 64 and 1e4 Zipf ids this takes a fifth off the step, and most of what it grows
+with V.) Elsewhere all rows go at once, as a loop would only launch kernels.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jslices._bounds import set_rows
+
+#: ``kernel(gradient, *slots) -> (update, *new_slots)``, the same for an array and for
+#: some rows of it: everything in it must be elementwise or within a row.
+Kernel = Callable[..., tuple[jax.Array, ...]]
+
+CHUNK = 2048
+
+
+def step_rows(
+    kernel: Kernel, indices: jax.Array, values: jax.Array, state: Sequence[jax.Array]
+) -> tuple[jax.Array, ...]:
+    """Runs ``kernel`` on the rows that ``indices`` name.
+
+    Args:
+      kernel: the arithmetic of the step.
+      indices: ``[U]``, sorted and unique, then empty slots (index V).
+      values: ``[U, *D]``, the gradient of these rows.
+      state: arrays ``[V, ...]``.
+
+    Returns:
+      ``(update, *state)``: ``[U, *D]``, zero in empty slots, and the new arrays.
+    """
+    if indices.shape[0] <= CHUNK:
+        return _at_once(kernel, indices, values, state)
+    # The loop's length depends on values, so it has no reverse derivative of its own; it is
+    # that of doing all rows at once. A custom_jvp must be handed what its function closes
+    # over (a learning rate that is itself learned, say), and a converted function has fixed
+    # shapes, hence two.
+    rows = [x[: len(indices)] for x in (values, *state)]
+    whole, whole_consts = jax.closure_convert(kernel, *_like(rows, len(indices)))
+    part, part_consts = jax.closure_convert(kernel, *_like(rows, CHUNK))
+
+    def at_once(consts: Any, values: jax.Array, *state: jax.Array) -> Any:
+        return _at_once(lambda *x: whole(*x, *consts[0]), indices, values, state)
+
+    def in_chunks(consts: Any, values: jax.Array, *state: jax.Array) -> Any:
+        return _in_chunks(lambda *x: part(*x, *consts[1]), indices, values, state)
+
+    @jax.custom_jvp
+    def step(consts: Any, values: jax.Array, *state: jax.Array) -> Any:
+        return lax.platform_dependent(
+            consts, values, *state, cpu=in_chunks, default=at_once
+        )
+
+    step.defjvp(lambda primals, tangents: jax.jvp(at_once, primals, tangents))
+    return step((whole_consts, part_consts), values, *state)
+
+
+def _like(rows: Sequence[jax.Array], count: int) -> list[jax.Array]:
+    return [jnp.zeros((count, *x.shape[1:]), x.dtype) for x in rows]
+
+
+def _at_once(
+    kernel: Kernel, indices: jax.Array, values: jax.Array, state: Sequence[jax.Array]
+) -> tuple[jax.Array, ...]:
+    height = state[0].shape[0]
+    # Empty slots read the last row; nothing is written back there.
+    read = jnp.minimum(indices, max(height - 1, 0))
+    rows = [slot.at[read].get(mode="promise_in_bounds") for slot in state]
+    update, *new_rows = kernel(values, *rows)
+    present = (indices < height).reshape(-1, *(1,) * (update.ndim - 1))
+    update = jnp.where(present, update, jnp.zeros((), update.dtype))
+    new_state = [
+        set_rows(slot, indices, new.astype(slot.dtype))
+        for slot, new in zip(state, new_rows, strict=True)
+    ]
+    return (update, *new_state)
+
+
+def _in_chunks(
+    kernel: Kernel, indices: jax.Array, values: jax.Array, state: Sequence[jax.Array]
+) -> tuple[jax.Array, ...]:
+    count, height = indices.shape[0], state[0].shape[0]
+    present = jnp.sum(indices < height, dtype=jnp.int32)
+
+    def body(carry: Any) -> Any:
+        done, update, *state = carry
+        # The last chunk may begin early, so that it ends with the last slot; rows that
+        # were done before are then shown as empty.
+        start = jnp.minimum(done, count - CHUNK)
+        mine = lax.dynamic_slice_in_dim(indices, start, CHUNK)
+        fresh = start + jnp.arange(CHUNK, dtype=jnp.int32) >= done
+        gradient = lax.dynamic_slice_in_dim(values, start, CHUNK)
+        ids = jnp.where(fresh, mine, height)
+        new, *state = _at_once(kernel, ids, gradient, state)
+        old = lax.dynamic_slice_in_dim(update, start, CHUNK)
+        new = jnp.where(fresh.reshape(-1, *(1,) * (new.ndim - 1)), new, old)
+        update = lax.dynamic_update_slice_in_dim(update, new, start, 0)
+        return [done + CHUNK, update, *state]
+
+    # In the kernel's own dtype, which need not be that of the gradient.
+    shape = jax.eval_shape(kernel, *_like([values, *state], CHUNK))[0]
+    update = jnp.zeros((count, *shape.shape[1:]), shape.dtype)
+    carry = [jnp.zeros((), jnp.int32), update, *state]
+    _, update, *state = lax.while_loop(lambda carry: carry[0] < present, body, carry)
+    return (update, *state)
