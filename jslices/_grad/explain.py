@@ -121,9 +121,9 @@ class Explanation(NamedTuple):
 def explain(
     fun: Callable[..., Any],
     argnums: int | Sequence[int] = 0,
-    has_aux: bool = False,
-    *,
     sparse: SparseSpec = None,
+    *,
+    has_aux: bool = False,
 ) -> Callable[..., Explanation]:
     """Tells which gradients of ``fun`` are sparse, what they cost, and why not.
 
@@ -133,8 +133,8 @@ def explain(
     Args:
       fun: the function to differentiate.
       argnums: as in :func:`value_and_grad`.
+      sparse: as in :func:`value_and_grad`; what it insists on is reported, not raised.
       has_aux: as in :func:`value_and_grad`.
-      sparse: as in :func:`value_and_grad`; what it forces is reported, not raised.
 
     Returns:
       A function of the same arguments that returns an :class:`Explanation`. ``print`` it
