@@ -196,6 +196,58 @@ def test_debug_nans_meets_no_nan_of_ours():
         assert_close(js.grad(fun)(TABLE), jax.grad(fun)(TABLE))
 
 
+BRANCHES = {
+    "cond": lambda t, b: jax.vmap(
+        lambda k: lax.cond(
+            k > 2, lambda: (t * 2)[k].sum(), lambda: jnp.take(t, k[None], 0).sum()
+        )
+    )(IDS),
+    "scaled": lambda t, b: jax.vmap(
+        lambda k: lax.cond(k > 2, lambda: ((t * b[0])[k] ** 2).sum(), lambda: 0.0)
+    )(IDS),
+    "switch": lambda t, b: jax.vmap(
+        lambda k: lax.switch(
+            k % 3,
+            [
+                lambda: jnp.sin(t)[k].sum(),
+                lambda: t.at[k + 3].get(mode="fill", fill_value=0).sum() * b[k],
+                lambda: (t[jnp.stack([k, k + 3])] ** 2).sum(),
+            ],
+        )
+    )(IDS),
+    "embedding_lookup": lambda t, b: jax.vmap(
+        lambda k: lax.cond(
+            k > 2, lambda: js.embedding_lookup(t, k, mode="clip").sum() * b[k], lambda: 0.0
+        )
+    )(IDS),
+    "two_vmaps": lambda t, b: jax.vmap(
+        jax.vmap(lambda k: lax.cond(k > 2, lambda: t[k].sum() * b[k], lambda: 0.0))
+    )(IDS.reshape(2, 2)),
+    "in_a_loop": lambda t, b: lax.scan(
+        lambda c, k: (
+            c
+            + jax.vmap(
+                lambda i: lax.cond(i > k, lambda: (t[i] ** 3).sum() * b[k], lambda: c)
+            )(IDS).sum(),
+            None,
+        ),
+        0.0,
+        IDS,
+    )[0],
+}
+
+
+@pytest.mark.parametrize("name", BRANCHES)
+def test_a_branch_for_each_example(name):
+    """JAX repeats the table for every example there, and selects."""
+    bias = TABLE[:, 0] * 2
+    fun = lambda t, b: (BRANCHES[name](t, b) ** 2).sum()  # noqa: E731
+    grads = js.grad(fun, argnums=(0, 1))(TABLE, bias)
+    assert js.is_slices(grads[0])
+    wanted = js.grad(fun, argnums=(0, 1), sparse=False)(TABLE, bias)
+    assert_close(grads, wanted, rtol=1e-4, atol=1e-4)
+
+
 def test_named_for_a_checkpoint_policy():
     def fun(table):
         named = checkpoint_name(table, "table")

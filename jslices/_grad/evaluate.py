@@ -90,7 +90,7 @@ def _equation(
     if outputs is not None:
         return outputs, None
     view = operands[0]
-    lookup = rules.lookup(eqn) if isinstance(view, View) else None
+    lookup = rules.lookup(eqn, view) if isinstance(view, View) else None
     if lookup is not None:
         return _lookup(view, lookup, [whole(x) for x in operands[1:]], *next(entries))
     # No gradient flows here, or the view would not be one: the array itself will do.
@@ -114,8 +114,9 @@ def _lookup(
         indices.append(record)
         return lookup_rows(table, ids.read, slot, mode, fill_value)
 
-    ids = lookup.ids([None, *others])
-    rows = look_up(view, ids, lookup.mode, lookup.fill_value, take)
+    values = [None, *others]
+    good = None if lookup.good is None else lookup.good(values)
+    rows = look_up(view, lookup.ids(values), lookup.mode, lookup.fill_value, take, good)
     return [lookup.arrange(rows)], indices
 
 

@@ -15,10 +15,12 @@ from jax import lax
 from jslices._grad import compat
 from jslices._grad.views import (
     Mode,
+    Repeated,
     Rowwise,
     Stacked,
     Stopped,
     Table,
+    Tiled,
     View,
     Window,
     without_slots,
@@ -50,6 +52,8 @@ def commuting(eqn: compat.Equation, operands: Sequence[Any]) -> list[Any] | None
       the equation mixes rows.
     """
     name = eqn.primitive.name
+    if any(isinstance(operand, Repeated) for operand in operands):
+        return _repeated(eqn, operands)
     if name in ELEMENTWISE:
         return _elementwise(eqn, operands)
     rule = _STEPS.get(name)
@@ -67,10 +71,14 @@ class Lookup:
     ids: Callable[[Sequence[Any]], jax.Array]
     #: From the rows ``[count, *D]`` to the equation's output.
     arrange: Callable[[jax.Array], jax.Array]
+    #: From the operands' values to which ids are good; None: those in range.
+    good: Callable[[Sequence[Any]], jax.Array] | None = None
 
 
-def lookup(eqn: compat.Equation) -> Lookup | None:
+def lookup(eqn: compat.Equation, view: View) -> Lookup | None:
     """How the equation reads whole rows of its first operand; None if it does not."""
+    if isinstance(view, Repeated):
+        return _gather_repeated(eqn, view.lead) if eqn.primitive.name == "gather" else None
     if eqn.primitive.name == "gather":
         return _gather(eqn)
     if eqn.primitive.name == "dynamic_slice":
@@ -135,6 +143,14 @@ def _squeeze(eqn: compat.Equation, operands: Sequence[Any]) -> list[Any] | None:
 def _broadcast(eqn: compat.Equation, operands: Sequence[Any]) -> list[Any] | None:
     shape, dims = tuple(eqn.params["shape"]), eqn.params["broadcast_dimensions"]
     given = compat.shape_of(eqn.invars[0])
+    if (
+        tuple(dims) == tuple(range(1, len(shape)))
+        and shape[1:] == given
+        and len(operands) == 1
+    ):
+        (view,) = operands
+        tiles = Tiled((shape[0] * given[0], *given[1:]), view.dtype, view)
+        return [Repeated(shape, view.dtype, tiles, 2)]
     if not dims or dims[0] != 0 or given[0] != shape[0] or len(operands) > 1:
         return None
     return _rowwise(eqn, operands, lambda rows: {"shape": (rows, *shape[1:])})
@@ -282,8 +298,17 @@ def _gather(eqn: compat.Equation) -> Lookup | None:
             rows = jnp.where(jnp.all(others == 0, axis=1), rows, height)
         return rows
 
+    return Lookup(count, mode, eqn.params["fill_value"], ids, _arrangement(eqn))
+
+
+def _arrangement(eqn: compat.Equation) -> Callable[[jax.Array], jax.Array]:
+    """From rows ``[count, *D]`` to where a gather puts them."""
+    numbers, sizes = eqn.params["dimension_numbers"], eqn.params["slice_sizes"]
+    batch = compat.shape_of(eqn.invars[1])[:-1]
+    left_out = {*numbers.collapsed_slice_dims, *numbers.operand_batching_dims}
+    window = [n for d, n in enumerate(sizes) if d not in left_out]
+
     def arrange(rows: jax.Array) -> jax.Array:
-        window = [n for d, n in enumerate(sizes) if d not in numbers.collapsed_slice_dims]
         out = rows.reshape(*batch, *window)
         if out.ndim == len(numbers.offset_dims):
             return out
@@ -291,7 +316,79 @@ def _gather(eqn: compat.Equation) -> Lookup | None:
         places = [*kept, *numbers.offset_dims]
         return jnp.moveaxis(out, range(out.ndim), places)
 
-    return Lookup(count, mode, eqn.params["fill_value"], ids, arrange)
+    return arrange
+
+
+def _gather_repeated(eqn: compat.Equation, lead: int) -> Lookup | None:
+    """A gather from a table repeated for each example, every example at ids of its own."""
+    numbers, sizes = eqn.params["dimension_numbers"], tuple(eqn.params["slice_sizes"])
+    mode, shape = eqn.params["mode"], compat.shape_of(eqn.invars[0])
+    axes, batch = tuple(numbers.start_index_map), compat.shape_of(eqn.invars[1])[:-1]
+    examples = tuple(range(lead - 1))
+    by_example = tuple(numbers.operand_batching_dims) == examples
+    by_example &= tuple(numbers.start_indices_batching_dims) == examples
+    whole_rows = sizes == (*(1,) * lead, *shape[lead:]) and lead - 1 in axes
+    known_mode = mode in (Mode.CLIP, Mode.FILL_OR_DROP, Mode.PROMISE_IN_BOUNDS)
+    if not (by_example and whole_rows and known_mode):
+        return None
+    column, height, count = axes.index(lead - 1), shape[lead - 1], math.prod(batch)
+    each = count // max(math.prod(batch[: lead - 1]), 1)
+
+    def starts(values: Sequence[Any]) -> jax.Array:
+        return _wide(values[1]).reshape(count, len(axes))
+
+    def ids(values: Sequence[Any]) -> jax.Array:
+        rows = jnp.clip(starts(values)[:, column], 0, max(height - 1, 0))
+        example = jnp.arange(count, dtype=rows.dtype) // max(each, 1)
+        return example * height + rows
+
+    def good(values: Sequence[Any]) -> jax.Array:
+        given = starts(values)
+        rows = given[:, column]
+        others = jnp.delete(given, column, axis=1, assume_unique_indices=True)
+        return (rows >= 0) & (rows < height) & jnp.all(others == 0, axis=1)
+
+    fill_value = eqn.params["fill_value"]
+    return Lookup(count, mode, fill_value, ids, _arrangement(eqn), good)
+
+
+def _repeated(eqn: compat.Equation, operands: Sequence[Any]) -> list[Any] | None:
+    """An elementwise step on tables that are repeated for each example."""
+    name, out = eqn.primitive.name, eqn.outvars[0].aval
+    if name == mark_p.name:
+        return list(operands)
+    first = next(x for x in operands if isinstance(x, Repeated))
+    if name == "broadcast_in_dim" and len(operands) == 1:  # repeated once more
+        dims, times = eqn.params["broadcast_dimensions"], out.shape[0]
+        if tuple(dims) != tuple(range(1, out.ndim)) or out.shape[1:] != first.shape:
+            return None
+        shape = (times * first.flat.shape[0], *first.flat.shape[1:])
+        tiles = Tiled(shape, first.dtype, first.flat)
+        return [Repeated(tuple(out.shape), first.dtype, tiles, first.lead + 1)]
+    lead = tuple(out.shape[: first.lead])
+    flat: list[Any] = []
+    for atom, operand in zip(eqn.invars, operands, strict=True):
+        given = compat.shape_of(atom)
+        if isinstance(operand, Repeated) and given[: len(lead)] == lead:
+            flat.append(operand.flat)
+        elif isinstance(operand, View):
+            return None
+        elif any(n not in (1, wanted) for n, wanted in zip(given, lead, strict=False)):
+            return None
+        elif given and operand is not None:  # something for each example, or each row
+            rest = given[len(lead) :]
+            flat.append(jnp.broadcast_to(operand, (*lead, *rest)).reshape(-1, *rest))
+        else:
+            flat.append(operand)
+    if name == "stop_gradient":
+        views: list[Any] = [Stopped(flat[0].shape, flat[0].dtype, flat[0])]
+    elif name in ELEMENTWISE:
+        views = _rowwise(eqn, flat)
+    else:
+        return None
+    shape = (math.prod(lead), *out.shape[len(lead) :])
+    view = dataclasses.replace(views[0], shape=shape)
+    return [Repeated(tuple(out.shape), out.dtype, view, len(lead))]
 
 
 def _wide(ids: Any) -> jax.Array:

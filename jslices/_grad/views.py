@@ -202,6 +202,45 @@ class Window(View):
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
+class Tiled(View):
+    """The same rows again and again: row ``i`` is row ``i % V`` of the view inside."""
+
+    inner: View
+
+    def _rows(self, ids: Ids, reader: Reader) -> Any:
+        height, inner = self.shape[0], self.inner.shape[0]
+
+        def inside(read: jax.Array, record: jax.Array) -> Ids:
+            good = (record >= 0) & (record < height)
+            return Ids((), read % inner, jnp.where(good, record % inner, inner))
+
+        return self.inner.rows(ids.shifted("tile", inner, inside), reader)
+
+    def whole(self) -> jax.Array:
+        times = self.shape[0] // self.inner.shape[0]
+        return jnp.tile(self.inner.whole(), (times,) + (1,) * (len(self.shape) - 1))
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Repeated(View):
+    """An array ``[*B, V, *D]``, a table for every example of a batch.
+
+    ``vmap`` of a ``cond`` whose branch differs between examples makes one: it repeats what
+    the branches read, and selects. ``flat`` is the same as ``[prod(B) * V, *D]``, and
+    ``lead`` the number of axes of ``[*B, V]``.
+    """
+
+    flat: View
+    lead: int
+
+    def _rows(self, ids: Ids, reader: Reader) -> Any:
+        return self.flat.rows(ids, reader)
+
+    def whole(self) -> jax.Array:
+        return self.flat.whole().reshape(self.shape)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
 class Unslotted(View):
     """A view through which no gradient is asked for: read row by row, without a slot."""
 
@@ -228,6 +267,8 @@ class Stopped(Unslotted):
 
 def without_slots(value: Any) -> Any:
     """A view as one through which no gradient is asked for; anything else as it is."""
+    if isinstance(value, Repeated):
+        return dataclasses.replace(value, flat=without_slots(value.flat))
     if isinstance(value, View) and not isinstance(value, Unslotted):
         return Unslotted(value.shape, value.dtype, value)
     return value
@@ -239,23 +280,38 @@ def whole(value: Any) -> Any:
 
 
 def look_up(
-    view: View, ids: jax.Array, mode: Mode, fill_value: Any, take: Callable[..., Any]
+    view: View,
+    ids: jax.Array,
+    mode: Mode,
+    fill_value: Any,
+    take: Callable[..., Any],
+    good: jax.Array | None = None,
 ) -> jax.Array:
     """``view[ids]`` for ``ids`` ``[n]``, a bad id treated as JAX's ``mode`` does.
 
     The gradient follows the mode: a clipped id counts for the edge row, any other bad id
-    for none. ``take(leaf, table, ids, mode, fill_value)`` reads a table.
+    for none. ``take(leaf, table, ids, mode, fill_value)`` reads a table. ``good`` tells
+    the good ids where their range does not, all of them being in it.
     """
+    view = view.flat if isinstance(view, Repeated) else view
     height = view.shape[0]
+    if good is not None and mode != Mode.CLIP:
+        record = jnp.where(good, ids, height)
+        rows = view.rows(Ids((), ids, record), Reader(take))
+        return _masked(rows, good, mode, fill_value)
     if isinstance(view, Table):
         record = jnp.clip(ids, 0, max(height - 1, 0)) if mode == Mode.CLIP else ids
         return take(view.leaf, view.array, Ids((), ids, record), mode, fill_value)
     read = jnp.clip(ids, 0, max(height - 1, 0))
     record = read if mode == Mode.CLIP else ids
-    rows: jax.Array = view.rows(Ids((), read, record), Reader(take))
+    rows = view.rows(Ids((), read, record), Reader(take))
     if mode == Mode.CLIP:
         return rows
-    good = ((ids >= 0) & (ids < height)).reshape((-1,) + (1,) * (rows.ndim - 1))
+    return _masked(rows, (ids >= 0) & (ids < height), mode, fill_value)
+
+
+def _masked(rows: Any, good: jax.Array, mode: Mode, fill_value: Any) -> jax.Array:
+    good = good.reshape((-1,) + (1,) * (rows.ndim - 1))
     if mode == Mode.FILL_OR_DROP:
         return jnp.where(good, rows, _fill(fill_value, rows.dtype))
     # A bad id reads the edge row, but no gradient comes back, neither to the table nor to

@@ -140,7 +140,7 @@ class Walk:
         if outputs is not None:
             return outputs, None
         view = operands[0]
-        lookup = rules.lookup(eqn) if view is not None else None
+        lookup = rules.lookup(eqn, view) if view is not None else None
         if view is not None and lookup is not None:
             return none, self._sites(eqn, view, lookup)
         floats = any(compat.carries_gradient(out) for out in eqn.outvars)
