@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jslices._bounds import canonical_indices
-from jslices._grad import compat, rules
+from jslices._grad import compat, lookups, rules
 from jslices._grad.views import Ids, View, look_up, whole, without_slots
 from jslices._grad.walk import (
     CALLS,
@@ -90,7 +90,7 @@ def _equation(
     if outputs is not None:
         return outputs, None
     view = operands[0]
-    lookup = rules.lookup(eqn, view) if isinstance(view, View) else None
+    lookup = lookups.lookup(eqn, view) if isinstance(view, View) else None
     if lookup is not None:
         return _lookup(view, lookup, [whole(x) for x in operands[1:]], *next(entries))
     # No gradient flows here, or the view would not be one: the array itself will do.
@@ -98,7 +98,7 @@ def _equation(
 
 
 def _lookup(
-    view: View, lookup: rules.Lookup, others: list[Any], plan: Plan, slots: Slots
+    view: View, lookup: lookups.Lookup, others: list[Any], plan: Plan, slots: Slots
 ) -> tuple[list[Any], Indices]:
     entries = zip(plan, slots, strict=True)
     indices: Indices = []

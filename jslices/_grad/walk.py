@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jslices._bounds import index_dtype
-from jslices._grad import compat, rules
+from jslices._grad import compat, lookups, rules
 from jslices._grad.views import Table, View, without_slots
 
 # A plan is a list with an entry for every equation that looks rows up or holds a
@@ -140,7 +140,7 @@ class Walk:
         if outputs is not None:
             return outputs, None
         view = operands[0]
-        lookup = rules.lookup(eqn, view) if view is not None else None
+        lookup = lookups.lookup(eqn, view) if view is not None else None
         if view is not None and lookup is not None:
             return none, self._sites(eqn, view, lookup)
         floats = any(compat.carries_gradient(out) for out in eqn.outvars)
@@ -149,7 +149,7 @@ class Walk:
                 self.need_whole(operand, name, eqn)
         return none, None
 
-    def _sites(self, eqn: compat.Equation, view: View, lookup: rules.Lookup) -> Plan:
+    def _sites(self, eqn: compat.Equation, view: View, lookup: lookups.Lookup) -> Plan:
         ids = eqn.invars[1].aval
         sites = []
         for leaf in view.leaves():
