@@ -143,10 +143,7 @@ def test_random_program(data):
     for name in ("table", "other"):
         report = js.explain(loss)(params).leaves
         kind = next(leaf.kind for leaf in report if leaf.path == f"P['{name}']")
-        # A branch chosen for each example is no branch: JAX repeats the table for every
-        # example and selects. Elementwise steps on it are understood, others not yet.
-        repeated = "vmap" in code and ("cond" in code or "switch" in code)
-        assert kind in ("sparse", "unused") or repeated
+        assert kind in ("sparse", "unused")
         assert js.is_slices(grads[name]) == (kind == "sparse")
 
 

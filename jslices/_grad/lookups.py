@@ -7,9 +7,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from jslices._grad import compat
-from jslices._grad.views import Mode, Repeated, View
+from jslices._grad.views import Mode, View, leading
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,11 +30,11 @@ class Lookup:
 
 def lookup(eqn: compat.Equation, view: View) -> Lookup | None:
     """How the equation reads whole rows of its first operand; None if it does not."""
-    if isinstance(view, Repeated):
-        return _gather_repeated(eqn, view.lead) if eqn.primitive.name == "gather" else None
+    lead = leading(view)
     if eqn.primitive.name == "gather":
-        return _gather(eqn)
-    if eqn.primitive.name == "dynamic_slice":
+        return _gather(eqn) if lead == 1 else _gather_repeated(eqn, lead)
+    # Of tables repeated for each example, vmap makes a gather.
+    if eqn.primitive.name == "dynamic_slice" and lead == 1:
         return _dynamic_slice(eqn)
     return None
 
@@ -85,33 +86,48 @@ def _arrangement(eqn: compat.Equation) -> Callable[[jax.Array], jax.Array]:
 
 
 def _gather_repeated(eqn: compat.Equation, lead: int) -> Lookup | None:
-    """A gather from a table repeated for each example, every example at ids of its own."""
+    """A gather from tables repeated for each example.
+
+    Along every axis of the batch, either each example has ids of its own, or the same ids
+    are read from all of them.
+    """
     numbers, sizes = eqn.params["dimension_numbers"], tuple(eqn.params["slice_sizes"])
     mode, shape = eqn.params["mode"], compat.shape_of(eqn.invars[0])
     axes, batch = tuple(numbers.start_index_map), compat.shape_of(eqn.invars[1])[:-1]
-    examples = tuple(range(lead - 1))
-    by_example = tuple(numbers.operand_batching_dims) == examples
-    by_example &= tuple(numbers.start_indices_batching_dims) == examples
-    whole_rows = sizes == (*(1,) * lead, *shape[lead:]) and lead - 1 in axes
+    own = dict(
+        zip(numbers.operand_batching_dims, numbers.start_indices_batching_dims, strict=True)
+    )
+    shared = tuple(d for d in range(lead - 1) if d not in own)
+    rows = tuple(1 if d in own or d == lead - 1 else n for d, n in enumerate(shape[:lead]))
     known_mode = mode in (Mode.CLIP, Mode.FILL_OR_DROP, Mode.PROMISE_IN_BOUNDS)
-    if not (by_example and whole_rows and known_mode):
+    if sizes != (*rows, *shape[lead:]) or lead - 1 not in axes or not known_mode:
         return None
-    column, height, count = axes.index(lead - 1), shape[lead - 1], math.prod(batch)
-    each = count // max(math.prod(batch[: lead - 1]), 1)
+    # The rows come out in this order: by the ids, then by the examples that share them.
+    order = (*batch, *(shape[d] for d in shared))
+    place = own | {d: len(batch) + i for i, d in enumerate(shared)}
+    column, height, count = axes.index(lead - 1), shape[lead - 1], math.prod(order)
+
+    def spread(x: jax.Array) -> jax.Array:
+        x = x.reshape(*batch, *(1 for _ in shared))
+        return jnp.broadcast_to(x, order).reshape(count)
 
     def starts(values: Sequence[Any]) -> jax.Array:
-        return _wide(values[1]).reshape(count, len(axes))
+        return _wide(values[1])
 
     def ids(values: Sequence[Any]) -> jax.Array:
-        rows = jnp.clip(starts(values)[:, column], 0, max(height - 1, 0))
-        example = jnp.arange(count, dtype=rows.dtype) // max(each, 1)
-        return example * height + rows
+        row = jnp.clip(starts(values)[..., column], 0, max(height - 1, 0))
+        row = spread(row).reshape(order)
+        example = jnp.zeros((), row.dtype)
+        for d in range(lead - 1):
+            position = lax.broadcasted_iota(row.dtype, order, place[d])
+            example = example * shape[d] + position
+        return (example * height + row).reshape(count)
 
     def good(values: Sequence[Any]) -> jax.Array:
         given = starts(values)
-        rows = given[:, column]
-        others = jnp.delete(given, column, axis=1, assume_unique_indices=True)
-        return (rows >= 0) & (rows < height) & jnp.all(others == 0, axis=1)
+        row = given[..., column]
+        others = jnp.delete(given, column, axis=-1, assume_unique_indices=True)
+        return spread((row >= 0) & (row < height) & jnp.all(others == 0, axis=-1))
 
     fill_value = eqn.params["fill_value"]
     return Lookup(count, mode, fill_value, ids, _arrangement(eqn), good)

@@ -5,6 +5,7 @@ then right, but dense.
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -13,19 +14,23 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jslices._bounds import INT32_MAX
 from jslices._grad import compat
+from jslices._grad.renumber import Copied, Stacked, Window
 from jslices._grad.views import (
     Repeated,
     Rowwise,
-    Stacked,
     Stopped,
     Table,
-    Tiled,
     View,
-    Window,
+    flat,
+    leading,
     without_slots,
 )
 from jslices._lookup.mark import mark_p
+
+#: ``rule(eqn, operands, lead) -> outputs``, for views whose rows ``lead`` axes number.
+Rule = Callable[[compat.Equation, Sequence[Any], int], list[Any] | None]
 
 # Primitives that compute each element from the elements at the same place. XLA
 # broadcasts scalars and single rows in them.
@@ -52,161 +57,211 @@ def commuting(eqn: compat.Equation, operands: Sequence[Any]) -> list[Any] | None
       the equation mixes rows.
     """
     name = eqn.primitive.name
-    if any(isinstance(operand, Repeated) for operand in operands):
-        return _repeated(eqn, operands)
-    if name in ELEMENTWISE:
-        return _elementwise(eqn, operands)
-    rule = _STEPS.get(name)
-    return None if rule is None else rule(eqn, operands)
+    rule = _elementwise if name in ELEMENTWISE else _STEPS.get(name)
+    # Rows are numbered by axis 0, or, in tables that vmap repeated for every example, by
+    # the axes of the batch as well: the `lead` ones.
+    lead = {leading(operand) for operand in operands if isinstance(operand, View)}
+    return rule(eqn, operands, *lead) if rule is not None and len(lead) == 1 else None
 
 
-# --- steps that commute with a lookup ---------------------------------------------
+# --- what the rules are made of ---------------------------------------------------
 
 
 def _rowwise(
     eqn: compat.Equation,
     operands: Sequence[Any],
-    params_for: Callable[[int], dict[str, Any]] = lambda rows: {},
+    lead: int,
+    params_for: Callable[[tuple[int, ...]], dict[str, Any]] = lambda rows: {},
 ) -> list[Any]:
-    """Views that run the equation on some rows, with parameters for that many."""
-    inputs = [x for x in operands if isinstance(x, View)]
-    from_floats = any(jnp.issubdtype(x.dtype, jnp.inexact) for x in inputs)
-    views: list[View] = []
+    """Views that run the equation on some rows.
+
+    ``params_for(rows)`` gives the parameters that hold the sizes of the leading axes, for
+    other such sizes.
+    """
+    rows = compat.shape_of(eqn.outvars[0])[:lead]
+    inner = [_flat(x, atom, rows) for x, atom in zip(operands, eqn.invars, strict=True)]
+    views = [x for x in inner if isinstance(x, View)]
+    from_floats = any(jnp.issubdtype(x.dtype, jnp.inexact) for x in views)
+    ones = (1,) * (lead - 1)
+    outputs: list[View] = []
     for number, out in enumerate(eqn.outvars):
+        row = tuple(out.aval.shape[lead:])
 
-        def apply(values: Sequence[Any], rows: int, number: int = number) -> jax.Array:
-            return compat.bind(eqn, values, **params_for(rows))[number]
+        def apply(values: Sequence[Any], count: int, which: tuple[Any, ...]) -> jax.Array:
+            number, row = which
+            given = [x.reshape(*ones, *x.shape) if jnp.ndim(x) else x for x in values]
+            result = compat.bind(eqn, given, **params_for((*ones, count)))[number]
+            return result.reshape(count, *row)
 
-        shape, dtype = tuple(out.aval.shape), out.aval.dtype
-        view = Rowwise(shape, dtype, apply, tuple(operands))
+        run = functools.partial(apply, which=(number, row))
+        view = Rowwise((math.prod(rows), *row), out.aval.dtype, run, tuple(inner))
         # `table > 0`, and what is made from it alone, passes no gradient on.
-        graded = from_floats and jnp.issubdtype(dtype, jnp.inexact)
-        views.append(view if graded else without_slots(view))
-    return views
+        graded = from_floats and jnp.issubdtype(view.dtype, jnp.inexact)
+        outputs.append(_folded(view if graded else without_slots(view), rows))
+    return outputs
 
 
-def _elementwise(eqn: compat.Equation, operands: Sequence[Any]) -> list[Any] | None:
+def _flat(operand: Any, atom: Any, rows: tuple[int, ...]) -> Any:
+    """An operand of a row-wise step with one axis of rows, or of one row for all."""
+    if isinstance(operand, View):
+        return flat(operand)
+    if len(rows) == 1 or operand is None or jnp.ndim(operand) == 0:
+        return operand
+    rest = compat.shape_of(atom)[len(rows) :]
+    if math.prod(operand.shape[: len(rows)]) > 1:  # one for each example, or each row
+        operand = jnp.broadcast_to(operand, (*rows, *rest))
+    return operand.reshape(-1, *rest)
+
+
+def _folded(view: View, rows: tuple[int, ...]) -> View:
+    """A view with one axis for all rows as one that numbers them by the axes ``rows``."""
+    if len(rows) == 1:
+        return view
+    return Repeated((*rows, *view.shape[1:]), view.dtype, view, len(rows))
+
+
+# --- steps that commute with a lookup ---------------------------------------------
+
+
+def _elementwise(
+    eqn: compat.Equation, operands: Sequence[Any], lead: int
+) -> list[Any] | None:
     shape = compat.shape_of(eqn.outvars[0])
     for atom, operand in zip(eqn.invars, operands, strict=True):
         given = compat.shape_of(atom)
         if isinstance(operand, View):
             # A view of one row that is broadcast to many is not read row by row.
-            if given[0] != shape[0] or len(given) != len(shape):
+            if given[:lead] != shape[:lead] or len(given) != len(shape):
                 return None
-        elif given and given[0] not in (1, shape[0]):
+        elif any(n not in (1, rows) for n, rows in zip(given[:lead], shape, strict=False)):
             return None
-    return _rowwise(eqn, operands)
+    return _rowwise(eqn, operands, lead)
 
 
-def _reshape(eqn: compat.Equation, operands: Sequence[Any]) -> list[Any] | None:
-    old, new = compat.shape_of(eqn.invars[0]), tuple(eqn.params["new_sizes"])
-    same_rows = bool(new) and new[0] == old[0] and math.prod(old) > 0
-    if not same_rows or eqn.params.get("dimensions") is not None:
-        return None
-    return _rowwise(eqn, operands, lambda rows: {"new_sizes": (rows, *new[1:])})
+def _along(name: str) -> Rule:
+    """A rule for what works along one axis, or several, given by a parameter."""
 
-
-def _transpose(eqn: compat.Equation, operands: Sequence[Any]) -> list[Any] | None:
-    return _rowwise(eqn, operands) if eqn.params["permutation"][0] == 0 else None
-
-
-def _squeeze(eqn: compat.Equation, operands: Sequence[Any]) -> list[Any] | None:
-    return None if 0 in eqn.params["dimensions"] else _rowwise(eqn, operands)
-
-
-def _broadcast(eqn: compat.Equation, operands: Sequence[Any]) -> list[Any] | None:
-    shape, dims = tuple(eqn.params["shape"]), eqn.params["broadcast_dimensions"]
-    given = compat.shape_of(eqn.invars[0])
-    if (
-        tuple(dims) == tuple(range(1, len(shape)))
-        and shape[1:] == given
-        and len(operands) == 1
-    ):
-        (view,) = operands
-        tiles = Tiled((shape[0] * given[0], *given[1:]), view.dtype, view)
-        return [Repeated(shape, view.dtype, tiles, 2)]
-    if not dims or dims[0] != 0 or given[0] != shape[0] or len(operands) > 1:
-        return None
-    return _rowwise(eqn, operands, lambda rows: {"shape": (rows, *shape[1:])})
-
-
-def _slice(eqn: compat.Equation, operands: Sequence[Any]) -> list[Any] | None:
-    """``table[1:, 2:5]``: some consecutive rows, and some columns of them."""
-    start, limit = (
-        tuple(eqn.params["start_indices"]),
-        tuple(eqn.params["limit_indices"]),
-    )
-    strides = eqn.params["strides"]
-    (view,) = operands
-    if (strides and strides[0] != 1) or limit[0] <= start[0]:
-        return None
-    if (start[0], limit[0]) != (0, view.shape[0]):
-        shape = (limit[0] - start[0], *view.shape[1:])
-        view = Window(shape, view.dtype, view, start[0])
-    if (start[1:], limit[1:]) == ((0,) * (len(start) - 1), view.shape[1:]):
-        if not strides or set(strides) == {1}:
-            return [view]
-    columns = {"start_indices": (0, *start[1:])}
-    return _rowwise(
-        eqn, [view], lambda rows: {**columns, "limit_indices": (rows, *limit[1:])}
-    )
-
-
-def _split(eqn: compat.Equation, operands: Sequence[Any]) -> list[Any] | None:
-    return None if eqn.params["axis"] == 0 else _rowwise(eqn, operands)
-
-
-def _along(name: str) -> Callable[..., list[Any] | None]:
-    """Rules for primitives that work along one axis, or several, given by a parameter."""
-
-    def rule(eqn: compat.Equation, operands: Sequence[Any]) -> list[Any] | None:
+    def rule(eqn: compat.Equation, operands: Sequence[Any], lead: int) -> list[Any] | None:
         axes = eqn.params[name]
-        rows = 0 in axes if isinstance(axes, tuple | list) else axes == 0
-        same = all(isinstance(x, View) for x in operands)
-        return None if rows or not same else _rowwise(eqn, operands)
+        axes = axes if isinstance(axes, tuple | list) else (axes,)
+        inside = all(axis >= lead for axis in axes)
+        return _rowwise(eqn, operands, lead) if inside else None
 
     return rule
 
 
-def _pad(eqn: compat.Equation, operands: Sequence[Any]) -> list[Any] | None:
-    untouched = tuple(eqn.params["padding_config"][0]) == (0, 0, 0)
-    return _rowwise(eqn, operands) if untouched else None
+def _untouched(name: str, nothing: Any) -> Rule:
+    """A rule for what does something to each axis, and ``nothing`` to those of the rows."""
+
+    def rule(eqn: compat.Equation, operands: Sequence[Any], lead: int) -> list[Any] | None:
+        same = all(entry == nothing for entry in eqn.params[name][:lead])
+        return _rowwise(eqn, operands, lead) if same else None
+
+    return rule
 
 
-def _reduce(eqn: compat.Equation, operands: Sequence[Any]) -> list[Any] | None:
-    return None if 0 in eqn.params["axes"] else _rowwise(eqn, operands)
+def _reshape(eqn: compat.Equation, operands: Sequence[Any], lead: int) -> list[Any] | None:
+    old, new = compat.shape_of(eqn.invars[0]), tuple(eqn.params["new_sizes"])
+    same_rows = new[:lead] == old[:lead] and math.prod(old) > 0
+    if not same_rows or eqn.params.get("dimensions") is not None:
+        return None
+    return _rowwise(eqn, operands, lead, lambda rows: {"new_sizes": (*rows, *new[lead:])})
 
 
-def _concatenate(eqn: compat.Equation, operands: Sequence[Any]) -> list[Any] | None:
-    out = eqn.outvars[0].aval
-    if eqn.params["dimension"] != 0:
-        return _rowwise(eqn, operands)
-    heights = tuple(compat.shape_of(atom)[0] for atom in eqn.invars)
-    return [Stacked(tuple(out.shape), out.dtype, tuple(operands), heights)]
+def _transpose(
+    eqn: compat.Equation, operands: Sequence[Any], lead: int
+) -> list[Any] | None:
+    stay = tuple(eqn.params["permutation"][:lead]) == tuple(range(lead))
+    return _rowwise(eqn, operands, lead) if stay else None
 
 
-def _stop_gradient(eqn: compat.Equation, operands: Sequence[Any]) -> list[Any]:
+def _broadcast(
+    eqn: compat.Equation, operands: Sequence[Any], lead: int
+) -> list[Any] | None:
+    """New axes within the rows, or a copy of all rows for every example of a batch."""
+    shape, dims = tuple(eqn.params["shape"]), tuple(eqn.params["broadcast_dimensions"])
+    given = compat.shape_of(eqn.invars[0])
+    if len(operands) > 1:  # sizes that are known at run time only
+        return None
+    if dims[:lead] == tuple(range(lead)) and shape[:lead] == given[:lead]:
+        return _rowwise(eqn, operands, lead, lambda rows: {"shape": (*rows, *shape[lead:])})
+    # The rows come last among the axes that number them, and are as they were.
+    more = lead + len(shape) - len(given)
+    as_they_were = tuple(shape[d] for d in dims) == given
+    last = dims[lead - 1 :] == tuple(range(more - 1, len(shape)))
+    if not as_they_were or not last or math.prod(shape[:more]) > INT32_MAX:
+        return None
+    inner, rows = flat(operands[0]), shape[:more]
+    everything = (math.prod(rows), *shape[more:])
+    return [_folded(Copied(everything, inner.dtype, inner, rows, dims[:lead]), rows)]
+
+
+def _slice(eqn: compat.Equation, operands: Sequence[Any], lead: int) -> list[Any] | None:
+    """``table[1:, 2:5]``: some consecutive rows, and some columns of them."""
     (view,) = operands
-    return [Stopped(view.shape, view.dtype, view)]
+    start, limit = tuple(eqn.params["start_indices"]), tuple(eqn.params["limit_indices"])
+    strides = tuple(eqn.params["strides"] or (1,) * len(start))
+    nothing, full = (0,) * len(start), view.shape
+    above, height = start[lead - 1], limit[lead - 1] - start[lead - 1]
+    one = lead - 1  # the axes of the batch, if any, are before that of the rows
+    all_examples = (start[:one], limit[:one]) == (nothing[:one], full[:one])
+    if not all_examples or set(strides[:lead]) != {1} or height < 1:
+        return None
+    if height < full[one]:
+        rows = (*full[:one], height)
+        shape = (math.prod(rows), *full[lead:])
+        window = Window(shape, view.dtype, flat(view), above, height, full[one])
+        view = _folded(window, rows)
+    whole_rows = (start[lead:], limit[lead:]) == (nothing[lead:], full[lead:])
+    if whole_rows and set(strides) == {1}:
+        return [view]
+    begin = {"start_indices": (*nothing[:lead], *start[lead:])}
+    return _rowwise(
+        eqn, [view], lead, lambda rows: {**begin, "limit_indices": (*rows, *limit[lead:])}
+    )
 
 
-def _pass_through(eqn: compat.Equation, operands: Sequence[Any]) -> list[Any]:
+def _concatenate(
+    eqn: compat.Equation, operands: Sequence[Any], lead: int
+) -> list[Any] | None:
+    axis, rows = eqn.params["dimension"], compat.shape_of(eqn.outvars[0])[:lead]
+    if axis >= lead:
+        return _rowwise(eqn, operands, lead)
+    if axis < lead - 1:
+        return None
+    out = eqn.outvars[0].aval
+    heights = tuple(compat.shape_of(atom)[axis] for atom in eqn.invars)
+    parts = [
+        _flat(x, atom, (*rows[:-1], height))
+        for x, atom, height in zip(operands, eqn.invars, heights, strict=True)
+    ]
+    shape = (math.prod(rows), *out.shape[lead:])
+    return [_folded(Stacked(shape, out.dtype, tuple(parts), heights), rows)]
+
+
+def _stop_gradient(eqn: compat.Equation, operands: Sequence[Any], lead: int) -> list[Any]:
+    inner = flat(operands[0])
+    stopped = Stopped(inner.shape, inner.dtype, inner)
+    return [_folded(stopped, operands[0].shape[:lead])]
+
+
+def _pass_through(eqn: compat.Equation, operands: Sequence[Any], lead: int) -> list[Any]:
     """``optimization_barrier``: the views step round it, the arrays go through."""
     arrays = [x for x in operands if not isinstance(x, View)]
     if arrays and arrays[0] is not None:
-        through = iter(
-            lax.optimization_barrier([x for x in operands if not isinstance(x, View)])
-        )
+        through = iter(lax.optimization_barrier(arrays))
         return [x if isinstance(x, View) else next(through) for x in operands]
     return list(operands)
 
 
-def _mark(eqn: compat.Equation, operands: Sequence[Any]) -> list[Any]:
+def _mark(eqn: compat.Equation, operands: Sequence[Any], lead: int) -> list[Any]:
     """``embedding_lookup``'s mark on its table, which is the table."""
     return list(operands)
 
 
-def _sharding_constraint(eqn: compat.Equation, operands: Sequence[Any]) -> list[Any] | None:
+def _sharding_constraint(
+    eqn: compat.Equation, operands: Sequence[Any], lead: int
+) -> list[Any] | None:
     """A constraint speaks of the whole table, so it stays on the table."""
     (view,) = operands
     if not isinstance(view, Table):
@@ -216,68 +271,30 @@ def _sharding_constraint(eqn: compat.Equation, operands: Sequence[Any]) -> list[
     return [dataclasses.replace(view, array=compat.bind(eqn, [view.array])[0])]
 
 
-def _repeated(eqn: compat.Equation, operands: Sequence[Any]) -> list[Any] | None:
-    """An elementwise step on tables that are repeated for each example."""
-    name, out = eqn.primitive.name, eqn.outvars[0].aval
-    if name == mark_p.name:
-        return list(operands)
-    first = next(x for x in operands if isinstance(x, Repeated))
-    if name == "broadcast_in_dim" and len(operands) == 1:  # repeated once more
-        dims, times = eqn.params["broadcast_dimensions"], out.shape[0]
-        if tuple(dims) != tuple(range(1, out.ndim)) or out.shape[1:] != first.shape:
-            return None
-        shape = (times * first.flat.shape[0], *first.flat.shape[1:])
-        tiles = Tiled(shape, first.dtype, first.flat)
-        return [Repeated(tuple(out.shape), first.dtype, tiles, first.lead + 1)]
-    lead = tuple(out.shape[: first.lead])
-    flat: list[Any] = []
-    for atom, operand in zip(eqn.invars, operands, strict=True):
-        given = compat.shape_of(atom)
-        if isinstance(operand, Repeated) and given[: len(lead)] == lead:
-            flat.append(operand.flat)
-        elif isinstance(operand, View):
-            return None
-        elif any(n not in (1, wanted) for n, wanted in zip(given, lead, strict=False)):
-            return None
-        elif given and operand is not None:  # something for each example, or each row
-            rest = given[len(lead) :]
-            flat.append(jnp.broadcast_to(operand, (*lead, *rest)).reshape(-1, *rest))
-        else:
-            flat.append(operand)
-    if name == "stop_gradient":
-        views: list[Any] = [Stopped(flat[0].shape, flat[0].dtype, flat[0])]
-    elif name in ELEMENTWISE:
-        views = _rowwise(eqn, flat)
-    else:
-        return None
-    shape = (math.prod(lead), *out.shape[len(lead) :])
-    view = dataclasses.replace(views[0], shape=shape)
-    return [Repeated(tuple(out.shape), out.dtype, view, len(lead))]
-
-
-_STEPS: dict[str, Callable[..., list[Any] | None]] = {
+_STEPS: dict[str, Rule] = {
     "broadcast_in_dim": _broadcast,
     "concatenate": _concatenate,
-    mark_p.name: _mark,
-    "optimization_barrier": _pass_through,
     "cumlogsumexp": _along("axis"),
     "cummax": _along("axis"),
     "cummin": _along("axis"),
     "cumprod": _along("axis"),
     "cumsum": _along("axis"),
-    "pad": _pad,
-    "reduce_max": _reduce,
-    "reduce_min": _reduce,
-    "reduce_prod": _reduce,
-    "reduce_sum": _reduce,
+    mark_p.name: _mark,
+    "optimization_barrier": _pass_through,
+    "pad": _untouched("padding_config", (0, 0, 0)),
+    "reduce_max": _along("axes"),
+    "reduce_min": _along("axes"),
+    "reduce_prod": _along("axes"),
+    "reduce_sum": _along("axes"),
     "reshape": _reshape,
     "rev": _along("dimensions"),
     "sharding_constraint": _sharding_constraint,
     "slice": _slice,
     "sort": _along("dimension"),
-    "split": _split,
-    "squeeze": _squeeze,
-    "stack": _split,
+    "split": _along("axis"),
+    "stack": _along("axis"),
+    "squeeze": _along("dimensions"),
     "stop_gradient": _stop_gradient,
+    "tile": _untouched("reps", 1),
     "transpose": _transpose,
 }

@@ -37,12 +37,15 @@ class Ids:
     read: Any = None
     record: Any = None
 
-    def shifted(self, kind: str, by: int, inside: Callable[..., "Ids"]) -> "Ids":
-        """The same rows by their numbers in another array."""
-        name = (*self.name, kind, by)
-        if self.read is None:
-            return Ids(name)
-        return dataclasses.replace(inside(self.read, self.record), name=name)
+    def renumbered(self, how: tuple[Any, ...], inside: Callable[..., Any]) -> "Ids":
+        """The same rows by their numbers in another array.
+
+        ``inside(read, record)`` gives the new ones; ``how`` tells it from others.
+        """
+        name = (*self.name, how)
+        return (
+            Ids(name) if self.read is None else Ids(name, *inside(self.read, self.record))
+        )
 
 
 class Reader:
@@ -141,87 +144,6 @@ class Rowwise(View):
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Stacked(View):
-    """Several arrays, one below the other: ``concatenate`` on axis 0."""
-
-    parts: tuple[Any, ...]
-    heights: tuple[int, ...]
-
-    def _rows(self, ids: Ids, reader: Reader) -> Any:
-        out, above = None, 0
-        for part, height in zip(self.parts, self.heights, strict=True):
-            if height:
-                rows = self._part(
-                    part, ids.shifted("from", above, _from(above, height)), reader
-                )
-                if reader.runs:
-                    here = (ids.read >= above) & (ids.read < above + height)
-                    here = here.reshape((-1,) + (1,) * (len(self.shape) - 1))
-                    out = rows if out is None else jnp.where(here, rows, out)
-            above += height
-        return out
-
-    def _part(self, part: Any, ids: Ids, reader: Reader) -> Any:
-        if isinstance(part, View):
-            return part.rows(ids, reader)
-        return take_rows(part, ids.read, mode="clip") if reader.runs else None
-
-    def whole(self) -> jax.Array:
-        return jnp.concatenate([whole(part) for part in self.parts])
-
-
-def _from(above: int, height: int) -> Callable[..., Ids]:
-    """Row numbers of a stack in the part that begins ``above``; others are empty slots."""
-
-    def inside(read: jax.Array, record: jax.Array) -> Ids:
-        mine = record - above
-        mine = jnp.where((mine >= 0) & (mine < height), mine, height)
-        return Ids((), jnp.clip(read - above, 0, height - 1), mine)
-
-    return inside
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Window(View):
-    """Consecutive rows of a view, from row ``above`` on: ``table[1:]``."""
-
-    inner: View
-    above: int
-
-    def _rows(self, ids: Ids, reader: Reader) -> Any:
-        def outside(read: jax.Array, record: jax.Array) -> Ids:
-            good = (record >= 0) & (record < self.shape[0])
-            there = jnp.where(good, record + self.above, self.inner.shape[0])
-            return Ids((), read + self.above, there)
-
-        name = f"window of {self.shape[0]}"
-        return self.inner.rows(ids.shifted(name, self.above, outside), reader)
-
-    def whole(self) -> jax.Array:
-        return self.inner.whole()[self.above : self.above + self.shape[0]]
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Tiled(View):
-    """The same rows again and again: row ``i`` is row ``i % V`` of the view inside."""
-
-    inner: View
-
-    def _rows(self, ids: Ids, reader: Reader) -> Any:
-        height, inner = self.shape[0], self.inner.shape[0]
-
-        def inside(read: jax.Array, record: jax.Array) -> Ids:
-            good = (record >= 0) & (record < height)
-            return Ids((), read % inner, jnp.where(good, record % inner, inner))
-
-        return self.inner.rows(ids.shifted("tile", inner, inside), reader)
-
-    def whole(self) -> jax.Array:
-        times = self.shape[0] // self.inner.shape[0]
-        return jnp.tile(self.inner.whole(), (times,) + (1,) * (len(self.shape) - 1))
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
 class Repeated(View):
     """An array ``[*B, V, *D]``, a table for every example of a batch.
 
@@ -238,6 +160,16 @@ class Repeated(View):
 
     def whole(self) -> jax.Array:
         return self.flat.whole().reshape(self.shape)
+
+
+def leading(view: View) -> int:
+    """How many leading axes number the rows of a view: 1, but for repeated tables."""
+    return view.lead if isinstance(view, Repeated) else 1
+
+
+def flat(view: View) -> View:
+    """The view with one axis of rows."""
+    return view.flat if isinstance(view, Repeated) else view
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -293,7 +225,7 @@ def look_up(
     for none. ``take(leaf, table, ids, mode, fill_value)`` reads a table. ``good`` tells
     the good ids where their range does not, all of them being in it.
     """
-    view = view.flat if isinstance(view, Repeated) else view
+    view = flat(view)
     height = view.shape[0]
     if good is not None and mode != Mode.CLIP:
         record = jnp.where(good, ids, height)
