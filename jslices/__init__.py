@@ -23,10 +23,21 @@ from jslices._slices import IndexedSlices as IndexedSlices
 from jslices._slices import concat_slices as concat_slices
 from jslices._slices import is_slices as is_slices
 from jslices.optim import GradientTransformation as GradientTransformation
+from jslices.optim import adadelta as adadelta
+from jslices.optim import adafactor as adafactor
 from jslices.optim import adagrad as adagrad
 from jslices.optim import adam as adam
+from jslices.optim import adamw as adamw
+from jslices.optim import amsgrad as amsgrad
 from jslices.optim import apply_updates as apply_updates
 from jslices.optim import from_optax as from_optax
+from jslices.optim import ftrl as ftrl
+from jslices.optim import lamb as lamb
+from jslices.optim import lion as lion
+from jslices.optim import partial_rowwise_adam as partial_rowwise_adam
+from jslices.optim import proximal_adagrad as proximal_adagrad
+from jslices.optim import rmsprop as rmsprop
+from jslices.optim import rowwise_adagrad as rowwise_adagrad
 from jslices.optim import sgd as sgd
 
 __version__ = "0.1.0"

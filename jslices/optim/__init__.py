@@ -1,17 +1,63 @@
 """Optimizers that read and write only the rows that got a gradient.
 
-Each optimizer is one file: a state, an ``init`` and a *kernel*, the arithmetic of one
-step on whatever array it is given. ``rows`` runs the kernel on whole arrays for dense
-gradients and on the touched rows for IndexedSlices.
+Each optimizer is one file: a state and a *rule*, the arithmetic of one step on whatever
+array it is given. ``rows`` makes the optimizer of a rule: whole arrays for dense
+gradients, the touched rows for IndexedSlices.
+
+A dense optimizer also moves rows that got no gradient, by their momentum or their weight
+decay. ``untouched="lazy"`` leaves them alone, as TensorFlow's ``LazyAdam`` and PyTorch's
+``SparseAdam`` do. ``untouched="exact"`` gives what the dense optimizer would, at a cost
+that does not depend on V: a row remembers its last step, and catches up before it is
+read::
+
+    @functools.partial(jax.jit, donate_argnums=(0, 1))
+    def step(params, state, ids, labels):
+        params, state = tx.catch_up(params, state, {"table": ids, "w": None})
+        value, grads = js.value_and_grad(loss)(params, ids, labels)
+        updates, state = tx.update(grads, state, params)
+        return js.apply_updates(params, updates), state, value
+
+    params, state = tx.flush(params, state)  # before saving or evaluating
+
+``ids`` must hold every row that gets a gradient in this step. An update of a row that has
+not caught up raises a ValueError that names the row, and under ``jit`` makes its parameters
+NaN, so that the loss shows it. Hyperparameters other than the learning rate must be numbers
+known while tracing; where the learning rate is a number that changes (by
+``optax.inject_hyperparams``, say), missed steps use the newest; a schedule is followed step
+by step.
 """
 
+from jslices.optim.adadelta import AdadeltaState as AdadeltaState
+from jslices.optim.adadelta import adadelta as adadelta
+from jslices.optim.adafactor import AdafactorState as AdafactorState
+from jslices.optim.adafactor import adafactor as adafactor
 from jslices.optim.adagrad import AdagradState as AdagradState
 from jslices.optim.adagrad import adagrad as adagrad
 from jslices.optim.adam import AdamState as AdamState
 from jslices.optim.adam import adam as adam
+from jslices.optim.adamw import adamw as adamw
+from jslices.optim.amsgrad import AmsgradState as AmsgradState
+from jslices.optim.amsgrad import amsgrad as amsgrad
 from jslices.optim.apply import apply_updates as apply_updates
 from jslices.optim.base import GradientTransformation as GradientTransformation
 from jslices.optim.base import Schedule as Schedule
+from jslices.optim.chain import chain as chain
 from jslices.optim.from_optax import from_optax as from_optax
+from jslices.optim.ftrl import FtrlState as FtrlState
+from jslices.optim.ftrl import ftrl as ftrl
+from jslices.optim.lamb import LambState as LambState
+from jslices.optim.lamb import lamb as lamb
+from jslices.optim.lion import LionState as LionState
+from jslices.optim.lion import lion as lion
+from jslices.optim.partial_rowwise_adam import (
+    PartialRowwiseAdamState as PartialRowwiseAdamState,
+)
+from jslices.optim.partial_rowwise_adam import partial_rowwise_adam as partial_rowwise_adam
+from jslices.optim.proximal_adagrad import ProximalAdagradState as ProximalAdagradState
+from jslices.optim.proximal_adagrad import proximal_adagrad as proximal_adagrad
+from jslices.optim.rmsprop import RmspropState as RmspropState
+from jslices.optim.rmsprop import rmsprop as rmsprop
+from jslices.optim.rowwise_adagrad import RowwiseAdagradState as RowwiseAdagradState
+from jslices.optim.rowwise_adagrad import rowwise_adagrad as rowwise_adagrad
 from jslices.optim.sgd import SgdState as SgdState
 from jslices.optim.sgd import sgd as sgd

@@ -11,12 +11,12 @@ from jslices.optim.base import (
     Scalar,
     Schedule,
     check_learning_rate,
-    next_count,
     scaled,
     step_size,
-    zero_count,
 )
-from jslices.optim.rows import update_leaves
+from jslices.optim.in_place import Kernel
+from jslices.optim.rows import transformation
+from jslices.optim.rule import Rule, full
 
 
 class AdagradState(NamedTuple):
@@ -33,7 +33,7 @@ def adagrad(
 ) -> GradientTransformation:
     """Adagrad: ``s += g**2``, then ``p -= lr * g / sqrt(s + eps)``.
 
-    Untouched rows: exact. A row without gradient is neither read nor written, and the
+    Untouched rows: as dense. A row without gradient is neither read nor written, and the
     dense optimizer would leave it and its state alone too.
 
     Args:
@@ -61,22 +61,15 @@ def adagrad(
     """
     check_learning_rate("adagrad", learning_rate)
 
-    def init(params: Any) -> AdagradState:
-        full = jax.tree.map(lambda p: jnp.full_like(p, initial_accumulator_value), params)
-        return AdagradState(zero_count(), full)
+    def step(count: jax.Array) -> Kernel:
+        size = step_size(learning_rate, count)
 
-    def update(
-        grads: Any, state: AdagradState, params: Any = None
-    ) -> tuple[Any, AdagradState]:
-        del params
-        step = step_size(learning_rate, state.count)
-
-        def kernel(g: jax.Array, total: jax.Array) -> tuple[jax.Array, jax.Array]:
+        def kernel(g: jax.Array, total: jax.Array) -> tuple[jax.Array, ...]:
             total = g**2 + total
             scale = jnp.where(total > 0, lax.rsqrt(total + eps), 0.0)
-            return scaled(step, scale * g), total
+            return scaled(size, scale * g), total
 
-        updates, (total,) = update_leaves(kernel, grads, (state.sum_of_squares,))
-        return updates, AdagradState(next_count(state.count), total)
+        return kernel
 
-    return GradientTransformation(init, update)
+    rule = Rule({"sum_of_squares": full(initial_accumulator_value)}, step)
+    return transformation(AdagradState, rule)

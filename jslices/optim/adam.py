@@ -1,6 +1,6 @@
-"""Adam, lazy on the rows that got no gradient."""
+"""Adam, lazy or exact on the rows that got no gradient."""
 
-import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -15,17 +15,27 @@ from jslices.optim.base import (
     next_count,
     scaled,
     step_size,
-    zero_count,
 )
-from jslices.optim.rows import update_leaves
+from jslices.optim.drift import Drift, Missed, fading
+from jslices.optim.in_place import Kernel
+from jslices.optim.moments import (
+    decayed,
+    divided,
+    momentum_series,
+    ratio_series,
+    weight_seen,
+)
+from jslices.optim.rows import transformation
+from jslices.optim.rule import Rule, check_untouched, known, zeros
 
 
 class AdamState(NamedTuple):
-    """State of :func:`adam`."""
+    """State of :func:`adam` and :func:`jslices.adamw`."""
 
     count: jax.Array  # type: ignore[assignment]  #: int32 ``[]``, the steps taken.
     mu: Any  #: like params, the mean of the gradients.
     nu: Any  #: like params, the mean of their squares.
+    clock: Any = None  #: how far each row is; None unless ``untouched="exact"``.
 
 
 def adam(
@@ -37,6 +47,7 @@ def adam(
     mu_dtype: DTypeLike | None = None,
     *,
     nesterov: bool = False,
+    untouched: str = "lazy",
 ) -> GradientTransformation:
     """Adam. At step t (from 1), for every touched row::
 
@@ -44,9 +55,9 @@ def adam(
         nu = b2 * nu + (1 - b2) * g**2
         p -= lr * (mu / (1 - b1**t)) / (sqrt(nu / (1 - b2**t) + eps_root) + eps)
 
-    Untouched rows: lazy. A row without gradient is neither read nor written, and nor is
-    its state (a dense optimizer would let both means decay and the row move on). The
-    bias correction counts all steps, not those of the row.
+    Untouched rows: lazy or exact. Lazy: a row without gradient is neither read nor written,
+    and nor is its state; the bias correction counts all steps, not those of the row.
+    Exact: its means decay and it moves on when it catches up, as in a dense optimizer.
 
     Args:
       learning_rate: a number, or a schedule of the step (from 0).
@@ -56,12 +67,16 @@ def adam(
       eps_root: added inside the root.
       mu_dtype: dtype of ``mu``; None means that of the parameter.
       nesterov: whether to look ahead (NAdam).
+      untouched: ``"lazy"`` or ``"exact"`` (see :mod:`jslices.optim`).
 
     Returns:
-      A :class:`GradientTransformation`. State per row: 2 D numbers.
+      A :class:`GradientTransformation`. State per row: 2 D numbers; 12 bytes more if exact.
+
+    Raises:
+      ValueError: for exact, unless ``b1**2 < b2``: what a row missed has no bound then.
 
     Cost: a step reads and writes ``U * D`` elements of each of the parameter, ``mu`` and
-    ``nu``.
+    ``nu``; catching up the same once more, however many steps were missed.
 
     Example:
       >>> import jax.numpy as jnp, jslices as js
@@ -75,53 +90,90 @@ def adam(
     Source: Kingma and Ba, 2015; ``optax.adam``, with its names and defaults; dense
     gradients give its result. Lazy as ``tfa.optimizers.LazyAdam`` and
     ``torch.optim.SparseAdam``; TensorFlow's core Adam moves every row at every step, and
-    puts ``eps`` beside the uncorrected root.
+    puts ``eps`` beside the uncorrected root. Exact has no model elsewhere: the sum over the
+    missed steps is closed up to ``eps``, which is added to the root at an effective step.
     """
     check_learning_rate("adam", learning_rate)
+    exact = check_untouched("adam", untouched)
+    direction = adam_direction(b1, b2, eps, eps_root, nesterov)
 
-    def init(params: Any) -> AdamState:
-        mu = jax.tree.map(lambda p: jnp.zeros_like(p, dtype=mu_dtype), params)
-        return AdamState(zero_count(), mu, jax.tree.map(jnp.zeros_like, params))
-
-    def update(grads: Any, state: AdamState, params: Any = None) -> tuple[Any, AdamState]:
-        del params
-        step = step_size(learning_rate, state.count)
-        count = next_count(state.count)
-
-        # Scalars, computed once for all leaves.
-        whole_mu, whole_nu = weight_seen(b1, count), weight_seen(b2, count)
-        further_mu = weight_seen(b1, next_count(count)) if nesterov else None
+    def step(count: jax.Array) -> Kernel:
+        size, toward = step_size(learning_rate, count), direction(count)
 
         def kernel(g: jax.Array, mu: jax.Array, nu: jax.Array) -> tuple[jax.Array, ...]:
-            new_mu = (1 - b1) * g + b1 * mu
-            new_nu = (1 - b2) * g**2 + b2 * nu
+            ahead, mu, nu = toward(g, mu, nu)
+            return scaled(size, ahead), mu, nu
+
+        return kernel
+
+    rule = Rule({"mu": zeros(mu_dtype), "nu": zeros()}, step)
+    if exact:
+        drift = adam_drift("adam", learning_rate, b1, b2, nesterov)
+        rule = Rule(rule.slots, step, drift=drift, coast=adam_coast(b1, b2, eps, eps_root))
+    return transformation(AdamState, rule)
+
+
+def adam_direction(
+    b1: Scalar, b2: Scalar, eps: Scalar, eps_root: Scalar, nesterov: bool
+) -> Callable[[jax.Array], Kernel]:
+    """From the steps taken before to ``(g, mu, nu) -> (direction, mu, nu)``."""
+
+    def at(count: jax.Array) -> Kernel:
+        # Scalars, computed once for all leaves.
+        step = next_count(count)
+        whole_mu, whole_nu = weight_seen(b1, step), weight_seen(b2, step)
+        further_mu = weight_seen(b1, next_count(step)) if nesterov else None
+
+        def toward(g: jax.Array, mu: jax.Array, nu: jax.Array) -> tuple[jax.Array, ...]:
+            new_mu, new_nu = decayed(mu, g, b1), decayed(nu, g**2, b2)
             ahead = divided(new_mu, whole_mu)
             if nesterov:
                 further = divided(new_mu, further_mu)
                 ahead = b1 * further + (1 - b1) * divided(g, whole_mu)
             root = jnp.sqrt(divided(new_nu, whole_nu) + eps_root)
-            return (
-                scaled(step, ahead / (root + eps)),
-                new_mu.astype(mu.dtype),
-                new_nu.astype(nu.dtype),
-            )
+            return ahead / (root + eps), new_mu.astype(mu.dtype), new_nu.astype(nu.dtype)
 
-        updates, (mu, nu) = update_leaves(kernel, grads, (state.mu, state.nu))
-        return updates, AdamState(count, mu, nu)
+        return toward
 
-    return GradientTransformation(init, update)
+    return at
 
 
-@functools.partial(jax.jit, inline=True)
-def weight_seen(decay: Scalar, count: jax.Array) -> jax.Array:
-    """What the weights of ``count`` terms of a decaying mean add up to.
+def adam_drift(
+    name: str,
+    learning_rate: Scalar | Schedule,
+    b1: Scalar,
+    b2: Scalar,
+    nesterov: bool = False,
+    weight_decay: Scalar | Schedule = 0.0,
+) -> Drift:
+    """The two sums that Adam's missed steps need."""
+    known(name, b1=b1, b2=b2)
+    if not float(b1) ** 2 < float(b2):
+        raise ValueError(
+            f'{name}(untouched="exact") needs b1**2 < b2, got b1={b1}, b2={b2}; otherwise '
+            "the step of a row without gradients grows from step to step"
+        )
+    series = (
+        momentum_series(float(b1), nesterov),
+        ratio_series(float(b1), float(b2), nesterov),
+    )
+    return Drift(learning_rate, series, weight_decay)
 
-    A jit of its own, because the power rounds differently outside one, and 1 - 0.999 has
-    only four digits of it left.
-    """
-    return 1 - decay**count
 
+def adam_coast(
+    b1: Scalar, b2: Scalar, eps: Scalar, eps_root: Scalar
+) -> Callable[..., tuple[jax.Array, ...]]:
+    """What missed steps do to rows of Adam."""
+    first: Any = b1
+    second: Any = b2
 
-def divided(mean: jax.Array, weight: Any) -> jax.Array:
-    """A decaying mean that started from zero, divided by the weight it has seen."""
-    return mean / weight.astype(mean.dtype)
+    def coast(missed: Missed, p: Any, mu: Any, nu: Any) -> tuple[jax.Array, ...]:
+        steps, ratio = missed.sums
+        # The bias-corrected root shrinks while steps are missed; this is what it is on
+        # average, weighted as the steps are.
+        shrunk = jnp.where(ratio > 0, steps / jnp.where(ratio > 0, ratio, 1.0), 1.0)
+        root = jnp.sqrt(nu * shrunk**2 + eps_root)
+        moved = missed.decay * p - steps * mu / (root + eps)
+        return moved, fading(first, missed) * mu, fading(second, missed) * nu
+
+    return coast

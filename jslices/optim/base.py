@@ -13,8 +13,15 @@ Scalar = float | jax.Array
 Schedule = Callable[[jax.Array], Scalar]
 
 
-class GradientTransformation(NamedTuple):
-    """A pair of pure functions, in Optax's protocol.
+class _InitUpdate(NamedTuple):
+    init: Callable[[Any], Any]
+    update: Callable[..., tuple[Any, Any]]
+
+
+class GradientTransformation(_InitUpdate):
+    """A pair of pure functions, in Optax's protocol, and two more for exact optimizers.
+
+    It is a pair, so ``init, update = tx`` holds and Optax's combinators take it.
 
     Attributes:
       init: ``init(params) -> state``.
@@ -22,15 +29,37 @@ class GradientTransformation(NamedTuple):
         ``params``, with an IndexedSlices where the gradient is sparse, None where there
         is none; so do the updates, which :func:`jslices.apply_updates` (or
         ``optax.apply_updates``) adds.
+      catch_up: ``catch_up(params, state, ids) -> (params, state)``. With
+        ``untouched="exact"``, brings the rows that are about to be read up to date. ``ids``
+        mirrors ``params``: integers of any shape for a table, out-of-range ones being
+        dropped, and None for what needs nothing. Other optimizers return what they got.
+      flush: ``flush(params, state) -> (params, state)``. The same for every row, before
+        parameters are saved or evaluated.
+      catches_up: whether rows have to catch up.
 
     Example:
       >>> import jslices as js
-      >>> js.sgd(0.1)._fields
-      ('init', 'update')
+      >>> init, update = js.sgd(0.1)
+      >>> js.adam(0.1, untouched="exact").flush is not None
+      True
     """
 
-    init: Callable[[Any], Any]
-    update: Callable[..., tuple[Any, Any]]
+    catch_up: Callable[[Any, Any, Any], tuple[Any, Any]]
+    flush: Callable[[Any, Any], tuple[Any, Any]]
+    catches_up: bool
+
+    def __new__(
+        cls,
+        init: Callable[[Any], Any],
+        update: Callable[..., tuple[Any, Any]],
+        catch_up: Callable[[Any, Any, Any], tuple[Any, Any]] | None = None,
+        flush: Callable[[Any, Any], tuple[Any, Any]] | None = None,
+    ) -> "GradientTransformation":
+        new = super().__new__(cls, init, update)
+        new.catches_up = catch_up is not None
+        new.catch_up = catch_up or (lambda params, state, ids: (params, state))
+        new.flush = flush or (lambda params, state: (params, state))
+        return new
 
 
 def step_size(learning_rate: Scalar | Schedule, count: jax.Array) -> Any:
@@ -60,6 +89,21 @@ def next_count(count: jax.Array) -> jax.Array:
 def zero_count() -> jax.Array:
     """The number of steps taken so far: int32, ``[]``."""
     return jnp.zeros([], jnp.int32)
+
+
+def value_at(value: Scalar | Schedule, count: jax.Array) -> Any:
+    """A hyperparameter at step ``count``: a number, or what its schedule returns."""
+    return value(count) if callable(value) else value
+
+
+def per_row(numbers: jax.Array, like: jax.Array) -> jax.Array:
+    """``[n]`` as ``[n, 1, ...]``, one number for each row of ``like`` ``[n, *D]``."""
+    return numbers.reshape(numbers.shape + (1,) * (jnp.ndim(like) - numbers.ndim))
+
+
+def row_mean(x: jax.Array) -> jax.Array:
+    """``[n]``, the mean of each row of ``[n, *D]``."""
+    return jnp.mean(x, axis=tuple(range(1, x.ndim))) if x.ndim > 1 else x
 
 
 def check_learning_rate(name: str, learning_rate: Any) -> None:

@@ -15,15 +15,19 @@ from jax import lax
 
 from jslices._bounds import set_rows
 
-#: ``kernel(gradient, *slots) -> (update, *new_slots)``, the same for an array and for
-#: some rows of it: everything in it must be elementwise or within a row.
+#: ``kernel(gradient, *read, *slots) -> (update, *new_slots)``, the same for an array and
+#: for some rows of it: everything in it must be elementwise or within a row.
 Kernel = Callable[..., tuple[jax.Array, ...]]
 
 CHUNK = 2048
 
 
 def step_rows(
-    kernel: Kernel, indices: jax.Array, values: jax.Array, state: Sequence[jax.Array]
+    kernel: Kernel,
+    indices: jax.Array,
+    values: jax.Array,
+    state: Sequence[jax.Array],
+    read: Sequence[jax.Array] = (),
 ) -> tuple[jax.Array, ...]:
     """Runs ``kernel`` on the rows that ``indices`` name.
 
@@ -31,35 +35,40 @@ def step_rows(
       kernel: the arithmetic of the step.
       indices: ``[U]``, sorted and unique, then empty slots (index V).
       values: ``[U, *D]``, the gradient of these rows.
-      state: arrays ``[V, ...]``.
+      state: arrays ``[V, ...]``, whose rows are written back.
+      read: arrays ``[V, ...]``, whose rows are only read; there is one in both together.
 
     Returns:
       ``(update, *state)``: ``[U, *D]``, zero in empty slots, and the new arrays.
     """
+    reads = len(read)
+    arrays = (*read, *state)
     if indices.shape[0] <= CHUNK:
-        return _at_once(kernel, indices, values, state)
+        return _at_once(kernel, indices, values, arrays, reads)
     # The loop's length depends on values, so it has no reverse derivative of its own; it is
     # that of doing all rows at once. A custom_jvp must be handed what its function closes
     # over (a learning rate that is itself learned, say), and a converted function has fixed
     # shapes, hence two.
-    rows = [x[: len(indices)] for x in (values, *state)]
+    rows = [x[: len(indices)] for x in (values, *arrays)]
     whole, whole_consts = jax.closure_convert(kernel, *_like(rows, len(indices)))
     part, part_consts = jax.closure_convert(kernel, *_like(rows, CHUNK))
 
-    def at_once(consts: Any, values: jax.Array, *state: jax.Array) -> Any:
-        return _at_once(lambda *x: whole(*x, *consts[0]), indices, values, state)
+    def at_once(consts: Any, values: jax.Array, *arrays: jax.Array) -> Any:
+        run = lambda *x: whole(*x, *consts[0])  # noqa: E731
+        return _at_once(run, indices, values, arrays, reads)
 
-    def in_chunks(consts: Any, values: jax.Array, *state: jax.Array) -> Any:
-        return _in_chunks(lambda *x: part(*x, *consts[1]), indices, values, state)
+    def in_chunks(consts: Any, values: jax.Array, *arrays: jax.Array) -> Any:
+        run = lambda *x: part(*x, *consts[1])  # noqa: E731
+        return _in_chunks(run, indices, values, arrays, reads)
 
     @jax.custom_jvp
-    def step(consts: Any, values: jax.Array, *state: jax.Array) -> Any:
+    def step(consts: Any, values: jax.Array, *arrays: jax.Array) -> Any:
         return lax.platform_dependent(
-            consts, values, *state, cpu=in_chunks, default=at_once
+            consts, values, *arrays, cpu=in_chunks, default=at_once
         )
 
     step.defjvp(lambda primals, tangents: jax.jvp(at_once, primals, tangents))
-    return step((whole_consts, part_consts), values, *state)
+    return step((whole_consts, part_consts), values, *arrays)
 
 
 def _like(rows: Sequence[jax.Array], count: int) -> list[jax.Array]:
@@ -67,27 +76,36 @@ def _like(rows: Sequence[jax.Array], count: int) -> list[jax.Array]:
 
 
 def _at_once(
-    kernel: Kernel, indices: jax.Array, values: jax.Array, state: Sequence[jax.Array]
+    kernel: Kernel,
+    indices: jax.Array,
+    values: jax.Array,
+    arrays: Sequence[jax.Array],
+    reads: int,
 ) -> tuple[jax.Array, ...]:
-    height = state[0].shape[0]
+    height = arrays[0].shape[0]
     # Empty slots read the last row; nothing is written back there.
-    read = jnp.minimum(indices, max(height - 1, 0))
-    rows = [slot.at[read].get(mode="promise_in_bounds") for slot in state]
+    near = jnp.minimum(indices, max(height - 1, 0))
+    rows = [x.at[near].get(mode="promise_in_bounds") for x in arrays]
     update, *new_rows = kernel(values, *rows)
     present = (indices < height).reshape(-1, *(1,) * (update.ndim - 1))
     update = jnp.where(present, update, jnp.zeros((), update.dtype))
     new_state = [
         set_rows(slot, indices, new.astype(slot.dtype))
-        for slot, new in zip(state, new_rows, strict=True)
+        for slot, new in zip(arrays[reads:], new_rows, strict=True)
     ]
     return (update, *new_state)
 
 
 def _in_chunks(
-    kernel: Kernel, indices: jax.Array, values: jax.Array, state: Sequence[jax.Array]
+    kernel: Kernel,
+    indices: jax.Array,
+    values: jax.Array,
+    arrays: Sequence[jax.Array],
+    reads: int,
 ) -> tuple[jax.Array, ...]:
-    count, height = indices.shape[0], state[0].shape[0]
+    count, height = indices.shape[0], arrays[0].shape[0]
     present = jnp.sum(indices < height, dtype=jnp.int32)
+    read, state = arrays[:reads], arrays[reads:]
 
     def body(carry: Any) -> Any:
         done, update, *state = carry
@@ -98,14 +116,14 @@ def _in_chunks(
         fresh = start + jnp.arange(CHUNK, dtype=jnp.int32) >= done
         gradient = lax.dynamic_slice_in_dim(values, start, CHUNK)
         ids = jnp.where(fresh, mine, height)
-        new, *state = _at_once(kernel, ids, gradient, state)
+        new, *state = _at_once(kernel, ids, gradient, (*read, *state), reads)
         old = lax.dynamic_slice_in_dim(update, start, CHUNK)
         new = jnp.where(fresh.reshape(-1, *(1,) * (new.ndim - 1)), new, old)
         update = lax.dynamic_update_slice_in_dim(update, new, start, 0)
         return [done + CHUNK, update, *state]
 
     # In the kernel's own dtype, which need not be that of the gradient.
-    shape = jax.eval_shape(kernel, *_like([values, *state], CHUNK))[0]
+    shape = jax.eval_shape(kernel, *_like([values, *arrays], CHUNK))[0]
     update = jnp.zeros((count, *shape.shape[1:]), shape.dtype)
     carry = [jnp.zeros((), jnp.int32), update, *state]
     _, update, *state = lax.while_loop(lambda carry: carry[0] < present, body, carry)

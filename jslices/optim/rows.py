@@ -1,56 +1,142 @@
-"""Running an optimizer's arithmetic on whole arrays, or on the touched rows of them."""
+"""From a rule to an optimizer: whole arrays, or the touched rows of them."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 
 from jslices._slices import IndexedSlices, check_slices, is_slices
 from jslices._trees import flatten
+from jslices.optim import exact
+from jslices.optim.base import GradientTransformation, next_count, zero_count
 from jslices.optim.in_place import Kernel, step_rows
+from jslices.optim.rule import Rule
 
 
-def update_leaves(
-    kernel: Kernel, grads: Any, slots: Sequence[Any]
-) -> tuple[Any, tuple[Any, ...]]:
-    """One step for every leaf.
+def transformation(
+    state_type: Callable[..., Any],
+    rule: Rule,
+    *,
+    other: Rule | None = None,
+    mask: Any = None,
+) -> GradientTransformation:
+    """The optimizer of a rule.
 
     Args:
-      kernel: the arithmetic of the step.
-      grads: a pytree of arrays ``[V, *D]``, IndexedSlices of such arrays, and None.
-      slots: optimizer state; pytrees of arrays that mirror ``grads``.
+      state_type: makes its state from ``count``, a tree for each of the rule's slots, and
+        ``clock`` if the rule has a drift.
+      rule: the arithmetic.
+      other: the arithmetic for leaves that ``mask`` leaves out (no weight decay, say).
+      mask: bools in the structure of params or a prefix of it, or a function from params
+        to that; None means every leaf.
 
-    Returns:
-      ``(updates, new_slots)``. An update is an array, or IndexedSlices with unique
-      sorted ``indices`` ``[min(K, V)]``. A None gradient has update None and keeps its
-      state. Rows of the state that no gradient touches are neither read nor written.
+    In ``update``, a None gradient has update None and keeps its state. Rows of the state
+    that no gradient touches are neither read nor written.
     """
-    leaves, tree = flatten(grads, is_leaf=_is_leaf)
-    per_slot = [tree.flatten_up_to(slot) for slot in slots]
-    results = [
-        _update_leaf(kernel, grad, state)
-        for grad, *state in zip(leaves, *per_slot, strict=True)
-    ]
-    columns = list(zip(*results, strict=True)) or [()] * (1 + len(slots))
-    updates, *new_slots = (tree.unflatten(column) for column in columns)
-    return updates, tuple(new_slots)
+    names = tuple(rule.slots)
+
+    def rules_for(params: Any, count: int) -> list[Rule]:
+        chosen = spread(mask, params, count)
+        return [rule if yes or other is None else other for yes in chosen]
+
+    def init(params: Any) -> Any:
+        leaves, tree = flatten(params)
+        rules = rules_for(params, len(leaves))
+        slots = {
+            name: tree.unflatten(
+                [r.slots[name](p) for r, p in zip(rules, leaves, strict=True)]
+            )
+            for name in names
+        }
+        if rule.drift is not None:
+            slots["clock"] = exact.new_clock(params, rules)
+        return state_type(count=zero_count(), **slots)
+
+    def update(grads: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        leaves, tree = flatten(grads, is_leaf=_is_leaf)
+        if params is None and (rule.reads_params or mask is not None):
+            raise ValueError(
+                "this optimizer needs the parameters as well, for its weight decay or its "
+                "norms: tx.update(grads, state, params)"
+            )
+        rules = rules_for(params, len(leaves))
+        arrays = tree.flatten_up_to(params) if rule.reads_params else [None] * len(leaves)
+        columns = [tree.flatten_up_to(getattr(state, name)) for name in names]
+        kinds = [(r, is_slices(grad)) for r, grad in zip(rules, leaves, strict=True)]
+        kernels = {
+            (r, by_row): ((by_row and r.row_step) or r.step)(state.count)
+            for r, by_row in dict.fromkeys(kinds)
+        }
+        clock = None
+        if rule.drift is not None:
+            clock = exact.ticked(state.clock, state.count, rule)
+            columns += [tree.flatten_up_to(clock.last), tree.flatten_up_to(clock.told)]
+            exact.refuse_stale(leaves, columns[-2], state.count)
+            kernels = {
+                kind: exact.keeping_time(kernel, kind[0], state.count, clock.run)
+                for kind, kernel in kernels.items()
+            }
+        results = [
+            _update_leaf(kernels[kind], grad, param, slots)
+            for kind, grad, param, *slots in zip(
+                kinds, leaves, arrays, *columns, strict=True
+            )
+        ]
+        updates, *new = [
+            tree.unflatten([result[i] for result in results])
+            for i in range(1 + len(columns))
+        ]
+        slots = dict(zip(names, new, strict=False))
+        if clock is not None:
+            slots["clock"] = clock._replace(last=new[-2], told=new[-1])
+        return updates, state._replace(count=next_count(state.count), **slots)
+
+    if rule.drift is None:
+        return GradientTransformation(init, update)
+    return GradientTransformation(
+        init,
+        update,
+        lambda params, state, ids: exact.catch_up(rules_for, params, state, ids),
+        lambda params, state: exact.flush(rules_for, params, state),
+    )
+
+
+def spread(mask: Any, params: Any, count: int) -> list[bool]:
+    """The mask's bool for each of ``count`` leaves of params; None means all of them."""
+    if mask is None:
+        return [True] * count
+    chosen = mask(params) if callable(mask) else mask
+    leaves: list[bool] = []
+    jax.tree.map(
+        lambda bit, part: leaves.extend([bool(bit)] * len(flatten(part, _is_leaf)[0])),
+        chosen,
+        params,
+    )
+    return leaves
 
 
 def _is_leaf(x: Any) -> bool:
     return x is None or is_slices(x)
 
 
-def _update_leaf(kernel: Kernel, grad: Any, state: Sequence[Any]) -> tuple[Any, ...]:
+def _update_leaf(
+    kernel: Kernel, grad: Any, param: Any, state: Sequence[Any]
+) -> tuple[Any, ...]:
+    read = () if param is None else (param,)
     if grad is None:
         return (None, *state)
-    if isinstance(grad, IndexedSlices):
-        return _update_rows(kernel, grad, state)
-    return kernel(grad, *state)
+    if not isinstance(grad, IndexedSlices):
+        return kernel(grad, *read, *state)
+    grad = known_rows(grad, (*read, *state)).coalesce()
+    if not read and not state:
+        (update,) = kernel(grad.values)
+        return (IndexedSlices(update, grad.indices, grad.dense_shape),)
+    update, *new_state = step_rows(kernel, grad.indices, grad.values, state, read)
+    return (IndexedSlices(update, grad.indices, grad.dense_shape), *new_state)
 
 
-def _update_rows(
-    kernel: Kernel, grad: IndexedSlices, state: Sequence[jax.Array]
-) -> tuple[Any, ...]:
+def known_rows(grad: IndexedSlices, arrays: Sequence[jax.Array]) -> IndexedSlices:
+    """``grad`` with the shape that belongs to ``arrays`` ``[V, ...]``, if there are any."""
     check_slices(grad)
     if grad.indices.ndim != 1:
         raise ValueError(
@@ -58,18 +144,9 @@ def _update_rows(
             "first: IndexedSlices(s.values.reshape(-1, *row_shape), "
             "s.indices.reshape(-1), s.dense_shape)"
         )
-    grad = _with_known_shape(grad, state).coalesce()
-    if not state:
-        (update,) = kernel(grad.values)
-        return (IndexedSlices(update, grad.indices, grad.dense_shape),)
-    update, *new_state = step_rows(kernel, grad.indices, grad.values, state)
-    return (IndexedSlices(update, grad.indices, grad.dense_shape), *new_state)
-
-
-def _with_known_shape(grad: IndexedSlices, state: Sequence[jax.Array]) -> IndexedSlices:
-    if not state:
+    if not arrays:
         return grad
-    shape = (state[0].shape[0], *grad.values.shape[1:])
+    shape = (arrays[0].shape[0], *grad.values.shape[1:])
     if grad.dense_shape is not None and grad.dense_shape != shape:
         raise ValueError(
             f"the gradient belongs to an array of shape {grad.dense_shape}, the "

@@ -3,7 +3,6 @@
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from jslices.optim.base import (
@@ -11,19 +10,22 @@ from jslices.optim.base import (
     Scalar,
     Schedule,
     check_learning_rate,
-    next_count,
     scaled,
     step_size,
-    zero_count,
 )
-from jslices.optim.rows import update_leaves
+from jslices.optim.drift import Drift, Missed, fading
+from jslices.optim.in_place import Kernel
+from jslices.optim.moments import momentum_series
+from jslices.optim.rows import transformation
+from jslices.optim.rule import Rule, check_untouched, known, zeros
 
 
 class SgdState(NamedTuple):
     """State of :func:`sgd`."""
 
     count: jax.Array  # type: ignore[assignment]  #: int32 ``[]``, the steps taken.
-    trace: Any  #: like params, the momentum; None without momentum.
+    trace: Any = None  #: like params, the momentum; None without momentum.
+    clock: Any = None  #: how far each row is; None unless ``untouched="exact"``.
 
 
 def sgd(
@@ -31,27 +33,30 @@ def sgd(
     momentum: Scalar | None = None,
     nesterov: bool = False,
     accumulator_dtype: DTypeLike | None = None,
+    *,
+    untouched: str = "lazy",
 ) -> GradientTransformation:
     """Gradient descent: ``p -= lr * g``, or with momentum ``t = g + momentum * t``.
 
     With momentum the update is ``-lr * t``, or ``-lr * (g + momentum * t)`` for Nesterov.
 
-    Untouched rows: lazy. A row without gradient is neither read nor written, and nor is
-    its momentum (a dense optimizer would let the momentum move it on). Without momentum
-    lazy and dense are the same.
+    Untouched rows: lazy or exact. Without momentum both are the same, and the same as
+    dense. Lazy: a row without gradient is neither read nor written, and nor is its
+    momentum. Exact: its momentum moves it on when it catches up, as in a dense optimizer.
 
     Args:
       learning_rate: a number, or a schedule of the step (from 0).
       momentum: decay of the trace; None keeps no trace.
       nesterov: whether to look ahead.
       accumulator_dtype: dtype of the trace; None means that of the parameter.
+      untouched: ``"lazy"`` or ``"exact"`` (see :mod:`jslices.optim`).
 
     Returns:
-      A :class:`GradientTransformation`. State per row: nothing, or D numbers with
-      momentum.
+      A :class:`GradientTransformation`. State per row: nothing; D numbers with momentum;
+      8 bytes more if exact.
 
     Cost: a step reads and writes ``U * D`` elements of each of the parameter and the
-    trace.
+    trace; catching up the same once more.
 
     Example:
       >>> import jax.numpy as jnp, jslices as js
@@ -64,32 +69,33 @@ def sgd(
 
     Source: ``optax.sgd``, with its names and defaults; dense gradients give its result.
     TensorFlow's ``MomentumOptimizer`` multiplies the learning rate in the same place and
-    is lazy on IndexedSlices as well.
+    is lazy on IndexedSlices; PyTorch's has ``dampening`` and makes sparse rows dense.
     """
     check_learning_rate("sgd", learning_rate)
+    exact = check_untouched("sgd", untouched) and momentum is not None
 
-    def init(params: Any) -> SgdState:
-        trace = None
-        if momentum is not None:
-            trace = jax.tree.map(
-                lambda p: jnp.zeros_like(p, dtype=accumulator_dtype), params
-            )
-        return SgdState(zero_count(), trace)
+    def step(count: jax.Array) -> Kernel:
+        size = step_size(learning_rate, count)
 
-    def update(grads: Any, state: SgdState, params: Any = None) -> tuple[Any, SgdState]:
-        del params
-        step = step_size(learning_rate, state.count)
-        count = next_count(state.count)
-        if momentum is None:
-            updates, _ = update_leaves(lambda g: (scaled(step, g),), grads, ())
-            return updates, SgdState(count, None)
-
-        def kernel(g: jax.Array, trace: jax.Array) -> tuple[jax.Array, jax.Array]:
+        def kernel(g: jax.Array, *slots: jax.Array) -> tuple[jax.Array, ...]:
+            if momentum is None:
+                return (scaled(size, g),)
+            (trace,) = slots
             new = g + momentum * trace
             direction = g + momentum * new if nesterov else new
-            return scaled(step, direction), new.astype(trace.dtype)
+            return scaled(size, direction), new.astype(trace.dtype)
 
-        updates, (trace,) = update_leaves(kernel, grads, (state.trace,))
-        return updates, SgdState(count, trace)
+        return kernel
 
-    return GradientTransformation(init, update)
+    slots = {} if momentum is None else {"trace": zeros(accumulator_dtype)}
+    rule = Rule(slots, step)
+    if exact:
+        known("sgd", momentum=momentum)
+        decay: Any = momentum
+
+        def coast(missed: Missed, p: jax.Array, trace: jax.Array) -> tuple[jax.Array, ...]:
+            return p - missed.sums[0] * trace, fading(decay, missed) * trace
+
+        series = momentum_series(decay, nesterov, corrected=False)
+        rule = Rule(slots, step, drift=Drift(learning_rate, (series,)), coast=coast)
+    return transformation(SgdState, rule)

@@ -1,0 +1,33 @@
+"""Decoupled weight decay of rows: which rows decay, and when."""
+
+from typing import Any
+
+import jax
+
+from jslices.optim.base import Scalar, Schedule, value_at
+
+#: As FBGEMM's users say: ``DECOUPLE`` and ``DECOUPLE_GLOBAL``.
+MODES = ("touched", "all")
+
+
+def decaying_all(name: str, mode: str | None, exact: bool) -> bool:
+    """Whether rows decay in the steps that they miss; by default those of ``exact`` do."""
+    if mode is None:
+        return exact
+    if mode not in MODES:
+        raise ValueError(
+            f'{name}(weight_decay_mode={mode!r}): wanted "touched" (a row decays in the '
+            'steps that touch it) or "all" (every row decays in every step, as it does in '
+            "a dense optimizer, once it catches up)"
+        )
+    return mode == "all"
+
+
+def with_decay(
+    direction: jax.Array, p: jax.Array, weight_decay: Scalar | Schedule, count: jax.Array
+) -> jax.Array:
+    """``direction + weight_decay * p``, before the learning rate."""
+    if isinstance(weight_decay, int | float) and weight_decay == 0:
+        return direction
+    rate: Any = value_at(weight_decay, count)
+    return direction + rate * p

@@ -1,0 +1,131 @@
+"""FTRL-Proximal: sparse weights for sparse features."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jslices.optim.base import (
+    GradientTransformation,
+    Scalar,
+    Schedule,
+    check_learning_rate,
+    value_at,
+)
+from jslices.optim.in_place import Kernel
+from jslices.optim.rows import transformation
+from jslices.optim.rule import Rule, full, zeros
+
+
+class FtrlState(NamedTuple):
+    """State of :func:`ftrl`."""
+
+    count: jax.Array  # type: ignore[assignment]  #: int32 ``[]``, the steps taken.
+    accum: Any  #: like params, the sum of the squared gradients.
+    linear: Any  #: like params, what the parameter is computed from.
+
+
+def ftrl(
+    learning_rate: Scalar | Schedule,
+    learning_rate_power: float = -0.5,
+    initial_accumulator_value: float = 0.1,
+    l1_regularization_strength: float = 0.0,
+    l2_regularization_strength: float = 0.0,
+    l2_shrinkage_regularization_strength: float = 0.0,
+) -> GradientTransformation:
+    """FTRL-Proximal, for every touched row, with ``y = -learning_rate_power``::
+
+        new = accum + g**2
+        linear += g + 2 * l2_shrinkage * p - (new**y - accum**y) / lr * p
+        p = (clip(linear, -l1, l1) - linear) / (new**y / lr + 2 * l2)
+        accum = new
+
+    Elements whose ``linear`` is within ``l1`` of zero become exactly zero.
+
+    Untouched rows: lazy. A row without gradient is neither read nor written, and nor is its
+    state. (On dense gradients every element is computed anew from ``linear``, which sets
+    those to zero that never had a gradient.)
+
+    Args:
+      learning_rate: a number, or a schedule of the step (from 0); not zero.
+      learning_rate_power: how the step falls with the squared gradients, at most 0.
+      initial_accumulator_value: what ``accum`` starts from, at least 0.
+      l1_regularization_strength: at least 0.
+      l2_regularization_strength: at least 0.
+      l2_shrinkage_regularization_strength: at least 0; a decay of the touched rows.
+
+    Returns:
+      A :class:`GradientTransformation`; ``update`` needs the parameters. State per row: 2 D
+      numbers.
+
+    Raises:
+      ValueError: for a hyperparameter out of its range.
+
+    Cost: a step reads ``U * D`` elements of the parameter, and reads and writes as many of
+    it and of each of ``accum`` and ``linear``.
+
+    Example:
+      >>> import jax.numpy as jnp, jslices as js
+      >>> tx = js.ftrl(0.5, l1_regularization_strength=2.0)
+      >>> table = jnp.ones((3, 1))
+      >>> grads = js.IndexedSlices(jnp.ones((1, 1)), jnp.array([1]), (3, 1))
+      >>> updates, state = tx.update(grads, tx.init(table), table)
+      >>> js.apply_updates(table, updates).ravel()
+      Array([1., 0., 1.], dtype=float32)
+
+    Source: McMahan et al., 2013; TensorFlow's ``FtrlOptimizer``, with its names, defaults
+    and results. Optax has none.
+    """
+    check_learning_rate("ftrl", learning_rate)
+    wrong = [
+        f"{name}={value}"
+        for name, value, good in (
+            ("learning_rate_power", learning_rate_power, learning_rate_power <= 0),
+            (
+                "initial_accumulator_value",
+                initial_accumulator_value,
+                initial_accumulator_value >= 0,
+            ),
+            (
+                "l1_regularization_strength",
+                l1_regularization_strength,
+                l1_regularization_strength >= 0,
+            ),
+            (
+                "l2_regularization_strength",
+                l2_regularization_strength,
+                l2_regularization_strength >= 0,
+            ),
+            (
+                "l2_shrinkage_regularization_strength",
+                l2_shrinkage_regularization_strength,
+                l2_shrinkage_regularization_strength >= 0,
+            ),
+        )
+        if not good
+    ]
+    if wrong:
+        raise ValueError(
+            f"ftrl got {', '.join(wrong)}; learning_rate_power must be at most 0, the "
+            "others at least 0"
+        )
+    l1, l2 = l1_regularization_strength, l2_regularization_strength
+    shrinkage, power = l2_shrinkage_regularization_strength, -learning_rate_power
+
+    def step(count: jax.Array) -> Kernel:
+        rate: Any = value_at(learning_rate, count)
+
+        def kernel(
+            g: jax.Array, p: jax.Array, accum: jax.Array, linear: jax.Array
+        ) -> tuple[jax.Array, ...]:
+            new = accum + g**2
+            sigma = (new**power - accum**power) / rate
+            linear = linear + g + 2 * shrinkage * p - sigma * p
+            curvature = new**power / rate + 2 * l2
+            there = (jnp.clip(linear, -l1, l1) - linear) / curvature
+            return (there - p).astype(g.dtype), new, linear
+
+        return kernel
+
+    slots = {"accum": full(initial_accumulator_value), "linear": zeros()}
+    return transformation(FtrlState, Rule(slots, step, reads_params=True))

@@ -1,0 +1,116 @@
+"""LAMB: Adam with steps in proportion to the size of what they change."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jslices.optim.adam import adam_direction
+from jslices.optim.base import (
+    GradientTransformation,
+    Scalar,
+    Schedule,
+    check_learning_rate,
+    per_row,
+    scaled,
+    step_size,
+)
+from jslices.optim.decay import with_decay
+from jslices.optim.in_place import Kernel
+from jslices.optim.rows import transformation
+from jslices.optim.rule import Rule, zeros
+
+
+class LambState(NamedTuple):
+    """State of :func:`lamb`."""
+
+    count: jax.Array  # type: ignore[assignment]  #: int32 ``[]``, the steps taken.
+    mu: Any  #: like params, the mean of the gradients.
+    nu: Any  #: like params, the mean of their squares.
+
+
+def lamb(
+    learning_rate: Scalar | Schedule,
+    b1: Scalar = 0.9,
+    b2: Scalar = 0.999,
+    eps: Scalar = 1e-6,
+    eps_root: Scalar = 0.0,
+    weight_decay: Scalar | Schedule = 0.0,
+    mask: Any = None,
+) -> GradientTransformation:
+    """LAMB: with Adam's direction ``u`` plus ``weight_decay * p``, ``p -= lr * r * u``.
+
+    The trust ratio is ``r = norm(p) / norm(u)``, or 1 where either is zero: of the whole
+    array for a dense gradient, **of each row by itself** for IndexedSlices. The norm of a
+    whole table would cost a pass over all of it.
+
+    Untouched rows: lazy. A row without gradient is neither read nor written, and nor is its
+    state. (There is no exact form: what a row misses depends on its own path.)
+
+    Args:
+      learning_rate: a number, or a schedule of the step (from 0).
+      b1: decay of the mean.
+      b2: decay of the mean of squares.
+      eps: added outside the root.
+      eps_root: added inside the root.
+      weight_decay: a number, or a schedule of the step; of touched rows.
+      mask: bools in the structure of params or a prefix of it, or a function from params to
+        that: which of them decay.
+
+    Returns:
+      A :class:`GradientTransformation`; ``update`` needs the parameters. State per row: 2 D
+      numbers.
+
+    Cost: a step reads ``U * D`` elements of the parameter, and reads and writes as many of
+    it and of each of the means.
+
+    Example:
+      >>> import jax.numpy as jnp, jslices as js
+      >>> tx = js.lamb(0.5)
+      >>> table = jnp.array([[1.0], [8.0]])
+      >>> grads = js.IndexedSlices(jnp.ones((2, 1)), jnp.array([0, 1]), (2, 1))
+      >>> updates, state = tx.update(grads, tx.init(table), table)
+      >>> js.apply_updates(table, updates).ravel()  # each row loses half of itself
+      Array([0.5, 4. ], dtype=float32)
+
+    Source: You et al., 2020; ``optax.lamb``, with its names and defaults; dense gradients
+    give its result. A ratio for each row is ``PARTIAL_ROWWISE_LAMB`` of FBGEMM (which also
+    keeps one second moment for each row).
+    """
+    check_learning_rate("lamb", learning_rate)
+    direction = adam_direction(b1, b2, eps, eps_root, False)
+
+    def rule(rate: Scalar | Schedule) -> Rule:
+        def stepping(by_row: bool, count: jax.Array) -> Kernel:
+            size, toward = step_size(learning_rate, count), direction(count)
+
+            def kernel(g: jax.Array, p: jax.Array, *moments: jax.Array) -> Any:
+                ahead, mu, nu = toward(g, *moments)
+                ahead = with_decay(ahead, p, rate, count)
+                return scaled(size, ahead * trust_ratio(p, ahead, by_row)), mu, nu
+
+            return kernel
+
+        return Rule(
+            {"mu": zeros(), "nu": zeros()},
+            lambda count: stepping(False, count),
+            reads_params=True,
+            row_step=lambda count: stepping(True, count),
+        )
+
+    return transformation(LambState, rule(weight_decay), other=rule(0.0), mask=mask)
+
+
+def trust_ratio(p: jax.Array, update: jax.Array, by_row: bool) -> jax.Array:
+    """How large ``p`` is for each unit of ``update``; 1 where either is zero."""
+    size, step = _norm(p, by_row), _norm(update, by_row)
+    nothing = (size == 0) | (step == 0)
+    ratio = jnp.where(nothing, 1.0, size / jnp.where(nothing, 1.0, step))
+    return ratio.astype(p.dtype)
+
+
+def _norm(x: jax.Array, by_row: bool) -> jax.Array:
+    if not by_row:
+        return jnp.linalg.norm(x)
+    squares = jnp.sum(x.reshape(x.shape[0], -1) ** 2, axis=1)
+    return per_row(jnp.sqrt(squares), x)

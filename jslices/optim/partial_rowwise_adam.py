@@ -1,0 +1,109 @@
+"""Partial row-wise Adam: a mean for every element, one mean of squares for each row."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from jslices.optim.adam import adam_coast, adam_drift
+from jslices.optim.base import (
+    GradientTransformation,
+    Scalar,
+    Schedule,
+    check_learning_rate,
+    next_count,
+    per_row,
+    row_mean,
+    scaled,
+    step_size,
+)
+from jslices.optim.drift import Missed
+from jslices.optim.in_place import Kernel
+from jslices.optim.moments import decayed, divided, weight_seen
+from jslices.optim.rows import transformation
+from jslices.optim.rule import Rule, check_untouched, row_of, zeros
+
+
+class PartialRowwiseAdamState(NamedTuple):
+    """State of :func:`partial_rowwise_adam`."""
+
+    count: jax.Array  # type: ignore[assignment]  #: int32 ``[]``, the steps taken.
+    mu: Any  #: like params, the mean of the gradients.
+    nu: Any  #: for each parameter ``[V, *D]`` an array ``[V]``, the mean of squares.
+    clock: Any = None  #: how far each row is; None unless ``untouched="exact"``.
+
+
+def partial_rowwise_adam(
+    learning_rate: Scalar | Schedule,
+    b1: Scalar = 0.9,
+    b2: Scalar = 0.999,
+    eps: Scalar = 1e-8,
+    mu_dtype: DTypeLike | None = None,
+    *,
+    untouched: str = "lazy",
+) -> GradientTransformation:
+    """Adam with one second moment for each row: ``nu = b2 * nu + (1 - b2) * mean(g**2)``.
+
+    Rows are the entries along axis 0 of every parameter: for a rank-1 array this is Adam.
+
+    Untouched rows: lazy or exact. Lazy: a row without gradient is neither read nor written,
+    and nor is its state. Exact: its means decay and it moves on when it catches up, as the
+    same optimizer on dense gradients moves it.
+
+    Args:
+      learning_rate: a number, or a schedule of the step (from 0).
+      b1: decay of the mean.
+      b2: decay of the mean of squares.
+      eps: added to the root.
+      mu_dtype: dtype of ``mu``; None means that of the parameter.
+      untouched: ``"lazy"`` or ``"exact"`` (see :mod:`jslices.optim`).
+
+    Returns:
+      A :class:`GradientTransformation`. State per row: D + 1 numbers; 12 bytes more if
+      exact.
+
+    Raises:
+      ValueError: for exact, unless ``b1**2 < b2``.
+
+    Cost: a step reads and writes ``U * D`` elements of each of the parameter and ``mu``;
+    catching up the same once more.
+
+    Example:
+      >>> import jax.numpy as jnp, jslices as js
+      >>> tx = js.partial_rowwise_adam(0.5)
+      >>> table = jnp.zeros((5, 2))
+      >>> grads = js.IndexedSlices(jnp.array([[1.0, 7.0]]), jnp.array([3]), (5, 2))
+      >>> updates, state = tx.update(grads, tx.init(table), table)
+      >>> updates.values.round(3)
+      Array([[-0.1, -0.7]], dtype=float32)
+
+    Source: ``PARTIAL_ROWWISE_ADAM`` of FBGEMM; Optax and TensorFlow have none.
+    """
+    check_learning_rate("partial_rowwise_adam", learning_rate)
+    exact = check_untouched("partial_rowwise_adam", untouched)
+
+    def step(count: jax.Array) -> Kernel:
+        size, now = step_size(learning_rate, count), next_count(count)
+        whole_mu, whole_nu = weight_seen(b1, now), weight_seen(b2, now)
+
+        def kernel(g: jax.Array, mu: jax.Array, nu: jax.Array) -> tuple[jax.Array, ...]:
+            new_mu, new_nu = decayed(mu, g, b1), decayed(nu, row_mean(g**2), b2)
+            root = per_row(jnp.sqrt(divided(new_nu, whole_nu)), g) + eps
+            ahead = divided(new_mu, whole_mu) / root
+            return scaled(size, ahead), new_mu.astype(mu.dtype), new_nu.astype(nu.dtype)
+
+        return kernel
+
+    slots = {"mu": zeros(mu_dtype), "nu": row_of(0)}
+    if not exact:
+        return transformation(PartialRowwiseAdamState, Rule(slots, step))
+    drift = adam_drift("partial_rowwise_adam", learning_rate, b1, b2)
+    full_coast = adam_coast(b1, b2, eps, 0.0)
+
+    def coast(missed: Missed, p: Any, mu: Any, nu: Any) -> tuple[jax.Array, ...]:
+        p, mu, rows = full_coast(missed, p, mu, per_row(nu, p))
+        return p, mu, rows.reshape(nu.shape)
+
+    rule = Rule(slots, step, drift=drift, coast=coast)
+    return transformation(PartialRowwiseAdamState, rule)

@@ -1,0 +1,79 @@
+"""Row-wise Adagrad: one step size for each row, and one number of state."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jslices.optim.base import (
+    GradientTransformation,
+    Scalar,
+    Schedule,
+    check_learning_rate,
+    per_row,
+    row_mean,
+    scaled,
+    step_size,
+)
+from jslices.optim.in_place import Kernel
+from jslices.optim.rows import transformation
+from jslices.optim.rule import Rule, row_of
+
+
+class RowwiseAdagradState(NamedTuple):
+    """State of :func:`rowwise_adagrad`."""
+
+    count: jax.Array  # type: ignore[assignment]  #: int32 ``[]``, the steps taken.
+    sum_of_squares: Any  #: for each parameter ``[V, *D]`` an array ``[V]``.
+
+
+def rowwise_adagrad(
+    learning_rate: Scalar | Schedule,
+    initial_accumulator_value: Scalar = 0.0,
+    eps: Scalar = 1e-8,
+) -> GradientTransformation:
+    """Row-wise Adagrad: ``s += mean(g**2)`` of the row, ``p -= lr * g / (sqrt(s) + eps)``.
+
+    Rows are the entries along axis 0 of every parameter: for a rank-1 array this is
+    Adagrad.
+
+    Untouched rows: as dense. A row without gradient is neither read nor written, and the
+    same optimizer on dense gradients would leave it and its state alone too.
+
+    Args:
+      learning_rate: a number, or a schedule of the step (from 0).
+      initial_accumulator_value: what ``s`` starts from.
+      eps: added to the root.
+
+    Returns:
+      A :class:`GradientTransformation`. State per row: one number.
+
+    Cost: a step reads and writes ``U * D`` elements of the parameter and ``U`` numbers of
+    state.
+
+    Example:
+      >>> import jax.numpy as jnp, jslices as js
+      >>> params = jnp.zeros((4, 2))
+      >>> tx = js.rowwise_adagrad(0.5)
+      >>> grads = js.IndexedSlices(jnp.array([[1.0, 7.0]]), jnp.array([2]), (4, 2))
+      >>> updates, state = tx.update(grads, tx.init(params), params)
+      >>> state.sum_of_squares, updates.values.round(3)
+      (Array([ 0.,  0., 25.,  0.], dtype=float32), Array([[-0.1, -0.7]], dtype=float32))
+
+    Source: ``EXACT_ROWWISE_ADAGRAD`` of FBGEMM, with its default ``eps``; Optax and
+    TensorFlow have none.
+    """
+    check_learning_rate("rowwise_adagrad", learning_rate)
+
+    def step(count: jax.Array) -> Kernel:
+        size = step_size(learning_rate, count)
+
+        def kernel(g: jax.Array, total: jax.Array) -> tuple[jax.Array, ...]:
+            total = total + row_mean(g**2)
+            root = per_row(jnp.sqrt(total), g) + eps
+            return scaled(size, jnp.where(root > 0, g / root, 0.0)), total
+
+        return kernel
+
+    rule = Rule({"sum_of_squares": row_of(initial_accumulator_value)}, step)
+    return transformation(RowwiseAdagradState, rule)

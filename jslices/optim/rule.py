@@ -1,0 +1,72 @@
+"""What an optimizer is: state for each element or row, and the arithmetic of a step."""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from jslices.optim.drift import Drift
+from jslices.optim.in_place import Kernel
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Rule:
+    """The arithmetic of an optimizer, the same for an array and for some rows of it.
+
+    Attributes:
+      slots: the names of its state arrays, and from a parameter ``[V, *D]`` what each
+        starts as: ``[V, ...]``.
+      step: from the number of steps taken before (int32, ``[]``) to the arithmetic of this
+        one, ``kernel(g, *slots) -> (update, *new_slots)``, or ``kernel(g, p, *slots)``.
+        Everything in it must be elementwise or within a row.
+      row_step: the same for rows, where a step must treat them otherwise than whole arrays.
+      reads_params: whether the kernel gets the rows of the parameter as well.
+      drift: for an optimizer that catches rows up, the numbers it needs of missed steps.
+      coast: ``coast(missed, p, *slots) -> (p, *slots)``, what missed steps did to rows.
+    """
+
+    slots: Mapping[str, Callable[[jax.Array], jax.Array]]
+    step: Callable[[jax.Array], Kernel]
+    reads_params: bool = False
+    drift: Drift | None = None
+    coast: Callable[..., tuple[jax.Array, ...]] | None = None
+    row_step: Callable[[jax.Array], Kernel] | None = None
+
+
+def zeros(dtype: DTypeLike | None = None) -> Callable[[jax.Array], jax.Array]:
+    """A slot of zeros, as the parameter; ``dtype=None`` means its dtype."""
+    return lambda p: jnp.zeros_like(p, dtype=dtype)
+
+
+def full(value: Any) -> Callable[[jax.Array], jax.Array]:
+    """A slot that starts from ``value``, as the parameter."""
+    return lambda p: jnp.full_like(p, value)
+
+
+def row_of(value: Any) -> Callable[[jax.Array], jax.Array]:
+    """A slot of one number for each row, ``[V]``."""
+    return lambda p: jnp.full(jnp.shape(p)[:1], value, jnp.asarray(p).dtype)
+
+
+def check_untouched(name: str, untouched: str) -> bool:
+    """Whether rows without gradient are caught up later."""
+    if untouched not in ("lazy", "exact"):
+        raise ValueError(
+            f'{name}(untouched={untouched!r}): wanted "lazy" (rows without gradient wait) '
+            'or "exact" (they are caught up later, as a dense optimizer moves them)'
+        )
+    return untouched == "exact"
+
+
+def known(name: str, **numbers: Any) -> None:
+    """Refuses hyperparameters that are not known while tracing."""
+    for key, value in numbers.items():
+        if isinstance(value, jax.core.Tracer):
+            raise TypeError(
+                f'{name}(untouched="exact") needs {key} as a number that is known while '
+                f"tracing, got {value}; make the optimizer outside of jit, and with "
+                f"optax.inject_hyperparams pass static_args=({key!r},)"
+            )
