@@ -10,7 +10,8 @@ from jax import lax
 from jslices._check import as_array
 from jslices._slices import IndexedSlices, check_slices, is_slices
 from jslices._trees import flatten
-from jslices.optim.norms import is_leaf, widened
+from jslices.optim.leaves import as_leaf, is_leaf
+from jslices.optim.norms import widened
 
 REDUCTIONS = ("mean", "sum")
 
@@ -127,7 +128,7 @@ def reduce_stacked(tree: Any, reduction: str = "mean") -> Any:
     """
     _check_reduction("reduce_stacked", reduction)
     leaves, structure = flatten(tree, is_leaf=is_leaf)
-    leaves = [x if is_leaf(x) else as_array(x) for x in leaves]
+    leaves = [as_leaf(x) for x in leaves]
     count = leading_axis("reduce_stacked", leaves)
     divisor = count if reduction == "mean" else None
     return structure.unflatten([x if x is None else merge_leaf(x, divisor) for x in leaves])

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from jslices._slices import IndexedSlices, is_slices
+from jslices.optim.leaves import as_leaf, numbers
 from jslices.optim.limits import fitting
-from jslices.optim.norms import numbers
 
 
 def clip_by_value(t: Any, clip_value_min: ArrayLike, clip_value_max: ArrayLike) -> Any:
@@ -47,7 +47,8 @@ def clip_by_value(t: Any, clip_value_min: ArrayLike, clip_value_max: ArrayLike) 
     0.5 at the bounds.
     """
     name = "clip_by_value"
-    t = t.coalesce() if is_slices(t) else jnp.asarray(t)
+    t = as_leaf(t)
+    t = t.coalesce() if is_slices(t) else t
     bounds = {"clip_value_min": clip_value_min, "clip_value_max": clip_value_max}
     dtype = numbers(t).dtype
     low, high = (

@@ -1,7 +1,8 @@
 """Clipping norms as TensorFlow has it, on what duplicate rows add up to.
 
 Every function here, and ``clip_by_value``, sums duplicates first and returns unique rows,
-so that slices give what the dense gradient would. Where that, or good sense, differs from TensorFlow 2.21:
+so that slices give what the dense gradient would. Where that, or good sense, differs from
+TensorFlow 2.21:
 
 =============================  ========================  ================================
 case                           TensorFlow                jslices
@@ -35,15 +36,13 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from jslices._check import as_array
 from jslices._slices import IndexedSlices, is_slices
 from jslices._trees import flatten
+from jslices.optim.leaves import as_leaf, is_leaf, numbers
 from jslices.optim.limits import check_limit, fitting
 from jslices.optim.norms import (
     coalesced_leaves,
-    is_leaf,
     norm_of_leaves,
-    numbers,
     safe_sqrt,
     sum_of_squares,
     widened,
@@ -211,7 +210,7 @@ def clip_by_average_norm(t: Any, clip_norm: ArrayLike) -> Any:
     """
     name = "clip_by_average_norm"
     limit = check_limit(name, "clip_norm", clip_norm, single=True)
-    t = as_array(t)
+    t = as_leaf(t)
     if is_slices(t) and t.dense_shape is None:
         raise ValueError(
             f"{name} divides by the size of the dense array, and these slices have "

@@ -5,9 +5,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jslices._check import as_array
 from jslices._slices import is_slices
-from jslices.optim.norms import is_leaf, numbers
+from jslices.optim.leaves import as_leaf, is_leaf, numbers
 
 
 def all_finite(tree: Any) -> jax.Array:
@@ -65,8 +64,8 @@ def all_finite(tree: Any) -> jax.Array:
     """
     leaves, _ = jax.tree.flatten(tree, is_leaf=is_leaf)
     finite = jnp.array(True)
-    for x in leaves:
+    for x in map(as_leaf, leaves):
         if x is not None:
-            unique = x.coalesce() if is_slices(x) else as_array(x)
+            unique = x.coalesce() if is_slices(x) else x
             finite &= jnp.all(jnp.isfinite(numbers(unique)))
     return finite

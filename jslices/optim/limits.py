@@ -8,7 +8,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from jslices._slices import IndexedSlices
-from jslices.optim.norms import numbers
+from jslices.optim.leaves import numbers
 
 
 def check_limit(name: str, what: str, limit: Any, single: bool = False) -> jax.Array:

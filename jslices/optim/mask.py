@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jslices._bounds import canonical_indices, empty_slot
-from jslices._check import as_array
 from jslices._slices import IndexedSlices, check_slices
+from jslices.optim.leaves import as_leaf
 
 Keep = jax.Array | np.ndarray | Callable[[jax.Array], jax.Array]
 
@@ -49,8 +49,9 @@ def mask_rows(slices: Any, keep: Keep) -> Any:
     Source: ours. People train new tokens of a large vocabulary by copying the old rows
     back after every step, or zero the gradient and find that weight decay moved them.
     """
+    slices = as_leaf(slices)
     if not isinstance(slices, IndexedSlices):
-        array = as_array(slices)
+        array = slices
         if array.ndim == 0:
             raise ValueError("mask_rows wants rows [V, *D], got a scalar")
         rows = jnp.arange(array.shape[0], dtype=jnp.int32)

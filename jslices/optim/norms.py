@@ -5,8 +5,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jslices._check import as_array
-from jslices._slices import IndexedSlices, is_slices
+from jslices._slices import is_slices
+from jslices.optim.leaves import as_leaf, is_leaf, numbers
 
 
 def global_norm(tree: Any) -> jax.Array:
@@ -47,7 +47,7 @@ def global_norm(tree: Any) -> jax.Array:
 def coalesced_leaves(name: str, tree: Any) -> list[Any]:
     """The leaves of ``tree``, in its order: arrays, unique rows, and None."""
     pairs, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_leaf)
-    pairs = [(path, x if is_leaf(x) else as_array(x)) for path, x in pairs]
+    pairs = [(path, as_leaf(x)) for path, x in pairs]
     wrong = [
         f"{x.dtype}{list(x.shape)}" + (f" at {jax.tree_util.keystr(path)}" if path else "")
         for path, x in pairs
@@ -59,16 +59,6 @@ def coalesced_leaves(name: str, tree: Any) -> list[Any]:
             "x.astype('float32'), or put None where there is no gradient"
         )
     return [x.coalesce() if is_slices(x) else x for _, x in pairs]
-
-
-def is_leaf(x: Any) -> bool:
-    """True for what a gradient tree holds in place of an array."""
-    return x is None or is_slices(x)
-
-
-def numbers(x: Any) -> jax.Array:
-    """The numbers of a leaf: those of the array, or of the stored rows."""
-    return x.values if isinstance(x, IndexedSlices) else x
 
 
 def norm_of_leaves(leaves: list[Any]) -> jax.Array:

@@ -9,11 +9,10 @@ from jax.typing import ArrayLike
 from jslices._trees import flatten
 from jslices.optim.accumulate import leading_axis, merge_leaf
 from jslices.optim.clipping import shrunk
+from jslices.optim.leaves import as_leaf, is_leaf, numbers
 from jslices.optim.limits import check_limit
 from jslices.optim.norms import (
     coalesced_leaves,
-    is_leaf,
-    numbers,
     safe_sqrt,
     sum_of_squares,
 )
@@ -104,5 +103,8 @@ def per_example_global_norm_clip(
     norms = per_example_norms(grads)
     leaves, tree = flatten(grads, is_leaf=is_leaf)
     shrink = jax.vmap(shrunk, in_axes=(0, 0, None))
-    summed = [x if x is None else merge_leaf(shrink(x, norms, limit), None) for x in leaves]
+    summed = [
+        x if x is None else merge_leaf(shrink(x, norms, limit), None)
+        for x in map(as_leaf, leaves)
+    ]
     return tree.unflatten(summed), jnp.sum(norms > limit, dtype=jnp.int32)

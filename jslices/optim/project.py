@@ -10,8 +10,8 @@ from jslices._bounds import canonical_indices, set_rows, take_rows
 from jslices._slices import IndexedSlices, check_slices
 from jslices._sort import sort_ids
 from jslices.optim.clipping import clip_rows_by_norm
+from jslices.optim.leaves import as_leaf, is_leaf
 from jslices.optim.limits import check_limit
-from jslices.optim.norms import is_leaf
 
 
 def project_rows(params: Any, touched: Any, max_norm: ArrayLike) -> Any:
@@ -63,6 +63,7 @@ def project_rows(params: Any, touched: Any, max_norm: ArrayLike) -> Any:
 
 
 def _projected(param: Any, touched: IndexedSlices, limit: jax.Array) -> jax.Array:
+    touched = as_leaf(touched)
     check_slices(touched)
     table = jnp.asarray(param)
     rows = touched.values.shape[touched.indices.ndim :]

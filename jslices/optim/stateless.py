@@ -6,7 +6,7 @@ from typing import Any
 import jax
 
 from jslices.optim.base import GradientTransformation
-from jslices.optim.norms import is_leaf
+from jslices.optim.leaves import is_leaf
 
 
 def stateless(f: Callable[[Any], Any]) -> GradientTransformation:
