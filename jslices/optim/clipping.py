@@ -18,7 +18,8 @@ limit 0, norm 0                NaN                       0
 a negative limit               0, NaN or unclipped       an error; a traced one acts as 0
 gradient of a global norm      NaN                       0, so that of clipping is the
 where all is 0                                           identity, as in ``clip_by_norm``
-float16 and bfloat16           overflow from 256 on      norms in float32
+16-bit floats                  squared in 16 bits:       norms in float32
+                               float16 ends at 255
 ``global_norm`` of mixed       TypeError                 the widest of them
 dtypes
 one that is not a list         TypeError                 any pytree
