@@ -104,6 +104,14 @@ def test_dtypes_none_and_tuples():
         np.testing.assert_array_equal(halves, [6, 9])
 
 
+def test_numbers_of_python_and_numpy():
+    f = lambda x: {"one": 1.5, "n": 2, "x": x, "np": np.float32(3)}  # noqa: E731
+    out = js.accumulate_gradients(f, np.array([1.0, 2.0]))
+    assert out["one"] == 1.5 and out["n"] == 2 and out["np"] == 3
+    nested = jax.jit(lambda b: js.accumulate_gradients(f, b, "sum"))(jnp.arange(3.0))
+    assert nested["one"] == 4.5 and nested["n"] == 6 and nested["x"] == 3
+
+
 def test_16_bit_rows_are_added_in_float32():
     ones = jnp.ones((4096, 1, 1), jnp.bfloat16)
     stacked = js.IndexedSlices.tree_unflatten((3, 1), (ones, jnp.ones((4096, 1), int)))

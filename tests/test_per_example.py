@@ -93,6 +93,12 @@ def test_16_bit_floats_and_bad_examples():
     wanted = [0, 1, 0, np.nan, 0]
     np.testing.assert_allclose(total["t"].to_dense().ravel(), wanted)
     assert np.isnan(total["b"]).all()
+    # Optax goes on with the other numbers of that example, times 0 or 1.
+    for norm, number in ((jnp.inf, 0), (jnp.nan, 1)):
+        theirs, _ = optax.per_example_global_norm_clip([jnp.array([[norm, 1.0]])], 3.0)
+        assert theirs[0][1] == number
+        ours, _ = js.per_example_global_norm_clip([jnp.array([[norm, 1.0]])], 3.0)
+        assert np.isnan(ours[0]).all()
 
 
 def test_no_dense_gradient_per_example():

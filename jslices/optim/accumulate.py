@@ -73,21 +73,19 @@ def accumulate_gradients(
     zeros = [None if is_leaf(x) else _wide(jnp.zeros(x.shape, x.dtype)) for x in shapes]
 
     def body(sums: Any, batch: Any) -> tuple[Any, Any]:
-        out = flatten(f(batch), is_leaf=is_leaf)[0]
+        out = [as_leaf(x) for x in flatten(f(batch), is_leaf=is_leaf)[0]]
         sums = [s if s is None else s + _wide(x) for s, x in zip(sums, out, strict=True)]
         return sums, [x if is_slices(x) else None for x in out]
 
     sums, rows = lax.scan(body, zeros, batches)
     divisor = count if reduction == "mean" else None
-    reduced = [
-        s if s is None else _divided(s, x.dtype, divisor)
-        for s, x in zip(sums, shapes, strict=True)
-    ]
-    reduced = [
-        merge_leaf(r, divisor) if is_slices(r) else x
-        for r, x in zip(rows, reduced, strict=True)
-    ]
-    return tree.unflatten(reduced)
+
+    def total(x: Any, s: Any, r: Any) -> Any:
+        if is_slices(x):
+            return merge_leaf(r, divisor)
+        return x if x is None else _divided(s, x.dtype, divisor)
+
+    return tree.unflatten(map(total, shapes, sums, rows))
 
 
 def reduce_stacked(tree: Any, reduction: str = "mean") -> Any:

@@ -9,6 +9,7 @@ from jax.typing import DTypeLike
 
 from jslices._slices import IndexedSlices
 from jslices.optim.leaves import numbers
+from jslices.optim.norms import widened
 
 
 def check_limit(name: str, what: str, limit: Any, single: bool = False) -> jax.Array:
@@ -24,7 +25,7 @@ def check_limit(name: str, what: str, limit: Any, single: bool = False) -> jax.A
         raise ValueError(f"{name}({what}=...) wants one number, got shape {array.shape}")
     if not isinstance(array, jax.core.Tracer) and bool(jnp.any(array < 0)):
         raise ValueError(f"{name}({what}={limit}): it must not be negative")
-    return array
+    return widened(array)
 
 
 def fitting(name: str, what: str, limit: jax.Array, t: Any, dtype: DTypeLike) -> jax.Array:

@@ -95,8 +95,8 @@ def per_example_global_norm_clip(
       >>> total.to_dense().ravel(), num_clipped
       (Array([1. , 0. , 0. , 1.5, 1. , 0. , 0. , 0. , 0. ], dtype=float32), Array(1, ...))
 
-    Source: ``optax.per_example_global_norm_clip``, with its name and results, except that
-    it gives zeros where a norm is infinite.
+    Source: ``optax.per_example_global_norm_clip``, with its name and results for finite
+    norms; it scales by 0 where a norm is infinite, and not at all where it is NaN.
     """
     name = "per_example_global_norm_clip"
     limit = check_limit(name, "l2_norm_clip", l2_norm_clip, single=True)
