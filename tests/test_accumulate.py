@@ -104,6 +104,18 @@ def test_dtypes_none_and_tuples():
         np.testing.assert_array_equal(halves, [6, 9])
 
 
+@pytest.mark.parametrize("shape", [(2, 0, 3), (2, 3, 0)])
+def test_no_rows_and_empty_rows(shape):
+    empty = js.IndexedSlices.tree_unflatten(
+        (5, shape[2]), (jnp.ones(shape), jnp.zeros(shape[:2], int))
+    )
+    assert js.reduce_stacked(empty).to_dense().shape == (5, shape[2])
+    np.testing.assert_array_equal(js.per_example_norms(empty), [0, 0])
+    total, count = js.per_example_global_norm_clip(empty, 1.0)
+    assert total.to_dense().shape == (5, shape[2]) and count == 0
+    assert js.global_norm(empty) == 0 and js.all_finite(empty)
+
+
 def test_numbers_of_python_and_numpy():
     f = lambda x: {"one": 1.5, "n": 2, "x": x, "np": np.float32(3)}  # noqa: E731
     out = js.accumulate_gradients(f, np.array([1.0, 2.0]))

@@ -158,7 +158,7 @@ def merge_leaf(x: Any, divisor: int | None) -> Any:
     values = x.values if divisor is None else _wide(x.values)
     joined = IndexedSlices.tree_unflatten(
         x.dense_shape,
-        (values.reshape(-1, *values.shape[2:]), x.indices.reshape(-1)),
+        (values.reshape(x.indices.size, *values.shape[2:]), x.indices.reshape(-1)),
     )
     unique = joined.coalesce()
     values = _divided(unique.values, x.dtype, divisor)
