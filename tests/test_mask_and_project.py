@@ -101,6 +101,14 @@ def test_mask_of_other_things():
     assert js.all_finite(js.mask_rows(nan, KEEP))
 
 
+def test_a_table_without_rows():
+    slices = js.IndexedSlices(jnp.ones((1, D)), jnp.zeros(1, int), (0, D))
+    out = js.mask_rows(slices, np.ones(0, bool))
+    np.testing.assert_array_equal(out.indices, [0])  # 0 = V: an empty slot
+    assert js.project_rows(jnp.ones((0, D)), slices, 1.0).shape == (0, D)
+    assert js.global_norm(slices) == 0 and js.all_finite(slices)
+
+
 def test_errors_of_mask():
     slices = slices_of([1, 2, 3])
     with pytest.raises(TypeError, match=r"bool, got int32\[2\]; to keep rows by .*isin"):

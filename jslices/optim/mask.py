@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jslices._bounds import canonical_indices, empty_slot
+from jslices._bounds import canonical_indices, empty_slot, take_rows
 from jslices._slices import IndexedSlices, check_slices
 from jslices.optim.leaves import as_leaf
 
@@ -81,9 +81,7 @@ def _allowed(keep: Keep, indices: jax.Array, num_rows: int | None) -> jax.Array:
             "rows by their numbers: keep=lambda indices: jnp.isin(indices, ids)"
         )
     if not by_slot and mask.ndim == 1 and num_rows in (None, mask.shape[0]):
-        return mask.at[indices].get(
-            mode="fill", fill_value=False, wrap_negative_indices=False
-        )
+        return take_rows(mask, indices, fill_value=False)
     if mask.shape != indices.shape:
         wanted = f"{list(indices.shape)} (one for each slot)"
         if not by_slot:
