@@ -1,10 +1,19 @@
 """Summing duplicate rows into a static number of unique ones."""
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 
 from jslices._bounds import canonical_indices, empty_slot
 from jslices._sort import sort_ids
+
+#: What ``n`` occurrences of a row are divided by, once they are summed.
+COMBINERS: dict[str, Callable[[jax.Array], jax.Array] | None] = {
+    "sum": None,
+    "mean": lambda n: n,
+    "sqrtn": jnp.sqrt,
+}
 
 
 def sum_duplicates(
@@ -12,6 +21,7 @@ def sum_duplicates(
     indices: jax.Array,
     num_rows: int | None,
     size: int | None,
+    combine: str = "sum",
 ) -> tuple[jax.Array, jax.Array]:
     """Sums the rows that share an index.
 
@@ -22,6 +32,7 @@ def sum_duplicates(
       num_rows: V, or None when unknown.
       size: U, the static number of slots returned; None means ``min(K, V)``, which
         always suffices.
+      combine: a key of ``COMBINERS``.
 
     Returns:
       ``(values [U, *D], indices [U])``: indices sorted and unique, then the empty slots
@@ -63,19 +74,41 @@ def sum_duplicates(
         # The slot that the empty index got is sent out of range.
         slots = jnp.where(ordered == empty, capacity, slots)
         slots = jnp.zeros_like(slots).at[positions].set(slots, unique_indices=True)
-        summed = _add_by_slot(values, slots, capacity)
+        summed = _add_by_slot(values, slots, capacity, COMBINERS[combine])
         distinct = jnp.sum(is_first & (ordered != empty), dtype=jnp.int32)
     if capacity < enough:
         summed = _refuse_overflow(summed, distinct, capacity)
     return summed, unique
 
 
-def _add_by_slot(values: jax.Array, slots: jax.Array, capacity: int) -> jax.Array:
+def check_combine(combine: str, dtype: jnp.dtype) -> None:
+    """Refuses an unknown way to combine, and fractions of integers."""
+    if combine not in COMBINERS:
+        raise ValueError(f"combine={combine!r}: it must be one of {tuple(COMBINERS)}")
+    if combine != "sum" and not jnp.issubdtype(dtype, jnp.inexact):
+        raise TypeError(
+            f"combine={combine!r} divides, and these rows are {dtype}; cast them first: "
+            "slices.astype('float32')"
+        )
+
+
+def _add_by_slot(
+    values: jax.Array,
+    slots: jax.Array,
+    capacity: int,
+    divisor: Callable[[jax.Array], jax.Array] | None,
+) -> jax.Array:
     dtype = values.dtype
     narrow = jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4
     wide = values.astype(jnp.float32) if narrow else values
     zeros = jnp.zeros((capacity, *values.shape[1:]), wide.dtype)
-    return zeros.at[slots].add(wide, mode="drop").astype(dtype)
+    summed = zeros.at[slots].add(wide, mode="drop")
+    if divisor is not None:
+        # Counted in integers: exact beyond 2^24 occurrences.
+        counts = jnp.zeros((capacity,), jnp.int32).at[slots].add(1, mode="drop")
+        weight = divisor(jnp.maximum(counts, 1).astype(jnp.finfo(wide.dtype).dtype))
+        summed = summed / weight.reshape(-1, *(1,) * (summed.ndim - 1))
+    return summed.astype(dtype)
 
 
 def _refuse_overflow(summed: jax.Array, distinct: jax.Array, size: int) -> jax.Array:

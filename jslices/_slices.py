@@ -12,7 +12,7 @@ from jax.typing import ArrayLike, DTypeLike
 
 from jslices._bounds import add_rows, canonical_indices, index_dtype
 from jslices._check import as_array, check_parts, static_shape
-from jslices._coalesce import sum_duplicates
+from jslices._coalesce import check_combine, sum_duplicates
 from jslices._densify import human_bytes, warn_dense
 from jslices._jax_operators import called_by_jax_operator
 
@@ -178,11 +178,14 @@ class IndexedSlices:
             slices.values,
         )
 
-    def coalesce(self, size: int | None = None) -> "IndexedSlices":
+    def coalesce(self, size: int | None = None, combine: str = "sum") -> "IndexedSlices":
         """The same array with every row at most once, in a static number of slots.
 
         Args:
           size: U, the number of slots; None means ``min(K, V)``, which always suffices.
+          combine: ``"sum"``; or, to make a frequent row weigh less, ``"mean"`` (the sum
+            divided by the number of its occurrences) or ``"sqrtn"`` (by the square root
+            of it). 16-bit floats are combined in float32 and rounded once.
 
         Returns:
           ``values`` ``[U, *D]``, ``indices`` ``[U]`` (int32, or int64 where that came
@@ -190,7 +193,9 @@ class IndexedSlices:
 
         Raises:
           ValueError: if more than ``size`` distinct rows are present; under jit, where
-            nothing can be raised, floating values become NaN instead.
+            nothing can be raised, floating values become NaN instead. For an unknown
+            ``combine``.
+          TypeError: for a mean of integers.
 
         Cost: a sort of K integers, reads ``K * D`` and writes ``U * D`` elements.
 
@@ -199,15 +204,20 @@ class IndexedSlices:
           >>> s = js.IndexedSlices(jnp.array([1., 2., 4.]), jnp.array([7, 2, 7]), (9,))
           >>> s.coalesce().indices, s.coalesce().values
           (Array([2, 7, 9], dtype=int32), Array([2., 5., 0.], dtype=float32))
+          >>> s.coalesce(combine="mean").values
+          Array([2. , 2.5, 0. ], dtype=float32)
 
         Source: ``torch.Tensor.coalesce``; TensorFlow's optimizers do it inside, in the
-        order of first appearance.
+        order of first appearance. The words of ``combine`` are those of TensorFlow's
+        ``embedding_lookup_sparse``; PyTorch has ``scale_grad_by_freq`` for the mean, of
+        dense gradients only.
         """
         check_slices(self)
+        check_combine(combine, self.values.dtype)
         if self.indices.ndim > 1:
-            return jax.vmap(lambda s: s.coalesce(size))(self)
+            return jax.vmap(lambda s: s.coalesce(size, combine))(self)
         num_rows = None if self.dense_shape is None else self.dense_shape[0]
-        values, indices = sum_duplicates(self.values, self.indices, num_rows, size)
+        values, indices = sum_duplicates(self.values, self.indices, num_rows, size, combine)
         return IndexedSlices(values, indices, self.dense_shape)
 
     def astype(self, dtype: DTypeLike) -> "IndexedSlices":

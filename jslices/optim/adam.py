@@ -21,8 +21,8 @@ from jslices.optim.in_place import Kernel
 from jslices.optim.moments import (
     decayed,
     divided,
-    momentum_series,
-    ratio_series,
+    step_moments,
+    two_steps,
     weight_seen,
 )
 from jslices.optim.rows import transformation
@@ -70,7 +70,7 @@ def adam(
       untouched: ``"lazy"`` or ``"exact"`` (see :mod:`jslices.optim`).
 
     Returns:
-      A :class:`GradientTransformation`. State per row: 2 D numbers; 12 bytes more if exact.
+      A :class:`GradientTransformation`. State per row: 2 D numbers; 20 bytes more if exact.
 
     Raises:
       ValueError: for exact, unless ``b1**2 < b2``: what a row missed has no bound then.
@@ -91,7 +91,7 @@ def adam(
     gradients give its result. Lazy as ``tfa.optimizers.LazyAdam`` and
     ``torch.optim.SparseAdam``; TensorFlow's core Adam moves every row at every step, and
     puts ``eps`` beside the uncorrected root. Exact has no model elsewhere: the sum over the
-    missed steps is closed up to ``eps``, which is added to the root at an effective step.
+    missed steps is closed but for ``eps``, and taken by Gauss' quadrature with two nodes.
     """
     check_learning_rate("adam", learning_rate)
     exact = check_untouched("adam", untouched)
@@ -146,17 +146,14 @@ def adam_drift(
     nesterov: bool = False,
     weight_decay: Scalar | Schedule = 0.0,
 ) -> Drift:
-    """The two sums that Adam's missed steps need."""
+    """What Adam needs to know of missed steps."""
     known(name, b1=b1, b2=b2)
     if not float(b1) ** 2 < float(b2):
         raise ValueError(
             f'{name}(untouched="exact") needs b1**2 < b2, got b1={b1}, b2={b2}; otherwise '
             "the step of a row without gradients grows from step to step"
         )
-    series = (
-        momentum_series(float(b1), nesterov),
-        ratio_series(float(b1), float(b2), nesterov),
-    )
+    series = step_moments(float(b1), float(b2), nesterov)
     return Drift(learning_rate, series, weight_decay)
 
 
@@ -168,12 +165,13 @@ def adam_coast(
     second: Any = b2
 
     def coast(missed: Missed, p: Any, mu: Any, nu: Any) -> tuple[jax.Array, ...]:
-        steps, ratio = missed.sums
-        # The bias-corrected root shrinks while steps are missed; this is what it is on
-        # average, weighted as the steps are.
-        shrunk = jnp.where(ratio > 0, steps / jnp.where(ratio > 0, ratio, 1.0), 1.0)
-        root = jnp.sqrt(nu * shrunk**2 + eps_root)
-        moved = missed.decay * p - steps * mu / (root + eps)
+        root, moved = jnp.sqrt(nu), missed.decay * p
+        for size, shrunk in two_steps(missed.sums):
+            if isinstance(eps_root, int | float) and eps_root == 0:
+                bottom = root * shrunk + eps
+            else:
+                bottom = jnp.sqrt(nu * shrunk**2 + eps_root) + eps
+            moved = moved - size * shrunk * mu / bottom
         return moved, fading(first, missed) * mu, fading(second, missed) * nu
 
     return coast

@@ -1,6 +1,7 @@
 """Decaying means, which most optimizers are made of."""
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -42,11 +43,35 @@ def momentum_series(b1: float, nesterov: bool = False, corrected: bool = True) -
     return Series(b1, weight)
 
 
-def ratio_series(b1: float, b2: float, nesterov: bool = False) -> Series:
-    """The same of ``m / sqrt(v)``, for the second moment ``b2**j * v``."""
+def step_moments(b1: float, b2: float, nesterov: bool = False) -> tuple[Series, ...]:
+    """Sums over the missed steps of Adam, of ``w/q``, ``w``, ``w*q`` and ``w*q**2``.
+
+    ``w`` is how far a step goes, and ``q`` how far the root of the corrected second moment
+    has shrunk: a step moves by ``w * m / (sqrt(v) * q + eps)``.
+    """
     first = momentum_series(b1, nesterov)
 
-    def weight(step: jax.Array) -> jax.Array:
-        return first.weight(step) * jnp.sqrt(weight_seen(b2, step))
+    def power(of: int) -> Series:
+        def weight(step: jax.Array) -> jax.Array:
+            return first.weight(step) * weight_seen(b2, step) ** (-of / 2)
 
-    return Series(b1 / b2**0.5, weight)
+        return Series(b1 * b2 ** (of / 2), weight)
+
+    return tuple(power(of) for of in (-1, 0, 1, 2))
+
+
+def two_steps(sums: Sequence[jax.Array]) -> tuple[tuple[jax.Array, jax.Array], ...]:
+    """Two pairs ``(w/q, q)`` that stand for all the missed steps, given their moments.
+
+    This is Gauss' quadrature with two nodes: exact for every cubic in ``q``, and so for a
+    step whose ``eps`` is nothing, or everything, against the root.
+    """
+    total = jnp.where(sums[0] > 0, sums[0], 1.0)
+    mean, square, cube = (x / total for x in sums[1:])
+    variance = jnp.maximum(square - mean**2, 0.0)
+    third = cube - 3 * mean * square + 2 * mean**3
+    skew = jnp.where(variance > 0, third / jnp.where(variance > 0, 2 * variance, 1), 0.0)
+    apart = jnp.sqrt(skew**2 + variance)
+    upper = jnp.where(apart > 0, (apart - skew) / jnp.where(apart > 0, 2 * apart, 1), 0.5)
+    low, high = jnp.maximum(mean + skew - apart, 0.0), mean + skew + apart
+    return ((1 - upper) * sums[0], low), (upper * sums[0], high)

@@ -60,7 +60,7 @@ def partial_rowwise_adam(
       untouched: ``"lazy"`` or ``"exact"`` (see :mod:`jslices.optim`).
 
     Returns:
-      A :class:`GradientTransformation`. State per row: D + 1 numbers; 12 bytes more if
+      A :class:`GradientTransformation`. State per row: D + 1 numbers; 20 bytes more if
       exact.
 
     Raises:
