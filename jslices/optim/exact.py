@@ -67,7 +67,7 @@ def keeping_time(kernel: Kernel, rule: Rule, count: jax.Array, run: jax.Array) -
         update, *new = kernel(g, *slots)
         stale = per_row(last != count, update)
         update = jnp.where(stale, jnp.array(jnp.nan, update.dtype), update)
-        return update, *new, jnp.full_like(last, step), jnp.broadcast_to(told, old.shape)
+        return update, *new, *_now(step, told, last, old)
 
     return timed
 
@@ -83,7 +83,7 @@ def refuse_stale(grads: Sequence[Any], last: Sequence[Any], count: jax.Array) ->
         rows = jnp.arange(known.shape[0])
         if isinstance(grad, IndexedSlices):
             rows = canonical_indices(grad.indices, known.shape[0])
-        behind = np.asarray(take_rows(known, rows, fill_value=count) != count)
+        behind = np.asarray(take_rows(known, rows, fill_value=int(count)) != count)
         if behind.any():
             row = int(rows[int(np.argmax(behind))])
             raise ValueError(
@@ -192,9 +192,21 @@ def _coasting(rule: Rule, count: jax.Array, run: jax.Array) -> Kernel:
             jnp.where(per_row(late, old), x, old).astype(old.dtype)
             for x, old in zip(new, (p, *slots), strict=True)
         ]
-        return nothing, *kept, jnp.full_like(last, count), jnp.broadcast_to(now, told.shape)
+        return nothing, *kept, *_now(count, now, last, told)
 
     return kernel
+
+
+def _now(
+    step: jax.Array, told: jax.Array, last: jax.Array, old: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """What is kept with rows that have done ``step``.
+
+    It is made to depend on what was there: XLA may otherwise write it before it has read
+    the rows, and copies the whole arrays for that.
+    """
+    behind = (last <= step)[..., None]
+    return jnp.maximum(last, step), jnp.where(behind, told, old)
 
 
 def _all_rows(kernel: Kernel, arrays: list[jax.Array]) -> list[jax.Array]:

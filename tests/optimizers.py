@@ -1,0 +1,126 @@
+"""Every optimizer with the settings that the tests run it with."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import jslices as js
+
+V, D = 9, 3
+SCHEDULE = optax.cosine_decay_schedule(0.1, 10)
+
+# (name, keyword arguments): Optax has each under the same name, with equal results on dense
+# gradients, and on rows if what it knows of a row is the row's own.
+SHARED = [
+    ("sgd", {}),
+    ("sgd", {"momentum": 0.9}),
+    ("sgd", {"momentum": 0.9, "nesterov": True}),
+    ("adagrad", {}),
+    ("adagrad", {"initial_accumulator_value": 0.0, "eps": 1e-3}),
+    ("adam", {}),
+    ("adam", {"b1": 0.8, "b2": 0.95, "eps": 1e-3, "eps_root": 1e-4}),
+    ("adam", {"nesterov": True}),
+    ("adamw", {}),
+    ("adamw", {"weight_decay": 0.1, "nesterov": True}),
+    ("adamw", {"weight_decay": optax.linear_schedule(0.1, 0.0, 5)}),
+    ("adamw", {"weight_decay": 0.1, "mask": {"table": True, "w": False}}),
+    ("amsgrad", {}),
+    ("amsgrad", {"bias_correction_mu": False, "bias_correction_nu": False}),
+    ("rmsprop", {}),
+    ("rmsprop", {"momentum": 0.9, "initial_scale": 1.0, "eps_in_sqrt": False}),
+    ("rmsprop", {"centered": True, "momentum": 0.9, "nesterov": True, "eps": 1e-2}),
+    ("rmsprop", {"bias_correction": True, "decay": 0.8}),
+    ("adadelta", {}),
+    ("adadelta", {"weight_decay": 0.1, "rho": 0.8}),
+    ("lion", {}),
+    ("lion", {"weight_decay": 0.0, "b1": 0.8}),
+    ("lion", {"weight_decay": 0.1, "mask": lambda params: {"table": False, "w": True}}),
+]
+# Whose norms are those of a whole array if it is dense, and of a row if not.
+BY_ROW = [
+    ("lamb", {}),
+    ("lamb", {"weight_decay": 0.1, "mask": {"table": True, "w": False}}),
+    ("adafactor", {"learning_rate": 0.1}),
+    ("adafactor", {"min_dim_size_to_factor": 1}),
+    ("adafactor", {"momentum": 0.9, "weight_decay_rate": 0.01, "factored": False}),
+]
+# Whose arithmetic is not in Optax.
+OWN = [
+    ("rowwise_adagrad", {}),
+    ("rowwise_adagrad", {"initial_accumulator_value": 0.1, "eps": 1e-3}),
+    ("partial_rowwise_adam", {}),
+    ("ftrl", {}),
+    (
+        "ftrl",
+        {
+            "learning_rate_power": -0.6,
+            "l1_regularization_strength": 0.01,
+            "l2_regularization_strength": 0.02,
+            "l2_shrinkage_regularization_strength": 0.03,
+        },
+    ),
+    ("proximal_adagrad", {}),
+    (
+        "proximal_adagrad",
+        {"l1_regularization_strength": 0.1, "l2_regularization_strength": 0.2},
+    ),
+]
+ALL = [*SHARED, *BY_ROW, *OWN]
+
+IDS = {
+    "unique": [7, 0, 3, 8, 1, 2],
+    "duplicated": [2, 5, 2, 2, 8, 5],
+    "padded": [4, V, -1, 4, V + 3, 0],
+    "empty": [],
+    "all_equal": [6] * 6,
+}
+
+
+def label(case):
+    if isinstance(case, dict):
+        return "-".join(f"{k}={v}" for k, v in case.items() if isinstance(v, int | float))
+    return str(case)
+
+
+def make(module, name, rate, kwargs):
+    """The optimizer of that name, ``rate`` given unless the settings have their own."""
+    if "learning_rate" in kwargs:
+        return getattr(module, name)(**kwargs)
+    return getattr(module, name)(rate, **kwargs)
+
+
+def rng_tree(rng, dtype=jnp.float32):
+    return {
+        "table": jnp.asarray(rng.normal(size=(V, D)), dtype),
+        "w": jnp.asarray(rng.normal(size=(4,)), dtype),
+    }
+
+
+def slices_of(rng, ids, shape=(V, D), dtype=jnp.float32):
+    values = rng.normal(size=(len(ids), *shape[1:]))
+    return js.IndexedSlices(
+        jnp.asarray(values, dtype), jnp.asarray(np.array(ids, np.int32)), shape
+    )
+
+
+def only_touched(tx):
+    """``tx`` on dense gradients, undone wherever a row got none: what lazy means."""
+
+    def step(params, state, grads):
+        touched = jnp.zeros(V, bool)
+        indices = grads["table"].indices
+        touched = touched.at[jnp.where(indices < 0, V, indices)].set(True, mode="drop")
+        given = {**grads, "table": grads["table"].coalesce().to_dense()}
+        updates, new_state = tx.update(given, state, params)
+        new = jax.tree.map(lambda p, u: (p + u).astype(p.dtype), params, updates)
+
+        def kept(old, new):
+            if jnp.shape(old)[:1] != (V,):
+                return new
+            rows = touched.reshape(-1, *(1,) * (old.ndim - 1))
+            return jnp.where(rows, new, old).astype(old.dtype)
+
+        return jax.tree.map(kept, params, new), jax.tree.map(kept, state, new_state)
+
+    return step

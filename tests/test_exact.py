@@ -1,0 +1,369 @@
+"""untouched="exact": rows that catch up are where a dense optimizer has them."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from helpers import golden
+
+import jslices as js
+
+V, D, K, STEPS = 120, 3, 12, 250
+RNG = np.random.default_rng(0)
+START = jnp.asarray(RNG.normal(size=(V, D)), jnp.float32)
+ZIPF = 1 / np.arange(1, V + 1) ** 1.05
+ZIPF[-3:] = 0  # rows that are never touched
+IDS = jnp.asarray(RNG.choice(V, size=(STEPS, K), p=ZIPF / ZIPF.sum()), jnp.int32)
+ROWS = jnp.asarray(RNG.normal(size=(STEPS, K, D)), jnp.float32)
+COSINE = optax.cosine_decay_schedule(0.1, STEPS + 50)
+JUMPS = optax.piecewise_constant_schedule(0.1, {60: 0.1, 120: 5.0})
+
+# Largest error over largest movement, against float32 Optax with its own rounding.
+CASES = [
+    ("sgd", {"momentum": 0.9}, 1e-5),
+    ("sgd", {"momentum": 0.99, "nesterov": True}, 1e-5),
+    ("adam", {}, 1e-5),
+    ("adam", {"nesterov": True}, 1e-5),
+    ("adam", {"b1": 0.8, "b2": 0.95, "eps_root": 1e-4}, 1e-3),
+    ("adam", {"eps": 0.1}, 1e-3),
+    ("adamw", {}, 1e-5),
+    ("adamw", {"weight_decay": 0.1, "nesterov": True}, 1e-5),
+    ("amsgrad", {}, 1e-5),
+    ("amsgrad", {"bias_correction_mu": False}, 1e-5),
+    ("lion", {}, 1e-5),
+    ("lion", {"weight_decay": 0.0}, 1e-5),
+    ("lion", {"weight_decay": 0.1}, 1e-5),
+    ("rmsprop", {}, 1e-5),
+    ("rmsprop", {"momentum": 0.9, "nesterov": True}, 1e-5),
+    ("rmsprop", {"centered": True, "bias_correction": True, "eps": 1e-2}, 1e-4),
+    ("adadelta", {"rho": 0.8}, 1e-5),
+]
+names = [f"{name}-{kwargs}" for name, kwargs, _ in CASES]
+
+
+def train_dense(tx, start=START):
+    def step(carry, batch):
+        params, state = carry
+        ids, rows = batch
+        grads = jnp.zeros_like(params).at[ids].add(rows.astype(params.dtype))
+        updates, state = tx.update(grads, state, params)
+        return (optax.apply_updates(params, updates), state), None
+
+    run = lambda: jax.lax.scan(step, (start, tx.init(start)), (IDS, ROWS))[0]  # noqa: E731
+    return jax.jit(run)()[0]
+
+
+def train_rows(tx, start=START):
+    def step(carry, batch):
+        params, state = carry
+        ids, rows = batch
+        params, state = tx.catch_up(params, state, ids)
+        grads = js.IndexedSlices(rows, ids, params.shape)
+        updates, state = tx.update(grads, state, params)
+        return (js.apply_updates(params, updates), state), None
+
+    run = lambda: jax.lax.scan(step, (start, tx.init(start)), (IDS, ROWS))[0]  # noqa: E731
+    return jax.jit(run)()
+
+
+def relative_error(got, wanted):
+    return np.abs(got - wanted).max() / np.abs(wanted - START).max()
+
+
+@pytest.mark.parametrize("rate", [0.1, COSINE, JUMPS], ids=["constant", "cosine", "jumps"])
+@pytest.mark.parametrize("name, kwargs, tolerance", CASES, ids=names)
+def test_equals_dense_optax(name, kwargs, tolerance, rate):
+    if name == "adadelta":
+        rate = 10.0  # its steps are tiny
+    tx = getattr(js, name)(rate, untouched="exact", **kwargs)
+    params, state = jax.jit(tx.flush)(*train_rows(tx))
+    wanted = train_dense(getattr(optax, name)(rate, **kwargs))
+    looser = 10 if callable(rate) else 1
+    assert relative_error(params, wanted) < tolerance * looser
+    np.testing.assert_array_equal(state.clock.last, STEPS)
+    # Up to date: flushing once more changes nothing, to the bit.
+    again, _ = jax.jit(tx.flush)(params, state)
+    np.testing.assert_array_equal(again, params)
+
+
+def test_lazy_does_not():
+    """So that the test above can fail."""
+    lazy = js.adam(0.1)
+    assert relative_error(train_rows(lazy)[0], train_dense(optax.adam(0.1))) > 1e-2
+    unflushed = train_rows(js.adam(0.1, untouched="exact"))[0]
+    assert relative_error(unflushed, train_dense(optax.adam(0.1))) > 1e-3
+
+
+def test_partial_rowwise_adam_equals_itself_on_dense_gradients():
+    tx = js.partial_rowwise_adam(0.1, untouched="exact")
+    params, _ = jax.jit(tx.flush)(*train_rows(tx))
+    wanted = train_dense(js.partial_rowwise_adam(0.1))
+    assert relative_error(params, wanted) < 1e-5
+
+
+@pytest.mark.parametrize("l2", [0.0, 0.05])
+def test_proximal_adagrad_equals_itself_on_dense_gradients(l2):
+    strengths = {"l1_regularization_strength": 0.02, "l2_regularization_strength": l2}
+    tx = js.proximal_adagrad(0.1, untouched="exact", **strengths)
+    params, _ = jax.jit(tx.flush)(*train_rows(tx))
+    wanted = train_dense(js.proximal_adagrad(0.1, **strengths))
+    assert relative_error(params, wanted) < 2e-5
+    assert (np.asarray(wanted) == 0).any()  # the pull reaches zero, and stays
+
+
+def test_proximal_adagrad_equals_tensorflow_on_dense_gradients():
+    section = golden("optimizers")
+    wanted = section["ProximalAdagrad(0.1,l1=.01,l2=.02)"]["dense"][-1]["w"]
+    tx = js.proximal_adagrad(
+        0.1,
+        l1_regularization_strength=0.01,
+        l2_regularization_strength=0.02,
+        untouched="exact",
+    )
+    params = jnp.asarray(section["_w0"])
+    state = tx.init(params)
+    for inputs in section["_steps"]:
+        params, state = tx.catch_up(params, state, inputs["indices"])
+        grads = js.IndexedSlices(inputs["values"], inputs["indices"], params.shape)
+        updates, state = tx.update(grads, state, params)
+        params = js.apply_updates(params, updates)
+    params, _ = tx.flush(params, state)
+    np.testing.assert_allclose(params, wanted, rtol=1e-5, atol=1e-6)
+
+
+def test_closer_to_the_truth_than_float32_optax():
+    """A sum that is closed rounds less often than one that is stepped through."""
+    with jax.enable_x64(True):
+        truth = np.asarray(train_dense(optax.adamw(0.01), START.astype(jnp.float64)))
+    tx = js.adamw(0.01, untouched="exact")
+    ours = relative_error(jax.jit(tx.flush)(*train_rows(tx))[0], truth)
+    assert ours < 2e-5
+    assert ours < 2 * relative_error(train_dense(optax.adamw(0.01)), truth)
+
+
+@pytest.mark.parametrize("scheduled", [False, True])
+def test_weight_decay_of_all_rows_with_lazy_movement(scheduled):
+    """FBGEMM's DECOUPLE_GLOBAL: untouched rows shrink by every step's decay, no more."""
+    rate = COSINE if scheduled else 0.1
+    tx = js.adamw(rate, weight_decay=0.05, weight_decay_mode="all")
+    params, state = START, tx.init(START)
+    ids = jnp.array([1, 2])
+    step = jax.jit(tx.update)
+    for k in range(4):
+        params, state = tx.catch_up(params, state, ids)
+        grads = js.IndexedSlices(ROWS[k, :2], ids, (V, D))
+        updates, state = step(grads, state, params)
+        params = js.apply_updates(params, updates)
+    params, state = tx.flush(params, state)
+    left = np.prod([1 - (rate(k) if scheduled else rate) * 0.05 for k in range(4)])
+    np.testing.assert_allclose(params[3:], START[3:] * left, rtol=1e-6)
+    assert not state.mu[3:].any()
+
+
+def test_weight_decay_of_touched_rows_with_exact_movement():
+    tx = js.adamw(0.1, weight_decay=0.05, untouched="exact", weight_decay_mode="touched")
+    params, _ = tx.flush(*train_rows(tx))
+    never = np.setdiff1d(np.arange(V), np.asarray(IDS))
+    assert len(never)
+    np.testing.assert_array_equal(params[never], START[never])
+
+
+def test_a_mask_keeps_weights_from_decaying_while_they_wait():
+    params = {"table": START, "other": START}
+    mask = {"table": True, "other": False}
+    kwargs = {"weight_decay": 0.1, "mask": mask}
+    tx = js.adamw(0.1, untouched="exact", **kwargs)
+    dense_tx = optax.adamw(0.1, **kwargs)
+    state, dense_state, wanted = tx.init(params), dense_tx.init(params), params
+
+    @jax.jit
+    def step(params, state, ids, rows):
+        params, state = tx.catch_up(params, state, {"table": ids, "other": ids})
+        grads = js.IndexedSlices(rows, ids, (V, D))
+        updates, state = tx.update({"table": grads, "other": grads}, state, params)
+        return js.apply_updates(params, updates), state
+
+    for k in range(12):
+        params, state = step(params, state, IDS[k], ROWS[k])
+        dense = js.IndexedSlices(ROWS[k], IDS[k], (V, D)).to_dense()
+        updates, dense_state = dense_tx.update(
+            {"table": dense, "other": dense}, dense_state, wanted
+        )
+        wanted = optax.apply_updates(wanted, updates)
+    params, _ = tx.flush(params, state)
+    for name in mask:
+        np.testing.assert_allclose(params[name], wanted[name], rtol=2e-5, atol=2e-6)
+
+
+def test_gaps_beyond_the_window():
+    """Thousands of missed steps: what is left is what the row was told when it was last."""
+    ids, rows = jnp.array([3]), jnp.ones((1, D))
+    for rate in (0.01, optax.cosine_decay_schedule(0.01, 6000)):
+        tx, dense_tx = js.adam(rate, untouched="exact"), optax.adam(rate)
+
+        def ours(tx=tx):
+            grads = js.IndexedSlices(rows, ids, (V, D))
+            updates, state = tx.update(grads, tx.init(START), START)
+            params = js.apply_updates(START, updates)
+            # Steps that touch another row.
+            other = js.IndexedSlices(0 * rows, ids + 1, (V, D))
+
+            def step(carry, _):
+                params, state = tx.catch_up(*carry, ids + 1)
+                updates, state = tx.update(other, state, params)
+                return (js.apply_updates(params, updates), state), None
+
+            carry, _ = jax.lax.scan(step, (params, state), None, length=5000)
+            return tx.catch_up(*carry, ids)[0]
+
+        def theirs(tx=dense_tx):
+            start = START.astype(jnp.float32)
+            dense = jnp.zeros_like(start).at[ids].add(rows)
+
+            def step(carry, k):
+                params, state = carry
+                updates, state = tx.update(jnp.where(k == 0, dense, 0), state, params)
+                return (optax.apply_updates(params, updates), state), None
+
+            return jax.lax.scan(step, (start, tx.init(start)), jnp.arange(5001))[0][0]
+
+        got, wanted = jax.jit(ours)(), jax.jit(theirs)()
+        move = np.abs(wanted[3] - START[3]).max()
+        assert np.abs(got[3] - wanted[3]).max() < 1e-4 * move
+
+
+def test_dense_gradients_and_scalars_stay_optax_to_the_bit():
+    params = {"table": START, "w": jnp.ones(4), "scale": jnp.float32(2.0)}
+    ours, theirs = js.adamw(COSINE, untouched="exact"), optax.adamw(COSINE)
+    state, wanted_state = ours.init(params), theirs.init(params)
+    update, wanted_update = jax.jit(ours.update), jax.jit(theirs.update)
+    for k in range(3):
+        grads = jax.tree.map(lambda p, k=k: jnp.sin(p + k), params)
+        updates, state = update(grads, state, params)
+        wanted, wanted_state = wanted_update(grads, wanted_state, params)
+        jax.tree.map(np.testing.assert_array_equal, updates, wanted)
+
+
+def test_rows_that_did_not_catch_up_are_noticed():
+    tx = js.adam(0.1, untouched="exact")
+    grads = js.IndexedSlices(jnp.ones((2, D)), jnp.array([4, 1]), (V, D))
+    other = js.IndexedSlices(jnp.ones((1, D)), jnp.array([7]), (V, D))
+    updates, state = tx.update(grads, tx.init(START), START)
+    params = js.apply_updates(START, updates)
+    message = r"row 7 did its last step at 0, the optimizer has done 1: .*tx.catch_up"
+    with pytest.raises(ValueError, match=message):
+        tx.update(other, state, params)
+    # Under jit nothing can be raised: the row becomes NaN.
+    both = js.concat_slices([other, grads])
+    updates, _ = jax.jit(tx.update)(both, state, params)
+    new = js.apply_updates(params, updates)
+    assert np.isnan(new[7]).all() and not np.isnan(new[jnp.array([1, 4])]).any()
+    with pytest.raises(ValueError, match="row 0 did its last step at 0"):
+        tx.update(jnp.ones((V, D)), state, params)  # every row, then
+    # Those that did are not.
+    params, state = tx.catch_up(params, state, jnp.array([[7, 7]]))
+    tx.update(both, state, params)
+
+
+def test_ids_of_any_shape_and_out_of_range_ones():
+    tx = js.sgd(0.1, momentum=0.9, untouched="exact")
+    params = {"table": START, "w": jnp.ones(2)}
+    state = tx.init(params)
+    grads = {"table": js.IndexedSlices(ROWS[0], IDS[0], (V, D)), "w": jnp.ones(2)}
+    _, state = tx.update(grads, state, params)
+    _, state = tx.update({"table": None, "w": jnp.ones(2)}, state, params)
+    ids = jnp.array([[int(IDS[0, 0]), V + 5], [-1, int(IDS[0, 0])]])
+    new, after = tx.catch_up(params, state, {"table": ids, "w": None})
+    changed = np.flatnonzero((np.asarray(new["table"]) != np.asarray(START)).any(1))
+    np.testing.assert_array_equal(changed, [IDS[0, 0]])
+    assert int(after.clock.last["table"][IDS[0, 0]]) == 2
+    same, _ = tx.catch_up(params, state, {"table": None, "w": None})
+    np.testing.assert_array_equal(same["table"], START)
+
+
+def test_errors():
+    tx = js.adam(0.1, untouched="exact")
+    params = {"table": START, "w": jnp.float32(1.0)}
+    state = tx.init(params)
+    with pytest.raises(ValueError, match=r"ids must mirror params, with an array of row"):
+        tx.catch_up(params, state, {"table": IDS[0]})
+    with pytest.raises(
+        TypeError, match=r"integer row numbers of a table, got float32\[2\]"
+    ):
+        tx.catch_up(params, state, {"table": jnp.ones(2), "w": None})
+    with pytest.raises(TypeError, match=r"for a parameter of shape \(\); pass None"):
+        tx.catch_up(params, state, {"table": None, "w": IDS[0]})
+    for name in ("sgd", "adam", "adamw", "amsgrad", "rmsprop", "adadelta", "lion"):
+        with pytest.raises(ValueError, match=f'{name}.*wanted "lazy" .* or "exact"'):
+            getattr(js, name)(0.1, untouched="dense")
+    with pytest.raises(ValueError, match=r"needs b1\*\*2 < b2, got b1=0.9, b2=0.5"):
+        js.adam(0.1, b2=0.5, untouched="exact")
+    with pytest.raises(
+        ValueError, match=r"adadelta\(untouched=\"exact\"\) takes no weight"
+    ):
+        js.adadelta(0.1, weight_decay=0.1, untouched="exact")
+    with pytest.raises(
+        ValueError, match=r"takes a number as learning_rate, got a schedule"
+    ):
+        js.proximal_adagrad(COSINE, untouched="exact")
+    with pytest.raises(
+        ValueError, match=r"takes a number for weight_decay, got a schedule"
+    ):
+        js.lion(0.1, weight_decay=COSINE, untouched="exact")
+    with pytest.raises(ValueError, match=r"the missed movement is closed together with"):
+        js.lion(0.1, untouched="exact", weight_decay_mode="touched")
+    with pytest.raises(
+        TypeError, match=r"needs b1 as a number that is known while tracing"
+    ):
+        jax.jit(lambda b1: js.adam(0.1, b1, untouched="exact").init(START))(0.9)
+
+
+def test_lazy_ones_have_nothing_to_catch_up():
+    tx = js.adam(0.1)
+    state = tx.init(START)
+    assert not tx.catches_up and state.clock is None
+    assert tx.catch_up(START, state, IDS[0]) == (START, state)
+    assert tx.flush(START, state) == (START, state)
+
+
+def test_chain_hands_catching_up_on():
+    inner = js.adam(0.1, untouched="exact")
+    tx = js.optim.chain(js.optim.clip(0.5), inner)
+    state = tx.init(START)
+    grads = js.IndexedSlices(ROWS[0], IDS[0], (V, D))
+    updates, state = tx.update(grads, state, START)
+    params = js.apply_updates(START, updates)
+    params, state = tx.catch_up(params, state, IDS[1])
+    params, state = tx.flush(params, state)
+    np.testing.assert_array_equal(state[1].clock.last, 1)
+    with pytest.raises(ValueError, match="must be the last of a chain"):
+        js.optim.chain(inner, js.optim.clip(0.5))
+    with pytest.raises(TypeError, match="chain wants transformations"):
+        js.optim.chain(0.1)
+
+
+def test_step_is_in_place_and_its_cost_does_not_know_v():
+    rows, dim, num_ids = 200_000, 16, 64
+    tx = js.adamw(COSINE, untouched="exact")
+
+    @functools.partial(jax.jit, donate_argnums=(0, 1))
+    def step(table, state, ids):
+        table, state = tx.catch_up(table, state, ids)
+        grads = js.grad(lambda t: (t[ids] ** 2).sum())(table)
+        updates, state = tx.update(grads, state, table)
+        return js.apply_updates(table, updates), state
+
+    table = jax.ShapeDtypeStruct((rows, dim), jnp.float32)
+    state = jax.eval_shape(tx.init, table)
+    for count in (num_ids, 4_000):  # at once, and in chunks
+        ids = jax.ShapeDtypeStruct((count,), jnp.int32)
+        memory = step.lower(table, state, ids).compile().memory_analysis()
+        assert memory.temp_size_in_bytes < rows * dim * 4 / 4
+        assert memory.alias_size_in_bytes >= 3 * rows * dim * 4
+    flush = jax.jit(tx.flush, donate_argnums=(0, 1))
+    memory = flush.lower(table, state).compile().memory_analysis()
+    assert memory.temp_size_in_bytes < 16 * 2**20
+    assert memory.alias_size_in_bytes >= 3 * rows * dim * 4
