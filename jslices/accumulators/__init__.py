@@ -13,3 +13,9 @@ from jslices.accumulators.blocking import (
     SparseConditionalAccumulator as SparseConditionalAccumulator,
 )
 from jslices.accumulators.dense import ConditionalAccumulator as ConditionalAccumulator
+from jslices.accumulators.pure import SparseAccumulator as SparseAccumulator
+from jslices.accumulators.pure import SparseAccumulatorState as SparseAccumulatorState
+from jslices.accumulators.pure import sparse_accumulator as sparse_accumulator
+from jslices.accumulators.pure_dense import DenseAccumulator as DenseAccumulator
+from jslices.accumulators.pure_dense import DenseAccumulatorState as DenseAccumulatorState
+from jslices.accumulators.pure_dense import dense_accumulator as dense_accumulator

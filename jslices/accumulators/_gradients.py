@@ -211,8 +211,9 @@ def _shape_problems(
     if len(given) < len(wanted):
         rank = f"{len(wanted)}, got {len(given)}"
         return [f"Shape mismatch: expected {name} rank at least {rank}"]
+    pairs = list(enumerate(zip(wanted, given, strict=False)))[first:]
     return [
-        f"Shape mismatch: expected {name} dim {axis} to be {wanted[axis]}, got {given[axis]}"
-        for axis in range(first, len(wanted))
-        if None not in (wanted[axis], given[axis]) and wanted[axis] != given[axis]
+        f"Shape mismatch: expected {name} dim {axis} to be {size}, got {found}"
+        for axis, (size, found) in pairs
+        if size is not None and found not in (None, -1, size)
     ]

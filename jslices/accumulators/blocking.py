@@ -1,7 +1,6 @@
 """The sparse accumulator that threads share: apply, and wait to take the mean."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 from jax.typing import ArrayLike, DTypeLike
