@@ -19,3 +19,7 @@ from jslices.accumulators.pure import sparse_accumulator as sparse_accumulator
 from jslices.accumulators.pure_dense import DenseAccumulator as DenseAccumulator
 from jslices.accumulators.pure_dense import DenseAccumulatorState as DenseAccumulatorState
 from jslices.accumulators.pure_dense import dense_accumulator as dense_accumulator
+from jslices.accumulators.server import AccumulatorClient as AccumulatorClient
+from jslices.accumulators.server import AccumulatorServer as AccumulatorServer
+from jslices.accumulators.server import connect as connect
+from jslices.accumulators.server import serve as serve

@@ -1,7 +1,9 @@
 """Waiting one's turn: the count, the step and the queue of a blocking accumulator."""
 
 import logging
+import math
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -9,6 +11,11 @@ from typing import Any, Protocol
 from jslices._errors import CancelledError, DeadlineExceededError, InvalidArgumentError
 
 _log = logging.getLogger("jslices.accumulators")
+
+#: ``peer.gone``, set in a thread that works for another process, tells whether that
+#: process is gone; such a thread must not take what nobody will receive.
+peer = threading.local()
+_LOOK_EVERY = 0.5  # seconds between two looks whether the process is still there
 
 
 class Store(Protocol):
@@ -83,7 +90,7 @@ class Turns:
         with self._changed:
             self._waiting.append(ticket)
             try:
-                if not self._changed.wait_for(my_turn, timeout):
+                if not self._wait_for(my_turn, timeout):
                     raise DeadlineExceededError(
                         f"take_grad waited {timeout} s for {num_required} gradients; "
                         f"{self.count} have come"
@@ -98,6 +105,20 @@ class Turns:
             finally:  # whoever was behind this one may be served now
                 self._waiting.remove(ticket)
                 self._changed.notify_all()
+
+    def _wait_for(self, ready: Callable[[], bool], timeout: float | None) -> bool:
+        """False when the timeout is over; the lock is held by the caller."""
+        gone: Callable[[], bool] | None = getattr(peer, "gone", None)
+        if gone is None:
+            return self._changed.wait_for(ready, timeout)
+        end = math.inf if timeout is None else time.monotonic() + timeout
+        while True:
+            left = max(0.0, end - time.monotonic())
+            done = self._changed.wait_for(ready, min(left, _LOOK_EVERY))
+            if gone():
+                raise CancelledError("TakeGrad operation was cancelled: its taker is gone")
+            if done or not left:
+                return done
 
     def set_step(self, new_step: int) -> None:
         """Sets the step, also to a lower one, which is logged."""

@@ -16,9 +16,9 @@ from jslices.accumulators._gradients import (
 )
 from jslices.accumulators._row_sums import RowSums, merged
 from jslices.accumulators._slices_methods import (
+    Limits,
     SlicesMethods,
     SparseAccumulatorTakeGradient,
-    check_max_index,
 )
 
 
@@ -138,16 +138,13 @@ class SparseConditionalAccumulator(ConditionalAccumulatorBase, SlicesMethods):
           DeadlineExceededError: (a ``TimeoutError``) after ``timeout``; nothing is taken.
           CancelledError: when it is closed, also by another thread meanwhile.
         """
-        return self._take_checked(num_required, timeout, None)
+        return self._take_within(Limits(), num_required, timeout)
 
-    def _take_checked(
-        self, num_required: int, timeout: float | None, max_index: int | None
+    def _take_within(
+        self, limits: Limits, num_required: int, timeout: float | None
     ) -> SparseAccumulatorTakeGradient:
-        store, _ = self._turns.take(
-            positive(num_required),
-            timeout,
-            lambda store: check_max_index(store.rows, max_index),
-        )
+        number = positive(num_required)
+        store, _ = self._turns.take(number, timeout, lambda s: limits.check(s.rows))
         rows, values = store.reduced(mean=self.reduction_type == "MEAN")
         num_rows = None if self.shape is None else self.shape[0]
         shape = (-1 if num_rows is None else num_rows, *values.shape[1:])
