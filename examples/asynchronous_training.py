@@ -3,9 +3,10 @@
     python examples/asynchronous_training.py --workers 2 --kill-one-at 300 --compare
 
 The workers compute row gradients on the parameters that they last read, and hand them to
-the chief's accumulators. The chief takes the mean as soon as as many have come as there
-are workers, steps, and publishes the new parameters. A gradient computed on older ones is
-dropped. A worker that dies is not waited for; the others go on.
+the chief's accumulators. The chief takes the mean of N gradients, N the number of workers,
+whoever sent them; it steps, and publishes the new parameters. A gradient computed on older
+ones is dropped. Nobody waits for a worker that is slow or dead: who sees no new parameters
+for a moment computes another gradient on those that it has.
 
 For workers on other machines: serve at ``("0.0.0.0", port)`` and run ``work`` there with
 the address and the key.
@@ -24,6 +25,8 @@ import numpy as np
 import jslices as js
 from jslices._demo import skipgram
 from jslices._demo.corpus import read_corpus
+
+PATIENCE = 0.01  # seconds that a worker waits for new parameters
 
 
 class Parameters:
@@ -65,7 +68,7 @@ def work(index, address, authkey, options):
     parameters, sums = chief["parameters"], {k: chief[k] for k in ("near", "far")}
     step, number = -1, 0
     try:
-        while (latest := parameters.read(step, timeout=0.05)) is not None:
+        while (latest := parameters.read(step, PATIENCE)) is not None:
             step, params = latest
             for name, grad in gradients(params, number).items():
                 sums[name].apply_indexed_slices_grad(grad, local_step=step)
@@ -75,15 +78,13 @@ def work(index, address, authkey, options):
 
 
 def take(accumulator, workers, size):
-    """The mean of as many gradients as there are workers alive, whoever sent them."""
-    while True:
-        alive = sum(worker.is_alive() for worker in workers)
-        if not alive:
-            raise SystemExit("all workers are dead")
+    """The mean of as many gradients as there are workers, as long as one is alive."""
+    while any(worker.is_alive() for worker in workers):
         try:
-            return accumulator.take_indexed_slices_grad(alive, timeout=0.5, size=size)
+            return accumulator.take_indexed_slices_grad(len(workers), timeout=1, size=size)
         except TimeoutError:
-            pass  # somebody may have died meanwhile
+            pass
+    raise SystemExit("all workers are dead")
 
 
 def train(options, params):

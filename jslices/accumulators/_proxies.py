@@ -1,6 +1,9 @@
 """What another process holds in place of an accumulator: the same methods, sent over."""
 
+import functools
+import socket
 from collections.abc import Sequence
+from multiprocessing import connection
 from multiprocessing.managers import BaseProxy
 from typing import Any
 
@@ -20,19 +23,49 @@ DENSE = ("apply_grad", "take_grad", *STEPS)
 SPARSE = ("apply_grad", "_take_within", *STEPS)
 
 
-class _Remote(BaseProxy):
-    """Steps and counts; every thread has a connection of its own."""
+def send_at_once(conn: connection.Connection) -> None:
+    """Switches off Nagle's algorithm.
+
+    A message above 16 KB is written in two parts, and the second would wait, typically
+    for 40 ms, until the other side has acknowledged the first.
+    """
+    try:
+        with socket.fromfd(conn.fileno(), socket.AF_INET, socket.SOCK_STREAM) as end:
+            end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    except OSError:
+        pass  # no TCP, so no Nagle
+
+
+class RemoteObject(BaseProxy):
+    """Any other object that another process holds: its public methods, by name.
+
+    Every thread has a connection of its own.
+    """
 
     _token: Any
+    _tls: Any
+
+    def _connect(self) -> None:
+        super()._connect()  # type: ignore[misc]
+        send_at_once(self._tls.connection)
+
+    def __getattr__(self, method: str) -> Any:
+        if method.startswith("_"):
+            raise AttributeError(method)
+        return functools.partial(self._call, method)
 
     def _call(self, method: str, *arguments: Any, **options: Any) -> Any:
         try:
             return self._callmethod(method, arguments, options)
         except (EOFError, ConnectionError) as error:
             raise UnavailableError(
-                f"the process that served this accumulator at {self._token.address} is "
-                f"gone ({type(error).__name__})"
+                f"the process that served this at {self._token.address} is gone "
+                f"({type(error).__name__})"
             ) from error
+
+
+class _RemoteSteps(RemoteObject):
+    """Steps and counts."""
 
     def num_accumulated(self) -> int:
         """As in the accumulator."""
@@ -55,7 +88,7 @@ class _Remote(BaseProxy):
         self._call("close")
 
 
-class RemoteSparseAccumulator(_Remote, SlicesMethods):
+class RemoteSparseAccumulator(_RemoteSteps, SlicesMethods):
     """A :class:`jslices.SparseConditionalAccumulator` that another process holds.
 
     Methods and errors are the same, and an ``UnavailableError`` when that process is gone.
@@ -88,7 +121,7 @@ class RemoteSparseAccumulator(_Remote, SlicesMethods):
         return self._call("_take_within", limits, num_required, timeout)
 
 
-class RemoteAccumulator(_Remote):
+class RemoteAccumulator(_RemoteSteps):
     """A :class:`jslices.ConditionalAccumulator` that another process holds.
 
     Methods and errors are the same, and an ``UnavailableError`` when that process is gone.

@@ -14,7 +14,9 @@ from jslices.accumulators._proxies import (
     DENSE,
     SPARSE,
     RemoteAccumulator,
+    RemoteObject,
     RemoteSparseAccumulator,
+    send_at_once,
 )
 from jslices.accumulators._turns import peer
 from jslices.accumulators.blocking import SparseConditionalAccumulator
@@ -39,6 +41,7 @@ class _Server(managers.Server):
         # Who waits for an answer sends nothing: something to read is the end of file.
         peer.gone = lambda: conn.poll(0)
         self.clients.add(conn)
+        send_at_once(conn)
         try:
             super().serve_client(conn)
         finally:
@@ -83,8 +86,8 @@ class _Directory:
 _PROXIES: dict[str, tuple[Any, tuple[str, ...] | None]] = {
     "sparse": (RemoteSparseAccumulator, SPARSE),
     "dense": (RemoteAccumulator, DENSE),
-    "object": (managers.AutoProxy, None),  # type: ignore[attr-defined]
-    "directory": (managers.AutoProxy, ("kinds",)),  # type: ignore[attr-defined]
+    "object": (RemoteObject, None),
+    "directory": (RemoteObject, ("kinds",)),
 }
 for _kind, (_proxy, _exposed) in _PROXIES.items():
     _Manager.register(_kind, proxytype=_proxy, exposed=_exposed)
@@ -241,7 +244,7 @@ def _kind_of(thing: Any) -> str:
 def _hang_up(conn: connection.Connection) -> None:
     """Ends a connection under a thread that reads from it."""
     try:
-        with socket.socket(fileno=os.dup(conn.fileno())) as end:
+        with socket.fromfd(conn.fileno(), socket.AF_INET, socket.SOCK_STREAM) as end:
             end.shutdown(socket.SHUT_RDWR)
     except OSError:
         pass  # it has ended by itself
