@@ -37,7 +37,7 @@ def all_reduce_slices(
         batch does (an accumulator's "MEAN" divides by those that held the row); "sum"
         does not.
       capacity: U, the distinct rows of one device; None means ``min(K, V)``, which always
-        suffices. If more are there, floating values become NaN.
+        suffices. If a device has more, the floating values it sends become NaN.
 
     Returns:
       IndexedSlices with unique ``indices``: ``min(N * U, V)`` slots, ascending and then
@@ -46,7 +46,7 @@ def all_reduce_slices(
 
     Raises:
       TypeError: for anything but IndexedSlices.
-      InvalidArgumentError: for an unknown ``reduction``.
+      InvalidArgumentError: for an unknown ``reduction``, or a ``capacity`` below 1.
 
     Cost: each device receives ``(N - 1) * U`` rows and integers, or, where that is less,
     ``2 (N - 1) / N * V`` rows. Two sorts, of K and of ``N * U`` integers.
@@ -74,6 +74,10 @@ def all_reduce_slices(
     if reduction not in ("mean", "sum"):
         raise InvalidArgumentError(
             f"all_reduce_slices(reduction={reduction!r}): it must be 'mean' or 'sum'"
+        )
+    if capacity is not None and capacity < 1:
+        raise InvalidArgumentError(
+            f"all_reduce_slices(capacity={capacity}): it must be at least 1"
         )
     axes = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
     num_devices = math.prod(lax.axis_size(axis) for axis in axes)

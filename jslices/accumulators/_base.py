@@ -1,5 +1,6 @@
 """What the two blocking accumulators share: attributes, steps, sharing by name."""
 
+import functools
 import threading
 import weakref
 from collections.abc import Callable
@@ -47,7 +48,9 @@ class ConditionalAccumulatorBase:
         self.reduction_type = reduction_type
         self.name = name
         terms = (self.dtype, self.shape, reduction_type)
-        self._turns = _turns(kind, shared_name, lambda: type(self)._store(terms[0]), terms)
+        # Without a reference to self, which would keep a shared name alive.
+        new_store = functools.partial(type(self)._store, self.dtype)
+        self._turns = _turns(kind, shared_name, new_store, terms)
 
     def num_accumulated(self) -> int:
         """How many gradients have been accepted since the last take."""
