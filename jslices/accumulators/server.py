@@ -46,6 +46,8 @@ class _Server(managers.Server):
             super().serve_client(conn)
         finally:
             self.clients.discard(conn)
+        # Stopped. To return would send one more answer, to a question nobody asked.
+        raise SystemExit
 
     def accept_until_stopped(self) -> None:
         while True:
