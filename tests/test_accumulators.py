@@ -329,6 +329,14 @@ def test_a_shared_name():
     assert js.SparseConditionalAccumulator("float64", shared_name="a name").dtype == "f8"
 
 
+@pytest.mark.parametrize("shape", [None, (), [], np.array([])])
+def test_an_empty_shape_of_rows_is_not_known(shape):
+    accumulator = js.SparseConditionalAccumulator("float32", shape)
+    accumulator.apply_grad([100], [[1.0, 2.0]])
+    assert accumulator.shape is None
+    np.testing.assert_array_equal(accumulator.take_grad(1).shape, [-1, 2])
+
+
 def test_what_it_says_of_itself():
     accumulator = js.SparseConditionalAccumulator("float32", [None, 2], name="mine")
     accumulator.apply_grad([1], [[1.0, 2.0]])
@@ -364,13 +372,15 @@ def test_dense_mean_and_sum():
     [
         ((2,), [1.0], r"Shape mismatch: expected \[2\], got \[1\]"),
         ((None, 2), [1.0, 2.0], r"expected \[\?,2\], got \[2\]"),
+        ((), [[1.0, 2.0]], r"expected \[\], got \[1,2\]"),
         (None, [1.0, 2.0, 3.0], r"expected \[2\], got \[3\]; the gradients since"),
         ((2,), np.zeros(2), r"dtype float32, got float64; cast them: grad.astype"),
     ],
 )
 def test_dense_misfits_change_nothing(shape, gradient, message):
     accumulator = js.ConditionalAccumulator("float32", shape)
-    accumulator.apply_grad(np.ones((3, 2) if shape == (None, 2) else 2, np.float32))
+    first = {(None, 2): (3, 2), (): ()}.get(shape, 2)
+    accumulator.apply_grad(np.ones(first, np.float32))
     before = snapshot(accumulator)
     with pytest.raises(js.InvalidArgumentError, match=message):
         accumulator.apply_grad(gradient)

@@ -34,7 +34,7 @@ def float_dtype(owner: str, dtype: Any) -> np.dtype:
 
 
 def partial_shape(owner: str, shape: Any) -> PartialShape:
-    """A shape with None (or -1) for unknown lengths; empty means unknown, as in TF."""
+    """A shape with None (or -1) for unknown lengths."""
     if shape is None:
         return None
     try:
@@ -46,7 +46,7 @@ def partial_shape(owner: str, shape: Any) -> PartialShape:
             f"{owner}(shape={shape!r}): a shape is a tuple of whole numbers, None where "
             "one is not known: (num_rows, 64) or (None, 64)"
         )
-    return tuple(None if n in (None, -1) else n for n in sizes) or None
+    return tuple(None if n == -1 else n for n in sizes)
 
 
 def check_reduction(owner: str, reduction_type: Any) -> None:

@@ -30,7 +30,8 @@ class Turns:
 
     Gradients of an old step are dropped. Takers stand in a queue, and only the first is
     served: a small request behind a large one waits for it, as in TensorFlow, so that
-    none starves. Under the lock there is nothing but one addition.
+    none starves. Under the lock a gradient is added, and nothing else is computed: it is
+    read, checked and sorted before, and the mean is taken after.
     """
 
     def __init__(self, new_store: Callable[[], Store], terms: Any = None) -> None:

@@ -11,6 +11,7 @@ from jslices.accumulators._gradients import (
     check_sparse,
     host_array,
     host_indices,
+    partial_shape,
     positive,
     whole_number,
 )
@@ -82,7 +83,8 @@ class SparseConditionalAccumulator(ConditionalAccumulatorBase, SlicesMethods):
         name: str = "sparse_conditional_accumulator",
         reduction_type: str = "MEAN",
     ) -> None:
-        super().__init__(dtype, shape, shared_name, name, reduction_type)
+        known = partial_shape(type(self).__name__, shape) or None  # there must be rows
+        super().__init__(dtype, known, shared_name, name, reduction_type)
 
     def apply_grad(
         self,

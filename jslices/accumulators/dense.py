@@ -46,8 +46,8 @@ class ConditionalAccumulator(ConditionalAccumulatorBase):
 
     Args:
       dtype: floating dtype of the gradients, in which they are added as they come.
-      shape: of the gradients; None for a length that is not known, and None or ``()``
-        when nothing is.
+      shape: of the gradients; None for a length that is not known, and None when nothing
+        is. ``()`` is a scalar.
       shared_name: accumulators of this process with the same one share their state.
       name: for your own use.
       reduction_type: "MEAN" or "SUM".

@@ -255,7 +255,7 @@ def sparse_accumulator(
     """
     owner = "sparse_accumulator"
     found = partial_shape(owner, shape)
-    if found is None or None in found[1:]:
+    if not found or None in found[1:]:
         raise InvalidArgumentError(
             f"{owner}(shape={shape!r}): its state has a static size; give (V, *D), where "
             "V alone may be None"

@@ -100,7 +100,7 @@ def dense_accumulator(
     Source: ``tf.compat.v1.ConditionalAccumulator``.
     """
     owner = "dense_accumulator"
-    found = () if shape is not None and len(shape) == 0 else partial_shape(owner, shape)
+    found = partial_shape(owner, shape)
     if found is None or None in found:
         raise InvalidArgumentError(
             f"{owner}(shape={shape!r}): its state has a static size; give the shape of "
