@@ -196,6 +196,24 @@ def test_a_waiting_process_is_woken(served):
     assert ast.literal_eval(out) == [[2.0, 5.0]]
 
 
+def test_closing_the_server_ends_a_waiting_process(served):
+    server, sums, _ = served
+    worker = start(
+        server,
+        """
+try:
+    sums.take_grad(1)
+except js.accumulators.UnavailableError as error:
+    print(error)
+""",
+    )
+    until(lambda: sums._turns._waiting)
+    server.close()
+    out, _ = worker.communicate(timeout=LONG)
+    assert "is gone" in out
+    until(lambda: not sums._turns._waiting)
+
+
 TWO_TOPICS = "sun sky cloud rain wind storm ", "fork knife spoon plate cup bowl "
 
 

@@ -367,6 +367,14 @@ def test_dense_mean_and_sum():
         accumulator.apply_grad("stale, so nobody looks at it")
 
 
+def test_a_dense_scalar():
+    accumulator = js.ConditionalAccumulator("float32", ())
+    accumulator.apply_grad(1.0)
+    accumulator.apply_grad(np.float32(2))
+    taken = accumulator.take_grad(1)
+    assert isinstance(taken, np.ndarray) and taken.shape == () and taken == 1.5
+
+
 @pytest.mark.parametrize(
     "shape, gradient, message",
     [

@@ -115,7 +115,8 @@ def test_the_choice_is_made_by_counting_bytes(num_rows, dtype, gathers):
         slices = js.IndexedSlices(values, indices, (num_rows, D))
         return js.all_reduce_slices(slices, "d")
 
-    mesh = jax.sharding.AbstractMesh((4,), ("d",))
+    auto = (jax.sharding.AxisType.Auto,)
+    mesh = jax.sharding.AbstractMesh((4,), ("d",), axis_types=auto)
     spec = PartitionSpec("d")
     mapped = jax.shard_map(reduce, mesh=mesh, in_specs=spec, out_specs=PartitionSpec())
     values = jax.ShapeDtypeStruct((4 * B, D), dtype)

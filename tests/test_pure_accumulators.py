@@ -303,6 +303,17 @@ def test_sixteen_bits_are_summed_in_float32(dtype):
     assert total.take_grad(state, 1)[1] == jnp.array(4125.0, dtype)
 
 
+def test_wide_row_numbers_of_a_table_of_unknown_size():
+    with jax.enable_x64(True):
+        accumulator = js.sparse_accumulator("float64", (None, 1), 3)
+        grad = js.IndexedSlices(np.ones((3, 1)), np.array([2**40, -1, 2**40]))
+        state, _ = jax.jit(accumulator.apply_grad)(accumulator.init(), grad)
+        _, slices = accumulator.take_grad(state, 1)
+    assert slices.dense_shape is None
+    assert slices.indices.tolist() == [2**40, 2**63 - 1, 2**63 - 1]
+    assert slices.values.ravel().tolist() == [2, 0, 0]
+
+
 @pytest.mark.parametrize("reduction, wanted", [("MEAN", 2.0), ("SUM", 4.0)])
 def test_the_dense_form(reduction, wanted):
     accumulator = dense_accumulator("float32", (2,), reduction)

@@ -82,7 +82,7 @@ def divided(values: np.ndarray, counts: np.ndarray | int) -> np.ndarray:
     wide = np.float32 if values.dtype.itemsize < 4 else values.dtype
     with np.errstate(all="ignore"):
         quotient = values.astype(wide) / np.asarray(counts, wide)
-    return quotient.astype(values.dtype)
+    return np.asarray(quotient, values.dtype)
 
 
 def merged(indices: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

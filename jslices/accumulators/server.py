@@ -220,12 +220,11 @@ def connect(address: Address, authkey: bytes) -> AccumulatorClient:
       UnavailableError: (a ``ConnectionError``) when nobody listens there.
       multiprocessing.AuthenticationError: for the wrong key.
 
-    Example: see :func:`serve`.
-
-    >>> import jslices as js
-    >>> js.accumulators.connect(("127.0.0.1", 1), b"key")
-    Traceback (most recent call last):
-    jslices._errors.UnavailableError: nobody serves accumulators at ('127.0.0.1', 1): ...
+    Example:
+      >>> import jslices as js  # more in serve
+      >>> js.accumulators.connect(("127.0.0.1", 1), b"key")
+      Traceback (most recent call last):
+      jslices._errors.UnavailableError: nobody serves accumulators at ('127.0.0.1', 1): ...
     """
     manager = _Manager(address, authkey)
     try:
