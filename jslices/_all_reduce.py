@@ -24,10 +24,10 @@ def all_reduce_slices(
     """The mean or sum over devices of row gradients, the same on all of them.
 
     What ``lax.pmean`` and ``lax.psum`` are for arrays, inside ``shard_map`` (or ``vmap``
-    with an ``axis_name``). Every device sums its duplicates into U slots, all gather the
-    rows and row numbers of all N devices, and each sums what it got. Where that would
-    move more bytes than an all-reduce of ``[V, *D]``, which the shapes alone decide, the
-    all-reduce is done; the result is the same, in V slots.
+    with an ``axis_name``), one leaf at a time. Every device sums its duplicates into U
+    slots, all gather the rows and row numbers of all N devices, and each sums what it
+    got. Where that would move more bytes than an all-reduce of ``[V, *D]``, which the
+    shapes alone decide, the all-reduce is done; the result is the same, in V slots.
 
     Args:
       slices: this device's, ``values`` ``[K, *D]`` and ``indices`` ``[K]``; a device

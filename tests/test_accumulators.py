@@ -132,7 +132,9 @@ BAD_GRADIENTS = [
     (([0], np.zeros((1, 1))), r"dtype float32, got float64; cast.*astype\('float32'\)"),
     (([0], [[1.0], [2.0, 3.0]]), "grad_values is not an array"),
     (([0, [1]], [[1.0]]), "grad_indices is not an array"),
-    (([0], [["a"]]), "grad_values is not an array"),
+    (([0], [["a"]]), "grad_values holds no real numbers, but <U1"),
+    (([0], [[1j]]), "grad_values holds no real numbers, but complex128"),
+    (([0], [[1.0]], 3), r"apply_grad\(grad_shape=3\): a shape is a tuple of whole numbers"),
     ((np.array([2**63], "u8"), [[1.0]]), "beyond int64"),
     (([0], [[1.0]], None, "two"), "local_step wants a number, got 'two'"),
     # All misfits at once.

@@ -33,7 +33,7 @@ def float_dtype(owner: str, dtype: Any) -> np.dtype:
     return found
 
 
-def partial_shape(owner: str, shape: Any) -> PartialShape:
+def partial_shape(owner: str, shape: Any, name: str = "shape") -> PartialShape:
     """A shape with None (or -1) for unknown lengths."""
     if shape is None:
         return None
@@ -43,7 +43,7 @@ def partial_shape(owner: str, shape: Any) -> PartialShape:
         sizes = (-2,)
     if any(n is not None and n < -1 for n in sizes):
         raise InvalidArgumentError(
-            f"{owner}(shape={shape!r}): a shape is a tuple of whole numbers, None where "
+            f"{owner}({name}={shape!r}): a shape is a tuple of whole numbers, None where "
             "one is not known: (num_rows, 64) or (None, 64)"
         )
     return tuple(None if n == -1 else n for n in sizes)
@@ -94,21 +94,17 @@ def refuse_tracer(name: str, value: Any) -> None:
 
 def host_array(name: str, value: Any, dtype: np.dtype) -> np.ndarray:
     """``value`` on the host. Lists and numbers take on ``dtype``; arrays keep theirs."""
-    refuse_tracer(name, value)
-    try:
-        found = np.asarray(value)
-        return found if hasattr(value, "dtype") else found.astype(dtype)
-    except (TypeError, ValueError) as error:
-        raise InvalidArgumentError(f"{name} is not an array: {error}") from None
+    found = _on_host(name, value)
+    if hasattr(value, "dtype"):
+        return found
+    if found.dtype.kind not in "biuf":
+        raise InvalidArgumentError(f"{name} holds no real numbers, but {found.dtype}")
+    return found.astype(dtype)
 
 
 def host_indices(indices: Any) -> np.ndarray:
     """Row numbers as int64; no rounding of anything else."""
-    refuse_tracer("grad_indices", indices)
-    try:
-        found = np.asarray(indices)
-    except (TypeError, ValueError) as error:
-        raise InvalidArgumentError(f"grad_indices is not an array: {error}") from None
+    found = _on_host("grad_indices", indices)
     if found.size == 0 and not hasattr(indices, "dtype"):
         found = found.astype(np.int64)  # np.asarray([]) is float64
     if not np.issubdtype(found.dtype, np.integer):
@@ -120,6 +116,14 @@ def host_indices(indices: Any) -> np.ndarray:
     if found.dtype == np.uint64 and found.size and found.max() > np.iinfo(np.int64).max:
         raise InvalidArgumentError("grad_indices has numbers beyond int64")
     return found.astype(np.int64)
+
+
+def _on_host(name: str, value: Any) -> np.ndarray:
+    refuse_tracer(name, value)
+    try:
+        return np.asarray(value)
+    except (TypeError, ValueError) as error:
+        raise InvalidArgumentError(f"{name} is not an array: {error}") from None
 
 
 def check_sparse(

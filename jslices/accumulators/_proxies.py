@@ -92,8 +92,8 @@ class RemoteSparseAccumulator(_RemoteSteps, SlicesMethods):
     """A :class:`jslices.SparseConditionalAccumulator` that another process holds.
 
     Methods and errors are the same, and an ``UnavailableError`` when that process is gone.
-    A gradient is applied wholly or not at all, also when this process is killed; a take of
-    a process that was killed meanwhile takes nothing.
+    A gradient is applied wholly or not at all, also when this process is killed meanwhile;
+    a process that is killed while it waits to take takes nothing.
     """
 
     def apply_grad(

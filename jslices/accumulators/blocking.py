@@ -114,7 +114,8 @@ class SparseConditionalAccumulator(ConditionalAccumulatorBase, SlicesMethods):
         def prepare() -> tuple[np.ndarray, np.ndarray]:
             indices = host_indices(grad_indices)
             values = host_array("grad_values", grad_values, self.dtype)
-            check_sparse(indices, values, grad_shape, self.shape, self.dtype)
+            shape = partial_shape("apply_grad", grad_shape, "grad_shape")
+            check_sparse(indices, values, shape, self.shape, self.dtype)
             check_rows(indices, self.shape)
             return merged(indices, values)
 

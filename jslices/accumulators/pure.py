@@ -8,13 +8,13 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
 from jslices._bounds import add_rows, canonical_indices, empty_slot, index_dtype
 from jslices._errors import InvalidArgumentError
 from jslices._slices import IndexedSlices, check_slices, is_slices
 from jslices._sort import sort_ids
+from jslices.accumulators._find_slots import find_slots
 from jslices.accumulators._gradients import check_reduction, check_sparse, partial_shape
 from jslices.accumulators._pure_base import PureSteps, device_dtype, sum_dtype, zero
 
@@ -74,19 +74,20 @@ class SparseAccumulator(PureSteps):
         self._check(grad)
         empty = self._empty
         indices = canonical_indices(grad.indices, self.shape[0]).astype(self._index_dtype)
-        slots, is_new, is_held, ordered, used = _find_slots(state.rows, indices, empty)
+        found = find_slots(state.rows, indices, empty)
         fresh = jnp.asarray(local_step) >= state.global_step
-        fits = used <= self.capacity
+        fits = found.used <= self.capacity
         accepted = fresh & fits
 
-        def only(chosen: jax.Array) -> jax.Array:  # others are sent out of range
-            return jnp.where(chosen & accepted, slots.by_row, self.capacity)
+        def only(chosen: jax.Array, slots: jax.Array) -> jax.Array:
+            return jnp.where(chosen & accepted, slots, self.capacity)  # others drop out
 
-        to = jnp.where(accepted & (indices != empty), slots.by_position, self.capacity)
+        to = only(indices != empty, found.slots)
+        is_new, is_held = (only(x, found.row_slots) for x in (found.is_new, found.is_held))
         state = state._replace(
-            rows=state.rows.at[only(is_new)].set(ordered, mode="drop"),
+            rows=state.rows.at[is_new].set(found.rows, mode="drop"),
             sums=add_rows(state.sums, to, grad.values.astype(state.sums.dtype)),
-            counts=state.counts.at[only(is_held)].add(1, mode="drop"),
+            counts=state.counts.at[is_held].add(1, mode="drop"),
             num_accumulated=state.num_accumulated + accepted.astype(jnp.int32),
             overflow=state.overflow + (fresh & ~fits).astype(jnp.int32),
         )
@@ -167,45 +168,6 @@ class SparseAccumulator(PureSteps):
             f"and those held are more than capacity={self.capacity}; make it larger, or "
             "take more often"
         )
-
-
-class _Slots(NamedTuple):
-    """Where rows go: in the order of the gradient, and in the order of row numbers."""
-
-    by_position: jax.Array
-    by_row: jax.Array
-
-
-def _find_slots(rows: jax.Array, indices: jax.Array, empty: int) -> tuple[Any, ...]:
-    """Finds the slot of every index, giving new rows the next free ones.
-
-    Args:
-      rows: ``[U]``, unique but for the empty slots, which come last.
-      indices: ``[K]``, with duplicates and empty slots.
-
-    Returns:
-      ``(slots, is_new, is_held, ordered, used)``. ``slots.by_position`` is ``[K]``; all
-      the rest but ``used`` is ``[U + K]`` in the order of row numbers: ``is_new`` marks
-      one place for each row that comes in, ``is_held`` one for each row the gradient has.
-    """
-    capacity, num_ids = rows.shape[0], indices.shape[0]
-    before = jnp.sum(rows != empty, dtype=jnp.int32)
-    ordered, positions = sort_ids(jnp.concatenate([rows, indices]))
-    # The sort is stable: of equal numbers the held one, if any, comes first.
-    is_first = jnp.concatenate([jnp.ones(1, bool), ordered[1:] != ordered[:-1]])
-    place = jnp.arange(capacity + num_ids, dtype=jnp.int32)
-    head = positions[lax.cummax(jnp.where(is_first, place, 0))]
-    is_row = ordered != empty
-    from_grad = positions >= capacity
-    is_new = is_first & from_grad & is_row
-    after_held = jnp.concatenate([jnp.zeros(1, bool), ~from_grad[:-1]])
-    is_held = from_grad & is_row & (is_first | after_held)
-    number = jnp.cumsum(is_new, dtype=jnp.int32)
-    by_row = jnp.where(head < capacity, head, before + number - 1)
-    to = jnp.where(from_grad, positions - capacity, num_ids)
-    by_position = jnp.zeros(num_ids, jnp.int32).at[to].set(by_row, mode="drop")
-    used = before + jnp.sum(is_new, dtype=jnp.int32)
-    return _Slots(by_position, by_row), is_new, is_held, ordered, used
 
 
 def sparse_accumulator(
