@@ -238,6 +238,7 @@ def test_slices_that_do_not_fit():
     with pytest.raises(TypeError, match="a dense gradient goes to a jslices"):
         accumulator.apply_indexed_slices_grad(row)
     for slices, message in [
+        # Elsewhere such an index is dropped; here a wrong id is told, as in TensorFlow.
         (js.IndexedSlices(row, jnp.array([7]), (6, 1)), "index is 7 exceeded 6"),
         (js.IndexedSlices(row, jnp.array([0]), (7, 1)), "dim 0 to be 6, got 7"),
         (jax.tree.map(lambda x: x * 0.5, js.IndexedSlices(row, [1])), "from_optax"),
@@ -269,6 +270,13 @@ def test_a_taker_that_cannot_hold_it_takes_nothing():
     with jax.enable_x64(True):
         taken = accumulator.take_indexed_slices_grad(1)
     assert taken.dense_shape is None and taken.indices.tolist() == [5, 2**40]
+
+
+def test_empty_slots_of_a_table_beyond_int32():
+    accumulator = js.SparseConditionalAccumulator("float32", (2**40, 1))
+    accumulator.apply_grad([5], [[1.0]])
+    taken = accumulator.take_indexed_slices_grad(1, size=2)
+    assert taken.indices.tolist() == [5, -1] and taken.dense_shape == (2**40, 1)
 
 
 def test_what_is_given_can_be_written_over():

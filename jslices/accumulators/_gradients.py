@@ -183,10 +183,10 @@ def check_rows(indices: np.ndarray, shape: PartialShape) -> None:
 
 
 def occupied_rows(grad: IndexedSlices) -> tuple[np.ndarray, np.ndarray]:
-    """``(values, indices)`` on the host without the empty slots that jslices makes.
+    """``(values, indices)`` on the host, without the empty slots made on purpose.
 
-    These are the negative indices and the canonical one, V. Any other index beyond V
-    stays, to be refused: nothing in jslices makes it.
+    These are the negative indices and the canonical one, V, which ``coalesce`` fills up
+    with. An index beyond V comes of a wrong id, and stays, to be refused.
     """
     refuse_tracer("grad", grad.values)
     refuse_tracer("grad", grad.indices)

@@ -65,8 +65,9 @@ class SlicesMethods:
     def apply_indexed_slices_grad(self, grad: IndexedSlices, local_step: Any = 0) -> None:
         """Like :meth:`apply_grad`, for slices ``values`` ``[K, *D]``, ``indices`` ``[K]``.
 
-        Empty slots (negative indices, and the canonical index V with which ``coalesce``
-        fills up) are left out. ``dense_shape`` counts as ``grad_shape``.
+        Empty slots made on purpose (negative indices, and the canonical index V with which
+        ``coalesce`` fills up) are left out. An index beyond V comes of a wrong id and is
+        refused, as in TensorFlow. ``dense_shape`` counts as ``grad_shape``.
         """
         if not is_slices(grad):
             raise TypeError(
@@ -106,6 +107,8 @@ class SlicesMethods:
         values, indices = taken.values, taken.indices.astype(index_type)
         if size is not None and (missing := size - indices.size):
             empty = empty_slot(shape[0] if shape else None, np.dtype(index_type))
+            if empty > np.iinfo(index_type).max:
+                empty = -1  # V itself cannot be written, but any negative index is empty
             indices = np.append(indices, np.full(missing, empty, index_type))
             room = np.zeros((missing, *values.shape[1:]), values.dtype)
             values = np.concatenate([values, room])
