@@ -34,7 +34,7 @@ class Parameters:
 
     def __init__(self, params):
         self._changed = threading.Condition()
-        self._latest = 0, jax.tree.map(np.asarray, params)
+        self._latest = 0, jax.tree.map(np.array, params)
         self._done = False
 
     def publish(self, step, params, done=False):
