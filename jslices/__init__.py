@@ -11,9 +11,12 @@ static capacity for unique rows, ``B`` the batch. *ids* are what one passes to a
 *indices* what slices hold.
 """
 
+from jslices import accumulators as accumulators
 from jslices import optim as optim
+from jslices._all_reduce import all_reduce_slices as all_reduce_slices
 from jslices._densify import DenseUseError as DenseUseError
 from jslices._densify import DensificationWarning as DensificationWarning
+from jslices._errors import InvalidArgumentError as InvalidArgumentError
 from jslices._grad.api import grad as grad
 from jslices._grad.api import value_and_grad as value_and_grad
 from jslices._grad.api import vjp as vjp
@@ -22,6 +25,11 @@ from jslices._lookup import embedding_lookup as embedding_lookup
 from jslices._slices import IndexedSlices as IndexedSlices
 from jslices._slices import concat_slices as concat_slices
 from jslices._slices import is_slices as is_slices
+from jslices.accumulators import ConditionalAccumulator as ConditionalAccumulator
+from jslices.accumulators import (
+    SparseConditionalAccumulator as SparseConditionalAccumulator,
+)
+from jslices.accumulators import sparse_accumulator as sparse_accumulator
 from jslices.optim import GradientTransformation as GradientTransformation
 from jslices.optim import adadelta as adadelta
 from jslices.optim import adafactor as adafactor

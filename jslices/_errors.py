@@ -1,0 +1,29 @@
+"""TensorFlow's error names, each also Python's own error of that kind."""
+
+
+class InvalidArgumentError(ValueError):
+    """An argument that no state could make right; whatever it was meant for is unchanged.
+
+    Source: ``tf.errors.InvalidArgumentError``, which is no ``ValueError``.
+    """
+
+
+class CancelledError(RuntimeError):
+    """What was waited for will not come: the object was closed.
+
+    Source: ``tf.errors.CancelledError``.
+    """
+
+
+class DeadlineExceededError(TimeoutError):
+    """What was waited for did not come within the timeout; nothing has changed.
+
+    Source: ``tf.errors.DeadlineExceededError``.
+    """
+
+
+class UnavailableError(ConnectionError):
+    """The process that holds the object is gone, or cannot be reached.
+
+    Source: ``tf.errors.UnavailableError``.
+    """
