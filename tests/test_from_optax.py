@@ -20,6 +20,13 @@ TRANSFORMATIONS = {
     "adamw": optax.adamw(0.1, weight_decay=0.1),
     "rmsprop": optax.rmsprop(0.1, momentum=0.9, centered=True),
     "lion": optax.lion(0.1),
+    "partition": optax.partition(
+        {"rows": optax.adam(0.1), "rest": optax.sgd(0.1, momentum=0.9)},
+        {"table": "rows", "w": "rest"},
+    ),
+    "masked": optax.chain(
+        optax.masked(optax.scale_by_adam(), {"table": True, "w": False}), optax.scale(-0.1)
+    ),
     "chain": optax.chain(
         optax.clip_by_global_norm(0.5),
         optax.scale_by_adam(),
@@ -92,6 +99,36 @@ def test_in_place():
     memory = compiled.memory_analysis()
     assert memory.temp_size_in_bytes < 200_000 * 16
     assert memory.alias_size_in_bytes >= 3 * 200_000 * 16 * 4
+
+
+@pytest.mark.parametrize(
+    "tx",
+    [
+        optax.lamb(0.1),
+        optax.lars(0.1),
+        optax.chain(optax.clip_by_block_rms(0.1), optax.sgd(0.1)),
+        optax.adafactor(0.1),
+        optax.chain(optax.add_noise(0.1, 0.5, jax.random.key(0)), optax.sgd(0.1)),
+        optax.chain(optax.scale_by_param_block_norm(), optax.sgd(0.1)),
+    ],
+    ids=["lamb", "lars", "block_rms", "adafactor", "noise", "block_norm"],
+)
+def test_what_mixes_rows_is_refused(tx):
+    lifted = js.from_optax(tx)
+    grads = grads_of(RNG, [1, 5])
+    with pytest.raises(ValueError, match=r"does not treat each row by itself.* differ by"):
+        jax.jit(lifted.update)(grads, lifted.init(PARAMS), PARAMS)
+    # On dense gradients it is what it is.
+    dense = {**grads, "table": grads["table"].to_dense()}
+    got, _ = lifted.update(dense, tx.init(PARAMS), PARAMS)
+    assert_close(got, tx.update(dense, tx.init(PARAMS), PARAMS)[0])
+
+
+def test_accumulation_is_refused():
+    steps = optax.MultiSteps(optax.sgd(0.1), 2).gradient_transformation()
+    tx = js.from_optax(optax.chain(optax.clip(1.0), steps))
+    with pytest.raises(ValueError, match=r"MultiSteps: .*jslices.accumulate_gradients"):
+        tx.update(grads_of(RNG, [1]), tx.init(PARAMS), PARAMS)
 
 
 def test_errors():

@@ -47,6 +47,7 @@ from jslices.optim.clip_transforms import clip_by_block_rms as clip_by_block_rms
 from jslices.optim.clip_transforms import clip_by_global_norm as clip_by_global_norm
 from jslices.optim.clip_transforms import clip_rows_by_norm as clip_rows_by_norm
 from jslices.optim.combine import combine_duplicates as combine_duplicates
+from jslices.optim.freeze import freeze_rows as freeze_rows
 from jslices.optim.from_optax import from_optax as from_optax
 from jslices.optim.ftrl import FtrlState as FtrlState
 from jslices.optim.ftrl import ftrl as ftrl

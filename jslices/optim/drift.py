@@ -15,6 +15,7 @@ stepped (a schedule knows the future), times the decay since.
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -49,7 +50,7 @@ class Missed(NamedTuple):
     run: Any  #: the sum of log(1 - lr * weight_decay), or of lr without weight decay.
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Drift:
     """The numbers that an optimizer needs of the missed steps.
 
@@ -98,14 +99,27 @@ class Drift:
         kept = total - high
         return jnp.stack([total, (high - (total - kept)) + (more - kept)])
 
-    def told(self, count: jax.Array, run: jax.Array) -> jax.Array:
-        """``[width]``, what is kept with a row that has done all ``count`` steps."""
-        numbers = [self._to_come(series, count) for series in self.series]
-        return jnp.stack([*numbers, *run]) if self.keeps_run else _stack(numbers)
+    # Scalars and small tables: compiled, or an eager step would dispatch dozens of them.
 
-    def tables(self, count: jax.Array) -> tuple[jax.Array, ...]:
-        """For each series its sums over the last 0, 1, ... steps up to ``count``."""
-        return tuple(self._so_far(series, count) for series in self.series)
+    @functools.cached_property
+    def told(self) -> Callable[[jax.Array, jax.Array], jax.Array]:
+        """``told(count, run)``: ``[width]``, kept with a row that has done ``count``
+        steps."""
+
+        def told(count: jax.Array, run: jax.Array) -> jax.Array:
+            numbers = [self._to_come(series, count) for series in self.series]
+            return jnp.stack([*numbers, *run]) if self.keeps_run else _stack(numbers)
+
+        return jax.jit(told, inline=True)
+
+    @functools.cached_property
+    def tables(self) -> Callable[[jax.Array], tuple[jax.Array, ...]]:
+        """``tables(count)``: each series' sums over the last 0, 1, ... steps."""
+
+        def tables(count: jax.Array) -> tuple[jax.Array, ...]:
+            return tuple(self._so_far(series, count) for series in self.series)
+
+        return jax.jit(tables, inline=True)
 
     def missed(
         self,

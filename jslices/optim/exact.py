@@ -19,11 +19,14 @@ from jslices._slices import IndexedSlices
 from jslices._trees import flatten
 from jslices.optim.base import next_count, per_row
 from jslices.optim.drift import Missed
-from jslices.optim.in_place import Kernel, step_rows
+from jslices.optim.in_place import Kernel, step_at_once, step_rows
 from jslices.optim.rule import Rule
 
 #: Elements of a table that ``flush`` brings up to date at a time.
 CHUNK_ELEMENTS = 1 << 18
+
+#: The last step of a row that shall never move: it has missed nothing, ever.
+FROZEN = np.iinfo(np.int32).max
 
 RulesFor = Callable[[Any, int], list[Rule]]
 
@@ -66,7 +69,8 @@ def keeping_time(kernel: Kernel, rule: Rule, count: jax.Array, run: jax.Array) -
         *slots, last, old = rest
         update, *new = kernel(g, *slots)
         stale = per_row(last != count, update)
-        update = jnp.where(stale, jnp.array(jnp.nan, update.dtype), update)
+        wrong = jnp.where(per_row(last == FROZEN, update), 0.0, jnp.nan)
+        update = jnp.where(stale, wrong.astype(update.dtype), update)
         return update, *new, *_now(step, told, last, old)
 
     return timed
@@ -83,7 +87,8 @@ def refuse_stale(grads: Sequence[Any], last: Sequence[Any], count: jax.Array) ->
         rows = jnp.arange(known.shape[0])
         if isinstance(grad, IndexedSlices):
             rows = canonical_indices(grad.indices, known.shape[0])
-        behind = np.asarray(take_rows(known, rows, fill_value=int(count)) != count)
+        last_step = take_rows(known, rows, fill_value=int(count))
+        behind = np.asarray((last_step != count) & (last_step != FROZEN))
         if behind.any():
             row = int(rows[int(np.argmax(behind))])
             raise ValueError(
@@ -217,14 +222,10 @@ def _all_rows(kernel: Kernel, arrays: list[jax.Array]) -> list[jax.Array]:
     chunk = max(1, CHUNK_ELEMENTS * height // arrays[0].size)
 
     def body(i: jax.Array, arrays: list[jax.Array]) -> list[jax.Array]:
-        # The last chunk may begin early: its first rows have then missed nothing.
-        start = jnp.minimum(i * chunk, height - chunk)
-        rows = [lax.dynamic_slice_in_dim(x, start, chunk) for x in arrays]
-        _, *new = kernel(jnp.zeros((chunk,), bool), *rows)
-        return [
-            lax.dynamic_update_slice_in_dim(x, rows, start, 0)
-            for x, rows in zip(arrays, new, strict=True)
-        ]
+        # Gathered and scattered: of slices that are read and written XLA copies the whole
+        # arrays in every turn. Rows beyond the table, in the last chunk, are empty slots.
+        rows = jnp.minimum(i * chunk + jnp.arange(chunk, dtype=jnp.int32), height)
+        return list(step_at_once(kernel, rows, jnp.zeros((chunk,), bool), arrays, 0))[1:]
 
     return lax.fori_loop(0, -(-height // chunk), body, arrays)
 

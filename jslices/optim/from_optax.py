@@ -10,6 +10,7 @@ from jslices._bounds import set_rows
 from jslices._slices import IndexedSlices, check_slices, is_slices
 from jslices._trees import flatten
 from jslices.optim.base import GradientTransformation
+from jslices.optim.row_local import refuse_mixing
 
 
 def from_optax(tx: Any) -> GradientTransformation:
@@ -22,10 +23,10 @@ def from_optax(tx: Any) -> GradientTransformation:
     Untouched rows: lazy. A row without gradient is neither read nor written, and nor is
     its state.
 
-    ``tx`` must treat all rows alike, as nearly all do (Adam, RMSProp, Lion, clipping by
-    value or by global norm, weight decay, schedules, chains of them). What compares whole
-    arrays (the trust ratio of LAMB, a norm per array of the *parameters*) sees the touched
-    rows only.
+    ``tx`` must treat each row by itself, as nearly all do (Adam, RMSProp, Lion, clipping by
+    value or by global norm, weight decay, schedules, chains and partitions of them). Before
+    its first step it is tried on a small table, and refused if it does not: a trust ratio,
+    a norm of the parameters, a mean over an array, noise.
 
     Args:
       tx: an ``optax.GradientTransformation``.
@@ -35,9 +36,10 @@ def from_optax(tx: Any) -> GradientTransformation:
 
     Raises:
       TypeError: for what is not a transformation.
-      ValueError: from ``update``, without ``params``; or for a state with an array that has
-        as many rows as a table but not its shape (factored second moments), whose rows
-        cannot be told.
+      ValueError: from ``update``, without ``params``; for a transformation that does not
+        treat each row by itself; for a state with an array that has as many rows as a table
+        but not its shape (factored second moments), whose rows cannot be told; and for
+        ``optax.MultiSteps``, whose rows would wait for a step that touches them.
 
     Cost: a step reads and writes ``U * D`` elements of each parameter and state array.
 
@@ -57,15 +59,27 @@ def from_optax(tx: Any) -> GradientTransformation:
             f"from_optax wants an Optax transformation (with init and update), got {tx!r}"
         )
 
+    tried: set[Any] = set()
+
     def update(grads: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         if params is None:
             raise ValueError(
                 "from_optax needs the parameters, to know which part of the state mirrors "
                 "them: tx.update(grads, state, params)"
             )
+        _refuse_accumulation(state)
         leaves, tree = flatten(grads, is_leaf=lambda x: x is None or is_slices(x))
         arrays = tree.flatten_up_to(params)
         touched = [_coalesced(g, p) for g, p in zip(leaves, arrays, strict=True)]
+        kind = (tree, *((g.shape, g.dtype, is_slices(g)) for g in touched if g is not None))
+        if any(map(is_slices, touched)) and kind not in tried:
+            tried.add(kind)
+            refuse_mixing(tx, lifted, touched, tree)
+        return lifted(tree.unflatten(touched), state, params)
+
+    def lifted(grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
+        touched, tree = flatten(grads, is_leaf=lambda x: x is None or is_slices(x))
+        arrays = tree.flatten_up_to(params)
         rows = _Rows(tree, arrays, touched)
         values = [g.values if is_slices(g) else g for g in touched]
         outputs, new_state = tx.update(
@@ -87,15 +101,21 @@ class _Rows:
         self.heights = {g.dense_shape[0] for g in touched if is_slices(g)}
 
     def mirrors(self, subtree: Any) -> bool:
-        """True for a part of the state that has the structure and shapes of params."""
-        if flatten(subtree)[1] != flatten(self.tree.unflatten(self.arrays))[1]:
+        """True for a part of the state that has the structure and shapes of params.
+
+        What a mask leaves out is an empty node there.
+        """
+        try:
+            parts = self.tree.flatten_up_to(subtree)
+        except (TypeError, ValueError):
             return False
-        pairs = zip(self.tree.flatten_up_to(subtree), self.arrays, strict=True)
-        return all(jnp.shape(x) == jnp.shape(p) for x, p in pairs)
+        given = [x for x in zip(parts, self.arrays, strict=True) if not _left_out(x[0])]
+        same = all(jnp.shape(x) == jnp.shape(p) for x, p in given if hasattr(x, "shape"))
+        return bool(given) and same and all(hasattr(x, "shape") for x, _ in given)
 
     def read(self, subtree: Any) -> Any:
         def rows(x: Any, g: Any) -> Any:
-            if not is_slices(g):
+            if not is_slices(g) or _left_out(x):
                 return x
             last = max(x.shape[0] - 1, 0)
             return x.at[jnp.minimum(g.indices, last)].get(mode="promise_in_bounds")
@@ -107,7 +127,9 @@ class _Rows:
 
         def written(x: Any, g: Any) -> Any:
             new = next(given)
-            return set_rows(x, g.indices, new.astype(x.dtype)) if is_slices(g) else new
+            if not is_slices(g) or _left_out(x):
+                return new
+            return set_rows(x, g.indices, new.astype(x.dtype))
 
         return self._map(written, subtree)
 
@@ -142,6 +164,24 @@ class _Rows:
                 "whose state does (not a factored one), or one of jslices' own"
             )
         return x
+
+
+def _left_out(x: Any) -> bool:
+    return not jax.tree.leaves(x)
+
+
+def _refuse_accumulation(state: Any) -> None:
+    """Refuses the state of ``optax.MultiSteps``, wherever it stands."""
+
+    def accumulates(node: Any) -> bool:
+        return type(node).__name__ == "MultiStepsState"
+
+    if any(map(accumulates, flatten(state, is_leaf=accumulates)[0])):
+        raise ValueError(
+            "from_optax cannot lift optax.MultiSteps: rows that the last micro-step does "
+            "not touch would keep what they have gathered. Accumulate the slices: "
+            "jslices.accumulate_gradients"
+        )
 
 
 def _coalesced(grad: Any, param: Any) -> Any:

@@ -44,7 +44,7 @@ def step_rows(
     reads = len(read)
     arrays = (*read, *state)
     if indices.shape[0] <= CHUNK:
-        return _at_once(kernel, indices, values, arrays, reads)
+        return step_at_once(kernel, indices, values, arrays, reads)
     # The loop's length depends on values, so it has no reverse derivative of its own; it is
     # that of doing all rows at once. A custom_jvp must be handed what its function closes
     # over (a learning rate that is itself learned, say), and a converted function has fixed
@@ -55,7 +55,7 @@ def step_rows(
 
     def at_once(consts: Any, values: jax.Array, *arrays: jax.Array) -> Any:
         run = lambda *x: whole(*x, *consts[0])  # noqa: E731
-        return _at_once(run, indices, values, arrays, reads)
+        return step_at_once(run, indices, values, arrays, reads)
 
     def in_chunks(consts: Any, values: jax.Array, *arrays: jax.Array) -> Any:
         run = lambda *x: part(*x, *consts[1])  # noqa: E731
@@ -75,13 +75,14 @@ def _like(rows: Sequence[jax.Array], count: int) -> list[jax.Array]:
     return [jnp.zeros((count, *x.shape[1:]), x.dtype) for x in rows]
 
 
-def _at_once(
+def step_at_once(
     kernel: Kernel,
     indices: jax.Array,
     values: jax.Array,
     arrays: Sequence[jax.Array],
     reads: int,
 ) -> tuple[jax.Array, ...]:
+    """:func:`step_rows` without a loop; of ``arrays`` the first ``reads`` are only read."""
     height = arrays[0].shape[0]
     # Empty slots read the last row; nothing is written back there.
     near = jnp.minimum(indices, max(height - 1, 0))
@@ -116,7 +117,7 @@ def _in_chunks(
         fresh = start + jnp.arange(CHUNK, dtype=jnp.int32) >= done
         gradient = lax.dynamic_slice_in_dim(values, start, CHUNK)
         ids = jnp.where(fresh, mine, height)
-        new, *state = _at_once(kernel, ids, gradient, (*read, *state), reads)
+        new, *state = step_at_once(kernel, ids, gradient, (*read, *state), reads)
         old = lax.dynamic_slice_in_dim(update, start, CHUNK)
         new = jnp.where(fresh.reshape(-1, *(1,) * (new.ndim - 1)), new, old)
         update = lax.dynamic_update_slice_in_dim(update, new, start, 0)

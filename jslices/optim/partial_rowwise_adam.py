@@ -75,8 +75,8 @@ def partial_rowwise_adam(
       >>> table = jnp.zeros((5, 2))
       >>> grads = js.IndexedSlices(jnp.array([[1.0, 7.0]]), jnp.array([3]), (5, 2))
       >>> updates, state = tx.update(grads, tx.init(table), table)
-      >>> updates.values.round(3)
-      Array([[-0.1, -0.7]], dtype=float32)
+      >>> (updates.values * 10).round()
+      Array([[-1., -7.]], dtype=float32)
 
     Source: ``PARTIAL_ROWWISE_ADAM`` of FBGEMM; Optax and TensorFlow have none.
     """

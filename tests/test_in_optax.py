@@ -1,0 +1,122 @@
+"""Our optimizers inside Optax's combinators: the same numbers, or a clear refusal."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from helpers import assert_close
+
+import jslices as js
+
+V, D = 9, 3
+RNG = np.random.default_rng(0)
+PARAMS = {
+    "table": jnp.asarray(RNG.normal(size=(V, D)), jnp.float32),
+    "w": jnp.asarray(RNG.normal(size=4), jnp.float32),
+}
+LABELS = {"table": "rows", "w": "rest"}
+
+
+def grads_of(seed):
+    rng = np.random.default_rng(seed)
+    rows = jnp.asarray(rng.normal(size=(4, D)), jnp.float32)
+    return {
+        "table": js.IndexedSlices(rows, jnp.array([1, 7, 1, V]), (V, D)),
+        "w": jnp.asarray(rng.normal(size=4), jnp.float32),
+    }
+
+
+def train(tx, steps=3):
+    update = jax.jit(tx.update)
+    params, state = PARAMS, tx.init(PARAMS)
+    for k in range(steps):
+        updates, state = update(grads_of(k), state, params)
+        params = optax.apply_updates(params, updates)
+    return params
+
+
+ADAM = js.adam(0.1)
+RATE = optax.exponential_decay(0.1, 1, 0.5)
+# A combination, and what it must be equal to.
+COMBINATIONS = {
+    "chain": (optax.chain(js.optim.clip(9.0), ADAM), ADAM),
+    "named_chain": (optax.named_chain(("adam", ADAM)), ADAM),
+    "partition": (optax.partition({"rows": ADAM, "rest": ADAM}, LABELS), ADAM),
+    "multi_transform": (
+        optax.multi_transform({"rows": ADAM, "rest": optax.adam(0.1)}, LABELS),
+        ADAM,
+    ),
+    "inject_hyperparams": (optax.inject_hyperparams(js.adam)(learning_rate=0.1), ADAM),
+    "inject_a_schedule": (
+        optax.inject_hyperparams(js.sgd)(learning_rate=RATE, momentum=0.9),
+        js.sgd(RATE, momentum=0.9),
+    ),
+    "apply_if_finite": (optax.apply_if_finite(ADAM, 3), ADAM),
+    "masked": (
+        optax.chain(
+            optax.masked(ADAM, {"table": True, "w": False}),
+            optax.masked(optax.adam(0.1), {"table": False, "w": True}),
+        ),
+        ADAM,
+    ),
+    "with_extra_args": (optax.with_extra_args_support(ADAM), ADAM),
+}
+
+
+@pytest.mark.parametrize("name", COMBINATIONS)
+def test_equal_to_the_optimizer_alone(name):
+    combined, alone = COMBINATIONS[name]
+    # Injected hyperparameters are float32 numbers, and 1 - 0.999 is then another one.
+    assert_close(train(combined), train(alone), rtol=1e-4, atol=1e-5)
+
+
+def test_apply_if_finite_leaves_a_bad_step_out():
+    tx = optax.apply_if_finite(ADAM, 3)
+    bad = grads_of(0)
+    bad["table"] = js.IndexedSlices(bad["table"].values * jnp.nan, [1, 7, 1, 2], (V, D))
+    state = tx.init(PARAMS)
+    updates, after = jax.jit(tx.update)(bad, state, PARAMS)
+    assert not js.is_slices(updates["table"]) or not updates["table"].values.any()
+    jax.tree.map(np.testing.assert_array_equal, after.inner_state, state.inner_state)
+
+
+def test_exact_with_an_injected_learning_rate():
+    """The number may change between steps; the missed ones use the newest."""
+    make = optax.inject_hyperparams(js.adam, static_args=("b1", "b2", "eps"))
+    tx, alone = make(learning_rate=0.1, untouched="exact"), js.adam(0.1, untouched="exact")
+    grads = grads_of(0)
+    updates, state = jax.jit(tx.update)(grads, tx.init(PARAMS), PARAMS)
+    wanted, wanted_state = alone.update(grads, alone.init(PARAMS), PARAMS)
+    assert_close(updates, wanted, rtol=1e-5)
+    # The inner state is the optimizer's own: it catches up as usual.
+    ids = {"table": jnp.arange(V), "w": None}
+    got, _ = alone.catch_up(PARAMS, state.inner_state, ids)
+    assert_close(got, alone.catch_up(PARAMS, wanted_state, ids)[0], rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "tx",
+    [optax.chain(optax.clip(0.5), ADAM), optax.chain(optax.scale(2.0), ADAM)],
+    ids=["clip", "scale"],
+)
+def test_what_changes_the_indices_is_refused(tx):
+    with pytest.raises(TypeError, match=r"not row numbers any more.*jslices.from_optax"):
+        tx.update(grads_of(0), tx.init(PARAMS), PARAMS)
+
+
+def test_updates_scaled_by_optax_are_refused():
+    tx = optax.chain(ADAM, optax.scale(0.5))
+    updates, _ = tx.update(grads_of(0), tx.init(PARAMS), PARAMS)
+    for apply in (js.apply_updates, optax.apply_updates):
+        with pytest.raises(TypeError, match="not row numbers any more"):
+            apply(PARAMS, updates)
+
+
+def test_multi_steps_takes_dense_gradients_only():
+    """It sums into dense buffers; jslices.accumulate_gradients keeps rows."""
+    tx = optax.MultiSteps(ADAM, 2)
+    with pytest.raises(ValueError, match="IndexedSlices"):
+        tx.update(grads_of(0), tx.init(PARAMS), PARAMS)
+    dense = {**grads_of(0), "table": grads_of(0)["table"].to_dense()}
+    tx.update(dense, tx.init(PARAMS), PARAMS)
