@@ -20,6 +20,8 @@ from jslices._grad.api import vjp as vjp
 from jslices._grad.explain import explain as explain
 from jslices._ids import check_ids as check_ids
 from jslices._lookup import embedding_lookup as embedding_lookup
+from jslices._lookup import embedding_lookup_sparse as embedding_lookup_sparse
+from jslices._lookup import safe_embedding_lookup_sparse as safe_embedding_lookup_sparse
 from jslices._scatter import apply_slices as apply_slices
 from jslices._scatter import batch_scatter_update as batch_scatter_update
 from jslices._scatter import scatter_add as scatter_add

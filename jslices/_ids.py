@@ -62,7 +62,8 @@ def as_ids(ids: Any, who: str, name: str = "ids") -> jax.Array:
     """``ids`` as a JAX array; a bad id stays bad.
 
     With 64-bit types switched off JAX cuts NumPy's 64-bit integers to 32 bits, and
-    2**32 + 3 would become row 3. Here what does not fit becomes -1 or the largest integer.
+    2**32 + 3 would become row 3. Here what does not fit becomes the largest integer, or the
+    smallest.
     """
     host = _on_host(ids)
     array: Any = jnp.asarray(ids) if host is None else _in_32_bits(host)
@@ -83,7 +84,7 @@ def _in_32_bits(ids: np.ndarray) -> np.ndarray:
         return ids
     ids = np.minimum(ids, INT32_MAX)
     if np.issubdtype(ids.dtype, np.signedinteger):
-        ids = np.maximum(ids, -1)
+        ids = np.maximum(ids, -INT32_MAX)
     return ids.astype(np.int32)
 
 

@@ -34,8 +34,9 @@ def step(op, old, new):
     """One step of the loop that a scatter stands for."""
     if op == "div" and np.issubdtype(old.dtype, np.integer):
         wide, divisor = old.astype(object), new.astype(object)
+        all_bits = -1 if old.dtype.kind == "i" else np.iinfo(old.dtype).max
         truncate = lambda a, b: (  # noqa: E731
-            -1 if b == 0 else abs(a) // abs(b) * (-1) ** ((a < 0) != (b < 0))
+            all_bits if b == 0 else abs(a) // abs(b) * (-1) ** ((a < 0) != (b < 0))
         )
         return np.vectorize(truncate, otypes=[object])(wide, divisor).astype(old.dtype)
     return {
