@@ -17,7 +17,7 @@ LOOKUPS = {
     "safe": js.safe_embedding_lookup_sparse,
 }
 
-#: What differs from TensorFlow on purpose, by the start of the case; jslices/_lookup/bags.py.
+#: What differs from TensorFlow on purpose, by the start of the case (see the module).
 DIFFERENCES = {
     "trailing_empty_rows": "all rows are there",
     "zero_weight_sum": "all rows are there",

@@ -115,11 +115,12 @@ def _from_bcoo(matrix: Any, who: str) -> _Form:
             f"{who} wants a BCOO matrix without batch or dense axes, got data "
             f"{list(ids.shape)}, indices {list(indices.shape)} and shape {list(shape)}"
         )
-    # BCOO pads with indices that are out of range, on any axis.
-    good = ((indices >= 0) & (indices < jnp.asarray(shape, indices.dtype))).all(1)
-    segments = jnp.zeros(ids.shape, jnp.int32)
-    for axis, size in enumerate(shape[:-1]):
-        segments = segments * size + indices[:, axis].astype(jnp.int32)
+    good, segments = jnp.ones(ids.shape, bool), jnp.zeros(ids.shape, jnp.int32)
+    for axis, size in enumerate(shape):
+        at = canonical_indices(indices[:, axis], size)
+        good &= at < size  # BCOO pads with what is out of range, on any axis
+        if axis < len(shape) - 1:
+            segments = segments * size + at.astype(jnp.int32)
     return ids, jnp.where(good, segments, -1), shape[:-1], matrix.data
 
 

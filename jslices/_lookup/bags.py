@@ -195,6 +195,10 @@ def safe_embedding_lookup_sparse(
 def combine(rows: jax.Array, bags: Bags, combiner: str) -> jax.Array:
     """``rows`` ``[K, *D]`` as one ``[*D]`` for each bag: ``[num_bags, *D]``."""
     dtype, count, segments = rows.dtype, bags.num_bags, bags.segments
+    if not segments.size or not count:
+        # JAX leaves out a scatter of nothing; this keeps the table in the program, whose
+        # gradient is then IndexedSlices of no rows.
+        return jnp.broadcast_to(rows.sum(0), (count, *rows.shape[1:]))
     wide = rows.astype(jnp.promote_types(dtype, jnp.float32))
     weights = jnp.ones(segments.shape, wide.dtype)
     if bags.weights is not None:
