@@ -12,6 +12,7 @@ static capacity for unique rows, ``B`` the batch. *ids* are what one passes to a
 """
 
 from jslices import optim as optim
+from jslices import tree as tree
 from jslices._densify import DenseUseError as DenseUseError
 from jslices._densify import DensificationWarning as DensificationWarning
 from jslices._grad.api import grad as grad
@@ -34,6 +35,8 @@ from jslices._scatter import scatter_nd_sub as scatter_nd_sub
 from jslices._scatter import scatter_nd_update as scatter_nd_update
 from jslices._scatter import scatter_sub as scatter_sub
 from jslices._scatter import scatter_update as scatter_update
+from jslices._select import from_dense as from_dense
+from jslices._select import sparse_mask as sparse_mask
 from jslices._slices import IndexedSlices as IndexedSlices
 from jslices._slices import concat_slices as concat_slices
 from jslices._slices import is_slices as is_slices
