@@ -67,8 +67,9 @@ def as_ids(ids: Any, who: str, name: str = "ids") -> jax.Array:
     """
     host = _on_host(ids)
     array: Any = jnp.asarray(ids) if host is None else _in_32_bits(host)
-    if array.dtype == object or not jnp.issubdtype(array.dtype, jnp.integer):
-        dtype = array.dtype if array.dtype == object else jnp.asarray(array).dtype
+    foreign = array.dtype.kind in "OSU"  # no numbers at all, which JAX knows nothing of
+    if foreign or not jnp.issubdtype(array.dtype, jnp.integer):
+        dtype = array.dtype if foreign else jnp.asarray(array).dtype
         raise TypeError(
             f"{who} wants integer {name}, got {dtype}{list(array.shape)}; cast them: "
             f"{name}.astype('int32')"

@@ -25,7 +25,7 @@ def sparse_mask(
     Returns:
       IndexedSlices of the same ``dense_shape``: the slices whose index is *not* in
       ``mask_indices``, in their order and with their duplicates; then empty slots (index V,
-      zero values) up to ``size``. With ``size``, or under jit, the empty slots of ``a`` make
+      zero values) up to ``size``. With ``size``, or under jit, empty slots of ``a`` make
       room for others; else they stay, as in TensorFlow, unless their index is masked.
 
     Raises:

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jslices._bounds import missing_value, take_rows
+from jslices._bounds import index_dtype, missing_value, take_rows
 from jslices._densify import current_user_line
 from jslices._ids import refuse_bad_ids, settle
 from jslices._lookup.mark import mark_table
@@ -43,6 +43,7 @@ def read_rows(
     """
     heights = [table.shape[0] for table in tables]
     count = num_ids(heights, strategy, who, mode)
+    index_dtype(count, np.dtype(ids.dtype))  # refuses what ids of 32 bits cannot reach
     if mode == "check":
         given = ids if given is None else given
         exempt = None if keep is None else (~keep).reshape(np.shape(given))
