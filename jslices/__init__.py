@@ -22,7 +22,10 @@ from jslices._grad.explain import explain as explain
 from jslices._ids import check_ids as check_ids
 from jslices._lookup import embedding_lookup as embedding_lookup
 from jslices._lookup import embedding_lookup_sparse as embedding_lookup_sparse
+from jslices._lookup import log_uniform_candidate_sampler as log_uniform_candidate_sampler
+from jslices._lookup import nce_loss as nce_loss
 from jslices._lookup import safe_embedding_lookup_sparse as safe_embedding_lookup_sparse
+from jslices._lookup import sampled_softmax_loss as sampled_softmax_loss
 from jslices._scatter import apply_slices as apply_slices
 from jslices._scatter import batch_scatter_update as batch_scatter_update
 from jslices._scatter import scatter_add as scatter_add
