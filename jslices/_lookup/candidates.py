@@ -1,5 +1,6 @@
 """Drawing classes for a sampled loss, frequent ones more often."""
 
+import functools
 import math
 from typing import Any, NamedTuple
 
@@ -84,6 +85,7 @@ def log_uniform_candidate_sampler(
     return Candidates(sampled, expected(jnp.asarray(true_classes)), expected(sampled))
 
 
+@functools.partial(jax.jit, static_argnums=(1, 2))
 def _draw(key: jax.Array, count: int, range_max: int) -> jax.Array:
     """``[count]`` int32, log-uniform.
 
@@ -106,6 +108,7 @@ def _draw(key: jax.Array, count: int, range_max: int) -> jax.Array:
     return jnp.minimum((1 << octave) - 1 + numbers, range_max - 1)
 
 
+@functools.partial(jax.jit, static_argnums=(1, 2))
 def _draw_unique(key: jax.Array, count: int, range_max: int) -> tuple[jax.Array, jax.Array]:
     """The first ``count`` different classes of a sequence of draws, and its length."""
 

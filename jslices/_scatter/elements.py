@@ -134,10 +134,18 @@ def batch_scatter_update(
         any_bad = refuse_bad_ids(indices, num_rows, who, "indices")
         if any_bad is not None:
             numbers = jnp.where(any_bad, -1, settle(numbers, num_rows, "drop"))
+    return _batch_update(ref, numbers, updates, mode)
+
+
+@functools.partial(jax.jit, static_argnums=3)
+def _batch_update(
+    ref: jax.Array, indices: jax.Array, updates: jax.Array, mode: str
+) -> jax.Array:
+    axes = indices.ndim - 1
     one = update
-    for _ in batch:
+    for _ in range(axes):
         one = jax.vmap(one)
-    return jax.jit(one)(ref, settle(numbers, num_rows, mode), updates)
+    return one(ref, settle(indices, ref.shape[axes], mode), updates)
 
 
 def _scatter_nd(op: str, ref: Any, indices: Any, updates: Any, mode: str) -> jax.Array:
