@@ -290,6 +290,29 @@ def test_gradient_of_nd_update():
     np.testing.assert_array_equal(of_updates, [0, 6, 8])
 
 
+@pytest.mark.parametrize("op", ["update", "mul"])
+def test_a_scatter_into_a_table_is_a_dense_use_and_named(op):
+    def loss(table):
+        changed = SCATTER[op](table, [1], 3.0)  # this line
+        return (changed[jnp.array([0, 1])] ** 2).sum() + table[jnp.array([2])].sum()
+
+    table = jnp.arange(10.0).reshape(5, 2)
+    with pytest.warns(js.DensificationWarning, match="# this line"):
+        gradient = js.grad(loss)(table)
+    np.testing.assert_array_equal(gradient, jax.grad(loss)(table))
+
+
+@pytest.mark.parametrize("nd", [False, True])
+def test_no_two_writes_of_an_update_meet(nd):
+    # XLA leaves the order of colliding writes open; so none may collide on any backend.
+    call = js.scatter_nd_update if nd else js.scatter_update
+    ids = jnp.array([1, 1, 9, 9, 1])[:, None] if nd else jnp.array([1, 1, 9, 9, 1])
+    text = jax.jit(call).lower(jnp.zeros(4), ids, jnp.arange(5.0)).as_text()
+    scatter = text[text.rindex("stablehlo.scatter") :]
+    assert "unique_indices = true" in scatter[: scatter.index("({")]
+    np.testing.assert_array_equal(call(jnp.zeros(4), ids, jnp.arange(5.0)), [0, 4, 0, 0])
+
+
 # --- in place ---------------------------------------------------------------------------
 
 

@@ -1,6 +1,5 @@
 """``scatter_nd_*``: indices that reach deeper than rows."""
 
-import functools
 from typing import Any
 
 import jax
@@ -18,6 +17,7 @@ from jslices._ids import (
     settle,
 )
 from jslices._scatter.arguments import as_ref, as_updates, check_dtype
+from jslices._scatter.eager import compiled
 from jslices._scatter.kernels import update
 
 
@@ -137,7 +137,7 @@ def batch_scatter_update(
     return _batch_update(ref, numbers, updates, mode)
 
 
-@functools.partial(jax.jit, static_argnums=3)
+@compiled(3)
 def _batch_update(
     ref: jax.Array, indices: jax.Array, updates: jax.Array, mode: str
 ) -> jax.Array:
@@ -166,7 +166,7 @@ def _scatter_nd(op: str, ref: Any, indices: Any, updates: Any, mode: str) -> jax
     return _nd(op, ref, numbers, updates, mode)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 4))
+@compiled(0, 4)
 def _nd(
     op: str, ref: jax.Array, indices: jax.Array, updates: jax.Array, mode: str
 ) -> jax.Array:
@@ -175,23 +175,35 @@ def _nd(
     where = [settle(flat[:, i], ref.shape[i], mode) for i in range(depth)]
     updates = updates.reshape(-1, *ref.shape[depth:])
     if op == "update":
-        kept = _last_of_each(where, ref.shape)
-        return ref.at[tuple(kept)].set(updates, mode="drop", wrap_negative_indices=False)
+        kept, unique = _last_of_each(where, ref.shape)
+        return ref.at[tuple(kept)].set(
+            updates, mode="drop", wrap_negative_indices=False, unique_indices=unique
+        )
     updates = -updates if op == "sub" else updates
     return ref.at[tuple(where)].add(updates, mode="drop", wrap_negative_indices=False)
 
 
-def _last_of_each(where: list[jax.Array], shape: tuple[int, ...]) -> list[jax.Array]:
-    """The coordinates, out of range wherever the same ones occur again later."""
-    count = where[0].shape[0]
+def _last_of_each(
+    where: list[jax.Array], shape: tuple[int, ...]
+) -> tuple[list[jax.Array], bool]:
+    """The coordinates, out of range wherever the same ones occur again later.
+
+    Returns:
+      ``(where, unique)``; if ``unique``, then no two of them are equal, also out of range.
+    """
+    count, dtype = where[0].shape[0], where[0].dtype
     if count == 0:
-        return where
+        return where, True
     order = lax.iota(jnp.int32, count)
     *ordered, positions = lax.sort((*where, order), num_keys=len(where), is_stable=True)
     again = jnp.stack([x[1:] == x[:-1] for x in ordered]).all(0)
     again = jnp.concatenate([again, jnp.zeros((1,), bool)])
-    overwritten = jnp.zeros(count, bool).at[positions].set(again, unique_indices=True)
-    return [jnp.where(overwritten, shape[0], where[0]), *where[1:]]
+    dropped = jnp.zeros(count, bool).at[positions].set(again, unique_indices=True)
+    for at, length in zip(where, shape, strict=False):
+        dropped |= at == length
+    unique = shape[0] + count <= np.iinfo(dtype).max
+    beyond = shape[0] + order.astype(dtype) if unique else jnp.asarray(shape[0], dtype)
+    return [jnp.where(dropped, beyond, where[0]), *where[1:]], unique
 
 
 def _checked(indices: jax.Array, shape: tuple[int, ...], who: str) -> jax.Array:

@@ -1,6 +1,5 @@
 """``scatter_add`` and its six relatives: changing the rows that indices name."""
 
-import functools
 from typing import Any
 
 import jax
@@ -9,6 +8,7 @@ from jax.typing import ArrayLike
 
 from jslices._ids import as_ids, check_mode, refuse_bad_ids, settle
 from jslices._scatter.arguments import as_ref, as_updates, check_dtype
+from jslices._scatter.eager import compiled
 from jslices._scatter.kernels import KERNELS
 
 
@@ -202,7 +202,7 @@ def _scatter(op: str, ref: Any, indices: Any, updates: Any, mode: str) -> jax.Ar
     return scatter_rows(op, ref, numbers, updates, mode)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 4))
+@compiled(0, 4)
 def scatter_rows(
     op: str, ref: jax.Array, indices: jax.Array, updates: jax.Array, mode: str
 ) -> jax.Array:
