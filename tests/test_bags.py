@@ -19,7 +19,7 @@ LOOKUPS = {
     "safe": js.safe_embedding_lookup_sparse,
 }
 
-#: What differs from TensorFlow on purpose, by the start of the case (see the module).
+#: What differs from TensorFlow on purpose, by the start of the case (see docs).
 DIFFERENCES = {
     "trailing_empty_rows": "all rows are there",
     "zero_weight_sum": "all rows are there",

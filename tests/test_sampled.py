@@ -135,7 +135,7 @@ def test_draws_follow_the_distribution():
     np.testing.assert_allclose(of_sampled[0], 50 * wanted[sampled[0]], rtol=1e-5)
 
 
-@pytest.mark.parametrize("count", [1, 8, 20])
+@pytest.mark.parametrize("count", [1, 12])
 def test_unique_draws_and_their_expected_counts(count):
     sampled, expected, of_sampled = draws(True, count)
     ordered = np.sort(sampled, 1)

@@ -21,12 +21,12 @@ ND = {
     "sub": js.scatter_nd_sub,
 }
 
-#: Where TensorFlow gives something else on purpose; jslices/_scatter says why.
+#: Where TensorFlow gives something else on purpose; docs/operations.md says why.
 DIFFERENCES = {
-    "uint8 min": "works",
-    "uint8 max": "works",
-    "int8 min": "works",
-    "int8 max": "works",
+    "uint8 min": "work for every dtype with an order",
+    "uint8 max": "work for every dtype with an order",
+    "int8 min": "work for every dtype with an order",
+    "int8 max": "work for every dtype with an order",
 }
 
 

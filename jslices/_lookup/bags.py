@@ -1,19 +1,6 @@
 """Bags: several rows of a table looked up and combined into one.
 
-What differs from TensorFlow, on purpose:
-
-=====================================  ================================================
-TensorFlow                             here
-=====================================  ================================================
-``embedding_lookup_sparse`` leaves     the result always has all rows, empty ones zero
-out empty rows at the end
-the gradient of the table has each     it has a row for each id, in their order
-row once
-``params`` of one row per unique id    every id is read
-negative ids are errors                they read NaN (``mode``), so that they are seen;
-                                       ``safe_embedding_lookup_sparse`` leaves them out
-combiner ``None`` means ``"mean"``     it does, too; ``"max"`` is new
-=====================================  ================================================
+What differs from TensorFlow on purpose is listed in docs/operations.md.
 """
 
 import operator

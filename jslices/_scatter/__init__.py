@@ -1,22 +1,6 @@
 """Writing rows of an array: TensorFlow's ``scatter_*`` as pure functions.
 
-What differs from TensorFlow, on purpose:
-
-====================================  ==================================================
-TensorFlow                            here
-====================================  ==================================================
-changes a variable                    returns a new array; in place under jit, donated
-a bad index raises, rows before it    ``mode="drop"`` ignores it; ``mode="check"`` raises
-are changed already                   and nothing is changed
-integer division by zero kills the    -1 (all bits set), XLA's rule
-process
-``scatter_div`` divides once per      floats are divided once, by the product of their
-duplicate                             divisors (equal up to rounding)
-``scatter_min(1, nan)`` is 1          NaN, as in ``jnp.minimum``
-``scatter_min`` and ``_max`` refuse   work for every dtype that has an order
-8-bit integers
-no gradient                           differentiable in ``ref`` and ``updates``
-====================================  ==================================================
+What differs from TensorFlow on purpose is listed in docs/operations.md.
 """
 
 from jslices._scatter.elements import batch_scatter_update as batch_scatter_update
