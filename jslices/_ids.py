@@ -132,7 +132,7 @@ def refuse_bad_ids(
     if array.size == 0:
         return None
     if isinstance(array, jax.core.Tracer) or isinstance(exempt, jax.core.Tracer):
-        return _check_later(jnp.asarray(array), num_rows, f"{who}: {name}", exempt)
+        return _check_later(numbers, num_rows, f"{who}: {name}", exempt)
     array = np.asarray(array)
     bad = (array < 0) | (array >= num_rows)
     if exempt is not None:
