@@ -6,6 +6,8 @@ In jslices an index outside ``[0, V)`` is an *empty slot*, negative ones include
 read through it gives the fill value, a write through it changes nothing.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -62,6 +64,17 @@ def canonical_indices(indices: jax.Array, num_rows: int | None) -> jax.Array:
     return jnp.where(in_range, wide, jnp.array(empty, dtype))
 
 
+def missing_value(dtype: np.dtype) -> Any:
+    """What a read through an empty slot gives: NaN, or else the most unlikely integer."""
+    if jnp.issubdtype(dtype, jnp.inexact):
+        return np.array(np.nan, dtype)[()]
+    if dtype == np.bool_:
+        return np.bool_(True)
+    limits = jnp.iinfo(dtype)
+    unsigned = jnp.issubdtype(dtype, jnp.unsignedinteger)
+    return np.array(limits.max if unsigned else limits.min, dtype)[()]
+
+
 def take_rows(
     table: jax.Array,
     indices: jax.Array,
@@ -79,8 +92,8 @@ def take_rows(
     """
     row = table.shape[1:]
     if table.shape[0] == 0:  # XLA refuses to gather from nothing
-        missing = jnp.nan if fill_value is None else fill_value
-        return jnp.full((*indices.shape, *row), missing).astype(table.dtype)
+        missing: Any = missing_value(table.dtype) if fill_value is None else fill_value
+        return jnp.full((*indices.shape, *row), missing, table.dtype)
     if indices.dtype.itemsize < 4:
         indices = indices.astype(jnp.int32)
     return lax.gather(

@@ -59,3 +59,15 @@ def check_parts(values: Any, indices: Any, shape: tuple[int, ...] | None) -> Non
             )
     if problems:
         raise ValueError(f"IndexedSlices got {got}; " + "; ".join(problems))
+
+
+def check_slices(slices: Any) -> None:
+    """Refuses slices whose indices a foreign ``tree.map`` has turned into numbers."""
+    if not jnp.issubdtype(slices.indices.dtype, jnp.integer):
+        raise TypeError(
+            f"these IndexedSlices have indices of dtype {slices.indices.dtype}, which "
+            "are not row numbers any more. A tree.map (of an Optax transformation, for "
+            "example) was mapped over the slices and changed them. Wrap that "
+            "transformation with jslices.from_optax(...), or map over whole slices: "
+            "jax.tree.map(f, grads, is_leaf=jslices.is_slices)"
+        )

@@ -10,16 +10,21 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
-from jslices._bounds import add_rows, canonical_indices, index_dtype
+from jslices._arithmetic import RowArithmetic
+from jslices._arithmetic import concat_slices as concat_slices
+from jslices._bounds import add_rows, canonical_indices
 from jslices._check import as_array, check_parts, static_shape
+from jslices._check import check_slices as check_slices
 from jslices._coalesce import check_combine, sum_duplicates
-from jslices._densify import human_bytes, warn_dense
+from jslices._compact import nonzero_rows
+from jslices._densify import human_bytes
 from jslices._jax_operators import called_by_jax_operator
+from jslices._reductions import RowReductions
 
 
 @jax.tree_util.register_pytree_with_keys_class
 @dataclasses.dataclass(frozen=True, eq=False, repr=False, init=False)
-class IndexedSlices:
+class IndexedSlices(RowArithmetic, RowReductions):
     """Some rows of an array of shape ``dense_shape``; all others are zero.
 
     It stands for ``zeros(dense_shape).at[indices].add(values)``: **duplicates add**. An
@@ -70,6 +75,12 @@ class IndexedSlices:
         object.__setattr__(self, "values", values)
         object.__setattr__(self, "indices", indices)
         object.__setattr__(self, "dense_shape", shape)
+
+    @classmethod
+    def from_dense(cls, x: ArrayLike, size: int | None = None) -> "IndexedSlices":
+        """The rows of ``x`` that are not zero; see :func:`jslices.from_dense`."""
+        array = as_array(x)
+        return cls(*nonzero_rows(array, size), array.shape)
 
     # --- pytree -------------------------------------------------------------------
 
@@ -224,66 +235,7 @@ class IndexedSlices:
         """The same rows with ``values`` cast to ``dtype``; ``indices`` stay."""
         return self._with(self.values.astype(dtype))
 
-    def _with(self, values: jax.Array) -> "IndexedSlices":
-        return IndexedSlices.tree_unflatten(self.dense_shape, (values, self.indices))
-
-    # --- arithmetic ---------------------------------------------------------------
-
-    def __neg__(self) -> "IndexedSlices":
-        return self._with(-self.values)
-
-    def __mul__(self, other: ArrayLike) -> Any:
-        if _is_scalar(other):
-            return self._with(self.values * other)
-        return self._densely("slices * array", "IndexedSlices * scalar") * other
-
-    __rmul__ = __mul__
-
-    def __truediv__(self, other: ArrayLike) -> Any:
-        if _is_scalar(other):
-            return self._with(self.values / other)
-        return self._densely("slices / array", "IndexedSlices / scalar") / other
-
-    def __add__(self, other: Any) -> Any:
-        if isinstance(other, IndexedSlices):
-            return concat_slices([self, other])
-        if isinstance(other, int) and other == 0:  # the start of Python's sum()
-            return self
-        return self._densely("slices + array", "array + slices") + other
-
-    def __radd__(self, other: Any) -> Any:
-        if isinstance(other, int) and other == 0:
-            return self
-        other = jnp.asarray(other)
-        if self.indices.ndim > 1 or other.shape != self.dense_shape:
-            if other.ndim and self.dense_shape is None:
-                num_rows = other.shape[0]
-                return other + IndexedSlices(
-                    self.values, self.indices, (num_rows, *self.values.shape[1:])
-                )
-            return other + self._densely("array + slices", "equal shapes")
-        check_slices(self)
-        table = other.astype(jnp.result_type(other, self.values))
-        indices = canonical_indices(self.indices, table.shape[0])
-        return add_rows(table, indices, self.values.astype(table.dtype))
-
-    def __sub__(self, other: Any) -> Any:
-        return self + (-other)
-
-    def __rsub__(self, other: Any) -> Any:
-        return other + (-self)
-
     # --- implicit conversion ------------------------------------------------------
-
-    def _densely(self, what: str, instead: str) -> jax.Array:
-        if self.dense_shape is not None:
-            count = math.prod(self.shape) * self.dtype.itemsize  # type: ignore[arg-type]
-            warn_dense(
-                f"{what} turned {self.indices.shape[-1]} rows into a dense array of "
-                f"shape {self.shape} ({human_bytes(count)}). To stay sparse use "
-                f"{instead}; to silence this convert on purpose with slices.to_dense()."
-            )
-        return self.to_dense()
 
     def __jax_array__(self) -> Any:
         if called_by_jax_operator():
@@ -306,77 +258,6 @@ def is_slices(x: Any) -> bool:
       False
     """
     return isinstance(x, IndexedSlices)
-
-
-def concat_slices(slices: Sequence[IndexedSlices]) -> IndexedSlices:
-    """The sum of several slices of one array: their rows, one after the other.
-
-    Args:
-      slices: at least one; the row shapes must agree, and so must the ``dense_shape``
-        of those that know it.
-
-    Returns:
-      ``values`` ``[K1 + K2 + ..., *D]`` of the common dtype and ``indices`` of the
-      wider integer dtype. Nothing is merged; ``coalesce()`` does that.
-
-    Raises:
-      ValueError: if there are none, or the shapes differ.
-
-    Cost: copies every row once.
-
-    Example:
-      >>> import jax.numpy as jnp, jslices as js
-      >>> s = js.IndexedSlices(jnp.ones((1, 2)), jnp.array([3]), (4, 2))
-      >>> js.concat_slices([s, s]).indices
-      Array([3, 3], dtype=int32)
-
-    Source: TensorFlow's aggregation of gradients, where an unknown ``dense_shape`` of
-    the first wins; here a known one does.
-    """
-    slices = list(slices)
-    if not slices:
-        raise ValueError("concat_slices got an empty sequence; it needs at least one")
-    shapes = {s.dense_shape for s in slices if s.dense_shape is not None}
-    rows = {s.values.shape[s.indices.ndim :] for s in slices}
-    if len(shapes) > 1 or len(rows) > 1:
-        given = ", ".join(str(s.shape) for s in slices)
-        raise ValueError(f"cannot add slices of arrays of different shapes: {given}")
-    shape = shapes.pop() if shapes else None
-    num_rows = None if shape is None else shape[0]
-    dtype = jnp.result_type(*(s.values for s in slices))
-    wanted = [index_dtype(num_rows, np.dtype(s.indices.dtype)) for s in slices]
-    widest = max(wanted, key=lambda d: d.itemsize)
-    axis = slices[0].indices.ndim - 1
-    # Narrow integers are settled before they widen: an int8 -1 is empty, not 255.
-    indices = [
-        s.indices.astype(widest)
-        if s.indices.dtype in (jnp.int32, jnp.int64)
-        else canonical_indices(s.indices, num_rows).astype(widest)
-        for s in slices
-    ]
-    return IndexedSlices.tree_unflatten(
-        shape,
-        (
-            jnp.concatenate([s.values.astype(dtype) for s in slices], axis),
-            jnp.concatenate(indices, axis),
-        ),
-    )
-
-
-def check_slices(slices: IndexedSlices) -> None:
-    """Refuses slices whose indices a foreign ``tree.map`` has turned into numbers."""
-    if not jnp.issubdtype(slices.indices.dtype, jnp.integer):
-        raise TypeError(
-            f"these IndexedSlices have indices of dtype {slices.indices.dtype}, which "
-            "are not row numbers any more. A tree.map (of an Optax transformation, for "
-            "example) was mapped over the slices and changed them. Wrap that "
-            "transformation with jslices.from_optax(...), or map over whole slices: "
-            "jax.tree.map(f, grads, is_leaf=jslices.is_slices)"
-        )
-
-
-def _is_scalar(x: Any) -> bool:
-    return not isinstance(x, IndexedSlices) and np.ndim(x) == 0
 
 
 def _num_bytes(x: Any) -> int:

@@ -60,7 +60,6 @@ def test_plain_lists_and_integer_tables():
 @pytest.mark.parametrize(
     "args, error, text",
     [
-        (([jnp.ones((2, 2))], 0), TypeError, "one table, got a list of 1"),
         ((jnp.float32(1), 0), ValueError, "got a scalar"),
         ((jnp.ones((2, 2)), 1.5), TypeError, r"integer ids, got float32\[\]"),
     ],

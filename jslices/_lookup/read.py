@@ -1,0 +1,98 @@
+"""Reading rows of a table or of its shards: what every lookup here is made of."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jslices._bounds import index_dtype, missing_value, take_rows
+from jslices._densify import current_user_line
+from jslices._ids import refuse_bad_ids, settle
+from jslices._lookup.mark import mark_table
+from jslices._lookup.partition import local_rows, num_ids
+
+
+def read_rows(
+    tables: list[jax.Array],
+    ids: jax.Array,
+    who: str,
+    *,
+    strategy: str,
+    mode: str,
+    max_norm: Any = None,
+    keep: jax.Array | None = None,
+    given: Any = None,
+) -> jax.Array:
+    """Rows of a table in one or more shards.
+
+    Args:
+      tables: the shards, ``[V, *D]`` each.
+      ids: ``[*B]`` integers.
+      who: the function that speaks.
+      strategy: how ids are dealt out over several shards.
+      mode: what a bad id reads.
+      max_norm: longer rows are scaled down to this norm.
+      keep: ``[*B]`` bool; where False the id may be anything, the row is zero and gets
+        no gradient.
+      given: the ids as the user passed them, for the message of mode ``"check"``; it may
+        have another shape, but not another order.
+
+    Returns:
+      ``[*B, *D]``.
+    """
+    heights = [table.shape[0] for table in tables]
+    count = num_ids(heights, strategy, who, mode)
+    index_dtype(count, np.dtype(ids.dtype))  # refuses what ids of 32 bits cannot reach
+    if mode == "check":
+        given = ids if given is None else given
+        exempt = None if keep is None else (~keep).reshape(np.shape(given))
+        refuse_bad_ids(given, count, who, "ids", exempt)
+    line = current_user_line()
+    if jnp.issubdtype(tables[0].dtype, jnp.inexact):
+        tables = [mark_table(table, ids.size, line) for table in tables]
+    if len(tables) == 1 and keep is None:
+        direct = mode if mode in ("clip", "promise_in_bounds") else "fill"
+        rows = take_rows(tables[0], ids, mode=direct)
+    else:
+        settled = settle(ids, count, mode if mode == "clip" else "drop")
+        settled = settled if keep is None else jnp.where(keep, settled, count)
+        rows = _read_shards(tables, settled, heights, strategy)
+        if keep is not None:
+            zero = jnp.zeros((), rows.dtype)
+            rows = jnp.where(_along_rows(keep, rows), rows, zero)
+    return rows if max_norm is None else clip_rows(rows, tables[0].ndim - 1, max_norm, who)
+
+
+def _read_shards(
+    tables: list[jax.Array], ids: jax.Array, heights: list[int], strategy: str
+) -> jax.Array:
+    if len(tables) == 1:
+        return take_rows(tables[0], ids)
+    rows = missing_value(np.dtype(tables[0].dtype))
+    found: Any = jnp.full((*ids.shape, *tables[0].shape[1:]), rows)
+    places = local_rows(ids, heights, strategy)
+    for table, (own, local) in zip(tables, places, strict=True):
+        # A foreign id reads zeros, not NaN: nothing of it can leak into a gradient.
+        mine = take_rows(table, local, fill_value=0)
+        found = jnp.where(_along_rows(own, mine), mine, found)
+    return found
+
+
+def _along_rows(mask: jax.Array, rows: jax.Array) -> jax.Array:
+    return mask.reshape(*mask.shape, *(1,) * (rows.ndim - mask.ndim))
+
+
+def clip_rows(rows: jax.Array, row_ndim: int, max_norm: Any, who: str) -> jax.Array:
+    """``rows`` ``[*B, *D]``, each scaled down to an L2 norm of at most ``max_norm``."""
+    if not jnp.issubdtype(rows.dtype, jnp.inexact):
+        raise TypeError(f"{who}(max_norm=...) wants a floating table, got {rows.dtype}")
+    if not isinstance(max_norm, jax.core.Tracer) and np.any(np.asarray(max_norm) < 0):
+        raise ValueError(f"{who}(max_norm={max_norm}): a norm must not be negative")
+    axes = tuple(range(rows.ndim - row_ndim, rows.ndim))
+    wide = rows.astype(jnp.promote_types(rows.dtype, jnp.float32))
+    squares = jnp.sum(jnp.abs(wide) ** 2, axes, keepdims=True)
+    # Rows short enough, zeros among them, never meet the root: its slope is infinite at 0.
+    long = squares > jnp.asarray(max_norm, squares.dtype) ** 2
+    norms = jnp.sqrt(jnp.where(long, squares, 1))
+    return (wide * jnp.where(long, max_norm / norms, 1)).astype(rows.dtype)

@@ -1,0 +1,74 @@
+"""What is given to a scatter, checked all at once."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jslices._slices import is_slices
+
+#: What bool, and complex numbers, have no arithmetic for.
+_ORDERED = ("min", "max")
+
+
+def as_ref(ref: Any, who: str) -> jax.Array:
+    """``ref`` as an array that has rows."""
+    if is_slices(ref):
+        raise TypeError(f"{who} wants an array to change, got {ref}; use ref.to_dense()")
+    array = jnp.asarray(ref)
+    if array.ndim < 1:
+        raise ValueError(f"{who} wants ref [V, *D], got a scalar")
+    return array
+
+
+def as_updates(updates: Any, ref: jax.Array, wanted: tuple[int, ...], who: str) -> Any:
+    """``updates`` as an array of the dtype of ``ref`` and the shape wanted.
+
+    Numbers and lists take the dtype of ``ref``, if it can hold their kind; arrays are
+    never cast. A scalar goes to every row.
+
+    Raises:
+      TypeError, ValueError: naming everything that is wrong.
+    """
+    array, problems = _in_dtype(updates, ref.dtype)
+    if array.shape != wanted and array.shape != ():
+        problems.append(
+            f"updates.shape must be indices.shape + the row shape = {wanted}, or () for "
+            f"a scalar, not {array.shape}"
+        )
+    if problems:
+        error = TypeError if "dtype" in problems[0] else ValueError
+        raise error(
+            f"{who} got updates {array.dtype}{list(array.shape)} for ref "
+            f"{ref.dtype}{list(ref.shape)}: " + "; ".join(problems)
+        )
+    return jnp.broadcast_to(array, wanted)
+
+
+def check_dtype(ref: jax.Array, op: str, who: str) -> None:
+    """Refuses arithmetic that the dtype of ``ref`` does not have."""
+    dtype = ref.dtype
+    if dtype == jnp.bool_ and op != "update":
+        raise TypeError(f"{who} cannot calculate with bool; cast ref: ref.astype('int32')")
+    if jnp.issubdtype(dtype, jnp.complexfloating) and op in _ORDERED:
+        raise TypeError(
+            f"{who} got ref of dtype {dtype}, and complex numbers have no order"
+        )
+
+
+def _in_dtype(updates: Any, dtype: np.dtype) -> tuple[Any, list[str]]:
+    array = jnp.asarray(updates)
+    literal = not hasattr(updates, "dtype") or getattr(updates, "weak_type", False)
+    if array.dtype == dtype:
+        return array, []
+    if literal and _kind(array.dtype) <= _kind(dtype):
+        return jnp.asarray(updates, dtype), []
+    return array, [
+        f"both must have one dtype, as nothing is cast: updates.astype('{dtype}')"
+    ]
+
+
+def _kind(dtype: np.dtype) -> int:
+    kinds = (jnp.bool_, jnp.integer, jnp.floating, jnp.complexfloating)
+    return next(i for i, kind in enumerate(kinds) if jnp.issubdtype(dtype, kind))

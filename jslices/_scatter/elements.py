@@ -1,0 +1,232 @@
+"""``scatter_nd_*``: indices that reach deeper than rows."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import checkify
+from jax.typing import ArrayLike
+
+from jslices._ids import (
+    IdOutOfRangeError,
+    as_ids,
+    check_mode,
+    refuse_bad_ids,
+    settle,
+)
+from jslices._scatter.arguments import as_ref, as_updates, check_dtype
+from jslices._scatter.eager import compiled
+from jslices._scatter.kernels import update
+
+
+def scatter_nd_update(
+    ref: ArrayLike, indices: ArrayLike, updates: ArrayLike, *, mode: str = "drop"
+) -> jax.Array:
+    """``ref`` with elements or slices replaced: ``ref[tuple(indices[k])] = updates[k]``.
+
+    This text holds for all of ``scatter_nd_*``.
+
+    Args:
+      ref: ``[N1, N2, ...]`` of any dtype.
+      indices: ``[*B, d]`` of any integer dtype, d at most the rank of ``ref``: the first d
+        coordinates of what is changed.
+      updates: ``[*B, *ref.shape[d:]]`` of the dtype of ``ref``, or one number.
+      mode: as in :func:`scatter_update`, for every coordinate; negative never wraps.
+
+    Returns:
+      The shape and dtype of ``ref``; the rest of it untouched. Of duplicates the last in
+      row-major order stays.
+
+    Raises:
+      TypeError, ValueError: as :func:`scatter_update`.
+      IndexError: (also a ValueError) in mode ``"check"``.
+
+    Cost: a sort of K index tuples, writes only what is named. No flat offsets are formed,
+    so arrays of more than 2^31 elements are right.
+
+    Example:
+      >>> import jax.numpy as jnp, jslices as js
+      >>> js.scatter_nd_update(jnp.zeros((2, 2)), [[0, 1], [1, 0]], jnp.array([3., 4.]))
+      Array([[0., 3.],
+             [4., 0.]], dtype=float32)
+
+    Source: ``tf.compat.v1.scatter_nd_update`` and ``tf.tensor_scatter_nd_update``, which
+    raise for a bad index.
+    """
+    return _scatter_nd("update", ref, indices, updates, mode)
+
+
+def scatter_nd_add(
+    ref: ArrayLike, indices: ArrayLike, updates: ArrayLike, *, mode: str = "drop"
+) -> jax.Array:
+    """``ref`` with elements or slices added; duplicates accumulate.
+
+    Shapes, modes and errors are those of :func:`scatter_nd_update`; no sort.
+
+    Example:
+      >>> import jax.numpy as jnp, jslices as js
+      >>> js.scatter_nd_add(jnp.zeros((2, 2)), [[0, 1], [0, 1]], jnp.array([3., 4.]))[0]
+      Array([0., 7.], dtype=float32)
+
+    Source: ``tf.compat.v1.scatter_nd_add``; on zeros, ``tf.scatter_nd``.
+    """
+    return _scatter_nd("add", ref, indices, updates, mode)
+
+
+def scatter_nd_sub(
+    ref: ArrayLike, indices: ArrayLike, updates: ArrayLike, *, mode: str = "drop"
+) -> jax.Array:
+    """``ref`` with elements or slices subtracted; duplicates accumulate.
+
+    Shapes, modes and errors are those of :func:`scatter_nd_update`; no sort.
+
+    Example:
+      >>> import jax.numpy as jnp, jslices as js
+      >>> js.scatter_nd_sub(jnp.zeros((2, 2)), [[1]], jnp.array([[3., 4.]]))[1]
+      Array([-3., -4.], dtype=float32)
+
+    Source: ``tf.compat.v1.scatter_nd_sub``.
+    """
+    return _scatter_nd("sub", ref, indices, updates, mode)
+
+
+def batch_scatter_update(
+    ref: ArrayLike, indices: ArrayLike, updates: ArrayLike, *, mode: str = "drop"
+) -> jax.Array:
+    """Rows replaced in every example of a batch: ``ref[b, indices[b, k]] = updates[b, k]``.
+
+    Args:
+      ref: ``[*B, V, *D]`` of any dtype.
+      indices: ``[*B, K]`` of any integer dtype; its leading axes are those of the batch.
+      updates: ``[*B, K, *D]`` of the dtype of ``ref``, or one number.
+      mode: as in :func:`scatter_update`.
+
+    Returns:
+      ``[*B, V, *D]``. Of duplicates within an example the last stays.
+
+    Raises:
+      TypeError, ValueError, IndexError: as :func:`scatter_update`.
+
+    Cost: a sort of K integers per example, writes what is named.
+
+    Example:
+      >>> import jax.numpy as jnp, jslices as js
+      >>> js.batch_scatter_update(jnp.zeros((2, 3)), [[0], [2]], jnp.array([[1.], [2.]]))
+      Array([[1., 0., 0.],
+             [0., 0., 2.]], dtype=float32)
+
+    Source: ``tf.compat.v1.batch_scatter_update``.
+    """
+    who = "batch_scatter_update"
+    check_mode(mode, who)
+    ref, numbers = as_ref(ref, who), as_ids(indices, who, "indices")
+    batch = numbers.shape[:-1]
+    if numbers.ndim < 1 or ref.ndim < numbers.ndim or ref.shape[: len(batch)] != batch:
+        raise ValueError(
+            f"{who} wants ref [*B, V, *D] and indices [*B, K] of the same batch *B, got "
+            f"ref {list(ref.shape)} and indices {list(numbers.shape)}"
+        )
+    num_rows = ref.shape[len(batch)]
+    updates = as_updates(updates, ref, (*numbers.shape, *ref.shape[numbers.ndim :]), who)
+    if mode == "check":
+        any_bad = refuse_bad_ids(indices, num_rows, who, "indices")
+        if any_bad is not None:
+            numbers = jnp.where(any_bad, -1, settle(numbers, num_rows, "drop"))
+    return _batch_update(ref, numbers, updates, mode)
+
+
+@compiled(3)
+def _batch_update(
+    ref: jax.Array, indices: jax.Array, updates: jax.Array, mode: str
+) -> jax.Array:
+    axes = indices.ndim - 1
+    one = update
+    for _ in range(axes):
+        one = jax.vmap(one)
+    return one(ref, settle(indices, ref.shape[axes], mode), updates)
+
+
+def _scatter_nd(op: str, ref: Any, indices: Any, updates: Any, mode: str) -> jax.Array:
+    who = f"scatter_nd_{op}"
+    check_mode(mode, who)
+    ref, numbers = as_ref(ref, who), as_ids(indices, who, "indices")
+    check_dtype(ref, op, who)
+    depth = numbers.shape[-1] if numbers.ndim else 0
+    if not 1 <= depth <= ref.ndim:
+        raise ValueError(
+            f"{who} wants indices [..., d] with 1 <= d <= {ref.ndim}, the rank of ref, got "
+            f"indices {list(numbers.shape)}; for rows: indices[..., None]"
+        )
+    wanted = (*numbers.shape[:-1], *ref.shape[depth:])
+    updates = as_updates(updates, ref, wanted, who)
+    if mode == "check":
+        numbers = _checked(numbers, ref.shape, who)
+    return _nd(op, ref, numbers, updates, mode)
+
+
+@compiled(0, 4)
+def _nd(
+    op: str, ref: jax.Array, indices: jax.Array, updates: jax.Array, mode: str
+) -> jax.Array:
+    depth = indices.shape[-1]
+    flat = indices.reshape(-1, depth)
+    where = [settle(flat[:, i], ref.shape[i], mode) for i in range(depth)]
+    updates = updates.reshape(-1, *ref.shape[depth:])
+    if op == "update":
+        kept, unique = _last_of_each(where, ref.shape)
+        return ref.at[tuple(kept)].set(
+            updates, mode="drop", wrap_negative_indices=False, unique_indices=unique
+        )
+    updates = -updates if op == "sub" else updates
+    return ref.at[tuple(where)].add(updates, mode="drop", wrap_negative_indices=False)
+
+
+def _last_of_each(
+    where: list[jax.Array], shape: tuple[int, ...]
+) -> tuple[list[jax.Array], bool]:
+    """The coordinates, out of range wherever the same ones occur again later.
+
+    Returns:
+      ``(where, unique)``; if ``unique``, then no two of them are equal, also out of range.
+    """
+    count, dtype = where[0].shape[0], where[0].dtype
+    if count == 0:
+        return where, True
+    order = lax.iota(jnp.int32, count)
+    *ordered, positions = lax.sort((*where, order), num_keys=len(where), is_stable=True)
+    again = jnp.stack([x[1:] == x[:-1] for x in ordered]).all(0)
+    again = jnp.concatenate([again, jnp.zeros((1,), bool)])
+    dropped = jnp.zeros(count, bool).at[positions].set(again, unique_indices=True)
+    for at, length in zip(where, shape, strict=False):
+        dropped |= at == length
+    unique = shape[0] + count <= np.iinfo(dtype).max
+    beyond = shape[0] + order.astype(dtype) if unique else jnp.asarray(shape[0], dtype)
+    return [jnp.where(dropped, beyond, where[0]), *where[1:]], unique
+
+
+def _checked(indices: jax.Array, shape: tuple[int, ...], who: str) -> jax.Array:
+    """The indices; raises for the first that leads nowhere."""
+    depth = indices.shape[-1]
+    flat = indices.reshape(-1, depth)
+    if flat.shape[0] == 0:
+        return indices
+    bad = jnp.stack(
+        [settle(flat[:, i], shape[i], "drop") == shape[i] for i in range(depth)]
+    ).any(0)
+    place = jnp.unravel_index(jnp.argmax(bad), indices.shape[:-1] or (1,))
+    message = "[{at}] = {value} does not index into shape " + str(list(shape))
+    if not isinstance(bad, jax.core.Tracer):
+        if not bad.any():
+            return indices
+        at = ", ".join(str(int(i)) for i in place)
+        value = np.asarray(flat[jnp.argmax(bad)]).tolist()
+        raise IdOutOfRangeError(f"{who}: indices" + message.format(at=at, value=value))
+    parts = {f"axis{i}": x for i, x in enumerate(place)}
+    values = {f"value{i}": x for i, x in enumerate(flat[jnp.argmax(bad)])}
+    at, value = (", ".join("{" + name + "}" for name in x) for x in (parts, values))
+    check: Any = checkify.check
+    message = f"{who}: indices" + message.format(at=at, value=f"[{value}]")
+    check(~bad.any(), message, **parts, **values)
+    return jnp.where(bad.any(), -1, indices)

@@ -1,0 +1,136 @@
+"""What a scatter does to rows, given settled row numbers.
+
+In every function: ``ref`` is ``[V, *D]``, ``indices`` ``[K]`` in ``[0, V]`` where V drops,
+``rows`` ``[K, *D]`` of the dtype of ``ref``. The meaning is that of a loop over K in order.
+All are in place when ``ref`` is donated, and give the same on every backend (sums and
+products up to rounding).
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jslices._bounds import add_rows, set_rows, take_rows
+from jslices._sort import sort_ids
+
+Kernel = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
+
+
+def update(ref: jax.Array, indices: jax.Array, rows: jax.Array) -> jax.Array:
+    """The last row written to a place stays. Cost: a sort of K integers, one scatter.
+
+    XLA leaves it open which of several writes wins, so all others are dropped first.
+    """
+    return set_rows(ref, last_of_each(indices, ref.shape[0]), rows)
+
+
+def subtract(ref: jax.Array, indices: jax.Array, rows: jax.Array) -> jax.Array:
+    """Differences accumulate; unsigned integers wrap, as they do in a loop."""
+    return add_rows(ref, indices, -rows)
+
+
+@jax.custom_jvp
+def multiply(ref: jax.Array, indices: jax.Array, rows: jax.Array) -> jax.Array:
+    """Products compound. Cost: one scatter; its derivative also sorts K integers."""
+    return ref.at[indices].multiply(rows, mode="drop", wrap_negative_indices=False)
+
+
+@multiply.defjvp
+def _multiply_jvp(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
+    # JAX derives a scatter of products only where no two of them meet.
+    _, tangent = jax.jvp(_multiply_by_products, primals, tangents)
+    return multiply(*primals), tangent
+
+
+def _multiply_by_products(ref: jax.Array, indices: jax.Array, rows: jax.Array) -> jax.Array:
+    unique, products = _products(indices, rows, ref.shape[0])
+    return set_rows(ref, unique, take_rows(ref, unique, fill_value=1) * products)
+
+
+def divide(ref: jax.Array, indices: jax.Array, rows: jax.Array) -> jax.Array:
+    """Floats: each row is divided once, by the product of its divisors.
+
+    Integers truncate towards zero at every division, one after the other.
+    """
+    if jnp.issubdtype(ref.dtype, jnp.integer):
+        return _divide_integers(ref, indices, rows)
+    unique, products = _products(indices, rows, ref.shape[0])
+    return set_rows(ref, unique, take_rows(ref, unique, fill_value=1) / products)
+
+
+def minimum(ref: jax.Array, indices: jax.Array, rows: jax.Array) -> jax.Array:
+    """The smallest stays; a NaN wins, as in ``jnp.minimum``."""
+    return ref.at[indices].min(rows, mode="drop", wrap_negative_indices=False)
+
+
+def maximum(ref: jax.Array, indices: jax.Array, rows: jax.Array) -> jax.Array:
+    """The largest stays; a NaN wins, as in ``jnp.maximum``."""
+    return ref.at[indices].max(rows, mode="drop", wrap_negative_indices=False)
+
+
+KERNELS: dict[str, Kernel] = {
+    "update": update,
+    "add": add_rows,
+    "sub": subtract,
+    "mul": multiply,
+    "div": divide,
+    "min": minimum,
+    "max": maximum,
+}
+
+
+def last_of_each(indices: jax.Array, num_rows: int) -> jax.Array:
+    """``indices`` with V in place of every one that occurs again later."""
+    if indices.shape[0] == 0:
+        return indices
+    ordered, positions = sort_ids(indices)
+    survivors = jnp.where(_is_last(ordered), ordered, num_rows)
+    return jnp.zeros_like(indices).at[positions].set(survivors, unique_indices=True)
+
+
+def _is_last(ordered: jax.Array) -> jax.Array:
+    return jnp.concatenate([ordered[1:] != ordered[:-1], jnp.ones((1,), bool)])
+
+
+def _products(
+    indices: jax.Array, rows: jax.Array, num_rows: int
+) -> tuple[jax.Array, jax.Array]:
+    """The product of the rows of each index, where it occurs last in sorted order.
+
+    Returns:
+      ``(indices [K], products [K, *D])``, the indices unique but for V. A scan over
+      segments: its derivative is right also where a factor is zero.
+    """
+    if indices.shape[0] == 0:
+        return indices, rows
+    ordered, positions = sort_ids(indices)
+    starts = jnp.concatenate([jnp.ones((1,), bool), ordered[1:] != ordered[:-1]])
+
+    def combine(left: Any, right: Any) -> Any:
+        (left_starts, before), (right_starts, after) = left, right
+        fresh = right_starts.reshape(-1, *(1,) * (after.ndim - 1))
+        one = jnp.ones((), before.dtype)
+        return left_starts | right_starts, jnp.where(fresh, one, before) * after
+
+    _, products = lax.associative_scan(combine, (starts, rows[positions]))
+    return jnp.where(_is_last(ordered), ordered, num_rows), products
+
+
+def _divide_integers(ref: jax.Array, indices: jax.Array, rows: jax.Array) -> jax.Array:
+    # Truncated quotients cannot be gathered into one division (the product of the divisors
+    # may overflow). XLA defines x / 0 as -1, all bits set, where TensorFlow's process dies.
+    num_rows = ref.shape[0]
+    if num_rows == 0 or indices.shape[0] == 0:
+        return ref
+
+    def body(k: jax.Array, ref: jax.Array) -> jax.Array:
+        index = indices[k]
+        place = jnp.minimum(index, num_rows - 1)
+        row = lax.dynamic_index_in_dim(ref, place, 0, keepdims=False)
+        row = jnp.where(index < num_rows, lax.div(row, rows[k]), row)
+        return lax.dynamic_update_index_in_dim(ref, row, place, 0)
+
+    return lax.fori_loop(0, indices.shape[0], body, ref)

@@ -1,0 +1,99 @@
+"""Choosing rows: ``sparse_mask`` leaves some out, ``from_dense`` takes those not zero."""
+
+import jax
+import jax.numpy as jnp
+from jax.typing import ArrayLike
+
+from jslices._bounds import canonical_indices, empty_slot, take_rows
+from jslices._compact import kept_positions, pick
+from jslices._ids import as_ids
+from jslices._slices import IndexedSlices, check_slices
+
+
+def sparse_mask(
+    a: IndexedSlices, mask_indices: ArrayLike, size: int | None = None
+) -> IndexedSlices:
+    """``a`` without the rows at ``mask_indices``.
+
+    Args:
+      a: IndexedSlices, ``values`` ``[K, *D]``, ``indices`` ``[K]``.
+      mask_indices: ``[M]`` integers: the rows to leave out. They need not be in ``a``, nor
+        unique.
+      size: U, the static number of slots of the result. None: as many as are kept; under
+        jit, where that is not known, K.
+
+    Returns:
+      IndexedSlices of the same ``dense_shape``: the slices whose index is *not* in
+      ``mask_indices``, in their order and with their duplicates; then empty slots (index V,
+      zero values) up to ``size``. With ``size``, or under jit, empty slots of ``a`` make
+      room for others; else they stay, as in TensorFlow, unless their index is masked.
+
+    Raises:
+      TypeError: if ``a`` is not IndexedSlices or ``mask_indices`` are not integers.
+      ValueError: if ``mask_indices`` has not one axis, or if more than ``size`` rows are
+        kept; under jit, where nothing can be raised, floating values become NaN instead.
+
+    Cost: a sort of K + M integers, copies the rows kept. Differentiable in ``a.values``.
+
+    Example:
+      >>> import jax.numpy as jnp, jslices as js
+      >>> a = js.IndexedSlices(jnp.ones((4, 2)), jnp.array([12, 26, 37, 45]), (50, 2))
+      >>> js.sparse_mask(a, [12, 45]).indices
+      Array([26, 37], dtype=int32)
+
+    Source: ``tf.sparse.mask``, whose documentation says the opposite of what it, and its
+    own example, does. There both index types must be the same.
+    """
+    if not isinstance(a, IndexedSlices):
+        raise TypeError(
+            f"sparse_mask wants IndexedSlices, got {type(a).__name__}; for an array: "
+            "sparse_mask(from_dense(array), mask_indices)"
+        )
+    check_slices(a)
+    masked = as_ids(mask_indices, "sparse_mask", "mask_indices")
+    if masked.ndim != 1:
+        raise ValueError(
+            f"sparse_mask wants mask_indices with one axis, got {list(masked.shape)}; "
+            "flatten them: mask_indices.reshape(-1)"
+        )
+    if a.indices.ndim > 1:
+        slots = a.indices.shape[-1] if size is None else size
+        return jax.vmap(lambda s: sparse_mask(s, masked, slots))(a)
+    num_rows = None if a.dense_shape is None else a.dense_shape[0]
+    indices = canonical_indices(a.indices, num_rows)
+    empty = empty_slot(num_rows, indices.dtype)
+    keep = ~jnp.isin(a.indices, masked)
+    exact = size is None and not isinstance(keep, jax.core.Tracer)
+    keep = keep if exact else keep & (indices != empty)
+    positions, too_many = kept_positions(keep, size, "sparse_mask")
+    kept = a.indices if exact else indices
+    kept = take_rows(kept, positions, fill_value=0 if exact else empty)
+    return IndexedSlices(pick(a.values, positions, too_many), kept, a.dense_shape)
+
+
+def from_dense(x: ArrayLike, size: int | None = None) -> IndexedSlices:
+    """The rows of an array that are not zero, as IndexedSlices.
+
+    Args:
+      x: ``[V, *D]`` of any dtype.
+      size: U, the static number of slots. None: as many as there are such rows; under jit,
+        where that is not known, V.
+
+    Returns:
+      ``values`` ``[U, *D]``, ``indices`` ``[U]`` sorted and unique (int32), then empty
+      slots (index V, zero values). ``to_dense()`` gives ``x`` back.
+
+    Raises:
+      ValueError: for a scalar, or if more than ``size`` rows are not zero; under jit,
+        where nothing can be raised, floating values become NaN instead.
+
+    Cost: reads ``V * D`` elements.
+
+    Example:
+      >>> import jax.numpy as jnp, jslices as js
+      >>> js.from_dense(jnp.array([0., 3., 0., 4.])).indices
+      Array([1, 3], dtype=int32)
+
+    Source: ``jax.experimental.sparse.BCOO.fromdense``, for rows.
+    """
+    return IndexedSlices.from_dense(x, size)

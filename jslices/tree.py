@@ -1,0 +1,74 @@
+"""``jax.tree`` for trees in which IndexedSlices are leaves.
+
+``jax.tree.map(f, grads)`` maps over ``values`` and ``indices``, and so changes row numbers;
+``js.tree.map(f, grads)`` gives whole slices to ``f``. The functions have the signatures of
+``jax.tree``; ``is_leaf`` adds to what is a leaf.
+
+Example:
+  >>> import jax.numpy as jnp, jslices as js
+  >>> s = js.IndexedSlices(jnp.ones((1, 2)), jnp.array([3]), (4, 2))
+  >>> halves = js.tree.map(lambda g: g / 2, {"table": s, "bias": jnp.ones(2)})
+  >>> halves["table"].indices, halves["table"].values
+  (Array([3], dtype=int32), Array([[0.5, 0.5]], dtype=float32))
+  >>> len(js.tree.leaves(halves))
+  2
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from jslices._slices import is_slices
+
+IsLeaf = Callable[[Any], bool] | None
+
+
+def _or_slices(is_leaf: IsLeaf) -> Callable[[Any], bool]:
+    return is_slices if is_leaf is None else lambda x: is_slices(x) or is_leaf(x)
+
+
+def map(f: Callable[..., Any], tree: Any, *rest: Any, is_leaf: IsLeaf = None) -> Any:
+    """``jax.tree.map`` that gives whole slices to ``f``."""
+    return jax.tree.map(f, tree, *rest, is_leaf=_or_slices(is_leaf))
+
+
+def map_with_path(
+    f: Callable[..., Any], tree: Any, *rest: Any, is_leaf: IsLeaf = None
+) -> Any:
+    """``jax.tree.map_with_path`` that gives whole slices to ``f``."""
+    return jax.tree_util.tree_map_with_path(f, tree, *rest, is_leaf=_or_slices(is_leaf))
+
+
+def leaves(tree: Any, is_leaf: IsLeaf = None) -> list[Any]:
+    """``jax.tree.leaves`` with slices as leaves."""
+    return jax.tree.leaves(tree, is_leaf=_or_slices(is_leaf))
+
+
+def leaves_with_path(tree: Any, is_leaf: IsLeaf = None) -> list[Any]:
+    """``jax.tree.leaves_with_path`` with slices as leaves."""
+    return jax.tree_util.tree_leaves_with_path(tree, is_leaf=_or_slices(is_leaf))
+
+
+def flatten(tree: Any, is_leaf: IsLeaf = None) -> tuple[list[Any], Any]:
+    """``jax.tree.flatten`` with slices as leaves; ``structure.unflatten`` undoes it."""
+    found, structure = jax.tree.flatten(tree, is_leaf=_or_slices(is_leaf))
+    return found, structure
+
+
+def structure(tree: Any, is_leaf: IsLeaf = None) -> Any:
+    """``jax.tree.structure`` with slices as leaves, equal to that of the dense tree."""
+    return jax.tree.structure(tree, is_leaf=_or_slices(is_leaf))
+
+
+def reduce(
+    f: Callable[[Any, Any], Any], tree: Any, *start: Any, is_leaf: IsLeaf = None
+) -> Any:
+    """``jax.tree.reduce`` with slices as leaves."""
+    return functools.reduce(f, leaves(tree, is_leaf), *start)
+
+
+def to_dense(tree: Any) -> Any:
+    """The tree with every IndexedSlices as the array it stands for."""
+    return map(lambda x: x.to_dense() if is_slices(x) else x, tree)

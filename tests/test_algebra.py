@@ -1,0 +1,245 @@
+"""Scaling, reducing, indexing and adding slices; always against the dense array."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import assert_close, golden, numpy_dense
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import jslices as js
+
+VALUES = np.arange(8, dtype=np.float32).reshape(4, 2) + 1
+INDICES = np.array([3, 1, 3, -1])
+SLICES = js.IndexedSlices(VALUES, INDICES, (5, 2))
+DENSE = numpy_dense(VALUES, INDICES, (5, 2))
+BATCH = jax.vmap(lambda k: SLICES * k)(jnp.array([1.0, 2.0, 3.0]))
+
+#: Where TensorFlow's aggregation of gradients gives something else on purpose.
+DIFFERENCES = {"first_dense_shape_wins": "a known dense_shape wins over None"}
+
+
+# --- scaling ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("jit", [False, True])
+def test_one_factor_for_each_row_of_the_array(jit):
+    factors = jnp.arange(5.0)[:, None] + 1
+    both = lambda s, f: (s * f, f * s, s / f)  # noqa: E731
+    for got, wanted in zip(
+        (jax.jit(both) if jit else both)(SLICES, factors),
+        (DENSE * factors, DENSE * factors, DENSE / factors),
+        strict=True,
+    ):
+        assert js.is_slices(got)
+        np.testing.assert_array_equal(got.indices, INDICES)
+        assert_close(got, wanted)
+    unknown = js.IndexedSlices(VALUES, INDICES) * np.asarray(factors)
+    np.testing.assert_array_equal(unknown.values[:3], VALUES[:3] * [[4], [2], [4]])
+
+
+def test_one_factor_for_each_row_held():
+    factors = np.array([1, 10, 100, np.nan], np.float32)
+    got = SLICES.scale_rows(factors)
+    np.testing.assert_array_equal(got.values, VALUES * factors[:, None])
+    assert got.dense_shape == (5, 2) and np.isfinite(got.to_dense()).all()
+    np.testing.assert_array_equal((SLICES * factors).values, got.values)
+    np.testing.assert_allclose((SLICES / factors).values, VALUES / factors[:, None])
+    many = BATCH.scale_rows(jnp.ones((3, 4)))
+    np.testing.assert_array_equal(many.values, BATCH.values)
+    with pytest.raises(ValueError, match=r"each row held, \(4,\), got \(5,\); .*\[:, None"):
+        SLICES.scale_rows(np.ones(5))
+
+
+def test_other_products_are_dense_and_say_so():
+    for factor in (np.ones((5, 2), np.float32), np.ones((1, 2), np.float32)):
+        with pytest.warns(js.DensificationWarning, match=r"scale_rows\(factors\)"):
+            assert_close(SLICES * factor, DENSE)
+    with pytest.warns(js.DensificationWarning):
+        np.testing.assert_array_equal(SLICES * SLICES, DENSE * DENSE)
+    square = js.IndexedSlices(np.ones((2, 2)), np.array([0, 1]), (5, 2))
+    with pytest.warns(js.DensificationWarning):  # [2] are the columns, as in numpy
+        got = jax.jit(lambda s: s * jnp.array([[1.0, 2.0]]))(square)
+    np.testing.assert_array_equal(got[0], [1, 2])
+
+
+# --- reductions -------------------------------------------------------------------------
+
+
+@settings(max_examples=40)
+@given(
+    indices=st.lists(st.integers(-2, 6), min_size=4, max_size=4),
+    axis=st.sampled_from([None, 0, 1, 2, -1, (0, 1), (1, 2), (0, 2), (0, 1, 2)]),
+    dtype=st.sampled_from(["float32", "int32"]),
+)
+def test_sums_and_means_are_those_of_the_dense_array(indices, axis, dtype):
+    values = np.arange(1, 25).reshape(4, 2, 3).astype(dtype)
+    slices = js.IndexedSlices(values, np.array(indices), (5, 2, 3))
+    wanted = jnp.asarray(numpy_dense(values, indices, (5, 2, 3)))
+    got = slices.sum(axis)
+    axes = (axis,) if isinstance(axis, int) else axis
+    assert js.is_slices(got) == (axes is not None and 0 not in axes)
+    assert_close(got, wanted.sum(axis))
+    assert_close(slices.mean(axis), wanted.mean(axis))
+    assert_close(slices.square_sum(), (wanted**2).sum())
+
+
+def test_reductions_of_batches_and_narrow_floats():
+    dense = np.stack([DENSE, 2 * DENSE, 3 * DENSE])
+    np.testing.assert_allclose(BATCH.sum(), dense.sum())
+    np.testing.assert_allclose(BATCH.sum((1, 2)), dense.sum((1, 2)))
+    np.testing.assert_allclose(BATCH.mean((0, 1)), dense.mean((0, 1)), rtol=1e-6)
+    np.testing.assert_allclose(BATCH.sum(2).to_dense(), dense.sum(2))
+    np.testing.assert_allclose(BATCH.square_sum(), (dense**2).sum((1, 2)))
+    half = js.IndexedSlices(jnp.ones((300, 1), jnp.bfloat16), jnp.zeros(300, int), (2, 1))
+    assert half.sum() == 300 and half.sum().dtype == jnp.bfloat16
+    assert half.square_sum() == 90000 and half.square_sum().dtype == jnp.float32
+    whole = js.IndexedSlices(jnp.ones((2,), int), jnp.array([0, 1]), (4,))
+    assert whole.mean() == 0.5 and whole.sum().dtype == jnp.int32
+    waves = js.IndexedSlices(jnp.array([3 + 4j]), jnp.array([0]), (4,))
+    assert waves.square_sum() == 25
+    gradient = jax.grad(lambda v: js.IndexedSlices(v, INDICES, (5, 2)).square_sum())(VALUES)
+    wanted = jax.grad(lambda v: (jnp.zeros((5, 2)).at[INDICES[:3]].add(v[:3]) ** 2).sum())
+    np.testing.assert_allclose(gradient, wanted(VALUES))
+
+
+def test_numpy_calls_the_methods():
+    assert np.sum(SLICES) == DENSE.sum() and np.mean(SLICES) == DENSE.mean()
+    with pytest.raises(TypeError, match="out= is not supported"):
+        SLICES.sum(out=np.zeros(()))
+
+
+def test_errors_of_reductions():
+    with pytest.raises(ValueError, match=r"dense_shape=None is not known.*table.shape"):
+        js.IndexedSlices(VALUES, INDICES).mean()
+    assert js.IndexedSlices(VALUES, INDICES).sum() == VALUES[:3].sum()
+    with pytest.raises(ValueError, match="axis 2 is out of range for 2 axes"):
+        SLICES.sum(2)
+    with pytest.raises(ValueError, match=r"batch axis alone \(axis=0\); sum their rows"):
+        BATCH.sum(0)
+
+
+# --- indexing ---------------------------------------------------------------------------
+
+
+def test_batch_axes_can_be_indexed():
+    assert BATCH[1].dense_shape == (5, 2)
+    np.testing.assert_array_equal(BATCH[1].to_dense(), 2 * DENSE)
+    np.testing.assert_array_equal(BATCH[-1].to_dense(), 3 * DENSE)
+    np.testing.assert_array_equal(BATCH[1:].to_dense(), [2 * DENSE, 3 * DENSE])
+    np.testing.assert_array_equal(BATCH[jnp.array([2, 0])][0].to_dense(), 3 * DENSE)
+    np.testing.assert_array_equal(jax.jit(lambda b, i: b[i])(BATCH, 1).values, 2 * VALUES)
+    twice = jax.vmap(jax.vmap(lambda v: js.IndexedSlices(v, INDICES, (5, 2))))(
+        np.stack([[VALUES, 2 * VALUES]] * 3)
+    )
+    np.testing.assert_array_equal(twice[2, 1].to_dense(), 2 * DENSE)
+    assert twice[0].shape == (2, 5, 2) and len(list(twice)) == 3
+    np.testing.assert_array_equal(sum(one.to_dense() for one in BATCH), 6 * DENSE)
+
+
+def test_rows_cannot_be_indexed():
+    for slices, key in [(SLICES, 0), (BATCH, (0, 1)), (BATCH, None), (BATCH, ...)]:
+        with pytest.raises(TypeError, match=r"batch axes from vmap.*to_dense\(\)\[...\]"):
+            slices[key]
+    with pytest.raises(IndexError, match="batch index 3 is out of range for 3"):
+        BATCH[3]
+    with pytest.raises(TypeError, match="cannot iterate over IndexedSlices"):
+        iter(SLICES)
+
+
+# --- adding -----------------------------------------------------------------------------
+
+
+def from_golden(case):
+    if case is None or not isinstance(case, dict):
+        return case
+    case = case["is"]
+    shape = case["dense_shape"]
+    return js.IndexedSlices(case["values"], case["indices"], shape)
+
+
+@pytest.mark.parametrize("name", golden("aggregate"))
+def test_aggregation_equals_tensorflow(name):
+    with jax.enable_x64(True):
+        case = golden("aggregate")[name]
+        inputs, wanted = map(from_golden, case["inputs"]), from_golden(case["out"])
+        inputs = list(inputs)
+        if name == "with_tensor":
+            np.testing.assert_allclose(inputs[0] + inputs[1], wanted, rtol=1e-6)
+            return
+        got = js.concat_slices(inputs)
+        np.testing.assert_array_equal(got.values, wanted.values)
+        np.testing.assert_array_equal(got.indices, wanted.indices)
+        assert got.indices.dtype == wanted.indices.dtype
+        if name in DIFFERENCES:
+            assert wanted.dense_shape is None and got.dense_shape == (6, 3)
+        else:
+            assert got.dense_shape == wanted.dense_shape
+
+
+def test_index_types_mix():
+    with jax.enable_x64(True):
+        narrow = js.IndexedSlices(np.ones((2, 1)), np.array([-1, 2], np.int8))
+        wide = js.IndexedSlices(np.ones((1, 1)), np.array([2**40], np.int64))
+        middle = js.IndexedSlices(np.ones((1, 1)), np.array([7], np.int32))
+        assert (middle + wide).indices.dtype == np.int64
+        assert (middle + narrow).indices.dtype == np.int32
+        both = js.concat_slices([narrow, None, wide, middle])
+        assert both.indices.tolist() == [-1, 2, 2**40, 7]
+        kept = both.coalesce().indices
+        assert kept[:3].tolist() == [2, 7, 2**40] and kept.dtype == np.int64
+    with pytest.raises(ValueError, match="at least one"):
+        js.concat_slices([None])
+
+
+# --- from_dense -------------------------------------------------------------------------
+
+
+def test_from_dense_keeps_what_is_not_zero():
+    for make in (js.from_dense, js.IndexedSlices.from_dense):
+        slices = make(DENSE)
+        assert slices.indices.tolist() == [1, 3] and slices.indices.dtype == jnp.int32
+        np.testing.assert_array_equal(slices.to_dense(), DENSE)
+        np.testing.assert_array_equal(make(DENSE, 3).indices, [1, 3, 5])
+        np.testing.assert_array_equal(make(DENSE, 3).values[2], [0, 0])
+        traced = jax.jit(make, static_argnums=1)(DENSE, 3)
+        np.testing.assert_array_equal(traced.indices, [1, 3, 5])
+        np.testing.assert_array_equal(traced.to_dense(), DENSE)
+        assert jax.jit(make)(DENSE).indices.tolist() == [1, 3, 5, 5, 5]
+    with pytest.raises(ValueError, match=r"from_dense\(size=1\): 2 rows do not fit; pass"):
+        js.from_dense(DENSE, 1)
+    assert np.isnan(jax.jit(lambda x: js.from_dense(x, 1))(DENSE).values).all()
+    with pytest.raises(ValueError, match="must not be negative"):
+        js.from_dense(DENSE, -1)
+    with pytest.raises(ValueError, match="got a scalar"):
+        js.from_dense(1.0)
+    assert js.from_dense(np.array([0, 2, 0])).values.tolist() == [2]
+    assert js.from_dense(np.zeros((0, 2))).shape == (0, 2)
+    gradient = jax.grad(lambda x: (js.from_dense(x, 2).values ** 2).sum())(DENSE)
+    np.testing.assert_array_equal(gradient, 2 * DENSE)
+
+
+# --- trees ------------------------------------------------------------------------------
+
+
+def test_tree_helpers_treat_slices_as_leaves():
+    tree = {"bias": jnp.ones(2), "table": SLICES}
+    doubled = js.tree.map(lambda x: 2 * x, tree)
+    assert js.is_slices(doubled["table"])
+    np.testing.assert_array_equal(doubled["table"].to_dense(), 2 * DENSE)
+    summed = js.tree.map(lambda a, b: a + b, tree, doubled)
+    np.testing.assert_array_equal(summed["table"].to_dense(), 3 * DENSE)
+    leaves, structure = js.tree.flatten(tree)
+    assert leaves[1] is SLICES and js.tree.leaves(tree)[1] is SLICES
+    assert structure.unflatten(leaves)["table"] is SLICES
+    assert js.tree.structure(tree) == js.tree.structure(js.tree.to_dense(tree))
+    assert js.tree.structure(tree) == structure
+    paths = [jax.tree_util.keystr(p) for p, _ in js.tree.leaves_with_path(tree)]
+    assert paths == ["['bias']", "['table']"]
+    named = js.tree.map_with_path(lambda p, x: jax.tree_util.keystr(p), tree)
+    assert named == {"bias": "['bias']", "table": "['table']"}
+    assert js.tree.reduce(lambda n, x: n + x.sum(), tree, 0) == 2 + DENSE.sum()
+    nothing = js.tree.leaves({"a": None, "b": SLICES}, is_leaf=lambda x: x is None)
+    assert nothing == [None, SLICES]
+    np.testing.assert_array_equal(js.tree.to_dense(tree)["table"], DENSE)

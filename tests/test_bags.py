@@ -1,0 +1,383 @@
+"""Bags of ids: TensorFlow's numbers, every form, gradients against dense formulations."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import assert_close, golden
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.experimental import checkify
+
+import jslices as js
+
+COMBINERS = ("mean", "sum", "sqrtn", "max")
+LOOKUPS = {
+    "plain": js.embedding_lookup_sparse,
+    "safe": js.safe_embedding_lookup_sparse,
+}
+
+#: What differs from TensorFlow on purpose, by the start of the case (see docs).
+DIFFERENCES = {
+    "trailing_empty_rows": "all rows are there",
+    "zero_weight_sum": "all rows are there",
+    "empty": "all rows are there",
+}
+
+
+def bcoo(data, indices, shape):
+    from jax.experimental.sparse import BCOO
+
+    return BCOO((jnp.asarray(data), jnp.asarray(indices)), shape=tuple(shape))
+
+
+def names(section):
+    return [name for name in golden(section) if not name.startswith("_")]
+
+
+def arguments(case, rows=5, entries=8):
+    """A case as a BCOO of one shape for all cases, so that compilation is shared.
+
+    BCOO pads with indices that are out of range; rows beyond those of the case are empty.
+    """
+    count = entries - len(case["ids"])
+    shape = (rows, 3) if len(case["shape"]) == 2 else tuple(case["shape"])
+    indices = np.pad(case["indices"], ((0, count), (0, 0)), constant_values=99)
+    ids = bcoo(np.pad(case["ids"].astype(np.int32), (0, count)), indices, shape)
+    weights = case["weights"]
+    if weights is not None:
+        weights = jnp.asarray(np.pad(weights, (0, count), constant_values=7))
+    return ids, weights
+
+
+def padded(x, rows=5):
+    return np.pad(x, ((0, rows - len(x)), (0, 0))) if x.ndim == 2 else x
+
+
+@pytest.mark.parametrize("name", names("embedding_lookup_sparse"))
+def test_equals_tensorflow(name):
+    case = golden("embedding_lookup_sparse")[name]
+    table = jnp.asarray(golden("embedding_lookup_sparse")["_params"])
+    kind, combiner, _ = name.split()
+    ids, weights = arguments(case)
+    # A difference: rows at the end that are empty are there as well.
+    assert (len(case["out"]) < case["shape"][0]) <= (kind in DIFFERENCES)
+    cotangent = padded(case["cotangent"])
+
+    def loss(table, weights):
+        out = js.embedding_lookup_sparse(table, ids, weights, combiner)
+        return (out * cotangent).sum(), out
+
+    (of_table, of_weights), out = js.grad(loss, (0, 1), has_aux=True)(table, weights)
+    assert_close(out, padded(case["out"]))
+    assert js.is_slices(of_table) and of_table.indices.shape == (8,)
+    assert_close(of_table, case["grad_params_dense"])
+    if weights is not None:
+        assert_close(of_weights[: len(case["ids"])], case["grad_weights"])
+    clipped = js.embedding_lookup_sparse(table, ids, weights, combiner, max_norm=0.8)
+    assert_close(clipped, padded(case["max_norm_0.8"]))
+
+
+@pytest.mark.parametrize("name", names("safe_embedding_lookup_sparse"))
+def test_safe_equals_tensorflow(name):
+    case = golden("safe_embedding_lookup_sparse")[name]
+    table = jnp.asarray(golden("safe_embedding_lookup_sparse")["_params"])
+    ids, weights = arguments(case, rows=case["shape"][0])
+    combiner, default = name.split()[1], case["default_id"]
+
+    def loss(table):
+        out = js.safe_embedding_lookup_sparse(table, ids, weights, combiner, default)
+        return (out * case["cotangent"]).sum(), out
+
+    of_table, out = js.grad(loss, has_aux=True)(table)
+    assert_close(out, case["out"])
+    assert js.is_slices(of_table)
+    assert_close(of_table, case["grad_params_dense"])
+
+
+@pytest.mark.parametrize("lookup", LOOKUPS.values())
+@pytest.mark.parametrize("combiner", COMBINERS)
+def test_no_ids_at_all(lookup, combiner):
+    table = jnp.ones((5, 2))
+    nothing = np.zeros((0, 2), np.int32)
+    for ids, rows in [(bcoo(np.zeros(0, np.int32), nothing, (3, 2)), 3), (nothing, 0)]:
+        slices, out = js.grad(
+            lambda t, ids=ids: (lookup(t, ids, None, combiner).sum(), lookup(t, ids)),
+            has_aux=True,
+        )(table)
+        assert out.shape == (rows, 2) and not np.asarray(out).any()
+        assert js.is_slices(slices) and not slices.to_dense().any()
+
+
+# --- forms ------------------------------------------------------------------------------
+
+PADDED = np.array([[3, 1, 0], [4, 4, 0], [0, 0, 0], [2, 0, 0]])
+MASK = np.array([[1, 1, 1], [1, 1, 0], [0, 0, 0], [1, 0, 0]], bool)
+WEIGHTS = np.array([[1, 0.5, 2], [-1, 3, 9], [9, 9, 9], [2, 9, 9]], np.float32)
+VALUES, VALUE_WEIGHTS = PADDED[MASK], WEIGHTS[MASK]
+SEGMENTS = np.nonzero(MASK)[0]
+ORDER = np.array([4, 0, 5, 2, 1, 3])
+FORMS = {
+    "mask": ((PADDED, MASK), WEIGHTS),
+    "mask=": (PADDED, WEIGHTS),
+    "segments": ((VALUES, SEGMENTS, 4), VALUE_WEIGHTS),
+    "shuffled": ((VALUES[ORDER], SEGMENTS[ORDER], 4), VALUE_WEIGHTS[ORDER]),
+    "splits": ((np.append(VALUES, [7, 7]), np.array([0, 3, 5, 5, 6])), None),
+    "bcoo": (None, None),
+}
+
+
+def form(name, weighted):
+    ids, weights = FORMS[name]
+    keywords = {"mask": MASK} if name == "mask=" else {}
+    if name == "splits":
+        weights = np.append(VALUE_WEIGHTS, [9, 9]).astype(np.float32)
+    if name == "bcoo":
+        indices = np.stack(np.nonzero(MASK), 1)
+        indices = np.concatenate([indices, [[4, 3]]])  # BCOO's own padding
+        ids = bcoo(np.append(VALUES, 7), indices, (4, 3))
+        weights = bcoo(np.append(VALUE_WEIGHTS, np.float32(9)), indices, (4, 3))
+    return ids, (weights if weighted else None), keywords
+
+
+def dense_bags(table, weights, combiner):
+    """The same by masks on the padded array."""
+    keep = jnp.asarray(MASK)[..., None]
+    w = jnp.where(MASK, weights, 0)[..., None]
+    rows = table[PADDED]
+    if combiner == "max":
+        top = jnp.where(keep, rows * w, -jnp.inf).max(1)
+        return jnp.where(MASK.any(1)[:, None], top, 0)
+    divisor = {
+        "sum": jnp.ones((4, 1)),
+        "mean": w.sum(1),
+        "sqrtn": jnp.sqrt(jnp.where(MASK.any(1)[:, None], (w**2).sum(1), 1)),
+    }[combiner]
+    usable = divisor != 0
+    return jnp.where(usable, (rows * w).sum(1) / jnp.where(usable, divisor, 1), 0)
+
+
+TABLE = jax.random.normal(jax.random.key(0), (6, 2))
+COTANGENT = jax.random.normal(jax.random.key(1), (4, 2))
+
+
+@functools.cache
+def wanted_of(combiner, weighted):
+    """Output and gradients by the dense formulation."""
+
+    def loss(table, weights):
+        out = dense_bags(table, weights, combiner)
+        return (out * COTANGENT).sum(), out
+
+    weights = WEIGHTS if weighted else np.ones_like(WEIGHTS)
+    return jax.jit(jax.grad(loss, (0, 1), has_aux=True))(TABLE, weights)
+
+
+@pytest.mark.parametrize("weighted", [True, False])
+@pytest.mark.parametrize("name", FORMS)
+def test_every_form_and_its_gradients(name, weighted):
+    ids, weights, keywords = form(name, weighted)
+    data = getattr(weights, "data", None) if name == "bcoo" else weights
+    data = None if data is None else jnp.asarray(data)
+
+    def run(combiner, table, data):
+        def loss(table, data):
+            out = js.embedding_lookup_sparse(table, ids, data, combiner, **keywords)
+            return (out * COTANGENT).sum(), out
+
+        return js.grad(loss, (0, 1), has_aux=True)(table, data)
+
+    results = jax.jit(lambda *args: [run(c, *args) for c in COMBINERS])(TABLE, data)
+    if name == "mask":
+        for result, combiner in zip(results, COMBINERS, strict=True):
+            assert_close(run(combiner, TABLE, data), result)
+    for ((of_table, of_weights), out), combiner in zip(results, COMBINERS, strict=True):
+        (table_wanted, weights_wanted), out_wanted = wanted_of(combiner, weighted)
+        assert_close(out, out_wanted)
+        assert js.is_slices(of_table) and not np.isnan(of_table.values).any()
+        assert_close(of_table, table_wanted, atol=1e-5)
+        if weighted and name in ("mask", "mask="):
+            assert_close(of_weights, weights_wanted, atol=1e-5)
+        elif weighted:
+            order = ORDER if name == "shuffled" else slice(None)
+            assert_close(of_weights[:6], weights_wanted[MASK][order], atol=1e-5)
+            assert not np.asarray(of_weights[6:]).any()
+    if weighted and name == "bcoo":
+        assert_close(js.embedding_lookup_sparse(TABLE, ids, weights, "max"), results[3][1])
+
+
+@pytest.mark.parametrize("combiner", COMBINERS)
+def test_padding_is_never_looked_at_and_bad_ids_are_seen(combiner):
+    table = jnp.ones((5, 2))
+    ids = jnp.array([[1, 99], [2, 3], [-7, 0]])
+    mask = jnp.array([[True, False], [True, True], [False, False]])
+    lookup = lambda t, i, m: js.embedding_lookup_sparse(t, (i, m), None, combiner)  # noqa: E731
+    out = lookup(table, ids, mask)
+    assert np.isfinite(out).all() and (out[2] == 0).all()
+    gradient = js.grad(lambda t: lookup(t, ids, mask).sum())(table)
+    np.testing.assert_array_equal(gradient.indices, [1, 5, 2, 3, 5, 5])
+    assert np.isfinite(gradient.values).all()
+    bad = lookup(table, ids, jnp.ones((3, 2), bool))
+    np.testing.assert_array_equal(np.isnan(bad).all(1), [True, False, True])
+
+
+def test_errors_name_the_place_in_mode_check():
+    table, mask = jnp.ones((5, 2)), jnp.array([[True, False], [True, True]])
+    ids = np.array([[1, 99], [2, 5]])
+    for lookup in LOOKUPS.values():
+        with pytest.raises(IndexError, match=r"ids\[1, 1\] = 5 is not in \[0, 5\)"):
+            lookup(table, (ids, mask), mode="check")
+    run = lambda i: js.embedding_lookup_sparse(table, (i, mask), mode="check")  # noqa: E731
+    error, _ = checkify.checkify(jax.jit(run))(jnp.asarray(ids))
+    assert "ids[1, 1] = 5 is not in [0, 5)" in error.get()
+    error, out = checkify.checkify(jax.jit(run))(jnp.array([[1, 99], [2, 4]]))
+    assert error.get() is None and (np.asarray(out) == 1).all()
+
+
+def test_bags_of_any_rank():
+    table = jnp.arange(12.0).reshape(6, 2)
+    ids = np.arange(12).reshape(2, 3, 2) % 6
+    out = js.embedding_lookup_sparse(table, ids, None, "sum")
+    np.testing.assert_array_equal(out, table[ids].sum(2))
+    one = js.embedding_lookup_sparse(table, [1, 2], None, "sum")
+    np.testing.assert_array_equal(one, table[1] + table[2])
+    scalars = js.embedding_lookup_sparse(table[:, 0], ids)
+    np.testing.assert_array_equal(scalars, table[ids, 0].mean(2))
+    wide = js.embedding_lookup_sparse(table.reshape(3, 2, 2), [[0, 1]], None, "max")
+    np.testing.assert_array_equal(wide, [[[4, 5], [6, 7]]])
+    assert js.embedding_lookup_sparse(table, np.zeros((3, 0), int)).shape == (3, 2)
+
+
+def test_sixteen_bit_tables_are_combined_in_float32():
+    table = jnp.ones((1, 1), jnp.bfloat16)
+    out = js.embedding_lookup_sparse(table, np.zeros((1, 300), int), None, "sum")
+    assert out.dtype == jnp.bfloat16 and out[0, 0] == 300
+
+
+def test_integer_weights_and_vmap():
+    table = jax.random.normal(jax.random.key(0), (6, 2))
+    ids, weights = jnp.array([[1, 2], [3, 3]]), jnp.array([[1, 2], [3, 1]])
+    out = js.embedding_lookup_sparse(table, ids, weights)
+    assert_close(out, (table[ids] * weights[..., None]).sum(1) / weights.sum(1)[:, None])
+    each = jax.vmap(lambda i, w: js.embedding_lookup_sparse(table, i, w))(ids, weights)
+    assert_close(each, out)
+
+
+@settings(max_examples=40)
+@given(st.data())
+@pytest.mark.parametrize("combiner", COMBINERS)
+def test_safe_against_a_loop(combiner, data):
+    ids = data.draw(st.lists(st.integers(-2, 4), min_size=6, max_size=6))
+    weights = data.draw(st.lists(st.integers(-1, 2), min_size=6, max_size=6))
+    segments = data.draw(st.lists(st.integers(-1, 4), min_size=6, max_size=6))
+    default = data.draw(st.sampled_from([None, 3]))
+    table = np.arange(1, 11, dtype=np.float32).reshape(5, 2)
+    bags = (np.array(ids), np.array(segments), 4)
+    got = js.safe_embedding_lookup_sparse(
+        table, bags, np.array(weights, np.float32), combiner, default
+    )
+    for bag in range(4):
+        entries = [
+            (table[i], w)
+            for i, w, s in zip(ids, weights, segments, strict=True)
+            if s == bag and i >= 0 and (w > 0 or combiner == "sum")
+        ]
+        wanted = np.zeros(2) if default is None else table[default]
+        if entries:
+            rows = np.stack([row * w for row, w in entries])
+            w = np.array([w for _, w in entries], float)
+            wanted = {
+                "sum": rows.sum(0),
+                "mean": rows.sum(0) / (w.sum() or 1),
+                "sqrtn": rows.sum(0) / (np.sqrt((w**2).sum()) or 1),
+                "max": rows.max(0),
+            }[combiner]
+        np.testing.assert_allclose(got[bag], wanted, rtol=1e-5)
+
+
+def test_default_id_is_one_slot():
+    table = jnp.arange(10.0).reshape(5, 2)
+    ids = jnp.array([[1, -1], [-1, -1], [-1, -1]])
+    lookup = lambda t, i: js.safe_embedding_lookup_sparse(t, i, default_id=3)  # noqa: E731
+    slices = js.grad(lambda t: lookup(t, ids).sum())(table)
+    assert slices.indices.tolist() == [1, 5, 5, 5, 5, 5, 3]
+    np.testing.assert_array_equal(slices.values[-1], [2, 2])
+    slices = js.grad(lambda t: lookup(t, jnp.array([[1], [2]])).sum())(table)
+    assert slices.indices.tolist() == [1, 2, 5]  # not needed, hence empty
+
+
+def test_shards_give_what_the_table_gives():
+    table = jax.random.normal(jax.random.key(0), (7, 2))
+    shards = {
+        "mod": [table[i::3] for i in range(3)],
+        "div": [table[:3], table[3:5], table[5:]],
+    }
+    ids = np.array([[0, 6, 2], [-1, -1, 4], [-1, -1, -1]])
+    for strategy, parts in shards.items():
+        lookup = lambda p, s=strategy: js.safe_embedding_lookup_sparse(  # noqa: E731
+            p, ids, default_id=5, partition_strategy=s, max_norm=0.9
+        )
+        assert_close(lookup(parts), lookup(table))
+        grads = js.grad(lambda p, f=lookup: (f(p) ** 2).sum())(parts)
+        whole = js.grad(lambda p, f=lookup: (f(p) ** 2).sum())(table).to_dense()
+        parts_of_whole = {
+            "mod": [whole[i::3] for i in range(3)],
+            "div": [whole[:3], whole[3:5], whole[5:]],
+        }[strategy]
+        assert all(js.is_slices(g) for g in grads)
+        assert_close(grads, parts_of_whole)
+        assert not any(np.isnan(g.values).any() for g in grads)
+
+
+def test_explain_sees_a_sparse_table():
+    table = jnp.ones((5, 2))
+    loss = lambda t: js.embedding_lookup_sparse(t, [[1, 2]]).sum()  # noqa: E731
+    report = str(js.explain(loss)(table))
+    assert "test_bags.py" in report and "sparse" in report
+
+
+ONES = jnp.ones((5, 2))
+
+
+@pytest.mark.parametrize(
+    "args, keywords, error, text",
+    [
+        ((ONES, [[1]], None, "median"), {}, ValueError, r"combiner='median'; it must be"),
+        ((ONES, [[1]]), {"mode": "wrap"}, ValueError, r"mode='wrap'; it must be one of"),
+        ((ONES, 3), {}, TypeError, r"wants ids as an array \[\*B, L\].*; got a scalar"),
+        ((ONES, (1, 2, 3, 4)), {}, TypeError, r"or a BCOO matrix .*; got a tuple of 4"),
+        ((ONES, [[1.5]]), {}, TypeError, r"integer ids, got float32\[1, 1\]"),
+        ((ONES, ([[1]], [True])), {}, ValueError, r"a mask bool\[1, 1\], .*got bool\[1\]"),
+        ((ONES, [[1]]), {"mask": [[1]]}, ValueError, r"mask bool\[1, 1\].*got int32"),
+        (
+            (ONES, ([1], [0, 1])),
+            {"mask": [[True]]},
+            ValueError,
+            r"mask= goes with an array \[\*B, L\] of ids, not a tuple",
+        ),
+        ((ONES, ([1], [0, 1], 2)), {}, ValueError, r"values \[K\] and segment_ids \[K\]"),
+        ((ONES, ([1], [0], 2.5)), {}, TypeError, r"num_segments is .*, got 2.5"),
+        ((ONES, ([[1]], [0, 1])), {}, ValueError, r"row_splits \[B \+ 1\], got \[1, 1\]"),
+        ((ONES, [[1]], [1.0]), {}, ValueError, r"one weight for each id, \[1, 1\], got"),
+        ((ONES, [[1]], [[True]]), {}, TypeError, "wants numbers as weights, got bool"),
+        ((ONES.astype(int), [[1]]), {}, TypeError, "wants a floating table, got int32"),
+        (([], [[1]]), {}, ValueError, r"a table or a list of shards, got \[\]"),
+        ((None, [[1]]), {}, ValueError, "a table or a list of shards, got None"),
+    ],
+)
+def test_errors(args, keywords, error, text):
+    for lookup in LOOKUPS.values():
+        with pytest.raises(error, match=text) as info:
+            lookup(*args, **keywords)
+        assert str(info.value).startswith(lookup.__name__)
+
+
+def test_more_errors():
+    with pytest.raises(ValueError, match=r"default_id = 5 is not in \[0, 5\)"):
+        js.safe_embedding_lookup_sparse(ONES, [[1]], default_id=5)
+    with pytest.raises(ValueError, match=r"without batch or dense axes, got data \[1, 1\]"):
+        js.embedding_lookup_sparse(ONES, bcoo([[1]], [[[0]]], (1, 1)))
+    with pytest.raises(TypeError, match="known before tracing"):
+        jax.jit(lambda n: js.embedding_lookup_sparse(ONES, ([1], [0], n)))(2)

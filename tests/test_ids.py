@@ -1,0 +1,185 @@
+"""What an id out of range means, in every mode; tables beyond 32 bits."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from jax.experimental import checkify
+
+import jslices as js
+
+
+def free_memory():
+    try:
+        lines = open("/proc/meminfo").read().splitlines()
+    except OSError:
+        return 0
+    return next(int(x.split()[1]) for x in lines if x.startswith("MemAvailable")) * 1024
+
+
+# --- check_ids --------------------------------------------------------------------------
+
+
+@given(
+    ids=st.lists(st.integers(-3, 7), max_size=8),
+    dtype=st.sampled_from(["int8", "int32", "int64", "uint8", "uint64"]),
+    kind=st.sampled_from(["list", "numpy", "jax"]),
+)
+def test_check_ids_means_what_a_loop_means(ids, dtype, kind):
+    if dtype.startswith("u"):
+        ids = [abs(i) for i in ids]
+    given_ids = ids if kind == "list" else np.array(ids, dtype)
+    given_ids = jnp.asarray(given_ids) if kind == "jax" else given_ids
+    bad = [(k, i) for k, i in enumerate(ids) if not 0 <= i < 5]
+    if bad:
+        with pytest.raises(IndexError) as info:
+            js.check_ids(given_ids, 5)
+        place, value = bad[0]
+        assert str(info.value) == f"check_ids: ids[{place}] = {value} is not in [0, 5)"
+    else:
+        assert js.check_ids(given_ids, 5) is given_ids
+
+
+def test_check_ids_sees_numbers_that_32_bits_cut():
+    ids = np.array([0, 2**32 + 3])
+    with pytest.raises(IndexError, match=r"ids\[1\] = 4294967299 is not in \[0, 5\)"):
+        js.check_ids(ids, 5)
+    with pytest.raises(ValueError, match=r"ids = -1 is not in"):  # it is both
+        js.check_ids(-1, 5)
+    assert js.check_ids(np.array(2**40), 2**41) == 2**40
+    for bad, got in [
+        (1.5, "float32"),
+        ([True], "bool"),
+        (["a"], "<U1"),
+        ([None], "object"),
+    ]:
+        with pytest.raises(TypeError, match=f"integer ids, got {got}"):
+            js.check_ids(bad, 5)
+
+
+def test_check_ids_under_jit():
+    checked = checkify.checkify(jax.jit(lambda ids: js.check_ids(ids, 300)))
+    for dtype in (jnp.int32, jnp.uint8, jnp.int8):
+        assert checked(jnp.array([[1, 100]], dtype))[0].get() is None
+    error, out = checked(jnp.array([[1, 2], [3, 300]]))
+    assert "check_ids: ids[1, 1] = 300 is not in [0, 300)" in error.get()
+    assert out.shape == (2, 2)
+    error, _ = checked(jnp.array([[-5]], jnp.int8))
+    assert "ids[0, 0] = -5" in error.get()
+    with pytest.raises(ValueError, match="not functionalized"):  # JAX tells what to do
+        jax.jit(lambda ids: js.check_ids(ids, 3))(jnp.array([1]))
+
+
+# --- modes ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", ["int8", "uint8", "int32", "uint32"])
+@pytest.mark.parametrize("kind", [np.array, jnp.array])
+def test_every_mode_of_a_write(kind, dtype):
+    high = kind([0, 200 if dtype.startswith("u") else 100], dtype)
+    ref = jnp.zeros(3)
+    for mode, wanted in {
+        "drop": [1, 0, 0],
+        "fill": [1, 0, 0],
+        "clip": [1, 0, 1],
+    }.items():
+        got = js.scatter_add(ref, high, 1.0, mode=mode)
+        np.testing.assert_array_equal(got, wanted)
+        np.testing.assert_array_equal(
+            jax.jit(functools.partial(js.scatter_add, mode=mode))(ref, high, 1.0), wanted
+        )
+    good = js.scatter_add(ref, kind([0, 2], dtype), 1.0, mode="promise_in_bounds")
+    np.testing.assert_array_equal(good, [1, 0, 1])
+    with pytest.raises(IndexError, match=r"scatter_add: indices\[1\] = (100|200) is not"):
+        js.scatter_add(ref, high, 1.0, mode="check")
+    if not dtype.startswith("u"):
+        low = kind([-1, -128], dtype)
+        np.testing.assert_array_equal(js.scatter_add(ref, low, 1.0), [0, 0, 0])
+        got = js.scatter_add(ref, low, 1.0, mode="clip")
+        np.testing.assert_array_equal(got, [2, 0, 0])
+
+
+def test_64_bit_numbers_stay_out_of_range():
+    table, wide = jnp.arange(5.0), np.array([2**32 + 3, -(2**32) + 3, 3])
+    np.testing.assert_array_equal(js.embedding_lookup(table, wide), [np.nan, np.nan, 3])
+    got = js.embedding_lookup(table, wide, mode="clip")
+    np.testing.assert_array_equal(got, [4, 0, 3])
+    np.testing.assert_array_equal(js.scatter_add(table, wide, 1.0), [0, 1, 2, 4, 4])
+    huge = np.array([2**63 + 1], np.uint64)
+    np.testing.assert_array_equal(js.scatter_add(table, huge, 1.0), table)
+
+
+def test_reads_and_writes_know_the_same_modes():
+    for mode in ("fill", "drop", "clip", "promise_in_bounds", "check"):
+        assert js.embedding_lookup(jnp.ones(3), [1], mode=mode) == 1
+        assert js.scatter_add(jnp.ones(3), [1], 1.0, mode=mode)[1] == 2
+    for call in (js.scatter_add, js.scatter_nd_add, js.batch_scatter_update):
+        with pytest.raises(
+            ValueError, match=r"got mode='wrap'; it must be one of \('fill'"
+        ):
+            call(jnp.ones(3), [[1]], 1.0, mode="wrap")
+
+
+# --- size -------------------------------------------------------------------------------
+
+
+def test_too_many_rows_for_32_bits():
+    table = jax.ShapeDtypeStruct((2**31, 1), jnp.int8)
+    ids, rows = (
+        jax.ShapeDtypeStruct((2,), jnp.int32),
+        jax.ShapeDtypeStruct((2, 1), jnp.int8),
+    )
+    for call in (
+        lambda: jax.eval_shape(js.scatter_update, table, ids, rows),
+        lambda: jax.eval_shape(
+            lambda t, i: js.embedding_lookup([t], i, padding_id=0), table, ids
+        ),
+        lambda: jax.eval_shape(js.embedding_lookup, table, ids),
+    ):
+        with pytest.raises(ValueError, match=r"2147483648 rows needs 64-bit .*enable_x64"):
+            call()
+    last = jax.ShapeDtypeStruct((2**31 - 1, 1), jnp.int8)
+    assert jax.eval_shape(js.scatter_update, last, ids, rows).shape == last.shape
+    assert jax.eval_shape(js.embedding_lookup, last, ids).shape == (2, 1)
+    with jax.enable_x64(True):
+        text = jax.jit(js.scatter_update).lower(table, ids, rows).as_text()
+        assert "tensor<2147483648x1xi8>" in text and "tensor<2x1xi64>" in text
+
+
+@pytest.mark.parametrize("op", ["update", "add", "mul", "div", "min"])
+def test_more_than_2_to_the_31_elements_lower(op):
+    table = jax.ShapeDtypeStruct((3_000_000, 1000), jnp.float32)
+    ids = jax.ShapeDtypeStruct((4,), jnp.int32)
+    rows = jax.ShapeDtypeStruct((4, 1000), jnp.float32)
+    scatter = getattr(js, f"scatter_{op}")
+    text = jax.jit(scatter, donate_argnums=0).lower(table, ids, rows).as_text()
+    # One array of that size goes in and comes out, and no flat offsets into it are made.
+    assert "tensor<3000000x1000xf32>" in text and "3000000000" not in text
+    element = jax.ShapeDtypeStruct((4, 2), jnp.int32)
+    numbers = jax.ShapeDtypeStruct((4,), jnp.float32)
+    text = jax.jit(js.scatter_nd_update).lower(table, element, numbers).as_text()
+    assert "3000000000" not in text
+    loss = lambda t, i: (js.embedding_lookup(t, i, padding_id=0) ** 2).sum()  # noqa: E731
+    gradient = jax.jit(js.grad(loss)).lower(table, ids).as_text()
+    assert "tensor<3000000x1000xf32>" in gradient and "3000000000" not in gradient
+
+
+@pytest.mark.skipif(free_memory() < 8e9, reason="needs 8 GB of free memory")
+def test_more_than_2_to_the_31_elements_for_real():
+    last = 2_999_999
+
+    @jax.jit
+    def run(ids, rows):
+        table = jnp.zeros((3_000_000, 750), jnp.int8)  # 2.25e9 elements
+        table = js.scatter_add(table, ids, rows)
+        table = js.scatter_update(table, ids[:1], rows[:1] + 1)
+        table = js.scatter_nd_add(table, [[last, 749], [last + 1, 0]], [5, 7])
+        return js.embedding_lookup(table, [last, 2_900_000, 5]), table[last, 740:]
+
+    rows, end = run(jnp.array([last, 2_900_000, last]), jnp.ones((3, 750), jnp.int8))
+    assert rows.sum(1).tolist() == [1505, 750, 0]
+    assert end.tolist() == [2] * 9 + [7]

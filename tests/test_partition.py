@@ -1,0 +1,226 @@
+"""embedding_lookup of shards, with max_norm and padding: values, gradients, errors."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import assert_close, golden
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.experimental import checkify
+
+import jslices as js
+
+TABLE = jnp.arange(14.0).reshape(7, 2) + 1
+
+
+def split(table, count, strategy):
+    if strategy == "mod":
+        return [table[i::count] for i in range(count)]
+    return [jnp.asarray(part) for part in np.array_split(np.asarray(table), count)]
+
+
+@pytest.mark.parametrize("name", [n for n in golden("embedding") if n != "_params"])
+def test_equals_tensorflow(name):
+    case = golden("embedding")[name]
+    strategy = name.split()[-1]
+    shards, ids = [jnp.asarray(x) for x in case["shards"]], case["ids"]
+    for key, max_norm in [("", None), ("max_norm_0.8", 0.8)]:
+        lookup = lambda shards, m=max_norm: js.embedding_lookup(  # noqa: E731
+            shards, ids, partition_strategy=strategy, max_norm=m
+        )
+        loss = lambda shards, f=lookup: (f(shards) * case["w"]).sum()  # noqa: E731
+        assert_close(lookup(shards), case[key or "out"])
+        grads = js.grad(loss)(shards)
+        for grad, wanted in zip(
+            grads, case[f"{key}_grads" if key else "grads"], strict=True
+        ):
+            # A difference: a slot for every id, empty where the id lives elsewhere.
+            assert grad.indices.shape == (ids.size,) and np.isfinite(grad.values).all()
+            own = np.asarray(grad.indices) < grad.shape[0]
+            np.testing.assert_array_equal(grad.indices[own], wanted["is"]["indices"])
+            np.testing.assert_allclose(
+                grad.values[own], wanted["is"]["values"], rtol=1e-5, atol=1e-6
+            )
+            assert not np.asarray(grad.values)[~own].any()
+
+
+@settings(max_examples=40)
+@given(
+    count=st.sampled_from([1, 2, 3]),
+    strategy=st.sampled_from(["mod", "div"]),
+    mode=st.sampled_from(["fill", "clip"]),
+    padding=st.sampled_from([None, 3, -1]),
+    ids=st.lists(st.integers(-3, 9), min_size=4, max_size=4),
+)
+def test_shards_read_what_the_table_reads(count, strategy, mode, padding, ids):
+    shards = split(TABLE, count, strategy)
+    ids = jnp.array(ids).reshape(2, 2)
+    look = functools.partial(js.embedding_lookup, ids=ids, mode=mode, padding_id=padding)
+    got = look(shards, partition_strategy=strategy)
+    wanted = np.asarray(js.embedding_lookup(TABLE, ids, mode=mode)).copy()
+    if padding is not None:
+        wanted[np.asarray(ids) == padding] = 0
+    np.testing.assert_array_equal(got, wanted)
+    loss = lambda p, **k: jnp.nansum(look(p, **k) ** 2)  # noqa: E731
+    grads = js.grad(lambda p: loss(p, partition_strategy=strategy))(shards)
+    clipped = np.clip(ids, 0, 6) if mode == "clip" else np.asarray(ids)
+    dense = np.zeros((7, 2))
+    for i, row in zip(clipped.ravel(), wanted.reshape(-1, 2), strict=True):
+        if 0 <= i < 7:
+            dense[i] += 2 * row
+    for grad in grads:
+        own = np.asarray(grad.indices) < grad.shape[0]
+        assert js.is_slices(grad) and not np.isnan(np.asarray(grad.values)[own]).any()
+    for grad, part in zip(grads, split(dense, count, strategy), strict=True):
+        np.testing.assert_array_equal(grad.to_dense(), part)
+
+
+@pytest.mark.parametrize("strategy", ["mod", "div"])
+def test_an_unused_shard_gets_an_empty_gradient(strategy):
+    shards = split(TABLE, 3, strategy)
+    grads = js.grad(
+        lambda p: js.embedding_lookup(p, [0, 0], partition_strategy=strategy).sum()
+    )(shards)
+    assert grads[0].indices.tolist() == [0, 0]
+    for grad, shard in zip(grads[1:], shards[1:], strict=True):
+        assert grad.indices.tolist() == [len(shard)] * 2 and not grad.values.any()
+
+
+@pytest.mark.parametrize("nan", [np.nan, np.inf])
+def test_nothing_leaks_from_foreign_shards(nan):
+    shards = [jnp.full((2, 2), nan), jnp.ones((2, 2))]
+    ids = jnp.array([1, 3])  # both of the second shard
+    loss = lambda p: (js.embedding_lookup(p, ids, max_norm=1.0) ** 2).sum()  # noqa: E731
+    value, grads = js.value_and_grad(loss)(shards)
+    assert value == 2 or abs(value - 2) < 1e-6
+    assert np.isfinite(grads[0].values).all() and np.isfinite(grads[1].values).all()
+    dense = jax.grad(loss)
+    with pytest.warns(js.DensificationWarning):
+        assert np.isfinite(dense(shards)[0]).all()
+
+
+def test_uneven_shards_of_any_height():
+    heights = [1, 4, 0, 2]
+    shards = np.split(np.asarray(TABLE), np.cumsum(heights)[:-1])
+    ids = jnp.arange(9)
+    got = js.embedding_lookup(shards, ids, partition_strategy="div")
+    np.testing.assert_array_equal(got, js.embedding_lookup(TABLE, ids))
+    # Under "mod" id i is row i // n of shard i % n, whatever the heights are.
+    irregular = [TABLE[:1], TABLE[1:5]]
+    got = js.embedding_lookup(irregular, jnp.arange(9))
+    for i, row in enumerate(np.asarray(got)):
+        shard, at = irregular[i % 2], i // 2
+        wanted = shard[at] if at < len(shard) else [np.nan, np.nan]
+        np.testing.assert_array_equal(row, wanted)
+    with pytest.raises(ValueError, match=r"\[1, 4\] rows: .*make them \[3, 2\]"):
+        js.embedding_lookup(irregular, 0, mode="check")
+
+
+def test_scalar_and_empty_ids_and_tables_of_numbers():
+    shards = split(TABLE, 2, "mod")
+    np.testing.assert_array_equal(js.embedding_lookup(shards, 3), TABLE[3])
+    assert js.embedding_lookup(shards, []).shape == (0, 2)
+    numbers = js.embedding_lookup([TABLE[::2, 0], TABLE[1::2, 0]], [[1, 2]])
+    np.testing.assert_array_equal(numbers, [TABLE[1:3, 0]])
+    whole = js.embedding_lookup([jnp.arange(4), jnp.arange(4) + 4], [1, 9])
+    assert whole.tolist() == [4, np.iinfo(np.int32).min]
+
+
+# --- max_norm ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("max_norm", [0.0, 2.0, 100.0])
+def test_max_norm_scales_the_rows_read(max_norm):
+    ids = jnp.array([[0, 3], [3, 6]])
+    got = js.embedding_lookup(TABLE, ids, max_norm=max_norm)
+    rows = np.asarray(TABLE)[ids]
+    norms = np.linalg.norm(rows, axis=-1, keepdims=True)
+    np.testing.assert_allclose(got, rows * np.minimum(1, max_norm / norms), rtol=1e-6)
+    traced = jax.jit(lambda m: js.embedding_lookup(TABLE, ids, max_norm=m))(max_norm)
+    np.testing.assert_allclose(traced, got, rtol=1e-6)
+
+
+def test_max_norm_of_numbers_zeros_and_bad_ids():
+    numbers = js.embedding_lookup(jnp.array([0.5, -2, 3]), [0, 1, 2], max_norm=1)
+    np.testing.assert_array_equal(numbers, [0.5, -1, 1])
+    zeros = jnp.zeros((3, 2))
+    loss = lambda t: js.embedding_lookup(t, [0, 9, 1], max_norm=1.0)[::2].sum()  # noqa: E731
+    slices = js.grad(loss)(zeros)
+    np.testing.assert_array_equal(slices.to_dense(), [[1, 1], [1, 1], [0, 0]])
+    assert np.isnan(js.embedding_lookup(zeros, [9], max_norm=1.0)).all()
+    cube = jnp.ones((2, 2, 2))
+    np.testing.assert_allclose(
+        js.embedding_lookup(cube, [0], max_norm=1.0), cube[:1] / 2, rtol=1e-6
+    )
+    half = js.embedding_lookup(jnp.full((1, 2), 300, jnp.float16), [0], max_norm=1.0)
+    assert half.dtype == jnp.float16 and np.isfinite(half).all()
+
+
+# --- padding ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", ["fill", "clip", "promise_in_bounds", "check"])
+@pytest.mark.parametrize("padding", [0, -1, 99])
+def test_padding_reads_zeros_and_has_no_gradient(mode, padding):
+    ids = jnp.array([2, padding, 5, padding])
+    look = lambda t: js.embedding_lookup(t, ids, mode=mode, padding_id=padding)  # noqa: E731
+    np.testing.assert_array_equal(look(TABLE)[1::2], np.zeros((2, 2)))
+    np.testing.assert_array_equal(look(TABLE)[::2], TABLE[jnp.array([2, 5])])
+    slices = js.grad(lambda t: (look(t) ** 2).sum())(TABLE)
+    assert slices.indices.tolist() == [2, 7, 5, 7]
+    assert not np.asarray(slices.values)[1::2].any()
+
+
+def test_padding_of_narrow_ids():
+    ids = jnp.array([0, 3], jnp.uint8)
+    for padding in (-1, 1000):
+        got = js.embedding_lookup(TABLE, ids, padding_id=padding)
+        np.testing.assert_array_equal(got, TABLE[ids])
+    whole = js.embedding_lookup(TABLE.astype(int), [0, 3], padding_id=3)
+    assert whole.tolist() == [[1, 2], [0, 0]]
+
+
+# --- check ------------------------------------------------------------------------------
+
+
+def test_mode_check():
+    look = functools.partial(js.embedding_lookup, mode="check")
+    np.testing.assert_array_equal(look(TABLE, [[1, 6]]), TABLE[jnp.array([[1, 6]])])
+    with pytest.raises(IndexError, match=r"lookup: ids\[0, 1\] = -1 is not in \[0, 7\)"):
+        look(TABLE, [[1, -1], [9, 0]])
+    with pytest.raises(ValueError, match=r"ids = 7 is not in \[0, 7\)"):
+        look(split(TABLE, 3, "mod"), 7)
+    error, _ = checkify.checkify(jax.jit(look))(TABLE, jnp.array([0, 7]))
+    assert "embedding_lookup: ids[1] = 7 is not in [0, 7)" in error.get()
+    step = lambda t, i: js.value_and_grad(lambda t: look(t, i).sum())(t)  # noqa: E731
+    error, (_, slices) = checkify.checkify(jax.jit(step))(TABLE, jnp.array([0, 7]))
+    assert "ids[1] = 7 is not in [0, 7)" in error.get() and js.is_slices(slices)
+    error, (value, slices) = checkify.checkify(jax.jit(step))(TABLE, jnp.array([0, 6]))
+    assert error.get() is None and value == 30 and slices.indices.tolist() == [0, 6]
+
+
+@pytest.mark.parametrize(
+    "args, keywords, error, text",
+    [
+        (([], 0), {}, ValueError, r"wants a table or a list of shards, got \[\]"),
+        ((None, 0), {}, ValueError, "wants a table or a list of shards, got None"),
+        ((TABLE, 0), {"partition_strategy": "hash"}, ValueError, r"'hash'; it must be one"),
+        (
+            ([TABLE, TABLE[:, :1]], 0),
+            {},
+            ValueError,
+            r"one row shape and dtype, got float32\[7, 2\], float32\[7, 1\]",
+        ),
+        (([TABLE, TABLE.astype(int)], 0), {}, ValueError, r"int32\[7, 2\]"),
+        (([jnp.ones(())], 0), {}, ValueError, r"wants a table \[V, \*D\], got a scalar"),
+        ((TABLE, 0), {"max_norm": -1.0}, ValueError, r"max_norm=-1.0\): a norm must not"),
+        ((TABLE.astype(int), 0), {"max_norm": 1.0}, TypeError, "wants a floating table"),
+        ((TABLE, 0), {"padding_id": 1.5}, TypeError, "padding_id must be an int, got 1.5"),
+    ],
+)
+def test_errors(args, keywords, error, text):
+    with pytest.raises(error, match=text):
+        js.embedding_lookup(*args, **keywords)

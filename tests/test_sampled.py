@@ -1,0 +1,201 @@
+"""Sampled losses against their dense formulas; the sampler against its distribution."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import assert_close
+
+import jslices as js
+
+V, D, B, S = 30, 3, 4, 6
+KEYS = jax.random.split(jax.random.key(0), 3)
+WEIGHTS = jax.random.normal(KEYS[0], (V, D))
+BIASES = jax.random.normal(KEYS[1], (V,))
+INPUTS = jax.random.normal(KEYS[2], (B, D))
+LABELS = jnp.array([[3, 7], [0, 0], [29, 1], [5, 3]])
+SAMPLED = jnp.array([3, 0, 11, 20, 29, 3])
+LOSSES = {"softmax": js.sampled_softmax_loss, "nce": js.nce_loss}
+
+
+def chance(k):
+    return np.log((k + 2) / (k + 1)) / np.log(V + 1)
+
+
+def cross(x, z):
+    return -z * jax.nn.log_sigmoid(x) - (1 - z) * jax.nn.log_sigmoid(-x)
+
+
+def plain(name, weights, biases, labels, inputs, values, remove):
+    """The losses by the formulas, on all classes."""
+    sampled, of_true, of_sampled = values
+    logits = inputs @ weights.T + biases[None]
+    out = []
+    for b in range(len(labels)):
+        true = logits[b, labels[b]] - jnp.log(of_true[b])
+        drawn = logits[b, sampled] - jnp.log(of_sampled)
+        hit = (sampled[:, None] == labels[b][None]).any(1)
+        keep = ~hit if remove else jnp.ones_like(hit)
+        share = 1 / len(labels[b])
+        if name == "softmax":
+            total = jnp.exp(true).sum() + jnp.where(keep, jnp.exp(drawn), 0).sum()
+            out.append(-(share * (true - jnp.log(total))).sum())
+        else:
+            lost = jnp.where(keep, cross(drawn, 0.0), 0).sum()
+            out.append(cross(true, share).sum() + lost)
+    return jnp.stack(out)
+
+
+@pytest.mark.parametrize("remove", [False, True])
+@pytest.mark.parametrize("num_true", [1, 2])
+@pytest.mark.parametrize("name", LOSSES)
+def test_value_and_gradients_are_those_of_the_formula(name, num_true, remove):
+    labels = LABELS[:, :num_true]
+    values = (SAMPLED, S * chance(np.asarray(labels)), S * chance(np.asarray(SAMPLED)))
+    values = tuple(jnp.asarray(x, jnp.float32) if i else x for i, x in enumerate(values))
+    weight = jnp.arange(1.0, B + 1)
+
+    def ours(weights, biases, inputs):
+        out = LOSSES[name](weights, biases, labels, inputs, S, V, num_true, values, remove)
+        return (out * weight).sum(), out
+
+    def theirs(weights, biases, inputs):
+        out = plain(name, weights, biases, labels, inputs, values, remove)
+        return (out * weight).sum(), out
+
+    args = WEIGHTS, BIASES, INPUTS
+    grads, out = jax.jit(js.grad(ours, (0, 1, 2), has_aux=True))(*args)
+    wanted, expected = jax.grad(theirs, (0, 1, 2), has_aux=True)(*args)
+    assert_close(out, expected, rtol=1e-4)
+    assert js.is_slices(grads[0]) and js.is_slices(grads[1])
+    assert grads[0].indices.shape == grads[1].indices.shape == (B * num_true + S,)
+    for got, want in zip(grads, wanted, strict=True):
+        assert_close(got, want, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_shards_keys_and_one_label(name):
+    loss = functools.partial(LOSSES[name], num_sampled=S, num_classes=V)
+    key = jax.random.key(7)
+    whole = loss(WEIGHTS, BIASES, LABELS[:, 0], INPUTS, key=key)
+    column = loss(WEIGHTS, BIASES, LABELS[:, :1], INPUTS, key=key)
+    np.testing.assert_array_equal(whole, column)
+    shards = [WEIGHTS[i::3] for i in range(3)], [BIASES[i::3] for i in range(3)]
+    assert_close(loss(*shards, LABELS[:, 0], INPUTS, key=key), whole)
+    other = loss(WEIGHTS, BIASES, LABELS[:, 0], INPUTS, key=jax.random.key(8))
+    assert (np.asarray(whole) != np.asarray(other)).all()
+    values = js.log_uniform_candidate_sampler(LABELS[:, :1], S, V, key=key)
+    given = loss(WEIGHTS, BIASES, LABELS[:, 0], INPUTS, sampled_values=values)
+    assert_close(given, whole)
+    bad = loss(WEIGHTS, BIASES, jnp.array([1, V, -1, 2]), INPUTS, key=key)
+    assert np.isnan(bad).tolist() == [False, True, True, False]
+
+
+def test_training_with_few_classes_learns_all():
+    inputs, labels = jnp.eye(V), jnp.arange(V)
+    params = {"w": jnp.zeros((V, V)), "b": jnp.zeros(V)}
+    tx = js.adagrad(1.0)
+
+    @jax.jit
+    def step(state, key):
+        params, state = state
+        loss = lambda p: js.sampled_softmax_loss(  # noqa: E731
+            p["w"], p["b"], labels, inputs, 5, V, key=key
+        ).mean()
+        grads = js.grad(loss)(params)
+        updates, state = tx.update(grads, state, params)
+        return (js.apply_updates(params, updates), state), None
+
+    keys = jax.random.split(jax.random.key(1), 100)
+    (params, _), _ = jax.lax.scan(step, (params, tx.init(params)), keys)
+    full = inputs @ params["w"].T + params["b"][None]
+    assert (full.argmax(1) == labels).mean() > 0.95
+
+
+# --- the sampler ------------------------------------------------------------------------
+
+
+def draws(unique, count, repeat=2000, classes=V):
+    sample = lambda key: js.log_uniform_candidate_sampler(  # noqa: E731
+        jnp.arange(classes), count, classes, key=key, unique=unique
+    )
+    return jax.jit(jax.vmap(sample))(jax.random.split(jax.random.key(3), repeat))
+
+
+def test_draws_follow_the_distribution():
+    sampled, expected, of_sampled = draws(False, 50)
+    seen = np.bincount(np.asarray(sampled).ravel(), minlength=V) / sampled.size
+    wanted = chance(np.arange(V))
+    np.testing.assert_allclose(wanted.sum(), 1, rtol=1e-6)
+    deviation = np.sqrt(wanted * (1 - wanted) / sampled.size)
+    assert (np.abs(seen - wanted) < 5 * deviation).all()
+    np.testing.assert_allclose(expected[0], 50 * wanted, rtol=1e-5)
+    np.testing.assert_allclose(of_sampled[0], 50 * wanted[sampled[0]], rtol=1e-5)
+
+
+@pytest.mark.parametrize("count", [1, 12])
+def test_unique_draws_and_their_expected_counts(count):
+    sampled, expected, of_sampled = draws(True, count)
+    ordered = np.sort(sampled, 1)
+    assert (ordered[:, 1:] != ordered[:, :-1]).all()
+    assert ordered.min() >= 0 and ordered.max() < V
+    # The expected counts of a draw depend on how long it was; on average they are right.
+    seen = np.bincount(np.asarray(sampled).ravel(), minlength=V) / len(sampled)
+    mean = np.asarray(expected).mean(0)
+    assert np.abs(seen - mean).max() < 5 * 0.5 / np.sqrt(len(sampled)) + 0.02
+    np.testing.assert_allclose(
+        of_sampled[5], np.asarray(expected)[5][np.asarray(sampled)[5]], rtol=1e-6
+    )
+
+
+def test_all_classes_can_be_drawn():
+    every = js.log_uniform_candidate_sampler([0], 8, 8, key=jax.random.key(0))
+    assert sorted(every.sampled_candidates.tolist()) == list(range(8))
+    one = js.log_uniform_candidate_sampler([0], 3, 1, key=jax.random.key(0), unique=False)
+    assert one.sampled_candidates.tolist() == [0, 0, 0]
+    np.testing.assert_allclose(one.true_expected_count, [3])
+
+
+@pytest.mark.parametrize("classes", [10**6, 2**31 - 1])
+def test_rare_classes_are_drawn_evenly(classes):
+    drawn = js.log_uniform_candidate_sampler(
+        [0], 200_000, classes, key=jax.random.key(0), unique=False
+    )
+    numbers = np.asarray(drawn.sampled_candidates).astype(np.int64)
+    assert numbers.min() >= 0 and numbers.max() < classes
+    # The logarithm of what log-uniform numbers are is uniform.
+    spread = np.log(numbers + 1 + np.random.RandomState(0).rand(len(numbers)))
+    histogram, _ = np.histogram(spread, 20, (0, np.log(classes + 1)))
+    wanted = len(numbers) / 20
+    assert np.abs(histogram[8:] - wanted).max() < 6 * np.sqrt(wanted)
+    top = numbers[numbers > classes // 2]
+    for bit in range(8):  # no low bit is stuck
+        assert abs(((top >> bit) & 1).mean() - 0.5) < 5 * 0.5 / np.sqrt(len(top))
+
+
+@pytest.mark.parametrize(
+    "keywords, text",
+    [
+        ({"num_sampled": 0}, "num_sampled=0, unique=True of 10 classes"),
+        ({"num_sampled": 11}, "not more than the classes if they are to be unique"),
+        ({"range_max": 0}, r"range_max=0; it must be in \[1, 2\^31\)"),
+        ({"range_max": 2**31}, "range_max=2147483648"),
+    ],
+)
+def test_errors_of_the_sampler(keywords, text):
+    keywords = {"num_sampled": 2, "range_max": 10, "key": KEYS[0], **keywords}
+    with pytest.raises(ValueError, match=text):
+        js.log_uniform_candidate_sampler([0], **keywords)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_errors_of_the_losses(name):
+    loss = LOSSES[name]
+    with pytest.raises(ValueError, match=r"needs key=jax.random.key\(...\), a new"):
+        loss(WEIGHTS, BIASES, LABELS[:, 0], INPUTS, S, V)
+    with pytest.raises(ValueError, match=r"num_true=1\], got inputs \[4, 3\] and lab"):
+        loss(WEIGHTS, BIASES, LABELS, INPUTS, S, V, key=KEYS[0])
+    with pytest.raises(TypeError, match=r"integer labels, got float32\[4\]"):
+        loss(WEIGHTS, BIASES, LABELS[:, 0] * 0.5, INPUTS, S, V, key=KEYS[0])

@@ -1,0 +1,452 @@
+"""scatter_* against TensorFlow's numbers, a loop in numpy, and dense gradients."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import golden
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.experimental import checkify
+
+import jslices as js
+
+OPS = ("update", "add", "sub", "mul", "div", "min", "max")
+SCATTER = {op: getattr(js, f"scatter_{op}") for op in OPS}
+ND = {
+    "update": js.scatter_nd_update,
+    "add": js.scatter_nd_add,
+    "sub": js.scatter_nd_sub,
+}
+
+#: Where TensorFlow gives something else on purpose; docs/operations.md says why.
+DIFFERENCES = {
+    "uint8 min": "work for every dtype with an order",
+    "uint8 max": "work for every dtype with an order",
+    "int8 min": "work for every dtype with an order",
+    "int8 max": "work for every dtype with an order",
+}
+
+
+def step(op, old, new):
+    """One step of the loop that a scatter stands for."""
+    if op == "div" and np.issubdtype(old.dtype, np.integer):
+        wide, divisor = old.astype(object), new.astype(object)
+        all_bits = -1 if old.dtype.kind == "i" else np.iinfo(old.dtype).max
+        truncate = lambda a, b: (  # noqa: E731
+            all_bits if b == 0 else abs(a) // abs(b) * (-1) ** ((a < 0) != (b < 0))
+        )
+        return np.vectorize(truncate, otypes=[object])(wide, divisor).astype(old.dtype)
+    return {
+        "update": lambda a, b: b,
+        "add": np.add,
+        "sub": np.subtract,
+        "mul": np.multiply,
+        "div": np.divide,
+        "min": np.minimum,
+        "max": np.maximum,
+    }[op](old, new)
+
+
+def loop(op, ref, indices, updates, mode="drop"):
+    """What a scatter means, by the plainest loop."""
+    out = np.array(ref)
+    updates = np.broadcast_to(updates, (*indices.shape, *ref.shape[1:]))
+    for k in np.ndindex(indices.shape):
+        i = int(indices[k])
+        i = min(max(i, 0), len(out) - 1) if mode == "clip" else i
+        if 0 <= i < len(out):
+            out[i] = step(op, out[i], updates[k])
+    return out
+
+
+# --- TensorFlow -------------------------------------------------------------------------
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def scatter_all(ops, *args):
+    return {op: SCATTER[op](*args) for op in ops}
+
+
+def check_golden(name, case, updates, theirs):
+    ref, indices = case["ref"], case["indices"]
+    ops = []
+    for op in OPS:
+        wanted = theirs.get(f"scatter_{op}", {"error": "not tried"})
+        fails = wanted["error"] if isinstance(wanted, dict) else None
+        if fails == "InvalidArgumentError":
+            with pytest.raises(IndexError) as info:
+                SCATTER[op](ref, indices, updates, mode="check")
+            assert wanted["gist"] in str(info.value)
+        elif fails and f"{name.split()[-1]} {op}" not in DIFFERENCES:
+            with pytest.raises(TypeError):  # complex numbers have no order
+                SCATTER[op](ref, indices, updates)
+            continue
+        ops.append(op)
+    for op, got in scatter_all(tuple(ops), ref, indices, updates).items():
+        wanted = theirs[f"scatter_{op}"]
+        if isinstance(wanted, dict):
+            # By default a bad index drops; the good ones, also those after it, are done.
+            wanted = loop(op, ref, indices, updates)
+        assert got.dtype == wanted.dtype and got.shape == wanted.shape
+        half = wanted.dtype == np.float16  # the compiler may round sums of these once
+        np.testing.assert_allclose(got, wanted, rtol=2e-3 if half else 1e-6)
+
+
+@pytest.mark.parametrize("name", golden("scatter"))
+def test_equals_tensorflow(name):
+    case = golden("scatter")[name]
+    with jax.enable_x64("64" in name):
+        check_golden(name, case, case["updates"], case["out"])
+        for key in case:
+            if key.startswith("scalar_update") and case[key]:
+                check_golden(name, case, np.float32(key.split("_")[-1]), case[key])
+
+
+@pytest.mark.parametrize("name", golden("scatter_nd"))
+def test_nd_equals_tensorflow(name):
+    case = golden("scatter_nd")[name]
+    ref, indices, updates = case["ref"], case["indices"], case["updates"]
+    if name == "batch_scatter_update":
+        got = js.batch_scatter_update(ref, indices, updates)
+        np.testing.assert_array_equal(got, case["out"])
+        return
+    for op, scatter in ND.items():
+        wanted = case[f"scatter_nd_{op}"]
+        if "error" in wanted if isinstance(wanted, dict) else False:
+            text = wanted["gist"].replace("4,3", "4, 3")
+            with pytest.raises(IndexError) as info:
+                scatter(ref, indices, updates, mode="check")
+            assert text in str(info.value)
+            kept = [i for i, at in enumerate(indices) if ((at >= 0) & (at < (4, 3))).all()]
+            got = scatter(ref, indices, updates)
+            np.testing.assert_array_equal(got, scatter(ref, indices[kept], updates[kept]))
+            assert kept or (np.asarray(got) == ref).all()
+        else:
+            np.testing.assert_allclose(scatter(ref, indices, updates), wanted, rtol=1e-6)
+            zeros = jnp.zeros((4, 3))
+            np.testing.assert_allclose(
+                js.scatter_nd_add(zeros, indices, updates),
+                case["scatter_nd(shape 4,3)"],
+                rtol=1e-6,
+            )
+
+
+# --- a loop in numpy --------------------------------------------------------------------
+
+SHAPES = [((), ()), ((2, 2), ()), ((4,), (2,))]
+
+
+@settings(max_examples=30)
+@given(st.data())
+@pytest.mark.parametrize("op", OPS)
+def test_means_what_a_loop_means(op, data):
+    shape, row = data.draw(st.sampled_from(SHAPES))
+    dtype = data.draw(st.sampled_from(["float32", "int32", "uint8"]))
+    mode = data.draw(st.sampled_from(["drop", "clip"]))
+    low = 0 if dtype == "uint8" else -4
+    numbers = st.integers(low, 6)
+    count = int(np.prod(shape))
+    indices = data.draw(st.lists(st.integers(-2, 6), min_size=count, max_size=count))
+    indices = np.array(indices, np.int32).reshape(shape)
+    one = data.draw(st.booleans())
+    size = 1 if one else count * int(np.prod(row))
+    updates = data.draw(st.lists(numbers, min_size=size, max_size=size))
+    if op == "div" and dtype == "float32":
+        updates = [x or 1 for x in updates]
+    updates = np.array(updates, dtype).reshape(() if one else (*shape, *row))
+    size = 5 * int(np.prod(row))
+    ref = data.draw(st.lists(numbers, min_size=size, max_size=size))
+    ref = np.array(ref, dtype).reshape(5, *row)
+    wanted = loop(op, ref, indices, updates, mode)
+    got = SCATTER[op](ref, indices, updates, mode=mode)
+    np.testing.assert_allclose(got, wanted, rtol=1e-5)
+    assert got.dtype == ref.dtype
+
+
+@settings(max_examples=30)
+@given(st.data())
+@pytest.mark.parametrize("op", ND)
+def test_nd_means_what_a_loop_means(op, data):
+    depth = data.draw(st.integers(1, 3))
+    shape = (3, 2, 2)
+    index = st.lists(st.integers(-1, 3), min_size=depth, max_size=depth)
+    indices = np.array(data.draw(st.lists(index, min_size=4, max_size=4)), np.int32)
+    updates = np.arange(4 * int(np.prod(shape[depth:])), dtype=np.float32) + 1
+    updates = updates.reshape(4, *shape[depth:])
+    wanted = np.arange(12, dtype=np.float32).reshape(shape)
+    got = ND[op](wanted, indices, updates)
+    for at, row in zip(indices, updates, strict=True):
+        if ((at >= 0) & (at < shape[:depth])).all():
+            wanted[tuple(at)] = step(op, wanted[tuple(at)], row)
+    np.testing.assert_array_equal(got, wanted)
+
+
+def test_an_integer_division_by_zero_is_survived():
+    ref = jnp.array([7, -7, 5, 5], jnp.int32)
+    got = js.scatter_div(ref, [0, 1, 3], jnp.array([0, 0, 2], jnp.int32))
+    np.testing.assert_array_equal(got, [-1, -1, 5, 2])
+    small = js.scatter_div(jnp.array([7], jnp.uint8), 0, jnp.array(0, jnp.uint8))
+    np.testing.assert_array_equal(small, [255])
+    lowest = jnp.array([np.iinfo(np.int32).min], jnp.int32)
+    np.testing.assert_array_equal(js.scatter_div(lowest, 0, -1), lowest)
+    assert np.isinf(js.scatter_div(jnp.ones(2), 1, 0.0)[1])
+    # Truncated one after the other, though the product of the divisors overflows.
+    tiny = js.scatter_div(jnp.array([100], jnp.int8), [0, 0], jnp.int8(20))
+    np.testing.assert_array_equal(tiny, [0])
+
+
+def test_bool_can_be_replaced_and_nothing_else():
+    ref = jnp.zeros(3, bool)
+    np.testing.assert_array_equal(js.scatter_update(ref, 1, True), [False, True, False])
+    with pytest.raises(TypeError, match="scatter_add cannot calculate with bool"):
+        js.scatter_add(ref, 1, True)
+    with pytest.raises(TypeError, match="complex numbers have no order"):
+        js.scatter_max(jnp.zeros(3, jnp.complex64), 1, 1.0)
+
+
+def test_batches():
+    ref = np.arange(24, dtype=np.float32).reshape(2, 3, 4)
+    indices = np.array([[0, 2, 0], [1, -1, 9]])
+    updates = -np.arange(24, dtype=np.float32).reshape(2, 3, 4)
+    wanted = np.stack([loop("update", *x) for x in zip(ref, indices, updates, strict=True)])
+    np.testing.assert_array_equal(js.batch_scatter_update(ref, indices, updates), wanted)
+    got = js.batch_scatter_update(ref, indices, 7)
+    assert (got[0, 0] == 7).all() and (got[1, 2] == ref[1, 2]).all()
+    plain = js.batch_scatter_update(ref[0], indices[0], updates[0])
+    np.testing.assert_array_equal(plain, wanted[0])
+    with pytest.raises(IndexError, match=r"indices\[1, 1\] = -1 is not in \[0, 3\)"):
+        js.batch_scatter_update(ref, indices, updates, mode="check")
+    with pytest.raises(ValueError, match=r"of the same batch \*B, got ref \[2, 3, 4\]"):
+        js.batch_scatter_update(ref, np.zeros((3, 1), int), updates)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_vmap_and_scan(op):
+    key = jax.random.key(0)
+    refs = jax.random.normal(key, (3, 5, 2))
+    indices = jnp.array([[0, 4, 0], [1, -1, 7], [2, 2, 2]])
+    updates = jax.random.normal(jax.random.key(1), (3, 3, 2)) + 3
+    scatter = SCATTER[op]
+    wanted = [scatter(*x) for x in zip(refs, indices, updates, strict=True)]
+    np.testing.assert_allclose(
+        jax.vmap(scatter)(refs, indices, updates), jnp.stack(wanted), rtol=1e-6
+    )
+
+    def body(ref, x):
+        return scatter(ref, *x), None
+
+    final, _ = jax.lax.scan(body, refs[0], (indices, updates))
+    wanted = functools.reduce(
+        lambda ref, x: loop(op, ref, np.asarray(x[0]), np.asarray(x[1])),
+        zip(indices, updates, strict=True),
+        np.asarray(refs[0]),
+    )
+    np.testing.assert_allclose(final, wanted, rtol=1e-5)
+
+
+# --- gradients --------------------------------------------------------------------------
+
+
+def dense_form(op, ref, indices, updates):
+    """A scatter without a scatter: one row after the other by masks."""
+    rows = jnp.arange(ref.shape[0]).reshape(-1, *(1,) * (ref.ndim - 1))
+    for index, update in zip(indices, updates, strict=True):
+        new = {
+            "update": lambda a, b: jnp.broadcast_to(b, a.shape),
+            "add": jnp.add,
+            "sub": jnp.subtract,
+            "mul": jnp.multiply,
+            "div": jnp.divide,
+            "min": jnp.minimum,
+            "max": jnp.maximum,
+        }[op](ref, update[None])
+        ref = jnp.where(rows == index, new, ref)
+    return ref
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_gradients_are_those_of_the_dense_form(op):
+    ref = jax.random.normal(jax.random.key(2), (5, 2)) + 4
+    indices = np.array([3, 1, 3, -1, 9, 3])
+    updates = jax.random.normal(jax.random.key(3), (6, 2)) + 4
+    if op == "mul":
+        updates = updates.at[0, 0].set(0).at[1].set(0)
+    weight = jax.random.normal(jax.random.key(4), (5, 2))
+    ours = lambda r, u: (SCATTER[op](r, indices, u) * weight).sum()  # noqa: E731
+    plain = lambda r, u: (dense_form(op, r, indices, u) * weight).sum()  # noqa: E731
+
+    def both_ways(f):
+        run = lambda *x: (jax.grad(f, (0, 1))(*x), jax.jvp(f, x, x)[1])  # noqa: E731
+        return jax.jit(run)(ref, updates)
+
+    (grads, tangent), (wanted, wanted_tangent) = both_ways(ours), both_ways(plain)
+    for a, b in zip(grads, wanted, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(tangent, wanted_tangent, rtol=1e-4)
+
+
+def test_gradient_of_nd_update():
+    ref, updates = jnp.ones((3, 2)), jnp.array([2.0, 3.0, 4.0])
+    indices = np.array([[0, 1], [2, 0], [0, 1]])
+    f = lambda r, u: (js.scatter_nd_update(r, indices, u) ** 2).sum()  # noqa: E731
+    of_ref, of_updates = jax.grad(f, (0, 1))(ref, updates)
+    np.testing.assert_array_equal(of_ref, [[2, 0], [2, 2], [0, 2]])
+    np.testing.assert_array_equal(of_updates, [0, 6, 8])
+
+
+@pytest.mark.parametrize("op", ["update", "mul"])
+def test_a_scatter_into_a_table_is_a_dense_use_and_named(op):
+    def loss(table):
+        changed = SCATTER[op](table, [1], 3.0)  # this line
+        return (changed[jnp.array([0, 1])] ** 2).sum() + table[jnp.array([2])].sum()
+
+    table = jnp.arange(10.0).reshape(5, 2)
+    with pytest.warns(js.DensificationWarning, match="# this line"):
+        gradient = js.grad(loss)(table)
+    np.testing.assert_array_equal(gradient, jax.grad(loss)(table))
+
+
+@pytest.mark.parametrize("nd", [False, True])
+def test_no_two_writes_of_an_update_meet(nd):
+    # XLA leaves the order of colliding writes open; so none may collide on any backend.
+    call = js.scatter_nd_update if nd else js.scatter_update
+    ids = jnp.array([1, 1, 9, 9, 1])[:, None] if nd else jnp.array([1, 1, 9, 9, 1])
+    text = jax.jit(call).lower(jnp.zeros(4), ids, jnp.arange(5.0)).as_text()
+    scatter = text[text.rindex("stablehlo.scatter") :]
+    assert "unique_indices = true" in scatter[: scatter.index("({")]
+    np.testing.assert_array_equal(call(jnp.zeros(4), ids, jnp.arange(5.0)), [0, 4, 0, 0])
+
+
+# --- in place ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", ["float32", "int32"])
+@pytest.mark.parametrize("op", OPS)
+def test_in_place_with_donation(op, dtype):
+    shape = (100_000, 8)
+    step = jax.jit(SCATTER[op], donate_argnums=0)
+    compiled = step.lower(
+        jax.ShapeDtypeStruct(shape, dtype),
+        jax.ShapeDtypeStruct((16,), jnp.int32),
+        jax.ShapeDtypeStruct((16, 8), dtype),
+    ).compile()
+    memory = compiled.memory_analysis()
+    assert memory.alias_size_in_bytes == 100_000 * 8 * 4
+    assert memory.temp_size_in_bytes < 100_000
+    ref = jnp.ones(shape, dtype)
+    where = ref.unsafe_buffer_pointer()
+    out = step(ref, jnp.zeros(16, jnp.int32), jnp.ones((16, 8), dtype))
+    assert ref.is_deleted() and out.unsafe_buffer_pointer() == where
+
+
+# --- apply_slices -----------------------------------------------------------------------
+
+
+def test_apply_slices():
+    ref = np.arange(10, dtype=np.float32).reshape(5, 2) + 1
+    values = np.arange(8, dtype=np.float32).reshape(4, 2) + 1
+    indices = np.array([3, 0, 3, -1])
+    every = jax.jit(lambda ref, s: {op: js.apply_slices(ref, s, op) for op in OPS})
+    for shape in [(5, 2), None]:
+        slices = js.IndexedSlices(values, indices, shape)
+        for op, got in every(ref, slices).items():
+            wanted = loop(op, ref, indices, values)
+            np.testing.assert_allclose(got, wanted, rtol=1e-6)
+    many = jax.vmap(lambda v: js.IndexedSlices(v, indices, (5, 2)))(
+        np.stack([values, 2 * values])
+    )
+    for op, got in every(np.stack([ref, ref]), many).items():
+        np.testing.assert_allclose(got[1], loop(op, ref, indices, 2 * values), rtol=1e-6)
+
+
+def test_apply_slices_default_adds_and_checks():
+    slices = js.IndexedSlices(jnp.ones((2, 2)), jnp.array([1, 5]), (5, 2))
+    ref = jnp.zeros((5, 2))
+    np.testing.assert_array_equal(js.apply_slices(ref, slices), slices.to_dense())
+    with pytest.raises(IndexError, match=r"indices\[1\] = 5 is not in \[0, 5\)"):
+        js.apply_slices(ref, slices, mode="check")
+    with pytest.raises(ValueError, match=r"op='plus'; it must be one of \['add'"):
+        js.apply_slices(ref, slices, "plus")
+    with pytest.raises(ValueError, match=r"shape \(5, 2\) for ref of shape \(6, 2\)"):
+        js.apply_slices(jnp.zeros((6, 2)), slices)
+    with pytest.raises(TypeError, match=r"wants IndexedSlices, got .*scatter_add"):
+        js.apply_slices(ref, ref)
+    with pytest.raises(TypeError, match="nothing is cast"):
+        js.apply_slices(ref.astype(jnp.bfloat16), slices)
+    with pytest.raises(TypeError, match="not row numbers any more"):
+        js.apply_slices(ref, jax.tree.map(lambda x: x * 0.5, slices))
+
+
+# --- arguments --------------------------------------------------------------------------
+
+REF = jnp.zeros((4, 2))
+
+
+@pytest.mark.parametrize(
+    "args, error, text",
+    [
+        ((jnp.float32(1), 0, 1.0), ValueError, r"wants ref \[V, \*D\], got a scalar"),
+        ((REF, [0.5], 1.0), TypeError, r"integer indices, got float32\[1\]; cast them"),
+        ((REF, [True], 1.0), TypeError, r"integer indices, got bool\[1\]"),
+        (
+            (REF, [0, 1], jnp.ones((2, 3))),
+            ValueError,
+            r"got updates float32\[2, 3\] for ref float32\[4, 2\]: updates.shape must be "
+            r"indices.shape \+ the row shape = \(2, 2\), or \(\) for a scalar, not \(2, ",
+        ),
+        ((REF, [0, 1], jnp.ones(2)), ValueError, r"= \(2, 2\), or \(\)"),
+        ((REF, [0], jnp.ones((1,))), ValueError, r"= \(1, 2\), or \(\)"),
+        (
+            (REF, [0], jnp.ones((1, 2), jnp.int32)),
+            TypeError,
+            r"one dtype, as nothing is cast: updates.astype\('float32'\)",
+        ),
+        ((REF.astype(int), [0], 1.5), TypeError, r"updates.astype\('int32'\)"),
+        (
+            (js.IndexedSlices(jnp.ones((1, 2)), jnp.array([0]), (4, 2)), [0], 1.0),
+            TypeError,
+            r"wants an array to change, got IndexedSlices.*to_dense\(\)",
+        ),
+    ],
+)
+def test_errors(args, error, text):
+    for op in OPS:
+        with pytest.raises(error, match=text) as info:
+            SCATTER[op](*args)
+        assert str(info.value).startswith(f"scatter_{op} ")
+
+
+def test_errors_of_nd():
+    with pytest.raises(ValueError, match=r"1 <= d <= 2, .*got indices \[1, 3\]"):
+        js.scatter_nd_add(REF, [[0, 0, 0]], 1.0)
+    with pytest.raises(ValueError, match=r"for rows: indices\[..., None\]"):
+        js.scatter_nd_add(REF, 0, 1.0)
+    with pytest.raises(ValueError, match=r"scatter_nd_add got updates .*= \(1, 2\)"):
+        js.scatter_nd_add(REF, [[0]], jnp.ones((1, 3)))
+
+
+def test_numbers_and_lists_take_the_dtype():
+    half = js.scatter_add(jnp.zeros((2, 2), jnp.bfloat16), [0], [[1, 2.5]])
+    assert half.dtype == jnp.bfloat16 and half[0, 1] == 2.5
+    assert js.scatter_add(REF, 1, 3)[1, 0] == 3
+    assert js.scatter_add(np.zeros(3, np.float32), [], []).shape == (3,)
+    assert js.scatter_update(jnp.zeros((0, 2)), [], jnp.zeros((0, 2))).shape == (0, 2)
+    assert js.scatter_add(jnp.zeros((0, 2)), [0], 1.0, mode="clip").shape == (0, 2)
+
+
+def test_check_under_jit():
+    scatter = functools.partial(js.scatter_add, mode="check")
+    checked = jax.jit(checkify.checkify(scatter), donate_argnums=0)
+    error, out = checked(jnp.ones(3), jnp.array([[0, 2]]), jnp.ones((1, 2)))
+    assert error.get() is None
+    np.testing.assert_array_equal(out, [2, 1, 2])
+    error, out = checked(jnp.ones(3), jnp.array([[0, -2]]), jnp.ones((1, 2)))
+    assert "scatter_add: indices[0, 1] = -2 is not in [0, 3)" in error.get()
+    np.testing.assert_array_equal(out, [1, 1, 1])  # nothing at all was written
+    nd = checkify.checkify(jax.jit(functools.partial(js.scatter_nd_add, mode="check")))
+    error, out = nd(jnp.ones((2, 2)), jnp.array([[0, 0], [1, 2]]), jnp.ones(2))
+    assert "indices[1] = [1, 2] does not index into shape [2, 2]" in error.get()
+    np.testing.assert_array_equal(out, np.ones((2, 2)))
