@@ -68,20 +68,20 @@ from jslices.optim import proximal_adagrad as proximal_adagrad
 from jslices.optim import rmsprop as rmsprop
 from jslices.optim import rowwise_adagrad as rowwise_adagrad
 from jslices.optim import sgd as sgd
-from jslices.optim.accumulate import accumulate_gradients as accumulate_gradients
-from jslices.optim.accumulate import reduce_stacked as reduce_stacked
-from jslices.optim.clip_value import clip_by_value as clip_by_value
-from jslices.optim.clipping import clip_by_average_norm as clip_by_average_norm
-from jslices.optim.clipping import clip_by_global_norm as clip_by_global_norm
-from jslices.optim.clipping import clip_by_norm as clip_by_norm
-from jslices.optim.clipping import clip_rows_by_norm as clip_rows_by_norm
-from jslices.optim.finite import all_finite as all_finite
-from jslices.optim.mask import mask_rows as mask_rows
-from jslices.optim.norms import global_norm as global_norm
-from jslices.optim.per_example import (
+from jslices.optim.around.accumulate import accumulate_gradients as accumulate_gradients
+from jslices.optim.around.accumulate import reduce_stacked as reduce_stacked
+from jslices.optim.around.clip_value import clip_by_value as clip_by_value
+from jslices.optim.around.clipping import clip_by_average_norm as clip_by_average_norm
+from jslices.optim.around.clipping import clip_by_global_norm as clip_by_global_norm
+from jslices.optim.around.clipping import clip_by_norm as clip_by_norm
+from jslices.optim.around.clipping import clip_rows_by_norm as clip_rows_by_norm
+from jslices.optim.around.finite import all_finite as all_finite
+from jslices.optim.around.mask import mask_rows as mask_rows
+from jslices.optim.around.norms import global_norm as global_norm
+from jslices.optim.around.per_example import (
     per_example_global_norm_clip as per_example_global_norm_clip,
 )
-from jslices.optim.per_example import per_example_norms as per_example_norms
-from jslices.optim.project import project_rows as project_rows
+from jslices.optim.around.per_example import per_example_norms as per_example_norms
+from jslices.optim.around.project import project_rows as project_rows
 
 __version__ = "0.1.0"

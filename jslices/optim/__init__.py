@@ -2,7 +2,8 @@
 
 Each optimizer is one file: a state and a *rule*, the arithmetic of one step on whatever
 array it is given. ``rows`` makes the optimizer of a rule: whole arrays for dense
-gradients, the touched rows for IndexedSlices.
+gradients, the touched rows for IndexedSlices. To add one, copy the file of its nearest
+relative. What people do before and after the update stands in ``around``.
 
 A dense optimizer also moves rows that got no gradient, by their momentum or their weight
 decay. ``untouched="lazy"`` leaves them alone, as TensorFlow's ``LazyAdam`` and PyTorch's
@@ -39,14 +40,14 @@ from jslices.optim.adamw import adamw as adamw
 from jslices.optim.amsgrad import AmsgradState as AmsgradState
 from jslices.optim.amsgrad import amsgrad as amsgrad
 from jslices.optim.apply import apply_updates as apply_updates
+from jslices.optim.around.clip_transforms import clip as clip
+from jslices.optim.around.clip_transforms import clip_by_block_rms as clip_by_block_rms
+from jslices.optim.around.clip_transforms import clip_by_global_norm as clip_by_global_norm
+from jslices.optim.around.clip_transforms import clip_rows_by_norm as clip_rows_by_norm
+from jslices.optim.around.combine import combine_duplicates as combine_duplicates
 from jslices.optim.base import GradientTransformation as GradientTransformation
 from jslices.optim.base import Schedule as Schedule
 from jslices.optim.chain import chain as chain
-from jslices.optim.clip_transforms import clip as clip
-from jslices.optim.clip_transforms import clip_by_block_rms as clip_by_block_rms
-from jslices.optim.clip_transforms import clip_by_global_norm as clip_by_global_norm
-from jslices.optim.clip_transforms import clip_rows_by_norm as clip_rows_by_norm
-from jslices.optim.combine import combine_duplicates as combine_duplicates
 from jslices.optim.freeze import freeze_rows as freeze_rows
 from jslices.optim.from_optax import from_optax as from_optax
 from jslices.optim.ftrl import FtrlState as FtrlState

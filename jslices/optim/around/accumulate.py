@@ -10,8 +10,8 @@ from jax import lax
 from jslices._check import as_array
 from jslices._slices import IndexedSlices, check_slices, is_slices
 from jslices._trees import flatten
-from jslices.optim.leaves import as_leaf, is_leaf
-from jslices.optim.norms import widened
+from jslices.optim.around.leaves import as_leaf, is_leaf
+from jslices.optim.around.norms import widened
 
 REDUCTIONS = ("mean", "sum")
 

@@ -8,8 +8,8 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from jslices._slices import IndexedSlices
-from jslices.optim.leaves import numbers
-from jslices.optim.norms import widened
+from jslices.optim.around.leaves import numbers
+from jslices.optim.around.norms import widened
 
 
 def check_limit(name: str, what: str, limit: Any, single: bool = False) -> jax.Array:

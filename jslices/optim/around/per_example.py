@@ -7,11 +7,11 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from jslices._trees import flatten
-from jslices.optim.accumulate import leading_axis, merge_leaf
-from jslices.optim.clipping import shrunk
-from jslices.optim.leaves import as_leaf, is_leaf, numbers
-from jslices.optim.limits import check_limit
-from jslices.optim.norms import (
+from jslices.optim.around.accumulate import leading_axis, merge_leaf
+from jslices.optim.around.clipping import shrunk
+from jslices.optim.around.leaves import as_leaf, is_leaf, numbers
+from jslices.optim.around.limits import check_limit
+from jslices.optim.around.norms import (
     coalesced_leaves,
     safe_sqrt,
     sum_of_squares,

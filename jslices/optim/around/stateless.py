@@ -5,8 +5,8 @@ from typing import Any
 
 import jax
 
+from jslices.optim.around.leaves import is_leaf
 from jslices.optim.base import GradientTransformation
-from jslices.optim.leaves import is_leaf
 
 
 def stateless(f: Callable[[Any], Any]) -> GradientTransformation:

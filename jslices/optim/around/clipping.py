@@ -39,9 +39,9 @@ from jax.typing import ArrayLike
 
 from jslices._slices import IndexedSlices, is_slices
 from jslices._trees import flatten
-from jslices.optim.leaves import as_leaf, is_leaf, numbers
-from jslices.optim.limits import check_limit, fitting
-from jslices.optim.norms import (
+from jslices.optim.around.leaves import as_leaf, is_leaf, numbers
+from jslices.optim.around.limits import check_limit, fitting
+from jslices.optim.around.norms import (
     coalesced_leaves,
     norm_of_leaves,
     safe_sqrt,

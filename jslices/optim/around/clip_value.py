@@ -7,8 +7,8 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from jslices._slices import IndexedSlices, is_slices
-from jslices.optim.leaves import as_leaf, numbers
-from jslices.optim.limits import fitting
+from jslices.optim.around.leaves import as_leaf, numbers
+from jslices.optim.around.limits import fitting
 
 
 def clip_by_value(t: Any, clip_value_min: ArrayLike, clip_value_max: ArrayLike) -> Any:

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from jslices._slices import is_slices
-from jslices.optim.leaves import as_leaf, is_leaf, numbers
+from jslices.optim.around.leaves import as_leaf, is_leaf, numbers
 
 
 def all_finite(tree: Any) -> jax.Array:

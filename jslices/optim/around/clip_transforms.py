@@ -1,7 +1,7 @@
 """Clipping as a link of a chain, under Optax's names.
 
 Each is stateless, sums duplicates first, and hands on unique rows. The limits of norms
-treat NaN and infinite norms as :mod:`jslices.optim.clipping` says: everything NaN.
+treat NaN and infinite norms as :mod:`jslices.optim.around.clipping` says: everything NaN.
 """
 
 import math
@@ -10,11 +10,11 @@ from typing import Any
 import jax
 
 from jslices._slices import is_slices
-from jslices.optim import clipping
+from jslices.optim.around import clipping
+from jslices.optim.around.clip_value import clip_by_value
+from jslices.optim.around.limits import check_limit
+from jslices.optim.around.stateless import each_leaf, stateless
 from jslices.optim.base import GradientTransformation
-from jslices.optim.clip_value import clip_by_value
-from jslices.optim.limits import check_limit
-from jslices.optim.stateless import each_leaf, stateless
 
 
 def clip_by_global_norm(max_norm: float | jax.Array) -> GradientTransformation:

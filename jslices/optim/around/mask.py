@@ -9,7 +9,7 @@ import numpy as np
 
 from jslices._bounds import canonical_indices, empty_slot, take_rows
 from jslices._slices import IndexedSlices, check_slices
-from jslices.optim.leaves import as_leaf
+from jslices.optim.around.leaves import as_leaf
 
 Keep = jax.Array | np.ndarray | Callable[[jax.Array], jax.Array]
 

@@ -9,9 +9,9 @@ from jax.typing import ArrayLike
 from jslices._bounds import canonical_indices, set_rows, take_rows
 from jslices._slices import IndexedSlices, check_slices
 from jslices._sort import sort_ids
-from jslices.optim.clipping import clip_rows_by_norm
-from jslices.optim.leaves import as_leaf, is_leaf
-from jslices.optim.limits import check_limit
+from jslices.optim.around.clipping import clip_rows_by_norm
+from jslices.optim.around.leaves import as_leaf, is_leaf
+from jslices.optim.around.limits import check_limit
 
 
 def project_rows(params: Any, touched: Any, max_norm: ArrayLike) -> Any:
