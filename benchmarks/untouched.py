@@ -103,7 +103,9 @@ def gaps(num_rows, dim, count, steps, missed):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rows", type=float, nargs="+", default=[1e4, 1e5, 1e6])
-    parser.add_argument("--huge", action="store_true", help="10,000,000 rows as well")
+    parser.add_argument(
+        "--huge", action="store_true", help="10,000,000 rows as well (26 GB at D = 64)"
+    )
     parser.add_argument("--dim", type=int, default=64)
     parser.add_argument("--ids", type=float, default=1e4)
     parser.add_argument("--steps", type=int, default=30)
