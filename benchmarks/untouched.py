@@ -104,7 +104,9 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rows", type=float, nargs="+", default=[1e4, 1e5, 1e6])
     parser.add_argument(
-        "--huge", action="store_true", help="10,000,000 rows as well (26 GB at D = 64)"
+        "--huge",
+        action="store_true",
+        help="10,000,000 rows as well (D = 64: nine arrays of 2.6 GB)",
     )
     parser.add_argument("--dim", type=int, default=64)
     parser.add_argument("--ids", type=float, default=1e4)
