@@ -359,6 +359,120 @@ def test_frozen_rows_never_move():
         js.optim.freeze_rows(tx.init(START), frozen[:2])
 
 
+def one_row_waits(tx, steps=6):
+    """Row 0 gets a gradient once, row 1 ever after."""
+
+    @jax.jit
+    def train(params, state):
+        for k in range(steps):
+            ids = jnp.array([min(k, 1)])
+            params, state = tx.catch_up(params, state, ids)
+            grads = js.IndexedSlices(jnp.ones((1, 1)), ids, (2, 1))
+            updates, state = tx.update(grads, state, params)
+            params = js.apply_updates(params, updates)
+        return tx.flush(params, state)[0]
+
+    start = jnp.full((2, 1), 0.5)
+    return train(start, tx.init(start))
+
+
+def one_row_waits_dense(tx, steps=6):
+    params = jnp.full((2, 1), 0.5)
+    state = tx.init(params)
+    update = jax.jit(tx.update)
+    for k in range(steps):
+        grads = jnp.zeros((2, 1)).at[min(k, 1)].set(1.0)
+        updates, state = update(grads, state, params)
+        params = optax.apply_updates(params, updates)
+    return params
+
+
+def waves(step):
+    return 0.05 * jnp.cos(0.9 * step)
+
+
+@pytest.mark.parametrize(
+    "name, rate, kwargs",
+    [
+        ("adam", -0.1, {}),
+        ("adamw", -0.1, {"weight_decay": 0.1}),
+        ("adam", waves, {}),
+        ("adam", 0.1, {"b1": 0.0}),
+        ("lion", 0.1, {"b1": 0.0}),
+        ("lion", -0.1, {"weight_decay": 0.1}),
+        ("sgd", 0.1, {"momentum": 0.0}),
+        ("amsgrad", waves, {}),
+    ],
+)
+def test_odd_hyperparameters(name, rate, kwargs):
+    got = one_row_waits(getattr(js, name)(rate, untouched="exact", **kwargs))
+    wanted = one_row_waits_dense(getattr(optax, name)(rate, **kwargs))
+    np.testing.assert_allclose(got, wanted, rtol=2e-5)
+
+
+@pytest.mark.parametrize(
+    "make, message",
+    [
+        (
+            lambda **k: js.sgd(0.1, momentum=1.0, **k),
+            r"sgd.*momentum at least 0 and below",
+        ),
+        (lambda **k: js.rmsprop(0.1, momentum=1.1, **k), r"momentum .* below 1, got 1.1"),
+        (lambda **k: js.adam(0.1, b1=-0.5, **k), r"adam.* needs b1 at least 0 and below 1"),
+        (lambda **k: js.adamw(2.0, weight_decay=0.5, **k), r"weight_decay is 1, and for"),
+        (lambda **k: js.lion(3.0, weight_decay=0.5, **k), r"weight_decay is 1.5, and for"),
+        (lambda **k: js.lion(0.1, b2=0, **k), r"lion.* needs b2 above 0, got 0"),
+    ],
+)
+def test_what_has_no_closed_form_is_refused(make, message):
+    make()
+    with pytest.raises(ValueError, match=message):
+        make(untouched="exact")
+
+
+def test_an_array_without_gradient_for_a_step_catches_up_as_a_whole():
+    tx = js.adam(0.1, untouched="exact")
+    params = {"table": START, "scale": jnp.float32(1.0)}
+    state = tx.init(params)
+    only_scale = {"table": None, "scale": jnp.float32(1.0)}
+    only_table = {"table": START, "scale": None}
+    _, state = tx.update(only_scale, state, params)
+    params, state = tx.catch_up(params, state, {"table": True, "scale": None})
+    _, state = tx.update(only_table, state, params)
+    with pytest.raises(ValueError, match=r"row 0 did its last step at 1.*tx.flush"):
+        tx.update(only_scale, state, params)
+    params, state = tx.catch_up(params, state, {"table": None, "scale": True})
+    tx.update(only_scale, state, params)
+
+
+def test_nothing_to_train():
+    tx = js.adam(0.1, untouched="exact")
+    params, state = tx.catch_up({}, tx.init({}), {})
+    params, state = tx.flush(params, state)
+    updates, _ = tx.update({}, state, params)
+    assert updates == {}
+
+
+def test_what_is_kept_with_rows_is_where_the_rows_are():
+    mesh = jax.make_mesh((4,), ("rows",), axis_types=(jax.sharding.AxisType.Auto,))
+    by_row = jax.P("rows")
+    table = jax.device_put(jnp.ones((8, D)), jax.sharding.NamedSharding(mesh, by_row))
+    tx = js.adam(0.1, untouched="exact")
+    state = tx.init(table)
+    totals = js.rowwise_adagrad(0.1).init(table).sum_of_squares
+    for kept in (state.clock.last, state.clock.told, totals):
+        assert len(kept.sharding.device_set) == 4
+    # Each device flushes its own rows.
+    specs = jax.tree.map(lambda x: by_row if x.shape[:1] == (8,) else jax.P(), state)
+    flush = jax.jit(
+        jax.shard_map(
+            tx.flush, mesh=mesh, in_specs=(by_row, specs), out_specs=(by_row, specs)
+        )
+    )
+    assert "all-gather" not in flush.lower(table, state).compile().as_text()
+    np.testing.assert_array_equal(flush(table, state)[0], table)
+
+
 def test_lazy_ones_have_nothing_to_catch_up():
     tx = js.adam(0.1)
     state = tx.init(START)

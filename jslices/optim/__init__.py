@@ -25,7 +25,9 @@ not caught up raises a ValueError that names the row, and under ``jit`` makes it
 NaN, so that the loss shows it. Hyperparameters other than the learning rate must be numbers
 known while tracing; where the learning rate is a number that changes (by
 ``optax.inject_hyperparams``, say), missed steps use the newest; a schedule is followed step
-by step.
+by step. What Optax's combinators return has no ``catch_up``: call the optimizer's own with
+its part of their state, or use ``jslices.optim.chain``. A table that is sharded over
+devices is flushed where it is by ``jax.shard_map(tx.flush, ...)``.
 """
 
 from jslices.optim.adadelta import AdadeltaState as AdadeltaState

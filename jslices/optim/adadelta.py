@@ -18,7 +18,7 @@ from jslices.optim.drift import Drift, Missed, fading
 from jslices.optim.in_place import Kernel
 from jslices.optim.moments import decayed
 from jslices.optim.rows import transformation
-from jslices.optim.rule import Rule, check_untouched, known, zeros
+from jslices.optim.rule import Rule, check_fading, check_untouched, zeros
 
 
 class AdadeltaState(NamedTuple):
@@ -114,7 +114,7 @@ def adadelta(
     plain = rule(weight_decay)
     if not exact:
         return transformation(AdadeltaState, plain, other=rule(0.0), mask=weight_decay_mask)
-    known("adadelta", rho=rho)
+    check_fading("adadelta", rho=rho)
     fade: Any = rho
 
     def coast(missed: Missed, p: jax.Array, *means: jax.Array) -> tuple[jax.Array, ...]:

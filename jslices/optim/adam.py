@@ -26,7 +26,7 @@ from jslices.optim.moments import (
     weight_seen,
 )
 from jslices.optim.rows import transformation
-from jslices.optim.rule import Rule, check_untouched, known, zeros
+from jslices.optim.rule import Rule, check_fading, check_untouched, zeros
 
 
 class AdamState(NamedTuple):
@@ -147,7 +147,7 @@ def adam_drift(
     weight_decay: Scalar | Schedule = 0.0,
 ) -> Drift:
     """What Adam needs to know of missed steps."""
-    known(name, b1=b1, b2=b2)
+    check_fading(name, b1=b1, b2=b2)
     if not float(b1) ** 2 < float(b2):
         raise ValueError(
             f'{name}(untouched="exact") needs b1**2 < b2, got b1={b1}, b2={b2}; otherwise '

@@ -14,7 +14,7 @@ from jslices.optim.base import (
     scaled,
     step_size,
 )
-from jslices.optim.decay import decaying_all, with_decay
+from jslices.optim.decay import check_decay, decaying_all, with_decay
 from jslices.optim.drift import Drift, Missed
 from jslices.optim.in_place import Kernel
 from jslices.optim.rows import transformation
@@ -96,6 +96,7 @@ def adamw(
 
         slots = {"mu": zeros(mu_dtype), "nu": zeros()}
         missed_rate = rate if everywhere else 0.0
+        check_decay("adamw", learning_rate, missed_rate)
         if exact:
             drift = adam_drift("adamw", learning_rate, b1, b2, nesterov, missed_rate)
             return Rule(slots, step, True, drift, adam_coast(b1, b2, eps, eps_root))

@@ -19,7 +19,7 @@ from jslices.optim.drift import Drift, Missed, fading
 from jslices.optim.in_place import Kernel
 from jslices.optim.moments import decayed, divided, momentum_series, weight_seen
 from jslices.optim.rows import transformation
-from jslices.optim.rule import Rule, check_untouched, known, zeros
+from jslices.optim.rule import Rule, check_fading, check_untouched, zeros
 
 
 class AmsgradState(NamedTuple):
@@ -107,7 +107,7 @@ def amsgrad(
     slots = {"mu": zeros(mu_dtype), "nu": zeros(), "nu_max": zeros()}
     if not exact:
         return transformation(AmsgradState, Rule(slots, step))
-    known("amsgrad", b1=b1, b2=b2)
+    check_fading("amsgrad", b1=b1, b2=b2)
     first: Any = b1
     second: Any = b2
 

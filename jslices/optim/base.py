@@ -32,7 +32,8 @@ class GradientTransformation(_InitUpdate):
       catch_up: ``catch_up(params, state, ids) -> (params, state)``. With
         ``untouched="exact"``, brings the rows that are about to be read up to date. ``ids``
         mirrors ``params``: integers of any shape for a table, out-of-range ones being
-        dropped, and None for what needs nothing. Other optimizers return what they got.
+        dropped; None for what needs nothing, True for all rows of it. Other optimizers
+        return what they got.
       flush: ``flush(params, state) -> (params, state)``. The same for every row, before
         parameters are saved or evaluated.
       catches_up: whether rows have to catch up.

@@ -1,5 +1,6 @@
 """Decoupled weight decay of rows: which rows decay, and when."""
 
+import math
 from typing import Any
 
 import jax
@@ -21,6 +22,16 @@ def decaying_all(name: str, mode: str | None, exact: bool) -> bool:
             "a dense optimizer, once it catches up)"
         )
     return mode == "all"
+
+
+def check_decay(name: str, rate: Any, weight_decay: Any) -> None:
+    """Refuses a decay of missed steps that would take all of a row, or more."""
+    numbers = [x for x in (rate, weight_decay) if isinstance(x, int | float)]
+    if len(numbers) == 2 and math.prod(numbers) >= 1:
+        raise ValueError(
+            f"{name}: learning_rate * weight_decay is {math.prod(numbers):g}, and for rows "
+            "that catch up it must be below 1, so that a step leaves something of a row"
+        )
 
 
 def with_decay(

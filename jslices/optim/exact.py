@@ -20,7 +20,7 @@ from jslices._trees import flatten
 from jslices.optim.base import next_count, per_row
 from jslices.optim.drift import Missed
 from jslices.optim.in_place import Kernel, step_at_once, step_rows
-from jslices.optim.rule import Rule
+from jslices.optim.rule import Rule, row_like
 
 #: Elements of a table that ``flush`` brings up to date at a time.
 CHUNK_ELEMENTS = 1 << 18
@@ -43,9 +43,10 @@ def new_clock(params: Any, rules: Sequence[Rule]) -> Clock:
     """The clock before the first step."""
     leaves, tree = flatten(params)
     start, run = jnp.zeros((), jnp.int32), jnp.zeros((2,), jnp.float32)
-    last = [jnp.zeros(jnp.shape(p)[:1], jnp.int32) for p in leaves]
+    last = [row_like(p, jnp.int32) for p in leaves]
     told = [
         jnp.broadcast_to(_drift(rule).told(start, run), (*rows.shape, _drift(rule).width))
+        + rows[..., None].astype(jnp.float32)  # to be where the rows are
         for rule, rows in zip(rules, last, strict=True)
     ]
     return Clock(tree.unflatten(last), tree.unflatten(told), run)
@@ -94,7 +95,8 @@ def refuse_stale(grads: Sequence[Any], last: Sequence[Any], count: jax.Array) ->
             raise ValueError(
                 f"row {row} did its last step at {int(known[row])}, the optimizer has done "
                 f'{int(count)}: with untouched="exact" rows catch up before they are read: '
-                "params, state = tx.catch_up(params, state, ids)"
+                "params, state = tx.catch_up(params, state, ids), or all of them by "
+                "tx.flush(params, state)"
             )
 
 
@@ -128,16 +130,16 @@ def flush(rules_for: RulesFor, params: Any, state: Any) -> tuple[Any, Any]:
     return _each(rules_for, params, state, [slice(None)] * count)
 
 
-def _unique(ids: Any, param: Any) -> jax.Array | None:
-    """``[min(K, V)]``: the distinct rows, then empty slots."""
-    if ids is None:
-        return None
+def _unique(ids: Any, param: Any) -> jax.Array | slice | None:
+    """``[min(K, V)]``: the distinct rows, then empty slots; or all, or none of them."""
+    if ids is None or ids is True:
+        return slice(None) if ids else None
     ids = jnp.asarray(ids)
     if not jnp.issubdtype(ids.dtype, jnp.integer) or not jnp.ndim(param):
         raise TypeError(
             f"catch_up wants integer row numbers of a table, got {ids.dtype}"
             f"{list(ids.shape)} for a parameter of shape {jnp.shape(param)}; pass None for "
-            "what is not looked up"
+            "what is not looked up, True for all of it"
         )
     ids = ids.reshape(-1)
     nothing = jnp.zeros((ids.shape[0], 0))
@@ -173,9 +175,11 @@ def _each(
         else:
             dummy = jnp.zeros(rows.shape, bool)
             results.append(list(step_rows(made[id(rule)], rows, dummy, arrays))[1:])
+    if not results:
+        return params, state
     params, *slots, last, told = [
         tree.unflatten(column) for column in zip(*results, strict=True)
-    ] or [params, *(getattr(state, name) for name in names), (), ()]
+    ]
     clock = state.clock._replace(last=last, told=told)
     return params, state._replace(clock=clock, **dict(zip(names, slots, strict=True)))
 

@@ -14,12 +14,12 @@ from jslices.optim.base import (
     scaled,
     step_size,
 )
-from jslices.optim.decay import decaying_all, with_decay
+from jslices.optim.decay import check_decay, decaying_all, with_decay
 from jslices.optim.drift import Drift, Missed, fading
 from jslices.optim.in_place import Kernel
 from jslices.optim.moments import decayed
 from jslices.optim.rows import transformation
-from jslices.optim.rule import Rule, check_untouched, known, zeros
+from jslices.optim.rule import Rule, check_fading, check_untouched, zeros
 
 
 class LionState(NamedTuple):
@@ -90,6 +90,8 @@ def lion(
             'lion with rows that catch up (untouched="exact", or weight_decay_mode="all") '
             "takes a number for weight_decay, got a schedule"
         )
+    if exact and b2 == 0:
+        raise ValueError('lion(untouched="exact") needs b2 above 0, got 0')
     if exact and not everywhere:
         raise ValueError(
             'lion(untouched="exact", weight_decay_mode="touched"): the missed movement is '
@@ -109,7 +111,8 @@ def lion(
 
         if not (exact or everywhere):
             return Rule({"mu": zeros(mu_dtype)}, step, True)
-        known("lion", b2=b2, weight_decay=rate)
+        check_fading("lion", b1=b1, b2=b2)
+        check_decay("lion", learning_rate, rate)
         factor: Any = b2
         shrink: Any = rate
         drift = Drift(learning_rate, (), rate, run=True)
@@ -119,7 +122,7 @@ def lion(
                 return missed.decay * p, mu
             # p + sign / rate shrinks by the same factor in every missed step.
             far = -jnp.expm1(missed.run) / shrink if drift.decays else missed.run
-            return missed.decay * p - far * jnp.sign(mu), fading(factor, missed) * mu
+            return missed.decay * p - far * jnp.sign(b1 * mu), fading(factor, missed) * mu
 
         return Rule({"mu": zeros(mu_dtype)}, step, True, drift, coast)
 

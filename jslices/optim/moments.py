@@ -66,7 +66,7 @@ def two_steps(sums: Sequence[jax.Array]) -> tuple[tuple[jax.Array, jax.Array], .
     This is Gauss' quadrature with two nodes: exact for every cubic in ``q``, and so for a
     step whose ``eps`` is nothing, or everything, against the root.
     """
-    total = jnp.where(sums[0] > 0, sums[0], 1.0)
+    total = jnp.where(sums[0] != 0, sums[0], 1.0)
     mean, square, cube = (x / total for x in sums[1:])
     variance = jnp.maximum(square - mean**2, 0.0)
     third = cube - 3 * mean * square + 2 * mean**3
@@ -74,4 +74,7 @@ def two_steps(sums: Sequence[jax.Array]) -> tuple[tuple[jax.Array, jax.Array], .
     apart = jnp.sqrt(skew**2 + variance)
     upper = jnp.where(apart > 0, (apart - skew) / jnp.where(apart > 0, 2 * apart, 1), 0.5)
     low, high = jnp.maximum(mean + skew - apart, 0.0), mean + skew + apart
+    # Learning rates of both signs have no mean; the root is then taken as it was.
+    usual = (mean > 0) & (square > 0)
+    low, high = jnp.where(usual, low, 1.0), jnp.where(usual, high, 1.0)
     return ((1 - upper) * sums[0], low), (upper * sums[0], high)

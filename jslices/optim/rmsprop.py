@@ -19,7 +19,7 @@ from jslices.optim.drift import Drift, Missed, Series, fading
 from jslices.optim.in_place import Kernel
 from jslices.optim.moments import decayed, divided, weight_seen
 from jslices.optim.rows import transformation
-from jslices.optim.rule import Rule, check_untouched, full, known, zeros
+from jslices.optim.rule import Rule, check_fading, check_untouched, full, zeros
 
 
 class RmspropState(NamedTuple):
@@ -119,7 +119,7 @@ def rmsprop(
     slots = {name: starts[name] for name in names}
     if not exact:
         return transformation(RmspropState, Rule(slots, step))
-    known("rmsprop", decay=decay, momentum=momentum)
+    check_fading("rmsprop", decay=decay, momentum=momentum)
     fade: Any = decay
     carry: Any = momentum
 

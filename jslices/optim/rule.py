@@ -48,7 +48,15 @@ def full(value: Any) -> Callable[[jax.Array], jax.Array]:
 
 def row_of(value: Any) -> Callable[[jax.Array], jax.Array]:
     """A slot of one number for each row, ``[V]``."""
-    return lambda p: jnp.full(jnp.shape(p)[:1], value, jnp.asarray(p).dtype)
+    return lambda p: jnp.full_like(row_like(p, jnp.asarray(p).dtype), value)
+
+
+def row_like(p: Any, dtype: DTypeLike) -> jax.Array:
+    """``[V]`` zeros for the rows of ``p`` ``[V, *D]``, on the devices where these are."""
+    p = jnp.asarray(p)
+    if p.size == 0:
+        return jnp.zeros(p.shape[:1], dtype)
+    return jnp.zeros_like(p[(slice(None), *(0,) * (p.ndim - 1))[: p.ndim]], dtype=dtype)
 
 
 def check_untouched(name: str, untouched: str) -> bool:
@@ -59,6 +67,16 @@ def check_untouched(name: str, untouched: str) -> bool:
             'or "exact" (they are caught up later, as a dense optimizer moves them)'
         )
     return untouched == "exact"
+
+
+def check_fading(name: str, **decays: Any) -> None:
+    """Refuses decays that missed steps have no closed form for."""
+    known(name, **decays)
+    for key, value in decays.items():
+        if value is not None and not 0 <= float(value) < 1:
+            raise ValueError(
+                f'{name}(untouched="exact") needs {key} at least 0 and below 1, got {value}'
+            )
 
 
 def known(name: str, **numbers: Any) -> None:

@@ -17,7 +17,7 @@ from jslices.optim.drift import Drift, Missed, fading
 from jslices.optim.in_place import Kernel
 from jslices.optim.moments import momentum_series
 from jslices.optim.rows import transformation
-from jslices.optim.rule import Rule, check_untouched, known, zeros
+from jslices.optim.rule import Rule, check_fading, check_untouched, zeros
 
 
 class SgdState(NamedTuple):
@@ -90,7 +90,7 @@ def sgd(
     slots = {} if momentum is None else {"trace": zeros(accumulator_dtype)}
     rule = Rule(slots, step)
     if exact:
-        known("sgd", momentum=momentum)
+        check_fading("sgd", momentum=momentum)
         decay: Any = momentum
 
         def coast(missed: Missed, p: jax.Array, trace: jax.Array) -> tuple[jax.Array, ...]:
