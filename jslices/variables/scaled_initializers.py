@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from jslices.variables.initializers import Initializer
+from jslices.variables._initializer import Initializer
 
 # TensorFlow's names -> those of jax.nn.initializers.
 _DISTRIBUTIONS: dict[str, Any] = {
