@@ -34,7 +34,7 @@ def scope(name, **kwargs):
     return opened
 
 
-# --- the page "Sharing Variables", only the module's name changed ------------------
+# --- the page "Sharing Variables", only the module's name changed ---------------------
 
 
 def conv_relu(input, kernel_shape, bias_shape):
@@ -185,7 +185,7 @@ def test_scopes_name_operations_in_the_jaxpr():
     assert "foo/bar/add" in text
 
 
-# --- TensorFlow's numbers ------------------------------------------------------------
+# --- TensorFlow's numbers -------------------------------------------------------------
 
 
 def golden_nested():
@@ -330,7 +330,7 @@ def test_golden_errors(case):
         js.transform(ERRORS[case]).init(KEY)
 
 
-# --- what else the catalogue says ------------------------------------------------------
+# --- what else the catalogue says -----------------------------------------------------
 
 AUTO = js.AUTO_REUSE
 

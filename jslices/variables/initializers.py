@@ -94,8 +94,9 @@ class constant_initializer(Initializer):
     verify_shape: bool = False
 
     def make(self, key: Any, shape: tuple[int, ...], dtype: np.dtype) -> jax.Array:
+        theirs = dtype_of(self.value)
         value = jnp.asarray(self.value)
-        if kind_of(dtype_of(self.value)) > kind_of(dtype):
+        if kind_of(theirs) > kind_of(dtype):
             raise TypeError(
                 f"constant_initializer({self.value!r}) cannot make {dtype}: that would "
                 "round; give whole numbers"
