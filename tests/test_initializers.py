@@ -168,11 +168,14 @@ def test_mean_and_deviation_may_be_arrays():
     np.testing.assert_array_equal(mirrored, -js.random_normal_initializer()(KEY, (5,)))
 
 
-@pytest.mark.parametrize("shape", [(40, 30), (3, 3, 8, 16)])
-@pytest.mark.parametrize("mode", ["fan_in", "fan_out", "fan_avg"])
 @pytest.mark.parametrize(
-    "ours, theirs",
-    [("normal", "truncated_normal"), ("untruncated_normal", "normal"), ("uniform",) * 2],
+    "shape, mode, ours, theirs",
+    [
+        ((40, 30), "fan_in", "normal", "truncated_normal"),
+        ((40, 30), "fan_out", "untruncated_normal", "normal"),
+        ((3, 3, 8, 16), "fan_avg", "uniform", "uniform"),
+        ((3, 3, 8, 16), "fan_out", "truncated_normal", "truncated_normal"),
+    ],
 )
 def test_variance_scaling_is_that_of_jax(shape, mode, ours, theirs):
     wanted = jax.nn.initializers.variance_scaling(2.0, mode, theirs)(KEY, shape)
