@@ -1,5 +1,7 @@
 """Handles, explicit state, and the helpers, against TensorFlow's numbers and NumPy."""
 
+import copy
+import pickle
 import threading
 
 import hypothesis
@@ -469,6 +471,7 @@ def test_variables_are_a_mapping_and_a_pytree():
     assert repr(variables) == "Variables(foo/w: float32[2, 3], n: int32[] not trainable)"
     with pytest.raises(KeyError, match="no variable 'v'; there are: foo/w, n"):
         variables["v"]
+    assert all(not x.weak_type for x in variables.values())
     paths = [
         jax.tree_util.keystr(p) for p, _ in jax.tree_util.tree_leaves_with_path(variables)
     ]
@@ -478,6 +481,26 @@ def test_variables_are_a_mapping_and_a_pytree():
     # Two runs, eager or compiled, make one structure: nothing is compiled twice for it.
     assert jax.tree.structure(jax.jit(MODEL.init)(KEY, X)) == jax.tree.structure(variables)
     assert jax.tree.structure(MODEL.apply(variables, X)[1]) == jax.tree.structure(variables)
+
+
+def test_variables_pickle_and_copy():
+    variables = MODEL.init(KEY, X)
+    for again in (pickle.loads(pickle.dumps(variables)), copy.deepcopy(variables)):
+        assert jax.tree.structure(again) == jax.tree.structure(variables)
+        np.testing.assert_array_equal(again["foo/w"], variables["foo/w"])
+    with pytest.raises(ValueError, match="computed inside of the function"):
+        js.initialize_all_variables(again, KEY)
+
+
+def test_weak_types_become_strong():
+    def ones(key, shape, dtype):
+        return jnp.full(shape, 1.0)
+
+    model = js.transform(lambda: js.get_variable("v", [2], initializer=ones).value())
+    variables = model.init(KEY)
+    assert not variables["v"].weak_type
+    out, after = model.apply({"v": [1.0, 2.0]})
+    assert not out.weak_type and after["v"].dtype == jnp.float32
 
 
 def test_partitions_and_unions():
@@ -574,7 +597,8 @@ def test_apply_scans_maps_and_donates():
 
 def test_abstract_init_declares():
     shape = jax.ShapeDtypeStruct((4, 2), jnp.float32)
-    for args in ((KEY, X), (KEY, shape), (KEY, X, False)):
+    old = jax.random.PRNGKey(0)
+    for args in ((KEY, X), (KEY, shape), (KEY, X, False), (X,), (None, X), (old, X)):
         declared = MODEL.abstract_init(*args)
         assert jax.tree.structure(declared) == jax.tree.structure(MODEL.init(KEY, X))
         assert declared["foo/w"] == jax.ShapeDtypeStruct((2, 3), jnp.float32)

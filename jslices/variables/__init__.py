@@ -2,6 +2,21 @@
 
 Inside of a function given to :func:`transform` one writes the familiar calls; outside
 there are ``init``, ``apply`` and a pytree of :class:`Variables`.
+
+What differs from TensorFlow, on purpose:
+
+* The order of the program decides what a read sees, not a session.
+* Operations have no names; scopes put theirs into profiles instead.
+* Initializers take a PRNG key; a value depends on the key and the variable's name.
+* A float variable that is given no initializer gets ``glorot_uniform_initializer``, as
+  from TensorFlow 1.0 on (before it was ``uniform_unit_scaling_initializer``).
+* Row numbers out of range are dropped by the scatter methods, not refused.
+* Regularizers are called by ``get_collection``, when their losses are asked for.
+* ``count_up_to`` raises at the limit where it can; under ``jit`` it returns the limit.
+* A shared variable may be asked for by a constant of its own dtype; TensorFlow compares
+  with float32.
+* ``bool(variable)`` and a name of None are errors; there are no custom getters, no
+  partitioners and no caching devices.
 """
 
 from jslices.variables.collections import GraphKeys as GraphKeys

@@ -45,15 +45,15 @@ def create(frame: Frame, wish: Wish) -> LiveCell:
         )
     collections = _collections(wish)
     value = _made(frame, wish) if frame.mode is Mode.INIT else _given(frame, wish)
-    shape, dtype = (
-        (tuple(value.shape), np.dtype(value.dtype)) if is_array(value) else ((), np.float32)
-    )
+    if is_array(value):
+        shape, dtype = tuple(value.shape), np.dtype(value.dtype)
+    else:  # a None among the variables given: nothing is known but what is wished for
+        shape, dtype = wish.shape or (), wish.dtype or np.dtype(np.float32)
     info = VariableInfo(
         wish.name, bool(wish.trainable), collections, len(frame.entries), wish.initial
     )
-    declared = wish.dtype or np.dtype(dtype)
     entry = Entry(
-        info, value, shape, np.dtype(dtype), declared, wish.make, wish.regularizer
+        info, value, shape, dtype, wish.dtype or dtype, wish.make, wish.regularizer
     )
     return LiveCell(frame, entry)
 
@@ -71,9 +71,7 @@ def _collections(wish: Wish) -> tuple[str, ...]:
 
 
 def _made(frame: Frame, wish: Wish) -> jax.Array:
-    value = wish.make(frame.key_for(wish.name))
-    if not is_array(value):
-        value = jnp.asarray(value)
+    value = _strong(wish.make(frame.key_for(wish.name)))
     if wish.shape is not None and tuple(value.shape) != wish.shape:
         raise ValueError(
             f"the initializer of {wish.name} gave shape {tuple(value.shape)}, wanted "
@@ -86,6 +84,12 @@ def _made(frame: Frame, wish: Wish) -> jax.Array:
     return value
 
 
+def _strong(value: Any) -> jax.Array:
+    """An array whose dtype is its own: a weak one would become another with use."""
+    dtype = value.dtype if is_array(value) else np.asarray(value).dtype
+    return jnp.asarray(value, canonical_dtype(dtype))
+
+
 def _given(frame: Frame, wish: Wish) -> Any:
     if wish.name not in frame.given:
         raise ValueError(
@@ -95,7 +99,7 @@ def _given(frame: Frame, wish: Wish) -> Any:
         )
     value = frame.given[wish.name]
     if is_initialized(value):
-        value = jnp.asarray(value)
+        value = _strong(value)
     elif value is None:
         return None
     if wish.shape is not None and tuple(value.shape) != wish.shape:

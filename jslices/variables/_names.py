@@ -52,6 +52,16 @@ class Names:
         return new
 
     @contextlib.contextmanager
+    def given_back_on_error(self) -> Iterator[None]:
+        """Forgets the names taken within, if what they were for was refused."""
+        before = dict(self._times)
+        try:
+            yield
+        except BaseException:
+            self._times = before
+            raise
+
+    @contextlib.contextmanager
     def scope(self, name: str) -> Iterator[str]:
         """Opens a name scope; ``"foo/"`` re-enters one by its whole path, ``""`` none."""
         outside = self.prefix

@@ -88,12 +88,14 @@ def get_variable(
         )
     wish = dataclasses.replace(
         _wish(full, shape, dtype, initializer, scope),
-        name=frame.names.unique_path(full),
         trainable=trainable,
         collections=collections,
         regularizer=scope.regularizer if regularizer is None else regularizer,
     )
-    frame.store[full] = Variable._new(frame, wish)
+    with frame.names.given_back_on_error():
+        # A name that a Variable has already: this one becomes v_1, as in TensorFlow.
+        wish = dataclasses.replace(wish, name=frame.names.unique_path(full))
+        frame.store[full] = Variable._new(frame, wish)
     return frame.store[full]
 
 

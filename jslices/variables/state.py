@@ -1,6 +1,7 @@
 """Variables: the explicit state that familiar calls are turned into."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -79,17 +80,26 @@ class Variables(Mapping[str, Any]):
 
     # --- mapping ------------------------------------------------------------------
 
+    @functools.cached_property
+    def _places(self) -> dict[str, int]:
+        return {info.name: place for place, info in enumerate(self._infos)}
+
     def __getitem__(self, name: str) -> Any:
-        for info, value in zip(self._infos, self._values, strict=True):
-            if info.name == bare_name(name):
-                return value
-        raise KeyError(f"no variable {name!r}; there are: {', '.join(self) or 'none'}")
+        place = self._places.get(bare_name(name))
+        if place is None:
+            raise KeyError(f"no variable {name!r}; there are: {', '.join(self) or 'none'}")
+        return self._values[place]
 
     def __iter__(self) -> Iterator[str]:
         return (info.name for info in self._infos)
 
     def __len__(self) -> int:
         return len(self._infos)
+
+    def __reduce__(self) -> Any:
+        # Functions that make initial values may be closures, which do not pickle.
+        infos = [dataclasses.replace(info, initial=None) for info in self._infos]
+        return Variables, (dict(self), infos)
 
     # Comparing arrays is the user's business; as in jax.Array, there is no hash.
     __eq__ = object.__eq__
@@ -157,7 +167,7 @@ class Variables(Mapping[str, Any]):
           KeyError: naming the names that do not.
         """
         values = {bare_name(name): value for name, value in values.items()}
-        strange = [name for name in values if name not in self]
+        strange = [name for name in values if name not in self._places]
         if strange:
             raise KeyError(
                 f"no variables {', '.join(strange)}; there are: {', '.join(self) or 'none'}"

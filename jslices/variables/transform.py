@@ -4,8 +4,11 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
 from jslices.variables._names import bare_name
+from jslices.variables._values import is_array
 from jslices.variables.frame import Frame, Mode, running
 from jslices.variables.state import Variables
 from jslices.variables.variable import Variable
@@ -20,8 +23,8 @@ class Transformed(NamedTuple):
       apply: ``apply(variables, *args, **kwargs) -> (out, variables)``, what the function
         returns, and the variables after its assignments.
       abstract_init: ``abstract_init(key, *args, **kwargs) -> variables``, shapes and dtypes
-        (``jax.ShapeDtypeStruct``) only: declared, not initialised. Nothing is computed;
-        arguments may be ``jax.ShapeDtypeStruct``.
+        (``jax.ShapeDtypeStruct``) only: declared, not initialised. Nothing is computed or
+        drawn, so the key may be left out; arguments may be ``jax.ShapeDtypeStruct``.
     """
 
     init: Callable[..., Variables]
@@ -101,18 +104,18 @@ def transform(fn: Callable[..., Any]) -> Transformed:
             _refuse_handles(out)
             return out, frame.final_state()
 
-    def abstract_init(key: Any, *args: Any, **kwargs: Any) -> Variables:
+    def abstract_init(*args: Any, **kwargs: Any) -> Variables:
+        if args and _is_key(args[0]):
+            args = args[1:]
         # Only arrays become abstract: a flag or a number keeps deciding as it does in init.
-        leaves, structure = jax.tree.flatten((key, args, kwargs))
-        abstract = [hasattr(x, "shape") and hasattr(x, "dtype") for x in leaves]
+        leaves, structure = jax.tree.flatten((args, kwargs))
+        arrays = {i: x for i, x in enumerate(leaves) if is_array(x)}
 
-        def run(arrays: list[Any]) -> Variables:
-            rest = iter(arrays)
-            merged = [next(rest) if a else x for x, a in zip(leaves, abstract, strict=True)]
-            key, args, kwargs = jax.tree.unflatten(structure, merged)
-            return init(key, *args, **kwargs)
+        def run(arrays: dict[int, Any]) -> Variables:
+            merged = [arrays.get(i, x) for i, x in enumerate(leaves)]
+            args, kwargs = jax.tree.unflatten(structure, merged)
+            return init(jax.random.key(0), *args, **kwargs)
 
-        arrays = [x for x, a in zip(leaves, abstract, strict=True) if a]
         declared: Variables = jax.eval_shape(run, arrays)
         return declared
 
@@ -124,6 +127,14 @@ def _check_key(key: Any) -> None:
         raise TypeError(
             f"init wants a PRNG key first: init(jax.random.key(0), *args); got {key!r}"
         )
+
+
+def _is_key(x: Any) -> bool:
+    """Whether a first argument is a PRNG key, of the new or of the old kind, or None."""
+    if x is None or not is_array(x):
+        return x is None
+    old = x.dtype == np.uint32 and tuple(x.shape) in ((2,), (4,))
+    return old or bool(jnp.issubdtype(x.dtype, jax.dtypes.prng_key))
 
 
 def _by_bare_name(variables: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -79,11 +79,10 @@ class Variable(Assignable):
             raise ValueError("initial_value must be specified: Variable(jnp.zeros(3))")
         checked = check_name("Variable" if name is None else name, "Variable")
         wanted = None if dtype is None else canonical_dtype(dtype)
-        full = frame.names.unique(checked)
-        wish = _wish(full, initial_value, wanted)
-        self._bind(
-            frame, dataclasses.replace(wish, trainable=trainable, collections=collections)
-        )
+        with frame.names.given_back_on_error():
+            wish = _wish(frame.names.unique(checked), initial_value, wanted)
+            wish = dataclasses.replace(wish, trainable=trainable, collections=collections)
+            self._bind(frame, wish)
 
     def _bind(self, frame: Frame, wish: Wish) -> None:
         cell = self._cell = create(frame, wish)
