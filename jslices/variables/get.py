@@ -36,7 +36,7 @@ def get_variable(
       name: after the scope's: ``v`` in the scope ``foo/bar`` is ``foo/bar/v:0``.
       shape: of a new variable. Of a shared one: None, or what it must fit (None for any
         length of an axis).
-      dtype: None means the scope's, else float32, else that of a constant initializer.
+      dtype: None means that of a constant initializer, else the scope's, else float32.
       initializer: a function ``init(key, shape, dtype)``, such as those of jslices or of
         ``jax.nn.initializers``; or a constant, whose shape and dtype are then the
         variable's. None means the scope's, else ``glorot_uniform_initializer`` (zeros for
