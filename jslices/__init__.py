@@ -12,12 +12,16 @@ static capacity for unique rows, ``B`` the batch. *ids* are what one passes to a
 """
 
 from jslices import accumulators as accumulators
+from jslices import initializers as initializers
 from jslices import optim as optim
 from jslices import tree as tree
+from jslices import variables as variables
 from jslices._all_reduce import all_reduce_slices as all_reduce_slices
 from jslices._densify import DenseUseError as DenseUseError
 from jslices._densify import DensificationWarning as DensificationWarning
+from jslices._errors import FailedPreconditionError as FailedPreconditionError
 from jslices._errors import InvalidArgumentError as InvalidArgumentError
+from jslices._errors import OutOfRangeError as OutOfRangeError
 from jslices._grad.api import grad as grad
 from jslices._grad.api import value_and_grad as value_and_grad
 from jslices._grad.api import vjp as vjp
@@ -83,5 +87,35 @@ from jslices.optim.around.per_example import (
 )
 from jslices.optim.around.per_example import per_example_norms as per_example_norms
 from jslices.optim.around.project import project_rows as project_rows
+from jslices.variables import AUTO_REUSE as AUTO_REUSE
+from jslices.variables import Variable as Variable
+from jslices.variables import Variables as Variables
+from jslices.variables import all_variables as all_variables
+from jslices.variables import assert_variables_initialized as assert_variables_initialized
+from jslices.variables import constant_initializer as constant_initializer
+from jslices.variables import get_collection as get_collection
+from jslices.variables import get_variable as get_variable
+from jslices.variables import get_variable_scope as get_variable_scope
+from jslices.variables import glorot_normal_initializer as glorot_normal_initializer
+from jslices.variables import glorot_uniform_initializer as glorot_uniform_initializer
+from jslices.variables import initialize_all_variables as initialize_all_variables
+from jslices.variables import initialize_variables as initialize_variables
+from jslices.variables import name_scope as name_scope
+from jslices.variables import ones_initializer as ones_initializer
+from jslices.variables import orthogonal_initializer as orthogonal_initializer
+from jslices.variables import random_normal_initializer as random_normal_initializer
+from jslices.variables import random_uniform_initializer as random_uniform_initializer
+from jslices.variables import (
+    report_uninitialized_variables as report_uninitialized_variables,
+)
+from jslices.variables import trainable_variables as trainable_variables
+from jslices.variables import transform as transform
+from jslices.variables import truncated_normal_initializer as truncated_normal_initializer
+from jslices.variables import (
+    uniform_unit_scaling_initializer as uniform_unit_scaling_initializer,
+)
+from jslices.variables import variable_scope as variable_scope
+from jslices.variables import variance_scaling_initializer as variance_scaling_initializer
+from jslices.variables import zeros_initializer as zeros_initializer
 
 __version__ = "0.1.0"

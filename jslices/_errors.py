@@ -27,3 +27,17 @@ class UnavailableError(ConnectionError):
 
     Source: ``tf.errors.UnavailableError``.
     """
+
+
+class FailedPreconditionError(RuntimeError):
+    """What was asked for needs a state that is not there, such as an initialised variable.
+
+    Source: ``tf.errors.FailedPreconditionError``.
+    """
+
+
+class OutOfRangeError(IndexError):
+    """Something counted or read to its end; it is unchanged.
+
+    Source: ``tf.errors.OutOfRangeError``.
+    """

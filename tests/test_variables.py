@@ -1,0 +1,703 @@
+"""Handles, explicit state, and the helpers, against TensorFlow's numbers and NumPy."""
+
+import copy
+import pickle
+import threading
+
+import hypothesis
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import golden
+
+import jslices as js
+
+KEY = jax.random.key(0)
+ROWS = js.IndexedSlices(jnp.ones((2, 2)), jnp.array([1, 1]))
+
+
+def apply_once(fn, *args):
+    model = js.transform(fn)
+    return model.apply(model.init(KEY, *args), *args)
+
+
+# --- counting -------------------------------------------------------------------------
+
+COUNTS = golden("count_up_to")
+ERRORS = {"OutOfRangeError": js.OutOfRangeError}
+
+
+@pytest.mark.parametrize("case", COUNTS)
+def test_count_up_to_golden(case):
+    init, limit, dtype = case.split()
+    with jax.enable_x64(dtype == "int64"):
+        start, stop = int(init[5:]), int(limit[6:])
+        model = js.transform(lambda: js.Variable(start, dtype=dtype).count_up_to(stop))
+        variables = model.init(KEY)
+        jitted = jax.jit(model.apply)
+        for wanted in COUNTS[case]["calls"]:
+            before = int(variables["Variable"])
+            if isinstance(wanted, dict):
+                with pytest.raises(ERRORS[wanted["error"]], match=wanted["gist"]):
+                    model.apply(variables)
+                out, after = jitted(variables)  # which cannot raise
+                assert out >= stop and int(after["Variable"]) == before
+            else:
+                out, variables = model.apply(variables)
+                assert out == wanted and out.dtype == dtype
+        assert variables["Variable"] == COUNTS[case]["final"]
+        assert variables["Variable"].dtype == dtype
+
+
+@pytest.mark.parametrize(
+    "value, limit, error, words",
+    [
+        (0, 1.5, TypeError, "a Python int as limit"),
+        (0, jnp.array(3), TypeError, "a Python int as limit"),
+        (0, True, TypeError, "a Python int as limit"),
+        (0.0, 3, TypeError, "wants an integer variable, this is float32"),
+        ([0, 1], 3, ValueError, r"wants a scalar variable, this has \(2,\)"),
+        (0, 2**40, ValueError, "is no int32"),
+    ],
+)
+def test_count_up_to_refuses(value, limit, error, words):
+    with pytest.raises(error, match=f"count_up_to of n:0.*{words}"):
+        apply_once(lambda: js.Variable(value, name="n").count_up_to(limit))
+
+
+# --- assigning ------------------------------------------------------------------------
+
+
+def test_assignments_are_in_the_order_of_the_program():
+    def model(x):
+        v = js.Variable(jnp.zeros(2), name="v")
+        before = v.value()
+        added = v.assign_add(x)
+        seen = v + 0
+        v.assign_sub([1, 1])
+        v.assign(v * 2)
+        return before, added, seen, v.value()
+
+    model = js.transform(model)
+    x = jnp.array([3.0, 4.0])
+    variables = model.init(KEY, x)
+    assert variables["v"].tolist() == [0, 0]  # init returns what variables begin with
+    for apply in (model.apply, jax.jit(model.apply)):
+        out, after = apply(variables, x)
+        assert [a.tolist() for a in out] == [[0, 0], [3, 4], [3, 4], [4, 6]]
+        assert after["v"].tolist() == [4, 6] and variables["v"].tolist() == [0, 0]
+
+
+@pytest.mark.parametrize(
+    "initial, verb, value, error, words",
+    [
+        ([1.0, 2.0], "assign", [1.0], ValueError, r"assign to v:0.*the value \(1,\)"),
+        ([1.0, 2.0], "assign", 1.0, ValueError, "nothing is broadcast"),
+        ([1.0, 2.0], "assign_add", 1.0, ValueError, "assign_add to v:0 requires both"),
+        ([1.0, 2.0], "assign_sub", np.ones(3, "f"), ValueError, "assign_sub to v:0"),
+        (1.0, "assign", np.int32(1), TypeError, "v:0 wants float32, got an array of int32"),
+        (1, "assign", 1.5, TypeError, "assign to v:0 wants int32, got 1.5"),
+        (1, "assign_add", np.float32(1), TypeError, "assign_add to v:0 wants int32"),
+        (1.0, "assign", True, TypeError, "assign to v:0 wants float32, got True"),
+        (True, "assign", 1, TypeError, "assign to v:0 wants bool, got 1"),
+        (True, "assign_add", True, TypeError, "assign_add to v:0 wants numbers"),
+        (1.0, "assign", "a", TypeError, "cannot hold a string"),
+        ([1.0], "scatter_sub", [1.0], ValueError, "scatter_sub to v:0 wants IndexedSlices"),
+        ([1.0], "scatter_add", ROWS, ValueError, r"scatter_add to v:0.*rows of shape"),
+        (1.0, "scatter_add", ROWS, ValueError, r"a variable of shape \(\)"),
+        (np.ones((2, 2), int), "scatter_mul", ROWS, TypeError, "the variable is int32"),
+        (np.ones((2, 2), "f"), "assign_add", js.IndexedSlices(ROWS.values, [0, 1], (3, 2)),
+         ValueError, r"assign_add to v:0: the variable has shape \(2, 2\), the slices"),
+    ],
+)  # fmt: skip
+def test_refused_assignments_name_the_variable_and_change_nothing(
+    initial, verb, value, error, words
+):
+    def model():
+        v = js.Variable(initial, name="v")
+        with pytest.raises(error, match=words):
+            getattr(v, verb)(value)
+        return v.value()
+
+    np.testing.assert_array_equal(apply_once(model)[0], initial)
+
+
+@pytest.mark.parametrize(
+    "initial, value, dtype",
+    [
+        (1.5, 2, "float32"), (1, 2, "int32"), (True, False, "bool"),
+        (np.float64(1), np.float64(3), "float32"), (1.0, jnp.exp(1.0) * 0 + 2, "float32"),
+        (jnp.ones((), jnp.bfloat16), 3.0, "bfloat16"), (jnp.int8(1), 5, "int8"),
+    ],
+)  # fmt: skip
+def test_numbers_become_the_dtype(initial, value, dtype):
+    def model():
+        v = js.Variable(initial, name="v")
+        assert v.dtype == dtype
+        return v.assign(value)
+
+    out, variables = apply_once(model)
+    assert out == value and out.dtype == dtype and variables["v"].dtype == dtype
+
+
+def test_assigning_slices():
+    def model(slices):
+        v = js.Variable(jnp.ones((3, 2)), name="v")
+        v.assign_add(slices)
+        v.assign_sub(slices * 3)
+        with pytest.warns(js.DensificationWarning):
+            js.Variable(jnp.ones((3, 2)), name="w").assign(slices)
+
+    slices = js.IndexedSlices(jnp.ones((3, 2)), jnp.array([1, 1, 9]), (3, 2))
+    _, variables = apply_once(model, slices)
+    assert variables["v"].tolist() == [[1, 1], [-3, -3], [1, 1]]
+    assert variables["w"].tolist() == [[0, 0], [2, 2], [0, 0]]
+
+
+STEPS = {
+    "add": lambda old, row: old + row,
+    "sub": lambda old, row: old - row,
+    "mul": lambda old, row: old * row,
+    "div": lambda old, row: np.trunc(old / row),
+    "min": np.minimum,
+    "max": np.maximum,
+    "update": lambda old, row: row,
+}
+SCATTERS = tuple(STEPS)
+
+
+def numpy_scatter(how, table, indices, values):
+    """One after the other, as TensorFlow says; indices out of range are dropped."""
+    table = table.copy()
+    for i, row in zip(indices, values, strict=True):
+        if 0 <= i < len(table):
+            table[i] = STEPS[how](table[i], row)
+    return table
+
+
+def all_scatters(table, indices, values):
+    outs = {}
+    for how in SCATTERS:
+        v = js.Variable(table, name=how)
+        outs[how] = getattr(v, f"scatter_{how}")(js.IndexedSlices(values, indices))
+    return outs
+
+
+SCATTER_MODEL = js.transform(all_scatters)
+SCATTER = jax.jit(lambda *args: SCATTER_MODEL.apply(SCATTER_MODEL.init(None, *args), *args))
+
+
+@hypothesis.given(
+    st.lists(st.integers(-3, 7), min_size=6, max_size=6),
+    st.lists(st.integers(1, 5), min_size=12, max_size=12),
+    st.lists(st.integers(-50, 50), min_size=10, max_size=10),
+)
+@hypothesis.settings(max_examples=25)
+def test_scatter_methods_against_numpy(indices, values, table):
+    indices, values = np.array(indices, "i4"), np.array(values, "i4").reshape(6, 2)
+    table = np.array(table, "i4").reshape(5, 2)
+    outs, variables = SCATTER(table, indices, values)
+    for how in SCATTERS:
+        wanted = numpy_scatter(how, table, indices, values)
+        np.testing.assert_array_equal(outs[how], wanted, err_msg=how)
+        np.testing.assert_array_equal(variables[how], wanted)
+
+
+@pytest.mark.parametrize("how", SCATTERS)
+def test_scatter_golden(how):
+    """A duplicate-free and a duplicated case of floats, by the rule of TensorFlow."""
+    table, values = np.full((4, 3), 8.0, "f"), np.full((3, 3), 2.0, "f")
+    model = js.transform(lambda i: getattr(js.Variable(table, name="v"), f"scatter_{how}")(
+        js.IndexedSlices(values, i, (99, 3)), use_locking=True))  # fmt: skip
+    for indices in ([0, 2, 3], [1, 1, 1]):
+        indices = np.array(indices)
+        out, _ = model.apply(model.init(KEY, indices), indices)
+        np.testing.assert_allclose(out, numpy_scatter(how, table, indices, values))
+
+
+def test_scatter_of_nothing():
+    empty = js.IndexedSlices(jnp.zeros((0, 2)), jnp.zeros(0, int))
+    for how in SCATTERS:
+        for num_rows in (0, 3):
+            v = jnp.ones((num_rows, 2))
+            out, _ = apply_once(lambda v=v, how=how: getattr(
+                js.Variable(v), f"scatter_{how}")(empty))  # fmt: skip
+            assert out.tolist() == v.tolist()
+
+
+# --- the handle as an array -----------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda v: v + 1, lambda v: 1 - v, lambda v: v * v, lambda v: 2 / v,
+        lambda v: v // 2,
+        lambda v: 7 % v, lambda v: v**2, lambda v: 2.0**v, lambda v: -v, lambda v: abs(v),
+        lambda v: v > 2, lambda v: v <= 2, lambda v: v @ v, lambda v: v[1], lambda v: v.T,
+        lambda v: jnp.sum(v), lambda v: jnp.stack([v, v]), lambda v: jnp.ones((2, 2)) + v,
+        lambda v: np.ones((2, 2), "f") * v, lambda v: jnp.einsum("ij,kj->ik", v, v),
+        lambda v: jax.jit(lambda x: x * 2)(v), lambda v: jax.vmap(jnp.sum)(v),
+        lambda v: jax.nn.softmax(v), lambda v: v.astype("int32"), lambda v: v.at[0].set(0),
+        lambda v: js.embedding_lookup(v, [0, 1, 1]),
+        lambda v: jnp.take(v, jnp.array([1]), 0),
+        lambda v: np.asarray(v), lambda v: float(v[0, 0]), lambda v: round(v),
+    ],
+)  # fmt: skip
+def test_a_handle_is_used_as_an_array(use):
+    array = jnp.array([[1.0, 2.0], [3.0, 4.0]])
+    seen = []
+    js.transform(lambda: seen.append(use(js.Variable(array)))).init(KEY)
+    np.testing.assert_array_equal(seen[0], use(array))
+
+
+@pytest.mark.parametrize("use", [len, iter, bool, lambda v: v.nonsense, lambda v: v._x])
+def test_what_a_handle_is_not(use):
+    def model():
+        with pytest.raises((TypeError, AttributeError)):
+            use(js.Variable([1.0, 2.0]))
+
+    js.transform(model).init(KEY)
+
+
+def test_description():
+    def model():
+        v = js.Variable(np.zeros((2, 3), np.float32), name="a/v", collections=["mine"])
+        assert repr(v) == "<js.Variable 'a/v:0' shape=(2, 3) dtype=float32>"
+        assert (v.name, v.shape, v.get_shape()) == ("a/v:0", (2, 3), (2, 3))
+        assert v.dtype == np.float32 and v.ndim == 2 and v.trainable
+        assert v != js.Variable(v) and len({v, v}) == 1
+        n = js.Variable(3)
+        n += 1  # as in TensorFlow: an array from here on
+        assert isinstance(n, jax.Array) and int(n) == 4
+
+    js.transform(model).init(KEY)
+
+
+@pytest.mark.parametrize(
+    "make, error, words",
+    [
+        (lambda: js.Variable(), ValueError, "initial_value must be specified"),
+        (lambda: js.Variable("text"), TypeError, "cannot hold a string"),
+        (lambda: js.Variable(1.5, dtype="int32"), TypeError, "wants int32, got 1.5"),
+        (lambda: js.Variable(jnp.ones(2), dtype="int32"), TypeError, "wants int32"),
+        (lambda: js.Variable(0, name="a b"), ValueError, "'a b' is not a valid name"),
+        (lambda: js.Variable(0, collections="x"), ValueError, "list, tuple or set"),
+    ],
+)
+def test_refused_variables(make, error, words):
+    with pytest.raises(error, match=words):
+        js.transform(make).init(KEY)
+
+
+def test_initial_values():
+    def model(x):
+        a = js.Variable(x, name="a")
+        js.Variable(a.initialized_value() * 2, name="b")
+        js.Variable(a, name="copy")
+        js.Variable(lambda: np.ones(2, np.float32), name="c")
+        js.Variable(lambda key: jax.random.normal(key, (3,)), name="d")
+        js.Variable([x[0], 1.0], name="e")
+        js.Variable(1, name="f", dtype=jnp.float32)
+        js.Variable(js.ones_initializer()(None, [2]), name="g")
+
+    x = jnp.array([1.0, 2.0])
+    variables = js.transform(model).init(KEY, x)
+    assert list(variables) == ["a", "b", "copy", "c", "d", "e", "f", "g"]
+    assert variables["b"].tolist() == [2, 4] and variables["e"].tolist() == [1, 1]
+    assert variables["d"].std() > 0 and variables["f"].dtype == np.float32
+    # Nothing is shared with the caller, nor between variables: all may be donated.
+    jax.jit(lambda v: jax.tree.map(lambda x: x + 1, v), donate_argnums=0)(variables)
+    assert x.tolist() == [1, 2]
+
+
+# --- handles that leak ----------------------------------------------------------------
+
+
+def leak():
+    kept = []
+    model = js.transform(lambda: kept.append(js.get_variable("v", [2])))
+    variables = model.init(KEY)
+    model.apply(variables)
+    return kept
+
+
+@pytest.mark.parametrize("use", [
+    lambda v: v.value(), lambda v: v + 1, lambda v: v.assign([1, 2]), lambda v: jnp.sum(v),
+    lambda v: v.initialized_value(), lambda v: v.scatter_sub(ROWS),
+    lambda v: v.eval(), lambda v: v[0],
+])  # fmt: skip
+@pytest.mark.parametrize("which, run", [(0, "init"), (1, "apply")])
+def test_a_handle_that_leaked(use, which, run):
+    v = leak()[which]
+    with pytest.raises((RuntimeError, ValueError), match="v:0") as caught:
+        use(v)
+    if not isinstance(caught.value, ValueError):
+        assert f"v:0 was used outside of the {run} that made it" in str(caught.value)
+    assert "v:0" in repr(v)  # which a debugger may call
+
+
+def test_a_handle_from_one_run_in_another():
+    old = leak()[1]
+    with pytest.raises(RuntimeError, match="was used outside of the apply that made it"):
+        apply_once(lambda: old + js.get_variable("v", [2]))
+
+
+def test_returning_a_handle():
+    model = js.transform(lambda: {"out": js.get_variable("v", [2])})
+    with pytest.raises(ValueError, match=r"returned the Variable v:0 itself.*leak"):
+        model.apply(model.init(KEY))
+
+
+INNER = {
+    "scan": lambda f: jax.lax.scan(lambda c, x: (c + f(), None), 0.0, None, length=2),
+    "jit": lambda f: jax.jit(f)(),
+    "vmap": lambda f: jax.vmap(lambda x: x + f())(jnp.ones(2)),
+    "grad": lambda f: jax.grad(lambda x: x * f())(1.0),
+    "cond": lambda f: jax.lax.cond(jnp.array(True), f, lambda: 0.0),
+    "checkpoint": lambda f: jax.checkpoint(f)(),
+}
+
+
+@pytest.mark.parametrize("how", INNER)
+def test_inner_transformations_may_read_but_not_write(how):
+    def reading():
+        v = js.Variable(1.0, name="v")
+        INNER[how](lambda: v * 2)
+
+    def assigning():
+        v = js.Variable(1.0, name="v")
+        INNER[how](lambda: v.assign_add(1.0))
+
+    def creating():
+        INNER[how](lambda: js.Variable(1.0, name="v") * 2)
+
+    apply_once(reading)
+    with pytest.raises(RuntimeError, match="assign_add to v:0 inside of a scan, cond"):
+        apply_once(assigning)
+    with pytest.raises(RuntimeError, match="v would be created inside of a scan, cond"):
+        apply_once(creating)
+
+
+def test_a_copy_cannot_be_assigned():
+    def model():
+        v = js.Variable(1.0, name="v")
+        jax.jit(lambda w: w.assign(2.0))(v)
+
+    with pytest.raises(RuntimeError, match="assign to v:0 on a copy"):
+        apply_once(model)
+
+
+def test_threads_do_not_share():
+    """Each thread has a stack of its own: scopes and handles do not cross."""
+    errors, barrier = [], threading.Barrier(4)
+
+    def model(number):
+        with js.variable_scope(f"scope{number}"):
+            barrier.wait(timeout=30)
+            v = js.get_variable("v", initializer=float(number))
+            barrier.wait(timeout=30)
+            assert js.get_variable_scope().name == f"scope{number}"
+            return v.assign_add(1.0)
+
+    def work(number):
+        try:
+            out, variables = apply_once(lambda: model(number))
+            assert out == number + 1 and list(variables) == [f"scope{number}/v"]
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(n,)) for n in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors
+
+
+def test_a_thread_within_a_run_is_outside_of_it():
+    caught = []
+
+    def attempt(use):
+        try:
+            use()
+        except RuntimeError as error:
+            caught.append(str(error))
+
+    def model():
+        v = js.get_variable("v", [2])
+        for use in (v.value, js.get_variable_scope):
+            thread = threading.Thread(target=attempt, args=(use,))
+            thread.start()
+            thread.join()
+
+    js.transform(model).init(KEY)
+    assert "or into another thread" in caught[0] and "A new thread is outside" in caught[1]
+
+
+def test_transforms_nest():
+    inner = js.transform(lambda x: js.get_variable("w", initializer=2.0) * x)
+
+    def outer(x):
+        w = js.get_variable("w", initializer=3.0)
+        y, _ = inner.apply(inner.init(KEY, x), x * w)
+        return y + w
+
+    out, variables = apply_once(outer, 1.0)
+    assert out == 9 and list(variables) == ["w"]
+
+
+# --- the state ------------------------------------------------------------------------
+
+
+def example(x, training=True):
+    with js.variable_scope("foo"):
+        w = js.get_variable("w", [2, 3])
+    n = js.Variable(0, name="n", trainable=False, collections=["counts"])
+    if training:
+        n.assign_add(1)
+    return x @ w
+
+
+MODEL, X = js.transform(example), jnp.ones((4, 2))
+
+
+def test_variables_are_a_mapping_and_a_pytree():
+    variables = MODEL.init(KEY, X)
+    assert list(variables) == list(variables.keys()) == ["foo/w", "n"]
+    assert variables["foo/w:0"] is variables["foo/w"] and "n" in variables
+    assert repr(variables) == "Variables(foo/w: float32[2, 3], n: int32[] not trainable)"
+    with pytest.raises(KeyError, match="no variable 'v'; there are: foo/w, n"):
+        variables["v"]
+    assert all(not x.weak_type for x in variables.values())
+    paths = [
+        jax.tree_util.keystr(p) for p, _ in jax.tree_util.tree_leaves_with_path(variables)
+    ]
+    assert paths == ["['foo/w']", "['n']"]
+    again = jax.tree.map(lambda x: x, variables)
+    assert jax.tree.structure(again) == jax.tree.structure(variables)
+    # Two runs, eager or compiled, make one structure: nothing is compiled twice for it.
+    assert jax.tree.structure(jax.jit(MODEL.init)(KEY, X)) == jax.tree.structure(variables)
+    assert jax.tree.structure(MODEL.apply(variables, X)[1]) == jax.tree.structure(variables)
+
+
+def test_variables_pickle_and_copy():
+    variables = MODEL.init(KEY, X)
+    for again in (pickle.loads(pickle.dumps(variables)), copy.deepcopy(variables)):
+        assert jax.tree.structure(again) == jax.tree.structure(variables)
+        np.testing.assert_array_equal(again["foo/w"], variables["foo/w"])
+    with pytest.raises(ValueError, match="computed inside of the function"):
+        js.initialize_all_variables(again, KEY)
+
+
+def test_weak_types_become_strong():
+    def ones(key, shape, dtype):
+        return jnp.full(shape, 1.0)
+
+    model = js.transform(lambda: js.get_variable("v", [2], initializer=ones).value())
+    variables = model.init(KEY)
+    assert not variables["v"].weak_type
+    out, after = model.apply({"v": [1.0, 2.0]})
+    assert not out.weak_type and after["v"].dtype == jnp.float32
+
+
+def test_partitions_and_unions():
+    variables = MODEL.init(KEY, X)
+    assert list(variables.trainable) == ["foo/w"] and list(variables.non_trainable) == ["n"]
+    assert list(variables.collection("counts")) == ["n"]
+    assert variables.infos[1].collections == ("counts",)
+    assert variables.infos[0].collections == ("variables", "trainable_variables")
+    for union in (variables.trainable | variables.non_trainable,
+                  variables.non_trainable | variables.trainable):  # fmt: skip
+        assert list(union) == ["foo/w", "n"]
+        assert jax.tree.structure(union) == jax.tree.structure(variables)
+    changed = variables.replace({"n:0": jnp.array(7)})
+    assert changed["n"] == 7 and variables["n"] == 0
+    with pytest.raises(KeyError, match=r"no variables m; there are: foo/w, n"):
+        variables.replace({"m": 1})
+    assert dict(variables | {"new": 3})["new"] == 3
+
+
+def test_apply_takes_any_mapping_and_keeps_what_it_does_not_know():
+    variables = MODEL.init(KEY, X)
+    plain = {
+        "other": jnp.ones(1),
+        "n:0": np.int32(4),
+        "foo/w": np.asarray(variables["foo/w"]),
+    }
+    out, after = MODEL.apply(plain, X)
+    np.testing.assert_allclose(out, MODEL.apply(variables, X)[0])
+    assert list(after) == ["foo/w", "n", "other"] and after["n"] == 5
+    assert list(after.trainable) == ["foo/w", "other"]
+    kept = MODEL.apply(variables | {"other": jnp.ones(1)}, X, training=False)[1]
+    assert kept["n"] == 0 and kept["other"] == 1
+
+
+@pytest.mark.parametrize(
+    "given, error, words",
+    [
+        ({"n": 1}, ValueError, "foo/w is not among those given to apply, which are"),
+        ({"foo/w": jnp.ones((3, 2)), "n": 1}, ValueError, r"foo/w has shape \(2, 3\)"),
+        ({"foo/w": jnp.ones((2, 3), int), "n": 1}, ValueError, "foo/w has dtype float"),
+        ({"foo/w": jnp.ones((2, 3)), "n": 1.5}, ValueError, "Variable n has dtype int32"),
+        (jnp.ones(3), TypeError, "apply wants the variables first"),
+    ],
+)  # fmt: skip
+def test_apply_refuses(given, error, words):
+    with pytest.raises(error, match=words):
+        MODEL.apply(given, X)
+
+
+def test_another_precision_may_be_given():
+    half = jax.tree.map(lambda x: x.astype(jnp.bfloat16), MODEL.init(KEY, X).trainable)
+    out, after = MODEL.apply(half | {"n": 0}, X.astype(jnp.bfloat16))
+    assert out.dtype == jnp.bfloat16 and after["foo/w"].dtype == jnp.bfloat16
+
+
+@pytest.mark.parametrize("call", [
+    lambda: js.transform(3), lambda: MODEL.init(0, X), lambda: MODEL.init("key", X),
+])  # fmt: skip
+def test_transform_refuses(call):
+    with pytest.raises(TypeError, match=r"wants a (function|PRNG key first)"):
+        call()
+
+
+def test_no_key_where_nothing_is_random():
+    assert js.transform(lambda: js.Variable(1)).init(None)["Variable"] == 1
+    with pytest.raises(ValueError, match="draws random numbers and got no key"):
+        MODEL.init(None, X)
+
+
+def test_apply_scans_maps_and_donates():
+    variables = MODEL.init(KEY, X)
+
+    def body(state, x):
+        out, state = MODEL.apply(state, x)
+        return state, out.sum()
+
+    after, _ = jax.lax.scan(body, variables, jnp.ones((5, 4, 2)))
+    assert after["n"] == 5
+    many = jax.vmap(MODEL.init, (0, None))(jax.random.split(KEY, 3), X)
+    outs, after = jax.vmap(MODEL.apply, (0, None))(many, X)
+    assert outs.shape == (3, 4, 3) and after["n"].tolist() == [1, 1, 1]
+    step = jax.jit(MODEL.apply, donate_argnums=0)
+    table = variables["foo/w"].unsafe_buffer_pointer()
+    _, after = step(variables, X)
+    assert variables["foo/w"].is_deleted()
+    assert after["foo/w"].unsafe_buffer_pointer() == table  # in place
+    assert (
+        step._cache_size() == 1 and step(after, X)[1]["n"] == 2 and step._cache_size() == 1
+    )
+
+
+# --- declared, and the helpers --------------------------------------------------------
+
+
+def test_abstract_init_declares():
+    shape = jax.ShapeDtypeStruct((4, 2), jnp.float32)
+    old = jax.random.PRNGKey(0)
+    for args in ((KEY, X), (KEY, shape), (KEY, X, False), (X,), (None, X), (old, X)):
+        declared = MODEL.abstract_init(*args)
+        assert jax.tree.structure(declared) == jax.tree.structure(MODEL.init(KEY, X))
+        assert declared["foo/w"] == jax.ShapeDtypeStruct((2, 3), jnp.float32)
+    assert "foo/w: float32[2, 3] not initialised" in repr(declared)
+    huge = js.transform(lambda: js.get_variable("t", [10**9, 64]).shape)
+    assert huge.abstract_init(KEY)["t"].shape == (10**9, 64)
+    assert js.adam(1e-3) and list(declared.trainable) == ["foo/w"]
+
+
+def test_reading_what_is_only_declared():
+    declared = MODEL.abstract_init(KEY, X)
+    with pytest.raises(js.FailedPreconditionError, match="uninitialized value n"):
+        MODEL.apply(declared, X)
+
+    def model():
+        n = js.Variable(5, name="n")
+        assert js.report_uninitialized_variables() == ["n"]
+        assert js.report_uninitialized_variables([n]) == ["n"]
+        with pytest.raises(js.FailedPreconditionError, match="uninitialized value n"):
+            js.assert_variables_initialized()
+        with pytest.raises(js.FailedPreconditionError):
+            n.assign_add(1)
+        with pytest.raises(js.FailedPreconditionError):
+            n.count_up_to(9)
+        assert n.initialized_value() == 5
+        n.assign(7)  # which needs no old value
+        return n.initialized_value()
+
+    model = js.transform(model)
+    out, variables = model.apply({"n": jax.ShapeDtypeStruct((), jnp.int32)})
+    assert out == 7 and variables["n"] == 7
+
+
+def test_helpers_on_explicit_state():
+    variables, declared = MODEL.init(KEY, X), MODEL.abstract_init(KEY, X)
+    assert js.report_uninitialized_variables(variables) == []
+    assert js.report_uninitialized_variables(declared) == ["foo/w", "n"]
+    partly = declared.replace({"n": jnp.array(3)})
+    assert js.report_uninitialized_variables(partly) == ["foo/w"]
+    assert js.assert_variables_initialized(variables) is variables
+    assert js.assert_variables_initialized({}) is None
+    with pytest.raises(js.FailedPreconditionError, match="uninitialized value foo/w, n;"):
+        js.assert_variables_initialized(declared)
+    for start in (declared, MODEL.apply(variables, X)[1]):
+        again = js.initialize_all_variables(start, KEY)
+        jax.tree.map(np.testing.assert_array_equal, again, variables)
+    some = js.initialize_variables(declared, ["n:0"], KEY)
+    assert js.report_uninitialized_variables(some) == ["foo/w"] and some["n"] == 0
+    assert js.initialize_variables(variables, [], KEY).keys() == variables.keys()
+    assert list(js.all_variables(variables)) == ["foo/w"]  # "n" is in "counts" only
+    assert list(js.trainable_variables(variables, scope="foo")) == ["foo/w"]
+    assert list(js.trainable_variables(variables, scope="oo")) == []
+    compiled = jax.jit(js.initialize_all_variables)(variables, KEY)
+    jax.tree.map(np.testing.assert_array_equal, compiled, variables)
+
+
+def test_helpers_inside():
+    def model():
+        js.get_variable("a", [1])
+        js.get_variable("b", [1], trainable=False)
+        js.get_variable("ab", [1], collections=[])
+        names = (
+            [v.name for v in js.all_variables()],
+            [v.name for v in js.trainable_variables()],
+        )
+        assert [v.name for v in js.all_variables(scope="a")] == ["a:0"]
+        assert js.report_uninitialized_variables() == []
+        assert js.assert_variables_initialized()
+        return names
+
+    assert apply_once(model)[0] == (["a:0", "b:0"], ["a:0", "ab:0"])
+
+
+@pytest.mark.parametrize(
+    "call, error, words",
+    [
+        (
+            lambda v: js.initialize_variables(v, "n", KEY),
+            TypeError,
+            "wants a list of names",
+        ),
+        (lambda v: js.initialize_variables(v, 3, KEY), TypeError, "wants a list of names"),
+        (lambda v: js.initialize_variables(v, ["m"], KEY), KeyError, "no variable 'm'"),
+        (lambda v: js.initialize_all_variables({}, KEY), TypeError, "wants the Variables"),
+        (lambda v: js.all_variables(3), TypeError, "wants the Variables"),
+        (lambda v: js.report_uninitialized_variables(3), TypeError, "wants the Variables"),
+    ],
+)
+def test_helpers_refuse(call, error, words):
+    with pytest.raises(error, match=words):
+        call(MODEL.init(KEY, X))
+
+
+def test_computed_initial_values_are_only_made_by_init():
+    variables = js.transform(lambda x: js.Variable(x, name="v")).init(KEY, X)
+    with pytest.raises(ValueError, match=r"initial value of v was computed .* model\.init"):
+        js.initialize_all_variables(variables, KEY)
+
+
+def test_errors_are_pythons_own_too():
+    assert issubclass(js.OutOfRangeError, IndexError)
+    assert issubclass(js.FailedPreconditionError, RuntimeError)
