@@ -27,3 +27,17 @@ class UnavailableError(ConnectionError):
 
     Source: ``tf.errors.UnavailableError``.
     """
+
+
+class NotFoundError(FileNotFoundError, KeyError):
+    """Something that was asked for by name is not there: a file, or a variable in it.
+
+    Source: ``tf.errors.NotFoundError``.
+    """
+
+
+class DataLossError(ValueError):
+    """A file is damaged: what it holds is not what was written.
+
+    Source: ``tf.errors.DataLossError``.
+    """
