@@ -20,7 +20,7 @@ _ESCAPED = {ord(k): v for k, v in zip("\n\r\t\"'\\", "nrt\"'\\", strict=True)}
 
 
 def dump(fields: Iterable[tuple[str, str | float]]) -> str:
-    """``name: value`` lines. Bytes beyond ASCII are written in octal, as TensorFlow does."""
+    """``name: value`` lines. Bytes beyond ASCII are octal, as TensorFlow has them."""
     return "".join(f"{name}: {_text(value)}\n" for name, value in fields)
 
 
@@ -51,9 +51,7 @@ def parse(text: bytes) -> list[tuple[str, str | float]]:
     return [(name, _decoded(value)) for name, value in fields]
 
 
-def _value(
-    name: str, value: bytes | float | None, token: re.Match[bytes]
-) -> bytes | float:
+def _value(name: str, value: bytes | float | None, token: re.Match[bytes]) -> bytes | float:
     if token["number"]:
         if not name or value is not None:
             raise ValueError(f"{token['number']!r} belongs to no field")

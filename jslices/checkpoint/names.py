@@ -25,9 +25,11 @@ def named_leaves(
     pairs, structure = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_leaf)
     names = ["/".join(map(key_text, path)) or ROOT for path, _ in pairs]
     check_names(names)
-    twice = sorted({name for name in names if names.count(name) > 1}) if (
-        len(set(names)) < len(names)
-    ) else []
+    twice = (
+        sorted({name for name in names if names.count(name) > 1})
+        if (len(set(names)) < len(names))
+        else []
+    )
     if twice:
         raise InvalidArgumentError(
             f"two variables would be saved under one name: {twice}. A key that holds a "

@@ -188,7 +188,7 @@ def update_checkpoint_state(
             f"Save path {newest!r} conflicts with path used for checkpoint state. "
             "Please use a different save path."
         )
-    if not os.path.isdir(directory):
+    if not os.path.isdir(directory or "."):
         raise NotFoundError(f"the directory {directory!r} is not there; create it first")
     state = CheckpointState(newest, paths, times, last_preserved_timestamp)
     write_text(filename, state.text())
@@ -213,5 +213,5 @@ def _parsed(fields: list[tuple[str, str | float]]) -> CheckpointState:
         values[name].append(value)
     if len(values[_PATH]) > 1 or len(values[_PRESERVED]) > 1:
         raise ValueError("a field that may stand once stands twice")
-    path, preserved = (values[_PATH] or [""])[0], (values[_PRESERVED] or [None])[0]
-    return CheckpointState(path, values[_PATHS], values[_TIMES], preserved)  # type: ignore
+    path, preserved = next(iter(values[_PATH]), ""), next(iter(values[_PRESERVED]), None)
+    return CheckpointState(path, values[_PATHS], values[_TIMES], preserved)  # type: ignore[arg-type]

@@ -18,8 +18,8 @@ def describe(tree: Any, prefix: str = "") -> Any:
     if tree is None:
         return None
     if is_slices(tree):
-        parts = {n: _joined(prefix, n) for n in ("values", "indices")}
-        return {"slices": parts, "dense_shape": tree.dense_shape}
+        values, indices = _joined(prefix, "values"), _joined(prefix, "indices")
+        return {"slices": [values, indices], "dense_shape": tree.dense_shape}
     children, _ = jax.tree_util.tree_flatten_with_path(
         tree, is_leaf=lambda node: node is not tree
     )
@@ -37,11 +37,13 @@ def rebuild(description: Any, leaves: Mapping[str, Any]) -> Any:
         return None
     if isinstance(description, str):
         return leaves[description]
-    (kind, parts), *rest = description.items()
+    kind, parts = next(iter(description.items()))
     if kind == "slices":
-        shape = rest[0][1]
-        children = tuple(leaves[parts[name]] for name in ("values", "indices"))
-        return IndexedSlices.tree_unflatten(None if shape is None else tuple(shape), children)
+        shape = description["dense_shape"]
+        children = tuple(leaves[name] for name in parts)
+        return IndexedSlices.tree_unflatten(
+            None if shape is None else tuple(shape), children
+        )
     if kind == "dict":
         return {key: rebuild(part, leaves) for key, part in parts}
     return {"list": list, "tuple": tuple}[kind](rebuild(part, leaves) for part in parts)

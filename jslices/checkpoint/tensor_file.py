@@ -67,15 +67,12 @@ def write(descriptor: int, tensors: dict[str, Tensor], metadata: dict[str, str])
     header = functools.partial(_header, tensors, order, metadata)
     with open(descriptor, "wb", buffering=0, closefd=False) as file:
         write_all(file, header(sums))
-        with concurrent.futures.ThreadPoolExecutor(1) as pool:
-            for name in order:
-                chunks = _chunks(tensors[name].blocks())
-                total = 0
-                for chunk in chunks:  # the checksum is taken while the chunk is written
-                    checksum = pool.submit(zlib.crc32, chunk, total)
+        for name in order:
+            with Checksum(tensors[name].num_bytes) as checksum:
+                for chunk in _chunks(tensors[name].blocks()):
+                    checksum.add(chunk)
                     write_all(file, chunk)
-                    total = checksum.result()
-                sums[name] = f"{total:08x}"
+                sums[name] = f"{checksum.total():08x}"
         file.seek(0)
         write_all(file, header(sums))
         os.fsync(descriptor)
@@ -115,9 +112,42 @@ def _header(
 
 def _chunks(blocks: Iterable[np.ndarray]) -> Iterator[memoryview]:
     for block in blocks:
-        flat = memoryview(np.ascontiguousarray(block).reshape(-1).view(np.uint8))
+        flat = as_bytes(np.ascontiguousarray(block))
         for start in range(0, len(flat), _CHUNK):
             yield flat[start : start + _CHUNK]
+
+
+class Checksum:
+    """CRC-32 of chunks, each taken in another thread while its giver goes on."""
+
+    def __init__(self, num_bytes: int) -> None:
+        # One chunk is not worth a thread.
+        self._pool = (
+            concurrent.futures.ThreadPoolExecutor(1) if num_bytes > _CHUNK else None
+        )
+        self._total = 0
+        self._pending: concurrent.futures.Future[int] | None = None
+
+    def add(self, chunk: memoryview) -> None:
+        """Takes in a chunk; the one before it is done with when this returns."""
+        total = self.total()
+        if self._pool is None:
+            self._total = zlib.crc32(chunk, total)
+        else:
+            self._pending = self._pool.submit(zlib.crc32, chunk, total)
+
+    def total(self) -> int:
+        """The checksum so far."""
+        if self._pending is not None:
+            self._total, self._pending = self._pending.result(), None
+        return self._total
+
+    def __enter__(self) -> "Checksum":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._pool is not None:
+            self._pool.shutdown()
 
 
 class TensorFile:
@@ -138,7 +168,9 @@ class TensorFile:
             self._checked = _OWN in self.metadata
             self._offsets = {n: tuple(t["data_offsets"]) for n, t in header.items()}
             self.shapes = {n: tuple(t["shape"]) for n, t in header.items()}
-            self.dtypes = {n: _DTYPES.get(t["dtype"], t["dtype"]) for n, t in header.items()}
+            self.dtypes = {
+                n: _DTYPES.get(t["dtype"], t["dtype"]) for n, t in header.items()
+            }
         self._verified: set[str] = set()
 
     def read(self, name: str, out: np.ndarray | None = None) -> np.ndarray:
@@ -149,11 +181,11 @@ class TensorFile:
         if not out.flags.c_contiguous:
             out[...] = self.view(name)
             return out
-        target = out.reshape(-1).view(np.uint8)
+        target = as_bytes(out)
 
         def copied(start: int) -> memoryview:
             target[start : start + _CHUNK] = source[start : start + _CHUNK]
-            return memoryview(target[start : start + _CHUNK])
+            return target[start : start + _CHUNK]
 
         self._check(name, copied, len(source))
         return out
@@ -162,19 +194,17 @@ class TensorFile:
         """One tensor as it lies in the file, checked when first asked for."""
         source = self._flat(name)
         if name not in self._verified:
-            self._check(name, lambda i: memoryview(source[i : i + _CHUNK]), len(source))
-        return source.view(self._dtype(name)).reshape(self.shapes[name])
+            self._check(name, lambda start: source[start : start + _CHUNK], len(source))
+        flat = np.frombuffer(source, np.uint8).view(self._dtype(name))
+        return flat.reshape(self.shapes[name])
 
     def _check(self, name: str, chunk_at: Callable[[int], memoryview], size: int) -> None:
-        total, base = 0, self._start + self._offsets[name][0]
-        with concurrent.futures.ThreadPoolExecutor(1) as pool:
-            checksum: concurrent.futures.Future[int] | None = None
+        base = self._start + self._offsets[name][0]
+        with Checksum(size) as checksum:
             for start in range(0, size, _CHUNK):
-                chunk = chunk_at(start)
-                total = checksum.result() if checksum else 0
-                checksum = pool.submit(zlib.crc32, chunk, total)
+                checksum.add(chunk_at(start))
                 self._forget(base + start - _CHUNK)
-            total = checksum.result() if checksum else 0
+            total = checksum.total()
         if self._checked and self.metadata.get(f"crc32:{name}") != f"{total:08x}":
             raise DataLossError(
                 f"{self.path} is damaged: the checksum of {name!r} does not fit. Restore "
@@ -189,10 +219,9 @@ class TensorFile:
             length = min(_CHUNK, len(self._bytes) - start)
             self._bytes.madvise(mmap.MADV_DONTNEED, start, length)
 
-    def _flat(self, name: str) -> np.ndarray:
+    def _flat(self, name: str) -> memoryview:
         first, last = self._offsets[name]
-        start = self._start + first
-        return np.frombuffer(self._bytes, np.uint8, last - first, start)
+        return memoryview(self._bytes)[self._start + first : self._start + last]
 
     def _dtype(self, name: str) -> np.dtype[Any]:
         if self.dtypes[name] not in CODES:
@@ -210,6 +239,12 @@ class TensorFile:
             raise
         except Exception as error:
             raise DataLossError(f"{self.path} is damaged: {what} ({error})") from error
+
+
+def as_bytes(array: np.ndarray) -> memoryview:
+    """The memory of a contiguous array."""
+    flat: Any = array.reshape(-1).view(np.uint8)
+    return memoryview(flat)
 
 
 def empty(shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray:
