@@ -8,9 +8,10 @@ import numpy as np
 from jslices._errors import DataLossError, NotFoundError
 from jslices.checkpoint import files
 from jslices.checkpoint.leaves import Spec
+from jslices.checkpoint.memory import dtype_named, empty
 from jslices.checkpoint.names import check_names
 from jslices.checkpoint.shards import read_info, saved_id
-from jslices.checkpoint.tensor_file import TensorFile, dtype_named, empty
+from jslices.checkpoint.tensor_file import TensorFile
 
 Index = tuple[slice, ...]
 

@@ -10,7 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jslices._errors import InvalidArgumentError
-from jslices.checkpoint.tensor_file import CODES, Tensor, dtype_named
+from jslices.checkpoint.memory import CODES, dtype_named
+from jslices.checkpoint.tensor_writer import Tensor
 
 _BLOCK = 1 << 26  # bytes of a table that are gathered at a time
 

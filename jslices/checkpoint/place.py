@@ -10,7 +10,7 @@ import numpy as np
 from jslices._errors import InvalidArgumentError
 from jslices.checkpoint.archive import Archive, Index
 from jslices.checkpoint.leaves import Spec, as_leaf
-from jslices.checkpoint.tensor_file import dtype_named
+from jslices.checkpoint.memory import dtype_named
 
 _NUMBERS = {"bool": "b", "int": "iu", "float": "f", "complex": "c"}
 

@@ -7,7 +7,8 @@ from typing import Any
 
 from jslices.checkpoint import files
 from jslices.checkpoint.leaves import Leaf
-from jslices.checkpoint.tensor_file import Tensor, TensorFile, write
+from jslices.checkpoint.tensor_file import TensorFile
+from jslices.checkpoint.tensor_writer import Tensor, write
 
 #: The metadata entry that describes a file.
 INFO = "jslices"
