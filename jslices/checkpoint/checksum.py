@@ -11,9 +11,7 @@ class Checksum:
 
     def __init__(self, num_bytes: int) -> None:
         # One chunk is not worth a thread.
-        self._pool = (
-            concurrent.futures.ThreadPoolExecutor(1) if num_bytes > _CHUNK else None
-        )
+        self._pool = concurrent.futures.ThreadPoolExecutor(1) if num_bytes > CHUNK else None
         self._total = 0
         self._pending: concurrent.futures.Future[int] | None = None
 
