@@ -55,7 +55,7 @@ def test_numpy_dtypes(dtype, shape, tmp_path):
         array = rng.integers(0, 2, shape).astype(dtype)
     else:
         array = np.zeros(shape, dtype)
-        array[...] = rng.integers(0, 99, shape).astype(dtype)
+        array[...] = rng.integers(0, 9, shape).astype(dtype)
     array = np.asarray(array)
     path = js.Saver().save({"a": array}, tmp_path / "m")
     back = js.Saver().restore(path)["a"]
@@ -78,7 +78,7 @@ def everything():
         "key": jax.random.split(jax.random.key(3), 2),
         "old_key": jax.random.PRNGKey(3),
         "rbg": jax.random.key(1, impl="rbg"),
-        "nested": [1, (2.5, None, {}), [], (), {"deep/er": True, 7: 2j}],
+        "nested": [1, (2.5, None, {}), [], (), {"deep/er": True}, {7: 2j}],
         "points": Point(jnp.zeros(()), np.ones(2)),
         "text": "naïve",
         "bytes": b"\0\1",
@@ -159,14 +159,16 @@ def test_files_are_safetensors(tmp_path):
     safetensors.save_file(theirs, tmp_path / "theirs")
     restored = js.Saver().restore(tmp_path / "theirs", tree)
     np.testing.assert_array_equal(restored["a"]["b"], tree["a"]["b"])
-    assert set(js.Saver().restore(tmp_path / "theirs", None and tree) or ()) >= set()
+    flat = js.Saver().restore(tmp_path / "theirs")
+    assert set(flat) == {"a/b", "h"} and isinstance(flat["h"], jax.Array)
+    assert flat["a/b"].dtype == np.float64  # NumPy's, as JAX would make it narrower
 
 
 def test_wide_numbers_are_not_made_narrow(tmp_path):
     with jax.enable_x64(True):
         path = js.Saver().save({"a": jnp.ones(2, jnp.float64)}, tmp_path / "m")
         assert js.Saver().restore(path)["a"].dtype == jnp.float64
-    with pytest.raises(ValueError, match="which JAX would make narrower; set jax.config"):
+    with pytest.raises(ValueError, match=r"which JAX would make narrower; set jax.config"):
         js.Saver().restore(path)
     assert js.Saver().restore(path, {"a": np.zeros(2)})["a"].dtype == np.float64
 

@@ -78,7 +78,7 @@ def test_steps(step, name, tmp_path):
 
 @pytest.mark.parametrize("step", [1.0, np.float32(1), True, jnp.ones(()), np.arange(2), []])
 def test_steps_that_are_none(step, tmp_path):
-    with pytest.raises(TypeError, match="global_step must be an integer"):
+    with pytest.raises(TypeError, match=r"global_step must be an integer"):
         js.Saver().save(SMALL, tmp_path / "m", step)
     assert os.listdir(tmp_path) == []
 
@@ -120,16 +120,16 @@ def test_errors_of_save(variables, path, options, kind, text, tmp_path):
 
 def test_a_directory_in_the_way(tmp_path):
     (tmp_path / "m").mkdir()
-    with pytest.raises(ValueError, match="m is a directory; give the path of a file"):
+    with pytest.raises(ValueError, match=r"m is a directory; give the path of a file"):
         js.Saver().save(SMALL, tmp_path / "m")
 
 
 def test_traced_and_donated_variables_are_named(tmp_path):
-    with pytest.raises(TypeError, match="'v' is being traced: save outside of jit"):
+    with pytest.raises(TypeError, match=r"'v' is being traced: save outside of jit"):
         jax.jit(lambda v: js.Saver().save({"v": v}, tmp_path / "m"))(1.0)
     x = jnp.ones(3)
     x.delete()
-    with pytest.raises(ValueError, match="'x' was donated to a jitted function"):
+    with pytest.raises(ValueError, match=r"'x' was donated to a jitted function"):
         js.Saver().save({"x": x}, tmp_path / "m")
     assert os.listdir(tmp_path) == []
 
@@ -207,7 +207,7 @@ def test_set_last_checkpoints_are_never_deleted(tmp_path):
     paths = [first.save(SMALL, tmp_path / "old", i) for i in range(2)]
     saver = js.Saver(max_to_keep=1)
     for wrong in (tuple(paths), paths[0], None):
-        with pytest.raises(AssertionError, match="must be a list"):
+        with pytest.raises(AssertionError, match=r"must be a list"):
             saver.set_last_checkpoints(wrong)
     saver.set_last_checkpoints(paths)
     saver.set_last_checkpoints(paths[:1])
@@ -308,18 +308,18 @@ def test_errors_of_restore(template, kind, text, saved):
 
 
 def test_all_misfits_are_told_at_once(saved):
-    with pytest.raises(ValueError, match="'n' was saved as .*; 'w' was saved as "):
+    with pytest.raises(ValueError, match=r"'n' was saved as .*; 'w' was saved as "):
         js.Saver().restore(saved, {"w": jnp.zeros(1), "n": jnp.zeros(3)})
 
 
 def test_errors_of_paths(tmp_path):
-    with pytest.raises(ValueError, match="Can't load save_path when it is None."):
+    with pytest.raises(ValueError, match=r"Can't load save_path when it is None."):
         js.Saver().restore(None)
     for path in (tmp_path / "no", tmp_path, tmp_path / "no" / "m"):
-        with pytest.raises(ValueError, match="The passed save_path is not a valid checkp"):
+        with pytest.raises(ValueError, match=r"The passed save_path is not a valid checkp"):
             js.Saver().restore(path)
     (tmp_path / "tf.index").write_text("")
-    with pytest.raises(ValueError, match="it is one of TensorFlow's own format"):
+    with pytest.raises(ValueError, match=r"it is one of TensorFlow's own format"):
         js.Saver().restore(tmp_path / "tf")
 
 
@@ -329,7 +329,7 @@ def test_reshape(saved):
     restored = saver.restore(saved, template)
     np.testing.assert_array_equal(restored["w"], np.arange(6.0).reshape(3, 2))
     assert restored["n"].shape == (3, 1) and isinstance(restored["n"], np.ndarray)
-    with pytest.raises(ValueError, match="the number of elements differs"):
+    with pytest.raises(ValueError, match=r"the number of elements differs"):
         saver.restore(saved, {"w": jnp.zeros(5)})
 
 

@@ -69,7 +69,9 @@ def test_unreadable_is_logged_and_ignored(text, tmp_path, caplog):
 def test_no_path_at_all_is_an_error(text, tmp_path):
     write(tmp_path, text)
     for function in (js.get_checkpoint_state, js.latest_checkpoint):
-        with pytest.raises(ValueError, match="Invalid checkpoint state loaded from .*chec"):
+        with pytest.raises(
+            ValueError, match=r"Invalid checkpoint state loaded from .*chec"
+        ):
             function(tmp_path)
 
 
@@ -119,12 +121,12 @@ def test_relative_directories_are_taken_off(tmp_path, monkeypatch):
 
 
 def test_errors_of_update(tmp_path):
-    with pytest.raises(NotFoundError, match="the directory '.*/no' is not there"):
+    with pytest.raises(NotFoundError, match=r"the directory '.*/no' is not there"):
         js.update_checkpoint_state(tmp_path / "no", "m")
     for path in ("checkpoint", str(tmp_path / "checkpoint")):
-        with pytest.raises(RuntimeError, match="conflicts with path used for checkpoint"):
+        with pytest.raises(RuntimeError, match=r"conflicts with path used for checkpoint"):
             js.update_checkpoint_state(tmp_path, path)
-    with pytest.raises(ValueError, match="1 timestamps for 2 checkpoints"):
+    with pytest.raises(ValueError, match=r"1 timestamps for 2 checkpoints"):
         js.update_checkpoint_state(tmp_path, "m", ["a", "m"], None, [1.0])
     assert os.listdir(tmp_path) == []
 

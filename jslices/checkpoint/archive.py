@@ -3,12 +3,13 @@
 import os
 from typing import Any
 
+import jax
 import numpy as np
 
 from jslices._errors import DataLossError, NotFoundError
 from jslices.checkpoint import files
 from jslices.checkpoint.leaves import Spec
-from jslices.checkpoint.memory import dtype_named, empty
+from jslices.checkpoint.memory import CODES, dtype_named, empty
 from jslices.checkpoint.names import check_names
 from jslices.checkpoint.shards import read_info, saved_id
 from jslices.checkpoint.tensor_file import TensorFile
@@ -192,9 +193,15 @@ def _open_shard(path: str, save_id: str, family: list[str]) -> TensorFile:
 
 def _specs(info: dict[str, Any], file: TensorFile) -> dict[str, Spec]:
     if "variables" not in info:
-        return {n: Spec("jax", file.dtypes[n], file.shapes[n]) for n in file.shapes}
+        return {n: _foreign(file.dtypes[n], file.shapes[n]) for n in file.shapes}
     check_names(info["variables"], f"in {file.path} ")
     return {
         name: Spec(kind, dtype, tuple(shape))
         for name, (kind, dtype, shape) in info["variables"].items()
     }
+
+
+def _foreign(dtype: str, shape: tuple[int, ...]) -> Spec:
+    """Of another tool's file: an array of JAX's, unless JAX would make it narrower."""
+    fits = dtype in CODES and jax.dtypes.canonicalize_dtype(dtype) == dtype_named(dtype)
+    return Spec("jax" if fits else "numpy", dtype, shape)

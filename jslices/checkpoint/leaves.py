@@ -130,8 +130,8 @@ def _kind_and_array(name: str, value: Any) -> tuple[str, Any]:
     if isinstance(value, bool | int | float | complex):
         return _python_type(value).__name__, np.asarray(value)
     raise TypeError(
-        f"{name!r} is of the type {type(value).__name__}, which cannot be saved; a variable is an "
-        "array, a number, a string, or a pytree of them"
+        f"{name!r} is of the type {type(value).__name__}, which cannot be saved; a "
+        "variable is an array, a number, a string, or a pytree of them"
     )
 
 
