@@ -1,4 +1,20 @@
-"""Checkpoints: TensorFlow's Saver for pytrees, in safetensors files."""
+"""Checkpoints: TensorFlow's Saver for pytrees, in safetensors files.
+
+``Saver`` is for one process, several devices included. For several processes, or saving
+in the background, the same trees go through Orbax as they are::
+
+    import orbax.checkpoint as ocp
+
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(directory, {"params": params, "state": state})
+        checkpointer.wait_until_finished()
+        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
+        restored = checkpointer.restore(directory, shapes)
+
+IndexedSlices and the states of optimizers are pytrees, and come back as such because
+``restore`` is given their shapes. Orbax has no deltas, and does not keep random keys apart
+from arrays in all of its handlers: save ``jax.random.key_data(key)``.
+"""
 
 from jslices._errors import DataLossError as DataLossError
 from jslices._errors import NotFoundError as NotFoundError

@@ -35,8 +35,10 @@ def shard_path(prefix: str, number: int, count: int) -> str:
 def open_new(path: str) -> int:
     """A descriptor of a new file, locked for as long as this process lives."""
     flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0)
-    descriptor = os.open(path, flags, 0o666)
-    _try_lock(descriptor)
+    # Nobody cleans up between the two steps and finds a file without a lock.
+    with directory_lock(os.path.dirname(path), exclusive=False):
+        descriptor = os.open(path, flags, 0o666)
+        _try_lock(descriptor)
     return descriptor
 
 
