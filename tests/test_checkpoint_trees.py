@@ -183,6 +183,16 @@ def test_restored_arrays_can_be_donated(tmp_path):
     assert float(js.Saver().restore(path)["t"].sum()) == 0.0
 
 
+def test_what_was_donated_still_says_what_is_wanted(tmp_path):
+    tree = {"t": jnp.ones((4, 2)), "u": on_mesh(("x",))}
+    path = js.Saver().save(tree, tmp_path / "m")
+    sharding = tree["u"].sharding
+    for leaf in tree.values():
+        leaf.delete()
+    restored = js.Saver().restore(path, tree)
+    assert float(restored["t"].sum()) == 8.0 and restored["u"].sharding == sharding
+
+
 # --- shards ---------------------------------------------------------------------------
 
 SPECS = [("x",), (None, "x"), ("x", "y"), ("y",), (), (("x", "y"),)]

@@ -6,14 +6,14 @@ in the background, the same trees go through Orbax as they are::
     import orbax.checkpoint as ocp
 
     with ocp.StandardCheckpointer() as checkpointer:
-        checkpointer.save(directory, {"params": params, "state": state})
+        tree = {"params": params, "state": state}
+        checkpointer.save(directory, tree)
         checkpointer.wait_until_finished()
         shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
         restored = checkpointer.restore(directory, shapes)
 
 IndexedSlices and the states of optimizers are pytrees, and come back as such because
-``restore`` is given their shapes. Orbax has no deltas, and does not keep random keys apart
-from arrays in all of its handlers: save ``jax.random.key_data(key)``.
+``restore`` is given their shapes.
 """
 
 from jslices._errors import DataLossError as DataLossError
