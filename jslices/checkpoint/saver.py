@@ -1,43 +1,25 @@
 """Saver: checkpoints of any pytree, with TensorFlow's names, retention and state file."""
 
 import dataclasses
-import operator
 import os
 from collections.abc import Mapping, Sequence
 from typing import Any
-
-import jax
-import numpy as np
 
 from jslices._errors import InvalidArgumentError, NotFoundError
 from jslices.checkpoint import files
 from jslices.checkpoint.archive import Archive
 from jslices.checkpoint.delta import part_of_delta
 from jslices.checkpoint.leaves import Leaf, as_leaf
-from jslices.checkpoint.names import brief, check_var_list, choose, named_leaves
-from jslices.checkpoint.place import misfit, original, place
+from jslices.checkpoint.names import check_var_list, choose, named_leaves
+from jslices.checkpoint.paths import checkpoint_path, step_number
+from jslices.checkpoint.restoring import restore_all, restore_into
 from jslices.checkpoint.retention import Retention
+from jslices.checkpoint.saver_def import SaverDef
 from jslices.checkpoint.shards import Part, by_device, whole, write_checkpoint
 from jslices.checkpoint.state_file import update_checkpoint_state
-from jslices.checkpoint.structure import describe, rebuild
+from jslices.checkpoint.structure import describe
 
 Path = str | os.PathLike[str]
-
-
-@dataclasses.dataclass(frozen=True)
-class SaverDef:
-    """The options of a :class:`Saver`, under the names of TensorFlow's ``SaverDef``.
-
-    There is no graph, so the names of its tensors are what TensorFlow would have used.
-    """
-
-    max_to_keep: int = 5
-    sharded: bool = False
-    keep_checkpoint_every_n_hours: float = 10000.0
-    filename_tensor_name: str = "save/Const:0"
-    save_tensor_name: str = "save/control_dependency:0"
-    restore_op_name: str = "save/restore_all"
-    version: int = 2
 
 
 class Saver:
@@ -148,7 +130,7 @@ class Saver:
         for those that are sharded or not on the host.
         """
         leaves, info = self._leaves(variables)
-        prefix = self._prefix(path, _step_number(global_step, variables), latest_filename)
+        prefix = self._path(variables, path, global_step, latest_filename)
         if files.checkpoint_exists(prefix):
             if os.path.abspath(prefix) in self._retention.needed_bases():
                 raise InvalidArgumentError(
@@ -202,7 +184,7 @@ class Saver:
         file.
         """
         leaves, info = self._leaves(variables)
-        prefix = self._prefix(path, _step_number(global_step, variables), latest_filename)
+        prefix = self._path(variables, path, global_step, latest_filename)
         base = self._base_of(prefix)
         part, row_names = part_of_delta(leaves, touched, base)
         name = os.path.basename(base.prefix)
@@ -222,11 +204,8 @@ class Saver:
         self._previous = (prefix, save_id)
         if write_state:
             self._retention.record(prefix)
-            directory, newest, paths = (
-                os.path.dirname(prefix),
-                prefix,
-                self.last_checkpoints,
-            )
+            directory = os.path.dirname(prefix)
+            newest, paths = prefix, self.last_checkpoints
             if self._save_relative_paths:
                 # To an absolute directory, or TensorFlow's rule would apply once more.
                 directory = os.path.abspath(directory)
@@ -250,32 +229,11 @@ class Saver:
             info["structure"] = describe(variables)
         return leaves, info
 
-    def _prefix(
-        self,
-        path: Path,
-        step: int | None,
-        latest_filename: str | None,
+    def _path(
+        self, variables: Any, path: Path, global_step: Any, latest_filename: str | None
     ) -> str:
-        prefix = os.fspath(path)
-        if not isinstance(prefix, str):
-            raise TypeError(f"path must be a str, not {type(prefix).__name__}")
-        directory, name = os.path.split(prefix)
-        state = latest_filename or "checkpoint"
-        if not name:
-            raise ValueError(f"{prefix!r} is no path of a checkpoint; it ends in no name")
-        if os.path.dirname(state):
-            raise ValueError(f"'latest_filename' must not contain path components: {state}")
-        if step is not None:
-            prefix += f"-{step:08d}" if self._pad else f"-{step:d}"
-        if os.path.basename(prefix) == state and not self._sharded:
-            raise ValueError(
-                f"'latest_filename' collides with 'save_path': {state!r} and {prefix!r}"
-            )
-        if not os.path.isdir(directory or "."):
-            raise ValueError(f"Parent directory of {prefix} doesn't exist, can't save.")
-        if os.path.isdir(prefix):
-            raise ValueError(f"{prefix} is a directory; give the path of a file")
-        return prefix
+        step = step_number(global_step, variables)
+        return checkpoint_path(path, step, latest_filename, self._pad, self._sharded)
 
     def _base_of(self, prefix: str) -> Archive:
         if self._previous is None:
@@ -340,47 +298,11 @@ class Saver:
             raise ValueError("Can't load save_path when it is None.")
         archive = Archive(os.fspath(path))
         if variables is None:
-            restored = self._restore_all(archive)
+            restored = restore_all(archive, self._var_list)
         else:
-            restored = self._restore_into(archive, variables)
+            restored = restore_into(archive, variables, self._var_list, self._reshape)
         self._previous = (archive.prefix, archive.save_id)
         return restored
-
-    def _restore_all(self, archive: Archive) -> Any:
-        if self._var_list is None:
-            leaves = {name: original(archive, name) for name in archive.specs}
-            return rebuild(archive.structure, leaves) if archive.has_structure else leaves
-        inverse = self._var_list
-        if isinstance(inverse, Mapping):
-            inverse = {name: saved for saved, name in inverse.items()}
-        chosen = choose(list(archive.specs), inverse, f"{archive.prefix} holds")
-        return {name: original(archive, saved) for name, saved in chosen.items()}
-
-    def _restore_into(self, archive: Archive, variables: Any) -> Any:
-        names, templates, structure = named_leaves(variables)
-        chosen = choose(names, self._var_list, "the variables hold")
-        saved_as = {name: saved for saved, name in chosen.items()}
-        missing = sorted(saved for saved in chosen if saved not in archive.specs)
-        if missing:
-            raise NotFoundError(
-                f"Restoring from checkpoint failed: {archive.prefix} holds no {missing}; "
-                f"it holds {brief(archive.specs)}"
-            )
-        problems = []
-        for name, template in zip(names, templates, strict=True):
-            if name in saved_as:
-                spec = archive.specs[saved_as[name]]
-                problems.append(misfit(name, spec, template, self._reshape))
-        if any(problems):
-            raise InvalidArgumentError(
-                f"Restoring from checkpoint failed: in {archive.prefix} "
-                + "; ".join(problem for problem in problems if problem)
-            )
-        leaves = [
-            place(archive, saved_as[name], template) if name in saved_as else template
-            for name, template in zip(names, templates, strict=True)
-        ]
-        return jax.tree.unflatten(structure, leaves)
 
     # --- the list of checkpoints --------------------------------------------------
 
@@ -427,24 +349,3 @@ class Saver:
 
 class _NotAList(TypeError, AssertionError):
     """TensorFlow's AssertionError, which is a TypeError."""
-
-
-def _step_number(step: Any, variables: Any) -> int | None:
-    if step is None:
-        return None
-    if isinstance(step, str):
-        names, values, _ = named_leaves(variables)
-        if step not in names:
-            raise NotFoundError(
-                f"global_step={step!r} is no variable; there are {brief(names)}"
-            )
-        step = values[names.index(step)]
-    try:
-        if isinstance(step, bool | np.bool_) or np.ndim(step):
-            raise TypeError
-        return operator.index(step.item() if hasattr(step, "item") else step)
-    except TypeError:
-        raise TypeError(
-            f"global_step must be an integer, an array of one, or the name of a variable, "
-            f"not {step!r}"
-        ) from None

@@ -53,27 +53,14 @@ def write_checkpoint(
     paths = [files.shard_path(prefix, i, count) for i in range(count)]
     paths = paths if sharded else [prefix]
     descriptors: list[int] = []
-    waiting = [(files.temporary_path(path, save_id), path) for path in paths]
-    committed = False
+    waiting = {path: files.temporary_path(path, save_id) for path in paths}
     try:
-        for number, (part, (temporary, _)) in enumerate(zip(parts, waiting, strict=True)):
+        for number, (part, path) in enumerate(zip(parts, paths, strict=True)):
             mine = {"id": save_id, "version": _VERSION, "shard": number, "shards": count}
-            mine["starts"] = {name: start for name, (_, start) in part.items()}
             mine |= info if number == 0 else {}
-            descriptors.append(files.open_new(temporary))
-            tensors = {name: tensor for name, (tensor, _) in part.items()}
-            write(descriptors[-1], tensors, {INFO: json.dumps(mine)})
-        directory = os.path.dirname(prefix)
-        with files.directory_lock(directory, exclusive=True):
-            files.clean(directory, saved_id)
-            for temporary, path in waiting:  # the first one decides
-                os.replace(temporary, path)
-                committed = True
-            for family in files.families(prefix):
-                if family != paths:
-                    for path in family:
-                        files.remove(path)
-            files.sync_directory(directory)
+            descriptors.append(files.open_new(waiting[path]))
+            _write_part(descriptors[-1], part, mine)
+        _publish(prefix, waiting)
     except OSError as error:
         raise OSError(
             error.errno,
@@ -82,13 +69,33 @@ def write_checkpoint(
             error.filename or prefix,
         ) from error
     finally:
-        if not committed:
-            for temporary, _ in waiting:
+        # Once the first shard has its name the others are part of a checkpoint.
+        if os.path.exists(waiting[paths[0]]):
+            for temporary in waiting.values():
                 with contextlib.suppress(OSError):
                     files.remove(temporary)
-        for descriptor in descriptors:
+        for descriptor in descriptors:  # their locks end here
             os.close(descriptor)
     return save_id
+
+
+def _write_part(descriptor: int, part: Part, info: dict[str, Any]) -> None:
+    starts = {name: start for name, (_, start) in part.items()}
+    tensors = {name: tensor for name, (tensor, _) in part.items()}
+    write(descriptor, tensors, {INFO: json.dumps({**info, "starts": starts})})
+
+
+def _publish(prefix: str, waiting: dict[str, str]) -> None:
+    """Gives written files their names. The first one decides."""
+    directory, paths = os.path.dirname(prefix), list(waiting)
+    with files.directory_lock(directory, exclusive=True):
+        files.clean(directory, saved_id)
+        for path, temporary in waiting.items():
+            os.replace(temporary, path)
+        for family in files.families(prefix):
+            for path in family if family != paths else ():
+                files.remove(path)
+        files.sync_directory(directory)
 
 
 def read_info(file: TensorFile) -> dict[str, Any]:
