@@ -29,7 +29,10 @@ def assert_holds(path, variables):
         np.testing.assert_array_equal(restored[name], value)
 
 
-@pytest.mark.parametrize(("kind", "kills"), [("steps", 80), ("shards", 70), ("deltas", 50)])
+KILLS = [("steps", 70), ("shards", 60), ("deltas", 40), ("steps+shards", 30)]
+
+
+@pytest.mark.parametrize(("kind", "kills"), KILLS)
 def test_killed_processes(kind, kills, tmp_path):
     command = [sys.executable, TESTS / "kill_savers.py", tmp_path, kind, str(kills)]
     path = os.pathsep.join([str(TESTS.parent), *sys.path])

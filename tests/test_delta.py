@@ -45,6 +45,7 @@ def by_name(ids):
 
 TOUCHED = {
     "names": by_name,
+    "tuple": lambda ids: by_name(tuple(ids)),
     "array": lambda ids: by_name(jnp.array(ids)),
     "with empty slots": lambda ids: by_name(np.array([*ids, V, -1, *ids])),
     "mask": lambda ids: by_name(np.isin(np.arange(V), ids)),

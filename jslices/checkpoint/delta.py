@@ -82,11 +82,11 @@ def _touched_rows(leaves: dict[str, Leaf], touched: Any) -> dict[str, np.ndarray
 
 
 def _is_ids(node: Any) -> bool:
-    """Slices and plain lists of ids are not looked into."""
-    return is_slices(node) or (
-        isinstance(node, list | range)
-        and all(isinstance(i, int | np.integer) for i in node)
-    )
+    """Slices and plain sequences of ids are not looked into."""
+    if isinstance(node, tuple) and not node:
+        return False
+    plain = isinstance(node, list | tuple | range)
+    return is_slices(node) or (plain and all(isinstance(i, int | np.integer) for i in node))
 
 
 def _rows(pattern: str, ids: Any, num_rows: int) -> np.ndarray | None:

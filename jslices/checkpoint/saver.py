@@ -156,7 +156,8 @@ class Saver:
 
         It builds on what this Saver saved or restored last, full or itself a delta, which
         must be in the same directory. Restoring it restores that first and then replays
-        the rows. What it builds on is not deleted while it is kept.
+        the rows. What it builds on is not deleted while it is kept. Two processes that
+        save deltas need paths of their own.
 
         Args:
           variables: as for :meth:`save`.
