@@ -143,6 +143,17 @@ def test_a_disk_that_fails_later(call, tmp_path, monkeypatch):
     assert saver.last_checkpoints == [path]
 
 
+def test_what_fails_after_a_save_is_not_called_a_failed_save(tmp_path, monkeypatch):
+    def fails(_):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(files, "sync_directory", fails)
+    with pytest.raises(OSError, match=r"Input/output error") as info:
+        js.Saver().save(A, tmp_path / "m")
+    assert "was not saved" not in str(info.value)
+    assert_holds(tmp_path / "m", A)
+
+
 def test_a_disk_without_reservations(tmp_path, monkeypatch):
     def fails(*_):
         raise OSError(errno.EOPNOTSUPP, "no")

@@ -62,6 +62,8 @@ def write_checkpoint(
             _write_part(descriptors[-1], part, mine)
         _publish(prefix, waiting)
     except OSError as error:
+        if saved_id(paths[0]) == save_id:  # it has its name: what failed is tidying up
+            raise
         raise OSError(
             error.errno,
             f"{error.strerror or error}; {prefix} was not saved, and what was saved before "
