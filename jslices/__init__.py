@@ -12,6 +12,7 @@ static capacity for unique rows, ``B`` the batch. *ids* are what one passes to a
 """
 
 from jslices import accumulators as accumulators
+from jslices import checkpoint as checkpoint
 from jslices import initializers as initializers
 from jslices import optim as optim
 from jslices import tree as tree
@@ -55,6 +56,10 @@ from jslices.accumulators import (
     SparseConditionalAccumulator as SparseConditionalAccumulator,
 )
 from jslices.accumulators import sparse_accumulator as sparse_accumulator
+from jslices.checkpoint import Saver as Saver
+from jslices.checkpoint import get_checkpoint_state as get_checkpoint_state
+from jslices.checkpoint import latest_checkpoint as latest_checkpoint
+from jslices.checkpoint import update_checkpoint_state as update_checkpoint_state
 from jslices.optim import GradientTransformation as GradientTransformation
 from jslices.optim import adadelta as adadelta
 from jslices.optim import adafactor as adafactor

@@ -41,3 +41,17 @@ class OutOfRangeError(IndexError):
 
     Source: ``tf.errors.OutOfRangeError``.
     """
+
+
+class NotFoundError(FileNotFoundError, KeyError):
+    """Something that was asked for by name is not there: a file, or a variable in it.
+
+    Source: ``tf.errors.NotFoundError``.
+    """
+
+
+class DataLossError(ValueError):
+    """A file is damaged: what it holds is not what was written.
+
+    Source: ``tf.errors.DataLossError``.
+    """

@@ -9,7 +9,8 @@ import pytest
 import jslices as js
 
 PUBLIC = sorted(name for name in vars(js) if not name.startswith("_") and name != "optim")
-FORBIDDEN = ("optax", "chex", "flax", "matplotlib", "tqdm", "jax.experimental.sparse")
+FORBIDDEN = ("optax", "chex", "flax", "matplotlib", "safetensors", "tqdm")
+FORBIDDEN += ("jax.experimental.sparse",)
 
 
 @pytest.mark.parametrize("name", PUBLIC)

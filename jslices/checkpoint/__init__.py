@@ -1,0 +1,26 @@
+"""Checkpoints: TensorFlow's Saver for pytrees, in safetensors files.
+
+``Saver`` is for one process, several devices included. For several processes, or saving
+in the background, the same trees go through Orbax as they are::
+
+    import orbax.checkpoint as ocp
+
+    with ocp.StandardCheckpointer() as checkpointer:
+        tree = {"params": params, "state": state}
+        checkpointer.save(directory, tree)
+        checkpointer.wait_until_finished()
+        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
+        restored = checkpointer.restore(directory, shapes)
+
+IndexedSlices and the states of optimizers are pytrees, and come back as such because
+``restore`` is given their shapes.
+"""
+
+from jslices._errors import DataLossError as DataLossError
+from jslices._errors import NotFoundError as NotFoundError
+from jslices.checkpoint.saver import Saver as Saver
+from jslices.checkpoint.saver_def import SaverDef as SaverDef
+from jslices.checkpoint.state_file import CheckpointState as CheckpointState
+from jslices.checkpoint.state_file import get_checkpoint_state as get_checkpoint_state
+from jslices.checkpoint.state_file import latest_checkpoint as latest_checkpoint
+from jslices.checkpoint.state_file import update_checkpoint_state as update_checkpoint_state

@@ -1,0 +1,135 @@
+"""Which rows of which tables have changed, and saving only those."""
+
+import fnmatch
+from typing import Any
+
+import jax
+import numpy as np
+
+from jslices._errors import InvalidArgumentError, NotFoundError
+from jslices._slices import IndexedSlices, is_slices
+from jslices.checkpoint.archive import Archive
+from jslices.checkpoint.leaves import Leaf, as_leaf, row_blocks
+from jslices.checkpoint.names import brief, named_leaves
+from jslices.checkpoint.shards import Part
+
+
+def part_of_delta(
+    leaves: dict[str, Leaf], touched: Any, base: Archive
+) -> tuple[Part, dict[str, str]]:
+    """What a delta holds, and under which name the row numbers of a table stand.
+
+    A variable whose rows are not known, or which the base does not hold in this form, is
+    held whole.
+    """
+    if touched is None:
+        changed = {n: _changed_rows(n, leaf, base) for n, leaf in leaves.items()}
+        rows_of = {n: rows for n, rows in changed.items() if rows is not None}
+    else:
+        rows_of = _touched_rows(leaves, touched)
+    part: Part = {}
+    row_names: dict[str, str] = {}
+    for name, leaf in leaves.items():
+        rows, shape = rows_of.get(name), leaf.spec.shape
+        if rows is None or not _fits(name, leaf, base):
+            part[name] = leaf.tensor(), (0,) * len(shape)
+            continue
+        row_names[name] = _row_name(name, leaves)
+        part[name] = leaf.rows_tensor(rows), (0,) * len(shape)
+        part[row_names[name]] = as_leaf("rows", rows).tensor(), (0,)
+    return part, row_names
+
+
+def _fits(name: str, leaf: Leaf, base: Archive) -> bool:
+    spec = base.specs.get(name)
+    if spec is None:
+        return False
+    return (spec.dtype, spec.shape) == (leaf.spec.dtype, leaf.spec.shape)
+
+
+def _row_name(name: str, taken: dict[str, Leaf]) -> str:
+    row_name = f"{name}@rows"
+    while row_name in taken:
+        row_name += "_"
+    return row_name
+
+
+def _touched_rows(leaves: dict[str, Leaf], touched: Any) -> dict[str, np.ndarray]:
+    rows_of: dict[str, np.ndarray] = {}
+    names, values, _ = named_leaves(touched, is_leaf=_is_ids)
+    unknown = []
+    for pattern, ids in zip(names, values, strict=True):
+        covered = [n for n in leaves if n == pattern or fnmatch.fnmatchcase(n, pattern)]
+        if not covered:
+            unknown.append(pattern)
+        tables = {n: leaves[n].spec.shape[0] for n in covered if leaves[n].spec.shape}
+        if len(set(tables.values())) > 1:
+            raise InvalidArgumentError(
+                f"touched[{pattern!r}] covers tables of different numbers of rows: "
+                f"{tables}; give each its own ids"
+            )
+        for name, num_rows in tables.items():
+            rows = _rows(pattern, ids, num_rows)
+            if rows is not None:
+                known = rows_of.get(name)
+                rows_of[name] = rows if known is None else np.union1d(known, rows)
+    if unknown:
+        raise NotFoundError(
+            f"touched names no variables with {unknown}; there are {brief(leaves)}, and "
+            "patterns such as '*/table' are allowed"
+        )
+    return rows_of
+
+
+def _is_ids(node: Any) -> bool:
+    """Slices and plain sequences of ids are not looked into."""
+    if isinstance(node, tuple) and not node:
+        return False
+    plain = isinstance(node, list | tuple | range)
+    return is_slices(node) or (plain and all(isinstance(i, int | np.integer) for i in node))
+
+
+def _rows(pattern: str, ids: Any, num_rows: int) -> np.ndarray | None:
+    """The rows that ids, a mask, or the slices of a gradient mean; None for all."""
+    if isinstance(ids, IndexedSlices):
+        ids = ids.indices
+    elif isinstance(ids, jax.Array | np.ndarray) and ids.dtype.kind in "fcV":
+        return None  # a dense gradient
+    ids = np.asarray(ids).reshape(-1)
+    if ids.size == 0:
+        return np.zeros(0, np.int64)
+    if ids.dtype == bool:
+        if ids.shape != (num_rows,):
+            raise InvalidArgumentError(
+                f"touched[{pattern!r}] is a mask of {ids.size} rows for a table of "
+                f"{num_rows}"
+            )
+        return np.flatnonzero(ids)
+    if ids.dtype.kind not in "iu":
+        raise InvalidArgumentError(
+            f"touched[{pattern!r}] is of the dtype {ids.dtype}; ids are integers, and a "
+            "mask is of bools"
+        )
+    ids = np.unique(ids[(ids >= 0) & (ids < num_rows)])
+    return ids.astype(np.int64)
+
+
+def _changed_rows(name: str, leaf: Leaf, base: Archive) -> np.ndarray | None:
+    shape = leaf.spec.shape
+    if not _fits(name, leaf, base) or not shape or not shape[0]:
+        return None
+    changed = np.zeros(shape[0], bool)
+    for piece in leaf.pieces:
+        first, *others = piece.inside(shape)
+        for rows in row_blocks(piece.data.shape, piece.data.dtype.itemsize):
+            at = slice(first.start + rows.start, first.start + rows.stop)
+            old = base.read(name, (at, *others))
+            new = np.ascontiguousarray(np.asarray(piece.data[rows]))
+            # Bytes, so that NaN equals itself and -0.0 is not 0.0.
+            differs = _bytes(old) != _bytes(new)
+            changed[at] |= differs.any(axis=1)
+    return np.flatnonzero(changed)
+
+
+def _bytes(block: np.ndarray) -> np.ndarray:
+    return block.reshape(-1).view(np.uint8).reshape(len(block), -1)

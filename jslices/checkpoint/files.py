@@ -1,0 +1,158 @@
+"""Files that appear whole or not at all, and what belongs to a checkpoint's path."""
+
+import contextlib
+import os
+import re
+import secrets
+import time
+from collections.abc import Callable, Iterator
+
+try:
+    import fcntl
+except ImportError:  # Windows: no locks, hence no cleaning up after killed processes
+    fcntl = None  # type: ignore[assignment]
+
+_TEMPORARY = re.compile(r"\.(?P<name>.+)\.(?P<id>[0-9a-f]{24})\.tmp", re.DOTALL)
+_SHARD = re.compile(r"(?P<prefix>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})", re.DOTALL)
+
+
+def new_id() -> str:
+    """Names one save; of two, the later one sorts last."""
+    return f"{time.time_ns():016x}{secrets.token_hex(4)}"
+
+
+def temporary_path(path: str, save_id: str) -> str:
+    """Where a file is written before it gets its name."""
+    directory, name = os.path.split(path)
+    return os.path.join(directory, f".{name}.{save_id}.tmp")
+
+
+def shard_path(prefix: str, number: int, count: int) -> str:
+    """TensorFlow's name of one shard."""
+    return f"{prefix}-{number:05d}-of-{count:05d}"
+
+
+def open_new(path: str) -> int:
+    """A descriptor of a new file, locked for as long as this process lives."""
+    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0)
+    # Nobody cleans up between the two steps and finds a file without a lock.
+    with directory_lock(os.path.dirname(path), exclusive=False):
+        descriptor = os.open(path, flags, 0o666)
+        _try_lock(descriptor)
+    return descriptor
+
+
+def write_text(path: str, text: str) -> None:
+    """Replaces a small file."""
+    temporary = temporary_path(path, new_id())
+    descriptor = open_new(temporary)
+    try:
+        with open(descriptor, "wb") as file:
+            file.write(text.encode("ascii"))
+            file.flush()
+            os.fsync(file.fileno())
+            os.replace(temporary, path)  # while it is open, and so locked
+    except BaseException:
+        remove(temporary)
+        raise
+    sync_directory(os.path.dirname(path))
+
+
+def sync_directory(directory: str) -> None:
+    """Makes the names in a directory outlast a power failure."""
+    if os.name == "posix":
+        descriptor = os.open(directory or ".", os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+@contextlib.contextmanager
+def directory_lock(directory: str, exclusive: bool) -> Iterator[None]:
+    """Held while the files of a checkpoint get their names, or are being opened."""
+    if fcntl is None:
+        yield
+        return
+    descriptor = os.open(directory or ".", os.O_RDONLY)
+    try:
+        with contextlib.suppress(OSError):  # some network file systems have no locks
+            fcntl.flock(descriptor, fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def remove(path: str) -> None:
+    """Deletes a file that may be gone already."""
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(path)
+
+
+def families(prefix: str) -> list[list[str]]:
+    """The sets of files that a path may mean: one file, or so many shards."""
+    found = [[prefix]] if os.path.isfile(prefix) else []
+    directory, name = os.path.split(prefix)
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        for entry in sorted(os.listdir(directory or ".")):
+            shard = _SHARD.fullmatch(entry)
+            if shard and shard["prefix"] == name and int(shard["number"]) == 0:
+                count = int(shard["count"])
+                found.append([shard_path(prefix, i, count) for i in range(count)])
+    return found
+
+
+def checkpoint_exists(prefix: str) -> bool:
+    """True if a path names a checkpoint."""
+    return bool(families(prefix))
+
+
+def remove_checkpoint(prefix: str) -> None:
+    """Deletes the files of a checkpoint; those that are gone are no matter."""
+    for family in families(prefix):
+        for path in family:
+            remove(path)
+
+
+def clean(directory: str, id_of: Callable[[str], str | None]) -> None:
+    """Deletes what killed processes left behind. The directory must be locked.
+
+    A shard that only waits for its name gets it: the first shard to be renamed, number 0,
+    decides that a save has happened.
+
+    Args:
+      id_of: the id of the save that wrote a file; None if it cannot be read.
+    """
+    if fcntl is None:
+        return
+    for entry in os.listdir(directory or "."):
+        left = _TEMPORARY.fullmatch(entry)
+        path = os.path.join(directory, entry)
+        if left and _is_abandoned(path):
+            shard = _SHARD.fullmatch(left["name"])
+            first = shard and shard_path(shard["prefix"], 0, int(shard["count"]))
+            if first and id_of(os.path.join(directory, first)) == left["id"]:
+                os.replace(path, os.path.join(directory, left["name"]))
+            else:
+                remove(path)
+
+
+def _is_abandoned(path: str) -> bool:
+    try:
+        descriptor = os.open(path, os.O_RDWR)
+    except OSError:
+        return False
+    try:
+        return _try_lock(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _try_lock(descriptor: int) -> bool:
+    if fcntl is None:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True

@@ -1,0 +1,103 @@
+"""Kills processes that save, again and again, and looks at what they leave behind.
+
+    python tests/kill_savers.py DIRECTORY KIND KILLS
+
+The children are forked before JAX has started any thread. KIND is ``steps`` (a full
+checkpoint a step), ``shards`` (three shards, always at the same path) or ``deltas``; two of
+them joined by ``+`` are two processes at a time in one directory.
+"""
+
+import os
+import random
+import signal
+import sys
+import time
+import warnings
+
+import numpy as np
+
+import jslices as js
+from jslices.checkpoint import saver as saver_module
+from jslices.checkpoint.leaves import Leaf, Piece, as_leaf
+
+ROWS = 3000
+
+
+def variables(step):
+    return {"a": np.full((ROWS, 8), step), "b": np.full(ROWS, step), "step": np.array(step)}
+
+
+def in_three(name, value):
+    """A leaf as if it lay on three devices."""
+    leaf = as_leaf(name, value)
+    if not leaf.spec.shape:
+        return leaf
+    third = ROWS // 3
+    zeros = (0,) * (len(leaf.spec.shape) - 1)
+    starts = [i * third for i in range(3)]
+    return Leaf(leaf.spec, [Piece((i, *zeros), value[i : i + third]) for i in starts])
+
+
+def save_forever(directory, kind, first):
+    saver = js.Saver(max_to_keep=3, sharded=kind == "shards")
+    state = js.get_checkpoint_state(directory)
+    if state is not None:
+        saver.recover_last_checkpoints(state.all_model_checkpoint_paths)
+    if kind == "shards":
+        saver_module.as_leaf = in_three
+    for step in range(first, first + 10**9):
+        if kind == "shards":
+            saver.save(variables(step), f"{directory}/m")
+        elif kind == "steps" or (step - first) % 4 == 0:
+            saver.save(variables(step), f"{directory}/m", step)
+        else:
+            saver.save_delta(variables(step), f"{directory}/m", step)
+
+
+def newest_step(directory):
+    """What the newest checkpoint holds, every number of it looked at."""
+    path = js.latest_checkpoint(directory)
+    if path is None:
+        return -1
+    restored = js.Saver().restore(path, variables(0))
+    step = int(restored["step"])
+    for array in restored.values():
+        assert (array == step).all(), (path, step)
+    return step
+
+
+def start(directory, kind, first):
+    child = os.fork()
+    if child == 0:
+        try:
+            save_forever(directory, kind, first)
+        finally:
+            os._exit(1)
+    return child
+
+
+def main(directory, kind, kills):
+    rng, step, seen, kinds = random.Random(0), -1, 0, kind.split("+")
+    longest = 0.08 if "shards" in kinds else 0.03
+    for _ in range(kills):
+        children = [start(directory, k, step + 1) for k in kinds]
+        time.sleep(rng.uniform(0.002, longest))
+        for child in children:
+            os.kill(child, signal.SIGKILL)
+            _, status = os.waitpid(child, 0)
+            assert os.WIFSIGNALED(status), "a child ended by itself"
+        found = newest_step(directory)
+        # Of two processes each one has steps of its own.
+        assert found >= (step if len(kinds) == 1 else min(step, 0)), (step, found)
+        seen += found > step
+        step = found
+    save = js.Saver(max_to_keep=None)
+    save.save(variables(step + 1), f"{directory}/last")
+    left = [name for name in os.listdir(directory) if name.endswith(".tmp")]
+    assert not left, left
+    print(kills, "kills", seen, "with a new checkpoint", step, "steps")
+
+
+if __name__ == "__main__":
+    warnings.simplefilter("ignore")
+    main(sys.argv[1], sys.argv[2], int(sys.argv[3]))

@@ -1,0 +1,367 @@
+"""What goes wrong with disks and processes: a clear error, and nothing is lost."""
+
+import errno
+import json
+import os
+import pathlib
+import resource
+import subprocess
+import sys
+import tempfile
+import threading
+
+import numpy as np
+import pytest
+
+import jslices as js
+from jslices.checkpoint import DataLossError, NotFoundError, files, shards
+from jslices.checkpoint.archive import Archive
+from jslices.checkpoint.leaves import Leaf, Piece, as_leaf
+
+TESTS = pathlib.Path(__file__).parent
+A = {"a": np.arange(1000.0), "b": np.ones((3, 2), np.float32)}
+B = {"a": -np.arange(1000.0), "b": np.zeros((3, 2), np.float32)}
+
+
+def assert_holds(path, variables):
+    restored = js.Saver().restore(path)
+    assert set(restored) == set(variables)
+    for name, value in variables.items():
+        np.testing.assert_array_equal(restored[name], value)
+
+
+KILLS = [("steps", 70), ("shards", 60), ("deltas", 40), ("steps+shards", 30)]
+
+
+@pytest.mark.parametrize(("kind", "kills"), KILLS)
+def test_killed_processes(kind, kills, tmp_path):
+    command = [sys.executable, TESTS / "kill_savers.py", tmp_path, kind, str(kills)]
+    path = os.pathsep.join([str(TESTS.parent), *sys.path])
+    environment = {**os.environ, "PYTHONPATH": path}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    words = done.stdout.split()
+    assert int(words[0]) == kills and int(words[2]) > kills // 10, done.stdout
+
+
+def in_two(variables):
+    leaf = as_leaf("a", variables["a"])
+    halves = [Piece((0,), variables["a"][:500]), Piece((500,), variables["a"][500:])]
+    return {"a": Leaf(leaf.spec, halves), "b": as_leaf("b", variables["b"])}
+
+
+def write_shards(prefix, variables):
+    leaves = in_two(variables)
+    specs = {n: (s.spec.kind, s.spec.dtype, s.spec.shape) for n, s in leaves.items()}
+    return shards.write_checkpoint(
+        str(prefix), shards.by_device(leaves), {"variables": specs}, True
+    )
+
+
+@pytest.mark.parametrize("renames", [0, 1, 2])
+def test_a_process_ends_between_renames(renames, tmp_path, monkeypatch):
+    prefix = tmp_path / "m"
+    write_shards(prefix, A)
+    replace, count = os.replace, [0]
+
+    def ends(*paths):
+        if count[0] == renames:
+            raise KeyboardInterrupt
+        count[0] += 1
+        replace(*paths)
+
+    monkeypatch.setattr(files.os, "replace", ends)
+    if renames < 2:
+        with pytest.raises(KeyboardInterrupt):
+            write_shards(prefix, B)
+    else:
+        write_shards(prefix, B)
+    monkeypatch.undo()
+    assert_holds(prefix, B if renames else A)
+    js.Saver().save(A, tmp_path / "other")  # puts in order what was left
+    assert_holds(prefix, B if renames else A)
+    assert not [name for name in os.listdir(tmp_path) if name.endswith(".tmp")]
+
+
+def test_what_another_process_is_writing_is_left_alone(tmp_path):
+    temporary = files.temporary_path(str(tmp_path / "n"), files.new_id())
+    descriptor = files.open_new(temporary)
+    js.Saver().save(A, tmp_path / "m")
+    assert os.path.exists(temporary)
+    os.close(descriptor)
+    js.Saver().save(A, tmp_path / "m")
+    assert not os.path.exists(temporary)
+
+
+# --- disks ----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def small_disk():
+    """No file may grow beyond 10 kB."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, before[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_disk_that_is_full(tmp_path, small_disk):
+    saver = js.Saver()
+    path = saver.save(A, tmp_path / "m", 0)
+    big = {**A, "a": np.zeros(2000)}
+    for save in (saver.save, saver.save_delta, js.Saver(sharded=True).save):
+        if save.__func__ is js.Saver.save_delta:
+            big = {**A, "a": np.ones(2000)}
+        with pytest.raises(OSError, match=r"m-1 was not saved, and what was saved before"):
+            save(big, tmp_path / "m", 1)
+    with pytest.raises(OSError, match=r"File too large; .* was not saved"):
+        saver.save(big, path)  # in place of what is there
+    assert sorted(os.listdir(tmp_path)) == ["checkpoint", "m-0"]
+    assert js.latest_checkpoint(tmp_path) == path and saver.last_checkpoints == [path]
+    assert_holds(path, A)
+
+
+@pytest.mark.parametrize("call", ["write", "fsync", "posix_fallocate"])
+def test_a_disk_that_fails_later(call, tmp_path, monkeypatch):
+    saver = js.Saver()
+    path = saver.save(A, tmp_path / "m", 0)
+
+    def fails(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    if call == "write":
+        monkeypatch.setattr("jslices.checkpoint.tensor_writer.write_all", fails)
+    else:
+        monkeypatch.setattr(f"jslices.checkpoint.tensor_writer.os.{call}", fails)
+    with pytest.raises(
+        OSError, match=r"No space left on device; .*m-1 was not saved"
+    ) as info:
+        saver.save(B, tmp_path / "m", 1)
+    assert info.value.errno == errno.ENOSPC
+    monkeypatch.undo()
+    assert sorted(os.listdir(tmp_path)) == ["checkpoint", "m-0"]
+    assert_holds(js.latest_checkpoint(tmp_path), A)
+    assert saver.last_checkpoints == [path]
+
+
+def test_what_fails_after_a_save_is_not_called_a_failed_save(tmp_path, monkeypatch):
+    def fails(_):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(files, "sync_directory", fails)
+    with pytest.raises(OSError, match=r"Input/output error") as info:
+        js.Saver().save(A, tmp_path / "m")
+    assert "was not saved" not in str(info.value)
+    assert_holds(tmp_path / "m", A)
+
+
+def test_a_disk_without_reservations(tmp_path, monkeypatch):
+    def fails(*_):
+        raise OSError(errno.EOPNOTSUPP, "no")
+
+    monkeypatch.setattr(os, "posix_fallocate", fails)
+    assert_holds(js.Saver().save(A, tmp_path / "m"), A)
+
+
+def test_a_state_file_that_cannot_be_written(tmp_path, monkeypatch):
+    saver = js.Saver(max_to_keep=1)
+    saver.save(A, tmp_path / "m", 0)
+    replace = os.replace
+
+    def fails(source, target):
+        if os.path.basename(target) == "checkpoint":
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), target)
+        replace(source, target)
+
+    monkeypatch.setattr(files.os, "replace", fails)
+    with pytest.raises(OSError, match=r"No space left"):
+        saver.save(B, tmp_path / "m", 1)
+    monkeypatch.undo()
+    assert_holds(js.latest_checkpoint(tmp_path), A)
+    assert not [name for name in os.listdir(tmp_path) if name.endswith(".tmp")]
+
+
+@pytest.fixture
+def open_path():
+    """A directory that another user can reach, as pytest's own is not."""
+    with tempfile.TemporaryDirectory() as name:
+        os.chmod(name, 0o755)
+        yield pathlib.Path(name)
+
+
+def test_a_directory_that_may_only_be_read(open_path):
+    tmp_path = open_path
+    path = js.Saver().save(A, tmp_path / "m", 0)
+    code = f"""
+import os, sys
+sys.path[:0] = {[str(TESTS.parent), *sys.path]!r}
+import numpy as np, jslices as js
+js.Saver().restore({path!r})  # imports all there is, which that user may not
+if os.geteuid() == 0:
+    os.setgid(65534), os.setuid(65534)
+try:
+    js.Saver().save({{"a": np.ones(2)}}, {str(tmp_path / "m")!r}, 1)
+except PermissionError as error:
+    print(error)
+print(js.Saver().restore({path!r})["b"].tolist())
+"""
+    os.chmod(tmp_path, 0o555)
+    try:
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    finally:
+        os.chmod(tmp_path, 0o755)
+    assert "Permission denied; " in done.stdout, done.stderr[-1000:]
+    assert "m-1 was not saved" in done.stdout
+    assert "[[1.0, 1.0], [1.0, 1.0], [1.0, 1.0]]" in done.stdout, done.stderr[-1000:]
+    assert sorted(os.listdir(tmp_path)) == ["checkpoint", "m-0"]
+
+
+# --- damage ---------------------------------------------------------------------------
+
+
+def test_every_flipped_byte_is_noticed(tmp_path):
+    path = js.Saver().save({"a": np.arange(4, dtype=np.int8), "b": 3}, tmp_path / "m")
+    data = open(path, "rb").read()
+    for place in range(len(data)):
+        damaged = bytearray(data)
+        damaged[place] ^= 1 << place % 8
+        open(path, "wb").write(damaged)
+        with pytest.raises(DataLossError, match=r"m is damaged: "):
+            js.Saver().restore(path)
+
+
+def test_every_truncation_is_noticed(tmp_path):
+    path = js.Saver().save(A, tmp_path / "m")
+    data = open(path, "rb").read()
+    for length in [0, 1, 7, 8, 9, 100, 500, len(data) - 8000, len(data) - 1]:
+        open(path, "wb").write(data[:length])
+        with pytest.raises(DataLossError, match=r"m is damaged: its header cannot be read"):
+            js.Saver().restore(path)
+    open(path, "wb").write(data + b"x")
+    with pytest.raises(DataLossError, match=r"m is damaged"):
+        js.Saver().restore(path)
+    open(path, "wb").write(data)
+    assert_holds(path, A)
+
+
+def test_damage_is_named_and_the_rest_can_be_read(tmp_path):
+    path = js.Saver().save(A, tmp_path / "m")
+    data = bytearray(open(path, "rb").read())
+    data[-1] ^= 1  # narrow elements come last
+    open(path, "wb").write(data)
+    with pytest.raises(DataLossError, match=r"the checksum of 'b' does not fit"):
+        js.Saver().restore(path)
+    np.testing.assert_array_equal(js.Saver().restore(path, {"a": A["a"]})["a"], A["a"])
+
+
+@pytest.mark.parametrize("shard", [0, 1])
+def test_damaged_and_missing_shards_are_named(shard, tmp_path):
+    prefix = str(tmp_path / "m")
+    write_shards(prefix, A)
+    path = f"{prefix}-0000{shard}-of-00002"
+    data = open(path, "rb").read()
+    open(path, "wb").write(data[:-1])
+    with pytest.raises(DataLossError, match=f"m-0000{shard}-of-00002 is damaged"):
+        js.Saver().restore(prefix)
+    os.unlink(path)
+    expected = (NotFoundError, "m-00001-of-00002, one of 2 shards, is not there")
+    if shard == 0:
+        expected = (ValueError, "The passed save_path is not a valid checkpoint")
+    with pytest.raises(expected[0], match=expected[1]):
+        js.Saver().restore(prefix)
+
+
+def test_a_shard_of_another_save(tmp_path):
+    write_shards(tmp_path / "m", A)
+    write_shards(tmp_path / "n", B)
+    os.replace(tmp_path / "n-00001-of-00002", tmp_path / "m-00001-of-00002")
+    with pytest.raises(DataLossError, match=r"m-00001-of-00002 is of another save than"):
+        js.Saver().restore(tmp_path / "m")
+
+
+def test_a_state_file_that_names_a_missing_checkpoint(tmp_path, caplog):
+    saver = js.Saver()
+    paths = [saver.save(A, tmp_path / "m", i) for i in range(2)]
+    os.unlink(paths[1])
+    assert js.latest_checkpoint(tmp_path) is None
+    assert "m-1, which is not there" in caplog.text
+    assert_holds(js.get_checkpoint_state(tmp_path).all_model_checkpoint_paths[0], A)
+
+
+def test_something_else_altogether(tmp_path):
+    (tmp_path / "m").write_bytes(b"PK\3\4 not a checkpoint at all" * 99)
+    with pytest.raises(DataLossError, match=r"m is damaged: its header cannot be read"):
+        js.Saver().restore(tmp_path / "m")
+
+
+def hostile(path, tensors, info=None):
+    """A sound safetensors file, with names of the writer's choice."""
+    header = {
+        n: {"dtype": "U8", "shape": [1], "data_offsets": [i, i + 1]}
+        for i, n in enumerate(tensors)
+    }
+    if info is not None:
+        header["__metadata__"] = info
+    text = json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + b"\0" * len(tensors))
+
+
+@pytest.mark.parametrize("name", ["../x", "/etc/x", "a/../../x", "..", "a\0b"])
+def test_hostile_names(name, tmp_path):
+    (tmp_path / "d").mkdir()
+    hostile(tmp_path / "d" / "m", ["fine", name])
+    with pytest.raises(ValueError, match=r"d/m variables cannot have the names"):
+        js.Saver().restore(tmp_path / "d" / "m")
+    assert os.listdir(tmp_path) == ["d"] and os.listdir(tmp_path / "d") == ["m"]
+
+
+def test_a_header_without_its_checksum_is_damaged(tmp_path):
+    hostile(tmp_path / "m", ["a"], {"jslices": "{}"})
+    with pytest.raises(DataLossError, match=r"m is damaged"):
+        js.Saver().restore(tmp_path / "m")
+
+
+@pytest.mark.parametrize(
+    "name", ["with space", "Übung-模型", "quo'te\"s", "[a-z]*?", "%s{}"]
+)
+def test_odd_paths(name, tmp_path):
+    directory = tmp_path / name
+    directory.mkdir()
+    saver = js.Saver(max_to_keep=1)
+    saver.save(A, directory / name, 1)
+    saver.save(A, directory / name, 2)
+    path = saver.save_delta(B, directory / name, 3)
+    assert js.latest_checkpoint(directory) == path == str(directory / f"{name}-3")
+    assert sorted(os.listdir(directory)) == sorted(["checkpoint", f"{name}-2", f"{name}-3"])
+    assert_holds(path, B)
+    write_shards(directory / name, A)
+    assert_holds(directory / name, A)
+
+
+# --- several at once ------------------------------------------------------------------
+
+
+def test_savers_in_one_directory(tmp_path):
+    """Threads stand for processes: a lock belongs to an open file, not to a process."""
+    errors, both = [], str(tmp_path / "both")
+
+    def work(who):
+        try:
+            saver = js.Saver(max_to_keep=2)
+            for step in range(25):
+                saver.save({"a": np.full(500, step)}, tmp_path / who, step)
+                write_shards(both, {"a": np.full(1000, step), "b": A["b"]})
+        except Exception as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(who,)) for who in ("x", "y")]
+    for thread in threads:
+        thread.start()
+    while any(thread.is_alive() for thread in threads):
+        if files.checkpoint_exists(both):
+            array = js.Saver().restore(both)["a"]
+            assert (array == array[0]).all()
+    assert not errors
+    assert_holds(js.latest_checkpoint(tmp_path), {"a": np.full(500, 24)})
+    assert len(os.listdir(tmp_path)) == 4 + 2 + 1
+    assert Archive(both).read("a")[0] == 24

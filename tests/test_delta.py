@@ -1,0 +1,276 @@
+"""Deltas: only the rows that changed, and a chain that is never broken silently."""
+
+import os
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import jslices as js
+from jslices.checkpoint import DataLossError, NotFoundError
+from jslices.checkpoint.tensor_file import TensorFile
+
+V = 64
+
+
+def start():
+    return {
+        "table": jnp.zeros((V, 2)),
+        "mu": {"table": jnp.zeros((V, 2))},
+        "w": jnp.ones(3),
+    }
+
+
+def stepped(variables, ids, value):
+    """Rows changed in both tables, and everything else too."""
+    ids = jnp.asarray(ids, jnp.int32)
+    changed = {
+        k: jax.tree.map(lambda t: t.at[ids].set(value), variables[k])
+        for k in ("table", "mu")
+    }
+    return {**changed, "w": variables["w"] * value}
+
+
+def assert_same(a, b):
+    assert jax.tree.structure(a) == jax.tree.structure(b)
+    jax.tree.map(np.testing.assert_array_equal, a, b)
+
+
+def by_name(ids):
+    return {"table": ids, "mu/table": ids}
+
+
+TOUCHED = {
+    "names": by_name,
+    "tuple": lambda ids: by_name(tuple(ids)),
+    "array": lambda ids: by_name(jnp.array(ids)),
+    "with empty slots": lambda ids: by_name(np.array([*ids, V, -1, *ids])),
+    "mask": lambda ids: by_name(np.isin(np.arange(V), ids)),
+    "pattern": lambda ids: {"*table": ids},
+    "tree": lambda ids: {
+        "table": jnp.array(ids),
+        "mu": {"table": jnp.array(ids)},
+        "w": None,
+    },
+    "slices": lambda ids: by_name(
+        js.IndexedSlices(jnp.ones((len(ids), 2)), jnp.array(ids), (V, 2))
+    ),
+    "compared": lambda ids: None,
+}
+
+
+@pytest.mark.parametrize("kind", TOUCHED)
+def test_touched(kind, tmp_path):
+    saver, variables = js.Saver(), start()
+    saver.save(variables, tmp_path / "m", 0)
+    for step, ids in enumerate([[3, 5], [5, 60, 0]], 1):
+        variables = stepped(variables, ids, step + 1.0)
+        path = saver.save_delta(variables, tmp_path / "m", step, touched=TOUCHED[kind](ids))
+        file = TensorFile(path)
+        assert file.shapes["table"] == file.shapes["mu/table"] == (len(ids), 2)
+        assert_same(js.Saver().restore(path), variables)
+        assert_same(
+            js.Saver().restore(path, jax.tree.map(jnp.zeros_like, variables)), variables
+        )
+    assert js.latest_checkpoint(tmp_path) == path
+
+
+def test_what_is_not_said_is_saved_whole(tmp_path):
+    saver, variables = js.Saver(), start()
+    saver.save(variables, tmp_path / "m", 0)
+    variables = stepped(variables, [1], 2.0)
+    path = saver.save_delta(variables, tmp_path / "m", 1, touched={"table": [1]})
+    shapes = TensorFile(path).shapes
+    assert shapes["table"] == (1, 2) and shapes["mu/table"] == (V, 2)
+    assert_same(saver.restore(path), variables)
+
+
+def test_a_dense_gradient_touches_all(tmp_path):
+    saver, variables = js.Saver(), start()
+    saver.save(variables, tmp_path / "m", 0)
+    path = saver.save_delta(
+        variables, tmp_path / "m", 1, touched={"table": jnp.ones((V, 2))}
+    )
+    assert TensorFile(path).shapes["table"] == (V, 2)
+
+
+def test_new_and_changed_variables(tmp_path):
+    saver = js.Saver()
+    saver.save({"a": jnp.ones((4, 2)), "gone": 1, "b": np.ones(4)}, tmp_path / "m", 0)
+    now = {"a": jnp.ones((5, 2)), "new": jnp.arange(3), "b": np.arange(4.0)}
+    path = saver.save_delta(now, tmp_path / "m", 1)
+    assert_same(saver.restore(path), now)
+    path = saver.save_delta(now, tmp_path / "m", 2, touched={"a": []})
+    assert TensorFile(path).shapes["a"] == (0, 2)
+    assert_same(saver.restore(path), now)
+
+
+def test_comparing_sees_bits(tmp_path):
+    saver = js.Saver()
+    first = {"t": np.array([[0.0], [np.nan], [1.0]]), "c": np.ones(3, np.complex64)}
+    saver.save(first, tmp_path / "m", 0)
+    now = {
+        "t": np.array([[-0.0], [np.nan], [1.0]]),
+        "c": np.array([1, 1j, 1], np.complex64),
+    }
+    path = saver.save_delta(now, tmp_path / "m", 1)
+    shapes = TensorFile(path).shapes
+    assert shapes["t"] == (1, 1) and shapes["c"] == (1, 8)
+    restored = saver.restore(path)
+    assert restored["t"].tobytes() == now["t"].tobytes()
+    np.testing.assert_array_equal(restored["c"], now["c"])
+
+
+@pytest.mark.parametrize("touched", [None, {"t": [3, 4, 7]}])
+def test_sharded_tables(touched, tmp_path):
+    devices = np.array(jax.devices()[:4]).reshape(2, 2)
+    mesh = jax.sharding.Mesh(devices, ("x", "y"))
+    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x", "y"))
+    table = jax.device_put(jnp.arange(32.0).reshape(8, 4), sharding)
+    saver = js.Saver(sharded=True)
+    saver.save({"t": table}, tmp_path / "m", 0)
+    table = jax.device_put(table.at[jnp.array([3, 4, 7])].add(1.0), sharding)
+    path = saver.save_delta({"t": table}, tmp_path / "m", 1, touched=touched)
+    assert TensorFile(path).shapes["t"] == (3, 4)
+    restored = saver.restore(path, {"t": table})["t"]
+    assert restored.sharding == sharding
+    np.testing.assert_array_equal(restored, table)
+
+
+@settings(max_examples=15)
+@given(st.lists(st.lists(st.integers(-2, V + 1), max_size=5), max_size=4), st.booleans())
+def test_any_chain(tmp_path_factory, batches, compare):
+    directory = tmp_path_factory.mktemp("chain")
+    saver, table = js.Saver(max_to_keep=2), np.zeros((V, 2), np.float32)
+    saver.save({"t": table}, directory / "m", 0)
+    for step, ids in enumerate(batches, 1):
+        table = table.copy()
+        table[[i for i in ids if 0 <= i < V]] += step
+        touched = None if compare else {"t": list(ids)}
+        path = saver.save_delta({"t": table}, directory / "m", step, touched=touched)
+        np.testing.assert_array_equal(js.Saver().restore(path)["t"], table)
+    for path in saver.last_checkpoints:
+        js.Saver().restore(path)
+
+
+# --- the chain ------------------------------------------------------------------------
+
+
+def chain(directory, **options):
+    saver, variables = js.Saver(**options), start()
+    paths = [saver.save(variables, directory / "m", 0)]
+    for step in (1, 2):
+        variables = stepped(variables, [step], 2.0)
+        paths.append(saver.save_delta(variables, directory / "m", step))
+    return saver, variables, paths
+
+
+@pytest.mark.parametrize("broken", [0, 1])
+def test_a_missing_link_is_named(broken, tmp_path):
+    _, _, paths = chain(tmp_path)
+    os.unlink(paths[broken])
+    link = f"m-{broken + 1} is a delta that builds on .*m-{broken}, which is not there"
+    with pytest.raises(NotFoundError, match=link):
+        js.Saver().restore(paths[2])
+
+
+@pytest.mark.parametrize("broken", [0, 1])
+@pytest.mark.parametrize("where", [20, -1])
+def test_a_damaged_link_is_named(broken, where, tmp_path):
+    _, _, paths = chain(tmp_path)
+    data = bytearray(open(paths[broken], "rb").read())
+    data[where] ^= 4
+    open(paths[broken], "wb").write(data)
+    with pytest.raises(DataLossError, match=f"m-{broken} is damaged"):
+        js.Saver().restore(paths[2])
+
+
+def test_an_overwritten_link_is_named(tmp_path):
+    _, variables, paths = chain(tmp_path)
+    js.Saver().save(variables, paths[0])
+    with pytest.raises(DataLossError, match=r"m-0, which was overwritten after the delta"):
+        js.Saver().restore(paths[2])
+
+
+def test_a_hostile_link_is_not_followed(tmp_path, monkeypatch):
+    (tmp_path / "d").mkdir()
+    outside = js.Saver().save({"t": jnp.ones((4, 2))}, tmp_path / "outside")
+    saver = js.Saver()
+    saver.save({"t": jnp.ones((4, 2))}, tmp_path / "d" / "m", 0)
+    monkeypatch.setattr("jslices.checkpoint.saver.os.path.basename", lambda p: "../outside")
+    path = saver.save_delta({"t": jnp.ones((4, 2))}, tmp_path / "d" / "n")
+    monkeypatch.undo()
+    with pytest.raises(DataLossError, match=r"names '../outside' as its base; .* not foll"):
+        js.Saver().restore(path)
+    assert os.path.exists(outside)
+
+
+def test_what_deltas_build_on_is_kept_and_then_goes(tmp_path):
+    saver, variables, paths = chain(tmp_path, max_to_keep=1)
+    assert saver.last_checkpoints == paths[2:]
+    assert_same(saver.restore(paths[2]), variables)
+    full = saver.save(variables, tmp_path / "m", 3)
+    assert sorted(os.listdir(tmp_path)) == ["checkpoint", os.path.basename(full)]
+
+
+def test_a_base_is_not_overwritten(tmp_path):
+    saver, variables, paths = chain(tmp_path)
+    for path in (paths[0], paths[1]):
+        with pytest.raises(ValueError, match=r"is what saved deltas build on"):
+            saver.save(variables, path)
+        with pytest.raises(ValueError, match=r"one of the checkpoints that a delta would"):
+            saver.save_delta(variables, path)
+    with pytest.raises(ValueError, match=r"would overwrite the checkpoint that it builds"):
+        saver.save_delta(variables, paths[2])
+    assert_same(js.Saver().restore(paths[2]), variables)
+
+
+def test_going_on_after_a_restart(tmp_path):
+    _, variables, paths = chain(tmp_path)
+    saver = js.Saver()
+    variables = saver.restore(js.latest_checkpoint(tmp_path), variables)
+    saver.recover_last_checkpoints(
+        js.get_checkpoint_state(tmp_path).all_model_checkpoint_paths
+    )
+    variables = stepped(variables, [9], 7.0)
+    path = saver.save_delta(variables, tmp_path / "m", 3, touched={"*table": [9]})
+    assert TensorFile(path).shapes["table"] == (1, 2)
+    assert_same(js.Saver().restore(path), variables)
+    assert saver.last_checkpoints == [*paths, path]
+
+
+ERRORS = [
+    ({"zz": [1]}, NotFoundError, r"no variables with \['zz'\]; there are .*'mu/table'"),
+    ({"table": np.ones(3, bool)}, ValueError, "is a mask of 3 rows for a table of 64"),
+    ({"table": "abc"}, ValueError, "ids are integers"),
+    ({"*": [1]}, ValueError, "covers tables of different numbers of rows"),
+]
+
+
+@pytest.mark.parametrize(("touched", "kind", "text"), ERRORS)
+def test_errors_of_touched(touched, kind, text, tmp_path):
+    saver = js.Saver()
+    saver.save(start(), tmp_path / "m", 0)
+    before = sorted(os.listdir(tmp_path))
+    with pytest.raises(kind, match=text):
+        saver.save_delta(start(), tmp_path / "m", 1, touched=touched)
+    assert sorted(os.listdir(tmp_path)) == before
+
+
+def test_errors_of_the_base(tmp_path):
+    saver = js.Saver()
+    with pytest.raises(ValueError, match=r"has saved and restored none; call save"):
+        saver.save_delta(start(), tmp_path / "m")
+    path = saver.save(start(), tmp_path / "m", 0)
+    (tmp_path / "d").mkdir()
+    with pytest.raises(ValueError, match=r"must be in the directory of what it builds on"):
+        saver.save_delta(start(), tmp_path / "d" / "m", 1)
+    js.Saver().save(start(), path)
+    with pytest.raises(ValueError, match=r"is not what this Saver saved or restored"):
+        saver.save_delta(start(), tmp_path / "m", 1)
+    os.unlink(path)
+    with pytest.raises(NotFoundError, match=r"on which a delta would build, is not there"):
+        saver.save_delta(start(), tmp_path / "m", 1)

@@ -1,0 +1,202 @@
+"""TensorFlow's state file: read, written, and read by protocol buffers themselves."""
+
+import logging
+import os
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import jslices as js
+from jslices.checkpoint import CheckpointState, NotFoundError, _proto_text
+
+
+def write(directory, text):
+    (directory / "checkpoint").write_bytes(
+        text if isinstance(text, bytes) else text.encode()
+    )
+
+
+READABLE = [
+    ('model_checkpoint_path: "/m"\n', "/m", []),
+    ('model_checkpoint_path:"/m" all_model_checkpoint_paths: "/a"', "/m", ["/a"]),
+    ("# words\nmodel_checkpoint_path: '/m'; # more\n", "/m", []),
+    ('model_checkpoint_path: "/a" "b"\n"c"', "/abc", []),
+    (r'model_checkpoint_path: "/\303\251\x41\n\"\\\u00e9"', '/éA\n"\\é', []),
+    ('model_checkpoint_path: "/é and space"', "/é and space", []),
+    (
+        'model_checkpoint_path: "/m"\nall_model_checkpoint_paths: "/m"\n'
+        "all_model_checkpoint_timestamps: 1.7e9\nlast_preserved_timestamp: 1.5\n",
+        "/m",
+        ["/m"],
+    ),
+]
+
+
+@pytest.mark.parametrize(("text", "path", "paths"), READABLE)
+def test_readable(text, path, paths, tmp_path):
+    write(tmp_path, text)
+    state = js.get_checkpoint_state(tmp_path)
+    assert state.model_checkpoint_path == path
+    assert state.all_model_checkpoint_paths == paths
+
+
+UNREADABLE = [
+    "model_checkpoint_path: \n",
+    "model_checkpoint_path",
+    'model_checkpoint_path: "open\n',
+    'strange_field: "x"\nmodel_checkpoint_path: "/m"',
+    "model_checkpoint_path: 3",
+    '"m"',
+    'model_checkpoint_path: "a" all_model_checkpoint_paths 7',
+    'model_checkpoint_path: "a" model_checkpoint_path: "b"',
+    "3",
+    "; ",
+    "{}",
+    b"\xff\xfe",
+]
+
+
+@pytest.mark.parametrize("text", UNREADABLE)
+def test_unreadable_is_logged_and_ignored(text, tmp_path, caplog):
+    write(tmp_path, text)
+    assert js.get_checkpoint_state(tmp_path) is None
+    assert js.latest_checkpoint(tmp_path) is None
+    assert "this state file is ignored" in caplog.text
+
+
+@pytest.mark.parametrize("text", ["", "# nothing\n", 'all_model_checkpoint_paths: "m"'])
+def test_no_path_at_all_is_an_error(text, tmp_path):
+    write(tmp_path, text)
+    for function in (js.get_checkpoint_state, js.latest_checkpoint):
+        with pytest.raises(
+            ValueError, match=r"Invalid checkpoint state loaded from .*chec"
+        ):
+            function(tmp_path)
+
+
+def test_absent(tmp_path, caplog):
+    for directory in (tmp_path, tmp_path / "no"):
+        assert js.get_checkpoint_state(directory) is None
+        assert js.latest_checkpoint(directory) is None
+    assert caplog.text == ""
+
+
+def test_relative_paths_are_joined_and_absolute_ones_kept(tmp_path, monkeypatch):
+    write(tmp_path, 'model_checkpoint_path: "m-2" all_model_checkpoint_paths: "/x/m-1"')
+    state = js.get_checkpoint_state(tmp_path)
+    assert state.model_checkpoint_path == str(tmp_path / "m-2")
+    assert state.all_model_checkpoint_paths == ["/x/m-1"]
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "m-2").write_text("")
+    assert js.latest_checkpoint(".") == "./m-2"
+
+
+def test_a_missing_checkpoint_is_logged(tmp_path, caplog):
+    write(tmp_path, 'model_checkpoint_path: "m-2"')
+    with caplog.at_level(logging.ERROR):
+        assert js.latest_checkpoint(tmp_path) is None
+    assert "names the checkpoint" in caplog.text and "m-2" in caplog.text
+
+
+@pytest.mark.parametrize("file", ["m", "m-00000-of-00003", "m.index"])
+def test_what_counts_as_a_checkpoint(file, tmp_path):
+    (tmp_path / file).write_text("")
+    write(tmp_path, 'model_checkpoint_path: "m"')
+    assert js.latest_checkpoint(tmp_path) == str(tmp_path / "m")
+
+
+def test_other_state_files(tmp_path):
+    js.update_checkpoint_state(tmp_path, "/m", latest_filename="other")
+    assert js.get_checkpoint_state(tmp_path) is None
+    assert js.get_checkpoint_state(tmp_path, "other").model_checkpoint_path == "/m"
+
+
+def test_relative_directories_are_taken_off(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    os.mkdir("d")
+    js.update_checkpoint_state("d", "d/m-2", ["d/m-1", "/abs", "d/m-2"])
+    paths = (tmp_path / "d/checkpoint").read_text().splitlines()[1:]
+    assert [line.split()[1] for line in paths] == ['"m-1"', '"/abs"', '"m-2"']
+
+
+def test_errors_of_update(tmp_path):
+    with pytest.raises(NotFoundError, match=r"the directory '.*/no' is not there"):
+        js.update_checkpoint_state(tmp_path / "no", "m")
+    for path in ("checkpoint", str(tmp_path / "checkpoint")):
+        with pytest.raises(RuntimeError, match=r"conflicts with path used for checkpoint"):
+            js.update_checkpoint_state(tmp_path, path)
+    with pytest.raises(ValueError, match=r"1 timestamps for 2 checkpoints"):
+        js.update_checkpoint_state(tmp_path, "m", ["a", "m"], None, [1.0])
+    assert os.listdir(tmp_path) == []
+
+
+def test_timestamps(tmp_path):
+    js.update_checkpoint_state(tmp_path, "/m", ["/a", "/m"], None, [1.5, 2e9], 1.0)
+    state = js.get_checkpoint_state(tmp_path)
+    assert state == CheckpointState("/m", ["/a", "/m"], [1.5, 2e9], 1.0)
+
+
+def protobuf_state():
+    """TensorFlow's message, made with protocol buffers."""
+    pytest.importorskip("google.protobuf")
+    from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
+
+    file = descriptor_pb2.FileDescriptorProto(
+        name="checkpoint_state.proto", package="tensorflow", syntax="proto3"
+    )
+    message = file.message_type.add(name="CheckpointState")
+    fields = [("model_checkpoint_path", 1, 9, 1), ("all_model_checkpoint_paths", 2, 9, 3)]
+    fields += [("all_model_checkpoint_timestamps", 3, 1, 3)]
+    fields += [("last_preserved_timestamp", 4, 1, 1)]
+    for name, number, kind, label in fields:
+        message.field.add(name=name, number=number, type=kind, label=label)
+    pool = descriptor_pool.DescriptorPool()
+    pool.Add(file)
+    found = pool.FindMessageTypeByName("tensorflow.CheckpointState")
+    return message_factory.GetMessageClass(found)
+
+
+@pytest.mark.parametrize("as_utf8", [False, True])
+def test_protocol_buffers_read_ours_and_we_read_theirs(as_utf8, tmp_path):
+    State = protobuf_state()
+    from google.protobuf import text_format
+
+    for path in ("/a b/m-1", "/Übung/模型-1", '/quo"te\\\n\t\x01\x7f', "m'1"):
+        paths, times = [path, path + "2"], [0.5, 1.7e9]
+        js.update_checkpoint_state(tmp_path, path, paths[::-1], None, times, 3.25)
+        read = text_format.Parse((tmp_path / "checkpoint").read_text(), State())
+        assert read.model_checkpoint_path == path
+        assert list(read.all_model_checkpoint_paths) == paths[::-1]
+        assert list(read.all_model_checkpoint_timestamps) == times
+        theirs = text_format.MessageToString(read, as_utf8=as_utf8)
+        write(tmp_path, theirs)
+        state = js.get_checkpoint_state(tmp_path)
+        assert state.model_checkpoint_path == os.path.join(tmp_path, path)
+        assert state.all_model_checkpoint_timestamps == times
+        if not as_utf8:
+            assert state.last_preserved_timestamp == 3.25
+
+
+@settings(max_examples=200)
+@given(st.text(st.characters(exclude_categories=["Cs"])), st.floats(allow_nan=False))
+def test_any_text_comes_back(text, number):
+    fields = [("a", text), ("b", number), ("a", "")]
+    if number in (float("inf"), float("-inf")):
+        return
+    assert _proto_text.parse(_proto_text.dump(fields).encode()) == fields
+
+
+@settings(max_examples=200)
+@given(st.binary())
+def test_any_bytes_are_read_or_refused(data):
+    try:
+        _proto_text.parse(data)
+    except ValueError:
+        pass
+
+
+def test_paths_that_are_not_utf8(tmp_path):
+    path = os.fsdecode(b"/caf\xe9/m")
+    js.update_checkpoint_state(tmp_path, path)
+    assert js.get_checkpoint_state(tmp_path).model_checkpoint_path == path
