@@ -133,7 +133,7 @@ class Drift:
 
         ``told`` ``[n, width]`` is what was kept with them then.
         """
-        steps = count - last
+        steps = jnp.maximum(count - last, 0)  # rows may be frozen, ahead of all steps
         if self.keeps_run:
             since = (run[0] - told[..., -2]) + (run[1] - told[..., -1])
         else:
