@@ -350,3 +350,16 @@ def test_relative_directories(tmp_path, monkeypatch):
     os.rename("d", "moved")
     assert js.latest_checkpoint("moved") == "moved/m-3"
     assert js.Saver().restore("moved/m-3")["v"].shape == (3,)
+
+
+def test_what_another_saver_has_saved_since_is_not_deleted(tmp_path):
+    """One saver's turn to delete a path comes when it is the other's newest."""
+    one, other = js.Saver(max_to_keep=2), js.Saver()
+    numbers = {"a": np.arange(3.0)}
+    shared = one.save(numbers, tmp_path / "m")
+    one.save(numbers, tmp_path / "m", 1)
+    other.save({"a": np.ones(3)}, tmp_path / "m")
+    one.save(numbers, tmp_path / "m", 2)  # evicts "m"
+    np.testing.assert_array_equal(js.Saver().restore(shared)["a"], np.ones(3))
+    one.save(numbers, tmp_path / "m", 3)
+    assert not (tmp_path / "m-1").exists()

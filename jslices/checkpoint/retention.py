@@ -8,6 +8,7 @@ from collections.abc import Iterable
 
 from jslices.checkpoint import files
 from jslices.checkpoint.archive import link
+from jslices.checkpoint.shards import saved_id
 
 _log = logging.getLogger("jslices.checkpoint")
 
@@ -26,14 +27,17 @@ class Retention:
         self._evicted: list[tuple[str, float]] = []
         self._kept_for_good: list[str] = []
         self._needed_by_others: list[str] = []
+        #: The id of the save that a path held when it was noted.
+        self._ids: dict[str, str | None] = {}
 
     @property
     def paths(self) -> list[str]:
         """The paths of the last checkpoints, the oldest first."""
         return [path for path, _ in self.last]
 
-    def record(self, path: str) -> None:
+    def record(self, path: str, save_id: str | None = None) -> None:
         """Notes a save; one that is kept no longer will go with :meth:`delete_old`."""
+        self._ids[path] = save_id
         self._needed_by_others = [p for p in self._needed_by_others if p != path]
         if not self.max_to_keep:
             return
@@ -60,9 +64,18 @@ class Retention:
             if os.path.abspath(path) not in needed:
                 self._needed_by_others.remove(path)
                 try:
-                    files.remove_checkpoint(path)
+                    self._remove(path)
                 except OSError as error:
                     _log.warning("%s could not be deleted: %s", path, error)
+
+    def _remove(self, path: str) -> None:
+        """Deletes a checkpoint, unless another process has saved to its path since."""
+        known = self._ids.pop(path, None)
+        with files.directory_lock(os.path.dirname(path), exclusive=True):
+            found = files.families(path)
+            if found and known is not None and saved_id(found[0][0]) != known:
+                return
+            files.remove_checkpoint(path)
 
     def needed_bases(self) -> set[str]:
         """The absolute paths of what the kept deltas build on, however indirectly."""
@@ -85,3 +98,4 @@ class Retention:
             found = files.families(path)
             if found:
                 self.last.append((path, os.path.getmtime(found[0][0])))
+                self._ids[path] = saved_id(found[0][0])

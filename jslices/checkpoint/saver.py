@@ -204,7 +204,7 @@ class Saver:
         save_id = write_checkpoint(prefix, parts, info, sharded)
         self._previous = (prefix, save_id)
         if write_state:
-            self._retention.record(prefix)
+            self._retention.record(prefix, save_id)
             directory = os.path.dirname(prefix)
             newest, paths = prefix, self.last_checkpoints
             if self._save_relative_paths:
