@@ -29,6 +29,10 @@ def all_reduce_slices(
     got. Where that would move more bytes than an all-reduce of ``[V, *D]``, which the
     shapes alone decide, the all-reduce is done; the result is the same, in V slots.
 
+    A table that is the same on all devices (``in_specs=P()``) has a gradient that JAX has
+    summed already, and dense; under ``check_vma`` let it differ first, ``table =
+    jax.lax.pcast(table, axis_name, to="varying")``, to get each device's own slices.
+
     Args:
       slices: this device's, ``values`` ``[K, *D]`` and ``indices`` ``[K]``; a device
         without any rows passes empty slots.

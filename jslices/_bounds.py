@@ -75,6 +75,19 @@ def missing_value(dtype: np.dtype) -> Any:
     return np.array(limits.max if unsigned else limits.min, dtype)[()]
 
 
+def in_32_bits(ids: np.ndarray) -> np.ndarray:
+    """NumPy integers as JAX can hold them; what does not fit stays out of range."""
+    if ids.size == 0 and not np.issubdtype(ids.dtype, np.integer):
+        return ids.astype(np.int32)  # np.asarray([]) is float64
+    wide = np.issubdtype(ids.dtype, np.integer) and ids.dtype.itemsize == 8
+    if not wide or jax.config.read("jax_enable_x64"):
+        return ids
+    ids = np.minimum(ids, INT32_MAX)
+    if np.issubdtype(ids.dtype, np.signedinteger):
+        ids = np.maximum(ids, -INT32_MAX)
+    return ids.astype(np.int32)
+
+
 def take_rows(
     table: jax.Array,
     indices: jax.Array,

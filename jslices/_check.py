@@ -6,12 +6,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jslices._bounds import in_32_bits
+
 
 def as_array(x: Any) -> Any:
     """Lists, numbers and NumPy arrays as JAX arrays; anything that has a dtype as it is."""
     if isinstance(x, np.ndarray | np.generic) or not hasattr(x, "dtype"):
         return jnp.asarray(x)
     return x
+
+
+def as_indices(x: Any) -> Any:
+    """:func:`as_array` for row numbers, of which none becomes another one."""
+    if isinstance(x, list | tuple) and x and all(type(n) is int for n in x):
+        x = np.asarray(x)
+    return as_array(in_32_bits(x) if isinstance(x, np.ndarray) and x.size else x)
 
 
 def static_shape(shape: Any) -> tuple[int, ...] | None:

@@ -9,7 +9,7 @@ import numpy as np
 from jax.experimental import checkify
 from jax.typing import ArrayLike
 
-from jslices._bounds import INT32_MAX, canonical_indices, index_dtype
+from jslices._bounds import canonical_indices, in_32_bits, index_dtype
 
 #: What becomes of an id outside ``[0, V)``. A read *fills* and a write *drops*; as in JAX
 #: the two words name the same mode.
@@ -66,7 +66,7 @@ def as_ids(ids: Any, who: str, name: str = "ids") -> jax.Array:
     smallest.
     """
     host = _on_host(ids)
-    array: Any = jnp.asarray(ids) if host is None else _in_32_bits(host)
+    array: Any = jnp.asarray(ids) if host is None else in_32_bits(host)
     foreign = array.dtype.kind in "OSU"  # no numbers at all, which JAX knows nothing of
     if foreign or not jnp.issubdtype(array.dtype, jnp.integer):
         dtype = array.dtype if foreign else jnp.asarray(array).dtype
@@ -75,18 +75,6 @@ def as_ids(ids: Any, who: str, name: str = "ids") -> jax.Array:
             f"{name}.astype('int32')"
         )
     return jnp.asarray(array)
-
-
-def _in_32_bits(ids: np.ndarray) -> np.ndarray:
-    if ids.size == 0 and not np.issubdtype(ids.dtype, np.integer):
-        return ids.astype(np.int32)  # np.asarray([]) is float64
-    wide = np.issubdtype(ids.dtype, np.integer) and ids.dtype.itemsize == 8
-    if not wide or jax.config.read("jax_enable_x64"):
-        return ids
-    ids = np.minimum(ids, INT32_MAX)
-    if np.issubdtype(ids.dtype, np.signedinteger):
-        ids = np.maximum(ids, -INT32_MAX)
-    return ids.astype(np.int32)
 
 
 def settle(ids: jax.Array, num_rows: int, mode: str) -> jax.Array:

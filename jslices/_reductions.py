@@ -115,10 +115,11 @@ class RowReductions:
         Source: ``tf.linalg.global_norm`` squares the values as they are, which is wrong
         with duplicates.
         """
-        narrow = jnp.issubdtype(self.values.dtype, jnp.floating)
+        floats = jnp.issubdtype(self.values.dtype, jnp.floating)
         wide = self
-        if narrow and self.values.dtype.itemsize < 4:
-            children = (self.values.astype(jnp.float32), self.indices)
+        if self.values.dtype.itemsize < 4:
+            dtype = jnp.float32 if floats else jnp.int32
+            children = (self.values.astype(dtype), self.indices)
             wide = type(self).tree_unflatten(self.dense_shape, children)
         rows = RowReductions._present(wide.coalesce())
         batch = self.indices.ndim - 1

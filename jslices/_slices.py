@@ -13,7 +13,7 @@ from jax.typing import ArrayLike, DTypeLike
 from jslices._arithmetic import RowArithmetic
 from jslices._arithmetic import concat_slices as concat_slices
 from jslices._bounds import add_rows, canonical_indices
-from jslices._check import as_array, check_parts, static_shape
+from jslices._check import as_array, as_indices, check_parts, static_shape
 from jslices._check import check_slices as check_slices
 from jslices._coalesce import check_combine, sum_duplicates
 from jslices._compact import nonzero_rows
@@ -69,7 +69,7 @@ class IndexedSlices(RowArithmetic, RowReductions):
         indices: ArrayLike,
         dense_shape: Sequence[int] | None = None,
     ) -> None:
-        values, indices = as_array(values), as_array(indices)
+        values, indices = as_array(values), as_indices(indices)
         shape = static_shape(dense_shape)
         check_parts(values, indices, shape)
         object.__setattr__(self, "values", values)

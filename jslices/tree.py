@@ -14,6 +14,7 @@ Example:
   2
 """
 
+import builtins
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -62,11 +63,33 @@ def structure(tree: Any, is_leaf: IsLeaf = None) -> Any:
     return jax.tree.structure(tree, is_leaf=_or_slices(is_leaf))
 
 
+_NOTHING = object()
+
+
 def reduce(
-    f: Callable[[Any, Any], Any], tree: Any, *start: Any, is_leaf: IsLeaf = None
+    function: Callable[[Any, Any], Any],
+    tree: Any,
+    initializer: Any = _NOTHING,
+    is_leaf: IsLeaf = None,
 ) -> Any:
     """``jax.tree.reduce`` with slices as leaves."""
-    return functools.reduce(f, leaves(tree, is_leaf), *start)
+    start = () if initializer is _NOTHING else (initializer,)
+    return functools.reduce(function, leaves(tree, is_leaf), *start)
+
+
+def all(tree: Any, *, is_leaf: IsLeaf = None) -> bool:
+    """``jax.tree.all`` with slices as leaves."""
+    return builtins.all(leaves(tree, is_leaf))
+
+
+def unflatten(treedef: Any, leaves: Any) -> Any:
+    """``jax.tree.unflatten``, of leaves that may be slices."""
+    return jax.tree.unflatten(treedef, leaves)
+
+
+def flatten_with_path(tree: Any, is_leaf: IsLeaf = None) -> tuple[list[Any], Any]:
+    """``jax.tree.flatten_with_path`` with slices as leaves."""
+    return jax.tree_util.tree_flatten_with_path(tree, is_leaf=_or_slices(is_leaf))
 
 
 def to_dense(tree: Any) -> Any:

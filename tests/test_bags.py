@@ -381,3 +381,24 @@ def test_more_errors():
         js.embedding_lookup_sparse(ONES, bcoo([[1]], [[[0]]], (1, 1)))
     with pytest.raises(TypeError, match="known before tracing"):
         jax.jit(lambda n: js.embedding_lookup_sparse(ONES, ([1], [0], n)))(2)
+
+
+@pytest.mark.parametrize("combiner", ["sum", "mean", "sqrtn", "max"])
+def test_weights_that_are_not_used_get_no_gradient(combiner):
+    table, ids = jnp.ones((4, 2)), (np.array([[1, 2]]), np.array([[True, False]]))
+    loss = lambda w: js.embedding_lookup_sparse(table, ids, w, combiner).sum()  # noqa: E731
+    grad = js.grad(loss)(jnp.array([[2.0, jnp.nan]]))
+    assert np.isfinite(np.asarray(grad)).all() and grad[0, 1] == 0
+
+
+def test_row_splits_are_checked():
+    for splits in ([1, 2], [0, 2, 1, 3], [0, 9], np.array([1, 1, 0])):
+        with pytest.raises(ValueError, match=r"row_splits .* must begin with 0"):
+            js.embedding_lookup_sparse(jnp.ones((4, 2)), ([1, 2, 3], splits))
+
+
+def test_a_default_id_beyond_the_dtype_of_the_ids():
+    table = jnp.arange(1000.0)[:, None]
+    ids = np.array([[1, -1], [-1, -1]], np.int8)
+    got = js.safe_embedding_lookup_sparse(table, ids, default_id=999)
+    np.testing.assert_array_equal(got.ravel(), [1, 999])

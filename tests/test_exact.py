@@ -283,6 +283,18 @@ def test_rows_that_did_not_catch_up_are_noticed():
     tx.update(both, state, params)
 
 
+def test_a_step_on_known_numbers_inside_of_a_trace():
+    """As optax.apply_if_finite runs it, in a branch of lax.cond."""
+    tx = js.adam(0.1, untouched="exact")
+    grads, state = js.IndexedSlices(ROWS[0], IDS[0], (V, D)), tx.init(START)
+    got = jax.lax.cond(True, lambda: tx.update(grads, state, START)[0], lambda: grads)
+    wanted, _ = tx.update(grads, state, START)
+    np.testing.assert_allclose(got.to_dense(), wanted.to_dense(), rtol=1e-5)
+    guarded = optax.apply_if_finite(tx, 3)
+    updates, _ = guarded.update(grads, guarded.init(START), START)
+    np.testing.assert_allclose(updates.to_dense(), wanted.to_dense(), rtol=1e-5)
+
+
 def test_ids_of_any_shape_and_out_of_range_ones():
     tx = js.sgd(0.1, momentum=0.9, untouched="exact")
     params = {"table": START, "w": jnp.ones(2)}

@@ -124,6 +124,30 @@ def test_what_mixes_rows_is_refused(tx):
     assert_close(got, tx.update(dense, tx.init(PARAMS), PARAMS)[0])
 
 
+@pytest.mark.parametrize(
+    "tx",
+    [
+        optax.chain(optax.apply_every(2), optax.sgd(1.0)),
+        optax.contrib.sam(optax.sgd(0.1), optax.sgd(0.1)),
+        optax.contrib.prodigy(1.0),
+        optax.contrib.dadapt_adamw(1.0),
+        optax.contrib.dog(1.0),
+    ],
+    ids=["apply_every", "sam", "prodigy", "dadapt", "dog"],
+)
+def test_what_acts_on_all_rows_in_some_step_is_refused(tx):
+    with pytest.raises(ValueError, match=r"cannot lift optax.* all rows together"):
+        js.from_optax(tx).update(grads_of(RNG, [1]), tx.init(PARAMS), PARAMS)
+
+
+def test_extra_arguments_go_through():
+    tx = optax.chain(optax.sgd(0.1), optax.contrib.reduce_on_plateau(patience=1))
+    grads = grads_of(RNG, [1, 1])
+    updates, _ = js.from_optax(tx).update(grads, tx.init(PARAMS), PARAMS, value=1.0)
+    wanted = {**grads, "table": grads["table"].coalesce()}
+    np.testing.assert_allclose(updates["table"].values, -0.1 * wanted["table"].values)
+
+
 def test_accumulation_is_refused():
     steps = optax.MultiSteps(optax.sgd(0.1), 2).gradient_transformation()
     tx = js.from_optax(optax.chain(optax.clip(1.0), steps))

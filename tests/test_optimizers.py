@@ -490,6 +490,18 @@ def test_slices_without_dense_shape():
         np.testing.assert_array_equal(js.apply_updates(table, updates)[1], [-1] * D)
 
 
+@every
+def test_no_rows_and_no_table(name, kwargs):
+    tx = make(js, name, 0.1, kwargs)
+    for rows in (V, 0):
+        params = {"table": jnp.ones((rows, D)), "w": jnp.ones(4)}
+        grads = {"table": js.IndexedSlices(jnp.zeros((0, D)), [], (rows, D)), "w": None}
+        updates, _ = tx.update(grads, tx.init(params), params)
+        np.testing.assert_array_equal(
+            js.apply_updates(params, updates)["table"], params["table"]
+        )
+
+
 def test_errors():
     table = jnp.zeros((V, D))
     wrong = js.IndexedSlices(jnp.ones((1, D)), jnp.array([1]), (V + 1, D))

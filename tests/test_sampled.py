@@ -199,3 +199,27 @@ def test_errors_of_the_losses(name):
         loss(WEIGHTS, BIASES, LABELS, INPUTS, S, V, key=KEYS[0])
     with pytest.raises(TypeError, match=r"integer labels, got float32\[4\]"):
         loss(WEIGHTS, BIASES, LABELS[:, 0] * 0.5, INPUTS, S, V, key=KEYS[0])
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.int8, np.int16])
+def test_labels_of_a_dtype_too_narrow_for_the_classes(dtype):
+    table, bias = jnp.arange(1000.0)[:, None] * jnp.ones((1, 2)), jnp.zeros(1000)
+    inputs, key = jnp.full((3, 2), 1e-3), jax.random.key(0)
+    loss = lambda t, labels: js.nce_loss(t, bias, labels, inputs, 20, 1000, key=key)  # noqa: E731
+    labels = np.array([3, 7, 100])
+    np.testing.assert_array_equal(
+        loss(table, labels.astype(dtype)), loss(table, labels.astype(np.int32))
+    )
+
+
+def test_an_empty_batch():
+    got = js.nce_loss(
+        jnp.ones((20, 2)),
+        jnp.zeros(20),
+        np.zeros((0, 1), int),
+        jnp.zeros((0, 2)),
+        3,
+        20,
+        key=jax.random.key(0),
+    )
+    assert got.shape == (0,)

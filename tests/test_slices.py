@@ -246,3 +246,10 @@ def test_a_scan_can_carry_slices(slices):
 
     final, _ = jax.lax.scan(body, slices.coalesce(4), None, length=3)
     assert_close(final.to_dense(), jnp.asarray(4 * DENSE))
+
+
+def test_indices_of_64_bits_stay_out_of_range():
+    """JAX would cut them to 32 bits, and 2**32 + 3 would become row 3."""
+    for indices in (np.array([2**32 + 3, 1]), [2**32 + 3, 1], np.array([-(2**40), 1])):
+        s = js.IndexedSlices(jnp.ones((2, 1)), indices, (9, 1))
+        np.testing.assert_array_equal(np.flatnonzero(s.to_dense()), [1])

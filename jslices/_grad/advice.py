@@ -1,5 +1,10 @@
 """What to write instead of a use that needs the whole table."""
 
+_REPLICATED = (
+    "inside a shard_map let the table differ between devices first, table = "
+    "jax.lax.pcast(table, axis, to='varying'), and add the slices up with "
+    "jslices.all_reduce_slices(slices, axis, 'sum')"
+)
 _BY_PRIMITIVE = {
     "dot_general": "a product with the whole table has a dense gradient: score only "
     "some rows, h @ table[candidates].T, or keep a separate output matrix",
@@ -17,6 +22,8 @@ _BY_PRIMITIVE = {
     "turns, or jax.lax.scan, does not",
     "cond": "do not return the table from a branch; look the rows up inside it",
     "sort": "sort the rows that were looked up, not the table",
+    "pvary": _REPLICATED,
+    "pcast": _REPLICATED,
     "shard_map": "call jslices.grad inside the shard_map, not around it",
 }
 _REDUCTION = (

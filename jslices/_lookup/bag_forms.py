@@ -100,6 +100,14 @@ def _from_splits(given: Any, row_splits: Any, who: str) -> _Form:
             f"{who} wants values [K] and row_splits [B + 1], got {list(ids.shape)} and "
             f"{list(splits.shape)}; bag b is values[row_splits[b]:row_splits[b + 1]]"
         )
+    if not isinstance(splits, jax.core.Tracer):
+        ends = np.asarray(splits)
+        if ends[0] != 0 or (np.diff(ends) < 0).any() or ends[-1] > ids.shape[0]:
+            raise ValueError(
+                f"{who} got row_splits {ends.tolist()} for {ids.shape[0]} values; they "
+                "must begin with 0, never fall, and end within the values (and a mask must "
+                "be bool)"
+            )
     count = splits.shape[0] - 1
     places = jnp.arange(ids.shape[0], dtype=splits.dtype)
     # What lies before the first split, or after the last, is in bag -1, or in bag B.

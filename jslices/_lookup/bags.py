@@ -160,6 +160,7 @@ def safe_embedding_lookup_sparse(
     if default_id is not None:
         # One more id to look up, the last; if no bag is empty it is not read.
         default = _row_number(default_id, sum(len(table) for table in tables), who)
+        ids = ids.astype(jnp.promote_types(ids.dtype, jnp.int32))
         ids = jnp.append(ids, jnp.asarray(default, ids.dtype))
         keep, given = jnp.append(keep, ~filled.all()), None
     rows = read_rows(
@@ -189,7 +190,8 @@ def combine(rows: jax.Array, bags: Bags, combiner: str) -> jax.Array:
     wide = rows.astype(jnp.promote_types(dtype, jnp.float32))
     weights = jnp.ones(segments.shape, wide.dtype)
     if bags.weights is not None:
-        weights = bags.weights.astype(wide.dtype)
+        # What is in no bag may be anything, and its square must not meet a gradient.
+        weights = jnp.where(segments < count, bags.weights, 0).astype(wide.dtype)
         wide = wide * weights.reshape(-1, *(1,) * (rows.ndim - 1))
 
     def total(x: jax.Array) -> jax.Array:

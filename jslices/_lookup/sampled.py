@@ -156,13 +156,15 @@ def _sampled_logits(
         )
     sampled, of_true, of_sampled = map(jax.lax.stop_gradient, sampled_values)
     sampled, of_true = jnp.asarray(sampled), jnp.reshape(jnp.asarray(of_true), labels.shape)
-    ids = jnp.concatenate([labels.reshape(-1), sampled.astype(labels.dtype)])
+    # Labels may come in a dtype that cannot hold every class that is drawn.
+    wide = jnp.promote_types(jnp.promote_types(labels.dtype, sampled.dtype), jnp.int32)
+    ids = jnp.concatenate([labels.reshape(-1).astype(wide), sampled.astype(wide)])
     rows, offsets = (
         embedding_lookup(table, ids, partition_strategy=partition_strategy)
         for table in tables
     )
     count, dtype = labels.size, rows.dtype
-    true_rows = rows[:count].reshape(*labels.shape, -1)
+    true_rows = rows[:count].reshape(*labels.shape, rows.shape[-1])
     true = jnp.einsum("bd,btd->bt", inputs, true_rows) + offsets[:count].reshape(
         labels.shape
     )

@@ -34,7 +34,8 @@ def apply_updates(params: Any, updates: Any) -> Any:
       >>> js.apply_updates(params, {"table": rows, "w": None})["table"].ravel()
       Array([0., 0., 5., 0.], dtype=float32)
 
-    Source: ``optax.apply_updates``, which gives the same result on these updates.
+    Source: ``optax.apply_updates``, which gives the same result on these updates (but takes
+    no None).
     """
     return jax.tree.map(_add, updates, params, is_leaf=lambda x: x is None or is_slices(x))
 

@@ -27,7 +27,7 @@ class GradientTransformation(_InitUpdate):
       init: ``init(params) -> state``.
       update: ``update(grads, state, params=None) -> (updates, state)``. ``grads`` mirrors
         ``params``, with an IndexedSlices where the gradient is sparse, None where there
-        is none; so do the updates, which :func:`jslices.apply_updates` (or
+        is none; so do the updates, which :func:`jslices.apply_updates` (or, without None,
         ``optax.apply_updates``) adds.
       catch_up: ``catch_up(params, state, ids) -> (params, state)``. With
         ``untouched="exact"``, brings the rows that are about to be read up to date. ``ids``

@@ -89,7 +89,10 @@ def refuse_stale(grads: Sequence[Any], last: Sequence[Any], count: jax.Array) ->
         if isinstance(grad, IndexedSlices):
             rows = canonical_indices(grad.indices, known.shape[0])
         last_step = take_rows(known, rows, fill_value=int(count))
-        behind = np.asarray((last_step != count) & (last_step != FROZEN))
+        late = (last_step != count) & (last_step != FROZEN)
+        if isinstance(late, jax.core.Tracer):  # all is known, but something is traced
+            continue
+        behind = np.asarray(late)
         if behind.any():
             row = int(rows[int(np.argmax(behind))])
             raise ValueError(

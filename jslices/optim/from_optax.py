@@ -1,6 +1,6 @@
 """Any Optax transformation, run on the touched rows only."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -61,7 +61,9 @@ def from_optax(tx: Any) -> GradientTransformation:
 
     tried: set[Any] = set()
 
-    def update(grads: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+    def update(
+        grads: Any, state: Any, params: Any = None, **extra_args: Any
+    ) -> tuple[Any, Any]:
         if params is None:
             raise ValueError(
                 "from_optax needs the parameters, to know which part of the state mirrors "
@@ -75,15 +77,15 @@ def from_optax(tx: Any) -> GradientTransformation:
         if any(map(is_slices, touched)) and kind not in tried:
             tried.add(kind)
             refuse_mixing(tx, lifted, touched, tree)
-        return lifted(tree.unflatten(touched), state, params)
+        return lifted(tree.unflatten(touched), state, params, **extra_args)
 
-    def lifted(grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
+    def lifted(grads: Any, state: Any, params: Any, **extra_args: Any) -> tuple[Any, Any]:
         touched, tree = flatten(grads, is_leaf=lambda x: x is None or is_slices(x))
         arrays = tree.flatten_up_to(params)
         rows = _Rows(tree, arrays, touched)
         values = [g.values if is_slices(g) else g for g in touched]
         outputs, new_state = tx.update(
-            tree.unflatten(values), rows.read_state(state), rows.read(params)
+            tree.unflatten(values), rows.read_state(state), rows.read(params), **extra_args
         )
         updates = [
             _update(u, g) for u, g in zip(tree.flatten_up_to(outputs), touched, strict=True)
@@ -170,18 +172,43 @@ def _left_out(x: Any) -> bool:
     return not jax.tree.leaves(x)
 
 
+#: States of transformations of Optax that act on all rows in some of their steps, or judge
+#: all rows together, which trying one step does not show.
+ACT_ON_ALL_ROWS = {
+    "ApplyEvery": "apply_every",
+    "DAdaptAdamWState": "contrib.dadapt_adamw",
+    "DoGState": "contrib.dog",
+    "DoWGState": "contrib.dowg",
+    "LookaheadState": "lookahead",
+    "ProdigyState": "contrib.prodigy",
+    "SAMState": "contrib.sam",
+}
+
+
 def _refuse_accumulation(state: Any) -> None:
-    """Refuses the state of ``optax.MultiSteps``, wherever it stands."""
-
-    def accumulates(node: Any) -> bool:
-        return type(node).__name__ == "MultiStepsState"
-
-    if any(map(accumulates, flatten(state, is_leaf=accumulates)[0])):
+    """Refuses what acts on all rows at once in some step, wherever its state stands."""
+    kinds = {type(node).__name__ for node in _nodes(state)}
+    for kind in kinds & set(ACT_ON_ALL_ROWS):
+        raise ValueError(
+            f"from_optax cannot lift optax.{ACT_ON_ALL_ROWS[kind]}: it judges or moves all "
+            "rows together, and rows that a step does not touch would miss that; give it "
+            "dense gradients (sparse=False)"
+        )
+    if "MultiStepsState" in kinds:
         raise ValueError(
             "from_optax cannot lift optax.MultiSteps: rows that the last micro-step does "
             "not touch would keep what they have gathered. Accumulate the slices: "
             "jslices.accumulate_gradients"
         )
+
+
+def _nodes(tree: Any) -> Iterator[Any]:
+    """The tree and all that is in it."""
+    yield tree
+    inside = jax.tree.leaves(tree, is_leaf=lambda x: x is not tree)
+    for node in inside:
+        if node is not tree and not hasattr(node, "shape"):
+            yield from _nodes(node)
 
 
 def _coalesced(grad: Any, param: Any) -> Any:

@@ -112,5 +112,5 @@ def trust_ratio(p: jax.Array, update: jax.Array, by_row: bool) -> jax.Array:
 def _norm(x: jax.Array, by_row: bool) -> jax.Array:
     if not by_row:
         return jnp.linalg.norm(x)
-    squares = jnp.sum(x.reshape(x.shape[0], -1) ** 2, axis=1)
+    squares = jnp.sum(x**2, axis=tuple(range(1, x.ndim)))
     return per_row(jnp.sqrt(squares), x)
