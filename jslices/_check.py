@@ -18,8 +18,8 @@ def as_array(x: Any) -> Any:
 
 def as_indices(x: Any) -> Any:
     """:func:`as_array` for row numbers, of which none becomes another one."""
-    if isinstance(x, list | tuple) and x and all(type(n) is int for n in x):
-        x = np.asarray(x)
+    if isinstance(x, list | tuple) and all(type(n) is int for n in x):
+        x = np.asarray(x, np.int64)
     return as_array(in_32_bits(x) if isinstance(x, np.ndarray) and x.size else x)
 
 
