@@ -61,24 +61,46 @@ def sum_duplicates(
         unique = jnp.full((capacity,), empty, indices.dtype)
         summed = jnp.zeros((capacity, *values.shape[1:]), values.dtype)
     else:
-        ordered, positions = sort_ids(indices)
-        is_first = jnp.concatenate([jnp.ones((1,), bool), ordered[1:] != ordered[:-1]])
-        slots = jnp.cumsum(is_first, dtype=jnp.int32) - 1
-        # Equal indices share a slot, so a colliding write stores the same number twice.
-        unique = (
-            jnp.full((capacity,), empty, indices.dtype)
-            .at[slots]
-            .set(ordered, mode="drop", indices_are_sorted=True)
-        )
-        # Back to the order of `values`: moving K integers is cheaper than K rows.
-        # The slot that the empty index got is sent out of range.
-        slots = jnp.where(ordered == empty, capacity, slots)
-        slots = jnp.zeros_like(slots).at[positions].set(slots, unique_indices=True)
-        summed = _add_by_slot(values, slots, capacity, COMBINERS[combine])
-        distinct = jnp.sum(is_first & (ordered != empty), dtype=jnp.int32)
+        unique, slots, distinct = number_slots(indices, num_rows, capacity)
+        summed = add_by_slot(values, slots, capacity, COMBINERS[combine])
     if capacity < enough:
         summed = _refuse_overflow(summed, distinct, capacity)
     return summed, unique
+
+
+def number_slots(
+    indices: jax.Array, num_rows: int | None, capacity: int
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Numbers the distinct rows in their order.
+
+    Args:
+      indices: ``[K]``, canonical, K at least 1.
+      num_rows: V, or None when unknown.
+      capacity: U, the number of slots.
+
+    Returns:
+      ``(unique, slots, distinct)``: the distinct rows ``[U]``, sorted, then empty slots;
+      the slot of each occurrence, int32 ``[K]``, U or more where it has none; how many
+      distinct rows there are, int32 ``[]``.
+
+    Cost: a sort of K integers.
+    """
+    empty = empty_slot(num_rows, indices.dtype)
+    ordered, positions = sort_ids(indices)
+    is_first = jnp.concatenate([jnp.ones((1,), bool), ordered[1:] != ordered[:-1]])
+    slots = jnp.cumsum(is_first, dtype=jnp.int32) - 1
+    # Equal indices share a slot, so a colliding write stores the same number twice.
+    unique = (
+        jnp.full((capacity,), empty, indices.dtype)
+        .at[slots]
+        .set(ordered, mode="drop", indices_are_sorted=True)
+    )
+    # Back to the order of `indices`: moving K integers is cheaper than K rows.
+    # The slot that the empty index got is sent out of range.
+    slots = jnp.where(ordered == empty, capacity, slots)
+    slots = jnp.zeros_like(slots).at[positions].set(slots, unique_indices=True)
+    distinct = jnp.sum(is_first & (ordered != empty), dtype=jnp.int32)
+    return unique, slots, distinct
 
 
 def check_combine(combine: str, dtype: jnp.dtype) -> None:
@@ -92,12 +114,16 @@ def check_combine(combine: str, dtype: jnp.dtype) -> None:
         )
 
 
-def _add_by_slot(
+def add_by_slot(
     values: jax.Array,
     slots: jax.Array,
     capacity: int,
-    divisor: Callable[[jax.Array], jax.Array] | None,
+    divisor: Callable[[jax.Array], jax.Array] | None = None,
 ) -> jax.Array:
+    """``[capacity, *D]``: the rows of ``values`` ``[K, *D]`` with the same slot, summed.
+
+    Slots of ``capacity`` or more drop. 16-bit floats are summed in float32, rounded once.
+    """
     dtype = values.dtype
     narrow = jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4
     wide = values.astype(jnp.float32) if narrow else values

@@ -71,5 +71,5 @@ def adagrad(
 
         return kernel
 
-    rule = Rule({"sum_of_squares": full(initial_accumulator_value)}, step)
+    rule = Rule({"sum_of_squares": full(initial_accumulator_value)}, step, still=True)
     return transformation(AdagradState, rule)

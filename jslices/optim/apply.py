@@ -7,6 +7,7 @@ import jax.numpy as jnp
 
 from jslices._bounds import add_rows, canonical_indices
 from jslices._slices import IndexedSlices, check_slices, is_slices
+from jslices.optim.whole import EveryRow
 
 
 def apply_updates(params: Any, updates: Any) -> Any:
@@ -55,4 +56,7 @@ def _add(update: Any, param: Any) -> Any:
             "be equal"
         )
     indices = canonical_indices(update.indices, param.shape[0])
-    return add_rows(param, indices, update.values.astype(param.dtype))
+    values = update.values.astype(param.dtype)
+    if isinstance(update, EveryRow):
+        return param + values
+    return add_rows(param, indices, values)

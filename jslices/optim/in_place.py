@@ -49,30 +49,29 @@ def step_rows(
     # that of doing all rows at once. A custom_jvp must be handed what its function closes
     # over (a learning rate that is itself learned, say), and a converted function has fixed
     # shapes, hence two.
-    rows = [x[: len(indices)] for x in (values, *arrays)]
-    whole, whole_consts = jax.closure_convert(kernel, *_like(rows, len(indices)))
-    part, part_consts = jax.closure_convert(kernel, *_like(rows, CHUNK))
+    rows = (values, *arrays)
+    whole, whole_consts = jax.closure_convert(kernel, *like(rows, len(indices)))
+    part, part_consts = jax.closure_convert(kernel, *like(rows, CHUNK))
 
     def at_once(consts: Any, values: jax.Array, *arrays: jax.Array) -> Any:
         run = lambda *x: whole(*x, *consts[0])  # noqa: E731
         return step_at_once(run, indices, values, arrays, reads)
 
-    def in_chunks(consts: Any, values: jax.Array, *arrays: jax.Array) -> Any:
+    def chunked(consts: Any, values: jax.Array, *arrays: jax.Array) -> Any:
         run = lambda *x: part(*x, *consts[1])  # noqa: E731
         return _in_chunks(run, indices, values, arrays, reads)
 
     @jax.custom_jvp
     def step(consts: Any, values: jax.Array, *arrays: jax.Array) -> Any:
-        return lax.platform_dependent(
-            consts, values, *arrays, cpu=in_chunks, default=at_once
-        )
+        return lax.platform_dependent(consts, values, *arrays, cpu=chunked, default=at_once)
 
     step.defjvp(lambda primals, tangents: jax.jvp(at_once, primals, tangents))
     return step((whole_consts, part_consts), values, *arrays)
 
 
-def _like(rows: Sequence[jax.Array], count: int) -> list[jax.Array]:
-    return [jnp.zeros((count, *x.shape[1:]), x.dtype) for x in rows]
+def like(arrays: Sequence[jax.Array], count: int) -> list[jax.Array]:
+    """Zeros as ``count`` rows of each array."""
+    return [jnp.zeros((count, *x.shape[1:]), x.dtype) for x in arrays]
 
 
 def step_at_once(
@@ -108,24 +107,34 @@ def _in_chunks(
     present = jnp.sum(indices < height, dtype=jnp.int32)
     read, state = arrays[:reads], arrays[reads:]
 
-    def body(carry: Any) -> Any:
-        done, update, *state = carry
-        # The last chunk may begin early, so that it ends with the last slot; rows that
-        # were done before are then shown as empty.
-        start = jnp.minimum(done, count - CHUNK)
-        mine = lax.dynamic_slice_in_dim(indices, start, CHUNK)
-        fresh = start + jnp.arange(CHUNK, dtype=jnp.int32) >= done
-        gradient = lax.dynamic_slice_in_dim(values, start, CHUNK)
-        ids = jnp.where(fresh, mine, height)
-        new, *state = step_at_once(kernel, ids, gradient, (*read, *state), reads)
-        old = lax.dynamic_slice_in_dim(update, start, CHUNK)
-        new = jnp.where(fresh.reshape(-1, *(1,) * (new.ndim - 1)), new, old)
-        update = lax.dynamic_update_slice_in_dim(update, new, start, 0)
-        return [done + CHUNK, update, *state]
+    def body(start: jax.Array, fresh: jax.Array, carry: Any) -> Any:
+        update, *state = carry
+        cut = lambda x: lax.dynamic_slice_in_dim(x, start, CHUNK)  # noqa: E731
+        ids = jnp.where(fresh, cut(indices), height)
+        new, *state = step_at_once(kernel, ids, cut(values), (*read, *state), reads)
+        new = jnp.where(fresh.reshape(-1, *(1,) * (new.ndim - 1)), new, cut(update))
+        return [lax.dynamic_update_slice_in_dim(update, new, start, 0), *state]
 
     # In the kernel's own dtype, which need not be that of the gradient.
-    shape = jax.eval_shape(kernel, *_like([values, *arrays], CHUNK))[0]
+    shape = jax.eval_shape(kernel, *like([values, *arrays], CHUNK))[0]
     update = jnp.zeros((count, *shape.shape[1:]), shape.dtype)
-    carry = [jnp.zeros((), jnp.int32), update, *state]
-    _, update, *state = lax.while_loop(lambda carry: carry[0] < present, body, carry)
-    return (update, *state)
+    return tuple(in_chunks(present, count, body, [update, *state]))
+
+
+def in_chunks(
+    total: Any, count: int, body: Callable[..., Any], carry: Sequence[jax.Array]
+) -> Sequence[jax.Array]:
+    """``carry = body(start, fresh, carry)`` for chunks of the first ``total`` of ``count``.
+
+    The last chunk may begin early, so that it ends with the last slot; ``fresh`` (bools
+    ``[CHUNK]``) shows which slots no chunk had before.
+    """
+
+    def step(done_carry: Any) -> Any:
+        done, *carry = done_carry
+        start = jnp.minimum(done, count - CHUNK)
+        fresh = start + jnp.arange(CHUNK, dtype=jnp.int32) >= done
+        return [done + CHUNK, *body(start, fresh, carry)]
+
+    first = [jnp.zeros((), jnp.int32), *carry]
+    return lax.while_loop(lambda x: x[0] < total, step, first)[1:]

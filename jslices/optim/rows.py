@@ -4,13 +4,18 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+from jax import lax
 
+from jslices._bounds import canonical_indices, empty_slot
+from jslices._coalesce import sum_duplicates
 from jslices._slices import IndexedSlices, check_slices, is_slices
 from jslices._trees import flatten
 from jslices.optim import exact
-from jslices.optim.base import GradientTransformation, next_count, zero_count
-from jslices.optim.in_place import Kernel, step_rows
+from jslices.optim.base import GradientTransformation, next_count, per_row, zero_count
+from jslices.optim.in_place import Kernel
 from jslices.optim.rule import Rule
+from jslices.optim.step import step_slices
 
 
 def transformation(
@@ -77,7 +82,7 @@ def transformation(
                 for kind, kernel in kernels.items()
             }
         results = [
-            _update_leaf(kernels[kind], grad, param, slots)
+            _update_leaf(kernels[kind], kind[0], grad, param, slots)
             for kind, grad, param, *slots in zip(
                 kinds, leaves, arrays, *columns, strict=True
             )
@@ -120,19 +125,46 @@ def _is_leaf(x: Any) -> bool:
 
 
 def _update_leaf(
-    kernel: Kernel, grad: Any, param: Any, state: Sequence[Any]
+    kernel: Kernel, rule: Rule, grad: Any, param: Any, state: Sequence[Any]
 ) -> tuple[Any, ...]:
     read = () if param is None else (param,)
     if grad is None:
         return (None, *state)
     if not isinstance(grad, IndexedSlices):
         return kernel(grad, *read, *state)
-    grad = known_rows(grad, (*read, *state)).coalesce()
-    if not read and not state:
-        (update,) = kernel(grad.values)
-        return (IndexedSlices(update, grad.indices, grad.dense_shape),)
-    update, *new_state = step_rows(kernel, grad.indices, grad.values, state, read)
-    return (IndexedSlices(update, grad.indices, grad.dense_shape), *new_state)
+    grad = known_rows(grad, (*read, *state))
+    if read or state:
+        return step_slices(kernel, grad, state, read, still=rule.still)
+    if rule.linear and grad.values.dtype.itemsize >= 4:
+        return (_each_slot(kernel, grad),)
+    grad = grad.coalesce()
+    (update,) = kernel(grad.values)
+    return (IndexedSlices(update, grad.indices, grad.dense_shape),)
+
+
+def _each_slot(kernel: Kernel, grad: IndexedSlices) -> IndexedSlices:
+    """The update of each slot by itself, which adds up to that of the sum.
+
+    Not on a GPU, where adding many slots to one row is slow (jax-ml/jax#38806).
+    """
+    num_rows = None if grad.dense_shape is None else grad.dense_shape[0]
+
+    def duplicates(values: jax.Array, indices: jax.Array) -> tuple[jax.Array, jax.Array]:
+        indices = canonical_indices(indices, num_rows)
+        (update,) = kernel(values)
+        empty = indices == empty_slot(num_rows, indices.dtype)
+        nothing = jnp.zeros((), update.dtype)
+        return jnp.where(per_row(empty, update), nothing, update), indices
+
+    def summed(values: jax.Array, indices: jax.Array) -> tuple[jax.Array, jax.Array]:
+        values, indices = sum_duplicates(values, indices, num_rows, len(indices))
+        (update,) = kernel(values)
+        return update, indices
+
+    update, indices = lax.platform_dependent(
+        grad.values, grad.indices, cpu=duplicates, default=summed
+    )
+    return IndexedSlices(update, indices, grad.dense_shape)
 
 
 def known_rows(grad: IndexedSlices, arrays: Sequence[jax.Array]) -> IndexedSlices:

@@ -77,5 +77,5 @@ def rowwise_adagrad(
 
         return kernel
 
-    rule = Rule({"sum_of_squares": row_of(initial_accumulator_value)}, step)
+    rule = Rule({"sum_of_squares": row_of(initial_accumulator_value)}, step, still=True)
     return transformation(RowwiseAdagradState, rule)

@@ -26,6 +26,8 @@ class Rule:
       reads_params: whether the kernel gets the rows of the parameter as well.
       drift: for an optimizer that catches rows up, the numbers it needs of missed steps.
       coast: ``coast(missed, p, *slots) -> (p, *slots)``, what missed steps did to rows.
+      linear: whether the update of a sum of gradients is the sum of their updates.
+      still: whether a row whose gradient is zero keeps all it has.
     """
 
     slots: Mapping[str, Callable[[jax.Array], jax.Array]]
@@ -34,6 +36,8 @@ class Rule:
     drift: Drift | None = None
     coast: Callable[..., tuple[jax.Array, ...]] | None = None
     row_step: Callable[[jax.Array], Kernel] | None = None
+    linear: bool = False
+    still: bool = False
 
 
 def zeros(dtype: DTypeLike | None = None) -> Callable[[jax.Array], jax.Array]:

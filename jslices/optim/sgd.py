@@ -88,7 +88,7 @@ def sgd(
         return kernel
 
     slots = {} if momentum is None else {"trace": zeros(accumulator_dtype)}
-    rule = Rule(slots, step)
+    rule = Rule(slots, step, linear=momentum is None)
     if exact:
         check_fading("sgd", momentum=momentum)
         decay: Any = momentum

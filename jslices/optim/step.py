@@ -1,0 +1,119 @@
+"""From slices to the update and the new state: the way is chosen from the shapes.
+
+    few rows               ``in_place.step_at_once``    sort, sum, gather, step, scatter
+    more rows, on a CPU    ``in_place.step_rows``       the same in chunks, in cache
+    many bytes, on a CPU   ``fold.step_folded``         sums and update in the gradient
+    much of the table      ``whole.step_whole``         no sort, one pass over all rows
+
+Each was chosen by measurement (docs/speed.md).
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from jax import lax
+
+from jslices._bounds import canonical_indices
+from jslices._coalesce import sum_duplicates
+from jslices._slices import IndexedSlices
+from jslices.optim.fold import step_folded
+from jslices.optim.in_place import CHUNK, Kernel, like, step_at_once, step_rows
+from jslices.optim.whole import EveryRow, step_whole
+
+#: Arrays of this many bytes are better not made anew at each step.
+LARGE = 16 * 10**6
+#: Below so many slots nothing is won by choosing.
+SMALL = 512
+
+
+def step_slices(
+    kernel: Kernel,
+    grad: IndexedSlices,
+    state: Sequence[jax.Array],
+    read: Sequence[jax.Array] = (),
+    *,
+    still: bool = False,
+) -> tuple[Any, ...]:
+    """Runs ``kernel`` on the rows that ``grad`` names, duplicates summed first.
+
+    Args:
+      kernel: the arithmetic of the step.
+      grad: of an array ``[V, *D]``, K slots.
+      state: arrays ``[V, ...]``, whose rows are written back.
+      read: arrays ``[V, ...]``, whose rows are only read; there is one in both together.
+      still: whether a row whose gradient is zero keeps all it has.
+
+    Returns:
+      ``(update, *state)``: IndexedSlices in which each row appears once, its other slots
+      empty and zero (sorted, except where the gradient is large), and the new arrays.
+    """
+    arrays = (*read, *state)
+    height = arrays[0].shape[0]
+    indices, values = canonical_indices(grad.indices, height), grad.values
+    if covers(len(indices), _row_bytes(values), height):
+        indices, update, *new = step_whole(
+            kernel, indices, values, arrays, len(read), still
+        )
+        return (EveryRow(update, indices, grad.dense_shape), *new)
+    if _fits_in_gradient(kernel, values, arrays):
+        indices, update, *new = _large(kernel, indices, values, arrays, len(read))
+    else:
+        values, indices = sum_duplicates(values, indices, height, None)
+        update, *new = step_rows(kernel, indices, values, state, read)
+    return (IndexedSlices(update, indices, grad.dense_shape), *new)
+
+
+def covers(num_ids: int, row_bytes: int, num_rows: int) -> bool:
+    """Whether so many ids are enough of a table to step all of it."""
+    enough = num_rows / 2 if num_rows * row_bytes < LARGE else num_rows * 2
+    return num_ids >= max(SMALL, enough)
+
+
+def _row_bytes(values: jax.Array) -> int:
+    return math.prod(values.shape[1:]) * values.dtype.itemsize
+
+
+def _fits_in_gradient(
+    kernel: Kernel, values: jax.Array, arrays: Sequence[jax.Array]
+) -> bool:
+    """Whether the gradient is large, and its memory can hold sums and update."""
+    if len(values) * _row_bytes(values) < LARGE or len(values) <= CHUNK:
+        return False
+    if values.dtype.itemsize < 4:  # summed in float32
+        return False
+    update = jax.eval_shape(kernel, *like([values, *arrays], CHUNK))[0]
+    return update.dtype == values.dtype and update.shape[1:] == values.shape[1:]
+
+
+def _large(
+    kernel: Kernel,
+    indices: jax.Array,
+    values: jax.Array,
+    arrays: Sequence[jax.Array],
+    reads: int,
+) -> tuple[jax.Array, ...]:
+    # As in step_rows: the loop has no reverse derivative, so it is given that of a step
+    # without loops, and what the kernel closes over is handed in.
+    whole, whole_consts = jax.closure_convert(
+        kernel, *like([values, *arrays], len(indices))
+    )
+    part, part_consts = jax.closure_convert(kernel, *like([values, *arrays], CHUNK))
+
+    def at_once(consts: Any, values: jax.Array, *arrays: jax.Array) -> Any:
+        run = lambda *x: whole(*x, *consts[0])  # noqa: E731
+        height = arrays[0].shape[0]
+        summed, unique = sum_duplicates(values, indices, height, len(indices))
+        return (unique, *step_at_once(run, unique, summed, arrays, reads))
+
+    def folded(consts: Any, values: jax.Array, *arrays: jax.Array) -> Any:
+        run = lambda *x: part(*x, *consts[1])  # noqa: E731
+        return step_folded(run, indices, values, arrays, reads)
+
+    @jax.custom_jvp
+    def step(consts: Any, values: jax.Array, *arrays: jax.Array) -> Any:
+        return lax.platform_dependent(consts, values, *arrays, cpu=folded, default=at_once)
+
+    step.defjvp(lambda primals, tangents: jax.jvp(at_once, primals, tangents))
+    return step((whole_consts, part_consts), values, *arrays)
