@@ -145,8 +145,7 @@ class RowArithmetic:
                 "and .indices"
             )
         for number, length in zip(keys, self.indices.shape, strict=False):
-            if isinstance(number, int) and not -length <= number < length:
-                raise IndexError(f"batch index {number} is out of range for {length}")
+            _check_batch_index(number, length)
         children = (self.values[key], self.indices[key])
         return type(self).tree_unflatten(self.dense_shape, children)
 
@@ -215,6 +214,23 @@ def concat_slices(slices: "Sequence[IndexedSlices | None]") -> "IndexedSlices":
             jnp.concatenate(indices, axis),
         ),
     )
+
+
+def _check_batch_index(key: Any, length: int) -> None:
+    """Refuses what JAX would clamp: numbers out of range, as far as they are known."""
+    if isinstance(key, slice | jax.core.Tracer):
+        return
+    numbers = np.asarray(key)
+    if numbers.dtype == np.bool_ and numbers.ndim != 1:
+        # No axis of the batch: JAX would make a new one of it, or merge one with the rows.
+        raise TypeError(
+            f"a mask of a batch axis has one axis, got bool{list(numbers.shape)}"
+        )
+    if not np.issubdtype(numbers.dtype, np.integer):
+        return
+    bad = numbers[(numbers < -length) | (numbers >= length)]
+    if bad.size:
+        raise IndexError(f"batch index {bad[0]} is out of range for {length}")
 
 
 def _broadcasts(shape: tuple[int, ...], onto: tuple[int | None, ...]) -> bool:

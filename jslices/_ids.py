@@ -65,7 +65,7 @@ def as_ids(ids: Any, who: str, name: str = "ids") -> jax.Array:
     2**32 + 3 would become row 3. Here what does not fit becomes the largest integer, or the
     smallest.
     """
-    host = _on_host(ids)
+    host = on_host(ids)
     array: Any = jnp.asarray(ids) if host is None else in_32_bits(host)
     foreign = array.dtype.kind in "OSU"  # no numbers at all, which JAX knows nothing of
     if foreign or not jnp.issubdtype(array.dtype, jnp.integer):
@@ -115,7 +115,7 @@ def refuse_bad_ids(
       None when the ids are concrete, and then good. Under jit: a bool, True if any is
       bad, for who wants to change nothing in that case.
     """
-    host, numbers = _on_host(ids), as_ids(ids, who, name)
+    host, numbers = on_host(ids), as_ids(ids, who, name)
     array: Any = numbers if host is None else host  # as given, for the message
     if array.size == 0:
         return None
@@ -134,7 +134,7 @@ def refuse_bad_ids(
     )
 
 
-def _on_host(ids: Any) -> np.ndarray | None:
+def on_host(ids: Any) -> np.ndarray | None:
     """NumPy's view of what is no JAX array yet."""
     if isinstance(ids, np.ndarray | np.generic | int | float | range):
         return np.asarray(ids)

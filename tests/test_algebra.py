@@ -95,6 +95,11 @@ def test_reductions_of_batches_and_narrow_floats():
     half = js.IndexedSlices(jnp.ones((300, 1), jnp.bfloat16), jnp.zeros(300, int), (2, 1))
     assert half.sum() == 300 and half.sum().dtype == jnp.bfloat16
     assert half.square_sum() == 90000 and half.square_sum().dtype == jnp.float32
+    # The sum overflows, the mean does not.
+    large = js.IndexedSlices(np.full((4, 2), 60000, np.float16), np.arange(4), (4, 2))
+    assert large.mean() == 60000 and large.mean().dtype == jnp.float16
+    np.testing.assert_array_equal(large.mean(1).values, [60000] * 4)
+    assert large.mean(1).dtype == jnp.float16
     whole = js.IndexedSlices(jnp.ones((2,), int), jnp.array([0, 1]), (4,))
     assert whole.mean() == 0.5 and whole.sum().dtype == jnp.int32
     waves = js.IndexedSlices(jnp.array([3 + 4j]), jnp.array([0]), (4,))
@@ -114,6 +119,17 @@ def test_errors_of_reductions():
     with pytest.raises(ValueError, match=r"dense_shape=None is not known.*table.shape"):
         js.IndexedSlices(VALUES, INDICES).mean()
     assert js.IndexedSlices(VALUES, INDICES).sum() == VALUES[:3].sum()
+    for axis in (0, None, (0, 1)):
+        with pytest.raises(ValueError, match="dense_shape=None is not known"):
+            js.IndexedSlices(VALUES, INDICES).mean(axis)
+    # Within the rows their number does not matter.
+    within = js.IndexedSlices(VALUES, INDICES).mean(1)
+    assert within.dense_shape is None and within.indices is not None
+    np.testing.assert_array_equal(within.values, VALUES.mean(1))
+    unknown = jax.vmap(lambda v: js.IndexedSlices(v, INDICES))(np.stack([VALUES] * 3))
+    np.testing.assert_array_equal(unknown.mean(-1).values, [VALUES.mean(1)] * 3)
+    with pytest.raises(ValueError, match="dense_shape=None is not known"):
+        unknown.mean((0, 1))
     with pytest.raises(ValueError, match="axis 2 is out of range for 2 axes"):
         SLICES.sum(2)
     with pytest.raises(ValueError, match=r"batch axis alone \(axis=0\); sum their rows"):
@@ -142,8 +158,18 @@ def test_rows_cannot_be_indexed():
     for slices, key in [(SLICES, 0), (BATCH, (0, 1)), (BATCH, None), (BATCH, ...)]:
         with pytest.raises(TypeError, match=r"batch axes from vmap.*to_dense\(\)\[...\]"):
             slices[key]
-    with pytest.raises(IndexError, match="batch index 3 is out of range for 3"):
-        BATCH[3]
+    for key in (3, np.int64(3), np.uint8(3), np.array([0, 3]), jnp.array(3)):
+        with pytest.raises(IndexError, match="batch index 3 is out of range for 3"):
+            BATCH[key]
+    for key in (-4, np.int8(-4), jnp.array([-1, -4]), (np.int64(-4),)):
+        with pytest.raises(IndexError, match="batch index -4 is out of range for 3"):
+            BATCH[key]
+    # JAX makes a new axis of True, and merges the batch with the rows for a matrix.
+    for key in (True, np.True_, np.ones((3, 4), bool)):
+        with pytest.raises(TypeError, match=r"a mask of a batch axis has one axis, got"):
+            BATCH[key]
+    chosen = BATCH[np.array([True, False, True])]
+    np.testing.assert_array_equal(chosen.to_dense(), [DENSE, 3 * DENSE])
     with pytest.raises(TypeError, match="cannot iterate over IndexedSlices"):
         iter(SLICES)
 

@@ -1,5 +1,6 @@
 """Reading rows of a table or of its shards: what every lookup here is made of."""
 
+import math
 from typing import Any
 
 import jax
@@ -8,7 +9,7 @@ import numpy as np
 
 from jslices._bounds import index_dtype, missing_value, take_rows
 from jslices._densify import current_user_line
-from jslices._ids import refuse_bad_ids, settle
+from jslices._ids import as_ids, refuse_bad_ids, settle
 from jslices._lookup.mark import mark_table
 from jslices._lookup.partition import local_rows, num_ids
 
@@ -36,7 +37,7 @@ def read_rows(
       keep: ``[*B]`` bool; where False the id may be anything, the row is zero and gets
         no gradient.
       given: the ids as the user passed them, for the message of mode ``"check"``; it may
-        have another shape, but not another order.
+        have another shape, but not another order, and may lack good ids at the end.
 
     Returns:
       ``[*B, *D]``.
@@ -46,7 +47,10 @@ def read_rows(
     index_dtype(count, np.dtype(ids.dtype))  # refuses what ids of 32 bits cannot reach
     if mode == "check":
         given = ids if given is None else given
-        exempt = None if keep is None else (~keep).reshape(np.shape(given))
+        exempt = None
+        if keep is not None:
+            shape = as_ids(given, who).shape
+            exempt = (~keep).reshape(-1)[: math.prod(shape)].reshape(shape)
         refuse_bad_ids(given, count, who, "ids", exempt)
     line = current_user_line()
     if jnp.issubdtype(tables[0].dtype, jnp.inexact):

@@ -22,25 +22,31 @@ def as_ref(ref: Any, who: str) -> jax.Array:
     return array
 
 
-def as_updates(updates: Any, ref: jax.Array, wanted: tuple[int, ...], who: str) -> Any:
+def as_updates(
+    updates: Any,
+    ref: jax.Array,
+    wanted: tuple[int, ...],
+    who: str,
+    name: str = "updates",
+) -> Any:
     """``updates`` as an array of the dtype of ``ref`` and the shape wanted.
 
     Numbers and lists take the dtype of ``ref``, if it can hold their kind; arrays are
-    never cast. A scalar goes to every row.
+    never cast. A scalar goes to every row. ``name`` is what messages call them.
 
     Raises:
       TypeError, ValueError: naming everything that is wrong.
     """
-    array, problems = _in_dtype(updates, ref.dtype)
+    array, problems = _in_dtype(updates, ref.dtype, name)
     if array.shape != wanted and array.shape != ():
         problems.append(
-            f"updates.shape must be indices.shape + the row shape = {wanted}, or () for "
+            f"{name}.shape must be indices.shape + the row shape = {wanted}, or () for "
             f"a scalar, not {array.shape}"
         )
     if problems:
         error = TypeError if "dtype" in problems[0] else ValueError
         raise error(
-            f"{who} got updates {array.dtype}{list(array.shape)} for ref "
+            f"{who} got {name} {array.dtype}{list(array.shape)} for ref "
             f"{ref.dtype}{list(ref.shape)}: " + "; ".join(problems)
         )
     return jnp.broadcast_to(array, wanted)
@@ -57,7 +63,7 @@ def check_dtype(ref: jax.Array, op: str, who: str) -> None:
         )
 
 
-def _in_dtype(updates: Any, dtype: np.dtype) -> tuple[Any, list[str]]:
+def _in_dtype(updates: Any, dtype: np.dtype, name: str) -> tuple[Any, list[str]]:
     array = jnp.asarray(updates)
     literal = not hasattr(updates, "dtype") or getattr(updates, "weak_type", False)
     if array.dtype == dtype:
@@ -65,7 +71,7 @@ def _in_dtype(updates: Any, dtype: np.dtype) -> tuple[Any, list[str]]:
     if literal and _kind(array.dtype) <= _kind(dtype):
         return jnp.asarray(updates, dtype), []
     return array, [
-        f"both must have one dtype, as nothing is cast: updates.astype('{dtype}')"
+        f"both must have one dtype, as nothing is cast: {name}.astype('{dtype}')"
     ]
 
 

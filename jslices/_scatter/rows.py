@@ -196,10 +196,21 @@ def _scatter(op: str, ref: Any, indices: Any, updates: Any, mode: str) -> jax.Ar
     check_dtype(ref, op, who)
     updates = as_updates(updates, ref, (*numbers.shape, *ref.shape[1:]), who)
     if mode == "check":
-        any_bad = refuse_bad_ids(indices, ref.shape[0], who, "indices")
-        if any_bad is not None:  # then nothing is written
-            numbers = jnp.where(any_bad, -1, settle(numbers, ref.shape[0], "drop"))
+        numbers = refuse_bad_rows(indices, numbers, ref.shape[0], who, "indices")
     return scatter_rows(op, ref, numbers, updates, mode)
+
+
+def refuse_bad_rows(
+    given: Any, indices: jax.Array, num_rows: int, who: str, name: str
+) -> jax.Array:
+    """``indices``; raises if one of them is bad, and under jit makes all of them bad then.
+
+    So nothing at all is written. ``given`` are the same as the user passed them.
+    """
+    any_bad = refuse_bad_ids(given, num_rows, who, name)
+    if any_bad is None:
+        return indices
+    return jnp.where(any_bad, -1, settle(indices, num_rows, "drop"))
 
 
 @compiled(0, 4)
