@@ -1,6 +1,7 @@
 """Sums and means of IndexedSlices, without the zeros in between."""
 
 import math
+import operator
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -135,7 +136,7 @@ class RowReductions:
     def _axes(self, axis: Axis) -> tuple[int, ...]:
         if axis is None:
             return tuple(range(self.ndim))
-        axes = (axis,) if isinstance(axis, int) else tuple(axis)
+        axes = tuple(axis) if isinstance(axis, Sequence) else (operator.index(axis),)
         for a in axes:
             if not -self.ndim <= a < self.ndim:
                 raise ValueError(f"axis {a} is out of range for {self.ndim} axes")

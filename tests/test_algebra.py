@@ -115,6 +115,12 @@ def test_numpy_calls_the_methods():
         SLICES.sum(out=np.zeros(()))
 
 
+def test_axes_may_be_numpy_integers_and_lists():
+    np.testing.assert_array_equal(SLICES.sum(np.int64(0)), DENSE.sum(0))
+    np.testing.assert_array_equal(SLICES.mean(np.int8(-1)).to_dense(), DENSE.mean(1))
+    np.testing.assert_array_equal(SLICES.sum([0, np.int32(1)]), DENSE.sum())
+
+
 def test_errors_of_reductions():
     with pytest.raises(ValueError, match=r"dense_shape=None is not known.*table.shape"):
         js.IndexedSlices(VALUES, INDICES).mean()
@@ -217,6 +223,12 @@ def test_index_types_mix():
         assert kept[:3].tolist() == [2, 7, 2**40] and kept.dtype == np.int64
     with pytest.raises(ValueError, match="at least one"):
         js.concat_slices([None])
+    with pytest.raises(
+        TypeError, match="wants IndexedSlices, got ndarray; to add an array"
+    ):
+        js.concat_slices([SLICES, DENSE])
+    with pytest.raises(ValueError, match=r"different batches \[\(\), \(3,\)\]; make"):
+        js.concat_slices([BATCH, SLICES])
 
 
 # --- from_dense -------------------------------------------------------------------------
@@ -240,6 +252,11 @@ def test_from_dense_keeps_what_is_not_zero():
         js.from_dense(DENSE, -1)
     with pytest.raises(ValueError, match="got a scalar"):
         js.from_dense(1.0)
+    with pytest.raises(TypeError, match="wants an array, got IndexedSlices"):
+        js.from_dense(SLICES)
+    with pytest.raises(TypeError, match=r"from_dense wants size as an int .*, got 1.5"):
+        js.from_dense(DENSE, 1.5)
+    assert js.from_dense(DENSE, np.int64(3)).indices.tolist() == [1, 3, 5]
     assert js.from_dense(np.array([0, 2, 0])).values.tolist() == [2]
     assert js.from_dense(np.zeros((0, 2))).shape == (0, 2)
     gradient = jax.grad(lambda x: (js.from_dense(x, 2).values ** 2).sum())(DENSE)

@@ -52,6 +52,15 @@ def test_check_ids_sees_numbers_that_32_bits_cut():
             js.check_ids(bad, 5)
 
 
+def test_check_ids_needs_a_number_of_rows():
+    for wrong in (None, 2.5, "5", (5, 2)):
+        with pytest.raises(TypeError, match=r"num_rows as an int, got .*table.shape\[0\]"):
+            js.check_ids([1], wrong)
+    assert js.check_ids([1], np.int64(2)) == [1]
+    with pytest.raises(TypeError, match="check_ids wants integer ids, got None"):
+        js.check_ids(None, 2)
+
+
 def test_check_ids_under_jit():
     checked = checkify.checkify(jax.jit(lambda ids: js.check_ids(ids, 300)))
     for dtype in (jnp.int32, jnp.uint8, jnp.int8):

@@ -455,6 +455,41 @@ def test_keywords_of_a_graph_are_refused_and_named(keyword):
         js.embedding_lookup(REF, [0], **{keyword: None})
 
 
+def test_what_is_no_array_is_named():
+    slices = js.IndexedSlices(jnp.ones((1, 2)), jnp.array([0]), (4, 2))
+    for op, scatter in SCATTER.items():
+        for args, text in [
+            ((None, [0], 1.0), "wants an array to change, got None"),
+            ((REF, [0], None), "wants updates as an array or a number, got None"),
+            ((REF, [0], "a"), "wants updates as an array or a number, got 'a'"),
+            ((REF, None, 1.0), "wants integer indices, got None"),
+            ((REF, [0], slices), r"as an array, got IndexedSlices.*apply_slices\(ref, sl"),
+            ((REF, slices, 1.0), r"integer indices, got IndexedSlices.*: slices.indices"),
+            ((REF.astype("uint8"), [0], 300), "must fit into the dtype of ref, uint8"),
+            ((REF.astype("uint8"), [0], [[300, 0]]), "must fit into the dtype of ref, ui"),
+        ]:
+            with pytest.raises(TypeError, match=f"^scatter_{op} .*{text}"):
+                scatter(*args)
+
+
+def test_rows_of_no_elements():
+    ref, rows = jnp.zeros((3, 0)), jnp.zeros((2, 0))
+    for scatter in SCATTER.values():
+        assert scatter(ref, [0, -1], rows).shape == (3, 0)
+    for scatter in ND.values():
+        assert scatter(ref, [[0], [2]], rows).shape == (3, 0)
+    slices = js.IndexedSlices(rows, [0, 1], (3, 0))
+    assert js.apply_slices(ref, slices, "update").shape == (3, 0)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_the_product_of_narrow_divisors_does_not_overflow(dtype):
+    # 300 * 300 is beyond float16.
+    got = js.scatter_div(jnp.full(3, 90, dtype), [1, 1], jnp.array([300, 300], dtype))
+    assert got.dtype == dtype
+    np.testing.assert_allclose(np.asarray(got, np.float32), [90, 1e-3, 90], rtol=1e-2)
+
+
 def test_numbers_and_lists_take_the_dtype():
     half = js.scatter_add(jnp.zeros((2, 2), jnp.bfloat16), [0], [[1, 2.5]])
     assert half.dtype == jnp.bfloat16 and half[0, 1] == 2.5

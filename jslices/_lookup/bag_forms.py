@@ -90,6 +90,8 @@ def _from_segments(given: Any, segment_ids: Any, num_segments: Any, who: str) ->
             f"{who}: num_segments is the number of bags in the result and must be an int "
             f"known before tracing, got {num_segments!r}"
         ) from error
+    if count < 0:
+        raise ValueError(f"{who}: num_segments must not be negative, got {count}")
     return ids, segments, (count,), given
 
 

@@ -235,7 +235,12 @@ def _float_tables(params: Any, who: str) -> list[jax.Array]:
 
 
 def _row_number(default_id: Any, num_rows: int, who: str) -> int:
-    number = operator.index(default_id)
+    try:
+        number = operator.index(default_id)
+    except (TypeError, jax.errors.ConcretizationTypeError) as error:
+        raise TypeError(
+            f"{who}: default_id must be an int known before tracing, got {default_id!r}"
+        ) from error
     if not 0 <= number < num_rows:
         raise ValueError(f"{who}: default_id = {number} is not in [0, {num_rows})")
     return number

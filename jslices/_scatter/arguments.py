@@ -16,6 +16,7 @@ def as_ref(ref: Any, who: str) -> jax.Array:
     """``ref`` as an array that has rows."""
     if is_slices(ref):
         raise TypeError(f"{who} wants an array to change, got {ref}; use ref.to_dense()")
+    _refuse_no_numbers(ref, who, "an array to change")
     array = jnp.asarray(ref)
     if array.ndim < 1:
         raise ValueError(f"{who} wants ref [V, *D], got a scalar")
@@ -37,6 +38,12 @@ def as_updates(
     Raises:
       TypeError, ValueError: naming everything that is wrong.
     """
+    if is_slices(updates):
+        raise TypeError(
+            f"{who} wants {name} as an array, got {updates}; their rows are written with "
+            "apply_slices(ref, slices, op)"
+        )
+    _refuse_no_numbers(updates, who, f"{name} as an array or a number")
     array, problems = _in_dtype(updates, ref.dtype, name)
     if array.shape != wanted and array.shape != ():
         problems.append(
@@ -69,10 +76,18 @@ def _in_dtype(updates: Any, dtype: np.dtype, name: str) -> tuple[Any, list[str]]
     if array.dtype == dtype:
         return array, []
     if literal and _kind(array.dtype) <= _kind(dtype):
-        return jnp.asarray(updates, dtype), []
+        try:
+            return jnp.asarray(updates, dtype), []
+        except OverflowError:  # of Python's integers, which know no dtype
+            return array, [f"{name} must fit into the dtype of ref, {dtype}"]
     return array, [
         f"both must have one dtype, as nothing is cast: {name}.astype('{dtype}')"
     ]
+
+
+def _refuse_no_numbers(x: Any, who: str, wanted: str) -> None:
+    if x is None or isinstance(x, str | bytes):
+        raise TypeError(f"{who} wants {wanted}, got {x!r}")
 
 
 def _kind(dtype: np.dtype) -> int:

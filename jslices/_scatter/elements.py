@@ -166,7 +166,7 @@ def _nd(
     depth = indices.shape[-1]
     flat = indices.reshape(-1, depth)
     where = [settle(flat[:, i], ref.shape[i], mode) for i in range(depth)]
-    updates = updates.reshape(-1, *ref.shape[depth:])
+    updates = updates.reshape(flat.shape[0], *ref.shape[depth:])
     if op == "update":
         kept, unique = _last_of_each(where, ref.shape)
         return ref.at[tuple(kept)].set(

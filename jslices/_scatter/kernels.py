@@ -51,7 +51,8 @@ def _multiply_by_products(ref: jax.Array, indices: jax.Array, rows: jax.Array) -
 
 
 def divide(ref: jax.Array, indices: jax.Array, rows: jax.Array) -> jax.Array:
-    """Floats: each row is divided once, by the product of its divisors.
+    """Floats: each row is divided once, by the product of its divisors (16-bit ones as
+    float32, whose range the product hardly leaves).
 
     Integers truncate towards zero at every division, one after the other.
     """
@@ -62,8 +63,10 @@ def divide(ref: jax.Array, indices: jax.Array, rows: jax.Array) -> jax.Array:
 
 @jax.custom_jvp
 def _divide_floats(ref: jax.Array, indices: jax.Array, rows: jax.Array) -> jax.Array:
-    unique, products = _products(indices, rows, ref.shape[0])
-    return set_rows(ref, unique, take_rows(ref, unique, fill_value=1) / products)
+    wide = rows.astype(jnp.promote_types(rows.dtype, jnp.float32))
+    unique, products = _products(indices, wide, ref.shape[0])
+    quotients = take_rows(ref, unique, fill_value=1) / products
+    return set_rows(ref, unique, quotients.astype(ref.dtype))
 
 
 @_divide_floats.defjvp

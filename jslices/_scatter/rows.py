@@ -125,11 +125,12 @@ def scatter_div(
 ) -> jax.Array:
     """``ref`` with rows divided: ``ref[indices[k]] /= updates[k]``.
 
-    Duplicates compound: floats are divided once, by the product of their divisors; integers
-    truncate towards zero each time. An integer divided by zero is -1 (all bits set, XLA's
-    rule); TensorFlow's process dies of it. ``ref`` is ``[V, *D]``, ``indices`` ``[*B]``,
-    ``updates`` ``[*B, *D]`` or one number, the result ``[V, *D]``; untouched rows, bad
-    indices (``mode``), dtypes and errors are as in :func:`scatter_update`.
+    Duplicates compound: floats are divided once, by the product of their divisors (of 16
+    bits as float32); integers truncate towards zero each time. An integer divided by zero
+    is -1 (all bits set, XLA's rule); TensorFlow's process dies of it. ``ref`` is ``[V,
+    *D]``, ``indices`` ``[*B]``, ``updates`` ``[*B, *D]`` or one number, the result ``[V,
+    *D]``; untouched rows, bad indices (``mode``), dtypes and errors are as in
+    :func:`scatter_update`.
 
     Cost: a sort of K integers and a scan of ``K * D`` elements; for integers a loop of K
     steps. Differentiable in ``ref`` and ``updates``.
@@ -219,4 +220,4 @@ def scatter_rows(
 ) -> jax.Array:
     """The scatter itself, of checked arguments: ``indices [*B]``, ``updates [*B, *D]``."""
     flat = settle(indices.reshape(-1), ref.shape[0], mode)
-    return KERNELS[op](ref, flat, updates.reshape(-1, *ref.shape[1:]))
+    return KERNELS[op](ref, flat, updates.reshape(flat.shape[0], *ref.shape[1:]))
