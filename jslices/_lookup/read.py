@@ -57,7 +57,7 @@ def read_rows(
         tables = [mark_table(table, ids.size, line) for table in tables]
     if len(tables) == 1 and keep is None:
         direct = mode if mode in ("clip", "promise_in_bounds") else "fill"
-        rows = take_rows(tables[0], ids, mode=direct)
+        rows = _take(tables[0], ids, mode=direct)
     else:
         settled = settle(ids, count, mode if mode == "clip" else "drop")
         settled = settled if keep is None else jnp.where(keep, settled, count)
@@ -72,15 +72,25 @@ def _read_shards(
     tables: list[jax.Array], ids: jax.Array, heights: list[int], strategy: str
 ) -> jax.Array:
     if len(tables) == 1:
-        return take_rows(tables[0], ids)
+        return _take(tables[0], ids)
     rows = missing_value(np.dtype(tables[0].dtype))
     found: Any = jnp.full((*ids.shape, *tables[0].shape[1:]), rows)
     places = local_rows(ids, heights, strategy)
     for table, (own, local) in zip(tables, places, strict=True):
         # A foreign id reads zeros, not NaN: nothing of it can leak into a gradient.
-        mine = take_rows(table, local, fill_value=0)
+        mine = _take(table, local, fill_value=0)
         found = jnp.where(_along_rows(own, mine), mine, found)
     return found
+
+
+def _take(table: jax.Array, ids: jax.Array, **how: Any) -> jax.Array:
+    rows = take_rows(table, ids, **how)
+    if table.shape[0] or not jnp.issubdtype(table.dtype, jnp.inexact):
+        return rows
+    # A table without rows is not gathered from. A slice of no rows, which adds zero, shows
+    # that it was looked up: its gradient is IndexedSlices as well.
+    nothing = jax.lax.dynamic_slice_in_dim(table, 0, 0).sum(0)
+    return rows + jnp.broadcast_to(nothing, rows.shape)
 
 
 def _along_rows(mask: jax.Array, rows: jax.Array) -> jax.Array:
@@ -91,8 +101,10 @@ def clip_rows(rows: jax.Array, row_ndim: int, max_norm: Any, who: str) -> jax.Ar
     """``rows`` ``[*B, *D]``, each scaled down to an L2 norm of at most ``max_norm``."""
     if not jnp.issubdtype(rows.dtype, jnp.inexact):
         raise TypeError(f"{who}(max_norm=...) wants a floating table, got {rows.dtype}")
-    if not isinstance(max_norm, jax.core.Tracer) and np.any(np.asarray(max_norm) < 0):
-        raise ValueError(f"{who}(max_norm={max_norm}): a norm must not be negative")
+    if isinstance(max_norm, str) or np.ndim(max_norm):
+        raise TypeError(f"{who}(max_norm={max_norm!r}): it must be one number")
+    if not isinstance(max_norm, jax.core.Tracer) and not np.asarray(max_norm) >= 0:
+        raise ValueError(f"{who}(max_norm={max_norm}): a norm must not be negative or NaN")
     axes = tuple(range(rows.ndim - row_ndim, rows.ndim))
     wide = rows.astype(jnp.promote_types(rows.dtype, jnp.float32))
     squares = jnp.sum(jnp.abs(wide) ** 2, axes, keepdims=True)
