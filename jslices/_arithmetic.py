@@ -10,7 +10,7 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from jslices._bounds import add_rows, canonical_indices, index_dtype, take_rows
-from jslices._check import check_slices
+from jslices._check import check_batch_index, check_slices
 from jslices._densify import human_bytes, warn_dense
 
 if TYPE_CHECKING:
@@ -145,8 +145,7 @@ class RowArithmetic:
                 "and .indices"
             )
         for number, length in zip(keys, self.indices.shape, strict=False):
-            if isinstance(number, int) and not -length <= number < length:
-                raise IndexError(f"batch index {number} is out of range for {length}")
+            check_batch_index(number, length)
         children = (self.values[key], self.indices[key])
         return type(self).tree_unflatten(self.dense_shape, children)
 
@@ -179,6 +178,7 @@ def concat_slices(slices: "Sequence[IndexedSlices | None]") -> "IndexedSlices":
       wider integer dtype. Nothing is merged; ``coalesce()`` does that.
 
     Raises:
+      TypeError: if something else is among them.
       ValueError: if there are none, or the shapes differ.
 
     Cost: copies every row once.
@@ -195,6 +195,18 @@ def concat_slices(slices: "Sequence[IndexedSlices | None]") -> "IndexedSlices":
     parts = [s for s in slices if s is not None]
     if not parts:
         raise ValueError("concat_slices got an empty sequence; it needs at least one")
+    for s in parts:
+        if not isinstance(s, RowArithmetic):
+            raise TypeError(
+                f"concat_slices wants IndexedSlices, got {type(s).__name__}; to add an "
+                "array: array + slices"
+            )
+    batches = {tuple(s.indices.shape[:-1]) for s in parts}
+    if len(batches) > 1:
+        raise ValueError(
+            f"concat_slices got slices of different batches {sorted(batches)}; make the "
+            "axes of a batch alike with vmap, or take examples out of it: slices[0]"
+        )
     shapes = {s.dense_shape for s in parts if s.dense_shape is not None}
     rows = {s.values.shape[s.indices.ndim :] for s in parts}
     if len(shapes) > 1 or len(rows) > 1:

@@ -80,3 +80,20 @@ def check_slices(slices: Any) -> None:
             "transformation with jslices.from_optax(...), or map over whole slices: "
             "jax.tree.map(f, grads, is_leaf=jslices.is_slices)"
         )
+
+
+def check_batch_index(key: Any, length: int) -> None:
+    """Refuses what JAX would clamp: numbers out of range, as far as they are known."""
+    if isinstance(key, slice | jax.core.Tracer):
+        return
+    numbers = np.asarray(key)
+    if numbers.dtype == np.bool_ and numbers.ndim != 1:
+        # No axis of the batch: JAX would make a new one of it, or merge one with the rows.
+        raise TypeError(
+            f"a mask of a batch axis has one axis, got bool{list(numbers.shape)}"
+        )
+    if not np.issubdtype(numbers.dtype, np.integer):
+        return
+    bad = numbers[(numbers < -length) | (numbers >= length)]
+    if bad.size:
+        raise IndexError(f"batch index {bad[0]} is out of range for {length}")

@@ -1,5 +1,6 @@
 """Picking some rows out of many, exactly or into a static number of slots."""
 
+import operator
 from typing import Any
 
 import jax
@@ -18,6 +19,13 @@ def kept_positions(keep: jax.Array, size: int | None, who: str) -> tuple[Any, An
       concrete ``keep`` too many are refused; else ``too_many`` tells of them.
     """
     count = keep.shape[0]
+    if size is not None:
+        try:
+            size = operator.index(size)
+        except (TypeError, jax.errors.ConcretizationTypeError) as error:
+            raise TypeError(
+                f"{who} wants size as an int known before tracing, got {size!r}"
+            ) from error
     if size is not None and size < 0:
         raise ValueError(f"{who}(size={size}): size must not be negative")
     if isinstance(keep, jax.core.Tracer):

@@ -1,5 +1,6 @@
 """Row numbers as users pass them: made into arrays, checked, and settled by a mode."""
 
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -34,7 +35,7 @@ def check_ids(ids: ArrayLike, num_rows: int) -> Any:
       IndexError: (also a ValueError) for the first id outside ``[0, V)``, negative ones
         included; it names its position, its value and the valid range. Under jit it is
         raised by ``jax.experimental.checkify``: ``checkify.checkify(jax.jit(step))``.
-      TypeError: if ``ids`` are not integers.
+      TypeError: if ``ids`` are not integers, or ``num_rows`` is none.
 
     Cost: reads the K ids once. NumPy arrays and lists never leave the host.
 
@@ -49,7 +50,13 @@ def check_ids(ids: ArrayLike, num_rows: int) -> Any:
     Source: the bounds check of ``tf.gather`` on a CPU and FBGEMM's ``BoundsCheckMode``
     FATAL, which report the position in the same way.
     """
-    refuse_bad_ids(ids, num_rows, "check_ids", "ids")
+    try:
+        count = operator.index(num_rows)
+    except (TypeError, jax.errors.ConcretizationTypeError) as error:
+        raise TypeError(
+            f"check_ids wants num_rows as an int, got {num_rows!r}; pass table.shape[0]"
+        ) from error
+    refuse_bad_ids(ids, count, "check_ids", "ids")
     return ids
 
 
@@ -65,7 +72,10 @@ def as_ids(ids: Any, who: str, name: str = "ids") -> jax.Array:
     2**32 + 3 would become row 3. Here what does not fit becomes the largest integer, or the
     smallest.
     """
-    host = _on_host(ids)
+    if ids is None or hasattr(ids, "dense_shape"):
+        hint = "" if ids is None else "; pass its row numbers: slices.indices"
+        raise TypeError(f"{who} wants integer {name}, got {ids}{hint}")
+    host = on_host(ids)
     array: Any = jnp.asarray(ids) if host is None else in_32_bits(host)
     foreign = array.dtype.kind in "OSU"  # no numbers at all, which JAX knows nothing of
     if foreign or not jnp.issubdtype(array.dtype, jnp.integer):
@@ -115,7 +125,7 @@ def refuse_bad_ids(
       None when the ids are concrete, and then good. Under jit: a bool, True if any is
       bad, for who wants to change nothing in that case.
     """
-    host, numbers = _on_host(ids), as_ids(ids, who, name)
+    host, numbers = on_host(ids), as_ids(ids, who, name)
     array: Any = numbers if host is None else host  # as given, for the message
     if array.size == 0:
         return None
@@ -134,7 +144,7 @@ def refuse_bad_ids(
     )
 
 
-def _on_host(ids: Any) -> np.ndarray | None:
+def on_host(ids: Any) -> np.ndarray | None:
     """NumPy's view of what is no JAX array yet."""
     if isinstance(ids, np.ndarray | np.generic | int | float | range):
         return np.asarray(ids)

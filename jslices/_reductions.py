@@ -1,11 +1,13 @@
 """Sums and means of IndexedSlices, without the zeros in between."""
 
 import math
+import operator
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import DTypeLike
 
 from jslices._bounds import canonical_indices, empty_slot
@@ -86,16 +88,22 @@ class RowReductions:
           >>> js.IndexedSlices(jnp.ones((2, 2)), jnp.array([1, 1]), (5, 2)).mean()
           Array(0.4, dtype=float32)
         """
-        axes = self._axes(axis)
-        if self.dense_shape is None:
+        axes, batch = self._axes(axis), self.indices.ndim - 1
+        if self.dense_shape is None and batch in axes:
             raise ValueError(
                 "the mean of slices with dense_shape=None is not known, as the number of "
                 "rows is not; give it: IndexedSlices(s.values, s.indices, table.shape)"
             )
-        shape = (*self.indices.shape[:-1], *self.dense_shape)
-        if dtype is None and not jnp.issubdtype(self.values.dtype, jnp.inexact):
+        counts = [self.values.shape[a] for a in axes if a != batch]
+        if batch in axes and self.dense_shape is not None:
+            counts.append(self.dense_shape[0])
+        given = np.dtype(self.values.dtype)
+        if dtype is None and not jnp.issubdtype(given, jnp.inexact):
             dtype = jnp.result_type(float)
-        return self.sum(axis, dtype, out) / math.prod(shape[a] for a in axes)
+        if dtype is None and given.itemsize < 4:  # its sum may overflow
+            wide = self.sum(axis, jnp.float32, out) / math.prod(counts)
+            return wide.astype(given)
+        return self.sum(axis, dtype, out) / math.prod(counts)
 
     def square_sum(self) -> jax.Array:
         """The sum of the squared magnitudes of ``to_dense()``: duplicates add first.
@@ -128,7 +136,7 @@ class RowReductions:
     def _axes(self, axis: Axis) -> tuple[int, ...]:
         if axis is None:
             return tuple(range(self.ndim))
-        axes = (axis,) if isinstance(axis, int) else tuple(axis)
+        axes = tuple(axis) if isinstance(axis, Sequence) else (operator.index(axis),)
         for a in axes:
             if not -self.ndim <= a < self.ndim:
                 raise ValueError(f"axis {a} is out of range for {self.ndim} axes")

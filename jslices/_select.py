@@ -7,7 +7,7 @@ from jax.typing import ArrayLike
 from jslices._bounds import canonical_indices, empty_slot, take_rows
 from jslices._compact import kept_positions, pick
 from jslices._ids import as_ids
-from jslices._slices import IndexedSlices, check_slices
+from jslices._slices import IndexedSlices, check_slices, is_slices
 
 
 def sparse_mask(
@@ -84,6 +84,7 @@ def from_dense(x: ArrayLike, size: int | None = None) -> IndexedSlices:
       slots (index V, zero values). ``to_dense()`` gives ``x`` back.
 
     Raises:
+      TypeError: for IndexedSlices, and for a ``size`` that is no int.
       ValueError: for a scalar, or if more than ``size`` rows are not zero; under jit,
         where nothing can be raised, floating values become NaN instead.
 
@@ -96,4 +97,6 @@ def from_dense(x: ArrayLike, size: int | None = None) -> IndexedSlices:
 
     Source: ``jax.experimental.sparse.BCOO.fromdense``, for rows.
     """
+    if is_slices(x):
+        raise TypeError(f"from_dense wants an array, got {x}, which are such rows already")
     return IndexedSlices.from_dense(x, size)

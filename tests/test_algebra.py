@@ -95,6 +95,11 @@ def test_reductions_of_batches_and_narrow_floats():
     half = js.IndexedSlices(jnp.ones((300, 1), jnp.bfloat16), jnp.zeros(300, int), (2, 1))
     assert half.sum() == 300 and half.sum().dtype == jnp.bfloat16
     assert half.square_sum() == 90000 and half.square_sum().dtype == jnp.float32
+    # The sum overflows, the mean does not.
+    large = js.IndexedSlices(np.full((4, 2), 60000, np.float16), np.arange(4), (4, 2))
+    assert large.mean() == 60000 and large.mean().dtype == jnp.float16
+    np.testing.assert_array_equal(large.mean(1).values, [60000] * 4)
+    assert large.mean(1).dtype == jnp.float16
     whole = js.IndexedSlices(jnp.ones((2,), int), jnp.array([0, 1]), (4,))
     assert whole.mean() == 0.5 and whole.sum().dtype == jnp.int32
     waves = js.IndexedSlices(jnp.array([3 + 4j]), jnp.array([0]), (4,))
@@ -110,10 +115,27 @@ def test_numpy_calls_the_methods():
         SLICES.sum(out=np.zeros(()))
 
 
+def test_axes_may_be_numpy_integers_and_lists():
+    np.testing.assert_array_equal(SLICES.sum(np.int64(0)), DENSE.sum(0))
+    np.testing.assert_array_equal(SLICES.mean(np.int8(-1)).to_dense(), DENSE.mean(1))
+    np.testing.assert_array_equal(SLICES.sum([0, np.int32(1)]), DENSE.sum())
+
+
 def test_errors_of_reductions():
     with pytest.raises(ValueError, match=r"dense_shape=None is not known.*table.shape"):
         js.IndexedSlices(VALUES, INDICES).mean()
     assert js.IndexedSlices(VALUES, INDICES).sum() == VALUES[:3].sum()
+    for axis in (0, None, (0, 1)):
+        with pytest.raises(ValueError, match="dense_shape=None is not known"):
+            js.IndexedSlices(VALUES, INDICES).mean(axis)
+    # Within the rows their number does not matter.
+    within = js.IndexedSlices(VALUES, INDICES).mean(1)
+    assert within.dense_shape is None and within.indices is not None
+    np.testing.assert_array_equal(within.values, VALUES.mean(1))
+    unknown = jax.vmap(lambda v: js.IndexedSlices(v, INDICES))(np.stack([VALUES] * 3))
+    np.testing.assert_array_equal(unknown.mean(-1).values, [VALUES.mean(1)] * 3)
+    with pytest.raises(ValueError, match="dense_shape=None is not known"):
+        unknown.mean((0, 1))
     with pytest.raises(ValueError, match="axis 2 is out of range for 2 axes"):
         SLICES.sum(2)
     with pytest.raises(ValueError, match=r"batch axis alone \(axis=0\); sum their rows"):
@@ -142,8 +164,18 @@ def test_rows_cannot_be_indexed():
     for slices, key in [(SLICES, 0), (BATCH, (0, 1)), (BATCH, None), (BATCH, ...)]:
         with pytest.raises(TypeError, match=r"batch axes from vmap.*to_dense\(\)\[...\]"):
             slices[key]
-    with pytest.raises(IndexError, match="batch index 3 is out of range for 3"):
-        BATCH[3]
+    for key in (3, np.int64(3), np.uint8(3), np.array([0, 3]), jnp.array(3)):
+        with pytest.raises(IndexError, match="batch index 3 is out of range for 3"):
+            BATCH[key]
+    for key in (-4, np.int8(-4), jnp.array([-1, -4]), (np.int64(-4),)):
+        with pytest.raises(IndexError, match="batch index -4 is out of range for 3"):
+            BATCH[key]
+    # JAX makes a new axis of True, and merges the batch with the rows for a matrix.
+    for key in (True, np.True_, np.ones((3, 4), bool)):
+        with pytest.raises(TypeError, match=r"a mask of a batch axis has one axis, got"):
+            BATCH[key]
+    chosen = BATCH[np.array([True, False, True])]
+    np.testing.assert_array_equal(chosen.to_dense(), [DENSE, 3 * DENSE])
     with pytest.raises(TypeError, match="cannot iterate over IndexedSlices"):
         iter(SLICES)
 
@@ -191,6 +223,12 @@ def test_index_types_mix():
         assert kept[:3].tolist() == [2, 7, 2**40] and kept.dtype == np.int64
     with pytest.raises(ValueError, match="at least one"):
         js.concat_slices([None])
+    with pytest.raises(
+        TypeError, match="wants IndexedSlices, got ndarray; to add an array"
+    ):
+        js.concat_slices([SLICES, DENSE])
+    with pytest.raises(ValueError, match=r"different batches \[\(\), \(3,\)\]; make"):
+        js.concat_slices([BATCH, SLICES])
 
 
 # --- from_dense -------------------------------------------------------------------------
@@ -214,6 +252,11 @@ def test_from_dense_keeps_what_is_not_zero():
         js.from_dense(DENSE, -1)
     with pytest.raises(ValueError, match="got a scalar"):
         js.from_dense(1.0)
+    with pytest.raises(TypeError, match="wants an array, got IndexedSlices"):
+        js.from_dense(SLICES)
+    with pytest.raises(TypeError, match=r"from_dense wants size as an int .*, got 1.5"):
+        js.from_dense(DENSE, 1.5)
+    assert js.from_dense(DENSE, np.int64(3)).indices.tolist() == [1, 3, 5]
     assert js.from_dense(np.array([0, 2, 0])).values.tolist() == [2]
     assert js.from_dense(np.zeros((0, 2))).shape == (0, 2)
     gradient = jax.grad(lambda x: (js.from_dense(x, 2).values ** 2).sum())(DENSE)

@@ -377,6 +377,13 @@ def test_errors(args, keywords, error, text):
 def test_more_errors():
     with pytest.raises(ValueError, match=r"default_id = 5 is not in \[0, 5\)"):
         js.safe_embedding_lookup_sparse(ONES, [[1]], default_id=5)
+    for number in (1.0, "1"):
+        with pytest.raises(TypeError, match="default_id must be an int known before"):
+            js.safe_embedding_lookup_sparse(ONES, [[1]], default_id=number)
+    with pytest.raises(TypeError, match="default_id must be an int known before tracing"):
+        jax.jit(lambda d: js.safe_embedding_lookup_sparse(ONES, [[1]], default_id=d))(1)
+    with pytest.raises(ValueError, match="num_segments must not be negative, got -1"):
+        js.embedding_lookup_sparse(ONES, ([1], [0], -1))
     with pytest.raises(ValueError, match=r"without batch or dense axes, got data \[1, 1\]"):
         js.embedding_lookup_sparse(ONES, bcoo([[1]], [[[0]]], (1, 1)))
     with pytest.raises(TypeError, match="known before tracing"):

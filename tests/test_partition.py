@@ -90,6 +90,28 @@ def test_an_unused_shard_gets_an_empty_gradient(strategy):
         assert grad.indices.tolist() == [len(shard)] * 2 and not grad.values.any()
 
 
+@pytest.mark.parametrize("jit", [False, True])
+def test_a_shard_without_rows_gets_an_empty_gradient(jit):
+    for count in (7, 9):
+        for strategy in ("mod", "div"):
+            shards = split(TABLE, count, strategy)
+            look = functools.partial(
+                js.embedding_lookup,
+                ids=[6, 0, 6],
+                partition_strategy=strategy,
+                max_norm=3.0,
+            )
+            loss = lambda p, f=look: (f(p) ** 2).sum()  # noqa: E731
+            grads = (jax.jit(js.grad(loss)) if jit else js.grad(loss))(shards)
+            assert all(js.is_slices(grad) for grad in grads)
+            whole = js.grad(loss)(TABLE).to_dense()
+            for grad, part in zip(grads, split(whole, count, strategy), strict=True):
+                assert_close(grad.to_dense(), part)
+    nothing = js.grad(lambda t: js.embedding_lookup(t, [0, 1]).sum())(TABLE[:0])
+    assert js.is_slices(nothing) and nothing.shape == (0, 2)
+    assert np.isnan(js.embedding_lookup(TABLE[:0], [0])).all()
+
+
 @pytest.mark.parametrize("nan", [np.nan, np.inf])
 def test_nothing_leaks_from_foreign_shards(nan):
     shards = [jnp.full((2, 2), nan), jnp.ones((2, 2))]
@@ -175,6 +197,18 @@ def test_padding_reads_zeros_and_has_no_gradient(mode, padding):
     assert not np.asarray(slices.values)[1::2].any()
 
 
+def test_padding_is_compared_with_the_ids_as_given():
+    ids, wide = np.array([0, 2**40, -(2**40)]), 2**31 - 1
+    for kind in (ids, ids.tolist()):
+        got = js.embedding_lookup(TABLE, kind, padding_id=2**40)
+        np.testing.assert_array_equal(got, [TABLE[0], [0, 0], [np.nan, np.nan]])
+        for other in (wide, -wide):  # what 32 bits hold of the ids
+            got = js.embedding_lookup(TABLE, kind, padding_id=other)
+            assert np.isnan(got[1:]).all()
+    with pytest.raises(IndexError, match=r"ids\[2\] = -1099511627776 is not in"):
+        js.embedding_lookup(TABLE, ids, padding_id=2**40, mode="check")
+
+
 def test_padding_of_narrow_ids():
     ids = jnp.array([0, 3], jnp.uint8)
     for padding in (-1, 1000):
@@ -216,6 +250,10 @@ def test_mode_check():
             r"one row shape and dtype, got float32\[7, 2\], float32\[7, 1\]",
         ),
         (([TABLE, TABLE.astype(int)], 0), {}, ValueError, r"int32\[7, 2\]"),
+        (({"t": TABLE}, 0), {}, TypeError, "wants a table or a list of shards, got a dict"),
+        ((TABLE, 0), {"max_norm": np.nan}, ValueError, r"=nan\): a norm must not be .*NaN"),
+        ((TABLE, 0), {"max_norm": jnp.ones(2)}, TypeError, r"\): it must be one number"),
+        ((TABLE, 0), {"max_norm": "1"}, TypeError, r"\(max_norm='1'\): it must be one"),
         (([jnp.ones(())], 0), {}, ValueError, r"wants a table \[V, \*D\], got a scalar"),
         ((TABLE, 0), {"max_norm": -1.0}, ValueError, r"max_norm=-1.0\): a norm must not"),
         ((TABLE.astype(int), 0), {"max_norm": 1.0}, TypeError, "wants a floating table"),

@@ -201,6 +201,38 @@ def test_errors_of_the_losses(name):
         loss(WEIGHTS, BIASES, LABELS[:, 0] * 0.5, INPUTS, S, V, key=KEYS[0])
 
 
+@pytest.mark.parametrize("name", LOSSES)
+def test_tables_and_samples_that_do_not_fit(name):
+    def loss(weights=WEIGHTS, biases=BIASES, classes=V, **keywords):
+        keywords = keywords or {"key": KEYS[0]}
+        return LOSSES[name](weights, biases, LABELS[:, 0], INPUTS, S, classes, **keywords)
+
+    shapes = r"wants weights \[V, D=3\] and biases \[V\], got weights"
+    with pytest.raises(ValueError, match=rf"{shapes} \[30, 2\] and biases \[30\]"):
+        loss(WEIGHTS[:, :2])
+    with pytest.raises(ValueError, match=rf"{shapes} \[30, 3\] and biases \[30, 1\]"):
+        loss(biases=BIASES[:, None])
+    for tables in [(WEIGHTS, BIASES), ([WEIGHTS[:15], WEIGHTS[15:]], BIASES)]:
+        with pytest.raises(ValueError, match=r"num_classes=31, but weights .* of 30 rows"):
+            loss(*tables, 31)
+    with pytest.raises(ValueError, match=r"num_classes=30, but weights .* of 29 rows"):
+        loss(biases=BIASES[1:])
+    count = jnp.ones(2)
+    with pytest.raises(ValueError, match=r"true_expected_count \[4, 1\], .*, got 2 of"):
+        loss(sampled_values=([1, 2], count))
+    with pytest.raises(ValueError, match=r"got the shapes \[2\], \[2\] and \[2\]"):
+        loss(sampled_values=([1, 2], count, count))
+    with pytest.raises(TypeError, match=r"integer sampled_values\[0\], got float32\[2\]"):
+        loss(sampled_values=([1.0, 2], jnp.ones(4), count))
+    with pytest.raises(TypeError, match=r"integer true_classes, got float32\[1\]"):
+        js.log_uniform_candidate_sampler([0.5], 2, 10, key=KEYS[0])
+    # A class that 32 bits would cut to 1 stays none.
+    wide = loss(sampled_values=(np.array([2**32 + 1, 2]), jnp.ones(4), count))
+    assert np.isnan(wide).all()
+    more = js.log_uniform_candidate_sampler(np.array([2**40]), 2, 10, key=KEYS[0])
+    assert more.true_expected_count.shape == (1,)
+
+
 @pytest.mark.parametrize("dtype", [np.uint8, np.int8, np.int16])
 def test_labels_of_a_dtype_too_narrow_for_the_classes(dtype):
     table, bias = jnp.arange(1000.0)[:, None] * jnp.ones((1, 2)), jnp.zeros(1000)

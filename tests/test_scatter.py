@@ -1,6 +1,7 @@
 """scatter_* against TensorFlow's numbers, a loop in numpy, and dense gradients."""
 
 import functools
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -297,7 +298,7 @@ def test_gradient_of_nd_update():
     np.testing.assert_array_equal(of_updates, [0, 6, 8])
 
 
-@pytest.mark.parametrize("op", ["update", "mul"])
+@pytest.mark.parametrize("op", ["update", "mul", "div"])
 def test_a_scatter_into_a_table_is_a_dense_use_and_named(op):
     def loss(table):
         changed = SCATTER[op](table, [1], 3.0)  # this line
@@ -307,6 +308,23 @@ def test_a_scatter_into_a_table_is_a_dense_use_and_named(op):
     with pytest.warns(js.DensificationWarning, match="# this line"):
         gradient = js.grad(loss)(table)
     np.testing.assert_array_equal(gradient, jax.grad(loss)(table))
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_a_scatter_alone_looks_nothing_up(op):
+    # No row of the table is read by the user, so no row gradient is missed.
+    table, ids = jnp.arange(10.0).reshape(5, 2) + 1, jnp.array([1, 3, 1])
+    loss = lambda t, u: (SCATTER[op](t, ids, u) ** 2).sum()  # noqa: E731
+    updates = jnp.full((3, 2), 3.0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for got, wanted in zip(
+            jax.jit(js.grad(loss, (0, 1)))(table, updates),
+            jax.grad(loss, (0, 1))(table, updates),
+            strict=True,
+        ):
+            assert not js.is_slices(got)
+            np.testing.assert_allclose(got, wanted, rtol=1e-6)
 
 
 @pytest.mark.parametrize("nd", [False, True])
@@ -426,6 +444,50 @@ def test_errors_of_nd():
         js.scatter_nd_add(REF, 0, 1.0)
     with pytest.raises(ValueError, match=r"scatter_nd_add got updates .*= \(1, 2\)"):
         js.scatter_nd_add(REF, [[0]], jnp.ones((1, 3)))
+
+
+@pytest.mark.parametrize("keyword", ["name", "use_locking", "validate_indices"])
+def test_keywords_of_a_graph_are_refused_and_named(keyword):
+    for call in (*SCATTER.values(), *ND.values(), js.batch_scatter_update):
+        with pytest.raises(TypeError, match=f"unexpected keyword argument '{keyword}'"):
+            call(REF, [[0]], 1.0, **{keyword: None})
+    with pytest.raises(TypeError, match=f"unexpected keyword argument '{keyword}'"):
+        js.embedding_lookup(REF, [0], **{keyword: None})
+
+
+def test_what_is_no_array_is_named():
+    slices = js.IndexedSlices(jnp.ones((1, 2)), jnp.array([0]), (4, 2))
+    for op, scatter in SCATTER.items():
+        for args, text in [
+            ((None, [0], 1.0), "wants an array to change, got None"),
+            ((REF, [0], None), "wants updates as an array or a number, got None"),
+            ((REF, [0], "a"), "wants updates as an array or a number, got 'a'"),
+            ((REF, None, 1.0), "wants integer indices, got None"),
+            ((REF, [0], slices), r"as an array, got IndexedSlices.*apply_slices\(ref, sl"),
+            ((REF, slices, 1.0), r"integer indices, got IndexedSlices.*: slices.indices"),
+            ((REF.astype("uint8"), [0], 300), "must fit into the dtype of ref, uint8"),
+            ((REF.astype("uint8"), [0], [[300, 0]]), "must fit into the dtype of ref, ui"),
+        ]:
+            with pytest.raises(TypeError, match=f"^scatter_{op} .*{text}"):
+                scatter(*args)
+
+
+def test_rows_of_no_elements():
+    ref, rows = jnp.zeros((3, 0)), jnp.zeros((2, 0))
+    for scatter in SCATTER.values():
+        assert scatter(ref, [0, -1], rows).shape == (3, 0)
+    for scatter in ND.values():
+        assert scatter(ref, [[0], [2]], rows).shape == (3, 0)
+    slices = js.IndexedSlices(rows, [0, 1], (3, 0))
+    assert js.apply_slices(ref, slices, "update").shape == (3, 0)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_the_product_of_narrow_divisors_does_not_overflow(dtype):
+    # 300 * 300 is beyond float16.
+    got = js.scatter_div(jnp.full(3, 90, dtype), [1, 1], jnp.array([300, 300], dtype))
+    assert got.dtype == dtype
+    np.testing.assert_allclose(np.asarray(got, np.float32), [90, 1e-3, 90], rtol=1e-2)
 
 
 def test_numbers_and_lists_take_the_dtype():

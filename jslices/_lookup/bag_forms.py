@@ -46,7 +46,7 @@ def as_bags(sp_ids: Any, sp_weights: Any, mask: Any, who: str) -> Bags:
         ids, segments, shape, given = _from_splits(*sp_ids, who)
     else:
         raise TypeError(f"{who} wants ids as {FORMS}; got a tuple of {len(sp_ids)}")
-    weights = _weights(sp_weights, np.shape(given), who)
+    weights = _weights(sp_weights, ids.shape, who)
     bags = Bags(ids.reshape(-1), segments.reshape(-1), weights, shape, given)
     return bags._replace(segments=canonical_indices(bags.segments, bags.num_bags))
 
@@ -90,6 +90,8 @@ def _from_segments(given: Any, segment_ids: Any, num_segments: Any, who: str) ->
             f"{who}: num_segments is the number of bags in the result and must be an int "
             f"known before tracing, got {num_segments!r}"
         ) from error
+    if count < 0:
+        raise ValueError(f"{who}: num_segments must not be negative, got {count}")
     return ids, segments, (count,), given
 
 

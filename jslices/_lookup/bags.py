@@ -155,14 +155,14 @@ def safe_embedding_lookup_sparse(
     if bags.weights is not None and combiner != "sum":
         good &= bags.weights > 0
     bags = bags._replace(segments=jnp.where(good, bags.segments, bags.num_bags))
-    keep, ids, given = bags.segments < bags.num_bags, bags.ids, bags.given
+    keep, ids = bags.segments < bags.num_bags, bags.ids
     filled = jnp.zeros(bags.num_bags, bool).at[bags.segments].set(True, mode="drop")
     if default_id is not None:
         # One more id to look up, the last; if no bag is empty it is not read.
         default = _row_number(default_id, sum(len(table) for table in tables), who)
         ids = ids.astype(jnp.promote_types(ids.dtype, jnp.int32))
         ids = jnp.append(ids, jnp.asarray(default, ids.dtype))
-        keep, given = jnp.append(keep, ~filled.all()), None
+        keep = jnp.append(keep, ~filled.all())
     rows = read_rows(
         tables,
         ids,
@@ -171,7 +171,7 @@ def safe_embedding_lookup_sparse(
         mode=mode,
         max_norm=max_norm,
         keep=keep,
-        given=given,
+        given=bags.given,
     )
     combined = combine(rows[: len(bags.ids)], bags, combiner)
     if default_id is not None:
@@ -235,7 +235,12 @@ def _float_tables(params: Any, who: str) -> list[jax.Array]:
 
 
 def _row_number(default_id: Any, num_rows: int, who: str) -> int:
-    number = operator.index(default_id)
+    try:
+        number = operator.index(default_id)
+    except (TypeError, jax.errors.ConcretizationTypeError) as error:
+        raise TypeError(
+            f"{who}: default_id must be an int known before tracing, got {default_id!r}"
+        ) from error
     if not 0 <= number < num_rows:
         raise ValueError(f"{who}: default_id = {number} is not in [0, {num_rows})")
     return number

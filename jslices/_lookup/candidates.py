@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from jslices._bounds import INT32_MAX
+from jslices._ids import as_ids
 from jslices._sort import sort_ids
 
 
@@ -46,6 +47,7 @@ def log_uniform_candidate_sampler(
       ``1 - (1 - P(k))^T``. All are constants for differentiation.
 
     Raises:
+      TypeError: if ``true_classes`` are not integers.
       ValueError: if ``range_max`` is not in ``[1, 2^31)``, or more unique classes are
         wanted than there are.
 
@@ -82,7 +84,8 @@ def log_uniform_candidate_sampler(
         chance = jnp.log1p(1 / (classes + 1)) / math.log(range_max + 1)
         return -jnp.expm1(tries * jnp.log1p(-chance)) if unique else tries * chance
 
-    return Candidates(sampled, expected(jnp.asarray(true_classes)), expected(sampled))
+    classes = as_ids(true_classes, who, "true_classes")
+    return Candidates(sampled, expected(classes), expected(sampled))
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))

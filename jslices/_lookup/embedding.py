@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from jslices._ids import as_ids, check_mode
+from jslices._ids import as_ids, check_mode, on_host
 from jslices._lookup.partition import as_tables, check_strategy
 from jslices._lookup.read import read_rows
 
@@ -49,7 +49,8 @@ def embedding_lookup(
       gradients add up.
 
     Raises:
-      TypeError: if ``ids`` are not integers, or ``max_norm`` meets an integer table.
+      TypeError: if ``ids`` are not integers, or ``max_norm`` is not one number or meets an
+        integer table.
       ValueError: for an unknown ``mode`` or ``partition_strategy``, a table without rows'
         axis, no shards, or shards of different row shapes.
       IndexError: (also a ValueError) in mode ``"check"``, for the first bad id, naming
@@ -80,7 +81,7 @@ def embedding_lookup(
     check_mode(mode, who)
     check_strategy(partition_strategy, who)
     tables, numbers = as_tables(params, who), as_ids(ids, who)
-    keep = None if padding_id is None else ~_equal(numbers, padding_id)
+    keep = None if padding_id is None else ~_equal(ids, numbers, padding_id)
     return read_rows(
         tables,
         numbers,
@@ -93,12 +94,15 @@ def embedding_lookup(
     )
 
 
-def _equal(ids: jax.Array, padding_id: Any) -> jax.Array:
+def _equal(given: Any, ids: jax.Array, padding_id: Any) -> jax.Array:
+    """Where the ids are ``padding_id``, as given: ``ids`` may be cut to 32 bits."""
     try:
         number = operator.index(padding_id)
     except TypeError as error:
         raise TypeError(f"padding_id must be an int, got {padding_id!r}") from error
-    limits = np.iinfo(ids.dtype)
+    host = on_host(given)
+    array: Any = ids if host is None or not host.size else host
+    limits = np.iinfo(array.dtype)
     if not limits.min <= number <= limits.max:
         return jnp.zeros(ids.shape, bool)
-    return ids == number
+    return jnp.asarray(array == number)

@@ -13,6 +13,10 @@ def as_tables(params: Any, who: str) -> list[jax.Array]:
     """The shards of a table, checked; one array is one shard."""
     if params is None or (isinstance(params, list | tuple) and not params):
         raise ValueError(f"{who} wants a table or a list of shards, got {params!r}")
+    if isinstance(params, dict | str):
+        raise TypeError(
+            f"{who} wants a table or a list of shards, got a {type(params).__name__}"
+        )
     shards = params if isinstance(params, list | tuple) else [params]
     tables = [jnp.asarray(shard) for shard in shards]
     if any(table.ndim < 1 for table in tables):

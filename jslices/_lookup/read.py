@@ -1,5 +1,6 @@
 """Reading rows of a table or of its shards: what every lookup here is made of."""
 
+import math
 from typing import Any
 
 import jax
@@ -8,7 +9,7 @@ import numpy as np
 
 from jslices._bounds import index_dtype, missing_value, take_rows
 from jslices._densify import current_user_line
-from jslices._ids import refuse_bad_ids, settle
+from jslices._ids import as_ids, refuse_bad_ids, settle
 from jslices._lookup.mark import mark_table
 from jslices._lookup.partition import local_rows, num_ids
 
@@ -36,7 +37,7 @@ def read_rows(
       keep: ``[*B]`` bool; where False the id may be anything, the row is zero and gets
         no gradient.
       given: the ids as the user passed them, for the message of mode ``"check"``; it may
-        have another shape, but not another order.
+        have another shape, but not another order, and may lack good ids at the end.
 
     Returns:
       ``[*B, *D]``.
@@ -46,14 +47,17 @@ def read_rows(
     index_dtype(count, np.dtype(ids.dtype))  # refuses what ids of 32 bits cannot reach
     if mode == "check":
         given = ids if given is None else given
-        exempt = None if keep is None else (~keep).reshape(np.shape(given))
+        exempt = None
+        if keep is not None:
+            shape = as_ids(given, who).shape
+            exempt = (~keep).reshape(-1)[: math.prod(shape)].reshape(shape)
         refuse_bad_ids(given, count, who, "ids", exempt)
     line = current_user_line()
     if jnp.issubdtype(tables[0].dtype, jnp.inexact):
         tables = [mark_table(table, ids.size, line) for table in tables]
     if len(tables) == 1 and keep is None:
         direct = mode if mode in ("clip", "promise_in_bounds") else "fill"
-        rows = take_rows(tables[0], ids, mode=direct)
+        rows = _take(tables[0], ids, mode=direct)
     else:
         settled = settle(ids, count, mode if mode == "clip" else "drop")
         settled = settled if keep is None else jnp.where(keep, settled, count)
@@ -68,15 +72,25 @@ def _read_shards(
     tables: list[jax.Array], ids: jax.Array, heights: list[int], strategy: str
 ) -> jax.Array:
     if len(tables) == 1:
-        return take_rows(tables[0], ids)
+        return _take(tables[0], ids)
     rows = missing_value(np.dtype(tables[0].dtype))
     found: Any = jnp.full((*ids.shape, *tables[0].shape[1:]), rows)
     places = local_rows(ids, heights, strategy)
     for table, (own, local) in zip(tables, places, strict=True):
         # A foreign id reads zeros, not NaN: nothing of it can leak into a gradient.
-        mine = take_rows(table, local, fill_value=0)
+        mine = _take(table, local, fill_value=0)
         found = jnp.where(_along_rows(own, mine), mine, found)
     return found
+
+
+def _take(table: jax.Array, ids: jax.Array, **how: Any) -> jax.Array:
+    rows = take_rows(table, ids, **how)
+    if table.shape[0] or not jnp.issubdtype(table.dtype, jnp.inexact):
+        return rows
+    # A table without rows is not gathered from. A slice of no rows, which adds zero, shows
+    # that it was looked up: its gradient is IndexedSlices as well.
+    nothing = jax.lax.dynamic_slice_in_dim(table, 0, 0).sum(0)
+    return rows + jnp.broadcast_to(nothing, rows.shape)
 
 
 def _along_rows(mask: jax.Array, rows: jax.Array) -> jax.Array:
@@ -87,8 +101,10 @@ def clip_rows(rows: jax.Array, row_ndim: int, max_norm: Any, who: str) -> jax.Ar
     """``rows`` ``[*B, *D]``, each scaled down to an L2 norm of at most ``max_norm``."""
     if not jnp.issubdtype(rows.dtype, jnp.inexact):
         raise TypeError(f"{who}(max_norm=...) wants a floating table, got {rows.dtype}")
-    if not isinstance(max_norm, jax.core.Tracer) and np.any(np.asarray(max_norm) < 0):
-        raise ValueError(f"{who}(max_norm={max_norm}): a norm must not be negative")
+    if isinstance(max_norm, str) or np.ndim(max_norm):
+        raise TypeError(f"{who}(max_norm={max_norm!r}): it must be one number")
+    if not isinstance(max_norm, jax.core.Tracer) and not np.asarray(max_norm) >= 0:
+        raise ValueError(f"{who}(max_norm={max_norm}): a norm must not be negative or NaN")
     axes = tuple(range(rows.ndim - row_ndim, rows.ndim))
     wide = rows.astype(jnp.promote_types(rows.dtype, jnp.float32))
     squares = jnp.sum(jnp.abs(wide) ** 2, axes, keepdims=True)

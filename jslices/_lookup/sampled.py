@@ -10,6 +10,7 @@ from jax.typing import ArrayLike
 from jslices._ids import as_ids
 from jslices._lookup.candidates import log_uniform_candidate_sampler
 from jslices._lookup.embedding import embedding_lookup
+from jslices._lookup.partition import as_tables
 
 
 def sampled_softmax_loss(
@@ -54,7 +55,8 @@ def sampled_softmax_loss(
 
     Raises:
       TypeError: if ``labels`` are not integers.
-      ValueError: if shapes do not fit, or neither a key nor samples are given.
+      ValueError: if shapes do not fit, neither a key nor samples are given, or classes are
+        to be drawn that have no row.
 
     Cost: reads ``(B T + S) D`` elements of ``weights`` and multiplies ``B S D``.
 
@@ -145,6 +147,7 @@ def _sampled_logits(
     num_sampled, num_classes, num_true = counts
     inputs = jnp.asarray(examples[1])
     labels = _labels(examples[0], inputs, num_true, who)
+    _check_tables(tables, inputs, num_classes if sampled_values is None else None, who)
     if sampled_values is None:
         if key is None:
             raise ValueError(
@@ -154,8 +157,7 @@ def _sampled_logits(
         sampled_values = log_uniform_candidate_sampler(
             labels, num_sampled, num_classes, key=key
         )
-    sampled, of_true, of_sampled = map(jax.lax.stop_gradient, sampled_values)
-    sampled, of_true = jnp.asarray(sampled), jnp.reshape(jnp.asarray(of_true), labels.shape)
+    sampled, of_true, of_sampled = _samples(sampled_values, labels, who)
     # Labels may come in a dtype that cannot hold every class that is drawn.
     wide = jnp.promote_types(jnp.promote_types(labels.dtype, sampled.dtype), jnp.int32)
     ids = jnp.concatenate([labels.reshape(-1).astype(wide), sampled.astype(wide)])
@@ -170,7 +172,7 @@ def _sampled_logits(
     )
     drawn = inputs @ rows[count:].T + offsets[None, count:]
     true -= jnp.log(of_true).astype(dtype)
-    drawn -= jnp.log(jnp.asarray(of_sampled)).astype(dtype)[None]
+    drawn -= jnp.log(of_sampled).astype(dtype)[None]
     if remove_accidental_hits:
         hits = (labels[:, :, None] == sampled[None, None]).any(1)
         drawn = jnp.where(hits, jnp.finfo(drawn.dtype).min, drawn)
@@ -188,3 +190,45 @@ def _labels(given: Any, inputs: jax.Array, num_true: int, who: str) -> jax.Array
             f"{list(inputs.shape)} and labels {list(labels.shape)}"
         )
     return labels
+
+
+def _check_tables(
+    tables: tuple[Any, Any], inputs: jax.Array, num_classes: int | None, who: str
+) -> None:
+    """Refuses tables that do not fit the inputs, or hold fewer classes than are drawn."""
+    weights, biases = (as_tables(table, who) for table in tables)
+    if weights[0].shape[1:] != inputs.shape[1:] or biases[0].ndim != 1:
+        raise ValueError(
+            f"{who} wants weights [V, D={inputs.shape[1]}] and biases [V], got weights "
+            f"{list(weights[0].shape)} and biases {list(biases[0].shape)}"
+        )
+    rows = min(sum(len(shard) for shard in table) for table in (weights, biases))
+    if num_classes is not None and rows < num_classes:
+        raise ValueError(
+            f"{who} got num_classes={num_classes}, but weights and biases of {rows} rows"
+        )
+
+
+def _samples(
+    given: Any, labels: jax.Array, who: str
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """``sampled_values`` as arrays; they are constants for differentiation."""
+    if len(given) != 3:
+        raise ValueError(
+            f"{who} wants sampled_values=(sampled [S], true_expected_count "
+            f"{list(labels.shape)}, sampled_expected_count [S]), got {len(given)} of them"
+        )
+    sampled = as_ids(given[0], who, "sampled_values[0]")
+    of_true, of_sampled = jnp.asarray(given[1]), jnp.asarray(given[2])
+    if (
+        sampled.ndim != 1
+        or of_true.size != labels.size
+        or of_sampled.shape != sampled.shape
+    ):
+        raise ValueError(
+            f"{who} wants sampled_values=(sampled [S], true_expected_count "
+            f"{list(labels.shape)}, sampled_expected_count [S]), got the shapes "
+            f"{list(sampled.shape)}, {list(of_true.shape)} and {list(of_sampled.shape)}"
+        )
+    of_true = of_true.reshape(labels.shape)
+    return sampled, jax.lax.stop_gradient(of_true), jax.lax.stop_gradient(of_sampled)

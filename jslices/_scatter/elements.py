@@ -6,19 +6,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.experimental import checkify
 from jax.typing import ArrayLike
 
-from jslices._ids import (
-    IdOutOfRangeError,
-    as_ids,
-    check_mode,
-    refuse_bad_ids,
-    settle,
-)
+from jslices._ids import as_ids, check_mode, settle
 from jslices._scatter.arguments import as_ref, as_updates, check_dtype
 from jslices._scatter.eager import compiled
+from jslices._scatter.element_bounds import refuse_bad_elements
 from jslices._scatter.kernels import update
+from jslices._scatter.rows import refuse_bad_rows
 
 
 def scatter_nd_update(
@@ -131,9 +126,7 @@ def batch_scatter_update(
     num_rows = ref.shape[len(batch)]
     updates = as_updates(updates, ref, (*numbers.shape, *ref.shape[numbers.ndim :]), who)
     if mode == "check":
-        any_bad = refuse_bad_ids(indices, num_rows, who, "indices")
-        if any_bad is not None:
-            numbers = jnp.where(any_bad, -1, settle(numbers, num_rows, "drop"))
+        numbers = refuse_bad_rows(indices, numbers, num_rows, who, "indices")
     return _batch_update(ref, numbers, updates, mode)
 
 
@@ -162,7 +155,7 @@ def _scatter_nd(op: str, ref: Any, indices: Any, updates: Any, mode: str) -> jax
     wanted = (*numbers.shape[:-1], *ref.shape[depth:])
     updates = as_updates(updates, ref, wanted, who)
     if mode == "check":
-        numbers = _checked(numbers, ref.shape, who)
+        numbers = refuse_bad_elements(indices, numbers, ref.shape, who)
     return _nd(op, ref, numbers, updates, mode)
 
 
@@ -173,7 +166,7 @@ def _nd(
     depth = indices.shape[-1]
     flat = indices.reshape(-1, depth)
     where = [settle(flat[:, i], ref.shape[i], mode) for i in range(depth)]
-    updates = updates.reshape(-1, *ref.shape[depth:])
+    updates = updates.reshape(flat.shape[0], *ref.shape[depth:])
     if op == "update":
         kept, unique = _last_of_each(where, ref.shape)
         return ref.at[tuple(kept)].set(
@@ -204,29 +197,3 @@ def _last_of_each(
     unique = shape[0] + count <= np.iinfo(dtype).max
     beyond = shape[0] + order.astype(dtype) if unique else jnp.asarray(shape[0], dtype)
     return [jnp.where(dropped, beyond, where[0]), *where[1:]], unique
-
-
-def _checked(indices: jax.Array, shape: tuple[int, ...], who: str) -> jax.Array:
-    """The indices; raises for the first that leads nowhere."""
-    depth = indices.shape[-1]
-    flat = indices.reshape(-1, depth)
-    if flat.shape[0] == 0:
-        return indices
-    bad = jnp.stack(
-        [settle(flat[:, i], shape[i], "drop") == shape[i] for i in range(depth)]
-    ).any(0)
-    place = jnp.unravel_index(jnp.argmax(bad), indices.shape[:-1] or (1,))
-    message = "[{at}] = {value} does not index into shape " + str(list(shape))
-    if not isinstance(bad, jax.core.Tracer):
-        if not bad.any():
-            return indices
-        at = ", ".join(str(int(i)) for i in place)
-        value = np.asarray(flat[jnp.argmax(bad)]).tolist()
-        raise IdOutOfRangeError(f"{who}: indices" + message.format(at=at, value=value))
-    parts = {f"axis{i}": x for i, x in enumerate(place)}
-    values = {f"value{i}": x for i, x in enumerate(flat[jnp.argmax(bad)])}
-    at, value = (", ".join("{" + name + "}" for name in x) for x in (parts, values))
-    check: Any = checkify.check
-    message = f"{who}: indices" + message.format(at=at, value=f"[{value}]")
-    check(~bad.any(), message, **parts, **values)
-    return jnp.where(bad.any(), -1, indices)

@@ -125,11 +125,12 @@ def scatter_div(
 ) -> jax.Array:
     """``ref`` with rows divided: ``ref[indices[k]] /= updates[k]``.
 
-    Duplicates compound: floats are divided once, by the product of their divisors; integers
-    truncate towards zero each time. An integer divided by zero is -1 (all bits set, XLA's
-    rule); TensorFlow's process dies of it. ``ref`` is ``[V, *D]``, ``indices`` ``[*B]``,
-    ``updates`` ``[*B, *D]`` or one number, the result ``[V, *D]``; untouched rows, bad
-    indices (``mode``), dtypes and errors are as in :func:`scatter_update`.
+    Duplicates compound: floats are divided once, by the product of their divisors (of 16
+    bits as float32); integers truncate towards zero each time. An integer divided by zero
+    is -1 (all bits set, XLA's rule); TensorFlow's process dies of it. ``ref`` is ``[V,
+    *D]``, ``indices`` ``[*B]``, ``updates`` ``[*B, *D]`` or one number, the result ``[V,
+    *D]``; untouched rows, bad indices (``mode``), dtypes and errors are as in
+    :func:`scatter_update`.
 
     Cost: a sort of K integers and a scan of ``K * D`` elements; for integers a loop of K
     steps. Differentiable in ``ref`` and ``updates``.
@@ -196,10 +197,21 @@ def _scatter(op: str, ref: Any, indices: Any, updates: Any, mode: str) -> jax.Ar
     check_dtype(ref, op, who)
     updates = as_updates(updates, ref, (*numbers.shape, *ref.shape[1:]), who)
     if mode == "check":
-        any_bad = refuse_bad_ids(indices, ref.shape[0], who, "indices")
-        if any_bad is not None:  # then nothing is written
-            numbers = jnp.where(any_bad, -1, settle(numbers, ref.shape[0], "drop"))
+        numbers = refuse_bad_rows(indices, numbers, ref.shape[0], who, "indices")
     return scatter_rows(op, ref, numbers, updates, mode)
+
+
+def refuse_bad_rows(
+    given: Any, indices: jax.Array, num_rows: int, who: str, name: str
+) -> jax.Array:
+    """``indices``; raises if one of them is bad, and under jit makes all of them bad then.
+
+    So nothing at all is written. ``given`` are the same as the user passed them.
+    """
+    any_bad = refuse_bad_ids(given, num_rows, who, name)
+    if any_bad is None:
+        return indices
+    return jnp.where(any_bad, -1, settle(indices, num_rows, "drop"))
 
 
 @compiled(0, 4)
@@ -208,4 +220,4 @@ def scatter_rows(
 ) -> jax.Array:
     """The scatter itself, of checked arguments: ``indices [*B]``, ``updates [*B, *D]``."""
     flat = settle(indices.reshape(-1), ref.shape[0], mode)
-    return KERNELS[op](ref, flat, updates.reshape(-1, *ref.shape[1:]))
+    return KERNELS[op](ref, flat, updates.reshape(flat.shape[0], *ref.shape[1:]))

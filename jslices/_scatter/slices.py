@@ -1,22 +1,13 @@
 """``apply_slices``: a scatter whose indices and updates are IndexedSlices."""
 
 import jax
-import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from jslices._scatter import rows
-from jslices._scatter.arguments import as_ref
+from jslices._ids import as_ids, check_mode
+from jslices._scatter.arguments import as_ref, as_updates, check_dtype
+from jslices._scatter.kernels import KERNELS
+from jslices._scatter.rows import refuse_bad_rows, scatter_rows
 from jslices._slices import IndexedSlices, check_slices
-
-_SCATTERS = {
-    "add": rows.scatter_add,
-    "sub": rows.scatter_sub,
-    "update": rows.scatter_update,
-    "mul": rows.scatter_mul,
-    "div": rows.scatter_div,
-    "min": rows.scatter_min,
-    "max": rows.scatter_max,
-}
 
 
 def apply_slices(
@@ -55,23 +46,29 @@ def apply_slices(
             f"apply_slices wants IndexedSlices, got {type(slices).__name__}; for arrays "
             "there is scatter_add(ref, indices, updates)"
         )
-    if op not in _SCATTERS:
-        raise ValueError(f"apply_slices got op={op!r}; it must be one of {list(_SCATTERS)}")
+    if op not in KERNELS:
+        raise ValueError(f"apply_slices got op={op!r}; it must be one of {list(KERNELS)}")
+    who = f"apply_slices(op={op!r})"
     check_slices(slices)
-    ref = as_ref(ref, "apply_slices")
+    ref = as_ref(ref, who)
     rows_fit = slices.shape[1:] == ref.shape[1:] and slices.shape[0] in (None, ref.shape[0])
     if not rows_fit:
         raise ValueError(
-            f"apply_slices got slices of an array of shape {slices.shape} for ref of shape "
+            f"{who} got slices of an array of shape {slices.shape} for ref of shape "
             f"{ref.shape}"
         )
-    scatter = _SCATTERS[op]
-    if slices.indices.ndim == 1:
-        return scatter(ref, slices.indices, slices.values, mode=mode)
+    check_mode(mode, who)
+    check_dtype(ref, op, who)
+    indices = as_ids(slices.indices, who, "slices.indices")
+    values = as_updates(slices.values, ref, slices.values.shape, who, "slices")
+    axes = indices.ndim - 1
+    if mode == "check":
+        num_rows = ref.shape[axes]
+        indices = refuse_bad_rows(slices.indices, indices, num_rows, who, "slices.indices")
 
     def one(ref: jax.Array, indices: jax.Array, values: jax.Array) -> jax.Array:
-        return scatter(ref, indices, values, mode=mode)
+        return scatter_rows(op, ref, indices, values, mode)
 
-    for _ in slices.indices.shape[:-1]:
+    for _ in range(axes):
         one = jax.vmap(one)
-    return one(ref, slices.indices, jnp.asarray(slices.values))
+    return one(ref, indices, values)
