@@ -445,26 +445,6 @@ def test_mu_dtype(name):
     assert getattr(js, name)(0.1, mu_dtype="float32").init(table).mu.dtype == jnp.float32
 
 
-@pytest.mark.parametrize("name, kwargs", FIRST, ids=label)
-@pytest.mark.parametrize("count, rows", [(2500, 5000), (4096, 300_000)])
-def test_many_rows_are_worked_off_in_chunks(name, kwargs, count, rows):
-    rng = np.random.default_rng(5)
-    ids = rng.integers(-2, rows + 2, count)
-    table = jnp.asarray(rng.normal(size=(rows, D)), jnp.float32)
-    grads = slices_of(rng, ids, (rows, D))
-    tx = make(js, name, 0.1, kwargs)
-    updates, state = jax.jit(tx.update)(grads, tx.init(table), table)
-    present = np.unique(ids[(ids >= 0) & (ids < rows)])
-    np.testing.assert_array_equal(updates.indices[: len(present)], present)
-    assert not np.asarray(updates.values)[len(present) :].any()
-    # Done at once, as on a GPU: the same numbers.
-    with mock.patch.object(in_place, "CHUNK", 10**9):
-        at_once, state_at_once = jax.jit(lambda g, s: tx.update(g, s, table))(
-            grads, tx.init(table)
-        )
-    assert_close((updates, state), (at_once, state_at_once), rtol=1e-5, atol=1e-6)
-
-
 def test_a_learned_learning_rate_goes_through_many_rows():
     rng = np.random.default_rng(6)
     table = jnp.asarray(rng.normal(size=(5000, D)), jnp.float32)

@@ -15,7 +15,7 @@ from jslices.optim import exact
 from jslices.optim.base import GradientTransformation, next_count, per_row, zero_count
 from jslices.optim.in_place import Kernel
 from jslices.optim.rule import Rule
-from jslices.optim.step import step_slices
+from jslices.optim.step import SMALL, step_slices
 
 
 def transformation(
@@ -135,7 +135,8 @@ def _update_leaf(
     grad = known_rows(grad, (*read, *state))
     if read or state:
         return step_slices(kernel, grad, state, read, still=rule.still)
-    if rule.linear and grad.values.dtype.itemsize >= 4:
+    wide = grad.values.dtype.itemsize >= 4  # 16 bits would be rounded at each addition
+    if rule.linear and wide and len(grad.indices) >= SMALL:
         return (_each_slot(kernel, grad),)
     grad = grad.coalesce()
     (update,) = kernel(grad.values)
