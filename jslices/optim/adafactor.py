@@ -147,12 +147,13 @@ def adafactor(
         v_row, v_col, whole = v
         squares = g**2 + eps
         if axes is None:
-            whole = (b * whole + (1.0 - b) * squares).astype(p.dtype)
+            whole = (b * whole + (1.0 - b) * squares).astype(whole.dtype)
             u = g * whole**-0.5
         else:
             short, long = axes
-            v_row = (b * v_row + (1.0 - b) * jnp.mean(squares, axis=long)).astype(p.dtype)
-            v_col = (b * v_col + (1.0 - b) * jnp.mean(squares, axis=short)).astype(p.dtype)
+            rows, columns = jnp.mean(squares, axis=long), jnp.mean(squares, axis=short)
+            v_row = (b * v_row + (1.0 - b) * rows).astype(v_row.dtype)
+            v_col = (b * v_col + (1.0 - b) * columns).astype(v_col.dtype)
             axis = short - 1 if short > long else short
             row = (v_row / jnp.mean(v_row, axis=axis, keepdims=True)) ** -0.5
             u = g * jnp.expand_dims(row, long) * jnp.expand_dims(v_col**-0.5, short)
@@ -179,8 +180,9 @@ def adafactor(
             )
         tall = axes == (1, 0)
         rows, columns = (v[1], v[0]) if tall else (v[0], v[1])
-        total = jnp.sum(g.values**2, axis=0, dtype=p.dtype)
-        columns = (b * columns + (1.0 - b) * (total / p.shape[0] + eps)).astype(p.dtype)
+        total = jnp.sum(g.values**2, axis=0, dtype=columns.dtype)
+        mean_squares = total / p.shape[0] + eps
+        columns = (b * columns + (1.0 - b) * mean_squares).astype(columns.dtype)
         near = rows.at[jnp.minimum(g.indices, p.shape[0] - 1)].get(mode="clip")
         new_rows = b * near + (1.0 - b) * row_mean(g.values**2 + eps)
         rows = set_rows(rows, g.indices, new_rows.astype(rows.dtype))
