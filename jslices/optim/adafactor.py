@@ -26,6 +26,7 @@ from jslices.optim.decay import with_decay
 from jslices.optim.in_place import step_rows
 from jslices.optim.moments import decayed
 from jslices.optim.rows import known_rows, spread
+from jslices.optim.rule import check_lazy
 
 
 class AdafactorState(NamedTuple):
@@ -53,6 +54,8 @@ def adafactor(
     eps: float = 1e-30,
     factored: bool = True,
     weight_decay_mask: Any = None,
+    *,
+    untouched: str = "lazy",
 ) -> GradientTransformation:
     """Adafactor: gradients divided by the root of a second moment that is kept in factors.
 
@@ -83,13 +86,15 @@ def adafactor(
       factored: False keeps the second moment whole.
       weight_decay_mask: bools in the structure of params or a prefix of it, or a function
         from params to that: which of them decay.
+      untouched: ``"lazy"``; ``"exact"`` is refused.
 
     Returns:
       A :class:`GradientTransformation`; ``update`` needs the parameters. State per row: one
       number (and D for the table) if factored, D if not; D more with momentum.
 
     Raises:
-      ValueError: from ``update``, for slices of a factored parameter of rank 3 or more.
+      ValueError: for ``untouched="exact"``; from ``update``, for slices of a factored
+      parameter of rank 3 or more.
 
     Cost: a step reads and writes ``U * D`` elements of the parameter and ``U`` numbers of
     state.
@@ -106,6 +111,7 @@ def adafactor(
     """
     if learning_rate is not None:
         check_learning_rate("adafactor", learning_rate)
+    check_lazy("adafactor", untouched, "as what a row misses depends on all the others")
 
     def init(params: Any) -> AdafactorState:
         parts = [_start(p, factored, min_dim_size_to_factor) for p in flatten(params)[0]]
