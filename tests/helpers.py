@@ -50,6 +50,37 @@ def assert_close(actual, wanted, rtol=1e-5, atol=1e-6):
         )
 
 
+def ulps(actual, wanted):
+    """How many float32 lie between two trees, at most: 0 if they are equal."""
+    return max(int(np.abs(_place(a) - _place(w)).max()) for a, w in _pairs(actual, wanted))
+
+
+def ulps_of_the_largest(actual, wanted):
+    """The same in units of the last place of each leaf's largest number.
+
+    For what is a difference of larger numbers, of which nothing is known to its own last
+    place.
+    """
+    return max(
+        float(np.abs(a - w).max() / np.spacing(np.abs(w).max()))
+        for a, w in _pairs(actual, wanted)
+    )
+
+
+def _pairs(actual, wanted):
+    assert jax.tree.structure(actual) == jax.tree.structure(wanted)
+    leaves = (map(np.asarray, jax.tree.leaves(tree)) for tree in (actual, wanted))
+    pairs = list(zip(*leaves, strict=True))
+    assert all(a.dtype == w.dtype == np.float32 and a.shape == w.shape for a, w in pairs)
+    return pairs
+
+
+def _place(x):
+    """The position of each float32 in the order of all of them."""
+    bits = x.view(np.int32).astype(np.int64)
+    return np.where(bits < 0, -(bits & 0x7FFFFFFF), bits)
+
+
 def numpy_dense(values, indices, shape):
     """The array that slices stand for, by the plainest loop."""
     out = np.zeros(shape, np.asarray(values).dtype)

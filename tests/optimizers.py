@@ -72,7 +72,7 @@ IDS = {
     "unique": [7, 0, 3, 8, 1, 2],
     "duplicated": [2, 5, 2, 2, 8, 5],
     "padded": [4, V, -1, 4, V + 3, 0],
-    "empty": [],
+    "empty": [V, -1, V, V + 3, -1, V],
     "all_equal": [6] * 6,
 }
 
@@ -115,12 +115,27 @@ def only_touched(tx):
         updates, new_state = tx.update(given, state, params)
         new = jax.tree.map(lambda p, u: (p + u).astype(p.dtype), params, updates)
 
-        def kept(old, new):
-            if jnp.shape(old)[:1] != (V,):
-                return new
+        def kept(path, old, new):
+            if jax.tree_util.DictKey("table") not in path or old.shape[:1] != (V,):
+                return new.astype(old.dtype)
             rows = touched.reshape(-1, *(1,) * (old.ndim - 1))
             return jnp.where(rows, new, old).astype(old.dtype)
 
-        return jax.tree.map(kept, params, new), jax.tree.map(kept, state, new_state)
+        keep = jax.tree_util.tree_map_with_path
+        return keep(kept, params, new), keep(kept, state, new_state)
 
     return step
+
+
+def each_row(tx):
+    """``tx`` with every row of the table a parameter of its own."""
+    axes = {"table": 0, "w": None}
+
+    def init(params):
+        return jax.vmap(tx.init, in_axes=(axes,), axis_size=V)(params)
+
+    def update(grads, state, params):
+        updates, state = jax.vmap(tx.update, in_axes=(axes, 0, axes))(grads, state, params)
+        return {**updates, "w": updates["w"][0]}, state
+
+    return optax.GradientTransformation(init, update)

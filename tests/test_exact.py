@@ -321,11 +321,18 @@ def test_errors():
         TypeError, match=r"integer row numbers of a table, got float32\[2\]"
     ):
         tx.catch_up(params, state, {"table": jnp.ones(2), "w": None})
+    rows = js.IndexedSlices(ROWS[0], IDS[0], (V, D))
+    with pytest.raises(TypeError, match=r"wants row numbers, got IndexedSlices.*indices"):
+        tx.catch_up(params, state, {"table": rows, "w": None})
     with pytest.raises(TypeError, match=r"for a parameter of shape \(\); pass None"):
         tx.catch_up(params, state, {"table": None, "w": IDS[0]})
-    for name in ("sgd", "adam", "adamw", "amsgrad", "rmsprop", "adadelta", "lion"):
+    names = ("sgd", "adam", "adamw", "amsgrad", "rmsprop", "adadelta", "lion", "adagrad")
+    for name in (*names, "rowwise_adagrad", "ftrl", "lamb", "adafactor"):
         with pytest.raises(ValueError, match=f'{name}.*wanted "lazy" .* or "exact"'):
             getattr(js, name)(0.1, untouched="dense")
+    for name in ("ftrl", "lamb", "adafactor"):
+        with pytest.raises(ValueError, match=f'{name}.*no exact form, as .*"lazy"'):
+            getattr(js, name)(0.1, untouched="exact")
     with pytest.raises(ValueError, match=r"needs b1\*\*2 < b2, got b1=0.9, b2=0.5"):
         js.adam(0.1, b2=0.5, untouched="exact")
     with pytest.raises(
@@ -369,6 +376,43 @@ def test_frozen_rows_never_move():
         js.optim.freeze_rows(tx.init(START), jnp.arange(V))
     with pytest.raises(ValueError, match=r"got \(2,\) bools for a table of \(120,\) rows"):
         js.optim.freeze_rows(tx.init(START), frozen[:2])
+
+
+FROZEN = np.arange(V) % 3 == 0
+KINDS = {
+    "exact": {"untouched": "exact"},
+    "decay of all rows": {"weight_decay_mode": "all"},
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_masked_gradients_alone_do_not_freeze_rows_that_catch_up(kind):
+    """They decay, as the docstring of mask_rows says; freeze_rows holds them."""
+    tx = js.adamw(0.1, weight_decay=0.5, **KINDS[kind])
+
+    @jax.jit
+    def train(state):
+        params = START
+        for k in range(3):
+            params, state = tx.catch_up(params, state, IDS[k])
+            grads = js.IndexedSlices(ROWS[k], IDS[k], (V, D))
+            updates, state = tx.update(js.mask_rows(grads, ~FROZEN), state, params)
+            params = js.apply_updates(params, updates)
+        return tx.flush(params, state)[0]
+
+    masked = train(tx.init(START))
+    np.testing.assert_allclose(masked[FROZEN], START[FROZEN] * 0.95**3, rtol=1e-5)
+    frozen = train(js.optim.freeze_rows(tx.init(START), jnp.asarray(FROZEN)))
+    np.testing.assert_array_equal(frozen[FROZEN], START[FROZEN])
+    np.testing.assert_array_equal(frozen[~FROZEN], masked[~FROZEN])
+
+
+def test_rows_are_frozen_in_a_state_inside_another():
+    make = optax.inject_hyperparams(js.adamw, static_args=("weight_decay", "b1", "b2"))
+    tx = make(learning_rate=0.1, weight_decay=0.5, untouched="exact")
+    state = js.optim.freeze_rows(tx.init(START), jnp.asarray(FROZEN))
+    last = state.inner_state.clock.last
+    np.testing.assert_array_equal(last == 0, ~FROZEN)
 
 
 def one_row_waits(tx, steps=6):

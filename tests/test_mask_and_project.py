@@ -51,6 +51,9 @@ def test_masked_rows_are_empty_slots(form, ids):
     [
         js.sgd(0.1, momentum=0.9),
         js.adam(0.1),
+        js.adamw(0.1, weight_decay=0.5),
+        js.lion(0.1, weight_decay=0.5),
+        js.adamw(0.1, weight_decay=0.5, weight_decay_mode="touched"),
         js.from_optax(optax.adamw(0.1, weight_decay=0.5)),
         js.from_optax(optax.chain(optax.add_decayed_weights(0.5), optax.sgd(0.1, 0.9))),
     ],
@@ -111,6 +114,9 @@ def test_a_table_without_rows():
 
 def test_errors_of_mask():
     slices = slices_of([1, 2, 3])
+    for tree in ({"table": slices, "w": jnp.ones(3)}, [slices], None):
+        with pytest.raises(TypeError, match=r"wants one gradient, .* got a .*the leaf of"):
+            js.mask_rows(tree, KEEP)
     with pytest.raises(TypeError, match=r"bool, got int32\[2\]; to keep rows by .*isin"):
         js.mask_rows(slices, jnp.array([1, 2]))
     wanted = r"shape \[6\] \(one for each row of the table\) or \[3\].* got \[5\]"

@@ -1,5 +1,6 @@
 """Optimizers: dense leaves equal Optax; sparse ones do, on the rows of each step."""
 
+import functools
 from unittest import mock
 
 import chex
@@ -8,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import assert_close, golden
+from helpers import assert_close, golden, ulps, ulps_of_the_largest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from optimizers import (
@@ -20,6 +21,7 @@ from optimizers import (
     SHARED,
     D,
     V,
+    each_row,
     label,
     make,
     only_touched,
@@ -33,110 +35,187 @@ from jslices.optim import in_place
 every = pytest.mark.parametrize("name, kwargs", ALL, ids=label)
 
 
+constant_or_not = pytest.mark.parametrize(
+    "rate", [0.1, SCHEDULE], ids=["constant", "schedule"]
+)
+jit_or_eager = pytest.mark.parametrize("jit", [True, False], ids=["jit", "eager"])
+
+
+@jit_or_eager
+@constant_or_not
 @pytest.mark.parametrize("name, kwargs", [*SHARED, *BY_ROW], ids=label)
-@pytest.mark.parametrize("rate", [0.1, SCHEDULE], ids=["constant", "schedule"])
-@pytest.mark.parametrize("jit", [True, False], ids=["jit", "eager"])
-def test_dense_leaves_equal_optax(name, kwargs, rate, jit):
+def test_dense_leaves_equal_optax_to_one_ulp(name, kwargs, rate, jit):
+    """Updates and state, over five steps (they were equal to the bit where this was run).
+
+    In one case they are less equal: a mask makes two kinds of leaves, each with a bias
+    correction of its own, and XLA multiplies by the reciprocal of a number that is used
+    once, where it divides by one that all leaves share, as in Optax. Measured: 3.
+    """
+    two_kinds = jit and name in ("adamw", "lamb") and "mask" in kwargs
+    two_kinds = two_kinds and kwargs["weight_decay"] != 0
+    measure, most = (ulps_of_the_largest, 4) if two_kinds else (ulps, 1)
+    for ours, theirs in five_steps(name, kwargs, rate, jit, rng_tree):
+        assert measure(ours, theirs) <= most
+
+
+@jit_or_eager
+@pytest.mark.parametrize("name, kwargs", [*SHARED, *BY_ROW], ids=label)
+def test_a_single_dense_array_equals_optax(name, kwargs, jit):
+    """Not in a tree: without jit Optax takes reciprocals in its bias correction then: 3."""
+    mask = kwargs.get("mask")
+    if mask:
+        kwargs = {**kwargs, "mask": (mask(None) if callable(mask) else mask)["table"]}
+    if name == "rmsprop":
+        corrects = "bias_correction" in kwargs
+    else:
+        corrects = name in ("adam", "adamw", "lamb") or (name, kwargs) == ("amsgrad", {})
+    measure, most = (ulps, 1) if jit or not corrects else (ulps_of_the_largest, 4)
+    for ours, theirs in five_steps(
+        name, kwargs, 0.1, jit, lambda rng: rng_tree(rng)["table"]
+    ):
+        assert measure(ours, theirs) <= most
+
+
+def five_steps(name, kwargs, rate, jit, draw):
+    """After each step our update and state, and Optax's; the parameters are Optax's."""
     rng = np.random.default_rng(0)
     ours, theirs = make(js, name, rate, kwargs), make(optax, name, rate, kwargs)
     update, wanted_update = ours.update, theirs.update
     if jit:
         update, wanted_update = jax.jit(update), jax.jit(wanted_update)
-    params = wanted = rng_tree(rng)
+    params = draw(rng)
     state, wanted_state = ours.init(params), theirs.init(params)
-    for _ in range(3):
-        grads = rng_tree(rng)
-        updates, state = update(grads, state, params)
-        wanted_updates, wanted_state = wanted_update(grads, wanted_state, wanted)
-        # To the bit, or to one unit in the last place of sums and powers.
-        rtol = 5e-7 if jit else 2e-6
-        chex.assert_trees_all_close(updates, wanted_updates, rtol=rtol, atol=1e-8)
-        params = wanted = optax.apply_updates(wanted, wanted_updates)
-    chex.assert_trees_all_equal_shapes_and_dtypes(updates, wanted_updates)
-
-
-BITWISE = ["sgd", "adagrad", "adam", "adamw", "amsgrad", "lion", "rmsprop"]
-
-
-@pytest.mark.parametrize("name", BITWISE)
-def test_dense_leaves_equal_optax_to_the_bit(name):
-    rng = np.random.default_rng(0)
-    kwargs = {"momentum": 0.9} if name == "sgd" else {}
-    ours, theirs = make(js, name, 0.1, kwargs), make(optax, name, 0.1, kwargs)
-    params = rng_tree(rng)
-    state, wanted_state = ours.init(params), theirs.init(params)
-    update, wanted_update = jax.jit(ours.update), jax.jit(theirs.update)
-    for _ in range(4):
-        grads = rng_tree(rng)
+    for _ in range(5):
+        grads = draw(rng)
         updates, state = update(grads, state, params)
         wanted, wanted_state = wanted_update(grads, wanted_state, params)
-        chex.assert_trees_all_equal(updates, wanted)
+        params = optax.apply_updates(params, wanted)
+        chex.assert_trees_all_equal_shapes_and_dtypes(updates, wanted)
+        slots = {k: v for k, v in state._asdict().items() if v is not None and k != "count"}
+        fields = fields_of(wanted_state)
+        theirs_of = {k: fields["ema" if k == "momentum" else k] for k in slots}
+        yield (updates, slots), (wanted, theirs_of)
+
+
+def fields_of(state):
+    """What is in the named tuples of a state, by name."""
+    found = {}
+    for node in state if isinstance(state, tuple) else ():
+        found |= fields_of(node)
+    return found | (state._asdict() if hasattr(state, "_asdict") else {})
+
+
+def test_ulps_are_counted():
+    one = np.float32(1)
+    for x, y, wanted in [
+        (one, one, 0),
+        (one, np.nextafter(one, np.float32(2)), 1),
+        (one, np.float32(1 + 2**-20), 8),
+        (np.float32(0), -np.float32(0), 0),
+        (np.float32(1e-45), np.float32(-1e-45), 2),
+    ]:
+        assert ulps({"x": x, "y": one}, {"x": y, "y": one}) == wanted
+    assert ulps_of_the_largest(
+        [np.float32([64, 1])], [np.float32([64, 1 + 2**-20])]
+    ) == pytest.approx(0.125)
+
+
+# The factors of a table are not a row's own: compared further down.
+ROWS_ALONE = [case for case in ALL if "min_dim_size_to_factor" not in case[1]]
+# A table of 16 bits may be rounded to a neighbour, in each of three steps.
+TOLERANCES = {"float32": (1e-5, 1e-6), "bfloat16": (1e-2, 1e-2)}
+
+
+@pytest.mark.parametrize("how", ["eager", "jit", "scan", "vmap"])
+@pytest.mark.parametrize("dtype", TOLERANCES)
+@pytest.mark.parametrize("name, kwargs", ROWS_ALONE, ids=label)
+def test_lazy_is_optax_on_the_touched_rows(name, kwargs, dtype, how):
+    """For all kinds of ids, after each of three steps; the state is float32 in any case."""
+    tx = make(js, name, 0.1, kwargs)
+    start, grads, wanted = lazy_steps_of_optax(ROWS_ALONE.index((name, kwargs)), dtype)
+
+    def step(carry, grads):
+        updates, state = tx.update(grads, carry[1], carry[0])
+        new = js.apply_updates(carry[0], updates), state
+        chex.assert_trees_all_equal_shapes_and_dtypes(new, carry)
+        return new, new[0]
+
+    got = run(step, (start[0], tx.init(start[1])), grads, how)
+    rtol, atol = TOLERANCES[dtype]
+    for number, kind in enumerate(IDS):
+        print(f"{kind}:")  # is shown where it fails
+        assert_close(at(got, number), at(wanted, number), rtol=rtol, atol=atol)
+
+
+@functools.lru_cache(maxsize=1)
+def lazy_steps_of_optax(number, dtype):
+    """What each way of running is compared with: compiled once for all of them.
+
+    Returns:
+      parameters, and the same in float32, which is the dtype of the state; gradients, three
+      for each kind of ids (leaves ``[kind, step, ...]``); and the parameters after each.
+    """
+    name, kwargs = ROWS_ALONE[number]
+    # What is not in Optax is compared with itself on dense gradients, and that with numpy.
+    oracle = make(js if (name, kwargs) in OWN else optax, name, 0.1, kwargs)
+    oracle = each_row(oracle) if (name, kwargs) in BY_ROW else oracle
+    lazy = only_touched(oracle)
+    params = rng_tree(np.random.default_rng(2), dtype)
+    wide = jax.tree.map(lambda p: p.astype(jnp.float32), params)
+    grads = [
+        stack(
+            {"table": slices_of(rng, ids, dtype=dtype), "w": rng_tree(rng, dtype)["w"]}
+            for _ in range(3)
+        )
+        for ids in IDS.values()
+        for rng in [np.random.default_rng(1)]
+    ]
+
+    def step(carry, grads):
+        new = lazy(*carry, grads)
+        return new, new[0]
+
+    start = params, oracle.init(wide)
+    return (params, wide), stack(grads), run(step, start, stack(grads), "scan")
 
 
 def run(step, carry, grads, how):
-    """Steps over a list of gradients, one after the other or in a compiled way."""
+    """The parameters after each step (leaves ``[kind, step, ...]``), run in some way."""
+    kinds, steps = range(len(IDS)), range(3)
     if how == "scan":
-        stacked = jax.tree.map(lambda *x: jnp.stack(x), *grads)
-        return jax.lax.scan(lambda c, g: (step(c, g), None), carry, stacked)[0]
+        scan = quickly(lambda grads: jax.lax.scan(step, carry, grads)[1])
+        return stack(scan(at(grads, kind)) for kind in kinds)
     if how == "vmap":
-        carry = jax.tree.map(lambda x: jnp.stack([x, x]), carry)
-        mapped = jax.jit(jax.vmap(step, in_axes=(0, None)))
-        for g in grads:
-            carry = mapped(carry, g)
-        return jax.tree.map(lambda x: x[1], carry)
-    for g in grads:
-        carry = step(carry, g)
-    return carry
+        mapped, results = quickly(jax.vmap(step)), []
+        carry = stack([carry for _ in kinds])
+        for k in steps:
+            carry, params = mapped(carry, at(grads, (slice(None), k)))
+            results.append(params)
+        return jax.tree.map(lambda *x: np.stack(x, 1), *results)
+    step = jax.jit(step) if how == "jit" else step
+
+    def each(carry, grads):
+        for k in steps:
+            carry, params = step(carry, at(grads, k))
+            yield params
+
+    return stack(stack(each(carry, at(grads, kind))) for kind in kinds)
 
 
-def compare_lazy(name, kwargs, kinds, how, params, state_params, **tolerance):
-    dtype = params["table"].dtype
-    ours = make(js, name, 0.1, kwargs)
-    # What is not in Optax is compared with itself on dense gradients, and that with numpy.
-    oracle = ours if (name, kwargs) in OWN else make(optax, name, 0.1, kwargs)
-    lazy = only_touched(oracle)
-    slow = jax.jit(lambda c, g: lazy(*c, g))
-
-    def step(carry, grads):
-        updates, state = ours.update(grads, carry[1], carry[0])
-        return js.apply_updates(carry[0], updates), state
-
-    fast = jax.jit(step) if how == "jit" else step
-    for ids in kinds:
-        rng = np.random.default_rng(1)
-        grads = [
-            {"table": slices_of(rng, ids, dtype=dtype), "w": rng_tree(rng, dtype)["w"]}
-            for _ in range(3)
-        ]
-        wanted = run(slow, (params, oracle.init(state_params)), grads, "eager")
-        once = "eager" if how == "jit" else how
-        got = run(fast, (params, ours.init(state_params)), grads, once)
-        chex.assert_trees_all_equal_shapes_and_dtypes(got[0], params)
-        assert_close(got[0], wanted[0], **tolerance)
+def quickly(f):
+    """``f`` compiled in half the time; what XLA does before machine code stays the same."""
+    return jax.jit(f, compiler_options={"xla_backend_optimization_level": 0})
 
 
-@pytest.mark.parametrize("name, kwargs", [*SHARED, *OWN], ids=label)
-def test_lazy_is_optax_on_the_touched_rows(name, kwargs):
-    params = rng_tree(np.random.default_rng(2))
-    kinds = IDS.values()
-    compare_lazy(name, kwargs, kinds, "jit", params, params, rtol=1e-5, atol=1e-6)
+def stack(trees):
+    return jax.tree.map(lambda *x: np.stack(x), *trees)
+
+
+def at(tree, index):
+    return jax.tree.map(lambda x: x[index], tree)
 
 
 FIRST = {name: (name, kwargs) for name, kwargs in reversed([*SHARED, *OWN])}.values()
-
-
-@pytest.mark.parametrize("how", ["eager", "scan", "vmap"])
-@pytest.mark.parametrize("name, kwargs", FIRST, ids=label)
-def test_lazy_in_every_way_of_running(name, kwargs, how):
-    params = rng_tree(np.random.default_rng(2))
-    compare_lazy(name, kwargs, [IDS["padded"]], how, params, params, rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize("name, kwargs", FIRST, ids=label)
-def test_a_bfloat16_table_with_float32_state(name, kwargs):
-    params = rng_tree(np.random.default_rng(2), jnp.bfloat16)
-    wide = jax.tree.map(lambda p: p.astype(jnp.float32), params)
-    compare_lazy(name, kwargs, [IDS["padded"]], "jit", params, wide, rtol=2e-2, atol=2e-2)
 
 
 @every

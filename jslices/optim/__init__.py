@@ -58,6 +58,8 @@ from jslices.optim.lamb import LambState as LambState
 from jslices.optim.lamb import lamb as lamb
 from jslices.optim.lion import LionState as LionState
 from jslices.optim.lion import lion as lion
+from jslices.optim.multi_steps import MultiStepsState as MultiStepsState
+from jslices.optim.multi_steps import multi_steps as multi_steps
 from jslices.optim.partial_rowwise_adam import (
     PartialRowwiseAdamState as PartialRowwiseAdamState,
 )

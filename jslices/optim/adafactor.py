@@ -26,6 +26,7 @@ from jslices.optim.decay import with_decay
 from jslices.optim.in_place import step_rows
 from jslices.optim.moments import decayed
 from jslices.optim.rows import known_rows, spread
+from jslices.optim.rule import check_lazy
 
 
 class AdafactorState(NamedTuple):
@@ -53,6 +54,8 @@ def adafactor(
     eps: float = 1e-30,
     factored: bool = True,
     weight_decay_mask: Any = None,
+    *,
+    untouched: str = "lazy",
 ) -> GradientTransformation:
     """Adafactor: gradients divided by the root of a second moment that is kept in factors.
 
@@ -83,13 +86,15 @@ def adafactor(
       factored: False keeps the second moment whole.
       weight_decay_mask: bools in the structure of params or a prefix of it, or a function
         from params to that: which of them decay.
+      untouched: ``"lazy"``; ``"exact"`` is refused.
 
     Returns:
       A :class:`GradientTransformation`; ``update`` needs the parameters. State per row: one
       number (and D for the table) if factored, D if not; D more with momentum.
 
     Raises:
-      ValueError: from ``update``, for slices of a factored parameter of rank 3 or more.
+      ValueError: for ``untouched="exact"``; from ``update``, for slices of a factored
+      parameter of rank 3 or more.
 
     Cost: a step reads and writes ``U * D`` elements of the parameter and ``U`` numbers of
     state.
@@ -106,6 +111,7 @@ def adafactor(
     """
     if learning_rate is not None:
         check_learning_rate("adafactor", learning_rate)
+    check_lazy("adafactor", untouched, "as what a row misses depends on all the others")
 
     def init(params: Any) -> AdafactorState:
         parts = [_start(p, factored, min_dim_size_to_factor) for p in flatten(params)[0]]
@@ -147,12 +153,13 @@ def adafactor(
         v_row, v_col, whole = v
         squares = g**2 + eps
         if axes is None:
-            whole = (b * whole + (1.0 - b) * squares).astype(p.dtype)
+            whole = (b * whole + (1.0 - b) * squares).astype(whole.dtype)
             u = g * whole**-0.5
         else:
             short, long = axes
-            v_row = (b * v_row + (1.0 - b) * jnp.mean(squares, axis=long)).astype(p.dtype)
-            v_col = (b * v_col + (1.0 - b) * jnp.mean(squares, axis=short)).astype(p.dtype)
+            rows, columns = jnp.mean(squares, axis=long), jnp.mean(squares, axis=short)
+            v_row = (b * v_row + (1.0 - b) * rows).astype(v_row.dtype)
+            v_col = (b * v_col + (1.0 - b) * columns).astype(v_col.dtype)
             axis = short - 1 if short > long else short
             row = (v_row / jnp.mean(v_row, axis=axis, keepdims=True)) ** -0.5
             u = g * jnp.expand_dims(row, long) * jnp.expand_dims(v_col**-0.5, short)
@@ -179,8 +186,9 @@ def adafactor(
             )
         tall = axes == (1, 0)
         rows, columns = (v[1], v[0]) if tall else (v[0], v[1])
-        total = jnp.sum(g.values**2, axis=0, dtype=p.dtype)
-        columns = (b * columns + (1.0 - b) * (total / p.shape[0] + eps)).astype(p.dtype)
+        total = jnp.sum(g.values**2, axis=0, dtype=columns.dtype)
+        mean_squares = total / p.shape[0] + eps
+        columns = (b * columns + (1.0 - b) * mean_squares).astype(columns.dtype)
         near = rows.at[jnp.minimum(g.indices, p.shape[0] - 1)].get(mode="clip")
         new_rows = b * near + (1.0 - b) * row_mean(g.values**2 + eps)
         rows = set_rows(rows, g.indices, new_rows.astype(rows.dtype))

@@ -16,7 +16,7 @@ from jslices.optim.base import (
 )
 from jslices.optim.in_place import Kernel
 from jslices.optim.rows import transformation
-from jslices.optim.rule import Rule, full
+from jslices.optim.rule import Rule, check_untouched, full
 
 
 class AdagradState(NamedTuple):
@@ -30,6 +30,8 @@ def adagrad(
     learning_rate: Scalar | Schedule,
     initial_accumulator_value: Scalar = 0.1,
     eps: Scalar = 1e-7,
+    *,
+    untouched: str = "lazy",
 ) -> GradientTransformation:
     """Adagrad: ``s += g**2``, then ``p -= lr * g / sqrt(s + eps)``.
 
@@ -40,6 +42,7 @@ def adagrad(
       learning_rate: a number, or a schedule of the step (from 0).
       initial_accumulator_value: what ``s`` starts from.
       eps: keeps the root away from zero.
+      untouched: ``"lazy"`` or ``"exact"``, which are the same here.
 
     Returns:
       A :class:`GradientTransformation`. State per row: D numbers.
@@ -60,6 +63,7 @@ def adagrad(
     1e-10 outside the root.
     """
     check_learning_rate("adagrad", learning_rate)
+    check_untouched("adagrad", untouched)
 
     def step(count: jax.Array) -> Kernel:
         size = step_size(learning_rate, count)

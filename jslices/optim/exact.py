@@ -137,6 +137,12 @@ def _unique(ids: Any, param: Any) -> jax.Array | slice | None:
     """``[min(K, V)]``: the distinct rows, then empty slots; or all, or none of them."""
     if ids is None or ids is True:
         return slice(None) if ids else None
+    if isinstance(ids, IndexedSlices):
+        raise TypeError(
+            f"catch_up wants row numbers, got {ids}; rows catch up before their gradient "
+            "is taken, so pass the ids that the lookup is about to read (slices.indices "
+            "are those of a gradient)"
+        )
     ids = jnp.asarray(ids)
     if not jnp.issubdtype(ids.dtype, jnp.integer) or not jnp.ndim(param):
         raise TypeError(

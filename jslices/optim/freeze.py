@@ -17,7 +17,8 @@ def freeze_rows(state: Any, frozen: Any) -> Any:
     it once, after ``init``, or for rows that are up to date.
 
     Args:
-      state: of an exact optimizer (or the tuple of a chain that ends with one).
+      state: of an exact optimizer, or that of a chain that ends with one, or of what holds
+        one inside (``multi_steps``, ``optax.inject_hyperparams``).
       frozen: mirrors params: bools ``[V]`` for a table, None for what stays free.
 
     Returns:
@@ -45,6 +46,10 @@ def freeze_rows(state: Any, frozen: Any) -> Any:
     """
     if isinstance(state, tuple) and not hasattr(state, "_fields") and state:
         return (*state[:-1], freeze_rows(state[-1], frozen))
+    for inner in ("inner_opt_state", "inner_state"):
+        if hasattr(state, inner):
+            part = freeze_rows(getattr(state, inner), frozen)
+            return state._replace(**{inner: part})
     clock = getattr(state, "clock", None)
     if clock is None:
         raise TypeError(

@@ -198,7 +198,8 @@ def _refuse_accumulation(state: Any) -> None:
         raise ValueError(
             "from_optax cannot lift optax.MultiSteps: rows that the last micro-step does "
             "not touch would keep what they have gathered. Accumulate the slices: "
-            "jslices.accumulate_gradients"
+            "jslices.accumulate_gradients, or jslices.optim.multi_steps(from_optax(tx), k, "
+            "grads)"
         )
 
 

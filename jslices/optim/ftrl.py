@@ -14,7 +14,7 @@ from jslices.optim.base import (
 )
 from jslices.optim.in_place import Kernel
 from jslices.optim.rows import transformation
-from jslices.optim.rule import Rule, full, zeros
+from jslices.optim.rule import Rule, check_lazy, full, zeros
 
 
 class FtrlState(NamedTuple):
@@ -32,6 +32,8 @@ def ftrl(
     l1_regularization_strength: float = 0.0,
     l2_regularization_strength: float = 0.0,
     l2_shrinkage_regularization_strength: float = 0.0,
+    *,
+    untouched: str = "lazy",
 ) -> GradientTransformation:
     """FTRL-Proximal, for every touched row, with ``y = -learning_rate_power``::
 
@@ -53,13 +55,14 @@ def ftrl(
       l1_regularization_strength: at least 0.
       l2_regularization_strength: at least 0.
       l2_shrinkage_regularization_strength: at least 0; a decay of the touched rows.
+      untouched: ``"lazy"``; ``"exact"`` is refused.
 
     Returns:
       A :class:`GradientTransformation`; ``update`` needs the parameters. State per row: 2 D
       numbers.
 
     Raises:
-      ValueError: for a hyperparameter out of its range.
+      ValueError: for a hyperparameter out of its range, and for ``untouched="exact"``.
 
     Cost: a step reads ``U * D`` elements of the parameter, and reads and writes as many of
     it and of each of ``accum`` and ``linear``.
@@ -77,6 +80,7 @@ def ftrl(
     and results. Optax has none.
     """
     check_learning_rate("ftrl", learning_rate)
+    check_lazy("ftrl", untouched, "as a dense step computes rows anew from linear")
     wrong = [
         f"{name}={value}"
         for name, value, good in (

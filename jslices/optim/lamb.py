@@ -18,7 +18,7 @@ from jslices.optim.base import (
 from jslices.optim.decay import with_decay
 from jslices.optim.in_place import Kernel
 from jslices.optim.rows import transformation
-from jslices.optim.rule import Rule, zeros
+from jslices.optim.rule import Rule, check_lazy, zeros
 
 
 class LambState(NamedTuple):
@@ -37,6 +37,8 @@ def lamb(
     eps_root: Scalar = 0.0,
     weight_decay: Scalar | Schedule = 0.0,
     mask: Any = None,
+    *,
+    untouched: str = "lazy",
 ) -> GradientTransformation:
     """LAMB: with Adam's direction ``u`` plus ``weight_decay * p``, ``p -= lr * r * u``.
 
@@ -56,10 +58,14 @@ def lamb(
       weight_decay: a number, or a schedule of the step; of touched rows.
       mask: bools in the structure of params or a prefix of it, or a function from params to
         that: which of them decay.
+      untouched: ``"lazy"``; ``"exact"`` is refused.
 
     Returns:
       A :class:`GradientTransformation`; ``update`` needs the parameters. State per row: 2 D
       numbers.
+
+    Raises:
+      ValueError: for ``untouched="exact"``.
 
     Cost: a step reads ``U * D`` elements of the parameter, and reads and writes as many of
     it and of each of the means.
@@ -78,6 +84,7 @@ def lamb(
     keeps one second moment for each row).
     """
     check_learning_rate("lamb", learning_rate)
+    check_lazy("lamb", untouched, "as what a row misses depends on its own path")
     direction = adam_direction(b1, b2, eps, eps_root, False)
 
     def rule(rate: Scalar | Schedule) -> Rule:

@@ -27,8 +27,12 @@ def weight_seen(decay: Scalar, count: jax.Array) -> jax.Array:
 
 
 def divided(mean: jax.Array, weight: Any) -> jax.Array:
-    """A decaying mean that started from zero, divided by the weight it has seen."""
-    return mean / weight.astype(mean.dtype)
+    """A decaying mean that started from zero, divided by the weight it has seen.
+
+    The weight is broadcast by a step of its own: of a division by one number XLA makes a
+    product with its reciprocal, which rounds otherwise, and Optax's steps divide.
+    """
+    return mean / jnp.broadcast_to(weight.astype(mean.dtype), mean.shape)
 
 
 def momentum_series(b1: float, nesterov: bool = False, corrected: bool = True) -> Series:

@@ -17,7 +17,7 @@ from jslices.optim.base import (
 )
 from jslices.optim.in_place import Kernel
 from jslices.optim.rows import transformation
-from jslices.optim.rule import Rule, row_of
+from jslices.optim.rule import Rule, check_untouched, row_of
 
 
 class RowwiseAdagradState(NamedTuple):
@@ -31,6 +31,8 @@ def rowwise_adagrad(
     learning_rate: Scalar | Schedule,
     initial_accumulator_value: Scalar = 0.0,
     eps: Scalar = 1e-8,
+    *,
+    untouched: str = "lazy",
 ) -> GradientTransformation:
     """Row-wise Adagrad: ``s += mean(g**2)`` of the row, ``p -= lr * g / (sqrt(s) + eps)``.
 
@@ -44,6 +46,7 @@ def rowwise_adagrad(
       learning_rate: a number, or a schedule of the step (from 0).
       initial_accumulator_value: what ``s`` starts from.
       eps: added to the root.
+      untouched: ``"lazy"`` or ``"exact"``, which are the same here.
 
     Returns:
       A :class:`GradientTransformation`. State per row: one number.
@@ -66,6 +69,7 @@ def rowwise_adagrad(
     TensorFlow have none.
     """
     check_learning_rate("rowwise_adagrad", learning_rate)
+    check_untouched("rowwise_adagrad", untouched)
 
     def step(count: jax.Array) -> Kernel:
         size = step_size(learning_rate, count)

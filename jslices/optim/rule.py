@@ -73,6 +73,15 @@ def check_untouched(name: str, untouched: str) -> bool:
     return untouched == "exact"
 
 
+def check_lazy(name: str, untouched: str, why: str) -> None:
+    """Refuses ``"exact"`` for an optimizer that has no such form."""
+    if check_untouched(name, untouched):
+        raise ValueError(
+            f'{name}(untouched="exact"): there is no exact form, {why}; leave '
+            'untouched="lazy", and rows without gradient wait where they are'
+        )
+
+
 def check_fading(name: str, **decays: Any) -> None:
     """Refuses decays that missed steps have no closed form for."""
     known(name, **decays)

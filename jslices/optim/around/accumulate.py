@@ -55,7 +55,8 @@ def accumulate_gradients(
       >>> grads["table"].indices, grads["table"].values.ravel()
       (Array([0, 3, 5, 9], dtype=int32), Array([0.25, 0.5 , 0.25, 0.  ], dtype=float32))
 
-    Source: ours; ``optax.MultiSteps`` keeps a dense accumulator ``[V, *D]``.
+    Source: ours; ``optax.MultiSteps`` keeps a dense accumulator ``[V, *D]``. For
+    micro-batches that come one by one: :func:`jslices.optim.multi_steps`.
     """
     _check_reduction("accumulate_gradients", reduction)
     batches = jax.tree.map(as_array, batches)

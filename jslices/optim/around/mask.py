@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jslices._bounds import canonical_indices, empty_slot, take_rows
-from jslices._slices import IndexedSlices, check_slices
+from jslices._slices import IndexedSlices, check_slices, is_slices
 from jslices.optim.around.leaves import as_leaf
 
 Keep = jax.Array | np.ndarray | Callable[[jax.Array], jax.Array]
@@ -17,9 +17,14 @@ Keep = jax.Array | np.ndarray | Callable[[jax.Array], jax.Array]
 def mask_rows(slices: Any, keep: Keep) -> Any:
     """The gradient without the rows that are to stay as they are.
 
-    The slots of frozen rows become empty (index ``V``, zero values). Optimizers neither
-    read nor write a row that no slot names, so it cannot move: not by momentum, not by
-    weight decay. Duplicates stay duplicates.
+    The slots of frozen rows become empty (index ``V``, zero values). A lazy optimizer
+    neither reads nor writes a row that no slot names, so it cannot move: not by momentum,
+    not by weight decay. Duplicates stay duplicates.
+
+    Where rows catch up (``untouched="exact"``, or ``weight_decay_mode="all"``), a row
+    without gradient goes on moving, and these gradients cannot tell that it is frozen: mark
+    it in the optimizer's state, once, by :func:`jslices.optim.freeze_rows`. It then cannot
+    move, decay included, and needs no mask.
 
     Args:
       slices: IndexedSlices with values ``[K, *D]``, or an array ``[V, *D]``.
@@ -34,8 +39,8 @@ def mask_rows(slices: Any, keep: Keep) -> Any:
       an optimizer may still move them by momentum or decay.
 
     Raises:
-      TypeError: if ``keep`` is not bool, or a foreign ``tree.map`` has changed the
-        indices.
+      TypeError: for a tree of gradients, if ``keep`` is not bool, or if a foreign
+        ``tree.map`` has changed the indices.
       ValueError: if it has another length.
 
     Cost: reads and writes ``K * D`` elements, and reads K bools.
@@ -49,6 +54,12 @@ def mask_rows(slices: Any, keep: Keep) -> Any:
     Source: ours. People train new tokens of a large vocabulary by copying the old rows
     back after every step, or zero the gradient and find that weight decay moved them.
     """
+    if not is_slices(slices) and not hasattr(slices, "ndim"):
+        raise TypeError(
+            "mask_rows wants one gradient, IndexedSlices or an array, got a "
+            f"{type(slices).__name__}; of a tree mask the leaf of each table: "
+            '{**grads, "table": mask_rows(grads["table"], keep)}'
+        )
     slices = as_leaf(slices)
     if not isinstance(slices, IndexedSlices):
         array = slices

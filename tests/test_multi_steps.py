@@ -1,0 +1,234 @@
+"""js.optim.multi_steps: one step for k gradients, with rows that stay rows."""
+
+import functools
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from helpers import assert_close
+
+import jslices as js
+
+V, D, K, B = 11, 3, 3, 4
+RNG = np.random.default_rng(0)
+PARAMS = {
+    "table": jnp.asarray(RNG.normal(size=(V, D)), jnp.float32),
+    "w": jnp.asarray(RNG.normal(size=D), jnp.float32),
+}
+# Two steps of three micro-batches of four; duplicates in one and among several.
+BATCHES = jnp.array(
+    [[0, 3, 3, 1], [3, 5, 6, 6], [1, 1, 1, 1], [2, 3, 9, 9], [9, 0, 0, 2], [8, 8, 4, 3]]
+)
+
+
+def loss(params, ids):
+    rows = params["table"].at[ids].get(mode="fill", fill_value=0)
+    return ((rows @ params["w"] - 1) ** 2).mean() + (rows**2).mean()
+
+
+grad = js.grad(loss)
+SHAPES = jax.eval_shape(grad, PARAMS, BATCHES[0])
+OPTIMIZERS = {
+    "sgd": js.sgd(0.1, momentum=0.9),
+    "adam": js.adam(optax.exponential_decay(0.1, 1, 0.5)),
+    "adamw": js.adamw(0.1, weight_decay=0.1),
+    "adafactor": js.adafactor(0.1, min_dim_size_to_factor=1),
+    "lifted": js.from_optax(optax.rmsprop(0.1)),
+    "chain": js.optim.chain(js.optim.clip_by_global_norm(0.1), js.adagrad(0.1)),
+    "exact": js.adamw(0.1, weight_decay=0.1, untouched="exact"),
+}
+grads_of = jax.jit(grad)
+
+
+def train(tx, how):
+    """Parameters and state after each micro-batch."""
+    catch_up = jax.jit(tx.catch_up)
+
+    def step(params, state, ids):
+        if tx.catches_up:
+            params, state = catch_up(params, state, {"table": ids, "w": None})
+        grads = grads_of(params, ids)
+        updates, state = tx.update(grads, state, params)
+        return js.apply_updates(params, updates), state
+
+    if how == "jit":
+        chex.clear_trace_counter()
+        step = jax.jit(chex.assert_max_traces(n=1)(step))
+    carry = PARAMS, tx.init(PARAMS)
+    if how == "scan":
+        stacked = jax.lax.scan(lambda c, ids: (step(*c, ids),) * 2, carry, BATCHES)[1]
+        return [jax.tree.map(lambda x, k=k: x[k], stacked) for k in range(len(BATCHES))]
+    return [carry := step(*carry, ids) for ids in BATCHES]
+
+
+@functools.cache
+def wanted(name, reduction="mean"):
+    """Parameters after each step on the mean gradient of three micro-batches at once."""
+    tx = OPTIMIZERS[name]
+    params, state, after = PARAMS, tx.init(PARAMS), []
+    for ids in BATCHES.reshape(2, K, B):
+        ids_of = {"table": ids, "w": None}
+        params, state = jax.jit(tx.catch_up)(params, state, ids_of)
+        grads = js.accumulate_gradients(lambda i, p=params: grad(p, i), ids, reduction)
+        updates, state = jax.jit(tx.update)(grads, state, params)
+        params = js.apply_updates(params, updates)
+        after.append((params, state))
+    return after
+
+
+@pytest.mark.parametrize("how", ["eager", "jit", "scan"])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_equals_a_step_on_the_mean_gradient(name, how):
+    tx = js.optim.multi_steps(OPTIMIZERS[name], K, SHAPES)
+    got, start = train(tx, how), (PARAMS, tx.init(PARAMS))
+    for k, (params, state) in enumerate(got):
+        assert (int(state.mini_step), int(state.gradient_step)) == (
+            (k + 1) % K,
+            (k + 1) // K,
+        )
+        chex.assert_trees_all_equal_shapes_and_dtypes(state, start[1])
+        if k % K < K - 1 and name != "exact":  # whose rows catch up in between
+            before = got[k - 1] if k else start
+            chex.assert_trees_all_equal(params, before[0])
+            chex.assert_trees_all_equal(state.inner_opt_state, before[1].inner_opt_state)
+    for (params, state), (there, inner) in zip(got[K - 1 :: K], wanted(name), strict=True):
+        if name == "exact":
+            params, state = jax.jit(tx.flush)(params, state)
+            there, inner = jax.jit(OPTIMIZERS[name].flush)(there, inner)
+        assert_close(params, there, rtol=1e-5, atol=1e-6)
+        assert_close(state.inner_opt_state, inner, rtol=1e-5, atol=1e-6)
+
+
+def test_the_sum_of_gradients():
+    tx = js.optim.multi_steps(OPTIMIZERS["sgd"], K, SHAPES, use_grad_mean=False)
+    got = train(tx, "jit")[K - 1 :: K]
+    for (params, _), (there, _) in zip(got, wanted("sgd", "sum"), strict=True):
+        assert_close(params, there)
+
+
+def test_equals_multi_steps_of_optax_on_dense_gradients():
+    """Exact rows and a flush: every row, the ones without gradient too."""
+    tx = js.optim.multi_steps(js.adam(0.1, untouched="exact"), K, SHAPES)
+    params, _ = jax.jit(tx.flush)(*train(tx, "jit")[-1])
+    theirs = optax.MultiSteps(optax.adam(0.1), K)
+    there, state, update = PARAMS, theirs.init(PARAMS), jax.jit(theirs.update)
+    for ids in BATCHES:
+        updates, state = update(jax.grad(loss)(there, ids), state, there)
+        there = optax.apply_updates(there, updates)
+    assert_close(params, there, rtol=1e-4, atol=1e-5)
+
+
+def test_updates_between_steps_are_empty():
+    tx = js.optim.multi_steps(js.adam(0.1), K, SHAPES)
+    state, update = tx.init(PARAMS), jax.jit(tx.update)
+    shapes = jax.eval_shape(tx.update, SHAPES, state, PARAMS)[0]
+    for run in (tx.update, update):
+        updates, _ = run(grads_of(PARAMS, BATCHES[0]), state, PARAMS)
+        chex.assert_trees_all_equal_shapes_and_dtypes(updates, shapes)
+        np.testing.assert_array_equal(updates["table"].indices, V)
+        assert not any(np.any(x) for x in (updates["table"].values, updates["w"]))
+
+
+def test_no_array_of_the_size_of_the_table():
+    """What waits is k * K rows, and a step copies no table."""
+    height, count = 20_000, 4
+    table = jnp.zeros((height, 8))
+    like = js.IndexedSlices(jnp.ones((count, 8)), jnp.arange(count), table.shape)
+    tx = js.optim.multi_steps(js.adam(0.1), K, like)
+    state = tx.init(table)
+    assert sum(x.size for x in jax.tree.leaves(state.acc_grads)) == K * count * (8 + 1)
+
+    def step(table, state, grads):
+        updates, state = tx.update(grads, state, table)
+        return js.apply_updates(table, updates), state
+
+    lowered = jax.jit(step, donate_argnums=(0, 1)).lower(table, state, like)
+    memory = lowered.compile().memory_analysis()
+    assert memory.temp_size_in_bytes < table.nbytes // 8
+    assert memory.alias_size_in_bytes >= 3 * table.nbytes
+
+
+def test_padding_none_narrow_indices_and_16_bits():
+    params = {"table": jnp.zeros((200, 2), jnp.bfloat16), "none": jnp.ones(2)}
+
+    def gradient(values, indices):
+        rows = jnp.repeat(jnp.array(values, jnp.bfloat16)[:, None], 2, axis=1)
+        return {"table": js.IndexedSlices(rows, np.int8(indices)), "none": None}
+
+    parts = [
+        gradient([256, 1], [5, -1]),
+        gradient([1, 7], [5, 9]),
+        gradient([1, 1], [5, 9]),
+    ]
+    tx = js.optim.multi_steps(js.sgd(-1.0), 3, parts[0], use_grad_mean=False)
+    state, update = tx.init(params), jax.jit(tx.update)
+    for part in parts:
+        updates, state = update(part, state, params)
+        params = js.apply_updates(params, updates)
+    # In 16 bits 256 + 1 + 1 is 256.
+    assert params["table"][5, 0] == 258 and params["table"][9, 0] == 8
+    assert not params["table"].at[jnp.array([5, 9])].set(0).any()
+
+
+def test_frozen_rows_stay():
+    opt = js.adamw(0.1, weight_decay=0.5, untouched="exact")
+    tx = js.optim.multi_steps(opt, K, SHAPES)
+    state = js.optim.freeze_rows(
+        tx.init(PARAMS), {"table": jnp.arange(V) == 3, "w": jnp.zeros(D, bool)}
+    )
+    params = PARAMS
+    for ids in BATCHES[:K]:
+        params, state = tx.catch_up(params, state, {"table": ids, "w": None})
+        updates, state = tx.update(grads_of(params, ids), state, params)
+        params = js.apply_updates(params, updates)
+    params, state = tx.flush(params, state)
+    unmoved = np.asarray(params["table"] == PARAMS["table"]).all(1)
+    np.testing.assert_array_equal(unmoved, np.arange(V) == 3)
+
+
+def test_a_step_on_rows_that_did_not_catch_up_is_refused():
+    tx = js.optim.multi_steps(js.adam(0.1, untouched="exact"), 1, SHAPES)
+    _, state = tx.update(grads_of(PARAMS, BATCHES[0]), tx.init(PARAMS), PARAMS)
+    with pytest.raises(ValueError, match=r"row 5 did its last step at 0"):
+        tx.update(grads_of(PARAMS, BATCHES[1]), state, PARAMS)
+
+
+def test_errors():
+    make = js.optim.multi_steps
+    with pytest.raises(TypeError, match=r"wants an optimizer \(init and update\), got 0.1"):
+        make(0.1, 2, SHAPES)
+    for k in (lambda step: 2, 2.0, True):
+        with pytest.raises(
+            TypeError, match=r"wants an int for every_k_schedule, got .*place"
+        ):
+            make(js.sgd(0.1), k, SHAPES)
+    with pytest.raises(ValueError, match=r"every_k_schedule to be at least 1, got 0"):
+        make(js.sgd(0.1), 0, SHAPES)
+    tx = make(js.sgd(0.1), 2, SHAPES)
+    state = tx.init(PARAMS)
+    longer = grads_of(PARAMS, jnp.arange(B + 1))
+    wanted = (
+        r"made for gradients slices of float32\[4, 3\], .* got slices of float32\[5, 3\]"
+    )
+    with pytest.raises(ValueError, match=wanted):
+        tx.update(longer, state, PARAMS)
+    with pytest.raises(ValueError, match=r"made for .* got None, float32\[3\]"):
+        tx.update({"table": None, "w": PARAMS["w"]}, state, PARAMS)
+    with pytest.raises(ValueError, match=r"got float32\[3\] in .*'w': \*"):
+        tx.update({"w": PARAMS["w"]}, state, PARAMS)
+    good = grads_of(PARAMS, BATCHES[0])
+    rows = good["table"]
+    other = js.IndexedSlices(rows.values, rows.indices, (V + 1, D))
+    with pytest.raises(ValueError, match=r"slices of an array of shape \(12, 3\) where"):
+        tx.update({**good, "table": other}, state, PARAMS)
+    with pytest.raises(ValueError, match=r"tx.init got one of shape \(12, 3\)"):
+        tx.init({**PARAMS, "table": jnp.zeros((V + 1, D))})
+    scaled = jax.tree.map(lambda x: x * 0.5, good)
+    with pytest.raises(TypeError, match=r"not row numbers any more"):
+        tx.update(scaled, state, PARAMS)
+    batch = jax.tree.map(lambda x: jnp.stack([x, x]), rows)
+    with pytest.raises(ValueError, match=r"carries a batch axis from vmap"):
+        make(js.sgd(0.1), 2, batch).init(PARAMS["table"])
