@@ -60,6 +60,7 @@ from jslices.checkpoint import Saver as Saver
 from jslices.checkpoint import get_checkpoint_state as get_checkpoint_state
 from jslices.checkpoint import latest_checkpoint as latest_checkpoint
 from jslices.checkpoint import update_checkpoint_state as update_checkpoint_state
+from jslices.memory import keep_memory as keep_memory
 from jslices.optim import GradientTransformation as GradientTransformation
 from jslices.optim import adadelta as adadelta
 from jslices.optim import adafactor as adafactor

@@ -1,7 +1,6 @@
 """Optimizers: dense leaves equal Optax; sparse ones do, on the rows of each step."""
 
 import functools
-from unittest import mock
 
 import chex
 import jax
@@ -30,7 +29,6 @@ from optimizers import (
 )
 
 import jslices as js
-from jslices.optim import in_place
 
 every = pytest.mark.parametrize("name, kwargs", ALL, ids=label)
 

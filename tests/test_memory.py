@@ -1,0 +1,64 @@
+"""keep_memory: page faults of large steps, counted in processes of their own."""
+
+import pathlib
+import platform
+import re
+import subprocess
+import sys
+
+import jax.numpy as jnp
+import pytest
+
+import jslices as js
+
+glibc = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="needs glibc")
+PROGRAM = """
+import functools, resource, sys
+import jslices as js
+if sys.argv[1] == "keep":
+    js.keep_memory()
+import jax, jax.numpy as jnp
+tx = js.adagrad(0.1)
+loss = lambda table, ids: (table[ids] ** 2).mean()
+@functools.partial(jax.jit, donate_argnums=(0, 1))
+def step(table, state, ids):
+    grads = js.grad(loss)(table, ids)
+    updates, state = tx.update(grads, state, table)
+    return js.apply_updates(table, updates), state
+table = jnp.ones((200_000, 64))
+state, ids = tx.init(table), jnp.arange(80_000) % 70_000
+for number in range(9):
+    if number == 4:
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    table, state = jax.block_until_ready(step(table, state, ids))
+print("faults", (resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before) // 5)
+"""
+
+
+def faults(how):
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, how], capture_output=True, text=True, check=True
+    )
+    return int(re.search(r"faults (\d+)", done.stdout)[1])
+
+
+@glibc
+def test_a_large_step_makes_no_page_faults():
+    kept = faults("keep")
+    assert kept < 500
+    setting = pathlib.Path("/sys/kernel/mm/transparent_hugepage/enabled")
+    if setting.exists() and "[always]" not in setting.read_text():
+        assert faults("default") > 20 * max(kept, 50)
+
+
+@glibc
+def test_too_late():
+    jnp.ones(1)
+    with pytest.raises(RuntimeError, match="came after JAX had started.*at the start of"):
+        js.keep_memory()
+
+
+def test_other_allocators(monkeypatch):
+    monkeypatch.setattr(platform, "libc_ver", lambda: ("", ""))
+    with pytest.raises(RuntimeError, match="glibc's malloc, which this .* leave it out"):
+        js.keep_memory()

@@ -1,0 +1,198 @@
+"""The ways of a step, each forced in turn, give one result."""
+
+import contextlib
+import functools
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from helpers import assert_close
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from optimizers import BY_ROW, OWN, SHARED, label, make, slices_of
+
+import jslices as js
+from jslices.optim import fold, in_place, step, whole
+
+# The first setting of each optimizer that has no way of its own, and momentum.
+FIRST = {name: (name, kwargs) for name, kwargs in reversed([*SHARED, *BY_ROW, *OWN])}
+CASES = [*(FIRST.keys() - {"adafactor"})]
+CASES = [*(FIRST[name] for name in sorted(CASES)), ("sgd", {"momentum": 0.9})]
+D, K = 3, 40
+
+
+@contextlib.contextmanager
+def forced(way):
+    """Makes ``step_slices`` go one way with small shapes."""
+    with contextlib.ExitStack() as stack:
+        patch = lambda *args: stack.enter_context(mock.patch.object(*args))  # noqa: E731
+        patch(step, "covers", lambda *shape: way == "whole")
+        patch(step, "LARGE", 0 if way == "fold" else 10**12)
+        for module in (in_place, fold, step):
+            patch(module, "CHUNK", 10**9 if way == "at_once" else 16)
+        yield
+
+
+def one_step(name, kwargs, grads, table, way):
+    tx = make(js, name, 0.1, kwargs)
+    state = tx.init(table)
+    with forced(way):
+        # A new function each time: another way is another program.
+        update = jax.jit(lambda *args: tx.update(*args))
+        for _ in range(2):
+            updates, state = update(grads, state, table)
+            table = js.apply_updates(table, updates)
+    return table, state, updates
+
+
+def check_update(updates, ids, num_rows):
+    """Each row is named once; what is named by no id is empty, and zero."""
+    present = sorted({i for i in np.asarray(ids).tolist() if 0 <= i < num_rows})
+    named = np.asarray(updates.indices)
+    assert sorted(named[named < num_rows].tolist()) == present
+    assert not np.asarray(updates.values)[named >= num_rows].any()
+
+
+@pytest.mark.parametrize("way", ["whole", "fold", "chunks"])
+@pytest.mark.parametrize("name, kwargs", CASES, ids=label)
+def test_every_way_gives_the_same(name, kwargs, way):
+    rng = np.random.default_rng(0)
+    num_rows = 60
+    table = jnp.asarray(rng.normal(size=(num_rows, D)), jnp.float32)
+    ids = np.concatenate([[5] * 9, rng.integers(-3, num_rows + 3, K - 9)])
+    grads = slices_of(rng, ids, (num_rows, D))
+    wanted = one_step(name, kwargs, grads, table, "at_once")
+    got = one_step(name, kwargs, grads, table, way)
+    assert_close(got[:2], wanted[:2], rtol=1e-5, atol=1e-6)
+    update, wanted_update = got[2].to_dense(), wanted[2].to_dense()
+    assert_close(update, wanted_update, rtol=1e-5, atol=1e-6)
+    check_update(got[2], ids, num_rows)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    ids=st.lists(st.integers(-2, 12), min_size=K, max_size=K),
+    way=st.sampled_from(["whole", "fold", "chunks"]),
+)
+def test_any_ids(ids, way):
+    rng = np.random.default_rng(1)
+    table = jnp.asarray(rng.normal(size=(10, D)), jnp.float32)
+    grads = slices_of(rng, ids, (10, D))
+    table_now, _, updates = _adam_of(way)(grads, table)
+    dense, state = table, optax.adam(0.1).init(table)
+    for _ in range(2):
+        update, state = optax.adam(0.1).update(grads.to_dense(), state, dense)
+        dense = optax.apply_updates(dense, update)
+    touched = sorted({i for i in ids if 0 <= i < 10})
+    rest = sorted(set(range(10)) - set(touched))
+    assert_close(
+        table_now[np.array(touched, int)], dense[np.array(touched, int)], atol=1e-5
+    )
+    np.testing.assert_array_equal(
+        table_now[np.array(rest, int)], table[np.array(rest, int)]
+    )
+    check_update(updates, ids, 10)
+
+
+@functools.cache
+def _adam_of(way):
+    run = jax.jit(lambda grads, table: one_step("adam", {}, grads, table, way))
+    with forced(way):
+        run(slices_of(np.random.default_rng(0), [0] * K, (10, D)), jnp.zeros((10, D)))
+    return run
+
+
+@pytest.mark.parametrize("bad", [np.inf, np.nan, -np.inf])
+def test_what_is_not_finite_stays_in_its_row(bad):
+    grads = js.IndexedSlices(jnp.ones((K, D)).at[3].set(bad), [3, 7] * (K // 2), (60, D))
+    for way in ("whole", "fold", "chunks"):
+        table, _, updates = one_step("adam", {}, grads, jnp.ones((60, D)), way)
+        assert np.isfinite(np.delete(table, 7, 0)).all(), way
+        check_update(updates, [3, 7], 60)
+
+
+def test_the_way_is_chosen_from_the_shapes():
+    taken = []
+    ways = {
+        "whole": (step, "step_whole"),
+        "fold": (step, "step_folded"),
+        "rows": (step, "step_rows"),
+    }
+    with contextlib.ExitStack() as stack:
+        for way, (module, name) in ways.items():
+            real = getattr(module, name)
+
+            def spy(*args, way=way, real=real):
+                taken.append(way)
+                return real(*args)
+
+            stack.enter_context(mock.patch.object(module, name, spy))
+        for num_rows, dim, count, way in [
+            (1_000, 16, 100, "rows"),  # few
+            (1_000, 16, 600, "whole"),  # half of the table
+            (100_000, 16, 10_000, "rows"),
+            (100_000, 16, 60_000, "whole"),
+            (100_000, 64, 60_000, "rows"),  # the table is too large, the gradient not
+            (100_000, 64, 90_000, "fold"),
+            (100_000, 64, 200_000, "whole"),
+            (1_000_000, 64, 100_000, "fold"),
+        ]:
+            shape = (num_rows, dim)
+            grads = js.IndexedSlices(
+                np.broadcast_to(np.float32(0), (count, dim)),
+                np.broadcast_to(np.int32(0), count),
+                shape,
+            )
+            tx = js.adagrad(0.1)
+            table = jax.ShapeDtypeStruct(shape, jnp.float32)
+            jax.eval_shape(tx.update, grads, jax.eval_shape(tx.init, table), table)
+            assert taken.pop() == way, (num_rows, dim, count)
+
+
+def test_many_slots_of_sgd_stay_as_they_are():
+    ids = jnp.asarray([1] * 300 + [-1] * 300 + [2] * 300)
+    grads = js.IndexedSlices(jnp.ones((900, 2)), ids, (5, 2))
+    tx = js.sgd(0.5)
+    updates, _ = jax.jit(tx.update)(grads, tx.init(jnp.zeros((5, 2))))
+    assert updates.values.shape == (900, 2)
+    assert not updates.values[300:600].any()
+    np.testing.assert_array_equal(updates.to_dense()[:, 0], [0, -150, -150, 0, 0])
+    # 16 bits would round at each addition, so there they are summed first.
+    updates, _ = tx.update(grads.astype(jnp.bfloat16), tx.init(jnp.zeros((5, 2))))
+    assert updates.indices.tolist() == [1, 2, 5, 5, 5]
+
+
+def test_updates_of_all_rows_are_slices_like_others():
+    grads = js.IndexedSlices(jnp.ones((600, 2)), jnp.arange(600) % 7, (1000, 2))
+    tx = js.adam(0.5)
+    params = jnp.zeros((1000, 2))
+    updates, _ = jax.jit(tx.update)(grads, tx.init(params), params)
+    assert isinstance(updates, whole.EveryRow) and js.is_slices(updates)
+    want = jnp.zeros((1000, 2)).at[:7].set(-0.5)
+    for done in (
+        js.apply_updates(params, updates),
+        optax.apply_updates(params, updates),
+        js.apply_updates(params, updates.coalesce()),
+        params + updates,
+        (params - updates * 2) / -2,
+    ):
+        np.testing.assert_allclose(done, want, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("way", ["whole", "fold", "chunks"])
+def test_a_learned_learning_rate_goes_each_way(way):
+    rng = np.random.default_rng(6)
+    table = jnp.asarray(rng.normal(size=(60, D)), jnp.float32)
+    grads = slices_of(rng, rng.integers(0, 60, K), (60, D))
+
+    def after(rate, way):
+        with forced(way):
+            tx = js.adam(rate)
+            updates, _ = tx.update(grads, tx.init(table), table)
+            return (js.apply_updates(table, updates) ** 2).sum()
+
+    wanted = jax.grad(after)(0.1, "at_once")
+    np.testing.assert_allclose(jax.grad(after)(0.1, way), wanted, rtol=1e-4)
