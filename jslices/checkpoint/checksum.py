@@ -8,6 +8,7 @@ import zlib
 #: the checksum finds the bytes in the cache.
 CHUNK = 1 << 22
 DIGITS = 8  #: of one checksum, hexadecimal
+_THREADS = 2  # as fast together as a copy is
 
 
 def num_chunks(num_bytes: int) -> int:
@@ -16,43 +17,45 @@ def num_chunks(num_bytes: int) -> int:
 
 
 class Checksum:
-    """CRC-32 of each chunk of a tensor, taken in another thread while its giver goes on."""
+    """CRC-32 of each chunk of a tensor, taken in other threads while its giver goes on."""
 
     def __init__(self, num_bytes: int) -> None:
         # One chunk is not worth a thread.
-        self._pool = concurrent.futures.ThreadPoolExecutor(1) if num_bytes > CHUNK else None
-        self._pending: concurrent.futures.Future[None] | None = None
-        self._done: list[int] = []
-        self._sum = self._filled = 0
+        threads = min(_THREADS, num_chunks(num_bytes))
+        self._pool = concurrent.futures.ThreadPoolExecutor(threads) if threads > 1 else None
+        self._pending: list[concurrent.futures.Future[int]] = []
+        self._sums: list[int] = []
+        self._parts: list[memoryview] = []  # of the chunk that is not complete
+        self._filled = 0
 
     def add(self, data: memoryview) -> None:
-        """Takes in the next bytes; those before them are done with when this returns."""
-        self._wait()
-        if self._pool is None:
-            self._take(data)
-        else:
-            self._pending = self._pool.submit(self._take, data)
-
-    def text(self) -> str:
-        """The checksums so far, one after the other."""
-        self._wait()
-        sums = [*self._done, self._sum] if self._filled or not self._done else self._done
-        return "".join(f"{one:0{DIGITS}x}" for one in sums)
-
-    def _take(self, data: memoryview) -> None:
+        """Takes in the next bytes, which must stay as they are until :meth:`text`."""
         while data:
             part = data[: CHUNK - self._filled]
-            self._sum = zlib.crc32(part, self._sum)
+            self._parts.append(part)
             self._filled += len(part)
             if self._filled == CHUNK:
-                self._done.append(self._sum)
-                self._sum = self._filled = 0
+                self._take()
             data = data[len(part) :]
 
-    def _wait(self) -> None:
-        if self._pending is not None:
-            self._pending.result()
-            self._pending = None
+    def text(self) -> str:
+        """The checksums, one after the other."""
+        if self._parts or not (self._sums or self._pending):
+            self._take()
+        self._wait(0)
+        return "".join(f"{one:0{DIGITS}x}" for one in self._sums)
+
+    def _take(self) -> None:
+        parts, self._parts, self._filled = self._parts, [], 0
+        if self._pool is None:
+            self._sums.append(_crc(parts))
+            return
+        self._pending.append(self._pool.submit(_crc, parts))
+        self._wait(_THREADS)  # so that what waits is still in the cache, and is not much
+
+    def _wait(self, most: int) -> None:
+        while len(self._pending) > most:
+            self._sums.append(self._pending.pop(0).result())
 
     def __enter__(self) -> "Checksum":
         return self
@@ -60,3 +63,10 @@ class Checksum:
     def __exit__(self, *_: object) -> None:
         if self._pool is not None:
             self._pool.shutdown()
+
+
+def _crc(parts: list[memoryview]) -> int:
+    total = 0
+    for part in parts:
+        total = zlib.crc32(part, total)
+    return total
