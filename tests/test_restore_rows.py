@@ -135,6 +135,20 @@ def test_errors(rows, kind, text, path):
         js.Saver().restore(path, rows=rows)
 
 
+def test_slices_stay_whole(tmp_path):
+    slices = js.IndexedSlices(jnp.arange(6.0).reshape(3, 2), jnp.array([4, 1, 9]), (9, 2))
+    path = js.Saver().save({"g": slices}, tmp_path / "m")
+    restored = js.Saver().restore(path, rows={"g/*": slice(1, 3)})["g"]
+    assert restored.indices.tolist() == [1, 9] and restored.values.tolist() == [
+        [2, 3],
+        [4, 5],
+    ]
+    with pytest.raises(
+        ValueError, match=r"2 values and 3 indices .* same rows of 'g/values'"
+    ):
+        js.Saver().restore(path, rows={"g/values": slice(1, 3)})
+
+
 def test_the_template_has_the_shape_of_the_rows(path):
     with pytest.raises(
         ValueError, match=r"float32\[2, 3\], but the shape \(8, 3\) is want"
