@@ -18,6 +18,9 @@ import numpy as np
 from jslices.checkpoint.checksum import CHUNK, DIGITS, Checksum, num_chunks
 from jslices.checkpoint.memory import CODES, as_bytes, dtype_named
 
+#: Bytes of one write. For larger ones Linux takes huge pages, which a virtual machine may
+#: have given back to its host: 4 MiB at a time were seven times as slow there.
+_WRITE = 1 << 20
 _ALIGNMENT = 64  # bytes at a multiple of which the tensors begin
 _RESERVED = re.compile("__metadata__(@*)")  # safetensors keeps the first of them to itself
 OWN = "jslices.crc32"  #: the header's own checksum, counted with zeros in its place
@@ -111,7 +114,7 @@ def write_all(file: Any, data: Any) -> None:
     """An unbuffered write may be short, of a disk that fills up for example."""
     view = memoryview(data)
     while view:
-        view = view[file.write(view) :]
+        view = view[file.write(view[:_WRITE]) :]
 
 
 def _header(
