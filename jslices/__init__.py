@@ -14,6 +14,7 @@ static capacity for unique rows, ``B`` the batch. *ids* are what one passes to a
 from jslices import accumulators as accumulators
 from jslices import checkpoint as checkpoint
 from jslices import initializers as initializers
+from jslices import nn as nn
 from jslices import optim as optim
 from jslices import tree as tree
 from jslices import variables as variables

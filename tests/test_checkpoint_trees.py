@@ -111,7 +111,15 @@ def test_without_a_template(tmp_path):
     same(restored, tree)
 
 
-@pytest.mark.parametrize("tree", [jnp.ones(2), [1, 2], (3,), {"a": (None,)}, 5, "x"])
+@pytest.mark.parametrize(
+    "tree",
+    [
+        jnp.ones(2), [1, 2], (3,), {"a": (None,)}, 5, "x",
+        # What safetensors and the files' own header would take for something else.
+        {"__metadata__": 1}, {"__metadata__": 1, "__metadata__@": 2, "__metadata__@@": 3},
+        {"jslices": 1, "crc32:jslices": 2}, {'"jslices.crc32":"': 1}, {"": 1}, {"a\nb": 1},
+    ],
+)  # fmt: skip
 def test_small_trees(tree, tmp_path):
     saver = js.Saver(allow_empty=True)
     path = saver.save(tree, tmp_path / "m")

@@ -110,6 +110,29 @@ def test_refused(call, error, words):
         call()
 
 
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda init: init([2, 3]), lambda init: init((2, 3), jnp.float32),
+        lambda init: init([2, 3], dtype=jnp.float32), lambda init: init(5),
+        lambda init: init(5, "int32"), lambda init: init([2], (3,)),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize(
+    "init", [js.random_normal_initializer(), js.zeros_initializer(), js.zeros_initializer]
+)
+def test_the_order_of_tensorflow_is_refused_with_advice(init, call):
+    words = r"shape .* first, .* init\(key, shape, dtype\): init\(jax.random.key\(0\), .*\)"
+    with pytest.raises(TypeError, match=words):
+        call(init)
+
+
+def test_a_shape_by_name():
+    assert js.zeros_initializer()(shape=[2]).tolist() == [0, 0]
+    with pytest.raises(ValueError, match=r"draws random numbers and got no key"):
+        js.random_normal_initializer()(shape=[2])
+
+
 @pytest.mark.parametrize("init", [*RANDOM, js.orthogonal_initializer()], ids=repr)
 def test_keys_and_dtypes(init):
     """One key, one result; another key, another one; no key, an error; bfloat16 works."""

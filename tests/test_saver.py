@@ -107,6 +107,7 @@ SAVE_ERRORS = [
     ({"a": np.array([None])}, "m", {}, TypeError, "'a' is of the dtype object"),
     ({"a/b": 1, "a": {"b": 2}}, "m", {}, ValueError, r"under one name: \['a/b'\]"),
     ({"../x": 1}, "m", {}, ValueError, r"cannot have the names \['../x'\]"),
+    ({"a\ud800": 1}, "m", {}, ValueError, r"half a character \(surrogate\)"),
     ({"a": 2**70}, "m", {}, TypeError, "'a' is of the dtype object"),
 ]
 
@@ -144,6 +145,7 @@ VAR_LISTS = [
     ([], ValueError, "No variables to save"),
     ({}, ValueError, "No variables to save"),
     (["a", "a"], ValueError, r"names \['a'\] twice"),
+    (["a", "a:0"], ValueError, r"names \['a'\] twice"),
     ({"x": "a", "y": "a"}, ValueError, r"names \['a'\] twice"),
 ]
 
@@ -171,6 +173,43 @@ def test_var_list_chooses_and_renames(tmp_path):
     assert renaming.restore(path) == {"enc/w": 1, "enc/b": 2}
     with pytest.raises(NotFoundError, match=r"hold no variables of the names \['zz'\]"):
         js.Saver(["zz"]).save(variables, tmp_path / "m")
+
+
+def test_handles_and_names_of_tensorflow(tmp_path):
+    """``Saver({"v": v})``: a handle stands for its name, also when its run is over."""
+    savers = []
+
+    def model():
+        v = js.get_variable("foo/v", [3])
+        step = js.Variable(5, name="step", trainable=False)
+        savers.append((js.Saver({"old": v, "s": step}), js.Saver([v, step])))
+        with pytest.raises(TypeError, match=r"not Variable"):
+            js.Saver(v)
+        with pytest.raises(ValueError, match=r"names \['foo/v'\] twice"):
+            js.Saver([v, "foo/v:0"])
+        return js.Saver().save({"v": v, "s": step}, tmp_path / "inside", global_step=step)
+
+    model = js.transform(model)
+    variables = model.init(jax.random.key(0))
+    renaming, listing = savers[0]
+    path = renaming.save(variables, tmp_path / "m", global_step="step:0")
+    assert path == str(tmp_path / "m-5")
+    assert set(js.Saver().restore(path)) == {"old", "s"}
+    restored = renaming.restore(path, jax.tree.map(jnp.zeros_like, variables))
+    np.testing.assert_array_equal(restored["foo/v"], variables["foo/v"])
+    assert set(renaming.restore(path)) == {"foo/v", "step"}
+    for saver in (listing, js.Saver(["foo/v:0", "step:0"])):
+        path = saver.save(variables, tmp_path / "list")
+        assert set(js.Saver().restore(path)) == {"foo/v", "step"}
+    path = js.Saver({"old": "foo/v:0"}).save(variables, tmp_path / "dict")
+    assert set(js.Saver().restore(path)) == {"old"}
+    path, _ = model.apply(variables)
+    assert path == str(tmp_path / "inside-5")
+    restored = js.Saver().restore(path)
+    np.testing.assert_array_equal(restored["v"], variables["foo/v"])
+    # A name that really ends so is itself.
+    path = js.Saver(["v:0"]).save({"v:0": 1, "v": 2}, tmp_path / "literal")
+    assert js.Saver(["v:0"]).restore(path, {"v:0": 0, "v": 0}) == {"v:0": 1, "v": 0}
 
 
 # --- retention ------------------------------------------------------------------------

@@ -227,6 +227,76 @@ def test_scatter_of_nothing():
             assert out.tolist() == v.tolist()
 
 
+@pytest.mark.parametrize("how", ["add", "sub", "update"])
+@pytest.mark.parametrize(
+    "name", sorted(set(golden("scatter_nd")) - {"batch_scatter_update"})
+)
+def test_scatter_nd_golden(name, how):
+    """The numbers of the functions, and the variable holds them afterwards."""
+    case = golden("scatter_nd")[name]
+    ref, indices, updates = case["ref"], case["indices"], case["updates"]
+
+    def model():
+        v = js.Variable(ref, name="v")
+        return getattr(v, f"scatter_nd_{how}")(indices, updates)
+
+    out, variables = apply_once(model)
+    wanted = case[f"scatter_nd_{how}"]
+    if isinstance(wanted, dict):  # TensorFlow's error for an index out of range
+        wanted = getattr(js, f"scatter_nd_{how}")(ref, indices, updates)
+    np.testing.assert_allclose(out, wanted, rtol=1e-6)
+    np.testing.assert_array_equal(variables["v"], out)
+
+
+def test_batch_scatter_update():
+    def model():
+        v = js.Variable(jnp.zeros((2, 3)), name="v")
+        v.batch_scatter_update(([[0, 0], [2, 5]], [[1.0, 2.0], [3.0, 4.0]]))
+        w = js.Variable(jnp.zeros((3, 2)), name="w")
+        w.batch_scatter_update(js.IndexedSlices(jnp.ones((2, 2)), jnp.array([2, 7])))
+
+    _, variables = apply_once(model)
+    assert variables["v"].tolist() == [[2, 0, 0], [0, 0, 3]]
+    assert variables["w"].tolist() == [[0, 0], [0, 0], [1, 1]]
+
+
+def test_sparse_read_and_read_value():
+    def model():
+        v = js.Variable(jnp.arange(6.0).reshape(3, 2))
+        order = js.Variable([2, 0])
+        return v.sparse_read(order), v.sparse_read([[1], [9]]), v.read_value()
+
+    (rows, bad, whole), _ = apply_once(model)
+    assert rows.tolist() == [[4, 5], [0, 1]] and whole.shape == (3, 2)
+    assert (
+        bad.shape == (2, 1, 2) and bad[0, 0].tolist() == [2, 3] and np.isnan(bad[1]).all()
+    )
+
+
+@pytest.mark.parametrize(
+    "use, error, words",
+    [
+        (lambda v: v.scatter_nd_add([[0]], [1.0]), ValueError, r"\(1, 2\), or \(\) for"),
+        (lambda v: v.scatter_nd_sub([0.5], 1.0), TypeError, "wants integer indices"),
+        (lambda v: v.scatter_nd_update([[0]], jnp.ones((1, 2), int)), TypeError,
+         r"one dtype.*astype\('float32'\)"),
+        (lambda v: v.batch_scatter_update(3), ValueError, "wants IndexedSlices, got int; .*"
+         r"a pair \(indices, updates\)"),
+        (lambda v: v.batch_scatter_update(([[0]], [[1.0]])), ValueError, "same batch"),
+        (lambda v: v.sparse_read([0.5]), TypeError, "integer"),
+    ],
+)  # fmt: skip
+def test_refused_elements_name_the_variable_and_change_nothing(use, error, words):
+    def model():
+        v = js.Variable(jnp.ones((3, 2)), name="mine")
+        with pytest.raises(error, match=words) as caught:
+            use(v)
+        assert "to mine:0" in str(caught.value) or "embedding_lookup" in str(caught.value)
+
+    _, variables = apply_once(model)
+    assert (variables["mine"] == 1).all()
+
+
 # --- the handle as an array -----------------------------------------------------------
 
 
@@ -258,6 +328,17 @@ def test_what_a_handle_is_not(use):
     def model():
         with pytest.raises((TypeError, AttributeError)):
             use(js.Variable([1.0, 2.0]))
+
+    js.transform(model).init(KEY)
+
+
+@pytest.mark.parametrize("name", ["load", "scatter_nd_max", "initializer"])
+def test_what_a_handle_lacks_is_said_of_the_handle(name):
+    def model():
+        v = js.Variable([1.0, 2.0])
+        assert not hasattr(v, name)
+        with pytest.raises(AttributeError, match=rf"a Variable has no '{name}', .*assign"):
+            getattr(v, name)
 
     js.transform(model).init(KEY)
 

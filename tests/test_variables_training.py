@@ -137,6 +137,12 @@ def test_every_way_to_look_up_a_handle_is_sparse(how):
     assert_close(grads["t"], wanted["t"])
 
 
+def test_sparse_read_is_sparse():
+    one = js.transform(lambda: jnp.sum(js.get_variable("t", [V, D]).sparse_read([3, 9, 3])))
+    grads, _ = js.grad(one.apply, has_aux=True)(one.init(KEY))
+    assert grads["t"].indices.tolist() == [3, 9, 3] and (grads["t"].values == 1).all()
+
+
 def test_explain_names_the_users_line():
     def lookup(ids):
         return js.get_variable("table", [V, D])[ids].sum()

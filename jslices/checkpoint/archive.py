@@ -1,5 +1,6 @@
 """A checkpoint open for reading: its shards, and the chain that a delta builds on."""
 
+import dataclasses
 import os
 from typing import Any
 
@@ -23,7 +24,7 @@ class Archive:
     Attributes:
       prefix: its path.
       save_id: which save wrote it; empty for a file that another tool wrote.
-      specs: of every variable.
+      specs: of every variable; of the part of it that :meth:`narrow` left.
       structure: the tree they came in, described; None if it is not known.
       base: the checkpoint that this one builds on, if it is a delta.
     """
@@ -40,6 +41,8 @@ class Archive:
         self.delta: dict[str, Any] = info.get("delta") or {}
         self._rows: dict[str, str] = self.delta.get("rows", {})
         self.specs = _specs(info, opened[0])
+        self._whole = dict(self.specs)
+        self._offsets: dict[str, int] = {}
         self._first = opened[0]
         self._pieces: dict[str, list[tuple[TensorFile, tuple[int, ...]]]] = {}
         for file, part in zip(opened, infos, strict=True):
@@ -49,6 +52,13 @@ class Archive:
                 self._pieces.setdefault(name, []).append((file, tuple(start)))
         self.base = open_base(prefix, self.delta) if self.delta else None
 
+    def narrow(self, name: str, rows: slice) -> None:
+        """From now on a variable is only these rows of it; the others are never read."""
+        spec = self._whole[name]
+        shape = (rows.stop - rows.start, *spec.shape[1:])
+        self.specs[name] = dataclasses.replace(spec, shape=shape)
+        self._offsets[name] = rows.start
+
     def read(self, name: str, index: Index | None = None) -> np.ndarray:
         """A variable or a box of it as a new array of the saved dtype, checked."""
         spec = self.specs[name]
@@ -56,6 +66,9 @@ class Archive:
             index = (slice(None),) * len(spec.shape)
         bounds = [part.indices(n)[:2] for part, n in zip(index, spec.shape, strict=True)]
         bounds += [(0, n) for n in spec.tensor_shape[len(bounds) :]]
+        if name in self._offsets:
+            (start, stop), *others = bounds
+            bounds = [(start + self._offsets[name], stop + self._offsets[name]), *others]
         array = self._read(name, bounds)
         if not spec.is_raw:
             return array
@@ -69,7 +82,7 @@ class Archive:
     def _read(self, name: str, bounds: list[tuple[int, int]]) -> np.ndarray:
         if self.base is not None and name in self._rows:
             return self._replay(name, bounds, self.base)
-        spec = self.specs[name]
+        spec = self._whole[name]
         out = empty(tuple(b - a for a, b in bounds), dtype_named(spec.tensor_dtype))
         filled = 0
         for file, start in self._pieces.get(name, ()):
@@ -85,13 +98,12 @@ class Archive:
                 slice(a - first, b - first)
                 for (a, b), (first, _) in zip(boxes, bounds, strict=True)
             )
-            if all(b - a == n for (a, b), n in zip(boxes, shape, strict=True)):
-                file.read(name, out[into] if into else out)
+            part = [slice(a - s, b - s) for (a, b), s in zip(boxes, start, strict=True)]
+            rows, others = part[0] if part else None, part[1:]
+            if all(p.stop - p.start == n for p, n in zip(others, shape[1:], strict=True)):
+                file.read(name, out[into] if into else out, rows)
             else:
-                part = tuple(
-                    slice(a - s, b - s) for (a, b), s in zip(boxes, start, strict=True)
-                )
-                out[into] = file.view(name)[part]
+                out[into] = file.view(name, rows)[(slice(None), *others)]
             filled += out[into].size
         if filled != out.size:
             raise DataLossError(f"{self.prefix} holds only a part of {name!r}")
@@ -101,13 +113,15 @@ class Archive:
         self, name: str, bounds: list[tuple[int, int]], base: "Archive"
     ) -> np.ndarray:
         out = base._read(name, bounds)
-        rows, values = self._first.view(self._rows[name]), self._first.view(name)
+        rows = self._first.view(self._rows[name])
         (start, stop), *others = bounds
-        if len(rows) and not 0 <= rows.min() <= rows.max() < self.specs[name].shape[0]:
+        if len(rows) and not 0 <= rows.min() <= rows.max() < self._whole[name].shape[0]:
             raise DataLossError(f"{self.prefix} holds rows of {name!r} that there are not")
         inside = np.flatnonzero((rows >= start) & (rows < stop))
-        box: Any = (inside, *(slice(a, b) for a, b in others))
-        out[rows[inside] - start] = values[box]
+        if len(inside):  # in order, hence close to each other
+            span = slice(int(inside[0]), int(inside[-1]) + 1)
+            box: Any = (inside - span.start, *(slice(a, b) for a, b in others))
+            out[rows[inside] - start] = self._first.view(name, span)[box]
         return out
 
 

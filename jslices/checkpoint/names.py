@@ -1,11 +1,16 @@
 """A name for every leaf of a pytree, and the choice of some of them."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import re
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
 
 from jslices._errors import InvalidArgumentError, NotFoundError
+from jslices.variables._names import bare_name
+from jslices.variables.variable import Variable
+
+_ODD = re.compile("[\0\ud800-\udfff]")  # safetensors keeps neither
 
 #: The name of a tree that is a single leaf.
 ROOT = "value"
@@ -38,6 +43,15 @@ def named_leaves(
     return names, [leaf for _, leaf in pairs], structure
 
 
+def plain(tree: Any) -> Any:
+    """A tree with arrays in the places of handles."""
+    return jax.tree.map(
+        lambda x: x.value() if isinstance(x, Variable) else x,
+        tree,
+        is_leaf=lambda x: isinstance(x, Variable),
+    )
+
+
 def key_text(key: Any) -> str:
     """One step of a path, as it stands in a name."""
     for attribute in ("key", "idx", "name"):
@@ -48,12 +62,17 @@ def key_text(key: Any) -> str:
 
 def check_names(names: Iterable[str], where: str = "") -> None:
     """Refuses names that would mean something else as a path."""
-    bad = [n for n in names if n.startswith("/") or "\0" in n or ".." in n.split("/")]
+    bad = [n for n in names if n.startswith("/") or _ODD.search(n) or ".." in n.split("/")]
     if bad:
         raise InvalidArgumentError(
             f"{where}variables cannot have the names {bad}: neither a leading '/' nor "
-            "'..' may stand in a name"
+            "'..', a NUL or half a character (surrogate) may stand in a name"
         )
+
+
+def found_name(name: str, available: Container[str]) -> str:
+    """The name as it stands in ``available``, where TensorFlow's ``:0`` may be missing."""
+    return name if name in available else bare_name(name)
 
 
 def choose(available: Sequence[str], var_list: Any, where: str) -> dict[str, str]:
@@ -66,11 +85,13 @@ def choose(available: Sequence[str], var_list: Any, where: str) -> dict[str, str
     """
     if var_list is None:
         return {name: name for name in available}
-    wanted = var_list if isinstance(var_list, Mapping) else {n: n for n in var_list}
+    known = set(available)
+    if not isinstance(var_list, Mapping):
+        var_list = {found_name(n, known): n for n in var_list}
     chosen: dict[str, str] = {}
     missing = []
-    known = set(available)
-    for saved, name in wanted.items():
+    for saved, name in var_list.items():
+        name = found_name(name, known)
         if name in known:
             found = {saved: name}
         else:
@@ -95,20 +116,31 @@ def check_var_list(var_list: Any, allow_empty: bool) -> Any:
             "var_list must be a list of names, or a dict {name in the checkpoint: name in "
             f"the variables}}, not {type(var_list).__name__}"
         )
-    names = list(var_list.values()) if isinstance(var_list, Mapping) else list(var_list)
+    if isinstance(var_list, Mapping):
+        var_list = {saved: _name_of(v) for saved, v in var_list.items()}
+    else:
+        var_list = [_name_of(v) for v in var_list]
+    names = list(var_list.values()) if isinstance(var_list, Mapping) else var_list
     strange = [n for n in [*names, *var_list] if not isinstance(n, str)]
     if strange:
         raise TypeError(
-            f"var_list must hold names, such as 'params/table', not {strange[0]!r}; the "
-            "variables themselves are given to save and restore"
+            f"var_list must hold names, such as 'params/table', or the handles that "
+            f"get_variable gives, not {strange[0]!r}; the variables themselves are given "
+            "to save and restore"
         )
     if not names and not allow_empty:
         raise ValueError("No variables to save: var_list is empty")
-    twice = sorted({n for n in names if names.count(n) > 1})
+    bare = [bare_name(n) for n in names]
+    twice = sorted({n for n in bare if bare.count(n) > 1})
     if twice:
         raise ValueError(f"var_list names {twice} twice; one variable has one name")
     check_names(var_list, "in a checkpoint ")
-    return dict(var_list) if isinstance(var_list, Mapping) else names
+    return var_list
+
+
+def _name_of(variable: Any) -> Any:
+    """The name of a handle, which outlives the handle's value."""
+    return bare_name(variable.name) if isinstance(variable, Variable) else variable
 
 
 def brief(names: Iterable[str], most: int = 12) -> str:

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from jslices._errors import NotFoundError
-from jslices.checkpoint.names import brief, named_leaves
+from jslices.checkpoint.names import brief, found_name, named_leaves, plain
 
 
 def checkpoint_path(
@@ -49,12 +49,13 @@ def step_number(step: Any, variables: Any) -> int | None:
     if step is None:
         return None
     if isinstance(step, str):
-        names, values, _ = named_leaves(variables)
-        if step not in names:
+        names, values, _ = named_leaves(plain(variables))
+        found = found_name(step, names)
+        if found not in names:
             raise NotFoundError(
                 f"global_step={step!r} is no variable; there are {brief(names)}"
             )
-        step = values[names.index(step)]
+        step = values[names.index(found)]
     try:
         if isinstance(step, bool | np.bool_) or np.ndim(step):
             raise TypeError

@@ -10,7 +10,7 @@ from jslices.checkpoint import files
 from jslices.checkpoint.archive import Archive
 from jslices.checkpoint.delta import part_of_delta
 from jslices.checkpoint.leaves import Leaf, as_leaf
-from jslices.checkpoint.names import check_var_list, choose, named_leaves
+from jslices.checkpoint.names import check_var_list, choose, named_leaves, plain
 from jslices.checkpoint.paths import checkpoint_path, step_number
 from jslices.checkpoint.restoring import restore_all, restore_into
 from jslices.checkpoint.retention import Retention
@@ -36,7 +36,7 @@ class Saver:
     Args:
       var_list: the names of what is saved and restored, a name standing for everything
         below it too; or a dict ``{name in the checkpoint: name in the variables}``; None
-        for everything.
+        for everything. A handle, and ``"v:0"``, stand for the name ``"v"``.
       reshape: allows :meth:`restore` to give an array another shape of as many elements.
       sharded: writes one file for each shard of the variables, straight from its device.
         Without it there is one file, into which a sharded array is written by blocks of
@@ -54,7 +54,7 @@ class Saver:
         the directory can be moved.
 
     Raises:
-      TypeError: if ``var_list`` holds anything but names.
+      TypeError: if ``var_list`` holds anything but names and handles.
       ValueError: if ``var_list`` is empty or names a variable twice.
 
     Example:
@@ -218,6 +218,7 @@ class Saver:
         return prefix
 
     def _leaves(self, variables: Any) -> tuple[dict[str, Leaf], dict[str, Any]]:
+        variables = plain(variables)
         names, values, _ = named_leaves(variables)
         chosen = choose(names, self._var_list, "the variables hold")
         if not chosen and not self._allow_empty:
@@ -270,7 +271,12 @@ class Saver:
 
     # --- restoring ----------------------------------------------------------------
 
-    def restore(self, path: Path, variables: Any = None) -> Any:
+    def restore(
+        self,
+        path: Path,
+        variables: Any = None,
+        rows: Mapping[str, slice] | None = None,
+    ) -> Any:
         """Reads a checkpoint, checking every tensor it reads.
 
         Args:
@@ -281,6 +287,10 @@ class Saver:
             sharding. A ``jax.ShapeDtypeStruct``, with its ``sharding=``, will do. None:
             everything, as it was saved; nodes other than dicts, lists, tuples and
             IndexedSlices come back as dicts.
+          rows: ``{name or pattern: slice(start, stop)}``, the rows that are wanted of a
+            table ``[V, *D]`` (``{"*/table": ...}``: of its slots as well). It comes back
+            as ``[stop - start, *D]``, the shape that it must have in ``variables``. Of
+            other variables everything is restored.
 
         Returns:
           A tree like ``variables``; where ``var_list`` leaves something out, its leaves
@@ -289,19 +299,36 @@ class Saver:
         Raises:
           ValueError: if there is no checkpoint at ``path``.
           NotFoundError: if variables, a shard, or what a delta builds on, are not there.
-          InvalidArgumentError: if shapes or dtypes differ.
+          InvalidArgumentError: if shapes or dtypes differ, or a range of rows is not
+            within the table.
           DataLossError: if a file is damaged.
 
         Cost: one table more than the variables hold at the end, at most. Of a sharded
-        array only the shards are read.
+        array only the shards are read, and of ``rows`` only those, in chunks of 4 MiB.
+
+        Example:
+          >>> import tempfile, jax, jax.numpy as jnp, jslices as js
+          >>> tree = {"table": jnp.arange(12.0).reshape(6, 2), "step": 3}
+          >>> path = js.Saver().save(tree, f"{tempfile.mkdtemp()}/model")
+          >>> js.Saver().restore(path, rows={"table": slice(2, 4)})["table"]
+          Array([[4., 5.],
+                 [6., 7.]], dtype=float32)
+          >>> struct = jax.ShapeDtypeStruct((1, 2), jnp.float32)
+          >>> js.Saver().restore(path, {"table": struct}, rows={"table": slice(5, 6)})
+          {'table': Array([[10., 11.]], dtype=float32)}
+
+        Source: ``tf.train.Saver.restore``; ``rows`` is the slice of a partitioned
+        variable, which TensorFlow writes as ``"6 2 2,2:0,2"``.
         """
         if path is None:
             raise ValueError("Can't load save_path when it is None.")
         archive = Archive(os.fspath(path))
         if variables is None:
-            restored = restore_all(archive, self._var_list)
+            restored = restore_all(archive, self._var_list, rows)
         else:
-            restored = restore_into(archive, variables, self._var_list, self._reshape)
+            restored = restore_into(
+                archive, plain(variables), self._var_list, self._reshape, rows
+            )
         self._previous = (archive.prefix, archive.save_id)
         return restored
 

@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 
+from jslices._errors import InvalidArgumentError
 from jslices._slices import IndexedSlices, is_slices
 from jslices.checkpoint.names import ROOT, key_text
 
@@ -41,6 +42,12 @@ def rebuild(description: Any, leaves: Mapping[str, Any]) -> Any:
     if kind == "slices":
         shape = description["dense_shape"]
         children = tuple(leaves[name] for name in parts)
+        counts = [len(child) for child in children]
+        if counts[0] != counts[1]:
+            raise InvalidArgumentError(
+                f"rows would leave {counts[0]} values and {counts[1]} indices of "
+                f"IndexedSlices; ask for the same rows of {parts[0]!r} and {parts[1]!r}"
+            )
         return IndexedSlices.tree_unflatten(
             None if shape is None else tuple(shape), children
         )

@@ -4,15 +4,15 @@ import contextlib
 import json
 import mmap
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
 from jslices._errors import DataLossError
-from jslices.checkpoint.checksum import CHUNK, Checksum
+from jslices.checkpoint.checksum import CHUNK, DIGITS, Checksum
 from jslices.checkpoint.memory import CODES, as_bytes, dtype_named, empty
-from jslices.checkpoint.tensor_writer import MARK, OWN
+from jslices.checkpoint.tensor_writer import MARK, OWN, given_name
 
 _DTYPES = {code: name for name, code in CODES.items()}
 
@@ -33,51 +33,90 @@ class TensorFile:
             header, self._start, self._bytes = _open(path)
             self.metadata: dict[str, str] = header.pop("__metadata__", None) or {}
             self._checked = OWN in self.metadata
+            if self._checked:
+                header = {given_name(name): tensor for name, tensor in header.items()}
             self._offsets = {n: tuple(t["data_offsets"]) for n, t in header.items()}
             self.shapes = {n: tuple(t["shape"]) for n, t in header.items()}
             self.dtypes = {
                 n: _DTYPES.get(t["dtype"], t["dtype"]) for n, t in header.items()
             }
-        self._verified: set[str] = set()
+        self._verified: set[tuple[str, int]] = set()
 
-    def read(self, name: str, out: np.ndarray | None = None) -> np.ndarray:
-        """A copy of one tensor, into ``out`` if that is given; checked on the way."""
-        source = self._flat(name)
+    def read(
+        self, name: str, out: np.ndarray | None = None, rows: slice | None = None
+    ) -> np.ndarray:
+        """A copy of one tensor, or of a range of its rows; checked on the way.
+
+        Args:
+          name: which.
+          out: what to copy into; None: a new array.
+          rows: which rows; only the chunks of the file that hold them are read.
+        """
+        source, (first, last, shape) = self._flat(name), self._span(name, rows)
         if out is None:
-            out = empty(self.shapes[name], self._dtype(name))
+            out = empty(shape, self._dtype(name))
         if not out.flags.c_contiguous:
-            out[...] = self.view(name)
+            out[...] = self.view(name, rows)
             return out
         target = as_bytes(out)
 
         def copied(start: int) -> memoryview:
-            target[start : start + CHUNK] = source[start : start + CHUNK]
-            return target[start : start + CHUNK]
+            stop = min(start + CHUNK, len(source))
+            a, b = max(start, first), min(stop, last)
+            target[a - first : b - first] = source[a:b]
+            # Of a chunk that is wanted whole the copy is checked, else all of it is read.
+            whole = (a, b) == (start, stop)
+            return target[a - first : b - first] if whole else source[start:stop]
 
-        self._check(name, copied, len(source))
+        self._check(name, copied, range(first - first % CHUNK, last, CHUNK))
         return out
 
-    def view(self, name: str) -> np.ndarray:
-        """One tensor as it lies in the file, checked when first asked for."""
-        source = self._flat(name)
-        if name not in self._verified:
-            self._check(name, lambda start: source[start : start + CHUNK], len(source))
-        flat = np.frombuffer(source, np.uint8).view(self._dtype(name))
-        return flat.reshape(self.shapes[name])
+    def view(self, name: str, rows: slice | None = None) -> np.ndarray:
+        """One tensor, or a range of its rows, as it lies in the file.
 
-    def _check(self, name: str, chunk_at: Callable[[int], memoryview], size: int) -> None:
+        The chunks of the file that hold it are checked when they are first asked for; no
+        others are read.
+        """
+        source, (first, last, shape) = self._flat(name), self._span(name, rows)
+        starts = [
+            start
+            for start in range(first - first % CHUNK, last, CHUNK)
+            if (name, start) not in self._verified
+        ]
+        if self._checked and starts:
+            self._check(name, lambda start: source[start : start + CHUNK], starts)
+            self._verified.update((name, start) for start in starts)
+        flat = np.frombuffer(source[first:last], np.uint8).view(self._dtype(name))
+        return flat.reshape(shape)
+
+    def _span(self, name: str, rows: slice | None) -> tuple[int, int, tuple[int, ...]]:
+        """The first byte and the one after the last of some rows, and their shape."""
+        shape, size = self.shapes[name], len(self._flat(name))
+        if rows is None:
+            return 0, size, shape
+        width = size // max(shape[0], 1)
+        count = rows.stop - rows.start
+        return rows.start * width, rows.stop * width, (count, *shape[1:])
+
+    def _check(
+        self, name: str, chunk_at: Callable[[int], memoryview], starts: Sequence[int]
+    ) -> None:
         base = self._start + self._offsets[name][0]
-        with Checksum(size) as checksum:
-            for start in range(0, size, CHUNK):
+        with Checksum(len(starts) * CHUNK) as checksum:
+            for start in starts:
                 checksum.add(chunk_at(start))
-                self._forget(base + start - CHUNK)
-            total = checksum.total()
-        if self._checked and self.metadata.get(f"crc32:{name}") != f"{total:08x}":
+                self._forget(base + start - 2 * CHUNK)  # later ones may be in work
+            found = checksum.text()
+        if not self._checked:
+            return
+        written = self.metadata.get(f"crc32:{name}", "")
+        places = [start // CHUNK * DIGITS for start in starts] or [0]
+        wanted = "".join(written[place : place + DIGITS] for place in places)
+        if found != wanted:
             raise DataLossError(
                 f"{self.path} is damaged: the checksum of {name!r} does not fit. Restore "
                 "an earlier checkpoint"
             )
-        self._verified.add(name)
 
     def _forget(self, start: int) -> None:
         """Pages that have been read are the page cache's, and no longer this process's."""

@@ -1,4 +1,4 @@
-"""Writing one safetensors file, with a checksum of every tensor and of the header."""
+"""Writing one safetensors file, with checksums of every tensor and of the header."""
 
 import contextlib
 import dataclasses
@@ -7,6 +7,7 @@ import functools
 import json
 import math
 import os
+import re
 import threading
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -14,10 +15,14 @@ from typing import Any
 
 import numpy as np
 
-from jslices.checkpoint.checksum import CHUNK, Checksum
+from jslices.checkpoint.checksum import CHUNK, DIGITS, Checksum, num_chunks
 from jslices.checkpoint.memory import CODES, as_bytes, dtype_named
 
+#: Bytes of one write. For larger ones Linux takes huge pages, which a virtual machine may
+#: have given back to its host: 4 MiB at a time were seven times as slow there.
+_WRITE = 1 << 20
 _ALIGNMENT = 64  # bytes at a multiple of which the tensors begin
+_RESERVED = re.compile("__metadata__(@*)")  # safetensors keeps the first of them to itself
 OWN = "jslices.crc32"  #: the header's own checksum, counted with zeros in its place
 MARK = f'"{OWN}":"'.encode()
 
@@ -42,11 +47,21 @@ class Tensor:
         return math.prod(self.shape) * dtype_named(self.dtype).itemsize
 
 
+def written_name(name: str) -> str:
+    """The name of a tensor in the file."""
+    return f"{name}@" if _RESERVED.fullmatch(name) else name
+
+
+def given_name(written: str) -> str:
+    """What :func:`written_name` was given."""
+    return written[:-1] if _RESERVED.fullmatch(written) else written
+
+
 def write(descriptor: int, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
     """Fills a new file and makes it outlast a power failure."""
     # Wide elements first: then each tensor starts at a multiple of its item size.
     order = sorted(tensors, key=lambda n: (-dtype_named(tensors[n].dtype).itemsize, n))
-    sums = dict.fromkeys(order, "0" * 8)
+    sums = {n: "0" * DIGITS * num_chunks(tensors[n].num_bytes) for n in order}
     header = functools.partial(_header, tensors, order, metadata)
     with open(descriptor, "wb", buffering=0, closefd=False) as file, Flusher(descriptor):
         reserve(descriptor, len(header(sums)) + sum(t.num_bytes for t in tensors.values()))
@@ -56,7 +71,7 @@ def write(descriptor: int, tensors: dict[str, Tensor], metadata: dict[str, str])
                 for chunk in _chunks(tensors[name].blocks()):
                     checksum.add(chunk)
                     write_all(file, chunk)
-                sums[name] = f"{checksum.total():08x}"
+                sums[name] = checksum.text()
         file.seek(0)
         write_all(file, header(sums))
         os.fsync(descriptor)
@@ -99,7 +114,7 @@ def write_all(file: Any, data: Any) -> None:
     """An unbuffered write may be short, of a disk that fills up for example."""
     view = memoryview(data)
     while view:
-        view = view[file.write(view) :]
+        view = view[file.write(view[:_WRITE]) :]
 
 
 def _header(
@@ -114,7 +129,7 @@ def _header(
     for name in order:
         tensor, start = tensors[name], end
         end += tensor.num_bytes
-        header[name] = {
+        header[written_name(name)] = {
             "dtype": CODES[tensor.dtype],
             "shape": list(tensor.shape),
             "data_offsets": [start, end],

@@ -11,20 +11,12 @@ import numpy as np
 from jslices._errors import OutOfRangeError
 from jslices._scatter import apply_slices
 from jslices._slices import IndexedSlices, check_slices, is_slices
-from jslices.variables._cells import CopyCell, LiveCell
-from jslices.variables._operators import ArrayOperators
+from jslices.variables._elements import ElementMethods, check_is_slices
 from jslices.variables._values import as_value, check_shape
 
 
-class Assignable(ArrayOperators):
+class Assignable(ElementMethods):
     """The part of :class:`jslices.Variable` that reads and writes."""
-
-    _cell: LiveCell | CopyCell
-
-    @property
-    def name(self) -> str:
-        """The whole name with ``:0``, as in TensorFlow: ``"foo/bar/v:0"``."""
-        return f"{self._cell.name}:0"
 
     @property
     def dtype(self) -> np.dtype:
@@ -166,11 +158,7 @@ class Assignable(ArrayOperators):
 
     def _scatter(self, verb: str, how: str, delta: Any, whole: bool = False) -> Any:
         what = f"{verb} to {self.name}"
-        if not is_slices(delta):
-            raise ValueError(
-                f"{what} wants IndexedSlices, got {type(delta).__name__}; make them with "
-                "jslices.IndexedSlices(values, indices)"
-            )
+        check_is_slices(delta, what)
         check_slices(delta)
         rows, shape = tuple(delta.values.shape[1:]), self.shape
         if delta.indices.ndim != 1 or not shape or rows != shape[1:]:

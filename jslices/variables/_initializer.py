@@ -12,6 +12,16 @@ from jax.typing import DTypeLike
 from jslices.variables._values import canonical_dtype
 
 
+def refuse_order_of_tensorflow(who: str, key: Any, shape: Any) -> None:
+    """Says so if the first argument is a shape."""
+    no_shape = not isinstance(shape, list | tuple | int | np.integer)
+    if isinstance(key, list | tuple) or (no_shape and isinstance(key, int | np.integer)):
+        raise TypeError(
+            f"{who} was called with the shape {key!r} first, as in TensorFlow; here, as in "
+            f"JAX, it is init(key, shape, dtype): init(jax.random.key(0), {key!r})"
+        )
+
+
 class Initializer:
     """What all initializers share; ``dtype`` is used where a call names none.
 
@@ -23,9 +33,13 @@ class Initializer:
     dtype: DTypeLike = jnp.float32
 
     def __call__(
-        self, key: Any, shape: int | Sequence[int], dtype: DTypeLike | None = None
+        self,
+        key: Any = None,
+        shape: int | Sequence[int] | None = None,
+        dtype: DTypeLike | None = None,
     ) -> jax.Array:
         """An array of this shape; ``dtype=None`` means that of the initializer."""
+        refuse_order_of_tensorflow(type(self).__name__, key, shape)
         if shape is None:
             raise ValueError(f"{type(self).__name__} needs a shape, got None")
         wanted = canonical_dtype(self.dtype if dtype is None else dtype)

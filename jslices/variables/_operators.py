@@ -7,20 +7,25 @@ from typing import Any
 import numpy as np
 
 
-def _plain(x: Any) -> Any:
+def plain(x: Any) -> Any:
+    """The array that a handle holds; anything else as it is."""
     return x.value() if isinstance(x, ArrayOperators) else x
 
 
 def _binary(function: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
-    return lambda self, other: function(self.value(), _plain(other))
+    return lambda self, other: function(self.value(), plain(other))
 
 
 def _reflected(function: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
-    return lambda self, other: function(_plain(other), self.value())
+    return lambda self, other: function(plain(other), self.value())
 
 
 def _unary(function: Callable[..., Any]) -> Callable[..., Any]:
     return lambda self, *args: function(self.value(), *args)
+
+
+def _methods(cls: type) -> str:
+    return ", ".join(name for name in dir(cls) if not name.startswith("_"))
 
 
 class ArrayOperators:
@@ -47,10 +52,16 @@ class ArrayOperators:
             raise AttributeError(
                 f"{type(self).__name__!r} object has no attribute {name!r}"
             )
-        return getattr(self.value(), name)
+        try:
+            return getattr(self.value(), name)
+        except AttributeError:
+            raise AttributeError(
+                f"a {type(self).__name__} has no {name!r}, and the array it holds has none "
+                f"either; it has {_methods(type(self))}, and what arrays have"
+            ) from None
 
     def __getitem__(self, index: Any) -> Any:
-        return self.value()[_plain(index)]
+        return self.value()[plain(index)]
 
     __iter__ = None  # else Python would try v[0], v[1], ... for ever
 

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from jslices.variables._initializer import Initializer
+from jslices.variables._initializer import Initializer, refuse_order_of_tensorflow
 from jslices.variables._values import dtype_of, kind_of
 
 
@@ -62,6 +62,7 @@ class ones_initializer(Initializer):
 def _new_or_called(cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     new = object.__new__(cls)
     if len(args) < 2 and "shape" not in kwargs:
+        refuse_order_of_tensorflow(cls.__name__, args[0] if args else None, None)
         return new
     return new(*args, **kwargs)
 

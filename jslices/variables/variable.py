@@ -32,8 +32,9 @@ class Variable(Assignable):
     afterwards ``apply`` returns the new values. It is found again by its name, which is
     made unique: ``v``, ``v_1``, ...; :func:`jslices.get_variable` shares one instead.
 
-    Operators, indexing, ``jax.numpy`` and array methods take a handle; primitives such as
-    ``jax.lax.conv`` want ``v.value()``. ``==`` compares handles, not values.
+    Operators, indexing, ``jax.numpy``, ``jax.nn`` and array methods take a handle. The
+    functions of ``jax.lax`` take arrays only, and want ``v.value()``; for a convolution
+    there is :func:`jslices.nn.conv2d`. ``==`` compares handles, not values.
 
     Args:
       initial_value: an array, number or list, or a function of nothing or of a PRNG key
