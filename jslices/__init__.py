@@ -35,6 +35,7 @@ from jslices._lookup import log_uniform_candidate_sampler as log_uniform_candida
 from jslices._lookup import nce_loss as nce_loss
 from jslices._lookup import safe_embedding_lookup_sparse as safe_embedding_lookup_sparse
 from jslices._lookup import sampled_softmax_loss as sampled_softmax_loss
+from jslices._memory import keep_memory as keep_memory
 from jslices._scatter import apply_slices as apply_slices
 from jslices._scatter import batch_scatter_update as batch_scatter_update
 from jslices._scatter import scatter_add as scatter_add
@@ -61,7 +62,6 @@ from jslices.checkpoint import Saver as Saver
 from jslices.checkpoint import get_checkpoint_state as get_checkpoint_state
 from jslices.checkpoint import latest_checkpoint as latest_checkpoint
 from jslices.checkpoint import update_checkpoint_state as update_checkpoint_state
-from jslices.memory import keep_memory as keep_memory
 from jslices.optim import GradientTransformation as GradientTransformation
 from jslices.optim import adadelta as adadelta
 from jslices.optim import adafactor as adafactor
