@@ -14,10 +14,11 @@ def keep_memory() -> None:
 
     XLA:CPU allocates the temporaries of a program at each execution. What is larger than 32
     MB, glibc's ``malloc`` takes from the operating system every time and gives back after
-    it, and the step then waits for tens of thousands of page faults. After this call
-    freed memory stays with the process and is used again, from the first dozen steps on. At V = 1e6, D = 64 and 1e5 ids a
-    step of SGD made 18,800 page faults without it and none with it, and took a quarter to a
-    third of the time; steps whose gradients are below 16 MB do not change.
+    it, and the step then waits for tens of thousands of page faults. After this call freed
+    memory stays with the process and, from the first dozen steps on, is used again. At
+    V = 1e6, D = 64 and 1e5 ids a step of SGD made 18,800 page faults without it and none
+    with it, and took a quarter to a third of the time; steps whose gradients are below
+    16 MB do not change.
 
     Call it once, at the start of the program: before JAX computes anything. It holds for
     the whole process, for NumPy and other libraries as well: what they free is no longer

@@ -1,0 +1,209 @@
+"""jslices, dense JAX, PyTorch and TensorFlow on the same ids, in turns within one run.
+
+    python benchmarks/compare.py                    everything: about half an hour
+    python benchmarks/compare.py --quick            two sizes, ratios only
+    python benchmarks/compare.py --hugepages        GLIBC_TUNABLES given to all of them
+
+Each contender has a process of its own, and they take turns: some steps to warm up, some
+timed, then the next, four rounds of it. What is not installed is left out and said. A full
+run writes ``benchmarks/results/NAME.csv``, a table ``NAME.md`` and a plot ``NAME.png``.
+"""
+
+import argparse
+import csv
+import datetime
+import itertools
+import json
+import os
+import pathlib
+import platform
+import statistics
+import subprocess
+import sys
+
+from contenders import CONTENDERS, OPTIMIZERS, OURS, SLOTS
+from contenders.ids import batches
+
+HERE = pathlib.Path(__file__).parent
+ROUNDS = 4
+
+
+class Contender:
+    """A worker process: ``contender("run", 2, 5)`` sends an order and returns the answer."""
+
+    def __init__(self, name, environment):
+        command = [sys.executable, str(HERE / "contenders" / "worker.py"), name]
+        self.name, self.whole = name, CONTENDERS[name][2]
+        self.process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            env={**os.environ, **environment},
+        )
+        self.hello = self._answer()
+
+    def __call__(self, order, *arguments):
+        self.process.stdin.write(json.dumps({order: arguments or True}) + "\n")
+        self.process.stdin.flush()
+        return self._answer()
+
+    def _answer(self):
+        line = self.process.stdout.readline()
+        if not line:
+            raise RuntimeError(f"{self.name} ended with {self.process.wait()}")
+        return json.loads(line)
+
+
+def memory():
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def groups(everyone, state_bytes):
+    """Who is in memory together: all of them, or else one after the other."""
+    need = sum(state_bytes * (2 if one.whole else 1) for one in everyone)
+    if need < 0.55 * memory():
+        return [everyone]
+    return [
+        [one] for one in everyone if state_bytes * (2 if one.whole else 1) < 0.6 * memory()
+    ]
+
+
+def takes_part(contender, rows, count, kind):
+    """Passes over a whole table are long, and hardly depend on the ids."""
+    if not contender.whole or rows <= 1e5:
+        return True
+    return rows <= 1e6 and (count, kind) == (10_000, "zipf")
+
+
+def measure(everyone, optimizer, rows, dim, counts, kinds):
+    """Rows of results, one for each contender and kind of ids."""
+    results = {}
+    for group in groups(everyone, rows * dim * 4 * (1 + SLOTS[optimizer])):
+        at_work = [c for c in group if not c.whole or rows <= 1e6]
+        for contender in at_work:
+            contender("load", optimizer, rows, dim)
+        for count, kind in itertools.product(counts, kinds):
+            here = [c for c in at_work if takes_part(c, rows, count, kind)]
+            firsts = {c.name: c("ids", count, kind) for c in here}
+            seconds = {c.name: [] for c in here}
+            for number in range(ROUNDS):
+                for contender in here[number % len(here) :] + here[: number % len(here)]:
+                    once = statistics.median(contender("run", 1, 2)["seconds"])
+                    warm = max(1, min(20, int(0.02 / once)))
+                    timed = max(5, min(25, int(0.05 / once)))
+                    seconds[contender.name] += contender("run", warm, timed)["seconds"]
+            for contender in here:
+                name, first = contender.name, firsts[contender.name]
+                median = statistics.median(seconds[name])
+                results[name, count, kind] = {
+                    "optimizer": optimizer,
+                    "rows": rows,
+                    "dim": dim,
+                    "ids": count,
+                    "kind": kind,
+                    "contender": name,
+                    "ms": round(median * 1e3, 4),
+                    "steps": len(seconds[name]),
+                    "interleaved": len(group) > 1,
+                    "compile_s": round(max(0.0, first["first"] - median), 2),
+                    "peak_bytes": contender("peak")["bytes"],
+                    "temporary_bytes": first["temporaries"],
+                }
+        for contender in at_work:
+            contender("drop")
+    return list(results.values())
+
+
+def bandwidth():
+    """Bytes a second that a copy reads and writes, with all threads."""
+    code = (
+        "import jax, jax.numpy as jnp, time\n"
+        "x, f = jnp.ones(2**27), jax.jit(lambda x: x + 1, donate_argnums=0)\n"
+        "best = 9.0\n"
+        "for _ in range(12):\n"
+        "    start = time.perf_counter(); x = f(x).block_until_ready()\n"
+        "    best = min(best, time.perf_counter() - start)\n"
+        "print(2 * x.nbytes / best)\n"
+    )
+    return float(subprocess.run([sys.executable, "-c", code], capture_output=True).stdout)
+
+
+def floor_ms(row, speed):
+    """The rows read forward, and each distinct one of the arrays read and written."""
+    sets = batches(row["rows"], row["ids"], row["kind"])
+    unique = statistics.mean(len(set(ids.tolist())) for ids in sets)
+    moved = 4 * row["dim"] * (row["ids"] + 2 * unique * (1 + SLOTS[row["optimizer"]]))
+    return round(moved / speed * 1e3, 4)
+
+
+def processor():
+    try:
+        text = pathlib.Path("/proc/cpuinfo").read_text()
+        return text.split("model name")[1].split(":")[1].split("\n")[0].strip()
+    except (OSError, IndexError):
+        return platform.processor()
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rows", type=float, nargs="+", default=[1e4, 1e5, 1e6, 1e7])
+    parser.add_argument("--dim", type=int, nargs="+", default=[16, 64, 128])
+    parser.add_argument("--ids", type=float, nargs="+", default=[1e3, 1e4, 1e5])
+    parser.add_argument("--kind", nargs="+", default=["zipf", "uniform"])
+    parser.add_argument("--optimizer", nargs="+", default=OPTIMIZERS, choices=OPTIMIZERS)
+    parser.add_argument("--contender", nargs="+", default=list(CONTENDERS))
+    parser.add_argument("--hugepages", action="store_true")
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--name", help="of the files in benchmarks/results")
+    options = parser.parse_args()
+    if options.quick:
+        options.rows, options.dim, options.kind = [1e4, 1e6], [64], ["zipf"]
+        options.ids, options.optimizer = [1e4], ["adam"]
+    environment = {}
+    if options.hugepages:
+        environment["GLIBC_TUNABLES"] = "glibc.malloc.hugetlb=1"
+    everyone = [Contender(name, environment) for name in options.contender]
+    missing = [f"{c.name} ({c.hello['missing']})" for c in everyone if "missing" in c.hello]
+    everyone = [c for c in everyone if "missing" not in c.hello]
+    speed = bandwidth()
+    about = [
+        f"{datetime.date.today()}, {processor()}, {os.cpu_count()} cores, "
+        f"{memory() / 2**30:.0f} GiB, Python {platform.python_version()}, "
+        f"{'GLIBC_TUNABLES=glibc.malloc.hugetlb=1' if environment else 'default malloc'}",
+        "; ".join(dict.fromkeys(c.hello["version"] for c in everyone)),
+        f"copy bandwidth in this run: {speed / 1e9:.1f} GB/s read and written",
+    ] + [f"left out: {name}" for name in missing]
+    print("\n".join(about))
+    results = []
+    for optimizer, rows, dim in itertools.product(
+        options.optimizer, map(int, options.rows), options.dim
+    ):
+        new = measure(everyone, optimizer, rows, dim, map(int, options.ids), options.kind)
+        for row in new:
+            row["floor_ms"] = floor_ms(row, speed)
+        results += new
+        from contenders.report import lines
+
+        print("\n".join(lines(new, OURS)), flush=True)
+        if options.name:
+            write(results, about, HERE / "results" / options.name)
+    for contender in everyone:
+        contender.process.kill()
+
+
+def write(results, about, path):
+    """The measurements as they are, the table, and the plot."""
+    from contenders.report import plot, table
+
+    with open(f"{path}.csv", "w", newline="") as file:
+        writer = csv.DictWriter(file, results[0])
+        writer.writeheader()
+        writer.writerows(results)
+    pathlib.Path(f"{path}.md").write_text(table(results, about, OURS))
+    plot(results, f"{path}.png", OURS)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,135 @@
+"""Measurements as lines, as a table in Markdown, and as a plot."""
+
+import statistics
+
+LARGE = 16e6  # bytes of gradient
+
+
+def cells(results):
+    """``{cell: {contender: row}}``, in order."""
+    found = {}
+    for row in results:
+        cell = tuple(row[key] for key in ("optimizer", "rows", "dim", "ids", "kind"))
+        found.setdefault(cell, {})[row["contender"]] = row
+    return found
+
+
+def best_peer(by_name, ours):
+    """The fastest contender that is not ours: its name and milliseconds, or None."""
+    others = {name: row["ms"] for name, row in by_name.items() if name not in ours}
+    return min(others.items(), key=lambda x: x[1]) if others else None
+
+
+def lines(results, ours):
+    for (optimizer, rows, dim, ids, kind), by_name in cells(results).items():
+        best = best_peer(by_name, ours)
+        yield f"{optimizer}, V {rows:.0e}, D {dim}, {ids:.0e} {kind} ids: " + ", ".join(
+            f"{name} {row['ms']:.2f} ms"
+            + (f" ({best[1] / row['ms']:.2f} x)" if best and name in ours else "")
+            for name, row in by_name.items()
+        )
+
+
+def ratios(results, ours, name, wanted):
+    """How many times faster ``name`` is than the best peer, in the cells ``wanted``."""
+    found = []
+    for cell, by_name in cells(results).items():
+        best = best_peer(by_name, ours)
+        if name in by_name and best and wanted(*cell):
+            found.append(best[1] / by_name[name]["ms"])
+    return found
+
+
+def summary(results, ours):
+    def small(optimizer, rows, dim, ids, kind):
+        return ids * dim * 4 < LARGE and rows >= 1e5 and ids <= rows
+
+    def large(optimizer, rows, dim, ids, kind):
+        return ids * dim * 4 >= LARGE and rows >= 1e5 and ids <= rows
+
+    def widest(optimizer, rows, dim, ids, kind):
+        return rows == 1e7 and dim == 16
+
+    yield "| times faster than the best peer, V >= 1e5, K <= V | cells | least | median | most |"
+    yield "|---|---:|---:|---:|---:|"
+    for name in ours:
+        for about, wanted in (
+            ("gradient below 16 MB", small),
+            ("gradient of 16 MB or more", large),
+            ("V = 1e7, D = 16", widest),
+        ):
+            found = ratios(results, ours, name, wanted)
+            if found:
+                yield (
+                    f"| {name}: {about} | {len(found)} | {min(found):.2f} | "
+                    f"{statistics.median(found):.2f} | {max(found):.2f} |"
+                )
+
+
+def table(results, about, ours):
+    """All cells, milliseconds of a step, the best peer in bold."""
+    names = list(dict.fromkeys(row["contender"] for row in results))
+    out = ["# Steps compared", "", *(f"- {line}" for line in about), ""]
+    out += [*summary(results, ours), ""]
+    out += [
+        "Medians in milliseconds of a whole step: rows are read, half their mean square sum "
+        "is the loss, the gradient is taken, the update applied. `floor`: the bytes that must "
+        "move, over the copy bandwidth of this run. `ratio`: the best peer over jslices. "
+        "`peak`: memory of the process in these steps beyond what it had before and the "
+        "state, in multiples of K * D * 4 bytes. `compile`: the first call of jslices, s. "
+        "`*`: the contenders did not fit into memory together and ran one after the other.",
+        "",
+        f"| step | floor | {' | '.join(names)} | ratio | peak | compile |",
+        "|---|" + "---:|" * (len(names) + 4),
+    ]
+    for (optimizer, rows, dim, ids, kind), by_name in cells(results).items():
+        best, row = best_peer(by_name, ours), by_name.get(ours[0])
+        some = next(iter(by_name.values()))
+        shown = []
+        for name in names:
+            text = f"{by_name[name]['ms']:.2f}" if name in by_name else "-"
+            shown.append(f"**{text}**" if best and name == best[0] else text)
+        ratio = f"{best[1] / row['ms']:.2f}" if best and row else "-"
+        peak = "-"
+        if row and row["peak_bytes"] is not None:
+            peak = f"{max(0, row['peak_bytes']) / (ids * dim * 4):.1f}"
+        compiled = f"{row['compile_s']:.1f}" if row else "-"
+        mark = "" if some["interleaved"] else " *"
+        out.append(
+            f"| {optimizer} V={rows:.0e} D={dim} K={ids:.0e} {kind}{mark} | "
+            f"{some['floor_ms']:.2f} | {' | '.join(shown)} | {ratio} | {peak} | {compiled} |"
+        )
+    return "\n".join(out) + "\n"
+
+
+def plot(results, path, ours):
+    """Times faster than the best peer against the bytes of the gradient."""
+    try:
+        import matplotlib
+    except ImportError:
+        return
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(1, 3, figsize=(15, 4.5), sharey=True)
+    for axis, optimizer in zip(axes, ("sgd", "adagrad", "adam"), strict=True):
+        for name, mark in zip(ours, "o+", strict=True):
+            points = [
+                (ids * dim * 4, best[1] / by_name[name]["ms"])
+                for (kind, rows, dim, ids, _), by_name in cells(results).items()
+                if kind == optimizer and name in by_name and rows >= 1e5
+                for best in [best_peer(by_name, ours)]
+                if best
+            ]
+            if points:
+                axis.scatter(*zip(*points, strict=True), marker=mark, label=name)
+        axis.axhline(1, color="gray", linewidth=0.8)
+        axis.axvline(LARGE, color="gray", linewidth=0.8, linestyle=":")
+        axis.set(
+            xscale="log", yscale="log", title=optimizer, xlabel="bytes of the gradient"
+        )
+        axis.legend()
+    axes[0].set_ylabel("times faster than the best peer")
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)

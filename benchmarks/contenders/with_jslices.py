@@ -1,0 +1,49 @@
+"""jslices: rows as gradients, updates of those rows."""
+
+import functools
+
+import jslices as js
+
+VERSION = f"jslices {js.__version__}"
+
+
+def make(optimizer, num_rows, dim, rate, keep=False):
+    import jax
+    import jax.numpy as jnp
+
+    tx = getattr(js, optimizer)(rate)
+
+    def loss(table, ids):
+        return 0.5 / ids.shape[0] * jnp.sum(table[ids] ** 2)
+
+    @functools.partial(jax.jit, donate_argnums=(0, 1))
+    def step(table, state, ids):
+        value, grads = js.value_and_grad(loss)(table, ids)
+        updates, state = tx.update(grads, state, table)
+        return js.apply_updates(table, updates), state, value
+
+    return runner(step, tx, num_rows, dim)
+
+
+def prepare(keep=False):
+    if keep:
+        js.keep_memory()
+
+
+def runner(step, tx, num_rows, dim):
+    """Runs a jitted step of JAX and keeps what it returns."""
+    import jax
+    import jax.numpy as jnp
+
+    table = jnp.ones((num_rows, dim), jnp.float32)
+    held = [table, tx.init(table)]
+
+    def run(ids):
+        *held[:], _ = jax.block_until_ready(step(*held, ids))
+
+    def temporaries(ids):
+        analysis = step.lower(*held, ids).compile().memory_analysis()
+        return getattr(analysis, "temp_size_in_bytes", None)
+
+    run.temporaries = temporaries
+    return run, jnp.asarray

@@ -1,0 +1,26 @@
+"""PyTorch: nn.Embedding, sparse with SparseAdam and the like, or dense."""
+
+import torch
+
+VERSION = f"torch {torch.__version__}"
+
+
+def make(optimizer, num_rows, dim, rate, sparse):
+    layer = torch.nn.Embedding(
+        num_rows, dim, sparse=sparse, _weight=torch.ones(num_rows, dim)
+    )
+    kinds = {
+        "sgd": torch.optim.SGD,
+        "adagrad": torch.optim.Adagrad,
+        "adam": torch.optim.SparseAdam if sparse else torch.optim.Adam,
+    }
+    tx = kinds[optimizer](layer.parameters(), rate)
+
+    def step(ids):
+        tx.zero_grad()
+        loss = 0.5 / len(ids) * (layer(ids) ** 2).sum()
+        loss.backward()
+        tx.step()
+        loss.item()
+
+    return step, lambda ids: torch.from_numpy(ids.astype("int64"))

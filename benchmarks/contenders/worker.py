@@ -1,0 +1,103 @@
+"""One contender in a process of its own: orders come as lines of JSON, answers go back so.
+
+{"load": [optimizer, rows, dim]}        -> {}
+{"ids": [count, kind]}                  -> {"first": seconds, "temporaries": bytes}
+{"run": [warm, timed]}                  -> {"seconds": [...]}
+{"peak": true}                          -> {"bytes": beyond what was there and the state}
+{"drop": true}                          -> {}
+"""
+
+import gc
+import importlib
+import json
+import os
+import pathlib
+import sys
+import time
+
+sys.path.insert(0, str(pathlib.Path(__file__).parent.parent))
+
+from contenders import CONTENDERS, RATE, SLOTS
+from contenders.ids import batches
+
+
+def status(key):
+    text = pathlib.Path("/proc/self/status").read_text()
+    return int(text.split(f"{key}:")[1].split()[0]) * 1024
+
+
+class Worker:
+    def __init__(self, name):
+        module, self.arguments, _ = CONTENDERS[name]
+        self.framework = importlib.import_module(f"contenders.{module}")
+        if hasattr(self.framework, "prepare"):
+            self.framework.prepare(**self.arguments)
+        self.hello = {"version": self.framework.VERSION}
+
+    def load(self, optimizer, rows, dim):
+        gc.collect()
+        self.expected = status("VmRSS") + rows * dim * 4 * (1 + SLOTS[optimizer])
+        self.rows = rows
+        self.step, self.convert = self.framework.make(
+            optimizer, rows, dim, RATE, **self.arguments
+        )
+        return {}
+
+    def ids(self, count, kind):
+        self.given = [self.convert(x) for x in batches(self.rows, count, kind)]
+        self.number = 0
+        start = time.perf_counter()
+        self.step(self.given[0])
+        first = time.perf_counter() - start
+        temporaries = getattr(self.step, "temporaries", lambda ids: None)
+        found = temporaries(self.given[0])
+        for _ in range(3):
+            self.run(1, 0)
+        try:  # from here on the peak is that of the steps
+            pathlib.Path("/proc/self/clear_refs").write_text("5")
+        except OSError:
+            self.expected = None
+        return {"first": first, "temporaries": found}
+
+    def run(self, warm, timed):
+        seconds = []
+        for _ in range(warm + timed):
+            self.number += 1
+            ids = self.given[self.number % len(self.given)]
+            start = time.perf_counter()
+            self.step(ids)
+            seconds.append(time.perf_counter() - start)
+        return {"seconds": seconds[warm:]}
+
+    def peak(self, _):
+        known = self.expected is not None
+        return {"bytes": status("VmHWM") - self.expected if known else None}
+
+    def drop(self, _):
+        del self.step, self.given
+        gc.collect()
+        return {}
+
+
+def main():
+    # What frameworks print must not get between the answers.
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+
+    def answer(what):
+        answers.write(json.dumps(what) + "\n")
+        answers.flush()
+
+    try:
+        worker = Worker(sys.argv[1])
+    except ImportError as error:
+        return answer({"missing": str(error)})
+    answer(worker.hello)
+    for line in sys.stdin:
+        ((order, arguments),) = json.loads(line).items()
+        arguments = arguments if isinstance(arguments, list) else [arguments]
+        answer(getattr(worker, order)(*arguments))
+
+
+if __name__ == "__main__":
+    main()
