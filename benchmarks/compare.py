@@ -23,13 +23,14 @@ import sys
 
 from contenders import CONTENDERS, OPTIMIZERS, OURS, SLOTS
 from contenders.ids import batches
+from contenders.report import lines, plot, table
 
 HERE = pathlib.Path(__file__).parent
 ROUNDS = 4
 
 
 class Contender:
-    """A worker process: ``contender("run", 2, 5)`` sends an order and returns the answer."""
+    """A worker process: ``contender("run", 2, 5)`` sends an order, returns the answer."""
 
     def __init__(self, name, environment):
         command = [sys.executable, str(HERE / "contenders" / "worker.py"), name]
@@ -62,12 +63,10 @@ def memory():
 
 def groups(everyone, state_bytes):
     """Who is in memory together: all of them, or else one after the other."""
-    need = sum(state_bytes * (2 if one.whole else 1) for one in everyone)
-    if need < 0.55 * memory():
+    need = {one: state_bytes * (2 if one.whole else 1) for one in everyone}
+    if sum(need.values()) < 0.55 * memory():
         return [everyone]
-    return [
-        [one] for one in everyone if state_bytes * (2 if one.whole else 1) < 0.6 * memory()
-    ]
+    return [[one] for one in everyone if need[one] < 0.6 * memory()]
 
 
 def takes_part(contender, rows, count, kind):
@@ -184,8 +183,6 @@ def main():
         for row in new:
             row["floor_ms"] = floor_ms(row, speed)
         results += new
-        from contenders.report import lines
-
         print("\n".join(lines(new, OURS)), flush=True)
         if options.name:
             write(results, about, HERE / "results" / options.name)
@@ -195,8 +192,6 @@ def main():
 
 def write(results, about, path):
     """The measurements as they are, the table, and the plot."""
-    from contenders.report import plot, table
-
     with open(f"{path}.csv", "w", newline="") as file:
         writer = csv.DictWriter(file, results[0])
         writer.writeheader()
