@@ -75,8 +75,8 @@ def table(results, about, ours):
     out += [
         "Medians in milliseconds of a whole step: rows are read, half their mean square "
         "sum is the loss, the gradient is taken, the update applied. `floor`: the bytes "
-        "that must move, over the copy bandwidth of this run. `ratio`: the best peer over jslices. "
-        "`peak`: memory of the process in these steps beyond what it had before and the "
+        "that must move, over the copy bandwidth of this run. `ratio`: the best peer over "
+        "jslices. `peak`: memory of the process in these steps beyond what it had before and the "
         "state, in multiples of K * D * 4 bytes. `compile`: the first call of jslices, s. "
         "`*`: the contenders did not fit into memory together and ran one after the other.",
         "",
@@ -125,10 +125,8 @@ def plot(results, path, ours):
                 axis.scatter(*zip(*points, strict=True), marker=mark, label=name)
         axis.axhline(1, color="gray", linewidth=0.8)
         axis.axvline(LARGE, color="gray", linewidth=0.8, linestyle=":")
-        axis.set(
-            xscale="log", yscale="log", title=optimizer, xlabel="bytes of the gradient"
-        )
-        axis.legend()
+        axis.set(xscale="log", yscale="log", title=optimizer)
+        axis.set_xlabel("bytes of the gradient")
     axes[0].legend()
     axes[0].set_ylabel("times faster than the best peer")
     figure.tight_layout()
