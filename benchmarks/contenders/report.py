@@ -76,8 +76,8 @@ def table(results, about, ours):
         "Medians in milliseconds of a whole step: rows are read, half their mean square "
         "sum is the loss, the gradient is taken, the update applied. `floor`: the bytes "
         "that must move, over the copy bandwidth of this run. `ratio`: the best peer over "
-        "jslices. `peak`: memory of the process in these steps beyond what it had before and the "
-        "state, in multiples of K * D * 4 bytes. `compile`: the first call of jslices, s. "
+        "jslices. `peak`: memory of the process in these steps beyond what it had before "
+        "and the state, in multiples of K * D * 4 bytes. `compile`: the first call of jslices, s. "
         "`*`: the contenders did not fit into memory together and ran one after the other.",
         "",
         f"| step | floor | {' | '.join(names)} | ratio | peak | compile |",
