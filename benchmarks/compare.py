@@ -166,6 +166,8 @@ def main():
     everyone = [Contender(name, environment) for name in options.contender]
     missing = [f"{c.name} ({c.hello['missing']})" for c in everyone if "missing" in c.hello]
     everyone = [c for c in everyone if "missing" not in c.hello]
+    if not everyone:
+        sys.exit("nothing to compare: " + "; ".join(missing))
     speed = bandwidth()
     about = [
         f"{datetime.date.today()}, {processor()}, {os.cpu_count()} cores, "

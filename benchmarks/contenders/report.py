@@ -25,13 +25,16 @@ def best_peer(by_name, ours):
 
 
 def lines(results, ours):
+    """A line for each cell, with the ratios of the first of ours."""
     for (optimizer, rows, dim, ids, kind), by_name in cells(results).items():
-        best = best_peer(by_name, ours)
-        yield f"{optimizer}, V {rows:.0e}, D {dim}, {ids:.0e} {kind} ids: " + ", ".join(
-            f"{name} {row['ms']:.2f} ms"
-            + (f" ({best[1] / row['ms']:.2f} x)" if best and name in ours else "")
-            for name, row in by_name.items()
-        )
+        mine, best = by_name.get(ours[0]), best_peer(by_name, ours)
+        text = f"{optimizer}, V {rows:.0e}, D {dim}, {ids:.0e} {kind} ids:"
+        if mine and best:
+            text += f" {best[1] / mine['ms']:.2f} x {best[0]},"
+        if mine and DENSE in by_name:
+            text += f" {by_name[DENSE]['ms'] / mine['ms']:.2f} x dense JAX,"
+        times = ", ".join(f"{name} {row['ms']:.2f} ms" for name, row in by_name.items())
+        yield f"{text} {times}"
 
 
 def ratios(results, ours, name, wanted):
@@ -83,13 +86,14 @@ def table(results, about, ours):
         "Medians in milliseconds of a whole step: rows are read, half their mean square "
         "sum is the loss, the gradient is taken, the update applied. `floor`: the bytes "
         "that must move, over the copy bandwidth of this run. `ratio`: the best peer over "
-        "jslices. `peak`: memory of the process in these steps beyond what it had before "
-        "and the state, in multiples of K * D * 4 bytes. `compile`: the first call of "
-        "jslices, in seconds. "
+        "jslices, and `dense` dense JAX over jslices. `temp`: temporaries of the compiled "
+        "step of jslices, in multiples of K * D * 4 bytes; `peak`: memory of its process "
+        "in these steps beyond that before and the state, in MB. `compile`: the first "
+        "call of jslices, in seconds. "
         "`*`: the contenders did not fit into memory together and ran one after the other.",
         "",
-        f"| step | floor | {' | '.join(names)} | ratio | peak | compile |",
-        "|---|" + "---:|" * (len(names) + 4),
+        f"| step | floor | {' | '.join(names)} | ratio | dense | temp | peak | compile |",
+        "|---|" + "---:|" * (len(names) + 6),
     ]
     for (optimizer, rows, dim, ids, kind), by_name in cells(results).items():
         best, row = best_peer(by_name, ours), by_name.get(ours[0])
@@ -99,13 +103,26 @@ def table(results, about, ours):
             text = f"{by_name[name]['ms']:.2f}" if name in by_name else "-"
             shown.append(f"**{text}**" if best and name == best[0] else text)
         ratio = f"{best[1] / row['ms']:.2f}" if best and row else "-"
-        peak = "-"
+        dense = by_name.get(DENSE)
+        dense = f"{dense['ms'] / row['ms']:.2f}" if dense and row else "-"
+        temporaries = peak = "-"
+        if row and row["temporary_bytes"] is not None:
+            temporaries = f"{row['temporary_bytes'] / (ids * dim * 4):.1f}"
         if row and row["peak_bytes"] is not None:
-            peak = f"{max(0, row['peak_bytes']) / (ids * dim * 4):.1f}"
+            peak = f"{max(0, row['peak_bytes']) / 1e6:.0f}"
         compiled = f"{row['compile_s']:.1f}" if row else "-"
         mark = "" if some["interleaved"] else " *"
         step = f"{optimizer} V={rows:.0e} D={dim} K={ids:.0e} {kind}{mark}"
-        columns = [step, f"{some['floor_ms']:.2f}", *shown, ratio, peak, compiled]
+        columns = [
+            step,
+            f"{some['floor_ms']:.2f}",
+            *shown,
+            ratio,
+            dense,
+            temporaries,
+            peak,
+            compiled,
+        ]
         out.append(f"| {' | '.join(columns)} |")
     return "\n".join(out) + "\n"
 
@@ -135,7 +152,8 @@ def plot(results, path, ours):
         axis.axvline(LARGE, color="gray", linewidth=0.8, linestyle=":")
         axis.set(xscale="log", yscale="log", title=optimizer)
         axis.set_xlabel("bytes of the gradient")
-    axes[0].legend()
+    if axes[0].collections:
+        axes[0].legend()
     axes[0].set_ylabel("times faster than the best peer")
     figure.tight_layout()
     figure.savefig(path, dpi=110)
