@@ -80,7 +80,7 @@ def run(options: argparse.Namespace) -> None:
         )
     if dense is not None and len(dense.times) < options.steps:
         print(
-            f"only {len(dense.times)} dense steps were timed, as they took "
+            f"dense steps timed: only {len(dense.times)}, as they took "
             f"{options.dense_seconds:g} s (--dense-seconds)"
         )
     print(report.way(sizes, platform))
