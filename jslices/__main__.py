@@ -1,10 +1,11 @@
-"""The command line: ``python -m jslices demo``."""
+"""The command line: ``python -m jslices demo`` and ``bench``."""
 
 import argparse
 import sys
 from collections.abc import Sequence
 
 from jslices import __version__
+from jslices._bench import command as bench
 from jslices._demo import command as demo
 from jslices._demo.corpus import UserError
 
@@ -18,9 +19,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     about = "train word vectors on real text with row gradients"
     demo.add_arguments(commands.add_parser("demo", help=about, description=about))
+    about = "measure a step of your own sizes, row gradients against dense ones"
+    bench.add_arguments(commands.add_parser("bench", help=about, description=about))
     options = parser.parse_args(arguments)
     try:
-        demo.run(options)
+        {"demo": demo, "bench": bench}[options.command].run(options)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -1,0 +1,1 @@
+"""The measurement of a user's own sizes, row gradients against dense ones."""

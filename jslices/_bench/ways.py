@@ -1,0 +1,59 @@
+"""Which way a step takes, in words; ``jslices.optim.step`` chooses it from the shapes."""
+
+import bisect
+import math
+
+import jax.numpy as jnp
+
+from jslices._bench.sizes import Sizes
+from jslices.optim.in_place import CHUNK
+from jslices.optim.step import LARGE, SMALL, covers
+
+AT_ONCE = "few rows at once"
+ALL_AT_ONCE = "its rows at once"
+CHUNKS = "its rows in chunks"
+FOLDED = "in the gradient's own memory"
+ALL_ROWS = "all rows"
+EACH_SLOT = "each id by itself"
+
+ABOUT = {
+    AT_ONCE: "duplicates are summed, then the distinct rows are stepped together",
+    ALL_AT_ONCE: "duplicates are summed, then the distinct rows are stepped together",
+    CHUNKS: "duplicates are summed, then the distinct rows are stepped some at a time, "
+    "while they are in the cache",
+    FOLDED: "sums and update overwrite the gradient, as a second array of its size "
+    "would be slower",
+    ALL_ROWS: "so many ids name much of the table that one pass over all of it is faster",
+    EACH_SLOT: "without state there is nothing to sum for; each id's update is added",
+}
+
+
+def way_of(sizes: Sizes, platform: str) -> str:
+    """One of the names above, for ``jslices.value_and_grad`` and the optimizer."""
+    many = ALL_AT_ONCE if platform != "cpu" else CHUNKS
+    full = jnp.dtype(sizes.dtype).itemsize >= 4
+    if sizes.optimizer == "sgd":  # which has no state
+        by_slot = platform == "cpu" and full and sizes.ids >= SMALL
+        return EACH_SLOT if by_slot else ALL_AT_ONCE
+    # adafactor does its rows by itself.
+    if sizes.optimizer != "adafactor":
+        if covers(sizes.ids, sizes.row_bytes, sizes.rows):
+            return ALL_ROWS
+        large = sizes.ids * sizes.row_bytes >= LARGE and sizes.ids > CHUNK
+        if large and full and platform == "cpu":
+            return FOLDED
+    return AT_ONCE if sizes.ids <= CHUNK else many
+
+
+def ids_for_all_rows(sizes: Sizes, platform: str) -> int | None:
+    """From how many ids on a step goes over all rows; None if it never does."""
+    if way_of(sizes.but(ids=4 * sizes.rows + SMALL), platform) != ALL_ROWS:
+        return None
+    counts = range(1, 4 * sizes.rows + SMALL + 1)
+    goes = lambda ids: covers(ids, sizes.row_bytes, sizes.rows)  # noqa: E731
+    return counts[bisect.bisect_left(counts, True, key=goes)]
+
+
+def ids_for_large_gradient(sizes: Sizes) -> int:
+    """From how many ids on the gradient is so large that it should not be made anew."""
+    return math.ceil(LARGE / sizes.row_bytes)

@@ -1,0 +1,291 @@
+"""``python -m jslices bench``: its figures, the ways it names, and every bad request."""
+
+import functools
+import re
+import subprocess
+import sys
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jslices as js
+from jslices.__main__ import main
+from jslices._bench import command, measure, memory, ways
+from jslices._bench.sizes import Sizes, optimizer_names
+from jslices.optim import rows, step
+
+TINY = ("--rows", "2e3", "--dim", "8", "--ids", "1e2")
+
+
+@pytest.fixture
+def bench(capsys, monkeypatch):
+    for module in (memory, measure, command):
+        monkeypatch.setattr(module, "COPY_BYTES", 1 << 16)
+
+    def run(*arguments):
+        try:
+            code = main(["bench", *arguments])
+        except SystemExit as stop:
+            code = stop.code
+        out = capsys.readouterr()
+        return code, out.out, out.err
+
+    return run
+
+
+def figures(out):
+    """``{name: [row gradients, dense gradients, ratio]}`` of the first table."""
+    lines = out.split("\n\n")[0].splitlines()[3:15]
+    return {cells[0]: cells[1:] for cells in (re.split(r"  +", line) for line in lines)}
+
+
+def number(text):
+    return float(text.replace(",", ""))
+
+
+def test_all_figures(bench):
+    code, out, err = bench(*TINY, "--steps", "23")
+    assert code == 0, err
+    assert "adam, table 2,000 x 8 float32, 100 ids a step" in out
+    assert f"jax {jax.__version__}, cpu" in out
+    table = figures(out)
+    row_ms, dense_ms = map(number, table["median ms of a step"][:2])
+    assert 0 < row_ms < 1e3 and 0 < dense_ms < 1e3
+    ratio = number(table["median ms of a step"][2])
+    assert ratio == pytest.approx(dense_ms / row_ms, rel=0.05, abs=0.01)
+    assert table["timed steps"] == ["23", "23", "-"]
+    assert number(table["ids a second"][0]) == pytest.approx(100 / row_ms * 1e3, rel=0.01)
+    assert all(number(x) > 0 for x in table["compile seconds"])
+    # 2,000 * 8 * 4 bytes; two moments and a count; 100 * (8 * 4 + 4) bytes.
+    assert table["table"] == ["62.5 KB", "62.5 KB", "-"]
+    assert table["optimizer state"] == ["125.0 KB", "125.0 KB", "-"]
+    assert table["gradient"] == ["3.5 KB", "62.5 KB", "17.78"]
+    for name in ("temporaries of the step", "updated in place"):
+        assert all(re.fullmatch(r"[\d.]+ [KM]?B", x) for x in table[name][:2])
+    # Table and state of both, and the small rest.
+    assert all(187 < number(x.split()[0]) < 190 for x in table["updated in place"][:2])
+    distinct = number(re.search(r"([\d.,]+) distinct ids a step;", out)[1])
+    moved = 4 * 8 * (100 + 2 * distinct * 3) / 1024
+    assert table["bytes that must move"][0] == f"{moved:.1f} KB"
+    # A gradient written and read, three arrays read and written.
+    assert table["bytes that must move"][1] == "500.0 KB"
+    floors = [number(x) for x in table["ms to move them"][:2]]
+    assert all(0 < floor < 10 for floor in floors)
+    assert "goes: few rows at once" in out
+    assert re.search(
+        r"with a tenth of the rows \(200\): [\d.]+ ms, .* few rows at once", out
+    )
+
+
+def test_other_sizes_are_computed(bench):
+    _, out, _ = bench(*TINY)
+    text = out.split("\n\n")[1].splitlines()
+    rows = [re.split(r"  +", line.strip()) for line in text[3:] if "  " in line]
+    assert [row[0] for row in rows[:4]] == ["200", "2,000", "20,000", "200,000"]
+    here, tenfold = rows[1], rows[2]
+    # Ten times the rows: rows' gradient and traffic hardly change, dense ones do tenfold.
+    assert tenfold[3] == here[3] == "3.5 KB"
+    assert (here[4], tenfold[4]) == ("62.5 KB", "625.0 KB")
+    assert (here[6], tenfold[6]) == ("500.0 KB", "4.9 MB")
+    assert "from --ids 1,000 on a step goes over all 2,000 rows" in out
+    assert "from --ids 500,000 on the gradient has 16 MB or more" in out
+    assert {row[-1] for row in rows} == {"few rows at once", "all rows"}
+
+
+def test_without_state_and_narrow(bench):
+    code, out, err = bench(*TINY, "--optimizer", "sgd", "--dtype", "bfloat16")
+    assert code == 0, err
+    assert number(figures(out)["median ms of a step"][1]) > 0
+    assert figures(out)["table"][0] == "31.2 KB"
+    assert "a step goes over all" not in out
+
+
+def test_dense_stops_in_time(bench):
+    code, out, _ = bench(*TINY, "--dense-seconds", "1e-9", "--distribution", "uniform")
+    assert code == 0 and figures(out)["timed steps"] == ["20", "1", "-"]
+    assert "dense steps timed: only 1, as they took 1e-09 s" in out
+    assert "100 ids a step (uniform)" in out
+
+
+def available(monkeypatch, tmp_path, room):
+    file = tmp_path / "meminfo"
+    file.write_text(f"MemTotal: 1 kB\nMemAvailable:   {room / 0.9 / 1024:.0f} kB\n")
+    monkeypatch.setattr(memory, "MEMINFO", file)
+
+
+def test_dense_is_left_out_where_it_does_not_fit(bench, monkeypatch, tmp_path):
+    sizes = Sizes(2000, 8, 100)
+    room = memory.needed_by_rows(sizes, "cpu") + memory.needed_by_dense(sizes) // 2
+    available(monkeypatch, tmp_path, room + (2 << 16))
+    code, out, err = bench(*TINY)
+    assert code == 0, err
+    assert figures(out)["median ms of a step"][1:] == ["-", "-"]
+    assert "dense gradients left out: with them it takes" in out
+    assert number(figures(out)["median ms of a step"][0]) > 0
+
+
+def test_too_much_memory_names_what_fits(bench, monkeypatch, tmp_path):
+    available(monkeypatch, tmp_path, 10_000_000)
+    with mock.patch.object(command, "Side") as made:
+        code, out, err = bench("--rows", "1e9", "--ids", "10")
+    assert code == 2 and out == "" and not made.called
+    assert "a table of 1,000,000,000 rows, its adam state and a step need 715.3 GB" in err
+    most = int(re.search(r"--rows (\d+) would fit", err)[1])
+    room = memory.available(jax.devices()[0]) - (2 << 16)
+    fits = lambda n: memory.needed_by_rows(Sizes(n, 64, 10), "cpu") <= room  # noqa: E731
+    assert fits(most) and not fits(most + 1)
+    code, _, err = bench("--rows", "1e9", "--ids", "1e9")
+    assert code == 2 and err.rstrip().endswith("; lower --ids or --dim")
+
+
+def test_accelerators_tell_their_own_memory():
+    device = mock.Mock(platform="gpu")
+    device.memory_stats.return_value = {"bytes_limit": 1000, "bytes_in_use": 200}
+    assert memory.available(device) == 720
+    device.memory_stats.return_value = None
+    assert memory.available(device) is None
+
+
+def test_runs_where_nothing_tells_the_memory(bench, monkeypatch, tmp_path):
+    monkeypatch.setattr(memory, "MEMINFO", tmp_path / "missing")
+    monkeypatch.setattr(jax.stages.Compiled, "memory_analysis", lambda self: None)
+    code, out, err = bench(*TINY, "--optimizer", "adafactor")
+    assert code == 0, err
+    assert "memory of unknown size" in out
+    assert figures(out)["temporaries of the step"] == ["-", "-", "-"]
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["--rows", "0"], "--rows: '0' is not a positive whole number, such as 10000"),
+        (["--rows", "1.5"], "--rows: '1.5' is not a positive whole number"),
+        (["--ids", "inf"], "--ids: 'inf' is not a positive whole number"),
+        (["--dim", "wide"], "--dim: 'wide' is not a positive whole number"),
+        (["--rows", "1e10"], "--rows: '1e10' is more than 2,147,483,647, the most that"),
+        (["--steps", "5"], "--steps: '5' is too few for a median; at least 20"),
+        (["--dense-seconds", "-1"], "'-1' is not a positive number of seconds"),
+        (["--optimizer", "adm"], "invalid choice: 'adm' (choose from"),
+        (["--dtype", "int8"], "invalid choice: 'int8'"),
+        (["--distribution", "normal"], "invalid choice: 'normal'"),
+        ([*TINY, "--keep-memory"], "error: --keep-memory: keep_memory() came after JAX"),
+    ],
+)
+def test_bad_requests(bench, arguments, message):
+    jnp.ones(1)
+    code, out, err = bench(*arguments)
+    assert code == 2 and out == "" and message in err
+
+
+def test_every_optimizer_is_offered():
+    assert {"adafactor", "adam", "ftrl", "partial_rowwise_adam", "sgd"} < {
+        *optimizer_names()
+    }
+    assert len(optimizer_names()) == 14
+
+
+def test_keeps_memory_in_a_process_of_its_own():
+    # JAX must not have been started by the command line itself.
+    out = subprocess.run(
+        [sys.executable, "-m", "jslices", "bench", *TINY, "--keep-memory"],
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
+    assert number(figures(out)["median ms of a step"][0]) > 0
+
+
+WAYS = [
+    (Sizes(5000, 64, 100), ways.AT_ONCE),
+    (Sizes(10**6, 64, 3000), ways.CHUNKS),
+    (Sizes(10**6, 64, 62_499), ways.CHUNKS),
+    (Sizes(10**6, 64, 62_500), ways.FOLDED),
+    (Sizes(10**6, 64, 200_000, dtype="bfloat16"), ways.CHUNKS),
+    (Sizes(5000, 64, 2499), ways.CHUNKS),
+    (Sizes(5000, 64, 2500), ways.ALL_ROWS),
+    (Sizes(10**6, 64, 2_000_000), ways.ALL_ROWS),
+    (Sizes(5000, 64, 2500, "sgd"), ways.EACH_SLOT),
+    (Sizes(5000, 64, 100, "sgd"), ways.ALL_AT_ONCE),
+    (Sizes(5000, 64, 2500, "sgd", "bfloat16"), ways.ALL_AT_ONCE),
+    (Sizes(5000, 64, 2500, "adafactor"), ways.CHUNKS),
+    (Sizes(5000, 64, 2500, "rowwise_adagrad"), ways.ALL_ROWS),
+    (Sizes(10**6, 64, 100_000, "rowwise_adagrad"), ways.FOLDED),
+]
+
+
+@pytest.mark.parametrize("sizes, way", WAYS)
+def test_the_way_named_is_the_way_taken(sizes, way):
+    assert ways.way_of(sizes, "cpu") == way
+    tx, table = sizes.make_optimizer(), sizes.table_shape()
+    values = jax.ShapeDtypeStruct((sizes.ids, sizes.dim), table.dtype)
+    ids = jax.ShapeDtypeStruct((sizes.ids,), jnp.int32)
+    grad = functools.partial(js.IndexedSlices, dense_shape=table.shape)
+    taken = {}
+    with mock.patch.multiple(step, **spies(taken, step, "step_whole", "step_folded")):
+        with mock.patch.multiple(rows, **spies(taken, rows, "_each_slot")):
+            text = jax.jit(lambda v, i, s, p: tx.update(grad(v, i), s, p)[0]).lower(
+                values, ids, jax.eval_shape(tx.init, table), table
+            )
+    names = {ways.ALL_ROWS: "step_whole", ways.FOLDED: "step_folded"}
+    names[ways.EACH_SLOT] = "_each_slot"
+    assert set(taken) == {names[way]} & set(names.values()) if way in names else not taken
+    # Loops of chunks: only a step in chunks slices 2048 of the gradient's rows.
+    if way in (ways.CHUNKS, ways.AT_ONCE) and sizes.dtype == "float32":
+        chunk = f"tensor<{ways.CHUNK}x{sizes.dim}xf32>"
+        assert (chunk in text.as_text()) == (way == ways.CHUNKS)
+
+
+def spies(taken, module, *names):
+    def spy(name, real):
+        def call(*args, **kwargs):
+            taken[name] = True
+            return real(*args, **kwargs)
+
+        return call
+
+    return {name: spy(name, getattr(module, name)) for name in names}
+
+
+def test_the_ids_from_which_the_way_changes():
+    for sizes in (Sizes(5000, 64, 1), Sizes(10**6, 64, 1), Sizes(1, 1, 1)):
+        first = ways.ids_for_all_rows(sizes, "cpu")
+        assert ways.way_of(sizes.but(ids=first), "cpu") == ways.ALL_ROWS
+        assert ways.way_of(sizes.but(ids=first - 1), "cpu") != ways.ALL_ROWS
+    assert ways.ids_for_all_rows(Sizes(5000, 64, 1, "sgd"), "cpu") is None
+    assert ways.way_of(Sizes(10**6, 64, 10**5), "gpu") == ways.ALL_AT_ONCE
+
+
+@pytest.mark.parametrize("distribution", ["zipf", "uniform"])
+@pytest.mark.parametrize("height", [1, 30, 300_000])
+def test_ids(distribution, height):
+    sizes = Sizes(height, 1, 5000, distribution=distribution)
+    batches = sizes.draw(8)
+    assert all(x.dtype == np.int32 and x.min() >= 0 and x.max() < height for x in batches)
+    found = np.mean([len(np.unique(x)) for x in batches])
+    assert found == pytest.approx(sizes.distinct(), rel=0.03)
+    again = sizes.draw(8)
+    assert all((x == y).all() for x, y in zip(batches, again, strict=True))
+
+
+@pytest.mark.parametrize(
+    "optimizer, dtype, ids",
+    [
+        ("adam", "float32", 100),
+        ("adam", "float32", 2000),
+        ("adam", "bfloat16", 100),
+        ("sgd", "bfloat16", 2000),
+    ],
+)
+def test_memory_is_not_underestimated(optimizer, dtype, ids):
+    sizes = Sizes(3000, 16, ids, optimizer, dtype)
+    for grad, need in (
+        (js.value_and_grad, memory.needed_by_rows(sizes, "cpu")),
+        (jax.value_and_grad, memory.needed_by_dense(sizes)),
+    ):
+        found = measure.Side(sizes, grad).analysis
+        used = found.argument_size_in_bytes + found.temp_size_in_bytes
+        used += found.output_size_in_bytes - found.alias_size_in_bytes
+        assert used <= 1.05 * need + 2**16
