@@ -137,15 +137,35 @@ def set_rows(table: jax.Array, indices: jax.Array, rows: jax.Array) -> jax.Array
     In place when ``table`` is donated. That no two writes meet is told to XLA: on a GPU
     a scatter that may collide is lowered to slow atomics (jax-ml/jax#38806).
     """
-    num_rows, num_slots = table.shape[0], indices.shape[0]
-    # The empty slots all hold V; spread out beyond it they are unique as well.
-    spread = num_rows + num_slots <= np.iinfo(indices.dtype).max
-    if spread:
-        beyond = num_rows + jnp.arange(num_slots, dtype=indices.dtype)
-        indices = jnp.where(indices == num_rows, beyond, indices)
-    return table.at[indices].set(
-        rows,
-        mode="drop",
-        wrap_negative_indices=False,
-        unique_indices=spread,
-    )
+    indices, unique = _spread(indices, table.shape[0])
+
+    def write(table: jax.Array, rows: jax.Array) -> jax.Array:
+        return table.at[indices].set(
+            rows,
+            mode="drop",
+            wrap_negative_indices=False,
+            unique_indices=unique,
+        )
+
+    if table.dtype != jnp.bfloat16:
+        return write(table, rows)
+
+    def as_integers(table: jax.Array, rows: jax.Array) -> jax.Array:
+        # XLA:CPU knows no writes into bfloat16: it makes the whole table float32 and back.
+        # As integers it is at least copied only once, and not widened.
+        bits = (lax.bitcast_convert_type(x, jnp.uint16) for x in (table, rows))
+        return lax.bitcast_convert_type(write(*bits), jnp.bfloat16)
+
+    # Moving bits has no derivative, writing rows has one.
+    moved = jax.custom_jvp(as_integers)
+    moved.defjvp(lambda primals, tangents: jax.jvp(write, primals, tangents))
+    return lax.platform_dependent(table, rows, cpu=moved, default=write)
+
+
+def _spread(indices: jax.Array, num_rows: int) -> tuple[jax.Array, bool]:
+    """Indices whose empty slots are unique as well, and whether there was room for it."""
+    num_slots = indices.shape[0]
+    if num_rows + num_slots > np.iinfo(indices.dtype).max:
+        return indices, False
+    beyond = num_rows + jnp.arange(num_slots, dtype=indices.dtype)
+    return jnp.where(indices == num_rows, beyond, indices), True

@@ -30,7 +30,8 @@ ABOUT = {
 
 def way_of(sizes: Sizes, platform: str) -> str:
     """One of the names above, for ``jslices.value_and_grad`` and the optimizer."""
-    many = ALL_AT_ONCE if platform != "cpu" else CHUNKS
+    whole = platform != "cpu" or sizes.dtype == "bfloat16"
+    many = ALL_AT_ONCE if whole else CHUNKS
     full = jnp.dtype(sizes.dtype).itemsize >= 4
     if sizes.optimizer == "sgd":  # which has no state
         by_slot = platform == "cpu" and full and sizes.ids >= SMALL

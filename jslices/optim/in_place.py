@@ -43,7 +43,8 @@ def step_rows(
     """
     reads = len(read)
     arrays = (*read, *state)
-    if indices.shape[0] <= CHUNK:
+    # XLA:CPU copies the whole of a bfloat16 array to write into it; once is enough.
+    if indices.shape[0] <= CHUNK or any(x.dtype == jnp.bfloat16 for x in state):
         return step_at_once(kernel, indices, values, arrays, reads)
     # The loop's length depends on values, so it has no reverse derivative of its own; it is
     # that of doing all rows at once. A custom_jvp must be handed what its function closes
