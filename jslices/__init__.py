@@ -16,6 +16,7 @@ from jslices import checkpoint as checkpoint
 from jslices import initializers as initializers
 from jslices import nn as nn
 from jslices import optim as optim
+from jslices import testing as testing
 from jslices import tree as tree
 from jslices import variables as variables
 from jslices._all_reduce import all_reduce_slices as all_reduce_slices

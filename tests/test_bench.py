@@ -203,7 +203,7 @@ WAYS = [
     (Sizes(10**6, 64, 3000), ways.CHUNKS),
     (Sizes(10**6, 64, 62_499), ways.CHUNKS),
     (Sizes(10**6, 64, 62_500), ways.FOLDED),
-    (Sizes(10**6, 64, 200_000, dtype="bfloat16"), ways.CHUNKS),
+    (Sizes(10**6, 64, 200_000, dtype="bfloat16"), ways.ALL_AT_ONCE),
     (Sizes(5000, 64, 2499), ways.CHUNKS),
     (Sizes(5000, 64, 2500), ways.ALL_ROWS),
     (Sizes(10**6, 64, 2_000_000), ways.ALL_ROWS),

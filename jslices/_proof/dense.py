@@ -1,0 +1,166 @@
+"""Which arrays as large as a table a program makes, and by which line."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from jslices._densify import human_bytes
+from jslices._proof.hlo import Module
+from jslices._proof.program import Leaf, Program
+from jslices._proof.text import Array, Instruction
+
+_NO_MEMORY = {"parameter", "constant", "copy-done"}
+
+
+def problems(program: Program, table_bytes: int | None, min_bytes: int) -> list[str]:
+    """A line for each temporary as large as a table, and advice."""
+    tables: list[Array] = []
+    if table_bytes is None:
+        parameters = program.module.parameters()
+        tables = [
+            parameters[leaf.parameter].arrays[0]
+            for leaf in _looked_up(program)
+            if leaf.parameter is not None
+            and len(leaf.shape) > 1
+            and leaf.nbytes >= min_bytes
+        ]
+        if not tables:
+            raise ValueError(
+                f"{program.name} looks up rows of no argument of at least two axes and "
+                f"{min_bytes} bytes; pass what is too large for a temporary, "
+                "table_bytes=..., or a lower min_bytes"
+            )
+        table_bytes = max(table.nbytes for table in tables)
+    shapes = {_sides(table) for table in tables}
+    found = [
+        (each, array)
+        for each, array in temporaries(program.module)
+        if (_sides(array) in shapes or array.nbytes >= table_bytes)
+        and array.nbytes <= program.memory[3]  # what is larger is no temporary
+    ]
+    lines = [_line(program.module, each, array) for each, array in found]
+    return list(dict.fromkeys(lines)) + _advice(program, [each for each, _ in found])
+
+
+def temporaries(module: Module) -> Iterator[tuple[Instruction, Array]]:
+    """What lies in memory of its own that is neither an argument's nor a result's."""
+    results = {module.maker(*value) for value in module.outputs()}
+    for name in module.computations:
+        caller = module.caller(name)
+        if caller is not None and caller.opcode == "while":
+            # The end of a turn lies where its beginning lay.
+            makers = [module.maker(*value) for value in module.elements(name)]
+            results.update(maker for maker in makers if maker[0].where == name)
+    for each in module.run():
+        if each.opcode in _NO_MEMORY:
+            continue
+        for index, array in enumerate(each.arrays):
+            if module.maker(each, index) == (each, index) not in results:
+                yield each, array
+
+
+def _sides(array: Array) -> tuple[int, ...]:
+    return tuple(sorted(dim for dim in array.dims if dim != 1))
+
+
+def _line(module: Module, each: Instruction, array: Array) -> str:
+    known = _telling(module, each)
+    what = f" ({known.op_name})" if known.op_name else ""
+    line = module.user_line(known)
+    place = "" if line is None else f" at {line}"
+    return f"{array} ({human_bytes(array.nbytes)}) by {each.opcode}{what}{place}"
+
+
+def _telling(module: Module, each: Instruction) -> Instruction:
+    """The instruction, or if nothing is known of it the first that is handed its result."""
+    if module.user_line(each) is None and module.copied(each) is None:
+        for user in module.users([each]):
+            if module.user_line(user) is not None:
+                return user
+    return each
+
+
+def _advice(program: Program, found: list[Instruction]) -> list[str]:
+    if not found:
+        return []
+    found = [_telling(program.module, each) for each in found]
+    frames = [frame for each in found for frame in program.module.frames(each)]
+    gradient = [each for each in found if "transpose(" in each.op_name]
+    advice = []
+    ask = "ask print(jslices.explain(loss)(params, ...)) which line does, and what instead"
+    if program.densified:
+        warned = ". ".join(dict.fromkeys(program.densified))
+        advice.append(f"jslices made a gradient dense: {warned}. To know more, {ask}")
+    elif any(function.endswith("step_whole") for _, function, _ in frames):
+        advice.append(
+            "the gradient has so many rows that jslices steps all rows of the table at "
+            "once, which is faster; with fewer ids a step it does not"
+        )
+    elif any(_of_jslices(program.module, each) for each in gradient):
+        advice.append(f"a gradient may need the whole table: {ask}")
+    elif gradient:
+        advice.append(
+            "this is a dense gradient: write jslices.value_and_grad or jslices.grad for "
+            "those of JAX; if it stays, " + ask
+        )
+    if any("/optax/" in file.replace("\\", "/") for file, _, _ in frames):
+        advice.append(
+            "Optax works on whole arrays: use the optimizer of that name in jslices, or "
+            "jslices.from_optax"
+        )
+    if any(program.module.copied(each) is not None for each in found):
+        advice.append("of copies, jslices.testing.assert_in_place tells the cause")
+    return advice
+
+
+def _of_jslices(module: Module, each: Instruction) -> bool:
+    files = [file.replace("\\", "/") for file, _, _ in module.frames(each)]
+    return any("jslices/_grad/" in file for file in files)
+
+
+# --- tables ------------------------------------------------------------------------
+
+
+def _looked_up(program: Program) -> list[Leaf]:
+    """The arguments of which rows are gathered."""
+    jaxpr = program.jaxpr.jaxpr
+    found: set[int] = set()
+    _walk(jaxpr, list(range(len(jaxpr.invars))), found)
+    return [program.leaves[number] for number in sorted(found)]
+
+
+def _walk(jaxpr: Any, numbers: list[int | None], found: set[int]) -> list[int | None]:
+    """Follows arguments, by number, through a jaxpr, to gathers; returns its results'."""
+    of = {id(v): n for v, n in zip(jaxpr.invars, numbers, strict=True)}
+    for eqn in jaxpr.eqns:
+        known = [of.get(id(v)) for v in eqn.invars]
+        if eqn.primitive.name in ("gather", "dynamic_slice") and known[0] is not None:
+            found.add(known[0])
+        results: list[int | None] = [None] * len(eqn.outvars)
+        for inner in _inner(eqn.params):
+            # Loops and conditionals have more operands than the body, at the beginning.
+            count = len(inner.invars)
+            given = [*[None] * count, *known][-count:] if count else []
+            returned = _walk(inner, given, found)
+            if len(returned) == len(results):
+                results = returned
+        for out, number in zip(eqn.outvars, results, strict=True):
+            if number is None:
+                # An array of the same shape is the table cast, scaled or updated.
+                number = next(
+                    (
+                        n
+                        for v, n in zip(eqn.invars, known, strict=True)
+                        if n is not None and v.aval.shape == out.aval.shape
+                    ),
+                    None,
+                )
+            of[id(out)] = number
+    return [of.get(id(v)) for v in jaxpr.outvars]
+
+
+def _inner(params: dict[str, Any]) -> Iterator[Any]:
+    for value in params.values():
+        for each in value if isinstance(value, list | tuple) else [value]:
+            jaxpr = getattr(each, "jaxpr", each)
+            if hasattr(jaxpr, "eqns"):
+                yield jaxpr
