@@ -139,27 +139,12 @@ def set_rows(table: jax.Array, indices: jax.Array, rows: jax.Array) -> jax.Array
     """
     indices, unique = _spread(indices, table.shape[0])
 
-    def write(table: jax.Array, rows: jax.Array) -> jax.Array:
-        return table.at[indices].set(
-            rows,
-            mode="drop",
-            wrap_negative_indices=False,
-            unique_indices=unique,
-        )
-
-    if table.dtype != jnp.bfloat16:
-        return write(table, rows)
-
-    def as_integers(table: jax.Array, rows: jax.Array) -> jax.Array:
-        # XLA:CPU knows no writes into bfloat16: it makes the whole table float32 and back.
-        # As integers it is at least copied only once, and not widened.
-        bits = (lax.bitcast_convert_type(x, jnp.uint16) for x in (table, rows))
-        return lax.bitcast_convert_type(write(*bits), jnp.bfloat16)
-
-    # Moving bits has no derivative, writing rows has one.
-    moved = jax.custom_jvp(as_integers)
-    moved.defjvp(lambda primals, tangents: jax.jvp(write, primals, tangents))
-    return lax.platform_dependent(table, rows, cpu=moved, default=write)
+    return table.at[indices].set(
+        rows,
+        mode="drop",
+        wrap_negative_indices=False,
+        unique_indices=unique,
+    )
 
 
 def _spread(indices: jax.Array, num_rows: int) -> tuple[jax.Array, bool]:

@@ -1,7 +1,6 @@
 """Proofs from the compiled program: nothing of the table's size but the table itself."""
 
 import functools
-import inspect
 
 import jax
 import jax.numpy as jnp
@@ -164,12 +163,18 @@ def test_exact_step_is_in_place_too(case, num_ids):
 
 def test_every_optimizer_is_proved():
     assert {name for name, _, _ in OPTIMIZERS} == {name for name, _ in ALL}
-    exact = {
-        name
-        for name, _ in ALL
-        if "untouched" in inspect.signature(getattr(js, name)).parameters
-    }
+    exact = {name for name, settings in ALL if _catches_up(name, settings)}
     assert {name for name, _, _ in EXACT} == exact
+
+
+def _catches_up(name, settings):
+    """Whether rows catch up: for some exact is lazy, and some have no exact form."""
+    settings = {key: value for key, value in settings.items() if key != "mask"}
+    try:
+        tx = make(js, name, 0.1, {**settings, "untouched": "exact"})
+    except (TypeError, ValueError):
+        return False
+    return getattr(tx.init(jnp.ones((3, 2))), "clock", None) is not None
 
 
 def test_the_proof_can_fail():

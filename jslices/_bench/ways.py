@@ -6,7 +6,7 @@ import math
 import jax.numpy as jnp
 
 from jslices._bench.sizes import Sizes
-from jslices.optim.in_place import CHUNK
+from jslices.optim.in_place import CHUNK, WIDENS_BFLOAT16
 from jslices.optim.step import LARGE, SMALL, covers
 
 AT_ONCE = "few rows at once"
@@ -30,7 +30,7 @@ ABOUT = {
 
 def way_of(sizes: Sizes, platform: str) -> str:
     """One of the names above, for ``jslices.value_and_grad`` and the optimizer."""
-    whole = platform != "cpu" or sizes.dtype == "bfloat16"
+    whole = platform != "cpu" or (WIDENS_BFLOAT16 and sizes.dtype == "bfloat16")
     many = ALL_AT_ONCE if whole else CHUNKS
     full = jnp.dtype(sizes.dtype).itemsize >= 4
     if sizes.optimizer == "sgd":  # which has no state

@@ -21,6 +21,10 @@ Kernel = Callable[..., tuple[jax.Array, ...]]
 
 CHUNK = 2048
 
+#: To write into a bfloat16 array, XLA:CPU of these releases makes all of it float32, and
+#: back: better once a step than once a chunk. (jax 0.10.2 does it, 0.12 does not.)
+WIDENS_BFLOAT16 = jax.__version_info__ < (0, 12)
+
 
 def step_rows(
     kernel: Kernel,
@@ -43,8 +47,9 @@ def step_rows(
     """
     reads = len(read)
     arrays = (*read, *state)
-    # XLA:CPU copies the whole of a bfloat16 array to write into it; once is enough.
-    if indices.shape[0] <= CHUNK or any(x.dtype == jnp.bfloat16 for x in state):
+    if indices.shape[0] <= CHUNK or (
+        WIDENS_BFLOAT16 and any(x.dtype == jnp.bfloat16 for x in state)
+    ):
         return step_at_once(kernel, indices, values, arrays, reads)
     # The loop's length depends on values, so it has no reverse derivative of its own; it is
     # that of doing all rows at once. A custom_jvp must be handed what its function closes

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from jslices._coalesce import add_by_slot
 from jslices._slices import IndexedSlices
@@ -48,15 +47,8 @@ def step_whole(
     """
     height = arrays[0].shape[0]
     named = jnp.zeros((height,), bool).at[indices].set(True, mode="drop")
-    gradient = add_by_slot(values, indices, height)
-    update, *new = kernel(gradient, *arrays)
+    update, *new = kernel(add_by_slot(values, indices, height), *arrays)
     if not still:
-        # The update first, then the state from the same arrays: otherwise XLA writes the
-        # state while the update needs the old one, and copies every array for that.
-        update, gradient, arrays = lax.optimization_barrier(
-            (update, gradient, list(arrays))
-        )
-        _, *new = kernel(gradient, *arrays)
         update = jnp.where(per_row(named, update), update, jnp.zeros((), update.dtype))
         new = [
             jnp.where(per_row(named, old), x, old.astype(x.dtype))
