@@ -55,18 +55,6 @@ def ulps(actual, wanted):
     return max(int(np.abs(_place(a) - _place(w)).max()) for a, w in _pairs(actual, wanted))
 
 
-def ulps_of_the_largest(actual, wanted):
-    """The same in units of the last place of each leaf's largest number.
-
-    For what is a difference of larger numbers, of which nothing is known to its own last
-    place.
-    """
-    return max(
-        float(np.abs(a - w).max() / np.spacing(np.abs(w).max()))
-        for a, w in _pairs(actual, wanted)
-    )
-
-
 def _pairs(actual, wanted):
     assert jax.tree.structure(actual) == jax.tree.structure(wanted)
     leaves = (map(np.asarray, jax.tree.leaves(tree)) for tree in (actual, wanted))

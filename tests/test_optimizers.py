@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import assert_close, golden, ulps, ulps_of_the_largest
+from helpers import assert_close, golden, ulps
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from optimizers import (
@@ -43,35 +43,22 @@ jit_or_eager = pytest.mark.parametrize("jit", [True, False], ids=["jit", "eager"
 @constant_or_not
 @pytest.mark.parametrize("name, kwargs", [*SHARED, *BY_ROW], ids=label)
 def test_dense_leaves_equal_optax_to_one_ulp(name, kwargs, rate, jit):
-    """Updates and state, over five steps (they were equal to the bit where this was run).
-
-    In one case they are less equal: a mask makes two kinds of leaves, each with a bias
-    correction of its own, and XLA multiplies by the reciprocal of a number that is used
-    once, where it divides by one that all leaves share, as in Optax. Measured: 3.
-    """
-    two_kinds = jit and name in ("adamw", "lamb") and "mask" in kwargs
-    two_kinds = two_kinds and kwargs["weight_decay"] != 0
-    measure, most = (ulps_of_the_largest, 4) if two_kinds else (ulps, 1)
+    """Updates and state, over five steps. (To the bit, where this was run.)"""
     for ours, theirs in five_steps(name, kwargs, rate, jit, rng_tree):
-        assert measure(ours, theirs) <= most
+        assert ulps(ours, theirs) <= 1
 
 
 @jit_or_eager
 @pytest.mark.parametrize("name, kwargs", [*SHARED, *BY_ROW], ids=label)
 def test_a_single_dense_array_equals_optax(name, kwargs, jit):
-    """Not in a tree: without jit Optax takes reciprocals in its bias correction then: 3."""
+    """Not in a tree: without jit Optax takes reciprocals in its bias correction then."""
     mask = kwargs.get("mask")
     if mask:
         kwargs = {**kwargs, "mask": (mask(None) if callable(mask) else mask)["table"]}
-    if name == "rmsprop":
-        corrects = "bias_correction" in kwargs
-    else:
-        corrects = name in ("adam", "adamw", "lamb") or (name, kwargs) == ("amsgrad", {})
-    measure, most = (ulps, 1) if jit or not corrects else (ulps_of_the_largest, 4)
     for ours, theirs in five_steps(
         name, kwargs, 0.1, jit, lambda rng: rng_tree(rng)["table"]
     ):
-        assert measure(ours, theirs) <= most
+        assert ulps(ours, theirs) <= 1
 
 
 def five_steps(name, kwargs, rate, jit, draw):
@@ -113,9 +100,6 @@ def test_ulps_are_counted():
         (np.float32(1e-45), np.float32(-1e-45), 2),
     ]:
         assert ulps({"x": x, "y": one}, {"x": y, "y": one}) == wanted
-    assert ulps_of_the_largest(
-        [np.float32([64, 1])], [np.float32([64, 1 + 2**-20])]
-    ) == pytest.approx(0.125)
 
 
 # The factors of a table are not a row's own: compared further down.

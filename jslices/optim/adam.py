@@ -25,6 +25,7 @@ from jslices.optim.moments import (
     two_steps,
     weight_seen,
 )
+from jslices.optim.one_step import once_a_step
 from jslices.optim.rows import transformation
 from jslices.optim.rule import Rule, check_fading, check_untouched, zeros
 
@@ -118,6 +119,7 @@ def adam_direction(
 ) -> Callable[[jax.Array], Kernel]:
     """From the steps taken before to ``(g, mu, nu) -> (direction, mu, nu)``."""
 
+    @once_a_step
     def at(count: jax.Array) -> Kernel:
         # Scalars, computed once for all leaves.
         step = next_count(count)

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from jslices.optim.base import Scalar
 from jslices.optim.drift import Series
+from jslices.optim.one_step import single_array
 
 
 def decayed(mean: jax.Array, new: jax.Array, decay: Scalar) -> jax.Array:
@@ -29,10 +30,14 @@ def weight_seen(decay: Scalar, count: jax.Array) -> jax.Array:
 def divided(mean: jax.Array, weight: Any) -> jax.Array:
     """A decaying mean that started from zero, divided by the weight it has seen.
 
-    The weight is broadcast by a step of its own: of a division by one number XLA makes a
-    product with its reciprocal, which rounds otherwise, and Optax's steps divide.
+    The weight is broadcast by a step of its own, or XLA makes a product with the
+    reciprocal, which rounds otherwise. Optax's steps divide; those of a single array,
+    without jit, are such products.
     """
-    return mean / jnp.broadcast_to(weight.astype(mean.dtype), mean.shape)
+    weight = weight.astype(mean.dtype)
+    if single_array() and not isinstance(mean, jax.core.Tracer):
+        return mean * (1 / weight)
+    return mean / jnp.broadcast_to(weight, mean.shape)
 
 
 def momentum_series(b1: float, nesterov: bool = False, corrected: bool = True) -> Series:

@@ -14,6 +14,7 @@ from jslices._trees import flatten
 from jslices.optim import exact
 from jslices.optim.base import GradientTransformation, next_count, per_row, zero_count
 from jslices.optim.in_place import Kernel
+from jslices.optim.one_step import one_step
 from jslices.optim.rule import Rule
 from jslices.optim.step import SMALL, step_slices
 
@@ -59,6 +60,10 @@ def transformation(
 
     def update(grads: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         leaves, tree = flatten(grads, is_leaf=_is_leaf)
+        with one_step(len(leaves)):
+            return step(leaves, tree, state, params)
+
+    def step(leaves: Sequence[Any], tree: Any, state: Any, params: Any) -> tuple[Any, Any]:
         if params is None and (rule.reads_params or mask is not None):
             raise ValueError(
                 "this optimizer needs the parameters as well, for its weight decay or its "
