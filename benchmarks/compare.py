@@ -79,8 +79,8 @@ def takes_part(contender, rows, count, kind):
 def measure(everyone, optimizer, rows, dim, counts, kinds):
     """Rows of results, one for each contender and kind of ids."""
     results = {}
-    for group in groups(everyone, rows * dim * 4 * (1 + SLOTS[optimizer])):
-        at_work = [c for c in group if not c.whole or rows <= 1e6]
+    everyone = [c for c in everyone if not c.whole or rows <= 1e6]
+    for at_work in groups(everyone, rows * dim * 4 * (1 + SLOTS[optimizer])):
         for contender in at_work:
             contender("load", optimizer, rows, dim)
         for count, kind in itertools.product(counts, kinds):
@@ -105,7 +105,7 @@ def measure(everyone, optimizer, rows, dim, counts, kinds):
                     "contender": name,
                     "ms": round(median * 1e3, 4),
                     "steps": len(seconds[name]),
-                    "interleaved": len(group) > 1,
+                    "interleaved": len(at_work) > 1,
                     "compile_s": round(max(0.0, first["first"] - median), 2),
                     "peak_bytes": contender("peak")["bytes"],
                     "temporary_bytes": first["temporaries"],
@@ -181,7 +181,8 @@ def main():
     for optimizer, rows, dim in itertools.product(
         options.optimizer, map(int, options.rows), options.dim
     ):
-        new = measure(everyone, optimizer, rows, dim, map(int, options.ids), options.kind)
+        counts = [int(count) for count in options.ids]
+        new = measure(everyone, optimizer, rows, dim, counts, options.kind)
         for row in new:
             row["floor_ms"] = floor_ms(row, speed)
         results += new

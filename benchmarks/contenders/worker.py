@@ -74,7 +74,7 @@ class Worker:
         return {"bytes": status("VmHWM") - self.expected if known else None}
 
     def drop(self, _):
-        del self.step, self.given
+        self.step = self.given = None
         gc.collect()
         return {}
 
