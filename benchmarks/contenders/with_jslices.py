@@ -8,19 +8,23 @@ VERSION = f"jslices {js.__version__}"
 
 
 def make(optimizer, num_rows, dim, rate, keep=False):
+    tx = getattr(js, optimizer)(rate)
+    return jitted(js.value_and_grad, tx, js.apply_updates, num_rows, dim)
+
+
+def jitted(value_and_grad, tx, apply_updates, num_rows, dim):
+    """A step of JAX with these three, and the state that it is run on."""
     import jax
     import jax.numpy as jnp
-
-    tx = getattr(js, optimizer)(rate)
 
     def loss(table, ids):
         return 0.5 / ids.shape[0] * jnp.sum(table[ids] ** 2)
 
     @functools.partial(jax.jit, donate_argnums=(0, 1))
     def step(table, state, ids):
-        value, grads = js.value_and_grad(loss)(table, ids)
+        value, grads = value_and_grad(loss)(table, ids)
         updates, state = tx.update(grads, state, table)
-        return js.apply_updates(table, updates), state, value
+        return apply_updates(table, updates), state, value
 
     return runner(step, tx, num_rows, dim)
 

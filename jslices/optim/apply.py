@@ -57,6 +57,6 @@ def _add(update: Any, param: Any) -> Any:
         )
     indices = canonical_indices(update.indices, param.shape[0])
     values = update.values.astype(param.dtype)
-    if isinstance(update, EveryRow):
+    if isinstance(update, EveryRow) and len(indices) == len(param):
         return param + values
     return add_rows(param, indices, values)

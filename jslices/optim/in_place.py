@@ -51,28 +51,47 @@ def step_rows(
         WIDENS_BFLOAT16 and any(x.dtype == jnp.bfloat16 for x in state)
     ):
         return step_at_once(kernel, indices, values, arrays, reads)
-    # The loop's length depends on values, so it has no reverse derivative of its own; it is
-    # that of doing all rows at once. A custom_jvp must be handed what its function closes
-    # over (a learning rate that is itself learned, say), and a converted function has fixed
-    # shapes, hence two.
+
+    def at_once(kernel: Kernel, values: jax.Array, *arrays: jax.Array) -> Any:
+        return step_at_once(kernel, indices, values, arrays, reads)
+
+    def chunked(kernel: Kernel, values: jax.Array, *arrays: jax.Array) -> Any:
+        return _in_chunks(kernel, indices, values, arrays, reads)
+
+    result: tuple[jax.Array, ...] = loop_on_cpu(chunked, at_once, kernel, values, arrays)
+    return result
+
+
+def loop_on_cpu(
+    loop: Callable[..., Any],
+    at_once: Callable[..., Any],
+    kernel: Kernel,
+    values: jax.Array,
+    arrays: Sequence[jax.Array],
+) -> Any:
+    """``loop(kernel, values, *arrays)`` on a CPU, elsewhere ``at_once`` of the same.
+
+    The loop's length depends on values, so it has no reverse derivative of its own; it is
+    given that of doing all rows at once. A custom_jvp must be handed what its function
+    closes over (a learning rate that is itself learned, say), and a converted function has
+    fixed shapes, hence two: of all slots, and of a chunk of them.
+    """
     rows = (values, *arrays)
-    whole, whole_consts = jax.closure_convert(kernel, *like(rows, len(indices)))
+    whole, whole_consts = jax.closure_convert(kernel, *like(rows, len(values)))
     part, part_consts = jax.closure_convert(kernel, *like(rows, CHUNK))
 
-    def at_once(consts: Any, values: jax.Array, *arrays: jax.Array) -> Any:
-        run = lambda *x: whole(*x, *consts[0])  # noqa: E731
-        return step_at_once(run, indices, values, arrays, reads)
+    def looped(consts: Any, *rows: jax.Array) -> Any:
+        return loop(lambda *x: part(*x, *consts[1]), *rows)
 
-    def chunked(consts: Any, values: jax.Array, *arrays: jax.Array) -> Any:
-        run = lambda *x: part(*x, *consts[1])  # noqa: E731
-        return _in_chunks(run, indices, values, arrays, reads)
+    def together(consts: Any, *rows: jax.Array) -> Any:
+        return at_once(lambda *x: whole(*x, *consts[0]), *rows)
 
     @jax.custom_jvp
-    def step(consts: Any, values: jax.Array, *arrays: jax.Array) -> Any:
-        return lax.platform_dependent(consts, values, *arrays, cpu=chunked, default=at_once)
+    def step(consts: Any, *rows: jax.Array) -> Any:
+        return lax.platform_dependent(consts, *rows, cpu=looped, default=together)
 
-    step.defjvp(lambda primals, tangents: jax.jvp(at_once, primals, tangents))
-    return step((whole_consts, part_consts), values, *arrays)
+    step.defjvp(lambda primals, tangents: jax.jvp(together, primals, tangents))
+    return step((whole_consts, part_consts), *rows)
 
 
 def like(arrays: Sequence[jax.Array], count: int) -> list[jax.Array]:

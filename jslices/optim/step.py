@@ -13,13 +13,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-from jax import lax
 
 from jslices._bounds import canonical_indices
 from jslices._coalesce import sum_duplicates
 from jslices._slices import IndexedSlices
 from jslices.optim.fold import step_folded
-from jslices.optim.in_place import CHUNK, Kernel, like, step_at_once, step_rows
+from jslices.optim.in_place import CHUNK, Kernel, like, loop_on_cpu, step_at_once, step_rows
 from jslices.optim.whole import EveryRow, step_whole
 
 #: Arrays of this many bytes are better not made anew at each step.
@@ -94,26 +93,13 @@ def _large(
     arrays: Sequence[jax.Array],
     reads: int,
 ) -> tuple[jax.Array, ...]:
-    # As in step_rows: the loop has no reverse derivative, so it is given that of a step
-    # without loops, and what the kernel closes over is handed in.
-    whole, whole_consts = jax.closure_convert(
-        kernel, *like([values, *arrays], len(indices))
-    )
-    part, part_consts = jax.closure_convert(kernel, *like([values, *arrays], CHUNK))
-
-    def at_once(consts: Any, values: jax.Array, *arrays: jax.Array) -> Any:
-        run = lambda *x: whole(*x, *consts[0])  # noqa: E731
+    def at_once(kernel: Kernel, values: jax.Array, *arrays: jax.Array) -> Any:
         height = arrays[0].shape[0]
         summed, unique = sum_duplicates(values, indices, height, len(indices))
-        return (unique, *step_at_once(run, unique, summed, arrays, reads))
+        return (unique, *step_at_once(kernel, unique, summed, arrays, reads))
 
-    def folded(consts: Any, values: jax.Array, *arrays: jax.Array) -> Any:
-        run = lambda *x: part(*x, *consts[1])  # noqa: E731
-        return step_folded(run, indices, values, arrays, reads)
+    def folded(kernel: Kernel, values: jax.Array, *arrays: jax.Array) -> Any:
+        return step_folded(kernel, indices, values, arrays, reads)
 
-    @jax.custom_jvp
-    def step(consts: Any, values: jax.Array, *arrays: jax.Array) -> Any:
-        return lax.platform_dependent(consts, values, *arrays, cpu=folded, default=at_once)
-
-    step.defjvp(lambda primals, tangents: jax.jvp(at_once, primals, tangents))
-    return step((whole_consts, part_consts), values, *arrays)
+    result: tuple[jax.Array, ...] = loop_on_cpu(folded, at_once, kernel, values, arrays)
+    return result
