@@ -1,5 +1,6 @@
 """Checking what IndexedSlices are made from; every message says what to type instead."""
 
+import operator
 from typing import Any
 
 import jax
@@ -97,3 +98,11 @@ def check_batch_index(key: Any, length: int) -> None:
     bad = numbers[(numbers < -length) | (numbers >= length)]
     if bad.size:
         raise IndexError(f"batch index {bad[0]} is out of range for {length}")
+
+
+def known_int(value: Any, refusal: str) -> int:
+    """``value`` as an int that is known while tracing; else a TypeError that says so."""
+    try:
+        return operator.index(value)
+    except (TypeError, jax.errors.ConcretizationTypeError) as error:
+        raise TypeError(refusal) from error

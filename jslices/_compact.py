@@ -1,6 +1,5 @@
 """Picking some rows out of many, exactly or into a static number of slots."""
 
-import operator
 from typing import Any
 
 import jax
@@ -8,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jslices._bounds import index_dtype, take_rows
+from jslices._check import known_int
 
 
 def kept_positions(keep: jax.Array, size: int | None, who: str) -> tuple[Any, Any]:
@@ -20,12 +20,9 @@ def kept_positions(keep: jax.Array, size: int | None, who: str) -> tuple[Any, An
     """
     count = keep.shape[0]
     if size is not None:
-        try:
-            size = operator.index(size)
-        except (TypeError, jax.errors.ConcretizationTypeError) as error:
-            raise TypeError(
-                f"{who} wants size as an int known before tracing, got {size!r}"
-            ) from error
+        size = known_int(
+            size, f"{who} wants size as an int known before tracing, got {size!r}"
+        )
     if size is not None and size < 0:
         raise ValueError(f"{who}(size={size}): size must not be negative")
     if isinstance(keep, jax.core.Tracer):

@@ -1,6 +1,5 @@
 """Row numbers as users pass them: made into arrays, checked, and settled by a mode."""
 
-import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,6 +10,7 @@ from jax.experimental import checkify
 from jax.typing import ArrayLike
 
 from jslices._bounds import canonical_indices, in_32_bits, index_dtype
+from jslices._check import known_int
 
 #: What becomes of an id outside ``[0, V)``. A read *fills* and a write *drops*; as in JAX
 #: the two words name the same mode.
@@ -50,12 +50,10 @@ def check_ids(ids: ArrayLike, num_rows: int) -> Any:
     Source: the bounds check of ``tf.gather`` on a CPU and FBGEMM's ``BoundsCheckMode``
     FATAL, which report the position in the same way.
     """
-    try:
-        count = operator.index(num_rows)
-    except (TypeError, jax.errors.ConcretizationTypeError) as error:
-        raise TypeError(
-            f"check_ids wants num_rows as an int, got {num_rows!r}; pass table.shape[0]"
-        ) from error
+    count = known_int(
+        num_rows,
+        f"check_ids wants num_rows as an int, got {num_rows!r}; pass table.shape[0]",
+    )
     refuse_bad_ids(ids, count, "check_ids", "ids")
     return ids
 

@@ -3,7 +3,6 @@
 What differs from TensorFlow on purpose is listed in docs/operations.md.
 """
 
-import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,6 +11,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from jslices._bounds import add_rows
+from jslices._check import known_int
 from jslices._ids import check_mode
 from jslices._lookup.bag_forms import Bags, as_bags
 from jslices._lookup.partition import as_tables, check_strategy
@@ -235,12 +235,10 @@ def _float_tables(params: Any, who: str) -> list[jax.Array]:
 
 
 def _row_number(default_id: Any, num_rows: int, who: str) -> int:
-    try:
-        number = operator.index(default_id)
-    except (TypeError, jax.errors.ConcretizationTypeError) as error:
-        raise TypeError(
-            f"{who}: default_id must be an int known before tracing, got {default_id!r}"
-        ) from error
+    number = known_int(
+        default_id,
+        f"{who}: default_id must be an int known before tracing, got {default_id!r}",
+    )
     if not 0 <= number < num_rows:
         raise ValueError(f"{who}: default_id = {number} is not in [0, {num_rows})")
     return number
