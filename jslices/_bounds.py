@@ -14,6 +14,8 @@ import numpy as np
 from jax import lax
 from jax.typing import ArrayLike
 
+from jslices._row_loops import row_loop
+
 INT32_MAX = np.iinfo(np.int32).max
 
 
@@ -109,7 +111,7 @@ def take_rows(
         return jnp.full((*indices.shape, *row), missing, table.dtype)
     if indices.dtype.itemsize < 4:
         indices = indices.astype(jnp.int32)
-    return lax.gather(
+    rows = lax.gather(
         table,
         indices[..., None],
         lax.GatherDimensionNumbers(
@@ -121,6 +123,7 @@ def take_rows(
         mode=mode,
         fill_value=fill_value,
     )
+    return row_loop(rows, indices)
 
 
 def add_rows(table: jax.Array, indices: jax.Array, rows: jax.Array) -> jax.Array:

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jslices._bounds import set_rows
+from jslices._bounds import set_rows, take_rows
 from jslices._coalesce import number_slots
 from jslices.optim.in_place import CHUNK, Kernel, in_chunks
 
@@ -91,4 +91,4 @@ def _fold(values: jax.Array, target: jax.Array) -> jax.Array:
 
 def _read(x: jax.Array, ids: jax.Array) -> jax.Array:
     near = jnp.minimum(ids, max(x.shape[0] - 1, 0))
-    return x.at[near].get(mode="promise_in_bounds")
+    return take_rows(x, near, mode="promise_in_bounds")

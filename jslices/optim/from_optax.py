@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jslices._bounds import set_rows
+from jslices._bounds import set_rows, take_rows
 from jslices._slices import IndexedSlices, check_slices, is_slices
 from jslices._trees import flatten
 from jslices.optim.base import GradientTransformation
@@ -120,7 +120,7 @@ class _Rows:
             if not is_slices(g) or _left_out(x):
                 return x
             last = max(x.shape[0] - 1, 0)
-            return x.at[jnp.minimum(g.indices, last)].get(mode="promise_in_bounds")
+            return take_rows(x, jnp.minimum(g.indices, last), mode="promise_in_bounds")
 
         return self._map(rows, subtree)
 

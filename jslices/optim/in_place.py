@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jslices._bounds import set_rows
+from jslices._bounds import set_rows, take_rows
 
 #: ``kernel(gradient, *read, *slots) -> (update, *new_slots)``, the same for an array and
 #: for some rows of it: everything in it must be elementwise or within a row.
@@ -110,7 +110,7 @@ def step_at_once(
     height = arrays[0].shape[0]
     # Empty slots read the last row; nothing is written back there.
     near = jnp.minimum(indices, max(height - 1, 0))
-    rows = [x.at[near].get(mode="promise_in_bounds") for x in arrays]
+    rows = [take_rows(x, near, mode="promise_in_bounds") for x in arrays]
     update, *new_rows = kernel(values, *rows)
     present = (indices < height).reshape(-1, *(1,) * (update.ndim - 1))
     update = jnp.where(present, update, jnp.zeros((), update.dtype))

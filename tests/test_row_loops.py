@@ -1,0 +1,122 @@
+"""The instructions added to gathers on a CPU: they change nothing, and stay in the loop."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jslices as js
+from jslices._bounds import take_rows
+from jslices._row_loops import SCALAR, row_loop
+
+DTYPES = (jnp.float32, jnp.int32, jnp.uint32, jnp.float16, jnp.bfloat16, jnp.int16, bool)
+IDS = jnp.array([2**31 - 1, -(2**31), -1, 0, 3, 3, 2, 1, 5, 12])
+
+
+def patterns(dtype, num_rows, length):
+    """Every kind of bits: NaNs of any payload, both zeros, denormals."""
+    bits = np.random.default_rng(length).integers(0, 256, (num_rows, length, 4), np.uint8)
+    if dtype is bool:
+        return jnp.asarray(bits[..., 0] > 127)
+    array = bits.view(np.uint32) if np.dtype(dtype).itemsize == 4 else bits[..., :2]
+    return jnp.asarray(np.ascontiguousarray(array).view(dtype)[..., 0])
+
+
+def same_bits(a, b):
+    assert a.dtype == b.dtype
+    np.testing.assert_array_equal(
+        np.asarray(a).view(np.uint8), np.asarray(b).view(np.uint8)
+    )
+
+
+@pytest.mark.parametrize("length", (31, 32, 40, 64, 79, 80))
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda t: np.dtype(t).name)
+def test_rows_keep_every_bit(dtype, length):
+    rows = patterns(dtype, len(IDS), length)
+    same_bits(jax.jit(row_loop)(rows, IDS), rows)
+    same_bits(row_loop(rows, IDS), rows)
+
+
+@pytest.mark.parametrize("shape", ((64,), (4, 16), (2, 4, 8)))
+def test_rows_and_ids_of_any_rank(shape):
+    rows = jnp.arange(6 * 64.0).reshape(2, 3, *shape)
+    np.testing.assert_array_equal(
+        jax.jit(row_loop)(rows, jnp.arange(6).reshape(2, 3)), rows
+    )
+
+
+def test_64_bit_rows_stay():
+    with jax.enable_x64(True):
+        rows = jnp.arange(128.0).reshape(2, 64)
+        assert rows.dtype == jnp.float64
+        np.testing.assert_array_equal(jax.jit(row_loop)(rows, jnp.array([7, 2**40])), rows)
+
+
+@pytest.mark.parametrize(
+    "transform",
+    (
+        lambda f: jax.grad(f),
+        lambda f: jax.jit(jax.grad(f)),
+        lambda f: jax.hessian(f),
+        lambda f: lambda t: jax.jvp(f, (t,), (jnp.cos(t),)),
+        lambda f: lambda t: jax.linearize(f, t)[1](t),
+        lambda f: lambda t: jax.vmap(f)(jnp.stack([t, 2 * t])),
+        lambda f: jax.checkpoint(jax.grad(f)),
+    ),
+)
+def test_transformations_pass_through(transform):
+    ids = jnp.array([1, 0, 1])
+    table = jnp.sin(jnp.arange(128.0)).reshape(2, 64)
+    ours = transform(lambda t: jnp.sum(jnp.square(take_rows(t, ids))))(table)
+    plain = transform(lambda t: jnp.sum(jnp.square(t[ids])))(table)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-6), ours, plain)
+
+
+def test_vmap_over_ids():
+    table, ids = jnp.sin(jnp.arange(256.0)).reshape(4, 64), jnp.array([[1, 2], [3, 1]])
+    for out in (jax.vmap, lambda f: jax.jit(jax.vmap(f))):
+        np.testing.assert_array_equal(out(lambda i: take_rows(table, i))(ids), table[ids])
+
+
+def test_gradients_inside_gradients_stay_slices():
+    table, ids = jnp.sin(jnp.arange(256.0)).reshape(4, 64), jnp.array([3, 1])
+
+    def inner(t, other):
+        return jnp.sum(js.grad(lambda u: jnp.sum(jnp.sin(u[ids])))(t).values ** 2 * other)
+
+    got = js.grad(inner)(table, 2.0)
+    assert js.is_slices(got)
+    want = jax.grad(lambda t: jnp.sum(2.0 * jnp.cos(t[ids]) ** 2))(table)
+    np.testing.assert_allclose(got.to_dense(), want, rtol=1e-5)
+
+
+def step_program(length, optimizer):
+    table, ids = jnp.zeros((20000, length)), jnp.arange(3000)
+    tx = optimizer(0.1)
+
+    def step(table, state, ids):
+        _, grads = js.value_and_grad(lambda t: jnp.mean(jnp.square(t[ids])))(table)
+        updates, state = tx.update(grads, state, table)
+        return js.apply_updates(table, updates), state
+
+    return jax.jit(step, donate_argnums=(0, 1)), (table, tx.init(table), ids)
+
+
+@pytest.mark.parametrize("length", (SCALAR.start, 64, SCALAR.stop - 1))
+def test_a_cpu_reads_rows_in_one_loop_with_the_instructions(length):
+    # If XLA split them into a loop of their own, that would be one more pass.
+    step, args = step_program(length, js.adam)
+    computations = step.lower(*args).compile().as_text().split("\n\n")
+    gathers = [c for c in computations if f",1,{length}]{{2,1,0}} gather(" in c]
+    assert len(gathers) == 3, "the table and two moments"
+    for computation in gathers:
+        assert " xor(" in computation
+
+
+@pytest.mark.parametrize("platform", ("cuda", "rocm", "tpu"))
+def test_other_platforms_are_given_no_instructions(platform):
+    step, args = step_program(64, js.adam)
+    text = step.trace(*args).lower(lowering_platforms=(platform,)).as_text()
+    assert "stablehlo.xor" not in text and "stablehlo.gather" in text
