@@ -1,12 +1,13 @@
 """Summing duplicate rows into a static number of unique ones."""
 
+import math
 from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 
 from jslices._bounds import canonical_indices, empty_slot
-from jslices._sort import sort_ids
+from jslices._slot_numbers import number_slots, number_slots_in_any_order
 
 #: What ``n`` occurrences of a row are divided by, once they are summed.
 COMBINERS: dict[str, Callable[[jax.Array], jax.Array] | None] = {
@@ -22,6 +23,7 @@ def sum_duplicates(
     num_rows: int | None,
     size: int | None,
     combine: str = "sum",
+    ordered: bool = True,
 ) -> tuple[jax.Array, jax.Array]:
     """Sums the rows that share an index.
 
@@ -33,6 +35,7 @@ def sum_duplicates(
       size: U, the static number of slots returned; None means ``min(K, V)``, which
         always suffices.
       combine: a key of ``COMBINERS``.
+      ordered: False if the rows may come in any order, which can be faster.
 
     Returns:
       ``(values [U, *D], indices [U])``: indices sorted and unique, then the empty slots
@@ -61,46 +64,17 @@ def sum_duplicates(
         unique = jnp.full((capacity,), empty, indices.dtype)
         summed = jnp.zeros((capacity, *values.shape[1:]), values.dtype)
     else:
-        unique, slots, distinct = number_slots(indices, num_rows, capacity)
+        if ordered or num_rows is None:
+            unique, slots, distinct = number_slots(indices, num_rows, capacity)
+        else:
+            row_bytes = math.prod(values.shape[1:]) * values.dtype.itemsize
+            unique, slots, distinct = number_slots_in_any_order(
+                indices, num_rows, capacity, row_bytes
+            )
         summed = add_by_slot(values, slots, capacity, COMBINERS[combine])
     if capacity < enough:
         summed = _refuse_overflow(summed, distinct, capacity)
     return summed, unique
-
-
-def number_slots(
-    indices: jax.Array, num_rows: int | None, capacity: int
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Numbers the distinct rows in their order.
-
-    Args:
-      indices: ``[K]``, canonical, K at least 1.
-      num_rows: V, or None when unknown.
-      capacity: U, the number of slots.
-
-    Returns:
-      ``(unique, slots, distinct)``: the distinct rows ``[U]``, sorted, then empty slots;
-      the slot of each occurrence, int32 ``[K]``, U or more where it has none; how many
-      distinct rows there are, int32 ``[]``.
-
-    Cost: a sort of K integers.
-    """
-    empty = empty_slot(num_rows, indices.dtype)
-    ordered, positions = sort_ids(indices)
-    is_first = jnp.concatenate([jnp.ones((1,), bool), ordered[1:] != ordered[:-1]])
-    slots = jnp.cumsum(is_first, dtype=jnp.int32) - 1
-    # Equal indices share a slot, so a colliding write stores the same number twice.
-    unique = (
-        jnp.full((capacity,), empty, indices.dtype)
-        .at[slots]
-        .set(ordered, mode="drop", indices_are_sorted=True)
-    )
-    # Back to the order of `indices`: moving K integers is cheaper than K rows.
-    # The slot that the empty index got is sent out of range.
-    slots = jnp.where(ordered == empty, capacity, slots)
-    slots = jnp.zeros_like(slots).at[positions].set(slots, unique_indices=True)
-    distinct = jnp.sum(is_first & (ordered != empty), dtype=jnp.int32)
-    return unique, slots, distinct
 
 
 def check_combine(combine: str, dtype: jnp.dtype) -> None:

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jslices._bounds import set_rows, take_rows
-from jslices._coalesce import number_slots
+from jslices._slot_numbers import number_slots
 from jslices.optim.in_place import CHUNK, Kernel, in_chunks
 
 

@@ -37,7 +37,7 @@ def step_rows(
 
     Args:
       kernel: the arithmetic of the step.
-      indices: ``[U]``, sorted and unique, then empty slots (index V).
+      indices: ``[U]``, unique, then empty slots (index V).
       values: ``[U, *D]``, the gradient of these rows.
       state: arrays ``[V, ...]``, whose rows are written back.
       read: arrays ``[V, ...]``, whose rows are only read; there is one in both together.

@@ -46,7 +46,7 @@ def step_slices(
 
     Returns:
       ``(update, *state)``: IndexedSlices in which each row appears once, its other slots
-      empty and zero (sorted, except where the gradient is large), and the new arrays.
+      empty and zero, and the new arrays.
     """
     arrays = (*read, *state)
     height = arrays[0].shape[0]
@@ -59,7 +59,7 @@ def step_slices(
     if _fits_in_gradient(kernel, values, arrays):
         indices, update, *new = _large(kernel, indices, values, arrays, len(read))
     else:
-        values, indices = sum_duplicates(values, indices, height, None)
+        values, indices = sum_duplicates(values, indices, height, None, ordered=False)
         update, *new = step_rows(kernel, indices, values, state, read)
     return (IndexedSlices(update, indices, grad.dense_shape), *new)
 
