@@ -1,7 +1,8 @@
 """Numbering the distinct rows that some indices name, so that each has one slot.
 
-The general way sorts the indices. A CPU can instead look up in a map of V integers which
-position names a row first, as long as that map is small beside the rows themselves.
+The general way sorts the indices. A CPU can instead look up in a map which position names a
+row first: a map of V integers if the table is small enough, else one of about 8 K integers
+in which different rows may meet, tried again with another hash for those that did.
 """
 
 from typing import Any
@@ -13,16 +14,18 @@ from jax import lax
 from jslices._bounds import empty_slot
 from jslices._sort import sort_ids
 
-#: The map pays up to so many rows of the table for each index, measured: a step of Adam
-#: with 1e5 ids then takes 0.6 to 0.8 of the time, with 1e4 ids 0.7 to 0.9.
+Numbered = tuple[jax.Array, jax.Array, jax.Array]
+
+#: The map of all rows pays up to so many rows of the table for each index, measured: a step
+#: of Adam with 1e5 ids then takes 0.6 to 0.8 of the time, with 1e4 ids 0.7 to 0.9.
 ROWS_PER_ID = 32
-#: Below so many ids nothing is won by choosing.
-FEW = 512
+#: Below so many ids nothing is won by choosing, and above so many by hashing.
+FEW, MANY = 512, 30_000
+#: A hash spreads the ids over so many times as many places, or up to twice that.
+SPREAD = 8
 
 
-def number_slots(
-    indices: jax.Array, num_rows: int | None, capacity: int
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+def number_slots(indices: jax.Array, num_rows: int | None, capacity: int) -> Numbered:
     """Numbers the distinct rows in their order.
 
     Args:
@@ -57,38 +60,77 @@ def number_slots(
 
 def number_slots_in_any_order(
     indices: jax.Array, num_rows: int, capacity: int, row_bytes: int
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+) -> Numbered:
     """:func:`number_slots`, the distinct rows in the order in which it is fastest.
 
-    The map is made if it takes no more memory than the K rows of ``row_bytes`` bytes do.
-    Cost: O(K) and V integers written, or a sort of K integers.
+    A map is made if it takes no more memory than the K rows of ``row_bytes`` bytes do.
+    Cost: O(K), and V integers written if V is small; or a sort of K integers.
     """
-    num_ids = indices.shape[0]
-    most = num_ids * min(ROWS_PER_ID, row_bytes // 4)
-    if num_ids < FEW or num_rows > most:
+    num_ids, room = indices.shape[0], row_bytes // 4
+    if FEW <= num_ids and num_rows <= num_ids * min(ROWS_PER_ID, room):
+        find_first = _by_map
+    elif MANY <= num_ids and 2 * SPREAD <= room:
+        find_first = _by_hash
+    else:
         return number_slots(indices, num_rows, capacity)
 
-    def by_map(indices: jax.Array) -> Any:
-        return _number_by_map(indices, num_rows, capacity)
+    def by_position(indices: jax.Array) -> Any:
+        return _number_firsts(indices, find_first(indices, num_rows), num_rows, capacity)
 
     def by_sort(indices: jax.Array) -> Any:
         return number_slots(indices, num_rows, capacity)
 
-    numbered: tuple[jax.Array, jax.Array, jax.Array] = lax.platform_dependent(
-        indices, cpu=by_map, default=by_sort
-    )
+    numbered: Numbered = lax.platform_dependent(indices, cpu=by_position, default=by_sort)
     return numbered
 
 
-def _number_by_map(
-    indices: jax.Array, num_rows: int, capacity: int
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The distinct rows in the order of their first occurrence."""
-    num_ids = indices.shape[0]
-    here = jnp.arange(num_ids, dtype=jnp.int32)
-    map_ = jnp.full((num_rows,), num_ids, jnp.int32).at[indices].min(here, mode="drop")
-    first = map_.at[indices].get(mode="fill", fill_value=num_ids)
-    is_first = first == here
+def _by_map(indices: jax.Array, num_rows: int) -> jax.Array:
+    """Where the row of each index is named first: int32 ``[K]``, K for empty slots."""
+    count = indices.shape[0]
+    here = jnp.arange(count, dtype=jnp.int32)
+    places = jnp.full((num_rows,), count, jnp.int32).at[indices].min(here, mode="drop")
+    return places.at[indices].get(mode="fill", fill_value=count)
+
+
+def _by_hash(indices: jax.Array, num_rows: int) -> jax.Array:
+    """The same. Rows that meet try again: 1e5 random ids need three rounds.
+
+    The first in each place is found in its round, hence the rounds end.
+    """
+    count = indices.shape[0]
+    bits = (SPREAD * count - 1).bit_length()
+    here = jnp.arange(count, dtype=jnp.int32)
+    unknown = count + 1
+    key = indices.astype(jnp.uint32)
+    if indices.dtype.itemsize == 8:
+        key ^= (indices >> 32).astype(jnp.uint32) * jnp.uint32(0x85EBCA6B)
+
+    def again(carry: Any) -> Any:
+        first, multiplier = carry
+        # Multiplicative hashing (Knuth): the high bits of a product with an odd number.
+        place = (key * multiplier >> (32 - bits)).astype(jnp.int32)
+        searching = first == unknown
+        winner = (
+            jnp.full((1 << bits,), count, jnp.int32)
+            .at[jnp.where(searching, place, 1 << bits)]
+            .min(here, mode="drop")
+            .at[place]
+            .get(mode="promise_in_bounds")
+        )
+        named = indices.at[jnp.minimum(winner, count - 1)].get(mode="promise_in_bounds")
+        first = jnp.where(searching & (named == indices), winner, first)
+        return first, multiplier + jnp.uint32(0x5BD1E996)
+
+    start = jnp.where(indices < num_rows, unknown, count).astype(jnp.int32)
+    searching = lambda carry: jnp.any(carry[0] == unknown)  # noqa: E731
+    return lax.while_loop(searching, again, (start, jnp.uint32(2654435769)))[0]
+
+
+def _number_firsts(
+    indices: jax.Array, first: jax.Array, num_rows: int, capacity: int
+) -> Numbered:
+    """Numbers the distinct rows in the order of their first occurrences ``[K]``."""
+    is_first = first == jnp.arange(indices.shape[0], dtype=jnp.int32)
     numbers = jnp.cumsum(is_first, dtype=jnp.int32) - 1
     slots = numbers.at[first].get(mode="fill", fill_value=capacity)
     unique = (

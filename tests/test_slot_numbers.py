@@ -10,13 +10,24 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import jslices as js
+from jslices import _slot_numbers
 from jslices._coalesce import sum_duplicates
-from jslices._slot_numbers import number_slots_in_any_order
 
 K, V = 520, 3000
-by_map = jax.jit(
-    functools.partial(number_slots_in_any_order, num_rows=V, capacity=K, row_bytes=64)
-)
+
+
+@functools.cache
+def number(way, num_rows=V, row_bytes=64):
+    """The program for a map of all rows, or with many ids of one that hashes."""
+
+    def run(ids):
+        with pytest.MonkeyPatch.context() as patch:
+            if way == "hash":
+                patch.setattr(_slot_numbers, "ROWS_PER_ID", 0)
+                patch.setattr(_slot_numbers, "MANY", K)
+            return _slot_numbers.number_slots_in_any_order(ids, num_rows, K, row_bytes)
+
+    return jax.jit(run)
 
 
 def draw(seed, distinct, empty):
@@ -25,11 +36,16 @@ def draw(seed, distinct, empty):
     return np.where(rng.random(K) < empty, V, ids).astype(np.int32)
 
 
+@pytest.mark.parametrize("way", ("map", "hash"))
 @settings(max_examples=60, deadline=None)
-@given(st.integers(0, 2**31), st.integers(1, 2 * K), st.sampled_from((0.0, 0.3, 1.0)))
-def test_each_row_has_one_slot_in_the_order_of_appearance(seed, distinct, empty):
+@given(
+    seed=st.integers(0, 2**31),
+    distinct=st.integers(1, 2 * K),
+    empty=st.sampled_from((0.0, 0.3, 1.0)),
+)
+def test_each_row_has_one_slot_in_the_order_of_appearance(way, seed, distinct, empty):
     ids = draw(seed, distinct, empty)
-    unique, slots, count = map(np.asarray, by_map(ids))
+    unique, slots, count = map(np.asarray, number(way)(ids))
     present = list(dict.fromkeys(ids[ids < V].tolist()))
     assert count == len(present)
     assert unique.tolist() == present + [V] * (K - len(present))
@@ -37,9 +53,9 @@ def test_each_row_has_one_slot_in_the_order_of_appearance(seed, distinct, empty)
     assert slots.tolist() == want
 
 
-def test_a_cpu_does_not_sort_and_others_do():
-    ids = jax.ShapeDtypeStruct((K,), jnp.int32)
-    traced = by_map.trace(ids)
+@pytest.mark.parametrize("way", ("map", "hash"))
+def test_a_cpu_does_not_sort_and_others_do(way):
+    traced = number(way).trace(jax.ShapeDtypeStruct((K,), jnp.int32))
     for platform, sorts in (("cpu", False), ("cuda", True), ("tpu", True)):
         text = traced.lower(lowering_platforms=(platform,)).as_text()
         assert ("stablehlo.sort" in text) == sorts
@@ -51,12 +67,24 @@ def test_a_cpu_does_not_sort_and_others_do():
     ids=("many rows", "short rows", "few ids"),
 )
 def test_a_map_that_would_not_pay_is_not_made(num_ids, num_rows, row_bytes):
-    number = functools.partial(
-        number_slots_in_any_order, num_rows=num_rows, capacity=K, row_bytes=row_bytes
-    )
     ids = jax.ShapeDtypeStruct((num_ids,), jnp.int32)
-    text = jax.jit(number).trace(ids).lower(lowering_platforms=("cpu",)).as_text()
-    assert "stablehlo.sort" in text
+    traced = number("map", num_rows, row_bytes).trace(ids)
+    assert "stablehlo.sort" in traced.lower(lowering_platforms=("cpu",)).as_text()
+
+
+def test_many_ids_of_a_large_table_are_hashed():
+    ids = jax.ShapeDtypeStruct((_slot_numbers.MANY,), jnp.int32)
+    traced = number("map", 10**7, 64).trace(ids)
+    assert "stablehlo.sort" not in traced.lower(lowering_platforms=("cpu",)).as_text()
+
+
+@pytest.mark.parametrize("stride", (1, 1 << 12, 1 << 20, 2654435769 % 4093))
+def test_hashed_ids_that_are_evenly_spaced(stride):
+    ids = jnp.arange(K) * stride
+    unique, slots, count = number("hash", 2**31 - 1)(ids)
+    np.testing.assert_array_equal(unique, ids)
+    np.testing.assert_array_equal(slots, np.arange(K))
+    assert count == K
 
 
 def test_sums_are_those_of_the_sort_to_the_bit():
@@ -69,16 +97,26 @@ def test_sums_are_those_of_the_sort_to_the_bit():
     np.testing.assert_array_equal(a, b[order])
 
 
-def test_under_vmap_and_with_64_bit_indices():
+@pytest.mark.parametrize("way", ("map", "hash"))
+def test_under_vmap_and_with_64_bit_indices(way):
     batch = jnp.stack([jnp.asarray(draw(s, 300, 0.2)) for s in (1, 2)])
-    together = jax.vmap(by_map)(batch)
+    together = jax.vmap(number(way))(batch)
     for n, ids in enumerate(batch):
-        for got, want in zip(together, by_map(ids), strict=True):
+        for got, want in zip(together, number(way)(ids), strict=True):
             np.testing.assert_array_equal(got[n], want)
     with jax.enable_x64(True):
-        wide = by_map(jnp.asarray(np.asarray(batch[0]), jnp.int64))
+        wide = number(way)(jnp.asarray(np.asarray(batch[0]), jnp.int64))
         assert wide[0].dtype == jnp.int64
         np.testing.assert_array_equal(wide[0], together[0][0])
+
+
+def test_64_bit_ids_that_differ_in_their_high_half_only():
+    with jax.enable_x64(True):
+        ids = jnp.arange(K, dtype=jnp.int64) % 300 << 32
+        unique, slots, count = number("hash", 2**50)(ids)
+        assert count == 300
+        np.testing.assert_array_equal(unique[:300], np.arange(300) << 32)
+        np.testing.assert_array_equal(slots, np.arange(K) % 300)
 
 
 def test_coalesce_still_sorts():
