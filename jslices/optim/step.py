@@ -1,9 +1,9 @@
 """From slices to the update and the new state: the way is chosen from the shapes.
 
-    few rows               ``in_place.step_at_once``    sort, sum, gather, step, scatter
+    few rows               ``in_place.step_at_once``    number, sum, gather, step, scatter
     more rows, on a CPU    ``in_place.step_rows``       the same in chunks, in cache
     many bytes, on a CPU   ``fold.step_folded``         sums and update in the gradient
-    much of the table      ``whole.step_whole``         no sort, one pass over all rows
+    much of the table      ``whole.step_whole``         no numbers, one pass over all rows
 
 Each was chosen by measurement (docs/speed.md).
 """
