@@ -1,6 +1,7 @@
 """The command line: ``python -m jslices demo`` and ``bench``."""
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 
@@ -24,11 +25,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     try:
         {"demo": demo, "bench": bench}[options.command].run(options)
+        sys.stdout.flush()
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130
+    except BrokenPipeError:
+        # `| head` has read enough; what is still buffered must not fail at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
     return 0
 
 

@@ -293,3 +293,14 @@ def test_memory_is_not_underestimated(optimizer, dtype, ids):
         used = found.argument_size_in_bytes + found.temp_size_in_bytes
         used += found.output_size_in_bytes - found.alias_size_in_bytes
         assert used <= 1.05 * need + 2**16
+
+
+def test_a_reader_that_has_read_enough_is_no_error():
+    command = [sys.executable, "-m", "jslices", "bench", *TINY, "--optimizer", "sgd"]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        process.stdout.close()
+        errors = process.stderr.read()
+    assert process.returncode == 1
+    assert errors == ""
