@@ -100,6 +100,7 @@ from jslices.variables import Variable as Variable
 from jslices.variables import Variables as Variables
 from jslices.variables import all_variables as all_variables
 from jslices.variables import assert_variables_initialized as assert_variables_initialized
+from jslices.variables import constant as constant
 from jslices.variables import constant_initializer as constant_initializer
 from jslices.variables import get_collection as get_collection
 from jslices.variables import get_variable as get_variable
@@ -109,21 +110,26 @@ from jslices.variables import glorot_uniform_initializer as glorot_uniform_initi
 from jslices.variables import initialize_all_variables as initialize_all_variables
 from jslices.variables import initialize_variables as initialize_variables
 from jslices.variables import name_scope as name_scope
+from jslices.variables import ones as ones
 from jslices.variables import ones_initializer as ones_initializer
 from jslices.variables import orthogonal_initializer as orthogonal_initializer
+from jslices.variables import random_normal as random_normal
 from jslices.variables import random_normal_initializer as random_normal_initializer
+from jslices.variables import random_uniform as random_uniform
 from jslices.variables import random_uniform_initializer as random_uniform_initializer
 from jslices.variables import (
     report_uninitialized_variables as report_uninitialized_variables,
 )
 from jslices.variables import trainable_variables as trainable_variables
 from jslices.variables import transform as transform
+from jslices.variables import truncated_normal as truncated_normal
 from jslices.variables import truncated_normal_initializer as truncated_normal_initializer
 from jslices.variables import (
     uniform_unit_scaling_initializer as uniform_unit_scaling_initializer,
 )
 from jslices.variables import variable_scope as variable_scope
 from jslices.variables import variance_scaling_initializer as variance_scaling_initializer
+from jslices.variables import zeros as zeros
 from jslices.variables import zeros_initializer as zeros_initializer
 
 __version__ = "0.1.0"

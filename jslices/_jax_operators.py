@@ -20,3 +20,9 @@ _OPERATORS = (
 def called_by_jax_operator() -> bool:
     """True inside ``__jax_array__`` when ``array + slices`` (or ``-``, ``*``) asked."""
     return sys._getframe(2).f_code.co_name in _OPERATORS
+
+
+def called_by_any_jax_operator() -> bool:
+    """The same for all operators, ``array @ x`` and ``array < x`` included."""
+    name = sys._getframe(2).f_code.co_name
+    return name.startswith("_operator_") or name == "deferring_binary_op"

@@ -17,7 +17,7 @@ import warnings
 import numpy as np
 
 import jslices as js
-from jslices.checkpoint import saver as saver_module
+from jslices.checkpoint import saving
 from jslices.checkpoint.leaves import Leaf, Piece, as_leaf
 
 ROWS = 3000
@@ -44,7 +44,7 @@ def save_forever(directory, kind, first):
     if state is not None:
         saver.recover_last_checkpoints(state.all_model_checkpoint_paths)
     if kind == "shards":
-        saver_module.as_leaf = in_three
+        saving.as_leaf = in_three
     for step in range(first, first + 10**9):
         if kind == "shards":
             saver.save(variables(step), f"{directory}/m")

@@ -14,9 +14,11 @@ import numpy as np
 import pytest
 
 import jslices as js
-from jslices.checkpoint import DataLossError, NotFoundError, files, shards
+from jslices.checkpoint import DataLossError, NotFoundError, files, shards, tensor_writer
 from jslices.checkpoint.archive import Archive
+from jslices.checkpoint.checksum import CHUNK
 from jslices.checkpoint.leaves import Leaf, Piece, as_leaf
+from jslices.checkpoint.tensor_file import TensorFile
 
 TESTS = pathlib.Path(__file__).parent
 A = {"a": np.arange(1000.0), "b": np.ones((3, 2), np.float32)}
@@ -142,6 +144,58 @@ def test_a_disk_that_fails_later(call, tmp_path, monkeypatch):
     assert sorted(os.listdir(tmp_path)) == ["checkpoint", "m-0"]
     assert_holds(js.latest_checkpoint(tmp_path), A)
     assert saver.last_checkpoints == [path]
+
+
+BIG = {"a": np.arange(3 * CHUNK // 4 + 1000, dtype=np.float32), "b": np.arange(7)}
+
+
+def test_a_disk_that_fails_in_another_thread(tmp_path, monkeypatch):
+    saver = js.Saver()
+    saver.save(BIG, tmp_path / "m", 0)
+    write, threads = tensor_writer._write_at, set()
+
+    def fails(descriptor, data, place):
+        threads.add(threading.get_ident())
+        if place > 2 * CHUNK:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return write(descriptor, data, place)
+
+    monkeypatch.setattr(tensor_writer, "_write_at", fails)
+    with pytest.raises(OSError, match=r"Input/output error; .*m-1 was not saved"):
+        saver.save(BIG, tmp_path / "m", 1)
+    assert threads - {threading.get_ident()}
+    assert sorted(os.listdir(tmp_path)) == ["checkpoint", "m-0"]
+    assert_holds(js.latest_checkpoint(tmp_path), BIG)
+
+
+def short(descriptor, data, place):
+    return os.pwrite(descriptor, data[:99_991], place)
+
+
+@pytest.mark.parametrize("write", [short, tensor_writer._seek_and_write])
+def test_writes_that_are_short_and_systems_without_pwrite(write, tmp_path, monkeypatch):
+    usual = js.Saver().save(BIG, tmp_path / "usual")
+    monkeypatch.setattr(tensor_writer, "_write_at", write)
+    path = js.Saver().save(BIG, tmp_path / "m")
+    assert_holds(path, BIG)
+    assert os.path.getsize(path) == os.path.getsize(usual)
+
+
+@pytest.mark.parametrize("size", [1, 1000, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK + 5])
+def test_blocks_of_any_size(size, tmp_path):
+    """What comes in blocks is written as what comes whole: the same bytes and checksums."""
+    whole = np.random.default_rng(size).integers(0, 256, 2 * CHUNK + 4321, np.uint8)
+    blocks = [whole[i : i + size] for i in range(0, len(whole), size)] if size > 1 else [
+        whole[:1], whole[1:1], whole[1:]]  # fmt: skip
+    files_written = []
+    for number, given in enumerate(([whole], blocks)):
+        path = tmp_path / str(number)
+        with open(path, "wb+") as file:
+            tensor = tensor_writer.Tensor("uint8", whole.shape, lambda given=given: given)
+            tensor_writer.write(file.fileno(), {"t": tensor}, {})
+        np.testing.assert_array_equal(TensorFile(str(path)).read("t"), whole)
+        files_written.append(path.read_bytes())
+    assert files_written[0] == files_written[1]
 
 
 def test_what_fails_after_a_save_is_not_called_a_failed_save(tmp_path, monkeypatch):

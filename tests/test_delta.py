@@ -200,7 +200,9 @@ def test_a_hostile_link_is_not_followed(tmp_path, monkeypatch):
     outside = js.Saver().save({"t": jnp.ones((4, 2))}, tmp_path / "outside")
     saver = js.Saver()
     saver.save({"t": jnp.ones((4, 2))}, tmp_path / "d" / "m", 0)
-    monkeypatch.setattr("jslices.checkpoint.saver.os.path.basename", lambda p: "../outside")
+    monkeypatch.setattr(
+        "jslices.checkpoint.saving.os.path.basename", lambda p: "../outside"
+    )
     path = saver.save_delta({"t": jnp.ones((4, 2))}, tmp_path / "d" / "n")
     monkeypatch.undo()
     with pytest.raises(DataLossError, match=r"names '../outside' as its base; .* not foll"):

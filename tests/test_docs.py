@@ -1,4 +1,4 @@
-"""docs/operations.md is true: its code runs, it lists the exceptions the tests make."""
+"""docs/operations.md and variables.md are true: their code runs, and what is excepted."""
 
 import functools
 import pathlib
@@ -6,18 +6,23 @@ import re
 
 import jax
 import jax.numpy as jnp
+import pytest
 import test_algebra
 import test_bags
 import test_scatter
 
 import jslices as js
 
-TEXT = (pathlib.Path(__file__).parent.parent / "docs" / "operations.md").read_text()
+DOCS = pathlib.Path(__file__).parent.parent / "docs"
+TEXT = (DOCS / "operations.md").read_text()
 
 
-def test_code_runs():
-    (block,) = re.findall(r"^```python\n(.*?)^```", TEXT, re.M | re.S)
-    exec(block, {"functools": functools, "jax": jax, "jnp": jnp, "js": js})
+@pytest.mark.parametrize("page, count", [("operations.md", 1), ("variables.md", 2)])
+def test_code_runs(page, count):
+    blocks = re.findall(r"^```python\n(.*?)^```", (DOCS / page).read_text(), re.M | re.S)
+    assert len(blocks) == count
+    for block in blocks:
+        exec(block, {"functools": functools, "jax": jax, "jnp": jnp, "js": js})
 
 
 def test_every_exception_of_the_tests_is_listed():

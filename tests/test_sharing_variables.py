@@ -32,6 +32,43 @@ FILTER = """
         with tf.variable_scope("conv2"):
             return conv_relu(relu1, [5, 5, 4, 4], [4])
 """
+PROBLEM = """
+    def my_image_filter(input_images):
+        conv1_weights = tf.Variable(tf.random_normal([5, 5, 3, 4]),
+            name="conv1_weights")
+        conv1_biases = tf.Variable(tf.zeros([4]), name="conv1_biases")
+        conv1 = tf.nn.conv2d(input_images, conv1_weights,
+            strides=[1, 1, 1, 1], padding='SAME')
+        relu1 = tf.nn.relu(conv1 + conv1_biases)
+
+        conv2_weights = tf.Variable(tf.random_normal([5, 5, 4, 4]),
+            name="conv2_weights")
+        conv2_biases = tf.Variable(tf.zeros([4]), name="conv2_biases")
+        conv2 = tf.nn.conv2d(relu1, conv2_weights,
+            strides=[1, 1, 1, 1], padding='SAME')
+        return tf.nn.relu(conv2 + conv2_biases)
+"""
+DICTIONARY = """
+    variables_dict = {
+        "conv1_weights": tf.Variable(tf.random_normal([5, 5, 3, 4]),
+            name="conv1_weights"),
+        "conv1_biases": tf.Variable(tf.zeros([4]), name="conv1_biases"),
+        "conv2_weights": tf.Variable(tf.random_normal([5, 5, 4, 4]),
+            name="conv2_weights"),
+        "conv2_biases": tf.Variable(tf.zeros([4]), name="conv2_biases"),
+    }
+
+    def my_image_filter(input_images, variables_dict):
+        conv1 = tf.nn.conv2d(input_images, variables_dict["conv1_weights"],
+            strides=[1, 1, 1, 1], padding='SAME')
+        relu1 = tf.nn.relu(conv1 + variables_dict["conv1_biases"])
+        conv2 = tf.nn.conv2d(relu1, variables_dict["conv2_weights"],
+            strides=[1, 1, 1, 1], padding='SAME')
+        return tf.nn.relu(conv2 + variables_dict["conv2_biases"])
+
+    result1 = my_image_filter(image1, variables_dict)
+    result2 = my_image_filter(image2, variables_dict)
+"""
 TWICE = """
     result1 = my_image_filter(image1)
     result2 = my_image_filter(image2)
@@ -49,8 +86,8 @@ NAMES = [
 ]
 
 
-def run(*texts, **given):
-    """Runs a program in ``init`` and ``apply``, and gives its results and variables."""
+def transformed(*texts):
+    """A program as a transformed function of what it is given, for its two results."""
     program = compile("\n".join(map(textwrap.dedent, texts)), "snippet", "exec")
 
     def model(given):
@@ -58,7 +95,12 @@ def run(*texts, **given):
         exec(program, names)
         return names.get("result1"), names.get("result2")
 
-    model = jslices.transform(model)
+    return jslices.transform(model)
+
+
+def run(*texts, **given):
+    """Runs a program in ``init`` and ``apply``, and gives its results and variables."""
+    model = transformed(*texts)
     # Of its own accord JAX adds a vector to an image, as TensorFlow does.
     with jax.numpy_rank_promotion("allow"):
         variables = model.init(KEY, given)
@@ -70,24 +112,76 @@ def run(*texts, **given):
     return out, variables
 
 
+def filtered(image, weights1, biases1, weights2, biases2):
+    """The page's filter, by JAX alone."""
+    for weights, biases in ((weights1, biases1), (weights2, biases2)):
+        dimensions = ("NHWC", "HWIO", "NHWC")
+        image = jax.lax.conv_general_dilated(
+            image, weights, (1, 1), "SAME", dimension_numbers=dimensions
+        )
+        image = jnp.maximum(image + biases.reshape(1, 1, 1, -1), 0)
+    return image
+
+
 def test_a_filter_is_shared():
     results, variables = run(FILTER, SHARED, image1=IMAGE, image2=2 * IMAGE)
     assert list(variables) == NAMES
-
-    def layer(x, conv):
-        weights, biases = (
-            variables[f"image_filters/{conv}/{n}"] for n in ("weights", "biases")
-        )
-        dimensions = ("NHWC", "HWIO", "NHWC")
-        y = jax.lax.conv_general_dilated(
-            x, weights, (1, 1), "SAME", dimension_numbers=dimensions
-        )
-        return jnp.maximum(y + biases.reshape(1, 1, 1, -1), 0)
-
     for factor, result in zip((1, 2), results, strict=True):
-        wanted = layer(layer(factor * IMAGE, "conv1"), "conv2")
+        wanted = filtered(factor * IMAGE, *variables.values())
         np.testing.assert_allclose(result, wanted, rtol=1e-5)
         assert float(result.max()) > 0
+
+
+OWN = ["conv1_weights", "conv1_biases", "conv2_weights", "conv2_biases"]
+
+
+@pytest.mark.parametrize("texts", [(PROBLEM, TWICE), (DICTIONARY,)])
+def test_the_filters_with_variables_of_their_own(texts):
+    """Two calls of the first make two sets of variables, a dictionary is one."""
+    images = {"image1": IMAGE, "image2": 2 * IMAGE}
+    results, variables = run(*texts, **images)
+    sets = [OWN, [f"{name}_1" for name in OWN]] if PROBLEM in texts else [OWN, OWN]
+    assert list(variables) == list(dict.fromkeys([*sets[0], *sets[1]]))
+    for result, image, names in zip(results, images.values(), sets, strict=True):
+        wanted = filtered(image, *(variables[name] for name in names))
+        np.testing.assert_allclose(result, wanted, rtol=1e-5)
+        assert float(result.max()) > 0
+    weights = [variables[name] for name in variables if "weights" in name]
+    for array in weights:  # 300 or 400 normal numbers, no two arrays the same ones
+        assert abs(array.mean()) < 0.25 and 0.8 < array.std() < 1.2
+    firsts = {float(array.ravel()[0]) for array in weights}
+    assert len(firsts) == len(weights)
+    assert not any(array.any() for name, array in variables.items() if "biases" in name)
+
+
+@pytest.mark.parametrize("texts", [(PROBLEM, TWICE), (DICTIONARY,)])
+def test_the_filters_are_trained(texts):
+    model, images = transformed(*texts), {"image1": IMAGE, "image2": 2 * IMAGE}
+
+    def loss(variables):
+        out, _ = model.apply(variables, images)
+        return sum(jnp.sum(x) for x in out)
+
+    def by_jax(variables):
+        first = [variables[name] for name in OWN]
+        second = [variables[f"{name}_1" if PROBLEM in texts else name] for name in OWN]
+        return jnp.sum(filtered(IMAGE, *first)) + jnp.sum(filtered(2 * IMAGE, *second))
+
+    with jax.numpy_rank_promotion("allow"):
+        variables = model.init(KEY, images)
+        wanted = jax.grad(by_jax)(dict(variables))
+        for grad in (jslices.grad(loss), jax.grad(loss), jax.jit(jslices.grad(loss))):
+            got = grad(variables)
+            for name in wanted:
+                np.testing.assert_allclose(got[name], wanted[name], rtol=1e-4, atol=1e-2)
+                assert jnp.any(wanted[name])
+        # What TensorFlow's programs do next.
+        declared = model.abstract_init(images)
+        again = jslices.initialize_all_variables(declared, KEY)
+        jitted = jax.jit(model.init)(KEY, images)
+    for name in variables:
+        np.testing.assert_array_equal(again[name], variables[name])
+        np.testing.assert_allclose(jitted[name], variables[name], rtol=1e-6)
 
 
 def test_not_sharing_a_filter_is_an_error():

@@ -1,7 +1,8 @@
-"""Checksums that cost no time while there is a second core."""
+"""Checksums of chunks, taken in other threads together with the work on each chunk."""
 
 import concurrent.futures
 import zlib
+from collections.abc import Callable
 
 #: Every so many bytes of a tensor have a checksum of their own, so that some rows can be
 #: checked without reading the others. Part of the format of the files; small enough that
@@ -16,8 +17,13 @@ def num_chunks(num_bytes: int) -> int:
     return max(1, -(-num_bytes // CHUNK))
 
 
-class Checksum:
-    """CRC-32 of each chunk of a tensor, taken in other threads while its giver goes on."""
+def checksum(data: memoryview, so_far: int = 0) -> int:
+    """CRC-32 of these bytes after others."""
+    return zlib.crc32(data, so_far)
+
+
+class Checksums:
+    """The checksums of a tensor, one after the other, each taken by a function."""
 
     def __init__(self, num_bytes: int) -> None:
         # One chunk is not worth a thread.
@@ -25,48 +31,31 @@ class Checksum:
         self._pool = concurrent.futures.ThreadPoolExecutor(threads) if threads > 1 else None
         self._pending: list[concurrent.futures.Future[int]] = []
         self._sums: list[int] = []
-        self._parts: list[memoryview] = []  # of the chunk that is not complete
-        self._filled = 0
 
-    def add(self, data: memoryview) -> None:
-        """Takes in the next bytes, which must stay as they are until :meth:`text`."""
-        while data:
-            part = data[: CHUNK - self._filled]
-            self._parts.append(part)
-            self._filled += len(part)
-            if self._filled == CHUNK:
-                self._take()
-            data = data[len(part) :]
+    def add(self, take: Callable[[], int]) -> None:
+        """Has ``take`` called for the next checksum, in another thread if there are many.
+
+        What one of them raises comes out of a later ``add``, or of :meth:`text`.
+        """
+        if self._pool is None:
+            self._sums.append(take())
+            return
+        self._pending.append(self._pool.submit(take))
+        self._wait(_THREADS)  # so that what waits is still in the cache, and is not much
 
     def text(self) -> str:
-        """The checksums, one after the other."""
-        if self._parts or not (self._sums or self._pending):
-            self._take()
+        """The checksums, one after the other; that of nothing if there is none."""
         self._wait(0)
-        return "".join(f"{one:0{DIGITS}x}" for one in self._sums)
-
-    def _take(self) -> None:
-        parts, self._parts, self._filled = self._parts, [], 0
-        if self._pool is None:
-            self._sums.append(_crc(parts))
-            return
-        self._pending.append(self._pool.submit(_crc, parts))
-        self._wait(_THREADS)  # so that what waits is still in the cache, and is not much
+        sums = self._sums or [checksum(memoryview(b""))]
+        return "".join(f"{one:0{DIGITS}x}" for one in sums)
 
     def _wait(self, most: int) -> None:
         while len(self._pending) > most:
             self._sums.append(self._pending.pop(0).result())
 
-    def __enter__(self) -> "Checksum":
+    def __enter__(self) -> "Checksums":
         return self
 
     def __exit__(self, *_: object) -> None:
         if self._pool is not None:
             self._pool.shutdown()
-
-
-def _crc(parts: list[memoryview]) -> int:
-    total = 0
-    for part in parts:
-        total = zlib.crc32(part, total)
-    return total

@@ -1,6 +1,7 @@
-"""Which rows of which tables have changed, and saving only those."""
+"""Deltas: what they build on, and which rows of which tables have changed since."""
 
 import fnmatch
+import os
 from typing import Any
 
 import jax
@@ -8,10 +9,53 @@ import numpy as np
 
 from jslices._errors import InvalidArgumentError, NotFoundError
 from jslices._slices import IndexedSlices, is_slices
+from jslices.checkpoint import files
 from jslices.checkpoint.archive import Archive
 from jslices.checkpoint.leaves import Leaf, as_leaf, row_blocks
 from jslices.checkpoint.names import brief, named_leaves
 from jslices.checkpoint.shards import Part
+
+
+def base_for_delta(prefix: str, previous: tuple[str, str] | None) -> Archive:
+    """What a delta at ``prefix`` builds on, open.
+
+    Args:
+      prefix: where the delta will be.
+      previous: path and id of what was saved or restored last.
+
+    Raises:
+      ValueError: if there is nothing, or nothing that it may build on.
+      NotFoundError: if that is gone.
+    """
+    if previous is None:
+        raise ValueError(
+            "a delta builds on a full checkpoint, and this Saver has saved and "
+            "restored none; call save (or restore) first"
+        )
+    path, save_id = previous
+    if os.path.abspath(path) == os.path.abspath(prefix):
+        raise InvalidArgumentError(
+            f"a delta at {prefix} would overwrite the checkpoint that it builds on; "
+            "give another path or global_step"
+        )
+    here, there = os.path.dirname(prefix) or ".", os.path.dirname(path) or "."
+    if not os.path.samefile(here, there) if os.path.isdir(there) else here != there:
+        raise InvalidArgumentError(
+            f"a delta must be in the directory of what it builds on, {path}; got {prefix}"
+        )
+    if not files.checkpoint_exists(path):
+        raise NotFoundError(f"{path}, on which a delta would build, is not there")
+    base = Archive(path)
+    if base.save_id != save_id or not save_id:
+        raise InvalidArgumentError(
+            f"{path} is not what this Saver saved or restored; call save once more"
+        )
+    if os.path.abspath(prefix) in {os.path.abspath(p) for p in base.chain()}:
+        raise InvalidArgumentError(
+            f"{prefix} is one of the checkpoints that a delta would build on; give "
+            "another path or global_step"
+        )
+    return base
 
 
 def part_of_delta(

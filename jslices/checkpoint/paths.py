@@ -9,9 +9,12 @@ import numpy as np
 from jslices._errors import NotFoundError
 from jslices.checkpoint.names import brief, found_name, named_leaves, plain
 
+#: A path as users give it.
+Path = str | os.PathLike[str]
+
 
 def checkpoint_path(
-    path: str | os.PathLike[str],
+    path: Path,
     step: int | None,
     latest_filename: str | None,
     pad: bool,

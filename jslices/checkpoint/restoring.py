@@ -1,5 +1,6 @@
-"""Reading a checkpoint into a tree."""
+"""The part of Saver that restores: a checkpoint read into a tree."""
 
+import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -7,10 +8,80 @@ import jax
 
 from jslices._errors import InvalidArgumentError, NotFoundError
 from jslices.checkpoint.archive import Archive
-from jslices.checkpoint.names import brief, choose, named_leaves
+from jslices.checkpoint.names import brief, choose, named_leaves, plain
+from jslices.checkpoint.paths import Path
 from jslices.checkpoint.place import misfit, original, place
 from jslices.checkpoint.ranges import narrow_to_rows
 from jslices.checkpoint.structure import rebuild
+
+
+class RestoringMethods:
+    """``restore``, with the options and the memory of a Saver."""
+
+    _var_list: Any
+    _reshape: bool
+    _previous: tuple[str, str] | None  #: path and id, for the next delta
+
+    def restore(
+        self,
+        path: Path,
+        variables: Any = None,
+        rows: Mapping[str, slice] | None = None,
+    ) -> Any:
+        """Reads a checkpoint, checking every tensor it reads.
+
+        Args:
+          path: what :meth:`save` returned, or ``latest_checkpoint(directory)``. Also any
+            safetensors file.
+          variables: a pytree that says what is wanted: only its variables are read, as
+            the kind of thing each is (an array of JAX's or NumPy's, a number), onto its
+            sharding. A ``jax.ShapeDtypeStruct``, with its ``sharding=``, will do. None:
+            everything, as it was saved; nodes other than dicts, lists, tuples and
+            IndexedSlices come back as dicts.
+          rows: ``{name or pattern: slice(start, stop)}``, the rows that are wanted of a
+            table ``[V, *D]`` (``{"*/table": ...}``: of its slots as well). It comes back
+            as ``[stop - start, *D]``, the shape that it must have in ``variables``. Of
+            other variables everything is restored.
+
+        Returns:
+          A tree like ``variables``; where ``var_list`` leaves something out, its leaves
+          as they were given.
+
+        Raises:
+          ValueError: if there is no checkpoint at ``path``.
+          NotFoundError: if variables, a shard, or what a delta builds on, are not there.
+          InvalidArgumentError: if shapes or dtypes differ, or a range of rows is not
+            within the table.
+          DataLossError: if a file is damaged.
+
+        Cost: one table more than the variables hold at the end, at most. Of a sharded
+        array only the shards are read, and of ``rows`` only those, in chunks of 4 MiB.
+
+        Example:
+          >>> import tempfile, jax, jax.numpy as jnp, jslices as js
+          >>> tree = {"table": jnp.arange(12.0).reshape(6, 2), "step": 3}
+          >>> path = js.Saver().save(tree, f"{tempfile.mkdtemp()}/model")
+          >>> js.Saver().restore(path, rows={"table": slice(2, 4)})["table"]
+          Array([[4., 5.],
+                 [6., 7.]], dtype=float32)
+          >>> struct = jax.ShapeDtypeStruct((1, 2), jnp.float32)
+          >>> js.Saver().restore(path, {"table": struct}, rows={"table": slice(5, 6)})
+          {'table': Array([[10., 11.]], dtype=float32)}
+
+        Source: ``tf.train.Saver.restore``; ``rows`` is the slice of a partitioned
+        variable, which TensorFlow writes as ``"6 2 2,2:0,2"``.
+        """
+        if path is None:
+            raise ValueError("Can't load save_path when it is None.")
+        archive = Archive(os.fspath(path))
+        if variables is None:
+            restored = restore_all(archive, self._var_list, rows)
+        else:
+            restored = restore_into(
+                archive, plain(variables), self._var_list, self._reshape, rows
+            )
+        self._previous = (archive.prefix, archive.save_id)
+        return restored
 
 
 def restore_all(archive: Archive, var_list: Any, rows: Any = None) -> Any:

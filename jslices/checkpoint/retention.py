@@ -4,7 +4,7 @@ import logging
 import math
 import os
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from jslices.checkpoint import files
 from jslices.checkpoint.archive import link
@@ -99,3 +99,41 @@ class Retention:
             if found:
                 self.last.append((path, os.path.getmtime(found[0][0])))
                 self._ids[path] = saved_id(found[0][0])
+
+
+class RetentionMethods:
+    """What a Saver tells of the checkpoints that it keeps, and is told."""
+
+    _retention: Retention
+
+    @property
+    def last_checkpoints(self) -> list[str]:
+        """The paths of the checkpoints that are kept, the oldest first; a new list."""
+        return self._retention.paths
+
+    def set_last_checkpoints(self, last_checkpoints: list[str]) -> None:
+        """Takes over a list of paths. They will not be deleted; see
+        :meth:`recover_last_checkpoints`.
+
+        Raises:
+          TypeError: if it is not a list. (TensorFlow: AssertionError.)
+        """
+        if not isinstance(last_checkpoints, list):
+            raise _NotAList(
+                f"last_checkpoints must be a list, not {type(last_checkpoints).__name__}"
+            )
+        self._retention.set(last_checkpoints)
+
+    def recover_last_checkpoints(self, checkpoint_paths: Sequence[str]) -> None:
+        """Takes over the checkpoints of an earlier run, to be deleted in their turn.
+
+        Args:
+          checkpoint_paths: the oldest first, for example
+            ``get_checkpoint_state(directory).all_model_checkpoint_paths``. Those that
+            are not there are left out.
+        """
+        self._retention.recover(os.fspath(path) for path in checkpoint_paths)
+
+
+class _NotAList(TypeError, AssertionError):
+    """TensorFlow's AssertionError, which is a TypeError."""

@@ -21,6 +21,9 @@ What differs from TensorFlow, on purpose:
 
 from jslices.variables.collections import GraphKeys as GraphKeys
 from jslices.variables.collections import get_collection as get_collection
+from jslices.variables.constants import constant as constant
+from jslices.variables.constants import ones as ones
+from jslices.variables.constants import zeros as zeros
 from jslices.variables.get import get_variable as get_variable
 from jslices.variables.helpers import all_variables as all_variables
 from jslices.variables.helpers import (
@@ -44,6 +47,9 @@ from jslices.variables.initializers import (
     truncated_normal_initializer as truncated_normal_initializer,
 )
 from jslices.variables.initializers import zeros_initializer as zeros_initializer
+from jslices.variables.random_values import random_normal as random_normal
+from jslices.variables.random_values import random_uniform as random_uniform
+from jslices.variables.random_values import truncated_normal as truncated_normal
 from jslices.variables.scaled_initializers import (
     glorot_normal_initializer as glorot_normal_initializer,
 )

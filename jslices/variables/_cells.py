@@ -6,6 +6,7 @@ import jax
 import numpy as np
 
 from jslices._errors import FailedPreconditionError
+from jslices.variables._keys import initial_value
 from jslices.variables.frame import Entry, Frame, Mode, is_running
 from jslices.variables.state import is_initialized
 
@@ -45,7 +46,7 @@ class LiveCell:
         if is_initialized(self.entry.value):
             return self.read()
         self._check_running()
-        return self.entry.make_initial(self._frame.key_for(self.name))
+        return initial_value(self.entry.make_initial, self._frame.key, self.name)
 
     def write(self, value: jax.Array, what: str) -> None:
         self._check_running()

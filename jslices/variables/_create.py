@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jslices.variables._cells import LiveCell
+from jslices.variables._keys import initial_value
 from jslices.variables._values import canonical_dtype, is_array
 from jslices.variables.frame import Entry, Frame, Mode
 from jslices.variables.state import Initial, VariableInfo, is_initialized
@@ -71,7 +72,7 @@ def _collections(wish: Wish) -> tuple[str, ...]:
 
 
 def _made(frame: Frame, wish: Wish) -> jax.Array:
-    value = _strong(wish.make(frame.key_for(wish.name)))
+    value = _strong(initial_value(wish.make, frame.key, wish.name))
     if wish.shape is not None and tuple(value.shape) != wish.shape:
         raise ValueError(
             f"the initializer of {wish.name} gave shape {tuple(value.shape)}, wanted "

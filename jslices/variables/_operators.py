@@ -13,15 +13,19 @@ def plain(x: Any) -> Any:
 
 
 def _binary(function: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
-    return lambda self, other: function(self.value(), plain(other))
+    return lambda self, other: self._operate(function, self, other)
 
 
 def _reflected(function: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
-    return lambda self, other: function(plain(other), self.value())
+    return lambda self, other: self._operate(function, other, self)
 
 
 def _unary(function: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda self, *args: function(self.value(), *args)
+    return lambda self, *args: self._operate(function, self, *args)
+
+
+def _number(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    return lambda self: function(self.value())
 
 
 def _methods(cls: type) -> str:
@@ -37,6 +41,7 @@ class ArrayOperators:
 
     # NumPy arrays then leave `array + v` to `__radd__`.
     __array_ufunc__ = None
+    is_lazy = False  #: whether operators wait until the value is wanted
 
     def value(self) -> Any:
         raise NotImplementedError
@@ -61,12 +66,20 @@ class ArrayOperators:
             ) from None
 
     def __getitem__(self, index: Any) -> Any:
-        return self.value()[plain(index)]
+        return self._operate(operator.getitem, self, plain(index))
+
+    def _operate(self, function: Callable[..., Any], *operands: Any) -> Any:
+        """What an operator gives; with something lazy among its operands that decides."""
+        for x in operands:
+            if isinstance(x, ArrayOperators) and x.is_lazy:
+                return x._operate(function, *operands)
+        return function(*map(plain, operands))
 
     __iter__ = None  # else Python would try v[0], v[1], ... for ever
 
     def __bool__(self) -> bool:
-        raise TypeError("a Variable is neither true nor false; compare its value()")
+        kind = type(self).__name__
+        raise TypeError(f"a {kind} is neither true nor false; compare its value()")
 
     __add__, __radd__ = _binary(operator.add), _reflected(operator.add)
     __sub__, __rsub__ = _binary(operator.sub), _reflected(operator.sub)
@@ -83,6 +96,6 @@ class ArrayOperators:
     __le__, __ge__ = _binary(operator.le), _binary(operator.ge)
     __neg__, __pos__ = _unary(operator.neg), _unary(operator.pos)
     __abs__, __invert__ = _unary(operator.abs), _unary(operator.invert)
-    __int__, __float__ = _unary(int), _unary(float)
-    __complex__, __index__ = _unary(complex), _unary(operator.index)
+    __int__, __float__ = _number(int), _number(float)
+    __complex__, __index__ = _number(complex), _number(operator.index)
     __round__ = _unary(round)

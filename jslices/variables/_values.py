@@ -1,4 +1,4 @@
-"""What may be assigned to a variable: its own shape and dtype, never broadcast."""
+"""Shapes and dtypes: what users give, and what may be assigned to a variable of them."""
 
 from typing import Any
 
@@ -50,11 +50,8 @@ def as_value(value: Any, dtype: np.dtype, what: str) -> jax.Array:
     if is_array(value):
         weak = getattr(value, "weak_type", False)
         fits = jnp.result_type(value, dtype) == dtype if weak else False
-        if canonical_dtype(value.dtype) != dtype and not fits:
-            raise TypeError(
-                f"{what} wants {dtype}, got an array of {value.dtype}; cast it: "
-                f"value.astype('{dtype}')"
-            )
+        if not fits:
+            check_dtype(value.dtype, dtype, what)
         return jnp.asarray(value, dtype)
     if _contains_arrays(value):
         return as_value(jnp.asarray(value), dtype, what)
@@ -62,6 +59,15 @@ def as_value(value: Any, dtype: np.dtype, what: str) -> jax.Array:
     if theirs > ours or (theirs == 0) != (ours == 0):
         raise TypeError(f"{what} wants {dtype}, got {value!r}")
     return jnp.asarray(value, dtype)
+
+
+def check_dtype(theirs: Any, dtype: np.dtype, what: str) -> None:
+    """Refuses an array of another dtype."""
+    if canonical_dtype(theirs) != dtype:
+        raise TypeError(
+            f"{what} wants {dtype}, got an array of {theirs}; cast it: "
+            f"value.astype('{dtype}')"
+        )
 
 
 def _contains_arrays(value: Any) -> bool:
@@ -78,3 +84,22 @@ def check_shape(value: Any, shape: tuple[int, ...], what: str) -> None:
             f"{tuple(np.shape(value))}; nothing is broadcast, so pass "
             f"jnp.broadcast_to(value, {shape}) if that is meant"
         )
+
+
+def static_shape(shape: Any, what: str) -> tuple[int, ...]:
+    """A shape as a tuple of ints.
+
+    Raises:
+      TypeError: if it is not known before tracing, naming ``what``.
+      ValueError: if something in it is negative.
+    """
+    dims = tuple(shape) if isinstance(shape, list | tuple | np.ndarray) else (shape,)
+    try:
+        whole = tuple(int(n.__index__()) for n in dims)
+    except (AttributeError, TypeError, jax.errors.TracerIntegerConversionError) as error:
+        raise TypeError(
+            f"the shape of {what} must be ints known before tracing, got {shape!r}"
+        ) from error
+    if any(n < 0 for n in whole):
+        raise ValueError(f"the shape of {what} must not be negative, got {whole}")
+    return whole

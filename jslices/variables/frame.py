@@ -8,7 +8,7 @@ import contextlib
 import contextvars
 import dataclasses
 import enum
-import zlib
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +16,7 @@ import jax
 import jax.extend.core
 import numpy as np
 
+from jslices.variables._keys import making
 from jslices.variables._names import Names
 from jslices.variables.state import VariableInfo, Variables
 
@@ -64,11 +65,17 @@ class Frame:
         self.scope_counts: dict[str, int] = {}
         self.scopes: list[VariableScope] = []
         self.initial: dict[str, Any] = {}
+        self._recipes: dict[int, tuple[weakref.ref[Any], Callable[[], Any]]] = {}
         self.trace = _trace_state()
 
-    def key_for(self, name: str) -> Any:
-        """The key of one variable: of its name, whatever was created before it."""
-        return key_for(self.key, name)
+    def remember(self, array: jax.Array, make: Callable[[], jax.Array]) -> None:
+        """Keeps how an array was made, for as long as the array is there."""
+        self._recipes[id(array)] = weakref.ref(array), make
+
+    def recipe_of(self, array: Any) -> Callable[[], jax.Array] | None:
+        """How to make this very array again; None if that was not remembered."""
+        known, make = self._recipes.get(id(array), (None, None))
+        return make if known is not None and known() is array else None
 
     def in_own_trace(self) -> bool:
         """False inside a ``scan``, ``cond``, ``jit``, ... that began within this run."""
@@ -93,11 +100,6 @@ class Frame:
         return Variables({**self.given, **values}, infos)
 
 
-def key_for(key: Any, name: str) -> Any:
-    """``key`` folded with the name of a variable; None stays None."""
-    return None if key is None else jax.random.fold_in(key, zlib.crc32(name.encode()))
-
-
 _frames: contextvars.ContextVar[tuple[Frame, ...]] = contextvars.ContextVar(
     "jslices_frames", default=()
 )
@@ -108,7 +110,8 @@ def running(frame: Frame) -> Iterator[Frame]:
     """Makes ``frame`` the one that get_variable and the others speak of."""
     token = _frames.set((*_frames.get(), frame))
     try:
-        yield frame
+        with making(None):
+            yield frame
     finally:
         _frames.reset(token)
 
@@ -118,14 +121,19 @@ def is_running(frame: Frame) -> bool:
     return frame in _frames.get()
 
 
+def current_frame_or_none() -> Frame | None:
+    """The innermost run, if there is one."""
+    return next(reversed(_frames.get()), None)
+
+
 def current_frame(what: str) -> Frame:
     """The innermost run; outside of all an error that says how to get into one."""
-    frames = _frames.get()
-    if not frames:
+    frame = current_frame_or_none()
+    if frame is None:
         raise RuntimeError(
             f"{what} was called outside of a transformed function. Put the code into a "
             "function fn, then: model = jslices.transform(fn); variables = model.init(key, "
             "*args); out, variables = model.apply(variables, *args). A new thread is "
             "outside, too"
         )
-    return frames[-1]
+    return frame

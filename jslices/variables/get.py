@@ -13,7 +13,7 @@ from jax.typing import DTypeLike
 from jslices.variables._create import Wish
 from jslices.variables._names import check_name
 from jslices.variables._operators import ArrayOperators
-from jslices.variables._values import canonical_dtype, dtype_of
+from jslices.variables._values import canonical_dtype, dtype_of, static_shape
 from jslices.variables.frame import current_frame
 from jslices.variables.initializers import zeros_initializer
 from jslices.variables.scaled_initializers import glorot_uniform_initializer
@@ -86,25 +86,21 @@ def get_variable(
             f"Variable {full} does not exist, or was not created with js.get_variable(). "
             "Did you mean to set reuse=js.AUTO_REUSE in VarScope?"
         )
-    wish = dataclasses.replace(
-        _wish(full, shape, dtype, initializer, scope),
-        trainable=trainable,
-        collections=collections,
-        regularizer=scope.regularizer if regularizer is None else regularizer,
-    )
     with frame.names.given_back_on_error():
         # A name that a Variable has already: this one becomes v_1, as in TensorFlow.
-        wish = dataclasses.replace(wish, name=frame.names.unique_path(full))
+        unique = frame.names.unique_path(full)
+        wish = dataclasses.replace(
+            _wish(unique, shape, dtype, initializer, scope),
+            trainable=trainable,
+            collections=collections,
+            regularizer=scope.regularizer if regularizer is None else regularizer,
+        )
         frame.store[full] = Variable._new(frame, wish)
     return frame.store[full]
 
 
 def _is_function(initializer: Any) -> bool:
     return callable(initializer) and not isinstance(initializer, ArrayOperators)
-
-
-def _plain(x: Any) -> Any:
-    return x.value() if isinstance(x, ArrayOperators) else x
 
 
 def _dtype(dtype: DTypeLike | None, scope: VariableScope) -> np.dtype:
@@ -117,7 +113,7 @@ def _shared_dtype(
 ) -> np.dtype:
     """What a shared variable must have. A constant tells, as it does when creating."""
     if dtype is None and initializer is not None and not _is_function(initializer):
-        return dtype_of(_plain(initializer))
+        return dtype_of(initializer)
     return _dtype(dtype, scope)
 
 
@@ -147,15 +143,7 @@ def _static_shape(shape: Any, name: str) -> tuple[int, ...]:
             f"Shape of a new variable ({name}) must be fully defined, but instead was "
             f"{dims}."
         )
-    try:
-        whole = tuple(int(n.__index__()) for n in dims)
-    except (AttributeError, TypeError, jax.errors.TracerIntegerConversionError) as error:
-        raise TypeError(
-            f"the shape of {name} must be ints known before tracing, got {shape!r}"
-        ) from error
-    if any(n < 0 for n in whole):
-        raise ValueError(f"the shape of {name} must not be negative, got {whole}")
-    return whole
+    return static_shape(shape, name)
 
 
 def _wish(
@@ -191,7 +179,7 @@ def _constant_wish(name: str, shape: Any, dtype: Any, constant: Any) -> Wish:
         raise ValueError(
             f"If initializer is a constant, do not specify shape. Variable {name} got both."
         )
-    theirs = dtype_of(_plain(constant))
+    theirs = dtype_of(constant)
     if dtype is not None and canonical_dtype(dtype) != theirs:
         raise ValueError(
             f"Initializer type '{theirs}' and explicit dtype '{canonical_dtype(dtype)}' of "

@@ -11,10 +11,11 @@ import jax
 
 from jslices._errors import FailedPreconditionError
 from jslices.variables._cells import LiveCell
+from jslices.variables._keys import initial_value
 from jslices.variables._names import bare_name
 from jslices.variables.collections import GraphKeys, handles_in, matches
-from jslices.variables.frame import current_frame, key_for
-from jslices.variables.state import VariableInfo, Variables, is_initialized
+from jslices.variables.frame import current_frame
+from jslices.variables.state import Variables, is_initialized
 from jslices.variables.variable import Variable
 
 
@@ -218,12 +219,9 @@ def initialize_variables(
             "function; make it by model.init(key, *args), and take it over by "
             "variables.replace({name: new[name]})"
         )
-    return checked.replace({info.name: _initial(info, key) for info in infos})
-
-
-def _initial(info: VariableInfo, key: Any) -> jax.Array:
-    assert info.initial is not None
-    return info.initial(key_for(key, info.name))
+    return checked.replace(
+        {i.name: initial_value(i.initial, key, i.name) for i in infos if i.initial}
+    )
 
 
 def _checked(what: str, variables: Any) -> Variables:

@@ -10,7 +10,7 @@ import jax
 from jslices._slices import is_slices
 from jslices.variables._names import bare_name
 
-#: From a PRNG key to the initial value.
+#: From the PRNG key of a variable to its initial value.
 Initial = Callable[[Any], jax.Array]
 
 

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jslices.variables._lazy import LazyValue
 from jslices.variables._names import bare_name
 from jslices.variables._values import is_array
 from jslices.variables.frame import Frame, Mode, running
@@ -100,7 +101,7 @@ def transform(fn: Callable[..., Any]) -> Transformed:
                 f"of name -> array such as init returns; got {type(variables).__name__}"
             )
         with running(Frame(Mode.APPLY, given=_by_bare_name(variables))) as frame:
-            out = fn(*args, **kwargs)
+            out = _without_lazies(fn(*args, **kwargs))
             _refuse_handles(out)
             return out, frame.final_state()
 
@@ -141,6 +142,15 @@ def _by_bare_name(variables: Mapping[str, Any]) -> Mapping[str, Any]:
     if isinstance(variables, Variables):
         return variables
     return {bare_name(name): value for name, value in variables.items()}
+
+
+def _without_lazies(out: Any) -> Any:
+    """Arrays in the places of what is lazy, which can be had while the run lasts."""
+    return jax.tree.map(
+        lambda x: x.value() if isinstance(x, LazyValue) else x,
+        out,
+        is_leaf=lambda x: isinstance(x, LazyValue | Variable),
+    )
 
 
 def _refuse_handles(out: Any) -> None:

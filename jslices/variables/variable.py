@@ -13,11 +13,13 @@ from jax.typing import DTypeLike
 from jslices.variables._assigning import Assignable
 from jslices.variables._cells import CopyCell, LiveCell
 from jslices.variables._create import Wish, create
+from jslices.variables._lazy import LazyValue
 from jslices.variables._names import bare_name, check_name
 from jslices.variables._operators import ArrayOperators
 from jslices.variables._values import (
     as_value,
     canonical_dtype,
+    check_dtype,
     dtype_of,
     is_array,
 )
@@ -37,8 +39,9 @@ class Variable(Assignable):
     there is :func:`jslices.nn.conv2d`. ``==`` compares handles, not values.
 
     Args:
-      initial_value: an array, number or list, or a function of nothing or of a PRNG key
-        that gives one; its shape ``[...]`` is the variable's. Looked at by ``init`` only.
+      initial_value: an array, number or list, what :func:`jslices.random_normal` and the
+        like give, or a function of nothing or of a PRNG key that gives one; its shape
+        ``[...]`` is the variable's. Looked at by ``init`` only.
       trainable: whether it belongs to ``variables.trainable``.
       collections: keys of the collections to put it into; None means ``["variables"]``.
       validate_shape: as in TensorFlow; here every shape is known.
@@ -144,12 +147,30 @@ def _wish(name: str, value: Any, dtype: Any) -> Wish:
 def value_wish(name: str, value: Any, dtype: np.dtype) -> Wish:
     """A variable that begins with this very value.
 
-    Only a number is kept to begin again with: an array may be as large as a table.
+    To begin again with, only a number or what to draw is kept: an array may be as large
+    as a table.
     """
+    if isinstance(value, LazyValue):
+        return _lazy_wish(name, value, dtype)
     array = as_value(value, dtype, f"the initial value of {name}")
+    recipe = current_frame("Variable").recipe_of(value)
     number = isinstance(value, bool | int | float | complex)
     again = (lambda key: jnp.asarray(value, dtype)) if number else None
+    if recipe is not None:
+        again = lambda key: recipe()  # noqa: E731
     return Wish(name, lambda key: _own(array), tuple(array.shape), dtype, initial=again)
+
+
+def _lazy_wish(name: str, value: LazyValue, dtype: np.dtype) -> Wish:
+    check_dtype(value.dtype, dtype, f"the initial value of {name}")
+    value.begins(name)
+
+    def make(key: Any) -> jax.Array:
+        del key  # each draw has a place of its own
+        made: jax.Array = value.value()
+        return made
+
+    return Wish(name, make, value.shape, dtype, initial=make if value.again else None)
 
 
 def _own(array: jax.Array) -> jax.Array:
@@ -160,7 +181,7 @@ def _own(array: jax.Array) -> jax.Array:
 def _dtype_of_any(value: Any) -> np.dtype:
     """The dtype of a constant, which may be a list that holds arrays."""
     if isinstance(value, ArrayOperators):
-        return value.value().dtype
+        return np.dtype(value.dtype)
     if isinstance(value, list | tuple):
         leaves = jax.tree.leaves(value)
         if any(is_array(x) for x in leaves):
