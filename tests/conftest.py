@@ -1,6 +1,8 @@
 """Settings for all tests, made before JAX starts."""
 
 import os
+import shutil
+import tempfile
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ["XLA_FLAGS"] = (
@@ -21,6 +23,28 @@ hypothesis.settings.register_profile(
     suppress_health_check=[hypothesis.HealthCheck.too_slow],
 )
 hypothesis.settings.load_profile("default")
+
+# Many tests trace anew what XLA has compiled for another one, or for another worker of
+# pytest-xdist: what it compiles is kept for the session. Processes that tests start do not
+# take part, as some are killed in the middle of something.
+KEPT = "jslices_compiled"
+
+
+def pytest_configure(config):
+    if hasattr(config, "workerinput"):
+        folder = config.workerinput[KEPT]
+    else:
+        folder = tempfile.mkdtemp(prefix=KEPT)
+        config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
+    config.jslices_compiled = folder
+    jax.config.update("jax_compilation_cache_dir", folder)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node):
+    node.workerinput[KEPT] = node.config.jslices_compiled
 
 
 @pytest.fixture(autouse=True)

@@ -26,7 +26,7 @@ from jslices.accumulators import (
 )
 
 ROOT = pathlib.Path(__file__).parent.parent
-LONG = 60  # seconds; nothing here should take them
+LONG = 300  # seconds; nothing here should take them, on a busy machine either
 
 #: What a worker process does, given the address and the key as arguments.
 WORKER = """

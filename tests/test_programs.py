@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import assert_close
+from helpers import assert_close, quickly
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax import lax
@@ -57,7 +57,8 @@ def test_step_before_the_lookup(step):
         warnings.simplefilter("error")
         grads = js.grad(fun, argnums=(0, 1))(TABLE, SCALE)
     assert js.is_slices(grads[0])
-    assert_close(grads, jax.grad(fun, argnums=(0, 1))(TABLE, SCALE), rtol=1e-5)
+    wanted = quickly(jax.grad(fun, argnums=(0, 1)))(TABLE, SCALE)
+    assert_close(grads, wanted, rtol=1e-5)
 
 
 @pytest.mark.parametrize("step", sorted(set(STEPS) - {"add_array"}))
@@ -125,8 +126,9 @@ def test_id_forms(form, through_a_step):
     grad = js.grad(fun)(TABLE)
     # Windows of several rows that overlap are read row by row only from a plain slice.
     assert js.is_slices(grad) == (form != "vmapped_slices")
-    assert_close(grad, jax.grad(fun)(TABLE), rtol=1e-5)
-    assert_close(js.value_and_grad(fun)(TABLE)[0], fun(TABLE), rtol=1e-6)
+    wanted, wanted_grad = quickly(jax.value_and_grad(fun))(TABLE)
+    assert_close(grad, wanted_grad, rtol=1e-5)
+    assert_close(js.value_and_grad(fun)(TABLE)[0], wanted, rtol=1e-6)
 
 
 def test_stop_gradient_is_no_use_at_all():
@@ -278,7 +280,8 @@ def test_step_in_a_branch_for_each_example(step):
         warnings.simplefilter("error")
         grads = js.grad(fun, argnums=(0, 1))(TABLE, SCALE)
     assert js.is_slices(grads[0])
-    assert_close(grads, jax.grad(fun, argnums=(0, 1))(TABLE, SCALE), rtol=1e-5)
+    wanted = quickly(jax.grad(fun, argnums=(0, 1)))(TABLE, SCALE)
+    assert_close(grads, wanted, rtol=1e-5)
 
 
 def test_a_branch_for_each_example_does_not_copy_the_table():
@@ -323,7 +326,7 @@ def test_a_branch_for_each_example(name):
     fun = lambda t, b: (BRANCHES[name](t, b) ** 2).sum()  # noqa: E731
     grads = js.grad(fun, argnums=(0, 1))(TABLE, bias)
     assert js.is_slices(grads[0])
-    wanted = js.grad(fun, argnums=(0, 1), sparse=False)(TABLE, bias)
+    wanted = quickly(js.grad(fun, argnums=(0, 1), sparse=False))(TABLE, bias)
     assert_close(grads, wanted, rtol=1e-4, atol=1e-4)
 
 
@@ -370,19 +373,19 @@ def test_a_loop_may_carry_the_table():
 @settings(max_examples=40)
 @given(data=st.data())
 def test_random_ids_and_shapes(data):
-    num_rows = data.draw(st.integers(1, 6))
-    row = data.draw(st.sampled_from([(), (1,), (3,), (2, 2)]))
-    shape = data.draw(st.sampled_from([(1,), (4,), (2, 2), (3, 1)]))
+    num_rows = data.draw(st.sampled_from([1, 2, 6]))
+    row = data.draw(st.sampled_from([(), (1,), (2, 2)]))
+    shape = data.draw(st.sampled_from([(1,), (4,), (2, 2)]))
     count = int(np.prod(shape))
     ids = data.draw(st.lists(st.integers(-9, 9), min_size=count, max_size=count))
     ids = jnp.array(ids, jnp.int32).reshape(shape)
     table = jnp.arange(num_rows * np.prod(row), dtype=jnp.float32).reshape(num_rows, *row)
 
-    def fun(table):
+    def fun(table, ids):
         return (jnp.cos(table)[ids] * table[ids]).sum() + (
             table[ids.reshape(-1)[0]] ** 2
         ).sum()
 
-    grad = jax.jit(js.grad(fun))(table)
+    grad = jax.jit(js.grad(fun))(table, ids)
     assert js.is_slices(grad) and grad.dense_shape == table.shape
-    assert_close(grad, jax.grad(fun)(table), rtol=1e-4, atol=1e-5)
+    assert_close(grad, quickly(jax.grad(fun))(table, ids), rtol=1e-4, atol=1e-5)

@@ -72,8 +72,13 @@ def loss(params, ids):
     return ((params["table"][ids] @ params["w"]) ** 2).mean()
 
 
+# Nothing here is run, and memory is given out before machine code is made: that code need
+# not be good.
+unoptimized = {"xla_backend_optimization_level": 0}
+
+
 def ordinary_step(value_and_grad, tx, apply_updates, catch_up=False):
-    @functools.partial(jax.jit, donate_argnums=(0, 1))
+    @functools.partial(jax.jit, donate_argnums=(0, 1), compiler_options=unoptimized)
     def step(params, state, ids):
         if catch_up:
             params, state = tx.catch_up(params, state, {"table": ids, "w": None})

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import assert_close, golden, numpy_dense
+from helpers import assert_close, golden, lists, numpy_dense
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -223,8 +223,8 @@ def test_indices_changed_by_a_foreign_tree_map_are_refused(slices):
 
 
 @given(
-    num_rows=st.integers(1, 9),
-    indices=st.lists(st.integers(-3, 12), max_size=12),
+    num_rows=st.sampled_from([1, 4, 9]),
+    indices=lists(st.integers(-3, 12), (0, 1, 12)),
     dtype=st.sampled_from(["int8", "int32", "uint8", "uint32", "int16"]),
 )
 def test_means_what_a_loop_means(num_rows, indices, dtype):
