@@ -427,7 +427,7 @@ def one_row_waits(tx, steps=6):
         updates, state = tx.update(grads, state, params)
         return (js.apply_updates(params, updates), state), None
 
-    @jax.jit
+    @quickly
     def train(*carry):
         return tx.flush(*jax.lax.scan(step, carry, jnp.arange(steps))[0])[0]
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import assert_close
+from helpers import assert_close, quickly
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from optimizers import BY_ROW, OWN, SHARED, label, make, slices_of
@@ -36,12 +36,12 @@ def forced(way):
         yield
 
 
-def one_step(name, kwargs, grads, table, way):
+def one_step(name, kwargs, grads, table, way, jit=quickly):
     tx = make(js, name, 0.1, kwargs)
     state = tx.init(table)
     with forced(way):
         # A new function each time: another way is another program.
-        update = jax.jit(lambda *args: tx.update(*args))
+        update = jit(lambda *args: tx.update(*args))
         for _ in range(2):
             updates, state = update(grads, state, table)
             table = js.apply_updates(table, updates)
@@ -109,7 +109,7 @@ def test_any_ids(ids, way):
 
 @functools.cache
 def _adam_of(way):
-    run = jax.jit(lambda grads, table: one_step("adam", {}, grads, table, way))
+    run = jax.jit(lambda grads, table: one_step("adam", {}, grads, table, way, jax.jit))
     with forced(way):
         run(slices_of(np.random.default_rng(0), [0] * K, (10, D)), jnp.zeros((10, D)))
     return run
