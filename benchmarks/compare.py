@@ -27,23 +27,32 @@ from contenders.report import lines, plot, table
 
 HERE = pathlib.Path(__file__).parent
 ROUNDS = 4
+KEPT = 4e8  # bytes of a table that a process may keep after it: malloc, or an allocator
 
 
 class Contender:
     """A worker process: ``contender("run", 2, 5)`` sends an order, returns the answer."""
 
     def __init__(self, name, environment):
-        command = [sys.executable, str(HERE / "contenders" / "worker.py"), name]
         self.name, self.whole = name, CONTENDERS[name][2]
+        self.environment = {**os.environ, **environment}
+        self.start()
+
+    def start(self):
+        """A new process, whose memory is that of a new one too."""
         self.process = subprocess.Popen(
-            command,
+            [sys.executable, str(HERE / "contenders" / "worker.py"), self.name],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             text=True,
-            env={**os.environ, **environment},
+            env=self.environment,
         )
         self.hello = self._answer()
+
+    def end(self):
+        self.process.kill()
+        self.process.wait()
 
     def __call__(self, order, *arguments):
         self.process.stdin.write(json.dumps({order: arguments or True}) + "\n")
@@ -62,11 +71,16 @@ def memory():
 
 
 def groups(everyone, state_bytes):
-    """Who is in memory together: all of them, or else one after the other."""
+    """Who is in memory together: all of them, those that take rows, or each alone."""
     need = {one: state_bytes * (2 if one.whole else 1) for one in everyone}
-    if sum(need.values()) < 0.55 * memory():
-        return [everyone]
-    return [[one] for one in everyone if need[one] < 0.6 * memory()]
+    together = []
+    for some in (everyone, [one for one in everyone if not one.whole]):
+        if sum(need[one] for one in some) < 0.55 * memory():
+            together = some
+            break
+    alone = [one for one in everyone if one not in together]
+    apart = [[one] for one in alone if need[one] < 0.6 * memory()]
+    return [together, *apart] if together else apart
 
 
 def takes_part(contender, rows, count, kind):
@@ -85,6 +99,8 @@ def measure(everyone, optimizer, rows, dim, counts, kinds):
             contender("load", optimizer, rows, dim)
         for count, kind in itertools.product(counts, kinds):
             here = [c for c in at_work if takes_part(c, rows, count, kind)]
+            if not here:
+                continue
             firsts = {c.name: c("ids", count, kind) for c in here}
             seconds = {c.name: [] for c in here}
             for number in range(ROUNDS):
@@ -112,6 +128,9 @@ def measure(everyone, optimizer, rows, dim, counts, kinds):
                 }
         for contender in at_work:
             contender("drop")
+            if rows * dim * 4 > KEPT:
+                contender.end()
+                contender.start()
     return list(results.values())
 
 
@@ -190,7 +209,7 @@ def main():
         if options.name:
             write(results, about, HERE / "results" / options.name)
     for contender in everyone:
-        contender.process.kill()
+        contender.end()
 
 
 def write(results, about, path):
