@@ -39,14 +39,14 @@ def sum_duplicates(
 
     Returns:
       ``(values [U, *D], indices [U])``: indices sorted and unique, then the empty slots
-      (index V, zero values).
+      (index V, zero values). Unless ``ordered``, unique in any order, then the same.
 
     Raises:
       ValueError: if more than ``size`` distinct rows are present and the indices are
         concrete. Under jit nothing can be raised: the values then become NaN (of a
         floating dtype), so that the loss shows it.
 
-    Cost: a sort of K integers, one pass over ``[K, *D]`` and one over ``[U, *D]``.
+    Cost: a sort of K integers (or less, if not ``ordered``), one pass over ``[K, *D]`` and one over ``[U, *D]``.
     """
     num_ids = indices.shape[0]
     enough = num_ids if num_rows is None else min(num_ids, num_rows)
