@@ -46,7 +46,8 @@ def sum_duplicates(
         concrete. Under jit nothing can be raised: the values then become NaN (of a
         floating dtype), so that the loss shows it.
 
-    Cost: a sort of K integers (or less, if not ``ordered``), one pass over ``[K, *D]`` and one over ``[U, *D]``.
+    Cost: a sort of K integers (or less, unless ``ordered``), one pass over ``[K, *D]`` and
+    one over ``[U, *D]``.
     """
     num_ids = indices.shape[0]
     enough = num_ids if num_rows is None else min(num_ids, num_rows)

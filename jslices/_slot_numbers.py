@@ -19,7 +19,7 @@ Numbered = tuple[jax.Array, jax.Array, jax.Array]
 #: The map of all rows pays up to so many rows of the table for each index, measured: a step
 #: of Adam with 1e5 ids then takes 0.6 to 0.8 of the time, with 1e4 ids 0.7 to 0.9.
 ROWS_PER_ID = 32
-#: Below so many ids nothing is won by choosing, and above so many by hashing.
+#: Below FEW ids nothing is won by choosing; from MANY on a hash is faster than the sort.
 FEW, MANY = 512, 5_000
 #: A hash spreads the ids over so many times as many places, or up to twice that.
 SPREAD = 8

@@ -43,8 +43,7 @@ def zeros(
     Source: ``tf.zeros``.
     """
     del name
-    dims, wanted = static_shape(shape, "zeros"), canonical_dtype(dtype)
-    return _remembered(lambda: jnp.zeros(dims, wanted))
+    return _filled("zeros", 0, shape, dtype)
 
 
 def ones(
@@ -71,8 +70,7 @@ def ones(
     Source: ``tf.ones``.
     """
     del name
-    dims, wanted = static_shape(shape, "ones"), canonical_dtype(dtype)
-    return _remembered(lambda: jnp.ones(dims, wanted))
+    return _filled("ones", 1, shape, dtype)
 
 
 def constant(
@@ -112,6 +110,11 @@ def constant(
     # An array may be as large as a table; that is not kept.
     held = any(map(is_array, jax.tree.leaves(value)))
     return make() if held else _remembered(make)
+
+
+def _filled(what: str, value: int, shape: Any, dtype: Any) -> jax.Array:
+    dims, wanted = static_shape(shape, what), canonical_dtype(dtype)
+    return _remembered(lambda: jnp.full(dims, value, wanted))
 
 
 def _remembered(make: Callable[[], jax.Array]) -> jax.Array:
