@@ -24,7 +24,7 @@ def sum_duplicates(
     size: int | None,
     combine: str = "sum",
     ordered: bool = True,
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Sums the rows that share an index.
 
     Args:
@@ -38,8 +38,9 @@ def sum_duplicates(
       ordered: False if the rows may come in any order, which can be faster.
 
     Returns:
-      ``(values [U, *D], indices [U])``: indices sorted and unique, then the empty slots
-      (index V, zero values). Unless ``ordered``, unique in any order, then the same.
+      ``(values [U, *D], indices [U], distinct [])``: indices sorted and unique, then the
+      empty slots (index V, zero values). Unless ``ordered``, unique in any order, then the
+      same. ``distinct``, int32, is the number of rows named; U may be less.
 
     Raises:
       ValueError: if more than ``size`` distinct rows are present and the indices are
@@ -75,7 +76,7 @@ def sum_duplicates(
         summed = add_by_slot(values, slots, capacity, COMBINERS[combine])
     if capacity < enough:
         summed = _refuse_overflow(summed, distinct, capacity)
-    return summed, unique
+    return summed, unique, distinct
 
 
 def check_combine(combine: str, dtype: jnp.dtype) -> None:

@@ -228,7 +228,9 @@ class IndexedSlices(RowArithmetic, RowReductions):
         if self.indices.ndim > 1:
             return jax.vmap(lambda s: s.coalesce(size, combine))(self)
         num_rows = None if self.dense_shape is None else self.dense_shape[0]
-        values, indices = sum_duplicates(self.values, self.indices, num_rows, size, combine)
+        values, indices, _ = sum_duplicates(
+            self.values, self.indices, num_rows, size, combine
+        )
         return IndexedSlices(values, indices, self.dense_shape)
 
     def astype(self, dtype: DTypeLike) -> "IndexedSlices":

@@ -113,27 +113,54 @@ def test_updates_scaled_by_optax_are_refused():
             apply(PARAMS, updates)
 
 
+@pytest.mark.parametrize(
+    "inner",
+    [
+        ADAM,
+        js.optim.adafactor(0.1),
+        js.from_optax(optax.adam(0.1)),
+        optax.chain(optax.identity(), js.sgd(0.1)),
+    ],
+    ids=["adam", "adafactor", "from_optax", "chain"],
+)
+def test_multi_steps_is_told_of_before_a_step(inner):
+    """Once for each line, at the line that calls init, and silent elsewhere."""
+    tx = optax.MultiSteps(inner, 2)
+    hint = (
+        r"optax.MultiSteps.*different types at key path.*jslices.optim.multi_steps\(tx, k"
+    )
+    for init in (tx.init, jax.jit(lambda p: tx.init(p))):
+        with pytest.warns(js.DensificationWarning, match=hint) as record:
+            init(PARAMS)
+        assert {w.filename for w in record} == {__file__}
+    inner.init(PARAMS)  # warnings are errors in these tests
+
+
 def test_multi_steps_takes_dense_gradients_only():
     """It maps over its dense sums before it asks our optimizer: the refusal is JAX's own.
 
-    It names the leaf and IndexedSlices, as docs/optimizers.md says;
-    js.optim.multi_steps is what to type instead.
+    It names the leaf and IndexedSlices, as docs/optimizers.md says; a warning of init says
+    what to type instead.
     """
     tx = optax.MultiSteps(ADAM, 2)
+    with pytest.warns(js.DensificationWarning):
+        state = tx.init(PARAMS)
     message = (
         r"(?s)different types at key path.*\['table'\].*jslices\._slices\.IndexedSlices"
     )
     for update in (tx.update, jax.jit(tx.update)):
         with pytest.raises(ValueError, match=message):
-            update(grads_of(0), tx.init(PARAMS), PARAMS)
-    ours, theirs = train_dense(tx), train_dense(optax.MultiSteps(optax.adam(0.1), 2))
+            update(grads_of(0), state, PARAMS)
+    ours = train_dense(tx, state)
+    theirs = train_dense(optax.MultiSteps(optax.adam(0.1), 2))
     assert_close(ours, theirs)
     same = js.optim.multi_steps(ADAM, 2, grads_of(0))
     train(same)
 
 
-def train_dense(tx, steps=4):
-    params, state, update = PARAMS, tx.init(PARAMS), jax.jit(tx.update)
+def train_dense(tx, state=None, steps=4):
+    state = tx.init(PARAMS) if state is None else state
+    params, update = PARAMS, jax.jit(tx.update)
     for k in range(steps):
         grads = {**grads_of(k), "table": grads_of(k)["table"].to_dense()}
         updates, state = update(grads, state, params)

@@ -8,9 +8,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jslices._after import after
 from jslices._grad.call import Call, chosen_arguments, is_number
 from jslices._grad.choose import SparseSpec
 from jslices._grad.linearize import linearize
+
+#: From so many bytes of rows on, the memory of a second array of them counts.
+LARGE = 2**20
 
 
 def value_and_grad(
@@ -76,12 +80,7 @@ def value_and_grad(
     @functools.wraps(fun)
     def value_and_grad_fun(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
         call = Call(fun, chosen_arguments(argnums, args), args, kwargs, has_aux)
-        _check_inputs(call.primals, holomorphic, allow_int)
-        single = is_number(argnums)
-        value, pullback, aux = linearize(call, single, sparse)
-        seed = _seed(value, holomorphic)
-        grads = pullback(seed)
-        grads = grads[0] if single else grads
+        value, aux, grads = _run(call, argnums, holomorphic, allow_int, sparse, True)
         return ((value, aux), grads) if has_aux else (value, grads)
 
     return value_and_grad_fun
@@ -107,14 +106,34 @@ def grad(
       (Array([4, 4], dtype=int32), Array([[2., 2.],
              [0., 0.]], dtype=float32))
     """
-    both = value_and_grad(fun, argnums, has_aux, holomorphic, allow_int, sparse=sparse)
+    _check_callable(fun)
 
     @functools.wraps(fun)
     def grad_fun(*args: Any, **kwargs: Any) -> Any:
-        value, grads = both(*args, **kwargs)
-        return (grads, value[1]) if has_aux else grads
+        call = Call(fun, chosen_arguments(argnums, args), args, kwargs, has_aux)
+        _, aux, grads = _run(call, argnums, holomorphic, allow_int, sparse, False)
+        return (grads, aux) if has_aux else grads
 
     return grad_fun
+
+
+def _run(
+    call: Call,
+    argnums: int | Sequence[int],
+    holomorphic: bool,
+    allow_int: bool,
+    sparse: SparseSpec,
+    keeps_value: bool,
+) -> tuple[Any, Any, Any]:
+    """``(value, aux, grads)`` of one call."""
+    _check_inputs(call.primals, holomorphic, allow_int)
+    single = is_number(argnums)
+    linear = linearize(call, single, sparse)
+    seed = _seed(linear.result, holomorphic)
+    if keeps_value and linear.row_bytes >= LARGE:
+        seed = after(seed, linear.result)
+    grads = linear.pullback(seed)
+    return linear.result, linear.aux, grads[0] if single else grads
 
 
 def vjp(
@@ -145,7 +164,7 @@ def vjp(
     """
     _check_callable(fun)
     call = Call(fun, tuple(range(len(primals))), primals, {}, has_aux)
-    result, pullback, aux = linearize(call, False, sparse)
+    result, pullback, aux, _ = linearize(call, False, sparse)
     return (result, pullback, aux) if has_aux else (result, pullback)
 
 

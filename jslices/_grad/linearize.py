@@ -1,6 +1,7 @@
 """Running a call with slots in its lookups, and its gradient from the slots' cotangents."""
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -49,6 +50,22 @@ def may_be_sparse(leaf: Leaf) -> bool:
     return leaf.can_be_sparse and leaf.forced is not False
 
 
+class Linearized(NamedTuple):
+    """What :func:`linearize` gives.
+
+    Attributes:
+      result: the call's value.
+      pullback: from the result's cotangent to the gradients.
+      aux: what the call returned beside its value.
+      row_bytes: of all rows that the call looks up in sparse leaves.
+    """
+
+    result: Any
+    pullback: Callable[[Any], Any]
+    aux: Any
+    row_bytes: int
+
+
 def plan_call(call: Call, single: bool, spec: SparseSpec) -> Planned:
     """Traces the call and decides which leaves are sparse."""
     leaves = describe_leaves(call.tree.unflatten(call.primals), call.names, single, spec)
@@ -58,10 +75,8 @@ def plan_call(call: Call, single: bool, spec: SparseSpec) -> Planned:
     return Planned(program, outputs, leaves, *decided)
 
 
-def linearize(
-    call: Call, single: bool, spec: SparseSpec
-) -> tuple[Any, Callable[[Any], Any], Any]:
-    """``(result, pullback, aux)``: the call's value, and the function to its gradients."""
+def linearize(call: Call, single: bool, spec: SparseSpec) -> Linearized:
+    """Runs the call, and gives the function that leads back from it."""
     planned = plan_call(call, single, spec)
     report_dense(planned.leaves, planned.dense, planned.looked_up)
     outputs, plan = planned.outputs, planned.plan
@@ -85,14 +100,23 @@ def linearize(
     with without_dense_warning():
         flat, pullback, (aux, indices) = jax.vjp(run, dense, slots, has_aux=True)
     assemble = _Assemble(planned.leaves, kinds, sites(plan), call.tree)
+    row_bytes = sum(_row_bytes(site) for site in sites(plan))
     pull = functools.partial(_pull_back, assemble, outputs.tree)
     vjp_fun = jax.tree_util.Partial(pull, pullback, jax.tree.leaves(indices))
-    return outputs.result(flat), vjp_fun, outputs.aux(aux)
+    return Linearized(outputs.result(flat), vjp_fun, outputs.aux(aux), row_bytes)
+
+
+def _slot_shape(site: Site) -> tuple[int, ...]:
+    return (*site.times, site.count, *site.table_shape[1:])
+
+
+def _row_bytes(site: Site) -> int:
+    return math.prod(_slot_shape(site)) * site.dtype.itemsize
 
 
 def _slot(site: Site) -> IndexedSlices:
     """Zeros for the rows of one lookup; see ``jslices._lookup.rows``."""
-    zeros = jnp.zeros((*site.times, site.count, *site.table_shape[1:]), site.dtype)
+    zeros = jnp.zeros(_slot_shape(site), site.dtype)
     values = compat.as_varying(zeros, site.varying)
     return IndexedSlices.tree_unflatten(site.table_shape, (values, None))
 

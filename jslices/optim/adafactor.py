@@ -23,6 +23,7 @@ from jslices.optim.base import (
     zero_count,
 )
 from jslices.optim.decay import with_decay
+from jslices.optim.dense_sums import warn_in_multi_steps
 from jslices.optim.in_place import step_rows
 from jslices.optim.moments import decayed
 from jslices.optim.rows import known_rows, spread
@@ -114,6 +115,7 @@ def adafactor(
     check_lazy("adafactor", untouched, "as what a row misses depends on all the others")
 
     def init(params: Any) -> AdafactorState:
+        warn_in_multi_steps()
         parts = [_start(p, factored, min_dim_size_to_factor) for p in flatten(params)[0]]
         tree = flatten(params)[1]
         v_row, v_col, v = (tree.unflatten([part[i] for part in parts]) for i in range(3))

@@ -10,6 +10,7 @@ from jslices._bounds import set_rows, take_rows
 from jslices._slices import IndexedSlices, check_slices, is_slices
 from jslices._trees import flatten
 from jslices.optim.base import GradientTransformation
+from jslices.optim.dense_sums import warn_in_multi_steps
 from jslices.optim.row_local import refuse_mixing
 
 
@@ -92,7 +93,11 @@ def from_optax(tx: Any) -> GradientTransformation:
         ]
         return tree.unflatten(updates), rows.write_state(state, new_state)
 
-    return GradientTransformation(tx.init, update)
+    def init(params: Any) -> Any:
+        warn_in_multi_steps()
+        return tx.init(params)
+
+    return GradientTransformation(init, update)
 
 
 class _Rows:

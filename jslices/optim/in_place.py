@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jslices._bounds import set_rows, take_rows
+from jslices.optim.leading import leading
 
 #: ``kernel(gradient, *read, *slots) -> (update, *new_slots)``, the same for an array and
 #: for some rows of it: everything in it must be elementwise or within a row.
@@ -32,6 +33,7 @@ def step_rows(
     values: jax.Array,
     state: Sequence[jax.Array],
     read: Sequence[jax.Array] = (),
+    present: jax.Array | None = None,
 ) -> tuple[jax.Array, ...]:
     """Runs ``kernel`` on the rows that ``indices`` name.
 
@@ -41,22 +43,25 @@ def step_rows(
       values: ``[U, *D]``, the gradient of these rows.
       state: arrays ``[V, ...]``, whose rows are written back.
       read: arrays ``[V, ...]``, whose rows are only read; there is one in both together.
+      present: int32 ``[]``, how many rows there are before the empty slots, if known.
 
     Returns:
       ``(update, *state)``: ``[U, *D]``, zero in empty slots, and the new arrays.
     """
     reads = len(read)
     arrays = (*read, *state)
+    if present is None:
+        present = jnp.sum(indices < arrays[0].shape[0], dtype=jnp.int32)
     if indices.shape[0] <= CHUNK or (
         WIDENS_BFLOAT16 and any(x.dtype == jnp.bfloat16 for x in state)
     ):
-        return step_at_once(kernel, indices, values, arrays, reads)
+        return step_at_once(kernel, indices, values, arrays, reads, present)
 
     def at_once(kernel: Kernel, values: jax.Array, *arrays: jax.Array) -> Any:
-        return step_at_once(kernel, indices, values, arrays, reads)
+        return step_at_once(kernel, indices, values, arrays, reads, present)
 
     def chunked(kernel: Kernel, values: jax.Array, *arrays: jax.Array) -> Any:
-        return _in_chunks(kernel, indices, values, arrays, reads)
+        return _in_chunks(kernel, indices, values, arrays, reads, present)
 
     result: tuple[jax.Array, ...] = loop_on_cpu(chunked, at_once, kernel, values, arrays)
     return result
@@ -105,6 +110,7 @@ def step_at_once(
     values: jax.Array,
     arrays: Sequence[jax.Array],
     reads: int,
+    present: jax.Array,
 ) -> tuple[jax.Array, ...]:
     """:func:`step_rows` without a loop; of ``arrays`` the first ``reads`` are only read."""
     height = arrays[0].shape[0]
@@ -112,8 +118,7 @@ def step_at_once(
     near = jnp.minimum(indices, max(height - 1, 0))
     rows = [take_rows(x, near, mode="promise_in_bounds") for x in arrays]
     update, *new_rows = kernel(values, *rows)
-    present = (indices < height).reshape(-1, *(1,) * (update.ndim - 1))
-    update = jnp.where(present, update, jnp.zeros((), update.dtype))
+    update = leading(update, present)
     new_state = [
         set_rows(slot, indices, new.astype(slot.dtype))
         for slot, new in zip(arrays[reads:], new_rows, strict=True)
@@ -127,17 +132,18 @@ def _in_chunks(
     values: jax.Array,
     arrays: Sequence[jax.Array],
     reads: int,
+    present: jax.Array,
 ) -> tuple[jax.Array, ...]:
     count, height = indices.shape[0], arrays[0].shape[0]
-    present = jnp.sum(indices < height, dtype=jnp.int32)
     read, state = arrays[:reads], arrays[reads:]
 
     def body(start: jax.Array, fresh: jax.Array, carry: Any) -> Any:
         update, *state = carry
         cut = lambda x: lax.dynamic_slice_in_dim(x, start, CHUNK)  # noqa: E731
         ids = jnp.where(fresh, cut(indices), height)
-        new, *state = step_at_once(kernel, ids, cut(values), (*read, *state), reads)
-        new = jnp.where(fresh.reshape(-1, *(1,) * (new.ndim - 1)), new, cut(update))
+        rows = (*read, *state)
+        new, *state = step_at_once(kernel, ids, cut(values), rows, reads, present - start)
+        new = leading(cut(update), CHUNK - jnp.sum(fresh, dtype=jnp.int32), new)
         return [lax.dynamic_update_slice_in_dim(update, new, start, 0), *state]
 
     # In the kernel's own dtype, which need not be that of the gradient.

@@ -13,6 +13,7 @@ from jslices._slices import IndexedSlices, check_slices, is_slices
 from jslices._trees import flatten
 from jslices.optim import exact
 from jslices.optim.base import GradientTransformation, next_count, per_row, zero_count
+from jslices.optim.dense_sums import warn_in_multi_steps
 from jslices.optim.in_place import Kernel
 from jslices.optim.one_step import one_step
 from jslices.optim.rule import Rule
@@ -46,6 +47,7 @@ def transformation(
         return [rule if yes or other is None else other for yes in chosen]
 
     def init(params: Any) -> Any:
+        warn_in_multi_steps()
         leaves, tree = flatten(params)
         rules = rules_for(params, len(leaves))
         slots = {
@@ -160,10 +162,13 @@ def _each_slot(kernel: Kernel, grad: IndexedSlices) -> IndexedSlices:
         (update,) = kernel(values)
         empty = indices == empty_slot(num_rows, indices.dtype)
         nothing = jnp.zeros((), update.dtype)
-        return jnp.where(per_row(empty, update), nothing, update), indices
+        # XLA gathers rows as [K, 1, *D]. In this shape the update overwrites them; another
+        # would keep a second array of the gradient's size.
+        tall = update.reshape(len(indices), 1, *update.shape[1:])
+        return jnp.where(per_row(empty, tall), nothing, tall).reshape(update.shape), indices
 
     def summed(values: jax.Array, indices: jax.Array) -> tuple[jax.Array, jax.Array]:
-        values, indices = sum_duplicates(values, indices, num_rows, len(indices))
+        values, indices, _ = sum_duplicates(values, indices, num_rows, len(indices))
         (update,) = kernel(values)
         return update, indices
 

@@ -59,8 +59,10 @@ def step_slices(
     if _fits_in_gradient(kernel, values, arrays):
         indices, update, *new = _large(kernel, indices, values, arrays, len(read))
     else:
-        values, indices = sum_duplicates(values, indices, height, None, ordered=False)
-        update, *new = step_rows(kernel, indices, values, state, read)
+        values, indices, present = sum_duplicates(
+            values, indices, height, None, ordered=False
+        )
+        update, *new = step_rows(kernel, indices, values, state, read, present)
     return (IndexedSlices(update, indices, grad.dense_shape), *new)
 
 
@@ -95,8 +97,8 @@ def _large(
 ) -> tuple[jax.Array, ...]:
     def at_once(kernel: Kernel, values: jax.Array, *arrays: jax.Array) -> Any:
         height = arrays[0].shape[0]
-        summed, unique = sum_duplicates(values, indices, height, len(indices))
-        return (unique, *step_at_once(kernel, unique, summed, arrays, reads))
+        summed, unique, present = sum_duplicates(values, indices, height, len(indices))
+        return (unique, *step_at_once(kernel, unique, summed, arrays, reads, present))
 
     def folded(kernel: Kernel, values: jax.Array, *arrays: jax.Array) -> Any:
         return step_folded(kernel, indices, values, arrays, reads)

@@ -1,0 +1,57 @@
+"""Computations that XLA:CPU does one after the other, for the memory it saves.
+
+XLA orders a program by the data that flows in it, and XLA:CPU prefers what may run side by
+side. If a loss reads the rows element by element (a squared error, a penalty), the first
+step backward may then stand before the last one forward; both read the rows, so that the
+gradient cannot overwrite them, and a training step holds two arrays ``[K, D]`` where one is
+enough. With 1e5 ids and rows of 64 that is the difference between 25 MB, which ``malloc``
+keeps for the next step, and 51 MB, which it takes from the operating system anew at every
+step: 5 against 19 ms for plain SGD. ``lax.optimization_barrier`` says the same, and XLA:CPU
+takes it out before it orders the program (jax 0.10.2 and 0.12).
+
+The order is no part of the value, hence a primitive that every transformation may drop.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax import lax
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+
+after_p = Primitive("after")
+
+
+def after(x: jax.Array, earlier: jax.Array) -> jax.Array:
+    """``x`` as it is; on a CPU what uses it is computed after ``earlier``, a scalar."""
+    if x.dtype == earlier.dtype and x.dtype in (np.float32, np.float64):
+        return after_p.bind(x, earlier)
+    return x
+
+
+def _needs(x: jax.Array, earlier: jax.Array) -> jax.Array:
+    bits = np.dtype(f"int{x.dtype.itemsize * 8}")
+    seen = lax.bitcast_convert_type(earlier, bits)
+    # One of two neighbours is even. No compiler knows it, so the scalar is waited for.
+    zero = (seen * (seen + 1)) & 1
+    return lax.bitcast_convert_type(lax.bitcast_convert_type(x, bits) ^ zero, x.dtype)
+
+
+def _jvp(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Any, Any]:
+    return after_p.bind(*primals), tangents[0]
+
+
+def _batch(args: Sequence[Any], dims: Sequence[Any]) -> tuple[Any, Any]:
+    return args[0], dims[0]
+
+
+after_p.def_impl(lambda x, earlier: x)
+after_p.def_abstract_eval(lambda x, earlier: x)
+ad.primitive_jvps[after_p] = _jvp
+batching.primitive_batchers[after_p] = _batch
+mlir.register_lowering(after_p, lambda _, x, earlier: [x])
+mlir.register_lowering(
+    after_p, mlir.lower_fun(_needs, multiple_results=False), platform="cpu"
+)

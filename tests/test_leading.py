@@ -1,0 +1,48 @@
+"""The first rows of one array and the rest of another."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jslices.optim.leading import UNROLLED, leading
+
+SHAPES = [(7, 1), (7, 2), (7, 16), (7, 23), (7, 24), (7, 4, 3), (7,), (7, 0), (0, 4)]
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    shape=st.sampled_from(SHAPES),
+    count=st.integers(-3, 12),
+    dtype=st.sampled_from(["float32", "bfloat16", "int32", "bool"]),
+    with_rest=st.booleans(),
+)
+def test_against_numpy(shape, count, dtype, with_rest):
+    rng = np.random.default_rng(0)
+    rows = rng.normal(size=shape).astype(dtype)
+    rest = rng.normal(size=shape).astype(dtype) if with_rest else np.zeros(shape, dtype)
+    given_rest = jnp.asarray(rest) if with_rest else None
+    stop = max(0, min(count, shape[0]))
+    expected = np.concatenate([rows[:stop], rest[stop:]])
+    result = jax.jit(leading)(jnp.asarray(rows), jnp.int32(count), given_rest)
+    assert result.dtype == rows.dtype
+    np.testing.assert_array_equal(result, expected)
+
+
+@pytest.mark.parametrize("length", [UNROLLED.start, UNROLLED.stop])
+def test_what_is_left_out_may_be_nan(length):
+    rows = jnp.full((4, length), jnp.nan).at[:2].set(1.0)
+    np.testing.assert_array_equal(
+        leading(rows, jnp.int32(2)), jnp.zeros_like(rows).at[:2].set(1.0)
+    )
+
+
+def test_derivatives_are_those_of_the_rows_taken():
+    def total(rows, rest):
+        return jnp.sum(leading(rows, jnp.int32(1), rest) * 2)
+
+    rows, rest = jax.grad(total, (0, 1))(jnp.ones((3, 4)), jnp.ones((3, 4)))
+    np.testing.assert_array_equal(rows[:, 0], [2, 0, 0])
+    np.testing.assert_array_equal(rest[:, 0], [0, 2, 2])
