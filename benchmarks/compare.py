@@ -5,8 +5,10 @@
     python benchmarks/compare.py --hugepages        GLIBC_TUNABLES given to all of them
 
 Each contender has a process of its own, and they take turns: some steps to warm up, some
-timed, then the next, four rounds of it. What is not installed is left out and said. A full
-run writes ``benchmarks/results/NAME.csv``, a table ``NAME.md`` and a plot ``NAME.png``.
+timed, then the next, four rounds of it. Steps of less than a millisecond are timed up to
+ten at a time and the last loss is waited for, as a training loop does: waiting for each
+would time how a thread is woken. What is not installed is left out and said. A full run
+writes ``benchmarks/results/NAME.csv``, a table ``NAME.md`` and a plot ``NAME.png``.
 """
 
 import argparse
@@ -20,6 +22,7 @@ import platform
 import statistics
 import subprocess
 import sys
+import time
 
 from contenders import CONTENDERS, OPTIMIZERS, OURS, SLOTS
 from contenders.ids import batches
@@ -27,6 +30,8 @@ from contenders.report import lines, plot, table
 
 HERE = pathlib.Path(__file__).parent
 ROUNDS = 4
+SHORT = 1e-3  # seconds: steps that take less are timed some at a time
+CALM = 1.0  # seconds of steps before a contender that is alone is measured
 KEPT = 4e8  # bytes of a table that a process may keep after it: malloc, or an allocator
 
 
@@ -79,7 +84,7 @@ def groups(everyone, state_bytes):
             together = some
             break
     alone = [one for one in everyone if one not in together]
-    apart = [[one] for one in alone if need[one] < 0.6 * memory()]
+    apart = [[one] for one in alone if need[one] < 0.7 * memory()]
     return [together, *apart] if together else apart
 
 
@@ -103,12 +108,18 @@ def measure(everyone, optimizer, rows, dim, counts, kinds):
                 continue
             firsts = {c.name: c("ids", count, kind) for c in here}
             seconds = {c.name: [] for c in here}
+            if len(at_work) == 1:  # after gigabytes were made, the machine is busy a while
+                end = time.monotonic() + CALM
+                while time.monotonic() < end:
+                    at_work[0]("run", 5, 0, 1)
             for number in range(ROUNDS):
                 for contender in here[number % len(here) :] + here[: number % len(here)]:
-                    once = statistics.median(contender("run", 1, 2)["seconds"])
-                    warm = max(1, min(20, int(0.02 / once)))
-                    timed = max(5, min(25, int(0.05 / once)))
-                    seconds[contender.name] += contender("run", warm, timed)["seconds"]
+                    once = statistics.median(contender("run", 1, 2, 1)["seconds"])
+                    several = max(1, min(10, int(SHORT / once)))
+                    warm = max(1, min(20, int(0.02 / once / several)))
+                    timed = max(5, min(25, int(0.05 / once / several)))
+                    new = contender("run", warm, timed, several)["seconds"]
+                    seconds[contender.name] += new
             for contender in here:
                 name, first = contender.name, firsts[contender.name]
                 median = statistics.median(seconds[name])

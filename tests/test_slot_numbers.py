@@ -90,11 +90,12 @@ def test_hashed_ids_that_are_evenly_spaced(stride):
 def test_sums_are_those_of_the_sort_to_the_bit():
     ids = jnp.asarray(draw(3, 200, 0.1))
     values = jax.random.normal(jax.random.key(0), (K, 16))
-    a, rows_a = sum_duplicates(values, ids, V, None)
-    b, rows_b = sum_duplicates(values, ids, V, None, ordered=False)
+    a, rows_a, count_a = sum_duplicates(values, ids, V, None)
+    b, rows_b, count_b = sum_duplicates(values, ids, V, None, ordered=False)
     order = np.argsort(np.asarray(rows_b), kind="stable")
     np.testing.assert_array_equal(rows_a, rows_b[order])
     np.testing.assert_array_equal(a, b[order])
+    assert count_a == count_b == len(set(np.asarray(rows_a).tolist()) - {V})
 
 
 @pytest.mark.parametrize("way", ("map", "hash"))

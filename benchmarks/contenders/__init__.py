@@ -1,9 +1,10 @@
 """What is compared: a step of the same model in each framework, one framework a file.
 
 A module here has ``VERSION`` and ``make(optimizer, num_rows, dim, rate, ...)``, which
-returns ``(step, convert)``: ``step(ids)`` does one whole training step and waits for its
-loss, ``convert`` makes the framework's ids of NumPy's. The model reads rows of a table, and
-its loss is half their mean square sum.
+returns ``(step, convert)``: ``step(ids)`` does one whole training step and returns its
+loss, which may not be there yet; ``convert`` makes the framework's ids of NumPy's.
+``wait(loss)`` waits for it. The model reads rows of a table, and its loss is half their
+mean square sum.
 """
 
 RATE = 1e-3

@@ -34,6 +34,10 @@ def prepare(keep=False):
         js.keep_memory()
 
 
+def wait(loss):
+    loss.block_until_ready()
+
+
 def runner(step, tx, num_rows, dim):
     """Runs a jitted step of JAX and keeps what it returns."""
     import jax.numpy as jnp
@@ -43,7 +47,7 @@ def runner(step, tx, num_rows, dim):
 
     def run(ids):
         *held[:], loss = step(*held, ids)
-        loss.block_until_ready()
+        return loss
 
     def temporaries(ids):
         analysis = step.lower(*held, ids).compile().memory_analysis()

@@ -4,6 +4,7 @@ import jax
 import optax
 
 from contenders.with_jslices import jitted
+from contenders.with_jslices import wait as wait
 
 VERSION = f"jax {jax.__version__}, optax {optax.__version__}"
 

@@ -9,6 +9,10 @@ import tensorflow as tf
 VERSION = f"tensorflow {tf.__version__}, keras {tf.keras.__version__}"
 
 
+def wait(loss):
+    loss.numpy()
+
+
 def make(optimizer, num_rows, dim, rate, keras):
     table = tf.Variable(tf.ones((num_rows, dim)))
     if keras:
@@ -31,7 +35,7 @@ def make(optimizer, num_rows, dim, rate, keras):
         apply(tape.gradient(loss, table))
         return loss
 
-    return lambda ids: step(ids).numpy(), tf.constant
+    return step, tf.constant
 
 
 def apply_with(tx, table):

@@ -2,7 +2,7 @@
 
 {"load": [optimizer, rows, dim]}        -> {}
 {"ids": [count, kind]}                  -> {"first": seconds, "temporaries": bytes}
-{"run": [warm, timed]}                  -> {"seconds": [...]}
+{"run": [warm, timed, several]}         -> {"seconds": [...]}, of one step
 {"peak": true}                          -> {"bytes": beyond what was there and the state}
 {"drop": true}                          -> {}
 """
@@ -47,26 +47,28 @@ class Worker:
         self.given = [self.convert(x) for x in batches(self.rows, count, kind)]
         self.number = 0
         start = time.perf_counter()
-        self.step(self.given[0])
+        self.framework.wait(self.step(self.given[0]))
         first = time.perf_counter() - start
         temporaries = getattr(self.step, "temporaries", lambda ids: None)
         found = temporaries(self.given[0])
         for _ in range(3):
-            self.run(1, 0)
+            self.run(1, 0, 1)
         try:  # from here on the peak is that of the steps
             pathlib.Path("/proc/self/clear_refs").write_text("5")
         except OSError:
             self.expected = None
         return {"first": first, "temporaries": found}
 
-    def run(self, warm, timed):
+    def run(self, warm, timed, several):
+        """Times ``several`` steps together, as a training loop runs them."""
         seconds = []
         for _ in range(warm + timed):
-            self.number += 1
-            ids = self.given[self.number % len(self.given)]
             start = time.perf_counter()
-            self.step(ids)
-            seconds.append(time.perf_counter() - start)
+            for _ in range(several):
+                self.number += 1
+                loss = self.step(self.given[self.number % len(self.given)])
+            self.framework.wait(loss)
+            seconds.append((time.perf_counter() - start) / several)
         return {"seconds": seconds[warm:]}
 
     def peak(self, _):

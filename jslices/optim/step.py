@@ -68,7 +68,7 @@ def step_slices(
 
 def covers(num_ids: int, row_bytes: int, num_rows: int) -> bool:
     """Whether so many ids are enough of a table to step all of it."""
-    enough = num_rows / 2 if num_rows * row_bytes < LARGE else num_rows * 2
+    enough = num_rows / 2 if num_rows * row_bytes < LARGE else num_rows
     return num_ids >= max(SMALL, enough)
 
 
