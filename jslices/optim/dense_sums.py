@@ -22,10 +22,11 @@ MESSAGE = (
 def warn_in_multi_steps() -> None:
     """Warns once for each line of the user's that is in ``optax.MultiSteps.init``."""
     steps = getattr(sys.modules.get("optax"), "MultiSteps", None)
-    if steps is None:
+    code = getattr(getattr(steps, "init", None), "__code__", None)
+    if code is None:  # no Optax, or one that is made otherwise
         return
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        if frame.f_code is steps.init.__code__:
+        if frame.f_code is code:
             return warn_dense(MESSAGE)
         frame = frame.f_back
