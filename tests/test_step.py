@@ -164,12 +164,21 @@ def test_the_way_is_chosen_from_the_shapes():
 
 def test_many_slots_of_sgd_stay_as_they_are():
     ids = jnp.asarray([1] * 300 + [-1] * 300 + [2] * 300)
-    grads = js.IndexedSlices(jnp.ones((900, 2)), ids, (5, 2))
+    values = jnp.ones((900, 2)).at[300:600].set(jnp.nan)
     tx = js.sgd(0.5)
-    updates, _ = jax.jit(tx.update)(grads, tx.init(jnp.zeros((5, 2))))
+    tall = js.IndexedSlices(values, ids, (500, 2))
+    updates, _ = jax.jit(tx.update)(tall, tx.init(jnp.zeros((500, 2))))
     assert updates.values.shape == (900, 2)
     assert not updates.values[300:600].any()
-    np.testing.assert_array_equal(updates.to_dense()[:, 0], [0, -150, -150, 0, 0])
+    np.testing.assert_array_equal(updates.to_dense()[:5, 0], [0, -150, -150, 0, 0])
+    # Short rows, each named many times: the dense sum.
+    grads = js.IndexedSlices(values, ids, (5, 2))
+    updates, _ = jax.jit(tx.update)(grads, tx.init(jnp.zeros((5, 2))))
+    assert updates.indices.tolist() == [5, 1, 2, 5, 5]
+    np.testing.assert_array_equal(updates.values[:, 0], [0, -150, -150, 0, 0])
+    for params in (jnp.zeros((5, 2)), np.zeros((5, 2), np.float32)):
+        stepped = js.apply_updates(params, updates)
+        np.testing.assert_array_equal(stepped[:, 0], [0, -150, -150, 0, 0])
     # 16 bits would round at each addition, so there they are summed first.
     updates, _ = tx.update(grads.astype(jnp.bfloat16), tx.init(jnp.zeros((5, 2))))
     assert updates.indices.tolist() == [1, 2, 5, 5, 5]

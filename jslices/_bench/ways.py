@@ -34,6 +34,8 @@ def way_of(sizes: Sizes, platform: str) -> str:
     many = ALL_AT_ONCE if whole else CHUNKS
     full = jnp.dtype(sizes.dtype).itemsize >= 4
     if sizes.optimizer == "sgd":  # which has no state
+        if full and covers(sizes.ids, sizes.row_bytes, sizes.rows, True):
+            return ALL_ROWS
         by_slot = platform == "cpu" and full and sizes.ids >= SMALL
         return EACH_SLOT if by_slot else ALL_AT_ONCE
     # adafactor does its rows by itself.
@@ -51,7 +53,8 @@ def ids_for_all_rows(sizes: Sizes, platform: str) -> int | None:
     if way_of(sizes.but(ids=4 * sizes.rows + SMALL), platform) != ALL_ROWS:
         return None
     counts = range(1, 4 * sizes.rows + SMALL + 1)
-    goes = lambda ids: covers(ids, sizes.row_bytes, sizes.rows)  # noqa: E731
+    alone = sizes.optimizer == "sgd"
+    goes = lambda ids: covers(ids, sizes.row_bytes, sizes.rows, alone)  # noqa: E731
     return counts[bisect.bisect_left(counts, True, key=goes)]
 
 

@@ -17,7 +17,7 @@ from jslices.optim.dense_sums import warn_in_multi_steps
 from jslices.optim.in_place import Kernel
 from jslices.optim.one_step import one_step
 from jslices.optim.rule import Rule
-from jslices.optim.step import SMALL, step_slices
+from jslices.optim.step import SMALL, covers, row_bytes, step_all_rows, step_slices
 
 
 def transformation(
@@ -144,6 +144,9 @@ def _update_leaf(
         return step_slices(kernel, grad, state, read, still=rule.still)
     wide = grad.values.dtype.itemsize >= 4  # 16 bits would be rounded at each addition
     if rule.linear and wide and len(grad.indices) >= SMALL:
+        shape = grad.dense_shape
+        if shape and covers(len(grad.indices), row_bytes(grad.values), shape[0], True):
+            return step_all_rows(kernel, grad, (), 0, True)
         return (_each_slot(kernel, grad),)
     grad = grad.coalesce()
     (update,) = kernel(grad.values)

@@ -23,6 +23,8 @@ from jslices.optim.whole import EveryRow, step_whole
 
 #: Arrays of this many bytes are better not made anew at each step.
 LARGE = 16 * 10**6
+#: Rows of so many bytes take as long to be told from empty slots as to be added.
+SHORT = 128
 #: Below so many slots nothing is won by choosing.
 SMALL = 512
 
@@ -51,11 +53,8 @@ def step_slices(
     arrays = (*read, *state)
     height = arrays[0].shape[0]
     indices, values = canonical_indices(grad.indices, height), grad.values
-    if covers(len(indices), _row_bytes(values), height):
-        indices, update, *new = step_whole(
-            kernel, indices, values, arrays, len(read), still
-        )
-        return (EveryRow(update, indices, grad.dense_shape), *new)
+    if covers(len(indices), row_bytes(values), height):
+        return step_all_rows(kernel, grad, arrays, len(read), still)
     if _fits_in_gradient(kernel, values, arrays):
         indices, update, *new = _large(kernel, indices, values, arrays, len(read))
     else:
@@ -66,13 +65,35 @@ def step_slices(
     return (IndexedSlices(update, indices, grad.dense_shape), *new)
 
 
-def covers(num_ids: int, row_bytes: int, num_rows: int) -> bool:
-    """Whether so many ids are enough of a table to step all of it."""
+def step_all_rows(
+    kernel: Kernel,
+    grad: IndexedSlices,
+    arrays: Sequence[jax.Array],
+    reads: int,
+    still: bool,
+) -> tuple[Any, ...]:
+    """:func:`step_slices` in one pass over arrays, of which there may be none."""
+    assert grad.dense_shape is not None
+    height = grad.dense_shape[0]
+    indices = canonical_indices(grad.indices, height)
+    indices, update, *new = step_whole(
+        kernel, indices, grad.values, height, arrays, reads, still
+    )
+    return (EveryRow(update, indices, grad.dense_shape), *new)
+
+
+def covers(num_ids: int, row_bytes: int, num_rows: int, by_slot: bool = False) -> bool:
+    """Whether so many ids are enough of a table to step all of it.
+
+    ``by_slot``: else each id would be added by itself, of which only short rows are slow.
+    """
+    if by_slot:
+        return row_bytes <= SHORT and num_ids >= max(SMALL, num_rows * 2)
     enough = num_rows / 2 if num_rows * row_bytes < LARGE else num_rows
     return num_ids >= max(SMALL, enough)
 
 
-def _row_bytes(values: jax.Array) -> int:
+def row_bytes(values: jax.Array) -> int:
     return math.prod(values.shape[1:]) * values.dtype.itemsize
 
 
@@ -80,7 +101,7 @@ def _fits_in_gradient(
     kernel: Kernel, values: jax.Array, arrays: Sequence[jax.Array]
 ) -> bool:
     """Whether the gradient is large, and its memory can hold sums and update."""
-    if len(values) * _row_bytes(values) < LARGE or len(values) <= CHUNK:
+    if len(values) * row_bytes(values) < LARGE or len(values) <= CHUNK:
         return False
     if values.dtype.itemsize < 4:  # summed in float32
         return False

@@ -28,6 +28,7 @@ def step_whole(
     kernel: Kernel,
     indices: jax.Array,
     values: jax.Array,
+    height: int,
     arrays: Sequence[jax.Array],
     reads: int,
     still: bool,
@@ -38,6 +39,7 @@ def step_whole(
       kernel: the arithmetic.
       indices: ``[K]``, canonical: in any order, with duplicates and empty slots (V).
       values: ``[K, *D]``, the gradient.
+      height: V.
       arrays: ``[V, ...]``, of which the first ``reads`` are only read.
       still: whether a row whose gradient is zero keeps all it has.
 
@@ -45,7 +47,6 @@ def step_whole(
       ``(indices, update, *state)``: indices ``[V]``, each row's own or V where it is not
       named; update ``[V, *D]``, zero there.
     """
-    height = arrays[0].shape[0]
     named = jnp.zeros((height,), bool).at[indices].set(True, mode="drop")
     update, *new = kernel(add_by_slot(values, indices, height), *arrays)
     if not still:
