@@ -121,6 +121,14 @@ def programs(draw, depth, ids="IDS", scalar="IDS[0]", level=0):
     }[form]
 
 
+@pytest.fixture(autouse=True, scope="module")
+def backward_waits_for_the_loss():
+    """As it does where the rows are large; these programs are small."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("jslices._grad.api.LARGE", 0)
+        yield
+
+
 def run(code):
     namespace = {}
     exec(PREAMBLE + code, namespace)
