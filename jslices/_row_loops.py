@@ -6,25 +6,19 @@ instructions on an element, so rows of 32 to 79 elements, 64 among them, are cop
 element at a time: 65 ns for a row of 64 where a row of 80 takes 28 (jax 0.10.2 and 0.12).
 So on a CPU the loop is given some instructions more, which change nothing; the loop then
 stays a loop and becomes vector code. (Full unrolling runs before the loop vectorizer.)
-
-The instructions are the identity, hence a primitive that every transformation may drop.
 """
 
 import math
-from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.extend.core import Primitive
-from jax.interpreters import ad, batching, mlir
+
+from jslices._identity import identity, zero_from
 
 #: Rows of so many elements are copied by a scalar loop if nothing is done.
 SCALAR = range(32, 80)
-
-row_loop_p = Primitive("row_loop")
 
 
 def row_loop(rows: jax.Array, ids: jax.Array) -> jax.Array:
@@ -41,8 +35,7 @@ def _more_instructions(rows: jax.Array, ids: jax.Array) -> jax.Array:
         return rows
     bits = np.dtype(f"int{width}")
     flat = lax.bitcast_convert_type(rows.reshape(-1, length), bits)
-    # One of two neighbours is even. No compiler knows it, so none removes what follows.
-    zero = ((ids * (ids + 1)) & 1).astype(bits).reshape(-1, 1)
+    zero = zero_from(ids).astype(bits).reshape(-1, 1)
     for i in range(max(1, math.ceil(320 / length) - 4)):
         flat = flat ^ zero if i % 2 == 0 else flat + zero
     flat = lax.bitcast_convert_type(flat, rows.dtype)
@@ -52,19 +45,4 @@ def _more_instructions(rows: jax.Array, ids: jax.Array) -> jax.Array:
     return flat.at[here].get(mode="promise_in_bounds").reshape(rows.shape)
 
 
-def _jvp(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Any, Any]:
-    return row_loop_p.bind(*primals), tangents[0]
-
-
-def _batch(args: Sequence[Any], dims: Sequence[Any]) -> tuple[Any, Any]:
-    return args[0], dims[0]
-
-
-row_loop_p.def_impl(lambda rows, ids: rows)
-row_loop_p.def_abstract_eval(lambda rows, ids: rows)
-ad.primitive_jvps[row_loop_p] = _jvp
-batching.primitive_batchers[row_loop_p] = _batch
-mlir.register_lowering(row_loop_p, lambda _, rows, ids: [rows])
-mlir.register_lowering(
-    row_loop_p, mlir.lower_fun(_more_instructions, multiple_results=False), platform="cpu"
-)
+row_loop_p = identity("row_loop", _more_instructions)

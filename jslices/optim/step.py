@@ -52,9 +52,9 @@ def step_slices(
     """
     arrays = (*read, *state)
     height = arrays[0].shape[0]
-    indices, values = canonical_indices(grad.indices, height), grad.values
-    if covers(len(indices), row_bytes(values), height):
+    if covers(len(grad.indices), row_bytes(grad.values), height):
         return step_all_rows(kernel, grad, arrays, len(read), still)
+    indices, values = canonical_indices(grad.indices, height), grad.values
     if _fits_in_gradient(kernel, values, arrays):
         indices, update, *new = _large(kernel, indices, values, arrays, len(read))
     else:
