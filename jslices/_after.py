@@ -11,6 +11,7 @@ takes it out before it orders the program (jax 0.10.2 and 0.12).
 """
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
@@ -19,15 +20,19 @@ from jslices._identity import identity, zero_from
 
 def after(x: jax.Array, earlier: jax.Array) -> jax.Array:
     """``x`` as it is; on a CPU what uses it is computed after ``earlier``, a scalar."""
-    if x.dtype == earlier.dtype and x.dtype in (np.float32, np.float64):
-        return after_p.bind(x, earlier)
-    return x
+    if jnp.iscomplexobj(x) or jnp.iscomplexobj(earlier):
+        return x
+    return after_p.bind(x, earlier)
 
 
 def _needs(x: jax.Array, earlier: jax.Array) -> jax.Array:
-    bits = np.dtype(f"int{x.dtype.itemsize * 8}")
-    zero = zero_from(lax.bitcast_convert_type(earlier, bits))
-    return lax.bitcast_convert_type(lax.bitcast_convert_type(x, bits) ^ zero, x.dtype)
+    zero = zero_from(lax.bitcast_convert_type(earlier, _bits(earlier)))
+    whole = lax.bitcast_convert_type(x, _bits(x)) ^ zero.astype(_bits(x))
+    return lax.bitcast_convert_type(whole, x.dtype)
+
+
+def _bits(x: jax.Array) -> np.dtype:
+    return np.dtype(f"int{x.dtype.itemsize * 8}")
 
 
 after_p = identity("after", _needs)

@@ -1,12 +1,22 @@
 """Keeping the memory of temporaries from one step to the next, on a CPU under Linux."""
 
 import ctypes
+import os
 import platform
+import re
 
 from jax._src import xla_bridge
 
 # From glibc's <malloc.h>.
 _TRIM_THRESHOLD, _MMAP_MAX, _ARENA_MAX = -1, -4, -8
+
+_called = False
+
+
+def memory_is_cheap() -> bool:
+    """Whether the process was told to keep what it frees, or to use large pages."""
+    large_pages = re.search(r"malloc\.hugetlb=[12]", os.environ.get("GLIBC_TUNABLES", ""))
+    return _called or large_pages is not None
 
 
 def keep_memory() -> None:
@@ -57,3 +67,5 @@ def keep_memory() -> None:
     for parameter, value in ((_MMAP_MAX, 0), (_TRIM_THRESHOLD, -1), (_ARENA_MAX, 1)):
         if not mallopt(parameter, value):
             raise RuntimeError(f"mallopt({parameter}, {value}) was refused")
+    global _called
+    _called = True

@@ -9,6 +9,7 @@ import pytest
 from optimizers import ALL, label, make
 
 import jslices as js
+from jslices._grad import reread
 from jslices._proof import program
 from jslices.optim import step as choice
 from jslices.testing import assert_in_place, assert_no_dense_temporary
@@ -134,6 +135,7 @@ def prove_regime(regime, num_ids, apply_updates, case, monkeypatch, folded):
     large = regime == "in_the_gradient"
     if large:
         monkeypatch.setattr(choice, "LARGE", num_ids * D * 4)
+        monkeypatch.setattr(reread, "LARGE", num_ids * D * 4)
     tx = make(js, name, 0.1, settings)
     step = ordinary_step(js.value_and_grad, tx, apply_updates)
     prove(step, arguments(tx, num_ids), tables, 10 * num_ids * (D + 1) * 4 + 4096)

@@ -122,10 +122,12 @@ def programs(draw, depth, ids="IDS", scalar="IDS[0]", level=0):
 
 
 @pytest.fixture(autouse=True, scope="module")
-def backward_waits_for_the_loss():
-    """As it does where the rows are large; these programs are small."""
+def as_where_the_rows_are_large():
+    """Backward waits for the loss, and reads rows again; these programs are small."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("jslices._grad.api.LARGE", 0)
+        patch.setattr("jslices._grad.reread.LARGE", 0)
+        patch.setattr("jslices._grad.call.Call.is_traced", True)
         yield
 
 

@@ -9,9 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from jslices._after import after
+from jslices._grad import reread
 from jslices._grad.call import Call, chosen_arguments, is_number
 from jslices._grad.choose import SparseSpec
-from jslices._grad.linearize import linearize
+from jslices._grad.linearize import linearize, plan_call
+from jslices._grad.reread import reading_again
+from jslices._memory import memory_is_cheap
 
 #: From so many bytes of rows on, the memory of a second array of them counts.
 LARGE = 2**20
@@ -128,12 +131,19 @@ def _run(
     """``(value, aux, grads)`` of one call."""
     _check_inputs(call.primals, holomorphic, allow_int)
     single = is_number(argnums)
-    linear = linearize(call, single, sparse)
-    seed = _seed(linear.result, holomorphic)
-    if keeps_value and linear.row_bytes >= LARGE:
-        seed = after(seed, linear.result)
-    grads = linear.pullback(seed)
-    return linear.result, linear.aux, grads[0] if single else grads
+    planned = plan_call(call, single, sparse)
+
+    def run(*primals: Any) -> tuple[Any, Any, Any]:
+        linear = linearize(call.of(primals), planned)
+        seed = _seed(linear.result, holomorphic)
+        if keeps_value and planned.row_bytes >= LARGE:
+            seed = after(seed, linear.result)
+        return linear.result, linear.aux, linear.pullback(seed)
+
+    large = planned.row_bytes >= reread.LARGE and not memory_is_cheap()
+    again = large and keeps_value and call.is_traced
+    value, aux, grads = reading_again(run, call.primals) if again else run(*call.primals)
+    return value, planned.outputs.aux(aux), grads[0] if single else grads
 
 
 def vjp(
@@ -164,8 +174,9 @@ def vjp(
     """
     _check_callable(fun)
     call = Call(fun, tuple(range(len(primals))), primals, {}, has_aux)
-    result, pullback, aux, _ = linearize(call, False, sparse)
-    return (result, pullback, aux) if has_aux else (result, pullback)
+    planned = plan_call(call, False, sparse)
+    result, pullback, aux = linearize(call, planned)
+    return (result, pullback, planned.outputs.aux(aux)) if has_aux else (result, pullback)
 
 
 # --- checks ------------------------------------------------------------------------

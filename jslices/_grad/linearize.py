@@ -44,6 +44,13 @@ class Planned(NamedTuple):
             return "dense"
         return "sparse" if self.looked_up.get(leaf) else "unused"
 
+    @property
+    def row_bytes(self) -> int:
+        """Of all rows that the call looks up in sparse leaves."""
+        return sum(
+            math.prod(_slot_shape(site)) * site.dtype.itemsize for site in sites(self.plan)
+        )
+
 
 def may_be_sparse(leaf: Leaf) -> bool:
     """Whether the program decides about this leaf."""
@@ -56,14 +63,12 @@ class Linearized(NamedTuple):
     Attributes:
       result: the call's value.
       pullback: from the result's cotangent to the gradients.
-      aux: what the call returned beside its value.
-      row_bytes: of all rows that the call looks up in sparse leaves.
+      aux: the arrays that the call returned beside its value.
     """
 
     result: Any
     pullback: Callable[[Any], Any]
-    aux: Any
-    row_bytes: int
+    aux: list[jax.Array]
 
 
 def plan_call(call: Call, single: bool, spec: SparseSpec) -> Planned:
@@ -75,9 +80,8 @@ def plan_call(call: Call, single: bool, spec: SparseSpec) -> Planned:
     return Planned(program, outputs, leaves, *decided)
 
 
-def linearize(call: Call, single: bool, spec: SparseSpec) -> Linearized:
+def linearize(call: Call, planned: Planned) -> Linearized:
     """Runs the call, and gives the function that leads back from it."""
-    planned = plan_call(call, single, spec)
     report_dense(planned.leaves, planned.dense, planned.looked_up)
     outputs, plan = planned.outputs, planned.plan
     through = outlets(planned.program, outputs.num_results)
@@ -100,18 +104,13 @@ def linearize(call: Call, single: bool, spec: SparseSpec) -> Linearized:
     with without_dense_warning():
         flat, pullback, (aux, indices) = jax.vjp(run, dense, slots, has_aux=True)
     assemble = _Assemble(planned.leaves, kinds, sites(plan), call.tree)
-    row_bytes = sum(_row_bytes(site) for site in sites(plan))
     pull = functools.partial(_pull_back, assemble, outputs.tree)
     vjp_fun = jax.tree_util.Partial(pull, pullback, jax.tree.leaves(indices))
-    return Linearized(outputs.result(flat), vjp_fun, outputs.aux(aux), row_bytes)
+    return Linearized(outputs.result(flat), vjp_fun, aux)
 
 
 def _slot_shape(site: Site) -> tuple[int, ...]:
     return (*site.times, site.count, *site.table_shape[1:])
-
-
-def _row_bytes(site: Site) -> int:
-    return math.prod(_slot_shape(site)) * site.dtype.itemsize
 
 
 def _slot(site: Site) -> IndexedSlices:
