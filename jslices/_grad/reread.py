@@ -7,9 +7,12 @@ second time, after the loss, the rows need no memory at all: both reads become p
 they feed, and only the cotangents are left. With large gradients that is worth more than
 the read costs, as XLA:CPU takes its memory anew from the operating system at each step.
 
-Only a table's own rows are read again, for its own gradient: its update then waits for them
-as it waits for the gradient. For a read that nothing orders before the write XLA would copy
-the table. On other platforms the two reads are the same, and XLA makes them one.
+Only a table's own rows are read again, and only where nothing else backward needs them:
+then they need not be kept, and the update of the table waits for them as it waits for the
+gradient. (For a read that nothing orders before the write XLA would copy the table.) So it
+is with a factorization machine (1e5 ids, rows of 64, Adagrad: 18 ms instead of 34), and not
+with two tables that are multiplied, or rows that enter a dense layer. On other platforms
+the two reads are the same, and XLA makes them one.
 """
 
 import math
@@ -55,10 +58,12 @@ def reading_again(run: Callable[..., Any], primals: Sequence[Any]) -> Any:
     values.update(zip(program.constvars, compat.constants(program), strict=True))
     _compute(program.eqns, values)
 
-    loss, _, grads = structures[0].unflatten(program.outvars)
+    loss, aux, grads = structures[0].unflatten(program.outvars)
     gradients, _ = flatten(grads, lambda x: isinstance(x, IndexedSlices))
+    forward = set(_needed(program.eqns, flatten((loss, aux))[0]))
+    backward = [e for e in _needed(program.eqns, flatten(grads)[0]) if e not in forward]
     ways = {
-        gradient.values: _way(program, table, gradient.values)
+        gradient.values: _way(program, backward, table, gradient.values)
         for table, gradient in zip(program.invars, gradients, strict=True)
         if isinstance(gradient, IndexedSlices)
     }
@@ -85,26 +90,47 @@ def _read(atom: Any, values: _Values) -> Any:
     return atom.val if isinstance(atom, compat.Literal) else values[atom]
 
 
-def _way(program: compat.Program, table: Any, rows: Any) -> list[compat.Equation]:
-    """From lookups in ``table`` to ``rows``, element by element; empty if there is none."""
-    wanted, met = {rows}, []
-    for eqn in reversed(program.eqns):
-        name = eqn.primitive.name
-        if wanted.isdisjoint(eqn.outvars):
-            continue
-        if name in _FUSED:
-            wanted.update(v for v in eqn.invars if not isinstance(v, compat.Literal))
-            met.append(eqn)
-        elif name == "gather" and eqn.invars[0] is table:
-            met.append(eqn)
-    way, reached = [], {table}
-    for eqn in reversed(met):
-        if not reached.isdisjoint(
-            v for v in eqn.invars if not isinstance(v, compat.Literal)
-        ):
+# --- what is read again ---------------------------------------------------------------
+
+
+def _way(
+    program: compat.Program, backward: Sequence[compat.Equation], table: Any, rows: Any
+) -> list[compat.Equation]:
+    """The equations from lookups in ``table`` to its gradient, element by element.
+
+    None if something else that is computed ``backward``, or returned, is made of what was
+    looked up: it would be kept all the same.
+    """
+    near: list[compat.Equation] = []
+    reached: set[Any] = set()
+    for eqn in program.eqns:
+        lookup = eqn.primitive.name == "gather" and eqn.invars[0] is table
+        fused = eqn.primitive.name in _FUSED and not reached.isdisjoint(
+            _variables(eqn.invars)
+        )
+        if lookup or fused:
+            near.append(eqn)
             reached.update(eqn.outvars)
-            way.append(eqn)
-    return way if rows in reached else []
+    way = _needed(near, [rows])
+    uses = [atom for eqn in backward if eqn not in way for atom in eqn.invars]
+    uses += program.outvars  # the gradient itself is one of them
+    return way if sum(var in reached for var in _variables(uses)) == 1 else []
+
+
+def _needed(
+    equations: Sequence[compat.Equation], wanted: Iterable[Any]
+) -> list[compat.Equation]:
+    """Those of the equations that the variables are computed by, in order."""
+    needed, variables = [], set(_variables(wanted))
+    for eqn in reversed(equations):
+        if not variables.isdisjoint(eqn.outvars):
+            variables.update(_variables(eqn.invars))
+            needed.append(eqn)
+    return needed[::-1]
+
+
+def _variables(atoms: Iterable[Any]) -> list[Any]:
+    return [atom for atom in atoms if not isinstance(atom, compat.Literal)]
 
 
 def _num_bytes(variable: Any) -> int:
