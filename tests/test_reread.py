@@ -111,7 +111,7 @@ def compiled_step(loss, tx, num_rows=V, dim=D, num_ids=K):
     arguments = (
         params,
         jax.eval_shape(tx.init, params),
-        jax.ShapeDtypeStruct((num_ids,), int),
+        jax.ShapeDtypeStruct((num_ids,), jnp.int32),
     )
     js.testing.assert_in_place(step, *arguments)
     js.testing.assert_no_dense_temporary(step, *arguments)
