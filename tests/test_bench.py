@@ -92,7 +92,7 @@ def test_other_sizes_are_computed(bench):
     assert (here[4], tenfold[4]) == ("62.5 KB", "625.0 KB")
     assert (here[6], tenfold[6]) == ("500.0 KB", "4.9 MB")
     assert "from --ids 1,000 on a step goes over all 2,000 rows" in out
-    assert "from --ids 500,000 on the gradient has 16 MB or more" in out
+    assert "from --ids 312,500 on the gradient has 10 MB or more" in out
     assert {row[-1] for row in rows} == {"few rows at once", "all rows"}
 
 
@@ -202,8 +202,9 @@ def test_keeps_memory_in_a_process_of_its_own():
 WAYS = [
     (Sizes(5000, 64, 100), ways.AT_ONCE),
     (Sizes(10**6, 64, 3000), ways.CHUNKS),
-    (Sizes(10**6, 64, 62_499), ways.CHUNKS),
-    (Sizes(10**6, 64, 62_500), ways.FOLDED),
+    (Sizes(10**6, 64, 39_062), ways.CHUNKS),
+    (Sizes(10**6, 64, 39_063), ways.FOLDED),
+    (Sizes(10**6, 16, 400_000), ways.CHUNKS),
     (
         Sizes(10**6, 64, 200_000, dtype="bfloat16"),
         ways.ALL_AT_ONCE if WIDENS_BFLOAT16 else ways.CHUNKS,

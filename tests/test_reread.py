@@ -93,9 +93,14 @@ def make_params(num_rows=40, dim=6, seed=0):
     return {"table": draw(num_rows, dim), "other": draw(num_rows, dim), "scale": draw(dim)}
 
 
+def read_always(monkeypatch):
+    monkeypatch.setattr(reread, "LARGE", 0)
+    monkeypatch.setattr(reread, "SHORT", 0)
+
+
 @pytest.fixture
 def always(monkeypatch):
-    monkeypatch.setattr(reread, "LARGE", 0)
+    read_always(monkeypatch)
 
 
 def compiled_step(loss, tx, num_rows=V, dim=D, num_ids=K):
@@ -146,7 +151,7 @@ def test_gradients_are_the_same(loss, monkeypatch):
     params, ids = make_params(), jnp.array([3, 3, 7, -1, 39, 0])
     step = lambda *args: jax.jit(js.value_and_grad(loss))(*args)  # noqa: E731
     before, expected = reads(loss, params, ids), step(params, ids)
-    monkeypatch.setattr(reread, "LARGE", 0)
+    read_always(monkeypatch)
     assert reads(loss, params, ids) == before + MODELS[loss]
     chex.assert_trees_all_close(step(params, ids), expected, rtol=5e-7, atol=1e-6)
 

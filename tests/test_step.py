@@ -30,7 +30,7 @@ def forced(way):
     with contextlib.ExitStack() as stack:
         patch = lambda *args: stack.enter_context(mock.patch.object(*args))  # noqa: E731
         patch(step, "covers", lambda *shape: way == "whole")
-        patch(step, "LARGE", 0 if way == "fold" else 10**12)
+        patch(step, "is_large", lambda *shape: way == "fold")
         for module in (in_place, fold, step):
             patch(module, "CHUNK", 10**9 if way == "at_once" else 16)
         yield
@@ -145,8 +145,9 @@ def test_the_way_is_chosen_from_the_shapes():
             (1_000, 16, 600, "whole"),  # half of the table
             (100_000, 16, 10_000, "rows"),
             (100_000, 16, 60_000, "whole"),
-            (100_000, 64, 60_000, "rows"),  # the table is too large, the gradient not
-            (100_000, 64, 90_000, "fold"),
+            (100_000, 64, 30_000, "rows"),  # the table is too large, the gradient not
+            (100_000, 64, 150_000, "fold"),
+            (1_000_000, 16, 400_000, "rows"),  # short rows
             (100_000, 64, 200_000, "whole"),
             (1_000_000, 64, 100_000, "fold"),
         ]:

@@ -6,8 +6,9 @@ import math
 import jax.numpy as jnp
 
 from jslices._bench.sizes import Sizes
+from jslices._memory import LARGE
 from jslices.optim.in_place import CHUNK, WIDENS_BFLOAT16
-from jslices.optim.step import LARGE, SMALL, covers
+from jslices.optim.step import SMALL, covers, is_large
 
 AT_ONCE = "few rows at once"
 ALL_AT_ONCE = "its rows at once"
@@ -42,7 +43,7 @@ def way_of(sizes: Sizes, platform: str) -> str:
     if sizes.optimizer != "adafactor":
         if covers(sizes.ids, sizes.row_bytes, sizes.rows):
             return ALL_ROWS
-        large = sizes.ids * sizes.row_bytes >= LARGE and sizes.ids > CHUNK
+        large = is_large(sizes.ids, sizes.row_bytes) and sizes.ids > CHUNK
         if large and full and platform == "cpu":
             return FOLDED
     return AT_ONCE if sizes.ids <= CHUNK else many

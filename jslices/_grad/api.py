@@ -9,12 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from jslices._after import after
-from jslices._grad import reread
 from jslices._grad.call import Call, chosen_arguments, is_number
 from jslices._grad.choose import SparseSpec
 from jslices._grad.linearize import linearize, plan_call
-from jslices._grad.reread import reading_again
-from jslices._memory import memory_is_cheap
+from jslices._grad.reread import may_pay, reading_again
 
 #: From so many bytes of rows on, the memory of a second array of them counts.
 LARGE = 2**20
@@ -140,8 +138,7 @@ def _run(
             seed = after(seed, linear.result)
         return linear.result, linear.aux, linear.pullback(seed)
 
-    large = planned.row_bytes >= reread.LARGE and not memory_is_cheap()
-    again = large and keeps_value and call.is_traced
+    again = keeps_value and call.is_traced and may_pay(planned.row_bytes)
     value, aux, grads = reading_again(run, call.primals) if again else run(*call.primals)
     return value, planned.outputs.aux(aux), grads[0] if single else grads
 

@@ -24,11 +24,9 @@ import jax
 from jslices._after import after
 from jslices._grad import compat
 from jslices._grad.rules import ELEMENTWISE
+from jslices._memory import LARGE, SHORT, memory_is_cheap
 from jslices._slices import IndexedSlices
 from jslices._trees import flatten
-
-#: From so many bytes of rows on: two such arrays are what ``malloc`` maps anew each time.
-LARGE = 16 * 10**6
 
 # What XLA computes together with what it feeds.
 _FUSED = ELEMENTWISE.union(
@@ -36,6 +34,11 @@ _FUSED = ELEMENTWISE.union(
 )
 
 _Values = dict[Any, Any]
+
+
+def may_pay(num_bytes: int) -> bool:
+    """Whether so many bytes of rows, of all tables, may be worth reading again."""
+    return num_bytes >= LARGE and not memory_is_cheap()
 
 
 def reading_again(run: Callable[..., Any], primals: Sequence[Any]) -> Any:
@@ -65,12 +68,11 @@ def reading_again(run: Callable[..., Any], primals: Sequence[Any]) -> Any:
     ways = {
         gradient.values: _way(program, backward, table, gradient.values)
         for table, gradient in zip(program.invars, gradients, strict=True)
-        if isinstance(gradient, IndexedSlices)
+        if isinstance(gradient, IndexedSlices) and _is_large(gradient.values.aval)
     }
-    if sum(_num_bytes(rows) for rows, way in ways.items() if way) >= LARGE:
-        loss = _read(loss, values)
-        again = [_compute(way, dict(values), loss)[rows] for rows, way in ways.items()]
-        values.update(zip(ways, again, strict=True))
+    loss = _read(loss, values)
+    again = [_compute(way, dict(values), loss)[rows] for rows, way in ways.items()]
+    values.update(zip(ways, again, strict=True))
     return structures[0].unflatten(_read(out, values) for out in program.outvars)
 
 
@@ -133,5 +135,6 @@ def _variables(atoms: Iterable[Any]) -> list[Any]:
     return [atom for atom in atoms if not isinstance(atom, compat.Literal)]
 
 
-def _num_bytes(variable: Any) -> int:
-    return math.prod(variable.aval.shape) * int(variable.aval.dtype.itemsize)
+def _is_large(rows: Any) -> bool:
+    size = math.prod(rows.shape) * int(rows.dtype.itemsize)
+    return size >= max(LARGE, rows.shape[0] * SHORT)

@@ -16,15 +16,14 @@ import jax
 
 from jslices._bounds import canonical_indices
 from jslices._coalesce import sum_duplicates
+from jslices._memory import LARGE, SHORT, memory_is_cheap
 from jslices._slices import IndexedSlices
 from jslices.optim.fold import step_folded
 from jslices.optim.in_place import CHUNK, Kernel, like, loop_on_cpu, step_at_once, step_rows
 from jslices.optim.whole import EveryRow, step_whole
 
-#: Arrays of this many bytes are better not made anew at each step.
-LARGE = 16 * 10**6
-#: Rows of so many bytes take as long to be told from empty slots as to be added.
-SHORT = 128
+#: Tables of this many bytes are better not summed densely, which makes one more of them.
+LARGE_TABLE = 16 * 10**6
 #: Below so many slots nothing is won by choosing.
 SMALL = 512
 
@@ -85,12 +84,21 @@ def step_all_rows(
 def covers(num_ids: int, row_bytes: int, num_rows: int, by_slot: bool = False) -> bool:
     """Whether so many ids are enough of a table to step all of it.
 
-    ``by_slot``: else each id would be added by itself, of which only short rows are slow.
+    ``by_slot``: else each id would be added by itself, of which only short rows are slow:
+    they take as long to be told from empty slots as to be added.
     """
     if by_slot:
         return row_bytes <= SHORT and num_ids >= max(SMALL, num_rows * 2)
-    enough = num_rows / 2 if num_rows * row_bytes < LARGE else num_rows
+    if num_rows * row_bytes < LARGE_TABLE:
+        enough = num_rows / 2
+    else:  # one pass needs memory for the sums, [V, D]
+        enough = num_rows if memory_is_cheap() else num_rows * 2
     return num_ids >= max(SMALL, enough)
+
+
+def is_large(num_ids: int, row_bytes: int) -> bool:
+    """Whether the gradient is better summed and updated where it is."""
+    return row_bytes >= SHORT and num_ids * row_bytes >= LARGE
 
 
 def row_bytes(values: jax.Array) -> int:
@@ -101,7 +109,7 @@ def _fits_in_gradient(
     kernel: Kernel, values: jax.Array, arrays: Sequence[jax.Array]
 ) -> bool:
     """Whether the gradient is large, and its memory can hold sums and update."""
-    if len(values) * row_bytes(values) < LARGE or len(values) <= CHUNK:
+    if not is_large(len(values), row_bytes(values)) or len(values) <= CHUNK:
         return False
     if values.dtype.itemsize < 4:  # summed in float32
         return False
