@@ -1,6 +1,7 @@
 """jslices, dense JAX, PyTorch and TensorFlow on the same ids, in turns within one run.
 
-    python benchmarks/compare.py                    everything: about an hour
+    python benchmarks/compare.py                    everything: about half an hour
+    python benchmarks/compare.py --dense            and dense steps in more of the cells
     python benchmarks/compare.py --quick            two sizes, ratios only
     python benchmarks/compare.py --hugepages        GLIBC_TUNABLES given to all of them
 
@@ -32,7 +33,6 @@ HERE = pathlib.Path(__file__).parent
 ROUNDS = 4
 SHORT = 1e-3  # seconds: steps that take less are timed some at a time
 CALM = 1.0  # seconds of steps before a contender that is alone is measured
-PASSED_OVER = 1e9  # bytes of a table: a dense step of a larger one takes a second or more
 KEPT = 4e8  # bytes of a table that a process may keep after it: malloc, or an allocator
 
 
@@ -89,20 +89,23 @@ def groups(everyone, state_bytes):
     return [together, *apart] if together else apart
 
 
-def takes_part(contender, rows, count, kind):
+def takes_part(contender, rows, count, kind, dense):
     """Passes over a whole table are long, and hardly depend on the ids."""
-    return not contender.whole or rows <= 1e6 or (count, kind) == (10_000, "zipf")
+    if not contender.whole or rows <= (1e6 if dense else 1e5):
+        return True
+    return (count, kind) == (10_000, "zipf")
 
 
-def measure(everyone, optimizer, rows, dim, counts, kinds):
+def measure(everyone, optimizer, rows, dim, counts, kinds, dense=False):
     """Rows of results, one for each contender and kind of ids."""
     results = {}
-    everyone = [c for c in everyone if not c.whole or rows * dim * 4 <= PASSED_OVER]
+    most = 1e9 / (dim * 4) if dense else 1e6  # a dense step takes a second from there on
+    everyone = [c for c in everyone if not c.whole or rows <= most]
     for at_work in groups(everyone, rows * dim * 4 * (1 + SLOTS[optimizer])):
         for contender in at_work:
             contender("load", optimizer, rows, dim)
         for count, kind in itertools.product(counts, kinds):
-            here = [c for c in at_work if takes_part(c, rows, count, kind)]
+            here = [c for c in at_work if takes_part(c, rows, count, kind, dense)]
             if not here:
                 continue
             firsts = {c.name: c("ids", count, kind) for c in here}
@@ -183,6 +186,7 @@ def main():
     parser.add_argument("--optimizer", nargs="+", default=OPTIMIZERS, choices=OPTIMIZERS)
     parser.add_argument("--contender", nargs="+", default=list(CONTENDERS))
     parser.add_argument("--hugepages", action="store_true")
+    parser.add_argument("--dense", action="store_true", help="dense steps in more cells")
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--name", help="of the files in benchmarks/results")
     options = parser.parse_args()
@@ -211,7 +215,7 @@ def main():
         options.optimizer, map(int, options.rows), options.dim
     ):
         counts = [int(count) for count in options.ids]
-        new = measure(everyone, optimizer, rows, dim, counts, options.kind)
+        new = measure(everyone, optimizer, rows, dim, counts, options.kind, options.dense)
         for row in new:
             row["floor_ms"] = floor_ms(row, speed)
         results += new

@@ -140,30 +140,54 @@ def test_it_is_left_where_memory_is_kept(monkeypatch):
     assert 2 <= compiled_step(squares, js.adagrad(0.1)) < 2.4
 
 
-def reads(loss, *args):
-    """How often the program of value and gradient reads a table."""
-    return str(jax.make_jaxpr(js.value_and_grad(loss))(*args)).count(" gather[")
+def both_ways(loss):
+    """The loss, the gradients, and the gradients from rows that are read again."""
+
+    def run(params, ids):
+        value, grads = js.value_and_grad(loss)(params, ids)
+        return value, grads, read_again(grads)
+
+    return run
 
 
-@pytest.mark.parametrize("loss", MODELS)
-def test_gradients_are_the_same(loss, monkeypatch):
-    # XLA may contract other products and sums: a unit in the last place.
-    params, ids = make_params(), jnp.array([3, 3, 7, -1, 39, 0])
-    step = lambda *args: jax.jit(js.value_and_grad(loss))(*args)  # noqa: E731
-    before, expected = reads(loss, params, ids), step(params, ids)
-    read_always(monkeypatch)
-    assert reads(loss, params, ids) == before + MODELS[loss]
-    chex.assert_trees_all_close(step(params, ids), expected, rtol=5e-7, atol=1e-6)
+def read_again(grads):
+    def again(grad):
+        if not js.is_slices(grad):
+            return grad
+        return js.IndexedSlices(reread.values_again(grad), grad.indices, grad.dense_shape)
+
+    return jax.tree.map(again, grads, is_leaf=js.is_slices)
 
 
 @pytest.mark.usefixtures("always")
 @pytest.mark.parametrize("loss", MODELS)
 def test_gradients_are_those_of_jax(loss):
-    params, ids = make_params(seed=1), jnp.array([3, 3, 7, -1, 39, 0])
-    value, grads = jax.jit(js.value_and_grad(loss))(params, ids)
+    params, ids = make_params(), jnp.array([3, 3, 7, -1, 39, 0])
+    plain = str(jax.make_jaxpr(js.value_and_grad(loss))(params, ids)).count(" gather[")
+    again = str(jax.make_jaxpr(both_ways(loss))(params, ids)).count(" gather[")
+    assert again == plain + MODELS[loss]
+    value, *ours = jax.jit(both_ways(loss))(params, ids)
     wanted = jax.jit(jax.value_and_grad(loss))(params, ids)
-    got = value, js.tree.to_dense(grads)
-    chex.assert_trees_all_close(got, wanted, rtol=1e-5, atol=1e-6)
+    for grads in ours:
+        got = value, js.tree.to_dense(grads)
+        chex.assert_trees_all_close(got, wanted, rtol=1e-5, atol=1e-6)
+    # XLA may contract other products and sums: a unit in the last place.
+    chex.assert_trees_all_close(*ours, rtol=5e-7, atol=1e-6)
+
+
+@pytest.mark.usefixtures("always")
+def test_gradients_that_are_changed_are_computed_once():
+    def run(params, ids):
+        value, grads = js.value_and_grad(squares)(params, ids)
+        grads = jax.tree.map(lambda x: 2 * x, grads)
+        return value, read_again(grads)
+
+    params, ids = make_params(), jnp.array([3, 3])
+    assert str(jax.make_jaxpr(run)(params, ids)).count(" gather[") == 1
+    _, grads = jax.jit(run)(params, ids)
+    np.testing.assert_allclose(
+        grads["table"].values, params["table"][ids] * 4 / 12, rtol=1e-6
+    )
 
 
 @pytest.mark.usefixtures("always")
@@ -172,6 +196,7 @@ def test_what_the_function_returns_besides():
 
     def run(params, ids):
         (value, aux), grads = js.value_and_grad(squares_with_aux, has_aux=True)(params, ids)
+        grads = read_again(grads)
         assert aux.pop("name") == "aux" and aux.pop("none") is None
         return value, aux, grads["table"].to_dense()
 
@@ -188,8 +213,12 @@ def test_arguments_by_number_and_integers():
     def loss(ids, scale, table):
         return scale * jnp.sum(table[ids] ** 2)
 
-    step = js.value_and_grad(loss, argnums=(2, 0, 1), allow_int=True)
-    value, (rows, none, scale) = jax.jit(step)(ids, 2.0, table)
+    @jax.jit
+    def step(*args):
+        value, grads = js.value_and_grad(loss, argnums=(2, 0, 1), allow_int=True)(*args)
+        return value, read_again(grads)
+
+    value, (rows, none, scale) = step(ids, 2.0, table)
     assert value == 2 * scale and none.dtype == jax.dtypes.float0
     np.testing.assert_allclose(rows.values, 4 * table[ids], rtol=1e-6)
 
@@ -201,6 +230,7 @@ def test_transformed():
     def of(value_and_grad, dense):
         def run(params, ids):
             value, grads = value_and_grad(squares)(params, ids)
+            grads = read_again(grads)
             return value + jnp.sum(dense(grads["table"]) ** 2)
 
         return run
@@ -226,7 +256,7 @@ def test_effects_happen_once(capfd):
         jax.debug.print("value {}", value)
         return value
 
-    jax.block_until_ready(jax.jit(js.value_and_grad(loss))(make_params(), jnp.array([1])))
+    jax.block_until_ready(jax.jit(both_ways(loss))(make_params(), jnp.array([1])))
     jax.effects_barrier()
     assert capfd.readouterr().out.count("value") == 1
 
@@ -237,10 +267,33 @@ def test_a_table_that_is_used_whole_is_said_once():
         return jnp.mean(params["table"][ids] ** 2) + jnp.sum(params["table"].max())
 
     with pytest.warns(js.DensificationWarning) as seen:
-        jax.make_jaxpr(js.value_and_grad(tied))(make_params(), jnp.array([1]))
+        jax.make_jaxpr(both_ways(tied))(make_params(), jnp.array([1]))
     assert len(seen) == 1
 
 
-def test_what_is_not_compiled_reads_once(always, monkeypatch):
-    monkeypatch.setattr("jslices._grad.api.reading_again", None)
-    js.value_and_grad(squares)(make_params(), jnp.array([1]))
+@pytest.mark.usefixtures("always")
+def test_what_is_not_compiled_reads_once():
+    _, grads = js.value_and_grad(squares)(make_params(), jnp.array([1]))
+    assert reread.values_again(grads["table"]) is grads["table"].values
+
+
+@pytest.mark.usefixtures("always")
+def test_per_device():
+    if jax.device_count() < 4:
+        pytest.skip("needs four devices")
+    kind = jax.sharding.AxisType.Auto
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(kind,))
+    all_alike, shares = jax.sharding.PartitionSpec(), jax.sharding.PartitionSpec("data")
+
+    @jax.jit
+    @functools.partial(
+        jax.shard_map, mesh=mesh, in_specs=(all_alike, shares), out_specs=all_alike
+    )
+    def run(table, ids):
+        own = jax.lax.pcast({"table": table}, ("data",), to="varying")
+        _, _, grads = both_ways(squares)(own, ids)
+        return js.all_reduce_slices(grads["table"], "data").to_dense()
+
+    params, ids = make_params(), jnp.arange(8) * 3 % 10
+    wanted = jax.grad(squares)(params, ids)["table"]
+    np.testing.assert_allclose(run(params["table"], ids), wanted, rtol=1e-5)

@@ -12,7 +12,7 @@ from jslices._after import after
 from jslices._grad.call import Call, chosen_arguments, is_number
 from jslices._grad.choose import SparseSpec
 from jslices._grad.linearize import linearize, plan_call
-from jslices._grad.reread import may_pay, reading_again
+from jslices._grad.reread import may_pay, rereadable
 
 #: From so many bytes of rows on, the memory of a second array of them counts.
 LARGE = 2**20
@@ -139,7 +139,7 @@ def _run(
         return linear.result, linear.aux, linear.pullback(seed)
 
     again = keeps_value and call.is_traced and may_pay(planned.row_bytes)
-    value, aux, grads = reading_again(run, call.primals) if again else run(*call.primals)
+    value, aux, grads = rereadable(run, call.primals) if again else run(*call.primals)
     return value, planned.outputs.aux(aux), grads[0] if single else grads
 
 

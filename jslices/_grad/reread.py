@@ -2,10 +2,12 @@
 
 Where a gradient is computed from the looked-up rows element by element (a squared error, a
 penalty of the rows), XLA keeps the rows ``[K, D]`` from the loss to the step backward, and
-cannot write their cotangents over them, as the optimizer updates those in place. Read a
-second time, after the loss, the rows need no memory at all: both reads become part of what
-they feed, and only the cotangents are left. With large gradients that is worth more than
-the read costs, as XLA:CPU takes its memory anew from the operating system at each step.
+cannot write their cotangents over them, as optimizers with state sum and update those in
+place. Read a second time, after the loss, the rows need no memory at all: both reads become
+part of what they feed, and only the cotangents are left. With large gradients that is worth
+more than the read costs, as XLA:CPU takes its memory anew from the operating system at each
+step. Nothing else gains by it, so it is left to the optimizer: large gradients know how
+they are computed in this way (:func:`values_again`).
 
 Only a table's own rows are read again, and only where nothing else backward needs them:
 then they need not be kept, and the update of the table waits for them as it waits for the
@@ -15,6 +17,7 @@ with two tables that are multiplied, or rows that enter a dense layer. On other 
 the two reads are the same, and XLA makes them one.
 """
 
+import functools
 import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -41,8 +44,14 @@ def may_pay(num_bytes: int) -> bool:
     return num_bytes >= LARGE and not memory_is_cheap()
 
 
-def reading_again(run: Callable[..., Any], primals: Sequence[Any]) -> Any:
-    """``run(*primals)``, with large gradients computed from rows that are read again.
+def values_again(grad: IndexedSlices) -> jax.Array:
+    """The values of a gradient, on a CPU from rows that are read again if that pays."""
+    again: Callable[[], jax.Array] | None = getattr(grad, "_values_again", None)
+    return grad.values if again is None else again()
+
+
+def rereadable(run: Callable[..., Any], primals: Sequence[Any]) -> Any:
+    """``run(*primals)``, whose large gradients :func:`values_again` can compute anew.
 
     Args:
       run: a function of arrays that returns ``(value, aux, grads)``: a scalar, a pytree of
@@ -65,15 +74,23 @@ def reading_again(run: Callable[..., Any], primals: Sequence[Any]) -> Any:
     gradients, _ = flatten(grads, lambda x: isinstance(x, IndexedSlices))
     forward = set(_needed(program.eqns, flatten((loss, aux))[0]))
     backward = [e for e in _needed(program.eqns, flatten(grads)[0]) if e not in forward]
-    ways = {
-        gradient.values: _way(program, backward, table, gradient.values)
-        for table, gradient in zip(program.invars, gradients, strict=True)
-        if isinstance(gradient, IndexedSlices) and _is_large(gradient.values.aval)
-    }
-    loss = _read(loss, values)
-    again = [_compute(way, dict(values), loss)[rows] for rows, way in ways.items()]
-    values.update(zip(ways, again, strict=True))
-    return structures[0].unflatten(_read(out, values) for out in program.outvars)
+    result = structures[0].unflatten(_read(out, values) for out in program.outvars)
+    results, _ = flatten(result[2], lambda x: isinstance(x, IndexedSlices))
+    for table, gradient, rows in zip(program.invars, gradients, results, strict=True):
+        if not isinstance(gradient, IndexedSlices) or not _is_large(gradient.values.aval):
+            continue
+        way = _way(program, backward, table, gradient.values)
+        if way:
+            again = functools.partial(_again, way, values, result[0], gradient.values)
+            # Beside the fields: of the pytree, and of its type, it is no part.
+            object.__setattr__(rows, "_values_again", again)
+    return result
+
+
+def _again(
+    way: Sequence[compat.Equation], values: _Values, loss: jax.Array, rows: Any
+) -> Any:
+    return _compute(way, dict(values), loss)[rows]
 
 
 def _compute(

@@ -199,4 +199,5 @@ def known_rows(grad: IndexedSlices, arrays: Sequence[jax.Array]) -> IndexedSlice
             f"optimizer state to one of shape {shape}; was the state made with "
             "tx.init(params) for these params?"
         )
-    return IndexedSlices(grad.values, grad.indices, shape)
+    known = grad.dense_shape == shape
+    return grad if known else IndexedSlices(grad.values, grad.indices, shape)

@@ -16,6 +16,7 @@ import jax
 
 from jslices._bounds import canonical_indices
 from jslices._coalesce import sum_duplicates
+from jslices._grad.reread import values_again
 from jslices._memory import LARGE, SHORT, memory_is_cheap
 from jslices._slices import IndexedSlices
 from jslices.optim.fold import step_folded
@@ -55,6 +56,7 @@ def step_slices(
         return step_all_rows(kernel, grad, arrays, len(read), still)
     indices, values = canonical_indices(grad.indices, height), grad.values
     if _fits_in_gradient(kernel, values, arrays):
+        values = values_again(grad)
         indices, update, *new = _large(kernel, indices, values, arrays, len(read))
     else:
         values, indices, present = sum_duplicates(
