@@ -32,7 +32,7 @@ from contenders.report import lines, plot, table
 HERE = pathlib.Path(__file__).parent
 ROUNDS = 4
 SHORT = 1e-3  # seconds: steps that take less are timed some at a time
-CALM = 1.0  # seconds of steps before a contender that is alone is measured
+CALM = 1.0  # seconds of steps before a contender with a large table is measured
 KEPT = 4e8  # bytes of a table that a process may keep after it: malloc, or an allocator
 
 
@@ -110,10 +110,9 @@ def measure(everyone, optimizer, rows, dim, counts, kinds, dense=False):
                 continue
             firsts = {c.name: c("ids", count, kind) for c in here}
             seconds = {c.name: [] for c in here}
-            if len(at_work) == 1:  # after gigabytes were made, the machine is busy a while
-                end = time.monotonic() + CALM
-                while time.monotonic() < end:
-                    at_work[0]("run", 5, 0, 1)
+            if rows * dim * 4 > KEPT:  # after gigabytes were made, it is busy a while
+                for contender in here:
+                    settle(contender)
             for number in range(ROUNDS):
                 for contender in here[number % len(here) :] + here[: number % len(here)]:
                     once = statistics.median(contender("run", 1, 2, 1)["seconds"])
@@ -145,6 +144,12 @@ def measure(everyone, optimizer, rows, dim, counts, kinds, dense=False):
                 contender.end()
                 contender.start()
     return list(results.values())
+
+
+def settle(contender):
+    end = time.monotonic() + CALM
+    while time.monotonic() < end:
+        contender("run", 1, 0, 1)
 
 
 def bandwidth():
