@@ -136,7 +136,7 @@ def prove_regime(regime, num_ids, apply_updates, case, monkeypatch, folded):
     if large:
         monkeypatch.setattr(choice, "is_large", lambda *shape: True)
         monkeypatch.setattr(reread, "LARGE", 0)
-        monkeypatch.setattr(reread, "SHORT", 0)
+        monkeypatch.setattr(reread, "is_large", lambda *shape: True)
     tx = make(js, name, 0.1, settings)
     step = ordinary_step(js.value_and_grad, tx, apply_updates)
     prove(step, arguments(tx, num_ids), tables, 10 * num_ids * (D + 1) * 4 + 4096)

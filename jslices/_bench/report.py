@@ -136,7 +136,7 @@ def other_sizes(sizes: Sizes, platform: str, room: int | None) -> str:
         )
     if platform == "cpu":
         text += (
-            f"\nfrom --ids {large:,} on the gradient has 10 MB or more, and under "
+            f"\nfrom --ids {large:,} on the gradient has 16 MB or more, and under "
             "Linux jslices.keep_memory() saves page faults: try --keep-memory"
         )
     return text

@@ -6,9 +6,12 @@ import math
 import jax.numpy as jnp
 
 from jslices._bench.sizes import Sizes
-from jslices._memory import LARGE
+from jslices._memory import is_large
 from jslices.optim.in_place import CHUNK, WIDENS_BFLOAT16
-from jslices.optim.step import SMALL, covers, is_large
+from jslices.optim.step import SMALL, covers
+
+#: Bytes that ``malloc`` takes from the operating system each time.
+MAPPED = 32 * 10**6
 
 AT_ONCE = "few rows at once"
 ALL_AT_ONCE = "its rows at once"
@@ -60,5 +63,5 @@ def ids_for_all_rows(sizes: Sizes, platform: str) -> int | None:
 
 
 def ids_for_large_gradient(sizes: Sizes) -> int:
-    """From how many ids on the gradient is so large that it should not be made anew."""
-    return math.ceil(LARGE / sizes.row_bytes)
+    """From how many ids on two arrays of the gradient's size are mapped at each step."""
+    return math.ceil(MAPPED / 2 / sizes.row_bytes)

@@ -27,7 +27,7 @@ import jax
 from jslices._after import after
 from jslices._grad import compat
 from jslices._grad.rules import ELEMENTWISE
-from jslices._memory import LARGE, SHORT, memory_is_cheap
+from jslices._memory import LARGE, is_large, memory_is_cheap
 from jslices._slices import IndexedSlices
 from jslices._trees import flatten
 
@@ -117,7 +117,7 @@ def _way(
 ) -> list[compat.Equation]:
     """The equations from lookups in ``table`` to its gradient, element by element.
 
-    None if something else that is computed ``backward``, or returned, is made of what was
+    Empty if something else that is computed ``backward``, or returned, is made of what was
     looked up: it would be kept all the same.
     """
     near: list[compat.Equation] = []
@@ -153,5 +153,4 @@ def _variables(atoms: Iterable[Any]) -> list[Any]:
 
 
 def _is_large(rows: Any) -> bool:
-    size = math.prod(rows.shape) * int(rows.dtype.itemsize)
-    return size >= max(LARGE, rows.shape[0] * SHORT)
+    return is_large(rows.shape[0], math.prod(rows.shape[1:]) * int(rows.dtype.itemsize))

@@ -17,7 +17,7 @@ import jax
 from jslices._bounds import canonical_indices
 from jslices._coalesce import sum_duplicates
 from jslices._grad.reread import values_again
-from jslices._memory import LARGE, SHORT, memory_is_cheap
+from jslices._memory import SHORT, is_large, memory_is_cheap
 from jslices._slices import IndexedSlices
 from jslices.optim.fold import step_folded
 from jslices.optim.in_place import CHUNK, Kernel, like, loop_on_cpu, step_at_once, step_rows
@@ -96,11 +96,6 @@ def covers(num_ids: int, row_bytes: int, num_rows: int, by_slot: bool = False) -
     else:  # one pass needs memory for the sums, [V, D]
         enough = num_rows if memory_is_cheap() else num_rows * 2
     return num_ids >= max(SMALL, enough)
-
-
-def is_large(num_ids: int, row_bytes: int) -> bool:
-    """Whether the gradient is better summed and updated where it is."""
-    return row_bytes >= SHORT and num_ids * row_bytes >= LARGE
 
 
 def row_bytes(values: jax.Array) -> int:
