@@ -1,22 +1,23 @@
 """jslices, dense JAX, PyTorch and TensorFlow on the same ids, in turns within one run.
 
-    python benchmarks/compare.py                    everything: about half an hour
+    python benchmarks/compare.py                    everything: three quarters of an hour
     python benchmarks/compare.py --dense            and dense steps in more of the cells
     python benchmarks/compare.py --quick            two sizes, ratios only
     python benchmarks/compare.py --hugepages        GLIBC_TUNABLES given to all of them
 
 Each contender has a process of its own, and they take turns: some steps to warm up, some
-timed, then the next, four rounds of it. Steps of less than a millisecond are timed up to
-ten at a time and the last loss is waited for, as a training loop does: waiting for each
-would time how a thread is woken. What is not installed is left out and said. A full run
-writes ``benchmarks/results/NAME.csv``, a table ``NAME.md`` and a plot ``NAME.png``.
+timed, then the next, four rounds of it. Those that do not fit into memory together are
+loaded one after the other, three times over, and timed in two rounds each time. Steps of
+less than a millisecond are timed up to ten at a time and the last loss is waited for, as a
+training loop does: waiting for each would time how a thread is woken. What is not installed
+is left out and said. A full run writes ``benchmarks/results/NAME.csv``, a table ``NAME.md``
+and a plot ``NAME.png``.
 """
 
 import argparse
 import csv
 import datetime
 import itertools
-import json
 import os
 import pathlib
 import platform
@@ -27,49 +28,15 @@ import time
 
 from contenders import CONTENDERS, OPTIMIZERS, OURS, SLOTS
 from contenders.ids import batches
+from contenders.process import Contender
 from contenders.report import lines, plot, table
 
 HERE = pathlib.Path(__file__).parent
 ROUNDS = 4
+VISITS, APART = 3, 2  # to each of those that do not fit together, and rounds in each
 SHORT = 1e-3  # seconds: steps that take less are timed some at a time
 CALM = 1.0  # seconds of steps before a contender with a large table is measured
 KEPT = 4e8  # bytes of a table that a process may keep after it: malloc, or an allocator
-
-
-class Contender:
-    """A worker process: ``contender("run", 2, 5)`` sends an order, returns the answer."""
-
-    def __init__(self, name, environment):
-        self.name, self.whole = name, CONTENDERS[name][2]
-        self.environment = {**os.environ, **environment}
-        self.start()
-
-    def start(self):
-        """A new process, whose memory is that of a new one too."""
-        self.process = subprocess.Popen(
-            [sys.executable, str(HERE / "contenders" / "worker.py"), self.name],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-            env=self.environment,
-        )
-        self.hello = self._answer()
-
-    def end(self):
-        self.process.kill()
-        self.process.wait()
-
-    def __call__(self, order, *arguments):
-        self.process.stdin.write(json.dumps({order: arguments or True}) + "\n")
-        self.process.stdin.flush()
-        return self._answer()
-
-    def _answer(self):
-        line = self.process.stdout.readline()
-        if not line:
-            raise RuntimeError(f"{self.name} ended with {self.process.wait()}")
-        return json.loads(line)
 
 
 def memory():
@@ -101,49 +68,75 @@ def measure(everyone, optimizer, rows, dim, counts, kinds, dense=False):
     results = {}
     most = 1e9 / (dim * 4) if dense else 1e6  # a dense step takes a second from there on
     everyone = [c for c in everyone if not c.whole or rows <= most]
-    for at_work in groups(everyone, rows * dim * 4 * (1 + SLOTS[optimizer])):
+    visits = groups(everyone, rows * dim * 4 * (1 + SLOTS[optimizer]))
+    if len(visits) > 1:  # what was slow for one of them alone was not for the others
+        visits *= VISITS
+    for at_work in visits:
         for contender in at_work:
             contender("load", optimizer, rows, dim)
         for count, kind in itertools.product(counts, kinds):
             here = [c for c in at_work if takes_part(c, rows, count, kind, dense)]
             if not here:
                 continue
-            firsts = {c.name: c("ids", count, kind) for c in here}
-            seconds = {c.name: [] for c in here}
+            firsts = {c: c("ids", count, kind) for c in here}
             if rows * dim * 4 > KEPT:  # after gigabytes were made, it is busy a while
                 for contender in here:
                     settle(contender)
-            for number in range(ROUNDS):
-                for contender in here[number % len(here) :] + here[: number % len(here)]:
-                    once = statistics.median(contender("run", 1, 2, 1)["seconds"])
-                    several = max(1, min(10, int(SHORT / once)))
-                    warm = max(1, min(20, int(0.02 / once / several)))
-                    timed = max(5, min(25, int(0.05 / once / several)))
-                    new = contender("run", warm, timed, several)["seconds"]
-                    seconds[contender.name] += new
+            seconds = time_steps(here, ROUNDS if len(visits) == 1 else APART)
             for contender in here:
-                name, first = contender.name, firsts[contender.name]
-                median = statistics.median(seconds[name])
-                results[name, count, kind] = {
-                    "optimizer": optimizer,
-                    "rows": rows,
-                    "dim": dim,
-                    "ids": count,
-                    "kind": kind,
-                    "contender": name,
-                    "ms": round(median * 1e3, 4),
-                    "steps": len(seconds[name]),
+                first, cell = firsts[contender], (contender.name, count, kind)
+                before = results.get(cell, {"seconds": [], "peaks": [], **first})
+                results[cell] = before | {
+                    "seconds": before["seconds"] + seconds[contender],
+                    "peaks": before["peaks"] + [contender("peak")["bytes"]],
                     "interleaved": len(at_work) > 1,
-                    "compile_s": round(max(0.0, first["first"] - median), 2),
-                    "peak_bytes": contender("peak")["bytes"],
-                    "temporary_bytes": first["temporaries"],
                 }
         for contender in at_work:
             contender("drop")
             if rows * dim * 4 > KEPT:
                 contender.end()
                 contender.start()
-    return list(results.values())
+    cells = itertools.product(everyone, counts, kinds)
+    return [
+        {
+            "optimizer": optimizer,
+            "rows": rows,
+            "dim": dim,
+            "ids": count,
+            "kind": kind,
+            "contender": contender.name,
+            **summary(results[contender.name, count, kind]),
+        }
+        for contender, count, kind in cells
+        if (contender.name, count, kind) in results
+    ]
+
+
+def time_steps(contenders, rounds):
+    """Seconds of steps of each, which take turns."""
+    seconds = {contender: [] for contender in contenders}
+    for number in range(rounds):
+        turn = number % len(contenders)
+        for contender in contenders[turn:] + contenders[:turn]:
+            once = statistics.median(contender("run", 1, 2, 1)["seconds"])
+            several = max(1, min(10, int(SHORT / once)))
+            warm = max(1, min(20, int(0.02 / once / several)))
+            timed = max(5, min(25, int(0.05 / once / several)))
+            seconds[contender] += contender("run", warm, timed, several)["seconds"]
+    return seconds
+
+
+def summary(result):
+    median = statistics.median(result["seconds"])
+    peaks = [peak for peak in result["peaks"] if peak is not None]
+    return {
+        "ms": round(median * 1e3, 4),
+        "steps": len(result["seconds"]),
+        "interleaved": result["interleaved"],
+        "compile_s": round(max(0.0, result["first"] - median), 2),
+        "peak_bytes": max(peaks, default=None),
+        "temporary_bytes": result["temporaries"],
+    }
 
 
 def settle(contender):

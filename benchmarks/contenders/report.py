@@ -90,7 +90,8 @@ def table(results, about, ours):
         "step of jslices, in multiples of K * D * 4 bytes; `peak`: memory of its process "
         "in these steps beyond that before and the state, in MB. `compile`: the first "
         "call of jslices, in seconds. "
-        "`*`: the contenders did not fit into memory together and ran one after the other.",
+        "`*`: the contenders did not fit into memory together and ran in turns of all "
+        "cells, loaded anew three times.",
         "",
         f"| step | floor | {' | '.join(names)} | ratio | dense | temp | peak | compile |",
         "|---|" + "---:|" * (len(names) + 6),

@@ -1,0 +1,47 @@
+"""A contender's process, seen from the outside."""
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+from contenders import CONTENDERS
+
+WORKER = pathlib.Path(__file__).parent / "worker.py"
+
+
+class Contender:
+    """A worker process: ``contender("run", 2, 5)`` sends an order, returns the answer."""
+
+    def __init__(self, name, environment):
+        self.name, self.whole = name, CONTENDERS[name][2]
+        self.environment = {**os.environ, **environment}
+        self.start()
+
+    def start(self):
+        """A new process, whose memory is that of a new one too."""
+        self.process = subprocess.Popen(
+            [sys.executable, str(WORKER), self.name],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            env=self.environment,
+        )
+        self.hello = self._answer()
+
+    def end(self):
+        self.process.kill()
+        self.process.wait()
+
+    def __call__(self, order, *arguments):
+        self.process.stdin.write(json.dumps({order: arguments or True}) + "\n")
+        self.process.stdin.flush()
+        return self._answer()
+
+    def _answer(self):
+        line = self.process.stdout.readline()
+        if not line:
+            raise RuntimeError(f"{self.name} ended with {self.process.wait()}")
+        return json.loads(line)
