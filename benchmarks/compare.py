@@ -1,17 +1,18 @@
 """jslices, dense JAX, PyTorch and TensorFlow on the same ids, in turns within one run.
 
-    python benchmarks/compare.py                    everything: three quarters of an hour
+    python benchmarks/compare.py                    everything: about half an hour
     python benchmarks/compare.py --dense            and dense steps in more of the cells
     python benchmarks/compare.py --quick            two sizes, ratios only
     python benchmarks/compare.py --hugepages        GLIBC_TUNABLES given to all of them
 
 Each contender has a process of its own, and they take turns: some steps to warm up, some
-timed, then the next, four rounds of it. Those that do not fit into memory together are
-loaded one after the other, three times over, and timed in two rounds each time. Steps of
-less than a millisecond are timed up to ten at a time and the last loss is waited for, as a
-training loop does: waiting for each would time how a thread is woken. What is not installed
-is left out and said. A full run writes ``benchmarks/results/NAME.csv``, a table ``NAME.md``
-and a plot ``NAME.png``.
+timed, then the next. All cells of a table have their turn before the next round, four of
+them, so that what disturbs the machine for seconds does not fall on one cell. Contenders
+that do not fit into memory together are loaded one after the other, three times over, for
+two rounds each. Steps of less than a millisecond are timed up to ten at a time and the last
+loss is waited for, as a training loop does: waiting for each would time how a thread is
+woken. What is not installed is left out and said. A full run writes
+``benchmarks/results/NAME.csv``, a table ``NAME.md`` and a plot ``NAME.png``.
 """
 
 import argparse
@@ -33,7 +34,7 @@ from contenders.report import lines, plot, table
 
 HERE = pathlib.Path(__file__).parent
 ROUNDS = 4
-VISITS, APART = 3, 2  # to each of those that do not fit together, and rounds in each
+VISITS, APART = 3, 2  # of contenders that do not fit together, and the rounds in each
 SHORT = 1e-3  # seconds: steps that take less are timed some at a time
 CALM = 1.0  # seconds of steps before a contender with a large table is measured
 KEPT = 4e8  # bytes of a table that a process may keep after it: malloc, or an allocator
@@ -69,28 +70,26 @@ def measure(everyone, optimizer, rows, dim, counts, kinds, dense=False):
     most = 1e9 / (dim * 4) if dense else 1e6  # a dense step takes a second from there on
     everyone = [c for c in everyone if not c.whole or rows <= most]
     visits = groups(everyone, rows * dim * 4 * (1 + SLOTS[optimizer]))
-    if len(visits) > 1:  # what was slow for one of them alone was not for the others
-        visits *= VISITS
+    visits *= 1 if len(visits) == 1 else VISITS
+    turns = range(ROUNDS if len(visits) == 1 else APART)
     for at_work in visits:
         for contender in at_work:
             contender("load", optimizer, rows, dim)
-        for count, kind in itertools.product(counts, kinds):
+        for turn, count, kind in itertools.product(turns, counts, kinds):
             here = [c for c in at_work if takes_part(c, rows, count, kind, dense)]
-            if not here:
-                continue
             firsts = {c: c("ids", count, kind) for c in here}
-            if rows * dim * 4 > KEPT:  # after gigabytes were made, it is busy a while
+            if rows * dim * 4 > KEPT and turn == 0:
                 for contender in here:
                     settle(contender)
-            seconds = time_steps(here, ROUNDS if len(visits) == 1 else APART)
-            for contender in here:
-                first, cell = firsts[contender], (contender.name, count, kind)
-                before = results.get(cell, {"seconds": [], "peaks": [], **first})
-                results[cell] = before | {
-                    "seconds": before["seconds"] + seconds[contender],
-                    "peaks": before["peaks"] + [contender("peak")["bytes"]],
-                    "interleaved": len(at_work) > 1,
-                }
+            for contender, seconds in time_steps(here, turn):
+                cell = (contender.name, count, kind)
+                if cell not in results:
+                    results[cell] = firsts[contender] | {
+                        "seconds": [],
+                        "peak": contender("peak")["bytes"],
+                        "interleaved": len(at_work) > 1,
+                    }
+                results[cell]["seconds"] += seconds
         for contender in at_work:
             contender("drop")
             if rows * dim * 4 > KEPT:
@@ -112,29 +111,25 @@ def measure(everyone, optimizer, rows, dim, counts, kinds, dense=False):
     ]
 
 
-def time_steps(contenders, rounds):
-    """Seconds of steps of each, which take turns."""
-    seconds = {contender: [] for contender in contenders}
-    for number in range(rounds):
-        turn = number % len(contenders)
-        for contender in contenders[turn:] + contenders[:turn]:
-            once = statistics.median(contender("run", 1, 2, 1)["seconds"])
-            several = max(1, min(10, int(SHORT / once)))
-            warm = max(1, min(20, int(0.02 / once / several)))
-            timed = max(5, min(25, int(0.05 / once / several)))
-            seconds[contender] += contender("run", warm, timed, several)["seconds"]
-    return seconds
+def time_steps(contenders, turn):
+    """Each contender and the seconds of its steps; another one begins each turn."""
+    turn %= max(1, len(contenders))
+    for contender in contenders[turn:] + contenders[:turn]:
+        once = statistics.median(contender("run", 1, 2, 1)["seconds"])
+        several = max(1, min(10, int(SHORT / once)))
+        warm = max(1, min(20, int(0.02 / once / several)))
+        timed = max(5, min(25, int(0.05 / once / several)))
+        yield contender, contender("run", warm, timed, several)["seconds"]
 
 
 def summary(result):
     median = statistics.median(result["seconds"])
-    peaks = [peak for peak in result["peaks"] if peak is not None]
     return {
         "ms": round(median * 1e3, 4),
         "steps": len(result["seconds"]),
         "interleaved": result["interleaved"],
         "compile_s": round(max(0.0, result["first"] - median), 2),
-        "peak_bytes": max(peaks, default=None),
+        "peak_bytes": result["peak"],
         "temporary_bytes": result["temporaries"],
     }
 
