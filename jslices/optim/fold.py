@@ -19,6 +19,7 @@ from jax import lax
 
 from jslices._bounds import set_rows, take_rows
 from jslices._slot_numbers import number_slots
+from jslices.optim.base import per_row
 from jslices.optim.in_place import CHUNK, Kernel, in_chunks
 
 
@@ -75,15 +76,11 @@ def _fold(values: jax.Array, target: jax.Array) -> jax.Array:
     def body(start: jax.Array, fresh: jax.Array, carry: Any) -> Any:
         (rows,) = carry
         at = lambda x: lax.dynamic_slice_in_dim(x, start, CHUNK)  # noqa: E731
-        place, goal = at(here), at(target)
-        moves = fresh & (goal != place)
-        goal = jnp.where(moves, goal, count)
+        moves = fresh & (at(target) != at(here))
+        goal = jnp.where(moves, at(target), count)
         rows = rows.at[goal].add(at(rows), mode="drop", wrap_negative_indices=False)
-        # Always zero. That it is computed from the rows as they now are keeps XLA from
-        # writing before it has read, for which it would copy the whole array.
-        moved = at(rows)
-        nothing = jnp.where(jnp.abs(moved) > jnp.inf, moved, jnp.zeros((), moved.dtype))
-        return [set_rows(rows, jnp.where(moves, place, count), nothing)]
+        left = jnp.where(per_row(moves, rows), jnp.zeros((), rows.dtype), at(rows))
+        return [lax.dynamic_update_slice_in_dim(rows, left, start, 0)]
 
     (rows,) = in_chunks(count, count, body, [values])
     return rows
