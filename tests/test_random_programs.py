@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import assert_close
+from helpers import assert_close, where_rows_are_large
 from hypothesis import given, note, settings
 from hypothesis import strategies as st
 
@@ -123,13 +123,8 @@ def programs(draw, depth, ids="IDS", scalar="IDS[0]", level=0):
 
 
 @pytest.fixture(autouse=True, scope="module")
-def as_where_the_rows_are_large():
-    """Backward waits for the loss, and reads rows again; these programs are small."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("jslices._grad.api.LARGE", 0)
-        patch.setattr("jslices._grad.reread.LARGE", 0)
-        patch.setattr("jslices._grad.reread.is_large", lambda *shape: True)
-        patch.setattr("jslices._grad.call.Call.is_traced", True)
+def large():
+    with where_rows_are_large():
         yield
 
 

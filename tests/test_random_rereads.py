@@ -1,0 +1,103 @@
+"""Random losses that are computed from rows element by element: each reads rows again."""
+
+import os
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import assert_close, where_rows_are_large
+from hypothesis import given, note, settings
+from hypothesis import strategies as st
+
+import jslices as js
+from jslices._grad.reread import values_again
+
+PROGRAMS = int(os.environ.get("JSLICES_PROGRAMS", "60"))
+V, D = 7, 3
+RNG = np.random.default_rng(0)
+PARAMS = {"table": jnp.asarray(RNG.normal(size=(V, D)), jnp.float32)}
+IDS = jnp.array([4, 1, 4, 0, 6, 6], jnp.int32)
+WEIGHTS = jnp.asarray(RNG.normal(size=(len(IDS), 1)), jnp.float32)
+
+LOOKUPS = [
+    "P['table'][IDS]",
+    "P['table'][IDS[::-1]]",
+    "P['table'].at[IDS + 1].get(mode='fill', fill_value=0.5)",
+    "jnp.take(P['table'], IDS.reshape(3, 2), axis=0, mode='clip').reshape(6, D)",
+    "js.embedding_lookup(P['table'], (IDS * 3) % V)",
+]
+UNARY = [
+    "jnp.sin({})",
+    "jnp.tanh({})",
+    "jnp.abs({})",
+    "jax.nn.relu({})",
+    "jnp.where({0} > 0.2, {0}, -0.3 * {0})",
+    "({} * WEIGHTS)",
+    "({0} - {0}.sum(-1, keepdims=True))",
+    "jax.jit(jnp.cos)({})",
+    "jax.checkpoint(lambda x: jnp.exp(-x * x))({})",
+]
+BINARY = ["({} + {})", "({} - {})", "({} * {})", "jnp.maximum({}, {})"]
+LOSSES = [
+    "jnp.mean({} ** 2)",
+    "jnp.sum(jnp.square({}.sum(-1)) + 1) + 0.1 * jnp.mean({} ** 2)",
+    "jnp.sum({0}.reshape(3, 2, D).sum(1) ** 2 - ({0}.reshape(3, 2, D) ** 2).sum(1))",
+]
+
+rows = st.recursive(
+    st.sampled_from(LOOKUPS),
+    lambda some: st.one_of(
+        st.builds(str.format, st.sampled_from(UNARY), some),
+        st.builds(str.format, st.sampled_from(BINARY), some, some),
+    ),
+    max_leaves=4,
+)
+losses = st.builds(str.format, st.sampled_from(LOSSES), rows, rows)
+
+
+def loss_of(code):
+    namespace = {"jax": jax, "jnp": jnp, "js": js, "IDS": IDS, "WEIGHTS": WEIGHTS}
+    return eval(f"lambda P: {code}", namespace | {"V": V, "D": D})
+
+
+@pytest.fixture(autouse=True, scope="module")
+def large():
+    with where_rows_are_large():
+        yield
+
+
+def check(code):
+    """Compares both gradients with JAX's; whether the rows were read again."""
+    loss = loss_of(code)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", js.DensificationWarning)
+        wanted, dense = jax.value_and_grad(loss)(PARAMS)
+    value, grads = js.value_and_grad(loss)(PARAMS)
+    again = values_again(grads["table"])
+    slices = js.IndexedSlices(again, grads["table"].indices, (V, D))
+    for got in (grads["table"], slices):
+        assert_close((value, got), (wanted, dense["table"]), rtol=2e-3, atol=2e-4)
+    return again is not grads["table"].values
+
+
+@pytest.mark.fuzz
+def test_random_losses():
+    read_again = []
+
+    @settings(max_examples=PROGRAMS)
+    @given(losses)
+    def check_one(code):
+        note(code)
+        read_again.append(check(code))
+
+    check_one()
+    assert sum(read_again) > 0.4 * len(read_again)
+
+
+def test_the_fuzz_can_fail(monkeypatch):
+    """Other rows than those of the loss are noticed."""
+    monkeypatch.setattr("jslices._grad.reread.after", lambda ids, loss: ids * 0)
+    with pytest.raises(AssertionError):
+        check(f"jnp.mean({LOOKUPS[0]} ** 2)")
