@@ -38,7 +38,7 @@ def keep_memory() -> None:
     it, and the step then waits for tens of thousands of page faults. After this call freed
     memory stays with the process and, from the first dozen steps on, is used again. At
     V = 1e6, D = 128 and 1e5 ids a step of Adam makes 13,800 page faults without it and none
-    with it, and takes two thirds to four fifths of the time; steps whose gradients are
+    with it, and takes half to four fifths of the time; steps whose gradients are
     below 10 MB do not change.
 
     Call it once, at the start of the program: before JAX computes anything. It holds for

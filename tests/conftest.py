@@ -54,3 +54,14 @@ def _forget_shown_warnings():
 
     _densify._registry.clear()
     yield
+
+
+@pytest.fixture(scope="module")
+def rows_are_large():
+    """Backward waits for the loss and reads rows again, although programs are small."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("jslices._grad.api.LARGE", 0)
+        patch.setattr("jslices._grad.reread.LARGE", 0)
+        patch.setattr("jslices._grad.reread.is_large", lambda *shape: True)
+        patch.setattr("jslices._grad.call.Call.is_traced", True)
+        yield

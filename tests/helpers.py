@@ -1,17 +1,18 @@
 """What several tests compare with."""
 
-import contextlib
 import json
+import os
 import pathlib
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 from hypothesis import strategies as st
 
 import jslices as js
 
+# Programs a run; JSLICES_PROGRAMS=1000 python -m pytest -m fuzz looks for longer.
+PROGRAMS = int(os.environ.get("JSLICES_PROGRAMS", "60"))
 GOLDEN = pathlib.Path(__file__).parent / "golden"
 
 
@@ -91,14 +92,3 @@ def numpy_dense(values, indices, shape):
         if 0 <= index < shape[0]:
             out[index] += row
     return out
-
-
-@contextlib.contextmanager
-def where_rows_are_large():
-    """Backward waits for the loss and reads rows again, although programs are small."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("jslices._grad.api.LARGE", 0)
-        patch.setattr("jslices._grad.reread.LARGE", 0)
-        patch.setattr("jslices._grad.reread.is_large", lambda *shape: True)
-        patch.setattr("jslices._grad.call.Call.is_traced", True)
-        yield

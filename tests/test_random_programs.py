@@ -4,22 +4,20 @@ Hypothesis draws a program as text, so that a failing one is printed as code tha
 itself. Programs are small, but JAX compiles each anew: most are evaluated without jit.
 """
 
-import os
 import warnings
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import assert_close, where_rows_are_large
+from helpers import PROGRAMS, assert_close
 from hypothesis import given, note, settings
 from hypothesis import strategies as st
 
 import jslices as js
 from jslices._grad.reread import values_again
 
-# Programs a run; JSLICES_PROGRAMS=1000 python -m pytest -m fuzz looks for longer.
-PROGRAMS = int(os.environ.get("JSLICES_PROGRAMS", "60"))
+pytestmark = pytest.mark.usefixtures("rows_are_large")
 
 PREAMBLE = """\
 import jax, jax.numpy as jnp, jslices as js, numpy as np
@@ -120,12 +118,6 @@ def programs(draw, depth, ids="IDS", scalar="IDS[0]", level=0):
         "add": f"({here} + {same} * P['s'])",
         "custom": f"soft({same})",
     }[form]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def large():
-    with where_rows_are_large():
-        yield
 
 
 def run(code):

@@ -1,20 +1,20 @@
-"""Random losses that are computed from rows element by element: each reads rows again."""
+"""Random losses that are made of looked-up rows, many of which a CPU reads again."""
 
-import os
 import warnings
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import assert_close, where_rows_are_large
+from helpers import PROGRAMS, assert_close
 from hypothesis import given, note, settings
 from hypothesis import strategies as st
 
 import jslices as js
 from jslices._grad.reread import values_again
 
-PROGRAMS = int(os.environ.get("JSLICES_PROGRAMS", "60"))
+pytestmark = pytest.mark.usefixtures("rows_are_large")
+
 V, D = 7, 3
 RNG = np.random.default_rng(0)
 PARAMS = {"table": jnp.asarray(RNG.normal(size=(V, D)), jnp.float32)}
@@ -62,14 +62,8 @@ def loss_of(code):
     return eval(f"lambda P: {code}", namespace | {"V": V, "D": D})
 
 
-@pytest.fixture(autouse=True, scope="module")
-def large():
-    with where_rows_are_large():
-        yield
-
-
 def check(code):
-    """Compares both gradients with JAX's; whether the rows were read again."""
+    """Compares both gradients with JAX's; returns whether the rows were read again."""
     loss = loss_of(code)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", js.DensificationWarning)

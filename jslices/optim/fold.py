@@ -79,6 +79,7 @@ def _fold(values: jax.Array, target: jax.Array) -> jax.Array:
         moves = fresh & (at(target) != at(here))
         goal = jnp.where(moves, at(target), count)
         rows = rows.at[goal].add(at(rows), mode="drop", wrap_negative_indices=False)
+        # From the rows as they now are, so that XLA has no older ones to keep a copy of.
         left = jnp.where(per_row(moves, rows), jnp.zeros((), rows.dtype), at(rows))
         return [lax.dynamic_update_slice_in_dim(rows, left, start, 0)]
 
