@@ -57,26 +57,32 @@ def groups(everyone, state_bytes):
     return [together, *apart] if together else apart
 
 
-def takes_part(contender, rows, count, kind, dense):
+def takes_part(contender, rows, dim, count, kind, dense):
     """Passes over a whole table are long, and hardly depend on the ids."""
-    if not contender.whole or rows <= (1e6 if dense else 1e5):
+    if not contender.whole or rows <= 1e5:
         return True
-    return (count, kind) == (10_000, "zipf")
+    if rows > (1e9 / (dim * 4) if dense else 1e6):  # a step takes a second from there on
+        return False
+    return (dense and rows <= 1e6) or (count, kind) == (10_000, "zipf")
 
 
 def measure(everyone, optimizer, rows, dim, counts, kinds, dense=False):
     """Rows of results, one for each contender and kind of ids."""
     results = {}
-    most = 1e9 / (dim * 4) if dense else 1e6  # a dense step takes a second from there on
-    everyone = [c for c in everyone if not c.whole or rows <= most]
+    joins = lambda c, cell: takes_part(c, rows, dim, *cell, dense)  # noqa: E731
+    cells = list(itertools.product(counts, kinds))
+    others = [c for c in everyone if c.name not in OURS]
+    if others:  # a cell without any of them compares nothing
+        cells = [cell for cell in cells if any(joins(c, cell) for c in others)]
+    everyone = [c for c in everyone if any(joins(c, cell) for cell in cells)]
     visits = groups(everyone, rows * dim * 4 * (1 + SLOTS[optimizer]))
     visits *= 1 if len(visits) == 1 else VISITS
     turns = range(ROUNDS if len(visits) == 1 else APART)
     for at_work in visits:
         for contender in at_work:
             contender("load", optimizer, rows, dim)
-        for turn, count, kind in itertools.product(turns, counts, kinds):
-            here = [c for c in at_work if takes_part(c, rows, count, kind, dense)]
+        for turn, (count, kind) in itertools.product(turns, cells):
+            here = [c for c in at_work if joins(c, (count, kind))]
             firsts = {c: c("ids", count, kind) for c in here}
             if rows * dim * 4 > KEPT and turn == 0:
                 for contender in here:
@@ -95,7 +101,6 @@ def measure(everyone, optimizer, rows, dim, counts, kinds, dense=False):
             if rows * dim * 4 > KEPT:
                 contender.end()
                 contender.start()
-    cells = itertools.product(everyone, counts, kinds)
     return [
         {
             "optimizer": optimizer,
@@ -106,7 +111,7 @@ def measure(everyone, optimizer, rows, dim, counts, kinds, dense=False):
             "contender": contender.name,
             **summary(results[contender.name, count, kind]),
         }
-        for contender, count, kind in cells
+        for contender, (count, kind) in itertools.product(everyone, cells)
         if (contender.name, count, kind) in results
     ]
 

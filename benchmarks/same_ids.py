@@ -24,14 +24,14 @@ def timed(step, ids, several):
     return (time.perf_counter() - start) / several
 
 
-def compare(small, large, ids):
-    """Medians of a step's seconds in the one and in the other."""
-    steps = [small, large]
+def in_turns(steps, ids):
+    """The median of each step's seconds; another one begins each round."""
     several = [10 if timed(step, ids, 10) < SHORT else 1 for step in steps]
-    seconds = [[], []]
+    seconds = [[] for _ in steps]
     for number in range(ROUNDS):
-        for table in (0, 1) if number % 2 else (1, 0):
-            seconds[table].append(timed(steps[table], ids, several[table]))
+        for turn in range(len(steps)):
+            at = (number + turn) % len(steps)
+            seconds[at].append(timed(steps[at], ids, several[at]))
     return [statistics.median(each[ROUNDS // 6 :]) for each in seconds]
 
 
@@ -47,7 +47,7 @@ def main():
         for count in map(int, options.ids):
             for kind in ("zipf", "uniform"):
                 ids = [convert(x) for x in batches(rows[0], count, kind)]
-                a, b = compare(small, large, ids)
+                a, b = in_turns([small, large], ids)
                 print(
                     f"{optimizer}, D {options.dim}, {count:.0e} {kind} ids: "
                     f"V {rows[0]:.0e} {a * 1e3:.2f} ms, V {rows[1]:.0e} {b * 1e3:.2f} ms, "

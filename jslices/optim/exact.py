@@ -21,6 +21,7 @@ from jslices.optim.base import next_count, per_row
 from jslices.optim.drift import Missed
 from jslices.optim.in_place import Kernel, step_at_once, step_rows
 from jslices.optim.rule import Rule, row_like
+from jslices.optim.select_rows import where_rows
 
 #: Elements of a table that ``flush`` brings up to date at a time.
 CHUNK_ELEMENTS = 1 << 18
@@ -69,9 +70,8 @@ def keeping_time(kernel: Kernel, rule: Rule, count: jax.Array, run: jax.Array) -
     def timed(g: jax.Array, *rest: jax.Array) -> tuple[jax.Array, ...]:
         *slots, last, old = rest
         update, *new = kernel(g, *slots)
-        stale = per_row(last != count, update)
         wrong = jnp.where(per_row(last == FROZEN, update), 0.0, jnp.nan)
-        update = jnp.where(stale, wrong.astype(update.dtype), update)
+        update = where_rows(last == count, update, wrong.astype(update.dtype))
         return update, *new, *_now(step, told, last, old)
 
     return timed
@@ -207,7 +207,7 @@ def _coasting(rule: Rule, count: jax.Array, run: jax.Array) -> Kernel:
         # A row that missed nothing stays as it is, to the bit.
         late = last < count
         kept = [
-            jnp.where(per_row(late, old), x, old).astype(old.dtype)
+            where_rows(late, x, old).astype(old.dtype)
             for x, old in zip(new, (p, *slots), strict=True)
         ]
         return nothing, *kept, *_now(count, now, last, told)

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jslices._bounds import set_rows, take_rows
-from jslices.optim.leading import leading
+from jslices.optim.select_rows import leading
 
 #: ``kernel(gradient, *read, *slots) -> (update, *new_slots)``, the same for an array and
 #: for some rows of it: everything in it must be elementwise or within a row.

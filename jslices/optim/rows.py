@@ -12,11 +12,12 @@ from jslices._coalesce import sum_duplicates
 from jslices._slices import IndexedSlices, check_slices, is_slices
 from jslices._trees import flatten
 from jslices.optim import exact
-from jslices.optim.base import GradientTransformation, next_count, per_row, zero_count
+from jslices.optim.base import GradientTransformation, next_count, zero_count
 from jslices.optim.dense_sums import warn_in_multi_steps
 from jslices.optim.in_place import Kernel
 from jslices.optim.one_step import one_step
 from jslices.optim.rule import Rule
+from jslices.optim.select_rows import where_rows
 from jslices.optim.step import SMALL, covers, row_bytes, step_all_rows, step_slices
 
 
@@ -168,7 +169,7 @@ def _each_slot(kernel: Kernel, grad: IndexedSlices) -> IndexedSlices:
         # XLA gathers rows as [K, 1, *D]. In this shape the update overwrites them; another
         # would keep a second array of the gradient's size.
         tall = update.reshape(len(indices), 1, *update.shape[1:])
-        return jnp.where(per_row(empty, tall), nothing, tall).reshape(update.shape), indices
+        return where_rows(~empty, tall, nothing).reshape(update.shape), indices
 
     def summed(values: jax.Array, indices: jax.Array) -> tuple[jax.Array, jax.Array]:
         values, indices, _ = sum_duplicates(values, indices, num_rows, len(indices))

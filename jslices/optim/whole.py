@@ -12,8 +12,11 @@ import jax.numpy as jnp
 
 from jslices._coalesce import add_by_slot
 from jslices._slices import IndexedSlices
-from jslices.optim.base import per_row
 from jslices.optim.in_place import Kernel
+from jslices.optim.select_rows import where_rows
+
+#: Of a pass over all rows, LLVM leaves only those of so many elements scalar.
+NARROW = range(2, 9)
 
 
 @jax.tree_util.register_pytree_with_keys_class
@@ -50,9 +53,9 @@ def step_whole(
     named = jnp.zeros((height,), bool).at[indices].set(True, mode="drop")
     update, *new = kernel(add_by_slot(values, indices, height), *arrays)
     if not still:
-        update = jnp.where(per_row(named, update), update, jnp.zeros((), update.dtype))
+        update = where_rows(named, update, jnp.zeros((), update.dtype), NARROW)
         new = [
-            jnp.where(per_row(named, old), x, old.astype(x.dtype))
+            where_rows(named, x, old.astype(x.dtype), NARROW)
             for old, x in zip(arrays[reads:], new, strict=True)
         ]
     state = [x.astype(old.dtype) for old, x in zip(arrays[reads:], new, strict=True)]

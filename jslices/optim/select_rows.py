@@ -1,4 +1,4 @@
-"""Some first rows of one array and the rest of another, by vector instructions.
+"""Some rows of one array and the rest of another, by vector instructions.
 
 A bool for each row and ``jnp.where`` would say the same. But LLVM unrolls the loop over a
 row of a few elements, finds no vector form for selects by one bool, and so leaves all that
@@ -12,6 +12,8 @@ import math
 import jax
 import jax.numpy as jnp
 from jax import lax
+
+from jslices.optim.base import per_row
 
 #: Rows of so many elements are unrolled. For longer ones a bool a row is faster.
 UNROLLED = range(2, 24)
@@ -38,3 +40,26 @@ def leading(rows: jax.Array, count: jax.Array, rest: jax.Array | None = None) ->
         number, stop = number.reshape(rows.shape), stop * length
     zero = jnp.zeros((), rows.dtype)
     return jnp.where(number < stop, rows, zero if rest is None else rest)
+
+
+def where_rows(
+    wanted: jax.Array, rows: jax.Array, rest: jax.Array, by_element: range = UNROLLED
+) -> jax.Array:
+    """``jnp.where`` with one bool for each row.
+
+    Args:
+      wanted: bool ``[n]``.
+      rows: ``[n, *D]``.
+      rest: an array that broadcasts to that.
+      by_element: the lengths of rows whose elements are numbered for it.
+
+    Returns:
+      ``[n, *D]``: those of ``rows`` that are wanted, and ``rest``. What stands in those not
+      taken, NaN too, does not matter.
+    """
+    length = math.prod(rows.shape[1:])
+    if length not in by_element:
+        return jnp.where(per_row(wanted, rows), rows, rest)
+    number = lax.broadcasted_iota(jnp.int32, (rows.shape[0], length), 1)
+    stop = jnp.where(wanted, jnp.int32(length), jnp.int32(0))
+    return jnp.where(number.reshape(rows.shape) < per_row(stop, rows), rows, rest)
