@@ -185,6 +185,44 @@ def test_many_slots_of_sgd_stay_as_they_are():
     assert updates.indices.tolist() == [1, 2, 5, 5, 5]
 
 
+@pytest.mark.parametrize("name", ["adam", "adadelta", "rmsprop", "amsgrad"])
+def test_a_pass_over_all_rows_copies_no_array(name):
+    tx = getattr(js, name)(0.5)
+    params, ids = jnp.zeros((1000, 24)), jnp.arange(1000) * 7 % 1000
+
+    @functools.partial(jax.jit, donate_argnums=(0, 1))
+    def train(params, state, ids):
+        grads = js.grad(lambda p: jnp.sum(p[ids] ** 2))(params)
+        updates, state = tx.update(grads, state, params)
+        assert isinstance(updates, whole.EveryRow)
+        return js.apply_updates(params, updates), state
+
+    program = train.lower(params, tx.init(params), ids).compile().as_text()
+    assert "f32[1000,24]" in program
+    assert not [x for x in program.splitlines() if "f32[1000,24]" in x and " copy(" in x]
+
+
+@pytest.mark.parametrize(
+    "kernel",
+    [
+        lambda g, a, b: (g, a, b + g),  # as it was
+        lambda g, a, b: (a + g, a + g, a + g),
+        lambda g, a, b: (g * 2, b, a),
+        lambda g, a, b: (lambda c: (c, c, c))(jnp.sin(g + a * b)),
+        lambda g, a, b: (a * 0 + jnp.nan, g / 0 * 0, jnp.where(g > 1, b, jnp.inf)),
+    ],
+)
+def test_a_pass_over_all_rows_keeps_those_without_a_gradient(kernel):
+    a, b = jnp.arange(24.0).reshape(6, 4), 7 - jnp.arange(24.0).reshape(6, 4)
+    rows, ids = jnp.ones((5, 4)), jnp.array([1, 4, 4, 6, 1])
+    indices, *out = whole.step_whole(kernel, ids, rows, 6, (a, b), 0, False)
+    want = kernel(jnp.zeros((6, 4)).at[ids].add(rows, mode="drop"), a, b)
+    assert indices.tolist() == [6, 1, 6, 6, 4, 6]
+    for got, each, old in zip(out, want, (0 * a, a, b), strict=True):
+        named = jnp.array([False, True, False, False, True, False])[:, None]
+        np.testing.assert_allclose(got, jnp.where(named, each, old), rtol=1e-6)
+
+
 def test_updates_of_all_rows_are_slices_like_others():
     grads = js.IndexedSlices(jnp.ones((600, 2)), jnp.arange(600) % 7, (1000, 2))
     tx = js.adam(0.5)

@@ -42,23 +42,20 @@ def leading(rows: jax.Array, count: jax.Array, rest: jax.Array | None = None) ->
     return jnp.where(number < stop, rows, zero if rest is None else rest)
 
 
-def where_rows(
-    wanted: jax.Array, rows: jax.Array, rest: jax.Array, by_element: range = UNROLLED
-) -> jax.Array:
+def where_rows(wanted: jax.Array, rows: jax.Array, rest: jax.Array) -> jax.Array:
     """``jnp.where`` with one bool for each row.
 
     Args:
       wanted: bool ``[n]``.
       rows: ``[n, *D]``.
       rest: an array that broadcasts to that.
-      by_element: the lengths of rows whose elements are numbered for it.
 
     Returns:
       ``[n, *D]``: those of ``rows`` that are wanted, and ``rest``. What stands in those not
       taken, NaN too, does not matter.
     """
     length = math.prod(rows.shape[1:])
-    if length not in by_element:
+    if length not in UNROLLED:
         return jnp.where(per_row(wanted, rows), rows, rest)
     number = lax.broadcasted_iota(jnp.int32, (rows.shape[0], length), 1)
     stop = jnp.where(wanted, jnp.int32(length), jnp.int32(0))
