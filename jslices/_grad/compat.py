@@ -6,7 +6,7 @@ Tested on jax 0.10.2 and 0.12. What moved so far: sub-programs are ``ClosedJaxpr
 0.10.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import CodeType
 from typing import Any
 
@@ -29,6 +29,11 @@ __all__ = ["Literal"]
 def constants(program: Program) -> Sequence[Any]:
     """The values of ``program.constvars``."""
     return getattr(program, "consts", ())
+
+
+def read(atom: Any, values: Mapping[Any, Any]) -> Any:
+    """What a variable stands for, or a literal says."""
+    return atom.val if isinstance(atom, Literal) else values[atom]
 
 
 def shape_of(atom: Any) -> tuple[int, ...]:

@@ -49,13 +49,10 @@ def evaluate(
     )
     env.update(zip(program.invars, operands, strict=True))
 
-    def read(atom: Any) -> Any:
-        return atom.val if isinstance(atom, compat.Literal) else env[atom]
-
     entries = zip(plan, slots, strict=True)
     indices: Indices = []
     for eqn in compat.live_equations(program):
-        given = [read(atom) for atom in eqn.invars]
+        given = [compat.read(atom, env) for atom in eqn.invars]
         if any(isinstance(value, View) for value in given):
             outlets = [var in reached for var in eqn.outvars]
             if not compat.is_reached(eqn, reached):
@@ -66,7 +63,7 @@ def evaluate(
         else:
             outputs = compat.bind(eqn, given)
         env.update(zip(eqn.outvars, outputs, strict=True))
-    return [read(atom) for atom in program.outvars], indices
+    return [compat.read(atom, env) for atom in program.outvars], indices
 
 
 def _equation(

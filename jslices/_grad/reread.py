@@ -20,12 +20,14 @@ the two reads are the same, and XLA makes them one.
 import functools
 import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
 from jslices._after import after
+from jslices._bounds import take_rows
 from jslices._grad import compat
+from jslices._grad.by_slot import BySlot
 from jslices._grad.rules import ELEMENTWISE
 from jslices._memory import LARGE, is_large, memory_is_cheap
 from jslices._slices import IndexedSlices
@@ -37,6 +39,7 @@ _FUSED = ELEMENTWISE.union(
 )
 
 _Values = dict[Any, Any]
+SUMS = True
 
 
 def may_pay(num_bytes: int) -> bool:
@@ -44,14 +47,40 @@ def may_pay(num_bytes: int) -> bool:
     return num_bytes >= LARGE and not memory_is_cheap()
 
 
+class Again(NamedTuple):
+    """How a large gradient is computed anew."""
+
+    #: All of its values ``[K, *D]``.
+    values: Callable[[], jax.Array]
+    #: ``by_slot(slots, rows)``: the values ``[C, *D]`` of some slots, int32 ``[C]``, from
+    #: their rows of the table ``[C, *D]``; None if that takes more than these rows.
+    by_slot: Callable[[jax.Array, jax.Array], jax.Array] | None
+
+
 def values_again(grad: IndexedSlices) -> jax.Array:
     """The values of a gradient, on a CPU from rows that are read again if that pays."""
-    again: Callable[[], jax.Array] | None = getattr(grad, "_values_again", None)
-    return grad.values if again is None else again()
+    again = _again_of(grad)
+    return grad.values if again is None else again.values()
+
+
+def slots_again(
+    grad: IndexedSlices,
+) -> Callable[[jax.Array, jax.Array], jax.Array] | None:
+    """How some values of a gradient are computed from the table's rows, see :class:`Again`.
+
+    The rows must still be those that the loss was computed from.
+    """
+    again = _again_of(grad)
+    return None if again is None else again.by_slot
+
+
+def _again_of(grad: IndexedSlices) -> Again | None:
+    again: Again | None = getattr(grad, "_again", None)
+    return again
 
 
 def rereadable(run: Callable[..., Any], primals: Sequence[Any]) -> Any:
-    """``run(*primals)``, whose large gradients :func:`values_again` can compute anew.
+    """``run(*primals)``, whose large gradients can be computed anew.
 
     Args:
       run: a function of arrays that returns ``(value, aux, grads)``: a scalar, a pytree of
@@ -68,22 +97,35 @@ def rereadable(run: Callable[..., Any], primals: Sequence[Any]) -> Any:
     program = jax.make_jaxpr(flat)(*primals)
     values: _Values = dict(zip(program.invars, primals, strict=True))
     values.update(zip(program.constvars, compat.constants(program), strict=True))
-    _compute(program.eqns, values)
 
     loss, aux, grads = structures[0].unflatten(program.outvars)
     gradients, _ = flatten(grads, lambda x: isinstance(x, IndexedSlices))
     forward = set(_needed(program.eqns, flatten((loss, aux))[0]))
     backward = [e for e in _needed(program.eqns, flatten(grads)[0]) if e not in forward]
-    result = structures[0].unflatten(_read(out, values) for out in program.outvars)
+    ways = [
+        _way(program, backward, table, gradient.values)
+        if isinstance(gradient, IndexedSlices) and _is_large(gradient.values.aval)
+        else []
+        for table, gradient in zip(program.invars, gradients, strict=True)
+    ]
+    by_slot = [
+        _by_slot(program, way, gradient, values) if way else None
+        for way, gradient in zip(ways, gradients, strict=True)
+    ]
+    sums = {}
+    for parts in by_slot:
+        if parts is not None and SUMS:
+            sums.update(dict.fromkeys(parts.sums(e for e in program.eqns if e in forward), parts))
+    _compute(program.eqns, values, sums=sums)
+    result = structures[0].unflatten(compat.read(x, values) for x in program.outvars)
     results, _ = flatten(result[2], lambda x: isinstance(x, IndexedSlices))
-    for table, gradient, rows in zip(program.invars, gradients, results, strict=True):
-        if not isinstance(gradient, IndexedSlices) or not _is_large(gradient.values.aval):
-            continue
-        way = _way(program, backward, table, gradient.values)
+    for way, gradient, parts, rows in zip(ways, gradients, by_slot, results, strict=True):
         if way:
-            again = functools.partial(_again, way, values, result[0], gradient.values)
+            var = gradient.values
+            again = functools.partial(_again, way, values, result[0], var)
+            slots = None if parts is None else functools.partial(_some, parts, var)
             # Beside the fields: of the pytree, and of its type, it is no part.
-            object.__setattr__(rows, "_values_again", again)
+            object.__setattr__(rows, "_again", Again(again, slots))
     return result
 
 
@@ -93,20 +135,24 @@ def _again(
     return _compute(way, dict(values), loss)[rows]
 
 
+def _some(parts: BySlot, gradient: Any, slots: jax.Array, rows: jax.Array) -> jax.Array:
+    take = functools.partial(take_rows, indices=slots, mode="promise_in_bounds")
+    return parts.of(gradient, rows, take)
+
+
 def _compute(
-    equations: Iterable[compat.Equation], values: _Values, earlier: Any = None
+    equations: Iterable[compat.Equation], values: _Values, earlier: Any = None, sums={}
 ) -> _Values:
     """Adds what the equations give to ``values``, gathers read after ``earlier``."""
     for eqn in equations:
-        given = [_read(atom, values) for atom in eqn.invars]
+        if eqn in sums:
+            values[eqn.outvars[0]] = sums[eqn].summed(eqn)
+            continue
+        given = [compat.read(atom, values) for atom in eqn.invars]
         if earlier is not None and eqn.primitive.name == "gather":
             given[1] = after(given[1], earlier)
         values.update(zip(eqn.outvars, compat.bind(eqn, given), strict=True))
     return values
-
-
-def _read(atom: Any, values: _Values) -> Any:
-    return atom.val if isinstance(atom, compat.Literal) else values[atom]
 
 
 # --- what is read again ---------------------------------------------------------------
@@ -134,6 +180,19 @@ def _way(
     uses = [atom for eqn in backward if eqn not in way for atom in eqn.invars]
     uses += program.outvars  # the gradient itself is one of them
     return way if sum(var in reached for var in _variables(uses)) == 1 else []
+
+
+def _by_slot(
+    program: compat.Program,
+    way: Sequence[compat.Equation],
+    gradient: IndexedSlices,
+    values: _Values,
+) -> BySlot | None:
+    """How the gradient of each slot is computed from the row that it belongs to, if so."""
+    lookup, *others = way
+    parts = BySlot(program, lookup, values)
+    own = parts.same_slots(gradient.indices) and parts.reaches(others)
+    return parts if own else None
 
 
 def _needed(

@@ -47,7 +47,6 @@ from jslices.optim.around.clip_transforms import clip_by_block_rms as clip_by_bl
 from jslices.optim.around.clip_transforms import clip_by_global_norm as clip_by_global_norm
 from jslices.optim.around.clip_transforms import clip_rows_by_norm as clip_rows_by_norm
 from jslices.optim.around.combine import combine_duplicates as combine_duplicates
-from jslices.optim.base import GradientTransformation as GradientTransformation
 from jslices.optim.base import Schedule as Schedule
 from jslices.optim.chain import chain as chain
 from jslices.optim.freeze import freeze_rows as freeze_rows
@@ -64,6 +63,7 @@ from jslices.optim.partial_rowwise_adam import (
     PartialRowwiseAdamState as PartialRowwiseAdamState,
 )
 from jslices.optim.partial_rowwise_adam import partial_rowwise_adam as partial_rowwise_adam
+from jslices.optim.protocol import GradientTransformation as GradientTransformation
 from jslices.optim.proximal_adagrad import ProximalAdagradState as ProximalAdagradState
 from jslices.optim.proximal_adagrad import proximal_adagrad as proximal_adagrad
 from jslices.optim.rmsprop import RmspropState as RmspropState

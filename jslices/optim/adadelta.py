@@ -5,18 +5,12 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jslices.optim.base import (
-    GradientTransformation,
-    Scalar,
-    Schedule,
-    check_learning_rate,
-    scaled,
-    step_size,
-)
+from jslices.optim.base import Scalar, Schedule, check_learning_rate, scaled, step_size
 from jslices.optim.decay import with_decay
 from jslices.optim.drift import Drift, Missed, fading
 from jslices.optim.in_place import Kernel
 from jslices.optim.moments import decayed
+from jslices.optim.protocol import GradientTransformation
 from jslices.optim.rows import transformation
 from jslices.optim.rule import Rule, check_fading, check_untouched, zeros
 

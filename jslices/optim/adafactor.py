@@ -12,7 +12,6 @@ from jslices._bounds import set_rows
 from jslices._slices import IndexedSlices, is_slices
 from jslices._trees import flatten
 from jslices.optim.base import (
-    GradientTransformation,
     Scalar,
     Schedule,
     check_learning_rate,
@@ -26,6 +25,7 @@ from jslices.optim.decay import with_decay
 from jslices.optim.dense_sums import warn_in_multi_steps
 from jslices.optim.in_place import step_rows
 from jslices.optim.moments import decayed
+from jslices.optim.protocol import GradientTransformation
 from jslices.optim.rows import known_rows, spread
 from jslices.optim.rule import check_lazy
 

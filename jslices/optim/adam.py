@@ -8,7 +8,6 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from jslices.optim.base import (
-    GradientTransformation,
     Scalar,
     Schedule,
     check_learning_rate,
@@ -26,6 +25,7 @@ from jslices.optim.moments import (
     weight_seen,
 )
 from jslices.optim.one_step import once_a_step
+from jslices.optim.protocol import GradientTransformation
 from jslices.optim.rows import transformation
 from jslices.optim.rule import Rule, check_fading, check_untouched, zeros
 

@@ -7,7 +7,6 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from jslices.optim.base import (
-    GradientTransformation,
     Scalar,
     Schedule,
     check_learning_rate,
@@ -18,6 +17,7 @@ from jslices.optim.base import (
 from jslices.optim.drift import Drift, Missed, fading
 from jslices.optim.in_place import Kernel
 from jslices.optim.moments import decayed, divided, momentum_series, weight_seen
+from jslices.optim.protocol import GradientTransformation
 from jslices.optim.rows import transformation
 from jslices.optim.rule import Rule, check_fading, check_untouched, zeros
 

@@ -1,7 +1,7 @@
-"""The protocol of an optimizer, and what all of them share."""
+"""What the arithmetic of all optimizers shares: hyperparameters, counts, rows."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,56 +11,6 @@ import numpy as np
 Scalar = float | jax.Array
 #: The step size as a function of the step, which counts from 0.
 Schedule = Callable[[jax.Array], Scalar]
-
-
-class _InitUpdate(NamedTuple):
-    init: Callable[[Any], Any]
-    update: Callable[..., tuple[Any, Any]]
-
-
-class GradientTransformation(_InitUpdate):
-    """A pair of pure functions, in Optax's protocol, and two more for exact optimizers.
-
-    It is a pair, so ``init, update = tx`` holds and Optax's combinators take it.
-
-    Attributes:
-      init: ``init(params) -> state``.
-      update: ``update(grads, state, params=None) -> (updates, state)``. ``grads`` mirrors
-        ``params``, with an IndexedSlices where the gradient is sparse, None where there
-        is none; so do the updates, which :func:`jslices.apply_updates` (or, without None,
-        ``optax.apply_updates``) adds.
-      catch_up: ``catch_up(params, state, ids) -> (params, state)``. With
-        ``untouched="exact"``, brings the rows that are about to be read up to date. ``ids``
-        mirrors ``params``: integers of any shape for a table, out-of-range ones being
-        dropped; None for what needs nothing, True for all rows of it. Other optimizers
-        return what they got.
-      flush: ``flush(params, state) -> (params, state)``. The same for every row, before
-        parameters are saved or evaluated.
-      catches_up: whether rows have to catch up.
-
-    Example:
-      >>> import jslices as js
-      >>> init, update = js.sgd(0.1)
-      >>> js.adam(0.1, untouched="exact").flush is not None
-      True
-    """
-
-    catch_up: Callable[[Any, Any, Any], tuple[Any, Any]]
-    flush: Callable[[Any, Any], tuple[Any, Any]]
-    catches_up: bool
-
-    def __new__(
-        cls,
-        init: Callable[[Any], Any],
-        update: Callable[..., tuple[Any, Any]],
-        catch_up: Callable[[Any, Any, Any], tuple[Any, Any]] | None = None,
-        flush: Callable[[Any, Any], tuple[Any, Any]] | None = None,
-    ) -> "GradientTransformation":
-        new = super().__new__(cls, init, update)
-        new.catches_up = catch_up is not None
-        new.catch_up = catch_up or (lambda params, state, ids: (params, state))
-        new.flush = flush or (lambda params, state: (params, state))
-        return new
 
 
 def step_size(learning_rate: Scalar | Schedule, count: jax.Array) -> Any:

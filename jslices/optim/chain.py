@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from jslices.optim.base import GradientTransformation
+from jslices.optim.protocol import GradientTransformation
 
 
 def chain(*transformations: Any) -> GradientTransformation:

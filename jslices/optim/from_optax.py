@@ -9,8 +9,8 @@ import jax.numpy as jnp
 from jslices._bounds import set_rows, take_rows
 from jslices._slices import IndexedSlices, check_slices, is_slices
 from jslices._trees import flatten
-from jslices.optim.base import GradientTransformation
 from jslices.optim.dense_sums import warn_in_multi_steps
+from jslices.optim.protocol import GradientTransformation
 from jslices.optim.row_local import refuse_mixing
 
 

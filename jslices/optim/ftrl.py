@@ -5,14 +5,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jslices.optim.base import (
-    GradientTransformation,
-    Scalar,
-    Schedule,
-    check_learning_rate,
-    value_at,
-)
+from jslices.optim.base import Scalar, Schedule, check_learning_rate, value_at
 from jslices.optim.in_place import Kernel
+from jslices.optim.protocol import GradientTransformation
 from jslices.optim.rows import transformation
 from jslices.optim.rule import Rule, check_lazy, full, zeros
 

@@ -73,8 +73,9 @@ def loop_on_cpu(
     kernel: Kernel,
     values: jax.Array,
     arrays: Sequence[jax.Array],
+    more: Sequence[jax.Array] = (),
 ) -> Any:
-    """``loop(kernel, values, *arrays)`` on a CPU, elsewhere ``at_once`` of the same.
+    """``loop(kernel, values, *arrays, *more)`` on a CPU, else ``at_once`` without ``more``.
 
     The loop's length depends on values, so it has no reverse derivative of its own; it is
     given that of doing all rows at once. A custom_jvp must be handed what its function
@@ -86,7 +87,7 @@ def loop_on_cpu(
     part, part_consts = jax.closure_convert(kernel, *like(rows, CHUNK))
 
     def looped(consts: Any, *rows: jax.Array) -> Any:
-        return loop(lambda *x: part(*x, *consts[1]), *rows)
+        return loop(lambda *x: part(*x, *consts[1]), *rows, *consts[2])
 
     def together(consts: Any, *rows: jax.Array) -> Any:
         return at_once(lambda *x: whole(*x, *consts[0]), *rows)
@@ -96,7 +97,7 @@ def loop_on_cpu(
         return lax.platform_dependent(consts, *rows, cpu=looped, default=together)
 
     step.defjvp(lambda primals, tangents: jax.jvp(together, primals, tangents))
-    return step((whole_consts, part_consts), *rows)
+    return step((whole_consts, part_consts, more), *rows)
 
 
 def like(arrays: Sequence[jax.Array], count: int) -> list[jax.Array]:

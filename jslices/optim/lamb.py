@@ -7,7 +7,6 @@ import jax.numpy as jnp
 
 from jslices.optim.adam import adam_direction
 from jslices.optim.base import (
-    GradientTransformation,
     Scalar,
     Schedule,
     check_learning_rate,
@@ -17,6 +16,7 @@ from jslices.optim.base import (
 )
 from jslices.optim.decay import with_decay
 from jslices.optim.in_place import Kernel
+from jslices.optim.protocol import GradientTransformation
 from jslices.optim.rows import transformation
 from jslices.optim.rule import Rule, check_lazy, zeros
 

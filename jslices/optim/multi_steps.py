@@ -14,7 +14,8 @@ from jslices._trees import flatten
 from jslices.optim.around.accumulate import merge_leaf
 from jslices.optim.around.leaves import is_leaf
 from jslices.optim.around.norms import widened
-from jslices.optim.base import GradientTransformation, next_count, zero_count
+from jslices.optim.base import next_count, zero_count
+from jslices.optim.protocol import GradientTransformation
 
 
 class MultiStepsState(NamedTuple):

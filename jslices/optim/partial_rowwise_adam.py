@@ -8,7 +8,6 @@ from jax.typing import DTypeLike
 
 from jslices.optim.adam import adam_coast, adam_drift
 from jslices.optim.base import (
-    GradientTransformation,
     Scalar,
     Schedule,
     check_learning_rate,
@@ -21,6 +20,7 @@ from jslices.optim.base import (
 from jslices.optim.drift import Missed
 from jslices.optim.in_place import Kernel
 from jslices.optim.moments import decayed, divided, weight_seen
+from jslices.optim.protocol import GradientTransformation
 from jslices.optim.rows import transformation
 from jslices.optim.rule import Rule, check_untouched, row_of, zeros
 

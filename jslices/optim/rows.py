@@ -12,13 +12,22 @@ from jslices._coalesce import sum_duplicates
 from jslices._slices import IndexedSlices, check_slices, is_slices
 from jslices._trees import flatten
 from jslices.optim import exact
-from jslices.optim.base import GradientTransformation, next_count, zero_count
+from jslices.optim.apply import apply_updates
+from jslices.optim.base import next_count, zero_count
 from jslices.optim.dense_sums import warn_in_multi_steps
 from jslices.optim.in_place import Kernel
 from jslices.optim.one_step import one_step
+from jslices.optim.protocol import GradientTransformation
 from jslices.optim.rule import Rule
 from jslices.optim.select_rows import where_rows
-from jslices.optim.step import SMALL, covers, row_bytes, step_all_rows, step_slices
+from jslices.optim.step import (
+    SMALL,
+    apply_slices,
+    covers,
+    row_bytes,
+    step_all_rows,
+    step_slices,
+)
 
 
 def transformation(
@@ -64,16 +73,28 @@ def transformation(
     def update(grads: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         leaves, tree = flatten(grads, is_leaf=_is_leaf)
         with one_step(len(leaves)):
-            return step(leaves, tree, state, params)
+            return step(_update_leaf, leaves, tree, state, params, rule.reads_params)
 
-    def step(leaves: Sequence[Any], tree: Any, state: Any, params: Any) -> tuple[Any, Any]:
+    def apply(grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
+        leaves, tree = flatten(grads, is_leaf=_is_leaf)
+        with one_step(len(leaves)):
+            return step(_apply_leaf, leaves, tree, state, params, True)
+
+    def step(
+        step_leaf: Callable[..., tuple[Any, ...]],
+        leaves: Sequence[Any],
+        tree: Any,
+        state: Any,
+        params: Any,
+        reads_params: bool,
+    ) -> tuple[Any, Any]:
         if params is None and (rule.reads_params or mask is not None):
             raise ValueError(
                 "this optimizer needs the parameters as well, for its weight decay or its "
                 "norms: tx.update(grads, state, params)"
             )
         rules = rules_for(params, len(leaves))
-        arrays = tree.flatten_up_to(params) if rule.reads_params else [None] * len(leaves)
+        arrays = tree.flatten_up_to(params) if reads_params else [None] * len(leaves)
         columns = [tree.flatten_up_to(getattr(state, name)) for name in names]
         kinds = [(r, is_slices(grad)) for r, grad in zip(rules, leaves, strict=True)]
         kernels = {
@@ -90,27 +111,27 @@ def transformation(
                 for kind, kernel in kernels.items()
             }
         results = [
-            _update_leaf(kernels[kind], kind[0], grad, param, slots)
+            step_leaf(kernels[kind], kind[0], grad, param, slots)
             for kind, grad, param, *slots in zip(
                 kinds, leaves, arrays, *columns, strict=True
             )
         ]
-        updates, *new = [
-            tree.unflatten([result[i] for result in results])
-            for i in range(1 + len(columns))
+        result, *new = [
+            tree.unflatten([leaf[i] for leaf in results]) for i in range(1 + len(columns))
         ]
         slots = dict(zip(names, new, strict=False))
         if clock is not None:
             slots["clock"] = clock._replace(last=new[-2], told=new[-1])
-        return updates, state._replace(count=next_count(state.count), **slots)
+        return result, state._replace(count=next_count(state.count), **slots)
 
     if rule.drift is None:
-        return GradientTransformation(init, update)
+        return GradientTransformation(init, update, apply=apply)
     return GradientTransformation(
         init,
         update,
         lambda params, state, ids: exact.catch_up(rules_for, params, state, ids),
         lambda params, state: exact.flush(rules_for, params, state),
+        apply,
     )
 
 
@@ -152,6 +173,28 @@ def _update_leaf(
     grad = grad.coalesce()
     (update,) = kernel(grad.values)
     return (IndexedSlices(update, grad.indices, grad.dense_shape),)
+
+
+def _apply_leaf(
+    kernel: Kernel, rule: Rule, grad: Any, param: Any, state: Sequence[Any]
+) -> tuple[Any, ...]:
+    """``(param, *state)``, both new."""
+    if grad is None or param is None:
+        return (param, *state)
+    param = jnp.asarray(param)
+    if not isinstance(grad, IndexedSlices) or not (state or rule.reads_params):
+        update, *new = _update_leaf(
+            kernel, rule, grad, param if rule.reads_params else None, state
+        )
+        return (apply_updates(param, update), *new)
+
+    def applied(g: jax.Array, p: jax.Array, *slots: jax.Array) -> tuple[jax.Array, ...]:
+        update, *new = kernel(g, *([p] if rule.reads_params else []), *slots)
+        nothing = jnp.zeros((len(p), 0), bool)
+        return (nothing, p + update.astype(p.dtype), *new)
+
+    arrays = (param, *state)
+    return tuple(apply_slices(applied, known_rows(grad, arrays), arrays, still=rule.still))
 
 
 def _each_slot(kernel: Kernel, grad: IndexedSlices) -> IndexedSlices:

@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 
 from jslices.optim.base import (
-    GradientTransformation,
     Scalar,
     Schedule,
     check_learning_rate,
@@ -16,6 +15,7 @@ from jslices.optim.base import (
     step_size,
 )
 from jslices.optim.in_place import Kernel
+from jslices.optim.protocol import GradientTransformation
 from jslices.optim.rows import transformation
 from jslices.optim.rule import Rule, check_untouched, row_of
 

@@ -84,7 +84,7 @@ def _keeping(
     values.update(zip(program.invars, operands, strict=True))
 
     def read(atom: Any) -> Any:
-        return atom.val if isinstance(atom, compat.Literal) else values[atom]
+        return compat.read(atom, values)
 
     for eqn in program.eqns:
         outputs = compat.bind(eqn, [read(atom) for atom in eqn.invars])

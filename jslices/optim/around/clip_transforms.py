@@ -14,7 +14,7 @@ from jslices.optim.around import clipping
 from jslices.optim.around.clip_value import clip_by_value
 from jslices.optim.around.limits import check_limit
 from jslices.optim.around.stateless import each_leaf, stateless
-from jslices.optim.base import GradientTransformation
+from jslices.optim.protocol import GradientTransformation
 
 
 def clip_by_global_norm(max_norm: float | jax.Array) -> GradientTransformation:

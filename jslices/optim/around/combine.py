@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from jslices._coalesce import check_combine
 from jslices._slices import is_slices
 from jslices.optim.around.stateless import each_leaf
-from jslices.optim.base import GradientTransformation
+from jslices.optim.protocol import GradientTransformation
 
 
 def combine_duplicates(combine: str) -> GradientTransformation:

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 
 from jslices.optim.around.leaves import is_leaf
-from jslices.optim.base import GradientTransformation
+from jslices.optim.protocol import GradientTransformation
 
 
 def stateless(f: Callable[[Any], Any]) -> GradientTransformation:

@@ -1,0 +1,130 @@
+"""What a traced program computes for some slots of a lookup, from their rows alone.
+
+Where everything that is made of the looked-up rows treats each slot by itself, it can be
+computed for a few of them at a time, and no array ``[K, D]`` is ever made.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jslices._grad import compat
+from jslices._grad.rules import ELEMENTWISE
+
+#: Slots that are summed at a time.
+CHUNK = 1024
+#: ``take(x)``: of ``x`` ``[K, ...]`` what belongs to some slots, ``[C, ...]``.
+Take = Callable[[jax.Array], jax.Array]
+
+_BY_ELEMENT = ELEMENTWISE.union(["add_any", "after", "row_loop"])
+
+
+class BySlot:
+    """The part of a program that is computed for each slot of one lookup by itself.
+
+    Args:
+      program: a traced program.
+      lookup: its ``gather`` of rows ``[K, *D]``.
+      values: what its variables stand for.
+    """
+
+    def __init__(
+        self, program: compat.Program, lookup: compat.Equation, values: Mapping[Any, Any]
+    ) -> None:
+        self._values = values
+        self._lookup = lookup
+        (self.rows,) = lookup.outvars
+        self.count = compat.shape_of(self.rows)[0]
+        self._makers = {var: eqn for eqn in program.eqns for var in eqn.outvars}
+
+    def same_slots(self, indices: Any) -> bool:
+        """Whether slot k of the lookup is that of ``indices[k]``, a variable ``[K]``."""
+        made = self._makers.get(self._lookup.invars[1])
+        if made is None or made.primitive.name != "broadcast_in_dim":
+            return False
+        return made.invars[0] is indices and self._numbers_slots(indices)
+
+    def reaches(self, equations: Iterable[compat.Equation]) -> bool:
+        """Whether all of these equations, which the rows go into, are of that part."""
+        return all(self._by_slot(eqn) for eqn in equations)
+
+    def sums(self, equations: Iterable[compat.Equation]) -> list[compat.Equation]:
+        """The sums that are all which these equations need of more slots than one.
+
+        None if they need something else of them: the rows are then better read at once.
+        """
+        reached, sums = set(self._lookup.outvars), []
+        for eqn in equations:
+            if eqn is self._lookup or not any(
+                not isinstance(atom, compat.Literal) and atom in reached
+                for atom in eqn.invars
+            ):
+                continue
+            if self._by_slot(eqn):
+                reached.update(eqn.outvars)
+            elif eqn.primitive.name == "reduce_sum":
+                sums.append(eqn)
+            else:
+                return []
+        return sums
+
+    def summed(self, eqn: compat.Equation) -> jax.Array:
+        """What a sum gives, from rows that are looked up some at a time."""
+        table, ids = (self._values[var] for var in self._lookup.invars)
+        (atom,) = eqn.invars
+
+        def some(start: Any, size: int) -> jax.Array:
+            take = lambda x: lax.dynamic_slice_in_dim(x, start, size)  # noqa: E731
+            (rows,) = compat.bind(self._lookup, [table, take(ids)])
+            (part,) = compat.bind(eqn, [self.of(atom, rows, take)])
+            return part
+
+        whole, rest = divmod(self.count, CHUNK)
+        last = [some(whole * CHUNK, rest)] if rest else []
+        if 0 in eqn.params["axes"]:
+            total = jnp.zeros(compat.shape_of(eqn.outvars[0]), eqn.outvars[0].aval.dtype)
+            add = lambda i, total: total + some(i * CHUNK, CHUNK)  # noqa: E731
+            return sum(last, lax.fori_loop(0, whole, add, total))
+        parts = lax.map(lambda i: some(i * CHUNK, CHUNK), jnp.arange(whole))
+        return jnp.concatenate([parts.reshape(-1, *parts.shape[2:]), *last])
+
+    def of(self, atom: Any, rows: jax.Array, take: Take) -> jax.Array:
+        """``[C, ...]``, what belongs to the slots of ``rows`` ``[C, *D]``."""
+        known = {self.rows: rows}
+
+        def part(atom: Any) -> Any:
+            if isinstance(atom, compat.Literal) or not self._numbers_slots(atom):
+                return compat.read(atom, self._values)
+            if atom not in known:
+                eqn = self._makers.get(atom)
+                if eqn is not None and self._by_slot(eqn):
+                    shape = self._fewer(eqn, len(rows))
+                    (known[atom],) = compat.bind(eqn, [*map(part, eqn.invars)], **shape)
+                else:
+                    known[atom] = take(self._values[atom])
+            return known[atom]
+
+        result: jax.Array = part(atom)
+        return result
+
+    def _by_slot(self, eqn: compat.Equation) -> bool:
+        name, out = eqn.primitive.name, eqn.outvars[0]
+        if name in _BY_ELEMENT:
+            return self._numbers_slots(out)
+        if name != "broadcast_in_dim" or len(eqn.invars) > 1:
+            return False
+        # What a slot has is spread within its row, or all slots get the same.
+        first = tuple(eqn.params["broadcast_dimensions"])[:1] == (0,)
+        return self._numbers_slots(out) and first == self._numbers_slots(eqn.invars[0])
+
+    def _numbers_slots(self, atom: Any) -> bool:
+        """Whether the first axis, the way it is used here, is that of the slots."""
+        return compat.shape_of(atom)[:1] == (self.count,)
+
+    def _fewer(self, eqn: compat.Equation, count: int) -> dict[str, Any]:
+        if eqn.primitive.name != "broadcast_in_dim":
+            return {}
+        return {"shape": (count, *eqn.params["shape"][1:])}

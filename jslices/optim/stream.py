@@ -1,0 +1,81 @@
+"""A step on large gradients in one call, which holds no gradient of the table.
+
+Who adds the update himself (``tx.update``, ``apply_updates``) is given one for each of K
+slots: an array ``[K, D]``, however few rows are distinct. Done in one call (``tx.apply``),
+rows are stepped some at a time, parameters and all, and nothing has to be kept: the
+gradients of a few slots are summed by row, in cache, where they are used. If they can be
+computed from the rows themselves (``_grad/reread.py``) there is no gradient as a whole.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jslices._bounds import take_rows
+from jslices._sort import sort_ids
+from jslices.optim.in_place import CHUNK, Kernel, in_chunks, step_at_once
+
+#: ``source(slots, ids, table)``: the gradients ``[CHUNK, *D]`` of some slots, int32
+#: ``[CHUNK]``, which are of the rows ``ids`` of the table (V for empty slots).
+Source = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
+
+
+def step_streamed(
+    kernel: Kernel,
+    indices: jax.Array,
+    source: Source,
+    arrays: Sequence[jax.Array],
+    like: jax.Array,
+) -> list[jax.Array]:
+    """Runs ``kernel`` on the rows that ``indices`` name.
+
+    Args:
+      kernel: the arithmetic; its update is left.
+      indices: ``[K]``, canonical: in any order, with duplicates and empty slots (V); K is
+        at least ``CHUNK``.
+      source: the gradient.
+      arrays: ``[V, ...]``, the table first.
+      like: ``[K, *D]`` in shape and dtype, as the gradient.
+
+    Returns:
+      The new arrays.
+    """
+    count, height = indices.shape[0], arrays[0].shape[0]
+    ordered, positions = sort_ids(indices)
+    is_first = jnp.concatenate([jnp.ones((1,), bool), ordered[1:] != ordered[:-1]])
+    number = jnp.cumsum(is_first, dtype=jnp.int32) - 1
+    # Where the slots of each distinct row begin; those of the last end at `count`.
+    begin = jnp.full((count + CHUNK,), count, jnp.int32)
+    begin = begin.at[jnp.where(is_first, number, count + CHUNK)].set(
+        jnp.arange(count, dtype=jnp.int32), mode="drop"
+    )
+    distinct = jnp.sum(is_first & (ordered < height), dtype=jnp.int32)
+
+    def sums(first: jax.Array, table: jax.Array) -> jax.Array:
+        """The gradients ``[CHUNK, *D]`` of distinct rows, from number ``first`` on."""
+
+        def add(done_sums: Any) -> Any:
+            done, sums = done_sums
+            start = jnp.minimum(done, count - CHUNK)
+            cut = lambda x: lax.dynamic_slice_in_dim(x, start, CHUNK)  # noqa: E731
+            fresh = start + jnp.arange(CHUNK, dtype=jnp.int32) >= done
+            goal = jnp.where(fresh, cut(number) - first, CHUNK)
+            rows = source(cut(positions), cut(ordered), table)
+            sums = sums.at[goal].add(rows, mode="drop", wrap_negative_indices=False)
+            return done + CHUNK, sums
+
+        nothing = jnp.zeros((CHUNK, *like.shape[1:]), like.dtype)
+        end = begin[first + CHUNK]
+        return lax.while_loop(lambda x: x[0] < end, add, (begin[first], nothing))[1]
+
+    def body(first: jax.Array, fresh: jax.Array, arrays: Any) -> Any:
+        at = lax.dynamic_slice_in_dim(begin, first, CHUNK)
+        ids = take_rows(ordered, at, fill_value=height)
+        ids = jnp.where(fresh, ids, height)
+        gradient, everything = sums(first, arrays[0]), jnp.int32(CHUNK)
+        return step_at_once(kernel, ids, gradient, arrays, 0, everything)[1:]
+
+    return list(in_chunks(distinct, count, body, arrays))
