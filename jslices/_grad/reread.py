@@ -19,7 +19,7 @@ the two reads are the same, and XLA makes them one.
 
 import functools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -47,36 +47,32 @@ def may_pay(num_bytes: int) -> bool:
     return num_bytes >= LARGE and not memory_is_cheap()
 
 
-class Again(NamedTuple):
-    """How a large gradient is computed anew."""
+class BySlots(NamedTuple):
+    """How some values of a gradient are computed from rows of the table."""
 
-    #: All of its values ``[K, *D]``.
+    #: ``[V, *D]``, the table that the loss was computed from.
+    table: jax.Array
+    #: ``values(slots, rows)``: ``[C, *D]`` of slots, int32 ``[C]``, and their rows of it.
+    values: Callable[[jax.Array, jax.Array], jax.Array]
+
+
+class _Again(NamedTuple):
+    """How a large gradient is computed anew: all its values ``[K, *D]``, or some."""
+
     values: Callable[[], jax.Array]
-    #: ``by_slot(slots, rows)``: the values ``[C, *D]`` of some slots, int32 ``[C]``, from
-    #: their rows of the table ``[C, *D]``; None if that takes more than these rows.
-    by_slot: Callable[[jax.Array, jax.Array], jax.Array] | None
+    by_slots: BySlots | None
 
 
 def values_again(grad: IndexedSlices) -> jax.Array:
     """The values of a gradient, on a CPU from rows that are read again if that pays."""
-    again = _again_of(grad)
+    again: _Again | None = getattr(grad, "_again", None)
     return grad.values if again is None else again.values()
 
 
-def slots_again(
-    grad: IndexedSlices,
-) -> Callable[[jax.Array, jax.Array], jax.Array] | None:
-    """How some values of a gradient are computed from the table's rows, see :class:`Again`.
-
-    The rows must still be those that the loss was computed from.
-    """
-    again = _again_of(grad)
-    return None if again is None else again.by_slot
-
-
-def _again_of(grad: IndexedSlices) -> Again | None:
-    again: Again | None = getattr(grad, "_again", None)
-    return again
+def by_slots(grad: IndexedSlices) -> BySlots | None:
+    """How to compute some values of a gradient; None if that takes more than their rows."""
+    again: _Again | None = getattr(grad, "_again", None)
+    return None if again is None else again.by_slots
 
 
 def rereadable(run: Callable[..., Any], primals: Sequence[Any]) -> Any:
@@ -108,31 +104,36 @@ def rereadable(run: Callable[..., Any], primals: Sequence[Any]) -> Any:
         else []
         for table, gradient in zip(program.invars, gradients, strict=True)
     ]
-    by_slot = [
+    parts = [
         _by_slot(program, way, gradient, values) if way else None
         for way, gradient in zip(ways, gradients, strict=True)
     ]
-    sums = {}
-    for parts in by_slot:
-        if parts is not None and SUMS:
-            sums.update(dict.fromkeys(parts.sums(e for e in program.eqns if e in forward), parts))
-    _compute(program.eqns, values, sums=sums)
+    sums = {
+        eqn: part
+        for part in parts
+        if part is not None and SUMS
+        for eqn in part.sums(e for e in program.eqns if e in forward)
+    }
+    _compute(program.eqns, values, sums)
     result = structures[0].unflatten(compat.read(x, values) for x in program.outvars)
     results, _ = flatten(result[2], lambda x: isinstance(x, IndexedSlices))
-    for way, gradient, parts, rows in zip(ways, gradients, by_slot, results, strict=True):
+    for table, way, gradient, part, rows in zip(
+        primals, ways, gradients, parts, results, strict=True
+    ):
         if way:
-            var = gradient.values
-            again = functools.partial(_again, way, values, result[0], var)
-            slots = None if parts is None else functools.partial(_some, parts, var)
+            again = functools.partial(_again, way, values, result[0], gradient.values)
+            some = None
+            if part is not None:
+                some = BySlots(table, functools.partial(_some, part, gradient.values))
             # Beside the fields: of the pytree, and of its type, it is no part.
-            object.__setattr__(rows, "_again", Again(again, slots))
+            object.__setattr__(rows, "_again", _Again(again, some))
     return result
 
 
 def _again(
     way: Sequence[compat.Equation], values: _Values, loss: jax.Array, rows: Any
 ) -> Any:
-    return _compute(way, dict(values), loss)[rows]
+    return _compute(way, dict(values), {}, loss)[rows]
 
 
 def _some(parts: BySlot, gradient: Any, slots: jax.Array, rows: jax.Array) -> jax.Array:
@@ -141,17 +142,21 @@ def _some(parts: BySlot, gradient: Any, slots: jax.Array, rows: jax.Array) -> ja
 
 
 def _compute(
-    equations: Iterable[compat.Equation], values: _Values, earlier: Any = None, sums={}
+    equations: Iterable[compat.Equation],
+    values: _Values,
+    sums: Mapping[compat.Equation, BySlot],
+    earlier: Any = None,
 ) -> _Values:
     """Adds what the equations give to ``values``, gathers read after ``earlier``."""
     for eqn in equations:
         if eqn in sums:
-            values[eqn.outvars[0]] = sums[eqn].summed(eqn)
-            continue
-        given = [compat.read(atom, values) for atom in eqn.invars]
-        if earlier is not None and eqn.primitive.name == "gather":
-            given[1] = after(given[1], earlier)
-        values.update(zip(eqn.outvars, compat.bind(eqn, given), strict=True))
+            outputs = [sums[eqn].summed(eqn)]
+        else:
+            given = [compat.read(atom, values) for atom in eqn.invars]
+            if earlier is not None and eqn.primitive.name == "gather":
+                given[1] = after(given[1], earlier)
+            outputs = compat.bind(eqn, given)
+        values.update(zip(eqn.outvars, outputs, strict=True))
     return values
 
 

@@ -61,7 +61,7 @@ def step_rows(
         return step_at_once(kernel, indices, values, arrays, reads, present)
 
     def chunked(kernel: Kernel, values: jax.Array, *arrays: jax.Array) -> Any:
-        return _in_chunks(kernel, indices, values, arrays, reads, present)
+        return step_in_chunks(kernel, indices, values, arrays, reads, present)
 
     result: tuple[jax.Array, ...] = loop_on_cpu(chunked, at_once, kernel, values, arrays)
     return result
@@ -127,14 +127,20 @@ def step_at_once(
     return (update, *new_state)
 
 
-def _in_chunks(
+def step_in_chunks(
     kernel: Kernel,
     indices: jax.Array,
     values: jax.Array,
     arrays: Sequence[jax.Array],
     reads: int,
     present: jax.Array,
+    gradient: Callable[..., jax.Array] | None = None,
 ) -> tuple[jax.Array, ...]:
+    """:func:`step_at_once`, a chunk at a time, of at least one chunk of slots.
+
+    ``gradient(start, *arrays)`` gives the rows ``[CHUNK, *D]`` from slot ``start`` on, the
+    arrays being as the chunks before have left them; else they are those of ``values``.
+    """
     count, height = indices.shape[0], arrays[0].shape[0]
     read, state = arrays[:reads], arrays[reads:]
 
@@ -143,7 +149,8 @@ def _in_chunks(
         cut = lambda x: lax.dynamic_slice_in_dim(x, start, CHUNK)  # noqa: E731
         ids = jnp.where(fresh, cut(indices), height)
         rows = (*read, *state)
-        new, *state = step_at_once(kernel, ids, cut(values), rows, reads, present - start)
+        given = cut(values) if gradient is None else gradient(start, *rows)
+        new, *state = step_at_once(kernel, ids, given, rows, reads, present - start)
         new = leading(cut(update), CHUNK - jnp.sum(fresh, dtype=jnp.int32), new)
         return [lax.dynamic_update_slice_in_dim(update, new, start, 0), *state]
 

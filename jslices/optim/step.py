@@ -2,29 +2,24 @@
 
     few rows               ``in_place.step_at_once``    number, sum, gather, step, scatter
     more rows, on a CPU    ``in_place.step_rows``       the same in chunks, in cache
-    many bytes, on a CPU   ``fold.step_folded``         sums and update in the gradient
-    the same in one call   ``stream.step_streamed``     no update, and perhaps no gradient
+    many bytes, on a CPU   ``large.step_large``         as few arrays ``[K, D]`` as can be
     much of the table      ``whole.step_whole``         no numbers, one pass over all rows
 
 Each was chosen by measurement (docs/speed.md).
 """
 
-import functools
 import math
 from collections.abc import Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
-from jslices._bounds import canonical_indices, take_rows
+from jslices._bounds import canonical_indices
 from jslices._coalesce import sum_duplicates
-from jslices._grad.reread import slots_again, values_again
 from jslices._memory import SHORT, is_large, memory_is_cheap
 from jslices._slices import IndexedSlices
-from jslices.optim.fold import step_folded
-from jslices.optim.in_place import CHUNK, Kernel, like, loop_on_cpu, step_at_once, step_rows
-from jslices.optim.stream import step_streamed
+from jslices.optim.in_place import CHUNK, Kernel, like, step_rows
+from jslices.optim.large import step_large
 from jslices.optim.whole import EveryRow, step_whole
 
 #: Tables of this many bytes are better not summed densely, which makes one more of them.
@@ -60,8 +55,7 @@ def step_slices(
         return step_all_rows(kernel, grad, arrays, len(read), still)
     indices, values = canonical_indices(grad.indices, height), grad.values
     if _fits_in_gradient(kernel, values, arrays):
-        values = values_again(grad)
-        indices, update, *new = _large(kernel, indices, values, arrays, len(read))
+        indices, update, *new = step_large(kernel, indices, grad, arrays, len(read))
     else:
         values, indices, present = sum_duplicates(
             values, indices, height, None, ordered=False
@@ -89,7 +83,7 @@ def apply_slices(
     if covers(len(indices), row_bytes(values), height):
         return step_whole(kernel, indices, values, height, arrays, 0, still)[2:]
     if _is_large(values):
-        return _in_one_call(kernel, indices, grad, arrays)
+        return step_large(kernel, indices, grad, arrays, 0, applies=True)[2:]
     values, indices, present = sum_duplicates(values, indices, height, None, ordered=False)
     return step_rows(kernel, indices, values, arrays, (), present)[1:]
 
@@ -144,60 +138,3 @@ def _fits_in_gradient(
         return False
     update = jax.eval_shape(kernel, *like([values, *arrays], CHUNK))[0]
     return update.dtype == values.dtype and update.shape[1:] == values.shape[1:]
-
-
-def _large(
-    kernel: Kernel,
-    indices: jax.Array,
-    values: jax.Array,
-    arrays: Sequence[jax.Array],
-    reads: int,
-) -> tuple[jax.Array, ...]:
-    def folded(kernel: Kernel, values: jax.Array, *arrays: jax.Array) -> Any:
-        return step_folded(kernel, indices, values, arrays, reads)
-
-    at_once = functools.partial(_at_once, indices, reads)
-    result: tuple[jax.Array, ...] = loop_on_cpu(folded, at_once, kernel, values, arrays)
-    return result
-
-
-def _at_once(
-    indices: jax.Array, reads: int, kernel: Kernel, values: jax.Array, *arrays: jax.Array
-) -> Any:
-    height = arrays[0].shape[0]
-    summed, unique, present = sum_duplicates(values, indices, height, len(indices))
-    return (unique, *step_at_once(kernel, unique, summed, arrays, reads, present))
-
-
-def _in_one_call(
-    kernel: Kernel, indices: jax.Array, grad: IndexedSlices, arrays: Sequence[jax.Array]
-) -> Sequence[jax.Array]:
-    by_slot = slots_again(grad)
-    more: Sequence[jax.Array] = ()
-
-    def from_rows(slots: jax.Array, ids: jax.Array, table: jax.Array) -> jax.Array:
-        assert by_slot is not None
-        return by_slot(slots, take_rows(table, ids, mode="clip"))
-
-    if by_slot is not None:
-        some = jnp.zeros((CHUNK,), jnp.int32)
-        from_rows, more = jax.closure_convert(from_rows, some, some, arrays[0])
-
-    def streamed(kernel: Kernel, values: jax.Array, *rest: jax.Array) -> Any:
-        arrays, more = rest[: len(rest) - num_more], rest[len(rest) - num_more :]
-
-        def source(slots: jax.Array, ids: jax.Array, table: jax.Array) -> jax.Array:
-            if by_slot is not None:
-                return from_rows(slots, ids, table, *more)
-            return take_rows(values, slots, mode="promise_in_bounds")
-
-        return step_streamed(kernel, indices, source, arrays, values)
-
-    def at_once(kernel: Kernel, values: jax.Array, *arrays: jax.Array) -> Any:
-        return list(_at_once(indices, 0, kernel, values, *arrays)[2:])
-
-    num_more = len(more)
-    new: Sequence[jax.Array] = loop_on_cpu(
-        streamed, at_once, kernel, grad.values, arrays, more
-    )
-    return new

@@ -16,7 +16,7 @@ from jax import lax
 
 from jslices._bounds import take_rows
 from jslices._sort import sort_ids
-from jslices.optim.in_place import CHUNK, Kernel, in_chunks, step_at_once
+from jslices.optim.in_place import CHUNK, Kernel, step_in_chunks
 
 #: ``source(slots, ids, table)``: the gradients ``[CHUNK, *D]`` of some slots, int32
 #: ``[CHUNK]``, which are of the rows ``ids`` of the table (V for empty slots).
@@ -27,21 +27,23 @@ def step_streamed(
     kernel: Kernel,
     indices: jax.Array,
     source: Source,
+    values: jax.Array,
     arrays: Sequence[jax.Array],
-    like: jax.Array,
-) -> list[jax.Array]:
+    reads: int,
+) -> tuple[jax.Array, ...]:
     """Runs ``kernel`` on the rows that ``indices`` name.
 
     Args:
-      kernel: the arithmetic; its update is left.
+      kernel: the arithmetic; of its update there may be rows of no elements.
       indices: ``[K]``, canonical: in any order, with duplicates and empty slots (V); K is
         at least ``CHUNK``.
-      source: the gradient.
-      arrays: ``[V, ...]``, the table first.
-      like: ``[K, *D]`` in shape and dtype, as the gradient.
+      source: the gradient, of slots and rows ``ids`` of the first array as it is by then.
+      values: ``[K, *D]``, of which the shape and the dtype count.
+      arrays: ``[V, ...]``, of which the first ``reads`` are only read.
 
     Returns:
-      The new arrays.
+      ``(indices, update, *state)``: indices ``[K]``, unique, then V; update ``[K, ...]``,
+      zero there.
     """
     count, height = indices.shape[0], arrays[0].shape[0]
     ordered, positions = sort_ids(indices)
@@ -52,9 +54,10 @@ def step_streamed(
     begin = begin.at[jnp.where(is_first, number, count + CHUNK)].set(
         jnp.arange(count, dtype=jnp.int32), mode="drop"
     )
-    distinct = jnp.sum(is_first & (ordered < height), dtype=jnp.int32)
+    unique = take_rows(ordered, begin[:count], fill_value=height)
+    distinct = jnp.sum(unique < height, dtype=jnp.int32)
 
-    def sums(first: jax.Array, table: jax.Array) -> jax.Array:
+    def gradient_of(first: jax.Array, *arrays: jax.Array) -> jax.Array:
         """The gradients ``[CHUNK, *D]`` of distinct rows, from number ``first`` on."""
 
         def add(done_sums: Any) -> Any:
@@ -63,19 +66,13 @@ def step_streamed(
             cut = lambda x: lax.dynamic_slice_in_dim(x, start, CHUNK)  # noqa: E731
             fresh = start + jnp.arange(CHUNK, dtype=jnp.int32) >= done
             goal = jnp.where(fresh, cut(number) - first, CHUNK)
-            rows = source(cut(positions), cut(ordered), table)
+            rows = source(cut(positions), cut(ordered), arrays[0])
             sums = sums.at[goal].add(rows, mode="drop", wrap_negative_indices=False)
             return done + CHUNK, sums
 
-        nothing = jnp.zeros((CHUNK, *like.shape[1:]), like.dtype)
+        nothing = jnp.zeros((CHUNK, *values.shape[1:]), values.dtype)
         end = begin[first + CHUNK]
         return lax.while_loop(lambda x: x[0] < end, add, (begin[first], nothing))[1]
 
-    def body(first: jax.Array, fresh: jax.Array, arrays: Any) -> Any:
-        at = lax.dynamic_slice_in_dim(begin, first, CHUNK)
-        ids = take_rows(ordered, at, fill_value=height)
-        ids = jnp.where(fresh, ids, height)
-        gradient, everything = sums(first, arrays[0]), jnp.int32(CHUNK)
-        return step_at_once(kernel, ids, gradient, arrays, 0, everything)[1:]
-
-    return list(in_chunks(distinct, count, body, arrays))
+    new = step_in_chunks(kernel, unique, values, arrays, reads, distinct, gradient_of)
+    return (unique, *new)
