@@ -14,8 +14,8 @@ from jax import lax
 from jslices._grad import compat
 from jslices._grad.rules import ELEMENTWISE
 
-#: Slots that are summed at a time.
-CHUNK = 1024
+#: Bytes of rows that are summed at a time.
+CHUNK_BYTES = 2**22
 #: ``take(x)``: of ``x`` ``[K, ...]`` what belongs to some slots, ``[C, ...]``.
 Take = Callable[[jax.Array], jax.Array]
 
@@ -52,9 +52,9 @@ class BySlot:
         return all(self._by_slot(eqn) for eqn in equations)
 
     def sums(self, equations: Iterable[compat.Equation]) -> list[compat.Equation]:
-        """The sums that are all which these equations need of more slots than one.
+        """The sums that are all that these equations need of more slots than one.
 
-        None if they need something else of them: the rows are then better read at once.
+        Empty if they need something else of them: the rows are then better read at once.
         """
         reached, sums = set(self._lookup.outvars), []
         for eqn in equations:
@@ -75,6 +75,9 @@ class BySlot:
         """What a sum gives, from rows that are looked up some at a time."""
         table, ids = (self._values[var] for var in self._lookup.invars)
         (atom,) = eqn.invars
+        aval = self.rows.aval
+        chunk = max(1, CHUNK_BYTES * self.count // (aval.size * aval.dtype.itemsize))
+        whole, rest = divmod(self.count, chunk)
 
         def some(start: Any, size: int) -> jax.Array:
             take = lambda x: lax.dynamic_slice_in_dim(x, start, size)  # noqa: E731
@@ -82,13 +85,11 @@ class BySlot:
             (part,) = compat.bind(eqn, [self.of(atom, rows, take)])
             return part
 
-        whole, rest = divmod(self.count, CHUNK)
-        last = [some(whole * CHUNK, rest)] if rest else []
+        last = [some(whole * chunk, rest)] if rest else []
         if 0 in eqn.params["axes"]:
-            total = jnp.zeros(compat.shape_of(eqn.outvars[0]), eqn.outvars[0].aval.dtype)
-            add = lambda i, total: total + some(i * CHUNK, CHUNK)  # noqa: E731
-            return sum(last, lax.fori_loop(0, whole, add, total))
-        parts = lax.map(lambda i: some(i * CHUNK, CHUNK), jnp.arange(whole))
+            add = lambda i, total: total + some(i * chunk, chunk)  # noqa: E731
+            return sum(last, lax.fori_loop(1, whole, add, some(0, chunk)))
+        parts = lax.map(lambda i: some(i * chunk, chunk), jnp.arange(whole))
         return jnp.concatenate([parts.reshape(-1, *parts.shape[2:]), *last])
 
     def of(self, atom: Any, rows: jax.Array, take: Take) -> jax.Array:

@@ -55,8 +55,15 @@ def varying_axes(*avals: Any) -> frozenset[str]:
 
 
 def as_varying(x: jax.Array, axes: frozenset[str]) -> jax.Array:
-    """``x``, the same on every device so far, as one that may differ along ``axes``."""
-    return lax.pcast(x, tuple(sorted(axes)), to="varying") if axes else x
+    """``x`` as one that may differ along ``axes``, where it was the same everywhere."""
+    new = axes - varying_axes(jax.typeof(x)) if axes else axes
+    return lax.pcast(x, tuple(sorted(new)), to="varying") if new else x
+
+
+def as_varying_as(others: Iterable[jax.Array], *arrays: jax.Array) -> list[jax.Array]:
+    """``arrays`` that may differ where the ``others`` do."""
+    axes = varying_axes(*map(jax.typeof, others))
+    return [as_varying(x, axes) for x in arrays]
 
 
 def bind(eqn: Equation, operands: Sequence[Any], **changed: Any) -> list[Any]:

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jslices._bounds import set_rows, take_rows
+from jslices._grad import compat
 from jslices.optim.select_rows import leading
 
 #: ``kernel(gradient, *read, *slots) -> (update, *new_slots)``, the same for an array and
@@ -48,8 +49,9 @@ def step_rows(
     Returns:
       ``(update, *state)``: ``[U, *D]``, zero in empty slots, and the new arrays.
     """
-    reads = len(read)
-    arrays = (*read, *state)
+    reads, arrays = len(read), [*read, *state]
+    every = (indices, values, *arrays)
+    indices, values, *arrays = compat.as_varying_as(every, *every)
     if present is None:
         present = jnp.sum(indices < arrays[0].shape[0], dtype=jnp.int32)
     if indices.shape[0] <= CHUNK or (
@@ -101,8 +103,9 @@ def loop_on_cpu(
 
 
 def like(arrays: Sequence[jax.Array], count: int) -> list[jax.Array]:
-    """Zeros as ``count`` rows of each array."""
-    return [jnp.zeros((count, *x.shape[1:]), x.dtype) for x in arrays]
+    """Zeros as ``count`` rows of each array, varying as these do inside a ``shard_map``."""
+    zeros = (jnp.zeros((count, *x.shape[1:]), x.dtype) for x in arrays)
+    return compat.as_varying_as(arrays, *zeros)
 
 
 def step_at_once(
@@ -157,6 +160,7 @@ def step_in_chunks(
     # In the kernel's own dtype, which need not be that of the gradient.
     shape = jax.eval_shape(kernel, *like([values, *arrays], CHUNK))[0]
     update = jnp.zeros((count, *shape.shape[1:]), shape.dtype)
+    (update,) = compat.as_varying_as(arrays, update)
     return tuple(in_chunks(present, count, body, [update, *state]))
 
 

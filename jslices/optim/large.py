@@ -18,6 +18,7 @@ import jax.numpy as jnp
 
 from jslices._bounds import take_rows
 from jslices._coalesce import sum_duplicates
+from jslices._grad import compat
 from jslices._grad.reread import by_slots, values_again
 from jslices._slices import IndexedSlices
 from jslices.optim.fold import step_folded
@@ -49,6 +50,8 @@ def step_large(
       ``[K, ...]``, zero there.
     """
     values, source, more = _source(grad, arrays, applies)
+    every = (indices, values, *arrays)
+    indices, values, *arrays = compat.as_varying_as(every, *every)
 
     def on_cpu(kernel: Kernel, values: jax.Array, *rest: jax.Array) -> Any:
         arrays, more = rest[: len(rest) - num_more], rest[len(rest) - num_more :]
@@ -78,8 +81,10 @@ def _source(
     if by_slot is not None and applies and by_slot.table is not arrays[0]:
         by_slot = None
     if by_slot is not None:
-        some, rows = jnp.zeros((CHUNK,), jnp.int32), like([by_slot.table], CHUNK)[0]
-        of_rows, consts = jax.closure_convert(by_slot.values, some, rows)
+        slots = jnp.zeros((CHUNK,), jnp.int32)
+        (rows,) = like([by_slot.table], CHUNK)
+        some = compat.as_varying_as((grad.values, grad.indices, *arrays), slots, rows)
+        of_rows, consts = jax.closure_convert(by_slot.values, *some)
 
         def computed(values: Any, more: Any, slots: Any, ids: Any, first: Any) -> jax.Array:
             table, consts = (first, more) if applies else (more[0], more[1:])

@@ -9,6 +9,7 @@ from jax import lax
 
 from jslices._bounds import canonical_indices, empty_slot
 from jslices._coalesce import sum_duplicates
+from jslices._grad.reread import by_slots
 from jslices._slices import IndexedSlices, check_slices, is_slices
 from jslices._trees import flatten
 from jslices.optim import exact
@@ -182,7 +183,8 @@ def _apply_leaf(
     if grad is None or param is None:
         return (param, *state)
     param = jnp.asarray(param)
-    if not isinstance(grad, IndexedSlices) or not (state or rule.reads_params):
+    by_row = isinstance(grad, IndexedSlices)
+    if not by_row or not (state or rule.reads_params or by_slots(grad)):
         update, *new = _update_leaf(
             kernel, rule, grad, param if rule.reads_params else None, state
         )
@@ -190,7 +192,7 @@ def _apply_leaf(
 
     def applied(g: jax.Array, p: jax.Array, *slots: jax.Array) -> tuple[jax.Array, ...]:
         update, *new = kernel(g, *([p] if rule.reads_params else []), *slots)
-        nothing = jnp.zeros((len(p), 0), bool)
+        nothing = p.reshape(len(p), -1)[:, :0]
         return (nothing, p + update.astype(p.dtype), *new)
 
     arrays = (param, *state)

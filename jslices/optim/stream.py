@@ -16,7 +16,7 @@ from jax import lax
 
 from jslices._bounds import take_rows
 from jslices._sort import sort_ids
-from jslices.optim.in_place import CHUNK, Kernel, step_in_chunks
+from jslices.optim.in_place import CHUNK, Kernel, like, step_in_chunks
 
 #: ``source(slots, ids, table)``: the gradients ``[CHUNK, *D]`` of some slots, int32
 #: ``[CHUNK]``, which are of the rows ``ids`` of the table (V for empty slots).
@@ -70,7 +70,7 @@ def step_streamed(
             sums = sums.at[goal].add(rows, mode="drop", wrap_negative_indices=False)
             return done + CHUNK, sums
 
-        nothing = jnp.zeros((CHUNK, *values.shape[1:]), values.dtype)
+        (nothing,) = like([values], CHUNK)
         end = begin[first + CHUNK]
         return lax.while_loop(lambda x: x[0] < end, add, (begin[first], nothing))[1]
 
