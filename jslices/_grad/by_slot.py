@@ -15,7 +15,7 @@ from jslices._grad import compat
 from jslices._grad.rules import ELEMENTWISE
 
 #: Bytes of rows that are summed at a time.
-CHUNK_BYTES = 2**22
+CHUNK_BYTES = 2**20
 #: ``take(x)``: of ``x`` ``[K, ...]`` what belongs to some slots, ``[C, ...]``.
 Take = Callable[[jax.Array], jax.Array]
 
@@ -72,17 +72,25 @@ class BySlot:
         return sums
 
     def summed(self, eqn: compat.Equation) -> jax.Array:
-        """What a sum gives, from rows that are looked up some at a time."""
-        table, ids = (self._values[var] for var in self._lookup.invars)
+        """What a sum gives, on a CPU from rows that are looked up some at a time."""
         (atom,) = eqn.invars
+        total: jax.Array = lax.platform_dependent(
+            cpu=lambda: self._sum_in_parts(eqn),
+            default=lambda: compat.bind(eqn, [self._values[atom]])[0],
+        )
+        return total
+
+    def _sum_in_parts(self, eqn: compat.Equation) -> jax.Array:
+        table, ids = (self._values[var] for var in self._lookup.invars)
         aval = self.rows.aval
-        chunk = max(1, CHUNK_BYTES * self.count // (aval.size * aval.dtype.itemsize))
+        chunk = CHUNK_BYTES * self.count // (aval.size * aval.dtype.itemsize)
+        chunk = min(max(chunk, 1), self.count)
         whole, rest = divmod(self.count, chunk)
 
         def some(start: Any, size: int) -> jax.Array:
             take = lambda x: lax.dynamic_slice_in_dim(x, start, size)  # noqa: E731
             (rows,) = compat.bind(self._lookup, [table, take(ids)])
-            (part,) = compat.bind(eqn, [self.of(atom, rows, take)])
+            (part,) = compat.bind(eqn, [self.of(eqn.invars[0], rows, take)])
             return part
 
         last = [some(whole * chunk, rest)] if rest else []

@@ -7,7 +7,9 @@ place. Read a second time, after the loss, the rows need no memory at all: both 
 part of what they feed, and only the cotangents are left. With large gradients that is worth
 more than the read costs, as XLA:CPU takes its memory anew from the operating system at each
 step. Nothing else gains by it, so it is left to the optimizer: large gradients know how
-they are computed in this way (:func:`values_again`).
+they are computed in this way, whole (:func:`values_again`) or, if the gradient of a slot
+takes no other slot, some at a time (:func:`by_slots`). Then the loss is summed some slots
+at a time as well, and no array ``[K, D]`` needs to be.
 
 Only a table's own rows are read again, and only where nothing else backward needs them:
 then they need not be kept, and the update of the table waits for them as it waits for the
@@ -30,7 +32,7 @@ from jslices._grad import compat
 from jslices._grad.by_slot import BySlot
 from jslices._grad.rules import ELEMENTWISE
 from jslices._memory import LARGE, is_large, memory_is_cheap
-from jslices._slices import IndexedSlices
+from jslices._slices import IndexedSlices, is_slices
 from jslices._trees import flatten
 
 # What XLA computes together with what it feeds.
@@ -39,12 +41,11 @@ _FUSED = ELEMENTWISE.union(
 )
 
 _Values = dict[Any, Any]
-SUMS = True
 
 
 def may_pay(num_bytes: int) -> bool:
     """Whether so many bytes of rows, of all tables, may be worth reading again."""
-    return num_bytes >= LARGE and not memory_is_cheap()
+    return num_bytes >= LARGE
 
 
 class BySlots(NamedTuple):
@@ -57,7 +58,7 @@ class BySlots(NamedTuple):
 
 
 class _Again(NamedTuple):
-    """How a large gradient is computed anew: all its values ``[K, *D]``, or some."""
+    """How a large gradient is computed anew: all of its values ``[K, *D]``, or some."""
 
     values: Callable[[], jax.Array]
     by_slots: BySlots | None
@@ -95,50 +96,48 @@ def rereadable(run: Callable[..., Any], primals: Sequence[Any]) -> Any:
     values.update(zip(program.constvars, compat.constants(program), strict=True))
 
     loss, aux, grads = structures[0].unflatten(program.outvars)
-    gradients, _ = flatten(grads, lambda x: isinstance(x, IndexedSlices))
+    gradients, _ = flatten(grads, is_slices)
     forward = set(_needed(program.eqns, flatten((loss, aux))[0]))
     backward = [e for e in _needed(program.eqns, flatten(grads)[0]) if e not in forward]
     ways = [
-        _way(program, backward, table, gradient.values)
-        if isinstance(gradient, IndexedSlices) and _is_large(gradient.values.aval)
-        else []
+        _way(program, backward, table, gradient, values)
         for table, gradient in zip(program.invars, gradients, strict=True)
     ]
-    parts = [
-        _by_slot(program, way, gradient, values) if way else None
-        for way, gradient in zip(ways, gradients, strict=True)
-    ]
     sums = {
-        eqn: part
-        for part in parts
-        if part is not None and SUMS
-        for eqn in part.sums(e for e in program.eqns if e in forward)
+        eqn: way.by_slot
+        for way in ways
+        if way is not None and way.by_slot is not None
+        for eqn in way.by_slot.sums(e for e in program.eqns if e in forward)
     }
     _compute(program.eqns, values, sums)
     result = structures[0].unflatten(compat.read(x, values) for x in program.outvars)
-    results, _ = flatten(result[2], lambda x: isinstance(x, IndexedSlices))
-    for table, way, gradient, part, rows in zip(
-        primals, ways, gradients, parts, results, strict=True
+    for table, way, gradient, rows in zip(
+        primals, ways, gradients, flatten(result[2], is_slices)[0], strict=True
     ):
-        if way:
-            again = functools.partial(_again, way, values, result[0], gradient.values)
-            some = None
-            if part is not None:
-                some = BySlots(table, functools.partial(_some, part, gradient.values))
+        if way is not None:
+            again = _again(way, values, result[0], table, gradient.values)
             # Beside the fields: of the pytree, and of its type, it is no part.
-            object.__setattr__(rows, "_again", _Again(again, some))
+            object.__setattr__(rows, "_again", again)
     return result
 
 
-def _again(
-    way: Sequence[compat.Equation], values: _Values, loss: jax.Array, rows: Any
-) -> Any:
-    return _compute(way, dict(values), {}, loss)[rows]
+class _Way(NamedTuple):
+    """The equations from lookups to a gradient; of one lookup, if that is all it takes."""
+
+    equations: Sequence[compat.Equation]
+    by_slot: BySlot | None
 
 
-def _some(parts: BySlot, gradient: Any, slots: jax.Array, rows: jax.Array) -> jax.Array:
-    take = functools.partial(take_rows, indices=slots, mode="promise_in_bounds")
-    return parts.of(gradient, rows, take)
+def _again(way: _Way, values: _Values, loss: Any, table: Any, gradient: Any) -> _Again:
+    def some(slots: jax.Array, rows: jax.Array) -> jax.Array:
+        assert way.by_slot is not None
+        take = functools.partial(take_rows, indices=slots, mode="promise_in_bounds")
+        return way.by_slot.of(gradient, rows, take)
+
+    return _Again(
+        lambda: _compute(way.equations, dict(values), {}, loss)[gradient],
+        None if way.by_slot is None else BySlots(table, some),
+    )
 
 
 def _compute(
@@ -164,13 +163,19 @@ def _compute(
 
 
 def _way(
-    program: compat.Program, backward: Sequence[compat.Equation], table: Any, rows: Any
-) -> list[compat.Equation]:
-    """The equations from lookups in ``table`` to its gradient, element by element.
+    program: compat.Program,
+    backward: Sequence[compat.Equation],
+    table: Any,
+    gradient: Any,
+    values: _Values,
+) -> _Way | None:
+    """The equations from lookups in ``table`` to its large gradient, element by element.
 
-    Empty if something else that is computed ``backward``, or returned, is made of what was
+    None if something else that is computed ``backward``, or returned, is made of what was
     looked up: it would be kept all the same.
     """
+    if not isinstance(gradient, IndexedSlices) or not _is_large(gradient.values.aval):
+        return None
     near: list[compat.Equation] = []
     reached: set[Any] = set()
     for eqn in program.eqns:
@@ -181,23 +186,15 @@ def _way(
         if lookup or fused:
             near.append(eqn)
             reached.update(eqn.outvars)
-    way = _needed(near, [rows])
+    way = _needed(near, [gradient.values])
     uses = [atom for eqn in backward if eqn not in way for atom in eqn.invars]
     uses += program.outvars  # the gradient itself is one of them
-    return way if sum(var in reached for var in _variables(uses)) == 1 else []
-
-
-def _by_slot(
-    program: compat.Program,
-    way: Sequence[compat.Equation],
-    gradient: IndexedSlices,
-    values: _Values,
-) -> BySlot | None:
-    """How the gradient of each slot is computed from the row that it belongs to, if so."""
-    lookup, *others = way
-    parts = BySlot(program, lookup, values)
-    own = parts.same_slots(gradient.indices) and parts.reaches(others)
-    return parts if own else None
+    if not way or sum(var in reached for var in _variables(uses)) != 1:
+        return None
+    by_slot = BySlot(program, way[0], values)
+    if by_slot.same_slots(gradient.indices) and by_slot.reaches(way[1:]):
+        return _Way(way, by_slot)
+    return None if memory_is_cheap() else _Way(way, None)
 
 
 def _needed(

@@ -92,10 +92,11 @@ def _source(
             return result
 
         return grad.values, computed, consts if applies else [by_slot.table, *consts]
+    values = values_again(grad)
     if not applies:
-        return values_again(grad), None, ()
+        return values, None, ()
 
     def gathered(values: Any, more: Any, slots: Any, ids: Any, first: Any) -> jax.Array:
         return take_rows(values, slots, mode="promise_in_bounds")
 
-    return grad.values, gathered, ()
+    return values, gathered, ()
