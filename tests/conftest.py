@@ -63,5 +63,6 @@ def rows_are_large():
         patch.setattr("jslices._grad.api.LARGE", 0)
         patch.setattr("jslices._grad.reread.LARGE", 0)
         patch.setattr("jslices._grad.reread.is_large", lambda *shape: True)
+        patch.setattr("jslices._grad.by_slot.CHUNK_BYTES", 32)
         patch.setattr("jslices._grad.call.Call.is_traced", True)
         yield

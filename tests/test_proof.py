@@ -9,8 +9,9 @@ import pytest
 from optimizers import ALL, label, make
 
 import jslices as js
-from jslices._grad import reread
+from jslices._grad import api, reread
 from jslices._proof import program
+from jslices.optim import large
 from jslices.optim import step as choice
 from jslices.testing import assert_in_place, assert_no_dense_temporary
 
@@ -52,6 +53,8 @@ OPTIMIZERS = [
     ("adafactor", {"min_dim_size_to_factor": 1}, 1),
     ("adafactor", {"momentum": 0.9, "factored": False}, 3),
 ]
+# Adafactor has a way of its own.
+BY_RULE = [case for case in OPTIMIZERS if case[0] != "adafactor"]
 EXACT = [
     ("sgd", {"momentum": 0.9}, 2),
     ("adam", {}, 3),
@@ -117,44 +120,79 @@ def _compile_once(monkeypatch):
     monkeypatch.setattr(program, "compiled", once)
 
 
-@pytest.fixture
-def folded(monkeypatch):
-    """The calls of what works in the gradient's memory."""
-    calls, run = [], choice.step_folded
+def calls_of(monkeypatch, name):
+    """The calls of a way of large gradients."""
+    calls, run = [], getattr(large, name)
 
     def spy(*args):
         calls.append(args)
         return run(*args)
 
-    monkeypatch.setattr(choice, "step_folded", spy)
+    monkeypatch.setattr(large, name, spy)
     return calls
 
 
-def prove_regime(regime, num_ids, apply_updates, case, monkeypatch, folded):
+@pytest.fixture
+def folded(monkeypatch):
+    """The calls of what works in the gradient's memory."""
+    return calls_of(monkeypatch, "step_folded")
+
+
+@pytest.fixture
+def rows_are_large(monkeypatch):
+    for module, name, value in (
+        (choice, "is_large", lambda *shape: True),
+        (reread, "LARGE", 0),
+        (reread, "is_large", lambda *shape: True),
+        (api, "LARGE", 0),
+    ):
+        monkeypatch.setattr(module, name, value)
+
+
+def prove_regime(regime, num_ids, apply_updates, case, request, folded):
     name, settings, tables = case
-    large = regime == "in_the_gradient"
-    if large:
-        monkeypatch.setattr(choice, "is_large", lambda *shape: True)
-        monkeypatch.setattr(reread, "LARGE", 0)
-        monkeypatch.setattr(reread, "is_large", lambda *shape: True)
+    is_large = regime == "in_the_gradient"
+    if is_large:
+        request.getfixturevalue("rows_are_large")
     tx = make(js, name, 0.1, settings)
     step = ordinary_step(js.value_and_grad, tx, apply_updates)
     prove(step, arguments(tx, num_ids), tables, 10 * num_ids * (D + 1) * 4 + 4096)
     # Plain SGD has neither sums nor state, and Adafactor has a way of its own.
     other = name == "adafactor" or (name, settings) == ("sgd", {})
-    assert bool(folded) == (large and not other)
+    assert bool(folded) == (is_large and not other)
 
 
 @pytest.mark.parametrize("regime", REGIMES)
 @pytest.mark.parametrize("case", OPTIMIZERS, ids=case_label)
-def test_step_is_in_place_and_without_dense_temporaries(case, regime, monkeypatch, folded):
-    prove_regime(regime, *REGIMES[regime], case, monkeypatch, folded)
+def test_step_is_in_place_and_without_dense_temporaries(case, regime, request, folded):
+    prove_regime(regime, *REGIMES[regime], case, request, folded)
 
 
 @pytest.mark.parametrize("regime", OTHER_WAY_ROUND)
 @pytest.mark.parametrize("case", [OPTIMIZERS[i] for i in (1, 5, 15)], ids=case_label)
-def test_both_apply_updates_in_every_regime(case, regime, monkeypatch, folded):
-    prove_regime(regime, *OTHER_WAY_ROUND[regime], case, monkeypatch, folded)
+def test_both_apply_updates_in_every_regime(case, regime, request, folded):
+    prove_regime(regime, *OTHER_WAY_ROUND[regime], case, request, folded)
+
+
+def squares(params, ids):
+    """Whose gradient is computed slot by slot."""
+    return (params["table"][ids] ** 2).mean() + (params["w"] ** 2).sum()
+
+
+@pytest.mark.usefixtures("rows_are_large")
+@pytest.mark.parametrize("case", BY_RULE, ids=case_label)
+def test_one_call_is_in_place_and_holds_no_gradient(case, monkeypatch):
+    name, settings, tables = case
+    tx, streamed = make(js, name, 0.1, settings), calls_of(monkeypatch, "step_streamed")
+
+    @functools.partial(jax.jit, donate_argnums=(0, 1), compiler_options=unoptimized)
+    def step(params, state, ids):
+        value, grads = js.value_and_grad(squares)(params, ids)
+        return *tx.apply(grads, state, params), value
+
+    num_ids = 40_000
+    prove(step, arguments(tx, num_ids), tables, num_ids * D * 4)
+    assert streamed
 
 
 @pytest.mark.parametrize(

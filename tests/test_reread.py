@@ -137,7 +137,8 @@ def test_a_step_holds_fewer_arrays(loss, arrays, saved, monkeypatch):
 
 def test_it_is_left_where_memory_is_kept(monkeypatch):
     monkeypatch.setenv("GLIBC_TUNABLES", "glibc.malloc.hugetlb=1")
-    assert 2 <= compiled_step(squares, js.adagrad(0.1)) < 2.4
+    assert 2.5 <= compiled_step(interactions, js.adagrad(0.1)) < 2.9
+    assert 1 <= compiled_step(squares, js.adagrad(0.1)) < 1.4  # by slot: it pays anyway
 
 
 def both_ways(loss):
@@ -178,15 +179,15 @@ def test_gradients_are_those_of_jax(loss):
 @pytest.mark.usefixtures("always")
 def test_gradients_that_are_changed_are_computed_once():
     def run(params, ids):
-        value, grads = js.value_and_grad(squares)(params, ids)
+        value, grads = js.value_and_grad(interactions)(params, ids)
         grads = jax.tree.map(lambda x: 2 * x, grads)
         return value, read_again(grads)
 
-    params, ids = make_params(), jnp.array([3, 3])
+    params, ids = make_params(), jnp.array([3, 7])
     assert str(jax.make_jaxpr(run)(params, ids)).count(" gather[") == 1
     _, grads = jax.jit(run)(params, ids)
     np.testing.assert_allclose(
-        grads["table"].values, params["table"][ids] * 4 / 12, rtol=1e-6
+        grads["table"].values, params["table"][ids[::-1]] * 4 / 6, rtol=1e-6
     )
 
 

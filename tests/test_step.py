@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from optimizers import BY_ROW, OWN, SHARED, label, make, slices_of
 
 import jslices as js
-from jslices.optim import fold, in_place, step, whole
+from jslices.optim import fold, in_place, large, step, stream, whole
 
 # The first setting of each optimizer that has no way of its own, and momentum.
 FIRST = {name: (name, kwargs) for name, kwargs in reversed([*SHARED, *BY_ROW, *OWN])}
@@ -31,7 +31,7 @@ def forced(way):
         patch = lambda *args: stack.enter_context(mock.patch.object(*args))  # noqa: E731
         patch(step, "covers", lambda *shape: way == "whole")
         patch(step, "is_large", lambda *shape: way == "fold")
-        for module in (in_place, fold, step):
+        for module in (in_place, fold, large, stream, step):
             patch(module, "CHUNK", 10**9 if way == "at_once" else 16)
         yield
 
@@ -46,6 +46,16 @@ def one_step(name, kwargs, grads, table, way, jit=quickly):
             updates, state = update(grads, state, table)
             table = js.apply_updates(table, updates)
     return table, state, updates
+
+
+def in_one_call(name, kwargs, grads, table, way, jit=quickly):
+    tx = make(js, name, 0.1, kwargs)
+    state = tx.init(table)
+    with forced(way):
+        apply = jit(lambda *args: tx.apply(*args))
+        for _ in range(2):
+            table, state = apply(grads, state, table)
+    return table, state
 
 
 def check_update(updates, ids, num_rows):
@@ -82,6 +92,15 @@ def test_every_way_gives_the_same(name, kwargs, way):
     check_update(got[2], ids, num_rows)
 
 
+@pytest.mark.parametrize("way", ["at_once", "whole", "fold", "chunks"])
+@pytest.mark.parametrize("name, kwargs", CASES, ids=label)
+def test_update_and_apply_in_one_call(name, kwargs, way):
+    table, _, grads, _ = many_rows()
+    wanted = at_once(CASES.index((name, kwargs)))[:2]
+    got = in_one_call(name, kwargs, grads, table, way)
+    assert_close(got, wanted, rtol=1e-5, atol=1e-6)
+
+
 @settings(max_examples=40, deadline=None)
 @given(
     ids=st.lists(st.integers(-2, 12), min_size=K, max_size=K),
@@ -91,7 +110,8 @@ def test_any_ids(ids, way):
     rng = np.random.default_rng(1)
     table = jnp.asarray(rng.normal(size=(10, D)), jnp.float32)
     grads = slices_of(rng, ids, (10, D))
-    table_now, _, updates = _adam_of(way)(grads, table)
+    (table_now, _, updates), one_call = _adam_of(way)(grads, table)
+    assert_close(one_call[0], table_now, atol=1e-5)
     dense, state = table, optax.adam(0.1).init(table)
     for _ in range(2):
         update, state = optax.adam(0.1).update(grads.to_dense(), state, dense)
@@ -109,7 +129,10 @@ def test_any_ids(ids, way):
 
 @functools.cache
 def _adam_of(way):
-    run = jax.jit(lambda grads, table: one_step("adam", {}, grads, table, way, jax.jit))
+    @jax.jit
+    def run(grads, table):
+        return [f("adam", {}, grads, table, way, jax.jit) for f in (one_step, in_one_call)]
+
     with forced(way):
         run(slices_of(np.random.default_rng(0), [0] * K, (10, D)), jnp.zeros((10, D)))
     return run
@@ -128,7 +151,7 @@ def test_the_way_is_chosen_from_the_shapes():
     taken = []
     ways = {
         "whole": (step, "step_whole"),
-        "fold": (step, "step_folded"),
+        "fold": (large, "step_folded"),
         "rows": (step, "step_rows"),
     }
     with contextlib.ExitStack() as stack:
@@ -250,7 +273,9 @@ def test_a_learned_learning_rate_goes_each_way(way):
         with forced(way):
             tx = js.adam(rate)
             updates, _ = tx.update(grads, tx.init(table), table)
-            return (js.apply_updates(table, updates) ** 2).sum()
+            apart = (js.apply_updates(table, updates) ** 2).sum()
+            return apart, (tx.apply(grads, tx.init(table), table)[0] ** 2).sum()
 
-    wanted = jax.grad(after)(0.1, "at_once")
-    np.testing.assert_allclose(jax.grad(after)(0.1, way), wanted, rtol=1e-4)
+    wanted, _ = jax.jacrev(after)(0.1, "at_once")
+    for got in jax.jacrev(after)(0.1, way):
+        np.testing.assert_allclose(got, wanted, rtol=1e-4)

@@ -83,9 +83,9 @@ class BySlot:
     def _sum_in_parts(self, eqn: compat.Equation) -> jax.Array:
         table, ids = (self._values[var] for var in self._lookup.invars)
         aval = self.rows.aval
-        chunk = CHUNK_BYTES * self.count // (aval.size * aval.dtype.itemsize)
-        chunk = min(max(chunk, 1), self.count)
-        whole, rest = divmod(self.count, chunk)
+        num_bytes = aval.size * aval.dtype.itemsize
+        whole = max(1, min(-(-num_bytes // CHUNK_BYTES), self.count))
+        chunk, rest = divmod(self.count, whole)
 
         def some(start: Any, size: int) -> jax.Array:
             take = lambda x: lax.dynamic_slice_in_dim(x, start, size)  # noqa: E731
@@ -93,6 +93,7 @@ class BySlot:
             (part,) = compat.bind(eqn, [self.of(eqn.invars[0], rows, take)])
             return part
 
+        # Fewer than there are chunks.
         last = [some(whole * chunk, rest)] if rest else []
         if 0 in eqn.params["axes"]:
             add = lambda i, total: total + some(i * chunk, chunk)  # noqa: E731
