@@ -13,6 +13,8 @@ _TRIM_THRESHOLD, _MMAP_MAX, _ARENA_MAX = -1, -4, -8
 #: Of gradients of so many bytes each further array counts: with three of them a step needs
 #: 32 MB, which ``malloc`` takes from the operating system each time.
 LARGE = 10**7
+#: What is larger ``malloc`` takes from the operating system each time.
+MAPPED = 2**25
 #: Rows of fewer bytes are not worth what is done to have one array less.
 SHORT = 128
 
@@ -22,6 +24,11 @@ _called = False
 def is_large(num_rows: int, row_bytes: int) -> bool:
     """Whether a gradient is better summed and updated where it is."""
     return row_bytes >= SHORT and num_rows * row_bytes >= LARGE
+
+
+def is_mapped(num_bytes: int) -> bool:
+    """Whether a temporary of so many bytes costs a page fault for each of its pages."""
+    return num_bytes > MAPPED and not memory_is_cheap()
 
 
 def memory_is_cheap() -> bool:

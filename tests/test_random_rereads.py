@@ -56,7 +56,15 @@ rows = st.recursive(
     ),
     max_leaves=4,
 )
-losses = st.builds(str.format, st.sampled_from(LOSSES), rows, rows)
+one_lookup = st.recursive(
+    st.sampled_from([LOOKUPS[0], LOOKUPS[2], LOOKUPS[4]]),
+    lambda some: st.builds(str.format, st.sampled_from(UNARY), some),
+    max_leaves=3,
+)
+losses = st.one_of(
+    st.builds(str.format, st.sampled_from(LOSSES), rows, rows),
+    st.builds(str.format, st.sampled_from(LOSSES[:3]), one_lookup),
+)
 
 
 def loss_of(code):
@@ -97,7 +105,7 @@ def test_random_losses():
 
     check_one()
     again, by_slot = np.mean(read_again, axis=0)
-    assert again > 0.4 and by_slot > 0.1
+    assert again > 0.4 and by_slot > 0.05
 
 
 def test_the_fuzz_can_fail(monkeypatch):

@@ -14,6 +14,7 @@ SLOTS = {"sgd": 0, "adagrad": 1, "adam": 2}
 #: name -> (module, arguments, whether a step passes over the whole table)
 CONTENDERS = {
     "jslices": ("with_jslices", {}, False),
+    "jslices, tx.apply": ("with_jslices", {"in_one_call": True}, False),
     "jslices, memory kept": ("with_jslices", {"keep": True}, False),
     "PyTorch sparse": ("with_torch", {"sparse": True}, False),
     "TensorFlow sparse": ("with_tensorflow", {"keras": False}, False),
@@ -21,4 +22,4 @@ CONTENDERS = {
     "PyTorch dense": ("with_torch", {"sparse": False}, True),
     "Keras": ("with_tensorflow", {"keras": True}, True),
 }
-OURS = ("jslices", "jslices, memory kept")
+OURS = ("jslices", "jslices, tx.apply", "jslices, memory kept")

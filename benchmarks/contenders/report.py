@@ -139,7 +139,7 @@ def plot(results, path, ours):
 
     figure, axes = pyplot.subplots(1, 3, figsize=(15, 4.5), sharey=True)
     for axis, optimizer in zip(axes, ("sgd", "adagrad", "adam"), strict=True):
-        for name, mark in zip(ours, "o+", strict=True):
+        for name, mark in zip(ours, "ox+", strict=True):
             points = [
                 (ids * dim * 4, best[1] / by_name[name]["ms"])
                 for (kind, rows, dim, ids, _), by_name in cells(results).items()

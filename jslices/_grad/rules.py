@@ -36,11 +36,13 @@ Rule = Callable[[compat.Equation, Sequence[Any], int], list[Any] | None]
 # broadcasts scalars and single rows in them.
 ELEMENTWISE = frozenset(
     """
-    abs acos acosh add and asin asinh atan atan2 atanh cbrt ceil clamp complex conj
-    convert_element_type copy copy_p cos cosh digamma div eq erf erf_inv erfc exp exp2
-    expm1 floor ge gt imag integer_pow is_finite le lgamma log log1p logistic lt max min
-    mul name ne neg nextafter not or pow real reduce_precision rem round rsqrt select_n sign
-    sin sinh sqrt square sub tan tanh xor
+    abs acos acosh add and asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil clamp
+    clz complex conj convert_element_type copy copy_p cos cosh digamma div eq erf erf_inv
+    erfc exp exp2 expm1 floor ge gt igamma igamma_grad_a igammac imag integer_pow is_finite
+    le lgamma log log1p log2 logistic lt max min mul mulhi name ne neg nextafter not
+    one_minus_square or polygamma population_count pow real reduce_precision
+    regularized_incomplete_beta rem round rsqrt select_n shift_left shift_right_arithmetic
+    shift_right_logical sign sin sinh sqrt square sub tan tanh xor zeta
     """.split()
 )
 

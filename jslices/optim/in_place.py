@@ -6,6 +6,7 @@ V = 1e6, D = 64 and 1e4 Zipf ids this takes a fifth off the step, and most of wh
 with V.) Elsewhere all rows go at once, as a loop would only launch kernels.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -100,6 +101,11 @@ def loop_on_cpu(
 
     step.defjvp(lambda primals, tangents: jax.jvp(together, primals, tangents))
     return step((whole_consts, part_consts, more), *rows)
+
+
+def row_bytes(values: jax.Array) -> int:
+    """Of a row of ``[n, *D]``."""
+    return math.prod(values.shape[1:]) * values.dtype.itemsize
 
 
 def like(arrays: Sequence[jax.Array], count: int) -> list[jax.Array]:

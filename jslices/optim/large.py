@@ -22,8 +22,12 @@ from jslices._grad import compat
 from jslices._grad.reread import by_slots, values_again
 from jslices._slices import IndexedSlices
 from jslices.optim.fold import step_folded
-from jslices.optim.in_place import CHUNK, Kernel, like, loop_on_cpu, step_at_once
+from jslices.optim.in_place import CHUNK, Kernel, like, loop_on_cpu, row_bytes, step_at_once
 from jslices.optim.stream import step_streamed
+
+#: Shorter rows, of which an update is wanted, are summed faster in the gradient: with 1e5
+#: uniform ids of 128 bytes a step of Adam otherwise takes 1.2 times as long.
+LONG = 256
 
 
 def step_large(
@@ -79,6 +83,8 @@ def _source(
     by_slot = by_slots(grad)
     # A table that the loop changes is read as it is by then, so it must be the same one.
     if by_slot is not None and applies and by_slot.table is not arrays[0]:
+        by_slot = None
+    if not applies and row_bytes(grad.values) < LONG:
         by_slot = None
     if by_slot is not None:
         slots = jnp.zeros((CHUNK,), jnp.int32)

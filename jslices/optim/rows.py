@@ -10,25 +10,19 @@ from jax import lax
 from jslices._bounds import canonical_indices, empty_slot
 from jslices._coalesce import sum_duplicates
 from jslices._grad.reread import by_slots
+from jslices._memory import is_mapped
 from jslices._slices import IndexedSlices, check_slices, is_slices
 from jslices._trees import flatten
 from jslices.optim import exact
 from jslices.optim.apply import apply_updates
 from jslices.optim.base import next_count, zero_count
 from jslices.optim.dense_sums import warn_in_multi_steps
-from jslices.optim.in_place import Kernel
+from jslices.optim.in_place import Kernel, row_bytes
 from jslices.optim.one_step import one_step
 from jslices.optim.protocol import GradientTransformation
 from jslices.optim.rule import Rule
 from jslices.optim.select_rows import where_rows
-from jslices.optim.step import (
-    SMALL,
-    apply_slices,
-    covers,
-    row_bytes,
-    step_all_rows,
-    step_slices,
-)
+from jslices.optim.step import SMALL, apply_slices, covers, step_all_rows, step_slices
 
 
 def transformation(
@@ -183,8 +177,10 @@ def _apply_leaf(
     if grad is None or param is None:
         return (param, *state)
     param = jnp.asarray(param)
-    by_row = isinstance(grad, IndexedSlices)
-    if not by_row or not (state or rule.reads_params or by_slots(grad)):
+    rows = isinstance(grad, IndexedSlices)
+    # Without state each slot can be added as it is, unless that takes new memory.
+    stateless = not (state or rule.reads_params)
+    if not rows or (stateless and not (by_slots(grad) and is_mapped(grad.values.nbytes))):
         update, *new = _update_leaf(
             kernel, rule, grad, param if rule.reads_params else None, state
         )

@@ -8,7 +8,6 @@
 Each was chosen by measurement (docs/speed.md).
 """
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,7 +17,7 @@ from jslices._bounds import canonical_indices
 from jslices._coalesce import sum_duplicates
 from jslices._memory import SHORT, is_large, memory_is_cheap
 from jslices._slices import IndexedSlices
-from jslices.optim.in_place import CHUNK, Kernel, like, step_rows
+from jslices.optim.in_place import CHUNK, Kernel, like, row_bytes, step_rows
 from jslices.optim.large import step_large
 from jslices.optim.whole import EveryRow, step_whole
 
@@ -118,10 +117,6 @@ def covers(num_ids: int, row_bytes: int, num_rows: int, by_slot: bool = False) -
     else:  # one pass needs memory for the sums, [V, D]
         enough = num_rows if memory_is_cheap() else num_rows * 2
     return num_ids >= max(SMALL, enough)
-
-
-def row_bytes(values: jax.Array) -> int:
-    return math.prod(values.shape[1:]) * values.dtype.itemsize
 
 
 def _is_large(values: jax.Array) -> bool:
