@@ -4,7 +4,7 @@
 
 XLA:CPU allocates the temporaries of a program anew at each execution (docs/speed.md). Each
 line is a process of its own: by hand, that is the gradient of the rows added with
-``.at[]``; or an optimizer of jslices.
+``.at[]``; or an optimizer of jslices, in three calls or in one.
 """
 
 import argparse
@@ -18,13 +18,13 @@ import time
 
 import jax
 import jax.numpy as jnp
-from contenders import RATE
+from contenders import OPTIMIZERS, RATE
 from contenders.ids import batches
 from contenders.with_jslices import make, runner, wait
 
 import jslices as js
 
-BY_HAND = "sgd by hand"
+BY_HAND, IN_ONE_CALL = "sgd by hand", ", tx.apply"
 STEPS, WARM = 30, 10
 
 
@@ -47,7 +47,12 @@ def measure(name, rows, dim, count, keep):
     if keep:
         js.keep_memory()
     by_hand = name == BY_HAND
-    run, convert = step_by_hand(rows, dim) if by_hand else make(name, rows, dim, RATE)
+    optimizer, in_one_call = name.removesuffix(IN_ONE_CALL), name.endswith(IN_ONE_CALL)
+    run, convert = (
+        step_by_hand(rows, dim)
+        if by_hand
+        else make(optimizer, rows, dim, RATE, in_one_call=in_one_call)
+    )
     ids = [convert(x) for x in batches(rows, count, "zipf")]
     faults, seconds = [], []
     for number in range(STEPS):
@@ -78,7 +83,8 @@ def main():
     print(f"V = {rows}, D = {options.dim}, {count} Zipf ids\n")
     print("| step | temporaries / (K D 4) | page faults | ms | kept: page faults | ms |")
     print("|---|---:|---:|---:|---:|---:|")
-    for name in (BY_HAND, "sgd", "adagrad", "adam"):
+    ours = [name + call for name in OPTIMIZERS for call in ("", IN_ONE_CALL)]
+    for name in (BY_HAND, *ours):
         plain, kept = (
             json.loads(
                 subprocess.run(

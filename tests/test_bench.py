@@ -1,5 +1,6 @@
 """``python -m jslices bench``: its figures, the ways it names, and every bad request."""
 
+import contextlib
 import functools
 import re
 import subprocess
@@ -15,7 +16,7 @@ import jslices as js
 from jslices.__main__ import main
 from jslices._bench import command, measure, memory, ways
 from jslices._bench.sizes import Sizes, optimizer_names
-from jslices.optim import rows, step
+from jslices.optim import large, rows, step
 from jslices.optim.in_place import WIDENS_BFLOAT16
 
 TINY = ("--rows", "2e3", "--dim", "8", "--ids", "1e2")
@@ -232,11 +233,16 @@ def test_the_way_named_is_the_way_taken(sizes, way):
     ids = jax.ShapeDtypeStruct((sizes.ids,), jnp.int32)
     grad = functools.partial(js.IndexedSlices, dense_shape=table.shape)
     taken = {}
-    with mock.patch.multiple(step, **spies(taken, step, "step_whole", "step_folded")):
-        with mock.patch.multiple(rows, **spies(taken, rows, "_each_slot")):
-            text = jax.jit(lambda v, i, s, p: tx.update(grad(v, i), s, p)[0]).lower(
-                values, ids, jax.eval_shape(tx.init, table), table
-            )
+    with contextlib.ExitStack() as stack:
+        for module, name in (
+            (step, "step_whole"),
+            (large, "step_folded"),
+            (rows, "_each_slot"),
+        ):
+            stack.enter_context(mock.patch.multiple(module, **spies(taken, module, name)))
+        text = jax.jit(lambda v, i, s, p: tx.update(grad(v, i), s, p)[0]).lower(
+            values, ids, jax.eval_shape(tx.init, table), table
+        )
     names = {ways.ALL_ROWS: "step_whole", ways.FOLDED: "step_folded"}
     names[ways.EACH_SLOT] = "_each_slot"
     assert set(taken) == {names[way]} & set(names.values()) if way in names else not taken

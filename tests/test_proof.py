@@ -197,6 +197,33 @@ def test_one_call_is_in_place_and_holds_no_gradient(case, monkeypatch):
     assert streamed
 
 
+def with_metrics(params, ids):
+    rows = params["table"][ids]
+    return (rows**2).mean() + (params["w"] ** 2).sum(), {"mean": rows.mean()}
+
+
+def with_a_metric_of_its_own(params, ids):
+    rows = params["table"][ids]
+    return (rows**2).mean() + (params["w"] ** 2).sum(), rows.max()
+
+
+@pytest.mark.usefixtures("rows_are_large")
+@pytest.mark.parametrize("loss", [with_metrics, with_a_metric_of_its_own])
+@pytest.mark.parametrize("in_one_call", [True, False])
+def test_what_is_returned_besides_is_read_before_the_update(loss, in_one_call):
+    tx = js.adagrad(0.1)
+
+    @functools.partial(jax.jit, donate_argnums=(0, 1), compiler_options=unoptimized)
+    def step(params, state, ids):
+        (value, aux), grads = js.value_and_grad(loss, has_aux=True)(params, ids)
+        if in_one_call:
+            return *tx.apply(grads, state, params), value, aux
+        updates, state = tx.update(grads, state, params)
+        return js.apply_updates(params, updates), state, value, aux
+
+    prove(step, arguments(tx, MANY), 2, 4 * MANY * (D + 1) * 4 + 2**20)
+
+
 @pytest.mark.parametrize(
     "case, num_ids",
     [*((case, MANY) for case in EXACT), *((case, K) for case in EXACT[:2])],

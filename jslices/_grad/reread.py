@@ -97,18 +97,20 @@ def rereadable(run: Callable[..., Any], primals: Sequence[Any]) -> Any:
 
     loss, aux, grads = structures[0].unflatten(program.outvars)
     gradients, _ = flatten(grads, is_slices)
-    forward = set(_needed(program.eqns, flatten((loss, aux))[0]))
+    for_loss = set(_needed(program.eqns, [loss]))
+    forward = {*for_loss, *_needed(program.eqns, flatten(aux)[0])}
     backward = [e for e in _needed(program.eqns, flatten(grads)[0]) if e not in forward]
     ways = [
         _way(program, backward, table, gradient, values)
         for table, gradient in zip(program.invars, gradients, strict=True)
     ]
-    sums = {
-        eqn: way.by_slot
-        for way in ways
-        if way is not None and way.by_slot is not None
-        for eqn in way.by_slot.sums(e for e in program.eqns if e in forward)
-    }
+    sums: dict[compat.Equation, BySlot] = {}
+    for way in ways:
+        if way is not None and way.by_slot is not None:
+            found = way.by_slot.sums(eqn for eqn in program.eqns if eqn in forward)
+            # The loss is what orders them before the update: others read all rows at once.
+            if for_loss.issuperset(found):
+                sums.update(dict.fromkeys(found, way.by_slot))
     _compute(program.eqns, values, sums)
     result = structures[0].unflatten(compat.read(x, values) for x in program.outvars)
     for table, way, gradient, rows in zip(

@@ -1,10 +1,13 @@
-"""A step on large gradients in one call, which holds no gradient of the table.
+"""A step from a large gradient that is summed where it is used.
 
-Who adds the update himself (``tx.update``, ``apply_updates``) is given one for each of K
-slots: an array ``[K, D]``, however few rows are distinct. Done in one call (``tx.apply``),
-rows are stepped some at a time, parameters and all, and nothing has to be kept: the
-gradients of a few slots are summed by row, in cache, where they are used. If they can be
-computed from the rows themselves (``_grad/reread.py``) there is no gradient as a whole.
+The distinct rows are stepped some at a time. For each few of them the gradients of their
+slots are summed first, in cache, so that neither the sums nor, if it can be computed slot
+by slot from the rows themselves (``_grad/reread.py``), the gradient need an array
+``[K, D]``. Nor does the update if the parameter is stepped along: that is ``tx.apply``.
+Who adds the update himself is given one for each of K slots, however few rows are distinct.
+
+At V = 1e6, D = 128 and 1e5 Zipf ids a step of Adam takes 0.43 of the time of ``fold``'s
+with ``tx.apply``, and 0.8 in three calls.
 """
 
 from collections.abc import Callable, Sequence
