@@ -93,7 +93,7 @@ def test_other_sizes_are_computed(bench):
     assert (here[4], tenfold[4]) == ("62.5 KB", "625.0 KB")
     assert (here[6], tenfold[6]) == ("500.0 KB", "4.9 MB")
     assert "from --ids 1,000 on a step goes over all 2,000 rows" in out
-    assert "from --ids 500,000 on the gradient has 16 MB or more" in out
+    assert "from --ids 524,288 on the gradient has 16 MB or more" in out
     assert {row[-1] for row in rows} == {"few rows at once", "all rows"}
 
 

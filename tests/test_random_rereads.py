@@ -11,7 +11,7 @@ from hypothesis import given, note, settings
 from hypothesis import strategies as st
 
 import jslices as js
-from jslices._grad.reread import by_slots, values_again
+from jslices._grad.reread import slot_gradient, values_again
 
 pytestmark = pytest.mark.usefixtures("rows_are_large")
 
@@ -83,7 +83,7 @@ def check(code):
     slices = js.IndexedSlices(again, grads["table"].indices, (V, D))
     for got in (grads["table"], slices):
         assert_close((value, got), (wanted, dense["table"]), rtol=2e-3, atol=2e-4)
-    some = by_slots(grads["table"])
+    some = slot_gradient(grads["table"])
     if some is not None:
         slots = jnp.array([5, 0, 2, 2])
         read = some.table[jnp.clip(grads["table"].indices[slots], 0, V - 1)]

@@ -6,12 +6,9 @@ import math
 import jax.numpy as jnp
 
 from jslices._bench.sizes import Sizes
-from jslices._memory import is_large
+from jslices._memory import MAPPED, is_large
 from jslices.optim.in_place import CHUNK, WIDENS_BFLOAT16
 from jslices.optim.step import SMALL, covers
-
-#: Bytes that ``malloc`` takes from the operating system each time.
-MAPPED = 32 * 10**6
 
 AT_ONCE = "few rows at once"
 ALL_AT_ONCE = "its rows at once"

@@ -19,7 +19,8 @@ CHUNK_BYTES = 2**20
 #: ``take(x)``: of ``x`` ``[K, ...]`` what belongs to some slots, ``[C, ...]``.
 Take = Callable[[jax.Array], jax.Array]
 
-_BY_ELEMENT = ELEMENTWISE.union(["add_any", "after", "row_loop"])
+#: What computes each element from one of each operand.
+BY_ELEMENT = ELEMENTWISE.union(["add_any", "after", "row_loop"])
 
 
 class BySlot:
@@ -47,7 +48,7 @@ class BySlot:
             return False
         return made.invars[0] is indices and self._numbers_slots(indices)
 
-    def reaches(self, equations: Iterable[compat.Equation]) -> bool:
+    def contains(self, equations: Iterable[compat.Equation]) -> bool:
         """Whether all of these equations, which the rows go into, are of that part."""
         return all(self._by_slot(eqn) for eqn in equations)
 
@@ -122,7 +123,7 @@ class BySlot:
 
     def _by_slot(self, eqn: compat.Equation) -> bool:
         name, out = eqn.primitive.name, eqn.outvars[0]
-        if name in _BY_ELEMENT:
+        if name in BY_ELEMENT:
             return self._numbers_slots(out)
         if name != "broadcast_in_dim" or len(eqn.invars) > 1:
             return False

@@ -8,8 +8,8 @@ part of what they feed, and only the cotangents are left. With large gradients t
 more than the read costs, as XLA:CPU takes its memory anew from the operating system at each
 step. Nothing else gains by it, so it is left to the optimizer: large gradients know how
 they are computed in this way, whole (:func:`values_again`) or, if the gradient of a slot
-takes no other slot, some at a time (:func:`by_slots`). Then the loss is summed some slots
-at a time as well, and no array ``[K, D]`` needs to be.
+takes no other slot, some at a time (:func:`slot_gradient`). Then the loss is summed some
+slots at a time as well, and no array ``[K, D]`` needs to be.
 
 Only a table's own rows are read again, and only where nothing else backward needs them:
 then they need not be kept, and the update of the table waits for them as it waits for the
@@ -29,16 +29,13 @@ import jax
 from jslices._after import after
 from jslices._bounds import take_rows
 from jslices._grad import compat
-from jslices._grad.by_slot import BySlot
-from jslices._grad.rules import ELEMENTWISE
+from jslices._grad.by_slot import BY_ELEMENT, BySlot
 from jslices._memory import LARGE, is_large, memory_is_cheap
 from jslices._slices import IndexedSlices, is_slices
 from jslices._trees import flatten
 
 # What XLA computes together with what it feeds.
-_FUSED = ELEMENTWISE.union(
-    "add_any after broadcast_in_dim concatenate reshape row_loop".split()
-)
+_FUSED = BY_ELEMENT.union(["broadcast_in_dim", "concatenate", "reshape"])
 
 _Values = dict[Any, Any]
 
@@ -48,7 +45,7 @@ def may_pay(num_bytes: int) -> bool:
     return num_bytes >= LARGE
 
 
-class BySlots(NamedTuple):
+class SlotGradient(NamedTuple):
     """How some values of a gradient are computed from rows of the table."""
 
     #: ``[V, *D]``, the table that the loss was computed from.
@@ -61,7 +58,7 @@ class _Again(NamedTuple):
     """How a large gradient is computed anew: all of its values ``[K, *D]``, or some."""
 
     values: Callable[[], jax.Array]
-    by_slots: BySlots | None
+    some: SlotGradient | None
 
 
 def values_again(grad: IndexedSlices) -> jax.Array:
@@ -70,10 +67,10 @@ def values_again(grad: IndexedSlices) -> jax.Array:
     return grad.values if again is None else again.values()
 
 
-def by_slots(grad: IndexedSlices) -> BySlots | None:
+def slot_gradient(grad: IndexedSlices) -> SlotGradient | None:
     """How to compute some values of a gradient; None if that takes more than their rows."""
     again: _Again | None = getattr(grad, "_again", None)
-    return None if again is None else again.by_slots
+    return None if again is None else again.some
 
 
 def rereadable(run: Callable[..., Any], primals: Sequence[Any]) -> Any:
@@ -138,7 +135,7 @@ def _again(way: _Way, values: _Values, loss: Any, table: Any, gradient: Any) -> 
 
     return _Again(
         lambda: _compute(way.equations, dict(values), {}, loss)[gradient],
-        None if way.by_slot is None else BySlots(table, some),
+        None if way.by_slot is None else SlotGradient(table, some),
     )
 
 
@@ -194,7 +191,7 @@ def _way(
     if not way or sum(var in reached for var in _variables(uses)) != 1:
         return None
     by_slot = BySlot(program, way[0], values)
-    if by_slot.same_slots(gradient.indices) and by_slot.reaches(way[1:]):
+    if by_slot.same_slots(gradient.indices) and by_slot.contains(way[1:]):
         return _Way(way, by_slot)
     return None if memory_is_cheap() else _Way(way, None)
 

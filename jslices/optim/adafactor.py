@@ -11,6 +11,7 @@ from jax.typing import DTypeLike
 from jslices._bounds import set_rows
 from jslices._slices import IndexedSlices, is_slices
 from jslices._trees import flatten
+from jslices.optim.apply import check_fits
 from jslices.optim.base import (
     Scalar,
     Schedule,
@@ -169,9 +170,17 @@ def adafactor(
         return u, v_row, v_col, whole, mean
 
     def _rows(count: Any, g: IndexedSlices, p: Any, v: Any, mean: Any, finish: Any) -> Any:
-        g = known_rows(g, (p,)).coalesce()
         b, axes = _forget(count), factored_axes(p.shape, factored, min_dim_size_to_factor)
+        if axes is not None and p.ndim != 2:
+            raise ValueError(
+                f"adafactor got slices of a factored parameter of shape {p.shape}; it "
+                "factors tables [V, D]: reshape it, or pass factored=False"
+            )
         moving = [] if mean is None else [mean]
+        tall = axes == (1, 0)
+        kept = v[2] if axes is None else v[1] if tall else v[0]
+        g = known_rows(g, (p, kept, *moving)).coalesce()
+        check_fits(g, p)
         if axes is None:
 
             def full(g: Any, p: Any, whole: Any, *mean: Any) -> tuple[Any, ...]:
@@ -181,12 +190,6 @@ def adafactor(
 
             u, whole, *new = step_rows(full, g.indices, g.values, [v[2], *moving], [p])
             return _slices(u, g), v[0], v[1], whole, new[0] if new else None
-        if p.ndim != 2:
-            raise ValueError(
-                f"adafactor got slices of a factored parameter of shape {p.shape}; it "
-                "factors tables [V, D]: reshape it, or pass factored=False"
-            )
-        tall = axes == (1, 0)
         rows, columns = (v[1], v[0]) if tall else (v[0], v[1])
         total = jnp.sum(g.values**2, axis=0, dtype=columns.dtype)
         mean_squares = total / p.shape[0] + eps

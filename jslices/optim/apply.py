@@ -46,17 +46,22 @@ def _add(update: Any, param: Any) -> Any:
         return param
     if not isinstance(update, IndexedSlices):
         return jnp.asarray(param + update).astype(jnp.asarray(param).dtype)
-    check_slices(update)
     param = jnp.asarray(param)
-    rows = update.values.shape[update.indices.ndim :]
-    expected = param.shape[:1] if update.dense_shape is None else update.dense_shape
-    if param.shape != (*expected[:1], *rows) or update.indices.ndim != 1:
-        raise ValueError(
-            f"cannot add {update} to a parameter of shape {param.shape}; the shapes must "
-            "be equal"
-        )
+    check_fits(update, param)
     indices = canonical_indices(update.indices, param.shape[0])
     values = update.values.astype(param.dtype)
     if isinstance(update, EveryRow) and len(indices) == len(param):
         return param + values
     return add_rows(param, indices, values)
+
+
+def check_fits(slices: IndexedSlices, param: jax.Array) -> None:
+    """Raises unless ``slices`` are of an array of the parameter's shape."""
+    check_slices(slices)
+    rows = slices.values.shape[slices.indices.ndim :]
+    expected = param.shape[:1] if slices.dense_shape is None else slices.dense_shape
+    if param.shape != (*expected[:1], *rows) or slices.indices.ndim != 1:
+        raise ValueError(
+            f"cannot add {slices} to a parameter of shape {param.shape}; the shapes must "
+            "be equal"
+        )

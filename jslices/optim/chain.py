@@ -1,5 +1,6 @@
 """One transformation after another."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from jslices.optim.protocol import GradientTransformation
@@ -8,8 +9,8 @@ from jslices.optim.protocol import GradientTransformation
 def chain(*transformations: Any) -> GradientTransformation:
     """Runs transformations one after the other, each on what the one before returned.
 
-    As ``optax.chain``, which takes our transformations just as well, but for exact
-    optimizers: this one hands ``catch_up`` and ``flush`` on.
+    As ``optax.chain``, which takes our transformations just as well; this one also hands
+    on the last one's ``apply``, ``catch_up`` and ``flush``.
 
     Args:
       transformations: of jslices or of Optax. One that catches rows up must be the last:
@@ -46,22 +47,34 @@ def chain(*transformations: Any) -> GradientTransformation:
     def init(params: Any) -> Any:
         return tuple(tx.init(params) for tx in transformations)
 
-    def update(grads: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+    def pass_on(parts: Sequence[Any], grads: Any, state: Any, params: Any) -> Any:
         new = []
-        for tx, part in zip(transformations, state, strict=True):
+        for tx, part in zip(parts, state, strict=True):
             grads, part = tx.update(grads, part, params)
             new.append(part)
         return grads, tuple(new)
 
-    def last(name: str, params: Any, state: Any, *ids: Any) -> tuple[Any, Any]:
-        params, part = getattr(transformations[-1], name)(params, state[-1], *ids)
+    def update(grads: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        updates, new = pass_on(transformations, grads, state, params)
+        return updates, new
+
+    if not (transformations and isinstance(transformations[-1], GradientTransformation)):
+        return GradientTransformation(init, update)
+    *before, last = transformations
+
+    def apply(grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
+        grads, new = pass_on(before, grads, state[:-1], params)
+        params, part = last.apply(grads, state[-1], params)
+        return params, (*new, part)
+
+    def catch_up(params: Any, state: Any, ids: Any) -> tuple[Any, Any]:
+        params, part = last.catch_up(params, state[-1], ids)
         return params, (*state[:-1], part)
 
-    if not (transformations and getattr(transformations[-1], "catches_up", False)):
-        return GradientTransformation(init, update)
-    return GradientTransformation(
-        init,
-        update,
-        lambda params, state, ids: last("catch_up", params, state, ids),
-        lambda params, state: last("flush", params, state),
-    )
+    def flush(params: Any, state: Any) -> tuple[Any, Any]:
+        params, part = last.flush(params, state[-1])
+        return params, (*state[:-1], part)
+
+    if not last.catches_up:
+        return GradientTransformation(init, update, apply=apply)
+    return GradientTransformation(init, update, catch_up, flush, apply)

@@ -171,9 +171,15 @@ def step_in_chunks(
 
 
 def in_chunks(
-    total: Any, count: int, body: Callable[..., Any], carry: Sequence[jax.Array]
+    total: Any,
+    count: int,
+    body: Callable[..., Any],
+    carry: Sequence[jax.Array],
+    first: jax.Array | None = None,
 ) -> Sequence[jax.Array]:
     """``carry = body(start, fresh, carry)`` for chunks of the first ``total`` of ``count``.
+
+    They begin with slot ``first``, or 0.
 
     The last chunk may begin early, so that it ends with the last slot; ``fresh`` (bools
     ``[CHUNK]``) shows which slots no chunk had before.
@@ -185,5 +191,5 @@ def in_chunks(
         fresh = start + jnp.arange(CHUNK, dtype=jnp.int32) >= done
         return [done + CHUNK, *body(start, fresh, carry)]
 
-    first = [jnp.zeros((), jnp.int32), *carry]
-    return lax.while_loop(lambda x: x[0] < total, step, first)[1:]
+    first = jnp.zeros((), jnp.int32) if first is None else first
+    return lax.while_loop(lambda x: x[0] < total, step, [first, *carry])[1:]

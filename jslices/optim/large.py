@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jslices._bounds import take_rows
 from jslices._coalesce import sum_duplicates
 from jslices._grad import compat
-from jslices._grad.reread import by_slots, values_again
+from jslices._grad.reread import slot_gradient, values_again
 from jslices._slices import IndexedSlices
 from jslices.optim.fold import step_folded
 from jslices.optim.in_place import CHUNK, Kernel, like, loop_on_cpu, row_bytes, step_at_once
@@ -80,7 +80,7 @@ def _source(
     grad: IndexedSlices, arrays: Sequence[jax.Array], applies: bool
 ) -> tuple[jax.Array, Callable[..., jax.Array] | None, Sequence[jax.Array]]:
     """The values ``[K, *D]``, how to get some of them, and what else that takes."""
-    by_slot = by_slots(grad)
+    by_slot = slot_gradient(grad)
     # A table that the loop changes is read as it is by then, so it must be the same one.
     if by_slot is not None and applies and by_slot.table is not arrays[0]:
         by_slot = None

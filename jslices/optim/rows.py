@@ -9,12 +9,12 @@ from jax import lax
 
 from jslices._bounds import canonical_indices, empty_slot
 from jslices._coalesce import sum_duplicates
-from jslices._grad.reread import by_slots
+from jslices._grad.reread import slot_gradient
 from jslices._memory import is_mapped
 from jslices._slices import IndexedSlices, check_slices, is_slices
 from jslices._trees import flatten
 from jslices.optim import exact
-from jslices.optim.apply import apply_updates
+from jslices.optim.apply import apply_updates, check_fits
 from jslices.optim.base import next_count, zero_count
 from jslices.optim.dense_sums import warn_in_multi_steps
 from jslices.optim.in_place import Kernel, row_bytes
@@ -22,7 +22,7 @@ from jslices.optim.one_step import one_step
 from jslices.optim.protocol import GradientTransformation
 from jslices.optim.rule import Rule
 from jslices.optim.select_rows import where_rows
-from jslices.optim.step import SMALL, apply_slices, covers, step_all_rows, step_slices
+from jslices.optim.step import SMALL, covers, step_all_rows, step_slices
 
 
 def transformation(
@@ -157,13 +157,15 @@ def _update_leaf(
     if not isinstance(grad, IndexedSlices):
         return kernel(grad, *read, *state)
     grad = known_rows(grad, (*read, *state))
+    if param is not None:
+        check_fits(grad, param)
     if read or state:
         return step_slices(kernel, grad, state, read, still=rule.still)
     wide = grad.values.dtype.itemsize >= 4  # 16 bits would be rounded at each addition
     if rule.linear and wide and len(grad.indices) >= SMALL:
         shape = grad.dense_shape
         if shape and covers(len(grad.indices), row_bytes(grad.values), shape[0], True):
-            return step_all_rows(kernel, grad, (), 0, True)
+            return (step_all_rows(kernel, grad),)
         return (_each_slot(kernel, grad),)
     grad = grad.coalesce()
     (update,) = kernel(grad.values)
@@ -174,25 +176,29 @@ def _apply_leaf(
     kernel: Kernel, rule: Rule, grad: Any, param: Any, state: Sequence[Any]
 ) -> tuple[Any, ...]:
     """``(param, *state)``, both new."""
-    if grad is None or param is None:
-        return (param, *state)
+
+    def in_two() -> tuple[Any, ...]:
+        read = param if rule.reads_params else None
+        update, *new = _update_leaf(kernel, rule, grad, read, state)
+        return (apply_updates(param, update), *new)
+
+    if param is None or not isinstance(grad, IndexedSlices):
+        return in_two()
     param = jnp.asarray(param)
-    rows = isinstance(grad, IndexedSlices)
+    arrays = (param, *state)
+    grad = known_rows(grad, arrays)
+    check_fits(grad, param)
     # Without state each slot can be added as it is, unless that takes new memory.
     stateless = not (state or rule.reads_params)
-    if not rows or (stateless and not (by_slots(grad) and is_mapped(grad.values.nbytes))):
-        update, *new = _update_leaf(
-            kernel, rule, grad, param if rule.reads_params else None, state
-        )
-        return (apply_updates(param, update), *new)
+    if stateless and not (slot_gradient(grad) and is_mapped(grad.values.nbytes)):
+        return in_two()
 
     def applied(g: jax.Array, p: jax.Array, *slots: jax.Array) -> tuple[jax.Array, ...]:
         update, *new = kernel(g, *([p] if rule.reads_params else []), *slots)
         nothing = p.reshape(len(p), -1)[:, :0]
         return (nothing, p + update.astype(p.dtype), *new)
 
-    arrays = (param, *state)
-    return tuple(apply_slices(applied, known_rows(grad, arrays), arrays, still=rule.still))
+    return step_slices(applied, grad, arrays, still=rule.still, applies=True)[1:]
 
 
 def _each_slot(kernel: Kernel, grad: IndexedSlices) -> IndexedSlices:
@@ -234,7 +240,13 @@ def known_rows(grad: IndexedSlices, arrays: Sequence[jax.Array]) -> IndexedSlice
         )
     if not arrays:
         return grad
-    shape = (arrays[0].shape[0], *grad.values.shape[1:])
+    heights = [x.shape[0] for x in arrays]
+    if len(set(heights)) > 1:
+        raise ValueError(
+            f"the parameter and its optimizer state have {heights} rows, which should be "
+            "equal; was the state made with tx.init(params) for these params?"
+        )
+    shape = (heights[0], *grad.values.shape[1:])
     if grad.dense_shape is not None and grad.dense_shape != shape:
         raise ValueError(
             f"the gradient belongs to an array of shape {grad.dense_shape}, the "

@@ -34,6 +34,7 @@ def step_slices(
     read: Sequence[jax.Array] = (),
     *,
     still: bool = False,
+    applies: bool = False,
 ) -> tuple[Any, ...]:
     """Runs ``kernel`` on the rows that ``grad`` names, duplicates summed first.
 
@@ -43,65 +44,41 @@ def step_slices(
       state: arrays ``[V, ...]``, whose rows are written back.
       read: arrays ``[V, ...]``, whose rows are only read; there is one in both together.
       still: whether a row whose gradient is zero keeps all it has.
+      applies: whether the kernel changes the parameter itself, the first array of
+        ``state``; its update then has no elements.
 
     Returns:
       ``(update, *state)``: IndexedSlices in which each row appears once, its other slots
-      empty and zero, and the new arrays.
+      empty and zero (or None if the kernel applies it), and the new arrays.
     """
     arrays = (*read, *state)
     height = arrays[0].shape[0]
-    if covers(len(grad.indices), row_bytes(grad.values), height):
-        return step_all_rows(kernel, grad, arrays, len(read), still)
+    kind = IndexedSlices
     indices, values = canonical_indices(grad.indices, height), grad.values
-    if _fits_in_gradient(kernel, values, arrays):
-        indices, update, *new = step_large(kernel, indices, grad, arrays, len(read))
+    if covers(len(indices), row_bytes(values), height):
+        kind = EveryRow
+        indices, update, *new = step_whole(
+            kernel, indices, values, height, arrays, len(read), still
+        )
+    elif _is_large(values) and (applies or _fits_in_gradient(kernel, values, arrays)):
+        indices, update, *new = step_large(
+            kernel, indices, grad, arrays, len(read), applies
+        )
     else:
         values, indices, present = sum_duplicates(
             values, indices, height, None, ordered=False
         )
         update, *new = step_rows(kernel, indices, values, state, read, present)
-    return (IndexedSlices(update, indices, grad.dense_shape), *new)
+    return (None if applies else kind(update, indices, grad.dense_shape), *new)
 
 
-def apply_slices(
-    kernel: Kernel, grad: IndexedSlices, arrays: Sequence[jax.Array], *, still: bool = False
-) -> Sequence[jax.Array]:
-    """:func:`step_slices` of a kernel that changes the parameter as well.
-
-    Args:
-      kernel: ``kernel(gradient, *rows) -> (nothing, *rows)``.
-      grad: of an array ``[V, *D]``, K slots.
-      arrays: ``[V, ...]``, the parameter first.
-      still: whether a row whose gradient is zero keeps all it has.
-
-    Returns:
-      The new arrays.
-    """
-    height = arrays[0].shape[0]
-    indices, values = canonical_indices(grad.indices, height), grad.values
-    if covers(len(indices), row_bytes(values), height):
-        return step_whole(kernel, indices, values, height, arrays, 0, still)[2:]
-    if _is_large(values):
-        return step_large(kernel, indices, grad, arrays, 0, applies=True)[2:]
-    values, indices, present = sum_duplicates(values, indices, height, None, ordered=False)
-    return step_rows(kernel, indices, values, arrays, (), present)[1:]
-
-
-def step_all_rows(
-    kernel: Kernel,
-    grad: IndexedSlices,
-    arrays: Sequence[jax.Array],
-    reads: int,
-    still: bool,
-) -> tuple[Any, ...]:
-    """:func:`step_slices` in one pass over arrays, of which there may be none."""
+def step_all_rows(kernel: Kernel, grad: IndexedSlices) -> EveryRow:
+    """The update of a kernel without state, in one pass over all rows."""
     assert grad.dense_shape is not None
     height = grad.dense_shape[0]
     indices = canonical_indices(grad.indices, height)
-    indices, update, *new = step_whole(
-        kernel, indices, grad.values, height, arrays, reads, still
-    )
-    return (EveryRow(update, indices, grad.dense_shape), *new)
+    indices, update = step_whole(kernel, indices, grad.values, height, (), 0, True)
+    return EveryRow(update, indices, grad.dense_shape)
 
 
 def covers(num_ids: int, row_bytes: int, num_rows: int, by_slot: bool = False) -> bool:
@@ -128,8 +105,6 @@ def _is_large(values: jax.Array) -> bool:
 def _fits_in_gradient(
     kernel: Kernel, values: jax.Array, arrays: Sequence[jax.Array]
 ) -> bool:
-    """Whether the gradient is large, and its memory can hold sums and update."""
-    if not _is_large(values):
-        return False
+    """Whether the gradient's memory can hold sums and update."""
     update = jax.eval_shape(kernel, *like([values, *arrays], CHUNK))[0]
     return update.dtype == values.dtype and update.shape[1:] == values.shape[1:]

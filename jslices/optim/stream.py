@@ -18,8 +18,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from jslices._bounds import take_rows
-from jslices._sort import sort_ids
-from jslices.optim.in_place import CHUNK, Kernel, like, step_in_chunks
+from jslices._slot_numbers import sort_slots
+from jslices.optim.in_place import CHUNK, Kernel, in_chunks, like, step_in_chunks
 
 #: ``source(slots, ids, table)``: the gradients ``[CHUNK, *D]`` of some slots, int32
 #: ``[CHUNK]``, which are of the rows ``ids`` of the table (V for empty slots).
@@ -49,9 +49,7 @@ def step_streamed(
       zero there.
     """
     count, height = indices.shape[0], arrays[0].shape[0]
-    ordered, positions = sort_ids(indices)
-    is_first = jnp.concatenate([jnp.ones((1,), bool), ordered[1:] != ordered[:-1]])
-    number = jnp.cumsum(is_first, dtype=jnp.int32) - 1
+    ordered, positions, is_first, number = sort_slots(indices)
     # Where the slots of each distinct row begin; those of the last end at `count`.
     begin = jnp.full((count + CHUNK,), count, jnp.int32)
     begin = begin.at[jnp.where(is_first, number, count + CHUNK)].set(
@@ -63,19 +61,15 @@ def step_streamed(
     def gradient_of(first: jax.Array, *arrays: jax.Array) -> jax.Array:
         """The gradients ``[CHUNK, *D]`` of distinct rows, from number ``first`` on."""
 
-        def add(done_sums: Any) -> Any:
-            done, sums = done_sums
-            start = jnp.minimum(done, count - CHUNK)
+        def add(start: jax.Array, fresh: jax.Array, sums: Any) -> Any:
             cut = lambda x: lax.dynamic_slice_in_dim(x, start, CHUNK)  # noqa: E731
-            fresh = start + jnp.arange(CHUNK, dtype=jnp.int32) >= done
             goal = jnp.where(fresh, cut(number) - first, CHUNK)
             rows = source(cut(positions), cut(ordered), arrays[0])
-            sums = sums.at[goal].add(rows, mode="drop", wrap_negative_indices=False)
-            return done + CHUNK, sums
+            return [sums[0].at[goal].add(rows, mode="drop", wrap_negative_indices=False)]
 
-        (nothing,) = like([values], CHUNK)
-        end = begin[first + CHUNK]
-        return lax.while_loop(lambda x: x[0] < end, add, (begin[first], nothing))[1]
+        end, nothing = begin[first + CHUNK], like([values], CHUNK)
+        (sums,) = in_chunks(end, count, add, nothing, begin[first])
+        return sums
 
     new = step_in_chunks(kernel, unique, values, arrays, reads, distinct, gradient_of)
     return (unique, *new)
