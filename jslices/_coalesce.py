@@ -2,12 +2,20 @@
 
 import math
 from collections.abc import Callable
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
 
 from jslices._bounds import canonical_indices, empty_slot
-from jslices._slot_numbers import number_slots, number_slots_in_any_order
+from jslices._slot_numbers import (
+    number_slots,
+    number_slots_in_any_order,
+    number_slots_with_gaps,
+)
+
+#: How the distinct rows and the empty slots stand.
+Order = Literal["sorted", "any", "gaps"]
 
 #: What ``n`` occurrences of a row are divided by, once they are summed.
 COMBINERS: dict[str, Callable[[jax.Array], jax.Array] | None] = {
@@ -23,7 +31,7 @@ def sum_duplicates(
     num_rows: int | None,
     size: int | None,
     combine: str = "sum",
-    ordered: bool = True,
+    order: Order = "sorted",
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Sums the rows that share an index.
 
@@ -35,19 +43,20 @@ def sum_duplicates(
       size: U, the static number of slots returned; None means ``min(K, V)``, which
         always suffices.
       combine: a key of ``COMBINERS``.
-      ordered: False if the rows may come in any order, which can be faster.
+      order: "any" if the rows may come in any order, "gaps" if empty slots may also stand
+        between them; both can be faster.
 
     Returns:
-      ``(values [U, *D], indices [U], distinct [])``: indices sorted and unique, then the
-      empty slots (index V, zero values). Unless ``ordered``, unique in any order, then the
-      same. ``distinct``, int32, is the number of rows named; U may be less.
+      ``(values [U, *D], indices [U], distinct [])``: indices unique and, unless another
+      ``order`` is wanted, sorted, then the empty slots (index V, zero values).
+      ``distinct``, int32, is the number of rows named; U may be less.
 
     Raises:
       ValueError: if more than ``size`` distinct rows are present and the indices are
         concrete. Under jit nothing can be raised: the values then become NaN (of a
         floating dtype), so that the loss shows it.
 
-    Cost: a sort of K integers (or less, unless ``ordered``), one pass over ``[K, *D]`` and
+    Cost: a sort of K integers (or less, unless sorted), one pass over ``[K, *D]`` and
     one over ``[U, *D]``.
     """
     num_ids = indices.shape[0]
@@ -66,13 +75,14 @@ def sum_duplicates(
         unique = jnp.full((capacity,), empty, indices.dtype)
         summed = jnp.zeros((capacity, *values.shape[1:]), values.dtype)
     else:
-        if ordered or num_rows is None:
-            unique, slots, distinct = number_slots(indices, num_rows, capacity)
+        row_bytes = math.prod(values.shape[1:]) * values.dtype.itemsize
+        if order == "sorted" or num_rows is None:
+            numbered = number_slots(indices, num_rows, capacity)
+        elif order == "gaps" and capacity == num_ids:
+            numbered = number_slots_with_gaps(indices, num_rows, row_bytes)
         else:
-            row_bytes = math.prod(values.shape[1:]) * values.dtype.itemsize
-            unique, slots, distinct = number_slots_in_any_order(
-                indices, num_rows, capacity, row_bytes
-            )
+            numbered = number_slots_in_any_order(indices, num_rows, capacity, row_bytes)
+        unique, slots, distinct = numbered
         summed = add_by_slot(values, slots, capacity, COMBINERS[combine])
     if capacity < enough:
         summed = _refuse_overflow(summed, distinct, capacity)

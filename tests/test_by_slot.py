@@ -11,7 +11,7 @@ from helpers import assert_close
 
 import jslices as js
 from jslices._grad import api, by_slot, reread
-from jslices.optim import fold, in_place, large, rows, step, stream
+from jslices.optim import fold, in_place, large, leaf, step, stream
 
 V, K, D = 9, 11, 11  # K = D, which nothing may take for each other
 RNG = np.random.default_rng(0)
@@ -62,7 +62,7 @@ def _few_at_a_time(monkeypatch):
         monkeypatch.setattr(module, "CHUNK", 4)
     monkeypatch.setattr(step, "covers", lambda *shape: False)
     monkeypatch.setattr(large, "LONG", 0)
-    monkeypatch.setattr(rows, "is_mapped", lambda num_bytes: True)
+    monkeypatch.setattr(leaf, "is_mapped", lambda num_bytes: True)
     monkeypatch.setattr(by_slot, "CHUNK_BYTES", 3 * D * 4)
 
 

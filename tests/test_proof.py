@@ -11,8 +11,7 @@ from optimizers import ALL, label, make
 import jslices as js
 from jslices._grad import api, reread
 from jslices._proof import program
-from jslices.optim import large
-from jslices.optim import rows as by_rule
+from jslices.optim import large, leaf
 from jslices.optim import step as choice
 from jslices.testing import assert_in_place, assert_no_dense_temporary
 
@@ -143,7 +142,7 @@ def folded(monkeypatch):
 def rows_are_large(monkeypatch):
     for module, name, value in (
         (choice, "is_large", lambda *shape: True),
-        (by_rule, "is_mapped", lambda num_bytes: True),
+        (leaf, "is_mapped", lambda num_bytes: True),
         (reread, "LARGE", 0),
         (reread, "is_large", lambda *shape: True),
         (api, "LARGE", 0),

@@ -17,14 +17,17 @@ K, V = 520, 3000
 
 
 @functools.cache
-def number(way, num_rows=V, row_bytes=64):
+def number(way, num_rows=V, row_bytes=64, gaps=False):
     """The program for a map of all rows, or with many ids of one that hashes."""
 
     def run(ids):
         with pytest.MonkeyPatch.context() as patch:
             if way == "hash":
                 patch.setattr(_slot_numbers, "ROWS_PER_ID", 0)
+                patch.setattr(_slot_numbers, "ROWS_PER_GAP", 0)
                 patch.setattr(_slot_numbers, "MANY", K)
+            if gaps:
+                return _slot_numbers.number_slots_with_gaps(ids, num_rows, row_bytes)
             return _slot_numbers.number_slots_in_any_order(ids, num_rows, K, row_bytes)
 
     return jax.jit(run)
@@ -54,8 +57,28 @@ def test_each_row_has_one_slot_in_the_order_of_appearance(way, seed, distinct, e
 
 
 @pytest.mark.parametrize("way", ("map", "hash"))
-def test_a_cpu_does_not_sort_and_others_do(way):
-    traced = number(way).trace(jax.ShapeDtypeStruct((K,), jnp.int32))
+@settings(max_examples=60, deadline=None)
+@given(
+    seed=st.integers(0, 2**31),
+    distinct=st.integers(1, 2 * K),
+    empty=st.sampled_from((0.0, 0.3, 1.0)),
+)
+def test_with_gaps_each_row_has_the_slot_where_it_is_named_first(
+    way, seed, distinct, empty
+):
+    ids = draw(seed, distinct, empty)
+    unique, slots, count = map(np.asarray, number(way, gaps=True)(ids))
+    first = [ids.tolist().index(i) if i < V else K for i in ids.tolist()]
+    assert slots.tolist() == first
+    here = np.arange(K)
+    assert unique.tolist() == np.where(first == here, ids, V).tolist()
+    assert count == len({i for i in ids.tolist() if i < V})
+
+
+@pytest.mark.parametrize("gaps", (False, True))
+@pytest.mark.parametrize("way", ("map", "hash"))
+def test_a_cpu_does_not_sort_and_others_do(way, gaps):
+    traced = number(way, gaps=gaps).trace(jax.ShapeDtypeStruct((K,), jnp.int32))
     for platform, sorts in (("cpu", False), ("cuda", True), ("tpu", True)):
         text = traced.lower(lowering_platforms=(platform,)).as_text()
         assert ("stablehlo.sort" in text) == sorts
@@ -91,11 +114,18 @@ def test_sums_are_those_of_the_sort_to_the_bit():
     ids = jnp.asarray(draw(3, 200, 0.1))
     values = jax.random.normal(jax.random.key(0), (K, 16))
     a, rows_a, count_a = sum_duplicates(values, ids, V, None)
-    b, rows_b, count_b = sum_duplicates(values, ids, V, None, ordered=False)
+    b, rows_b, count_b = sum_duplicates(values, ids, V, None, order="any")
     order = np.argsort(np.asarray(rows_b), kind="stable")
     np.testing.assert_array_equal(rows_a, rows_b[order])
     np.testing.assert_array_equal(a, b[order])
     assert count_a == count_b == len(set(np.asarray(rows_a).tolist()) - {V})
+    c, rows_c, count_c = sum_duplicates(values, ids, V, None, order="gaps")
+    named = np.asarray(rows_c) < V
+    order = np.argsort(np.asarray(rows_c), kind="stable")
+    assert not named[: named.sum()].all()  # there are gaps
+    np.testing.assert_array_equal(rows_a, rows_c[order])
+    np.testing.assert_array_equal(a, c[order])
+    assert count_c == count_a
 
 
 @pytest.mark.parametrize("way", ("map", "hash"))

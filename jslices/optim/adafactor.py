@@ -25,9 +25,10 @@ from jslices.optim.base import (
 from jslices.optim.decay import with_decay
 from jslices.optim.dense_sums import warn_in_multi_steps
 from jslices.optim.in_place import step_rows
+from jslices.optim.leaf import known_rows
 from jslices.optim.moments import decayed
 from jslices.optim.protocol import GradientTransformation
-from jslices.optim.rows import known_rows, spread
+from jslices.optim.rows import spread
 from jslices.optim.rule import check_lazy
 
 

@@ -238,8 +238,8 @@ def _all_rows(kernel: Kernel, arrays: list[jax.Array]) -> list[jax.Array]:
         # Gathered and scattered: of slices that are read and written XLA copies the whole
         # arrays in every turn. Rows beyond the table, in the last chunk, are empty slots.
         rows = jnp.minimum(i * chunk + jnp.arange(chunk, dtype=jnp.int32), height)
-        nothing, left = jnp.zeros((chunk,), bool), height - i * chunk
-        return list(step_at_once(kernel, rows, nothing, arrays, 0, left))[1:]
+        nothing = jnp.zeros((chunk,), bool)
+        return list(step_at_once(kernel, rows, nothing, arrays, 0))[1:]
 
     return lax.fori_loop(0, -(-height // chunk), body, arrays)
 

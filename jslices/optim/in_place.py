@@ -16,7 +16,7 @@ from jax import lax
 
 from jslices._bounds import set_rows, take_rows
 from jslices._grad import compat
-from jslices.optim.select_rows import leading
+from jslices.optim.select_rows import leading, where_rows
 
 #: ``kernel(gradient, *read, *slots) -> (update, *new_slots)``, the same for an array and
 #: for some rows of it: everything in it must be elementwise or within a row.
@@ -41,11 +41,12 @@ def step_rows(
 
     Args:
       kernel: the arithmetic of the step.
-      indices: ``[U]``, unique, then empty slots (index V).
+      indices: ``[U]``, unique, and empty slots (index V); if U is more than ``CHUNK``,
+        these stand at the end.
       values: ``[U, *D]``, the gradient of these rows.
       state: arrays ``[V, ...]``, whose rows are written back.
       read: arrays ``[V, ...]``, whose rows are only read; there is one in both together.
-      present: int32 ``[]``, how many rows there are before the empty slots, if known.
+      present: int32 ``[]``, how many rows there are besides the empty slots, if known.
 
     Returns:
       ``(update, *state)``: ``[U, *D]``, zero in empty slots, and the new arrays.
@@ -53,15 +54,16 @@ def step_rows(
     reads, arrays = len(read), [*read, *state]
     every = (indices, values, *arrays)
     indices, values, *arrays = compat.as_varying_as(every, *every)
-    if present is None:
-        present = jnp.sum(indices < arrays[0].shape[0], dtype=jnp.int32)
     if indices.shape[0] <= CHUNK or (
         WIDENS_BFLOAT16 and any(x.dtype == jnp.bfloat16 for x in state)
     ):
-        return step_at_once(kernel, indices, values, arrays, reads, present)
+        return step_at_once(kernel, indices, values, arrays, reads)
+
+    if present is None:
+        present = jnp.sum(indices < arrays[0].shape[0], dtype=jnp.int32)
 
     def at_once(kernel: Kernel, values: jax.Array, *arrays: jax.Array) -> Any:
-        return step_at_once(kernel, indices, values, arrays, reads, present)
+        return step_at_once(kernel, indices, values, arrays, reads)
 
     def chunked(kernel: Kernel, values: jax.Array, *arrays: jax.Array) -> Any:
         return step_in_chunks(kernel, indices, values, arrays, reads, present)
@@ -120,7 +122,6 @@ def step_at_once(
     values: jax.Array,
     arrays: Sequence[jax.Array],
     reads: int,
-    present: jax.Array,
 ) -> tuple[jax.Array, ...]:
     """:func:`step_rows` without a loop; of ``arrays`` the first ``reads`` are only read."""
     height = arrays[0].shape[0]
@@ -128,7 +129,7 @@ def step_at_once(
     near = jnp.minimum(indices, max(height - 1, 0))
     rows = [take_rows(x, near, mode="promise_in_bounds") for x in arrays]
     update, *new_rows = kernel(values, *rows)
-    update = leading(update, present)
+    update = where_rows(indices < height, update, jnp.zeros((), update.dtype))
     new_state = [
         set_rows(slot, indices, new.astype(slot.dtype))
         for slot, new in zip(arrays[reads:], new_rows, strict=True)
@@ -159,7 +160,7 @@ def step_in_chunks(
         ids = jnp.where(fresh, cut(indices), height)
         rows = (*read, *state)
         given = cut(values) if gradient is None else gradient(start, *rows)
-        new, *state = step_at_once(kernel, ids, given, rows, reads, present - start)
+        new, *state = step_at_once(kernel, ids, given, rows, reads)
         new = leading(cut(update), CHUNK - jnp.sum(fresh, dtype=jnp.int32), new)
         return [lax.dynamic_update_slice_in_dim(update, new, start, 0), *state]
 

@@ -66,8 +66,8 @@ def step_large(
 
     def elsewhere(kernel: Kernel, values: jax.Array, *arrays: jax.Array) -> Any:
         height = arrays[0].shape[0]
-        summed, unique, present = sum_duplicates(values, indices, height, len(indices))
-        return (unique, *step_at_once(kernel, unique, summed, arrays, reads, present))
+        summed, unique, _ = sum_duplicates(values, indices, height, len(indices))
+        return (unique, *step_at_once(kernel, unique, summed, arrays, reads))
 
     num_more = len(more)
     result: tuple[jax.Array, ...] = loop_on_cpu(

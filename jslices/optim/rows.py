@@ -1,28 +1,19 @@
-"""From a rule to an optimizer: whole arrays, or the touched rows of them."""
+"""From a rule to an optimizer of a tree of arrays."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-from jax import lax
 
-from jslices._bounds import canonical_indices, empty_slot
-from jslices._coalesce import sum_duplicates
-from jslices._grad.reread import slot_gradient
-from jslices._memory import is_mapped
-from jslices._slices import IndexedSlices, check_slices, is_slices
+from jslices._slices import is_slices
 from jslices._trees import flatten
 from jslices.optim import exact
-from jslices.optim.apply import apply_updates, check_fits
 from jslices.optim.base import next_count, zero_count
 from jslices.optim.dense_sums import warn_in_multi_steps
-from jslices.optim.in_place import Kernel, row_bytes
+from jslices.optim.leaf import apply_leaf, update_leaf
 from jslices.optim.one_step import one_step
 from jslices.optim.protocol import GradientTransformation
 from jslices.optim.rule import Rule
-from jslices.optim.select_rows import where_rows
-from jslices.optim.step import SMALL, covers, step_all_rows, step_slices
 
 
 def transformation(
@@ -68,12 +59,12 @@ def transformation(
     def update(grads: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         leaves, tree = flatten(grads, is_leaf=_is_leaf)
         with one_step(len(leaves)):
-            return step(_update_leaf, leaves, tree, state, params, rule.reads_params)
+            return step(update_leaf, leaves, tree, state, params, rule.reads_params)
 
     def apply(grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
         leaves, tree = flatten(grads, is_leaf=_is_leaf)
         with one_step(len(leaves)):
-            return step(_apply_leaf, leaves, tree, state, params, True)
+            return step(apply_leaf, leaves, tree, state, params, True)
 
     def step(
         step_leaf: Callable[..., tuple[Any, ...]],
@@ -146,112 +137,3 @@ def spread(mask: Any, params: Any, count: int) -> list[bool]:
 
 def _is_leaf(x: Any) -> bool:
     return x is None or is_slices(x)
-
-
-def _update_leaf(
-    kernel: Kernel, rule: Rule, grad: Any, param: Any, state: Sequence[Any]
-) -> tuple[Any, ...]:
-    read = () if param is None else (param,)
-    if grad is None:
-        return (None, *state)
-    if not isinstance(grad, IndexedSlices):
-        return kernel(grad, *read, *state)
-    grad = known_rows(grad, (*read, *state))
-    if param is not None:
-        check_fits(grad, param)
-    if read or state:
-        return step_slices(kernel, grad, state, read, still=rule.still)
-    wide = grad.values.dtype.itemsize >= 4  # 16 bits would be rounded at each addition
-    if rule.linear and wide and len(grad.indices) >= SMALL:
-        shape = grad.dense_shape
-        if shape and covers(len(grad.indices), row_bytes(grad.values), shape[0], True):
-            return (step_all_rows(kernel, grad),)
-        return (_each_slot(kernel, grad),)
-    grad = grad.coalesce()
-    (update,) = kernel(grad.values)
-    return (IndexedSlices(update, grad.indices, grad.dense_shape),)
-
-
-def _apply_leaf(
-    kernel: Kernel, rule: Rule, grad: Any, param: Any, state: Sequence[Any]
-) -> tuple[Any, ...]:
-    """``(param, *state)``, both new."""
-
-    def in_two() -> tuple[Any, ...]:
-        read = param if rule.reads_params else None
-        update, *new = _update_leaf(kernel, rule, grad, read, state)
-        return (apply_updates(param, update), *new)
-
-    if param is None or not isinstance(grad, IndexedSlices):
-        return in_two()
-    param = jnp.asarray(param)
-    arrays = (param, *state)
-    grad = known_rows(grad, arrays)
-    check_fits(grad, param)
-    # Without state each slot can be added as it is, unless that takes new memory.
-    stateless = not (state or rule.reads_params)
-    if stateless and not (slot_gradient(grad) and is_mapped(grad.values.nbytes)):
-        return in_two()
-
-    def applied(g: jax.Array, p: jax.Array, *slots: jax.Array) -> tuple[jax.Array, ...]:
-        update, *new = kernel(g, *([p] if rule.reads_params else []), *slots)
-        nothing = p.reshape(len(p), -1)[:, :0]
-        return (nothing, p + update.astype(p.dtype), *new)
-
-    return step_slices(applied, grad, arrays, still=rule.still, applies=True)[1:]
-
-
-def _each_slot(kernel: Kernel, grad: IndexedSlices) -> IndexedSlices:
-    """The update of each slot by itself, which adds up to that of the sum.
-
-    Not on a GPU, where adding many slots to one row is slow (jax-ml/jax#38806).
-    """
-    num_rows = None if grad.dense_shape is None else grad.dense_shape[0]
-
-    def duplicates(values: jax.Array, indices: jax.Array) -> tuple[jax.Array, jax.Array]:
-        indices = canonical_indices(indices, num_rows)
-        (update,) = kernel(values)
-        empty = indices == empty_slot(num_rows, indices.dtype)
-        nothing = jnp.zeros((), update.dtype)
-        # XLA gathers rows as [K, 1, *D]. In this shape the update overwrites them; another
-        # would keep a second array of the gradient's size.
-        tall = update.reshape(len(indices), 1, *update.shape[1:])
-        return where_rows(~empty, tall, nothing).reshape(update.shape), indices
-
-    def summed(values: jax.Array, indices: jax.Array) -> tuple[jax.Array, jax.Array]:
-        values, indices, _ = sum_duplicates(values, indices, num_rows, len(indices))
-        (update,) = kernel(values)
-        return update, indices
-
-    update, indices = lax.platform_dependent(
-        grad.values, grad.indices, cpu=duplicates, default=summed
-    )
-    return IndexedSlices(update, indices, grad.dense_shape)
-
-
-def known_rows(grad: IndexedSlices, arrays: Sequence[jax.Array]) -> IndexedSlices:
-    """``grad`` with the shape that belongs to ``arrays`` ``[V, ...]``, if there are any."""
-    check_slices(grad)
-    if grad.indices.ndim != 1:
-        raise ValueError(
-            f"an optimizer got {grad}, which carries a batch axis from vmap; sum it "
-            "first: IndexedSlices(s.values.reshape(-1, *row_shape), "
-            "s.indices.reshape(-1), s.dense_shape)"
-        )
-    if not arrays:
-        return grad
-    heights = [x.shape[0] for x in arrays]
-    if len(set(heights)) > 1:
-        raise ValueError(
-            f"the parameter and its optimizer state have {heights} rows, which should be "
-            "equal; was the state made with tx.init(params) for these params?"
-        )
-    shape = (heights[0], *grad.values.shape[1:])
-    if grad.dense_shape is not None and grad.dense_shape != shape:
-        raise ValueError(
-            f"the gradient belongs to an array of shape {grad.dense_shape}, the "
-            f"optimizer state to one of shape {shape}; was the state made with "
-            "tx.init(params) for these params?"
-        )
-    known = grad.dense_shape == shape
-    return grad if known else IndexedSlices(grad.values, grad.indices, shape)

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 
 from jslices._bounds import canonical_indices
-from jslices._coalesce import sum_duplicates
+from jslices._coalesce import Order, sum_duplicates
 from jslices._memory import SHORT, is_large, memory_is_cheap
 from jslices._slices import IndexedSlices
 from jslices.optim.in_place import CHUNK, Kernel, like, row_bytes, step_rows
@@ -34,7 +34,6 @@ def step_slices(
     read: Sequence[jax.Array] = (),
     *,
     still: bool = False,
-    applies: bool = False,
 ) -> tuple[Any, ...]:
     """Runs ``kernel`` on the rows that ``grad`` names, duplicates summed first.
 
@@ -44,12 +43,10 @@ def step_slices(
       state: arrays ``[V, ...]``, whose rows are written back.
       read: arrays ``[V, ...]``, whose rows are only read; there is one in both together.
       still: whether a row whose gradient is zero keeps all it has.
-      applies: whether the kernel changes the parameter itself, the first array of
-        ``state``; its update then has no elements.
 
     Returns:
       ``(update, *state)``: IndexedSlices in which each row appears once, its other slots
-      empty and zero (or None if the kernel applies it), and the new arrays.
+      empty and zero, and the new arrays.
     """
     arrays = (*read, *state)
     height = arrays[0].shape[0]
@@ -60,16 +57,32 @@ def step_slices(
         indices, update, *new = step_whole(
             kernel, indices, values, height, arrays, len(read), still
         )
-    elif _is_large(values) and (applies or _fits_in_gradient(kernel, values, arrays)):
-        indices, update, *new = step_large(
-            kernel, indices, grad, arrays, len(read), applies
-        )
+    elif _is_large(values) and _fits_in_gradient(kernel, values, arrays):
+        indices, update, *new = step_large(kernel, indices, grad, arrays, len(read))
     else:
+        order: Order = "gaps" if len(indices) <= CHUNK else "any"
         values, indices, present = sum_duplicates(
-            values, indices, height, None, ordered=False
+            values, indices, height, None, order=order
         )
         update, *new = step_rows(kernel, indices, values, state, read, present)
-    return (None if applies else kind(update, indices, grad.dense_shape), *new)
+    return (kind(update, indices, grad.dense_shape), *new)
+
+
+def apply_large(
+    kernel: Kernel, grad: IndexedSlices, arrays: Sequence[jax.Array]
+) -> tuple[jax.Array, ...]:
+    """The same from a large gradient by a kernel that steps the parameter along.
+
+    Args:
+      kernel: ``kernel(gradient, *rows) -> (nothing, *rows)``.
+      grad: of an array ``[V, *D]``, K slots.
+      arrays: ``[V, ...]``, the parameter first.
+
+    Returns:
+      The new arrays.
+    """
+    indices = canonical_indices(grad.indices, arrays[0].shape[0])
+    return step_large(kernel, indices, grad, arrays, 0, applies=True)[2:]
 
 
 def step_all_rows(kernel: Kernel, grad: IndexedSlices) -> EveryRow:
@@ -94,6 +107,12 @@ def covers(num_ids: int, row_bytes: int, num_rows: int, by_slot: bool = False) -
     else:  # one pass needs memory for the sums, [V, D]
         enough = num_rows if memory_is_cheap() else num_rows * 2
     return num_ids >= max(SMALL, enough)
+
+
+def steps_large(grad: IndexedSlices, height: int) -> bool:
+    """Whether the gradient is large, and not of so many rows that all V are stepped."""
+    few = not covers(len(grad.indices), row_bytes(grad.values), height)
+    return few and _is_large(grad.values)
 
 
 def _is_large(values: jax.Array) -> bool:
