@@ -16,7 +16,7 @@ import jslices as js
 from jslices.__main__ import main
 from jslices._bench import command, measure, memory, ways
 from jslices._bench.sizes import Sizes, optimizer_names
-from jslices.optim import large, rows, step
+from jslices.optim import large, leaf, step
 from jslices.optim.in_place import WIDENS_BFLOAT16
 
 TINY = ("--rows", "2e3", "--dim", "8", "--ids", "1e2")
@@ -237,7 +237,7 @@ def test_the_way_named_is_the_way_taken(sizes, way):
         for module, name in (
             (step, "step_whole"),
             (large, "step_folded"),
-            (rows, "_each_slot"),
+            (leaf, "_each_slot"),
         ):
             stack.enter_context(mock.patch.multiple(module, **spies(taken, module, name)))
         text = jax.jit(lambda v, i, s, p: tx.update(grad(v, i), s, p)[0]).lower(
