@@ -1,17 +1,18 @@
 """jslices, dense JAX, PyTorch and TensorFlow on the same ids, in turns within one run.
 
-    python benchmarks/compare.py                    everything: an hour
+    python benchmarks/compare.py                    everything: an hour and a half
     python benchmarks/compare.py --dense            and dense steps in more of the cells
     python benchmarks/compare.py --quick            two sizes, ratios only
     python benchmarks/compare.py --hugepages        GLIBC_TUNABLES given to all of them
 
 Each contender has a process of its own, and they take turns: some steps to warm up, some
-timed, then the next. All cells of a table have their turn before the next round, four of
-them, so that what disturbs the machine for seconds does not fall on one cell. Contenders
-that do not fit into memory together are loaded one after the other, three times over, for
-two rounds each. Steps of less than a millisecond are timed up to ten at a time and the last
-loss is waited for, as a training loop does: waiting for each would time how a thread is
-woken. What is not installed is left out and said. A full run writes
+timed, then the next. All cells of a table have their turn before the second round, so that
+what disturbs the machine for seconds does not fall on one cell. Then the processes end, and
+new ones do the same, as where memory lies in a process can double a step, for any of the
+contenders. Those that do not fit into memory together are loaded one after the other, three
+times over. Steps of less than a millisecond are timed up to ten at a time and the last loss
+is waited for, as a training loop does: waiting for each would time how a thread is woken.
+What is not installed is left out and said. A full run writes
 ``benchmarks/results/NAME.csv``, a table ``NAME.md`` and a plot ``NAME.png``.
 """
 
@@ -33,11 +34,10 @@ from contenders.process import Contender
 from contenders.report import lines, plot, table
 
 HERE = pathlib.Path(__file__).parent
-ROUNDS = 4
-VISITS, APART = 3, 2  # of contenders that do not fit together, and the rounds in each
+ROUNDS = 2  # in each process
+PROCESSES, APART = 2, 3  # of each contender; if they do not fit together
 SHORT = 1e-3  # seconds: steps that take less are timed some at a time
-CALM = 1.0  # seconds of steps before a contender with a large table is measured
-KEPT = 4e8  # bytes of a table that a process may keep after it: malloc, or an allocator
+CALM, LARGE = 0.3, 4e8  # seconds of steps before one with a table of so many bytes is timed
 
 
 def memory():
@@ -76,31 +76,31 @@ def measure(everyone, optimizer, rows, dim, counts, kinds, dense=False):
         cells = [cell for cell in cells if any(joins(c, cell) for c in others)]
     everyone = [c for c in everyone if any(joins(c, cell) for cell in cells)]
     visits = groups(everyone, rows * dim * 4 * (1 + SLOTS[optimizer]))
-    visits *= 1 if len(visits) == 1 else VISITS
-    turns = range(ROUNDS if len(visits) == 1 else APART)
-    for at_work in visits:
+    visits *= PROCESSES if len(visits) == 1 else APART
+    for visit, at_work in enumerate(visits):
         for contender in at_work:
-            contender("load", optimizer, rows, dim)
-        for turn, (count, kind) in itertools.product(turns, cells):
+            contender.start()
+        together(at_work, "load", optimizer, rows, dim)
+        for turn, (count, kind) in itertools.product(range(ROUNDS), cells):
             here = [c for c in at_work if joins(c, (count, kind))]
-            firsts = {c: c("ids", count, kind) for c in here}
-            if rows * dim * 4 > KEPT and turn == 0:
+            # The first time one after the other, as how long they compile is told.
+            ask = together if visit or turn else in_turns
+            firsts = ask(here, "ids", count, kind)
+            if rows * dim * 4 > LARGE and turn == 0:
                 for contender in here:
                     settle(contender)
-            for contender, seconds in time_steps(here, turn):
+            for contender, seconds in time_steps(here, turn + ROUNDS * visit):
                 cell = (contender.name, count, kind)
                 if cell not in results:
                     results[cell] = firsts[contender] | {
                         "seconds": [],
                         "peak": contender("peak")["bytes"],
+                        "temporaries": contender("temporaries")["bytes"],
                         "interleaved": len(at_work) > 1,
                     }
                 results[cell]["seconds"] += seconds
         for contender in at_work:
-            contender("drop")
-            if rows * dim * 4 > KEPT:
-                contender.end()
-                contender.start()
+            contender.end()
     return [
         {
             "optimizer": optimizer,
@@ -114,6 +114,16 @@ def measure(everyone, optimizer, rows, dim, counts, kinds, dense=False):
         for contender, (count, kind) in itertools.product(everyone, cells)
         if (contender.name, count, kind) in results
     ]
+
+
+def in_turns(contenders, *order):
+    return {contender: contender(*order) for contender in contenders}
+
+
+def together(contenders, *order):
+    for contender in contenders:
+        contender.send(*order)
+    return {contender: contender.answer() for contender in contenders}
 
 
 def time_steps(contenders, turn):
@@ -195,8 +205,8 @@ def main():
     if options.hugepages:
         environment["GLIBC_TUNABLES"] = "glibc.malloc.hugetlb=1"
     everyone = [Contender(name, environment) for name in options.contender]
-    missing = [f"{c.name} ({c.hello['missing']})" for c in everyone if "missing" in c.hello]
-    everyone = [c for c in everyone if "missing" not in c.hello]
+    missing = [f"{c.name} ({c.missing})" for c in everyone if c.missing]
+    everyone = [c for c in everyone if not c.missing]
     if not everyone:
         sys.exit("nothing to compare: " + "; ".join(missing))
     speed = bandwidth()
@@ -204,7 +214,7 @@ def main():
         f"{datetime.date.today()}, {processor()}, {os.cpu_count()} cores, "
         f"{memory() / 2**30:.0f} GiB, Python {platform.python_version()}, "
         f"{'GLIBC_TUNABLES=glibc.malloc.hugetlb=1' if environment else 'default malloc'}",
-        "; ".join(dict.fromkeys(c.hello["version"] for c in everyone)),
+        "; ".join(dict.fromkeys(c.version for c in everyone)),
         f"copy bandwidth in this run: {speed / 1e9:.1f} GB/s read and written",
     ] + [f"left out: {name}" for name in missing]
     print("\n".join(about))
@@ -220,8 +230,6 @@ def main():
         print("\n".join(lines(new, OURS)), flush=True)
         if options.name:
             write(results, about, HERE / "results" / options.name)
-    for contender in everyone:
-        contender.end()
 
 
 def write(results, about, path):

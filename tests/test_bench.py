@@ -203,8 +203,8 @@ def test_keeps_memory_in_a_process_of_its_own():
 WAYS = [
     (Sizes(5000, 64, 100), ways.AT_ONCE),
     (Sizes(10**6, 64, 3000), ways.CHUNKS),
-    (Sizes(10**6, 64, 39_062), ways.CHUNKS),
-    (Sizes(10**6, 64, 39_063), ways.FOLDED),
+    (Sizes(10**6, 64, 15_624), ways.CHUNKS),
+    (Sizes(10**6, 64, 15_625), ways.FOLDED),
     (Sizes(10**6, 16, 400_000), ways.CHUNKS),
     (
         Sizes(10**6, 64, 200_000, dtype="bfloat16"),

@@ -12,12 +12,18 @@ WORKER = pathlib.Path(__file__).parent / "worker.py"
 
 
 class Contender:
-    """A worker process: ``contender("run", 2, 5)`` sends an order, returns the answer."""
+    """A framework: ``start`` it, then ``contender("run", 2, 5)`` sends it an order.
+
+    ``missing`` says why there is none, else ``version`` what it is.
+    """
 
     def __init__(self, name, environment):
         self.name, self.whole = name, CONTENDERS[name][2]
         self.environment = {**os.environ, **environment}
         self.start()
+        hello = self("hello")
+        self.missing, self.version = hello.get("missing"), hello.get("version")
+        self.end()
 
     def start(self):
         """A new process, whose memory is that of a new one too."""
@@ -29,18 +35,20 @@ class Contender:
             text=True,
             env=self.environment,
         )
-        self.hello = self._answer()
 
     def end(self):
         self.process.kill()
         self.process.wait()
 
     def __call__(self, order, *arguments):
+        self.send(order, *arguments)
+        return self.answer()
+
+    def send(self, order, *arguments):
         self.process.stdin.write(json.dumps({order: arguments or True}) + "\n")
         self.process.stdin.flush()
-        return self._answer()
 
-    def _answer(self):
+    def answer(self):
         line = self.process.stdout.readline()
         if not line:
             raise RuntimeError(f"{self.name} ended with {self.process.wait()}")

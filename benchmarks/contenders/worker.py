@@ -1,13 +1,13 @@
 """One contender in a process of its own: orders come as lines of JSON, answers go back so.
 
+{"hello": true}                         -> {"version": words}, or {"missing": why}
 {"load": [optimizer, rows, dim]}        -> {}
-{"ids": [count, kind]}                  -> {"first": seconds, "temporaries": bytes}
+{"ids": [count, kind]}                  -> {"first": seconds}, of the first step with them
+{"temporaries": true}                   -> {"bytes": as its compiler tells, or null}
 {"run": [warm, timed, several]}         -> {"seconds": [...]}, of one step
 {"peak": true}                          -> {"bytes": beyond what was there and the state}
-{"drop": true}                          -> {}
 """
 
-import gc
 import importlib
 import json
 import os
@@ -32,12 +32,13 @@ class Worker:
         self.framework = importlib.import_module(f"contenders.{module}")
         if hasattr(self.framework, "prepare"):
             self.framework.prepare(**self.arguments)
-        self.hello = {"version": self.framework.VERSION}
+
+    def hello(self, _):
+        return {"version": self.framework.VERSION}
 
     def load(self, optimizer, rows, dim):
-        gc.collect()
         self.expected = status("VmRSS") + rows * dim * 4 * (1 + SLOTS[optimizer])
-        self.rows, self.found = rows, {}
+        self.rows = rows
         self.step, self.convert = self.framework.make(
             optimizer, rows, dim, RATE, **self.arguments
         )
@@ -49,17 +50,17 @@ class Worker:
         start = time.perf_counter()
         self.framework.wait(self.step(self.given[0]))
         first = time.perf_counter() - start
-        if (count, kind) not in self.found:
-            temporaries = getattr(self.step, "temporaries", lambda ids: None)
-            found = {"first": first, "temporaries": temporaries(self.given[0])}
-            self.found[count, kind] = found
         for _ in range(3):
             self.run(1, 0, 1)
         try:  # from here on the peak is that of the steps
             pathlib.Path("/proc/self/clear_refs").write_text("5")
         except OSError:
             self.expected = None
-        return self.found[count, kind]
+        return {"first": first}
+
+    def temporaries(self, _):
+        analysis = getattr(self.step, "temporaries", lambda ids: None)
+        return {"bytes": analysis(self.given[0])}
 
     def run(self, warm, timed, several):
         """Times ``several`` steps together, as a training loop runs them."""
@@ -77,11 +78,6 @@ class Worker:
         known = self.expected is not None
         return {"bytes": status("VmHWM") - self.expected if known else None}
 
-    def drop(self, _):
-        self.step = self.given = None
-        gc.collect()
-        return {}
-
 
 def main():
     # What frameworks print must not get between the answers.
@@ -95,8 +91,8 @@ def main():
     try:
         worker = Worker(sys.argv[1])
     except ImportError as error:
+        sys.stdin.readline()
         return answer({"missing": str(error)})
-    answer(worker.hello)
     for line in sys.stdin:
         ((order, arguments),) = json.loads(line).items()
         arguments = arguments if isinstance(arguments, list) else [arguments]
