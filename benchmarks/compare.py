@@ -1,19 +1,21 @@
 """jslices, dense JAX, PyTorch and TensorFlow on the same ids, in turns within one run.
 
-    python benchmarks/compare.py                    everything: an hour and a half
+    python benchmarks/compare.py                    everything: an hour
     python benchmarks/compare.py --dense            and dense steps in more of the cells
     python benchmarks/compare.py --quick            two sizes, ratios only
     python benchmarks/compare.py --hugepages        GLIBC_TUNABLES given to all of them
 
-Each contender has a process of its own, and they take turns: some steps to warm up, some
-timed, then the next. All cells of a table have their turn before the second round, so that
-what disturbs the machine for seconds does not fall on one cell. Then the processes end, and
-new ones do the same, as where memory lies in a process can double a step, for any of the
-contenders. Those that do not fit into memory together are loaded one after the other, three
-times over. Steps of less than a millisecond are timed up to ten at a time and the last loss
-is waited for, as a training loop does: waiting for each would time how a thread is woken.
-What is not installed is left out and said. A full run writes
-``benchmarks/results/NAME.csv``, a table ``NAME.md`` and a plot ``NAME.png``.
+Each contender has a process of its own, and they take turns of some hundredths of a second,
+six each, in random order: what disturbs the machine for longer falls on all of them. All
+cells of a table have their turns before the second round, so that a bad minute does not
+fall on one cell. Then the processes end, and new ones do the same, as where memory lies in a
+process can double a step, for any of the contenders. Those that do not fit into memory
+together are loaded one after the other, three times over.
+
+Steps of less than a millisecond are timed up to ten at a time and the last loss is waited
+for, as a training loop does: waiting for each would time how a thread is woken. What is not
+installed is left out and said. A full run writes ``benchmarks/results/NAME.csv``, a table
+``NAME.md`` and a plot ``NAME.png``.
 """
 
 import argparse
@@ -23,6 +25,7 @@ import itertools
 import os
 import pathlib
 import platform
+import random
 import statistics
 import subprocess
 import sys
@@ -36,6 +39,8 @@ from contenders.report import lines, plot, table
 HERE = pathlib.Path(__file__).parent
 ROUNDS = 2  # in each process
 PROCESSES, APART = 2, 3  # of each contender; if they do not fit together
+SHIFTS = 6  # of each contender in a round
+WARM, TIMED = 5e-3, 1e-2  # seconds of steps in a shift; at least one is timed
 SHORT = 1e-3  # seconds: steps that take less are timed some at a time
 CALM, LARGE = 0.3, 4e8  # seconds of steps before one with a table of so many bytes is timed
 
@@ -68,7 +73,7 @@ def takes_part(contender, rows, dim, count, kind, dense):
 
 def measure(everyone, optimizer, rows, dim, counts, kinds, dense=False):
     """Rows of results, one for each contender and kind of ids."""
-    results = {}
+    results, order = {}, random.Random(0)
     joins = lambda c, cell: takes_part(c, rows, dim, *cell, dense)  # noqa: E731
     cells = list(itertools.product(counts, kinds))
     others = [c for c in everyone if c.name not in OURS]
@@ -89,7 +94,7 @@ def measure(everyone, optimizer, rows, dim, counts, kinds, dense=False):
             if rows * dim * 4 > LARGE and turn == 0:
                 for contender in here:
                     settle(contender)
-            for contender, seconds in time_steps(here, turn + ROUNDS * visit):
+            for contender, seconds in time_steps(here, order).items():
                 cell = (contender.name, count, kind)
                 if cell not in results:
                     results[cell] = firsts[contender] | {
@@ -126,15 +131,19 @@ def together(contenders, *order):
     return {contender: contender.answer() for contender in contenders}
 
 
-def time_steps(contenders, turn):
-    """Each contender and the seconds of its steps; another one begins each turn."""
-    turn %= max(1, len(contenders))
-    for contender in contenders[turn:] + contenders[:turn]:
-        once = statistics.median(contender("run", 1, 2, 1)["seconds"])
-        several = max(1, min(10, int(SHORT / once)))
-        warm = max(1, min(20, int(0.02 / once / several)))
-        timed = max(5, min(25, int(0.05 / once / several)))
-        yield contender, contender("run", warm, timed, several)["seconds"]
+def time_steps(contenders, order):
+    """The seconds of each contender's steps; ``order`` is a random number generator."""
+    once = {c: statistics.median(c("run", 1, 2, 1)["seconds"]) for c in contenders}
+    seconds = {c: [] for c in contenders}
+    for _ in range(SHIFTS):
+        # Not always after the same one, whose threads may still be awake.
+        for contender in order.sample(contenders, len(contenders)):
+            took = once[contender]
+            several = max(1, min(10, int(SHORT / took)))
+            warm, timed = int(WARM / took / several), int(TIMED / took / several)
+            steps = contender("run", min(warm, 5), max(1, min(timed, 10)), several)
+            seconds[contender] += steps["seconds"]
+    return seconds
 
 
 def summary(result):

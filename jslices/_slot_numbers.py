@@ -1,7 +1,7 @@
 """Numbering the distinct rows that some indices name, so that each has one slot.
 
 The general way sorts the indices. A CPU can instead look up in a map which position names a
-row first: a map of V integers if the table is small enough, else one of about 8 K integers
+row first: a map of V integers if the table is small enough, else one of 4 to 8 K integers
 in which different rows may meet, tried again with another hash for those that did.
 """
 
@@ -25,7 +25,7 @@ ROWS_PER_GAP = 128
 #: Below FEW ids nothing is won by choosing; from MANY on a hash is faster than the sort.
 FEW, MANY = 512, 5_000
 #: A hash spreads the ids over so many times as many places, or up to twice that.
-SPREAD = 8
+SPREAD = 4
 
 
 def number_slots(indices: jax.Array, num_rows: int | None, capacity: int) -> Numbered:
