@@ -8,8 +8,8 @@
 Each contender has a process of its own, and they take turns of some hundredths of a second,
 six each, in random order: what disturbs the machine for longer falls on all of them. All
 cells of a table have their turns before the second round, so that a bad minute does not
-fall on one cell. Then the processes end, and new ones do the same, as where memory lies in a
-process can double a step, for any of the contenders. Those that do not fit into memory
+fall on one cell. Then the processes end, and new ones do the same, as where memory lies in
+a process can double a step, for any of the contenders. Those that do not fit into memory
 together are loaded one after the other, three times over.
 
 Steps of less than a millisecond are timed up to ten at a time and the last loss is waited
