@@ -1,6 +1,6 @@
 """jslices, dense JAX, PyTorch and TensorFlow on the same ids, in turns within one run.
 
-    python benchmarks/compare.py                    everything: an hour
+    python benchmarks/compare.py                    everything: one to two hours
     python benchmarks/compare.py --dense            and dense steps in more of the cells
     python benchmarks/compare.py --quick            two sizes, ratios only
     python benchmarks/compare.py --hugepages        GLIBC_TUNABLES given to all of them

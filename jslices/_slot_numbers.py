@@ -100,7 +100,7 @@ def _way(
     num_ids, room = indices.shape[0], row_bytes // 4
     if FEW <= num_ids and num_rows <= num_ids * min(rows_per_id, room):
         return _by_map
-    return _by_hash if many <= num_ids and 2 * SPREAD <= room else None
+    return _by_hash if many <= num_ids and 4 * SPREAD <= room else None
 
 
 def _by_position(
