@@ -12,7 +12,7 @@ import jslices as js
 from jslices._after import after
 from jslices._grad.api import LARGE
 
-K, D = 20_000, 64
+K, D = 15_000, 64
 BYTES = K * D * 4
 
 
