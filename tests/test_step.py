@@ -162,7 +162,8 @@ def test_the_way_is_chosen_from_the_shapes():
             (1_000, 16, 600, "whole"),  # half of the table
             (100_000, 16, 10_000, "rows"),
             (100_000, 16, 60_000, "whole"),
-            (100_000, 64, 30_000, "rows"),  # the table is too large, the gradient not
+            (100_000, 64, 15_000, "rows"),
+            (100_000, 64, 16_000, "fold"),
             (100_000, 64, 150_000, "fold"),
             (1_000_000, 16, 400_000, "rows"),  # short rows
             (100_000, 64, 200_000, "whole"),
