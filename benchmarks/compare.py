@@ -133,17 +133,21 @@ def together(contenders, *order):
 
 def time_steps(contenders, order):
     """The seconds of each contender's steps; ``order`` is a random number generator."""
-    once = {c: statistics.median(c("run", 1, 2, 1)["seconds"]) for c in contenders}
-    seconds = {c: [] for c in contenders}
+    shifts = {contender: shift(contender) for contender in contenders}
+    seconds = {contender: [] for contender in contenders}
     for _ in range(SHIFTS):
         # Not always after the same one, whose threads may still be awake.
         for contender in order.sample(contenders, len(contenders)):
-            took = once[contender]
-            several = max(1, min(10, int(SHORT / took)))
-            warm, timed = int(WARM / took / several), int(TIMED / took / several)
-            steps = contender("run", min(warm, 5), max(1, min(timed, 10)), several)
-            seconds[contender] += steps["seconds"]
+            seconds[contender] += contender("run", *shifts[contender])["seconds"]
     return seconds
+
+
+def shift(contender):
+    """How often it runs to warm up, how often timed, and how many steps each time."""
+    once = statistics.median(contender("run", 1, 2, 1)["seconds"])
+    several = max(1, min(10, int(SHORT / once)))
+    runs = lambda seconds: int(seconds / once / several)  # noqa: E731
+    return min(runs(WARM), 5), max(1, min(runs(TIMED), 10)), several
 
 
 def summary(result):

@@ -12,8 +12,9 @@ _TRIM_THRESHOLD, _MMAP_MAX, _ARENA_MAX = -1, -4, -8
 
 #: Of gradients of so many bytes each further array counts: with four of them a step needs
 #: 16 MB and more, which ``malloc`` may take from the operating system each time, depending
-#: on what the process freed before. Then a step of Adam with 1e4 ids of 128 takes 0.75 of
-#: the time with one array, else as long; smaller gradients lose 6 % where it does not.
+#: on what the process freed before. Then a step with 1e4 ids of 128 takes 0.7 to 0.9 of the
+#: time with one array, else as long; with 2.6 MB it takes 1.06 of the time where it does
+#: not (medians; docs/speed.md).
 LARGE = 4 * 10**6
 #: What is larger ``malloc`` takes from the operating system each time.
 MAPPED = 2**25

@@ -100,6 +100,8 @@ def _way(
     num_ids, room = indices.shape[0], row_bytes // 4
     if FEW <= num_ids and num_rows <= num_ids * min(rows_per_id, room):
         return _by_map
+    # Of at most half the memory of the rows. (With rows of 8 elements it was not clear
+    # which is faster: 0.7 to 1.2 of the time.)
     return _by_hash if many <= num_ids and 4 * SPREAD <= room else None
 
 
