@@ -4,6 +4,7 @@
     python benchmarks/compare.py --dense            and dense steps in more of the cells
     python benchmarks/compare.py --quick            two sizes, ratios only
     python benchmarks/compare.py --hugepages        GLIBC_TUNABLES given to all of them
+    python benchmarks/compare.py --processes 8      of each contender, instead of two
 
 Each contender has a process of its own, and they take turns of some hundredths of a second,
 six each, in random order: what disturbs the machine for longer falls on all of them. All
@@ -71,17 +72,17 @@ def takes_part(contender, rows, dim, count, kind, dense):
     return (dense and rows <= 1e6) or (count, kind) == (10_000, "zipf")
 
 
-def measure(everyone, optimizer, rows, dim, counts, kinds, dense=False):
+def measure(everyone, optimizer, rows, dim, options):
     """Rows of results, one for each contender and kind of ids."""
     results, order = {}, random.Random(0)
-    joins = lambda c, cell: takes_part(c, rows, dim, *cell, dense)  # noqa: E731
-    cells = list(itertools.product(counts, kinds))
+    joins = lambda c, cell: takes_part(c, rows, dim, *cell, options.dense)  # noqa: E731
+    cells = list(itertools.product(map(int, options.ids), options.kind))
     others = [c for c in everyone if c.name not in OURS]
     if others:  # a cell without any of them compares nothing
         cells = [cell for cell in cells if any(joins(c, cell) for c in others)]
     everyone = [c for c in everyone if any(joins(c, cell) for cell in cells)]
     visits = groups(everyone, rows * dim * 4 * (1 + SLOTS[optimizer]))
-    visits *= PROCESSES if len(visits) == 1 else APART
+    visits *= options.processes or (PROCESSES if len(visits) == 1 else APART)
     for visit, at_work in enumerate(visits):
         for contender in at_work:
             contender.start()
@@ -208,6 +209,9 @@ def main():
     parser.add_argument("--contender", nargs="+", default=list(CONTENDERS))
     parser.add_argument("--hugepages", action="store_true")
     parser.add_argument("--dense", action="store_true", help="dense steps in more cells")
+    parser.add_argument(
+        "--processes", type=int, help="of each contender, one after another"
+    )
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--name", help="of the files in benchmarks/results")
     options = parser.parse_args()
@@ -226,7 +230,8 @@ def main():
     about = [
         f"{datetime.date.today()}, {processor()}, {os.cpu_count()} cores, "
         f"{memory() / 2**30:.0f} GiB, Python {platform.python_version()}, "
-        f"{'GLIBC_TUNABLES=glibc.malloc.hugetlb=1' if environment else 'default malloc'}",
+        f"{'GLIBC_TUNABLES=glibc.malloc.hugetlb=1' if environment else 'default malloc'}"
+        + (f", {options.processes} processes of each" if options.processes else ""),
         "; ".join(dict.fromkeys(c.version for c in everyone)),
         f"copy bandwidth in this run: {speed / 1e9:.1f} GB/s read and written",
     ] + [f"left out: {name}" for name in missing]
@@ -235,8 +240,7 @@ def main():
     for optimizer, rows, dim in itertools.product(
         options.optimizer, map(int, options.rows), options.dim
     ):
-        counts = [int(count) for count in options.ids]
-        new = measure(everyone, optimizer, rows, dim, counts, options.kind, options.dense)
+        new = measure(everyone, optimizer, rows, dim, options)
         for row in new:
             row["floor_ms"] = floor_ms(row, speed)
         results += new

@@ -203,6 +203,29 @@ def test_many_slots_of_sgd_stay_as_they_are():
     assert updates.indices.tolist() == [1, 2, 5, 5, 5]
 
 
+@pytest.mark.parametrize(
+    "length, rows, ids_a_row",
+    [(1, 10**4, 0.5), (256, 10**4, 0.5), (16, 10**6, 0.5), (32, 10**6, 1), (256, 10**5, 2)],
+)
+def test_how_many_ids_are_enough_for_all_rows(length, rows, ids_a_row):
+    tx = js.adam(0.5)
+    table = jax.ShapeDtypeStruct((rows, length), jnp.float32)
+
+    def kind(count):
+        grads = js.IndexedSlices(
+            jax.ShapeDtypeStruct((count, length), jnp.float32),
+            jax.ShapeDtypeStruct((count,), jnp.int32),
+            (rows, length),
+        )
+        return type(
+            jax.eval_shape(tx.update, grads, jax.eval_shape(tx.init, table), table)[0]
+        )
+
+    enough = int(rows * ids_a_row)
+    assert kind(enough) is whole.EveryRow
+    assert kind(enough - 1) is js.IndexedSlices
+
+
 @pytest.mark.parametrize("name", ["adam", "adadelta", "rmsprop", "amsgrad"])
 def test_a_pass_over_all_rows_copies_no_array(name):
     tx = getattr(js, name)(0.5)

@@ -91,7 +91,7 @@ def table(results, about, ours):
         "in these steps beyond that before and the state, in MB. `compile`: the first "
         "call of jslices, in seconds. "
         "`*`: the contenders did not fit into memory together and ran in turns of all "
-        "cells, loaded anew three times.",
+        "cells, loaded anew each time.",
         "",
         f"| step | floor | {' | '.join(names)} | ratio | dense | temp | peak | compile |",
         "|---|" + "---:|" * (len(names) + 6),

@@ -15,7 +15,7 @@ import jax
 
 from jslices._bounds import canonical_indices
 from jslices._coalesce import Order, sum_duplicates
-from jslices._memory import SHORT, is_large, memory_is_cheap
+from jslices._memory import SHORT, is_large
 from jslices._slices import IndexedSlices
 from jslices.optim.in_place import CHUNK, Kernel, like, row_bytes, step_rows
 from jslices.optim.large import step_large
@@ -102,11 +102,12 @@ def covers(num_ids: int, row_bytes: int, num_rows: int, by_slot: bool = False) -
     """
     if by_slot:
         return row_bytes <= SHORT and num_ids >= max(SMALL, num_rows * 2)
-    if num_rows * row_bytes < LARGE_TABLE:
-        enough = num_rows / 2
-    else:  # one pass needs memory for the sums, [V, D]
-        enough = num_rows if memory_is_cheap() else num_rows * 2
-    return num_ids >= max(SMALL, enough)
+    ids_a_row = 0.5
+    if num_rows * row_bytes >= LARGE_TABLE:
+        # One pass needs memory for the sums, [V, D]. The longer the rows, the fewer arrays
+        # do the other ways need, and the less does it matter in which order they come.
+        ids_a_row = min(max(0.5, row_bytes / SHORT), 2)
+    return num_ids >= max(SMALL, num_rows * ids_a_row)
 
 
 def steps_large(grad: IndexedSlices, height: int) -> bool:
