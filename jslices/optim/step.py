@@ -104,8 +104,8 @@ def covers(num_ids: int, row_bytes: int, num_rows: int, by_slot: bool = False) -
         return row_bytes <= SHORT and num_ids >= max(SMALL, num_rows * 2)
     ids_a_row = 0.5
     if num_rows * row_bytes >= LARGE_TABLE:
-        # One pass needs memory for the sums, [V, D]. The longer the rows, the fewer arrays
-        # do the other ways need, and the less does it matter in which order they come.
+        # One pass needs memory for the sums, [V, D]. From SHORT bytes on the other ways sum
+        # within the gradient, from twice as many on slot by slot, and need less.
         ids_a_row = min(max(0.5, row_bytes / SHORT), 2)
     return num_ids >= max(SMALL, num_rows * ids_a_row)
 
