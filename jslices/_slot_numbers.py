@@ -1,10 +1,11 @@
 """Numbering the distinct rows that some indices name, so that each has one slot.
 
 The general way sorts the indices. A CPU can instead look up in a map which position names a
-row first: a map of V integers if the table is small enough, else one of 4 to 8 K integers
+row first: a map of V integers if the table is small enough, else one of 2 to 8 K integers
 in which different rows may meet, tried again with another hash for those that did.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -22,9 +23,10 @@ Numbered = tuple[jax.Array, jax.Array, jax.Array]
 ROWS_PER_ID = 32
 #: With gaps, a map of more rows does.
 ROWS_PER_GAP = 128
-#: Below FEW ids nothing is won by choosing; from MANY on a hash is faster than the sort.
-FEW, MANY = 512, 5_000
-#: A hash spreads the ids over so many times as many places, or up to twice that.
+#: Below so many ids nothing is won by choosing.
+FEW = 512
+#: A hash spreads the ids over so many times as many places, or up to twice that; half as
+#: many, and as fast, where rows have fewer than 16 elements: places would be most memory.
 SPREAD = 4
 
 
@@ -76,10 +78,10 @@ def number_slots_in_any_order(
 ) -> Numbered:
     """:func:`number_slots`, the distinct rows in the order in which it is fastest.
 
-    A map is made if it takes no more memory than the K rows of ``row_bytes`` bytes do.
+    ``row_bytes`` is the size of a row: a map takes about as much memory as the K rows.
     Cost: O(K), and V integers written if V is small; or a sort of K integers.
     """
-    find_first = _way(indices, num_rows, row_bytes, ROWS_PER_ID, MANY)
+    find_first = _way(indices, num_rows, row_bytes, ROWS_PER_ID)
     return _by_position(_number_firsts, find_first, indices, num_rows, capacity)
 
 
@@ -89,20 +91,22 @@ def number_slots_with_gaps(indices: jax.Array, num_rows: int, row_bytes: int) ->
     On a CPU a row has the slot in which it is named first, so that none has to be counted:
     with 1e3 ids a step of Adagrad or Adam takes 0.8 to 1.1 of the time, 0.9 in the median.
     """
-    find_first = _way(indices, num_rows, row_bytes, ROWS_PER_GAP, FEW)
+    find_first = _way(indices, num_rows, row_bytes, ROWS_PER_GAP)
     return _by_position(_keep_firsts, find_first, indices, num_rows, len(indices))
 
 
 def _way(
-    indices: jax.Array, num_rows: int, row_bytes: int, rows_per_id: int, many: int
+    indices: jax.Array, num_rows: int, row_bytes: int, rows_per_id: int
 ) -> Callable[[jax.Array, int], jax.Array] | None:
     """How a CPU finds the first occurrences; None if it had better sort."""
-    num_ids, room = indices.shape[0], row_bytes // 4
-    if FEW <= num_ids and num_rows <= num_ids * min(rows_per_id, room):
+    num_ids, elements = indices.shape[0], row_bytes // 4
+    if num_ids < FEW:
+        return None
+    # The map may take the memory of the rows, or twice that where they are short.
+    room = max(elements, min(2 * elements, 16))
+    if num_rows <= num_ids * min(rows_per_id, room):
         return _by_map
-    # Of at most half the memory of the rows. (With rows of 8 elements it was not clear
-    # which is faster: 0.7 to 1.2 of the time.)
-    return _by_hash if many <= num_ids and 4 * SPREAD <= room else None
+    return functools.partial(_by_hash, spread=SPREAD if elements >= 16 else SPREAD // 2)
 
 
 def _by_position(
@@ -133,13 +137,13 @@ def _by_map(indices: jax.Array, num_rows: int) -> jax.Array:
     return places.at[indices].get(mode="fill", fill_value=count)
 
 
-def _by_hash(indices: jax.Array, num_rows: int) -> jax.Array:
+def _by_hash(indices: jax.Array, num_rows: int, spread: int) -> jax.Array:
     """The same. Rows that meet try again: 1e5 random ids need three rounds.
 
     The first in each place is found in its round, hence the rounds end.
     """
     count = indices.shape[0]
-    bits = (SPREAD * count - 1).bit_length()
+    bits = (spread * count - 1).bit_length()
     here = jnp.arange(count, dtype=jnp.int32)
     unknown = count + 1
     key = indices.astype(jnp.uint32)

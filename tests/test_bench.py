@@ -56,10 +56,15 @@ def test_all_figures(bench):
     table = figures(out)
     row_ms, dense_ms = map(number, table["median ms of a step"][:2])
     assert 0 < row_ms < 1e3 and 0 < dense_ms < 1e3
+
+    # Printed are milliseconds with three decimals, of steps of some hundredths.
+    slow, quick = row_ms + 0.00051, row_ms - 0.00051
+    dense_slow, dense_quick = dense_ms + 0.00051, dense_ms - 0.00051
     ratio = number(table["median ms of a step"][2])
-    assert ratio == pytest.approx(dense_ms / row_ms, rel=0.05, abs=0.01)
+    assert dense_quick / slow - 0.0051 <= ratio <= dense_slow / quick + 0.0051
     assert table["timed steps"] == ["23", "23", "-"]
-    assert number(table["ids a second"][0]) == pytest.approx(100 / row_ms * 1e3, rel=0.01)
+    ids_a_second = number(table["ids a second"][0])
+    assert 1e5 / slow - 1 <= ids_a_second <= 1e5 / quick + 1
     assert all(number(x) > 0 for x in table["compile seconds"])
     # 2,000 * 8 * 4 bytes; two moments and a count; 100 * (8 * 4 + 4) bytes.
     assert table["table"] == ["62.5 KB", "62.5 KB", "-"]
@@ -92,7 +97,7 @@ def test_other_sizes_are_computed(bench):
     assert tenfold[3] == here[3] == "3.5 KB"
     assert (here[4], tenfold[4]) == ("62.5 KB", "625.0 KB")
     assert (here[6], tenfold[6]) == ("500.0 KB", "4.9 MB")
-    assert "from --ids 1,000 on a step goes over all 2,000 rows" in out
+    assert "from --ids 540 on a step goes over all 2,000 rows" in out
     assert "from --ids 524,288 on the gradient has 16 MB or more" in out
     assert {row[-1] for row in rows} == {"few rows at once", "all rows"}
 
@@ -202,16 +207,17 @@ def test_keeps_memory_in_a_process_of_its_own():
 
 WAYS = [
     (Sizes(5000, 64, 100), ways.AT_ONCE),
-    (Sizes(10**6, 64, 3000), ways.CHUNKS),
+    (Sizes(10**6, 64, 4096), ways.AT_ONCE),
+    (Sizes(10**6, 64, 4097), ways.CHUNKS),
     (Sizes(10**6, 64, 15_624), ways.CHUNKS),
     (Sizes(10**6, 64, 15_625), ways.FOLDED),
-    (Sizes(10**6, 16, 400_000), ways.CHUNKS),
+    (Sizes(10**6, 16, 300_000), ways.CHUNKS),
     (
         Sizes(10**6, 64, 200_000, dtype="bfloat16"),
         ways.ALL_AT_ONCE if WIDENS_BFLOAT16 else ways.CHUNKS,
     ),
-    (Sizes(5000, 64, 2499), ways.CHUNKS),
-    (Sizes(5000, 64, 2500), ways.ALL_ROWS),
+    (Sizes(20_000, 64, 5399), ways.CHUNKS),
+    (Sizes(20_000, 64, 5400), ways.ALL_ROWS),
     (Sizes(10**6, 64, 2_000_000), ways.ALL_ROWS),
     (Sizes(5000, 64, 2500, "sgd"), ways.EACH_SLOT),
     (Sizes(5000, 64, 20_000, "sgd"), ways.EACH_SLOT),
@@ -219,7 +225,7 @@ WAYS = [
     (Sizes(5000, 32, 10_000, "sgd"), ways.ALL_ROWS),
     (Sizes(5000, 64, 100, "sgd"), ways.ALL_AT_ONCE),
     (Sizes(5000, 64, 2500, "sgd", "bfloat16"), ways.ALL_AT_ONCE),
-    (Sizes(5000, 64, 2500, "adafactor"), ways.CHUNKS),
+    (Sizes(5000, 64, 4500, "adafactor"), ways.CHUNKS),
     (Sizes(5000, 64, 2500, "rowwise_adagrad"), ways.ALL_ROWS),
     (Sizes(10**6, 64, 100_000, "rowwise_adagrad"), ways.FOLDED),
 ]
@@ -246,7 +252,7 @@ def test_the_way_named_is_the_way_taken(sizes, way):
     names = {ways.ALL_ROWS: "step_whole", ways.FOLDED: "step_folded"}
     names[ways.EACH_SLOT] = "_each_slot"
     assert set(taken) == {names[way]} & set(names.values()) if way in names else not taken
-    # Loops of chunks: only a step in chunks slices 2048 of the gradient's rows.
+    # Loops of chunks: only a step in chunks slices so many of the gradient's rows.
     if way in (ways.CHUNKS, ways.AT_ONCE) and sizes.dtype == "float32":
         chunk = f"tensor<{ways.CHUNK}x{sizes.dim}xf32>"
         assert (chunk in text.as_text()) == (way == ways.CHUNKS)

@@ -38,7 +38,7 @@ def test_writes_are_told_that_indices_are_unique_and_copy_nothing():
         return js.apply_updates(table, updates), state
 
     table = jax.ShapeDtypeStruct((100_000, 32), jnp.float32)
-    ids = jax.ShapeDtypeStruct((4000,), jnp.int32)
+    ids = jax.ShapeDtypeStruct((5000,), jnp.int32)
     with mock.patch.object(lax, "platform_dependent", elsewhere):
         lowered = step.lower(table, jax.eval_shape(tx.init, table), ids)
     scatters = lowered.as_text().split('"stablehlo.scatter"(')[1:]

@@ -1,8 +1,8 @@
 """A step from a gradient of nearly as many rows as the table has: all rows at once.
 
-Finding the distinct rows costs a sort, and reaching each of them a jump. When half of the
-table is named, one pass over all of it is faster than both. Rows that the gradient does
-not name keep what they have, as everywhere.
+Finding the distinct rows costs a sort, and reaching each of them a jump. When the ids are a
+good part of the table's rows, one pass over all of it is faster than both. Rows that the
+gradient does not name keep what they have, as everywhere.
 """
 
 from collections.abc import Sequence
