@@ -207,8 +207,10 @@ def test_keeps_memory_in_a_process_of_its_own():
 
 WAYS = [
     (Sizes(5000, 64, 100), ways.AT_ONCE),
-    (Sizes(10**6, 64, 4096), ways.AT_ONCE),
-    (Sizes(10**6, 64, 4097), ways.CHUNKS),
+    (Sizes(10**6, 64, 5859), ways.AT_ONCE),  # up to 1.5 MB
+    (Sizes(10**6, 64, 5860), ways.CHUNKS),
+    (Sizes(10**6, 128, 4096), ways.AT_ONCE),  # up to 4,096 of any length
+    (Sizes(10**6, 128, 4097), ways.CHUNKS),
     (Sizes(10**6, 64, 15_624), ways.CHUNKS),
     (Sizes(10**6, 64, 15_625), ways.FOLDED),
     (Sizes(10**6, 16, 300_000), ways.CHUNKS),
@@ -216,8 +218,8 @@ WAYS = [
         Sizes(10**6, 64, 200_000, dtype="bfloat16"),
         ways.ALL_AT_ONCE if WIDENS_BFLOAT16 else ways.CHUNKS,
     ),
-    (Sizes(20_000, 64, 5399), ways.CHUNKS),
-    (Sizes(20_000, 64, 5400), ways.ALL_ROWS),
+    (Sizes(25_000, 64, 6749), ways.CHUNKS),
+    (Sizes(25_000, 64, 6750), ways.ALL_ROWS),
     (Sizes(10**6, 64, 2_000_000), ways.ALL_ROWS),
     (Sizes(5000, 64, 2500, "sgd"), ways.EACH_SLOT),
     (Sizes(5000, 64, 20_000, "sgd"), ways.EACH_SLOT),
@@ -225,7 +227,7 @@ WAYS = [
     (Sizes(5000, 32, 10_000, "sgd"), ways.ALL_ROWS),
     (Sizes(5000, 64, 100, "sgd"), ways.ALL_AT_ONCE),
     (Sizes(5000, 64, 2500, "sgd", "bfloat16"), ways.ALL_AT_ONCE),
-    (Sizes(5000, 64, 4500, "adafactor"), ways.CHUNKS),
+    (Sizes(10_000, 64, 6000, "adafactor"), ways.CHUNKS),
     (Sizes(5000, 64, 2500, "rowwise_adagrad"), ways.ALL_ROWS),
     (Sizes(10**6, 64, 100_000, "rowwise_adagrad"), ways.FOLDED),
 ]

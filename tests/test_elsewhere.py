@@ -11,6 +11,7 @@ import pytest
 from jax import lax
 
 import jslices as js
+from jslices.optim import in_place
 
 
 def elsewhere(*args, cpu, default):
@@ -39,7 +40,10 @@ def test_writes_are_told_that_indices_are_unique_and_copy_nothing():
 
     table = jax.ShapeDtypeStruct((100_000, 32), jnp.float32)
     ids = jax.ShapeDtypeStruct((5000,), jnp.int32)
-    with mock.patch.object(lax, "platform_dependent", elsewhere):
+    with (
+        mock.patch.object(lax, "platform_dependent", elsewhere),
+        mock.patch.object(in_place, "FEW_BYTES", 0),
+    ):
         lowered = step.lower(table, jax.eval_shape(tx.init, table), ids)
     scatters = lowered.as_text().split('"stablehlo.scatter"(')[1:]
     into_table = [

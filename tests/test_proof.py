@@ -11,16 +11,17 @@ from optimizers import ALL, label, make
 import jslices as js
 from jslices._grad import api, reread
 from jslices._proof import program
-from jslices.optim import large, leaf
+from jslices.optim import in_place, large, leaf
 from jslices.optim import step as choice
 from jslices.testing import assert_in_place, assert_no_dense_temporary
 
 V, D, K = 200_000, 16, 64
 TABLE_BYTES = V * D * 4
-MANY = 5_000  # rows are then worked off in chunks
+MANY = 5_000  # that is where chunks begin, unless rows are short
 # How many ids, and what adds the updates.
 REGIMES = {
     "at_once": (K, js.apply_updates),
+    "many_at_once": (MANY, js.apply_updates),
     "in_chunks": (MANY, optax.apply_updates),
     "in_the_gradient": (MANY, js.apply_updates),
 }
@@ -150,11 +151,18 @@ def rows_are_large(monkeypatch):
         monkeypatch.setattr(module, name, value)
 
 
+@pytest.fixture
+def rows_are_not_short(monkeypatch):
+    monkeypatch.setattr(in_place, "FEW_BYTES", 0)
+
+
 def prove_regime(regime, num_ids, apply_updates, case, request, folded):
     name, settings, tables = case
     is_large = regime == "in_the_gradient"
     if is_large:
         request.getfixturevalue("rows_are_large")
+    elif regime == "in_chunks":
+        request.getfixturevalue("rows_are_not_short")
     tx = make(js, name, 0.1, settings)
     step = ordinary_step(js.value_and_grad, tx, apply_updates)
     prove(step, arguments(tx, num_ids), tables, 10 * num_ids * (D + 1) * 4 + 4096)
@@ -228,6 +236,7 @@ def test_what_is_returned_besides_is_read_before_the_update(loss, in_one_call):
     [*((case, MANY) for case in EXACT), *((case, K) for case in EXACT[:2])],
     ids=lambda x: case_label(x) if isinstance(x, tuple) else str(x),
 )
+@pytest.mark.usefixtures("rows_are_not_short")
 def test_exact_step_is_in_place_too(case, num_ids):
     name, settings, tables = case
     tx = make(js, name, 0.1, {**settings, "untouched": "exact"})

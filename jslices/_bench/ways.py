@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from jslices._bench.sizes import Sizes
 from jslices._memory import MAPPED, is_large
-from jslices.optim.in_place import CHUNK, FEW_ROWS, WIDENS_BFLOAT16
+from jslices.optim.in_place import CHUNK, WIDENS_BFLOAT16, are_few
 from jslices.optim.step import SMALL, covers
 
 AT_ONCE = "few rows at once"
@@ -46,7 +46,7 @@ def way_of(sizes: Sizes, platform: str) -> str:
         large = is_large(sizes.ids, sizes.row_bytes) and sizes.ids > CHUNK
         if large and full and platform == "cpu":
             return FOLDED
-    return AT_ONCE if sizes.ids <= FEW_ROWS else many
+    return AT_ONCE if are_few(sizes.ids, sizes.row_bytes) else many
 
 
 def ids_for_all_rows(sizes: Sizes, platform: str) -> int | None:

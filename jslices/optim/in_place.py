@@ -23,9 +23,9 @@ from jslices.optim.select_rows import leading, where_rows
 Kernel = Callable[..., tuple[jax.Array, ...]]
 
 CHUNK = 2048
-#: So many slots are better stepped together: two chunks take 1.1 to 1.3 times as long, and
-#: the loop's own memory is then more than the rows'.
-FEW_ROWS = 2 * CHUNK
+#: So many slots, or slots of so many bytes, are better stepped together: chunks of them
+#: take 0.9 to 2 times as long, and two chunks more memory (docs/speed.md).
+FEW_ROWS, FEW_BYTES = 2 * CHUNK, 1.5e6
 
 #: To write into a bfloat16 array, XLA:CPU of these releases makes all of it float32, and
 #: back: better once a step than once a chunk. (jax 0.10.2 does it, 0.12 does not.)
@@ -44,8 +44,8 @@ def step_rows(
 
     Args:
       kernel: the arithmetic of the step.
-      indices: ``[U]``, unique, and empty slots (index V); if U is more than
-        ``FEW_ROWS``, these stand at the end.
+      indices: ``[U]``, unique, and empty slots (index V), which stand at the end unless
+        the slots :func:`are_few`.
       values: ``[U, *D]``, the gradient of these rows.
       state: arrays ``[V, ...]``, whose rows are written back.
       read: arrays ``[V, ...]``, whose rows are only read; there is one in both together.
@@ -57,7 +57,7 @@ def step_rows(
     reads, arrays = len(read), [*read, *state]
     every = (indices, values, *arrays)
     indices, values, *arrays = compat.as_varying_as(every, *every)
-    if indices.shape[0] <= FEW_ROWS or (
+    if are_few(len(indices), *map(row_bytes, (values, *arrays))) or (
         WIDENS_BFLOAT16 and any(x.dtype == jnp.bfloat16 for x in state)
     ):
         return step_at_once(kernel, indices, values, arrays, reads)
@@ -106,6 +106,11 @@ def loop_on_cpu(
 
     step.defjvp(lambda primals, tangents: jax.jvp(together, primals, tangents))
     return step((whole_consts, part_consts, more), *rows)
+
+
+def are_few(count: int, *row_bytes: int) -> bool:
+    """Whether so many rows of arrays of such rows are stepped together on a CPU too."""
+    return count <= FEW_ROWS or count * max(row_bytes) <= FEW_BYTES
 
 
 def row_bytes(values: jax.Array) -> int:

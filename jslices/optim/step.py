@@ -17,16 +17,16 @@ from jslices._bounds import canonical_indices
 from jslices._coalesce import Order, sum_duplicates
 from jslices._memory import SHORT, is_large
 from jslices._slices import IndexedSlices
-from jslices.optim.in_place import CHUNK, FEW_ROWS, Kernel, like, row_bytes, step_rows
+from jslices.optim.in_place import CHUNK, Kernel, are_few, like, row_bytes, step_rows
 from jslices.optim.large import step_large
 from jslices.optim.whole import EveryRow, step_whole
 
 #: Tables of this many bytes are better not summed densely, which makes one more of them.
 LARGE_TABLE = 16 * 10**6
 #: So many ids a row of the table are enough to step all of it. With fewer the pass, which
-#: needs memory for the sums, [V, D], would take more than six arrays [K, D]. Rows of less
-#: than 8 elements are stepped so fast that it is worth ten.
-IDS_A_ROW, IDS_A_SHORT_ROW = 0.27, 0.125
+#: needs memory for the sums, [V, D], would take more than six arrays [K, D]. It takes rows
+#: of fewer bytes than these so little time that it is worth more.
+IDS_A_ROW, SHORT_ROW = 0.27, 32
 #: Below so many slots nothing is won by choosing.
 SMALL = 512
 
@@ -64,7 +64,8 @@ def step_slices(
     elif _is_large(values) and _fits_in_gradient(kernel, values, arrays):
         indices, update, *new = step_large(kernel, indices, grad, arrays, len(read))
     else:
-        order: Order = "gaps" if len(indices) <= FEW_ROWS else "any"
+        few = are_few(len(indices), *map(row_bytes, (values, *arrays)))
+        order: Order = "gaps" if few else "any"
         values, indices, present = sum_duplicates(
             values, indices, height, None, order=order
         )
@@ -106,7 +107,7 @@ def covers(num_ids: int, row_bytes: int, num_rows: int, by_slot: bool = False) -
     """
     if by_slot:
         return row_bytes <= SHORT and num_ids >= max(SMALL, num_rows * 2)
-    ids_a_row = IDS_A_ROW if row_bytes >= 32 else IDS_A_SHORT_ROW
+    ids_a_row = IDS_A_ROW * min(row_bytes / SHORT_ROW, 1)
     if num_rows * row_bytes >= LARGE_TABLE:
         # Beyond the caches the pass takes as long as its bytes, and an id as 192 of them,
         # up to two ids a row: from SHORT bytes on the other ways sum within the gradient,
