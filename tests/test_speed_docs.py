@@ -36,6 +36,7 @@ def test_the_table_of_ratios():
         ratios("cpu.csv", OURS[2], large),
         ratios("cpu-hugepages.csv", OURS[0], large),
         ratios("cpu.csv", OURS[0], widest),
+        ratios("cpu-16.csv", OURS[0], small),
         ratios("cpu-1e7.csv", OURS[0], widest),
     ]
     for line, wanted in zip(said, measured, strict=True):
