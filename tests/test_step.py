@@ -6,6 +6,7 @@ import math
 import re
 from unittest import mock
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -251,6 +252,37 @@ def test_temporaries_are_less_than_six_arrays_of_the_gradient(count, length):
     compiled = train.lower(table, jax.eval_shape(tx.init, table), ids).compile()
     temporaries = compiled.memory_analysis().temp_size_in_bytes
     assert temporaries < 6 * count * length * 4
+
+
+@pytest.mark.parametrize("num_rows", [40_000, 300_000])  # a map of all rows, and a hash
+@pytest.mark.parametrize("name", ["adagrad", "amsgrad", "adafactor"])
+def test_many_short_rows_together_are_the_same_as_in_chunks(name, num_rows):
+    rng = np.random.default_rng(0)
+    tx, count, length = getattr(js, name)(0.5), 5_000, 4
+    ids = (num_rows * rng.random(count) ** 4).astype(np.int32)  # some are named often
+    ids[::50] = rng.choice([-1, num_rows, num_rows + 7], 100)  # some are no rows
+    grads = js.IndexedSlices(
+        jnp.asarray(rng.normal(size=(count, length)), jnp.float32), ids, (num_rows, length)
+    )
+    table = jnp.asarray(rng.normal(size=grads.dense_shape), jnp.float32)
+
+    def two_steps(few_bytes):
+        def step(table, state, grads):
+            updates, state = tx.update(grads, state, table)
+            return js.apply_updates(table, updates), state
+
+        with mock.patch.object(in_place, "FEW_BYTES", few_bytes):
+            lowered = jax.jit(step).lower(table, tx.init(table), grads)
+        step, now = lowered.compile(), (table, tx.init(table))
+        chunk = f"tensor<{in_place.CHUNK}x{length}xf32>"
+        return step(*step(*now, grads), grads), chunk in lowered.as_text()
+
+    together, cut = two_steps(in_place.FEW_BYTES)
+    assert not cut
+    in_chunks, cut = two_steps(0)
+    assert cut
+    chex.assert_trees_all_close(together, in_chunks, rtol=1e-5, atol=1e-6)
+    assert not np.array_equal(together[0], table)
 
 
 @pytest.mark.parametrize("name", ["adam", "adadelta", "rmsprop", "amsgrad"])
