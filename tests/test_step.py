@@ -234,22 +234,26 @@ def test_how_many_ids_are_enough_for_all_rows(length, rows, ids_a_row):
     assert kind(enough - 1) is js.IndexedSlices
 
 
+def compiled_step(tx, grad, shape, count):
+    """An ordinary step of a table with so many ids; it is not run."""
+
+    @functools.partial(jax.jit, donate_argnums=(0, 1))
+    def train(table, state, ids):
+        grads = grad(lambda p: jnp.sum(p[ids] ** 2))(table)
+        updates, state = tx.update(grads, state, table)
+        return js.apply_updates(table, updates), state
+
+    table = jax.ShapeDtypeStruct(shape, jnp.float32)
+    ids = jax.ShapeDtypeStruct((count,), jnp.int32)
+    return train.lower(table, jax.eval_shape(tx.init, table), ids).compile()
+
+
 @pytest.mark.parametrize("length", [8, 16, 64])
 @pytest.mark.parametrize(
     "count", [500, 2049, 5859, 5860, 23_437, 23_438, 26_999, 27_000, 100_000]
 )
 def test_temporaries_are_less_than_six_arrays_of_the_gradient(count, length):
-    tx = js.adam(0.5)
-
-    @functools.partial(jax.jit, donate_argnums=(0, 1))
-    def train(table, state, ids):
-        grads = js.grad(lambda p: jnp.sum(p[ids] ** 2))(table)
-        updates, state = tx.update(grads, state, table)
-        return js.apply_updates(table, updates), state
-
-    table = jax.ShapeDtypeStruct((100_000, length), jnp.float32)
-    ids = jax.ShapeDtypeStruct((count,), jnp.int32)
-    compiled = train.lower(table, jax.eval_shape(tx.init, table), ids).compile()
+    compiled = compiled_step(js.adam(0.5), js.grad, (100_000, length), count)
     temporaries = compiled.memory_analysis().temp_size_in_bytes
     assert temporaries < 6 * count * length * 4
 
@@ -306,18 +310,10 @@ def test_a_pass_over_all_rows_copies_no_array(name):
 @pytest.mark.parametrize("name", ["adagrad", "rmsprop", "adam"])
 def test_a_pass_over_all_rows_goes_over_them_as_often_as_a_dense_step(name, length):
     tx = getattr(js, name)(0.5)
-    table = jax.ShapeDtypeStruct((3000, length), jnp.float32)
-    ids = jax.ShapeDtypeStruct((2000,), jnp.int32)
 
     def passes(grad):
-        @functools.partial(jax.jit, donate_argnums=(0, 1))
-        def train(table, state, ids):
-            grads = grad(lambda p: jnp.sum(p[ids] ** 2))(table)
-            updates, state = tx.update(grads, state, table)
-            return js.apply_updates(table, updates), state
-
-        lowered = train.lower(table, jax.eval_shape(tx.init, table), ids)
-        program = lowered.compile().as_text().partition("ENTRY")[2]
+        compiled = compiled_step(tx, grad, (3000, length), 2000)
+        program = compiled.as_text().partition("ENTRY")[2]
         return sorted(re.findall(rf"= f32\[3000,{length}\]\S* (?!parameter)\w+", program))
 
     assert passes(js.grad) == passes(jax.grad) != []

@@ -24,9 +24,10 @@ from jslices.optim.whole import EveryRow, step_whole
 #: Tables of this many bytes are better not summed densely, which makes one more of them.
 LARGE_TABLE = 16 * 10**6
 #: So many ids a row of the table are enough to step all of it. With fewer the pass, which
-#: needs memory for the sums, [V, D], would take more than six arrays [K, D]. It takes rows
-#: of fewer bytes than these so little time that it is worth more.
-IDS_A_ROW, SHORT_ROW = 0.27, 32
+#: needs memory for the sums, [V, D], would take more than six arrays [K, D].
+IDS_A_ROW = 0.27
+#: The pass over rows of fewer bytes takes so little time that it may take more memory.
+SHORT_ROW = 32
 #: Below so many slots nothing is won by choosing.
 SMALL = 512
 
