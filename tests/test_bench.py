@@ -209,6 +209,9 @@ WAYS = [
     (Sizes(5000, 64, 100), ways.AT_ONCE),
     (Sizes(10**6, 64, 5859), ways.AT_ONCE),  # up to 1.5 MB
     (Sizes(10**6, 64, 5860), ways.CHUNKS),
+    *((Sizes(10**6, 64, 5859, name), ways.QUARTERS) for name in ways.IN_QUARTERS),
+    (Sizes(10**6, 64, 5860, "ftrl"), ways.CHUNKS),
+    *((Sizes(10**6, 64, 5859, name), ways.AT_ONCE) for name in ("rmsprop", "lamb", "lion")),
     (Sizes(10**6, 128, 4096), ways.AT_ONCE),  # up to 4,096 of any length
     (Sizes(10**6, 128, 4097), ways.CHUNKS),
     (Sizes(10**6, 64, 15_624), ways.CHUNKS),
@@ -255,9 +258,11 @@ def test_the_way_named_is_the_way_taken(sizes, way):
     names[ways.EACH_SLOT] = "_each_slot"
     assert set(taken) == {names[way]} & set(names.values()) if way in names else not taken
     # Loops of chunks: only a step in chunks slices so many of the gradient's rows.
-    if way in (ways.CHUNKS, ways.AT_ONCE) and sizes.dtype == "float32":
-        chunk = f"tensor<{ways.CHUNK}x{sizes.dim}xf32>"
-        assert (chunk in text.as_text()) == (way == ways.CHUNKS)
+    loops = {ways.AT_ONCE: 0, ways.CHUNKS: ways.CHUNK, ways.QUARTERS: -(-sizes.ids // 4)}
+    if way in loops and sizes.dtype == "float32":
+        for rows in {*loops.values()} - {0}:
+            chunk = f"tensor<{rows}x{sizes.dim}xf32>"
+            assert (chunk in text.as_text()) == (loops[way] == rows)
 
 
 def spies(taken, module, *names):

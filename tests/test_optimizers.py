@@ -462,6 +462,14 @@ def test_protocol_in_optax_and_without_gradients(name, kwargs):
     chex.assert_trees_all_equal(again["table"], new["table"])
 
 
+@every
+def test_the_state_is_donated_as_it_is_made(name, kwargs):
+    tx, params = make(js, name, 0.1, kwargs), rng_tree(np.random.default_rng(0))
+    arrays = [x for x in jax.tree.leaves((params, tx.init(params))) if x.size]
+    memory = [x.unsafe_buffer_pointer() for x in arrays]
+    assert len({*memory}) == len(memory)  # XLA refuses to be given one twice
+
+
 @pytest.mark.parametrize("name, kwargs", [*FIRST, *FACTORED], ids=label)
 def test_one_compilation_for_all_steps(name, kwargs):
     """With a schedule; without one, each setting's steps are counted where they are run."""

@@ -24,20 +24,27 @@ from jslices.optim import fold, in_place, large, step, stream, whole
 FIRST = {name: (name, kwargs) for name, kwargs in reversed([*SHARED, *BY_ROW, *OWN])}
 CASES = [*(FIRST.keys() - {"adafactor"})]
 CASES = [*(FIRST[name] for name in sorted(CASES)), ("sgd", {"momentum": 0.9})]
-D, K = 3, 40
+D, K = 3, 42
+WAYS = ["whole", "fold", "chunks", "quarters"]  # and at_once, their measure
+
+
+_step_rows = in_place.step_rows
 
 
 @contextlib.contextmanager
 def forced(way):
     """Makes ``step_slices`` go one way with small shapes."""
+    few = way in ("at_once", "quarters")
     with contextlib.ExitStack() as stack:
         patch = lambda *args: stack.enter_context(mock.patch.object(*args))  # noqa: E731
         patch(step, "covers", lambda *shape: way == "whole")
         patch(step, "is_large", lambda *shape: way == "fold")
         for module in (in_place, fold, large, stream, step):
-            patch(module, "CHUNK", 10**9 if way == "at_once" else 16)
-        patch(in_place, "FEW_ROWS", 10**9 if way == "at_once" else 16)
+            patch(module, "CHUNK", 10**9 if few else 16)
+        patch(in_place, "FEW_ROWS", 10**9 if few else 16)
         patch(in_place, "FEW_BYTES", 0)
+        rows = functools.partial(_step_rows, quarters=way == "quarters")
+        patch(step, "step_rows", lambda *args, quarters: rows(*args))
         yield
 
 
@@ -79,7 +86,7 @@ def at_once(number):
     return two_steps(*CASES[number], grads, table, "at_once")
 
 
-@pytest.mark.parametrize("way", ["whole", "fold", "chunks"])
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name, kwargs", CASES, ids=label)
 def test_every_way_gives_the_same(name, kwargs, way):
     table, ids, grads, num_rows = many_rows()
@@ -91,7 +98,7 @@ def test_every_way_gives_the_same(name, kwargs, way):
     check_update(got[2], ids, num_rows)
 
 
-@pytest.mark.parametrize("way", ["at_once", "whole", "fold", "chunks"])
+@pytest.mark.parametrize("way", ["at_once", *WAYS])
 @pytest.mark.parametrize("name, kwargs", CASES, ids=label)
 def test_update_and_apply_in_one_call(name, kwargs, way):
     table, _, grads, _ = many_rows()
@@ -103,7 +110,7 @@ def test_update_and_apply_in_one_call(name, kwargs, way):
 @settings(max_examples=40, deadline=None)
 @given(
     ids=st.lists(st.integers(-2, 12), min_size=K, max_size=K),
-    way=st.sampled_from(["whole", "fold", "chunks"]),
+    way=st.sampled_from(WAYS),
 )
 def test_any_ids(ids, way):
     rng = np.random.default_rng(1)
@@ -140,7 +147,7 @@ def _adam_of(way):
 @pytest.mark.parametrize("bad", [np.inf, np.nan, -np.inf])
 def test_what_is_not_finite_stays_in_its_row(bad):
     grads = js.IndexedSlices(jnp.ones((K, D)).at[3].set(bad), [3, 7] * (K // 2), (60, D))
-    for way in ("whole", "fold", "chunks"):
+    for way in WAYS:
         table, _, updates = two_steps("adam", {}, grads, jnp.ones((60, D)), way)
         assert np.isfinite(np.delete(table, 7, 0)).all(), way
         check_update(updates, [3, 7], 60)
@@ -157,9 +164,9 @@ def test_the_way_is_chosen_from_the_shapes():
         for way, (module, name) in ways.items():
             real = getattr(module, name)
 
-            def spy(*args, way=way, real=real):
+            def spy(*args, way=way, real=real, **kwargs):
                 taken.append(way)
-                return real(*args)
+                return real(*args, **kwargs)
 
             stack.enter_context(mock.patch.object(module, name, spy))
         for num_rows, dim, count, way in [
@@ -248,12 +255,13 @@ def compiled_step(tx, grad, shape, count):
     return train.lower(table, jax.eval_shape(tx.init, table), ids).compile()
 
 
+@pytest.mark.parametrize("name", ["adam", "ftrl"])  # at once, and in quarters
 @pytest.mark.parametrize("length", [8, 16, 64])
 @pytest.mark.parametrize(
     "count", [500, 2049, 5859, 5860, 23_437, 23_438, 26_999, 27_000, 100_000]
 )
-def test_temporaries_are_less_than_six_arrays_of_the_gradient(count, length):
-    compiled = compiled_step(js.adam(0.5), js.grad, (100_000, length), count)
+def test_temporaries_are_less_than_six_arrays_of_the_gradient(count, length, name):
+    compiled = compiled_step(getattr(js, name)(0.5), js.grad, (100_000, length), count)
     temporaries = compiled.memory_analysis().temp_size_in_bytes
     assert temporaries < 6 * count * length * 4
 
@@ -357,7 +365,7 @@ def test_updates_of_all_rows_are_slices_like_others():
         np.testing.assert_allclose(done, want, rtol=1e-5, atol=1e-7)
 
 
-@pytest.mark.parametrize("way", ["whole", "fold", "chunks"])
+@pytest.mark.parametrize("way", WAYS)
 def test_a_learned_learning_rate_goes_each_way(way):
     rng = np.random.default_rng(6)
     table = jnp.asarray(rng.normal(size=(60, D)), jnp.float32)

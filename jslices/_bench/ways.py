@@ -11,6 +11,7 @@ from jslices.optim.in_place import CHUNK, WIDENS_BFLOAT16, are_few
 from jslices.optim.step import SMALL, covers
 
 AT_ONCE = "few rows at once"
+QUARTERS = "few rows, a quarter at a time"
 ALL_AT_ONCE = "its rows at once"
 CHUNKS = "its rows in chunks"
 FOLDED = "in the gradient's own memory"
@@ -19,6 +20,8 @@ EACH_SLOT = "each id by itself"
 
 ABOUT = {
     AT_ONCE: "duplicates are summed, then the distinct rows are stepped together",
+    QUARTERS: "duplicates are summed, then the distinct rows are stepped a quarter at a "
+    "time, as this optimizer would need much memory for all of them",
     ALL_AT_ONCE: "duplicates are summed, then the distinct rows are stepped together",
     CHUNKS: "duplicates are summed, then the distinct rows are stepped some at a time, "
     "while they are in the cache",
@@ -27,6 +30,9 @@ ABOUT = {
     ALL_ROWS: "so many ids name much of the table that one pass over all of it is faster",
     EACH_SLOT: "without state there is nothing to sum for; each id's update is added",
 }
+
+#: The optimizers whose ``Rule.quarters`` is set, by default.
+IN_QUARTERS = ("adadelta", "amsgrad", "ftrl")
 
 
 def way_of(sizes: Sizes, platform: str) -> str:
@@ -46,7 +52,10 @@ def way_of(sizes: Sizes, platform: str) -> str:
         large = is_large(sizes.ids, sizes.row_bytes) and sizes.ids > CHUNK
         if large and full and platform == "cpu":
             return FOLDED
-    return AT_ONCE if are_few(sizes.ids, sizes.row_bytes) else many
+    if not are_few(sizes.ids, sizes.row_bytes):
+        return many
+    quarters = sizes.optimizer in IN_QUARTERS and sizes.ids > 1 and not whole
+    return QUARTERS if quarters else AT_ONCE
 
 
 def ids_for_all_rows(sizes: Sizes, platform: str) -> int | None:

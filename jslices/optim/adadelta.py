@@ -103,7 +103,8 @@ def adadelta(
 
             return kernel
 
-        return Rule({"e_g": zeros(), "e_x": zeros()}, step, reads_params=decays)
+        slots = {"e_g": zeros(), "e_x": zeros()}
+        return Rule(slots, step, reads_params=decays, quarters=True)
 
     plain = rule(weight_decay)
     if not exact:
@@ -114,5 +115,6 @@ def adadelta(
     def coast(missed: Missed, p: jax.Array, *means: jax.Array) -> tuple[jax.Array, ...]:
         return p, *(fading(fade, missed) * mean for mean in means)
 
-    rule_exact = Rule(plain.slots, plain.step, drift=Drift(learning_rate), coast=coast)
+    drift = Drift(learning_rate)
+    rule_exact = Rule(plain.slots, plain.step, drift=drift, coast=coast, quarters=True)
     return transformation(AdadeltaState, rule_exact)

@@ -189,7 +189,9 @@ def adafactor(
                 u, new = finish(g * whole**-0.5, p, *(mean or (None,)), by_row=True)
                 return (u, whole, *([] if new is None else [new]))
 
-            u, whole, *new = step_rows(full, g.indices, g.values, [v[2], *moving], [p])
+            u, whole, *new = step_rows(
+                full, g.indices, g.values, [v[2], *moving], [p], quarters=bool(moving)
+            )
             return _slices(u, g), v[0], v[1], whole, new[0] if new else None
         rows, columns = (v[1], v[0]) if tall else (v[0], v[1])
         total = jnp.sum(g.values**2, axis=0, dtype=columns.dtype)
@@ -250,11 +252,11 @@ def moments_of_nothing(p: Any) -> jax.Array:
 
 def _start(p: Any, factored: bool, shortest: int) -> tuple[jax.Array, ...]:
     p = jnp.asarray(p)
-    axes, nothing = factored_axes(p.shape, factored, shortest), moments_of_nothing(p)
+    axes = factored_axes(p.shape, factored, shortest)
     if axes is None:
-        return nothing, nothing, jnp.zeros_like(p)
+        return moments_of_nothing(p), moments_of_nothing(p), jnp.zeros_like(p)
     row, col = (jnp.zeros(np.delete(p.shape, axis), p.dtype) for axis in axes[::-1])
-    return row, col, nothing
+    return row, col, moments_of_nothing(p)
 
 
 def _size(x: jax.Array, by_row: bool) -> jax.Array:

@@ -1,5 +1,6 @@
 """Adam, lazy or exact on the rows that got no gradient."""
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -107,10 +108,11 @@ def adam(
 
         return kernel
 
-    rule = Rule({"mu": zeros(mu_dtype), "nu": zeros()}, step)
+    rule = Rule({"mu": zeros(mu_dtype), "nu": zeros()}, step, quarters=nesterov)
     if exact:
         drift = adam_drift("adam", learning_rate, b1, b2, nesterov)
-        rule = Rule(rule.slots, step, drift=drift, coast=adam_coast(b1, b2, eps, eps_root))
+        coast = adam_coast(b1, b2, eps, eps_root)
+        rule = dataclasses.replace(rule, drift=drift, coast=coast)
     return transformation(AdamState, rule)
 
 

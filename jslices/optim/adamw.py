@@ -1,5 +1,6 @@
 """Adam with decoupled weight decay."""
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -91,14 +92,15 @@ def adamw(
         slots = {"mu": zeros(mu_dtype), "nu": zeros()}
         missed_rate = rate if everywhere else 0.0
         check_decay("adamw", learning_rate, missed_rate)
+        plain = Rule(slots, step, reads_params=True, quarters=nesterov)
         if exact:
             drift = adam_drift("adamw", learning_rate, b1, b2, nesterov, missed_rate)
-            return Rule(slots, step, True, drift, adam_coast(b1, b2, eps, eps_root))
+            coast = adam_coast(b1, b2, eps, eps_root)
+            return dataclasses.replace(plain, drift=drift, coast=coast)
         if everywhere:
-            return Rule(
-                slots, step, True, Drift(learning_rate, (), missed_rate), only_decay
-            )
-        return Rule(slots, step, True)
+            drift = Drift(learning_rate, (), missed_rate)
+            return dataclasses.replace(plain, drift=drift, coast=only_decay)
+        return plain
 
     return transformation(AdamState, rule(weight_decay), other=rule(0.0), mask=mask)
 

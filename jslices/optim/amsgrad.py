@@ -106,7 +106,7 @@ def amsgrad(
 
     slots = {"mu": zeros(mu_dtype), "nu": zeros(), "nu_max": zeros()}
     if not exact:
-        return transformation(AmsgradState, Rule(slots, step))
+        return transformation(AmsgradState, Rule(slots, step, quarters=True))
     check_fading("amsgrad", b1=b1, b2=b2)
     first: Any = b1
     second: Any = b2
@@ -118,4 +118,6 @@ def amsgrad(
 
     series = momentum_series(first, corrected=bias_correction_mu)
     drift = Drift(learning_rate, (series,))
-    return transformation(AmsgradState, Rule(slots, step, drift=drift, coast=coast))
+    return transformation(
+        AmsgradState, Rule(slots, step, drift=drift, coast=coast, quarters=True)
+    )

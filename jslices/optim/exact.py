@@ -183,7 +183,8 @@ def _each(
             results.append(_all_rows(made[id(rule)], arrays))
         else:
             dummy = jnp.zeros(rows.shape, bool)
-            results.append(list(step_rows(made[id(rule)], rows, dummy, arrays))[1:])
+            new = step_rows(made[id(rule)], rows, dummy, arrays, quarters=True)
+            results.append(list(new)[1:])
     if not results:
         return params, state
     params, *slots, last, told = [

@@ -61,7 +61,7 @@ def step_folded(
         ]
         return [set_rows(rows, place, update), *state]
 
-    update, *new_state = in_chunks(distinct, count, body, [summed, *state])
+    update, *new_state = in_chunks(distinct, count, CHUNK, body, [summed, *state])
     return (jnp.where(target == here, indices, height), update, *new_state)
 
 
@@ -80,7 +80,7 @@ def _fold(values: jax.Array, target: jax.Array) -> jax.Array:
         left = jnp.where(per_row(moves, rows), jnp.zeros((), rows.dtype), at(rows))
         return [lax.dynamic_update_slice_in_dim(rows, left, start, 0)]
 
-    (rows,) = in_chunks(count, count, body, [values])
+    (rows,) = in_chunks(count, count, CHUNK, body, [values])
     return rows
 
 

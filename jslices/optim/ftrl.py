@@ -127,4 +127,4 @@ def ftrl(
         return kernel
 
     slots = {"accum": full(initial_accumulator_value), "linear": zeros()}
-    return transformation(FtrlState, Rule(slots, step, reads_params=True))
+    return transformation(FtrlState, Rule(slots, step, reads_params=True, quarters=True))

@@ -39,6 +39,8 @@ def step_rows(
     state: Sequence[jax.Array],
     read: Sequence[jax.Array] = (),
     present: jax.Array | None = None,
+    *,
+    quarters: bool = False,
 ) -> tuple[jax.Array, ...]:
     """Runs ``kernel`` on the rows that ``indices`` name.
 
@@ -50,6 +52,8 @@ def step_rows(
       state: arrays ``[V, ...]``, whose rows are written back.
       read: arrays ``[V, ...]``, whose rows are only read; there is one in both together.
       present: int32 ``[]``, how many rows there are besides the empty slots, if known.
+      quarters: whether few slots are stepped in four quarters on a CPU, as together they
+        would take too much memory.
 
     Returns:
       ``(update, *state)``: ``[U, *D]``, zero in empty slots, and the new arrays.
@@ -57,21 +61,25 @@ def step_rows(
     reads, arrays = len(read), [*read, *state]
     every = (indices, values, *arrays)
     indices, values, *arrays = compat.as_varying_as(every, *every)
-    if are_few(len(indices), *map(row_bytes, (values, *arrays))) or (
-        WIDENS_BFLOAT16 and any(x.dtype == jnp.bfloat16 for x in state)
-    ):
+    count, chunk = len(indices), CHUNK
+    few = are_few(count, *map(row_bytes, (values, *arrays)))
+    widens = WIDENS_BFLOAT16 and any(x.dtype == jnp.bfloat16 for x in state)
+    if widens or (few and not (quarters and count > 1)):
         return step_at_once(kernel, indices, values, arrays, reads)
-
-    if present is None:
+    if few:
+        present, chunk = jnp.int32(count), -(-count // 4)
+    elif present is None:
         present = jnp.sum(indices < arrays[0].shape[0], dtype=jnp.int32)
 
     def at_once(kernel: Kernel, values: jax.Array, *arrays: jax.Array) -> Any:
         return step_at_once(kernel, indices, values, arrays, reads)
 
     def chunked(kernel: Kernel, values: jax.Array, *arrays: jax.Array) -> Any:
-        return step_in_chunks(kernel, indices, values, arrays, reads, present)
+        return step_in_chunks(kernel, indices, values, arrays, reads, present, chunk)
 
-    result: tuple[jax.Array, ...] = loop_on_cpu(chunked, at_once, kernel, values, arrays)
+    result: tuple[jax.Array, ...] = loop_on_cpu(
+        chunked, at_once, kernel, values, arrays, chunk
+    )
     return result
 
 
@@ -81,6 +89,7 @@ def loop_on_cpu(
     kernel: Kernel,
     values: jax.Array,
     arrays: Sequence[jax.Array],
+    chunk: int,
     more: Sequence[jax.Array] = (),
 ) -> Any:
     """``loop(kernel, values, *arrays, *more)`` on a CPU, else ``at_once`` without ``more``.
@@ -92,7 +101,7 @@ def loop_on_cpu(
     """
     rows = (values, *arrays)
     whole, whole_consts = jax.closure_convert(kernel, *like(rows, len(values)))
-    part, part_consts = jax.closure_convert(kernel, *like(rows, CHUNK))
+    part, part_consts = jax.closure_convert(kernel, *like(rows, chunk))
 
     def looped(consts: Any, *rows: jax.Array) -> Any:
         return loop(lambda *x: part(*x, *consts[1]), *rows, *consts[2])
@@ -155,11 +164,12 @@ def step_in_chunks(
     arrays: Sequence[jax.Array],
     reads: int,
     present: jax.Array,
+    chunk: int,
     gradient: Callable[..., jax.Array] | None = None,
 ) -> tuple[jax.Array, ...]:
     """:func:`step_at_once`, a chunk at a time, of at least one chunk of slots.
 
-    ``gradient(start, *arrays)`` gives the rows ``[CHUNK, *D]`` from slot ``start`` on, the
+    ``gradient(start, *arrays)`` gives the rows ``[chunk, *D]`` from slot ``start`` on, the
     arrays being as the chunks before have left them; else they are those of ``values``.
     """
     count, height = indices.shape[0], arrays[0].shape[0]
@@ -167,24 +177,25 @@ def step_in_chunks(
 
     def body(start: jax.Array, fresh: jax.Array, carry: Any) -> Any:
         update, *state = carry
-        cut = lambda x: lax.dynamic_slice_in_dim(x, start, CHUNK)  # noqa: E731
+        cut = lambda x: lax.dynamic_slice_in_dim(x, start, chunk)  # noqa: E731
         ids = jnp.where(fresh, cut(indices), height)
         rows = (*read, *state)
         given = cut(values) if gradient is None else gradient(start, *rows)
         new, *state = step_at_once(kernel, ids, given, rows, reads)
-        new = leading(cut(update), CHUNK - jnp.sum(fresh, dtype=jnp.int32), new)
+        new = leading(cut(update), chunk - jnp.sum(fresh, dtype=jnp.int32), new)
         return [lax.dynamic_update_slice_in_dim(update, new, start, 0), *state]
 
     # In the kernel's own dtype, which need not be that of the gradient.
-    shape = jax.eval_shape(kernel, *like([values, *arrays], CHUNK))[0]
+    shape = jax.eval_shape(kernel, *like([values, *arrays], chunk))[0]
     update = jnp.zeros((count, *shape.shape[1:]), shape.dtype)
     (update,) = compat.as_varying_as(arrays, update)
-    return tuple(in_chunks(present, count, body, [update, *state]))
+    return tuple(in_chunks(present, count, chunk, body, [update, *state]))
 
 
 def in_chunks(
     total: Any,
     count: int,
+    chunk: int,
     body: Callable[..., Any],
     carry: Sequence[jax.Array],
     first: jax.Array | None = None,
@@ -194,14 +205,14 @@ def in_chunks(
     They begin with slot ``first``, or 0.
 
     The last chunk may begin early, so that it ends with the last slot; ``fresh`` (bools
-    ``[CHUNK]``) shows which slots no chunk had before.
+    ``[chunk]``) shows which slots no chunk had before.
     """
 
     def step(done_carry: Any) -> Any:
         done, *carry = done_carry
-        start = jnp.minimum(done, count - CHUNK)
-        fresh = start + jnp.arange(CHUNK, dtype=jnp.int32) >= done
-        return [done + CHUNK, *body(start, fresh, carry)]
+        start = jnp.minimum(done, count - chunk)
+        fresh = start + jnp.arange(chunk, dtype=jnp.int32) >= done
+        return [done + chunk, *body(start, fresh, carry)]
 
     first = jnp.zeros((), jnp.int32) if first is None else first
     return lax.while_loop(lambda x: x[0] < total, step, [first, *carry])[1:]

@@ -71,7 +71,7 @@ def step_large(
 
     num_more = len(more)
     result: tuple[jax.Array, ...] = loop_on_cpu(
-        on_cpu, elsewhere, kernel, values, arrays, more
+        on_cpu, elsewhere, kernel, values, arrays, CHUNK, more
     )
     return result
 

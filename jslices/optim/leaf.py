@@ -39,7 +39,9 @@ def update_leaf(
     if param is not None:
         check_fits(grad, param)
     if read or state:
-        return step_slices(kernel, grad, state, read, still=rule.still)
+        return step_slices(
+            kernel, grad, state, read, still=rule.still, quarters=rule.quarters
+        )
     wide = grad.values.dtype.itemsize >= 4  # 16 bits would be rounded at each addition
     if rule.linear and wide and len(grad.indices) >= SMALL:
         shape = grad.dense_shape

@@ -117,8 +117,9 @@ def rmsprop(
 
     starts = {"nu": full(initial_scale), "mu": zeros(), "trace": zeros()}
     slots = {name: starts[name] for name in names}
+    quarters = momentum is not None
     if not exact:
-        return transformation(RmspropState, Rule(slots, step))
+        return transformation(RmspropState, Rule(slots, step, quarters=quarters))
     check_fading("rmsprop", decay=decay, momentum=momentum)
     fade: Any = decay
     carry: Any = momentum
@@ -135,5 +136,6 @@ def rmsprop(
         return jnp.full(steps.shape, carry if nesterov else 1.0)
 
     series = (Series(carry, ahead, False),) if momentum is not None else ()
-    rule = Rule(slots, step, drift=Drift(learning_rate, series), coast=coast)
+    drift = Drift(learning_rate, series)
+    rule = Rule(slots, step, drift=drift, coast=coast, quarters=quarters)
     return transformation(RmspropState, rule)

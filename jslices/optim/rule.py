@@ -28,6 +28,8 @@ class Rule:
       coast: ``coast(missed, p, *slots) -> (p, *slots)``, what missed steps did to rows.
       linear: whether the update of a sum of gradients is the sum of their updates.
       still: whether a row whose gradient is zero keeps all it has.
+      quarters: whether few rows are stepped in four quarters; for a kernel that would else
+        hold six arrays of the gradient's size or more.
     """
 
     slots: Mapping[str, Callable[[jax.Array], jax.Array]]
@@ -38,6 +40,7 @@ class Rule:
     row_step: Callable[[jax.Array], Kernel] | None = None
     linear: bool = False
     still: bool = False
+    quarters: bool = False
 
 
 def zeros(dtype: DTypeLike | None = None) -> Callable[[jax.Array], jax.Array]:

@@ -39,6 +39,7 @@ def step_slices(
     read: Sequence[jax.Array] = (),
     *,
     still: bool = False,
+    quarters: bool = False,
 ) -> tuple[Any, ...]:
     """Runs ``kernel`` on the rows that ``grad`` names, duplicates summed first.
 
@@ -48,6 +49,7 @@ def step_slices(
       state: arrays ``[V, ...]``, whose rows are written back.
       read: arrays ``[V, ...]``, whose rows are only read; there is one in both together.
       still: whether a row whose gradient is zero keeps all it has.
+      quarters: as for ``step_rows``.
 
     Returns:
       ``(update, *state)``: IndexedSlices in which each row appears once, its other slots
@@ -70,7 +72,9 @@ def step_slices(
         values, indices, present = sum_duplicates(
             values, indices, height, None, order=order
         )
-        update, *new = step_rows(kernel, indices, values, state, read, present)
+        update, *new = step_rows(
+            kernel, indices, values, state, read, present, quarters=quarters
+        )
     return (kind(update, indices, grad.dense_shape), *new)
 
 

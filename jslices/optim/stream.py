@@ -68,8 +68,10 @@ def step_streamed(
             return [sums[0].at[goal].add(rows, mode="drop", wrap_negative_indices=False)]
 
         end, nothing = begin[first + CHUNK], like([values], CHUNK)
-        (sums,) = in_chunks(end, count, add, nothing, begin[first])
+        (sums,) = in_chunks(end, count, CHUNK, add, nothing, begin[first])
         return sums
 
-    new = step_in_chunks(kernel, unique, values, arrays, reads, distinct, gradient_of)
+    new = step_in_chunks(
+        kernel, unique, values, arrays, reads, distinct, CHUNK, gradient_of
+    )
     return (unique, *new)
