@@ -97,7 +97,7 @@ def test_other_sizes_are_computed(bench):
     assert tenfold[3] == here[3] == "3.5 KB"
     assert (here[4], tenfold[4]) == ("62.5 KB", "625.0 KB")
     assert (here[6], tenfold[6]) == ("500.0 KB", "4.9 MB")
-    assert "from --ids 540 on a step goes over all 2,000 rows" in out
+    assert "from --ids 610 on a step goes over all 2,000 rows" in out
     assert "from --ids 524,288 on the gradient has 16 MB or more" in out
     assert {row[-1] for row in rows} == {"few rows at once", "all rows"}
 
@@ -221,8 +221,11 @@ WAYS = [
         Sizes(10**6, 64, 200_000, dtype="bfloat16"),
         ways.ALL_AT_ONCE if WIDENS_BFLOAT16 else ways.CHUNKS,
     ),
-    (Sizes(25_000, 64, 6749), ways.CHUNKS),
-    (Sizes(25_000, 64, 6750), ways.ALL_ROWS),
+    (Sizes(25_000, 64, 7624), ways.CHUNKS),
+    (Sizes(25_000, 64, 7625), ways.ALL_ROWS),
+    (Sizes(25_000, 64, 7625, "ftrl"), ways.CHUNKS),
+    (Sizes(25_000, 64, 15_500, "ftrl"), ways.CHUNKS),
+    (Sizes(25_000, 64, 15_900, "adadelta"), ways.FOLDED),
     (Sizes(10**6, 64, 2_000_000), ways.ALL_ROWS),
     (Sizes(5000, 64, 2500, "sgd"), ways.EACH_SLOT),
     (Sizes(5000, 64, 20_000, "sgd"), ways.EACH_SLOT),

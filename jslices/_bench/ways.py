@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jslices._bench.sizes import Sizes
 from jslices._memory import MAPPED, is_large
 from jslices.optim.in_place import CHUNK, WIDENS_BFLOAT16, are_few
-from jslices.optim.step import SMALL, covers
+from jslices.optim.step import SMALL, covers, covers_by_slot
 
 AT_ONCE = "few rows at once"
 QUARTERS = "few rows, a quarter at a time"
@@ -31,8 +31,9 @@ ABOUT = {
     EACH_SLOT: "without state there is nothing to sum for; each id's update is added",
 }
 
-#: The optimizers whose ``Rule.quarters`` is set, by default.
+#: The optimizers whose ``Rule.quarters`` is set by default, and whose ``Rule.held`` is.
 IN_QUARTERS = ("adadelta", "amsgrad", "ftrl")
+HELD = {"adadelta": 3, "ftrl": 3}
 
 
 def way_of(sizes: Sizes, platform: str) -> str:
@@ -41,13 +42,13 @@ def way_of(sizes: Sizes, platform: str) -> str:
     many = ALL_AT_ONCE if whole else CHUNKS
     full = jnp.dtype(sizes.dtype).itemsize >= 4
     if sizes.optimizer == "sgd":  # which has no state
-        if full and covers(sizes.ids, sizes.row_bytes, sizes.rows, True):
+        if full and _covers(sizes):
             return ALL_ROWS
         by_slot = platform == "cpu" and full and sizes.ids >= SMALL
         return EACH_SLOT if by_slot else ALL_AT_ONCE
     # adafactor does its rows by itself.
     if sizes.optimizer != "adafactor":
-        if covers(sizes.ids, sizes.row_bytes, sizes.rows):
+        if _covers(sizes):
             return ALL_ROWS
         large = is_large(sizes.ids, sizes.row_bytes) and sizes.ids > CHUNK
         if large and full and platform == "cpu":
@@ -63,9 +64,15 @@ def ids_for_all_rows(sizes: Sizes, platform: str) -> int | None:
     if way_of(sizes.but(ids=4 * sizes.rows + SMALL), platform) != ALL_ROWS:
         return None
     counts = range(1, 4 * sizes.rows + SMALL + 1)
-    alone = sizes.optimizer == "sgd"
-    goes = lambda ids: covers(ids, sizes.row_bytes, sizes.rows, alone)  # noqa: E731
+    goes = lambda ids: _covers(sizes.but(ids=ids))  # noqa: E731
     return counts[bisect.bisect_left(counts, True, key=goes)]
+
+
+def _covers(sizes: Sizes) -> bool:
+    shape = (sizes.ids, sizes.row_bytes, sizes.rows)
+    if sizes.optimizer == "sgd":
+        return covers_by_slot(*shape)
+    return covers(*shape, HELD.get(sizes.optimizer, 1))
 
 
 def ids_for_large_gradient(sizes: Sizes) -> int:

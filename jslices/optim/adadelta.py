@@ -1,5 +1,6 @@
 """Adadelta: steps in the units of the parameters."""
 
+import dataclasses
 from typing import Any, NamedTuple
 
 import jax
@@ -104,7 +105,7 @@ def adadelta(
             return kernel
 
         slots = {"e_g": zeros(), "e_x": zeros()}
-        return Rule(slots, step, reads_params=decays, quarters=True)
+        return Rule(slots, step, reads_params=decays, quarters=True, held=3)
 
     plain = rule(weight_decay)
     if not exact:
@@ -116,5 +117,5 @@ def adadelta(
         return p, *(fading(fade, missed) * mean for mean in means)
 
     drift = Drift(learning_rate)
-    rule_exact = Rule(plain.slots, plain.step, drift=drift, coast=coast, quarters=True)
+    rule_exact = dataclasses.replace(plain, drift=drift, coast=coast)
     return transformation(AdadeltaState, rule_exact)

@@ -127,4 +127,5 @@ def ftrl(
         return kernel
 
     slots = {"accum": full(initial_accumulator_value), "linear": zeros()}
-    return transformation(FtrlState, Rule(slots, step, reads_params=True, quarters=True))
+    rule = Rule(slots, step, reads_params=True, quarters=True, held=3)
+    return transformation(FtrlState, rule)

@@ -19,7 +19,7 @@ from jslices.optim.select_rows import where_rows
 from jslices.optim.step import (
     SMALL,
     apply_large,
-    covers,
+    covers_by_slot,
     step_all_rows,
     step_slices,
     steps_large,
@@ -39,13 +39,11 @@ def update_leaf(
     if param is not None:
         check_fits(grad, param)
     if read or state:
-        return step_slices(
-            kernel, grad, state, read, still=rule.still, quarters=rule.quarters
-        )
+        return step_slices(kernel, grad, state, read, rule)
     wide = grad.values.dtype.itemsize >= 4  # 16 bits would be rounded at each addition
     if rule.linear and wide and len(grad.indices) >= SMALL:
         shape = grad.dense_shape
-        if shape and covers(len(grad.indices), row_bytes(grad.values), shape[0], True):
+        if shape and covers_by_slot(len(grad.indices), row_bytes(grad.values), shape[0]):
             return (step_all_rows(kernel, grad),)
         return (_each_slot(kernel, grad),)
     grad = grad.coalesce()
@@ -71,7 +69,7 @@ def apply_leaf(
 def _holds_no_update(rule: Rule, grad: IndexedSlices, num_slots: int) -> bool:
     """Whether ``tx.apply`` had better step the parameter where it steps the state."""
     assert grad.dense_shape is not None
-    if not steps_large(grad, grad.dense_shape[0]):
+    if not steps_large(grad, grad.dense_shape[0], rule):
         return False
     # Without state each slot can be added as it is, unless that takes new memory.
     fresh = slot_gradient(grad) is not None and is_mapped(grad.values.nbytes)

@@ -1,5 +1,6 @@
 """RMSProp: gradients divided by their recent size."""
 
+import dataclasses
 from typing import Any, NamedTuple
 
 import jax
@@ -117,9 +118,11 @@ def rmsprop(
 
     starts = {"nu": full(initial_scale), "mu": zeros(), "trace": zeros()}
     slots = {name: starts[name] for name in names}
-    quarters = momentum is not None
+    moves = momentum is not None
+    held = 2 if moves and nesterov else 1
+    plain = Rule(slots, step, quarters=moves, held=held)
     if not exact:
-        return transformation(RmspropState, Rule(slots, step, quarters=quarters))
+        return transformation(RmspropState, plain)
     check_fading("rmsprop", decay=decay, momentum=momentum)
     fade: Any = decay
     carry: Any = momentum
@@ -137,5 +140,5 @@ def rmsprop(
 
     series = (Series(carry, ahead, False),) if momentum is not None else ()
     drift = Drift(learning_rate, series)
-    rule = Rule(slots, step, drift=drift, coast=coast, quarters=quarters)
+    rule = dataclasses.replace(plain, drift=drift, coast=coast)
     return transformation(RmspropState, rule)

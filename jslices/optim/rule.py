@@ -30,6 +30,8 @@ class Rule:
       still: whether a row whose gradient is zero keeps all it has.
       quarters: whether few rows are stepped in four quarters; for a kernel that would else
         hold six arrays of the gradient's size or more.
+      held: how many arrays ``[V, *D]`` a step of all rows needs besides those it is given:
+        more than the sums if XLA cannot write the new state, or the update, over the old.
     """
 
     slots: Mapping[str, Callable[[jax.Array], jax.Array]]
@@ -41,6 +43,7 @@ class Rule:
     linear: bool = False
     still: bool = False
     quarters: bool = False
+    held: int = 1
 
 
 def zeros(dtype: DTypeLike | None = None) -> Callable[[jax.Array], jax.Array]:

@@ -19,13 +19,11 @@ from jslices._memory import SHORT, is_large
 from jslices._slices import IndexedSlices
 from jslices.optim.in_place import CHUNK, Kernel, are_few, like, row_bytes, step_rows
 from jslices.optim.large import step_large
+from jslices.optim.rule import Rule
 from jslices.optim.whole import EveryRow, step_whole
 
 #: Tables of this many bytes are better not summed densely, which makes one more of them.
 LARGE_TABLE = 16 * 10**6
-#: So many ids a row of the table are enough to step all of it. With fewer the pass, which
-#: needs memory for the sums, [V, D], would take more than six arrays [K, D].
-IDS_A_ROW = 0.27
 #: The pass over rows of fewer bytes takes so little time that it may take more memory.
 SHORT_ROW = 32
 #: Below so many slots nothing is won by choosing.
@@ -36,10 +34,8 @@ def step_slices(
     kernel: Kernel,
     grad: IndexedSlices,
     state: Sequence[jax.Array],
-    read: Sequence[jax.Array] = (),
-    *,
-    still: bool = False,
-    quarters: bool = False,
+    read: Sequence[jax.Array],
+    rule: Rule,
 ) -> tuple[Any, ...]:
     """Runs ``kernel`` on the rows that ``grad`` names, duplicates summed first.
 
@@ -48,8 +44,7 @@ def step_slices(
       grad: of an array ``[V, *D]``, K slots.
       state: arrays ``[V, ...]``, whose rows are written back.
       read: arrays ``[V, ...]``, whose rows are only read; there is one in both together.
-      still: whether a row whose gradient is zero keeps all it has.
-      quarters: as for ``step_rows``.
+      rule: whose kernel it is.
 
     Returns:
       ``(update, *state)``: IndexedSlices in which each row appears once, its other slots
@@ -59,10 +54,10 @@ def step_slices(
     height = arrays[0].shape[0]
     kind = IndexedSlices
     indices, values = canonical_indices(grad.indices, height), grad.values
-    if covers(len(indices), row_bytes(values), height):
+    if covers(len(indices), row_bytes(values), height, rule.held):
         kind = EveryRow
         indices, update, *new = step_whole(
-            kernel, indices, values, height, arrays, len(read), still
+            kernel, indices, values, height, arrays, len(read), rule.still
         )
     elif _is_large(values) and _fits_in_gradient(kernel, values, arrays):
         indices, update, *new = step_large(kernel, indices, grad, arrays, len(read))
@@ -73,7 +68,7 @@ def step_slices(
             values, indices, height, None, order=order
         )
         update, *new = step_rows(
-            kernel, indices, values, state, read, present, quarters=quarters
+            kernel, indices, values, state, read, present, quarters=rule.quarters
         )
     return (kind(update, indices, grad.dense_shape), *new)
 
@@ -104,15 +99,13 @@ def step_all_rows(kernel: Kernel, grad: IndexedSlices) -> EveryRow:
     return EveryRow(update, indices, grad.dense_shape)
 
 
-def covers(num_ids: int, row_bytes: int, num_rows: int, by_slot: bool = False) -> bool:
+def covers(num_ids: int, row_bytes: int, num_rows: int, held: int = 1) -> bool:
     """Whether so many ids are enough of a table to step all of it.
 
-    ``by_slot``: else each id would be added by itself, of which only short rows are slow:
-    they take as long to be told from empty slots as to be added.
+    ``held``: arrays [V, D] that this takes. The ids are so many that these, and a bit, are
+    less than six arrays [K, D].
     """
-    if by_slot:
-        return row_bytes <= SHORT and num_ids >= max(SMALL, num_rows * 2)
-    ids_a_row = IDS_A_ROW * min(row_bytes / SHORT_ROW, 1)
+    ids_a_row = (held + 0.83) / 6 * min(row_bytes / SHORT_ROW, 1)
     if num_rows * row_bytes >= LARGE_TABLE:
         # Beyond the caches the pass takes as long as its bytes, and an id as 192 of them,
         # up to two ids a row: from SHORT bytes on the other ways sum within the gradient,
@@ -121,9 +114,18 @@ def covers(num_ids: int, row_bytes: int, num_rows: int, by_slot: bool = False) -
     return num_ids >= max(SMALL, num_rows * ids_a_row)
 
 
-def steps_large(grad: IndexedSlices, height: int) -> bool:
+def covers_by_slot(num_ids: int, row_bytes: int, num_rows: int) -> bool:
+    """The same, where each id would else be added by itself.
+
+    Of these only short rows are slow: they take as long to be told from empty slots as to
+    be added.
+    """
+    return row_bytes <= SHORT and num_ids >= max(SMALL, num_rows * 2)
+
+
+def steps_large(grad: IndexedSlices, height: int, rule: Rule) -> bool:
     """Whether the gradient is large, and not of so many rows that all V are stepped."""
-    few = not covers(len(grad.indices), row_bytes(grad.values), height)
+    few = not covers(len(grad.indices), row_bytes(grad.values), height, rule.held)
     return few and _is_large(grad.values)
 
 

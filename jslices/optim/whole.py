@@ -78,7 +78,7 @@ def _keeping(
     kept = {
         id(var): old
         for var, old in zip(new, slots, strict=True)
-        if id(var) in computed and sum(other is var for other in program.outvars) == 1
+        if id(var) in computed and sum(other is var for other in new) == 1
     }
     values: dict[Any, Any] = dict(zip(program.constvars, closed.consts, strict=True))
     values.update(zip(program.invars, operands, strict=True))
