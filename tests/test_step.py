@@ -173,7 +173,7 @@ def test_the_way_is_chosen_from_the_shapes():
             (1_000, 16, 100, "rows"),  # few
             (1_000, 16, 600, "whole"),  # half of the table
             (100_000, 16, 10_000, "rows"),
-            (100_000, 16, 31_000, "whole"),
+            (100_000, 16, 30_000, "whole"),
             (100_000, 64, 15_000, "rows"),
             (100_000, 64, 16_000, "fold"),
             (100_000, 64, 130_000, "fold"),
@@ -218,11 +218,10 @@ def test_many_slots_of_sgd_stay_as_they_are():
 @pytest.mark.parametrize(
     "name, length, rows, ids_a_row",
     [
-        *(("adam", 1, 10**5, 1.83 / 48), ("adam", 4, 10**6, 1.83 / 12)),
-        *(("adam", 8, 10**6, 1.83 / 6), ("adam", 256, 10**4, 1.83 / 6)),
-        ("adam", 16, 10**6, 1 / 3),
+        *(("adam", 1, 10**5, 0.27 / 8), ("adam", 4, 10**6, 0.27 / 2)),
+        *(("adam", 8, 10**6, 0.27), ("adam", 256, 10**4, 0.27), ("adam", 16, 10**6, 1 / 3)),
         *(("adam", 32, 10**6, 2 / 3), ("adam", 256, 10**5, 2)),
-        *(("ftrl", 8, 10**6, 3.83 / 6), ("ftrl", 4, 10**6, 3.83 / 12)),
+        *(("ftrl", 8, 10**6, 3.62 / 6), ("ftrl", 4, 10**6, 3.62 / 12)),
         *(("ftrl", 32, 10**6, 2 / 3), ("ftrl", 256, 10**5, 2)),
     ],
 )
@@ -263,7 +262,7 @@ def compiled_step(tx, grad, shape, count):
 @pytest.mark.parametrize("length", [8, 16, 64])
 @pytest.mark.parametrize(
     "count",
-    [500, 2049, 5859, 5860, 23_437, 23_438, 30_499, 30_500, 63_832, 63_834, 100_000],
+    [500, 2049, 5859, 5860, 23_437, 23_438, 26_999, 27_000, 60_333, 60_334, 100_000],
 )
 def test_temporaries_are_less_than_six_arrays_of_the_gradient(count, length, name):
     compiled = compiled_step(getattr(js, name)(0.5), js.grad, (100_000, length), count)

@@ -33,7 +33,7 @@ ABOUT = {
 
 #: The optimizers whose ``Rule.quarters`` is set by default, and whose ``Rule.held`` is.
 IN_QUARTERS = ("adadelta", "amsgrad", "ftrl")
-HELD = {"adadelta": 3, "ftrl": 3}
+HELD = {"adadelta": 3, "ftrl": 3, "lamb": 1.2}
 
 
 def way_of(sizes: Sizes, platform: str) -> str:

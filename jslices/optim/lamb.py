@@ -103,6 +103,7 @@ def lamb(
             lambda count: stepping(False, count),
             reads_params=True,
             row_step=lambda count: stepping(True, count),
+            held=1.2,  # the norms of the rows as well
         )
 
     return transformation(LambState, rule(weight_decay), other=rule(0.0), mask=mask)

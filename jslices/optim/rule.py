@@ -31,7 +31,8 @@ class Rule:
       quarters: whether few rows are stepped in four quarters; for a kernel that would else
         hold six arrays of the gradient's size or more.
       held: how many arrays ``[V, *D]`` a step of all rows needs besides those it is given:
-        more than the sums if XLA cannot write the new state, or the update, over the old.
+        more than the sums where XLA cannot write the new state, or the update, over the
+        old. Arrays ``[V]`` are a fraction of one.
     """
 
     slots: Mapping[str, Callable[[jax.Array], jax.Array]]
@@ -43,7 +44,7 @@ class Rule:
     linear: bool = False
     still: bool = False
     quarters: bool = False
-    held: int = 1
+    held: float = 1
 
 
 def zeros(dtype: DTypeLike | None = None) -> Callable[[jax.Array], jax.Array]:

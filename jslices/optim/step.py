@@ -54,7 +54,7 @@ def step_slices(
     height = arrays[0].shape[0]
     kind = IndexedSlices
     indices, values = canonical_indices(grad.indices, height), grad.values
-    if covers(len(indices), row_bytes(values), height, rule.held):
+    if covers(len(indices), row_bytes(values), height, _held(rule)):
         kind = EveryRow
         indices, update, *new = step_whole(
             kernel, indices, values, height, arrays, len(read), rule.still
@@ -99,19 +99,24 @@ def step_all_rows(kernel: Kernel, grad: IndexedSlices) -> EveryRow:
     return EveryRow(update, indices, grad.dense_shape)
 
 
-def covers(num_ids: int, row_bytes: int, num_rows: int, held: int = 1) -> bool:
+def covers(num_ids: int, row_bytes: int, num_rows: int, held: float = 1) -> bool:
     """Whether so many ids are enough of a table to step all of it.
 
     ``held``: arrays [V, D] that this takes. The ids are so many that these, and a bit, are
     less than six arrays [K, D].
     """
-    ids_a_row = (held + 0.83) / 6 * min(row_bytes / SHORT_ROW, 1)
+    ids_a_row = (held + 0.62) / 6 * min(row_bytes / SHORT_ROW, 1)
     if num_rows * row_bytes >= LARGE_TABLE:
         # Beyond the caches the pass takes as long as its bytes, and an id as 192 of them,
         # up to two ids a row: from SHORT bytes on the other ways sum within the gradient,
         # from twice as many on slot by slot.
         ids_a_row = min(max(ids_a_row, row_bytes / 192), 2)
     return num_ids >= max(SMALL, num_rows * ids_a_row)
+
+
+def _held(rule: Rule) -> float:
+    """Of rows that catch up, the steps that they have done are kept too: arrays [V]."""
+    return rule.held if rule.drift is None else rule.held + 0.2
 
 
 def covers_by_slot(num_ids: int, row_bytes: int, num_rows: int) -> bool:
@@ -125,7 +130,7 @@ def covers_by_slot(num_ids: int, row_bytes: int, num_rows: int) -> bool:
 
 def steps_large(grad: IndexedSlices, height: int, rule: Rule) -> bool:
     """Whether the gradient is large, and not of so many rows that all V are stepped."""
-    few = not covers(len(grad.indices), row_bytes(grad.values), height, rule.held)
+    few = not covers(len(grad.indices), row_bytes(grad.values), height, _held(rule))
     return few and _is_large(grad.values)
 
 
