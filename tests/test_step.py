@@ -337,6 +337,7 @@ def test_a_pass_over_all_rows_goes_over_them_as_often_as_a_dense_step(name, leng
         lambda g, a, b: (g, a, b + g),  # as it was
         lambda g, a, b: (a + g, a + g, a + g),
         lambda g, a, b: (g * 2, b, a),
+        lambda g, a, b: (lambda c: (c, b * c, c))(a + g),  # the update is kept as state
         lambda g, a, b: (lambda c: (c, c, c))(jnp.sin(g + a * b)),
         lambda g, a, b: (a * 0 + jnp.nan, g / 0 * 0, jnp.where(g > 1, b, jnp.inf)),
     ],

@@ -1,5 +1,6 @@
 """AMSGrad: Adam whose step sizes never grow back."""
 
+import dataclasses
 from typing import Any, NamedTuple
 
 import jax
@@ -105,8 +106,9 @@ def amsgrad(
         return kernel
 
     slots = {"mu": zeros(mu_dtype), "nu": zeros(), "nu_max": zeros()}
+    rule = Rule(slots, step, quarters=True)
     if not exact:
-        return transformation(AmsgradState, Rule(slots, step, quarters=True))
+        return transformation(AmsgradState, rule)
     check_fading("amsgrad", b1=b1, b2=b2)
     first: Any = b1
     second: Any = b2
@@ -118,6 +120,5 @@ def amsgrad(
 
     series = momentum_series(first, corrected=bias_correction_mu)
     drift = Drift(learning_rate, (series,))
-    return transformation(
-        AmsgradState, Rule(slots, step, drift=drift, coast=coast, quarters=True)
-    )
+    rule = dataclasses.replace(rule, drift=drift, coast=coast)
+    return transformation(AmsgradState, rule)
