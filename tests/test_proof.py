@@ -56,6 +56,7 @@ OPTIMIZERS = [
     ("adafactor", {"momentum": 0.9, "weight_decay_rate": 0.1, "factored": False}, 3),
     ("adam", {"nesterov": True}, 3),
     ("adamw", {"nesterov": True}, 3),
+    ("lamb", {"weight_decay": 0.1}, 3),
 ]
 # Adafactor has a way of its own.
 BY_RULE = [case for case in OPTIMIZERS if case[0] != "adafactor"]

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from jslices.optim.base import Scalar, Schedule, check_learning_rate, scaled, step_size
-from jslices.optim.decay import with_decay
+from jslices.optim.decay import decays, with_decay
 from jslices.optim.drift import Drift, Missed, fading
 from jslices.optim.in_place import Kernel
 from jslices.optim.moments import decayed
@@ -81,10 +81,7 @@ def adadelta(
     """
     check_learning_rate("adadelta", learning_rate)
     exact = check_untouched("adadelta", untouched)
-    decays = callable(weight_decay) or not (
-        isinstance(weight_decay, int | float) and weight_decay == 0
-    )
-    if exact and decays:
+    if exact and decays(weight_decay):
         raise ValueError(
             'adadelta(untouched="exact") takes no weight_decay: it is part of the gradient '
             "here, so that a row without one still moves, and not in closed form; use "
@@ -105,7 +102,7 @@ def adadelta(
             return kernel
 
         slots = {"e_g": zeros(), "e_x": zeros()}
-        return Rule(slots, step, reads_params=decays, quarters=True, held=3)
+        return Rule(slots, step, reads_params=decays(weight_decay), quarters=True, held=3)
 
     plain = rule(weight_decay)
     if not exact:

@@ -34,11 +34,16 @@ def check_decay(name: str, rate: Any, weight_decay: Any) -> None:
         )
 
 
+def decays(weight_decay: Scalar | Schedule) -> bool:
+    """Whether there is any: not if it is known to be zero."""
+    return not isinstance(weight_decay, int | float) or weight_decay != 0
+
+
 def with_decay(
     direction: jax.Array, p: jax.Array, weight_decay: Scalar | Schedule, count: jax.Array
 ) -> jax.Array:
     """``direction + weight_decay * p``, before the learning rate."""
-    if isinstance(weight_decay, int | float) and weight_decay == 0:
+    if not decays(weight_decay):
         return direction
     rate: Any = value_at(weight_decay, count)
     return direction + rate * p

@@ -14,7 +14,7 @@ from jslices.optim.base import (
     scaled,
     step_size,
 )
-from jslices.optim.decay import with_decay
+from jslices.optim.decay import decays, with_decay
 from jslices.optim.in_place import Kernel
 from jslices.optim.protocol import GradientTransformation
 from jslices.optim.rows import transformation
@@ -103,6 +103,7 @@ def lamb(
             lambda count: stepping(False, count),
             reads_params=True,
             row_step=lambda count: stepping(True, count),
+            quarters=decays(rate),
             held=1.2,  # the norms of the rows as well
         )
 
