@@ -26,8 +26,6 @@ CASES = [*(FIRST.keys() - {"adafactor"})]
 CASES = [*(FIRST[name] for name in sorted(CASES)), ("sgd", {"momentum": 0.9})]
 D, K = 3, 42
 WAYS = ["whole", "fold", "chunks", "quarters"]  # and at_once, their measure
-
-
 _step_rows = in_place.step_rows
 
 

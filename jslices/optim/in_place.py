@@ -3,7 +3,8 @@
 On a CPU the rows are worked off in chunks, and only as many chunks as hold rows: a chunk's
 rows are still in the cache, and in the table of pages, when they are written back. (At
 V = 1e6, D = 64 and 1e4 Zipf ids this takes a fifth off the step, and most of what it grows
-with V.) Elsewhere all rows go at once, as a loop would only launch kernels.
+with V.) Few rows go at once, or in quarters where that would take too much memory. Not on a
+CPU, all rows go at once, as a loop would only launch kernels.
 """
 
 import math

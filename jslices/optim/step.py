@@ -1,6 +1,7 @@
 """From slices to the update and the new state: the way is chosen from the shapes.
 
     few rows               ``in_place.step_at_once``    number, sum, gather, step, scatter
+      of many arrays       ``in_place.step_rows``       the same in quarters, on a CPU
     more rows, on a CPU    ``in_place.step_rows``       the same in chunks, in cache
     many bytes, on a CPU   ``large.step_large``         as few arrays ``[K, D]`` as can be
     much of the table      ``whole.step_whole``         no numbers, one pass over all rows
@@ -54,7 +55,7 @@ def step_slices(
     height = arrays[0].shape[0]
     kind = IndexedSlices
     indices, values = canonical_indices(grad.indices, height), grad.values
-    if covers(len(indices), row_bytes(values), height, _held(rule)):
+    if _covered(grad, height, rule):
         kind = EveryRow
         indices, update, *new = step_whole(
             kernel, indices, values, height, arrays, len(read), rule.still
@@ -99,11 +100,12 @@ def step_all_rows(kernel: Kernel, grad: IndexedSlices) -> EveryRow:
     return EveryRow(update, indices, grad.dense_shape)
 
 
-def covers(num_ids: int, row_bytes: int, num_rows: int, held: float = 1) -> bool:
+def covers(num_ids: int, row_bytes: int, num_rows: int, held: float) -> bool:
     """Whether so many ids are enough of a table to step all of it.
 
-    ``held``: arrays [V, D] that this takes. The ids are so many that these, and a bit, are
-    less than six arrays [K, D].
+    ``held``: arrays [V, D] that this takes. With these and what else there is, steps of
+    rows of 8 elements take up to 5.98 arrays [K, D] at the limit, of longer rows fewer;
+    they are to take less than six.
     """
     ids_a_row = (held + 0.62) / 6 * min(row_bytes / SHORT_ROW, 1)
     if num_rows * row_bytes >= LARGE_TABLE:
@@ -112,11 +114,6 @@ def covers(num_ids: int, row_bytes: int, num_rows: int, held: float = 1) -> bool
         # from twice as many on slot by slot.
         ids_a_row = min(max(ids_a_row, row_bytes / 192), 2)
     return num_ids >= max(SMALL, num_rows * ids_a_row)
-
-
-def _held(rule: Rule) -> float:
-    """Of rows that catch up, the steps that they have done are kept too: arrays [V]."""
-    return rule.held if rule.drift is None else rule.held + 0.2
 
 
 def covers_by_slot(num_ids: int, row_bytes: int, num_rows: int) -> bool:
@@ -130,8 +127,13 @@ def covers_by_slot(num_ids: int, row_bytes: int, num_rows: int) -> bool:
 
 def steps_large(grad: IndexedSlices, height: int, rule: Rule) -> bool:
     """Whether the gradient is large, and not of so many rows that all V are stepped."""
-    few = not covers(len(grad.indices), row_bytes(grad.values), height, _held(rule))
-    return few and _is_large(grad.values)
+    return not _covered(grad, height, rule) and _is_large(grad.values)
+
+
+def _covered(grad: IndexedSlices, height: int, rule: Rule) -> bool:
+    # Of rows that catch up, the steps that they have done are kept too: arrays [V].
+    held = rule.held if rule.drift is None else rule.held + 0.2
+    return covers(len(grad.indices), row_bytes(grad.values), height, held)
 
 
 def _is_large(values: jax.Array) -> bool:
