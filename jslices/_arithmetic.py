@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from jslices._bounds import add_rows, canonical_indices, index_dtype, take_rows
-from jslices._check import check_batch_index, check_slices
 from jslices._densify import human_bytes, warn_dense
+from jslices._rows.bounds import add_rows, canonical_indices, index_dtype, take_rows
+from jslices._rows.check import check_batch_index, check_slices
 
 if TYPE_CHECKING:
     from jslices._slices import IndexedSlices

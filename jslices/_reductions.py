@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from jslices._bounds import canonical_indices, empty_slot
-from jslices._check import check_slices
+from jslices._rows.bounds import canonical_indices, empty_slot
+from jslices._rows.check import check_slices
 
 if TYPE_CHECKING:
     from jslices._slices import IndexedSlices

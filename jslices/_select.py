@@ -4,9 +4,9 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from jslices._bounds import canonical_indices, empty_slot, take_rows
-from jslices._compact import kept_positions, pick
-from jslices._ids import as_ids
+from jslices._rows.bounds import canonical_indices, empty_slot, take_rows
+from jslices._rows.ids import as_ids
+from jslices._rows.pick import kept_positions, pick
 from jslices._slices import IndexedSlices, check_slices, is_slices
 
 

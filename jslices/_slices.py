@@ -12,14 +12,14 @@ from jax.typing import ArrayLike, DTypeLike
 
 from jslices._arithmetic import RowArithmetic
 from jslices._arithmetic import concat_slices as concat_slices
-from jslices._bounds import add_rows, canonical_indices
-from jslices._check import as_array, as_indices, check_parts, static_shape
-from jslices._check import check_slices as check_slices
-from jslices._coalesce import check_combine, sum_duplicates
-from jslices._compact import nonzero_rows
 from jslices._densify import human_bytes
-from jslices._jax_operators import called_by_jax_operator
+from jslices._jax import called_by_jax_operator
 from jslices._reductions import RowReductions
+from jslices._rows.bounds import add_rows, canonical_indices
+from jslices._rows.check import as_array, as_indices, check_parts, static_shape
+from jslices._rows.check import check_slices as check_slices
+from jslices._rows.pick import nonzero_rows
+from jslices._rows.sums import check_combine, sum_duplicates
 
 
 @jax.tree_util.register_pytree_with_keys_class

@@ -4,17 +4,17 @@
 ``init(key, shape, dtype)``, like those of ``jax.nn.initializers``.
 """
 
-from jslices.variables import constant_initializer as constant
-from jslices.variables import glorot_normal_initializer as glorot_normal
-from jslices.variables import glorot_uniform_initializer as glorot_uniform
-from jslices.variables import ones_initializer as ones
-from jslices.variables import orthogonal_initializer as orthogonal
-from jslices.variables import random_normal_initializer as random_normal
-from jslices.variables import random_uniform_initializer as random_uniform
-from jslices.variables import truncated_normal_initializer as truncated_normal
-from jslices.variables import uniform_unit_scaling_initializer as uniform_unit_scaling
-from jslices.variables import variance_scaling_initializer as variance_scaling
-from jslices.variables import zeros_initializer as zeros
+from jslices.tf1 import constant_initializer as constant
+from jslices.tf1 import glorot_normal_initializer as glorot_normal
+from jslices.tf1 import glorot_uniform_initializer as glorot_uniform
+from jslices.tf1 import ones_initializer as ones
+from jslices.tf1 import orthogonal_initializer as orthogonal
+from jslices.tf1 import random_normal_initializer as random_normal
+from jslices.tf1 import random_uniform_initializer as random_uniform
+from jslices.tf1 import truncated_normal_initializer as truncated_normal
+from jslices.tf1 import uniform_unit_scaling_initializer as uniform_unit_scaling
+from jslices.tf1 import variance_scaling_initializer as variance_scaling
+from jslices.tf1 import zeros_initializer as zeros
 
 __all__ = [
     "constant",

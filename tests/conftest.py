@@ -1,5 +1,6 @@
 """Settings for all tests, made before JAX starts."""
 
+import gc
 import os
 import shutil
 import tempfile
@@ -54,6 +55,14 @@ def _forget_shown_warnings():
 
     _densify._registry.clear()
     yield
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _forget_what_was_compiled():
+    """A worker's memory does not grow with the modules that it has run."""
+    yield
+    jax.clear_caches()
+    gc.collect()
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,7 @@ from jslices.__main__ import main
 from jslices._bench import command, measure, memory, ways
 from jslices._bench.sizes import Sizes, optimizer_names
 from jslices.optim import large, leaf, step, whole
-from jslices.optim.in_place import WIDENS_BFLOAT16
+from jslices.optim._engine.in_place import WIDENS_BFLOAT16
 
 TINY = ("--rows", "2e3", "--dim", "8", "--ids", "1e2")
 

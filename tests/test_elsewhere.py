@@ -11,7 +11,7 @@ import pytest
 from jax import lax
 
 import jslices as js
-from jslices.optim import in_place
+from jslices.optim._engine import in_place
 
 
 def elsewhere(*args, cpu, default):

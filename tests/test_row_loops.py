@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 import jslices as js
-from jslices._bounds import take_rows
-from jslices._row_loops import SCALAR, row_loop
+from jslices._rows.bounds import take_rows
+from jslices._rows.loops import SCALAR, row_loop
 
 DTYPES = (jnp.float32, jnp.int32, jnp.uint32, jnp.float16, jnp.bfloat16, jnp.int16, bool)
 IDS = jnp.array([2**31 - 1, -(2**31), -1, 0, 3, 3, 2, 1, 5, 12])

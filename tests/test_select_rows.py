@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jslices.optim.select_rows import UNROLLED, leading, where_rows
+from jslices._rows.select import UNROLLED, leading, where_rows
 
 SHAPES = [(7, 1), (7, 2), (7, 16), (7, 23), (7, 24), (7, 4, 3), (7,), (7, 0), (0, 4)]
 

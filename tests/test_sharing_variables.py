@@ -323,9 +323,9 @@ def test_conv2d_against_numpy(stride, padding):
             slice(i * stride, i * stride + w) for i, w in zip((y, x), window, strict=True)
         )
         wanted[:, y, x] = np.einsum("bhwc,hwco->bo", padded[:, rows, columns], kernel)
-    got = jslices.nn.conv2d(image, kernel, [1, stride, stride, 1], padding)
+    got = jslices.tf1.nn.conv2d(image, kernel, [1, stride, stride, 1], padding)
     np.testing.assert_allclose(got, wanted, atol=1e-4)
-    turned = jslices.nn.conv2d(
+    turned = jslices.tf1.nn.conv2d(
         image.transpose(0, 3, 1, 2), kernel, [1, 1, stride, stride], padding, "NCHW"
     )
     np.testing.assert_allclose(turned.transpose(0, 2, 3, 1), wanted, atol=1e-4)
@@ -344,23 +344,25 @@ def test_conv2d_against_numpy(stride, padding):
 def test_conv2d_refuses(change, words):
     arguments = {"strides": [1, 1, 1, 1], "padding": "SAME", **change}
     with pytest.raises(ValueError, match=words):
-        jslices.nn.conv2d(IMAGE, jnp.ones((3, 3, 3, 1)), **arguments)
+        jslices.tf1.nn.conv2d(IMAGE, jnp.ones((3, 3, 3, 1)), **arguments)
 
 
 def test_a_handle_in_either_place():
     def model():
         kernel = jslices.Variable(jnp.ones((2, 2, 3, 1)))
         image = jslices.Variable(IMAGE)
-        return jslices.nn.relu(jslices.nn.conv2d(image, kernel, [1, 1, 1, 1], "SAME"))
+        return jslices.tf1.nn.relu(
+            jslices.tf1.nn.conv2d(image, kernel, [1, 1, 1, 1], "SAME")
+        )
 
     model = jslices.transform(model)
     out, _ = model.apply(model.init(KEY))
     ones = jnp.ones((2, 2, 3, 1))
-    wanted = jax.nn.relu(jslices.nn.conv2d(IMAGE, ones, [1, 1, 1, 1], "SAME"))
+    wanted = jax.nn.relu(jslices.tf1.nn.conv2d(IMAGE, ones, [1, 1, 1, 1], "SAME"))
     np.testing.assert_array_equal(out, wanted)
 
 
 def test_tf_nn_has_the_lookups():
     for name in ("embedding_lookup", "embedding_lookup_sparse", "nce_loss",
                  "safe_embedding_lookup_sparse", "sampled_softmax_loss"):  # fmt: skip
-        assert getattr(jslices.nn, name) is getattr(jslices, name)
+        assert getattr(jslices.tf1.nn, name) is getattr(jslices, name)

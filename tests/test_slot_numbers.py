@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import jslices as js
-from jslices import _slot_numbers
-from jslices._coalesce import sum_duplicates
+from jslices._rows import numbering as _slot_numbers
+from jslices._rows.sums import sum_duplicates
 
 K, V = 520, 3000
 

@@ -1,4 +1,4 @@
-"""Which way a step takes, in words; ``jslices.optim.step`` chooses it from the shapes."""
+"""Which way a step takes, in words."""
 
 import bisect
 import math
@@ -6,9 +6,9 @@ import math
 import jax.numpy as jnp
 
 from jslices._bench.sizes import Sizes
-from jslices._memory import MAPPED, is_large
-from jslices.optim.in_place import CHUNK, WIDENS_BFLOAT16, are_few
-from jslices.optim.step import SMALL, covers, covers_by_slot
+from jslices._devices.memory import MAPPED, is_large
+from jslices.optim._engine.in_place import CHUNK, WIDENS_BFLOAT16, are_few
+from jslices.optim._engine.step import SMALL, covers, covers_by_slot
 
 AT_ONCE = "few rows at once"
 QUARTERS = "few rows, a quarter at a time"

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jslices._grad import compat
+from jslices import _jax
 from jslices._grad.rules import ELEMENTWISE
 
 #: Bytes of rows that are summed at a time.
@@ -33,12 +33,12 @@ class BySlot:
     """
 
     def __init__(
-        self, program: compat.Program, lookup: compat.Equation, values: Mapping[Any, Any]
+        self, program: _jax.Program, lookup: _jax.Equation, values: Mapping[Any, Any]
     ) -> None:
         self._values = values
         self._lookup = lookup
         (self.rows,) = lookup.outvars
-        self.count = compat.shape_of(self.rows)[0]
+        self.count = _jax.shape_of(self.rows)[0]
         self._makers = {var: eqn for eqn in program.eqns for var in eqn.outvars}
 
     def same_slots(self, indices: Any) -> bool:
@@ -48,11 +48,11 @@ class BySlot:
             return False
         return made.invars[0] is indices and self._numbers_slots(indices)
 
-    def contains(self, equations: Iterable[compat.Equation]) -> bool:
+    def contains(self, equations: Iterable[_jax.Equation]) -> bool:
         """Whether all of these equations, which the rows go into, are of that part."""
         return all(self._by_slot(eqn) for eqn in equations)
 
-    def sums(self, equations: Iterable[compat.Equation]) -> list[compat.Equation]:
+    def sums(self, equations: Iterable[_jax.Equation]) -> list[_jax.Equation]:
         """The sums that are all that these equations need of more slots than one.
 
         Empty if they need something else of them: the rows are then better read at once.
@@ -60,7 +60,7 @@ class BySlot:
         reached, sums = set(self._lookup.outvars), []
         for eqn in equations:
             if eqn is self._lookup or not any(
-                not isinstance(atom, compat.Literal) and atom in reached
+                not isinstance(atom, _jax.Literal) and atom in reached
                 for atom in eqn.invars
             ):
                 continue
@@ -72,16 +72,16 @@ class BySlot:
                 return []
         return sums
 
-    def summed(self, eqn: compat.Equation) -> jax.Array:
+    def summed(self, eqn: _jax.Equation) -> jax.Array:
         """What a sum gives, on a CPU from rows that are looked up some at a time."""
         (atom,) = eqn.invars
         total: jax.Array = lax.platform_dependent(
             cpu=lambda: self._sum_in_parts(eqn),
-            default=lambda: compat.bind(eqn, [self._values[atom]])[0],
+            default=lambda: _jax.bind(eqn, [self._values[atom]])[0],
         )
         return total
 
-    def _sum_in_parts(self, eqn: compat.Equation) -> jax.Array:
+    def _sum_in_parts(self, eqn: _jax.Equation) -> jax.Array:
         table, ids = (self._values[var] for var in self._lookup.invars)
         aval = self.rows.aval
         num_bytes = aval.size * aval.dtype.itemsize
@@ -90,8 +90,8 @@ class BySlot:
 
         def some(start: Any, size: int) -> jax.Array:
             take = lambda x: lax.dynamic_slice_in_dim(x, start, size)  # noqa: E731
-            (rows,) = compat.bind(self._lookup, [table, take(ids)])
-            (part,) = compat.bind(eqn, [self.of(eqn.invars[0], rows, take)])
+            (rows,) = _jax.bind(self._lookup, [table, take(ids)])
+            (part,) = _jax.bind(eqn, [self.of(eqn.invars[0], rows, take)])
             return part
 
         # Fewer than there are chunks.
@@ -107,13 +107,13 @@ class BySlot:
         known = {self.rows: rows}
 
         def part(atom: Any) -> Any:
-            if isinstance(atom, compat.Literal) or not self._numbers_slots(atom):
-                return compat.read(atom, self._values)
+            if isinstance(atom, _jax.Literal) or not self._numbers_slots(atom):
+                return _jax.read(atom, self._values)
             if atom not in known:
                 eqn = self._makers.get(atom)
                 if eqn is not None and self._by_slot(eqn):
                     shape = self._fewer(eqn, len(rows))
-                    (known[atom],) = compat.bind(eqn, [*map(part, eqn.invars)], **shape)
+                    (known[atom],) = _jax.bind(eqn, [*map(part, eqn.invars)], **shape)
                 else:
                     known[atom] = take(self._values[atom])
             return known[atom]
@@ -121,7 +121,7 @@ class BySlot:
         result: jax.Array = part(atom)
         return result
 
-    def _by_slot(self, eqn: compat.Equation) -> bool:
+    def _by_slot(self, eqn: _jax.Equation) -> bool:
         name, out = eqn.primitive.name, eqn.outvars[0]
         if name in BY_ELEMENT:
             return self._numbers_slots(out)
@@ -133,9 +133,9 @@ class BySlot:
 
     def _numbers_slots(self, atom: Any) -> bool:
         """Whether the first axis, the way it is used here, is that of the slots."""
-        return compat.shape_of(atom)[:1] == (self.count,)
+        return _jax.shape_of(atom)[:1] == (self.count,)
 
-    def _fewer(self, eqn: compat.Equation, count: int) -> dict[str, Any]:
+    def _fewer(self, eqn: _jax.Equation, count: int) -> dict[str, Any]:
         if eqn.primitive.name != "broadcast_in_dim":
             return {}
         return {"shape": (count, *eqn.params["shape"][1:])}

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from jslices._grad import compat
-from jslices._trees import flatten
+from jslices import _jax
+from jslices._jax import flatten
 
 
 class Call:
@@ -56,7 +56,7 @@ class Call:
         ]
         return [positional[i] if i < len(positional) else f"args[{i}]" for i in self.chosen]
 
-    def trace(self) -> tuple[compat.Program, "Outputs"]:
+    def trace(self) -> tuple[_jax.Program, "Outputs"]:
         """The traced program (inputs: the arrays), and how to read its outputs."""
         found: list[Outputs] = []
 

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jslices import _jax
 from jslices._densify import (
     UNKNOWN_LINE,
     DenseUseError,
@@ -14,7 +15,6 @@ from jslices._densify import (
     raise_at,
     warn_dense,
 )
-from jslices._grad import compat
 from jslices._grad.advice import instead_of
 from jslices._grad.walk import DenseUse, Site
 
@@ -112,7 +112,7 @@ def report_dense(
             )
         if use is None:
             continue
-        line = UNKNOWN_LINE if use.eqn is None else compat.user_line(use.eqn)
+        line = UNKNOWN_LINE if use.eqn is None else _jax.user_line(use.eqn)
         sites = looked_up.get(number, [])
         if leaf.forced:
             message = (
@@ -127,7 +127,7 @@ def report_dense(
 def _mixed_use(leaf: Leaf, use: DenseUse, line: UserLine, sites: list[Site]) -> str:
     rows = sum(site.total for site in sites)
     row_bytes = leaf.num_bytes // max(leaf.aval.shape[0], 1)
-    places = ", ".join(dict.fromkeys(str(compat.user_line(s.eqn)) for s in sites))
+    places = ", ".join(dict.fromkeys(str(_jax.user_line(s.eqn)) for s in sites))
     return (
         f"the gradient of {leaf} is dense, {human_bytes(leaf.num_bytes)}, because it is "
         f"used whole ({use.what}) at {line}. Its lookups alone ({places}) would give "

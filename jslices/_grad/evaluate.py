@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jslices._bounds import canonical_indices
-from jslices._grad import compat, lookups, rules
+from jslices import _jax
+from jslices._grad import lookups, rules
 from jslices._grad.views import Ids, View, look_up, whole, without_slots
 from jslices._grad.walk import (
     CALLS,
@@ -26,6 +26,7 @@ from jslices._grad.walk import (
     map_sites,
 )
 from jslices._lookup.rows import lookup_rows
+from jslices._rows.bounds import canonical_indices
 
 # Both mirror a plan: an IndexedSlices of zeros, and the row numbers, for every site.
 Slots = list[Any]
@@ -33,7 +34,7 @@ Indices = list[Any]
 
 
 def evaluate(
-    program: compat.Program,
+    program: _jax.Program,
     operands: Sequence[Any],
     through: Sequence[bool],
     plan: Plan,
@@ -43,31 +44,29 @@ def evaluate(
 
     ``through`` tells for each output whether a gradient comes in there, as in ``walk``.
     """
-    reached = compat.gradient_variables(program, through)
-    env: dict[Any, Any] = dict(
-        zip(program.constvars, compat.constants(program), strict=True)
-    )
+    reached = _jax.gradient_variables(program, through)
+    env: dict[Any, Any] = dict(zip(program.constvars, _jax.constants(program), strict=True))
     env.update(zip(program.invars, operands, strict=True))
 
     entries = zip(plan, slots, strict=True)
     indices: Indices = []
-    for eqn in compat.live_equations(program):
-        given = [compat.read(atom, env) for atom in eqn.invars]
+    for eqn in _jax.live_equations(program):
+        given = [_jax.read(atom, env) for atom in eqn.invars]
         if any(isinstance(value, View) for value in given):
             outlets = [var in reached for var in eqn.outvars]
-            if not compat.is_reached(eqn, reached):
+            if not _jax.is_reached(eqn, reached):
                 given = [without_slots(value) for value in given]
             outputs, found = _equation(eqn, given, outlets, entries)
             if found is not None:
                 indices.append(found)
         else:
-            outputs = compat.bind(eqn, given)
+            outputs = _jax.bind(eqn, given)
         env.update(zip(eqn.outvars, outputs, strict=True))
-    return [compat.read(atom, env) for atom in program.outvars], indices
+    return [_jax.read(atom, env) for atom in program.outvars], indices
 
 
 def _equation(
-    eqn: compat.Equation,
+    eqn: _jax.Equation,
     operands: list[Any],
     through: list[bool],
     entries: Iterator[tuple[Any, Any]],
@@ -76,7 +75,7 @@ def _equation(
     name = eqn.primitive.name
     if name in CALLS:
         plan, slots = next(entries)
-        return evaluate(compat.body(eqn), operands, through, plan, slots)
+        return evaluate(_jax.body(eqn), operands, through, plan, slots)
     if name in REMAT:
         return _remat(eqn, operands, through, *next(entries))
     if name == "cond":
@@ -91,7 +90,7 @@ def _equation(
     if lookup is not None:
         return _lookup(view, lookup, [whole(x) for x in operands[1:]], *next(entries))
     # No gradient flows here, or the view would not be one: the array itself will do.
-    return compat.bind(eqn, [whole(value) for value in operands]), None
+    return _jax.bind(eqn, [whole(value) for value in operands]), None
 
 
 def _lookup(
@@ -118,7 +117,7 @@ def _lookup(
 
 
 def _remat(
-    eqn: compat.Equation,
+    eqn: _jax.Equation,
     operands: list[Any],
     through: list[bool],
     plan: Plan,
@@ -132,15 +131,15 @@ def _remat(
             value if view else next(arrays_left)
             for value, view in zip(operands, is_view, strict=True)
         ]
-        outputs, indices = evaluate(compat.body(eqn), values, through, plan, slots)
+        outputs, indices = evaluate(_jax.body(eqn), values, through, plan, slots)
         return [whole(value) for value in outputs], indices
 
     arrays = [x for x, view in zip(operands, is_view, strict=True) if not view]
-    return jax.checkpoint(again, **compat.remat_options(eqn.params))(arrays, slots)
+    return jax.checkpoint(again, **_jax.remat_options(eqn.params))(arrays, slots)
 
 
 def _cond(
-    eqn: compat.Equation,
+    eqn: _jax.Equation,
     operands: list[Any],
     through: list[bool],
     plans: Plan,
@@ -148,7 +147,7 @@ def _cond(
 ) -> tuple[list[Any], Indices]:
     index, *given = operands
 
-    def make(taken: int, branch: compat.Program) -> Any:
+    def make(taken: int, branch: _jax.Program) -> Any:
         def run(slots: Slots) -> tuple[list[Any], Indices]:
             outputs, found = evaluate(branch, given, through, plans[taken], slots[taken])
             indices = [
@@ -164,13 +163,13 @@ def _cond(
 
 
 def _scan(
-    eqn: compat.Equation,
+    eqn: _jax.Equation,
     operands: list[Any],
     through: list[bool],
     plan: Plan,
     slots: Slots,
 ) -> tuple[list[Any], Indices]:
-    body, (num_consts, num_carried) = compat.body(eqn), compat.scan_counts(eqn.params)
+    body, (num_consts, num_carried) = _jax.body(eqn), _jax.scan_counts(eqn.params)
     kept = invariant_carries(eqn)
     consts = operands[:num_consts]
     carried = operands[num_consts : num_consts + num_carried]
@@ -190,7 +189,7 @@ def _scan(
     plan = map_sites(Site.inside_loop, plan)
     through = body_outlets(eqn, through)
     final, (ys, indices) = lax.scan(
-        step, moving, (inputs, slots), **compat.scan_options(eqn.params)
+        step, moving, (inputs, slots), **_jax.scan_options(eqn.params)
     )
     left = iter(final)
     carry = [still[i] if i in still else next(left) for i in range(num_carried)]
@@ -203,6 +202,6 @@ def _empty(plan: Plan) -> Indices:
     def empty(site: Site) -> jax.Array:
         shape = (*site.times, site.count)
         none = jnp.full(shape, site.table_shape[0], site.index_dtype)
-        return compat.as_varying(none, site.varying)
+        return _jax.as_varying(none, site.varying)
 
     return map_sites(empty, plan)

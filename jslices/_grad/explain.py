@@ -6,8 +6,8 @@ import textwrap
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+from jslices import _jax
 from jslices._densify import UNKNOWN_LINE, UserLine, human_bytes
-from jslices._grad import compat
 from jslices._grad.advice import instead_of
 from jslices._grad.call import Call, chosen_arguments, is_number
 from jslices._grad.choose import SparseSpec
@@ -165,7 +165,7 @@ def explain(
             sites = planned.looked_up.get(number, [])
             line = None
             if use is not None:
-                line = UNKNOWN_LINE if use.eqn is None else compat.user_line(use.eqn)
+                line = UNKNOWN_LINE if use.eqn is None else _jax.user_line(use.eqn)
             reports.append(
                 _report(
                     leaf.name,
@@ -194,7 +194,7 @@ def _report(
     row_bytes = dense_bytes // shape[0] if shape and shape[0] else itemsize
     by_line: dict[UserLine, int] = {}
     for site in sites:
-        where = compat.user_line(site.eqn)
+        where = _jax.user_line(site.eqn)
         by_line[where] = by_line.get(where, 0) + site.total
     rows = sum(by_line.values())
     moved = min(rows * row_bytes, dense_bytes) if kind == "sparse" else dense_bytes

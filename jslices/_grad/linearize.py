@@ -8,15 +8,15 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jslices._grad import compat
+from jslices import _jax
 from jslices._grad.call import Call, Outputs
 from jslices._grad.choose import Leaf, SparseSpec, describe_leaves, report_dense
 from jslices._grad.evaluate import evaluate
 from jslices._grad.views import Table, whole
 from jslices._grad.walk import DenseUse, Plan, Site, map_sites, outlets, sites, walk
+from jslices._jax import flatten
 from jslices._lookup.mark import without_dense_warning
 from jslices._slices import IndexedSlices
-from jslices._trees import flatten
 
 
 class Planned(NamedTuple):
@@ -31,7 +31,7 @@ class Planned(NamedTuple):
       looked_up: for every leaf, sparse or not, the places that look it up.
     """
 
-    program: compat.Program
+    program: _jax.Program
     outputs: Outputs
     leaves: list[Leaf]
     plan: Plan
@@ -116,7 +116,7 @@ def _slot_shape(site: Site) -> tuple[int, ...]:
 def _slot(site: Site) -> IndexedSlices:
     """Zeros for the rows of one lookup; see ``jslices._lookup.rows``."""
     zeros = jnp.zeros(_slot_shape(site), site.dtype)
-    values = compat.as_varying(zeros, site.varying)
+    values = _jax.as_varying(zeros, site.varying)
     return IndexedSlices.tree_unflatten(site.table_shape, (values, None))
 
 

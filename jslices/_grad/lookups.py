@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jslices._grad import compat
+from jslices import _jax
 from jslices._grad.views import Mode, View, leading
 
 
@@ -28,7 +28,7 @@ class Lookup:
     good: Callable[[Sequence[Any]], jax.Array] | None = None
 
 
-def lookup(eqn: compat.Equation, view: View) -> Lookup | None:
+def lookup(eqn: _jax.Equation, view: View) -> Lookup | None:
     """How the equation reads whole rows of its first operand; None if it does not."""
     lead = leading(view)
     if eqn.primitive.name == "gather":
@@ -39,9 +39,9 @@ def lookup(eqn: compat.Equation, view: View) -> Lookup | None:
     return None
 
 
-def _gather(eqn: compat.Equation) -> Lookup | None:
+def _gather(eqn: _jax.Equation) -> Lookup | None:
     numbers, sizes = eqn.params["dimension_numbers"], tuple(eqn.params["slice_sizes"])
-    mode, shape = eqn.params["mode"], compat.shape_of(eqn.invars[0])
+    mode, shape = eqn.params["mode"], _jax.shape_of(eqn.invars[0])
     axes = tuple(numbers.start_index_map)
     whole_rows = sizes[:1] == (1,) and sizes[1:] == shape[1:] and 0 in axes
     batched = numbers.operand_batching_dims or numbers.start_indices_batching_dims
@@ -51,7 +51,7 @@ def _gather(eqn: compat.Equation) -> Lookup | None:
     trusting = mode == Mode.PROMISE_IN_BOUNDS and len(axes) > 1
     if not whole_rows or batched or not known_mode or trusting:
         return None
-    batch = compat.shape_of(eqn.invars[1])[:-1]
+    batch = _jax.shape_of(eqn.invars[1])[:-1]
     column = axes.index(0)
     count, height = math.prod(batch), shape[0]
 
@@ -67,10 +67,10 @@ def _gather(eqn: compat.Equation) -> Lookup | None:
     return Lookup(count, mode, eqn.params["fill_value"], ids, _arrangement(eqn))
 
 
-def _arrangement(eqn: compat.Equation) -> Callable[[jax.Array], jax.Array]:
+def _arrangement(eqn: _jax.Equation) -> Callable[[jax.Array], jax.Array]:
     """From rows ``[count, *D]`` to where a gather puts them."""
     numbers, sizes = eqn.params["dimension_numbers"], eqn.params["slice_sizes"]
-    batch = compat.shape_of(eqn.invars[1])[:-1]
+    batch = _jax.shape_of(eqn.invars[1])[:-1]
     left_out = {*numbers.collapsed_slice_dims, *numbers.operand_batching_dims}
     window = [n for d, n in enumerate(sizes) if d not in left_out]
 
@@ -85,15 +85,15 @@ def _arrangement(eqn: compat.Equation) -> Callable[[jax.Array], jax.Array]:
     return arrange
 
 
-def _gather_repeated(eqn: compat.Equation, lead: int) -> Lookup | None:
+def _gather_repeated(eqn: _jax.Equation, lead: int) -> Lookup | None:
     """A gather from tables repeated for each example.
 
     Along every axis of the batch, either each example has ids of its own, or the same ids
     are read from all of them.
     """
     numbers, sizes = eqn.params["dimension_numbers"], tuple(eqn.params["slice_sizes"])
-    mode, shape = eqn.params["mode"], compat.shape_of(eqn.invars[0])
-    axes, batch = tuple(numbers.start_index_map), compat.shape_of(eqn.invars[1])[:-1]
+    mode, shape = eqn.params["mode"], _jax.shape_of(eqn.invars[0])
+    axes, batch = tuple(numbers.start_index_map), _jax.shape_of(eqn.invars[1])[:-1]
     own = dict(
         zip(numbers.operand_batching_dims, numbers.start_indices_batching_dims, strict=True)
     )
@@ -139,8 +139,8 @@ def _wide(ids: Any) -> jax.Array:
     return ids.astype(jnp.int32) if ids.dtype.itemsize < 4 else ids
 
 
-def _dynamic_slice(eqn: compat.Equation) -> Lookup | None:
-    sizes, shape = tuple(eqn.params["slice_sizes"]), compat.shape_of(eqn.invars[0])
+def _dynamic_slice(eqn: _jax.Equation) -> Lookup | None:
+    sizes, shape = tuple(eqn.params["slice_sizes"]), _jax.shape_of(eqn.invars[0])
     count, height = sizes[0] if sizes else 0, shape[0] if shape else 0
     if not sizes or sizes[1:] != shape[1:] or count > max(1, height - 1):
         return None

@@ -11,8 +11,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jslices._bounds import take_rows
 from jslices._grad.views import Ids, Reader, View, whole
+from jslices._rows.bounds import take_rows
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

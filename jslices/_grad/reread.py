@@ -26,13 +26,13 @@ from typing import Any, NamedTuple
 
 import jax
 
+from jslices import _jax
 from jslices._after import after
-from jslices._bounds import take_rows
-from jslices._grad import compat
+from jslices._devices.memory import LARGE, is_large, memory_is_cheap
 from jslices._grad.by_slot import BY_ELEMENT, BySlot
-from jslices._memory import LARGE, is_large, memory_is_cheap
+from jslices._jax import flatten
+from jslices._rows.bounds import take_rows
 from jslices._slices import IndexedSlices, is_slices
-from jslices._trees import flatten
 
 # What XLA computes together with what it feeds.
 _FUSED = BY_ELEMENT.union(["broadcast_in_dim", "concatenate", "reshape"])
@@ -90,7 +90,7 @@ def rereadable(run: Callable[..., Any], primals: Sequence[Any]) -> Any:
 
     program = jax.make_jaxpr(flat)(*primals)
     values: _Values = dict(zip(program.invars, primals, strict=True))
-    values.update(zip(program.constvars, compat.constants(program), strict=True))
+    values.update(zip(program.constvars, _jax.constants(program), strict=True))
 
     loss, aux, grads = structures[0].unflatten(program.outvars)
     gradients, _ = flatten(grads, is_slices)
@@ -101,7 +101,7 @@ def rereadable(run: Callable[..., Any], primals: Sequence[Any]) -> Any:
         _way(program, backward, table, gradient, values)
         for table, gradient in zip(program.invars, gradients, strict=True)
     ]
-    sums: dict[compat.Equation, BySlot] = {}
+    sums: dict[_jax.Equation, BySlot] = {}
     for way in ways:
         if way is not None and way.by_slot is not None:
             found = way.by_slot.sums(eqn for eqn in program.eqns if eqn in forward)
@@ -109,7 +109,7 @@ def rereadable(run: Callable[..., Any], primals: Sequence[Any]) -> Any:
             if for_loss.issuperset(found):
                 sums.update(dict.fromkeys(found, way.by_slot))
     _compute(program.eqns, values, sums)
-    result = structures[0].unflatten(compat.read(x, values) for x in program.outvars)
+    result = structures[0].unflatten(_jax.read(x, values) for x in program.outvars)
     for table, way, gradient, rows in zip(
         primals, ways, gradients, flatten(result[2], is_slices)[0], strict=True
     ):
@@ -123,7 +123,7 @@ def rereadable(run: Callable[..., Any], primals: Sequence[Any]) -> Any:
 class _Way(NamedTuple):
     """The equations from lookups to a gradient; of one lookup, if that is all it takes."""
 
-    equations: Sequence[compat.Equation]
+    equations: Sequence[_jax.Equation]
     by_slot: BySlot | None
 
 
@@ -140,9 +140,9 @@ def _again(way: _Way, values: _Values, loss: Any, table: Any, gradient: Any) -> 
 
 
 def _compute(
-    equations: Iterable[compat.Equation],
+    equations: Iterable[_jax.Equation],
     values: _Values,
-    sums: Mapping[compat.Equation, BySlot],
+    sums: Mapping[_jax.Equation, BySlot],
     earlier: Any = None,
 ) -> _Values:
     """Adds what the equations give to ``values``, gathers read after ``earlier``."""
@@ -150,10 +150,10 @@ def _compute(
         if eqn in sums:
             outputs = [sums[eqn].summed(eqn)]
         else:
-            given = [compat.read(atom, values) for atom in eqn.invars]
+            given = [_jax.read(atom, values) for atom in eqn.invars]
             if earlier is not None and eqn.primitive.name == "gather":
                 given[1] = after(given[1], earlier)
-            outputs = compat.bind(eqn, given)
+            outputs = _jax.bind(eqn, given)
         values.update(zip(eqn.outvars, outputs, strict=True))
     return values
 
@@ -162,8 +162,8 @@ def _compute(
 
 
 def _way(
-    program: compat.Program,
-    backward: Sequence[compat.Equation],
+    program: _jax.Program,
+    backward: Sequence[_jax.Equation],
     table: Any,
     gradient: Any,
     values: _Values,
@@ -175,7 +175,7 @@ def _way(
     """
     if not isinstance(gradient, IndexedSlices) or not _is_large(gradient.values.aval):
         return None
-    near: list[compat.Equation] = []
+    near: list[_jax.Equation] = []
     reached: set[Any] = set()
     for eqn in program.eqns:
         lookup = eqn.primitive.name == "gather" and eqn.invars[0] is table
@@ -197,8 +197,8 @@ def _way(
 
 
 def _needed(
-    equations: Sequence[compat.Equation], wanted: Iterable[Any]
-) -> list[compat.Equation]:
+    equations: Sequence[_jax.Equation], wanted: Iterable[Any]
+) -> list[_jax.Equation]:
     """Those of the equations that the variables are computed by, in order."""
     needed, variables = [], set(_variables(wanted))
     for eqn in reversed(equations):
@@ -209,7 +209,7 @@ def _needed(
 
 
 def _variables(atoms: Iterable[Any]) -> list[Any]:
-    return [atom for atom in atoms if not isinstance(atom, compat.Literal)]
+    return [atom for atom in atoms if not isinstance(atom, _jax.Literal)]
 
 
 def _is_large(rows: Any) -> bool:

@@ -14,8 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jslices._bounds import INT32_MAX
-from jslices._grad import compat
+from jslices import _jax
 from jslices._grad.renumber import Copied, Stacked, Window
 from jslices._grad.views import (
     Repeated,
@@ -28,9 +27,10 @@ from jslices._grad.views import (
     without_slots,
 )
 from jslices._lookup.mark import mark_p
+from jslices._rows.bounds import INT32_MAX
 
 #: ``rule(eqn, operands, lead) -> outputs``, for views whose rows ``lead`` axes number.
-Rule = Callable[[compat.Equation, Sequence[Any], int], list[Any] | None]
+Rule = Callable[[_jax.Equation, Sequence[Any], int], list[Any] | None]
 
 # Primitives that compute each element from the elements at the same place. XLA
 # broadcasts scalars and single rows in them.
@@ -47,7 +47,7 @@ ELEMENTWISE = frozenset(
 )
 
 
-def commuting(eqn: compat.Equation, operands: Sequence[Any]) -> list[Any] | None:
+def commuting(eqn: _jax.Equation, operands: Sequence[Any]) -> list[Any] | None:
     """The equation's outputs as views, if it treats all rows alike.
 
     Args:
@@ -70,7 +70,7 @@ def commuting(eqn: compat.Equation, operands: Sequence[Any]) -> list[Any] | None
 
 
 def _rowwise(
-    eqn: compat.Equation,
+    eqn: _jax.Equation,
     operands: Sequence[Any],
     lead: int,
     params_for: Callable[[tuple[int, ...]], dict[str, Any]] = lambda rows: {},
@@ -80,7 +80,7 @@ def _rowwise(
     ``params_for(rows)`` gives the parameters that hold the sizes of the leading axes, for
     other such sizes.
     """
-    rows = compat.shape_of(eqn.outvars[0])[:lead]
+    rows = _jax.shape_of(eqn.outvars[0])[:lead]
     inner = [_flat(x, atom, rows) for x, atom in zip(operands, eqn.invars, strict=True)]
     views = [x for x in inner if isinstance(x, View)]
     from_floats = any(jnp.issubdtype(x.dtype, jnp.inexact) for x in views)
@@ -92,7 +92,7 @@ def _rowwise(
         def apply(values: Sequence[Any], count: int, which: tuple[Any, ...]) -> jax.Array:
             number, row = which
             given = [x.reshape(*ones, *x.shape) if jnp.ndim(x) else x for x in values]
-            result = compat.bind(eqn, given, **params_for((*ones, count)))[number]
+            result = _jax.bind(eqn, given, **params_for((*ones, count)))[number]
             return result.reshape(count, *row)
 
         run = functools.partial(apply, which=(number, row))
@@ -109,7 +109,7 @@ def _flat(operand: Any, atom: Any, rows: tuple[int, ...]) -> Any:
         return flat(operand)
     if len(rows) == 1 or operand is None or jnp.ndim(operand) == 0:
         return operand
-    rest = compat.shape_of(atom)[len(rows) :]
+    rest = _jax.shape_of(atom)[len(rows) :]
     if math.prod(operand.shape[: len(rows)]) > 1:  # one for each example, or each row
         operand = jnp.broadcast_to(operand, (*rows, *rest))
     return operand.reshape(-1, *rest)
@@ -126,11 +126,11 @@ def _folded(view: View, rows: tuple[int, ...]) -> View:
 
 
 def _elementwise(
-    eqn: compat.Equation, operands: Sequence[Any], lead: int
+    eqn: _jax.Equation, operands: Sequence[Any], lead: int
 ) -> list[Any] | None:
-    shape = compat.shape_of(eqn.outvars[0])
+    shape = _jax.shape_of(eqn.outvars[0])
     for atom, operand in zip(eqn.invars, operands, strict=True):
-        given = compat.shape_of(atom)
+        given = _jax.shape_of(atom)
         if isinstance(operand, View):
             # A view of one row that is broadcast to many is not read row by row.
             if given[:lead] != shape[:lead] or len(given) != len(shape):
@@ -143,7 +143,7 @@ def _elementwise(
 def _along(name: str) -> Rule:
     """A rule for what works along one axis, or several, given by a parameter."""
 
-    def rule(eqn: compat.Equation, operands: Sequence[Any], lead: int) -> list[Any] | None:
+    def rule(eqn: _jax.Equation, operands: Sequence[Any], lead: int) -> list[Any] | None:
         axes = eqn.params[name]
         axes = axes if isinstance(axes, tuple | list) else (axes,)
         inside = all(axis >= lead for axis in axes)
@@ -155,34 +155,30 @@ def _along(name: str) -> Rule:
 def _untouched(name: str, nothing: Any) -> Rule:
     """A rule for what does something to each axis, and ``nothing`` to those of the rows."""
 
-    def rule(eqn: compat.Equation, operands: Sequence[Any], lead: int) -> list[Any] | None:
+    def rule(eqn: _jax.Equation, operands: Sequence[Any], lead: int) -> list[Any] | None:
         same = all(entry == nothing for entry in eqn.params[name][:lead])
         return _rowwise(eqn, operands, lead) if same else None
 
     return rule
 
 
-def _reshape(eqn: compat.Equation, operands: Sequence[Any], lead: int) -> list[Any] | None:
-    old, new = compat.shape_of(eqn.invars[0]), tuple(eqn.params["new_sizes"])
+def _reshape(eqn: _jax.Equation, operands: Sequence[Any], lead: int) -> list[Any] | None:
+    old, new = _jax.shape_of(eqn.invars[0]), tuple(eqn.params["new_sizes"])
     same_rows = new[:lead] == old[:lead] and math.prod(old) > 0
     if not same_rows or eqn.params.get("dimensions") is not None:
         return None
     return _rowwise(eqn, operands, lead, lambda rows: {"new_sizes": (*rows, *new[lead:])})
 
 
-def _transpose(
-    eqn: compat.Equation, operands: Sequence[Any], lead: int
-) -> list[Any] | None:
+def _transpose(eqn: _jax.Equation, operands: Sequence[Any], lead: int) -> list[Any] | None:
     stay = tuple(eqn.params["permutation"][:lead]) == tuple(range(lead))
     return _rowwise(eqn, operands, lead) if stay else None
 
 
-def _broadcast(
-    eqn: compat.Equation, operands: Sequence[Any], lead: int
-) -> list[Any] | None:
+def _broadcast(eqn: _jax.Equation, operands: Sequence[Any], lead: int) -> list[Any] | None:
     """New axes within the rows, or a copy of all rows for every example of a batch."""
     shape, dims = tuple(eqn.params["shape"]), tuple(eqn.params["broadcast_dimensions"])
-    given = compat.shape_of(eqn.invars[0])
+    given = _jax.shape_of(eqn.invars[0])
     if len(operands) > 1:  # sizes that are known at run time only
         return None
     if dims[:lead] == tuple(range(lead)) and shape[:lead] == given[:lead]:
@@ -198,7 +194,7 @@ def _broadcast(
     return [_folded(Copied(everything, inner.dtype, inner, rows, dims[:lead]), rows)]
 
 
-def _slice(eqn: compat.Equation, operands: Sequence[Any], lead: int) -> list[Any] | None:
+def _slice(eqn: _jax.Equation, operands: Sequence[Any], lead: int) -> list[Any] | None:
     """``table[1:, 2:5]``: some consecutive rows, and some columns of them."""
     (view,) = operands
     start, limit = tuple(eqn.params["start_indices"]), tuple(eqn.params["limit_indices"])
@@ -224,15 +220,15 @@ def _slice(eqn: compat.Equation, operands: Sequence[Any], lead: int) -> list[Any
 
 
 def _concatenate(
-    eqn: compat.Equation, operands: Sequence[Any], lead: int
+    eqn: _jax.Equation, operands: Sequence[Any], lead: int
 ) -> list[Any] | None:
-    axis, rows = eqn.params["dimension"], compat.shape_of(eqn.outvars[0])[:lead]
+    axis, rows = eqn.params["dimension"], _jax.shape_of(eqn.outvars[0])[:lead]
     if axis >= lead:
         return _rowwise(eqn, operands, lead)
     if axis < lead - 1:
         return None
     out = eqn.outvars[0].aval
-    heights = tuple(compat.shape_of(atom)[axis] for atom in eqn.invars)
+    heights = tuple(_jax.shape_of(atom)[axis] for atom in eqn.invars)
     parts = [
         _flat(x, atom, (*rows[:-1], height))
         for x, atom, height in zip(operands, eqn.invars, heights, strict=True)
@@ -241,13 +237,13 @@ def _concatenate(
     return [_folded(Stacked(shape, out.dtype, tuple(parts), heights), rows)]
 
 
-def _stop_gradient(eqn: compat.Equation, operands: Sequence[Any], lead: int) -> list[Any]:
+def _stop_gradient(eqn: _jax.Equation, operands: Sequence[Any], lead: int) -> list[Any]:
     inner = flat(operands[0])
     stopped = Stopped(inner.shape, inner.dtype, inner)
     return [_folded(stopped, operands[0].shape[:lead])]
 
 
-def _pass_through(eqn: compat.Equation, operands: Sequence[Any], lead: int) -> list[Any]:
+def _pass_through(eqn: _jax.Equation, operands: Sequence[Any], lead: int) -> list[Any]:
     """``optimization_barrier``: the views step round it, the arrays go through."""
     arrays = [x for x in operands if not isinstance(x, View)]
     if arrays and arrays[0] is not None:
@@ -256,13 +252,13 @@ def _pass_through(eqn: compat.Equation, operands: Sequence[Any], lead: int) -> l
     return list(operands)
 
 
-def _mark(eqn: compat.Equation, operands: Sequence[Any], lead: int) -> list[Any]:
+def _mark(eqn: _jax.Equation, operands: Sequence[Any], lead: int) -> list[Any]:
     """``embedding_lookup``'s mark on its table, which is the table."""
     return list(operands)
 
 
 def _sharding_constraint(
-    eqn: compat.Equation, operands: Sequence[Any], lead: int
+    eqn: _jax.Equation, operands: Sequence[Any], lead: int
 ) -> list[Any] | None:
     """A constraint speaks of the whole table, so it stays on the table."""
     (view,) = operands
@@ -270,7 +266,7 @@ def _sharding_constraint(
         return None
     if view.array is None:
         return [view]
-    return [dataclasses.replace(view, array=compat.bind(eqn, [view.array])[0])]
+    return [dataclasses.replace(view, array=_jax.bind(eqn, [view.array])[0])]
 
 
 _STEPS: dict[str, Rule] = {

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jslices._bounds import take_rows
+from jslices._rows.bounds import take_rows
 
 Mode = lax.GatherScatterMode
 

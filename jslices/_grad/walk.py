@@ -9,9 +9,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jslices._bounds import index_dtype
-from jslices._grad import compat, lookups, rules
+from jslices import _jax
+from jslices._grad import lookups, rules
 from jslices._grad.views import Table, View, without_slots
+from jslices._rows.bounds import index_dtype
 
 # A plan is a list with an entry for every equation that looks rows up or holds a
 # program that might, in the order of the program: sites, or plans. `evaluate` meets the
@@ -36,7 +37,7 @@ class Site:
     index_dtype: np.dtype
     #: Mesh axes along which the rows differ, inside a shard_map.
     varying: frozenset[str]
-    eqn: compat.Equation
+    eqn: _jax.Equation
 
     @property
     def total(self) -> int:
@@ -57,7 +58,7 @@ class DenseUse:
     """The first place that needs a whole leaf."""
 
     what: str
-    eqn: compat.Equation | None
+    eqn: _jax.Equation | None
 
 
 class Walk:
@@ -71,11 +72,11 @@ class Walk:
         self.leaves = leaves
         self.dense: dict[int, DenseUse] = {}
         # The call of a library function that is being looked into: its line counts.
-        self._call: compat.Equation | None = None
+        self._call: _jax.Equation | None = None
 
     def program(
         self,
-        program: compat.Program,
+        program: _jax.Program,
         operands: Sequence[View | None],
         through: Sequence[bool],
     ) -> tuple[list[View | None], Plan]:
@@ -83,7 +84,7 @@ class Walk:
 
         ``through`` tells for each output whether a gradient comes in there.
         """
-        reached = compat.gradient_variables(program, through)
+        reached = _jax.gradient_variables(program, through)
         env: dict[Any, View] = {
             var: view
             for var, view in zip(program.invars, operands, strict=True)
@@ -91,15 +92,15 @@ class Walk:
         }
 
         def read(atom: Any) -> View | None:
-            return None if isinstance(atom, compat.Literal) else env.get(atom)
+            return None if isinstance(atom, _jax.Literal) else env.get(atom)
 
         plan: Plan = []
-        for eqn in compat.live_equations(program):
+        for eqn in _jax.live_equations(program):
             given = [read(atom) for atom in eqn.invars]
             if not any(given):
                 continue
             outlets = [var in reached for var in eqn.outvars]
-            if not compat.is_reached(eqn, reached):
+            if not _jax.is_reached(eqn, reached):
                 given = [without_slots(view) for view in given]
             outputs, entry = self._equation(eqn, given, outlets)
             if entry is not None:
@@ -119,19 +120,19 @@ class Walk:
             self.dense.setdefault(leaf, DenseUse(what, self._call or eqn))
 
     def _equation(
-        self, eqn: compat.Equation, operands: list[View | None], through: list[bool]
+        self, eqn: _jax.Equation, operands: list[View | None], through: list[bool]
     ) -> tuple[Sequence[View | None], Plan | None]:
         none: list[View | None] = [None] * len(eqn.outvars)
         name = eqn.primitive.name
         if name in CALLS:
             outer = self._call
-            if outer is None and compat.is_library_call(eqn):
+            if outer is None and _jax.is_library_call(eqn):
                 self._call = eqn
-            result = self.program(compat.body(eqn), operands, through)
+            result = self.program(_jax.body(eqn), operands, through)
             self._call = outer
             return result
         if name in REMAT:
-            return none, self._branches(eqn, [compat.body(eqn)], operands, through)[0]
+            return none, self._branches(eqn, [_jax.body(eqn)], operands, through)[0]
         if name == "cond":
             return none, self._branches(eqn, eqn.params["branches"], operands[1:], through)
         if name == "scan":
@@ -143,19 +144,19 @@ class Walk:
         lookup = lookups.lookup(eqn, view) if view is not None else None
         if view is not None and lookup is not None:
             return none, self._sites(eqn, view, lookup)
-        floats = any(compat.carries_gradient(out) for out in eqn.outvars)
-        if floats or compat.touches_ref(eqn):
+        floats = any(_jax.carries_gradient(out) for out in eqn.outvars)
+        if floats or _jax.touches_ref(eqn):
             for operand in operands:
                 self.need_whole(operand, name, eqn)
         return none, None
 
-    def _sites(self, eqn: compat.Equation, view: View, lookup: lookups.Lookup) -> Plan:
+    def _sites(self, eqn: _jax.Equation, view: View, lookup: lookups.Lookup) -> Plan:
         ids = eqn.invars[1].aval
         sites = []
         for leaf in view.leaves():
             aval = self.leaves[leaf]
             dtype = index_dtype(aval.shape[0], np.dtype(ids.dtype))
-            varying = compat.varying_axes(aval, ids)
+            varying = _jax.varying_axes(aval, ids)
             sites.append(
                 Site(
                     leaf,
@@ -172,8 +173,8 @@ class Walk:
 
     def _branches(
         self,
-        eqn: compat.Equation,
-        branches: Sequence[compat.Program],
+        eqn: _jax.Equation,
+        branches: Sequence[_jax.Program],
         operands: Sequence[View | None],
         through: Sequence[bool],
     ) -> Plan:
@@ -187,9 +188,9 @@ class Walk:
         return plans
 
     def _scan(
-        self, eqn: compat.Equation, operands: list[View | None], through: list[bool]
+        self, eqn: _jax.Equation, operands: list[View | None], through: list[bool]
     ) -> tuple[list[View | None], Plan]:
-        body, (consts, _) = compat.body(eqn), compat.scan_counts(eqn.params)
+        body, (consts, _) = _jax.body(eqn), _jax.scan_counts(eqn.params)
         kept = invariant_carries(eqn)
         into = [
             view if i < consts or i - consts in kept else None
@@ -210,25 +211,25 @@ class Walk:
         return results, map_sites(lambda site: site.in_loop(length), plan)
 
 
-def invariant_carries(eqn: compat.Equation) -> frozenset[int]:
+def invariant_carries(eqn: _jax.Equation) -> frozenset[int]:
     """The carried values of a scan that its body hands on untouched."""
-    body, (consts, carried) = compat.body(eqn), compat.scan_counts(eqn.params)
+    body, (consts, carried) = _jax.body(eqn), _jax.scan_counts(eqn.params)
     return frozenset(
         i for i in range(carried) if body.outvars[i] is body.invars[consts + i]
     )
 
 
-def body_outlets(eqn: compat.Equation, through: Sequence[bool]) -> list[bool]:
+def body_outlets(eqn: _jax.Equation, through: Sequence[bool]) -> list[bool]:
     """Through which outputs of a scan's body gradients may come, given those outside.
 
     What is carried may feed anything in the next turn; if any gradient comes in at all, it
     is taken to come through every carried value.
     """
-    _, carried = compat.scan_counts(eqn.params)
+    _, carried = _jax.scan_counts(eqn.params)
     return [any(through)] * carried + list(through[carried:])
 
 
-def outlets(program: compat.Program, num_outputs: int) -> list[bool]:
+def outlets(program: _jax.Program, num_outputs: int) -> list[bool]:
     """Gradients come in through the first ``num_outputs`` outputs of a whole call."""
     return [i < num_outputs for i in range(len(program.outvars))]
 
@@ -249,7 +250,7 @@ def map_sites(f: Callable[[Site], Any], plan: Plan) -> list[Any]:
 
 
 def walk(
-    program: compat.Program, candidates: dict[int, Any], num_outputs: int
+    program: _jax.Program, candidates: dict[int, Any], num_outputs: int
 ) -> tuple[Plan, dict[int, DenseUse], dict[int, list[Site]]]:
     """Plans the lookups of the leaves among ``candidates`` that are only looked up.
 

@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jslices._bounds import canonical_indices
-from jslices._ids import as_ids
+from jslices._rows.bounds import canonical_indices
+from jslices._rows.ids import as_ids
 
 FORMS = (
     "an array [*B, L] (with a mask: (ids, mask)), (values, segment_ids, num_segments), "

@@ -10,12 +10,12 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from jslices._bounds import add_rows
-from jslices._check import known_int
-from jslices._ids import check_mode
 from jslices._lookup.bag_forms import Bags, as_bags
 from jslices._lookup.partition import as_tables, check_strategy
 from jslices._lookup.read import read_rows
+from jslices._rows.bounds import add_rows
+from jslices._rows.check import known_int
+from jslices._rows.ids import check_mode
 
 COMBINERS = ("mean", "sum", "sqrtn", "max")
 

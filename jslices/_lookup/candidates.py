@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from jslices._bounds import INT32_MAX
-from jslices._ids import as_ids
-from jslices._sort import sort_ids
+from jslices._rows.bounds import INT32_MAX
+from jslices._rows.ids import as_ids
+from jslices._rows.sort import sort_ids
 
 
 class Candidates(NamedTuple):

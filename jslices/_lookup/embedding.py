@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from jslices._ids import as_ids, check_mode, on_host
 from jslices._lookup.partition import as_tables, check_strategy
 from jslices._lookup.read import read_rows
+from jslices._rows.ids import as_ids, check_mode, on_host
 
 
 def embedding_lookup(

@@ -7,11 +7,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jslices._bounds import index_dtype, missing_value, take_rows
 from jslices._densify import current_user_line
-from jslices._ids import as_ids, refuse_bad_ids, settle
 from jslices._lookup.mark import mark_table
 from jslices._lookup.partition import local_rows, num_ids
+from jslices._rows.bounds import index_dtype, missing_value, take_rows
+from jslices._rows.ids import as_ids, refuse_bad_ids, settle
 
 
 def read_rows(

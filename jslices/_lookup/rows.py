@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 
-from jslices._bounds import take_rows
+from jslices._rows.bounds import take_rows
 from jslices._slices import IndexedSlices
 
 

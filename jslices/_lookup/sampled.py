@@ -7,10 +7,10 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from jslices._ids import as_ids
 from jslices._lookup.candidates import log_uniform_candidate_sampler
 from jslices._lookup.embedding import embedding_lookup
 from jslices._lookup.partition import as_tables
+from jslices._rows.ids import as_ids
 
 
 def sampled_softmax_loss(

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import checkify
 
-from jslices._ids import IdOutOfRangeError, on_host, settle
+from jslices._rows.ids import IdOutOfRangeError, on_host, settle
 
 
 def refuse_bad_elements(

@@ -8,7 +8,7 @@ import numpy as np
 from jax import lax
 from jax.typing import ArrayLike
 
-from jslices._ids import as_ids, check_mode, settle
+from jslices._rows.ids import as_ids, check_mode, settle
 from jslices._scatter.arguments import as_ref, as_updates, check_dtype
 from jslices._scatter.eager import compiled
 from jslices._scatter.element_bounds import refuse_bad_elements
@@ -47,7 +47,7 @@ def scatter_nd_update(
       Array([[0., 3.],
              [4., 0.]], dtype=float32)
 
-    Source: ``tf.compat.v1.scatter_nd_update`` and ``tf.tensor_scatter_nd_update``, which
+    Source: ``tf._jax.v1.scatter_nd_update`` and ``tf.tensor_scatter_nd_update``, which
     raise for a bad index.
     """
     return _scatter_nd("update", ref, indices, updates, mode)
@@ -65,7 +65,7 @@ def scatter_nd_add(
       >>> js.scatter_nd_add(jnp.zeros((2, 2)), [[0, 1], [0, 1]], jnp.array([3., 4.]))[0]
       Array([0., 7.], dtype=float32)
 
-    Source: ``tf.compat.v1.scatter_nd_add``; on zeros, ``tf.scatter_nd``.
+    Source: ``tf._jax.v1.scatter_nd_add``; on zeros, ``tf.scatter_nd``.
     """
     return _scatter_nd("add", ref, indices, updates, mode)
 
@@ -82,7 +82,7 @@ def scatter_nd_sub(
       >>> js.scatter_nd_sub(jnp.zeros((2, 2)), [[1]], jnp.array([[3., 4.]]))[1]
       Array([-3., -4.], dtype=float32)
 
-    Source: ``tf.compat.v1.scatter_nd_sub``.
+    Source: ``tf._jax.v1.scatter_nd_sub``.
     """
     return _scatter_nd("sub", ref, indices, updates, mode)
 
@@ -112,7 +112,7 @@ def batch_scatter_update(
       Array([[1., 0., 0.],
              [0., 0., 2.]], dtype=float32)
 
-    Source: ``tf.compat.v1.batch_scatter_update``.
+    Source: ``tf._jax.v1.batch_scatter_update``.
     """
     who = "batch_scatter_update"
     check_mode(mode, who)

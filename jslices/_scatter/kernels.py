@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jslices._bounds import add_rows, set_rows, take_rows
-from jslices._sort import sort_ids
+from jslices._rows.bounds import add_rows, set_rows, take_rows
+from jslices._rows.sort import sort_ids
 
 Kernel = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from jslices._ids import as_ids, check_mode, refuse_bad_ids, settle
+from jslices._rows.ids import as_ids, check_mode, refuse_bad_ids, settle
 from jslices._scatter.arguments import as_ref, as_updates, check_dtype
 from jslices._scatter.eager import compiled
 from jslices._scatter.kernels import KERNELS
@@ -50,7 +50,7 @@ def scatter_update(
       >>> js.scatter_update(jnp.zeros(4), [1, 3, 1, 9], jnp.array([1., 2., 5., 7.]))
       Array([0., 5., 0., 2.], dtype=float32)
 
-    Source: ``tf.compat.v1.scatter_update``, which changes a variable, and raises for a bad
+    Source: ``tf._jax.v1.scatter_update``, which changes a variable, and raises for a bad
     index after having changed the rows before it.
     """
     return _scatter("update", ref, indices, updates, mode)
@@ -72,7 +72,7 @@ def scatter_add(
       >>> js.scatter_add(jnp.zeros(3), [0, 2, 0], jnp.array([1., 2., 3.]))
       Array([4., 0., 2.], dtype=float32)
 
-    Source: ``tf.compat.v1.scatter_add``.
+    Source: ``tf._jax.v1.scatter_add``.
     """
     return _scatter("add", ref, indices, updates, mode)
 
@@ -93,7 +93,7 @@ def scatter_sub(
       >>> js.scatter_sub(jnp.zeros(3), [0, 2, 0], 1)
       Array([-2.,  0., -1.], dtype=float32)
 
-    Source: ``tf.compat.v1.scatter_sub``.
+    Source: ``tf._jax.v1.scatter_sub``.
     """
     return _scatter("sub", ref, indices, updates, mode)
 
@@ -115,7 +115,7 @@ def scatter_mul(
       >>> js.scatter_mul(jnp.ones(3), [0, 2, 0], jnp.array([2., 5., 3.]))
       Array([6., 1., 5.], dtype=float32)
 
-    Source: ``tf.compat.v1.scatter_mul``.
+    Source: ``tf._jax.v1.scatter_mul``.
     """
     return _scatter("mul", ref, indices, updates, mode)
 
@@ -140,7 +140,7 @@ def scatter_div(
       >>> js.scatter_div(jnp.array([7, 7, -7]), [0, 2, 0], jnp.array([2, 2, 2]))
       Array([ 1,  7, -3], dtype=int32)
 
-    Source: ``tf.compat.v1.scatter_div``.
+    Source: ``tf._jax.v1.scatter_div``.
     """
     return _scatter("div", ref, indices, updates, mode)
 
@@ -163,7 +163,7 @@ def scatter_min(
       >>> js.scatter_min(jnp.zeros(3), [0, 2, 0], jnp.array([1., 2., -3.]))
       Array([-3.,  0.,  0.], dtype=float32)
 
-    Source: ``tf.compat.v1.scatter_min``, which knows fewer dtypes.
+    Source: ``tf._jax.v1.scatter_min``, which knows fewer dtypes.
     """
     return _scatter("min", ref, indices, updates, mode)
 
@@ -185,7 +185,7 @@ def scatter_max(
       >>> js.scatter_max(jnp.zeros(3), [0, 2, 0], jnp.array([1., 2., -3.]))
       Array([1., 0., 2.], dtype=float32)
 
-    Source: ``tf.compat.v1.scatter_max``, which knows fewer dtypes.
+    Source: ``tf._jax.v1.scatter_max``, which knows fewer dtypes.
     """
     return _scatter("max", ref, indices, updates, mode)
 

@@ -3,7 +3,7 @@
 import jax
 from jax.typing import ArrayLike
 
-from jslices._ids import as_ids, check_mode
+from jslices._rows.ids import as_ids, check_mode
 from jslices._scatter.arguments import as_ref, as_updates, check_dtype
 from jslices._scatter.kernels import KERNELS
 from jslices._scatter.rows import refuse_bad_rows, scatter_rows

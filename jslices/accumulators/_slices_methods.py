@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jslices._bounds import INT32_MAX, empty_slot
 from jslices._errors import InvalidArgumentError
+from jslices._rows.bounds import INT32_MAX, empty_slot
 from jslices._slices import IndexedSlices, is_slices
 from jslices.accumulators._gradients import occupied_rows
 

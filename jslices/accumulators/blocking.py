@@ -65,7 +65,7 @@ class SparseConditionalAccumulator(ConditionalAccumulatorBase, SlicesMethods):
       >>> mean.num_accumulated(), mean.global_step()
       (0, 1)
 
-    Source: ``tf.compat.v1.SparseConditionalAccumulator``. Differences: indices need not be
+    Source: ``tf._jax.v1.SparseConditionalAccumulator``. Differences: indices need not be
     sorted or unique (TensorFlow returns duplicate rows then, each divided by a count of
     its own), and the result is always ascending; any floating dtype, bfloat16 included;
     wrong dtypes and indices that are no integers are errors, where TensorFlow aborts or

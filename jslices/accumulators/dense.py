@@ -63,7 +63,7 @@ class ConditionalAccumulator(ConditionalAccumulatorBase):
       >>> mean.take_grad(2)
       array([2., 5.], dtype=float32)
 
-    Source: ``tf.compat.v1.ConditionalAccumulator``.
+    Source: ``tf._jax.v1.ConditionalAccumulator``.
     """
 
     _store = ArraySum

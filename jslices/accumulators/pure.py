@@ -10,10 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
-from jslices._bounds import add_rows, canonical_indices, empty_slot, index_dtype
 from jslices._errors import InvalidArgumentError
+from jslices._rows.bounds import add_rows, canonical_indices, empty_slot, index_dtype
+from jslices._rows.sort import sort_ids
 from jslices._slices import IndexedSlices, check_slices, is_slices
-from jslices._sort import sort_ids
 from jslices.accumulators._find_slots import find_slots
 from jslices.accumulators._gradients import check_reduction, check_sparse, partial_shape
 from jslices.accumulators._pure_base import PureSteps, device_dtype, sum_dtype, zero
@@ -212,7 +212,7 @@ def sparse_accumulator(
       >>> mean.indices, mean.values.ravel()
       (Array([0, 2, 3, 9], dtype=int32), Array([ 1.,  6., 30.,  0.], dtype=float32))
 
-    Source: ``tf.compat.v1.SparseConditionalAccumulator``, which is an object, waits, and
+    Source: ``tf._jax.v1.SparseConditionalAccumulator``, which is an object, waits, and
     grows. ``optax.MultiSteps`` holds a dense array of V rows instead.
     """
     owner = "sparse_accumulator"

@@ -97,7 +97,7 @@ def dense_accumulator(
       >>> accumulator.take_grad(state, 1)[1]
       Array([1., 1.], dtype=float32)
 
-    Source: ``tf.compat.v1.ConditionalAccumulator``.
+    Source: ``tf._jax.v1.ConditionalAccumulator``.
     """
     owner = "dense_accumulator"
     found = partial_shape(owner, shape)

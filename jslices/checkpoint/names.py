@@ -7,8 +7,8 @@ from typing import Any
 import jax
 
 from jslices._errors import InvalidArgumentError, NotFoundError
-from jslices.variables._names import bare_name
-from jslices.variables.variable import Variable
+from jslices.tf1._names import bare_name
+from jslices.tf1.variable import Variable
 
 _ODD = re.compile("[\0\ud800-\udfff]")  # safetensors keeps neither
 

@@ -3,7 +3,7 @@
 Each optimizer is one file: a state and a *rule*, the arithmetic of one step on whatever
 array it is given. ``rows`` makes the optimizer of a rule: whole arrays for dense
 gradients, the touched rows for IndexedSlices. To add one, copy the file of its nearest
-relative. What people do before and after the update stands in ``around``.
+relative. What people do before and after the update stands in ``transforms``.
 
 ``updates, state = tx.update(grads, state, params)`` and ``jslices.apply_updates`` are a
 step; ``params, state = tx.apply(grads, state, params)`` is the same step in one call, which
@@ -35,6 +35,9 @@ its part of their state, or use ``jslices.optim.chain``. A table that is sharded
 devices is flushed where it is by ``jax.shard_map(tx.flush, ...)``.
 """
 
+from jslices.optim._engine.apply import apply_updates as apply_updates
+from jslices.optim._engine.arithmetic import Schedule as Schedule
+from jslices.optim._engine.protocol import GradientTransformation as GradientTransformation
 from jslices.optim.adadelta import AdadeltaState as AdadeltaState
 from jslices.optim.adadelta import adadelta as adadelta
 from jslices.optim.adafactor import AdafactorState as AdafactorState
@@ -46,29 +49,16 @@ from jslices.optim.adam import adam as adam
 from jslices.optim.adamw import adamw as adamw
 from jslices.optim.amsgrad import AmsgradState as AmsgradState
 from jslices.optim.amsgrad import amsgrad as amsgrad
-from jslices.optim.apply import apply_updates as apply_updates
-from jslices.optim.around.clip_transforms import clip as clip
-from jslices.optim.around.clip_transforms import clip_by_block_rms as clip_by_block_rms
-from jslices.optim.around.clip_transforms import clip_by_global_norm as clip_by_global_norm
-from jslices.optim.around.clip_transforms import clip_rows_by_norm as clip_rows_by_norm
-from jslices.optim.around.combine import combine_duplicates as combine_duplicates
-from jslices.optim.base import Schedule as Schedule
-from jslices.optim.chain import chain as chain
-from jslices.optim.freeze import freeze_rows as freeze_rows
-from jslices.optim.from_optax import from_optax as from_optax
 from jslices.optim.ftrl import FtrlState as FtrlState
 from jslices.optim.ftrl import ftrl as ftrl
 from jslices.optim.lamb import LambState as LambState
 from jslices.optim.lamb import lamb as lamb
 from jslices.optim.lion import LionState as LionState
 from jslices.optim.lion import lion as lion
-from jslices.optim.multi_steps import MultiStepsState as MultiStepsState
-from jslices.optim.multi_steps import multi_steps as multi_steps
 from jslices.optim.partial_rowwise_adam import (
     PartialRowwiseAdamState as PartialRowwiseAdamState,
 )
 from jslices.optim.partial_rowwise_adam import partial_rowwise_adam as partial_rowwise_adam
-from jslices.optim.protocol import GradientTransformation as GradientTransformation
 from jslices.optim.proximal_adagrad import ProximalAdagradState as ProximalAdagradState
 from jslices.optim.proximal_adagrad import proximal_adagrad as proximal_adagrad
 from jslices.optim.rmsprop import RmspropState as RmspropState
@@ -77,3 +67,15 @@ from jslices.optim.rowwise_adagrad import RowwiseAdagradState as RowwiseAdagradS
 from jslices.optim.rowwise_adagrad import rowwise_adagrad as rowwise_adagrad
 from jslices.optim.sgd import SgdState as SgdState
 from jslices.optim.sgd import sgd as sgd
+from jslices.optim.transforms.chain import chain as chain
+from jslices.optim.transforms.clip_transforms import clip as clip
+from jslices.optim.transforms.clip_transforms import clip_by_block_rms as clip_by_block_rms
+from jslices.optim.transforms.clip_transforms import (
+    clip_by_global_norm as clip_by_global_norm,
+)
+from jslices.optim.transforms.clip_transforms import clip_rows_by_norm as clip_rows_by_norm
+from jslices.optim.transforms.combine import combine_duplicates as combine_duplicates
+from jslices.optim.transforms.freeze import freeze_rows as freeze_rows
+from jslices.optim.transforms.from_optax import from_optax as from_optax
+from jslices.optim.transforms.multi_steps import MultiStepsState as MultiStepsState
+from jslices.optim.transforms.multi_steps import multi_steps as multi_steps

@@ -8,11 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from jslices._bounds import set_rows
+from jslices._jax import flatten
+from jslices._rows.bounds import set_rows
 from jslices._slices import IndexedSlices, is_slices
-from jslices._trees import flatten
-from jslices.optim.apply import check_fits
-from jslices.optim.base import (
+from jslices.optim._engine.apply import check_fits
+from jslices.optim._engine.arithmetic import (
     Scalar,
     Schedule,
     check_learning_rate,
@@ -22,14 +22,14 @@ from jslices.optim.base import (
     value_at,
     zero_count,
 )
-from jslices.optim.decay import with_decay
-from jslices.optim.dense_sums import warn_in_multi_steps
-from jslices.optim.in_place import step_rows
-from jslices.optim.leaf import known_rows
-from jslices.optim.moments import decayed
-from jslices.optim.protocol import GradientTransformation
-from jslices.optim.rows import spread
-from jslices.optim.rule import check_lazy
+from jslices.optim._engine.decay import with_decay
+from jslices.optim._engine.in_place import step_rows
+from jslices.optim._engine.leaf import known_rows
+from jslices.optim._engine.moments import decayed
+from jslices.optim._engine.protocol import GradientTransformation
+from jslices.optim._engine.rule import check_lazy
+from jslices.optim._engine.transformation import spread
+from jslices.optim.transforms.dense_sums import warn_in_multi_steps
 
 
 class AdafactorState(NamedTuple):

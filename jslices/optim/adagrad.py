@@ -6,11 +6,17 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jslices.optim.base import Scalar, Schedule, check_learning_rate, scaled, step_size
-from jslices.optim.in_place import Kernel
-from jslices.optim.protocol import GradientTransformation
-from jslices.optim.rows import transformation
-from jslices.optim.rule import Rule, check_untouched, full
+from jslices.optim._engine.arithmetic import (
+    Scalar,
+    Schedule,
+    check_learning_rate,
+    scaled,
+    step_size,
+)
+from jslices.optim._engine.in_place import Kernel
+from jslices.optim._engine.protocol import GradientTransformation
+from jslices.optim._engine.rule import Rule, check_untouched, full
+from jslices.optim._engine.transformation import transformation
 
 
 class AdagradState(NamedTuple):

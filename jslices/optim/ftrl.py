@@ -5,11 +5,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jslices.optim.base import Scalar, Schedule, check_learning_rate, value_at
-from jslices.optim.in_place import Kernel
-from jslices.optim.protocol import GradientTransformation
-from jslices.optim.rows import transformation
-from jslices.optim.rule import Rule, check_lazy, full, zeros
+from jslices.optim._engine.arithmetic import Scalar, Schedule, check_learning_rate, value_at
+from jslices.optim._engine.in_place import Kernel
+from jslices.optim._engine.protocol import GradientTransformation
+from jslices.optim._engine.rule import Rule, check_lazy, full, zeros
+from jslices.optim._engine.transformation import transformation
 
 
 class FtrlState(NamedTuple):

@@ -5,8 +5,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jslices.optim.adam import adam_direction
-from jslices.optim.base import (
+from jslices.optim._engine.arithmetic import (
     Scalar,
     Schedule,
     check_learning_rate,
@@ -14,11 +13,12 @@ from jslices.optim.base import (
     scaled,
     step_size,
 )
-from jslices.optim.decay import decays, with_decay
-from jslices.optim.in_place import Kernel
-from jslices.optim.protocol import GradientTransformation
-from jslices.optim.rows import transformation
-from jslices.optim.rule import Rule, check_lazy, zeros
+from jslices.optim._engine.decay import decays, with_decay
+from jslices.optim._engine.in_place import Kernel
+from jslices.optim._engine.protocol import GradientTransformation
+from jslices.optim._engine.rule import Rule, check_lazy, zeros
+from jslices.optim._engine.transformation import transformation
+from jslices.optim.adam import adam_direction
 
 
 class LambState(NamedTuple):

@@ -6,14 +6,20 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from jslices.optim.base import Scalar, Schedule, check_learning_rate, scaled, step_size
-from jslices.optim.decay import check_decay, decaying_all, with_decay
-from jslices.optim.drift import Drift, Missed, fading
-from jslices.optim.in_place import Kernel
-from jslices.optim.moments import decayed
-from jslices.optim.protocol import GradientTransformation
-from jslices.optim.rows import transformation
-from jslices.optim.rule import Rule, check_fading, check_untouched, zeros
+from jslices.optim._engine.arithmetic import (
+    Scalar,
+    Schedule,
+    check_learning_rate,
+    scaled,
+    step_size,
+)
+from jslices.optim._engine.decay import check_decay, decaying_all, with_decay
+from jslices.optim._engine.in_place import Kernel
+from jslices.optim._engine.moments import decayed
+from jslices.optim._engine.protocol import GradientTransformation
+from jslices.optim._engine.rule import Rule, check_fading, check_untouched, zeros
+from jslices.optim._engine.transformation import transformation
+from jslices.optim._exact.drift import Drift, Missed, fading
 
 
 class LionState(NamedTuple):

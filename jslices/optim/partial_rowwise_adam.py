@@ -6,8 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from jslices.optim.adam import adam_coast, adam_drift
-from jslices.optim.base import (
+from jslices.optim._engine.arithmetic import (
     Scalar,
     Schedule,
     check_learning_rate,
@@ -17,12 +16,13 @@ from jslices.optim.base import (
     scaled,
     step_size,
 )
-from jslices.optim.drift import Missed
-from jslices.optim.in_place import Kernel
-from jslices.optim.moments import decayed, divided, weight_seen
-from jslices.optim.protocol import GradientTransformation
-from jslices.optim.rows import transformation
-from jslices.optim.rule import Rule, check_untouched, row_of, zeros
+from jslices.optim._engine.in_place import Kernel
+from jslices.optim._engine.moments import decayed, divided, weight_seen
+from jslices.optim._engine.protocol import GradientTransformation
+from jslices.optim._engine.rule import Rule, check_untouched, row_of, zeros
+from jslices.optim._engine.transformation import transformation
+from jslices.optim._exact.drift import Missed
+from jslices.optim.adam import adam_coast, adam_drift
 
 
 class PartialRowwiseAdamState(NamedTuple):

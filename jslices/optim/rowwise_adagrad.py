@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jslices.optim.base import (
+from jslices.optim._engine.arithmetic import (
     Scalar,
     Schedule,
     check_learning_rate,
@@ -14,10 +14,10 @@ from jslices.optim.base import (
     scaled,
     step_size,
 )
-from jslices.optim.in_place import Kernel
-from jslices.optim.protocol import GradientTransformation
-from jslices.optim.rows import transformation
-from jslices.optim.rule import Rule, check_untouched, row_of
+from jslices.optim._engine.in_place import Kernel
+from jslices.optim._engine.protocol import GradientTransformation
+from jslices.optim._engine.rule import Rule, check_untouched, row_of
+from jslices.optim._engine.transformation import transformation
 
 
 class RowwiseAdagradState(NamedTuple):

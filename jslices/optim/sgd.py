@@ -5,13 +5,19 @@ from typing import Any, NamedTuple
 import jax
 from jax.typing import DTypeLike
 
-from jslices.optim.base import Scalar, Schedule, check_learning_rate, scaled, step_size
-from jslices.optim.drift import Drift, Missed, fading
-from jslices.optim.in_place import Kernel
-from jslices.optim.moments import momentum_series
-from jslices.optim.protocol import GradientTransformation
-from jslices.optim.rows import transformation
-from jslices.optim.rule import Rule, check_fading, check_untouched, zeros
+from jslices.optim._engine.arithmetic import (
+    Scalar,
+    Schedule,
+    check_learning_rate,
+    scaled,
+    step_size,
+)
+from jslices.optim._engine.in_place import Kernel
+from jslices.optim._engine.moments import momentum_series
+from jslices.optim._engine.protocol import GradientTransformation
+from jslices.optim._engine.rule import Rule, check_fading, check_untouched, zeros
+from jslices.optim._engine.transformation import transformation
+from jslices.optim._exact.drift import Drift, Missed, fading
 
 
 class SgdState(NamedTuple):

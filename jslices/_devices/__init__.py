@@ -1,0 +1,1 @@
+"""Where arrays live: memory of this process, and rows over several devices."""

@@ -1,0 +1,219 @@
+"""Everything that reads a traced program and differs between JAX releases.
+
+Tested on jax 0.10.2 and 0.12. What moved so far: sub-programs are ``ClosedJaxpr`` or
+``Jaxpr`` in 0.10 and always ``Jaxpr`` in 0.12; ``scan`` counts its operands in
+``num_consts``/``num_carry`` or in ``ft_in``; ``get_bind_params`` returned a tuple before
+0.10.
+"""
+
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from types import CodeType
+from typing import Any
+
+import jax
+import numpy as np
+from jax import lax
+from jax._src import source_info_util
+from jax.extend.core import Literal
+
+from jslices._densify import JAX_FOLDER, UserLine, pick_user_line
+
+# A jaxpr, closed or not, and one of its equations. JAX exports the classes but not
+# their fields, so a type checker learns nothing from naming them.
+Program = Any
+Equation = Any
+
+__all__ = ["Literal"]
+
+
+def constants(program: Program) -> Sequence[Any]:
+    """The values of ``program.constvars``."""
+    return getattr(program, "consts", ())
+
+
+def read(atom: Any, values: Mapping[Any, Any]) -> Any:
+    """What a variable stands for, or a literal says."""
+    return atom.val if isinstance(atom, Literal) else values[atom]
+
+
+def shape_of(atom: Any) -> tuple[int, ...]:
+    return tuple(atom.aval.shape)
+
+
+def carries_gradient(atom: Any) -> bool:
+    """True if a gradient can flow through this variable: its dtype is inexact."""
+    dtype = getattr(atom.aval, "dtype", None)
+    return dtype is not None and jax.numpy.issubdtype(dtype, np.inexact)
+
+
+def varying_axes(*avals: Any) -> frozenset[str]:
+    """The mesh axes along which any of these differs, inside a ``shard_map``."""
+    axes: frozenset[str] = frozenset()
+    for aval in avals:
+        axes |= getattr(getattr(aval, "manual_axis_type", None), "varying", frozenset())
+    return axes
+
+
+def as_varying(x: jax.Array, axes: frozenset[str]) -> jax.Array:
+    """``x`` as one that may differ along ``axes``, where it was the same everywhere."""
+    new = axes - varying_axes(jax.typeof(x)) if axes else axes
+    return lax.pcast(x, tuple(sorted(new)), to="varying") if new else x
+
+
+def as_varying_as(others: Iterable[jax.Array], *arrays: jax.Array) -> list[jax.Array]:
+    """``arrays`` that may differ where the ``others`` do."""
+    axes = varying_axes(*map(jax.typeof, others))
+    return [as_varying(x, axes) for x in arrays]
+
+
+def bind(eqn: Equation, operands: Sequence[Any], **changed: Any) -> list[Any]:
+    """Runs one equation on ``operands``, its name stack and source line preserved."""
+    params = {**eqn.params, **changed}
+    bind_params = eqn.primitive.get_bind_params(params)
+    subfuns: Sequence[Any] = ()
+    if isinstance(bind_params, tuple):
+        subfuns, bind_params = bind_params
+    stack = source_info_util.current_name_stack() + eqn.source_info.name_stack
+    traceback = eqn.source_info.traceback
+    with source_info_util.user_context(traceback, name_stack=stack), eqn.ctx.manager:
+        out = eqn.primitive.bind(*subfuns, *operands, **bind_params)
+    return list(out) if eqn.primitive.multiple_results else [out]
+
+
+def live_equations(program: Program) -> list[Equation]:
+    """The equations that an output or a side effect depends on, in order."""
+    needed = {v for v in program.outvars if not isinstance(v, Literal)}
+    live = []
+    for eqn in reversed(program.eqns):
+        if eqn.effects or not needed.isdisjoint(eqn.outvars):
+            needed.update(v for v in eqn.invars if not isinstance(v, Literal))
+            live.append(eqn)
+    return live[::-1]
+
+
+def gradient_variables(program: Program, through: Sequence[bool]) -> set[Any]:
+    """The variables through which a gradient reaches the inputs.
+
+    Args:
+      program: a traced program.
+      through: for each output, whether a gradient comes in there. None comes through an
+        auxiliary output, say, and then nothing that only leads to it matters.
+    """
+    reached = {
+        v
+        for v, wanted in zip(program.outvars, through, strict=True)
+        if wanted and not isinstance(v, Literal) and carries_gradient(v)
+    }
+    for eqn in reversed(program.eqns):
+        if is_reached(eqn, reached):
+            reached.update(
+                v for v in eqn.invars if not isinstance(v, Literal) and carries_gradient(v)
+            )
+    return reached
+
+
+def is_reached(eqn: Equation, reached: set[Any]) -> bool:
+    """True if a gradient may come to this equation, through its outputs or a ref."""
+    if eqn.primitive.name == "stop_gradient":
+        return False
+    return not reached.isdisjoint(eqn.outvars) or touches_ref(eqn)
+
+
+def touches_ref(eqn: Equation) -> bool:
+    """True if the equation reads or writes a mutable array (``jax.new_ref``)."""
+    return any(
+        type(atom.aval).__name__ == "AbstractRef" for atom in (*eqn.invars, *eqn.outvars)
+    )
+
+
+def scan_counts(params: dict[str, Any]) -> tuple[int, int]:
+    """How many operands of a scan are constants, and how many are carried."""
+    if "ft_in" in params:
+        operands = params["ft_in"]  # (constants, carried, scanned over), nested or flat
+        if hasattr(operands, "elts"):
+            consts, carry, _ = map(len, operands.elts)
+        else:
+            consts, carry, _ = (part.num_leaves for part in operands.tree.children())
+        return consts, carry
+    return params["num_consts"], params["num_carry"]
+
+
+def scan_options(params: dict[str, Any]) -> dict[str, Any]:
+    """The keyword arguments with which ``lax.scan`` makes the same loop."""
+    return {name: params[name] for name in ("length", "reverse", "unroll")}
+
+
+def remat_options(params: dict[str, Any]) -> dict[str, Any]:
+    """The keyword arguments with which ``jax.checkpoint`` wraps the same function."""
+    return {name: params[name] for name in ("policy", "prevent_cse")}
+
+
+def user_line(eqn: Equation) -> UserLine:
+    """The line of the user's program that made this equation."""
+    return pick_user_line(_frames(eqn.source_info.traceback))
+
+
+def _frames(traceback: Any) -> Iterable[tuple[CodeType, int]]:
+    if traceback is None:
+        return ()
+
+    def frames() -> Iterator[tuple[CodeType, int]]:
+        codes, instructions = traceback.raw_frames()
+        for code, instruction in zip(codes, instructions, strict=True):
+            yield code, _line_number(code, instruction)
+
+    return frames()
+
+
+def _line_number(code: CodeType, instruction: int) -> int:
+    # Two bytes an instruction; a line table has few entries.
+    line = code.co_firstlineno
+    for start, end, number in code.co_lines():
+        if start <= instruction < end and number is not None:
+            line = number
+    return line
+
+
+def is_library_call(eqn: Equation) -> bool:
+    """True for a call of one of JAX's own jitted functions, such as ``jnp.take``.
+
+    JAX keeps its trace, with the lines of whoever called it first, for every later call.
+    """
+    file = getattr(getattr(body(eqn), "debug_info", None), "func_filename", None)
+    return file is not None and file.startswith(JAX_FOLDER)
+
+
+def body(eqn: Equation) -> Program:
+    """The sub-program of a call, a loop or a rematerialisation."""
+    params = eqn.params
+    return params["call_jaxpr"] if "call_jaxpr" in params else params["jaxpr"]
+
+
+def flatten(tree: Any, is_leaf: Any = None) -> tuple[list[Any], Any]:
+    """The leaves of a pytree, and its structure."""
+    leaves, structure = jax.tree.flatten(tree, is_leaf=is_leaf)
+    return leaves, structure
+
+
+# ``jnp.sum(slices)`` and ``array + slices`` both ask the slices for an array through
+# ``__jax_array__``. The first must get one; the second must not, or Python never reaches
+# ``IndexedSlices.__radd__``, which adds the rows in place. JAX calls it straight from the
+# operator's own function (``_operator_add``, before that ``deferring_binary_op``). Should
+# that change, the sum is still right, but dense, and a test fails.
+_OPERATORS = (
+    *("_operator_add", "_operator_sub", "_operator_mul"),
+    *("_operator_radd", "_operator_rsub", "_operator_rmul"),
+    "deferring_binary_op",
+)
+
+
+def called_by_jax_operator() -> bool:
+    """True inside ``__jax_array__`` when ``array + slices`` (or ``-``, ``*``) asked."""
+    return sys._getframe(2).f_code.co_name in _OPERATORS
+
+
+def called_by_any_jax_operator() -> bool:
+    """The same for all operators, ``array @ x`` and ``array < x`` included."""
+    name = sys._getframe(2).f_code.co_name
+    return name.startswith("_operator_") or name == "deferring_binary_op"

@@ -1,0 +1,136 @@
+"""Summing duplicate rows into a static number of unique ones."""
+
+import math
+from collections.abc import Callable
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+
+from jslices._rows.bounds import canonical_indices, empty_slot
+from jslices._rows.numbering import (
+    number_slots,
+    number_slots_in_any_order,
+    number_slots_with_gaps,
+)
+
+#: How the distinct rows and the empty slots stand.
+Order = Literal["sorted", "any", "gaps"]
+
+#: What ``n`` occurrences of a row are divided by, once they are summed.
+COMBINERS: dict[str, Callable[[jax.Array], jax.Array] | None] = {
+    "sum": None,
+    "mean": lambda n: n,
+    "sqrtn": jnp.sqrt,
+}
+
+
+def sum_duplicates(
+    values: jax.Array,
+    indices: jax.Array,
+    num_rows: int | None,
+    size: int | None,
+    combine: str = "sum",
+    order: Order = "sorted",
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Sums the rows that share an index.
+
+    Args:
+      values: ``[K, *D]`` of any dtype. 16-bit floats are summed in float32 and rounded
+        once.
+      indices: ``[K]`` of any integer dtype; empty slots are dropped.
+      num_rows: V, or None when unknown.
+      size: U, the static number of slots returned; None means ``min(K, V)``, which
+        always suffices.
+      combine: a key of ``COMBINERS``.
+      order: "any" if the rows may come in any order, "gaps" if empty slots may also stand
+        between them; both can be faster.
+
+    Returns:
+      ``(values [U, *D], indices [U], distinct [])``: indices unique and, unless another
+      ``order`` is wanted, sorted, then the empty slots (index V, zero values).
+      ``distinct``, int32, is the number of rows named; U may be less.
+
+    Raises:
+      ValueError: if more than ``size`` distinct rows are present and the indices are
+        concrete. Under jit nothing can be raised: the values then become NaN (of a
+        floating dtype), so that the loss shows it.
+
+    Cost: a sort of K integers (or less, unless sorted), one pass over ``[K, *D]`` and
+    one over ``[U, *D]``.
+    """
+    num_ids = indices.shape[0]
+    enough = num_ids if num_rows is None else min(num_ids, num_rows)
+    capacity = enough if size is None else size
+    if capacity < 0:
+        raise ValueError(f"coalesce(size={size}): size must not be negative")
+    indices = canonical_indices(indices, num_rows)
+    empty = empty_slot(num_rows, indices.dtype)
+    if num_ids == 0 or capacity == 0:
+        distinct = (
+            jnp.zeros((), jnp.int32)
+            if num_ids == 0
+            else jnp.any(indices != empty).astype(jnp.int32)
+        )
+        unique = jnp.full((capacity,), empty, indices.dtype)
+        summed = jnp.zeros((capacity, *values.shape[1:]), values.dtype)
+    else:
+        row_bytes = math.prod(values.shape[1:]) * values.dtype.itemsize
+        if order == "sorted" or num_rows is None:
+            numbered = number_slots(indices, num_rows, capacity)
+        elif order == "gaps" and capacity == num_ids:
+            numbered = number_slots_with_gaps(indices, num_rows, row_bytes)
+        else:
+            numbered = number_slots_in_any_order(indices, num_rows, capacity, row_bytes)
+        unique, slots, distinct = numbered
+        summed = add_by_slot(values, slots, capacity, COMBINERS[combine])
+    if capacity < enough:
+        summed = _refuse_overflow(summed, distinct, capacity)
+    return summed, unique, distinct
+
+
+def check_combine(combine: str, dtype: jnp.dtype) -> None:
+    """Refuses an unknown way to combine, and fractions of integers."""
+    if combine not in COMBINERS:
+        raise ValueError(f"combine={combine!r}: it must be one of {tuple(COMBINERS)}")
+    if combine != "sum" and not jnp.issubdtype(dtype, jnp.inexact):
+        raise TypeError(
+            f"combine={combine!r} divides, and these rows are {dtype}; cast them first: "
+            "slices.astype('float32')"
+        )
+
+
+def add_by_slot(
+    values: jax.Array,
+    slots: jax.Array,
+    capacity: int,
+    divisor: Callable[[jax.Array], jax.Array] | None = None,
+) -> jax.Array:
+    """``[capacity, *D]``: the rows of ``values`` ``[K, *D]`` with the same slot, summed.
+
+    Slots of ``capacity`` or more drop. 16-bit floats are summed in float32, rounded once.
+    """
+    dtype = values.dtype
+    narrow = jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4
+    wide = values.astype(jnp.float32) if narrow else values
+    zeros = jnp.zeros((capacity, *values.shape[1:]), wide.dtype)
+    summed = zeros.at[slots].add(wide, mode="drop")
+    if divisor is not None:
+        # Counted in integers: exact beyond 2^24 occurrences.
+        counts = jnp.zeros((capacity,), jnp.int32).at[slots].add(1, mode="drop")
+        weight = divisor(jnp.maximum(counts, 1).astype(jnp.finfo(wide.dtype).dtype))
+        summed = summed / weight.reshape(-1, *(1,) * (summed.ndim - 1))
+    return summed.astype(dtype)
+
+
+def _refuse_overflow(summed: jax.Array, distinct: jax.Array, size: int) -> jax.Array:
+    if not isinstance(distinct, jax.core.Tracer):
+        if distinct > size:
+            raise ValueError(
+                f"coalesce(size={size}): {int(distinct)} distinct rows do not fit; "
+                f"pass size={int(distinct)} or more, or leave size out"
+            )
+        return summed
+    if not jnp.issubdtype(summed.dtype, jnp.inexact):
+        return summed
+    return jnp.where(distinct > size, jnp.array(jnp.nan, summed.dtype), summed)

@@ -1,0 +1,1 @@
+"""Rows without gradient, brought to where a dense optimizer would have them."""

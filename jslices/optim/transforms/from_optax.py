@@ -1,0 +1,233 @@
+"""Any Optax transformation, run on the touched rows only."""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jslices._jax import flatten
+from jslices._rows.bounds import set_rows, take_rows
+from jslices._slices import IndexedSlices, check_slices, is_slices
+from jslices.optim._engine.protocol import GradientTransformation
+from jslices.optim.transforms.dense_sums import warn_in_multi_steps
+from jslices.optim.transforms.row_local import refuse_mixing
+
+
+def from_optax(tx: Any) -> GradientTransformation:
+    """Lifts an Optax transformation to gradients that are IndexedSlices.
+
+    At each step the duplicates are summed, the touched rows of the parameters and of every
+    part of the state that mirrors the parameters are read, ``tx`` runs on those rows as if
+    they were the whole array, and the rows are written back.
+
+    Untouched rows: lazy. A row without gradient is neither read nor written, and nor is
+    its state.
+
+    ``tx`` must treat each row by itself, as nearly all do (Adam, RMSProp, Lion, clipping by
+    value or by global norm, weight decay, schedules, chains and partitions of them). Before
+    its first step it is tried on a small table, and refused if it does not: a trust ratio,
+    a norm of the parameters, a mean over an array, noise.
+
+    Args:
+      tx: an ``optax.GradientTransformation``.
+
+    Returns:
+      A :class:`GradientTransformation`; its state is that of ``tx``.
+
+    Raises:
+      TypeError: for what is not a transformation.
+      ValueError: from ``update``, without ``params``; for a transformation that does not
+        treat each row by itself; for a state with an array that has as many rows as a table
+        but not its shape (factored second moments), whose rows cannot be told; and for
+        ``optax.MultiSteps``, whose rows would wait for a step that touches them.
+
+    Cost: a step reads and writes ``U * D`` elements of each parameter and state array.
+
+    Example:
+      >>> import jax.numpy as jnp, jslices as js, optax
+      >>> tx = js.from_optax(optax.chain(optax.clip(0.5), optax.sgd(1.0)))
+      >>> table = jnp.zeros((4, 1))
+      >>> grads = js.IndexedSlices(jnp.ones((2, 1)), jnp.array([2, 2]), (4, 1))
+      >>> updates, state = tx.update(grads, tx.init(table), table)
+      >>> js.apply_updates(table, updates).ravel()
+      Array([ 0. ,  0. , -0.5,  0. ], dtype=float32)
+
+    Source: ours; Optax itself maps over the children of slices and changes the indices.
+    """
+    if not (hasattr(tx, "init") and hasattr(tx, "update")):
+        raise TypeError(
+            f"from_optax wants an Optax transformation (with init and update), got {tx!r}"
+        )
+
+    tried: set[Any] = set()
+
+    def update(
+        grads: Any, state: Any, params: Any = None, **extra_args: Any
+    ) -> tuple[Any, Any]:
+        if params is None:
+            raise ValueError(
+                "from_optax needs the parameters, to know which part of the state mirrors "
+                "them: tx.update(grads, state, params)"
+            )
+        _refuse_accumulation(state)
+        leaves, tree = flatten(grads, is_leaf=lambda x: x is None or is_slices(x))
+        arrays = tree.flatten_up_to(params)
+        touched = [_coalesced(g, p) for g, p in zip(leaves, arrays, strict=True)]
+        kind = (tree, *((g.shape, g.dtype, is_slices(g)) for g in touched if g is not None))
+        if any(map(is_slices, touched)) and kind not in tried:
+            tried.add(kind)
+            refuse_mixing(tx, lifted, touched, tree)
+        return lifted(tree.unflatten(touched), state, params, **extra_args)
+
+    def lifted(grads: Any, state: Any, params: Any, **extra_args: Any) -> tuple[Any, Any]:
+        touched, tree = flatten(grads, is_leaf=lambda x: x is None or is_slices(x))
+        arrays = tree.flatten_up_to(params)
+        rows = _Rows(tree, arrays, touched)
+        values = [g.values if is_slices(g) else g for g in touched]
+        outputs, new_state = tx.update(
+            tree.unflatten(values), rows.read_state(state), rows.read(params), **extra_args
+        )
+        updates = [
+            _update(u, g) for u, g in zip(tree.flatten_up_to(outputs), touched, strict=True)
+        ]
+        return tree.unflatten(updates), rows.write_state(state, new_state)
+
+    def init(params: Any) -> Any:
+        warn_in_multi_steps()
+        return tx.init(params)
+
+    return GradientTransformation(init, update)
+
+
+class _Rows:
+    """Reads and writes the touched rows of trees that mirror the parameters."""
+
+    def __init__(self, tree: Any, arrays: Sequence[Any], touched: Sequence[Any]) -> None:
+        self.tree, self.arrays, self.touched = tree, arrays, touched
+        self.heights = {g.dense_shape[0] for g in touched if is_slices(g)}
+
+    def mirrors(self, subtree: Any) -> bool:
+        """True for a part of the state that has the structure and shapes of params.
+
+        What a mask leaves out is an empty node there.
+        """
+        try:
+            parts = self.tree.flatten_up_to(subtree)
+        except (TypeError, ValueError):
+            return False
+        given = [x for x in zip(parts, self.arrays, strict=True) if not _left_out(x[0])]
+        same = all(jnp.shape(x) == jnp.shape(p) for x, p in given if hasattr(x, "shape"))
+        return bool(given) and same and all(hasattr(x, "shape") for x, _ in given)
+
+    def read(self, subtree: Any) -> Any:
+        def rows(x: Any, g: Any) -> Any:
+            if not is_slices(g) or _left_out(x):
+                return x
+            last = max(x.shape[0] - 1, 0)
+            return take_rows(x, jnp.minimum(g.indices, last), mode="promise_in_bounds")
+
+        return self._map(rows, subtree)
+
+    def write(self, subtree: Any, rows: Any) -> Any:
+        given = iter(self.tree.flatten_up_to(rows))
+
+        def written(x: Any, g: Any) -> Any:
+            new = next(given)
+            if not is_slices(g) or _left_out(x):
+                return new
+            return set_rows(x, g.indices, new.astype(x.dtype))
+
+        return self._map(written, subtree)
+
+    def read_state(self, state: Any) -> Any:
+        return self._each(state, self.read, self._refuse_rows)
+
+    def write_state(self, state: Any, new: Any) -> Any:
+        structure = flatten(state, is_leaf=self.mirrors)[1]
+        parts = iter(structure.flatten_up_to(new))
+        return self._each(
+            state, lambda part: self.write(part, next(parts)), lambda _: next(parts)
+        )
+
+    def _each(
+        self, state: Any, mirrored: Callable[..., Any], other: Callable[..., Any]
+    ) -> Any:
+        return jax.tree.map(
+            lambda part: mirrored(part) if self.mirrors(part) else other(part),
+            state,
+            is_leaf=self.mirrors,
+        )
+
+    def _map(self, f: Callable[..., Any], subtree: Any) -> Any:
+        parts = self.tree.flatten_up_to(subtree)
+        return self.tree.unflatten(map(f, parts, self.touched))
+
+    def _refuse_rows(self, x: Any) -> Any:
+        if jnp.ndim(x) and jnp.shape(x)[0] in self.heights:
+            raise ValueError(
+                "from_optax cannot tell the rows of a state array of shape "
+                f"{jnp.shape(x)}, which does not mirror the parameters; use an optimizer "
+                "whose state does (not a factored one), or one of jslices' own"
+            )
+        return x
+
+
+def _left_out(x: Any) -> bool:
+    return not jax.tree.leaves(x)
+
+
+#: States of transformations of Optax that act on all rows in some of their steps, or judge
+#: all rows together, which trying one step does not show.
+ACT_ON_ALL_ROWS = {
+    "ApplyEvery": "apply_every",
+    "DAdaptAdamWState": "contrib.dadapt_adamw",
+    "DoGState": "contrib.dog",
+    "DoWGState": "contrib.dowg",
+    "LookaheadState": "lookahead",
+    "ProdigyState": "contrib.prodigy",
+    "SAMState": "contrib.sam",
+}
+
+
+def _refuse_accumulation(state: Any) -> None:
+    """Refuses what acts on all rows at once in some step, wherever its state stands."""
+    kinds = {type(node).__name__ for node in _nodes(state)}
+    for kind in kinds & set(ACT_ON_ALL_ROWS):
+        raise ValueError(
+            f"from_optax cannot lift optax.{ACT_ON_ALL_ROWS[kind]}: it judges or moves all "
+            "rows together, and rows that a step does not touch would miss that; give it "
+            "dense gradients (sparse=False)"
+        )
+    if "MultiStepsState" in kinds:
+        raise ValueError(
+            "from_optax cannot lift optax.MultiSteps: rows that the last micro-step does "
+            "not touch would keep what they have gathered. Accumulate the slices: "
+            "jslices.accumulate_gradients, or jslices.optim.multi_steps(from_optax(tx), k, "
+            "grads)"
+        )
+
+
+def _nodes(tree: Any) -> Iterator[Any]:
+    """The tree and all that is in it."""
+    yield tree
+    inside = jax.tree.leaves(tree, is_leaf=lambda x: x is not tree)
+    for node in inside:
+        if node is not tree and not hasattr(node, "shape"):
+            yield from _nodes(node)
+
+
+def _coalesced(grad: Any, param: Any) -> Any:
+    if not isinstance(grad, IndexedSlices):
+        return grad
+    check_slices(grad)
+    return IndexedSlices(grad.values, grad.indices, param.shape).coalesce()
+
+
+def _update(update: Any, grad: Any) -> Any:
+    if not isinstance(grad, IndexedSlices) or grad.dense_shape is None:
+        return update
+    present = grad.indices < grad.dense_shape[0]
+    present = present.reshape(-1, *(1,) * (update.ndim - 1))
+    update = jnp.where(present, update, jnp.zeros((), update.dtype))
+    return IndexedSlices(update, grad.indices, grad.dense_shape)

@@ -1,0 +1,194 @@
+"""Variables: the explicit state that familiar calls are turned into."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+
+from jslices._slices import is_slices
+from jslices.tf1._names import bare_name
+
+#: From the PRNG key of a variable to its initial value.
+Initial = Callable[[Any], jax.Array]
+
+
+@dataclasses.dataclass(frozen=True)
+class VariableInfo:
+    """What is static about a variable.
+
+    Attributes:
+      name: its whole name, without ``:0``.
+      trainable: whether it is in the partition that is differentiated.
+      collections: the keys of the collections it belongs to.
+      position: when it was created, counted from 0.
+      initial: makes its initial value again; None if only running ``init`` can.
+    """
+
+    name: str
+    trainable: bool = True
+    collections: tuple[str, ...] = ("variables", "trainable_variables")
+    position: int = 0
+    # A function made anew in every run must not make two states differ in structure.
+    initial: Initial | None = dataclasses.field(default=None, compare=False, repr=False)
+
+
+@jax.tree_util.register_pytree_with_keys_class
+class Variables(Mapping[str, Any]):
+    """All variables of a transformed function: name -> array, in the order of creation.
+
+    A mapping and a pytree: the arrays are its leaves, :class:`VariableInfo` is static. What
+    mirrors it (gradients, the state of an optimizer) has the same structure. Nothing
+    changes one in place.
+
+    Args:
+      values: name -> array of any shape; ``"foo/v:0"`` is the same name as ``"foo/v"``.
+      infos: what is static about each; those without one are trainable.
+
+    Example:
+      >>> import jax, jslices as js
+      >>> def model():
+      ...     js.get_variable("w", [2])
+      ...     js.get_variable("steps", [], trainable=False)
+      >>> variables = js.transform(model).init(jax.random.key(0))
+      >>> variables
+      Variables(w: float32[2], steps: float32[] not trainable)
+      >>> list(variables.trainable), list(variables.non_trainable)
+      (['w'], ['steps'])
+      >>> (variables.trainable | variables.non_trainable).keys() == variables.keys()
+      True
+
+    Source: ``tf.all_variables()`` with the values that TensorFlow keeps in a session.
+    """
+
+    _infos: tuple[VariableInfo, ...]
+    _values: tuple[Any, ...]
+
+    def __init__(
+        self, values: Mapping[str, Any], infos: Sequence[VariableInfo] = ()
+    ) -> None:
+        values = {bare_name(name): value for name, value in values.items()}
+        known = {info.name: info for info in infos}
+        last = max((info.position for info in infos), default=-1)
+        news = [name for name in values if name not in known]
+        for position, name in enumerate(news, last + 1):
+            known[name] = VariableInfo(name, position=position)
+        kept = [info for info in known.values() if info.name in values]
+        self._infos = tuple(sorted(kept, key=lambda info: info.position))
+        self._values = tuple(values[info.name] for info in self._infos)
+
+    # --- mapping ------------------------------------------------------------------
+
+    @functools.cached_property
+    def _places(self) -> dict[str, int]:
+        return {info.name: place for place, info in enumerate(self._infos)}
+
+    def __getitem__(self, name: str) -> Any:
+        place = self._places.get(bare_name(name))
+        if place is None:
+            raise KeyError(f"no variable {name!r}; there are: {', '.join(self) or 'none'}")
+        return self._values[place]
+
+    def __iter__(self) -> Iterator[str]:
+        return (info.name for info in self._infos)
+
+    def __len__(self) -> int:
+        return len(self._infos)
+
+    def __reduce__(self) -> Any:
+        # Functions that make initial values may be closures, which do not pickle.
+        infos = [dataclasses.replace(info, initial=None) for info in self._infos]
+        return Variables, (dict(self), infos)
+
+    # Comparing arrays is the user's business; as in jax.Array, there is no hash.
+    __eq__ = object.__eq__
+    __hash__ = object.__hash__
+
+    # --- pytree -------------------------------------------------------------------
+
+    def tree_flatten_with_keys(self) -> tuple[Any, tuple[VariableInfo, ...]]:
+        keys = (jax.tree_util.DictKey(info.name) for info in self._infos)
+        return tuple(zip(keys, self._values, strict=True)), self._infos
+
+    def tree_flatten(self) -> tuple[Any, tuple[VariableInfo, ...]]:
+        return self._values, self._infos
+
+    @classmethod
+    def tree_unflatten(
+        cls, infos: tuple[VariableInfo, ...], values: Sequence[Any]
+    ) -> "Variables":
+        new = object.__new__(cls)
+        new._infos, new._values = infos, tuple(values)
+        return new
+
+    # --- parts and unions -----------------------------------------------------------
+
+    @property
+    def infos(self) -> tuple[VariableInfo, ...]:
+        """What is static about each variable, in order."""
+        return self._infos
+
+    @property
+    def trainable(self) -> "Variables":
+        """The partition to differentiate, and to give to an optimizer."""
+        return self.where(lambda info: info.trainable)
+
+    @property
+    def non_trainable(self) -> "Variables":
+        """All others: counters, statistics, frozen tables."""
+        return self.where(lambda info: not info.trainable)
+
+    def collection(self, key: str) -> "Variables":
+        """Those that were put into the collection ``key``."""
+        return self.where(lambda info: key in info.collections)
+
+    def where(self, keep: Callable[[VariableInfo], bool]) -> "Variables":
+        """Those whose :class:`VariableInfo` ``keep`` says yes to."""
+        both = zip(self._infos, self._values, strict=True)
+        kept = [(info, value) for info, value in both if keep(info)]
+        return Variables.tree_unflatten(
+            tuple(info for info, _ in kept), [value for _, value in kept]
+        )
+
+    def __or__(self, other: Mapping[str, Any]) -> "Variables":
+        """The union; where both have a name, the value of ``other``."""
+        if not isinstance(other, Mapping):
+            return NotImplemented
+        theirs = other.infos if isinstance(other, Variables) else ()
+        infos = {info.name: info for info in (*theirs, *self._infos)}
+        values = {**self, **{bare_name(name): value for name, value in other.items()}}
+        return Variables(values, tuple(infos.values()))
+
+    def replace(self, values: Mapping[str, Any]) -> "Variables":
+        """The same variables with other values for some names, all of which must exist.
+
+        Raises:
+          KeyError: naming the names that do not.
+        """
+        values = {bare_name(name): value for name, value in values.items()}
+        strange = [name for name in values if name not in self._places]
+        if strange:
+            raise KeyError(
+                f"no variables {', '.join(strange)}; there are: {', '.join(self) or 'none'}"
+            )
+        return self | values
+
+    def __repr__(self) -> str:
+        described = (
+            f"{info.name}: {_describe(value)}{'' if info.trainable else ' not trainable'}"
+            for info, value in zip(self._infos, self._values, strict=True)
+        )
+        return f"Variables({', '.join(described)})"
+
+
+def _describe(value: Any) -> str:
+    if is_slices(value) or not (hasattr(value, "dtype") and hasattr(value, "shape")):
+        return repr(value)
+    shape = f"{value.dtype}[{', '.join(map(str, value.shape))}]"
+    return shape if is_initialized(value) else f"{shape} not initialised"
+
+
+def is_initialized(value: Any) -> bool:
+    """Whether there is a value, not only the shape and dtype of one."""
+    return value is not None and not isinstance(value, jax.ShapeDtypeStruct)

@@ -1,0 +1,164 @@
+"""transform: a function that speaks of variables as pure functions of explicit state."""
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jslices.tf1._lazy import LazyValue
+from jslices.tf1._names import bare_name
+from jslices.tf1._values import is_array
+from jslices.tf1.frame import Frame, Mode, running
+from jslices.tf1.state import Variables
+from jslices.tf1.variable import Variable
+
+
+class Transformed(NamedTuple):
+    """The pure functions that :func:`jslices.transform` makes of one that has variables.
+
+    Attributes:
+      init: ``init(key, *args, **kwargs) -> variables``, the initial values. ``key`` may be
+        None if nothing is random.
+      apply: ``apply(variables, *args, **kwargs) -> (out, variables)``, what the function
+        returns, and the variables after its assignments.
+      abstract_init: ``abstract_init(key, *args, **kwargs) -> variables``, shapes and dtypes
+        (``jax.ShapeDtypeStruct``) only: declared, not initialised. Nothing is computed or
+        drawn, so the key may be left out; arguments may be ``jax.ShapeDtypeStruct``.
+    """
+
+    init: Callable[..., Variables]
+    apply: Callable[..., tuple[Any, Variables]]
+    abstract_init: Callable[..., Variables]
+
+
+def transform(fn: Callable[..., Any]) -> Transformed:
+    """Turns a function that creates, reads and assigns variables into pure functions.
+
+    Inside of ``fn`` one writes what one writes in TensorFlow: ``get_variable``,
+    ``variable_scope``, ``Variable``, ``assign``. The results are ordinary pure functions,
+    to be put under ``jax.jit`` (with the variables donated), ``jax.grad`` or
+    :func:`jslices.value_and_grad`, which gives IndexedSlices for a table that is only
+    looked up.
+
+    Args:
+      fn: any function; it must create the same variables whenever it runs, and return no
+        handle.
+
+    Returns:
+      A :class:`Transformed`: ``init``, ``apply`` and ``abstract_init``. ``init`` runs
+      ``fn`` to find its variables, and returns their initial values, whatever ``fn``
+      assigns. ``apply`` takes these, or any mapping of name -> array.
+
+    Raises:
+      TypeError: if ``fn`` is no function; by ``apply``, if its first argument is no
+        mapping.
+      ValueError: by ``apply``, for a variable that is missing or has another shape, naming
+        it; if ``fn`` returns a handle.
+
+    Cost: none at run time; the calls are resolved while JAX traces.
+
+    Example:
+      >>> import functools, jax, jax.numpy as jnp, jslices as js
+      >>> def model(ids):
+      ...     table = js.get_variable("table", [1000, 8])
+      ...     js.Variable(0, name="steps", trainable=False).assign_add(1)
+      ...     return jnp.sum(js.embedding_lookup(table, ids) ** 2)
+      >>> model, tx, ids = js.transform(model), js.adam(1e-2), jnp.array([3, 9, 3])
+      >>> def loss(params, rest, ids):
+      ...     out, variables = model.apply(params | rest, ids)
+      ...     return out, variables.non_trainable
+      >>> @functools.partial(jax.jit, donate_argnums=(0, 1))
+      ... def step(variables, state, ids):
+      ...     params = variables.trainable
+      ...     (value, rest), grads = js.value_and_grad(loss, has_aux=True)(
+      ...         params, variables.non_trainable, ids)
+      ...     assert js.is_slices(grads["table"])
+      ...     updates, state = tx.update(grads, state, params)
+      ...     return js.apply_updates(params, updates) | rest, state, value
+      >>> variables = model.init(jax.random.key(0), ids)
+      >>> variables, state, value = step(variables, tx.init(variables.trainable), ids)
+      >>> variables
+      Variables(table: float32[1000, 8], steps: int32[] not trainable)
+
+    Source: TensorFlow's graph and session, by way of Haiku's ``transform``. Haiku keeps
+    parameters and state apart; here ``trainable`` says what is differentiated.
+    """
+    if not callable(fn):
+        raise TypeError(f"transform wants a function, got {type(fn).__name__}")
+
+    def init(key: Any, *args: Any, **kwargs: Any) -> Variables:
+        _check_key(key)
+        with running(Frame(Mode.INIT, key=key)) as frame:
+            fn(*args, **kwargs)
+            return frame.initial_state()
+
+    def apply(variables: Any, *args: Any, **kwargs: Any) -> tuple[Any, Variables]:
+        if not isinstance(variables, Mapping):
+            raise TypeError(
+                "apply wants the variables first: apply(variables, *args), with a mapping "
+                f"of name -> array such as init returns; got {type(variables).__name__}"
+            )
+        with running(Frame(Mode.APPLY, given=_by_bare_name(variables))) as frame:
+            out = _without_lazies(fn(*args, **kwargs))
+            _refuse_handles(out)
+            return out, frame.final_state()
+
+    def abstract_init(*args: Any, **kwargs: Any) -> Variables:
+        if args and _is_key(args[0]):
+            args = args[1:]
+        # Only arrays become abstract: a flag or a number keeps deciding as it does in init.
+        leaves, structure = jax.tree.flatten((args, kwargs))
+        arrays = {i: x for i, x in enumerate(leaves) if is_array(x)}
+
+        def run(arrays: dict[int, Any]) -> Variables:
+            merged = [arrays.get(i, x) for i, x in enumerate(leaves)]
+            args, kwargs = jax.tree.unflatten(structure, merged)
+            return init(jax.random.key(0), *args, **kwargs)
+
+        declared: Variables = jax.eval_shape(run, arrays)
+        return declared
+
+    return Transformed(init, apply, abstract_init)
+
+
+def _check_key(key: Any) -> None:
+    if key is not None and not hasattr(key, "dtype"):
+        raise TypeError(
+            f"init wants a PRNG key first: init(jax.random.key(0), *args); got {key!r}"
+        )
+
+
+def _is_key(x: Any) -> bool:
+    """Whether a first argument is a PRNG key, of the new or of the old kind, or None."""
+    if x is None or not is_array(x):
+        return x is None
+    old = x.dtype == np.uint32 and tuple(x.shape) in ((2,), (4,))
+    return old or bool(jnp.issubdtype(x.dtype, jax.dtypes.prng_key))
+
+
+def _by_bare_name(variables: Mapping[str, Any]) -> Mapping[str, Any]:
+    if isinstance(variables, Variables):
+        return variables
+    return {bare_name(name): value for name, value in variables.items()}
+
+
+def _without_lazies(out: Any) -> Any:
+    """Arrays in the places of what is lazy, which can be had while the run lasts."""
+    return jax.tree.map(
+        lambda x: x.value() if isinstance(x, LazyValue) else x,
+        out,
+        is_leaf=lambda x: isinstance(x, LazyValue | Variable),
+    )
+
+
+def _refuse_handles(out: Any) -> None:
+    leaves = jax.tree.leaves(out, is_leaf=lambda x: isinstance(x, Variable))
+    names = [x.name for x in leaves if isinstance(x, Variable)]
+    if names:
+        raise ValueError(
+            f"the function returned the Variable {', '.join(names)} itself, which means "
+            "nothing outside of it: the handle would leak. Return its value(), or read it "
+            "from the variables that apply returns"
+        )
