@@ -29,6 +29,7 @@ from jslices._grad.api import grad as grad
 from jslices._grad.api import value_and_grad as value_and_grad
 from jslices._grad.api import vjp as vjp
 from jslices._grad.explain import explain as explain
+from jslices._grad.rules import register_rowwise as register_rowwise
 from jslices._lookup import embedding_lookup as embedding_lookup
 from jslices._lookup import embedding_lookup_sparse as embedding_lookup_sparse
 from jslices._lookup import log_uniform_candidate_sampler as log_uniform_candidate_sampler
