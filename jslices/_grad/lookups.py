@@ -28,11 +28,11 @@ def take_slotted(
 ) -> jax.Array:
     """Rows ``[n, *D]`` of ``table`` ``[V, *D]`` at ``ids`` ``[n]``.
 
-    The gradient goes to ``slot``. JAX insists that the cotangent of an array has the array's own
-    shape, so a table cannot get slices. A *cotangent slot* can: an IndexedSlices of zeros
-    that is never read. Its cotangent holds the ``values`` ``[n, *D]`` of the row gradient,
-    and the table gets none. (Its ``indices`` are None: integers have no cotangent, so the
-    ids are handed on separately.)
+    The gradient goes to ``slot``. JAX insists that the cotangent of an array has the
+    array's own shape, so a table cannot get slices. A *cotangent slot* can: zeros in an
+    IndexedSlices, never read. Its cotangent holds the ``values`` ``[n, *D]`` of the row
+    gradient, and the table gets none. (Its ``indices`` are None: integers have no
+    cotangent, so the ids are handed on separately.)
     """
     del slot
     return take_rows(table, ids, mode=mode, fill_value=fill_value)

@@ -1,7 +1,7 @@
 """Row-wise steps: primitives that commute with a lookup.
 
-``f(table)[ids] == f(table[ids])``. The rules stand in one table, keyed by primitive, to which
-:func:`register_rowwise` adds. A primitive without a rule, which is neither a lookup
+``f(table)[ids] == f(table[ids])``. The rules stand in one table, keyed by primitive, to
+which :func:`register_rowwise` adds. A primitive without a rule, which is neither a lookup
 (lookups.py) nor control flow (interpret.py), needs the whole table: the gradient is then
 right, but dense.
 """

@@ -305,7 +305,7 @@ def _just_take(table: Table, ids: Ids) -> Any:
 
 
 def tables_read(view: View) -> list[int]:
-    """The leaf of every read that gets a cotangent slot in a lookup of ``view``, in order."""
+    """The leaves whose rows a lookup of ``view`` reads with cotangent slots, in order."""
     found: list[int] = []
     Reader(lambda table, ids: found.append(table.leaf)).rows(view, Ids())
     return found
