@@ -79,6 +79,21 @@ def test_step_before_the_lookup(step, before_the_lookup):
     assert_close(got[step], wanted[step], rtol=1e-5)
 
 
+def test_weights_that_all_rows_share_leave_the_table_sparse():
+    """They are differentiated as well, and their own gradient is dense."""
+
+    def fun(table, params):
+        rows = jnp.tanh(table * params["scale"] + params["bias"][None])
+        return (jnp.concatenate([params["first"][None], rows])[IDS] ** 3).sum()
+
+    row = jnp.linspace(0.5, 1.0, D)
+    params = {"scale": row[None], "bias": row, "first": row}
+    got, wanted = both({"fun": fun}, TABLE, params)
+    table, weights = got["fun"]
+    assert js.is_slices(table) and not any(map(js.is_slices, jax.tree.leaves(weights)))
+    assert_close(got, wanted, rtol=1e-5)
+
+
 def test_the_whole_table_is_not_computed(monkeypatch):
     rows = 50_000
     monkeypatch.setitem(globals(), "V", rows)

@@ -133,7 +133,7 @@ class Interpreter(abc.ABC):
         go_inside = _INSIDE.get(eqn.primitive.name)
         if go_inside is not None:
             return go_inside(self, eqn, operands, through)
-        views = rowwise(eqn, operands)
+        views = rowwise(eqn, operands, lambda value: self.whole(value, eqn))
         if views is not None:
             return views
         found = lookup(eqn, operands[0])

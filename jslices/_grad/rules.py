@@ -9,7 +9,7 @@ right, but dense.
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -30,29 +30,51 @@ from jslices._grad.views import (
 from jslices._lookup.mark import mark_p
 from jslices._rows.bounds import INT32_MAX
 
+
+class NeedsWhole(NamedTuple):
+    """What a rule says of views that serve all rows: their arrays are needed."""
+
+    operands: Sequence[int]
+
+
 #: ``rule(eqn, operands, lead)`` gives a view per output, or None where the equation mixes
 #: rows. Operands are views, at least one, whose rows ``lead`` axes number, and values (None
 #: while lookups are planned).
-Rule = Callable[[_jax.Equation, Sequence[Any], int], list[Any] | None]
+Rule = Callable[[_jax.Equation, Sequence[Any], int], list[Any] | NeedsWhole | None]
 
 RULES: dict[Primitive, Rule] = {}
 
 
-def rowwise(eqn: _jax.Equation, operands: Sequence[Any]) -> list[Any] | None:
+def rowwise(
+    eqn: _jax.Equation, operands: Sequence[Any], whole: Callable[[Any], Any]
+) -> list[Any] | None:
     """The outputs of an equation as views, if it treats all rows alike.
 
     Args:
       eqn: an equation with at least one view among its operands.
       operands: for each operand a view, or its value (None while lookups are planned).
+      whole: gives the array behind a view, or notes that it is needed.
 
     Returns:
       One view per output; None if the equation mixes rows.
     """
     rule = RULES.get(eqn.primitive)
+    if rule is None:
+        return None
     # Rows are numbered by axis 0, or, in tables that vmap repeated for every example, by
     # the axes of the batch as well: the `lead` ones.
-    lead = {leading(operand) for operand in operands if isinstance(operand, View)}
-    return rule(eqn, operands, *lead) if rule is not None and len(lead) == 1 else None
+    lead = min(leading(operand) for operand in operands if isinstance(operand, View))
+    others = [
+        i for i, x in enumerate(operands) if isinstance(x, View) and leading(x) > lead
+    ]
+    outputs = NeedsWhole(others) if others else rule(eqn, operands, lead)
+    while isinstance(outputs, NeedsWhole):
+        needed = outputs.operands
+        operands = [whole(x) if i in needed else x for i, x in enumerate(operands)]
+        if not any(isinstance(operand, View) for operand in operands):
+            return None
+        outputs = rule(eqn, operands, lead)
+    return outputs
 
 
 def register_rowwise(
@@ -161,25 +183,31 @@ def _registered(
     eqn: _jax.Equation,
     operands: Sequence[Any],
     lead: int,
-) -> list[Any] | None:
+) -> list[Any] | NeedsWhole | None:
     """What a rule of the user's says, as one of ours."""
     primitive, count = eqn.primitive, len(operands)
     axes = tuple(in_axes) if isinstance(in_axes, Sequence) else (in_axes,) * count
     if len(axes) != count:
         raise ValueError(
-            f"{primitive} was registered with in_axes={in_axes!r} for {len(axes)} operands "
-            f"and is applied to {count}"
+            f"{primitive} was registered with in_axes={in_axes!r}, for {len(axes)} "
+            f"operand(s), and is applied to {count}"
         )
-    table = next(x for x in operands if isinstance(x, View))
-    height, rank = table.shape[0], len(table.shape)
-    shared = []
-    for operand, atom, axis in zip(operands, eqn.invars, axes, strict=True):
-        shape = _jax.shape_of(atom)
-        by_row = axis == 0 and shape[:1] == (height,)
-        broadcast = not shape or (shape[0] == 1 and len(shape) == rank)
-        if not by_row and (isinstance(operand, View) or not (axis is None or broadcast)):
-            return None
-        shared.append(not by_row)
+    views = {i for i, operand in enumerate(operands) if isinstance(operand, View)}
+    by_all = [i for i in views if axes[i] is None]
+    if by_all:
+        return NeedsWhole(by_all)
+    shapes = [_jax.shape_of(atom) for atom in eqn.invars]
+    height, rank = max((shapes[i][0], len(shapes[i])) for i in views)
+    by_row = {i for i, axis in enumerate(axes) if axis == 0 and shapes[i][:1] == (height,)}
+    broadcast = {
+        i
+        for i, shape in enumerate(shapes)
+        if not shape or (shape[0] == 1 and len(shape) == rank)
+    }
+    if not all(i in by_row | broadcast or axes[i] is None for i in range(count)):
+        return None
+    if not views <= by_row:
+        return NeedsWhole(list(views - by_row))
     whole = [jax.ShapeDtypeStruct(_jax.shape_of(x), x.aval.dtype) for x in eqn.invars]
     # How vmap changes the parameters is only known of our own rules.
     if lead > 1 or rule(height, dict(eqn.params), *whole) is None:
@@ -192,7 +220,7 @@ def _registered(
                 "table, or the rule return None"
             )
     params_for = lambda rows: rule(rows[0], dict(eqn.params), *whole)  # noqa: E731
-    return _views(eqn, operands, lead, params_for, shared)
+    return _views(eqn, operands, lead, params_for, [i not in by_row for i in range(count)])
 
 
 # --- what the rules are made of ---------------------------------------------------------
@@ -232,6 +260,12 @@ def _views(
             number, row = which
             given = [x.reshape(*ones, *x.shape) if jnp.ndim(x) else x for x in values]
             result = _jax.bind(eqn, given, **params_for((*ones, count)))[number]
+            if result.size != count * math.prod(row):
+                raise ValueError(
+                    f"of {count} rows {eqn.primitive} made an array {result.shape}; "
+                    "if its parameters mention the rows, it needs a rule: "
+                    f"jslices.register_rowwise({eqn.primitive}, rule)"
+                )
             return result.reshape(count, *row)
 
         run = functools.partial(apply, which=(number, row))
@@ -281,18 +315,17 @@ def _rule(*names: str) -> Callable[[Rule], Rule]:
 )
 def _elementwise(
     eqn: _jax.Equation, operands: Sequence[Any], lead: int
-) -> list[Any] | None:
+) -> list[Any] | NeedsWhole | None:
     """XLA broadcasts scalars and axes of size 1 in these."""
-    shape = _jax.shape_of(eqn.outvars[0])
-    for atom, operand in zip(eqn.invars, operands, strict=True):
+    shape, serve_all = _jax.shape_of(eqn.outvars[0]), []
+    for i, (atom, operand) in enumerate(zip(eqn.invars, operands, strict=True)):
         given = _jax.shape_of(atom)
         if isinstance(operand, View):
-            # A view of one row that is broadcast to many is not read row by row.
             if given[:lead] != shape[:lead] or len(given) != len(shape):
-                return None
+                serve_all.append(i)
         elif any(n not in (1, rows) for n, rows in zip(given[:lead], shape, strict=False)):
             return None
-    return _views(eqn, operands, lead)
+    return NeedsWhole(serve_all) if serve_all else _views(eqn, operands, lead)
 
 
 # --- along other axes -------------------------------------------------------------------
