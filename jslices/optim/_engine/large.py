@@ -4,7 +4,6 @@ XLA:CPU allocates its temporaries anew at every execution. Above 32 MB the alloc
 them fresh from the operating system each time, and then a step is spent on page faults more
 than on arithmetic (12,500 of them for each 50 MB).
 
-    gradients of single slots can be computed     ``stream``   no gradient, no sums
     ``tx.apply``, which needs no update           ``stream``   no sums, no update
     else                                          ``fold``     all three in one array
 """
@@ -14,10 +13,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from jslices import _jax
-from jslices._grad.reread import slot_gradient, values_again
 from jslices._rows.bounds import take_rows
 from jslices._rows.sums import sum_duplicates
 from jslices._slices import IndexedSlices
@@ -25,16 +22,10 @@ from jslices.optim._engine.fold import step_folded
 from jslices.optim._engine.in_place import (
     CHUNK,
     Kernel,
-    like,
     loop_on_cpu,
-    row_bytes,
     step_at_once,
 )
 from jslices.optim._engine.stream import step_streamed
-
-#: Shorter rows, of which an update is wanted, are summed faster in the gradient: with 1e5
-#: uniform ids of 128 bytes a step of Adam otherwise takes 1.2 times as long.
-LONG = 256
 
 
 def step_large(
@@ -87,25 +78,8 @@ def _source(
     grad: IndexedSlices, arrays: Sequence[jax.Array], applies: bool
 ) -> tuple[jax.Array, Callable[..., jax.Array] | None, Sequence[jax.Array]]:
     """The values ``[K, *D]``, how to get some of them, and what else that takes."""
-    by_slot = slot_gradient(grad)
-    # A table that the loop changes is read as it is by then, so it must be the same one.
-    if by_slot is not None and applies and by_slot.table is not arrays[0]:
-        by_slot = None
-    if not applies and row_bytes(grad.values) < LONG:
-        by_slot = None
-    if by_slot is not None:
-        slots = jnp.zeros((CHUNK,), jnp.int32)
-        (rows,) = like([by_slot.table], CHUNK)
-        some = _jax.as_varying_as((grad.values, grad.indices, *arrays), slots, rows)
-        of_rows, consts = jax.closure_convert(by_slot.values, *some)
-
-        def computed(values: Any, more: Any, slots: Any, ids: Any, first: Any) -> jax.Array:
-            table, consts = (first, more) if applies else (more[0], more[1:])
-            result: jax.Array = of_rows(slots, take_rows(table, ids, mode="clip"), *consts)
-            return result
-
-        return grad.values, computed, consts if applies else [by_slot.table, *consts]
-    values = values_again(grad)
+    del arrays
+    values = grad.values
     if not applies:
         return values, None, ()
 

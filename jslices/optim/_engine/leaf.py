@@ -7,8 +7,6 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jslices._devices.memory import is_mapped
-from jslices._grad.reread import slot_gradient
 from jslices._rows.bounds import canonical_indices, empty_slot
 from jslices._rows.select import where_rows
 from jslices._rows.sums import sum_duplicates
@@ -72,8 +70,7 @@ def _holds_no_update(rule: Rule, grad: IndexedSlices, num_slots: int) -> bool:
     if not steps_large(grad, grad.dense_shape[0], rule):
         return False
     # Without state each slot can be added as it is, unless that takes new memory.
-    fresh = slot_gradient(grad) is not None and is_mapped(grad.values.nbytes)
-    return num_slots > 0 or rule.reads_params or fresh
+    return num_slots > 0 or rule.reads_params
 
 
 def _stepping(kernel: Kernel, rule: Rule) -> Kernel:

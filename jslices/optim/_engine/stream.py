@@ -1,9 +1,8 @@
 """A step from a large gradient that is summed where it is used.
 
 The distinct rows are stepped some at a time. For each few of them the gradients of their
-slots are summed first, in cache, so that neither the sums nor, if it can be computed slot
-by slot from the rows themselves (``_grad/reread.py``), the gradient need an array
-``[K, D]``. Nor does the update if the parameter is stepped along: that is ``tx.apply``.
+slots are summed first, in cache, so that the sums need no array ``[K, D]``. Nor does the
+update if the parameter is stepped along: that is ``tx.apply``.
 Who adds the update himself is given one for each of K slots, however few rows are distinct.
 
 At V = 1e6, D = 128 and 1e5 Zipf ids a step of Adam takes 0.43 of the time of ``fold``'s
