@@ -9,8 +9,7 @@ import jax.numpy as jnp
 from jslices._jax import flatten
 from jslices._rows.bounds import set_rows, take_rows
 from jslices._slices import IndexedSlices, check_slices, is_slices
-from jslices.optim._engine.protocol import GradientTransformation
-from jslices.optim.transforms.dense_sums import warn_in_multi_steps
+from jslices.optim._engine.protocol import GradientTransformation, warn_in_multi_steps
 from jslices.optim.transforms.row_local import refuse_mixing
 
 
@@ -39,7 +38,7 @@ def from_optax(tx: Any) -> GradientTransformation:
       TypeError: for what is not a transformation.
       ValueError: from ``update``, without ``params``; for a transformation that does not
         treat each row by itself; for a state with an array that has as many rows as a table
-        but not its shape (factored second moments), whose rows cannot be told; and for
+        but not its shape (factored second moments), whose rows cannot be snapshot; and for
         ``optax.MultiSteps``, whose rows would wait for a step that touches them.
 
     Cost: a step reads and writes ``U * D`` elements of each parameter and state array.
