@@ -62,7 +62,8 @@ def step_slices(
         )
     indices, update, *new = result
     kind = EveryRow if cpu.way == "all rows" else IndexedSlices
-    return kind(update, indices, grad.dense_shape), *new
+    shape = None if num_rows is None else (num_rows, *update.shape[1:])
+    return kind(update, indices, shape), *new
 
 
 def execute(
