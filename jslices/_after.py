@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jslices._rows.identity import identity, zero_from
+from jslices._rows.loops import identity, zero_from
 
 
 def after(x: jax.Array, earlier: jax.Array) -> jax.Array:

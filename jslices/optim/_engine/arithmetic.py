@@ -7,6 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jslices._rows.select import per_row as per_row
+
 #: A hyperparameter: a number, or an array ``[]``.
 Scalar = float | jax.Array
 #: The step size as a function of the step, which counts from 0.
@@ -45,11 +47,6 @@ def zero_count() -> jax.Array:
 def value_at(value: Scalar | Schedule, count: jax.Array) -> Any:
     """A hyperparameter at step ``count``: a number, or what its schedule returns."""
     return value(count) if callable(value) else value
-
-
-def per_row(numbers: jax.Array, like: jax.Array) -> jax.Array:
-    """``[n]`` as ``[n, 1, ...]``, one number for each row of ``like`` ``[n, *D]``."""
-    return numbers.reshape(numbers.shape + (1,) * (jnp.ndim(like) - numbers.ndim))
 
 
 def row_mean(x: jax.Array) -> jax.Array:
