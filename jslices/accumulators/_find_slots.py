@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jslices._rows.sort import sort_ids
+from jslices._rows.numbering import sort_ids
 
 
 class Found(NamedTuple):

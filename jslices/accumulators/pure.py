@@ -12,7 +12,7 @@ from jax.typing import ArrayLike, DTypeLike
 
 from jslices._errors import InvalidArgumentError
 from jslices._rows.bounds import add_rows, canonical_indices, empty_slot, index_dtype
-from jslices._rows.sort import sort_ids
+from jslices._rows.numbering import sort_ids
 from jslices._slices import IndexedSlices, check_slices, is_slices
 from jslices.accumulators._find_slots import find_slots
 from jslices.accumulators._gradients import check_reduction, check_sparse, partial_shape
