@@ -1,6 +1,7 @@
 """Saver: names, retention and errors as TensorFlow has them."""
 
 import os
+import time
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +10,7 @@ import pytest
 from helpers import golden
 
 import jslices as js
-from jslices.checkpoint import NotFoundError, retention
+from jslices.checkpoint import NotFoundError
 
 GOLDEN = golden("saver")
 RUNS = [name for name, run in GOLDEN.items() if isinstance(run, dict)]
@@ -104,11 +105,11 @@ SAVE_ERRORS = [
         TypeError,
         "'a' is of the type object, which cannot be saved",
     ),
-    ({"a": np.array([None])}, "m", {}, TypeError, "'a' is of the dtype object"),
+    ({"a": np.array([None])}, "m", {}, TypeError, "'a' has the dtype object"),
     ({"a/b": 1, "a": {"b": 2}}, "m", {}, ValueError, r"under one name: \['a/b'\]"),
     ({"../x": 1}, "m", {}, ValueError, r"cannot have the names \['../x'\]"),
     ({"a\ud800": 1}, "m", {}, ValueError, r"half a character \(surrogate\)"),
-    ({"a": 2**70}, "m", {}, TypeError, "'a' is of the dtype object"),
+    ({"a": 2**70}, "m", {}, TypeError, "'a' has the dtype object"),
 ]
 
 
@@ -217,7 +218,7 @@ def test_handles_and_names_of_tensorflow(tmp_path):
 
 def test_keep_every_n_hours(tmp_path, monkeypatch):
     now = [1000.0]
-    monkeypatch.setattr(retention.time, "time", lambda: now[0])
+    monkeypatch.setattr(time, "time", lambda: now[0])
     saver = js.Saver(max_to_keep=1, keep_checkpoint_every_n_hours=1)
     for step, minutes in enumerate([10, 59, 61, 70, 119, 125, 130]):
         now[0] = 1000.0 + 60 * minutes
@@ -358,7 +359,7 @@ def test_errors_of_paths(tmp_path):
         with pytest.raises(ValueError, match=r"The passed save_path is not a valid checkp"):
             js.Saver().restore(path)
     (tmp_path / "tf.index").write_text("")
-    with pytest.raises(ValueError, match=r"it is one of TensorFlow's own format"):
+    with pytest.raises(ValueError, match=r"it has TensorFlow's own format"):
         js.Saver().restore(tmp_path / "tf")
 
 

@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import jslices as js
-from jslices.checkpoint import CheckpointState, NotFoundError, _proto_text
+from jslices.checkpoint import CheckpointState, NotFoundError
+from jslices.checkpoint.state_file import dump_text, parse_text
 
 
 def write(directory, text):
@@ -184,14 +185,14 @@ def test_any_text_comes_back(text, number):
     fields = [("a", text), ("b", number), ("a", "")]
     if number in (float("inf"), float("-inf")):
         return
-    assert _proto_text.parse(_proto_text.dump(fields).encode()) == fields
+    assert parse_text(dump_text(fields).encode()) == fields
 
 
 @settings(max_examples=200)
 @given(st.binary())
 def test_any_bytes_are_read_or_refused(data):
     try:
-        _proto_text.parse(data)
+        parse_text(data)
     except ValueError:
         pass
 

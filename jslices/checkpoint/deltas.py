@@ -10,14 +10,13 @@ import numpy as np
 from jslices._errors import InvalidArgumentError, NotFoundError
 from jslices._slices import IndexedSlices, is_slices
 from jslices.checkpoint import files
-from jslices.checkpoint.archive import Archive
+from jslices.checkpoint.archive import Archive, Part
 from jslices.checkpoint.leaves import Leaf, as_leaf, row_blocks
-from jslices.checkpoint.names import brief, named_leaves
-from jslices.checkpoint.shards import Part
+from jslices.checkpoint.trees import brief, named_leaves
 
 
-def base_for_delta(prefix: str, previous: tuple[str, str] | None) -> Archive:
-    """What a delta at ``prefix`` builds on, open.
+def open_base(prefix: str, previous: tuple[str, str] | None) -> Archive:
+    """What a delta at ``prefix`` builds on.
 
     Args:
       prefix: where the delta will be.
@@ -58,48 +57,47 @@ def base_for_delta(prefix: str, previous: tuple[str, str] | None) -> Archive:
     return base
 
 
-def part_of_delta(
+def delta_part(
     leaves: dict[str, Leaf], touched: Any, base: Archive
 ) -> tuple[Part, dict[str, str]]:
-    """What a delta holds, and under which name the row numbers of a table stand.
+    """What a delta holds, and the names under which it holds the row numbers of tables.
 
-    A variable whose rows are not known, or which the base does not hold in this form, is
-    held whole.
+    A variable whose changed rows are not known, or which the base does not hold with this
+    dtype and shape, is held whole.
     """
     if touched is None:
         changed = {n: _changed_rows(n, leaf, base) for n, leaf in leaves.items()}
-        rows_of = {n: rows for n, rows in changed.items() if rows is not None}
     else:
-        rows_of = _touched_rows(leaves, touched)
+        changed = _touched_rows(leaves, touched)
     part: Part = {}
     row_names: dict[str, str] = {}
     for name, leaf in leaves.items():
-        rows, shape = rows_of.get(name), leaf.spec.shape
+        rows, start = changed.get(name), (0,) * len(leaf.spec.shape)
         if rows is None or not _fits(name, leaf, base):
-            part[name] = leaf.tensor(), (0,) * len(shape)
+            part[name] = leaf.tensor(), start
             continue
-        row_names[name] = _row_name(name, leaves)
-        part[name] = leaf.rows_tensor(rows), (0,) * len(shape)
-        part[row_names[name]] = as_leaf("rows", rows).tensor(), (0,)
+        row_name = f"{name}@rows"
+        while row_name in leaves:
+            row_name += "_"
+        row_names[name] = row_name
+        part[name] = leaf.rows_tensor(rows), start
+        part[row_name] = as_leaf("rows", rows).tensor(), (0,)
     return part, row_names
 
 
 def _fits(name: str, leaf: Leaf, base: Archive) -> bool:
     spec = base.specs.get(name)
-    if spec is None:
-        return False
-    return (spec.dtype, spec.shape) == (leaf.spec.dtype, leaf.spec.shape)
+    return spec is not None and (spec.dtype, spec.shape) == (
+        leaf.spec.dtype,
+        leaf.spec.shape,
+    )
 
 
-def _row_name(name: str, taken: dict[str, Leaf]) -> str:
-    row_name = f"{name}@rows"
-    while row_name in taken:
-        row_name += "_"
-    return row_name
+# --- rows that changed, as told -------------------------------------------------------
 
 
-def _touched_rows(leaves: dict[str, Leaf], touched: Any) -> dict[str, np.ndarray]:
-    rows_of: dict[str, np.ndarray] = {}
+def _touched_rows(leaves: dict[str, Leaf], touched: Any) -> dict[str, np.ndarray | None]:
+    rows_of: dict[str, np.ndarray | None] = {}
     names, values, _ = named_leaves(touched, is_leaf=_is_ids)
     unknown = []
     for pattern, ids in zip(names, values, strict=True):
@@ -113,9 +111,8 @@ def _touched_rows(leaves: dict[str, Leaf], touched: Any) -> dict[str, np.ndarray
                 f"{tables}; give each its own ids"
             )
         for name, num_rows in tables.items():
-            rows = _rows(pattern, ids, num_rows)
+            rows, known = _rows(pattern, ids, num_rows), rows_of.get(name)
             if rows is not None:
-                known = rows_of.get(name)
                 rows_of[name] = rows if known is None else np.union1d(known, rows)
     if unknown:
         raise NotFoundError(
@@ -126,11 +123,13 @@ def _touched_rows(leaves: dict[str, Leaf], touched: Any) -> dict[str, np.ndarray
 
 
 def _is_ids(node: Any) -> bool:
-    """Slices and plain sequences of ids are not looked into."""
+    """Slices and plain sequences of ids are leaves."""
     if isinstance(node, tuple) and not node:
         return False
-    plain = isinstance(node, list | tuple | range)
-    return is_slices(node) or (plain and all(isinstance(i, int | np.integer) for i in node))
+    is_sequence = isinstance(node, list | tuple | range)
+    return is_slices(node) or (
+        is_sequence and all(isinstance(i, int | np.integer) for i in node)
+    )
 
 
 def _rows(pattern: str, ids: Any, num_rows: int) -> np.ndarray | None:
@@ -151,11 +150,13 @@ def _rows(pattern: str, ids: Any, num_rows: int) -> np.ndarray | None:
         return np.flatnonzero(ids)
     if ids.dtype.kind not in "iu":
         raise InvalidArgumentError(
-            f"touched[{pattern!r}] is of the dtype {ids.dtype}; ids are integers, and a "
-            "mask is of bools"
+            f"touched[{pattern!r}] has the dtype {ids.dtype}; ids are integers, and a mask "
+            "is of bools"
         )
-    ids = np.unique(ids[(ids >= 0) & (ids < num_rows)])
-    return ids.astype(np.int64)
+    return np.unique(ids[(ids >= 0) & (ids < num_rows)]).astype(np.int64)
+
+
+# --- rows that changed, compared ------------------------------------------------------
 
 
 def _changed_rows(name: str, leaf: Leaf, base: Archive) -> np.ndarray | None:
@@ -164,16 +165,15 @@ def _changed_rows(name: str, leaf: Leaf, base: Archive) -> np.ndarray | None:
         return None
     changed = np.zeros(shape[0], bool)
     for piece in leaf.pieces:
-        first, *others = piece.inside(shape)
+        first, *others = piece.index()
         for rows in row_blocks(piece.data.shape, piece.data.dtype.itemsize):
             at = slice(first.start + rows.start, first.start + rows.stop)
             old = base.read(name, (at, *others))
             new = np.ascontiguousarray(np.asarray(piece.data[rows]))
             # Bytes, so that NaN equals itself and -0.0 is not 0.0.
-            differs = _bytes(old) != _bytes(new)
-            changed[at] |= differs.any(axis=1)
+            changed[at] |= (_bytes_of_rows(old) != _bytes_of_rows(new)).any(axis=1)
     return np.flatnonzero(changed)
 
 
-def _bytes(block: np.ndarray) -> np.ndarray:
+def _bytes_of_rows(block: np.ndarray) -> np.ndarray:
     return block.reshape(-1).view(np.uint8).reshape(len(block), -1)
