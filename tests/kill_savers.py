@@ -17,7 +17,7 @@ import warnings
 import numpy as np
 
 import jslices as js
-from jslices.checkpoint import saving
+from jslices.checkpoint import get_checkpoint_state, latest_checkpoint, saving
 from jslices.checkpoint.leaves import Leaf, Piece, as_leaf
 
 ROWS = 3000
@@ -40,7 +40,7 @@ def in_three(name, value):
 
 def save_forever(directory, kind, first):
     saver = js.Saver(max_to_keep=3, sharded=kind == "shards")
-    state = js.get_checkpoint_state(directory)
+    state = get_checkpoint_state(directory)
     if state is not None:
         saver.recover_last_checkpoints(state.all_model_checkpoint_paths)
     if kind == "shards":
@@ -56,7 +56,7 @@ def save_forever(directory, kind, first):
 
 def newest_step(directory):
     """What the newest checkpoint holds, every number of it looked at."""
-    path = js.latest_checkpoint(directory)
+    path = latest_checkpoint(directory)
     if path is None:
         return -1
     restored = js.Saver().restore(path, variables(0))

@@ -10,7 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import jslices as js
-from jslices.checkpoint import DataLossError, NotFoundError
+from jslices.checkpoint import (
+    DataLossError,
+    NotFoundError,
+    get_checkpoint_state,
+    latest_checkpoint,
+)
 from jslices.checkpoint.tensor_file import TensorFile
 
 V = 64
@@ -75,7 +80,7 @@ def test_touched(kind, tmp_path):
         assert_same(
             js.Saver().restore(path, jax.tree.map(jnp.zeros_like, variables)), variables
         )
-    assert js.latest_checkpoint(tmp_path) == path
+    assert latest_checkpoint(tmp_path) == path
 
 
 def test_what_is_not_said_is_saved_whole(tmp_path):
@@ -233,9 +238,9 @@ def test_a_base_is_not_overwritten(tmp_path):
 def test_going_on_after_a_restart(tmp_path):
     _, variables, paths = chain(tmp_path)
     saver = js.Saver()
-    variables = saver.restore(js.latest_checkpoint(tmp_path), variables)
+    variables = saver.restore(latest_checkpoint(tmp_path), variables)
     saver.recover_last_checkpoints(
-        js.get_checkpoint_state(tmp_path).all_model_checkpoint_paths
+        get_checkpoint_state(tmp_path).all_model_checkpoint_paths
     )
     variables = stepped(variables, [9], 7.0)
     path = saver.save_delta(variables, tmp_path / "m", 3, touched={"*table": [9]})

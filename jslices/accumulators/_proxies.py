@@ -89,7 +89,7 @@ class _RemoteSteps(RemoteObject):
 
 
 class RemoteSparseAccumulator(_RemoteSteps, SlicesMethods):
-    """A :class:`jslices.SparseConditionalAccumulator` that another process holds.
+    """A :class:`SparseConditionalAccumulator` that another process holds.
 
     Methods and errors are the same, and an ``UnavailableError`` when that process is gone.
     A gradient is applied wholly or not at all, also when this process is killed meanwhile;
@@ -122,7 +122,7 @@ class RemoteSparseAccumulator(_RemoteSteps, SlicesMethods):
 
 
 class RemoteAccumulator(_RemoteSteps):
-    """A :class:`jslices.ConditionalAccumulator` that another process holds.
+    """A :class:`ConditionalAccumulator` that another process holds.
 
     Methods and errors are the same, and an ``UnavailableError`` when that process is gone.
     """

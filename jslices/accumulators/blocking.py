@@ -36,7 +36,7 @@ class SparseConditionalAccumulator(ConditionalAccumulatorBase, SlicesMethods):
     ``{0: 1, 2: 6, 3: 30}``. Rows that no gradient held are not in the result.
 
     All methods may be called from any thread. It computes on the host with NumPy and
-    never inside ``jit``; there use :func:`jslices.sparse_accumulator`. For other
+    never inside ``jit``; there use :func:`sparse_accumulator`. For other
     processes see :func:`jslices.accumulators.serve`.
 
     Args:
@@ -56,7 +56,7 @@ class SparseConditionalAccumulator(ConditionalAccumulatorBase, SlicesMethods):
 
     Example:
       >>> import numpy as np, jslices as js
-      >>> mean = js.SparseConditionalAccumulator("float32", shape=(5, 1))
+      >>> mean = js.accumulators.SparseConditionalAccumulator("float32", shape=(5, 1))
       >>> mean.apply_grad([0, 2], [[1.0], [2.0]])
       >>> mean.apply_grad([2, 3], [[10.0], [30.0]], local_step=0)
       >>> mean.take_grad(2).indices

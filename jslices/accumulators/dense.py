@@ -41,7 +41,7 @@ class ArraySum:
 class ConditionalAccumulator(ConditionalAccumulatorBase):
     """Collects dense gradients from many threads until enough have come to take the mean.
 
-    Everything is as in :class:`jslices.SparseConditionalAccumulator`, except that a
+    Everything is as in :class:`SparseConditionalAccumulator`, except that a
     gradient is one array and "MEAN" divides by the number of gradients.
 
     Args:
@@ -57,7 +57,7 @@ class ConditionalAccumulator(ConditionalAccumulatorBase):
 
     Example:
       >>> import numpy as np, jslices as js
-      >>> mean = js.ConditionalAccumulator("float32", shape=(2,))
+      >>> mean = js.accumulators.ConditionalAccumulator("float32", shape=(2,))
       >>> mean.apply_grad([1.0, 5.0])
       >>> mean.apply_grad([3.0, 5.0])
       >>> mean.take_grad(2)

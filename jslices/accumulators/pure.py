@@ -178,7 +178,7 @@ def sparse_accumulator(
 ) -> SparseAccumulator:
     """Row gradients of several micro-batches or workers, summed up under ``jit``.
 
-    The pure form of :class:`jslices.SparseConditionalAccumulator`: functions of a state
+    The pure form of :class:`SparseConditionalAccumulator`: functions of a state
     that ``jit``, ``scan`` and ``vmap`` take along. No array of V rows is ever made.
 
     Args:
@@ -203,7 +203,7 @@ def sparse_accumulator(
 
     Example:
       >>> import jax.numpy as jnp, jslices as js
-      >>> accumulator = js.sparse_accumulator("float32", (9, 1), capacity=4)
+      >>> accumulator = js.accumulators.sparse_accumulator("float32", (9, 1), capacity=4)
       >>> state = accumulator.init()
       >>> for rows, values in [([0, 2], [1.0, 2.0]), ([3, 2], [30.0, 10.0])]:
       ...     grad = js.IndexedSlices(jnp.array(values)[:, None], jnp.array(rows), (9, 1))

@@ -76,8 +76,8 @@ def dense_accumulator(
 ) -> DenseAccumulator:
     """Dense gradients of several micro-batches, summed up under ``jit``.
 
-    The pure form of :class:`jslices.ConditionalAccumulator`, to stand beside
-    :func:`jslices.sparse_accumulator` for the dense leaves of a model.
+    The pure form of :class:`ConditionalAccumulator`, to stand beside
+    :func:`sparse_accumulator` for the dense leaves of a model.
 
     Args:
       dtype: floating dtype of the gradients; 16-bit floats are summed in float32.
@@ -85,7 +85,7 @@ def dense_accumulator(
       reduction_type: "MEAN" divides by the number of gradients, "SUM" does not.
 
     Returns:
-      An accumulator with the same functions as :func:`jslices.sparse_accumulator` gives.
+      An accumulator with the same functions as :func:`sparse_accumulator` gives.
 
     Raises:
       InvalidArgumentError: for arguments that are none of these.

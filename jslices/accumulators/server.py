@@ -174,7 +174,7 @@ def serve(
 
     Example:
       >>> import jslices as js
-      >>> mean = js.SparseConditionalAccumulator("float32", (5, 1))
+      >>> mean = js.accumulators.SparseConditionalAccumulator("float32", (5, 1))
       >>> with js.accumulators.serve({"table": mean}) as server:
       ...     # in another process, given server.address and server.authkey:
       ...     table = js.accumulators.connect(server.address, server.authkey)["table"]

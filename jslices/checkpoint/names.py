@@ -7,8 +7,6 @@ from typing import Any
 import jax
 
 from jslices._errors import InvalidArgumentError, NotFoundError
-from jslices.tf1._names import bare_name
-from jslices.tf1.variable import Variable
 
 _ODD = re.compile("[\0\ud800-\udfff]")  # safetensors keeps neither
 
@@ -43,12 +41,23 @@ def named_leaves(
     return names, [leaf for _, leaf in pairs], structure
 
 
+def bare_name(name: str) -> str:
+    """``"foo/v"`` for ``"foo/v"`` and for TensorFlow's ``"foo/v:0"``."""
+    return name.removesuffix(":0")
+
+
+def is_handle(x: Any) -> bool:
+    """Whether ``x`` stands for a variable: it has a ``name`` and a ``read_value()``.
+
+    These are TensorFlow's names, which ``jslices.tf1.Variable`` has as well.
+    """
+    return hasattr(type(x), "read_value") and hasattr(type(x), "name")
+
+
 def plain(tree: Any) -> Any:
     """A tree with arrays in the places of handles."""
     return jax.tree.map(
-        lambda x: x.value() if isinstance(x, Variable) else x,
-        tree,
-        is_leaf=lambda x: isinstance(x, Variable),
+        lambda x: x.read_value() if is_handle(x) else x, tree, is_leaf=is_handle
     )
 
 
@@ -140,7 +149,7 @@ def check_var_list(var_list: Any, allow_empty: bool) -> Any:
 
 def _name_of(variable: Any) -> Any:
     """The name of a handle, which outlives the handle's value."""
-    return bare_name(variable.name) if isinstance(variable, Variable) else variable
+    return bare_name(variable.name) if is_handle(variable) else variable
 
 
 def brief(names: Iterable[str], most: int = 12) -> str:
