@@ -1,14 +1,14 @@
 """Initializers: what they give against theory, and against TensorFlow's statistics."""
 
+import functools
 import math
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import golden
+from helpers import golden, quickly
 
-import jslices as js
 import jslices.tf1 as tf
 
 KEY = jax.random.key(7)
@@ -31,16 +31,29 @@ MAKERS = {
         2.0, "fan_out", "uniform"
     ),
 }
-RANDOM = list(MAKERS.values())
+# One of each class: what its arguments do is seen in the statistics.
+RANDOM = {type(init): init for init in [*MAKERS.values(), tf.orthogonal_initializer()]}
+
+
+def maker_and_shape(case):
+    name, _, shape = case.partition(" [")
+    return MAKERS[name], tuple(int(n) for n in shape.rstrip("]").split(","))
+
+
+@pytest.fixture(scope="module")
+def statistics():
+    """What the initializers of all cases draw, in one program."""
+    made = {case: maker_and_shape(case) for case in STATISTICS}
+    draw = quickly(lambda key: {c: init(key, shape) for c, (init, shape) in made.items()})
+    return draw(KEY)
 
 
 @pytest.mark.parametrize("case", STATISTICS)
-def test_statistics_are_tensorflows(case):
+def test_statistics_are_tensorflows(case, statistics):
     """Mean and deviation within five standard errors of theory; the bound never passed."""
     wanted = STATISTICS[case]
-    name, _, shape = case.partition(" [")
-    shape = tuple(int(n) for n in shape.rstrip("]").split(","))
-    drawn = np.asarray(MAKERS[name](KEY, shape), np.float64)
+    name, shape = case.partition(" [")[0], maker_and_shape(case)[1]
+    drawn = np.asarray(statistics[case], np.float64)
     size, std = drawn.size, wanted["analytic_std"]
     low, high, middle = bounds(wanted["analytic_abs_bound"])
     middle = {"random_normal(2,.5)": 2.0}.get(name, middle)
@@ -134,17 +147,22 @@ def test_a_shape_by_name():
         tf.random_normal_initializer()(shape=[2])
 
 
-@pytest.mark.parametrize("init", [*RANDOM, tf.orthogonal_initializer()], ids=repr)
+def shape_and_dtype(init, *args):
+    """Those of the result, which is traced and not computed."""
+    out = jax.eval_shape(lambda key: init(key, *args), KEY)
+    return out.shape, out.dtype
+
+
+@pytest.mark.parametrize("init", RANDOM.values(), ids=repr)
 def test_keys_and_dtypes(init):
     """One key, one result; another key, another one; no key, an error; bfloat16 works."""
     one, two = init(KEY, (3, 4)), init(jax.random.key(8), (3, 4))
     np.testing.assert_array_equal(one, init(KEY, [3, 4]))
     assert (one != two).all() and one.dtype == jnp.float32
-    np.testing.assert_allclose(one, jax.jit(init, static_argnums=1)(KEY, (3, 4)), rtol=1e-6)
     if not isinstance(init, tf.orthogonal_initializer):
-        assert init(KEY, (3, 4), jnp.bfloat16).dtype == jnp.bfloat16
-        assert init(KEY, (0, 4)).shape == (0, 4)
-        assert init(KEY, 5).shape == (5,) and init(KEY, ()).shape == ()
+        for shape, dtype in (((3, 4), "bfloat16"), ((0, 4), "float32"), ((), "float32")):
+            assert shape_and_dtype(init, shape, dtype) == (shape, dtype)
+        assert shape_and_dtype(init, 5) == ((5,), "float32")
     if not isinstance(init, tf.random_uniform_initializer):
         with pytest.raises(TypeError, match="makes floats, got dtype int32"):
             init(KEY, (3, 4), "int32")
@@ -157,6 +175,12 @@ def test_keys_and_dtypes(init):
     assert seeded != init
 
 
+def test_under_jit_they_give_the_same():
+    init = tf.truncated_normal_initializer()
+    jitted = jax.jit(init, static_argnums=1)(KEY, (3, 4))
+    np.testing.assert_allclose(init(KEY, (3, 4)), jitted, rtol=1e-6)
+
+
 def test_truncated_means_drawn_again():
     """Clipping would pile values up at the ends."""
     drawn = tf.truncated_normal_initializer()(KEY, (200_000,))
@@ -164,12 +188,15 @@ def test_truncated_means_drawn_again():
     assert np.unique(drawn).size > 150_000
 
 
+@functools.partial(jax.jit, static_argnums=2)
+def uniform(low, high, dtype):
+    return tf.random_uniform_initializer(low, high, dtype=dtype)(KEY, (50_000,))
+
+
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
 @pytest.mark.parametrize("low, high", [(0, 1), (1000, 1001), (-2, 3), (5, 5)])
 def test_uniform_never_reaches_maxval(low, high, dtype):
-    drawn = np.asarray(
-        tf.random_uniform_initializer(low, high, dtype=dtype)(KEY, (50_000,))
-    )
+    drawn = np.asarray(uniform(low, high, dtype))
     low, high = np.asarray([low, high], dtype)  # which bfloat16 may round to one value
     assert (drawn >= low).all() and ((drawn < high).all() or low == high)
 
@@ -192,19 +219,26 @@ def test_mean_and_deviation_may_be_arrays():
     np.testing.assert_array_equal(mirrored, -tf.random_normal_initializer()(KEY, (5,)))
 
 
-@pytest.mark.parametrize(
-    "shape, mode, ours, theirs",
-    [
-        ((40, 30), "fan_in", "normal", "truncated_normal"),
-        ((40, 30), "fan_out", "untruncated_normal", "normal"),
-        ((3, 3, 8, 16), "fan_avg", "uniform", "uniform"),
-        ((3, 3, 8, 16), "fan_out", "truncated_normal", "truncated_normal"),
-    ],
-)
-def test_variance_scaling_is_that_of_jax(shape, mode, ours, theirs):
-    wanted = jax.nn.initializers.variance_scaling(2.0, mode, theirs)(KEY, shape)
-    made = tf.variance_scaling_initializer(2.0, mode, ours)(KEY, shape)
-    np.testing.assert_array_equal(made, wanted)
+def test_variance_scaling_is_that_of_jax():
+    cases = [
+        ((4, 3), "fan_in", "normal", "truncated_normal"),
+        ((4, 3), "fan_out", "untruncated_normal", "normal"),
+        ((3, 3, 2, 4), "fan_avg", "uniform", "uniform"),
+        ((3, 3, 2, 4), "fan_out", "truncated_normal", "truncated_normal"),
+    ]
+
+    @quickly
+    def both(key):
+        return [
+            (
+                tf.variance_scaling_initializer(2.0, mode, ours)(key, shape),
+                jax.nn.initializers.variance_scaling(2.0, mode, theirs)(key, shape),
+            )
+            for shape, mode, ours, theirs in cases
+        ]
+
+    for made, wanted in both(KEY):
+        np.testing.assert_array_equal(made, wanted)
 
 
 @pytest.mark.parametrize("mode", ["fan_in", "fan_out", "fan_avg"])
@@ -213,11 +247,16 @@ def test_fans_of_a_vector_are_its_length(mode):
     assert abs(drawn.std() - 0.01) < 5e-4 * 0.2 and abs(drawn).max() <= 3**0.5 * 0.01
 
 
-@pytest.mark.parametrize("shape", [(4, 4), (3, 6), (6, 3), (2, 3, 5)])
-def test_orthogonal(shape):
-    q = tf.orthogonal_initializer(2.0)(KEY, shape).reshape(-1, shape[-1])
-    gram = q.T @ q if q.shape[0] >= q.shape[1] else q @ q.T
-    np.testing.assert_allclose(gram, 4 * np.eye(len(gram)), atol=1e-5)
+def test_orthogonal():
+    """Square, wide, high, and of more axes than two."""
+    shapes = [(4, 4), (3, 6), (6, 3), (2, 3, 5)]
+    init = tf.orthogonal_initializer(2.0)
+    drawn = quickly(lambda key: [init(key, shape) for shape in shapes])(KEY)
+    for made, shape in zip(drawn, shapes, strict=True):
+        assert made.shape == shape
+        q = np.asarray(made).reshape(-1, shape[-1])
+        gram = q.T @ q if q.shape[0] >= q.shape[1] else q @ q.T
+        np.testing.assert_allclose(gram, 4 * np.eye(len(gram)), atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -237,7 +276,7 @@ def test_zeros_and_ones_in_all_spellings(cls, value):
 
 def test_short_names():
     for name in tf.initializers.__all__:
-        assert getattr(tf.initializers, name) is getattr(js, f"{name}_initializer")
+        assert getattr(tf.initializers, name) is getattr(tf, f"{name}_initializer")
 
 
 def test_flax_takes_them():

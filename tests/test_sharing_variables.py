@@ -359,9 +359,3 @@ def test_a_handle_in_either_place():
     ones = jnp.ones((2, 2, 3, 1))
     wanted = jax.nn.relu(tf.nn.conv2d(IMAGE, ones, [1, 1, 1, 1], "SAME"))
     np.testing.assert_array_equal(out, wanted)
-
-
-def test_tf_nn_has_the_lookups():
-    for name in ("embedding_lookup", "embedding_lookup_sparse", "nce_loss",
-                 "safe_embedding_lookup_sparse", "sampled_softmax_loss"):  # fmt: skip
-        assert getattr(tf.nn, name) is getattr(jslices, name)

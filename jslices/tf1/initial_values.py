@@ -61,7 +61,7 @@ class Draw:
             raise RuntimeError(
                 f"{self._what} draws only the initial value of a variable, to which "
                 "operators may be applied. Here its value was needed for something else, "
-                "and apply has no key to draw with. To initialize a variable with any other "
+                "and apply has no key to draw with. To initialize a variable with another "
                 "function of it, write tf.Variable(lambda: ...) with the call of "
                 f"{self._what} inside. For new numbers in every call, take a key as an "
                 f"argument and write {of_jax(self._what)}(key, ...); for the same numbers "
