@@ -81,19 +81,19 @@ from jslices.optim import rowwise_adagrad as rowwise_adagrad
 from jslices.optim import sgd as sgd
 from jslices.optim.transforms.accumulate import accumulate_gradients as accumulate_gradients
 from jslices.optim.transforms.accumulate import reduce_stacked as reduce_stacked
-from jslices.optim.transforms.clip_value import clip_by_value as clip_by_value
-from jslices.optim.transforms.clipping import clip_by_average_norm as clip_by_average_norm
-from jslices.optim.transforms.clipping import clip_by_global_norm as clip_by_global_norm
-from jslices.optim.transforms.clipping import clip_by_norm as clip_by_norm
-from jslices.optim.transforms.clipping import clip_rows_by_norm as clip_rows_by_norm
-from jslices.optim.transforms.finite import all_finite as all_finite
-from jslices.optim.transforms.mask import mask_rows as mask_rows
+from jslices.optim.transforms.clip import clip_by_average_norm as clip_by_average_norm
+from jslices.optim.transforms.clip import clip_by_global_norm as clip_by_global_norm
+from jslices.optim.transforms.clip import clip_by_norm as clip_by_norm
+from jslices.optim.transforms.clip import clip_by_value as clip_by_value
+from jslices.optim.transforms.clip import clip_rows_by_norm as clip_rows_by_norm
+from jslices.optim.transforms.norms import all_finite as all_finite
 from jslices.optim.transforms.norms import global_norm as global_norm
 from jslices.optim.transforms.per_example import (
     per_example_global_norm_clip as per_example_global_norm_clip,
 )
 from jslices.optim.transforms.per_example import per_example_norms as per_example_norms
-from jslices.optim.transforms.project import project_rows as project_rows
+from jslices.optim.transforms.rows import mask_rows as mask_rows
+from jslices.optim.transforms.rows import project_rows as project_rows
 from jslices.tf1 import AUTO_REUSE as AUTO_REUSE
 from jslices.tf1 import Variable as Variable
 from jslices.tf1 import Variables as Variables

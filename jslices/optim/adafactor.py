@@ -23,13 +23,13 @@ from jslices.optim._engine.arithmetic import (
     zero_count,
 )
 from jslices.optim._engine.decay import with_decay
+from jslices.optim._engine.dense_sums import warn_in_multi_steps
 from jslices.optim._engine.in_place import step_rows
 from jslices.optim._engine.leaf import known_rows
 from jslices.optim._engine.moments import decayed
 from jslices.optim._engine.protocol import GradientTransformation
 from jslices.optim._engine.rule import check_lazy
 from jslices.optim._engine.transformation import spread
-from jslices.optim.transforms.dense_sums import warn_in_multi_steps
 
 
 class AdafactorState(NamedTuple):

@@ -8,12 +8,12 @@ import jax
 from jslices._jax import flatten
 from jslices._slices import is_slices
 from jslices.optim._engine.arithmetic import next_count, zero_count
+from jslices.optim._engine.dense_sums import warn_in_multi_steps
 from jslices.optim._engine.leaf import apply_leaf, update_leaf
 from jslices.optim._engine.one_step import one_step
 from jslices.optim._engine.protocol import GradientTransformation
 from jslices.optim._engine.rule import Rule
 from jslices.optim._exact import catch_up as exact
-from jslices.optim.transforms.dense_sums import warn_in_multi_steps
 
 
 def transformation(

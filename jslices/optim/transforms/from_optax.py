@@ -9,8 +9,8 @@ import jax.numpy as jnp
 from jslices._jax import flatten
 from jslices._rows.bounds import set_rows, take_rows
 from jslices._slices import IndexedSlices, check_slices, is_slices
+from jslices.optim._engine.dense_sums import warn_in_multi_steps
 from jslices.optim._engine.protocol import GradientTransformation
-from jslices.optim.transforms.dense_sums import warn_in_multi_steps
 from jslices.optim.transforms.row_local import refuse_mixing
 
 
