@@ -202,9 +202,7 @@ def test_a_step_on_rows_that_did_not_catch_up_is_refused():
 
 def test_errors():
     make = js.optim.multi_steps
-    with pytest.raises(
-        TypeError, match=r"wants transformations \(with init and update\), got 0.1"
-    ):
+    with pytest.raises(TypeError, match=r"wants transformations \(.*, got 0.1"):
         make(0.1, 2, SHAPES)
     for k in (lambda step: 2, 2.0, True):
         with pytest.raises(

@@ -30,9 +30,9 @@ not caught up raises a ValueError that names the row, and under ``jit`` makes it
 NaN, so that the loss shows it. Hyperparameters other than the learning rate must be numbers
 known while tracing; where the learning rate is a number that changes (by
 ``optax.inject_hyperparams``, say), missed steps use the newest; a schedule is followed step
-by step. What Optax's combinators return has no ``catch_up``: use ``chain``, ``partition`` or
-``masked`` of ``jslices.optim``, or call the optimizer's own with its part of their state. A
-table that is sharded over devices is flushed in place by ``jax.shard_map(tx.flush, ...)``.
+by step. What Optax's combinators return has no ``catch_up``: use those of ``jslices.optim``
+(``chain``, ``partition``, ``masked``), or call the optimizer's own with its part of their
+state. A table that is sharded over devices is flushed by ``jax.shard_map(tx.flush, ...)``.
 """
 
 from jslices.optim._engine.apply import apply_updates as apply_updates

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
+from jslices._jax import flatten
 from jslices._rows.bounds import canonical_indices, empty_slot, set_rows, take_rows
 from jslices._rows.sort import sort_ids
 from jslices._rows.sums import check_combine
@@ -160,7 +161,8 @@ def freeze_rows(state: Any, frozen: Any) -> Any:
     marked: set[str] = set()
 
     def mark(last: Any) -> Any:
-        pairs, tree = jax.tree_util.tree_flatten_with_path(last, is_leaf=_is_masked)
+        pairs, _ = jax.tree_util.tree_flatten_with_path(last, is_leaf=_is_masked)
+        tree = flatten(last, is_leaf=_is_masked)[1]
         new = []
         for (path, x), bits in zip(pairs, tree.flatten_up_to(frozen), strict=True):
             if not _is_masked(x) and bits is not None:
