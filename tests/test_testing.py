@@ -100,7 +100,7 @@ def ignores(params, state, ids):
 
 
 def quickly(step):
-    """The step, donated. Memory is assigned before machine code is made: that may be poor."""
+    """The step, donated, its machine code poor: XLA assigns memory before it makes that."""
     quick = {"xla_backend_optimization_level": 0}
     return jax.jit(step, donate_argnums=(0, 1), compiler_options=quick)
 

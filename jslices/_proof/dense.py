@@ -86,7 +86,7 @@ def _advice(program: Program, found: list[Instruction]) -> list[str]:
     frames = [frame for each in found for frame in program.module.frames(each)]
     gradient = [each for each in found if "transpose(" in each.op_name]
     advice = []
-    ask = "print(jslices.explain(loss)(params, ...)) names the line and what to write instead"
+    ask = "print(jslices.explain(loss)(params, ...)) names the line and the remedy"
     if program.densified:
         warned = ". ".join(dict.fromkeys(program.densified))
         advice.append(f"jslices made a gradient dense: {warned}. {ask}")
