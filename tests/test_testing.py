@@ -263,7 +263,7 @@ def test_a_gradient_that_jslices_made_dense():
 def test_a_step_of_the_whole_table():
     every = S((V,), jnp.int32)
     problems = fails_dense(quickly(step), PARAMS, STATE, every)
-    assert "jslices steps all rows of the table at once" in problems[-1]
+    assert any("jslices steps all rows of the table at once" in line for line in problems)
 
 
 def test_what_counts_as_a_table():

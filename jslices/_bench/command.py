@@ -221,7 +221,7 @@ def other_sizes(sizes: Sizes, platform: str, room: int | None) -> str:
                 *(f"{n:,.0f}" for n in (other.rows, other.ids, distinct)),
                 *map(human_bytes, [*gradients, *moved, *needs]),
                 _fits(needs, room),
-                plan_of(other, platform).partition(",")[0],
+                plan_of(other, platform).way,
             ]
         )
     title = "with other sizes (computed, not measured):\n"

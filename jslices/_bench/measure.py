@@ -16,6 +16,7 @@ import numpy as np
 
 import jslices as js
 from jslices._bench.sizes import BATCHES, Sizes
+from jslices._devices.memory import PerformanceHint
 
 WARM, TIMED = 4, 10  # steps a turn
 #: The size of each of the two arrays by which the bandwidth is measured.
@@ -140,8 +141,7 @@ def compile_step(sizes: Sizes, value_and_grad: Callable[..., Any]) -> jax.stages
     batch = jax.ShapeDtypeStruct((sizes.ids,), jnp.int32)
     target = jax.ShapeDtypeStruct((sizes.ids,), table.dtype)
     with warnings.catch_warnings():
-        # The hint to keep memory: what it says is measured here.
-        warnings.filterwarnings("ignore", message=".*keep_memory")
+        warnings.simplefilter("ignore", PerformanceHint)  # its effect is measured here
         step = jax.jit(step, donate_argnums=(0, 1))
         return step.lower(params, state, batch, target).compile()
 

@@ -13,14 +13,13 @@ import jax.numpy as jnp
 import numpy as np
 
 import jslices as js
+from jslices.optim._engine.plan import Plan, choose_plan
 
 LEARNING_RATE = 1e-3
 ID_BYTES = 4
 BATCHES = 16
 # As in benchmarks/step.py: a larger table has as many words in use.
 ZIPF_WORDS, ZIPF_EXPONENT = 100_000, 1.05
-#: How a plan begins that steps all rows of the table.
-ALL_ROWS = "all rows"
 MEMINFO = Path("/proc/meminfo")
 USABLE = 0.9  # of the available memory: other programs go on needing some
 
@@ -107,7 +106,7 @@ class Sizes:
         kept = self.table_bytes + self.state_bytes + BATCHES * self.ids * ID_BYTES
         # The engine makes at most ten arrays [K, D], in float32 even if the table is not.
         temporaries = 10 * self.ids * (self.dim * 4 + ID_BYTES)
-        if plan_of(self, platform).startswith(ALL_ROWS):
+        if plan_of(self, platform).way == "all rows":
             temporaries += 4 * self.rows * (self.dim * 4 + ID_BYTES)
         elif platform == "cpu" and jnp.dtype(self.dtype).itemsize < 4:
             # Until some release after 0.10 XLA:CPU widens all of what it scatters into.
@@ -141,21 +140,15 @@ def _zipf(words: int) -> np.ndarray:
     return weights / weights.sum()
 
 
-def plan_of(sizes: Sizes, platform: str) -> str:
-    """The plan of the optimizer's step, as the engine says it in one line."""
-    from jslices.optim._engine.in_place import CHUNK, are_few
-    from jslices.optim._engine.step import covers, covers_by_slot
-
-    shape = (sizes.ids, sizes.row_bytes, sizes.rows)
-    if sizes.optimizer == "sgd":
-        everything = covers_by_slot(*shape)
-    else:
-        everything = sizes.optimizer != "adafactor" and covers(*shape, 1)
-    if everything:
-        return f"{ALL_ROWS}, {sizes.ids} entries: they name much of the table"
-    if platform != "cpu" or are_few(sizes.ids, sizes.row_bytes):
-        return f"together, {sizes.ids} entries: few enough for one pass"
-    return f"in chunks of {CHUNK} rows, {sizes.ids} entries: each stays in the cache"
+def plan_of(sizes: Sizes, platform: str) -> Plan:
+    """How the engine steps the table."""
+    table = sizes.table_shape()
+    gradient = jax.ShapeDtypeStruct((sizes.ids, sizes.dim), table.dtype)
+    state = jax.tree.leaves(jax.eval_shape(sizes.make_optimizer().init, table))
+    arrays = [x for x in state if x.shape[:1] == (sizes.rows,)]
+    # Of these optimizers with their defaults only plain SGD has a linear rule.
+    linear = sizes.optimizer == "sgd"
+    return choose_plan(gradient, arrays, sizes.rows, platform, linear=linear)
 
 
 def available(device: jax.Device, meminfo: Path = MEMINFO) -> int | None:

@@ -7,8 +7,8 @@ from jslices._densify import human_bytes
 from jslices._proof.program import Array, Instruction, Leaf, Module, Program
 
 _NO_MEMORY = {"parameter", "constant", "copy-done"}
-#: The function of the engine that steps all rows of a table.
-_ALL_ROWS = {"step_whole"}
+#: The function of ``optim._engine.execute`` that steps all rows of a table.
+_ALL_ROWS = "_all_rows"
 
 
 def problems(program: Program, table_bytes: int | None, min_bytes: int) -> list[str]:
@@ -90,7 +90,7 @@ def _advice(program: Program, found: list[Instruction]) -> list[str]:
     if program.densified:
         warned = ". ".join(dict.fromkeys(program.densified))
         advice.append(f"jslices made a gradient dense: {warned}. {ask}")
-    elif any(function in _ALL_ROWS for _, function, _ in frames):
+    elif any(function == _ALL_ROWS for _, function, _ in frames):
         advice.append(
             "the gradient has so many rows that jslices steps all rows of the table at "
             "once, which is faster; with fewer ids a step it would not"
