@@ -90,7 +90,9 @@ def take(accumulator, workers, size):
 def train(options, params):
     """What the chief does; the trained parameters."""
     sums = {
-        name: js.SparseConditionalAccumulator(table.dtype, table.shape, name=name)
+        name: js.accumulators.SparseConditionalAccumulator(
+            table.dtype, table.shape, name=name
+        )
         for name, table in params.items()
     }
     tx = js.adam(options.learning_rate)

@@ -5,8 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jslices._rows.check import as_array
-from jslices._slices import IndexedSlices, is_slices
+from jslices._slices import IndexedSlices, as_array, is_slices
 
 
 def is_leaf(x: Any) -> bool:

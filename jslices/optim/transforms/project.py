@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from jslices._rows.bounds import canonical_indices, set_rows, take_rows
-from jslices._rows.sort import sort_ids
+from jslices._rows.numbering import sort_ids
 from jslices._slices import IndexedSlices, check_slices
 from jslices.optim.transforms.clipping import clip_rows_by_norm
 from jslices.optim.transforms.leaves import as_leaf, is_leaf
