@@ -1,27 +1,133 @@
-"""Which donated arrays are copied inside of a program, and why."""
+"""Which arrays of a step are not updated in place: why, and what to do about it."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
-from jslices._densify import UserLine
-from jslices._proof.hlo import Module, Value
-from jslices._proof.program import Leaf, Program
-from jslices._proof.text import Instruction, number_of
+from jslices._densify import UserLine, human_bytes
+from jslices._proof.program import Instruction, Leaf, Module, Program, Value, number_of
 
 #: Operations that only hand values on.
 _SILENT = {"bitcast", "copy", "copy-start", "copy-done", "tuple", "get-tuple-element"}
 _BODIES = {"while": "loop", "conditional": "conditional", "call": "function"}
 
 
-def copied(program: Program, leaves: list[Leaf], crossed: list[Leaf]) -> list[str]:
-    """A sentence or more for each of ``leaves`` that is copied.
+def problems(program: Program, min_bytes: int) -> list[str]:
+    """A sentence for each array of ``min_bytes`` or more that is not updated in place."""
+    large = [leaf for leaf in program.leaves if leaf.nbytes >= min_bytes]
+    donated = [leaf for leaf in large if leaf.donated]
+    missing = _missing(program, donated)
+    found = [_not_aliased(program, leaf) for leaf in missing]
+    found.extend(_not_donated(program, [leaf for leaf in large if not leaf.donated]))
+    if not donated and not found:
+        found.append(
+            f"no array of at least {human_bytes(min_bytes)} is donated, so none can be "
+            "updated in place. Donate parameters and state, jax.jit(step, "
+            "donate_argnums=(0, 1)), or lower min_bytes"
+        )
+    rest = [x for x in donated if x not in missing and _is_aliased(program, x)]
+    # Where a result is missing, jit pairs the others crosswise, which makes copies.
+    crossed = [x for x in rest if any(_alike(x, y) for y in missing)]
+    return found + copied(program, rest, crossed)
 
-    Of ``crossed`` ones only if the cause is in sight.
+
+def _missing(program: Program, donated: list[Leaf]) -> list[Leaf]:
+    """Donated arrays that no result is written into.
+
+    jit pairs arrays and results of equal shape and dtype in order, so the array left over
+    need not be the one that the step does not return.
+    """
+    module = program.module
+    written = {module.origin(*value)[0].name for value in module.outputs()}
+    over: list[Leaf] = []
+    for leaf in donated:
+        if _is_aliased(program, leaf):
+            continue
+        alike = [x for x in donated if _alike(x, leaf)]
+        lost = [x for x in alike if program.name_of(x) not in written and x not in over]
+        over.append((lost or [leaf])[0])
+    return over
+
+
+def _is_aliased(program: Program, leaf: Leaf) -> bool:
+    return leaf.parameter in program.module.aliases.values()
+
+
+def _alike(a: Leaf, b: Leaf) -> bool:
+    return a.shape == b.shape and a.dtype == b.dtype
+
+
+def _unaliased(program: Program) -> list[Leaf]:
+    """Outputs in memory of their own."""
+    aliases = program.module.aliases
+    return [x for n, x in enumerate(program.outputs) if n not in aliases]
+
+
+def _not_aliased(program: Program, leaf: Leaf) -> str:
+    start = f"{leaf} is donated, but no result is written into its memory: "
+    alike = [x for x in program.outputs if _alike(x, leaf)]
+    if leaf.parameter is None and not alike:
+        return start + (
+            "the step does not use it. Return it, updated or as it is, or do not donate it"
+        )
+    if leaf.parameter is None:
+        return start + (
+            "the step does not read it, so jit does not pass it on, and results like it "
+            "are new memory. Make them from it, or do not donate it"
+        )
+    cast = [x for x in program.outputs if x.shape == leaf.shape and x.dtype != leaf.dtype]
+    # Prefer the result of the same name in the tree.
+    tail = leaf.path[leaf.path.find("]") + 1 :]
+    same = [x for x in cast if tail and x.path.endswith(tail)]
+    if same or (cast and not alike):
+        out = (same or cast)[0]
+        return start + (
+            f"the dtype has changed, {out.path} is {out.dtype}. Cast it back before it is "
+            f"returned: .astype({leaf.dtype})"
+        )
+    if not alike:
+        return start + (
+            "there is no result of its shape and dtype. Return the updated array, in the "
+            "shape and dtype that it had, or do not donate it"
+        )
+    if all(x not in _unaliased(program) for x in alike):
+        return start + (
+            f"the step returns fewer arrays like it than it is given, {len(alike)}, and "
+            "these are written into others. Return this one too, or do not donate it"
+        )
+    return start + (
+        f"{alike[0].path} is like it, but jit has not paired them. Are they sharded or "
+        "laid out differently over devices (in_shardings, out_shardings)?"
+    )
+
+
+def _not_donated(program: Program, leaves: Iterable[Leaf]) -> Iterator[str]:
+    fresh = _unaliased(program)
+    for leaf in leaves:
+        alike = [x for x in fresh if _alike(x, leaf)]
+        if not alike:
+            continue
+        # Prefer the result of the same name in the tree.
+        tail = leaf.path[leaf.path.find("]") + 1 :]
+        out = next((x for x in alike if tail and x.path.endswith(tail)), alike[0])
+        fresh.remove(out)
+        number = leaf.path.partition("[")[2].partition("]")[0]
+        yield (
+            f"{leaf} is not donated, and {out.path}, which is like it, is new memory. "
+            f"Donate it: jax.jit({program.name}, donate_argnums={number})"
+        )
+
+
+# --- copies ------------------------------------------------------------------------
+
+
+def copied(program: Program, leaves: list[Leaf], crossed: list[Leaf]) -> list[str]:
+    """A sentence for each of ``leaves`` that is copied; for ``crossed`` ones if its cause
+    can be seen.
     """
     module = program.module
     parameters = module.parameters()
     by_parameter = {leaf.parameter: leaf for leaf in leaves}
-    # What is made in the memory of a result is made in that of the argument under it.
+    # The memory of an aliased result is that of its argument.
     owners = {
         (parameters[leaf.parameter].name, 0): leaf
         for leaf in leaves
@@ -38,7 +144,7 @@ def copied(program: Program, leaves: list[Leaf], crossed: list[Leaf]) -> list[st
         if module.copied(each) is None:
             continue
         origin, index = module.origin(each)
-        # Of others nothing is to be said here, nor of parts of a donated array.
+        # Copies of other arrays, or of a part of a donated one, are none of this check.
         leaf = owners.get((origin.name, index))
         if leaf is not None and each.arrays[0] == origin.arrays[index]:
             found.setdefault(leaf, []).append(each)
@@ -71,7 +177,7 @@ def _reasons(
 
 
 def _returned(program: Program, leaf: Leaf) -> list[str]:
-    """The results that are the old value itself."""
+    """Says so if the old value itself is returned."""
     module = program.module
     for number, value in enumerate(module.outputs()):
         each, index = value
@@ -89,7 +195,7 @@ def _returned(program: Program, leaf: Leaf) -> list[str]:
 
 
 def _same(module: Module, each: Instruction, index: int) -> Value | None:
-    """The value that this one equals, one step back."""
+    """The value that this one is a copy or a renaming of."""
     if (copied := module.copied(each)) is not None:
         return copied
     if each.opcode in ("bitcast", "copy-done", "tuple", "get-tuple-element"):
@@ -98,9 +204,9 @@ def _same(module: Module, each: Instruction, index: int) -> Value | None:
 
 
 def _reads(module: Module, copy: Instruction, targets: set[str]) -> Iterator[str]:
-    """Uses of the old value that do not have to come before it is overwritten.
+    """Uses of the old value that need not come before it is overwritten.
 
-    ``targets`` are names of what makes the new value, if it is not written row by row.
+    ``targets`` names what makes the new value where it is not written row by row.
     """
     old = _equals(module, copy)
     users = [
@@ -126,7 +232,7 @@ def _reads(module: Module, copy: Instruction, targets: set[str]) -> Iterator[str
 
 
 def _inside(module: Module, user: Instruction, old: list[Instruction]) -> Instruction:
-    """Of a fusion the part that uses one of the values."""
+    """The part of a fusion that uses one of the values."""
     if user.opcode != "fusion" or not (called := module.called(user)):
         return user
     names = {each.name for each in old}
@@ -147,7 +253,7 @@ def _instead(reader: Instruction) -> str:
 
 
 def _equals(module: Module, copy: Instruction) -> list[Instruction]:
-    """All that has the value that ``copy`` copies, in its computation."""
+    """The instructions of its computation that have the value ``copy`` copies."""
     inside = module.computations[copy.where].instructions.values()
 
     def start(each: Instruction) -> tuple[str, int]:
@@ -174,7 +280,7 @@ def _overwrites(module: Module, user: Instruction, old: list[Instruction]) -> bo
 
 
 def _kept(module: Module, user: Instruction, index: int) -> bool:
-    """Whether a loop returns an element as it got it."""
+    """Whether a loop returns an element unchanged."""
     if user.opcode != "while":
         return False
     each, at = module.elements(module.called(user)[0])[index]
@@ -187,7 +293,7 @@ def _kept(module: Module, user: Instruction, index: int) -> bool:
 
 
 def _elsewhere(module: Module, copy: Instruction) -> str:
-    """What can be said of a copy whose cause is not in sight."""
+    """What can be said of a copy whose cause the program does not show."""
     around = [x for x in module.users([copy]) if x.opcode in _BODIES]
     around += [
         user
@@ -207,8 +313,8 @@ def _elsewhere(module: Module, copy: Instruction) -> str:
             "instead of whole arrays"
         )
     return (
-        f"why is not to be seen in the program; it happens {_place(module, copy)}. Look "
-        "for uses of the old value beside the update"
+        f"the program does not show why; the copy is made {_place(module, copy)}. Look for "
+        "uses of the old value beside the update"
     )
 
 
