@@ -10,8 +10,8 @@ import jslices as js
 V, D = 9, 3
 SCHEDULE = optax.cosine_decay_schedule(0.1, 10)
 
-# (name, keyword arguments). Optax has these under the same names, and on dense gradients the
-# results are equal; on rows as well, as each element or row is stepped by itself.
+# (name, keyword arguments). Optax has these under the same names; the results are equal on
+# dense gradients, and on rows as well, since each element is stepped by itself.
 SHARED = [
     ("sgd", {}),
     ("sgd", {"momentum": 0.9}),
@@ -37,7 +37,7 @@ SHARED = [
     ("lion", {"weight_decay": 0.0, "b1": 0.8}),
     ("lion", {"weight_decay": 0.1, "mask": lambda params: {"table": False, "w": True}}),
 ]
-# Norms and means are taken over the whole array for a dense gradient, over a row for slices.
+# Norms and means are those of the whole array for a dense gradient, of a row for slices.
 BY_ROW = [
     ("lamb", {}),
     ("lamb", {"weight_decay": 0.1, "mask": {"table": True, "w": False}}),
@@ -109,7 +109,7 @@ def slices_of(rng, ids, shape=(V, D), dtype=jnp.float32):
 
 
 def only_touched(tx):
-    """A step of ``tx`` on dense gradients, undone in the rows that the slices do not name."""
+    """A step of ``tx`` on dense gradients, undone in the rows that no index names."""
 
     def step(params, state, grads):
         indices = np.asarray(grads["table"].indices)
