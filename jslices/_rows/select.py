@@ -13,11 +13,14 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jslices.optim._engine.arithmetic import per_row
-
 #: Rows of so many elements are unrolled. For longer ones a bool a row is faster.
 UNROLLED = range(2, 24)
 INT32_ELEMENTS = 2**31
+
+
+def per_row(numbers: jax.Array, like: jax.Array) -> jax.Array:
+    """``[n]`` as ``[n, 1, ...]``, one number for each row of ``like`` ``[n, *D]``."""
+    return numbers.reshape(numbers.shape + (1,) * (jnp.ndim(like) - numbers.ndim))
 
 
 def leading(rows: jax.Array, count: jax.Array, rest: jax.Array | None = None) -> jax.Array:

@@ -35,9 +35,9 @@ its part of their state, or use ``jslices.optim.chain``. A table that is sharded
 devices is flushed where it is by ``jax.shard_map(tx.flush, ...)``.
 """
 
-from jslices.optim._engine.apply import apply_updates as apply_updates
 from jslices.optim._engine.arithmetic import Schedule as Schedule
 from jslices.optim._engine.protocol import GradientTransformation as GradientTransformation
+from jslices.optim._engine.protocol import apply_updates as apply_updates
 from jslices.optim.adadelta import AdadeltaState as AdadeltaState
 from jslices.optim.adadelta import adadelta as adadelta
 from jslices.optim.adafactor import AdafactorState as AdafactorState

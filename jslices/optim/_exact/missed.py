@@ -1,4 +1,4 @@
-"""What the steps that a row has missed would have done to it, as a few numbers a row.
+"""What the steps that a row has missed would have done to it, in closed form.
 
 Without a gradient the state of an optimizer only decays, so that what a missed step adds
 to a row is a factor of that row (its momentum, say) times a number that depends on the
@@ -10,7 +10,7 @@ before::
 
 where ``s = n - k`` is the last step of the row. For ``k`` up to a window, beyond which
 ``ratio**j`` is lost in float32, it is an entry of a small table that is made anew for every
-``n``. For longer gaps it no longer grows, and is what the row was told when it was last
+``n``. For longer gaps it no longer grows: it is the row's snapshot, taken when it was last
 stepped (a schedule knows the future), times the decay since.
 """
 
@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jslices.optim._engine.arithmetic import Scalar, Schedule
+from jslices.optim._engine.arithmetic import Scalar, Schedule, weight_seen
 
 #: What is left of a term beyond the window, relative to the first.
 NEGLIGIBLE = 1e-9
@@ -51,16 +51,18 @@ class Missed(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Drift:
-    """The numbers that an optimizer needs of the missed steps.
+class MissedSteps:
+    """What an optimizer's missed steps do to a row, and the numbers that this takes.
 
     Attributes:
+      advance: ``advance(missed, p, *state) -> (p, *state)``, what missed steps do to rows.
       learning_rate: a number or a schedule.
       series: the sums it needs.
       weight_decay: of decoupled weight decay, which missed steps have applied as well.
       run: whether :attr:`Missed.run` is needed though there is no weight decay.
     """
 
+    advance: Callable[..., tuple[jax.Array, ...]]
     learning_rate: Scalar | Schedule
     series: tuple[Series, ...] = ()
     weight_decay: Scalar | Schedule = 0.0
@@ -102,15 +104,15 @@ class Drift:
     # Scalars and small tables: compiled, or an eager step would dispatch dozens of them.
 
     @functools.cached_property
-    def told(self) -> Callable[[jax.Array, jax.Array], jax.Array]:
-        """``told(count, run)``: ``[width]``, kept with a row that has done ``count``
+    def snapshot(self) -> Callable[[jax.Array, jax.Array], jax.Array]:
+        """``snapshot(count, run)``: ``[width]``, kept with a row that has done ``count``
         steps."""
 
-        def told(count: jax.Array, run: jax.Array) -> jax.Array:
+        def snapshot(count: jax.Array, run: jax.Array) -> jax.Array:
             numbers = [self._to_come(series, count) for series in self.series]
             return jnp.stack([*numbers, *run]) if self.keeps_run else _stack(numbers)
 
-        return jax.jit(told, inline=True)
+        return jax.jit(snapshot, inline=True)
 
     @functools.cached_property
     def tables(self) -> Callable[[jax.Array], tuple[jax.Array, ...]]:
@@ -127,15 +129,15 @@ class Drift:
         run: jax.Array,
         tables: Sequence[jax.Array],
         last: jax.Array,
-        told: jax.Array,
+        snapshot: jax.Array,
     ) -> Missed:
         """What rows missed, given the ``last`` step ``[n]`` of each.
 
-        ``told`` ``[n, width]`` is what was kept with them then.
+        ``snapshot`` ``[n, width]`` is what was kept with them then.
         """
         steps = jnp.maximum(count - last, 0)  # rows may be frozen, ahead of all steps
         if self.keeps_run:
-            since = (run[0] - told[..., -2]) + (run[1] - told[..., -1])
+            since = (run[0] - snapshot[..., -2]) + (run[1] - snapshot[..., -1])
         else:
             since = steps * self.pace(jnp.ones((1,), jnp.int32))[0]
         decay = jnp.exp(since) if self.decays else jnp.ones_like(since)
@@ -143,7 +145,7 @@ class Drift:
         for number, table in enumerate(tables):
             window = table.shape[0] - 1
             near = table.at[jnp.minimum(steps, window)].get(mode="promise_in_bounds")
-            sums.append(jnp.where(steps <= window, near, decay * told[..., number]))
+            sums.append(jnp.where(steps <= window, near, decay * snapshot[..., number]))
         return Missed(steps, tuple(sums), decay, since)
 
     def _terms(self, series: Series, steps: jax.Array) -> jax.Array:
@@ -169,6 +171,55 @@ class Drift:
             terms = terms * jnp.exp(jnp.cumsum(paces) - paces)
         sums = jnp.cumsum(jnp.where(back < count, terms, 0.0))
         return jnp.concatenate([jnp.zeros(1), sums * _powers(series.ratio, back + 1)])
+
+
+def momentum_series(b1: float, nesterov: bool = False, corrected: bool = True) -> Series:
+    """How a first moment ``m`` goes on without gradients, ``b1**j * m`` after j steps."""
+
+    def weight(step: jax.Array) -> jax.Array:
+        ahead = b1 if nesterov else 1.0
+        if not corrected:
+            return jnp.full(step.shape, ahead)
+        return ahead / weight_seen(b1, step + 1 if nesterov else step)
+
+    return Series(b1, weight)
+
+
+def step_moments(b1: float, b2: float, nesterov: bool = False) -> tuple[Series, ...]:
+    """Sums over the missed steps of Adam, of ``w/q``, ``w``, ``w*q`` and ``w*q**2``.
+
+    ``w`` is how far a step goes, and ``q`` how far the root of the corrected second moment
+    has shrunk: a step moves by ``w * m / (sqrt(v) * q + eps)``.
+    """
+    first = momentum_series(b1, nesterov)
+
+    def power(of: int) -> Series:
+        def weight(step: jax.Array) -> jax.Array:
+            return first.weight(step) * weight_seen(b2, step) ** (-of / 2)
+
+        return Series(b1 * b2 ** (of / 2), weight)
+
+    return tuple(power(of) for of in (-1, 0, 1, 2))
+
+
+def two_steps(sums: Sequence[jax.Array]) -> tuple[tuple[jax.Array, jax.Array], ...]:
+    """Two pairs ``(w/q, q)`` that stand for all the missed steps, given their moments.
+
+    This is Gauss' quadrature with two nodes: exact for every cubic in ``q``, and so for a
+    step whose ``eps`` is nothing, or everything, against the root.
+    """
+    total = jnp.where(sums[0] != 0, sums[0], 1.0)
+    mean, square, cube = (x / total for x in sums[1:])
+    variance = jnp.maximum(square - mean**2, 0.0)
+    third = cube - 3 * mean * square + 2 * mean**3
+    skew = jnp.where(variance > 0, third / jnp.where(variance > 0, 2 * variance, 1), 0.0)
+    apart = jnp.sqrt(skew**2 + variance)
+    upper = jnp.where(apart > 0, (apart - skew) / jnp.where(apart > 0, 2 * apart, 1), 0.5)
+    low, high = jnp.maximum(mean + skew - apart, 0.0), mean + skew + apart
+    # Learning rates of both signs have no mean; the root is then taken as it was.
+    usual = (mean > 0) & (square > 0)
+    low, high = jnp.where(usual, low, 1.0), jnp.where(usual, high, 1.0)
+    return ((1 - upper) * sums[0], low), (upper * sums[0], high)
 
 
 def fading(decay: float, missed: Missed) -> jax.Array:
