@@ -175,30 +175,39 @@ def compiled(tx, grad, shape, num_ids):
     "name, num_ids, length",
     [
         *(("adam", 500, 8), ("adam", 4_096, 64), ("adam", 23_000, 16), ("adam", 26_000, 8)),
-        *(("adam", 27_000, 8), ("adam", 27_000, 64), ("adam", 200_000, 64)),
-        *(("ftrl", 4_096, 64), ("ftrl", 23_000, 16), ("ftrl", 27_000, 8)),
+        *(("adam", 60_000, 64), ("ftrl", 4_096, 64), ("ftrl", 23_000, 16)),
     ],
 )
 def test_temporaries_are_at_most_ten_arrays_of_the_gradient(name, num_ids, length):
-    """On both sides of what decides the way, with long rows and with short ones."""
+    """With few rows and many, long ones and short ones."""
     program = compiled(make(js, name, 0.5, {}), js.grad, (100_000, length), num_ids)
     temporaries = program.memory_analysis().temp_size_in_bytes
     assert temporaries <= 10 * num_ids * length * 4
 
 
+@pytest.mark.parametrize("name", ["adam", "amsgrad", "ftrl", "lamb"])
+def test_temporaries_of_a_pass_over_all_rows(name):
+    """The sums, what the arithmetic holds, and a copy of each state array."""
+    tx, shape = make(js, name, 0.5, {}), (100_000, 8)
+    memory = compiled(tx, js.grad, shape, 27_000).memory_analysis()
+    state = jax.tree.leaves(jax.eval_shape(tx.init, jnp.zeros((2, 8))))
+    arrays = sum(x.shape == (2, 8) for x in state)
+    assert memory.temp_size_in_bytes < (arrays + 3.2) * 100_000 * 8 * 4
+    assert memory.alias_size_in_bytes >= (arrays + 1) * 100_000 * 8 * 4
+
+
 @pytest.mark.parametrize(
     "name, length",
-    [*(("adagrad", n) for n in (1, 8, 16)), ("rmsprop", 8), ("adam", 8), ("adadelta", 8)],
+    [*(("adagrad", n) for n in (1, 8, 16)), ("rmsprop", 8), ("adam", 8), ("lion", 8)],
 )
-def test_a_pass_over_all_rows_is_the_dense_step(name, length):
-    """It goes over the table as often, and copies no array."""
+def test_a_pass_over_all_rows_computes_what_a_dense_step_does(name, length):
+    """As often over the table, so that no array is computed twice."""
     tx = make(js, name, 0.5, {})
 
     def passes(grad):
-        program = compiled(tx, grad, (3000, length), 2000).as_text()
-        assert not re.search(rf"f32\[3000,{length}\]\S* copy\(", program)
-        entry = program.partition("ENTRY")[2]
-        return sorted(re.findall(rf"= f32\[3000,{length}\]\S* (?!parameter)\w+", entry))
+        program = compiled(tx, grad, (3000, length), 2000).as_text().partition("ENTRY")[2]
+        arrays = re.findall(rf"= f32\[3000,{length}\]\S* (\w+)", program)
+        return sorted(x for x in arrays if x not in ("parameter", "copy"))
 
     assert passes(js.grad) == passes(jax.grad) != []
 
