@@ -6,7 +6,7 @@ Read from the top:
     plan        one call: its traced program, its leaves, which of them are sparse
     interpret   the one walk over the program, which plans its lookups or runs them
     rules       the steps that commute with a lookup; ``register_rowwise``
-    lookups     the forms of a lookup, and the read with a cotangent slot
+    lookups     the forms of a lookup
     views       what a variable is, in terms of the tables that it was computed from
     explain     what is said of a plan: the report, the warning, the error
 

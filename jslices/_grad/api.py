@@ -20,7 +20,7 @@ from jslices._grad.plan import (
     plan_call,
 )
 from jslices._grad.views import Table
-from jslices._lookup.mark import without_dense_warning
+from jslices._lookup.rows import without_dense_warning
 from jslices._slices import IndexedSlices, is_slices
 
 
@@ -207,7 +207,7 @@ def _linearize(call: Call, planned: Planned) -> tuple[Any, Callable[[Any], Any],
 
 
 def _slot(site: Site) -> IndexedSlices:
-    """The cotangent slot of one lookup; see :func:`lookups.take_slotted`."""
+    """The cotangent slot of one lookup; see ``jslices/_lookup/rows.py``."""
     zeros = jnp.zeros((*site.loops, site.count, *site.table_shape[1:]), site.dtype)
     values = _jax.as_varying(zeros, site.varying)
     return IndexedSlices.tree_unflatten(site.table_shape, (values, None))

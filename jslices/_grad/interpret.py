@@ -28,7 +28,7 @@ import numpy as np
 from jax import lax
 
 from jslices import _jax
-from jslices._grad.lookups import Lookup, lookup, take_slotted
+from jslices._grad.lookups import Lookup, lookup
 from jslices._grad.rules import rowwise
 from jslices._grad.views import (
     Ids,
@@ -38,6 +38,7 @@ from jslices._grad.views import (
     whole,
     without_slots,
 )
+from jslices._lookup.rows import lookup_rows
 from jslices._rows.bounds import canonical_indices, index_dtype
 
 #: Per lookup its sites, one after the other; per loop, checkpoint or branch a list of what
@@ -444,7 +445,7 @@ class Runner(Interpreter):
             if record.dtype != site.index_dtype:
                 record = canonical_indices(record, table.shape[0]).astype(site.index_dtype)
             self._scope.indices.append(record)
-            return take_slotted(table.array, ids.read, slot, mode, fill_value)
+            return lookup_rows(table.array, ids.read, slot, mode, fill_value)
 
         return found.read([None, *others], take)
 

@@ -1,4 +1,4 @@
-"""Lookups: how a gather or a slice reads whole rows, and the read with a cotangent slot."""
+"""Lookups: how a gather or a slice reads whole rows, in every form that JAX writes."""
 
 import dataclasses
 import functools
@@ -13,46 +13,11 @@ from jax import lax
 
 from jslices import _jax
 from jslices._grad.views import Ids, Reader, Table, View, flat, leading
-from jslices._rows.bounds import take_rows
-from jslices._slices import IndexedSlices
 
 Mode = lax.GatherScatterMode
 
 #: ``take(table, ids, mode, fill_value)`` reads rows of a table.
 Take = Callable[..., jax.Array]
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
-def take_slotted(
-    table: jax.Array, ids: jax.Array, slot: IndexedSlices, mode: Any, fill_value: Any
-) -> jax.Array:
-    """Rows ``[n, *D]`` of ``table`` ``[V, *D]`` at ``ids`` ``[n]``.
-
-    The gradient goes to ``slot``. JAX insists that the cotangent of an array has the
-    array's own shape, so a table cannot get slices. A *cotangent slot* can: zeros in an
-    IndexedSlices, never read. Its cotangent holds the ``values`` ``[n, *D]`` of the row
-    gradient, and the table gets none. (Its ``indices`` are None: integers have no
-    cotangent, so the ids are handed on separately.)
-    """
-    del slot
-    return take_rows(table, ids, mode=mode, fill_value=fill_value)
-
-
-def _forward(
-    table: jax.Array, ids: jax.Array, slot: IndexedSlices, mode: Any, fill_value: Any
-) -> tuple[jax.Array, IndexedSlices]:
-    rows = take_rows(table, ids, mode=mode, fill_value=fill_value)
-    return rows, IndexedSlices.tree_unflatten(slot.dense_shape, (None, None))
-
-
-def _backward(
-    mode: Any, fill_value: Any, shape_only: IndexedSlices, rows: jax.Array
-) -> tuple[None, None, IndexedSlices]:
-    del mode, fill_value
-    return None, None, IndexedSlices.tree_unflatten(shape_only.dense_shape, (rows, None))
-
-
-take_slotted.defvjp(_forward, _backward)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,7 +87,7 @@ def _fill(fill_value: Any, dtype: Any) -> Any:
     return np.array(fill_value, dtype)
 
 
-# --- the forms that JAX writes ----------------------------------------------------------
+# --- the forms --------------------------------------------------------------------------
 
 
 def lookup(eqn: _jax.Equation, view: Any) -> Lookup | None:
