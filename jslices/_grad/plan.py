@@ -138,7 +138,7 @@ class Outputs(NamedTuple):
       tree: the structure of the result.
       num_results: how many of the outputs are the result's; the others are aux's.
       aux_tree: the structure of aux.
-      aux_fixed: for every leaf of aux ``(leaf,)``, or None for an array, which is an output.
+      aux_fixed: ``(leaf,)`` for every leaf of aux; None for an array, which is an output.
     """
 
     tree: Any
