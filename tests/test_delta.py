@@ -241,7 +241,7 @@ def test_going_on_after_a_restart(tmp_path):
 
 
 ERRORS = [
-    ({"zz": [1]}, NotFoundError, r"no variables with \['zz'\]; there are .*'mu/table'"),
+    ({"zz": [1]}, NotFoundError, r"no variable with 'zz'; there are .*'mu/table'"),
     ({"table": np.ones(3, bool)}, ValueError, "is a mask of 3 rows for a table of 64"),
     ({"table": "abc"}, ValueError, "ids are integers"),
     ({"*": [1]}, ValueError, "covers tables of different numbers of rows"),
