@@ -23,6 +23,7 @@ READABLE = [
     ('model_checkpoint_path:"/m" all_model_checkpoint_paths: "/a"', "/m", ["/a"]),
     ("# words\nmodel_checkpoint_path: '/m'; # more\n", "/m", []),
     ('model_checkpoint_path: "/a" "b"\n"c"', "/abc", []),
+    ('model_checkpoint_path # "x"\n: "/a" # "y"\n"b"', "/ab", []),
     (r'model_checkpoint_path: "/\303\251\x41\n\"\\\u00e9"', '/éA\n"\\é', []),
     ('model_checkpoint_path: "/é and space"', "/é and space", []),
     (

@@ -216,8 +216,9 @@ def _state(fields: list[tuple[str, str | float]]) -> CheckpointState:
 
 _GAP = rb"(?:\s|\#[^\n]*+)*+"
 _STRING = re.compile(rb'"((?:[^"\\\n]|\\.)*)"|' + rb"'((?:[^'\\\n]|\\.)*)'")
+_STRING_OR_COMMENT = re.compile(_STRING.pattern + rb"|\#[^\n]*")
 _FIELD = re.compile(
-    rb"(?P<name>[A-Za-z_]\w*)%(gap)b:?%(gap)b"
+    rb"(?P<name>[A-Za-z_]\w*+)%(gap)b:?%(gap)b"
     rb"(?:(?P<strings>(?:(?:%(string)b)%(gap)b)+)|(?P<number>[-+]?[0-9.][0-9.eE+-]*)f?)"
     rb"%(gap)b(?:[,;]%(gap)b)?" % {b"gap": _GAP, b"string": _STRING.pattern}
 )
@@ -247,7 +248,7 @@ def parse_text(text: bytes) -> list[tuple[str, str | float]]:
         if field["number"]:
             value = float(field["number"])
         else:  # strings that follow one another are one; paths need not be UTF-8
-            parts = (a or b for a, b in _STRING.findall(field["strings"]))
+            parts = (a or b for a, b in _STRING_OR_COMMENT.findall(field["strings"]))
             unescaped = b"".join(_ESCAPE.sub(_unescaped, part) for part in parts)
             value = unescaped.decode("utf-8", "surrogateescape")
         fields.append((field["name"].decode(), value))
