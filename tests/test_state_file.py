@@ -123,7 +123,7 @@ def test_relative_directories_are_taken_off(tmp_path, monkeypatch):
 
 
 def test_errors_of_update(tmp_path):
-    with pytest.raises(NotFoundError, match=r"the directory '.*/no' is not there"):
+    with pytest.raises(NotFoundError, match=r"the directory '.*/no' does not exist"):
         js.update_checkpoint_state(tmp_path / "no", "m")
     for path in ("checkpoint", str(tmp_path / "checkpoint")):
         with pytest.raises(RuntimeError, match=r"conflicts with path used for checkpoint"):

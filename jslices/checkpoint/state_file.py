@@ -129,7 +129,7 @@ def update_checkpoint_state(
     all_model_checkpoint_timestamps: Sequence[float] | None = None,
     last_preserved_timestamp: float | None = None,
 ) -> None:
-    """Writes the state file of a directory, at once or not at all.
+    """Writes the state file of a directory, all of it or nothing.
 
     Args:
       save_dir: the directory. When it is relative, relative paths are rewritten to be
@@ -144,7 +144,7 @@ def update_checkpoint_state(
     Raises:
       RuntimeError: if the checkpoint's path is that of the state file.
       ValueError: if there are timestamps, but not one for each path.
-      NotFoundError: (a ``FileNotFoundError``) if the directory is not there.
+      NotFoundError: (a ``FileNotFoundError``) if the directory does not exist.
 
     Example:
       >>> import tempfile, jslices as js
@@ -177,7 +177,7 @@ def update_checkpoint_state(
             "Please use a different save path."
         )
     if not os.path.isdir(directory or "."):
-        raise NotFoundError(f"the directory {directory!r} is not there; create it first")
+        raise NotFoundError(f"the directory {directory!r} does not exist; create it first")
     state = CheckpointState(newest, paths, times, last_preserved_timestamp)
     write_text(filename, dump_text(_fields(state)))
 
