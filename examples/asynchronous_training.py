@@ -54,7 +54,7 @@ class Parameters:
 
 
 def work(index, address, authkey, options):
-    """What a worker does: read, compute, apply, until the chief has finished (or is gone)."""
+    """What a worker does: read, compute, apply, until the chief is done or gone."""
     data = skipgram.make_data(read_corpus(options.text, options.words), options.seed)
     key = jax.random.fold_in(jax.random.key(options.seed + 1), index)
 
