@@ -47,13 +47,13 @@ def write_shards(prefix, variables, count, whole=()):
 
 def save_forever(directory, kind, first):
     saver = js.Saver(max_to_keep=3)
-    state = js.get_checkpoint_state(directory)
+    state = js.checkpoint.get_checkpoint_state(directory)
     if state is not None:
         saver.recover_last_checkpoints(state.all_model_checkpoint_paths)
     for step in range(first, first + 10**9):
         if kind == "shards":
             write_shards(f"{directory}/m", variables(step), 3, whole=["step"])
-            js.update_checkpoint_state(directory, f"{directory}/m")
+            js.checkpoint.update_checkpoint_state(directory, f"{directory}/m")
         elif kind == "steps" or (step - first) % 4 == 0:
             saver.save(variables(step), f"{directory}/m", step)
         else:
@@ -62,7 +62,7 @@ def save_forever(directory, kind, first):
 
 def newest_step(directory):
     """What the newest checkpoint holds, every number of it looked at."""
-    path = js.latest_checkpoint(directory)
+    path = js.checkpoint.latest_checkpoint(directory)
     if path is None:
         return -1
     restored = js.Saver().restore(path, variables(0))

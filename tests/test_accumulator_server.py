@@ -19,7 +19,9 @@ import pytest
 import jslices as js
 from jslices.accumulators import (
     CancelledError,
+    ConditionalAccumulator,
     DeadlineExceededError,
+    SparseConditionalAccumulator,
     UnavailableError,
     connect,
     serve,
@@ -55,8 +57,8 @@ class Box:
 
 @pytest.fixture
 def served():
-    sums = js.SparseConditionalAccumulator("float32", (6, 2), reduction_type="SUM")
-    means = js.ConditionalAccumulator("float32", (2,))
+    sums = SparseConditionalAccumulator("float32", (6, 2), reduction_type="SUM")
+    means = ConditionalAccumulator("float32", (2,))
     with serve({"sums": sums, "means": means, "box": Box()}) as server:
         yield server, sums, means
 

@@ -115,7 +115,9 @@ def test_a_disk_that_is_full(tmp_path, small_disk):
     with pytest.raises(OSError, match=r"File too large; .* was not saved"):
         saver.save(big, path)  # in place of what is there
     assert sorted(os.listdir(tmp_path)) == ["checkpoint", "m-0"]
-    assert js.latest_checkpoint(tmp_path) == path and saver.last_checkpoints == [path]
+    assert js.checkpoint.latest_checkpoint(tmp_path) == path and saver.last_checkpoints == [
+        path
+    ]
     assert_holds(path, A)
 
 
@@ -135,7 +137,7 @@ def test_a_disk_that_fails_later(call, tmp_path, monkeypatch):
     assert info.value.errno == errno.ENOSPC
     monkeypatch.undo()
     assert sorted(os.listdir(tmp_path)) == ["checkpoint", "m-0"]
-    assert_holds(js.latest_checkpoint(tmp_path), A)
+    assert_holds(js.checkpoint.latest_checkpoint(tmp_path), A)
     assert saver.last_checkpoints == [path]
 
 
@@ -158,7 +160,7 @@ def test_a_disk_that_fails_in_another_thread(tmp_path, monkeypatch):
         saver.save(BIG, tmp_path / "m", 1)
     assert threads - {threading.get_ident()}
     assert sorted(os.listdir(tmp_path)) == ["checkpoint", "m-0"]
-    assert_holds(js.latest_checkpoint(tmp_path), BIG)
+    assert_holds(js.checkpoint.latest_checkpoint(tmp_path), BIG)
 
 
 def test_writes_that_are_short(tmp_path, monkeypatch):
@@ -224,7 +226,7 @@ def test_a_state_file_that_cannot_be_written(tmp_path, monkeypatch):
     with pytest.raises(OSError, match=r"No space left"):
         saver.save(B, tmp_path / "m", 1)
     monkeypatch.undo()
-    assert_holds(js.latest_checkpoint(tmp_path), A)
+    assert_holds(js.checkpoint.latest_checkpoint(tmp_path), A)
     assert not [name for name in os.listdir(tmp_path) if name.endswith(".tmp")]
 
 
@@ -317,9 +319,11 @@ def test_a_state_file_that_names_a_missing_checkpoint(tmp_path, caplog):
     saver = js.Saver()
     paths = [saver.save(A, tmp_path / "m", i) for i in range(2)]
     os.unlink(paths[1])
-    assert js.latest_checkpoint(tmp_path) is None
+    assert js.checkpoint.latest_checkpoint(tmp_path) is None
     assert "m-1, which is not there" in caplog.text
-    assert_holds(js.get_checkpoint_state(tmp_path).all_model_checkpoint_paths[0], A)
+    assert_holds(
+        js.checkpoint.get_checkpoint_state(tmp_path).all_model_checkpoint_paths[0], A
+    )
 
 
 def test_something_else_altogether(tmp_path):
@@ -365,7 +369,9 @@ def test_odd_paths(name, tmp_path):
     saver.save(A, directory / name, 1)
     saver.save(A, directory / name, 2)
     path = saver.save_delta(B, directory / name, 3)
-    assert js.latest_checkpoint(directory) == path == str(directory / f"{name}-3")
+    assert (
+        js.checkpoint.latest_checkpoint(directory) == path == str(directory / f"{name}-3")
+    )
     assert sorted(os.listdir(directory)) == sorted(["checkpoint", f"{name}-2", f"{name}-3"])
     assert_holds(path, B)
     in_two_shards(directory / name, A)
@@ -396,6 +402,6 @@ def test_savers_in_one_directory(tmp_path):
             array = js.Saver().restore(both)["a"]
             assert (array == array[0]).all()
     assert not errors
-    assert_holds(js.latest_checkpoint(tmp_path), {"a": np.full(500, 9)})
+    assert_holds(js.checkpoint.latest_checkpoint(tmp_path), {"a": np.full(500, 9)})
     assert len(os.listdir(tmp_path)) == 4 + 2 + 1
     assert Archive(both).read("a")[0] == 9

@@ -76,7 +76,7 @@ def test_touched(kind, tmp_path):
         assert_same(
             js.Saver().restore(path, jax.tree.map(jnp.zeros_like, variables)), variables
         )
-    assert js.latest_checkpoint(tmp_path) == path
+    assert js.checkpoint.latest_checkpoint(tmp_path) == path
 
 
 def test_what_is_not_said_is_saved_whole(tmp_path):
@@ -229,9 +229,9 @@ def test_a_base_is_not_overwritten(tmp_path):
 def test_going_on_after_a_restart(tmp_path):
     _, variables, paths = chain(tmp_path)
     saver = js.Saver()
-    variables = saver.restore(js.latest_checkpoint(tmp_path), variables)
+    variables = saver.restore(js.checkpoint.latest_checkpoint(tmp_path), variables)
     saver.recover_last_checkpoints(
-        js.get_checkpoint_state(tmp_path).all_model_checkpoint_paths
+        js.checkpoint.get_checkpoint_state(tmp_path).all_model_checkpoint_paths
     )
     variables = stepped(variables, [9], 7.0)
     path = saver.save_delta(variables, tmp_path / "m", 3, touched={"*table": [9]})

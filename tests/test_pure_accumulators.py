@@ -48,7 +48,7 @@ def test_equals_tensorflow(name):
     wide = script["dtype"] == "float64"
     shape = tuple(script["shape"])
     with jax.enable_x64(True) if wide else contextlib.nullcontext():
-        accumulator = js.sparse_accumulator(
+        accumulator = js.accumulators.sparse_accumulator(
             script["dtype"], shape, 4 if shape[0] is None else 6, script["reduction_type"]
         )
         state = accumulator.init()
@@ -103,7 +103,9 @@ class Model(RuleBasedStateMachine):
 
     @initialize(reduction=st.sampled_from(["MEAN", "SUM"]))
     def make(self, reduction):
-        self.accumulator = js.sparse_accumulator("float32", (ROWS, 2), CAPACITY, reduction)
+        self.accumulator = js.accumulators.sparse_accumulator(
+            "float32", (ROWS, 2), CAPACITY, reduction
+        )
         self.state = self.accumulator.init()
         self.mean, self.step, self.overflow = reduction == "MEAN", 0, 0
         self.held, self.count = {}, 0
@@ -183,7 +185,7 @@ def slices_of(*rows, num_rows=9):
 
 
 def test_overflow_is_reported_and_nothing_is_lost():
-    accumulator = js.sparse_accumulator("float32", (9, 1), capacity=3)
+    accumulator = js.accumulators.sparse_accumulator("float32", (9, 1), capacity=3)
     grad = slices_of(5, 2, -1, -1)
     state, accepted = apply_grad(accumulator, accumulator.init(), grad, 0)
     assert accepted
@@ -218,7 +220,7 @@ def loss(table, ids):
 
 
 def test_micro_batches_in_a_scan():
-    accumulator = js.sparse_accumulator("float32", (V, D), 16)
+    accumulator = js.accumulators.sparse_accumulator("float32", (V, D), 16)
 
     @functools.partial(jax.jit, donate_argnums=0)
     def step(table, batches):
@@ -247,7 +249,7 @@ def test_micro_batches_in_a_scan():
 
 def test_a_step_whenever_enough_have_come():
     """Take in every round of a scan; what is not ready yet changes nothing."""
-    accumulator = js.sparse_accumulator("float32", (V, D), 16)
+    accumulator = js.accumulators.sparse_accumulator("float32", (V, D), 16)
 
     def round_(carry, ids):
         table, state = carry
@@ -267,7 +269,7 @@ def test_a_step_whenever_enough_have_come():
 
 
 def test_many_accumulators_under_vmap():
-    accumulator = js.sparse_accumulator("float32", (9, 1), 4)
+    accumulator = js.accumulators.sparse_accumulator("float32", (9, 1), 4)
     rows = jnp.array([[1, 1, 8], [9, -1, 3], [4, 5, 6]])
     steps = jnp.array([0, 1, -1])
 
@@ -286,9 +288,9 @@ def test_many_accumulators_under_vmap():
 
 
 def test_the_accumulator_passes_through_jit():
-    accumulator = js.sparse_accumulator("float32", (9, 1), 4)
+    accumulator = js.accumulators.sparse_accumulator("float32", (9, 1), 4)
     state = jax.jit(lambda a: a.init())(accumulator)
-    assert accumulator == js.sparse_accumulator("float32", [9, 1], 4)
+    assert accumulator == js.accumulators.sparse_accumulator("float32", [9, 1], 4)
     assert jax.jit(lambda a, s: a.ready(s, 1))(accumulator, state) == False  # noqa: E712
 
 
@@ -309,7 +311,7 @@ def hundred_times(accumulator, grad):
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_sixteen_bits_are_summed_in_float32(dtype):
     grad = js.IndexedSlices(jnp.array([41.0, 0.25], dtype), jnp.array([3, 3]), (9,))
-    slices = hundred_times(js.sparse_accumulator(dtype, (9,), 2, "SUM"), grad)
+    slices = hundred_times(js.accumulators.sparse_accumulator(dtype, (9,), 2, "SUM"), grad)
     # In 16 bits 2048 + 1 is 2048.
     assert slices.dtype == dtype and slices.values[0] == jnp.array(4125.0, dtype)
     total = hundred_times(dense_accumulator(dtype, (), "SUM"), jnp.array(41.25, dtype))
@@ -318,7 +320,7 @@ def test_sixteen_bits_are_summed_in_float32(dtype):
 
 def test_wide_row_numbers_of_a_table_of_unknown_size():
     with jax.enable_x64(True):
-        accumulator = js.sparse_accumulator("float64", (None, 1), 3)
+        accumulator = js.accumulators.sparse_accumulator("float64", (None, 1), 3)
         grad = js.IndexedSlices(np.ones((3, 1)), np.array([2**40, -1, 2**40]))
         state, _ = apply_grad(accumulator, accumulator.init(), grad, 0)
         _, slices = take_grad(accumulator, state, 1)
@@ -368,12 +370,12 @@ def test_the_dense_form(reduction, wanted):
 def test_bad_arguments(change, message):
     good = {"dtype": "float32", "shape": (9, 1), "capacity": 4, "reduction_type": "SUM"}
     with pytest.raises(js.InvalidArgumentError, match=message):
-        js.sparse_accumulator(**{**good, **change})
+        js.accumulators.sparse_accumulator(**{**good, **change})
 
 
 @pytest.mark.parametrize("jit", [False, True])
 def test_bad_gradients(jit):
-    accumulator = js.sparse_accumulator("float32", (9, 1), 4)
+    accumulator = js.accumulators.sparse_accumulator("float32", (9, 1), 4)
     state = accumulator.init()
     call = jax.jit(accumulator.apply_grad) if jit else accumulator.apply_grad
     row = jnp.ones((1, 1))

@@ -184,7 +184,7 @@ class SparseConditionalAccumulator(_Accumulator):
     ``{0: 1, 2: 6, 3: 30}``. Rows that no gradient held are not in the result.
 
     All methods may be called from any thread. It computes on the host with NumPy and
-    never inside ``jit``; there use :func:`jslices.sparse_accumulator`. For other
+    never inside ``jit``; there use :func:`sparse_accumulator`. For other
     processes see :func:`jslices.accumulators.serve`.
 
     Args:
@@ -204,7 +204,7 @@ class SparseConditionalAccumulator(_Accumulator):
 
     Example:
       >>> import numpy as np, jslices as js
-      >>> mean = js.SparseConditionalAccumulator("float32", shape=(5, 1))
+      >>> mean = js.accumulators.SparseConditionalAccumulator("float32", shape=(5, 1))
       >>> mean.apply_grad([0, 2], [[1.0], [2.0]])
       >>> mean.apply_grad([2, 3], [[10.0], [30.0]], local_step=0)
       >>> mean.take_grad(2).indices
@@ -340,7 +340,7 @@ def gradient_of_slices(grad: IndexedSlices) -> tuple[np.ndarray, np.ndarray, Any
         raise TypeError(
             "apply_indexed_slices_grad wants IndexedSlices, got a "
             f"{type(grad).__name__}; a dense gradient goes to a "
-            "jslices.ConditionalAccumulator"
+            "jslices.accumulators.ConditionalAccumulator"
         )
     refuse_tracer("grad", grad.values)
     refuse_tracer("grad", grad.indices)
@@ -377,8 +377,8 @@ def taken_as_slices(
 class ConditionalAccumulator(_Accumulator):
     """Collects dense gradients from many threads until enough have come to take the mean.
 
-    Everything is as in :class:`jslices.SparseConditionalAccumulator`, except that a
-    gradient is one array and "MEAN" divides by the number of gradients.
+    Everything is as in :class:`SparseConditionalAccumulator`, except that a gradient is one
+    array and "MEAN" divides by the number of gradients.
 
     Args:
       dtype: floating dtype of the gradients, in which they are added as they come.
@@ -393,7 +393,7 @@ class ConditionalAccumulator(_Accumulator):
 
     Example:
       >>> import numpy as np, jslices as js
-      >>> mean = js.ConditionalAccumulator("float32", shape=(2,))
+      >>> mean = js.accumulators.ConditionalAccumulator("float32", shape=(2,))
       >>> mean.apply_grad([1.0, 5.0])
       >>> mean.apply_grad([3.0, 5.0])
       >>> mean.take_grad(2)

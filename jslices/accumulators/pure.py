@@ -13,7 +13,7 @@ from jax.typing import ArrayLike, DTypeLike
 
 from jslices._errors import InvalidArgumentError
 from jslices._rows.bounds import add_rows, canonical_indices, empty_slot, index_dtype
-from jslices._rows.sort import sort_ids
+from jslices._rows.numbering import sort_ids
 from jslices._slices import IndexedSlices, check_slices, is_slices
 from jslices.accumulators._gradients import (
     check_dense,
@@ -279,7 +279,7 @@ def sparse_accumulator(
 ) -> SparseAccumulator:
     """Row gradients of several micro-batches or workers, summed up under ``jit``.
 
-    The pure form of :class:`jslices.SparseConditionalAccumulator`: functions of a state
+    The pure form of :class:`SparseConditionalAccumulator`: functions of a state
     that ``jit``, ``scan`` and ``vmap`` take along. No array of V rows is ever made.
 
     Args:
@@ -304,7 +304,7 @@ def sparse_accumulator(
 
     Example:
       >>> import jax, jax.numpy as jnp, jslices as js
-      >>> accumulator = js.sparse_accumulator("float32", (9, 1), capacity=4)
+      >>> accumulator = js.accumulators.sparse_accumulator("float32", (9, 1), capacity=4)
       >>> state, add = accumulator.init(), jax.jit(accumulator.apply_grad)
       >>> for rows, values in [([0, 2], [1.0, 2.0]), ([3, 2], [30.0, 10.0])]:
       ...     grad = js.IndexedSlices(jnp.array(values)[:, None], jnp.array(rows), (9, 1))
@@ -397,8 +397,8 @@ def dense_accumulator(
 ) -> DenseAccumulator:
     """Dense gradients of several micro-batches, summed up under ``jit``.
 
-    The pure form of :class:`jslices.ConditionalAccumulator`, to stand beside
-    :func:`jslices.sparse_accumulator` for the dense leaves of a model.
+    The pure form of :class:`jslices.accumulators.ConditionalAccumulator`, to stand beside
+    :func:`sparse_accumulator` for the dense leaves of a model.
 
     Args:
       dtype: floating dtype of the gradients; 16-bit floats are summed in float32.
@@ -406,7 +406,7 @@ def dense_accumulator(
       reduction_type: "MEAN" divides by the number of gradients, "SUM" does not.
 
     Returns:
-      An accumulator with the same functions as :func:`jslices.sparse_accumulator` gives.
+      An accumulator with the same functions as :func:`sparse_accumulator` gives.
 
     Raises:
       InvalidArgumentError: for arguments that are none of these.

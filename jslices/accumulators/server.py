@@ -61,7 +61,7 @@ class RemoteObject(managers.BaseProxy):
 
 
 class RemoteAccumulator(RemoteObject):
-    """A :class:`jslices.ConditionalAccumulator` that another process holds.
+    """A :class:`jslices.accumulators.ConditionalAccumulator` that another process holds.
 
     Methods and errors are the same, and an ``UnavailableError`` when that process is gone.
     A gradient is applied wholly or not at all, also when this process is killed meanwhile;
@@ -92,7 +92,7 @@ class RemoteAccumulator(RemoteObject):
 
 
 class RemoteSparseAccumulator(RemoteAccumulator):
-    """The same for a :class:`jslices.SparseConditionalAccumulator`."""
+    """The same for a :class:`jslices.accumulators.SparseConditionalAccumulator`."""
 
     methods = (*RemoteAccumulator.methods, "_take_within")
 
@@ -252,7 +252,7 @@ def serve(
 
     Example:
       >>> import jslices as js
-      >>> mean = js.SparseConditionalAccumulator("float32", (5, 1))
+      >>> mean = js.accumulators.SparseConditionalAccumulator("float32", (5, 1))
       >>> with js.accumulators.serve({"table": mean}) as server:
       ...     # in another process, given server.address and server.authkey:
       ...     table = js.accumulators.connect(server.address, server.authkey)["table"]

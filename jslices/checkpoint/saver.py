@@ -95,7 +95,7 @@ class Saver:
       >>> path = saver.save(variables, f"{directory}/model", global_step=3)
       >>> sorted(os.listdir(directory))
       ['checkpoint', 'model-3']
-      >>> saver.restore(js.latest_checkpoint(directory))["step"]
+      >>> saver.restore(js.checkpoint.latest_checkpoint(directory))["step"]
       3
 
     Source: ``tf.train.Saver``. There variables belong to a session; here they are given

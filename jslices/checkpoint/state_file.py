@@ -51,7 +51,7 @@ def get_checkpoint_state(
 
     Example:
       >>> import tempfile, jslices as js
-      >>> print(js.get_checkpoint_state(tempfile.mkdtemp()))
+      >>> print(js.checkpoint.get_checkpoint_state(tempfile.mkdtemp()))
       None
 
     Source: ``tf.train.get_checkpoint_state``.
@@ -102,7 +102,7 @@ def latest_checkpoint(
       >>> directory = tempfile.mkdtemp()
       >>> path = os.path.join(directory, "model")
       >>> path = js.Saver().save({"w": jnp.ones(2)}, path, global_step=7)
-      >>> os.path.basename(js.latest_checkpoint(directory))
+      >>> os.path.basename(js.checkpoint.latest_checkpoint(directory))
       'model-7'
 
     Source: ``tf.train.latest_checkpoint``.
@@ -149,7 +149,7 @@ def update_checkpoint_state(
     Example:
       >>> import tempfile, jslices as js
       >>> directory = tempfile.mkdtemp()
-      >>> js.update_checkpoint_state(directory, "m-2", ["m-1"])
+      >>> js.checkpoint.update_checkpoint_state(directory, "m-2", ["m-1"])
       >>> print(open(f"{directory}/checkpoint").read(), end="")
       model_checkpoint_path: "m-2"
       all_model_checkpoint_paths: "m-1"
