@@ -48,7 +48,7 @@ TOUCHED = {
     "names": by_name,
     "tuple": lambda ids: by_name(tuple(ids)),
     "array": lambda ids: by_name(jnp.array(ids)),
-    "with empty slots": lambda ids: by_name(np.array([*ids, V, -1, *ids])),
+    "with empty entries": lambda ids: by_name(np.array([*ids, V, -1, *ids])),
     "mask": lambda ids: by_name(np.isin(np.arange(V), ids)),
     "pattern": lambda ids: {"*table": ids},
     "tree": lambda ids: {

@@ -22,9 +22,9 @@ GOLDEN = golden("sparse_conditional_accumulator")
 
 # Deliberate differences, besides those of the blocking form (which merges as this does):
 # "no shape": the state has a static size, so the shape of a row must be known.
-# "errors": row numbers cannot raise under jit, so a bad one is an empty slot, as in all
+# "errors": row numbers cannot raise under jit, so a bad one is an empty entry, as in all
 # of jslices; and rows have exactly the declared shape.
-# "quirk negative_index": an empty slot is dropped and not returned.
+# "quirk negative_index": an empty entry is dropped and not returned.
 # "dtype float16": summed in float32 and rounded once; within one step of it.
 # Means of rows that TensorFlow returns twice, each divided by a count of its own.
 NOT_PLAYED = {
@@ -60,7 +60,7 @@ def play(accumulator, state, event, name):
     match event["op"]:
         case "apply_grad":
             shape = None if accumulator.shape[0] is None else accumulator.shape
-            # Filled up with empty slots to one size, so that little is compiled.
+            # Filled up with empty entries to one size, so that little is compiled.
             missing = 3 - len(event["indices"])
             indices = np.append(event["indices"], np.full(missing, -1))
             room = np.ones((missing, *event["values"].shape[1:]), event["values"].dtype)
@@ -112,7 +112,7 @@ class Model(RuleBasedStateMachine):
 
     @rule(rows=st.lists(st.integers(-2, ROWS + 2), max_size=IDS), ahead=st.integers(-1, 1))
     def apply(self, rows, ahead):
-        rows = rows + [ROWS] * (IDS - len(rows))  # filled up with empty slots
+        rows = rows + [ROWS] * (IDS - len(rows))  # filled up with empty entries
         values = np.arange(2.0 * IDS, dtype=np.float32).reshape(-1, 2) + self.count
         grad = js.IndexedSlices(values, np.array(rows), (ROWS, 2))
         before = self.state
