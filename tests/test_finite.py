@@ -48,7 +48,7 @@ def test_overflow_in_the_sum_only():
     assert not js.all_finite(js.IndexedSlices(largest, jnp.array([1, 1]), (V, 1)))
 
 
-def test_empty_slots_other_leaves_and_batches():
+def test_empty_entries_other_leaves_and_batches():
     bad = js.IndexedSlices(jnp.array([jnp.nan, jnp.inf]), jnp.array([-1, V]), (V,))
     assert js.all_finite(bad)
     assert js.all_finite([]) and js.all_finite([None, jnp.arange(3), 1.0])

@@ -58,7 +58,7 @@ def test_equal_the_dense_formulation(ids, limit):
 
 @settings(max_examples=15)
 @given(st.lists(st.integers(-2, V + 2), min_size=B * K, max_size=B * K))
-def test_empty_slots_do_not_count(ids):
+def test_empty_entries_do_not_count(ids):
     indices = np.array(ids, np.int32).reshape(B, K)
     values = np.random.default_rng(1).normal(size=(B, K, D)).astype(np.float32)
     values[(indices < 0) | (indices >= V)] = np.nan
