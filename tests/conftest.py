@@ -63,15 +63,3 @@ def _forget_what_was_compiled():
     yield
     jax.clear_caches()
     gc.collect()
-
-
-@pytest.fixture(scope="module")
-def rows_are_large():
-    """Backward waits for the loss and reads rows again, although programs are small."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("jslices._grad.api.LARGE", 0)
-        patch.setattr("jslices._grad.reread.LARGE", 0)
-        patch.setattr("jslices._grad.reread.is_large", lambda *shape: True)
-        patch.setattr("jslices._grad.by_slot.CHUNK_BYTES", 32)
-        patch.setattr("jslices._grad.call.Call.is_traced", True)
-        yield

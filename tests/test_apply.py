@@ -1,6 +1,6 @@
 """``tx.apply``: what it refuses, what it leaves alone, and what a chain makes of it.
 
-That it steps as ``update`` and ``apply_updates`` do is in test_step.py and test_by_slot.py.
+That it steps as ``update`` and ``apply_updates`` do is in test_step.py.
 """
 
 import jax

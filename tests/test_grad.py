@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import assert_close, golden
+from helpers import assert_close, dense, golden
 from jax import lax
 
 import jslices as js
@@ -288,6 +288,42 @@ def test_second_derivatives():
     np.testing.assert_allclose(sparse.to_dense(), wanted, rtol=1e-5)
     _, tangent = jax.jvp(js.grad(cube), (TABLE,), (TABLE,))
     np.testing.assert_allclose(tangent.values, 6 * TABLE[ids] ** 2, rtol=1e-5)
+
+
+def test_derivatives_of_a_value_and_its_gradient():
+    ids = jnp.array([0, 2, 2])
+    cubes = lambda t: (t[ids] ** 3).sum()  # noqa: E731
+
+    def norm(value_and_grad):
+        def of(table):
+            value, grad = value_and_grad(cubes)(table)
+            return value + (dense(grad) ** 2).sum()
+
+        return of
+
+    for transform in (jax.grad, jax.jacfwd, lambda f: jax.jit(jax.grad(f))):
+        wanted = transform(norm(jax.value_and_grad))(TABLE)
+        chex.assert_trees_all_close(
+            transform(norm(js.value_and_grad))(TABLE), wanted, rtol=1e-5
+        )
+
+
+def test_effects_happen_once(capfd):
+    def loss(table):
+        value = (table[jnp.array([1, 1])] ** 2).mean()
+        jax.debug.print("value {}", value)
+        return value
+
+    jax.block_until_ready(jax.jit(js.value_and_grad(loss))(TABLE))
+    jax.effects_barrier()
+    assert capfd.readouterr().out.count("value") == 1
+
+
+def test_a_gradient_without_its_value_does_not_compute_the_loss():
+    loss = lambda t, i: jnp.mean(t[i] ** 2)  # noqa: E731
+    values = jax.jit(lambda t, i: js.grad(loss)(t, i).values)
+    text = values.lower(TABLE, jnp.array([1, 1])).compile().as_text()
+    assert " reduce(" not in text
 
 
 def test_a_choice_per_array():

@@ -69,3 +69,53 @@ def test_other_allocators(monkeypatch):
     monkeypatch.setattr(platform, "libc_ver", lambda: ("", ""))
     with pytest.raises(RuntimeError, match=r"glibc's malloc, which this .* leave it out"):
         js.keep_memory()
+
+
+HINT = """
+import platform, sys, warnings
+import jslices as js
+from jslices._devices.memory import PerformanceHint, hint_large_step
+how = sys.argv[1]
+if how == "keep":
+    js.keep_memory()
+if how == "other":
+    platform.libc_ver = lambda: ("", "")
+def step(num_bytes):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        hint_large_step(num_bytes)
+    return [w for w in caught if issubclass(w.category, PerformanceHint)]
+small, first, second = step(15_999_999), step(16_000_000), step(10**8)
+print("hints", len(small), len(first), len(second))
+for w in first:
+    print(w.filename, w.lineno, w.message)
+"""
+
+
+def hints(how, **environment):
+    done = subprocess.run(
+        [sys.executable, "-c", HINT, how],
+        capture_output=True,
+        text=True,
+        check=True,
+        env={**os.environ, **environment},
+    )
+    return done.stdout
+
+
+@glibc
+def test_a_large_step_without_kept_memory_is_told_once():
+    said = hints("default")
+    assert "hints 0 1 0" in said
+    assert re.search(
+        r"<string> 13 .*gradient of 16 MB.*1\.5 times as long.*"
+        r"jslices\.keep_memory\(\) at the start.*GLIBC_TUNABLES=glibc\.malloc\.hugetlb=1",
+        said,
+    )
+
+
+@glibc
+@pytest.mark.parametrize("how", ["keep", "other", "large pages"])
+def test_nothing_is_said_where_kept_memory_would_not_help(how):
+    tunables = "glibc.malloc.hugetlb=1" if how == "large pages" else ""
+    assert "hints 0 0 0" in hints(how, GLIBC_TUNABLES=tunables)

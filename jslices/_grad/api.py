@@ -8,14 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jslices._after import after
 from jslices._grad.call import Call, chosen_arguments, is_number
 from jslices._grad.choose import SparseSpec
 from jslices._grad.linearize import linearize, plan_call
-from jslices._grad.reread import may_pay, rereadable
-
-#: From so many bytes of rows on, the memory of a second array of them counts.
-LARGE = 2**20
 
 
 def value_and_grad(
@@ -81,7 +76,7 @@ def value_and_grad(
     @functools.wraps(fun)
     def value_and_grad_fun(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
         call = Call(fun, chosen_arguments(argnums, args), args, kwargs, has_aux)
-        value, aux, grads = _run(call, argnums, holomorphic, allow_int, sparse, True)
+        value, aux, grads = _run(call, argnums, holomorphic, allow_int, sparse)
         return ((value, aux), grads) if has_aux else (value, grads)
 
     return value_and_grad_fun
@@ -112,7 +107,7 @@ def grad(
     @functools.wraps(fun)
     def grad_fun(*args: Any, **kwargs: Any) -> Any:
         call = Call(fun, chosen_arguments(argnums, args), args, kwargs, has_aux)
-        _, aux, grads = _run(call, argnums, holomorphic, allow_int, sparse, False)
+        _, aux, grads = _run(call, argnums, holomorphic, allow_int, sparse)
         return (grads, aux) if has_aux else grads
 
     return grad_fun
@@ -124,22 +119,13 @@ def _run(
     holomorphic: bool,
     allow_int: bool,
     sparse: SparseSpec,
-    keeps_value: bool,
 ) -> tuple[Any, Any, Any]:
     """``(value, aux, grads)`` of one call."""
     _check_inputs(call.primals, holomorphic, allow_int)
     single = is_number(argnums)
     planned = plan_call(call, single, sparse)
-
-    def run(*primals: Any) -> tuple[Any, Any, Any]:
-        linear = linearize(call.of(primals), planned)
-        seed = _seed(linear.result, holomorphic)
-        if keeps_value and planned.row_bytes >= LARGE:
-            seed = after(seed, linear.result)
-        return linear.result, linear.aux, linear.pullback(seed)
-
-    again = keeps_value and call.is_traced and may_pay(planned.row_bytes)
-    value, aux, grads = rereadable(run, call.primals) if again else run(*call.primals)
+    value, pullback, aux = linearize(call, planned)
+    grads = pullback(_seed(value, holomorphic))
     return value, planned.outputs.aux(aux), grads[0] if single else grads
 
 

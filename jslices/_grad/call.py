@@ -1,6 +1,5 @@
 """One call of the user's function, as a traced program of the differentiated arrays."""
 
-import copy
 import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -30,17 +29,6 @@ class Call:
         rest = ([x for i, x in enumerate(args) if i not in chosen], kwargs)
         self.rest, self.rest_tree = flatten(rest)
         self.described = [isinstance(x, jax.ShapeDtypeStruct) for x in self.rest]
-
-    def of(self, primals: Sequence[Any]) -> "Call":
-        """The same call of other arrays."""
-        call = copy.copy(self)
-        call.primals = list(primals)
-        return call
-
-    @property
-    def is_traced(self) -> bool:
-        """Whether it becomes part of a program that is compiled, or transformed."""
-        return any(isinstance(x, jax.core.Tracer) for x in (*self.primals, *self.rest))
 
     @property
     def names(self) -> list[str]:

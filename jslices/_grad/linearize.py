@@ -1,7 +1,6 @@
 """Running a call with slots in its lookups, and its gradient from the slots' cotangents."""
 
 import functools
-import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -15,7 +14,7 @@ from jslices._grad.evaluate import evaluate
 from jslices._grad.views import Table, whole
 from jslices._grad.walk import DenseUse, Plan, Site, map_sites, outlets, sites, walk
 from jslices._jax import flatten
-from jslices._lookup.mark import without_dense_warning
+from jslices._lookup.rows import without_dense_warning
 from jslices._slices import IndexedSlices
 
 
@@ -43,13 +42,6 @@ class Planned(NamedTuple):
         if leaf in self.dense or not may_be_sparse(self.leaves[leaf]):
             return "dense"
         return "sparse" if self.looked_up.get(leaf) else "unused"
-
-    @property
-    def row_bytes(self) -> int:
-        """Of all rows that the call looks up in sparse leaves."""
-        return sum(
-            math.prod(_slot_shape(site)) * site.dtype.itemsize for site in sites(self.plan)
-        )
 
 
 def may_be_sparse(leaf: Leaf) -> bool:

@@ -35,9 +35,9 @@ by step. What Optax's combinators return has no ``catch_up``: use those of ``jsl
 state. A table that is sharded over devices is flushed by ``jax.shard_map(tx.flush, ...)``.
 """
 
-from jslices.optim._engine.apply import apply_updates as apply_updates
 from jslices.optim._engine.arithmetic import Schedule as Schedule
 from jslices.optim._engine.protocol import GradientTransformation as GradientTransformation
+from jslices.optim._engine.protocol import apply_updates as apply_updates
 from jslices.optim.adadelta import AdadeltaState as AdadeltaState
 from jslices.optim.adadelta import adadelta as adadelta
 from jslices.optim.adafactor import AdafactorState as AdafactorState

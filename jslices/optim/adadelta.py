@@ -1,6 +1,5 @@
 """Adadelta: steps in the units of the parameters."""
 
-import dataclasses
 from typing import Any, NamedTuple
 
 import jax
@@ -9,17 +8,17 @@ import jax.numpy as jnp
 from jslices.optim._engine.arithmetic import (
     Scalar,
     Schedule,
+    Step,
     check_learning_rate,
+    decayed,
+    decays,
     scaled,
-    step_size,
+    with_decay,
 )
-from jslices.optim._engine.decay import decays, with_decay
-from jslices.optim._engine.in_place import Kernel
-from jslices.optim._engine.moments import decayed
 from jslices.optim._engine.protocol import GradientTransformation
-from jslices.optim._engine.rule import Rule, check_fading, check_untouched, zeros
+from jslices.optim._engine.rule import Kernel, Rule, check_fading, is_exact, zeros
 from jslices.optim._engine.transformation import transformation
-from jslices.optim._exact.drift import Drift, Missed, fading
+from jslices.optim._exact.missed import Missed, MissedSteps, fading
 
 
 class AdadeltaState(NamedTuple):
@@ -86,7 +85,7 @@ def adadelta(
     rate of 0.001.
     """
     check_learning_rate("adadelta", learning_rate)
-    exact = check_untouched("adadelta", untouched)
+    exact = is_exact("adadelta", untouched)
     if exact and decays(weight_decay):
         raise ValueError(
             'adadelta(untouched="exact") takes no weight_decay: it is part of the gradient '
@@ -94,31 +93,32 @@ def adadelta(
             'untouched="lazy", or adamw for a decay of all rows'
         )
 
+    missed = None
+    if exact:
+        check_fading("adadelta", rho=rho)
+        fade: Any = rho
+
+        def advance(missed: Missed, p: jax.Array, *means: jax.Array) -> tuple[Any, ...]:
+            return p, *(fading(fade, missed) * mean for mean in means)
+
+        missed = MissedSteps(advance, learning_rate)
+
     def rule(rate: Scalar | Schedule) -> Rule:
-        def step(count: jax.Array) -> Kernel:
-            size = step_size(learning_rate, count)
+        def update(step: Step) -> Kernel:
+            size = step.size(learning_rate)
 
             def kernel(g: jax.Array, *rows: jax.Array) -> tuple[jax.Array, ...]:
                 *p, e_g, e_x = rows
-                g = with_decay(g, p[0], rate, count) if p else g
+                g = with_decay(g, p[0], rate, step.count) if p else g
                 e_g = decayed(e_g, g**2, rho)
                 x = (jnp.sqrt(e_x + eps) / jnp.sqrt(e_g + eps)) * g
                 return scaled(size, x), e_g, decayed(e_x, x**2, rho)
 
             return kernel
 
-        slots = {"e_g": zeros(), "e_x": zeros()}
-        return Rule(slots, step, reads_params=decays(weight_decay), quarters=True, held=3)
+        state = {"e_g": zeros(), "e_x": zeros()}
+        return Rule(state, update, reads_params=decays(weight_decay), missed=missed)
 
-    plain = rule(weight_decay)
-    if not exact:
-        return transformation(AdadeltaState, plain, other=rule(0.0), mask=weight_decay_mask)
-    check_fading("adadelta", rho=rho)
-    fade: Any = rho
-
-    def coast(missed: Missed, p: jax.Array, *means: jax.Array) -> tuple[jax.Array, ...]:
-        return p, *(fading(fade, missed) * mean for mean in means)
-
-    drift = Drift(learning_rate)
-    rule_exact = dataclasses.replace(plain, drift=drift, coast=coast)
-    return transformation(AdadeltaState, rule_exact)
+    return transformation(
+        AdadeltaState, rule(weight_decay), other=rule(0.0), mask=weight_decay_mask
+    )

@@ -1,6 +1,7 @@
 """Adafactor: a second moment in two factors, one number for each row and each column."""
 
-import functools
+from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -8,28 +9,22 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from jslices._jax import flatten
 from jslices._rows.bounds import set_rows
-from jslices._slices import IndexedSlices, is_slices
-from jslices.optim._engine.apply import check_fits
 from jslices.optim._engine.arithmetic import (
     Scalar,
     Schedule,
+    Step,
     check_learning_rate,
-    next_count,
+    decayed,
     per_row,
     row_mean,
     value_at,
-    zero_count,
+    with_decay,
 )
-from jslices.optim._engine.decay import with_decay
-from jslices.optim._engine.dense_sums import warn_in_multi_steps
-from jslices.optim._engine.in_place import step_rows
-from jslices.optim._engine.leaf import known_rows
-from jslices.optim._engine.moments import decayed
+from jslices.optim._engine.execute import read_rows, step_slices
 from jslices.optim._engine.protocol import GradientTransformation
-from jslices.optim._engine.rule import check_lazy
-from jslices.optim._engine.transformation import spread
+from jslices.optim._engine.rule import Kernel, Rule, check_lazy, zeros
+from jslices.optim._engine.transformation import checked_rows, transformation
 
 
 class AdafactorState(NamedTuple):
@@ -115,128 +110,117 @@ def adafactor(
     if learning_rate is not None:
         check_learning_rate("adafactor", learning_rate)
     check_lazy("adafactor", untouched, "as what a row misses depends on all the others")
+    axes_of = partial(factored_axes, factored, min_dim_size_to_factor)
+    names = ("v_row", "v_col", "v")
+    starts: dict[str, Any] = {name: partial(_moment, name, axes_of) for name in names}
+    if momentum is not None:
+        starts["momentum"] = zeros(dtype_momentum)
 
-    def init(params: Any) -> AdafactorState:
-        warn_in_multi_steps()
-        parts = [_start(p, factored, min_dim_size_to_factor) for p in flatten(params)[0]]
-        tree = flatten(params)[1]
-        v_row, v_col, v = (tree.unflatten([part[i] for part in parts]) for i in range(3))
-        mean = None
-        if momentum is not None:
-            mean = jax.tree.map(lambda p: jnp.zeros_like(p, dtype=dtype_momentum), params)
-        return AdafactorState(zero_count(), v_row, v_col, v, mean)
+    def forgetting(step: Step) -> jax.Array:
+        number = jnp.array(step.count - decay_offset + 1, jnp.float32)
+        return 1.0 - number**-decay_rate
 
-    def update(
-        grads: Any, state: AdafactorState, params: Any = None
-    ) -> tuple[Any, AdafactorState]:
-        if params is None:
-            raise ValueError(
-                "adafactor needs the parameters as well: tx.update(grads, state, params)"
-            )
-        leaves, tree = flatten(grads, is_leaf=lambda x: x is None or is_slices(x))
-        arrays = tree.flatten_up_to(params)
-        masked = spread(weight_decay_mask, params, len(leaves))
-        means = [None] * len(leaves)
-        if momentum is not None:
-            means = tree.flatten_up_to(state.momentum)
-        moments = [tree.flatten_up_to(x) for x in (state.v_row, state.v_col, state.v)]
-        results = []
-        for g, p, decays, mean, *v in zip(
-            leaves, arrays, masked, means, *moments, strict=True
-        ):
-            finish = functools.partial(_finish, state.count, decays)
-            step = _rows if is_slices(g) else _array
-            kept = (None, *v, mean)
-            results.append(kept if g is None else step(state.count, g, p, v, mean, finish))
-        new = [tree.unflatten([result[i] for result in results]) for i in range(5)]
-        mean = new[4] if momentum is not None else None
-        return new[0], AdafactorState(next_count(state.count), new[1], new[2], new[3], mean)
-
-    def _array(count: Any, g: Any, p: Any, v: Any, mean: Any, finish: Any) -> Any:
-        b, axes = _forget(count), factored_axes(p.shape, factored, min_dim_size_to_factor)
-        v_row, v_col, whole = v
-        squares = g**2 + eps
-        if axes is None:
-            whole = (b * whole + (1.0 - b) * squares).astype(whole.dtype)
-            u = g * whole**-0.5
-        else:
-            short, long = axes
-            rows, columns = jnp.mean(squares, axis=long), jnp.mean(squares, axis=short)
-            v_row = (b * v_row + (1.0 - b) * rows).astype(v_row.dtype)
-            v_col = (b * v_col + (1.0 - b) * columns).astype(v_col.dtype)
-            axis = short - 1 if short > long else short
-            row = (v_row / jnp.mean(v_row, axis=axis, keepdims=True)) ** -0.5
-            u = g * jnp.expand_dims(row, long) * jnp.expand_dims(v_col**-0.5, short)
-        u, mean = finish(u, p, mean, by_row=False)
-        return u, v_row, v_col, whole, mean
-
-    def _rows(count: Any, g: IndexedSlices, p: Any, v: Any, mean: Any, finish: Any) -> Any:
-        b, axes = _forget(count), factored_axes(p.shape, factored, min_dim_size_to_factor)
-        if axes is not None and p.ndim != 2:
-            raise ValueError(
-                f"adafactor got slices of a factored parameter of shape {p.shape}; it "
-                "factors tables [V, D]: reshape it, or pass factored=False"
-            )
-        moving = [] if mean is None else [mean]
-        tall = axes == (1, 0)
-        kept = v[2] if axes is None else v[1] if tall else v[0]
-        g = known_rows(g, (p, kept, *moving)).coalesce()
-        check_fits(g, p)
-        if axes is None:
-
-            def full(g: Any, p: Any, whole: Any, *mean: Any) -> tuple[Any, ...]:
-                whole = b * whole + (1.0 - b) * (g**2 + eps)
-                u, new = finish(g * whole**-0.5, p, *(mean or (None,)), by_row=True)
-                return (u, whole, *([] if new is None else [new]))
-
-            u, whole, *new = step_rows(
-                full, g.indices, g.values, [v[2], *moving], [p], quarters=bool(moving)
-            )
-            return _slices(u, g), v[0], v[1], whole, new[0] if new else None
-        rows, columns = (v[1], v[0]) if tall else (v[0], v[1])
-        total = jnp.sum(g.values**2, axis=0, dtype=columns.dtype)
-        mean_squares = total / p.shape[0] + eps
-        columns = (b * columns + (1.0 - b) * mean_squares).astype(columns.dtype)
-        near = rows.at[jnp.minimum(g.indices, p.shape[0] - 1)].get(mode="clip")
-        new_rows = b * near + (1.0 - b) * row_mean(g.values**2 + eps)
-        rows = set_rows(rows, g.indices, new_rows.astype(rows.dtype))
-        # The mean of whichever factor has fewer numbers than the other.
-        mean_square = jnp.mean(columns if tall else rows)
-
-        def kernel(g: Any, p: Any, row: Any, *mean: Any) -> tuple[Any, ...]:
-            u = g * (columns[None] * (per_row(row, g) / mean_square)) ** -0.5
-            u, new = finish(u, p, *(mean or (None,)), by_row=True)
-            return (u, *([] if new is None else [new]))
-
-        u, *new = step_rows(kernel, g.indices, g.values, moving, [p, rows])
-        v = (columns, rows) if tall else (rows, columns)
-        return _slices(u, g), *v, moments_of_nothing(p), new[0] if new else None
-
-    def _forget(count: jax.Array) -> jax.Array:
-        return 1.0 - jnp.array(count - decay_offset + 1, jnp.float32) ** -decay_rate
-
-    def _finish(
-        count: Any, decays: bool, u: Any, p: Any, mean: Any, *, by_row: bool
-    ) -> tuple[jax.Array, Any]:
+    def finish(
+        step: Step, decays: bool, u: Any, p: Any, mean: Any, *, by_row: bool
+    ) -> tuple[jax.Array, ...]:
+        """The update of the direction ``u``, and the new momentum if there is one."""
         if clipping_threshold is not None:
             u = u / jnp.maximum(1.0, _size(u, by_row) / clipping_threshold)
         if learning_rate is not None:
-            rate = value_at(learning_rate, count)
+            rate = value_at(learning_rate, step.count)
             u = u * jnp.asarray(rate, u.dtype) if callable(learning_rate) else rate * u
         if multiply_by_parameter_scale:
             u = u * jnp.maximum(_size(p, by_row), 1e-3)
         if momentum is not None:
-            u = decayed(mean, u, momentum)
-            mean = u.astype(dtype_momentum)
+            u = decayed(mean[0], u, momentum)
+            mean = [u.astype(dtype_momentum)]
         if weight_decay_rate is not None and decays:
-            u = with_decay(u, p, weight_decay_rate, count)
-        return -1 * u, mean
+            u = with_decay(u, p, weight_decay_rate, step.count)
+        return (-1 * u, *mean)
 
-    return GradientTransformation(init, update)
+    def update(decays: bool, step: Step) -> Kernel:
+        b = forgetting(step)
+
+        def kernel(g: Any, p: Any, v_row: Any, v_col: Any, v: Any, *mean: Any) -> Any:
+            axes = axes_of(p.shape)
+            squares = g**2 + eps
+            if axes is None:
+                v = (b * v + (1.0 - b) * squares).astype(v.dtype)
+                u = g * v**-0.5
+            else:
+                short, long = axes
+                rows, columns = jnp.mean(squares, axis=long), jnp.mean(squares, axis=short)
+                v_row = (b * v_row + (1.0 - b) * rows).astype(v_row.dtype)
+                v_col = (b * v_col + (1.0 - b) * columns).astype(v_col.dtype)
+                axis = short - 1 if short > long else short
+                row = (v_row / jnp.mean(v_row, axis=axis, keepdims=True)) ** -0.5
+                u = g * jnp.expand_dims(row, long) * jnp.expand_dims(v_col**-0.5, short)
+            u, *new = finish(step, decays, u, p, mean, by_row=False)
+            return u, v_row, v_col, v, *new
+
+        return kernel
+
+    def update_slices(decays: bool, step: Step) -> Kernel:
+        b = forgetting(step)
+
+        def from_slices(g: Any, p: Any, v_row: Any, v_col: Any, v: Any, *mean: Any) -> Any:
+            axes = axes_of(p.shape)
+            if axes is None:
+                u, v, *mean = whole(g, p, v, *mean)
+                return u, v_row, v_col, v, *mean
+            if p.ndim != 2:
+                raise ValueError(
+                    f"adafactor got slices of a factored parameter of shape {p.shape}; it "
+                    "factors tables [V, D]: reshape it, or pass factored=False"
+                )
+            if axes == (1, 0):  # a tall table: v_col has a number for each row
+                u, v_col, v_row, *mean = in_factors(g, p, v_col, v_row, *mean)
+            else:
+                u, v_row, v_col, *mean = in_factors(g, p, v_row, v_col, *mean)
+            return u, v_row, v_col, v, *mean
+
+        def whole(g: Any, p: Any, v: Any, *mean: Any) -> Any:
+            def kernel(g: Any, p: Any, v: Any, *mean: Any) -> tuple[Any, ...]:
+                v = b * v + (1.0 - b) * (g**2 + eps)
+                u, *new = finish(step, decays, g * v**-0.5, p, mean, by_row=True)
+                return u, v, *new
+
+            return step_slices(kernel, checked_rows(g, (p, v, *mean)), [p], [v, *mean])
+
+        def in_factors(g: Any, p: Any, rows: Any, columns: Any, *mean: Any) -> Any:
+            g = checked_rows(g, (p, rows, *mean)).coalesce()
+            total = jnp.sum(g.values**2, axis=0, dtype=columns.dtype)
+            mean_squares = total / p.shape[0] + eps
+            columns = (b * columns + (1.0 - b) * mean_squares).astype(columns.dtype)
+            seen = b * read_rows(rows, g.indices) + (1.0 - b) * row_mean(g.values**2 + eps)
+            rows = set_rows(rows, g.indices, seen.astype(rows.dtype))
+            # The mean of whichever factor has fewer numbers than the other.
+            mean_square = jnp.mean(columns if axes_of(p.shape) == (1, 0) else rows)
+
+            def kernel(g: Any, p: Any, row: Any, *mean: Any) -> tuple[Any, ...]:
+                u = g * (columns[None] * (per_row(row, g) / mean_square)) ** -0.5
+                return finish(step, decays, u, p, mean, by_row=True)
+
+            u, *new = step_slices(kernel, g, [p, rows], mean, unique=True)
+            return u, rows, columns, *new
+
+        return from_slices
+
+    def rule(decays: bool) -> Rule:
+        return Rule(
+            starts,
+            partial(update, decays),
+            update_slices=partial(update_slices, decays),
+            reads_params=True,
+        )
+
+    return transformation(
+        AdafactorState, rule(True), other=rule(False), mask=weight_decay_mask
+    )
 
 
 def factored_axes(
-    shape: tuple[int, ...], factored: bool, shortest: int
+    factored: bool, shortest: int, shape: tuple[int, ...]
 ) -> tuple[int, int] | None:
     """The second longest axis and the longest, if the second moment is factored."""
     order = np.argsort(shape)
@@ -245,24 +229,20 @@ def factored_axes(
     return int(order[-2]), int(order[-1])
 
 
-def moments_of_nothing(p: Any) -> jax.Array:
-    """Stands for a moment that a parameter does not have."""
-    return jnp.zeros((1,), p.dtype)
+def _moment(name: str, axes_of: Callable[..., Any], p: Any) -> jax.Array:
+    """What ``v_row``, ``v_col`` or ``v`` of a parameter starts as.
 
-
-def _start(p: Any, factored: bool, shortest: int) -> tuple[jax.Array, ...]:
+    An array of one number stands for a moment that the parameter does not have.
+    """
     p = jnp.asarray(p)
-    axes = factored_axes(p.shape, factored, shortest)
+    axes = axes_of(p.shape)
+    if (axes is None) != (name == "v"):
+        return jnp.zeros((1,), p.dtype)
     if axes is None:
-        return moments_of_nothing(p), moments_of_nothing(p), jnp.zeros_like(p)
-    row, col = (jnp.zeros(np.delete(p.shape, axis), p.dtype) for axis in axes[::-1])
-    return row, col, moments_of_nothing(p)
+        return jnp.zeros_like(p)
+    return jnp.zeros(np.delete(p.shape, axes[name == "v_row"]), p.dtype)
 
 
 def _size(x: jax.Array, by_row: bool) -> jax.Array:
     """The root mean square, of all or of each row."""
     return jnp.sqrt(per_row(row_mean(x**2), x) if by_row else jnp.mean(x**2))
-
-
-def _slices(update: jax.Array, grad: IndexedSlices) -> IndexedSlices:
-    return IndexedSlices(update, grad.indices, grad.dense_shape)

@@ -9,13 +9,12 @@ from jax import lax
 from jslices.optim._engine.arithmetic import (
     Scalar,
     Schedule,
+    Step,
     check_learning_rate,
     scaled,
-    step_size,
 )
-from jslices.optim._engine.in_place import Kernel
 from jslices.optim._engine.protocol import GradientTransformation
-from jslices.optim._engine.rule import Rule, check_untouched, full
+from jslices.optim._engine.rule import Kernel, Rule, full, is_exact
 from jslices.optim._engine.transformation import transformation
 
 
@@ -63,10 +62,10 @@ def adagrad(
     1e-10 outside the root.
     """
     check_learning_rate("adagrad", learning_rate)
-    check_untouched("adagrad", untouched)
+    is_exact("adagrad", untouched)
 
-    def step(count: jax.Array) -> Kernel:
-        size = step_size(learning_rate, count)
+    def update(step: Step) -> Kernel:
+        size = step.size(learning_rate)
 
         def kernel(g: jax.Array, total: jax.Array) -> tuple[jax.Array, ...]:
             total = g**2 + total
@@ -75,5 +74,5 @@ def adagrad(
 
         return kernel
 
-    rule = Rule({"sum_of_squares": full(initial_accumulator_value)}, step, still=True)
-    return transformation(AdagradState, rule)
+    state = {"sum_of_squares": full(initial_accumulator_value)}
+    return transformation(AdagradState, Rule(state, update))

@@ -1,7 +1,5 @@
 """Adam, lazy or exact on the rows that got no gradient."""
 
-import dataclasses
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -11,24 +9,15 @@ from jax.typing import DTypeLike
 from jslices.optim._engine.arithmetic import (
     Scalar,
     Schedule,
+    Step,
     check_learning_rate,
-    next_count,
-    scaled,
-    step_size,
-)
-from jslices.optim._engine.in_place import Kernel
-from jslices.optim._engine.moments import (
     decayed,
-    divided,
-    step_moments,
-    two_steps,
-    weight_seen,
+    scaled,
 )
-from jslices.optim._engine.one_step import once_a_step
 from jslices.optim._engine.protocol import GradientTransformation
-from jslices.optim._engine.rule import Rule, check_fading, check_untouched, zeros
+from jslices.optim._engine.rule import Kernel, Rule, check_fading, is_exact, zeros
 from jslices.optim._engine.transformation import transformation
-from jslices.optim._exact.drift import Drift, Missed, fading
+from jslices.optim._exact.missed import Missed, MissedSteps, fading, step_moments, two_steps
 
 
 class AdamState(NamedTuple):
@@ -96,79 +85,63 @@ def adam(
     missed steps is closed but for ``eps``, and taken by Gauss' quadrature with two nodes.
     """
     check_learning_rate("adam", learning_rate)
-    exact = check_untouched("adam", untouched)
-    direction = adam_direction(b1, b2, eps, eps_root, nesterov)
+    exact = is_exact("adam", untouched)
 
-    def step(count: jax.Array) -> Kernel:
-        size, toward = step_size(learning_rate, count), direction(count)
+    def update(step: Step) -> Kernel:
+        size = step.size(learning_rate)
+        direction = adam_direction(step, b1, b2, eps, eps_root, nesterov)
 
         def kernel(g: jax.Array, mu: jax.Array, nu: jax.Array) -> tuple[jax.Array, ...]:
-            ahead, mu, nu = toward(g, mu, nu)
-            return scaled(size, ahead), mu, nu
+            u, mu, nu = direction(g, mu, nu)
+            return scaled(size, u), mu, nu
 
         return kernel
 
-    rule = Rule({"mu": zeros(mu_dtype), "nu": zeros()}, step, quarters=nesterov)
+    missed = None
     if exact:
-        drift = adam_drift("adam", learning_rate, b1, b2, nesterov)
-        coast = adam_coast(b1, b2, eps, eps_root)
-        rule = dataclasses.replace(rule, drift=drift, coast=coast)
+        missed = adam_missed("adam", learning_rate, b1, b2, eps, eps_root, nesterov)
+    rule = Rule({"mu": zeros(mu_dtype), "nu": zeros()}, update, missed=missed)
     return transformation(AdamState, rule)
 
 
 def adam_direction(
-    b1: Scalar, b2: Scalar, eps: Scalar, eps_root: Scalar, nesterov: bool
-) -> Callable[[jax.Array], Kernel]:
-    """From the steps taken before to ``(g, mu, nu) -> (direction, mu, nu)``."""
+    step: Step, b1: Scalar, b2: Scalar, eps: Scalar, eps_root: Scalar, nesterov: bool
+) -> Kernel:
+    """``(g, mu, nu) -> (direction, mu, nu)`` of one step."""
+    correct_mu, correct_nu = step.correction(b1), step.correction(b2)
+    correct_next = step.correction(b1, ahead=True) if nesterov else None
 
-    @once_a_step
-    def at(count: jax.Array) -> Kernel:
-        # Scalars, computed once for all leaves.
-        step = next_count(count)
-        whole_mu, whole_nu = weight_seen(b1, step), weight_seen(b2, step)
-        further_mu = weight_seen(b1, next_count(step)) if nesterov else None
+    def direction(g: jax.Array, mu: jax.Array, nu: jax.Array) -> tuple[jax.Array, ...]:
+        new_mu, new_nu = decayed(mu, g, b1), decayed(nu, g**2, b2)
+        mu_hat, nu_hat = correct_mu(new_mu), correct_nu(new_nu)
+        if correct_next is not None:
+            mu_hat = b1 * correct_next(new_mu) + (1 - b1) * correct_mu(g)
+        u = mu_hat / (jnp.sqrt(nu_hat + eps_root) + eps)
+        return u, new_mu.astype(mu.dtype), new_nu.astype(nu.dtype)
 
-        def toward(g: jax.Array, mu: jax.Array, nu: jax.Array) -> tuple[jax.Array, ...]:
-            new_mu, new_nu = decayed(mu, g, b1), decayed(nu, g**2, b2)
-            ahead = divided(new_mu, whole_mu)
-            if nesterov:
-                further = divided(new_mu, further_mu)
-                ahead = b1 * further + (1 - b1) * divided(g, whole_mu)
-            root = jnp.sqrt(divided(new_nu, whole_nu) + eps_root)
-            return ahead / (root + eps), new_mu.astype(mu.dtype), new_nu.astype(nu.dtype)
-
-        return toward
-
-    return at
+    return direction
 
 
-def adam_drift(
+def adam_missed(
     name: str,
     learning_rate: Scalar | Schedule,
     b1: Scalar,
     b2: Scalar,
+    eps: Scalar,
+    eps_root: Scalar,
     nesterov: bool = False,
     weight_decay: Scalar | Schedule = 0.0,
-) -> Drift:
-    """What Adam needs to know of missed steps."""
+) -> MissedSteps:
+    """What missed steps of Adam do to a row."""
     check_fading(name, b1=b1, b2=b2)
-    if not float(b1) ** 2 < float(b2):
+    first, second = float(b1), float(b2)
+    if not first**2 < second:
         raise ValueError(
             f'{name}(untouched="exact") needs b1**2 < b2, got b1={b1}, b2={b2}; otherwise '
             "the step of a row without gradients grows from step to step"
         )
-    series = step_moments(float(b1), float(b2), nesterov)
-    return Drift(learning_rate, series, weight_decay)
 
-
-def adam_coast(
-    b1: Scalar, b2: Scalar, eps: Scalar, eps_root: Scalar
-) -> Callable[..., tuple[jax.Array, ...]]:
-    """What missed steps do to rows of Adam."""
-    first: Any = b1
-    second: Any = b2
-
-    def coast(missed: Missed, p: Any, mu: Any, nu: Any) -> tuple[jax.Array, ...]:
+    def advance(missed: Missed, p: Any, mu: Any, nu: Any) -> tuple[jax.Array, ...]:
         root, moved = jnp.sqrt(nu), missed.decay * p
         for size, shrunk in two_steps(missed.sums):
             if isinstance(eps_root, int | float) and eps_root == 0:
@@ -178,4 +151,5 @@ def adam_coast(
             moved = moved - size * shrunk * mu / bottom
         return moved, fading(first, missed) * mu, fading(second, missed) * nu
 
-    return coast
+    series = step_moments(first, second, nesterov)
+    return MissedSteps(advance, learning_rate, series, weight_decay)

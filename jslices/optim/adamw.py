@@ -1,6 +1,5 @@
 """Adam with decoupled weight decay."""
 
-import dataclasses
 from typing import Any
 
 import jax
@@ -9,17 +8,18 @@ from jax.typing import DTypeLike
 from jslices.optim._engine.arithmetic import (
     Scalar,
     Schedule,
+    Step,
+    check_decay,
     check_learning_rate,
+    decays_missed_steps,
     scaled,
-    step_size,
+    with_decay,
 )
-from jslices.optim._engine.decay import check_decay, decaying_all, with_decay
-from jslices.optim._engine.in_place import Kernel
 from jslices.optim._engine.protocol import GradientTransformation
-from jslices.optim._engine.rule import Rule, check_untouched, zeros
+from jslices.optim._engine.rule import Kernel, Rule, is_exact, zeros
 from jslices.optim._engine.transformation import transformation
-from jslices.optim._exact.drift import Drift, Missed
-from jslices.optim.adam import AdamState, adam_coast, adam_direction, adam_drift
+from jslices.optim._exact.missed import Missed, MissedSteps
+from jslices.optim.adam import AdamState, adam_direction, adam_missed
 
 
 def adamw(
@@ -81,36 +81,34 @@ def adamw(
     PyTorch's decays by 1e-2 and refuses sparse gradients, Keras' by 4e-3.
     """
     check_learning_rate("adamw", learning_rate)
-    exact = check_untouched("adamw", untouched)
-    everywhere = decaying_all("adamw", weight_decay_mode, exact)
-    direction = adam_direction(b1, b2, eps, eps_root, nesterov)
+    exact = is_exact("adamw", untouched)
+    everywhere = decays_missed_steps("adamw", weight_decay_mode, exact)
 
     def rule(rate: Scalar | Schedule) -> Rule:
-        def step(count: jax.Array) -> Kernel:
-            size, toward = step_size(learning_rate, count), direction(count)
+        def update(step: Step) -> Kernel:
+            size = step.size(learning_rate)
+            direction = adam_direction(step, b1, b2, eps, eps_root, nesterov)
 
             def kernel(g: jax.Array, p: jax.Array, *moments: jax.Array) -> Any:
-                ahead, mu, nu = toward(g, *moments)
-                return scaled(size, with_decay(ahead, p, rate, count)), mu, nu
+                u, mu, nu = direction(g, *moments)
+                return scaled(size, with_decay(u, p, rate, step.count)), mu, nu
 
             return kernel
 
-        slots = {"mu": zeros(mu_dtype), "nu": zeros()}
-        missed_rate = rate if everywhere else 0.0
+        missed, missed_rate = None, rate if everywhere else 0.0
         check_decay("adamw", learning_rate, missed_rate)
-        plain = Rule(slots, step, reads_params=True, quarters=nesterov)
         if exact:
-            drift = adam_drift("adamw", learning_rate, b1, b2, nesterov, missed_rate)
-            coast = adam_coast(b1, b2, eps, eps_root)
-            return dataclasses.replace(plain, drift=drift, coast=coast)
-        if everywhere:
-            drift = Drift(learning_rate, (), missed_rate)
-            return dataclasses.replace(plain, drift=drift, coast=only_decay)
-        return plain
+            missed = adam_missed(
+                "adamw", learning_rate, b1, b2, eps, eps_root, nesterov, missed_rate
+            )
+        elif everywhere:
+            missed = MissedSteps(only_decay, learning_rate, (), missed_rate)
+        state = {"mu": zeros(mu_dtype), "nu": zeros()}
+        return Rule(state, update, reads_params=True, missed=missed)
 
     return transformation(AdamState, rule(weight_decay), other=rule(0.0), mask=mask)
 
 
-def only_decay(missed: Missed, p: jax.Array, *slots: jax.Array) -> tuple[jax.Array, ...]:
+def only_decay(missed: Missed, p: jax.Array, *state: jax.Array) -> tuple[jax.Array, ...]:
     """Missed steps of an optimizer that is lazy but for its weight decay."""
-    return (missed.decay * p, *slots)
+    return (missed.decay * p, *state)

@@ -1,6 +1,5 @@
 """AMSGrad: Adam whose step sizes never grow back."""
 
-import dataclasses
 from typing import Any, NamedTuple
 
 import jax
@@ -10,17 +9,15 @@ from jax.typing import DTypeLike
 from jslices.optim._engine.arithmetic import (
     Scalar,
     Schedule,
+    Step,
     check_learning_rate,
-    next_count,
+    decayed,
     scaled,
-    step_size,
 )
-from jslices.optim._engine.in_place import Kernel
-from jslices.optim._engine.moments import decayed, divided, momentum_series, weight_seen
 from jslices.optim._engine.protocol import GradientTransformation
-from jslices.optim._engine.rule import Rule, check_fading, check_untouched, zeros
+from jslices.optim._engine.rule import Kernel, Rule, check_fading, is_exact, zeros
 from jslices.optim._engine.transformation import transformation
-from jslices.optim._exact.drift import Drift, Missed, fading
+from jslices.optim._exact.missed import Missed, MissedSteps, fading, momentum_series
 
 
 class AmsgradState(NamedTuple):
@@ -87,38 +84,38 @@ def amsgrad(
     its ``SparseAdam`` has no AMSGrad; nor has TensorFlow's ``LazyAdam``.
     """
     check_learning_rate("amsgrad", learning_rate)
-    exact = check_untouched("amsgrad", untouched)
+    exact = is_exact("amsgrad", untouched)
 
-    def step(count: jax.Array) -> Kernel:
-        size, now = step_size(learning_rate, count), next_count(count)
-        whole_mu, whole_nu = weight_seen(b1, now), weight_seen(b2, now)
+    def update(step: Step) -> Kernel:
+        size = step.size(learning_rate)
+        correct_mu, correct_nu = step.correction(b1), step.correction(b2)
 
         def kernel(
             g: jax.Array, mu: jax.Array, nu: jax.Array, nu_max: jax.Array
         ) -> tuple[jax.Array, ...]:
             new_mu, new_nu = decayed(mu, g, b1), decayed(nu, g**2, b2)
-            ahead = divided(new_mu, whole_mu) if bias_correction_mu else new_mu
-            seen = divided(new_nu, whole_nu) if bias_correction_nu else new_nu
-            largest = jnp.maximum(nu_max, seen)
-            ahead = ahead / (jnp.sqrt(largest + eps_root) + eps)
-            return scaled(size, ahead), new_mu.astype(mu.dtype), new_nu, largest
+            mu_hat = correct_mu(new_mu) if bias_correction_mu else new_mu
+            nu_hat = correct_nu(new_nu) if bias_correction_nu else new_nu
+            nu_max = jnp.maximum(nu_max, nu_hat)
+            u = mu_hat / (jnp.sqrt(nu_max + eps_root) + eps)
+            return scaled(size, u), new_mu.astype(mu.dtype), new_nu, nu_max
 
         return kernel
 
-    slots = {"mu": zeros(mu_dtype), "nu": zeros(), "nu_max": zeros()}
-    rule = Rule(slots, step, quarters=True)
-    if not exact:
-        return transformation(AmsgradState, rule)
-    check_fading("amsgrad", b1=b1, b2=b2)
-    first: Any = b1
-    second: Any = b2
+    missed = None
+    if exact:
+        check_fading("amsgrad", b1=b1, b2=b2)
+        first: Any = b1
+        second: Any = b2
 
-    def coast(missed: Missed, p: Any, mu: Any, nu: Any, nu_max: Any) -> tuple[Any, ...]:
-        # Without gradients the corrected mean of squares only falls: its maximum stays.
-        p = p - missed.sums[0] * mu / (jnp.sqrt(nu_max + eps_root) + eps)
-        return p, fading(first, missed) * mu, fading(second, missed) * nu, nu_max
+        def advance(
+            missed: Missed, p: Any, mu: Any, nu: Any, nu_max: Any
+        ) -> tuple[Any, ...]:
+            # Without gradients the corrected mean of squares only falls: its maximum stays.
+            p = p - missed.sums[0] * mu / (jnp.sqrt(nu_max + eps_root) + eps)
+            return p, fading(first, missed) * mu, fading(second, missed) * nu, nu_max
 
-    series = momentum_series(first, corrected=bias_correction_mu)
-    drift = Drift(learning_rate, (series,))
-    rule = dataclasses.replace(rule, drift=drift, coast=coast)
-    return transformation(AmsgradState, rule)
+        series = momentum_series(first, corrected=bias_correction_mu)
+        missed = MissedSteps(advance, learning_rate, (series,))
+    state = {"mu": zeros(mu_dtype), "nu": zeros(), "nu_max": zeros()}
+    return transformation(AmsgradState, Rule(state, update, missed=missed))

@@ -5,10 +5,15 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jslices.optim._engine.arithmetic import Scalar, Schedule, check_learning_rate, value_at
-from jslices.optim._engine.in_place import Kernel
+from jslices.optim._engine.arithmetic import (
+    Scalar,
+    Schedule,
+    Step,
+    check_learning_rate,
+    value_at,
+)
 from jslices.optim._engine.protocol import GradientTransformation
-from jslices.optim._engine.rule import Rule, check_lazy, full, zeros
+from jslices.optim._engine.rule import Kernel, Rule, check_lazy, full, zeros
 from jslices.optim._engine.transformation import transformation
 
 
@@ -76,33 +81,15 @@ def ftrl(
     """
     check_learning_rate("ftrl", learning_rate)
     check_lazy("ftrl", untouched, "as a dense step computes rows anew from linear")
-    wrong = [
-        f"{name}={value}"
-        for name, value, good in (
-            ("learning_rate_power", learning_rate_power, learning_rate_power <= 0),
-            (
-                "initial_accumulator_value",
-                initial_accumulator_value,
-                initial_accumulator_value >= 0,
-            ),
-            (
-                "l1_regularization_strength",
-                l1_regularization_strength,
-                l1_regularization_strength >= 0,
-            ),
-            (
-                "l2_regularization_strength",
-                l2_regularization_strength,
-                l2_regularization_strength >= 0,
-            ),
-            (
-                "l2_shrinkage_regularization_strength",
-                l2_shrinkage_regularization_strength,
-                l2_shrinkage_regularization_strength >= 0,
-            ),
-        )
-        if not good
-    ]
+    not_negative = {
+        "initial_accumulator_value": initial_accumulator_value,
+        "l1_regularization_strength": l1_regularization_strength,
+        "l2_regularization_strength": l2_regularization_strength,
+        "l2_shrinkage_regularization_strength": l2_shrinkage_regularization_strength,
+    }
+    wrong = [f"{name}={value}" for name, value in not_negative.items() if not value >= 0]
+    if not learning_rate_power <= 0:
+        wrong.insert(0, f"learning_rate_power={learning_rate_power}")
     if wrong:
         raise ValueError(
             f"ftrl got {', '.join(wrong)}; learning_rate_power must be at most 0, the "
@@ -111,8 +98,8 @@ def ftrl(
     l1, l2 = l1_regularization_strength, l2_regularization_strength
     shrinkage, power = l2_shrinkage_regularization_strength, -learning_rate_power
 
-    def step(count: jax.Array) -> Kernel:
-        rate: Any = value_at(learning_rate, count)
+    def update(step: Step) -> Kernel:
+        rate: Any = value_at(learning_rate, step.count)
 
         def kernel(
             g: jax.Array, p: jax.Array, accum: jax.Array, linear: jax.Array
@@ -121,11 +108,10 @@ def ftrl(
             sigma = (new**power - accum**power) / rate
             linear = linear + g + 2 * shrinkage * p - sigma * p
             curvature = new**power / rate + 2 * l2
-            there = (jnp.clip(linear, -l1, l1) - linear) / curvature
-            return (there - p).astype(g.dtype), new, linear
+            new_p = (jnp.clip(linear, -l1, l1) - linear) / curvature
+            return (new_p - p).astype(g.dtype), new, linear
 
         return kernel
 
-    slots = {"accum": full(initial_accumulator_value), "linear": zeros()}
-    rule = Rule(slots, step, reads_params=True, quarters=True, held=3)
-    return transformation(FtrlState, rule)
+    state = {"accum": full(initial_accumulator_value), "linear": zeros()}
+    return transformation(FtrlState, Rule(state, update, reads_params=True))

@@ -1,5 +1,6 @@
 """LAMB: Adam with steps in proportion to the size of what they change."""
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -8,15 +9,14 @@ import jax.numpy as jnp
 from jslices.optim._engine.arithmetic import (
     Scalar,
     Schedule,
+    Step,
     check_learning_rate,
     per_row,
     scaled,
-    step_size,
+    with_decay,
 )
-from jslices.optim._engine.decay import decays, with_decay
-from jslices.optim._engine.in_place import Kernel
 from jslices.optim._engine.protocol import GradientTransformation
-from jslices.optim._engine.rule import Rule, check_lazy, zeros
+from jslices.optim._engine.rule import Kernel, Rule, check_lazy, zeros
 from jslices.optim._engine.transformation import transformation
 from jslices.optim.adam import adam_direction
 
@@ -85,26 +85,24 @@ def lamb(
     """
     check_learning_rate("lamb", learning_rate)
     check_lazy("lamb", untouched, "as what a row misses depends on its own path")
-    direction = adam_direction(b1, b2, eps, eps_root, False)
 
     def rule(rate: Scalar | Schedule) -> Rule:
-        def stepping(by_row: bool, count: jax.Array) -> Kernel:
-            size, toward = step_size(learning_rate, count), direction(count)
+        def update(step: Step, by_row: bool = False) -> Kernel:
+            size = step.size(learning_rate)
+            direction = adam_direction(step, b1, b2, eps, eps_root, False)
 
             def kernel(g: jax.Array, p: jax.Array, *moments: jax.Array) -> Any:
-                ahead, mu, nu = toward(g, *moments)
-                ahead = with_decay(ahead, p, rate, count)
-                return scaled(size, ahead * trust_ratio(p, ahead, by_row)), mu, nu
+                u, mu, nu = direction(g, *moments)
+                u = with_decay(u, p, rate, step.count)
+                return scaled(size, u * trust_ratio(p, u, by_row)), mu, nu
 
             return kernel
 
         return Rule(
             {"mu": zeros(), "nu": zeros()},
-            lambda count: stepping(False, count),
+            update,
+            update_rows=functools.partial(update, by_row=True),
             reads_params=True,
-            row_step=lambda count: stepping(True, count),
-            quarters=decays(rate),
-            held=1.2,  # the norms of the rows as well
         )
 
     return transformation(LambState, rule(weight_decay), other=rule(0.0), mask=mask)

@@ -9,17 +9,19 @@ from jax.typing import DTypeLike
 from jslices.optim._engine.arithmetic import (
     Scalar,
     Schedule,
+    Step,
+    check_decay,
     check_learning_rate,
+    decayed,
+    decays,
+    decays_missed_steps,
     scaled,
-    step_size,
+    with_decay,
 )
-from jslices.optim._engine.decay import check_decay, decaying_all, with_decay
-from jslices.optim._engine.in_place import Kernel
-from jslices.optim._engine.moments import decayed
 from jslices.optim._engine.protocol import GradientTransformation
-from jslices.optim._engine.rule import Rule, check_fading, check_untouched, zeros
+from jslices.optim._engine.rule import Kernel, Rule, check_fading, is_exact, zeros
 from jslices.optim._engine.transformation import transformation
-from jslices.optim._exact.drift import Drift, Missed, fading
+from jslices.optim._exact.missed import Missed, MissedSteps, fading
 
 
 class LionState(NamedTuple):
@@ -83,8 +85,8 @@ def lion(
     optimizer stops when the mean underflows, after some 8,000 steps without gradient.
     """
     check_learning_rate("lion", learning_rate)
-    exact = check_untouched("lion", untouched)
-    everywhere = decaying_all("lion", weight_decay_mode, exact)
+    exact = is_exact("lion", untouched)
+    everywhere = decays_missed_steps("lion", weight_decay_mode, exact)
     if (exact or everywhere) and callable(weight_decay):
         raise ValueError(
             'lion with rows that catch up (untouched="exact", or weight_decay_mode="all") '
@@ -99,31 +101,31 @@ def lion(
         )
 
     def rule(rate: Scalar | Schedule) -> Rule:
-        def step(count: jax.Array) -> Kernel:
-            size = step_size(learning_rate, count)
+        def update(step: Step) -> Kernel:
+            size = step.size(learning_rate)
 
             def kernel(g: jax.Array, p: jax.Array, mu: jax.Array) -> tuple[jax.Array, ...]:
                 direction = jnp.sign((1.0 - b1) * g + b1 * mu)
                 new_mu = decayed(mu, g, b2).astype(mu.dtype)
-                return scaled(size, with_decay(direction, p, rate, count)), new_mu
+                return scaled(size, with_decay(direction, p, rate, step.count)), new_mu
 
             return kernel
 
-        if not (exact or everywhere):
-            return Rule({"mu": zeros(mu_dtype)}, step, True)
+        missed = lion_missed(rate) if exact or everywhere else None
+        return Rule({"mu": zeros(mu_dtype)}, update, reads_params=True, missed=missed)
+
+    def lion_missed(rate: Any) -> MissedSteps:
         check_fading("lion", b1=b1, b2=b2)
         check_decay("lion", learning_rate, rate)
-        factor: Any = b2
-        shrink: Any = rate
-        drift = Drift(learning_rate, (), rate, run=True)
+        fade: Any = b2
 
-        def coast(missed: Missed, p: Any, mu: Any) -> tuple[jax.Array, ...]:
+        def advance(missed: Missed, p: Any, mu: Any) -> tuple[jax.Array, ...]:
             if not exact:
                 return missed.decay * p, mu
             # p + sign / rate shrinks by the same factor in every missed step.
-            far = -jnp.expm1(missed.run) / shrink if drift.decays else missed.run
-            return missed.decay * p - far * jnp.sign(b1 * mu), fading(factor, missed) * mu
+            far = -jnp.expm1(missed.run) / rate if decays(rate) else missed.run
+            return missed.decay * p - far * jnp.sign(b1 * mu), fading(fade, missed) * mu
 
-        return Rule({"mu": zeros(mu_dtype)}, step, True, drift, coast)
+        return MissedSteps(advance, learning_rate, (), rate, run=True)
 
     return transformation(LionState, rule(weight_decay), other=rule(0.0), mask=mask)

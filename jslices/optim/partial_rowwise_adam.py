@@ -1,5 +1,6 @@
 """Partial row-wise Adam: a mean for every element, one mean of squares for each row."""
 
+import dataclasses
 from typing import Any, NamedTuple
 
 import jax
@@ -9,20 +10,18 @@ from jax.typing import DTypeLike
 from jslices.optim._engine.arithmetic import (
     Scalar,
     Schedule,
+    Step,
     check_learning_rate,
-    next_count,
+    decayed,
     per_row,
     row_mean,
     scaled,
-    step_size,
 )
-from jslices.optim._engine.in_place import Kernel
-from jslices.optim._engine.moments import decayed, divided, weight_seen
 from jslices.optim._engine.protocol import GradientTransformation
-from jslices.optim._engine.rule import Rule, check_untouched, row_of, zeros
+from jslices.optim._engine.rule import Kernel, Rule, is_exact, row_of, zeros
 from jslices.optim._engine.transformation import transformation
-from jslices.optim._exact.drift import Missed
-from jslices.optim.adam import adam_coast, adam_drift
+from jslices.optim._exact.missed import Missed
+from jslices.optim.adam import adam_missed
 
 
 class PartialRowwiseAdamState(NamedTuple):
@@ -81,29 +80,28 @@ def partial_rowwise_adam(
     Source: ``PARTIAL_ROWWISE_ADAM`` of FBGEMM; Optax and TensorFlow have none.
     """
     check_learning_rate("partial_rowwise_adam", learning_rate)
-    exact = check_untouched("partial_rowwise_adam", untouched)
+    exact = is_exact("partial_rowwise_adam", untouched)
 
-    def step(count: jax.Array) -> Kernel:
-        size, now = step_size(learning_rate, count), next_count(count)
-        whole_mu, whole_nu = weight_seen(b1, now), weight_seen(b2, now)
+    def update(step: Step) -> Kernel:
+        size = step.size(learning_rate)
+        correct_mu, correct_nu = step.correction(b1), step.correction(b2)
 
         def kernel(g: jax.Array, mu: jax.Array, nu: jax.Array) -> tuple[jax.Array, ...]:
             new_mu, new_nu = decayed(mu, g, b1), decayed(nu, row_mean(g**2), b2)
-            root = per_row(jnp.sqrt(divided(new_nu, whole_nu)), g) + eps
-            ahead = divided(new_mu, whole_mu) / root
-            return scaled(size, ahead), new_mu.astype(mu.dtype), new_nu.astype(nu.dtype)
+            root = per_row(jnp.sqrt(correct_nu(new_nu)), g) + eps
+            u = correct_mu(new_mu) / root
+            return scaled(size, u), new_mu.astype(mu.dtype), new_nu.astype(nu.dtype)
 
         return kernel
 
-    slots = {"mu": zeros(mu_dtype), "nu": row_of(0)}
-    if not exact:
-        return transformation(PartialRowwiseAdamState, Rule(slots, step))
-    drift = adam_drift("partial_rowwise_adam", learning_rate, b1, b2)
-    full_coast = adam_coast(b1, b2, eps, 0.0)
+    missed = None
+    if exact:
+        adam = adam_missed("partial_rowwise_adam", learning_rate, b1, b2, eps, 0.0)
 
-    def coast(missed: Missed, p: Any, mu: Any, nu: Any) -> tuple[jax.Array, ...]:
-        p, mu, rows = full_coast(missed, p, mu, per_row(nu, p))
-        return p, mu, rows.reshape(nu.shape)
+        def advance(missed: Missed, p: Any, mu: Any, nu: Any) -> tuple[jax.Array, ...]:
+            p, mu, rows = adam.advance(missed, p, mu, per_row(nu, p))
+            return p, mu, rows.reshape(nu.shape)
 
-    rule = Rule(slots, step, drift=drift, coast=coast)
+        missed = dataclasses.replace(adam, advance=advance)
+    rule = Rule({"mu": zeros(mu_dtype), "nu": row_of(0)}, update, missed=missed)
     return transformation(PartialRowwiseAdamState, rule)

@@ -5,12 +5,17 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jslices.optim._engine.arithmetic import Scalar, Schedule, check_learning_rate, value_at
-from jslices.optim._engine.in_place import Kernel
+from jslices.optim._engine.arithmetic import (
+    Scalar,
+    Schedule,
+    Step,
+    check_learning_rate,
+    value_at,
+)
 from jslices.optim._engine.protocol import GradientTransformation
-from jslices.optim._engine.rule import Rule, check_untouched, full
+from jslices.optim._engine.rule import Kernel, Rule, full, is_exact
 from jslices.optim._engine.transformation import transformation
-from jslices.optim._exact.drift import Drift, Missed
+from jslices.optim._exact.missed import Missed, MissedSteps
 
 
 class ProximalAdagradState(NamedTuple):
@@ -70,7 +75,7 @@ def proximal_adagrad(
     names, defaults and results (lazy on IndexedSlices). Optax has none.
     """
     check_learning_rate("proximal_adagrad", learning_rate)
-    exact = check_untouched("proximal_adagrad", untouched)
+    exact = is_exact("proximal_adagrad", untouched)
     l1, l2 = l1_regularization_strength, l2_regularization_strength
     if not (initial_accumulator_value > 0 and l1 >= 0 and l2 >= 0):
         raise ValueError(
@@ -83,32 +88,32 @@ def proximal_adagrad(
             "schedule: the missed pulls have no closed form then"
         )
 
-    def step(count: jax.Array) -> Kernel:
-        rate: Any = value_at(learning_rate, count)
+    def update(step: Step) -> Kernel:
+        rate: Any = value_at(learning_rate, step.count)
 
         def kernel(g: jax.Array, p: jax.Array, accum: jax.Array) -> tuple[jax.Array, ...]:
             accum = accum + g**2
             size = rate / jnp.sqrt(accum)
             q = p - size * g
-            there = jnp.sign(q) * jnp.maximum(jnp.abs(q) - size * l1, 0) / (1 + l2 * size)
-            return (there - p).astype(g.dtype), accum
+            shrunk = jnp.sign(q) * jnp.maximum(jnp.abs(q) - size * l1, 0)
+            return (shrunk / (1 + l2 * size) - p).astype(g.dtype), accum
 
         return kernel
 
-    slots = {"accum": full(initial_accumulator_value)}
-    if not exact:
-        return transformation(ProximalAdagradState, Rule(slots, step, reads_params=True))
-    constant: Any = learning_rate
+    missed = None
+    if exact:
+        constant: Any = learning_rate
 
-    def coast(missed: Missed, p: jax.Array, accum: jax.Array) -> tuple[jax.Array, ...]:
-        size = constant / jnp.sqrt(accum)
-        if l2 == 0:
-            left = jnp.abs(p) - missed.steps * size * l1
-        else:
-            shrink = -missed.steps * jnp.log1p(l2 * size)
-            left = jnp.exp(shrink) * jnp.abs(p) + l1 / l2 * jnp.expm1(shrink)
-        return jnp.sign(p) * jnp.maximum(left, 0), accum
+        def advance(missed: Missed, p: jax.Array, accum: jax.Array) -> tuple[Any, ...]:
+            size = constant / jnp.sqrt(accum)
+            if l2 == 0:
+                left = jnp.abs(p) - missed.steps * size * l1
+            else:
+                shrink = -missed.steps * jnp.log1p(l2 * size)
+                left = jnp.exp(shrink) * jnp.abs(p) + l1 / l2 * jnp.expm1(shrink)
+            return jnp.sign(p) * jnp.maximum(left, 0), accum
 
-    drift = Drift(learning_rate)
-    rule = Rule(slots, step, reads_params=True, drift=drift, coast=coast)
+        missed = MissedSteps(advance, learning_rate)
+    state = {"accum": full(initial_accumulator_value)}
+    rule = Rule(state, update, reads_params=True, missed=missed)
     return transformation(ProximalAdagradState, rule)

@@ -1,6 +1,5 @@
 """RMSProp: gradients divided by their recent size."""
 
-import dataclasses
 from typing import Any, NamedTuple
 
 import jax
@@ -10,17 +9,15 @@ from jax import lax
 from jslices.optim._engine.arithmetic import (
     Scalar,
     Schedule,
+    Step,
     check_learning_rate,
-    next_count,
+    decayed,
     scaled,
-    step_size,
 )
-from jslices.optim._engine.in_place import Kernel
-from jslices.optim._engine.moments import decayed, divided, weight_seen
 from jslices.optim._engine.protocol import GradientTransformation
-from jslices.optim._engine.rule import Rule, check_fading, check_untouched, full, zeros
+from jslices.optim._engine.rule import Kernel, Rule, check_fading, full, is_exact, zeros
 from jslices.optim._engine.transformation import transformation
-from jslices.optim._exact.drift import Drift, Missed, Series, fading
+from jslices.optim._exact.missed import Missed, MissedSteps, Series, fading
 
 
 class RmspropState(NamedTuple):
@@ -88,57 +85,55 @@ def rmsprop(
     ``eps`` stands outside the root and its ``decay`` is 0.99.
     """
     check_learning_rate("rmsprop", learning_rate)
-    exact = check_untouched("rmsprop", untouched)
-    names = ["nu", *["mu"] * centered, *["trace"] * (momentum is not None)]
+    exact = is_exact("rmsprop", untouched)
+    starts = {"nu": full(initial_scale)}
+    if centered:
+        starts["mu"] = zeros()
+    if momentum is not None:
+        starts["trace"] = zeros()
 
-    def step(count: jax.Array) -> Kernel:
-        size = step_size(learning_rate, count)
-        whole = weight_seen(decay, next_count(count)) if bias_correction else None
+    def update(step: Step) -> Kernel:
+        size = step.size(learning_rate)
+        correct = step.correction(decay) if bias_correction else lambda mean: mean
 
-        def kernel(g: jax.Array, *rows: jax.Array) -> tuple[jax.Array, ...]:
-            old = dict(zip(names, rows, strict=True))
+        def kernel(g: jax.Array, *state: jax.Array) -> tuple[jax.Array, ...]:
+            old = dict(zip(starts, state, strict=True))
             new = {"nu": decayed(old["nu"], g**2, decay)}
+            square = correct(new["nu"])
             if centered:
                 new["mu"] = decayed(old["mu"], g, decay)
-            means = {k: divided(x, whole) if bias_correction else x for k, x in new.items()}
-            square = means["nu"] - means["mu"] ** 2 if centered else means["nu"]
+                square = square - correct(new["mu"]) ** 2
             if eps_in_sqrt:
                 scale = lax.rsqrt(square + eps)
             else:
                 scale = 1 / (jnp.sqrt(square) + eps)
-            update = scaled(size, scale * g)
+            u = scaled(size, scale * g)
             if momentum is not None:
-                small = update
-                update = new["trace"] = small + momentum * old["trace"]
+                small = u
+                u = new["trace"] = small + momentum * old["trace"]
                 if nesterov:
-                    update = small + momentum * update
-            return update, *(new[name] for name in names)
+                    u = small + momentum * u
+            return u, *(new[name] for name in starts)
 
         return kernel
 
-    starts = {"nu": full(initial_scale), "mu": zeros(), "trace": zeros()}
-    slots = {name: starts[name] for name in names}
-    moves = momentum is not None
-    held = 2 if moves and nesterov else 1
-    plain = Rule(slots, step, quarters=moves, held=held)
-    if not exact:
-        return transformation(RmspropState, plain)
-    check_fading("rmsprop", decay=decay, momentum=momentum)
-    fade: Any = decay
-    carry: Any = momentum
+    missed = None
+    if exact:
+        check_fading("rmsprop", decay=decay, momentum=momentum)
+        fade: Any = decay
+        carry: Any = momentum
 
-    def coast(missed: Missed, p: jax.Array, *rows: jax.Array) -> tuple[jax.Array, ...]:
-        old = dict(zip(names, rows, strict=True))
-        new = {name: fading(fade, missed) * x for name, x in old.items()}
-        if momentum is not None:
-            p = p + missed.sums[0] * old["trace"]
-            new["trace"] = fading(carry, missed) * old["trace"]
-        return p, *(new[name] for name in names)
+        def advance(missed: Missed, p: jax.Array, *state: jax.Array) -> tuple[Any, ...]:
+            old = dict(zip(starts, state, strict=True))
+            new = {name: fading(fade, missed) * x for name, x in old.items()}
+            if momentum is not None:
+                p = p + missed.sums[0] * old["trace"]
+                new["trace"] = fading(carry, missed) * old["trace"]
+            return p, *(new[name] for name in starts)
 
-    def ahead(steps: jax.Array) -> jax.Array:
-        return jnp.full(steps.shape, carry if nesterov else 1.0)
+        def weight(steps: jax.Array) -> jax.Array:
+            return jnp.full(steps.shape, carry if nesterov else 1.0)
 
-    series = (Series(carry, ahead, False),) if momentum is not None else ()
-    drift = Drift(learning_rate, series)
-    rule = dataclasses.replace(plain, drift=drift, coast=coast)
-    return transformation(RmspropState, rule)
+        series = (Series(carry, weight, False),) if momentum is not None else ()
+        missed = MissedSteps(advance, learning_rate, series)
+    return transformation(RmspropState, Rule(starts, update, missed=missed))

@@ -8,15 +8,14 @@ import jax.numpy as jnp
 from jslices.optim._engine.arithmetic import (
     Scalar,
     Schedule,
+    Step,
     check_learning_rate,
     per_row,
     row_mean,
     scaled,
-    step_size,
 )
-from jslices.optim._engine.in_place import Kernel
 from jslices.optim._engine.protocol import GradientTransformation
-from jslices.optim._engine.rule import Rule, check_untouched, row_of
+from jslices.optim._engine.rule import Kernel, Rule, is_exact, row_of
 from jslices.optim._engine.transformation import transformation
 
 
@@ -69,10 +68,10 @@ def rowwise_adagrad(
     TensorFlow have none.
     """
     check_learning_rate("rowwise_adagrad", learning_rate)
-    check_untouched("rowwise_adagrad", untouched)
+    is_exact("rowwise_adagrad", untouched)
 
-    def step(count: jax.Array) -> Kernel:
-        size = step_size(learning_rate, count)
+    def update(step: Step) -> Kernel:
+        size = step.size(learning_rate)
 
         def kernel(g: jax.Array, total: jax.Array) -> tuple[jax.Array, ...]:
             total = total + row_mean(g**2)
@@ -81,5 +80,5 @@ def rowwise_adagrad(
 
         return kernel
 
-    rule = Rule({"sum_of_squares": row_of(initial_accumulator_value)}, step, still=True)
-    return transformation(RowwiseAdagradState, rule)
+    state = {"sum_of_squares": row_of(initial_accumulator_value)}
+    return transformation(RowwiseAdagradState, Rule(state, update))

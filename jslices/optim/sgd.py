@@ -8,16 +8,14 @@ from jax.typing import DTypeLike
 from jslices.optim._engine.arithmetic import (
     Scalar,
     Schedule,
+    Step,
     check_learning_rate,
     scaled,
-    step_size,
 )
-from jslices.optim._engine.in_place import Kernel
-from jslices.optim._engine.moments import momentum_series
 from jslices.optim._engine.protocol import GradientTransformation
-from jslices.optim._engine.rule import Rule, check_fading, check_untouched, zeros
+from jslices.optim._engine.rule import Kernel, Rule, check_fading, is_exact, zeros
 from jslices.optim._engine.transformation import transformation
-from jslices.optim._exact.drift import Drift, Missed, fading
+from jslices.optim._exact.missed import Missed, MissedSteps, fading, momentum_series
 
 
 class SgdState(NamedTuple):
@@ -72,30 +70,32 @@ def sgd(
     is lazy on IndexedSlices; PyTorch's has ``dampening`` and makes sparse rows dense.
     """
     check_learning_rate("sgd", learning_rate)
-    exact = check_untouched("sgd", untouched) and momentum is not None
+    exact = is_exact("sgd", untouched)
 
-    def step(count: jax.Array) -> Kernel:
-        size = step_size(learning_rate, count)
+    def update(step: Step) -> Kernel:
+        size = step.size(learning_rate)
 
-        def kernel(g: jax.Array, *slots: jax.Array) -> tuple[jax.Array, ...]:
+        def kernel(g: jax.Array, *traces: jax.Array) -> tuple[jax.Array, ...]:
             if momentum is None:
                 return (scaled(size, g),)
-            (trace,) = slots
+            (trace,) = traces
             new = g + momentum * trace
             direction = g + momentum * new if nesterov else new
             return scaled(size, direction), new.astype(trace.dtype)
 
         return kernel
 
-    slots = {} if momentum is None else {"trace": zeros(accumulator_dtype)}
-    rule = Rule(slots, step, linear=momentum is None)
+    if momentum is None:
+        return transformation(SgdState, Rule({}, update, linear=True))
+    missed = None
     if exact:
         check_fading("sgd", momentum=momentum)
         decay: Any = momentum
 
-        def coast(missed: Missed, p: jax.Array, trace: jax.Array) -> tuple[jax.Array, ...]:
+        def advance(missed: Missed, p: jax.Array, trace: jax.Array) -> tuple[Any, ...]:
             return p - missed.sums[0] * trace, fading(decay, missed) * trace
 
         series = momentum_series(decay, nesterov, corrected=False)
-        rule = Rule(slots, step, drift=Drift(learning_rate, (series,)), coast=coast)
+        missed = MissedSteps(advance, learning_rate, (series,))
+    rule = Rule({"trace": zeros(accumulator_dtype)}, update, missed=missed)
     return transformation(SgdState, rule)

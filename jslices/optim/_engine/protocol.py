@@ -1,9 +1,24 @@
-"""The protocol of an optimizer."""
+"""The protocol of an optimizer, which is Optax's, and adding updates to parameters."""
 
+import sys
 from collections.abc import Callable
+from types import FrameType
 from typing import Any, NamedTuple
 
-from jslices.optim._engine.apply import apply_updates
+import jax
+import jax.numpy as jnp
+
+from jslices._densify import warn_dense
+from jslices._rows.bounds import add_rows, canonical_indices
+from jslices._slices import IndexedSlices, check_slices, is_slices
+
+
+@jax.tree_util.register_pytree_with_keys_class
+class EveryRow(IndexedSlices):
+    """IndexedSlices of V entries in which entry v is of row v, or empty.
+
+    As the type says so, adding them takes no scatter, only one pass over the array.
+    """
 
 
 class _InitUpdate(NamedTuple):
@@ -26,10 +41,9 @@ class GradientTransformation(_InitUpdate):
         :func:`jslices.apply_updates` in one call, with the same result: parameters of the
         shapes and dtypes that came, duplicates summed before the step, out-of-range ids
         dropped, rows that no id names neither read nor written. In place where ``params``
-        and ``state`` are donated. A step of K ids on rows of D is as fast or faster than
-        in two calls, and where the gradient is large it holds no updates ``[K, D]``
-        (docs/speed.md). Raises ValueError, before anything is computed, without params or
-        with slices of an array of another shape.
+        and ``state`` are donated. It is as fast or faster than two calls, and holds no
+        updates ``[U, *D]``. Raises ValueError, before anything is computed, without params
+        or with slices of an array of another shape.
       catch_up: ``catch_up(params, state, ids) -> (params, state)``. With
         ``untouched="exact"``, brings the rows that are about to be read up to date. ``ids``
         mirrors ``params``: integers of any shape for a table, out-of-range ones being
@@ -91,3 +105,90 @@ def _with_params(apply: Callable[..., tuple[Any, Any]]) -> Callable[..., tuple[A
         return apply(grads, state, params)
 
     return checked
+
+
+def apply_updates(params: Any, updates: Any) -> Any:
+    """``params`` plus ``updates``, in place where ``params`` are donated.
+
+    Args:
+      params: a pytree of arrays.
+      updates: the same tree with, for each array ``[V, *D]``, an array of that shape, an
+        IndexedSlices of it, or None (the array then stays).
+
+    Returns:
+      The new parameters, each in the dtype it had. Rows that an IndexedSlices does not
+      name are neither read nor written; duplicates add; out-of-range indices drop.
+
+    Raises:
+      ValueError: for slices of an array of another shape.
+      TypeError: for slices whose indices a foreign ``tree.map`` has changed.
+
+    Cost: one scatter of ``U * D`` elements per IndexedSlices.
+
+    Example:
+      >>> import jax.numpy as jnp, jslices as js
+      >>> params = {"table": jnp.zeros((4, 1)), "w": jnp.ones(2)}
+      >>> rows = js.IndexedSlices(jnp.array([[5.0]]), jnp.array([2]), (4, 1))
+      >>> js.apply_updates(params, {"table": rows, "w": None})["table"].ravel()
+      Array([0., 0., 5., 0.], dtype=float32)
+
+    Source: ``optax.apply_updates``, which gives the same result on these updates (but takes
+    no None).
+    """
+    return jax.tree.map(_add, updates, params, is_leaf=is_leaf)
+
+
+def is_leaf(x: Any) -> bool:
+    """True for what stands in a tree of gradients where the parameters have an array."""
+    return x is None or is_slices(x)
+
+
+def _add(update: Any, param: Any) -> Any:
+    if update is None or param is None:
+        return param
+    if not isinstance(update, IndexedSlices):
+        return jnp.asarray(param + update).astype(jnp.asarray(param).dtype)
+    param = jnp.asarray(param)
+    check_fits(update, param)
+    indices = canonical_indices(update.indices, param.shape[0])
+    values = update.values.astype(param.dtype)
+    if isinstance(update, EveryRow) and len(indices) == len(param):
+        return param + values
+    return add_rows(param, indices, values)
+
+
+def check_fits(slices: IndexedSlices, param: jax.Array) -> None:
+    """Raises unless ``slices`` are of an array of the parameter's shape."""
+    check_slices(slices)
+    rows = slices.values.shape[slices.indices.ndim :]
+    expected = param.shape[:1] if slices.dense_shape is None else slices.dense_shape
+    if param.shape != (*expected[:1], *rows) or slices.indices.ndim != 1:
+        raise ValueError(
+            f"cannot add {slices} to a parameter of shape {param.shape}; the shapes must "
+            "be equal"
+        )
+
+
+#: ``optax.MultiSteps`` adds each gradient to a dense array before it calls the optimizer.
+#: With IndexedSlices that ends in JAX's error about two structures, raised where no code of
+#: ours runs and which cannot say what to type; ``init`` is called earlier, and can.
+IN_MULTI_STEPS = (
+    "optax.MultiSteps adds gradients to dense arrays as large as the parameters: JAX will "
+    "refuse IndexedSlices there ('different types at key path'). To accumulate rows, type "
+    "jslices.optim.multi_steps(tx, k, jax.eval_shape(jslices.grad(loss), params, batch)), "
+    "or jslices.accumulate_gradients for micro-batches that are there together. If every "
+    "gradient is dense, nothing has to change"
+)
+
+
+def warn_in_multi_steps() -> None:
+    """Warns once for each line of the user's that is in ``optax.MultiSteps.init``."""
+    steps = getattr(sys.modules.get("optax"), "MultiSteps", None)
+    code = getattr(getattr(steps, "init", None), "__code__", None)
+    if code is None:  # no Optax, or one that is of another make
+        return
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is code:
+            return warn_dense(IN_MULTI_STEPS)
+        frame = frame.f_back

@@ -1,18 +1,24 @@
-"""From a rule to an optimizer of a tree of arrays."""
+"""From a rule to an optimizer of a tree of arrays: every leaf of it, one step."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
+from jslices._devices.memory import hint_large_step
 from jslices._jax import flatten
-from jslices._slices import is_slices
-from jslices.optim._engine.arithmetic import next_count, zero_count
-from jslices.optim._engine.dense_sums import warn_in_multi_steps
-from jslices.optim._engine.leaf import apply_leaf, update_leaf
-from jslices.optim._engine.one_step import one_step
-from jslices.optim._engine.protocol import GradientTransformation
-from jslices.optim._engine.rule import Rule
+from jslices._slices import IndexedSlices, check_slices, is_slices
+from jslices.optim._engine.arithmetic import Step, next_count, zero_count
+from jslices.optim._engine.execute import step_slices
+from jslices.optim._engine.protocol import (
+    GradientTransformation,
+    apply_updates,
+    check_fits,
+    is_leaf,
+    warn_in_multi_steps,
+)
+from jslices.optim._engine.rule import Kernel, Rule
 from jslices.optim._exact import catch_up as exact
 
 
@@ -26,8 +32,8 @@ def transformation(
     """The optimizer of a rule.
 
     Args:
-      state_type: makes its state from ``count``, a tree for each of the rule's slots, and
-        ``clock`` if the rule has a drift.
+      state_type: makes its state from ``count``, a tree for each of the rule's state
+        arrays, and ``clock`` if its rows catch up.
       rule: the arithmetic.
       other: the arithmetic for leaves that ``mask`` leaves out (no weight decay, say).
       mask: bools in the structure of params or a prefix of it, or a function from params
@@ -36,7 +42,7 @@ def transformation(
     In ``update``, a None gradient has update None and keeps its state. Rows of the state
     that no gradient touches are neither read nor written.
     """
-    names = tuple(rule.slots)
+    names = tuple(rule.state)
 
     def rules_for(params: Any, count: int) -> list[Rule]:
         chosen = spread(mask, params, count)
@@ -46,30 +52,25 @@ def transformation(
         warn_in_multi_steps()
         leaves, tree = flatten(params)
         rules = rules_for(params, len(leaves))
-        slots = {
+        state = {
             name: tree.unflatten(
-                [r.slots[name](p) for r, p in zip(rules, leaves, strict=True)]
+                [r.state[name](p) for r, p in zip(rules, leaves, strict=True)]
             )
             for name in names
         }
-        if rule.drift is not None:
-            slots["clock"] = exact.new_clock(params, rules)
-        return state_type(count=zero_count(), **slots)
+        if rule.missed is not None:
+            state["clock"] = exact.new_clock(params, rules)
+        return state_type(count=zero_count(), **state)
 
     def update(grads: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
-        leaves, tree = flatten(grads, is_leaf=_is_leaf)
-        with one_step(len(leaves)):
-            return step(update_leaf, leaves, tree, state, params, rule.reads_params)
+        return step(update_leaf, grads, state, params, rule.reads_params)
 
     def apply(grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
-        leaves, tree = flatten(grads, is_leaf=_is_leaf)
-        with one_step(len(leaves)):
-            return step(apply_leaf, leaves, tree, state, params, True)
+        return step(apply_leaf, grads, state, params, True)
 
     def step(
         step_leaf: Callable[..., tuple[Any, ...]],
-        leaves: Sequence[Any],
-        tree: Any,
+        grads: Any,
         state: Any,
         params: Any,
         reads_params: bool,
@@ -79,38 +80,38 @@ def transformation(
                 "this optimizer needs the parameters as well, for its weight decay or its "
                 "norms: tx.update(grads, state, params)"
             )
+        leaves, tree = flatten(grads, is_leaf=is_leaf)
         rules = rules_for(params, len(leaves))
         arrays = tree.flatten_up_to(params) if reads_params else [None] * len(leaves)
         columns = [tree.flatten_up_to(getattr(state, name)) for name in names]
+        now = Step(state.count, single=len(leaves) == 1)
         kinds = [(r, is_slices(grad)) for r, grad in zip(rules, leaves, strict=True)]
         kernels = {
-            (r, by_row): ((by_row and r.row_step) or r.step)(state.count)
+            (r, by_row): ((by_row and (r.update_slices or r.update_rows)) or r.update)(now)
             for r, by_row in dict.fromkeys(kinds)
         }
         clock = None
-        if rule.drift is not None:
+        if rule.missed is not None:
             clock = exact.ticked(state.clock, state.count, rule)
-            columns += [tree.flatten_up_to(clock.last), tree.flatten_up_to(clock.told)]
+            columns += [tree.flatten_up_to(clock.last), tree.flatten_up_to(clock.snapshot)]
             exact.refuse_stale(leaves, columns[-2], state.count)
             kernels = {
                 kind: exact.keeping_time(kernel, kind[0], state.count, clock.run)
                 for kind, kernel in kernels.items()
             }
         results = [
-            step_leaf(kernels[kind], kind[0], grad, param, slots)
-            for kind, grad, param, *slots in zip(
-                kinds, leaves, arrays, *columns, strict=True
-            )
+            step_leaf(kind[0], kernels[kind], grad, param, old)
+            for kind, grad, param, *old in zip(kinds, leaves, arrays, *columns, strict=True)
         ]
         result, *new = [
             tree.unflatten([leaf[i] for leaf in results]) for i in range(1 + len(columns))
         ]
-        slots = dict(zip(names, new, strict=False))
+        changed = dict(zip(names, new, strict=False))
         if clock is not None:
-            slots["clock"] = clock._replace(last=new[-2], told=new[-1])
-        return result, state._replace(count=next_count(state.count), **slots)
+            changed["clock"] = clock._replace(last=new[-2], snapshot=new[-1])
+        return result, state._replace(count=next_count(state.count), **changed)
 
-    if rule.drift is None:
+    if rule.missed is None:
         return GradientTransformation(init, update, apply=apply)
     return GradientTransformation(
         init,
@@ -121,6 +122,78 @@ def transformation(
     )
 
 
+def update_leaf(
+    rule: Rule, kernel: Kernel, grad: Any, param: Any, state: Sequence[Any]
+) -> tuple[Any, ...]:
+    """``(update, *state)``; ``param`` is None where the rule does not read it."""
+    read = () if param is None else (param,)
+    if grad is None:
+        return (None, *state)
+    if not isinstance(grad, IndexedSlices):
+        return kernel(grad, *read, *state)
+    if rule.update_slices is not None:
+        check_fits(grad, param)
+        return kernel(grad, *read, *state)
+    grad = checked_rows(grad, (*read, *state))
+    if param is not None:
+        check_fits(grad, param)
+    return step_slices(kernel, grad, read, state, linear=rule.linear)
+
+
+def apply_leaf(
+    rule: Rule, kernel: Kernel, grad: Any, param: Any, state: Sequence[Any]
+) -> tuple[Any, ...]:
+    """``(param, *state)``, all new.
+
+    Rows of the parameter are stepped where those of the state are, so that no update is
+    kept. Without state each entry is added by itself.
+    """
+    by_itself = not state or rule.update_slices is not None
+    if not isinstance(grad, IndexedSlices) or param is None or by_itself:
+        read = param if rule.reads_params else None
+        update, *new = update_leaf(rule, kernel, grad, read, state)
+        return (apply_updates(param, update), *new)
+
+    def stepped(g: jax.Array, p: jax.Array, *state: jax.Array) -> tuple[jax.Array, ...]:
+        update, *new = kernel(g, *([p] if rule.reads_params else []), *state)
+        return p.reshape(len(p), -1)[:, :0], p + update.astype(p.dtype), *new
+
+    param = jnp.asarray(param)
+    grad = checked_rows(grad, (param, *state))
+    check_fits(grad, param)
+    _, *new = step_slices(stepped, grad, (), (param, *state))
+    return tuple(new)
+
+
+def checked_rows(grad: IndexedSlices, arrays: Sequence[jax.Array]) -> IndexedSlices:
+    """``grad`` with the shape that belongs to ``arrays`` ``[V, ...]``, if there are any."""
+    check_slices(grad)
+    if grad.indices.ndim != 1:
+        raise ValueError(
+            f"an optimizer got {grad}, which carries a batch axis from vmap; sum it "
+            "first: IndexedSlices(s.values.reshape(-1, *row_shape), "
+            "s.indices.reshape(-1), s.dense_shape)"
+        )
+    hint_large_step(grad.values.nbytes)
+    if not arrays:
+        return grad
+    heights = [x.shape[0] for x in arrays]
+    if len(set(heights)) > 1:
+        raise ValueError(
+            f"the parameter and its optimizer state have {heights} rows, which should be "
+            "equal; was the state made with tx.init(params) for these params?"
+        )
+    shape = (heights[0], *grad.values.shape[1:])
+    if grad.dense_shape is not None and grad.dense_shape != shape:
+        raise ValueError(
+            f"the gradient belongs to an array of shape {grad.dense_shape}, the "
+            f"optimizer state to one of shape {shape}; was the state made with "
+            "tx.init(params) for these params?"
+        )
+    known = grad.dense_shape == shape
+    return grad if known else IndexedSlices(grad.values, grad.indices, shape)
+
+
 def spread(mask: Any, params: Any, count: int) -> list[bool]:
     """The mask's bool for each of ``count`` leaves of params; None means all of them."""
     if mask is None:
@@ -128,12 +201,8 @@ def spread(mask: Any, params: Any, count: int) -> list[bool]:
     chosen = mask(params) if callable(mask) else mask
     leaves: list[bool] = []
     jax.tree.map(
-        lambda bit, part: leaves.extend([bool(bit)] * len(flatten(part, _is_leaf)[0])),
+        lambda bit, part: leaves.extend([bool(bit)] * len(flatten(part, is_leaf)[0])),
         chosen,
         params,
     )
     return leaves
-
-
-def _is_leaf(x: Any) -> bool:
-    return x is None or is_slices(x)

@@ -11,17 +11,16 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 from jslices._jax import flatten
-from jslices._rows.bounds import canonical_indices, take_rows
+from jslices._rows.bounds import canonical_indices, index_dtype, take_rows
 from jslices._rows.select import where_rows
-from jslices._rows.sums import sum_duplicates
 from jslices._slices import IndexedSlices
 from jslices.optim._engine.arithmetic import next_count, per_row
-from jslices.optim._engine.in_place import Kernel, step_at_once, step_rows
-from jslices.optim._engine.rule import Rule, row_like
-from jslices.optim._exact.drift import Missed
+from jslices.optim._engine.execute import execute, step_slices
+from jslices.optim._engine.plan import Plan
+from jslices.optim._engine.rule import Kernel, Rule, row_like
+from jslices.optim._exact.missed import Missed, MissedSteps
 
 #: Elements of a table that ``flush`` brings up to date at a time.
 CHUNK_ELEMENTS = 1 << 18
@@ -36,7 +35,7 @@ class Clock(NamedTuple):
     """How far the rows are."""
 
     last: Any  #: like params, int32 ``[V]``: the last step that each row did.
-    told: Any  #: like params, float32 ``[V, width]``: see :class:`drift.Drift`.
+    snapshot: Any  #: like params, float32 ``[V, width]``: see :class:`MissedSteps`.
     run: jax.Array  #: float32 ``[2]``: how far a schedule has run.
 
 
@@ -45,34 +44,36 @@ def new_clock(params: Any, rules: Sequence[Rule]) -> Clock:
     leaves, tree = flatten(params)
     start, run = jnp.zeros((), jnp.int32), jnp.zeros((2,), jnp.float32)
     last = [row_like(p, jnp.int32) for p in leaves]
-    told = [
-        jnp.broadcast_to(_drift(rule).told(start, run), (*rows.shape, _drift(rule).width))
+    snapshot = [
+        jnp.broadcast_to(
+            _missed(rule).snapshot(start, run), (*rows.shape, _missed(rule).width)
+        )
         + rows[..., None].astype(jnp.float32)  # to be where the rows are
         for rule, rows in zip(rules, last, strict=True)
     ]
-    return Clock(tree.unflatten(last), tree.unflatten(told), run)
+    return Clock(tree.unflatten(last), tree.unflatten(snapshot), run)
 
 
 def ticked(clock: Clock, count: jax.Array, rule: Rule) -> Clock:
     """The clock with the run of the step that follows ``count`` steps."""
-    return clock._replace(run=_drift(rule).advanced(clock.run, next_count(count)))
+    return clock._replace(run=_missed(rule).advanced(clock.run, next_count(count)))
 
 
 def keeping_time(kernel: Kernel, rule: Rule, count: jax.Array, run: jax.Array) -> Kernel:
-    """The kernel with two more slots, for when each row was stepped.
+    """The kernel with two more arrays, for when each row was stepped.
 
     A row that has not caught up gets NaN: under jit nothing can be raised, and a step from
     a stale row must not pass for a right one.
     """
     step = next_count(count)
-    told = _drift(rule).told(step, run)
+    snapshot = _missed(rule).snapshot(step, run)
 
     def timed(g: jax.Array, *rest: jax.Array) -> tuple[jax.Array, ...]:
-        *slots, last, old = rest
-        update, *new = kernel(g, *slots)
+        *arrays, last, old = rest
+        update, *new = kernel(g, *arrays)
         wrong = jnp.where(per_row(last == FROZEN, update), 0.0, jnp.nan)
         update = where_rows(last == count, update, wrong.astype(update.dtype))
-        return update, *new, *_now(step, told, last, old)
+        return update, *new, *_now(step, snapshot, last, old)
 
     return timed
 
@@ -106,7 +107,7 @@ def refuse_stale(grads: Sequence[Any], last: Sequence[Any], count: jax.Array) ->
 def catch_up(rules_for: RulesFor, params: Any, state: Any, ids: Any) -> tuple[Any, Any]:
     """Brings the rows that ``ids`` name up to date, in place.
 
-    Cost: a sort of K integers, and ``U * D`` elements of each parameter and slot.
+    Cost: a sort of K integers, and ``U * D`` elements of each parameter and array.
     """
     leaves, tree = flatten(params)
     try:
@@ -116,27 +117,26 @@ def catch_up(rules_for: RulesFor, params: Any, state: Any, ids: Any) -> tuple[An
             "catch_up(params, state, ids): ids must mirror params, with an array of row "
             f"numbers for each table about to be read and None elsewhere; {error}"
         ) from error
-    return _each(
-        rules_for,
-        params,
-        state,
-        [_unique(i, p) for i, p in zip(given, leaves, strict=True)],
-    )
+    which = [_entries(i, p) for i, p in zip(given, leaves, strict=True)]
+    return _advance(rules_for, params, state, which)
 
 
 def flush(rules_for: RulesFor, params: Any, state: Any) -> tuple[Any, Any]:
     """Brings every row up to date, in place and some rows at a time.
 
-    Cost: reads and writes ``V * D`` elements of each parameter and slot, once.
+    Cost: reads and writes ``V * D`` elements of each parameter and array, once.
     """
     count = len(flatten(params)[0])
-    return _each(rules_for, params, state, [slice(None)] * count)
+    return _advance(rules_for, params, state, [True] * count)
 
 
-def _unique(ids: Any, param: Any) -> jax.Array | slice | None:
-    """``[min(K, V)]``: the distinct rows, then empty slots; or all, or none of them."""
+def _entries(ids: Any, param: Any) -> IndexedSlices | bool:
+    """A gradient of the rows ``ids`` for the engine; or True for all rows, False for none.
+
+    Its values have no elements, as missed steps have no gradient.
+    """
     if ids is None or ids is True:
-        return slice(None) if ids else None
+        return bool(ids)
     if isinstance(ids, IndexedSlices):
         raise TypeError(
             f"catch_up wants row numbers, got {ids}; rows catch up before their gradient "
@@ -151,73 +151,70 @@ def _unique(ids: Any, param: Any) -> jax.Array | slice | None:
             "what is not looked up, True for all of it"
         )
     ids = ids.reshape(-1)
-    nothing = jnp.zeros((ids.shape[0], 0))
-    return sum_duplicates(nothing, ids, param.shape[0], None)[1]
+    return IndexedSlices(jnp.zeros((ids.shape[0], 0)), ids, (param.shape[0], 0))
 
 
-def _each(
-    rules_for: RulesFor, params: Any, state: Any, which: Sequence[Any]
+def _advance(
+    rules_for: RulesFor, params: Any, state: Any, which: Sequence[IndexedSlices | bool]
 ) -> tuple[Any, Any]:
+    """Does the missed steps of some rows of each parameter, of all rows, or of none."""
     leaves, tree = flatten(params)
     rules = rules_for(params, len(leaves))
-    names = tuple(rules[0].slots) if rules else ()
+    names = tuple(rules[0].state) if rules else ()
     count, run = state.count, state.clock.run
     columns = [
-        tree.flatten_up_to(slot)
-        for slot in (
+        tree.flatten_up_to(column)
+        for column in (
             *(getattr(state, name) for name in names),
             state.clock.last,
-            state.clock.told,
+            state.clock.snapshot,
         )
     ]
-    made: dict[int, Kernel] = {}
+    kernels: dict[int, Kernel] = {}
     results = []
     for rule, rows, *arrays in zip(rules, which, leaves, *columns, strict=True):
-        if rows is None:
+        if rows is False:
             results.append(arrays)
             continue
-        if id(rule) not in made:
-            made[id(rule)] = _coasting(rule, count, run)
-        arrays = [jnp.asarray(x) for x in arrays]
-        if isinstance(rows, slice):
-            results.append(_all_rows(made[id(rule)], arrays))
+        if id(rule) not in kernels:
+            kernels[id(rule)] = _missed_steps(rule, count, run)
+        kernel, arrays = kernels[id(rule)], [jnp.asarray(x) for x in arrays]
+        if rows is True:
+            results.append(_every_row(kernel, arrays))
         else:
-            dummy = jnp.zeros(rows.shape, bool)
-            new = step_rows(made[id(rule)], rows, dummy, arrays, quarters=True)
-            results.append(list(new)[1:])
+            results.append(list(step_slices(kernel, rows, (), arrays))[1:])
     if not results:
         return params, state
-    params, *slots, last, told = [
+    params, *arrays, last, snapshot = [
         tree.unflatten(column) for column in zip(*results, strict=True)
     ]
-    clock = state.clock._replace(last=last, told=told)
-    return params, state._replace(clock=clock, **dict(zip(names, slots, strict=True)))
+    clock = state.clock._replace(last=last, snapshot=snapshot)
+    return params, state._replace(clock=clock, **dict(zip(names, arrays, strict=True)))
 
 
-def _coasting(rule: Rule, count: jax.Array, run: jax.Array) -> Kernel:
-    """``kernel(nothing, p, *slots, last, told)``: the missed steps of some rows."""
-    drift, coast = _drift(rule), rule.coast
-    assert coast is not None
-    tables, now = drift.tables(count), drift.told(count, run)
+def _missed_steps(rule: Rule, count: jax.Array, run: jax.Array) -> Kernel:
+    """``kernel(nothing, p, *arrays, last, snapshot)``: the missed steps of some rows."""
+    steps = _missed(rule)
+    tables, now = steps.tables(count), steps.snapshot(count, run)
 
     def kernel(nothing: jax.Array, p: jax.Array, *rest: jax.Array) -> tuple[Any, ...]:
-        *slots, last, told = rest
-        missed = drift.missed(count, run, tables, last, told)
+        *arrays, last, snapshot = rest
+        missed = steps.missed(count, run, tables, last, snapshot)
         missed = jax.tree.map(lambda x: per_row(x, p), missed)
-        new = coast(Missed(*missed), p, *slots)
+        new = steps.advance(Missed(*missed), p, *arrays)
         # A row that missed nothing stays as it is, to the bit.
         late = last < count
         kept = [
             where_rows(late, x, old).astype(old.dtype)
-            for x, old in zip(new, (p, *slots), strict=True)
+            for x, old in zip(new, (p, *arrays), strict=True)
         ]
-        return nothing, *kept, *_now(count, now, last, told)
+        return nothing, *kept, *_now(count, now, last, snapshot)
 
     return kernel
 
 
 def _now(
-    step: jax.Array, told: jax.Array, last: jax.Array, old: jax.Array
+    step: jax.Array, snapshot: jax.Array, last: jax.Array, old: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """What is kept with rows that have done ``step``.
 
@@ -225,26 +222,26 @@ def _now(
     the rows, and copies the whole arrays for that.
     """
     behind = (last <= step)[..., None]
-    return jnp.maximum(last, step), jnp.where(behind, told, old)
+    return jnp.maximum(last, step), jnp.where(behind, snapshot, old)
 
 
-def _all_rows(kernel: Kernel, arrays: list[jax.Array]) -> list[jax.Array]:
-    """The kernel on all rows, as many at a time as stay in the cache."""
-    if arrays[0].ndim == 0 or arrays[0].size <= CHUNK_ELEMENTS:
-        return list(kernel(jnp.zeros(arrays[0].shape[:1], bool), *arrays))[1:]
-    height = arrays[0].shape[0]
-    chunk = max(1, CHUNK_ELEMENTS * height // arrays[0].size)
+def _every_row(kernel: Kernel, arrays: list[jax.Array]) -> list[jax.Array]:
+    """The kernel on all rows, as many at a time as stay in the cache.
 
-    def body(i: jax.Array, arrays: list[jax.Array]) -> list[jax.Array]:
-        # Gathered and scattered: of slices that are read and written XLA copies the whole
-        # arrays in every turn. Rows beyond the table, in the last chunk, are empty slots.
-        rows = jnp.minimum(i * chunk + jnp.arange(chunk, dtype=jnp.int32), height)
-        nothing = jnp.zeros((chunk,), bool)
-        return list(step_at_once(kernel, rows, nothing, arrays, 0))[1:]
+    They are gathered and scattered: of slices that are read and written XLA copies the
+    whole arrays in every turn of a loop.
+    """
+    p = arrays[0]
+    if p.ndim == 0 or p.size <= CHUNK_ELEMENTS:
+        return list(kernel(jnp.zeros((*p.shape[:1], 0)), *arrays))[1:]
+    height = p.shape[0]
+    chunk = max(1, CHUNK_ELEMENTS * height // p.size)
+    plan = Plan("in chunks", height, height, sums=False, chunk=chunk, why="all catch up")
+    rows = jnp.arange(height, dtype=index_dtype(height, np.dtype(np.int32)))
+    nothing = jnp.zeros((height, 0))
+    return list(execute(plan, kernel, rows, nothing, height, arrays))[2:]
 
-    return lax.fori_loop(0, -(-height // chunk), body, arrays)
 
-
-def _drift(rule: Rule) -> Any:
-    assert rule.drift is not None
-    return rule.drift
+def _missed(rule: Rule) -> MissedSteps:
+    assert rule.missed is not None
+    return rule.missed

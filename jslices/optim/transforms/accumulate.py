@@ -8,9 +8,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from jslices._jax import flatten
-from jslices._rows.check import as_array
-from jslices._slices import IndexedSlices, check_slices, is_slices
-from jslices.optim.transforms.norms import as_leaf, is_leaf, widened
+from jslices._slices import IndexedSlices, as_array, check_slices, is_slices
+from jslices.optim._engine.protocol import is_leaf
+from jslices.optim.transforms.norms import as_leaf, widened
 
 REDUCTIONS = ("mean", "sum")
 

@@ -5,8 +5,7 @@ from typing import Any
 
 import jax
 
-from jslices.optim._engine.protocol import GradientTransformation
-from jslices.optim.transforms.norms import is_leaf
+from jslices.optim._engine.protocol import GradientTransformation, is_leaf
 
 
 def chain(*transformations: Any) -> GradientTransformation:

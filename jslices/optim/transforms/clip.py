@@ -42,12 +42,11 @@ from jax.typing import ArrayLike, DTypeLike
 
 from jslices._jax import flatten
 from jslices._slices import IndexedSlices, is_slices
-from jslices.optim._engine.protocol import GradientTransformation
+from jslices.optim._engine.protocol import GradientTransformation, is_leaf
 from jslices.optim.transforms.chain import each_leaf, stateless
 from jslices.optim.transforms.norms import (
     as_leaf,
     coalesced_leaves,
-    is_leaf,
     norm_of_leaves,
     safe_sqrt,
     sum_of_squares,

@@ -5,13 +5,19 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jslices._jax import flatten
-from jslices._rows.bounds import set_rows, take_rows
-from jslices._slices import IndexedSlices, check_slices, is_slices
-from jslices.optim._engine.dense_sums import warn_in_multi_steps
-from jslices.optim._engine.protocol import GradientTransformation
-from jslices.optim.transforms.row_local import refuse_mixing
+from jslices._rows.bounds import set_rows
+from jslices._rows.select import where_rows
+from jslices._slices import IndexedSlices, is_slices
+from jslices.optim._engine.execute import read_rows
+from jslices.optim._engine.protocol import (
+    GradientTransformation,
+    is_leaf,
+    warn_in_multi_steps,
+)
+from jslices.optim._engine.transformation import checked_rows
 
 
 def from_optax(tx: Any) -> GradientTransformation:
@@ -39,7 +45,7 @@ def from_optax(tx: Any) -> GradientTransformation:
       TypeError: for what is not a transformation.
       ValueError: from ``update``, without ``params``; for a transformation that does not
         treat each row by itself; for a state with an array that has as many rows as a table
-        but not its shape (factored second moments), whose rows cannot be told; and for
+        but not its shape (factored second moments), whose rows cannot be snapshot; and for
         ``optax.MultiSteps``, whose rows would wait for a step that touches them.
 
     Cost: a step reads and writes ``U * D`` elements of each parameter and state array.
@@ -71,17 +77,17 @@ def from_optax(tx: Any) -> GradientTransformation:
                 "them: tx.update(grads, state, params)"
             )
         _refuse_accumulation(state)
-        leaves, tree = flatten(grads, is_leaf=lambda x: x is None or is_slices(x))
+        leaves, tree = flatten(grads, is_leaf=is_leaf)
         arrays = tree.flatten_up_to(params)
         touched = [_coalesced(g, p) for g, p in zip(leaves, arrays, strict=True)]
         kind = (tree, *((g.shape, g.dtype, is_slices(g)) for g in touched if g is not None))
         if any(map(is_slices, touched)) and kind not in tried:
             tried.add(kind)
-            refuse_mixing(tx, lifted, touched, tree)
+            _refuse_mixing(tx, lifted, touched, tree)
         return lifted(tree.unflatten(touched), state, params, **extra_args)
 
     def lifted(grads: Any, state: Any, params: Any, **extra_args: Any) -> tuple[Any, Any]:
-        touched, tree = flatten(grads, is_leaf=lambda x: x is None or is_slices(x))
+        touched, tree = flatten(grads, is_leaf=is_leaf)
         arrays = tree.flatten_up_to(params)
         rows = _Rows(tree, arrays, touched)
         values = [g.values if is_slices(g) else g for g in touched]
@@ -124,8 +130,7 @@ class _Rows:
         def rows(x: Any, g: Any) -> Any:
             if not is_slices(g) or _left_out(x):
                 return x
-            last = max(x.shape[0] - 1, 0)
-            return take_rows(x, jnp.minimum(g.indices, last), mode="promise_in_bounds")
+            return read_rows(x, g.indices)
 
         return self._map(rows, subtree)
 
@@ -220,14 +225,85 @@ def _nodes(tree: Any) -> Iterator[Any]:
 def _coalesced(grad: Any, param: Any) -> Any:
     if not isinstance(grad, IndexedSlices):
         return grad
-    check_slices(grad)
-    return IndexedSlices(grad.values, grad.indices, param.shape).coalesce()
+    return checked_rows(grad, (param,)).coalesce()
 
 
 def _update(update: Any, grad: Any) -> Any:
     if not isinstance(grad, IndexedSlices) or grad.dense_shape is None:
         return update
     present = grad.indices < grad.dense_shape[0]
-    present = present.reshape(-1, *(1,) * (update.ndim - 1))
-    update = jnp.where(present, update, jnp.zeros((), update.dtype))
+    update = where_rows(present, update, jnp.zeros((), update.dtype))
     return IndexedSlices(update, grad.indices, grad.dense_shape)
+
+
+#: Rows of the table that is tried, and which of them get a gradient.
+HEIGHT, TOUCHED = 7, (1, 4)
+
+
+def _refuse_mixing(
+    tx: Any, lifted: Callable[..., Any], grads: Sequence[Any], tree: Any
+) -> None:
+    """Refuses a transformation that is not the same on rows as on the whole array.
+
+    It is tried on tables of a few rows: on the dense gradient of two of them, and, lifted,
+    on these rows alone.
+
+    Args:
+      tx: the transformation.
+      lifted: its ``update`` on IndexedSlices.
+      grads: the gradients that came, for their kinds, shapes and dtypes.
+      tree: their structure.
+
+    Raises:
+      ValueError: if the updates of the two rows differ.
+    """
+    try:
+        with jax.ensure_compile_time_eval():
+            difference = float(jax.jit(lambda: _difference(tx, lifted, grads, tree))())
+    except (ArithmeticError, TypeError, ValueError, IndexError, KeyError):
+        return  # It does not run on tables this small, which says nothing.
+    if difference > 1e-3:
+        raise ValueError(
+            "from_optax: this transformation does not treat each row by itself. On a "
+            f"table of {HEIGHT} rows, {len(TOUCHED)} of them with a gradient, its updates "
+            f"differ by {difference:.0%} from those it makes of these rows alone. Trust "
+            "ratios, norms of parameters, means over an array, factored moments and noise "
+            "do that: use jslices.lamb or jslices.adafactor, or give it dense gradients "
+            "(sparse=False)"
+        )
+
+
+def _difference(
+    tx: Any, lifted: Callable[..., Any], grads: Sequence[Any], tree: Any
+) -> jax.Array:
+    rng = np.random.default_rng(0)
+
+    def random(shape: Sequence[int], dtype: Any) -> jax.Array:
+        return jnp.asarray(rng.normal(size=shape), dtype)
+
+    columns: list[tuple[Any, Any, Any, Any]] = []
+    for g in grads:
+        if g is None:
+            columns.append((random((), jnp.float32), None, None, None))
+            continue
+        by_row = is_slices(g)
+        shape = tuple(min(n, HEIGHT) for n in g.shape)
+        shape = (HEIGHT, *g.values.shape[1:]) if by_row else shape
+        param, before, now = (random(shape, g.dtype) for _ in range(3))
+        rows: Any = now
+        if by_row:
+            touched = jnp.array(TOUCHED)
+            rows = IndexedSlices(now[touched], touched, shape)
+            now = rows.to_dense()
+        columns.append((param, before, now, rows))
+    params, before, whole, rows = map(tree.unflatten, zip(*columns, strict=True))
+    _, state = tx.update(before, tx.init(params), params)
+    wanted, got = tx.update(whole, state, params)[0], lifted(rows, state, params)[0]
+    worst = jnp.zeros(())
+    for u, w in zip(tree.flatten_up_to(got), tree.flatten_up_to(wanted), strict=True):
+        if is_slices(u):
+            u, w = u.values, w[u.indices]
+        if u is not None and jnp.issubdtype(u.dtype, jnp.floating):
+            gap = jnp.max(jnp.abs(u - w)) / (jnp.max(jnp.abs(w)) + 1e-30)
+            worst = jnp.maximum(worst, gap.astype(worst.dtype))
+    return worst

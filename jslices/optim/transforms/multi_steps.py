@@ -16,10 +16,10 @@ from jslices._jax import flatten
 from jslices._rows.bounds import canonical_indices, empty_slot, index_dtype
 from jslices._slices import IndexedSlices, check_slices, is_slices
 from jslices.optim._engine.arithmetic import next_count, zero_count
-from jslices.optim._engine.protocol import GradientTransformation
+from jslices.optim._engine.protocol import GradientTransformation, is_leaf
 from jslices.optim.transforms.accumulate import merge_leaf
 from jslices.optim.transforms.chain import as_transformation
-from jslices.optim.transforms.norms import is_leaf, widened
+from jslices.optim.transforms.norms import widened
 
 
 class MultiStepsState(NamedTuple):

@@ -9,8 +9,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jslices._rows.check import as_array
-from jslices._slices import IndexedSlices, is_slices
+from jslices._slices import IndexedSlices, as_array, is_slices
+from jslices.optim._engine.protocol import is_leaf
 
 
 def global_norm(tree: Any) -> jax.Array:
@@ -107,11 +107,6 @@ def all_finite(tree: Any) -> jax.Array:
 
 
 # --- The leaves of a tree of gradients ------------------------------------------------
-
-
-def is_leaf(x: Any) -> bool:
-    """True for what stands in a tree of gradients where the parameters have an array."""
-    return x is None or is_slices(x)
 
 
 def as_leaf(x: Any) -> Any:

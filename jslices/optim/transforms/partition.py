@@ -13,10 +13,8 @@ from typing import Any, NamedTuple
 import jax
 
 from jslices._jax import flatten
-from jslices.optim._engine.apply import apply_updates
-from jslices.optim._engine.protocol import GradientTransformation
+from jslices.optim._engine.protocol import GradientTransformation, apply_updates, is_leaf
 from jslices.optim.transforms.chain import as_transformation
-from jslices.optim.transforms.norms import is_leaf
 
 
 class MaskedNode(NamedTuple):

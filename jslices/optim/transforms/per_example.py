@@ -7,12 +7,12 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from jslices._jax import flatten
+from jslices.optim._engine.protocol import is_leaf
 from jslices.optim.transforms.accumulate import leading_axis, merge_leaf
 from jslices.optim.transforms.clip import check_limit, shrunk
 from jslices.optim.transforms.norms import (
     as_leaf,
     coalesced_leaves,
-    is_leaf,
     safe_sqrt,
     sum_of_squares,
     values_of,

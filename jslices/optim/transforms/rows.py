@@ -15,14 +15,14 @@ from jax.typing import ArrayLike
 
 from jslices._jax import flatten
 from jslices._rows.bounds import canonical_indices, empty_slot, set_rows, take_rows
-from jslices._rows.sort import sort_ids
+from jslices._rows.numbering import sort_ids
 from jslices._rows.sums import check_combine
 from jslices._slices import IndexedSlices, check_slices, is_slices
-from jslices.optim._engine.protocol import GradientTransformation
+from jslices.optim._engine.protocol import GradientTransformation, is_leaf
 from jslices.optim._exact.catch_up import FROZEN
 from jslices.optim.transforms.chain import each_leaf
 from jslices.optim.transforms.clip import check_limit, clip_rows_by_norm
-from jslices.optim.transforms.norms import as_leaf, is_leaf
+from jslices.optim.transforms.norms import as_leaf
 
 Keep = jax.Array | np.ndarray | Callable[[jax.Array], jax.Array]
 

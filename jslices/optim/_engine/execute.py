@@ -1,0 +1,221 @@
+"""Running a plan: from the gradient of some rows to their update and the new arrays."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jslices import _jax
+from jslices._rows.bounds import canonical_indices, set_rows, take_rows
+from jslices._rows.select import leading, where_rows
+from jslices._rows.sums import add_by_slot, sum_duplicates
+from jslices._slices import IndexedSlices
+from jslices.optim._engine.plan import Plan, choose_plan
+from jslices.optim._engine.protocol import EveryRow
+from jslices.optim._engine.rule import Kernel
+
+
+def step_slices(
+    kernel: Kernel,
+    grad: IndexedSlices,
+    read: Sequence[jax.Array],
+    state: Sequence[jax.Array],
+    *,
+    linear: bool = False,
+    unique: bool = False,
+) -> tuple[Any, ...]:
+    """Steps the rows that ``grad`` names by the plan for its sizes, on any platform.
+
+    Args:
+      kernel: ``kernel(gradient, *read, *state) -> (update, *new_state)``.
+      grad: of an array ``[V, *D]``, K entries.
+      read: arrays ``[V, ...]`` whose rows are only read.
+      state: arrays ``[V, ...]`` whose rows are written back.
+      linear: whether the update of a sum is the sum of the updates.
+      unique: whether no row is named twice.
+
+    Returns:
+      ``(update, *state)``: IndexedSlices in which each row appears once (unless the plan
+      sums nothing), its other entries empty and zero; and the new arrays.
+    """
+    arrays, num_read = (*read, *state), len(read)
+    indices, values = grad.indices, grad.values
+    shape = arrays[0].shape if arrays else grad.dense_shape
+    num_rows = None if shape is None else shape[0]
+    cpu, other = (
+        choose_plan(values, arrays, num_rows, platform, linear=linear, unique=unique)
+        for platform in ("cpu", "gpu")
+    )
+
+    def run(plan: Plan) -> Callable[..., Any]:
+        return lambda indices, values, *arrays: execute(
+            plan, kernel, indices, values, num_rows, arrays, num_read
+        )
+
+    if cpu == other:
+        result = run(cpu)(indices, values, *arrays)
+    else:
+        result = lax.platform_dependent(
+            indices, values, *arrays, cpu=run(cpu), default=run(other)
+        )
+    indices, update, *new = result
+    kind = EveryRow if cpu.way == "all rows" else IndexedSlices
+    shape = None if num_rows is None else (num_rows, *update.shape[1:])
+    return kind(update, indices, shape), *new
+
+
+def execute(
+    plan: Plan,
+    kernel: Kernel,
+    indices: jax.Array,
+    values: jax.Array,
+    num_rows: int | None,
+    arrays: Sequence[jax.Array],
+    num_read: int = 0,
+) -> tuple[jax.Array, ...]:
+    """Runs ``kernel`` on the rows that ``indices`` name, as ``plan`` says.
+
+    Args:
+      plan: any plan for these sizes; all give the same rows.
+      kernel: the arithmetic, elementwise or within a row.
+      indices: ``[K]`` of any integer dtype: duplicates, and empty entries out of range.
+      values: ``[K, *D]``, the gradient.
+      num_rows: V, or None where it is not known; there are no arrays then.
+      arrays: ``[V, ...]``, of which the first ``num_read`` are only read.
+      num_read: see ``arrays``.
+
+    Returns:
+      ``(indices, update, *new)``: indices ``[U]``, canonical; update ``[U, ...]``, zero in
+      empty entries; and the new arrays, without those only read.
+    """
+    every = (indices, values, *arrays)
+    indices, values, *arrays = _jax.as_varying_as(every, *every)
+    if plan.way == "all rows":
+        assert num_rows is not None
+        return _all_rows(kernel, indices, values, num_rows, arrays, num_read)
+    if plan.sums:
+        # A loop over chunks stops at the last row: empty entries must stand behind it.
+        order: Any = "any" if plan.way == "in chunks" else "gaps"
+        values, indices, present = sum_duplicates(
+            values, indices, num_rows, plan.capacity, order=order
+        )
+    else:
+        indices = canonical_indices(indices, num_rows)
+        present = jnp.int32(len(indices))
+    if plan.way == "together":
+        return indices, *_together(kernel, indices, values, num_rows, arrays, num_read)
+    assert plan.chunk is not None
+    rows = (values, *arrays)
+    return indices, *_in_chunks(kernel, indices, present, rows, num_read, plan.chunk)
+
+
+def _together(
+    kernel: Kernel,
+    indices: jax.Array,
+    values: jax.Array,
+    num_rows: int | None,
+    arrays: Sequence[jax.Array],
+    num_read: int,
+) -> tuple[jax.Array, ...]:
+    """Gather, step, scatter."""
+    update, *new_rows = kernel(values, *(read_rows(x, indices) for x in arrays))
+    empty = jnp.iinfo(indices.dtype).max if num_rows is None else num_rows
+    # XLA gathers the gradient as [K, 1, *D]. In this shape the update overwrites it;
+    # another would keep a second array of that size.
+    tall = update.reshape(len(indices), 1, *update.shape[1:])
+    tall = where_rows(indices < empty, tall, jnp.zeros((), update.dtype))
+    new = (
+        set_rows(x, indices, rows.astype(x.dtype))
+        for x, rows in zip(arrays[num_read:], new_rows, strict=True)
+    )
+    return tall.reshape(update.shape), *new
+
+
+def read_rows(x: jax.Array, indices: jax.Array) -> jax.Array:
+    """The rows ``[U, ...]`` of ``x`` ``[V, ...]``; empty entries read the last one."""
+    near = jnp.minimum(indices, max(x.shape[0] - 1, 0))
+    return take_rows(x, near, mode="promise_in_bounds")
+
+
+def _in_chunks(
+    kernel: Kernel,
+    indices: jax.Array,
+    present: jax.Array,
+    rows: Sequence[jax.Array],
+    num_read: int,
+    chunk: int,
+) -> tuple[jax.Array, ...]:
+    """The same for a chunk of rows at a time, as many chunks as hold rows.
+
+    How often the loop runs depends on values, so it has no reverse derivative of its own;
+    it is given that of stepping the rows together. A custom_jvp must be handed what its
+    function closes over (a learning rate that is itself learned, say), and a converted
+    function has fixed shapes, hence two: of all entries, and of a chunk of them.
+    """
+    whole, whole_consts = jax.closure_convert(kernel, *_like(rows, len(indices)))
+    part, part_consts = jax.closure_convert(kernel, *_like(rows, chunk))
+    height = rows[1].shape[0]
+
+    def together(consts: Any, values: jax.Array, *arrays: jax.Array) -> Any:
+        kernel = lambda *x: whole(*x, *consts[0])  # noqa: E731
+        return _together(kernel, indices, values, height, arrays, num_read)
+
+    @jax.custom_jvp
+    def step(consts: Any, values: jax.Array, *arrays: jax.Array) -> Any:
+        kernel = lambda *x: part(*x, *consts[1])  # noqa: E731
+        last = len(indices) - chunk
+
+        def body(carry: Any) -> Any:
+            done, update, *state = carry
+            # The last chunk begins early, so that it ends with the last entry.
+            start = jnp.minimum(done, last)
+            fresh = start + jnp.arange(chunk, dtype=jnp.int32) >= done
+            cut = lambda x: lax.dynamic_slice_in_dim(x, start, chunk)  # noqa: E731
+            ids = jnp.where(fresh, cut(indices), height)
+            arrays_now = (*arrays[:num_read], *state)
+            new, *state = _together(kernel, ids, cut(values), height, arrays_now, num_read)
+            new = leading(cut(update), chunk - jnp.sum(fresh, dtype=jnp.int32), new)
+            update = lax.dynamic_update_slice_in_dim(update, new, start, 0)
+            return [done + chunk, update, *state]
+
+        # In the kernel's own dtype, which need not be that of the gradient.
+        shape = jax.eval_shape(kernel, *_like((values, *arrays), chunk))[0]
+        update = jnp.zeros((len(indices), *shape.shape[1:]), shape.dtype)
+        (update,) = _jax.as_varying_as(arrays, update)
+        start = [jnp.zeros((), jnp.int32), update, *arrays[num_read:]]
+        return tuple(lax.while_loop(lambda x: x[0] < present, body, start)[1:])
+
+    step.defjvp(lambda primals, tangents: jax.jvp(together, primals, tangents))
+    new: tuple[jax.Array, ...] = step((whole_consts, part_consts), *rows)
+    return new
+
+
+def _like(arrays: Sequence[jax.Array], count: int) -> list[jax.Array]:
+    """Zeros as ``count`` rows of each array, varying as these do inside a ``shard_map``."""
+    zeros = (jnp.zeros((count, *x.shape[1:]), x.dtype) for x in arrays)
+    return _jax.as_varying_as(arrays, *zeros)
+
+
+def _all_rows(
+    kernel: Kernel,
+    indices: jax.Array,
+    values: jax.Array,
+    num_rows: int,
+    arrays: Sequence[jax.Array],
+    num_read: int,
+) -> tuple[jax.Array, ...]:
+    """One pass over the table; what it did to rows that are not named is dropped."""
+    indices = canonical_indices(indices, num_rows)
+    named = jnp.zeros((num_rows,), bool).at[indices].set(True, mode="drop")
+    update, *new = kernel(add_by_slot(values, indices, num_rows), *arrays)
+    every = jnp.arange(num_rows, dtype=indices.dtype)
+    return (
+        jnp.where(named, every, num_rows),
+        where_rows(named, update, jnp.zeros((), update.dtype)),
+        *(
+            where_rows(named, x.astype(old.dtype), old)
+            for x, old in zip(new, arrays[num_read:], strict=True)
+        ),
+    )

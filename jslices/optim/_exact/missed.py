@@ -1,0 +1,242 @@
+"""What the steps that a row has missed would have done to it, in closed form.
+
+Without a gradient the state of an optimizer only decays, so that what a missed step adds
+to a row is a factor of that row (its momentum, say) times a number that depends on the
+step alone. The sum of these numbers over the missed steps is all that a row has to know.
+With ``n`` steps taken, ``k`` of them missed, and weight decay shrinking what was moved
+before::
+
+    sum(lr(s + j) * weight(s + j) * ratio**j * (decay of the steps s+j+1 .. n), j = 1 .. k)
+
+where ``s = n - k`` is the last step of the row. For ``k`` up to a window, beyond which
+``ratio**j`` is lost in float32, it is an entry of a small table that is made anew for every
+``n``. For longer gaps it no longer grows: it is the row's snapshot, taken when it was last
+stepped (a schedule knows the future), times the decay since.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jslices.optim._engine.arithmetic import Scalar, Schedule, weight_seen
+
+#: What is left of a term beyond the window, relative to the first.
+NEGLIGIBLE = 1e-9
+
+
+class Series(NamedTuple):
+    """One such sum: how its terms fall off, and a weight for each step (counted from 1)."""
+
+    ratio: float
+    weight: Callable[[jax.Array], jax.Array]
+    times_learning_rate: bool = True
+
+    @property
+    def window(self) -> int:
+        return max(1, math.ceil(math.log(NEGLIGIBLE) / math.log(max(self.ratio, 1e-9))))
+
+
+class Missed(NamedTuple):
+    """What some rows missed. Every array is ``[n, 1, ...]``, one number a row."""
+
+    steps: jax.Array  #: the number of steps, int32.
+    sums: tuple[jax.Array, ...]  #: one for each series.
+    decay: Any  #: what weight decay leaves of the row; 1.0 without.
+    run: Any  #: the sum of log(1 - lr * weight_decay), or of lr without weight decay.
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class MissedSteps:
+    """What an optimizer's missed steps do to a row, and the numbers that this takes.
+
+    Attributes:
+      advance: ``advance(missed, p, *state) -> (p, *state)``, what missed steps do to rows.
+      learning_rate: a number or a schedule.
+      series: the sums it needs.
+      weight_decay: of decoupled weight decay, which missed steps have applied as well.
+      run: whether :attr:`Missed.run` is needed though there is no weight decay.
+    """
+
+    advance: Callable[..., tuple[jax.Array, ...]]
+    learning_rate: Scalar | Schedule
+    series: tuple[Series, ...] = ()
+    weight_decay: Scalar | Schedule = 0.0
+    run: bool = False
+
+    @property
+    def decays(self) -> bool:
+        rate = self.weight_decay
+        return callable(rate) or isinstance(rate, jax.core.Tracer) or float(rate) != 0.0
+
+    @property
+    def keeps_run(self) -> bool:
+        """Whether how far the schedule has run must be kept with each row."""
+        scheduled = callable(self.learning_rate) or callable(self.weight_decay)
+        return scheduled and (self.run or self.decays)
+
+    @property
+    def width(self) -> int:
+        """How many float32 numbers are kept with each row."""
+        return len(self.series) + 2 * self.keeps_run
+
+    def pace(self, steps: jax.Array) -> jax.Array:
+        """What each of ``steps`` (counted from 1) adds to the run."""
+        rates = _at(self.learning_rate, steps)
+        if not self.decays:
+            return rates if self.run else jnp.zeros_like(rates)
+        return jnp.log1p(-rates * _at(self.weight_decay, steps))
+
+    def advanced(self, run: jax.Array, step: jax.Array) -> jax.Array:
+        """``run`` after one more step: a sum of two float32, as small steps are many."""
+        if not self.keeps_run:
+            return run
+        high, low = run[0], run[1]
+        more = self.pace(step[None])[0] + low
+        total = high + more
+        kept = total - high
+        return jnp.stack([total, (high - (total - kept)) + (more - kept)])
+
+    # Scalars and small tables: compiled, or an eager step would dispatch dozens of them.
+
+    @functools.cached_property
+    def snapshot(self) -> Callable[[jax.Array, jax.Array], jax.Array]:
+        """``snapshot(count, run)``: ``[width]``, kept with a row that has done ``count``
+        steps."""
+
+        def snapshot(count: jax.Array, run: jax.Array) -> jax.Array:
+            numbers = [self._to_come(series, count) for series in self.series]
+            return jnp.stack([*numbers, *run]) if self.keeps_run else _stack(numbers)
+
+        return jax.jit(snapshot, inline=True)
+
+    @functools.cached_property
+    def tables(self) -> Callable[[jax.Array], tuple[jax.Array, ...]]:
+        """``tables(count)``: each series' sums over the last 0, 1, ... steps."""
+
+        def tables(count: jax.Array) -> tuple[jax.Array, ...]:
+            return tuple(self._so_far(series, count) for series in self.series)
+
+        return jax.jit(tables, inline=True)
+
+    def missed(
+        self,
+        count: jax.Array,
+        run: jax.Array,
+        tables: Sequence[jax.Array],
+        last: jax.Array,
+        snapshot: jax.Array,
+    ) -> Missed:
+        """What rows missed, given the ``last`` step ``[n]`` of each.
+
+        ``snapshot`` ``[n, width]`` is what was kept with them then.
+        """
+        steps = jnp.maximum(count - last, 0)  # rows may be frozen, ahead of all steps
+        if self.keeps_run:
+            since = (run[0] - snapshot[..., -2]) + (run[1] - snapshot[..., -1])
+        else:
+            since = steps * self.pace(jnp.ones((1,), jnp.int32))[0]
+        decay = jnp.exp(since) if self.decays else jnp.ones_like(since)
+        sums = []
+        for number, table in enumerate(tables):
+            window = table.shape[0] - 1
+            near = table.at[jnp.minimum(steps, window)].get(mode="promise_in_bounds")
+            sums.append(jnp.where(steps <= window, near, decay * snapshot[..., number]))
+        return Missed(steps, tuple(sums), decay, since)
+
+    def _terms(self, series: Series, steps: jax.Array) -> jax.Array:
+        weights = jnp.broadcast_to(series.weight(steps), steps.shape).astype(jnp.float32)
+        if series.times_learning_rate:
+            weights = weights * _at(self.learning_rate, steps)
+        return weights
+
+    def _to_come(self, series: Series, count: jax.Array) -> jax.Array:
+        ahead = jnp.arange(1, series.window + 1, dtype=jnp.int32)
+        steps = count + ahead
+        terms = self._terms(series, steps) * _powers(series.ratio, ahead)
+        if self.decays:
+            terms = terms * jnp.exp(-jnp.cumsum(self.pace(steps)))
+        return jnp.sum(terms)
+
+    def _so_far(self, series: Series, count: jax.Array) -> jax.Array:
+        back = jnp.arange(series.window, dtype=jnp.int32)
+        steps = jnp.maximum(count - back, 1)
+        terms = self._terms(series, steps) * _powers(series.ratio, -back)
+        if self.decays:
+            paces = self.pace(steps)
+            terms = terms * jnp.exp(jnp.cumsum(paces) - paces)
+        sums = jnp.cumsum(jnp.where(back < count, terms, 0.0))
+        return jnp.concatenate([jnp.zeros(1), sums * _powers(series.ratio, back + 1)])
+
+
+def momentum_series(b1: float, nesterov: bool = False, corrected: bool = True) -> Series:
+    """How a first moment ``m`` goes on without gradients, ``b1**j * m`` after j steps."""
+
+    def weight(step: jax.Array) -> jax.Array:
+        ahead = b1 if nesterov else 1.0
+        if not corrected:
+            return jnp.full(step.shape, ahead)
+        return ahead / weight_seen(b1, step + 1 if nesterov else step)
+
+    return Series(b1, weight)
+
+
+def step_moments(b1: float, b2: float, nesterov: bool = False) -> tuple[Series, ...]:
+    """Sums over the missed steps of Adam, of ``w/q``, ``w``, ``w*q`` and ``w*q**2``.
+
+    ``w`` is how far a step goes, and ``q`` how far the root of the corrected second moment
+    has shrunk: a step moves by ``w * m / (sqrt(v) * q + eps)``.
+    """
+    first = momentum_series(b1, nesterov)
+
+    def power(of: int) -> Series:
+        def weight(step: jax.Array) -> jax.Array:
+            return first.weight(step) * weight_seen(b2, step) ** (-of / 2)
+
+        return Series(b1 * b2 ** (of / 2), weight)
+
+    return tuple(power(of) for of in (-1, 0, 1, 2))
+
+
+def two_steps(sums: Sequence[jax.Array]) -> tuple[tuple[jax.Array, jax.Array], ...]:
+    """Two pairs ``(w/q, q)`` that stand for all the missed steps, given their moments.
+
+    This is Gauss' quadrature with two nodes: exact for every cubic in ``q``, and so for a
+    step whose ``eps`` is nothing, or everything, against the root.
+    """
+    total = jnp.where(sums[0] != 0, sums[0], 1.0)
+    mean, square, cube = (x / total for x in sums[1:])
+    variance = jnp.maximum(square - mean**2, 0.0)
+    third = cube - 3 * mean * square + 2 * mean**3
+    skew = jnp.where(variance > 0, third / jnp.where(variance > 0, 2 * variance, 1), 0.0)
+    apart = jnp.sqrt(skew**2 + variance)
+    upper = jnp.where(apart > 0, (apart - skew) / jnp.where(apart > 0, 2 * apart, 1), 0.5)
+    low, high = jnp.maximum(mean + skew - apart, 0.0), mean + skew + apart
+    # Learning rates of both signs have no mean; the root is then taken as it was.
+    usual = (mean > 0) & (square > 0)
+    low, high = jnp.where(usual, low, 1.0), jnp.where(usual, high, 1.0)
+    return ((1 - upper) * sums[0], low), (upper * sums[0], high)
+
+
+def fading(decay: float, missed: Missed) -> jax.Array:
+    """``decay ** steps``, what the missed steps leave of a decaying mean."""
+    return _powers(decay, missed.steps)
+
+
+def _powers(ratio: float, exponents: jax.Array) -> jax.Array:
+    return jnp.power(jnp.float32(ratio), exponents.astype(jnp.float32))
+
+
+def _at(value: Scalar | Schedule, steps: jax.Array) -> jax.Array:
+    """A hyperparameter at each of ``steps`` (counted from 1; a schedule counts from 0)."""
+    if callable(value):
+        return jax.vmap(lambda step: jnp.asarray(value(step), jnp.float32))(steps - 1)
+    return jnp.broadcast_to(jnp.asarray(value, jnp.float32), steps.shape)
+
+
+def _stack(numbers: Sequence[jax.Array]) -> jax.Array:
+    return jnp.stack(numbers) if numbers else jnp.zeros((0,), jnp.float32)
