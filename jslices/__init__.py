@@ -14,7 +14,7 @@ static capacity for unique rows, ``B`` the batch. *ids* are what one passes to a
 from jslices import accumulators, checkpoint, optim, testing, tf1, tree
 from jslices._densify import DenseUseError, DensificationWarning
 from jslices._devices.all_reduce import all_reduce_slices
-from jslices._devices.memory import keep_memory
+from jslices._devices.memory import PerformanceHint, keep_memory
 from jslices._errors import (
     CancelledError,
     DataLossError,
@@ -73,21 +73,19 @@ from jslices.optim import (
     sgd,
 )
 from jslices.optim.transforms.accumulate import accumulate_gradients, reduce_stacked
-from jslices.optim.transforms.clip_value import clip_by_value
-from jslices.optim.transforms.clipping import (
+from jslices.optim.transforms.clip import (
     clip_by_average_norm,
     clip_by_global_norm,
     clip_by_norm,
+    clip_by_value,
     clip_rows_by_norm,
 )
-from jslices.optim.transforms.finite import all_finite
-from jslices.optim.transforms.mask import mask_rows
-from jslices.optim.transforms.norms import global_norm
+from jslices.optim.transforms.norms import all_finite, global_norm
 from jslices.optim.transforms.per_example import (
     per_example_global_norm_clip,
     per_example_norms,
 )
-from jslices.optim.transforms.project import project_rows
+from jslices.optim.transforms.rows import mask_rows, project_rows
 
 __version__ = "0.1.0"
 
@@ -104,6 +102,7 @@ __all__ = [
     "InvalidArgumentError",
     "NotFoundError",
     "OutOfRangeError",
+    "PerformanceHint",
     "Saver",
     "UnavailableError",
     "accumulate_gradients",

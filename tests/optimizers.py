@@ -1,4 +1,4 @@
-"""Every optimizer with the settings that the tests run it with."""
+"""One table of optimizers and their settings, and the oracles they are compared with."""
 
 import jax
 import jax.numpy as jnp
@@ -10,8 +10,8 @@ import jslices as js
 V, D = 9, 3
 SCHEDULE = optax.cosine_decay_schedule(0.1, 10)
 
-# (name, keyword arguments): Optax has each under the same name, with equal results on dense
-# gradients, and on rows if what it knows of a row is the row's own.
+# (name, keyword arguments). Optax has these under the same names; the results are equal on
+# dense gradients, and on rows as well, since each element is stepped by itself.
 SHARED = [
     ("sgd", {}),
     ("sgd", {"momentum": 0.9}),
@@ -37,7 +37,7 @@ SHARED = [
     ("lion", {"weight_decay": 0.0, "b1": 0.8}),
     ("lion", {"weight_decay": 0.1, "mask": lambda params: {"table": False, "w": True}}),
 ]
-# Whose norms are those of a whole array if it is dense, and of a row if not.
+# Norms and means are those of the whole array for a dense gradient, of a row for slices.
 BY_ROW = [
     ("lamb", {}),
     ("lamb", {"weight_decay": 0.1, "mask": {"table": True, "w": False}}),
@@ -45,7 +45,7 @@ BY_ROW = [
     ("adafactor", {"min_dim_size_to_factor": 1}),
     ("adafactor", {"momentum": 0.9, "weight_decay_rate": 0.01, "factored": False}),
 ]
-# Whose arithmetic is not in Optax.
+# Not in Optax.
 OWN = [
     ("rowwise_adagrad", {}),
     ("rowwise_adagrad", {"initial_accumulator_value": 0.1, "eps": 1e-3}),
@@ -67,6 +67,10 @@ OWN = [
     ),
 ]
 ALL = [*SHARED, *BY_ROW, *OWN]
+# The first settings of each optimizer.
+FIRST = [*{name: (name, kwargs) for name, kwargs in reversed(ALL)}.values()][::-1]
+# One without a second state array, one with two, one that reads the parameters.
+THREE = [("sgd", {"momentum": 0.9}), ("adam", {}), ("ftrl", {})]
 
 IDS = {
     "unique": [7, 0, 3, 8, 1, 2],
@@ -80,11 +84,11 @@ IDS = {
 def label(case):
     if isinstance(case, dict):
         return "-".join(f"{k}={v}" for k, v in case.items() if isinstance(v, int | float))
-    return str(case)
+    return "schedule" if callable(case) else str(case)
 
 
 def make(module, name, rate, kwargs):
-    """The optimizer of that name, ``rate`` given unless the settings have their own."""
+    """The optimizer of that name; ``rate`` unless the settings have a learning rate."""
     if "learning_rate" in kwargs:
         return getattr(module, name)(**kwargs)
     return getattr(module, name)(rate, **kwargs)
@@ -105,12 +109,12 @@ def slices_of(rng, ids, shape=(V, D), dtype=jnp.float32):
 
 
 def only_touched(tx):
-    """``tx`` on dense gradients, undone wherever a row got none: what lazy means."""
+    """A step of ``tx`` on dense gradients, undone in the rows that no index names."""
 
     def step(params, state, grads):
-        touched = jnp.zeros(V, bool)
-        indices = grads["table"].indices
-        touched = touched.at[jnp.where(indices < 0, V, indices)].set(True, mode="drop")
+        indices = np.asarray(grads["table"].indices)
+        touched = np.zeros(V, bool)
+        touched[indices[(0 <= indices) & (indices < V)]] = True
         given = {**grads, "table": grads["table"].coalesce().to_dense()}
         updates, new_state = tx.update(given, state, params)
         new = jax.tree.map(lambda p, u: (p + u).astype(p.dtype), params, updates)
@@ -128,12 +132,13 @@ def only_touched(tx):
 
 
 def each_row(tx):
-    """``tx`` with every row of the table a parameter of its own."""
+    """``tx`` with every row of the table as a parameter by itself."""
     axes = {"table": 0, "w": None}
 
     def init(params):
         return jax.vmap(tx.init, in_axes=(axes,), axis_size=V)(params)
 
+    @jax.jit
     def update(grads, state, params):
         updates, state = jax.vmap(tx.update, in_axes=(axes, 0, axes))(grads, state, params)
         return {**updates, "w": updates["w"][0]}, state

@@ -1,97 +1,64 @@
 """Proofs from the compiled program: nothing of the table's size but the table itself."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from optimizers import ALL, label, make
+from optimizers import ALL, FIRST, label, make
 
 import jslices as js
-from jslices._grad import api, reread
-from jslices._proof import program
-from jslices.optim import in_place, large, leaf
-from jslices.optim import step as choice
 from jslices.testing import assert_in_place, assert_no_dense_temporary
 
-V, D, K = 200_000, 16, 64
+V, D = 200_000, 80
 TABLE_BYTES = V * D * 4
-SIX = 6 * D * 4  # bytes of six arrays of the gradient's size, for each id
-MANY = 5_000  # that is where chunks begin, unless rows are short
-# How many ids, and what adds the updates.
-REGIMES = {
-    "at_once": (K, js.apply_updates),
-    "many_at_once": (MANY, js.apply_updates),
-    "in_chunks": (MANY, optax.apply_updates),
-    "in_the_gradient": (MANY, js.apply_updates),
-}
-OTHER_WAY_ROUND = {
-    "at_once": (K, optax.apply_updates),
-    "in_chunks": (MANY, js.apply_updates),
-    "in_the_gradient": (MANY, optax.apply_updates),
-}
+FEW, MANY = 64, 5_000  # ids: stepped together, and in chunks
 PARAMS = {
     "table": jax.ShapeDtypeStruct((V, D), jnp.float32),
     "w": jax.ShapeDtypeStruct((D,), jnp.float32),
 }
-# (name, settings, arrays of the table's size, the table counted)
+# The first settings of each optimizer, and those with more state or other arithmetic.
 OPTIMIZERS = [
-    ("sgd", {}, 1),
-    ("sgd", {"momentum": 0.9}, 2),
-    ("adagrad", {}, 2),
-    ("rowwise_adagrad", {}, 1),
-    ("adam", {}, 3),
-    ("adamw", {}, 3),
-    ("partial_rowwise_adam", {}, 2),
-    ("amsgrad", {}, 4),
-    ("rmsprop", {}, 2),
-    ("rmsprop", {"centered": True, "momentum": 0.9}, 4),
-    ("adadelta", {}, 3),
-    ("ftrl", {}, 3),
-    ("proximal_adagrad", {}, 2),
-    ("lion", {}, 2),
-    ("lamb", {}, 3),
-    ("adafactor", {"min_dim_size_to_factor": 1}, 1),
-    ("adafactor", {"momentum": 0.9, "weight_decay_rate": 0.1, "factored": False}, 3),
-    ("adam", {"nesterov": True}, 3),
-    ("adamw", {"nesterov": True}, 3),
-    ("lamb", {"weight_decay": 0.1}, 3),
+    *FIRST,
+    ("sgd", {"momentum": 0.9}),
+    ("rmsprop", {"centered": True, "momentum": 0.9}),
+    ("adam", {"nesterov": True}),
+    ("lamb", {"weight_decay": 0.1}),
+    ("adafactor", {"min_dim_size_to_factor": 1}),
+    ("adafactor", {"momentum": 0.9, "weight_decay_rate": 0.1, "factored": False}),
 ]
-# Adafactor has a way of its own.
-BY_RULE = [case for case in OPTIMIZERS if case[0] != "adafactor"]
 EXACT = [
-    ("sgd", {"momentum": 0.9}, 2),
-    ("adam", {}, 3),
-    ("adamw", {}, 3),
-    ("amsgrad", {}, 4),
-    ("rmsprop", {"momentum": 0.9}, 3),
-    ("adadelta", {}, 3),
-    ("lion", {}, 2),
-    ("partial_rowwise_adam", {}, 2),
-    ("proximal_adagrad", {}, 2),
+    ("sgd", {"momentum": 0.9}),
+    ("adam", {}),
+    ("adamw", {}),
+    ("amsgrad", {}),
+    ("rmsprop", {"momentum": 0.9}),
+    ("adadelta", {}),
+    ("lion", {}),
+    ("partial_rowwise_adam", {}),
+    ("proximal_adagrad", {}),
 ]
-
-
-def case_label(case):
-    return "-".join(label(part) for part in case[:2])
+# Nothing here is run, and memory is assigned before machine code is made: that code need
+# not be good.
+jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
 
 
 def loss(params, ids):
     return ((params["table"][ids] @ params["w"]) ** 2).mean()
 
 
-# Nothing here is run, and memory is given out before machine code is made: that code need
-# not be good.
-unoptimized = {"xla_backend_optimization_level": 0}
+def step_of(tx, apply_updates, catch_up=False, value_and_grad=js.value_and_grad):
+    """A training step; with ``apply_updates=None`` by ``tx.apply``."""
 
-
-def ordinary_step(value_and_grad, tx, apply_updates, catch_up=False):
-    @functools.partial(jax.jit, donate_argnums=(0, 1), compiler_options=unoptimized)
+    @functools.partial(jit, donate_argnums=(0, 1))
     def step(params, state, ids):
         if catch_up:
             params, state = tx.catch_up(params, state, {"table": ids, "w": None})
         value, grads = value_and_grad(loss)(params, ids)
+        if apply_updates is None:
+            return *tx.apply(grads, state, params), value
         updates, state = tx.update(grads, state, params)
         return apply_updates(params, updates), state, value
 
@@ -103,128 +70,71 @@ def arguments(tx, num_ids):
     return PARAMS, jax.eval_shape(tx.init, PARAMS), ids
 
 
-def prove(step, args, tables, temp_bytes):
-    memory = assert_in_place(step, *args, min_bytes=V * 4)  # slots [V] as well
+def prove(step, args):
+    """In place, no dense temporary, and at most ten arrays of the gradient's size."""
+    params, state, ids = args
+    memory = assert_in_place(step, *args, min_bytes=V * 4)  # state arrays [V] as well
     assert assert_no_dense_temporary(step, *args) == memory
     # The table and each of its state arrays share the memory of the donated ones.
-    assert memory.alias_bytes >= tables * TABLE_BYTES
+    tables = [x for x in jax.tree.leaves((params, state)) if x.shape == (V, D)]
+    assert memory.alias_bytes >= len(tables) * TABLE_BYTES
     assert memory.output_bytes - memory.alias_bytes < 1024
-    assert memory.temp_bytes < min(temp_bytes, TABLE_BYTES / 4)
+    assert memory.temp_bytes < min(10 * ids.size * D * 4 + 4096, TABLE_BYTES / 4)
 
 
-@pytest.fixture(autouse=True)
-def _compile_once(monkeypatch):
-    """Both proofs of a step read one program."""
-    compiled, known = program.compiled, {}
-
-    def once(step, *rest):
-        if step not in known:
-            known[step] = compiled(step, *rest)
-        return known[step]
-
-    monkeypatch.setattr(program, "compiled", once)
-
-
-def calls_of(monkeypatch, name):
-    """The calls of a way of large gradients."""
-    calls, run = [], getattr(large, name)
-
-    def spy(*args):
-        calls.append(args)
-        return run(*args)
-
-    monkeypatch.setattr(large, name, spy)
-    return calls
+@pytest.mark.parametrize(
+    "name, kwargs, num_ids, apply_updates",
+    [
+        *((*case, FEW, js.apply_updates) for case in FIRST),
+        *((*case, MANY, js.apply_updates) for case in OPTIMIZERS),
+        *((*case, MANY, None) for case in FIRST),
+        ("adam", {}, FEW, None),
+        ("adam", {}, FEW, optax.apply_updates),
+        ("adamw", {}, MANY, optax.apply_updates),
+    ],
+    ids=lambda x: "apply" if x is None else getattr(x, "__module__", label(x)),
+)
+def test_step_is_in_place_and_without_dense_temporaries(
+    name, kwargs, num_ids, apply_updates
+):
+    tx = make(js, name, 0.1, kwargs)
+    prove(step_of(tx, apply_updates), arguments(tx, num_ids))
 
 
-@pytest.fixture
-def folded(monkeypatch):
-    """The calls of what works in the gradient's memory."""
-    return calls_of(monkeypatch, "step_folded")
+@pytest.mark.parametrize(
+    "name, kwargs, num_ids",
+    [*((*case, MANY) for case in EXACT), *((*case, FEW) for case in EXACT[:2])],
+    ids=label,
+)
+def test_exact_step_is_in_place_too(name, kwargs, num_ids):
+    tx = make(js, name, 0.1, {**kwargs, "untouched": "exact"})
+    prove(step_of(tx, js.apply_updates, catch_up=True), arguments(tx, num_ids))
 
 
-@pytest.fixture
-def rows_are_large(monkeypatch):
-    for module, name, value in (
-        (choice, "is_large", lambda *shape: True),
-        (leaf, "is_mapped", lambda num_bytes: True),
-        (reread, "LARGE", 0),
-        (reread, "is_large", lambda *shape: True),
-        (api, "LARGE", 0),
-    ):
-        monkeypatch.setattr(module, name, value)
+def test_every_optimizer_is_proved():
+    assert {name for name, _ in OPTIMIZERS} == {name for name, _ in ALL}
+    assert {name for name, _ in EXACT} == {case[0] for case in ALL if _catches_up(*case)}
 
 
-@pytest.fixture
-def rows_are_not_short(monkeypatch):
-    monkeypatch.setattr(in_place, "FEW_BYTES", 0)
+def _catches_up(name, kwargs):
+    """Whether rows catch up: for some exact is lazy, and some have no exact form."""
+    kwargs = {key: value for key, value in kwargs.items() if key != "mask"}
+    try:
+        return make(js, name, 0.1, {**kwargs, "untouched": "exact"}).catches_up
+    except (TypeError, ValueError):
+        return False
 
 
-def prove_regime(regime, num_ids, apply_updates, case, request, folded):
-    name, settings, tables = case
-    is_large = regime == "in_the_gradient"
-    if is_large:
-        request.getfixturevalue("rows_are_large")
-    elif regime == "in_chunks":
-        request.getfixturevalue("rows_are_not_short")
-    tx = make(js, name, 0.1, settings)
-    step = ordinary_step(js.value_and_grad, tx, apply_updates)
-    prove(step, arguments(tx, num_ids), tables, SIX * num_ids + 4096)
-    # Plain SGD has neither sums nor state, and Adafactor has a way of its own.
-    other = name == "adafactor" or (name, settings) == ("sgd", {})
-    assert bool(folded) == (is_large and not other)
-
-
-@pytest.mark.parametrize("regime", REGIMES)
-@pytest.mark.parametrize("case", OPTIMIZERS, ids=case_label)
-def test_step_is_in_place_and_without_dense_temporaries(case, regime, request, folded):
-    prove_regime(regime, *REGIMES[regime], case, request, folded)
-
-
-@pytest.mark.parametrize("regime", OTHER_WAY_ROUND)
-@pytest.mark.parametrize("case", [OPTIMIZERS[i] for i in (1, 5, 15)], ids=case_label)
-def test_both_apply_updates_in_every_regime(case, regime, request, folded):
-    prove_regime(regime, *OTHER_WAY_ROUND[regime], case, request, folded)
-
-
-def squares(params, ids):
-    """Whose gradient is computed slot by slot."""
-    return (params["table"][ids] ** 2).mean() + (params["w"] ** 2).sum()
-
-
-@pytest.mark.usefixtures("rows_are_large")
-@pytest.mark.parametrize("case", BY_RULE, ids=case_label)
-def test_one_call_is_in_place_and_holds_no_gradient(case, monkeypatch):
-    name, settings, tables = case
-    tx, streamed = make(js, name, 0.1, settings), calls_of(monkeypatch, "step_streamed")
-
-    @functools.partial(jax.jit, donate_argnums=(0, 1), compiler_options=unoptimized)
-    def step(params, state, ids):
-        value, grads = js.value_and_grad(squares)(params, ids)
-        return *tx.apply(grads, state, params), value
-
-    num_ids = 40_000
-    prove(step, arguments(tx, num_ids), tables, num_ids * D * 4)
-    assert streamed
-
-
-def with_metrics(params, ids):
-    rows = params["table"][ids]
-    return (rows**2).mean() + (params["w"] ** 2).sum(), {"mean": rows.mean()}
-
-
-def with_a_metric_of_its_own(params, ids):
-    rows = params["table"][ids]
-    return (rows**2).mean() + (params["w"] ** 2).sum(), rows.max()
-
-
-@pytest.mark.usefixtures("rows_are_large")
-@pytest.mark.parametrize("loss", [with_metrics, with_a_metric_of_its_own])
 @pytest.mark.parametrize("in_one_call", [True, False])
-def test_what_is_returned_besides_is_read_before_the_update(loss, in_one_call):
+def test_what_is_returned_besides_is_read_before_the_update(in_one_call):
     tx = js.adagrad(0.1)
 
-    @functools.partial(jax.jit, donate_argnums=(0, 1), compiler_options=unoptimized)
+    def loss(params, ids):
+        rows = params["table"][ids]
+        metrics = {"mean": rows.mean(), "max": rows.max()}
+        return (rows**2).mean() + (params["w"] ** 2).sum(), metrics
+
+    @functools.partial(jit, donate_argnums=(0, 1))
     def step(params, state, ids):
         (value, aux), grads = js.value_and_grad(loss, has_aux=True)(params, ids)
         if in_one_call:
@@ -232,62 +142,88 @@ def test_what_is_returned_besides_is_read_before_the_update(loss, in_one_call):
         updates, state = tx.update(grads, state, params)
         return js.apply_updates(params, updates), state, value, aux
 
-    prove(step, arguments(tx, MANY), 2, 4 * MANY * (D + 1) * 4 + 2**20)
-
-
-@pytest.mark.parametrize(
-    "case, num_ids",
-    [*((case, MANY) for case in EXACT), *((case, K) for case in EXACT[:2])],
-    ids=lambda x: case_label(x) if isinstance(x, tuple) else str(x),
-)
-@pytest.mark.usefixtures("rows_are_not_short")
-def test_exact_step_is_in_place_too(case, num_ids):
-    name, settings, tables = case
-    tx = make(js, name, 0.1, {**settings, "untouched": "exact"})
-    step = ordinary_step(js.value_and_grad, tx, js.apply_updates, catch_up=True)
-    prove(step, arguments(tx, num_ids), tables, SIX * num_ids + 4096)
-
-
-def test_every_optimizer_is_proved():
-    assert {name for name, _, _ in OPTIMIZERS} == {name for name, _ in ALL}
-    exact = {name for name, settings in ALL if _catches_up(name, settings)}
-    assert {name for name, _, _ in EXACT} == exact
-
-
-def _catches_up(name, settings):
-    """Whether rows catch up: for some exact is lazy, and some have no exact form."""
-    settings = {key: value for key, value in settings.items() if key != "mask"}
-    try:
-        tx = make(js, name, 0.1, {**settings, "untouched": "exact"})
-    except (TypeError, ValueError):
-        return False
-    return getattr(tx.init(jnp.ones((3, 2))), "clock", None) is not None
+    prove(step, arguments(tx, MANY))
 
 
 def test_the_proof_can_fail():
     tx = optax.adam(0.1)
-    step = ordinary_step(jax.value_and_grad, tx, optax.apply_updates)
-    args = arguments(tx, K)
+    step = step_of(tx, optax.apply_updates, value_and_grad=jax.value_and_grad)
+    args = arguments(tx, FEW)
     assert assert_in_place(step, *args).temp_bytes >= TABLE_BYTES
     with pytest.raises(
         AssertionError,
-        match=r"(?s)f32\[200000,16\] \(12.2 MB\) by .*this is a dense gradient",
+        match=r"(?s)f32\[200000,80\] \(61.0 MB\) by .*this is a dense gradient",
     ):
         assert_no_dense_temporary(step, *args)
 
 
+def compiled(tx, grad, shape, num_ids):
+    """An ordinary step of one table; it is not run."""
+
+    @functools.partial(jit, donate_argnums=(0, 1))
+    def train(table, state, ids):
+        grads = grad(lambda p: jnp.sum(p[ids] ** 2))(table)
+        updates, state = tx.update(grads, state, table)
+        return js.apply_updates(table, updates), state
+
+    table = jax.ShapeDtypeStruct(shape, jnp.float32)
+    ids = jax.ShapeDtypeStruct((num_ids,), jnp.int32)
+    return train.lower(table, jax.eval_shape(tx.init, table), ids).compile()
+
+
+@pytest.mark.parametrize(
+    "name, num_ids, length",
+    [
+        *(("adam", 500, 8), ("adam", 4_096, 64), ("adam", 23_000, 16), ("adam", 26_000, 8)),
+        *(("adam", 60_000, 64), ("ftrl", 4_096, 64), ("ftrl", 23_000, 16)),
+    ],
+)
+def test_temporaries_are_at_most_ten_arrays_of_the_gradient(name, num_ids, length):
+    """With few rows and many, long ones and short ones."""
+    program = compiled(make(js, name, 0.5, {}), js.grad, (100_000, length), num_ids)
+    temporaries = program.memory_analysis().temp_size_in_bytes
+    assert temporaries <= 10 * num_ids * length * 4
+
+
+@pytest.mark.parametrize("name", ["adam", "amsgrad", "ftrl", "lamb"])
+def test_temporaries_of_a_pass_over_all_rows(name):
+    """The sums, what the arithmetic holds, and a copy of each state array."""
+    tx, shape = make(js, name, 0.5, {}), (100_000, 8)
+    memory = compiled(tx, js.grad, shape, 27_000).memory_analysis()
+    state = jax.tree.leaves(jax.eval_shape(tx.init, jnp.zeros((2, 8))))
+    arrays = sum(x.shape == (2, 8) for x in state)
+    assert memory.temp_size_in_bytes < (arrays + 3.2) * 100_000 * 8 * 4
+    assert memory.alias_size_in_bytes >= (arrays + 1) * 100_000 * 8 * 4
+
+
+@pytest.mark.parametrize(
+    "name, length",
+    [*(("adagrad", n) for n in (1, 8, 16)), ("rmsprop", 8), ("adam", 8), ("lion", 8)],
+)
+def test_a_pass_over_all_rows_computes_what_a_dense_step_does(name, length):
+    """As often over the table, so that no array is computed twice."""
+    tx = make(js, name, 0.5, {})
+
+    def passes(grad):
+        program = compiled(tx, grad, (3000, length), 2000).as_text().partition("ENTRY")[2]
+        arrays = re.findall(rf"= f32\[3000,{length}\]\S* (\w+)", program)
+        return sorted(x for x in arrays if x not in ("parameter", "copy"))
+
+    assert passes(js.grad) == passes(jax.grad) != []
+
+
 def test_gradient_alone_is_as_small_as_the_rows():
-    ids = jax.ShapeDtypeStruct((K,), jnp.int32)
+    ids = jax.ShapeDtypeStruct((FEW,), jnp.int32)
     memory = jax.jit(js.grad(loss)).lower(PARAMS, ids).compile().memory_analysis()
     # Rows and their numbers, the gradient of w, and the table of pointers to them.
-    assert memory.output_size_in_bytes <= K * (D + 1) * 4 + D * 4 + 64
-    assert memory.temp_size_in_bytes < 10 * K * D * 4
+    assert memory.output_size_in_bytes <= FEW * (D + 1) * 4 + D * 4 + 64
+    assert memory.temp_size_in_bytes < 10 * FEW * D * 4
 
 
 def test_a_table_of_four_billion_elements_only_lowers():
     table = jax.ShapeDtypeStruct((250_000_000, 16), jnp.float32)
     lowered = jax.jit(js.grad(lambda t, i: (t[i] ** 2).sum())).lower(
-        table, jax.ShapeDtypeStruct((K,), jnp.int32)
+        table, jax.ShapeDtypeStruct((FEW,), jnp.int32)
     )
     values, indices = jax.tree.leaves(lowered.out_info)
-    assert values.shape == (K, 16) and indices.shape == (K,)
+    assert values.shape == (FEW, 16) and indices.shape == (FEW,)

@@ -89,7 +89,8 @@ def check_golden(name, case, updates, theirs):
     ref, indices = case["ref"], case["indices"]
     ops = []
     # What shape indices have does not depend on the row shape: one is compiled for all of
-    # them, and for numbers instead of updates; for the others they are flattened and padded.
+    # them, and for numbers instead of updates; for the others they are flattened and
+    # padded.
     alike = (not name.startswith("tail[2] ") and "dtype" not in name) or not updates.shape
     for op in OPS:
         wanted = theirs.get(f"scatter_{op}", {"error": "not tried"})

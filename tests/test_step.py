@@ -1,386 +1,393 @@
-"""The ways of a step, each forced in turn, give one result."""
+"""How a step is planned, and that every plan gives the same rows."""
 
-import contextlib
+import dataclasses
 import functools
-import math
-import re
-from unittest import mock
 
-import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import assert_close, quickly
-from hypothesis import given, settings
+from helpers import assert_close, numpy_dense, quickly
+from hypothesis import given
 from hypothesis import strategies as st
-from optimizers import BY_ROW, OWN, SHARED, label, make, slices_of
+from optimizers import BY_ROW, FIRST, THREE, label, make, slices_of
 
 import jslices as js
-from jslices.optim import fold, in_place, large, step, stream, whole
+from jslices.optim._engine.execute import execute
+from jslices.optim._engine.plan import Plan, choose_plan
+from jslices.optim._engine.protocol import EveryRow
 
-# The first setting of each optimizer that has no way of its own, and momentum.
-FIRST = {name: (name, kwargs) for name, kwargs in reversed([*SHARED, *BY_ROW, *OWN])}
-CASES = [*(FIRST.keys() - {"adafactor"})]
-CASES = [*(FIRST[name] for name in sorted(CASES)), ("sgd", {"momentum": 0.9})]
-D, K = 3, 42
-WAYS = ["whole", "fold", "chunks", "quarters"]  # and at_once, their measure
-_step_rows = in_place.step_rows
-
-
-@contextlib.contextmanager
-def forced(way):
-    """Makes ``step_slices`` go one way with small shapes."""
-    few = way in ("at_once", "quarters")
-    with contextlib.ExitStack() as stack:
-        patch = lambda *args: stack.enter_context(mock.patch.object(*args))  # noqa: E731
-        patch(step, "covers", lambda *shape: way == "whole")
-        patch(step, "is_large", lambda *shape: way == "fold")
-        for module in (in_place, fold, large, stream, step):
-            patch(module, "CHUNK", 10**9 if few else 16)
-        patch(in_place, "FEW_ROWS", 10**9 if few else 16)
-        patch(in_place, "FEW_BYTES", 0)
-        rows = functools.partial(_step_rows, quarters=way == "quarters")
-        patch(step, "step_rows", lambda *args, quarters: rows(*args))
-        yield
+V, D, K, CHUNK = 10, 3, 24, 4
+# All plans for these sizes: there are at most V distinct rows, so three chunks.
+PLANS = {
+    "together": Plan("together", K, V),
+    "in chunks": Plan("in chunks", K, V, chunk=CHUNK),
+    "all rows": Plan("all rows", K, V),
+}
+IDS = st.lists(st.integers(-2, V + 2), min_size=K, max_size=K)
 
 
-def two_steps(name, kwargs, grads, table, way, jit=quickly, in_one_call=False):
-    """The table, the state and, but for ``tx.apply``, the last updates."""
-    tx = make(js, name, 0.1, kwargs)
-    state, updates = tx.init(table), None
-    with forced(way):
-        # A new function each time: another way is another program.
-        step = jit(lambda *args: (tx.apply if in_one_call else tx.update)(*args))
-        for _ in range(2):
-            if in_one_call:
-                table, state = step(grads, state, table)
-            else:
-                updates, state = step(grads, state, table)
-                table = js.apply_updates(table, updates)
-    return table, state, updates
+@dataclasses.dataclass(frozen=True)
+class Kernel:
+    """Arithmetic for NumPy and for JAX, and the arrays that it reads and writes by rows."""
+
+    step: object
+    shapes: tuple = ()
+    num_read: int = 0
 
 
-def check_update(updates, ids, num_rows):
-    """Each row is named once; what is named by no id is empty, and zero."""
-    present = sorted({i for i in np.asarray(ids).tolist() if 0 <= i < num_rows})
-    named = np.asarray(updates.indices)
-    assert sorted(named[named < num_rows].tolist()) == present
-    assert not np.asarray(updates.values)[named >= num_rows].any()
+def _rms(g):
+    """The root of the mean of squares of each row, ``[U, 1]``."""
+    return (g * g).mean(-1, keepdims=True) ** 0.5
 
 
-def many_rows(num_rows=60):
+KERNELS = {
+    "no state": Kernel(lambda g: (0.5 * g,)),
+    "two state arrays": Kernel(
+        lambda g, m, v: ((m + g) / (v + g * g + 1), m + g, v + g * g), ((V, D), (V, D))
+    ),
+    "reads the parameter": Kernel(lambda g, p, m: (g + m - p, m * p), ((V, D), (V, D)), 1),
+    "a number a row": Kernel(
+        lambda g, s: (g / (1 + s[:, None]), s + _rms(g)[:, 0]), ((V,),)
+    ),
+    "whole rows": Kernel(lambda g, p: (g * _rms(p) / (1 + _rms(g)),), ((V, D),), 1),
+}
+
+
+def arrays_of(kernel):
     rng = np.random.default_rng(0)
-    table = jnp.asarray(rng.normal(size=(num_rows, D)), jnp.float32)
-    ids = np.concatenate([[5] * 9, rng.integers(-3, num_rows + 3, K - 9)])
-    return table, ids, slices_of(rng, ids, (num_rows, D)), num_rows
-
-
-@functools.lru_cache(maxsize=1)
-def at_once(number):
-    """What each way is compared with, compiled once for all of them."""
-    table, _, grads, _ = many_rows()
-    return two_steps(*CASES[number], grads, table, "at_once")
-
-
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("name, kwargs", CASES, ids=label)
-def test_every_way_gives_the_same(name, kwargs, way):
-    table, ids, grads, num_rows = many_rows()
-    wanted = at_once(CASES.index((name, kwargs)))
-    got = two_steps(name, kwargs, grads, table, way)
-    assert_close(got[:2], wanted[:2], rtol=1e-5, atol=1e-6)
-    update, wanted_update = got[2].to_dense(), wanted[2].to_dense()
-    assert_close(update, wanted_update, rtol=1e-5, atol=1e-6)
-    check_update(got[2], ids, num_rows)
-
-
-@pytest.mark.parametrize("way", ["at_once", *WAYS])
-@pytest.mark.parametrize("name, kwargs", CASES, ids=label)
-def test_update_and_apply_in_one_call(name, kwargs, way):
-    table, _, grads, _ = many_rows()
-    wanted = at_once(CASES.index((name, kwargs)))[:2]
-    got = two_steps(name, kwargs, grads, table, way, in_one_call=True)
-    assert_close(got[:2], wanted, rtol=1e-5, atol=1e-6)
-
-
-@settings(max_examples=40, deadline=None)
-@given(
-    ids=st.lists(st.integers(-2, 12), min_size=K, max_size=K),
-    way=st.sampled_from(WAYS),
-)
-def test_any_ids(ids, way):
-    rng = np.random.default_rng(1)
-    table = jnp.asarray(rng.normal(size=(10, D)), jnp.float32)
-    grads = slices_of(rng, ids, (10, D))
-    (table_now, _, updates), one_call = _adam_of(way)(grads, table)
-    assert_close(one_call[0], table_now, atol=1e-5)
-    dense, state = table, optax.adam(0.1).init(table)
-    for _ in range(2):
-        update, state = optax.adam(0.1).update(grads.to_dense(), state, dense)
-        dense = optax.apply_updates(dense, update)
-    touched = sorted({i for i in ids if 0 <= i < 10})
-    rest = sorted(set(range(10)) - set(touched))
-    assert_close(
-        table_now[np.array(touched, int)], dense[np.array(touched, int)], atol=1e-5
-    )
-    np.testing.assert_array_equal(
-        table_now[np.array(rest, int)], table[np.array(rest, int)]
-    )
-    check_update(updates, ids, 10)
+    return [rng.uniform(0.5, 1, shape).astype(np.float32) for shape in kernel.shapes]
 
 
 @functools.cache
-def _adam_of(way):
-    @jax.jit
-    def run(grads, table):
-        return [two_steps("adam", {}, grads, table, way, jax.jit, b) for b in (False, True)]
-
-    with forced(way):
-        run(slices_of(np.random.default_rng(0), [0] * K, (10, D)), jnp.zeros((10, D)))
-    return run
-
-
-@pytest.mark.parametrize("bad", [np.inf, np.nan, -np.inf])
-def test_what_is_not_finite_stays_in_its_row(bad):
-    grads = js.IndexedSlices(jnp.ones((K, D)).at[3].set(bad), [3, 7] * (K // 2), (60, D))
-    for way in WAYS:
-        table, _, updates = two_steps("adam", {}, grads, jnp.ones((60, D)), way)
-        assert np.isfinite(np.delete(table, 7, 0)).all(), way
-        check_update(updates, [3, 7], 60)
-
-
-def test_the_way_is_chosen_from_the_shapes():
-    taken = []
-    ways = {
-        "whole": (step, "step_whole"),
-        "fold": (large, "step_folded"),
-        "rows": (step, "step_rows"),
-    }
-    with contextlib.ExitStack() as stack:
-        for way, (module, name) in ways.items():
-            real = getattr(module, name)
-
-            def spy(*args, way=way, real=real, **kwargs):
-                taken.append(way)
-                return real(*args, **kwargs)
-
-            stack.enter_context(mock.patch.object(module, name, spy))
-        for num_rows, dim, count, way in [
-            (1_000, 16, 100, "rows"),  # few
-            (1_000, 16, 600, "whole"),  # half of the table
-            (100_000, 16, 10_000, "rows"),
-            (100_000, 16, 30_000, "whole"),
-            (100_000, 64, 15_000, "rows"),
-            (100_000, 64, 16_000, "fold"),
-            (100_000, 64, 130_000, "fold"),
-            (1_000_000, 16, 300_000, "rows"),  # short rows
-            (100_000, 64, 200_000, "whole"),
-            (1_000_000, 64, 100_000, "fold"),
-        ]:
-            shape = (num_rows, dim)
-            grads = js.IndexedSlices(
-                np.broadcast_to(np.float32(0), (count, dim)),
-                np.broadcast_to(np.int32(0), count),
-                shape,
-            )
-            tx = js.adagrad(0.1)
-            table = jax.ShapeDtypeStruct(shape, jnp.float32)
-            jax.eval_shape(tx.update, grads, jax.eval_shape(tx.init, table), table)
-            assert taken.pop() == way, (num_rows, dim, count)
-
-
-def test_many_slots_of_sgd_stay_as_they_are():
-    ids = jnp.asarray([1] * 300 + [-1] * 300 + [2] * 300)
-    values = jnp.ones((900, 2)).at[300:600].set(jnp.nan)
-    tx = js.sgd(0.5)
-    tall = js.IndexedSlices(values, ids, (500, 2))
-    updates, _ = jax.jit(tx.update)(tall, tx.init(jnp.zeros((500, 2))))
-    assert updates.values.shape == (900, 2)
-    assert not updates.values[300:600].any()
-    np.testing.assert_array_equal(updates.to_dense()[:5, 0], [0, -150, -150, 0, 0])
-    # Short rows, each named many times: the dense sum.
-    grads = js.IndexedSlices(values, ids, (5, 2))
-    updates, _ = jax.jit(tx.update)(grads, tx.init(jnp.zeros((5, 2))))
-    assert updates.indices.tolist() == [5, 1, 2, 5, 5]
-    np.testing.assert_array_equal(updates.values[:, 0], [0, -150, -150, 0, 0])
-    for params in (jnp.zeros((5, 2)), np.zeros((5, 2), np.float32)):
-        stepped = js.apply_updates(params, updates)
-        np.testing.assert_array_equal(stepped[:, 0], [0, -150, -150, 0, 0])
-    # 16 bits would round at each addition, so there they are summed first.
-    updates, _ = tx.update(grads.astype(jnp.bfloat16), tx.init(jnp.zeros((5, 2))))
-    assert updates.indices.tolist() == [1, 2, 5, 5, 5]
-
-
-@pytest.mark.parametrize(
-    "name, length, rows, ids_a_row",
-    [
-        *(("adam", 1, 10**5, 0.27 / 8), ("adam", 4, 10**6, 0.27 / 2)),
-        *(("adam", 8, 10**6, 0.27), ("adam", 256, 10**4, 0.27), ("adam", 16, 10**6, 1 / 3)),
-        *(("adam", 32, 10**6, 2 / 3), ("adam", 256, 10**5, 2)),
-        *(("ftrl", 8, 10**6, 3.62 / 6), ("ftrl", 4, 10**6, 3.62 / 12)),
-        *(("ftrl", 32, 10**6, 2 / 3), ("ftrl", 256, 10**5, 2)),
-    ],
-)
-def test_how_many_ids_are_enough_for_all_rows(name, length, rows, ids_a_row):
-    tx = getattr(js, name)(0.5)
-    table = jax.ShapeDtypeStruct((rows, length), jnp.float32)
-
-    def kind(count):
-        grads = js.IndexedSlices(
-            jax.ShapeDtypeStruct((count, length), jnp.float32),
-            jax.ShapeDtypeStruct((count,), jnp.int32),
-            (rows, length),
+def compiled(name, plan):
+    """``(indices, values, *arrays) -> (indices, update, *new)`` by that plan."""
+    kernel = KERNELS[name]
+    return quickly(
+        lambda indices, values, *arrays: execute(
+            plan, kernel.step, indices, values, V, arrays, kernel.num_read
         )
-        return type(
-            jax.eval_shape(tx.update, grads, jax.eval_shape(tx.init, table), table)[0]
-        )
-
-    enough = math.ceil(rows * ids_a_row)
-    assert kind(enough) is whole.EveryRow
-    assert kind(enough - 1) is js.IndexedSlices
-
-
-def compiled_step(tx, grad, shape, count):
-    """An ordinary step of a table with so many ids; it is not run."""
-
-    @functools.partial(jax.jit, donate_argnums=(0, 1))
-    def train(table, state, ids):
-        grads = grad(lambda p: jnp.sum(p[ids] ** 2))(table)
-        updates, state = tx.update(grads, state, table)
-        return js.apply_updates(table, updates), state
-
-    table = jax.ShapeDtypeStruct(shape, jnp.float32)
-    ids = jax.ShapeDtypeStruct((count,), jnp.int32)
-    return train.lower(table, jax.eval_shape(tx.init, table), ids).compile()
-
-
-@pytest.mark.parametrize("name", ["adam", "ftrl"])  # at once, and in quarters
-@pytest.mark.parametrize("length", [8, 16, 64])
-@pytest.mark.parametrize(
-    "count",
-    [500, 2049, 5859, 5860, 23_437, 23_438, 26_999, 27_000, 60_333, 60_334, 100_000],
-)
-def test_temporaries_are_less_than_six_arrays_of_the_gradient(count, length, name):
-    compiled = compiled_step(getattr(js, name)(0.5), js.grad, (100_000, length), count)
-    temporaries = compiled.memory_analysis().temp_size_in_bytes
-    assert temporaries < 6 * count * length * 4
-
-
-@pytest.mark.parametrize("num_rows", [40_000, 300_000])  # a map of all rows, and a hash
-@pytest.mark.parametrize("name", ["adagrad", "amsgrad", "adafactor"])
-def test_many_short_rows_together_are_the_same_as_in_chunks(name, num_rows):
-    rng = np.random.default_rng(0)
-    tx, count, length = getattr(js, name)(0.5), 5_000, 4
-    ids = (num_rows * rng.random(count) ** 4).astype(np.int32)  # some are named often
-    ids[::50] = rng.choice([-1, num_rows, num_rows + 7], 100)  # some are no rows
-    grads = js.IndexedSlices(
-        jnp.asarray(rng.normal(size=(count, length)), jnp.float32), ids, (num_rows, length)
     )
-    table = jnp.asarray(rng.normal(size=grads.dense_shape), jnp.float32)
-
-    def two_steps(few_bytes):
-        def step(table, state, grads):
-            updates, state = tx.update(grads, state, table)
-            return js.apply_updates(table, updates), state
-
-        with mock.patch.object(in_place, "FEW_BYTES", few_bytes):
-            lowered = jax.jit(step).lower(table, tx.init(table), grads)
-        step, now = lowered.compile(), (table, tx.init(table))
-        chunk = f"tensor<{in_place.CHUNK}x{length}xf32>"
-        return step(*step(*now, grads), grads), chunk in lowered.as_text()
-
-    together, cut = two_steps(in_place.FEW_BYTES)
-    assert not cut
-    in_chunks, cut = two_steps(0)
-    assert cut
-    chex.assert_trees_all_close(together, in_chunks, rtol=1e-5, atol=1e-6)
-    assert not np.array_equal(together[0], table)
 
 
-@pytest.mark.parametrize("name", ["adam", "adadelta", "rmsprop", "amsgrad"])
-def test_a_pass_over_all_rows_copies_no_array(name):
-    tx = getattr(js, name)(0.5)
-    params, ids = jnp.zeros((1000, 24)), jnp.arange(1000) * 7 % 1000
-
-    @functools.partial(jax.jit, donate_argnums=(0, 1))
-    def train(params, state, ids):
-        grads = js.grad(lambda p: jnp.sum(p[ids] ** 2))(params)
-        updates, state = tx.update(grads, state, params)
-        assert isinstance(updates, whole.EveryRow)
-        return js.apply_updates(params, updates), state
-
-    program = train.lower(params, tx.init(params), ids).compile().as_text()
-    assert "f32[1000,24]" in program
-    assert not [x for x in program.splitlines() if "f32[1000,24]" in x and " copy(" in x]
+def in_numpy(kernel, ids, values):
+    """The dense update and the new arrays: named rows alone are stepped."""
+    arrays = arrays_of(kernel)
+    named = np.isin(np.arange(V), ids)
+    update, *new = kernel.step(numpy_dense(values, ids, (V, D)), *arrays)
+    old = np.zeros_like(update), *arrays[kernel.num_read :]
+    pick = lambda new, old: np.where(named.reshape(-1, *[1] * (old.ndim - 1)), new, old)  # noqa: E731
+    return [pick(*pair) for pair in zip((update, *new), old, strict=True)]
 
 
-@pytest.mark.parametrize("length", [1, 8, 16])
-@pytest.mark.parametrize("name", ["adagrad", "rmsprop", "adam"])
-def test_a_pass_over_all_rows_goes_over_them_as_often_as_a_dense_step(name, length):
-    tx = getattr(js, name)(0.5)
+def values_of(ids):
+    rng = np.random.default_rng(1)
+    return rng.normal(size=(len(ids), D)).astype(np.float32)
 
-    def passes(grad):
-        compiled = compiled_step(tx, grad, (3000, length), 2000)
-        program = compiled.as_text().partition("ENTRY")[2]
-        return sorted(re.findall(rf"= f32\[3000,{length}\]\S* (?!parameter)\w+", program))
 
-    assert passes(js.grad) == passes(jax.grad) != []
+def check_entries(indices, update, ids):
+    """Each row is named once; the other entries are empty, and zero."""
+    indices = np.asarray(indices)
+    named = indices[(0 <= indices) & (indices < V)]
+    assert sorted(named.tolist()) == sorted({i for i in ids if 0 <= i < V})
+    assert (indices[indices != V] < V).all() and (indices >= 0).all()
+    assert not np.asarray(update)[indices == V].any()
+
+
+@pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
+@pytest.mark.parametrize("name", KERNELS)
+@given(ids=IDS)
+def test_every_plan_is_the_plain_loop(name, plan, ids):
+    """Duplicates, negative and out-of-range ids: as in NumPy, and the rest to the bit."""
+    kernel, values = KERNELS[name], values_of(ids)
+    indices, update, *new = compiled(name, plan)(
+        np.array(ids, np.int32), values, *arrays_of(kernel)
+    )
+    check_entries(indices, update, ids)
+    wanted, *wanted_arrays = in_numpy(kernel, ids, values)
+    dense = numpy_dense(update, indices, (V, *update.shape[1:]))
+    np.testing.assert_allclose(dense, wanted, rtol=1e-4, atol=1e-5)
+    untouched = ~np.isin(np.arange(V), ids)
+    for got, array in zip(new, wanted_arrays, strict=True):
+        np.testing.assert_allclose(got, array, rtol=1e-4, atol=1e-5)
+        np.testing.assert_array_equal(np.asarray(got)[untouched], array[untouched])
+
+
+@given(ids=IDS)
+def test_entries_that_are_not_summed_add_up_to_the_same(ids):
+    values = values_of(ids)
+    plan = Plan("together", K, K, sums=False)
+    indices, update = compiled("no state", plan)(np.array(ids, np.int32), values)
+    assert indices.tolist() == [i if 0 <= i < V else V for i in ids]
+    assert not np.asarray(update)[np.asarray(indices) == V].any()
+    dense = numpy_dense(update, indices, (V, D))
+    np.testing.assert_allclose(
+        dense, 0.5 * numpy_dense(values, ids, (V, D)), rtol=1e-4, atol=1e-5
+    )
+
+
+@pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
+@pytest.mark.parametrize("dtype", [np.int8, np.uint16])
+def test_indices_of_any_integer_dtype(plan, dtype):
+    ids = np.arange(K) % (V + 2)
+    results = compiled("two state arrays", plan)(
+        ids.astype(dtype), values_of(ids), *arrays_of(KERNELS["two state arrays"])
+    )
+    wanted = in_numpy(KERNELS["two state arrays"], ids, values_of(ids))
+    for got, array in zip(results[2:], wanted[1:], strict=True):
+        np.testing.assert_allclose(got, array, rtol=1e-5)
+
+
+@pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
+def test_dtypes_of_the_arrays_are_kept(plan):
+    """bfloat16 values and state next to float32 arithmetic."""
+    kernel = lambda g, m: (g.astype(jnp.float32) + m, m + g.astype(jnp.float32))  # noqa: E731
+    ids = jnp.arange(K) % 4
+    values, m = jnp.ones((K, D), jnp.bfloat16), jnp.ones((V, D), jnp.bfloat16)
+    step = quickly(lambda *x: execute(plan, kernel, *x[:2], V, x[2:]))
+    _, update, new = step(ids, values, m)
+    assert (update.dtype, new.dtype) == (jnp.float32, jnp.bfloat16)
+    np.testing.assert_array_equal(new[:, 0].astype(int), [7] * 4 + [1] * 6)
+
+
+@pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
+@pytest.mark.parametrize("bad", [np.inf, np.nan, -np.inf])
+def test_what_is_not_finite_stays_in_its_row(plan, bad):
+    ids = np.array([3, 7] * (K // 2), np.int32)
+    values = values_of(ids)
+    values[3] = bad
+    kernel = KERNELS["two state arrays"]
+    step = compiled("two state arrays", plan)
+    indices, update, *new = step(ids, values, *arrays_of(kernel))
+    dense = numpy_dense(update, indices, (V, D))
+    assert not np.isfinite(dense[7]).all()
+    for array in (dense, *new):
+        assert np.isfinite(np.delete(array, 7, 0)).all()
 
 
 @pytest.mark.parametrize(
     "kernel",
     [
-        lambda g, a, b: (g, a, b + g),  # as it was
+        lambda g, a, b: (g, a, b + g),  # a state array stays as it was
         lambda g, a, b: (a + g, a + g, a + g),
         lambda g, a, b: (g * 2, b, a),
-        lambda g, a, b: (lambda c: (c, b * c, c))(a + g),  # the update is kept as state
+        lambda g, a, b: (lambda c: (c, b * c, c))(a + g),  # the update is also state
         lambda g, a, b: (lambda c: (c, c, c))(jnp.sin(g + a * b)),
         lambda g, a, b: (a * 0 + jnp.nan, g / 0 * 0, jnp.where(g > 1, b, jnp.inf)),
     ],
 )
 def test_a_pass_over_all_rows_keeps_those_without_a_gradient(kernel):
-    a, b = jnp.arange(24.0).reshape(6, 4), 7 - jnp.arange(24.0).reshape(6, 4)
-    rows, ids = jnp.ones((5, 4)), jnp.array([1, 4, 4, 6, 1])
-    indices, *out = whole.step_whole(kernel, ids, rows, 6, (a, b), 0, False)
-    want = kernel(jnp.zeros((6, 4)).at[ids].add(rows, mode="drop"), a, b)
-    assert indices.tolist() == [6, 1, 6, 6, 4, 6]
-    for got, each, old in zip(out, want, (0 * a, a, b), strict=True):
-        named = jnp.array([False, True, False, False, True, False])[:, None]
+    a, b = jnp.arange(40.0).reshape(10, 4), 7 - jnp.arange(40.0).reshape(10, 4)
+    rows, ids = jnp.ones((5, 4)), jnp.array([1, 4, 4, V, 1])
+    wanted = kernel(jnp.zeros((V, 4)).at[ids].add(rows, mode="drop"), a, b)
+    named = jnp.isin(jnp.arange(V), ids)[:, None]
+    indices, *new = execute(Plan("all rows", 5, V), kernel, ids, rows, V, (a, b))
+    check_entries(indices, new[0], [1, 4])
+    for got, each, old in zip(new, wanted, (0 * a, a, b), strict=True):
         np.testing.assert_allclose(got, jnp.where(named, each, old), rtol=1e-6)
+
+
+@pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
+def test_derivatives_by_what_a_kernel_closes_over_and_by_rows(plan):
+    """Of any plan, forward and reverse: a learned learning rate, and learned gradients."""
+    rng = np.random.default_rng(6)
+    ids = jnp.asarray(rng.integers(-2, V + 2, K))
+    values, m = jnp.asarray(values_of(ids)), jnp.asarray(rng.uniform(size=(V, D)))
+
+    def after(rate, values, m):
+        kernel = lambda g, m: (rate * g / (1 + m), m + rate * g * g)  # noqa: E731
+        indices, update, new = execute(plan, kernel, ids, values, V, [m])
+        return (jnp.zeros((V, D)).at[indices].add(update, mode="drop") * new).sum()
+
+    def wanted(rate, values, m):
+        g = jnp.zeros((V + 1, D)).at[jnp.where(ids < 0, V, ids)].add(values, mode="drop")
+        return (rate * g[:V] / (1 + m) * (m + rate * g[:V] ** 2)).sum()
+
+    for derivative in (jax.jacrev, jax.jacfwd):
+        of = lambda f, d=derivative: quickly(d(f, (0, 1, 2)))(0.1, values, m)  # noqa: E731
+        assert_close(of(after), of(wanted), rtol=1e-4, atol=1e-5)
+
+
+# Every optimizer, by sizes that give the way.
+SIZES = {"in chunks": (20_000, 80, 5_000), "all rows": (300, 3, 600)}
+
+
+@functools.cache
+def sizes_of(way):
+    """A table, history, and slices whose plan takes that way."""
+    num_rows, dim, count = SIZES[way]
+    rng = np.random.default_rng(0)
+    ids = (num_rows * rng.random(count) ** 2).astype(np.int32)  # some are named often
+    ids[::50] = rng.choice([-1, num_rows, num_rows + 7], len(ids[::50]))  # some are no rows
+    table = jnp.asarray(rng.normal(size=(num_rows, dim)), jnp.float32)
+    history = jnp.asarray(rng.normal(size=table.shape), jnp.float32)
+    grads = slices_of(rng, ids, table.shape)
+    assert choose_plan(grads.values, [table], num_rows).way == way
+    return table, history, grads
+
+
+REPRESENTATIVE = ("sgd", "adam", "ftrl", "rowwise_adagrad", "lamb", "adafactor")
+
+
+@pytest.mark.parametrize(
+    "name, kwargs, way",
+    [
+        *((*case, "all rows") for case in FIRST),
+        *((*case, "in chunks") for case in FIRST if case[0] in REPRESENTATIVE),
+        (*THREE[0], "in chunks"),
+    ],
+    ids=label,
+)
+def test_every_optimizer_steps_rows_as_whole_arrays(name, kwargs, way):
+    """``update`` and ``apply``, against the optimizer itself on the dense gradient."""
+    table, history, grads = sizes_of(way)
+    tx = make(js, name, 0.1, kwargs)
+    _, state = tx.update(history, tx.init(table), table)
+
+    @quickly
+    def both(grads, state, table):
+        updates, new = tx.update(grads, state, table)
+        return (js.apply_updates(table, updates), new), tx.apply(grads, state, table)
+
+    results = both(grads, state, table)
+    wanted = dense_step(tx, (name, kwargs) in BY_ROW, grads.to_dense(), state, table)
+    named = np.isin(np.arange(len(table)), grads.indices)
+    plain_sgd = (name, kwargs) == ("sgd", {})
+    for got in results:
+        for new, each, old in zip(
+            *map(jax.tree.leaves, (got, wanted, (table, state))), strict=True
+        ):
+            if old.shape[:1] != table.shape[:1]:
+                continue
+            rows = named.reshape(-1, *[1] * (old.ndim - 1))
+            np.testing.assert_allclose(new, np.where(rows, each, old), rtol=2e-5, atol=2e-6)
+            if not plain_sgd:  # which adds each entry to the rows as they are
+                np.testing.assert_array_equal(new[~named], old[~named])
+
+
+def dense_step(tx, by_row, grads, state, table):
+    update = tx.update
+    if by_row:  # norms and means are those of a row
+        axes = jax.tree.map(lambda x: 0 if x.shape[:1] == table.shape[:1] else None, state)
+        update = quickly(jax.vmap(tx.update, (0, axes, 0), (0, axes)))
+    updates, state = update(grads, state, table)
+    return table + updates, state
+
+
+def shapes_of(num_rows, dim, count, dtype=jnp.float32):
+    return (
+        jax.ShapeDtypeStruct((count, dim), dtype),
+        [jax.ShapeDtypeStruct((num_rows, dim), dtype)],
+        num_rows,
+    )
+
+
+@pytest.mark.parametrize(
+    "num_rows, dim, count, way",
+    [
+        (1_000, 16, 100, "together"),  # few
+        (1_000, 16, 600, "all rows"),  # half of the table
+        (100_000, 4, 5_000, "together"),  # many, but short
+        (100_000, 16, 26_000, "in chunks"),
+        (100_000, 16, 27_000, "all rows"),
+        (100_000, 64, 15_000, "in chunks"),
+        (1_000_000, 16, 300_000, "in chunks"),  # a large table
+        (1_000_000, 64, 100_000, "in chunks"),
+        (100_000, 64, 200_000, "all rows"),
+    ],
+)
+def test_the_way_follows_from_the_shapes(num_rows, dim, count, way):
+    plan = choose_plan(*shapes_of(num_rows, dim, count))
+    assert (plan.way, plan.sums, plan.entries) == (way, True, count)
+    assert plan.capacity == (num_rows if way == "all rows" else min(count, num_rows))
+    assert (plan.chunk is not None) == (way == "in chunks")
+    # Elsewhere a loop over chunks would only launch more kernels.
+    other = choose_plan(*shapes_of(num_rows, dim, count), "gpu")
+    assert other.way == ("all rows" if way == "all rows" else "together")
+
+
+@pytest.mark.parametrize("count, sums", [(511, True), (512, False), (100_000, False)])
+def test_a_linear_rule_without_state_adds_each_entry_by_itself(count, sums):
+    plan = choose_plan(shapes_of(10**6, 64, count)[0], [], 10**6, linear=True)
+    assert (plan.way, plan.sums) == ("together", sums)
+    # Not with state, nor in 16 bits, which would round each time, nor on a GPU.
+    assert choose_plan(*shapes_of(10**6, 64, count), linear=True).sums
+    narrow = shapes_of(10**6, 64, count, jnp.bfloat16)[0]
+    assert choose_plan(narrow, [], 10**6, linear=True).sums
+    assert choose_plan(shapes_of(10**6, 64, count)[0], [], 10**6, "gpu", linear=True).sums
+
+
+def test_without_duplicates_nothing_is_summed():
+    plan = choose_plan(*shapes_of(1_000, 16, 600), unique=True)
+    assert (plan.way, plan.sums, plan.capacity) == ("together", False, 600)
+
+
+def test_a_plan_says_what_it_does_and_why():
+    plan = choose_plan(*shapes_of(100_000, 64, 15_000))
+    for part in ("15,000 entries", f"in chunks of {plan.chunk}", "duplicates summed first"):
+        assert part in str(plan)
+    assert plan.why and str(plan).endswith(plan.why)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        plan.way = "together"
+
+
+@pytest.mark.parametrize(
+    "length, rows, entries_per_row",
+    [
+        *((1, 10**5, 0.27 / 8), (4, 10**6, 0.27 / 2), (8, 10**6, 0.27), (256, 10**4, 0.27)),
+        *((16, 10**6, 1 / 3), (32, 10**6, 2 / 3), (256, 10**5, 1.34), (256, 10**6, 1.34)),
+    ],
+)
+def test_how_many_entries_are_enough_for_all_rows(length, rows, entries_per_row):
+    enough = int(np.ceil(rows * min(entries_per_row, 2)))
+    ways = [
+        choose_plan(*shapes_of(rows, length, count)).way == "all rows"
+        for count in (enough - 2, enough + 2)
+    ]
+    assert ways == [False, True] or length == 256
 
 
 def test_updates_of_all_rows_are_slices_like_others():
     grads = js.IndexedSlices(jnp.ones((600, 2)), jnp.arange(600) % 7, (1000, 2))
     tx = js.adam(0.5)
     params = jnp.zeros((1000, 2))
-    updates, _ = jax.jit(tx.update)(grads, tx.init(params), params)
-    assert isinstance(updates, whole.EveryRow) and js.is_slices(updates)
-    want = jnp.zeros((1000, 2)).at[:7].set(-0.5)
-    for done in (
-        js.apply_updates(params, updates),
-        optax.apply_updates(params, updates),
-        js.apply_updates(params, updates.coalesce()),
-        params + updates,
-        (params - updates * 2) / -2,
-    ):
-        np.testing.assert_allclose(done, want, rtol=1e-5, atol=1e-7)
+    updates, _ = quickly(tx.update)(grads, tx.init(params), params)
+    assert isinstance(updates, EveryRow) and js.is_slices(updates)
+
+    @quickly
+    def added(params, updates):
+        return (
+            js.apply_updates(params, updates),
+            optax.apply_updates(params, updates),
+            js.apply_updates(params, updates.coalesce()),
+            params + updates,
+            (params - updates * 2) / -2,
+        )
+
+    wanted = jnp.zeros((1000, 2)).at[:7].set(-0.5)
+    for new in added(params, updates):
+        np.testing.assert_allclose(new, wanted, rtol=1e-5, atol=1e-7)
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_a_learned_learning_rate_goes_each_way(way):
-    rng = np.random.default_rng(6)
-    table = jnp.asarray(rng.normal(size=(60, D)), jnp.float32)
-    grads = slices_of(rng, rng.integers(0, 60, K), (60, D))
-
-    def after(rate, way):
-        with forced(way):
-            tx = js.adam(rate)
-            updates, _ = tx.update(grads, tx.init(table), table)
-            apart = (js.apply_updates(table, updates) ** 2).sum()
-            return apart, (tx.apply(grads, tx.init(table), table)[0] ** 2).sum()
-
-    wanted, _ = jax.jacrev(after)(0.1, "at_once")
-    for got in jax.jacrev(after)(0.1, way):
-        np.testing.assert_allclose(got, wanted, rtol=1e-4)
+def test_many_entries_of_sgd_stay_as_they_are():
+    ids = jnp.asarray([1] * 300 + [-1] * 300 + [2] * 300)
+    values = jnp.ones((900, 2)).at[300:600].set(jnp.nan)
+    tx = js.sgd(0.5)
+    update = quickly(tx.update)
+    tall = js.IndexedSlices(values, ids, (500, 2))
+    updates, _ = update(tall, tx.init(jnp.zeros((500, 2))))
+    assert updates.values.shape == (900, 2)
+    assert not updates.values[300:600].any()
+    np.testing.assert_array_equal(updates.to_dense()[:5, 0], [0, -150, -150, 0, 0])
+    # Short rows, each named many times: the dense sum.
+    grads = js.IndexedSlices(values, ids, (5, 2))
+    updates, _ = update(grads, tx.init(jnp.zeros((5, 2))))
+    assert updates.indices.tolist() == [5, 1, 2, 5, 5]
+    np.testing.assert_array_equal(updates.values[:, 0], [0, -150, -150, 0, 0])
+    for params in (jnp.zeros((5, 2)), np.zeros((5, 2), np.float32)):
+        stepped = js.apply_updates(params, updates)
+        np.testing.assert_array_equal(stepped[:, 0], [0, -150, -150, 0, 0])
+    # 16 bits would round at each addition, so there they are summed first.
+    updates, _ = update(grads.astype(jnp.bfloat16), tx.init(jnp.zeros((5, 2))))
+    assert sorted(updates.indices.tolist()) == [1, 2, 5, 5, 5]

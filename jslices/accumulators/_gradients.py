@@ -86,8 +86,8 @@ def refuse_tracer(name: str, value: Any) -> None:
     if isinstance(value, jax.core.Tracer):
         raise TypeError(
             f"{name} is a traced value, but this accumulator lives on the host; inside "
-            "jit use the pure form, jslices.accumulators.sparse_accumulator, or call this after the "
-            "jitted function has returned"
+            "jit use the pure form, jslices.accumulators.sparse_accumulator, or call this "
+            "after the jitted function has returned"
         )
 
 

@@ -377,8 +377,8 @@ def taken_as_slices(
 class ConditionalAccumulator(_Accumulator):
     """Collects dense gradients from many threads until enough have come to take the mean.
 
-    Everything is as in :class:`jslices.accumulators.SparseConditionalAccumulator`, except that a
-    gradient is one array and "MEAN" divides by the number of gradients.
+    Everything is as in :class:`SparseConditionalAccumulator`, except that a gradient is one
+    array and "MEAN" divides by the number of gradients.
 
     Args:
       dtype: floating dtype of the gradients, in which they are added as they come.

@@ -279,7 +279,7 @@ def sparse_accumulator(
 ) -> SparseAccumulator:
     """Row gradients of several micro-batches or workers, summed up under ``jit``.
 
-    The pure form of :class:`jslices.accumulators.SparseConditionalAccumulator`: functions of a state
+    The pure form of :class:`SparseConditionalAccumulator`: functions of a state
     that ``jit``, ``scan`` and ``vmap`` take along. No array of V rows is ever made.
 
     Args:
@@ -398,7 +398,7 @@ def dense_accumulator(
     """Dense gradients of several micro-batches, summed up under ``jit``.
 
     The pure form of :class:`jslices.accumulators.ConditionalAccumulator`, to stand beside
-    :func:`jslices.accumulators.sparse_accumulator` for the dense leaves of a model.
+    :func:`sparse_accumulator` for the dense leaves of a model.
 
     Args:
       dtype: floating dtype of the gradients; 16-bit floats are summed in float32.
@@ -406,7 +406,7 @@ def dense_accumulator(
       reduction_type: "MEAN" divides by the number of gradients, "SUM" does not.
 
     Returns:
-      An accumulator with the same functions as :func:`jslices.accumulators.sparse_accumulator` gives.
+      An accumulator with the same functions as :func:`sparse_accumulator` gives.
 
     Raises:
       InvalidArgumentError: for arguments that are none of these.

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from jslices import _lookup
-from jslices._lookup.candidates import Candidates
+from jslices._lookup.sampled import Candidates
 from jslices.tf1._arrays import plain_tree
 from jslices.tf1.sparse import SparseTensor
 

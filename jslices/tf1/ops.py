@@ -17,7 +17,7 @@ from jax.typing import ArrayLike, DTypeLike
 from jslices import _scatter, _select
 from jslices._lookup import embedding_lookup
 from jslices._slices import IndexedSlices, is_slices
-from jslices.optim.transforms import clip_value, clipping, norms
+from jslices.optim.transforms import clip, norms
 from jslices.tf1._arrays import (
     as_value,
     canonical_dtype,
@@ -343,9 +343,9 @@ def _for_handles(function: Callable[..., Any]) -> Callable[..., Any]:
     return named
 
 
-clip_by_average_norm = _for_handles(clipping.clip_by_average_norm)
-clip_by_global_norm = _for_handles(clipping.clip_by_global_norm)
-clip_by_norm = _for_handles(clipping.clip_by_norm)
-clip_by_value = _for_handles(clip_value.clip_by_value)
+clip_by_average_norm = _for_handles(clip.clip_by_average_norm)
+clip_by_global_norm = _for_handles(clip.clip_by_global_norm)
+clip_by_norm = _for_handles(clip.clip_by_norm)
+clip_by_value = _for_handles(clip.clip_by_value)
 global_norm = _for_handles(norms.global_norm)
 sparse_mask = _for_handles(_select.sparse_mask)
