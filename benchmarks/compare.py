@@ -1,9 +1,9 @@
 """jslices, dense JAX, PyTorch and TensorFlow on the same ids, in turns within one run.
 
     python benchmarks/compare.py                    everything: one to two hours
-    python benchmarks/compare.py --dense            and dense steps in more of the cells
-    python benchmarks/compare.py --quick            two sizes, ratios only
-    python benchmarks/compare.py --hugepages        GLIBC_TUNABLES given to all of them
+    python benchmarks/compare.py --quick            two sizes
+    python benchmarks/compare.py --dense            dense steps in more of the cells
+    python benchmarks/compare.py --before ../old    another checkout of jslices as well
     python benchmarks/compare.py --processes 8      of each contender, instead of two
 
 Each contender has a process of its own, and they take turns of some hundredths of a second,
@@ -13,10 +13,10 @@ fall on one cell. Then the processes end, and new ones do the same, as where mem
 a process can double a step, for any of the contenders. Those that do not fit into memory
 together are loaded one after the other, three times over.
 
-Steps of less than a millisecond are timed up to ten at a time and the last loss is waited
-for, as a training loop does: waiting for each would time how a thread is woken. What is not
-installed is left out and said. A full run writes ``benchmarks/results/NAME.csv``, a table
-``NAME.md`` and a plot ``NAME.png``.
+Steps of less than a millisecond are timed up to ten at a time, waiting for the last loss,
+as a training loop does: waiting for each would time how a thread is woken. PyTorch and
+TensorFlow are optional: what is not installed is left out, and named. With ``--name`` a run
+writes ``benchmarks/results/NAME.csv``, a table ``NAME.md`` and a plot ``NAME.png``.
 """
 
 import argparse
@@ -32,10 +32,10 @@ import subprocess
 import sys
 import time
 
-from contenders import CONTENDERS, OPTIMIZERS, OURS, SLOTS
+from contenders import CONTENDERS, OPTIMIZERS, STATE_ARRAYS
 from contenders.ids import batches
 from contenders.process import Contender
-from contenders.report import lines, plot, table
+from contenders.report import lines, plot, summary, table
 
 HERE = pathlib.Path(__file__).parent
 ROUNDS = 2  # in each process
@@ -51,7 +51,7 @@ def memory():
 
 
 def groups(everyone, state_bytes):
-    """Who is in memory together: all of them, those that take rows, or each alone."""
+    """Which are in memory together: all, those with row gradients, or each alone."""
     need = {one: state_bytes * (2 if one.whole else 1) for one in everyone}
     together = []
     for some in (everyone, [one for one in everyone if not one.whole]):
@@ -77,11 +77,11 @@ def measure(everyone, optimizer, rows, dim, options):
     results, order = {}, random.Random(0)
     joins = lambda c, cell: takes_part(c, rows, dim, *cell, options.dense)  # noqa: E731
     cells = list(itertools.product(map(int, options.ids), options.kind))
-    others = [c for c in everyone if c.name not in OURS]
+    others = [c for c in everyone if not c.ours]
     if others:  # a cell without any of them compares nothing
         cells = [cell for cell in cells if any(joins(c, cell) for c in others)]
     everyone = [c for c in everyone if any(joins(c, cell) for cell in cells)]
-    visits = groups(everyone, rows * dim * 4 * (1 + SLOTS[optimizer]))
+    visits = groups(everyone, rows * dim * 4 * (1 + STATE_ARRAYS[optimizer]))
     visits *= options.processes or (PROCESSES if len(visits) == 1 else APART)
     for visit, at_work in enumerate(visits):
         for contender in at_work:
@@ -89,7 +89,7 @@ def measure(everyone, optimizer, rows, dim, options):
         together(at_work, "load", optimizer, rows, dim)
         for turn, (count, kind) in itertools.product(range(ROUNDS), cells):
             here = [c for c in at_work if joins(c, (count, kind))]
-            # The first time one after the other, as how long they compile is told.
+            # The first time one after the other, as the time to compile is reported.
             ask = together if visit or turn else in_turns
             firsts = ask(here, "ids", count, kind)
             if rows * dim * 4 > LARGE and turn == 0:
@@ -115,7 +115,7 @@ def measure(everyone, optimizer, rows, dim, options):
             "ids": count,
             "kind": kind,
             "contender": contender.name,
-            **summary(results[contender.name, count, kind]),
+            **figures(results[contender.name, count, kind]),
         }
         for contender, (count, kind) in itertools.product(everyone, cells)
         if (contender.name, count, kind) in results
@@ -151,7 +151,7 @@ def shift(contender):
     return min(runs(WARM), 5), max(1, min(runs(TIMED), 10)), several
 
 
-def summary(result):
+def figures(result):
     median = statistics.median(result["seconds"])
     return {
         "ms": round(median * 1e3, 4),
@@ -187,7 +187,9 @@ def floor_ms(row, speed):
     """The rows read forward, and each distinct one of the arrays read and written."""
     sets = batches(row["rows"], row["ids"], row["kind"])
     unique = statistics.mean(len(set(ids.tolist())) for ids in sets)
-    moved = 4 * row["dim"] * (row["ids"] + 2 * unique * (1 + SLOTS[row["optimizer"]]))
+    moved = (
+        4 * row["dim"] * (row["ids"] + 2 * unique * (1 + STATE_ARRAYS[row["optimizer"]]))
+    )
     return round(moved / speed * 1e3, 4)
 
 
@@ -207,21 +209,23 @@ def main():
     parser.add_argument("--kind", nargs="+", default=["zipf", "uniform"])
     parser.add_argument("--optimizer", nargs="+", default=OPTIMIZERS, choices=OPTIMIZERS)
     parser.add_argument("--contender", nargs="+", default=list(CONTENDERS))
-    parser.add_argument("--hugepages", action="store_true")
     parser.add_argument("--dense", action="store_true", help="dense steps in more cells")
     parser.add_argument(
         "--processes", type=int, help="of each contender, one after another"
     )
+    parser.add_argument("--before", metavar="CHECKOUT", type=pathlib.Path)
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--name", help="of the files in benchmarks/results")
     options = parser.parse_args()
     if options.quick:
         options.rows, options.dim, options.kind = [1e4, 1e6], [64], ["zipf"]
         options.ids, options.optimizer = [1e4], ["adam"]
-    environment = {}
-    if options.hugepages:
-        environment["GLIBC_TUNABLES"] = "glibc.malloc.hugetlb=1"
-    everyone = [Contender(name, environment) for name in options.contender]
+    everyone = [Contender(name) for name in options.contender]
+    if options.before:
+        if not (options.before / "jslices").is_dir():
+            parser.error(f"--before {options.before}: no checkout of jslices")
+        ours = [contender.name for contender in everyone if contender.ours]
+        everyone += [Contender(name, options.before) for name in ours]
     missing = [f"{c.name} ({c.missing})" for c in everyone if c.missing]
     everyone = [c for c in everyone if not c.missing]
     if not everyone:
@@ -230,13 +234,13 @@ def main():
     about = [
         f"{datetime.date.today()}, {processor()}, {os.cpu_count()} cores, "
         f"{memory() / 2**30:.0f} GiB, Python {platform.python_version()}, "
-        f"{'GLIBC_TUNABLES=glibc.malloc.hugetlb=1' if environment else 'default malloc'}"
+        f"GLIBC_TUNABLES={os.environ.get('GLIBC_TUNABLES', '')!r}"
         + (f", {options.processes} processes of each" if options.processes else ""),
         "; ".join(dict.fromkeys(c.version for c in everyone)),
         f"copy bandwidth in this run: {speed / 1e9:.1f} GB/s read and written",
     ] + [f"left out: {name}" for name in missing]
     print("\n".join(about))
-    results = []
+    ours, results = [c.name for c in everyone if c.ours], []
     for optimizer, rows, dim in itertools.product(
         options.optimizer, map(int, options.rows), options.dim
     ):
@@ -244,19 +248,22 @@ def main():
         for row in new:
             row["floor_ms"] = floor_ms(row, speed)
         results += new
-        print("\n".join(lines(new, OURS)), flush=True)
+        print("\n".join(lines(new, ours)), flush=True)
         if options.name:
-            write(results, about, HERE / "results" / options.name)
+            write(results, about, ours, HERE / "results" / options.name)
+    compared = list(summary(results, ours))
+    if len(compared) > 2:  # more than the heading
+        print("\n".join(compared))
 
 
-def write(results, about, path):
+def write(results, about, ours, path):
     """The measurements as they are, the table, and the plot."""
     with open(f"{path}.csv", "w", newline="") as file:
         writer = csv.DictWriter(file, results[0])
         writer.writeheader()
         writer.writerows(results)
-    pathlib.Path(f"{path}.md").write_text(table(results, about, OURS))
-    plot(results, f"{path}.png", OURS)
+    pathlib.Path(f"{path}.md").write_text(table(results, about, ours))
+    plot(results, f"{path}.png", ours)
 
 
 if __name__ == "__main__":

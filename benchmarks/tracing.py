@@ -1,9 +1,10 @@
-"""What row gradients cost before the first step: tracing and compiling 12 layers.
+"""What row gradients cost before the first step: the time to trace and to compile it.
 
-    python benchmarks/tracing.py
+    python benchmarks/tracing.py                            a transformer of 12 layers
+    python benchmarks/tracing.py --tables 26 --layers 0     many tables and little else
 
-Prints, for a transformer-like model with jslices and with plain JAX, the median seconds to
-trace and to compile one training step, in turn in one run, and their ratios.
+Prints the median seconds to trace and to compile one training step with jslices and with
+plain JAX and Optax, in turn in one run, and their ratios.
 """
 
 import argparse
@@ -17,13 +18,13 @@ import optax
 import jslices as js
 
 
-def init(layers, dim, rows):
+def init(tables, layers, dim, rows):
     def matrix(key, *shape):
         return jax.random.normal(key, shape) * 0.02
 
-    keys = iter(jax.random.split(jax.random.key(0), 6 * layers + 3))
+    keys = iter(jax.random.split(jax.random.key(0), tables + 4 * layers + 1))
     return {
-        "table": matrix(next(keys), rows, dim),
+        "tables": [matrix(next(keys), rows, dim) for _ in range(tables)],
         "out": matrix(next(keys), dim, 100),
         "layers": [
             {
@@ -43,7 +44,7 @@ def normalise(x):
 
 
 def loss(params, ids, labels):
-    x = params["table"][ids]
+    x = sum(table[ids] for table in params["tables"])
     mask = jnp.tril(jnp.ones((ids.shape[1], ids.shape[1]), bool))
     for layer in params["layers"]:
         q, k, v = jnp.split(normalise(x) * layer["scale"] @ layer["qkv"], 3, axis=-1)
@@ -65,10 +66,11 @@ def make_step(value_and_grad, tx, apply_updates):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--tables", type=int, default=1)
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--repeats", type=int, default=5)
     args = parser.parse_args()
-    params = init(args.layers, 64, 50_000)
+    params = init(args.tables, args.layers, 64, 50_000)
     ids = jnp.zeros((8, 32), jnp.int32)
     kinds = {
         "jslices": (js.value_and_grad, js.adam(1e-3), js.apply_updates),
@@ -87,7 +89,7 @@ def main():
             if number:
                 traced[kind].append(middle - start)
                 compiled[kind].append(time.perf_counter() - middle)
-    print(f"{args.layers} layers, jax {jax.__version__}")
+    print(f"{args.tables} tables, {args.layers} layers, jax {jax.__version__}")
     print(f"{'':>12} {'trace and lower s':>18} {'compile s':>10} {'together s':>11}")
     totals = []
     for kind in kinds:

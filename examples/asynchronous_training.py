@@ -24,7 +24,7 @@ import numpy as np
 
 import jslices as js
 from jslices._demo import skipgram
-from jslices._demo.corpus import read_corpus
+from jslices._demo.skipgram import read_corpus
 
 PATIENCE = 0.01  # seconds that a worker waits for new parameters
 
@@ -90,7 +90,9 @@ def take(accumulator, workers, size):
 def train(options, params):
     """What the chief does; the trained parameters."""
     sums = {
-        name: js.SparseConditionalAccumulator(table.dtype, table.shape, name=name)
+        name: js.accumulators.SparseConditionalAccumulator(
+            table.dtype, table.shape, name=name
+        )
         for name, table in params.items()
     }
     tx = js.adam(options.learning_rate)

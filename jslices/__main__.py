@@ -8,11 +8,10 @@ from collections.abc import Sequence
 from jslices import __version__
 from jslices._bench import command as bench
 from jslices._demo import command as demo
-from jslices._demo.corpus import UserError
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs a command; returns the exit code (2 where the user's request is at fault)."""
+    """Runs a command and returns the exit code: 2 if the request cannot be met."""
     parser = argparse.ArgumentParser(
         prog="python -m jslices", description="Row gradients for JAX."
     )
@@ -26,13 +25,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         {"demo": demo, "bench": bench}[options.command].run(options)
         sys.stdout.flush()
-    except UserError as error:
+    except argparse.ArgumentError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:
-        # `| head` has read enough; what is still buffered must not fail at exit.
+        # The reader (`| head`) has closed the pipe; the flush at exit must not fail, too.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     return 0

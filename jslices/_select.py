@@ -1,4 +1,4 @@
-"""Choosing rows: ``sparse_mask`` leaves some out, ``from_dense`` takes those not zero."""
+"""Choosing rows: ``sparse_mask`` drops some, ``from_dense`` takes those not zero."""
 
 import jax
 import jax.numpy as jnp
@@ -6,7 +6,7 @@ from jax.typing import ArrayLike
 
 from jslices._rows.bounds import canonical_indices, empty_slot, take_rows
 from jslices._rows.ids import as_ids
-from jslices._rows.pick import kept_positions, pick
+from jslices._rows.select import kept_positions, pick
 from jslices._slices import IndexedSlices, check_slices, is_slices
 
 
@@ -17,21 +17,21 @@ def sparse_mask(
 
     Args:
       a: IndexedSlices, ``values`` ``[K, *D]``, ``indices`` ``[K]``.
-      mask_indices: ``[M]`` integers: the rows to leave out. They need not be in ``a``, nor
-        unique.
-      size: U, the static number of slots of the result. None: as many as are kept; under
-        jit, where that is not known, K.
+      mask_indices: ``[M]`` integers, the rows to leave out. They need be neither in ``a``
+        nor unique.
+      size: U, the static number of entries of the result. None: as many as are kept;
+        under jit, where that is not known, K.
 
     Returns:
-      IndexedSlices of the same ``dense_shape``: the slices whose index is *not* in
-      ``mask_indices``, in their order and with their duplicates; then empty slots (index V,
-      zero values) up to ``size``. With ``size``, or under jit, empty slots of ``a`` make
-      room for others; else they stay, as in TensorFlow, unless their index is masked.
+      IndexedSlices of the same ``dense_shape``: the entries whose index is *not* in
+      ``mask_indices``, in their order and with their duplicates; then empty entries (index
+      V, zero values) up to ``size``. With ``size``, or under jit, empty entries of ``a``
+      make room for others; otherwise they stay, as in TensorFlow, unless masked.
 
     Raises:
       TypeError: if ``a`` is not IndexedSlices or ``mask_indices`` are not integers.
-      ValueError: if ``mask_indices`` has not one axis, or if more than ``size`` rows are
-        kept; under jit, where nothing can be raised, floating values become NaN instead.
+      ValueError: if ``mask_indices`` do not have one axis, or if more than ``size`` rows
+        are kept; under jit, where nothing can be raised, floating values become NaN.
 
     Cost: a sort of K + M integers, copies the rows kept. Differentiable in ``a.values``.
 
@@ -41,8 +41,8 @@ def sparse_mask(
       >>> js.sparse_mask(a, [12, 45]).indices
       Array([26, 37], dtype=int32)
 
-    Source: ``tf.sparse.mask``, whose documentation says the opposite of what it, and its
-    own example, does. There both index types must be the same.
+    Source: ``tf.sparse.mask``, whose documentation says the opposite of what the function
+    and its own example do. There both index dtypes must be the same.
     """
     if not isinstance(a, IndexedSlices):
         raise TypeError(
@@ -57,8 +57,8 @@ def sparse_mask(
             "flatten them: mask_indices.reshape(-1)"
         )
     if a.indices.ndim > 1:
-        slots = a.indices.shape[-1] if size is None else size
-        return jax.vmap(lambda s: sparse_mask(s, masked, slots))(a)
+        size = a.indices.shape[-1] if size is None else size
+        return jax.vmap(lambda s: sparse_mask(s, masked, size))(a)
     num_rows = None if a.dense_shape is None else a.dense_shape[0]
     indices = canonical_indices(a.indices, num_rows)
     empty = empty_slot(num_rows, indices.dtype)
@@ -72,21 +72,21 @@ def sparse_mask(
 
 
 def from_dense(x: ArrayLike, size: int | None = None) -> IndexedSlices:
-    """The rows of an array that are not zero, as IndexedSlices.
+    """The rows of an array that are not all zero, as IndexedSlices.
 
     Args:
       x: ``[V, *D]`` of any dtype.
-      size: U, the static number of slots. None: as many as there are such rows; under jit,
-        where that is not known, V.
+      size: U, the static number of entries. None: as many as there are such rows; under
+        jit, where that is not known, V.
 
     Returns:
       ``values`` ``[U, *D]``, ``indices`` ``[U]`` sorted and unique (int32), then empty
-      slots (index V, zero values). ``to_dense()`` gives ``x`` back.
+      entries (index V, zero values). ``to_dense()`` gives ``x`` back.
 
     Raises:
-      TypeError: for IndexedSlices, and for a ``size`` that is no int.
+      TypeError: for IndexedSlices, or a ``size`` that is not an int.
       ValueError: for a scalar, or if more than ``size`` rows are not zero; under jit,
-        where nothing can be raised, floating values become NaN instead.
+        where nothing can be raised, floating values become NaN.
 
     Cost: reads ``V * D`` elements.
 
@@ -98,5 +98,5 @@ def from_dense(x: ArrayLike, size: int | None = None) -> IndexedSlices:
     Source: ``jax.experimental.sparse.BCOO.fromdense``, for rows.
     """
     if is_slices(x):
-        raise TypeError(f"from_dense wants an array, got {x}, which are such rows already")
+        raise TypeError(f"from_dense wants an array, got {x}, which holds rows already")
     return IndexedSlices.from_dense(x, size)

@@ -1,8 +1,9 @@
-"""IndexedSlices: a few rows of a big array, and what arithmetic on them means."""
+"""IndexedSlices: some rows of an array, and what arithmetic on them means."""
 
 import dataclasses
 import math
-from collections.abc import Sequence
+import operator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -10,34 +11,42 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
-from jslices._arithmetic import RowArithmetic
-from jslices._arithmetic import concat_slices as concat_slices
-from jslices._densify import human_bytes
+from jslices._densify import human_bytes, warn_dense
 from jslices._jax import called_by_jax_operator
-from jslices._reductions import RowReductions
-from jslices._rows.bounds import add_rows, canonical_indices
-from jslices._rows.check import as_array, as_indices, check_parts, static_shape
-from jslices._rows.check import check_slices as check_slices
-from jslices._rows.pick import nonzero_rows
+from jslices._rows.bounds import (
+    add_rows,
+    canonical_indices,
+    empty_slot,
+    in_32_bits,
+    index_dtype,
+    take_rows,
+)
+from jslices._rows.select import kept_positions, per_row, pick
 from jslices._rows.sums import check_combine, sum_duplicates
+
+Axis = int | Sequence[int] | None
+
+_FACTORS = (
+    "a number, slices.scale_rows(factors) with one factor for each row held, or factors "
+    "of shape [V, 1, ...]"
+)
 
 
 @jax.tree_util.register_pytree_with_keys_class
 @dataclasses.dataclass(frozen=True, eq=False, repr=False, init=False)
-class IndexedSlices(RowArithmetic, RowReductions):
+class IndexedSlices:
     """Some rows of an array of shape ``dense_shape``; all others are zero.
 
-    It stands for ``zeros(dense_shape).at[indices].add(values)``: **duplicates add**. An
-    index outside ``[0, V)``, a negative one included, is an *empty slot* that every
+    They stand for ``zeros(dense_shape).at[indices].add(values)``: **duplicates add**. An
+    index outside ``[0, V)``, a negative one included, marks an *empty entry*, which every
     operation drops.
 
-    It is a pytree: ``values`` and ``indices`` are its children, ``dense_shape`` is
-    static. Under ``vmap`` the children gain leading axes; ``dense_shape`` stays that of
-    one example.
+    A pytree with the children ``values`` and ``indices``; ``dense_shape`` is static. Under
+    ``vmap`` the children gain leading axes and ``dense_shape`` stays that of one example.
 
     Args:
       values: ``[K, *D]``, the rows, of any dtype.
-      indices: ``[K]`` of any integer dtype, the row number of each.
+      indices: ``[K]`` of any integer dtype, their row numbers.
       dense_shape: ``(V, *D)``, static; None when unknown.
 
     Raises:
@@ -53,7 +62,7 @@ class IndexedSlices(RowArithmetic, RowReductions):
       Array([2., 2.], dtype=float32)
 
     Source: ``tf.IndexedSlices``, which checks nothing when constructed, drops negative
-    indices but refuses those beyond ``V``, and knows no arithmetic but ``-s``.
+    indices but refuses those of V or more, and has no arithmetic but ``-s``.
     """
 
     values: jax.Array
@@ -69,18 +78,12 @@ class IndexedSlices(RowArithmetic, RowReductions):
         indices: ArrayLike,
         dense_shape: Sequence[int] | None = None,
     ) -> None:
-        values, indices = as_array(values), as_indices(indices)
-        shape = static_shape(dense_shape)
-        check_parts(values, indices, shape)
+        values, indices = as_array(values), _as_indices(indices)
+        shape = _static_shape(dense_shape)
+        _check_parts(values, indices, shape)
         object.__setattr__(self, "values", values)
         object.__setattr__(self, "indices", indices)
         object.__setattr__(self, "dense_shape", shape)
-
-    @classmethod
-    def from_dense(cls, x: ArrayLike, size: int | None = None) -> "IndexedSlices":
-        """The rows of ``x`` that are not zero; see :func:`jslices.from_dense`."""
-        array = as_array(x)
-        return cls(*nonzero_rows(array, size), array.shape)
 
     # --- pytree -------------------------------------------------------------------
 
@@ -96,18 +99,21 @@ class IndexedSlices(RowArithmetic, RowReductions):
     def tree_unflatten(
         cls, dense_shape: tuple[int, ...] | None, children: Sequence[Any]
     ) -> "IndexedSlices":
-        # JAX also unflattens with placeholders, so nothing is checked here.
+        # JAX unflattens with placeholders, too, so nothing is checked here.
         new = object.__new__(cls)
         for name, child in zip(("values", "indices"), children, strict=True):
             object.__setattr__(new, name, child)
         object.__setattr__(new, "dense_shape", dense_shape)
         return new
 
+    def _with(self, values: jax.Array) -> "IndexedSlices":
+        return _unchecked(values, self.indices, self.dense_shape)
+
     # --- what it is ---------------------------------------------------------------
 
     @property
     def shape(self) -> tuple[int | None, ...]:
-        """The shape of :meth:`to_dense`; V is None where ``dense_shape`` is."""
+        """The shape of :meth:`to_dense`; V is None if ``dense_shape`` is unknown."""
         batch = tuple(self.indices.shape[:-1])
         if self.dense_shape is not None:
             return batch + self.dense_shape
@@ -133,6 +139,10 @@ class IndexedSlices(RowArithmetic, RowReductions):
         """The sharding of ``values``."""
         return self.values.sharding
 
+    @property
+    def _num_rows(self) -> int | None:
+        return None if self.dense_shape is None else self.dense_shape[0]
+
     def __repr__(self) -> str:
         try:
             rows = "x".join(map(str, self.indices.shape))
@@ -156,12 +166,12 @@ class IndexedSlices(RowArithmetic, RowReductions):
                 f"dense_shape={self.dense_shape})"
             )
 
-    # --- what one does with it ----------------------------------------------------
+    # --- conversions ----------------------------------------------------------------
 
     def to_dense(self) -> jax.Array:
-        """The whole array ``[V, *D]``, duplicates added, empty slots dropped.
+        """The whole array ``[V, *D]``: duplicates added, empty entries dropped.
 
-        Explicit, hence silent. 16-bit floats are summed in float32 and rounded once.
+        Silent, as it is explicit. 16-bit floats are summed in float32 and rounded once.
 
         Raises:
           ValueError: if ``dense_shape`` is unknown.
@@ -190,17 +200,17 @@ class IndexedSlices(RowArithmetic, RowReductions):
         )
 
     def coalesce(self, size: int | None = None, combine: str = "sum") -> "IndexedSlices":
-        """The same array with every row at most once, in a static number of slots.
+        """The same array with every row at most once, in a static number of entries.
 
         Args:
-          size: U, the number of slots; None means ``min(K, V)``, which always suffices.
-          combine: ``"sum"``; or, to make a frequent row weigh less, ``"mean"`` (the sum
-            divided by the number of its occurrences) or ``"sqrtn"`` (by the square root
-            of it). 16-bit floats are combined in float32 and rounded once.
+          size: U, the number of entries; None means ``min(K, V)``, which always suffices.
+          combine: ``"sum"``; or, so that frequent rows weigh less, ``"mean"`` (the sum
+            divided by the number of occurrences) or ``"sqrtn"`` (divided by its square
+            root). 16-bit floats are combined in float32 and rounded once.
 
         Returns:
           ``values`` ``[U, *D]``, ``indices`` ``[U]`` (int32, or int64 where that came
-          in): sorted, unique, the remaining slots empty (index ``V``, zero values).
+          in): sorted and unique, the remaining entries empty (index V, zero values).
 
         Raises:
           ValueError: if more than ``size`` distinct rows are present; under jit, where
@@ -218,26 +228,277 @@ class IndexedSlices(RowArithmetic, RowReductions):
           >>> s.coalesce(combine="mean").values
           Array([2. , 2.5, 0. ], dtype=float32)
 
-        Source: ``torch.Tensor.coalesce``; TensorFlow's optimizers do it inside, in the
-        order of first appearance. The words of ``combine`` are those of TensorFlow's
-        ``embedding_lookup_sparse``; PyTorch has ``scale_grad_by_freq`` for the mean, of
-        dense gradients only.
+        Source: ``torch.Tensor.coalesce``. TensorFlow's optimizers do it internally, in
+        order of first appearance. ``combine`` takes the names that TensorFlow's
+        ``embedding_lookup_sparse`` has; PyTorch has ``scale_grad_by_freq`` for the mean,
+        for dense gradients only.
         """
         check_slices(self)
         check_combine(combine, self.values.dtype)
         if self.indices.ndim > 1:
             return jax.vmap(lambda s: s.coalesce(size, combine))(self)
-        num_rows = None if self.dense_shape is None else self.dense_shape[0]
         values, indices, _ = sum_duplicates(
-            self.values, self.indices, num_rows, size, combine
+            self.values, self.indices, self._num_rows, size, combine
         )
         return IndexedSlices(values, indices, self.dense_shape)
 
     def astype(self, dtype: DTypeLike) -> "IndexedSlices":
-        """The same rows with ``values`` cast to ``dtype``; ``indices`` stay."""
+        """The same rows with ``values`` cast to ``dtype``."""
         return self._with(self.values.astype(dtype))
 
-    # --- implicit conversion ------------------------------------------------------
+    @classmethod
+    def from_dense(cls, x: ArrayLike, size: int | None = None) -> "IndexedSlices":
+        """The rows of ``x`` that are not zero; see :func:`jslices.from_dense`."""
+        array = as_array(x)
+        if array.ndim < 1:
+            raise ValueError("from_dense wants an array [V, *D], got a scalar")
+        nonzero = jnp.any(array != 0, tuple(range(1, array.ndim)))
+        positions, too_many = kept_positions(nonzero, size, "from_dense")
+        return cls(pick(array, positions, too_many), positions, array.shape)
+
+    # --- arithmetic -----------------------------------------------------------------
+
+    def __neg__(self) -> "IndexedSlices":
+        return self._with(-self.values)
+
+    def __mul__(self, other: Any) -> Any:
+        """By a number, by one for each row ``[V, 1, ...]`` or for each held row ``[K]``."""
+        factors = self._row_factors(other)
+        if factors is None:
+            return self._densely("slices * array", _FACTORS) * other
+        return self._with(self.values * factors)
+
+    __rmul__ = __mul__
+
+    def __truediv__(self, other: Any) -> Any:
+        """By what ``*`` takes."""
+        factors = self._row_factors(other)
+        if factors is None:
+            return self._densely("slices / array", _FACTORS) / other
+        return self._with(self.values / factors)
+
+    def scale_rows(self, factors: ArrayLike) -> "IndexedSlices":
+        """Every held row times a number of its own.
+
+        Args:
+          factors: ``[K]`` (after vmap ``[*B, K]``), one for each of ``indices``.
+
+        Returns:
+          The same ``indices``; ``values`` ``[K, *D]`` of the common dtype.
+
+        Raises:
+          ValueError: if there are not as many factors as rows held.
+
+        Cost: one pass over ``K * D`` elements.
+
+        Example:
+          >>> import jax.numpy as jnp, jslices as js
+          >>> s = js.IndexedSlices(jnp.ones((2, 2)), jnp.array([3, 1]), (4, 2))
+          >>> s.scale_rows([10., 2.]).values
+          Array([[10., 10.],
+                 [ 2.,  2.]], dtype=float32)
+        """
+        factors = jnp.asarray(factors)
+        if factors.shape != self.indices.shape:
+            raise ValueError(
+                f"scale_rows wants one factor for each row held, {self.indices.shape}, got "
+                f"{factors.shape}; for one per row of the array: slices * factors[:, None]"
+            )
+        return self._with(self.values * per_row(factors, self.values))
+
+    def _row_factors(self, other: Any) -> Any:
+        """What to multiply ``values`` by; None unless ``other`` has one number for a row.
+
+        A factor distributes over the duplicates of a row, so scaling those is exact.
+        """
+        if isinstance(other, IndexedSlices):
+            return None
+        shape, held = np.shape(other), self.indices.shape
+        if shape == ():
+            return other
+        ones = (1,) * (self.values.ndim - len(held))
+        if len(held) > 1:
+            return None
+        known = self.shape[0] in (None, shape[0])
+        if ones and known and shape == (shape[0], *ones):
+            # Empty entries are scaled by one, which leaves them as they are.
+            indices = canonical_indices(self.indices, shape[0])
+            return take_rows(jnp.asarray(other), indices, fill_value=1)
+        if shape == held and not _broadcasts(shape, self.shape):
+            return jnp.asarray(other).reshape(*held, *ones)
+        return None
+
+    def __add__(self, other: Any) -> Any:
+        if isinstance(other, IndexedSlices):
+            return concat_slices([self, other])
+        if isinstance(other, int) and other == 0:  # the start of Python's sum()
+            return self
+        return self._densely("slices + array", "array + slices") + other
+
+    def __radd__(self, other: Any) -> Any:
+        if isinstance(other, int) and other == 0:
+            return self
+        other = jnp.asarray(other)
+        if self.indices.ndim > 1 or other.shape != self.dense_shape:
+            if other.ndim and self.dense_shape is None:
+                shape = (other.shape[0], *self.values.shape[1:])
+                return other + _unchecked(self.values, self.indices, shape)
+            return other + self._densely("array + slices", "equal shapes")
+        check_slices(self)
+        table = other.astype(jnp.result_type(other, self.values))
+        indices = canonical_indices(self.indices, table.shape[0])
+        return add_rows(table, indices, self.values.astype(table.dtype))
+
+    def __sub__(self, other: Any) -> Any:
+        return self + (-other)
+
+    def __rsub__(self, other: Any) -> Any:
+        return other + (-self)
+
+    # --- reductions -----------------------------------------------------------------
+
+    def sum(
+        self, axis: Axis = None, dtype: DTypeLike | None = None, out: None = None
+    ) -> Any:
+        """The sum of ``to_dense()`` over ``axis``, from the rows held.
+
+        Args:
+          axis: None for all; an int or several, counted in the dense array.
+          dtype: of the result and of the summing; None: as ``jnp.sum``, except that 16-bit
+            floats are summed in float32 and rounded once.
+          out: must be None; ``np.sum(slices)`` passes it.
+
+        Returns:
+          An array without ``axis`` if the rows' own axis 0 is among them; otherwise
+          IndexedSlices with the same ``indices`` and smaller rows. Duplicates add, empty
+          entries drop.
+
+        Cost: one pass over ``K * D`` elements.
+
+        Example:
+          >>> import jax.numpy as jnp, jslices as js
+          >>> s = js.IndexedSlices(jnp.ones((3, 2)), jnp.array([1, 1, 9]), (5, 2))
+          >>> s.sum(), s.sum(0), s.sum(1).indices
+          (Array(4., dtype=float32), Array([2., 2.], dtype=float32),
+           Array([1, 1, 9], dtype=int32))
+        """
+        _refuse_out(out)
+        check_slices(self)
+        axes, batch = self._axes(axis), self.indices.ndim - 1
+        if batch in axes:
+            return _sum(self._present(), axes, dtype)
+        moved = tuple(a for a in axes if a > batch)
+        if len(moved) < len(axes):
+            raise ValueError(
+                f"cannot sum slices over the batch axis alone (axis={axis}); sum their "
+                "rows as well, or use IndexedSlices(s.values.reshape(-1, ...), "
+                "s.indices.reshape(-1), s.dense_shape)"
+            )
+        shape = self.dense_shape
+        if shape is not None:
+            shape = tuple(n for i, n in enumerate(shape) if i + batch not in axes)
+        values = _sum(self.values, moved, dtype)
+        return _unchecked(values, self.indices, shape)
+
+    def mean(
+        self, axis: Axis = None, dtype: DTypeLike | None = None, out: None = None
+    ) -> Any:
+        """The mean of ``to_dense()`` over ``axis``, zeros included.
+
+        Args, result and cost are those of :meth:`sum`; integers give floats, as in
+        ``jnp.mean``.
+
+        Raises:
+          ValueError: if the mean is over the rows and ``dense_shape`` is unknown.
+
+        Example:
+          >>> import jax.numpy as jnp, jslices as js
+          >>> js.IndexedSlices(jnp.ones((2, 2)), jnp.array([1, 1]), (5, 2)).mean()
+          Array(0.4, dtype=float32)
+        """
+        axes, batch = self._axes(axis), self.indices.ndim - 1
+        if self.dense_shape is None and batch in axes:
+            raise ValueError(
+                "the mean of slices with dense_shape=None is not known, as the number of "
+                "rows is not; give it: IndexedSlices(s.values, s.indices, table.shape)"
+            )
+        counts = [self.values.shape[a] for a in axes if a != batch]
+        if batch in axes and self.dense_shape is not None:
+            counts.append(self.dense_shape[0])
+        given = np.dtype(self.values.dtype)
+        if dtype is None and not jnp.issubdtype(given, jnp.inexact):
+            dtype = jnp.result_type(float)
+        if dtype is None and given.itemsize < 4:  # its sum may overflow
+            wide = self.sum(axis, jnp.float32, out) / math.prod(counts)
+            return wide.astype(given)
+        return self.sum(axis, dtype, out) / math.prod(counts)
+
+    def square_sum(self) -> jax.Array:
+        """The sum of the squared magnitudes of ``to_dense()``: duplicates add first.
+
+        Returns:
+          A scalar (after vmap ``[*B]``, one for each example), real; float32 for 16-bit
+          floats.
+
+        Cost: that of :meth:`coalesce`.
+
+        Example:
+          >>> import jax.numpy as jnp, jslices as js
+          >>> s = js.IndexedSlices(jnp.ones((3, 1)), jnp.array([1, 1, 4]), (5, 1))
+          >>> s.square_sum()
+          Array(5., dtype=float32)
+
+        Source: ``tf.linalg.global_norm`` squares the values as they are, which is wrong
+        with duplicates.
+        """
+        floats = jnp.issubdtype(self.values.dtype, jnp.floating)
+        wide = self
+        if self.values.dtype.itemsize < 4:
+            dtype = jnp.float32 if floats else jnp.int32
+            wide = self.astype(dtype)
+        rows = wide.coalesce()._present()
+        batch = self.indices.ndim - 1
+        return jnp.sum(jnp.abs(rows) ** 2, tuple(range(batch, rows.ndim)))
+
+    def _axes(self, axis: Axis) -> tuple[int, ...]:
+        if axis is None:
+            return tuple(range(self.ndim))
+        axes = tuple(axis) if isinstance(axis, Sequence) else (operator.index(axis),)
+        for a in axes:
+            if not -self.ndim <= a < self.ndim:
+                raise ValueError(f"axis {a} is out of range for {self.ndim} axes")
+        return tuple(sorted({a % self.ndim for a in axes}))
+
+    def _present(self) -> jax.Array:
+        """``values`` with zeros in the empty entries."""
+        indices = canonical_indices(self.indices, self._num_rows)
+        present = indices != empty_slot(self._num_rows, indices.dtype)
+        zero = jnp.zeros((), self.values.dtype)
+        return jnp.where(per_row(present, self.values), self.values, zero)
+
+    # --- the batch axes of vmap -----------------------------------------------------
+
+    def __getitem__(self, key: Any) -> "IndexedSlices":
+        """Indexes the leading axes that ``vmap`` added: ``batch[0]``, ``batch[:2]``."""
+        axes = self.indices.ndim - 1
+        keys = key if isinstance(key, tuple) else (key,)
+        if axes == 0 or len(keys) > axes or any(k is None or k is Ellipsis for k in keys):
+            raise TypeError(
+                f"slices have {axes} batch axes from vmap, which are all that can be "
+                f"indexed, got [{key!r}]; for rows use slices.to_dense()[...], or .values "
+                "and .indices"
+            )
+        for number, length in zip(keys, self.indices.shape, strict=False):
+            _check_batch_index(number, length)
+        return _unchecked(self.values[key], self.indices[key], self.dense_shape)
+
+    def __iter__(self) -> Iterator["IndexedSlices"]:
+        """The examples of a batch; slices without a batch axis are not iterable."""
+        if self.indices.ndim < 2:
+            raise TypeError(f"cannot iterate over {self}: it is an array, given by rows")
+        return (self[i] for i in range(self.indices.shape[0]))
+
+    # --- implicit conversion to an array --------------------------------------------
 
     def __jax_array__(self) -> Any:
         if called_by_jax_operator():
@@ -250,6 +511,17 @@ class IndexedSlices(RowArithmetic, RowReductions):
         dense = self._densely("np.asarray(slices)", "`.values` and `.indices`")
         return np.asarray(dense, dtype=dtype)
 
+    def _densely(self, what: str, instead: str) -> jax.Array:
+        if self.dense_shape is not None:
+            shape = (*self.indices.shape[:-1], *self.dense_shape)
+            size = human_bytes(math.prod(shape) * self.dtype.itemsize)
+            warn_dense(
+                f"{what} turned {self.indices.shape[-1]} rows into a dense array of "
+                f"shape {shape} ({size}). To stay sparse use "
+                f"{instead}; to silence this convert on purpose with slices.to_dense()."
+            )
+        return self.to_dense()
+
 
 def is_slices(x: Any) -> bool:
     """True for IndexedSlices: ``jax.tree.map(f, grads, is_leaf=js.is_slices)``.
@@ -260,6 +532,176 @@ def is_slices(x: Any) -> bool:
       False
     """
     return isinstance(x, IndexedSlices)
+
+
+def check_slices(slices: Any) -> None:
+    """Refuses slices whose indices a ``tree.map`` over their children has changed."""
+    if not jnp.issubdtype(slices.indices.dtype, jnp.integer):
+        raise TypeError(
+            f"these IndexedSlices have indices of dtype {slices.indices.dtype}, which "
+            "are not row numbers any more. A tree.map (of an Optax transformation, for "
+            "example) was mapped over the slices and changed them. Wrap that "
+            "transformation with jslices.from_optax(...), or map over whole slices: "
+            "jax.tree.map(f, grads, is_leaf=jslices.is_slices)"
+        )
+
+
+def concat_slices(slices: Sequence[IndexedSlices | None]) -> IndexedSlices:
+    """The sum of several slices of one array: their rows, one after the other.
+
+    Args:
+      slices: at least one; the row shapes must agree, and so must every ``dense_shape``
+        that is known. None (no gradient) is skipped.
+
+    Returns:
+      ``values`` ``[K1 + K2 + ..., *D]`` of the common dtype and ``indices`` of the
+      wider integer dtype. Nothing is merged; ``coalesce()`` does that.
+
+    Raises:
+      TypeError: if something else is among them.
+      ValueError: if there are none, or the shapes differ.
+
+    Cost: copies every row once.
+
+    Example:
+      >>> import jax.numpy as jnp, jslices as js
+      >>> s = js.IndexedSlices(jnp.ones((1, 2)), jnp.array([3]), (4, 2))
+      >>> js.concat_slices([s, s]).indices
+      Array([3, 3], dtype=int32)
+
+    Source: TensorFlow's aggregation of gradients, where an unknown ``dense_shape`` of
+    the first wins; here a known one does.
+    """
+    parts = [s for s in slices if s is not None]
+    if not parts:
+        raise ValueError("concat_slices got an empty sequence; it needs at least one")
+    for s in parts:
+        if not isinstance(s, IndexedSlices):
+            raise TypeError(
+                f"concat_slices wants IndexedSlices, got {type(s).__name__}; to add an "
+                "array: array + slices"
+            )
+    batches = {tuple(s.indices.shape[:-1]) for s in parts}
+    if len(batches) > 1:
+        raise ValueError(
+            f"concat_slices got slices of different batches {sorted(batches)}; make the "
+            "axes of a batch alike with vmap, or take examples out of it: slices[0]"
+        )
+    shapes = {s.dense_shape for s in parts if s.dense_shape is not None}
+    rows = {s.values.shape[s.indices.ndim :] for s in parts}
+    if len(shapes) > 1 or len(rows) > 1:
+        given = ", ".join(str(s.shape) for s in parts)
+        raise ValueError(f"cannot add slices of arrays of different shapes: {given}")
+    shape = shapes.pop() if shapes else None
+    num_rows = None if shape is None else shape[0]
+    dtype = jnp.result_type(*(s.values for s in parts))
+    wanted = [index_dtype(num_rows, np.dtype(s.indices.dtype)) for s in parts]
+    widest = max(wanted, key=lambda d: d.itemsize)
+    axis = parts[0].indices.ndim - 1
+    # Widening keeps negative numbers negative, hence empty entries empty.
+    indices = [s.indices.astype(widest) for s in parts]
+    values = [s.values.astype(dtype) for s in parts]
+    return _unchecked(jnp.concatenate(values, axis), jnp.concatenate(indices, axis), shape)
+
+
+def as_array(x: Any) -> Any:
+    """Lists, numbers and NumPy arrays as JAX arrays; anything that has a dtype as it is."""
+    if isinstance(x, np.ndarray | np.generic) or not hasattr(x, "dtype"):
+        return jnp.asarray(x)
+    return x
+
+
+def _unchecked(values: Any, indices: Any, shape: tuple[int, ...] | None) -> IndexedSlices:
+    return IndexedSlices.tree_unflatten(shape, (values, indices))
+
+
+def _as_indices(x: Any) -> Any:
+    """:func:`as_array` for row numbers, none of which turns into another."""
+    if isinstance(x, list | tuple) and all(type(n) is int for n in x):
+        x = np.asarray(x, np.int64)
+    return as_array(in_32_bits(x) if isinstance(x, np.ndarray) and x.size else x)
+
+
+def _static_shape(shape: Any) -> tuple[int, ...] | None:
+    """``dense_shape`` as a tuple of ints."""
+    if shape is None:
+        return None
+    try:
+        return tuple(int(n) for n in shape)
+    except (jax.errors.ConcretizationTypeError, TypeError, ValueError) as error:
+        raise TypeError(
+            f"dense_shape must be a tuple of ints known before tracing, got {shape!r}; "
+            "pass the shape of the table: dense_shape=table.shape"
+        ) from error
+
+
+def _check_parts(values: Any, indices: Any, shape: tuple[int, ...] | None) -> None:
+    """Refuses parts that do not fit together, with all that is wrong in one message."""
+    got = (
+        f"values {values.dtype}[{', '.join(map(str, values.shape))}], indices "
+        f"{indices.dtype}[{', '.join(map(str, indices.shape))}], dense_shape {shape}"
+    )
+    if not jnp.issubdtype(indices.dtype, jnp.integer):
+        hint = (
+            "; the order is IndexedSlices(values, indices, dense_shape)"
+            if jnp.issubdtype(values.dtype, jnp.integer)
+            else "; cast them: indices.astype('int32')"
+        )
+        raise TypeError(f"IndexedSlices wants integer indices, got {got}{hint}")
+    problems = []
+    if indices.ndim != 1:
+        problems.append(
+            f"indices must have one axis, not {indices.ndim}: flatten both with "
+            "values.reshape(-1, *row_shape) and indices.reshape(-1)"
+        )
+    elif values.ndim < 1 or values.shape[0] != indices.shape[0]:
+        problems.append("values and indices must have equally many rows")
+    if shape is not None:
+        if len(shape) < 1 or min(shape) < 0:
+            problems.append("dense_shape must be (V, *row_shape), none negative")
+        elif indices.ndim == 1 and tuple(values.shape[1:]) != shape[1:]:
+            rows = (shape[0], *values.shape[1:])
+            problems.append(
+                f"the rows of values have shape {tuple(values.shape[1:])}, those of "
+                f"dense_shape {shape[1:]}: did you mean dense_shape={rows}?"
+            )
+    if problems:
+        raise ValueError(f"IndexedSlices got {got}; " + "; ".join(problems))
+
+
+def _check_batch_index(key: Any, length: int) -> None:
+    """Refuses known numbers out of range, which JAX would clamp."""
+    if isinstance(key, slice | jax.core.Tracer):
+        return
+    numbers = np.asarray(key)
+    if numbers.dtype == np.bool_ and numbers.ndim != 1:
+        # JAX would add an axis for it, or merge a batch axis with the rows.
+        raise TypeError(
+            f"a mask of a batch axis has one axis, got bool{list(numbers.shape)}"
+        )
+    if not np.issubdtype(numbers.dtype, np.integer):
+        return
+    bad = numbers[(numbers < -length) | (numbers >= length)]
+    if bad.size:
+        raise IndexError(f"batch index {bad[0]} is out of range for {length}")
+
+
+def _sum(x: jax.Array, axes: tuple[int, ...], dtype: DTypeLike | None) -> jax.Array:
+    if dtype is None and jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize < 4:
+        return jnp.sum(x.astype(jnp.float32), axes).astype(x.dtype)
+    return jnp.sum(x, axes, dtype=dtype)
+
+
+def _refuse_out(out: Any) -> None:
+    if out is not None:
+        raise TypeError("out= is not supported: JAX arrays cannot be written to")
+
+
+def _broadcasts(shape: tuple[int, ...], onto: tuple[int | None, ...]) -> bool:
+    trailing = onto[len(onto) - len(shape) :]
+    return len(shape) <= len(onto) and all(
+        n in (1, wanted) for n, wanted in zip(shape, trailing, strict=True)
+    )
 
 
 def _num_bytes(x: Any) -> int:

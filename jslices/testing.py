@@ -1,36 +1,36 @@
-"""Proofs for a training step: it works in place, and makes no array as large as a table.
+"""Proofs that a training step works in place and makes no array as large as a table.
 
-Both compile the step and read the program; nothing is run, and arrays may be described by
-``jax.ShapeDtypeStruct``, so that a test can ask about the real sizes::
+Both compile the step and read the program. Nothing is run, and ``jax.ShapeDtypeStruct`` may
+stand for arrays, so a test can ask about the real sizes::
 
     def test_step():
         jslices.testing.assert_in_place(step, params, state, ids, donate_argnums=(0, 1))
         jslices.testing.assert_no_dense_temporary(step, params, state, ids)
 
-What holds on one platform need not hold on another: XLA decides anew. CPU, GPU and TPU
-programs are read the same way.
+What holds on one platform need not hold on another, as XLA decides for each. Programs for
+CPU, GPU and TPU are read in the same way.
 """
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from jslices._densify import human_bytes
-from jslices._proof import aliases, dense, program
+from jslices._proof import dense, in_place, program
 
 __all__ = ["Memory", "assert_in_place", "assert_no_dense_temporary"]
 
-#: Arrays of fewer bytes are no concern.
+#: Smaller arrays are ignored.
 MIN_BYTES = 1 << 20
 
 
 class Memory(NamedTuple):
-    """The bytes of a compiled step, on each device; ``print`` it.
+    """The bytes that a compiled step takes on each device; ``print`` it.
 
     Attributes:
-      argument_bytes: of all it is given.
-      output_bytes: of all it returns.
-      alias_bytes: of what it returns in the memory of donated arguments.
-      temp_bytes: of all else that it needs while it runs.
+      argument_bytes: the arguments.
+      output_bytes: the results.
+      alias_bytes: the results that share the memory of donated arguments.
+      temp_bytes: everything else that it needs while it runs.
     """
 
     argument_bytes: int
@@ -52,31 +52,31 @@ def assert_in_place(
     donate_argnums: int | Sequence[int] = (),
     min_bytes: int | None = None,
 ) -> Memory:
-    """Asserts that a step writes its results into the arrays it was given.
+    """Asserts that a step writes its results into the arrays that it was given.
 
-    Every donated array of at least ``min_bytes`` must share its memory with a result, no
-    such array may be copied on the way, and no large result may be new memory while an
-    argument like it is not donated.
+    Every donated array of at least ``min_bytes`` must share its memory with a result and
+    must not be copied on the way, and no large result may take new memory while an argument
+    of its shape and dtype is not donated.
 
     Args:
       step: the training step, a function or what ``jax.jit`` made of one.
       *args: its arguments: pytrees of arrays or of ``jax.ShapeDtypeStruct``, of any shapes
         and dtypes.
       donate_argnums: as in ``jax.jit``; a step that is jitted already has its own.
-      min_bytes: arrays of fewer bytes are no concern. Unless given an eighth of the
-        largest argument, and at least 1 MiB: XLA often copies the weights of dense layers,
-        whose old values the gradients of other layers need, and next to a table that
-        costs nothing. Give ``V * 4`` to include a slot of one number a row.
+      min_bytes: smaller arrays are ignored. The default is an eighth of the largest
+        argument, and at least 1 MiB: XLA often copies the weights of dense layers, whose
+        old values the gradients of other layers need, and next to a table that costs
+        little. Give ``V * 4`` to include state arrays of one number a row.
 
     Returns:
       The :class:`Memory` of the step.
 
     Raises:
-      AssertionError: names each array by its place in ``args``, and tells why it is not
-        updated in place (as far as the program shows it) and what to do.
+      AssertionError: names each array by its place in ``args``, with the reason why it is
+        not updated in place (as far as the program shows it) and what to do.
       ValueError: for ``donate_argnums`` of a step that is jitted already.
 
-    What it says does not depend on ids: not on duplicates, not on out-of-range ones, nor on
+    The result does not depend on the ids: not on duplicates, on ids out of range, or on
     how many rows stay untouched.
 
     Cost: one compilation.
@@ -98,13 +98,13 @@ def assert_in_place(
       - args[0] float32[100000,16] (6.1 MB) is not donated, and result, which is like it, is
       new memory. Donate it: jax.jit(step, donate_argnums=0)
 
-    Source: the questions that JAX's "Some donated buffers were not usable" leaves open.
+    Source: answers what JAX's warning "Some donated buffers were not usable" leaves open.
     """
     found = program.compiled(step, args, donate_argnums)
     if min_bytes is None:
         largest = max((leaf.nbytes for leaf in found.leaves), default=0)
         min_bytes = max(MIN_BYTES, largest // 8)
-    problems = aliases.problems(found, min_bytes)
+    problems = in_place.problems(found, min_bytes)
     if problems:
         raise AssertionError(_listed(f"{found.name} does not work in place", problems))
     return Memory(*found.memory)
@@ -117,33 +117,32 @@ def assert_no_dense_temporary(
     table_bytes: int | None = None,
     min_bytes: int = MIN_BYTES,
 ) -> Memory:
-    """Asserts that a step makes no array as large as a table that it looks up.
+    """Asserts that a step makes no temporary as large as a table that it looks up.
 
-    Arguments and results are not counted, nor is what is written in place; what remains
-    must not have the shape of a table (in any dtype, or transposed), nor the bytes of the
-    largest one. A table is an argument of at least two axes and ``min_bytes``, of which
-    rows are gathered.
+    Arguments, results and what is written in place do not count. No other array may have
+    the shape of a table (in any dtype, or transposed), or as many bytes as the largest one.
+    A table is an argument with at least two axes and ``min_bytes`` whose rows are gathered.
 
     Args:
       step: the training step, a function or what ``jax.jit`` made of one.
       *args: its arguments: pytrees of arrays or of ``jax.ShapeDtypeStruct``, of any shapes
         and dtypes.
       donate_argnums: as in ``jax.jit``; a step that is jitted already has its own. Without
-        donation results are new memory, but no temporaries.
-      table_bytes: no temporary may have so many bytes, whatever its shape; given instead
-        of looking for tables.
-      min_bytes: smaller arrays are no tables (1 MiB unless given).
+        donation results take new memory, but are not temporaries.
+      table_bytes: no temporary may have this many bytes, whatever its shape; replaces the
+        search for tables.
+      min_bytes: smaller arrays are not tables (1 MiB by default).
 
     Returns:
       The :class:`Memory` of the step.
 
     Raises:
-      AssertionError: lists the temporaries with the operation and the line of the program
-        that makes them, and what to write instead.
+      AssertionError: lists the temporaries, each with the operation and the line of the
+        program that makes it, and what to write instead.
       ValueError: if no table is looked up and ``table_bytes`` is not given; and for
         ``donate_argnums`` of a step that is jitted already.
 
-    What it says does not depend on ids: not on duplicates, not on out-of-range ones, nor on
+    The result does not depend on the ids: not on duplicates, on ids out of range, or on
     how many rows stay untouched.
 
     Cost: one compilation.
@@ -160,7 +159,7 @@ def assert_no_dense_temporary(
       >>> memory.temp_bytes < 20_000
       True
 
-    Source: the statement of this package, which Optax's and JAX's own steps do not keep.
+    Source: this package's own promise; a step with dense gradients does not keep it.
     """
     found = program.compiled(step, args, donate_argnums)
     problems = dense.problems(found, table_bytes, min_bytes)

@@ -1,8 +1,8 @@
 """``jax.tree`` for trees in which IndexedSlices are leaves.
 
 ``jax.tree.map(f, grads)`` maps over ``values`` and ``indices``, and so changes row numbers;
-``js.tree.map(f, grads)`` gives whole slices to ``f``. The functions have the signatures of
-``jax.tree``; ``is_leaf`` adds to what is a leaf.
+``js.tree.map(f, grads)`` passes whole slices to ``f``. The functions have the signatures of
+``jax.tree``; ``is_leaf`` makes further nodes leaves.
 
 Example:
   >>> import jax.numpy as jnp, jslices as js
@@ -31,14 +31,14 @@ def _or_slices(is_leaf: IsLeaf) -> Callable[[Any], bool]:
 
 
 def map(f: Callable[..., Any], tree: Any, *rest: Any, is_leaf: IsLeaf = None) -> Any:
-    """``jax.tree.map`` that gives whole slices to ``f``."""
+    """``jax.tree.map`` that passes whole slices to ``f``."""
     return jax.tree.map(f, tree, *rest, is_leaf=_or_slices(is_leaf))
 
 
 def map_with_path(
     f: Callable[..., Any], tree: Any, *rest: Any, is_leaf: IsLeaf = None
 ) -> Any:
-    """``jax.tree.map_with_path`` that gives whole slices to ``f``."""
+    """``jax.tree.map_with_path`` that passes whole slices to ``f``."""
     return jax.tree_util.tree_map_with_path(f, tree, *rest, is_leaf=_or_slices(is_leaf))
 
 
@@ -83,7 +83,7 @@ def all(tree: Any, *, is_leaf: IsLeaf = None) -> bool:
 
 
 def unflatten(treedef: Any, leaves: Any) -> Any:
-    """``jax.tree.unflatten``, of leaves that may be slices."""
+    """``jax.tree.unflatten``; the leaves may be slices."""
     return jax.tree.unflatten(treedef, leaves)
 
 
@@ -93,5 +93,5 @@ def flatten_with_path(tree: Any, is_leaf: IsLeaf = None) -> tuple[list[Any], Any
 
 
 def to_dense(tree: Any) -> Any:
-    """The tree with every IndexedSlices as the array it stands for."""
+    """The tree with every IndexedSlices replaced by the array it stands for."""
     return map(lambda x: x.to_dense() if is_slices(x) else x, tree)

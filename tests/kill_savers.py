@@ -17,7 +17,7 @@ import warnings
 import numpy as np
 
 import jslices as js
-from jslices.checkpoint import saving
+from jslices.checkpoint.archive import in_shards, write_checkpoint
 from jslices.checkpoint.leaves import Leaf, Piece, as_leaf
 
 ROWS = 3000
@@ -27,27 +27,33 @@ def variables(step):
     return {"a": np.full((ROWS, 8), step), "b": np.full(ROWS, step), "step": np.array(step)}
 
 
-def in_three(name, value):
-    """A leaf as if it lay on three devices."""
-    leaf = as_leaf(name, value)
-    if not leaf.spec.shape:
-        return leaf
-    third = ROWS // 3
-    zeros = (0,) * (len(leaf.spec.shape) - 1)
-    starts = [i * third for i in range(3)]
-    return Leaf(leaf.spec, [Piece((i, *zeros), value[i : i + third]) for i in starts])
+def spread(name, value, count):
+    """A leaf as if it lay on so many devices."""
+    spec, rows = as_leaf(name, value).spec, len(value) // count
+    zeros = (0,) * (value.ndim - 1)
+    starts = range(0, len(value), rows)
+    return Leaf(spec, [Piece((i, *zeros), value[i : i + rows]) for i in starts])
+
+
+def write_shards(prefix, variables, count, whole=()):
+    """What ``Saver(sharded=True)`` writes, without devices."""
+    leaves = {
+        name: as_leaf(name, value) if name in whole else spread(name, value, count)
+        for name, value in variables.items()
+    }
+    specs = {n: (s.spec.kind, s.spec.dtype, s.spec.shape) for n, s in leaves.items()}
+    write_checkpoint(str(prefix), in_shards(leaves), {"variables": specs}, True)
 
 
 def save_forever(directory, kind, first):
-    saver = js.Saver(max_to_keep=3, sharded=kind == "shards")
-    state = js.get_checkpoint_state(directory)
+    saver = js.Saver(max_to_keep=3)
+    state = js.checkpoint.get_checkpoint_state(directory)
     if state is not None:
         saver.recover_last_checkpoints(state.all_model_checkpoint_paths)
-    if kind == "shards":
-        saving.as_leaf = in_three
     for step in range(first, first + 10**9):
         if kind == "shards":
-            saver.save(variables(step), f"{directory}/m")
+            write_shards(f"{directory}/m", variables(step), 3, whole=["step"])
+            js.checkpoint.update_checkpoint_state(directory, f"{directory}/m")
         elif kind == "steps" or (step - first) % 4 == 0:
             saver.save(variables(step), f"{directory}/m", step)
         else:
@@ -56,7 +62,7 @@ def save_forever(directory, kind, first):
 
 def newest_step(directory):
     """What the newest checkpoint holds, every number of it looked at."""
-    path = js.latest_checkpoint(directory)
+    path = js.checkpoint.latest_checkpoint(directory)
     if path is None:
         return -1
     restored = js.Saver().restore(path, variables(0))

@@ -1,11 +1,11 @@
 """Accumulators across processes: the same errors, no gradient by halves, no secret."""
 
 import ast
+import json
 import multiprocessing
 import os
 import pathlib
 import re
-import signal
 import socket
 import subprocess
 import sys
@@ -19,7 +19,9 @@ import pytest
 import jslices as js
 from jslices.accumulators import (
     CancelledError,
+    ConditionalAccumulator,
     DeadlineExceededError,
+    SparseConditionalAccumulator,
     UnavailableError,
     connect,
     serve,
@@ -28,13 +30,14 @@ from jslices.accumulators import (
 ROOT = pathlib.Path(__file__).parent.parent
 LONG = 300  # seconds; nothing here should take them, on a busy machine either
 
-#: What a worker process does, given the address and the key as arguments.
+#: A worker process connects to where it is told and runs the code that it is sent.
 WORKER = """
-import sys, numpy as np, jslices as js
-address, key = ("127.0.0.1", int(sys.argv[1])), bytes.fromhex(sys.argv[2])
-client = js.accumulators.connect(address, key)
-sums = client["sums"]
-print("ready", flush=True)
+import json, sys, numpy as np, jslices as js
+for line in sys.stdin:
+    port, key, code = json.loads(line)
+    client = js.accumulators.connect(("127.0.0.1", port), bytes.fromhex(key))
+    exec(code)
+    sys.stdout.flush()
 """
 
 
@@ -54,23 +57,54 @@ class Box:
 
 @pytest.fixture
 def served():
-    sums = js.SparseConditionalAccumulator("float32", (6, 2), reduction_type="SUM")
-    means = js.ConditionalAccumulator("float32", (2,))
+    sums = SparseConditionalAccumulator("float32", (6, 2), reduction_type="SUM")
+    means = ConditionalAccumulator("float32", (2,))
     with serve({"sums": sums, "means": means, "box": Box()}) as server:
         yield server, sums, means
 
 
-def start(server, code):
-    """A process that connects and then runs ``code``; returns when it is connected."""
-    arguments = [str(server.address[1]), server.authkey.hex()]
-    worker = subprocess.Popen(
-        [sys.executable, "-c", WORKER + code, *arguments],
-        stdout=subprocess.PIPE,
-        text=True,
-        cwd=ROOT,
-    )
-    assert worker.stdout.readline() == "ready\n"
-    return worker
+class Worker:
+    """Another process."""
+
+    def __init__(self):
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", WORKER],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd=ROOT,
+        )
+
+    def start(self, server, code):
+        """Runs ``code`` there, with ``client``; returns when it is connected."""
+        order = [
+            server.address[1],
+            server.authkey.hex(),
+            "print('ready', flush=True)\n" + code,
+        ]
+        self.process.stdin.write(json.dumps(order) + "\n")
+        self.process.stdin.flush()
+        assert self.answer() == "ready\n"
+
+    def answer(self):
+        return self.process.stdout.readline()
+
+    def kill(self):
+        self.process.kill()
+        self.process.communicate()
+
+
+@pytest.fixture(scope="module")
+def worker():
+    """One process for several tests: to start it takes a second."""
+    process = Worker()
+    yield process
+    process.kill()
+
+
+def waiting(accumulator):
+    """How many wait in a take."""
+    return len(accumulator._turns._waiting)
 
 
 def until(condition):
@@ -154,69 +188,75 @@ def test_when_the_server_closes(served):
     assert sums.take_grad(1).indices == [1]  # goes on living here
 
 
-def test_processes_apply_and_one_is_killed_while_it_does(served):
-    """Every gradient of a killed worker has come wholly or not at all."""
+def test_a_waiting_process_is_woken(served, worker):
     server, sums, _ = served
-    busy = """
-while True:
-    sums.apply_grad(np.arange(6), np.ones((6, 2), "f4"), None, 10**9)
+    worker.start(server, "print(client['sums'].take_grad(2).values.tolist())")
+    until(lambda: waiting(sums))
+    sums.apply_grad([1], [[1.0, 2.0]])
+    sums.apply_grad([1], [[1.0, 3.0]])
+    assert ast.literal_eval(worker.answer()) == [[2.0, 5.0]]
+
+
+def test_closing_the_server_ends_a_waiting_process(served, worker):
+    server, sums, _ = served
+    code = """
+try:
+    client["sums"].take_grad(1)
+except js.accumulators.UnavailableError as error:
+    print(error)
 """
-    workers = [start(server, busy) for _ in range(2)]
+    worker.start(server, code)
+    until(lambda: waiting(sums))
+    server.close()
+    assert "is gone" in worker.answer()
+    until(lambda: not waiting(sums))
+
+
+BUSY = """
+while True:
+    client["sums"].apply_grad(np.arange(6), np.ones((6, 2), "f4"), None, 10**9)
+"""
+
+
+def test_a_killed_process_takes_nothing_and_applies_wholly_or_not_at_all(served):
+    server, sums, means = served
+    worker = Worker()
     try:
+        code = """
+import threading
+threading.Thread(target=client["means"].take_grad, args=(1,), daemon=True).start()
+"""
+        worker.start(server, code + BUSY)
+        until(lambda: waiting(means) and sums.num_accumulated() > 50)
+    finally:
+        worker.kill()
+    means.apply_grad([1.0, 2.0])
+    assert means.take_grad(1, timeout=LONG).tolist() == [1, 2]
+    taken = sums.take_grad(50)
+    assert len(set(taken.values.ravel().tolist())) == 1 and taken.values[0, 0] > 50
+
+
+@pytest.mark.slow
+def test_processes_apply_and_one_is_killed_while_it_does(served):
+    server, sums, _ = served
+    workers = Worker(), Worker()
+    try:
+        for worker in workers:
+            worker.start(server, BUSY)
         until(lambda: sums.num_accumulated() > 50)
         workers[0].kill()
-        workers[0].wait(LONG)
         count = sums.num_accumulated()
         until(lambda: sums.num_accumulated() > count + 50)  # the other goes on
     finally:
-        for worker in workers:
-            worker.kill()
-            worker.communicate()
+        workers[0].kill(), workers[1].kill()
     taken = sums.take_grad(100)
     assert len(set(taken.values.ravel().tolist())) == 1 and taken.values[0, 0] > 100
-
-
-def test_who_dies_waiting_takes_nothing(served):
-    server, sums, _ = served
-    worker = start(server, "sums.take_grad(1)")
-    until(lambda: sums._turns._waiting)
-    worker.send_signal(signal.SIGKILL)
-    worker.communicate()
-    sums.apply_grad([1], [[1.0, 2.0]])
-    assert sums.take_grad(1, timeout=LONG).indices == [1]
-
-
-def test_a_waiting_process_is_woken(served):
-    server, sums, _ = served
-    worker = start(server, "print(sums.take_grad(2).values.tolist())")
-    until(lambda: sums._turns._waiting)
-    sums.apply_grad([1], [[1.0, 2.0]])
-    sums.apply_grad([1], [[1.0, 3.0]])
-    out, _ = worker.communicate(timeout=LONG)
-    assert ast.literal_eval(out) == [[2.0, 5.0]]
-
-
-def test_closing_the_server_ends_a_waiting_process(served):
-    server, sums, _ = served
-    worker = start(
-        server,
-        """
-try:
-    sums.take_grad(1)
-except js.accumulators.UnavailableError as error:
-    print(error)
-""",
-    )
-    until(lambda: sums._turns._waiting)
-    server.close()
-    out, _ = worker.communicate(timeout=LONG)
-    assert "is gone" in out
-    until(lambda: not sums._turns._waiting)
 
 
 TWO_TOPICS = "sun sky cloud rain wind storm ", "fork knife spoon plate cup bowl "
 
 
+@pytest.mark.slow
 def test_the_example_trains_as_well_as_one_process_though_a_worker_dies(tmp_path):
     rng = np.random.default_rng(0)
     text = [" ".join(rng.choice(t.split(), 8)) for t in TWO_TOPICS * 400]

@@ -8,8 +8,12 @@ import time
 import numpy as np
 import pytest
 
-import jslices as js
-from jslices.accumulators import CancelledError, DeadlineExceededError
+from jslices.accumulators import (
+    CancelledError,
+    ConditionalAccumulator,
+    DeadlineExceededError,
+    SparseConditionalAccumulator,
+)
 
 LONG = 120  # seconds; nothing here should take one
 NEVER_STALE = 10**9
@@ -55,11 +59,9 @@ def waiting(accumulator):
 def test_forty_appliers_and_eight_takers_lose_nothing(dense):
     rows, width, each = 50, 3, 100
     if dense:
-        sums = js.ConditionalAccumulator("float64", (rows, width), reduction_type="SUM")
+        sums = ConditionalAccumulator("float64", (rows, width), reduction_type="SUM")
     else:
-        sums = js.SparseConditionalAccumulator(
-            "float64", (rows, width), reduction_type="SUM"
-        )
+        sums = SparseConditionalAccumulator("float64", (rows, width), reduction_type="SUM")
     applied, taken = np.zeros((40, rows, width)), np.zeros((8, rows, width))
     counts, done = [0] * 8, threading.Event()
 
@@ -108,7 +110,7 @@ def test_forty_appliers_and_eight_takers_lose_nothing(dense):
 
 def test_forty_appliers_then_one_take():
     """As in TensorFlow: the mean of forty, exactly, whoever came first."""
-    mean = js.SparseConditionalAccumulator("float64", (40, 1))
+    mean = SparseConditionalAccumulator("float64", (40, 1))
 
     def applier(i):
         return lambda: mean.apply_grad([0, i], [[float(i)], [1.0]] if i else [[0.0], [0.0]])
@@ -121,7 +123,7 @@ def test_forty_appliers_then_one_take():
 
 
 def test_ten_waiting_takes_get_one_gradient_each_in_turn():
-    mean, got = js.SparseConditionalAccumulator("float32", (20, 1)), []
+    mean, got = SparseConditionalAccumulator("float32", (20, 1)), []
     joins = []
     for i in range(10):
         joins.append(start(lambda i=i: got.append((i, mean.take_grad(1).values.item()))))
@@ -136,7 +138,7 @@ def test_ten_waiting_takes_get_one_gradient_each_in_turn():
 
 def test_first_come_first_served():
     """A taker of one waits behind a taker of three, though one gradient is there."""
-    mean, served = js.ConditionalAccumulator("float32"), []
+    mean, served = ConditionalAccumulator("float32"), []
     first = start(lambda: served.append(("three", mean.take_grad(3, timeout=LONG))))
     until(lambda: waiting(mean) == 1)
     second = start(lambda: served.append(("one", mean.take_grad(1, timeout=LONG))))
@@ -154,7 +156,7 @@ def test_first_come_first_served():
 
 
 def test_who_gives_up_lets_the_next_one_through():
-    mean, served = js.ConditionalAccumulator("float32"), []
+    mean, served = ConditionalAccumulator("float32"), []
     gone = threading.Event()
     mean.apply_grad([4.0])
 
@@ -172,7 +174,8 @@ def test_who_gives_up_lets_the_next_one_through():
 
 
 @pytest.mark.parametrize(
-    "kind", [js.ConditionalAccumulator, js.SparseConditionalAccumulator]
+    "kind",
+    [ConditionalAccumulator, SparseConditionalAccumulator],
 )
 def test_close_wakes_all_who_wait(kind):
     closing, woken = kind("float32"), []
@@ -188,7 +191,7 @@ def test_close_wakes_all_who_wait(kind):
     join()
     assert len(woken) == 5 and waiting(closing) == 0
     closing.close()
-    gradient = [[1.0]] if kind is js.ConditionalAccumulator else [[0], [1.0]]
+    gradient = [[1.0]] if kind is ConditionalAccumulator else [[0], [1.0]]
     with pytest.raises(CancelledError, match="ApplyGrad operation was cancelled"):
         closing.apply_grad(*gradient)
     with pytest.raises(CancelledError, match="TakeGrad"):
@@ -199,7 +202,7 @@ def test_close_wakes_all_who_wait(kind):
 @pytest.mark.parametrize("seed", range(3))
 def test_no_waiter_is_ever_lost(seed):
     """Takers with random needs and patience, appliers with random delays."""
-    sums = js.SparseConditionalAccumulator("float64", (4, 1), reduction_type="SUM")
+    sums = SparseConditionalAccumulator("float64", (4, 1), reduction_type="SUM")
     served, finished = [0] * 8, threading.Event()
 
     def applier(number):
@@ -236,10 +239,10 @@ def test_no_waiter_is_ever_lost(seed):
 
 def test_a_shared_name_is_shared_by_threads():
     def applier():
-        mine = js.SparseConditionalAccumulator("float32", shared_name="of threads")
+        mine = SparseConditionalAccumulator("float32", shared_name="of threads")
         mine.apply_grad([1], [[1.0]])
 
-    ours = js.SparseConditionalAccumulator(
+    ours = SparseConditionalAccumulator(
         "float32", shared_name="of threads", reduction_type="MEAN"
     )
     start(*[applier] * 20)()

@@ -14,7 +14,13 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 import jslices as js
-from jslices.accumulators import CancelledError, DeadlineExceededError, serve
+from jslices.accumulators import (
+    CancelledError,
+    ConditionalAccumulator,
+    DeadlineExceededError,
+    SparseConditionalAccumulator,
+    serve,
+)
 
 GOLDEN = golden("sparse_conditional_accumulator")
 
@@ -75,7 +81,7 @@ def as_dense(indices, values, shape):
 @pytest.mark.parametrize("name", GOLDEN)
 def test_equals_tensorflow(name):
     script = GOLDEN[name]
-    accumulator = js.SparseConditionalAccumulator(
+    accumulator = SparseConditionalAccumulator(
         script["dtype"], script["shape"], reduction_type=script["reduction_type"]
     )
     kind, mean = name.removeprefix("quirk ").split()[0], name.endswith("MEAN")
@@ -106,9 +112,7 @@ def test_equals_tensorflow(name):
 
 @pytest.mark.parametrize("reduction, wanted", [("MEAN", [5, 2.5]), ("SUM", [10, 2.5])])
 def test_duplicates_and_disorder_are_merged(reduction, wanted):
-    accumulator = js.SparseConditionalAccumulator(
-        "float32", (9, 1), reduction_type=reduction
-    )
+    accumulator = SparseConditionalAccumulator("float32", (9, 1), reduction_type=reduction)
     accumulator.apply_grad([7, 3, 7], [[1.0], [2.5], [2.0]])  # holds row 7 once: 3
     accumulator.apply_grad([7], [[7.0]])
     taken = accumulator.take_grad(1)
@@ -144,7 +148,7 @@ BAD_GRADIENTS = [
 
 @pytest.mark.parametrize("gradient, message", BAD_GRADIENTS)
 def test_a_bad_gradient_changes_nothing(gradient, message):
-    accumulator = js.SparseConditionalAccumulator("float32", (3, 1))
+    accumulator = SparseConditionalAccumulator("float32", (3, 1))
     accumulator.apply_grad([1, 2], [[1.0], [2.0]])
     before = snapshot(accumulator)
     with pytest.raises(js.InvalidArgumentError, match=message) as caught:
@@ -154,10 +158,10 @@ def test_a_bad_gradient_changes_nothing(gradient, message):
 
 
 def test_the_comparison_of_states_can_fail():
-    accumulator = js.SparseConditionalAccumulator("float32", (3, 1))
+    accumulator = SparseConditionalAccumulator("float32", (3, 1))
     accumulator.apply_grad([1], [[1.0]])
     before = snapshot(accumulator)
-    accumulator._turns.store.sums[0] = 9
+    accumulator.apply_grad([1], [[9.0]])
     with pytest.raises(AssertionError):
         assert_unchanged(accumulator, before)
 
@@ -173,7 +177,7 @@ def test_the_comparison_of_states_can_fail():
 )
 @pytest.mark.parametrize("dense", [False, True])
 def test_bad_takes_change_nothing(arguments, message, dense):
-    kind = js.ConditionalAccumulator if dense else js.SparseConditionalAccumulator
+    kind = ConditionalAccumulator if dense else SparseConditionalAccumulator
     accumulator = kind("float32")
     accumulator.apply_grad(*([[1.0]] if dense else ([1], [[1.0]])))
     before = snapshot(accumulator)
@@ -187,7 +191,7 @@ def test_bad_takes_change_nothing(arguments, message, dense):
 
 
 def test_stale_gradients_are_dropped_before_any_check():
-    accumulator = js.SparseConditionalAccumulator("float32", (3, 1))
+    accumulator = SparseConditionalAccumulator("float32", (3, 1))
     accumulator.set_global_step(2)
     for gradient in [([0], [[1.0]]), *[bad[:3] for bad, _ in BAD_GRADIENTS]]:
         shape = gradient[2] if len(gradient) == 3 else None
@@ -200,7 +204,7 @@ def test_stale_gradients_are_dropped_before_any_check():
 
 
 def test_a_lower_step_is_logged_and_set(caplog):
-    accumulator = js.ConditionalAccumulator("float32")
+    accumulator = ConditionalAccumulator("float32")
     with caplog.at_level(logging.WARNING, "jslices.accumulators"):
         accumulator.set_global_step(5)
         accumulator.set_global_step(jnp.array(5))
@@ -215,7 +219,7 @@ def test_a_lower_step_is_logged_and_set(caplog):
 
 
 def test_slices_in_and_out():
-    accumulator = js.SparseConditionalAccumulator(jnp.float32, (6, 2))
+    accumulator = SparseConditionalAccumulator(jnp.float32, (6, 2))
     table = jnp.arange(12.0).reshape(6, 2)
     slices = js.grad(lambda t: (t[jnp.array([4, 1, 4])] ** 2).sum())(table)
     accumulator.apply_indexed_slices_grad(slices)
@@ -233,7 +237,7 @@ def test_slices_in_and_out():
 
 
 def test_slices_that_do_not_fit():
-    accumulator = js.SparseConditionalAccumulator("float32", (6, 1))
+    accumulator = SparseConditionalAccumulator("float32", (6, 1))
     row, before = jnp.ones((1, 1)), snapshot(accumulator)
     with pytest.raises(TypeError, match="a dense gradient goes to a jslices"):
         accumulator.apply_indexed_slices_grad(row)
@@ -258,7 +262,7 @@ def test_slices_that_do_not_fit():
 
 
 def test_a_taker_that_cannot_hold_it_takes_nothing():
-    accumulator = js.SparseConditionalAccumulator("float32")
+    accumulator = SparseConditionalAccumulator("float32")
     accumulator.apply_grad([5, 2**40], [[1.0], [2.0]])
     before = snapshot(accumulator)
     with pytest.raises(js.InvalidArgumentError, match="row 1099511627776 needs 64-bit"):
@@ -273,15 +277,15 @@ def test_a_taker_that_cannot_hold_it_takes_nothing():
 
 
 def test_empty_slots_of_a_table_beyond_int32():
-    accumulator = js.SparseConditionalAccumulator("float32", (2**40, 1))
+    accumulator = SparseConditionalAccumulator("float32", (2**40, 1))
     accumulator.apply_grad([5], [[1.0]])
     taken = accumulator.take_indexed_slices_grad(1, size=2)
     assert taken.indices.tolist() == [5, -1] and taken.dense_shape == (2**40, 1)
 
 
 def test_what_is_given_can_be_written_over():
-    accumulator = js.SparseConditionalAccumulator("float32", (3, 1))
-    dense = js.ConditionalAccumulator("float32")
+    accumulator = SparseConditionalAccumulator("float32", (3, 1))
+    dense = ConditionalAccumulator("float32")
     indices, values = np.array([1]), np.ones((1, 1), np.float32)
     accumulator.apply_grad(indices, values)
     dense.apply_grad(values)
@@ -293,7 +297,7 @@ def test_what_is_given_can_be_written_over():
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_sixteen_bits(dtype):
-    accumulator = js.SparseConditionalAccumulator(jnp.dtype(dtype), (3,))
+    accumulator = SparseConditionalAccumulator(jnp.dtype(dtype), (3,))
     # Within a gradient: summed in float32, rounded once (256 + 1 + 1 = 258 in bfloat16).
     accumulator.apply_grad([1, 1, 1], jnp.array([256, 1, 1], dtype))
     taken = accumulator.take_grad(1)
@@ -316,39 +320,39 @@ def test_sixteen_bits(dtype):
 )
 def test_bad_constructors(arguments, message):
     with pytest.raises(js.InvalidArgumentError, match=message):
-        js.SparseConditionalAccumulator(*arguments)
+        SparseConditionalAccumulator(*arguments)
 
 
 def test_a_shared_name():
-    one = js.SparseConditionalAccumulator("float32", (3, 1), shared_name="a name")
-    two = js.SparseConditionalAccumulator("float32", (3, 1), shared_name="a name")
-    private = js.SparseConditionalAccumulator("float32", (3, 1), shared_name="")
-    dense = js.ConditionalAccumulator("float32", (3, 1), shared_name="a name")
+    one = SparseConditionalAccumulator("float32", (3, 1), shared_name="a name")
+    two = SparseConditionalAccumulator("float32", (3, 1), shared_name="a name")
+    private = SparseConditionalAccumulator("float32", (3, 1), shared_name="")
+    dense = ConditionalAccumulator("float32", (3, 1), shared_name="a name")
     one.apply_grad([1], [[4.0]])
     counts = [x.num_accumulated() for x in (one, two, private, dense)]
     assert counts == [1, 1, 0, 0]
     with pytest.raises(js.InvalidArgumentError, match="exists with dtype, shape and"):
-        js.SparseConditionalAccumulator("float16", (3, 1), shared_name="a name")
+        SparseConditionalAccumulator("float16", (3, 1), shared_name="a name")
     assert two.take_grad(1).values == 4 and one.global_step() == 1
     two.close()
     with pytest.raises(CancelledError):
         one.apply_grad([1], [[4.0]])
-    fresh = js.SparseConditionalAccumulator("float16", shared_name="a name")
+    fresh = SparseConditionalAccumulator("float16", shared_name="a name")
     assert fresh.global_step() == 0
     del fresh  # and the name lives no longer than those who use it
-    assert js.SparseConditionalAccumulator("float64", shared_name="a name").dtype == "f8"
+    assert SparseConditionalAccumulator("float64", shared_name="a name").dtype == "f8"
 
 
 @pytest.mark.parametrize("shape", [None, (), [], np.array([])])
 def test_an_empty_shape_of_rows_is_not_known(shape):
-    accumulator = js.SparseConditionalAccumulator("float32", shape)
+    accumulator = SparseConditionalAccumulator("float32", shape)
     accumulator.apply_grad([100], [[1.0, 2.0]])
     assert accumulator.shape is None
     np.testing.assert_array_equal(accumulator.take_grad(1).shape, [-1, 2])
 
 
 def test_what_it_says_of_itself():
-    accumulator = js.SparseConditionalAccumulator("float32", [None, 2], name="mine")
+    accumulator = SparseConditionalAccumulator("float32", [None, 2], name="mine")
     accumulator.apply_grad([1], [[1.0, 2.0]])
     assert accumulator.name == "mine" and accumulator.shape == (None, 2)
     assert repr(accumulator) == (
@@ -367,7 +371,7 @@ def test_what_it_says_of_itself():
 
 def test_dense_mean_and_sum():
     for reduction, wanted in [("MEAN", [2, 3]), ("SUM", [4, 6])]:
-        accumulator = js.ConditionalAccumulator("float32", (2,), reduction_type=reduction)
+        accumulator = ConditionalAccumulator("float32", (2,), reduction_type=reduction)
         accumulator.apply_grad([1.0, 2.0])
         accumulator.apply_grad(jnp.array([3.0, 4.0]), local_step=5)
         accumulator.apply_grad([9.0, 9.0], local_step=-1)
@@ -378,7 +382,7 @@ def test_dense_mean_and_sum():
 
 
 def test_a_dense_scalar():
-    accumulator = js.ConditionalAccumulator("float32", ())
+    accumulator = ConditionalAccumulator("float32", ())
     accumulator.apply_grad(1.0)
     accumulator.apply_grad(np.float32(2))
     taken = accumulator.take_grad(1)
@@ -396,7 +400,7 @@ def test_a_dense_scalar():
     ],
 )
 def test_dense_misfits_change_nothing(shape, gradient, message):
-    accumulator = js.ConditionalAccumulator("float32", shape)
+    accumulator = ConditionalAccumulator("float32", shape)
     first = {(None, 2): (3, 2), (): ()}.get(shape, 2)
     accumulator.apply_grad(np.ones(first, np.float32))
     before = snapshot(accumulator)
@@ -415,7 +419,7 @@ class Model(RuleBasedStateMachine):
 
     @initialize(reduction=st.sampled_from(["MEAN", "SUM"]))
     def make(self, reduction):
-        self.ours = js.SparseConditionalAccumulator(
+        self.ours = SparseConditionalAccumulator(
             "float64", (ROWS, 2), reduction_type=reduction
         )
         self.mean, self.held, self.count, self.step = reduction == "MEAN", {}, 0, 0

@@ -1,6 +1,9 @@
 """Any pytree comes back as it was: dtypes, structures, shardings, memory."""
 
+import functools
 import os
+import secrets
+import time
 from typing import NamedTuple
 
 import jax
@@ -8,15 +11,15 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from helpers import GOLDEN
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import jslices as js
-from jslices.checkpoint import leaves
-from jslices.checkpoint.archive import Archive
-from jslices.checkpoint.tensor_file import TensorFile
+from jslices.checkpoint.leaves import Leaf, Piece, Spec, as_leaf, place
+from jslices.checkpoint.tensors import TensorFile
 
 
 class Point(NamedTuple):
@@ -213,10 +216,13 @@ def on_mesh(spec, shape=(8, 4), dtype=jnp.float32):
     return jax.device_put(array, sharding)
 
 
+kept_on_mesh = functools.cache(on_mesh)
+
+
 @pytest.mark.parametrize("sharded", [False, True])
 @pytest.mark.parametrize("spec", SPECS)
-def test_sharded_arrays(spec, sharded, tmp_path, monkeypatch):
-    monkeypatch.setattr(leaves, "_BLOCK", 48)  # three rows at a time
+def test_sharded_arrays(spec, sharded, tmp_path):
+    on_mesh = kept_on_mesh
     tree = {"t": on_mesh(spec), "h": on_mesh(spec, dtype=jnp.bfloat16), "w": jnp.ones(3)}
     path = js.Saver(sharded=sharded).save(tree, tmp_path / "m")
     whole = js.Saver().restore(path)
@@ -262,10 +268,16 @@ def test_other_numbers_of_shards_take_the_place(tmp_path):
         assert len(os.listdir(tmp_path)) == expected + 1
 
 
-def test_a_table_is_written_without_gathering_it(tmp_path, monkeypatch):
-    monkeypatch.setattr(leaves, "_BLOCK", 1024)
-    seen = []
-    array = np.asarray
+@pytest.mark.parametrize("spec", SPECS)
+def test_a_table_is_gathered_block_by_block(spec):
+    leaf = as_leaf("t", on_mesh(spec))
+    blocks = list(leaf.tensor(block_bytes=48).blocks())
+    np.testing.assert_array_equal(np.concatenate(blocks), on_mesh(()))
+    assert len(leaf.pieces) == 1 or [len(block) for block in blocks] == [3, 3, 2]
+
+
+def test_a_shard_is_written_from_its_device(tmp_path, monkeypatch):
+    seen, array = [], np.asarray
 
     def watched(x, *rest, **named):
         if isinstance(x, jax.Array):
@@ -273,27 +285,26 @@ def test_a_table_is_written_without_gathering_it(tmp_path, monkeypatch):
         return array(x, *rest, **named)
 
     tree = {"t": on_mesh(("x", "y"), (512, 4))}
-    monkeypatch.setattr(leaves.np, "asarray", watched)
+    monkeypatch.setattr(np, "asarray", watched)
     path = js.Saver(sharded=True).save(tree, tmp_path / "m")
-    assert max(seen) == 512 * 4 // 4
     monkeypatch.undo()
+    assert max(seen) == 512 * 4 // 4
     np.testing.assert_array_equal(js.Saver().restore(path)["t"], tree["t"])
 
 
-def test_only_the_boxes_of_the_devices_are_read(tmp_path, monkeypatch):
-    path = js.Saver().save({"t": on_mesh(())}, tmp_path / "m")
-    read, boxes = Archive.read, []
+def test_only_the_boxes_of_the_devices_are_read():
+    saved, boxes = np.arange(32, dtype=np.float32).reshape(8, 4), []
 
-    def watched(self, name, index=None):
-        boxes.append(read(self, name, index))
+    def read(index):
+        boxes.append(saved[index])
         return boxes[-1]
 
-    monkeypatch.setattr(Archive, "read", watched)
-    js.Saver().restore(path, {"t": on_mesh(("x",))})
+    restored = place("t", Spec("jax", "float32", (8, 4)), read, on_mesh(("x",)))
+    np.testing.assert_array_equal(restored, saved)
     assert [box.shape for box in boxes] == [(4, 4), (4, 4)]
 
 
-def test_blocks_from_devices_other_than_the_host(tmp_path, monkeypatch):
+def test_blocks_from_devices_other_than_the_host():
     class Elsewhere:
         """An array that only gives rows."""
 
@@ -308,11 +319,61 @@ def test_blocks_from_devices_other_than_the_host(tmp_path, monkeypatch):
             self.gave.append(rows)
             return self.array[rows]
 
-    monkeypatch.setattr(leaves, "_BLOCK", 32)
     data = Elsewhere(np.arange(20.0, dtype=np.float32).reshape(10, 2))
-    blocks = list(leaves.host_blocks(data))
+    leaf = Leaf(Spec("jax", "float32", (10, 2)), [Piece((0, 0), data)])
+    blocks = list(leaf.tensor(block_bytes=32).blocks())
     assert [len(block) for block in blocks] == [4, 4, 2]
     np.testing.assert_array_equal(np.concatenate(blocks), data.array)
     rows = np.array([1, 4, 9])
-    np.testing.assert_array_equal(leaves._take(data, rows), data.array[rows])
-    assert len(data.gave[-1]) == 4
+    (taken,) = leaf.rows_tensor(rows).blocks()
+    np.testing.assert_array_equal(taken, data.array[rows])
+    assert len(data.gave[-1]) == 4  # a power of two: few programs are compiled
+
+
+# --- the format -----------------------------------------------------------------------
+
+
+def kept_trees():
+    """What the files in ``golden/checkpoint`` hold, in the order of saving."""
+    full = {
+        "params": {
+            "table": jnp.arange(12.0).reshape(4, 3).astype(jnp.bfloat16),
+            "w": jnp.ones(3),
+        },
+        "small": jnp.arange(6).reshape(3, 2).astype(jnp.int4),
+        "complex": np.array([1, 2j], np.complex64),
+        "words": np.array(["a", "bc"]),
+        "slices": js.IndexedSlices(jnp.ones((2, 3)), jnp.array([1, 5]), (4, 3)),
+        "key": jax.random.split(jax.random.key(3), 2),
+        "nested": [1, (2.5, None, {}), [], (), {"deep/er": True}, {7: 2j}],
+        "point": Point(jnp.zeros(()), np.ones(2)),
+        "text": "naïve",
+        "bytes": b"\0\1",
+        "__metadata__": 3,
+        "empty": np.zeros((0, 4)),
+    }
+    shards = {"t": on_mesh(("x",), (4, 2)), "w": jnp.ones(3)}
+    base = {"t": jnp.arange(8.0).reshape(4, 2), "n": 1}
+    return full, shards, base, {"t": base["t"].at[2].set(7), "n": 2}
+
+
+def test_the_format_stays(tmp_path, monkeypatch):
+    """Files of version 0.1 can be read, and what is written is the same, byte for byte."""
+    full, shards, base, delta = kept_trees()
+    folder = GOLDEN / "checkpoint"
+    same(js.Saver().restore(folder / "full", full), full)
+    restored = js.Saver().restore(folder / "full")
+    assert restored["nested"] == full["nested"] and set(restored) == set(full)
+    same(js.Saver().restore(folder / "shards", shards), shards)
+    same(js.Saver().restore(folder / "delta"), dict(sorted(delta.items())))
+
+    times = iter(range(0x1800000000000001, 0x1800000000000009))
+    monkeypatch.setattr(time, "time_ns", lambda: next(times))
+    monkeypatch.setattr(secrets, "token_hex", lambda n: "ab" * n)
+    js.Saver().save(full, tmp_path / "full")
+    js.Saver(sharded=True).save(shards, tmp_path / "shards")
+    saver = js.Saver()
+    saver.save(base, tmp_path / "base")
+    saver.save_delta(delta, tmp_path / "delta", touched={"t": [2]})
+    for file in folder.iterdir():
+        assert (tmp_path / file.name).read_bytes() == file.read_bytes(), file.name

@@ -228,9 +228,9 @@ def jitted(name):
         "rows": lambda t: js.clip_rows_by_norm(t["a"], 1.5),
         "average": lambda t: js.clip_by_average_norm(t["a"], 0.1),
         "value": lambda t: js.clip_by_value(t["a"], -1.0, 0.5),
-        "tx_global": lambda t: js.optim.clip_by_global_norm(1.5).update(t, ())[0],
+        "tx_global": lambda t: js.optim.clip_global_norm(1.5).update(t, ())[0],
         "tx_value": lambda t: js.optim.clip(0.5).update(t, ())[0],
-        "tx_rows": lambda t: js.optim.clip_rows_by_norm(0.5).update(t["a"], ())[0],
+        "tx_rows": lambda t: js.optim.clip_row_norms(0.5).update(t["a"], ())[0],
         "tx_rms": lambda t: js.optim.clip_by_block_rms(0.1).update(t, ())[0],
     }
     return jax.jit(calls[name])
@@ -296,7 +296,7 @@ def test_transformations_equal_optax_in_a_chain(name, limit):
 
 
 def test_rows_are_clipped_in_tables_only():
-    link = js.optim.clip_rows_by_norm(1.0)
+    link = js.optim.clip_row_norms(1.0)
     tx = optax.chain(optax.masked(link, {"table": True, "w": False}), js.sgd(1.0))
     params = {"table": jnp.zeros((V, D)), "w": jnp.zeros(2)}
     rows = js.IndexedSlices(jnp.array([[3.0, 4], [0.3, 0.4]]), jnp.array([2, 4]), (V, D))
@@ -306,7 +306,7 @@ def test_rows_are_clipped_in_tables_only():
     np.testing.assert_array_equal(updates["w"], [-5, -5])
 
 
-LINKS = ["clip", "clip_by_global_norm", "clip_by_block_rms", "clip_rows_by_norm"]
+LINKS = ["clip", "clip_global_norm", "clip_by_block_rms", "clip_row_norms"]
 
 
 @pytest.mark.parametrize("name", [*LINKS, "combine_duplicates"])
@@ -323,7 +323,7 @@ def test_none_passes_and_an_empty_tree_has_no_norm():
     tree, norm = js.clip_by_global_norm({"a": None, "b": (None, jnp.ones(4))}, 1.0)
     assert norm == 2 and tree["a"] is None and tree["b"][0] is None
     np.testing.assert_array_equal(tree["b"][1], [0.5] * 4)
-    for tx in (js.optim.clip(1.0), js.optim.clip_rows_by_norm(1.0)):
+    for tx in (js.optim.clip(1.0), js.optim.clip_row_norms(1.0)):
         assert tx.update([None], tx.init([None]))[0] == [None]
 
 
@@ -331,7 +331,7 @@ def test_none_passes_and_an_empty_tree_has_no_norm():
 def test_a_norm_that_is_no_number_makes_everything_nan(bad):
     rows = js.IndexedSlices(jnp.array([[1.0], [bad], [2.0]]), jnp.array([4, 1, 2]), (6, 1))
     tree = {"rows": rows, "w": jnp.ones(2)}
-    link = js.optim.clip_by_global_norm(1.0)
+    link = js.optim.clip_global_norm(1.0)
     by_chain, _ = link.update(tree, link.init(tree))
     for clipped in (js.clip_by_global_norm(tree, 1.0)[0], by_chain):
         np.testing.assert_array_equal(clipped["rows"].indices, [1, 2, 4])

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 import jslices as js
 from jslices.checkpoint import DataLossError, NotFoundError
-from jslices.checkpoint.tensor_file import TensorFile
+from jslices.checkpoint.archive import write_checkpoint
+from jslices.checkpoint.tensors import TensorFile
 
 V = 64
 
@@ -75,7 +76,7 @@ def test_touched(kind, tmp_path):
         assert_same(
             js.Saver().restore(path, jax.tree.map(jnp.zeros_like, variables)), variables
         )
-    assert js.latest_checkpoint(tmp_path) == path
+    assert js.checkpoint.latest_checkpoint(tmp_path) == path
 
 
 def test_what_is_not_said_is_saved_whole(tmp_path):
@@ -195,19 +196,14 @@ def test_an_overwritten_link_is_named(tmp_path):
         js.Saver().restore(paths[2])
 
 
-def test_a_hostile_link_is_not_followed(tmp_path, monkeypatch):
+def test_a_hostile_link_is_not_followed(tmp_path):
     (tmp_path / "d").mkdir()
-    outside = js.Saver().save({"t": jnp.ones((4, 2))}, tmp_path / "outside")
-    saver = js.Saver()
-    saver.save({"t": jnp.ones((4, 2))}, tmp_path / "d" / "m", 0)
-    monkeypatch.setattr(
-        "jslices.checkpoint.saving.os.path.basename", lambda p: "../outside"
-    )
-    path = saver.save_delta({"t": jnp.ones((4, 2))}, tmp_path / "d" / "n")
-    monkeypatch.undo()
+    js.Saver().save({"t": jnp.ones((4, 2))}, tmp_path / "outside")
+    path = str(tmp_path / "d" / "n")
+    delta = {"base": "../outside", "base_id": "", "rows": {}}
+    write_checkpoint(path, [{}], {"variables": {}, "delta": delta}, False)
     with pytest.raises(DataLossError, match=r"names '../outside' as its base; .* not foll"):
         js.Saver().restore(path)
-    assert os.path.exists(outside)
 
 
 def test_what_deltas_build_on_is_kept_and_then_goes(tmp_path):
@@ -233,9 +229,9 @@ def test_a_base_is_not_overwritten(tmp_path):
 def test_going_on_after_a_restart(tmp_path):
     _, variables, paths = chain(tmp_path)
     saver = js.Saver()
-    variables = saver.restore(js.latest_checkpoint(tmp_path), variables)
+    variables = saver.restore(js.checkpoint.latest_checkpoint(tmp_path), variables)
     saver.recover_last_checkpoints(
-        js.get_checkpoint_state(tmp_path).all_model_checkpoint_paths
+        js.checkpoint.get_checkpoint_state(tmp_path).all_model_checkpoint_paths
     )
     variables = stepped(variables, [9], 7.0)
     path = saver.save_delta(variables, tmp_path / "m", 3, touched={"*table": [9]})

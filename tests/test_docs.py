@@ -12,17 +12,18 @@ import test_bags
 import test_scatter
 
 import jslices as js
+import jslices.tf1 as tf
 
 DOCS = pathlib.Path(__file__).parent.parent / "docs"
 TEXT = (DOCS / "operations.md").read_text()
 
 
-@pytest.mark.parametrize("page, count", [("operations.md", 1), ("variables.md", 2)])
+@pytest.mark.parametrize("page, count", [("operations.md", 1), ("variables.md", 3)])
 def test_code_runs(page, count):
     blocks = re.findall(r"^```python\n(.*?)^```", (DOCS / page).read_text(), re.M | re.S)
     assert len(blocks) == count
     for block in blocks:
-        exec(block, {"functools": functools, "jax": jax, "jnp": jnp, "js": js})
+        exec(block, {"functools": functools, "jax": jax, "jnp": jnp, "js": js, "tf": tf})
 
 
 def test_every_exception_of_the_tests_is_listed():

@@ -5,18 +5,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import jslices as js
+import jslices.tf1 as tf
 
 KEY = jax.random.key(7)
 DRAWN = {
-    "random_normal": (js.random_normal, js.random_normal_initializer),
-    "truncated_normal": (js.truncated_normal, js.truncated_normal_initializer),
-    "random_uniform": (js.random_uniform, js.random_uniform_initializer),
+    "random_normal": (tf.random_normal, tf.random_normal_initializer),
+    "truncated_normal": (tf.truncated_normal, tf.truncated_normal_initializer),
+    "random_uniform": (tf.random_uniform, tf.random_uniform_initializer),
 }
 
 
 def init(fn, *args):
-    return js.transform(fn).init(KEY, *args)
+    return tf.transform(fn).init(KEY, *args)
 
 
 def equal(a, b):
@@ -28,10 +28,10 @@ def equal(a, b):
 
 def test_statistics():
     def model():
-        js.Variable(js.random_normal([20_000], 3.0, -2.0), name="normal")
-        js.Variable(js.truncated_normal([20_000], 3.0, 2.0), name="truncated")
-        js.Variable(js.random_uniform([20_000], -1, 5), name="uniform")
-        js.Variable(js.random_uniform([20_000], -2, 3, "int32"), name="whole")
+        tf.Variable(tf.random_normal([20_000], 3.0, -2.0), name="normal")
+        tf.Variable(tf.truncated_normal([20_000], 3.0, 2.0), name="truncated")
+        tf.Variable(tf.random_uniform([20_000], -1, 5), name="uniform")
+        tf.Variable(tf.random_uniform([20_000], -2, 3, "int32"), name="whole")
 
     drawn = init(model)
     wanted = {"normal": (3, 2), "truncated": (3, 2 * 0.8796), "uniform": (2, 6 / 12**0.5)}
@@ -47,12 +47,12 @@ def test_two_calls_differ_and_one_key_gives_one_value(name):
     draw, _ = DRAWN[name]
 
     def model():
-        js.Variable(draw([50]), name="a")
-        js.Variable(draw([50]), name="b")
-        js.Variable(draw([50]) - draw([50]), name="c")
+        tf.Variable(draw([50]), name="a")
+        tf.Variable(draw([50]), name="b")
+        tf.Variable(draw([50]) - draw([50]), name="c")
 
     first, again = init(model), init(model)
-    other = js.transform(model).init(jax.random.key(8))
+    other = tf.transform(model).init(jax.random.key(8))
     for v in "abc":
         assert equal(first[v], again[v]) and not equal(first[v], other[v])
     assert len({tuple(first[v].tolist()) for v in "abc"}) == 3
@@ -62,8 +62,8 @@ def test_two_calls_differ_and_one_key_gives_one_value(name):
 def test_a_value_depends_on_its_variable_and_on_no_other():
     def model(more):
         if more:
-            js.Variable(js.random_normal([4]), name="another")
-        js.Variable(js.random_normal([4]), name="v")
+            tf.Variable(tf.random_normal([4]), name="another")
+        tf.Variable(tf.random_normal([4]), name="v")
 
     assert equal(init(model, True)["v"], init(model, False)["v"])
 
@@ -72,23 +72,23 @@ def test_one_result_for_two_variables_is_drawn_once():
     """One session.run of both initializers runs TensorFlow's operation once."""
 
     def model():
-        value = js.random_normal([5])
-        js.Variable(value, name="a")
-        js.Variable(value, name="b")
-        js.Variable(value * 2 + value, name="c")
-        js.get_variable("d", initializer=value)
+        value = tf.random_normal([5])
+        tf.Variable(value, name="a")
+        tf.Variable(value, name="b")
+        tf.Variable(value * 2 + value, name="c")
+        tf.get_variable("d", initializer=value)
 
-    model = js.transform(model)
+    model = tf.transform(model)
     for variables in (model.init(KEY), jax.jit(model.init)(KEY)):
         assert equal(variables["a"], variables["b"]) and equal(
             variables["a"], variables["d"]
         )
         np.testing.assert_allclose(variables["c"], 3 * variables["a"], rtol=1e-6)
     # However few are made again, and in whatever order.
-    again = js.initialize_variables(model.abstract_init(), ["b"], KEY)
+    again = tf.initialize_variables(model.abstract_init(), ["b"], KEY)
     assert equal(again["b"], model.init(KEY)["b"])
     _, after = model.apply(dict(model.init(KEY)))
-    assert equal(js.initialize_variables(after, ["d"], KEY)["d"], model.init(KEY)["d"])
+    assert equal(tf.initialize_variables(after, ["d"], KEY)["d"], model.init(KEY)["d"])
 
 
 @pytest.mark.parametrize("name", DRAWN)
@@ -98,12 +98,12 @@ def test_a_seed_gives_the_same_numbers_everywhere(name):
     assert equal(outside, initializer(seed=3)(None, [6])) and jnp.any(outside)
 
     def model():
-        js.Variable(draw([6], seed=3), name="a")
-        js.Variable(lambda: draw([6], seed=3), name="b")
-        js.Variable(draw([6], seed=4), name="other")
+        tf.Variable(draw([6], seed=3), name="a")
+        tf.Variable(lambda: draw([6], seed=3), name="b")
+        tf.Variable(draw([6], seed=4), name="other")
         return draw([6], seed=3), jnp.sum(draw([6], seed=3))
 
-    model = js.transform(model)
+    model = tf.transform(model)
     variables = model.init(None)  # nothing needs a key
     (same, total), _ = jax.jit(model.apply)(variables)
     for array in (variables["a"], variables["b"], same):
@@ -114,8 +114,8 @@ def test_a_seed_gives_the_same_numbers_everywhere(name):
 
 def test_a_name_that_is_made_unique_draws_its_own():
     def model():
-        js.Variable(js.random_normal([4]), name="v")
-        js.get_variable("v", initializer=js.random_normal([4]))
+        tf.Variable(tf.random_normal([4]), name="v")
+        tf.get_variable("v", initializer=tf.random_normal([4]))
 
     variables = init(model)
     assert list(variables) == ["v", "v_1"]
@@ -127,10 +127,10 @@ def test_a_name_that_is_made_unique_draws_its_own():
 
 def test_apply_draws_nothing():
     def model(x):
-        w = js.Variable(js.random_normal([3, 2]) * 0.1 + 1, name="w")
+        w = tf.Variable(tf.random_normal([3, 2]) * 0.1 + 1, name="w")
         return x @ w
 
-    model, x = js.transform(model), jnp.ones((1, 3))
+    model, x = tf.transform(model), jnp.ones((1, 3))
     variables = model.init(KEY, x)
     assert "random_bits" in str(jax.make_jaxpr(model.init)(KEY, x))
     program = str(jax.make_jaxpr(model.apply)(variables, x))
@@ -165,14 +165,14 @@ def test_operators(name):
     """The same as of the array, in init; and a variable of that shape in apply."""
 
     def model():
-        value = js.random_normal([3])
+        value = tf.random_normal([3])
         assert value.shape == value.get_shape() == (3,) and value.ndim == 1
         lazy = OPERATORS[name](value)
-        js.Variable(value, name="plain")
-        js.Variable(lazy, name="v")
+        tf.Variable(value, name="plain")
+        tf.Variable(lazy, name="v")
         return lazy.shape, lazy.dtype
 
-    model = js.transform(model)
+    model = tf.transform(model)
     variables = model.init(KEY)
     wanted = OPERATORS[name](variables["plain"])
     np.testing.assert_allclose(
@@ -186,12 +186,12 @@ def test_operators(name):
 
 def test_with_the_value_of_another_variable():
     def model():
-        w = js.Variable(js.random_normal([3], stddev=2.0), name="w")
-        js.Variable(w.initialized_value() * 2, name="twice")
-        js.Variable(w.initialized_value() + js.random_normal([3]), name="near")
-        js.Variable(w + js.random_normal([3]), name="nearer")
+        w = tf.Variable(tf.random_normal([3], stddev=2.0), name="w")
+        tf.Variable(w.initialized_value() * 2, name="twice")
+        tf.Variable(w.initialized_value() + tf.random_normal([3]), name="near")
+        tf.Variable(w + tf.random_normal([3]), name="nearer")
 
-    model = js.transform(model)
+    model = tf.transform(model)
     variables = model.init(KEY)
     assert equal(variables["twice"], 2 * variables["w"])
     for name in ("near", "nearer"):
@@ -201,22 +201,22 @@ def test_with_the_value_of_another_variable():
     assert equal(after["twice"], variables["twice"])
     # What an array went into is not remembered; it says how to have it again.
     with pytest.raises(ValueError, match=r"twice, near, nearer was computed.*model\.init"):
-        js.initialize_all_variables(variables, KEY)
+        tf.initialize_all_variables(variables, KEY)
 
 
 def test_any_function_within_a_function():
     def model():
-        js.Variable(lambda: jnp.abs(js.random_normal([9])), name="a")
-        js.Variable(lambda key: jax.random.normal(key, [9]) * js.ones([9]), name="b")
-        value = js.random_normal([9])
-        js.Variable(lambda: jnp.concatenate([value, -value]), name="c")
-        other = js.random_normal([9])
-        js.Variable(lambda: other + js.random_normal([9]) - value, name="d")
+        tf.Variable(lambda: jnp.abs(tf.random_normal([9])), name="a")
+        tf.Variable(lambda key: jax.random.normal(key, [9]) * tf.ones([9]), name="b")
+        value = tf.random_normal([9])
+        tf.Variable(lambda: jnp.concatenate([value, -value]), name="c")
+        other = tf.random_normal([9])
+        tf.Variable(lambda: other + tf.random_normal([9]) - value, name="d")
 
-    model = js.transform(model)
+    model = tf.transform(model)
     variables = model.init(KEY)
     assert variables["a"].min() > 0 and equal(variables["c"][:9], -variables["c"][9:])
-    again = js.initialize_all_variables(model.abstract_init(), KEY)
+    again = tf.initialize_all_variables(model.abstract_init(), KEY)
     for name in variables:
         assert equal(again[name], variables[name])
 
@@ -224,21 +224,21 @@ def test_any_function_within_a_function():
 @pytest.mark.parametrize(
     "use",
     [
-        lambda x: jnp.abs(js.random_normal([3])),
-        lambda x: jnp.concatenate([js.random_normal([3]), x]),
-        lambda x: js.Variable(x).assign(js.random_normal([3])),
-        lambda x: jnp.sum(x + js.random_normal([3])),
-        lambda x: js.Variable([js.random_normal([3])]),
-        lambda x: np.asarray(js.random_normal([3])),
-        lambda x: js.random_normal([3]).sum(),
-        lambda x: jax.jit(jnp.sin)(js.random_normal([3])),
+        lambda x: jnp.abs(tf.random_normal([3])),
+        lambda x: jnp.concatenate([tf.random_normal([3]), x]),
+        lambda x: tf.Variable(x).assign(tf.random_normal([3])),
+        lambda x: jnp.sum(x + tf.random_normal([3])),
+        lambda x: tf.Variable([tf.random_normal([3])]),
+        lambda x: np.asarray(tf.random_normal([3])),
+        lambda x: tf.random_normal([3]).sum(),
+        lambda x: jax.jit(jnp.sin)(tf.random_normal([3])),
     ],
 )
 @pytest.mark.parametrize("phase", ["init", "apply"])
 def test_use_as_an_array_says_what_to_type(use, phase):
     model, words = (
-        js.transform(use),
-        r"random_normal.*js\.Variable\(lambda: \.\.\.\).*seed=",
+        tf.transform(use),
+        r"random_normal.*tf\.Variable\(lambda: \.\.\.\).*seed=",
     )
     with pytest.raises(RuntimeError, match=words) as raised:
         if phase == "init":
@@ -249,10 +249,10 @@ def test_use_as_an_array_says_what_to_type(use, phase):
 
 
 def test_returned_it_is_an_error_or_an_array():
-    model = js.transform(lambda: {"noise": js.random_uniform([2])})
+    model = tf.transform(lambda: {"noise": tf.random_uniform([2])})
     with pytest.raises(RuntimeError, match=r"random_uniform.*jax\.random\.uniform"):
         model.apply(model.init(KEY))
-    out, _ = js.transform(lambda: {"noise": js.random_uniform([2], seed=1)}).apply({})
+    out, _ = tf.transform(lambda: {"noise": tf.random_uniform([2], seed=1)}).apply({})
     assert isinstance(out["noise"], jax.Array)
 
 
@@ -263,16 +263,16 @@ def test_outside_of_functions(name):
 
 
 def test_an_inner_model_draws_with_its_own_key():
-    inner = js.transform(lambda: js.Variable(js.random_normal([3]), name="w"))
+    inner = tf.transform(lambda: tf.Variable(tf.random_normal([3]), name="w"))
 
     def model():
-        js.Variable(lambda: inner.init(KEY)["w"], name="v")
+        tf.Variable(lambda: inner.init(KEY)["w"], name="v")
 
     assert equal(init(model)["v"], inner.init(KEY)["w"])
 
 
 def test_no_key():
-    model = js.transform(lambda: js.Variable(js.random_normal([3])) + 0)
+    model = tf.transform(lambda: tf.Variable(tf.random_normal([3])) + 0)
     with pytest.raises(
         ValueError, match=r"random_normal draws.*jax\.random\.key\(0\) to init"
     ):
@@ -282,32 +282,32 @@ def test_no_key():
 @pytest.mark.parametrize(
     "call, error, words",
     [
-        (lambda: js.random_normal([2], dtype="int32"), TypeError,
+        (lambda: tf.random_normal([2], dtype="int32"), TypeError,
          "random_normal makes floats, got dtype int32"),
-        (lambda: js.truncated_normal([2], dtype="int8"), TypeError,
+        (lambda: tf.truncated_normal([2], dtype="int8"), TypeError,
          "truncated_normal makes floats, got dtype int8"),
-        (lambda: js.random_uniform([2], dtype="int32"), ValueError,
+        (lambda: tf.random_uniform([2], dtype="int32"), ValueError,
          "random_uniform of int32 needs minval < maxval, got 0 and None"),
-        (lambda: js.random_uniform([2], 3, 3, dtype="int32"), ValueError, "got 3 and 3"),
-        (lambda: js.random_normal([-1]), ValueError, "shape of random_normal must not be"),
-        (lambda: js.random_normal([None, 2]), TypeError, "shape of random_normal must be"),
-        (lambda: js.zeros([1.5]), TypeError, "shape of zeros must be ints"),
-        (lambda: js.ones([-2]), ValueError, "shape of ones must not be negative"),
-        (lambda: js.constant([1, 2, 3], shape=[2]), ValueError, "Too many elements"),
-        (lambda: js.constant(3.7, "int32"), TypeError, "cannot make int32"),
-        (lambda: js.constant("a"), TypeError, "cannot hold a string"),
+        (lambda: tf.random_uniform([2], 3, 3, dtype="int32"), ValueError, "got 3 and 3"),
+        (lambda: tf.random_normal([-1]), ValueError, "shape of random_normal must not be"),
+        (lambda: tf.random_normal([None, 2]), TypeError, "shape of random_normal must be"),
+        (lambda: tf.zeros([1.5]), TypeError, "shape of zeros must be ints"),
+        (lambda: tf.ones([-2]), ValueError, "shape of ones must not be negative"),
+        (lambda: tf.constant([1, 2, 3], shape=[2]), ValueError, "Too many elements"),
+        (lambda: tf.constant(3.7, "int32"), TypeError, "cannot make int32"),
+        (lambda: tf.constant("a"), TypeError, "cannot hold a string"),
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("phase", ["init", "apply"])
 def test_refusals(call, error, words, phase):
-    model = js.transform(call)
+    model = tf.transform(call)
     with pytest.raises(error, match=words):
         model.init(KEY) if phase == "init" else model.apply({})
 
 
 def test_another_dtype_for_the_variable():
-    model = js.transform(
-        lambda: js.Variable(js.random_normal([2]), name="v", dtype="int32")
+    model = tf.transform(
+        lambda: tf.Variable(tf.random_normal([2]), name="v", dtype="int32")
     )
     for run in (lambda: model.init(KEY), lambda: model.apply({"v": jnp.zeros(2, "int32")})):
         with pytest.raises(
@@ -322,45 +322,45 @@ def test_another_dtype_for_the_variable():
 @pytest.mark.parametrize(
     "made, wanted, dtype",
     [
-        (lambda: js.zeros([2, 1]), [[0], [0]], "float32"),
-        (lambda: js.zeros(2, "bool"), [False, False], "bool"),
-        (lambda: js.ones((2,), "bfloat16"), [1, 1], "bfloat16"),
-        (lambda: js.constant(2), 2, "int32"),
-        (lambda: js.constant(2.5, shape=[2]), [2.5, 2.5], "float32"),
-        (lambda: js.constant([1, 2], "float32", [2, 2]), [[1, 2], [2, 2]], "float32"),
-        (lambda: js.constant([[1], [2]]), [[1], [2]], "int32"),
-        (lambda: js.constant(True), True, "bool"),
+        (lambda: tf.zeros([2, 1]), [[0], [0]], "float32"),
+        (lambda: tf.zeros(2, "bool"), [False, False], "bool"),
+        (lambda: tf.ones((2,), "bfloat16"), [1, 1], "bfloat16"),
+        (lambda: tf.constant(2), 2, "int32"),
+        (lambda: tf.constant(2.5, shape=[2]), [2.5, 2.5], "float32"),
+        (lambda: tf.constant([1, 2], "float32", [2, 2]), [[1, 2], [2, 2]], "float32"),
+        (lambda: tf.constant([[1], [2]]), [[1], [2]], "int32"),
+        (lambda: tf.constant(True), True, "bool"),
     ],
 )
 def test_constants(made, wanted, dtype):
     assert isinstance(made(), jax.Array) and made().dtype == dtype
     np.testing.assert_array_equal(made(), jnp.asarray(wanted, dtype))
-    model = js.transform(lambda: js.Variable(made(), name="v").value())
+    model = tf.transform(lambda: tf.Variable(made(), name="v").value())
     variables = model.init(None)
-    again = js.initialize_all_variables(model.abstract_init(), KEY)
+    again = tf.initialize_all_variables(model.abstract_init(), KEY)
     for v in (variables["v"], again["v"], model.apply(variables)[0]):
         assert equal(v, made()) and v.dtype == dtype
 
 
 def test_an_array_is_remembered_only_as_itself():
     def model():
-        zeros = js.zeros([3])
-        js.Variable(zeros + 1, name="computed")
-        js.Variable(zeros, name="zeros")
-        js.Variable(js.constant(jnp.ones(2)), name="of_an_array")
+        zeros = tf.zeros([3])
+        tf.Variable(zeros + 1, name="computed")
+        tf.Variable(zeros, name="zeros")
+        tf.Variable(tf.constant(jnp.ones(2)), name="of_an_array")
 
     variables = init(model)
     for name in ("computed", "of_an_array"):
         with pytest.raises(ValueError, match=f"the initial value of {name} was computed"):
-            js.initialize_variables(variables, [name], KEY)
-    assert not js.initialize_variables(variables, ["zeros"], KEY)["zeros"].any()
+            tf.initialize_variables(variables, [name], KEY)
+    assert not tf.initialize_variables(variables, ["zeros"], KEY)["zeros"].any()
 
 
 def test_mean_may_be_an_array():
     def model(mean):
-        js.Variable(js.random_normal([4], mean, 0.0), name="v")
+        tf.Variable(tf.random_normal([4], mean, 0.0), name="v")
 
-    variables = jax.jit(js.transform(model).init)(KEY, jnp.float32(2.5))
+    variables = jax.jit(tf.transform(model).init)(KEY, jnp.float32(2.5))
     assert variables["v"].tolist() == [2.5] * 4
     with pytest.raises(ValueError, match="computed inside of the function"):
-        js.initialize_all_variables(variables, KEY)  # and no tracer leaks
+        tf.initialize_all_variables(variables, KEY)  # and no tracer leaks

@@ -1,45 +1,59 @@
 """Initializers: what they give against theory, and against TensorFlow's statistics."""
 
+import functools
 import math
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import golden
+from helpers import golden, quickly
 
-import jslices as js
+import jslices.tf1 as tf
 
 KEY = jax.random.key(7)
 GOLDEN = golden("initializers")
 STATISTICS = {k: v for k, v in GOLDEN.items() if "[" in k}
 
 MAKERS = {
-    "random_normal(0,1)": js.random_normal_initializer(),
-    "random_normal(2,.5)": js.random_normal_initializer(2.0, 0.5),
-    "truncated_normal(0,1)": js.truncated_normal_initializer(),
-    "truncated_normal(1,.1)": js.truncated_normal_initializer(1.0, 0.1),
-    "random_uniform(default)": js.random_uniform_initializer(),
-    "random_uniform(-2,3)": js.random_uniform_initializer(-2, 3),
-    "uniform_unit_scaling(1)": js.uniform_unit_scaling_initializer(),
-    "uniform_unit_scaling(1.43)": js.uniform_unit_scaling_initializer(1.43),
-    "glorot_uniform": js.glorot_uniform_initializer(),
-    "glorot_normal": js.glorot_normal_initializer(),
-    "variance_scaling(fan_in,truncated)": js.variance_scaling_initializer(),
-    "variance_scaling(2,fan_out,uniform)": js.variance_scaling_initializer(
+    "random_normal(0,1)": tf.random_normal_initializer(),
+    "random_normal(2,.5)": tf.random_normal_initializer(2.0, 0.5),
+    "truncated_normal(0,1)": tf.truncated_normal_initializer(),
+    "truncated_normal(1,.1)": tf.truncated_normal_initializer(1.0, 0.1),
+    "random_uniform(default)": tf.random_uniform_initializer(),
+    "random_uniform(-2,3)": tf.random_uniform_initializer(-2, 3),
+    "uniform_unit_scaling(1)": tf.uniform_unit_scaling_initializer(),
+    "uniform_unit_scaling(1.43)": tf.uniform_unit_scaling_initializer(1.43),
+    "glorot_uniform": tf.glorot_uniform_initializer(),
+    "glorot_normal": tf.glorot_normal_initializer(),
+    "variance_scaling(fan_in,truncated)": tf.variance_scaling_initializer(),
+    "variance_scaling(2,fan_out,uniform)": tf.variance_scaling_initializer(
         2.0, "fan_out", "uniform"
     ),
 }
-RANDOM = list(MAKERS.values())
+# One of each class: what its arguments do is seen in the statistics.
+RANDOM = {type(init): init for init in [*MAKERS.values(), tf.orthogonal_initializer()]}
+
+
+def maker_and_shape(case):
+    name, _, shape = case.partition(" [")
+    return MAKERS[name], tuple(int(n) for n in shape.rstrip("]").split(","))
+
+
+@pytest.fixture(scope="module")
+def statistics():
+    """What the initializers of all cases draw, in one program."""
+    made = {case: maker_and_shape(case) for case in STATISTICS}
+    draw = quickly(lambda key: {c: init(key, shape) for c, (init, shape) in made.items()})
+    return draw(KEY)
 
 
 @pytest.mark.parametrize("case", STATISTICS)
-def test_statistics_are_tensorflows(case):
+def test_statistics_are_tensorflows(case, statistics):
     """Mean and deviation within five standard errors of theory; the bound never passed."""
     wanted = STATISTICS[case]
-    name, _, shape = case.partition(" [")
-    shape = tuple(int(n) for n in shape.rstrip("]").split(","))
-    drawn = np.asarray(MAKERS[name](KEY, shape), np.float64)
+    name, shape = case.partition(" [")[0], maker_and_shape(case)[1]
+    drawn = np.asarray(statistics[case], np.float64)
     size, std = drawn.size, wanted["analytic_std"]
     low, high, middle = bounds(wanted["analytic_abs_bound"])
     middle = {"random_normal(2,.5)": 2.0}.get(name, middle)
@@ -79,10 +93,10 @@ def test_constants_are_tensorflows(case):
     wanted = GOLDEN["constant"][case]
     if isinstance(wanted, dict):
         with pytest.raises(ValueError, match=wanted["gist"]):
-            js.constant_initializer([1, 2, 3, 4, 5])(KEY, (2, 2))
+            tf.constant_initializer([1, 2, 3, 4, 5])(KEY, (2, 2))
         return
     args, shape = CONSTANTS[case]
-    out = js.constant_initializer(*args)(KEY, shape, jnp.float32)
+    out = tf.constant_initializer(*args)(KEY, shape, jnp.float32)
     np.testing.assert_array_equal(out, wanted)
     assert out.dtype == wanted.dtype
 
@@ -90,18 +104,18 @@ def test_constants_are_tensorflows(case):
 @pytest.mark.parametrize(
     "call, error, words",
     [
-        (lambda: js.constant_initializer(3.7)(KEY, (2,), "int32"), TypeError, "would"),
-        (lambda: js.constant_initializer([])(KEY, (2,)), ValueError, "got no values"),
-        (lambda: js.constant_initializer("a")(KEY, (2,)), TypeError, "hold a string"),
-        (lambda: js.constant_initializer([1, 2], verify_shape=True)(KEY, (3,)), TypeError,
+        (lambda: tf.constant_initializer(3.7)(KEY, (2,), "int32"), TypeError, "would"),
+        (lambda: tf.constant_initializer([])(KEY, (2,)), ValueError, "got no values"),
+        (lambda: tf.constant_initializer("a")(KEY, (2,)), TypeError, "hold a string"),
+        (lambda: tf.constant_initializer([1, 2], verify_shape=True)(KEY, (3,)), TypeError,
          r"expected shape \(3,\)"),
-        (lambda: js.zeros_initializer()(KEY, None), ValueError, "needs a shape, got None"),
-        (lambda: js.random_uniform_initializer(0)(KEY, (2,), "int32"), ValueError,
+        (lambda: tf.zeros_initializer()(KEY, None), ValueError, "needs a shape, got None"),
+        (lambda: tf.random_uniform_initializer(0)(KEY, (2,), "int32"), ValueError,
          "needs minval < maxval, got 0 and None"),
-        (lambda: js.random_uniform_initializer(3, 3)(KEY, (2,), "int32"), ValueError,
+        (lambda: tf.random_uniform_initializer(3, 3)(KEY, (2,), "int32"), ValueError,
          "needs minval < maxval"),
-        (lambda: js.orthogonal_initializer()(KEY, (3,)), ValueError, "two axes or more"),
-        (lambda: js.variance_scaling_initializer(0, "fan", "cauchy"), ValueError,
+        (lambda: tf.orthogonal_initializer()(KEY, (3,)), ValueError, "two axes or more"),
+        (lambda: tf.variance_scaling_initializer(0, "fan", "cauchy"), ValueError,
          "scale must be positive, got 0; mode must be .* distribution must be one"),
     ],
 )  # fmt: skip
@@ -119,7 +133,7 @@ def test_refused(call, error, words):
     ],
 )  # fmt: skip
 @pytest.mark.parametrize(
-    "init", [js.random_normal_initializer(), js.zeros_initializer(), js.zeros_initializer]
+    "init", [tf.random_normal_initializer(), tf.zeros_initializer(), tf.zeros_initializer]
 )
 def test_the_order_of_tensorflow_is_refused_with_advice(init, call):
     words = r"shape .* first, .* init\(key, shape, dtype\): init\(jax.random.key\(0\), .*\)"
@@ -128,23 +142,28 @@ def test_the_order_of_tensorflow_is_refused_with_advice(init, call):
 
 
 def test_a_shape_by_name():
-    assert js.zeros_initializer()(shape=[2]).tolist() == [0, 0]
+    assert tf.zeros_initializer()(shape=[2]).tolist() == [0, 0]
     with pytest.raises(ValueError, match=r"draws random numbers and got no key"):
-        js.random_normal_initializer()(shape=[2])
+        tf.random_normal_initializer()(shape=[2])
 
 
-@pytest.mark.parametrize("init", [*RANDOM, js.orthogonal_initializer()], ids=repr)
+def shape_and_dtype(init, *args):
+    """Those of the result, which is traced and not computed."""
+    out = jax.eval_shape(lambda key: init(key, *args), KEY)
+    return out.shape, out.dtype
+
+
+@pytest.mark.parametrize("init", RANDOM.values(), ids=repr)
 def test_keys_and_dtypes(init):
     """One key, one result; another key, another one; no key, an error; bfloat16 works."""
     one, two = init(KEY, (3, 4)), init(jax.random.key(8), (3, 4))
     np.testing.assert_array_equal(one, init(KEY, [3, 4]))
     assert (one != two).all() and one.dtype == jnp.float32
-    np.testing.assert_allclose(one, jax.jit(init, static_argnums=1)(KEY, (3, 4)), rtol=1e-6)
-    if not isinstance(init, js.orthogonal_initializer):
-        assert init(KEY, (3, 4), jnp.bfloat16).dtype == jnp.bfloat16
-        assert init(KEY, (0, 4)).shape == (0, 4)
-        assert init(KEY, 5).shape == (5,) and init(KEY, ()).shape == ()
-    if not isinstance(init, js.random_uniform_initializer):
+    if not isinstance(init, tf.orthogonal_initializer):
+        for shape, dtype in (((3, 4), "bfloat16"), ((0, 4), "float32"), ((), "float32")):
+            assert shape_and_dtype(init, shape, dtype) == (shape, dtype)
+        assert shape_and_dtype(init, 5) == ((5,), "float32")
+    if not isinstance(init, tf.random_uniform_initializer):
         with pytest.raises(TypeError, match="makes floats, got dtype int32"):
             init(KEY, (3, 4), "int32")
     with pytest.raises(ValueError, match=f"{type(init).__name__} draws random numbers"):
@@ -156,71 +175,92 @@ def test_keys_and_dtypes(init):
     assert seeded != init
 
 
+def test_under_jit_they_give_the_same():
+    init = tf.truncated_normal_initializer()
+    jitted = jax.jit(init, static_argnums=1)(KEY, (3, 4))
+    np.testing.assert_allclose(init(KEY, (3, 4)), jitted, rtol=1e-6)
+
+
 def test_truncated_means_drawn_again():
     """Clipping would pile values up at the ends."""
-    drawn = js.truncated_normal_initializer()(KEY, (200_000,))
+    drawn = tf.truncated_normal_initializer()(KEY, (200_000,))
     assert np.mean(np.abs(drawn) > 1.99) < 0.002
     assert np.unique(drawn).size > 150_000
+
+
+@functools.partial(jax.jit, static_argnums=2)
+def uniform(low, high, dtype):
+    return tf.random_uniform_initializer(low, high, dtype=dtype)(KEY, (50_000,))
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
 @pytest.mark.parametrize("low, high", [(0, 1), (1000, 1001), (-2, 3), (5, 5)])
 def test_uniform_never_reaches_maxval(low, high, dtype):
-    drawn = np.asarray(
-        js.random_uniform_initializer(low, high, dtype=dtype)(KEY, (50_000,))
-    )
+    drawn = np.asarray(uniform(low, high, dtype))
     low, high = np.asarray([low, high], dtype)  # which bfloat16 may round to one value
     assert (drawn >= low).all() and ((drawn < high).all() or low == high)
 
 
 def test_uniform_of_a_flipped_range():
-    drawn = js.random_uniform_initializer(3.0, -2.0)(KEY, (1000,))
+    drawn = tf.random_uniform_initializer(3.0, -2.0)(KEY, (1000,))
     assert -2 < drawn.min() < -1.9 and 2.9 < drawn.max() <= 3
 
 
 @pytest.mark.parametrize("dtype", ["int32", "uint8", "int8"])
 def test_uniform_integers(dtype):
-    drawn = js.random_uniform_initializer(3, 7, dtype=dtype)(KEY, (1000,))
+    drawn = tf.random_uniform_initializer(3, 7, dtype=dtype)(KEY, (1000,))
     assert drawn.dtype == dtype and np.unique(drawn).tolist() == [3, 4, 5, 6]
 
 
 def test_mean_and_deviation_may_be_arrays():
-    init = js.random_normal_initializer(jnp.array(3.0), jnp.array(0.0))
+    init = tf.random_normal_initializer(jnp.array(3.0), jnp.array(0.0))
     assert init(KEY, (2,)).tolist() == [3, 3]
-    mirrored = js.random_normal_initializer(stddev=-1.0)(KEY, (5,))
-    np.testing.assert_array_equal(mirrored, -js.random_normal_initializer()(KEY, (5,)))
+    mirrored = tf.random_normal_initializer(stddev=-1.0)(KEY, (5,))
+    np.testing.assert_array_equal(mirrored, -tf.random_normal_initializer()(KEY, (5,)))
 
 
-@pytest.mark.parametrize(
-    "shape, mode, ours, theirs",
-    [
-        ((40, 30), "fan_in", "normal", "truncated_normal"),
-        ((40, 30), "fan_out", "untruncated_normal", "normal"),
-        ((3, 3, 8, 16), "fan_avg", "uniform", "uniform"),
-        ((3, 3, 8, 16), "fan_out", "truncated_normal", "truncated_normal"),
-    ],
-)
-def test_variance_scaling_is_that_of_jax(shape, mode, ours, theirs):
-    wanted = jax.nn.initializers.variance_scaling(2.0, mode, theirs)(KEY, shape)
-    made = js.variance_scaling_initializer(2.0, mode, ours)(KEY, shape)
-    np.testing.assert_array_equal(made, wanted)
+def test_variance_scaling_is_that_of_jax():
+    cases = [
+        ((4, 3), "fan_in", "normal", "truncated_normal"),
+        ((4, 3), "fan_out", "untruncated_normal", "normal"),
+        ((3, 3, 2, 4), "fan_avg", "uniform", "uniform"),
+        ((3, 3, 2, 4), "fan_out", "truncated_normal", "truncated_normal"),
+    ]
+
+    @quickly
+    def both(key):
+        return [
+            (
+                tf.variance_scaling_initializer(2.0, mode, ours)(key, shape),
+                jax.nn.initializers.variance_scaling(2.0, mode, theirs)(key, shape),
+            )
+            for shape, mode, ours, theirs in cases
+        ]
+
+    for made, wanted in both(KEY):
+        np.testing.assert_array_equal(made, wanted)
 
 
 @pytest.mark.parametrize("mode", ["fan_in", "fan_out", "fan_avg"])
 def test_fans_of_a_vector_are_its_length(mode):
-    drawn = js.variance_scaling_initializer(1.0, mode, "uniform")(KEY, (10_000,))
+    drawn = tf.variance_scaling_initializer(1.0, mode, "uniform")(KEY, (10_000,))
     assert abs(drawn.std() - 0.01) < 5e-4 * 0.2 and abs(drawn).max() <= 3**0.5 * 0.01
 
 
-@pytest.mark.parametrize("shape", [(4, 4), (3, 6), (6, 3), (2, 3, 5)])
-def test_orthogonal(shape):
-    q = js.orthogonal_initializer(2.0)(KEY, shape).reshape(-1, shape[-1])
-    gram = q.T @ q if q.shape[0] >= q.shape[1] else q @ q.T
-    np.testing.assert_allclose(gram, 4 * np.eye(len(gram)), atol=1e-5)
+def test_orthogonal():
+    """Square, wide, high, and of more axes than two."""
+    shapes = [(4, 4), (3, 6), (6, 3), (2, 3, 5)]
+    init = tf.orthogonal_initializer(2.0)
+    drawn = quickly(lambda key: [init(key, shape) for shape in shapes])(KEY)
+    for made, shape in zip(drawn, shapes, strict=True):
+        assert made.shape == shape
+        q = np.asarray(made).reshape(-1, shape[-1])
+        gram = q.T @ q if q.shape[0] >= q.shape[1] else q @ q.T
+        np.testing.assert_allclose(gram, 4 * np.eye(len(gram)), atol=1e-5)
 
 
 @pytest.mark.parametrize(
-    "cls, value", [(js.zeros_initializer, 0), (js.ones_initializer, 1)]
+    "cls, value", [(tf.zeros_initializer, 0), (tf.ones_initializer, 1)]
 )
 def test_zeros_and_ones_in_all_spellings(cls, value):
     """TensorFlow 1's class, its first releases' function, and JAX's function."""
@@ -230,25 +270,25 @@ def test_zeros_and_ones_in_all_spellings(cls, value):
     ):  # fmt: skip
         assert made.tolist() == [value] * 2 and made.dtype == jnp.int32
     for initializer in (cls, cls()):
-        model = js.transform(lambda i=initializer: js.get_variable("v", [2], initializer=i))
+        model = tf.transform(lambda i=initializer: tf.get_variable("v", [2], initializer=i))
         assert model.init(KEY)["v"].tolist() == [value] * 2
 
 
 def test_short_names():
-    for name in js.initializers.__all__:
-        assert getattr(js.initializers, name) is getattr(js, f"{name}_initializer")
+    for name in tf.initializers.__all__:
+        assert getattr(tf.initializers, name) is getattr(tf, f"{name}_initializer")
 
 
 def test_flax_takes_them():
     linen = pytest.importorskip("flax.linen")
-    embed = linen.Embed(9, 4, embedding_init=js.random_uniform_initializer(2.0, 3.0))
+    embed = linen.Embed(9, 4, embedding_init=tf.random_uniform_initializer(2.0, 3.0))
     table = embed.init(KEY, jnp.array([0]))["params"]["embedding"]
     assert table.shape == (9, 4) and 2 <= table.min() and table.max() < 3
 
 
 def test_get_variable_takes_those_of_jax():
     init = jax.nn.initializers.he_normal()
-    variables = js.transform(lambda: js.get_variable("w", [3, 4], initializer=init)).init(
+    variables = tf.transform(lambda: tf.get_variable("w", [3, 4], initializer=init)).init(
         KEY
     )
     assert variables["w"].shape == (3, 4)

@@ -33,6 +33,7 @@ def kernel(tmp_path, monkeypatch):
     return "tests"
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", sorted(p.name for p in FOLDER.glob("*.ipynb")))
 def test_runs(name, kernel, tmp_path):

@@ -1,14 +1,20 @@
 """What a user meets first: names, documentation, import."""
 
+import importlib
 import inspect
+import pathlib
+import pkgutil
+import re
 import subprocess
 import sys
 
 import pytest
 
 import jslices as js
+import jslices.tf1 as tf
 
-PUBLIC = sorted(name for name in vars(js) if not name.startswith("_") and name != "optim")
+PUBLIC = [name for name in js.__all__ if name != "optim"]
+README = (pathlib.Path(__file__).parent.parent / "README.md").read_text()
 FORBIDDEN = ("optax", "chex", "flax", "matplotlib", "safetensors", "tqdm")
 FORBIDDEN += ("jax.experimental.sparse",)
 
@@ -22,6 +28,50 @@ def test_documented(name):
         assert "Example:" in doc and ">>>" in doc
         hints = inspect.get_annotations(thing)
         assert set(hints) == {*inspect.signature(thing).parameters, "return"}
+
+
+def test_the_readme_lists_the_public_names():
+    table = README[README.index("| area | names |") : README.index("## What it means")]
+    rows = table.strip().splitlines()[2:]
+    named = re.findall(r"`(\w+)`", " ".join(rows))
+    assert len(rows) == 5 and sorted(named) == sorted(js.__all__)
+
+
+def test_the_top_level_is_lean_and_has_nothing_else():
+    assert len(js.__all__) == len(set(js.__all__)) <= 85
+    others = {name for name in vars(js) if not name.startswith("_")} - {*js.__all__}
+    assert not others
+
+
+def test_tensorflow_has_a_module_of_its_own():
+    moved = ("Variable", "get_variable", "zeros", "random_normal", "transform", "nn")
+    for name in (*moved, "ones_initializer", "initializers", "ConditionalAccumulator"):
+        assert not hasattr(js, name) and name in tf.__all__
+    assert all(hasattr(tf, name) for name in tf.__all__)
+
+
+def exceptions():
+    """Every error and warning that a module of jslices defines for its users."""
+    for module in pkgutil.walk_packages(js.__path__, "jslices."):
+        if re.search(r"_demo|_bench|__main__", module.name):
+            continue
+        for name, thing in vars(importlib.import_module(module.name)).items():
+            error = inspect.isclass(thing) and issubclass(thing, Exception)
+            if error and thing.__module__ == module.name and not name.startswith("_"):
+                yield name
+
+
+def test_every_exception_is_public():
+    found = set(exceptions())
+    assert found <= set(js.__all__)
+    assert {"IdOutOfRangeError", "DensificationWarning", "DataLossError"} <= found
+
+
+@pytest.mark.parametrize("name", [n for n in tf.__all__ if inspect.isfunction(vars(tf)[n])])
+def test_tensorflow_functions_are_documented(name):
+    doc = inspect.getdoc(vars(tf)[name])
+    assert "Source:" in doc
+    assert ">>>" in doc or ":func:`jslices." in doc or ":meth:`jslices." in doc
 
 
 @pytest.mark.parametrize("name", ["grad", "value_and_grad"])

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import assert_close, dense, golden
+from helpers import assert_close, dense, golden, quickly
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
@@ -37,14 +37,9 @@ NOT_PLAYED = {
 }
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def apply_grad(accumulator, state, grad, local_step):
-    return accumulator.apply_grad(state, grad, local_step)
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def take_grad(accumulator, state, num_required):
-    return accumulator.take_grad(state, num_required)
+# An accumulator is static: these are compiled once for each one and each size of gradient.
+apply_grad = quickly(lambda accumulator, *args: accumulator.apply_grad(*args))
+take_grad = quickly(lambda accumulator, *args: accumulator.take_grad(*args))
 
 
 @pytest.mark.parametrize("name", [name for name in GOLDEN if name not in NOT_PLAYED])
@@ -53,7 +48,7 @@ def test_equals_tensorflow(name):
     wide = script["dtype"] == "float64"
     shape = tuple(script["shape"])
     with jax.enable_x64(True) if wide else contextlib.nullcontext():
-        accumulator = js.sparse_accumulator(
+        accumulator = js.accumulators.sparse_accumulator(
             script["dtype"], shape, 4 if shape[0] is None else 6, script["reduction_type"]
         )
         state = accumulator.init()
@@ -108,7 +103,9 @@ class Model(RuleBasedStateMachine):
 
     @initialize(reduction=st.sampled_from(["MEAN", "SUM"]))
     def make(self, reduction):
-        self.accumulator = js.sparse_accumulator("float32", (ROWS, 2), CAPACITY, reduction)
+        self.accumulator = js.accumulators.sparse_accumulator(
+            "float32", (ROWS, 2), CAPACITY, reduction
+        )
         self.state = self.accumulator.init()
         self.mean, self.step, self.overflow = reduction == "MEAN", 0, 0
         self.held, self.count = {}, 0
@@ -181,29 +178,32 @@ TestModel.settings = settings(max_examples=30, stateful_step_count=12, deadline=
 # --- overflow ---------------------------------------------------------------------------
 
 
-def slices_of(rows, num_rows=9):
-    values = jnp.arange(1.0, 1 + len(rows))[:, None]
-    return js.IndexedSlices(values, jnp.array(rows, jnp.int32), (num_rows, 1))
+def slices_of(*rows, num_rows=9):
+    """Four entries; -1 is an empty one."""
+    values = jnp.arange(1.0, 5.0)[:, None]
+    return js.IndexedSlices(values, np.array(rows, np.int32), (num_rows, 1))
 
 
 def test_overflow_is_reported_and_nothing_is_lost():
-    accumulator = js.sparse_accumulator("float32", (9, 1), capacity=3)
-    state, accepted = apply_grad(accumulator, accumulator.init(), slices_of([5, 2]), 0)
+    accumulator = js.accumulators.sparse_accumulator("float32", (9, 1), capacity=3)
+    grad = slices_of(5, 2, -1, -1)
+    state, accepted = apply_grad(accumulator, accumulator.init(), grad, 0)
     assert accepted
-    full, accepted = accumulator.apply_grad(state, slices_of([2, 3, 4]))
+    full, accepted = apply_grad(accumulator, state, slices_of(2, 3, 4, -1), 0)
     assert not accepted and full.overflow == 1
     chex.assert_trees_all_equal(full._replace(overflow=state.overflow), state)
     with pytest.raises(ValueError, match=r"1 gradients were refused .* capacity=3"):
         accumulator.take_grad(full, 1)
-    _, slices = jax.jit(accumulator.take_grad)(full, 1)
+    _, slices = take_grad(accumulator, full, 1)
     assert np.isnan(slices.values).all()
-    # Who has seen it and kept the gradient goes on.
-    state, slices = accumulator.take_grad(full._replace(overflow=jnp.int32(0)), 1)
+    # Once it has been seen and the gradient kept, one goes on.
+    cleared = full._replace(overflow=jnp.int32(0))
+    state, slices = take_grad(accumulator, cleared, 1)
     np.testing.assert_array_equal(slices.indices, [2, 5, 9])
     # A take that is not ready yet says nothing of it.
-    assert accumulator.take_grad(full, 2)[0].overflow == 1
+    assert take_grad(accumulator, full, 2)[0].overflow == 1
     # A stale gradient does not overflow.
-    state, accepted = accumulator.apply_grad(state, slices_of([1, 2, 3, 4]), local_step=0)
+    state, accepted = apply_grad(accumulator, state, slices_of(1, 2, 3, 4), 0)
     assert not accepted and state.overflow == 0
 
 
@@ -219,9 +219,8 @@ def loss(table, ids):
     return (table[ids] ** 2).sum()
 
 
-@pytest.mark.parametrize("reduction", ["MEAN", "SUM"])
-def test_micro_batches_in_a_scan(reduction):
-    accumulator = js.sparse_accumulator("float32", (V, D), 16, reduction)
+def test_micro_batches_in_a_scan():
+    accumulator = js.accumulators.sparse_accumulator("float32", (V, D), 16)
 
     @functools.partial(jax.jit, donate_argnums=0)
     def step(table, batches):
@@ -232,18 +231,17 @@ def test_micro_batches_in_a_scan(reduction):
         state, slices = accumulator.take_grad(state, len(batches))
         return js.apply_updates(table, -0.1 * slices), slices, accepted, state
 
-    lowered = step.lower(TABLE, IDS_OF)
+    compiled = step.lower(TABLE, IDS_OF).compile()
     wanted = sum(np.asarray(jax.grad(loss)(TABLE, ids)) for ids in IDS_OF)
-    if reduction == "MEAN":
-        holders = sum(np.isin(np.arange(V), ids).astype(float) for ids in IDS_OF)
-        wanted = wanted / np.maximum(holders, 1)[:, None]
-    new, slices, accepted, state = step(jnp.array(TABLE), IDS_OF)
+    holders = sum(np.isin(np.arange(V), ids).astype(float) for ids in IDS_OF)
+    wanted = wanted / np.maximum(holders, 1)[:, None]
+    new, slices, accepted, state = compiled(jnp.array(TABLE), IDS_OF)
     assert accepted.all() and slices.values.shape == (16, D)
     assert_close(slices, jnp.asarray(wanted, jnp.float32))
     assert_close(new, jnp.asarray(TABLE - 0.1 * wanted, jnp.float32))
     assert accumulator.global_step(state) == 1 and state.num_accumulated == 0
     # The table is the only array of V rows, and it is updated in place.
-    text = lowered.compile().as_text()
+    text = compiled.as_text()
     assert "input_output_alias={ {0}: (0" in text
     makers = re.findall(rf"= f32\[{V},{D}\]\S* (\S+?)\(", text)
     assert makers and not {"broadcast", "copy", "add", "concatenate"} & set(makers)
@@ -251,7 +249,7 @@ def test_micro_batches_in_a_scan(reduction):
 
 def test_a_step_whenever_enough_have_come():
     """Take in every round of a scan; what is not ready yet changes nothing."""
-    accumulator = js.sparse_accumulator("float32", (V, D), 16)
+    accumulator = js.accumulators.sparse_accumulator("float32", (V, D), 16)
 
     def round_(carry, ids):
         table, state = carry
@@ -271,7 +269,7 @@ def test_a_step_whenever_enough_have_come():
 
 
 def test_many_accumulators_under_vmap():
-    accumulator = js.sparse_accumulator("float32", (9, 1), 4)
+    accumulator = js.accumulators.sparse_accumulator("float32", (9, 1), 4)
     rows = jnp.array([[1, 1, 8], [9, -1, 3], [4, 5, 6]])
     steps = jnp.array([0, 1, -1])
 
@@ -282,43 +280,50 @@ def test_many_accumulators_under_vmap():
 
     states = jax.vmap(lambda _: accumulator.init())(steps)
     many = jax.jit(jax.vmap(round_))(states, rows, steps)
-    one_by_one = [
-        round_(accumulator.init(), *each) for each in zip(rows, steps, strict=True)
-    ]
+    one = jax.jit(round_)
+    one_by_one = [one(accumulator.init(), *each) for each in zip(rows, steps, strict=True)]
     chex.assert_trees_all_equal(many, jax.tree.map(lambda *x: jnp.stack(x), *one_by_one))
     np.testing.assert_array_equal(many[1], [True, True, False])
     np.testing.assert_array_equal(many[0][1].indices[0], [1, 8, 9, 9])
 
 
 def test_the_accumulator_passes_through_jit():
-    accumulator = js.sparse_accumulator("float32", (9, 1), 4)
+    accumulator = js.accumulators.sparse_accumulator("float32", (9, 1), 4)
     state = jax.jit(lambda a: a.init())(accumulator)
-    assert accumulator == js.sparse_accumulator("float32", [9, 1], 4)
+    assert accumulator == js.accumulators.sparse_accumulator("float32", [9, 1], 4)
     assert jax.jit(lambda a, s: a.ready(s, 1))(accumulator, state) == False  # noqa: E712
+
+
+def hundred_times(accumulator, grad):
+    """A hundred equal gradients, and what is taken then."""
+
+    @quickly
+    def run(grad):
+        def add(state, _):
+            return accumulator.apply_grad(state, grad)[0], None
+
+        state, _ = lax.scan(add, accumulator.init(), length=100)
+        return accumulator.take_grad(state, 100)[1]
+
+    return run(grad)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_sixteen_bits_are_summed_in_float32(dtype):
-    accumulator = js.sparse_accumulator(dtype, (9,), 2, "SUM")
-    state = accumulator.init()
-    for _ in range(100):  # in 16 bits 2048 + 1 is 2048
-        grad = js.IndexedSlices(jnp.array([41.0, 0.25], dtype), jnp.array([3, 3]), (9,))
-        state, _ = accumulator.apply_grad(state, grad)
-    _, slices = accumulator.take_grad(state, 1)
+    grad = js.IndexedSlices(jnp.array([41.0, 0.25], dtype), jnp.array([3, 3]), (9,))
+    slices = hundred_times(js.accumulators.sparse_accumulator(dtype, (9,), 2, "SUM"), grad)
+    # In 16 bits 2048 + 1 is 2048.
     assert slices.dtype == dtype and slices.values[0] == jnp.array(4125.0, dtype)
-    total = dense_accumulator(dtype, (), "SUM")
-    state = total.init()
-    for _ in range(100):
-        state, _ = total.apply_grad(state, jnp.array(41.25, dtype))
-    assert total.take_grad(state, 1)[1] == jnp.array(4125.0, dtype)
+    total = hundred_times(dense_accumulator(dtype, (), "SUM"), jnp.array(41.25, dtype))
+    assert total == jnp.array(4125.0, dtype)
 
 
 def test_wide_row_numbers_of_a_table_of_unknown_size():
     with jax.enable_x64(True):
-        accumulator = js.sparse_accumulator("float64", (None, 1), 3)
+        accumulator = js.accumulators.sparse_accumulator("float64", (None, 1), 3)
         grad = js.IndexedSlices(np.ones((3, 1)), np.array([2**40, -1, 2**40]))
-        state, _ = jax.jit(accumulator.apply_grad)(accumulator.init(), grad)
-        _, slices = accumulator.take_grad(state, 1)
+        state, _ = apply_grad(accumulator, accumulator.init(), grad, 0)
+        _, slices = take_grad(accumulator, state, 1)
     assert slices.dense_shape is None
     assert slices.indices.tolist() == [2**40, 2**63 - 1, 2**63 - 1]
     assert slices.values.ravel().tolist() == [2, 0, 0]
@@ -342,7 +347,7 @@ def test_the_dense_form(reduction, wanted):
     np.testing.assert_array_equal(accepted, [True, False, True])
     np.testing.assert_array_equal(mean, [wanted, wanted])
     assert (int(after.num_accumulated), int(after.global_step)) == (0, 1)
-    same, nothing = accumulator.take_grad(before, 3)
+    same, nothing = take_grad(accumulator, before, 3)
     chex.assert_trees_all_equal(same, before)
     assert not nothing.any()
 
@@ -365,12 +370,12 @@ def test_the_dense_form(reduction, wanted):
 def test_bad_arguments(change, message):
     good = {"dtype": "float32", "shape": (9, 1), "capacity": 4, "reduction_type": "SUM"}
     with pytest.raises(js.InvalidArgumentError, match=message):
-        js.sparse_accumulator(**{**good, **change})
+        js.accumulators.sparse_accumulator(**{**good, **change})
 
 
 @pytest.mark.parametrize("jit", [False, True])
 def test_bad_gradients(jit):
-    accumulator = js.sparse_accumulator("float32", (9, 1), 4)
+    accumulator = js.accumulators.sparse_accumulator("float32", (9, 1), 4)
     state = accumulator.init()
     call = jax.jit(accumulator.apply_grad) if jit else accumulator.apply_grad
     row = jnp.ones((1, 1))

@@ -1,6 +1,7 @@
 """Saver: names, retention and errors as TensorFlow has them."""
 
 import os
+import time
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +10,8 @@ import pytest
 from helpers import golden
 
 import jslices as js
-from jslices.checkpoint import NotFoundError, retention
+import jslices.tf1 as tf
+from jslices.checkpoint import NotFoundError
 
 GOLDEN = golden("saver")
 RUNS = [name for name, run in GOLDEN.items() if isinstance(run, dict)]
@@ -38,7 +40,7 @@ def test_runs_of_tensorflow(name, tmp_path):
     assert checkpoints(tmp_path) == sorted(run["kept"])
     text = (tmp_path / "checkpoint").read_text()
     assert text == run["checkpoint_file"].replace("/DIR", str(tmp_path))
-    assert js.latest_checkpoint(tmp_path) == returned[-1]
+    assert js.checkpoint.latest_checkpoint(tmp_path) == returned[-1]
     for path in returned[-1:]:
         np.testing.assert_array_equal(saver.restore(path)["v"], SMALL["v"])
 
@@ -51,10 +53,10 @@ def test_state_files_of_tensorflow(tmp_path):
 
         paths = case["all"] and [here(p) for p in case["all"]]
         before = paths and list(paths)
-        js.update_checkpoint_state(tmp_path, here(case["model"]), paths)
+        js.checkpoint.update_checkpoint_state(tmp_path, here(case["model"]), paths)
         assert paths == before  # TensorFlow appends to it
         assert (tmp_path / "checkpoint").read_text() == here(case["file"])
-        state = js.get_checkpoint_state(tmp_path)
+        state = js.checkpoint.get_checkpoint_state(tmp_path)
         assert state.model_checkpoint_path == here(case["state_model"])
         assert state.all_model_checkpoint_paths == [here(p) for p in case["state_all"]]
 
@@ -104,11 +106,11 @@ SAVE_ERRORS = [
         TypeError,
         "'a' is of the type object, which cannot be saved",
     ),
-    ({"a": np.array([None])}, "m", {}, TypeError, "'a' is of the dtype object"),
+    ({"a": np.array([None])}, "m", {}, TypeError, "'a' has the dtype object"),
     ({"a/b": 1, "a": {"b": 2}}, "m", {}, ValueError, r"under one name: \['a/b'\]"),
     ({"../x": 1}, "m", {}, ValueError, r"cannot have the names \['../x'\]"),
     ({"a\ud800": 1}, "m", {}, ValueError, r"half a character \(surrogate\)"),
-    ({"a": 2**70}, "m", {}, TypeError, "'a' is of the dtype object"),
+    ({"a": 2**70}, "m", {}, TypeError, "'a' has the dtype object"),
 ]
 
 
@@ -180,8 +182,8 @@ def test_handles_and_names_of_tensorflow(tmp_path):
     savers = []
 
     def model():
-        v = js.get_variable("foo/v", [3])
-        step = js.Variable(5, name="step", trainable=False)
+        v = tf.get_variable("foo/v", [3])
+        step = tf.Variable(5, name="step", trainable=False)
         savers.append((js.Saver({"old": v, "s": step}), js.Saver([v, step])))
         with pytest.raises(TypeError, match=r"not Variable"):
             js.Saver(v)
@@ -189,7 +191,7 @@ def test_handles_and_names_of_tensorflow(tmp_path):
             js.Saver([v, "foo/v:0"])
         return js.Saver().save({"v": v, "s": step}, tmp_path / "inside", global_step=step)
 
-    model = js.transform(model)
+    model = tf.transform(model)
     variables = model.init(jax.random.key(0))
     renaming, listing = savers[0]
     path = renaming.save(variables, tmp_path / "m", global_step="step:0")
@@ -217,7 +219,7 @@ def test_handles_and_names_of_tensorflow(tmp_path):
 
 def test_keep_every_n_hours(tmp_path, monkeypatch):
     now = [1000.0]
-    monkeypatch.setattr(retention.time, "time", lambda: now[0])
+    monkeypatch.setattr(time, "time", lambda: now[0])
     saver = js.Saver(max_to_keep=1, keep_checkpoint_every_n_hours=1)
     for step, minutes in enumerate([10, 59, 61, 70, 119, 125, 130]):
         now[0] = 1000.0 + 60 * minutes
@@ -271,7 +273,7 @@ def test_write_state_false(tmp_path):
     saver = js.Saver()
     path = saver.save(SMALL, tmp_path / "m", write_state=False)
     assert os.listdir(tmp_path) == ["m"] and saver.last_checkpoints == []
-    assert js.latest_checkpoint(tmp_path) is None
+    assert js.checkpoint.latest_checkpoint(tmp_path) is None
     np.testing.assert_array_equal(saver.restore(path)["v"], SMALL["v"])
 
 
@@ -281,7 +283,7 @@ def test_two_savers_do_not_know_each_other(tmp_path):
     two.save(SMALL, tmp_path / "two", 1)
     one.save(SMALL, tmp_path / "one", 2)
     assert checkpoints(tmp_path) == ["one-2", "two-1"]
-    assert os.path.basename(js.latest_checkpoint(tmp_path)) == "one-2"
+    assert os.path.basename(js.checkpoint.latest_checkpoint(tmp_path)) == "one-2"
 
 
 def test_saver_def(tmp_path):
@@ -358,7 +360,7 @@ def test_errors_of_paths(tmp_path):
         with pytest.raises(ValueError, match=r"The passed save_path is not a valid checkp"):
             js.Saver().restore(path)
     (tmp_path / "tf.index").write_text("")
-    with pytest.raises(ValueError, match=r"it is one of TensorFlow's own format"):
+    with pytest.raises(ValueError, match=r"it has TensorFlow's own format"):
         js.Saver().restore(tmp_path / "tf")
 
 
@@ -381,13 +383,13 @@ def test_relative_directories(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     os.mkdir("d")
     assert js.Saver().save(SMALL, "m", 1) == "m-1"
-    assert js.latest_checkpoint(".") == "./m-1"
+    assert js.checkpoint.latest_checkpoint(".") == "./m-1"
     js.Saver().save(SMALL, "d/m", 2)
     assert 'model_checkpoint_path: "m-2"\n' in (tmp_path / "d/checkpoint").read_text()
-    assert js.latest_checkpoint("d") == "d/m-2"
+    assert js.checkpoint.latest_checkpoint("d") == "d/m-2"
     js.Saver(save_relative_paths=True).save(SMALL, "d/m", 3)
     os.rename("d", "moved")
-    assert js.latest_checkpoint("moved") == "moved/m-3"
+    assert js.checkpoint.latest_checkpoint("moved") == "moved/m-3"
     assert js.Saver().restore("moved/m-3")["v"].shape == (3,)
 
 

@@ -66,13 +66,32 @@ def loop(op, ref, indices, updates, mode="drop"):
 # --- TensorFlow -------------------------------------------------------------------------
 
 
+@functools.cache
+def compiled(ops):
+    return quickly(lambda *args: {op: SCATTER[op](*args) for op in ops})
+
+
 def scatter_all(ops, *args):
-    return quickly(lambda *args: {op: SCATTER[op](*args) for op in ops})(*args)
+    return compiled(ops)(*args)
+
+
+def padded(indices, updates, size=6):
+    """Flat, and filled up with indices that drop."""
+    count = size - indices.size
+    if updates.shape:
+        updates = updates.reshape(indices.size, *updates.shape[indices.ndim :])
+        zeros = np.ones((count, *updates.shape[1:]), updates.dtype)
+        updates = np.concatenate([updates, zeros])
+    return np.append(indices.ravel(), np.full(count, -1, indices.dtype)), updates
 
 
 def check_golden(name, case, updates, theirs):
     ref, indices = case["ref"], case["indices"]
     ops = []
+    # What shape indices have does not depend on the row shape: one is compiled for all of
+    # them, and for numbers instead of updates; for the others they are flattened and
+    # padded.
+    alike = (not name.startswith("tail[2] ") and "dtype" not in name) or not updates.shape
     for op in OPS:
         wanted = theirs.get(f"scatter_{op}", {"error": "not tried"})
         fails = wanted["error"] if isinstance(wanted, dict) else None
@@ -85,7 +104,8 @@ def check_golden(name, case, updates, theirs):
                 SCATTER[op](ref, indices, updates)
             continue
         ops.append(op)
-    for op, got in scatter_all(ops, ref, indices, updates).items():
+    args = padded(indices, updates) if alike else (indices, updates)
+    for op, got in scatter_all(tuple(ops), ref, *args).items():
         wanted = theirs[f"scatter_{op}"]
         if isinstance(wanted, dict):
             # By default a bad index drops; the good ones, also those after it, are done.
@@ -139,7 +159,7 @@ def test_nd_equals_tensorflow(name):
 SHAPES = [((), ()), ((2, 2), ()), ((4,), (2,))]
 
 
-@settings(max_examples=30)
+@settings(max_examples=20)
 @given(st.data())
 @pytest.mark.parametrize("op", OPS)
 def test_means_what_a_loop_means(op, data):
@@ -223,28 +243,29 @@ def test_batches():
         js.batch_scatter_update(ref, np.zeros((3, 1), int), updates)
 
 
-@pytest.mark.parametrize("op", OPS)
-def test_vmap_and_scan(op):
-    key = jax.random.key(0)
-    refs = jax.random.normal(key, (3, 5, 2))
+def test_vmap_and_scan():
+    refs = jax.random.normal(jax.random.key(0), (3, 5, 2))
     indices = jnp.array([[0, 4, 0], [1, -1, 7], [2, 2, 2]])
     updates = jax.random.normal(jax.random.key(1), (3, 3, 2)) + 3
-    scatter = SCATTER[op]
-    wanted = [scatter(*x) for x in zip(refs, indices, updates, strict=True)]
-    np.testing.assert_allclose(
-        jax.vmap(scatter)(refs, indices, updates), jnp.stack(wanted), rtol=1e-6
-    )
 
-    def body(ref, x):
-        return scatter(ref, *x), None
+    @quickly
+    def every(refs, indices, updates):
+        def both(scatter):
+            step = lambda ref, x: (scatter(ref, *x), None)  # noqa: E731
+            final, _ = jax.lax.scan(step, refs[0], (indices, updates))
+            return jax.vmap(scatter)(refs, indices, updates), final
 
-    final, _ = jax.lax.scan(body, refs[0], (indices, updates))
-    wanted = functools.reduce(
-        lambda ref, x: loop(op, ref, np.asarray(x[0]), np.asarray(x[1])),
-        zip(indices, updates, strict=True),
-        np.asarray(refs[0]),
-    )
-    np.testing.assert_allclose(final, wanted, rtol=1e-5)
+        return {op: both(SCATTER[op]) for op in OPS}
+
+    args = [np.asarray(x) for x in (refs, indices, updates)]
+    for op, (batch, final) in every(*args).items():
+        wanted = [loop(op, *x) for x in zip(*args, strict=True)]
+        np.testing.assert_allclose(batch, wanted, rtol=1e-5)
+        steps = zip(args[1], args[2], strict=True)
+        wanted = functools.reduce(
+            lambda ref, x, op=op: loop(op, ref, *x), steps, args[0][0]
+        )
+        np.testing.assert_allclose(final, wanted, rtol=1e-5)
 
 
 # --- gradients --------------------------------------------------------------------------
@@ -280,7 +301,7 @@ def test_gradients_are_those_of_the_dense_form(op):
 
     def both_ways(f):
         run = lambda *x: (jax.grad(f, (0, 1))(*x), jax.jvp(f, x, x)[1])  # noqa: E731
-        return jax.jit(run)(ref, updates)
+        return quickly(run)(ref, updates)
 
     (grads, tangent), (wanted, wanted_tangent) = both_ways(ours), both_ways(plain)
     for a, b in zip(grads, wanted, strict=True):
@@ -297,7 +318,7 @@ def test_gradient_of_nd_update():
     np.testing.assert_array_equal(of_updates, [0, 6, 8])
 
 
-@pytest.mark.parametrize("op", ["update", "mul", "div"])
+@pytest.mark.parametrize("op", ["update", "div"])
 def test_a_scatter_into_a_table_is_a_dense_use_and_named(op):
     def loss(table):
         changed = SCATTER[op](table, [1], 3.0)  # this line
@@ -309,21 +330,22 @@ def test_a_scatter_into_a_table_is_a_dense_use_and_named(op):
     np.testing.assert_array_equal(gradient, jax.grad(loss)(table))
 
 
-@pytest.mark.parametrize("op", OPS)
-def test_a_scatter_alone_looks_nothing_up(op):
+def test_a_scatter_alone_looks_nothing_up():
     # No row of the table is read by the user, so no row gradient is missed.
     table, ids = jnp.arange(10.0).reshape(5, 2) + 1, jnp.array([1, 3, 1])
-    loss = lambda t, u: (SCATTER[op](t, ids, u) ** 2).sum()  # noqa: E731
     updates = jnp.full((3, 2), 3.0)
+
+    def every(grad):
+        loss = lambda op: lambda t, u: (SCATTER[op](t, ids, u) ** 2).sum()  # noqa: E731
+        run = lambda *args: [grad(loss(op), (0, 1))(*args) for op in OPS]  # noqa: E731
+        return quickly(run)(table, updates)
+
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        for got, wanted in zip(
-            jax.jit(js.grad(loss, (0, 1)))(table, updates),
-            quickly(jax.grad(loss, (0, 1)))(table, updates),
-            strict=True,
-        ):
-            assert not js.is_slices(got)
-            np.testing.assert_allclose(got, wanted, rtol=1e-6)
+        got, wanted = every(js.grad), every(jax.grad)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-6)
+    assert not any(js.is_slices(x) for pair in got for x in pair)
 
 
 @pytest.mark.parametrize("nd", [False, True])
@@ -340,8 +362,9 @@ def test_no_two_writes_of_an_update_meet(nd):
 # --- in place ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", ["float32", "int32"])
-@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize(
+    "op, dtype", [*((op, "float32") for op in OPS), ("add", "int32"), ("div", "int32")]
+)
 def test_in_place_with_donation(op, dtype):
     shape = (100_000, 8)
     step = jax.jit(SCATTER[op], donate_argnums=0)

@@ -1,7 +1,7 @@
-"""The programs of TensorFlow's page "Sharing Variables", only the module's name changed.
+"""The programs of TensorFlow's page "Sharing Variables", and the layers they use.
 
-They are kept as text, with ``tf`` for the module; ``import jslices as tf`` is the change.
-What the page has in TensorFlow's graph around them, is inside of ``transform`` here.
+They are kept as text; ``import jslices.tf1 as tf`` is the only change.
+TensorFlow's graph around them becomes ``tf.transform``.
 """
 
 import textwrap
@@ -11,7 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import jslices
+import jslices as js
+import jslices.tf1 as tf
 
 KEY = jax.random.key(0)
 IMAGE = jax.random.normal(KEY, (1, 6, 6, 3))
@@ -91,11 +92,11 @@ def transformed(*texts):
     program = compile("\n".join(map(textwrap.dedent, texts)), "snippet", "exec")
 
     def model(given):
-        names = {"tf": jslices, **given}
+        names = {"tf": tf, **given}
         exec(program, names)
         return names.get("result1"), names.get("result2")
 
-    return jslices.transform(model)
+    return tf.transform(model)
 
 
 def run(*texts, **given):
@@ -170,14 +171,14 @@ def test_the_filters_are_trained(texts):
     with jax.numpy_rank_promotion("allow"):
         variables = model.init(KEY, images)
         wanted = jax.grad(by_jax)(dict(variables))
-        for grad in (jslices.grad(loss), jax.grad(loss), jax.jit(jslices.grad(loss))):
+        for grad in (js.grad(loss), jax.grad(loss), jax.jit(js.grad(loss))):
             got = grad(variables)
             for name in wanted:
                 np.testing.assert_allclose(got[name], wanted[name], rtol=1e-4, atol=1e-2)
                 assert jnp.any(wanted[name])
         # What TensorFlow's programs do next.
         declared = model.abstract_init(images)
-        again = jslices.initialize_all_variables(declared, KEY)
+        again = tf.initialize_all_variables(declared, KEY)
         jitted = jax.jit(model.init)(KEY, images)
     for name in variables:
         np.testing.assert_array_equal(again[name], variables[name])
@@ -275,7 +276,7 @@ def test_snippets_of_the_page(snippet):
         return
     # A value is a number only where nothing is traced.
     program = textwrap.dedent(SNIPPETS[snippet])
-    model = jslices.transform(lambda: exec(program, {"tf": jslices}))
+    model = tf.transform(lambda: exec(program, {"tf": tf}))
     _, variables = model.apply(model.init(KEY))
     assert [float(v[0]) for v in variables.values()] == pytest.approx([0.4, 0.3, 0.4, 0.2])
 
@@ -323,9 +324,9 @@ def test_conv2d_against_numpy(stride, padding):
             slice(i * stride, i * stride + w) for i, w in zip((y, x), window, strict=True)
         )
         wanted[:, y, x] = np.einsum("bhwc,hwco->bo", padded[:, rows, columns], kernel)
-    got = jslices.tf1.nn.conv2d(image, kernel, [1, stride, stride, 1], padding)
+    got = tf.nn.conv2d(image, kernel, [1, stride, stride, 1], padding)
     np.testing.assert_allclose(got, wanted, atol=1e-4)
-    turned = jslices.tf1.nn.conv2d(
+    turned = tf.nn.conv2d(
         image.transpose(0, 3, 1, 2), kernel, [1, 1, stride, stride], padding, "NCHW"
     )
     np.testing.assert_allclose(turned.transpose(0, 2, 3, 1), wanted, atol=1e-4)
@@ -344,25 +345,17 @@ def test_conv2d_against_numpy(stride, padding):
 def test_conv2d_refuses(change, words):
     arguments = {"strides": [1, 1, 1, 1], "padding": "SAME", **change}
     with pytest.raises(ValueError, match=words):
-        jslices.tf1.nn.conv2d(IMAGE, jnp.ones((3, 3, 3, 1)), **arguments)
+        tf.nn.conv2d(IMAGE, jnp.ones((3, 3, 3, 1)), **arguments)
 
 
 def test_a_handle_in_either_place():
     def model():
-        kernel = jslices.Variable(jnp.ones((2, 2, 3, 1)))
-        image = jslices.Variable(IMAGE)
-        return jslices.tf1.nn.relu(
-            jslices.tf1.nn.conv2d(image, kernel, [1, 1, 1, 1], "SAME")
-        )
+        kernel = tf.Variable(jnp.ones((2, 2, 3, 1)))
+        image = tf.Variable(IMAGE)
+        return tf.nn.relu(tf.nn.conv2d(image, kernel, [1, 1, 1, 1], "SAME"))
 
-    model = jslices.transform(model)
+    model = tf.transform(model)
     out, _ = model.apply(model.init(KEY))
     ones = jnp.ones((2, 2, 3, 1))
-    wanted = jax.nn.relu(jslices.tf1.nn.conv2d(IMAGE, ones, [1, 1, 1, 1], "SAME"))
+    wanted = jax.nn.relu(tf.nn.conv2d(IMAGE, ones, [1, 1, 1, 1], "SAME"))
     np.testing.assert_array_equal(out, wanted)
-
-
-def test_tf_nn_has_the_lookups():
-    for name in ("embedding_lookup", "embedding_lookup_sparse", "nce_loss",
-                 "safe_embedding_lookup_sparse", "sampled_softmax_loss"):  # fmt: skip
-        assert getattr(jslices.tf1.nn, name) is getattr(jslices, name)

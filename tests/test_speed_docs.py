@@ -1,45 +1,78 @@
-"""docs/speed.md is true: its table follows from the measurements beside it."""
+"""docs/speed.md is true: its tables follow from the measurements beside it."""
 
 import csv
 import pathlib
 import statistics
 
 ROOT = pathlib.Path(__file__).parent.parent
-OURS = ("jslices", "jslices, tx.apply", "jslices, memory kept")
+PAGE = (ROOT / "docs" / "speed.md").read_text()
+OURS = {"jslices", "jslices, tx.apply", "jslices, memory kept"}
+DENSE = "Optax dense"
 
 
-def ratios(name, mine, wanted):
-    cells = {}
-    with open(ROOT / "benchmarks" / "results" / name) as file:
+def cells():
+    """``((rows, dim, ids), {contender: ms})`` of each cell."""
+    found = {}
+    with open(ROOT / "benchmarks" / "results" / "cpu.csv") as file:
         for row in csv.DictReader(file):
-            cell = (row["optimizer"], *(int(row[k]) for k in ("rows", "dim", "ids")))
-            cells.setdefault((*cell, row["kind"]), {})[row["contender"]] = float(row["ms"])
-    found = []
-    for (_, rows, dim, ids, _), ms in cells.items():
-        peers = [t for who, t in ms.items() if who not in (*OURS, "Optax dense")]
-        if peers and mine in ms and rows >= 1e5 and ids <= rows and wanted(rows, dim, ids):
-            found.append(min(peers) / ms[mine])
-    return [len(found), min(found), statistics.median(found), max(found)]
+            sizes = tuple(int(row[key]) for key in ("rows", "dim", "ids"))
+            cell = found.setdefault((row["optimizer"], sizes, row["kind"]), {})
+            cell[row["contender"]] = float(row["ms"])
+    return [(sizes, ms) for (_, sizes, _), ms in found.items()]
 
 
-def test_the_table_of_ratios():
-    text = (ROOT / "docs" / "speed.md").read_text()
-    table = text[text.index("| times faster than the best peer") :].split("\n\n")[0]
-    said = [[float(x) for x in line.split("|")[2:6]] for line in table.splitlines()[2:]]
-    small = lambda rows, dim, ids: ids * dim * 4 < 16e6  # noqa: E731
-    large = lambda rows, dim, ids: ids * dim * 4 >= 16e6  # noqa: E731
-    widest = lambda rows, dim, ids: (rows, dim) == (10**7, 16)  # noqa: E731
-    measured = [
-        ratios("cpu.csv", OURS[0], small),
-        ratios("cpu.csv", OURS[0], large),
-        ratios("cpu.csv", OURS[1], large),
-        ratios("cpu.csv", OURS[2], large),
-        ratios("cpu-hugepages.csv", OURS[0], large),
-        ratios("cpu.csv", OURS[0], widest),
-        ratios("cpu-16.csv", OURS[0], small),
-        ratios("cpu-1e7.csv", OURS[0], widest),
+CELLS = cells()
+
+
+def of(ratios):
+    return [min(ratios), statistics.median(ratios), max(ratios)]
+
+
+def against_peers(name, wanted):
+    ratios = []
+    for (rows, dim, ids), ms in CELLS:
+        peers = [ms[peer] for peer in {*ms} - OURS - {DENSE}]
+        if peers and rows >= 1e5 and ids <= rows and wanted(ids * dim * 4):
+            ratios.append(min(peers) / ms[name])
+    return ratios
+
+
+def against_dense(wanted):
+    return [
+        ms[DENSE] / ms["jslices"]
+        for (rows, _, ids), ms in CELLS
+        if DENSE in ms and wanted(ids / rows)
     ]
-    for line, wanted in zip(said, measured, strict=True):
-        assert line[0] == wanted[0]
-        for shown, value in zip(line[1:], wanted[1:], strict=True):
-            assert abs(shown - value) <= 0.051, (line, wanted)
+
+
+def table(heading):
+    """The numbers, as text, of the table that begins with ``heading``."""
+    lines = PAGE[PAGE.index(heading) :].split("\n\n")[0].splitlines()[2:]
+    return [line.strip("| ").split("|")[1:] for line in lines]
+
+
+def assert_said(line, wanted):
+    assert len(line) == len(wanted)
+    for shown, value in zip(line, wanted, strict=True):
+        digits = len(shown.strip().partition(".")[2])
+        assert abs(float(shown) - value) <= 0.51 * 10**-digits, (shown, value)
+
+
+def test_the_table_of_peers():
+    everything = lambda num_bytes: True  # noqa: E731
+    small = lambda num_bytes: num_bytes < 16e6  # noqa: E731
+    large = lambda num_bytes: num_bytes >= 16e6  # noqa: E731
+    said = table("| gradient, `K * D * 4` bytes |")
+    for line, wanted in zip(said, (everything, small, large), strict=True):
+        plain = against_peers("jslices", wanted)
+        kept = against_peers("jslices, memory kept", wanted)
+        assert_said(line, [len(plain), *of(plain), *of(kept)])
+
+
+def test_the_table_of_dense_gradients():
+    few = lambda ids_a_row: ids_a_row < 1 / 50  # noqa: E731
+    some = lambda ids_a_row: 1 / 50 <= ids_a_row < 1 / 2  # noqa: E731
+    many = lambda ids_a_row: ids_a_row >= 1 / 2  # noqa: E731
+    for line, wanted in zip(table("| ids a step |"), (few, some, many), strict=True):
+        ratios = against_dense(wanted)
+        assert_said(line, [len(ratios), *of(ratios)])

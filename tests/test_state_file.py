@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import jslices as js
-from jslices.checkpoint import CheckpointState, NotFoundError, _proto_text
+from jslices.checkpoint import CheckpointState, NotFoundError
+from jslices.checkpoint.state_file import dump_text, parse_text
 
 
 def write(directory, text):
@@ -36,7 +37,7 @@ READABLE = [
 @pytest.mark.parametrize(("text", "path", "paths"), READABLE)
 def test_readable(text, path, paths, tmp_path):
     write(tmp_path, text)
-    state = js.get_checkpoint_state(tmp_path)
+    state = js.checkpoint.get_checkpoint_state(tmp_path)
     assert state.model_checkpoint_path == path
     assert state.all_model_checkpoint_paths == paths
 
@@ -60,15 +61,15 @@ UNREADABLE = [
 @pytest.mark.parametrize("text", UNREADABLE)
 def test_unreadable_is_logged_and_ignored(text, tmp_path, caplog):
     write(tmp_path, text)
-    assert js.get_checkpoint_state(tmp_path) is None
-    assert js.latest_checkpoint(tmp_path) is None
+    assert js.checkpoint.get_checkpoint_state(tmp_path) is None
+    assert js.checkpoint.latest_checkpoint(tmp_path) is None
     assert "this state file is ignored" in caplog.text
 
 
 @pytest.mark.parametrize("text", ["", "# nothing\n", 'all_model_checkpoint_paths: "m"'])
 def test_no_path_at_all_is_an_error(text, tmp_path):
     write(tmp_path, text)
-    for function in (js.get_checkpoint_state, js.latest_checkpoint):
+    for function in (js.checkpoint.get_checkpoint_state, js.checkpoint.latest_checkpoint):
         with pytest.raises(
             ValueError, match=r"Invalid checkpoint state loaded from .*chec"
         ):
@@ -77,25 +78,25 @@ def test_no_path_at_all_is_an_error(text, tmp_path):
 
 def test_absent(tmp_path, caplog):
     for directory in (tmp_path, tmp_path / "no"):
-        assert js.get_checkpoint_state(directory) is None
-        assert js.latest_checkpoint(directory) is None
+        assert js.checkpoint.get_checkpoint_state(directory) is None
+        assert js.checkpoint.latest_checkpoint(directory) is None
     assert caplog.text == ""
 
 
 def test_relative_paths_are_joined_and_absolute_ones_kept(tmp_path, monkeypatch):
     write(tmp_path, 'model_checkpoint_path: "m-2" all_model_checkpoint_paths: "/x/m-1"')
-    state = js.get_checkpoint_state(tmp_path)
+    state = js.checkpoint.get_checkpoint_state(tmp_path)
     assert state.model_checkpoint_path == str(tmp_path / "m-2")
     assert state.all_model_checkpoint_paths == ["/x/m-1"]
     monkeypatch.chdir(tmp_path)
     (tmp_path / "m-2").write_text("")
-    assert js.latest_checkpoint(".") == "./m-2"
+    assert js.checkpoint.latest_checkpoint(".") == "./m-2"
 
 
 def test_a_missing_checkpoint_is_logged(tmp_path, caplog):
     write(tmp_path, 'model_checkpoint_path: "m-2"')
     with caplog.at_level(logging.ERROR):
-        assert js.latest_checkpoint(tmp_path) is None
+        assert js.checkpoint.latest_checkpoint(tmp_path) is None
     assert "names the checkpoint" in caplog.text and "m-2" in caplog.text
 
 
@@ -103,37 +104,41 @@ def test_a_missing_checkpoint_is_logged(tmp_path, caplog):
 def test_what_counts_as_a_checkpoint(file, tmp_path):
     (tmp_path / file).write_text("")
     write(tmp_path, 'model_checkpoint_path: "m"')
-    assert js.latest_checkpoint(tmp_path) == str(tmp_path / "m")
+    assert js.checkpoint.latest_checkpoint(tmp_path) == str(tmp_path / "m")
 
 
 def test_other_state_files(tmp_path):
-    js.update_checkpoint_state(tmp_path, "/m", latest_filename="other")
-    assert js.get_checkpoint_state(tmp_path) is None
-    assert js.get_checkpoint_state(tmp_path, "other").model_checkpoint_path == "/m"
+    js.checkpoint.update_checkpoint_state(tmp_path, "/m", latest_filename="other")
+    assert js.checkpoint.get_checkpoint_state(tmp_path) is None
+    assert (
+        js.checkpoint.get_checkpoint_state(tmp_path, "other").model_checkpoint_path == "/m"
+    )
 
 
 def test_relative_directories_are_taken_off(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     os.mkdir("d")
-    js.update_checkpoint_state("d", "d/m-2", ["d/m-1", "/abs", "d/m-2"])
+    js.checkpoint.update_checkpoint_state("d", "d/m-2", ["d/m-1", "/abs", "d/m-2"])
     paths = (tmp_path / "d/checkpoint").read_text().splitlines()[1:]
     assert [line.split()[1] for line in paths] == ['"m-1"', '"/abs"', '"m-2"']
 
 
 def test_errors_of_update(tmp_path):
     with pytest.raises(NotFoundError, match=r"the directory '.*/no' is not there"):
-        js.update_checkpoint_state(tmp_path / "no", "m")
+        js.checkpoint.update_checkpoint_state(tmp_path / "no", "m")
     for path in ("checkpoint", str(tmp_path / "checkpoint")):
         with pytest.raises(RuntimeError, match=r"conflicts with path used for checkpoint"):
-            js.update_checkpoint_state(tmp_path, path)
+            js.checkpoint.update_checkpoint_state(tmp_path, path)
     with pytest.raises(ValueError, match=r"1 timestamps for 2 checkpoints"):
-        js.update_checkpoint_state(tmp_path, "m", ["a", "m"], None, [1.0])
+        js.checkpoint.update_checkpoint_state(tmp_path, "m", ["a", "m"], None, [1.0])
     assert os.listdir(tmp_path) == []
 
 
 def test_timestamps(tmp_path):
-    js.update_checkpoint_state(tmp_path, "/m", ["/a", "/m"], None, [1.5, 2e9], 1.0)
-    state = js.get_checkpoint_state(tmp_path)
+    js.checkpoint.update_checkpoint_state(
+        tmp_path, "/m", ["/a", "/m"], None, [1.5, 2e9], 1.0
+    )
+    state = js.checkpoint.get_checkpoint_state(tmp_path)
     assert state == CheckpointState("/m", ["/a", "/m"], [1.5, 2e9], 1.0)
 
 
@@ -164,14 +169,16 @@ def test_protocol_buffers_read_ours_and_we_read_theirs(as_utf8, tmp_path):
 
     for path in ("/a b/m-1", "/Übung/模型-1", '/quo"te\\\n\t\x01\x7f', "m'1"):
         paths, times = [path, path + "2"], [0.5, 1.7e9]
-        js.update_checkpoint_state(tmp_path, path, paths[::-1], None, times, 3.25)
+        js.checkpoint.update_checkpoint_state(
+            tmp_path, path, paths[::-1], None, times, 3.25
+        )
         read = text_format.Parse((tmp_path / "checkpoint").read_text(), State())
         assert read.model_checkpoint_path == path
         assert list(read.all_model_checkpoint_paths) == paths[::-1]
         assert list(read.all_model_checkpoint_timestamps) == times
         theirs = text_format.MessageToString(read, as_utf8=as_utf8)
         write(tmp_path, theirs)
-        state = js.get_checkpoint_state(tmp_path)
+        state = js.checkpoint.get_checkpoint_state(tmp_path)
         assert state.model_checkpoint_path == os.path.join(tmp_path, path)
         assert state.all_model_checkpoint_timestamps == times
         if not as_utf8:
@@ -184,19 +191,19 @@ def test_any_text_comes_back(text, number):
     fields = [("a", text), ("b", number), ("a", "")]
     if number in (float("inf"), float("-inf")):
         return
-    assert _proto_text.parse(_proto_text.dump(fields).encode()) == fields
+    assert parse_text(dump_text(fields).encode()) == fields
 
 
 @settings(max_examples=200)
 @given(st.binary())
 def test_any_bytes_are_read_or_refused(data):
     try:
-        _proto_text.parse(data)
+        parse_text(data)
     except ValueError:
         pass
 
 
 def test_paths_that_are_not_utf8(tmp_path):
     path = os.fsdecode(b"/caf\xe9/m")
-    js.update_checkpoint_state(tmp_path, path)
-    assert js.get_checkpoint_state(tmp_path).model_checkpoint_path == path
+    js.checkpoint.update_checkpoint_state(tmp_path, path)
+    assert js.checkpoint.get_checkpoint_state(tmp_path).model_checkpoint_path == path

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from helpers import golden
 
-import jslices as js
+import jslices.tf1 as tf
 
 KEY = jax.random.key(0)
 SCOPES = golden("variable_scope")
@@ -21,7 +21,7 @@ def run(fn, *args):
     def keep(*args):
         seen.append(fn(*args))
 
-    model = js.transform(keep)
+    model = tf.transform(keep)
     model.apply(model.init(KEY, *args), *args)
     assert len(seen) == 2
     return seen[1]
@@ -29,8 +29,8 @@ def run(fn, *args):
 
 def scope(name, **kwargs):
     """Opens a scope that holds one variable ``v``, and gives the scope."""
-    with js.variable_scope(name, **kwargs) as opened:
-        js.get_variable("v", [1])
+    with tf.variable_scope(name, **kwargs) as opened:
+        tf.get_variable("v", [1])
     return opened
 
 
@@ -38,10 +38,10 @@ def test_scopes_name_operations_in_the_jaxpr():
     """The page's ``x.op.name``: in JAX the names are those of the program's profile."""
 
     def model():
-        with js.variable_scope("foo"), js.name_scope("bar"):
-            return js.get_variable("v", [1]) + 1.0
+        with tf.variable_scope("foo"), tf.name_scope("bar"):
+            return tf.get_variable("v", [1]) + 1.0
 
-    model = js.transform(model)
+    model = tf.transform(model)
     text = jax.jit(model.apply).lower(model.init(KEY)).as_text(debug_info=True)
     assert "foo/bar/add" in text
 
@@ -50,66 +50,66 @@ def test_scopes_name_operations_in_the_jaxpr():
 
 
 def golden_nested():
-    with js.variable_scope("foo"), js.variable_scope("bar"):
-        return js.get_variable("v", [1]).name
+    with tf.variable_scope("foo"), tf.variable_scope("bar"):
+        return tf.get_variable("v", [1]).name
 
 
 def golden_reopened():
     names = []
     for number in (0, 1):
-        with js.variable_scope("foo"):
-            shared = js.get_variable("v2" if number else "v", [1]).name
-            names += [shared, js.Variable(0.0, name="w").name]
+        with tf.variable_scope("foo"):
+            shared = tf.get_variable("v2" if number else "v", [1]).name
+            names += [shared, tf.Variable(0.0, name="w").name]
     return names
 
 
 def golden_captured():
-    with js.variable_scope("foo") as foo:
+    with tf.variable_scope("foo") as foo:
         pass
-    with js.variable_scope("other"), js.variable_scope(foo) as again:
-        return [js.get_variable("w", [1]).name, again.original_name_scope, again.name]
+    with tf.variable_scope("other"), tf.variable_scope(foo) as again:
+        return [tf.get_variable("w", [1]).name, again.original_name_scope, again.name]
 
 
 def golden_name_scope():
-    with js.name_scope("ns"):
-        return js.get_variable("v", [1]).name
+    with tf.name_scope("ns"):
+        return tf.get_variable("v", [1]).name
 
 
 def golden_default_name():
     names = []
     for _ in range(3):
-        with js.variable_scope(None, default_name="d") as d:
+        with tf.variable_scope(None, default_name="d") as d:
             names.append(d.name)
     return names
 
 
 def golden_variable_first():
-    js.Variable(0.0, name="v")
-    return js.get_variable("v", [1]).name
+    tf.Variable(0.0, name="v")
+    return tf.get_variable("v", [1]).name
 
 
 def golden_two_variables():
-    return [js.Variable(0.0, name=name).name for name in (None, None, "a", "a")]
+    return [tf.Variable(0.0, name=name).name for name in (None, None, "a", "a")]
 
 
 def golden_reuse_inherited():
-    with js.variable_scope("foo", reuse=True):
-        with js.variable_scope("bar") as bar:
+    with tf.variable_scope("foo", reuse=True):
+        with tf.variable_scope("bar") as bar:
             pass
-        with js.variable_scope("baz", reuse=False) as baz:
+        with tf.variable_scope("baz", reuse=False) as baz:
             return [bar.reuse, baz.reuse]
 
 
 def golden_initializers():
-    constant = js.constant_initializer
-    with js.variable_scope("foo", initializer=constant(0.3)):
-        v = js.get_variable("v", [1])
-        w = js.get_variable("w", [1], initializer=constant(0.4))
-        with js.variable_scope("bar"):
-            x = js.get_variable("x", [1])
-            with js.variable_scope("baz", initializer=constant(0.5)):
-                y = js.get_variable("y", [1])
-            z = js.get_variable("z", [1])
+    constant = tf.constant_initializer
+    with tf.variable_scope("foo", initializer=constant(0.3)):
+        v = tf.get_variable("v", [1])
+        w = tf.get_variable("w", [1], initializer=constant(0.4))
+        with tf.variable_scope("bar"):
+            x = tf.get_variable("x", [1])
+            with tf.variable_scope("baz", initializer=constant(0.5)):
+                y = tf.get_variable("y", [1])
+            z = tf.get_variable("z", [1])
     return [float(a[0]) for a in (v, w, x, y, z)]
 
 
@@ -138,29 +138,29 @@ DIFFERENCES = {
 
 
 def error_get_twice():
-    js.get_variable("v", [1])
-    js.get_variable("v", [1])
+    tf.get_variable("v", [1])
+    tf.get_variable("v", [1])
 
 
 def error_reuse_missing():
-    with js.variable_scope("foo", reuse=True):
-        js.get_variable("v", [1])
+    with tf.variable_scope("foo", reuse=True):
+        tf.get_variable("v", [1])
 
 
 def error_shape():
-    js.get_variable("v", [3, 2])
-    js.get_variable_scope().reuse_variables()
-    js.get_variable("v", [2, 3])
+    tf.get_variable("v", [3, 2])
+    tf.get_variable_scope().reuse_variables()
+    tf.get_variable("v", [2, 3])
 
 
 def error_dtype():
-    js.get_variable("v", [3, 2])
-    js.get_variable_scope().reuse_variables()
-    js.get_variable("v", [3, 2], jnp.int32)
+    tf.get_variable("v", [3, 2])
+    tf.get_variable_scope().reuse_variables()
+    tf.get_variable("v", [3, 2], jnp.int32)
 
 
 def error_default_name():
-    with js.variable_scope(None, default_name="d", reuse=True):
+    with tf.variable_scope(None, default_name="d", reuse=True):
         pass
 
 
@@ -169,8 +169,8 @@ ERRORS = {
     "reuse missing": error_reuse_missing,
     "reuse shape mismatch": error_shape,
     "reuse dtype mismatch": error_dtype,
-    "no shape": lambda: js.get_variable("v"),
-    "const init + shape": lambda: js.get_variable("v", [1], initializer=1.0),
+    "no shape": lambda: tf.get_variable("v"),
+    "const init + shape": lambda: tf.get_variable("v", [1], initializer=1.0),
     "reuse=1": lambda: scope("foo", reuse=1),
     "name_or_scope=1": lambda: scope(1),
     "default_name+reuse": error_default_name,
@@ -189,17 +189,17 @@ def test_golden(case):
 
 @pytest.mark.parametrize("case", ERRORS)
 def test_golden_errors(case):
-    """The same class, and TensorFlow's words with our module's name, then more of them."""
+    """The same class, and TensorFlow's words, then more of them."""
     wanted = SCOPES[case]
-    words = wanted["gist"].replace("tf.", "js.").rstrip(".")
+    words = wanted["gist"].rstrip(".")
     with pytest.raises({"ValueError": ValueError, "TypeError": TypeError}[wanted["error"]],
                        match=re.escape(words)):  # fmt: skip
-        js.transform(ERRORS[case]).init(KEY)
+        tf.transform(ERRORS[case]).init(KEY)
 
 
 # --- what else the catalogue says -----------------------------------------------------
 
-AUTO = js.AUTO_REUSE
+AUTO = tf.AUTO_REUSE
 
 
 @pytest.mark.parametrize(
@@ -219,7 +219,7 @@ AUTO = js.AUTO_REUSE
 )
 def test_reuse_is_inherited(outer, inner, result):
     def model():
-        with js.variable_scope("a", reuse=outer), js.variable_scope("b", reuse=inner) as b:
+        with tf.variable_scope("a", reuse=outer), tf.variable_scope("b", reuse=inner) as b:
             assert b.reuse == result
 
     run(model)
@@ -230,10 +230,10 @@ def test_reuse_is_inherited(outer, inner, result):
 ])  # fmt: skip
 def test_reopening_an_object_keeps_its_reuse(kept, given, result):
     def model():
-        with js.variable_scope("jump", reuse=kept) as jump:
+        with tf.variable_scope("jump", reuse=kept) as jump:
             pass
-        with js.variable_scope("elsewhere", reuse=True):
-            with js.variable_scope(jump, reuse=given) as again:
+        with tf.variable_scope("elsewhere", reuse=True):
+            with tf.variable_scope(jump, reuse=given) as again:
                 assert again.reuse == result and again is not jump
 
     run(model)
@@ -241,13 +241,13 @@ def test_reopening_an_object_keeps_its_reuse(kept, given, result):
 
 def test_reuse_variables_lasts_to_the_end_of_its_block():
     def model():
-        with js.variable_scope("a") as a:
-            with js.variable_scope("b") as b:
+        with tf.variable_scope("a") as a:
+            with tf.variable_scope("b") as b:
                 b.reuse_variables()
             assert not a.reuse
-            with js.variable_scope("b") as anew:
+            with tf.variable_scope("b") as anew:
                 assert not anew.reuse
-            with js.variable_scope(b) as again:
+            with tf.variable_scope(b) as again:
                 assert again.reuse
 
     run(model)
@@ -255,12 +255,12 @@ def test_reuse_variables_lasts_to_the_end_of_its_block():
 
 def test_auto_reuse_creates_then_shares():
     def model():
-        with js.variable_scope("a", reuse=AUTO):
-            first = js.get_variable(
+        with tf.variable_scope("a", reuse=AUTO):
+            first = tf.get_variable(
                 "v",
                 [2],
             )
-            assert js.get_variable("v") is first and js.get_variable("v", [None]) is first
+            assert tf.get_variable("v") is first and tf.get_variable("v", [None]) is first
 
     run(model)
     assert repr(AUTO) == "AUTO_REUSE"
@@ -268,12 +268,12 @@ def test_auto_reuse_creates_then_shares():
 
 def test_a_path_is_the_same_as_nesting():
     def model():
-        with js.variable_scope("a/b"):
-            v = js.get_variable("v", [1])
-        with js.variable_scope("a", reuse=True):
-            assert js.get_variable("b/v") is v
-            with js.variable_scope("b"):
-                assert js.get_variable("v") is v
+        with tf.variable_scope("a/b"):
+            v = tf.get_variable("v", [1])
+        with tf.variable_scope("a", reuse=True):
+            assert tf.get_variable("b/v") is v
+            with tf.variable_scope("b"):
+                assert tf.get_variable("v") is v
 
     run(model)
 
@@ -281,10 +281,10 @@ def test_a_path_is_the_same_as_nesting():
 def test_an_exception_leaves_the_scope():
     def model():
         with pytest.raises(ZeroDivisionError):
-            with js.variable_scope("a"), js.variable_scope("b"):
+            with tf.variable_scope("a"), tf.variable_scope("b"):
                 _ = 1 / 0
-        assert js.get_variable_scope().name == ""
-        return js.get_variable("v", [1]).name
+        assert tf.get_variable_scope().name == ""
+        return tf.get_variable("v", [1]).name
 
     assert run(model) == "v:0"
 
@@ -292,26 +292,26 @@ def test_an_exception_leaves_the_scope():
 def test_what_was_refused_keeps_no_name():
     def model():
         for make in (
-            lambda: js.get_variable("v", [1], initializer=lambda *_: jnp.zeros(3)),
-            lambda: js.get_variable("v", [1], collections="x"),
-            lambda: js.Variable(0, name="v", collections="x"),
+            lambda: tf.get_variable("v", [1], initializer=lambda *_: jnp.zeros(3)),
+            lambda: tf.get_variable("v", [1], collections="x"),
+            lambda: tf.Variable(0, name="v", collections="x"),
         ):
             with pytest.raises(ValueError):
                 make()
-        assert js.get_variable("v", [1]).name == "v:0"
+        assert tf.get_variable("v", [1]).name == "v:0"
 
-    js.transform(model).init(KEY)
+    tf.transform(model).init(KEY)
 
 
 def test_scope_defaults_are_inherited():
     def model():
-        with js.variable_scope("a", dtype=jnp.bfloat16, regularizer=jnp.sum) as a:
-            assert js.get_variable("v", [2]).dtype == jnp.bfloat16
-            a.set_initializer(js.ones_initializer)
-            with js.variable_scope("b", dtype=jnp.int32, regularizer=lambda x: None):
-                assert js.get_variable("v", [2]).value().tolist() == [1, 1]
-                assert js.get_variable("w", [2], jnp.float32).dtype == jnp.float32
-        return len(js.get_collection("regularization_losses"))
+        with tf.variable_scope("a", dtype=jnp.bfloat16, regularizer=jnp.sum) as a:
+            assert tf.get_variable("v", [2]).dtype == jnp.bfloat16
+            a.set_initializer(tf.ones_initializer)
+            with tf.variable_scope("b", dtype=jnp.int32, regularizer=lambda x: None):
+                assert tf.get_variable("v", [2]).value().tolist() == [1, 1]
+                assert tf.get_variable("w", [2], jnp.float32).dtype == jnp.float32
+        return len(tf.get_collection("regularization_losses"))
 
     assert run(model) == 1
 
@@ -320,9 +320,9 @@ def test_default_name_counts_within_its_scope():
     def model():
         names = []
         for _ in range(2):
-            with js.variable_scope("a"):
+            with tf.variable_scope("a"):
                 for _ in range(2):
-                    with js.variable_scope(None, default_name="d") as d:
+                    with tf.variable_scope(None, default_name="d") as d:
                         names.append(d.name)
         return names
 
@@ -331,11 +331,11 @@ def test_default_name_counts_within_its_scope():
 
 def test_original_name_scope_is_unique():
     def model():
-        with js.variable_scope("a") as one:
+        with tf.variable_scope("a") as one:
             pass
-        with js.variable_scope("a") as two:
+        with tf.variable_scope("a") as two:
             pass
-        with js.variable_scope("") as root, js.name_scope(one.original_name_scope) as again:
+        with tf.variable_scope("") as root, tf.name_scope(one.original_name_scope) as again:
             return [one.original_name_scope, two.original_name_scope, root.name, again]
 
     assert run(model) == ["a/", "a_1/", "", "a/"]
@@ -344,39 +344,39 @@ def test_original_name_scope_is_unique():
 @pytest.mark.parametrize(
     "call, error, words",
     [
-        (lambda: js.get_variable(3, [1]), TypeError, "must be a string, got 3"),
-        (lambda: js.get_variable("a b", [1]), ValueError, "'a b' is not a valid name"),
-        (lambda: js.get_variable("v", [None]), ValueError, r"must be fully defined"),
-        (lambda: js.get_variable("v", [-1]), ValueError, "must not be negative"),
-        (lambda: js.get_variable("v", 1.5), TypeError, "must be ints"),
-        (lambda: js.get_variable("v", initializer=js.zeros_initializer()), ValueError,
+        (lambda: tf.get_variable(3, [1]), TypeError, "must be a string, got 3"),
+        (lambda: tf.get_variable("a b", [1]), ValueError, "'a b' is not a valid name"),
+        (lambda: tf.get_variable("v", [None]), ValueError, r"must be fully defined"),
+        (lambda: tf.get_variable("v", [-1]), ValueError, "must not be negative"),
+        (lambda: tf.get_variable("v", 1.5), TypeError, "must be ints"),
+        (lambda: tf.get_variable("v", initializer=tf.zeros_initializer()), ValueError,
          r"\(v\) must be fully defined, but instead was <unknown>"),
-        (lambda: js.get_variable("v", dtype="int32", initializer=1.0), ValueError,
+        (lambda: tf.get_variable("v", dtype="int32", initializer=1.0), ValueError,
          "Initializer type 'float32' and explicit dtype 'int32'"),
-        (lambda: js.get_variable("v", initializer="a"), TypeError, "cannot hold a string"),
-        (lambda: js.get_variable("v", [2], initializer="ones"), ValueError,
+        (lambda: tf.get_variable("v", initializer="a"), TypeError, "cannot hold a string"),
+        (lambda: tf.get_variable("v", [2], initializer="ones"), ValueError,
          "If initializer is a constant, do not specify shape"),
-        (lambda: js.get_variable("v", [2], collections="abc"), ValueError,
+        (lambda: tf.get_variable("v", [2], collections="abc"), ValueError,
          "must be a list, tuple or set"),
-        (lambda: js.get_variable("v", [2], initializer=lambda k, s, d: jnp.zeros(3)),
+        (lambda: tf.get_variable("v", [2], initializer=lambda k, s, d: jnp.zeros(3)),
          ValueError, r"initializer of v gave shape \(3,\), wanted \(2,\)"),
-        (lambda: js.get_variable("v", [2], initializer=lambda *_: jnp.zeros(2, "int8")),
+        (lambda: tf.get_variable("v", [2], initializer=lambda *_: jnp.zeros(2, "int8")),
          ValueError, "initializer of v gave int8, wanted float32"),
-        (lambda: js.get_variable("v", [2], "int32", js.random_normal_initializer()),
+        (lambda: tf.get_variable("v", [2], "int32", tf.random_normal_initializer()),
          TypeError, "makes floats, got dtype int32"),
-        (lambda: js.variable_scope(None).__enter__(), TypeError, "must be a string"),
+        (lambda: tf.variable_scope(None).__enter__(), TypeError, "must be a string"),
     ],
 )  # fmt: skip
 def test_errors(call, error, words):
     with pytest.raises(error, match=words):
-        js.transform(call).init(KEY)
+        tf.transform(call).init(KEY)
 
 
 @pytest.mark.parametrize(
     "shape, wanted", [(3, (3,)), ((2, 3), (2, 3)), ([], ()), (np.array([2]), (2,))]
 )
 def test_shapes(shape, wanted):
-    assert run(lambda: js.get_variable("v", shape).shape) == wanted
+    assert run(lambda: tf.get_variable("v", shape).shape) == wanted
 
 
 @pytest.mark.parametrize("constant, dtype", [
@@ -385,41 +385,41 @@ def test_shapes(shape, wanted):
 ])  # fmt: skip
 def test_a_constant_gives_shape_and_dtype(constant, dtype):
     def model():
-        v = js.get_variable("v", initializer=constant)
+        v = tf.get_variable("v", initializer=constant)
         assert v.dtype == dtype and v.shape == np.shape(constant)
         np.testing.assert_array_equal(v, constant)
-        js.get_variable_scope().reuse_variables()
-        assert js.get_variable("v", initializer=constant) is v
+        tf.get_variable_scope().reuse_variables()
+        assert tf.get_variable("v", initializer=constant) is v
 
     run(model)
 
 
 def test_the_default_initializer_is_glorot_uniform_or_zeros():
     def model():
-        w = js.get_variable("w", [300, 500])
+        w = tf.get_variable("w", [300, 500])
         bound = (6 / 800) ** 0.5
         assert bound * 0.99 < abs(w[...]).max() < bound
-        assert not js.get_variable("n", [2], jnp.int32).value().any()
+        assert not tf.get_variable("n", [2], jnp.int32).value().any()
 
-    js.transform(model).init(KEY)
+    tf.transform(model).init(KEY)
 
 
 def test_a_value_depends_on_key_and_name_alone():
     def one():
-        js.get_variable("a", [3])
-        js.get_variable("b", [3])
+        tf.get_variable("a", [3])
+        tf.get_variable("b", [3])
 
-    two = js.transform(lambda: js.get_variable("b", [3]).value())
-    variables = js.transform(one).init(KEY)
+    two = tf.transform(lambda: tf.get_variable("b", [3]).value())
+    variables = tf.transform(one).init(KEY)
     np.testing.assert_array_equal(variables["b"], two.init(KEY)["b"])
     assert (variables["a"] != variables["b"]).all()
     assert (two.init(jax.random.key(1))["b"] != variables["b"]).all()
 
 
 @pytest.mark.parametrize("call", [
-    lambda: js.get_variable("v", [1]), lambda: js.Variable(0), js.get_variable_scope,
-    lambda: scope("a"), js.all_variables, lambda: js.get_collection("variables"),
-    lambda: js.name_scope("a").__enter__(),
+    lambda: tf.get_variable("v", [1]), lambda: tf.Variable(0), tf.get_variable_scope,
+    lambda: scope("a"), tf.all_variables, lambda: tf.get_collection("variables"),
+    lambda: tf.name_scope("a").__enter__(),
 ])  # fmt: skip
 def test_outside_of_a_function(call):
     with pytest.raises(RuntimeError, match="outside of a transformed function"):

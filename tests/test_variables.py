@@ -13,13 +13,14 @@ import pytest
 from helpers import golden
 
 import jslices as js
+import jslices.tf1 as tf
 
 KEY = jax.random.key(0)
 ROWS = js.IndexedSlices(jnp.ones((2, 2)), jnp.array([1, 1]))
 
 
 def apply_once(fn, *args):
-    model = js.transform(fn)
+    model = tf.transform(fn)
     return model.apply(model.init(KEY, *args), *args)
 
 
@@ -34,7 +35,7 @@ def test_count_up_to_golden(case):
     init, limit, dtype = case.split()
     with jax.enable_x64(dtype == "int64"):
         start, stop = int(init[5:]), int(limit[6:])
-        model = js.transform(lambda: js.Variable(start, dtype=dtype).count_up_to(stop))
+        model = tf.transform(lambda: tf.Variable(start, dtype=dtype).count_up_to(stop))
         variables = model.init(KEY)
         jitted = jax.jit(model.apply)
         for wanted in COUNTS[case]["calls"]:
@@ -64,7 +65,7 @@ def test_count_up_to_golden(case):
 )
 def test_count_up_to_refuses(value, limit, error, words):
     with pytest.raises(error, match=f"count_up_to of n:0.*{words}"):
-        apply_once(lambda: js.Variable(value, name="n").count_up_to(limit))
+        apply_once(lambda: tf.Variable(value, name="n").count_up_to(limit))
 
 
 # --- assigning ------------------------------------------------------------------------
@@ -72,7 +73,7 @@ def test_count_up_to_refuses(value, limit, error, words):
 
 def test_assignments_are_in_the_order_of_the_program():
     def model(x):
-        v = js.Variable(jnp.zeros(2), name="v")
+        v = tf.Variable(jnp.zeros(2), name="v")
         before = v.value()
         added = v.assign_add(x)
         seen = v + 0
@@ -80,7 +81,7 @@ def test_assignments_are_in_the_order_of_the_program():
         v.assign(v * 2)
         return before, added, seen, v.value()
 
-    model = js.transform(model)
+    model = tf.transform(model)
     x = jnp.array([3.0, 4.0])
     variables = model.init(KEY, x)
     assert variables["v"].tolist() == [0, 0]  # init returns what variables begin with
@@ -116,7 +117,7 @@ def test_refused_assignments_name_the_variable_and_change_nothing(
     initial, verb, value, error, words
 ):
     def model():
-        v = js.Variable(initial, name="v")
+        v = tf.Variable(initial, name="v")
         with pytest.raises(error, match=words):
             getattr(v, verb)(value)
         return v.value()
@@ -134,7 +135,7 @@ def test_refused_assignments_name_the_variable_and_change_nothing(
 )  # fmt: skip
 def test_numbers_become_the_dtype(initial, value, dtype):
     def model():
-        v = js.Variable(initial, name="v")
+        v = tf.Variable(initial, name="v")
         assert v.dtype == dtype
         return v.assign(value)
 
@@ -144,11 +145,11 @@ def test_numbers_become_the_dtype(initial, value, dtype):
 
 def test_assigning_slices():
     def model(slices):
-        v = js.Variable(jnp.ones((3, 2)), name="v")
+        v = tf.Variable(jnp.ones((3, 2)), name="v")
         v.assign_add(slices)
         v.assign_sub(slices * 3)
         with pytest.warns(js.DensificationWarning):
-            js.Variable(jnp.ones((3, 2)), name="w").assign(slices)
+            tf.Variable(jnp.ones((3, 2)), name="w").assign(slices)
 
     slices = js.IndexedSlices(jnp.ones((3, 2)), jnp.array([1, 1, 9]), (3, 2))
     _, variables = apply_once(model, slices)
@@ -180,12 +181,12 @@ def numpy_scatter(how, table, indices, values):
 def all_scatters(table, indices, values):
     outs = {}
     for how in SCATTERS:
-        v = js.Variable(table, name=how)
+        v = tf.Variable(table, name=how)
         outs[how] = getattr(v, f"scatter_{how}")(js.IndexedSlices(values, indices))
     return outs
 
 
-SCATTER_MODEL = js.transform(all_scatters)
+SCATTER_MODEL = tf.transform(all_scatters)
 SCATTER = jax.jit(lambda *args: SCATTER_MODEL.apply(SCATTER_MODEL.init(None, *args), *args))
 
 
@@ -209,7 +210,7 @@ def test_scatter_methods_against_numpy(indices, values, table):
 def test_scatter_golden(how):
     """A duplicate-free and a duplicated case of floats, by the rule of TensorFlow."""
     table, values = np.full((4, 3), 8.0, "f"), np.full((3, 3), 2.0, "f")
-    model = js.transform(lambda i: getattr(js.Variable(table, name="v"), f"scatter_{how}")(
+    model = tf.transform(lambda i: getattr(tf.Variable(table, name="v"), f"scatter_{how}")(
         js.IndexedSlices(values, i, (99, 3)), use_locking=True))  # fmt: skip
     for indices in ([0, 2, 3], [1, 1, 1]):
         indices = np.array(indices)
@@ -223,7 +224,7 @@ def test_scatter_of_nothing():
         for num_rows in (0, 3):
             v = jnp.ones((num_rows, 2))
             out, _ = apply_once(lambda v=v, how=how: getattr(
-                js.Variable(v), f"scatter_{how}")(empty))  # fmt: skip
+                tf.Variable(v), f"scatter_{how}")(empty))  # fmt: skip
             assert out.tolist() == v.tolist()
 
 
@@ -237,7 +238,7 @@ def test_scatter_nd_golden(name, how):
     ref, indices, updates = case["ref"], case["indices"], case["updates"]
 
     def model():
-        v = js.Variable(ref, name="v")
+        v = tf.Variable(ref, name="v")
         return getattr(v, f"scatter_nd_{how}")(indices, updates)
 
     out, variables = apply_once(model)
@@ -250,9 +251,9 @@ def test_scatter_nd_golden(name, how):
 
 def test_batch_scatter_update():
     def model():
-        v = js.Variable(jnp.zeros((2, 3)), name="v")
+        v = tf.Variable(jnp.zeros((2, 3)), name="v")
         v.batch_scatter_update(([[0, 0], [2, 5]], [[1.0, 2.0], [3.0, 4.0]]))
-        w = js.Variable(jnp.zeros((3, 2)), name="w")
+        w = tf.Variable(jnp.zeros((3, 2)), name="w")
         w.batch_scatter_update(js.IndexedSlices(jnp.ones((2, 2)), jnp.array([2, 7])))
 
     _, variables = apply_once(model)
@@ -262,8 +263,8 @@ def test_batch_scatter_update():
 
 def test_sparse_read_and_read_value():
     def model():
-        v = js.Variable(jnp.arange(6.0).reshape(3, 2))
-        order = js.Variable([2, 0])
+        v = tf.Variable(jnp.arange(6.0).reshape(3, 2))
+        order = tf.Variable([2, 0])
         return v.sparse_read(order), v.sparse_read([[1], [9]]), v.read_value()
 
     (rows, bad, whole), _ = apply_once(model)
@@ -288,7 +289,7 @@ def test_sparse_read_and_read_value():
 )  # fmt: skip
 def test_refused_elements_name_the_variable_and_change_nothing(use, error, words):
     def model():
-        v = js.Variable(jnp.ones((3, 2)), name="mine")
+        v = tf.Variable(jnp.ones((3, 2)), name="mine")
         with pytest.raises(error, match=words) as caught:
             use(v)
         assert "to mine:0" in str(caught.value) or "embedding_lookup" in str(caught.value)
@@ -319,7 +320,7 @@ def test_refused_elements_name_the_variable_and_change_nothing(use, error, words
 def test_a_handle_is_used_as_an_array(use):
     array = jnp.array([[1.0, 2.0], [3.0, 4.0]])
     seen = []
-    js.transform(lambda: seen.append(use(js.Variable(array)))).init(KEY)
+    tf.transform(lambda: seen.append(use(tf.Variable(array)))).init(KEY)
     np.testing.assert_array_equal(seen[0], use(array))
 
 
@@ -327,65 +328,65 @@ def test_a_handle_is_used_as_an_array(use):
 def test_what_a_handle_is_not(use):
     def model():
         with pytest.raises((TypeError, AttributeError)):
-            use(js.Variable([1.0, 2.0]))
+            use(tf.Variable([1.0, 2.0]))
 
-    js.transform(model).init(KEY)
+    tf.transform(model).init(KEY)
 
 
 @pytest.mark.parametrize("name", ["load", "scatter_nd_max", "initializer"])
 def test_what_a_handle_lacks_is_said_of_the_handle(name):
     def model():
-        v = js.Variable([1.0, 2.0])
+        v = tf.Variable([1.0, 2.0])
         assert not hasattr(v, name)
         with pytest.raises(AttributeError, match=rf"a Variable has no '{name}', .*assign"):
             getattr(v, name)
 
-    js.transform(model).init(KEY)
+    tf.transform(model).init(KEY)
 
 
 def test_description():
     def model():
-        v = js.Variable(np.zeros((2, 3), np.float32), name="a/v", collections=["mine"])
-        assert repr(v) == "<js.Variable 'a/v:0' shape=(2, 3) dtype=float32>"
+        v = tf.Variable(np.zeros((2, 3), np.float32), name="a/v", collections=["mine"])
+        assert repr(v) == "<tf.Variable 'a/v:0' shape=(2, 3) dtype=float32>"
         assert (v.name, v.shape, v.get_shape()) == ("a/v:0", (2, 3), (2, 3))
         assert v.dtype == np.float32 and v.ndim == 2 and v.trainable
-        assert v != js.Variable(v) and len({v, v}) == 1
-        n = js.Variable(3)
+        assert v != tf.Variable(v) and len({v, v}) == 1
+        n = tf.Variable(3)
         n += 1  # as in TensorFlow: an array from here on
         assert isinstance(n, jax.Array) and int(n) == 4
 
-    js.transform(model).init(KEY)
+    tf.transform(model).init(KEY)
 
 
 @pytest.mark.parametrize(
     "make, error, words",
     [
-        (lambda: js.Variable(), ValueError, "initial_value must be specified"),
-        (lambda: js.Variable("text"), TypeError, "cannot hold a string"),
-        (lambda: js.Variable(1.5, dtype="int32"), TypeError, "wants int32, got 1.5"),
-        (lambda: js.Variable(jnp.ones(2), dtype="int32"), TypeError, "wants int32"),
-        (lambda: js.Variable(0, name="a b"), ValueError, "'a b' is not a valid name"),
-        (lambda: js.Variable(0, collections="x"), ValueError, "list, tuple or set"),
+        (lambda: tf.Variable(), ValueError, "initial_value must be specified"),
+        (lambda: tf.Variable("text"), TypeError, "cannot hold a string"),
+        (lambda: tf.Variable(1.5, dtype="int32"), TypeError, "wants int32, got 1.5"),
+        (lambda: tf.Variable(jnp.ones(2), dtype="int32"), TypeError, "wants int32"),
+        (lambda: tf.Variable(0, name="a b"), ValueError, "'a b' is not a valid name"),
+        (lambda: tf.Variable(0, collections="x"), ValueError, "list, tuple or set"),
     ],
 )
 def test_refused_variables(make, error, words):
     with pytest.raises(error, match=words):
-        js.transform(make).init(KEY)
+        tf.transform(make).init(KEY)
 
 
 def test_initial_values():
     def model(x):
-        a = js.Variable(x, name="a")
-        js.Variable(a.initialized_value() * 2, name="b")
-        js.Variable(a, name="copy")
-        js.Variable(lambda: np.ones(2, np.float32), name="c")
-        js.Variable(lambda key: jax.random.normal(key, (3,)), name="d")
-        js.Variable([x[0], 1.0], name="e")
-        js.Variable(1, name="f", dtype=jnp.float32)
-        js.Variable(js.ones_initializer()(None, [2]), name="g")
+        a = tf.Variable(x, name="a")
+        tf.Variable(a.initialized_value() * 2, name="b")
+        tf.Variable(a, name="copy")
+        tf.Variable(lambda: np.ones(2, np.float32), name="c")
+        tf.Variable(lambda key: jax.random.normal(key, (3,)), name="d")
+        tf.Variable([x[0], 1.0], name="e")
+        tf.Variable(1, name="f", dtype=jnp.float32)
+        tf.Variable(tf.ones_initializer()(None, [2]), name="g")
 
     x = jnp.array([1.0, 2.0])
-    variables = js.transform(model).init(KEY, x)
+    variables = tf.transform(model).init(KEY, x)
     assert list(variables) == ["a", "b", "copy", "c", "d", "e", "f", "g"]
     assert variables["b"].tolist() == [2, 4] and variables["e"].tolist() == [1, 1]
     assert variables["d"].std() > 0 and variables["f"].dtype == np.float32
@@ -399,7 +400,7 @@ def test_initial_values():
 
 def leak():
     kept = []
-    model = js.transform(lambda: kept.append(js.get_variable("v", [2])))
+    model = tf.transform(lambda: kept.append(tf.get_variable("v", [2])))
     variables = model.init(KEY)
     model.apply(variables)
     return kept
@@ -423,11 +424,11 @@ def test_a_handle_that_leaked(use, which, run):
 def test_a_handle_from_one_run_in_another():
     old = leak()[1]
     with pytest.raises(RuntimeError, match="was used outside of the apply that made it"):
-        apply_once(lambda: old + js.get_variable("v", [2]))
+        apply_once(lambda: old + tf.get_variable("v", [2]))
 
 
 def test_returning_a_handle():
-    model = js.transform(lambda: {"out": js.get_variable("v", [2])})
+    model = tf.transform(lambda: {"out": tf.get_variable("v", [2])})
     with pytest.raises(ValueError, match=r"returned the Variable v:0 itself.*leak"):
         model.apply(model.init(KEY))
 
@@ -445,15 +446,15 @@ INNER = {
 @pytest.mark.parametrize("how", INNER)
 def test_inner_transformations_may_read_but_not_write(how):
     def reading():
-        v = js.Variable(1.0, name="v")
+        v = tf.Variable(1.0, name="v")
         INNER[how](lambda: v * 2)
 
     def assigning():
-        v = js.Variable(1.0, name="v")
+        v = tf.Variable(1.0, name="v")
         INNER[how](lambda: v.assign_add(1.0))
 
     def creating():
-        INNER[how](lambda: js.Variable(1.0, name="v") * 2)
+        INNER[how](lambda: tf.Variable(1.0, name="v") * 2)
 
     apply_once(reading)
     with pytest.raises(RuntimeError, match="assign_add to v:0 inside of a scan, cond"):
@@ -464,7 +465,7 @@ def test_inner_transformations_may_read_but_not_write(how):
 
 def test_a_copy_cannot_be_assigned():
     def model():
-        v = js.Variable(1.0, name="v")
+        v = tf.Variable(1.0, name="v")
         jax.jit(lambda w: w.assign(2.0))(v)
 
     with pytest.raises(RuntimeError, match="assign to v:0 on a copy"):
@@ -476,11 +477,11 @@ def test_threads_do_not_share():
     errors, barrier = [], threading.Barrier(4)
 
     def model(number):
-        with js.variable_scope(f"scope{number}"):
+        with tf.variable_scope(f"scope{number}"):
             barrier.wait(timeout=30)
-            v = js.get_variable("v", initializer=float(number))
+            v = tf.get_variable("v", initializer=float(number))
             barrier.wait(timeout=30)
-            assert js.get_variable_scope().name == f"scope{number}"
+            assert tf.get_variable_scope().name == f"scope{number}"
             return v.assign_add(1.0)
 
     def work(number):
@@ -508,21 +509,21 @@ def test_a_thread_within_a_run_is_outside_of_it():
             caught.append(str(error))
 
     def model():
-        v = js.get_variable("v", [2])
-        for use in (v.value, js.get_variable_scope):
+        v = tf.get_variable("v", [2])
+        for use in (v.value, tf.get_variable_scope):
             thread = threading.Thread(target=attempt, args=(use,))
             thread.start()
             thread.join()
 
-    js.transform(model).init(KEY)
+    tf.transform(model).init(KEY)
     assert "or into another thread" in caught[0] and "A new thread is outside" in caught[1]
 
 
 def test_transforms_nest():
-    inner = js.transform(lambda x: js.get_variable("w", initializer=2.0) * x)
+    inner = tf.transform(lambda x: tf.get_variable("w", initializer=2.0) * x)
 
     def outer(x):
-        w = js.get_variable("w", initializer=3.0)
+        w = tf.get_variable("w", initializer=3.0)
         y, _ = inner.apply(inner.init(KEY, x), x * w)
         return y + w
 
@@ -534,15 +535,15 @@ def test_transforms_nest():
 
 
 def example(x, training=True):
-    with js.variable_scope("foo"):
-        w = js.get_variable("w", [2, 3])
-    n = js.Variable(0, name="n", trainable=False, collections=["counts"])
+    with tf.variable_scope("foo"):
+        w = tf.get_variable("w", [2, 3])
+    n = tf.Variable(0, name="n", trainable=False, collections=["counts"])
     if training:
         n.assign_add(1)
     return x @ w
 
 
-MODEL, X = js.transform(example), jnp.ones((4, 2))
+MODEL, X = tf.transform(example), jnp.ones((4, 2))
 
 
 def test_variables_are_a_mapping_and_a_pytree():
@@ -570,14 +571,14 @@ def test_variables_pickle_and_copy():
         assert jax.tree.structure(again) == jax.tree.structure(variables)
         np.testing.assert_array_equal(again["foo/w"], variables["foo/w"])
     with pytest.raises(ValueError, match="computed inside of the function"):
-        js.initialize_all_variables(again, KEY)
+        tf.initialize_all_variables(again, KEY)
 
 
 def test_weak_types_become_strong():
     def ones(key, shape, dtype):
         return jnp.full(shape, 1.0)
 
-    model = js.transform(lambda: js.get_variable("v", [2], initializer=ones).value())
+    model = tf.transform(lambda: tf.get_variable("v", [2], initializer=ones).value())
     variables = model.init(KEY)
     assert not variables["v"].weak_type
     out, after = model.apply({"v": [1.0, 2.0]})
@@ -638,7 +639,7 @@ def test_another_precision_may_be_given():
 
 
 @pytest.mark.parametrize("call", [
-    lambda: js.transform(3), lambda: MODEL.init(0, X), lambda: MODEL.init("key", X),
+    lambda: tf.transform(3), lambda: MODEL.init(0, X), lambda: MODEL.init("key", X),
 ])  # fmt: skip
 def test_transform_refuses(call):
     with pytest.raises(TypeError, match=r"wants a (function|PRNG key first)"):
@@ -646,7 +647,7 @@ def test_transform_refuses(call):
 
 
 def test_no_key_where_nothing_is_random():
-    assert js.transform(lambda: js.Variable(1)).init(None)["Variable"] == 1
+    assert tf.transform(lambda: tf.Variable(1)).init(None)["Variable"] == 1
     with pytest.raises(ValueError, match="draws random numbers and got no key"):
         MODEL.init(None, X)
 
@@ -689,7 +690,7 @@ def test_abstract_init_declares():
         assert jax.tree.structure(declared) == jax.tree.structure(MODEL.init(KEY, X))
         assert declared["foo/w"] == jax.ShapeDtypeStruct((2, 3), jnp.float32)
     assert "foo/w: float32[2, 3] not initialised" in repr(declared)
-    huge = js.transform(lambda: js.get_variable("t", [10**9, 64]).shape)
+    huge = tf.transform(lambda: tf.get_variable("t", [10**9, 64]).shape)
     assert huge.abstract_init(KEY)["t"].shape == (10**9, 64)
     assert js.adam(1e-3) and list(declared.trainable) == ["foo/w"]
 
@@ -700,11 +701,11 @@ def test_reading_what_is_only_declared():
         MODEL.apply(declared, X)
 
     def model():
-        n = js.Variable(5, name="n")
-        assert js.report_uninitialized_variables() == ["n"]
-        assert js.report_uninitialized_variables([n]) == ["n"]
+        n = tf.Variable(5, name="n")
+        assert tf.report_uninitialized_variables() == ["n"]
+        assert tf.report_uninitialized_variables([n]) == ["n"]
         with pytest.raises(js.FailedPreconditionError, match="uninitialized value n"):
-            js.assert_variables_initialized()
+            tf.assert_variables_initialized()
         with pytest.raises(js.FailedPreconditionError):
             n.assign_add(1)
         with pytest.raises(js.FailedPreconditionError):
@@ -713,46 +714,46 @@ def test_reading_what_is_only_declared():
         n.assign(7)  # which needs no old value
         return n.initialized_value()
 
-    model = js.transform(model)
+    model = tf.transform(model)
     out, variables = model.apply({"n": jax.ShapeDtypeStruct((), jnp.int32)})
     assert out == 7 and variables["n"] == 7
 
 
 def test_helpers_on_explicit_state():
     variables, declared = MODEL.init(KEY, X), MODEL.abstract_init(KEY, X)
-    assert js.report_uninitialized_variables(variables) == []
-    assert js.report_uninitialized_variables(declared) == ["foo/w", "n"]
+    assert tf.report_uninitialized_variables(variables) == []
+    assert tf.report_uninitialized_variables(declared) == ["foo/w", "n"]
     partly = declared.replace({"n": jnp.array(3)})
-    assert js.report_uninitialized_variables(partly) == ["foo/w"]
-    assert js.assert_variables_initialized(variables) is variables
-    assert js.assert_variables_initialized({}) is None
+    assert tf.report_uninitialized_variables(partly) == ["foo/w"]
+    assert tf.assert_variables_initialized(variables) is variables
+    assert tf.assert_variables_initialized({}) is None
     with pytest.raises(js.FailedPreconditionError, match="uninitialized value foo/w, n;"):
-        js.assert_variables_initialized(declared)
+        tf.assert_variables_initialized(declared)
     for start in (declared, MODEL.apply(variables, X)[1]):
-        again = js.initialize_all_variables(start, KEY)
+        again = tf.initialize_all_variables(start, KEY)
         jax.tree.map(np.testing.assert_array_equal, again, variables)
-    some = js.initialize_variables(declared, ["n:0"], KEY)
-    assert js.report_uninitialized_variables(some) == ["foo/w"] and some["n"] == 0
-    assert js.initialize_variables(variables, [], KEY).keys() == variables.keys()
-    assert list(js.all_variables(variables)) == ["foo/w"]  # "n" is in "counts" only
-    assert list(js.trainable_variables(variables, scope="foo")) == ["foo/w"]
-    assert list(js.trainable_variables(variables, scope="oo")) == []
-    compiled = jax.jit(js.initialize_all_variables)(variables, KEY)
+    some = tf.initialize_variables(declared, ["n:0"], KEY)
+    assert tf.report_uninitialized_variables(some) == ["foo/w"] and some["n"] == 0
+    assert tf.initialize_variables(variables, [], KEY).keys() == variables.keys()
+    assert list(tf.all_variables(variables)) == ["foo/w"]  # "n" is in "counts" only
+    assert list(tf.trainable_variables(variables, scope="foo")) == ["foo/w"]
+    assert list(tf.trainable_variables(variables, scope="oo")) == []
+    compiled = jax.jit(tf.initialize_all_variables)(variables, KEY)
     jax.tree.map(np.testing.assert_array_equal, compiled, variables)
 
 
 def test_helpers_inside():
     def model():
-        js.get_variable("a", [1])
-        js.get_variable("b", [1], trainable=False)
-        js.get_variable("ab", [1], collections=[])
+        tf.get_variable("a", [1])
+        tf.get_variable("b", [1], trainable=False)
+        tf.get_variable("ab", [1], collections=[])
         names = (
-            [v.name for v in js.all_variables()],
-            [v.name for v in js.trainable_variables()],
+            [v.name for v in tf.all_variables()],
+            [v.name for v in tf.trainable_variables()],
         )
-        assert [v.name for v in js.all_variables(scope="a")] == ["a:0"]
-        assert js.report_uninitialized_variables() == []
-        assert js.assert_variables_initialized()
+        assert [v.name for v in tf.all_variables(scope="a")] == ["a:0"]
+        assert tf.report_uninitialized_variables() == []
+        assert tf.assert_variables_initialized()
         return names
 
     assert apply_once(model)[0] == (["a:0", "b:0"], ["a:0", "ab:0"])
@@ -762,15 +763,15 @@ def test_helpers_inside():
     "call, error, words",
     [
         (
-            lambda v: js.initialize_variables(v, "n", KEY),
+            lambda v: tf.initialize_variables(v, "n", KEY),
             TypeError,
             "wants a list of names",
         ),
-        (lambda v: js.initialize_variables(v, 3, KEY), TypeError, "wants a list of names"),
-        (lambda v: js.initialize_variables(v, ["m"], KEY), KeyError, "no variable 'm'"),
-        (lambda v: js.initialize_all_variables({}, KEY), TypeError, "wants the Variables"),
-        (lambda v: js.all_variables(3), TypeError, "wants the Variables"),
-        (lambda v: js.report_uninitialized_variables(3), TypeError, "wants the Variables"),
+        (lambda v: tf.initialize_variables(v, 3, KEY), TypeError, "wants a list of names"),
+        (lambda v: tf.initialize_variables(v, ["m"], KEY), KeyError, "no variable 'm'"),
+        (lambda v: tf.initialize_all_variables({}, KEY), TypeError, "wants the Variables"),
+        (lambda v: tf.all_variables(3), TypeError, "wants the Variables"),
+        (lambda v: tf.report_uninitialized_variables(3), TypeError, "wants the Variables"),
     ],
 )
 def test_helpers_refuse(call, error, words):
@@ -779,9 +780,9 @@ def test_helpers_refuse(call, error, words):
 
 
 def test_computed_initial_values_are_only_made_by_init():
-    variables = js.transform(lambda x: js.Variable(x, name="v")).init(KEY, X)
+    variables = tf.transform(lambda x: tf.Variable(x, name="v")).init(KEY, X)
     with pytest.raises(ValueError, match=r"initial value of v was computed .* model\.init"):
-        js.initialize_all_variables(variables, KEY)
+        tf.initialize_all_variables(variables, KEY)
 
 
 def test_errors_are_pythons_own_too():

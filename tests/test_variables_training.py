@@ -11,6 +11,7 @@ import pytest
 from helpers import assert_close
 
 import jslices as js
+import jslices.tf1 as tf
 
 V, D, B = 50, 4, 6
 KEY = jax.random.key(3)
@@ -24,25 +25,25 @@ def l2(scale):
 
 def model(ids, training=True):
     """Mean of the rows of a table, a layer used twice, and a counter of words."""
-    table = js.get_variable("table", [V, D], initializer=js.random_normal_initializer())
-    with js.variable_scope("tower", regularizer=l2(0.1)) as tower:
+    table = tf.get_variable("table", [V, D], initializer=tf.random_normal_initializer())
+    with tf.variable_scope("tower", regularizer=l2(0.1)) as tower:
         x = layer(jnp.mean(js.embedding_lookup(table, ids), axis=1))
         tower.reuse_variables()
         x = layer(x)
-    out = js.get_variable("out", [D], initializer=js.ones_initializer())
+    out = tf.get_variable("out", [D], initializer=tf.ones_initializer())
     if training:
-        seen = js.Variable(jnp.zeros((V, 1)), name="seen", trainable=False)
+        seen = tf.Variable(jnp.zeros((V, 1)), name="seen", trainable=False)
         ones = jnp.ones((ids.size, 1))
         seen.scatter_add(js.IndexedSlices(ones, ids.reshape(-1)))
-    return x @ out, sum(js.get_collection("regularization_losses"))
+    return x @ out, sum(tf.get_collection("regularization_losses"))
 
 
 def layer(x):
-    w = js.get_variable("w", [D, D])
+    w = tf.get_variable("w", [D, D])
     return jnp.tanh(x @ w)
 
 
-MODEL = js.transform(model)
+MODEL = tf.transform(model)
 
 
 def loss(params, rest, ids, labels):
@@ -98,7 +99,7 @@ def test_gradients_mirror_the_variables():
     grads, _ = js.grad(loss, has_aux=True)(
         variables.trainable, variables.non_trainable, IDS, LABELS
     )
-    assert isinstance(grads, js.Variables) and list(grads) == list(variables.trainable)
+    assert isinstance(grads, tf.Variables) and list(grads) == list(variables.trainable)
     assert grads["table"].values.shape == (IDS.size, D)
     assert repr(grads).startswith(
         "Variables(table: IndexedSlices(18 rows of float32[50, 4]"
@@ -123,9 +124,9 @@ LOOKUPS = {
 @pytest.mark.parametrize("how", LOOKUPS)
 def test_every_way_to_look_up_a_handle_is_sparse(how):
     def squares(ids):
-        return jnp.sum(LOOKUPS[how](js.get_variable("t", [V, D]), ids) ** 2)
+        return jnp.sum(LOOKUPS[how](tf.get_variable("t", [V, D]), ids) ** 2)
 
-    one, ids = js.transform(squares), jnp.array([3, 9, 3])
+    one, ids = tf.transform(squares), jnp.array([3, 9, 3])
     variables = one.init(KEY, ids)
 
     def whole(variables):  # all variables come back as well, which is no dense use
@@ -138,16 +139,16 @@ def test_every_way_to_look_up_a_handle_is_sparse(how):
 
 
 def test_sparse_read_is_sparse():
-    one = js.transform(lambda: jnp.sum(js.get_variable("t", [V, D]).sparse_read([3, 9, 3])))
+    one = tf.transform(lambda: jnp.sum(tf.get_variable("t", [V, D]).sparse_read([3, 9, 3])))
     grads, _ = js.grad(one.apply, has_aux=True)(one.init(KEY))
     assert grads["t"].indices.tolist() == [3, 9, 3] and (grads["t"].values == 1).all()
 
 
 def test_explain_names_the_users_line():
     def lookup(ids):
-        return js.get_variable("table", [V, D])[ids].sum()
+        return tf.get_variable("table", [V, D])[ids].sum()
 
-    one = js.transform(lookup)
+    one = tf.transform(lookup)
     declared = one.abstract_init(KEY, IDS)
     report = str(js.explain(lambda p, ids: one.apply(p, ids)[0])(declared, IDS))
     line = inspect.getsourcelines(lookup)[1] + 1
@@ -156,10 +157,10 @@ def test_explain_names_the_users_line():
 
 def test_a_dense_use_names_the_users_line():
     def tied(ids):
-        table = js.get_variable("table", [V, D])
+        table = tf.get_variable("table", [V, D])
         return jnp.sum(table[ids]) + jnp.sum(table**2)
 
-    one = js.transform(tied)
+    one = tf.transform(tied)
     variables = one.init(KEY, IDS)
     with pytest.warns(js.DensificationWarning) as caught:
         grads = js.grad(lambda p: one.apply(p, IDS)[0])(variables)
@@ -169,13 +170,13 @@ def test_a_dense_use_names_the_users_line():
 
 def test_regularizers_are_asked_for_or_not_computed():
     def one(ids, asked):
-        table = js.get_variable("table", [V, D], regularizer=l2(1.0))
-        js.get_variable("w", [2], initializer=js.ones_initializer(), regularizer=l2(0.5))
-        js.get_variable("u", [2], regularizer=lambda w: None)
-        losses = js.get_collection("regularization_losses") if asked else []
+        table = tf.get_variable("table", [V, D], regularizer=l2(1.0))
+        tf.get_variable("w", [2], initializer=tf.ones_initializer(), regularizer=l2(0.5))
+        tf.get_variable("u", [2], regularizer=lambda w: None)
+        losses = tf.get_collection("regularization_losses") if asked else []
         return table[ids].sum() + sum(losses), losses
 
-    m = js.transform(one)
+    m = tf.transform(one)
     variables = m.init(KEY, IDS, True)
     (_, losses), _ = m.apply(variables, IDS, True)
     assert len(losses) == 2 and losses[1] == 1.0
@@ -190,7 +191,7 @@ SIZES = jax.ShapeDtypeStruct((200_000, 16), jnp.float32)
 @pytest.mark.parametrize("how", ["add", "sub", "mul", "div", "min", "max", "update"])
 def test_scatter_methods_make_nothing_of_the_tables_size(how):
     def one(slices):
-        v = js.Variable(jnp.zeros(SIZES.shape), name="v")
+        v = tf.Variable(jnp.zeros(SIZES.shape), name="v")
         getattr(v, f"scatter_{how}")(slices)
 
     slices = js.IndexedSlices.tree_unflatten(
@@ -200,8 +201,8 @@ def test_scatter_methods_make_nothing_of_the_tables_size(how):
             jax.ShapeDtypeStruct((64,), jnp.int32),
         ),
     )
-    step = jax.jit(js.transform(one).apply, donate_argnums=0)
-    memory = step.lower(js.Variables({"v": SIZES}), slices).compile().memory_analysis()
+    step = jax.jit(tf.transform(one).apply, donate_argnums=0)
+    memory = step.lower(tf.Variables({"v": SIZES}), slices).compile().memory_analysis()
     table_bytes = 200_000 * 16 * 4
     assert memory.temp_size_in_bytes < 100_000
     assert memory.alias_size_in_bytes >= table_bytes

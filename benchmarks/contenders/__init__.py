@@ -9,7 +9,7 @@ mean square sum.
 
 RATE = 1e-3
 OPTIMIZERS = ("sgd", "adagrad", "adam")
-SLOTS = {"sgd": 0, "adagrad": 1, "adam": 2}
+STATE_ARRAYS = {"sgd": 0, "adagrad": 1, "adam": 2}
 
 #: name -> (module, arguments, whether a step passes over the whole table)
 CONTENDERS = {
@@ -22,4 +22,3 @@ CONTENDERS = {
     "PyTorch dense": ("with_torch", {"sparse": False}, True),
     "Keras": ("with_tensorflow", {"keras": True}, True),
 }
-OURS = ("jslices", "jslices, tx.apply", "jslices, memory kept")

@@ -14,12 +14,18 @@ WORKER = pathlib.Path(__file__).parent / "worker.py"
 class Contender:
     """A framework: ``start`` it, then ``contender("run", 2, 5)`` sends it an order.
 
-    ``missing`` says why there is none, else ``version`` what it is.
+    ``version`` says what it is, or ``missing`` why it cannot take part. ``ours``: whether
+    it is jslices; ``whole``: whether its steps pass over the whole table. With ``checkout``
+    jslices is imported from there, and the name says "before".
     """
 
-    def __init__(self, name, environment):
-        self.name, self.whole = name, CONTENDERS[name][2]
-        self.environment = {**os.environ, **environment}
+    def __init__(self, kind, checkout=None):
+        module, _, self.whole = CONTENDERS[kind]
+        self.kind, self.ours = kind, module == "with_jslices"
+        self.name, self.environment = kind, dict(os.environ)
+        if checkout:
+            self.name = kind.replace("jslices", "before")
+            self.environment["PYTHONPATH"] = str(checkout.absolute())
         self.start()
         hello = self("hello")
         self.missing, self.version = hello.get("missing"), hello.get("version")
@@ -28,7 +34,7 @@ class Contender:
     def start(self):
         """A new process, whose memory is that of a new one too."""
         self.process = subprocess.Popen(
-            [sys.executable, str(WORKER), self.name],
+            [sys.executable, str(WORKER), self.kind],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,

@@ -17,7 +17,7 @@ import time
 
 sys.path.insert(0, str(pathlib.Path(__file__).parent.parent))
 
-from contenders import CONTENDERS, RATE, SLOTS
+from contenders import CONTENDERS, RATE, STATE_ARRAYS
 from contenders.ids import batches
 
 
@@ -37,7 +37,7 @@ class Worker:
         return {"version": self.framework.VERSION}
 
     def load(self, optimizer, rows, dim):
-        self.expected = status("VmRSS") + rows * dim * 4 * (1 + SLOTS[optimizer])
+        self.expected = status("VmRSS") + rows * dim * 4 * (1 + STATE_ARRAYS[optimizer])
         self.rows = rows
         self.step, self.convert = self.framework.make(
             optimizer, rows, dim, RATE, **self.arguments

@@ -2,25 +2,43 @@
 
 import argparse
 import math
+import platform as machine
+from collections.abc import Callable, Mapping, Sequence
 
 import jax
 
 import jslices as js
-from jslices._bench import report
-from jslices._bench.measure import Side, copy_bandwidth, run_in_turns
-from jslices._bench.memory import (
+from jslices._bench.measure import (
     COPY_BYTES,
+    PROCESS_BYTES,
+    KeptSide,
+    Side,
+    can_keep_memory,
+    copy_bandwidth,
+    run_in_turns,
+)
+from jslices._bench.sizes import (
+    Sizes,
     available,
     largest_rows,
-    needed_by_dense,
-    needed_by_rows,
+    optimizer_names,
+    plan_of,
 )
-from jslices._bench.sizes import Sizes, optimizer_names
-from jslices._demo.corpus import UserError
 from jslices._densify import human_bytes
 
 LEAST_STEPS = 20  # fewer make no median
 MOST = 2**31 - 1  # ids are 32-bit numbers
+ROWS, KEPT, DENSE = "row gradients", "memory kept", "dense gradients"
+TENTH = "a tenth of the rows"
+NONE = "-"
+# The lines for which dense gradients are given as a multiple of row gradients.
+COMPARED = (
+    "median ms of a step",
+    "compile seconds",
+    "gradient",
+    "temporaries of the step",
+    "bytes that must move",
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -35,7 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--dense-seconds",
         type=_seconds,
         default=20.0,
-        help="run no more dense steps after so long (default: 20)",
+        help="time limit for dense steps (default: 20)",
     )
     add(
         "--distribution",
@@ -43,75 +61,196 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="zipf",
         help="of the ids: as words occur, or all rows alike (default: zipf)",
     )
-    add(
-        "--keep-memory",
-        action="store_true",
-        help="call jslices.keep_memory() first, which speeds up large gradients on a CPU",
-    )
 
 
 def run(options: argparse.Namespace) -> None:
-    """Measures and prints; see the module."""
-    if options.keep_memory:
-        try:
-            js.keep_memory()
-        except RuntimeError as error:
-            raise UserError(f"--keep-memory: {error}") from error
+    """Measures and prints; ``argparse.ArgumentError`` if the table does not fit."""
     sizes = Sizes(
         *(options.rows, options.dim, options.ids),
         *(options.optimizer, options.dtype, options.distribution),
     )
     device = jax.devices()[0]
     platform, room = device.platform, available(device)
-    small, with_dense = _what_fits(sizes, platform, room)
-    print(report.heading(sizes, device, room))
+    fits, left_out = what_fits(sizes, platform, room, can_keep_memory(device))
+    print(heading(sizes, device, room), flush=True)
     bandwidth = copy_bandwidth()
     sparse = Side(sizes, js.value_and_grad)
-    smaller = None if small is None else Side(small, js.value_and_grad)
-    dense = Side(sizes, jax.value_and_grad) if with_dense else None
-    sides = [sparse] if smaller is None else [sparse, smaller]
+    kept = KeptSide(sizes) if KEPT in fits else None
+    tenth = sizes.but(rows=max(sizes.rows // 10, 1))
+    smaller = Side(tenth, js.value_and_grad) if TENTH in fits else None
+    dense = Side(sizes, jax.value_and_grad) if DENSE in fits else None
+    sides = [side for side in (sparse, kept, smaller) if side is not None]
     run_in_turns(sides, dense, options.steps, options.dense_seconds)
-    print(report.measured(sparse, dense, bandwidth))
-    if room is not None and not with_dense:
-        print(
-            f"dense gradients left out: with them it takes "
-            f"{human_bytes(needed_by_rows(sizes, platform) + needed_by_dense(sizes))} of "
-            f"memory, and {human_bytes(room)} are usable"
-        )
+    if kept is not None:
+        kept.close()
+    print(measured(sizes, {ROWS: sparse, KEPT: kept, DENSE: dense}, bandwidth))
+    for line in left_out:
+        print(line)
     if dense is not None and len(dense.times) < options.steps:
         print(
             f"dense steps timed: only {len(dense.times)}, as they took "
             f"{options.dense_seconds:g} s (--dense-seconds)"
         )
-    print(report.way(sizes, platform))
+    if kept is not None:
+        print(
+            "to keep memory, begin the program with: import jslices; jslices.keep_memory()"
+            f"\na step then takes {kept.median / sparse.median:.2f} times as long"
+        )
+    print(f"plan of the step: {plan_of(sizes, platform)}")
     if smaller is not None:
-        print(report.tenth(sparse, smaller, platform))
+        print(
+            f"with a tenth of the rows ({tenth.rows:,}): {smaller.median * 1e3:.3f} ms, "
+            f"{smaller.facts.distinct:,.0f} distinct ids; this table takes "
+            f"{sparse.median / smaller.median:.2f} times as long"
+        )
     print()
-    print(report.other_sizes(sizes, platform, room))
+    print(other_sizes(sizes, platform, room))
 
 
-def _what_fits(sizes: Sizes, platform: str, room: int | None) -> tuple[Sizes | None, bool]:
-    """``(a tenth of the sizes or None, whether dense gradients fit as well)``."""
-    small = sizes.but(rows=sizes.rows // 10) if sizes.rows >= 10 else None
+def what_fits(
+    sizes: Sizes, platform: str, room: int | None, keeps: bool
+) -> tuple[set[str], list[str]]:
+    """``(the measurements that fit into memory together, what to say of the others)``."""
+    needs = {ROWS: sizes.needed_by_rows(platform), DENSE: sizes.needed_by_dense()}
+    if keeps:
+        needs[KEPT] = needs[ROWS] + PROCESS_BYTES
+    if sizes.rows >= 10:
+        needs[TENTH] = sizes.but(rows=sizes.rows // 10).needed_by_rows(platform)
     if room is None:
-        return small, True
-    room -= 2 * COPY_BYTES
-    alone = needed_by_rows(sizes, platform)
-    if alone > room:
+        return {*needs}, []
+    room = max(room - 2 * COPY_BYTES, 0)
+    if needs[ROWS] > room:
         most = largest_rows(sizes, platform, room)
         advice = f"--rows {most} would fit" if most else "lower --ids or --dim"
-        raise UserError(
+        raise argparse.ArgumentError(
+            None,
             f"a table of {sizes.rows:,} rows, its {sizes.optimizer} state and a step need "
-            f"{human_bytes(alone)} of memory, and {human_bytes(max(room, 0))} are usable; "
-            f"{advice}"
+            f"{human_bytes(needs[ROWS])} of memory, and {human_bytes(room)} are usable; "
+            f"{advice}",
         )
-    both = alone + needed_by_dense(sizes)
-    tenth = 0 if small is None else needed_by_rows(small, platform)
-    if both + tenth <= room:
-        return small, True
-    if both <= room:
-        return None, True
-    return (small if alone + tenth <= room else None), False
+    taken, fits, left_out = 0, set(), []
+    for name, need in needs.items():
+        if taken + need <= room:
+            fits.add(name)
+            taken += need
+        else:
+            left_out.append(
+                f"{name} left out: with it the measurement takes "
+                f"{human_bytes(taken + need)} of memory, and {human_bytes(room)} are usable"
+            )
+    return fits, left_out
+
+
+def heading(sizes: Sizes, device: jax.Device, room: int | None) -> str:
+    """What is run, and where."""
+    known = "of unknown size" if room is None else f"{human_bytes(room)} usable"
+    drawn = f"Zipf over {sizes.words:,} rows" if sizes.distribution == "zipf" else "uniform"
+    return "\n".join(
+        [
+            f"{sizes.optimizer}, table {sizes.rows:,} x {sizes.dim} {sizes.dtype}, "
+            f"{sizes.ids:,} ids a step ({drawn})",
+            f"jslices {js.__version__}, jax {jax.__version__}, {device.platform} "
+            f"({device.device_kind}), {machine.system()} {machine.machine()}, "
+            f"Python {machine.python_version()}, memory {known}",
+        ]
+    )
+
+
+def measured(
+    sizes: Sizes, sides: Mapping[str, Side | KeptSide | None], bandwidth: float
+) -> str:
+    """The times and the bytes, a column for each side."""
+    sparse = sides[ROWS]
+    assert sparse is not None
+    distinct = sparse.facts.distinct
+    lines = [["", *sides, "dense / rows"]]
+
+    def add(name: str, values: Sequence[float | None], form: str | None = None) -> None:
+        shown = [
+            None if side is None else value
+            for side, value in zip(sides.values(), values, strict=True)
+        ]
+        rows, dense = shown[0], shown[-1]
+        ratio = f"{dense / rows:.2f}" if name in COMPARED and rows and dense else NONE
+        lines.append([name, *(_cell(value, form) for value in shown), ratio])
+
+    def each(figure: Callable[[Side | KeptSide], float | None]) -> list[float | None]:
+        return [None if side is None else figure(side) for side in sides.values()]
+
+    by_rows, by_dense = sizes.moved_by_rows(distinct), sizes.moved_by_dense()
+    moved = [by_rows, by_rows, by_dense]
+    gradients = [sizes.row_gradient_bytes] * 2 + [sizes.table_bytes]
+    add("median ms of a step", each(lambda side: side.median * 1e3), ".3f")
+    add("timed steps", each(lambda side: len(side.times)), ",.0f")
+    add("ids a second", each(lambda side: sizes.ids / side.median), ",.0f")
+    add("compile seconds", each(lambda side: side.facts.compile_seconds), ".2f")
+    add("table", [sizes.table_bytes] * 3)
+    add("optimizer state", [sizes.state_bytes] * 3)
+    add("gradient", gradients)
+    add("temporaries of the step", each(lambda side: side.facts.temp_bytes))
+    add("updated in place", each(lambda side: side.facts.alias_bytes))
+    add("bytes that must move", moved)
+    floors = [x / bandwidth for x in moved]
+    add("ms to move them", [x * 1e3 for x in floors], ".3f")
+    medians = each(lambda side: side.median)
+    ratios = [m and m / x for m, x in zip(medians, floors, strict=True)]
+    add("step / that", ratios, ".1f")
+    return _aligned(lines) + (
+        f"\n{distinct:,.0f} distinct ids a step; a copy of a large array moves "
+        f"{bandwidth / 1e9:.1f} GB/s on this machine"
+    )
+
+
+def other_sizes(sizes: Sizes, platform: str, room: int | None) -> str:
+    """What formulas and the engine's plan say of larger and smaller sizes."""
+    heights = [10 * sizes.rows, 100 * sizes.rows]
+    if sizes.rows >= 10:
+        heights.insert(0, sizes.rows // 10)
+    shown = [sizes.but(rows=n) for n in heights] + [sizes.but(ids=10 * sizes.ids)]
+    lines = [
+        ["", "", "", "gradient", "", "must move", "", "at most in use", "", "", ""],
+        [*("rows", "ids", "distinct"), *["as rows", "dense"] * 3, "fits", "plan"],
+    ]
+    for other in shown:
+        distinct = other.distinct()
+        needs = [other.needed_by_rows(platform), other.needed_by_dense()]
+        gradients = [other.row_gradient_bytes, other.table_bytes]
+        moved = [other.moved_by_rows(distinct), other.moved_by_dense()]
+        lines.append(
+            [
+                *(f"{n:,.0f}" for n in (other.rows, other.ids, distinct)),
+                *map(human_bytes, [*gradients, *moved, *needs]),
+                _fits(needs, room),
+                plan_of(other, platform).way,
+            ]
+        )
+    title = "with other sizes (computed, not measured):\n"
+    return title + _aligned(lines, left=(10,))
+
+
+def _fits(needs: Sequence[int], room: int | None) -> str:
+    if room is None:
+        return "?"
+    rows, dense = (need <= room for need in needs)
+    return "both" if rows and dense else "rows" if rows else "dense" if dense else "none"
+
+
+def _cell(value: float | None, form: str | None) -> str:
+    if value is None or not math.isfinite(value):
+        return NONE
+    return human_bytes(value) if form is None else format(value, form)
+
+
+def _aligned(rows: Sequence[Sequence[str]], left: Sequence[int] = (0,)) -> str:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for row in rows:
+        cells = [
+            text.ljust(width) if i in left else text.rjust(width)
+            for i, (text, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        lines.append("  ".join(cells).rstrip())
+    return "\n".join(lines)
 
 
 def _count(text: str) -> int:

@@ -1,20 +1,37 @@
-"""Times of steps with row gradients and with dense ones, in turn in one run."""
+"""Times of steps with row gradients and with dense ones, in turn within one run."""
 
 import functools
+import multiprocessing
+import platform
+import signal
 import statistics
 import time
+import warnings
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 import jslices as js
-from jslices._bench.memory import BATCHES, COPY_BYTES
-from jslices._bench.sizes import Sizes
+from jslices._bench.sizes import BATCHES, Sizes
+from jslices._devices.memory import PerformanceHint
 
 WARM, TIMED = 4, 10  # steps a turn
+#: The size of each of the two arrays by which the bandwidth is measured.
+COPY_BYTES = 1 << 27
+#: What Python and JAX take in a process of their own.
+PROCESS_BYTES = 400 << 20
+
+
+class Facts(NamedTuple):
+    """What is known of a compiled step; None on backends that do not tell."""
+
+    distinct: float  #: the median of distinct ids in a batch
+    compile_seconds: float
+    temp_bytes: int | None
+    alias_bytes: int | None
 
 
 class Side:
@@ -23,26 +40,23 @@ class Side:
     def __init__(self, sizes: Sizes, value_and_grad: Callable[..., Any]) -> None:
         tx = sizes.make_optimizer()
         ids = sizes.draw(BATCHES)
-        self.sizes = sizes
-        self.distinct = statistics.median(len(np.unique(batch)) for batch in ids)
         self.times: list[float] = []
-        table = sizes.table_shape()
-        params = {"table": table, "w": jax.ShapeDtypeStruct(table.shape[1:], table.dtype)}
-        state = jax.eval_shape(tx.init, params)
-        batch = jax.ShapeDtypeStruct((sizes.ids,), jnp.int32)
-        target = jax.ShapeDtypeStruct((sizes.ids,), table.dtype)
-        step = jax.jit(_step(value_and_grad, tx), donate_argnums=(0, 1))
         start = time.perf_counter()
-        # From shapes, so that nothing is in memory yet.
-        self._run = step.lower(params, state, batch, target).compile()
-        self.compile_seconds = time.perf_counter() - start
-        # None on backends that do not tell.
-        self.analysis = self._run.memory_analysis()
+        self._run = compile_step(sizes, value_and_grad)
+        seconds = time.perf_counter() - start
+        memory = self._run.memory_analysis()
+        self.facts = Facts(
+            statistics.median(len(np.unique(batch)) for batch in ids),
+            seconds,
+            getattr(memory, "temp_size_in_bytes", None),
+            getattr(memory, "alias_size_in_bytes", None),
+        )
         self._batches = [jnp.asarray(batch) for batch in ids]
-        self._target = jnp.ones(target.shape, target.dtype)
-        made = {"table": jnp.zeros(table.shape, table.dtype)}
-        made["w"] = jnp.ones(table.shape[1:], table.dtype)
-        self._carry: Any = (made, jax.jit(tx.init)(made))
+        table = sizes.table_shape()
+        self._target = jnp.ones(sizes.ids, table.dtype)
+        params = {"table": jnp.zeros(table.shape, table.dtype)}
+        params["w"] = jnp.ones(table.shape[1:], table.dtype)
+        self._carry: Any = (params, jax.jit(tx.init)(params))
         self._number = 0
 
     @property
@@ -50,17 +64,69 @@ class Side:
         """Seconds a step."""
         return statistics.median(self.times)
 
-    def step(self, timed: bool) -> None:
-        batch = self._batches[self._number % BATCHES]
-        start = time.perf_counter()
-        out = jax.block_until_ready(self._run(*self._carry, batch, self._target))
-        if timed:
-            self.times.append(time.perf_counter() - start)
-        self._carry = out[:2]
-        self._number += 1
+    def burst(self, warm: int, timed: int) -> None:
+        """Runs some steps without timing them, then some more with it."""
+        for position in range(warm + timed):
+            batch = self._batches[self._number % BATCHES]
+            start = time.perf_counter()
+            out = jax.block_until_ready(self._run(*self._carry, batch, self._target))
+            if position >= warm:
+                self.times.append(time.perf_counter() - start)
+            self._carry = out[:2]
+            self._number += 1
 
 
-def _step(value_and_grad: Callable[..., Any], tx: Any) -> Callable[..., Any]:
+class KeptSide:
+    """A :class:`Side` with row gradients in a process that keeps its memory.
+
+    :func:`jslices.keep_memory` must be called before JAX starts, and holds for a process.
+    """
+
+    def __init__(self, sizes: Sizes) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._pipe, other = context.Pipe()
+        self._process = context.Process(target=_serve, args=(other, sizes), daemon=True)
+        self._process.start()
+        other.close()
+        self.facts: Facts = self._pipe.recv()
+        self.times: list[float] = []
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.times)
+
+    def burst(self, warm: int, timed: int) -> None:
+        self._pipe.send((warm, timed))
+        self.times = self._pipe.recv()
+
+    def close(self) -> None:
+        self._pipe.close()
+        self._process.join()
+
+
+def _serve(pipe: Any, sizes: Sizes) -> None:
+    """What the other process does until the pipe is closed."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the first process ends this one
+    js.keep_memory()
+    side = Side(sizes, js.value_and_grad)
+    pipe.send(side.facts)
+    while True:
+        try:
+            side.burst(*pipe.recv())
+        except EOFError:
+            return
+        pipe.send(side.times)
+
+
+def can_keep_memory(device: jax.Device) -> bool:
+    """Whether :func:`jslices.keep_memory` has an effect here."""
+    return device.platform == "cpu" and platform.libc_ver()[0] == "glibc"
+
+
+def compile_step(sizes: Sizes, value_and_grad: Callable[..., Any]) -> jax.stages.Compiled:
+    """Compiles a step from shapes, so that nothing is in memory yet."""
+    tx = sizes.make_optimizer()
+
     def loss(params: Any, ids: jax.Array, target: jax.Array) -> jax.Array:
         return jnp.mean((params["table"][ids] @ params["w"] - target) ** 2)
 
@@ -69,17 +135,25 @@ def _step(value_and_grad: Callable[..., Any], tx: Any) -> Callable[..., Any]:
         updates, state = tx.update(grads, state, params)
         return js.apply_updates(params, updates), state, value
 
-    return step
+    table = sizes.table_shape()
+    params = {"table": table, "w": jax.ShapeDtypeStruct(table.shape[1:], table.dtype)}
+    state = jax.eval_shape(tx.init, params)
+    batch = jax.ShapeDtypeStruct((sizes.ids,), jnp.int32)
+    target = jax.ShapeDtypeStruct((sizes.ids,), table.dtype)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", PerformanceHint)  # its effect is measured here
+        step = jax.jit(step, donate_argnums=(0, 1))
+        return step.lower(params, state, batch, target).compile()
 
 
 def run_in_turns(
-    sparse: Sequence[Side], dense: Side | None, steps: int, dense_seconds: float
+    sparse: Sequence[Side | KeptSide], dense: Side | None, steps: int, dense_seconds: float
 ) -> None:
     """Fills in the times.
 
     Args:
       sparse: each is run for ``steps`` timed steps.
-      dense: as many, but none more once it has taken ``dense_seconds``.
+      dense: is run as often, but not again once its steps took ``dense_seconds``.
       steps: how many.
       dense_seconds: the limit.
     """
@@ -88,26 +162,21 @@ def run_in_turns(
     spent = 0.0
     while any(len(side.times) < steps for side in sparse):
         for side in sparse:
-            _burst(side, WARM, min(TIMED, steps - len(side.times)))
+            side.burst(WARM, min(TIMED, steps - len(side.times)))
         if dense is not None and spent < dense_seconds:
             start = time.perf_counter()
             if not dense.times:
-                dense.step(timed=False)
+                dense.burst(1, 0)
             for _ in range(min(TIMED, steps - len(dense.times))):
-                dense.step(timed=True)
+                dense.burst(0, 1)
                 if spent + time.perf_counter() - start > dense_seconds:
                     break
             spent += time.perf_counter() - start
 
 
-def _burst(side: Side, warm: int, timed: int) -> None:
-    for position in range(warm + timed):
-        side.step(timed=position >= warm)
-
-
 def copy_bandwidth() -> float:
     """Bytes a second that are read and written while a large array is copied."""
-    # Into memory that is there already. The sign, as a mere copy would be optimized away.
+    # Into memory that is there already; negated, as a mere copy would be optimized away.
     copy: Any = functools.partial(jax.jit, donate_argnums=1, keep_unused=True)
     copy = copy(lambda x, y: -x)
     x, y = (jnp.zeros(COPY_BYTES // 4) for _ in range(2))

@@ -1,9 +1,11 @@
-"""What is measured: its sizes, its ids, and how many bytes they are."""
+"""What is measured: the sizes of a step, its ids, its bytes and its plan."""
 
+import bisect
 import dataclasses
 import functools
 import inspect
 import math
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -11,15 +13,19 @@ import jax.numpy as jnp
 import numpy as np
 
 import jslices as js
+from jslices.optim._engine.plan import Plan, choose_plan
 
 LEARNING_RATE = 1e-3
 ID_BYTES = 4
-# As in benchmarks/step.py: of a larger table the same number of words is in use.
+BATCHES = 16
+# As in benchmarks/step.py: a larger table has as many words in use.
 ZIPF_WORDS, ZIPF_EXPONENT = 100_000, 1.05
+MEMINFO = Path("/proc/meminfo")
+USABLE = 0.9  # of the available memory: other programs go on needing some
 
 
 def optimizer_names() -> list[str]:
-    """The optimizers of jslices: what it exports that begins with a learning rate."""
+    """The optimizers of jslices: every function with a learning rate."""
     return sorted(
         name
         for name, thing in vars(js.optim).items()
@@ -51,7 +57,7 @@ class Sizes:
 
     @property
     def row_bytes(self) -> int:
-        """A row of the table, which is also one of its gradient."""
+        """Of a row of the table, and of its gradient."""
         return self.dim * jnp.dtype(self.dtype).itemsize
 
     @property
@@ -60,22 +66,22 @@ class Sizes:
 
     @functools.cached_property
     def state_bytes(self) -> int:
-        """The optimizer's state of the table."""
+        """Of the optimizer's state for the table."""
         state = jax.eval_shape(self.make_optimizer().init, self.table_shape())
         return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(state))
 
     @property
     def row_gradient_bytes(self) -> int:
-        """The gradient as rows: a row and an id for each id."""
+        """Of the gradient as rows: a row and an index for each id."""
         return self.ids * (self.row_bytes + ID_BYTES)
 
     @property
     def words(self) -> int:
-        """How many rows are drawn from."""
+        """How many rows the ids are drawn from."""
         return min(ZIPF_WORDS, self.rows) if self.distribution == "zipf" else self.rows
 
     def distinct(self) -> float:
-        """How many distinct ids a step is expected to have."""
+        """The expected number of distinct ids in a step."""
         if self.distribution == "zipf":
             return float(-np.expm1(self.ids * np.log1p(-_zipf(self.words))).sum())
         if self.rows == 1:
@@ -83,17 +89,34 @@ class Sizes:
         return -math.expm1(self.ids * math.log1p(-1 / self.rows)) * self.rows
 
     def moved_by_rows(self, distinct: float) -> float:
-        """Bytes that a step with row gradients cannot do without moving.
+        """The fewest bytes that a step with row gradients must move.
 
-        The gradient once, and each distinct row of the table and of the state read and
-        written.
+        The gradient is read once, and each distinct row of the table and of the state is
+        read and written.
         """
         per_row = self.row_bytes + self.state_bytes / self.rows
         return self.ids * self.row_bytes + 2 * distinct * per_row
 
     def moved_by_dense(self) -> float:
-        """The same with dense gradients: their writing and reading, and all rows."""
+        """The same with dense gradients: written and read, and so are all rows."""
         return 2 * self.table_bytes + 2 * (self.table_bytes + self.state_bytes)
+
+    def needed_by_rows(self, platform: str) -> int:
+        """Bytes in use at most by a step with row gradients, its table and its state."""
+        kept = self.table_bytes + self.state_bytes + BATCHES * self.ids * ID_BYTES
+        # The engine makes at most ten arrays [K, D], in float32 even if the table is not.
+        temporaries = 10 * self.ids * (self.dim * 4 + ID_BYTES)
+        if plan_of(self, platform).way == "all rows":
+            temporaries += 4 * self.rows * (self.dim * 4 + ID_BYTES)
+        elif platform == "cpu" and jnp.dtype(self.dtype).itemsize < 4:
+            # Until some release after 0.10 XLA:CPU widens all of what it scatters into.
+            temporaries += 2 * (self.table_bytes + self.state_bytes)
+        return kept + temporaries
+
+    def needed_by_dense(self) -> int:
+        """The same with dense gradients: a gradient and an update of the table's size."""
+        kept = self.table_bytes + self.state_bytes
+        return kept + 2 * self.rows * self.dim * 4 + 2 * self.ids * self.dim * 4
 
     def draw(self, count: int) -> list[np.ndarray]:
         """``count`` batches of ids, int32 ``[ids]``; always the same."""
@@ -103,7 +126,7 @@ class Sizes:
                 rng.integers(0, self.rows, self.ids, dtype=np.int32) for _ in range(count)
             ]
         edges = np.cumsum(_zipf(self.words))
-        # At rows all over the table, as words are not stored by their frequency.
+        # At rows all over the table: words are not stored in the order of frequency.
         row_of = np.random.default_rng(1).choice(self.rows, self.words, replace=False)
         ranks = [np.searchsorted(edges, rng.random(self.ids)) for _ in range(count)]
         return [row_of[np.minimum(r, self.words - 1)].astype(np.int32) for r in ranks]
@@ -115,3 +138,37 @@ def _zipf(words: int) -> np.ndarray:
         return np.array([1 - 1e-12])  # one word is drawn each time; log1p(-1) is infinite
     weights = 1.0 / np.arange(1, words + 1) ** ZIPF_EXPONENT
     return weights / weights.sum()
+
+
+def plan_of(sizes: Sizes, platform: str) -> Plan:
+    """How the engine steps the table."""
+    table = sizes.table_shape()
+    gradient = jax.ShapeDtypeStruct((sizes.ids, sizes.dim), table.dtype)
+    state = jax.tree.leaves(jax.eval_shape(sizes.make_optimizer().init, table))
+    arrays = [x for x in state if x.shape[:1] == (sizes.rows,)]
+    # Of these optimizers with their defaults only plain SGD has a linear rule.
+    linear = sizes.optimizer == "sgd"
+    return choose_plan(gradient, arrays, sizes.rows, platform, linear=linear)
+
+
+def available(device: jax.Device, meminfo: Path = MEMINFO) -> int | None:
+    """Bytes of memory that can still be taken; None if nothing tells."""
+    stats = device.memory_stats() if device.platform != "cpu" else None
+    if stats and "bytes_limit" in stats:
+        return int((stats["bytes_limit"] - stats.get("bytes_in_use", 0)) * USABLE)
+    if device.platform != "cpu" or not meminfo.exists():
+        return None
+    for line in meminfo.read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(int(line.split()[1]) * 1024 * USABLE)
+    return None
+
+
+def largest_rows(sizes: Sizes, platform: str, room: int) -> int:
+    """The most rows with which row gradients fit into ``room`` bytes; 0 if none do."""
+
+    def needed(rows: int) -> int:
+        return sizes.but(rows=rows).needed_by_rows(platform)
+
+    # The plan may change with the rows, so formulas do not give it at once.
+    return max(bisect.bisect_right(range(sizes.rows), room, lo=1, key=needed) - 1, 0)

@@ -1,9 +1,11 @@
 """``python -m jslices demo``: train, show neighbours, compare with dense gradients."""
 
 import argparse
+import functools
 import math
 import statistics
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +14,14 @@ import numpy as np
 
 import jslices as js
 from jslices._demo import skipgram
-from jslices._demo.corpus import Corpus, UserError, read_corpus
+from jslices._demo.skipgram import Corpus, read_corpus
 from jslices._densify import human_bytes
 
 SHOWN = ("append", "width", "open", "int", "lock", "socket", "month", "encode")
-RARE = 50  # Words seen less often have had no time to find their place.
+RARE = 50  # words seen less often have not been trained much
 TIMED_STEPS = 20
+
+refused = functools.partial(argparse.ArgumentError, None)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -44,10 +48,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Trains and prints; see the module."""
+    """Trains and prints; ``argparse.ArgumentError`` if a request cannot be met."""
     if options.plot is not None:
         _check_plot(options.plot)
-    corpus = read_corpus(options.text, options.words)
+    try:
+        corpus = read_corpus(options.text, options.words)
+    except (OSError, ValueError) as error:
+        raise refused(str(error)) from error
     shown = _words_to_show(corpus, options.show)
     print(
         f"{corpus.tokens.size:,} words of text, {len(corpus.words):,} distinct; two "
@@ -64,9 +71,7 @@ def run(options: argparse.Namespace) -> None:
         print(f"  {corpus.words[number]:>10}: {listed or '(no frequent words)'}")
     print(_comparison(corpus, data, options))
     if options.plot is not None:
-        from jslices._demo.picture import draw_words
-
-        draw_words(near[: min(400, near.shape[0])], corpus.words, options.plot)
+        _draw(near[: min(400, near.shape[0])], corpus.words, options.plot)
         print(f"picture: {options.plot}")
 
 
@@ -90,7 +95,9 @@ def _train(
                 bar.set_postfix(loss=f"{float(value):.3f}", refresh=False)
                 bar.update(number + 1 - bar.n)
     if not np.isfinite(params["near"]).all() or not math.isfinite(float(value)):
-        raise UserError("the vectors grew beyond all bounds; lower --learning-rate")
+        raise argparse.ArgumentError(
+            None, "the vectors grew beyond all bounds; lower --learning-rate"
+        )
     return params, time.perf_counter() - start
 
 
@@ -98,7 +105,9 @@ def _progress(total: int) -> Any:
     try:
         from tqdm import tqdm
     except ImportError:
-        raise UserError("the demo needs tqdm: pip install 'jslices[demo]'") from None
+        raise argparse.ArgumentError(
+            None, "the demo needs tqdm: pip install 'jslices[demo]'"
+        ) from None
     return tqdm(total=total, unit="step", desc="training")
 
 
@@ -107,7 +116,9 @@ def _words_to_show(corpus: Corpus, asked: list[str] | None) -> list[int]:
     if asked:
         missing = [word for word in asked if word not in number]
         if missing:
-            raise UserError(f"not among the words of the text: {', '.join(missing)}")
+            raise argparse.ArgumentError(
+                None, f"not among the words of the text: {', '.join(missing)}"
+            )
         return [number[word] for word in asked]
     usual = [number[w] for w in SHOWN if w in number and corpus.counts[number[w]] >= RARE]
     # In another text: some frequent words, past the very most frequent.
@@ -133,7 +144,7 @@ def _comparison(corpus: Corpus, data: skipgram.Data, options: argparse.Namespace
     for tx, step in contenders:
         params = skipgram.init_params(len(corpus.words), options.dim, 0)
         ready.append(step(params, tx.init(params), data, key))
-    for _ in range(TIMED_STEPS):  # in turn, so that both meet the same machine
+    for _ in range(TIMED_STEPS):  # in turn: what disturbs the machine falls on both
         for i, (_, step) in enumerate(contenders):
             params, state, _ = ready[i]
             start = time.perf_counter()
@@ -165,14 +176,41 @@ def gradient_bytes(
 
 def _check_plot(file: Path) -> None:
     try:
-        from jslices._demo import picture
+        from matplotlib.backend_bases import FigureCanvasBase
     except ImportError:
-        raise UserError("--plot needs matplotlib: pip install 'jslices[demo]'") from None
-    suffixes = picture.supported_suffixes()
+        raise argparse.ArgumentError(
+            None, "--plot needs matplotlib: pip install 'jslices[demo]'"
+        ) from None
+    suffixes = sorted(FigureCanvasBase.filetypes)
     if file.suffix.lower().lstrip(".") not in suffixes:
-        raise UserError(f"--plot {file}: the name must end in .{', .'.join(suffixes)}")
+        raise argparse.ArgumentError(
+            None, f"--plot {file}: the name must end in .{', .'.join(suffixes)}"
+        )
     if not file.absolute().parent.is_dir():
-        raise UserError(f"--plot {file}: no such folder: {file.absolute().parent}")
+        raise argparse.ArgumentError(
+            None, f"--plot {file}: no such folder: {file.absolute().parent}"
+        )
+
+
+def _draw(vectors: np.ndarray, words: Sequence[str], file: Path) -> None:
+    """Writes the words at the two principal directions of their vectors ``[n, D]``."""
+    from matplotlib.figure import Figure
+
+    unit = vectors / np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), 1e-12)
+    centred = unit - unit.mean(axis=0)
+    left, scale, _ = np.linalg.svd(centred, full_matrices=False)
+    places = left[:, :2] * scale[:2]
+    figure = Figure(figsize=(14, 10), layout="constrained")
+    axes = figure.subplots()
+    axes.scatter(places[:, 0], places[:, 1], s=4, color="tab:blue")
+    for place, word in zip(places, words, strict=False):
+        axes.annotate(word, place, fontsize=7, alpha=0.8)
+    axes.set(
+        title=f"the {len(vectors)} most frequent words",
+        xlabel="first principal direction",
+        ylabel="second principal direction",
+    )
+    figure.savefig(file, dpi=120)
 
 
 def _positive(text: str) -> int:

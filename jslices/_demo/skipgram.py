@@ -1,11 +1,15 @@
-"""Skip-gram word vectors with negative sampling: two tables, one jitted step.
+"""Skip-gram word vectors with negative sampling: a text, two tables, one jitted step.
 
 Each word learns to tell the words that stand near it from words drawn at random
 (Mikolov et al., 2013). A step reads a few thousand rows of two tables of V rows.
 """
 
 import functools
-from collections.abc import Callable
+import re
+import sysconfig
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -13,18 +17,97 @@ import jax.numpy as jnp
 import numpy as np
 
 import jslices as js
-from jslices._demo.corpus import Corpus
 
 Params = dict[str, jax.Array]
 
 WINDOW = 3
 NEGATIVES = 5
-FREQUENT = 1e-3  # Words more frequent than this share of the text are thinned out.
+FREQUENT = 1e-3  # words more frequent than this share of the text are thinned out
 NOISE_DRAWS = 1 << 20
+WORD = re.compile(r"[A-Za-z_]\w*")
+# Test suites repeat themselves, and installed packages are not the standard library.
+SKIPPED = frozenset({"__pycache__", "site-packages", "dist-packages", "test", "tests"})
+
+# --- the text ----------------------------------------------------------------------
+
+
+class Corpus(NamedTuple):
+    """A text as numbers of words.
+
+    Attributes:
+      words: the V distinct words, most frequent first.
+      counts: ``[V]`` int64, how often each occurs.
+      tokens: ``[N]`` int32, the text as numbers of words; other words are left out.
+    """
+
+    words: list[str]
+    counts: np.ndarray
+    tokens: np.ndarray
+
+
+def read_corpus(path: Path | None, num_words: int | None) -> Corpus:
+    """Reads a text and keeps its ``num_words`` most frequent words (all if None).
+
+    Args:
+      path: a file or a folder; None means the standard library of this Python.
+      num_words: V, or None.
+
+    Raises:
+      FileNotFoundError: if there is no such path.
+      ValueError: if the text has no words, or fewer than ``num_words``.
+    """
+    files = _library_files() if path is None else _files(path)
+    found: list[str] = []
+    for file in files:
+        found.extend(WORD.findall(_text(file)))
+    place = "the standard library" if path is None else str(path)
+    if len(found) < 2:
+        raise ValueError(f"no text found in {place}")
+    ranking = Counter(found).most_common()
+    if num_words is not None and len(ranking) < num_words:
+        raise ValueError(
+            f"{place} has only {len(ranking)} distinct words, not the {num_words} asked for"
+        )
+    kept = ranking[:num_words]
+    number = {word: i for i, (word, _) in enumerate(kept)}
+    tokens = np.fromiter((number[w] for w in found if w in number), np.int32)
+    counts = np.array([count for _, count in kept], np.int64)
+    return Corpus([word for word, _ in kept], counts, tokens)
+
+
+def _library_files() -> Iterator[Path]:
+    root = Path(sysconfig.get_paths()["stdlib"])
+    for file in sorted(root.rglob("*.py")):
+        if SKIPPED.isdisjoint(file.relative_to(root).parts):
+            yield file
+
+
+def _files(path: Path) -> Iterator[Path]:
+    if not path.exists():
+        raise FileNotFoundError(f"no such file or folder: {path}")
+    if path.is_file():
+        yield path
+        return
+    for file in sorted(path.rglob("*")):
+        hidden = any(part.startswith(".") for part in file.relative_to(path).parts)
+        if file.is_file() and not hidden:
+            yield file
+
+
+def _text(file: Path) -> str:
+    try:
+        data = file.read_bytes()
+    except OSError as error:
+        raise OSError(f"cannot read {file}: {error.strerror}") from error
+    # A NUL byte means that this is no text.
+    return "" if b"\0" in data else data.decode("utf-8", errors="ignore")
+
+
+# --- the model ---------------------------------------------------------------------
 
 
 class Data(NamedTuple):
-    """What batches are drawn from, on the device.
+    """What batches are drawn from, in device memory.
 
     Attributes:
       tokens: ``[N]`` int32, the text, frequent words thinned out.
@@ -36,7 +119,7 @@ class Data(NamedTuple):
 
 
 def make_data(corpus: Corpus, seed: int) -> Data:
-    """Thins out frequent words, and lays out the noise distribution."""
+    """Thins out frequent words and tabulates the noise distribution."""
     rng = np.random.default_rng(seed)
     share = corpus.counts / corpus.counts.sum()
     keep = np.minimum(1.0, np.sqrt(FREQUENT / share) + FREQUENT / share)
@@ -59,7 +142,7 @@ def init_params(num_words: int, dim: int, seed: int) -> Params:
 
 
 def draw(data: Data, key: jax.Array, batch: int) -> tuple[jax.Array, jax.Array]:
-    """``(centres [B], others [B, 1 + NEGATIVES])``; the first of the others is real."""
+    """``(centres [B], others [B, 1 + NEGATIVES])``; the first other is the neighbour."""
     place_key, offset_key, noise_key = jax.random.split(key, 3)
     place = jax.random.randint(place_key, (batch,), WINDOW, data.tokens.shape[0] - WINDOW)
     # Nearer words are drawn more often, as with word2vec's random window.

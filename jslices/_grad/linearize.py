@@ -14,7 +14,7 @@ from jslices._grad.evaluate import evaluate
 from jslices._grad.views import Table, whole
 from jslices._grad.walk import DenseUse, Plan, Site, map_sites, outlets, sites, walk
 from jslices._jax import flatten
-from jslices._lookup.mark import without_dense_warning
+from jslices._lookup.rows import without_dense_warning
 from jslices._slices import IndexedSlices
 
 

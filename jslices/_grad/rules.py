@@ -26,7 +26,7 @@ from jslices._grad.views import (
     leading,
     without_slots,
 )
-from jslices._lookup.mark import mark_p
+from jslices._lookup.rows import mark_p
 from jslices._rows.bounds import INT32_MAX
 
 #: ``rule(eqn, operands, lead) -> outputs``, for views whose rows ``lead`` axes number.

@@ -1,23 +1,23 @@
-"""Bags: several rows of a table looked up and combined into one.
-
-What differs from TensorFlow on purpose is listed in docs/operations.md.
-"""
+"""Bags: several rows of a table looked up and combined into one."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import ArrayLike
 
-from jslices._lookup.bag_forms import Bags, as_bags
-from jslices._lookup.partition import as_tables, check_strategy
-from jslices._lookup.read import read_rows
-from jslices._rows.bounds import add_rows
-from jslices._rows.check import known_int
-from jslices._rows.ids import check_mode
+from jslices._lookup.embedding import as_tables, check_strategy, read_rows
+from jslices._rows.bounds import add_rows, canonical_indices
+from jslices._rows.ids import as_ids, check_mode, known_int
+from jslices._rows.select import per_row
 
 COMBINERS = ("mean", "sum", "sqrtn", "max")
+FORMS = (
+    "an array [*B, L] (with a mask: (ids, mask)), (values, segment_ids, num_segments), "
+    "(values, row_splits), or a BCOO matrix of ids"
+)
 
 
 def embedding_lookup_sparse(
@@ -39,9 +39,9 @@ def embedding_lookup_sparse(
 
     Args:
       params: ``[V, *D]``, a floating table, or a list of its shards.
-      sp_ids: integers, in one of these forms, all static in shape:
-        an array ``[*B, L]``, each last axis a bag, padded where ``mask`` is False: pass
-        ``(ids, mask)`` or ``mask=``;
+      sp_ids: integers, in one of these forms, all of static shape:
+        an array ``[*B, L]``, a bag along the last axis, padded where ``mask`` is False:
+        pass ``(ids, mask)`` or ``mask=``;
         ``(values [K], segment_ids [K], num_segments)``, in any order;
         ``(values [K], row_splits [B + 1])``, bag b from ``row_splits[b]`` to
         ``row_splits[b + 1]``, the rest unused;
@@ -52,20 +52,20 @@ def embedding_lookup_sparse(
       max_norm: longer rows are scaled down to this L2 norm before they are combined.
       mask: ``[*B, L]`` bool, for ids given as an array.
       partition_strategy: for shards, as in :func:`embedding_lookup`.
-      mode: what a bad id reads, as in :func:`embedding_lookup`: the default NaN shows in
-        its bag. Ids of padding are never looked at.
+      mode: what a bad id reads, as in :func:`embedding_lookup`; the default, NaN, shows in
+        its bag. The ids of padding are ignored.
 
     Returns:
       ``[*B, *D]`` of the dtype of ``params``, a row for every bag. Duplicates count each
       time. A bag without ids, or whose weights cancel in ``"mean"``, is zero. 16-bit floats
       are combined in float32 and rounded once.
 
-    Gradient: under :func:`jslices.grad` the table gets IndexedSlices of K rows, with empty
-    slots for padding; the weights get a dense gradient of their own shape. Equal largest
-    elements share that of ``"max"``.
+    Gradient: under :func:`jslices.grad` that of the table is IndexedSlices of K rows, with
+    empty entries for padding; that of the weights is dense, of their own shape. For
+    ``"max"``, equal largest elements share the gradient.
 
     Raises:
-      TypeError: for ids that are no integers or of no known form, and for integer tables.
+      TypeError: for ids that are not integers or of an unknown form; for integer tables.
       ValueError: if shapes do not fit, or for an unknown ``combiner`` or ``mode``.
 
     Cost: reads and adds ``K * D`` elements (K = B * L for a padded array).
@@ -82,21 +82,21 @@ def embedding_lookup_sparse(
 
     Source: ``tf.nn.embedding_lookup_sparse``; ``"max"`` is from ``torch.nn.EmbeddingBag``.
     """
-    who = "embedding_lookup_sparse"
-    combiner = _check(combiner, partition_strategy, mode, who)
-    tables, bags = _float_tables(params, who), as_bags(sp_ids, sp_weights, mask, who)
+    caller = "embedding_lookup_sparse"
+    combiner = _check(combiner, partition_strategy, mode, caller)
+    tables, bags = _float_tables(params, caller), _as_bags(sp_ids, sp_weights, mask, caller)
     keep = bags.segments < bags.num_bags
     rows = read_rows(
         tables,
         bags.ids,
-        who,
+        caller,
         strategy=partition_strategy,
         mode=mode,
         max_norm=max_norm,
         keep=keep,
         given=bags.given,
     )
-    return _shaped(combine(rows, bags, combiner), bags)
+    return _shaped(_combine(rows, bags, combiner), bags)
 
 
 def safe_embedding_lookup_sparse(
@@ -111,11 +111,11 @@ def safe_embedding_lookup_sparse(
     max_norm: float | jax.Array | None = None,
     mode: str = "fill",
 ) -> jax.Array:
-    """:func:`embedding_lookup_sparse` for ids as they come: bad entries are left out.
+    """:func:`embedding_lookup_sparse` for raw ids: bad ones are left out.
 
-    Negative ids are left out, and entries whose weight is not positive (except with
-    ``combiner="sum"``, where they have a meaning). A bag that is then empty gets the row of
-    ``default_id`` as it stands, or zeros.
+    Left out are negative ids and those whose weight is not positive (except with
+    ``combiner="sum"``, where such weights mean something). A bag that is then empty gets
+    the row of ``default_id``, or zeros.
 
     Args:
       embedding_weights: ``[V, *D]``, the table, or a list of its shards.
@@ -136,7 +136,7 @@ def safe_embedding_lookup_sparse(
         that is not a row of the table.
 
     Cost: that of :func:`embedding_lookup_sparse`; ``default_id`` adds one row to what is
-    read, and one slot to the gradient (empty if no bag needs it).
+    read, and one entry to the gradient (empty if no bag needs it).
 
     Example:
       >>> import jax.numpy as jnp, jslices as js
@@ -147,10 +147,10 @@ def safe_embedding_lookup_sparse(
 
     Source: ``tf.nn.safe_embedding_lookup_sparse``.
     """
-    who = "safe_embedding_lookup_sparse"
-    combiner = _check(combiner, partition_strategy, mode, who)
-    tables = _float_tables(embedding_weights, who)
-    bags = as_bags(sparse_ids, sparse_weights, mask, who)
+    caller = "safe_embedding_lookup_sparse"
+    combiner = _check(combiner, partition_strategy, mode, caller)
+    tables = _float_tables(embedding_weights, caller)
+    bags = _as_bags(sparse_ids, sparse_weights, mask, caller)
     good = bags.ids >= 0
     if bags.weights is not None and combiner != "sum":
         good &= bags.weights > 0
@@ -158,41 +158,170 @@ def safe_embedding_lookup_sparse(
     keep, ids = bags.segments < bags.num_bags, bags.ids
     filled = jnp.zeros(bags.num_bags, bool).at[bags.segments].set(True, mode="drop")
     if default_id is not None:
-        # One more id to look up, the last; if no bag is empty it is not read.
-        default = _row_number(default_id, sum(len(table) for table in tables), who)
+        # One more id is looked up, the last; it is not read if no bag is empty.
+        default = _row_number(default_id, sum(len(table) for table in tables), caller)
         ids = ids.astype(jnp.promote_types(ids.dtype, jnp.int32))
         ids = jnp.append(ids, jnp.asarray(default, ids.dtype))
         keep = jnp.append(keep, ~filled.all())
     rows = read_rows(
         tables,
         ids,
-        who,
+        caller,
         strategy=partition_strategy,
         mode=mode,
         max_norm=max_norm,
         keep=keep,
         given=bags.given,
     )
-    combined = combine(rows[: len(bags.ids)], bags, combiner)
+    combined = _combine(rows[: len(bags.ids)], bags, combiner)
     if default_id is not None:
-        empty = ~filled.reshape(-1, *(1,) * (rows.ndim - 1))
-        combined = jnp.where(empty, rows[-1:], combined)
+        combined = jnp.where(per_row(filled, combined), combined, rows[-1:])
     return _shaped(combined, bags)
 
 
-def combine(rows: jax.Array, bags: Bags, combiner: str) -> jax.Array:
+class Bags(NamedTuple):
+    """K ids, each in a bag."""
+
+    ids: jax.Array  #: ``[K]``
+    segments: jax.Array  #: ``[K]``, which bag each is in; the number of bags: in none.
+    weights: jax.Array | None  #: ``[K]``
+    shape: tuple[int, ...]  #: the leading axes of the result, one element for each bag.
+    given: Any  #: the ids as the user passed them, for messages.
+
+    @property
+    def num_bags(self) -> int:
+        return int(np.prod(self.shape, dtype=np.int64))
+
+
+def _as_bags(sp_ids: Any, sp_weights: Any, mask: Any, caller: str) -> Bags:
+    """Ids in any form, with or without weights, as :class:`Bags`."""
+    if isinstance(sp_ids, tuple) and mask is not None:
+        raise ValueError(f"{caller}: mask= goes with an array [*B, L] of ids, not a tuple")
+    if _is_bcoo(sp_ids):
+        ids, segments, shape, given = _from_bcoo(sp_ids, caller)
+    elif not isinstance(sp_ids, tuple):
+        ids, segments, shape, given = _from_padded(sp_ids, mask, caller)
+    elif len(sp_ids) == 3:
+        ids, segments, shape, given = _from_segments(*sp_ids, caller)
+    elif len(sp_ids) == 2 and jnp.asarray(sp_ids[1]).dtype == jnp.bool_:
+        ids, segments, shape, given = _from_padded(*sp_ids, caller)
+    elif len(sp_ids) == 2:
+        ids, segments, shape, given = _from_splits(*sp_ids, caller)
+    else:
+        raise TypeError(f"{caller} wants ids as {FORMS}; got a tuple of {len(sp_ids)}")
+    weights = _weights(sp_weights, ids.shape, caller)
+    bags = Bags(ids.reshape(-1), segments.reshape(-1), weights, shape, given)
+    return bags._replace(segments=canonical_indices(bags.segments, bags.num_bags))
+
+
+_Form = tuple[jax.Array, jax.Array, tuple[int, ...], Any]
+
+
+def _is_bcoo(x: Any) -> bool:
+    return all(hasattr(x, name) for name in ("data", "indices", "shape"))
+
+
+def _from_padded(given: Any, mask: Any, caller: str) -> _Form:
+    ids = as_ids(given, caller)
+    if ids.ndim < 1:
+        raise TypeError(f"{caller} wants ids as {FORMS}; got a scalar")
+    shape = ids.shape[:-1]
+    count = int(np.prod(shape, dtype=np.int64))
+    segments = jnp.broadcast_to(jnp.arange(count).reshape(*shape, 1), ids.shape)
+    if mask is not None:
+        mask = jnp.asarray(mask)
+        if mask.shape != ids.shape or mask.dtype != jnp.bool_:
+            raise ValueError(
+                f"{caller} wants a mask bool{list(ids.shape)}, one for each id, got "
+                f"{mask.dtype}{list(mask.shape)}"
+            )
+        segments = jnp.where(mask, segments, count)
+    return ids, segments, shape, given
+
+
+def _from_segments(given: Any, segment_ids: Any, num_segments: Any, caller: str) -> _Form:
+    ids, segments = as_ids(given, caller), as_ids(segment_ids, caller, "segment_ids")
+    if ids.ndim != 1 or segments.shape != ids.shape:
+        raise ValueError(
+            f"{caller} wants values [K] and segment_ids [K], got {list(ids.shape)} and "
+            f"{list(segments.shape)}"
+        )
+    count = known_int(
+        num_segments,
+        f"{caller}: num_segments is the number of bags in the result and must be an int "
+        f"known before tracing, got {num_segments!r}",
+    )
+    if count < 0:
+        raise ValueError(f"{caller}: num_segments must not be negative, got {count}")
+    return ids, segments, (count,), given
+
+
+def _from_splits(given: Any, row_splits: Any, caller: str) -> _Form:
+    ids, splits = as_ids(given, caller), as_ids(row_splits, caller, "row_splits")
+    if ids.ndim != 1 or splits.ndim != 1 or splits.shape[0] < 1:
+        raise ValueError(
+            f"{caller} wants values [K] and row_splits [B + 1], got {list(ids.shape)} and "
+            f"{list(splits.shape)}; bag b is values[row_splits[b]:row_splits[b + 1]]"
+        )
+    if not isinstance(splits, jax.core.Tracer):
+        ends = np.asarray(splits)
+        if ends[0] != 0 or (np.diff(ends) < 0).any() or ends[-1] > ids.shape[0]:
+            raise ValueError(
+                f"{caller} got row_splits {ends.tolist()} for {ids.shape[0]} values; they "
+                "must begin with 0, never fall, and end within the values (and a mask must "
+                "be bool)"
+            )
+    count = splits.shape[0] - 1
+    places = jnp.arange(ids.shape[0], dtype=splits.dtype)
+    # Values before the first split are in bag -1, those after the last in bag B: in none.
+    segments = jnp.searchsorted(splits, places, side="right") - 1
+    return ids, segments, (count,), given
+
+
+def _from_bcoo(matrix: Any, caller: str) -> _Form:
+    ids, indices = as_ids(matrix.data, caller), jnp.asarray(matrix.indices)
+    shape = tuple(matrix.shape)
+    if ids.ndim != 1 or indices.shape != (ids.shape[0], len(shape)):
+        raise ValueError(
+            f"{caller} wants a BCOO matrix without batch or dense axes, got data "
+            f"{list(ids.shape)}, indices {list(indices.shape)} and shape {list(shape)}"
+        )
+    good, segments = jnp.ones(ids.shape, bool), jnp.zeros(ids.shape, jnp.int32)
+    for axis, size in enumerate(shape):
+        at = canonical_indices(indices[:, axis], size)
+        good &= at < size  # BCOO pads with indices out of range, on any axis
+        if axis < len(shape) - 1:
+            segments = segments * size + at.astype(jnp.int32)
+    return ids, jnp.where(good, segments, -1), shape[:-1], matrix.data
+
+
+def _weights(given: Any, shape: tuple[int, ...], caller: str) -> jax.Array | None:
+    if given is None:
+        return None
+    weights = jnp.asarray(given.data if _is_bcoo(given) else given)
+    if weights.shape != tuple(shape):
+        raise ValueError(
+            f"{caller} wants one weight for each id, {list(shape)}, got "
+            f"{list(weights.shape)}"
+        )
+    if not jnp.issubdtype(weights.dtype, jnp.number):
+        raise TypeError(f"{caller} wants numbers as weights, got {weights.dtype}")
+    return weights.reshape(-1)
+
+
+def _combine(rows: jax.Array, bags: Bags, combiner: str) -> jax.Array:
     """``rows`` ``[K, *D]`` as one ``[*D]`` for each bag: ``[num_bags, *D]``."""
     dtype, count, segments = rows.dtype, bags.num_bags, bags.segments
     if not segments.size or not count:
-        # JAX leaves out a scatter of nothing; this keeps the table in the program, whose
-        # gradient is then IndexedSlices of no rows.
+        # JAX omits a scatter of nothing; this keeps the table in the program, so that its
+        # gradient is IndexedSlices of no rows.
         return jnp.broadcast_to(rows.sum(0), (count, *rows.shape[1:]))
     wide = rows.astype(jnp.promote_types(dtype, jnp.float32))
     weights = jnp.ones(segments.shape, wide.dtype)
     if bags.weights is not None:
-        # What is in no bag may be anything, and its square must not meet a gradient.
+        # Weights of ids in no bag may be anything; their squares must not reach a gradient.
         weights = jnp.where(segments < count, bags.weights, 0).astype(wide.dtype)
-        wide = wide * weights.reshape(-1, *(1,) * (rows.ndim - 1))
+        wide = wide * per_row(weights, wide)
 
     def total(x: jax.Array) -> jax.Array:
         return add_rows(jnp.zeros((count, *x.shape[1:]), x.dtype), segments, x)
@@ -202,12 +331,12 @@ def combine(rows: jax.Array, bags: Bags, combiner: str) -> jax.Array:
     summed = total(wide)
     if combiner != "sum":
         divisor = total(weights if combiner == "mean" else weights**2)
-        # Where the divisor is zero so is the result; the root must not meet it.
+        # Where the divisor is zero the result is, and the slope of the root is infinite.
         usable = divisor != 0
         divisor = jnp.where(usable, divisor, 1)
         divisor = divisor if combiner == "mean" else jnp.sqrt(divisor)
-        column = (-1, *(1,) * (rows.ndim - 1))
-        summed = jnp.where(usable.reshape(column), summed / divisor.reshape(column), 0)
+        quotient = summed / per_row(divisor, summed)
+        summed = jnp.where(per_row(usable, summed), quotient, 0)
     return summed.astype(dtype)
 
 
@@ -215,32 +344,34 @@ def _largest(rows: jax.Array, segments: jax.Array, count: int) -> jax.Array:
     lowest = jnp.full((count, *rows.shape[1:]), -jnp.inf, rows.dtype)
     largest = lowest.at[segments].max(rows, mode="drop", wrap_negative_indices=False)
     filled = jnp.zeros(count, bool).at[segments].set(True, mode="drop")
-    return jnp.where(filled.reshape(-1, *(1,) * (rows.ndim - 1)), largest, 0)
+    return jnp.where(per_row(filled, largest), largest, 0)
 
 
-def _check(combiner: str | None, strategy: str, mode: str, who: str) -> str:
+def _check(combiner: str | None, strategy: str, mode: str, caller: str) -> str:
     combiner = "mean" if combiner is None else combiner
     if combiner not in COMBINERS:
-        raise ValueError(f"{who} got combiner={combiner!r}; it must be one of {COMBINERS}")
-    check_mode(mode, who)
-    check_strategy(strategy, who)
+        raise ValueError(
+            f"{caller} got combiner={combiner!r}; it must be one of {COMBINERS}"
+        )
+    check_mode(mode, caller)
+    check_strategy(strategy, caller)
     return combiner
 
 
-def _float_tables(params: Any, who: str) -> list[jax.Array]:
-    tables = as_tables(params, who)
+def _float_tables(params: Any, caller: str) -> list[jax.Array]:
+    tables = as_tables(params, caller)
     if not jnp.issubdtype(tables[0].dtype, jnp.inexact):
-        raise TypeError(f"{who} wants a floating table, got {tables[0].dtype}")
+        raise TypeError(f"{caller} wants a floating table, got {tables[0].dtype}")
     return tables
 
 
-def _row_number(default_id: Any, num_rows: int, who: str) -> int:
+def _row_number(default_id: Any, num_rows: int, caller: str) -> int:
     number = known_int(
         default_id,
-        f"{who}: default_id must be an int known before tracing, got {default_id!r}",
+        f"{caller}: default_id must be an int known before tracing, got {default_id!r}",
     )
     if not 0 <= number < num_rows:
-        raise ValueError(f"{who}: default_id = {number} is not in [0, {num_rows})")
+        raise ValueError(f"{caller}: default_id = {number} is not in [0, {num_rows})")
     return number
 
 

@@ -1,7 +1,8 @@
-"""``embedding_lookup``: the lookup that people write."""
+"""``embedding_lookup``, and reading the rows of a table or of its shards."""
 
+import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -9,9 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from jslices._lookup.partition import as_tables, check_strategy
-from jslices._lookup.read import read_rows
-from jslices._rows.ids import as_ids, check_mode, on_host
+from jslices._densify import current_user_line
+from jslices._lookup.rows import mark_table
+from jslices._rows.bounds import index_dtype, missing_value, take_rows
+from jslices._rows.ids import as_ids, check_mode, on_host, refuse_bad_ids, settle
+from jslices._rows.select import per_row
+
+STRATEGIES = ("mod", "div")
 
 
 def embedding_lookup(
@@ -26,22 +31,22 @@ def embedding_lookup(
     """The rows of a table with the given row numbers.
 
     Under :func:`jslices.grad` and its relatives the gradient of ``params`` is an
-    IndexedSlices, one for each shard. Plain ``table[ids]`` and ``jnp.take(table, ids,
-    axis=0)`` do the same there; what this adds is one meaning for every bad id.
+    IndexedSlices, one for each shard. So it is of plain ``table[ids]`` and
+    ``jnp.take(table, ids, axis=0)``; this function adds one meaning for every bad id.
 
     Args:
       params: ``[V, *D]``, the table; or a list of n shards of it, of any heights.
       ids: ``[*B]`` of any integer dtype and any rank.
-      partition_strategy: how the ids are dealt out over n shards. ``"mod"``: id i is row
+      partition_strategy: how ids are distributed over n shards. ``"mod"``: id i is row
         ``i // n`` of shard ``i % n``. ``"div"``: the shards follow one another.
-      max_norm: rows whose L2 norm is larger are scaled down to it as they are read; the
-        table keeps them. The gradient goes through the scaling.
-      padding_id: this id reads zeros, and nothing gets a gradient from it. It need not be
-        a row of the table.
+      max_norm: rows of a larger L2 norm are scaled down to it as they are read; the table
+        itself is not changed. The gradient goes through the scaling.
+      padding_id: this id reads zeros and contributes no gradient. It need not be a row of
+        the table.
       mode: what an id outside ``[0, V)`` reads; a negative id never wraps round.
-        ``"fill"`` (or ``"drop"``): NaN (the smallest integer in an integer table), so that
-        it is seen, and no gradient. ``"clip"``: the nearest row, which gets the gradient
-        as well. ``"promise_in_bounds"``: undefined, for ids known to be right.
+        ``"fill"`` (or ``"drop"``): NaN (of an integer table the smallest integer), so that
+        it is noticed, and no gradient. ``"clip"``: the nearest row, which then gets the
+        gradient. ``"promise_in_bounds"``: undefined, for ids known to be in range.
         ``"check"``: it is an error.
 
     Returns:
@@ -49,15 +54,15 @@ def embedding_lookup(
       gradients add up.
 
     Raises:
-      TypeError: if ``ids`` are not integers, or ``max_norm`` is not one number or meets an
-        integer table.
-      ValueError: for an unknown ``mode`` or ``partition_strategy``, a table without rows'
-        axis, no shards, or shards of different row shapes.
+      TypeError: if ``ids`` are not integers, ``max_norm`` is not one number, or it is given
+        for an integer table.
+      ValueError: for an unknown ``mode`` or ``partition_strategy``, a scalar table, no
+        shards, or shards of different row shapes.
       IndexError: (also a ValueError) in mode ``"check"``, for the first bad id, naming
         position, value and range; under jit through ``jax.experimental.checkify``.
 
     Cost: reads ``K * D`` elements, K the number of ids, from every shard. The gradient of
-    each shard has K slots; those of ids that live elsewhere are empty. Under plain
+    each shard has K entries; those of ids in other shards are empty. Under plain
     ``jax.grad`` the gradient is the ordinary dense ``[V, *D]``, with a
     :class:`DensificationWarning`.
 
@@ -77,15 +82,15 @@ def embedding_lookup(
     Source: ``tf.nn.embedding_lookup``, where a bad id is an error on the CPU and reads
     zeros on a GPU; ``padding_id`` is PyTorch's ``padding_idx``.
     """
-    who = "embedding_lookup"
-    check_mode(mode, who)
-    check_strategy(partition_strategy, who)
-    tables, numbers = as_tables(params, who), as_ids(ids, who)
+    caller = "embedding_lookup"
+    check_mode(mode, caller)
+    check_strategy(partition_strategy, caller)
+    tables, numbers = as_tables(params, caller), as_ids(ids, caller)
     keep = None if padding_id is None else ~_equal(ids, numbers, padding_id)
     return read_rows(
         tables,
         numbers,
-        who,
+        caller,
         strategy=partition_strategy,
         mode=mode,
         max_norm=max_norm,
@@ -95,7 +100,7 @@ def embedding_lookup(
 
 
 def _equal(given: Any, ids: jax.Array, padding_id: Any) -> jax.Array:
-    """Where the ids are ``padding_id``, as given: ``ids`` may be cut to 32 bits."""
+    """Where the ids as given are ``padding_id``; ``ids`` may be saturated to 32 bits."""
     try:
         number = operator.index(padding_id)
     except TypeError as error:
@@ -106,3 +111,173 @@ def _equal(given: Any, ids: jax.Array, padding_id: Any) -> jax.Array:
     if not limits.min <= number <= limits.max:
         return jnp.zeros(ids.shape, bool)
     return jnp.asarray(array == number)
+
+
+def read_rows(
+    tables: list[jax.Array],
+    ids: jax.Array,
+    caller: str,
+    *,
+    strategy: str,
+    mode: str,
+    max_norm: Any = None,
+    keep: jax.Array | None = None,
+    given: Any = None,
+) -> jax.Array:
+    """Rows of a table in one or more shards.
+
+    Args:
+      tables: the shards, ``[V, *D]`` each.
+      ids: ``[*B]`` integers.
+      caller: the public function, for messages.
+      strategy: how ids are distributed over several shards.
+      mode: what a bad id reads.
+      max_norm: longer rows are scaled down to this norm.
+      keep: ``[*B]`` bool; where False the id may be anything, the row is zero and gets no
+        gradient.
+      given: the ids as the user passed them, for the message of mode ``"check"``: in the
+        same order, but perhaps of another shape and without good ids added at the end.
+
+    Returns:
+      ``[*B, *D]``.
+    """
+    heights = [table.shape[0] for table in tables]
+    count = _num_ids(heights, strategy, caller, mode)
+    index_dtype(count, np.dtype(ids.dtype))  # refuses a table that 32-bit ids cannot reach
+    if mode == "check":
+        given = ids if given is None else given
+        exempt = None
+        if keep is not None:
+            shape = as_ids(given, caller).shape
+            exempt = (~keep).reshape(-1)[: math.prod(shape)].reshape(shape)
+        refuse_bad_ids(given, count, caller, "ids", exempt)
+    line = current_user_line()
+    if jnp.issubdtype(tables[0].dtype, jnp.inexact):
+        tables = [mark_table(table, ids.size, line) for table in tables]
+    if len(tables) == 1 and keep is None:
+        direct = mode if mode in ("clip", "promise_in_bounds") else "fill"
+        rows = _take(tables[0], ids, mode=direct)
+    else:
+        settled = settle(ids, count, mode if mode == "clip" else "drop")
+        settled = settled if keep is None else jnp.where(keep, settled, count)
+        rows = _read_shards(tables, settled, heights, strategy)
+        if keep is not None:
+            zero = jnp.zeros((), rows.dtype)
+            rows = jnp.where(per_row(keep, rows), rows, zero)
+    return (
+        rows if max_norm is None else _clip_rows(rows, tables[0].ndim - 1, max_norm, caller)
+    )
+
+
+def _read_shards(
+    tables: list[jax.Array], ids: jax.Array, heights: list[int], strategy: str
+) -> jax.Array:
+    if len(tables) == 1:
+        return _take(tables[0], ids)
+    missing = missing_value(np.dtype(tables[0].dtype))
+    found: Any = jnp.full((*ids.shape, *tables[0].shape[1:]), missing)
+    places = _local_rows(ids, heights, strategy)
+    for table, (own, local) in zip(tables, places, strict=True):
+        # An id of another shard reads zeros, not NaN, which could leak into a gradient.
+        mine = _take(table, local, fill_value=0)
+        found = jnp.where(per_row(own, mine), mine, found)
+    return found
+
+
+def _take(table: jax.Array, ids: jax.Array, **how: Any) -> jax.Array:
+    rows = take_rows(table, ids, **how)
+    if table.shape[0] or not jnp.issubdtype(table.dtype, jnp.inexact):
+        return rows
+    # Nothing is gathered from a table without rows. Adding the sum of a slice of no rows
+    # keeps the table in the program, so that its gradient is IndexedSlices, too.
+    nothing = jax.lax.dynamic_slice_in_dim(table, 0, 0).sum(0)
+    return rows + jnp.broadcast_to(nothing, rows.shape)
+
+
+def _clip_rows(rows: jax.Array, row_ndim: int, max_norm: Any, caller: str) -> jax.Array:
+    """``rows`` ``[*B, *D]``, each scaled down to an L2 norm of at most ``max_norm``."""
+    if not jnp.issubdtype(rows.dtype, jnp.inexact):
+        raise TypeError(f"{caller}(max_norm=...) wants a floating table, got {rows.dtype}")
+    if isinstance(max_norm, str) or np.ndim(max_norm):
+        raise TypeError(f"{caller}(max_norm={max_norm!r}): it must be one number")
+    if not isinstance(max_norm, jax.core.Tracer) and not np.asarray(max_norm) >= 0:
+        raise ValueError(
+            f"{caller}(max_norm={max_norm}): a norm must not be negative or NaN"
+        )
+    axes = tuple(range(rows.ndim - row_ndim, rows.ndim))
+    wide = rows.astype(jnp.promote_types(rows.dtype, jnp.float32))
+    squares = jnp.sum(jnp.abs(wide) ** 2, axes, keepdims=True)
+    # Only long rows, hence no zeros, reach the root, whose slope is infinite at 0.
+    long = squares > jnp.asarray(max_norm, squares.dtype) ** 2
+    norms = jnp.sqrt(jnp.where(long, squares, 1))
+    return (wide * jnp.where(long, max_norm / norms, 1)).astype(rows.dtype)
+
+
+def as_tables(params: Any, caller: str) -> list[jax.Array]:
+    """The shards of a table, checked; one array is one shard."""
+    if params is None or (isinstance(params, list | tuple) and not params):
+        raise ValueError(f"{caller} wants a table or a list of shards, got {params!r}")
+    if isinstance(params, dict | str):
+        raise TypeError(
+            f"{caller} wants a table or a list of shards, got a {type(params).__name__}"
+        )
+    shards = params if isinstance(params, list | tuple) else [params]
+    tables = [jnp.asarray(shard) for shard in shards]
+    if any(table.ndim < 1 for table in tables):
+        raise ValueError(f"{caller} wants a table [V, *D], got a scalar")
+    kinds = {(table.dtype, table.shape[1:]) for table in tables}
+    if len(kinds) > 1:
+        given = ", ".join(f"{t.dtype}{list(t.shape)}" for t in tables)
+        raise ValueError(f"{caller} wants shards of one row shape and dtype, got {given}")
+    return tables
+
+
+def check_strategy(strategy: str, caller: str) -> None:
+    if strategy not in STRATEGIES:
+        raise ValueError(
+            f"{caller} got partition_strategy={strategy!r}; it must be one of {STRATEGIES}"
+        )
+
+
+def _num_ids(heights: Sequence[int], strategy: str, caller: str, mode: str) -> int:
+    """The number of ids of a table whose shards have so many rows."""
+    count, total = len(heights), sum(heights)
+    if strategy == "div" or count == 1:
+        return total
+    regular = [(total - shard + count - 1) // count for shard in range(count)]
+    if list(heights) == regular:
+        return total
+    if mode == "check":
+        raise ValueError(
+            f"{caller} got shards of {list(heights)} rows: under partition_strategy='mod' "
+            f"not every id below the largest has a row, so mode='check' cannot name a "
+            f"range; make them {regular}"
+        )
+    return max((count * (h - 1) + i + 1 for i, h in enumerate(heights) if h), default=0)
+
+
+def _local_rows(
+    ids: jax.Array, heights: Sequence[int], strategy: str
+) -> Iterator[tuple[jax.Array, jax.Array]]:
+    """For every shard, in order: which ids are its own, and their rows in it.
+
+    Args:
+      ids: ``[*B]``, none negative.
+      heights: the rows of each shard.
+      strategy: ``"mod"``: id ``i`` is row ``i // n`` of shard ``i % n``. ``"div"``: the
+        shards follow one another.
+
+    Yields:
+      ``(own, rows)``, bool and integers ``[*B]``; for an id of another shard the row is
+      the height of this one, which is out of range.
+    """
+    first = 0
+    for shard, height in enumerate(heights):
+        if strategy == "mod":
+            rows = ids // len(heights)
+            own = (ids % len(heights) == shard) & (rows < height)
+        else:
+            rows = ids - first
+            own = (rows >= 0) & (rows < height)
+            first += height
+        yield own, jnp.where(own, rows, height)

@@ -1,16 +1,18 @@
-"""Losses over many classes that look at a few of them."""
+"""Losses over many classes that look at a few of them, drawn at random."""
 
+import functools
+import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from jslices._lookup.candidates import log_uniform_candidate_sampler
-from jslices._lookup.embedding import embedding_lookup
-from jslices._lookup.partition import as_tables
+from jslices._lookup.embedding import as_tables, embedding_lookup
+from jslices._rows.bounds import INT32_MAX
 from jslices._rows.ids import as_ids
+from jslices._rows.numbering import sort_ids
 
 
 def sampled_softmax_loss(
@@ -38,25 +40,26 @@ def sampled_softmax_loss(
       labels: ``[B, T]`` integers, or ``[B]`` for one true class each.
       inputs: ``[B, D]``.
       num_sampled: S, how many classes to draw; all examples share them.
-      num_classes: how many there are, V.
+      num_classes: V, how many there are.
       num_true: T.
       sampled_values: ``(sampled [S], true_expected_count [B, T], sampled_expected_count
-        [S])`` of some other sampler, instead of the log-uniform one.
-      remove_accidental_hits: whether a drawn class that is true for an example is left out
-        there.
+        [S])`` from a sampler other than the log-uniform one.
+      remove_accidental_hits: whether a drawn class is left out for the examples of which it
+        is a true class.
       partition_strategy: for shards, as in :func:`embedding_lookup`.
       key: a ``jax.random`` key for the draw; needed without ``sampled_values``.
 
     Returns:
       ``[B]``, the loss of each example. A label outside ``[0, V)`` makes it NaN.
 
-    Gradient: under :func:`jslices.grad` ``weights`` and ``biases`` get IndexedSlices of
-    B T + S rows; a class that is both true and drawn has several, and they add.
+    Gradient: under :func:`jslices.grad` those of ``weights`` and ``biases`` are
+    IndexedSlices of B T + S rows; a class that is both true and drawn has several, which
+    add.
 
     Raises:
       TypeError: if ``labels`` are not integers.
-      ValueError: if shapes do not fit, neither a key nor samples are given, or classes are
-        to be drawn that have no row.
+      ValueError: if shapes do not fit, neither a key nor samples are given, or there are
+        fewer rows than classes to draw from.
 
     Cost: reads ``(B T + S) D`` elements of ``weights`` and multiplies ``B S D``.
 
@@ -99,11 +102,11 @@ def nce_loss(
     *,
     key: jax.Array | None = None,
 ) -> jax.Array:
-    """Noise-contrastive estimation: each true or drawn class is one yes-or-no question.
+    """Noise-contrastive estimation: each true or drawn class is a binary classification.
 
     Arguments, gradient, errors and cost are those of :func:`sampled_softmax_loss`:
     ``weights`` ``[V, D]``, ``biases`` ``[V]``, ``labels`` ``[B, T]`` or ``[B]``, ``inputs``
-    ``[B, D]``. Here a drawn class that is true stays a wrong answer, unless
+    ``[B, D]``. Here a drawn class that is also true counts as a negative, unless
     ``remove_accidental_hits`` is set.
 
     Returns:
@@ -134,7 +137,7 @@ def nce_loss(
 
 
 def _sampled_logits(
-    who: str,
+    caller: str,
     tables: tuple[Any, Any],
     examples: tuple[Any, Any],
     counts: tuple[int, int, int],
@@ -146,19 +149,19 @@ def _sampled_logits(
     """Logits and targets ``[B, T + S]``, those of the true classes first."""
     num_sampled, num_classes, num_true = counts
     inputs = jnp.asarray(examples[1])
-    labels = _labels(examples[0], inputs, num_true, who)
-    _check_tables(tables, inputs, num_classes if sampled_values is None else None, who)
+    labels = _labels(examples[0], inputs, num_true, caller)
+    _check_tables(tables, inputs, num_classes if sampled_values is None else None, caller)
     if sampled_values is None:
         if key is None:
             raise ValueError(
-                f"{who} draws classes and needs key=jax.random.key(...), a new one each "
+                f"{caller} draws classes and needs key=jax.random.key(...), a new one each "
                 "step, or sampled_values="
             )
         sampled_values = log_uniform_candidate_sampler(
             labels, num_sampled, num_classes, key=key
         )
-    sampled, of_true, of_sampled = _samples(sampled_values, labels, who)
-    # Labels may come in a dtype that cannot hold every class that is drawn.
+    sampled, of_true, of_sampled = _samples(sampled_values, labels, caller)
+    # The dtype of the labels may be too narrow for some class that is drawn.
     wide = jnp.promote_types(jnp.promote_types(labels.dtype, sampled.dtype), jnp.int32)
     ids = jnp.concatenate([labels.reshape(-1).astype(wide), sampled.astype(wide)])
     rows, offsets = (
@@ -181,44 +184,44 @@ def _sampled_logits(
     return logits, jax.lax.stop_gradient(jnp.concatenate(targets, 1))
 
 
-def _labels(given: Any, inputs: jax.Array, num_true: int, who: str) -> jax.Array:
-    labels = as_ids(given, who, "labels")
+def _labels(given: Any, inputs: jax.Array, num_true: int, caller: str) -> jax.Array:
+    labels = as_ids(given, caller, "labels")
     labels = labels[:, None] if labels.ndim == 1 else labels
     if inputs.ndim != 2 or labels.shape != (inputs.shape[0], num_true):
         raise ValueError(
-            f"{who} wants inputs [B, D] and labels [B, num_true={num_true}], got inputs "
+            f"{caller} wants inputs [B, D] and labels [B, num_true={num_true}], got inputs "
             f"{list(inputs.shape)} and labels {list(labels.shape)}"
         )
     return labels
 
 
 def _check_tables(
-    tables: tuple[Any, Any], inputs: jax.Array, num_classes: int | None, who: str
+    tables: tuple[Any, Any], inputs: jax.Array, num_classes: int | None, caller: str
 ) -> None:
-    """Refuses tables that do not fit the inputs, or hold fewer classes than are drawn."""
-    weights, biases = (as_tables(table, who) for table in tables)
+    """Refuses tables that do not fit the inputs or have fewer rows than classes."""
+    weights, biases = (as_tables(table, caller) for table in tables)
     if weights[0].shape[1:] != inputs.shape[1:] or biases[0].ndim != 1:
         raise ValueError(
-            f"{who} wants weights [V, D={inputs.shape[1]}] and biases [V], got weights "
+            f"{caller} wants weights [V, D={inputs.shape[1]}] and biases [V], got weights "
             f"{list(weights[0].shape)} and biases {list(biases[0].shape)}"
         )
     rows = min(sum(len(shard) for shard in table) for table in (weights, biases))
     if num_classes is not None and rows < num_classes:
         raise ValueError(
-            f"{who} got num_classes={num_classes}, but weights and biases of {rows} rows"
+            f"{caller} got num_classes={num_classes}, but weights and biases of {rows} rows"
         )
 
 
 def _samples(
-    given: Any, labels: jax.Array, who: str
+    given: Any, labels: jax.Array, caller: str
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """``sampled_values`` as arrays; they are constants for differentiation."""
+    """``sampled_values`` as arrays, constants for differentiation."""
     if len(given) != 3:
         raise ValueError(
-            f"{who} wants sampled_values=(sampled [S], true_expected_count "
+            f"{caller} wants sampled_values=(sampled [S], true_expected_count "
             f"{list(labels.shape)}, sampled_expected_count [S]), got {len(given)} of them"
         )
-    sampled = as_ids(given[0], who, "sampled_values[0]")
+    sampled = as_ids(given[0], caller, "sampled_values[0]")
     of_true, of_sampled = jnp.asarray(given[1]), jnp.asarray(given[2])
     if (
         sampled.ndim != 1
@@ -226,9 +229,140 @@ def _samples(
         or of_sampled.shape != sampled.shape
     ):
         raise ValueError(
-            f"{who} wants sampled_values=(sampled [S], true_expected_count "
+            f"{caller} wants sampled_values=(sampled [S], true_expected_count "
             f"{list(labels.shape)}, sampled_expected_count [S]), got the shapes "
             f"{list(sampled.shape)}, {list(of_true.shape)} and {list(of_sampled.shape)}"
         )
     of_true = of_true.reshape(labels.shape)
     return sampled, jax.lax.stop_gradient(of_true), jax.lax.stop_gradient(of_sampled)
+
+
+class Candidates(NamedTuple):
+    """What a candidate sampler returns; expected counts are those of one whole draw."""
+
+    sampled_candidates: jax.Array  #: ``[S]`` int32, the classes drawn.
+    true_expected_count: jax.Array  #: ``[*B]`` float32, of each of the true classes.
+    sampled_expected_count: jax.Array  #: ``[S]`` float32, of each class drawn.
+
+
+def log_uniform_candidate_sampler(
+    true_classes: ArrayLike,
+    num_sampled: int,
+    range_max: int,
+    *,
+    key: jax.Array,
+    unique: bool = True,
+) -> Candidates:
+    """Classes drawn with ``P(k) = log((k + 2) / (k + 1)) / log(range_max + 1)``.
+
+    That is about Zipf's law for classes numbered from the most to the least frequent.
+
+    Args:
+      true_classes: ``[*B]`` integers, classes whose expected counts are returned as well.
+      num_sampled: S, how many to draw.
+      range_max: N, the number of classes; at most 2^31 - 1.
+      key: a ``jax.random`` key; the same key draws the same classes.
+      unique: whether to draw until S different classes are found, each kept once.
+
+    Returns:
+      :class:`Candidates`: ``sampled_candidates`` ``[S]`` int32 in ``[0, N)``,
+      ``true_expected_count`` ``[*B]`` and ``sampled_expected_count`` ``[S]``, float32. The
+      expected count of class k is ``S P(k)``, or, drawing T times until S are unique,
+      ``1 - (1 - P(k))^T``. All are constants for differentiation.
+
+    Raises:
+      TypeError: if ``true_classes`` are not integers.
+      ValueError: if ``range_max`` is not in ``[1, 2^31)``, or more unique classes are
+        wanted than there are.
+
+    Cost: O(S log S) for each round of S draws; mostly one to three rounds, many only if S
+    is near N. No array of N elements is made.
+
+    Example:
+      >>> import jax, jslices as js
+      >>> key = jax.random.key(0)
+      >>> drawn = js.log_uniform_candidate_sampler([[0]], 5, 1000, key=key)
+      >>> drawn.sampled_candidates.shape, drawn.true_expected_count.shape
+      ((5,), (1, 1))
+
+    Source: ``tf.random.log_uniform_candidate_sampler``, whose draws come from a global
+    generator. Classes beyond 2^23 are drawn as evenly as the others, although 32-bit
+    logarithms alone would be too coarse for them.
+    """
+    caller = "log_uniform_candidate_sampler"
+    if not 1 <= range_max <= INT32_MAX:
+        raise ValueError(f"{caller} got range_max={range_max}; it must be in [1, 2^31)")
+    if num_sampled < 1 or (unique and num_sampled > range_max):
+        raise ValueError(
+            f"{caller} got num_sampled={num_sampled}, unique={unique} of {range_max} "
+            "classes; it must be at least 1, and at most the number of classes if they are "
+            "to be unique"
+        )
+    tries: Any = num_sampled
+    if unique:
+        sampled, tries = _draw_unique(key, num_sampled, range_max)
+    else:
+        sampled = _draw(key, num_sampled, range_max)
+
+    def expected(classes: jax.Array) -> jax.Array:
+        classes = classes.astype(jnp.float32)
+        chance = jnp.log1p(1 / (classes + 1)) / math.log(range_max + 1)
+        return -jnp.expm1(tries * jnp.log1p(-chance)) if unique else tries * chance
+
+    classes = as_ids(true_classes, caller, "true_classes")
+    return Candidates(sampled, expected(classes), expected(sampled))
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _draw(key: jax.Array, count: int, range_max: int) -> jax.Array:
+    """``[count]`` int32, log-uniform.
+
+    ``k + 1`` is log-uniform in ``[1, N + 1)``: all octaves (powers of two) are equally
+    likely, and within one the logarithm is uniform. Drawing the two separately keeps all
+    bits of the fraction; bits below the precision of a float are drawn uniformly.
+    """
+    which, where, low = jax.random.split(key, 3)
+    octaves = math.log2(range_max + 1)
+    octave = jnp.floor(jax.random.uniform(which, (count,)) * octaves).astype(jnp.int32)
+    octave = jnp.minimum(octave, math.ceil(octaves) - 1)
+    width = jnp.minimum(1.0, octaves - octave)
+    fraction = jax.random.uniform(where, (count,)) * width
+    offset = jnp.expm1(fraction * math.log(2.0)) * jnp.exp2(jnp.minimum(octave, 23))
+    shift = jnp.maximum(octave - 23, 0)
+    bits = jax.random.bits(low, (count,), jnp.uint32) & ((1 << shift) - 1).astype(
+        jnp.uint32
+    )
+    numbers = (offset.astype(jnp.int32) << shift) + bits.astype(jnp.int32)
+    return jnp.minimum((1 << octave) - 1 + numbers, range_max - 1)
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _draw_unique(key: jax.Array, count: int, range_max: int) -> tuple[jax.Array, jax.Array]:
+    """The first ``count`` different classes of a sequence of draws, and its length."""
+
+    def more(state: Any) -> jax.Array:
+        return state[2] < count
+
+    def draw(state: Any) -> Any:
+        key, chosen, _, tries = state
+        key, now = jax.random.split(key)
+        pool = jnp.concatenate([chosen, _draw(now, count, range_max)])
+        ordered, positions = sort_ids(pool)
+        fresh = jnp.concatenate([jnp.ones((1,), bool), ordered[1:] != ordered[:-1]])
+        first = jnp.zeros_like(fresh).at[positions].set(fresh, unique_indices=True)
+        rank = jnp.cumsum(first & (pool < range_max), dtype=jnp.int32)
+        slots = jnp.where(first & (pool < range_max), rank - 1, count)
+        chosen = jnp.full_like(chosen, range_max).at[slots].set(pool, mode="drop")
+        found = rank[-1]
+        # The draw that completed the set was the last that counts.
+        used = jnp.where(found < count, count, jnp.argmax(rank >= count) - count + 1)
+        return key, chosen, found, tries + used.astype(jnp.int32)
+
+    start = (
+        key,
+        jnp.full((count,), range_max, jnp.int32),
+        jnp.zeros((), jnp.int32),
+        jnp.zeros((), jnp.int32),
+    )
+    _, chosen, _, tries = jax.lax.while_loop(more, draw, start)
+    return chosen, tries

@@ -1,14 +1,14 @@
-"""Which arrays as large as a table a program makes, and by which line."""
+"""Which temporaries as large as a table a step makes, and by which line."""
 
 from collections.abc import Iterator
 from typing import Any
 
 from jslices._densify import human_bytes
-from jslices._proof.hlo import Module
-from jslices._proof.program import Leaf, Program
-from jslices._proof.text import Array, Instruction
+from jslices._proof.program import Array, Instruction, Leaf, Module, Program
 
 _NO_MEMORY = {"parameter", "constant", "copy-done"}
+#: The function of ``optim._engine.execute`` that steps all rows of a table.
+_ALL_ROWS = "_all_rows"
 
 
 def problems(program: Program, table_bytes: int | None, min_bytes: int) -> list[str]:
@@ -25,9 +25,9 @@ def problems(program: Program, table_bytes: int | None, min_bytes: int) -> list[
         ]
         if not tables:
             raise ValueError(
-                f"{program.name} looks up rows of no argument of at least two axes and "
-                f"{min_bytes} bytes; pass what is too large for a temporary, "
-                "table_bytes=..., or a lower min_bytes"
+                f"{program.name} looks up rows of no argument with at least two axes and "
+                f"{min_bytes} bytes; pass table_bytes=..., the size from which a "
+                "temporary is too large, or a lower min_bytes"
             )
         table_bytes = max(table.nbytes for table in tables)
     shapes = {_sides(table) for table in tables}
@@ -42,12 +42,12 @@ def problems(program: Program, table_bytes: int | None, min_bytes: int) -> list[
 
 
 def temporaries(module: Module) -> Iterator[tuple[Instruction, Array]]:
-    """What lies in memory of its own that is neither an argument's nor a result's."""
+    """Values in memory of their own, neither an argument's nor a result's."""
     results = {module.maker(*value) for value in module.outputs()}
     for name in module.computations:
         caller = module.caller(name)
         if caller is not None and caller.opcode == "while":
-            # The end of a turn lies where its beginning lay.
+            # An iteration leaves its result where it found its input.
             makers = [module.maker(*value) for value in module.elements(name)]
             results.update(maker for maker in makers if maker[0].where == name)
     for each in module.run():
@@ -71,7 +71,7 @@ def _line(module: Module, each: Instruction, array: Array) -> str:
 
 
 def _telling(module: Module, each: Instruction) -> Instruction:
-    """The instruction, or if nothing is known of it the first that is handed its result."""
+    """The instruction, or the first user of its result that has a source line."""
     if module.user_line(each) is None and module.copied(each) is None:
         for user in module.users([each]):
             if module.user_line(user) is not None:
@@ -86,21 +86,21 @@ def _advice(program: Program, found: list[Instruction]) -> list[str]:
     frames = [frame for each in found for frame in program.module.frames(each)]
     gradient = [each for each in found if "transpose(" in each.op_name]
     advice = []
-    ask = "ask print(jslices.explain(loss)(params, ...)) which line does, and what instead"
+    ask = "print(jslices.explain(loss)(params, ...)) names the line and the remedy"
     if program.densified:
         warned = ". ".join(dict.fromkeys(program.densified))
-        advice.append(f"jslices made a gradient dense: {warned}. To know more, {ask}")
-    elif any(function.endswith("step_whole") for _, function, _ in frames):
+        advice.append(f"jslices made a gradient dense: {warned}. {ask}")
+    elif any(function == _ALL_ROWS for _, function, _ in frames):
         advice.append(
             "the gradient has so many rows that jslices steps all rows of the table at "
-            "once, which is faster; with fewer ids a step it does not"
+            "once, which is faster; with fewer ids a step it would not"
         )
     elif any(_of_jslices(program.module, each) for each in gradient):
         advice.append(f"a gradient may need the whole table: {ask}")
     elif gradient:
         advice.append(
-            "this is a dense gradient: write jslices.value_and_grad or jslices.grad for "
-            "those of JAX; if it stays, " + ask
+            "this is a dense gradient: write jslices.value_and_grad or jslices.grad "
+            "instead of JAX's; if it stays dense, " + ask
         )
     if any("/optax/" in file.replace("\\", "/") for file, _, _ in frames):
         advice.append(
@@ -108,7 +108,7 @@ def _advice(program: Program, found: list[Instruction]) -> list[str]:
             "jslices.from_optax"
         )
     if any(program.module.copied(each) is not None for each in found):
-        advice.append("of copies, jslices.testing.assert_in_place tells the cause")
+        advice.append("jslices.testing.assert_in_place gives the cause of copies")
     return advice
 
 
@@ -121,7 +121,7 @@ def _of_jslices(module: Module, each: Instruction) -> bool:
 
 
 def _looked_up(program: Program) -> list[Leaf]:
-    """The arguments of which rows are gathered."""
+    """The arguments whose rows are gathered."""
     jaxpr = program.jaxpr.jaxpr
     found: set[int] = set()
     _walk(jaxpr, list(range(len(jaxpr.invars))), found)
@@ -129,7 +129,7 @@ def _looked_up(program: Program) -> list[Leaf]:
 
 
 def _walk(jaxpr: Any, numbers: list[int | None], found: set[int]) -> list[int | None]:
-    """Follows arguments, by number, through a jaxpr, to gathers; returns its results'."""
+    """Follows arguments, by number, to gathers; returns the numbers of the results."""
     of = {id(v): n for v, n in zip(jaxpr.invars, numbers, strict=True)}
     for eqn in jaxpr.eqns:
         known = [of.get(id(v)) for v in eqn.invars]
@@ -137,7 +137,7 @@ def _walk(jaxpr: Any, numbers: list[int | None], found: set[int]) -> list[int | 
             found.add(known[0])
         results: list[int | None] = [None] * len(eqn.outvars)
         for inner in _inner(eqn.params):
-            # Loops and conditionals have more operands than the body, at the beginning.
+            # Loops and conditionals have additional operands, before those of the body.
             count = len(inner.invars)
             given = [*[None] * count, *known][-count:] if count else []
             returned = _walk(inner, given, found)
@@ -145,7 +145,7 @@ def _walk(jaxpr: Any, numbers: list[int | None], found: set[int]) -> list[int | 
                 results = returned
         for out, number in zip(eqn.outvars, results, strict=True):
             if number is None:
-                # An array of the same shape is the table cast, scaled or updated.
+                # A result of the same shape is the table cast, scaled or updated.
                 number = next(
                     (
                         n

@@ -1,13 +1,386 @@
-"""A step with its compiled program: which array of the arguments is which parameter."""
+"""A compiled training step: its text, the memory of its values, the user's arrays.
 
+From top to bottom: the text that XLA prints (:func:`read`), where its values lie
+(:class:`Module`), and the step with the names of its arguments (:func:`compiled`).
+
+XLA gives every value of a program memory of its own, except for the results of a few
+operations that write into the memory of an operand (a scatter) or only rename it (a tuple).
+So for each value there is one instruction that made its memory: :meth:`Module.maker`.
+"""
+
+import math
+import re
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
 
-from jslices._densify import DensificationWarning, human_bytes
-from jslices._proof.hlo import Module
+from jslices._densify import (
+    _HERE,
+    _LIBRARIES,
+    JAX_FOLDER,
+    DensificationWarning,
+    UserLine,
+    human_bytes,
+)
+
+# --- the text ----------------------------------------------------------------------
+
+
+class Array(NamedTuple):
+    """The type of an array."""
+
+    dtype: str
+    dims: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        bits = re.search(r"\d+", self.dtype)
+        size = 8 if bits is None else int(bits.group())  # a pred takes a byte
+        return size * math.prod(self.dims) // 8
+
+    def __str__(self) -> str:
+        return f"{self.dtype}[{','.join(map(str, self.dims))}]"
+
+
+class Instruction(NamedTuple):
+    """One line of a program; ``arrays`` has several elements if it makes a tuple."""
+
+    name: str
+    arrays: tuple[Array, ...]
+    opcode: str
+    operands: tuple[str, ...]
+    rest: str  #: the operands and everything after them
+    where: str  #: the computation it stands in
+
+    @property
+    def op_name(self) -> str:
+        """JAX's name for it: ``jit(step)/transpose(jvp())/scatter-add``."""
+        found = re.search(r'op_name="((?:[^"\\]|\\.)*)"', self.rest)
+        return "" if found is None else found.group(1).replace("\\'", "'")
+
+
+class Computation(NamedTuple):
+    """Instructions by name; ``root`` names the one that is the result."""
+
+    name: str
+    instructions: dict[str, Instruction]
+    root: str
+
+
+class Text(NamedTuple):
+    """A program as it is printed.
+
+    Attributes:
+      computations: all of them, by name.
+      entry: the one that is run; empty if the text is not a compiled program.
+      aliases: for each output in the memory of a parameter, that parameter, as declared by
+        jit.
+      tables: source lines, see :func:`_tables`.
+    """
+
+    computations: dict[str, Computation]
+    entry: str
+    aliases: dict[int, int]
+    tables: "Tables"
+
+
+#: Files, functions, places (file, function, line) and frames (place, parent), by number.
+Tables = tuple[
+    dict[int, str],
+    dict[int, str],
+    dict[int, tuple[int, int, int]],
+    dict[int, tuple[int, int]],
+]
+
+
+def read(text: str) -> Text:
+    """Parses what ``compiled.as_text()`` returns."""
+    aliases = {
+        int(out or 0): int(parameter)
+        for out, parameter in re.findall(
+            r"\{(\d*)\}: \((\d+), \{\}", text.split("\n", 1)[0]
+        )
+    }
+    computations: dict[str, Computation] = {}
+    inside: dict[str, Instruction] = {}
+    name = root = entry = ""
+    for line in text.splitlines():
+        start = re.match(r"(ENTRY )?%?([\w.-]+) \(.*\{$", line)
+        if start and not line.startswith("HloModule"):
+            name, inside, root = start.group(2), {}, ""
+            entry = name if start.group(1) else entry
+        elif line.startswith("}") and name:
+            computations[name] = Computation(name, inside, root)
+            name = ""
+        elif name and (each := _instruction(line, name)) is not None:
+            inside[each.name] = each
+            root = each.name if "ROOT " in line[:8] or not root else root
+    return Text(computations, entry, aliases, _tables(text))
+
+
+def _instruction(line: str, where: str) -> Instruction | None:
+    found = re.match(r"\s+(?:ROOT )?%?([\w.-]+) = (.*)$", line)
+    if found is None:
+        return None
+    name, rest = found.groups()
+    end = _closing(rest) + 1 if rest.startswith("(") else rest.index(" ")
+    arrays = tuple(
+        Array(dtype, tuple(int(dim.strip("<=")) for dim in dims.split(",") if dim))
+        for dtype, dims in re.findall(r"(\w+)\[([\d,<=]*)\]", rest[:end])
+    )
+    opcode, _, rest = rest[end:].strip().partition("(")
+    operands = tuple(re.findall(r"%([\w.-]+)", rest[: _closing("(" + rest) - 1]))
+    return Instruction(name, arrays, opcode, operands, rest, where)
+
+
+def _closing(text: str) -> int:
+    """The position of the parenthesis that closes the one ``text`` begins with."""
+    depth = 0
+    for found in re.finditer(r"[()]", text):
+        depth += 1 if found.group() == "(" else -1
+        if not depth:
+            return found.start()
+    return len(text)
+
+
+def number_of(parameter: Instruction) -> int:
+    """The position of a parameter in its computation."""
+    return int(parameter.rest.split(")", 1)[0])
+
+
+def _tables(text: str) -> Tables:
+    def part(name: str) -> str:
+        found = re.search(rf"^{name}\n(.*?)\n\n", text, re.M | re.S)
+        return "" if found is None else found.group(1)
+
+    def names(name: str) -> dict[int, str]:
+        return {int(n): s for n, s in re.findall(r'^(\d+) "(.*)"$', part(name), re.M)}
+
+    places = {
+        int(n): (int(file), int(function), int(line))
+        for n, file, function, line in re.findall(
+            r"^(\d+) \{file_name_id=(\d+) function_name_id=(\d+) line=(\d+)",
+            part("FileLocations"),
+            re.M,
+        )
+    }
+    parents = {
+        int(n): (int(place), int(parent))
+        for n, place, parent in re.findall(
+            r"^(\d+) \{file_location_id=(\d+) parent_frame_id=(\d+)",
+            part("StackFrames"),
+            re.M,
+        )
+    }
+    return names("FileNames"), names("FunctionNames"), places, parents
+
+
+# --- the memory of values ----------------------------------------------------------
+
+_RENAMES = {"bitcast", "copy-done", "optimization-barrier", "add-dependency"}
+_WRITES = {"scatter", "dynamic-update-slice"}
+_CALLED = re.compile(
+    r"(?:calls|to_apply|body|true_computation|false_computation|"
+    r"branch_computations)=(\{[^}]*\}|%[\w.-]+)"
+)
+
+
+#: One of the arrays that an instruction makes.
+Value = tuple[Instruction, int]
+
+
+class Module:
+    """A compiled program, and where each of its values lies.
+
+    ``computations``, ``entry`` and ``aliases`` are those of :class:`Text`.
+    """
+
+    def __init__(self, text: str) -> None:
+        self.computations, self.entry, self.aliases, self._tables = read(text)
+        if not self.entry:
+            raise NotImplementedError("this backend's compiled program cannot be read")
+        self._callers: dict[str, tuple[Instruction, int]] = {}
+        self._fused: set[str] = set()
+        for each in [
+            i for c in self.computations.values() for i in c.instructions.values()
+        ]:
+            called = self.called(each)
+            for number, name in enumerate(called):
+                self._callers.setdefault(name, (each, number))
+            if each.opcode in ("while", "call", "conditional"):
+                continue
+            self._fused.update(called)
+
+    def called(self, each: Instruction) -> list[str]:
+        """The computations that an instruction runs, except the condition of a loop."""
+        return [
+            name
+            for group in _CALLED.findall(each.rest)
+            for name in re.findall(r"%([\w.-]+)", group)
+            if name in self.computations
+        ]
+
+    def caller(self, computation: str) -> Instruction | None:
+        """The instruction that runs a computation; None for the entry and conditions."""
+        return self._callers[computation][0] if computation in self._callers else None
+
+    def operand(self, each: Instruction, number: int) -> Instruction:
+        return self.computations[each.where].instructions[each.operands[number]]
+
+    def result(self, computation: str) -> Instruction:
+        found = self.computations[computation]
+        return found.instructions[found.root]
+
+    def parameters(self) -> dict[int, Instruction]:
+        """The parameters of the program, by number."""
+        return {
+            number_of(each): each
+            for each in self.computations[self.entry].instructions.values()
+            if each.opcode == "parameter"
+        }
+
+    def outputs(self) -> list[Value]:
+        """The outputs of the program, in order."""
+        return self.elements(self.entry)
+
+    def elements(self, computation: str) -> list[Value]:
+        """The arrays that a computation returns."""
+        root = self.result(computation)
+        if root.opcode == "tuple":
+            return [(self.operand(root, n), 0) for n in range(len(root.operands))]
+        return [(root, n) for n in range(len(root.arrays))]
+
+    def run(self) -> Iterator[Instruction]:
+        """All instructions that are not part of a fusion."""
+        for computation in self.computations.values():
+            if computation.name not in self._fused:
+                yield from computation.instructions.values()
+
+    def maker(self, each: Instruction, index: int = 0) -> Value:
+        """The instruction that made the memory in which a value lies."""
+        step = self.into(each, index)
+        while step is not None:
+            (each, index), step = step, self.into(*step)
+        return each, index
+
+    def into(self, each: Instruction, index: int) -> Value | None:
+        """The value whose memory this one shares; None if it has memory of its own."""
+        op = each.opcode
+        if op in _RENAMES:
+            return self.operand(each, 0), index
+        if op == "get-tuple-element":
+            found = re.search(r"index=(\d+)", each.rest)
+            return self.operand(each, 0), 0 if found is None else int(found.group(1))
+        if op == "tuple" or op in _WRITES:
+            return self.operand(each, index), 0
+        if op == "while":
+            return self.operand(each, 0), index
+        if op == "parameter" and each.where in self._callers:
+            caller, number = self._callers[each.where]
+            if caller.opcode == "while":
+                return self.operand(caller, 0), index
+            first = 1 + number if caller.opcode == "conditional" else number_of(each)
+            return self.operand(caller, first), index
+        if op in ("call", "conditional"):
+            ways = [self.maker(self.result(name), index) for name in self.called(each)]
+            inner = [
+                way
+                for way in ways
+                if way[0].opcode != "parameter" and way[0].where != each.where
+            ]
+            return (inner or ways)[0]
+        if op == "fusion":
+            return self._into_fusion(each, index)
+        return None
+
+    def _into_fusion(self, each: Instruction, index: int) -> Value | None:
+        (name,) = self.called(each)[:1] or [""]
+        if not name:
+            return None
+        inner, _ = self.elements(name)[index]
+        wrote = False
+        while inner.opcode in _RENAMES | _WRITES:
+            wrote = wrote or inner.opcode in _WRITES
+            inner = self.operand(inner, 0)
+        if inner.opcode == "parameter" and wrote:
+            return self.operand(each, number_of(inner)), 0
+        return None
+
+    def copied(self, each: Instruction) -> Value | None:
+        """The value that an instruction copies; None if it does anything else."""
+        if each.opcode in ("copy", "copy-start"):
+            return self.operand(each, 0), 0
+        if each.opcode == "fusion" and (called := self.called(each)):
+            inner = self.result(called[0])
+            seen = set()
+            while inner.opcode in ("copy", "bitcast"):
+                seen.add(inner.opcode)
+                inner = self.operand(inner, 0)
+            if inner.opcode == "parameter" and "copy" in seen:
+                return self.operand(each, number_of(inner)), 0
+        return None
+
+    def origin(self, each: Instruction, index: int = 0) -> Value:
+        """Like :meth:`maker`, but looks through copies."""
+        each, index = self.maker(each, index)
+        while (copied := self.copied(each)) is not None:
+            each, index = self.maker(*copied)
+        return each, index
+
+    def frames(self, each: Instruction) -> list[tuple[str, str, int]]:
+        """The stack that made it: (file, function, line), innermost first."""
+        found = re.search(r"stack_frame_id=(\d+)", each.rest)
+        if found is None:
+            place = re.search(r'source_file="([^"]*)"(?: source_line=(\d+))?', each.rest)
+            return [] if place is None else [(place.group(1), "", int(place.group(2) or 0))]
+        files, functions, places, parents = self._tables
+        # Some releases of XLA write 1 + parent, so the outermost frame is its own parent.
+        shift = int(any(number == parent for number, (_, parent) in parents.items()))
+        frames: list[tuple[str, str, int]] = []
+        number = int(found.group(1))
+        while number in parents and len(frames) < 100:
+            place_id, parent = parents[number]
+            file, function, line = places[place_id]
+            frames.append((files[file], functions[function], line))
+            number = parent - shift
+        return frames
+
+    def user_line(self, each: Instruction) -> UserLine | None:
+        """The innermost line outside JAX and jslices."""
+        library = None
+        for file, _, line in self.frames(each):
+            if file.startswith((_HERE, JAX_FOLDER)):
+                continue
+            if not file.startswith(_LIBRARIES):
+                return UserLine(file, line)
+            library = library or UserLine(file, line)
+        return library
+
+    def before(self, each: Instruction) -> set[str]:
+        """The names of all that an instruction depends on within its computation."""
+        inside = self.computations[each.where].instructions
+        seen: set[str] = set()
+        left = list(each.operands)
+        while left:
+            name = left.pop()
+            if name not in seen and name in inside:
+                seen.add(name)
+                left.extend(inside[name].operands)
+        return seen
+
+    def users(self, values: Iterable[Instruction]) -> Iterator[Instruction]:
+        """Instructions that have one of these values of one computation as an operand."""
+        values = list(values)
+        names = {each.name for each in values}
+        if values:
+            for user in self.computations[values[0].where].instructions.values():
+                if names & set(user.operands):
+                    yield user
+
+
+# --- the step ----------------------------------------------------------------------
 
 
 class Leaf(NamedTuple):
@@ -17,14 +390,11 @@ class Leaf(NamedTuple):
     shape: tuple[int, ...]
     dtype: Any
     donated: bool = False
-    parameter: int | None = None  #: its number in the program; None if jit has dropped it
+    parameter: int | None = None  #: its number in the program; None if jit dropped it
 
     @property
     def nbytes(self) -> int:
-        count: int = self.dtype.itemsize
-        for dim in self.shape:
-            count *= dim
-        return count
+        return math.prod(self.shape) * int(self.dtype.itemsize)
 
     def __str__(self) -> str:
         kind = f"{self.dtype}[{','.join(map(str, self.shape))}]"
@@ -40,10 +410,10 @@ class Program(NamedTuple):
     leaves: list[Leaf]
     outputs: list[Leaf]
     memory: tuple[int, int, int, int]  #: bytes of arguments, outputs, aliases, temporaries
-    densified: list[str]  #: what jslices has warned of
+    densified: list[str]  #: the DensificationWarnings of its tracing
 
     def name_of(self, leaf: Leaf) -> str:
-        """That of an argument's instruction; empty if jit has dropped it."""
+        """The name of an argument's instruction; empty if jit dropped it."""
         parameters = self.module.parameters()
         return "" if leaf.parameter is None else parameters[leaf.parameter].name
 
@@ -51,7 +421,7 @@ class Program(NamedTuple):
 def compiled(
     step: Callable[..., Any], args: Sequence[Any], donate_argnums: int | Sequence[int]
 ) -> Program:
-    """Compiles a step for ``args``, without running it."""
+    """Compiles a step for ``args`` without running it."""
     name = getattr(step, "__name__", "the step")
     if not callable(getattr(step, "trace", None)):
         step = jax.jit(step, donate_argnums=donate_argnums)
@@ -67,7 +437,7 @@ def compiled(
         executable = lowered.compile()
     densified = []
     for warning in caught:
-        # That a donated array is not usable is told by this module, and more of it.
+        # The proofs say this themselves, with the reason.
         if "donated buffers were not usable" in str(warning.message):
             continue
         if issubclass(warning.category, DensificationWarning):

@@ -2,8 +2,8 @@
 
 JAX's own operations disagree with one another: ``table[V]`` reads the last row,
 ``jnp.take`` gives NaN, ``.at[].add`` drops, and ``-1`` wraps round in all of them.
-In jslices an index outside ``[0, V)`` is an *empty slot*, negative ones included: a
-read through it gives the fill value, a write through it changes nothing.
+In jslices an index outside ``[0, V)``, a negative one included, marks an *empty entry*: a
+read through it gives the fill value, and a write through it changes nothing.
 """
 
 from typing import Any
@@ -20,7 +20,7 @@ INT32_MAX = np.iinfo(np.int32).max
 
 
 def index_dtype(num_rows: int | None, dtype: np.dtype) -> np.dtype:
-    """The dtype that holds every row number of a table and the empty slot ``V``.
+    """The dtype that holds every row number of a table and the empty index ``V``.
 
     Integers narrower than 32 bits become int32 (``V`` itself must fit); 64 bits stay.
     """
@@ -38,16 +38,16 @@ def index_dtype(num_rows: int | None, dtype: np.dtype) -> np.dtype:
 
 
 def empty_slot(num_rows: int | None, dtype: np.dtype) -> int:
-    """The canonical index of an empty slot: ``V``, or the largest integer if unknown."""
+    """The canonical index of an empty entry: V, or the largest integer if V is unknown."""
     return int(np.iinfo(dtype).max) if num_rows is None else num_rows
 
 
 def canonical_indices(indices: jax.Array, num_rows: int | None) -> jax.Array:
-    """``indices`` with every empty slot rewritten to the canonical one.
+    """``indices`` with the canonical empty index in place of every one out of range.
 
     Args:
       indices: ``[...]`` of any integer dtype.
-      num_rows: V, or None when unknown (then only negative indices are empty).
+      num_rows: V, or None when unknown (then only negative indices are out of range).
 
     Returns:
       ``[...]`` int32 (int64 where that came in or V needs it), each in ``[0, V]``.
@@ -67,7 +67,7 @@ def canonical_indices(indices: jax.Array, num_rows: int | None) -> jax.Array:
 
 
 def missing_value(dtype: np.dtype) -> Any:
-    """What a read through an empty slot gives: NaN, or else the most unlikely integer."""
+    """What a read out of range gives: NaN, or the integer least likely to be a value."""
     if jnp.issubdtype(dtype, jnp.inexact):
         return np.array(np.nan, dtype)[()]
     if dtype == np.bool_:
@@ -78,7 +78,7 @@ def missing_value(dtype: np.dtype) -> Any:
 
 
 def in_32_bits(ids: np.ndarray) -> np.ndarray:
-    """NumPy integers as JAX can hold them; what does not fit stays out of range."""
+    """NumPy integers in a dtype that JAX can hold; what does not fit stays out of range."""
     if ids.size == 0 and not np.issubdtype(ids.dtype, np.integer):
         return ids.astype(np.int32)  # np.asarray([]) is float64
     wide = np.issubdtype(ids.dtype, np.integer) and ids.dtype.itemsize == 8
@@ -99,11 +99,12 @@ def take_rows(
 ) -> jax.Array:
     """Rows ``[..., *D]`` of ``table`` ``[V, *D]``; negative indices never wrap.
 
-    ``mode="fill"`` reads ``fill_value`` from empty slots (NaN, or the smallest integer,
-    unless one is given); ``"clip"`` reads the edge row; ``"promise_in_bounds"`` leaves
-    it to the caller. Cost: one gather of ``K * D`` elements.
+    With ``mode="fill"`` an index out of range reads ``fill_value`` (by default NaN, or the
+    smallest integer); with ``"clip"`` it reads the nearest row; with
+    ``"promise_in_bounds"`` the caller knows that there is none. Cost: one gather of
+    ``K * D`` elements.
 
-    This is a ``gather`` even for no indices at all, where ``table[indices]`` is none.
+    Traced as a ``gather`` even without any indices, where ``table[indices]`` is not.
     """
     row = table.shape[1:]
     if table.shape[0] == 0:  # XLA refuses to gather from nothing
@@ -127,21 +128,20 @@ def take_rows(
 
 
 def add_rows(table: jax.Array, indices: jax.Array, rows: jax.Array) -> jax.Array:
-    """``table`` with ``rows`` added at ``indices``: duplicates add, empty slots drop.
+    """``table`` with ``rows`` added at ``indices``: duplicates add, empty entries drop.
 
-    In place when ``table`` is donated; cost: one scatter of ``K * D`` elements.
+    In place when ``table`` is donated. Cost: one scatter of ``K * D`` elements.
     """
     return table.at[indices].add(rows, mode="drop", wrap_negative_indices=False)
 
 
 def set_rows(table: jax.Array, indices: jax.Array, rows: jax.Array) -> jax.Array:
-    """``table`` with ``rows`` written at ``indices``: unique ones and empty slots.
+    """``table`` with ``rows`` written at ``indices``, which are unique or V (dropped).
 
-    In place when ``table`` is donated. That no two writes meet is told to XLA: on a GPU
-    a scatter that may collide is lowered to slow atomics (jax-ml/jax#38806).
+    In place when ``table`` is donated. XLA is told that no two writes collide: on a GPU a
+    scatter that may collide is lowered to slow atomics (jax-ml/jax#38806).
     """
     indices, unique = _spread(indices, table.shape[0])
-
     return table.at[indices].set(
         rows,
         mode="drop",
@@ -151,9 +151,9 @@ def set_rows(table: jax.Array, indices: jax.Array, rows: jax.Array) -> jax.Array
 
 
 def _spread(indices: jax.Array, num_rows: int) -> tuple[jax.Array, bool]:
-    """Indices whose empty slots are unique as well, and whether there was room for it."""
-    num_slots = indices.shape[0]
-    if num_rows + num_slots > np.iinfo(indices.dtype).max:
+    """``indices`` made unique where they are V, too; and whether the dtype allows it."""
+    count = indices.shape[0]
+    if num_rows + count > np.iinfo(indices.dtype).max:
         return indices, False
-    beyond = num_rows + jnp.arange(num_slots, dtype=indices.dtype)
+    beyond = num_rows + jnp.arange(count, dtype=indices.dtype)
     return jnp.where(indices == num_rows, beyond, indices), True

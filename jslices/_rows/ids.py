@@ -1,5 +1,6 @@
-"""Row numbers as users pass them: made into arrays, checked, and settled by a mode."""
+"""Row numbers as users pass them: converted, checked, and settled by a ``mode``."""
 
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,10 +11,9 @@ from jax.experimental import checkify
 from jax.typing import ArrayLike
 
 from jslices._rows.bounds import canonical_indices, in_32_bits, index_dtype
-from jslices._rows.check import known_int
 
-#: What becomes of an id outside ``[0, V)``. A read *fills* and a write *drops*; as in JAX
-#: the two words name the same mode.
+#: What becomes of an id outside ``[0, V)``. As in JAX, "fill" and "drop" are one mode: a
+#: read fills, a write drops.
 MODES = ("fill", "drop", "clip", "promise_in_bounds", "check")
 
 
@@ -22,20 +22,20 @@ class IdOutOfRangeError(IndexError, ValueError):
 
 
 def check_ids(ids: ArrayLike, num_rows: int) -> Any:
-    """Raises if an id is not a row of the table: for a data pipeline, or inside jit.
+    """Raises if an id is not a row of the table, in a data pipeline or under jit.
 
     Args:
       ids: ``[*B]`` of any integer dtype and any rank: NumPy, JAX, or nested lists.
       num_rows: V, the number of rows of the table.
 
     Returns:
-      ``ids`` themselves, unchanged, so that the call can be wrapped round them.
+      ``ids`` unchanged, so that ``check_ids(ids, num_rows)`` can stand where ``ids`` stood.
 
     Raises:
       IndexError: (also a ValueError) for the first id outside ``[0, V)``, negative ones
-        included; it names its position, its value and the valid range. Under jit it is
-        raised by ``jax.experimental.checkify``: ``checkify.checkify(jax.jit(step))``.
-      TypeError: if ``ids`` are not integers, or ``num_rows`` is none.
+        included, with its position, its value and the valid range. Under jit it travels
+        through ``jax.experimental.checkify``: ``checkify.checkify(jax.jit(step))``.
+      TypeError: if ``ids`` are not integers or ``num_rows`` is not an int.
 
     Cost: reads the K ids once. NumPy arrays and lists never leave the host.
 
@@ -58,39 +58,46 @@ def check_ids(ids: ArrayLike, num_rows: int) -> Any:
     return ids
 
 
-def check_mode(mode: str, who: str) -> None:
+def known_int(value: Any, refusal: str) -> int:
+    """``value`` as an int known before tracing; else a TypeError with the text given."""
+    try:
+        return operator.index(value)
+    except (TypeError, jax.errors.ConcretizationTypeError) as error:
+        raise TypeError(refusal) from error
+
+
+def check_mode(mode: str, caller: str) -> None:
     if mode not in MODES:
-        raise ValueError(f"{who} got mode={mode!r}; it must be one of {MODES}")
+        raise ValueError(f"{caller} got mode={mode!r}; it must be one of {MODES}")
 
 
-def as_ids(ids: Any, who: str, name: str = "ids") -> jax.Array:
-    """``ids`` as a JAX array; a bad id stays bad.
+def as_ids(ids: Any, caller: str, name: str = "ids") -> jax.Array:
+    """``ids`` as a JAX array, in which a bad id stays bad.
 
-    With 64-bit types switched off JAX cuts NumPy's 64-bit integers to 32 bits, and
-    2**32 + 3 would become row 3. Here what does not fit becomes the largest integer, or the
-    smallest.
+    Without 64-bit types JAX truncates NumPy's int64 to 32 bits, and 2**32 + 3 would become
+    row 3. Here what does not fit saturates at the largest or smallest integer.
     """
     if ids is None or hasattr(ids, "dense_shape"):
         hint = "" if ids is None else "; pass its row numbers: slices.indices"
-        raise TypeError(f"{who} wants integer {name}, got {ids}{hint}")
+        raise TypeError(f"{caller} wants integer {name}, got {ids}{hint}")
     host = on_host(ids)
     array: Any = jnp.asarray(ids) if host is None else in_32_bits(host)
-    foreign = array.dtype.kind in "OSU"  # no numbers at all, which JAX knows nothing of
+    foreign = array.dtype.kind in "OSU"  # not numbers, which jnp.issubdtype would refuse
     if foreign or not jnp.issubdtype(array.dtype, jnp.integer):
         dtype = array.dtype if foreign else jnp.asarray(array).dtype
         raise TypeError(
-            f"{who} wants integer {name}, got {dtype}{list(array.shape)}; cast them: "
+            f"{caller} wants integer {name}, got {dtype}{list(array.shape)}; cast them: "
             f"{name}.astype('int32')"
         )
     return jnp.asarray(array)
 
 
 def settle(ids: jax.Array, num_rows: int, mode: str) -> jax.Array:
-    """``ids`` with every bad one rewritten as the mode wants; no checking.
+    """``ids`` with every bad one rewritten as ``mode`` says; nothing is checked.
 
     Returns:
-      ``[...]`` int32 (or int64), each in ``[0, V]``; V marks what reads the fill value
-      and writes nothing. ``"promise_in_bounds"`` only widens them.
+      ``[...]`` int32 (or int64), each in ``[0, V]``; V reads the fill value and writes
+      nothing. ``"promise_in_bounds"`` only widens the dtype.
     """
     if mode == "promise_in_bounds":
         return ids.astype(index_dtype(num_rows, np.dtype(ids.dtype)))
@@ -106,7 +113,7 @@ def settle(ids: jax.Array, num_rows: int, mode: str) -> jax.Array:
 def refuse_bad_ids(
     ids: Any,
     num_rows: int,
-    who: str,
+    caller: str,
     name: str,
     exempt: jax.Array | np.ndarray | None = None,
 ) -> jax.Array | None:
@@ -115,20 +122,20 @@ def refuse_bad_ids(
     Args:
       ids: ``[*B]``, as the user passed them.
       num_rows: V.
-      who: the function that speaks.
+      caller: the public function, for messages.
       name: what it calls the ids.
       exempt: ``[*B]`` bool, ids that may be anything.
 
     Returns:
-      None when the ids are concrete, and then good. Under jit: a bool, True if any is
-      bad, for who wants to change nothing in that case.
+      None when the ids are concrete (and good). Under jit a bool ``[]``, True if any is
+      bad, for callers that then change nothing.
     """
-    host, numbers = on_host(ids), as_ids(ids, who, name)
+    host, numbers = on_host(ids), as_ids(ids, caller, name)
     array: Any = numbers if host is None else host  # as given, for the message
     if array.size == 0:
         return None
     if isinstance(array, jax.core.Tracer) or isinstance(exempt, jax.core.Tracer):
-        return _check_later(numbers, num_rows, f"{who}: {name}", exempt)
+        return _check_later(numbers, num_rows, f"{caller}: {name}", exempt)
     array = np.asarray(array)
     bad = (array < 0) | (array >= num_rows)
     if exempt is not None:
@@ -137,13 +144,13 @@ def refuse_bad_ids(
         return None
     at = np.unravel_index(int(np.argmax(bad)), bad.shape)
     raise IdOutOfRangeError(
-        f"{who}: {name}{_brackets([str(i) for i in at])} = {array[at]} is not in "
+        f"{caller}: {name}{_brackets([str(i) for i in at])} = {array[at]} is not in "
         f"[0, {num_rows})"
     )
 
 
 def on_host(ids: Any) -> np.ndarray | None:
-    """NumPy's view of what is no JAX array yet."""
+    """``ids`` as a NumPy array if no part of them is a JAX array yet; else None."""
     if isinstance(ids, np.ndarray | np.generic | int | float | range):
         return np.asarray(ids)
     if isinstance(ids, list | tuple):

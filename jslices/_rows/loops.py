@@ -1,28 +1,61 @@
-"""Gathers of rows that XLA:CPU copies with vector instructions, whatever their length.
+"""Loops over rows that XLA:CPU compiles to vector instructions, whatever their length.
 
-LLVM unrolls the loop over a row completely while its elements times the instructions for
-each stay below about 300, and what it has unrolled it leaves scalar. A gather spends four
-instructions on an element, so rows of 32 to 79 elements, 64 among them, are copied one
-element at a time: 65 ns for a row of 64 where a row of 80 takes 28 (jax 0.10.2 and 0.12).
-So on a CPU the loop is given some instructions more, which change nothing; the loop then
-stays a loop and becomes vector code. (Full unrolling runs before the loop vectorizer.)
+Some programs compute a value faster when it is written down in a longer form. Such a form
+stands behind a primitive that is the identity: only its lowering for a CPU knows the form,
+every transformation drops it, and all other platforms see nothing.
 """
 
 import math
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
 
-from jslices._rows.identity import identity, zero_from
-
-#: Rows of so many elements are copied by a scalar loop if nothing is done.
+#: Gathered rows of so many elements would be copied by a scalar loop (see ``row_loop``).
 SCALAR = range(32, 80)
 
 
+def identity(name: str, on_cpu: Callable[[jax.Array, jax.Array], jax.Array]) -> Primitive:
+    """The primitive ``f(x, other) = x``, which a CPU computes as ``on_cpu(x, other)``."""
+    primitive = Primitive(name)
+
+    def jvp(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Any, Any]:
+        return primitive.bind(*primals), tangents[0]
+
+    primitive.def_impl(lambda x, other: x)
+    primitive.def_abstract_eval(lambda x, other: x)
+    ad.primitive_jvps[primitive] = jvp
+    batching.primitive_batchers[primitive] = lambda args, dims: (args[0], dims[0])
+    mlir.register_lowering(primitive, lambda _, x, other: [x])
+    lowering = mlir.lower_fun(on_cpu, multiple_results=False)
+    mlir.register_lowering(primitive, lowering, platform="cpu")
+    return primitive
+
+
+def zero_from(numbers: jax.Array) -> jax.Array:
+    """Zeros, computed from integers so that no compiler sees that they are zeros.
+
+    One of two neighbouring integers is even, hence their product is.
+    """
+    return (numbers * (numbers + 1)) & 1
+
+
 def row_loop(rows: jax.Array, ids: jax.Array) -> jax.Array:
-    """``rows`` ``[..., *D]`` as they are, just gathered at ``ids`` ``[...]``."""
+    """``rows`` ``[..., *D]``, just gathered at ``ids`` ``[...]``, unchanged.
+
+    LLVM unrolls the loop over a row completely while its elements times the instructions
+    for each stay below about 300, and code that it has unrolled stays scalar (full
+    unrolling runs before the loop vectorizer). A gather spends four instructions on an
+    element, so rows of 32 to 79 elements, 64 among them, are copied one element at a time:
+    65 ns for a row of 64 where a row of 80 takes 28 (jax 0.10.2 and 0.12). On a CPU such
+    rows therefore get some more instructions, which change no value; the loop then remains
+    a loop and is vectorized.
+    """
     if math.prod(rows.shape[ids.ndim :]) in SCALAR and rows.size:
         return row_loop_p.bind(rows, ids)
     return rows
@@ -39,8 +72,8 @@ def _more_instructions(rows: jax.Array, ids: jax.Array) -> jax.Array:
     for i in range(max(1, math.ceil(320 / length) - 4)):
         flat = flat ^ zero if i % 2 == 0 else flat + zero
     flat = lax.bitcast_convert_type(flat, rows.dtype)
-    # XLA repeats cheap operations in each of their uses, and would take these away from
-    # the gather above. A second gather ends the loop: those it does not repeat.
+    # XLA repeats cheap operations in each of their users, which would take these away from
+    # the gather above. It does not repeat a gather, so a second one ends the loop.
     here = jnp.arange(flat.shape[0], dtype=jnp.int32)
     return flat.at[here].get(mode="promise_in_bounds").reshape(rows.shape)
 

@@ -1,32 +1,34 @@
-"""Numbering the distinct rows that some indices name, so that each has one slot.
+"""Numbering the distinct rows among some indices: each gets a number, its *slot*.
 
-The general way sorts the indices. A CPU can instead look up in a map which position names a
-row first: a map of V integers if the table is small enough, else one of 2 to 8 K integers
-in which different rows may meet, tried again with another hash for those that did.
+The general way sorts the indices. A CPU can instead find the first occurrence of each row
+in a map: one of V integers if the table is small enough, else a hash map of 2 to 8 K
+integers, in which rows that collide try again with another hash.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
+from jax.extend.core import Primitive
+from jax.interpreters import batching, mlir
 
 from jslices._rows.bounds import empty_slot
-from jslices._rows.sort import sort_ids
 
 Numbered = tuple[jax.Array, jax.Array, jax.Array]
 
-#: The map of all rows pays up to so many rows of the table for each index, measured: a step
-#: of Adam with 1e5 ids then takes 0.6 to 0.8 of the time, with 1e4 ids 0.7 to 0.9.
+#: The map of all rows pays off up to so many rows of the table for each index: a step of
+#: Adam with 1e5 ids then takes 0.6 to 0.8 of the time, with 1e4 ids 0.7 to 0.9.
 ROWS_PER_ID = 32
-#: With gaps, a map of more rows does.
+#: With gaps it pays off for larger tables.
 ROWS_PER_GAP = 128
-#: Below so many ids nothing is won by choosing.
+#: With fewer ids than this a sort is as fast.
 FEW = 512
-#: A hash spreads the ids over so many times as many places, or up to twice that; half as
-#: many, and as fast, where rows have fewer than 16 elements: places would be most memory.
+#: The hash map has so many places for each id, or up to twice that. Where rows have fewer
+#: than 16 elements half as many do, as fast: the map would be larger than the rows.
 SPREAD = 4
 
 
@@ -39,22 +41,22 @@ def number_slots(indices: jax.Array, num_rows: int | None, capacity: int) -> Num
       capacity: U, the number of slots.
 
     Returns:
-      ``(unique, slots, distinct)``: the distinct rows ``[U]``, sorted, then empty slots;
-      the slot of each occurrence, int32 ``[K]``, U or more where it has none; how many
-      distinct rows there are, int32 ``[]``.
+      ``(unique, slots, distinct)``: the distinct rows ``[U]``, sorted, then the empty
+      index; the slot of each occurrence, int32 ``[K]``, U or more where it has none; how
+      many distinct rows there are, int32 ``[]``.
 
     Cost: a sort of K integers.
     """
     empty = empty_slot(num_rows, indices.dtype)
     ordered, positions, is_first, slots = sort_slots(indices)
-    # Equal indices share a slot, so a colliding write stores the same number twice.
+    # Equal indices share a slot, so writes that collide store the same number.
     unique = (
         jnp.full((capacity,), empty, indices.dtype)
         .at[slots]
         .set(ordered, mode="drop", indices_are_sorted=True)
     )
-    # Back to the order of `indices`: moving K integers is cheaper than K rows.
-    # The slot that the empty index got is sent out of range.
+    # Back to the order of `indices`: moving K integers is cheaper than moving K rows.
+    # The empty index got a slot as well, which is sent out of range.
     slots = jnp.where(ordered == empty, capacity, slots)
     slots = jnp.zeros_like(slots).at[positions].set(slots, unique_indices=True)
     distinct = jnp.sum(is_first & (ordered != empty), dtype=jnp.int32)
@@ -62,7 +64,7 @@ def number_slots(indices: jax.Array, num_rows: int | None, capacity: int) -> Num
 
 
 def sort_slots(indices: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """Sorts ``indices`` ``[K]``, K at least 1, so that those of a row stand together.
+    """Sorts ``indices`` ``[K]``, K at least 1, and numbers the rows among them.
 
     Returns:
       ``(ordered, positions, is_first, numbers)``, each ``[K]``: the sorted indices, where
@@ -76,20 +78,21 @@ def sort_slots(indices: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, jax
 def number_slots_in_any_order(
     indices: jax.Array, num_rows: int, capacity: int, row_bytes: int
 ) -> Numbered:
-    """:func:`number_slots`, the distinct rows in the order in which it is fastest.
+    """:func:`number_slots`, with the distinct rows in whatever order is fastest.
 
-    ``row_bytes`` is the size of a row: a map takes about as much memory as the K rows.
-    Cost: O(K), and V integers written if V is small; or a sort of K integers.
+    ``row_bytes`` is the size of a row: the map takes about as much memory as K rows.
+    Cost: O(K), plus V integers written if V is small; or a sort of K integers.
     """
     find_first = _way(indices, num_rows, row_bytes, ROWS_PER_ID)
     return _by_position(_number_firsts, find_first, indices, num_rows, capacity)
 
 
 def number_slots_with_gaps(indices: jax.Array, num_rows: int, row_bytes: int) -> Numbered:
-    """:func:`number_slots` for K slots, between which there may be empty ones.
+    """:func:`number_slots` for K slots, of which any may be empty.
 
-    On a CPU a row has the slot in which it is named first, so that none has to be counted:
-    with 1e3 ids a step of Adagrad or Adam takes 0.8 to 1.1 of the time, 0.9 in the median.
+    On a CPU the slot of a row is the position of its first occurrence, so nothing has to be
+    counted: with 1e3 ids a step of Adagrad or Adam takes 0.8 to 1.1 of the time, 0.9 in the
+    median.
     """
     find_first = _way(indices, num_rows, row_bytes, ROWS_PER_GAP)
     return _by_position(_keep_firsts, find_first, indices, num_rows, len(indices))
@@ -98,11 +101,11 @@ def number_slots_with_gaps(indices: jax.Array, num_rows: int, row_bytes: int) ->
 def _way(
     indices: jax.Array, num_rows: int, row_bytes: int, rows_per_id: int
 ) -> Callable[[jax.Array, int], jax.Array] | None:
-    """How a CPU finds the first occurrences; None if it had better sort."""
+    """How a CPU finds first occurrences; None if sorting is as fast."""
     num_ids, elements = indices.shape[0], row_bytes // 4
     if num_ids < FEW:
         return None
-    # The map may take the memory of the rows, or twice that where they are short.
+    # The map may take as much memory as the rows, or twice that where they are short.
     room = max(elements, min(2 * elements, 16))
     if num_rows <= num_ids * min(rows_per_id, room):
         return _by_map
@@ -130,7 +133,7 @@ def _by_position(
 
 
 def _by_map(indices: jax.Array, num_rows: int) -> jax.Array:
-    """Where the row of each index is named first: int32 ``[K]``, K for empty slots."""
+    """Where each row occurs first: int32 ``[K]``, K for the empty index."""
     count = indices.shape[0]
     here = jnp.arange(count, dtype=jnp.int32)
     places = jnp.full((num_rows,), count, jnp.int32).at[indices].min(here, mode="drop")
@@ -138,9 +141,9 @@ def _by_map(indices: jax.Array, num_rows: int) -> jax.Array:
 
 
 def _by_hash(indices: jax.Array, num_rows: int, spread: int) -> jax.Array:
-    """The same. Rows that meet try again: 1e5 random ids need three rounds.
+    """The same. Rows that collide try again: 1e5 random ids need three rounds.
 
-    The first in each place is found in its round, hence the rounds end.
+    Each round settles the first row in every place, hence the loop ends.
     """
     count = indices.shape[0]
     bits = (spread * count - 1).bit_length()
@@ -193,3 +196,59 @@ def _keep_firsts(
     is_first = first == jnp.arange(capacity, dtype=jnp.int32)
     distinct = jnp.sum(is_first, dtype=jnp.int32)
     return jnp.where(is_first, indices, num_rows), first, distinct
+
+
+@jax.jit
+def sort_ids(ids: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Sorts non-negative ``ids`` along the last axis, fast on every platform.
+
+    XLA:CPU sorts one 64-bit operand about five times as fast as two of 32 bits, so there
+    the row number and its position are packed into one integer. Most programs run without
+    64-bit types, hence a primitive: the packing exists only in its lowering for a CPU, and
+    no transformation meets a 64-bit value. Elsewhere two operands are sorted (on a GPU
+    that is a radix sort).
+
+    Args:
+      ids: ``[..., K]`` int32 or int64, none negative.
+
+    Returns:
+      ``(sorted, positions)``, both ``[..., K]``: ``sorted[k] == ids[positions[k]]``,
+      equal ids in their original order; positions are int32. Cost: O(K log K).
+    """
+    ordered, positions = sort_ids_p.bind(ids)
+    return ordered, positions
+
+
+def _two_operands(ids: jax.Array) -> Sequence[jax.Array]:
+    positions = lax.broadcasted_iota(jnp.int32, ids.shape, ids.ndim - 1)
+    return lax.sort((ids, positions), dimension=ids.ndim - 1, num_keys=1)
+
+
+def _packed(ids: jax.Array) -> Sequence[jax.Array]:
+    if ids.dtype != jnp.int32:
+        return _two_operands(ids)
+    with jax.enable_x64(True):
+        positions = lax.broadcasted_iota(jnp.int64, ids.shape, ids.ndim - 1)
+        keys = lax.sort((ids.astype(jnp.int64) << 32) | positions)
+        low = (keys & 0xFFFFFFFF).astype(jnp.int32)
+        return [(keys >> 32).astype(jnp.int32), low]
+
+
+def _abstract(ids: jax.core.ShapedArray) -> Sequence[jax.core.ShapedArray]:
+    return [ids.update(weak_type=False), ids.update(dtype=np.int32, weak_type=False)]
+
+
+def _batch(
+    args: Sequence[jax.Array], dims: Sequence[int]
+) -> tuple[Sequence[jax.Array], Sequence[int]]:
+    (ids,), (dim,) = args, dims
+    return sort_ids_p.bind(jnp.moveaxis(ids, dim, 0)), (0, 0)
+
+
+sort_ids_p = Primitive("sort_ids")
+sort_ids_p.multiple_results = True
+sort_ids_p.def_abstract_eval(_abstract)
+sort_ids_p.def_impl(_two_operands)
+batching.primitive_batchers[sort_ids_p] = _batch
+mlir.register_lowering(sort_ids_p, mlir.lower_fun(_two_operands))
+mlir.register_lowering(sort_ids_p, mlir.lower_fun(_packed), platform="cpu")

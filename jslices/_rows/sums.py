@@ -1,4 +1,4 @@
-"""Summing duplicate rows into a static number of unique ones."""
+"""Summing the rows that share an index into a static number of distinct ones."""
 
 import math
 from collections.abc import Callable
@@ -14,10 +14,10 @@ from jslices._rows.numbering import (
     number_slots_with_gaps,
 )
 
-#: How the distinct rows and the empty slots stand.
+#: The order of the distinct rows; with "gaps", empty entries may stand between them.
 Order = Literal["sorted", "any", "gaps"]
 
-#: What ``n`` occurrences of a row are divided by, once they are summed.
+#: What the sum of ``n`` occurrences of a row is divided by.
 COMBINERS: dict[str, Callable[[jax.Array], jax.Array] | None] = {
     "sum": None,
     "mean": lambda n: n,
@@ -38,23 +38,23 @@ def sum_duplicates(
     Args:
       values: ``[K, *D]`` of any dtype. 16-bit floats are summed in float32 and rounded
         once.
-      indices: ``[K]`` of any integer dtype; empty slots are dropped.
+      indices: ``[K]`` of any integer dtype; those out of range are dropped.
       num_rows: V, or None when unknown.
-      size: U, the static number of slots returned; None means ``min(K, V)``, which
+      size: U, the static number of entries returned; None means ``min(K, V)``, which
         always suffices.
       combine: a key of ``COMBINERS``.
-      order: "any" if the rows may come in any order, "gaps" if empty slots may also stand
-        between them; both can be faster.
+      order: "any" if the rows may come in any order, "gaps" if empty entries may also
+        stand between them; both can be faster.
 
     Returns:
-      ``(values [U, *D], indices [U], distinct [])``: indices unique and, unless another
-      ``order`` is wanted, sorted, then the empty slots (index V, zero values).
-      ``distinct``, int32, is the number of rows named; U may be less.
+      ``(values [U, *D], indices [U], distinct [])``: distinct rows, sorted unless another
+      ``order`` is allowed, then empty entries (index V, zero values). ``distinct``, int32,
+      is how many distinct rows there are, which may be more than U.
 
     Raises:
       ValueError: if more than ``size`` distinct rows are present and the indices are
-        concrete. Under jit nothing can be raised: the values then become NaN (of a
-        floating dtype), so that the loss shows it.
+        concrete. Under jit, where nothing can be raised, floating values become NaN, which
+        then shows in the loss.
 
     Cost: a sort of K integers (or less, unless sorted), one pass over ``[K, *D]`` and
     one over ``[U, *D]``.
@@ -108,7 +108,8 @@ def add_by_slot(
 ) -> jax.Array:
     """``[capacity, *D]``: the rows of ``values`` ``[K, *D]`` with the same slot, summed.
 
-    Slots of ``capacity`` or more drop. 16-bit floats are summed in float32, rounded once.
+    Slots of ``capacity`` or more drop. 16-bit floats are summed in float32 and rounded
+    once.
     """
     dtype = values.dtype
     narrow = jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4

@@ -1,4 +1,4 @@
-"""``scatter_nd_*``: indices that reach deeper than rows."""
+"""``scatter_nd_*`` and ``batch_scatter_update``: indices that reach deeper than rows."""
 
 from typing import Any
 
@@ -6,14 +6,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.experimental import checkify
 from jax.typing import ArrayLike
 
-from jslices._rows.ids import as_ids, check_mode, settle
-from jslices._scatter.arguments import as_ref, as_updates, check_dtype
-from jslices._scatter.eager import compiled
-from jslices._scatter.element_bounds import refuse_bad_elements
+from jslices._rows.ids import IdOutOfRangeError, as_ids, check_mode, on_host, settle
 from jslices._scatter.kernels import update
-from jslices._scatter.rows import refuse_bad_rows
+from jslices._scatter.rows import (
+    as_ref,
+    as_updates,
+    check_dtype,
+    compiled,
+    refuse_bad_rows,
+)
 
 
 def scatter_nd_update(
@@ -21,7 +25,7 @@ def scatter_nd_update(
 ) -> jax.Array:
     """``ref`` with elements or slices replaced: ``ref[tuple(indices[k])] = updates[k]``.
 
-    This text holds for all of ``scatter_nd_*``.
+    What this text says holds for all of ``scatter_nd_*``.
 
     Args:
       ref: ``[N1, N2, ...]`` of any dtype.
@@ -38,8 +42,8 @@ def scatter_nd_update(
       TypeError, ValueError: as :func:`scatter_update`.
       IndexError: (also a ValueError) in mode ``"check"``.
 
-    Cost: a sort of K index tuples, writes only what is named. No flat offsets are formed,
-    so arrays of more than 2^31 elements are right.
+    Cost: a sort of K index tuples; writes only what is named. No flat offsets are formed,
+    so arrays of more than 2^31 elements work.
 
     Example:
       >>> import jax.numpy as jnp, jslices as js
@@ -47,7 +51,7 @@ def scatter_nd_update(
       Array([[0., 3.],
              [4., 0.]], dtype=float32)
 
-    Source: ``tf._jax.v1.scatter_nd_update`` and ``tf.tensor_scatter_nd_update``, which
+    Source: ``tf.compat.v1.scatter_nd_update`` and ``tf.tensor_scatter_nd_update``, which
     raise for a bad index.
     """
     return _scatter_nd("update", ref, indices, updates, mode)
@@ -65,7 +69,7 @@ def scatter_nd_add(
       >>> js.scatter_nd_add(jnp.zeros((2, 2)), [[0, 1], [0, 1]], jnp.array([3., 4.]))[0]
       Array([0., 7.], dtype=float32)
 
-    Source: ``tf._jax.v1.scatter_nd_add``; on zeros, ``tf.scatter_nd``.
+    Source: ``tf.compat.v1.scatter_nd_add``; on zeros, ``tf.scatter_nd``.
     """
     return _scatter_nd("add", ref, indices, updates, mode)
 
@@ -82,7 +86,7 @@ def scatter_nd_sub(
       >>> js.scatter_nd_sub(jnp.zeros((2, 2)), [[1]], jnp.array([[3., 4.]]))[1]
       Array([-3., -4.], dtype=float32)
 
-    Source: ``tf._jax.v1.scatter_nd_sub``.
+    Source: ``tf.compat.v1.scatter_nd_sub``.
     """
     return _scatter_nd("sub", ref, indices, updates, mode)
 
@@ -104,7 +108,7 @@ def batch_scatter_update(
     Raises:
       TypeError, ValueError, IndexError: as :func:`scatter_update`.
 
-    Cost: a sort of K integers per example, writes what is named.
+    Cost: a sort of K integers for each example; writes only what is named.
 
     Example:
       >>> import jax.numpy as jnp, jslices as js
@@ -112,21 +116,21 @@ def batch_scatter_update(
       Array([[1., 0., 0.],
              [0., 0., 2.]], dtype=float32)
 
-    Source: ``tf._jax.v1.batch_scatter_update``.
+    Source: ``tf.compat.v1.batch_scatter_update``.
     """
-    who = "batch_scatter_update"
-    check_mode(mode, who)
-    ref, numbers = as_ref(ref, who), as_ids(indices, who, "indices")
+    caller = "batch_scatter_update"
+    check_mode(mode, caller)
+    ref, numbers = as_ref(ref, caller), as_ids(indices, caller, "indices")
     batch = numbers.shape[:-1]
     if numbers.ndim < 1 or ref.ndim < numbers.ndim or ref.shape[: len(batch)] != batch:
         raise ValueError(
-            f"{who} wants ref [*B, V, *D] and indices [*B, K] of the same batch *B, got "
+            f"{caller} wants ref [*B, V, *D] and indices [*B, K] of the same batch *B, got "
             f"ref {list(ref.shape)} and indices {list(numbers.shape)}"
         )
     num_rows = ref.shape[len(batch)]
-    updates = as_updates(updates, ref, (*numbers.shape, *ref.shape[numbers.ndim :]), who)
+    updates = as_updates(updates, ref, (*numbers.shape, *ref.shape[numbers.ndim :]), caller)
     if mode == "check":
-        numbers = refuse_bad_rows(indices, numbers, num_rows, who, "indices")
+        numbers = refuse_bad_rows(indices, numbers, num_rows, caller, "indices")
     return _batch_update(ref, numbers, updates, mode)
 
 
@@ -142,20 +146,20 @@ def _batch_update(
 
 
 def _scatter_nd(op: str, ref: Any, indices: Any, updates: Any, mode: str) -> jax.Array:
-    who = f"scatter_nd_{op}"
-    check_mode(mode, who)
-    ref, numbers = as_ref(ref, who), as_ids(indices, who, "indices")
-    check_dtype(ref, op, who)
+    caller = f"scatter_nd_{op}"
+    check_mode(mode, caller)
+    ref, numbers = as_ref(ref, caller), as_ids(indices, caller, "indices")
+    check_dtype(ref, op, caller)
     depth = numbers.shape[-1] if numbers.ndim else 0
     if not 1 <= depth <= ref.ndim:
         raise ValueError(
-            f"{who} wants indices [..., d] with 1 <= d <= {ref.ndim}, the rank of ref, got "
-            f"indices {list(numbers.shape)}; for rows: indices[..., None]"
+            f"{caller} wants indices [..., d] with 1 <= d <= {ref.ndim}, the rank of ref, "
+            f"got indices {list(numbers.shape)}; for rows: indices[..., None]"
         )
     wanted = (*numbers.shape[:-1], *ref.shape[depth:])
-    updates = as_updates(updates, ref, wanted, who)
+    updates = as_updates(updates, ref, wanted, caller)
     if mode == "check":
-        numbers = refuse_bad_elements(indices, numbers, ref.shape, who)
+        numbers = _refuse_bad_elements(indices, numbers, ref.shape, caller)
     return _nd(op, ref, numbers, updates, mode)
 
 
@@ -179,10 +183,10 @@ def _nd(
 def _last_of_each(
     where: list[jax.Array], shape: tuple[int, ...]
 ) -> tuple[list[jax.Array], bool]:
-    """The coordinates, out of range wherever the same ones occur again later.
+    """The coordinates, moved out of range wherever the same ones occur again later.
 
     Returns:
-      ``(where, unique)``; if ``unique``, then no two of them are equal, also out of range.
+      ``(where, unique)``; if ``unique``, no two are equal, those out of range included.
     """
     count, dtype = where[0].shape[0], where[0].dtype
     if count == 0:
@@ -197,3 +201,55 @@ def _last_of_each(
     unique = shape[0] + count <= np.iinfo(dtype).max
     beyond = shape[0] + order.astype(dtype) if unique else jnp.asarray(shape[0], dtype)
     return [jnp.where(dropped, beyond, where[0]), *where[1:]], unique
+
+
+def _refuse_bad_elements(
+    given: Any, indices: jax.Array, shape: tuple[int, ...], caller: str
+) -> jax.Array:
+    """``indices``; raises for the first out of range, at once or through checkify.
+
+    Args:
+      given: ``[*B, d]``, the indices as the user passed them, for the message.
+      indices: the same as an array.
+      shape: of the array they index; its rank is at least d.
+      caller: the public function, for messages.
+
+    Returns:
+      ``[*B, d]``; under jit all are out of range if one is, so that nothing is written.
+    """
+    host = on_host(given)
+    if indices.size == 0:
+        return indices
+    message = f"{caller}: indices{{at}} = [{{value}}] does not index into shape {[*shape]}"
+    if host is None and isinstance(indices, jax.core.Tracer):
+        return _check_later(indices, shape, message)
+    array = np.asarray(indices) if host is None else host
+    bad = ((array < 0) | (array >= shape[: array.shape[-1]])).any(-1)
+    if not bad.any():
+        return indices
+    at = np.unravel_index(int(np.argmax(bad)), bad.shape)
+    raise IdOutOfRangeError(message.format(at=_place(at), value=_list(array[at])))
+
+
+def _check_later(indices: jax.Array, shape: tuple[int, ...], message: str) -> jax.Array:
+    lengths = shape[: indices.shape[-1]]
+    settled = [settle(indices[..., i], n, "drop") for i, n in enumerate(lengths)]
+    bad = jnp.stack([x == n for x, n in zip(settled, lengths, strict=True)]).any(0)
+    first, any_bad = jnp.argmax(bad.reshape(-1)), bad.any()
+    place = jnp.unravel_index(first, bad.shape) if bad.ndim else ()
+    places = {f"axis{i}": x for i, x in enumerate(place)}
+    values = indices.reshape(-1, len(lengths))[first]
+    numbers = {f"value{i}": x for i, x in enumerate(values)}
+    at, value = ([f"{{{name}}}" for name in names] for names in (places, numbers))
+    check: Any = checkify.check
+    message = message.format(at=_place(at), value=_list(value))
+    check(~any_bad, message, **places, **numbers)
+    return jnp.where(any_bad, -1, jnp.stack(settled, -1))
+
+
+def _list(parts: Any) -> str:
+    return ", ".join(map(str, parts))
+
+
+def _place(parts: Any) -> str:
+    return f"[{_list(parts)}]" if len(parts) else ""

@@ -1,9 +1,9 @@
 """What a scatter does to rows, given settled row numbers.
 
-In every function: ``ref`` is ``[V, *D]``, ``indices`` ``[K]`` in ``[0, V]`` where V drops,
-``rows`` ``[K, *D]`` of the dtype of ``ref``. The meaning is that of a loop over K in order.
-All are in place when ``ref`` is donated, and give the same on every backend (sums and
-products up to rounding).
+In every function ``ref`` is ``[V, *D]``, ``indices`` ``[K]`` in ``[0, V]``, where V drops,
+and ``rows`` ``[K, *D]`` of the dtype of ``ref``. The meaning is that of a loop over K, in
+order. All work in place when ``ref`` is donated, and give the same on every backend (sums
+and products up to rounding).
 """
 
 from collections.abc import Callable
@@ -14,15 +14,16 @@ import jax.numpy as jnp
 from jax import lax
 
 from jslices._rows.bounds import add_rows, set_rows, take_rows
-from jslices._rows.sort import sort_ids
+from jslices._rows.numbering import sort_ids
 
 Kernel = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 
 
 def update(ref: jax.Array, indices: jax.Array, rows: jax.Array) -> jax.Array:
-    """The last row written to a place stays. Cost: a sort of K integers, one scatter.
+    """Of several rows for one place the last stays.
 
-    XLA leaves it open which of several writes wins, so all others are dropped first.
+    XLA leaves open which of several writes wins, so all but the last are dropped first.
+    Cost: a sort of K integers, one scatter.
     """
     return set_rows(ref, last_of_each(indices, ref.shape[0]), rows)
 
@@ -40,7 +41,7 @@ def multiply(ref: jax.Array, indices: jax.Array, rows: jax.Array) -> jax.Array:
 
 @multiply.defjvp
 def _multiply_jvp(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
-    # JAX derives a scatter of products only where no two of them meet.
+    # JAX differentiates a scatter of products only if the indices are unique.
     _, tangent = jax.jvp(_multiply_by_products, primals, tangents)
     return multiply(*primals), tangent
 
@@ -51,10 +52,10 @@ def _multiply_by_products(ref: jax.Array, indices: jax.Array, rows: jax.Array) -
 
 
 def divide(ref: jax.Array, indices: jax.Array, rows: jax.Array) -> jax.Array:
-    """Floats: each row is divided once, by the product of its divisors (16-bit ones as
-    float32, whose range the product hardly leaves).
+    """Floats are divided once, by the product of their divisors; integers by each in turn.
 
-    Integers truncate towards zero at every division, one after the other.
+    The product of 16-bit floats is taken in float32, whose range it hardly leaves. Integers
+    truncate towards zero at every division.
     """
     if jnp.issubdtype(ref.dtype, jnp.integer):
         return _divide_integers(ref, indices, rows)
@@ -71,8 +72,8 @@ def _divide_floats(ref: jax.Array, indices: jax.Array, rows: jax.Array) -> jax.A
 
 @_divide_floats.defjvp
 def _divide_jvp(primals: Any, tangents: Any) -> Any:
-    # The same as without a rule; what a rule adds is that ref is seen to be used whole.
-    # Its rows are read and written, and that reading is no lookup of the user's.
+    # The derivative is what it would be without a rule. But without one the rows of ref
+    # that are read here would look like a lookup of the user's; ref is used whole.
     return jax.jvp(_divide_floats.fun, primals, tangents)
 
 
@@ -116,8 +117,8 @@ def _products(
     """The product of the rows of each index, where it occurs last in sorted order.
 
     Returns:
-      ``(indices [K], products [K, *D])``, the indices unique but for V. A scan over
-      segments: its derivative is right also where a factor is zero.
+      ``(indices [K], products [K, *D])``, the indices unique except for V. This is a scan
+      over segments, whose derivative is right where a factor is zero, too.
     """
     if indices.shape[0] == 0:
         return indices, rows
@@ -135,8 +136,8 @@ def _products(
 
 
 def _divide_integers(ref: jax.Array, indices: jax.Array, rows: jax.Array) -> jax.Array:
-    # Truncated quotients cannot be gathered into one division (the product of the divisors
-    # may overflow). XLA defines x / 0 as -1, all bits set, where TensorFlow's process dies.
+    # Not one division by the product of the divisors, which may overflow. XLA defines
+    # x / 0 as -1, all bits set; in TensorFlow it kills the process.
     num_rows = ref.shape[0]
     if num_rows == 0 or indices.shape[0] == 0:
         return ref

@@ -1,15 +1,17 @@
-"""``scatter_add`` and its six relatives: changing the rows that indices name."""
+"""``scatter_add`` and its six relatives, ``apply_slices``: changing rows of an array."""
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import ArrayLike
 
 from jslices._rows.ids import as_ids, check_mode, refuse_bad_ids, settle
-from jslices._scatter.arguments import as_ref, as_updates, check_dtype
-from jslices._scatter.eager import compiled
 from jslices._scatter.kernels import KERNELS
+from jslices._slices import IndexedSlices, check_slices, is_slices
 
 
 def scatter_update(
@@ -17,8 +19,8 @@ def scatter_update(
 ) -> jax.Array:
     """``ref`` with rows replaced: ``ref[indices[k]] = updates[k]``, for every k in order.
 
-    A pure function: the result is a new array, and under jit with ``ref`` donated it is
-    written in place. This text holds for all of ``scatter_*``.
+    A pure function: the result is a new array, which under jit is written in place when
+    ``ref`` is donated. What this text says holds for all of ``scatter_*``.
 
     Args:
       ref: ``[V, *D]`` of any dtype.
@@ -27,8 +29,8 @@ def scatter_update(
         a Python number or list takes it), or one number for all rows.
       mode: what an index outside ``[0, V)`` does; a negative one never wraps round.
         ``"drop"`` (or ``"fill"``): nothing. ``"clip"``: it means the nearest row.
-        ``"promise_in_bounds"``: undefined, for indices known to be right. ``"check"``: it
-        is an error, and nothing at all is written.
+        ``"promise_in_bounds"``: undefined, for indices known to be in range. ``"check"``:
+        it is an error, and nothing at all is written.
 
     Returns:
       ``[V, *D]``, the dtype of ``ref``. Rows that no index names are untouched. Of
@@ -42,16 +44,16 @@ def scatter_update(
 
     Cost: a sort of K integers, writes ``K * D`` elements.
 
-    Differentiable in ``ref`` (nothing for replaced rows) and in ``updates`` (nothing for
-    those that were overwritten).
+    Differentiable in ``ref`` (zero for replaced rows) and in ``updates`` (zero for those
+    that were overwritten).
 
     Example:
       >>> import jax.numpy as jnp, jslices as js
       >>> js.scatter_update(jnp.zeros(4), [1, 3, 1, 9], jnp.array([1., 2., 5., 7.]))
       Array([0., 5., 0., 2.], dtype=float32)
 
-    Source: ``tf._jax.v1.scatter_update``, which changes a variable, and raises for a bad
-    index after having changed the rows before it.
+    Source: ``tf.compat.v1.scatter_update``, which changes a variable and raises for a bad
+    index only after it has changed the rows before it.
     """
     return _scatter("update", ref, indices, updates, mode)
 
@@ -72,7 +74,7 @@ def scatter_add(
       >>> js.scatter_add(jnp.zeros(3), [0, 2, 0], jnp.array([1., 2., 3.]))
       Array([4., 0., 2.], dtype=float32)
 
-    Source: ``tf._jax.v1.scatter_add``.
+    Source: ``tf.compat.v1.scatter_add``.
     """
     return _scatter("add", ref, indices, updates, mode)
 
@@ -93,7 +95,7 @@ def scatter_sub(
       >>> js.scatter_sub(jnp.zeros(3), [0, 2, 0], 1)
       Array([-2.,  0., -1.], dtype=float32)
 
-    Source: ``tf._jax.v1.scatter_sub``.
+    Source: ``tf.compat.v1.scatter_sub``.
     """
     return _scatter("sub", ref, indices, updates, mode)
 
@@ -115,7 +117,7 @@ def scatter_mul(
       >>> js.scatter_mul(jnp.ones(3), [0, 2, 0], jnp.array([2., 5., 3.]))
       Array([6., 1., 5.], dtype=float32)
 
-    Source: ``tf._jax.v1.scatter_mul``.
+    Source: ``tf.compat.v1.scatter_mul``.
     """
     return _scatter("mul", ref, indices, updates, mode)
 
@@ -127,7 +129,7 @@ def scatter_div(
 
     Duplicates compound: floats are divided once, by the product of their divisors (of 16
     bits as float32); integers truncate towards zero each time. An integer divided by zero
-    is -1 (all bits set, XLA's rule); TensorFlow's process dies of it. ``ref`` is ``[V,
+    is -1 (all bits set, XLA's rule); in TensorFlow it kills the process. ``ref`` is ``[V,
     *D]``, ``indices`` ``[*B]``, ``updates`` ``[*B, *D]`` or one number, the result ``[V,
     *D]``; untouched rows, bad indices (``mode``), dtypes and errors are as in
     :func:`scatter_update`.
@@ -140,7 +142,7 @@ def scatter_div(
       >>> js.scatter_div(jnp.array([7, 7, -7]), [0, 2, 0], jnp.array([2, 2, 2]))
       Array([ 1,  7, -3], dtype=int32)
 
-    Source: ``tf._jax.v1.scatter_div``.
+    Source: ``tf.compat.v1.scatter_div``.
     """
     return _scatter("div", ref, indices, updates, mode)
 
@@ -151,7 +153,7 @@ def scatter_min(
     """``ref`` with rows lowered: minimum of ``ref[indices[k]]`` and ``updates[k]``.
 
     Duplicates fold. A NaN wins, as in ``jnp.minimum`` (in TensorFlow the stored value
-    does). ``ref`` is ``[V, *D]``, ``indices`` ``[*B]``, ``updates`` ``[*B, *D]`` or one
+    wins). ``ref`` is ``[V, *D]``, ``indices`` ``[*B]``, ``updates`` ``[*B, *D]`` or one
     number, the result ``[V, *D]``; untouched rows, bad indices (``mode``), dtypes and
     errors are as in :func:`scatter_update`.
 
@@ -163,7 +165,7 @@ def scatter_min(
       >>> js.scatter_min(jnp.zeros(3), [0, 2, 0], jnp.array([1., 2., -3.]))
       Array([-3.,  0.,  0.], dtype=float32)
 
-    Source: ``tf._jax.v1.scatter_min``, which knows fewer dtypes.
+    Source: ``tf.compat.v1.scatter_min``, which supports fewer dtypes.
     """
     return _scatter("min", ref, indices, updates, mode)
 
@@ -185,39 +187,208 @@ def scatter_max(
       >>> js.scatter_max(jnp.zeros(3), [0, 2, 0], jnp.array([1., 2., -3.]))
       Array([1., 0., 2.], dtype=float32)
 
-    Source: ``tf._jax.v1.scatter_max``, which knows fewer dtypes.
+    Source: ``tf.compat.v1.scatter_max``, which supports fewer dtypes.
     """
     return _scatter("max", ref, indices, updates, mode)
 
 
-def _scatter(op: str, ref: Any, indices: Any, updates: Any, mode: str) -> jax.Array:
-    who = f"scatter_{op}"
-    check_mode(mode, who)
-    ref, numbers = as_ref(ref, who), as_ids(indices, who, "indices")
-    check_dtype(ref, op, who)
-    updates = as_updates(updates, ref, (*numbers.shape, *ref.shape[1:]), who)
+def apply_slices(
+    ref: ArrayLike, slices: IndexedSlices, op: str = "add", *, mode: str = "drop"
+) -> jax.Array:
+    """``ref`` changed by the rows of ``slices``; under jit in place if ``ref`` is donated.
+
+    Args:
+      ref: ``[V, *D]`` (after ``vmap`` of the slices ``[*B, V, *D]``).
+      slices: IndexedSlices of such an array, of the same dtype: ``values`` ``[K, *D]``,
+        ``indices`` ``[K]``.
+      op: ``"add"``, ``"sub"``, ``"mul"``, ``"div"``, ``"min"``, ``"max"`` or ``"update"``.
+      mode: as in :func:`scatter_update`; with ``"check"`` an empty entry is an error.
+
+    Returns:
+      ``[V, *D]``: what ``scatter_<op>(ref, slices.indices, slices.values)`` gives.
+      Untouched rows stay, duplicates apply one after the other, empty entries drop.
+
+    Raises:
+      TypeError: for anything but IndexedSlices, or another dtype.
+      ValueError: for an unknown ``op``, or if ``dense_shape`` is not the shape of ``ref``.
+
+    Cost: that of the scatter; ``K * D`` elements.
+
+    Example:
+      >>> import jax.numpy as jnp, jslices as js
+      >>> s = js.IndexedSlices(jnp.array([1., 2.]), jnp.array([3, 3]), (4,))
+      >>> js.apply_slices(jnp.ones(4), s, "sub")
+      Array([ 1.,  1.,  1., -2.], dtype=float32)
+
+    Source: ``tf.Variable.scatter_add`` and its relatives, which ignore ``dense_shape``.
+    """
+    if not isinstance(slices, IndexedSlices):
+        raise TypeError(
+            f"apply_slices wants IndexedSlices, got {type(slices).__name__}; for arrays "
+            "there is scatter_add(ref, indices, updates)"
+        )
+    if op not in KERNELS:
+        raise ValueError(f"apply_slices got op={op!r}; it must be one of {list(KERNELS)}")
+    caller = f"apply_slices(op={op!r})"
+    check_slices(slices)
+    ref = as_ref(ref, caller)
+    rows_fit = slices.shape[1:] == ref.shape[1:] and slices.shape[0] in (None, ref.shape[0])
+    if not rows_fit:
+        raise ValueError(
+            f"{caller} got slices of an array of shape {slices.shape} for ref of shape "
+            f"{ref.shape}"
+        )
+    check_mode(mode, caller)
+    check_dtype(ref, op, caller)
+    indices = as_ids(slices.indices, caller, "slices.indices")
+    values = as_updates(slices.values, ref, slices.values.shape, caller, "slices")
+    axes = indices.ndim - 1
     if mode == "check":
-        numbers = refuse_bad_rows(indices, numbers, ref.shape[0], who, "indices")
+        indices = refuse_bad_rows(
+            slices.indices, indices, ref.shape[axes], caller, "slices.indices"
+        )
+
+    def one(ref: jax.Array, indices: jax.Array, values: jax.Array) -> jax.Array:
+        return scatter_rows(op, ref, indices, values, mode)
+
+    for _ in range(axes):
+        one = jax.vmap(one)
+    return one(ref, indices, values)
+
+
+def _scatter(op: str, ref: Any, indices: Any, updates: Any, mode: str) -> jax.Array:
+    caller = f"scatter_{op}"
+    check_mode(mode, caller)
+    ref, numbers = as_ref(ref, caller), as_ids(indices, caller, "indices")
+    check_dtype(ref, op, caller)
+    updates = as_updates(updates, ref, (*numbers.shape, *ref.shape[1:]), caller)
+    if mode == "check":
+        numbers = refuse_bad_rows(indices, numbers, ref.shape[0], caller, "indices")
     return scatter_rows(op, ref, numbers, updates, mode)
 
 
 def refuse_bad_rows(
-    given: Any, indices: jax.Array, num_rows: int, who: str, name: str
+    given: Any, indices: jax.Array, num_rows: int, caller: str, name: str
 ) -> jax.Array:
-    """``indices``; raises if one of them is bad, and under jit makes all of them bad then.
+    """``indices``; raises if one of them is bad. Under jit all become bad if one is.
 
-    So nothing at all is written. ``given`` are the same as the user passed them.
+    Nothing at all is written then. ``given`` are the indices as the user passed them.
     """
-    any_bad = refuse_bad_ids(given, num_rows, who, name)
+    any_bad = refuse_bad_ids(given, num_rows, caller, name)
     if any_bad is None:
         return indices
     return jnp.where(any_bad, -1, settle(indices, num_rows, "drop"))
+
+
+def compiled(*static: int) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """``jax.jit`` for concrete arguments, and the plain function while JAX traces.
+
+    A jitted call inside a traced program would hide from :func:`jslices.explain`, and from
+    warnings, which line of the user's program it came from.
+    """
+
+    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+        jitted = jax.jit(function, static_argnums=static)
+
+        @functools.wraps(function)
+        def call(*args: Any) -> Any:
+            tracing = any(isinstance(x, jax.core.Tracer) for x in args)
+            return (function if tracing else jitted)(*args)
+
+        return call
+
+    return decorate
 
 
 @compiled(0, 4)
 def scatter_rows(
     op: str, ref: jax.Array, indices: jax.Array, updates: jax.Array, mode: str
 ) -> jax.Array:
-    """The scatter itself, of checked arguments: ``indices [*B]``, ``updates [*B, *D]``."""
+    """The scatter of checked arguments: ``indices`` ``[*B]``, ``updates`` ``[*B, *D]``."""
     flat = settle(indices.reshape(-1), ref.shape[0], mode)
     return KERNELS[op](ref, flat, updates.reshape(flat.shape[0], *ref.shape[1:]))
+
+
+def as_ref(ref: Any, caller: str) -> jax.Array:
+    """``ref`` as an array with at least one axis."""
+    if is_slices(ref):
+        raise TypeError(f"{caller} wants an array to change, got {ref}; use ref.to_dense()")
+    _refuse_non_numbers(ref, caller, "an array to change")
+    array = jnp.asarray(ref)
+    if array.ndim < 1:
+        raise ValueError(f"{caller} wants ref [V, *D], got a scalar")
+    return array
+
+
+def as_updates(
+    updates: Any,
+    ref: jax.Array,
+    wanted: tuple[int, ...],
+    caller: str,
+    name: str = "updates",
+) -> Any:
+    """``updates`` as an array of the dtype of ``ref`` and the shape wanted.
+
+    Numbers and lists take the dtype of ``ref`` if it can hold their kind; arrays are never
+    cast. A scalar goes to every row. ``name`` is what messages call them.
+
+    Raises:
+      TypeError, ValueError: with all that is wrong in one message.
+    """
+    if is_slices(updates):
+        raise TypeError(
+            f"{caller} wants {name} as an array, got {updates}; their rows are written "
+            "with apply_slices(ref, slices, op)"
+        )
+    _refuse_non_numbers(updates, caller, f"{name} as an array or a number")
+    array, problems = _in_dtype(updates, ref.dtype, name)
+    if array.shape != wanted and array.shape != ():
+        problems.append(
+            f"{name}.shape must be indices.shape + the row shape = {wanted}, or () for "
+            f"a scalar, not {array.shape}"
+        )
+    if problems:
+        error = TypeError if "dtype" in problems[0] else ValueError
+        raise error(
+            f"{caller} got {name} {array.dtype}{list(array.shape)} for ref "
+            f"{ref.dtype}{list(ref.shape)}: " + "; ".join(problems)
+        )
+    return jnp.broadcast_to(array, wanted)
+
+
+def check_dtype(ref: jax.Array, op: str, caller: str) -> None:
+    """Refuses arithmetic that the dtype of ``ref`` does not support."""
+    dtype = ref.dtype
+    if dtype == jnp.bool_ and op != "update":
+        raise TypeError(
+            f"{caller} cannot calculate with bool; cast ref: ref.astype('int32')"
+        )
+    if jnp.issubdtype(dtype, jnp.complexfloating) and op in ("min", "max"):
+        raise TypeError(
+            f"{caller} got ref of dtype {dtype}, and complex numbers have no order"
+        )
+
+
+def _in_dtype(updates: Any, dtype: np.dtype, name: str) -> tuple[Any, list[str]]:
+    array = jnp.asarray(updates)
+    literal = not hasattr(updates, "dtype") or getattr(updates, "weak_type", False)
+    if array.dtype == dtype:
+        return array, []
+    if literal and _kind(array.dtype) <= _kind(dtype):
+        try:
+            return jnp.asarray(updates, dtype), []
+        except OverflowError:  # of Python's integers, which know no dtype
+            return array, [f"{name} must fit into the dtype of ref, {dtype}"]
+    return array, [
+        f"both must have one dtype, as nothing is cast: {name}.astype('{dtype}')"
+    ]
+
+
+def _refuse_non_numbers(x: Any, caller: str, wanted: str) -> None:
+    if x is None or isinstance(x, str | bytes):
+        raise TypeError(f"{caller} wants {wanted}, got {x!r}")
+
+
+def _kind(dtype: np.dtype) -> int:
+    kinds = (jnp.bool_, jnp.integer, jnp.floating, jnp.complexfloating)
+    return next(i for i, kind in enumerate(kinds) if jnp.issubdtype(dtype, kind))

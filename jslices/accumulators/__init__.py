@@ -9,16 +9,16 @@ from jslices._errors import CancelledError as CancelledError
 from jslices._errors import DeadlineExceededError as DeadlineExceededError
 from jslices._errors import InvalidArgumentError as InvalidArgumentError
 from jslices._errors import UnavailableError as UnavailableError
+from jslices.accumulators.blocking import ConditionalAccumulator as ConditionalAccumulator
 from jslices.accumulators.blocking import (
     SparseConditionalAccumulator as SparseConditionalAccumulator,
 )
-from jslices.accumulators.dense import ConditionalAccumulator as ConditionalAccumulator
+from jslices.accumulators.pure import DenseAccumulator as DenseAccumulator
+from jslices.accumulators.pure import DenseAccumulatorState as DenseAccumulatorState
 from jslices.accumulators.pure import SparseAccumulator as SparseAccumulator
 from jslices.accumulators.pure import SparseAccumulatorState as SparseAccumulatorState
+from jslices.accumulators.pure import dense_accumulator as dense_accumulator
 from jslices.accumulators.pure import sparse_accumulator as sparse_accumulator
-from jslices.accumulators.pure_dense import DenseAccumulator as DenseAccumulator
-from jslices.accumulators.pure_dense import DenseAccumulatorState as DenseAccumulatorState
-from jslices.accumulators.pure_dense import dense_accumulator as dense_accumulator
 from jslices.accumulators.server import AccumulatorClient as AccumulatorClient
 from jslices.accumulators.server import AccumulatorServer as AccumulatorServer
 from jslices.accumulators.server import connect as connect

@@ -12,7 +12,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from jslices._errors import InvalidArgumentError
-from jslices._slices import IndexedSlices
 
 #: A shape that is known in part; None when nothing is known of it, not even the rank.
 PartialShape = tuple[int | None, ...] | None
@@ -87,8 +86,8 @@ def refuse_tracer(name: str, value: Any) -> None:
     if isinstance(value, jax.core.Tracer):
         raise TypeError(
             f"{name} is a traced value, but this accumulator lives on the host; inside "
-            "jit use the pure form, jslices.sparse_accumulator, or call this after the "
-            "jitted function has returned"
+            "jit use the pure form, jslices.accumulators.sparse_accumulator, or call this "
+            "after the jitted function has returned"
         )
 
 
@@ -180,23 +179,6 @@ def check_rows(indices: np.ndarray, shape: PartialShape) -> None:
             f"Shape mismatch: index of slice {where} exceeded limits of shape; index is "
             f"{indices[where]} exceeded {shape[0]}"
         )
-
-
-def occupied_rows(grad: IndexedSlices) -> tuple[np.ndarray, np.ndarray]:
-    """``(values, indices)`` on the host, without the empty slots made on purpose.
-
-    These are the negative indices and the canonical one, V, which ``coalesce`` fills up
-    with. An index beyond V comes of a wrong id, and stays, to be refused.
-    """
-    refuse_tracer("grad", grad.values)
-    refuse_tracer("grad", grad.indices)
-    values, indices = np.asarray(grad.values), np.asarray(grad.indices)
-    if indices.ndim != 1 or not np.issubdtype(indices.dtype, np.integer):
-        return values, indices
-    shape = grad.dense_shape
-    empty = np.iinfo(indices.dtype).max if shape is None else shape[0]
-    kept = (indices >= 0) & (indices != empty)
-    return (values, indices) if kept.all() else (values[kept], indices[kept])
 
 
 def _other_dtype(name: str, given: Any, wanted: np.dtype) -> str:

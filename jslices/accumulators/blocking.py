@@ -1,29 +1,177 @@
-"""The sparse accumulator that threads share: apply, and wait to take the mean."""
+"""The blocking accumulators: objects that threads share, which wait for gradients."""
 
-from collections.abc import Sequence
+import functools
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, NoReturn
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
-from jslices.accumulators._base import ConditionalAccumulatorBase
+from jslices._errors import InvalidArgumentError
+from jslices._rows.bounds import INT32_MAX, empty_slot
+from jslices._slices import IndexedSlices, is_slices
 from jslices.accumulators._gradients import (
+    PartialShape,
+    check_dense,
+    check_reduction,
     check_rows,
     check_sparse,
+    float_dtype,
     host_array,
     host_indices,
     partial_shape,
     positive,
+    refuse_tracer,
     whole_number,
 )
-from jslices.accumulators._row_sums import RowSums, merged
-from jslices.accumulators._slices_methods import (
-    Limits,
-    SlicesMethods,
-    SparseAccumulatorTakeGradient,
-)
+from jslices.accumulators._state import ArraySum, RowSums, Store, Turns, divided, merged
+
+_shared: weakref.WeakValueDictionary[tuple[str, str], Turns] = weakref.WeakValueDictionary()
+_shared_lock = threading.Lock()
 
 
-class SparseConditionalAccumulator(ConditionalAccumulatorBase, SlicesMethods):
+class _Accumulator:
+    """Steps, counts, closing and sharing by name: the same for rows and whole arrays."""
+
+    dtype: np.dtype  #: of the gradients
+    shape: PartialShape  #: as declared, None where it is not known
+    name: str  #: as given
+    reduction_type: str  #: "MEAN" or "SUM"
+
+    def __init__(
+        self,
+        store: Callable[[np.dtype], Store],
+        dtype: Any,
+        shape: Any,
+        shared_name: str | None,
+        name: str,
+        reduction_type: str,
+    ) -> None:
+        kind = type(self).__name__
+        self.dtype = float_dtype(kind, dtype)
+        self.shape = partial_shape(kind, shape)
+        check_reduction(kind, reduction_type)
+        self.reduction_type = reduction_type
+        self.name = name
+        terms = (self.dtype, self.shape, reduction_type)
+        # Without a reference to self, which would keep a shared name alive.
+        new_store = functools.partial(store, self.dtype)
+        self._turns = _turns(kind, shared_name, new_store, terms)
+
+    def num_accumulated(self) -> int:
+        """How many gradients have been accepted since the last take."""
+        return self._turns.count
+
+    def num_stale(self) -> int:
+        """How many gradients have been dropped as stale, in all."""
+        return self._turns.stale
+
+    def global_step(self) -> int:
+        """The step below which a gradient's ``local_step`` is stale."""
+        return self._turns.step
+
+    def set_global_step(self, new_global_step: Any) -> None:
+        """Sets the step; what is accumulated stays.
+
+        A lower one than the current is logged (logger ``jslices.accumulators``, level
+        WARNING) and set, as in TensorFlow.
+        """
+        self._turns.set_step(whole_number("new_global_step", new_global_step))
+
+    def close(self) -> None:
+        """Ends it: every waiting take, and every later call, raises CancelledError.
+
+        Accumulators that share the state by name are closed as well; the name becomes
+        free.
+        """
+        with _shared_lock:
+            for key, turns in list(_shared.items()):
+                if turns is self._turns:
+                    del _shared[key]
+        self._turns.close()
+
+    def __repr__(self) -> str:
+        shape = None if self.shape is None else list(self.shape)
+        return (
+            f"{type(self).__name__}({self.dtype}, shape={shape}, {self.reduction_type}, "
+            f"{self.num_accumulated()} accumulated, step {self.global_step()})"
+        )
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            f"a {type(self).__name__} lives in one process and cannot be pickled or "
+            "copied; give it to others with jslices.accumulators.serve({'name': it})"
+        )
+
+
+def _turns(
+    kind: str, shared_name: str | None, new_store: Callable[[], Store], terms: Any
+) -> Turns:
+    """New state, or that of the accumulator of the same kind and name.
+
+    A name lives as long as an accumulator that uses it.
+    """
+    if not shared_name:
+        return Turns(new_store, terms)
+    with _shared_lock:
+        turns = _shared.get((kind, shared_name))
+        if turns is None:
+            turns = _shared[kind, shared_name] = Turns(new_store, terms)
+    if turns.terms != terms:
+        raise InvalidArgumentError(
+            f"{kind}(shared_name={shared_name!r}) exists with dtype, shape and "
+            f"reduction_type {turns.terms}, not {terms}"
+        )
+    return turns
+
+
+# --- rows -----------------------------------------------------------------------------
+
+
+class SparseAccumulatorTakeGradient(NamedTuple):
+    """What ``take_grad`` returns.
+
+    Attributes:
+      indices: ``[U]`` int64, ascending.
+      values: ``[U, *D]`` of the accumulator's dtype.
+      shape: int64, ``(V, *D)``; V is -1 when it is not known.
+    """
+
+    indices: np.ndarray
+    values: np.ndarray
+    shape: np.ndarray
+
+
+class Limits(NamedTuple):
+    """What a taker can hold; more is refused before it is taken."""
+
+    max_index: int | None = None
+    max_rows: int | None = None
+
+    @classmethod
+    def here(cls, size: int | None) -> "Limits":
+        """What IndexedSlices of ``size`` entries can hold in this process."""
+        return cls(None if jax.config.read("jax_enable_x64") else INT32_MAX, size)
+
+    def check(self, rows: np.ndarray) -> None:
+        """Refuses ``rows`` ``[U]``, ascending, beyond the limits."""
+        if self.max_index is not None and rows.size and rows[-1] > self.max_index:
+            raise InvalidArgumentError(
+                f"row {rows[-1]} needs 64-bit indices; switch them on with "
+                "jax.config.update('jax_enable_x64', True), or use take_grad"
+            )
+        if self.max_rows is not None and rows.size > self.max_rows:
+            raise InvalidArgumentError(
+                f"take_indexed_slices_grad(size={self.max_rows}): {rows.size} rows have "
+                f"been accumulated; pass size={rows.size} or more, or leave size out"
+            )
+
+
+class SparseConditionalAccumulator(_Accumulator):
     """Collects row gradients from many threads until enough have come to take their mean.
 
     It holds the sum of every row, a count, and a step. :meth:`apply_grad` adds a gradient
@@ -36,7 +184,7 @@ class SparseConditionalAccumulator(ConditionalAccumulatorBase, SlicesMethods):
     ``{0: 1, 2: 6, 3: 30}``. Rows that no gradient held are not in the result.
 
     All methods may be called from any thread. It computes on the host with NumPy and
-    never inside ``jit``; there use :func:`jslices.sparse_accumulator`. For other
+    never inside ``jit``; there use :func:`sparse_accumulator`. For other
     processes see :func:`jslices.accumulators.serve`.
 
     Args:
@@ -56,7 +204,7 @@ class SparseConditionalAccumulator(ConditionalAccumulatorBase, SlicesMethods):
 
     Example:
       >>> import numpy as np, jslices as js
-      >>> mean = js.SparseConditionalAccumulator("float32", shape=(5, 1))
+      >>> mean = js.accumulators.SparseConditionalAccumulator("float32", shape=(5, 1))
       >>> mean.apply_grad([0, 2], [[1.0], [2.0]])
       >>> mean.apply_grad([2, 3], [[10.0], [30.0]], local_step=0)
       >>> mean.take_grad(2).indices
@@ -65,15 +213,13 @@ class SparseConditionalAccumulator(ConditionalAccumulatorBase, SlicesMethods):
       >>> mean.num_accumulated(), mean.global_step()
       (0, 1)
 
-    Source: ``tf._jax.v1.SparseConditionalAccumulator``. Differences: indices need not be
+    Source: ``tf.compat.v1.SparseConditionalAccumulator``. Differences: indices need not be
     sorted or unique (TensorFlow returns duplicate rows then, each divided by a count of
     its own), and the result is always ascending; any floating dtype, bfloat16 included;
     wrong dtypes and indices that are no integers are errors, where TensorFlow aborts or
     truncates; two uses of one ``shared_name`` must agree; ``timeout``, ``close``,
     ``global_step`` and ``num_stale`` are new.
     """
-
-    _store = RowSums
 
     def __init__(
         self,
@@ -84,7 +230,7 @@ class SparseConditionalAccumulator(ConditionalAccumulatorBase, SlicesMethods):
         reduction_type: str = "MEAN",
     ) -> None:
         known = partial_shape(type(self).__name__, shape) or None  # there must be rows
-        super().__init__(dtype, known, shared_name, name, reduction_type)
+        super().__init__(RowSums, dtype, known, shared_name, name, reduction_type)
 
     def apply_grad(
         self,
@@ -121,6 +267,16 @@ class SparseConditionalAccumulator(ConditionalAccumulatorBase, SlicesMethods):
 
         self._turns.apply(whole_number("local_step", local_step), prepare)
 
+    def apply_indexed_slices_grad(self, grad: IndexedSlices, local_step: Any = 0) -> None:
+        """Like :meth:`apply_grad`, for slices ``values`` ``[K, *D]``, ``indices`` ``[K]``.
+
+        Entries that are empty on purpose (negative indices, and the canonical index V
+        with which ``coalesce`` fills up) are left out. An index beyond V comes from a
+        wrong id and is refused, as in TensorFlow. ``dense_shape`` counts as
+        ``grad_shape``.
+        """
+        self.apply_grad(*gradient_of_slices(grad), local_step)
+
     def take_grad(
         self, num_required: int, *, timeout: float | None = None
     ) -> SparseAccumulatorTakeGradient:
@@ -143,6 +299,30 @@ class SparseConditionalAccumulator(ConditionalAccumulatorBase, SlicesMethods):
         """
         return self._take_within(Limits(), num_required, timeout)
 
+    def take_indexed_slices_grad(
+        self, num_required: int, *, timeout: float | None = None, size: int | None = None
+    ) -> IndexedSlices:
+        """Like :meth:`take_grad`, as IndexedSlices on JAX's default device.
+
+        Args:
+          num_required: at least 1.
+          timeout: seconds to wait; None waits for ever.
+          size: U, the number of entries; those that are left over are empty. None means
+            as many as there are rows, which differs from take to take, so that a jitted
+            function of the slices is compiled again and again: give one there.
+
+        Returns:
+          ``values`` ``[U, *D]`` and ``indices`` ``[U]`` ascending, in the widest dtypes
+          that JAX has switched on: without ``jax_enable_x64`` float32 and int32.
+          ``dense_shape`` is None when V is not known.
+
+        Raises:
+          InvalidArgumentError: (nothing is taken) for more than ``size`` rows, or a row
+            number that needs ``jax_enable_x64``; and as in :meth:`take_grad`.
+        """
+        taken = self._take_within(Limits.here(size), num_required, timeout)
+        return taken_as_slices(taken, size)
+
     def _take_within(
         self, limits: Limits, num_required: int, timeout: float | None
     ) -> SparseAccumulatorTakeGradient:
@@ -152,3 +332,110 @@ class SparseConditionalAccumulator(ConditionalAccumulatorBase, SlicesMethods):
         num_rows = None if self.shape is None else self.shape[0]
         shape = (-1 if num_rows is None else num_rows, *values.shape[1:])
         return SparseAccumulatorTakeGradient(rows, values, np.array(shape, np.int64))
+
+
+def gradient_of_slices(grad: IndexedSlices) -> tuple[np.ndarray, np.ndarray, Any]:
+    """``(indices, values, shape)`` on the host; entries empty on purpose are left out."""
+    if not is_slices(grad):
+        raise TypeError(
+            "apply_indexed_slices_grad wants IndexedSlices, got a "
+            f"{type(grad).__name__}; a dense gradient goes to a "
+            "jslices.accumulators.ConditionalAccumulator"
+        )
+    refuse_tracer("grad", grad.values)
+    refuse_tracer("grad", grad.indices)
+    values, indices = np.asarray(grad.values), np.asarray(grad.indices)
+    shape = grad.dense_shape
+    if indices.ndim == 1 and np.issubdtype(indices.dtype, np.integer):
+        empty = np.iinfo(indices.dtype).max if shape is None else shape[0]
+        kept = (indices >= 0) & (indices != empty)
+        if not kept.all():
+            values, indices = values[kept], indices[kept]
+    return indices, values, shape
+
+
+def taken_as_slices(
+    taken: SparseAccumulatorTakeGradient, size: int | None
+) -> IndexedSlices:
+    """What was taken, filled up with empty entries to ``size``, as JAX's arrays."""
+    shape = None if taken.shape[0] < 0 else tuple(int(n) for n in taken.shape)
+    index_type = np.int64 if jax.config.read("jax_enable_x64") else np.int32
+    values, indices = taken.values, taken.indices.astype(index_type)
+    if size is not None and (missing := size - indices.size):
+        empty = empty_slot(shape[0] if shape else None, np.dtype(index_type))
+        if empty > np.iinfo(index_type).max:
+            empty = -1  # V itself does not fit, but any negative index is empty
+        indices = np.append(indices, np.full(missing, empty, index_type))
+        room = np.zeros((missing, *values.shape[1:]), values.dtype)
+        values = np.concatenate([values, room])
+    return IndexedSlices(jnp.asarray(values), jnp.asarray(indices), shape)
+
+
+# --- whole arrays ---------------------------------------------------------------------
+
+
+class ConditionalAccumulator(_Accumulator):
+    """Collects dense gradients from many threads until enough have come to take the mean.
+
+    Everything is as in :class:`SparseConditionalAccumulator`, except that a gradient is one
+    array and "MEAN" divides by the number of gradients.
+
+    Args:
+      dtype: floating dtype of the gradients, in which they are added as they come.
+      shape: of the gradients; None for a length that is not known, and None when nothing
+        is. ``()`` is a scalar.
+      shared_name: accumulators of this process with the same one share their state.
+      name: for your own use.
+      reduction_type: "MEAN" or "SUM".
+
+    Raises:
+      InvalidArgumentError: for arguments that are none of these.
+
+    Example:
+      >>> import numpy as np, jslices as js
+      >>> mean = js.accumulators.ConditionalAccumulator("float32", shape=(2,))
+      >>> mean.apply_grad([1.0, 5.0])
+      >>> mean.apply_grad([3.0, 5.0])
+      >>> mean.take_grad(2)
+      array([2., 5.], dtype=float32)
+
+    Source: ``tf.compat.v1.ConditionalAccumulator``.
+    """
+
+    def __init__(
+        self,
+        dtype: DTypeLike,
+        shape: Sequence[int | None] | None = None,
+        shared_name: str | None = None,
+        name: str = "conditional_accumulator",
+        reduction_type: str = "MEAN",
+    ) -> None:
+        super().__init__(ArraySum, dtype, shape, shared_name, name, reduction_type)
+
+    def apply_grad(self, grad: ArrayLike, local_step: int = 0) -> None:
+        """Adds ``grad``, of the accumulator's shape and dtype, unless it is stale.
+
+        Raises:
+          InvalidArgumentError: for another shape or dtype; nothing has changed.
+          CancelledError: after :meth:`close`.
+        """
+
+        def prepare() -> tuple[np.ndarray]:
+            array = host_array("grad", grad, self.dtype)
+            check_dense(array, self.shape, self.dtype)
+            return (array,)
+
+        self._turns.apply(whole_number("local_step", local_step), prepare)
+
+    def take_grad(self, num_required: int, *, timeout: float | None = None) -> np.ndarray:
+        """Waits for ``num_required`` gradients; the mean (or sum) of all that came.
+
+        Served in the order of coming. Empties the accumulator, adds one to the step.
+
+        Raises:
+          InvalidArgumentError: for ``num_required < 1``, at once.
+          DeadlineExceededError: (a ``TimeoutError``) after ``timeout``; nothing is taken.
+          CancelledError: when it is closed, also by another thread meanwhile.
+        """
+        store, count = self._turns.take(positive(num_required), timeout)
+        return divided(store.total, count) if self.reduction_type == "MEAN" else store.total

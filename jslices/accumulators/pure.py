@@ -1,4 +1,4 @@
-"""The sparse accumulator as pure functions on a state of static size."""
+"""The accumulators as pure functions on a state of static size, for use under ``jit``."""
 
 import dataclasses
 import operator
@@ -8,24 +8,82 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
 from jslices._errors import InvalidArgumentError
 from jslices._rows.bounds import add_rows, canonical_indices, empty_slot, index_dtype
-from jslices._rows.sort import sort_ids
+from jslices._rows.numbering import sort_ids
 from jslices._slices import IndexedSlices, check_slices, is_slices
-from jslices.accumulators._find_slots import find_slots
-from jslices.accumulators._gradients import check_reduction, check_sparse, partial_shape
-from jslices.accumulators._pure_base import PureSteps, device_dtype, sum_dtype, zero
+from jslices.accumulators._gradients import (
+    check_dense,
+    check_reduction,
+    check_sparse,
+    float_dtype,
+    partial_shape,
+    positive,
+)
+
+
+class _PureAccumulator:
+    """Functions of a state with ``num_accumulated`` and ``global_step``."""
+
+    def num_accumulated(self, state: Any) -> jax.Array:
+        """How many gradients have been accepted since the last take: int32 ``[]``."""
+        return state.num_accumulated
+
+    def global_step(self, state: Any) -> jax.Array:
+        """The step below which a gradient's ``local_step`` is stale: int32 ``[]``."""
+        return state.global_step
+
+    def set_global_step(self, state: Any, new_global_step: ArrayLike) -> Any:
+        """The state with another step, higher or lower; what is accumulated stays."""
+        step = jnp.asarray(new_global_step).astype(jnp.int32)
+        return state._replace(global_step=step)
+
+    def ready(self, state: Any, num_required: ArrayLike) -> jax.Array:
+        """Whether ``num_required`` gradients have been accumulated: bool ``[]``.
+
+        Raises:
+          InvalidArgumentError: for ``num_required < 1``, where it is a plain number.
+        """
+        if not isinstance(num_required, jax.core.Tracer):
+            num_required = positive(num_required)
+        return state.num_accumulated >= num_required
+
+
+def _after_take(ready: jax.Array, empty: Any, state: Any) -> Any:
+    """The empty state, one step further; the same state if it was not ready."""
+    new = empty._replace(global_step=state.global_step + 1)
+    return jax.tree.map(lambda x, y: jnp.where(ready, x, y), new, state)
+
+
+def _device_dtype(owner: str, dtype: Any) -> np.dtype:
+    """``dtype``, which must be a floating one that JAX has switched on."""
+    found = float_dtype(owner, dtype)
+    if jax.dtypes.canonicalize_dtype(found) != found:
+        raise InvalidArgumentError(
+            f"{owner}(dtype='{found}') needs "
+            "jax.config.update('jax_enable_x64', True) before it is made"
+        )
+    return found
+
+
+def _sum_dtype(dtype: np.dtype) -> np.dtype:
+    """What gradients are summed in: 16-bit floats in float32, to be rounded once."""
+    return np.dtype(np.float32) if dtype.itemsize < 4 else dtype
+
+
+# --- rows -----------------------------------------------------------------------------
 
 
 class SparseAccumulatorState(NamedTuple):
     """What has been accumulated: a pytree of static shapes.
 
-    A row keeps the slot that it first got; unused slots hold the empty index V.
+    A row keeps the entry that it first got; unused entries hold the empty index V.
     """
 
-    rows: jax.Array  #: ``[U]`` int32 or int64, in the order of coming.
+    rows: jax.Array  #: ``[U]`` int32 or int64, in the order in which they came.
     sums: jax.Array  #: ``[U, *D]``, float32 where the dtype has 16 bits.
     counts: jax.Array  #: int32 ``[U]``, how many gradients held each row.
     num_accumulated: jax.Array  #: int32 ``[]``, gradients since the last take.
@@ -35,7 +93,7 @@ class SparseAccumulatorState(NamedTuple):
 
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
-class SparseAccumulator(PureSteps):
+class SparseAccumulator(_PureAccumulator):
     """The functions of one accumulator; made by :func:`sparse_accumulator`."""
 
     dtype: np.dtype
@@ -46,9 +104,11 @@ class SparseAccumulator(PureSteps):
     def init(self) -> SparseAccumulatorState:
         """The state that holds nothing, at step 0."""
         rows = jnp.full(self.capacity, self._empty, self._index_dtype)
-        sums = jnp.zeros((self.capacity, *self._row_shape), sum_dtype(self.dtype))
+        sums = jnp.zeros((self.capacity, *self._row_shape), _sum_dtype(self.dtype))
         counts = jnp.zeros(self.capacity, jnp.int32)
-        return SparseAccumulatorState(rows, sums, counts, zero(), zero(), zero())
+        return SparseAccumulatorState(
+            rows, sums, counts, jnp.int32(0), jnp.int32(0), jnp.int32(0)
+        )
 
     def apply_grad(
         self, state: SparseAccumulatorState, grad: IndexedSlices, local_step: ArrayLike = 0
@@ -58,7 +118,7 @@ class SparseAccumulator(PureSteps):
         Args:
           state: from :meth:`init` or another method.
           grad: ``values`` ``[K, *D]``, ``indices`` ``[K]`` in any order; duplicates add
-            and count once, empty slots are dropped.
+            and count once, empty entries are dropped.
           local_step: int ``[]``, the step on whose parameters it was computed.
 
         Returns:
@@ -74,20 +134,20 @@ class SparseAccumulator(PureSteps):
         self._check(grad)
         empty = self._empty
         indices = canonical_indices(grad.indices, self.shape[0]).astype(self._index_dtype)
-        found = find_slots(state.rows, indices, empty)
+        found = _find_entries(state.rows, indices, empty)
         fresh = jnp.asarray(local_step) >= state.global_step
         fits = found.used <= self.capacity
         accepted = fresh & fits
 
-        def only(chosen: jax.Array, slots: jax.Array) -> jax.Array:
-            return jnp.where(chosen & accepted, slots, self.capacity)  # others drop out
+        def only(chosen: jax.Array, entries: jax.Array) -> jax.Array:
+            return jnp.where(chosen & accepted, entries, self.capacity)  # others drop out
 
-        to = only(indices != empty, found.slots)
-        is_new, is_held = (only(x, found.row_slots) for x in (found.is_new, found.is_held))
+        to = only(indices != empty, found.entries)
+        new, held = (only(x, found.row_entries) for x in (found.is_new, found.is_held))
         state = state._replace(
-            rows=state.rows.at[is_new].set(found.rows, mode="drop"),
+            rows=state.rows.at[new].set(found.rows, mode="drop"),
             sums=add_rows(state.sums, to, grad.values.astype(state.sums.dtype)),
-            counts=state.counts.at[is_held].add(1, mode="drop"),
+            counts=state.counts.at[held].add(1, mode="drop"),
             num_accumulated=state.num_accumulated + accepted.astype(jnp.int32),
             overflow=state.overflow + (fresh & ~fits).astype(jnp.int32),
         )
@@ -100,22 +160,26 @@ class SparseAccumulator(PureSteps):
 
         Returns:
           ``(state, slices)``: ``values`` ``[U, *D]`` and ``indices`` ``[U]``, ascending,
-          then the empty slots; the state is empty again and one step further. A pure
+          then the empty entries; the state is empty again and one step further. A pure
           function cannot wait: when :meth:`ready` is False the state comes back as it
-          was and all slots are empty, so that applying them changes nothing.
+          was and all entries are empty, so that applying them changes nothing.
 
         Raises:
           InvalidArgumentError: for ``num_required < 1``, where it is a plain number.
           ValueError: if gradients have overflowed since the last take. Under jit, where
-            nothing can be raised, the values become NaN instead. Who has dealt with the
-            refused gradients says so: ``state._replace(overflow=0)``.
+            nothing can be raised, the values become NaN instead. Once the refused
+            gradients have been dealt with, clear it: ``state._replace(overflow=0)``.
 
         Cost: a sort of U integers, reads and writes ``U * D`` elements.
         """
         ready = self.ready(state, num_required)
         overflow = ready & (state.overflow > 0)
         if not isinstance(overflow, jax.core.Tracer) and overflow:
-            raise ValueError(self._overflow_message(int(state.overflow)))
+            raise ValueError(
+                f"{int(state.overflow)} gradients were refused since the last take, "
+                "because their rows and those held are more than "
+                f"capacity={self.capacity}; make it larger, or take more often"
+            )
         ordered, positions = sort_ids(state.rows)
         values = state.sums.at[positions].get(mode="promise_in_bounds")
         if self.reduction_type == "MEAN":
@@ -128,11 +192,7 @@ class SparseAccumulator(PureSteps):
             jnp.where(ready, ordered, jnp.array(self._empty, ordered.dtype)),
             None if self.shape[0] is None else self.shape,  # type: ignore[arg-type]
         )
-        emptied = self.init()._replace(global_step=state.global_step + 1)
-        new_state = jax.tree.map(
-            lambda new, old: jnp.where(ready, new, old), emptied, state
-        )
-        return new_state, slices
+        return _after_take(ready, self.init(), state), slices
 
     @property
     def _row_shape(self) -> tuple[int, ...]:
@@ -162,12 +222,53 @@ class SparseAccumulator(PureSteps):
                 f"{grad.values.ndim}"
             )
 
-    def _overflow_message(self, refused: int) -> str:
-        return (
-            f"{refused} gradients were refused since the last take, because their rows "
-            f"and those held are more than capacity={self.capacity}; make it larger, or "
-            "take more often"
-        )
+
+class _Found(NamedTuple):
+    """The entries of a gradient's K indices among the U that are held.
+
+    Attributes:
+      entries: int32 ``[K]``, the entry of each index; of no meaning for an empty one.
+      rows: ``[U + K]``, the held rows and those of the gradient, ascending.
+      row_entries: int32 ``[U + K]``, the entry of each of ``rows``.
+      is_new: bool ``[U + K]``, true once for every row that was not held.
+      is_held: bool ``[U + K]``, true once for every row of the gradient.
+      used: int32 ``[]``, the entries used with the new ones; may exceed U.
+    """
+
+    entries: jax.Array
+    rows: jax.Array
+    row_entries: jax.Array
+    is_new: jax.Array
+    is_held: jax.Array
+    used: jax.Array
+
+
+def _find_entries(held: jax.Array, indices: jax.Array, empty: int) -> _Found:
+    """Finds the entry of every index, giving new rows the next free ones.
+
+    Args:
+      held: ``[U]``, unique but for the entries that are free, which come last.
+      indices: ``[K]`` of the same dtype, with duplicates and empty ones.
+      empty: what free entries and empty indices hold; larger than every row number.
+
+    Cost: a sort of U + K integers.
+    """
+    capacity, num_ids = held.shape[0], indices.shape[0]
+    before = jnp.sum(held != empty, dtype=jnp.int32)
+    rows, positions = sort_ids(jnp.concatenate([held, indices]))
+    # The sort is stable: of equal numbers the held one, if any, comes first.
+    is_first = jnp.concatenate([jnp.ones(1, bool), rows[1:] != rows[:-1]])
+    place = jnp.arange(capacity + num_ids, dtype=jnp.int32)
+    first = positions[lax.cummax(jnp.where(is_first, place, 0))]
+    from_grad = (positions >= capacity) & (rows != empty)
+    is_new = is_first & from_grad
+    after_held = jnp.concatenate([jnp.zeros(1, bool), positions[:-1] < capacity])
+    number = jnp.cumsum(is_new, dtype=jnp.int32)
+    row_entries = jnp.where(first < capacity, first, before + number - 1)
+    to = jnp.where(from_grad, positions - capacity, num_ids)
+    entries = jnp.zeros(num_ids, jnp.int32).at[to].set(row_entries, mode="drop")
+    is_held = from_grad & (is_first | after_held)
+    return _Found(entries, rows, row_entries, is_new, is_held, before + number[-1])
 
 
 def sparse_accumulator(
@@ -178,13 +279,13 @@ def sparse_accumulator(
 ) -> SparseAccumulator:
     """Row gradients of several micro-batches or workers, summed up under ``jit``.
 
-    The pure form of :class:`jslices.SparseConditionalAccumulator`: functions of a state
+    The pure form of :class:`SparseConditionalAccumulator`: functions of a state
     that ``jit``, ``scan`` and ``vmap`` take along. No array of V rows is ever made.
 
     Args:
       dtype: floating dtype of the gradients. 16-bit floats are summed in float32 and
         rounded once, when they are taken.
-      shape: ``(V, *D)`` of the table; V may be None, for not known.
+      shape: ``(V, *D)`` of the table; V may be None, for unknown.
       capacity: U, the number of distinct rows that can be held between two takes.
       reduction_type: "MEAN" divides each row by the number of gradients that held that
         row; "SUM" does not.
@@ -202,17 +303,17 @@ def sparse_accumulator(
     Cost: the state has ``U * D`` elements and 2 U integers; see the methods.
 
     Example:
-      >>> import jax.numpy as jnp, jslices as js
-      >>> accumulator = js.sparse_accumulator("float32", (9, 1), capacity=4)
-      >>> state = accumulator.init()
+      >>> import jax, jax.numpy as jnp, jslices as js
+      >>> accumulator = js.accumulators.sparse_accumulator("float32", (9, 1), capacity=4)
+      >>> state, add = accumulator.init(), jax.jit(accumulator.apply_grad)
       >>> for rows, values in [([0, 2], [1.0, 2.0]), ([3, 2], [30.0, 10.0])]:
       ...     grad = js.IndexedSlices(jnp.array(values)[:, None], jnp.array(rows), (9, 1))
-      ...     state, accepted = accumulator.apply_grad(state, grad)
-      >>> state, mean = accumulator.take_grad(state, 2)
+      ...     state, accepted = add(state, grad)
+      >>> state, mean = jax.jit(accumulator.take_grad)(state, 2)
       >>> mean.indices, mean.values.ravel()
       (Array([0, 2, 3, 9], dtype=int32), Array([ 1.,  6., 30.,  0.], dtype=float32))
 
-    Source: ``tf._jax.v1.SparseConditionalAccumulator``, which is an object, waits, and
+    Source: ``tf.compat.v1.SparseConditionalAccumulator``, which is an object, waits, and
     grows. ``optax.MultiSteps`` holds a dense array of V rows instead.
     """
     owner = "sparse_accumulator"
@@ -232,4 +333,100 @@ def sparse_accumulator(
             f"{owner}(capacity={capacity!r}): it must be a whole number from 1, the most "
             "distinct rows to be held at once"
         )
-    return SparseAccumulator(device_dtype(owner, dtype), found, size, reduction_type)
+    return SparseAccumulator(_device_dtype(owner, dtype), found, size, reduction_type)
+
+
+# --- whole arrays ---------------------------------------------------------------------
+
+
+class DenseAccumulatorState(NamedTuple):
+    """What has been accumulated: a pytree of static shapes."""
+
+    total: jax.Array  #: like the gradient, float32 where it has 16 bits.
+    num_accumulated: jax.Array  #: int32 ``[]``, gradients since the last take.
+    global_step: jax.Array  #: int32 ``[]``.
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class DenseAccumulator(_PureAccumulator):
+    """The functions of one accumulator; made by :func:`dense_accumulator`."""
+
+    dtype: np.dtype
+    shape: tuple[int, ...]
+    reduction_type: str
+
+    def init(self) -> DenseAccumulatorState:
+        """The state that holds nothing, at step 0."""
+        total = jnp.zeros(self.shape, _sum_dtype(self.dtype))
+        return DenseAccumulatorState(total, jnp.int32(0), jnp.int32(0))
+
+    def apply_grad(
+        self, state: DenseAccumulatorState, grad: ArrayLike, local_step: ArrayLike = 0
+    ) -> tuple[DenseAccumulatorState, jax.Array]:
+        """``(state, accepted)``: adds a gradient unless ``local_step`` is stale.
+
+        Raises:
+          InvalidArgumentError: for another shape or dtype.
+        """
+        grad = jnp.asarray(grad)
+        check_dense(grad, self.shape, self.dtype)
+        accepted = jnp.asarray(local_step) >= state.global_step
+        # A choice and no product: a stale gradient may hold NaN.
+        added = jnp.where(accepted, grad.astype(state.total.dtype), 0)
+        count = state.num_accumulated + accepted.astype(jnp.int32)
+        return state._replace(total=state.total + added, num_accumulated=count), accepted
+
+    def take_grad(
+        self, state: DenseAccumulatorState, num_required: ArrayLike
+    ) -> tuple[DenseAccumulatorState, jax.Array]:
+        """``(state, mean)`` of all gradients; zeros and the same state when not ready.
+
+        Raises:
+          InvalidArgumentError: for ``num_required < 1``, where it is a plain number.
+        """
+        ready = self.ready(state, num_required)
+        total = jnp.where(ready, state.total, 0)
+        if self.reduction_type == "MEAN":
+            total = total / jnp.maximum(state.num_accumulated, 1).astype(total.dtype)
+        return _after_take(ready, self.init(), state), total.astype(self.dtype)
+
+
+def dense_accumulator(
+    dtype: DTypeLike, shape: Sequence[int], reduction_type: str = "MEAN"
+) -> DenseAccumulator:
+    """Dense gradients of several micro-batches, summed up under ``jit``.
+
+    The pure form of :class:`jslices.accumulators.ConditionalAccumulator`, to stand beside
+    :func:`sparse_accumulator` for the dense leaves of a model.
+
+    Args:
+      dtype: floating dtype of the gradients; 16-bit floats are summed in float32.
+      shape: of the gradients, all of it known; ``()`` is a scalar here.
+      reduction_type: "MEAN" divides by the number of gradients, "SUM" does not.
+
+    Returns:
+      An accumulator with the same functions as :func:`sparse_accumulator` gives.
+
+    Raises:
+      InvalidArgumentError: for arguments that are none of these.
+
+    Example:
+      >>> import jax.numpy as jnp, jslices as js
+      >>> accumulator = js.accumulators.dense_accumulator("float32", (2,))
+      >>> state, accepted = accumulator.apply_grad(accumulator.init(), jnp.ones(2))
+      >>> accumulator.take_grad(state, 1)[1]
+      Array([1., 1.], dtype=float32)
+
+    Source: ``tf.compat.v1.ConditionalAccumulator``.
+    """
+    owner = "dense_accumulator"
+    found = partial_shape(owner, shape)
+    if found is None or None in found:
+        raise InvalidArgumentError(
+            f"{owner}(shape={shape!r}): its state has a static size; give the shape of "
+            "the gradients"
+        )
+    check_reduction(owner, reduction_type)
+    known = tuple(n for n in found if n is not None)
+    return DenseAccumulator(_device_dtype(owner, dtype), known, reduction_type)

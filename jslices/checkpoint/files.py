@@ -1,4 +1,8 @@
-"""Files that appear whole or not at all, and what belongs to a checkpoint's path."""
+"""Files that appear whole or not at all, and the paths that make up one checkpoint.
+
+A file is written under another name, flushed and renamed. While it is written it is locked
+by its process, so that what a killed process leaves behind is recognised and cleaned up.
+"""
 
 import contextlib
 import os
@@ -12,12 +16,18 @@ try:
 except ImportError:  # Windows: no locks, hence no cleaning up after killed processes
     fcntl = None  # type: ignore[assignment]
 
+#: A path as users give it.
+Path = str | os.PathLike[str]
+
 _TEMPORARY = re.compile(r"\.(?P<name>.+)\.(?P<id>[0-9a-f]{24})\.tmp", re.DOTALL)
 _SHARD = re.compile(r"(?P<prefix>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})", re.DOTALL)
 
 
+# --- writing --------------------------------------------------------------------------
+
+
 def new_id() -> str:
-    """Names one save; of two, the later one sorts last."""
+    """Identifies one save; of two ids the later one sorts last."""
     return f"{time.time_ns():016x}{secrets.token_hex(4)}"
 
 
@@ -27,13 +37,8 @@ def temporary_path(path: str, save_id: str) -> str:
     return os.path.join(directory, f".{name}.{save_id}.tmp")
 
 
-def shard_path(prefix: str, number: int, count: int) -> str:
-    """TensorFlow's name of one shard."""
-    return f"{prefix}-{number:05d}-of-{count:05d}"
-
-
 def open_new(path: str) -> int:
-    """A descriptor of a new file, locked for as long as this process lives."""
+    """A descriptor of a new file, locked for as long as it is open."""
     flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0)
     # Nobody cleans up between the two steps and finds a file without a lock.
     with directory_lock(os.path.dirname(path), exclusive=False):
@@ -59,13 +64,22 @@ def write_text(path: str, text: str) -> None:
 
 
 def sync_directory(directory: str) -> None:
-    """Makes the names in a directory outlast a power failure."""
+    """Makes the names in a directory survive a power failure."""
     if os.name == "posix":
         descriptor = os.open(directory or ".", os.O_RDONLY)
         try:
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
+
+
+def remove(path: str) -> None:
+    """Deletes a file that may be gone already."""
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(path)
+
+
+# --- locks ----------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
@@ -83,35 +97,14 @@ def directory_lock(directory: str, exclusive: bool) -> Iterator[None]:
         os.close(descriptor)
 
 
-def remove(path: str) -> None:
-    """Deletes a file that may be gone already."""
-    with contextlib.suppress(FileNotFoundError):
-        os.unlink(path)
-
-
-def families(prefix: str) -> list[list[str]]:
-    """The sets of files that a path may mean: one file, or so many shards."""
-    found = [[prefix]] if os.path.isfile(prefix) else []
-    directory, name = os.path.split(prefix)
-    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-        for entry in sorted(os.listdir(directory or ".")):
-            shard = _SHARD.fullmatch(entry)
-            if shard and shard["prefix"] == name and int(shard["number"]) == 0:
-                count = int(shard["count"])
-                found.append([shard_path(prefix, i, count) for i in range(count)])
-    return found
-
-
-def checkpoint_exists(prefix: str) -> bool:
-    """True if a path names a checkpoint."""
-    return bool(families(prefix))
-
-
-def remove_checkpoint(prefix: str) -> None:
-    """Deletes the files of a checkpoint; those that are gone are no matter."""
-    for family in families(prefix):
-        for path in family:
-            remove(path)
+def _try_lock(descriptor: int) -> bool:
+    if fcntl is None:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True
 
 
 def clean(directory: str, id_of: Callable[[str], str | None]) -> None:
@@ -121,6 +114,7 @@ def clean(directory: str, id_of: Callable[[str], str | None]) -> None:
     decides that a save has happened.
 
     Args:
+      directory: where.
       id_of: the id of the save that wrote a file; None if it cannot be read.
     """
     if fcntl is None:
@@ -148,11 +142,57 @@ def _is_abandoned(path: str) -> bool:
         os.close(descriptor)
 
 
-def _try_lock(descriptor: int) -> bool:
-    if fcntl is None:
-        return False
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        return False
-    return True
+# --- the files of a checkpoint --------------------------------------------------------
+
+
+def shard_path(prefix: str, number: int, count: int) -> str:
+    """TensorFlow's name of one shard."""
+    return f"{prefix}-{number:05d}-of-{count:05d}"
+
+
+def families(prefix: str) -> list[list[str]]:
+    """The sets of files that a path may mean: one file, or a number of shards."""
+    found = [[prefix]] if os.path.isfile(prefix) else []
+    directory, name = os.path.split(prefix)
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        for entry in sorted(os.listdir(directory or ".")):
+            shard = _SHARD.fullmatch(entry)
+            if shard and shard["prefix"] == name and int(shard["number"]) == 0:
+                count = int(shard["count"])
+                found.append([shard_path(prefix, i, count) for i in range(count)])
+    return found
+
+
+def checkpoint_exists(prefix: str) -> bool:
+    """True if a path names a checkpoint."""
+    return bool(families(prefix))
+
+
+def checkpoint_path(
+    path: Path, step: int | None, latest_filename: str | None, pad: bool, sharded: bool
+) -> str:
+    """The path of a new checkpoint, step included.
+
+    Raises:
+      ValueError: if nothing can be saved there.
+    """
+    prefix = os.fspath(path)
+    if not isinstance(prefix, str):
+        raise TypeError(f"path must be a str, not {type(prefix).__name__}")
+    directory, name = os.path.split(prefix)
+    state = latest_filename or "checkpoint"
+    if not name:
+        raise ValueError(f"{prefix!r} is not the path of a checkpoint; it ends in no name")
+    if os.path.dirname(state):
+        raise ValueError(f"'latest_filename' must not contain path components: {state}")
+    if step is not None:
+        prefix += f"-{step:08d}" if pad else f"-{step:d}"
+    if os.path.basename(prefix) == state and not sharded:
+        raise ValueError(
+            f"'latest_filename' collides with 'save_path': {state!r} and {prefix!r}"
+        )
+    if not os.path.isdir(directory or "."):
+        raise ValueError(f"Parent directory of {prefix} doesn't exist, can't save.")
+    if os.path.isdir(prefix):
+        raise ValueError(f"{prefix} is a directory; give the path of a file")
+    return prefix

@@ -1,4 +1,4 @@
-"""What a leaf of a pytree is on disk: an array, and what it was before."""
+"""A leaf of a tree and its form on disk: an array, and a word for what it was before."""
 
 import dataclasses
 import math
@@ -10,19 +10,23 @@ import jax.numpy as jnp
 import numpy as np
 
 from jslices._errors import InvalidArgumentError
-from jslices.checkpoint.memory import CODES, dtype_named
-from jslices.checkpoint.tensor_writer import Tensor
+from jslices.checkpoint.tensors import CODES, Tensor, dtype_named
 
-_BLOCK = 1 << 26  # bytes of a table that are gathered at a time
+#: Reads a saved array, or the box of it that an index gives.
+Index = tuple[slice, ...]
+Read = Callable[[Index | None], np.ndarray]
+
+_BLOCK = 1 << 26  # bytes of an array that are copied to the host at a time
+_NUMBERS = {"bool": "b", "int": "iu", "float": "f", "complex": "c"}
 
 
 @dataclasses.dataclass(frozen=True)
 class Spec:
-    """A variable as it was saved.
+    """What was saved under one name.
 
     Attributes:
       kind: what to make of the array: ``"jax"``, ``"numpy"``, ``"key:"`` and the name of
-        a generator, or the name of a type of Python's.
+        a generator, or the name of one of Python's types.
       dtype: the name of the array's dtype.
       shape: the array's shape; that of the key data for keys.
     """
@@ -32,8 +36,18 @@ class Spec:
     shape: tuple[int, ...]
 
     @property
+    def is_key(self) -> bool:
+        """True for random keys."""
+        return self.kind.startswith("key:")
+
+    @property
+    def is_string(self) -> bool:
+        """True for a str or bytes."""
+        return self.kind in ("str", "bytes")
+
+    @property
     def is_raw(self) -> bool:
-        """True if safetensors does not know the dtype, so that its bytes are stored."""
+        """True if safetensors does not have the dtype, so that its bytes are stored."""
         return self.dtype not in CODES
 
     @property
@@ -43,10 +57,19 @@ class Spec:
 
     @property
     def tensor_shape(self) -> tuple[int, ...]:
-        """The shape in the file: bytes are a last axis."""
-        return (
-            (*self.shape, dtype_named(self.dtype).itemsize) if self.is_raw else self.shape
-        )
+        """The shape in the file, where raw bytes are a last axis."""
+        width = (dtype_named(self.dtype).itemsize,) if self.is_raw else ()
+        return self.shape + width
+
+    def __str__(self) -> str:
+        if self.is_key:
+            return f"random keys ({self.kind.removeprefix('key:') or 'of any kind'})"
+        if self.is_string:
+            return f"a Python {self.kind}"
+        return f"{self.dtype}[{', '.join(map(str, self.shape))}]"
+
+
+# --- saving ---------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,7 +84,7 @@ class Piece:
     start: tuple[int, ...]
     data: Any
 
-    def inside(self, shape: tuple[int, ...]) -> tuple[slice, ...]:
+    def index(self) -> Index:
         """The box as an index of the array."""
         sizes = self.data.shape
         return tuple(slice(a, a + n) for a, n in zip(self.start, sizes, strict=True))
@@ -74,22 +97,80 @@ class Leaf:
     spec: Spec
     pieces: list[Piece]
 
-    def tensor(self) -> Tensor:
-        """The whole array; what is spread over devices is gathered block by block."""
-        return self._tensor(self.spec.shape, lambda: _merged(self.pieces, self.spec.shape))
+    def tensor(self, block_bytes: int = _BLOCK) -> Tensor:
+        """The whole array; one on several devices is gathered block by block."""
+        if len(self.pieces) == 1:
+            return self.piece_tensor(self.pieces[0], block_bytes)
+        return self._tensor(self.spec.shape, lambda: self._merged(block_bytes))
 
-    def piece_tensor(self, piece: Piece) -> Tensor:
+    def piece_tensor(self, piece: Piece, block_bytes: int = _BLOCK) -> Tensor:
         """One piece of it."""
-        return self._tensor(piece.data.shape, lambda: host_blocks(piece.data))
+        return self._tensor(piece.data.shape, lambda: _host_blocks(piece.data, block_bytes))
 
     def rows_tensor(self, rows: np.ndarray) -> Tensor:
-        """Some rows of it, given in order."""
-        shape = (len(rows), *self.spec.shape[1:])
-        return self._tensor(shape, lambda: [_rows(self.pieces, rows, shape)])
+        """Some rows of it, given in ascending order."""
+        return self._tensor((len(rows), *self.spec.shape[1:]), lambda: [self._rows(rows)])
 
     def _tensor(self, shape: tuple[int, ...], blocks: Callable[[], Any]) -> Tensor:
         spec = dataclasses.replace(self.spec, shape=shape)
         return Tensor(spec.tensor_dtype, spec.tensor_shape, blocks)
+
+    def _merged(self, block_bytes: int) -> Iterator[np.ndarray]:
+        shape, dtype = self.spec.shape, self.pieces[0].data.dtype
+        for rows in row_blocks(shape, dtype.itemsize, block_bytes):
+            block = np.empty((rows.stop - rows.start, *shape[1:]), dtype)
+            for piece in self.pieces:
+                first, *others = piece.index()
+                start, stop = max(rows.start, first.start), min(rows.stop, first.stop)
+                if start < stop:
+                    part = piece.data[start - first.start : stop - first.start]
+                    target = slice(start - rows.start, stop - rows.start)
+                    block[(target, *others)] = np.asarray(part)
+            yield block
+
+    def _rows(self, rows: np.ndarray) -> np.ndarray:
+        out: Any = np.empty((len(rows), *self.spec.shape[1:]), self.pieces[0].data.dtype)
+        for piece in self.pieces:
+            first, *others = piece.index()
+            inside = np.flatnonzero((rows >= first.start) & (rows < first.stop))
+            if len(inside):
+                out[(inside, *others)] = _take(piece.data, rows[inside] - first.start)
+        return out
+
+
+def row_blocks(
+    shape: tuple[int, ...], itemsize: int, block_bytes: int = _BLOCK
+) -> Iterator[slice]:
+    """Ranges of rows that are a block each."""
+    size = max(1, block_bytes // max(1, math.prod(shape[1:]) * itemsize))
+    for start in range(0, shape[0], size):
+        yield slice(start, min(start + size, shape[0]))
+
+
+def _host_blocks(data: Any, block_bytes: int) -> Iterator[np.ndarray]:
+    if _is_on_host(data):
+        data = np.asarray(data)  # a view
+        if data.flags.c_contiguous:
+            yield data
+            return
+    if data.ndim == 0:
+        yield np.asarray(data)
+        return
+    for rows in row_blocks(data.shape, data.dtype.itemsize, block_bytes):
+        yield np.ascontiguousarray(np.asarray(data[rows]))
+
+
+def _take(data: Any, rows: np.ndarray) -> np.ndarray:
+    if _is_on_host(data):
+        return np.asarray(data)[rows]
+    # A power of two at a time: few programs are compiled for many numbers of rows.
+    padded = np.zeros(1 << (len(rows) - 1).bit_length(), rows.dtype)
+    padded[: len(rows)] = rows
+    return np.asarray(data[padded])[: len(rows)]
+
+
+def _is_on_host(data: Any) -> bool:
+    return isinstance(data, np.ndarray) or next(iter(data.devices())).platform == "cpu"
 
 
 def as_leaf(name: str, value: Any) -> Leaf:
@@ -109,7 +190,14 @@ def as_leaf(name: str, value: Any) -> Leaf:
         pieces = [Piece((0,) * array.ndim, array)]
     else:
         pieces = _device_pieces(name, array)
-    return Leaf(Spec(kind, _dtype_name(name, array.dtype), tuple(array.shape)), pieces)
+    dtype = array.dtype
+    if dtype.hasobject or dtype.names:
+        raise TypeError(
+            f"{name!r} has the dtype {dtype}, which is not one of plain numbers or "
+            "strings, and cannot be saved"
+        )
+    dtype_name = dtype.str if dtype.kind in "SUMm" else dtype.name
+    return Leaf(Spec(kind, dtype_name, tuple(array.shape)), pieces)
 
 
 def _kind_and_array(name: str, value: Any) -> tuple[str, Any]:
@@ -127,25 +215,13 @@ def _kind_and_array(name: str, value: Any) -> tuple[str, Any]:
     if isinstance(value, str | bytes):
         data = value.encode() if isinstance(value, str) else value
         return type(value).__name__, np.frombuffer(data, np.uint8)
-    if isinstance(value, bool | int | float | complex):
-        return _python_type(value).__name__, np.asarray(value)
+    for python_type in (bool, int, float, complex):
+        if isinstance(value, python_type):
+            return python_type.__name__, np.asarray(value)
     raise TypeError(
         f"{name!r} is of the type {type(value).__name__}, which cannot be saved; a "
         "variable is an array, a number, a string, or a pytree of them"
     )
-
-
-def _python_type(value: Any) -> type:
-    return next(t for t in (bool, int, float, complex) if isinstance(value, t))
-
-
-def _dtype_name(name: str, dtype: np.dtype[Any]) -> str:
-    if dtype.hasobject or dtype.names:
-        raise TypeError(
-            f"{name!r} is of the dtype {dtype}, which is not one of plain numbers or "
-            "strings, and cannot be saved"
-        )
-    return dtype.str if dtype.kind in "SUMm" else dtype.name
 
 
 def _device_pieces(name: str, array: Any) -> list[Piece]:
@@ -162,56 +238,123 @@ def _device_pieces(name: str, array: Any) -> list[Piece]:
     return [found[start] for start in sorted(found)]
 
 
-def host_blocks(data: Any) -> Iterator[np.ndarray]:
-    """The elements of one piece in order; no more than a block is copied at a time."""
-    on_host = isinstance(data, np.ndarray)
-    if not on_host and next(iter(data.devices())).platform == "cpu":
-        data, on_host = np.asarray(data), True  # a view
-    if data.ndim == 0 or (on_host and data.flags.c_contiguous):
-        yield np.asarray(data)
-        return
-    for rows in row_blocks(data.shape, data.dtype.itemsize):
-        yield np.ascontiguousarray(np.asarray(data[rows]))
+# --- restoring ------------------------------------------------------------------------
 
 
-def row_blocks(shape: tuple[int, ...], itemsize: int) -> Iterator[slice]:
-    """Ranges of rows that are a block each."""
-    size = max(1, _BLOCK // max(1, math.prod(shape[1:]) * itemsize))
-    for start in range(0, shape[0], size):
-        yield slice(start, min(start + size, shape[0]))
+def original(name: str, spec: Spec, read: Read) -> Any:
+    """A saved variable as what it was.
+
+    Raises:
+      InvalidArgumentError: if JAX cannot hold it as it was.
+    """
+    array = read(None)
+    if spec.kind == "numpy":
+        return array
+    if spec.is_key:
+        implementation = spec.kind.removeprefix("key:")
+        return jax.random.wrap_key_data(jax.device_put(array), impl=implementation)
+    if spec.is_string:
+        return array.tobytes().decode() if spec.kind == "str" else array.tobytes()
+    if spec.kind in _NUMBERS:
+        return array.item()
+    _check_width(name, spec)
+    return jax.device_put(array)
 
 
-def _merged(pieces: list[Piece], shape: tuple[int, ...]) -> Iterator[np.ndarray]:
-    if len(pieces) == 1:
-        yield from host_blocks(pieces[0].data)
-        return
-    dtype = pieces[0].data.dtype
-    for rows in row_blocks(shape, dtype.itemsize):
-        block = np.empty((rows.stop - rows.start, *shape[1:]), dtype)
-        for piece in pieces:
-            first, *others = piece.inside(shape)
-            start, stop = max(rows.start, first.start), min(rows.stop, first.stop)
-            if start < stop:
-                part = piece.data[start - first.start : stop - first.start]
-                target = slice(start - rows.start, stop - rows.start)
-                block[(target, *others)] = np.asarray(part)
-        yield block
+def place(name: str, spec: Spec, read: Read, template: Any) -> Any:
+    """A saved variable as what ``template`` is, on the devices that it is on.
+
+    Raises:
+      InvalidArgumentError: if JAX cannot hold it as it was.
+    """
+
+    def array() -> np.ndarray:
+        found = read(None)
+        if spec.kind in _NUMBERS:  # NumPy refuses one that does not fit
+            found = np.asarray(found.item(), template.dtype)
+        return found.reshape(template.shape)
+
+    if isinstance(template, np.ndarray | np.generic):
+        return array()
+    if isinstance(template, bool | int | float | complex):
+        return type(template)(read(None).item())
+    if isinstance(template, str | bytes):
+        return original(name, spec, read)
+    sharding: Any = getattr(template, "sharding", None)
+    is_spread = sharding is not None and len(sharding.device_set) > 1
+    if isinstance(template, jax.Array) and not is_spread:
+        sharding = sharding if getattr(template, "committed", False) else None
+    if spec.is_key:
+        keys = original(name, spec, read).reshape(template.shape)
+        return jax.device_put(keys, sharding)
+    if spec.kind not in _NUMBERS:
+        _check_width(name, spec)
+    shape = tuple(template.shape)
+    if shape != spec.shape or not is_spread:
+        return jax.device_put(array(), sharding)
+    boxes: dict[str, np.ndarray] = {}
+
+    def box(index: Index | None) -> np.ndarray:
+        key = str(index)  # what is replicated is read once
+        if key not in boxes:
+            boxes[key] = read(index)
+        return boxes[key]
+
+    return jax.make_array_from_callback(shape, sharding, box)
 
 
-def _rows(pieces: list[Piece], rows: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-    out: Any = np.empty(shape, pieces[0].data.dtype)
-    for piece in pieces:
-        first, *others = piece.inside(shape)
-        inside = np.flatnonzero((rows >= first.start) & (rows < first.stop))
-        if len(inside):
-            out[(inside, *others)] = _take(piece.data, rows[inside] - first.start)
-    return out
+def _check_width(name: str, spec: Spec) -> None:
+    dtype = dtype_named(spec.dtype)
+    if dtype.kind not in "biufcV":
+        raise InvalidArgumentError(
+            f"{name!r} was saved as NumPy's {dtype}; JAX has no such arrays. Give a NumPy "
+            "array in its place in `variables`"
+        )
+    if jax.dtypes.canonicalize_dtype(dtype) != dtype:
+        raise InvalidArgumentError(
+            f"{name!r} was saved as {dtype}, which JAX would make narrower; set "
+            "jax.config.update('jax_enable_x64', True), or give a NumPy array in its "
+            "place in `variables`"
+        )
 
 
-def _take(data: Any, rows: np.ndarray) -> np.ndarray:
-    if isinstance(data, np.ndarray) or next(iter(data.devices())).platform == "cpu":
-        return np.asarray(data)[rows]
-    # A power of two at a time: few programs are compiled for many numbers of rows.
-    padded = np.zeros(1 << (len(rows) - 1).bit_length(), rows.dtype)
-    padded[: len(rows)] = rows
-    return np.asarray(data[padded])[: len(rows)]
+def misfit(name: str, spec: Spec, template: Any, reshape: bool) -> str | None:
+    """Why a saved variable cannot become what ``template`` is; None if it can."""
+    wanted = _wanted(name, template)
+    saved = f"{name!r} was saved as {spec}"
+    kinds = {
+        "key:" if s.is_key else s.kind if s.is_string else "array" for s in (spec, wanted)
+    }
+    same_key = wanted.kind in ("key:", spec.kind) or not spec.is_key
+    if len(kinds) > 1 or not same_key:
+        return f"{saved}, but {wanted} is wanted"
+    if spec.dtype != wanted.dtype and not _is_number_for(spec, wanted):
+        return f"{saved}, but the dtype {wanted.dtype} is wanted; convert it afterwards"
+    if spec.is_string or spec.shape == wanted.shape:
+        return None
+    if not reshape:
+        advice = "Saver(reshape=True) allows another shape of as many elements"
+    elif math.prod(spec.shape) != math.prod(wanted.shape):
+        advice = "the number of elements differs"
+    else:
+        return None
+    return f"{saved}, but the shape {wanted.shape} is wanted; {advice}"
+
+
+def _wanted(name: str, template: Any) -> Spec:
+    if isinstance(template, jax.Array) and template.is_deleted():  # donated: still a shape
+        template = jax.ShapeDtypeStruct(template.shape, template.dtype)
+    if not isinstance(template, jax.ShapeDtypeStruct):
+        return as_leaf(name, template).spec
+    if not jnp.issubdtype(template.dtype, jax.dtypes.prng_key):
+        return Spec("jax", np.dtype(template.dtype).name, tuple(template.shape))
+    data = jax.eval_shape(jax.random.key_data, template)
+    return Spec("key:", "uint32", tuple(data.shape))
+
+
+def _is_number_for(spec: Spec, wanted: Spec) -> bool:
+    """Python's numbers have no width."""
+    for one, other in ((spec, wanted), (wanted, spec)):
+        if one.kind in _NUMBERS:
+            return dtype_named(other.dtype).kind in _NUMBERS[one.kind]
+    return False

@@ -1,15 +1,58 @@
 """Saver: checkpoints of any pytree, with TensorFlow's names, retention and state file."""
 
+import dataclasses
+import operator
+import os
 from collections.abc import Mapping, Sequence
+from typing import Any
 
-from jslices.checkpoint.names import check_var_list
-from jslices.checkpoint.restoring import RestoringMethods
-from jslices.checkpoint.retention import Retention, RetentionMethods
-from jslices.checkpoint.saver_def import SaverDef
-from jslices.checkpoint.saving import SavingMethods
+import jax
+import numpy as np
+
+from jslices._errors import InvalidArgumentError, NotFoundError
+from jslices.checkpoint import files
+from jslices.checkpoint.archive import (
+    Archive,
+    Part,
+    in_one_file,
+    in_shards,
+    narrow_to_rows,
+    write_checkpoint,
+)
+from jslices.checkpoint.deltas import delta_part, open_base
+from jslices.checkpoint.files import Path
+from jslices.checkpoint.leaves import Leaf, Read, as_leaf, misfit, original, place
+from jslices.checkpoint.retention import Retention
+from jslices.checkpoint.state_file import update_checkpoint_state
+from jslices.checkpoint.trees import (
+    brief,
+    check_var_list,
+    choose,
+    describe,
+    found_name,
+    named_leaves,
+    rebuild,
+    without_handles,
+)
 
 
-class Saver(SavingMethods, RestoringMethods, RetentionMethods):
+@dataclasses.dataclass(frozen=True)
+class SaverDef:
+    """The options of a ``Saver``, under the names of TensorFlow's ``SaverDef``.
+
+    There is no graph, so the names of its tensors are what TensorFlow would have used.
+    """
+
+    max_to_keep: int = 5
+    sharded: bool = False
+    keep_checkpoint_every_n_hours: float = 10000.0
+    filename_tensor_name: str = "save/Const:0"
+    save_tensor_name: str = "save/control_dependency:0"
+    restore_op_name: str = "save/restore_all"
+    version: int = 2
+
+
+class Saver:
     """Saves and restores variables: any pytree, optimizer states and random keys included.
 
     A checkpoint is one safetensors file at ``path``, or one for each shard at
@@ -52,7 +95,7 @@ class Saver(SavingMethods, RestoringMethods, RetentionMethods):
       >>> path = saver.save(variables, f"{directory}/model", global_step=3)
       >>> sorted(os.listdir(directory))
       ['checkpoint', 'model-3']
-      >>> saver.restore(js.latest_checkpoint(directory))["step"]
+      >>> saver.restore(js.checkpoint.latest_checkpoint(directory))["step"]
       3
 
     Source: ``tf.train.Saver``. There variables belong to a session; here they are given
@@ -78,11 +121,11 @@ class Saver(SavingMethods, RestoringMethods, RetentionMethods):
             keep_checkpoint_every_n_hours = saver_def.keep_checkpoint_every_n_hours
         self._var_list = check_var_list(var_list, allow_empty)
         self._reshape, self._sharded, self._name = reshape, sharded, name or "save"
-        self._every_n_hours = keep_checkpoint_every_n_hours
         self._allow_empty, self._pad = allow_empty, pad_step_number
         self._save_relative_paths = save_relative_paths
         self._retention = Retention(max_to_keep, keep_checkpoint_every_n_hours)
-        self._previous = None
+        #: Path and id of what was saved or restored last, on which a delta builds.
+        self._previous: tuple[str, str] | None = None
 
     def as_saver_def(self) -> SaverDef:
         """The options, for ``Saver(saver_def=...)``."""
@@ -90,8 +133,311 @@ class Saver(SavingMethods, RestoringMethods, RetentionMethods):
         return SaverDef(
             max_to_keep=self._retention.max_to_keep,
             sharded=self._sharded,
-            keep_checkpoint_every_n_hours=self._every_n_hours,
+            keep_checkpoint_every_n_hours=self._retention.every_n_hours,
             filename_tensor_name=f"{self._name}/Const:0",
             save_tensor_name=f"{self._name}/{save}:0",
             restore_op_name=f"{self._name}/restore_all",
         )
+
+    # --- saving -----------------------------------------------------------------------
+
+    def save(
+        self,
+        variables: Any,
+        path: Path,
+        global_step: Any = None,
+        latest_filename: str | None = None,
+        write_state: bool = True,
+    ) -> str:
+        """Saves variables, notes that in the state file, and deletes old checkpoints.
+
+        Args:
+          variables: a pytree of arrays of any dtype, numbers, strings and random keys.
+          path: where; its directory must be there.
+          global_step: is appended: ``path-7``. An integer, or the name of a variable that
+            holds one.
+          latest_filename: the name of the state file; None means ``"checkpoint"``.
+          write_state: False leaves the state file and ``last_checkpoints`` alone.
+
+        Returns:
+          The path of the checkpoint, for :meth:`restore`.
+
+        Raises:
+          ValueError: if the directory is not there, there is nothing to save, or the path
+            is that of something else.
+          TypeError: if something cannot be saved, or the step is no integer.
+          OSError: if the files cannot be written; nothing has changed then.
+
+        Cost: reads every element once. Beyond the variables themselves, 64 MiB of memory
+        for those that are sharded or not on the host.
+        """
+        leaves, info = self._leaves(variables)
+        prefix = self._path(variables, path, global_step, latest_filename)
+        if files.checkpoint_exists(prefix):
+            if os.path.abspath(prefix) in self._retention.needed_bases():
+                raise InvalidArgumentError(
+                    f"{prefix} is what saved deltas build on, so it cannot be overwritten; "
+                    "give another path or global_step"
+                )
+        parts = in_shards(leaves) if self._sharded else in_one_file(leaves)
+        return self._commit(
+            prefix, parts, info, self._sharded, latest_filename, write_state
+        )
+
+    def save_delta(
+        self,
+        variables: Any,
+        path: Path,
+        global_step: Any = None,
+        *,
+        touched: Any = None,
+        latest_filename: str | None = None,
+        write_state: bool = True,
+    ) -> str:
+        """Saves of tables only the rows that changed since the last checkpoint.
+
+        It builds on what this Saver saved or restored last, full or itself a delta, which
+        must be in the same directory. Restoring it restores that first and then replays
+        the rows. What it builds on is not deleted while it is kept. Two processes that
+        save deltas need paths of their own.
+
+        Args:
+          variables: as for :meth:`save`.
+          path: where; not the path of the checkpoint that it builds on.
+          global_step: as for :meth:`save`.
+          touched: ids of the rows that changed since then. A dict whose keys are names of
+            tables or patterns (``{"*/table": ids}``), or a tree like ``variables`` with
+            None where nothing is said. Ids are integers (duplicates, and those out of
+            range, do not matter), a mask ``[V]`` of bools, or IndexedSlices. Variables
+            of which nothing is said are saved whole. None compares all with what was
+            saved.
+          latest_filename: as for :meth:`save`.
+          write_state: as for :meth:`save`.
+
+        Returns:
+          The path of the delta, for :meth:`restore`.
+
+        Raises:
+          ValueError: if there is nothing to build on, and as :meth:`save`.
+          NotFoundError: if that is gone, or ``touched`` names no variable.
+          DataLossError: if that is damaged, or has been overwritten.
+
+        Cost: reads and writes the touched rows, and the variables that are saved whole;
+        with ``touched=None`` reads everything, and what it builds on. It is always one
+        file.
+        """
+        leaves, info = self._leaves(variables)
+        prefix = self._path(variables, path, global_step, latest_filename)
+        base = open_base(prefix, self._previous)
+        part, row_names = delta_part(leaves, touched, base)
+        name = os.path.basename(base.prefix)
+        info["delta"] = {"base": name, "base_id": base.save_id, "rows": row_names}
+        return self._commit(prefix, [part], info, False, latest_filename, write_state)
+
+    def _leaves(self, variables: Any) -> tuple[dict[str, Leaf], dict[str, Any]]:
+        """What is to be saved, by name, and its description in the checkpoint."""
+        variables = without_handles(variables)
+        names, values, _ = named_leaves(variables)
+        chosen = choose(names, self._var_list, "the variables hold")
+        if not chosen and not self._allow_empty:
+            raise ValueError("No variables to save: the tree has no leaves")
+        by_name = dict(zip(names, values, strict=True))
+        leaves = {saved: as_leaf(name, by_name[name]) for saved, name in chosen.items()}
+        specs = {n: dataclasses.astuple(leaf.spec) for n, leaf in leaves.items()}
+        info: dict[str, Any] = {"variables": specs}
+        if self._var_list is None:
+            info["structure"] = describe(variables)
+        return leaves, info
+
+    def _path(
+        self, variables: Any, path: Path, global_step: Any, latest_filename: str | None
+    ) -> str:
+        step = None if global_step is None else _step_number(global_step, variables)
+        return files.checkpoint_path(path, step, latest_filename, self._pad, self._sharded)
+
+    def _commit(
+        self,
+        prefix: str,
+        parts: list[Part],
+        info: dict[str, Any],
+        sharded: bool,
+        latest_filename: str | None,
+        write_state: bool,
+    ) -> str:
+        save_id = write_checkpoint(prefix, parts, info, sharded)
+        self._previous = (prefix, save_id)
+        if not write_state:
+            self._retention.keep(prefix)
+            return prefix
+        self._retention.record(prefix, save_id)
+        directory, newest = os.path.dirname(prefix), prefix
+        paths = self._retention.paths
+        if self._save_relative_paths:
+            # To an absolute directory, or TensorFlow's rule would apply once more.
+            directory = os.path.abspath(directory)
+            newest, *paths = (os.path.relpath(p, directory) for p in (newest, *paths))
+        update_checkpoint_state(directory, newest, paths, latest_filename)
+        self._retention.delete_old()
+        return prefix
+
+    # --- restoring --------------------------------------------------------------------
+
+    def restore(
+        self,
+        path: Path,
+        variables: Any = None,
+        rows: Mapping[str, slice] | None = None,
+    ) -> Any:
+        """Reads a checkpoint, checking every tensor it reads.
+
+        Args:
+          path: what :meth:`save` returned, or ``latest_checkpoint(directory)``. Also any
+            safetensors file.
+          variables: a pytree that says what is wanted: only its variables are read, as
+            the kind of thing each is (an array of JAX's or NumPy's, a number), onto its
+            sharding. A ``jax.ShapeDtypeStruct``, with its ``sharding=``, will do. None:
+            everything, as it was saved; nodes other than dicts, lists, tuples and
+            IndexedSlices come back as dicts.
+          rows: ``{name or pattern: slice(start, stop)}``, the rows that are wanted of a
+            table ``[V, *D]`` (``{"*/table": ...}``: of its slots as well). It comes back
+            as ``[stop - start, *D]``, the shape that it must have in ``variables``. Of
+            other variables everything is restored.
+
+        Returns:
+          A tree like ``variables``; where ``var_list`` leaves something out, its leaves
+          as they were given.
+
+        Raises:
+          ValueError: if there is no checkpoint at ``path``.
+          NotFoundError: if variables, a shard, or what a delta builds on, are not there.
+          InvalidArgumentError: if shapes or dtypes differ, or a range of rows is not
+            within the table.
+          DataLossError: if a file is damaged.
+
+        Cost: one table more than the variables hold at the end, at most. Of a sharded
+        array only the shards are read, and of ``rows`` only those, in chunks of 4 MiB.
+
+        Example:
+          >>> import tempfile, jax, jax.numpy as jnp, jslices as js
+          >>> tree = {"table": jnp.arange(12.0).reshape(6, 2), "step": 3}
+          >>> path = js.Saver().save(tree, f"{tempfile.mkdtemp()}/model")
+          >>> js.Saver().restore(path, rows={"table": slice(2, 4)})["table"]
+          Array([[4., 5.],
+                 [6., 7.]], dtype=float32)
+          >>> struct = jax.ShapeDtypeStruct((1, 2), jnp.float32)
+          >>> js.Saver().restore(path, {"table": struct}, rows={"table": slice(5, 6)})
+          {'table': Array([[10., 11.]], dtype=float32)}
+
+        Source: ``tf.train.Saver.restore``; ``rows`` is the slice of a partitioned
+        variable, which TensorFlow writes as ``"6 2 2,2:0,2"``.
+        """
+        if path is None:
+            raise ValueError("Can't load save_path when it is None.")
+        archive = Archive(os.fspath(path))
+        if variables is None:
+            restored = self._restore_all(archive, rows)
+        else:
+            restored = self._restore_into(archive, without_handles(variables), rows)
+        self._previous = (archive.prefix, archive.save_id)
+        return restored
+
+    def _restore_all(self, archive: Archive, rows: Any) -> Any:
+        inverse = self._var_list
+        if isinstance(inverse, Mapping):
+            inverse = {name: saved for saved, name in inverse.items()}
+        saved_as = choose(list(archive.specs), inverse, f"{archive.prefix} holds")
+        if rows is not None:
+            narrow_to_rows(archive, rows, saved_as)
+        leaves = {
+            name: original(saved, archive.specs[saved], _reader(archive, saved))
+            for name, saved in saved_as.items()
+        }
+        whole = self._var_list is None and archive.has_structure
+        return rebuild(archive.structure, leaves) if whole else leaves
+
+    def _restore_into(self, archive: Archive, variables: Any, rows: Any) -> Any:
+        names, templates, structure = named_leaves(variables)
+        chosen = choose(names, self._var_list, "the variables hold")
+        missing = sorted(saved for saved in chosen if saved not in archive.specs)
+        if missing:
+            raise NotFoundError(
+                f"Restoring from checkpoint failed: {archive.prefix} holds no {missing}; "
+                f"it holds {brief(archive.specs)}"
+            )
+        saved_as = {name: saved for saved, name in chosen.items()}
+        if rows is not None:
+            narrow_to_rows(archive, rows, saved_as)
+        wanted = [
+            (name, saved_as[name], archive.specs[saved_as[name]], template)
+            for name, template in zip(names, templates, strict=True)
+            if name in saved_as
+        ]
+        problems = [misfit(n, spec, x, self._reshape) for n, _, spec, x in wanted]
+        if any(problems):
+            raise InvalidArgumentError(
+                f"Restoring from checkpoint failed: in {archive.prefix} "
+                + "; ".join(problem for problem in problems if problem)
+            )
+        found = {n: place(s, spec, _reader(archive, s), x) for n, s, spec, x in wanted}
+        leaves = [found.get(n, x) for n, x in zip(names, templates, strict=True)]
+        return jax.tree.unflatten(structure, leaves)
+
+    # --- the checkpoints that are kept ------------------------------------------------
+
+    @property
+    def last_checkpoints(self) -> list[str]:
+        """The paths of the checkpoints that are kept, the oldest first; a new list."""
+        return self._retention.paths
+
+    def set_last_checkpoints(self, last_checkpoints: list[str]) -> None:
+        """Takes over a list of paths, which will not be deleted.
+
+        See :meth:`recover_last_checkpoints` for those that will be.
+
+        Raises:
+          TypeError: if it is not a list. (TensorFlow: AssertionError.)
+        """
+        if not isinstance(last_checkpoints, list):
+            raise _NotAList(
+                f"last_checkpoints must be a list, not {type(last_checkpoints).__name__}"
+            )
+        self._retention.replace(last_checkpoints)
+
+    def recover_last_checkpoints(self, checkpoint_paths: Sequence[str]) -> None:
+        """Takes over the checkpoints of an earlier run, to be deleted in their turn.
+
+        Args:
+          checkpoint_paths: the oldest first, for example
+            ``get_checkpoint_state(directory).all_model_checkpoint_paths``. Those that
+            no longer exist are left out.
+        """
+        self._retention.recover(os.fspath(path) for path in checkpoint_paths)
+
+
+class _NotAList(TypeError, AssertionError):
+    """TensorFlow's AssertionError, which is a TypeError."""
+
+
+def _step_number(step: Any, variables: Any) -> int:
+    """The step as an integer; it may be the value of a variable."""
+    if isinstance(step, str):
+        names, values, _ = named_leaves(without_handles(variables))
+        found = found_name(step, names)
+        if found not in names:
+            raise NotFoundError(
+                f"global_step={step!r} is no variable; there are {brief(names)}"
+            )
+        step = values[names.index(found)]
+    try:
+        if isinstance(step, bool | np.bool_) or np.ndim(step):
+            raise TypeError
+        return operator.index(step.item() if hasattr(step, "item") else step)
+    except TypeError:
+        raise TypeError(
+            "global_step must be an integer, an array of one, or the name of a variable, "
+            f"not {step!r}"
+        ) from None
+
+
+def _reader(archive: Archive, name: str) -> Read:
+    return lambda index: archive.read(name, index)

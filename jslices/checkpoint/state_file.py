@@ -3,13 +3,16 @@
 import dataclasses
 import logging
 import os
-from collections.abc import Sequence
+import re
+from collections.abc import Iterable, Sequence
 
 from jslices._errors import NotFoundError
-from jslices.checkpoint import _proto_text
-from jslices.checkpoint.files import checkpoint_exists, write_text
+from jslices.checkpoint.files import Path, checkpoint_exists, write_text
 
 _log = logging.getLogger("jslices.checkpoint")
+
+_PATH, _PATHS = "model_checkpoint_path", "all_model_checkpoint_paths"
+_TIMES, _PRESERVED = "all_model_checkpoint_timestamps", "last_preserved_timestamp"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,7 +24,7 @@ class CheckpointState:
       all_model_checkpoint_paths: those that are kept, the oldest first.
       all_model_checkpoint_timestamps: when each was saved, in seconds since 1970; empty
         unless TensorFlow's ``CheckpointManager`` wrote the file.
-      last_preserved_timestamp: as that class uses it; None where it is not said.
+      last_preserved_timestamp: as that class uses it; None if the file does not have it.
     """
 
     model_checkpoint_path: str
@@ -29,24 +32,9 @@ class CheckpointState:
     all_model_checkpoint_timestamps: list[float] = dataclasses.field(default_factory=list)
     last_preserved_timestamp: float | None = None
 
-    def text(self) -> str:
-        """The content of the file."""
-        fields: list[tuple[str, str | float]] = [
-            ("model_checkpoint_path", self.model_checkpoint_path)
-        ]
-        fields += [(_PATHS, path) for path in self.all_model_checkpoint_paths]
-        fields += [(_TIMES, time) for time in self.all_model_checkpoint_timestamps]
-        if self.last_preserved_timestamp is not None:
-            fields.append((_PRESERVED, self.last_preserved_timestamp))
-        return _proto_text.dump(fields)
-
-
-_PATH, _PATHS = "model_checkpoint_path", "all_model_checkpoint_paths"
-_TIMES, _PRESERVED = "all_model_checkpoint_timestamps", "last_preserved_timestamp"
-
 
 def get_checkpoint_state(
-    checkpoint_dir: str | os.PathLike[str], latest_filename: str | None = None
+    checkpoint_dir: Path, latest_filename: str | None = None
 ) -> CheckpointState | None:
     """What the state file of a directory says, written by this package or TensorFlow.
 
@@ -63,16 +51,16 @@ def get_checkpoint_state(
 
     Example:
       >>> import tempfile, jslices as js
-      >>> print(js.get_checkpoint_state(tempfile.mkdtemp()))
+      >>> print(js.checkpoint.get_checkpoint_state(tempfile.mkdtemp()))
       None
 
     Source: ``tf.train.get_checkpoint_state``.
     """
     directory = os.fspath(checkpoint_dir)
-    filename = state_path(directory, latest_filename)
+    filename = _state_path(directory, latest_filename)
     try:
         with open(filename, "rb") as file:
-            state = _parsed(_proto_text.parse(file.read()))
+            state = _state(parse_text(file.read()))
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:
@@ -94,7 +82,7 @@ def get_checkpoint_state(
 
 
 def latest_checkpoint(
-    checkpoint_dir: str | os.PathLike[str], latest_filename: str | None = None
+    checkpoint_dir: Path, latest_filename: str | None = None
 ) -> str | None:
     """The newest checkpoint of a directory, to be given to ``Saver.restore``.
 
@@ -114,7 +102,7 @@ def latest_checkpoint(
       >>> directory = tempfile.mkdtemp()
       >>> path = os.path.join(directory, "model")
       >>> path = js.Saver().save({"w": jnp.ones(2)}, path, global_step=7)
-      >>> os.path.basename(js.latest_checkpoint(directory))
+      >>> os.path.basename(js.checkpoint.latest_checkpoint(directory))
       'model-7'
 
     Source: ``tf.train.latest_checkpoint``.
@@ -127,15 +115,15 @@ def latest_checkpoint(
         return path
     _log.error(
         "%s names the checkpoint %s, which is not there",
-        state_path(os.fspath(checkpoint_dir), latest_filename),
+        _state_path(os.fspath(checkpoint_dir), latest_filename),
         path,
     )
     return None
 
 
 def update_checkpoint_state(
-    save_dir: str | os.PathLike[str],
-    model_checkpoint_path: str | os.PathLike[str],
+    save_dir: Path,
+    model_checkpoint_path: Path,
     all_model_checkpoint_paths: Sequence[str] | None = None,
     latest_filename: str | None = None,
     all_model_checkpoint_timestamps: Sequence[float] | None = None,
@@ -161,7 +149,7 @@ def update_checkpoint_state(
     Example:
       >>> import tempfile, jslices as js
       >>> directory = tempfile.mkdtemp()
-      >>> js.update_checkpoint_state(directory, "m-2", ["m-1"])
+      >>> js.checkpoint.update_checkpoint_state(directory, "m-2", ["m-1"])
       >>> print(open(f"{directory}/checkpoint").read(), end="")
       model_checkpoint_path: "m-2"
       all_model_checkpoint_paths: "m-1"
@@ -180,9 +168,9 @@ def update_checkpoint_state(
             f"there are {len(times)} timestamps for {len(paths)} checkpoints: {paths}"
         )
     if not os.path.isabs(directory):
-        newest = relative(newest, directory)
-        paths = [relative(path, directory) for path in paths]
-    filename = state_path(directory, latest_filename)
+        newest = _relative(newest, directory)
+        paths = [_relative(path, directory) for path in paths]
+    filename = _state_path(directory, latest_filename)
     if filename in (newest, os.path.join(directory, newest)):
         raise RuntimeError(
             f"Save path {newest!r} conflicts with path used for checkpoint state. "
@@ -191,20 +179,27 @@ def update_checkpoint_state(
     if not os.path.isdir(directory or "."):
         raise NotFoundError(f"the directory {directory!r} is not there; create it first")
     state = CheckpointState(newest, paths, times, last_preserved_timestamp)
-    write_text(filename, state.text())
+    write_text(filename, dump_text(_fields(state)))
 
 
-def state_path(directory: str, latest_filename: str | None) -> str:
-    """Where the state file is."""
+def _state_path(directory: str, latest_filename: str | None) -> str:
     return os.path.join(directory, latest_filename or "checkpoint")
 
 
-def relative(path: str, directory: str) -> str:
+def _relative(path: str, directory: str) -> str:
     """A relative path as seen from ``directory``; an absolute one as it is."""
     return path if os.path.isabs(path) else os.path.relpath(path, directory or ".")
 
 
-def _parsed(fields: list[tuple[str, str | float]]) -> CheckpointState:
+def _fields(state: CheckpointState) -> Iterable[tuple[str, str | float]]:
+    yield _PATH, state.model_checkpoint_path
+    yield from ((_PATHS, path) for path in state.all_model_checkpoint_paths)
+    yield from ((_TIMES, time) for time in state.all_model_checkpoint_timestamps)
+    if state.last_preserved_timestamp is not None:
+        yield _PRESERVED, state.last_preserved_timestamp
+
+
+def _state(fields: list[tuple[str, str | float]]) -> CheckpointState:
     kinds = {_PATH: str, _PATHS: str, _TIMES: float, _PRESERVED: float}
     values: dict[str, list[str | float]] = {name: [] for name in kinds}
     for name, value in fields:
@@ -212,6 +207,97 @@ def _parsed(fields: list[tuple[str, str | float]]) -> CheckpointState:
             raise ValueError(f"it has the unexpected field {name}: {value!r}")
         values[name].append(value)
     if len(values[_PATH]) > 1 or len(values[_PRESERVED]) > 1:
-        raise ValueError("a field that may stand once stands twice")
+        raise ValueError("a field that may occur once occurs twice")
     path, preserved = next(iter(values[_PATH]), ""), next(iter(values[_PRESERVED]), None)
     return CheckpointState(path, values[_PATHS], values[_TIMES], preserved)  # type: ignore[arg-type]
+
+
+# --- the text form of protocol buffers, as far as this file uses it -------------------
+
+_TOKEN = re.compile(
+    rb"""\s+ | \#[^\n]* |
+    (?P<name>[A-Za-z_]\w*) \s* :? |
+    (?P<string>"(?:[^"\\\n]|\\.)*" | '(?:[^'\\\n]|\\.)*') |
+    (?P<number>[-+]?[0-9.][0-9.eE+-]*f?) |
+    (?P<end>[,;])""",
+    re.VERBOSE,
+)
+_ESCAPE = re.compile(
+    rb"\\(?:([0-7]{1,3})|[xX]([0-9a-fA-F]{1,2})|u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|(.))",
+    re.DOTALL,
+)
+_LETTERS = dict(zip(b"abfnrtv", b"\a\b\f\n\r\t\v", strict=True))
+_ESCAPED = {ord(k): v for k, v in zip("\n\r\t\"'\\", "nrt\"'\\", strict=True)}
+
+
+def dump_text(fields: Iterable[tuple[str, str | float]]) -> str:
+    """``name: value`` lines. Bytes beyond ASCII are octal, as TensorFlow has them."""
+    return "".join(f"{name}: {_text(value)}\n" for name, value in fields)
+
+
+def parse_text(text: bytes) -> list[tuple[str, str | float]]:
+    """The fields of a flat message, in order.
+
+    Raises:
+      ValueError: if this is not the text of one.
+    """
+    fields: list[tuple[str, bytes | float | None]] = []
+    position = 0
+    while position < len(text):
+        token = _TOKEN.match(text, position)
+        if token is None:
+            raise ValueError(f"cannot read {text[position : position + 20]!r}")
+        position = token.end()
+        if token["name"]:
+            if fields and fields[-1][1] is None:
+                raise ValueError(f"{fields[-1][0]} has no value")
+            fields.append((token["name"].decode(), None))
+        elif token["string"] or token["number"]:
+            name, value = fields.pop() if fields else ("", None)
+            fields.append((name, _value(name, value, token)))
+        elif token["end"] and (not fields or fields[-1][1] is None):
+            raise ValueError("a separator without a field before it")
+    if fields and fields[-1][1] is None:
+        raise ValueError(f"{fields[-1][0]} has no value")
+    return [(name, _decoded(value)) for name, value in fields]
+
+
+def _value(name: str, value: bytes | float | None, token: re.Match[bytes]) -> bytes | float:
+    if token["number"]:
+        if not name or value is not None:
+            raise ValueError(f"{token['number']!r} belongs to no field")
+        return float(token["number"].rstrip(b"f"))
+    string = _ESCAPE.sub(_unescaped, token["string"][1:-1])
+    if value is None and name:
+        return string
+    if not isinstance(value, bytes):
+        raise ValueError(f"{string!r} belongs to no field")
+    return value + string  # strings that follow one another are one
+
+
+def _decoded(value: bytes | float | None) -> str | float:
+    if isinstance(value, bytes):  # as os.fsdecode: paths need not be UTF-8
+        return value.decode("utf-8", "surrogateescape")
+    assert value is not None
+    return value
+
+
+def _unescaped(match: re.Match[bytes]) -> bytes:
+    octal, hexadecimal, short, long, letter = match.groups()
+    if octal or hexadecimal:
+        return bytes([int(octal, 8) & 255 if octal else int(hexadecimal, 16)])
+    if short or long:
+        return chr(int(short or long, 16)).encode("utf-8", "surrogatepass")
+    return bytes([_LETTERS.get(letter[0], letter[0])])
+
+
+def _text(value: str | float) -> str:
+    if not isinstance(value, str):
+        return repr(float(value)).removesuffix(".0")
+    escaped = []
+    for byte in value.encode("utf-8", "surrogateescape"):
+        if byte in _ESCAPED:
+            escaped.append("\\" + _ESCAPED[byte])
+        else:
+            escaped.append(chr(byte) if 32 <= byte < 127 else f"\\{byte:03o}")
+    return f'"{"".join(escaped)}"'

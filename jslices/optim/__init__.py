@@ -30,9 +30,9 @@ not caught up raises a ValueError that names the row, and under ``jit`` makes it
 NaN, so that the loss shows it. Hyperparameters other than the learning rate must be numbers
 known while tracing; where the learning rate is a number that changes (by
 ``optax.inject_hyperparams``, say), missed steps use the newest; a schedule is followed step
-by step. What Optax's combinators return has no ``catch_up``: call the optimizer's own with
-its part of their state, or use ``jslices.optim.chain``. A table that is sharded over
-devices is flushed where it is by ``jax.shard_map(tx.flush, ...)``.
+by step. What Optax's combinators return has no ``catch_up``: use those of ``jslices.optim``
+(``chain``, ``partition``, ``masked``), or call the optimizer's own with its part of their
+state. A table that is sharded over devices is flushed by ``jax.shard_map(tx.flush, ...)``.
 """
 
 from jslices.optim._engine.arithmetic import Schedule as Schedule
@@ -68,14 +68,17 @@ from jslices.optim.rowwise_adagrad import rowwise_adagrad as rowwise_adagrad
 from jslices.optim.sgd import SgdState as SgdState
 from jslices.optim.sgd import sgd as sgd
 from jslices.optim.transforms.chain import chain as chain
-from jslices.optim.transforms.clip_transforms import clip as clip
-from jslices.optim.transforms.clip_transforms import clip_by_block_rms as clip_by_block_rms
-from jslices.optim.transforms.clip_transforms import (
-    clip_by_global_norm as clip_by_global_norm,
-)
-from jslices.optim.transforms.clip_transforms import clip_rows_by_norm as clip_rows_by_norm
-from jslices.optim.transforms.combine import combine_duplicates as combine_duplicates
-from jslices.optim.transforms.freeze import freeze_rows as freeze_rows
+from jslices.optim.transforms.clip import clip as clip
+from jslices.optim.transforms.clip import clip_by_block_rms as clip_by_block_rms
+from jslices.optim.transforms.clip import clip_global_norm as clip_global_norm
+from jslices.optim.transforms.clip import clip_row_norms as clip_row_norms
 from jslices.optim.transforms.from_optax import from_optax as from_optax
 from jslices.optim.transforms.multi_steps import MultiStepsState as MultiStepsState
 from jslices.optim.transforms.multi_steps import multi_steps as multi_steps
+from jslices.optim.transforms.partition import MaskedNode as MaskedNode
+from jslices.optim.transforms.partition import MaskedState as MaskedState
+from jslices.optim.transforms.partition import PartitionState as PartitionState
+from jslices.optim.transforms.partition import masked as masked
+from jslices.optim.transforms.partition import partition as partition
+from jslices.optim.transforms.rows import combine_duplicates as combine_duplicates
+from jslices.optim.transforms.rows import freeze_rows as freeze_rows

@@ -155,8 +155,8 @@ def adafactor(
                 axis = short - 1 if short > long else short
                 row = (v_row / jnp.mean(v_row, axis=axis, keepdims=True)) ** -0.5
                 u = g * jnp.expand_dims(row, long) * jnp.expand_dims(v_col**-0.5, short)
-            u, *mean = finish(step, decays, u, p, mean, by_row=False)
-            return u, v_row, v_col, v, *mean
+            u, *new = finish(step, decays, u, p, mean, by_row=False)
+            return u, v_row, v_col, v, *new
 
         return kernel
 
@@ -182,8 +182,8 @@ def adafactor(
         def whole(g: Any, p: Any, v: Any, *mean: Any) -> Any:
             def kernel(g: Any, p: Any, v: Any, *mean: Any) -> tuple[Any, ...]:
                 v = b * v + (1.0 - b) * (g**2 + eps)
-                u, *mean = finish(step, decays, g * v**-0.5, p, mean, by_row=True)
-                return u, v, *mean
+                u, *new = finish(step, decays, g * v**-0.5, p, mean, by_row=True)
+                return u, v, *new
 
             return step_slices(kernel, checked_rows(g, (p, v, *mean)), [p], [v, *mean])
 
@@ -192,8 +192,8 @@ def adafactor(
             total = jnp.sum(g.values**2, axis=0, dtype=columns.dtype)
             mean_squares = total / p.shape[0] + eps
             columns = (b * columns + (1.0 - b) * mean_squares).astype(columns.dtype)
-            new = b * read_rows(rows, g.indices) + (1.0 - b) * row_mean(g.values**2 + eps)
-            rows = set_rows(rows, g.indices, new.astype(rows.dtype))
+            seen = b * read_rows(rows, g.indices) + (1.0 - b) * row_mean(g.values**2 + eps)
+            rows = set_rows(rows, g.indices, seen.astype(rows.dtype))
             # The mean of whichever factor has fewer numbers than the other.
             mean_square = jnp.mean(columns if axes_of(p.shape) == (1, 0) else rows)
 
@@ -201,8 +201,8 @@ def adafactor(
                 u = g * (columns[None] * (per_row(row, g) / mean_square)) ** -0.5
                 return finish(step, decays, u, p, mean, by_row=True)
 
-            u, *mean = step_slices(kernel, g, [p, rows], mean, unique=True)
-            return u, rows, columns, *mean
+            u, *new = step_slices(kernel, g, [p, rows], mean, unique=True)
+            return u, rows, columns, *new
 
         return from_slices
 

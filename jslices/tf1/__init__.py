@@ -1,17 +1,22 @@
-"""TensorFlow's variables, scopes and initializers as pure functions of explicit state.
+"""TensorFlow 1's API by TensorFlow's own names: ``import jslices.tf1 as tf``.
 
-Inside of a function given to :func:`transform` one writes the familiar calls; outside
-there are ``init``, ``apply`` and a pytree of :class:`Variables`.
+Variables, scopes and initializers work inside of a function given to :func:`transform`,
+which turns it into pure functions: ``init``, ``apply`` and a pytree of
+:class:`Variables`. Everything else works on arrays as well.
 
 What differs from TensorFlow, on purpose:
 
 * The order of the program decides what a read sees, not a session.
-* Operations have no names; scopes put theirs into profiles instead.
+* Operations have no names; scopes show theirs in profiles instead.
 * Initializers take a PRNG key; a value depends on the key and the variable's name.
-* A float variable that is given no initializer gets ``glorot_uniform_initializer``, as
-  from TensorFlow 1.0 on (before it was ``uniform_unit_scaling_initializer``).
-* Row numbers out of range are dropped by the scatter methods, not refused.
-* Regularizers are called by ``get_collection``, when their losses are asked for.
+* A float variable without an initializer gets ``glorot_uniform_initializer``, as from
+  TensorFlow 1.0 on (before, it was ``uniform_unit_scaling_initializer``).
+* Sampled losses take ``key=`` or ``seed=``; there is no global generator.
+* ``Saver`` is given variables, not a session, and ``restore`` returns them.
+* Row numbers out of range are dropped by scatters and read NaN in lookups; TensorFlow
+  raises on a CPU.
+* Norms and clipping add duplicate rows of IndexedSlices first, as for a dense gradient.
+* Regularizers are called by ``get_collection``, when you ask for their losses.
 * ``count_up_to`` raises at the limit where it can; under ``jit`` it returns the limit.
 * A shared variable may be asked for by a constant of its own dtype; TensorFlow compares
   with float32.
@@ -19,59 +24,195 @@ What differs from TensorFlow, on purpose:
   partitioners and no caching devices.
 """
 
-from jslices.tf1.collections import GraphKeys as GraphKeys
-from jslices.tf1.collections import get_collection as get_collection
-from jslices.tf1.constants import constant as constant
-from jslices.tf1.constants import ones as ones
-from jslices.tf1.constants import zeros as zeros
-from jslices.tf1.get import get_variable as get_variable
-from jslices.tf1.helpers import all_variables as all_variables
-from jslices.tf1.helpers import (
-    assert_variables_initialized as assert_variables_initialized,
+from jslices._densify import DensificationWarning
+from jslices._slices import IndexedSlices
+from jslices.accumulators import ConditionalAccumulator, SparseConditionalAccumulator
+from jslices.tf1 import dtypes, errors, initializers, nn, random, sparse, train
+from jslices.tf1._initializers import (
+    constant_initializer,
+    glorot_normal_initializer,
+    glorot_uniform_initializer,
+    ones_initializer,
+    orthogonal_initializer,
+    random_normal_initializer,
+    random_uniform_initializer,
+    truncated_normal_initializer,
+    uniform_unit_scaling_initializer,
+    variance_scaling_initializer,
+    zeros_initializer,
 )
-from jslices.tf1.helpers import initialize_all_variables as initialize_all_variables
-from jslices.tf1.helpers import initialize_variables as initialize_variables
-from jslices.tf1.helpers import (
-    report_uninitialized_variables as report_uninitialized_variables,
+from jslices.tf1.collections import (
+    GraphKeys,
+    all_variables,
+    assert_variables_initialized,
+    get_collection,
+    global_variables,
+    global_variables_initializer,
+    initialize_all_variables,
+    initialize_variables,
+    report_uninitialized_variables,
+    trainable_variables,
+    variables_initializer,
 )
-from jslices.tf1.helpers import trainable_variables as trainable_variables
-from jslices.tf1.initializers import constant_initializer as constant_initializer
-from jslices.tf1.initializers import ones_initializer as ones_initializer
-from jslices.tf1.initializers import (
-    random_normal_initializer as random_normal_initializer,
+from jslices.tf1.dtypes import (
+    bfloat16,
+    bool,
+    complex64,
+    complex128,
+    double,
+    float16,
+    float32,
+    float64,
+    half,
+    int8,
+    int16,
+    int32,
+    int64,
+    uint8,
+    uint16,
+    uint32,
+    uint64,
 )
-from jslices.tf1.initializers import (
-    random_uniform_initializer as random_uniform_initializer,
+from jslices.tf1.initial_values import (
+    constant,
+    ones,
+    random_normal,
+    random_uniform,
+    truncated_normal,
+    zeros,
 )
-from jslices.tf1.initializers import (
-    truncated_normal_initializer as truncated_normal_initializer,
+from jslices.tf1.ops import (
+    assign,
+    assign_add,
+    assign_sub,
+    batch_scatter_update,
+    clip_by_average_norm,
+    clip_by_global_norm,
+    clip_by_norm,
+    clip_by_value,
+    convert_to_tensor,
+    convert_to_tensor_or_indexed_slices,
+    count_up_to,
+    gather,
+    global_norm,
+    scatter_add,
+    scatter_div,
+    scatter_max,
+    scatter_min,
+    scatter_mul,
+    scatter_nd_add,
+    scatter_nd_sub,
+    scatter_nd_update,
+    scatter_sub,
+    scatter_update,
+    shape,
+    sparse_mask,
 )
-from jslices.tf1.initializers import zeros_initializer as zeros_initializer
-from jslices.tf1.random_values import random_normal as random_normal
-from jslices.tf1.random_values import random_uniform as random_uniform
-from jslices.tf1.random_values import truncated_normal as truncated_normal
-from jslices.tf1.scaled_initializers import (
-    glorot_normal_initializer as glorot_normal_initializer,
+from jslices.tf1.scopes import (
+    AUTO_REUSE,
+    VariableScope,
+    get_variable,
+    get_variable_scope,
+    name_scope,
+    variable_scope,
 )
-from jslices.tf1.scaled_initializers import (
-    glorot_uniform_initializer as glorot_uniform_initializer,
-)
-from jslices.tf1.scaled_initializers import (
-    orthogonal_initializer as orthogonal_initializer,
-)
-from jslices.tf1.scaled_initializers import (
-    uniform_unit_scaling_initializer as uniform_unit_scaling_initializer,
-)
-from jslices.tf1.scaled_initializers import (
-    variance_scaling_initializer as variance_scaling_initializer,
-)
-from jslices.tf1.scope import AUTO_REUSE as AUTO_REUSE
-from jslices.tf1.scope import VariableScope as VariableScope
-from jslices.tf1.scope import get_variable_scope as get_variable_scope
-from jslices.tf1.scope import name_scope as name_scope
-from jslices.tf1.scope import variable_scope as variable_scope
-from jslices.tf1.state import VariableInfo as VariableInfo
-from jslices.tf1.state import Variables as Variables
-from jslices.tf1.transform import Transformed as Transformed
-from jslices.tf1.transform import transform as transform
-from jslices.tf1.variable import Variable as Variable
+from jslices.tf1.sparse import SparseTensor
+from jslices.tf1.state import VariableInfo, Variables
+from jslices.tf1.transform import Transformed, transform
+from jslices.tf1.variable import Variable
+
+__all__ = [
+    "AUTO_REUSE",
+    "ConditionalAccumulator",
+    "DensificationWarning",
+    "GraphKeys",
+    "IndexedSlices",
+    "SparseConditionalAccumulator",
+    "SparseTensor",
+    "Transformed",
+    "Variable",
+    "VariableInfo",
+    "VariableScope",
+    "Variables",
+    "all_variables",
+    "assert_variables_initialized",
+    "assign",
+    "assign_add",
+    "assign_sub",
+    "batch_scatter_update",
+    "bfloat16",
+    "bool",
+    "clip_by_average_norm",
+    "clip_by_global_norm",
+    "clip_by_norm",
+    "clip_by_value",
+    "complex64",
+    "complex128",
+    "constant",
+    "constant_initializer",
+    "convert_to_tensor",
+    "convert_to_tensor_or_indexed_slices",
+    "count_up_to",
+    "double",
+    "dtypes",
+    "errors",
+    "float16",
+    "float32",
+    "float64",
+    "gather",
+    "get_collection",
+    "get_variable",
+    "get_variable_scope",
+    "global_norm",
+    "global_variables",
+    "global_variables_initializer",
+    "glorot_normal_initializer",
+    "glorot_uniform_initializer",
+    "half",
+    "initialize_all_variables",
+    "initialize_variables",
+    "initializers",
+    "int8",
+    "int16",
+    "int32",
+    "int64",
+    "name_scope",
+    "nn",
+    "ones",
+    "ones_initializer",
+    "orthogonal_initializer",
+    "random",
+    "random_normal",
+    "random_normal_initializer",
+    "random_uniform",
+    "random_uniform_initializer",
+    "report_uninitialized_variables",
+    "scatter_add",
+    "scatter_div",
+    "scatter_max",
+    "scatter_min",
+    "scatter_mul",
+    "scatter_nd_add",
+    "scatter_nd_sub",
+    "scatter_nd_update",
+    "scatter_sub",
+    "scatter_update",
+    "shape",
+    "sparse",
+    "sparse_mask",
+    "train",
+    "trainable_variables",
+    "transform",
+    "truncated_normal",
+    "truncated_normal_initializer",
+    "uint8",
+    "uint16",
+    "uint32",
+    "uint64",
+    "uniform_unit_scaling_initializer",
+    "variable_scope",
+    "variables_initializer",
+    "variance_scaling_initializer",
+    "zeros",
+    "zeros_initializer",
+]

@@ -1,14 +1,20 @@
-"""Where a handle reads and writes: the variable of a run, or a copy that JAX made."""
+"""Where a handle reads and writes: a variable of a run, or a copy that JAX made."""
 
+import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jslices._errors import FailedPreconditionError
-from jslices.tf1._keys import initial_value
-from jslices.tf1.frame import Entry, Frame, Mode, is_running
-from jslices.tf1.state import is_initialized
+from jslices.tf1._arrays import canonical_dtype, is_array
+from jslices.tf1._run import Entry, Frame, Mode, initial_value, is_running
+from jslices.tf1.state import Initial, VariableInfo, is_initialized
+
+DEFAULT_COLLECTIONS = ("variables",)
+TRAINABLE = "trainable_variables"
 
 
 class LiveCell:
@@ -21,7 +27,7 @@ class LiveCell:
 
     @property
     def computes(self) -> bool:
-        """False in ``init``, which only finds out what there is."""
+        """False in ``init``, which only finds out which variables there are."""
         return self._frame.mode is Mode.APPLY
 
     def _check_running(self) -> None:
@@ -87,3 +93,121 @@ class CopyCell:
             "transformation as an argument. Return the new value from the inner function, "
             "and assign it outside"
         )
+
+
+# --- creating a variable ----------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """A variable to create.
+
+    Attributes:
+      make: makes its initial value from a key.
+      shape, dtype: None where only ``make`` can tell.
+      initial: makes the initial value again outside of the run; None if nothing can.
+    """
+
+    name: str
+    make: Callable[[Any], jax.Array]
+    shape: tuple[int, ...] | None = None
+    dtype: np.dtype | None = None
+    trainable: bool = True
+    collections: Any = None
+    initial: Initial | None = None
+    regularizer: Callable[[jax.Array], Any] | None = None
+
+
+def create(frame: Frame, request: Request) -> LiveCell:
+    """A new variable of ``frame``: made in ``init``, looked up in ``apply``.
+
+    Nothing is added to the frame if this raises.
+
+    Raises:
+      TypeError, ValueError: for collections, a shape or a dtype that are not right.
+      RuntimeError: within an inner ``scan``, ``jit``, ... of the transformed function.
+    """
+    if not frame.in_own_trace():
+        raise RuntimeError(
+            f"the Variable {request.name} would be created inside of a scan, cond, vmap, "
+            "jit, grad or checkpoint that began within the transformed function; create it "
+            "before that, and use it inside"
+        )
+    collections = _collections(request)
+    make = _made if frame.mode is Mode.INIT else _given
+    value = make(frame, request)
+    if is_array(value):
+        shape, dtype = tuple(value.shape), np.dtype(value.dtype)
+    else:  # None was given for it: all that is known is what the function asked for
+        shape, dtype = request.shape or (), request.dtype or np.dtype(np.float32)
+    info = VariableInfo(
+        request.name,
+        bool(request.trainable),
+        collections,
+        position=len(frame.entries),
+        initial=request.initial,
+    )
+    declared = request.dtype or dtype
+    entry = Entry(info, value, shape, dtype, declared, request.make, request.regularizer)
+    return LiveCell(frame, entry)
+
+
+def _collections(request: Request) -> tuple[str, ...]:
+    keys = DEFAULT_COLLECTIONS if request.collections is None else request.collections
+    if not isinstance(keys, list | tuple | set | frozenset):
+        raise ValueError(
+            f"collections of {request.name} must be a list, tuple or set of keys, got "
+            f"{keys!r}"
+        )
+    keys = tuple(sorted(keys)) if isinstance(keys, set | frozenset) else tuple(keys)
+    return (*keys, TRAINABLE) if request.trainable and TRAINABLE not in keys else keys
+
+
+def _made(frame: Frame, request: Request) -> jax.Array:
+    value = _strong(initial_value(request.make, frame.key, request.name))
+    if request.shape is not None and tuple(value.shape) != request.shape:
+        raise ValueError(
+            f"the initializer of {request.name} gave shape {tuple(value.shape)}, wanted "
+            f"{request.shape}"
+        )
+    if request.dtype is not None and canonical_dtype(value.dtype) != request.dtype:
+        raise ValueError(
+            f"the initializer of {request.name} gave {value.dtype}, wanted {request.dtype}"
+        )
+    return value
+
+
+def _strong(value: Any) -> jax.Array:
+    """An array that is not weakly typed: a weak dtype would change with use."""
+    dtype = value.dtype if is_array(value) else np.asarray(value).dtype
+    return jnp.asarray(value, canonical_dtype(dtype))
+
+
+def _given(frame: Frame, request: Request) -> Any:
+    if request.name not in frame.given:
+        raise ValueError(
+            f"Variable {request.name} is not among those given to apply, which are "
+            f"{', '.join(frame.given) or 'none'}; run init with the same function and "
+            "the same flags"
+        )
+    value = frame.given[request.name]
+    if is_initialized(value):
+        value = _strong(value)
+    elif value is None:
+        return None
+    if request.shape is not None and tuple(value.shape) != request.shape:
+        raise ValueError(
+            f"Variable {request.name} has shape {request.shape}, apply got one of shape "
+            f"{tuple(value.shape)}"
+        )
+    # Another float dtype is a choice of precision; a float for an int is a mistake.
+    kinds = (jnp.integer, jnp.inexact, jnp.bool_)
+    if request.dtype is not None and not any(
+        jnp.issubdtype(value.dtype, kind) and jnp.issubdtype(request.dtype, kind)
+        for kind in kinds
+    ):
+        raise ValueError(
+            f"Variable {request.name} has dtype {request.dtype}, apply got one of "
+            f"{value.dtype}"
+        )
+    return value

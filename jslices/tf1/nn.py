@@ -1,8 +1,10 @@
-"""The few functions of ``tf.nn`` that examples of TensorFlow's variables need.
+"""The functions of ``tf.nn`` for tables, sampled losses and small convolutional models.
 
-They are here so that such examples run with only the module's name changed, and because
-the functions of ``jax.lax`` take arrays and no handles. ``conv2d`` and ``relu`` hand their
-arguments on to JAX; the rest is what this package has under TensorFlow's names.
+The lookups and losses are those of jslices, with TensorFlow's arguments in TensorFlow's
+order; further keywords, such as ``mode``, are passed on. All accept variables.
+
+What TensorFlow draws from a global generator is drawn here with ``key=``, a JAX key, or
+with ``seed=``, which draws the same classes in every call.
 
 Source: ``tf.nn`` of TensorFlow 1.
 """
@@ -12,13 +14,357 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike
 
-from jslices._lookup import embedding_lookup as embedding_lookup
-from jslices._lookup import embedding_lookup_sparse as embedding_lookup_sparse
-from jslices._lookup import log_uniform_candidate_sampler as log_uniform_candidate_sampler
-from jslices._lookup import nce_loss as nce_loss
-from jslices._lookup import safe_embedding_lookup_sparse as safe_embedding_lookup_sparse
-from jslices._lookup import sampled_softmax_loss as sampled_softmax_loss
+from jslices import _lookup
+from jslices._lookup.sampled import Candidates
+from jslices.tf1._arrays import plain_tree
+from jslices.tf1.sparse import SparseTensor
+
+
+def embedding_lookup(
+    params: Any,
+    ids: ArrayLike,
+    partition_strategy: str = "mod",
+    name: str | None = None,
+    validate_indices: bool = True,
+    max_norm: float | None = None,
+    **options: Any,
+) -> jax.Array:
+    """The rows of a table with the given row numbers; see :func:`jslices.embedding_lookup`.
+
+    Args:
+      params: ``[V, *D]``, an array or a variable; or a list of shards.
+      ids: ``[*B]`` integers. One that is out of range reads NaN (TensorFlow raises).
+      partition_strategy: ``"mod"`` or ``"div"``, for shards.
+      name: a name scope for the profile.
+      validate_indices: ignored, as in TensorFlow.
+      max_norm: rows whose L2 norm is larger are scaled down to it as they are read.
+      options: ``padding_id`` and ``mode`` of :func:`jslices.embedding_lookup`.
+
+    Returns:
+      ``[*B, *D]``. Under :func:`jslices.grad` the gradient of ``params`` is IndexedSlices.
+
+    Raises:
+      TypeError, ValueError: as :func:`jslices.embedding_lookup`.
+
+    Example:
+      >>> import jax.numpy as jnp, jslices.tf1 as tf
+      >>> tf.nn.embedding_lookup(jnp.array([10.0, 20.0, 30.0]), [2, 0])
+      Array([30., 10.], dtype=float32)
+
+    Source: ``tf.nn.embedding_lookup``.
+    """
+    del validate_indices
+    with jax.named_scope(name or "embedding_lookup"):
+        params, ids = plain_tree((params, ids))
+        return _lookup.embedding_lookup(
+            params, ids, partition_strategy=partition_strategy, max_norm=max_norm, **options
+        )
+
+
+def embedding_lookup_sparse(
+    params: Any,
+    sp_ids: Any,
+    sp_weights: Any,
+    partition_strategy: str = "mod",
+    name: str | None = None,
+    combiner: str | None = None,
+    max_norm: float | None = None,
+    **options: Any,
+) -> jax.Array:
+    """For each bag of ids one combined row; see :func:`jslices.embedding_lookup_sparse`.
+
+    Args:
+      params: ``[V, *D]`` floats, an array or a variable; or a list of shards.
+      sp_ids: a :class:`jslices.tf1.SparseTensor` whose rows are the bags, or any form that
+        :func:`jslices.embedding_lookup_sparse` accepts.
+      sp_weights: None, or the weights: a ``SparseTensor`` with the indices of the ids, or
+        an array in the shape of the ids.
+      partition_strategy: ``"mod"`` or ``"div"``, for shards.
+      name: a name scope for the profile.
+      combiner: ``"mean"`` (also None), ``"sum"``, ``"sqrtn"`` or ``"max"``.
+      max_norm: rows whose L2 norm is larger are scaled down to it before they are combined.
+      options: ``mask`` and ``mode`` of :func:`jslices.embedding_lookup_sparse`.
+
+    Returns:
+      ``[B, *D]``, zero for a bag without ids.
+
+    Raises:
+      TypeError, ValueError: as :func:`jslices.embedding_lookup_sparse`.
+
+    Example:
+      >>> import jax.numpy as jnp, jslices.tf1 as tf
+      >>> ids = tf.SparseTensor([[0, 0], [0, 1], [1, 0]], [1, 3, 2], (2, 2))
+      >>> tf.nn.embedding_lookup_sparse(jnp.arange(4.0), ids, None, combiner="mean")
+      Array([2., 2.], dtype=float32)
+
+    Source: ``tf.nn.embedding_lookup_sparse``.
+    """
+    with jax.named_scope(name or "embedding_lookup_sparse"):
+        params, bags, weights = plain_tree((params, _bags(sp_ids), _weights(sp_weights)))
+        return _lookup.embedding_lookup_sparse(
+            params,
+            bags,
+            weights,
+            combiner,
+            max_norm,
+            partition_strategy=partition_strategy,
+            **options,
+        )
+
+
+def safe_embedding_lookup_sparse(
+    embedding_weights: Any,
+    sparse_ids: Any,
+    sparse_weights: Any = None,
+    combiner: str | None = "mean",
+    default_id: int | None = None,
+    name: str | None = None,
+    partition_strategy: str = "div",
+    max_norm: float | None = None,
+    **options: Any,
+) -> jax.Array:
+    """The same for ids that may be bad; see :func:`jslices.safe_embedding_lookup_sparse`.
+
+    Negative ids, and ids without a positive weight, are left out; a bag that is then empty
+    gets the row ``default_id``, or zeros.
+
+    Args:
+      embedding_weights: ``[V, *D]`` floats, an array or a variable; or a list of shards.
+      sparse_ids, sparse_weights: as in :func:`embedding_lookup_sparse`.
+      combiner: as in :func:`embedding_lookup_sparse`.
+      default_id: the row for an empty bag.
+      name: a name scope for the profile.
+      partition_strategy: ``"mod"`` or ``"div"``, for shards.
+      max_norm: as in :func:`embedding_lookup_sparse`.
+      options: ``mask`` and ``mode`` of :func:`jslices.safe_embedding_lookup_sparse`.
+
+    Returns:
+      ``[B, *D]``.
+
+    Raises:
+      TypeError, ValueError: as :func:`jslices.safe_embedding_lookup_sparse`.
+
+    Example:
+      >>> import jax.numpy as jnp, jslices.tf1 as tf
+      >>> ids = tf.SparseTensor([[0, 0], [0, 1], [1, 0]], [1, 3, -1], (2, 2))
+      >>> tf.nn.safe_embedding_lookup_sparse(jnp.arange(4.0), ids, default_id=3)
+      Array([2., 3.], dtype=float32)
+
+    Source: ``tf.nn.safe_embedding_lookup_sparse``.
+    """
+    with jax.named_scope(name or "safe_embedding_lookup_sparse"):
+        params, bags, weights = plain_tree(
+            (embedding_weights, _bags(sparse_ids), _weights(sparse_weights))
+        )
+        return _lookup.safe_embedding_lookup_sparse(
+            params,
+            bags,
+            weights,
+            combiner,
+            default_id,
+            partition_strategy=partition_strategy,
+            max_norm=max_norm,
+            **options,
+        )
+
+
+def _bags(ids: Any) -> Any:
+    """A SparseTensor in the form ``(values, segment_ids, num_segments)``."""
+    if not isinstance(ids, SparseTensor):
+        return ids
+    indices, values, shape = jnp.asarray(ids.indices), ids.values, ids.dense_shape
+    if indices.ndim != 2 or len(shape) != 2 or indices.shape[1:] != (2,):
+        raise ValueError(
+            "a SparseTensor of ids has indices [K, 2] and dense_shape (B, L), got indices "
+            f"{list(indices.shape)} and dense_shape {tuple(shape)}"
+        )
+    return jnp.asarray(values), indices[:, 0], int(shape[0])
+
+
+def _weights(weights: Any) -> Any:
+    return jnp.asarray(weights.values) if isinstance(weights, SparseTensor) else weights
+
+
+# --- sampled losses ---------------------------------------------------------------------
+
+
+def sampled_softmax_loss(
+    weights: Any,
+    biases: Any,
+    labels: ArrayLike,
+    inputs: ArrayLike,
+    num_sampled: int,
+    num_classes: int,
+    num_true: int = 1,
+    sampled_values: Any = None,
+    remove_accidental_hits: bool = True,
+    partition_strategy: str = "mod",
+    name: str | None = None,
+    seed: int | None = None,
+    *,
+    key: jax.Array | None = None,
+) -> jax.Array:
+    """Softmax cross entropy over some classes; see :func:`jslices.sampled_softmax_loss`.
+
+    Args:
+      weights: ``[V, D]``, a row for each class: an array, a variable or a list of shards.
+      biases: ``[V]``, or a list of shards.
+      labels: ``[B, num_true]`` integers.
+      inputs: ``[B, D]``.
+      num_sampled: how many classes to draw.
+      num_classes: V.
+      num_true: true classes of each example.
+      sampled_values: what :func:`log_uniform_candidate_sampler` or another sampler gave.
+      remove_accidental_hits: whether to leave out drawn classes that are true.
+      partition_strategy: ``"mod"`` or ``"div"``, for shards.
+      name: a name scope for the profile.
+      seed: draws the same classes in every call.
+      key: a JAX key for the draw.
+
+    Returns:
+      ``[B]``. Under :func:`jslices.grad` weights and biases get IndexedSlices.
+
+    Raises:
+      ValueError: without ``sampled_values``, ``key`` and ``seed``, or for shapes that do
+        not fit.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, jslices.tf1 as tf
+      >>> weights, biases, inputs = jnp.ones((100, 4)), jnp.zeros(100), jnp.ones((2, 4))
+      >>> tf.nn.sampled_softmax_loss(weights, biases, [[3], [7]], inputs, 5, 100,
+      ...                            key=jax.random.key(0)).shape
+      (2,)
+
+    Source: ``tf.nn.sampled_softmax_loss``.
+    """
+    with jax.named_scope(name or "sampled_softmax_loss"):
+        weights, biases, labels, inputs = plain_tree((weights, biases, labels, inputs))
+        return _lookup.sampled_softmax_loss(
+            weights,
+            biases,
+            labels,
+            inputs,
+            num_sampled,
+            num_classes,
+            num_true,
+            sampled_values,
+            remove_accidental_hits,
+            partition_strategy,
+            key=_key(key, seed),
+        )
+
+
+def nce_loss(
+    weights: Any,
+    biases: Any,
+    labels: ArrayLike,
+    inputs: ArrayLike,
+    num_sampled: int,
+    num_classes: int,
+    num_true: int = 1,
+    sampled_values: Any = None,
+    remove_accidental_hits: bool = False,
+    partition_strategy: str = "mod",
+    name: str | None = None,
+    *,
+    seed: int | None = None,
+    key: jax.Array | None = None,
+) -> jax.Array:
+    """Noise-contrastive estimation; see :func:`jslices.nce_loss`.
+
+    Arguments, result and errors are as in :func:`sampled_softmax_loss`.
+
+    Example:
+      >>> import jax.numpy as jnp, jslices.tf1 as tf
+      >>> weights, biases, inputs = jnp.ones((100, 4)), jnp.zeros(100), jnp.ones((2, 4))
+      >>> tf.nn.nce_loss(weights, biases, [[3], [7]], inputs, 5, 100, seed=0).shape
+      (2,)
+
+    Source: ``tf.nn.nce_loss``.
+    """
+    with jax.named_scope(name or "nce_loss"):
+        weights, biases, labels, inputs = plain_tree((weights, biases, labels, inputs))
+        return _lookup.nce_loss(
+            weights,
+            biases,
+            labels,
+            inputs,
+            num_sampled,
+            num_classes,
+            num_true,
+            sampled_values,
+            remove_accidental_hits,
+            partition_strategy,
+            key=_key(key, seed),
+        )
+
+
+def log_uniform_candidate_sampler(
+    true_classes: ArrayLike,
+    num_true: int,
+    num_sampled: int,
+    unique: bool,
+    range_max: int,
+    seed: int | None = None,
+    name: str | None = None,
+    *,
+    key: jax.Array | None = None,
+) -> Candidates:
+    """Draws classes, low numbers more often than high ones.
+
+    See :func:`jslices.log_uniform_candidate_sampler`.
+
+    Args:
+      true_classes: ``[B, num_true]`` integers.
+      num_true: true classes of each example.
+      num_sampled: S, how many classes to draw.
+      unique: whether the drawn classes are distinct.
+      range_max: the number of classes.
+      seed: draws the same classes in every call.
+      name: a name scope for the profile.
+      key: a JAX key for the draw.
+
+    Returns:
+      ``(sampled_candidates [S], true_expected_count [B, num_true], sampled_expected_count
+      [S])``.
+
+    Raises:
+      ValueError: without ``key`` and ``seed``, for other shapes, or for more distinct
+        classes than there are.
+
+    Example:
+      >>> import jslices.tf1 as tf
+      >>> drawn = tf.nn.log_uniform_candidate_sampler([[0], [9]], 1, 5, True, 1000, seed=3)
+      >>> drawn.sampled_candidates.shape, drawn.true_expected_count.shape
+      ((5,), (2, 1))
+
+    Source: ``tf.nn.log_uniform_candidate_sampler``.
+    """
+    with jax.named_scope(name or "log_uniform_candidate_sampler"):
+        classes = jnp.asarray(plain_tree(true_classes))
+        if classes.ndim != 2 or classes.shape[1] != num_true:
+            raise ValueError(
+                f"log_uniform_candidate_sampler wants true_classes [B, num_true={num_true}]"
+                f", got shape {list(classes.shape)}"
+            )
+        chosen = _key(key, seed)
+        if chosen is None:
+            raise ValueError(
+                "log_uniform_candidate_sampler draws classes and got no key; pass "
+                "key=jax.random.key(0), or seed= for the same classes in every call"
+            )
+        return _lookup.log_uniform_candidate_sampler(
+            classes, num_sampled, range_max, key=chosen, unique=unique
+        )
+
+
+def _key(key: Any, seed: int | None) -> Any:
+    return jax.random.key(seed) if key is None and seed is not None else key
+
+
+# --- layers -----------------------------------------------------------------------------
 
 _FORMATS = ("NHWC", "NCHW")
 
@@ -51,9 +397,9 @@ def conv2d(
       TypeError: if the dtypes differ.
 
     Example:
-      >>> import jax.numpy as jnp, jslices as js
+      >>> import jax.numpy as jnp, jslices.tf1 as tf
       >>> images, filter = jnp.ones((1, 4, 4, 1)), jnp.ones((3, 3, 1, 2))
-      >>> js.nn.conv2d(images, filter, strides=[1, 2, 2, 1], padding="VALID").ravel()
+      >>> tf.nn.conv2d(images, filter, strides=[1, 2, 2, 1], padding="VALID").ravel()
       Array([9., 9.], dtype=float32)
 
     Source: ``tf.nn.conv2d`` of TensorFlow 1.
@@ -84,8 +430,8 @@ def relu(features: Any, name: str | None = None) -> jax.Array:
     """``max(features, 0)`` by ``jax.nn.relu``, in the shape and dtype of ``features``.
 
     Example:
-      >>> import jax.numpy as jnp, jslices as js
-      >>> js.nn.relu(jnp.array([-1.0, 2.0]))
+      >>> import jax.numpy as jnp, jslices.tf1 as tf
+      >>> tf.nn.relu(jnp.array([-1.0, 2.0]))
       Array([0., 2.], dtype=float32)
 
     Source: ``tf.nn.relu``.

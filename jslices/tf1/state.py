@@ -1,4 +1,4 @@
-"""Variables: the explicit state that familiar calls are turned into."""
+"""Variables: the explicit state of a transformed function."""
 
 import dataclasses
 import functools
@@ -8,10 +8,14 @@ from typing import Any
 import jax
 
 from jslices._slices import is_slices
-from jslices.tf1._names import bare_name
 
 #: From the PRNG key of a variable to its initial value.
 Initial = Callable[[Any], jax.Array]
+
+
+def bare_name(name: str) -> str:
+    """``"foo/v"`` for ``"foo/v"`` and for ``"foo/v:0"``."""
+    return name.removesuffix(":0")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,7 +26,7 @@ class VariableInfo:
       name: its whole name, without ``:0``.
       trainable: whether it is in the partition that is differentiated.
       collections: the keys of the collections it belongs to.
-      position: when it was created, counted from 0.
+      position: its place in the order of creation, from 0.
       initial: makes its initial value again; None if only running ``init`` can.
     """
 
@@ -30,7 +34,7 @@ class VariableInfo:
     trainable: bool = True
     collections: tuple[str, ...] = ("variables", "trainable_variables")
     position: int = 0
-    # A function made anew in every run must not make two states differ in structure.
+    # Not compared: every run makes a new function, and two states must be of one structure.
     initial: Initial | None = dataclasses.field(default=None, compare=False, repr=False)
 
 
@@ -38,20 +42,19 @@ class VariableInfo:
 class Variables(Mapping[str, Any]):
     """All variables of a transformed function: name -> array, in the order of creation.
 
-    A mapping and a pytree: the arrays are its leaves, :class:`VariableInfo` is static. What
-    mirrors it (gradients, the state of an optimizer) has the same structure. Nothing
-    changes one in place.
+    A mapping and a pytree: the arrays are its leaves, :class:`VariableInfo` is static.
+    Gradients and optimizer states that mirror it have the same structure. It is immutable.
 
     Args:
       values: name -> array of any shape; ``"foo/v:0"`` is the same name as ``"foo/v"``.
       infos: what is static about each; those without one are trainable.
 
     Example:
-      >>> import jax, jslices as js
+      >>> import jax, jslices.tf1 as tf
       >>> def model():
-      ...     js.get_variable("w", [2])
-      ...     js.get_variable("steps", [], trainable=False)
-      >>> variables = js.transform(model).init(jax.random.key(0))
+      ...     tf.get_variable("w", [2])
+      ...     tf.get_variable("steps", [], trainable=False)
+      >>> variables = tf.transform(model).init(jax.random.key(0))
       >>> variables
       Variables(w: float32[2], steps: float32[] not trainable)
       >>> list(variables.trainable), list(variables.non_trainable)
@@ -101,7 +104,7 @@ class Variables(Mapping[str, Any]):
         infos = [dataclasses.replace(info, initial=None) for info in self._infos]
         return Variables, (dict(self), infos)
 
-    # Comparing arrays is the user's business; as in jax.Array, there is no hash.
+    # Whether the arrays are equal is not decided here; a Variables is equal to itself.
     __eq__ = object.__eq__
     __hash__ = object.__hash__
 
@@ -136,15 +139,15 @@ class Variables(Mapping[str, Any]):
 
     @property
     def non_trainable(self) -> "Variables":
-        """All others: counters, statistics, frozen tables."""
+        """All the others: counters, statistics, frozen tables."""
         return self.where(lambda info: not info.trainable)
 
     def collection(self, key: str) -> "Variables":
-        """Those that were put into the collection ``key``."""
+        """Those in the collection ``key``."""
         return self.where(lambda info: key in info.collections)
 
     def where(self, keep: Callable[[VariableInfo], bool]) -> "Variables":
-        """Those whose :class:`VariableInfo` ``keep`` says yes to."""
+        """Those for whose :class:`VariableInfo` ``keep`` returns True."""
         both = zip(self._infos, self._values, strict=True)
         kept = [(info, value) for info, value in both if keep(info)]
         return Variables.tree_unflatten(
@@ -152,7 +155,7 @@ class Variables(Mapping[str, Any]):
         )
 
     def __or__(self, other: Mapping[str, Any]) -> "Variables":
-        """The union; where both have a name, the value of ``other``."""
+        """The union; for a name that both have, the value of ``other``."""
         if not isinstance(other, Mapping):
             return NotImplemented
         theirs = other.infos if isinstance(other, Variables) else ()
@@ -161,16 +164,16 @@ class Variables(Mapping[str, Any]):
         return Variables(values, tuple(infos.values()))
 
     def replace(self, values: Mapping[str, Any]) -> "Variables":
-        """The same variables with other values for some names, all of which must exist.
+        """The same variables with other values for some of the names.
 
         Raises:
-          KeyError: naming the names that do not.
+          KeyError: for names that do not exist, listing them.
         """
         values = {bare_name(name): value for name, value in values.items()}
-        strange = [name for name in values if name not in self._places]
-        if strange:
+        unknown = [name for name in values if name not in self._places]
+        if unknown:
             raise KeyError(
-                f"no variables {', '.join(strange)}; there are: {', '.join(self) or 'none'}"
+                f"no variables {', '.join(unknown)}; there are: {', '.join(self) or 'none'}"
             )
         return self | values
 
@@ -190,5 +193,5 @@ def _describe(value: Any) -> str:
 
 
 def is_initialized(value: Any) -> bool:
-    """Whether there is a value, not only the shape and dtype of one."""
+    """Whether there is a value, and not just a shape and a dtype."""
     return value is not None and not isinstance(value, jax.ShapeDtypeStruct)

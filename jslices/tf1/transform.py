@@ -1,4 +1,4 @@
-"""transform: a function that speaks of variables as pure functions of explicit state."""
+"""transform: a function that uses variables becomes pure functions of explicit state."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -7,25 +7,25 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jslices.tf1._lazy import LazyValue
-from jslices.tf1._names import bare_name
-from jslices.tf1._values import is_array
-from jslices.tf1.frame import Frame, Mode, running
-from jslices.tf1.state import Variables
+from jslices.tf1._arrays import is_array
+from jslices.tf1._run import Frame, Mode, running
+from jslices.tf1.initial_values import LazyValue
+from jslices.tf1.state import Variables, bare_name
 from jslices.tf1.variable import Variable
 
 
 class Transformed(NamedTuple):
-    """The pure functions that :func:`jslices.transform` makes of one that has variables.
+    """The pure functions that :func:`jslices.tf1.transform` returns.
 
     Attributes:
       init: ``init(key, *args, **kwargs) -> variables``, the initial values. ``key`` may be
         None if nothing is random.
       apply: ``apply(variables, *args, **kwargs) -> (out, variables)``, what the function
         returns, and the variables after its assignments.
-      abstract_init: ``abstract_init(key, *args, **kwargs) -> variables``, shapes and dtypes
-        (``jax.ShapeDtypeStruct``) only: declared, not initialised. Nothing is computed or
-        drawn, so the key may be left out; arguments may be ``jax.ShapeDtypeStruct``.
+      abstract_init: ``abstract_init(key, *args, **kwargs) -> variables``: declared, not
+        initialized, that is, shapes and dtypes (``jax.ShapeDtypeStruct``) only. Nothing is
+        computed or drawn, so the key may be omitted, and arguments may be
+        ``jax.ShapeDtypeStruct``.
     """
 
     init: Callable[..., Variables]
@@ -36,36 +36,36 @@ class Transformed(NamedTuple):
 def transform(fn: Callable[..., Any]) -> Transformed:
     """Turns a function that creates, reads and assigns variables into pure functions.
 
-    Inside of ``fn`` one writes what one writes in TensorFlow: ``get_variable``,
-    ``variable_scope``, ``Variable``, ``assign``. The results are ordinary pure functions,
-    to be put under ``jax.jit`` (with the variables donated), ``jax.grad`` or
+    Inside of ``fn`` you write what you write in TensorFlow: ``get_variable``,
+    ``variable_scope``, ``Variable``, ``assign``. The results are ordinary pure functions
+    for ``jax.jit`` (with the variables donated), ``jax.grad`` or
     :func:`jslices.value_and_grad`, which gives IndexedSlices for a table that is only
     looked up.
 
     Args:
-      fn: any function; it must create the same variables whenever it runs, and return no
-        handle.
+      fn: any function that creates the same variables whenever it runs, and does not
+        return a handle.
 
     Returns:
       A :class:`Transformed`: ``init``, ``apply`` and ``abstract_init``. ``init`` runs
       ``fn`` to find its variables, and returns their initial values, whatever ``fn``
-      assigns. ``apply`` takes these, or any mapping of name -> array.
+      assigns. ``apply`` accepts these, or any mapping of name -> array.
 
     Raises:
-      TypeError: if ``fn`` is no function; by ``apply``, if its first argument is no
-        mapping.
-      ValueError: by ``apply``, for a variable that is missing or has another shape, naming
-        it; if ``fn`` returns a handle.
+      TypeError: if ``fn`` is not a function; from ``apply``, if its first argument is not
+        a mapping.
+      ValueError: from ``apply``, for a variable that is missing or has another shape,
+        naming it; or if ``fn`` returns a handle.
 
     Cost: none at run time; the calls are resolved while JAX traces.
 
     Example:
-      >>> import functools, jax, jax.numpy as jnp, jslices as js
+      >>> import functools, jax, jax.numpy as jnp, jslices as js, jslices.tf1 as tf
       >>> def model(ids):
-      ...     table = js.get_variable("table", [1000, 8])
-      ...     js.Variable(0, name="steps", trainable=False).assign_add(1)
+      ...     table = tf.get_variable("table", [1000, 8])
+      ...     tf.Variable(0, name="steps", trainable=False).assign_add(1)
       ...     return jnp.sum(js.embedding_lookup(table, ids) ** 2)
-      >>> model, tx, ids = js.transform(model), js.adam(1e-2), jnp.array([3, 9, 3])
+      >>> model, tx, ids = tf.transform(model), js.adam(1e-2), jnp.array([3, 9, 3])
       >>> def loss(params, rest, ids):
       ...     out, variables = model.apply(params | rest, ids)
       ...     return out, variables.non_trainable
@@ -131,7 +131,7 @@ def _check_key(key: Any) -> None:
 
 
 def _is_key(x: Any) -> bool:
-    """Whether a first argument is a PRNG key, of the new or of the old kind, or None."""
+    """Whether an argument is a PRNG key, of the new or of the old kind, or None."""
     if x is None or not is_array(x):
         return x is None
     old = x.dtype == np.uint32 and tuple(x.shape) in ((2,), (4,))
@@ -145,7 +145,7 @@ def _by_bare_name(variables: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _without_lazies(out: Any) -> Any:
-    """Arrays in the places of what is lazy, which can be had while the run lasts."""
+    """``out`` with arrays for lazy values, which can be made as long as the run lasts."""
     return jax.tree.map(
         lambda x: x.value() if isinstance(x, LazyValue) else x,
         out,
@@ -158,7 +158,7 @@ def _refuse_handles(out: Any) -> None:
     names = [x.name for x in leaves if isinstance(x, Variable)]
     if names:
         raise ValueError(
-            f"the function returned the Variable {', '.join(names)} itself, which means "
-            "nothing outside of it: the handle would leak. Return its value(), or read it "
-            "from the variables that apply returns"
+            f"the function returned the Variable {', '.join(names)} itself, which is of no "
+            "use outside of it: the handle would leak. Return its value(), or read it from "
+            "the variables that apply returns"
         )

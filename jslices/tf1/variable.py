@@ -2,50 +2,61 @@
 
 import dataclasses
 import inspect
-from collections.abc import Sequence
+import operator
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.typing import DTypeLike
+from jax.typing import ArrayLike, DTypeLike
 
-from jslices.tf1._assigning import Assignable
-from jslices.tf1._cells import CopyCell, LiveCell
-from jslices.tf1._create import Wish, create
-from jslices.tf1._lazy import LazyValue
-from jslices.tf1._names import bare_name, check_name
-from jslices.tf1._operators import ArrayOperators
-from jslices.tf1._values import (
+from jslices._errors import OutOfRangeError
+from jslices._lookup import embedding_lookup
+from jslices._scatter import (
+    apply_slices,
+    batch_scatter_update,
+    scatter_nd_add,
+    scatter_nd_sub,
+    scatter_nd_update,
+)
+from jslices._slices import IndexedSlices, check_slices, is_slices
+from jslices.tf1._arrays import (
+    ArrayOperators,
     as_value,
     canonical_dtype,
     check_dtype,
+    check_shape,
     dtype_of,
-    is_array,
+    plain,
 )
-from jslices.tf1.frame import Frame, current_frame
-from jslices.tf1.state import VariableInfo
+from jslices.tf1._cells import CopyCell, LiveCell, Request, create
+from jslices.tf1._run import Frame, check_name, current_frame
+from jslices.tf1.initial_values import LazyValue
+from jslices.tf1.state import VariableInfo, bare_name
 
 
-class Variable(Assignable):
-    """A variable of the function that :func:`jslices.transform` runs.
+class Variable(ArrayOperators):
+    """A variable of the function that :func:`jslices.tf1.transform` runs.
 
     Inside of that function a handle is used as the array it holds, and assigned to;
     afterwards ``apply`` returns the new values. It is found again by its name, which is
-    made unique: ``v``, ``v_1``, ...; :func:`jslices.get_variable` shares one instead.
+    made unique: ``v``, ``v_1``, ...; :func:`jslices.tf1.get_variable` shares a variable
+    instead.
 
-    Operators, indexing, ``jax.numpy``, ``jax.nn`` and array methods take a handle. The
-    functions of ``jax.lax`` take arrays only, and want ``v.value()``; for a convolution
+    Operators, indexing, ``jax.numpy``, ``jax.nn`` and array methods accept a handle. The
+    functions of ``jax.lax`` accept arrays only: pass them ``v.value()``; for a convolution
     there is :func:`jslices.tf1.nn.conv2d`. ``==`` compares handles, not values.
 
     Args:
-      initial_value: an array, number or list, what :func:`jslices.random_normal` and the
-        like give, or a function of nothing or of a PRNG key that gives one; its shape
-        ``[...]`` is the variable's. Looked at by ``init`` only.
+      initial_value: an array, number or list, the result of
+        :func:`jslices.tf1.random_normal` and the like, or a function of nothing or of a
+        PRNG key that returns one; its shape ``[...]`` is the variable's. Only ``init``
+        uses it.
       trainable: whether it belongs to ``variables.trainable``.
       collections: keys of the collections to put it into; None means ``["variables"]``.
       validate_shape: as in TensorFlow; here every shape is known.
-      name: None means ``"Variable"``; a name scope goes before it.
+      name: None means ``"Variable"``; the name scope is put before it.
       dtype: None means that of the value (float32 and int32 for Python's numbers).
 
     Raises:
@@ -53,20 +64,22 @@ class Variable(Assignable):
       TypeError, ValueError: for a value, a name or collections that are not right.
 
     Example:
-      >>> import jax, jax.numpy as jnp, jslices as js
+      >>> import jax, jax.numpy as jnp, jslices.tf1 as tf
       >>> def count():
-      ...     steps = js.Variable(0, name="steps", trainable=False)
+      ...     steps = tf.Variable(0, name="steps", trainable=False)
       ...     return steps.assign_add(1)
-      >>> model = js.transform(count)
+      >>> model = tf.transform(count)
       >>> variables = model.init(jax.random.key(0))
       >>> out, variables = model.apply(variables)
       >>> int(out), variables
       (1, Variables(steps: int32[] not trainable))
 
-    Source: ``tf.Variable`` of TensorFlow 1, whose state lives in a session. There reading
-    a variable before or after an assignment is a matter of luck; here the order of the
-    program decides.
+    Source: ``tf.Variable`` of TensorFlow 1, whose state lives in a session. There, whether
+    a read comes before or after an assignment is undefined; here the order of the program
+    decides.
     """
+
+    _cell: LiveCell | CopyCell
 
     def __init__(
         self,
@@ -83,21 +96,42 @@ class Variable(Assignable):
             raise ValueError("initial_value must be specified: Variable(jnp.zeros(3))")
         checked = check_name("Variable" if name is None else name, "Variable")
         wanted = None if dtype is None else canonical_dtype(dtype)
-        with frame.names.given_back_on_error():
-            wish = _wish(frame.names.unique(checked), initial_value, wanted)
-            wish = dataclasses.replace(wish, trainable=trainable, collections=collections)
-            self._bind(frame, wish)
-
-    def _bind(self, frame: Frame, wish: Wish) -> None:
-        cell = self._cell = create(frame, wish)
-        frame.add(cell.entry, self)
+        with frame.names.released_on_error():
+            unique = frame.names.unique(checked)
+            request = dataclasses.replace(
+                _request(unique, initial_value, wanted),
+                trainable=trainable,
+                collections=collections,
+            )
+            self._bind(frame, request)
 
     @classmethod
-    def _new(cls, frame: Frame, wish: Wish) -> "Variable":
-        """What get_variable makes: the name is settled already."""
+    def _new(cls, frame: Frame, request: Request) -> "Variable":
+        """For get_variable, which decides on the name itself."""
         new = object.__new__(cls)
-        new._bind(frame, wish)
+        new._bind(frame, request)
         return new
+
+    def _bind(self, frame: Frame, request: Request) -> None:
+        cell = self._cell = create(frame, request)
+        frame.add(cell.entry, self)
+
+    # --- describing and reading ---------------------------------------------------------
+
+    @property
+    def name(self) -> str:
+        """The whole name with ``:0``, as in TensorFlow: ``"foo/bar/v:0"``."""
+        return f"{self._cell.name}:0"
+
+    @property
+    def dtype(self) -> np.dtype:
+        """The dtype of the value."""
+        return self._cell.dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the value."""
+        return self._cell.shape
 
     def get_shape(self) -> tuple[int, ...]:
         """The shape, by TensorFlow's older name."""
@@ -115,7 +149,20 @@ class Variable(Assignable):
         return self.info.trainable
 
     def __repr__(self) -> str:
-        return f"<js.Variable '{self.name}' shape={self.shape} dtype={self.dtype}>"
+        return f"<tf.Variable '{self.name}' shape={self.shape} dtype={self.dtype}>"
+
+    def value(self) -> Any:
+        """The array it holds now; a later assignment does not change that array.
+
+        Raises:
+          FailedPreconditionError: if it is only declared.
+          RuntimeError: after the run that made the handle.
+        """
+        return self._cell.read()
+
+    def read_value(self) -> Any:
+        """The same as :meth:`value`, by TensorFlow's name for resource variables."""
+        return self.value()
 
     def eval(self, session: Any = None) -> Any:
         """The same as :meth:`value`; TensorFlow needs a session for it."""
@@ -123,70 +170,248 @@ class Variable(Assignable):
         return self.value()
 
     def initialized_value(self) -> Any:
-        """The value; the initial one if there is none yet. For initial values of others."""
+        """The value, or the initial one if there is none yet.
+
+        With it another variable's initial value can be computed from this one.
+        """
         return self._cell.read_or_initial()
 
+    def sparse_read(self, indices: ArrayLike, name: str | None = None) -> jax.Array:
+        """The rows ``v[indices]``, by :func:`jslices.embedding_lookup`.
 
-def _wish(name: str, value: Any, dtype: Any) -> Wish:
-    """What ``Variable(value)`` asks for."""
-    if not callable(value) or isinstance(value, ArrayOperators):
-        return value_wish(name, value, dtype or _dtype_of_any(value))
-    takes_key = any(
-        p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
-        for p in inspect.signature(value).parameters.values()
-    )
+        ``indices``: integers ``[*B]``; one that is out of range reads NaN (TensorFlow
+        raises). The gradient of the variable is then IndexedSlices.
 
-    def make(key: Any) -> jax.Array:
-        made = value(key) if takes_key else value()
-        wanted = dtype or _dtype_of_any(made)
-        return _own(as_value(made, wanted, f"the initial value of {name}"))
+        Raises:
+          TypeError: if ``indices`` are not integers.
+        """
+        with jax.named_scope(name or "sparse_read"):
+            return embedding_lookup(self.value(), plain(indices))
 
-    return Wish(name, make, None, dtype, initial=make)
+    # --- assigning ----------------------------------------------------------------------
+
+    def assign(self, value: Any, use_locking: bool = False) -> Any:
+        """Replaces the value, and returns the new one.
+
+        ``value``: of exactly this shape and dtype (Python's numbers are converted); nothing
+        is broadcast. IndexedSlices become dense, with a warning.
+
+        Raises:
+          ValueError, TypeError: for another shape or dtype, naming the variable.
+        """
+        del use_locking
+        return self._assign("assign", value, lambda old, new: new)
+
+    def assign_add(self, delta: Any, use_locking: bool = False) -> Any:
+        """Adds ``delta``, and returns the new value; see :meth:`assign`.
+
+        IndexedSlices are added row by row: duplicates add, empty entries are dropped.
+        """
+        del use_locking
+        if is_slices(delta):
+            return self._scatter("assign_add", "add", delta, whole=True)
+        return self._assign("assign_add", delta, operator.add)
+
+    def assign_sub(self, delta: Any, use_locking: bool = False) -> Any:
+        """Subtracts ``delta``, and returns the new value; see :meth:`assign_add`."""
+        del use_locking
+        if is_slices(delta):
+            return self._scatter("assign_sub", "sub", delta, whole=True)
+        return self._assign("assign_sub", delta, operator.sub)
+
+    def count_up_to(self, limit: int) -> Any:
+        """Increments an integer scalar until it reaches ``limit``.
+
+        Returns:
+          ``[]``, the value before the increment.
+
+        Raises:
+          OutOfRangeError: at the limit; the variable is unchanged. Under ``jit``, where
+            nothing can be raised, and in ``init``, it stays unchanged and is returned: a
+            result of at least ``limit`` means that the limit was reached.
+          TypeError, ValueError: if the variable is no integer scalar or ``limit`` no int.
+        """
+        what = f"count_up_to of {self.name}"
+        if not isinstance(limit, int | np.integer) or isinstance(limit, bool):
+            raise TypeError(f"{what} wants a Python int as limit, got {limit!r}")
+        if not jnp.issubdtype(self.dtype, jnp.integer):
+            raise TypeError(f"{what} wants an integer variable, this is {self.dtype}")
+        if self.shape:
+            raise ValueError(f"{what} wants a scalar variable, this has {self.shape}")
+        if not jnp.iinfo(self.dtype).min <= limit <= jnp.iinfo(self.dtype).max:
+            raise ValueError(f"{what}: the limit {limit} is no {self.dtype}")
+        before = self.value()
+        seen = self._cell.computes and not isinstance(before, jax.core.Tracer)
+        if seen and int(before) >= limit:
+            raise OutOfRangeError(f"Reached limit of {limit}: {self.name}")
+        self._cell.write(jnp.where(before < limit, before + 1, before), what)
+        return before
+
+    def _assign(self, verb: str, value: Any, combine: Callable[[Any, Any], Any]) -> Any:
+        what = f"{verb} to {self.name}"
+        if verb != "assign" and self.dtype == jnp.bool_:
+            raise TypeError(f"{what} wants numbers, the variable is bool")
+        value = as_value(value, self.dtype, what)
+        check_shape(value, self.shape, what)
+        old = self.value() if verb != "assign" else None
+        self._cell.write(combine(old, value), what)
+        return self.value()
+
+    # --- rows ---------------------------------------------------------------------------
+
+    def scatter_add(self, sparse_delta: IndexedSlices, use_locking: bool = False) -> Any:
+        """Adds rows: ``v[indices[k]] += values[k]``; duplicates accumulate.
+
+        As in all scatter methods: ``sparse_delta`` holds K rows ``[K, *D]`` for a variable
+        ``[V, *D]``, of its dtype; a row number outside ``[0, V)`` is dropped (TensorFlow
+        raises); ``dense_shape`` is ignored; the new value is returned.
+
+        Raises:
+          ValueError: for anything but IndexedSlices, or rows of another shape.
+          TypeError: for another dtype.
+
+        Cost: reads and writes K rows, in place when the variables are donated.
+        """
+        del use_locking
+        return self._scatter("scatter_add", "add", sparse_delta)
+
+    def scatter_sub(self, sparse_delta: IndexedSlices, use_locking: bool = False) -> Any:
+        """Subtracts rows; duplicates accumulate. See :meth:`scatter_add`."""
+        del use_locking
+        return self._scatter("scatter_sub", "sub", sparse_delta)
+
+    def scatter_mul(self, sparse_delta: IndexedSlices, use_locking: bool = False) -> Any:
+        """Multiplies by rows; duplicates compound. See :meth:`scatter_add`."""
+        del use_locking
+        return self._scatter("scatter_mul", "mul", sparse_delta)
+
+    def scatter_div(self, sparse_delta: IndexedSlices, use_locking: bool = False) -> Any:
+        """Divides by rows; duplicates compound, integers truncate towards zero."""
+        del use_locking
+        return self._scatter("scatter_div", "div", sparse_delta)
+
+    def scatter_min(self, sparse_delta: IndexedSlices, use_locking: bool = False) -> Any:
+        """The smaller of old and new, elementwise. See :meth:`scatter_add`."""
+        del use_locking
+        return self._scatter("scatter_min", "min", sparse_delta)
+
+    def scatter_max(self, sparse_delta: IndexedSlices, use_locking: bool = False) -> Any:
+        """The larger of old and new, elementwise. See :meth:`scatter_add`."""
+        del use_locking
+        return self._scatter("scatter_max", "max", sparse_delta)
+
+    def scatter_update(self, sparse_delta: IndexedSlices, use_locking: bool = False) -> Any:
+        """Replaces rows; of duplicates the last wins. See :meth:`scatter_add`."""
+        del use_locking
+        return self._scatter("scatter_update", "update", sparse_delta)
+
+    def _scatter(self, verb: str, how: str, delta: Any, whole: bool = False) -> Any:
+        what = f"{verb} to {self.name}"
+        _check_is_slices(delta, what)
+        check_slices(delta)
+        rows, shape = tuple(delta.values.shape[1:]), self.shape
+        if delta.indices.ndim != 1 or not shape or rows != shape[1:]:
+            raise ValueError(
+                f"{what}: a variable of shape {shape} takes rows of shape {shape[1:]}, "
+                f"got values {tuple(delta.values.shape)}"
+            )
+        if whole and delta.dense_shape not in (None, shape):
+            raise ValueError(
+                f"{what}: the variable has shape {shape}, the slices {delta.dense_shape}"
+            )
+        if delta.dtype != self.dtype or (self.dtype == jnp.bool_ and how != "update"):
+            raise TypeError(
+                f"{what}: the variable is {self.dtype}, the slices are {delta.dtype}; "
+                f"cast them: slices.astype('{self.dtype}')"
+            )
+        # TensorFlow's scatters ignore the shape that the slices claim to have.
+        rows_only = IndexedSlices(delta.values, delta.indices)
+        self._cell.write(apply_slices(self.value(), rows_only, how), what)
+        return self.value()
+
+    # --- elements, by indices given as arrays -------------------------------------------
+
+    def scatter_nd_add(
+        self, indices: ArrayLike, updates: ArrayLike, use_locking: bool = False
+    ) -> Any:
+        """Adds to elements or slices: ``v[tuple(indices[k])] += updates[k]``.
+
+        As in the other ``scatter_nd`` methods: ``indices`` are integers ``[*B, d]``,
+        ``updates`` is ``[*B, *v.shape[d:]]`` of the variable's dtype or one number. It is
+        :func:`jslices.scatter_nd_add`: duplicates accumulate, coordinates out of range
+        are dropped (TensorFlow raises), and the new value is returned.
+
+        Raises:
+          TypeError, ValueError: for shapes or dtypes that do not fit, naming the variable.
+        """
+        del use_locking
+        return self._apply("scatter_nd_add", scatter_nd_add, indices, updates)
+
+    def scatter_nd_sub(
+        self, indices: ArrayLike, updates: ArrayLike, use_locking: bool = False
+    ) -> Any:
+        """Subtracts from elements or slices; see :meth:`scatter_nd_add`."""
+        del use_locking
+        return self._apply("scatter_nd_sub", scatter_nd_sub, indices, updates)
+
+    def scatter_nd_update(
+        self, indices: ArrayLike, updates: ArrayLike, use_locking: bool = True
+    ) -> Any:
+        """Replaces elements or slices; of duplicates the last wins.
+
+        See :meth:`scatter_nd_add`.
+        """
+        del use_locking
+        return self._apply("scatter_nd_update", scatter_nd_update, indices, updates)
+
+    def batch_scatter_update(
+        self,
+        sparse_delta: IndexedSlices | tuple[ArrayLike, ArrayLike],
+        use_locking: bool = True,
+    ) -> Any:
+        """Replaces rows in every example: ``v[b, indices[b, k]] = updates[b, k]``.
+
+        ``sparse_delta``: IndexedSlices, for which this is ``scatter_update``; or, since
+        they have one axis of indices here, a pair ``(indices, updates)`` of ``[*B, K]``
+        and ``[*B, K, *D]`` for a variable ``[*B, V, *D]``, the arguments of
+        :func:`jslices.batch_scatter_update`.
+
+        Raises:
+          ValueError: for anything else, or shapes that do not fit.
+          TypeError: for another dtype.
+        """
+        del use_locking
+        what = "batch_scatter_update"
+        if isinstance(sparse_delta, tuple) and len(sparse_delta) == 2:
+            indices, updates = sparse_delta
+        else:
+            advice = ", or as a pair (indices, updates) for a batch"
+            _check_is_slices(sparse_delta, f"{what} to {self.name}", advice)
+            check_slices(sparse_delta)
+            indices, updates = sparse_delta.indices, sparse_delta.values
+        return self._apply(what, batch_scatter_update, indices, updates)
+
+    def _apply(
+        self, verb: str, function: Callable[..., jax.Array], indices: Any, updates: Any
+    ) -> Any:
+        """Assigns ``function(value, indices, updates)``; its errors name the variable."""
+        what, old = f"{verb} to {self.name}", self.value()
+        try:
+            new = function(old, plain(indices), plain(updates))
+        except (TypeError, ValueError) as error:
+            kind = TypeError if isinstance(error, TypeError) else ValueError
+            raise kind(f"{what}: {error}") from None
+        self._cell.write(new, what)
+        return self.value()
 
 
-def value_wish(name: str, value: Any, dtype: np.dtype) -> Wish:
-    """A variable that begins with this very value.
-
-    To begin again with, only a number or what to draw is kept: an array may be as large
-    as a table.
-    """
-    if isinstance(value, LazyValue):
-        return _lazy_wish(name, value, dtype)
-    array = as_value(value, dtype, f"the initial value of {name}")
-    recipe = current_frame("Variable").recipe_of(value)
-    number = isinstance(value, bool | int | float | complex)
-    again = (lambda key: jnp.asarray(value, dtype)) if number else None
-    if recipe is not None:
-        again = lambda key: recipe()  # noqa: E731
-    return Wish(name, lambda key: _own(array), tuple(array.shape), dtype, initial=again)
-
-
-def _lazy_wish(name: str, value: LazyValue, dtype: np.dtype) -> Wish:
-    check_dtype(value.dtype, dtype, f"the initial value of {name}")
-    value.begins(name)
-
-    def make(key: Any) -> jax.Array:
-        del key  # each draw has a place of its own
-        made: jax.Array = value.value()
-        return made
-
-    return Wish(name, make, value.shape, dtype, initial=make if value.again else None)
-
-
-def _own(array: jax.Array) -> jax.Array:
-    """A copy: donating the variables must not take an array away from somebody else."""
-    return jnp.array(array, copy=True)
-
-
-def _dtype_of_any(value: Any) -> np.dtype:
-    """The dtype of a constant, which may be a list that holds arrays."""
-    if isinstance(value, ArrayOperators):
-        return np.dtype(value.dtype)
-    if isinstance(value, list | tuple):
-        leaves = jax.tree.leaves(value)
-        if any(is_array(x) for x in leaves):
-            return np.dtype(jnp.result_type(*leaves))
-    return dtype_of(value)
+def _check_is_slices(delta: Any, what: str, advice: str = "") -> None:
+    """Refuses anything but IndexedSlices, as TensorFlow's first releases do."""
+    if not is_slices(delta):
+        raise ValueError(
+            f"{what} wants IndexedSlices, got {type(delta).__name__}; make them with "
+            f"jslices.IndexedSlices(values, indices){advice}"
+        )
 
 
 def _flatten(variable: Variable) -> tuple[tuple[Any], str]:
@@ -199,5 +424,59 @@ def _unflatten(name: str, children: Sequence[Any]) -> Variable:
     return new
 
 
-# So that jnp.sum(v) and jax.jit(f)(v) take a handle: what they see is a read-only copy.
+# So that jnp.sum(v) and jax.jit(f)(v) accept a handle: they see a read-only copy.
 jax.tree_util.register_pytree_node(Variable, _flatten, _unflatten)
+
+
+# --- initial values ---------------------------------------------------------------------
+
+
+def _request(name: str, value: Any, dtype: Any) -> Request:
+    """The variable that ``Variable(value)`` creates."""
+    if not callable(value) or isinstance(value, ArrayOperators):
+        return request_of_value(name, value, dtype or dtype_of(value))
+    takes_key = any(
+        p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+        for p in inspect.signature(value).parameters.values()
+    )
+
+    def make(key: Any) -> jax.Array:
+        made = value(key) if takes_key else value()
+        wanted = dtype or dtype_of(made)
+        return _own(as_value(made, wanted, f"the initial value of {name}"))
+
+    return Request(name, make, None, dtype, initial=make)
+
+
+def request_of_value(name: str, value: Any, dtype: np.dtype) -> Request:
+    """A variable that begins with this very value.
+
+    To make the value again, only numbers and draws are kept: an array may be as large as a
+    table.
+    """
+    if isinstance(value, LazyValue):
+        return _request_of_lazy(name, value, dtype)
+    array = as_value(value, dtype, f"the initial value of {name}")
+    recipe = current_frame("Variable").recipe_of(value)
+    number = isinstance(value, bool | int | float | complex)
+    again = (lambda key: jnp.asarray(value, dtype)) if number else None
+    if recipe is not None:
+        again = lambda key: recipe()  # noqa: E731
+    return Request(name, lambda key: _own(array), tuple(array.shape), dtype, initial=again)
+
+
+def _request_of_lazy(name: str, value: LazyValue, dtype: np.dtype) -> Request:
+    check_dtype(value.dtype, dtype, f"the initial value of {name}")
+    value.bind(name)
+
+    def make(key: Any) -> jax.Array:
+        del key  # each draw has a place of its own
+        made: jax.Array = value.value()
+        return made
+
+    return Request(name, make, value.shape, dtype, initial=make if value.again else None)
+
+
+def _own(array: jax.Array) -> jax.Array:
+    """A copy: donating the variables must not delete an array that someone still uses."""
+    return jnp.array(array, copy=True)

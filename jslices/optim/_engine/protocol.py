@@ -135,7 +135,12 @@ def apply_updates(params: Any, updates: Any) -> Any:
     Source: ``optax.apply_updates``, which gives the same result on these updates (but takes
     no None).
     """
-    return jax.tree.map(_add, updates, params, is_leaf=lambda x: x is None or is_slices(x))
+    return jax.tree.map(_add, updates, params, is_leaf=is_leaf)
+
+
+def is_leaf(x: Any) -> bool:
+    """True for what stands in a tree of gradients where the parameters have an array."""
+    return x is None or is_slices(x)
 
 
 def _add(update: Any, param: Any) -> Any:

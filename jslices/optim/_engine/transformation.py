@@ -15,6 +15,7 @@ from jslices.optim._engine.protocol import (
     GradientTransformation,
     apply_updates,
     check_fits,
+    is_leaf,
     warn_in_multi_steps,
 )
 from jslices.optim._engine.rule import Kernel, Rule
@@ -79,7 +80,7 @@ def transformation(
                 "this optimizer needs the parameters as well, for its weight decay or its "
                 "norms: tx.update(grads, state, params)"
             )
-        leaves, tree = flatten(grads, is_leaf=is_gradient)
+        leaves, tree = flatten(grads, is_leaf=is_leaf)
         rules = rules_for(params, len(leaves))
         arrays = tree.flatten_up_to(params) if reads_params else [None] * len(leaves)
         columns = [tree.flatten_up_to(getattr(state, name)) for name in names]
@@ -200,13 +201,8 @@ def spread(mask: Any, params: Any, count: int) -> list[bool]:
     chosen = mask(params) if callable(mask) else mask
     leaves: list[bool] = []
     jax.tree.map(
-        lambda bit, part: leaves.extend([bool(bit)] * len(flatten(part, is_gradient)[0])),
+        lambda bit, part: leaves.extend([bool(bit)] * len(flatten(part, is_leaf)[0])),
         chosen,
         params,
     )
     return leaves
-
-
-def is_gradient(x: Any) -> bool:
-    """Whether ``x`` is a leaf of a tree of gradients, as None and IndexedSlices are."""
-    return x is None or is_slices(x)

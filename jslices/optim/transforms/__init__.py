@@ -1,7 +1,8 @@
-"""What people do around an optimizer, on rows: before the update, and after it.
+"""What is done to gradients before an optimizer's step, and to rows after it.
 
-Before: clipping (``clipping``, ``clip_value``, and as links of a chain
-``clip_transforms``), norms, summing micro-batches (``accumulate``) and duplicates
-(``combine``), freezing rows (``mask``), looking for NaN (``finite``), gradients of single
-examples (``per_example``). After: keeping rows short (``project``).
+``norms`` measures gradients and ``clip`` limits them; ``chain`` puts transformations one
+after the other, ``partition`` gives parameters different ones; ``accumulate`` and
+``multi_steps`` add up the gradients of micro-batches; ``per_example`` clips those of single
+examples; ``rows`` freezes rows and limits their norms; ``from_optax`` lifts any
+transformation of Optax to rows.
 """

@@ -1,4 +1,4 @@
-"""Adding up the gradients of several micro-batches without a dense buffer."""
+"""The gradients of several micro-batches, added up without a dense buffer."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -8,10 +8,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from jslices._jax import flatten
-from jslices._rows.check import as_array
-from jslices._slices import IndexedSlices, check_slices, is_slices
-from jslices.optim.transforms.leaves import as_leaf, is_leaf
-from jslices.optim.transforms.norms import widened
+from jslices._slices import IndexedSlices, as_array, check_slices, is_slices
+from jslices.optim._engine.protocol import is_leaf
+from jslices.optim.transforms.norms import as_leaf, widened
 
 REDUCTIONS = ("mean", "sum")
 
@@ -19,14 +18,14 @@ REDUCTIONS = ("mean", "sum")
 def accumulate_gradients(
     f: Callable[[Any], Any], batches: Any, reduction: str = "mean"
 ) -> Any:
-    """The mean of what ``f`` returns over micro-batches, with rows staying rows.
+    """The mean of ``f`` over micro-batches, in which IndexedSlices stay IndexedSlices.
 
     ``lax.scan`` runs ``f`` on one micro-batch after the other. Arrays (losses, dense
-    gradients) are added up as it goes; the rows of IndexedSlices are collected and summed
+    gradients) are added up in the loop; the rows of IndexedSlices are collected and summed
     at the end.
 
     Args:
-      f: a function of one micro-batch, which returns a pytree of arrays, IndexedSlices
+      f: a function of one micro-batch that returns a pytree of arrays, IndexedSlices
         (values ``[K, *D]``) and None: ``lambda batch: js.value_and_grad(loss)(params,
         batch)``.
       batches: a pytree of arrays ``[T, ...]``, T micro-batches.
@@ -34,8 +33,8 @@ def accumulate_gradients(
         is a mean over equally large micro-batches.
 
     Returns:
-      What ``f`` returns, in its dtypes (the mean of integers is float32); slices with
-      values ``[U, *D]`` and unique indices ``[U]``, U = min(T K, V). 16-bit floats are
+      A tree as ``f`` returns it, in its dtypes (the mean of integers is float32); slices
+      with values ``[U, *D]`` and unique indices ``[U]``, U = min(T K, V). 16-bit floats are
       added up in float32 and rounded once. Untouched rows stay untouched; out-of-range
       indices are dropped.
 
@@ -90,10 +89,10 @@ def accumulate_gradients(
 
 
 def reduce_stacked(tree: Any, reduction: str = "mean") -> Any:
-    """The mean of gradients that lie one after the other on a leading axis.
+    """The mean of gradients that are stacked along a leading axis.
 
-    For what ``lax.scan`` stacks and ``jax.vmap`` maps: the rows of all T gradients become
-    one IndexedSlices, duplicates summed.
+    For what ``lax.scan`` and ``jax.vmap`` return: the rows of all T gradients become one
+    IndexedSlices, duplicates summed.
 
     Args:
       tree: a pytree of arrays ``[T, ...]``, IndexedSlices with values ``[T, K, *D]`` and
@@ -133,15 +132,15 @@ def reduce_stacked(tree: Any, reduction: str = "mean") -> Any:
     return structure.unflatten([x if x is None else merge_leaf(x, divisor) for x in leaves])
 
 
-def leading_axis(name: str, leaves: Sequence[Any]) -> int:
-    """The length of the axis that stacked or mapped gradients all begin with."""
+def leading_axis(caller: str, leaves: Sequence[Any]) -> int:
+    """The length of the leading axis that all of the stacked gradients have."""
     for x in filter(is_slices, leaves):
         check_slices(x)
     stacked = [x for x in leaves if x is not None]
     heads = {(x.indices.shape[:-1] if is_slices(x) else x.shape)[:1] for x in stacked}
     if len(heads) != 1 or () in heads:
         raise ValueError(
-            f"{name} wants gradients with one leading axis in common, as jax.vmap and "
+            f"{caller} wants gradients with one leading axis in common, as jax.vmap and "
             f"lax.scan give them (slices: values [B, K, *D], indices [B, K]), got "
             f"{', '.join(map(_shapes, stacked)) or 'no array'}"
         )
@@ -155,7 +154,7 @@ def merge_leaf(x: Any, divisor: int | None) -> Any:
         return _divided(jnp.sum(_wide(x), axis=0), x.dtype, divisor)
     if x.indices.ndim > 2:
         return jax.vmap(lambda part: merge_leaf(part, divisor), in_axes=1)(x)
-    # What is divided afterwards must not be rounded before.
+    # A sum that is going to be divided must not be rounded first.
     values = x.values if divisor is None else _wide(x.values)
     joined = IndexedSlices.tree_unflatten(
         x.dense_shape,
@@ -166,19 +165,22 @@ def merge_leaf(x: Any, divisor: int | None) -> Any:
     return IndexedSlices.tree_unflatten(x.dense_shape, (values, unique.indices))
 
 
-def _check_reduction(name: str, reduction: str) -> None:
+def _check_reduction(caller: str, reduction: str) -> None:
     if reduction not in REDUCTIONS:
-        raise ValueError(f"{name}(reduction={reduction!r}): it must be one of {REDUCTIONS}")
+        raise ValueError(
+            f"{caller}(reduction={reduction!r}): it must be one of {REDUCTIONS}"
+        )
 
 
 def _wide(x: jax.Array) -> jax.Array:
-    """What sums are kept in: 16-bit floats in float32, truth values as integers."""
+    """In the dtype that is added up: float32 for 16-bit floats, int32 for bools."""
     if x.dtype == bool:
         return x.astype(jnp.int32)
     return widened(x) if jnp.issubdtype(x.dtype, jnp.inexact) else x
 
 
 def _divided(total: jax.Array, dtype: Any, divisor: int | None) -> jax.Array:
+    """The quotient, in ``dtype`` if that is a floating one."""
     result = total if divisor is None else total / divisor
     return result.astype(dtype) if jnp.issubdtype(dtype, jnp.inexact) else result
 

@@ -1,69 +1,68 @@
-"""One transformation after another."""
+"""Transformations one after the other, and those that keep no state."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from jslices.optim._engine.protocol import GradientTransformation
+import jax
+
+from jslices.optim._engine.protocol import GradientTransformation, is_leaf
 
 
 def chain(*transformations: Any) -> GradientTransformation:
-    """Runs transformations one after the other, each on what the one before returned.
+    """Runs transformations in turn, each on what the one before it returned.
 
-    As ``optax.chain``, which takes our transformations just as well; this one also hands
-    on the last one's ``apply``, ``catch_up`` and ``flush``.
+    As ``optax.chain``, which takes our transformations as well. This one also offers the
+    ``apply``, ``catch_up`` and ``flush`` of its last transformation.
 
     Args:
-      transformations: of jslices or of Optax. One that catches rows up must be the last:
-        what stands behind it would not see the missed steps.
+      transformations: of jslices or of Optax. An optimizer with ``untouched="exact"`` must
+        be the last: the steps that a row has missed are made up by the optimizer alone,
+        and whatever came after it would not apply to them.
 
     Returns:
       A :class:`GradientTransformation`; its state is the tuple of theirs.
 
     Raises:
-      TypeError: for what is not a transformation.
+      TypeError: for anything but a transformation.
       ValueError: for an exact optimizer that is not the last.
 
     Example:
       >>> import jax.numpy as jnp, jslices as js
-      >>> tx = js.optim.chain(js.sgd(1.0), js.sgd(0.5))
+      >>> tx = js.optim.chain(js.optim.clip(0.5), js.sgd(1.0))
       >>> grads = js.IndexedSlices(jnp.ones((1, 1)), jnp.array([2]), (4, 1))
       >>> updates, state = tx.update(grads, tx.init(jnp.zeros((4, 1))))
       >>> updates.values
-      Array([[0.5]], dtype=float32)
+      Array([[-0.5]], dtype=float32)
 
     Source: ``optax.chain``.
     """
-    for number, tx in enumerate(transformations):
-        if not (hasattr(tx, "init") and hasattr(tx, "update")):
-            raise TypeError(
-                f"chain wants transformations (with init and update), got {tx!r}"
-            )
-        if number + 1 < len(transformations) and getattr(tx, "catches_up", False):
-            raise ValueError(
-                'an optimizer with untouched="exact" must be the last of a chain: what '
-                "comes behind it would not apply to the steps that rows have missed"
-            )
+    links = [as_transformation("chain", tx) for tx in transformations]
+    if any(tx.catches_up for tx in links[:-1]):
+        raise ValueError(
+            'an optimizer with untouched="exact" must be the last of a chain, as what '
+            "comes after it would not apply to the steps that rows have missed; to give "
+            "some parameters another optimizer: jslices.optim.partition"
+        )
+    if not links:
+        return stateless(lambda grads: grads)
+    *before, last = links
 
     def init(params: Any) -> Any:
-        return tuple(tx.init(params) for tx in transformations)
+        return tuple(tx.init(params) for tx in links)
 
-    def pass_on(parts: Sequence[Any], grads: Any, state: Any, params: Any) -> Any:
+    def run(links: Sequence[Any], grads: Any, states: Any, params: Any) -> Any:
         new = []
-        for tx, part in zip(parts, state, strict=True):
-            grads, part = tx.update(grads, part, params)
-            new.append(part)
+        for tx, state in zip(links, states, strict=True):
+            grads, state = tx.update(grads, state, params)
+            new.append(state)
         return grads, tuple(new)
 
     def update(grads: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
-        updates, new = pass_on(transformations, grads, state, params)
+        updates, new = run(links, grads, state, params)
         return updates, new
 
-    if not (transformations and isinstance(transformations[-1], GradientTransformation)):
-        return GradientTransformation(init, update)
-    *before, last = transformations
-
     def apply(grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
-        grads, new = pass_on(before, grads, state[:-1], params)
+        grads, new = run(before, grads, state[:-1], params)
         params, part = last.apply(grads, state[-1], params)
         return params, (*new, part)
 
@@ -78,3 +77,33 @@ def chain(*transformations: Any) -> GradientTransformation:
     if not last.catches_up:
         return GradientTransformation(init, update, apply=apply)
     return GradientTransformation(init, update, catch_up, flush, apply)
+
+
+def as_transformation(caller: str, tx: Any) -> GradientTransformation:
+    """A transformation of jslices or of Optax as one of jslices; refuses anything else."""
+    if isinstance(tx, GradientTransformation):
+        return tx
+    if not (hasattr(tx, "init") and hasattr(tx, "update")):
+        raise TypeError(
+            f"{caller} wants transformations (with init and update), got {tx!r}"
+        )
+    return GradientTransformation(tx.init, tx.update)
+
+
+def stateless(f: Callable[[Any], Any]) -> GradientTransformation:
+    """The transformation whose updates are ``f(grads)``, and whose state is ``()``."""
+
+    def update(grads: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        del params
+        return f(grads), state
+
+    return GradientTransformation(lambda params: (), update)
+
+
+def each_leaf(f: Callable[[Any], Any]) -> GradientTransformation:
+    """The stateless transformation that maps ``f`` over arrays and IndexedSlices."""
+
+    def mapped(grads: Any) -> Any:
+        return jax.tree.map(lambda g: g if g is None else f(g), grads, is_leaf=is_leaf)
+
+    return stateless(mapped)

@@ -12,8 +12,12 @@ from jslices._rows.bounds import set_rows
 from jslices._rows.select import where_rows
 from jslices._slices import IndexedSlices, is_slices
 from jslices.optim._engine.execute import read_rows
-from jslices.optim._engine.protocol import GradientTransformation, warn_in_multi_steps
-from jslices.optim._engine.transformation import checked_rows, is_gradient
+from jslices.optim._engine.protocol import (
+    GradientTransformation,
+    is_leaf,
+    warn_in_multi_steps,
+)
+from jslices.optim._engine.transformation import checked_rows
 
 
 def from_optax(tx: Any) -> GradientTransformation:
@@ -73,7 +77,7 @@ def from_optax(tx: Any) -> GradientTransformation:
                 "them: tx.update(grads, state, params)"
             )
         _refuse_accumulation(state)
-        leaves, tree = flatten(grads, is_leaf=is_gradient)
+        leaves, tree = flatten(grads, is_leaf=is_leaf)
         arrays = tree.flatten_up_to(params)
         touched = [_coalesced(g, p) for g, p in zip(leaves, arrays, strict=True)]
         kind = (tree, *((g.shape, g.dtype, is_slices(g)) for g in touched if g is not None))
@@ -83,7 +87,7 @@ def from_optax(tx: Any) -> GradientTransformation:
         return lifted(tree.unflatten(touched), state, params, **extra_args)
 
     def lifted(grads: Any, state: Any, params: Any, **extra_args: Any) -> tuple[Any, Any]:
-        touched, tree = flatten(grads, is_leaf=is_gradient)
+        touched, tree = flatten(grads, is_leaf=is_leaf)
         arrays = tree.flatten_up_to(params)
         rows = _Rows(tree, arrays, touched)
         values = [g.values if is_slices(g) else g for g in touched]

@@ -1,4 +1,8 @@
-"""One step of an optimizer for the gradients of several micro-batches, call by call."""
+"""One step of an optimizer for the gradients of k calls.
+
+The gradients are gathered in *buffers*: for a dense leaf its sum, for slices the rows of k
+gradients side by side, ``[k, K, *D]``. Nothing has the size of a table.
+"""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -12,53 +16,56 @@ from jslices._jax import flatten
 from jslices._rows.bounds import canonical_indices, empty_slot, index_dtype
 from jslices._slices import IndexedSlices, check_slices, is_slices
 from jslices.optim._engine.arithmetic import next_count, zero_count
-from jslices.optim._engine.protocol import GradientTransformation
+from jslices.optim._engine.protocol import GradientTransformation, is_leaf
 from jslices.optim.transforms.accumulate import merge_leaf
-from jslices.optim.transforms.leaves import is_leaf
+from jslices.optim.transforms.chain import as_transformation
 from jslices.optim.transforms.norms import widened
 
 
 class MultiStepsState(NamedTuple):
     """State of :func:`multi_steps`, with the names of Optax."""
 
-    mini_step: jax.Array  #: int32 ``[]``, the gradients that wait for the next step.
-    gradient_step: jax.Array  #: int32 ``[]``, the steps taken.
+    mini_step: jax.Array  #: int32 ``[]``, gradients gathered for the next step.
+    gradient_step: jax.Array  #: int32 ``[]``, steps taken.
     inner_opt_state: Any  #: the state of the optimizer.
-    acc_grads: Any  #: sums of arrays; rows side by side, values ``[k, K, *D]``.
+    acc_grads: Any  #: sums of dense gradients; rows side by side, values ``[k, K, *D]``.
 
 
 def multi_steps(
     opt: Any, every_k_schedule: int, grads: Any, use_grad_mean: bool = True
 ) -> GradientTransformation:
-    """Makes a step of ``opt`` at every k-th call, with the mean of the last k gradients.
+    """Takes a step of ``opt`` at every k-th call, on the mean of the last k gradients.
 
-    For micro-batches that come one by one; where they are there together,
+    For micro-batches that arrive one at a time; if all of them are at hand,
     :func:`jslices.accumulate_gradients` needs no state. The rows of k gradients are kept
-    side by side, and summed when the step is due: there is no array of the table's size.
+    side by side and summed when the step is due: there is no array of the table's size.
 
-    Untouched rows: as ``opt`` has them. Rows that none of the k gradients names are neither
-    read nor written (or, with ``untouched="exact"``, catch up: ``catch_up`` before every
-    micro-batch, ``flush`` at any time). Duplicates add, out-of-range indices are dropped.
+    Untouched rows: as ``opt`` treats them. Rows that none of the k gradients names are
+    neither read nor written; with ``untouched="exact"`` they catch up (call ``catch_up``
+    before every micro-batch, ``flush`` at any time). Duplicates add, out-of-range indices
+    are dropped.
 
     Args:
       opt: an optimizer of jslices, or one lifted by :func:`jslices.from_optax`.
-      every_k_schedule: k, the number of gradients to a step; an int, for the rows need a
-        place of static size.
+      every_k_schedule: k, the number of gradients to a step; an int, because the buffer
+        for the rows has a static size.
       grads: a gradient, or its shapes: ``jax.eval_shape(js.grad(loss), params, batch)``. It
         tells which leaves are IndexedSlices, and K, the rows of each.
-      use_grad_mean: False for the sum instead.
+      use_grad_mean: False for the sum instead of the mean.
 
     Returns:
-      A :class:`GradientTransformation`. Its updates have the same shapes in each call; in
-      those between the steps the arrays are zero and the slots of slices empty, so that
-      nothing moves. ``state.mini_step == 0`` after a step.
+      A :class:`GradientTransformation`. Its updates have the same shapes in each call;
+      between the steps arrays are zero and the entries of slices empty, so that nothing
+      moves. ``apply`` leaves the parameters alone between the steps.
+      ``state.mini_step == 0`` after a step.
 
     Raises:
-      TypeError: for a schedule instead of k, or if ``opt`` is no transformation.
+      TypeError: for a schedule instead of k, or if ``opt`` is not a transformation.
       ValueError: for k below 1; from ``update``, for a gradient of other shapes.
 
     Cost: memory for ``k * K * D`` elements a table and one array for each dense leaf;
-    micro-steps write ``K * D``, the k-th one is a step of ``opt`` on ``k * K`` rows.
+    a call between the steps writes ``K * D``, the k-th one is a step of ``opt`` on
+    ``k * K`` rows.
 
     Example:
       >>> import jax, jax.numpy as jnp, jslices as js
@@ -72,16 +79,15 @@ def multi_steps(
       >>> table.ravel()
       Array([-0.5, -1. ,  0. ,  0. , -0.5], dtype=float32)
 
-    Source: ``optax.MultiSteps``, whose sums are dense arrays, so that JAX refuses slices in
-    it; the schedules of k and the skipping of steps are not here.
+    Source: ``optax.MultiSteps``, whose sums are dense arrays, so that JAX refuses slices
+    there. Its schedules of k and its skipping of steps are not offered.
     """
-    if not (hasattr(opt, "init") and hasattr(opt, "update")):
-        raise TypeError(f"multi_steps wants an optimizer (init and update), got {opt!r}")
+    opt = as_transformation("multi_steps", opt)
     k = every_k_schedule
     if not isinstance(k, int) or isinstance(k, bool):
         raise TypeError(
-            f"multi_steps wants an int for every_k_schedule, got {k!r}: the rows of k "
-            "gradients need a place of static size"
+            f"multi_steps wants an int for every_k_schedule, got {k!r}: the buffer for the "
+            "rows of k gradients has a static size"
         )
     if k < 1:
         raise ValueError(f"multi_steps wants every_k_schedule to be at least 1, got {k}")
@@ -89,13 +95,12 @@ def multi_steps(
 
     def init(params: Any) -> MultiStepsState:
         arrays = structure.flatten_up_to(params)
-        places = [_place(x, p, k) for x, p in zip(examples, arrays, strict=True)]
-        acc = structure.unflatten(places)
+        buffers = [_buffer(x, p, k) for x, p in zip(examples, arrays, strict=True)]
+        acc = structure.unflatten(buffers)
         return MultiStepsState(zero_count(), zero_count(), opt.init(params), acc)
 
-    def update(
-        grads: Any, state: MultiStepsState, params: Any = None, **extra_args: Any
-    ) -> tuple[Any, MultiStepsState]:
+    def gather(grads: Any, state: MultiStepsState) -> tuple[Any, jax.Array, Any]:
+        """The buffers with ``grads``, whether a step is due, and its gradient if so."""
         leaves, given = flatten(grads, is_leaf=is_leaf)
         for x in filter(is_slices, leaves):
             check_slices(x)
@@ -105,49 +110,74 @@ def multi_steps(
                 f"got {_shapes(leaves)} in {given}; make it with a gradient like these"
             )
         n = state.mini_step
-        places = structure.flatten_up_to(state.acc_grads)
-        places = [_gather(x, acc, n) for x, acc in zip(leaves, places, strict=True)]
+        buffers = structure.flatten_up_to(state.acc_grads)
+        buffers = [_put(x, buffer, n) for x, buffer in zip(leaves, buffers, strict=True)]
+
+        def total() -> Any:
+            divisor = k if use_grad_mean else None
+            pairs = zip(buffers, examples, strict=True)
+            return structure.unflatten([_total(b, x, divisor) for b, x in pairs])
+
+        return structure.unflatten(buffers), n == k - 1, total
+
+    def counted(state: MultiStepsState, due: Any, inner: Any, acc: Any) -> MultiStepsState:
+        n = jnp.where(due, 0, state.mini_step + 1)
+        steps = jnp.where(due, next_count(state.gradient_step), state.gradient_step)
+        return MultiStepsState(n, steps, inner, acc)
+
+    def update(
+        grads: Any, state: MultiStepsState, params: Any = None, **extra_args: Any
+    ) -> tuple[Any, MultiStepsState]:
+        acc, due, total = gather(grads, state)
 
         def step(inner: Any) -> tuple[Any, Any]:
-            totals = [
-                _total(acc, x, k if use_grad_mean else None)
-                for acc, x in zip(places, examples, strict=True)
-            ]
-            return opt.update(structure.unflatten(totals), inner, params, **extra_args)
+            return opt.update(total(), inner, params, **extra_args)
 
-        updates, inner = _once(step, n == k - 1, state.inner_opt_state)
-        due = (n == k - 1).astype(n.dtype)
-        taken = jnp.where(due, next_count(state.gradient_step), state.gradient_step)
-        acc = structure.unflatten(places)
-        return updates, MultiStepsState((n + 1) * (1 - due), taken, inner, acc)
+        def wait(inner: Any) -> tuple[Any, Any]:
+            shapes, _ = jax.eval_shape(step, inner)
+            return jax.tree.map(_nothing, shapes, is_leaf=is_leaf), inner
 
-    if not getattr(opt, "catches_up", False):
-        return GradientTransformation(init, update)
+        updates, inner = _cond(due, step, wait, state.inner_opt_state)
+        return updates, counted(state, due, inner, acc)
 
-    def inside(name: str, params: Any, state: Any, *ids: Any) -> tuple[Any, Any]:
-        params, inner = getattr(opt, name)(params, state.inner_opt_state, *ids)
+    def apply(
+        grads: Any, state: MultiStepsState, params: Any
+    ) -> tuple[Any, MultiStepsState]:
+        acc, due, total = gather(grads, state)
+
+        def step(params: Any, inner: Any) -> tuple[Any, Any]:
+            return opt.apply(total(), inner, params)
+
+        def wait(params: Any, inner: Any) -> tuple[Any, Any]:
+            return params, inner
+
+        params, inner = _cond(due, step, wait, params, state.inner_opt_state)
+        return params, counted(state, due, inner, acc)
+
+    def catch_up(params: Any, state: Any, ids: Any) -> tuple[Any, Any]:
+        params, inner = opt.catch_up(params, state.inner_opt_state, ids)
         return params, state._replace(inner_opt_state=inner)
 
-    return GradientTransformation(
-        init,
-        update,
-        lambda params, state, ids: inside("catch_up", params, state, ids),
-        lambda params, state: inside("flush", params, state),
-    )
+    def flush(params: Any, state: Any) -> tuple[Any, Any]:
+        params, inner = opt.flush(params, state.inner_opt_state)
+        return params, state._replace(inner_opt_state=inner)
+
+    if not opt.catches_up:
+        return GradientTransformation(init, update, apply=apply)
+    return GradientTransformation(init, update, catch_up, flush, apply)
 
 
-def _once(step: Callable[[Any], Any], due: jax.Array, inner: Any) -> tuple[Any, Any]:
-    """``step(inner)`` if it is due, or else updates that move nothing."""
-    if not isinstance(due, jax.core.Tracer) and due:
-        return step(inner)  # here and now, so that what it raises is raised
-    shapes, _ = jax.eval_shape(step, inner)
-    nothing = jax.tree.map(_nothing, shapes, is_leaf=is_leaf)
-    if not isinstance(due, jax.core.Tracer):
-        return nothing, inner
-    return lax.cond(due, step, lambda inner: (nothing, inner), inner)
+def _cond(
+    due: jax.Array, step: Callable[..., Any], wait: Callable[..., Any], *args: Any
+) -> Any:
+    """``lax.cond``; without a trace one branch is run as it is, and raises what it does."""
+    if isinstance(due, jax.core.Tracer):
+        return lax.cond(due, step, wait, *args)
+    return step(*args) if due else wait(*args)
 
 
 def _nothing(shape: Any) -> Any:
+    """An update of this shape that moves nothing."""
     if shape is None:
         return None
     if not is_slices(shape):
@@ -155,7 +185,8 @@ def _nothing(shape: Any) -> Any:
     values, indices = shape.values, shape.indices
     num_rows = None if shape.dense_shape is None else shape.dense_shape[0]
     empty = empty_slot(num_rows, indices.dtype)
-    return IndexedSlices.tree_unflatten(
+    # Both branches of a cond return the same type, be it a subclass of IndexedSlices.
+    return type(shape).tree_unflatten(
         shape.dense_shape,
         (
             jnp.zeros(values.shape, values.dtype),
@@ -164,8 +195,8 @@ def _nothing(shape: Any) -> Any:
     )
 
 
-def _place(example: Any, param: Any, k: int) -> Any:
-    """What the gradients of a leaf are gathered in; nothing is in it yet."""
+def _buffer(example: Any, param: Any, k: int) -> Any:
+    """An empty buffer for k gradients like ``example``."""
     if example is None:
         return None
     if not is_slices(example):
@@ -173,41 +204,42 @@ def _place(example: Any, param: Any, k: int) -> Any:
     values, indices = example.values, example.indices
     if indices.ndim != 1:
         raise ValueError(f"multi_steps got {example}, which carries a batch axis from vmap")
-    rows = jnp.zeros((k, *values.shape), values.dtype)
     shape = jnp.shape(param)
     if example.dense_shape not in (None, shape) or values.shape[1:] != shape[1:]:
         raise ValueError(
             f"multi_steps was made for slices with values {list(values.shape)} of an array "
             f"of shape {example.dense_shape}, and tx.init got one of shape {shape}"
         )
+    rows = jnp.zeros((k, *values.shape), values.dtype)
     dtype = index_dtype(shape[0], np.dtype(indices.dtype))
-    slots = jnp.full((k, *indices.shape), shape[0], dtype)
-    return IndexedSlices.tree_unflatten(shape, (rows, slots))
+    entries = jnp.full((k, *indices.shape), shape[0], dtype)
+    return IndexedSlices.tree_unflatten(shape, (rows, entries))
 
 
-def _gather(grad: Any, place: Any, n: jax.Array) -> Any:
-    """The place with one gradient more; the first of the next step begins anew."""
+def _put(grad: Any, buffer: Any, n: jax.Array) -> Any:
+    """The buffer with ``grad`` as its n-th gradient; the first one clears it."""
     if grad is None:
         return None
-    if not is_slices(place):
-        return jnp.where(n == 0, 0, place) + grad.astype(place.dtype)
-    if grad.dense_shape not in (None, place.dense_shape):
+    if not is_slices(buffer):
+        return jnp.where(n == 0, 0, buffer) + grad.astype(buffer.dtype)
+    if grad.dense_shape not in (None, buffer.dense_shape):
         raise ValueError(
             f"multi_steps got slices of an array of shape {grad.dense_shape} where the "
-            f"parameter has shape {place.dense_shape}"
+            f"parameter has shape {buffer.dense_shape}"
         )
-    indices = canonical_indices(grad.indices, place.dense_shape[0])
+    indices = canonical_indices(grad.indices, buffer.dense_shape[0])
     put = lambda old, new: lax.dynamic_update_index_in_dim(old, new, n, 0)  # noqa: E731
     return IndexedSlices.tree_unflatten(
-        place.dense_shape,
-        (put(place.values, grad.values), put(place.indices, indices)),
+        buffer.dense_shape,
+        (put(buffer.values, grad.values), put(buffer.indices, indices)),
     )
 
 
-def _total(place: Any, example: Any, divisor: int | None) -> Any:
-    if place is None or is_slices(place):
-        return place if place is None else merge_leaf(place, divisor)
-    total = place if divisor is None else place / divisor
+def _total(buffer: Any, example: Any, divisor: int | None) -> Any:
+    """The sum of what a buffer holds, or its mean, in the dtype of the gradient."""
+    if buffer is None or is_slices(buffer):
+        return buffer if buffer is None else merge_leaf(buffer, divisor)
+    total = buffer if divisor is None else buffer / divisor
     return total.astype(example.dtype)
 
 

@@ -1,20 +1,23 @@
-"""Norms of gradients that are rows: what the dense gradient has, from the rows alone."""
+"""What gradients measure: their norm, and whether they are finite.
+
+A tree of gradients holds arrays, IndexedSlices and None. Everything here first sums the
+entries of slices that name the same row, so that it sees what the dense gradient holds.
+"""
 
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from jslices._slices import is_slices
-from jslices.optim.transforms.leaves import as_leaf, is_leaf, numbers
+from jslices._slices import IndexedSlices, as_array, is_slices
+from jslices.optim._engine.protocol import is_leaf
 
 
 def global_norm(tree: Any) -> jax.Array:
     """The square root of the sum of the squares of everything in ``tree``.
 
     Duplicate rows are summed first, so this is the norm of the dense gradient. Untouched
-    rows are zero, and empty slots (out-of-range indices) count for nothing whatever they
-    hold.
+    rows are zero. Empty entries (out-of-range indices) do not count, whatever they hold.
 
     Args:
       tree: a pytree of arrays ``[...]``, IndexedSlices with values ``[K, *D]``, and None,
@@ -44,8 +47,82 @@ def global_norm(tree: Any) -> jax.Array:
     return norm_of_leaves(coalesced_leaves("global_norm", tree))
 
 
-def coalesced_leaves(name: str, tree: Any) -> list[Any]:
-    """The leaves of ``tree``, in its order: arrays, unique rows, and None."""
+def all_finite(tree: Any) -> jax.Array:
+    """Whether the gradients in ``tree`` are free of NaN and infinities.
+
+    Duplicate rows are summed first, in float32, and rounded once: two finite float16 rows
+    whose sum overflows are found. Empty entries (out-of-range indices) do not count,
+    whatever they hold. Untouched rows are zero, hence finite.
+
+    Args:
+      tree: a pytree of arrays ``[...]``, IndexedSlices with values ``[K, *D]``, and None.
+        Integers are always finite.
+
+    Returns:
+      bool ``[]``, for ``jnp.where`` or ``lax.cond``.
+
+    Raises:
+      TypeError: for slices whose indices a foreign ``tree.map`` has changed.
+
+    Cost: a sort of K integers and one pass over ``K * D`` elements per IndexedSlices.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, jslices as js
+      >>> rows = jnp.full((2, 1), 60_000, jnp.float16)
+      >>> js.all_finite(js.IndexedSlices(rows, jnp.array([3, 3]), (9, 1)))
+      Array(False, dtype=bool)
+
+      Dynamic loss scaling skips a step, parameters and state untouched, with ``lax.cond``
+      (a ``jnp.where`` over the parameters would copy whole tables):
+
+      >>> tx, table = js.adagrad(0.1), jnp.ones((4, 1), jnp.float16)
+      >>> def loss(table, ids, scale):
+      ...     return (table[ids] ** 2).sum().astype(jnp.float32) * scale
+      >>> take = lambda params, state, grads: tx.apply(grads, state, params)
+      >>> skip = lambda params, state, grads: (params, state)
+      >>> @jax.jit
+      ... def step(params, state, scale, ids):
+      ...     grads = js.grad(loss)(params, ids, scale)
+      ...     finite = js.all_finite(grads)
+      ...     grads = jax.tree.map(lambda g: g / scale, grads, is_leaf=js.is_slices)
+      ...     params, state = jax.lax.cond(finite, take, skip, params, state, grads)
+      ...     return params, state, jnp.where(finite, scale * 2, scale / 2)
+      >>> ids = jnp.array([1, 1])
+      >>> table, state, scale = step(table, tx.init(table), jnp.float32(2**15), ids)
+      >>> table.ravel(), scale
+      (Array([1., 1., 1., 1.], dtype=float16), Array(16384., dtype=float32))
+      >>> table, state, scale = step(table, state, scale / 2, ids)
+      >>> table.ravel().round(1), scale
+      (Array([1. , 0.9, 1. , 1. ], dtype=float16), Array(16384., dtype=float32))
+
+    Source: PyTorch's ``GradScaler``, which coalesces float16 gradients for the same
+    reason; TensorFlow's ``LossScaleOptimizer`` looks at the values as they are.
+    """
+    finite = jnp.array(True)
+    for x in map(as_leaf, jax.tree.leaves(tree, is_leaf=is_leaf)):
+        if x is not None:
+            unique = x.coalesce() if is_slices(x) else x
+            finite &= jnp.all(jnp.isfinite(values_of(unique)))
+    return finite
+
+
+# --- The leaves of a tree of gradients ------------------------------------------------
+
+
+def as_leaf(x: Any) -> Any:
+    """The leaf in JAX arrays, also where ``jax.vmap`` returned NumPy arrays."""
+    if x is None:
+        return x
+    return jax.tree.map(jnp.asarray, x) if is_slices(x) else as_array(x)
+
+
+def values_of(x: Any) -> jax.Array:
+    """The array, or the rows that slices store."""
+    return x.values if isinstance(x, IndexedSlices) else x
+
+
+def coalesced_leaves(caller: str, tree: Any) -> list[Any]:
+    """The leaves of ``tree`` in order, floating: arrays, slices of unique rows, None."""
     pairs, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_leaf)
     pairs = [(path, as_leaf(x)) for path, x in pairs]
     wrong = [
@@ -55,15 +132,18 @@ def coalesced_leaves(name: str, tree: Any) -> list[Any]:
     ]
     if wrong:
         raise TypeError(
-            f"{name} wants floating arrays, got {', '.join(wrong)}; cast with "
+            f"{caller} wants floating arrays, got {', '.join(wrong)}; cast with "
             "x.astype('float32'), or put None where there is no gradient"
         )
     return [x.coalesce() if is_slices(x) else x for _, x in pairs]
 
 
+# --- Arithmetic -----------------------------------------------------------------------
+
+
 def norm_of_leaves(leaves: list[Any]) -> jax.Array:
-    """``[]``, the norm of all leaves together; rows must be unique."""
-    squares = [sum_of_squares(numbers(x)) for x in leaves if x is not None]
+    """``[]``, the norm of all leaves together, as :func:`coalesced_leaves` returns them."""
+    squares = [sum_of_squares(values_of(x)) for x in leaves if x is not None]
     return safe_sqrt(sum(squares, start=jnp.zeros((), jnp.float32)))
 
 
@@ -77,11 +157,11 @@ def sum_of_squares(
 
 
 def widened(x: jax.Array) -> jax.Array:
-    """16-bit floats as float32, the rest as it is."""
+    """16-bit floats as float32, other dtypes unchanged."""
     return x.astype(jnp.promote_types(x.dtype, jnp.float32))
 
 
 def safe_sqrt(x: jax.Array) -> jax.Array:
-    """The root, with gradient 0 at 0 instead of an infinite one; NaN stays."""
+    """The square root, whose gradient at 0 is 0 instead of infinite. NaN stays NaN."""
     zero = x == 0
     return jnp.where(zero, x, jnp.sqrt(jnp.where(zero, jnp.ones_like(x), x)))

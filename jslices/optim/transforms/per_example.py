@@ -1,4 +1,4 @@
-"""Norms and clipping of each example's gradient, for DP-SGD."""
+"""Norms of the gradients of single examples, and clipping them, for DP-SGD."""
 
 from typing import Any
 
@@ -7,21 +7,22 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from jslices._jax import flatten
+from jslices.optim._engine.protocol import is_leaf
 from jslices.optim.transforms.accumulate import leading_axis, merge_leaf
-from jslices.optim.transforms.clipping import shrunk
-from jslices.optim.transforms.leaves import as_leaf, is_leaf, numbers
-from jslices.optim.transforms.limits import check_limit
+from jslices.optim.transforms.clip import check_limit, shrunk
 from jslices.optim.transforms.norms import (
+    as_leaf,
     coalesced_leaves,
     safe_sqrt,
     sum_of_squares,
+    values_of,
 )
 
 
 def per_example_norms(tree: Any) -> jax.Array:
     """The global norm of each example's gradient.
 
-    Within an example duplicates are summed first: an example that looks a row up twice has
+    Duplicates within an example are summed first: an example that looks up a row twice has
     the norm of its dense gradient.
 
     Args:
@@ -55,7 +56,7 @@ def per_example_norms(tree: Any) -> jax.Array:
     leading_axis("per_example_norms", leaves)
     squares = [
         sum_of_squares(x, tuple(range(1, x.ndim)))
-        for x in map(numbers, filter(lambda x: x is not None, leaves))
+        for x in map(values_of, filter(lambda x: x is not None, leaves))
     ]
     return safe_sqrt(sum(squares[1:], start=squares[0]))
 
@@ -65,8 +66,8 @@ def per_example_global_norm_clip(
 ) -> tuple[Any, jax.Array]:
     """The sum of the examples' gradients, each scaled down to a norm of at most a limit.
 
-    For DP-SGD: to the sum one adds noise (to all rows, or nothing is private) and divides
-    by the batch size.
+    For DP-SGD, which then adds noise to the sum (in all rows, or nothing is private) and
+    divides it by the batch size.
 
     Args:
       grads: as for :func:`per_example_norms`.
@@ -76,7 +77,7 @@ def per_example_global_norm_clip(
       ``(sum, num_clipped)``: the tree without the axis of examples, in its dtypes, slices
       with values ``[U, *D]`` and unique indices ``[U]``, U = min(B K, V); and how many
       examples were scaled down, int32 ``[]``. An example whose norm is NaN or infinite
-      makes what it touches NaN. Untouched rows stay untouched; out-of-range indices are
+      makes all that it touches NaN. Untouched rows stay untouched; out-of-range indices are
       dropped.
 
     Raises:

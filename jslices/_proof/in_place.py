@@ -1,0 +1,324 @@
+"""Which arrays of a step are not updated in place: why, and what to do about it."""
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from jslices._densify import UserLine, human_bytes
+from jslices._proof.program import Instruction, Leaf, Module, Program, Value, number_of
+
+#: Operations that only hand values on.
+_SILENT = {"bitcast", "copy", "copy-start", "copy-done", "tuple", "get-tuple-element"}
+_BODIES = {"while": "loop", "conditional": "conditional", "call": "function"}
+
+
+def problems(program: Program, min_bytes: int) -> list[str]:
+    """A sentence for each array of ``min_bytes`` or more that is not updated in place."""
+    large = [leaf for leaf in program.leaves if leaf.nbytes >= min_bytes]
+    donated = [leaf for leaf in large if leaf.donated]
+    missing = _missing(program, donated)
+    found = [_not_aliased(program, leaf) for leaf in missing]
+    found.extend(_not_donated(program, [leaf for leaf in large if not leaf.donated]))
+    if not donated and not found:
+        found.append(
+            f"no array of at least {human_bytes(min_bytes)} is donated, so none can be "
+            "updated in place. Donate parameters and state, jax.jit(step, "
+            "donate_argnums=(0, 1)), or lower min_bytes"
+        )
+    rest = [x for x in donated if x not in missing and _is_aliased(program, x)]
+    # Where a result is missing, jit pairs the others crosswise, which makes copies.
+    crossed = [x for x in rest if any(_alike(x, y) for y in missing)]
+    return found + copied(program, rest, crossed)
+
+
+def _missing(program: Program, donated: list[Leaf]) -> list[Leaf]:
+    """Donated arrays that no result is written into.
+
+    jit pairs arrays and results of equal shape and dtype in order, so the array left over
+    need not be the one that the step does not return.
+    """
+    module = program.module
+    written = {module.origin(*value)[0].name for value in module.outputs()}
+    over: list[Leaf] = []
+    for leaf in donated:
+        if _is_aliased(program, leaf):
+            continue
+        alike = [x for x in donated if _alike(x, leaf)]
+        lost = [x for x in alike if program.name_of(x) not in written and x not in over]
+        over.append((lost or [leaf])[0])
+    return over
+
+
+def _is_aliased(program: Program, leaf: Leaf) -> bool:
+    return leaf.parameter in program.module.aliases.values()
+
+
+def _alike(a: Leaf, b: Leaf) -> bool:
+    return a.shape == b.shape and a.dtype == b.dtype
+
+
+def _unaliased(program: Program) -> list[Leaf]:
+    """Outputs in memory of their own."""
+    aliases = program.module.aliases
+    return [x for n, x in enumerate(program.outputs) if n not in aliases]
+
+
+def _not_aliased(program: Program, leaf: Leaf) -> str:
+    start = f"{leaf} is donated, but no result is written into its memory: "
+    alike = [x for x in program.outputs if _alike(x, leaf)]
+    if leaf.parameter is None and not alike:
+        return start + (
+            "the step does not use it. Return it, updated or as it is, or do not donate it"
+        )
+    if leaf.parameter is None:
+        return start + (
+            "the step does not read it, so jit does not pass it on, and results like it "
+            "are new memory. Make them from it, or do not donate it"
+        )
+    cast = [x for x in program.outputs if x.shape == leaf.shape and x.dtype != leaf.dtype]
+    # Prefer the result of the same name in the tree.
+    tail = leaf.path[leaf.path.find("]") + 1 :]
+    same = [x for x in cast if tail and x.path.endswith(tail)]
+    if same or (cast and not alike):
+        out = (same or cast)[0]
+        return start + (
+            f"the dtype has changed, {out.path} is {out.dtype}. Cast it back before it is "
+            f"returned: .astype({leaf.dtype})"
+        )
+    if not alike:
+        return start + (
+            "there is no result of its shape and dtype. Return the updated array, in the "
+            "shape and dtype that it had, or do not donate it"
+        )
+    if all(x not in _unaliased(program) for x in alike):
+        return start + (
+            f"the step returns fewer arrays like it than it is given, {len(alike)}, and "
+            "these are written into others. Return this one too, or do not donate it"
+        )
+    return start + (
+        f"{alike[0].path} is like it, but jit has not paired them. Are they sharded or "
+        "laid out differently over devices (in_shardings, out_shardings)?"
+    )
+
+
+def _not_donated(program: Program, leaves: Iterable[Leaf]) -> Iterator[str]:
+    fresh = _unaliased(program)
+    for leaf in leaves:
+        alike = [x for x in fresh if _alike(x, leaf)]
+        if not alike:
+            continue
+        # Prefer the result of the same name in the tree.
+        tail = leaf.path[leaf.path.find("]") + 1 :]
+        out = next((x for x in alike if tail and x.path.endswith(tail)), alike[0])
+        fresh.remove(out)
+        number = leaf.path.partition("[")[2].partition("]")[0]
+        yield (
+            f"{leaf} is not donated, and {out.path}, which is like it, is new memory. "
+            f"Donate it: jax.jit({program.name}, donate_argnums={number})"
+        )
+
+
+# --- copies ------------------------------------------------------------------------
+
+
+def copied(program: Program, leaves: list[Leaf], crossed: list[Leaf]) -> list[str]:
+    """A sentence for each of ``leaves`` that is copied; for ``crossed`` ones if its cause
+    can be seen.
+    """
+    module = program.module
+    parameters = module.parameters()
+    by_parameter = {leaf.parameter: leaf for leaf in leaves}
+    # The memory of an aliased result is that of its argument.
+    owners = {
+        (parameters[leaf.parameter].name, 0): leaf
+        for leaf in leaves
+        if leaf.parameter is not None
+    }
+    outputs = module.outputs()
+    for number, parameter in module.aliases.items():
+        if parameter in by_parameter:
+            maker = module.maker(*outputs[number])
+            if module.copied(maker[0]) is None:
+                owners.setdefault((maker[0].name, maker[1]), by_parameter[parameter])
+    found: dict[Leaf, list[Instruction]] = {}
+    for each in module.run():
+        if module.copied(each) is None:
+            continue
+        origin, index = module.origin(each)
+        # Copies of other arrays, or of a part of a donated one, are none of this check.
+        leaf = owners.get((origin.name, index))
+        if leaf is not None and each.arrays[0] == origin.arrays[index]:
+            found.setdefault(leaf, []).append(each)
+    return [
+        f"{leaf} is copied{_times(each)}: " + "; and ".join(reasons)
+        for leaf, each in found.items()
+        if (reasons := _reasons(program, leaf, each, leaf not in crossed))
+    ]
+
+
+def _times(copies: list[Instruction]) -> str:
+    return "" if len(copies) == 1 else f", {len(copies)} times"
+
+
+def _reasons(
+    program: Program, leaf: Leaf, copies: list[Instruction], guess: bool
+) -> list[str]:
+    module = program.module
+    reasons = _returned(program, leaf)
+    targets = {
+        module.maker(*value)[0].name
+        for number, value in enumerate(module.outputs())
+        if module.aliases.get(number) == leaf.parameter
+    }
+    for copy in copies:
+        reasons = reasons or list(dict.fromkeys(_reads(module, copy, targets)))
+    if guess and not reasons:
+        reasons = list(dict.fromkeys(_elsewhere(module, copy) for copy in copies))
+    return reasons
+
+
+def _returned(program: Program, leaf: Leaf) -> list[str]:
+    """Says so if the old value itself is returned."""
+    module = program.module
+    for number, value in enumerate(module.outputs()):
+        each, index = value
+        while (step := _same(module, each, index)) is not None:
+            each, index = step
+        if module.aliases.get(number) == leaf.parameter or each.where != module.entry:
+            continue
+        if each.opcode == "parameter" and each.name == program.name_of(leaf):
+            return [
+                f"its old value is returned as well, as {program.outputs[number].path}. "
+                "Return only the new one, or keep a copy of what you need of it (some "
+                "rows, a norm)"
+            ]
+    return []
+
+
+def _same(module: Module, each: Instruction, index: int) -> Value | None:
+    """The value that this one is a copy or a renaming of."""
+    if (copied := module.copied(each)) is not None:
+        return copied
+    if each.opcode in ("bitcast", "copy-done", "tuple", "get-tuple-element"):
+        return module.into(each, index)
+    return None
+
+
+def _reads(module: Module, copy: Instruction, targets: set[str]) -> Iterator[str]:
+    """Uses of the old value that need not come before it is overwritten.
+
+    ``targets`` names what makes the new value where it is not written row by row.
+    """
+    old = _equals(module, copy)
+    users = [
+        user
+        for user in module.users(old)
+        if user.opcode not in _SILENT and module.copied(user) is None
+    ]
+    writers = [user for user in users if _overwrites(module, user, old)]
+    writers = writers or [user for user in users if user.name in targets]
+    before: set[str] = set().union(*(module.before(user) for user in writers))
+    late = [user for user in users if user not in writers and user.name not in before]
+    if writers and late:
+        reader = _inside(module, late[0], old)
+        yield (
+            f"its old value is still read {_place(module, reader)} after it is "
+            f"overwritten, or may be. {_instead(reader)}"
+        )
+    elif len(writers) > 1:
+        yield (
+            f"it is updated twice from the same old value, {_place(module, writers[0])} "
+            f"and {_place(module, writers[1])}. Update the result of the first"
+        )
+
+
+def _inside(module: Module, user: Instruction, old: list[Instruction]) -> Instruction:
+    """The part of a fusion that uses one of the values."""
+    if user.opcode != "fusion" or not (called := module.called(user)):
+        return user
+    names = {each.name for each in old}
+    wanted = {n for n, name in enumerate(user.operands) if name in names}
+    inside = module.computations[called[0]].instructions.values()
+    parameters = [x for x in inside if x.opcode == "parameter" and number_of(x) in wanted]
+    parts = [x for p in parameters for x in module.users([p]) if module.user_line(x)]
+    return (parts or [user])[0]
+
+
+def _instead(reader: Instruction) -> str:
+    if "select_n" in reader.op_name:
+        return "Choose between old and new by jax.lax.cond around the update, or by rows"
+    return (
+        "Read what you need of it before the update, and let the update depend on that "
+        "(jax.lax.optimization_barrier), or read the new value"
+    )
+
+
+def _equals(module: Module, copy: Instruction) -> list[Instruction]:
+    """The instructions of its computation that have the value ``copy`` copies."""
+    inside = module.computations[copy.where].instructions.values()
+
+    def start(each: Instruction) -> tuple[str, int]:
+        index = 0
+        while (step := _same(module, each, index)) is not None:
+            if step[0].where != copy.where:
+                break
+            each, index = step
+        return each.name, index
+
+    value = start(copy)
+    return [x for x in inside if x.opcode != "tuple" and x.arrays and start(x) == value]
+
+
+def _overwrites(module: Module, user: Instruction, old: list[Instruction]) -> bool:
+    names = {each.name for each in old}
+    for index in range(len(user.arrays)):
+        step = module.into(user, index)
+        while step is not None and step[0].opcode in _SILENT and step[0].name not in names:
+            step = module.into(*step)
+        if step is not None and step[0].name in names and not _kept(module, user, index):
+            return True
+    return False
+
+
+def _kept(module: Module, user: Instruction, index: int) -> bool:
+    """Whether a loop returns an element unchanged."""
+    if user.opcode != "while":
+        return False
+    each, at = module.elements(module.called(user)[0])[index]
+    while each.opcode in ("get-tuple-element", "bitcast"):
+        step: Any = module.into(each, at)
+        if step[0].opcode == "parameter" or step[0].where != each.where:
+            return True
+        each, at = step
+    return each.opcode == "parameter"
+
+
+def _elsewhere(module: Module, copy: Instruction) -> str:
+    """What can be said of a copy whose cause the program does not show."""
+    around = [x for x in module.users([copy]) if x.opcode in _BODIES]
+    around += [
+        user
+        for each in module.users([copy])
+        if each.opcode == "tuple"
+        for user in module.users([each])
+        if user.opcode in _BODIES
+    ]
+    inside = module.caller(copy.where)
+    if around or inside is not None:
+        outer = around[0] if around else inside
+        assert outer is not None
+        return (
+            f"the {_BODIES.get(outer.opcode, outer.opcode)} {_place(module, outer)} keeps "
+            "its old value beside the new one. Let each turn or branch read rows of it "
+            "before it writes them, write with .at[rows].set or .add, and choose rows "
+            "instead of whole arrays"
+        )
+    return (
+        f"the program does not show why; the copy is made {_place(module, copy)}. Look for "
+        "uses of the old value beside the update"
+    )
+
+
+def _place(module: Module, each: Instruction) -> str:
+    line: UserLine | None = module.user_line(each)
+    what = each.op_name or each.name
+    return f"by {what}" if line is None else f"by {what} at {line}"

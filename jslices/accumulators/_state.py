@@ -1,0 +1,270 @@
+"""What a blocking accumulator holds: sums of the gradients, and the queue of the takers."""
+
+import logging
+import math
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import numpy as np
+
+from jslices._errors import CancelledError, DeadlineExceededError, InvalidArgumentError
+
+_log = logging.getLogger("jslices.accumulators")
+
+
+# --- sums -----------------------------------------------------------------------------
+
+
+class Store(Protocol):
+    """What has been accumulated since the last take."""
+
+    def add(self, *gradient: Any) -> None:
+        """Adds a gradient, or raises and changes nothing."""
+
+
+class RowSums:
+    """The sum of every row seen so far, and the number of gradients that held it.
+
+    A row keeps the entry that it got when it first came, so that adding a gradient of K
+    rows to U of them moves K rows and U integers, never U rows. Buffers grow by doubling.
+    """
+
+    def __init__(self, dtype: np.dtype) -> None:
+        self.dtype = dtype
+        self.rows = np.zeros(0, np.int64)  # [U], sorted
+        self.entries = np.zeros(0, np.int64)  # [U], where the sum of each of them is
+        self.row_shape: tuple[int, ...] | None = None  # None until the first gradient
+        self.sums = np.zeros(0, dtype)  # [room, *D]
+        self.counts = np.zeros(0, np.int64)  # [room]
+
+    def add(self, rows: np.ndarray, values: np.ndarray) -> None:
+        """Adds ``values`` ``[K, *D]`` to ``rows`` ``[K]``, sorted and unique."""
+        self._check(values)
+        place = np.searchsorted(self.rows, rows)
+        known = place < self.rows.size
+        known[known] = self.rows[place[known]] == rows[known]
+        new, used = ~known, self.rows.size
+        entries = np.empty(rows.size, np.int64)
+        entries[known] = self.entries[place[known]]
+        entries[new] = np.arange(used, used + np.count_nonzero(new))
+        all_rows = np.insert(self.rows, place[new], rows[new])
+        all_entries = np.insert(self.entries, place[new], entries[new])
+        sums, counts = self._with_room(all_rows.size, values.shape[1:])
+        # Nothing above has changed anything, and nothing below can fail.
+        self.row_shape = values.shape[1:]
+        self.rows, self.entries, self.sums, self.counts = (
+            all_rows,
+            all_entries,
+            sums,
+            counts,
+        )
+        with np.errstate(all="ignore"):
+            sums[entries] += values
+        counts[entries] += 1
+
+    def _check(self, values: np.ndarray) -> None:
+        held, came = self.row_shape, values.shape[1:]
+        if held is None or came == held:
+            return
+        if len(came) != len(held):
+            problem = f"expected values rank {len(held) + 1}, got {len(came) + 1}"
+        else:
+            axis = next(i for i, n in enumerate(held) if n != came[i])
+            problem = f"expected values dim {axis + 1} to be {held[axis]}, got {came[axis]}"
+        raise InvalidArgumentError(
+            f"Shape mismatch: {problem}; the gradients since the last take have rows of "
+            f"shape {held}, this one has rows of shape {came}"
+        )
+
+    def _with_room(
+        self, size: int, row_shape: tuple[int, ...]
+    ) -> tuple[np.ndarray, np.ndarray]:
+        room, used = self.counts.size, self.rows.size
+        if self.row_shape is not None and size <= room:
+            return self.sums, self.counts
+        room = max(size, 2 * room)
+        sums = np.zeros((room, *row_shape), self.dtype)
+        counts = np.zeros(room, np.int64)
+        if used:
+            sums[:used], counts[:used] = self.sums[:used], self.counts[:used]
+        return sums, counts
+
+    def reduced(self, mean: bool) -> tuple[np.ndarray, np.ndarray]:
+        """``(rows [U], values [U, *D])``, ascending; the mean divides row by row."""
+        values = self.sums[self.entries]
+        if not mean or not self.rows.size:
+            return self.rows, values
+        counts = self.counts[self.entries].reshape(-1, *[1] * (values.ndim - 1))
+        return self.rows, divided(values, counts)
+
+
+class ArraySum:
+    """The sum of the arrays seen so far; None before the first, which settles the shape."""
+
+    def __init__(self, dtype: np.dtype) -> None:
+        self.dtype = dtype
+        self.total: np.ndarray | None = None
+
+    def add(self, grad: np.ndarray) -> None:
+        """Adds ``grad``."""
+        if self.total is None:
+            self.total = np.array(grad)
+            return
+        if grad.shape != self.total.shape:
+            wanted, given = (",".join(map(str, a.shape)) for a in (self.total, grad))
+            raise InvalidArgumentError(
+                f"Shape mismatch: expected [{wanted}], got [{given}]; the gradients since "
+                "the last take have the first shape"
+            )
+        with np.errstate(all="ignore"):
+            self.total += grad
+
+
+def divided(values: np.ndarray, counts: np.ndarray | int) -> np.ndarray:
+    """``values / counts`` in the dtype of ``values``; 16-bit floats are rounded once."""
+    wide = np.float32 if values.dtype.itemsize < 4 else values.dtype
+    with np.errstate(all="ignore"):
+        quotient = values.astype(wide) / np.asarray(counts, wide)
+    return np.asarray(quotient, values.dtype)
+
+
+def merged(indices: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """``(rows, sums)``: the rows sorted and unique, the duplicates of a gradient summed.
+
+    16-bit floats are summed in float32 and rounded once.
+    """
+    if np.all(indices[1:] > indices[:-1]):
+        return indices, values
+    order = np.argsort(indices, kind="stable")
+    ordered = indices[order]
+    starts = np.flatnonzero(np.r_[True, ordered[1:] != ordered[:-1]])
+    wide = values.astype(np.float32) if values.dtype.itemsize < 4 else values
+    with np.errstate(all="ignore"):
+        sums = np.add.reduceat(wide[order], starts, axis=0)
+    return ordered[starts], sums.astype(values.dtype)
+
+
+# --- the queue ------------------------------------------------------------------------
+
+#: ``peer.gone``, set in a thread that works for another process, tells whether that
+#: process is gone; such a thread must not take what nobody will receive.
+peer = threading.local()
+_POLL_SECONDS = 0.5  # between two looks at whether the other process is still there
+
+
+class Turns:
+    """The count, the step, the sums and the queue of an accumulator; thread-safe.
+
+    Gradients of an old step are dropped. Takers stand in a queue, and only the first is
+    served: a small request behind a large one waits for it, as in TensorFlow, so that
+    none starves. The lock is held only while a gradient is added: it is read, checked and
+    sorted before, and the mean is computed afterwards.
+    """
+
+    def __init__(self, new_store: Callable[[], Store], terms: Any) -> None:
+        self._changed = threading.Condition()
+        self._waiting: deque[object] = deque()
+        self._new_store = new_store
+        self.terms = terms  # what all who share this must agree on
+        self.store = new_store()
+        self.count = 0
+        self.step = 0
+        self.stale = 0
+        self.closed = False
+
+    def apply(self, local_step: int, prepare: Callable[[], tuple[Any, ...]]) -> None:
+        """Adds what ``prepare`` returns, unless it is stale: then it is not even called."""
+        with self._changed:
+            if self._drops(local_step):
+                return
+        gradient = prepare()  # may take long, or raise
+        with self._changed:
+            if self._drops(local_step):
+                return
+            self.store.add(*gradient)
+            self.count += 1
+            self._changed.notify_all()
+
+    def _drops(self, local_step: int) -> bool:
+        if self.closed:
+            raise CancelledError("ApplyGrad operation was cancelled: it has been closed")
+        if local_step >= self.step:
+            return False
+        self.stale += 1
+        return True
+
+    def take(
+        self,
+        num_required: int,
+        timeout: float | None,
+        check: Callable[[Any], None] = lambda store: None,
+    ) -> tuple[Any, int]:
+        """Waits for its turn and for ``num_required`` gradients; ``(store, count)``.
+
+        ``check`` may refuse what would be taken; it then stays.
+        """
+        if timeout is not None and not timeout >= 0:
+            raise InvalidArgumentError(
+                f"timeout={timeout!r}: it must be None (wait for ever) or seconds, from 0"
+            )
+        if timeout is not None and timeout > threading.TIMEOUT_MAX:
+            timeout = None
+        ticket = object()
+
+        def my_turn() -> bool:
+            enough = self.count >= num_required
+            return self.closed or (enough and self._waiting[0] is ticket)
+
+        with self._changed:
+            self._waiting.append(ticket)
+            try:
+                if not self._wait_for(my_turn, timeout):
+                    raise DeadlineExceededError(
+                        f"take_grad waited {timeout} s for {num_required} gradients; "
+                        f"{self.count} have come"
+                    )
+                if self.closed:
+                    raise CancelledError("TakeGrad operation was cancelled: closed")
+                check(self.store)
+                taken = self.store, self.count
+                self.store, self.count = self._new_store(), 0
+                self.step += 1
+                return taken
+            finally:  # whoever was behind this one may be served now
+                self._waiting.remove(ticket)
+                self._changed.notify_all()
+
+    def _wait_for(self, ready: Callable[[], bool], timeout: float | None) -> bool:
+        """False when the timeout is over; the caller holds the lock."""
+        gone: Callable[[], bool] | None = getattr(peer, "gone", None)
+        if gone is None:
+            return self._changed.wait_for(ready, timeout)
+        end = math.inf if timeout is None else time.monotonic() + timeout
+        while True:
+            left = max(0.0, end - time.monotonic())
+            done = self._changed.wait_for(ready, min(left, _POLL_SECONDS))
+            if gone():
+                raise CancelledError("TakeGrad operation was cancelled: its taker is gone")
+            if done or not left:
+                return done
+
+    def set_step(self, new_step: int) -> None:
+        """Sets the step, also to a lower one, which is logged."""
+        with self._changed:
+            if new_step < self.step:
+                _log.warning(
+                    "Attempt to set current_global_step_ to smaller value: current value "
+                    "= %d >= new value = %d.",
+                    self.step,
+                    new_step,
+                )
+            self.step = new_step
+
+    def close(self) -> None:
+        """Wakes all takers; they and all who come later get a CancelledError."""
+        with self._changed:
+            self.closed = True
+            self._changed.notify_all()

@@ -1,0 +1,378 @@
+"""One safetensors file: written with checksums, read through mmap and checked meanwhile.
+
+Every 4 MiB of a tensor have a CRC-32 of their own, so that some rows can be checked without
+reading the others. The checksums are in the file's metadata, and the header, which holds
+the metadata, has one too.
+"""
+
+import collections
+import concurrent.futures
+import contextlib
+import dataclasses
+import errno
+import functools
+import json
+import math
+import mmap
+import os
+import re
+import threading
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from jslices._errors import DataLossError
+
+#: The dtypes for which safetensors has a name; all others are stored as bytes.
+CODES = {
+    "bool": "BOOL",
+    "bfloat16": "BF16",
+    "float8_e4m3fn": "F8_E4M3",
+    "float8_e5m2": "F8_E5M2",
+    **{f"float{bits}": f"F{bits}" for bits in (16, 32, 64)},
+    **{f"int{bits}": f"I{bits}" for bits in (8, 16, 32, 64)},
+    **{f"uint{bits}": f"U{bits}" for bits in (8, 16, 32, 64)},
+}
+_DTYPES = {code: name for name, code in CODES.items()}
+
+CHUNK = 1 << 22  #: bytes per checksum; part of the format, and small enough for the cache
+_DIGITS = 8  # of a checksum, hexadecimal
+_THREADS = 2  # that take checksums: together as fast as a copy
+
+# Bytes that are summed and then written at a time, so that the write finds them in the
+# cache. For a larger write Linux makes large pages of the page cache, which a virtual
+# machine may have given back to its host: with 1 MiB some saves took three times as long.
+_PIECE = 1 << 18
+_ALIGNMENT = 64  # of the data in a file, and of arrays that XLA can use without a copy
+
+_OWN = "jslices.crc32"  # the header's checksum, computed with zeros in its place
+_MARK = f'"{_OWN}":"'.encode()
+_RESERVED = re.compile("__metadata__(@*)")  # safetensors keeps the first of them to itself
+
+
+def dtype_named(name: str) -> np.dtype[Any]:
+    """A dtype of NumPy or of ml_dtypes."""
+    return np.dtype(getattr(ml_dtypes, name, name))
+
+
+def empty_array(shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray:
+    """An uninitialised array, aligned so that XLA can use it without a copy."""
+    size = math.prod(shape) * dtype.itemsize
+    memory = np.empty(size + _ALIGNMENT, np.uint8)
+    start = -memory.ctypes.data % _ALIGNMENT
+    return memory[start : start + size].view(dtype).reshape(shape)
+
+
+def _as_bytes(array: np.ndarray) -> memoryview:
+    flat: Any = array.reshape(-1).view(np.uint8)
+    return memoryview(flat)
+
+
+def _checksums(tasks: Iterable[Callable[[], int]], many: bool) -> str:
+    """What the tasks return, in hexadecimal; in two other threads if there are ``many``.
+
+    No more than two tasks wait at a time: their data is still in the cache.
+    """
+    if not many:
+        sums = [task() for task in tasks]
+    else:
+        sums, pending = [], collections.deque[concurrent.futures.Future[int]]()
+        with concurrent.futures.ThreadPoolExecutor(_THREADS) as pool:
+            for task in tasks:
+                pending.append(pool.submit(task))
+                if len(pending) > _THREADS:
+                    sums.append(pending.popleft().result())
+            sums += [future.result() for future in pending]
+    return "".join(f"{one:0{_DIGITS}x}" for one in sums or [zlib.crc32(b"")])
+
+
+# --- writing --------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Tensor:
+    """What is to be written under one name.
+
+    Attributes:
+      dtype: the name of one of the dtypes in ``CODES``.
+      shape: its shape.
+      blocks: gives its elements in order, as arrays, which may be views.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    blocks: Callable[[], Iterable[np.ndarray]]
+
+    @property
+    def num_bytes(self) -> int:
+        """The size of its elements."""
+        return math.prod(self.shape) * dtype_named(self.dtype).itemsize
+
+
+def write_tensors(
+    descriptor: int, tensors: dict[str, Tensor], metadata: dict[str, str]
+) -> None:
+    """Fills a new file and flushes it to the disk."""
+    # Wide elements first: then each tensor starts at a multiple of its item size.
+    order = sorted(tensors, key=lambda n: (-dtype_named(tensors[n].dtype).itemsize, n))
+    num_chunks = {n: max(1, -(-tensors[n].num_bytes // CHUNK)) for n in order}
+    sums = {name: "0" * _DIGITS * num_chunks[name] for name in order}
+    header = functools.partial(_header, tensors, order, metadata)
+    with _flushed_meanwhile(descriptor):
+        place = len(header(sums))
+        _reserve(descriptor, place + sum(t.num_bytes for t in tensors.values()))
+        for name in order:
+            tasks = _write_tasks(descriptor, tensors[name].blocks(), place)
+            sums[name] = _checksums(tasks, many=num_chunks[name] > 1)
+            place += tensors[name].num_bytes
+        _write_all(descriptor, memoryview(header(sums)), 0)
+        os.fsync(descriptor)
+
+
+def _header(
+    tensors: dict[str, Tensor],
+    order: Sequence[str],
+    metadata: dict[str, str],
+    sums: dict[str, str],
+) -> bytes:
+    own = {_OWN: "0" * _DIGITS, **metadata, **{f"crc32:{n}": sums[n] for n in order}}
+    header: dict[str, Any] = {"__metadata__": own}
+    end = 0
+    for name in order:
+        tensor, start = tensors[name], end
+        end += tensor.num_bytes
+        header[f"{name}@" if _RESERVED.fullmatch(name) else name] = {
+            "dtype": CODES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [start, end],
+        }
+    text = json.dumps(header, separators=(",", ":")).encode("ascii")
+    text += b" " * (-(len(text) + 8) % _ALIGNMENT)
+    data = bytearray(len(text).to_bytes(8, "little") + text)
+    place = data.index(_MARK) + len(_MARK)
+    data[place : place + _DIGITS] = f"{zlib.crc32(data):08x}".encode()
+    return bytes(data)
+
+
+@contextlib.contextmanager
+def _flushed_meanwhile(descriptor: int) -> Iterator[None]:
+    """Flushes a file while it is being written, so that the last fsync is short."""
+    done = threading.Event()
+
+    def flush() -> None:
+        while not done.wait(0.01):
+            with contextlib.suppress(OSError):  # the last fsync will report it
+                os.fsync(descriptor)
+
+    thread = threading.Thread(target=flush, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+
+
+def _reserve(descriptor: int, size: int) -> None:
+    """Allocates the space of a file: a full disk is reported before anything is written."""
+    try:
+        os.posix_fallocate(descriptor, 0, size)
+    except AttributeError:
+        pass  # not on this system
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS):
+            raise
+
+
+def _write_tasks(
+    descriptor: int, blocks: Iterable[np.ndarray], place: int
+) -> Iterator[Callable[[], int]]:
+    """Functions that each write a chunk and return its checksum."""
+    parts: list[memoryview] = []
+    room = CHUNK
+    for block in blocks:
+        flat = _as_bytes(np.ascontiguousarray(block))
+        while flat:
+            parts.append(flat[:room])
+            flat, room = flat[room:], room - len(parts[-1])
+            if not room:
+                yield functools.partial(_write_chunk, descriptor, parts, place)
+                place, parts, room = place + CHUNK, [], CHUNK
+    if parts:
+        yield functools.partial(_write_chunk, descriptor, parts, place)
+
+
+def _write_chunk(descriptor: int, parts: list[memoryview], place: int) -> int:
+    checksum = 0
+    for part in parts:
+        while part:
+            piece = part[: _PIECE - place % _PIECE]  # the next begins with a whole page
+            checksum = zlib.crc32(piece, checksum)
+            _write_all(descriptor, piece, place)
+            part, place = part[len(piece) :], place + len(piece)
+    return checksum
+
+
+def _write_all(descriptor: int, data: memoryview, place: int) -> None:
+    while data:  # a single write may be short, for example on a disk that fills up
+        size = os.pwrite(descriptor, data, place)
+        data, place = data[size:], place + size
+
+
+# --- reading --------------------------------------------------------------------------
+
+
+class TensorFile:
+    """A safetensors file open for reading.
+
+    Files that this package wrote are checked; those of other tools have no checksums.
+
+    Attributes:
+      path: where it is.
+      metadata: the strings that were written with it.
+      shapes: of every tensor, by name.
+      dtypes: the name of every tensor's dtype, by name.
+
+    Raises:
+      OSError: if it cannot be opened.
+      DataLossError: if its header is damaged.
+    """
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        try:
+            header, self._start, self._bytes = _open(path)
+            self.metadata: dict[str, str] = header.pop("__metadata__", None) or {}
+            self._checked = _OWN in self.metadata
+            if self._checked:
+                header = {
+                    n[:-1] if _RESERVED.fullmatch(n) else n: t for n, t in header.items()
+                }
+            self._offsets = {n: tuple(t["data_offsets"]) for n, t in header.items()}
+            self.shapes = {n: tuple(t["shape"]) for n, t in header.items()}
+            codes = {n: t["dtype"] for n, t in header.items()}
+            self.dtypes = {n: _DTYPES.get(code, code) for n, code in codes.items()}
+        except (OSError, ModuleNotFoundError):
+            raise
+        except Exception as error:
+            raise DataLossError(
+                f"{path} is damaged: its header cannot be read ({error})"
+            ) from error
+        self._verified: set[tuple[str, int]] = set()
+
+    def read(
+        self, name: str, out: np.ndarray | None = None, rows: slice | None = None
+    ) -> np.ndarray:
+        """A copy of one tensor, or of a range of its rows; checked while it is copied.
+
+        Args:
+          name: which.
+          out: what to copy into; None: a new array.
+          rows: which rows; only the chunks of the file that hold them are read.
+        """
+        source, (first, last, shape) = self._flat(name), self._span(name, rows)
+        if out is None:
+            out = empty_array(shape, self._dtype(name))
+        if not out.flags.c_contiguous:
+            out[...] = self.view(name, rows)
+            return out
+        target = _as_bytes(out)
+
+        def copied(start: int) -> memoryview:
+            stop = min(start + CHUNK, len(source))
+            a, b = max(start, first), min(stop, last)
+            target[a - first : b - first] = source[a:b]
+            # Of a chunk that is wanted whole the copy is checked, otherwise the original.
+            whole = (a, b) == (start, stop)
+            return target[a - first : b - first] if whole else source[start:stop]
+
+        self._check(name, copied, range(first - first % CHUNK, last, CHUNK))
+        return out
+
+    def view(self, name: str, rows: slice | None = None) -> np.ndarray:
+        """One tensor, or a range of its rows, as it lies in the file.
+
+        The chunks of the file that hold it are read and checked the first time that they
+        are asked for.
+        """
+        source, (first, last, shape) = self._flat(name), self._span(name, rows)
+        chunks = range(first - first % CHUNK, last, CHUNK)
+        starts = [start for start in chunks if (name, start) not in self._verified]
+        if self._checked and starts:
+            self._check(name, lambda start: source[start : start + CHUNK], starts)
+            self._verified.update((name, start) for start in starts)
+        flat = np.frombuffer(source[first:last], np.uint8).view(self._dtype(name))
+        return flat.reshape(shape)
+
+    def _flat(self, name: str) -> memoryview:
+        first, last = self._offsets[name]
+        return memoryview(self._bytes)[self._start + first : self._start + last]
+
+    def _span(self, name: str, rows: slice | None) -> tuple[int, int, tuple[int, ...]]:
+        """Where some rows begin and end, in bytes, and their shape."""
+        shape, size = self.shapes[name], len(self._flat(name))
+        if rows is None:
+            return 0, size, shape
+        width = size // max(shape[0], 1)
+        return rows.start * width, rows.stop * width, (rows.stop - rows.start, *shape[1:])
+
+    def _dtype(self, name: str) -> np.dtype[Any]:
+        if self.dtypes[name] not in CODES:
+            raise TypeError(
+                f"{name!r} in {self.path} has the dtype {self.dtypes[name]}, which NumPy "
+                "does not have"
+            )
+        return dtype_named(self.dtypes[name])
+
+    def _check(
+        self, name: str, chunk_at: Callable[[int], memoryview], starts: Sequence[int]
+    ) -> None:
+        base = self._start + self._offsets[name][0]
+
+        def tasks() -> Iterator[Callable[[], int]]:
+            for start in starts:
+                yield functools.partial(zlib.crc32, chunk_at(start))
+                self._forget(base + start - 2 * CHUNK)  # later ones may be in work
+
+        found = _checksums(tasks(), many=len(starts) > 1)
+        if not self._checked:
+            return
+        written = self.metadata.get(f"crc32:{name}", "")
+        places = [start // CHUNK * _DIGITS for start in starts] or [0]
+        if found != "".join(written[place : place + _DIGITS] for place in places):
+            raise DataLossError(
+                f"{self.path} is damaged: the checksum of {name!r} does not match. Restore "
+                "an earlier checkpoint"
+            )
+
+    def _forget(self, start: int) -> None:
+        """Unmaps what has been read, so that it does not count as this process's memory."""
+        start = max(start - start % mmap.PAGESIZE, 0)
+        if hasattr(mmap, "MADV_DONTNEED"):
+            length = min(CHUNK, len(self._bytes) - start)
+            self._bytes.madvise(mmap.MADV_DONTNEED, start, length)
+
+
+def _open(path: str) -> tuple[dict[str, Any], int, mmap.mmap]:
+    """The header, where the data starts, and the file."""
+    with open(path, "rb") as file:
+        contents = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    try:
+        from safetensors import safe_open
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            "checkpoints need the package safetensors: pip install safetensors"
+        ) from error
+    with safe_open(path, framework="numpy"):
+        pass  # safetensors has checked that the header is sound and fits the file's length
+    start = 8 + int.from_bytes(contents[:8], "little")
+    head = bytearray(contents[:start])
+    if b'"jslices' in head:
+        place = head.index(_MARK) + len(_MARK)
+        written, head[place : place + 8] = bytes(head[place : place + 8]), b"0" * 8
+        if written != f"{zlib.crc32(head):08x}".encode():
+            raise ValueError("its checksum does not match")
+    return json.loads(head[8:]), start, contents

@@ -1,0 +1,216 @@
+"""Trees of variables: names of the leaves, the choice of some, the structure as JSON."""
+
+import re
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from typing import Any
+
+import jax
+
+from jslices._errors import InvalidArgumentError, NotFoundError
+from jslices._slices import IndexedSlices, is_slices
+
+_ODD = re.compile("[\0\ud800-\udfff]")  # safetensors keeps neither
+_ROOT = "value"  # the name of a tree that is a single leaf
+
+
+# --- names ----------------------------------------------------------------------------
+
+
+def named_leaves(
+    tree: Any, is_leaf: Callable[[Any], bool] | None = None
+) -> tuple[list[str], list[Any], Any]:
+    """The names of the leaves, the leaves, and the structure of the tree.
+
+    A name is the path of the leaf, its parts joined by ``/``: ``"params/dense/w"``,
+    ``"state/0/mu/table"``.
+
+    Raises:
+      InvalidArgumentError: if two leaves have the same name, or a name cannot be stored.
+    """
+    pairs, structure = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_leaf)
+    names = ["/".join(map(_key_text, path)) or _ROOT for path, _ in pairs]
+    check_names(names)
+    if len(set(names)) < len(names):
+        twice = sorted({name for name in names if names.count(name) > 1})
+        raise InvalidArgumentError(
+            f"two variables would be saved under one name: {twice}. A key that contains a "
+            "'/' means the same as a dict within a dict; rename one of them"
+        )
+    return names, [leaf for _, leaf in pairs], structure
+
+
+def _key_text(key: Any) -> str:
+    for attribute in ("key", "idx", "name"):
+        if hasattr(key, attribute):
+            return str(getattr(key, attribute))
+    return str(key)
+
+
+def check_names(names: Iterable[str], where: str = "") -> None:
+    """Refuses names that would mean something else as a path."""
+    bad = [n for n in names if n.startswith("/") or _ODD.search(n) or ".." in n.split("/")]
+    if bad:
+        raise InvalidArgumentError(
+            f"{where}variables cannot have the names {bad}: a name must not begin with '/' "
+            "or contain '..', a NUL or half a character (surrogate)"
+        )
+
+
+def brief(names: Iterable[str], most: int = 12) -> str:
+    """The names, or the first of them, for an error message."""
+    names = sorted(names)
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return f"{names[:most]}{more}"
+
+
+# --- handles --------------------------------------------------------------------------
+
+
+def _is_handle(node: Any) -> bool:
+    """True for a handle on a variable: an object with a ``name`` and a method ``value``."""
+    return callable(getattr(type(node), "value", None)) and hasattr(node, "name")
+
+
+def without_handles(tree: Any) -> Any:
+    """The tree with the arrays that handles hold in their places."""
+    return jax.tree.map(
+        lambda x: x.value() if _is_handle(x) else x, tree, is_leaf=_is_handle
+    )
+
+
+# --- choosing variables ---------------------------------------------------------------
+
+
+def found_name(name: str, available: Container[str]) -> str:
+    """The name as it is in ``available``, where TensorFlow's ``:0`` may be missing."""
+    return name if name in available else name.removesuffix(":0")
+
+
+def check_var_list(var_list: Any, allow_empty: bool) -> Any:
+    """A copy of a list or dict of names, handles replaced by theirs.
+
+    Raises:
+      TypeError: if it holds anything else.
+      ValueError: if it is empty, or names a variable twice.
+    """
+    if var_list is None:
+        return None
+    if not isinstance(var_list, list | tuple | Mapping):
+        raise TypeError(
+            "var_list must be a list of names, or a dict {name in the checkpoint: name in "
+            f"the variables}}, not {type(var_list).__name__}"
+        )
+    if isinstance(var_list, Mapping):
+        var_list = {saved: _name_of(v) for saved, v in var_list.items()}
+        names = list(var_list.values())
+    else:
+        var_list = names = [_name_of(v) for v in var_list]
+    strange = [n for n in [*names, *var_list] if not isinstance(n, str)]
+    if strange:
+        raise TypeError(
+            "var_list must hold names, such as 'params/table', or the handles that "
+            f"get_variable returns, not {strange[0]!r}; the variables themselves are "
+            "arguments of save and restore"
+        )
+    if not names and not allow_empty:
+        raise ValueError("No variables to save: var_list is empty")
+    bare = [n.removesuffix(":0") for n in names]
+    twice = sorted({n for n in bare if bare.count(n) > 1})
+    if twice:
+        raise ValueError(f"var_list names {twice} twice; give each variable one name")
+    check_names(var_list, "in a checkpoint ")
+    return var_list
+
+
+def _name_of(variable: Any) -> Any:
+    return variable.name.removesuffix(":0") if _is_handle(variable) else variable
+
+
+def choose(available: Sequence[str], var_list: Any, where: str) -> dict[str, str]:
+    """What is saved, as ``{name in the checkpoint: name in the variables}``.
+
+    A name stands for the leaf of that name, or for every leaf below it.
+
+    Raises:
+      NotFoundError: if there is no such variable.
+    """
+    if var_list is None:
+        return {name: name for name in available}
+    known = set(available)
+    if not isinstance(var_list, Mapping):
+        var_list = {found_name(n, known): n for n in var_list}
+    chosen: dict[str, str] = {}
+    missing = []
+    for saved, name in var_list.items():
+        name = found_name(name, known)
+        if name in known:
+            chosen[saved] = name
+            continue
+        below = [n for n in available if n.startswith(f"{name}/")]
+        chosen.update({saved + n[len(name) :]: n for n in below})
+        if not below:
+            missing.append(name)
+    if missing:
+        raise NotFoundError(
+            f"{where} no variables of the names {missing}; there are {brief(available)}"
+        )
+    return chosen
+
+
+# --- structure ------------------------------------------------------------------------
+
+
+def describe(tree: Any, prefix: str = "") -> Any:
+    """A tree as JSON, with the names of its leaves in their places.
+
+    Dicts, lists, tuples, None and IndexedSlices are told apart. Any other node, for
+    example the state of an optimizer, becomes a dict of its parts.
+    """
+    if tree is None:
+        return None
+    if is_slices(tree):
+        values, indices = _joined(prefix, "values"), _joined(prefix, "indices")
+        return {"slices": [values, indices], "dense_shape": tree.dense_shape}
+    children, _ = jax.tree_util.tree_flatten_with_path(
+        tree, is_leaf=lambda node: node is not tree
+    )
+    if len(children) == 1 and not children[0][0]:
+        return prefix or _ROOT
+    parts = []
+    for path, child in children:
+        key = getattr(path[0], "key", None)
+        text = "/".join(map(_key_text, path))
+        is_integer = isinstance(key, int) and not isinstance(key, bool) and len(path) == 1
+        description = describe(child, _joined(prefix, text))
+        parts.append((key if is_integer else text, description))
+    if type(tree) in (list, tuple):
+        return {type(tree).__name__: [part for _, part in parts]}
+    return {"dict": parts}
+
+
+def _joined(prefix: str, name: str) -> str:
+    return f"{prefix}/{name}" if prefix else name
+
+
+def rebuild(description: Any, leaves: Mapping[str, Any]) -> Any:
+    """The tree that was described, with ``leaves`` in their places."""
+    if description is None:
+        return None
+    if isinstance(description, str):
+        return leaves[description]
+    kind, parts = next(iter(description.items()))
+    if kind == "slices":
+        shape = description["dense_shape"]
+        children = tuple(leaves[name] for name in parts)
+        counts = [len(child) for child in children]
+        if counts[0] != counts[1]:
+            raise InvalidArgumentError(
+                f"rows would leave {counts[0]} values and {counts[1]} indices of "
+                f"IndexedSlices; ask for the same rows of {parts[0]!r} and {parts[1]!r}"
+            )
+        return IndexedSlices.tree_unflatten(
+            None if shape is None else tuple(shape), children
+        )
+    if kind == "dict":
+        return {key: rebuild(part, leaves) for key, part in parts}
+    return {"list": list, "tuple": tuple}[kind](rebuild(part, leaves) for part in parts)

@@ -1,0 +1,537 @@
+"""Clipping, as functions of TensorFlow's names and as transformations for a chain.
+
+All of it first sums the entries of slices that name the same row, and returns unique rows,
+so that slices give what the dense gradient would. Where that, or caution, makes a
+difference to TensorFlow 2.21:
+
+=============================  ========================  ================================
+case                           TensorFlow                jslices
+=============================  ========================  ================================
+slices with duplicates         norms of raw values       sum first: equals dense
+indices of the result          as they came              sorted, unique, then empty
+                                                         entries
+``clip_by_average_norm``       a dense array             slices stay slices
+``clip_by_value`` of slices,   untouched rows stay 0     an error: they would have to move
+0 outside the bounds
+``clip_by_norm``, norm is inf  zeros, NaN where inf      everything NaN, as its
+                                                         ``clip_by_global_norm`` has it
+limit 0, norm 0                NaN                       0
+a negative limit               0, NaN or unclipped       an error; a traced one acts as 0
+gradient of a global norm      NaN                       0, and clipping has the gradient
+where all is 0                                           of the identity, as
+                                                         ``clip_by_norm``
+16-bit floats                  squared in 16 bits:       norms in float32
+                               float16 ends at 255
+``global_norm`` of mixed       TypeError                 the widest of them
+dtypes
+a tree that is not a list      TypeError                 any pytree
+=============================  ========================  ================================
+
+A NaN or infinite norm makes every stored row NaN, as in TensorFlow since 1.15, so that it
+is noticed; untouched rows are not stored and stay as they are.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import ArrayLike, DTypeLike
+
+from jslices._jax import flatten
+from jslices._slices import IndexedSlices, is_slices
+from jslices.optim._engine.protocol import GradientTransformation, is_leaf
+from jslices.optim.transforms.chain import each_leaf, stateless
+from jslices.optim.transforms.norms import (
+    as_leaf,
+    coalesced_leaves,
+    norm_of_leaves,
+    safe_sqrt,
+    sum_of_squares,
+    values_of,
+    widened,
+)
+
+# --- Functions ------------------------------------------------------------------------
+
+
+def clip_by_global_norm(
+    tree: Any, clip_norm: ArrayLike, use_norm: ArrayLike | None = None
+) -> tuple[Any, jax.Array]:
+    """Scales all of ``tree`` by one factor, so that its global norm is at most a limit.
+
+    Duplicates are summed first, so the result is that of the dense gradient. Untouched
+    rows are zero and stay so. Out-of-range indices become empty entries.
+
+    Args:
+      tree: a pytree of arrays ``[...]``, IndexedSlices with values ``[K, *D]``, and None.
+      clip_norm: the limit, ``[]``.
+      use_norm: the norm ``[]``, if it is known already from :func:`global_norm`.
+
+    Returns:
+      ``(tree, norm)``: the tree in its structure and dtypes, slices with values
+      ``[U, *D]`` and unique indices ``[U]``, None where it had None; and the norm ``[]``
+      before clipping. If the norm is NaN or infinite, everything becomes NaN.
+
+    Raises:
+      TypeError: for integers, and for slices whose indices a foreign ``tree.map`` has
+        changed.
+      ValueError: for a limit that is negative or not a single number.
+
+    Cost: a sort of K integers and two passes over ``K * D`` elements per IndexedSlices.
+
+    Example:
+      >>> import jax.numpy as jnp, jslices as js
+      >>> values = jnp.array([[3., 0.], [5., 0.]])
+      >>> rows = js.IndexedSlices(values, jnp.array([1, 1]), (9, 2))
+      >>> clipped, norm = js.clip_by_global_norm([rows, None], 4.0)
+      >>> clipped[0].to_dense()[1], norm
+      (Array([4., 0.], dtype=float32), Array(8., dtype=float32))
+
+    Source: ``tf.clip_by_global_norm``. :func:`jslices.optim.clip_global_norm` is the same
+    as a transformation.
+    """
+    name = "clip_by_global_norm"
+    limit = check_limit(name, "clip_norm", clip_norm, single=True)
+    leaves = coalesced_leaves(name, tree)
+    if use_norm is None:
+        norm = norm_of_leaves(leaves)
+    else:
+        norm = check_limit(name, "use_norm", use_norm, single=True)
+    clipped = [x if x is None else shrunk(x, norm, limit) for x in leaves]
+    return flatten(tree, is_leaf)[1].unflatten(clipped), norm
+
+
+def clip_by_norm(
+    t: Any, clip_norm: ArrayLike, axes: int | Sequence[int] | None = None
+) -> Any:
+    """Scales ``t`` down so that its norm, or each norm over ``axes``, is at most a limit.
+
+    Duplicates are summed first, so the result is that of the dense gradient. Untouched
+    rows are zero and stay so. Out-of-range indices become empty entries.
+
+    Args:
+      t: an array ``[...]``, or IndexedSlices with values ``[K, *D]``.
+      clip_norm: the limit: ``[]``, or an array that broadcasts to the shape of ``t``
+        (with 1 for the rows of slices).
+      axes: the axes of the dense array to take norms over; None means all. ``axes=0``
+        gives each column its norm, ``axes=-1`` each row of a table.
+
+    Returns:
+      An array or slices, as ``t``, in its dtype; slices with values ``[U, *D]`` and unique
+      indices. Where the norm is NaN or infinite, the result is NaN.
+
+    Raises:
+      TypeError: for integers, and for slices whose indices a foreign ``tree.map`` has
+        changed.
+      ValueError: for an axis that ``t`` does not have, or a limit that is negative or has
+        more elements along an axis than ``t``.
+
+    Cost: a sort of K integers and two passes over ``K * D`` elements.
+
+    Example:
+      >>> import jax.numpy as jnp, jslices as js
+      >>> js.clip_by_norm(jnp.array([3., 4.]), 1.0)
+      Array([0.6, 0.8], dtype=float32)
+
+    Source: ``tf.clip_by_norm``.
+    """
+    limit = check_limit("clip_by_norm", "clip_norm", clip_norm)
+    return _clip_over(
+        "clip_by_norm", t, limit, lambda t: _normalized_axes("clip_by_norm", t, axes)
+    )
+
+
+def clip_rows_by_norm(t: Any, max_norm: ArrayLike) -> Any:
+    """Scales down the rows of ``t`` whose own norm exceeds a limit.
+
+    Duplicates are summed first, so the result is that of the dense gradient. Untouched
+    rows are zero and stay so. Out-of-range indices become empty entries.
+
+    Args:
+      t: an array ``[V, *D]``, or IndexedSlices with values ``[K, *D]``.
+      max_norm: the limit, ``[]``.
+
+    Returns:
+      An array or slices, as ``t``, in its dtype; slices with values ``[U, *D]`` and unique
+      indices. A row that holds NaN or an infinity becomes NaN, the others do not.
+
+    Raises:
+      TypeError: for integers, and for slices whose indices a foreign ``tree.map`` has
+        changed.
+      ValueError: for a scalar ``t``, or a limit that is negative or not a single number.
+
+    Cost: a sort of K integers and two passes over ``K * D`` elements.
+
+    Example:
+      >>> import jax.numpy as jnp, jslices as js
+      >>> js.clip_rows_by_norm(jnp.array([[3., 4.], [0.3, 0.4]]), 1.0)
+      Array([[0.6, 0.8],
+             [0.3, 0.4]], dtype=float32)
+
+    Source: ``tf.clip_by_norm`` over all axes but the first, and the ``max_norm`` that
+    ``tf.nn.embedding_lookup`` applies to rows. :func:`jslices.optim.clip_row_norms` is the
+    same as a transformation.
+    """
+    name = "clip_rows_by_norm"
+    limit = check_limit(name, "max_norm", max_norm, single=True)
+
+    def row_axes(t: Any) -> tuple[int, ...]:
+        first = t.indices.ndim if is_slices(t) else 1
+        if t.ndim == 0:
+            raise ValueError(f"{name} wants rows [V, *D], got a scalar")
+        return tuple(range(first, t.ndim))
+
+    return _clip_over(name, t, limit, row_axes)
+
+
+def clip_by_average_norm(t: Any, clip_norm: ArrayLike) -> Any:
+    """Scales ``t`` down so that its norm divided by its size is at most a limit.
+
+    The size is that of the dense array, ``V * D``. Duplicates are summed first. Untouched
+    rows are zero and stay so. Out-of-range indices become empty entries.
+
+    Args:
+      t: an array ``[...]``, or IndexedSlices with values ``[K, *D]``.
+      clip_norm: the limit, ``[]``.
+
+    Returns:
+      An array or slices, as ``t``, in its dtype; slices with values ``[U, *D]`` and unique
+      indices. If the norm is NaN or infinite, everything becomes NaN.
+
+    Raises:
+      TypeError: for integers, and for slices whose indices a foreign ``tree.map`` has
+        changed.
+      ValueError: for slices with ``dense_shape=None``, or a limit that is negative or not
+        a single number.
+
+    Cost: a sort of K integers and two passes over ``K * D`` elements.
+
+    Example:
+      >>> import jax.numpy as jnp, jslices as js
+      >>> js.clip_by_average_norm(jnp.array([3., 4.]), 0.5)
+      Array([0.6, 0.8], dtype=float32)
+
+    Source: ``tf.clip_by_average_norm`` of TensorFlow 1, which makes slices dense. It is
+    ``clip_by_norm(t, clip_norm * size)``.
+    """
+    name = "clip_by_average_norm"
+    limit = check_limit(name, "clip_norm", clip_norm, single=True)
+    t = as_leaf(t)
+    if is_slices(t) and t.dense_shape is None:
+        raise ValueError(
+            f"{name} divides by the size of the dense array, and these slices have "
+            "dense_shape=None; give it: IndexedSlices(s.values, s.indices, table.shape)"
+        )
+    return _clip_over(name, t, limit * float(math.prod(t.shape)), lambda _: None)
+
+
+def clip_by_value(t: Any, clip_value_min: ArrayLike, clip_value_max: ArrayLike) -> Any:
+    """Brings every element of ``t`` between two bounds.
+
+    Duplicates are summed first, so the result is that of the dense gradient. Untouched
+    rows are zero and stay so, which is why the bounds of slices must include 0.
+    Out-of-range indices become empty entries.
+
+    Args:
+      t: an array ``[...]``, or IndexedSlices with values ``[K, *D]``; any real dtype.
+      clip_value_min: ``[]``, or an array that broadcasts to the shape of ``t`` (with 1 for
+        the rows of slices).
+      clip_value_max: the same. Where it is less than ``clip_value_min``, that one wins.
+
+    Returns:
+      An array or slices, as ``t``, in its dtype; slices with values ``[U, *D]`` and unique
+      indices. NaN stays NaN. The gradient is 1 between the bounds, the bounds included,
+      and 0 outside.
+
+    Raises:
+      TypeError: for floating bounds of integers, complex numbers, and slices whose
+        indices a foreign ``tree.map`` has changed.
+      ValueError: for bounds with more elements along an axis than ``t``; for slices if the
+        bounds exclude 0 (if the bounds are traced, nothing can be raised: floating values
+        then become NaN).
+
+    Cost: a sort of K integers and one pass over ``K * D`` elements.
+
+    Example:
+      >>> import jax.numpy as jnp, jslices as js
+      >>> rows = js.IndexedSlices(jnp.array([[2.], [3.]]), jnp.array([1, 1]), (9, 1))
+      >>> js.clip_by_value(rows, -4.0, 4.0).values.ravel()
+      Array([4., 0.], dtype=float32)
+
+    Source: ``tf.clip_by_value``, which clips the two rows of the example one by one and
+    leaves them to add up to 5. ``jnp.clip`` lets the upper bound win, and has gradient
+    0.5 at the bounds.
+    """
+    name = "clip_by_value"
+    t = as_leaf(t)
+    t = t.coalesce() if is_slices(t) else t
+    bounds = {"clip_value_min": clip_value_min, "clip_value_max": clip_value_max}
+    dtype = values_of(t).dtype
+    low, high = (
+        _fitting(name, what, _comparable(name, what, jnp.asarray(bound), dtype), t, dtype)
+        for what, bound in bounds.items()
+    )
+    x = _within(values_of(t), low, high)
+    if not isinstance(t, IndexedSlices):
+        return x
+    holds_zero = jnp.all((low <= 0) & (high >= 0))
+    if not isinstance(holds_zero, jax.core.Tracer):
+        if not holds_zero:
+            raise ValueError(
+                f"{name} with bounds {clip_value_min} and {clip_value_max} would move the "
+                "untouched rows, which are 0, and slices do not store them; clip the dense "
+                "array: clip_by_value(slices.to_dense(), ...)"
+            )
+    elif jnp.issubdtype(x.dtype, jnp.floating):
+        x = jnp.where(holds_zero, x, jnp.array(jnp.nan, x.dtype))
+    return IndexedSlices.tree_unflatten(t.dense_shape, (x, t.indices))
+
+
+# --- Transformations ------------------------------------------------------------------
+
+
+def clip_global_norm(max_norm: float | jax.Array) -> GradientTransformation:
+    """Scales all gradients by one factor, so that their global norm is at most a limit.
+
+    Duplicates are summed first: the result is that of the dense gradient. Untouched rows
+    stay untouched.
+
+    Args:
+      max_norm: the limit, ``[]``.
+
+    Returns:
+      A stateless :class:`jslices.GradientTransformation`.
+
+    Raises:
+      TypeError, ValueError: as :func:`jslices.clip_by_global_norm`; the limit is checked
+        at once.
+
+    Cost: a sort of K integers and two passes over ``K * D`` elements per IndexedSlices.
+
+    Example:
+      >>> import jax.numpy as jnp, jslices as js, optax
+      >>> tx = optax.chain(js.optim.clip_global_norm(4.0), js.sgd(1.0))
+      >>> table = jnp.zeros((4, 2))
+      >>> values = jnp.array([[3., 0.], [5., 0.]])
+      >>> grads = js.IndexedSlices(values, jnp.array([1, 1]), (4, 2))
+      >>> updates, state = tx.update(grads, tx.init(table), table)
+      >>> js.apply_updates(table, updates)[1]
+      Array([-4.,  0.], dtype=float32)
+
+    Source: ``optax.clip_by_global_norm``, which gives the same on dense gradients, except
+    that an infinite norm turns finite numbers into zeros there, and into NaN here.
+    """
+    check_limit("clip_global_norm", "max_norm", max_norm, single=True)
+    return stateless(lambda grads: clip_by_global_norm(grads, max_norm)[0])
+
+
+def clip(max_delta: float | jax.Array) -> GradientTransformation:
+    """Brings every element of the gradients into ``[-max_delta, max_delta]``.
+
+    Duplicates are summed first: the result is that of the dense gradient. Untouched rows
+    stay untouched.
+
+    Args:
+      max_delta: the limit, ``[]``.
+
+    Returns:
+      A stateless :class:`jslices.GradientTransformation`.
+
+    Raises:
+      ValueError: for a limit that is negative or not a single number.
+
+    Cost: a sort of K integers and one pass over ``K * D`` elements per IndexedSlices.
+
+    Example:
+      >>> import jax.numpy as jnp, jslices as js
+      >>> grads = js.IndexedSlices(jnp.array([2., 3.]), jnp.array([1, 1]), (9,))
+      >>> js.optim.clip(4.0).update(grads, ())[0].values
+      Array([4., 0.], dtype=float32)
+
+    Source: ``optax.clip``.
+    """
+    limit = check_limit("clip", "max_delta", max_delta, single=True)
+    return each_leaf(lambda g: clip_by_value(g, -limit, limit))
+
+
+def clip_row_norms(max_norm: float | jax.Array) -> GradientTransformation:
+    """Scales down the rows of the gradients whose own norm exceeds a limit.
+
+    Duplicates are summed first. Untouched rows stay untouched. The first axis of every
+    array counts its rows; if the tree holds other arrays than tables, leave these out with
+    :func:`jslices.optim.masked`.
+
+    Args:
+      max_norm: the limit, ``[]``.
+
+    Returns:
+      A stateless :class:`jslices.GradientTransformation`.
+
+    Raises:
+      TypeError, ValueError: as :func:`jslices.clip_rows_by_norm`; the limit is checked at
+        once.
+
+    Cost: a sort of K integers and two passes over ``K * D`` elements per IndexedSlices.
+
+    Example:
+      >>> import jax.numpy as jnp, jslices as js
+      >>> values = jnp.array([[3., 0.], [5., 0.]])
+      >>> grads = js.IndexedSlices(values, jnp.array([1, 1]), (9, 2))
+      >>> js.optim.clip_row_norms(4.0).update(grads, ())[0].values[0]
+      Array([4., 0.], dtype=float32)
+
+    Source: ours. With a limit per row, one frequent row cannot scale down all others.
+    """
+    check_limit("clip_row_norms", "max_norm", max_norm, single=True)
+    return each_leaf(lambda g: clip_rows_by_norm(g, max_norm))
+
+
+def clip_by_block_rms(threshold: float | jax.Array) -> GradientTransformation:
+    """Scales each array's gradient down so that its root mean square is at most a limit.
+
+    The mean is over the dense array, untouched rows included: the result is that of the
+    dense gradient. Duplicates are summed first. Untouched rows stay untouched.
+
+    Args:
+      threshold: the limit, ``[]``.
+
+    Returns:
+      A stateless :class:`jslices.GradientTransformation`.
+
+    Raises:
+      ValueError: for a limit that is negative or not a single number; from ``update``, for
+        slices with ``dense_shape=None``.
+
+    Cost: a sort of K integers and two passes over ``K * D`` elements per IndexedSlices.
+
+    Example:
+      >>> import jax.numpy as jnp, jslices as js
+      >>> grads = js.IndexedSlices(jnp.array([[3., 3.]]), jnp.array([1]), (9, 2))
+      >>> js.optim.clip_by_block_rms(0.5).update(grads, ())[0].values
+      Array([[1.5, 1.5]], dtype=float32)
+
+    Source: ``optax.clip_by_block_rms``.
+    """
+    limit = check_limit("clip_by_block_rms", "threshold", threshold, single=True)
+
+    def clipped(g: Any) -> Any:
+        if is_slices(g) and g.dense_shape is None:
+            raise ValueError(
+                "clip_by_block_rms takes the mean over the dense array, and these slices "
+                "have dense_shape=None; give it: IndexedSlices(s.values, s.indices, "
+                "table.shape)"
+            )
+        return clip_by_norm(g, limit * math.sqrt(math.prod(g.shape)))
+
+    return each_leaf(clipped)
+
+
+# --- Arithmetic -----------------------------------------------------------------------
+
+
+def shrunk(x: Any, norm: jax.Array, limit: jax.Array) -> Any:
+    """A leaf divided by ``norm`` and multiplied by ``limit``, where the norm is larger.
+
+    In this order it is rounded as Optax rounds it. A NaN or infinite norm gives NaN.
+    """
+    if isinstance(x, IndexedSlices):
+        values = shrunk(x.values, norm, limit)
+        return IndexedSlices.tree_unflatten(x.dense_shape, (values, x.indices))
+    wide = widened(x)
+    real = jnp.finfo(wide.dtype).dtype
+    limit = jnp.maximum(limit, 0)
+    inside = norm <= limit
+    divisor = jnp.where(inside, jnp.ones_like(norm), norm).astype(real)
+    out = jnp.where(inside, wide, wide / divisor * limit.astype(real))
+    return jnp.where(jnp.isfinite(norm), out, jnp.array(jnp.nan, real)).astype(x.dtype)
+
+
+def _clip_over(
+    name: str, t: Any, limit: jax.Array, axes_of: Callable[[Any], tuple[int, ...] | None]
+) -> Any:
+    """``t`` with each norm over the axes ``axes_of(t)`` at most ``limit``."""
+    (t,) = coalesced_leaves(name, t if is_slices(t) else jnp.asarray(t))
+    x = values_of(t)
+    norm = safe_sqrt(sum_of_squares(x, axes_of(t), keepdims=True))
+    return shrunk(t, norm, _fitting(name, "clip_norm", limit, t, dtype=norm.dtype))
+
+
+def _normalized_axes(
+    name: str, t: Any, axes: int | Sequence[int] | None
+) -> tuple[int, ...] | None:
+    if axes is None:
+        return None
+    if is_slices(t) and t.indices.ndim > 1:
+        raise ValueError(
+            f"{name}(axes={axes}) got {t}, which carries a batch axis from vmap; clip "
+            "inside the vmap"
+        )
+    wanted = (axes,) if isinstance(axes, int) else tuple(axes)
+    if any(not -t.ndim <= axis < t.ndim for axis in wanted):
+        raise ValueError(
+            f"{name}(axes={axes}): an array of shape {t.shape} has no such axis"
+        )
+    return tuple(axis % t.ndim for axis in wanted)
+
+
+def _within(x: jax.Array, low: jax.Array, high: jax.Array) -> jax.Array:
+    """``x`` between the bounds; the lower wins, NaN stays, the gradient is 1 at both."""
+    x = jnp.where((x <= high) | jnp.isnan(x), x, high)
+    return jnp.where((x >= low) | jnp.isnan(x), x, low)
+
+
+# --- Limits ---------------------------------------------------------------------------
+
+
+def check_limit(name: str, what: str, limit: Any, single: bool = False) -> jax.Array:
+    """``limit`` as an array; refuses anything but numbers, and negative ones if known."""
+    if not isinstance(limit, int | float | np.generic | np.ndarray | jax.Array):
+        raise TypeError(f"{name}({what}=...) wants a number, got {limit!r}")
+    array = jnp.asarray(limit)
+    if jnp.issubdtype(array.dtype, jnp.integer):
+        array = array.astype(jnp.float32)
+    if not jnp.issubdtype(array.dtype, jnp.floating):
+        raise TypeError(f"{name}({what}=...) wants a real number, got {array.dtype}")
+    if single and array.ndim:
+        raise ValueError(f"{name}({what}=...) wants one number, got shape {array.shape}")
+    if not isinstance(array, jax.core.Tracer) and bool(jnp.any(array < 0)):
+        raise ValueError(f"{name}({what}={limit}): it must not be negative")
+    return widened(array)
+
+
+def _fitting(name: str, what: str, limit: jax.Array, t: Any, dtype: DTypeLike) -> jax.Array:
+    """``limit`` with the rank of the values of ``t``; refuses one that enlarges them."""
+    x = values_of(t)
+    shape = (1,) * (x.ndim - limit.ndim) + limit.shape
+    fits = len(shape) == x.ndim and all(
+        n in (1, m) for n, m in zip(shape, x.shape, strict=True)
+    )
+    if not fits:
+        raise ValueError(
+            f"{name} got {what} of shape {limit.shape}, which does not broadcast to the "
+            f"shape {t.shape} of what is clipped"
+        )
+    if isinstance(t, IndexedSlices) and any(n > 1 for n in shape[: t.indices.ndim]):
+        raise ValueError(
+            f"{name} got {what} of shape {limit.shape} for {t}: rows cannot have limits of "
+            "their own, because slices are sorted by row first"
+        )
+    return limit.reshape(shape).astype(dtype)
+
+
+def _comparable(name: str, what: str, limit: jax.Array, dtype: Any) -> jax.Array:
+    """``limit`` as a number that elements of ``dtype`` can be compared with."""
+    if jnp.issubdtype(dtype, jnp.complexfloating) or jnp.iscomplexobj(limit):
+        raise TypeError(f"{name} cannot order complex numbers, got {dtype}")
+    if jnp.issubdtype(dtype, jnp.floating):
+        return limit
+    if jnp.issubdtype(limit.dtype, jnp.floating):
+        raise TypeError(
+            f"{name} got {what} of dtype {limit.dtype} for {dtype}; cast one of them"
+        )
+    # A bound that the integers cannot hold must not wrap around.
+    info = jnp.iinfo(dtype)
+    return jnp.clip(limit, info.min, info.max)

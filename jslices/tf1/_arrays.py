@@ -1,0 +1,211 @@
+"""What may stand where JAX has an array: its operators, its shape and its dtype."""
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import dtypes
+
+from jslices._slices import IndexedSlices
+
+
+def plain(x: Any) -> Any:
+    """The array that a handle holds; anything else as it is."""
+    return x.value() if isinstance(x, ArrayOperators) else x
+
+
+def plain_tree(tree: Any) -> Any:
+    """A tree with arrays for the handles in it."""
+    return jax.tree.map(plain, tree, is_leaf=lambda x: isinstance(x, ArrayOperators))
+
+
+def _binary(function: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    return lambda self, other: self._operate(function, self, other)
+
+
+def _reflected(function: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    return lambda self, other: self._operate(function, other, self)
+
+
+def _unary(function: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda self, *args: self._operate(function, self, *args)
+
+
+def _number(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    return lambda self: function(self.value())
+
+
+def _methods(cls: type) -> str:
+    return ", ".join(name for name in dir(cls) if not name.startswith("_"))
+
+
+class ArrayOperators:
+    """Everything an array does, done with ``self.value()``.
+
+    ``==`` and ``hash`` stay those of the object, as in TensorFlow 1; ``v += x`` binds the
+    name to an array. Iterating, ``len`` and truth are refused.
+    """
+
+    # Makes NumPy arrays leave `array + v` to `__radd__`.
+    __array_ufunc__ = None
+    is_lazy = False  #: whether operators wait until the value is needed
+
+    def value(self) -> Any:
+        raise NotImplementedError
+
+    def __jax_array__(self) -> Any:
+        return self.value()
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        return np.asarray(self.value(), dtype=dtype)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(
+                f"{type(self).__name__!r} object has no attribute {name!r}"
+            )
+        try:
+            return getattr(self.value(), name)
+        except AttributeError:
+            raise AttributeError(
+                f"a {type(self).__name__} has no {name!r}, and the array it holds has none "
+                f"either; it has {_methods(type(self))}, and what arrays have"
+            ) from None
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._operate(operator.getitem, self, plain(index))
+
+    def _operate(self, function: Callable[..., Any], *operands: Any) -> Any:
+        """The result of an operator; it is lazy if one of the operands is."""
+        for x in operands:
+            if isinstance(x, ArrayOperators) and x.is_lazy:
+                return x._operate(function, *operands)
+        return function(*map(plain, operands))
+
+    __iter__ = None  # otherwise Python would try v[0], v[1], ... without end
+
+    def __bool__(self) -> bool:
+        kind = type(self).__name__
+        raise TypeError(f"a {kind} is neither true nor false; compare its value()")
+
+    __add__, __radd__ = _binary(operator.add), _reflected(operator.add)
+    __sub__, __rsub__ = _binary(operator.sub), _reflected(operator.sub)
+    __mul__, __rmul__ = _binary(operator.mul), _reflected(operator.mul)
+    __truediv__, __rtruediv__ = _binary(operator.truediv), _reflected(operator.truediv)
+    __floordiv__, __rfloordiv__ = _binary(operator.floordiv), _reflected(operator.floordiv)
+    __mod__, __rmod__ = _binary(operator.mod), _reflected(operator.mod)
+    __pow__, __rpow__ = _binary(operator.pow), _reflected(operator.pow)
+    __matmul__, __rmatmul__ = _binary(operator.matmul), _reflected(operator.matmul)
+    __and__, __rand__ = _binary(operator.and_), _reflected(operator.and_)
+    __or__, __ror__ = _binary(operator.or_), _reflected(operator.or_)
+    __xor__, __rxor__ = _binary(operator.xor), _reflected(operator.xor)
+    __lt__, __gt__ = _binary(operator.lt), _binary(operator.gt)
+    __le__, __ge__ = _binary(operator.le), _binary(operator.ge)
+    __neg__, __pos__ = _unary(operator.neg), _unary(operator.pos)
+    __abs__, __invert__ = _unary(operator.abs), _unary(operator.invert)
+    __int__, __float__ = _number(int), _number(float)
+    __complex__, __index__ = _number(complex), _number(operator.index)
+    __round__ = _unary(round)
+
+
+# --- shapes and dtypes ------------------------------------------------------------------
+
+_KINDS = (np.bool_, np.integer, np.floating, np.complexfloating)
+
+
+def is_array(x: Any) -> bool:
+    """True for what has a dtype of its own; False for Python numbers and lists."""
+    return hasattr(x, "dtype") and hasattr(x, "shape")
+
+
+def canonical_dtype(dtype: Any) -> np.dtype:
+    """The dtype that JAX uses for this one: 64 bits only if they are enabled."""
+    return np.dtype(dtypes.canonicalize_dtype(dtype))
+
+
+def dtype_of(value: Any) -> np.dtype:
+    """The dtype of a constant: float32 and int32 for Python's numbers, as in TensorFlow."""
+    if isinstance(value, str | bytes):
+        raise TypeError(f"a variable cannot hold a string, got {value!r}")
+    if is_array(value):
+        return canonical_dtype(value.dtype)
+    if _contains_arrays(value):
+        return np.dtype(jnp.result_type(*jax.tree.leaves(value)))
+    return canonical_dtype(np.asarray(value).dtype)
+
+
+def kind_of(dtype: Any) -> int:
+    """0, 1, 2, 3 for bools, integers, floats and complex numbers."""
+    return next((i for i, kind in enumerate(_KINDS) if jnp.issubdtype(dtype, kind)), 4)
+
+
+def as_value(value: Any, dtype: np.dtype, what: str) -> jax.Array:
+    """``value`` as an array of ``dtype``.
+
+    Python's numbers are converted where nothing is lost; arrays must have the dtype.
+
+    Raises:
+      TypeError: naming both dtypes, and ``what``.
+    """
+    value = plain(value)
+    if isinstance(value, IndexedSlices):
+        value = jnp.asarray(value)
+    if is_array(value):
+        weak = getattr(value, "weak_type", False)
+        fits = jnp.result_type(value, dtype) == dtype if weak else False
+        if not fits:
+            check_dtype(value.dtype, dtype, what)
+        return jnp.asarray(value, dtype)
+    if _contains_arrays(value):
+        return as_value(jnp.asarray(value), dtype, what)
+    theirs, ours = kind_of(dtype_of(value)), kind_of(dtype)
+    if theirs > ours or (theirs == 0) != (ours == 0):
+        raise TypeError(f"{what} wants {dtype}, got {value!r}")
+    return jnp.asarray(value, dtype)
+
+
+def check_dtype(theirs: Any, dtype: np.dtype, what: str) -> None:
+    """Refuses an array of another dtype."""
+    if canonical_dtype(theirs) != dtype:
+        raise TypeError(
+            f"{what} wants {dtype}, got an array of {theirs}; cast it: "
+            f"value.astype('{dtype}')"
+        )
+
+
+def _contains_arrays(value: Any) -> bool:
+    if isinstance(value, list | tuple):
+        return any(_contains_arrays(x) for x in value)
+    return is_array(value) or isinstance(value, ArrayOperators)
+
+
+def check_shape(value: Any, shape: tuple[int, ...], what: str) -> None:
+    """Refuses another shape: assignment does not broadcast."""
+    if tuple(np.shape(value)) != shape:
+        raise ValueError(
+            f"{what} requires both shapes to match: the variable has {shape}, the value "
+            f"{tuple(np.shape(value))}; nothing is broadcast, so pass "
+            f"jnp.broadcast_to(value, {shape}) if you want that"
+        )
+
+
+def static_shape(shape: Any, what: str) -> tuple[int, ...]:
+    """A shape as a tuple of ints.
+
+    Raises:
+      TypeError: if it is not known before tracing, naming ``what``.
+      ValueError: if a length is negative.
+    """
+    dims = tuple(shape) if isinstance(shape, list | tuple | np.ndarray) else (shape,)
+    try:
+        whole = tuple(int(n.__index__()) for n in dims)
+    except (AttributeError, TypeError, jax.errors.TracerIntegerConversionError) as error:
+        raise TypeError(
+            f"the shape of {what} must be ints known before tracing, got {shape!r}"
+        ) from error
+    if any(n < 0 for n in whole):
+        raise ValueError(f"the shape of {what} must not be negative, got {whole}")
+    return whole

@@ -1,0 +1,454 @@
+"""What a variable begins with, by TensorFlow's names: ``zeros``, ``random_normal``, ...
+
+``tf.Variable(tf.random_normal([5, 5]))`` draws when ``init`` makes the variable, with the
+key given to ``init``. ``apply``, which has the variable and no key, never draws: there
+``tf.random_normal`` is a lazy value that has a shape and a dtype, and nothing more.
+``zeros``, ``ones`` and ``constant`` give ordinary arrays; how they were made is remembered,
+so that ``initialize_all_variables`` can make them again without running the function.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import ArrayLike, DTypeLike
+
+from jslices._jax import called_by_any_jax_operator
+from jslices._slices import is_slices
+from jslices.tf1._arrays import (
+    ArrayOperators,
+    canonical_dtype,
+    dtype_of,
+    is_array,
+    plain,
+    static_shape,
+)
+from jslices.tf1._initializers import (
+    Initializer,
+    constant_initializer,
+    random_normal_initializer,
+    random_uniform_initializer,
+    truncated_normal_initializer,
+)
+from jslices.tf1._run import Making, Place, current_frame_or_none, current_making
+
+
+class Draw:
+    """One draw of random numbers: the same numbers throughout a run.
+
+    Which numbers depends on its place, that is, on the first variable that begins with it.
+    """
+
+    def __init__(
+        self, what: str, sample: Callable[[Any], jax.Array], seed: int | None
+    ) -> None:
+        self._what, self._sample, self._seed = what, sample, seed
+        self._place: Place | None = None
+
+    def bind(self, making: Making) -> Place:
+        """Its place, which is decided when it is first bound."""
+        if self._place is None:
+            self._place = making.place_to_keep()
+        return self._place
+
+    def __call__(self) -> jax.Array:
+        if self._seed is not None:
+            return self._sample(jax.random.key(self._seed))
+        making = current_making()
+        if making is None:  # in init as in apply, which has no key
+            raise RuntimeError(
+                f"{self._what} draws only the initial value of a variable, to which "
+                "operators may be applied. Here its value was needed for something else, "
+                "and apply has no key to draw with. To initialize a variable with another "
+                "function of it, write tf.Variable(lambda: ...) with the call of "
+                f"{self._what} inside. For new numbers in every call, take a key as an "
+                f"argument and write {of_jax(self._what)}(key, ...); for the same numbers "
+                "always, pass seed="
+            )
+        return self._sample(some_key(self._what, making.key_at(self.bind(making))))
+
+
+def of_jax(what: str) -> str:
+    """The name of JAX's function that takes a key."""
+    return f"jax.random.{what.removeprefix('random_')}"
+
+
+def some_key(what: str, key: Any) -> Any:
+    """``key``, or an error if there is none."""
+    if key is None:
+        raise ValueError(
+            f"{what} draws random numbers and got no key; pass jax.random.key(0) to init "
+            "instead of None, or seed= to the call"
+        )
+    return key
+
+
+class LazyValue(ArrayOperators):
+    """An array that will be made later, known by its shape and dtype.
+
+    Operators, indexing, ``astype`` and ``reshape`` give another lazy value; everything
+    else, the functions of ``jax.numpy`` included, needs the array itself.
+
+    Attributes:
+      shape: of the array.
+      dtype: of the array.
+      again: whether it was computed from numbers only, so that it can be made again.
+    """
+
+    is_lazy = True
+
+    def __init__(
+        self,
+        make: Callable[[], Any],
+        draws: Sequence[Draw],
+        shape: tuple[int, ...],
+        dtype: np.dtype,
+        again: bool = True,
+    ) -> None:
+        self._make, self._draws = make, tuple(dict.fromkeys(draws))
+        self.shape, self.dtype, self.again = shape, dtype, again
+
+    @property
+    def ndim(self) -> int:
+        """The number of axes."""
+        return len(self.shape)
+
+    def get_shape(self) -> tuple[int, ...]:
+        """The shape, by TensorFlow's older name."""
+        return self.shape
+
+    def value(self) -> Any:
+        """The array.
+
+        Raises:
+          RuntimeError: unless a variable begins with it, or it was made with a seed.
+        """
+        return self._make()
+
+    def bind(self, name: str) -> None:
+        """Makes it the initial value of this variable, in ``init`` and in ``apply``."""
+        making = Making(None, name)
+        for draw in self._draws:
+            draw.bind(making)
+
+    def astype(self, dtype: Any) -> "LazyValue":
+        """The same values in another dtype."""
+        new: LazyValue = self._operate(lambda x: x.astype(dtype), self)
+        return new
+
+    def reshape(self, *shape: Any) -> "LazyValue":
+        """The same values in another shape."""
+        new: LazyValue = self._operate(lambda x: x.reshape(*shape), self)
+        return new
+
+    def __repr__(self) -> str:
+        return f"<js value made by init, shape={self.shape} dtype={self.dtype}>"
+
+    def __jax_array__(self) -> Any:
+        # `array * lazy` must reach __rmul__.
+        return self if called_by_any_jax_operator() else self.value()
+
+    def _operate(self, function: Callable[..., Any], *operands: Any) -> Any:
+        if any(map(is_slices, operands)):
+            return NotImplemented
+        operands = tuple(x if isinstance(x, LazyValue) else plain(x) for x in operands)
+        lazy = [x for x in operands if isinstance(x, LazyValue)]
+
+        def run(arrays: Sequence[Any]) -> Any:
+            rest = iter(arrays)
+            return function(
+                *(next(rest) if isinstance(x, LazyValue) else x for x in operands)
+            )
+
+        shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in lazy]
+        out = jax.eval_shape(run, shapes)
+        others = [x for x in operands if not isinstance(x, LazyValue)]
+        again = all(x.again for x in lazy) and not any(
+            isinstance(x, jax.Array | np.ndarray) for x in jax.tree.leaves(others)
+        )
+        draws = [draw for x in lazy for draw in x._draws]
+        make = lambda: run([x.value() for x in lazy])  # noqa: E731
+        return LazyValue(make, draws, tuple(out.shape), np.dtype(out.dtype), again)
+
+
+# So that jnp.sum(x) and jax.jit(f)(x) accept one: they see the array.
+jax.tree_util.register_pytree_node(
+    LazyValue, lambda x: ((x.value(),), None), lambda _, children: children[0]
+)
+
+
+# --- constants --------------------------------------------------------------------------
+
+
+def zeros(
+    shape: int | Sequence[int], dtype: DTypeLike = jnp.float32, name: str | None = None
+) -> jax.Array:
+    """An array of zeros, such as ``jnp.zeros`` gives.
+
+    A variable that begins with it can be initialized again by
+    :func:`jslices.tf1.initialize_all_variables`.
+
+    Args:
+      shape: any, known before tracing.
+      dtype: any.
+      name: ignored; operations have no names here.
+
+    Returns:
+      ``shape`` of ``dtype``.
+
+    Raises:
+      TypeError, ValueError: if ``shape`` is not a shape.
+
+    Cost: that of ``jnp.zeros``, also in ``apply``, where ``jit`` removes it.
+
+    Example:
+      >>> import jax, jslices.tf1 as tf
+      >>> model = tf.transform(lambda: tf.Variable(tf.zeros([3]), name="biases") + 1)
+      >>> model.apply(model.init(jax.random.key(0)))
+      (Array([1., 1., 1.], dtype=float32), Variables(biases: float32[3]))
+
+    Source: ``tf.zeros``.
+    """
+    del name
+    return _filled("zeros", 0, shape, dtype)
+
+
+def ones(
+    shape: int | Sequence[int], dtype: DTypeLike = jnp.float32, name: str | None = None
+) -> jax.Array:
+    """An array of ones; see :func:`jslices.tf1.zeros`.
+
+    Args:
+      shape: any, known before tracing.
+      dtype: any.
+      name: ignored; operations have no names here.
+
+    Returns:
+      ``shape`` of ``dtype``.
+
+    Raises:
+      TypeError, ValueError: if ``shape`` is not a shape.
+
+    Example:
+      >>> import jslices.tf1 as tf
+      >>> tf.ones([2], "int32")
+      Array([1, 1], dtype=int32)
+
+    Source: ``tf.ones``.
+    """
+    del name
+    return _filled("ones", 1, shape, dtype)
+
+
+def constant(
+    value: Any,
+    dtype: DTypeLike | None = None,
+    shape: int | Sequence[int] | None = None,
+    name: str | None = None,
+) -> jax.Array:
+    """An array of these values, row by row.
+
+    Args:
+      value: a number, or a list or array of any shape.
+      dtype: None means that of the value (float32 and int32 for Python's numbers).
+      shape: None means that of the value; a list that is too short for it is continued
+        with its last element.
+      name: ignored; operations have no names here.
+
+    Returns:
+      ``shape`` of ``dtype``.
+
+    Raises:
+      ValueError: for more values than the shape takes.
+      TypeError: for values that the dtype cannot hold, such as 3.7 and int32.
+
+    Example:
+      >>> import jslices.tf1 as tf
+      >>> tf.constant([1, 2], shape=[2, 2])
+      Array([[1, 2],
+             [2, 2]], dtype=int32)
+
+    Source: ``tf.constant`` of TensorFlow 1.
+    """
+    del name
+    wanted = dtype_of(value) if dtype is None else canonical_dtype(dtype)
+    dims = jnp.asarray(value).shape if shape is None else static_shape(shape, "constant")
+    make = lambda: constant_initializer(value).make(None, dims, wanted)  # noqa: E731
+    # An array may be as large as a table; that is not kept.
+    held = any(map(is_array, jax.tree.leaves(value)))
+    return make() if held else _remembered(make)
+
+
+def _filled(what: str, value: int, shape: Any, dtype: Any) -> jax.Array:
+    dims, wanted = static_shape(shape, what), canonical_dtype(dtype)
+    return _remembered(lambda: jnp.full(dims, value, wanted))
+
+
+def _remembered(make: Callable[[], jax.Array]) -> jax.Array:
+    array, frame = make(), current_frame_or_none()
+    if frame is not None:
+        frame.remember(array, make)
+    return array
+
+
+# --- random numbers ---------------------------------------------------------------------
+
+
+def random_normal(
+    shape: int | Sequence[int],
+    mean: ArrayLike = 0.0,
+    stddev: ArrayLike = 1.0,
+    dtype: DTypeLike = jnp.float32,
+    seed: int | None = None,
+    name: str | None = None,
+) -> Any:
+    """Normal numbers, as the initial value of a variable.
+
+    Inside of a transformed function the result is lazy: it has a shape and a dtype, and
+    operators, indexing, ``astype`` and ``reshape`` give another lazy value. ``init`` draws
+    it for the first variable that begins with it, with the key folded with that variable's
+    name; ``apply`` draws nothing. Two calls draw different numbers. Two variables that
+    begin with the result of one call begin with the same numbers, as in TensorFlow when
+    one session initializes both.
+
+    Args:
+      shape: any, known before tracing.
+      mean: a number.
+      stddev: a number; a negative one mirrors.
+      dtype: of floats.
+      seed: draws the same numbers always, also in ``apply`` and outside of functions (the
+        bits are JAX's); None: with the key of ``init``.
+      name: ignored; the name of the variable decides.
+
+    Returns:
+      ``shape`` of ``dtype``: a lazy value in a transformed function, an array in
+      ``tf.Variable(lambda: ...)`` and, given a seed, outside.
+
+    Raises:
+      TypeError, ValueError: for another dtype, or if ``shape`` is not a shape.
+      RuntimeError: without a seed, outside of a transformed function; or inside, if
+        something like ``jnp.abs`` needs the value itself, which ``apply`` could not draw.
+
+    Example:
+      >>> import jax, jslices.tf1 as tf
+      >>> def model(x):
+      ...     w = tf.Variable(tf.random_normal([3, 2]) * 0.1, name="weights")
+      ...     return x @ w
+      >>> model = tf.transform(model)
+      >>> variables = model.init(jax.random.key(0), jax.numpy.ones((1, 3)))
+      >>> variables, model.apply(variables, jax.numpy.ones((1, 3)))[0].shape
+      (Variables(weights: float32[3, 2]), (1, 2))
+
+    Source: ``tf.random_normal``, which draws new numbers whenever it is run.
+    """
+    del name
+    draws = random_normal_initializer(mean, stddev)  # type: ignore[arg-type]
+    return _drawn("random_normal", draws, shape, dtype, seed)
+
+
+def truncated_normal(
+    shape: int | Sequence[int],
+    mean: ArrayLike = 0.0,
+    stddev: ArrayLike = 1.0,
+    dtype: DTypeLike = jnp.float32,
+    seed: int | None = None,
+    name: str | None = None,
+) -> Any:
+    """Normal numbers no further than two standard deviations from the mean.
+
+    Numbers beyond that are drawn again. Everything else is as in :func:`random_normal`.
+
+    Args:
+      shape: any, known before tracing.
+      mean: a number.
+      stddev: that of the normal distribution before the truncation, 0.8796 of it after.
+      dtype: of floats.
+      seed: draws the same numbers always; None: with the key of ``init``.
+      name: ignored; the name of the variable decides.
+
+    Returns:
+      ``shape`` of ``dtype``, lazy in a transformed function.
+
+    Raises:
+      TypeError, ValueError, RuntimeError: as :func:`jslices.tf1.random_normal`.
+
+    Example:
+      >>> import jax, jslices.tf1 as tf
+      >>> drawn = tf.truncated_normal([1000], stddev=0.1, seed=1)
+      >>> bool(abs(drawn).max() <= 0.2)
+      True
+
+    Source: ``tf.truncated_normal``.
+    """
+    del name
+    draws = truncated_normal_initializer(mean, stddev)  # type: ignore[arg-type]
+    return _drawn("truncated_normal", draws, shape, dtype, seed)
+
+
+def random_uniform(
+    shape: int | Sequence[int],
+    minval: ArrayLike = 0,
+    maxval: ArrayLike | None = None,
+    dtype: DTypeLike = jnp.float32,
+    seed: int | None = None,
+    name: str | None = None,
+) -> Any:
+    """Uniform numbers of ``[minval, maxval)``; whole numbers for an integer dtype.
+
+    Everything else is as in :func:`jslices.tf1.random_normal`.
+
+    Args:
+      shape: any, known before tracing.
+      minval: the lower bound, included.
+      maxval: the upper bound, never reached. None means 1; integers need a number.
+      dtype: of floats or integers.
+      seed: draws the same numbers always; None: with the key of ``init``.
+      name: ignored; the name of the variable decides.
+
+    Returns:
+      ``shape`` of ``dtype``, lazy in a transformed function.
+
+    Raises:
+      ValueError: for integers, without ``maxval`` or with an empty range.
+      TypeError, ValueError, RuntimeError: as :func:`jslices.tf1.random_normal`.
+
+    Example:
+      >>> import jax, jslices.tf1 as tf
+      >>> drawn = tf.random_uniform([1000], -3, 4, "int32", seed=1)
+      >>> int(drawn.min()), int(drawn.max())
+      (-3, 3)
+
+    Source: ``tf.random_uniform``.
+    """
+    del name
+    draws = random_uniform_initializer(minval, maxval)  # type: ignore[arg-type]
+    return _drawn("random_uniform", draws, shape, dtype, seed)
+
+
+def _drawn(what: str, draws: Initializer, shape: Any, dtype: Any, seed: int | None) -> Any:
+    dims, wanted = static_shape(shape, what), canonical_dtype(dtype)
+
+    def sample(key: Any) -> jax.Array:
+        return draws.make(key, dims, wanted)
+
+    try:  # here, not when drawing: apply, which never draws, must refuse the same arguments
+        jax.eval_shape(lambda: sample(jax.random.key(0)))
+    except (TypeError, ValueError) as error:
+        words = str(error).replace(type(draws).__name__, what)
+        raise (TypeError if isinstance(error, TypeError) else ValueError)(words) from None
+    making = current_making()
+    if making is None and current_frame_or_none() is not None:
+        draw = Draw(what, sample, seed)
+        of_numbers = not any(map(is_array, draws.get_config().values()))
+        return LazyValue(draw, (draw,), dims, wanted, of_numbers)
+    if seed is not None:
+        return sample(jax.random.key(seed))
+    if making is not None:
+        return sample(some_key(what, making.key_at(making.next_place())))
+    raise RuntimeError(
+        f"{what} was called outside of a transformed function, where there is no key. Put "
+        "the call into the function that you give to jslices.tf1.transform; or pass seed=; "
+        f"or draw with {of_jax(what)}(key, ...)"
+    )

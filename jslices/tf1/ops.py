@@ -1,0 +1,351 @@
+"""TensorFlow's operations on arrays, variables and IndexedSlices.
+
+They accept a :class:`jslices.tf1.Variable` wherever an array is wanted, and TensorFlow's
+arguments ``name``, which shows in profiles, and ``use_locking``, which is ignored.
+"""
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import ArrayLike, DTypeLike
+
+from jslices import _scatter, _select
+from jslices._lookup import embedding_lookup
+from jslices._slices import IndexedSlices, is_slices
+from jslices.optim.transforms import clip, norms
+from jslices.tf1._arrays import (
+    as_value,
+    canonical_dtype,
+    dtype_of,
+    is_array,
+    plain,
+    plain_tree,
+)
+from jslices.tf1.variable import Variable
+
+
+def convert_to_tensor(
+    value: Any, dtype: DTypeLike | None = None, name: str | None = None
+) -> jax.Array:
+    """An array of a number, a list, an array, a variable or IndexedSlices.
+
+    Args:
+      value: IndexedSlices ``[K, *D]`` become ``[V, *D]``: duplicates add, empty entries are
+        dropped.
+      dtype: None means that of the value (float32 and int32 for Python's numbers).
+      name: a name scope for the profile.
+
+    Returns:
+      The array.
+
+    Warns:
+      DensificationWarning: for IndexedSlices, with the bytes of the result.
+
+    Raises:
+      ValueError: for an array, a variable or slices of another dtype, or slices without
+        ``dense_shape``.
+      TypeError: for numbers that the dtype cannot hold, such as 1.5 and int32.
+
+    Cost: for IndexedSlices it writes all of ``V * D`` elements.
+
+    Example:
+      >>> import warnings, jax.numpy as jnp, jslices.tf1 as tf
+      >>> slices = tf.IndexedSlices(jnp.array([1.0, 2.0, 4.0]), jnp.array([3, 0, 3]), (4,))
+      >>> with warnings.catch_warnings(action="ignore"):
+      ...     tf.convert_to_tensor(slices)
+      Array([2., 0., 0., 5.], dtype=float32)
+      >>> tf.convert_to_tensor([1, 2], tf.float32)
+      Array([1., 2.], dtype=float32)
+
+    Source: ``tf.convert_to_tensor``.
+    """
+    with jax.named_scope(name or "convert_to_tensor"):
+        value = plain(value)
+        theirs = dtype_of(value)
+        wanted = theirs if dtype is None else canonical_dtype(dtype)
+        if (is_array(value) or is_slices(value)) and theirs != wanted:
+            raise ValueError(
+                f"convert_to_tensor: dtype {wanted} was requested for a value of {theirs}; "
+                f"cast it: value.astype('{wanted}')"
+            )
+        return as_value(value, wanted, "convert_to_tensor")
+
+
+def convert_to_tensor_or_indexed_slices(
+    value: Any, dtype: DTypeLike | None = None, name: str | None = None
+) -> jax.Array | IndexedSlices:
+    """The same as :func:`convert_to_tensor`, but IndexedSlices stay what they are.
+
+    Args:
+      value: anything that :func:`convert_to_tensor` accepts.
+      dtype: None means that of the value.
+      name: a name scope for the profile.
+
+    Returns:
+      An array, or ``value`` itself if it is IndexedSlices.
+
+    Raises:
+      ValueError, TypeError: as :func:`convert_to_tensor`.
+
+    Example:
+      >>> import jax.numpy as jnp, jslices.tf1 as tf
+      >>> slices = tf.IndexedSlices(jnp.array([1.0, 2.0]), jnp.array([3, 0]))
+      >>> tf.convert_to_tensor_or_indexed_slices(slices) is slices
+      True
+
+    Source: ``tf.convert_to_tensor_or_indexed_slices``.
+    """
+    if not is_slices(value):
+        return convert_to_tensor(value, dtype, name)
+    if dtype is not None and canonical_dtype(dtype) != value.dtype:
+        raise ValueError(
+            f"convert_to_tensor_or_indexed_slices: dtype {canonical_dtype(dtype)} was "
+            f"requested for slices of {value.dtype}; cast them: slices.astype(...)"
+        )
+    slices: IndexedSlices = value
+    return slices
+
+
+def shape(
+    input: Any, name: str | None = None, out_type: DTypeLike = np.int32
+) -> np.ndarray:
+    """The shape as a vector of integers.
+
+    It is a NumPy array, known while JAX traces, so that ``tf.zeros(tf.shape(x))`` works.
+
+    Args:
+      input: an array, number, list or variable; or IndexedSlices, which stay sparse.
+      name: ignored; nothing is computed.
+      out_type: the dtype of the result.
+
+    Returns:
+      ``[input.ndim]`` of ``out_type``.
+
+    Raises:
+      ValueError: for IndexedSlices whose number of rows is not known.
+
+    Example:
+      >>> import jslices.tf1 as tf
+      >>> tf.shape([[1, 2, 3]])
+      array([1, 3], dtype=int32)
+
+    Source: ``tf.shape``, which makes IndexedSlices dense.
+    """
+    del name
+    dims = tuple(input.shape) if is_array(input) else np.shape(input)
+    if None in dims:
+        raise ValueError(
+            "shape: the slices have no dense_shape; give them one: "
+            "IndexedSlices(values, indices, dense_shape)"
+        )
+    return np.array(dims, out_type)
+
+
+def gather(
+    params: Any,
+    indices: ArrayLike,
+    validate_indices: bool | None = None,
+    name: str | None = None,
+    axis: int = 0,
+) -> jax.Array:
+    """``params[indices]``, along the first axis or another one.
+
+    Along the first axis this is :func:`jslices.embedding_lookup`, so the gradient of
+    ``params`` is IndexedSlices, in which duplicates add.
+
+    Args:
+      params: ``[V, *D]``, or any shape that has ``axis``.
+      indices: ``[*B]`` integers. One that is out of range reads NaN (the smallest integer
+        in an integer array) and has no gradient; negative ones do not wrap.
+      validate_indices: ignored, as in TensorFlow.
+      name: a name scope for the profile.
+      axis: known before tracing.
+
+    Returns:
+      ``[*B, *D]``; ``[..., *B, ...]`` with ``*B`` in the place of another ``axis``.
+
+    Raises:
+      TypeError: if ``indices`` are not integers.
+      ValueError: if ``params`` is a scalar or has no such axis.
+
+    Cost: reads the elements of the result.
+
+    Example:
+      >>> import jax.numpy as jnp, jslices as js, jslices.tf1 as tf
+      >>> tf.gather(jnp.array([10.0, 20.0, 30.0]), [2, 0])
+      Array([30., 10.], dtype=float32)
+      >>> js.grad(lambda table: tf.gather(table, [2, 0]).sum())(jnp.ones(3)).indices
+      Array([2, 0], dtype=int32)
+
+    Source: ``tf.gather``, which raises for an index out of range on a CPU.
+    """
+    del validate_indices
+    with jax.named_scope(name or "gather"):
+        array, ids = convert_to_tensor(params), plain(indices)
+        if axis == 0:
+            return embedding_lookup(array, ids)
+        if not -array.ndim <= axis < array.ndim:
+            raise ValueError(f"gather: params {array.shape} have no axis {axis}")
+        ids = jnp.asarray(ids)
+        if not jnp.issubdtype(ids.dtype, jnp.integer):
+            raise TypeError(f"gather wants integer indices, got {ids.dtype}")
+        ids = jnp.where(ids < 0, jnp.iinfo(ids.dtype).max, ids)
+        return jnp.take(array, ids, axis, mode="fill")
+
+
+# --- assigning --------------------------------------------------------------------------
+
+
+def assign(
+    ref: Variable,
+    value: Any,
+    validate_shape: bool | None = None,
+    use_locking: bool | None = None,
+    name: str | None = None,
+) -> jax.Array:
+    """``ref.assign(value)``: replaces the value of a variable, and returns the new one.
+
+    See :meth:`jslices.tf1.Variable.assign`. The other arguments are ignored.
+
+    Example:
+      >>> import jslices.tf1 as tf
+      >>> model = tf.transform(lambda: tf.assign(tf.Variable(1.0), 2.0))
+      >>> model.apply(model.init(None))[0]
+      Array(2., dtype=float32)
+
+    Source: ``tf.assign``.
+    """
+    del validate_shape, use_locking, name
+    return _variable(ref, "assign").assign(value)
+
+
+def assign_add(
+    ref: Variable, value: Any, use_locking: bool | None = None, name: str | None = None
+) -> jax.Array:
+    """``ref.assign_add(value)``; see :meth:`jslices.tf1.Variable.assign_add`.
+
+    Source: ``tf.assign_add``.
+    """
+    del use_locking, name
+    return _variable(ref, "assign_add").assign_add(value)
+
+
+def assign_sub(
+    ref: Variable, value: Any, use_locking: bool | None = None, name: str | None = None
+) -> jax.Array:
+    """``ref.assign_sub(value)``; see :meth:`jslices.tf1.Variable.assign_sub`.
+
+    Source: ``tf.assign_sub``.
+    """
+    del use_locking, name
+    return _variable(ref, "assign_sub").assign_sub(value)
+
+
+def count_up_to(ref: Variable, limit: int, name: str | None = None) -> jax.Array:
+    """``ref.count_up_to(limit)``; see :meth:`jslices.tf1.Variable.count_up_to`.
+
+    Source: ``tf.count_up_to``.
+    """
+    del name
+    return _variable(ref, "count_up_to").count_up_to(limit)
+
+
+def _variable(ref: Any, caller: str) -> Variable:
+    if not isinstance(ref, Variable):
+        raise TypeError(
+            f"{caller} wants a Variable, got {type(ref).__name__}; an array cannot be "
+            "assigned to, so compute the new one instead"
+        )
+    return ref
+
+
+def _on_variables(function: Callable[..., jax.Array]) -> Callable[..., Any]:
+    """One of jslices' pure scatters, which assigns its result if ``ref`` is a variable."""
+    verb = function.__name__
+
+    def scatter(
+        ref: Any,
+        indices: ArrayLike,
+        updates: ArrayLike,
+        use_locking: bool | None = None,
+        name: str | None = None,
+        *,
+        mode: str = "drop",
+    ) -> jax.Array:
+        del use_locking
+        compute = functools.partial(function, mode=mode)
+        with jax.named_scope(name or verb):
+            if isinstance(ref, Variable):
+                return ref._apply(verb, compute, indices, updates)
+            return compute(*plain_tree((ref, indices, updates)))
+
+    scatter.__name__ = scatter.__qualname__ = verb
+    scatter.__doc__ = f"""``{verb}`` of a variable or an array.
+
+    The rule, the shapes and the errors are those of :func:`jslices.{verb}`. A
+    :class:`jslices.tf1.Variable` is assigned the result; of an array a changed copy is
+    made.
+
+    Args:
+      ref: a variable, or an array.
+      indices: integers; ones out of range are dropped (TensorFlow raises).
+      updates: of the dtype of ``ref``.
+      use_locking: ignored.
+      name: a name scope for the profile.
+      mode: what an index out of range does, as in :func:`jslices.{verb}`.
+
+    Returns:
+      The new value.
+
+    Raises:
+      TypeError, ValueError: for shapes or dtypes that do not fit.
+
+    Source: ``tf.{verb}``.
+    """
+    return scatter
+
+
+scatter_add = _on_variables(_scatter.scatter_add)
+scatter_div = _on_variables(_scatter.scatter_div)
+scatter_max = _on_variables(_scatter.scatter_max)
+scatter_min = _on_variables(_scatter.scatter_min)
+scatter_mul = _on_variables(_scatter.scatter_mul)
+scatter_sub = _on_variables(_scatter.scatter_sub)
+scatter_update = _on_variables(_scatter.scatter_update)
+scatter_nd_add = _on_variables(_scatter.scatter_nd_add)
+scatter_nd_sub = _on_variables(_scatter.scatter_nd_sub)
+scatter_nd_update = _on_variables(_scatter.scatter_nd_update)
+batch_scatter_update = _on_variables(_scatter.batch_scatter_update)
+
+
+# --- slices and gradients ---------------------------------------------------------------
+
+
+def _for_handles(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function of jslices that accepts variables and TensorFlow's argument ``name``."""
+
+    @functools.wraps(function)
+    def named(*args: Any, name: str | None = None, **kwargs: Any) -> Any:
+        args, kwargs = plain_tree((args, kwargs))
+        with jax.named_scope(name or function.__name__):
+            return function(*args, **kwargs)
+
+    parameters = [
+        *inspect.signature(function).parameters.values(),
+        inspect.Parameter("name", inspect.Parameter.KEYWORD_ONLY, default=None),
+    ]
+    named.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    return named
+
+
+clip_by_average_norm = _for_handles(clip.clip_by_average_norm)
+clip_by_global_norm = _for_handles(clip.clip_by_global_norm)
+clip_by_norm = _for_handles(clip.clip_by_norm)
+clip_by_value = _for_handles(clip.clip_by_value)
+global_norm = _for_handles(norms.global_norm)
+sparse_mask = _for_handles(_select.sparse_mask)

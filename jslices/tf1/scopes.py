@@ -1,0 +1,428 @@
+"""Variable scopes, and ``get_variable``, which creates a variable once and shares it."""
+
+import contextlib
+import dataclasses
+import enum
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+
+from jslices.tf1._arrays import ArrayOperators, canonical_dtype, dtype_of, static_shape
+from jslices.tf1._cells import Request
+from jslices.tf1._initializers import glorot_uniform_initializer, zeros_initializer
+from jslices.tf1._run import Frame, check_name, current_frame, join
+from jslices.tf1.variable import Variable, request_of_value
+
+Regularizer = Callable[[jax.Array], Any]
+
+
+class _AutoReuse(enum.Enum):
+    """The type of :data:`jslices.tf1.AUTO_REUSE`: share what exists, create the rest."""
+
+    AUTO_REUSE = 1
+
+    def __repr__(self) -> str:
+        return "AUTO_REUSE"
+
+
+AUTO_REUSE = _AutoReuse.AUTO_REUSE
+#: Whether get_variable shares (True), creates (False), or does what is possible.
+Reuse = bool | _AutoReuse
+
+
+class VariableScope:
+    """A scope, as :func:`jslices.tf1.variable_scope` yields it and can open it again.
+
+    Attributes:
+      name: the whole path, ``"foo/bar"``; ``""`` for the outermost.
+      reuse: True, False or AUTO_REUSE.
+      initializer, regularizer, dtype: the defaults of :func:`jslices.tf1.get_variable`.
+      original_name_scope: ``"foo_1/"``, the unique name of this opening of the scope.
+
+    Source: ``tf.VariableScope``.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        reuse: Reuse = False,
+        initializer: Any = None,
+        dtype: DTypeLike | None = None,
+        regularizer: Regularizer | None = None,
+        original_name_scope: str = "",
+    ) -> None:
+        self.name = name
+        self.reuse = reuse
+        self.initializer = initializer
+        self.dtype = dtype
+        self.regularizer = regularizer
+        self.original_name_scope = original_name_scope
+
+    def reuse_variables(self) -> None:
+        """From here on, get_variable in this scope shares and never creates."""
+        self.reuse = True
+
+    def set_initializer(self, initializer: Any) -> None:
+        """Sets the default initializer of new variables."""
+        self.initializer = initializer
+
+    def set_regularizer(self, regularizer: Regularizer | None) -> None:
+        """Sets the default regularizer of new variables."""
+        self.regularizer = regularizer
+
+    def set_dtype(self, dtype: DTypeLike | None) -> None:
+        """Sets the default dtype of new variables."""
+        self.dtype = dtype
+
+    def __repr__(self) -> str:
+        return f"VariableScope({self.name!r}, reuse={self.reuse})"
+
+
+def current_scope(frame: Frame) -> VariableScope:
+    """The innermost scope; the outermost is created when it is first needed."""
+    if not frame.scopes:
+        frame.scopes.append(VariableScope(""))
+    return frame.scopes[-1]
+
+
+def get_variable_scope() -> VariableScope:
+    """The current scope; the outermost has the name ``""``.
+
+    Raises:
+      RuntimeError: outside of a transformed function.
+
+    Example:
+      >>> import jax, jslices.tf1 as tf
+      >>> def model():
+      ...     with tf.variable_scope("foo"), tf.variable_scope("bar"):
+      ...         print(tf.get_variable_scope())
+      >>> _ = tf.transform(model).init(jax.random.key(0))
+      VariableScope('foo/bar', reuse=False)
+
+    Source: ``tf.get_variable_scope``.
+    """
+    return current_scope(current_frame("get_variable_scope"))
+
+
+@contextlib.contextmanager
+def variable_scope(
+    name_or_scope: str | VariableScope | None,
+    reuse: Reuse | None = None,
+    initializer: Any = None,
+    dtype: DTypeLike | None = None,
+    regularizer: Regularizer | None = None,
+    *,
+    default_name: str | None = None,
+) -> Iterator[VariableScope]:
+    """Puts a prefix before the names of variables, and sets defaults for them.
+
+    Args:
+      name_or_scope: a name, opened within the current scope (``"a/b"`` is ``b`` in ``a``),
+        or a scope that was opened before, whose whole path then replaces the current one.
+      reuse: True shares existing variables only, AUTO_REUSE also creates missing ones;
+        False and None inherit from the enclosing scope (from the scope object, if one is
+        given).
+      initializer, dtype, regularizer: defaults for variables and scopes within; None
+        inherits.
+      default_name: with ``name_or_scope=None``, a name to make unique: ``d``, ``d_1``, ...
+
+    Yields:
+      The :class:`VariableScope`. What is set on it lasts until the end of the block.
+
+    Raises:
+      RuntimeError: outside of a transformed function.
+      TypeError, ValueError: for a scope or ``reuse`` of the wrong kind.
+
+    Example:
+      >>> import jax, jslices.tf1 as tf
+      >>> def model():
+      ...     with tf.variable_scope("foo", initializer=tf.constant_initializer(0.5)):
+      ...         v = tf.get_variable("v", [1])
+      ...     with tf.variable_scope("foo", reuse=True):
+      ...         assert tf.get_variable("v") is v
+      ...     return v * 2
+      >>> model = tf.transform(model)
+      >>> model.apply(model.init(jax.random.key(0)))
+      (Array([1.], dtype=float32), Variables(foo/v: float32[1]))
+
+    Source: ``tf.variable_scope``; the order of arguments is that of its first releases.
+    Operations have no names in JAX; ``jax.named_scope`` shows the scope's in profiles.
+    """
+    frame = current_frame("variable_scope")
+    if reuse is not None and not isinstance(reuse, bool | _AutoReuse):
+        raise ValueError(
+            "The reuse parameter must be True or False or None, or tf.AUTO_REUSE; got "
+            f"{reuse!r}"
+        )
+    outer = current_scope(frame)
+    if isinstance(name_or_scope, VariableScope):
+        base, last = name_or_scope, name_or_scope.name.rpartition("/")[2]
+        path, sharing = base.name, reuse or base.reuse
+    else:
+        last = _scope_name(frame, outer, name_or_scope, default_name, reuse)
+        base, path = outer, join(outer.name, last)
+        sharing = reuse or outer.reuse
+    scope = VariableScope(
+        path,
+        sharing,
+        base.initializer if initializer is None else initializer,
+        base.dtype if dtype is None else dtype,
+        base.regularizer if regularizer is None else regularizer,
+    )
+    with contextlib.ExitStack() as stack:
+        if last:
+            scope.original_name_scope = stack.enter_context(frame.names.scope(last))
+            stack.enter_context(jax.named_scope(last))
+        stack.enter_context(_counted(frame, path, isinstance(name_or_scope, VariableScope)))
+        frame.scopes.append(scope)
+        stack.callback(frame.scopes.pop)
+        yield scope
+
+
+def _scope_name(
+    frame: Frame,
+    outer: VariableScope,
+    name: object,
+    default_name: str | None,
+    reuse: Reuse | None,
+) -> str:
+    if name is None and default_name is not None:
+        if reuse:
+            raise ValueError("reuse=True cannot be used without a name_or_scope")
+        wanted, times = check_name(default_name, "variable_scope"), 0
+        unique = wanted
+        while frame.scope_counts.get(join(outer.name, unique)):
+            times += 1
+            unique = f"{wanted}_{times}"
+        return unique
+    if not isinstance(name, str):
+        raise TypeError(
+            "VariableScope: name_or_scope must be a string or VariableScope, got "
+            f"{name!r}; or None with default_name="
+        )
+    return check_name(name, "variable_scope") if name else ""
+
+
+@contextlib.contextmanager
+def _counted(frame: Frame, path: str, again: bool) -> Iterator[None]:
+    """Counts openings, for ``default_name``; closing a scope forgets those within."""
+    counts = frame.scope_counts
+    counts[path] = counts.get(path, 0) + 1
+    before = dict(counts)
+    try:
+        yield
+    finally:
+        within = f"{path}/" if path else ""
+        closed = {
+            n: 0 if n.startswith(within) and n != path else c for n, c in counts.items()
+        }
+        frame.scope_counts = before if again else closed
+
+
+@contextlib.contextmanager
+def name_scope(name: str | None) -> Iterator[str]:
+    """Puts a prefix before the names of :class:`jslices.tf1.Variable`, not of get_variable.
+
+    Args:
+      name: is made unique: opened twice it is ``ns`` and ``ns_1``. ``"ns/"`` enters that
+        very scope again, None leaves all scopes.
+
+    Yields:
+      The unique name, with a slash.
+
+    Raises:
+      RuntimeError: outside of a transformed function.
+
+    Example:
+      >>> import jax, jslices.tf1 as tf
+      >>> def model():
+      ...     with tf.variable_scope("foo"), tf.name_scope("bar"):
+      ...         print(tf.get_variable("v", [1]).name, tf.Variable(0.0, name="v").name)
+      >>> _ = tf.transform(model).init(jax.random.key(0))
+      foo/v:0 foo/bar/v:0
+
+    Source: ``tf.name_scope``; ``jax.named_scope`` shows the name in profiles, too.
+    """
+    frame = current_frame("name_scope")
+    if name:
+        check_name(name, "name_scope")
+    with contextlib.ExitStack() as stack:
+        unique = stack.enter_context(frame.names.scope(name or ""))
+        if name:
+            stack.enter_context(jax.named_scope(name.strip("/")))
+        yield unique
+
+
+# --- get_variable -----------------------------------------------------------------------
+
+
+def get_variable(
+    name: str,
+    shape: int | Sequence[int] | None = None,
+    dtype: DTypeLike | None = None,
+    initializer: Any = None,
+    trainable: bool = True,
+    collections: Sequence[str] | None = None,
+    regularizer: Regularizer | None = None,
+) -> Variable:
+    """The variable of this name in the current scope: a new one, or the one to share.
+
+    Args:
+      name: its name within the scope: ``v`` in the scope ``foo/bar`` is ``foo/bar/v:0``.
+      shape: that of a new variable. For a shared one: None, or a shape to check, with None
+        for an axis of any length.
+      dtype: None means that of a constant initializer, else the scope's, else float32.
+      initializer: a function ``init(key, shape, dtype)``, such as those of jslices or of
+        ``jax.nn.initializers``; or a constant, which then decides on shape and dtype. None
+        means the scope's, else ``glorot_uniform_initializer`` (zeros for integers).
+      trainable: whether it belongs to ``variables.trainable``.
+      collections: keys of the collections to put it into; None means ``["variables"]``.
+      regularizer: a function of the array, whose result is in
+        ``get_collection("regularization_losses")``. None means the scope's.
+
+    Returns:
+      The handle; the same object each time the variable is shared.
+
+    Raises:
+      ValueError: if the variable exists and the scope does not reuse, if it does not exist
+        and the scope does, if a shared one has another shape or dtype, or if the shape of
+        a new one is missing.
+      TypeError: for a name that is no string.
+      RuntimeError: outside of a transformed function.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, jslices.tf1 as tf
+      >>> def model(ids):
+      ...     table = tf.get_variable("table", [100, 8], initializer=tf.ones_initializer())
+      ...     return table[ids].sum()
+      >>> model = tf.transform(model)
+      >>> variables = model.init(jax.random.key(0), jnp.array([3, 3]))
+      >>> model.apply(variables, jnp.array([3, 3]))
+      (Array(16., dtype=float32), Variables(table: float32[100, 8]))
+
+    Source: ``tf.get_variable``. Its initializers take no key and are
+    ``init(shape, dtype)``; the key here is the one given to ``init`` folded with the
+    variable's name, so that a value depends on no other variable.
+    """
+    frame = current_frame("get_variable")
+    scope = current_scope(frame)
+    full = join(scope.name, check_name(name, "get_variable"))
+    found = frame.shared.get(full)
+    if found is not None:
+        if not scope.reuse:
+            raise ValueError(
+                f"Variable {full} already exists, disallowed. Did you mean to set "
+                "reuse=True or reuse=tf.AUTO_REUSE in VarScope?"
+            )
+        _check_shared(found, full, shape, _shared_dtype(dtype, initializer, scope))
+        return found
+    if scope.reuse is True:
+        raise ValueError(
+            f"Variable {full} does not exist, or was not created with tf.get_variable(). "
+            "Did you mean to set reuse=tf.AUTO_REUSE in VarScope?"
+        )
+    with frame.names.released_on_error():
+        # Where a Variable has the name already, this one becomes v_1, as in TensorFlow.
+        unique = frame.names.unique_path(full)
+        request = dataclasses.replace(
+            _request(unique, shape, dtype, initializer, scope),
+            trainable=trainable,
+            collections=collections,
+            regularizer=scope.regularizer if regularizer is None else regularizer,
+        )
+        frame.shared[full] = Variable._new(frame, request)
+    return frame.shared[full]
+
+
+def _is_function(initializer: Any) -> bool:
+    return callable(initializer) and not isinstance(initializer, ArrayOperators)
+
+
+def _dtype(dtype: DTypeLike | None, scope: VariableScope) -> np.dtype:
+    wanted = scope.dtype if dtype is None else dtype
+    return canonical_dtype(jnp.float32 if wanted is None else wanted)
+
+
+def _shared_dtype(
+    dtype: DTypeLike | None, initializer: Any, scope: VariableScope
+) -> np.dtype:
+    """The dtype that a shared variable must have; a constant has one of its own."""
+    if dtype is None and initializer is not None and not _is_function(initializer):
+        return dtype_of(initializer)
+    return _dtype(dtype, scope)
+
+
+def _check_shared(found: Variable, name: str, shape: Any, dtype: np.dtype) -> None:
+    if shape is not None:
+        wanted = tuple(shape) if isinstance(shape, list | tuple) else (shape,)
+        fits = len(wanted) == len(found.shape) and all(
+            w is None or w == f for w, f in zip(wanted, found.shape, strict=True)
+        )
+        if not fits:
+            raise ValueError(
+                f"Trying to share variable {name}, but specified shape {wanted} and found "
+                f"shape {found.shape}."
+            )
+    declared = found._cell.entry.declared_dtype  # type: ignore[union-attr]
+    if dtype != declared:
+        raise ValueError(
+            f"Trying to share variable {name}, but specified dtype {dtype} and found "
+            f"dtype {declared}."
+        )
+
+
+def _static_shape(shape: Any, name: str) -> tuple[int, ...]:
+    dims = tuple(shape) if isinstance(shape, list | tuple | np.ndarray) else (shape,)
+    if any(n is None for n in dims):
+        raise ValueError(
+            f"Shape of a new variable ({name}) must be fully defined, but instead was "
+            f"{dims}."
+        )
+    return static_shape(shape, name)
+
+
+def _request(
+    name: str, shape: Any, dtype: Any, initializer: Any, scope: VariableScope
+) -> Request:
+    """The variable that get_variable creates."""
+    given = scope.initializer if initializer is None else initializer
+    if given is not None and not _is_function(given):
+        return _request_of_constant(name, shape, dtype, given)
+    if shape is None:
+        raise ValueError(
+            f"Variable {name} did not get an initializer, so its `shape` argument must be "
+            "specified."
+            if given is None
+            else f"Shape of a new variable ({name}) must be fully defined, but instead was "
+            "<unknown>."
+        )
+    static, wanted = _static_shape(shape, name), _dtype(dtype, scope)
+    if given is None:
+        floating = jnp.issubdtype(wanted, jnp.inexact)
+        given = glorot_uniform_initializer() if floating else zeros_initializer()
+    initialize: Any = given() if inspect.isclass(given) else given
+
+    def make(key: Any) -> jax.Array:
+        made: jax.Array = initialize(key, static, wanted)
+        return made
+
+    return Request(name, make, static, wanted, initial=make)
+
+
+def _request_of_constant(name: str, shape: Any, dtype: Any, constant: Any) -> Request:
+    if shape is not None:
+        raise ValueError(
+            f"If initializer is a constant, do not specify shape. Variable {name} got both."
+        )
+    theirs = dtype_of(constant)
+    if dtype is not None and canonical_dtype(dtype) != theirs:
+        raise ValueError(
+            f"Initializer type '{theirs}' and explicit dtype '{canonical_dtype(dtype)}' of "
+            f"Variable {name} don't match."
+        )
+    return request_of_value(name, constant, theirs)
