@@ -6,6 +6,9 @@ import textwrap
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import jax
+import jax.numpy as jnp
+
 from jslices import _jax
 from jslices._densify import (
     UNKNOWN_LINE,
@@ -25,6 +28,7 @@ from jslices._grad.plan import (
     is_number,
     plan_call,
 )
+from jslices._slices import IndexedSlices
 
 # Adam reads and writes the parameter and two arrays of state.
 _ADAM_ARRAYS = 3
@@ -59,6 +63,7 @@ class LeafReport(NamedTuple):
       dense_line: the first line that needs the whole array; None where nothing does.
       dense_use: the name of the operation on that line.
       suggestion: what to write there instead.
+      step: how ``optimizer`` steps the rows, a plan to print; None without one.
     """
 
     path: str
@@ -73,6 +78,7 @@ class LeafReport(NamedTuple):
     dense_line: UserLine | None
     dense_use: str | None
     suggestion: str | None
+    step: Any = None
 
 
 class Explanation(NamedTuple):
@@ -136,6 +142,7 @@ def explain(
     sparse: SparseSpec = None,
     *,
     has_aux: bool = False,
+    optimizer: Any = None,
 ) -> Callable[..., Explanation]:
     """Tells which gradients of ``fun`` are sparse, what they cost, and why not.
 
@@ -147,6 +154,8 @@ def explain(
       argnums: as in :func:`value_and_grad`.
       sparse: as in :func:`value_and_grad`; what it insists on is reported, not raised.
       has_aux: as in :func:`value_and_grad`.
+      optimizer: a :class:`jslices.GradientTransformation`; the report then says how it
+        steps each sparse array on the default device.
 
     Returns:
       A function of the same arguments that returns an :class:`Explanation`. ``print`` it
@@ -171,13 +180,33 @@ def explain(
     def explain_fun(*args: Any, **kwargs: Any) -> Explanation:
         call = Call(fun, chosen_arguments(argnums, args), args, kwargs, has_aux)
         planned = plan_call(call, is_number(argnums), sparse)
-        return Explanation(
-            tuple(
-                _report(leaf, planned, number) for number, leaf in enumerate(planned.leaves)
-            )
-        )
+        leaves = [_report(leaf, planned, n) for n, leaf in enumerate(planned.leaves)]
+        if optimizer is not None:
+            steps = _steps(optimizer, call, is_number(argnums), leaves)
+            leaves = [x._replace(step=s) for x, s in zip(leaves, steps, strict=True)]
+        return Explanation(tuple(leaves))
 
     return explain_fun
+
+
+def _steps(
+    optimizer: Any, call: Call, single: bool, leaves: Sequence[LeafReport]
+) -> list[Any]:
+    """How the optimizer steps each leaf, None for those whose gradient is not sparse."""
+
+    def gradient(leaf: LeafReport) -> Any:
+        if leaf.kind != "sparse":
+            return jnp.zeros(leaf.shape, leaf.dtype)
+        values = jnp.zeros((leaf.rows, *leaf.shape[1:]), leaf.dtype)
+        return IndexedSlices(values, jnp.zeros((leaf.rows,), jnp.int32), leaf.shape)
+
+    grads = jax.eval_shape(lambda: call.tree.unflatten(map(gradient, leaves)))
+    params = call.tree.unflatten(
+        [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves]
+    )
+    if single:
+        grads, params = grads[0], params[0]
+    return jax.tree.leaves(optimizer.plan(grads, params), is_leaf=lambda x: x is None)
 
 
 def _report(leaf: Leaf, planned: Planned, number: int) -> LeafReport:
@@ -322,6 +351,8 @@ def _notes(leaf: LeafReport, width: int = 98) -> list[str]:
         lines.append(f"  used whole ({leaf.dense_use}): {_place(leaf.dense_line)}")
         if leaf.lookups:  # An ordinary weight has a dense gradient, and should.
             lines.append(f"  instead: {leaf.suggestion}")
+    if leaf.step is not None:
+        lines.append(f"  stepped: {leaf.step}")
     if lines:
         lines.insert(0, f"{leaf.path}:")
     return [piece for line in lines for piece in _wrap(line, width)]
