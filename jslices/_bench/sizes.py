@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jslices as js
-from jslices.optim._engine.plan import Plan, choose_plan
+from jslices.optim._engine.plan import Plan
 
 LEARNING_RATE = 1e-3
 ID_BYTES = 4
@@ -142,13 +142,11 @@ def _zipf(words: int) -> np.ndarray:
 
 def plan_of(sizes: Sizes, platform: str) -> Plan:
     """How the engine steps the table."""
-    table = sizes.table_shape()
-    gradient = jax.ShapeDtypeStruct((sizes.ids, sizes.dim), table.dtype)
-    state = jax.tree.leaves(jax.eval_shape(sizes.make_optimizer().init, table))
-    arrays = [x for x in state if x.shape[:1] == (sizes.rows,)]
-    # Of these optimizers with their defaults only plain SGD has a linear rule.
-    linear = sizes.optimizer == "sgd"
-    return choose_plan(gradient, arrays, sizes.rows, platform, linear=linear)
+    table, tx = sizes.table_shape(), sizes.make_optimizer()
+    ids = jax.ShapeDtypeStruct((sizes.ids,), jnp.int32)
+    gradient = jax.eval_shape(js.grad(lambda t, ids: t[ids].sum()), table, ids)
+    plan: Plan = tx.plan(gradient, table, platform)
+    return plan
 
 
 def available(device: jax.Device, meminfo: Path = MEMINFO) -> int | None:
