@@ -54,15 +54,20 @@ LOOKUPS = {
 @pytest.mark.parametrize("lookup", LOOKUPS.values(), ids=LOOKUPS)
 def test_bags_name_the_place_of_the_user(lookup):
     name = getattr(lookup, "func", lookup).__name__
+    jit = (
+        lookup is js.embedding_lookup_sparse
+    )  # all forms become one before ids are checked
     look = lambda i, m: lookup(TABLE, (i, m), mode="check")  # noqa: E731
     mask = jnp.array([[True, False], [True, True]])
     place = says(look, jnp.array([[1, 99], [2, 9]]), mask)
     assert place == f"{name}: ids[1, 1] = 9 is not in [0, 5)"
     assert says(look, jnp.array([[1, 99], [2, 4]]), mask) is None
     flat = lambda v: lookup(TABLE, (v, jnp.array([0, 2, 2]), 4), mode="check")  # noqa: E731
-    assert says(flat, jnp.array([1, 2, 6])) == f"{name}: ids[2] = 6 is not in [0, 5)"
+    text = says(flat, jnp.array([1, 2, 6]), jit=jit)
+    assert text == f"{name}: ids[2] = 6 is not in [0, 5)"
     splits = lambda v: lookup(TABLE, (v, jnp.array([0, 1, 2])), mode="check")  # noqa: E731
-    assert says(splits, jnp.array([1, 6, 99])) == f"{name}: ids[1] = 6 is not in [0, 5)"
+    text = says(splits, jnp.array([1, 6, 99]), jit=jit)
+    assert text == f"{name}: ids[1] = 6 is not in [0, 5)"
     wide = np.array([[1, 0], [2, 2**40]])
     text = says(look, wide, np.asarray(mask), jit=False)
     assert text == f"{name}: ids[1, 1] = {2**40} is not in [0, 5)"
