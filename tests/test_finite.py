@@ -7,14 +7,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import assert_close
+from helpers import assert_close, quickly
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import jslices as js
 
 V, K = 4, 6
-finite = jax.jit(js.all_finite)
+finite = quickly(js.all_finite)
 
 
 @settings(max_examples=40)
@@ -48,14 +48,14 @@ def test_overflow_in_the_sum_only():
     assert not js.all_finite(js.IndexedSlices(largest, jnp.array([1, 1]), (V, 1)))
 
 
-def test_empty_slots_other_leaves_and_batches():
+def test_empty_entries_other_leaves_and_batches():
     bad = js.IndexedSlices(jnp.array([jnp.nan, jnp.inf]), jnp.array([-1, V]), (V,))
     assert js.all_finite(bad)
     assert js.all_finite([]) and js.all_finite([None, jnp.arange(3), 1.0])
     assert not js.all_finite((jnp.ones(2), jnp.array([1.0, jnp.inf])))
     batch = jax.tree.map(lambda x: jnp.stack([x, x]), bad)
     assert js.all_finite(batch) and js.all_finite(batch).shape == ()
-    each = jax.vmap(js.all_finite)(
+    each = quickly(jax.vmap(js.all_finite))(
         js.IndexedSlices.tree_unflatten((V,), (batch.values, jnp.array([[0, 9], [9, 9]])))
     )
     np.testing.assert_array_equal(each, [False, True])
@@ -68,11 +68,11 @@ def loss(params, ids):
 
 @functools.lru_cache
 def scaled_step(tx, good_steps_before_growth=2):
-    def apply(params, state, grads):
+    def take(params, state, grads):
         updates, state = tx.update(grads, state, params)
         return js.apply_updates(params, updates), state
 
-    @functools.partial(jax.jit, donate_argnums=(0, 1))
+    @quickly
     def step(params, state, scale, good, ids):
         # The gradient of the scaled float16 loss, as it is in float16.
         scaled = lambda p: loss(p, ids).astype(jnp.float32) * scale  # noqa: E731
@@ -82,7 +82,7 @@ def scaled_step(tx, good_steps_before_growth=2):
             lambda g: g.astype(jnp.float32) / scale, grads, is_leaf=js.is_slices
         )
         skip = lambda params, state, grads: (params, state)  # noqa: E731
-        params, state = jax.lax.cond(ok, apply, skip, params, state, grads)
+        params, state = jax.lax.cond(ok, take, skip, params, state, grads)
         grow = ok & (good + 1 >= good_steps_before_growth)
         scale = jnp.where(ok, jnp.where(grow, scale * 2, scale), scale / 2)
         return params, state, scale, jnp.where(ok & ~grow, good + 1, 0), ok
@@ -90,7 +90,7 @@ def scaled_step(tx, good_steps_before_growth=2):
     return step
 
 
-@pytest.mark.parametrize("make", [js.adam, js.adagrad, lambda r: js.sgd(r, 0.9)])
+@pytest.mark.parametrize("make", [js.adam, js.adagrad])
 def test_dynamic_loss_scaling_skips_a_step(make):
     tx = make(0.1)
     step = scaled_step(tx)
@@ -106,14 +106,18 @@ def test_dynamic_loss_scaling_skips_a_step(make):
     chex.assert_trees_all_equal((params, state), (start, before))
     # Now the steps are taken, and are those without any scale.
     wanted, wanted_state = start, tx.init(start)
+
+    @quickly
+    def plain(params, state):
+        grads = js.grad(lambda p: (p["table"][ids].sum(-1) * p["w"]).sum())(params)
+        return tx.apply(grads, state, params)
+
     for _ in range(2):
         if scale * 6 >= 65_504:  # w: six ones add up
             scale = scale / 8
         params, state, scale, good, ok = step(params, state, scale, good, ids)
         assert ok
-        grads = js.grad(lambda p: (p["table"][ids].sum(-1) * p["w"]).sum())(wanted)
-        updates, wanted_state = tx.update(grads, wanted_state, wanted)
-        wanted = js.apply_updates(wanted, updates)
+        wanted, wanted_state = plain(wanted, wanted_state)
     assert scale == 2**12 and good == 0  # grown after two good steps
     # float16 keeps three digits.
     assert_close((params, state), (wanted, wanted_state), rtol=4e-3, atol=1e-3)
@@ -130,15 +134,16 @@ def test_the_step_that_may_be_skipped_is_in_place():
     def step(params, state, ids):
         grads = js.grad(loss)(params, ids)
 
-        def apply(params, state, grads):
+        def take(params, state, grads):
             updates, state = tx.update(grads, state, params)
             return js.apply_updates(params, updates), state
 
         skip = lambda params, state, grads: (params, state)  # noqa: E731
-        return jax.lax.cond(js.all_finite(grads), apply, skip, params, state, grads)
+        return jax.lax.cond(js.all_finite(grads), take, skip, params, state, grads)
 
     ids = jax.ShapeDtypeStruct((3,), jnp.int32)
-    compiled = step.lower(params, jax.eval_shape(tx.init, params), ids).compile()
+    lowered = step.lower(params, jax.eval_shape(tx.init, params), ids)
+    compiled = lowered.compile({"xla_backend_optimization_level": 0})
     memory = compiled.memory_analysis()
     assert memory.temp_size_in_bytes < 20_000
     assert memory.alias_size_in_bytes >= 3 * rows * 2 * 2

@@ -1,11 +1,13 @@
 """Our optimizers inside Optax's combinators: the same numbers, or a clear refusal."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import assert_close
+from helpers import assert_close, dense, quickly
 
 import jslices as js
 
@@ -28,12 +30,18 @@ def grads_of(seed):
 
 
 def train(tx, steps=3):
-    update = jax.jit(tx.update)
+    @quickly
+    def step(params, state, grads):
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
     params, state = PARAMS, tx.init(PARAMS)
     for k in range(steps):
-        updates, state = update(grads_of(k), state, params)
-        params = optax.apply_updates(params, updates)
+        params, state = step(params, state, grads_of(k))
     return params
+
+
+train_alone = functools.cache(train)
 
 
 ADAM = js.adam(0.1)
@@ -68,7 +76,7 @@ COMBINATIONS = {
 def test_equal_to_the_optimizer_alone(name):
     combined, alone = COMBINATIONS[name]
     # Injected hyperparameters are float32 numbers, and 1 - 0.999 is then another one.
-    assert_close(train(combined), train(alone), rtol=1e-4, atol=1e-5)
+    assert_close(train(combined), train_alone(alone), rtol=1e-4, atol=1e-5)
 
 
 def test_apply_if_finite_leaves_a_bad_step_out():
@@ -76,7 +84,7 @@ def test_apply_if_finite_leaves_a_bad_step_out():
     bad = grads_of(0)
     bad["table"] = js.IndexedSlices(bad["table"].values * jnp.nan, [1, 7, 1, 2], (V, D))
     state = tx.init(PARAMS)
-    updates, after = jax.jit(tx.update)(bad, state, PARAMS)
+    updates, after = quickly(tx.update)(bad, state, PARAMS)
     assert not js.is_slices(updates["table"]) or not updates["table"].values.any()
     jax.tree.map(np.testing.assert_array_equal, after.inner_state, state.inner_state)
 
@@ -86,13 +94,14 @@ def test_exact_with_an_injected_learning_rate():
     make = optax.inject_hyperparams(js.adam, static_args=("b1", "b2", "eps"))
     tx, alone = make(learning_rate=0.1, untouched="exact"), js.adam(0.1, untouched="exact")
     grads = grads_of(0)
-    updates, state = jax.jit(tx.update)(grads, tx.init(PARAMS), PARAMS)
-    wanted, wanted_state = alone.update(grads, alone.init(PARAMS), PARAMS)
+    updates, state = quickly(tx.update)(grads, tx.init(PARAMS), PARAMS)
+    wanted, wanted_state = quickly(alone.update)(grads, alone.init(PARAMS), PARAMS)
     assert_close(updates, wanted, rtol=1e-5)
     # The inner state is the optimizer's own: it catches up as usual.
     ids = {"table": jnp.arange(V), "w": None}
-    got, _ = alone.catch_up(PARAMS, state.inner_state, ids)
-    assert_close(got, alone.catch_up(PARAMS, wanted_state, ids)[0], rtol=1e-5)
+    catch_up = quickly(alone.catch_up)
+    got, _ = catch_up(PARAMS, state.inner_state, ids)
+    assert_close(got, catch_up(PARAMS, wanted_state, ids)[0], rtol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -160,9 +169,13 @@ def test_multi_steps_takes_dense_gradients_only():
 
 def train_dense(tx, state=None, steps=4):
     state = tx.init(PARAMS) if state is None else state
-    params, update = PARAMS, jax.jit(tx.update)
+
+    @quickly
+    def step(params, state, grads):
+        updates, state = tx.update(dense(grads), state, params)
+        return optax.apply_updates(params, updates), state
+
+    params = PARAMS
     for k in range(steps):
-        grads = {**grads_of(k), "table": grads_of(k)["table"].to_dense()}
-        updates, state = update(grads, state, params)
-        params = optax.apply_updates(params, updates)
+        params, state = step(params, state, grads_of(k))
     return params

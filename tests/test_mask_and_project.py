@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import numpy_dense
+from helpers import numpy_dense, quickly
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -27,16 +27,16 @@ def slices_of(ids, seed=0):
 FORMS = {
     "by_row": lambda ids: KEEP,
     "function": lambda ids: lambda indices: (indices == 0) | (indices // 2 == 1),
-    "by_slot": lambda ids: np.isin(ids, np.flatnonzero(KEEP)),
+    "by_entry": lambda ids: np.isin(ids, np.flatnonzero(KEEP)),
 }
-mask = jax.jit(js.mask_rows)
-mask_by_function = jax.jit(lambda s: js.mask_rows(s, FORMS["function"](None)))
+mask = quickly(js.mask_rows)
+mask_by_function = quickly(lambda s: js.mask_rows(s, FORMS["function"](None)))
 
 
 @pytest.mark.parametrize("form", FORMS)
 @settings(max_examples=15)
 @given(ids=some_ids)
-def test_masked_rows_are_empty_slots(form, ids):
+def test_masked_rows_are_empty_entries(form, ids):
     slices = slices_of(ids)
     keep = FORMS[form](ids)
     out = mask_by_function(slices) if callable(keep) else mask(slices, keep)
@@ -50,7 +50,6 @@ def test_masked_rows_are_empty_slots(form, ids):
     "tx",
     [
         js.sgd(0.1, momentum=0.9),
-        js.adam(0.1),
         js.adamw(0.1, weight_decay=0.5),
         js.lion(0.1, weight_decay=0.5),
         js.adamw(0.1, weight_decay=0.5, weight_decay_mode="touched"),
@@ -61,7 +60,7 @@ def test_masked_rows_are_empty_slots(form, ids):
 def test_frozen_rows_cannot_move(tx):
     table = jnp.asarray(np.random.default_rng(1).normal(size=(V, D)), jnp.float32)
 
-    @jax.jit
+    @quickly
     def step(table, state, ids, keep):
         grads = js.mask_rows(js.grad(lambda t: (t[ids] ** 3).sum())(table), keep)
         updates, state = tx.update(grads, state, table)
@@ -107,7 +106,7 @@ def test_mask_of_other_things():
 def test_a_table_without_rows():
     slices = js.IndexedSlices(jnp.ones((1, D)), jnp.zeros(1, int), (0, D))
     out = js.mask_rows(slices, np.ones(0, bool))
-    np.testing.assert_array_equal(out.indices, [0])  # 0 = V: an empty slot
+    np.testing.assert_array_equal(out.indices, [0])  # 0 = V: an empty entry
     assert js.project_rows(jnp.ones((0, D)), slices, 1.0).shape == (0, D)
     assert js.global_norm(slices) == 0 and js.all_finite(slices)
 
@@ -122,13 +121,13 @@ def test_errors_of_mask():
     wanted = r"shape \[6\] \(one for each row of the table\) or \[3\].* got \[5\]"
     with pytest.raises(ValueError, match=wanted):
         js.mask_rows(slices, np.ones(5, bool))
-    with pytest.raises(ValueError, match=r"shape \[3\] \(one for each slot\), got \[6\]"):
+    with pytest.raises(ValueError, match=r"shape \[3\] \(one for each entry\), got \[6\]"):
         js.mask_rows(slices, lambda i: KEEP)
     with pytest.raises(ValueError, match="got a scalar"):
         js.mask_rows(jnp.float32(1), KEEP)
 
 
-project = jax.jit(js.project_rows)
+project = quickly(js.project_rows)
 
 
 @settings(max_examples=30)
@@ -156,14 +155,14 @@ def test_projection_of_trees_batches_and_dtypes():
         "c": None,
         "bias": js.IndexedSlices(jnp.full(2, np.nan), jnp.array([0, -1])),
     }
-    new = js.project_rows(params, touched, 2.0)
+    new = project(params, touched, 2.0)
     assert new["a"].dtype == jnp.bfloat16 and new["c"] is None
     assert float(jnp.linalg.norm(new["a"][1].astype(float))) == pytest.approx(2, rel=1e-2)
     np.testing.assert_array_equal(new["a"][2:], table[2:])
     np.testing.assert_array_equal(new["w"], params["w"])
     np.testing.assert_array_equal(new["bias"], [-2] + [-5] * (V - 1))
     many = jax.tree.map(lambda x: jnp.stack([x, x]), touched["a"])
-    np.testing.assert_array_equal(js.project_rows(table, many, 2.0), new["a"])
+    np.testing.assert_array_equal(project(table, many, 2.0), new["a"])
     # None in place of a gradient, and no rows at all.
     np.testing.assert_array_equal(js.project_rows(table, None, 2.0), table)
     none = js.IndexedSlices(jnp.ones((0, D)), jnp.zeros(0, int), (V, D))
@@ -173,16 +172,21 @@ def test_projection_of_trees_batches_and_dtypes():
 def test_projection_in_vmap_scan_and_bad_rows():
     tables = jnp.stack([jnp.full((V, D), 3.0), jnp.full((V, D), 0.1)])
     touched = slices_of([1, 1, 2])
-    mapped = jax.vmap(lambda t: js.project_rows(t, touched, 1.0))(tables)
-    for table, got in zip(tables, mapped, strict=True):
-        np.testing.assert_allclose(got, js.project_rows(table, touched, 1.0), 1e-6)
     stacked = jax.tree.map(lambda x: jnp.stack([x, x]), touched)
-    out, _ = jax.lax.scan(
-        lambda t, s: (js.project_rows(t, s, 1.0), None), tables[0], stacked
-    )
-    np.testing.assert_allclose(out, mapped[0], 1e-6)
+
+    @quickly
+    def in_each_way(tables, touched, stacked):
+        once = lambda table: js.project_rows(table, touched, 1.0)  # noqa: E731
+        again = lambda table, s: (js.project_rows(table, s, 1.0), None)  # noqa: E731
+        scanned, _ = jax.lax.scan(again, tables[0], stacked)
+        return jax.vmap(once)(tables), scanned
+
+    mapped, scanned = in_each_way(tables, touched, stacked)
+    for table, got in zip(tables, mapped, strict=True):
+        np.testing.assert_allclose(got, project(table, touched, 1.0), 1e-6)
+    np.testing.assert_allclose(scanned, mapped[0], 1e-6)
     bad = jnp.ones((V, D)).at[1, 0].set(jnp.inf)
-    new = js.project_rows(bad, touched, 1.0)
+    new = project(bad, touched, 1.0)
     assert np.isnan(new[1]).all() and np.isfinite(np.delete(new, 1, 0)).all()
 
 
@@ -205,7 +209,8 @@ def test_a_step_with_mask_and_projection_is_in_place():
 
     table = jax.ShapeDtypeStruct((rows, D), jnp.float32)
     ids = jax.ShapeDtypeStruct((K,), jnp.int32)
-    compiled = step.lower(table, jax.eval_shape(tx.init, table), ids).compile()
+    lowered = step.lower(table, jax.eval_shape(tx.init, table), ids)
+    compiled = lowered.compile({"xla_backend_optimization_level": 0})
     memory = compiled.memory_analysis()
     assert memory.temp_size_in_bytes < 10_000
     assert memory.alias_size_in_bytes >= 2 * rows * D * 4
@@ -217,7 +222,7 @@ def test_projection_keeps_the_limit_over_training():
     table = jnp.zeros((V, D))
     tx = js.sgd(1.0)
 
-    @jax.jit
+    @quickly
     def step(table, ids):
         grads = js.grad(lambda t: -(t[ids] + 0.3 * t[ids] ** 2).sum())(table)
         updates, _ = tx.update(grads, tx.init(table), table)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import assert_close
+from helpers import assert_close, quickly
 
 import jslices as js
 
@@ -40,27 +40,31 @@ OPTIMIZERS = {
     "chain": js.optim.chain(js.optim.clip_global_norm(0.1), js.adagrad(0.1)),
     "exact": js.adamw(0.1, weight_decay=0.1, untouched="exact"),
 }
-grads_of = jax.jit(grad)
+grads_of = quickly(grad)
+QUICKLY = {"xla_backend_optimization_level": 0}
+flush = functools.cache(lambda tx: quickly(tx.flush))
 
 
 def train(tx, how):
-    """Parameters and state after each micro-batch."""
-    catch_up = jax.jit(tx.catch_up)
+    """Parameters and state after each micro-batch; each way of running a step once."""
 
     def step(params, state, ids):
-        if tx.catches_up:
-            params, state = catch_up(params, state, {"table": ids, "w": None})
-        grads = grads_of(params, ids)
+        params, state = tx.catch_up(params, state, {"table": ids, "w": None})
+        grads = grad(params, ids)
+        if how in ("scan", "apply"):
+            return tx.apply(grads, state, params)
         updates, state = tx.update(grads, state, params)
         return js.apply_updates(params, updates), state
 
-    if how == "jit":
+    if how in ("jit", "apply"):
         chex.clear_trace_counter()
-        step = jax.jit(chex.assert_max_traces(n=1)(step))
+        step = quickly(chex.assert_max_traces(n=1)(step))
     carry = PARAMS, tx.init(PARAMS)
     if how == "scan":
-        stacked = jax.lax.scan(lambda c, ids: (step(*c, ids),) * 2, carry, BATCHES)[1]
-        return [jax.tree.map(lambda x, k=k: x[k], stacked) for k in range(len(BATCHES))]
+        body = lambda carry, ids: (step(*carry, ids),) * 2  # noqa: E731
+        stacked = quickly(lambda carry, batches: jax.lax.scan(body, carry, batches)[1])
+        after = stacked(carry, BATCHES)
+        return [jax.tree.map(lambda x, k=k: x[k], after) for k in range(len(BATCHES))]
     return [carry := step(*carry, ids) for ids in BATCHES]
 
 
@@ -68,20 +72,24 @@ def train(tx, how):
 def wanted(name, reduction="mean"):
     """Parameters after each step on the mean gradient of three micro-batches at once."""
     tx = OPTIMIZERS[name]
-    params, state, after = PARAMS, tx.init(PARAMS), []
-    for ids in BATCHES.reshape(2, K, B):
-        ids_of = {"table": ids, "w": None}
-        params, state = jax.jit(tx.catch_up)(params, state, ids_of)
-        grads = js.accumulate_gradients(lambda i, p=params: grad(p, i), ids, reduction)
-        updates, state = jax.jit(tx.update)(grads, state, params)
-        params = js.apply_updates(params, updates)
-        after.append((params, state))
-    return after
+
+    @quickly
+    def step(params, state, batches):
+        params, state = tx.catch_up(params, state, {"table": batches, "w": None})
+        batch_grad = lambda ids: grad(params, ids)  # noqa: E731
+        grads = js.accumulate_gradients(batch_grad, batches, reduction)
+        updates, state = tx.update(grads, state, params)
+        return js.apply_updates(params, updates), state
+
+    carry = PARAMS, tx.init(PARAMS)
+    return [carry := step(*carry, ids) for ids in BATCHES.reshape(2, K, B)]
 
 
-# Without jit it matters little what is wrapped: one that is lazy, Optax's, an exact one.
-RUNS = [(name, how) for name in OPTIMIZERS for how in ("jit", "scan")]
-RUNS += [(name, "eager") for name in ("adam", "lifted", "exact")]
+# All of them under jit. What does the wrapping is the same for all, so that other ways
+# are tried on three: one that is lazy, Optax's, an exact one.
+RUNS = [(name, "jit") for name in OPTIMIZERS]
+RUNS += [(name, how) for name in ("adam", "lifted", "exact") for how in ("apply", "scan")]
+RUNS += [("sgd", "eager")]
 
 
 @pytest.mark.parametrize("name, how", sorted(RUNS))
@@ -100,10 +108,24 @@ def test_equals_a_step_on_the_mean_gradient(name, how):
             chex.assert_trees_all_equal(state.inner_opt_state, before[1].inner_opt_state)
     for (params, state), (there, inner) in zip(got[K - 1 :: K], wanted(name), strict=True):
         if name == "exact":
-            params, state = jax.jit(tx.flush)(params, state)
-            there, inner = jax.jit(OPTIMIZERS[name].flush)(there, inner)
+            params, state = flush(tx)(params, state)
+            there, inner = flush(OPTIMIZERS[name])(there, inner)
         assert_close(params, there, rtol=1e-5, atol=1e-6)
         assert_close(state.inner_opt_state, inner, rtol=1e-5, atol=1e-6)
+
+
+def test_a_step_that_takes_all_rows():
+    """As many ids as rows: a step then passes over the whole table, under jit too."""
+    ids = jnp.arange(8 * V) % (V - 1)
+    shapes = jax.eval_shape(grad, PARAMS, ids)
+    tx, alone = js.optim.multi_steps(js.adam(0.1), 2, shapes), js.adam(0.1)
+    update, params, state = quickly(tx.update), PARAMS, tx.init(PARAMS)
+    grads = grads_of(PARAMS, ids)
+    for _ in range(2):
+        updates, state = update(grads, state, params)
+        params = js.apply_updates(params, updates)
+    updates, _ = quickly(alone.update)(grads, alone.init(PARAMS), PARAMS)
+    assert_close(params, js.apply_updates(PARAMS, updates))
 
 
 def test_the_sum_of_gradients():
@@ -116,18 +138,19 @@ def test_the_sum_of_gradients():
 def test_equals_multi_steps_of_optax_on_dense_gradients():
     """Exact rows and a flush: every row, the ones without gradient too."""
     tx = js.optim.multi_steps(js.adam(0.1, untouched="exact"), K, SHAPES)
-    params, _ = jax.jit(tx.flush)(*train(tx, "jit")[-1])
+    params, _ = flush(tx)(*train(tx, "jit")[-1])
     theirs = optax.MultiSteps(optax.adam(0.1), K)
-    there, state, update = PARAMS, theirs.init(PARAMS), jax.jit(theirs.update)
+    there, state, update = PARAMS, theirs.init(PARAMS), quickly(theirs.update)
+    dense_grad = quickly(jax.grad(loss))
     for ids in BATCHES:
-        updates, state = update(jax.grad(loss)(there, ids), state, there)
+        updates, state = update(dense_grad(there, ids), state, there)
         there = optax.apply_updates(there, updates)
     assert_close(params, there, rtol=1e-4, atol=1e-5)
 
 
 def test_updates_between_steps_are_empty():
     tx = js.optim.multi_steps(js.adam(0.1), K, SHAPES)
-    state, update = tx.init(PARAMS), jax.jit(tx.update)
+    state, update = tx.init(PARAMS), quickly(tx.update)
     shapes = jax.eval_shape(tx.update, SHAPES, state, PARAMS)[0]
     for run in (tx.update, update):
         updates, _ = run(grads_of(PARAMS, BATCHES[0]), state, PARAMS)
@@ -149,10 +172,14 @@ def test_no_array_of_the_size_of_the_table():
         updates, state = tx.update(grads, state, table)
         return js.apply_updates(table, updates), state
 
-    lowered = jax.jit(step, donate_argnums=(0, 1)).lower(table, state, like)
-    memory = lowered.compile().memory_analysis()
-    assert memory.temp_size_in_bytes < table.nbytes // 8
-    assert memory.alias_size_in_bytes >= 3 * table.nbytes
+    def applied(table, state, grads):
+        return tx.apply(grads, state, table)
+
+    for run in (step, applied):
+        lowered = jax.jit(run, donate_argnums=(0, 1)).lower(table, state, like)
+        memory = lowered.compile(QUICKLY).memory_analysis()
+        assert memory.temp_size_in_bytes < table.nbytes // 8
+        assert memory.alias_size_in_bytes >= 3 * table.nbytes
 
 
 def test_padding_none_narrow_indices_and_16_bits():
@@ -168,7 +195,7 @@ def test_padding_none_narrow_indices_and_16_bits():
         gradient([1, 1], [5, 9]),
     ]
     tx = js.optim.multi_steps(js.sgd(-1.0), 3, parts[0], use_grad_mean=False)
-    state, update = tx.init(params), jax.jit(tx.update)
+    state, update = tx.init(params), quickly(tx.update)
     for part in parts:
         updates, state = update(part, state, params)
         params = js.apply_updates(params, updates)
@@ -183,12 +210,15 @@ def test_frozen_rows_stay():
     state = js.optim.freeze_rows(
         tx.init(PARAMS), {"table": jnp.arange(V) == 3, "w": jnp.zeros(D, bool)}
     )
+    step = quickly(
+        lambda params, state, ids: tx.apply(
+            grad(params, ids), *tx.catch_up(params, state, {"table": ids, "w": None})[::-1]
+        )
+    )
     params = PARAMS
     for ids in BATCHES[:K]:
-        params, state = tx.catch_up(params, state, {"table": ids, "w": None})
-        updates, state = tx.update(grads_of(params, ids), state, params)
-        params = js.apply_updates(params, updates)
-    params, state = tx.flush(params, state)
+        params, state = step(params, state, ids)
+    params, state = flush(tx)(params, state)
     unmoved = np.asarray(params["table"] == PARAMS["table"]).all(1)
     np.testing.assert_array_equal(unmoved, np.arange(V) == 3)
 
@@ -206,7 +236,7 @@ def test_errors():
         make(0.1, 2, SHAPES)
     for k in (lambda step: 2, 2.0, True):
         with pytest.raises(
-            TypeError, match=r"wants an int for every_k_schedule, got .*place"
+            TypeError, match=r"wants an int for every_k_schedule, got .*static size"
         ):
             make(js.sgd(0.1), k, SHAPES)
     with pytest.raises(ValueError, match=r"every_k_schedule to be at least 1, got 0"):

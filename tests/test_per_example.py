@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import assert_close, dense
+from helpers import assert_close, dense, quickly
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -29,12 +29,15 @@ def make_params():
 
 
 def per_example(grad):
-    return jax.jit(jax.vmap(grad(loss), in_axes=(None, 0)))
+    return quickly(jax.vmap(grad(loss), in_axes=(None, 0)))
 
 
 rows_of, dense_of = per_example(js.grad), per_example(jax.grad)
-norms = jax.jit(js.per_example_norms)
-clip = jax.jit(js.per_example_global_norm_clip)
+norms = quickly(js.per_example_norms)
+clip = quickly(js.per_example_global_norm_clip)
+dense_norms = quickly(jax.vmap(optax.tree.norm))
+dense_clip = quickly(optax.per_example_global_norm_clip)
+to_dense = quickly(js.IndexedSlices.to_dense)
 many_ids = st.lists(st.integers(0, V - 1), min_size=B * K, max_size=B * K)
 
 
@@ -44,9 +47,9 @@ def test_equal_the_dense_formulation(ids, limit):
     params, batch = make_params(), jnp.array(ids).reshape(B, K)
     grads, wanted = rows_of(params, batch), dense_of(params, batch)
     assert grads["table"].values.shape == (B, K, D)
-    np.testing.assert_allclose(norms(grads), jax.vmap(optax.tree.norm)(wanted), 1e-5)
+    np.testing.assert_allclose(norms(grads), dense_norms(wanted), 1e-5)
     total, count = clip(grads, limit)
-    wanted_total, wanted_count = optax.per_example_global_norm_clip(wanted, limit)
+    wanted_total, wanted_count = dense_clip(wanted, limit)
     assert js.is_slices(total["table"]) and js.is_slices(total["bias"])
     assert total["table"].indices.shape == (min(B * K, V),)
     assert_close(total, wanted_total, 1e-5, 1e-5)
@@ -55,23 +58,27 @@ def test_equal_the_dense_formulation(ids, limit):
 
 @settings(max_examples=15)
 @given(st.lists(st.integers(-2, V + 2), min_size=B * K, max_size=B * K))
-def test_empty_slots_do_not_count(ids):
+def test_empty_entries_do_not_count(ids):
     indices = np.array(ids, np.int32).reshape(B, K)
     values = np.random.default_rng(1).normal(size=(B, K, D)).astype(np.float32)
     values[(indices < 0) | (indices >= V)] = np.nan
     grads = js.IndexedSlices.tree_unflatten((V, D), (values, indices))
-    wanted = grads.to_dense()
-    np.testing.assert_allclose(norms(grads), jnp.sqrt((wanted**2).sum((1, 2))), 1e-5, 1e-6)
-    assert_close(clip(grads, 1.0)[0], optax.per_example_global_norm_clip(wanted, 1.0)[0])
+    wanted = to_dense(grads)
+    np.testing.assert_allclose(norms(grads), dense_norms(wanted), 1e-5, 1e-6)
+    assert_close(clip(grads, 1.0)[0], dense_clip(wanted, 1.0)[0])
 
 
 def test_a_dp_sgd_step():
     params, batch = make_params(), jnp.array([[0, 0, 1, 5], [2, 2, 2, 2], [0, 1, 1, 3]])
     grads, _ = clip(rows_of(params, batch), 0.5)
     tx = js.sgd(1.0)
-    mean = jax.tree.map(lambda g: g / B, grads, is_leaf=js.is_slices)
-    updates, _ = tx.update(mean, tx.init(params), params)
-    moved = js.apply_updates(params, updates)
+
+    @quickly
+    def step(params, grads):
+        mean = jax.tree.map(lambda g: g / B, grads, is_leaf=js.is_slices)
+        return tx.apply(mean, tx.init(params), params)[0]
+
+    moved = step(params, grads)
     length = optax.tree.norm(jax.tree.map(jnp.subtract, moved, params))
     assert length <= 0.5 * (1 + 1e-5)  # one example can move them by 0.5 / B
     np.testing.assert_array_equal(moved["table"][4], params["table"][4])
@@ -81,23 +88,23 @@ def test_16_bit_floats_and_bad_examples():
     values = jnp.array([[[150], [150]], [[1], [2]]], jnp.float16)
     indices = jnp.array([[3, 3], [1, 9]])
     grads = js.IndexedSlices.tree_unflatten((5, 1), (values, indices))
-    out = js.per_example_norms((grads, None))
+    out = norms((grads, None))
     np.testing.assert_array_equal(out, [300, 1])
     assert out.dtype == jnp.float32
-    total, count = js.per_example_global_norm_clip(grads, 3.0)
+    total, count = clip(grads, 3.0)
     assert total.dtype == jnp.float16 and count == 1
     np.testing.assert_allclose(total.to_dense().ravel(), [0, 1, 0, 3, 0])
     bad = js.IndexedSlices.tree_unflatten((5, 1), (values.at[0, 0].set(jnp.inf), indices))
-    total, _ = js.per_example_global_norm_clip({"t": bad, "b": jnp.ones((2, 1))}, 3.0)
+    total, _ = clip({"t": bad, "b": jnp.ones((2, 1))}, 3.0)
     # Its whole example is NaN, the rows of others are not.
     wanted = [0, 1, 0, np.nan, 0]
     np.testing.assert_allclose(total["t"].to_dense().ravel(), wanted)
     assert np.isnan(total["b"]).all()
     # Optax goes on with the other numbers of that example, times 0 or 1.
     for norm, number in ((jnp.inf, 0), (jnp.nan, 1)):
-        theirs, _ = optax.per_example_global_norm_clip([jnp.array([[norm, 1.0]])], 3.0)
+        theirs, _ = dense_clip([jnp.array([[norm, 1.0]])], 3.0)
         assert theirs[0][1] == number
-        ours, _ = js.per_example_global_norm_clip([jnp.array([[norm, 1.0]])], 3.0)
+        ours, _ = clip([jnp.array([[norm, 1.0]])], 3.0)
         assert np.isnan(ours[0]).all()
 
 
@@ -114,7 +121,7 @@ def test_no_dense_gradient_per_example():
         return js.per_example_global_norm_clip(grads, 1.0)
 
     batch = jax.ShapeDtypeStruct((B, K), jnp.int32)
-    compiled = jax.jit(clipped).lower(params, batch).compile()
+    compiled = quickly(clipped).lower(params, batch).compile()
     assert f"[{B},{rows}" not in compiled.as_text()
     assert compiled.memory_analysis().temp_size_in_bytes < 30_000
     out = jax.eval_shape(clipped, params, batch)[0]

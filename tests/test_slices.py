@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import assert_close, golden, lists, numpy_dense
+from helpers import assert_close, golden, lists, numpy_dense, quickly
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -222,22 +222,29 @@ def test_indices_changed_by_a_foreign_tree_map_are_refused(slices):
             use()
 
 
+@quickly
+def several_ways(slices):
+    zeros = jnp.zeros(slices.shape)
+    return (
+        slices.to_dense(),
+        zeros + slices,
+        js.apply_updates(zeros, slices),
+        (slices + slices).coalesce().to_dense() / 2,
+    )
+
+
 @given(
-    num_rows=st.sampled_from([1, 4, 9]),
-    indices=lists(st.integers(-3, 12), (0, 1, 12)),
-    dtype=st.sampled_from(["int8", "int32", "uint8", "uint32", "int16"]),
+    num_rows=st.sampled_from([1, 9]),
+    indices=lists(st.integers(-3, 12), (0, 12)),
+    dtype=st.sampled_from(["int8", "int32", "uint8", "uint32"]),
 )
 def test_means_what_a_loop_means(num_rows, indices, dtype):
     indices = np.array(indices, int).astype(dtype)
     values = np.arange(2.0 * len(indices), dtype=np.float32).reshape(-1, 2) + 1
     slices = js.IndexedSlices(values, indices, (num_rows, 2))
     wanted = numpy_dense(values, indices.astype(int), (num_rows, 2))
-    np.testing.assert_array_equal(slices.to_dense(), wanted)
-    np.testing.assert_array_equal(jnp.zeros((num_rows, 2)) + slices, wanted)
-    np.testing.assert_array_equal(
-        js.apply_updates(jnp.zeros((num_rows, 2)), slices), wanted
-    )
-    np.testing.assert_array_equal((slices + slices).coalesce().to_dense(), 2 * wanted)
+    for got in several_ways(slices):
+        np.testing.assert_array_equal(got, wanted)
 
 
 def test_a_scan_can_carry_slices(slices):

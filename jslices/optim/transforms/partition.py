@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 import jax
 
 from jslices._jax import flatten
-from jslices._slices import is_slices
 from jslices.optim._engine.protocol import GradientTransformation, apply_updates, is_leaf
 from jslices.optim.transforms.chain import as_transformation
 
@@ -239,7 +238,7 @@ class _Parts:
     def __init__(
         self, argument: str, known: Any, labels: Any, params: Any, grads: Any = None
     ) -> None:
-        """The labels of ``params``, or of ``grads`` where these are None."""
+        """The labels of ``params``, or of ``grads`` if ``params`` is None."""
         reference = grads if params is None else params
         leaves, self.tree = flatten(reference, is_leaf=is_leaf)
         if _is_function(labels):
@@ -261,6 +260,7 @@ class _Parts:
         self._refuse_unknown(argument, known, leaves)
 
     def _refuse_unknown(self, argument: str, known: Any, leaves: list[Any]) -> None:
+        """Raises if a leaf other than None has a label that is not in ``known``."""
         paths = jax.tree_util.tree_flatten_with_path(
             self.tree.unflatten(range(len(leaves)))
         )[0]
@@ -307,7 +307,7 @@ def _shapes(argument: str, grads: list[Any]) -> list[Any]:
             f"{argument} is a function of the parameters, and not every gradient is there "
             "to tell their shapes; pass the parameters: tx.update(grads, state, params)"
         )
-    return [jax.ShapeDtypeStruct(g.shape, g.dtype) if is_slices(g) else g for g in grads]
+    return [jax.ShapeDtypeStruct(g.shape, g.dtype) for g in grads]
 
 
 def _is_function(labels: Any) -> bool:

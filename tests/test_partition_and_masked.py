@@ -1,0 +1,258 @@
+"""``js.optim.partition`` and ``masked``: Optax's on dense gradients, and rows as leaves."""
+
+import functools
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from helpers import assert_close, dense, quickly
+
+import jslices as js
+
+V, D = 9, 3
+RNG = np.random.default_rng(0)
+PARAMS = {
+    "table": jnp.asarray(RNG.normal(size=(V, D)), jnp.float32),
+    "mlp": {
+        "w": jnp.asarray(RNG.normal(size=(D, 2)), jnp.float32),
+        "b": jnp.zeros(2),
+    },
+}
+IDS = jnp.array([[1, 7, 1, 2], [2, 2, 8, 0], [4, 1, 7, 7]])
+
+
+def loss(params, ids):
+    hidden = params["table"][ids] @ params["mlp"]["w"] + params["mlp"]["b"][None]
+    return (hidden**2).mean()
+
+
+grad = js.grad(loss)
+LABELS = {"table": "table", "mlp": "dense"}  # a prefix: of all that is in mlp
+MASK = {"table": True, "mlp": {"w": False, "b": True}}
+FORMS = {
+    "prefix": LABELS,
+    "tree": {"table": "table", "mlp": {"w": "dense", "b": "dense"}},
+    "function": lambda params: jax.tree.map(
+        lambda p: "table" if p.shape == (V, D) else "dense", params
+    ),
+    "function to a prefix": lambda params: LABELS,
+}
+INNER = {"table": js.adagrad(0.1), "dense": optax.adam(0.1)}
+OPTAX = {"table": optax.adagrad(0.1), "dense": optax.adam(0.1)}
+
+
+def train(tx, grad, way="update", steps=IDS):
+    @quickly
+    def step(params, state, ids):
+        if hasattr(tx, "catch_up"):
+            ids_of = {"table": ids, "mlp": None}
+            ids_of["mlp"] = {"w": None, "b": None}
+            params, state = tx.catch_up(params, state, ids_of)
+        grads = grad(params, ids)
+        if way == "apply":
+            return tx.apply(grads, state, params)
+        updates, state = tx.update(grads, state, params)
+        return js.apply_updates(params, updates), state
+
+    params, state = PARAMS, tx.init(PARAMS)
+    for ids in steps:
+        params, state = step(params, state, ids)
+    return params, state
+
+
+@functools.cache
+def by_optax(name):
+    tx = optax.partition(OPTAX, LABELS)
+    if name == "masked":
+        tx = optax.chain(optax.masked(optax.clip(1e-3), MASK), optax.sgd(0.5))
+    return train(tx, jax.grad(loss))
+
+
+def key_paths(tree):
+    return [jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(tree)]
+
+
+@pytest.mark.parametrize(
+    "form, way", [*((form, "update") for form in FORMS), ("function", "apply")]
+)
+def test_partition_equals_that_of_optax(form, way):
+    tx = js.optim.partition(INNER, FORMS[form])
+    params, _ = train(tx, grad, way)
+    assert_close(params, by_optax("partition")[0])
+
+
+@pytest.mark.parametrize("way", ["update", "apply"])
+@pytest.mark.parametrize("mask", [MASK, lambda params: MASK], ids=["tree", "function"])
+def test_masked_equals_that_of_optax(mask, way):
+    tx = js.optim.chain(js.optim.masked(js.optim.clip(1e-3), mask), js.sgd(0.5))
+    params, _ = train(tx, grad, way)
+    assert_close(params, by_optax("masked")[0])
+
+
+def test_states_have_the_key_paths_and_leaves_of_optax():
+    """So that whatever goes by key paths, such as a checkpoint, takes one for the other."""
+    pairs = [
+        (js.optim.partition(OPTAX, LABELS), optax.partition(OPTAX, LABELS)),
+        (js.optim.masked(optax.adam(0.1), MASK), optax.masked(optax.adam(0.1), MASK)),
+    ]
+    grads = dense(grad(PARAMS, IDS[0]))
+    for ours, theirs in pairs:
+        updates, state = ours.update(grads, ours.init(PARAMS), PARAMS)
+        wanted, wanted_state = theirs.update(grads, theirs.init(PARAMS), PARAMS)
+        assert_close(updates, wanted)
+        assert key_paths(state) == key_paths(wanted_state)
+        for x, y in zip(*map(jax.tree.leaves, (state, wanted_state)), strict=True):
+            np.testing.assert_allclose(x, y, 1e-6)
+        assert len(optax.tree.get_all_with_path(state, "count")) == 1
+    assert isinstance(state, js.optim.MaskedState)
+    assert state.inner_state[0].mu["mlp"]["w"] == js.optim.MaskedNode()
+
+
+@pytest.mark.parametrize(
+    "wrap, way",
+    [
+        ("partition", "update"),
+        ("partition", "apply"),
+        ("masked", "apply"),
+        ("chain", "update"),
+        ("multi_steps", "apply"),
+    ],
+)
+def test_exact_rows_catch_up_inside(wrap, way):
+    exact = js.adamw(0.1, weight_decay=0.1, untouched="exact")
+    tx = js.optim.partition({"table": exact, "dense": js.adam(0.1)}, FORMS["function"])
+    theirs = {"table": optax.adamw(0.1, weight_decay=0.1), "dense": optax.adam(0.1)}
+    reference = optax.partition(theirs, LABELS)
+    if wrap == "masked":
+        tables = {"table": True, "mlp": False}
+        tx = js.optim.masked(exact, tables)
+        reference = optax.masked(theirs["table"], tables)
+    elif wrap == "chain":
+        tx = js.optim.chain(js.optim.clip(0.01), tx)
+        reference = optax.chain(optax.clip(0.01), reference)
+    elif wrap == "multi_steps":
+        shapes = jax.eval_shape(grad, PARAMS, IDS[0])
+        tx = js.optim.multi_steps(tx, 1, shapes)
+    assert tx.catches_up
+    params, state = train(tx, grad, way)
+    params, _ = quickly(tx.flush)(params, state)
+    wanted, _ = train(reference, jax.grad(loss))
+    assert_close(params, wanted, rtol=1e-4, atol=1e-5)
+    assert (wanted["table"] != PARAMS["table"]).all()  # rows that no batch names, by decay
+
+
+def test_frozen_rows_of_one_label():
+    exact = js.adamw(0.1, weight_decay=0.1, untouched="exact")
+    tx = js.optim.partition({"table": exact, "dense": js.sgd(0.1)}, LABELS)
+    frozen = {"table": jnp.arange(V) == 2, "mlp": {"w": None, "b": None}}
+    state = js.optim.freeze_rows(tx.init(PARAMS), frozen)
+
+    @quickly
+    def step_and_flush(params, state):
+        return tx.flush(*tx.apply(grad(params, IDS[0]), state, params))
+
+    params, _ = step_and_flush(PARAMS, state)
+    stayed = (params["table"] == PARAMS["table"]).all(1)
+    np.testing.assert_array_equal(stayed, np.arange(V) == 2)
+    wrong = {**frozen, "mlp": {"w": jnp.ones(D, bool), "b": None}}
+    with pytest.raises(TypeError, match=r"rows of \['mlp'\]\['w'\] do not move without"):
+        js.optim.freeze_rows(tx.init(PARAMS), wrong)
+    lazy = js.optim.partition(INNER, LABELS)
+    with pytest.raises(TypeError, match=r"rows of \['table'\] do not move.*mask_rows"):
+        js.optim.freeze_rows(lazy.init(PARAMS), frozen)
+
+
+def test_inside_a_chain_of_optax_and_a_scan():
+    tx = optax.chain(js.optim.partition(INNER, FORMS["function"]), optax.identity())
+
+    @quickly
+    def run(carry):
+        def body(carry, ids):
+            params, state = carry
+            updates, state = tx.update(grad(params, ids), state, params)
+            return (js.apply_updates(params, updates), state), None
+
+        return jax.lax.scan(body, carry, IDS)[0]
+
+    params, _ = run((PARAMS, tx.init(PARAMS)))
+    assert_close(params, by_optax("partition")[0])
+
+
+def test_without_parameters_none_gradients_and_untouched_leaves():
+    tx = js.optim.partition({"table": js.sgd(1.0), "dense": js.sgd(0.5)}, FORMS["function"])
+    grads = grad(PARAMS, IDS[0])
+    updates, _ = tx.update(grads, tx.init(PARAMS))
+    assert_close(updates["mlp"]["b"], -0.5 * grads["mlp"]["b"])
+    assert js.is_slices(updates["table"])
+    missing = {**grads, "mlp": {"w": None, "b": grads["mlp"]["b"]}}
+    updates, _ = tx.update(missing, tx.init(PARAMS), PARAMS)
+    assert updates["mlp"]["w"] is None
+    with pytest.raises(
+        ValueError, match=r"not every gradient .*tx.update\(grads, state, p"
+    ):
+        tx.update(missing, tx.init(PARAMS))
+    # masked passes on what it leaves out, as it is; None stays None.
+    tx = js.optim.masked(js.sgd(1.0), {"table": False, "mlp": True})
+    updates, state = tx.update(missing, tx.init(PARAMS))
+    assert updates["table"] is grads["table"] and updates["mlp"]["w"] is None
+    params, _ = tx.apply(missing, state, PARAMS)
+    assert_close(params["table"], js.apply_updates(PARAMS, grads)["table"])
+    assert params["mlp"]["w"] is PARAMS["mlp"]["w"]
+    # One array, None among the parameters, nothing at all.
+    tx = js.optim.partition({"a": js.sgd(1.0)}, "a")
+    assert tx.update(jnp.ones(2), tx.init(jnp.ones(2)))[0].tolist() == [-1, -1]
+    pair = [None, jnp.ones(1)]
+    assert tx.apply(pair, tx.init(pair), pair)[0] == [None, 0]
+    assert tx.update({}, tx.init({}))[0] == {}
+
+
+def test_extra_arguments_reach_those_who_take_them():
+    seen = []
+
+    def update(updates, state, params=None, **extra):
+        seen.append(extra)
+        return updates, state
+
+    takes = optax.GradientTransformationExtraArgs(lambda params: (), update)
+    inner = {"table": js.sgd(1.0), "dense": takes}
+    grads, tags = grad(PARAMS, IDS[0]), jax.tree.map(jnp.ones_like, PARAMS)
+    for also in (False, True):
+        tx = js.optim.partition(inner, LABELS, mask_compatible_extra_args=also)
+        tx.update(grads, tx.init(PARAMS), PARAMS, value=3.0, tags=tags)
+        masked = {**tags, "table": js.optim.MaskedNode()}
+        assert seen[-1]["value"] == 3.0
+        chex.assert_trees_all_equal(seen[-1]["tags"], masked if also else tags)
+
+
+def test_errors():
+    with pytest.raises(TypeError, match=r"partition wants transformations .*, got 0.1"):
+        js.optim.partition({"a": 0.1}, "a")
+    with pytest.raises(TypeError, match=r"masked wants transformations .*, got 0.1"):
+        js.optim.masked(0.1, True)
+    tx = js.optim.partition(INNER, {"table": "rows", "mlp": {"w": "dense", "b": None}})
+    wanted = r"one of \['table', 'dense'\] .* got None at \['mlp'\]\['b'\], 'rows' at \['ta"
+    with pytest.raises(ValueError, match=wanted):
+        tx.init(PARAMS)
+    with pytest.raises(
+        ValueError, match=r"masked\(mask=...\): wanted one of \[True, False"
+    ):
+        js.optim.masked(js.sgd(1.0), "no").init(PARAMS)
+    tx = js.optim.partition(INNER, {"table": "table", "head": "dense"})
+    with pytest.raises(ValueError, match=r"param_labels=...\) must have the structure of"):
+        tx.init(PARAMS)
+    exact = js.optim.masked(js.adam(0.1, untouched="exact"), True)
+    with pytest.raises(ValueError, match=r"last of a chain.*jslices.optim.partition"):
+        js.optim.chain(exact, js.optim.clip(1.0))
+    old = js.optim.partition(INNER, LABELS)
+    with pytest.raises(ValueError, match=r"params, state = tx.apply\(grads, state, params"):
+        old.apply(grad(PARAMS, IDS[0]), old.init(PARAMS), None)
+
+
+def test_label_functions_of_optax_die_on_slices_and_ours_do_not():
+    """Why these exist: should Optax come to take slices, say so in docs/optimizers.md."""
+    tx = optax.partition(INNER, FORMS["function"])
+    with pytest.raises(ValueError, match="different types at key path"):
+        tx.update(grad(PARAMS, IDS[0]), tx.init(PARAMS), PARAMS)
