@@ -141,11 +141,14 @@ def _zipf(words: int) -> np.ndarray:
 
 
 def plan_of(sizes: Sizes, platform: str) -> Plan:
-    """How the engine steps the table."""
-    table, tx = sizes.table_shape(), sizes.make_optimizer()
-    ids = jax.ShapeDtypeStruct((sizes.ids,), jnp.int32)
-    gradient = jax.eval_shape(js.grad(lambda t, ids: t[ids].sum()), table, ids)
-    plan: Plan = tx.plan(gradient, table, platform)
+    """How the optimizer steps the rows of the table."""
+    table = sizes.table_shape()
+    gradient = jax.eval_shape(
+        functools.partial(js.IndexedSlices, dense_shape=table.shape),
+        jax.ShapeDtypeStruct((sizes.ids, sizes.dim), table.dtype),
+        jax.ShapeDtypeStruct((sizes.ids,), jnp.int32),
+    )
+    plan: Plan = sizes.make_optimizer().plan(gradient, table, platform)
     return plan
 
 

@@ -196,14 +196,14 @@ def _linearize(call: Call, planned: Planned) -> tuple[Any, Callable[[Any], Any],
         flat, indices = run_lookups(
             planned.program, operands, num_results, planned.plan, slots
         )
-        return flat[:num_results], (flat, indices)
+        return flat[:num_results], (flat[num_results:], indices)
 
     with without_dense_warning():
-        _, pullback, (flat, indices) = jax.vjp(run, dense, slots, has_aux=True)
+        results, pullback, (aux, indices) = jax.vjp(run, dense, slots, has_aux=True)
     assemble = _Assemble(planned, kinds, call.tree)
     pull = functools.partial(_pull_back, assemble, planned.outputs.tree)
     vjp_fun = jax.tree_util.Partial(pull, pullback, jax.tree.leaves(indices))
-    return planned.outputs.result(flat), vjp_fun, planned.outputs.aux(flat)
+    return planned.outputs.result(results), vjp_fun, planned.outputs.aux(aux)
 
 
 def _slot(site: Site) -> IndexedSlices:

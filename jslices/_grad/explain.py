@@ -286,7 +286,9 @@ _REPLICATED = (
     "jax.lax.pcast(table, axis, to='varying'), and add the slices up with "
     "jslices.all_reduce_slices(slices, axis, 'sum')"
 )
-_BY_PRIMITIVE = {
+#: Uses that make a gradient dense, by primitive, and what to write instead. Any other
+#: primitive without a rule makes it dense as well.
+DENSE_USES = {
     "dot_general": "a product with the whole table has a dense gradient: score only "
     "some rows, h @ table[candidates].T, or keep a separate output matrix",
     "transpose": "table.T is mostly the output layer of tied weights: score only some "
@@ -309,11 +311,11 @@ _BY_PRIMITIVE = {
 }
 _REDUCTION = (
     "penalise the rows that were looked up, (rows**2).sum(), or put "
-    "jax.lax.stop_gradient round a mere measurement"
+    "jax.lax.stop_gradient around a mere measurement"
 )
 _OTHERWISE = (
     "look up the rows that are needed, table[ids], before this step, or put "
-    "jax.lax.stop_gradient round it"
+    "jax.lax.stop_gradient around it"
 )
 
 
@@ -321,7 +323,7 @@ def instead_of(primitive: str) -> str:
     """A suggestion for a use by the primitive of this name."""
     if primitive.startswith("reduce_") or primitive in ("argmax", "argmin", "cumsum"):
         return _REDUCTION
-    return _BY_PRIMITIVE.get(primitive, _OTHERWISE)
+    return DENSE_USES.get(primitive, _OTHERWISE)
 
 
 # --- layout ------------------------------------------------------------------------

@@ -132,7 +132,14 @@ class Call:
 
 
 class Outputs(NamedTuple):
-    """How the flat outputs of the traced program make the user's result and aux."""
+    """How the flat outputs of the traced program make the user's result and aux.
+
+    Attributes:
+      tree: the structure of the result.
+      num_results: how many of the outputs are the result's; the others are aux's.
+      aux_tree: the structure of aux.
+      aux_fixed: ``(leaf,)`` for every leaf of aux; None for an array, which is an output.
+    """
 
     tree: Any
     num_results: int
@@ -140,10 +147,10 @@ class Outputs(NamedTuple):
     aux_fixed: list[Any]
 
     def result(self, flat: Sequence[Any]) -> Any:
-        return self.tree.unflatten(flat[: self.num_results])
+        return self.tree.unflatten(flat)
 
-    def aux(self, flat: Sequence[Any]) -> Any:
-        left = iter(flat[self.num_results :])
+    def aux(self, arrays: Sequence[Any]) -> Any:
+        left = iter(arrays)
         leaves = [next(left) if fixed is None else fixed[0] for fixed in self.aux_fixed]
         return self.aux_tree.unflatten(leaves)
 

@@ -90,8 +90,8 @@ def register_rowwise(
     JAX's own elementwise primitives, and those that work along other axes than the first,
     are known; this is for your own.
 
-    It is a promise that nothing checks: a primitive that mixes rows, once registered, gives
-    wrong results.
+    This is a promise that cannot be checked: with a primitive that mixes rows after all,
+    results are wrong.
 
     Args:
       primitive: a ``jax.extend.core.Primitive``.
@@ -107,8 +107,7 @@ def register_rowwise(
         of the same rank, serve all rows as well, as they do in elementwise primitives.
 
     Returns:
-      ``rule`` if one is given; otherwise a decorator that registers a rule in place of
-      none.
+      ``rule`` if one is given; otherwise a decorator with which to register one.
 
     Raises:
       TypeError: if ``primitive`` is no Primitive, the rule cannot be called, or
@@ -193,9 +192,9 @@ def _registered(
             f"operand(s), and is applied to {count}"
         )
     views = {i for i, operand in enumerate(operands) if isinstance(operand, View)}
-    by_all = [i for i in views if axes[i] is None]
-    if by_all:
-        return NeedsWhole(by_all)
+    weights = [i for i in views if axes[i] is None]
+    if weights:
+        return NeedsWhole(weights)
     shapes = [_jax.shape_of(atom) for atom in eqn.invars]
     height, rank = max((shapes[i][0], len(shapes[i])) for i in views)
     by_row = {i for i, axis in enumerate(axes) if axis == 0 and shapes[i][:1] == (height,)}
@@ -209,7 +208,8 @@ def _registered(
     if not views <= by_row:
         return NeedsWhole(list(views - by_row))
     whole = [jax.ShapeDtypeStruct(_jax.shape_of(x), x.aval.dtype) for x in eqn.invars]
-    # How vmap changes the parameters is only known of our own rules.
+    # Tables that vmap repeated: only for our own rules is it known what vmap does to the
+    # parameters.
     if lead > 1 or rule(height, dict(eqn.params), *whole) is None:
         return None
     for out in eqn.outvars:
