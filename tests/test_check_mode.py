@@ -54,9 +54,8 @@ LOOKUPS = {
 @pytest.mark.parametrize("lookup", LOOKUPS.values(), ids=LOOKUPS)
 def test_bags_name_the_place_of_the_user(lookup):
     name = getattr(lookup, "func", lookup).__name__
-    jit = (
-        lookup is js.embedding_lookup_sparse
-    )  # all forms become one before ids are checked
+    # All forms become one before ids are checked: one lookup is traced with each.
+    jit = lookup is js.embedding_lookup_sparse
     look = lambda i, m: lookup(TABLE, (i, m), mode="check")  # noqa: E731
     mask = jnp.array([[True, False], [True, True]])
     place = says(look, jnp.array([[1, 99], [2, 9]]), mask)

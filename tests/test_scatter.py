@@ -24,10 +24,10 @@ ND = {
 
 #: Where TensorFlow gives something else on purpose; docs/operations.md says why.
 DIFFERENCES = {
-    "uint8 min": "work for every dtype with an order",
-    "uint8 max": "work for every dtype with an order",
-    "int8 min": "work for every dtype with an order",
-    "int8 max": "work for every dtype with an order",
+    "uint8 min": "they work for every dtype with an order",
+    "uint8 max": "they work for every dtype with an order",
+    "int8 min": "they work for every dtype with an order",
+    "int8 max": "they work for every dtype with an order",
 }
 
 
