@@ -11,8 +11,8 @@ process at its peak, in tables, and the time to restore a thousand rows.
 
 Before each measurement as much memory is touched and freed: virtual machines give free
 memory back to their host, and to get it again costs more than all the rest. Without that
-(``--untouched``) whoever comes first after a pause pays for it, be it ``cp`` or a save:
-both need as much new memory, for the page cache.
+(``--untouched``) the first to run after a pause pays for it, be it ``cp`` or a save: both
+need as much new memory, for the page cache.
 """
 
 import argparse
@@ -45,14 +45,14 @@ def resident():
 
 
 def against(base, taken, name):
-    """How fast something is for another: the median, and the range of the rounds."""
+    """How many times as fast as the base: the median of the rounds, and their range."""
     ratios = sorted(b / t for b, t in zip(base, taken, strict=True))
     middle = statistics.median(ratios)
     return f"{middle:.2f} of {name} ({ratios[0]:.2f} to {ratios[-1]:.2f})"
 
 
 class PeakMemory:
-    """The most that a block of code adds to the process, sampled."""
+    """The most memory that a block of code adds to the process, sampled."""
 
     def __enter__(self):
         self.start = self.peak = resident()

@@ -2,11 +2,11 @@
 
     python examples/asynchronous_training.py --workers 2 --kill-one-at 300 --compare
 
-The workers compute row gradients on the parameters that they last read, and hand them to
-the chief's accumulators. The chief takes the mean of N gradients, N the number of workers,
-whoever sent them; it steps, and publishes the new parameters. A gradient computed on older
-ones is dropped. Nobody waits for a worker that is slow or dead: who sees no new parameters
-for a moment computes another gradient on those that it has.
+The workers compute row gradients on the parameters that they last read, and send them to
+the chief's accumulators. The chief takes the mean of N gradients, where N is the number of
+workers, no matter who sent them; it steps, and publishes the new parameters. A gradient
+computed on older ones is dropped. Nothing waits for a worker that is slow or dead: a worker
+that sees no new parameters for a moment computes another gradient on those that it has.
 
 For workers on other machines: serve at ``("0.0.0.0", port)`` and run ``work`` there with
 the address and the key.
@@ -54,7 +54,7 @@ class Parameters:
 
 
 def work(index, address, authkey, options):
-    """What a worker does: read, compute, apply, until the chief is done (or gone)."""
+    """What a worker does: read, compute, apply, until the chief is done or gone."""
     data = skipgram.make_data(read_corpus(options.text, options.words), options.seed)
     key = jax.random.fold_in(jax.random.key(options.seed + 1), index)
 
@@ -78,7 +78,7 @@ def work(index, address, authkey, options):
 
 
 def take(accumulator, workers, size):
-    """The mean of as many gradients as there are workers, as long as one is alive."""
+    """The mean of as many gradients as there are workers; waits while a worker lives."""
     while any(worker.is_alive() for worker in workers):
         try:
             return accumulator.take_indexed_slices_grad(len(workers), timeout=1, size=size)
@@ -144,7 +144,7 @@ def train_alone(options, params):
 
 
 def quality(options, params):
-    """The mean loss on pairs that are the same for everybody."""
+    """The mean loss on pairs that are the same in every process."""
     data = skipgram.make_data(read_corpus(options.text, options.words), options.seed)
     keys = jax.random.split(jax.random.key(options.seed + 2), 20)
     loss = jax.jit(lambda key: skipgram.loss(params, *skipgram.draw(data, key, 1024)))

@@ -27,6 +27,7 @@ from jslices._errors import (
 )
 from jslices._grad.api import grad, value_and_grad, vjp
 from jslices._grad.explain import explain
+from jslices._grad.rules import register_rowwise
 from jslices._lookup import (
     embedding_lookup,
     embedding_lookup_sparse,
@@ -148,6 +149,7 @@ __all__ = [
     "project_rows",
     "proximal_adagrad",
     "reduce_stacked",
+    "register_rowwise",
     "rmsprop",
     "rowwise_adagrad",
     "safe_embedding_lookup_sparse",

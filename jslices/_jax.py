@@ -12,10 +12,11 @@ from types import CodeType
 from typing import Any
 
 import jax
+import jax.extend.core.primitives
 import numpy as np
 from jax import lax
 from jax._src import source_info_util
-from jax.extend.core import Literal
+from jax.extend.core import Literal, Primitive
 
 from jslices._densify import JAX_FOLDER, UserLine, pick_user_line
 
@@ -25,6 +26,14 @@ Program = Any
 Equation = Any
 
 __all__ = ["Literal"]
+
+#: JAX's own primitives by name, those of this release.
+PRIMITIVES: dict[str, Primitive] = {
+    x.name: x
+    for module in (jax.extend.core.primitives, lax)
+    for x in vars(module).values()
+    if isinstance(x, Primitive)
+}
 
 
 def constants(program: Program) -> Sequence[Any]:

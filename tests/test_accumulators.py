@@ -223,7 +223,7 @@ def test_slices_in_and_out():
     table = jnp.arange(12.0).reshape(6, 2)
     slices = js.grad(lambda t: (t[jnp.array([4, 1, 4])] ** 2).sum())(table)
     accumulator.apply_indexed_slices_grad(slices)
-    # Coalesced slices end in empty slots, index 6; so does what nothing was looked up of.
+    # Coalesced slices end in empty entries, index 6; so does what nothing was looked up of.
     accumulator.apply_indexed_slices_grad(slices.coalesce(5), local_step=3)
     taken = accumulator.take_indexed_slices_grad(2)
     assert taken.indices.dtype == jnp.int32 and taken.dense_shape == (6, 2)
@@ -276,7 +276,7 @@ def test_a_taker_that_cannot_hold_it_takes_nothing():
     assert taken.dense_shape is None and taken.indices.tolist() == [5, 2**40]
 
 
-def test_empty_slots_of_a_table_beyond_int32():
+def test_empty_entries_of_a_table_beyond_int32():
     accumulator = SparseConditionalAccumulator("float32", (2**40, 1))
     accumulator.apply_grad([5], [[1.0]])
     taken = accumulator.take_indexed_slices_grad(1, size=2)

@@ -1,10 +1,12 @@
 """Scaling, reducing, indexing and adding slices; always against the dense array."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import assert_close, golden, numpy_dense
+from helpers import assert_close, golden, numpy_dense, quickly
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -67,6 +69,14 @@ def test_other_products_are_dense_and_say_so():
 # --- reductions -------------------------------------------------------------------------
 
 
+@functools.cache
+def reduced(axis):
+    """The reductions of slices, and of the array they stand for."""
+    ours = lambda s: (s.sum(axis), s.mean(axis), s.square_sum())  # noqa: E731
+    dense = lambda x: (x.sum(axis), x.mean(axis), (x**2).sum())  # noqa: E731
+    return quickly(lambda s, x: (ours(s), dense(x)))
+
+
 @settings(max_examples=40)
 @given(
     indices=st.lists(st.integers(-2, 6), min_size=4, max_size=4),
@@ -77,36 +87,47 @@ def test_sums_and_means_are_those_of_the_dense_array(indices, axis, dtype):
     values = np.arange(1, 25).reshape(4, 2, 3).astype(dtype)
     slices = js.IndexedSlices(values, np.array(indices), (5, 2, 3))
     wanted = jnp.asarray(numpy_dense(values, indices, (5, 2, 3)))
-    got = slices.sum(axis)
+    (got, mean, square), expected = reduced(axis)(slices, wanted)
     axes = (axis,) if isinstance(axis, int) else axis
     assert js.is_slices(got) == (axes is not None and 0 not in axes)
-    assert_close(got, wanted.sum(axis))
-    assert_close(slices.mean(axis), wanted.mean(axis))
-    assert_close(slices.square_sum(), (wanted**2).sum())
+    assert_close((got, mean, square), expected)
 
 
 def test_reductions_of_batches_and_narrow_floats():
-    dense = np.stack([DENSE, 2 * DENSE, 3 * DENSE])
-    np.testing.assert_allclose(BATCH.sum(), dense.sum())
-    np.testing.assert_allclose(BATCH.sum((1, 2)), dense.sum((1, 2)))
-    np.testing.assert_allclose(BATCH.mean((0, 1)), dense.mean((0, 1)), rtol=1e-6)
-    np.testing.assert_allclose(BATCH.sum(2).to_dense(), dense.sum(2))
-    np.testing.assert_allclose(BATCH.square_sum(), (dense**2).sum((1, 2)))
     half = js.IndexedSlices(jnp.ones((300, 1), jnp.bfloat16), jnp.zeros(300, int), (2, 1))
-    assert half.sum() == 300 and half.sum().dtype == jnp.bfloat16
-    assert half.square_sum() == 90000 and half.square_sum().dtype == jnp.float32
-    # The sum overflows, the mean does not.
     large = js.IndexedSlices(np.full((4, 2), 60000, np.float16), np.arange(4), (4, 2))
-    assert large.mean() == 60000 and large.mean().dtype == jnp.float16
-    np.testing.assert_array_equal(large.mean(1).values, [60000] * 4)
-    assert large.mean(1).dtype == jnp.float16
-    whole = js.IndexedSlices(jnp.ones((2,), int), jnp.array([0, 1]), (4,))
-    assert whole.mean() == 0.5 and whole.sum().dtype == jnp.int32
-    waves = js.IndexedSlices(jnp.array([3 + 4j]), jnp.array([0]), (4,))
-    assert waves.square_sum() == 25
-    gradient = jax.grad(lambda v: js.IndexedSlices(v, INDICES, (5, 2)).square_sum())(VALUES)
-    wanted = jax.grad(lambda v: (jnp.zeros((5, 2)).at[INDICES[:3]].add(v[:3]) ** 2).sum())
-    np.testing.assert_allclose(gradient, wanted(VALUES))
+    whole = js.IndexedSlices(np.ones(2, np.int32), np.array([0, 1]), (4,))
+    waves = js.IndexedSlices(np.array([3 + 4j], np.complex64), np.array([0]), (4,))
+    ours = lambda v: js.IndexedSlices(v, INDICES, (5, 2)).square_sum()  # noqa: E731
+    plain = lambda v: (jnp.zeros((5, 2)).at[INDICES[:3]].add(v[:3]) ** 2).sum()  # noqa: E731
+
+    @quickly
+    def every(batch, half, large, whole, waves, values):
+        return (
+            (batch.sum(), batch.sum((1, 2)), batch.mean((0, 1)), batch.square_sum()),
+            batch.sum(2).to_dense(),
+            (half.sum(), half.square_sum()),
+            (large.mean(), large.mean(1)),
+            (whole.mean(), whole.sum(), waves.square_sum()),
+            (jax.grad(ours)(values), jax.grad(plain)(values)),
+        )
+
+    results = every(BATCH, half, large, whole, waves, jnp.asarray(VALUES))
+    of_batch, of_rows, of_half, of_large, (whole_mean, whole_sum, of_waves), grads = results
+    dense = np.stack([DENSE, 2 * DENSE, 3 * DENSE])
+    np.testing.assert_allclose(of_batch[0], dense.sum())
+    np.testing.assert_allclose(of_batch[1], dense.sum((1, 2)))
+    np.testing.assert_allclose(of_batch[2], dense.mean((0, 1)), rtol=1e-6)
+    np.testing.assert_allclose(of_batch[3], (dense**2).sum((1, 2)))
+    np.testing.assert_allclose(of_rows, dense.sum(2))
+    assert of_half[0] == 300 and of_half[0].dtype == jnp.bfloat16
+    assert of_half[1] == 90000 and of_half[1].dtype == jnp.float32
+    # The sum overflows, the mean does not.
+    assert of_large[0] == 60000 and of_large[0].dtype == jnp.float16
+    np.testing.assert_array_equal(of_large[1].values, [60000] * 4)
+    assert of_large[1].dtype == jnp.float16
+    assert whole_mean == 0.5 and whole_sum.dtype == jnp.int32 and of_waves == 25
+    np.testing.assert_allclose(*grads)
 
 
 def test_numpy_calls_the_methods():

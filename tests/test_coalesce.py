@@ -5,7 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import golden, lists, numpy_dense
+from helpers import golden, lists, numpy_dense, quickly
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -15,9 +15,9 @@ from jslices._rows.numbering import sort_ids
 
 @st.composite
 def cases(draw):
-    num_rows = draw(st.sampled_from([1, 4, 8]))
-    indices = draw(lists(st.integers(-2, num_rows + 2), (0, 1, 5, 12)))
-    row = draw(st.sampled_from([(), (3,), (2, 2)]))
+    num_rows = draw(st.sampled_from([1, 8]))
+    indices = draw(lists(st.integers(-2, num_rows + 2), (0, 1, 12)))
+    row = draw(st.sampled_from([(), (2, 2)]))
     # Small integers add exactly in any order.
     values = np.arange(len(indices) * int(np.prod(row)), dtype=np.float32)
     return (
@@ -27,12 +27,13 @@ def cases(draw):
     )
 
 
-@given(cases(), st.booleans())
-def test_sorted_unique_then_empty(case, jit):
+COALESCE = quickly(lambda s: (s.coalesce(), s.coalesce().to_dense()))
+
+
+@given(cases())
+def test_sorted_unique_then_empty(case):
     values, indices, shape = case
-    slices = js.IndexedSlices(values, indices, shape)
-    call = lambda s: s.coalesce()  # noqa: E731
-    out = (jax.jit(call) if jit else call)(slices)
+    out, dense = COALESCE(js.IndexedSlices(values, indices, shape))
     present = np.unique(indices[(indices >= 0) & (indices < shape[0])])
     capacity = min(len(indices), shape[0])
     wanted = np.full(capacity, shape[0])
@@ -40,14 +41,14 @@ def test_sorted_unique_then_empty(case, jit):
     np.testing.assert_array_equal(out.indices, wanted)
     assert out.dense_shape == shape and out.values.shape == (capacity, *shape[1:])
     assert not np.asarray(out.values)[len(present) :].any()
-    np.testing.assert_array_equal(out.to_dense(), numpy_dense(values, indices, shape))
+    np.testing.assert_array_equal(dense, numpy_dense(values, indices, shape))
 
 
 @pytest.mark.parametrize("name", golden("deduplicate"))
 def test_equals_tensorflow(name):
     case = golden("deduplicate")[name]
     out = js.IndexedSlices(case["values"], case["indices"], (10, case["values"].shape[1]))
-    out = out.coalesce()
+    out, _ = COALESCE(out)
     # TensorFlow keeps the order of first appearance, coalesce sorts.
     order = np.argsort(case["unique_indices"])
     count = len(order)
@@ -111,19 +112,24 @@ def test_differentiable_and_mappable():
     def plain(v, i):
         return (jnp.zeros(4).at[i].add(v) ** 2).sum()
 
-    chex.assert_trees_all_close(
-        jax.vmap(jax.grad(total))(values, indices),
-        jax.vmap(jax.grad(plain))(values, indices),
-    )
-    many = jax.vmap(lambda v, i: js.IndexedSlices(v, i, (4,)).coalesce())(values, indices)
-    np.testing.assert_array_equal(many.indices, [[1, 2, 4], [0, 3, 4]])
-    chex.assert_trees_all_equal(
-        jax.lax.map(lambda vi: js.IndexedSlices(*vi, (4,)).coalesce(), (values, indices)),
-        many,
-    )
+    coalesce = lambda v, i: js.IndexedSlices(v, i, (4,)).coalesce()  # noqa: E731
+
+    @quickly
+    def every(*args):
+        grads = [jax.vmap(jax.grad(f))(*args) for f in (total, plain)]
+        many = [
+            jax.vmap(coalesce)(*args),
+            jax.lax.map(lambda vi: coalesce(*vi), args),
+        ]
+        return grads, many
+
+    grads, many = every(values, indices)
+    chex.assert_trees_all_close(*grads)
+    np.testing.assert_array_equal(many[0].indices, [[1, 2, 4], [0, 3, 4]])
+    chex.assert_trees_all_equal(*many)
 
 
-@given(lists(st.integers(0, 5), (0, 1, 2, 20)), st.sampled_from(["int32", "int64"]))
+@given(lists(st.integers(0, 5), (0, 1, 20)), st.sampled_from(["int32", "int64"]))
 def test_sort_is_stable_and_remembers_positions(ids, dtype):
     with jax.enable_x64(dtype == "int64"):
         ids = np.array(ids, dtype)

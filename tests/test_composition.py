@@ -2,12 +2,11 @@
 
 import functools
 
-import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import assert_close
+from helpers import all_at_once, assert_close, quickly
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -89,34 +88,35 @@ def test_a_constraint_on_the_table_stays_on_the_table(mesh):
 
 
 def test_per_example_gradients():
-    grads = jax.vmap(js.grad(loss), (None, 0))(PARAMS, IDS)
+    def norms_too(params, ids):
+        grads = jax.vmap(js.grad(loss), (None, 0))(params, ids)
+        squares = grads["table"].coalesce().values ** 2
+        return grads, jnp.sqrt(squares.sum(axis=(1, 2)))
+
+    grads, norms = quickly(norms_too)(PARAMS, IDS)
     assert grads["table"].values.shape == (8, 3, D)
-    assert_close(grads, jax.vmap(jax.grad(loss), (None, 0))(PARAMS, IDS), rtol=1e-4)
-    norms = jnp.sqrt((grads["table"].coalesce().values ** 2).sum(axis=(1, 2)))
-    dense = jax.vmap(jax.grad(loss), (None, 0))(PARAMS, IDS)["table"]
-    np.testing.assert_allclose(norms, jnp.sqrt((dense**2).sum(axis=(1, 2))), rtol=1e-4)
+    wanted = quickly(jax.vmap(jax.grad(loss), (None, 0)))(PARAMS, IDS)
+    assert_close(grads, wanted, rtol=1e-4)
+    wanted_norms = np.sqrt((np.asarray(wanted["table"]) ** 2).sum(axis=(1, 2)))
+    np.testing.assert_allclose(norms, wanted_norms, rtol=1e-4)
 
 
 def test_a_whole_training_loop_as_one_scan():
     tx = js.sgd(0.01, momentum=0.9)
 
-    @jax.jit
-    def train(params, batches):
-        def step(carry, ids):
-            params, state = carry
-            value, grads = js.value_and_grad(loss)(params, ids)
-            updates, state = tx.update(grads, state, params)
-            return (js.apply_updates(params, updates), state), value
+    def step(carry, ids):
+        params, state = carry
+        value, grads = js.value_and_grad(loss)(params, ids)
+        updates, state = tx.update(grads, state, params)
+        return (js.apply_updates(params, updates), state), value
 
-        return lax.scan(step, (params, tx.init(params)), batches)
-
-    (params, state), values = train(PARAMS, IDS)
-    expected, expected_state = PARAMS, tx.init(PARAMS)
+    start = PARAMS, tx.init(PARAMS)
+    (params, state), values = quickly(lambda c, xs: lax.scan(step, c, xs))(start, IDS)
+    carry, once = start, quickly(step)
     for ids, value in zip(IDS, values, strict=True):
-        np.testing.assert_allclose(value, loss(expected, ids), rtol=1e-4)
-        updates, expected_state = tx.update(js.grad(loss)(expected, ids), expected_state)
-        expected = js.apply_updates(expected, updates)
-    assert_close(params, expected, rtol=1e-4)
+        carry, wanted = once(carry, ids)
+        np.testing.assert_allclose(value, wanted, rtol=1e-4)
+    assert_close(params, carry[0], rtol=1e-4)
     assert int(state.count) == 8
 
 
@@ -129,7 +129,7 @@ def test_gradients_of_micro_batches_add_up_without_a_dense_buffer():
             per_batch.values.reshape(-1, D), per_batch.indices.reshape(-1), (V, D)
         ).coalesce()
 
-    wanted = jax.grad(lambda p: sum(loss(p, ids) for ids in IDS))(PARAMS)["table"]
+    wanted = quickly(jax.grad(lambda p: sum(loss(p, ids) for ids in IDS)))(PARAMS)["table"]
     assert_close(accumulated(PARAMS, IDS), wanted, rtol=1e-4)
 
 
@@ -142,10 +142,9 @@ def test_an_outer_gradient_through_an_inner_training_step():
         updates, _ = tx.update(grads, tx.init(params), params)
         return loss(js.apply_updates(params, updates), IDS[1])
 
-    wanted = jax.grad(lambda p: after(p, jax.grad))(PARAMS)
-    chex.assert_trees_all_close(
-        jax.grad(lambda p: after(p, js.grad))(PARAMS), wanted, rtol=1e-3, atol=1e-4
-    )
+    through = lambda inner: jax.grad(lambda p: after(p, inner))  # noqa: E731
+    found = all_at_once({"ours": through(js.grad), "theirs": through(jax.grad)}, PARAMS)
+    assert_close(found["ours"], found["theirs"], rtol=1e-3, atol=1e-4)
 
 
 def test_disable_jit_and_debug_nans():
@@ -163,7 +162,7 @@ def test_callables_of_any_kind():
         def method(self, params, ids):
             return loss(params, ids)
 
-    wanted = jax.grad(loss)(PARAMS, IDS)
+    wanted = quickly(jax.grad(loss))(PARAMS, IDS)
     for fun in (
         Model(),
         Model().method,
@@ -175,7 +174,7 @@ def test_callables_of_any_kind():
             if isinstance(fun, functools.partial) and fun.keywords
             else (PARAMS, IDS)
         )
-        assert_close(js.grad(fun)(*args), wanted, rtol=1e-4)
+        assert_close(quickly(js.grad(fun))(*args), wanted, rtol=1e-4)
 
 
 def test_effects_and_random_keys():

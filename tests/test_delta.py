@@ -48,7 +48,7 @@ TOUCHED = {
     "names": by_name,
     "tuple": lambda ids: by_name(tuple(ids)),
     "array": lambda ids: by_name(jnp.array(ids)),
-    "with empty slots": lambda ids: by_name(np.array([*ids, V, -1, *ids])),
+    "with empty entries": lambda ids: by_name(np.array([*ids, V, -1, *ids])),
     "mask": lambda ids: by_name(np.isin(np.arange(V), ids)),
     "pattern": lambda ids: {"*table": ids},
     "tree": lambda ids: {
@@ -241,7 +241,7 @@ def test_going_on_after_a_restart(tmp_path):
 
 
 ERRORS = [
-    ({"zz": [1]}, NotFoundError, r"no variables with \['zz'\]; there are .*'mu/table'"),
+    ({"zz": [1]}, NotFoundError, r"no variable with 'zz'; there are .*'mu/table'"),
     ({"table": np.ones(3, bool)}, ValueError, "is a mask of 3 rows for a table of 64"),
     ({"table": "abc"}, ValueError, "ids are integers"),
     ({"*": [1]}, ValueError, "covers tables of different numbers of rows"),

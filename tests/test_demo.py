@@ -28,7 +28,7 @@ def run(capsys, *arguments):
 
 def test_trains_shows_and_compares(capsys, text):
     picture = text / "words.png"
-    options = ("--steps", 800, "--batch", 64, "--dim", 8, "--learning-rate", 6e-3)
+    options = ("--steps", 300, "--batch", 64, "--dim", 8, "--learning-rate", 2e-2)
     code, out, err = run(
         capsys, "--text", text, *options, "--show", "rain", "--plot", picture
     )

@@ -1,48 +1,59 @@
 """embedding_lookup: one meaning for every bad id, and errors that say what to do."""
 
-import jax
+import functools
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import lists
+from helpers import lists, numpy_dense, quickly
 from hypothesis import given
 from hypothesis import strategies as st
 
 import jslices as js
 
 
+@functools.cache
+def compiled(mode):
+    def run(table, ids):
+        look = lambda t: js.embedding_lookup(t, ids, mode=mode)  # noqa: E731
+        return look(table), js.grad(lambda t: jnp.nansum(look(t)))(table)
+
+    return quickly(run)
+
+
 @given(
-    num_rows=st.sampled_from([1, 2, 6]),
-    row=st.sampled_from([(), (2,), (2, 3)]),
-    ids=lists(st.integers(-8, 8), (0, 1, 6)),
+    num_rows=st.sampled_from([1, 6]),
+    row=st.sampled_from([(), (2, 3)]),
+    ids=lists(st.integers(-8, 8), (0, 6)),
     mode=st.sampled_from(["fill", "clip"]),
-    jit=st.booleans(),
 )
-def test_reads_rows_and_never_wraps(num_rows, row, ids, mode, jit):
+def test_reads_rows_and_never_wraps(num_rows, row, ids, mode):
     size = num_rows * int(np.prod(row))
     table = np.arange(size, dtype=np.float32).reshape(num_rows, *row)
-    look = lambda t, i: js.embedding_lookup(t, i, mode=mode)  # noqa: E731
-    got = (jax.jit(look) if jit else look)(table, jnp.array(ids, jnp.int32))
+    got, grad = compiled(mode)(table, np.array(ids, np.int32))
     for value, i in zip(got, ids, strict=True):
         if mode == "clip":
             wanted = table[min(max(i, 0), num_rows - 1)]
         else:
             wanted = table[i] if 0 <= i < num_rows else np.full(row, np.nan)
         np.testing.assert_array_equal(value, wanted)
-    grad = js.grad(lambda t: jnp.nansum(look(t, jnp.array(ids, jnp.int32))))(
-        jnp.asarray(table)
-    )
     assert js.is_slices(grad) and grad.indices.shape == (len(ids),)
     good = [min(max(i, 0), num_rows - 1) if mode == "clip" else i for i in ids]
     wanted = np.zeros_like(table)
     for i in good:
         if 0 <= i < num_rows:
             wanted[i] += 1
-    np.testing.assert_array_equal(grad.to_dense(), wanted)
+    dense = numpy_dense(np.asarray(grad.values), np.asarray(grad.indices), grad.shape)
+    np.testing.assert_array_equal(dense, wanted)
 
 
-@pytest.mark.parametrize("dtype", ["int8", "uint8", "int16", "uint32", "int32"])
-@pytest.mark.parametrize("shape", [(), (2,), (0,), (2, 1, 2)])
+@pytest.mark.parametrize(
+    "shape, dtype",
+    [
+        *((shape, "int32") for shape in [(), (2,), (0,), (2, 1, 2)]),
+        *(((2,), dtype) for dtype in ["int8", "uint8", "int16", "uint32"]),
+    ],
+)
 def test_ids_of_any_rank_and_type(dtype, shape):
     table = jnp.arange(10.0).reshape(5, 2)
     ids = jnp.full(shape, 3, dtype)

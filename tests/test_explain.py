@@ -123,3 +123,21 @@ def test_arguments_as_for_grad():
         1.0, jnp.ones((5, 2)), IDS
     )
     assert forced.leaves[0].kind == "dense"
+
+
+def test_an_optimizer_says_how_it_steps_each_array():
+    def loss(params, ids):
+        return (params["table"][ids] @ params["w"]).sum()
+
+    params = {
+        "table": jax.ShapeDtypeStruct((10**6, 64), jnp.float32),
+        "w": jax.ShapeDtypeStruct((64,), jnp.float32),
+    }
+    for count, way in ((100, "together"), (10**5, "in chunks"), (2 * 10**6, "all rows")):
+        ids = jax.ShapeDtypeStruct((count,), jnp.int32)
+        for tx in (js.adam(1e-3), js.optim.chain(js.optim.clip(1.0), js.lamb(1e-3))):
+            report = js.explain(loss, optimizer=tx)(params, ids)
+            table, w = report.leaves
+            assert (table.step.way, table.step.entries, w.step) == (way, count, None)
+            assert f"stepped: {count:,} entries" in str(report)
+    assert js.explain(loss)(params, ids).leaves[0].step is None

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import assert_close, golden
+from helpers import assert_close, golden, numpy_dense, quickly
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.experimental import checkify
@@ -32,12 +32,13 @@ def test_equals_tensorflow(name):
             shards, ids, partition_strategy=strategy, max_norm=m
         )
         loss = lambda shards, f=lookup: (f(shards) * case["w"]).sum()  # noqa: E731
-        assert_close(lookup(shards), case[key or "out"])
-        grads = js.grad(loss)(shards)
+        both = quickly(lambda s, f=lookup, g=loss: (f(s), js.grad(g)(s)))
+        out, grads = both(shards)
+        assert_close(out, case[key or "out"])
         for grad, wanted in zip(
             grads, case[f"{key}_grads" if key else "grads"], strict=True
         ):
-            # A difference: a slot for every id, empty where the id lives elsewhere.
+            # A difference: an entry for every id, empty where the id lives elsewhere.
             assert grad.indices.shape == (ids.size,) and np.isfinite(grad.values).all()
             own = np.asarray(grad.indices) < grad.shape[0]
             np.testing.assert_array_equal(grad.indices[own], wanted["is"]["indices"])
@@ -47,9 +48,9 @@ def test_equals_tensorflow(name):
             assert not np.asarray(grad.values)[~own].any()
 
 
-@settings(max_examples=40)
+@settings(max_examples=30)
 @given(
-    count=st.sampled_from([1, 2, 3]),
+    count=st.sampled_from([1, 3]),
     strategy=st.sampled_from(["mod", "div"]),
     mode=st.sampled_from(["fill", "clip"]),
     padding=st.sampled_from([None, 3, -1]),
@@ -90,23 +91,21 @@ def test_an_unused_shard_gets_an_empty_gradient(strategy):
         assert grad.indices.tolist() == [len(shard)] * 2 and not grad.values.any()
 
 
-@pytest.mark.parametrize("jit", [False, True])
-def test_a_shard_without_rows_gets_an_empty_gradient(jit):
-    for count in (7, 9):
-        for strategy in ("mod", "div"):
-            shards = split(TABLE, count, strategy)
-            look = functools.partial(
-                js.embedding_lookup,
-                ids=[6, 0, 6],
-                partition_strategy=strategy,
-                max_norm=3.0,
-            )
-            loss = lambda p, f=look: (f(p) ** 2).sum()  # noqa: E731
-            grads = (jax.jit(js.grad(loss)) if jit else js.grad(loss))(shards)
-            assert all(js.is_slices(grad) for grad in grads)
-            whole = js.grad(loss)(TABLE).to_dense()
-            for grad, part in zip(grads, split(whole, count, strategy), strict=True):
-                assert_close(grad.to_dense(), part)
+@pytest.mark.parametrize("strategy", ["mod", "div"])
+def test_a_shard_without_rows_gets_an_empty_gradient(strategy):
+    shards = split(TABLE, 9, strategy)
+    assert not len(shards[-1])
+    keywords = {"partition_strategy": strategy, "max_norm": 3.0}
+    loss = lambda p: (js.embedding_lookup(p, [6, 0, 6], **keywords) ** 2).sum()  # noqa: E731
+    grads = quickly(js.grad(loss))(shards)
+    assert all(js.is_slices(grad) for grad in grads)
+    whole = quickly(lambda t: js.grad(loss)(t).to_dense())(TABLE)
+    for grad, part in zip(grads, split(np.asarray(whole), 9, strategy), strict=True):
+        dense = numpy_dense(np.asarray(grad.values), np.asarray(grad.indices), grad.shape)
+        assert_close(dense, np.asarray(part))
+
+
+def test_a_table_without_rows():
     nothing = js.grad(lambda t: js.embedding_lookup(t, [0, 1]).sum())(TABLE[:0])
     assert js.is_slices(nothing) and nothing.shape == (0, 2)
     assert np.isnan(js.embedding_lookup(TABLE[:0], [0])).all()
@@ -117,12 +116,12 @@ def test_nothing_leaks_from_foreign_shards(nan):
     shards = [jnp.full((2, 2), nan), jnp.ones((2, 2))]
     ids = jnp.array([1, 3])  # both of the second shard
     loss = lambda p: (js.embedding_lookup(p, ids, max_norm=1.0) ** 2).sum()  # noqa: E731
-    value, grads = js.value_and_grad(loss)(shards)
+    value, grads = quickly(js.value_and_grad(loss))(shards)
     assert value == 2 or abs(value - 2) < 1e-6
     assert np.isfinite(grads[0].values).all() and np.isfinite(grads[1].values).all()
-    dense = jax.grad(loss)
     with pytest.warns(js.DensificationWarning):
-        assert np.isfinite(dense(shards)[0]).all()
+        dense = quickly(jax.grad(loss))(shards)
+    assert np.isfinite(dense[0]).all()
 
 
 def test_uneven_shards_of_any_height():

@@ -19,15 +19,12 @@ PARAMS = {
     "table": jax.ShapeDtypeStruct((V, D), jnp.float32),
     "w": jax.ShapeDtypeStruct((D,), jnp.float32),
 }
-# The first settings of each optimizer, and those with more state or other arithmetic.
+# The first settings of each optimizer, and some with other state arrays.
 OPTIMIZERS = [
     *FIRST,
     ("sgd", {"momentum": 0.9}),
     ("rmsprop", {"centered": True, "momentum": 0.9}),
-    ("adam", {"nesterov": True}),
-    ("lamb", {"weight_decay": 0.1}),
     ("adafactor", {"min_dim_size_to_factor": 1}),
-    ("adafactor", {"momentum": 0.9, "weight_decay_rate": 0.1, "factored": False}),
 ]
 EXACT = [
     ("sgd", {"momentum": 0.9}),
@@ -49,8 +46,13 @@ def loss(params, ids):
     return ((params["table"][ids] @ params["w"]) ** 2).mean()
 
 
-def step_of(tx, apply_updates, catch_up=False, value_and_grad=js.value_and_grad):
-    """A training step; with ``apply_updates=None`` by ``tx.apply``."""
+# What adds the updates; None is ``tx.apply``.
+ADDS = {"jslices": js.apply_updates, "optax": optax.apply_updates, "in_one_call": None}
+
+
+def step_of(tx, adds="jslices", catch_up=False, value_and_grad=js.value_and_grad):
+    """A training step."""
+    apply_updates = ADDS[adds]
 
     @functools.partial(jit, donate_argnums=(0, 1))
     def step(params, state, ids):
@@ -83,32 +85,30 @@ def prove(step, args):
 
 
 @pytest.mark.parametrize(
-    "name, kwargs, num_ids, apply_updates",
+    "name, kwargs, num_ids, adds",
     [
-        *((*case, FEW, js.apply_updates) for case in FIRST),
-        *((*case, MANY, js.apply_updates) for case in OPTIMIZERS),
-        *((*case, MANY, None) for case in FIRST),
-        ("adam", {}, FEW, None),
-        ("adam", {}, FEW, optax.apply_updates),
-        ("adamw", {}, MANY, optax.apply_updates),
+        *((*case, FEW, "jslices") for case in FIRST),
+        *((*case, MANY, "jslices") for case in OPTIMIZERS),
+        *((*case, MANY, "in_one_call") for case in FIRST),
+        ("adam", {}, FEW, "in_one_call"),
+        ("adam", {}, FEW, "optax"),
+        ("adamw", {}, MANY, "optax"),
     ],
-    ids=lambda x: "apply" if x is None else getattr(x, "__module__", label(x)),
+    ids=label,
 )
-def test_step_is_in_place_and_without_dense_temporaries(
-    name, kwargs, num_ids, apply_updates
-):
+def test_step_is_in_place_and_without_dense_temporaries(name, kwargs, num_ids, adds):
     tx = make(js, name, 0.1, kwargs)
-    prove(step_of(tx, apply_updates), arguments(tx, num_ids))
+    prove(step_of(tx, adds), arguments(tx, num_ids))
 
 
 @pytest.mark.parametrize(
     "name, kwargs, num_ids",
-    [*((*case, MANY) for case in EXACT), *((*case, FEW) for case in EXACT[:2])],
+    [*((*case, MANY) for case in EXACT), (*EXACT[1], FEW)],
     ids=label,
 )
 def test_exact_step_is_in_place_too(name, kwargs, num_ids):
     tx = make(js, name, 0.1, {**kwargs, "untouched": "exact"})
-    prove(step_of(tx, js.apply_updates, catch_up=True), arguments(tx, num_ids))
+    prove(step_of(tx, catch_up=True), arguments(tx, num_ids))
 
 
 def test_every_optimizer_is_proved():
@@ -147,7 +147,7 @@ def test_what_is_returned_besides_is_read_before_the_update(in_one_call):
 
 def test_the_proof_can_fail():
     tx = optax.adam(0.1)
-    step = step_of(tx, optax.apply_updates, value_and_grad=jax.value_and_grad)
+    step = step_of(tx, "optax", value_and_grad=jax.value_and_grad)
     args = arguments(tx, FEW)
     assert assert_in_place(step, *args).temp_bytes >= TABLE_BYTES
     with pytest.raises(

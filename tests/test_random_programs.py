@@ -1,7 +1,7 @@
 """Random programs: nested lookups, steps and control flow, against jax.grad.
 
 Hypothesis draws a program as text, so that a failing one is printed as code that runs by
-itself. Programs are small, but JAX compiles each anew: most are evaluated without jit.
+itself. The quick test compiles a few programs as one; the long one runs each without jit.
 """
 
 import warnings
@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import PROGRAMS, assert_close
+from helpers import PROGRAMS, all_at_once, assert_close
 from hypothesis import given, note, settings
 from hypothesis import strategies as st
 
@@ -123,29 +123,54 @@ def run(code):
     return namespace["loss"], namespace["P"]
 
 
-@pytest.mark.fuzz
-@settings(max_examples=PROGRAMS)
-@given(st.data())
-def test_random_program(data):
-    depth = data.draw(st.sampled_from([1, 1, 2, 2, 3, 4]))
-    code = f"\ndef loss(P):\n    return {data.draw(programs(depth))}\n"
+@st.composite
+def losses(draw):
+    """A program as code that defines ``loss`` and ``P``."""
+    depth = draw(st.sampled_from([1, 1, 2, 2, 3, 4]))
+    code = f"\ndef loss(P):\n    return {draw(programs(depth))}\n"
     note(PREAMBLE + code + "\nprint(js.grad(loss)(P), jax.grad(loss)(P))")
-    loss, params = run(code)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", js.DensificationWarning)
-        value, wanted = jax.value_and_grad(loss)(params)
-        got, grads = js.value_and_grad(loss)(params)
-    assert_close((got, grads), (value, wanted), rtol=2e-3, atol=2e-4)
+    return code
+
+
+def check(loss, params, found, wanted):
+    assert_close(found, wanted, rtol=2e-3, atol=2e-4)
     # Only `P["bias"][:, None]` and the scale use anything whole, and neither is a use of
     # the tables: what reads a table, reads rows of it.
     report = js.explain(loss)(params).leaves
     for name in ("table", "other"):
         kind = next(leaf.kind for leaf in report if leaf.path == f"P['{name}']")
         assert kind in ("sparse", "unused")
-        assert js.is_slices(grads[name]) == (kind == "sparse")
+        assert js.is_slices(found[1][name]) == (kind == "sparse")
 
 
-def test_the_fuzz_can_fail(monkeypatch):
+@settings(max_examples=3)
+@given(st.lists(losses(), min_size=6, max_size=6))
+def test_a_few_random_programs(codes):
+    drawn = {str(number): run(code) for number, code in enumerate(codes)}
+    params = drawn["0"][1]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", js.DensificationWarning)
+        found, wanted = (
+            all_at_once({name: grad(loss) for name, (loss, _) in drawn.items()}, params)
+            for grad in (js.value_and_grad, jax.value_and_grad)
+        )
+    for name, (loss, _) in drawn.items():
+        check(loss, params, found[name], wanted[name])
+
+
+@pytest.mark.fuzz
+@pytest.mark.slow
+@settings(max_examples=PROGRAMS)
+@given(losses())
+def test_random_program(code):
+    loss, params = run(code)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", js.DensificationWarning)
+        wanted = jax.value_and_grad(loss)(params)
+        check(loss, params, js.value_and_grad(loss)(params), wanted)
+
+
+def test_the_fuzz_can_fail():
     """A wrong gradient, and a dense one, are noticed."""
     loss, params = run("\ndef loss(P):\n    return P['table'][IDS].sum()\n")
     wrong = js.grad(loss)(params)["table"] * 2

@@ -26,3 +26,13 @@ def test_is_short_and_has_two_commands():
 
 def test_numbers_are_filled_in():
     assert not re.search(r"GAIN_|TODO|XXX", README)
+
+
+def test_contributing_is_short_and_its_picture_is_of_this_house():
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    assert len(text.splitlines()) <= 120
+    folders = ["jslices"]
+    for line in re.findall(r"^```\njslices/\n(.*?)^```", text, re.M | re.S)[0].splitlines():
+        name, depth = line.split()[0], (len(line) - len(line.lstrip())) // 2
+        folders[depth:] = [name]
+        assert ROOT.joinpath(*folders).exists(), name

@@ -67,8 +67,8 @@ def test_rows(start, stop, path):
         only = js.Saver().restore(path, {"table": template}, rows)
         np.testing.assert_array_equal(only["table"], table()[start:stop])
         assert isinstance(only["table"], np.ndarray) == (template is not struct)
-    slots = js.Saver(["table", "mu"]).restore(path, rows=rows)
-    assert slots["table"].shape == slots["mu/table"].shape == struct.shape
+    both = js.Saver(["table", "mu"]).restore(path, rows=rows)
+    assert both["table"].shape == both["mu/table"].shape == struct.shape
 
 
 def test_open_ends_and_other_names(path):

@@ -98,7 +98,7 @@ SAVE_ERRORS = [
     (SMALL, "m", {"latest_filename": "a/b"}, ValueError, "must not contain path comp"),
     (SMALL, "x", {"latest_filename": "x"}, ValueError, "collides with 'save_path'"),
     (SMALL, "checkpoint", {}, ValueError, "collides with 'save_path'"),
-    (SMALL, "m", {"global_step": "zz"}, NotFoundError, "'zz' is no variable; .*'v'"),
+    (SMALL, "m", {"global_step": "zz"}, NotFoundError, "'zz' is not a variable; .*'v'"),
     (
         {"a": object()},
         "m",

@@ -88,10 +88,9 @@ def padded(indices, updates, size=6):
 def check_golden(name, case, updates, theirs):
     ref, indices = case["ref"], case["indices"]
     ops = []
-    # What shape indices have does not depend on the row shape: one is compiled for all of
-    # them, and for numbers instead of updates; for the others they are flattened and
-    # padded.
-    alike = (not name.startswith("tail[2] ") and "dtype" not in name) or not updates.shape
+    # Indices of every shape meet rows of one shape; for other rows, and for one number
+    # instead of updates, they are flattened and padded, so that less is compiled.
+    shaped = name.startswith(("tail[2] ", "dtype")) and updates.shape
     for op in OPS:
         wanted = theirs.get(f"scatter_{op}", {"error": "not tried"})
         fails = wanted["error"] if isinstance(wanted, dict) else None
@@ -104,7 +103,7 @@ def check_golden(name, case, updates, theirs):
                 SCATTER[op](ref, indices, updates)
             continue
         ops.append(op)
-    args = padded(indices, updates) if alike else (indices, updates)
+    args = (indices, updates) if shaped else padded(indices, updates)
     for op, got in scatter_all(tuple(ops), ref, *args).items():
         wanted = theirs[f"scatter_{op}"]
         if isinstance(wanted, dict):
@@ -156,7 +155,7 @@ def test_nd_equals_tensorflow(name):
 
 # --- a loop in numpy --------------------------------------------------------------------
 
-SHAPES = [((), ()), ((2, 2), ()), ((4,), (2,))]
+SHAPES = [((2, 2), ()), ((4,), (2,))]
 
 
 @settings(max_examples=20)
@@ -164,7 +163,7 @@ SHAPES = [((), ()), ((2, 2), ()), ((4,), (2,))]
 @pytest.mark.parametrize("op", OPS)
 def test_means_what_a_loop_means(op, data):
     shape, row = data.draw(st.sampled_from(SHAPES))
-    dtype = data.draw(st.sampled_from(["float32", "int32", "uint8"]))
+    dtype = data.draw(st.sampled_from(["float32", "uint8"]))
     mode = data.draw(st.sampled_from(["drop", "clip"]))
     low = 0 if dtype == "uint8" else -4
     numbers = st.integers(low, 6)
@@ -313,7 +312,7 @@ def test_gradient_of_nd_update():
     ref, updates = jnp.ones((3, 2)), jnp.array([2.0, 3.0, 4.0])
     indices = np.array([[0, 1], [2, 0], [0, 1]])
     f = lambda r, u: (js.scatter_nd_update(r, indices, u) ** 2).sum()  # noqa: E731
-    of_ref, of_updates = jax.grad(f, (0, 1))(ref, updates)
+    of_ref, of_updates = quickly(jax.grad(f, (0, 1)))(ref, updates)
     np.testing.assert_array_equal(of_ref, [[2, 0], [2, 2], [0, 2]])
     np.testing.assert_array_equal(of_updates, [0, 6, 8])
 
@@ -326,8 +325,8 @@ def test_a_scatter_into_a_table_is_a_dense_use_and_named(op):
 
     table = jnp.arange(10.0).reshape(5, 2)
     with pytest.warns(js.DensificationWarning, match="# this line"):
-        gradient = js.grad(loss)(table)
-    np.testing.assert_array_equal(gradient, jax.grad(loss)(table))
+        gradient = quickly(js.grad(loss))(table)
+    np.testing.assert_array_equal(gradient, quickly(jax.grad(loss))(table))
 
 
 def test_a_scatter_alone_looks_nothing_up():

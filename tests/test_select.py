@@ -21,7 +21,7 @@ def test_equals_tensorflow(name):
     np.testing.assert_array_equal(got.indices, wanted["indices"])
     assert got.indices.dtype == wanted["indices"].dtype
     assert got.dense_shape == slices.dense_shape
-    # Under jit: the same rows, then empty slots; those of `a` make room.
+    # Under jit: the same rows, then empty entries; those of `a` make room.
     good = wanted["indices"]
     good = slice(None) if slices.dense_shape is None else good < slices.shape[0]
     wanted = {key: wanted[key][good] for key in ("values", "indices")}

@@ -4,19 +4,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers import quickly
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jslices._rows.select import UNROLLED, leading, where_rows
 
-SHAPES = [(7, 1), (7, 2), (7, 16), (7, 23), (7, 24), (7, 4, 3), (7,), (7, 0), (0, 4)]
+LEADING, WHERE_ROWS = quickly(leading), quickly(where_rows)
+SHAPES = [(7, 1), (7, 2), (7, 23), (7, 24), (7, 4, 3), (7,), (7, 0), (0, 4)]
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=40)
 @given(
     shape=st.sampled_from(SHAPES),
     count=st.integers(-3, 12),
-    dtype=st.sampled_from(["float32", "bfloat16", "int32", "bool"]),
+    dtype=st.sampled_from(["float32", "bool"]),
     with_rest=st.booleans(),
 )
 def test_against_numpy(shape, count, dtype, with_rest):
@@ -26,7 +28,7 @@ def test_against_numpy(shape, count, dtype, with_rest):
     given_rest = jnp.asarray(rest) if with_rest else None
     stop = max(0, min(count, shape[0]))
     expected = np.concatenate([rows[:stop], rest[stop:]])
-    result = jax.jit(leading)(jnp.asarray(rows), jnp.int32(count), given_rest)
+    result = LEADING(jnp.asarray(rows), jnp.int32(count), given_rest)
     assert result.dtype == rows.dtype
     np.testing.assert_array_equal(result, expected)
 
@@ -48,11 +50,11 @@ def test_derivatives_are_those_of_the_rows_taken():
     np.testing.assert_array_equal(rest[:, 0], [0, 2, 2])
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=40)
 @given(
     shape=st.sampled_from(SHAPES),
     bits=st.integers(0, 127),
-    dtype=st.sampled_from(["float32", "bfloat16", "int32", "bool"]),
+    dtype=st.sampled_from(["float32", "bool"]),
     rest=st.sampled_from(["array", "row", "scalar"]),
 )
 def test_wanted_rows_against_numpy(shape, bits, dtype, rest):
@@ -62,7 +64,7 @@ def test_wanted_rows_against_numpy(shape, bits, dtype, rest):
     others = {"array": shape, "row": (1, *shape[1:]), "scalar": ()}[rest]
     rest = np.asarray(rng.normal(size=others)).astype(dtype)
     tall = wanted.reshape(-1, *(1,) * (len(shape) - 1))
-    result = jax.jit(where_rows)(jnp.asarray(wanted), jnp.asarray(rows), jnp.asarray(rest))
+    result = WHERE_ROWS(jnp.asarray(wanted), jnp.asarray(rows), jnp.asarray(rest))
     assert result.dtype == rows.dtype
     np.testing.assert_array_equal(result, np.where(tall, rows, rest))
 

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import assert_close, golden, lists, numpy_dense
+from helpers import assert_close, golden, lists, numpy_dense, quickly
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -141,8 +141,9 @@ def test_sixteen_bits_are_summed_in_thirty_two():
     ones = jnp.ones((1000, 1), jnp.bfloat16)
     slices = js.IndexedSlices(ones, jnp.zeros(1000, int), (1, 1))
     # Adding one at a time in bfloat16 stops at 256.
-    assert slices.to_dense()[0, 0] == 1000 and slices.coalesce().values[0, 0] == 1000
-    assert slices.to_dense().dtype == jnp.bfloat16
+    dense, rows = quickly(lambda s: (s.to_dense(), s.coalesce().values))(slices)
+    assert dense[0, 0] == 1000 and rows[0, 0] == 1000
+    assert dense.dtype == jnp.bfloat16
 
 
 def test_linear_arithmetic(slices):
@@ -201,11 +202,11 @@ def test_vmapped_slices_keep_the_shape_of_one_example(slices):
     )
     assert batch.dense_shape == (5, 2) and batch.shape == (3, 5, 2)
     wanted = np.stack([DENSE, 2 * DENSE, 0 * DENSE])
-    np.testing.assert_array_equal(batch.to_dense(), wanted)
-    np.testing.assert_array_equal(batch.coalesce().to_dense(), wanted)
-    np.testing.assert_array_equal(
-        jnp.ones((3, 5, 2)) + (batch + batch).to_dense(), 1 + 2 * wanted
+    several = quickly(
+        lambda s: (s.to_dense(), s.coalesce().to_dense(), (s + s).to_dense() / 2)
     )
+    for dense in several(batch):
+        np.testing.assert_array_equal(dense, wanted)
     assert "3x4 rows" in repr(batch)
 
 
@@ -222,22 +223,29 @@ def test_indices_changed_by_a_foreign_tree_map_are_refused(slices):
             use()
 
 
+@quickly
+def several_ways(slices):
+    zeros = jnp.zeros(slices.shape)
+    return (
+        slices.to_dense(),
+        zeros + slices,
+        js.apply_updates(zeros, slices),
+        (slices + slices).coalesce().to_dense() / 2,
+    )
+
+
 @given(
-    num_rows=st.sampled_from([1, 4, 9]),
-    indices=lists(st.integers(-3, 12), (0, 1, 12)),
-    dtype=st.sampled_from(["int8", "int32", "uint8", "uint32", "int16"]),
+    num_rows=st.sampled_from([1, 9]),
+    indices=lists(st.integers(-3, 12), (0, 12)),
+    dtype=st.sampled_from(["int8", "int32", "uint8", "uint32"]),
 )
 def test_means_what_a_loop_means(num_rows, indices, dtype):
     indices = np.array(indices, int).astype(dtype)
     values = np.arange(2.0 * len(indices), dtype=np.float32).reshape(-1, 2) + 1
     slices = js.IndexedSlices(values, indices, (num_rows, 2))
     wanted = numpy_dense(values, indices.astype(int), (num_rows, 2))
-    np.testing.assert_array_equal(slices.to_dense(), wanted)
-    np.testing.assert_array_equal(jnp.zeros((num_rows, 2)) + slices, wanted)
-    np.testing.assert_array_equal(
-        js.apply_updates(jnp.zeros((num_rows, 2)), slices), wanted
-    )
-    np.testing.assert_array_equal((slices + slices).coalesce().to_dense(), 2 * wanted)
+    for got in several_ways(slices):
+        np.testing.assert_array_equal(got, wanted)
 
 
 def test_a_scan_can_carry_slices(slices):

@@ -23,6 +23,7 @@ READABLE = [
     ('model_checkpoint_path:"/m" all_model_checkpoint_paths: "/a"', "/m", ["/a"]),
     ("# words\nmodel_checkpoint_path: '/m'; # more\n", "/m", []),
     ('model_checkpoint_path: "/a" "b"\n"c"', "/abc", []),
+    ('model_checkpoint_path # "x"\n: "/a" # "y"\n"b"', "/ab", []),
     (r'model_checkpoint_path: "/\303\251\x41\n\"\\\u00e9"', '/éA\n"\\é', []),
     ('model_checkpoint_path: "/é and space"', "/é and space", []),
     (
@@ -124,7 +125,7 @@ def test_relative_directories_are_taken_off(tmp_path, monkeypatch):
 
 
 def test_errors_of_update(tmp_path):
-    with pytest.raises(NotFoundError, match=r"the directory '.*/no' is not there"):
+    with pytest.raises(NotFoundError, match=r"the directory '.*/no' does not exist"):
         js.checkpoint.update_checkpoint_state(tmp_path / "no", "m")
     for path in ("checkpoint", str(tmp_path / "checkpoint")):
         with pytest.raises(RuntimeError, match=r"conflicts with path used for checkpoint"):

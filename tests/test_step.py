@@ -95,8 +95,17 @@ def check_entries(indices, update, ids):
     assert not np.asarray(update)[indices == V].any()
 
 
-@pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
-@pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.parametrize(
+    "name, plan",
+    # Without arrays there is nothing to read or write a chunk at a time.
+    [
+        (k, p)
+        for k in KERNELS
+        for p in PLANS.values()
+        if (k, p.chunk) != ("no state", CHUNK)
+    ],
+    ids=lambda x: x if isinstance(x, str) else x.way,
+)
 @given(ids=IDS)
 def test_every_plan_is_the_plain_loop(name, plan, ids):
     """Duplicates, negative and out-of-range ids: as in NumPy, and the rest to the bit."""
@@ -316,6 +325,20 @@ def test_a_linear_rule_without_state_adds_each_entry_by_itself(count, sums):
     narrow = shapes_of(10**6, 64, count, jnp.bfloat16)[0]
     assert choose_plan(narrow, [], 10**6, linear=True).sums
     assert choose_plan(shapes_of(10**6, 64, count)[0], [], 10**6, "gpu", linear=True).sums
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("shape", [(5, 2), (500, 2), (100_000, 80)], ids=str)
+def test_sgd_of_many_entries_is_compiled_for_all_platforms(shape, dtype):
+    """An update has one shape, whatever each platform does."""
+    grads = js.IndexedSlices(
+        jax.ShapeDtypeStruct((20_000, shape[1]), dtype),
+        jax.ShapeDtypeStruct((20_000,), jnp.int32),
+        shape,
+    )
+    updates, _ = jax.eval_shape(js.sgd(0.1).update, grads, js.sgd(0.1).init(jnp.ones(2)))
+    assert updates.values.dtype == dtype and updates.dense_shape == shape
+    assert updates.values.shape[1:] == shape[1:]
 
 
 def test_without_duplicates_nothing_is_summed():

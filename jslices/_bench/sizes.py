@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jslices as js
-from jslices.optim._engine.plan import Plan, choose_plan
+from jslices.optim._engine.plan import Plan
 
 LEARNING_RATE = 1e-3
 ID_BYTES = 4
@@ -141,14 +141,15 @@ def _zipf(words: int) -> np.ndarray:
 
 
 def plan_of(sizes: Sizes, platform: str) -> Plan:
-    """How the engine steps the table."""
+    """How the optimizer steps the rows of the table."""
     table = sizes.table_shape()
-    gradient = jax.ShapeDtypeStruct((sizes.ids, sizes.dim), table.dtype)
-    state = jax.tree.leaves(jax.eval_shape(sizes.make_optimizer().init, table))
-    arrays = [x for x in state if x.shape[:1] == (sizes.rows,)]
-    # Of these optimizers with their defaults only plain SGD has a linear rule.
-    linear = sizes.optimizer == "sgd"
-    return choose_plan(gradient, arrays, sizes.rows, platform, linear=linear)
+    gradient = jax.eval_shape(
+        functools.partial(js.IndexedSlices, dense_shape=table.shape),
+        jax.ShapeDtypeStruct((sizes.ids, sizes.dim), table.dtype),
+        jax.ShapeDtypeStruct((sizes.ids,), jnp.int32),
+    )
+    plan: Plan = sizes.make_optimizer().plan(gradient, table, platform)
+    return plan
 
 
 def available(device: jax.Device, meminfo: Path = MEMINFO) -> int | None:

@@ -5,7 +5,7 @@ import functools
 import math
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,9 @@ from jslices._densify import human_bytes
 SHOWN = ("append", "width", "open", "int", "lock", "socket", "month", "encode")
 RARE = 50  # words seen less often have not been trained much
 TIMED_STEPS = 20
+
+#: An optimizer and its step.
+Contender = tuple[Any, Callable[..., Any]]
 
 refused = functools.partial(argparse.ArgumentError, None)
 
@@ -61,7 +64,12 @@ def run(options: argparse.Namespace) -> None:
         f"tables of {len(corpus.words):,} x {options.dim} float32"
     )
     data = skipgram.make_data(corpus, options.seed)
-    params, spent = _train(corpus, data, options)
+
+    def falling(count: jax.Array) -> Any:
+        return options.learning_rate * jax.numpy.maximum(1 - count / options.steps, 0.02)
+
+    contender = skipgram.sparse_step(falling, options.batch)
+    params, spent = _train(contender, corpus, data, options)
     print(f"{options.steps:,} steps in {spent:.0f} s")
     near = np.asarray(params["near"])
     among = np.flatnonzero(corpus.counts >= RARE)
@@ -69,21 +77,17 @@ def run(options: argparse.Namespace) -> None:
         found = skipgram.nearest(near, number, among, 5)
         listed = ", ".join(f"{corpus.words[i]} {cosine:.2f}" for i, cosine in found)
         print(f"  {corpus.words[number]:>10}: {listed or '(no frequent words)'}")
-    print(_comparison(corpus, data, options))
+    print(_comparison(contender, falling, corpus, data, options))
     if options.plot is not None:
         _draw(near[: min(400, near.shape[0])], corpus.words, options.plot)
         print(f"picture: {options.plot}")
 
 
 def _train(
-    corpus: Corpus, data: skipgram.Data, options: argparse.Namespace
+    contender: Contender, corpus: Corpus, data: skipgram.Data, options: argparse.Namespace
 ) -> tuple[skipgram.Params, float]:
-    total = options.steps
-
-    def falling(count: jax.Array) -> Any:
-        return options.learning_rate * jax.numpy.maximum(1 - count / total, 0.02)
-
-    tx, step = skipgram.sparse_step(falling, options.batch)
+    """``(the parameters, the seconds it took)``."""
+    (tx, step), total = contender, options.steps
     params = skipgram.init_params(len(corpus.words), options.dim, options.seed)
     state = tx.init(params)
     key = jax.random.key(options.seed + 1)
@@ -95,9 +99,7 @@ def _train(
                 bar.set_postfix(loss=f"{float(value):.3f}", refresh=False)
                 bar.update(number + 1 - bar.n)
     if not np.isfinite(params["near"]).all() or not math.isfinite(float(value)):
-        raise argparse.ArgumentError(
-            None, "the vectors grew beyond all bounds; lower --learning-rate"
-        )
+        raise refused("the vectors grew beyond all bounds; lower --learning-rate")
     return params, time.perf_counter() - start
 
 
@@ -105,9 +107,7 @@ def _progress(total: int) -> Any:
     try:
         from tqdm import tqdm
     except ImportError:
-        raise argparse.ArgumentError(
-            None, "the demo needs tqdm: pip install 'jslices[demo]'"
-        ) from None
+        raise refused("the demo needs tqdm: pip install 'jslices[demo]'") from None
     return tqdm(total=total, unit="step", desc="training")
 
 
@@ -116,18 +116,22 @@ def _words_to_show(corpus: Corpus, asked: list[str] | None) -> list[int]:
     if asked:
         missing = [word for word in asked if word not in number]
         if missing:
-            raise argparse.ArgumentError(
-                None, f"not among the words of the text: {', '.join(missing)}"
-            )
+            raise refused(f"not among the words of the text: {', '.join(missing)}")
         return [number[word] for word in asked]
     usual = [number[w] for w in SHOWN if w in number and corpus.counts[number[w]] >= RARE]
     # In another text: some frequent words, past the very most frequent.
     return usual or list(range(len(corpus.words)))[20:28] or [0]
 
 
-def _comparison(corpus: Corpus, data: skipgram.Data, options: argparse.Namespace) -> str:
+def _comparison(
+    contender: Contender,
+    rate: Any,
+    corpus: Corpus,
+    data: skipgram.Data,
+    options: argparse.Namespace,
+) -> str:
     """One line: this step against the same step with dense gradients and Optax."""
-    rate, batch = options.learning_rate, options.batch
+    batch = options.batch
     try:
         import optax
     except ImportError:
@@ -135,7 +139,7 @@ def _comparison(corpus: Corpus, data: skipgram.Data, options: argparse.Namespace
     else:
         dense_tx, apply, label = optax.adam(rate), optax.apply_updates, "dense Optax"
     contenders = [
-        skipgram.sparse_step(rate, batch),
+        contender,
         (dense_tx, skipgram.make_step(jax.value_and_grad, dense_tx, apply, batch)),
     ]
     key = jax.random.key(options.seed)
@@ -178,18 +182,12 @@ def _check_plot(file: Path) -> None:
     try:
         from matplotlib.backend_bases import FigureCanvasBase
     except ImportError:
-        raise argparse.ArgumentError(
-            None, "--plot needs matplotlib: pip install 'jslices[demo]'"
-        ) from None
+        raise refused("--plot needs matplotlib: pip install 'jslices[demo]'") from None
     suffixes = sorted(FigureCanvasBase.filetypes)
     if file.suffix.lower().lstrip(".") not in suffixes:
-        raise argparse.ArgumentError(
-            None, f"--plot {file}: the name must end in .{', .'.join(suffixes)}"
-        )
+        raise refused(f"--plot {file}: the name must end in .{', .'.join(suffixes)}")
     if not file.absolute().parent.is_dir():
-        raise argparse.ArgumentError(
-            None, f"--plot {file}: no such folder: {file.absolute().parent}"
-        )
+        raise refused(f"--plot {file}: no such folder: {file.absolute().parent}")
 
 
 def _draw(vectors: np.ndarray, words: Sequence[str], file: Path) -> None:

@@ -14,17 +14,6 @@ from jslices._densify import current_user_line
 # From glibc's <malloc.h>.
 _TRIM_THRESHOLD, _MMAP_MAX, _ARENA_MAX = -1, -4, -8
 
-#: Of gradients of so many bytes each further array counts: with four of them a step needs
-#: 16 MB and more, which ``malloc`` may take from the operating system each time, depending
-#: on what the process freed before. Then a step with 1e4 ids of 128 takes 0.7 to 0.9 of the
-#: time with one array, else as long; with 2.6 MB it takes 1.06 of the time where it does
-#: not (medians; docs/speed.md).
-LARGE = 4 * 10**6
-#: What is larger ``malloc`` takes from the operating system each time.
-MAPPED = 2**25
-#: Rows of fewer bytes are not worth what is done to have one array less.
-SHORT = 128
-
 #: From gradients of so many bytes on a step without kept memory takes about 1.5 times as
 #: long as with it (1.2 to 2.1 over optimizers, widths and ids; V = 1e6 and 1e5).
 HINT_BYTES = 16 * 10**6
@@ -41,17 +30,7 @@ class PerformanceHint(UserWarning):
     """
 
 
-def is_large(num_rows: int, row_bytes: int) -> bool:
-    """Whether a gradient is better summed and updated where it is."""
-    return row_bytes >= SHORT and num_rows * row_bytes >= LARGE
-
-
-def is_mapped(num_bytes: int) -> bool:
-    """Whether a temporary of so many bytes costs a page fault for each of its pages."""
-    return num_bytes > MAPPED and not memory_is_cheap()
-
-
-def memory_is_cheap() -> bool:
+def _memory_is_kept() -> bool:
     """Whether the process was told to keep what it frees, or to use large pages."""
     large_pages = re.search(r"malloc\.hugetlb=[12]", os.environ.get("GLIBC_TUNABLES", ""))
     return _called or large_pages is not None
@@ -60,23 +39,23 @@ def memory_is_cheap() -> bool:
 def keep_memory() -> None:
     """Lets this process keep memory that it has freed, so that large steps run faster.
 
-    XLA:CPU allocates the temporaries of a program at each execution. What is larger than 32
-    MB, glibc's ``malloc`` takes from the operating system every time and gives back after
-    it, and the step then waits for tens of thousands of page faults. After this call freed
-    memory stays with the process and, from the first dozen steps on, is used again. At
-    V = 1e6, D = 128 and 1e5 ids a step of Adam makes 13,800 page faults without it and none
-    with it, and takes half to four fifths of the time; steps whose gradients are
-    below 4 MB do not change.
+    XLA:CPU allocates the temporaries of a program at each execution. Arrays above 32 MB
+    glibc's ``malloc`` takes from the operating system every time and gives back afterwards,
+    and the step waits for tens of thousands of page faults. After this call freed memory
+    stays with the process and, from the first dozen steps on, is used again. At V = 1e6,
+    D = 128 and 1e5 ids a step of Adam makes 13,800 page faults without it and none with it,
+    and takes half to four fifths of the time; steps whose gradients are below 4 MB do not
+    change.
 
-    Call it once, at the start of the program: before JAX computes anything. It holds for
-    the whole process, for NumPy and other libraries as well: what they free is no longer
-    given back before the process ends, so the most that was ever in use stays taken.
+    Call it once, at the start of the program, before JAX computes anything. It affects the
+    whole process, NumPy and other libraries included: the process keeps the most memory
+    that it ever used until it ends.
 
-    The same without a line of code: ``GLIBC_TUNABLES=glibc.malloc.hugetlb=1 python
-    train.py``, which makes the pages larger instead.
+    To get the same without changing the program, run it with larger pages:
+    ``GLIBC_TUNABLES=glibc.malloc.hugetlb=1 python train.py``.
 
     Raises:
-      RuntimeError: if JAX has started its devices, as its threads then have their memory
+      RuntimeError: if JAX has started its devices, whose threads then have their memory
         already; or if the allocator is not glibc's.
 
     Example:
@@ -92,7 +71,7 @@ def keep_memory() -> None:
             f"keep_memory() sets glibc's malloc, which this {platform.system()} does not "
             "have; leave it out"
         )
-    # Private, and only a courtesy: without it a late call would do nothing, in silence.
+    # A private name of JAX; if it is gone, a call that comes too late goes unnoticed.
     started = getattr(xla_bridge, "backends_are_initialized", lambda: False)
     if started():
         raise RuntimeError(
@@ -100,8 +79,8 @@ def keep_memory() -> None:
             "the program, before the first array is made"
         )
     mallopt = ctypes.CDLL(None).mallopt
-    # No mapping for single arrays, nothing given back, and one heap for all threads: those
-    # of others are limited to 64 MB, beyond which arrays are mapped again.
+    # Arrays are not mapped one by one, nothing is given back, and all threads share one
+    # heap: the heaps of threads are limited to 64 MB, and larger arrays mapped again.
     for parameter, value in ((_MMAP_MAX, 0), (_TRIM_THRESHOLD, -1), (_ARENA_MAX, 1)):
         if not mallopt(parameter, value):
             raise RuntimeError(f"mallopt({parameter}, {value}) was refused")
@@ -119,7 +98,7 @@ def hint_large_step(num_bytes: int) -> None:
       num_bytes: of the values of the gradient, ``K * D * itemsize``.
     """
     global _hinted
-    if _hinted or num_bytes < HINT_BYTES or memory_is_cheap():
+    if _hinted or num_bytes < HINT_BYTES or _memory_is_kept():
         return
     if jax.default_backend() != "cpu" or platform.libc_ver()[0] != "glibc":
         return

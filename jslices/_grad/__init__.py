@@ -1,9 +1,14 @@
 """Row gradients: trace the function, find the lookups, differentiate around them.
 
-``api`` is the public face. ``walk`` reads the traced program and decides for every array
-whether it is only ever looked up; ``evaluate`` runs the program again with a slot in
-every lookup. Both follow ``rules`` (steps that commute with a lookup), ``lookups`` (how
-rows are read), ``views`` (what a variable is in terms of tables) and ``renumber`` (views
-that number their rows otherwise). All that depends on
-the JAX release stands in ``compat``.
+Read from the top:
+
+    api         ``grad``, ``value_and_grad``, ``vjp``: plan a call, run it, assemble
+    plan        one call: its traced program, its leaves, which of them are sparse
+    interpret   the one walk over the program, which plans its lookups or runs them
+    rules       the steps that commute with a lookup; ``register_rowwise``
+    lookups     the forms of a lookup
+    views       what a variable is, in terms of the tables that it was computed from
+    explain     what is said of a plan: the report, the warning, the error
+
+All that depends on the JAX release stands in ``jslices/_jax.py``.
 """

@@ -8,9 +8,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jslices._grad.call import Call, chosen_arguments, is_number
-from jslices._grad.choose import SparseSpec
-from jslices._grad.linearize import linearize, plan_call
+from jslices import _jax
+from jslices._grad.explain import report_dense
+from jslices._grad.interpret import Site, run_lookups
+from jslices._grad.plan import (
+    Call,
+    Planned,
+    SparseSpec,
+    chosen_arguments,
+    is_number,
+    plan_call,
+)
+from jslices._grad.views import Table
+from jslices._lookup.rows import without_dense_warning
+from jslices._slices import IndexedSlices, is_slices
 
 
 def value_and_grad(
@@ -123,10 +134,9 @@ def _run(
     """``(value, aux, grads)`` of one call."""
     _check_inputs(call.primals, holomorphic, allow_int)
     single = is_number(argnums)
-    planned = plan_call(call, single, sparse)
-    value, pullback, aux = linearize(call, planned)
+    value, pullback, aux = _linearize(call, plan_call(call, single, sparse))
     grads = pullback(_seed(value, holomorphic))
-    return value, planned.outputs.aux(aux), grads[0] if single else grads
+    return value, aux, grads[0] if single else grads
 
 
 def vjp(
@@ -157,9 +167,117 @@ def vjp(
     """
     _check_callable(fun)
     call = Call(fun, tuple(range(len(primals))), primals, {}, has_aux)
-    planned = plan_call(call, False, sparse)
-    result, pullback, aux = linearize(call, planned)
-    return (result, pullback, planned.outputs.aux(aux)) if has_aux else (result, pullback)
+    result, pullback, aux = _linearize(call, plan_call(call, False, sparse))
+    return (result, pullback, aux) if has_aux else (result, pullback)
+
+
+# --- from a planned call to its gradient ------------------------------------------------
+
+
+def _linearize(call: Call, planned: Planned) -> tuple[Any, Callable[[Any], Any], Any]:
+    """``(result, pullback, aux)``: runs the call with a cotangent slot in every lookup.
+
+    ``pullback`` leads from the result's cotangent to the gradients.
+    """
+    report_dense(planned)
+    kinds = [planned.kind(i) for i in range(len(call.primals))]
+    dense = [x for x, kind in zip(call.primals, kinds, strict=True) if kind == "dense"]
+    slots = jax.tree.map(_slot, planned.plan)
+
+    def run(dense: list[Any], slots: Any) -> tuple[list[Any], Any]:
+        left = iter(dense)
+        operands = [
+            next(left) if kind == "dense" else Table(leaf.aval.shape, leaf.aval.dtype, i, x)
+            for i, (x, leaf, kind) in enumerate(
+                zip(call.primals, planned.leaves, kinds, strict=True)
+            )
+        ]
+        num_results = planned.outputs.num_results
+        flat, indices = run_lookups(
+            planned.program, operands, num_results, planned.plan, slots
+        )
+        return flat[:num_results], (flat[num_results:], indices)
+
+    with without_dense_warning():
+        results, pullback, (aux, indices) = jax.vjp(run, dense, slots, has_aux=True)
+    assemble = _Assemble(planned, kinds, call.tree)
+    pull = functools.partial(_pull_back, assemble, planned.outputs.tree)
+    vjp_fun = jax.tree_util.Partial(pull, pullback, jax.tree.leaves(indices))
+    return planned.outputs.result(results), vjp_fun, planned.outputs.aux(aux)
+
+
+def _slot(site: Site) -> IndexedSlices:
+    """The cotangent slot of one lookup; see ``jslices/_lookup/rows.py``."""
+    zeros = jnp.zeros((*site.loops, site.count, *site.table_shape[1:]), site.dtype)
+    values = _jax.as_varying(zeros, site.varying)
+    return IndexedSlices.tree_unflatten(site.table_shape, (values, None))
+
+
+def _pull_back(
+    assemble: "_Assemble",
+    tree: Any,
+    pullback: Any,
+    indices: list[jax.Array],
+    cotangent: Any,
+) -> Any:
+    leaves, given = _jax.flatten(cotangent)
+    if given != tree:
+        raise TypeError(
+            f"the cotangent must have the structure of the result, {tree}, got {given}"
+        )
+    with without_dense_warning():
+        dense, slots = pullback(leaves)
+    return assemble(dense, jax.tree.leaves(slots, is_leaf=is_slices), indices)
+
+
+class _Assemble:
+    """Puts the cotangents of slots and dense leaves back into the argument's tree."""
+
+    def __init__(self, planned: Planned, kinds: Sequence[str], tree: Any) -> None:
+        self.avals = [leaf.aval for leaf in planned.leaves]
+        self.kinds = [
+            "sparse" if kind == "unused" and leaf.forced else kind
+            for leaf, kind in zip(planned.leaves, kinds, strict=True)
+        ]
+        self.leaf_of_site = [site.leaf for site in jax.tree.leaves(planned.plan)]
+        self.tree = tree
+
+    def __call__(
+        self,
+        dense: Sequence[Any],
+        slots: Sequence[IndexedSlices],
+        indices: Sequence[jax.Array],
+    ) -> Any:
+        rows: dict[int, list[tuple[jax.Array, jax.Array]]] = {}
+        for leaf, slot, index in zip(self.leaf_of_site, slots, indices, strict=True):
+            values = slot.values.reshape(-1, *self.avals[leaf].shape[1:])
+            rows.setdefault(leaf, []).append((values, index.reshape(-1)))
+        left = iter(dense)
+        gradients = []
+        for i, kind in enumerate(self.kinds):
+            if kind == "dense":
+                gradients.append(next(left))
+            elif kind == "sparse":
+                gradients.append(_slices(self.avals[i], rows.get(i, [])))
+            else:
+                gradients.append(jnp.zeros(self.avals[i].shape, self.avals[i].dtype))
+        return self.tree.unflatten(gradients)
+
+
+def _slices(aval: Any, parts: list[tuple[jax.Array, jax.Array]]) -> IndexedSlices:
+    """The gradient of one leaf, from the rows and row numbers of each of its lookups."""
+    shape = tuple(aval.shape)
+    if not parts:  # insisted on, and never looked up
+        none = jnp.zeros((0, *shape[1:]), aval.dtype)
+        return IndexedSlices(none, jnp.zeros((0,), jnp.int32), shape)
+    if len(parts) == 1:
+        return IndexedSlices(*parts[0], shape)
+    widest = max((index.dtype for _, index in parts), key=lambda dtype: dtype.itemsize)
+    return IndexedSlices(
+        jnp.concatenate([values for values, _ in parts]),
+        jnp.concatenate([index.astype(widest) for _, index in parts]),
+        shape,
+    )
 
 
 # --- checks ------------------------------------------------------------------------

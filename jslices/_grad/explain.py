@@ -6,13 +6,29 @@ import textwrap
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import jax
+import jax.numpy as jnp
+
 from jslices import _jax
-from jslices._densify import UNKNOWN_LINE, UserLine, human_bytes
-from jslices._grad.advice import instead_of
-from jslices._grad.call import Call, chosen_arguments, is_number
-from jslices._grad.choose import SparseSpec
-from jslices._grad.linearize import plan_call
-from jslices._grad.walk import Site
+from jslices._densify import (
+    UNKNOWN_LINE,
+    DenseUseError,
+    UserLine,
+    human_bytes,
+    raise_at,
+    warn_dense,
+)
+from jslices._grad.interpret import DenseUse, Site
+from jslices._grad.plan import (
+    Call,
+    Leaf,
+    Planned,
+    SparseSpec,
+    chosen_arguments,
+    is_number,
+    plan_call,
+)
+from jslices._slices import IndexedSlices
 
 # Adam reads and writes the parameter and two arrays of state.
 _ADAM_ARRAYS = 3
@@ -47,6 +63,7 @@ class LeafReport(NamedTuple):
       dense_line: the first line that needs the whole array; None where nothing does.
       dense_use: the name of the operation on that line.
       suggestion: what to write there instead.
+      step: how ``optimizer`` steps the rows, a plan to print; None without one.
     """
 
     path: str
@@ -61,6 +78,7 @@ class LeafReport(NamedTuple):
     dense_line: UserLine | None
     dense_use: str | None
     suggestion: str | None
+    step: Any = None
 
 
 class Explanation(NamedTuple):
@@ -124,6 +142,7 @@ def explain(
     sparse: SparseSpec = None,
     *,
     has_aux: bool = False,
+    optimizer: Any = None,
 ) -> Callable[..., Explanation]:
     """Tells which gradients of ``fun`` are sparse, what they cost, and why not.
 
@@ -135,6 +154,8 @@ def explain(
       argnums: as in :func:`value_and_grad`.
       sparse: as in :func:`value_and_grad`; what it insists on is reported, not raised.
       has_aux: as in :func:`value_and_grad`.
+      optimizer: a :class:`jslices.GradientTransformation`; the report then says how it
+        steps each sparse array on the default device.
 
     Returns:
       A function of the same arguments that returns an :class:`Explanation`. ``print`` it
@@ -159,38 +180,39 @@ def explain(
     def explain_fun(*args: Any, **kwargs: Any) -> Explanation:
         call = Call(fun, chosen_arguments(argnums, args), args, kwargs, has_aux)
         planned = plan_call(call, is_number(argnums), sparse)
-        reports = []
-        for number, leaf in enumerate(planned.leaves):
-            use = planned.dense.get(number)
-            sites = planned.looked_up.get(number, [])
-            line = None
-            if use is not None:
-                line = UNKNOWN_LINE if use.eqn is None else _jax.user_line(use.eqn)
-            reports.append(
-                _report(
-                    leaf.name,
-                    leaf.aval,
-                    planned.kind(number),
-                    sites,
-                    line,
-                    None if use is None else use.what,
-                )
-            )
-        return Explanation(tuple(reports))
+        leaves = [_report(leaf, planned, n) for n, leaf in enumerate(planned.leaves)]
+        if optimizer is not None:
+            steps = _steps(optimizer, call, is_number(argnums), leaves)
+            leaves = [x._replace(step=s) for x, s in zip(leaves, steps, strict=True)]
+        return Explanation(tuple(leaves))
 
     return explain_fun
 
 
-def _report(
-    path: str,
-    aval: Any,
-    kind: str,
-    sites: Sequence[Site],
-    line: UserLine | None,
-    what: str | None,
-) -> LeafReport:
-    shape, itemsize = tuple(aval.shape), aval.dtype.itemsize
-    dense_bytes = aval.size * itemsize
+def _steps(
+    optimizer: Any, call: Call, single: bool, leaves: Sequence[LeafReport]
+) -> list[Any]:
+    """How the optimizer steps each leaf, None for those whose gradient is not sparse."""
+
+    def gradient(leaf: LeafReport) -> Any:
+        if leaf.kind != "sparse":
+            return jnp.zeros(leaf.shape, leaf.dtype)
+        values = jnp.zeros((leaf.rows, *leaf.shape[1:]), leaf.dtype)
+        return IndexedSlices(values, jnp.zeros((leaf.rows,), jnp.int32), leaf.shape)
+
+    grads = jax.eval_shape(lambda: call.tree.unflatten(map(gradient, leaves)))
+    params = call.tree.unflatten(
+        [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves]
+    )
+    if single:
+        grads, params = grads[0], params[0]
+    return jax.tree.leaves(optimizer.plan(grads, params), is_leaf=lambda x: x is None)
+
+
+def _report(leaf: Leaf, planned: Planned, number: int) -> LeafReport:
+    shape, itemsize = tuple(leaf.aval.shape), leaf.aval.dtype.itemsize
+    kind, dense_bytes = planned.kind(number), leaf.num_bytes
+    use, sites = planned.dense.get(number), planned.looked_up.get(number, [])
     row_bytes = dense_bytes // shape[0] if shape and shape[0] else itemsize
     by_line: dict[UserLine, int] = {}
     for site in sites:
@@ -199,9 +221,9 @@ def _report(
     rows = sum(by_line.values())
     moved = min(rows * row_bytes, dense_bytes) if kind == "sparse" else dense_bytes
     return LeafReport(
-        path=path,
+        path=leaf.name,
         shape=shape,
-        dtype=str(aval.dtype),
+        dtype=str(leaf.aval.dtype),
         kind=kind,
         lookups=tuple(LookupSite(*item) for item in by_line.items()),
         rows=rows,
@@ -209,10 +231,99 @@ def _report(
         + sum(s.total * s.index_dtype.itemsize for s in sites),
         dense_bytes=dense_bytes,
         adam_bytes=0 if kind == "unused" else 2 * _ADAM_ARRAYS * moved,
-        dense_line=line,
-        dense_use=what,
-        suggestion=None if what is None else instead_of(what),
+        dense_line=None if use is None else _line_of(use),
+        dense_use=None if use is None else use.what,
+        suggestion=None if use is None else instead_of(use.what),
     )
+
+
+def _line_of(use: DenseUse) -> UserLine:
+    return UNKNOWN_LINE if use.eqn is None else _jax.user_line(use.eqn)
+
+
+# --- the warning and the error ----------------------------------------------------------
+
+
+def report_dense(planned: Planned) -> None:
+    """Warns of leaves that are looked up but also used whole; raises if one was forced."""
+    for number, leaf in enumerate(planned.leaves):
+        use = planned.dense.get(number)
+        if leaf.forced and not leaf.has_rows:
+            raise DenseUseError(
+                f"sparse= asks for a sparse gradient of {leaf}, but only a floating "
+                "array with at least one axis has rows; leave it out of sparse="
+            )
+        if use is None:
+            continue
+        line = _line_of(use)
+        sites = planned.looked_up.get(number, [])
+        if leaf.forced:
+            message = (
+                f"sparse= asks for a sparse gradient of {leaf}, but it is used whole "
+                f"({use.what}) at {line}. Instead: {instead_of(use.what)}"
+            )
+            raise_at(line, DenseUseError(message))
+        if sites:
+            warn_dense(_mixed_use(leaf, use, line, sites), line)
+
+
+def _mixed_use(leaf: Leaf, use: DenseUse, line: UserLine, sites: list[Site]) -> str:
+    rows = sum(site.total for site in sites)
+    row_bytes = leaf.num_bytes // max(leaf.aval.shape[0], 1)
+    places = ", ".join(dict.fromkeys(str(_jax.user_line(s.eqn)) for s in sites))
+    return (
+        f"the gradient of {leaf} is dense, {human_bytes(leaf.num_bytes)}, because it is "
+        f"used whole ({use.what}) at {line}. Its lookups alone ({places}) would give "
+        f"{rows} rows, {human_bytes(rows * row_bytes)}. Instead: "
+        f"{instead_of(use.what)}. To accept it: sparse=False"
+    )
+
+
+# --- what to write instead --------------------------------------------------------------
+
+_REPLICATED = (
+    "inside a shard_map let the table differ between devices first, table = "
+    "jax.lax.pcast(table, axis, to='varying'), and add the slices up with "
+    "jslices.all_reduce_slices(slices, axis, 'sum')"
+)
+#: Uses that make a gradient dense, by primitive, and what to write instead. Any other
+#: primitive without a rule makes it dense as well.
+DENSE_USES = {
+    "dot_general": "a product with the whole table has a dense gradient: score only "
+    "some rows, h @ table[candidates].T, or keep a separate output matrix",
+    "transpose": "table.T is mostly the output layer of tied weights: score only some "
+    "rows, h @ table[candidates].T, or keep a separate output matrix",
+    "custom_jvp_call": "apply the function after the lookup, f(table[ids]), not before it",
+    "custom_vjp_call": "apply the function after the lookup, f(table[ids]), not before it",
+    "gather": "look up whole rows first: table[rows][..., columns]",
+    "dynamic_slice": "look up whole rows first: table[rows][..., columns]",
+    "slice": "look the rows up with an array of ids, table[jnp.arange(n)], if they are few",
+    "squeeze": "look the row up with an array of ids, table[jnp.array([i])][0]",
+    "scan": "let the loop's body read the table from outside, instead of carrying it or "
+    "looping over its rows",
+    "while": "a while loop hides the lookup; jax.lax.fori_loop with a fixed number of "
+    "turns, or jax.lax.scan, does not",
+    "cond": "do not return the table from a branch; look the rows up inside it",
+    "sort": "sort the rows that were looked up, not the table",
+    "pvary": _REPLICATED,
+    "pcast": _REPLICATED,
+    "shard_map": "call jslices.grad inside the shard_map, not around it",
+}
+_REDUCTION = (
+    "penalise the rows that were looked up, (rows**2).sum(), or put "
+    "jax.lax.stop_gradient around a mere measurement"
+)
+_OTHERWISE = (
+    "look up the rows that are needed, table[ids], before this step, or put "
+    "jax.lax.stop_gradient around it"
+)
+
+
+def instead_of(primitive: str) -> str:
+    """A suggestion for a use by the primitive of this name."""
+    if primitive.startswith("reduce_") or primitive in ("argmax", "argmin", "cumsum"):
+        return _REDUCTION
+    return DENSE_USES.get(primitive, _OTHERWISE)
 
 
 # --- layout ------------------------------------------------------------------------
@@ -240,6 +351,8 @@ def _notes(leaf: LeafReport, width: int = 98) -> list[str]:
         lines.append(f"  used whole ({leaf.dense_use}): {_place(leaf.dense_line)}")
         if leaf.lookups:  # An ordinary weight has a dense gradient, and should.
             lines.append(f"  instead: {leaf.suggestion}")
+    if leaf.step is not None:
+        lines.append(f"  stepped: {leaf.step}")
     if lines:
         lines.insert(0, f"{leaf.path}:")
     return [piece for line in lines for piece in _wrap(line, width)]

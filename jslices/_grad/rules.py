@@ -1,89 +1,256 @@
-"""Which primitives commute with a lookup: ``f(table)[ids] == f(table[ids])``.
+"""Row-wise steps: primitives that commute with a lookup.
 
-What neither has a rule here nor is a lookup (``lookups``) is a dense use: the gradient is
-then right, but dense.
+``f(table)[ids] == f(table[ids])``. The rules stand in one table, keyed by primitive, to
+which :func:`register_rowwise` adds. A primitive without a rule, which is neither a lookup
+(lookups.py) nor control flow (interpret.py), needs the whole table: the gradient is then
+right, but dense.
 """
 
-import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax.extend.core import Primitive
 
 from jslices import _jax
-from jslices._grad.renumber import Copied, Stacked, Window
 from jslices._grad.views import (
-    Repeated,
+    Renumbered,
     Rowwise,
+    Stacked,
     Stopped,
-    Table,
     View,
     flat,
+    folded,
     leading,
     without_slots,
 )
 from jslices._lookup.rows import mark_p
 from jslices._rows.bounds import INT32_MAX
 
-#: ``rule(eqn, operands, lead) -> outputs``, for views whose rows ``lead`` axes number.
-Rule = Callable[[_jax.Equation, Sequence[Any], int], list[Any] | None]
 
-# Primitives that compute each element from the elements at the same place. XLA
-# broadcasts scalars and single rows in them.
-ELEMENTWISE = frozenset(
-    """
-    abs acos acosh add and asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil clamp
-    clz complex conj convert_element_type copy copy_p cos cosh digamma div eq erf erf_inv
-    erfc exp exp2 expm1 floor ge gt igamma igamma_grad_a igammac imag integer_pow is_finite
-    le lgamma log log1p log2 logistic lt max min mul mulhi name ne neg nextafter not
-    one_minus_square or polygamma population_count pow real reduce_precision
-    regularized_incomplete_beta rem round rsqrt select_n shift_left shift_right_arithmetic
-    shift_right_logical sign sin sinh sqrt square sub tan tanh xor zeta
-    """.split()
-)
+class NeedsWhole(NamedTuple):
+    """What a rule says of views that serve all rows: their arrays are needed."""
+
+    operands: Sequence[int]
 
 
-def commuting(eqn: _jax.Equation, operands: Sequence[Any]) -> list[Any] | None:
-    """The equation's outputs as views, if it treats all rows alike.
+#: ``rule(eqn, operands, lead)`` gives a view per output, or None where the equation mixes
+#: rows. Operands are views, at least one, whose rows ``lead`` axes number, and values (None
+#: while lookups are planned).
+Rule = Callable[[_jax.Equation, Sequence[Any], int], list[Any] | NeedsWhole | None]
+
+RULES: dict[Primitive, Rule] = {}
+
+
+def rowwise(
+    eqn: _jax.Equation, operands: Sequence[Any], whole: Callable[[Any], Any]
+) -> list[Any] | None:
+    """The outputs of an equation as views, if it treats all rows alike.
 
     Args:
       eqn: an equation with at least one view among its operands.
-      operands: per operand a view, or its value (None while the program is only read).
+      operands: for each operand a view, or its value (None while lookups are planned).
+      whole: gives the array behind a view, or notes that it is needed.
 
     Returns:
-      One view (or, for operands that merely pass through, value) per output; None if
-      the equation mixes rows.
+      One view per output; None if the equation mixes rows.
     """
-    name = eqn.primitive.name
-    rule = _elementwise if name in ELEMENTWISE else _STEPS.get(name)
+    rule = RULES.get(eqn.primitive)
+    if rule is None:
+        return None
     # Rows are numbered by axis 0, or, in tables that vmap repeated for every example, by
     # the axes of the batch as well: the `lead` ones.
-    lead = {leading(operand) for operand in operands if isinstance(operand, View)}
-    return rule(eqn, operands, *lead) if rule is not None and len(lead) == 1 else None
+    lead = min(leading(operand) for operand in operands if isinstance(operand, View))
+    others = [
+        i for i, x in enumerate(operands) if isinstance(x, View) and leading(x) > lead
+    ]
+    outputs = NeedsWhole(others) if others else rule(eqn, operands, lead)
+    while isinstance(outputs, NeedsWhole):
+        needed = outputs.operands
+        operands = [whole(x) if i in needed else x for i, x in enumerate(operands)]
+        if not any(isinstance(operand, View) for operand in operands):
+            return None
+        outputs = rule(eqn, operands, lead)
+    return outputs
 
 
-# --- what the rules are made of ---------------------------------------------------
+def register_rowwise(
+    primitive: Primitive,
+    rule: Callable[..., dict[str, Any] | None] | None = None,
+    *,
+    in_axes: int | Sequence[int | None] | None = 0,
+) -> Any:
+    """Declares that a JAX primitive acts on each row of a table by itself.
+
+    Then ``f(table)[ids]`` is read as ``f(table[ids])``, which is the same, and the gradient
+    of the table is :class:`jslices.IndexedSlices` where it would otherwise be dense. All of
+    JAX's own elementwise primitives, and those that work along other axes than the first,
+    are known; this is for your own.
+
+    This is a promise that cannot be checked: with a primitive that mixes rows after all,
+    results are wrong.
+
+    Args:
+      primitive: a ``jax.extend.core.Primitive``.
+      rule: None if the parameters do not mention the rows; then ``primitive`` must treat
+        the first axis of its operands as a batch. Otherwise
+        ``rule(num_rows, params, *operands)``, where ``params`` are the parameters with
+        which the primitive was applied to the whole ``operands``
+        (``jax.ShapeDtypeStruct``, ``[V, ...]`` each), returns the parameters with which it
+        computes any ``num_rows`` of the rows, or None if it mixes rows with these.
+      in_axes: as for ``jax.vmap``, one for all operands or a sequence with one for each: 0
+        for an operand ``[V, ...]`` with a row for every row of the table, None for one that
+        serves all rows, such as weights. Where it says 0, scalars, and arrays ``[1, ...]``
+        of the same rank, serve all rows as well, as they do in elementwise primitives.
+
+    Returns:
+      ``rule`` if one is given; otherwise a decorator with which to register one.
+
+    Raises:
+      TypeError: if ``primitive`` is no Primitive, the rule cannot be called, or
+        ``in_axes`` is neither 0 or None nor a sequence of these.
+      ValueError: if the primitive has a rule already; while a program is traced, if an
+        output does not have V rows, or ``in_axes`` another length than there are operands.
+
+    Cost: none; the primitive is applied to ``[K, ...]`` instead of ``[V, ...]``.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, jslices as js
+      >>> from jax.extend.core import Primitive
+      >>> from jax.interpreters import ad
+      >>> def make(name, f):
+      ...     p = Primitive(name)
+      ...     p.def_impl(f)
+      ...     p.def_abstract_eval(lambda x, **params: x)
+      ...     ad.primitive_jvps[p] = lambda xs, ts, **params: jax.jvp(
+      ...         lambda x: f(x, **params), xs, ts)
+      ...     return p
+      >>> double_p = make("double", lambda x: 2 * x)
+      >>> shift_p = make("shift", lambda x, axis: jnp.roll(x, 1, axis))
+
+      An elementwise primitive, and one whose parameters decide whether it mixes rows:
+
+      >>> _ = js.register_rowwise(double_p)
+      >>> @js.register_rowwise(shift_p)
+      ... def shift_rows(num_rows, params, x):
+      ...     return None if params["axis"] == 0 else params
+
+      >>> table, ids = jnp.ones((1000, 2)), jnp.array([3, 9])
+      >>> js.grad(lambda t: double_p.bind(shift_p.bind(t, axis=1))[ids].sum())(table)
+      IndexedSlices(2 rows of float32[1000, 2], indices int32[2]: 24 B, dense 7.8 KB, saves 7.8 KB)
+
+    Source: after ``quax.register`` and ``jax.interpreters.batching``.
+    """  # noqa: E501
+    if not isinstance(primitive, Primitive):
+        raise TypeError(
+            f"register_rowwise wants a jax.extend.core.Primitive, got {primitive!r}; "
+            "for a function of JAX's own primitives there is nothing to register"
+        )
+    if primitive in RULES:
+        raise ValueError(
+            f"register_rowwise({primitive}): this primitive has a rule already, "
+            "jslices' own or an earlier one of yours; register each primitive once"
+        )
+    axes = in_axes if isinstance(in_axes, Sequence) else (in_axes,)
+    if not all(axis is None or axis == 0 for axis in axes):
+        raise TypeError(
+            f"register_rowwise({primitive}, in_axes={in_axes!r}): each entry must be 0, an "
+            "operand with a row for every row of the table, or None, one that serves all"
+        )
+
+    def register(rule: Callable[..., dict[str, Any] | None]) -> Any:
+        if not callable(rule):
+            raise TypeError(
+                f"register_rowwise({primitive}, rule={rule!r}): a rule is a function "
+                "rule(num_rows, params, *operands) that returns parameters or None"
+            )
+        RULES[primitive] = functools.partial(_registered, rule, in_axes)
+        return rule
+
+    if rule is not None:
+        return register(rule)
+    register(lambda num_rows, params, *operands: params)
+    return register
 
 
-def _rowwise(
+def _registered(
+    rule: Callable[..., dict[str, Any] | None],
+    in_axes: Any,
     eqn: _jax.Equation,
     operands: Sequence[Any],
     lead: int,
-    params_for: Callable[[tuple[int, ...]], dict[str, Any]] = lambda rows: {},
-) -> list[Any]:
-    """Views that run the equation on some rows.
+) -> list[Any] | NeedsWhole | None:
+    """What a rule of the user's says, as one of ours."""
+    primitive, count = eqn.primitive, len(operands)
+    axes = tuple(in_axes) if isinstance(in_axes, Sequence) else (in_axes,) * count
+    if len(axes) != count:
+        raise ValueError(
+            f"{primitive} was registered with in_axes={in_axes!r}, for {len(axes)} "
+            f"operand(s), and is applied to {count}"
+        )
+    views = {i for i, operand in enumerate(operands) if isinstance(operand, View)}
+    weights = [i for i in views if axes[i] is None]
+    if weights:
+        return NeedsWhole(weights)
+    shapes = [_jax.shape_of(atom) for atom in eqn.invars]
+    height, rank = max((shapes[i][0], len(shapes[i])) for i in views)
+    by_row = {i for i, axis in enumerate(axes) if axis == 0 and shapes[i][:1] == (height,)}
+    broadcast = {
+        i
+        for i, shape in enumerate(shapes)
+        if not shape or (shape[0] == 1 and len(shape) == rank)
+    }
+    if not all(i in by_row | broadcast or axes[i] is None for i in range(count)):
+        return None
+    if not views <= by_row:
+        return NeedsWhole(list(views - by_row))
+    whole = [jax.ShapeDtypeStruct(_jax.shape_of(x), x.aval.dtype) for x in eqn.invars]
+    # Tables that vmap repeated: only for our own rules is it known what vmap does to the
+    # parameters.
+    if lead > 1 or rule(height, dict(eqn.params), *whole) is None:
+        return None
+    for out in eqn.outvars:
+        if _jax.shape_of(out)[:1] != (height,):
+            raise ValueError(
+                f"{primitive} is registered as row-wise, but of {height} rows it makes "
+                f"an array {out.aval.str_short()}; an output must have as many rows as the "
+                "table, or the rule return None"
+            )
+    params_for = lambda rows: rule(rows[0], dict(eqn.params), *whole)  # noqa: E731
+    return _views(eqn, operands, lead, params_for, [i not in by_row for i in range(count)])
 
-    ``params_for(rows)`` gives the parameters that hold the sizes of the leading axes, for
-    other such sizes.
+
+# --- what the rules are made of ---------------------------------------------------------
+
+
+def _views(
+    eqn: _jax.Equation,
+    operands: Sequence[Any],
+    lead: int,
+    params_for: Callable[[tuple[int, ...]], Any] = lambda rows: {},
+    shared: Sequence[bool] | None = None,
+) -> list[Any]:
+    """Views that run the equation on some of the rows.
+
+    Args:
+      eqn: the equation.
+      operands: views, and values or None.
+      lead: how many axes number the rows.
+      params_for: from other sizes of these axes to the parameters that mention them.
+      shared: which operands serve all rows; None: those that have not as many.
     """
     rows = _jax.shape_of(eqn.outvars[0])[:lead]
-    inner = [_flat(x, atom, rows) for x, atom in zip(operands, eqn.invars, strict=True)]
-    views = [x for x in inner if isinstance(x, View)]
-    from_floats = any(jnp.issubdtype(x.dtype, jnp.inexact) for x in views)
+    if shared is None:
+        shared = [_jax.shape_of(x)[:lead] != rows for x in eqn.invars]
+    inner, serves_all = [], []
+    for operand, atom, one in zip(operands, eqn.invars, shared, strict=True):
+        inner.append(_flat(operand, atom, rows))
+        # What has one row for each example of a batch is repeated for the rows of each.
+        serves_all.append(one and (lead == 1 or math.prod(_jax.shape_of(atom)[:lead]) == 1))
+    floating = [jnp.issubdtype(x.dtype, jnp.inexact) for x in inner if isinstance(x, View)]
     ones = (1,) * (lead - 1)
     outputs: list[View] = []
     for number, out in enumerate(eqn.outvars):
@@ -93,13 +260,20 @@ def _rowwise(
             number, row = which
             given = [x.reshape(*ones, *x.shape) if jnp.ndim(x) else x for x in values]
             result = _jax.bind(eqn, given, **params_for((*ones, count)))[number]
+            if result.size != count * math.prod(row):
+                raise ValueError(
+                    f"of {count} rows {eqn.primitive} made an array {result.shape}; "
+                    "if its parameters mention the rows, it needs a rule: "
+                    f"jslices.register_rowwise({eqn.primitive}, rule)"
+                )
             return result.reshape(count, *row)
 
         run = functools.partial(apply, which=(number, row))
-        view = Rowwise((math.prod(rows), *row), out.aval.dtype, run, tuple(inner))
-        # `table > 0`, and what is made from it alone, passes no gradient on.
-        graded = from_floats and jnp.issubdtype(view.dtype, jnp.inexact)
-        outputs.append(_folded(view if graded else without_slots(view), rows))
+        shape = (math.prod(rows), *row)
+        view = Rowwise(shape, out.aval.dtype, run, tuple(inner), tuple(serves_all))
+        # `table > 0`, and what is computed from it alone, passes no gradient on.
+        graded = any(floating) and jnp.issubdtype(view.dtype, jnp.inexact)
+        outputs.append(folded(view if graded else without_slots(view), rows))
     return outputs
 
 
@@ -115,66 +289,102 @@ def _flat(operand: Any, atom: Any, rows: tuple[int, ...]) -> Any:
     return operand.reshape(-1, *rest)
 
 
-def _folded(view: View, rows: tuple[int, ...]) -> View:
-    """A view with one axis for all rows as one that numbers them by the axes ``rows``."""
-    if len(rows) == 1:
-        return view
-    return Repeated((*rows, *view.shape[1:]), view.dtype, view, len(rows))
+def _rule(*names: str) -> Callable[[Rule], Rule]:
+    """Registers a rule of ours for the primitives of these names that this JAX has."""
+
+    def register(rule: Rule) -> Rule:
+        RULES.update((p, rule) for name in names if (p := _jax.PRIMITIVES.get(name)))
+        return rule
+
+    return register
 
 
-# --- steps that commute with a lookup ---------------------------------------------
+# --- each element by itself -------------------------------------------------------------
 
 
+@_rule(
+    *"""
+    abs acos acosh add and asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil clamp
+    clz complex conj convert_element_type copy cos cosh digamma div eq erf erf_inv erfc exp
+    exp2 expm1 floor ge gt igamma igamma_grad_a igammac imag integer_pow is_finite le lgamma
+    log log1p log2 logistic lt max min mul mulhi name ne neg nextafter not one_minus_square
+    or polygamma population_count pow real reduce_precision regularized_incomplete_beta rem
+    round rsqrt select_n shift_left shift_right_arithmetic shift_right_logical sign sin sinh
+    sqrt square sub tan tanh xor zeta
+    """.split()
+)
 def _elementwise(
     eqn: _jax.Equation, operands: Sequence[Any], lead: int
-) -> list[Any] | None:
-    shape = _jax.shape_of(eqn.outvars[0])
-    for atom, operand in zip(eqn.invars, operands, strict=True):
+) -> list[Any] | NeedsWhole | None:
+    """XLA broadcasts scalars and axes of size 1 in these."""
+    shape, serve_all = _jax.shape_of(eqn.outvars[0]), []
+    for i, (atom, operand) in enumerate(zip(eqn.invars, operands, strict=True)):
         given = _jax.shape_of(atom)
         if isinstance(operand, View):
-            # A view of one row that is broadcast to many is not read row by row.
             if given[:lead] != shape[:lead] or len(given) != len(shape):
-                return None
+                serve_all.append(i)
         elif any(n not in (1, rows) for n, rows in zip(given[:lead], shape, strict=False)):
             return None
-    return _rowwise(eqn, operands, lead)
+    return NeedsWhole(serve_all) if serve_all else _views(eqn, operands, lead)
 
 
-def _along(name: str) -> Rule:
+# --- along other axes -------------------------------------------------------------------
+
+
+def _along(parameter: str) -> Rule:
     """A rule for what works along one axis, or several, given by a parameter."""
 
     def rule(eqn: _jax.Equation, operands: Sequence[Any], lead: int) -> list[Any] | None:
-        axes = eqn.params[name]
+        axes = eqn.params[parameter]
         axes = axes if isinstance(axes, tuple | list) else (axes,)
         inside = all(axis >= lead for axis in axes)
-        return _rowwise(eqn, operands, lead) if inside else None
+        return _views(eqn, operands, lead) if inside else None
 
     return rule
 
 
-def _untouched(name: str, nothing: Any) -> Rule:
+_rule("cumlogsumexp", "cummax", "cummin", "cumprod", "cumsum", "split", "stack")(
+    _along("axis")
+)
+_rule("reduce_max", "reduce_min", "reduce_prod", "reduce_sum")(_along("axes"))
+_rule("reduce_and", "reduce_or", "reduce_xor", "argmax", "argmin")(_along("axes"))
+_rule("rev", "squeeze")(_along("dimensions"))
+_rule("sort")(_along("dimension"))
+
+
+def _unless_rows(parameter: str, nothing: Any) -> Rule:
     """A rule for what does something to each axis, and ``nothing`` to those of the rows."""
 
     def rule(eqn: _jax.Equation, operands: Sequence[Any], lead: int) -> list[Any] | None:
-        same = all(entry == nothing for entry in eqn.params[name][:lead])
-        return _rowwise(eqn, operands, lead) if same else None
+        same = all(entry == nothing for entry in eqn.params[parameter][:lead])
+        return _views(eqn, operands, lead) if same else None
 
     return rule
 
 
+_rule("pad")(_unless_rows("padding_config", (0, 0, 0)))
+_rule("tile")(_unless_rows("reps", 1))
+
+
+@_rule("reshape")
 def _reshape(eqn: _jax.Equation, operands: Sequence[Any], lead: int) -> list[Any] | None:
     old, new = _jax.shape_of(eqn.invars[0]), tuple(eqn.params["new_sizes"])
     same_rows = new[:lead] == old[:lead] and math.prod(old) > 0
     if not same_rows or eqn.params.get("dimensions") is not None:
         return None
-    return _rowwise(eqn, operands, lead, lambda rows: {"new_sizes": (*rows, *new[lead:])})
+    return _views(eqn, operands, lead, lambda rows: {"new_sizes": (*rows, *new[lead:])})
 
 
+@_rule("transpose")
 def _transpose(eqn: _jax.Equation, operands: Sequence[Any], lead: int) -> list[Any] | None:
     stay = tuple(eqn.params["permutation"][:lead]) == tuple(range(lead))
-    return _rowwise(eqn, operands, lead) if stay else None
+    return _views(eqn, operands, lead) if stay else None
 
 
+# --- other numbers for the rows ---------------------------------------------------------
+
+
+@_rule("broadcast_in_dim")
 def _broadcast(eqn: _jax.Equation, operands: Sequence[Any], lead: int) -> list[Any] | None:
     """New axes within the rows, or a copy of all rows for every example of a batch."""
     shape, dims = tuple(eqn.params["shape"]), tuple(eqn.params["broadcast_dimensions"])
@@ -182,18 +392,31 @@ def _broadcast(eqn: _jax.Equation, operands: Sequence[Any], lead: int) -> list[A
     if len(operands) > 1:  # sizes that are known at run time only
         return None
     if dims[:lead] == tuple(range(lead)) and shape[:lead] == given[:lead]:
-        return _rowwise(eqn, operands, lead, lambda rows: {"shape": (*rows, *shape[lead:])})
+        return _views(eqn, operands, lead, lambda rows: {"shape": (*rows, *shape[lead:])})
     # The rows come last among the axes that number them, and are as they were.
     more = lead + len(shape) - len(given)
     as_they_were = tuple(shape[d] for d in dims) == given
     last = dims[lead - 1 :] == tuple(range(more - 1, len(shape)))
     if not as_they_were or not last or math.prod(shape[:more]) > INT32_MAX:
         return None
-    inner, rows = flat(operands[0]), shape[:more]
+    inner, rows, axes = flat(operands[0]), shape[:more], dims[:lead]
+
+    def number(x: jax.Array) -> jax.Array:
+        number = jnp.zeros_like(x)
+        for axis in axes:
+            below = math.prod(rows[axis + 1 :])
+            number = number * rows[axis] + x // below % rows[axis]
+        return number
+
+    def take(array: jax.Array) -> jax.Array:
+        return jax.lax.broadcast_in_dim(array.reshape(given), shape, dims)
+
     everything = (math.prod(rows), *shape[more:])
-    return [_folded(Copied(everything, inner.dtype, inner, rows, dims[:lead]), rows)]
+    key = ("copies", rows, axes)
+    return [folded(Renumbered(everything, inner.dtype, inner, number, key, take), rows)]
 
 
+@_rule("slice")
 def _slice(eqn: _jax.Equation, operands: Sequence[Any], lead: int) -> list[Any] | None:
     """``table[1:, 2:5]``: some consecutive rows, and some columns of them."""
     (view,) = operands
@@ -206,50 +429,63 @@ def _slice(eqn: _jax.Equation, operands: Sequence[Any], lead: int) -> list[Any] 
     if not all_examples or set(strides[:lead]) != {1} or height < 1:
         return None
     if height < full[one]:
-        rows = (*full[:one], height)
-        shape = (math.prod(rows), *full[lead:])
-        window = Window(shape, view.dtype, flat(view), above, height, full[one])
-        view = _folded(window, rows)
+        view = _window(view, lead, above, height)
     whole_rows = (start[lead:], limit[lead:]) == (nothing[lead:], full[lead:])
     if whole_rows and set(strides) == {1}:
         return [view]
     begin = {"start_indices": (*nothing[:lead], *start[lead:])}
-    return _rowwise(
-        eqn, [view], lead, lambda rows: {**begin, "limit_indices": (*rows, *limit[lead:])}
+    return _views(
+        eqn,
+        [view],
+        lead,
+        lambda rows: {**begin, "limit_indices": (*rows, *limit[lead:])},
+        [False],
     )
 
 
+def _window(view: View, lead: int, above: int, height: int) -> View:
+    """``height`` rows of a view, those of each example, from row ``above`` on."""
+    examples, full, rest = view.shape[: lead - 1], view.shape[lead - 1], view.shape[lead:]
+
+    def number(x: jax.Array) -> jax.Array:
+        return x // height * full + x % height + above
+
+    def take(array: jax.Array) -> jax.Array:
+        return array.reshape(-1, full, *rest)[:, above : above + height]
+
+    shape = (math.prod(examples) * height, *rest)
+    key = ("window", above, height, full)
+    inner = Renumbered(shape, view.dtype, flat(view), number, key, take)
+    return folded(inner, (*examples, height))
+
+
+@_rule("concatenate")
 def _concatenate(
     eqn: _jax.Equation, operands: Sequence[Any], lead: int
 ) -> list[Any] | None:
     axis, rows = eqn.params["dimension"], _jax.shape_of(eqn.outvars[0])[:lead]
     if axis >= lead:
-        return _rowwise(eqn, operands, lead)
-    if axis < lead - 1:
+        return _views(eqn, operands, lead)
+    if axis < lead - 1 or not rows[-1]:
         return None
     out = eqn.outvars[0].aval
     heights = tuple(_jax.shape_of(atom)[axis] for atom in eqn.invars)
-    parts = [
+    arrays = [
         _flat(x, atom, (*rows[:-1], height))
         for x, atom, height in zip(operands, eqn.invars, heights, strict=True)
     ]
     shape = (math.prod(rows), *out.shape[lead:])
-    return [_folded(Stacked(shape, out.dtype, tuple(parts), heights), rows)]
+    return [folded(Stacked(shape, out.dtype, tuple(arrays), heights), rows)]
 
 
+# --- the same rows ----------------------------------------------------------------------
+
+
+@_rule("stop_gradient")
 def _stop_gradient(eqn: _jax.Equation, operands: Sequence[Any], lead: int) -> list[Any]:
     inner = flat(operands[0])
     stopped = Stopped(inner.shape, inner.dtype, inner)
-    return [_folded(stopped, operands[0].shape[:lead])]
-
-
-def _pass_through(eqn: _jax.Equation, operands: Sequence[Any], lead: int) -> list[Any]:
-    """``optimization_barrier``: the views step round it, the arrays go through."""
-    arrays = [x for x in operands if not isinstance(x, View)]
-    if arrays and arrays[0] is not None:
-        through = iter(lax.optimization_barrier(arrays))
-        return [x if isinstance(x, View) else next(through) for x in operands]
-    return list(operands)
+    return [folded(stopped, operands[0].shape[:lead])]
 
 
 def _mark(eqn: _jax.Equation, operands: Sequence[Any], lead: int) -> list[Any]:
@@ -257,42 +493,4 @@ def _mark(eqn: _jax.Equation, operands: Sequence[Any], lead: int) -> list[Any]:
     return list(operands)
 
 
-def _sharding_constraint(
-    eqn: _jax.Equation, operands: Sequence[Any], lead: int
-) -> list[Any] | None:
-    """A constraint speaks of the whole table, so it stays on the table."""
-    (view,) = operands
-    if not isinstance(view, Table):
-        return None
-    if view.array is None:
-        return [view]
-    return [dataclasses.replace(view, array=_jax.bind(eqn, [view.array])[0])]
-
-
-_STEPS: dict[str, Rule] = {
-    "broadcast_in_dim": _broadcast,
-    "concatenate": _concatenate,
-    "cumlogsumexp": _along("axis"),
-    "cummax": _along("axis"),
-    "cummin": _along("axis"),
-    "cumprod": _along("axis"),
-    "cumsum": _along("axis"),
-    mark_p.name: _mark,
-    "optimization_barrier": _pass_through,
-    "pad": _untouched("padding_config", (0, 0, 0)),
-    "reduce_max": _along("axes"),
-    "reduce_min": _along("axes"),
-    "reduce_prod": _along("axes"),
-    "reduce_sum": _along("axes"),
-    "reshape": _reshape,
-    "rev": _along("dimensions"),
-    "sharding_constraint": _sharding_constraint,
-    "slice": _slice,
-    "sort": _along("dimension"),
-    "split": _along("axis"),
-    "stack": _along("axis"),
-    "squeeze": _along("dimensions"),
-    "stop_gradient": _stop_gradient,
-    "tile": _untouched("reps", 1),
-    "transpose": _transpose,
-}
+RULES[mark_p] = _mark

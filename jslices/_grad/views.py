@@ -1,24 +1,22 @@
-"""What a variable of the program is, in terms of the tables it was made from.
+"""What a variable of the program is, in terms of the tables it was computed from.
 
-A *view* stands for an array of V rows that is never computed. It knows how to give some
-of its rows by looking up those rows in the tables underneath and doing to them what the
-program did to the whole: ``f(table)[ids] == f(table[ids])`` for a row-wise ``f``.
+A *view* stands for an array ``[V, *D]`` that is never computed. It knows which rows of
+which arrays its own rows are made from, and how: ``f(table)[ids] == f(table[ids])`` for a
+row-wise ``f``. Reading rows of a view therefore ends in reading rows of tables.
 
-While the program is only read (``walk``), the arrays inside a view are None.
+A program is walked twice (interpret.py). While its lookups are planned there are no values:
+arrays and row numbers are None, and reading a view only tells which tables it reads.
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from jslices._rows.bounds import take_rows
-
-Mode = lax.GatherScatterMode
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,144 +24,229 @@ class Ids:
     """Row numbers ``[n]`` to read from a view.
 
     Attributes:
-      name: tells these row numbers from others in the same lookup; equal names mean equal
-        numbers.
+      name: distinguishes these row numbers from others in the same lookup; equal names mean
+        equal numbers.
       read: the rows to read, all in ``[0, V)``.
-      record: what the slices will hold, where out of range means no gradient. Both are
-        None while the program is only read.
+      record: the indices of the gradient, where out of range means no gradient. Both are
+        None while lookups are planned.
     """
 
     name: tuple[Any, ...] = ()
     read: Any = None
     record: Any = None
 
-    def renumbered(self, how: tuple[Any, ...], inside: Callable[..., Any]) -> "Ids":
+    def renumbered(self, key: tuple[Any, ...], number: Callable[..., Any]) -> "Ids":
         """The same rows by their numbers in another array.
 
-        ``inside(read, record)`` gives the new ones; ``how`` tells it from others.
+        ``number(read, record)`` gives those; equal keys mean equal functions.
         """
-        name = (*self.name, how)
-        return (
-            Ids(name) if self.read is None else Ids(name, *inside(self.read, self.record))
-        )
-
-
-class Reader:
-    """Reads rows of tables during one lookup, every row once however often it is used.
-
-    Args:
-      take: ``take(leaf, table, ids) -> rows``.
-      bare: reads without asking for a gradient; None for the reader that is itself bare.
-      runs: False if nothing is computed, only the reads are counted.
-    """
-
-    def __init__(self, take: Callable[..., Any], bare: bool = False, runs: bool = True):
-        self.take, self.runs = take, runs
-        self.bare = self if bare else Reader(just_read, bare=True, runs=runs)
-        self._seen: dict[Any, Any] = {}
-
-    def once(self, what: Any, ids: Ids, compute: Callable[[], Any]) -> Any:
-        """``compute()``, or what it gave before for the same thing and row numbers."""
-        key = (what if isinstance(what, int) else id(what), isinstance(what, int), ids.name)
-        if key not in self._seen:
-            # The view is kept as well, so that its id stays its own.
-            self._seen[key] = (what, compute())
-        return self._seen[key][1]
-
-
-def just_read(leaf: int, table: jax.Array, ids: Ids) -> Any:
-    """Rows of a table, with no slot for their gradient."""
-    return None if ids.read is None else take_rows(table, ids.read, mode="clip")
+        name = (*self.name, key)
+        if self.read is None:
+            return Ids(name)
+        return Ids(name, *number(self.read, self.record))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class View:
-    """An array ``shape`` = ``[V, *D]`` that is computed row by row, on demand."""
+    """An array ``shape`` = ``[V, *D]`` whose rows are computed on demand."""
 
     shape: tuple[int, ...]
     dtype: Any
 
-    def rows(self, ids: Ids, reader: Reader) -> Any:
-        """``[n, *D]`` at ``ids.read``, the gradient going to ``ids.record``."""
-        return reader.once(self, ids, lambda: self._rows(ids, reader))
+    def parts(self, ids: Ids) -> Sequence[tuple[Any, Ids | None]]:
+        """What the rows at ``ids`` are made from.
 
-    def _rows(self, ids: Ids, reader: Reader) -> Any:
+        Views and arrays, each with the numbers of its rows, or with None for an array that
+        serves all rows.
+        """
         raise NotImplementedError
 
-    def whole(self) -> jax.Array:
-        """The array itself, all of it: for uses through which no gradient flows."""
+    def combine(self, parts: Sequence[Any], ids: Ids) -> jax.Array:
+        """The rows ``[n, *D]`` at ``ids``, from those of ``parts(ids)``."""
         raise NotImplementedError
 
-    def leaves(self) -> list[int]:
-        """The leaf of every read that ``rows`` makes, in the order it makes them."""
-        found: list[int] = []
-        self.rows(Ids(), Reader(lambda leaf, *_: found.append(leaf), runs=False))
-        return found
+    def whole(self, of: Callable[[Any], Any]) -> jax.Array:
+        """The array itself; ``of(part)`` gives that of a part."""
+        raise NotImplementedError
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Table(View):
-    """A differentiated leaf, as it is."""
+    """A differentiated array as it is: the leaf with this number."""
 
     leaf: int
     array: Any = None
 
-    def rows(self, ids: Ids, reader: Reader) -> Any:
-        return reader.once(self.leaf, ids, lambda: reader.take(self.leaf, self.array, ids))
-
-    def whole(self) -> jax.Array:
+    def whole(self, of: Callable[[Any], Any]) -> jax.Array:
         return self.array
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Rowwise(View):
-    """An operation that treats every row alike.
+    """The result of an operation that treats every row alike.
 
-    ``operands`` are views, arrays with V rows (whose rows are then taken as well), or
-    arrays that serve all rows (scalars, or one row).
+    ``apply(operands, n)`` computes n rows from n rows of the operands, of which the
+    ``shared`` ones serve all rows.
     """
 
     apply: Callable[[Sequence[Any], int], jax.Array]
     operands: tuple[Any, ...]
+    shared: tuple[bool, ...]
 
-    def _rows(self, ids: Ids, reader: Reader) -> Any:
-        def rows_of(operand: Any) -> Any:
-            if isinstance(operand, View):
-                return operand.rows(ids, reader)
-            if not reader.runs or jnp.ndim(operand) == 0:
-                return operand
-            if operand.shape[0] != self.shape[0]:
-                return operand
-            return take_rows(operand, ids.read, mode="clip")
+    def parts(self, ids: Ids) -> Sequence[tuple[Any, Ids | None]]:
+        pairs = zip(self.operands, self.shared, strict=True)
+        return [(operand, None if shared else ids) for operand, shared in pairs]
 
-        rows = [rows_of(operand) for operand in self.operands]
-        return self.apply(rows, ids.read.shape[0]) if reader.runs else None
+    def combine(self, parts: Sequence[Any], ids: Ids) -> jax.Array:
+        return self.apply(parts, ids.read.shape[0])
 
-    def whole(self) -> jax.Array:
-        return self.apply([whole(operand) for operand in self.operands], self.shape[0])
+    def whole(self, of: Callable[[Any], Any]) -> jax.Array:
+        return self.apply([of(operand) for operand in self.operands], self.shape[0])
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Renumbered(View):
+    """Rows of another view under other numbers, such as consecutive ones: ``table[1:]``.
+
+    Attributes:
+      inner: the other view.
+      number: from the number of a row to its number in ``inner``.
+      key: equal keys mean equal numberings.
+      take: from the whole of ``inner`` to the whole of this.
+    """
+
+    inner: View
+    number: Callable[[jax.Array], jax.Array]
+    key: tuple[Any, ...]
+    take: Callable[[jax.Array], jax.Array]
+
+    def parts(self, ids: Ids) -> Sequence[tuple[Any, Ids | None]]:
+        def inside(read: jax.Array, record: jax.Array) -> tuple[jax.Array, jax.Array]:
+            good = (record >= 0) & (record < self.shape[0])
+            record = jnp.where(good, self.number(record), self.inner.shape[0])
+            return self.number(read), record
+
+        return [(self.inner, ids.renumbered(self.key, inside))]
+
+    def combine(self, parts: Sequence[Any], ids: Ids) -> jax.Array:
+        return parts[0]
+
+    def whole(self, of: Callable[[Any], Any]) -> jax.Array:
+        return self.take(of(self.inner)).reshape(self.shape)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Stacked(View):
+    """Several arrays below one another: ``concatenate`` along the axis of rows.
+
+    Each may hold a table for every example of a batch (see :class:`Repeated`), below one
+    another as well. ``heights`` are the rows of each array for one example.
+    """
+
+    arrays: tuple[Any, ...]
+    heights: tuple[int, ...]
+
+    def parts(self, ids: Ids) -> Sequence[tuple[Any, Ids | None]]:
+        return [
+            (array, self._below(ids, above, height))
+            for array, above, height in self._filled()
+        ]
+
+    def combine(self, parts: Sequence[Any], ids: Ids) -> jax.Array:
+        row, out = ids.read % sum(self.heights), parts[0]
+        for rows, (_, above, height) in zip(parts[1:], self._filled()[1:], strict=True):
+            here = (row >= above) & (row < above + height)
+            here = here.reshape((-1,) + (1,) * (len(self.shape) - 1))
+            out = jnp.where(here, rows, out)
+        return out
+
+    def whole(self, of: Callable[[Any], Any]) -> jax.Array:
+        rest = self.shape[1:]
+        examples = self.shape[0] // sum(self.heights)
+        arrays = [
+            of(array).reshape(examples, height, *rest)
+            for array, height in zip(self.arrays, self.heights, strict=True)
+        ]
+        return jnp.concatenate(arrays, axis=1).reshape(self.shape)
+
+    def _filled(self) -> list[tuple[Any, int, int]]:
+        """The arrays that have rows: each with the number of rows above it, and its own."""
+        found, above = [], 0
+        for array, height in zip(self.arrays, self.heights, strict=True):
+            if height:
+                found.append((array, above, height))
+            above += height
+        return found
+
+    def _below(self, ids: Ids, above: int, height: int) -> Ids:
+        """The row numbers in the array that begins at ``above``, others out of range."""
+        total = sum(self.heights)
+        beyond = self.shape[0] // total * height
+
+        def inside(read: jax.Array, record: jax.Array) -> tuple[jax.Array, jax.Array]:
+            row = record % total - above
+            good = (record >= 0) & (record < self.shape[0]) & (row >= 0) & (row < height)
+            record = jnp.where(good, record // total * height + row, beyond)
+            near = jnp.clip(read % total - above, 0, height - 1)
+            return read // total * height + near, record
+
+        return ids.renumbered(("below", above, height, total), inside)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Repeated(View):
     """An array ``[*B, V, *D]``, a table for every example of a batch.
 
-    ``vmap`` of a ``cond`` whose branch differs between examples makes one: it repeats what
-    the branches read, and selects. ``flat`` is the same as ``[prod(B) * V, *D]``, and
+    ``vmap`` of a ``cond`` whose predicate differs between examples makes one: it repeats
+    what the branches read, and selects. ``flat`` is the same as ``[prod(B) * V, *D]``, and
     ``lead`` the number of axes of ``[*B, V]``.
     """
 
     flat: View
     lead: int
 
-    def _rows(self, ids: Ids, reader: Reader) -> Any:
-        return self.flat.rows(ids, reader)
+    def parts(self, ids: Ids) -> Sequence[tuple[Any, Ids | None]]:
+        return [(self.flat, ids)]
 
-    def whole(self) -> jax.Array:
-        return self.flat.whole().reshape(self.shape)
+    def combine(self, parts: Sequence[Any], ids: Ids) -> jax.Array:
+        return parts[0]
+
+    def whole(self, of: Callable[[Any], Any]) -> jax.Array:
+        return of(self.flat).reshape(self.shape)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Unslotted(View):
+    """A view through which no gradient is asked for: its tables get no cotangent slot."""
+
+    inner: View
+
+    def parts(self, ids: Ids) -> Sequence[tuple[Any, Ids | None]]:
+        return [(self.inner, ids)]
+
+    def combine(self, parts: Sequence[Any], ids: Ids) -> jax.Array:
+        return parts[0]
+
+    def whole(self, of: Callable[[Any], Any]) -> jax.Array:
+        return of(self.inner)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Stopped(Unslotted):
+    """A view behind ``stop_gradient``: no derivative of any kind goes through."""
+
+    def combine(self, parts: Sequence[Any], ids: Ids) -> jax.Array:
+        return lax.stop_gradient(parts[0])
+
+    def whole(self, of: Callable[[Any], Any]) -> jax.Array:
+        return lax.stop_gradient(of(self.inner))
+
+
+# --- the axes that number the rows ------------------------------------------------------
 
 
 def leading(view: View) -> int:
-    """How many leading axes number the rows of a view: 1, but for repeated tables."""
+    """How many leading axes number the rows of a view: 1, except for repeated tables."""
     return view.lead if isinstance(view, Repeated) else 1
 
 
@@ -172,29 +255,60 @@ def flat(view: View) -> View:
     return view.flat if isinstance(view, Repeated) else view
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class Unslotted(View):
-    """A view through which no gradient is asked for: read row by row, without a slot."""
-
-    inner: View
-
-    def _rows(self, ids: Ids, reader: Reader) -> Any:
-        return self.inner.rows(ids, reader.bare)
-
-    def whole(self) -> jax.Array:
-        return self.inner.whole()
+def folded(view: View, rows: tuple[int, ...]) -> View:
+    """A view with one axis for all rows as one whose axes ``rows`` number them."""
+    if len(rows) == 1:
+        return view
+    return Repeated((*rows, *view.shape[1:]), view.dtype, view, len(rows))
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class Stopped(Unslotted):
-    """A view behind ``stop_gradient``: no derivative of any kind goes through."""
+# --- reading ----------------------------------------------------------------------------
 
-    def _rows(self, ids: Ids, reader: Reader) -> Any:
-        rows = super()._rows(ids, reader)
-        return lax.stop_gradient(rows) if reader.runs else None
 
-    def whole(self) -> jax.Array:
-        return lax.stop_gradient(self.inner.whole())
+class Reader:
+    """Reads rows of views during one lookup, every row once however often it is used.
+
+    Args:
+      take: ``take(table, ids)`` reads the rows of a :class:`Table`, or notes the read while
+        lookups are planned.
+    """
+
+    def __init__(self, take: Callable[[Table, Ids], Any], slotted: bool = True) -> None:
+        self._take = take
+        self._without_slots = Reader(_just_take, slotted=False) if slotted else self
+        self._read: dict[Any, Any] = {}
+
+    def rows(self, value: Any, ids: Ids | None) -> Any:
+        """The rows of a view or an array, or all of an array where ``ids`` is None."""
+        if ids is None:
+            return value
+        if not isinstance(value, View):
+            return None if value is None else take_rows(value, ids.read, mode="clip")
+        # Whatever array a table is by now, its rows are those of the leaf.
+        key = (value.leaf if isinstance(value, Table) else value, ids.name)
+        if key not in self._read:
+            self._read[key] = self._compute(value, ids)
+        return self._read[key]
+
+    def _compute(self, view: View, ids: Ids) -> Any:
+        if isinstance(view, Table):
+            return self._take(view, ids)
+        reader = self._without_slots if isinstance(view, Unslotted) else self
+        parts = [reader.rows(part, at) for part, at in view.parts(ids)]
+        return None if ids.read is None else view.combine(parts, ids)
+
+
+def _just_take(table: Table, ids: Ids) -> Any:
+    if ids.read is None:
+        return None
+    return take_rows(table.array, ids.read, mode="clip")
+
+
+def tables_read(view: View) -> list[int]:
+    """The leaves whose rows a lookup of ``view`` reads with cotangent slots, in order."""
+    found: list[int] = []
+    Reader(lambda table, ids: found.append(table.leaf)).rows(view, Ids())
+    return found
 
 
 def without_slots(value: Any) -> Any:
@@ -206,60 +320,13 @@ def without_slots(value: Any) -> Any:
     return value
 
 
-def whole(value: Any) -> Any:
-    """The array behind a view; anything else as it is."""
-    return value.whole() if isinstance(value, View) else value
+def whole(value: Any, known: MutableMapping[View, jax.Array]) -> Any:
+    """The array behind a view; anything else as it is.
 
-
-def look_up(
-    view: View,
-    ids: jax.Array,
-    mode: Mode,
-    fill_value: Any,
-    take: Callable[..., Any],
-    good: jax.Array | None = None,
-) -> jax.Array:
-    """``view[ids]`` for ``ids`` ``[n]``, a bad id treated as JAX's ``mode`` does.
-
-    The gradient follows the mode: a clipped id counts for the edge row, any other bad id
-    for none. ``take(leaf, table, ids, mode, fill_value)`` reads a table. ``good`` tells
-    the good ids where their range does not, all of them being in it.
+    ``known`` are the arrays that were computed before, so that none is computed twice.
     """
-    view = flat(view)
-    height = view.shape[0]
-    if good is not None and mode != Mode.CLIP:
-        record = jnp.where(good, ids, height)
-        rows = view.rows(Ids((), ids, record), Reader(take))
-        return _masked(rows, good, mode, fill_value)
-    if isinstance(view, Table):
-        record = jnp.clip(ids, 0, max(height - 1, 0)) if mode == Mode.CLIP else ids
-        return take(view.leaf, view.array, Ids((), ids, record), mode, fill_value)
-    read = jnp.clip(ids, 0, max(height - 1, 0))
-    record = read if mode == Mode.CLIP else ids
-    rows = view.rows(Ids((), read, record), Reader(take))
-    if mode == Mode.CLIP:
-        return rows
-    return _masked(rows, (ids >= 0) & (ids < height), mode, fill_value)
-
-
-def _masked(rows: Any, good: jax.Array, mode: Mode, fill_value: Any) -> jax.Array:
-    good = good.reshape((-1,) + (1,) * (rows.ndim - 1))
-    if mode == Mode.FILL_OR_DROP:
-        return jnp.where(good, rows, _fill(fill_value, rows.dtype))
-    # A bad id reads the edge row, but no gradient comes back, neither to the table nor to
-    # whatever else the rows were made from.
-    return jnp.where(good, rows, lax.stop_gradient(rows))
-
-
-def _fill(fill_value: Any, dtype: Any) -> Any:
-    """JAX's own default: NaN, the smallest signed, the largest unsigned integer."""
-    if fill_value is None:
-        if jnp.issubdtype(dtype, jnp.inexact):
-            fill_value = np.nan
-        elif jnp.issubdtype(dtype, jnp.bool_):
-            fill_value = True
-        else:
-            limits = jnp.iinfo(dtype)
-            fill_value = limits.min if limits.min < 0 else limits.max
-    # NumPy's, because jax_debug_nans would refuse a NaN made by JAX.
-    return np.array(fill_value, dtype)
+    if not isinstance(value, View):
+        return value
+    if value not in known:
+        known[value] = value.whole(lambda part: whole(part, known))
+    return known[value]

@@ -1,12 +1,12 @@
-"""Loops over rows that XLA:CPU compiles to vector instructions, whatever their length.
+"""Gathered rows that XLA:CPU copies by vector instructions, whatever their length.
 
-Some programs compute a value faster when it is written down in a longer form. Such a form
-stands behind a primitive that is the identity: only its lowering for a CPU knows the form,
-every transformation drops it, and all other platforms see nothing.
+What makes it do so is a longer form of the same value. It stands behind a primitive that is
+the identity: only its lowering for a CPU knows that form, every transformation may drop it,
+and other platforms see nothing.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -18,31 +18,6 @@ from jax.interpreters import ad, batching, mlir
 
 #: Gathered rows of so many elements would be copied by a scalar loop (see ``row_loop``).
 SCALAR = range(32, 80)
-
-
-def identity(name: str, on_cpu: Callable[[jax.Array, jax.Array], jax.Array]) -> Primitive:
-    """The primitive ``f(x, other) = x``, which a CPU computes as ``on_cpu(x, other)``."""
-    primitive = Primitive(name)
-
-    def jvp(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Any, Any]:
-        return primitive.bind(*primals), tangents[0]
-
-    primitive.def_impl(lambda x, other: x)
-    primitive.def_abstract_eval(lambda x, other: x)
-    ad.primitive_jvps[primitive] = jvp
-    batching.primitive_batchers[primitive] = lambda args, dims: (args[0], dims[0])
-    mlir.register_lowering(primitive, lambda _, x, other: [x])
-    lowering = mlir.lower_fun(on_cpu, multiple_results=False)
-    mlir.register_lowering(primitive, lowering, platform="cpu")
-    return primitive
-
-
-def zero_from(numbers: jax.Array) -> jax.Array:
-    """Zeros, computed from integers so that no compiler sees that they are zeros.
-
-    One of two neighbouring integers is even, hence their product is.
-    """
-    return (numbers * (numbers + 1)) & 1
 
 
 def row_loop(rows: jax.Array, ids: jax.Array) -> jax.Array:
@@ -68,7 +43,8 @@ def _more_instructions(rows: jax.Array, ids: jax.Array) -> jax.Array:
         return rows
     bits = np.dtype(f"int{width}")
     flat = lax.bitcast_convert_type(rows.reshape(-1, length), bits)
-    zero = zero_from(ids).astype(bits).reshape(-1, 1)
+    # One of two neighbouring integers is even; no compiler sees that these are zeros.
+    zero = ((ids * (ids + 1)) & 1).astype(bits).reshape(-1, 1)
     for i in range(max(1, math.ceil(320 / length) - 4)):
         flat = flat ^ zero if i % 2 == 0 else flat + zero
     flat = lax.bitcast_convert_type(flat, rows.dtype)
@@ -78,4 +54,15 @@ def _more_instructions(rows: jax.Array, ids: jax.Array) -> jax.Array:
     return flat.at[here].get(mode="promise_in_bounds").reshape(rows.shape)
 
 
-row_loop_p = identity("row_loop", _more_instructions)
+def _jvp(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Any, Any]:
+    return row_loop_p.bind(*primals), tangents[0]
+
+
+row_loop_p = Primitive("row_loop")
+row_loop_p.def_impl(lambda rows, ids: rows)
+row_loop_p.def_abstract_eval(lambda rows, ids: rows)
+ad.primitive_jvps[row_loop_p] = _jvp
+batching.primitive_batchers[row_loop_p] = lambda args, dims: (args[0], dims[0])
+mlir.register_lowering(row_loop_p, lambda _, rows, ids: [rows])
+_on_cpu = mlir.lower_fun(_more_instructions, multiple_results=False)
+mlir.register_lowering(row_loop_p, _on_cpu, platform="cpu")

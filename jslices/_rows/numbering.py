@@ -48,7 +48,9 @@ def number_slots(indices: jax.Array, num_rows: int | None, capacity: int) -> Num
     Cost: a sort of K integers.
     """
     empty = empty_slot(num_rows, indices.dtype)
-    ordered, positions, is_first, slots = sort_slots(indices)
+    ordered, positions = sort_ids(indices)
+    is_first = jnp.concatenate([jnp.ones((1,), bool), ordered[1:] != ordered[:-1]])
+    slots = jnp.cumsum(is_first, dtype=jnp.int32) - 1
     # Equal indices share a slot, so writes that collide store the same number.
     unique = (
         jnp.full((capacity,), empty, indices.dtype)
@@ -61,18 +63,6 @@ def number_slots(indices: jax.Array, num_rows: int | None, capacity: int) -> Num
     slots = jnp.zeros_like(slots).at[positions].set(slots, unique_indices=True)
     distinct = jnp.sum(is_first & (ordered != empty), dtype=jnp.int32)
     return unique, slots, distinct
-
-
-def sort_slots(indices: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """Sorts ``indices`` ``[K]``, K at least 1, and numbers the rows among them.
-
-    Returns:
-      ``(ordered, positions, is_first, numbers)``, each ``[K]``: the sorted indices, where
-      each stood, whether it is the first of its row, and how many rows come before it.
-    """
-    ordered, positions = sort_ids(indices)
-    is_first = jnp.concatenate([jnp.ones((1,), bool), ordered[1:] != ordered[:-1]])
-    return ordered, positions, is_first, jnp.cumsum(is_first, dtype=jnp.int32) - 1
 
 
 def number_slots_in_any_order(

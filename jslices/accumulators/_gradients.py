@@ -82,7 +82,7 @@ def positive(num_required: Any) -> int:
 
 
 def refuse_tracer(name: str, value: Any) -> None:
-    """The objects live on the host, and can only be used there."""
+    """The blocking accumulators live on the host, and can only be used there."""
     if isinstance(value, jax.core.Tracer):
         raise TypeError(
             f"{name} is a traced value, but this accumulator lives on the host; inside "

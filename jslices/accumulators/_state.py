@@ -168,7 +168,7 @@ class Turns:
         self._changed = threading.Condition()
         self._waiting: deque[object] = deque()
         self._new_store = new_store
-        self.terms = terms  # what all who share this must agree on
+        self.terms = terms  # on which all that share this must agree
         self.store = new_store()
         self.count = 0
         self.step = 0

@@ -77,8 +77,8 @@ class _Accumulator:
     def set_global_step(self, new_global_step: Any) -> None:
         """Sets the step; what is accumulated stays.
 
-        A lower one than the current is logged (logger ``jslices.accumulators``, level
-        WARNING) and set, as in TensorFlow.
+        A step lower than the current one is set too, with a warning in the log (logger
+        ``jslices.accumulators``), as in TensorFlow.
         """
         self._turns.set_step(whole_number("new_global_step", new_global_step))
 
@@ -192,7 +192,7 @@ class SparseConditionalAccumulator(_Accumulator):
         order they come, as TensorFlow does (duplicates within a gradient are summed in
         float32 and rounded once).
       shape: ``(V, *D)``; None for a length that is not known, and None or ``()`` when
-        nothing is. Known ones are checked; a gradient's rows may have further axes.
+        none is. Known lengths are checked; a gradient's rows may have further axes.
       shared_name: accumulators of this process with the same one share their state for as
         long as one of them lives.
       name: for your own use.
@@ -216,7 +216,7 @@ class SparseConditionalAccumulator(_Accumulator):
     Source: ``tf.compat.v1.SparseConditionalAccumulator``. Differences: indices need not be
     sorted or unique (TensorFlow returns duplicate rows then, each divided by a count of
     its own), and the result is always ascending; any floating dtype, bfloat16 included;
-    wrong dtypes and indices that are no integers are errors, where TensorFlow aborts or
+    wrong dtypes and indices that are not integers are errors, where TensorFlow aborts or
     truncates; two uses of one ``shared_name`` must agree; ``timeout``, ``close``,
     ``global_step`` and ``num_stale`` are new.
     """
@@ -243,7 +243,7 @@ class SparseConditionalAccumulator(_Accumulator):
 
         Args:
           grad_indices: ``[K]`` integers, in any order; duplicates add, and count as one
-            holding of the row. A negative one is an empty slot: it stays as it is and
+            holding of the row. A negative one is an empty entry: it stays as it is and
             every operation on the taken slices drops it.
           grad_values: ``[K, *D]`` of the accumulator's dtype (a list takes it on).
           grad_shape: ``(V, *D)`` if known, to be compared with the accumulator's.
@@ -282,7 +282,7 @@ class SparseConditionalAccumulator(_Accumulator):
     ) -> SparseAccumulatorTakeGradient:
         """Waits for ``num_required`` gradients and takes the mean (or sum) of all.
 
-        Who came first is served first, also where a later one would need less.
+        Takers are served in the order in which they came, even if a later one needs fewer.
 
         Args:
           num_required: at least 1.
@@ -382,8 +382,8 @@ class ConditionalAccumulator(_Accumulator):
 
     Args:
       dtype: floating dtype of the gradients, in which they are added as they come.
-      shape: of the gradients; None for a length that is not known, and None when nothing
-        is. ``()`` is a scalar.
+      shape: of the gradients; None for a length that is not known, and None when not
+        even the rank is. ``()`` is a scalar.
       shared_name: accumulators of this process with the same one share their state.
       name: for your own use.
       reduction_type: "MEAN" or "SUM".
@@ -430,7 +430,8 @@ class ConditionalAccumulator(_Accumulator):
     def take_grad(self, num_required: int, *, timeout: float | None = None) -> np.ndarray:
         """Waits for ``num_required`` gradients; the mean (or sum) of all that came.
 
-        Served in the order of coming. Empties the accumulator, adds one to the step.
+        Takers are served in the order in which they came. Empties the accumulator and
+        adds one to the step.
 
         Raises:
           InvalidArgumentError: for ``num_required < 1``, at once.

@@ -123,8 +123,8 @@ class SparseAccumulator(_PureAccumulator):
 
         Returns:
           ``(state, accepted)``; ``accepted`` is a bool ``[]``: False for a stale gradient
-          (``local_step`` below the step), and for one that would bring more than U rows
-          together: that one is counted in ``state.overflow``.
+          (``local_step`` below the step), and for one with which there would be more than U
+          rows: that one is counted in ``state.overflow``.
 
         Raises:
           InvalidArgumentError: for shapes and dtypes that do not fit.

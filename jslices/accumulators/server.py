@@ -230,16 +230,16 @@ def serve(
 ) -> AccumulatorServer:
     """Lets other processes use the accumulators of this one.
 
-    The objects stay here, and this process goes on using them; threads of its own answer
-    for the others. Built on ``multiprocessing.managers``: clients prove that they know
+    The objects stay here, and this process goes on using them; threads answer the calls
+    of the others. Built on ``multiprocessing.managers``: clients prove that they know
     ``authkey``. What they send is unpickled, so that **anyone who has the key can run any
     code here**, and nothing is encrypted: beyond loopback use it in trusted networks only.
 
     Args:
       objects: accumulators by name; also any other object, whose public methods can then
-        be called with what can be pickled (for the parameters, say).
-      address: host and port. By default only this machine can connect, at a free port;
-        ``("0.0.0.0", 5000)`` lets others in.
+        be called with arguments that can be pickled (the parameters, say).
+      address: host and port. By default a free port of this machine, to which only this
+        machine can connect; ``("0.0.0.0", 5000)`` lets others in.
       authkey: a secret; None makes a random one.
 
     Returns:
@@ -305,7 +305,7 @@ def connect(address: Address, authkey: bytes) -> AccumulatorClient:
       A client; ``client["name"]`` is a stand-in with the methods of the object.
 
     Raises:
-      UnavailableError: (a ``ConnectionError``) when nobody listens there.
+      UnavailableError: (a ``ConnectionError``) when nothing listens there.
       multiprocessing.AuthenticationError: for the wrong key.
 
     Example:

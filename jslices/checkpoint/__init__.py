@@ -12,8 +12,8 @@ in the background, the same trees go through Orbax as they are::
         shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
         restored = checkpointer.restore(directory, shapes)
 
-IndexedSlices and the states of optimizers are pytrees, and come back as such because
-``restore`` is given their shapes.
+IndexedSlices and the states of optimizers are pytrees, which ``restore`` rebuilds from
+their shapes.
 """
 
 from jslices._errors import DataLossError as DataLossError

@@ -7,7 +7,6 @@ were. A delta also names the checkpoint that it builds on.
 
 import contextlib
 import dataclasses
-import fnmatch
 import json
 import operator
 import os
@@ -28,7 +27,7 @@ from jslices.checkpoint.tensors import (
     empty_array,
     write_tensors,
 )
-from jslices.checkpoint.trees import brief, check_names, found_name
+from jslices.checkpoint.trees import check_names, matching
 
 _INFO = "jslices"
 _VERSION = 1
@@ -354,14 +353,7 @@ def narrow_to_rows(archive: Archive, rows: Any, saved_as: Mapping[str, str]) -> 
         )
     chosen: dict[str, slice] = {}
     for pattern, wanted in rows.items():
-        exact = found_name(str(pattern), saved_as)
-        covered = [n for n in saved_as if n == exact or fnmatch.fnmatchcase(n, pattern)]
-        if not covered:
-            raise NotFoundError(
-                f"rows names no variable with {pattern!r}; there are {brief(saved_as)}, "
-                "and patterns such as '*/table' are allowed"
-            )
-        for name in covered:
+        for name in matching(str(pattern), saved_as, "rows"):
             part = _range(name, wanted, archive.specs[saved_as[name]])
             if chosen.setdefault(name, part) != part:
                 raise InvalidArgumentError(

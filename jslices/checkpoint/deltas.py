@@ -1,6 +1,5 @@
 """Deltas: what they build on, and which rows of which tables have changed since."""
 
-import fnmatch
 import os
 from typing import Any
 
@@ -12,7 +11,7 @@ from jslices._slices import IndexedSlices, is_slices
 from jslices.checkpoint import files
 from jslices.checkpoint.archive import Archive, Part
 from jslices.checkpoint.leaves import Leaf, as_leaf, row_blocks
-from jslices.checkpoint.trees import brief, named_leaves
+from jslices.checkpoint.trees import matching, named_leaves
 
 
 def open_base(prefix: str, previous: tuple[str, str] | None) -> Archive:
@@ -99,11 +98,8 @@ def _fits(name: str, leaf: Leaf, base: Archive) -> bool:
 def _touched_rows(leaves: dict[str, Leaf], touched: Any) -> dict[str, np.ndarray | None]:
     rows_of: dict[str, np.ndarray | None] = {}
     names, values, _ = named_leaves(touched, is_leaf=_is_ids)
-    unknown = []
     for pattern, ids in zip(names, values, strict=True):
-        covered = [n for n in leaves if n == pattern or fnmatch.fnmatchcase(n, pattern)]
-        if not covered:
-            unknown.append(pattern)
+        covered = matching(pattern, leaves, "touched")
         tables = {n: leaves[n].spec.shape[0] for n in covered if leaves[n].spec.shape}
         if len(set(tables.values())) > 1:
             raise InvalidArgumentError(
@@ -114,11 +110,6 @@ def _touched_rows(leaves: dict[str, Leaf], touched: Any) -> dict[str, np.ndarray
             rows, known = _rows(pattern, ids, num_rows), rows_of.get(name)
             if rows is not None:
                 rows_of[name] = rows if known is None else np.union1d(known, rows)
-    if unknown:
-        raise NotFoundError(
-            f"touched names no variables with {unknown}; there are {brief(leaves)}, and "
-            "patterns such as '*/table' are allowed"
-        )
     return rows_of
 
 

@@ -322,11 +322,9 @@ def misfit(name: str, spec: Spec, template: Any, reshape: bool) -> str | None:
     """Why a saved variable cannot become what ``template`` is; None if it can."""
     wanted = _wanted(name, template)
     saved = f"{name!r} was saved as {spec}"
-    kinds = {
-        "key:" if s.is_key else s.kind if s.is_string else "array" for s in (spec, wanted)
-    }
-    same_key = wanted.kind in ("key:", spec.kind) or not spec.is_key
-    if len(kinds) > 1 or not same_key:
+    special = any(s.is_key or s.is_string for s in (spec, wanted))
+    same_kind = spec.kind == wanted.kind or (wanted.kind == "key:" and spec.is_key)
+    if special and not same_kind:
         return f"{saved}, but {wanted} is wanted"
     if spec.dtype != wanted.dtype and not _is_number_for(spec, wanted):
         return f"{saved}, but the dtype {wanted.dtype} is wanted; convert it afterwards"

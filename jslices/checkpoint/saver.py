@@ -61,7 +61,7 @@ class Saver:
     between, the last checkpoint can be restored and the state file names it.
 
     The name of a variable is its path in the tree: ``"params/table"``, ``"state/0/mu"``.
-    A mapping whose keys hold slashes has the names that its keys are.
+    Keys that contain slashes are names already: ``{"params/table": ...}``.
 
     Args:
       var_list: the names of what is saved and restored, a name standing for everything
@@ -71,20 +71,20 @@ class Saver:
       sharded: writes one file for each shard of the variables, straight from its device.
         Without it there is one file, into which a sharded array is written by blocks of
         rows. Neither gathers a table.
-      max_to_keep: so many checkpoints are kept, the oldest saved goes first; None or 0
-        keeps all, and then ``last_checkpoints`` stays empty.
-      keep_checkpoint_every_n_hours: of those that would be deleted, one in so many hours
-        is kept, beginning so many hours from now.
-      name: stands for ``save`` in the names of ``as_saver_def()``.
+      max_to_keep: the number of checkpoints that are kept; the oldest is deleted first.
+        None or 0 keeps all, and then ``last_checkpoints`` stays empty.
+      keep_checkpoint_every_n_hours: of those that would be deleted, one is kept for every
+        period of this length, counted from now.
+      name: replaces ``save`` in the names of ``as_saver_def()``.
       saver_def: takes ``sharded``, ``max_to_keep`` and ``keep_checkpoint_every_n_hours``
         from another Saver's ``as_saver_def()``.
-      allow_empty: no variables are no error.
+      allow_empty: True allows a checkpoint without variables.
       pad_step_number: the step is written with at least eight digits.
       save_relative_paths: the state file holds paths relative to its directory, so that
         the directory can be moved.
 
     Raises:
-      TypeError: if ``var_list`` holds anything but names and handles.
+      TypeError: if ``var_list`` contains anything but names and handles.
       ValueError: if ``var_list`` is empty or names a variable twice.
 
     Example:
@@ -153,9 +153,9 @@ class Saver:
 
         Args:
           variables: a pytree of arrays of any dtype, numbers, strings and random keys.
-          path: where; its directory must be there.
-          global_step: is appended: ``path-7``. An integer, or the name of a variable that
-            holds one.
+          path: where; its directory must exist.
+          global_step: an integer, or the name of a variable that holds one, to be
+            appended: ``path-7``.
           latest_filename: the name of the state file; None means ``"checkpoint"``.
           write_state: False leaves the state file and ``last_checkpoints`` alone.
 
@@ -163,13 +163,13 @@ class Saver:
           The path of the checkpoint, for :meth:`restore`.
 
         Raises:
-          ValueError: if the directory is not there, there is nothing to save, or the path
-            is that of something else.
-          TypeError: if something cannot be saved, or the step is no integer.
-          OSError: if the files cannot be written; nothing has changed then.
+          ValueError: if the directory does not exist, there is nothing to save, or the
+            path is taken by something else.
+          TypeError: if something cannot be saved, or the step is not an integer.
+          OSError: if the files cannot be written; what was there before is unchanged.
 
-        Cost: reads every element once. Beyond the variables themselves, 64 MiB of memory
-        for those that are sharded or not on the host.
+        Cost: reads every element once; 64 MiB of additional memory for variables that are
+        sharded or not on the host.
         """
         leaves, info = self._leaves(variables)
         prefix = self._path(variables, path, global_step, latest_filename)
@@ -194,12 +194,12 @@ class Saver:
         latest_filename: str | None = None,
         write_state: bool = True,
     ) -> str:
-        """Saves of tables only the rows that changed since the last checkpoint.
+        """Saves only those rows of tables that changed since the last checkpoint.
 
-        It builds on what this Saver saved or restored last, full or itself a delta, which
-        must be in the same directory. Restoring it restores that first and then replays
-        the rows. What it builds on is not deleted while it is kept. Two processes that
-        save deltas need paths of their own.
+        A delta builds on what this Saver saved or restored last, a full checkpoint or
+        another delta, which must be in the same directory. To restore it is to restore
+        that first and then to replay the rows. What a delta builds on is kept for as long
+        as the delta is. Two processes that save deltas need paths of their own.
 
         Args:
           variables: as for :meth:`save`.
@@ -207,10 +207,9 @@ class Saver:
           global_step: as for :meth:`save`.
           touched: ids of the rows that changed since then. A dict whose keys are names of
             tables or patterns (``{"*/table": ids}``), or a tree like ``variables`` with
-            None where nothing is said. Ids are integers (duplicates, and those out of
-            range, do not matter), a mask ``[V]`` of bools, or IndexedSlices. Variables
-            of which nothing is said are saved whole. None compares all with what was
-            saved.
+            None for the others. Ids are integers (duplicates, and those out of range, are
+            ignored), a mask ``[V]`` of bools, or IndexedSlices. Variables that are not
+            mentioned are saved whole. None compares everything with what was saved.
           latest_filename: as for :meth:`save`.
           write_state: as for :meth:`save`.
 
@@ -219,12 +218,12 @@ class Saver:
 
         Raises:
           ValueError: if there is nothing to build on, and as :meth:`save`.
-          NotFoundError: if that is gone, or ``touched`` names no variable.
-          DataLossError: if that is damaged, or has been overwritten.
+          NotFoundError: if that is gone, or ``touched`` names an unknown variable.
+          DataLossError: if that is damaged or has been overwritten.
 
         Cost: reads and writes the touched rows, and the variables that are saved whole;
-        with ``touched=None`` reads everything, and what it builds on. It is always one
-        file.
+        with ``touched=None`` reads everything, and what it builds on. A delta is always
+        one file.
         """
         leaves, info = self._leaves(variables)
         prefix = self._path(variables, path, global_step, latest_filename)
@@ -293,29 +292,29 @@ class Saver:
         Args:
           path: what :meth:`save` returned, or ``latest_checkpoint(directory)``. Also any
             safetensors file.
-          variables: a pytree that says what is wanted: only its variables are read, as
-            the kind of thing each is (an array of JAX's or NumPy's, a number), onto its
-            sharding. A ``jax.ShapeDtypeStruct``, with its ``sharding=``, will do. None:
-            everything, as it was saved; nodes other than dicts, lists, tuples and
-            IndexedSlices come back as dicts.
+          variables: a pytree of what is wanted: only its variables are read, each as
+            what it is there (a JAX or NumPy array, a number), onto its sharding. A
+            ``jax.ShapeDtypeStruct``, with its ``sharding=``, will do. None: everything, as
+            it was saved; nodes other than dicts, lists, tuples and IndexedSlices come back
+            as dicts.
           rows: ``{name or pattern: slice(start, stop)}``, the rows that are wanted of a
-            table ``[V, *D]`` (``{"*/table": ...}``: of its slots as well). It comes back
-            as ``[stop - start, *D]``, the shape that it must have in ``variables``. Of
-            other variables everything is restored.
+            table ``[V, *D]`` (``{"*/table": ...}``: of its state arrays as well). It comes
+            back as ``[stop - start, *D]``, the shape that it must have in ``variables``.
+            Other variables are restored whole.
 
         Returns:
-          A tree like ``variables``; where ``var_list`` leaves something out, its leaves
-          as they were given.
+          A tree like ``variables``; leaves that ``var_list`` leaves out are returned as
+          they were given.
 
         Raises:
           ValueError: if there is no checkpoint at ``path``.
-          NotFoundError: if variables, a shard, or what a delta builds on, are not there.
+          NotFoundError: if variables, a shard, or what a delta builds on, are missing.
           InvalidArgumentError: if shapes or dtypes differ, or a range of rows is not
             within the table.
           DataLossError: if a file is damaged.
 
-        Cost: one table more than the variables hold at the end, at most. Of a sharded
-        array only the shards are read, and of ``rows`` only those, in chunks of 4 MiB.
+        Cost: at most the memory of one more table than is returned. Of a sharded array
+        only the shards are read, of ``rows`` only these, in chunks of 4 MiB.
 
         Example:
           >>> import tempfile, jax, jax.numpy as jnp, jslices as js
@@ -425,7 +424,7 @@ def _step_number(step: Any, variables: Any) -> int:
         found = found_name(step, names)
         if found not in names:
             raise NotFoundError(
-                f"global_step={step!r} is no variable; there are {brief(names)}"
+                f"global_step={step!r} is not a variable; there are {brief(names)}"
             )
         step = values[names.index(found)]
     try:

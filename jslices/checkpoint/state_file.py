@@ -129,7 +129,7 @@ def update_checkpoint_state(
     all_model_checkpoint_timestamps: Sequence[float] | None = None,
     last_preserved_timestamp: float | None = None,
 ) -> None:
-    """Writes the state file of a directory, at once or not at all.
+    """Writes the state file of a directory, all of it or nothing.
 
     Args:
       save_dir: the directory. When it is relative, relative paths are rewritten to be
@@ -144,7 +144,7 @@ def update_checkpoint_state(
     Raises:
       RuntimeError: if the checkpoint's path is that of the state file.
       ValueError: if there are timestamps, but not one for each path.
-      NotFoundError: (a ``FileNotFoundError``) if the directory is not there.
+      NotFoundError: (a ``FileNotFoundError``) if the directory does not exist.
 
     Example:
       >>> import tempfile, jslices as js
@@ -177,7 +177,7 @@ def update_checkpoint_state(
             "Please use a different save path."
         )
     if not os.path.isdir(directory or "."):
-        raise NotFoundError(f"the directory {directory!r} is not there; create it first")
+        raise NotFoundError(f"the directory {directory!r} does not exist; create it first")
     state = CheckpointState(newest, paths, times, last_preserved_timestamp)
     write_text(filename, dump_text(_fields(state)))
 
@@ -214,13 +214,13 @@ def _state(fields: list[tuple[str, str | float]]) -> CheckpointState:
 
 # --- the text form of protocol buffers, as far as this file uses it -------------------
 
-_TOKEN = re.compile(
-    rb"""\s+ | \#[^\n]* |
-    (?P<name>[A-Za-z_]\w*) \s* :? |
-    (?P<string>"(?:[^"\\\n]|\\.)*" | '(?:[^'\\\n]|\\.)*') |
-    (?P<number>[-+]?[0-9.][0-9.eE+-]*f?) |
-    (?P<end>[,;])""",
-    re.VERBOSE,
+_GAP = rb"(?:\s|\#[^\n]*+)*+"
+_STRING = re.compile(rb'"((?:[^"\\\n]|\\.)*)"|' + rb"'((?:[^'\\\n]|\\.)*)'")
+_STRING_OR_COMMENT = re.compile(_STRING.pattern + rb"|\#[^\n]*")
+_FIELD = re.compile(
+    rb"(?P<name>[A-Za-z_]\w*+)%(gap)b:?%(gap)b"
+    rb"(?:(?P<strings>(?:(?:%(string)b)%(gap)b)+)|(?P<number>[-+]?[0-9.][0-9.eE+-]*)f?)"
+    rb"%(gap)b(?:[,;]%(gap)b)?" % {b"gap": _GAP, b"string": _STRING.pattern}
 )
 _ESCAPE = re.compile(
     rb"\\(?:([0-7]{1,3})|[xX]([0-9a-fA-F]{1,2})|u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|(.))",
@@ -230,56 +230,29 @@ _LETTERS = dict(zip(b"abfnrtv", b"\a\b\f\n\r\t\v", strict=True))
 _ESCAPED = {ord(k): v for k, v in zip("\n\r\t\"'\\", "nrt\"'\\", strict=True)}
 
 
-def dump_text(fields: Iterable[tuple[str, str | float]]) -> str:
-    """``name: value`` lines. Bytes beyond ASCII are octal, as TensorFlow has them."""
-    return "".join(f"{name}: {_text(value)}\n" for name, value in fields)
-
-
 def parse_text(text: bytes) -> list[tuple[str, str | float]]:
     """The fields of a flat message, in order.
 
     Raises:
       ValueError: if this is not the text of one.
     """
-    fields: list[tuple[str, bytes | float | None]] = []
-    position = 0
+    fields: list[tuple[str, str | float]] = []
+    start = re.match(_GAP, text)
+    position = start.end() if start else 0
     while position < len(text):
-        token = _TOKEN.match(text, position)
-        if token is None:
+        field = _FIELD.match(text, position)
+        if field is None:
             raise ValueError(f"cannot read {text[position : position + 20]!r}")
-        position = token.end()
-        if token["name"]:
-            if fields and fields[-1][1] is None:
-                raise ValueError(f"{fields[-1][0]} has no value")
-            fields.append((token["name"].decode(), None))
-        elif token["string"] or token["number"]:
-            name, value = fields.pop() if fields else ("", None)
-            fields.append((name, _value(name, value, token)))
-        elif token["end"] and (not fields or fields[-1][1] is None):
-            raise ValueError("a separator without a field before it")
-    if fields and fields[-1][1] is None:
-        raise ValueError(f"{fields[-1][0]} has no value")
-    return [(name, _decoded(value)) for name, value in fields]
-
-
-def _value(name: str, value: bytes | float | None, token: re.Match[bytes]) -> bytes | float:
-    if token["number"]:
-        if not name or value is not None:
-            raise ValueError(f"{token['number']!r} belongs to no field")
-        return float(token["number"].rstrip(b"f"))
-    string = _ESCAPE.sub(_unescaped, token["string"][1:-1])
-    if value is None and name:
-        return string
-    if not isinstance(value, bytes):
-        raise ValueError(f"{string!r} belongs to no field")
-    return value + string  # strings that follow one another are one
-
-
-def _decoded(value: bytes | float | None) -> str | float:
-    if isinstance(value, bytes):  # as os.fsdecode: paths need not be UTF-8
-        return value.decode("utf-8", "surrogateescape")
-    assert value is not None
-    return value
+        position = field.end()
+        value: str | float
+        if field["number"]:
+            value = float(field["number"])
+        else:  # strings that follow one another are one; paths need not be UTF-8
+            parts = (a or b for a, b in _STRING_OR_COMMENT.findall(field["strings"]))
+            unescaped = b"".join(_ESCAPE.sub(_unescaped, part) for part in parts)
+            value = unescaped.decode("utf-8", "surrogateescape")
+        fields.append((field["name"].decode(), value))
+    return fields
 
 
 def _unescaped(match: re.Match[bytes]) -> bytes:
@@ -289,6 +262,11 @@ def _unescaped(match: re.Match[bytes]) -> bytes:
     if short or long:
         return chr(int(short or long, 16)).encode("utf-8", "surrogatepass")
     return bytes([_LETTERS.get(letter[0], letter[0])])
+
+
+def dump_text(fields: Iterable[tuple[str, str | float]]) -> str:
+    """``name: value`` lines. Bytes beyond ASCII are octal, as TensorFlow writes them."""
+    return "".join(f"{name}: {_text(value)}\n" for name, value in fields)
 
 
 def _text(value: str | float) -> str:

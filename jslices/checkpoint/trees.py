@@ -1,5 +1,6 @@
 """Trees of variables: names of the leaves, the choice of some, the structure as JSON."""
 
+import fnmatch
 import re
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import Any
@@ -84,6 +85,23 @@ def without_handles(tree: Any) -> Any:
 def found_name(name: str, available: Container[str]) -> str:
     """The name as it is in ``available``, where TensorFlow's ``:0`` may be missing."""
     return name if name in available else name.removesuffix(":0")
+
+
+def matching(pattern: str, names: Iterable[str], argument: str) -> list[str]:
+    """The names that a name or a pattern such as ``*/table`` stands for.
+
+    Raises:
+      NotFoundError: if there are none.
+    """
+    names = list(names)
+    exact = found_name(pattern, names)
+    found = [n for n in names if n == exact or fnmatch.fnmatchcase(n, pattern)]
+    if not found:
+        raise NotFoundError(
+            f"{argument} names no variable with {pattern!r}; there are {brief(names)}, and "
+            "patterns such as '*/table' are allowed"
+        )
+    return found
 
 
 def check_var_list(var_list: Any, allow_empty: bool) -> Any:

@@ -52,6 +52,11 @@ class GradientTransformation(_InitUpdate):
       flush: ``flush(params, state) -> (params, state)``. The same for every row, before
         parameters are saved or evaluated.
       catches_up: whether rows have to catch up.
+      plan: ``plan(grads, params, platform=None)``: for every gradient that is IndexedSlices
+        how its rows are stepped, a :class:`Plan` to print; None for the others, and where a
+        transformation does not tell. Shapes and dtypes suffice:
+        ``tx.plan(jax.eval_shape(js.grad(loss), params, batch), params)``. ``platform`` is
+        ``"cpu"``, ``"gpu"`` or ``"tpu"``; None means that of the default device.
 
     Example:
       >>> import jslices as js
@@ -70,6 +75,7 @@ class GradientTransformation(_InitUpdate):
     catch_up: Callable[[Any, Any, Any], tuple[Any, Any]]
     flush: Callable[[Any, Any], tuple[Any, Any]]
     catches_up: bool
+    plan: Callable[..., Any]
 
     def __new__(
         cls,
@@ -78,12 +84,14 @@ class GradientTransformation(_InitUpdate):
         catch_up: Callable[[Any, Any, Any], tuple[Any, Any]] | None = None,
         flush: Callable[[Any, Any], tuple[Any, Any]] | None = None,
         apply: Callable[[Any, Any, Any], tuple[Any, Any]] | None = None,
+        plan: Callable[..., Any] | None = None,
     ) -> "GradientTransformation":
         new = super().__new__(cls, init, update)
         new.apply = _with_params(apply or _in_two(update))
         new.catches_up = catch_up is not None
         new.catch_up = catch_up or (lambda params, state, ids: (params, state))
         new.flush = flush or (lambda params, state: (params, state))
+        new.plan = plan or _unknown_plan
         return new
 
 
@@ -93,6 +101,11 @@ def _in_two(update: Callable[..., tuple[Any, Any]]) -> Callable[..., tuple[Any, 
         return apply_updates(params, updates), state
 
     return apply
+
+
+def _unknown_plan(grads: Any, params: Any, platform: str | None = None) -> Any:
+    del params, platform
+    return jax.tree.map(lambda g: None, grads, is_leaf=is_leaf)
 
 
 def _with_params(apply: Callable[..., tuple[Any, Any]]) -> Callable[..., tuple[Any, Any]]:

@@ -11,6 +11,7 @@ from jslices._jax import flatten
 from jslices._slices import IndexedSlices, check_slices, is_slices
 from jslices.optim._engine.arithmetic import Step, next_count, zero_count
 from jslices.optim._engine.execute import step_slices
+from jslices.optim._engine.plan import Plan, choose_plan
 from jslices.optim._engine.protocol import (
     GradientTransformation,
     apply_updates,
@@ -111,15 +112,37 @@ def transformation(
             changed["clock"] = clock._replace(last=new[-2], snapshot=new[-1])
         return result, state._replace(count=next_count(state.count), **changed)
 
+    def plan(grads: Any, params: Any, platform: str | None = None) -> Any:
+        leaves, tree = flatten(grads, is_leaf=is_leaf)
+        rules = rules_for(params, len(leaves))
+        shapes = tree.flatten_up_to(params)
+        return tree.unflatten(
+            [
+                _plan_of(r, grad, param, platform or jax.default_backend())
+                for r, grad, param in zip(rules, leaves, shapes, strict=True)
+            ]
+        )
+
     if rule.missed is None:
-        return GradientTransformation(init, update, apply=apply)
+        return GradientTransformation(init, update, apply=apply, plan=plan)
     return GradientTransformation(
         init,
         update,
         lambda params, state, ids: exact.catch_up(rules_for, params, state, ids),
         lambda params, state: exact.flush(rules_for, params, state),
         apply,
+        plan,
     )
+
+
+def _plan_of(rule: Rule, grad: Any, param: Any, platform: str) -> Plan | None:
+    """How the rows of one gradient are stepped; None if it is not IndexedSlices."""
+    if not isinstance(grad, IndexedSlices):
+        return None
+    state = jax.eval_shape(lambda p: [start(p) for start in rule.state.values()], param)
+    by_row = [x for x in state if x.shape[:1] == param.shape[:1]]
+    arrays = [*[param] * rule.reads_params, *by_row]
+    return choose_plan(grad.values, arrays, param.shape[0], platform, linear=rule.linear)
 
 
 def update_leaf(

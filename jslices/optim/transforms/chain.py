@@ -12,7 +12,7 @@ def chain(*transformations: Any) -> GradientTransformation:
     """Runs transformations in turn, each on what the one before it returned.
 
     As ``optax.chain``, which takes our transformations as well. This one also offers the
-    ``apply``, ``catch_up`` and ``flush`` of its last transformation.
+    ``apply``, ``catch_up``, ``flush`` and ``plan`` of its last transformation.
 
     Args:
       transformations: of jslices or of Optax. An optimizer with ``untouched="exact"`` must
@@ -75,8 +75,8 @@ def chain(*transformations: Any) -> GradientTransformation:
         return params, (*state[:-1], part)
 
     if not last.catches_up:
-        return GradientTransformation(init, update, apply=apply)
-    return GradientTransformation(init, update, catch_up, flush, apply)
+        return GradientTransformation(init, update, apply=apply, plan=last.plan)
+    return GradientTransformation(init, update, catch_up, flush, apply, last.plan)
 
 
 def as_transformation(caller: str, tx: Any) -> GradientTransformation:

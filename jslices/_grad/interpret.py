@@ -1,0 +1,531 @@
+"""One walk over a traced program that plans its lookups, or runs them.
+
+What a program computes from tables is a *view* of them (views.py) for as long as possible.
+An equation that gets a view is one of four things, tried in this order:
+
+    a call, a loop, a branch ...    the walk goes inside       (``_INSIDE``, below)
+    a row-wise step                 gives views                (rules.py)
+    a lookup                        gives rows                 (lookups.py)
+    anything else                   needs the whole array: a dense use
+
+The walk is taken twice. :class:`Planner` has no values: it notes every lookup (a
+:class:`Site`) and every dense use. :class:`Runner` has them: it gives each planned lookup a
+cotangent slot, and collects the row numbers. As it is the same walk, they meet the same
+lookups in the same order.
+"""
+
+import abc
+import contextlib
+import dataclasses
+import math
+from collections import ChainMap
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jslices import _jax
+from jslices._grad.lookups import Lookup, lookup
+from jslices._grad.rules import rowwise
+from jslices._grad.views import (
+    Ids,
+    Table,
+    View,
+    tables_read,
+    whole,
+    without_slots,
+)
+from jslices._lookup.rows import lookup_rows
+from jslices._rows.bounds import canonical_indices, index_dtype
+
+#: Per lookup its sites, one after the other; per loop, checkpoint or branch a list of what
+#: is inside; in the order of the program.
+Plan = list[Any]
+#: Both mirror a plan: an IndexedSlices of zeros, and the row numbers, for every site.
+Slots = list[Any]
+Indices = list[Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Site:
+    """One place that looks up rows of one leaf.
+
+    Attributes:
+      leaf: the number of the differentiated array.
+      table_shape: its shape ``[V, *D]``.
+      dtype: its dtype.
+      count: rows at each execution.
+      loops: the lengths of the loops around it, outermost first.
+      index_dtype: of the row numbers.
+      varying: mesh axes along which the rows differ, inside a ``shard_map``.
+      eqn: the equation, or the call of a library function that contains it.
+    """
+
+    leaf: int
+    table_shape: tuple[int, ...]
+    dtype: Any
+    count: int
+    loops: tuple[int, ...]
+    index_dtype: np.dtype
+    varying: frozenset[str]
+    eqn: _jax.Equation
+
+    @property
+    def total(self) -> int:
+        """Rows read in one run of the whole program."""
+        return math.prod(self.loops) * self.count
+
+
+@dataclasses.dataclass(frozen=True)
+class DenseUse:
+    """The first place that needs a whole leaf: an equation, or None for the result."""
+
+    what: str
+    eqn: _jax.Equation | None
+
+
+class Interpreter(abc.ABC):
+    """The walk; how values are computed, if they are, is left to the two kinds of it."""
+
+    #: Whether there are values. If not, None stands for each.
+    runs: bool
+    #: The call of a library function that the walk is inside of: its line is the user's.
+    caller: _jax.Equation | None = None
+
+    def program(
+        self, program: _jax.Program, operands: Sequence[Any], through: Sequence[bool]
+    ) -> list[Any]:
+        """The program's outputs: views where rows of tables are all that went into them.
+
+        ``through`` tells for each output whether a gradient comes in there.
+        """
+        reached = _jax.gradient_variables(program, through)
+        env = dict(zip(program.invars, operands, strict=True))
+        if self.runs:
+            env.update(zip(program.constvars, _jax.constants(program), strict=True))
+
+        def read(atom: Any) -> Any:
+            if self.runs:
+                return _jax.read(atom, env)
+            return None if isinstance(atom, _jax.Literal) else env.get(atom)
+
+        for eqn in _jax.live_equations(program):
+            given = [read(atom) for atom in eqn.invars]
+            if any(isinstance(value, View) for value in given):
+                if not _jax.is_reached(eqn, reached):
+                    given = [without_slots(value) for value in given]
+                outputs = self._equation(eqn, given, [v in reached for v in eqn.outvars])
+            else:
+                outputs = self.bind(eqn, given)
+            env.update(zip(eqn.outvars, outputs, strict=True))
+        outputs = [read(atom) for atom in program.outvars]
+        return [
+            value if wanted else without_slots(value)
+            for value, wanted in zip(outputs, through, strict=True)
+        ]
+
+    def _equation(
+        self, eqn: _jax.Equation, operands: list[Any], through: list[bool]
+    ) -> Sequence[Any]:
+        """One equation that some view goes into."""
+        go_inside = _INSIDE.get(eqn.primitive.name)
+        if go_inside is not None:
+            return go_inside(self, eqn, operands, through)
+        views = rowwise(eqn, operands, lambda value: self.whole(value, eqn))
+        if views is not None:
+            return views
+        found = lookup(eqn, operands[0])
+        if found is not None:
+            others = [self.whole(value, eqn) for value in operands[1:]]
+            return [self.look_up(eqn, found, others)]
+        return self.bind(eqn, [self.whole(value, eqn) for value in operands])
+
+    @abc.abstractmethod
+    def bind(self, eqn: _jax.Equation, operands: Sequence[Any]) -> list[Any]:
+        """The outputs of an equation that no view goes into."""
+
+    @abc.abstractmethod
+    def whole(self, value: Any, eqn: _jax.Equation | None) -> Any:
+        """The array behind a view, which ``eqn`` needs; anything else as it is."""
+
+    @abc.abstractmethod
+    def look_up(self, eqn: _jax.Equation, found: Lookup, others: list[Any]) -> Any:
+        """The output of a lookup; ``others`` are the operands but the first."""
+
+    @abc.abstractmethod
+    def loop(
+        self, eqn: _jax.Equation, step: Callable[..., Any], carry: list[Any], xs: list[Any]
+    ) -> tuple[list[Any], list[Any]]:
+        """``lax.scan(step, carry, xs)``."""
+
+    @abc.abstractmethod
+    def switch(self, index: Any, branches: Sequence[Callable[[], Any]]) -> Any:
+        """``lax.switch(index, branches)``."""
+
+    @abc.abstractmethod
+    def checkpoint(
+        self, eqn: _jax.Equation, run: Callable[..., Any], values: list[Any]
+    ) -> list[Any]:
+        """``jax.checkpoint(run)(values)``."""
+
+
+# --- control flow -----------------------------------------------------------------------
+
+
+def _call(
+    walk: Interpreter, eqn: _jax.Equation, operands: list[Any], through: list[bool]
+) -> list[Any]:
+    """A call of a sub-program that means the sub-program itself."""
+    outer = walk.caller
+    if outer is None and _jax.is_library_call(eqn):
+        walk.caller = eqn
+    outputs = walk.program(_jax.body(eqn), operands, through)
+    walk.caller = outer
+    return outputs
+
+
+def _checkpoint(
+    walk: Interpreter, eqn: _jax.Equation, operands: list[Any], through: list[bool]
+) -> list[Any]:
+    def run(values: list[Any]) -> list[Any]:
+        left = iter(values)
+        given = [x if isinstance(x, View) else next(left) for x in operands]
+        outputs = walk.program(_jax.body(eqn), given, through)
+        return [walk.whole(value, eqn) for value in outputs]
+
+    return walk.checkpoint(eqn, run, [x for x in operands if not isinstance(x, View)])
+
+
+def _cond(
+    walk: Interpreter, eqn: _jax.Equation, operands: list[Any], through: list[bool]
+) -> list[Any]:
+    index, *given = operands
+
+    def make(branch: _jax.Program) -> Callable[[], list[Any]]:
+        def run() -> list[Any]:
+            outputs = walk.program(branch, given, through)
+            return [walk.whole(value, eqn) for value in outputs]
+
+        return run
+
+    return walk.switch(walk.whole(index, eqn), [make(b) for b in eqn.params["branches"]])
+
+
+def _scan(
+    walk: Interpreter, eqn: _jax.Equation, operands: list[Any], through: list[bool]
+) -> list[Any]:
+    """Views go into a loop as constants, and as what it carries on unchanged."""
+    body, (num_consts, num_carried) = _jax.body(eqn), _jax.scan_counts(eqn.params)
+    consts = operands[:num_consts]
+    carried = operands[num_consts : num_consts + num_carried]
+    fixed = {
+        i: value
+        for i, value in enumerate(carried)
+        if isinstance(value, View) and body.outvars[i] is body.invars[num_consts + i]
+    }
+    moving = [walk.whole(x, eqn) for i, x in enumerate(carried) if i not in fixed]
+    xs = [walk.whole(x, eqn) for x in operands[num_consts + num_carried :]]
+    # What is carried may feed anything in the next turn: if a gradient comes in at all, it
+    # is taken to come through everything that is carried.
+    inside = [any(through)] * num_carried + through[num_carried:]
+
+    def with_fixed(moving: Sequence[Any]) -> list[Any]:
+        left = iter(moving)
+        return [fixed[i] if i in fixed else next(left) for i in range(num_carried)]
+
+    def step(moving: list[Any], xs: list[Any]) -> tuple[list[Any], list[Any]]:
+        outputs = walk.program(body, [*consts, *with_fixed(moving), *xs], inside)
+        new = [x for i, x in enumerate(outputs[:num_carried]) if i not in fixed]
+        return (
+            [walk.whole(x, eqn) for x in new],
+            [walk.whole(x, eqn) for x in outputs[num_carried:]],
+        )
+
+    final, ys = walk.loop(eqn, step, moving, xs)
+    return [*with_fixed(final), *ys]
+
+
+def _barrier(
+    walk: Interpreter, eqn: _jax.Equation, operands: list[Any], through: list[bool]
+) -> list[Any]:
+    """``optimization_barrier``: views go round it, values through it."""
+    values = [x for x in operands if not isinstance(x, View)]
+    passed = iter(lax.optimization_barrier(values) if walk.runs and values else values)
+    return [x if isinstance(x, View) else next(passed) for x in operands]
+
+
+def _sharding_constraint(
+    walk: Interpreter, eqn: _jax.Equation, operands: list[Any], through: list[bool]
+) -> list[Any]:
+    """A constraint speaks of the whole table, so it stays on the table."""
+    (view,) = operands
+    if isinstance(view, Table):
+        return [dataclasses.replace(view, array=walk.bind(eqn, [view.array])[0])]
+    return walk.bind(eqn, [walk.whole(view, eqn)])
+
+
+# By name, as JAX exports few of these primitives and renames them.
+_INSIDE: dict[str, Callable[..., list[Any]]] = {
+    **dict.fromkeys(
+        ["jit", "pjit", "closed_call", "core_call", "call", "custom_lin"], _call
+    ),
+    **dict.fromkeys(["remat2", "checkpoint", "remat"], _checkpoint),
+    "cond": _cond,
+    "scan": _scan,
+    "optimization_barrier": _barrier,
+    "sharding_constraint": _sharding_constraint,
+}
+
+
+# --- planning ---------------------------------------------------------------------------
+
+
+class Planner(Interpreter):
+    """Walks without values, and notes what the tables are used for.
+
+    Attributes:
+      plan: the lookups, in order.
+      dense: for every leaf that some equation needs whole, the first one.
+    """
+
+    runs = False
+
+    def __init__(self, leaves: dict[int, Any]) -> None:
+        self.plan: Plan = []
+        self.dense: dict[int, DenseUse] = {}
+        self._leaves = leaves
+        self._loops: tuple[int, ...] = ()
+
+    def bind(self, eqn: _jax.Equation, operands: Sequence[Any]) -> list[Any]:
+        return [None] * len(eqn.outvars)
+
+    def whole(self, value: Any, eqn: _jax.Equation | None) -> Any:
+        if isinstance(value, View):
+            what = "the function's own result" if eqn is None else eqn.primitive.name
+            for leaf in tables_read(value):
+                self.dense.setdefault(leaf, DenseUse(what, self.caller or eqn))
+        return None
+
+    def look_up(self, eqn: _jax.Equation, found: Lookup, others: list[Any]) -> Any:
+        ids = eqn.invars[1].aval
+        for leaf in tables_read(found.view):
+            aval = self._leaves[leaf]
+            site = Site(
+                leaf,
+                aval.shape,
+                aval.dtype,
+                found.count,
+                self._loops,
+                index_dtype(aval.shape[0], np.dtype(ids.dtype)),
+                _jax.varying_axes(aval, ids),
+                self.caller or eqn,
+            )
+            self.plan.append(site)
+
+    def loop(
+        self, eqn: _jax.Equation, step: Callable[..., Any], carry: list[Any], xs: list[Any]
+    ) -> tuple[list[Any], list[Any]]:
+        outer, self._loops = self._loops, (*self._loops, eqn.params["length"])
+        with self._inside():
+            result: tuple[list[Any], list[Any]] = step(carry, xs)
+        self._loops = outer
+        return result
+
+    def switch(self, index: Any, branches: Sequence[Callable[[], Any]]) -> Any:
+        with self._inside():
+            for branch in branches:
+                with self._inside():
+                    outputs = branch()
+        return outputs
+
+    def checkpoint(
+        self, eqn: _jax.Equation, run: Callable[..., Any], values: list[Any]
+    ) -> list[Any]:
+        with self._inside():
+            return run(values)
+
+    @contextlib.contextmanager
+    def _inside(self) -> Iterator[None]:
+        """What is planned in this context becomes one entry of the plan."""
+        outer, self.plan = self.plan, []
+        yield
+        outer.append(self.plan)
+        self.plan = outer
+
+
+def plan_lookups(
+    program: _jax.Program, candidates: dict[int, Any], num_results: int
+) -> tuple[Plan, dict[int, DenseUse], dict[int, list[Site]]]:
+    """Plans the lookups of those leaves among ``candidates`` that are only looked up.
+
+    Args:
+      program: the traced function; its first inputs are the leaves.
+      candidates: from the number of a leaf to its abstract value.
+      num_results: how many of the program's outputs are differentiated; no gradient comes
+        in through the others.
+
+    Returns:
+      ``(plan, dense, looked_up)``: the plan for the leaves that stay sparse; why each of
+      the others does not; and for every candidate the places that look it up, sparse or
+      not.
+    """
+    dense: dict[int, DenseUse] = {}
+    looked_up: dict[int, list[Site]] = {}
+    while True:
+        # A leaf that turns out dense is an ordinary array in the next round.
+        leaves = {i: aval for i, aval in candidates.items() if i not in dense}
+        planner = Planner(leaves)
+        inputs = [
+            Table(leaves[i].shape, leaves[i].dtype, i) if i in leaves else None
+            for i in range(len(program.invars))
+        ]
+        outputs = planner.program(program, inputs, _outlets(program, num_results))
+        for value in outputs[:num_results]:
+            planner.whole(value, None)
+        if not dense:
+            for site in jax.tree.leaves(planner.plan):
+                looked_up.setdefault(site.leaf, []).append(site)
+        if not planner.dense:
+            return planner.plan, dense, looked_up
+        dense |= planner.dense
+
+
+def _outlets(program: _jax.Program, num_results: int) -> list[bool]:
+    """Gradients come in through the first outputs of a whole call."""
+    return [i < num_results for i in range(len(program.outvars))]
+
+
+# --- running ----------------------------------------------------------------------------
+
+
+class _Scope:
+    """What belongs to one body of a loop, a branch or a checkpoint, while JAX traces it."""
+
+    def __init__(self, plan: Plan, slots: Slots, wholes: ChainMap[View, Any]) -> None:
+        self.entries = zip(plan, slots, strict=True)
+        self.indices: Indices = []
+        # Arrays behind views. A body may use what was computed outside of it.
+        self.wholes = wholes
+
+
+class Runner(Interpreter):
+    """Walks with values, and a cotangent slot in every planned lookup.
+
+    All but the lookups is bound as it was traced, so values stay what they were. Control
+    flow is rebuilt from JAX's public functions: a loop gets the slots as additional inputs
+    of each iteration and hands the row numbers out; a branch that is not taken reports
+    row numbers that are out of range.
+    """
+
+    runs = True
+
+    def __init__(self, plan: Plan, slots: Slots) -> None:
+        self._scope = _Scope(plan, slots, ChainMap())
+
+    @property
+    def indices(self) -> Indices:
+        """The row numbers of the lookups so far."""
+        return self._scope.indices
+
+    def bind(self, eqn: _jax.Equation, operands: Sequence[Any]) -> list[Any]:
+        return _jax.bind(eqn, operands)
+
+    def whole(self, value: Any, eqn: _jax.Equation | None) -> Any:
+        # No gradient comes this way, or the plan would have made the table dense.
+        return whole(value, self._scope.wholes)
+
+    def look_up(self, eqn: _jax.Equation, found: Lookup, others: list[Any]) -> Any:
+        def take(table: Table, ids: Ids, mode: Any, fill_value: Any) -> jax.Array:
+            site, slot = next(self._scope.entries)
+            assert site.leaf == table.leaf
+            record = ids.record
+            if record.dtype != site.index_dtype:
+                record = canonical_indices(record, table.shape[0]).astype(site.index_dtype)
+            self._scope.indices.append(record)
+            return lookup_rows(table.array, ids.read, slot, mode, fill_value)
+
+        return found.read([None, *others], take)
+
+    def loop(
+        self, eqn: _jax.Equation, step: Callable[..., Any], carry: list[Any], xs: list[Any]
+    ) -> tuple[list[Any], list[Any]]:
+        plan, slots = next(self._scope.entries)
+
+        def body(carry: list[Any], per_turn: tuple[list[Any], Slots]) -> tuple[Any, Any]:
+            xs, slots = per_turn
+            (carry, ys), indices = self._inside(plan, slots, step, carry, xs)
+            return carry, (ys, indices)
+
+        options = _jax.scan_options(eqn.params)
+        final, (ys, indices) = lax.scan(body, carry, (xs, slots), **options)
+        self._scope.indices.append(indices)
+        return final, ys
+
+    def switch(self, index: Any, branches: Sequence[Callable[[], Any]]) -> Any:
+        plans, slots = next(self._scope.entries)
+
+        def make(taken: int, branch: Callable[[], Any]) -> Callable[[Slots], Any]:
+            def run(slots: Slots) -> tuple[Any, Indices]:
+                outputs, found = self._inside(plans[taken], slots[taken], branch)
+                indices = [
+                    found if i == taken else jax.tree.map(_nowhere, plans[i], slots[i])
+                    for i in range(len(plans))
+                ]
+                return outputs, indices
+
+            return run
+
+        runs = [make(number, branch) for number, branch in enumerate(branches)]
+        outputs, indices = lax.switch(index, runs, slots)
+        self._scope.indices.append(indices)
+        return outputs
+
+    def checkpoint(
+        self, eqn: _jax.Equation, run: Callable[..., Any], values: list[Any]
+    ) -> list[Any]:
+        plan, slots = next(self._scope.entries)
+
+        def again(values: list[Any], slots: Slots) -> tuple[list[Any], Indices]:
+            return self._inside(plan, slots, run, values)
+
+        options = _jax.remat_options(eqn.params)
+        outputs, indices = jax.checkpoint(again, **options)(values, slots)
+        self._scope.indices.append(indices)
+        return outputs
+
+    def _inside(
+        self, plan: Plan, slots: Slots, run: Callable[..., Any], *args: Any
+    ) -> tuple[Any, Indices]:
+        """``run(*args)`` and the row numbers of its lookups, in a scope of its own."""
+        outer = self._scope
+        self._scope = inner = _Scope(plan, slots, outer.wholes.new_child())
+        try:
+            return run(*args), inner.indices
+        finally:
+            self._scope = outer
+
+
+def _nowhere(site: Site, slot: Any) -> jax.Array:
+    """Row numbers out of range, for a lookup in a branch that is not taken."""
+    rows = slot.values.shape[: slot.values.ndim - len(site.table_shape) + 1]
+    indices = jnp.full(rows, site.table_shape[0], site.index_dtype)
+    return _jax.as_varying(indices, site.varying)
+
+
+def run_lookups(
+    program: _jax.Program,
+    operands: Sequence[Any],
+    num_results: int,
+    plan: Plan,
+    slots: Slots,
+) -> tuple[list[Any], Indices]:
+    """The program's outputs, and the row numbers of every planned lookup.
+
+    ``operands`` are :class:`Table` for the leaves that the plan is of, and arrays.
+    """
+    runner = Runner(plan, slots)
+    outputs = runner.program(program, operands, _outlets(program, num_results))
+    return [runner.whole(value, None) for value in outputs], runner.indices
