@@ -163,8 +163,6 @@ def test_multi_steps_takes_dense_gradients_only():
     ours = train_dense(tx, state)
     theirs = train_dense(optax.MultiSteps(optax.adam(0.1), 2))
     assert_close(ours, theirs)
-    same = js.optim.multi_steps(ADAM, 2, grads_of(0))
-    train(same)
 
 
 def train_dense(tx, state=None, steps=4):

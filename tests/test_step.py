@@ -328,7 +328,7 @@ def test_a_linear_rule_without_state_adds_each_entry_by_itself(count, sums):
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-@pytest.mark.parametrize("shape", [(5, 2), (500, 2), (100_000, 80)], ids=str)
+@pytest.mark.parametrize("shape", [(5, 80), (15_000, 2), (100_000, 80)], ids=str)
 def test_sgd_of_many_entries_is_compiled_for_all_platforms(shape, dtype):
     """An update has one shape, whatever each platform does."""
     grads = js.IndexedSlices(
