@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import jslices as js
-from jslices._rows.numbering import number_slots_in_any_order, number_slots_with_gaps
+from jslices._rows.numbering import number_slots_in_any_order
 from jslices._rows.sums import sum_duplicates
 
 K, V = 520, 3000
@@ -19,10 +19,8 @@ ROWS = {"map": V, "hash": 1_000_000}
 
 
 @functools.cache
-def number(num_rows, row_bytes=64, gaps=False):
+def number(num_rows, row_bytes=64):
     def run(ids):
-        if gaps:
-            return number_slots_with_gaps(ids, num_rows, row_bytes)
         return number_slots_in_any_order(ids, num_rows, K, row_bytes)
 
     return jax.jit(run)
@@ -53,29 +51,8 @@ def test_each_row_has_one_slot_in_the_order_of_appearance(way, seed, distinct, e
 
 
 @pytest.mark.parametrize("way", ("map", "hash"))
-@settings(max_examples=30, deadline=None)
-@given(
-    seed=st.integers(0, 2**31),
-    distinct=st.integers(1, 2 * K),
-    empty=st.sampled_from((0.0, 0.3, 1.0)),
-)
-def test_with_gaps_each_row_has_the_slot_where_it_is_named_first(
-    way, seed, distinct, empty
-):
-    rows = ROWS[way]
-    ids = draw(seed, distinct, empty, rows)
-    unique, slots, count = map(np.asarray, number(rows, gaps=True)(ids))
-    first = [ids.tolist().index(i) if i < V else K for i in ids.tolist()]
-    assert slots.tolist() == first
-    here = np.arange(K)
-    assert unique.tolist() == np.where(first == here, ids, rows).tolist()
-    assert count == len({i for i in ids.tolist() if i < V})
-
-
-@pytest.mark.parametrize("gaps", (False, True))
-@pytest.mark.parametrize("way", ("map", "hash"))
-def test_a_cpu_does_not_sort_and_others_do(way, gaps):
-    traced = number(ROWS[way], gaps=gaps).trace(jax.ShapeDtypeStruct((K,), jnp.int32))
+def test_a_cpu_does_not_sort_and_others_do(way):
+    traced = number(ROWS[way]).trace(jax.ShapeDtypeStruct((K,), jnp.int32))
     for platform, sorts in (("cpu", False), ("cuda", True), ("tpu", True)):
         text = traced.lower(lowering_platforms=(platform,)).as_text()
         assert ("stablehlo.sort" in text) == sorts
@@ -111,17 +88,13 @@ def test_hashed_ids_that_are_evenly_spaced(stride):
 def test_sums_are_those_of_the_sort_to_the_bit():
     ids = jnp.asarray(draw(3, 200, 0.1))
     values = jax.random.normal(jax.random.key(0), (K, 16))
-    orders = ("sorted", "any", "gaps")
+    orders = ("sorted", "any")
     every = jax.jit(lambda v, i: [sum_duplicates(v, i, V, None, order=o) for o in orders])
-    (a, rows_a, count_a), *others = map(jax.device_get, every(values, ids))
-    assert count_a == len(set(rows_a.tolist()) - {V})
-    for b, rows_b, count_b in others:
-        order = np.argsort(rows_b, kind="stable")
-        np.testing.assert_array_equal(rows_a, rows_b[order])
-        np.testing.assert_array_equal(a, b[order])
-        assert count_b == count_a
-    named = rows_b < V
-    assert not named[: named.sum()].all()  # there are gaps
+    (a, rows_a, count_a), (b, rows_b, count_b) = map(jax.device_get, every(values, ids))
+    assert count_a == count_b == len(set(rows_a.tolist()) - {V})
+    order = np.argsort(rows_b, kind="stable")
+    np.testing.assert_array_equal(rows_a, rows_b[order])
+    np.testing.assert_array_equal(a, b[order])
 
 
 @pytest.mark.parametrize("way", ("map", "hash"))

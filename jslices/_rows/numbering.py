@@ -5,8 +5,7 @@ in a map: one of V integers if the table is small enough, else a hash map of 2 t
 integers, in which rows that collide try again with another hash.
 """
 
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -23,8 +22,6 @@ Numbered = tuple[jax.Array, jax.Array, jax.Array]
 #: The map of all rows pays off up to so many rows of the table for each index: a step of
 #: Adam with 1e5 ids then takes 0.6 to 0.8 of the time, with 1e4 ids 0.7 to 0.9.
 ROWS_PER_ID = 32
-#: With gaps it pays off for larger tables.
-ROWS_PER_GAP = 128
 #: With fewer ids than this a sort is as fast.
 FEW = 512
 #: The hash map has so many places for each id, or up to twice that. Where rows have fewer
@@ -73,50 +70,23 @@ def number_slots_in_any_order(
     ``row_bytes`` is the size of a row: the map takes about as much memory as K rows.
     Cost: O(K), plus V integers written if V is small; or a sort of K integers.
     """
-    find_first = _way(indices, num_rows, row_bytes, ROWS_PER_ID)
-    return _by_position(_number_firsts, find_first, indices, num_rows, capacity)
-
-
-def number_slots_with_gaps(indices: jax.Array, num_rows: int, row_bytes: int) -> Numbered:
-    """:func:`number_slots` for K slots, of which any may be empty.
-
-    On a CPU the slot of a row is the position of its first occurrence, so nothing has to be
-    counted: with 1e3 ids a step of Adagrad or Adam takes 0.8 to 1.1 of the time, 0.9 in the
-    median.
-    """
-    find_first = _way(indices, num_rows, row_bytes, ROWS_PER_GAP)
-    return _by_position(_keep_firsts, find_first, indices, num_rows, len(indices))
-
-
-def _way(
-    indices: jax.Array, num_rows: int, row_bytes: int, rows_per_id: int
-) -> Callable[[jax.Array, int], jax.Array] | None:
-    """How a CPU finds first occurrences; None if sorting is as fast."""
     num_ids, elements = indices.shape[0], row_bytes // 4
-    if num_ids < FEW:
-        return None
-    # The map may take as much memory as the rows, or twice that where they are short.
-    room = max(elements, min(2 * elements, 16))
-    if num_rows <= num_ids * min(rows_per_id, room):
-        return _by_map
-    return functools.partial(_by_hash, spread=SPREAD if elements >= 16 else SPREAD // 2)
 
-
-def _by_position(
-    slots_of: Callable[..., Numbered],
-    find_first: Callable[[jax.Array, int], jax.Array] | None,
-    indices: jax.Array,
-    num_rows: int,
-    capacity: int,
-) -> Numbered:
     def by_sort(indices: jax.Array) -> Numbered:
         return number_slots(indices, num_rows, capacity)
 
-    if find_first is None:
+    if num_ids < FEW:
         return by_sort(indices)
+    # The map may take as much memory as the rows, or twice that where they are short.
+    room = max(elements, min(2 * elements, 16))
+    spread = SPREAD if elements >= 16 else SPREAD // 2
 
     def by_position(indices: jax.Array) -> Numbered:
-        return slots_of(indices, find_first(indices, num_rows), num_rows, capacity)
+        if num_rows <= num_ids * min(ROWS_PER_ID, room):
+            first = _by_map(indices, num_rows)
+        else:
+            first = _by_hash(indices, num_rows, spread)
+        return _number_firsts(indices, first, num_rows, capacity)
 
     numbered: Numbered = lax.platform_dependent(indices, cpu=by_position, default=by_sort)
     return numbered
@@ -177,15 +147,6 @@ def _number_firsts(
         .set(indices, mode="drop")
     )
     return unique, slots, jnp.sum(is_first, dtype=jnp.int32)
-
-
-def _keep_firsts(
-    indices: jax.Array, first: jax.Array, num_rows: int, capacity: int
-) -> Numbered:
-    """The slot of each row is that of its first occurrence; K slots."""
-    is_first = first == jnp.arange(capacity, dtype=jnp.int32)
-    distinct = jnp.sum(is_first, dtype=jnp.int32)
-    return jnp.where(is_first, indices, num_rows), first, distinct
 
 
 @jax.jit

@@ -11,11 +11,10 @@ from jslices._rows.bounds import canonical_indices, empty_slot
 from jslices._rows.numbering import (
     number_slots,
     number_slots_in_any_order,
-    number_slots_with_gaps,
 )
 
-#: The order of the distinct rows; with "gaps", empty entries may stand between them.
-Order = Literal["sorted", "any", "gaps"]
+#: The order of the distinct rows.
+Order = Literal["sorted", "any"]
 
 #: What the sum of ``n`` occurrences of a row is divided by.
 COMBINERS: dict[str, Callable[[jax.Array], jax.Array] | None] = {
@@ -43,8 +42,7 @@ def sum_duplicates(
       size: U, the static number of entries returned; None means ``min(K, V)``, which
         always suffices.
       combine: a key of ``COMBINERS``.
-      order: "any" if the rows may come in any order, "gaps" if empty entries may also
-        stand between them; both can be faster.
+      order: "any" if the rows may come in any order, which can be faster.
 
     Returns:
       ``(values [U, *D], indices [U], distinct [])``: distinct rows, sorted unless another
@@ -78,8 +76,6 @@ def sum_duplicates(
         row_bytes = math.prod(values.shape[1:]) * values.dtype.itemsize
         if order == "sorted" or num_rows is None:
             numbered = number_slots(indices, num_rows, capacity)
-        elif order == "gaps" and capacity == num_ids:
-            numbered = number_slots_with_gaps(indices, num_rows, row_bytes)
         else:
             numbered = number_slots_in_any_order(indices, num_rows, capacity, row_bytes)
         unique, slots, distinct = numbered

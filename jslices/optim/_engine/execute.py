@@ -96,10 +96,8 @@ def execute(
         assert num_rows is not None
         return _all_rows(kernel, indices, values, num_rows, arrays, num_read)
     if plan.sums:
-        # A loop over chunks stops at the last row: empty entries must stand behind it.
-        order: Any = "any" if plan.way == "in chunks" else "gaps"
         values, indices, present = sum_duplicates(
-            values, indices, num_rows, plan.capacity, order=order
+            values, indices, num_rows, plan.capacity, order="any"
         )
     else:
         indices = canonical_indices(indices, num_rows)
