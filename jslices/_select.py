@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from jslices._rows.bounds import canonical_indices, empty_slot, take_rows
+from jslices._rows.bounds import canonical_indices, empty_index, take_rows
 from jslices._rows.ids import as_ids
 from jslices._rows.select import kept_positions, pick
 from jslices._slices import IndexedSlices, check_slices, is_slices
@@ -61,7 +61,7 @@ def sparse_mask(
         return jax.vmap(lambda s: sparse_mask(s, masked, size))(a)
     num_rows = None if a.dense_shape is None else a.dense_shape[0]
     indices = canonical_indices(a.indices, num_rows)
-    empty = empty_slot(num_rows, indices.dtype)
+    empty = empty_index(num_rows, indices.dtype)
     keep = ~jnp.isin(a.indices, masked)
     exact = size is None and not isinstance(keep, jax.core.Tracer)
     keep = keep if exact else keep & (indices != empty)

@@ -16,7 +16,7 @@ from jslices._jax import called_by_jax_operator
 from jslices._rows.bounds import (
     add_rows,
     canonical_indices,
-    empty_slot,
+    empty_index,
     in_32_bits,
     index_dtype,
     take_rows,
@@ -472,7 +472,7 @@ class IndexedSlices:
     def _present(self) -> jax.Array:
         """``values`` with zeros in the empty entries."""
         indices = canonical_indices(self.indices, self._num_rows)
-        present = indices != empty_slot(self._num_rows, indices.dtype)
+        present = indices != empty_index(self._num_rows, indices.dtype)
         zero = jnp.zeros((), self.values.dtype)
         return jnp.where(per_row(present, self.values), self.values, zero)
 

@@ -25,9 +25,9 @@ def all_reduce_slices(
 
     What ``lax.pmean`` and ``lax.psum`` are for arrays, inside ``shard_map`` (or ``vmap``
     with an ``axis_name``), one leaf at a time. Every device sums its duplicates into U
-    slots, all gather the rows and row numbers of all N devices, and each sums what it
+    entries, all gather the rows and row numbers of all N devices, and each sums what it
     got. Where that would move more bytes than an all-reduce of ``[V, *D]``, which the
-    shapes alone decide, the all-reduce is done; the result is the same, in V slots.
+    shapes alone decide, the all-reduce is done; the result is the same, in V entries.
 
     A table that is the same on all devices (``in_specs=P()``) has a gradient that JAX has
     summed already, and dense; under ``check_vma`` let it differ first, ``table =
@@ -35,7 +35,7 @@ def all_reduce_slices(
 
     Args:
       slices: this device's, ``values`` ``[K, *D]`` and ``indices`` ``[K]``; a device
-        without any rows passes empty slots.
+        without any rows passes empty entries.
       axis_name: name of the mesh axis, or several.
       reduction: "mean" divides by N, the number of devices, as a mean over the whole
         batch does (an accumulator's "MEAN" divides by those that held the row); "sum"
@@ -44,8 +44,8 @@ def all_reduce_slices(
         suffices. If a device has more, the floating values it sends become NaN.
 
     Returns:
-      IndexedSlices with unique ``indices``: ``min(N * U, V)`` slots, ascending and then
-      the empty ones; after an all-reduce V slots, empty where no device had the row.
+      IndexedSlices with unique ``indices``: ``min(N * U, V)`` entries, ascending and then
+      the empty ones; after an all-reduce V entries, empty where no device had the row.
       Optimizers touch the rows that some device had, and no others.
 
     Raises:
@@ -106,9 +106,9 @@ def _gathering_is_cheaper(local: IndexedSlices, wide: np.dtype, num_devices: int
     if local.dense_shape is None:
         return True
     num_rows, row = local.dense_shape[0], math.prod(local.dense_shape[1:])
-    slot = row * local.dtype.itemsize + local.indices.dtype.itemsize
+    entry = row * local.dtype.itemsize + local.indices.dtype.itemsize
     whole = row * wide.itemsize + 1  # and one byte for "some device had it"
-    return num_devices * local.indices.shape[0] * slot <= 2 * num_rows * whole
+    return num_devices * local.indices.shape[0] * entry <= 2 * num_rows * whole
 
 
 def _gathered(local: IndexedSlices, axes: tuple[str, ...]) -> IndexedSlices:

@@ -351,8 +351,8 @@ def _draw_unique(key: jax.Array, count: int, range_max: int) -> tuple[jax.Array,
         fresh = jnp.concatenate([jnp.ones((1,), bool), ordered[1:] != ordered[:-1]])
         first = jnp.zeros_like(fresh).at[positions].set(fresh, unique_indices=True)
         rank = jnp.cumsum(first & (pool < range_max), dtype=jnp.int32)
-        slots = jnp.where(first & (pool < range_max), rank - 1, count)
-        chosen = jnp.full_like(chosen, range_max).at[slots].set(pool, mode="drop")
+        places = jnp.where(first & (pool < range_max), rank - 1, count)
+        chosen = jnp.full_like(chosen, range_max).at[places].set(pool, mode="drop")
         found = rank[-1]
         # The draw that completed the set was the last that counts.
         used = jnp.where(found < count, count, jnp.argmax(rank >= count) - count + 1)

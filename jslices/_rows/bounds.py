@@ -37,7 +37,7 @@ def index_dtype(num_rows: int | None, dtype: np.dtype) -> np.dtype:
     return np.dtype(np.int32)
 
 
-def empty_slot(num_rows: int | None, dtype: np.dtype) -> int:
+def empty_index(num_rows: int | None, dtype: np.dtype) -> int:
     """The canonical index of an empty entry: V, or the largest integer if V is unknown."""
     return int(np.iinfo(dtype).max) if num_rows is None else num_rows
 
@@ -53,7 +53,7 @@ def canonical_indices(indices: jax.Array, num_rows: int | None) -> jax.Array:
       ``[...]`` int32 (int64 where that came in or V needs it), each in ``[0, V]``.
     """
     dtype = index_dtype(num_rows, np.dtype(indices.dtype))
-    empty = empty_slot(num_rows, dtype)
+    empty = empty_index(num_rows, dtype)
     if jnp.issubdtype(indices.dtype, jnp.unsignedinteger):
         # An unsigned 32-bit value above 2^31 would turn negative in the cast below,
         # and that is out of range as well: nothing is lost.

@@ -1,4 +1,4 @@
-"""Numbering the distinct rows among some indices: each gets a number, its *slot*.
+"""Numbering the distinct rows among some indices: each gets a number.
 
 The general way sorts the indices. A CPU can instead find the first occurrence of each row
 in a map: one of V integers if the table is small enough, else a hash map of 2 to 8 K
@@ -15,7 +15,7 @@ from jax import lax
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 
-from jslices._rows.bounds import empty_slot
+from jslices._rows.bounds import empty_index
 
 Numbered = tuple[jax.Array, jax.Array, jax.Array]
 
@@ -29,43 +29,43 @@ FEW = 512
 SPREAD = 4
 
 
-def number_slots(indices: jax.Array, num_rows: int | None, capacity: int) -> Numbered:
+def number_rows(indices: jax.Array, num_rows: int | None, capacity: int) -> Numbered:
     """Numbers the distinct rows in their order.
 
     Args:
       indices: ``[K]``, canonical, K at least 1.
       num_rows: V, or None when unknown.
-      capacity: U, the number of slots.
+      capacity: U, how many rows there is room for.
 
     Returns:
-      ``(unique, slots, distinct)``: the distinct rows ``[U]``, sorted, then the empty
-      index; the slot of each occurrence, int32 ``[K]``, U or more where it has none; how
+      ``(unique, numbers, distinct)``: the distinct rows ``[U]``, sorted, then the empty
+      index; the number of each occurrence, int32 ``[K]``, U or more where it has none; how
       many distinct rows there are, int32 ``[]``.
 
     Cost: a sort of K integers.
     """
-    empty = empty_slot(num_rows, indices.dtype)
+    empty = empty_index(num_rows, indices.dtype)
     ordered, positions = sort_ids(indices)
     is_first = jnp.concatenate([jnp.ones((1,), bool), ordered[1:] != ordered[:-1]])
-    slots = jnp.cumsum(is_first, dtype=jnp.int32) - 1
-    # Equal indices share a slot, so writes that collide store the same number.
+    numbers = jnp.cumsum(is_first, dtype=jnp.int32) - 1
+    # Equal indices share a number, so writes that collide store the same row.
     unique = (
         jnp.full((capacity,), empty, indices.dtype)
-        .at[slots]
+        .at[numbers]
         .set(ordered, mode="drop", indices_are_sorted=True)
     )
     # Back to the order of `indices`: moving K integers is cheaper than moving K rows.
-    # The empty index got a slot as well, which is sent out of range.
-    slots = jnp.where(ordered == empty, capacity, slots)
-    slots = jnp.zeros_like(slots).at[positions].set(slots, unique_indices=True)
+    # The empty index got a number as well, which is sent out of range.
+    numbers = jnp.where(ordered == empty, capacity, numbers)
+    numbers = jnp.zeros_like(numbers).at[positions].set(numbers, unique_indices=True)
     distinct = jnp.sum(is_first & (ordered != empty), dtype=jnp.int32)
-    return unique, slots, distinct
+    return unique, numbers, distinct
 
 
-def number_slots_in_any_order(
+def number_rows_in_any_order(
     indices: jax.Array, num_rows: int, capacity: int, row_bytes: int
 ) -> Numbered:
-    """:func:`number_slots`, with the distinct rows in whatever order is fastest.
+    """:func:`number_rows`, with the distinct rows in whatever order is fastest.
 
     ``row_bytes`` is the size of a row: the map takes about as much memory as K rows.
     Cost: O(K), plus V integers written if V is small; or a sort of K integers.
@@ -73,7 +73,7 @@ def number_slots_in_any_order(
     num_ids, elements = indices.shape[0], row_bytes // 4
 
     def by_sort(indices: jax.Array) -> Numbered:
-        return number_slots(indices, num_rows, capacity)
+        return number_rows(indices, num_rows, capacity)
 
     if num_ids < FEW:
         return by_sort(indices)
@@ -139,14 +139,14 @@ def _number_firsts(
 ) -> Numbered:
     """Numbers the distinct rows in the order of their first occurrences ``[K]``."""
     is_first = first == jnp.arange(indices.shape[0], dtype=jnp.int32)
-    numbers = jnp.cumsum(is_first, dtype=jnp.int32) - 1
-    slots = numbers.at[first].get(mode="fill", fill_value=capacity)
+    counted = jnp.cumsum(is_first, dtype=jnp.int32) - 1
+    numbers = counted.at[first].get(mode="fill", fill_value=capacity)
     unique = (
         jnp.full((capacity,), num_rows, indices.dtype)
-        .at[jnp.where(is_first, numbers, capacity)]
+        .at[jnp.where(is_first, counted, capacity)]
         .set(indices, mode="drop")
     )
-    return unique, slots, jnp.sum(is_first, dtype=jnp.int32)
+    return unique, numbers, jnp.sum(is_first, dtype=jnp.int32)
 
 
 @jax.jit

@@ -7,10 +7,10 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 
-from jslices._rows.bounds import canonical_indices, empty_slot
+from jslices._rows.bounds import canonical_indices, empty_index
 from jslices._rows.numbering import (
-    number_slots,
-    number_slots_in_any_order,
+    number_rows,
+    number_rows_in_any_order,
 )
 
 #: The order of the distinct rows.
@@ -63,7 +63,7 @@ def sum_duplicates(
     if capacity < 0:
         raise ValueError(f"coalesce(size={size}): size must not be negative")
     indices = canonical_indices(indices, num_rows)
-    empty = empty_slot(num_rows, indices.dtype)
+    empty = empty_index(num_rows, indices.dtype)
     if num_ids == 0 or capacity == 0:
         distinct = (
             jnp.zeros((), jnp.int32)
@@ -75,11 +75,11 @@ def sum_duplicates(
     else:
         row_bytes = math.prod(values.shape[1:]) * values.dtype.itemsize
         if order == "sorted" or num_rows is None:
-            numbered = number_slots(indices, num_rows, capacity)
+            numbered = number_rows(indices, num_rows, capacity)
         else:
-            numbered = number_slots_in_any_order(indices, num_rows, capacity, row_bytes)
-        unique, slots, distinct = numbered
-        summed = add_by_slot(values, slots, capacity, COMBINERS[combine])
+            numbered = number_rows_in_any_order(indices, num_rows, capacity, row_bytes)
+        unique, numbers, distinct = numbered
+        summed = add_by_number(values, numbers, capacity, COMBINERS[combine])
     if capacity < enough:
         summed = _refuse_overflow(summed, distinct, capacity)
     return summed, unique, distinct
@@ -96,13 +96,13 @@ def check_combine(combine: str, dtype: jnp.dtype) -> None:
         )
 
 
-def add_by_slot(
+def add_by_number(
     values: jax.Array,
-    slots: jax.Array,
+    numbers: jax.Array,
     capacity: int,
     divisor: Callable[[jax.Array], jax.Array] | None = None,
 ) -> jax.Array:
-    """``[capacity, *D]``: the rows of ``values`` ``[K, *D]`` with the same slot, summed.
+    """``[capacity, *D]``: the rows of ``values`` ``[K, *D]`` with the same number, summed.
 
     Slots of ``capacity`` or more drop. 16-bit floats are summed in float32 and rounded
     once.
@@ -111,10 +111,10 @@ def add_by_slot(
     narrow = jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4
     wide = values.astype(jnp.float32) if narrow else values
     zeros = jnp.zeros((capacity, *values.shape[1:]), wide.dtype)
-    summed = zeros.at[slots].add(wide, mode="drop")
+    summed = zeros.at[numbers].add(wide, mode="drop")
     if divisor is not None:
         # Counted in integers: exact beyond 2^24 occurrences.
-        counts = jnp.zeros((capacity,), jnp.int32).at[slots].add(1, mode="drop")
+        counts = jnp.zeros((capacity,), jnp.int32).at[numbers].add(1, mode="drop")
         weight = divisor(jnp.maximum(counts, 1).astype(jnp.finfo(wide.dtype).dtype))
         summed = summed / weight.reshape(-1, *(1,) * (summed.ndim - 1))
     return summed.astype(dtype)

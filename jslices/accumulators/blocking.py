@@ -12,7 +12,7 @@ import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
 from jslices._errors import InvalidArgumentError
-from jslices._rows.bounds import INT32_MAX, empty_slot
+from jslices._rows.bounds import INT32_MAX, empty_index
 from jslices._slices import IndexedSlices, is_slices
 from jslices.accumulators._gradients import (
     PartialShape,
@@ -362,7 +362,7 @@ def taken_as_slices(
     index_type = np.int64 if jax.config.read("jax_enable_x64") else np.int32
     values, indices = taken.values, taken.indices.astype(index_type)
     if size is not None and (missing := size - indices.size):
-        empty = empty_slot(shape[0] if shape else None, np.dtype(index_type))
+        empty = empty_index(shape[0] if shape else None, np.dtype(index_type))
         if empty > np.iinfo(index_type).max:
             empty = -1  # V itself does not fit, but any negative index is empty
         indices = np.append(indices, np.full(missing, empty, index_type))

@@ -12,7 +12,7 @@ from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
 from jslices._errors import InvalidArgumentError
-from jslices._rows.bounds import add_rows, canonical_indices, empty_slot, index_dtype
+from jslices._rows.bounds import add_rows, canonical_indices, empty_index, index_dtype
 from jslices._rows.numbering import sort_ids
 from jslices._slices import IndexedSlices, check_slices, is_slices
 from jslices.accumulators._gradients import (
@@ -205,7 +205,7 @@ class SparseAccumulator(_PureAccumulator):
 
     @property
     def _empty(self) -> int:
-        return empty_slot(self.shape[0], self._index_dtype)
+        return empty_index(self.shape[0], self._index_dtype)
 
     def _check(self, grad: Any) -> None:
         if not is_slices(grad):

@@ -1,14 +1,14 @@
 """Optimizers that read and write only the rows that got a gradient.
 
 Each optimizer is one file: a state and a *rule*, the arithmetic of one step on whatever
-array it is given. ``rows`` makes the optimizer of a rule: whole arrays for dense
-gradients, the touched rows for IndexedSlices. To add one, copy the file of its nearest
-relative. What people do before and after the update stands in ``transforms``.
+array it is given. ``transformation`` makes the optimizer of a rule: whole arrays for dense
+gradients, the touched rows for IndexedSlices, by a plan that ``tx.plan(grads, params)``
+shows. To add one, copy the file of its nearest relative. What stands before and after the
+update is in ``transforms``.
 
 ``updates, state = tx.update(grads, state, params)`` and ``jslices.apply_updates`` are a
 step; ``params, state = tx.apply(grads, state, params)`` is the same step in one call, which
-keeps no updates: with large gradients on a CPU that saves memory, and up to half of the
-time (docs/speed.md).
+keeps no updates.
 
 A dense optimizer also moves rows that got no gradient, by their momentum or their weight
 decay. ``untouched="lazy"`` leaves them alone, as TensorFlow's ``LazyAdam`` and PyTorch's

@@ -28,7 +28,7 @@ from jslices.optim._engine.transformation import checked_rows, transformation
 
 
 class AdafactorState(NamedTuple):
-    """State of :func:`adafactor`; arrays ``[1]`` stand for what a parameter has not."""
+    """State of :func:`adafactor`; ``[1]`` stands for an array that is not kept."""
 
     count: jax.Array  # type: ignore[assignment]  #: int32 ``[]``, the steps taken.
     v_row: (

@@ -10,7 +10,7 @@ from jax import lax
 from jslices import _jax
 from jslices._rows.bounds import canonical_indices, set_rows, take_rows
 from jslices._rows.select import leading, where_rows
-from jslices._rows.sums import add_by_slot, sum_duplicates
+from jslices._rows.sums import add_by_number, sum_duplicates
 from jslices._slices import IndexedSlices
 from jslices.optim._engine.plan import Plan, choose_plan
 from jslices.optim._engine.protocol import EveryRow
@@ -207,7 +207,7 @@ def _all_rows(
     """One pass over the table; what it did to rows that are not named is dropped."""
     indices = canonical_indices(indices, num_rows)
     named = jnp.zeros((num_rows,), bool).at[indices].set(True, mode="drop")
-    sums = add_by_slot(values, indices, num_rows)
+    sums = add_by_number(values, indices, num_rows)
     update, *new = _keeping_unnamed(kernel, named, sums, arrays, num_read)
     every = jnp.arange(num_rows, dtype=indices.dtype)
     return jnp.where(named, every, num_rows), update, *new

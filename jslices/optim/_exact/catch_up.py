@@ -40,7 +40,7 @@ class Clock(NamedTuple):
 
 
 def new_clock(params: Any, rules: Sequence[Rule]) -> Clock:
-    """The clock before the first step."""
+    """The clock before the first step of optimizers whose rows catch up."""
     leaves, tree = flatten(params)
     start, run = jnp.zeros((), jnp.int32), jnp.zeros((2,), jnp.float32)
     last = [row_like(p, jnp.int32) for p in leaves]

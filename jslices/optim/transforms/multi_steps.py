@@ -13,7 +13,7 @@ import numpy as np
 from jax import lax
 
 from jslices._jax import flatten
-from jslices._rows.bounds import canonical_indices, empty_slot, index_dtype
+from jslices._rows.bounds import canonical_indices, empty_index, index_dtype
 from jslices._slices import IndexedSlices, check_slices, is_slices
 from jslices.optim._engine.arithmetic import next_count, zero_count
 from jslices.optim._engine.protocol import GradientTransformation, is_leaf
@@ -184,7 +184,7 @@ def _nothing(shape: Any) -> Any:
         return jnp.zeros(shape.shape, shape.dtype)
     values, indices = shape.values, shape.indices
     num_rows = None if shape.dense_shape is None else shape.dense_shape[0]
-    empty = empty_slot(num_rows, indices.dtype)
+    empty = empty_index(num_rows, indices.dtype)
     # Both branches of a cond return the same type, be it a subclass of IndexedSlices.
     return type(shape).tree_unflatten(
         shape.dense_shape,

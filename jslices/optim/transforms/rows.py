@@ -14,7 +14,7 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from jslices._jax import flatten
-from jslices._rows.bounds import canonical_indices, empty_slot, set_rows, take_rows
+from jslices._rows.bounds import canonical_indices, empty_index, set_rows, take_rows
 from jslices._rows.numbering import sort_ids
 from jslices._rows.sums import check_combine
 from jslices._slices import IndexedSlices, check_slices, is_slices
@@ -88,7 +88,7 @@ def mask_rows(slices: Any, keep: Keep) -> Any:
     check_slices(slices)
     num_rows = None if slices.dense_shape is None else slices.dense_shape[0]
     indices = canonical_indices(slices.indices, num_rows)
-    empty = empty_slot(num_rows, indices.dtype)
+    empty = empty_index(num_rows, indices.dtype)
     allowed = _allowed(keep, indices, num_rows) & (indices != empty)
     return IndexedSlices.tree_unflatten(
         slices.dense_shape,

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import jslices as js
-from jslices._rows.numbering import number_slots_in_any_order
+from jslices._rows.numbering import number_rows_in_any_order
 from jslices._rows.sums import sum_duplicates
 
 K, V = 520, 3000
@@ -21,7 +21,7 @@ ROWS = {"map": V, "hash": 1_000_000}
 @functools.cache
 def number(num_rows, row_bytes=64):
     def run(ids):
-        return number_slots_in_any_order(ids, num_rows, K, row_bytes)
+        return number_rows_in_any_order(ids, num_rows, K, row_bytes)
 
     return jax.jit(run)
 
