@@ -1,10 +1,16 @@
 """Settings for all tests, made before JAX starts."""
 
+import ctypes
 import gc
 import os
+import pathlib
+import platform
 import shutil
+import sys
 import tempfile
 
+# Fewer heaps: each thread that compiles would otherwise keep one of its own.
+os.environ.setdefault("MALLOC_ARENA_MAX", "2")
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ["XLA_FLAGS"] = (
     os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=4"
@@ -29,6 +35,8 @@ hypothesis.settings.load_profile("default")
 # pytest-xdist: what it compiles is kept for the session. Processes that tests start do not
 # take part, as some are killed in the middle of something.
 KEPT = "jslices_compiled"
+#: From so many bytes on a worker forgets what was compiled, between any two tests.
+ROOM = 10**9
 
 
 def pytest_configure(config):
@@ -61,5 +69,28 @@ def _forget_shown_warnings():
 def _forget_what_was_compiled():
     """A worker's memory does not grow with the modules that it has run."""
     yield
+    forget_what_was_compiled()
+
+
+@pytest.fixture(autouse=True)
+def _forget_what_no_longer_fits():
+    """Nor within a long module: what is needed again is read from the session's folder."""
+    yield
+    if resident_bytes() > ROOM:
+        forget_what_was_compiled()
+
+
+def forget_what_was_compiled():
     jax.clear_caches()
     gc.collect()
+    if sys.platform == "linux" and platform.libc_ver()[0] == "glibc":
+        ctypes.CDLL(None).malloc_trim(0)  # what was freed goes back to the system
+
+
+def resident_bytes():
+    """What this process holds; 0 where nothing tells."""
+    try:
+        pages = int(pathlib.Path("/proc/self/statm").read_text().split()[1])
+    except OSError:
+        return 0
+    return pages * os.sysconf("SC_PAGE_SIZE")
