@@ -7,6 +7,7 @@ import pathlib
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from hypothesis import strategies as st
 
 import jslices as js
@@ -37,6 +38,14 @@ def dense(tree):
     return jax.tree.map(
         lambda x: x.to_dense() if js.is_slices(x) else x, tree, is_leaf=js.is_slices
     )
+
+
+def rest_in_ci(cases, quick):
+    """The cases; those for which ``quick`` is not true are slow: they run in CI alone."""
+    return [
+        case if quick(case) else pytest.param(*case, marks=pytest.mark.slow)
+        for case in cases
+    ]
 
 
 def quickly(f):

@@ -93,6 +93,7 @@ def test_all_figures(bench):
     assert tenfold[-1] == plan_of(Sizes(20_000, 8, 100), "cpu").way
 
 
+@pytest.mark.slow
 def test_dense_stops_in_time_and_nothing_tells_the_memory(bench, monkeypatch):
     monkeypatch.setattr(jax.stages.Compiled, "memory_analysis", lambda self: None)
     options = ["--optimizer", "sgd", "--dtype", "bfloat16", "--distribution", "uniform"]

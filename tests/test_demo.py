@@ -26,6 +26,7 @@ def run(capsys, *arguments):
     return code, out.out, out.err
 
 
+@pytest.mark.slow
 def test_trains_shows_and_compares(capsys, text):
     picture = text / "words.png"
     options = ("--steps", 300, "--batch", 64, "--dim", 8, "--learning-rate", 2e-2)

@@ -196,6 +196,7 @@ def free_memory():
 NEEDS_8_GB = pytest.mark.skipif(free_memory() < 8e9, reason="needs 8 GB of free memory")
 
 
+@pytest.mark.slow
 @NEEDS_8_GB
 def test_3e9_elements_for_real():
     last = V - 1
@@ -219,6 +220,7 @@ def test_3e9_elements_for_real():
     assert np.count_nonzero(np.asarray(table)) == np.count_nonzero(wanted)
 
 
+@pytest.mark.slow
 @NEEDS_8_GB
 def test_3e9_rows_for_real():
     count = 3_000_000_000

@@ -49,6 +49,7 @@ def faults(how):
     return int(re.search(r"faults (\d+)", done.stdout)[1])
 
 
+@pytest.mark.slow
 @glibc
 def test_a_large_step_makes_no_page_faults():
     kept = faults("keep")

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import assert_close, quickly
+from helpers import assert_close, quickly, rest_in_ci
 
 import jslices as js
 
@@ -103,7 +103,10 @@ RUNS = [(name, "jit") for name in OPTIMIZERS]
 RUNS += [("adam", "apply"), ("exact", "apply"), ("lifted", "scan")]
 
 
-@pytest.mark.parametrize("name, how", sorted(RUNS))
+@pytest.mark.parametrize(
+    "name, how",
+    rest_in_ci(sorted(RUNS), lambda run: run[1] != "jit" or run[0] in ("adamw", "chain")),
+)
 def test_equals_a_step_on_the_mean_gradient(name, how):
     tx = wrapped(name)
     got, start = train(tx, how), (PARAMS, tx.init(PARAMS))
