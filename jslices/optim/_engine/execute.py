@@ -28,6 +28,9 @@ def step_slices(
 ) -> tuple[Any, ...]:
     """Steps the rows that ``grad`` names by the plan for its sizes, on any platform.
 
+    The program may yet be compiled for another platform than the one at hand: where the
+    plans differ it holds both, of which JAX lowers one.
+
     Args:
       kernel: ``kernel(gradient, *read, *state) -> (update, *new_state)``.
       grad: of an array ``[V, *D]``, K entries.

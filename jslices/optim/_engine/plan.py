@@ -61,7 +61,7 @@ class Plan:
     capacity: int
     sums: bool = True
     chunk: int | None = None
-    why: str = ""
+    why: str = dataclasses.field(default="", compare=False)
 
     def __str__(self) -> str:
         how = {
