@@ -15,7 +15,7 @@ import jax
 import jax.extend.core.primitives
 import numpy as np
 from jax import lax
-from jax._src import source_info_util
+from jax._src import source_info_util, xla_bridge
 from jax.extend.core import Literal, Primitive
 
 from jslices._densify import JAX_FOLDER, UserLine, pick_user_line
@@ -26,6 +26,10 @@ Program = Any
 Equation = Any
 
 __all__ = ["Literal"]
+
+#: To write into a bfloat16 array, XLA:CPU of these releases makes all of it float32 and
+#: back: better once a step than once a chunk. (jax 0.10.2 does, 0.12 does not.)
+WIDENS_BFLOAT16 = jax.__version_info__ < (0, 12)
 
 #: JAX's own primitives by name, those of this release.
 PRIMITIVES: dict[str, Primitive] = {
@@ -197,6 +201,12 @@ def body(eqn: Equation) -> Program:
     """The sub-program of a call, a loop or a rematerialisation."""
     params = eqn.params
     return params["call_jaxpr"] if "call_jaxpr" in params else params["jaxpr"]
+
+
+def has_started_devices() -> bool:
+    """Whether JAX has started its backends; False where it does not tell."""
+    started = getattr(xla_bridge, "backends_are_initialized", None)
+    return started is not None and bool(started())
 
 
 def flatten(tree: Any, is_leaf: Any = None) -> tuple[list[Any], Any]:

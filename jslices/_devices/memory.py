@@ -7,8 +7,8 @@ import re
 import warnings
 
 import jax
-from jax._src import xla_bridge
 
+from jslices import _jax
 from jslices._densify import current_user_line
 
 # From glibc's <malloc.h>.
@@ -71,9 +71,7 @@ def keep_memory() -> None:
             f"keep_memory() sets glibc's malloc, which this {platform.system()} does not "
             "have; leave it out"
         )
-    # A private name of JAX; if it is gone, a call that comes too late goes unnoticed.
-    started = getattr(xla_bridge, "backends_are_initialized", lambda: False)
-    if started():
+    if _jax.has_started_devices():
         raise RuntimeError(
             "keep_memory() came after JAX had started its devices; call it at the start of "
             "the program, before the first array is made"

@@ -14,6 +14,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jslices import _jax
+
 Way = Literal["together", "in chunks", "all rows"]
 
 #: Rows in a chunk: those of Adam's three arrays, 64 elements each, fill 1.5 MB and are
@@ -38,9 +40,6 @@ FEW_ENTRIES = 512
 #: A linear rule without state adds each entry by itself, unless rows are shorter than this
 #: and each is named more than once: telling empty entries apart then takes as long as they.
 SHORT_LINEAR_BYTES, LINEAR_ENTRIES_PER_ROW = 128, 2
-#: To write into a bfloat16 array, XLA:CPU of these releases makes all of it float32 and
-#: back: better once a step than once a chunk. (jax 0.10.2 does, 0.12 does not.)
-WIDENS_BFLOAT16 = jax.__version_info__ < (0, 12)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,7 +130,7 @@ def choose_plan(
     if capacity <= TOGETHER_ROWS or capacity * max(sizes) <= TOGETHER_BYTES:
         why = f"at most {TOGETHER_ROWS:,} rows, or {TOGETHER_BYTES / 1e6:g} MB of them"
         return Plan("together", entries, capacity, sums, why=why)
-    if WIDENS_BFLOAT16 and any(x.dtype == jnp.bfloat16 for x in arrays):
+    if _jax.WIDENS_BFLOAT16 and any(x.dtype == jnp.bfloat16 for x in arrays):
         why = "this XLA makes bfloat16 arrays float32 to write, once a step at best"
         return Plan("together", entries, capacity, sums, why=why)
     why = "a chunk's rows are still in the cache when they are written back"
