@@ -14,7 +14,6 @@ STATE_ARRAYS = {"sgd": 0, "adagrad": 1, "adam": 2}
 #: name -> (module, arguments, whether a step passes over the whole table)
 CONTENDERS = {
     "jslices": ("with_jslices", {}, False),
-    "jslices, tx.apply": ("with_jslices", {"in_one_call": True}, False),
     "jslices, memory kept": ("with_jslices", {"keep": True}, False),
     "PyTorch sparse": ("with_torch", {"sparse": True}, False),
     "TensorFlow sparse": ("with_tensorflow", {"keras": False}, False),

@@ -7,17 +7,13 @@ import jslices as js
 VERSION = f"jslices {js.__version__}"
 
 
-def make(optimizer, num_rows, dim, rate, keep=False, in_one_call=False):
+def make(optimizer, num_rows, dim, rate, keep=False):
     tx = getattr(js, optimizer)(rate)
-    apply_updates = None if in_one_call else js.apply_updates
-    return jitted(js.value_and_grad, tx, apply_updates, num_rows, dim)
+    return jitted(js.value_and_grad, tx, js.apply_updates, num_rows, dim)
 
 
 def jitted(value_and_grad, tx, apply_updates, num_rows, dim):
-    """A step of JAX with these three, and the state that it is run on.
-
-    Without ``apply_updates`` the step is ``tx.apply``.
-    """
+    """A step of JAX with these three, and the state that it is run on."""
     import jax
     import jax.numpy as jnp
 
@@ -27,15 +23,13 @@ def jitted(value_and_grad, tx, apply_updates, num_rows, dim):
     @functools.partial(jax.jit, donate_argnums=(0, 1))
     def step(table, state, ids):
         value, grads = value_and_grad(loss)(table, ids)
-        if apply_updates is None:
-            return *tx.apply(grads, state, table), value
         updates, state = tx.update(grads, state, table)
         return apply_updates(table, updates), state, value
 
     return runner(step, tx, num_rows, dim)
 
 
-def prepare(keep=False, in_one_call=False):
+def prepare(keep=False):
     if keep:
         js.keep_memory()
 

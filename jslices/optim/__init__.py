@@ -7,8 +7,7 @@ shows. To add one, copy the file of its nearest relative. What stands before and
 update is in ``transforms``.
 
 ``updates, state = tx.update(grads, state, params)`` and ``jslices.apply_updates`` are a
-step; ``params, state = tx.apply(grads, state, params)`` is the same step in one call, which
-keeps no updates.
+step; ``params, state = tx.apply(grads, state, params)`` is the same step in one call.
 
 A dense optimizer also moves rows that got no gradient, by their momentum or their weight
 decay. ``untouched="lazy"`` leaves them alone, as TensorFlow's ``LazyAdam`` and PyTorch's

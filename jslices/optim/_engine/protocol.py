@@ -41,9 +41,8 @@ class GradientTransformation(_InitUpdate):
         :func:`jslices.apply_updates` in one call, with the same result: parameters of the
         shapes and dtypes that came, duplicates summed before the step, out-of-range ids
         dropped, rows that no id names neither read nor written. In place where ``params``
-        and ``state`` are donated. It is as fast or faster than two calls, and holds no
-        updates ``[U, *D]``. Raises ValueError, before anything is computed, without params
-        or with slices of an array of another shape.
+        and ``state`` are donated. Raises ValueError without params, or with slices of an
+        array of another shape.
       catch_up: ``catch_up(params, state, ids) -> (params, state)``. With
         ``untouched="exact"``, brings the rows that are about to be read up to date. ``ids``
         mirrors ``params``: integers of any shape for a table, out-of-range ones being

@@ -14,7 +14,6 @@ from jslices.optim._engine.execute import step_slices
 from jslices.optim._engine.plan import Plan, choose_plan
 from jslices.optim._engine.protocol import (
     GradientTransformation,
-    apply_updates,
     check_fits,
     is_leaf,
     warn_in_multi_steps,
@@ -64,18 +63,6 @@ def transformation(
         return state_type(count=zero_count(), **state)
 
     def update(grads: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
-        return step(update_leaf, grads, state, params, rule.reads_params)
-
-    def apply(grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
-        return step(apply_leaf, grads, state, params, True)
-
-    def step(
-        step_leaf: Callable[..., tuple[Any, ...]],
-        grads: Any,
-        state: Any,
-        params: Any,
-        reads_params: bool,
-    ) -> tuple[Any, Any]:
         if params is None and (rule.reads_params or mask is not None):
             raise ValueError(
                 "this optimizer needs the parameters as well, for its weight decay or its "
@@ -83,7 +70,9 @@ def transformation(
             )
         leaves, tree = flatten(grads, is_leaf=is_leaf)
         rules = rules_for(params, len(leaves))
-        arrays = tree.flatten_up_to(params) if reads_params else [None] * len(leaves)
+        arrays: Sequence[Any] = [None] * len(leaves)
+        if params is not None:
+            arrays = tree.flatten_up_to(params)
         columns = [tree.flatten_up_to(getattr(state, name)) for name in names]
         now = Step(state.count, single=len(leaves) == 1)
         kinds = [(r, is_slices(grad)) for r, grad in zip(rules, leaves, strict=True)]
@@ -101,7 +90,7 @@ def transformation(
                 for kind, kernel in kernels.items()
             }
         results = [
-            step_leaf(kind[0], kernels[kind], grad, param, old)
+            update_leaf(kind[0], kernels[kind], grad, param, old)
             for kind, grad, param, *old in zip(kinds, leaves, arrays, *columns, strict=True)
         ]
         result, *new = [
@@ -124,14 +113,13 @@ def transformation(
         )
 
     if rule.missed is None:
-        return GradientTransformation(init, update, apply=apply, plan=plan)
+        return GradientTransformation(init, update, plan=plan)
     return GradientTransformation(
         init,
         update,
         lambda params, state, ids: exact.catch_up(rules_for, params, state, ids),
         lambda params, state: exact.flush(rules_for, params, state),
-        apply,
-        plan,
+        plan=plan,
     )
 
 
@@ -148,44 +136,20 @@ def _plan_of(rule: Rule, grad: Any, param: Any, platform: str) -> Plan | None:
 def update_leaf(
     rule: Rule, kernel: Kernel, grad: Any, param: Any, state: Sequence[Any]
 ) -> tuple[Any, ...]:
-    """``(update, *state)``; ``param`` is None where the rule does not read it."""
-    read = () if param is None else (param,)
+    """``(update, *state)``; ``param`` may be None where the rule does not read it."""
+    read = (param,) if rule.reads_params else ()
     if grad is None:
         return (None, *state)
     if not isinstance(grad, IndexedSlices):
         return kernel(grad, *read, *state)
+    by_row = [] if rule.update_slices is not None else state
+    given = [] if param is None else [jnp.asarray(param)]
+    grad = checked_rows(grad, [*given, *by_row])
+    if given:
+        check_fits(grad, given[0])
     if rule.update_slices is not None:
-        check_fits(grad, param)
         return kernel(grad, *read, *state)
-    grad = checked_rows(grad, (*read, *state))
-    if param is not None:
-        check_fits(grad, param)
     return step_slices(kernel, grad, read, state, linear=rule.linear)
-
-
-def apply_leaf(
-    rule: Rule, kernel: Kernel, grad: Any, param: Any, state: Sequence[Any]
-) -> tuple[Any, ...]:
-    """``(param, *state)``, all new.
-
-    Rows of the parameter are stepped where those of the state are, so that no update is
-    kept. Without state each entry is added by itself.
-    """
-    by_itself = not state or rule.update_slices is not None
-    if not isinstance(grad, IndexedSlices) or param is None or by_itself:
-        read = param if rule.reads_params else None
-        update, *new = update_leaf(rule, kernel, grad, read, state)
-        return (apply_updates(param, update), *new)
-
-    def stepped(g: jax.Array, p: jax.Array, *state: jax.Array) -> tuple[jax.Array, ...]:
-        update, *new = kernel(g, *([p] if rule.reads_params else []), *state)
-        return p.reshape(len(p), -1)[:, :0], p + update.astype(p.dtype), *new
-
-    param = jnp.asarray(param)
-    grad = checked_rows(grad, (param, *state))
-    check_fits(grad, param)
-    _, *new = step_slices(stepped, grad, (), (param, *state))
-    return tuple(new)
 
 
 def checked_rows(grad: IndexedSlices, arrays: Sequence[jax.Array]) -> IndexedSlices:
