@@ -6,7 +6,7 @@ import statistics
 
 ROOT = pathlib.Path(__file__).parent.parent
 PAGE = (ROOT / "docs" / "speed.md").read_text()
-OURS = {"jslices", "jslices, tx.apply", "jslices, memory kept"}
+OURS = {"jslices", "jslices, memory kept"}
 DENSE = "Optax dense"
 
 
@@ -76,3 +76,13 @@ def test_the_table_of_dense_gradients():
     for line, wanted in zip(table("| ids a step |"), (few, some, many), strict=True):
         ratios = against_dense(wanted)
         assert_said(line, [len(ratios), *of(ratios)])
+
+
+def test_the_table_of_the_readme():
+    lines = (ROOT / "README.md").read_text().split("| gradient | default")[1].splitlines()
+    small = lambda num_bytes: num_bytes < 16e6  # noqa: E731
+    for line, wanted in zip(lines[2:4], (small, lambda n: not small(n)), strict=True):
+        shown = ",".join(line.strip("| ").split("|")[1:]).split(",")
+        plain = against_peers("jslices", wanted)
+        kept = against_peers("jslices, memory kept", wanted)
+        assert_said(shown, [*of(plain)[:2], *of(kept)[:2]])
