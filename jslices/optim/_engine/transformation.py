@@ -70,9 +70,7 @@ def transformation(
             )
         leaves, tree = flatten(grads, is_leaf=is_leaf)
         rules = rules_for(params, len(leaves))
-        arrays: Sequence[Any] = [None] * len(leaves)
-        if params is not None:
-            arrays = tree.flatten_up_to(params)
+        arrays = _parameters(tree, params, rule.reads_params, len(leaves))
         columns = [tree.flatten_up_to(getattr(state, name)) for name in names]
         now = Step(state.count, single=len(leaves) == 1)
         kinds = [(r, is_slices(grad)) for r, grad in zip(rules, leaves, strict=True)]
@@ -131,6 +129,21 @@ def _plan_of(rule: Rule, grad: Any, param: Any, platform: str) -> Plan | None:
     by_row = [x for x in state if x.shape[:1] == param.shape[:1]]
     arrays = [*[param] * rule.reads_params, *by_row]
     return choose_plan(grad.values, arrays, param.shape[0], platform, linear=rule.linear)
+
+
+def _parameters(tree: Any, params: Any, needed: bool, count: int) -> list[Any]:
+    """The parameter of each gradient; None where it is neither given nor needed.
+
+    As in Optax, parameters that are not needed may have any structure.
+    """
+    if params is None:
+        return [None] * count
+    try:
+        return list(tree.flatten_up_to(params))
+    except ValueError:
+        if needed:
+            raise
+        return [None] * count
 
 
 def update_leaf(
