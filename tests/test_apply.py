@@ -91,3 +91,25 @@ def test_a_chain_hands_its_last_links_own_apply_on():
     tx = js.optim.chain(js.optim.clip(0.5), last)
     assert tx.apply(jnp.ones(2), tx.init(TABLE), jnp.zeros(2))[0].tolist() == [7.5, 7.5]
     assert js.optim.chain().apply(jnp.ones(2), (), jnp.zeros(2))[0].tolist() == [1, 1]
+
+
+def test_parameters_that_are_not_needed_may_have_any_structure():
+    grads = {"table": js.IndexedSlices(jnp.ones((1, D)), ONE, (V, D))}
+    params, others = {"table": TABLE}, {"another": (TABLE, TABLE)}
+    for name in ("adam", "adamw"):
+        tx = getattr(js, name)(0.1)
+        wanted, _ = tx.update(grads, tx.init(params), params)
+        if name == "adamw":
+            with pytest.raises(ValueError):
+                tx.update(grads, tx.init(params), others)
+        else:
+            assert_close(tx.update(grads, tx.init(params), others)[0], wanted)
+
+
+def test_the_plan_of_each_gradient():
+    grads = {"table": js.IndexedSlices(jnp.ones((1, D)), ONE, (V, D)), "w": 1.0, "b": None}
+    params = {"table": TABLE, "w": jnp.ones(()), "b": TABLE}
+    plans = js.optim.chain(js.optim.clip(1.0), js.adam(0.1)).plan(grads, params)
+    assert (plans["table"].way, plans["w"], plans["b"]) == ("together", None, None)
+    assert "1 entries are stepped all together" in str(plans["table"])
+    assert js.from_optax(optax.adam(0.1)).plan(grads, params)["table"] is None  # not told
