@@ -36,7 +36,7 @@ hypothesis.settings.load_profile("default")
 # take part, as some are killed in the middle of something.
 KEPT = "jslices_compiled"
 #: From so many bytes on a worker forgets what was compiled, between any two tests.
-ROOM = 10**9
+ROOM = 8 * 10**8
 
 
 def pytest_configure(config):
