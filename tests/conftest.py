@@ -46,6 +46,7 @@ def pytest_configure(config):
         folder = tempfile.mkdtemp(prefix=KEPT)
         config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
     config.jslices_compiled = folder
+    config.pluginmanager.register(ForgetWhatNoLongerFits())
     jax.config.update("jax_compilation_cache_dir", folder)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
@@ -72,12 +73,15 @@ def _forget_what_was_compiled():
     forget_what_was_compiled()
 
 
-@pytest.fixture(autouse=True)
-def _forget_what_no_longer_fits():
-    """Nor within a long module: what is needed again is read from the session's folder."""
-    yield
-    if resident_bytes() > ROOM:
-        forget_what_was_compiled()
+class ForgetWhatNoLongerFits:
+    """Nor within a long module: what is needed again is read from the session's folder.
+
+    A plugin, as fixtures of this file do not reach the doctests of the package.
+    """
+
+    def pytest_runtest_logfinish(self):
+        if resident_bytes() > ROOM:
+            forget_what_was_compiled()
 
 
 def forget_what_was_compiled():
