@@ -113,3 +113,11 @@ def test_the_plan_of_each_gradient():
     assert (plans["table"].way, plans["w"], plans["b"]) == ("together", None, None)
     assert "1 entries are stepped all together" in str(plans["table"])
     assert js.from_optax(optax.adam(0.1)).plan(grads, params)["table"] is None  # not told
+
+
+def test_the_plan_of_factors_is_that_of_their_summed_rows():
+    table, ids = jax.ShapeDtypeStruct((1000, 200), jnp.float32), jnp.zeros(5000, jnp.int32)
+    grads = jax.eval_shape(js.grad(lambda t, ids: t[ids].sum()), table, ids)
+    factored = js.adafactor(0.1).plan(grads, table)
+    assert (factored.way, factored.entries, factored.sums) == ("together", 1000, False)
+    assert js.adafactor(0.1, factored=False).plan(grads, table).way == "all rows"

@@ -188,7 +188,7 @@ def adafactor(
             return step_slices(kernel, checked_rows(g, (p, v, *mean)), [p], [v, *mean])
 
         def in_factors(g: Any, p: Any, rows: Any, columns: Any, *mean: Any) -> Any:
-            g = checked_rows(g, (p, rows, *mean)).coalesce()
+            g = checked_rows(g, (p, rows, *mean))
             total = jnp.sum(g.values**2, axis=0, dtype=columns.dtype)
             mean_squares = total / p.shape[0] + eps
             columns = (b * columns + (1.0 - b) * mean_squares).astype(columns.dtype)
@@ -211,6 +211,7 @@ def adafactor(
             starts,
             partial(update, decays),
             update_slices=partial(update_slices, decays),
+            sums_first=lambda p: axes_of(p.shape) is not None,
             reads_params=True,
         )
 

@@ -1,8 +1,7 @@
 """How a step from row gradients is run: chosen in one place, as a value that can be read.
 
 Every threshold of the engine stands here, with the measurement that it rests on. Times are
-ratios of interleaved runs on two x86 cores with jax 0.10.2 and memory kept
-(:func:`jslices.keep_memory`).
+ratios of steps that took turns in one run, on two x86 cores with jax 0.10.2.
 """
 
 import dataclasses
@@ -27,7 +26,7 @@ CHUNK_ROWS = 2048
 #: cells, rows of 1 to 64, 1e5 to 1e7 rows).
 TOGETHER_ROWS, TOGETHER_BYTES = 2 * CHUNK_ROWS, 1.5e6
 #: All rows are stepped from so many entries for each row of the table on. Below it the pass
-#: takes longer than the rows named, and its sums more than four arrays ``[K, D]``.
+#: takes longer than the rows named, and its sums take about four arrays ``[K, D]``.
 ENTRIES_PER_ROW = 0.27
 #: Rows of fewer bytes cost less in a pass than an entry does in a jump: in proportion,
 #: fewer entries suffice.

@@ -28,6 +28,7 @@ class Rule:
       update_rows: the same for rows, where these are treated otherwise than whole arrays.
       update_slices: for rows that share state (means over columns, say), the whole step
         from IndexedSlices, ``(grad, p, *state) -> (update, *state)``.
+      sums_first: whether, for a parameter, ``update_slices`` wants no row named twice.
       reads_params: whether the kernel gets the rows of the parameter as well.
       linear: whether the update of a sum of gradients is the sum of their updates.
       missed: for an optimizer that catches rows up, what missed steps do to them.
@@ -37,6 +38,7 @@ class Rule:
     update: Callable[[Step], Kernel]
     update_rows: Callable[[Step], Kernel] | None = None
     update_slices: Callable[[Step], Kernel] | None = None
+    sums_first: Callable[[Any], bool] | None = None
     reads_params: bool = False
     linear: bool = False
     missed: MissedSteps | None = None

@@ -128,7 +128,15 @@ def _plan_of(rule: Rule, grad: Any, param: Any, platform: str) -> Plan | None:
     state = jax.eval_shape(lambda p: [start(p) for start in rule.state.values()], param)
     by_row = [x for x in state if x.shape[:1] == param.shape[:1]]
     arrays = [*[param] * rule.reads_params, *by_row]
-    return choose_plan(grad.values, arrays, param.shape[0], platform, linear=rule.linear)
+    values: Any = grad.values
+    num_rows = param.shape[0]
+    unique = rule.sums_first is not None and rule.sums_first(param)
+    if unique:
+        distinct = (min(values.shape[0], num_rows), *values.shape[1:])
+        values = jax.ShapeDtypeStruct(distinct, values.dtype)
+    return choose_plan(
+        values, arrays, num_rows, platform, linear=rule.linear, unique=unique
+    )
 
 
 def _parameters(tree: Any, params: Any, needed: bool, count: int) -> list[Any]:
@@ -160,6 +168,8 @@ def update_leaf(
     grad = checked_rows(grad, [*given, *by_row])
     if given:
         check_fits(grad, given[0])
+    if rule.sums_first is not None and rule.sums_first(given[0]):
+        grad = grad.coalesce()
     if rule.update_slices is not None:
         return kernel(grad, *read, *state)
     return step_slices(kernel, grad, read, state, linear=rule.linear)
