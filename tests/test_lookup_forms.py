@@ -18,7 +18,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import all_at_once, assert_close
-from jax import lax
 
 import jslices as js
 
@@ -77,11 +76,54 @@ def from_other_numbers(table):
             table.reshape(F, 2, D), FIELD_IDS % 2
         ),
         "fields_share_ids": jax.vmap(lambda t: t[IDS % 2])(table.reshape(F, 2, D)),
+        "transposed": table.T[:, IDS],
+        "transposed_back": jnp.sin(table.T.T)[IDS],
+        "of_three_axes": table.reshape(V, 2, 2).transpose(2, 0, 1)[:, IDS],
+        "columns_vmapped": jax.vmap(lambda column: column[IDS], 1, 1)(table),
         "padding_row": table.at[0].set(0.0)[IDS],
         "last_row": table.at[-1].set(ROW)[IDS + 2],
         "row_of_an_id": table.at[IDS[1]].set(ROW)[IDS],
         "no_row": table.at[V + 2].set(ROW)[IDS],
     }
+
+
+@jax.custom_jvp
+def soft(x):
+    return jnp.tanh(x)
+
+
+@soft.defjvp
+def _(primals, tangents):
+    return soft(*primals), 2 * (1 - soft(*primals) ** 2) * tangents[0]
+
+
+@jax.custom_jvp
+def shrink(x, by):
+    return x * by, x.sum(axis=-1)
+
+
+@shrink.defjvp
+def _(primals, tangents):
+    (x, by), (dx, dby) = primals, tangents
+    return shrink(x, by), (3 * dx * by + x * dby, dx.max(axis=-1) - dx.min(axis=-1))
+
+
+@jax.custom_vjp
+def straight_through(x):
+    return jnp.round(x * 4) / 4
+
+
+straight_through.defvjp(
+    lambda x: (straight_through(x), x), lambda x, g: (jnp.where(abs(x) < 1, 2 * g, 0.0),)
+)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def reverse_gradient(x, by):
+    return x
+
+
+reverse_gradient.defvjp(lambda x, by: (x, None), lambda by, _, g: (-by * g,))
 
 
 def from_steps(table):
@@ -90,6 +132,18 @@ def from_steps(table):
         "matmul": (table @ WEIGHT)[IDS],
         "einsum": jnp.einsum("vd,de->ve", table, WEIGHT)[IDS],
         "two_layers": (jnp.tanh(table @ WEIGHT) @ WEIGHT.T)[IDS],
+        "relu": jax.nn.relu(table)[IDS],
+        "softplus": jax.nn.softplus(table)[IDS],
+        "silu": jax.nn.silu(table)[IDS],
+        "gelu": jax.nn.gelu(table)[IDS],
+        "selu": jax.nn.selu(table)[IDS],
+        "logsumexp": jax.nn.logsumexp(table, axis=1)[IDS],
+        "softmax": jax.nn.softmax(table)[IDS],
+        "custom_jvp": soft(jnp.sin(table))[IDS],
+        "custom_jvp_of_two": shrink(table, ROW[0])[0][IDS],
+        "custom_vjp": straight_through(table * 2)[IDS],
+        "custom_vjp_with_a_number": reverse_gradient(table, 0.3)[IDS],
+        "custom_of_a_row": soft(table[0])[None] * table[IDS],
         "rfft": jnp.abs(jnp.fft.rfft(table)[IDS]),
     }
 

@@ -28,6 +28,7 @@ import numpy as np
 from jax import lax
 
 from jslices import _jax
+from jslices._grad.custom import with_own_derivative
 from jslices._grad.lookups import Lookup, lookup, only_row
 from jslices._grad.rules import rowwise
 from jslices._grad.views import (
@@ -97,8 +98,8 @@ class Interpreter(abc.ABC):
     runs: bool
     #: The call of a library function that the walk is inside of: its line is the user's.
     caller: _jax.Equation | None = None
-    #: What made the variables of the program that the walk is in.
-    _made: _jax.Made
+    #: Those of the program that the walk is in.
+    _origins: _jax.Origins
 
     def program(
         self, program: _jax.Program, operands: Sequence[Any], through: Sequence[bool]
@@ -117,9 +118,9 @@ class Interpreter(abc.ABC):
                 return _jax.read(atom, env)
             return None if isinstance(atom, _jax.Literal) else env.get(atom)
 
-        made = _jax.made(program)
+        origins = _jax.Origins(program)
         for eqn in _jax.live_equations(program):
-            self._made = made
+            self._origins = origins
             given = [read(atom) for atom in eqn.invars]
             if any(isinstance(value, View) for value in given):
                 if not _jax.is_reached(eqn, reached):
@@ -144,7 +145,7 @@ class Interpreter(abc.ABC):
         views = rowwise(eqn, operands, lambda value: self.whole(value, eqn))
         if views is not None:
             return views
-        found = lookup(eqn, operands[0], self._made)
+        found = lookup(eqn, operands[0], self._origins)
         if found is not None:
             others = [self.whole(value, eqn) for value in operands[1:]]
             return [self.look_up(eqn, found, others)]
@@ -274,12 +275,21 @@ def _sharding_constraint(
     return walk.bind(eqn, [walk.whole(view, eqn)])
 
 
+def _custom(
+    walk: Interpreter, eqn: _jax.Equation, operands: list[Any], through: list[bool]
+) -> Sequence[Any]:
+    """A function with a derivative of its own (custom.py)."""
+    views = with_own_derivative(eqn, operands)
+    return views or walk.bind(eqn, [walk.whole(x, eqn) for x in operands])
+
+
 # By name, as JAX exports few of these primitives and renames them.
-_INSIDE: dict[str, Callable[..., list[Any]]] = {
+_INSIDE: dict[str, Callable[..., Sequence[Any]]] = {
     **dict.fromkeys(
         ["jit", "pjit", "closed_call", "core_call", "call", "custom_lin"], _call
     ),
     **dict.fromkeys(["remat2", "checkpoint", "remat"], _checkpoint),
+    **dict.fromkeys(["custom_jvp_call", "custom_vjp_call"], _custom),
     "cond": _cond,
     "scan": _scan,
     "optimization_barrier": _barrier,
@@ -298,6 +308,7 @@ class Planner(Interpreter):
       dense: for every leaf that some equation needs whole, the first one.
       single: for every leaf the first equation that needs one row of it, whose number
         stands in the program.
+      products: for every leaf the first product of it that is a view, ``table @ w``.
     """
 
     runs = False
@@ -306,11 +317,25 @@ class Planner(Interpreter):
         self.plan: Plan = []
         self.dense: dict[int, DenseUse] = {}
         self.single: dict[int, DenseUse] = {}
+        self.products: dict[int, DenseUse] = {}
         self._leaves = leaves
         self._loops: tuple[int, ...] = ()
 
     def bind(self, eqn: _jax.Equation, operands: Sequence[Any]) -> list[Any]:
         return [None] * len(eqn.outvars)
+
+    def _equation(
+        self, eqn: _jax.Equation, operands: list[Any], through: list[bool]
+    ) -> Sequence[Any]:
+        outputs = super()._equation(eqn, operands, through)
+        if eqn.primitive.name == "dot_general" and isinstance(outputs[0], View):
+            use = DenseUse(eqn.primitive.name, self.caller or eqn)
+            for view in outputs:
+                if isinstance(view, View):
+                    self.products.update(
+                        dict.fromkeys(tables_read(view), use) | self.products
+                    )
+        return outputs
 
     def whole(self, value: Any, eqn: _jax.Equation | None) -> Any:
         if not isinstance(value, View):
@@ -409,6 +434,8 @@ def plan_lookups(
         for leaf, use in planner.single.items():
             if leaf not in by_ids:  # `w[0]` alone does not make a table of a weight
                 planner.dense.setdefault(leaf, use)
+        for leaf in planner.dense.keys() & planner.products.keys() - by_ids:
+            planner.dense[leaf] = planner.products[leaf]  # not what follows the layer
         if not dense:
             for site in sites:
                 if site.leaf in by_ids:
