@@ -104,7 +104,8 @@ def lookup(eqn: _jax.Equation, view: Any, origins: _jax.Origins) -> Lookup | Non
         return None
     name, lead = eqn.primitive.name, leading(view)
     if isinstance(view, Transposed):
-        return _gather_transposed(eqn, view) if name == "gather" else None
+        forms = {"gather": _gather_transposed, "dynamic_slice": _slice_transposed}
+        return forms[name](eqn, view) if name in forms else None
     if name == "gather":
         return (
             _gather(eqn, view, origins) if lead == 1 else _gather_repeated(eqn, view, lead)
@@ -215,11 +216,13 @@ def _gather_transposed(eqn: _jax.Equation, view: Transposed) -> Lookup | None:
     numbers, sizes = eqn.params["dimension_numbers"], tuple(eqn.params["slice_sizes"])
     aval, mode, axis = eqn.invars[1].aval, eqn.params["mode"], view.order.index(0)
     one_row = tuple(1 if d == axis else n for d, n in enumerate(view.shape))
-    batched = numbers.operand_batching_dims or not _known(mode)
-    if tuple(numbers.start_index_map) != (axis,) or sizes != one_row or batched:
+    axes = tuple(numbers.start_index_map)
+    # Along an axis that is read whole, only clipping makes 0 of any start.
+    one_id = axes == (axis,) or (axis in axes and mode == Mode.CLIP)
+    if not one_id or sizes != one_row or numbers.operand_batching_dims or not _known(mode):
         return None
-    count, inner = math.prod(aval.shape[:-1]), view.inner
-    ids = lambda values: _wide(values[1]).reshape(count)  # noqa: E731
+    count, inner, column = math.prod(aval.shape[:-1]), view.inner, axes.index(axis)
+    ids = lambda values: _wide(values[1])[..., column].reshape(count)  # noqa: E731
     put = _arrangement(eqn)
 
     def arrange(rows: jax.Array, values: Sequence[Any]) -> jax.Array:
@@ -248,6 +251,16 @@ def _arrangement(
         return jnp.moveaxis(out, range(out.ndim), places)
 
     return arrange
+
+
+def _slice_transposed(eqn: _jax.Equation, view: Transposed) -> Lookup | None:
+    axis, sizes = view.order.index(0), tuple(eqn.params["slice_sizes"])
+    if sizes != tuple(1 if d == axis else n for d, n in enumerate(view.shape)):
+        return None
+    ids = lambda values: _wide(values[1 + axis]).reshape(1)  # noqa: E731
+    arrange = lambda rows, values: jnp.transpose(rows, view.order)  # noqa: E731
+    aval = eqn.invars[1 + axis].aval
+    return Lookup(view.inner, 1, Mode.CLIP, None, aval, ids, arrange)
 
 
 def _gather_repeated(eqn: _jax.Equation, view: View, lead: int) -> Lookup | None:
