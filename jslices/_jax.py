@@ -255,6 +255,35 @@ def body(eqn: Equation) -> Program:
     return params["call_jaxpr"] if "call_jaxpr" in params else params["jaxpr"]
 
 
+def programs_inside(
+    eqn: Equation, operands: Sequence[Any]
+) -> Iterator[tuple[Program, Sequence[Any], bool]]:
+    """The sub-programs of an equation, as far as is known what goes into them.
+
+    Each with those of the equation's ``operands``, or what is said of them, that are its
+    inputs, and True if its outputs are those of the equation.
+    """
+    name, params = eqn.primitive.name, eqn.params
+    if name == "while":
+        yield params["body_jaxpr"], operands[params["cond_nconsts"] :], False
+    elif name == "cond":
+        for branch in params["branches"]:
+            yield branch, operands[1:], True
+    elif name == "custom_linear_solve":
+        first = 0
+        given = zip(params["const_lengths"], params["jaxprs"], strict=True)
+        for count, program in given:
+            consts, first = operands[first : first + count], first + count
+            more = len(program.invars) - count if program is not None else 0
+            if program is not None and more <= len(operands[first:]):
+                yield program, [*consts, *operands[len(operands) - more :]], False
+    else:
+        for program in params.values():
+            if len(getattr(program, "invars", ())) == len(operands):
+                outputs = len(program.outvars) == len(eqn.outvars) and name != "scan"
+                yield program, operands, outputs
+
+
 def has_started_devices() -> bool:
     """Whether JAX has started its backends; False where it does not tell."""
     started = getattr(xla_bridge, "backends_are_initialized", None)

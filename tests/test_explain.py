@@ -104,7 +104,7 @@ over_all_rows.defjvp(lambda primals, tangents: (over_all_rows(*primals), *tangen
     [
         (lambda t: over_all_rows(t)[jnp.array([0])].sum(), "after the lookup"),
         (lambda t: (t**2).sum(), "penalise the rows"),
-        (lambda t: t[jnp.array([0, 1]), jnp.array([1, 0])].sum(), "whole rows first"),
+        (lambda t: t[jnp.array([0, 1]), jnp.array([1, 0])].sum(), "whole rows of a"),
         (
             lambda t: lax.scan(lambda c, row: (c + row.sum(), None), 0.0, t)[0],
             "loop's body",

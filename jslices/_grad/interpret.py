@@ -31,6 +31,7 @@ from jslices import _jax
 from jslices._grad.custom import with_own_derivative
 from jslices._grad.lookups import Lookup, lookup, only_row
 from jslices._grad.rules import rowwise
+from jslices._grad.unread import unread_lookups
 from jslices._grad.views import (
     Ids,
     Table,
@@ -402,7 +403,9 @@ class Planner(Interpreter):
 
 def plan_lookups(
     program: _jax.Program, candidates: dict[int, Any], num_results: int
-) -> tuple[Plan, dict[int, DenseUse], dict[int, list[Site]]]:
+) -> tuple[
+    Plan, dict[int, DenseUse], dict[int, list[Site]], dict[int, list[_jax.Equation]]
+]:
     """Plans the lookups of those leaves among ``candidates`` that are only looked up.
 
     Args:
@@ -412,9 +415,9 @@ def plan_lookups(
         in through the others.
 
     Returns:
-      ``(plan, dense, looked_up)``: the plan for the leaves that stay sparse; why each of
-      the others does not; and for every candidate the places that look it up, sparse or
-      not.
+      ``(plan, dense, looked_up, unread)``: the plan for the leaves that stay sparse; why
+      each of the others does not; for every candidate the places that look up rows of it,
+      sparse or not; and for those without any the places that look it up otherwise.
     """
     dense: dict[int, DenseUse] = {}
     looked_up: dict[int, list[Site]] = {}
@@ -441,8 +444,11 @@ def plan_lookups(
                 if site.leaf in by_ids:
                     looked_up.setdefault(site.leaf, []).append(site)
         if not planner.dense:
-            return planner.plan, dense, looked_up
+            break
         dense |= planner.dense
+    never = [leaf for leaf in dense if leaf not in looked_up]
+    unread = unread_lookups(program, never, _outlets(program, num_results))
+    return planner.plan, dense, looked_up, unread
 
 
 def _outlets(program: _jax.Program, num_results: int) -> list[bool]:

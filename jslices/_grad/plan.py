@@ -25,7 +25,8 @@ class Planned(NamedTuple):
       leaves: the differentiated arrays.
       plan: the lookups of the sparse leaves.
       dense: why a leaf that could have been sparse is not.
-      looked_up: for every leaf, sparse or not, the places that look it up.
+      looked_up: for every leaf, sparse or not, the places that look up rows of it.
+      unread: for dense leaves without any the places that look them up otherwise.
     """
 
     program: _jax.Program
@@ -34,6 +35,7 @@ class Planned(NamedTuple):
     plan: Plan
     dense: dict[int, DenseUse]
     looked_up: dict[int, list[Site]]
+    unread: dict[int, list[_jax.Equation]]
 
     def kind(self, leaf: int) -> str:
         """``"sparse"``, ``"dense"``, or ``"unused"``: nothing asks for its gradient."""

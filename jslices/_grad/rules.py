@@ -340,6 +340,10 @@ def _elementwise(
     return NeedsWhole(serve_all) if serve_all else _views(eqn, operands, lead)
 
 
+def is_elementwise(eqn: _jax.Equation) -> bool:
+    return RULES.get(eqn.primitive) is _elementwise
+
+
 # --- along other axes -------------------------------------------------------------------
 
 
