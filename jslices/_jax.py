@@ -111,7 +111,10 @@ class Origins:
 
     def __init__(self, program: Program) -> None:
         self._program = program
-        self._made = {v: eqn for eqn in program.eqns for v in eqn.outvars}
+
+    @functools.cached_property
+    def _made(self) -> dict[Any, Equation]:
+        return {v: eqn for eqn in self._program.eqns for v in eqn.outvars}
 
     @functools.cached_property
     def _fixed(self) -> set[Any]:
