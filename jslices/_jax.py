@@ -6,8 +6,9 @@ Tested on jax 0.10.2 and 0.12. What moved so far: sub-programs are ``ClosedJaxpr
 0.10.
 """
 
+import itertools
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import CodeType
 from typing import Any
 
@@ -16,6 +17,7 @@ import jax.extend.core.primitives
 import numpy as np
 from jax import lax
 from jax._src import source_info_util, xla_bridge
+from jax.export import is_symbolic_dim
 from jax.extend.core import Literal, Primitive
 
 from jslices._densify import JAX_FOLDER, UserLine, pick_user_line
@@ -24,6 +26,7 @@ from jslices._densify import JAX_FOLDER, UserLine, pick_user_line
 # their fields, so a type checker learns nothing from naming them.
 Program = Any
 Equation = Any
+Source = Any  # where an equation comes from: its ``source_info``
 
 __all__ = ["Literal"]
 
@@ -52,6 +55,14 @@ def read(atom: Any, values: Mapping[Any, Any]) -> Any:
 
 def shape_of(atom: Any) -> tuple[int, ...]:
     return tuple(atom.aval.shape)
+
+
+def holds(comparison: Callable[[], bool]) -> bool:
+    """Whether a comparison of sizes holds; False where ``jax.export`` leaves them open."""
+    try:
+        return bool(comparison())
+    except jax.errors.InconclusiveDimensionOperation:
+        return False
 
 
 def carries_gradient(atom: Any) -> bool:
@@ -154,17 +165,27 @@ def scan_counts(params: dict[str, Any]) -> tuple[int, int]:
 
 def scan_options(params: dict[str, Any]) -> dict[str, Any]:
     """The keyword arguments with which ``lax.scan`` makes the same loop."""
-    return {name: params[name] for name in ("length", "reverse", "unroll")}
+    options = {name: params[name] for name in ("length", "reverse", "unroll")}
+    if is_symbolic_dim(options["length"]):  # must come from what is scanned over
+        del options["length"]
+    return options
 
 
-def remat_options(params: dict[str, Any]) -> dict[str, Any]:
-    """The keyword arguments with which ``jax.checkpoint`` wraps the same function."""
-    return {name: params[name] for name in ("policy", "prevent_cse")}
+def remat_options(params: dict[str, Any], kept: Sequence[bool]) -> dict[str, Any]:
+    """The keyword arguments with which ``jax.checkpoint`` wraps the same function.
+
+    That function takes one more operand, which comes first, and of the others those that
+    are ``kept``.
+    """
+    options = {name: params[name] for name in ("policy", "prevent_cse") if name in params}
+    if isinstance(options.get("prevent_cse"), tuple):
+        options["prevent_cse"] = (True, *itertools.compress(options["prevent_cse"], kept))
+    return options
 
 
-def user_line(eqn: Equation) -> UserLine:
-    """The line of the user's program that made this equation."""
-    return pick_user_line(_frames(eqn.source_info.traceback))
+def user_line(source: Source) -> UserLine:
+    """The line of the user's program that made an equation with this ``source_info``."""
+    return pick_user_line(_frames(source.traceback))
 
 
 def _frames(traceback: Any) -> Iterable[tuple[CodeType, int]]:
@@ -197,9 +218,21 @@ def is_library_call(eqn: Equation) -> bool:
     return file is not None and file.startswith(JAX_FOLDER)
 
 
+def kind(eqn: Equation) -> str:
+    """The name of the primitive, or of what a ``call_hi_primitive`` calls."""
+    called = eqn.params.get("_prim")
+    return eqn.primitive.name if called is None else type(called).__name__
+
+
+def parameters(eqn: Equation) -> dict[str, Any]:
+    """The parameters of the primitive, or of what a ``call_hi_primitive`` calls."""
+    called = eqn.params.get("_prim")
+    return eqn.params if called is None else called.params
+
+
 def body(eqn: Equation) -> Program:
     """The sub-program of a call, a loop or a rematerialisation."""
-    params = eqn.params
+    params = parameters(eqn)
     return params["call_jaxpr"] if "call_jaxpr" in params else params["jaxpr"]
 
 

@@ -216,7 +216,7 @@ def _report(leaf: Leaf, planned: Planned, number: int) -> LeafReport:
     row_bytes = dense_bytes // shape[0] if shape and shape[0] else itemsize
     by_line: dict[UserLine, int] = {}
     for site in sites:
-        where = _jax.user_line(site.eqn)
+        where = _jax.user_line(site.source)
         by_line[where] = by_line.get(where, 0) + site.total
     rows = sum(by_line.values())
     moved = min(rows * row_bytes, dense_bytes) if kind == "sparse" else dense_bytes
@@ -238,7 +238,7 @@ def _report(leaf: Leaf, planned: Planned, number: int) -> LeafReport:
 
 
 def _line_of(use: DenseUse) -> UserLine:
-    return UNKNOWN_LINE if use.eqn is None else _jax.user_line(use.eqn)
+    return UNKNOWN_LINE if use.source is None else _jax.user_line(use.source)
 
 
 # --- the warning and the error ----------------------------------------------------------
@@ -270,7 +270,7 @@ def report_dense(planned: Planned) -> None:
 def _mixed_use(leaf: Leaf, use: DenseUse, line: UserLine, sites: list[Site]) -> str:
     rows = sum(site.total for site in sites)
     row_bytes = leaf.num_bytes // max(leaf.aval.shape[0], 1)
-    places = ", ".join(dict.fromkeys(str(_jax.user_line(s.eqn)) for s in sites))
+    places = ", ".join(dict.fromkeys(str(_jax.user_line(s.source)) for s in sites))
     return (
         f"the gradient of {leaf} is dense, {human_bytes(leaf.num_bytes)}, because it is "
         f"used whole ({use.what}) at {line}. Its lookups alone ({places}) would give "

@@ -17,6 +17,7 @@ lookups in the same order.
 import abc
 import contextlib
 import dataclasses
+import itertools
 import math
 from collections import ChainMap
 from collections.abc import Callable, Iterator, Sequence
@@ -61,7 +62,7 @@ class Site:
       loops: the lengths of the loops around it, outermost first.
       index_dtype: of the row numbers.
       varying: mesh axes along which the rows differ, inside a ``shard_map``.
-      eqn: the equation, or the call of a library function that contains it.
+      source: of the equation, or of the call of a library function that contains it.
     """
 
     leaf: int
@@ -71,7 +72,7 @@ class Site:
     loops: tuple[int, ...]
     index_dtype: np.dtype
     varying: frozenset[str]
-    eqn: _jax.Equation
+    source: _jax.Source
 
     @property
     def total(self) -> int:
@@ -81,10 +82,10 @@ class Site:
 
 @dataclasses.dataclass(frozen=True)
 class DenseUse:
-    """The first place that needs a whole leaf: an equation, or None for the result."""
+    """The first place that needs a whole leaf: an equation's, or None for the result."""
 
     what: str
-    eqn: _jax.Equation | None
+    source: _jax.Source | None
 
 
 class Interpreter(abc.ABC):
@@ -92,8 +93,8 @@ class Interpreter(abc.ABC):
 
     #: Whether there are values. If not, None stands for each.
     runs: bool
-    #: The call of a library function that the walk is inside of: its line is the user's.
-    caller: _jax.Equation | None = None
+    #: Of the call of a library function that the walk is inside of: its line is the user's.
+    caller: _jax.Source | None = None
 
     def program(
         self, program: _jax.Program, operands: Sequence[Any], through: Sequence[bool]
@@ -131,7 +132,7 @@ class Interpreter(abc.ABC):
         self, eqn: _jax.Equation, operands: list[Any], through: list[bool]
     ) -> Sequence[Any]:
         """One equation that some view goes into."""
-        go_inside = _INSIDE.get(eqn.primitive.name)
+        go_inside = _INSIDE.get(_jax.kind(eqn))
         if go_inside is not None:
             return go_inside(self, eqn, operands, through)
         views = rowwise(eqn, operands, lambda value: self.whole(value, eqn))
@@ -167,9 +168,9 @@ class Interpreter(abc.ABC):
 
     @abc.abstractmethod
     def checkpoint(
-        self, eqn: _jax.Equation, run: Callable[..., Any], values: list[Any]
+        self, eqn: _jax.Equation, run: Callable[..., Any], operands: list[Any]
     ) -> list[Any]:
-        """``jax.checkpoint(run)(values)``."""
+        """``jax.checkpoint(run)(values)`` for those of the operands that are no views."""
 
 
 # --- control flow -----------------------------------------------------------------------
@@ -181,7 +182,7 @@ def _call(
     """A call of a sub-program that means the sub-program itself."""
     outer = walk.caller
     if outer is None and _jax.is_library_call(eqn):
-        walk.caller = eqn
+        walk.caller = eqn.source_info
     outputs = walk.program(_jax.body(eqn), operands, through)
     walk.caller = outer
     return outputs
@@ -190,13 +191,13 @@ def _call(
 def _checkpoint(
     walk: Interpreter, eqn: _jax.Equation, operands: list[Any], through: list[bool]
 ) -> list[Any]:
-    def run(values: list[Any]) -> list[Any]:
+    def run(values: Sequence[Any]) -> list[Any]:
         left = iter(values)
         given = [x if isinstance(x, View) else next(left) for x in operands]
         outputs = walk.program(_jax.body(eqn), given, through)
         return [walk.whole(value, eqn) for value in outputs]
 
-    return walk.checkpoint(eqn, run, [x for x in operands if not isinstance(x, View)])
+    return walk.checkpoint(eqn, run, operands)
 
 
 def _cond(
@@ -272,7 +273,7 @@ _INSIDE: dict[str, Callable[..., list[Any]]] = {
     **dict.fromkeys(
         ["jit", "pjit", "closed_call", "core_call", "call", "custom_lin"], _call
     ),
-    **dict.fromkeys(["remat2", "checkpoint", "remat"], _checkpoint),
+    **dict.fromkeys(["remat2", "checkpoint", "remat", "RematTraced"], _checkpoint),
     "cond": _cond,
     "scan": _scan,
     "optimization_barrier": _barrier,
@@ -304,9 +305,12 @@ class Planner(Interpreter):
 
     def whole(self, value: Any, eqn: _jax.Equation | None) -> Any:
         if isinstance(value, View):
-            what = "the function's own result" if eqn is None else eqn.primitive.name
+            if eqn is None:
+                use = DenseUse("the function's own result", self.caller)
+            else:
+                use = DenseUse(_jax.kind(eqn), self.caller or eqn.source_info)
             for leaf in tables_read(value):
-                self.dense.setdefault(leaf, DenseUse(what, self.caller or eqn))
+                self.dense.setdefault(leaf, use)
         return None
 
     def look_up(self, eqn: _jax.Equation, found: Lookup, others: list[Any]) -> Any:
@@ -321,7 +325,7 @@ class Planner(Interpreter):
                 self._loops,
                 index_dtype(aval.shape[0], np.dtype(ids.dtype)),
                 _jax.varying_axes(aval, ids),
-                self.caller or eqn,
+                self.caller or eqn.source_info,
             )
             self.plan.append(site)
 
@@ -342,10 +346,10 @@ class Planner(Interpreter):
         return outputs
 
     def checkpoint(
-        self, eqn: _jax.Equation, run: Callable[..., Any], values: list[Any]
+        self, eqn: _jax.Equation, run: Callable[..., Any], operands: list[Any]
     ) -> list[Any]:
         with self._inside():
-            return run(values)
+            return run([x for x in operands if not isinstance(x, View)])
 
     @contextlib.contextmanager
     def _inside(self) -> Iterator[None]:
@@ -484,15 +488,17 @@ class Runner(Interpreter):
         return outputs
 
     def checkpoint(
-        self, eqn: _jax.Equation, run: Callable[..., Any], values: list[Any]
+        self, eqn: _jax.Equation, run: Callable[..., Any], operands: list[Any]
     ) -> list[Any]:
         plan, slots = next(self._scope.entries)
+        are_values = [not isinstance(x, View) for x in operands]
 
-        def again(values: list[Any], slots: Slots) -> tuple[list[Any], Indices]:
+        def again(slots: Slots, *values: Any) -> tuple[list[Any], Indices]:
             return self._inside(plan, slots, run, values)
 
-        options = _jax.remat_options(eqn.params)
-        outputs, indices = jax.checkpoint(again, **options)(values, slots)
+        options = _jax.remat_options(_jax.parameters(eqn), are_values)
+        values = itertools.compress(operands, are_values)
+        outputs, indices = jax.checkpoint(again, **options)(slots, *values)
         self._scope.indices.append(indices)
         return outputs
 

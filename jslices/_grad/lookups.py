@@ -199,7 +199,9 @@ def _gather_repeated(eqn: _jax.Equation, view: View, lead: int) -> Lookup | None
 def _dynamic_slice(eqn: _jax.Equation, view: View) -> Lookup | None:
     sizes, shape = tuple(eqn.params["slice_sizes"]), view.shape
     count, height = sizes[0] if sizes else 0, shape[0] if shape else 0
-    if not sizes or sizes[1:] != shape[1:] or count > max(1, height - 1):
+    if not sizes or sizes[1:] != shape[1:]:
+        return None
+    if count != 1 and not _jax.holds(lambda: count < height):
         return None
 
     def ids(values: Sequence[Any]) -> jax.Array:

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jslices import _jax
 from jslices._jax import flatten
 from jslices._rows.bounds import set_rows
 from jslices._rows.select import where_rows
@@ -287,7 +288,7 @@ def _difference(
             columns.append((random((), jnp.float32), None, None, None))
             continue
         by_row = is_slices(g)
-        shape = tuple(min(n, HEIGHT) for n in g.shape)
+        shape = tuple(n if _jax.holds(lambda n=n: n < HEIGHT) else HEIGHT for n in g.shape)
         shape = (HEIGHT, *g.values.shape[1:]) if by_row else shape
         param, before, now = (random(shape, g.dtype) for _ in range(3))
         rows: Any = now
