@@ -218,16 +218,26 @@ def is_library_call(eqn: Equation) -> bool:
     return file is not None and file.startswith(JAX_FOLDER)
 
 
+# What ``call_hi_primitive`` calls (jax 0.12 with ``jax_remat3``, ``jax_custom_jvp3`` and
+# ``jax_custom_vjp3``), by the names of the primitives that it stands for.
+_HI_PRIMITIVES = {
+    "RematTraced": "checkpoint",
+    "CustomJVPTraced": "custom_jvp_call",
+    "CustomVJPTraced": "custom_vjp_call",
+}
+
+
 def kind(eqn: Equation) -> str:
     """The name of the primitive, or of what a ``call_hi_primitive`` calls."""
-    called = eqn.params.get("_prim")
-    return eqn.primitive.name if called is None else type(called).__name__
+    if "_prim" not in eqn.params:
+        return eqn.primitive.name
+    called = type(eqn.params["_prim"]).__name__
+    return _HI_PRIMITIVES.get(called, called)
 
 
 def parameters(eqn: Equation) -> dict[str, Any]:
     """The parameters of the primitive, or of what a ``call_hi_primitive`` calls."""
-    called = eqn.params.get("_prim")
-    return eqn.params if called is None else called.params
+    return eqn.params["_prim"].params if "_prim" in eqn.params else eqn.params
 
 
 def body(eqn: Equation) -> Program:

@@ -268,16 +268,24 @@ def _sharding_constraint(
     return walk.bind(eqn, [walk.whole(view, eqn)])
 
 
+def _name(
+    walk: Interpreter, eqn: _jax.Equation, operands: list[Any], through: list[bool]
+) -> list[Any]:
+    """``checkpoint_name`` of a table: its array is there anyway, saved or not."""
+    return operands
+
+
 # By name, as JAX exports few of these primitives and renames them.
 _INSIDE: dict[str, Callable[..., list[Any]]] = {
     **dict.fromkeys(
         ["jit", "pjit", "closed_call", "core_call", "call", "custom_lin"], _call
     ),
-    **dict.fromkeys(["remat2", "checkpoint", "remat", "RematTraced"], _checkpoint),
+    **dict.fromkeys(["remat2", "checkpoint", "remat"], _checkpoint),
     "cond": _cond,
     "scan": _scan,
     "optimization_barrier": _barrier,
     "sharding_constraint": _sharding_constraint,
+    "CheckpointName": _name,
 }
 
 
