@@ -18,7 +18,7 @@ import numpy as np
 from jax import lax
 from jax._src import source_info_util, xla_bridge
 from jax.export import is_symbolic_dim
-from jax.extend.core import Literal, Primitive
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Primitive
 
 from jslices._densify import JAX_FOLDER, UserLine, pick_user_line
 
@@ -27,6 +27,9 @@ from jslices._densify import JAX_FOLDER, UserLine, pick_user_line
 Program = Any
 Equation = Any
 Source = Any  # where an equation comes from: its ``source_info``
+
+#: The classes of sub-programs.
+PROGRAMS = (Jaxpr, ClosedJaxpr)
 
 __all__ = ["Literal"]
 
@@ -43,6 +46,11 @@ PRIMITIVES: dict[str, Primitive] = {
 }
 
 
+def is_staged() -> bool:
+    """Whether a program is being traced, so that nothing runs yet."""
+    return isinstance(jax.numpy.zeros(()), jax.core.Tracer)
+
+
 def constants(program: Program) -> Sequence[Any]:
     """The values of ``program.constvars``."""
     return getattr(program, "consts", ())
@@ -57,8 +65,13 @@ def shape_of(atom: Any) -> tuple[int, ...]:
     return tuple(atom.aval.shape)
 
 
+def is_open(size: Any) -> bool:
+    """Whether ``jax.export`` leaves this size open."""
+    return is_symbolic_dim(size)
+
+
 def holds(comparison: Callable[[], bool]) -> bool:
-    """Whether a comparison of sizes holds; False where ``jax.export`` leaves them open."""
+    """Whether a comparison of sizes holds; False where open sizes do not tell."""
     try:
         return bool(comparison())
     except jax.errors.InconclusiveDimensionOperation:
@@ -165,10 +178,9 @@ def scan_counts(params: dict[str, Any]) -> tuple[int, int]:
 
 def scan_options(params: dict[str, Any]) -> dict[str, Any]:
     """The keyword arguments with which ``lax.scan`` makes the same loop."""
-    options = {name: params[name] for name in ("length", "reverse", "unroll")}
-    if is_symbolic_dim(options["length"]):  # must come from what is scanned over
-        del options["length"]
-    return options
+    # An open length must come from what is scanned over.
+    names = ["length"] * (not is_open(params["length"])) + ["reverse", "unroll"]
+    return {name: params[name] for name in names}
 
 
 def remat_options(params: dict[str, Any], kept: Sequence[bool]) -> dict[str, Any]:

@@ -9,11 +9,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.export import is_symbolic_dim
 from jax.typing import ArrayLike, DTypeLike
 
 from jslices._densify import human_bytes, warn_dense
-from jslices._jax import called_by_jax_operator
+from jslices._jax import called_by_jax_operator, is_open
 from jslices._rows.bounds import (
     add_rows,
     canonical_indices,
@@ -628,7 +627,7 @@ def _static_shape(shape: Any) -> tuple[int, ...] | None:
     if shape is None:
         return None
     try:
-        return tuple(n if is_symbolic_dim(n) else operator.index(n) for n in shape)
+        return tuple(n if is_open(n) else operator.index(n) for n in shape)
     except (jax.errors.ConcretizationTypeError, TypeError, ValueError) as error:
         raise TypeError(
             f"dense_shape must be a tuple of ints known before tracing, got {shape!r}; "

@@ -194,7 +194,7 @@ def _linearize(call: Call, planned: Planned) -> tuple[Any, Callable[[Any], Any],
         ]
         num_results = planned.outputs.num_results
         flat, indices = run_lookups(
-            planned.program, operands, num_results, planned.plan, slots
+            planned.program, operands, num_results, planned.plan, slots, planned.eager
         )
         return flat[:num_results], (flat[num_results:], indices)
 

@@ -30,6 +30,7 @@ from jax import lax
 
 from jslices import _jax
 from jslices._grad.lookups import Lookup, lookup
+from jslices._grad.memo import Memo, first_program, weakly
 from jslices._grad.rules import rowwise
 from jslices._grad.views import (
     Ids,
@@ -93,6 +94,9 @@ class Interpreter(abc.ABC):
 
     #: Whether there are values. If not, None stands for each.
     runs: bool
+    #: Whether what is planned and compiled for the programs inside equations is kept, as
+    #: there is no ``jax.jit`` around them that would do so.
+    eager: bool
     #: Of the call of a library function that the walk is inside of: its line is the user's.
     caller: _jax.Source | None = None
 
@@ -134,6 +138,8 @@ class Interpreter(abc.ABC):
         """One equation that some view goes into."""
         go_inside = _INSIDE.get(_jax.kind(eqn))
         if go_inside is not None:
+            if self.eager and _is_kept(eqn):
+                return self.kept(eqn, operands, through)
             return go_inside(self, eqn, operands, through)
         views = rowwise(eqn, operands, lambda value: self.whole(value, eqn))
         if views is not None:
@@ -155,6 +161,12 @@ class Interpreter(abc.ABC):
     @abc.abstractmethod
     def look_up(self, eqn: _jax.Equation, found: Lookup, others: list[Any]) -> Any:
         """The output of a lookup; ``others`` are the operands but the first."""
+
+    @abc.abstractmethod
+    def kept(
+        self, eqn: _jax.Equation, operands: list[Any], through: list[bool]
+    ) -> Sequence[Any]:
+        """The outputs of an equation with a program inside, by its :class:`_Part`."""
 
     @abc.abstractmethod
     def loop(
@@ -276,10 +288,9 @@ def _name(
 
 
 # By name, as JAX exports few of these primitives and renames them.
+_CALLS = ["jit", "pjit", "closed_call", "core_call", "call", "custom_lin"]
 _INSIDE: dict[str, Callable[..., list[Any]]] = {
-    **dict.fromkeys(
-        ["jit", "pjit", "closed_call", "core_call", "call", "custom_lin"], _call
-    ),
+    **dict.fromkeys(_CALLS, _call),
     **dict.fromkeys(["remat2", "checkpoint", "remat"], _checkpoint),
     "cond": _cond,
     "scan": _scan,
@@ -302,7 +313,8 @@ class Planner(Interpreter):
 
     runs = False
 
-    def __init__(self, leaves: dict[int, Any]) -> None:
+    def __init__(self, leaves: dict[int, Any], eager: bool = False) -> None:
+        self.eager = eager
         self.plan: Plan = []
         self.dense: dict[int, DenseUse] = {}
         self._leaves = leaves
@@ -337,6 +349,15 @@ class Planner(Interpreter):
             )
             self.plan.append(site)
 
+    def kept(
+        self, eqn: _jax.Equation, operands: list[Any], through: list[bool]
+    ) -> Sequence[Any]:
+        part = _part(eqn, operands, through, self._leaves)
+        self.plan.append(part.plan)
+        for leaf, use in part.dense.items():
+            self.dense.setdefault(leaf, use)
+        return part.outputs
+
     def loop(
         self, eqn: _jax.Equation, step: Callable[..., Any], carry: list[Any], xs: list[Any]
     ) -> tuple[list[Any], list[Any]]:
@@ -369,7 +390,10 @@ class Planner(Interpreter):
 
 
 def plan_lookups(
-    program: _jax.Program, candidates: dict[int, Any], num_results: int
+    program: _jax.Program,
+    candidates: dict[int, Any],
+    num_results: int,
+    eager: bool = False,
 ) -> tuple[Plan, dict[int, DenseUse], dict[int, list[Site]]]:
     """Plans the lookups of those leaves among ``candidates`` that are only looked up.
 
@@ -378,6 +402,7 @@ def plan_lookups(
       candidates: from the number of a leaf to its abstract value.
       num_results: how many of the program's outputs are differentiated; no gradient comes
         in through the others.
+      eager: whether no ``jax.jit`` is around the call; see :class:`_Part`.
 
     Returns:
       ``(plan, dense, looked_up)``: the plan for the leaves that stay sparse; why each of
@@ -389,7 +414,7 @@ def plan_lookups(
     while True:
         # A leaf that turns out dense is an ordinary array in the next round.
         leaves = {i: aval for i, aval in candidates.items() if i not in dense}
-        planner = Planner(leaves)
+        planner = Planner(leaves, eager)
         inputs = [
             Table(leaves[i].shape, leaves[i].dtype, i) if i in leaves else None
             for i in range(len(program.invars))
@@ -434,7 +459,11 @@ class Runner(Interpreter):
 
     runs = True
 
-    def __init__(self, plan: Plan, slots: Slots) -> None:
+    def __init__(
+        self, plan: Plan, slots: Slots, leaves: dict[int, Any], eager: bool = False
+    ) -> None:
+        self.eager = eager
+        self._leaves = leaves
         self._scope = _Scope(plan, slots, ChainMap())
 
     @property
@@ -460,6 +489,15 @@ class Runner(Interpreter):
             return lookup_rows(table.array, ids.read, slot, mode, fill_value)
 
         return found.read([None, *others], take)
+
+    def kept(
+        self, eqn: _jax.Equation, operands: list[Any], through: list[bool]
+    ) -> Sequence[Any]:
+        part = _part(eqn, operands, through, self._leaves)
+        _, slots = next(self._scope.entries)
+        outputs, indices = part.run(operands, slots)
+        self._scope.indices.append(indices)
+        return outputs
 
     def loop(
         self, eqn: _jax.Equation, step: Callable[..., Any], carry: list[Any], xs: list[Any]
@@ -535,11 +573,75 @@ def run_lookups(
     num_results: int,
     plan: Plan,
     slots: Slots,
+    eager: bool = False,
 ) -> tuple[list[Any], Indices]:
     """The program's outputs, and the row numbers of every planned lookup.
 
     ``operands`` are :class:`Table` for the leaves that the plan is of, and arrays.
     """
-    runner = Runner(plan, slots)
+    leaves = {x.leaf: jax.typeof(x.array) for x in operands if isinstance(x, Table)}
+    runner = Runner(plan, slots, leaves, eager)
     outputs = runner.program(program, operands, _outlets(program, num_results))
     return [runner.whole(value, None) for value in outputs], runner.indices
+
+
+# --- without jax.jit --------------------------------------------------------------------
+
+
+class _Part:
+    """A call, loop, checkpoint or branch of a program around which there is no ``jax.jit``.
+
+    It is planned once, and compiled once for each kind of operands: JAX would compile what
+    the runner makes of it anew at every call.
+
+    Attributes:
+      plan: its lookups.
+      dense: what it needs whole.
+      outputs: its outputs: views, and None for values.
+      run: from its operands and its cotangent slots to its outputs and row numbers.
+    """
+
+    def __init__(
+        self,
+        eqn: _jax.Equation,
+        operands: list[Any],
+        through: list[bool],
+        leaves: dict[int, Any],
+    ) -> None:
+        planner = Planner(leaves)
+        self.outputs = _inside(planner, eqn, operands, through)
+        self.plan, self.dense = planner.plan, planner.dense
+        plan, program = planner.plan, weakly(eqn)
+
+        def run(operands: list[Any], slots: Slots) -> tuple[list[Any], Indices]:
+            runner = Runner(plan, slots, leaves)
+            outputs = _inside(runner, program(), operands, through)
+            return outputs, runner.indices
+
+        run.__name__ = eqn.params.get("name", eqn.primitive.name)  # in profiles
+        self.run = jax.jit(run)
+
+
+_parts: Memo[_Part] = Memo()
+
+
+def _part(
+    eqn: _jax.Equation, operands: list[Any], through: list[bool], leaves: dict[int, Any]
+) -> _Part:
+    """The part that is kept for such an equation with such operands."""
+    bare = jax.tree.map(lambda _: None, operands)
+    key = (jax.tree.structure(bare), tuple(through), tuple(leaves.items()))
+    return _parts.find(eqn, key, lambda: _Part(eqn, bare, through, leaves))
+
+
+def _inside(
+    walk: Interpreter, eqn: _jax.Equation, operands: list[Any], through: list[bool]
+) -> list[Any]:
+    return _INSIDE[_jax.kind(eqn)](walk, eqn, operands, through)
+
+
+def _is_kept(eqn: _jax.Equation) -> bool:
+    if first_program(eqn) is None:
+        return False
+    # The lines of its lookups are those of whoever calls a function of JAX's.
+    return not (_jax.kind(eqn) in _CALLS and _jax.is_library_call(eqn))

@@ -26,6 +26,7 @@ class Planned(NamedTuple):
       plan: the lookups of the sparse leaves.
       dense: why a leaf that could have been sparse is not.
       looked_up: for every leaf, sparse or not, the places that look it up.
+      eager: whether there is no ``jax.jit`` around the call.
     """
 
     program: _jax.Program
@@ -34,6 +35,7 @@ class Planned(NamedTuple):
     plan: Plan
     dense: dict[int, DenseUse]
     looked_up: dict[int, list[Site]]
+    eager: bool
 
     def kind(self, leaf: int) -> str:
         """``"sparse"``, ``"dense"``, or ``"unused"``: nothing asks for its gradient."""
@@ -54,8 +56,9 @@ def plan_call(call: "Call", single: bool, spec: SparseSpec) -> Planned:
     leaves = _describe_leaves(call, single, spec)
     program, outputs = call.trace()
     candidates = {i: leaf.aval for i, leaf in enumerate(leaves) if leaf.may_be_sparse}
-    decided = plan_lookups(program, candidates, outputs.num_results)
-    return Planned(program, outputs, leaves, *decided)
+    eager = not _jax.is_staged()
+    decided = plan_lookups(program, candidates, outputs.num_results, eager)
+    return Planned(program, outputs, leaves, *decided, eager)
 
 
 # --- the call ---------------------------------------------------------------------------

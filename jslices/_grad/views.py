@@ -116,9 +116,9 @@ class Renumbered(View):
     """
 
     inner: View
-    number: Callable[[jax.Array], jax.Array]
+    number: Callable[[jax.Array], jax.Array] = dataclasses.field(compare=False)
     key: tuple[Any, ...]
-    take: Callable[[jax.Array], jax.Array]
+    take: Callable[[jax.Array], jax.Array] = dataclasses.field(compare=False)
 
     def parts(self, ids: Ids) -> Sequence[tuple[Any, Ids | None]]:
         def inside(read: jax.Array, record: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -240,6 +240,45 @@ class Stopped(Unslotted):
 
     def whole(self, of: Callable[[Any], Any]) -> jax.Array:
         return lax.stop_gradient(of(self.inner))
+
+
+# --- as pytrees -------------------------------------------------------------------------
+
+
+class _Made:
+    """What a view is besides the views and arrays that it is made of."""
+
+    def __init__(self, view: View, parts: Sequence[str]) -> None:
+        fields = [f for f in dataclasses.fields(view) if f.name not in parts]
+        self.fields = {f.name: getattr(view, f.name) for f in fields}
+        self._key = tuple(self.fields[f.name] for f in fields if f.compare)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Made) and self._key == other._key
+
+    def __hash__(self) -> int:
+        return hash(self._key)
+
+
+def _register(kind: type[View], *parts: str) -> None:
+    """Views may go into and come out of ``jax.jit``: their arrays are its operands."""
+
+    def flatten(view: View) -> tuple[list[Any], _Made]:
+        return [getattr(view, name) for name in parts], _Made(view, parts)
+
+    def unflatten(made: _Made, values: Sequence[Any]) -> View:
+        return kind(**made.fields, **dict(zip(parts, values, strict=True)))
+
+    jax.tree_util.register_pytree_node(kind, flatten, unflatten)
+
+
+_register(Table, "array")
+_register(Rowwise, "operands")
+_register(Renumbered, "inner")
+_register(Stacked, "arrays")
+_register(Repeated, "flat")
+_register(Unslotted, "inner")
+_register(Stopped, "inner")
 
 
 # --- the axes that number the rows ------------------------------------------------------

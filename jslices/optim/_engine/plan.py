@@ -12,7 +12,6 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.export import is_symbolic_dim
 
 from jslices import _jax
 from jslices._rows.bounds import room_for_distinct
@@ -109,7 +108,7 @@ def choose_plan(
       unique: whether no row is named twice, so that there is nothing to sum.
     """
     entries, sums = gradient.shape[0], not unique
-    if is_symbolic_dim(entries) or is_symbolic_dim(num_rows):
+    if _jax.is_open(entries) or _jax.is_open(num_rows):
         why = "how many there are is not known yet"
         return Plan("together", entries, entries, sums, why=why)
     enough = room_for_distinct(entries, num_rows)
@@ -154,7 +153,7 @@ def _enough_for_all_rows(num_rows: int, row_bytes: int, adds_up: bool) -> float:
 
 
 def _count(n: Any) -> str:
-    return str(n) if is_symbolic_dim(n) else f"{n:,}"
+    return str(n) if _jax.is_open(n) else f"{n:,}"
 
 
 def _row_bytes(x: jax.ShapeDtypeStruct | jax.Array) -> int:
