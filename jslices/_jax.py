@@ -189,10 +189,10 @@ def remat_options(params: dict[str, Any], kept: Sequence[bool]) -> dict[str, Any
     That function takes one more operand, which comes first, and of the others those that
     are ``kept``.
     """
-    options = {name: params[name] for name in ("policy", "prevent_cse") if name in params}
-    if isinstance(options.get("prevent_cse"), tuple):
-        options["prevent_cse"] = (True, *itertools.compress(options["prevent_cse"], kept))
-    return options
+    prevent_cse = params.get("prevent_cse", True)
+    if isinstance(prevent_cse, tuple):
+        prevent_cse = (True, *itertools.compress(prevent_cse, kept))
+    return {"policy": params["policy"], "prevent_cse": prevent_cse}
 
 
 def user_line(source: Source) -> UserLine:
