@@ -129,6 +129,47 @@ def live_equations(program: Program) -> list[Equation]:
     return live[::-1]
 
 
+#: The equation that made each variable of a program.
+Made = Mapping[Any, Equation]
+
+
+def made(program: Program) -> Made:
+    """For each variable of a program the equation that made it."""
+    return {variable: eqn for eqn in program.eqns for variable in eqn.outvars}
+
+
+def varying_columns(atom: Any, made: Made) -> list[set[int]] | None:
+    """Along which axes each column of an array ``[..., n]`` differs.
+
+    Indexing concatenates the row numbers and the column numbers of ``table[rows, columns]``
+    and repeats each for the other. None where the array was not made like that.
+    """
+    eqn, last = made.get(atom), len(atom.aval.shape) - 1
+    if eqn is None or eqn.primitive.name != "concatenate":
+        return None
+    if eqn.params["dimension"] != last or any(shape_of(x)[last] != 1 for x in eqn.invars):
+        return None
+    return [_varying(x, made) - {last} for x in eqn.invars]
+
+
+def _varying(atom: Any, made: Made) -> set[int]:
+    """The axes along which an array may differ, seen from how it was repeated."""
+    eqn, shape = None if isinstance(atom, Literal) else made.get(atom), shape_of(atom)
+    if eqn is not None and eqn.primitive.name == "convert_element_type":
+        return _varying(eqn.invars[0], made)
+    if eqn is None or eqn.primitive.name != "broadcast_in_dim":
+        return {axis for axis, size in enumerate(shape) if size != 1}
+    inside = _varying(eqn.invars[0], made)
+    return {to for i, to in enumerate(eqn.params["broadcast_dimensions"]) if i in inside}
+
+
+def is_fixed(atom: Any, made: Made) -> bool:
+    """True for what stands in the program, such as ``jnp.arange(3)``: no input of it."""
+    if isinstance(atom, Literal):
+        return True
+    return atom in made and all(is_fixed(x, made) for x in made[atom].invars)
+
+
 def gradient_variables(program: Program, through: Sequence[bool]) -> set[Any]:
     """The variables through which a gradient reaches the inputs.
 

@@ -133,7 +133,7 @@ def test_long_names_and_shapes_still_fit():
     [
         (lambda t: jax.nn.relu(t)[jnp.array([0])].sum(), "after the lookup"),
         (lambda t: (t**2).sum(), "penalise the rows"),
-        (lambda t: t[jnp.array([0]), jnp.array([1])].sum(), "look up whole rows first"),
+        (lambda t: t[jnp.array([0, 1]), jnp.array([1, 0])].sum(), "whole rows first"),
         (
             lambda t: lax.scan(lambda c, row: (c + row.sum(), None), 0.0, t)[0],
             "loop's body",

@@ -29,13 +29,14 @@ import numpy as np
 from jax import lax
 
 from jslices import _jax
-from jslices._grad.lookups import Lookup, lookup
+from jslices._grad.lookups import Lookup, lookup, only_row
 from jslices._grad.memo import Memo, first_program, weakly
 from jslices._grad.rules import rowwise
 from jslices._grad.views import (
     Ids,
     Table,
     View,
+    is_one_row,
     tables_read,
     whole,
     without_slots,
@@ -64,6 +65,7 @@ class Site:
       index_dtype: of the row numbers.
       varying: mesh axes along which the rows differ, inside a ``shard_map``.
       source: of the equation, or of the call of a library function that contains it.
+      by_ids: False for a row whose number stands in the program, ``table[0]``.
     """
 
     leaf: int
@@ -74,6 +76,7 @@ class Site:
     index_dtype: np.dtype
     varying: frozenset[str]
     source: _jax.Source
+    by_ids: bool = True
 
     @property
     def total(self) -> int:
@@ -99,6 +102,8 @@ class Interpreter(abc.ABC):
     eager: bool
     #: Of the call of a library function that the walk is inside of: its line is the user's.
     caller: _jax.Source | None = None
+    #: What made the variables of the program that the walk is in.
+    _made: _jax.Made
 
     def program(
         self, program: _jax.Program, operands: Sequence[Any], through: Sequence[bool]
@@ -117,7 +122,9 @@ class Interpreter(abc.ABC):
                 return _jax.read(atom, env)
             return None if isinstance(atom, _jax.Literal) else env.get(atom)
 
+        made = _jax.made(program)
         for eqn in _jax.live_equations(program):
+            self._made = made
             given = [read(atom) for atom in eqn.invars]
             if any(isinstance(value, View) for value in given):
                 if not _jax.is_reached(eqn, reached):
@@ -144,7 +151,7 @@ class Interpreter(abc.ABC):
         views = rowwise(eqn, operands, lambda value: self.whole(value, eqn))
         if views is not None:
             return views
-        found = lookup(eqn, operands[0])
+        found = lookup(eqn, operands[0], self._made)
         if found is not None:
             others = [self.whole(value, eqn) for value in operands[1:]]
             return [self.look_up(eqn, found, others)]
@@ -309,6 +316,8 @@ class Planner(Interpreter):
     Attributes:
       plan: the lookups, in order.
       dense: for every leaf that some equation needs whole, the first one.
+      single: for every leaf the first equation that needs one row of it, whose number
+        stands in the program.
     """
 
     runs = False
@@ -317,6 +326,7 @@ class Planner(Interpreter):
         self.eager = eager
         self.plan: Plan = []
         self.dense: dict[int, DenseUse] = {}
+        self.single: dict[int, DenseUse] = {}
         self._leaves = leaves
         self._loops: tuple[int, ...] = ()
 
@@ -324,17 +334,25 @@ class Planner(Interpreter):
         return [None] * len(eqn.outvars)
 
     def whole(self, value: Any, eqn: _jax.Equation | None) -> Any:
-        if isinstance(value, View):
-            if eqn is None:
-                use = DenseUse("the function's own result", self.caller)
-            else:
-                use = DenseUse(_jax.kind(eqn), self.caller or eqn.source_info)
-            for leaf in tables_read(value):
-                self.dense.setdefault(leaf, use)
+        if not isinstance(value, View):
+            return None
+        uses = self.dense
+        if eqn is None:
+            use = DenseUse("the function's own result", self.caller)
+        else:
+            use = DenseUse(_jax.kind(eqn), self.caller or eqn.source_info)
+            if is_one_row(value):
+                uses = self.single
+                self._note(eqn, only_row(value), by_ids=False)
+        for leaf in tables_read(value):
+            uses.setdefault(leaf, use)
         return None
 
     def look_up(self, eqn: _jax.Equation, found: Lookup, others: list[Any]) -> Any:
-        ids = eqn.invars[1].aval
+        self._note(eqn, found, by_ids=True)
+
+    def _note(self, eqn: _jax.Equation, found: Lookup, by_ids: bool) -> None:
+        ids = found.numbers
         for leaf in tables_read(found.view):
             aval = self._leaves[leaf]
             site = Site(
@@ -346,6 +364,7 @@ class Planner(Interpreter):
                 index_dtype(aval.shape[0], np.dtype(ids.dtype)),
                 _jax.varying_axes(aval, ids),
                 self.caller or eqn.source_info,
+                by_ids,
             )
             self.plan.append(site)
 
@@ -354,8 +373,8 @@ class Planner(Interpreter):
     ) -> Sequence[Any]:
         part = _part(eqn, operands, through, self._leaves)
         self.plan.append(part.plan)
-        for leaf, use in part.dense.items():
-            self.dense.setdefault(leaf, use)
+        self.dense = part.dense | self.dense
+        self.single = part.single | self.single
         return part.outputs
 
     def loop(
@@ -422,9 +441,15 @@ def plan_lookups(
         outputs = planner.program(program, inputs, _outlets(program, num_results))
         for value in outputs[:num_results]:
             planner.whole(value, None)
+        sites = jax.tree.leaves(planner.plan)
+        by_ids = {site.leaf for site in sites if site.by_ids}
+        for leaf, use in planner.single.items():
+            if leaf not in by_ids:  # `w[0]` alone does not make a table of a weight
+                planner.dense.setdefault(leaf, use)
         if not dense:
-            for site in jax.tree.leaves(planner.plan):
-                looked_up.setdefault(site.leaf, []).append(site)
+            for site in sites:
+                if site.leaf in by_ids:
+                    looked_up.setdefault(site.leaf, []).append(site)
         if not planner.dense:
             return planner.plan, dense, looked_up
         dense |= planner.dense
@@ -475,6 +500,8 @@ class Runner(Interpreter):
         return _jax.bind(eqn, operands)
 
     def whole(self, value: Any, eqn: _jax.Equation | None) -> Any:
+        if eqn is not None and is_one_row(value):
+            return self.look_up(eqn, only_row(value), [])
         # No gradient comes this way, or the plan would have made the table dense.
         return whole(value, self._scope.wholes)
 
@@ -596,7 +623,7 @@ class _Part:
 
     Attributes:
       plan: its lookups.
-      dense: what it needs whole.
+      dense, single: as in :class:`Planner`.
       outputs: its outputs: views, and None for values.
       run: from its operands and its cotangent slots to its outputs and row numbers.
     """
@@ -610,8 +637,9 @@ class _Part:
     ) -> None:
         planner = Planner(leaves)
         self.outputs = _inside(planner, eqn, operands, through)
-        self.plan, self.dense = planner.plan, planner.dense
-        plan, program = planner.plan, weakly(eqn)
+        self.dense, self.single = planner.dense, planner.single
+        self.plan = plan = planner.plan
+        program = weakly(eqn)
 
         def run(operands: list[Any], slots: Slots) -> tuple[list[Any], Indices]:
             runner = Runner(plan, slots, leaves)

@@ -86,12 +86,13 @@ class Rowwise(View):
     """The result of an operation that treats every row alike.
 
     ``apply(operands, n)`` computes n rows from n rows of the operands, of which the
-    ``shared`` ones serve all rows.
+    ``shared`` ones serve all rows. Equal keys mean equal functions.
     """
 
-    apply: Callable[[Sequence[Any], int], jax.Array]
+    apply: Callable[[Sequence[Any], int], jax.Array] = dataclasses.field(compare=False)
     operands: tuple[Any, ...]
     shared: tuple[bool, ...]
+    key: tuple[Any, ...]
 
     def parts(self, ids: Ids) -> Sequence[tuple[Any, Ids | None]]:
         pairs = zip(self.operands, self.shared, strict=True)
@@ -133,6 +134,30 @@ class Renumbered(View):
 
     def whole(self, of: Callable[[Any], Any]) -> jax.Array:
         return self.take(of(self.inner)).reshape(self.shape)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Replaced(View):
+    """Another view with an array ``row`` in the place of row number ``at``."""
+
+    inner: View
+    at: Any
+    row: Any
+
+    def parts(self, ids: Ids) -> Sequence[tuple[Any, Ids | None]]:
+        def others(read: jax.Array, record: jax.Array) -> tuple[jax.Array, jax.Array]:
+            here = self.at.astype(read.dtype) == read
+            return read, jnp.where(here, self.shape[0], record)
+
+        return [(self.inner, ids.renumbered(("but", self), others)), (self.row, None)]
+
+    def combine(self, parts: Sequence[Any], ids: Ids) -> jax.Array:
+        rows, row = parts
+        here = self.at.astype(ids.read.dtype) == ids.read
+        return jnp.where(here.reshape((-1,) + (1,) * row.ndim), row, rows)
+
+    def whole(self, of: Callable[[Any], Any]) -> jax.Array:
+        return self.combine([of(self.inner), self.row], Ids((), jnp.arange(self.shape[0])))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -275,6 +300,7 @@ def _register(kind: type[View], *parts: str) -> None:
 _register(Table, "array")
 _register(Rowwise, "operands")
 _register(Renumbered, "inner")
+_register(Replaced, "inner", "at", "row")
 _register(Stacked, "arrays")
 _register(Repeated, "flat")
 _register(Unslotted, "inner")
@@ -348,6 +374,15 @@ def tables_read(view: View) -> list[int]:
     found: list[int] = []
     Reader(lambda table, ids: found.append(table.leaf)).rows(view, Ids())
     return found
+
+
+def is_one_row(value: Any) -> bool:
+    """True for a single row of larger tables, ``table[5:6]``, that takes a gradient."""
+    if not isinstance(value, View) or flat(value).shape[0] != 1:
+        return False
+    heights: list[int] = []
+    Reader(lambda table, ids: heights.append(table.shape[0])).rows(flat(value), Ids())
+    return bool(heights) and min(heights) > 1
 
 
 def without_slots(value: Any) -> Any:
