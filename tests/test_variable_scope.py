@@ -68,7 +68,8 @@ def golden_captured():
     with tf.variable_scope("foo") as foo:
         pass
     with tf.variable_scope("other"), tf.variable_scope(foo) as again:
-        return [tf.get_variable("w", [1]).name, tf.Variable(0.0, name="Const").name, again.name]
+        shared, own = tf.get_variable("w", [1]), tf.Variable(0.0, name="Const")
+        return [shared.name, own.name, again.name]
 
 
 def golden_name_scope():
@@ -230,6 +231,22 @@ def test_a_name_with_a_slash_is_not_made_unique():
             tf.Variable(0.0, name="a/")
 
     run(model)
+
+
+def test_names_come_back_from_a_checkpoint(tmp_path):
+    def model():
+        tf.get_variable("a>b", [1])
+        tf.Variable(2.0, name=".c\\d")
+        with tf.variable_scope("o"), tf.variable_scope(""), tf.variable_scope("_x"):
+            tf.get_variable("-v", [1])
+
+    variables = tf.transform(model).init(KEY)
+    assert list(variables) == ["a>b", ".c\\d", "o//_x/-v"]
+    saver = tf.train.Saver()
+    path = saver.save(variables, tmp_path / "m")
+    assert saver.restore(path) == dict(variables)
+    again = saver.restore(path, jax.tree.map(jnp.zeros_like, variables))
+    assert dict(again) == dict(variables)
 
 
 # --- what else the catalogue says -----------------------------------------------------

@@ -135,8 +135,8 @@ def create(frame: Frame, request: Request) -> LiveCell:
         )
     if request.name in frame.entries:
         raise ValueError(
-            f"there is a Variable {request.name} already; a name without a slash at its end "
-            "is made unique"
+            f"there is a Variable {request.name} already; without a slash at its end the "
+            "name would be made unique"
         )
     collections = _collections(request)
     make = _made if frame.mode is Mode.INIT else _given

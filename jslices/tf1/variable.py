@@ -35,15 +35,13 @@ from jslices.tf1._run import Frame, current_frame
 from jslices.tf1.initial_values import LazyValue
 from jslices.tf1.state import VariableInfo, bare_name
 
-
-#: What has no meaning without a graph and a session, and what to use.
-_ELSEWHERE = {
-    "initializer": "model.init(key, ...) makes all initial values, and "
-    "tf.initialize_variables([variable]) makes one of them again",
+#: What belongs to a graph and its sessions, and what there is instead.
+_INSTEAD = {
     "graph": "the function given to tf.transform takes its place",
-    "initial_value": "initialized_value() is what another initial value can begin with",
-    "load": "in the function, assign(value) does it; outside of it, "
-    "variables.replace({name: value})",
+    "initial_value": "use initialized_value()",
+    "initializer": "model.init(key, ...) makes all initial values, and "
+    "tf.initialize_variables(variables, [name], key) makes one of them again",
+    "load": "use assign(value) in the function, variables.replace({name: value}) outside",
 }
 
 
@@ -164,8 +162,8 @@ class Variable(ArrayOperators):
         return self.info.trainable
 
     def __getattr__(self, name: str) -> Any:
-        if name in _ELSEWHERE:
-            raise AttributeError(f"a Variable has no {name!r} here: {_ELSEWHERE[name]}")
+        if name in _INSTEAD:
+            raise AttributeError(f"a Variable has no {name!r}: {_INSTEAD[name]}")
         return super().__getattr__(name)
 
     def __repr__(self) -> str:
