@@ -417,6 +417,8 @@ def test_original_name_scope_is_unique():
         (lambda: tf.get_variable("v", [2], "int32", tf.random_normal_initializer()),
          TypeError, "makes floats, got dtype int32"),
         (lambda: tf.variable_scope(None).__enter__(), TypeError, "must be a string"),
+        (lambda: tf.variable_scope(None, "d").__enter__(), ValueError,
+         "got 'd'; type default_name='d'"),
     ],
 )  # fmt: skip
 def test_errors(call, error, words):

@@ -159,9 +159,10 @@ def variable_scope(
     """
     frame = current_frame("variable_scope")
     if reuse is not None and not isinstance(reuse, bool | _AutoReuse):
+        advice = f"; type default_name={reuse!r}" if isinstance(reuse, str) else ""
         raise ValueError(
             "The reuse parameter must be True or False or None, or tf.AUTO_REUSE; got "
-            f"{reuse!r}"
+            f"{reuse!r}{advice}"
         )
     if not isinstance(auxiliary_name_scope, bool):
         raise TypeError(
@@ -250,6 +251,7 @@ def name_scope(name: str | None) -> Iterator[str]:
 
     Raises:
       RuntimeError: outside of a transformed function.
+      TypeError, ValueError: for a name that is not right.
 
     Example:
       >>> import jax, jslices.tf1 as tf
