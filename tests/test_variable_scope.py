@@ -218,7 +218,7 @@ def test_programs_of_scopes(title):
     tf.transform(model).init(KEY)
     assert len(seen) == len(case["seen"])
     for ours, theirs in zip(seen, case["seen"], strict=True):
-        if theirs[0].endswith("Error"):
+        if str(theirs[0]).endswith("Error"):
             assert ours[0] == theirs[0] and theirs[1] in ours[1]
         else:
             assert ours == theirs

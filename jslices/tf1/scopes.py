@@ -53,7 +53,7 @@ class VariableScope:
         name: str,
         reuse: Reuse = False,
         initializer: Any = None,
-        dtype: DTypeLike | None = None,
+        dtype: DTypeLike = jnp.float32,
         regularizer: Regularizer | None = None,
         original_name_scope: str = "",
     ) -> None:
@@ -76,7 +76,7 @@ class VariableScope:
         """Sets the default regularizer of new variables."""
         self.regularizer = regularizer
 
-    def set_dtype(self, dtype: DTypeLike | None) -> None:
+    def set_dtype(self, dtype: DTypeLike) -> None:
         """Sets the default dtype of new variables."""
         self.dtype = dtype
 
@@ -289,7 +289,7 @@ def get_variable(
       name: its name within the scope: ``v`` in the scope ``foo/bar`` is ``foo/bar/v:0``.
       shape: that of a new variable. For a shared one: None, or a shape to check, with None
         for an axis of any length.
-      dtype: None means that of a constant initializer, else the scope's, else float32.
+      dtype: None means that of a constant initializer, else the scope's (float32).
       initializer: a function ``init(key, shape, dtype)``, such as those of jslices or of
         ``jax.nn.initializers``; or a constant, which then decides on shape and dtype. None
         means the scope's, else ``glorot_uniform_initializer`` (zeros for integers).
@@ -357,8 +357,7 @@ def _is_function(initializer: Any) -> bool:
 
 
 def _dtype(dtype: DTypeLike | None, scope: VariableScope) -> np.dtype:
-    wanted = scope.dtype if dtype is None else dtype
-    return canonical_dtype(jnp.float32 if wanted is None else wanted)
+    return canonical_dtype(scope.dtype if dtype is None else dtype)
 
 
 def _shared_dtype(
