@@ -52,7 +52,7 @@ class SaverDef:
     version: int = 2
 
 
-#: What to do instead of an argument of TensorFlow's that there is not.
+#: What to do instead of giving an argument that only TensorFlow's Saver has.
 _INSTEAD = {
     "builder": "arrays are written as they lie on the devices: sharded=True",
     "defer_build": "there is no graph to build, so leave it out",

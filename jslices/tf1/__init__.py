@@ -7,8 +7,8 @@ which turns it into pure functions: ``init``, ``apply`` and a pytree of
 What differs from TensorFlow, on purpose:
 
 * The order of the program decides what a read sees, not a session.
-* Operations have no names, and so take none from variables and scopes; scopes show theirs
-  in profiles instead. ``v.op`` is there for its name.
+* Operations have no names, so they take none away from variables and scopes; scopes show
+  theirs in profiles instead. ``v.op`` is there for ``v.op.name``.
 * What is computed from variables are JAX arrays: operators take no lists, but
   ``v + tf.constant([1, 2])``.
 * A variable keeps its shape: ``assign(..., validate_shape=False)`` cannot give it another.

@@ -226,13 +226,15 @@ def assign(
     """
     del use_locking, name
     variable = _variable(ref, "assign")
-    theirs = tuple(shape(value).tolist())
-    if validate_shape is False and theirs != variable.shape:
-        raise ValueError(
-            f"assign to {variable.name} with validate_shape=False: a variable keeps its "
-            f"shape {variable.shape}, the value has {theirs}; create a variable of that "
-            "shape, or pad the value and keep its length in another variable"
-        )
+    if validate_shape is False:
+        what = f"assign to {variable.name} with validate_shape=False"
+        value = as_value(value, variable.dtype, what)
+        if value.shape != variable.shape:
+            raise ValueError(
+                f"{what}: a variable keeps its shape {variable.shape}, the value has "
+                f"{value.shape}; create a variable of that shape, or pad the value and "
+                "keep its length in another variable"
+            )
     return variable.assign(value)
 
 
