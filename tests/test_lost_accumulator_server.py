@@ -14,6 +14,7 @@ import time
 
 import numpy as np
 import pytest
+from helpers import rest_in_ci
 
 import jslices as js
 from jslices.accumulators import (
@@ -111,6 +112,11 @@ class Call(threading.Thread):
         self.join(LONG)
         assert not self.is_alive()
         return self
+
+
+def quick_but(cases, *slow):
+    """Names as cases of a test, some of which are slow."""
+    return rest_in_ci([(name,) for name in cases], lambda case: case[0] not in slow)
 
 
 def assert_lost(call, address, timeout):
@@ -217,29 +223,28 @@ def listening(converse):
         listener.shutdown(socket.SHUT_RDWR)
 
 
-def one_byte_after_another(end, of=b"M" + (40).to_bytes(8) + b"#CHALLENGE#" + 29 * b"x"):
-    for i in range(len(of)):
-        end.sendall(of[i : i + 1])
-        time.sleep(0.2)
+def trickle(end, data):
+    for i in range(len(data)):
+        end.sendall(data[i : i + 1])
+        time.sleep(0.05)
 
 
-@pytest.mark.parametrize(
-    "converse",
-    {
-        "silent": lambda end: end.recv(1) and end.recv(1),
-        "hangs up": lambda end: end.close(),
-        "another protocol": lambda end: end.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n"),
-        "a huge message": lambda end: end.sendall(b"M" + 8 * b"\xff"),
-        "no challenge": lambda end: end.sendall(b"M" + (3).to_bytes(8) + b"abc"),
-        "beats": lambda end: end.sendall(1000 * b"."),
-        "slow": one_byte_after_another,
-    }.items(),
-    ids=lambda item: item[0],
-)
-def test_who_listens_is_no_server(converse):
-    with listening(converse[1]) as address:
+STRANGERS = {
+    "silent": lambda end: end.recv(1) and end.recv(1),
+    "hangs up": lambda end: end.close(),
+    "another protocol": lambda end: end.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n"),
+    "a huge message": lambda end: end.sendall(b"M" + 8 * b"\xff"),
+    "no challenge": lambda end: end.sendall(b"M" + (3).to_bytes(8) + b"abc"),
+    "beats": lambda end: end.sendall(1000 * b"."),
+    "slow": lambda end: trickle(end, b"M" + (99).to_bytes(8) + 99 * b"x"),
+}
+
+
+@pytest.mark.parametrize(["how"], quick_but(STRANGERS, "slow"))
+def test_who_listens_is_no_server(how):
+    with listening(STRANGERS[how]) as address:
         call = Call(connect, address, KEY, timeout=1)
-        if converse[0] == "no challenge":  # Python from 3.12 on calls it a wrong key
+        if how == "no challenge":  # Python from 3.12 on calls it a wrong key
             assert str(address) in str(call.ended().error)
             assert isinstance(
                 call.error, UnavailableError | multiprocessing.AuthenticationError
@@ -313,36 +318,25 @@ def test_a_late_answer_is_not_taken_for_that_to_the_next_call(served):
         assert remote.num_accumulated() == 0
 
 
-def trickle(end, data):
-    for i in range(len(data)):
-        end.sendall(data[i : i + 1])
-        time.sleep(0.05)
+STRANGE_ANSWERS = {
+    "slow": trickle,
+    "half": lambda end, data: end.sendall(data[: len(data) // 2]),
+    "no message": lambda end, data: end.sendall(b"x" + data),
+    "no answer": lambda end, data: end.sendall(data[:9] + bytes(len(data) - 9)),
+    "beats alone": lambda end, data: trickle(end, 1000 * b"."),
+}
 
 
-@pytest.mark.parametrize(
-    "answer",
-    {
-        "slow": trickle,
-        "strange": lambda end, data: end.sendall(b"x" + data),
-        "not to be read": lambda end, data: end.sendall(data[:9] + bytes(len(data) - 9)),
-        "beats alone": lambda end, data: trickle(end, 1000 * b"."),
-        "half": lambda end, data: end.sendall(data[: len(data) // 2]),
-    }.items(),
-    ids=lambda item: item[0],
-)
-def test_strange_answers(served, answer):
+@pytest.mark.parametrize(["how"], quick_but(STRANGE_ANSWERS, "half", "beats alone"))
+def test_strange_answers(served, how):
     server, sums = served
     network = Network(server.address)
     sums.apply_grad(np.arange(100), np.ones((100, 1), "f4"))
     with listening(network) as address:
         remote = connect(address, KEY, timeout=1)["sums"]
         remote.num_stale()
-        network.to_client = answer[1]
+        network.to_client = STRANGE_ANSWERS[how]
         assert_lost(Call(remote.take_grad, 1, timeout=0), address, 1)
-        began = time.monotonic()
-        with pytest.raises(UnavailableError):
-            remote.take_grad(1, timeout=0)
-        assert time.monotonic() - began < 1 + SLACK
 
 
 # --- the clients ----------------------------------------------------------------------
@@ -388,7 +382,7 @@ def test_large_messages_of_those_without_the_key_are_refused(served):
 
 
 def test_a_client_that_stalls_in_the_middle_of_a_gradient_holds_up_no_other(served):
-    server, sums = served
+    server, _ = served
     network = Network(server.address)
     with listening(network) as address:
         remote = connect(address, KEY)["sums"]
