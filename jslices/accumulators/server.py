@@ -409,7 +409,7 @@ class AccumulatorClient:
 
     def __reduce__(self) -> Any:
         """For a process that is being started; else Python refuses to pickle the key."""
-        return connect, (self.address, self._authkey, self.timeout)
+        return AccumulatorClient, (self.address, self._authkey, self.timeout)
 
     def _call(
         self,
@@ -469,8 +469,8 @@ class AccumulatorClient:
             connection.deliver_challenge(channel, self._authkey)
         except AuthenticationError as error:
             raise AuthenticationError(
-                f"the server at {self.address} refuses this authkey ({error}); pass that "
-                "of its AccumulatorServer"
+                f"what listens at {self.address} refuses this authkey ({error}); pass that "
+                "of the AccumulatorServer there"
             ) from error
         except TimeoutError as error:
             raise UnavailableError(self._silent()) from error
