@@ -7,8 +7,10 @@ Tested on jax 0.10.2 and 0.12. What moved so far: sub-programs are ``ClosedJaxpr
 """
 
 import functools
+import itertools
+import operator
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import CodeType
 from typing import Any
 
@@ -17,7 +19,8 @@ import jax.extend.core.primitives
 import numpy as np
 from jax import lax
 from jax._src import source_info_util, xla_bridge
-from jax.extend.core import Literal, Primitive
+from jax.export import is_symbolic_dim
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Primitive
 
 from jslices._densify import JAX_FOLDER, UserLine, pick_user_line
 
@@ -25,6 +28,10 @@ from jslices._densify import JAX_FOLDER, UserLine, pick_user_line
 # their fields, so a type checker learns nothing from naming them.
 Program = Any
 Equation = Any
+Source = Any  # where an equation comes from: its ``source_info``
+
+#: The classes of sub-programs.
+PROGRAMS = (Jaxpr, ClosedJaxpr)
 
 __all__ = ["Literal"]
 
@@ -41,6 +48,11 @@ PRIMITIVES: dict[str, Primitive] = {
 }
 
 
+def is_staged() -> bool:
+    """Whether a program is being traced, so that nothing runs yet."""
+    return isinstance(jax.numpy.zeros(()), jax.core.Tracer)
+
+
 def constants(program: Program) -> Sequence[Any]:
     """The values of ``program.constvars``."""
     return getattr(program, "consts", ())
@@ -53,6 +65,19 @@ def read(atom: Any, values: Mapping[Any, Any]) -> Any:
 
 def shape_of(atom: Any) -> tuple[int, ...]:
     return tuple(atom.aval.shape)
+
+
+def is_open(size: Any) -> bool:
+    """Whether ``jax.export`` leaves this size open."""
+    return is_symbolic_dim(size)
+
+
+def holds(comparison: Callable[[], bool]) -> bool:
+    """Whether a comparison of sizes holds; False where open sizes do not tell."""
+    try:
+        return bool(comparison())
+    except jax.errors.InconclusiveDimensionOperation:
+        return False
 
 
 def carries_gradient(atom: Any) -> bool:
@@ -204,17 +229,26 @@ def scan_counts(params: dict[str, Any]) -> tuple[int, int]:
 
 def scan_options(params: dict[str, Any]) -> dict[str, Any]:
     """The keyword arguments with which ``lax.scan`` makes the same loop."""
-    return {name: params[name] for name in ("length", "reverse", "unroll")}
+    # An open length must come from what is scanned over.
+    names = ["length"] * (not is_open(params["length"])) + ["reverse", "unroll"]
+    return {name: params[name] for name in names}
 
 
-def remat_options(params: dict[str, Any]) -> dict[str, Any]:
-    """The keyword arguments with which ``jax.checkpoint`` wraps the same function."""
-    return {name: params[name] for name in ("policy", "prevent_cse")}
+def remat_options(params: dict[str, Any], kept: Sequence[bool]) -> dict[str, Any]:
+    """The keyword arguments with which ``jax.checkpoint`` wraps the same function.
+
+    That function takes one more operand, which comes first, and of the others those that
+    are ``kept``.
+    """
+    prevent_cse = params.get("prevent_cse", True)
+    if isinstance(prevent_cse, tuple):
+        prevent_cse = (True, *itertools.compress(prevent_cse, kept))
+    return {"policy": params["policy"], "prevent_cse": prevent_cse}
 
 
-def user_line(eqn: Equation) -> UserLine:
-    """The line of the user's program that made this equation."""
-    return pick_user_line(_frames(eqn.source_info.traceback))
+def user_line(source: Source) -> UserLine:
+    """The line of the user's program that made an equation with this ``source_info``."""
+    return pick_user_line(_frames(source.traceback))
 
 
 def _frames(traceback: Any) -> Iterable[tuple[CodeType, int]]:
@@ -247,14 +281,36 @@ def is_library_call(eqn: Equation) -> bool:
     return file is not None and file.startswith(JAX_FOLDER)
 
 
-def source(program: Program) -> Any:
+# What ``call_hi_primitive`` calls (jax 0.12 with ``jax_remat3``, ``jax_custom_jvp3`` and
+# ``jax_custom_vjp3``), by the names of the primitives that it stands for.
+_HI_PRIMITIVES = {
+    "RematTraced": "checkpoint",
+    "CustomJVPTraced": "custom_jvp_call",
+    "CustomVJPTraced": "custom_vjp_call",
+}
+
+
+def kind(eqn: Equation) -> str:
+    """The name of the primitive, or of what a ``call_hi_primitive`` calls."""
+    if "_prim" not in eqn.params:
+        return eqn.primitive.name
+    called = type(eqn.params["_prim"]).__name__
+    return _HI_PRIMITIVES.get(called, called)
+
+
+def parameters(eqn: Equation) -> dict[str, Any]:
+    """The parameters of the primitive, or of what a ``call_hi_primitive`` calls."""
+    return eqn.params["_prim"].params if "_prim" in eqn.params else eqn.params
+
+
+def origin(program: Program) -> Any:
     """Where the function stands that was traced to this program, as far as is known."""
     return getattr(getattr(program, "debug_info", None), "func_src_info", None)
 
 
 def body(eqn: Equation) -> Program:
     """The sub-program of a call, a loop or a rematerialisation."""
-    params = eqn.params
+    params = parameters(eqn)
     return params["call_jaxpr"] if "call_jaxpr" in params else params["jaxpr"]
 
 
@@ -281,10 +337,19 @@ def programs_inside(
             if program is not None and more <= len(operands[first:]):
                 yield program, [*consts, *operands[len(operands) - more :]], False
     else:
-        for program in params.values():
-            if len(getattr(program, "invars", ())) == len(operands):
+        called = vars(params["_prim"]) if "_prim" in params else {}
+        for program in (parameters(eqn) | called).values():
+            if _takes(program, eqn) or (name == "scan" and program is body(eqn)):
                 outputs = len(program.outvars) == len(eqn.outvars) and name != "scan"
-                yield program, operands, outputs
+                yield program, operands[: len(program.invars)], outputs
+
+
+def _takes(program: Any, eqn: Equation) -> bool:
+    """True if the first operands of an equation may be the inputs of a program."""
+    invars = getattr(program, "invars", None)
+    if invars is None or len(invars) > len(eqn.invars):
+        return False
+    return all(map(operator.eq, map(shape_of, invars), map(shape_of, eqn.invars)))
 
 
 def has_started_devices() -> bool:

@@ -255,7 +255,7 @@ WARNS = {
     "mixed_rows": (TABLE, lambda t: jax.nn.softmax(t, axis=0)[IDS], "penalise the rows"),
     "clipped": (TABLE, lambda t: clipped_gradient(t)[IDS], "f(table[ids])"),
     "in_a_solver": (TABLE, solved, "before the solver"),
-    "in_a_root": (TABLE, root, "f(table[ids])"),
+    "in_a_root": (TABLE, root, "table[ids]"),
 }
 
 

@@ -286,6 +286,25 @@ def test_two_savers_do_not_know_each_other(tmp_path):
     assert os.path.basename(js.checkpoint.latest_checkpoint(tmp_path)) == "one-2"
 
 
+@pytest.mark.parametrize(("argument", "instead"), [
+    ("builder", "sharded=True"), ("defer_build", "leave it out"),
+    ("write_version", "leave it out"), ("filename", "give the path to save and restore"),
+    ("max_to_kep", r"see help\(Saver\)"),
+])  # fmt: skip
+def test_arguments_that_only_tensorflow_has(argument, instead):
+    with pytest.raises(TypeError, match=rf"has no argument '{argument}': .*{instead}"):
+        js.Saver(**{argument: 1})
+
+
+def test_restore_sequentially_and_the_order_of_arguments(tmp_path):
+    """The order is TensorFlow's: after the name stands ``restore_sequentially``."""
+    options = js.Saver(max_to_keep=2).as_saver_def()
+    saver = js.Saver(None, False, False, 5, 10000.0, "save", True, options)
+    assert saver.as_saver_def() == options
+    path = saver.save({"v": 1}, tmp_path / "m")
+    assert saver.restore(path) == {"v": 1}
+
+
 def test_saver_def(tmp_path):
     saver = js.Saver(sharded=True, max_to_keep=2, keep_checkpoint_every_n_hours=3, name="s")
     options = saver.as_saver_def()

@@ -4,6 +4,7 @@ import logging
 import os
 
 import pytest
+from helpers import golden
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -122,6 +123,32 @@ def test_relative_directories_are_taken_off(tmp_path, monkeypatch):
     js.checkpoint.update_checkpoint_state("d", "d/m-2", ["d/m-1", "/abs", "d/m-2"])
     paths = (tmp_path / "d/checkpoint").read_text().splitlines()[1:]
     assert [line.split()[1] for line in paths] == ['"m-1"', '"/abs"', '"m-2"']
+
+
+@pytest.mark.parametrize("case", golden("state_file"))
+def test_paths_as_tensorflow_writes_and_reads_them(case, tmp_path, monkeypatch):
+    """``D`` stands for the current directory."""
+    monkeypatch.chdir(tmp_path)
+    os.mkdir("sub")
+
+    def here(path):
+        return path.replace("D", str(tmp_path))
+
+    directory, newest = here(case["save_dir"]), here(case["model_checkpoint_path"])
+    paths = [here(path) for path in case["all_model_checkpoint_paths"] or ()]
+    state_file = os.path.abspath(os.path.join(directory, "checkpoint"))
+    relative = os.path.relpath(newest, directory or ".") if directory == "sub" else newest
+    if os.path.abspath(os.path.join(directory, relative)) == state_file:
+        # TensorFlow compares the two as text, and may write a file that names itself.
+        with pytest.raises(RuntimeError, match="conflicts with path used for checkpoint"):
+            js.checkpoint.update_checkpoint_state(directory, newest, paths)
+        return
+    js.checkpoint.update_checkpoint_state(directory, newest, paths)
+    with open(state_file) as file:
+        assert file.read() == here(case["text"])
+    state = js.checkpoint.get_checkpoint_state(directory)
+    read = [state.model_checkpoint_path, *state.all_model_checkpoint_paths]
+    assert read == [here(path) for path in case["read"]]
 
 
 def test_errors_of_update(tmp_path):

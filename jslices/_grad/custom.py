@@ -9,6 +9,7 @@ a function of n rows is made of them, with that derivative. Then ``f(table)[ids]
 import functools
 import itertools
 import math
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -65,8 +66,8 @@ def with_own_derivative(
         return None
     if not all(map(_jax.carries_gradient, eqn.outvars)):
         return None
-    kind = _WithJvp if eqn.primitive.name == "custom_jvp_call" else _WithVjp
-    function = kind(eqn, [not isinstance(x, View) for x in operands], lead)
+    make = _WithJvp if _jax.kind(eqn) == "custom_jvp_call" else _WithVjp
+    function = make(eqn, [not isinstance(x, View) for x in operands], lead)
     try:
         function.check(within)
     except _MixesRowsError:
@@ -76,10 +77,15 @@ def with_own_derivative(
     outputs: list[View] = []
     for number, out in enumerate(eqn.outvars):
         row = _jax.shape_of(out)[lead:]
-        apply = functools.partial(function.output, number)
-        view = Rowwise((count, *row), out.aval.dtype, apply, inner, tuple(function.shared))
+        apply, shared = functools.partial(function.output, number), tuple(function.shared)
+        key = (eqn.primitive, lead, number, *eqn.params.items())
+        view = Rowwise((count, *row), out.aval.dtype, apply, inner, shared, key)
         outputs.append(folded(view, rows))
     return outputs
+
+
+#: Of the functions that JAX keeps: which were checked, and whether they passed.
+_checked: weakref.WeakKeyDictionary[Any, dict[Any, bool]] = weakref.WeakKeyDictionary()
 
 
 class _Function:
@@ -108,9 +114,20 @@ class _Function:
 
     def check(self, within: frozenset[Any] | None) -> None:
         """Raises _MixesRowsError if function and derivative do not treat rows alike."""
-        source = _jax.source(_jax.body(self._eqn)), *map(str, self._avals)
-        if within is not None and source not in within:
-            self.check_programs(within | {source})
+        program = _jax.body(self._eqn)
+        source = _jax.origin(program), *map(str, self._avals)
+        if within is None or source in within:
+            return
+        if within:
+            return self.check_programs(within | {source})
+        known = _checked.setdefault(program, {})
+        key = (tuple(self.shared), self._lead)
+        if key not in known:
+            known[key] = False
+            self.check_programs(frozenset({source}))
+            known[key] = True
+        if not known[key]:
+            raise _MixesRowsError
 
     def check_programs(self, within: frozenset[Any]) -> None:
         self.body.check(within)
@@ -293,7 +310,7 @@ def _walk(
                 outputs = [view]
         elif eqn.primitive.name in _CALLS:
             outputs = _walk(_jax.body(eqn), given, rows, within)
-        elif eqn.primitive.name in _CUSTOM:
+        elif _jax.kind(eqn) in _CUSTOM:
             outputs = with_own_derivative(eqn, given, within)
         else:
             outputs = rowwise(eqn, given, _refuse)
@@ -319,7 +336,8 @@ def _repeated(
         return jax.lax.broadcast_in_dim(values[0], (count, *row), inside)
 
     shape, dtype = (math.prod(rows), *row), eqn.outvars[0].aval.dtype
-    return folded(Rowwise(shape, dtype, apply, tuple(operands), (True,)), rows)
+    key = ("one row", *inside)
+    return folded(Rowwise(shape, dtype, apply, tuple(operands), (True,), key), rows)
 
 
 def _refuse(whole: Any) -> Any:

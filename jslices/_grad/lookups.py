@@ -315,7 +315,9 @@ def _dynamic_slice(eqn: _jax.Equation, view: View) -> Lookup | None:
     sizes, shape = tuple(eqn.params["slice_sizes"]), view.shape
     count, height = sizes[0] if sizes else 0, shape[0] if shape else 0
     whole_rows = sizes[1:] == shape[1:]
-    if not sizes or count > (max(1, height - 1) if whole_rows else 1):
+    if not sizes:
+        return None
+    if count != 1 and not (whole_rows and _jax.holds(lambda: count < height)):
         return None
 
     def ids(values: Sequence[Any]) -> jax.Array:

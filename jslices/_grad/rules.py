@@ -264,6 +264,8 @@ def _views(
         serves_all.append(one and (lead == 1 or math.prod(_jax.shape_of(atom)[:lead]) == 1))
     floating = [jnp.issubdtype(x.dtype, jnp.inexact) for x in inner if isinstance(x, View)]
     ones = (1,) * (lead - 1)
+    shapes = tuple(map(_jax.shape_of, eqn.invars))
+    step = (eqn.primitive, lead, shapes, *eqn.params.items())
     outputs: list[View] = []
     for number, out in enumerate(eqn.outvars):
         row = tuple(out.aval.shape[lead:])
@@ -282,7 +284,8 @@ def _views(
 
         run = functools.partial(apply, which=(number, row))
         shape = (math.prod(rows), *row)
-        view = Rowwise(shape, out.aval.dtype, run, tuple(inner), tuple(serves_all))
+        key = (*step, number, row)
+        view = Rowwise(shape, out.aval.dtype, run, tuple(inner), tuple(serves_all), key)
         # `table > 0`, and what is computed from it alone, passes no gradient on.
         graded = any(floating) and jnp.issubdtype(view.dtype, jnp.inexact)
         outputs.append(folded(view if graded else without_slots(view), rows))
@@ -515,7 +518,8 @@ def _reshaped(eqn: _jax.Equation, operands: Sequence[Any]) -> list[Any] | None:
     row = shape[lead:]
     if row != inner.shape[1:]:
         apply = lambda values, n: values[0].reshape(n, *row)  # noqa: E731
-        inner = Rowwise((count, *row), inner.dtype, apply, (inner,), (False,))
+        key = ("reshape", *row)
+        inner = Rowwise((count, *row), inner.dtype, apply, (inner,), (False,), key)
     return [folded(inner, shape[:lead])]
 
 

@@ -86,12 +86,13 @@ class Rowwise(View):
     """The result of an operation that treats every row alike.
 
     ``apply(operands, n)`` computes n rows from n rows of the operands, of which the
-    ``shared`` ones serve all rows.
+    ``shared`` ones serve all rows. Equal keys mean equal functions.
     """
 
-    apply: Callable[[Sequence[Any], int], jax.Array]
+    apply: Callable[[Sequence[Any], int], jax.Array] = dataclasses.field(compare=False)
     operands: tuple[Any, ...]
     shared: tuple[bool, ...]
+    key: tuple[Any, ...]
 
     def parts(self, ids: Ids) -> Sequence[tuple[Any, Ids | None]]:
         pairs = zip(self.operands, self.shared, strict=True)
@@ -116,9 +117,9 @@ class Renumbered(View):
     """
 
     inner: View
-    number: Callable[[jax.Array], jax.Array]
+    number: Callable[[jax.Array], jax.Array] = dataclasses.field(compare=False)
     key: tuple[Any, ...]
-    take: Callable[[jax.Array], jax.Array]
+    take: Callable[[jax.Array], jax.Array] = dataclasses.field(compare=False)
 
     def parts(self, ids: Ids) -> Sequence[tuple[Any, Ids | None]]:
         def inside(read: jax.Array, record: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -283,6 +284,47 @@ class Stopped(Unslotted):
         return lax.stop_gradient(of(self.inner))
 
 
+# --- as pytrees -------------------------------------------------------------------------
+
+
+class _Made:
+    """What a view is besides the views and arrays that it is made of."""
+
+    def __init__(self, view: View, parts: Sequence[str]) -> None:
+        fields = [f for f in dataclasses.fields(view) if f.name not in parts]
+        self.fields = {f.name: getattr(view, f.name) for f in fields}
+        self._key = tuple(self.fields[f.name] for f in fields if f.compare)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Made) and self._key == other._key
+
+    def __hash__(self) -> int:
+        return hash(self._key)
+
+
+def _register(kind: type[View], *parts: str) -> None:
+    """Views may go into and come out of ``jax.jit``: their arrays are its operands."""
+
+    def flatten(view: View) -> tuple[list[Any], _Made]:
+        return [getattr(view, name) for name in parts], _Made(view, parts)
+
+    def unflatten(made: _Made, values: Sequence[Any]) -> View:
+        return kind(**made.fields, **dict(zip(parts, values, strict=True)))
+
+    jax.tree_util.register_pytree_node(kind, flatten, unflatten)
+
+
+_register(Table, "array")
+_register(Rowwise, "operands")
+_register(Renumbered, "inner")
+_register(Replaced, "inner", "at", "row")
+_register(Stacked, "arrays")
+_register(Repeated, "flat")
+_register(Transposed, "inner")
+_register(Unslotted, "inner")
+_register(Stopped, "inner")
+
+
 # --- the axes that number the rows ------------------------------------------------------
 
 
@@ -360,7 +402,7 @@ def is_one_row(value: Any) -> bool:
         return False
     heights: list[int] = []
     Reader(lambda table, ids: heights.append(table.shape[0])).rows(flat(value), Ids())
-    return bool(heights) and min(heights) > 1
+    return bool(heights) and 1 not in heights
 
 
 def without_slots(value: Any) -> Any:

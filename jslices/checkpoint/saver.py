@@ -52,6 +52,15 @@ class SaverDef:
     version: int = 2
 
 
+#: What to do instead of giving an argument that only TensorFlow's Saver has.
+_INSTEAD = {
+    "builder": "arrays are written as they lie on the devices: sharded=True",
+    "defer_build": "there is no graph to build, so leave it out",
+    "filename": "give the path to save and restore",
+    "write_version": "there is one format of files, so leave it out",
+}
+
+
 class Saver:
     """Saves and restores variables: any pytree, optimizer states and random keys included.
 
@@ -76,6 +85,7 @@ class Saver:
       keep_checkpoint_every_n_hours: of those that would be deleted, one is kept for every
         period of this length, counted from now.
       name: replaces ``save`` in the names of ``as_saver_def()``.
+      restore_sequentially: changes nothing: arrays are read one after another anyway.
       saver_def: takes ``sharded``, ``max_to_keep`` and ``keep_checkpoint_every_n_hours``
         from another Saver's ``as_saver_def()``.
       allow_empty: True allows a checkpoint without variables.
@@ -84,7 +94,8 @@ class Saver:
         the directory can be moved.
 
     Raises:
-      TypeError: if ``var_list`` contains anything but names and handles.
+      TypeError: if ``var_list`` contains anything but names and handles, or for an
+        argument that only TensorFlow's has, saying what to do instead.
       ValueError: if ``var_list`` is empty or names a variable twice.
 
     Example:
@@ -111,11 +122,17 @@ class Saver:
         max_to_keep: int | None = 5,
         keep_checkpoint_every_n_hours: float = 10000.0,
         name: str | None = None,
+        restore_sequentially: bool = False,
         saver_def: SaverDef | None = None,
         allow_empty: bool = False,
         pad_step_number: bool = False,
         save_relative_paths: bool = False,
+        **theirs: None,
     ) -> None:
+        del restore_sequentially
+        for argument in theirs:
+            instead = _INSTEAD.get(argument, "see help(Saver)")
+            raise TypeError(f"Saver has no argument {argument!r}: {instead}")
         if saver_def is not None:
             sharded, max_to_keep = saver_def.sharded, saver_def.max_to_keep
             keep_checkpoint_every_n_hours = saver_def.keep_checkpoint_every_n_hours

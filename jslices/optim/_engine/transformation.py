@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 from jslices._devices.memory import hint_large_step
 from jslices._jax import flatten
+from jslices._rows.bounds import room_for_distinct
 from jslices._slices import IndexedSlices, check_slices, is_slices
 from jslices.optim._engine.arithmetic import Step, next_count, zero_count
 from jslices.optim._engine.execute import step_slices
@@ -132,7 +133,7 @@ def _plan_of(rule: Rule, grad: Any, param: Any, platform: str) -> Plan | None:
     num_rows = param.shape[0]
     unique = rule.sums_first is not None and rule.sums_first(param)
     if unique:
-        distinct = (min(values.shape[0], num_rows), *values.shape[1:])
+        distinct = (room_for_distinct(values.shape[0], num_rows), *values.shape[1:])
         values = jax.ShapeDtypeStruct(distinct, values.dtype)
     return choose_plan(
         values, arrays, num_rows, platform, linear=rule.linear, unique=unique
