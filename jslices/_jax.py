@@ -6,6 +6,7 @@ Tested on jax 0.10.2 and 0.12. What moved so far: sub-programs are ``ClosedJaxpr
 0.10.
 """
 
+import functools
 import itertools
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -129,45 +130,53 @@ def live_equations(program: Program) -> list[Equation]:
     return live[::-1]
 
 
-#: The equation that made each variable of a program.
-Made = Mapping[Any, Equation]
+class Origins:
+    """How the variables of a program came about."""
 
+    def __init__(self, program: Program) -> None:
+        self._program = program
 
-def made(program: Program) -> Made:
-    """For each variable of a program the equation that made it."""
-    return {variable: eqn for eqn in program.eqns for variable in eqn.outvars}
+    @functools.cached_property
+    def _made(self) -> dict[Any, Equation]:
+        return {v: eqn for eqn in self._program.eqns for v in eqn.outvars}
 
+    @functools.cached_property
+    def _fixed(self) -> set[Any]:
+        fixed: set[Any] = set()
+        for eqn in self._program.eqns:
+            if all(isinstance(x, Literal) or x in fixed for x in eqn.invars):
+                fixed.update(eqn.outvars)
+        return fixed
 
-def varying_columns(atom: Any, made: Made) -> list[set[int]] | None:
-    """Along which axes each column of an array ``[..., n]`` differs.
+    def is_fixed(self, atom: Any) -> bool:
+        """True for what stands in the program, ``jnp.arange(3)``: it has no inputs."""
+        return isinstance(atom, Literal) or atom in self._fixed
 
-    Indexing concatenates the row numbers and the column numbers of ``table[rows, columns]``
-    and repeats each for the other. None where the array was not made like that.
-    """
-    eqn, last = made.get(atom), len(atom.aval.shape) - 1
-    if eqn is None or eqn.primitive.name != "concatenate":
-        return None
-    if eqn.params["dimension"] != last or any(shape_of(x)[last] != 1 for x in eqn.invars):
-        return None
-    return [_varying(x, made) - {last} for x in eqn.invars]
+    def columns(self, atom: Any) -> list[Any] | None:
+        """The pieces ``[..., 1]`` of which an array ``[..., n]`` was concatenated.
 
+        So indexing puts row numbers and column numbers together. None for any other array.
+        """
+        eqn, last = self._made.get(atom), len(atom.aval.shape) - 1
+        if eqn is None or eqn.primitive.name != "concatenate":
+            return None
+        if eqn.params["dimension"] != last or any(
+            shape_of(x)[last] != 1 for x in eqn.invars
+        ):
+            return None
+        return list(eqn.invars)
 
-def _varying(atom: Any, made: Made) -> set[int]:
-    """The axes along which an array may differ, seen from how it was repeated."""
-    eqn, shape = None if isinstance(atom, Literal) else made.get(atom), shape_of(atom)
-    if eqn is not None and eqn.primitive.name == "convert_element_type":
-        return _varying(eqn.invars[0], made)
-    if eqn is None or eqn.primitive.name != "broadcast_in_dim":
-        return {axis for axis, size in enumerate(shape) if size != 1}
-    inside = _varying(eqn.invars[0], made)
-    return {to for i, to in enumerate(eqn.params["broadcast_dimensions"]) if i in inside}
-
-
-def is_fixed(atom: Any, made: Made) -> bool:
-    """True for what stands in the program, such as ``jnp.arange(3)``: no input of it."""
-    if isinstance(atom, Literal):
-        return True
-    return atom in made and all(is_fixed(x, made) for x in made[atom].invars)
+    def axes(self, atom: Any) -> set[int]:
+        """The axes along which an array may differ: it was not repeated along them."""
+        eqn: Any = None if isinstance(atom, Literal) else self._made.get(atom)
+        name = eqn and eqn.primitive.name
+        if name == "convert_element_type":
+            return self.axes(eqn.invars[0])
+        if name == "broadcast_in_dim":
+            inside = self.axes(eqn.invars[0])
+            places = enumerate(eqn.params["broadcast_dimensions"])
+            return {axis for i, axis in places if i in inside}
+        return {axis for axis, size in enumerate(shape_of(atom)) if size != 1}
 
 
 def gradient_variables(program: Program, through: Sequence[bool]) -> set[Any]:
@@ -293,10 +302,44 @@ def parameters(eqn: Equation) -> dict[str, Any]:
     return eqn.params["_prim"].params if "_prim" in eqn.params else eqn.params
 
 
+def source(program: Program) -> Any:
+    """Where the function stands that was traced to this program, as far as is known."""
+    return getattr(getattr(program, "debug_info", None), "func_src_info", None)
+
+
 def body(eqn: Equation) -> Program:
     """The sub-program of a call, a loop or a rematerialisation."""
     params = parameters(eqn)
     return params["call_jaxpr"] if "call_jaxpr" in params else params["jaxpr"]
+
+
+def programs_inside(
+    eqn: Equation, operands: Sequence[Any]
+) -> Iterator[tuple[Program, Sequence[Any], bool]]:
+    """The sub-programs of an equation, as far as is known what goes into them.
+
+    Each with those of the equation's ``operands``, or what is said of them, that are its
+    inputs, and True if its outputs are those of the equation.
+    """
+    name, params = eqn.primitive.name, eqn.params
+    if name == "while":
+        yield params["body_jaxpr"], operands[params["cond_nconsts"] :], False
+    elif name == "cond":
+        for branch in params["branches"]:
+            yield branch, operands[1:], True
+    elif name == "custom_linear_solve":
+        first = 0
+        given = zip(params["const_lengths"], params["jaxprs"], strict=True)
+        for count, program in given:
+            consts, first = operands[first : first + count], first + count
+            more = len(program.invars) - count if program is not None else 0
+            if program is not None and more <= len(operands[first:]):
+                yield program, [*consts, *operands[len(operands) - more :]], False
+    else:
+        for program in params.values():
+            if len(getattr(program, "invars", ())) == len(operands):
+                outputs = len(program.outvars) == len(eqn.outvars) and name != "scan"
+                yield program, operands, outputs
 
 
 def has_started_devices() -> bool:

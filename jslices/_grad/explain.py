@@ -64,6 +64,8 @@ class LeafReport(NamedTuple):
       dense_use: the name of the operation on that line.
       suggestion: what to write there instead.
       step: how ``optimizer`` steps the rows, a plan to print; None without one.
+      unread: where the gradient is dense, the places that look the array up, but not by
+        whole rows.
     """
 
     path: str
@@ -79,6 +81,7 @@ class LeafReport(NamedTuple):
     dense_use: str | None
     suggestion: str | None
     step: Any = None
+    unread: tuple[UserLine, ...] = ()
 
 
 class Explanation(NamedTuple):
@@ -251,7 +254,12 @@ def _report(leaf: Leaf, planned: Planned, number: int) -> LeafReport:
         dense_line=None if use is None else _line_of(use),
         dense_use=None if use is None else use.what,
         suggestion=None if use is None else instead_of(use.what),
+        unread=_lines(planned.unread.get(number, [])),
     )
+
+
+def _lines(sources: Sequence[_jax.Source]) -> tuple[UserLine, ...]:
+    return tuple(dict.fromkeys(map(_jax.user_line, sources)))
 
 
 def _line_of(use: DenseUse) -> UserLine:
@@ -280,19 +288,30 @@ def report_dense(planned: Planned) -> None:
                 f"({use.what}) at {line}. Instead: {instead_of(use.what)}"
             )
             raise_at(line, DenseUseError(message))
+        unread = _lines(planned.unread.get(number, []))
         if sites:
             warn_dense(_mixed_use(leaf, use, line, sites), line)
+        elif unread:
+            warn_dense(_unread(leaf, use, line, unread), line)
 
 
 def _mixed_use(leaf: Leaf, use: DenseUse, line: UserLine, sites: list[Site]) -> str:
     rows = sum(site.total for site in sites)
     row_bytes = leaf.num_bytes // max(leaf.aval.shape[0], 1)
-    places = ", ".join(dict.fromkeys(str(_jax.user_line(s.source)) for s in sites))
+    places = ", ".join(map(str, _lines([site.source for site in sites])))
     return (
         f"the gradient of {leaf} is dense, {human_bytes(leaf.num_bytes)}, because it is "
         f"used whole ({use.what}) at {line}. Its lookups alone ({places}) would give "
         f"{rows} rows, {human_bytes(rows * row_bytes)}. Instead: "
         f"{instead_of(use.what)}. To accept it: sparse=False"
+    )
+
+
+def _unread(leaf: Leaf, use: DenseUse, line: UserLine, unread: Sequence[UserLine]) -> str:
+    return (
+        f"the gradient of {leaf} is dense, {human_bytes(leaf.num_bytes)}, although it is "
+        f"looked up ({', '.join(map(str, unread))}): {use.what} at {line} needs more than "
+        f"rows of it. Instead: {instead_of(use.what)}. To accept it: sparse=False"
     )
 
 
@@ -303,6 +322,11 @@ _REPLICATED = (
     "jax.lax.pcast(table, axis, to='varying'), and add the slices up with "
     "jslices.all_reduce_slices(slices, axis, 'sum')"
 )
+_WHOLE_ROWS = (
+    "look up whole rows of a table [V, D], table[ids][..., columns]; keep several tables "
+    "[F, V, D] as one array [F * V, D], and look up V * field + ids"
+)
+_AFTER = "apply the function after the lookup, f(table[ids]), not before or around it"
 #: Uses that make a gradient dense, by primitive, and what to write instead. Any other
 #: primitive without a rule makes it dense as well.
 DENSE_USES = {
@@ -310,16 +334,18 @@ DENSE_USES = {
     "some rows, h @ table[candidates].T, or keep a separate output matrix",
     "transpose": "table.T is mostly the output layer of tied weights: score only some "
     "rows, h @ table[candidates].T, or keep a separate output matrix",
-    "custom_jvp_call": "apply the function after the lookup, f(table[ids]), not before it",
-    "custom_vjp_call": "apply the function after the lookup, f(table[ids]), not before it",
-    "gather": "look up whole rows first: table[rows][..., columns]",
-    "dynamic_slice": "look up whole rows first: table[rows][..., columns]",
+    "custom_jvp_call": _AFTER,
+    "custom_vjp_call": _AFTER,
+    "gather": _WHOLE_ROWS,
+    "dynamic_slice": _WHOLE_ROWS,
+    "squeeze": _WHOLE_ROWS,
+    "reshape": _WHOLE_ROWS,
     "slice": "look the rows up with an array of ids, table[jnp.arange(n)], if they are few",
-    "squeeze": "look the row up with an array of ids, table[jnp.array([i])][0]",
     "scan": "let the loop's body read the table from outside, instead of carrying it or "
     "looping over its rows",
     "while": "a while loop hides the lookup; jax.lax.fori_loop with a fixed number of "
     "turns, or jax.lax.scan, does not",
+    "custom_linear_solve": "look the rows up before the solver is called",
     "cond": "do not return the table from a branch; look the rows up inside it",
     "sort": "sort the rows that were looked up, not the table",
     "pvary": _REPLICATED,
@@ -364,9 +390,12 @@ def _cells(leaf: LeafReport) -> tuple[str, ...]:
 def _notes(leaf: LeafReport, width: int = 98) -> list[str]:
     """Where an array is looked up, and what makes its gradient dense."""
     lines = [f"  looked up, {rows:,} rows: {_place(line)}" for line, rows in leaf.lookups]
+    lines.extend(f"  looked up, but no rows: {_place(line)}" for line in leaf.unread)
     if leaf.dense_line is not None:
         lines.append(f"  used whole ({leaf.dense_use}): {_place(leaf.dense_line)}")
-        if leaf.lookups:  # An ordinary weight has a dense gradient, and should.
+        if (
+            leaf.lookups or leaf.unread
+        ):  # An ordinary weight has a dense gradient, and should.
             lines.append(f"  instead: {leaf.suggestion}")
     if leaf.kind == "sparse" and leaf.sparse_bytes >= leaf.dense_bytes:
         lines.append("  fewer bytes if dense: sparse='if_smaller' makes it so")

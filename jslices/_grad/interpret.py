@@ -29,9 +29,11 @@ import numpy as np
 from jax import lax
 
 from jslices import _jax
+from jslices._grad.custom import with_own_derivative
 from jslices._grad.lookups import Lookup, lookup, only_row
 from jslices._grad.memo import Memo, first_program, weakly
 from jslices._grad.rules import rowwise
+from jslices._grad.unread import unread_lookups
 from jslices._grad.views import (
     Ids,
     Table,
@@ -102,8 +104,8 @@ class Interpreter(abc.ABC):
     eager: bool
     #: Of the call of a library function that the walk is inside of: its line is the user's.
     caller: _jax.Source | None = None
-    #: What made the variables of the program that the walk is in.
-    _made: _jax.Made
+    #: Those of the program that the walk is in.
+    _origins: _jax.Origins
 
     def program(
         self, program: _jax.Program, operands: Sequence[Any], through: Sequence[bool]
@@ -122,9 +124,9 @@ class Interpreter(abc.ABC):
                 return _jax.read(atom, env)
             return None if isinstance(atom, _jax.Literal) else env.get(atom)
 
-        made = _jax.made(program)
+        origins = _jax.Origins(program)
         for eqn in _jax.live_equations(program):
-            self._made = made
+            self._origins = origins
             given = [read(atom) for atom in eqn.invars]
             if any(isinstance(value, View) for value in given):
                 if not _jax.is_reached(eqn, reached):
@@ -151,7 +153,7 @@ class Interpreter(abc.ABC):
         views = rowwise(eqn, operands, lambda value: self.whole(value, eqn))
         if views is not None:
             return views
-        found = lookup(eqn, operands[0], self._made)
+        found = lookup(eqn, operands[0], self._origins)
         if found is not None:
             others = [self.whole(value, eqn) for value in operands[1:]]
             return [self.look_up(eqn, found, others)]
@@ -294,11 +296,20 @@ def _name(
     return operands
 
 
+def _custom(
+    walk: Interpreter, eqn: _jax.Equation, operands: list[Any], through: list[bool]
+) -> Sequence[Any]:
+    """A function with a derivative of its own (custom.py)."""
+    views = with_own_derivative(eqn, operands)
+    return views or walk.bind(eqn, [walk.whole(x, eqn) for x in operands])
+
+
 # By name, as JAX exports few of these primitives and renames them.
 _CALLS = ["jit", "pjit", "closed_call", "core_call", "call", "custom_lin"]
-_INSIDE: dict[str, Callable[..., list[Any]]] = {
+_INSIDE: dict[str, Callable[..., Sequence[Any]]] = {
     **dict.fromkeys(_CALLS, _call),
     **dict.fromkeys(["remat2", "checkpoint", "remat"], _checkpoint),
+    **dict.fromkeys(["custom_jvp_call", "custom_vjp_call"], _custom),
     "cond": _cond,
     "scan": _scan,
     "optimization_barrier": _barrier,
@@ -318,6 +329,7 @@ class Planner(Interpreter):
       dense: for every leaf that some equation needs whole, the first one.
       single: for every leaf the first equation that needs one row of it, whose number
         stands in the program.
+      products: for every leaf the first product of it that is a view, ``table @ w``.
     """
 
     runs = False
@@ -327,11 +339,26 @@ class Planner(Interpreter):
         self.plan: Plan = []
         self.dense: dict[int, DenseUse] = {}
         self.single: dict[int, DenseUse] = {}
+        self.products: dict[int, DenseUse] = {}
         self._leaves = leaves
         self._loops: tuple[int, ...] = ()
 
+    @property
+    def noted(self) -> Sequence[dict[int, DenseUse]]:
+        return self.dense, self.single, self.products
+
     def bind(self, eqn: _jax.Equation, operands: Sequence[Any]) -> list[Any]:
         return [None] * len(eqn.outvars)
+
+    def _equation(
+        self, eqn: _jax.Equation, operands: list[Any], through: list[bool]
+    ) -> Sequence[Any]:
+        outputs = super()._equation(eqn, operands, through)
+        if eqn.primitive.name == "dot_general" and isinstance(outputs[0], View):
+            use = DenseUse(eqn.primitive.name, self.caller or eqn.source_info)
+            for leaf in tables_read(outputs[0]):
+                self.products.setdefault(leaf, use)
+        return outputs
 
     def whole(self, value: Any, eqn: _jax.Equation | None) -> Any:
         if not isinstance(value, View):
@@ -373,8 +400,8 @@ class Planner(Interpreter):
     ) -> Sequence[Any]:
         part = _part(eqn, operands, through, self._leaves)
         self.plan.append(part.plan)
-        self.dense = part.dense | self.dense
-        self.single = part.single | self.single
+        for noted, within in zip(self.noted, part.noted, strict=True):
+            noted |= within | noted
         return part.outputs
 
     def loop(
@@ -413,7 +440,7 @@ def plan_lookups(
     candidates: dict[int, Any],
     num_results: int,
     eager: bool = False,
-) -> tuple[Plan, dict[int, DenseUse], dict[int, list[Site]]]:
+) -> tuple[Plan, dict[int, DenseUse], dict[int, list[Site]], dict[int, list[_jax.Source]]]:
     """Plans the lookups of those leaves among ``candidates`` that are only looked up.
 
     Args:
@@ -424,9 +451,9 @@ def plan_lookups(
       eager: whether no ``jax.jit`` is around the call; see :class:`_Part`.
 
     Returns:
-      ``(plan, dense, looked_up)``: the plan for the leaves that stay sparse; why each of
-      the others does not; and for every candidate the places that look it up, sparse or
-      not.
+      ``(plan, dense, looked_up, unread)``: the plan for the leaves that stay sparse; why
+      each of the others does not; for every candidate the places that look up rows of it,
+      sparse or not; and for those without any the places that look it up otherwise.
     """
     dense: dict[int, DenseUse] = {}
     looked_up: dict[int, list[Site]] = {}
@@ -446,13 +473,18 @@ def plan_lookups(
         for leaf, use in planner.single.items():
             if leaf not in by_ids:  # `w[0]` alone does not make a table of a weight
                 planner.dense.setdefault(leaf, use)
+        for leaf in planner.dense.keys() & planner.products.keys() - by_ids:
+            planner.dense[leaf] = planner.products[leaf]  # not what follows the layer
         if not dense:
             for site in sites:
                 if site.leaf in by_ids:
                     looked_up.setdefault(site.leaf, []).append(site)
         if not planner.dense:
-            return planner.plan, dense, looked_up
+            break
         dense |= planner.dense
+    never = [leaf for leaf in dense if leaf not in looked_up]
+    unread = unread_lookups(program, never, _outlets(program, num_results))
+    return planner.plan, dense, looked_up, unread
 
 
 def _outlets(program: _jax.Program, num_results: int) -> list[bool]:
@@ -623,7 +655,7 @@ class _Part:
 
     Attributes:
       plan: its lookups.
-      dense, single: as in :class:`Planner`.
+      noted: what the planner noted besides.
       outputs: its outputs: views, and None for values.
       run: from its operands and its cotangent slots to its outputs and row numbers.
     """
@@ -637,8 +669,8 @@ class _Part:
     ) -> None:
         planner = Planner(leaves)
         self.outputs = _inside(planner, eqn, operands, through)
-        self.dense, self.single = planner.dense, planner.single
-        self.plan = plan = planner.plan
+        self.noted, self.plan = planner.noted, planner.plan
+        plan = planner.plan
         program = weakly(eqn)
 
         def run(operands: list[Any], slots: Slots) -> tuple[list[Any], Indices]:
@@ -664,7 +696,7 @@ def _part(
 
 def _inside(
     walk: Interpreter, eqn: _jax.Equation, operands: list[Any], through: list[bool]
-) -> list[Any]:
+) -> Sequence[Any]:
     return _INSIDE[_jax.kind(eqn)](walk, eqn, operands, through)
 
 

@@ -12,7 +12,7 @@ import numpy as np
 from jax import lax
 
 from jslices import _jax
-from jslices._grad.views import Ids, Reader, Table, View, flat, leading
+from jslices._grad.views import Ids, Reader, Table, Transposed, View, flat, leading
 
 Mode = lax.GatherScatterMode
 
@@ -95,16 +95,21 @@ def _fill(fill_value: Any, dtype: Any) -> Any:
 # --- the forms --------------------------------------------------------------------------
 
 
-def lookup(eqn: _jax.Equation, view: Any, made: _jax.Made) -> Lookup | None:
+def lookup(eqn: _jax.Equation, view: Any, origins: _jax.Origins) -> Lookup | None:
     """How the equation reads rows of its first operand; None if it does not.
 
-    ``made`` tells how the row numbers came about (see :func:`_jax.made`).
+    ``origins`` are those of the program's variables.
     """
     if not isinstance(view, View):
         return None
     name, lead = eqn.primitive.name, leading(view)
+    if isinstance(view, Transposed):
+        forms = {"gather": _gather_transposed, "dynamic_slice": _slice_transposed}
+        return forms[name](eqn, view) if name in forms else None
     if name == "gather":
-        return _gather(eqn, view, made) if lead == 1 else _gather_repeated(eqn, view, lead)
+        return (
+            _gather(eqn, view, origins) if lead == 1 else _gather_repeated(eqn, view, lead)
+        )
     # Of tables repeated for each example, vmap makes a gather.
     if name == "dynamic_slice" and lead == 1:
         return _dynamic_slice(eqn, view)
@@ -124,7 +129,7 @@ def _known(mode: Any) -> bool:
     return mode in (Mode.CLIP, Mode.FILL_OR_DROP, Mode.PROMISE_IN_BOUNDS)
 
 
-def _gather(eqn: _jax.Equation, view: View, made: _jax.Made) -> Lookup | None:
+def _gather(eqn: _jax.Equation, view: View, origins: _jax.Origins) -> Lookup | None:
     numbers, sizes = eqn.params["dimension_numbers"], tuple(eqn.params["slice_sizes"])
     mode, fill_value, shape = eqn.params["mode"], eqn.params["fill_value"], view.shape
     axes, aval = tuple(numbers.start_index_map), eqn.invars[1].aval
@@ -136,7 +141,7 @@ def _gather(eqn: _jax.Equation, view: View, made: _jax.Made) -> Lookup | None:
     # may be broken, and JAX then drops the gradient of a row that it reads.
     trusting = mode == Mode.PROMISE_IN_BOUNDS and len(axes) > 1
     if sizes[1:] != shape[1:] or trusting:
-        return _gather_columns(eqn, view, column, made)
+        return _gather_columns(eqn, view, column, origins)
     batch = tuple(aval.shape[:-1])
     count = math.prod(batch)
 
@@ -153,7 +158,7 @@ def _gather(eqn: _jax.Equation, view: View, made: _jax.Made) -> Lookup | None:
 
 
 def _gather_columns(
-    eqn: _jax.Equation, view: View, column: int, made: _jax.Made
+    eqn: _jax.Equation, view: View, column: int, origins: _jax.Origins
 ) -> Lookup | None:
     """Rows, and the same columns of each: ``table[ids, 1:]``, ``table[ids, ::-1]``.
 
@@ -167,13 +172,14 @@ def _gather_columns(
         eqn.invars[1].aval,
     )
     axes, batch = tuple(numbers.start_index_map), tuple(aval.shape[:-1])
-    along = _jax.varying_columns(eqn.invars[1], made)
-    if along is None or not math.prod(batch):
+    columns = origins.columns(eqn.invars[1])
+    # With numbers that stand in the program, as in tables[jnp.arange(3), ids], it is not
+    # rows that are looked up.
+    if columns is None or origins.is_fixed(columns[column]) or not math.prod(batch):
         return None
-    if _jax.is_fixed(made[eqn.invars[1]].invars[column], made):
-        return None  # all rows, and ids along another axis: tables[jnp.arange(3), ids]
+    along = [origins.axes(x) - {len(batch)} for x in columns]
     own = tuple(sorted(along.pop(column)))  # the axes along which the row numbers differ
-    if set(own) & set().union(*along):
+    if not set(own).isdisjoint(set().union(*along)):
         return None
     rows, first = tuple(batch[axis] for axis in own), len(own)
 
@@ -205,6 +211,28 @@ def _gather_columns(
     return Lookup(view, math.prod(rows), mode, fill_value, aval, ids, arrange)
 
 
+def _gather_transposed(eqn: _jax.Equation, view: Transposed) -> Lookup | None:
+    """``table.T[:, ids]``: whole rows, which then are columns."""
+    numbers, sizes = eqn.params["dimension_numbers"], tuple(eqn.params["slice_sizes"])
+    aval, mode, axis = eqn.invars[1].aval, eqn.params["mode"], view.order.index(0)
+    one_row = tuple(1 if d == axis else n for d, n in enumerate(view.shape))
+    axes = tuple(numbers.start_index_map)
+    # Along an axis that is read whole, only clipping makes 0 of any start.
+    one_id = axes == (axis,) or (axis in axes and mode == Mode.CLIP)
+    if not one_id or sizes != one_row or numbers.operand_batching_dims or not _known(mode):
+        return None
+    count, inner, column = math.prod(aval.shape[:-1]), view.inner, axes.index(axis)
+    ids = lambda values: _wide(values[1])[..., column].reshape(count)  # noqa: E731
+    put = _arrangement(eqn)
+
+    def arrange(rows: jax.Array, values: Sequence[Any]) -> jax.Array:
+        order = (0, *(1 + d for d in view.order))
+        rows = rows.reshape(count, 1, *inner.shape[1:])
+        return put(jnp.transpose(rows, order), values)
+
+    return Lookup(inner, count, mode, eqn.params["fill_value"], aval, ids, arrange)
+
+
 def _arrangement(
     eqn: _jax.Equation,
 ) -> Callable[[jax.Array, Sequence[Any]], jax.Array]:
@@ -223,6 +251,16 @@ def _arrangement(
         return jnp.moveaxis(out, range(out.ndim), places)
 
     return arrange
+
+
+def _slice_transposed(eqn: _jax.Equation, view: Transposed) -> Lookup | None:
+    axis, sizes = view.order.index(0), tuple(eqn.params["slice_sizes"])
+    if sizes != tuple(1 if d == axis else n for d, n in enumerate(view.shape)):
+        return None
+    ids = lambda values: _wide(values[1 + axis]).reshape(1)  # noqa: E731
+    arrange = lambda rows, values: jnp.transpose(rows, view.order)  # noqa: E731
+    aval = eqn.invars[1 + axis].aval
+    return Lookup(view.inner, 1, Mode.CLIP, None, aval, ids, arrange)
 
 
 def _gather_repeated(eqn: _jax.Equation, view: View, lead: int) -> Lookup | None:

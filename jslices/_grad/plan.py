@@ -30,7 +30,8 @@ class Planned(NamedTuple):
       leaves: the differentiated arrays.
       plan: the lookups of the sparse leaves.
       dense: why a leaf that could have been sparse is not.
-      looked_up: for every leaf, sparse or not, the places that look it up.
+      looked_up: for every leaf, sparse or not, the places that look up rows of it.
+      unread: for dense leaves without any the places that look them up otherwise.
       eager: whether there is no ``jax.jit`` around the call.
     """
 
@@ -40,6 +41,7 @@ class Planned(NamedTuple):
     plan: Plan
     dense: dict[int, DenseUse]
     looked_up: dict[int, list[Site]]
+    unread: dict[int, list[_jax.Source]]
     eager: bool
 
     def kind(self, leaf: int) -> str:

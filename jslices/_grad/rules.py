@@ -24,6 +24,7 @@ from jslices._grad.views import (
     Rowwise,
     Stacked,
     Stopped,
+    Transposed,
     View,
     flat,
     folded,
@@ -76,6 +77,8 @@ def rowwise(
         sizes = {i: math.prod(x.shape) for i, x in views.items()}
         smaller = [i for i, size in sizes.items() if size < max(sizes.values())]
         others = smaller or others
+    if rule is not _transpose:
+        others += [i for i, x in views.items() if isinstance(x, Transposed)]
     outputs = NeedsWhole(others) if others else rule(eqn, operands, lead)
     if not isinstance(outputs, NeedsWhole):
         return outputs
@@ -340,6 +343,10 @@ def _elementwise(
     return NeedsWhole(serve_all) if serve_all else _views(eqn, operands, lead)
 
 
+def is_elementwise(eqn: _jax.Equation) -> bool:
+    return RULES.get(eqn.primitive) is _elementwise
+
+
 # --- along other axes -------------------------------------------------------------------
 
 
@@ -496,11 +503,12 @@ def _rev(eqn: _jax.Equation, operands: Sequence[Any], lead: int) -> list[Any]:
 
 @_rule("reshape", "squeeze")
 def _reshape(eqn: _jax.Equation, operands: Sequence[Any], lead: int) -> list[Any] | None:
+    in_order = eqn.primitive.name == "squeeze" or eqn.params.get("dimensions") is None
+    return _reshaped(eqn, operands) if in_order and len(operands) == 1 else None
+
+
+def _reshaped(eqn: _jax.Equation, operands: Sequence[Any]) -> list[Any] | None:
     """The same rows, numbered by other axes, or with their elements in another shape."""
-    if len(operands) > 1 or (
-        eqn.primitive.name == "reshape" and eqn.params.get("dimensions") is not None
-    ):
-        return None
     inner, shape = flat(operands[0]), _jax.shape_of(eqn.outvars[0])
     count, size = inner.shape[0], math.prod(shape)
     heights = itertools.accumulate(shape, operator.mul)
@@ -523,7 +531,7 @@ def _broadcast(eqn: _jax.Equation, operands: Sequence[Any], lead: int) -> list[A
     if len(operands) > 1:  # sizes that are known at run time only
         return None
     if math.prod(shape) == math.prod(given):
-        return _reshape(eqn, operands, lead)
+        return _reshaped(eqn, operands)
     if dims[:lead] == tuple(range(lead)) and shape[:lead] == given[:lead]:
         return _views(eqn, operands, lead, lambda rows: {"shape": (*rows, *shape[lead:])})
     # The rows come last among the axes that number them, and are as they were.
@@ -539,10 +547,17 @@ def _broadcast(eqn: _jax.Equation, operands: Sequence[Any], lead: int) -> list[A
 
 @_rule("transpose")
 def _transpose(eqn: _jax.Equation, operands: Sequence[Any], lead: int) -> list[Any] | None:
-    order, (view,) = tuple(eqn.params["permutation"]), operands
-    if order[:lead] == tuple(range(lead)):
+    order, view = tuple(eqn.params["permutation"]), operands[0]
+    if isinstance(view, Transposed):
+        order, view = tuple(view.order[i] for i in order), view.inner
+    if order == tuple(range(len(order))):
+        return [view]
+    if order[:lead] == tuple(range(lead)) and view is operands[0]:
         return _views(eqn, operands, lead)
-    return None
+    if lead > 1:
+        return None
+    shape = _jax.shape_of(eqn.outvars[0])
+    return [Transposed(shape, view.dtype, view, order)]
 
 
 @_rule("pad")

@@ -241,6 +241,23 @@ class Repeated(View):
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
+class Transposed(View):
+    """Another view with its axes in another order, so that the first numbers no rows.
+
+    Axis ``i`` is axis ``order[i]`` of ``inner``. Only lookups know what to do with it.
+    """
+
+    inner: View
+    order: tuple[int, ...]
+
+    def parts(self, ids: Ids) -> Sequence[tuple[Any, Ids | None]]:
+        return [(self.inner, ids)]
+
+    def whole(self, of: Callable[[Any], Any]) -> jax.Array:
+        return lax.transpose(of(self.inner), self.order)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
 class Unslotted(View):
     """A view through which no gradient is asked for: its tables get no cotangent slot."""
 
@@ -303,6 +320,7 @@ _register(Renumbered, "inner")
 _register(Replaced, "inner", "at", "row")
 _register(Stacked, "arrays")
 _register(Repeated, "flat")
+_register(Transposed, "inner")
 _register(Unslotted, "inner")
 _register(Stopped, "inner")
 
@@ -378,7 +396,9 @@ def tables_read(view: View) -> list[int]:
 
 def is_one_row(value: Any) -> bool:
     """True for a single row of larger tables, ``table[5:6]``, that takes a gradient."""
-    if not isinstance(value, View) or flat(value).shape[0] != 1:
+    if not isinstance(value, View) or isinstance(value, Transposed):
+        return False
+    if flat(value).shape[0] != 1:
         return False
     heights: list[int] = []
     Reader(lambda table, ids: heights.append(table.shape[0])).rows(flat(value), Ids())
@@ -389,6 +409,8 @@ def without_slots(value: Any) -> Any:
     """A view as one through which no gradient is asked for; anything else as it is."""
     if isinstance(value, Repeated):
         return dataclasses.replace(value, flat=without_slots(value.flat))
+    if isinstance(value, Transposed):
+        return dataclasses.replace(value, inner=without_slots(value.inner))
     if isinstance(value, View) and not isinstance(value, Unslotted):
         return Unslotted(value.shape, value.dtype, value)
     return value
