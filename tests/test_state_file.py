@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 import jslices as js
 from jslices.checkpoint import CheckpointState, NotFoundError
-from jslices.checkpoint.state_file import dump_text, parse_text
+from jslices.checkpoint.text_format import dump_text, parse_text
 
 
 def write(directory, text):

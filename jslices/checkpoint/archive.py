@@ -27,6 +27,7 @@ from jslices.checkpoint.tensors import (
     empty_array,
     write_tensors,
 )
+from jslices.checkpoint.text_format import parse_text
 from jslices.checkpoint.trees import check_names, matching
 
 _INFO = "jslices"
@@ -60,15 +61,27 @@ def in_shards(leaves: dict[str, Leaf]) -> list[Part]:
 
 
 def write_checkpoint(
-    prefix: str, parts: list[Part], info: dict[str, Any], sharded: bool
+    prefix: str,
+    parts: list[Part],
+    info: dict[str, Any],
+    sharded: bool,
+    state: tuple[str, str] | None = None,
 ) -> str:
     """Writes the files of a checkpoint, which replaces an older one at once.
+
+    Args:
+      prefix: its path.
+      parts: what goes into each file.
+      info: what the first file tells about the variables.
+      sharded: whether the files are shards.
+      state: path and text of a state file that is replaced at the same time.
 
     Returns:
       The id of this save.
 
     Raises:
-      OSError: if that cannot be done; what was there before is then as it was.
+      OSError: if that cannot be done. It says whether the checkpoint was saved; if not,
+        what was there before is as it was.
     """
     save_id, count = files.new_id(), len(parts)
     paths = [files.shard_path(prefix, i, count) for i in range(count)]
@@ -76,6 +89,8 @@ def write_checkpoint(
     descriptors: list[int] = []
     waiting = {path: files.temporary_path(path, save_id) for path in paths}
     try:
+        with files.directory_lock(os.path.dirname(prefix), exclusive=True):
+            files.clean(os.path.dirname(prefix), is_published)  # it may hold all the room
         for number, (part, path) in enumerate(zip(parts, paths, strict=True)):
             mine = {"id": save_id, "version": _VERSION, "shard": number, "shards": count}
             mine |= info if number == 0 else {}
@@ -83,20 +98,32 @@ def write_checkpoint(
             tensors = {name: tensor for name, (tensor, _) in part.items()}
             descriptors.append(files.open_new(waiting[path]))
             write_tensors(descriptors[-1], tensors, {_INFO: json.dumps(mine)})
-        _publish(prefix, waiting)
+        if state is not None:
+            path, text = state
+            waiting[path] = files.temporary_path(path, save_id)
+            descriptors.append(files.open_new(waiting[path]))
+            files.write_and_flush(descriptors[-1], text)
+        _publish(prefix, paths, waiting)
     except OSError as error:
-        if saved_id(paths[0]) == save_id:  # it has its name: what failed is tidying up
-            raise
+        if saved_id(paths[0]) != save_id:
+            outcome = "was not saved, and what was saved before is as it was"
+        elif state is not None and os.path.exists(waiting[state[0]]):
+            outcome = (
+                f"was saved and can be restored, but {state[0]} was not written and does "
+                "not name it; save once more, or call update_checkpoint_state"
+            )
+        else:
+            outcome = "was saved and can be restored, but a power failure may undo that"
         raise OSError(
             error.errno,
-            f"{error.strerror or error}; {prefix} was not saved, and what was saved before "
-            "is as it was",
+            f"{error.strerror or error}; {prefix} {outcome}",
             error.filename or prefix,
         ) from error
     finally:
-        # Once the first shard has its name the others are part of a checkpoint.
-        if os.path.exists(waiting[paths[0]]):
-            for temporary in waiting.values():
+        is_first_waiting = os.path.exists(waiting[paths[0]])
+        for path, temporary in waiting.items():
+            # Once the first shard has its name the others are part of a checkpoint.
+            if is_first_waiting or path not in paths:
                 with contextlib.suppress(OSError):
                     files.remove(temporary)
         for descriptor in descriptors:  # their locks end here
@@ -104,17 +131,34 @@ def write_checkpoint(
     return save_id
 
 
-def _publish(prefix: str, waiting: dict[str, str]) -> None:
+def _publish(prefix: str, paths: list[str], waiting: dict[str, str]) -> None:
     """Gives written files their names. The first one decides."""
-    directory, paths = os.path.dirname(prefix), list(waiting)
+    directory = os.path.dirname(prefix)
     with files.directory_lock(directory, exclusive=True):
-        files.clean(directory, saved_id)
         for path, temporary in waiting.items():
             os.replace(temporary, path)
         for family in files.families(prefix):
-            for path in family if family != paths else ():
-                files.remove(path)
+            if family != paths:
+                files.remove_family(family)
         files.sync_directory(directory)
+
+
+def is_published(temporary: str, path: str, save_id: str) -> bool:
+    """True if a file that waits for its path belongs to a save that has happened.
+
+    A shard or a state file: the first file of the checkpoint has got its name.
+    """
+    first = files.first_shard(path)
+    if first is not None:
+        return saved_id(first) == save_id
+    with open(temporary, "rb") as file:
+        start = file.readline(1 << 16)
+    try:
+        [(_, newest)] = parse_text(start)  # a state file names the newest one first
+        found = files.families(os.path.join(os.path.dirname(path), str(newest)))
+    except ValueError:
+        return False
+    return save_id in [saved_id(family[0]) for family in found]
 
 
 def _read_info(file: TensorFile) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """Saver: checkpoints of any pytree, with TensorFlow's names, retention and state file."""
 
+import copy
 import dataclasses
 import operator
 import os
@@ -23,7 +24,7 @@ from jslices.checkpoint.deltas import delta_part, open_base
 from jslices.checkpoint.files import Path
 from jslices.checkpoint.leaves import Leaf, Read, as_leaf, misfit, original, place
 from jslices.checkpoint.retention import Retention
-from jslices.checkpoint.state_file import update_checkpoint_state
+from jslices.checkpoint.state_file import doomed_in, doomed_text, new_state
 from jslices.checkpoint.trees import (
     brief,
     check_var_list,
@@ -263,21 +264,35 @@ class Saver:
         latest_filename: str | None,
         write_state: bool,
     ) -> str:
-        save_id = write_checkpoint(prefix, parts, info, sharded)
-        self._previous = (prefix, save_id)
-        if not write_state:
-            self._retention.keep(prefix)
-            return prefix
-        self._retention.record(prefix, save_id)
+        retention = copy.deepcopy(self._retention)  # a save that fails changes nothing
+        directory = os.path.dirname(prefix)
+        if write_state:
+            doomed = doomed_in(directory, latest_filename)
+            retention.take_over_doomed(directory, doomed)
+            retention.record(prefix)
+            state, text = self._new_state(prefix, retention.paths, latest_filename)
+            notes = doomed_text(retention.doomed_in(directory))
+            save_id = write_checkpoint(prefix, parts, info, sharded, (state, text + notes))
+        else:
+            retention.keep(prefix)
+            save_id = write_checkpoint(prefix, parts, info, sharded)
+        retention.note(prefix, save_id)
+        self._previous, self._retention = (prefix, save_id), retention
+        if write_state:
+            retention.delete_old()
+            if notes and not retention.doomed_in(directory):
+                files.shorten(state, text, notes)
+        return prefix
+
+    def _new_state(
+        self, prefix: str, paths: list[str], latest_filename: str | None
+    ) -> tuple[str, str]:
         directory, newest = os.path.dirname(prefix), prefix
-        paths = self._retention.paths
         if self._save_relative_paths:
             # To an absolute directory, or TensorFlow's rule would apply once more.
             directory = os.path.abspath(directory)
             newest, *paths = (os.path.relpath(p, directory) for p in (newest, *paths))
-        update_checkpoint_state(directory, newest, paths, latest_filename)
-        self._retention.delete_old()
-        return prefix
+        return new_state(directory, newest, paths, latest_filename)
 
     # --- restoring --------------------------------------------------------------------
 
