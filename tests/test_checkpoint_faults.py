@@ -5,6 +5,7 @@ import json
 import os
 import pathlib
 import resource
+import signal
 import stat
 import subprocess
 import sys
@@ -82,6 +83,37 @@ def test_a_process_ends_between_renames(renames, tmp_path, monkeypatch):
     assert not [name for name in os.listdir(tmp_path) if name.endswith(".tmp")]
 
 
+@pytest.mark.parametrize("renames", [0, 1, 2])
+def test_a_process_ends_before_the_state_file_has_its_name(renames, tmp_path, monkeypatch):
+    """The checkpoint and the state file that names it appear at once."""
+    saver = js.Saver(max_to_keep=1)
+    old, new = saver.save(A, tmp_path / "m", 0), str(tmp_path / "m-1")
+    replace, remove, count = os.replace, os.unlink, [0]
+
+    def ends(*paths):
+        if count[0] == renames:
+            raise KeyboardInterrupt
+        count[0] += 1
+        replace(*paths)
+
+    monkeypatch.setattr(os, "replace", ends)
+    monkeypatch.setattr(os, "unlink", lambda _: None)  # nor does it tidy up
+    if renames < 2:
+        with pytest.raises(KeyboardInterrupt):
+            saver.save(B, tmp_path / "m", 1)
+    else:
+        saver.save(B, tmp_path / "m", 1)
+    monkeypatch.setattr(os, "replace", replace)
+    monkeypatch.setattr(os, "unlink", remove)
+    newest = js.checkpoint.latest_checkpoint(tmp_path)
+    assert newest == (new if renames else old)
+    assert_holds(newest, B if renames else A)
+    later = js.Saver(max_to_keep=1)
+    later.recover_last_checkpoints([newest])
+    later.save(A, tmp_path / "m", 2)
+    assert sorted(os.listdir(tmp_path)) == ["checkpoint", "m-2"]
+
+
 def test_what_another_process_is_writing_is_left_alone(tmp_path):
     temporary = files.temporary_path(str(tmp_path / "n"), files.new_id())
     descriptor = files.open_new(temporary)
@@ -93,6 +125,69 @@ def test_what_another_process_is_writing_is_left_alone(tmp_path):
 
 
 # --- disks ----------------------------------------------------------------------------
+
+
+KILLED = """
+import os, signal, sys
+import numpy as np
+import jslices as js
+saver = js.Saver(max_to_keep=1)
+saver.save({"a": np.arange(25_000.0)}, sys.argv[1] + "/m", 0)
+os.pwrite = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+saver.save({"a": np.arange(25_000.0)}, sys.argv[1] + "/m", 1)
+"""
+
+
+@pytest.fixture
+def tiny_disk(tmp_path):
+    """A disk of its own with room for two checkpoints of 200 kB, but not for three."""
+    mount = ["mount", "-t", "tmpfs", "-o", "size=500k", "tmpfs", tmp_path]
+    try:
+        mounted = subprocess.run(mount, capture_output=True, text=True)
+    except FileNotFoundError as error:
+        pytest.skip(f"there is no command to mount a tmpfs: {error}")
+    if mounted.returncode:
+        pytest.skip(f"a tmpfs cannot be mounted here: {mounted.stderr.strip()}")
+    yield tmp_path
+    subprocess.run(["umount", tmp_path], check=True)
+
+
+def test_a_process_is_killed_on_a_disk_that_is_nearly_full(tiny_disk):
+    command = [sys.executable, "-c", KILLED, tiny_disk]
+    path = os.pathsep.join([str(TESTS.parent), *sys.path])
+    done = subprocess.run(command, env={**os.environ, "PYTHONPATH": path})
+    assert done.returncode == -signal.SIGKILL
+    assert len([name for name in os.listdir(tiny_disk) if name.endswith(".tmp")]) == 1
+    assert os.statvfs(tiny_disk).f_bavail * os.statvfs(tiny_disk).f_frsize < 200_000
+    saver = js.Saver(max_to_keep=1)
+    saver.recover_last_checkpoints([js.checkpoint.latest_checkpoint(tiny_disk)])
+    for step in range(2, 5):
+        path = saver.save({"a": np.arange(25_000.0) + step}, tiny_disk / "m", step)
+        assert sorted(os.listdir(tiny_disk)) == ["checkpoint", os.path.basename(path)]
+        assert_holds(path, {"a": np.arange(25_000.0) + step})
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_room_that_a_killed_process_holds_is_freed_first(sharded, tmp_path, monkeypatch):
+    """As above on a disk of which the size is only pretended."""
+    reserve = os.posix_fallocate
+
+    def reserve_if_there_is_room(descriptor, start, size):
+        if size + sum(file.stat().st_size for file in tmp_path.iterdir()) > 20_000:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        reserve(descriptor, start, size)
+
+    monkeypatch.setattr(os, "posix_fallocate", reserve_if_there_is_room)
+    saver = js.Saver(sharded=sharded)
+    saver.save(A, tmp_path / "m", 0)
+    temporary = files.temporary_path(str(tmp_path / "m-1"), files.new_id())
+    descriptor = files.open_new(temporary)
+    reserve(descriptor, 0, 9000)
+    with pytest.raises(OSError, match=r"No space left on device; .*m-2 was not saved"):
+        saver.save(B, tmp_path / "m", 2)  # somebody is still writing
+    os.close(descriptor)
+    assert_holds(saver.save(B, tmp_path / "m", 2), B)
+    assert not os.path.exists(temporary)
 
 
 @pytest.fixture
@@ -190,6 +285,26 @@ def test_blocks_of_any_size(tmp_path):
         assert written(blocks) == wanted
 
 
+@pytest.mark.parametrize("sharded", [False, True])
+def test_no_room_for_the_state_file(sharded, tmp_path, monkeypatch):
+    saver = js.Saver(max_to_keep=1, sharded=sharded)
+    first = saver.save(A, tmp_path / "m", 0)
+    before = sorted(os.listdir(tmp_path))
+
+    def fails(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "write", fails)  # small files only; the others use pwrite
+    with pytest.raises(OSError, match=r"m-1 was not saved, and what was saved be") as info:
+        saver.save(B, tmp_path / "m", 1)
+    assert info.value.errno == errno.ENOSPC
+    monkeypatch.undo()
+    assert sorted(os.listdir(tmp_path)) == before
+    assert js.checkpoint.latest_checkpoint(tmp_path) == first
+    assert saver.last_checkpoints == [first]
+    assert_holds(first, A)
+
+
 def test_what_fails_after_a_save_is_not_called_a_failed_save(tmp_path, monkeypatch):
     fsync = os.fsync
 
@@ -199,10 +314,29 @@ def test_what_fails_after_a_save_is_not_called_a_failed_save(tmp_path, monkeypat
         fsync(descriptor)
 
     monkeypatch.setattr(os, "fsync", fails)
-    with pytest.raises(OSError, match=r"Input/output error") as info:
+    said = r"Input/output error; .*m was saved and can be restored, but a power failure may"
+    with pytest.raises(OSError, match=said) as info:
         js.Saver().save(A, tmp_path / "m")
-    assert "was not saved" not in str(info.value)
-    assert_holds(tmp_path / "m", A)
+    assert info.value.errno == errno.EIO
+    assert_holds(js.checkpoint.latest_checkpoint(tmp_path), A)
+
+
+def test_what_cannot_be_deleted_is_tried_again(tmp_path, monkeypatch, caplog):
+    saver = js.Saver(max_to_keep=1)
+    saver.save(A, tmp_path / "m", 0)
+    remove = os.unlink
+
+    def fails(path):
+        if os.path.basename(path) == "m-0":
+            raise OSError(errno.EACCES, os.strerror(errno.EACCES), path)
+        remove(path)
+
+    monkeypatch.setattr(os, "unlink", fails)
+    saver.save(B, tmp_path / "m", 1)
+    assert "could not be deleted" in caplog.text and "m-0" in caplog.text
+    monkeypatch.undo()
+    js.Saver().save(A, tmp_path / "n")  # the state file names what waits
+    assert sorted(os.listdir(tmp_path)) == ["checkpoint", "m-1", "n"]
 
 
 def test_a_disk_without_reservations(tmp_path, monkeypatch):
@@ -224,9 +358,16 @@ def test_a_state_file_that_cannot_be_written(tmp_path, monkeypatch):
         replace(source, target)
 
     monkeypatch.setattr(os, "replace", fails)
-    with pytest.raises(OSError, match=r"No space left"):
+    said = (
+        r"No space left on device; .*m-1 was saved and can be restored, but .*/checkpoint "
+    )
+    with pytest.raises(
+        OSError, match=said + "was not written and does not name it"
+    ) as info:
         saver.save(B, tmp_path / "m", 1)
+    assert info.value.errno == errno.ENOSPC
     monkeypatch.undo()
+    assert_holds(tmp_path / "m-1", B)
     assert_holds(js.checkpoint.latest_checkpoint(tmp_path), A)
     assert not [name for name in os.listdir(tmp_path) if name.endswith(".tmp")]
 
