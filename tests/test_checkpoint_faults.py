@@ -83,12 +83,12 @@ def test_a_process_ends_between_renames(renames, tmp_path, monkeypatch):
     assert not [name for name in os.listdir(tmp_path) if name.endswith(".tmp")]
 
 
-@pytest.mark.parametrize("renames", [0, 1, 2])
+@pytest.mark.parametrize("renames", [0, 1])
 def test_a_process_ends_before_the_state_file_has_its_name(renames, tmp_path, monkeypatch):
     """The checkpoint and the state file that names it appear at once."""
     saver = js.Saver(max_to_keep=1)
     old, new = saver.save(A, tmp_path / "m", 0), str(tmp_path / "m-1")
-    replace, remove, count = os.replace, os.unlink, [0]
+    replace, count = os.replace, [0]
 
     def ends(*paths):
         if count[0] == renames:
@@ -98,13 +98,9 @@ def test_a_process_ends_before_the_state_file_has_its_name(renames, tmp_path, mo
 
     monkeypatch.setattr(os, "replace", ends)
     monkeypatch.setattr(os, "unlink", lambda _: None)  # nor does it tidy up
-    if renames < 2:
-        with pytest.raises(KeyboardInterrupt):
-            saver.save(B, tmp_path / "m", 1)
-    else:
+    with pytest.raises(KeyboardInterrupt):
         saver.save(B, tmp_path / "m", 1)
-    monkeypatch.setattr(os, "replace", replace)
-    monkeypatch.setattr(os, "unlink", remove)
+    monkeypatch.undo()
     newest = js.checkpoint.latest_checkpoint(tmp_path)
     assert newest == (new if renames else old)
     assert_holds(newest, B if renames else A)
@@ -358,12 +354,8 @@ def test_a_state_file_that_cannot_be_written(tmp_path, monkeypatch):
         replace(source, target)
 
     monkeypatch.setattr(os, "replace", fails)
-    said = (
-        r"No space left on device; .*m-1 was saved and can be restored, but .*/checkpoint "
-    )
-    with pytest.raises(
-        OSError, match=said + "was not written and does not name it"
-    ) as info:
+    said = r"No space left .*m-1 was saved and can be restored, but .*/checkpoint was not "
+    with pytest.raises(OSError, match=said + "written and does not name it") as info:
         saver.save(B, tmp_path / "m", 1)
     assert info.value.errno == errno.ENOSPC
     monkeypatch.undo()
