@@ -5,6 +5,7 @@ by its process, so that what a killed process leaves behind is recognised and cl
 """
 
 import contextlib
+import errno
 import os
 import re
 import secrets
@@ -20,7 +21,9 @@ except ImportError:  # Windows: no locks, hence no cleaning up after killed proc
 Path = str | os.PathLike[str]
 
 _TEMPORARY = re.compile(r"\.(?P<name>.+)\.(?P<id>[0-9a-f]{24})\.tmp", re.DOTALL)
-_SHARD = re.compile(r"(?P<prefix>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})", re.DOTALL)
+_SHARD = re.compile(
+    r"(?P<prefix>.*)-(?P<number>\d{5})-of-(?P<count>(?!00000)\d{5})", re.DOTALL
+)
 
 
 # --- writing --------------------------------------------------------------------------
@@ -197,12 +200,17 @@ def families(prefix: str) -> list[list[str]]:
     """The sets of files that a path may mean: one file, or a number of shards."""
     found = [[prefix]] if os.path.isfile(prefix) else []
     directory, name = os.path.split(prefix)
-    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-        for entry in sorted(os.listdir(directory or ".")):
-            shard = _SHARD.fullmatch(entry)
-            if shard and shard["prefix"] == name and int(shard["number"]) == 0:
-                count = int(shard["count"])
-                found.append([shard_path(prefix, i, count) for i in range(count)])
+    try:
+        entries = sorted(os.listdir(directory or "."))
+    except OSError as error:  # there can be no such directory
+        if error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG):
+            raise
+        entries = []
+    for entry in entries:
+        shard = _SHARD.fullmatch(entry)
+        if shard and shard["prefix"] == name and int(shard["number"]) == 0:
+            count = int(shard["count"])
+            found.append([shard_path(prefix, i, count) for i in range(count)])
     return found
 
 

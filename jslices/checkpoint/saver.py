@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jslices._errors import InvalidArgumentError, NotFoundError
+from jslices._errors import DataLossError, InvalidArgumentError, NotFoundError
 from jslices.checkpoint import files
 from jslices.checkpoint.archive import (
     Archive,
@@ -367,7 +367,13 @@ class Saver:
             for name, saved in saved_as.items()
         }
         whole = self._var_list is None and archive.has_structure
-        return rebuild(archive.structure, leaves) if whole else leaves
+        try:
+            return rebuild(archive.structure, leaves) if whole else leaves
+        except RecursionError as error:
+            raise DataLossError(
+                f"{archive.prefix} cannot be read: its structure is nested too deeply; give "
+                "variables to restore into"
+            ) from error
 
     def _restore_into(self, archive: Archive, variables: Any, rows: Any) -> Any:
         names, templates, structure = named_leaves(variables)

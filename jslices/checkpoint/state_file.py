@@ -267,6 +267,8 @@ def _state(fields: list[tuple[str, str | float]]) -> CheckpointState:
         if not isinstance(value, kinds.get(name, ())):
             raise ValueError(f"it has the unexpected field {name}: {value!r}")
         values[name].append(value)
+    if any("\0" in str(path) for path in [*values[_PATH], *values[_PATHS]]):
+        raise ValueError("a path has a NUL in it")
     if len(values[_PATH]) > 1 or len(values[_PRESERVED]) > 1:
         raise ValueError("a field that may occur once occurs twice")
     path, preserved = next(iter(values[_PATH]), ""), next(iter(values[_PRESERVED]), None)
