@@ -184,7 +184,7 @@ def saved_id(path: str) -> str | None:
         info = read_info(TensorFile(path))
     except (OSError, ValueError):
         return None
-    return info and info.save_id
+    return None if info is None else info.save_id
 
 
 # --- reading --------------------------------------------------------------------------
@@ -226,8 +226,8 @@ class Archive:
         spec = self.specs[name]
         if not self.save_id and spec.dtype not in CODES:
             raise TypeError(
-                f"{name!r} in {self.prefix} has the dtype {spec.dtype}, which NumPy does not "
-                "have"
+                f"{name!r} in {self.prefix} has the dtype {spec.dtype}, which NumPy does "
+                "not have"
             )
         if index is None:
             index = (slice(None),) * len(spec.shape)
@@ -244,7 +244,7 @@ class Archive:
             check_values(spec, array)
         except ValueError as error:
             raise DataLossError(
-                f"{self.prefix}: {name!r} cannot be read: {error}"
+                f"{name!r} in {self.prefix} cannot be read: {error}"
             ) from error
         return array
 

@@ -371,8 +371,8 @@ class Saver:
             return rebuild(archive.structure, leaves) if whole else leaves
         except RecursionError as error:
             raise DataLossError(
-                f"{archive.prefix} cannot be read: its structure is nested too deeply; give "
-                "variables to restore into"
+                f"{archive.prefix} cannot be read: its structure is nested too deeply; "
+                "give variables to restore into"
             ) from error
 
     def _restore_into(self, archive: Archive, variables: Any, rows: Any) -> Any:

@@ -51,13 +51,11 @@ def _key_text(key: Any) -> str:
 def bad_names(names: Iterable[str]) -> str | None:
     """Which names would mean something else as a path; None if none would."""
     bad = [n for n in names if n.startswith("/") or _ODD.search(n) or ".." in n.split("/")]
+    if not bad:
+        return None
     return (
-        bad
-        and (
-            f"variables cannot have the names {bad}: a name must not begin with '/' or contain "
-            "'..', a NUL or half a character (surrogate)"
-        )
-        or None
+        f"variables cannot have the names {bad}: a name must not begin with '/' or contain "
+        "'..', a NUL or half a character (surrogate)"
     )
 
 
