@@ -237,7 +237,7 @@ def names_in(description: Any, path: str = "") -> Iterator[tuple[str, str | None
             list(description) == ["slices", "dense_shape"]
             and values == _joined(path, "values")
             and indices == _joined(path, "indices")
-            and all(type(n) is int and n >= 0 for n in shape or ())
+            and (shape is None or _is_shape(shape))
         ):
             yield values, indices
             yield indices, None
@@ -258,6 +258,10 @@ def names_in(description: Any, path: str = "") -> Iterator[tuple[str, str | None
                 raise ValueError(f"its structure has {reprlib.repr(child)} in a dict")
     if len(set(keys)) < len(keys):
         raise ValueError(f"its structure has a key twice at {path!r}")
+
+
+def _is_shape(value: Any) -> bool:
+    return type(value) is list and all(type(n) is int and n >= 0 for n in value)
 
 
 def rebuild(description: Any, leaves: Mapping[str, Any]) -> Any:
