@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 import jslices as js
 from jslices.checkpoint import DataLossError, NotFoundError
-from jslices.checkpoint.archive import write_checkpoint
+from jslices.checkpoint.archive import Archive, write_checkpoint
+from jslices.checkpoint.leaves import as_leaf
 from jslices.checkpoint.tensors import TensorFile
 
 V = 64
@@ -239,6 +240,24 @@ def test_going_on_after_a_restart(tmp_path):
     assert TensorFile(path).shapes["table"] == (1, 2)
     assert_same(js.Saver().restore(path), variables)
     assert saver.last_checkpoints == [*paths, path]
+
+
+def test_a_long_chain(tmp_path):
+    """As many deltas as a day may bring; what they hold is put together without recursion."""
+    table = np.zeros((4, 2))
+    last = Archive(js.Saver().save({"t": table}, tmp_path / "m-0")).save_id
+    for step in range(1, 500):
+        rows = np.array([step % 4])
+        table[rows] = step
+        leaf = as_leaf("t", table)
+        part = {
+            "t": (leaf.rows_tensor(rows), (0, 0)),
+            "r": (as_leaf("r", rows).tensor(), (0,)),
+        }
+        delta = {"base": f"m-{step - 1}", "base_id": last, "rows": {"t": "r"}}
+        info = {"variables": {"t": ("numpy", "float64", (4, 2))}, "delta": delta}
+        last = write_checkpoint(str(tmp_path / f"m-{step}"), [part], info, False)
+    np.testing.assert_array_equal(js.Saver().restore(tmp_path / "m-499")["t"], table)
 
 
 def recovered(directory, **options):

@@ -7,6 +7,7 @@ were. A delta also names the checkpoint that it builds on.
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 import math
 import operator
@@ -383,10 +384,19 @@ def is_partition(boxes: list[Box], shape: tuple[int, ...]) -> bool:
 def base_of(prefix: str) -> str | None:
     """The path of what a checkpoint builds on; None for a full or an unreadable one."""
     try:
-        info = read_info(TensorFile(_newest_family(prefix)[0]))
-        return _base_path(prefix, info.delta) if info and info.delta else None
+        first = _newest_family(prefix)[0]
+        version = os.stat(first)
+        delta = _delta_in(first, version.st_ino, version.st_mtime_ns)
+        return None if delta is None else _base_path(prefix, delta)
     except (OSError, ValueError):
         return None
+
+
+@functools.lru_cache(1024)
+def _delta_in(path: str, inode: int, changed_at: int) -> Delta | None:
+    """What makes a file a delta; each version of it is read once."""
+    info = read_info(TensorFile(path))
+    return None if info is None else info.delta
 
 
 def _base_path(prefix: str, delta: Delta) -> str:

@@ -1,6 +1,7 @@
 """A leaf of a tree and its form on disk: an array, and a word for what it was before."""
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -74,6 +75,7 @@ class Spec:
         return f"{self.dtype}[{', '.join(map(str, self.shape))}]"
 
 
+@functools.lru_cache(4096)  # many variables are alike
 def check_spec(spec: Spec) -> None:
     """Refuses what no leaf has.
 

@@ -58,8 +58,10 @@ class Saver:
 
     A checkpoint is one safetensors file at ``path``, or one for each shard at
     ``path-00000-of-00004`` and so on. Every tensor and the header carry a checksum. A file
-    is written under another name, flushed to the disk, and renamed: whatever happens in
-    between, the last checkpoint can be restored and the state file names it.
+    is written under another name, flushed to the disk, and renamed, the state file
+    together with the checkpoint: whatever happens in between, the last checkpoint can be
+    restored and the state file names it. What a file tells about itself is checked when it
+    is opened.
 
     The name of a variable is its path in the tree: ``"params/table"``, ``"state/0/mu"``.
     Keys that contain slashes are names already: ``{"params/table": ...}``.
@@ -73,7 +75,9 @@ class Saver:
         Without it there is one file, into which a sharded array is written by blocks of
         rows. Neither gathers a table.
       max_to_keep: the number of checkpoints that are kept; the oldest is deleted first.
-        None or 0 keeps all, and then ``last_checkpoints`` stays empty.
+        None or 0 keeps all, and then ``last_checkpoints`` stays empty. What waits for its
+        deletion is named in comments of the state file and goes with a later save, also in
+        another process.
       keep_checkpoint_every_n_hours: of those that would be deleted, one is kept for every
         period of this length, counted from now.
       name: replaces ``save`` in the names of ``as_saver_def()``.
@@ -167,7 +171,8 @@ class Saver:
           ValueError: if the directory does not exist, there is nothing to save, or the
             path is taken by something else.
           TypeError: if something cannot be saved, or the step is not an integer.
-          OSError: if the files cannot be written; what was there before is unchanged.
+          OSError: if the files cannot be written. It says whether the checkpoint is on the
+            disk nevertheless; if not, what was there before is unchanged.
 
         Cost: reads every element once; 64 MiB of additional memory for variables that are
         sharded or not on the host.
@@ -200,7 +205,7 @@ class Saver:
         A delta builds on what this Saver saved or restored last, a full checkpoint or
         another delta, which must be in the same directory. To restore it is to restore
         that first and then to replay the rows. What a delta builds on is kept for as long
-        as the delta is. Two processes that save deltas need paths of their own.
+        as the delta is there. Two processes that save deltas need paths of their own.
 
         Args:
           variables: as for :meth:`save`.
@@ -326,7 +331,7 @@ class Saver:
           NotFoundError: if variables, a shard, or what a delta builds on, are missing.
           InvalidArgumentError: if shapes or dtypes differ, or a range of rows is not
             within the table.
-          DataLossError: if a file is damaged.
+          DataLossError: if a file is damaged, or is not what a Saver writes.
 
         Cost: at most the memory of one more table than is returned. Of a sharded array
         only the shards are read, of ``rows`` only these, in chunks of 4 MiB.
