@@ -301,20 +301,28 @@ def test_no_room_for_the_state_file(sharded, tmp_path, monkeypatch):
     assert_holds(first, A)
 
 
-def test_what_fails_after_a_save_is_not_called_a_failed_save(tmp_path, monkeypatch):
-    fsync = os.fsync
+@pytest.mark.parametrize(("successes", "text"), [(0, "does not name it"), (1, "a power f")])
+def test_what_fails_after_a_save_is_not_called_a_failed_save(
+    successes, text, tmp_path, monkeypatch
+):
+    old = js.Saver().save(B, tmp_path / "old")
+    fsync, count = os.fsync, [0]
 
     def fails(descriptor):
         if stat.S_ISDIR(os.fstat(descriptor).st_mode):
-            raise OSError(errno.EIO, os.strerror(errno.EIO))
+            count[0] += 1
+            if count[0] > successes:
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
         fsync(descriptor)
 
     monkeypatch.setattr(os, "fsync", fails)
-    said = r"Input/output error; .*m was saved and can be restored, but a power failure may"
+    said = r"Input/output error; .*m was saved and can be restored, but .*" + text
     with pytest.raises(OSError, match=said) as info:
         js.Saver().save(A, tmp_path / "m")
     assert info.value.errno == errno.EIO
-    assert_holds(js.checkpoint.latest_checkpoint(tmp_path), A)
+    assert_holds(tmp_path / "m", A)
+    newest = js.checkpoint.latest_checkpoint(tmp_path)
+    assert newest == (str(tmp_path / "m") if successes else old)
 
 
 def test_what_cannot_be_deleted_is_tried_again(tmp_path, monkeypatch, caplog):
@@ -485,6 +493,20 @@ def test_hostile_names(name, tmp_path):
     with pytest.raises(ValueError, match=r"d/m variables cannot have the names"):
         js.Saver().restore(tmp_path / "d" / "m")
     assert os.listdir(tmp_path) == ["d"] and os.listdir(tmp_path / "d") == ["m"]
+
+
+def test_dtypes_of_other_tools(tmp_path):
+    """What NumPy does not have is named; the rest of the file can be read."""
+    hostile(tmp_path / "m", ["a", "b"])
+    contents = (tmp_path / "m").read_bytes().replace(b'"U8"', b'"F8_E8M0"', 1)
+    size = int.from_bytes(contents[:8], "little") + len("F8_E8M0") - len("U8")
+    (tmp_path / "m").write_bytes(size.to_bytes(8, "little") + contents[8:])
+    with pytest.raises(
+        TypeError, match=r"'a' in .*m has the dtype F8_E8M0, which NumPy do"
+    ):
+        js.Saver().restore(tmp_path / "m")
+    restored = js.Saver().restore(tmp_path / "m", {"b": np.zeros(1, np.uint8)})
+    np.testing.assert_array_equal(restored["b"], [0])
 
 
 def test_a_header_without_its_checksum_is_damaged(tmp_path):

@@ -243,7 +243,7 @@ def test_going_on_after_a_restart(tmp_path):
 
 
 def test_a_long_chain(tmp_path):
-    """As many deltas as a day may bring; what they hold is put together without recursion."""
+    """As many deltas as a day may bring: more than Python would follow one by one."""
     table = np.zeros((4, 2))
     last = Archive(js.Saver().save({"t": table}, tmp_path / "m-0")).save_id
     for step in range(1, 500):

@@ -139,12 +139,15 @@ def _publish(prefix: str, paths: list[str], waiting: dict[str, str]) -> None:
     """Gives written files their names. The first one decides."""
     directory = os.path.dirname(prefix)
     with files.directory_lock(directory, exclusive=True):
-        for path, temporary in waiting.items():
-            os.replace(temporary, path)
+        for path in paths:
+            os.replace(waiting[path], path)
         for family in files.families(prefix):
             if family != paths:
                 files.remove_family(family)
         files.sync_directory(directory)
+        for path in waiting.keys() - paths:  # the state file, of what will not be undone
+            os.replace(waiting[path], path)
+            files.sync_directory(directory)
 
 
 def is_published(temporary: str, path: str, save_id: str) -> bool:
