@@ -14,6 +14,7 @@ import threading
 
 import numpy as np
 import pytest
+import safetensors
 from kill_savers import write_shards
 
 import jslices as js
@@ -501,9 +502,11 @@ def test_dtypes_of_other_tools(tmp_path):
     contents = (tmp_path / "m").read_bytes().replace(b'"U8"', b'"F8_E8M0"', 1)
     size = int.from_bytes(contents[:8], "little") + len("F8_E8M0") - len("U8")
     (tmp_path / "m").write_bytes(size.to_bytes(8, "little") + contents[8:])
-    with pytest.raises(
-        TypeError, match=r"'a' in .*m has the dtype F8_E8M0, which NumPy do"
-    ):
+    try:
+        safetensors.safe_open(tmp_path / "m", "numpy")
+    except safetensors.SafetensorError:
+        pytest.skip("this version of safetensors does not have the dtype either")
+    with pytest.raises(TypeError, match=r"'a' in .*m has the dtype F8_E8M0, which NumPy"):
         js.Saver().restore(tmp_path / "m")
     restored = js.Saver().restore(tmp_path / "m", {"b": np.zeros(1, np.uint8)})
     np.testing.assert_array_equal(restored["b"], [0])

@@ -254,10 +254,9 @@ class Archive:
 
     def _read(self, name: str, bounds: Box) -> np.ndarray:
         """What the last layer that holds it whole says, and over it the rows of deltas."""
-        deltas = itertools.takewhile(lambda layer: name in layer.rows, self._layers)
-        over = list(deltas)
-        out = self._layers[len(over)].read(name, bounds)
-        for layer in reversed(over):
+        deltas = list(itertools.takewhile(lambda layer: name in layer.rows, self._layers))
+        out = self._layers[len(deltas)].read(name, bounds)
+        for layer in reversed(deltas):
             layer.replay(name, bounds, out)
         return out
 

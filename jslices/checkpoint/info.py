@@ -83,7 +83,7 @@ def _info(raw: Any) -> Info:
     version = _item(raw, "version", int)
     if version > _VERSION:
         raise ValueError("it was written by a later version of jslices; update jslices")
-    save_id, delta = _item(raw, "id", str), None
+    save_id = _item(raw, "id", str)
     if not _ID.fullmatch(save_id):
         raise ValueError(f"{_shown(save_id)} is no id of a save")
     starts = {n: _sizes(n, start) for n, start in _item(raw, "starts", dict).items()}
@@ -95,20 +95,11 @@ def _info(raw: Any) -> Info:
         raise ValueError(problem)
     if "structure" in raw and sorted(_leaves(raw["structure"], specs)) != sorted(specs):
         raise ValueError("its structure does not hold every variable once")
-    if "delta" in raw:
-        delta = _delta(_item(raw, "delta", dict), specs)
-        if shards != 1:
-            raise ValueError("it is a delta of more than one file")
-    return Info(
-        save_id,
-        shard,
-        shards,
-        starts,
-        specs,
-        raw.get("structure"),
-        "structure" in raw,
-        delta,
-    )
+    delta = _delta(_item(raw, "delta", dict), specs) if "delta" in raw else None
+    if delta is not None and shards != 1:
+        raise ValueError("it is a delta of more than one file")
+    structure, has_structure = raw.get("structure"), "structure" in raw
+    return Info(save_id, shard, shards, starts, specs, structure, has_structure, delta)
 
 
 def _spec(name: str, raw: Any) -> Spec:
