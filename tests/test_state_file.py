@@ -205,6 +205,16 @@ def test_only_what_was_meant_is_deleted(tmp_path):
     assert os.path.exists(outside)
 
 
+def test_recovering_what_is_no_checkpoint_does_not_delete_it(tmp_path):
+    (tmp_path / "letter").write_text("words")
+    write(tmp_path, f'model_checkpoint_path: "{tmp_path}/letter"')
+    saver = js.Saver(max_to_keep=1)
+    saver.recover_last_checkpoints([js.checkpoint.latest_checkpoint(tmp_path)])
+    for step in range(3):
+        saver.save({"a": 1}, tmp_path / "m", step)
+    assert sorted(os.listdir(tmp_path)) == ["checkpoint", "letter", "m-2"]
+
+
 def protobuf_state():
     """TensorFlow's message, made with protocol buffers."""
     pytest.importorskip("google.protobuf")

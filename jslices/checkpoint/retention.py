@@ -1,10 +1,11 @@
 """Which checkpoints are kept, as TensorFlow's Saver decides it."""
 
+import contextlib
 import logging
 import math
 import os
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 from jslices.checkpoint import files
 from jslices.checkpoint.archive import base_of, saved_id
@@ -106,24 +107,34 @@ class Retention:
         What cannot be deleted goes on waiting, which is logged.
         """
         for directory in {os.path.dirname(path) for path in self._doomed}:
-            try:
-                with files.directory_lock(directory, exclusive=True):
-                    self._delete_in(directory)
-            except OSError as error:
-                _log.warning("an old checkpoint could not be deleted: %s", error)
+            with (
+                _logged("the old checkpoints in", directory),
+                files.directory_lock(directory, exclusive=True),
+            ):
+                needed = _bases(set(files.unsharded_in(directory)) - set(self._doomed))
+                here = [p for p in self._doomed if os.path.dirname(p) == directory]
+                for path in here:
+                    if os.path.abspath(path) not in needed:
+                        with _logged("the old checkpoint", path):
+                            self._delete(path)
 
-    def _delete_in(self, directory: str) -> None:
-        needed = _bases(set(files.unsharded_in(directory)) - set(self._doomed))
-        for path in list(self._doomed):
-            is_here = os.path.dirname(path) == directory
-            if is_here and os.path.abspath(path) not in needed:
-                found, known = files.families(path), self._ids.get(path)
-                # Another process may have saved to this path since.
-                if not found or known in (None, saved_id(found[0][0])):
-                    for family in found:
-                        files.remove_family(family)
-                self._doomed.remove(path)
-                self._ids.pop(path, None)
+    def _delete(self, path: str) -> None:
+        found, known = files.families(path), self._ids.get(path)
+        # It may be no checkpoint, or what another process has saved since.
+        if found and known is not None and known == saved_id(found[0][0]):
+            for family in found:
+                files.remove_family(family)
+        self._doomed.remove(path)
+        self._ids.pop(path, None)
+
+
+@contextlib.contextmanager
+def _logged(what: str, path: str) -> Iterator[None]:
+    """Logs what keeps something from being deleted."""
+    try:
+        yield
+    except OSError as error:
+        _log.warning("%s %s could not be deleted: %s", what, path, error)
 
 
 def _bases(paths: Iterable[str]) -> set[str]:

@@ -434,7 +434,8 @@ class Saver:
         Args:
           checkpoint_paths: the oldest first, for example
             ``get_checkpoint_state(directory).all_model_checkpoint_paths``. Those that
-            no longer exist are left out.
+            no longer exist are left out, and what is no checkpoint of a Saver is never
+            deleted.
         """
         self._retention.recover(os.fspath(path) for path in checkpoint_paths)
 
