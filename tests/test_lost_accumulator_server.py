@@ -149,10 +149,10 @@ def test_no_call_waits_for_a_frozen_server(elsewhere):
             Call(connect, elsewhere.address, KEY, timeout=1),
         ]
         with pytest.raises(
-            UnavailableError, match=r"frozen.*use connect\(\.\.\., timeout="
+            UnavailableError, match=r"does not answer: it is frozen.*use connect\("
         ):
             means.apply_grad([1.0])  # on a connection that is there already
-        with pytest.raises(UnavailableError, match="has not answered for 1 s"):
+        with pytest.raises(UnavailableError, match="for more than 1 s"):
             means.apply_grad([1.0])
         for call in calls:
             assert_lost(call, elsewhere.address, 1)

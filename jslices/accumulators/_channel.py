@@ -14,7 +14,12 @@ _CHUNK = 1 << 20  # bytes that are handed to the socket at once
 _SLOWEST = 100_000  # bytes a second: what comes more slowly counts as silence
 
 #: What finds out, in minutes, that a machine is gone, and not only silent.
-_KEEPALIVE = {"TCP_KEEPIDLE": 60, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 6}
+_KEEPALIVE = {
+    "TCP_KEEPIDLE": 60,
+    "TCP_KEEPINTVL": 10,
+    "TCP_KEEPCNT": 6,
+    "TCP_USER_TIMEOUT": 120_000,  # milliseconds
+}
 
 
 class Channel:
@@ -110,10 +115,7 @@ class Channel:
 
     def _exactly(self, size: int) -> memoryview:
         """That many bytes; memory is taken up only as they come."""
-        try:
-            buffer = np.empty(size, np.uint8).data
-        except (MemoryError, ValueError) as error:
-            raise OSError(f"a message of {size} bytes") from error
+        buffer = np.empty(size, np.uint8).data
         rest = buffer
         while rest:
             with self._in_time():

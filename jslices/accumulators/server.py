@@ -54,6 +54,8 @@ _PROTOCOL = 5  # of pickle: that which copies arrays least
 class RemoteObject:
     """An object that another process holds: its public methods, by name."""
 
+    methods: tuple[str, ...] | None = None  # that can be called; None: all public ones
+
     def __init__(self, client: "AccumulatorClient", name: str) -> None:
         self._client = client
         self._name = name
@@ -151,12 +153,8 @@ def _kind_of(thing: Any) -> str:
 
 def _method_of(thing: Any, method: str) -> Any:
     """A method that a client may call."""
-    stand_in = _KINDS[_kind_of(thing)]
-    if issubclass(stand_in, RemoteAccumulator):
-        allowed = method in stand_in.methods
-    else:
-        allowed = not method.startswith("_")
-    if not allowed:
+    served = _KINDS[_kind_of(thing)].methods
+    if method.startswith("_") if served is None else method not in served:
         raise AttributeError(f"{method!r} of a {type(thing).__name__} is not served")
     return getattr(thing, method)
 
@@ -263,30 +261,37 @@ class _Conversation(socketserver.BaseRequestHandler):
             self.server.places.release()
         # A client that waits for an answer sends nothing: what can be read is the end.
         peer.gone = channel.readable
-        while True:
-            channel.allow(_STALL_SECONDS, first=float("inf"))
-            request = channel.receive()
+        while self.answered(channel):
+            pass
+
+    def answered(self, channel: Channel) -> bool:
+        """Waits for a call and answers it, unless the client has given it up."""
+        channel.allow(_STALL_SECONDS, first=float("inf"))
+        request = channel.receive()
+        with self.server.lock:
+            self.server.working.add(channel)
+        try:
+            if channel.readable():  # it may have asked again elsewhere
+                return False
+            answer = self.answer(request)
+        finally:
             with self.server.lock:
-                self.server.working.add(channel)
-            try:
-                if channel.readable():  # it has given up, perhaps to ask again
-                    return
-                answer = self.answer(request)
-            finally:
-                with self.server.lock:
-                    self.server.working.discard(channel)
-            channel.allow(_STALL_SECONDS)
-            channel.send_bytes(answer)
+                self.server.working.discard(channel)
+        channel.allow(_STALL_SECONDS)
+        channel.send_bytes(answer)
+        return True
 
     def answer(self, request: Any) -> bytes:
         """``(True, result)`` or ``(False, error)``, pickled."""
+        objects = self.server.objects
         try:
             name, method, arguments, options = pickle.loads(request)
-            if name is None:
-                result: Any = {n: _kind_of(x) for n, x in self.server.objects.items()}
+            if name is None:  # the client asks what there is
+                result: Any = {name: _kind_of(thing) for name, thing in objects.items()}
+            elif name not in objects:
+                raise KeyError(f"{name!r} is not served; there are {sorted(objects)}")
             else:
-                thing = self.server.objects[name]
-                result = _method_of(thing, method)(*arguments, **options)
+                result = _method_of(objects[name], method)(*arguments, **options)
             return pickle.dumps((True, result), _PROTOCOL)
         except Exception as error:
             return _pickled_error(error)
@@ -501,9 +506,8 @@ class AccumulatorClient:
 
     def _silent(self) -> str:
         return (
-            f"the server at {self.address} has not answered for {self.timeout:g} s: it is "
-            "frozen, overloaded or cut off. To wait longer use "
-            f"connect(..., timeout={2 * self.timeout:g})"
+            f"the server at {self.address} does not answer: it is frozen, overloaded or "
+            f"cut off. To wait for more than {self.timeout:g} s use connect(timeout=...)"
         )
 
 
