@@ -191,7 +191,6 @@ class _Server(socketserver.ThreadingMixIn, socketserver.TCPServer):
         except OSError:  # such as too many open files
             time.sleep(0.1)
             raise
-        end.settimeout(None)
         return Channel(end), address
 
     def process_request(self, request: Any, client_address: Any) -> None:
@@ -224,7 +223,7 @@ class _Server(socketserver.ThreadingMixIn, socketserver.TCPServer):
         request.close()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        _log.info("A connection from %s ended.", client_address or "here", exc_info=True)
+        _log.debug("A connection from %s ended.", client_address or "here", exc_info=True)
 
     def serve_until_stopped(self) -> None:
         self.serve_forever(poll_interval=_BEAT_SECONDS)
@@ -266,11 +265,13 @@ class _Conversation(socketserver.BaseRequestHandler):
 
     def answered(self, channel: Channel) -> bool:
         """Waits for a call and answers it, unless the client has given it up."""
-        channel.allow(_STALL_SECONDS, first=float("inf"))
-        request = channel.receive()
+        channel.allow(float("inf"))
+        channel.wait()
         with self.server.lock:
             self.server.working.add(channel)
         try:
+            channel.allow(_STALL_SECONDS)
+            request = channel.receive()
             if channel.readable():  # it may have asked again elsewhere
                 return False
             answer = self.answer(request)
@@ -433,11 +434,11 @@ class AccumulatorClient:
         try:
             channel.allow(self.timeout)
             channel.send_bytes(request)
-            answer = None
-            while answer is None:  # but a beat: the server works on it
-                left = latest - time.monotonic()
-                channel.allow(self.timeout, first=min(self.timeout, left))
-                answer = channel.receive()
+            channel.allow(self.timeout, until=latest)
+            while (answer := channel.receive()) is None:  # a beat: the server works on it
+                if time.monotonic() > latest:
+                    raise TimeoutError("beats, but no answer")
+                channel.allow(self.timeout, until=latest)
             done, result = pickle.loads(answer)
         except BaseException as error:
             # The answer may still come, and must not be taken for that to another call.
