@@ -134,27 +134,31 @@ def assert_lost(call, address, timeout):
 def test_no_call_waits_for_a_frozen_server(elsewhere):
     client = connect(elsewhere.address, KEY, timeout=1)
     sums, means = client["sums"], client["means"]
-    waits = Call(sums.take_grad, 1)  # is waiting when the server freezes
-    until(lambda: waits.is_alive() and sums.num_accumulated() == 0)
     large = np.ones((30_000, 250), "f4")  # 30 MB, more than a socket holds
+    calls = [
+        lambda: sums.take_grad(1, timeout=0),
+        lambda: sums.take_indexed_slices_grad(1, timeout=0),
+        lambda: sums.apply_grad(np.arange(30_000), large),
+        lambda: sums.num_accumulated(),
+        lambda: sums.set_global_step(5),
+        lambda: sums.close(),
+        lambda: connect(elsewhere.address, KEY, timeout=1),
+    ]
+    barrier = threading.Barrier(len(calls) + 1)
+
+    def when_frozen(call):
+        sums.num_accumulated()  # so that this thread is connected
+        barrier.wait(), barrier.wait()
+        call()
+
+    started = [Call(sums.take_grad, 1), *(Call(when_frozen, call) for call in calls)]
+    barrier.wait()
     with frozen(elsewhere):
-        calls = [
-            waits,
-            Call(sums.take_grad, 1, timeout=0),
-            Call(sums.take_indexed_slices_grad, 1, timeout=0),
-            Call(sums.apply_grad, np.arange(30_000), large),
-            Call(sums.num_accumulated),
-            Call(sums.set_global_step, 5),
-            Call(sums.close),
-            Call(connect, elsewhere.address, KEY, timeout=1),
-        ]
-        with pytest.raises(
-            UnavailableError, match=r"does not answer: it is frozen.*use connect\("
-        ):
-            means.apply_grad([1.0])  # on a connection that is there already
-        with pytest.raises(UnavailableError, match="for more than 1 s"):
+        barrier.wait()
+        started += map(Call, calls)  # without a connection
+        with pytest.raises(UnavailableError, match=r"does not answer: it is frozen"):
             means.apply_grad([1.0])
-        for call in calls:
+        for call in started:
             assert_lost(call, elsewhere.address, 1)
     # It goes on, and does nothing of what was given up.
     means.apply_grad([3.0])

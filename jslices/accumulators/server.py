@@ -533,7 +533,7 @@ def connect(
     Args:
       address: that of the :class:`AccumulatorServer`.
       authkey: its key.
-      timeout: seconds, from 1 on.
+      timeout: seconds, from 1 on; above 10 where a network moves less than 1 MB/s.
 
     Returns:
       A client; ``client["name"]`` is a stand-in with the methods of the object.
