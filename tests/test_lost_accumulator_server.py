@@ -1,6 +1,7 @@
 """Servers and clients that are frozen, killed, cut off or strange keep nobody waiting."""
 
 import contextlib
+import itertools
 import multiprocessing
 import operator
 import os
@@ -346,6 +347,34 @@ def test_strange_answers(served, how):
         with pytest.raises(UnavailableError, match=re.escape(str(address))):
             remote.take_grad(1, timeout=0)
         assert time.monotonic() - began < 1 + SLACK
+
+
+@pytest.mark.slow
+def test_no_gradient_is_lost_or_counted_twice_when_the_server_freezes_now_and_then():
+    server, rng = Server(), np.random.default_rng(0)
+    numbers, acknowledged, end = itertools.count(), [], time.monotonic() + 8
+
+    def work():  # every gradient has a row of its own
+        while time.monotonic() < end:
+            row = next(numbers)
+            with contextlib.suppress(UnavailableError):
+                remote = connect(server.address, KEY, timeout=1)["sums"]
+                remote.apply_grad([row], [[1.0]])
+                acknowledged.append(row)
+
+    try:
+        workers = [Call(work) for _ in range(4)]
+        while time.monotonic() < end:
+            time.sleep(0.3 * rng.random())
+            with frozen(server):
+                time.sleep(rng.choice([0.1, 1.1]))
+        for worker in workers:
+            assert worker.ended().error is None
+        taken = connect(server.address, KEY)["sums"].take_grad(1)
+    finally:
+        server.end()
+    assert len(acknowledged) > 10 and set(acknowledged) <= set(taken.indices.tolist())
+    assert np.all(taken.values == 1)
 
 
 # --- the clients ----------------------------------------------------------------------

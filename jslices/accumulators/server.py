@@ -42,7 +42,7 @@ Address = tuple[str, int] | str
 _BEAT_SECONDS = 0.25  # between two signs of life of a server that works on a call
 _HANDSHAKE_SECONDS = 10.0  # for a client, to prove that it knows the key
 _HANDSHAKES = 64  # at a time, each of which holds a thread
-_HURRY_SECONDS = 0.25  # without an end of any of them, when others wait for a place
+_HURRY_SECONDS = 0.25  # for one of them to end, when another waits for its place
 _STALL_SECONDS = 60.0  # for a client that stops in the middle of a message
 _LONGEST_SECONDS = 1_000_000  # which sockets can still wait
 _PROTOCOL = 5  # of pickle: that which copies arrays least
@@ -195,7 +195,7 @@ class _Server(socketserver.ThreadingMixIn, socketserver.TCPServer):
 
     def process_request(self, request: Any, client_address: Any) -> None:
         while not self.places.acquire(timeout=_HURRY_SECONDS):
-            # None of them has come to an end for so long: they say nothing.
+            # None has ended for so long: they say nothing.
             self.hang_up(self.greeting)
         with self.lock:
             self.open.add(request)
