@@ -673,7 +673,7 @@ class _Part:
         plan = planner.plan
         program = weakly(eqn)
 
-        def run(operands: list[Any], slots: Slots) -> tuple[list[Any], Indices]:
+        def run(operands: list[Any], slots: Slots) -> tuple[Sequence[Any], Indices]:
             runner = Runner(plan, slots, leaves)
             outputs = _inside(runner, program(), operands, through)
             return outputs, runner.indices
