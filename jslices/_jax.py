@@ -303,7 +303,7 @@ def parameters(eqn: Equation) -> dict[str, Any]:
     return eqn.params["_prim"].params if "_prim" in eqn.params else eqn.params
 
 
-def origin(program: Program) -> Any:
+def source(program: Program) -> Any:
     """Where the function stands that was traced to this program, as far as is known."""
     return getattr(getattr(program, "debug_info", None), "func_src_info", None)
 

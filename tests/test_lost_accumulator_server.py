@@ -1,6 +1,7 @@
 """Servers and clients that are frozen, killed, cut off or strange keep nobody waiting."""
 
 import contextlib
+import itertools
 import multiprocessing
 import operator
 import os
@@ -134,27 +135,31 @@ def assert_lost(call, address, timeout):
 def test_no_call_waits_for_a_frozen_server(elsewhere):
     client = connect(elsewhere.address, KEY, timeout=1)
     sums, means = client["sums"], client["means"]
-    waits = Call(sums.take_grad, 1)  # is waiting when the server freezes
-    until(lambda: waits.is_alive() and sums.num_accumulated() == 0)
     large = np.ones((30_000, 250), "f4")  # 30 MB, more than a socket holds
+    calls = [
+        lambda: sums.take_grad(1, timeout=0),
+        lambda: sums.take_indexed_slices_grad(1, timeout=0),
+        lambda: sums.apply_grad(np.arange(30_000), large),
+        lambda: sums.num_accumulated(),
+        lambda: sums.set_global_step(5),
+        lambda: sums.close(),
+        lambda: connect(elsewhere.address, KEY, timeout=1),
+    ]
+    barrier = threading.Barrier(len(calls) + 1)
+
+    def when_frozen(call):
+        sums.num_accumulated()  # so that this thread is connected
+        barrier.wait(), barrier.wait()
+        call()
+
+    started = [Call(sums.take_grad, 1), *(Call(when_frozen, call) for call in calls)]
+    barrier.wait()
     with frozen(elsewhere):
-        calls = [
-            waits,
-            Call(sums.take_grad, 1, timeout=0),
-            Call(sums.take_indexed_slices_grad, 1, timeout=0),
-            Call(sums.apply_grad, np.arange(30_000), large),
-            Call(sums.num_accumulated),
-            Call(sums.set_global_step, 5),
-            Call(sums.close),
-            Call(connect, elsewhere.address, KEY, timeout=1),
-        ]
-        with pytest.raises(
-            UnavailableError, match=r"frozen.*use connect\(\.\.\., timeout="
-        ):
-            means.apply_grad([1.0])  # on a connection that is there already
-        with pytest.raises(UnavailableError, match="has not answered for 1 s"):
+        barrier.wait()
+        started += map(Call, calls)  # without a connection
+        with pytest.raises(UnavailableError, match=r"does not answer: it is frozen"):
             means.apply_grad([1.0])
-        for call in calls:
+        for call in started:
             assert_lost(call, elsewhere.address, 1)
     # It goes on, and does nothing of what was given up.
     means.apply_grad([3.0])
@@ -342,6 +347,34 @@ def test_strange_answers(served, how):
         with pytest.raises(UnavailableError, match=re.escape(str(address))):
             remote.take_grad(1, timeout=0)
         assert time.monotonic() - began < 1 + SLACK
+
+
+@pytest.mark.slow
+def test_no_gradient_is_lost_or_counted_twice_when_the_server_freezes_now_and_then():
+    server, rng = Server(), np.random.default_rng(0)
+    numbers, acknowledged, end = itertools.count(), [], time.monotonic() + 8
+
+    def work():  # every gradient has a row of its own
+        while time.monotonic() < end:
+            row = next(numbers)
+            with contextlib.suppress(UnavailableError):
+                remote = connect(server.address, KEY, timeout=1)["sums"]
+                remote.apply_grad([row], [[1.0]])
+                acknowledged.append(row)
+
+    try:
+        workers = [Call(work) for _ in range(4)]
+        while time.monotonic() < end:
+            time.sleep(0.3 * rng.random())
+            with frozen(server):
+                time.sleep(rng.choice([0.1, 1.1]))
+        for worker in workers:
+            assert worker.ended().error is None
+        taken = connect(server.address, KEY)["sums"].take_grad(1)
+    finally:
+        server.end()
+    assert len(acknowledged) > 10 and set(acknowledged) <= set(taken.indices.tolist())
+    assert np.all(taken.values == 1)
 
 
 # --- the clients ----------------------------------------------------------------------

@@ -277,6 +277,17 @@ def test_write_state_false(tmp_path):
     np.testing.assert_array_equal(saver.restore(path)["v"], SMALL["v"])
 
 
+@pytest.mark.parametrize("run", GOLDEN["write_state"], ids=lambda run: run["saves"])
+def test_runs_of_tensorflow_with_write_state(run, tmp_path):
+    """A step with a dash was saved with ``write_state=False``."""
+    saver = js.Saver(max_to_keep=run["max_to_keep"])
+    for step in run["saves"].split():
+        wrote_state = not step.endswith("-")
+        saver.save(SMALL, tmp_path / "m", int(step.strip("-")), write_state=wrote_state)
+    assert checkpoints(tmp_path) == run["kept"].split()
+    assert basenames(saver.last_checkpoints) == run["last_checkpoints"].split()
+
+
 def test_two_savers_do_not_know_each_other(tmp_path):
     one, two = js.Saver(max_to_keep=1), js.Saver(max_to_keep=1)
     one.save(SMALL, tmp_path / "one", 1)

@@ -66,8 +66,8 @@ def with_own_derivative(
         return None
     if not all(map(_jax.carries_gradient, eqn.outvars)):
         return None
-    make = _WithJvp if _jax.kind(eqn) == "custom_jvp_call" else _WithVjp
-    function = make(eqn, [not isinstance(x, View) for x in operands], lead)
+    kind = _WithJvp if eqn.primitive.name == "custom_jvp_call" else _WithVjp
+    function = kind(eqn, [not isinstance(x, View) for x in operands], lead)
     try:
         function.check(within)
     except _MixesRowsError:
@@ -77,8 +77,8 @@ def with_own_derivative(
     outputs: list[View] = []
     for number, out in enumerate(eqn.outvars):
         row = _jax.shape_of(out)[lead:]
-        apply, shared = functools.partial(function.output, number), tuple(function.shared)
-        key = (eqn.primitive, lead, number, *eqn.params.items())
+        apply = functools.partial(function.output, number)
+        shared, key = tuple(function.shared), (function, number)
         view = Rowwise((count, *row), out.aval.dtype, apply, inner, shared, key)
         outputs.append(folded(view, rows))
     return outputs
@@ -115,7 +115,7 @@ class _Function:
     def check(self, within: frozenset[Any] | None) -> None:
         """Raises _MixesRowsError if function and derivative do not treat rows alike."""
         program = _jax.body(self._eqn)
-        source = _jax.origin(program), *map(str, self._avals)
+        source = _jax.source(program), *map(str, self._avals)
         if within is None or source in within:
             return
         if within:
@@ -310,7 +310,7 @@ def _walk(
                 outputs = [view]
         elif eqn.primitive.name in _CALLS:
             outputs = _walk(_jax.body(eqn), given, rows, within)
-        elif _jax.kind(eqn) in _CUSTOM:
+        elif eqn.primitive.name in _CUSTOM:
             outputs = with_own_derivative(eqn, given, within)
         else:
             outputs = rowwise(eqn, given, _refuse)
@@ -336,7 +336,7 @@ def _repeated(
         return jax.lax.broadcast_in_dim(values[0], (count, *row), inside)
 
     shape, dtype = (math.prod(rows), *row), eqn.outvars[0].aval.dtype
-    key = ("one row", *inside)
+    key = ("one row", *dims)
     return folded(Rowwise(shape, dtype, apply, tuple(operands), (True,), key), rows)
 
 

@@ -278,21 +278,21 @@ def report_dense(planned: Planned) -> None:
                 f"sparse= asks for a sparse gradient of {leaf}, but only a floating "
                 "array with at least one axis has rows; leave it out of sparse="
             )
-        if use is None:
-            continue
-        line = _line_of(use)
         sites = planned.looked_up.get(number, [])
+        unread = planned.unread.get(number, [])
+        if use is None or not (sites or unread or leaf.wish):
+            continue  # an ordinary weight has a dense gradient, and should
+        line = _line_of(use)
         if leaf.wish is True:
             message = (
                 f"sparse= asks for a sparse gradient of {leaf}, but it is used whole "
                 f"({use.what}) at {line}. Instead: {instead_of(use.what)}"
             )
             raise_at(line, DenseUseError(message))
-        unread = _lines(planned.unread.get(number, []))
         if sites:
             warn_dense(_mixed_use(leaf, use, line, sites), line)
         elif unread:
-            warn_dense(_unread(leaf, use, line, unread), line)
+            warn_dense(_unread(leaf, use, line, _lines(unread)), line)
 
 
 def _mixed_use(leaf: Leaf, use: DenseUse, line: UserLine, sites: list[Site]) -> str:

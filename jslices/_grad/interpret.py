@@ -104,7 +104,7 @@ class Interpreter(abc.ABC):
     eager: bool
     #: Of the call of a library function that the walk is inside of: its line is the user's.
     caller: _jax.Source | None = None
-    #: Those of the variables of the program that the walk is in.
+    #: Those of the program that the walk is in.
     _origins: _jax.Origins
 
     def program(
@@ -289,19 +289,19 @@ def _sharding_constraint(
     return walk.bind(eqn, [walk.whole(view, eqn)])
 
 
+def _name(
+    walk: Interpreter, eqn: _jax.Equation, operands: list[Any], through: list[bool]
+) -> list[Any]:
+    """``checkpoint_name`` of a table: its array is there anyway, saved or not."""
+    return operands
+
+
 def _custom(
     walk: Interpreter, eqn: _jax.Equation, operands: list[Any], through: list[bool]
 ) -> Sequence[Any]:
     """A function with a derivative of its own (custom.py)."""
     views = with_own_derivative(eqn, operands)
     return views or walk.bind(eqn, [walk.whole(x, eqn) for x in operands])
-
-
-def _name(
-    walk: Interpreter, eqn: _jax.Equation, operands: list[Any], through: list[bool]
-) -> list[Any]:
-    """``checkpoint_name`` of a table: its array is there anyway, saved or not."""
-    return operands
 
 
 # By name, as JAX exports few of these primitives and renames them.
@@ -342,6 +342,10 @@ class Planner(Interpreter):
         self.products: dict[int, DenseUse] = {}
         self._leaves = leaves
         self._loops: tuple[int, ...] = ()
+
+    @property
+    def noted(self) -> Sequence[dict[int, DenseUse]]:
+        return self.dense, self.single, self.products
 
     def bind(self, eqn: _jax.Equation, operands: Sequence[Any]) -> list[Any]:
         return [None] * len(eqn.outvars)
@@ -396,9 +400,8 @@ class Planner(Interpreter):
     ) -> Sequence[Any]:
         part = _part(eqn, operands, through, self._leaves)
         self.plan.append(part.plan)
-        self.dense = part.dense | self.dense
-        self.single = part.single | self.single
-        self.products = part.products | self.products
+        for noted, within in zip(self.noted, part.noted, strict=True):
+            noted |= within | noted
         return part.outputs
 
     def loop(
@@ -652,7 +655,7 @@ class _Part:
 
     Attributes:
       plan: its lookups.
-      dense, single, products: as in :class:`Planner`.
+      noted: what the planner noted besides.
       outputs: its outputs: views, and None for values.
       run: from its operands and its cotangent slots to its outputs and row numbers.
     """
@@ -666,9 +669,8 @@ class _Part:
     ) -> None:
         planner = Planner(leaves)
         self.outputs = _inside(planner, eqn, operands, through)
-        self.dense, self.single = planner.dense, planner.single
-        self.products = planner.products
-        self.plan = plan = planner.plan
+        self.noted, self.plan = planner.noted, planner.plan
+        plan = planner.plan
         program = weakly(eqn)
 
         def run(operands: list[Any], slots: Slots) -> tuple[Sequence[Any], Indices]:

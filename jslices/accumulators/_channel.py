@@ -1,10 +1,10 @@
 """Messages between two processes, with an end to every wait."""
 
 import contextlib
+import selectors
 import socket
 import struct
 import time
-from collections.abc import Iterator
 
 import numpy as np
 
@@ -13,12 +13,21 @@ _LENGTH = struct.Struct("!Q")
 _CHUNK = 1 << 20  # bytes that are handed to the socket at once
 _SLOWEST = 100_000  # bytes a second: what comes more slowly counts as silence
 
+_READ, _WRITE = selectors.EVENT_READ, selectors.EVENT_WRITE
+# The one that needs no file of its own.
+_Selector = getattr(selectors, "PollSelector", selectors.SelectSelector)
+
 #: What finds out, in minutes, that a machine is gone, and not only silent.
-_KEEPALIVE = {"TCP_KEEPIDLE": 60, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 6}
+_KEEPALIVE = {
+    "TCP_KEEPIDLE": 60,
+    "TCP_KEEPINTVL": 10,
+    "TCP_KEEPCNT": 6,
+    "TCP_USER_TIMEOUT": 120_000,  # milliseconds
+}
 
 
 class Channel:
-    """Sends and receives messages over a socket, which it owns; for one thread at a time.
+    """Sends and receives messages over a socket, which it owns; for one thread.
 
     :meth:`allow` starts a clock. What is not sent or received when it runs out ends in a
     TimeoutError, and what follows can then not be told apart: the channel is of no more
@@ -27,6 +36,10 @@ class Channel:
 
     def __init__(self, end: socket.socket) -> None:
         self._socket = end
+        self._socket.settimeout(0)
+        self._waits = {event: _Selector() for event in (_READ, _WRITE)}
+        for event, selector in self._waits.items():
+            selector.register(end, event)
         self.allow(0)
         if end.family == socket.AF_INET:
             # Parts of a message must not wait until the part before is acknowledged.
@@ -41,38 +54,33 @@ class Channel:
 
     # --- the clock
 
-    def allow(self, patience: float, first: float | None = None) -> None:
-        """Allows ``patience`` seconds, or ``first`` until the first bytes move.
+    def allow(self, patience: float, until: float = float("inf")) -> None:
+        """Allows ``patience`` seconds, up to the time ``until``.
 
         Bytes that move give time back, as much as they take at ``_SLOWEST``, but there are
         never more than ``patience`` seconds: large messages may take long, whereas neither
-        silence nor a trickle goes on.
+        silence nor a trickle goes on. What is there already is read also afterwards, for
+        it may be this process that was frozen.
         """
         self._patience = patience
-        self._end = time.monotonic() + (patience if first is None else first)
+        self._end = min(time.monotonic() + patience, until)
 
     def _moved(self, size: int) -> None:
         self._end = min(time.monotonic() + self._patience, self._end + size / _SLOWEST)
 
-    @contextlib.contextmanager
-    def _in_time(self) -> Iterator[None]:
-        """Lets the socket wait as long as the clock allows.
-
-        What is there already is read also afterwards: this process may have been frozen.
-        """
+    def wait(self, event: int = _READ) -> None:
+        """Waits until something can be read, or written, as long as the clock allows."""
         left = max(0.0, self._end - time.monotonic())
-        self._socket.settimeout(None if left == float("inf") else left)
-        try:
-            yield
-        except BlockingIOError:
-            raise TimeoutError("timed out") from None
+        if not self._waits[event].select(None if left == float("inf") else left):
+            raise TimeoutError("timed out")
 
     # --- messages
 
     def connect(self, address: tuple[str, int] | str) -> None:
         """Connects the socket."""
-        with self._in_time():
-            self._socket.connect(address)
+        self._socket.settimeout(max(0.001, self._end - time.monotonic()))
+        self._socket.connect(address)
+        self._socket.settimeout(0)
 
     def send_bytes(self, message: bytes) -> None:
         """Sends a message."""
@@ -80,10 +88,14 @@ class Channel:
         for part in [header + message] if len(message) < _CHUNK else [header, message]:
             rest = memoryview(part)
             while rest:
-                with self._in_time():
+                sent = 0
+                with contextlib.suppress(BlockingIOError):
                     sent = self._socket.send(rest[:_CHUNK])
-                self._moved(sent)
-                rest = rest[sent:]
+                if sent:
+                    self._moved(sent)
+                    rest = rest[sent:]
+                else:
+                    self.wait(_WRITE)
 
     def receive(self, limit: int | None = None) -> memoryview | None:
         """The bytes of the next message; None if it is a beat.
@@ -110,32 +122,34 @@ class Channel:
 
     def _exactly(self, size: int) -> memoryview:
         """That many bytes; memory is taken up only as they come."""
-        try:
-            buffer = np.empty(size, np.uint8).data
-        except (MemoryError, ValueError) as error:
-            raise OSError(f"a message of {size} bytes") from error
+        buffer = np.empty(size, np.uint8).data
         rest = buffer
         while rest:
-            with self._in_time():
+            got = None
+            with contextlib.suppress(BlockingIOError):
                 got = self._socket.recv_into(rest[:_CHUNK])
-            if not got:
+            if got == 0:
                 raise EOFError("it has hung up")
-            self._moved(got)
-            rest = rest[got:]
+            if got:
+                self._moved(got)
+                rest = rest[got:]
+            else:
+                self.wait()
         return buffer
 
     # --- signs of life
 
     def beat(self) -> None:
-        """Tells the other side, which waits for an answer, to wait on. Never waits."""
+        """Tells the other side to wait on, from any thread that sends nothing else.
+
+        Never waits itself.
+        """
         with contextlib.suppress(OSError):  # what is full or at its end needs no beat
-            self._socket.settimeout(0)
             self._socket.send(_BEAT)
 
     def readable(self) -> bool:
         """Whether something has come: to a side that expects nothing that is the end."""
         try:
-            self._socket.settimeout(0)
             self._socket.recv(1, socket.MSG_PEEK)
         except BlockingIOError:
             return False

@@ -42,7 +42,7 @@ Address = tuple[str, int] | str
 _BEAT_SECONDS = 0.25  # between two signs of life of a server that works on a call
 _HANDSHAKE_SECONDS = 10.0  # for a client, to prove that it knows the key
 _HANDSHAKES = 64  # at a time, each of which holds a thread
-_HURRY_SECONDS = 0.25  # without an end of any of them, when others wait for a place
+_HURRY_SECONDS = 0.25  # for one of them to end, when another waits for its place
 _STALL_SECONDS = 60.0  # for a client that stops in the middle of a message
 _LONGEST_SECONDS = 1_000_000  # which sockets can still wait
 _PROTOCOL = 5  # of pickle: that which copies arrays least
@@ -53,6 +53,8 @@ _PROTOCOL = 5  # of pickle: that which copies arrays least
 
 class RemoteObject:
     """An object that another process holds: its public methods, by name."""
+
+    methods: tuple[str, ...] | None = None  # that can be called; None: all public ones
 
     def __init__(self, client: "AccumulatorClient", name: str) -> None:
         self._client = client
@@ -151,12 +153,8 @@ def _kind_of(thing: Any) -> str:
 
 def _method_of(thing: Any, method: str) -> Any:
     """A method that a client may call."""
-    stand_in = _KINDS[_kind_of(thing)]
-    if issubclass(stand_in, RemoteAccumulator):
-        allowed = method in stand_in.methods
-    else:
-        allowed = not method.startswith("_")
-    if not allowed:
+    served = _KINDS[_kind_of(thing)].methods
+    if method.startswith("_") if served is None else method not in served:
         raise AttributeError(f"{method!r} of a {type(thing).__name__} is not served")
     return getattr(thing, method)
 
@@ -193,12 +191,11 @@ class _Server(socketserver.ThreadingMixIn, socketserver.TCPServer):
         except OSError:  # such as too many open files
             time.sleep(0.1)
             raise
-        end.settimeout(None)
         return Channel(end), address
 
     def process_request(self, request: Any, client_address: Any) -> None:
         while not self.places.acquire(timeout=_HURRY_SECONDS):
-            # None of them has come to an end for so long: they say nothing.
+            # None has ended for so long: they say nothing.
             self.hang_up(self.greeting)
         with self.lock:
             self.open.add(request)
@@ -226,7 +223,7 @@ class _Server(socketserver.ThreadingMixIn, socketserver.TCPServer):
         request.close()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        _log.info("A connection from %s ended.", client_address or "here", exc_info=True)
+        _log.debug("A connection from %s ended.", client_address or "here", exc_info=True)
 
     def serve_until_stopped(self) -> None:
         self.serve_forever(poll_interval=_BEAT_SECONDS)
@@ -263,30 +260,39 @@ class _Conversation(socketserver.BaseRequestHandler):
             self.server.places.release()
         # A client that waits for an answer sends nothing: what can be read is the end.
         peer.gone = channel.readable
-        while True:
-            channel.allow(_STALL_SECONDS, first=float("inf"))
-            request = channel.receive()
-            with self.server.lock:
-                self.server.working.add(channel)
-            try:
-                if channel.readable():  # it has given up, perhaps to ask again
-                    return
-                answer = self.answer(request)
-            finally:
-                with self.server.lock:
-                    self.server.working.discard(channel)
+        while self.answered(channel):
+            pass
+
+    def answered(self, channel: Channel) -> bool:
+        """Waits for a call and answers it, unless the client has given it up."""
+        channel.allow(float("inf"))
+        channel.wait()
+        with self.server.lock:
+            self.server.working.add(channel)
+        try:
             channel.allow(_STALL_SECONDS)
-            channel.send_bytes(answer)
+            request = channel.receive()
+            if channel.readable():  # it may have asked again elsewhere
+                return False
+            answer = self.answer(request)
+        finally:
+            with self.server.lock:
+                self.server.working.discard(channel)
+        channel.allow(_STALL_SECONDS)
+        channel.send_bytes(answer)
+        return True
 
     def answer(self, request: Any) -> bytes:
         """``(True, result)`` or ``(False, error)``, pickled."""
+        objects = self.server.objects
         try:
             name, method, arguments, options = pickle.loads(request)
-            if name is None:
-                result: Any = {n: _kind_of(x) for n, x in self.server.objects.items()}
+            if name is None:  # the client asks what there is
+                result: Any = {name: _kind_of(thing) for name, thing in objects.items()}
+            elif name not in objects:
+                raise KeyError(f"{name!r} is not served; there are {sorted(objects)}")
             else:
-                thing = self.server.objects[name]
-                result = _method_of(thing, method)(*arguments, **options)
+                result = _method_of(objects[name], method)(*arguments, **options)
             return pickle.dumps((True, result), _PROTOCOL)
         except Exception as error:
             return _pickled_error(error)
@@ -428,11 +434,11 @@ class AccumulatorClient:
         try:
             channel.allow(self.timeout)
             channel.send_bytes(request)
-            answer = None
-            while answer is None:  # but a beat: the server works on it
-                left = latest - time.monotonic()
-                channel.allow(self.timeout, first=min(self.timeout, left))
-                answer = channel.receive()
+            channel.allow(self.timeout, until=latest)
+            while (answer := channel.receive()) is None:  # a beat: the server works on it
+                if time.monotonic() > latest:
+                    raise TimeoutError("beats, but no answer")
+                channel.allow(self.timeout, until=latest)
             done, result = pickle.loads(answer)
         except BaseException as error:
             # The answer may still come, and must not be taken for that to another call.
@@ -501,9 +507,8 @@ class AccumulatorClient:
 
     def _silent(self) -> str:
         return (
-            f"the server at {self.address} has not answered for {self.timeout:g} s: it is "
-            "frozen, overloaded or cut off. To wait longer use "
-            f"connect(..., timeout={2 * self.timeout:g})"
+            f"the server at {self.address} does not answer: it is frozen, overloaded or "
+            f"cut off. To wait for more than {self.timeout:g} s use connect(timeout=...)"
         )
 
 
@@ -528,7 +533,7 @@ def connect(
     Args:
       address: that of the :class:`AccumulatorServer`.
       authkey: its key.
-      timeout: seconds, from 1 on.
+      timeout: seconds, from 1 on; above 10 where a network moves less than 1 MB/s.
 
     Returns:
       A client; ``client["name"]`` is a stand-in with the methods of the object.
