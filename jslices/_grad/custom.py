@@ -32,7 +32,7 @@ from jslices._grad.views import (
     leading,
 )
 
-_CALLS = ("jit", "pjit", "closed_call", "core_call", "call")
+_CALLS = ("jit", "pjit", "closed_call", "core_call", "call", "eval_jaxpr")
 _CUSTOM = ("custom_jvp_call", "custom_vjp_call")
 
 
@@ -66,7 +66,7 @@ def with_own_derivative(
         return None
     if not all(map(_jax.carries_gradient, eqn.outvars)):
         return None
-    kind = _WithJvp if eqn.primitive.name == "custom_jvp_call" else _WithVjp
+    kind = _WithJvp if _jax.kind(eqn) == "custom_jvp_call" else _WithVjp
     function = kind(eqn, [not isinstance(x, View) for x in operands], lead)
     try:
         function.check(within)
@@ -114,13 +114,12 @@ class _Function:
 
     def check(self, within: frozenset[Any] | None) -> None:
         """Raises _MixesRowsError if function and derivative do not treat rows alike."""
-        program = _jax.body(self._eqn)
-        source = _jax.source(program), *map(str, self._avals)
+        source = _jax.source(self._eqn), *map(str, self._avals)
         if within is None or source in within:
             return
         if within:
             return self.check_programs(within | {source})
-        known = _checked.setdefault(program, {})
+        known = _checked.setdefault(self.body.program, {})
         key = (tuple(self.shared), self._lead)
         if key not in known:
             known[key] = False
@@ -310,7 +309,7 @@ def _walk(
                 outputs = [view]
         elif eqn.primitive.name in _CALLS:
             outputs = _walk(_jax.body(eqn), given, rows, within)
-        elif eqn.primitive.name in _CUSTOM:
+        elif _jax.kind(eqn) in _CUSTOM:
             outputs = with_own_derivative(eqn, given, within)
         else:
             outputs = rowwise(eqn, given, _refuse)
