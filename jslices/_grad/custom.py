@@ -390,7 +390,9 @@ def _linear_outputs(
                 zeros.update(eqn.outvars)
             continue
         depends: list[bool] | None = [True] * len(eqn.outvars)
-        if name in _CALLS:
+        if not all(map(_jax.carries_gradient, eqn.outvars)):  # such as a cast to integers
+            depends = None
+        elif name in _CALLS:
             depends = _linear_outputs(
                 _jax.body(eqn), list(map(depends_on, atoms)), list(map(is_zero, atoms))
             )
@@ -402,9 +404,9 @@ def _linear_outputs(
                 depends = None
         elif name in ("mul", "dot_general"):
             depends = depends if len(which) == 1 else None
-        elif which != [0] or eqn.primitive not in ad.primitive_transposes:
-            depends = None
-        elif len(atoms) > 1 and name != "div":
+        elif name == "div":
+            depends = depends if which == [0] else None
+        elif len(atoms) > 1 or eqn.primitive not in ad.primitive_transposes:
             depends = None
         if depends is None:
             return None

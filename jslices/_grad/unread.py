@@ -16,10 +16,9 @@ from jslices._grad.rules import is_elementwise
 
 # They put the elements of their first operand elsewhere.
 _MOVES = frozenset(
-    "jslices_table pad reshape rev scatter scatter-mul sharding_constraint slice split "
-    "squeeze transpose".split()
+    "dynamic_update_slice jslices_table pad reshape rev scatter scatter-add scatter-mul "
+    "sharding_constraint slice split squeeze transpose".split()
 )
-
 
 #: The numbers of the leaves whose elements a variable holds.
 Held = frozenset[int]
@@ -27,6 +26,7 @@ Held = frozenset[int]
 Result = tuple[list[Held], list[tuple[int, _jax.Source]]]
 
 _NOTHING: Held = frozenset()
+#: By program, and by what its inputs hold.
 _known: weakref.WeakKeyDictionary[Any, dict[Any, Result]] = weakref.WeakKeyDictionary()
 
 
