@@ -6,7 +6,6 @@ is dense. They are looked for in the program alone: the elements of an array are
 through steps that move or scale them, and into what is called, until ids pick some.
 """
 
-import math
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -96,10 +95,15 @@ def _moved(eqn: _jax.Equation, given: Sequence[Held]) -> Sequence[Held] | None:
         return [_NOTHING.union(*given)] if numbers and full else [_NOTHING]
     if name == "concatenate":
         return [_NOTHING.union(*given) if all(given) else _NOTHING]
-    same_size = math.prod(shape) == math.prod(_jax.shape_of(eqn.invars[0]))
-    if name in _MOVES or (name == "broadcast_in_dim" and same_size):
+    if name in _MOVES or (name == "broadcast_in_dim" and _repeats_whole(eqn)):
         return [given[0]] * len(eqn.outvars)
     return None
+
+
+def _repeats_whole(eqn: _jax.Equation) -> bool:
+    """True for a table for each example, not for one row for many."""
+    shape, dims = eqn.params["shape"], eqn.params["broadcast_dimensions"]
+    return tuple(shape[d] for d in dims) == _jax.shape_of(eqn.invars[0])
 
 
 def _inside(eqn: _jax.Equation, given: Sequence[Held], through: Sequence[bool]) -> Result:

@@ -367,7 +367,8 @@ class Reader:
         if ids is None:
             return value
         if not isinstance(value, View):
-            return None if value is None else take_rows(value, ids.read, mode="clip")
+            there_are_none = value is None or ids.read is None
+            return None if there_are_none else take_rows(value, ids.read, mode="clip")
         # Whatever array a table is by now, its rows are those of the leaf.
         key = (value.leaf if isinstance(value, Table) else value, ids.name)
         if key not in self._read:
