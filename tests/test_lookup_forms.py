@@ -155,6 +155,7 @@ def from_single_rows(table):
         "first": table[0][None] * table[IDS],
         "numpy": table[np.int64(2)][None] * table[IDS],
         "last": table[-1][None] * table[IDS],
+        "of_arrays": jnp.concatenate([table, jnp.ones((1, D))])[2][None] * table[IDS],
         "of_a_step": jnp.sin(table)[3][None] * table[IDS],
         "slice": table[2:3] * table[IDS],
         "twice": (table[0] + table[0])[None] * table[IDS],

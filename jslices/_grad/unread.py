@@ -75,7 +75,7 @@ def _walk(program: _jax.Program, held: Sequence[Held], through: Sequence[bool]) 
             if _picks_by_ids(eqn, origins):
                 found += [(leaf, eqn.source_info) for leaf in given[0]]
             continue
-        outputs = _moved(eqn, given)
+        outputs = _moved(eqn, given, origins)
         if outputs is None:
             outputs, more = _inside(eqn, given, [v in reached for v in eqn.outvars])
             found += more
@@ -83,14 +83,16 @@ def _walk(program: _jax.Program, held: Sequence[Held], through: Sequence[bool]) 
     return [read(atom) for atom in program.outvars], found
 
 
-def _moved(eqn: _jax.Equation, given: Sequence[Held]) -> Sequence[Held] | None:
+def _moved(
+    eqn: _jax.Equation, given: Sequence[Held], origins: _jax.Origins
+) -> Sequence[Held] | None:
     """What the outputs of a step hold; None if it does not move or scale elements."""
     name, shape = eqn.primitive.name, _jax.shape_of(eqn.outvars[0])
     if name == "optimization_barrier":
         return given
     if is_elementwise(eqn):  # with numbers, or with elements of other tables
         operands = list(zip(eqn.invars, given, strict=True))
-        numbers = not any(_jax.shape_of(x) for x, held in operands if not held)
+        numbers = not any(origins.axes(x) for x, held in operands if not held)
         full = all(_jax.shape_of(x) == shape for x, held in operands if held)
         return [_NOTHING.union(*given)] if numbers and full else [_NOTHING]
     if name == "concatenate":
