@@ -21,7 +21,7 @@ from jslices.optim._engine.arithmetic import (
     value_at,
     with_decay,
 )
-from jslices.optim._engine.execute import read_rows, step_slices
+from jslices.optim._engine.execute import derivable, read_rows, step_slices
 from jslices.optim._engine.protocol import GradientTransformation
 from jslices.optim._engine.rule import Kernel, Rule, check_lazy, zeros
 from jslices.optim._engine.transformation import checked_rows, transformation
@@ -194,11 +194,15 @@ def adafactor(
             columns = (b * columns + (1.0 - b) * mean_squares).astype(columns.dtype)
             seen = b * read_rows(rows, g.indices) + (1.0 - b) * row_mean(g.values**2 + eps)
             rows = set_rows(rows, g.indices, seen.astype(rows.dtype))
+            some = jnp.any(g.indices < p.shape[0])
+            by_row, by_column = (
+                derivable(jnp.broadcast_to(some, x.shape), x) for x in (rows, columns)
+            )
             # The mean of whichever factor has fewer numbers than the other.
-            mean_square = jnp.mean(columns if axes_of(p.shape) == (1, 0) else rows)
+            mean_square = jnp.mean(by_column if axes_of(p.shape) == (1, 0) else by_row)
 
             def kernel(g: Any, p: Any, row: Any, *mean: Any) -> tuple[Any, ...]:
-                u = g * (columns[None] * (per_row(row, g) / mean_square)) ** -0.5
+                u = g * (by_column[None] * (per_row(row, g) / mean_square)) ** -0.5
                 return finish(step, decays, u, p, mean, by_row=True)
 
             u, *new = step_slices(kernel, g, [p, rows], mean, unique=True)
