@@ -627,8 +627,8 @@ def _static_shape(shape: Any) -> tuple[int, ...] | None:
     if shape is None:
         return None
     try:
-        return tuple(int(n) for n in shape)
-    except (jax.errors.ConcretizationTypeError, TypeError, ValueError) as error:
+        return tuple(operator.index(n) for n in shape)
+    except (TypeError, ValueError) as error:
         raise TypeError(
             f"dense_shape must be a tuple of ints known before tracing, got {shape!r}; "
             "pass the shape of the table: dense_shape=table.shape"

@@ -634,7 +634,7 @@ def test_errors():
     table = jnp.zeros((V, D))
     wrong = js.IndexedSlices(jnp.ones((1, D)), jnp.array([1]), (V + 1, D))
     tx = js.adam(0.1)
-    with pytest.raises(ValueError, match=r"shape \(10, 3\), the optimizer state"):
+    with pytest.raises(ValueError, match=r"shape \(10, 3\), and the parameter has"):
         tx.update(wrong, tx.init(table), table)
     with pytest.raises(ValueError, match=r"cannot add .* to a parameter of shape \(9, 3\)"):
         js.apply_updates(table, wrong)

@@ -24,7 +24,7 @@ from jslices.optim._engine.arithmetic import (
 from jslices.optim._engine.execute import derivable, read_rows, step_slices
 from jslices.optim._engine.protocol import GradientTransformation
 from jslices.optim._engine.rule import Kernel, Rule, check_lazy, zeros
-from jslices.optim._engine.transformation import checked_rows, transformation
+from jslices.optim._engine.transformation import transformation
 
 
 class AdafactorState(NamedTuple):
@@ -185,10 +185,9 @@ def adafactor(
                 u, *new = finish(step, decays, g * v**-0.5, p, mean, by_row=True)
                 return u, v, *new
 
-            return step_slices(kernel, checked_rows(g, (p, v, *mean)), [p], [v, *mean])
+            return step_slices(kernel, g, [p], [v, *mean])
 
         def in_factors(g: Any, p: Any, rows: Any, columns: Any, *mean: Any) -> Any:
-            g = checked_rows(g, (p, rows, *mean))
             total = jnp.sum(g.values**2, axis=0, dtype=columns.dtype)
             mean_squares = total / p.shape[0] + eps
             columns = (b * columns + (1.0 - b) * mean_squares).astype(columns.dtype)

@@ -11,13 +11,13 @@ from jslices._jax import flatten
 from jslices._rows.bounds import set_rows
 from jslices._rows.select import where_rows
 from jslices._slices import IndexedSlices, is_slices
+from jslices.optim._engine.checks import check_structure, checked_gradient, places
 from jslices.optim._engine.execute import derivable, read_rows
 from jslices.optim._engine.protocol import (
     GradientTransformation,
     is_leaf,
     warn_in_multi_steps,
 )
-from jslices.optim._engine.transformation import checked_rows
 
 
 def from_optax(tx: Any) -> GradientTransformation:
@@ -76,10 +76,15 @@ def from_optax(tx: Any) -> GradientTransformation:
                 "from_optax needs the parameters, to know which part of the state mirrors "
                 "them: tx.update(grads, state, params)"
             )
+        wanted = jax.tree.structure(jax.eval_shape(tx.init, params))
+        check_structure("from_optax", state, wanted)
         _refuse_accumulation(state)
         leaves, tree = flatten(grads, is_leaf=is_leaf)
         arrays = tree.flatten_up_to(params)
-        touched = [_coalesced(g, p) for g, p in zip(leaves, arrays, strict=True)]
+        touched = [
+            _coalesced(checked_gradient(place, g, p))
+            for place, g, p in zip(places(tree), leaves, arrays, strict=True)
+        ]
         kind = (tree, *((g.shape, g.dtype, is_slices(g)) for g in touched if g is not None))
         if any(map(is_slices, touched)) and kind not in tried:
             tried.add(kind)
@@ -222,10 +227,8 @@ def _nodes(tree: Any) -> Iterator[Any]:
             yield from _nodes(node)
 
 
-def _coalesced(grad: Any, param: Any) -> Any:
-    if not isinstance(grad, IndexedSlices):
-        return grad
-    return checked_rows(grad, (param,)).coalesce()
+def _coalesced(grad: Any) -> Any:
+    return grad.coalesce() if is_slices(grad) else grad
 
 
 def _present(grad: IndexedSlices) -> jax.Array:
