@@ -218,20 +218,6 @@ def test_padding_none_narrow_indices_and_16_bits():
     assert not params["table"].at[jnp.array([5, 9])].set(0).any()
 
 
-def test_frozen_rows_stay():
-    tx = wrapped("exact")
-    state = js.optim.freeze_rows(
-        tx.init(PARAMS), {"table": jnp.arange(V) == 3, "w": jnp.zeros(D, bool)}
-    )
-    step = stepping(tx, "jit")
-    params = PARAMS
-    for ids in BATCHES[:K]:
-        params, state = step(params, state, ids)
-    params, state = flush(tx)(params, state)
-    unmoved = np.asarray(params["table"] == PARAMS["table"]).all(1)
-    np.testing.assert_array_equal(unmoved, np.arange(V) == 3)
-
-
 def test_a_step_on_rows_that_did_not_catch_up_is_refused():
     tx = js.optim.multi_steps(js.adam(0.1, untouched="exact"), 1, SHAPES)
     first = quickly(tx.update)

@@ -1,0 +1,198 @@
+"""Frozen rows never move, bit for bit: any optimizer, any gradient, any wrapper."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from helpers import assert_close, quickly, rest_in_ci
+from optimizers import ALL, FIRST, D, V, label, make, rng_tree, slices_of
+
+import jslices as js
+
+FROZEN = np.isin(np.arange(V), [0, 2, 5, 8])
+IDS = np.array([0, 1, 1, 5, 7, V, -1, 2])
+EXACT = [
+    ("sgd", {"momentum": 0.9, "untouched": "exact"}),
+    ("adamw", {"weight_decay": 0.1, "untouched": "exact"}),
+    ("adamw", {"weight_decay": 0.1, "weight_decay_mode": "all"}),
+    ("lion", {"weight_decay": 0.1, "untouched": "exact"}),
+]
+DECAYS = js.adamw(0.1, weight_decay=0.1)
+EXACTLY = make(js, "adamw", 0.1, EXACT[1][1])
+BITS = {"table": FROZEN, "w": None}
+freeze = functools.partial(js.optim.freeze_rows, frozen=BITS)
+
+
+def grads_of(seed, dense):
+    rng = np.random.default_rng(seed)
+    table = slices_of(rng, IDS)
+    # Whatever a frozen row gets is gone.
+    bad = jnp.where(FROZEN[IDS.clip(0, V - 1)][:, None], jnp.nan, table.values)
+    table = js.IndexedSlices(bad, table.indices, (V, D))
+    return {"table": table.to_dense() if dense else table, "w": jnp.ones(4)}
+
+
+SHAPES = jax.eval_shape(lambda: grads_of(0, dense=False))
+WRAPPED = {
+    "from_optax": freeze(js.from_optax(optax.adamw(0.1, weight_decay=0.1))),
+    "chain": freeze(js.optim.chain(js.optim.clip_global_norm(1.0), EXACTLY)),
+    "in a chain": js.optim.chain(js.optim.clip(1.0), freeze(DECAYS)),
+    "multi_steps": freeze(js.optim.multi_steps(EXACTLY, 1, SHAPES)),
+    "in multi_steps": js.optim.multi_steps(freeze(EXACTLY), 1, SHAPES),
+    "partition": freeze(js.optim.partition({"a": EXACTLY, "b": js.sgd(0.1)}, "a")),
+    "in partition": js.optim.partition(
+        {"a": freeze(EXACTLY), "b": js.sgd(0.1)}, {"table": "a", "w": "b"}
+    ),
+    "masked": freeze(js.optim.masked(DECAYS, {"table": True, "w": False})),
+    "inject_hyperparams": freeze(
+        optax.inject_hyperparams(js.adamw)(learning_rate=0.1, weight_decay=0.1)
+    ),
+    "in optax.chain": optax.chain(js.optim.clip(9.0), freeze(DECAYS)),
+}
+
+
+def start():
+    params = rng_tree(np.random.default_rng(0))
+    return {**params, "table": params["table"].at[2].set(-0.0)}
+
+
+def bits(x):
+    return np.asarray(x).view(np.uint8)
+
+
+def rows_of(state):
+    """What a state has for each row of the table, by key path."""
+    pairs = jax.tree.leaves_with_path(state)
+    keys = [(jax.tree_util.keystr(path), x) for path, x in pairs]
+    return {k: x for k, x in keys if k.endswith("['table']") and x.shape[:1] == (V,)}
+
+
+def train(tx, kinds):
+    """The parameters and state after each step, on slices or arrays, then flushed."""
+
+    @quickly
+    def run(params, state):
+        seen = []
+        for seed, dense in enumerate(kinds):
+            if getattr(tx, "catches_up", False):
+                ids = {"table": True if dense else jnp.asarray(IDS), "w": None}
+                params, state = tx.catch_up(params, state, ids)
+            updates, state = tx.update(grads_of(seed, dense), state, params)
+            params = js.apply_updates(params, updates)
+            seen.append((params, state))
+        if getattr(tx, "catches_up", False):
+            seen.append(tx.flush(params, state))
+        return seen
+
+    params = start()
+    return [(params, tx.init(params)), *run(params, tx.init(params))]
+
+
+def check(tx, kinds):
+    (before, state), *after = train(tx, kinds)
+    for params, _ in after:
+        np.testing.assert_array_equal(
+            bits(params["table"][FROZEN]), bits(before["table"][FROZEN])
+        )
+    assert np.isfinite(params["table"]).all()
+    moved = np.asarray(params["table"] != before["table"]).any(1)
+    assert moved[[1, 7]].all()
+    if not any(kinds):
+        now = rows_of(after[-1][1])
+        for key, x in rows_of(state).items():
+            if "acc_grads" not in key:
+                np.testing.assert_array_equal(bits(x[FROZEN]), bits(now[key][FROZEN]), key)
+
+
+@pytest.mark.parametrize(
+    "name, kwargs, dense",
+    rest_in_ci(
+        [(*case, dense) for case in [*ALL, *EXACT] for dense in (False, True)],
+        lambda case: case[:2] in EXACT or (case[2] and case[:2] in FIRST),
+    ),
+    ids=label,
+)
+def test_frozen_rows_keep_their_bits(name, kwargs, dense):
+    """And under row gradients so does their state."""
+    tx = freeze(make(js, name, 0.1, kwargs))
+    check(tx, [False, dense, dense])
+
+
+@pytest.mark.parametrize("dense", [False, True])
+@pytest.mark.parametrize("wrap", WRAPPED)
+def test_whatever_stands_around_the_optimizer(wrap, dense):
+    if "multi_steps" in wrap and dense:
+        pytest.skip("is made for one kind of gradient")
+    check(WRAPPED[wrap], [dense, dense])
+
+
+@pytest.mark.parametrize("dense", [False, True])
+def test_free_rows_move_as_if_the_others_had_no_gradient(dense):
+    for tx in (DECAYS, js.adafactor(0.1, min_dim_size_to_factor=1)):
+        params, grads = start(), grads_of(0, dense)
+        masked = {**grads, "table": js.mask_rows(grads["table"], ~FROZEN)}
+        wanted, wanted_state = tx.apply(masked, tx.init(params), params)
+        frozen = freeze(tx)
+        got, state = frozen.apply(grads, frozen.init(params), params)
+        np.testing.assert_array_equal(got["table"][~FROZEN], wanted["table"][~FROZEN])
+        assert_close((got["w"], state), (wanted["w"], wanted_state), 0, 0)
+
+
+@pytest.mark.parametrize("tx", [DECAYS, EXACTLY], ids=["lazy", "exact"])
+def test_rows_are_frozen_later(tx):
+    """Round an optimizer that has taken steps: they stay where they are."""
+    *_, (params, state) = train(tx, [False, False])
+    frozen = freeze(tx)
+    for dense in (False, True):
+        ids = {"table": True if dense else jnp.arange(V), "w": None}
+        new, after = frozen.catch_up(params, state, ids)
+        new, after = frozen.apply(grads_of(3, dense), after, new)
+        new, after = frozen.flush(new, after)
+        np.testing.assert_array_equal(
+            bits(new["table"][FROZEN]), bits(params["table"][FROZEN])
+        )
+        assert (new["table"] != params["table"]).any(1)[jnp.array([1, 7])].all()
+
+
+def test_forms_of_frozen():
+    tree = {"table": jnp.ones((V, D)), "rest": {"a": jnp.ones(2), "b": [jnp.ones(3)]}}
+    grads = jax.tree.map(jnp.ones_like, tree)
+    for frozen in (
+        {"table": FROZEN, "rest": None},
+        {"table": jnp.asarray(FROZEN), "rest": {"a": None, "b": [None]}},
+        {"table": lambda rows: jnp.asarray(FROZEN)[rows], "rest": None},
+    ):
+        tx = js.optim.freeze_rows(js.sgd(1.0), frozen)
+        new, _ = tx.apply(grads, tx.init(tree), tree)
+        np.testing.assert_array_equal(new["table"], np.repeat(FROZEN[:, None], D, 1))
+        assert new["rest"]["b"][0].tolist() == [0, 0, 0]
+    # A single table; slices whose number of rows is not known; no gradient.
+    tx = js.optim.freeze_rows(js.sgd(1.0), lambda rows: rows < 8)
+    rows = js.IndexedSlices(jnp.ones((2, D)), jnp.array([7, 8]))
+    new, _ = tx.apply(rows, tx.init(tree["table"]), tree["table"])
+    np.testing.assert_array_equal(new[:, 0], np.arange(V) < 8)
+    assert tx.update(None, tx.init(tree["table"]))[0] is None
+    assert tx.plan(rows, tree["table"]).entries == 2
+
+
+def test_errors():
+    params = start()
+    with pytest.raises(TypeError, match=r"wants an optimizer, got a AdamState: tx = jsl"):
+        freeze(DECAYS.init(params))
+    wrong = [
+        (TypeError, r"wants bools, got int32\[9\]; for row numbers: l", jnp.arange(V)),
+        (ValueError, r"bools of shape \(4,\) for a table of shape \(9, 3\)", FROZEN[:4]),
+        (ValueError, r"bools of shape \(9, 1\) for a table", FROZEN[:, None]),
+    ]
+    for error, message, bits in wrong:
+        tx = js.optim.freeze_rows(DECAYS, {"table": bits, "w": None})
+        with pytest.raises(error, match=message):
+            tx.init(params)
+        with pytest.raises(error, match=message):
+            tx.update(grads_of(0, dense=True), DECAYS.init(params), params)
+    tx = js.optim.freeze_rows(DECAYS, {"tabel": FROZEN, "w": None})
+    with pytest.raises(ValueError, match=r"must have the structure of the parameters or a"):
+        tx.init(params)
