@@ -585,6 +585,23 @@ def types_of(tree):
     return jax.tree.map(jax.typeof, jax.eval_shape(lambda: tree))
 
 
+@pytest.mark.parametrize("name", sorted({name for name, _ in SHARED}))
+def test_squares_of_float16_overflow_as_in_optax(name):
+    """As docs/optimizers.md says, and that gradients in float32 help."""
+    table = jnp.ones((V, 1), jnp.float16)
+    rows = js.IndexedSlices(jnp.full((2, 1), 488, jnp.float16), jnp.array([1, 1]), (V, 1))
+    tx, theirs = getattr(js, name)(0.1), getattr(optax, name)(0.1)
+    wanted, _ = theirs.update(rows.to_dense(), theirs.init(table), table)
+    got, _ = tx.update(rows, tx.init(table), table)
+    assert_close(got.to_dense()[1], wanted[1], 1e-2)
+    squares = name not in ("sgd", "lion")
+    assert squares == (abs(wanted[1, 0]) < 1e-4)
+    wide, _ = tx.update(rows.astype(jnp.float32), tx.init(table), table)
+    whole = theirs.init(table.astype(jnp.float32))
+    wanted, _ = theirs.update(rows.to_dense().astype(jnp.float32), whole, table)
+    assert_close(wide.to_dense()[1], wanted[1], 1e-2)
+
+
 @pytest.mark.parametrize("name", ["adam", "adamw", "amsgrad", "lion"])
 def test_mu_dtype(name):
     table = jnp.ones((V, D), jnp.bfloat16)
