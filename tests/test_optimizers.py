@@ -320,6 +320,33 @@ def test_adafactor_keeps_its_factors_from_rows_alone(shape, momentum):
         np.testing.assert_allclose(updates.to_dense(), wanted, rtol=2e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize(
+    "name, kwargs, bad",
+    [*((*case, np.nan) for case in FIRST), *((*case, 1e20) for case in FACTORED)],
+    ids=label,
+)
+def test_a_bad_row_stays_alone_unless_rows_share_a_moment(name, kwargs, bad):
+    """As docs/optimizers.md says: in factored Adafactor it spoils the column moment."""
+    first, step = compiled_step(ALL.index((name, kwargs)))
+    grads, *_ = three_steps_of("unique")
+    values = grads["table"].values
+    hit, other = IDS["unique"][:2]
+    carries = []
+    for rows in (values, values.at[0].set(bad)):
+        table = js.IndexedSlices(rows, grads["table"].indices, (V, D))
+        params, state, _ = step(start("float32"), first, {**grads, "table": table})
+        carries.append((params, state))
+    (params, state), (spoiled, spoiled_state) = carries
+    alone = np.arange(V) != hit
+    if (name, kwargs) in FACTORED:
+        assert np.isnan(spoiled["table"][other]).all()
+        return
+    np.testing.assert_array_equal(spoiled["table"][alone], params["table"][alone])
+    for x, y in zip(*map(jax.tree.leaves, (spoiled_state, state)), strict=True):
+        if x.shape[:1] == (V,):
+            np.testing.assert_array_equal(x[alone], y[alone])
+
+
 def test_adafactor_knows_the_columns_of_the_whole_gradient():
     """A few rows, zeros elsewhere: as Optax's on the dense gradient, in the first step."""
     rng = np.random.default_rng(4)
