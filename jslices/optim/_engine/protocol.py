@@ -184,8 +184,7 @@ def _misfit(path: Any, update: Any, param: Any) -> ValueError:
 
 
 #: ``optax.MultiSteps`` adds each gradient to a dense array before it calls the optimizer.
-#: With IndexedSlices that ends in JAX's error about two structures, raised where no code of
-#: ours runs and which cannot say what to type; ``init`` is called earlier, and can.
+#: With IndexedSlices that ends in an error at the first step; ``init`` is called earlier.
 IN_MULTI_STEPS = (
     "optax.MultiSteps adds gradients to dense arrays as large as the parameters: JAX will "
     "refuse IndexedSlices there ('different types at key path'). To accumulate rows, type "

@@ -82,7 +82,7 @@ def partition(
       (Array([ 0. ,  0. , -0.5,  0. ], dtype=float32), Array([-1., -1.], dtype=float32))
 
     Source: ``optax.partition``. It calls label functions with the gradients; mapped over
-    slices, their labels end in JAX's "different types at key path".
+    slices, their labels end in "different types at key path".
     """
     return _split(
         "partition(param_labels=...)",
@@ -138,7 +138,7 @@ def masked(
       (Array([-0.6, -0.8], dtype=float32), Array([-5., -5.], dtype=float32))
 
     Source: ``optax.masked``. It calls mask functions with the gradients; mapped over
-    slices, their masks end in JAX's "different types at key path".
+    slices, their masks end in "different types at key path".
     """
     return _split(
         "masked(mask=...)",
