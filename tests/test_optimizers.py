@@ -327,15 +327,14 @@ def test_adafactor_keeps_its_factors_from_rows_alone(shape, momentum):
 )
 def test_a_bad_row_stays_alone_unless_rows_share_a_moment(name, kwargs, bad):
     """As docs/optimizers.md says: in factored Adafactor it spoils the column moment."""
-    first, step = compiled_step(ALL.index((name, kwargs)))
+    tx, params = make(js, name, 0.1, kwargs), start("float32")
     grads, *_ = three_steps_of("unique")
     values = grads["table"].values
     hit, other = IDS["unique"][:2]
-    carries = []
+    apply, carries = quickly(tx.apply), []
     for rows in (values, values.at[0].set(bad)):
         table = js.IndexedSlices(rows, grads["table"].indices, (V, D))
-        params, state, _ = step(start("float32"), first, {**grads, "table": table})
-        carries.append((params, state))
+        carries.append(apply({**grads, "table": table}, tx.init(params), params))
     (params, state), (spoiled, spoiled_state) = carries
     alone = np.arange(V) != hit
     if (name, kwargs) in FACTORED:

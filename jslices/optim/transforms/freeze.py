@@ -56,7 +56,7 @@ def freeze_rows(tx: Any, frozen: Any) -> GradientTransformation:
       >>> tx = js.optim.freeze_rows(tx, lambda rows: rows < 2)
       >>> table = jnp.ones((4, 1))
       >>> params, state = tx.apply(jnp.ones((4, 1)), tx.init(table), table)
-      >>> params.ravel()
+      >>> params.ravel().round(3)
       Array([1.  , 1.  , 0.85, 0.85], dtype=float32)
 
     Source: ours. The usual ways to train only the new tokens of a large vocabulary are to
