@@ -20,6 +20,7 @@ EXACT = [
     ("adamw", {"weight_decay": 0.1, "weight_decay_mode": "all"}),
     ("lion", {"weight_decay": 0.1, "untouched": "exact"}),
 ]
+FACTORED = ("adafactor", {"min_dim_size_to_factor": 1})
 DECAYS = js.adamw(0.1, weight_decay=0.1)
 EXACTLY = make(js, "adamw", 0.1, EXACT[1][1])
 BITS = {"table": FROZEN, "w": None}
@@ -111,7 +112,7 @@ def check(tx, kinds):
     "name, kwargs, dense",
     rest_in_ci(
         [(*case, dense) for case in [*ALL, *EXACT] for dense in (False, True)],
-        lambda case: case[2] and case[:2] in [*FIRST, EXACT[1]],
+        lambda case: case[2] and case[:2] in [*FIRST, FACTORED, EXACT[1]],
     ),
     ids=label,
 )

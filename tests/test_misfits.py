@@ -88,7 +88,7 @@ def test_gradients_of_another_array_inside_and_lifted(wrap):
     state = tx.init(PARAMS)
     leaf, wrong = OF_OTHERS["wider rows"]
     text = refused(lambda: tx.update({**GRADS, leaf: wrong}, state, PARAMS))
-    assert "float32[3, 4]" in text or "at ['table']" in text or "multi_steps was" in text
+    assert "at ['table']" in text
 
 
 @pytest.mark.parametrize("name, kwargs", [*FIRST, *EXACT], ids=label)
