@@ -196,6 +196,23 @@ def test_forms_of_frozen():
     assert tx.plan(rows, tree["table"]).entries == 2
 
 
+@pytest.mark.parametrize("grad", [js.grad, jax.grad])
+def test_a_step_is_in_place_and_without_temporaries(grad):
+    """By rows nothing is as large as the table, and under an array only the gradient."""
+    rows, count = 50_000, 64
+    tx = js.optim.freeze_rows(js.adamw(0.1, weight_decay=0.1), lambda rows: rows < 9)
+
+    @functools.partial(jax.jit, donate_argnums=(0, 1))
+    def step(params, state, ids):
+        return tx.apply(grad(lambda t: (t[ids] ** 2).sum())(params), state, params)
+
+    params = jax.ShapeDtypeStruct((rows, 16), jnp.float32)
+    ids = jax.ShapeDtypeStruct((count,), jnp.int32)
+    given = params, jax.eval_shape(tx.init, params), ids
+    memory = js.testing.assert_in_place(step, *given, min_bytes=rows * 4)
+    assert memory.temp_bytes < (1.1 * rows if grad is jax.grad else 8 * count) * 16 * 4
+
+
 def test_errors():
     params = start()
     with pytest.raises(TypeError, match=r"wants an optimizer, got a AdamState: tx = jsl"):

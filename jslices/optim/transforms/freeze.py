@@ -19,14 +19,14 @@ def freeze_rows(tx: Any, frozen: Any) -> GradientTransformation:
     """The optimizer ``tx``, by which some rows never move.
 
     Not by gradients, momentum or weight decay: they keep their bits, whether the gradient
-    is IndexedSlices or an array (of a tied table, of an output matrix), lazy or exact. The
-    gradient of a frozen row counts as zero, NaN included, and is zero for everything in
-    ``tx``: global norms, column moments, accumulators.
+    is IndexedSlices or an array (of a tied table, of an output matrix), lazy or exact.
+    Whatever gradient a frozen row gets, NaN included, all of ``tx`` sees zero: global
+    norms, column moments, buffers.
 
-    Untouched rows: as ``tx`` treats them. The state of a frozen row stays as it is under
-    row gradients. Under an array it does what a gradient of zero makes it do: what is zero
-    stays zero, means fade; and the norms of whole arrays that some optimizers take (the
-    trust ratio of ``lamb``, say) count the parameters of frozen rows.
+    Untouched rows: as ``tx`` treats them. Row gradients leave the state of a frozen row as
+    it is. An array does to it what a gradient of zero does: zeros stay zero, means fade.
+    Some optimizers take norms of whole arrays then (the trust ratio of ``lamb``, say), and
+    these count the parameters of frozen rows.
 
     Args:
       tx: an optimizer of jslices or of Optax, or what combinators make of some: ``chain``,
@@ -38,10 +38,9 @@ def freeze_rows(tx: Any, frozen: Any) -> GradientTransformation:
         tables a function is better.
 
     Returns:
-      A :class:`GradientTransformation`; its state is that of ``tx``, so that it may also be
-      put around an optimizer that has taken steps. With ``untouched="exact"``, rows are
-      frozen where they are when it is first used: if all are to be up to date, ``flush``
-      them before.
+      A :class:`GradientTransformation`. Its state is that of ``tx``, so that it can also be
+      put round an optimizer that has taken steps; with ``untouched="exact"`` call
+      ``tx.flush`` before, as what frozen rows have missed is not made up.
 
     Raises:
       TypeError: for the state of an optimizer in place of it, and for anything but bools.
