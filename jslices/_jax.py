@@ -310,6 +310,8 @@ def source(program: Program) -> Any:
 def body(eqn: Equation) -> Program:
     """The sub-program of a call, a loop or a rematerialisation."""
     params = parameters(eqn)
+    if "traced" in params:
+        return params["traced"].jaxpr
     return params["call_jaxpr"] if "call_jaxpr" in params else params["jaxpr"]
 
 

@@ -65,7 +65,7 @@ def with_own_derivative(
         return None
     if not all(map(_jax.carries_gradient, eqn.outvars)):
         return None
-    kind = _WithJvp if eqn.primitive.name == "custom_jvp_call" else _WithVjp
+    kind = _WithJvp if _jax.kind(eqn) == "custom_jvp_call" else _WithVjp
     function = kind(eqn, [not isinstance(x, View) for x in operands], lead)
     try:
         function.check(within)
@@ -294,7 +294,7 @@ def _walk(
                 outputs = [view]
         elif eqn.primitive.name in _CALLS:
             outputs = _walk(_jax.body(eqn), given, rows, within)
-        elif eqn.primitive.name in _CUSTOM:
+        elif _jax.kind(eqn) in _CUSTOM:
             outputs = with_own_derivative(eqn, given, within)
         else:
             outputs = rowwise(eqn, given, _refuse)
