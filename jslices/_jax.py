@@ -6,8 +6,10 @@ Tested on jax 0.10.2 and 0.12. What moved so far: sub-programs are ``ClosedJaxpr
 0.10.
 """
 
+import functools
+import itertools
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import CodeType
 from typing import Any
 
@@ -16,7 +18,8 @@ import jax.extend.core.primitives
 import numpy as np
 from jax import lax
 from jax._src import source_info_util, xla_bridge
-from jax.extend.core import Literal, Primitive
+from jax.export import is_symbolic_dim
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Primitive
 
 from jslices._densify import JAX_FOLDER, UserLine, pick_user_line
 
@@ -24,6 +27,10 @@ from jslices._densify import JAX_FOLDER, UserLine, pick_user_line
 # their fields, so a type checker learns nothing from naming them.
 Program = Any
 Equation = Any
+Source = Any  # where an equation comes from: its ``source_info``
+
+#: The classes of sub-programs.
+PROGRAMS = (Jaxpr, ClosedJaxpr)
 
 __all__ = ["Literal"]
 
@@ -40,6 +47,11 @@ PRIMITIVES: dict[str, Primitive] = {
 }
 
 
+def is_staged() -> bool:
+    """Whether a program is being traced, so that nothing runs yet."""
+    return isinstance(jax.numpy.zeros(()), jax.core.Tracer)
+
+
 def constants(program: Program) -> Sequence[Any]:
     """The values of ``program.constvars``."""
     return getattr(program, "consts", ())
@@ -52,6 +64,19 @@ def read(atom: Any, values: Mapping[Any, Any]) -> Any:
 
 def shape_of(atom: Any) -> tuple[int, ...]:
     return tuple(atom.aval.shape)
+
+
+def is_open(size: Any) -> bool:
+    """Whether ``jax.export`` leaves this size open."""
+    return is_symbolic_dim(size)
+
+
+def holds(comparison: Callable[[], bool]) -> bool:
+    """Whether a comparison of sizes holds; False where open sizes do not tell."""
+    try:
+        return bool(comparison())
+    except jax.errors.InconclusiveDimensionOperation:
+        return False
 
 
 def carries_gradient(atom: Any) -> bool:
@@ -105,6 +130,55 @@ def live_equations(program: Program) -> list[Equation]:
     return live[::-1]
 
 
+class Origins:
+    """How the variables of a program came about."""
+
+    def __init__(self, program: Program) -> None:
+        self._program = program
+
+    @functools.cached_property
+    def _made(self) -> dict[Any, Equation]:
+        return {v: eqn for eqn in self._program.eqns for v in eqn.outvars}
+
+    @functools.cached_property
+    def _fixed(self) -> set[Any]:
+        fixed: set[Any] = set()
+        for eqn in self._program.eqns:
+            if all(isinstance(x, Literal) or x in fixed for x in eqn.invars):
+                fixed.update(eqn.outvars)
+        return fixed
+
+    def is_fixed(self, atom: Any) -> bool:
+        """True for what stands in the program, ``jnp.arange(3)``: it has no inputs."""
+        return isinstance(atom, Literal) or atom in self._fixed
+
+    def columns(self, atom: Any) -> list[Any] | None:
+        """The pieces ``[..., 1]`` of which an array ``[..., n]`` was concatenated.
+
+        So indexing puts row numbers and column numbers together. None for any other array.
+        """
+        eqn, last = self._made.get(atom), len(atom.aval.shape) - 1
+        if eqn is None or eqn.primitive.name != "concatenate":
+            return None
+        if eqn.params["dimension"] != last or any(
+            shape_of(x)[last] != 1 for x in eqn.invars
+        ):
+            return None
+        return list(eqn.invars)
+
+    def axes(self, atom: Any) -> set[int]:
+        """The axes along which an array may differ: it was not repeated along them."""
+        eqn: Any = None if isinstance(atom, Literal) else self._made.get(atom)
+        name = eqn and eqn.primitive.name
+        if name == "convert_element_type":
+            return self.axes(eqn.invars[0])
+        if name == "broadcast_in_dim":
+            inside = self.axes(eqn.invars[0])
+            places = enumerate(eqn.params["broadcast_dimensions"])
+            return {axis for i, axis in places if i in inside}
+        return {axis for axis, size in enumerate(shape_of(atom)) if size != 1}
+
+
 def gradient_variables(program: Program, through: Sequence[bool]) -> set[Any]:
     """The variables through which a gradient reaches the inputs.
 
@@ -154,17 +228,26 @@ def scan_counts(params: dict[str, Any]) -> tuple[int, int]:
 
 def scan_options(params: dict[str, Any]) -> dict[str, Any]:
     """The keyword arguments with which ``lax.scan`` makes the same loop."""
-    return {name: params[name] for name in ("length", "reverse", "unroll")}
+    # An open length must come from what is scanned over.
+    names = ["length"] * (not is_open(params["length"])) + ["reverse", "unroll"]
+    return {name: params[name] for name in names}
 
 
-def remat_options(params: dict[str, Any]) -> dict[str, Any]:
-    """The keyword arguments with which ``jax.checkpoint`` wraps the same function."""
-    return {name: params[name] for name in ("policy", "prevent_cse")}
+def remat_options(params: dict[str, Any], kept: Sequence[bool]) -> dict[str, Any]:
+    """The keyword arguments with which ``jax.checkpoint`` wraps the same function.
+
+    That function takes one more operand, which comes first, and of the others those that
+    are ``kept``.
+    """
+    prevent_cse = params.get("prevent_cse", True)
+    if isinstance(prevent_cse, tuple):
+        prevent_cse = (True, *itertools.compress(prevent_cse, kept))
+    return {"policy": params["policy"], "prevent_cse": prevent_cse}
 
 
-def user_line(eqn: Equation) -> UserLine:
-    """The line of the user's program that made this equation."""
-    return pick_user_line(_frames(eqn.source_info.traceback))
+def user_line(source: Source) -> UserLine:
+    """The line of the user's program that made an equation with this ``source_info``."""
+    return pick_user_line(_frames(source.traceback))
 
 
 def _frames(traceback: Any) -> Iterable[tuple[CodeType, int]]:
@@ -197,10 +280,68 @@ def is_library_call(eqn: Equation) -> bool:
     return file is not None and file.startswith(JAX_FOLDER)
 
 
+# What ``call_hi_primitive`` calls (jax 0.12 with ``jax_remat3``, ``jax_custom_jvp3`` and
+# ``jax_custom_vjp3``), by the names of the primitives that it stands for.
+_HI_PRIMITIVES = {
+    "RematTraced": "checkpoint",
+    "CustomJVPTraced": "custom_jvp_call",
+    "CustomVJPTraced": "custom_vjp_call",
+}
+
+
+def kind(eqn: Equation) -> str:
+    """The name of the primitive, or of what a ``call_hi_primitive`` calls."""
+    if "_prim" not in eqn.params:
+        return eqn.primitive.name
+    called = type(eqn.params["_prim"]).__name__
+    return _HI_PRIMITIVES.get(called, called)
+
+
+def parameters(eqn: Equation) -> dict[str, Any]:
+    """The parameters of the primitive, or of what a ``call_hi_primitive`` calls."""
+    return eqn.params["_prim"].params if "_prim" in eqn.params else eqn.params
+
+
+def source(program: Program) -> Any:
+    """Where the function stands that was traced to this program, as far as is known."""
+    return getattr(getattr(program, "debug_info", None), "func_src_info", None)
+
+
 def body(eqn: Equation) -> Program:
     """The sub-program of a call, a loop or a rematerialisation."""
-    params = eqn.params
+    params = parameters(eqn)
+    if "traced" in params:
+        return params["traced"].jaxpr
     return params["call_jaxpr"] if "call_jaxpr" in params else params["jaxpr"]
+
+
+def programs_inside(
+    eqn: Equation, operands: Sequence[Any]
+) -> Iterator[tuple[Program, Sequence[Any], bool]]:
+    """The sub-programs of an equation, as far as is known what goes into them.
+
+    Each with those of the equation's ``operands``, or what is said of them, that are its
+    inputs, and True if its outputs are those of the equation.
+    """
+    name, params = eqn.primitive.name, eqn.params
+    if name == "while":
+        yield params["body_jaxpr"], operands[params["cond_nconsts"] :], False
+    elif name == "cond":
+        for branch in params["branches"]:
+            yield branch, operands[1:], True
+    elif name == "custom_linear_solve":
+        first = 0
+        given = zip(params["const_lengths"], params["jaxprs"], strict=True)
+        for count, program in given:
+            consts, first = operands[first : first + count], first + count
+            more = len(program.invars) - count if program is not None else 0
+            if program is not None and more <= len(operands[first:]):
+                yield program, [*consts, *operands[len(operands) - more :]], False
+    else:
+        for program in params.values():
+            if len(getattr(program, "invars", ())) == len(operands):
+                outputs = len(program.outvars) == len(eqn.outvars) and name != "scan"
+                yield program, operands, outputs
 
 
 def has_started_devices() -> bool:

@@ -12,7 +12,7 @@ import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
 from jslices._densify import human_bytes, warn_dense
-from jslices._jax import called_by_jax_operator
+from jslices._jax import called_by_jax_operator, is_open
 from jslices._misuse import refuse_misuse
 from jslices._rows.bounds import (
     add_rows,
@@ -629,8 +629,8 @@ def _static_shape(shape: Any) -> tuple[int, ...] | None:
     if shape is None:
         return None
     try:
-        return tuple(operator.index(n) for n in shape)
-    except (TypeError, ValueError) as error:
+        return tuple(n if is_open(n) else operator.index(n) for n in shape)
+    except (jax.errors.ConcretizationTypeError, TypeError, ValueError) as error:
         raise TypeError(
             f"dense_shape must be a tuple of ints known before tracing, got {shape!r}; "
             "pass the shape of the table: dense_shape=table.shape"
@@ -659,7 +659,7 @@ def _check_parts(values: Any, indices: Any, shape: tuple[int, ...] | None) -> No
     elif values.ndim < 1 or values.shape[0] != indices.shape[0]:
         problems.append("values and indices must have equally many rows")
     if shape is not None:
-        if len(shape) < 1 or min(shape) < 0:
+        if len(shape) < 1 or any(n < 0 for n in shape):
             problems.append("dense_shape must be (V, *row_shape), none negative")
         elif indices.ndim == 1 and tuple(values.shape[1:]) != shape[1:]:
             rows = (shape[0], *values.shape[1:])

@@ -367,7 +367,7 @@ def test_the_format_stays(tmp_path, monkeypatch):
     same(js.Saver().restore(folder / "shards", shards), shards)
     same(js.Saver().restore(folder / "delta"), dict(sorted(delta.items())))
 
-    times = iter(range(0x1800000000000001, 0x1800000000000009))
+    times = iter(range(0x1800000000000001, 0x1800000000000009, 2))
     monkeypatch.setattr(time, "time_ns", lambda: next(times))
     monkeypatch.setattr(secrets, "token_hex", lambda n: "ab" * n)
     js.Saver().save(full, tmp_path / "full")

@@ -1,6 +1,7 @@
 """Deltas: only the rows that changed, and a chain that is never broken silently."""
 
 import os
+import pathlib
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +12,8 @@ from hypothesis import strategies as st
 
 import jslices as js
 from jslices.checkpoint import DataLossError, NotFoundError
-from jslices.checkpoint.archive import write_checkpoint
+from jslices.checkpoint.archive import Archive, write_checkpoint
+from jslices.checkpoint.leaves import as_leaf
 from jslices.checkpoint.tensors import TensorFile
 
 V = 64
@@ -238,6 +240,66 @@ def test_going_on_after_a_restart(tmp_path):
     assert TensorFile(path).shapes["table"] == (1, 2)
     assert_same(js.Saver().restore(path), variables)
     assert saver.last_checkpoints == [*paths, path]
+
+
+def test_a_long_chain(tmp_path):
+    """As many deltas as a day may bring: more than Python would follow one by one."""
+    table = np.zeros((4, 2))
+    last = Archive(js.Saver().save({"t": table}, tmp_path / "m-0")).save_id
+    for step in range(1, 500):
+        rows = np.array([step % 4])
+        table[rows] = step
+        leaf = as_leaf("t", table)
+        part = {
+            "t": (leaf.rows_tensor(rows), (0, 0)),
+            "r": (as_leaf("r", rows).tensor(), (0,)),
+        }
+        delta = {"base": f"m-{step - 1}", "base_id": last, "rows": {"t": "r"}}
+        info = {"variables": {"t": ("numpy", "float64", (4, 2))}, "delta": delta}
+        last = write_checkpoint(str(tmp_path / f"m-{step}"), [part], info, False)
+    np.testing.assert_array_equal(js.Saver().restore(tmp_path / "m-499")["t"], table)
+
+
+def recovered(directory, **options):
+    """What a process does that goes on where an earlier one stopped."""
+    saver = js.Saver(**options)
+    state = js.checkpoint.get_checkpoint_state(directory)
+    saver.recover_last_checkpoints(state.all_model_checkpoint_paths)
+    return saver, saver.restore(js.checkpoint.latest_checkpoint(directory), start())
+
+
+@pytest.mark.parametrize("relative", [False, True])
+def test_what_waits_for_deletion_survives_restarts(relative, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path.parent)
+    directory = pathlib.Path(tmp_path.name) if relative else tmp_path
+    chain(directory, max_to_keep=1)  # the first two wait
+    for step in range(3, 6):
+        saver, variables = recovered(directory, max_to_keep=1, save_relative_paths=relative)
+        variables = stepped(variables, [step], 2.0)
+        path = saver.save_delta(variables, directory / "m", step)
+        assert_same(js.Saver().restore(path), variables)
+    assert set(os.listdir(directory)) == {"checkpoint", *(f"m-{i}" for i in range(6))}
+    js.checkpoint.update_checkpoint_state(directory, path)  # knows nothing of them
+    js.Saver().save(variables, directory / "n")  # they are needed: by a delta that is there
+    assert_same(js.Saver().restore(path), variables)
+    saver, variables = recovered(directory, max_to_keep=1)
+    saver.recover_last_checkpoints([str(path)])
+    saver.save(variables, directory / "m", 6)
+    assert set(os.listdir(directory)) == {"checkpoint", "m-6", "n"}
+    assert "#" not in (directory / "checkpoint").read_text()
+
+
+def test_a_delta_that_an_earlier_run_kept_for_good_can_be_restored(tmp_path):
+    saver, variables, _ = chain(tmp_path, max_to_keep=1)
+    kept_variables = stepped(variables, [9], 3.0)
+    kept = saver.save_delta(kept_variables, tmp_path / "kept", write_state=False)
+    for step in range(3, 6):
+        saver, variables = recovered(tmp_path, max_to_keep=1)
+        saver.save(variables, tmp_path / "m", step)
+    assert_same(js.Saver().restore(kept), kept_variables)
+    os.unlink(kept)
+    saver.save(variables, tmp_path / "m", 6)
+    assert sorted(os.listdir(tmp_path)) == ["checkpoint", "m-6"]
 
 
 ERRORS = [

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import pytest
 import test_algebra
 import test_bags
+import test_clipping
 import test_scatter
 
 import jslices as js
@@ -33,3 +34,5 @@ def test_every_exception_of_the_tests_is_listed():
         assert module.DIFFERENCES
         for sentence in module.DIFFERENCES.values():
             assert f"| {sentence} |" in TEXT
+    for _, sentence in test_clipping.SPECIAL.values():
+        assert f"| {sentence} |" in TEXT

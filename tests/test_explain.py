@@ -72,6 +72,43 @@ def test_what_made_it_dense(report):
     assert plain.kind == "dense" and plain.dense_line.line == LINE + 2 and not plain.lookups
 
 
+def test_weights_without_lookups_take_one_line():
+    params = {name: S((8, 8), F32) for name in "abc"} | {"t": S((90, 8), F32)}
+
+    def fun(p, ids):
+        return jnp.tanh(p["t"][ids] @ p["a"] @ p["b"] + p["c"][None, 0]).sum()
+
+    report = js.explain(fun)(params, S((5,), jnp.int32))
+    lines = str(report).splitlines()
+    assert [leaf.path for leaf in report.leaves] == ["p['a']", "p['b']", "p['c']", "p['t']"]
+    assert [line.split("  ")[0] for line in lines[2:4]] == ["p['t']", "3 without lookups"]
+    assert lines[3].split()[-3:] == ["B", "4.5", "KB"] and "768 B" in lines[3]
+    assert "p['a']" not in str(report) and "3 without lookups" in report.to_markdown()
+    # Without any lookup there is nothing else to show.
+    alone = str(js.explain(lambda p: (p["a"] @ p["b"]).sum())(params))
+    assert "p['a']" in alone and "p['b']" in alone
+
+
+def test_tables_that_would_be_smaller_dense():
+    params = {"t": S((1000, 8), F32), "tiny": S((3, 8), F32)}
+
+    def fun(p, ids):
+        return (p["t"][ids] * p["tiny"][ids % 3]).sum()
+
+    args = params, S((50,), jnp.int32)
+    report = js.explain(fun)(*args)
+    assert [leaf.kind for leaf in report.leaves] == ["sparse", "sparse"]
+    (note,) = [line for line in str(report).splitlines() if "if_smaller" in line]
+    assert str(report).index("p['tiny']:") < str(report).index(note)
+    chosen = js.explain(fun, sparse="if_smaller")(*args)
+    assert [(leaf.kind, leaf.rows) for leaf in chosen.leaves] == [
+        ("sparse", 50),
+        ("dense", 50),
+    ]
+    assert "if_smaller" not in str(chosen)
+    assert chosen.sparse_bytes < report.sparse_bytes
+
+
 def test_layout(report):
     text = str(report)
     assert max(map(len, text.splitlines())) <= 100
@@ -91,12 +128,20 @@ def test_long_names_and_shapes_still_fit():
     assert max(map(len, str(report).splitlines()[:5])) <= 100
 
 
+@jax.custom_jvp
+def over_all_rows(table):
+    return table / table.sum(axis=0, keepdims=True)
+
+
+over_all_rows.defjvp(lambda primals, tangents: (over_all_rows(*primals), *tangents))
+
+
 @pytest.mark.parametrize(
     "use, hint",
     [
-        (lambda t: jax.nn.relu(t)[jnp.array([0])].sum(), "after the lookup"),
+        (lambda t: over_all_rows(t)[jnp.array([0])].sum(), "after the lookup"),
         (lambda t: (t**2).sum(), "penalise the rows"),
-        (lambda t: t[jnp.array([0]), jnp.array([1])].sum(), "look up whole rows first"),
+        (lambda t: t[jnp.array([0, 1]), jnp.array([1, 0])].sum(), "whole rows of a"),
         (
             lambda t: lax.scan(lambda c, row: (c + row.sum(), None), 0.0, t)[0],
             "loop's body",

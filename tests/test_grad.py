@@ -182,7 +182,7 @@ def test_custom_derivatives_that_do_not_use_the_table():
 
 
 NOT_UNDERSTOOD = [
-    lambda t: jax.nn.relu(t)[jnp.array([1, 1])].sum(),  # through a custom_jvp
+    lambda t: jax.nn.softmax(t, axis=0)[jnp.array([1, 1])].sum() ** 2,
     lambda t: lax.fori_loop(0, 3, lambda k, c: (c[0] + c[1][k].sum(), c[1] * 2), (0.0, t))[
         0
     ],
@@ -351,10 +351,33 @@ def test_a_choice_per_array():
     assert js.is_slices(unused["table"]) and unused["table"].indices.shape == (0,)
     with pytest.raises(ValueError, match="prefix"):
         js.grad(fun, sparse={"tabel": True})(params)
-    with pytest.raises(TypeError, match="True, False or None"):
+    with pytest.raises(TypeError, match="True, False, None or 'if_smaller'"):
         js.grad(fun, sparse={"table": 1, "bias": False})(params)
+    with pytest.raises(TypeError, match="got 'smaller' for params"):
+        js.grad(fun, sparse="smaller")(params)
     with pytest.raises(js.DenseUseError, match="at least one axis"):
         js.grad(lambda x: x * x, sparse=True)(jnp.float32(1))
+
+
+def test_rows_if_they_are_smaller():
+    """By bytes: of 30 rows without row numbers 23 with them are smaller, 24 are not."""
+    params = {"wide": jnp.ones((30, 4)), "tiny": jnp.ones((3, 4)), "w": jnp.ones((4,))}
+
+    def loss(params, ids):
+        rows = jax.checkpoint(lambda p: p["wide"][ids] + p["tiny"][ids % 3])(params)
+        return jnp.tanh(rows @ params["w"]).sum()
+
+    for count, smaller in [(23, True), (24, False)]:
+        ids = jnp.arange(count)
+        grads = quickly(js.grad(loss, sparse="if_smaller"))(params, ids)
+        assert (js.is_slices(grads["wide"]), js.is_slices(grads["tiny"])) == (
+            smaller,
+            False,
+        )
+        assert_close(grads, jax.grad(loss)(params, ids))
+        sparse = {"wide": "if_smaller", "tiny": None, "w": None}
+        grads = quickly(js.grad(loss, sparse=sparse))(params, ids)
+        assert (js.is_slices(grads["wide"]), js.is_slices(grads["tiny"])) == (smaller, True)
 
 
 def loss_of_two(table, scale):

@@ -512,20 +512,48 @@ def test_every_run_of_tensorflow_is_compared_or_named():
 
 
 KERAS = {
-    "SGD(learning_rate=0.1)": js.sgd(0.1),
-    "Adagrad(learning_rate=0.1)": js.adagrad(0.1, eps=1e-7),
-    "RMSprop(learning_rate=0.1)": js.rmsprop(0.1, eps=1e-7, untouched="exact"),
-    "Adadelta(learning_rate=1.0)": js.adadelta(1.0, 0.95, 1e-7, untouched="exact"),
+    "tf_keras.SGD(learning_rate=0.1)": js.sgd(0.1),
+    "tf_keras.Adagrad(learning_rate=0.1)": js.adagrad(0.1, eps=1e-7),
+    "tf_keras.RMSprop(learning_rate=0.1)": js.rmsprop(0.1, eps=1e-7, untouched="exact"),
+    "tf_keras.Adadelta(learning_rate=1.0)": js.adadelta(1.0, 0.95, 1e-7, untouched="exact"),
+    "keras.Lion(learning_rate=0.1)": js.lion(0.1, weight_decay=0.0, untouched="exact"),
+    "keras.Lion(learning_rate=0.1,weight_decay=0.1)": js.lion(
+        0.1, weight_decay=0.1, untouched="exact"
+    ),
 }
 
 
 @pytest.mark.parametrize("name", KERAS)
-def test_equal_tf_keras(name):
-    """The optimizers of tf_keras sum duplicates and move every row, as exact ones do."""
-    section, wanted = golden("optimizers"), golden("keras_optimizers")
-    steps = wanted[f"tf_keras.{name}"]["sparse"]
+def test_equal_keras(name):
+    """The optimizers of tf_keras sum duplicates and move every row, as exact ones do.
+
+    Those of Keras 3, which does not sum duplicates, were given dense gradients.
+    """
+    section, (steps,) = golden("optimizers"), golden("keras_optimizers")[name].values()
     for after, (now, _) in zip(steps, after_each_step(KERAS[name], section), strict=True):
         np.testing.assert_allclose(now, after, rtol=3e-5, atol=3e-6)
+
+
+def test_amsgrad_of_keras_is_another():
+    """It keeps the largest moment before correction, and ``eps`` beside that root."""
+    section = golden("optimizers")
+    name = "keras.Adam(learning_rate=0.1,beta_2=0.9,amsgrad=True)"
+    theirs = golden("keras_optimizers")[name]["dense"]
+    w = section["_w0"].astype(np.float64)
+    mean, moment, largest = np.zeros_like(w), np.zeros_like(w), np.zeros_like(w)
+    tx = js.amsgrad(0.1, b2=0.9, eps=1e-7)
+    ours, state = section["_w0"], tx.init(section["_w0"])
+    for t, inputs in enumerate(section["_steps"], 1):
+        grad = np.zeros_like(ours)
+        np.add.at(grad, inputs["indices"], inputs["values"])
+        mean, moment = 0.9 * mean + 0.1 * grad, 0.9 * moment + 0.1 * grad**2
+        largest = np.maximum(largest, moment)
+        rate = 0.1 * np.sqrt(1 - 0.9**t) / (1 - 0.9**t)
+        w = w - rate * mean / (np.sqrt(largest) + 1e-7)
+        np.testing.assert_allclose(theirs[t - 1], w, rtol=1e-4, atol=1e-5)
+        updates, state = tx.update(grad, state, ours)
+        ours = ours + np.asarray(updates)
+    assert np.abs(ours - w).max() > 0.01
 
 
 @three

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import assert_close, quickly
+from helpers import assert_close, golden, quickly
 
 import jslices as js
 
@@ -77,6 +77,24 @@ def test_value_and_gradients_are_those_of_the_formula(name, num_true, remove):
     assert grads[0].indices.shape == grads[1].indices.shape == (B * num_true + S,)
     for got, want in zip(grads, wanted, strict=True):
         assert_close(got, want, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_class_drawn_twice(name):
+    """The first label is drawn twice: here both are left out, in TensorFlow the last.
+
+    So ours is TensorFlow's loss of a sample that holds the class once. For the second
+    label, which is drawn once, and with all hits counted, the losses are the same.
+    """
+    case = golden("sampled")
+    twice, once = case["twice"], case["once"]
+    values = twice["sampled"], twice["of_true"], twice["of_sampled"]
+    given = case["weights"], case["biases"], case["labels"], case["inputs"], 4, 6, 1
+    with_hits, without = (LOSSES[name](*given, values, remove) for remove in (False, True))
+    key = f"{name} without hits"
+    assert_close(with_hits, twice[f"{name} with hits"])
+    assert_close(without, np.array([once[key][0], twice[key][1]]))
+    assert abs(twice[key][0] - once[key][0]) > 0.1
 
 
 def test_shards_keys_and_one_label():

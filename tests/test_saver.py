@@ -277,6 +277,17 @@ def test_write_state_false(tmp_path):
     np.testing.assert_array_equal(saver.restore(path)["v"], SMALL["v"])
 
 
+@pytest.mark.parametrize("run", GOLDEN["write_state"], ids=lambda run: run["saves"])
+def test_runs_of_tensorflow_with_write_state(run, tmp_path):
+    """A step with a dash was saved with ``write_state=False``."""
+    saver = js.Saver(max_to_keep=run["max_to_keep"])
+    for step in run["saves"].split():
+        wrote_state = not step.endswith("-")
+        saver.save(SMALL, tmp_path / "m", int(step.strip("-")), write_state=wrote_state)
+    assert checkpoints(tmp_path) == run["kept"].split()
+    assert basenames(saver.last_checkpoints) == run["last_checkpoints"].split()
+
+
 def test_two_savers_do_not_know_each_other(tmp_path):
     one, two = js.Saver(max_to_keep=1), js.Saver(max_to_keep=1)
     one.save(SMALL, tmp_path / "one", 1)
@@ -284,6 +295,25 @@ def test_two_savers_do_not_know_each_other(tmp_path):
     one.save(SMALL, tmp_path / "one", 2)
     assert checkpoints(tmp_path) == ["one-2", "two-1"]
     assert os.path.basename(js.checkpoint.latest_checkpoint(tmp_path)) == "one-2"
+
+
+@pytest.mark.parametrize(("argument", "instead"), [
+    ("builder", "sharded=True"), ("defer_build", "leave it out"),
+    ("write_version", "leave it out"), ("filename", "give the path to save and restore"),
+    ("max_to_kep", r"see help\(Saver\)"),
+])  # fmt: skip
+def test_arguments_that_only_tensorflow_has(argument, instead):
+    with pytest.raises(TypeError, match=rf"has no argument '{argument}': .*{instead}"):
+        js.Saver(**{argument: 1})
+
+
+def test_restore_sequentially_and_the_order_of_arguments(tmp_path):
+    """The order is TensorFlow's: after the name stands ``restore_sequentially``."""
+    options = js.Saver(max_to_keep=2).as_saver_def()
+    saver = js.Saver(None, False, False, 5, 10000.0, "save", True, options)
+    assert saver.as_saver_def() == options
+    path = saver.save({"v": 1}, tmp_path / "m")
+    assert saver.restore(path) == {"v": 1}
 
 
 def test_saver_def(tmp_path):

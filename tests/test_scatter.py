@@ -24,10 +24,9 @@ ND = {
 
 #: Where TensorFlow gives something else on purpose; docs/operations.md says why.
 DIFFERENCES = {
-    "uint8 min": "they work for every dtype with an order",
-    "uint8 max": "they work for every dtype with an order",
-    "int8 min": "they work for every dtype with an order",
-    "int8 max": "they work for every dtype with an order",
+    f"{dtype} {op}": "they work for every dtype with an order"
+    for dtype in ("int8", "int16", "uint8", "uint16", "uint32", "uint64")
+    for op in ("min", "max")
 }
 
 

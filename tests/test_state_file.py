@@ -1,15 +1,18 @@
 """TensorFlow's state file: read, written, and read by protocol buffers themselves."""
 
+import json
 import logging
 import os
 
 import pytest
+from helpers import golden
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import jslices as js
 from jslices.checkpoint import CheckpointState, NotFoundError
-from jslices.checkpoint.state_file import dump_text, parse_text
+from jslices.checkpoint.tensors import TensorFile
+from jslices.checkpoint.text_format import dump_text, parse_text
 
 
 def write(directory, text):
@@ -124,6 +127,32 @@ def test_relative_directories_are_taken_off(tmp_path, monkeypatch):
     assert [line.split()[1] for line in paths] == ['"m-1"', '"/abs"', '"m-2"']
 
 
+@pytest.mark.parametrize("case", golden("state_file"))
+def test_paths_as_tensorflow_writes_and_reads_them(case, tmp_path, monkeypatch):
+    """``D`` stands for the current directory."""
+    monkeypatch.chdir(tmp_path)
+    os.mkdir("sub")
+
+    def here(path):
+        return path.replace("D", str(tmp_path))
+
+    directory, newest = here(case["save_dir"]), here(case["model_checkpoint_path"])
+    paths = [here(path) for path in case["all_model_checkpoint_paths"] or ()]
+    state_file = os.path.abspath(os.path.join(directory, "checkpoint"))
+    relative = os.path.relpath(newest, directory or ".") if directory == "sub" else newest
+    if os.path.abspath(os.path.join(directory, relative)) == state_file:
+        # TensorFlow compares the two as text, and may write a file that names itself.
+        with pytest.raises(RuntimeError, match="conflicts with path used for checkpoint"):
+            js.checkpoint.update_checkpoint_state(directory, newest, paths)
+        return
+    js.checkpoint.update_checkpoint_state(directory, newest, paths)
+    with open(state_file) as file:
+        assert file.read() == here(case["text"])
+    state = js.checkpoint.get_checkpoint_state(directory)
+    read = [state.model_checkpoint_path, *state.all_model_checkpoint_paths]
+    assert read == [here(path) for path in case["read"]]
+
+
 def test_errors_of_update(tmp_path):
     with pytest.raises(NotFoundError, match=r"the directory '.*/no' does not exist"):
         js.checkpoint.update_checkpoint_state(tmp_path / "no", "m")
@@ -141,6 +170,76 @@ def test_timestamps(tmp_path):
     )
     state = js.checkpoint.get_checkpoint_state(tmp_path)
     assert state == CheckpointState("/m", ["/a", "/m"], [1.5, 2e9], 1.0)
+
+
+def doomed(directory, *names):
+    """A state file that says what waits for deletion, as a process leaves it that ends."""
+    saver, paths = js.Saver(max_to_keep=1), {}
+    for name in names:
+        paths[name] = saver.save({"a": 1}, directory / name, write_state=False)
+    saver.save({"a": 1}, directory / "base")
+    saver.save_delta({"a": 2}, directory / "delta")
+    text = (directory / "checkpoint").read_text()
+    (note,) = [line for line in text.splitlines() if line.startswith("#")]
+    base_id = note.split('"')[3]
+    ids = {name: TensorFile(path).metadata["jslices"] for name, path in paths.items()}
+    notes = [
+        note.replace("base", n).replace(base_id, json.loads(i)["id"])
+        for n, i in ids.items()
+    ]
+    write(directory, text + "".join(f"{note}\n" for note in notes))
+    return text
+
+
+def test_what_waits_for_deletion_goes_when_somebody_saves(tmp_path):
+    text = doomed(tmp_path, "x", "y", "Übung")
+    assert js.checkpoint.latest_checkpoint(tmp_path) == str(tmp_path / "delta")
+    js.Saver().save({"a": 3}, tmp_path / "y")  # was waiting, and is not any more
+    assert sorted(os.listdir(tmp_path)) == ["base", "checkpoint", "delta", "y"]
+    note = text.splitlines()[-1]
+    assert note in (tmp_path / "checkpoint").read_text()  # the base still waits
+    js.checkpoint.update_checkpoint_state(tmp_path, tmp_path / "y")
+    assert note in (tmp_path / "checkpoint").read_text()
+
+
+def test_only_what_was_meant_is_deleted(tmp_path):
+    inside = tmp_path / "d"
+    inside.mkdir()
+    text = doomed(inside, "x", "changed")
+    notes = (inside / "checkpoint").read_text()
+    js.Saver().save({"a": 4}, inside / "changed", write_state=False)
+    outside = js.Saver().save({"a": 5}, tmp_path / "m", write_state=False)
+    save_id = json.loads(TensorFile(outside).metadata["jslices"])["id"]
+    (inside / "text").write_text("words")
+    strange = [
+        f'# to_be_deleted: "../m" saved_as: "{save_id}"',
+        f'# to_be_deleted: "{outside}" saved_as: "{save_id}"',
+        f'# to_be_deleted: "text" saved_as: "{save_id}"',
+        '# to_be_deleted: "text" saved_as: ""',
+        '# to_be_deleted: "text"',
+        "# to_be_deleted: 7 saved_as: 7",
+        '# to_be_deleted: "a\\000b" saved_as: "0"',
+        '# to_be_deleted: ".." saved_as: "0"',
+        '# to_be_deleted: "" saved_as: "0"',
+        '# to_be_deleted: "open',
+        "# to_be_deleted: ",
+    ]
+    write(inside, notes + "".join(f"{line}\n" for line in strange))
+    assert notes.startswith(text)
+    js.Saver().save({"a": 3}, inside / "new")
+    left = ["base", "changed", "checkpoint", "delta", "new", "text"]
+    assert sorted(os.listdir(inside)) == left
+    assert os.path.exists(outside)
+
+
+def test_recovering_what_is_no_checkpoint_does_not_delete_it(tmp_path):
+    (tmp_path / "letter").write_text("words")
+    write(tmp_path, f'model_checkpoint_path: "{tmp_path}/letter"')
+    saver = js.Saver(max_to_keep=1)
+    saver.recover_last_checkpoints([js.checkpoint.latest_checkpoint(tmp_path)])
+    for step in range(3):
+        saver.save({"a": 1}, tmp_path / "m", step)
+    assert sorted(os.listdir(tmp_path)) == ["checkpoint", "letter", "m-2"]
 
 
 def protobuf_state():
@@ -184,6 +283,17 @@ def test_protocol_buffers_read_ours_and_we_read_theirs(as_utf8, tmp_path):
         assert state.all_model_checkpoint_timestamps == times
         if not as_utf8:
             assert state.last_preserved_timestamp == 3.25
+
+
+def test_protocol_buffers_read_what_waits_for_deletion(tmp_path):
+    State = protobuf_state()
+    from google.protobuf import text_format
+
+    doomed(tmp_path, 'quo"te', "Übung")
+    text = (tmp_path / "checkpoint").read_text()
+    read = text_format.Parse(text, State())
+    assert text.count("#") == 3
+    assert list(read.all_model_checkpoint_paths) == [str(tmp_path / "delta")]
 
 
 @settings(max_examples=200)

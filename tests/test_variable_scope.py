@@ -12,6 +12,7 @@ import jslices.tf1 as tf
 
 KEY = jax.random.key(0)
 SCOPES = golden("variable_scope")
+PROGRAMS = golden("scope_programs")
 
 
 def run(fn, *args):
@@ -67,7 +68,8 @@ def golden_captured():
     with tf.variable_scope("foo") as foo:
         pass
     with tf.variable_scope("other"), tf.variable_scope(foo) as again:
-        return [tf.get_variable("w", [1]).name, again.original_name_scope, again.name]
+        shared, own = tf.get_variable("w", [1]), tf.Variable(0.0, name="Const")
+        return [shared.name, own.name, again.name]
 
 
 def golden_name_scope():
@@ -129,10 +131,6 @@ GOLDEN = {
 CONSTANT = "a constant is an operation, which has a name in TensorFlow and none in JAX"
 DIFFERENCES = {
     REOPENED: (CONSTANT, lambda x: [name for name in x if "/c:0" not in name]),
-    "captured scope opened inside other": (
-        f"{CONSTANT}; the name scope it is in is compared",
-        lambda x: [name.replace("Const:0", "") for name in x],
-    ),
     "name_scope": (CONSTANT, lambda x: x[0]),
 }
 
@@ -195,6 +193,60 @@ def test_golden_errors(case):
     with pytest.raises({"ValueError": ValueError, "TypeError": TypeError}[wanted["error"]],
                        match=re.escape(words)):  # fmt: skip
         tf.transform(ERRORS[case]).init(KEY)
+
+
+@pytest.mark.parametrize("title", PROGRAMS)
+def test_programs_of_scopes(title):
+    """Written for one question each, and random ones; the same text ran in TensorFlow."""
+    case, seen = PROGRAMS[title], []
+
+    def out(*what):
+        seen.append(["AUTO_REUSE" if x is tf.AUTO_REUSE else x for x in what])
+
+    def get(name, *args, **kwargs):
+        try:
+            out(tf.get_variable(name, *args, **kwargs).name)
+        except (TypeError, ValueError) as error:
+            out(type(error).__name__, str(error))
+
+    def model():
+        try:
+            exec(case["program"], {"tf": tf, "out": out, "get": get})
+        except (TypeError, ValueError) as error:
+            out(type(error).__name__, str(error))
+
+    tf.transform(model).init(KEY)
+    assert len(seen) == len(case["seen"])
+    for ours, theirs in zip(seen, case["seen"], strict=True):
+        if str(theirs[0]).endswith("Error"):
+            assert ours[0] == theirs[0] and theirs[1] in ours[1]
+        else:
+            assert ours == theirs
+
+
+def test_a_name_with_a_slash_is_not_made_unique():
+    def model():
+        tf.Variable(0.0, name="a/")
+        with pytest.raises(ValueError, match="there is a Variable a already"):
+            tf.Variable(0.0, name="a/")
+
+    run(model)
+
+
+def test_names_come_back_from_a_checkpoint(tmp_path):
+    def model():
+        tf.get_variable("a>b", [1])
+        tf.Variable(2.0, name=".c\\d")
+        with tf.variable_scope("o"), tf.variable_scope(""), tf.variable_scope("_x"):
+            tf.get_variable("-v", [1])
+
+    variables = tf.transform(model).init(KEY)
+    assert list(variables) == ["a>b", ".c\\d", "o//_x/-v"]
+    saver = tf.train.Saver()
+    path = saver.save(variables, tmp_path / "m")
+    assert saver.restore(path) == dict(variables)
+    again = saver.restore(path, jax.tree.map(jnp.zeros_like, variables))
+    assert dict(again) == dict(variables)
 
 
 # --- what else the catalogue says -----------------------------------------------------
@@ -365,6 +417,8 @@ def test_original_name_scope_is_unique():
         (lambda: tf.get_variable("v", [2], "int32", tf.random_normal_initializer()),
          TypeError, "makes floats, got dtype int32"),
         (lambda: tf.variable_scope(None).__enter__(), TypeError, "must be a string"),
+        (lambda: tf.variable_scope(None, "d").__enter__(), ValueError,
+         "got 'd'; type default_name='d'"),
     ],
 )  # fmt: skip
 def test_errors(call, error, words):

@@ -333,13 +333,42 @@ def test_what_a_handle_is_not(use):
     tf.transform(model).init(KEY)
 
 
-@pytest.mark.parametrize("name", ["load", "scatter_nd_max", "initializer"])
-def test_what_a_handle_lacks_is_said_of_the_handle(name):
+@pytest.mark.parametrize("name, instead", [
+    ("scatter_nd_max", r"and the array it holds has none either; it has assign"),
+    ("load", r"use assign\(value\) in the function, variables.replace\("),
+    ("initializer", r"model.init\(key, ...\) makes all .*initialize_variables\(variables"),
+    ("initial_value", r"use initialized_value\(\)"),
+    ("graph", r"the function given to tf.transform takes its place"),
+])  # fmt: skip
+def test_what_a_handle_lacks_is_said_of_the_handle(name, instead):
     def model():
         v = tf.Variable([1.0, 2.0])
         assert not hasattr(v, name)
-        with pytest.raises(AttributeError, match=rf"a Variable has no '{name}', .*assign"):
+        with pytest.raises(AttributeError, match=rf"a Variable has no '{name}'. {instead}"):
             getattr(v, name)
+
+    tf.transform(model).init(KEY)
+
+
+def test_op_has_the_name_without_a_number():
+    def model():
+        with tf.variable_scope("a"):
+            v = tf.get_variable("v", [1])
+        assert (v.op.name, v.name) == ("a/v", "a/v:0")
+
+    tf.transform(model).init(KEY)
+
+
+def test_assigning_without_validating_the_shape():
+    def model():
+        v = tf.Variable([1.0, 2.0], name="v")
+        assert tf.assign(v, [3.0, 4.0], validate_shape=False).tolist() == [3, 4]
+        words = (
+            r"validate_shape=False: a variable keeps its shape \(2,\), the value has \(3,\)"
+        )
+        with pytest.raises(ValueError, match=rf"assign to v:0 with {words}; create"):
+            tf.assign(v, [1.0, 2.0, 3.0], validate_shape=False)
+        assert v.value().tolist() == [3, 4]
 
     tf.transform(model).init(KEY)
 

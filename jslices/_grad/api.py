@@ -51,9 +51,13 @@ def value_and_grad(
       holomorphic: whether ``fun`` is holomorphic; then complex in and out.
       allow_int: whether integer arrays may be differentiated (their gradient is of
         dtype float0).
-      sparse: None decides by the program. A bool, a pytree prefix of bools, or a function
-        ``(path, leaf) -> bool`` of JAX's key path decides per array: False makes it
-        dense, True insists on rows.
+      sparse: None decides by the program alone: the kind of a gradient then never depends
+        on sizes. False makes a gradient dense, True insists on rows, and ``"if_smaller"``
+        makes those dense whose rows with their indices, K counted with duplicates, would
+        take no fewer bytes than the array: tables of a few rows, whose rows cost time to
+        compile and to step. (Given a dense gradient, a lazy optimizer steps all rows.) One
+        of these for all arrays, a pytree prefix of them, or a function ``(path, leaf)`` of
+        JAX's key path that gives one.
 
     Returns:
       A function of the same arguments that returns ``(value, grads)``, or
@@ -194,7 +198,7 @@ def _linearize(call: Call, planned: Planned) -> tuple[Any, Callable[[Any], Any],
         ]
         num_results = planned.outputs.num_results
         flat, indices = run_lookups(
-            planned.program, operands, num_results, planned.plan, slots
+            planned.program, operands, num_results, planned.plan, slots, planned.eager
         )
         return flat[:num_results], (flat[num_results:], indices)
 
@@ -236,7 +240,7 @@ class _Assemble:
     def __init__(self, planned: Planned, kinds: Sequence[str], tree: Any) -> None:
         self.avals = [leaf.aval for leaf in planned.leaves]
         self.kinds = [
-            "sparse" if kind == "unused" and leaf.forced else kind
+            "sparse" if kind == "unused" and leaf.wish is True else kind
             for leaf, kind in zip(planned.leaves, kinds, strict=True)
         ]
         self.leaf_of_site = [site.leaf for site in jax.tree.leaves(planned.plan)]

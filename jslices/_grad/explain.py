@@ -64,6 +64,8 @@ class LeafReport(NamedTuple):
       dense_use: the name of the operation on that line.
       suggestion: what to write there instead.
       step: how ``optimizer`` steps the rows, a plan to print; None without one.
+      unread: where the gradient is dense, the places that look the array up, but not by
+        whole rows.
     """
 
     path: str
@@ -79,6 +81,7 @@ class LeafReport(NamedTuple):
     dense_use: str | None
     suggestion: str | None
     step: Any = None
+    unread: tuple[UserLine, ...] = ()
 
 
 class Explanation(NamedTuple):
@@ -103,7 +106,7 @@ class Explanation(NamedTuple):
         return sum(x.dense_bytes for x in self.leaves)
 
     def __str__(self) -> str:
-        rows = [_HEADER, *map(_cells, self.leaves)]
+        rows = [_HEADER, *self._rows()]
         widths = [max(len(row[i]) for row in rows) for i in range(len(_HEADER))]
         # The names get what the other columns leave of a hundred.
         widths[1] = min(widths[1], 26)
@@ -120,15 +123,33 @@ class Explanation(NamedTuple):
             f"gradients: {human_bytes(self.sparse_bytes)} with jslices, "
             f"{human_bytes(self.dense_bytes)} with jax.grad"
         )
-        for leaf in self.leaves:
+        for leaf in self._shown():
             lines.extend(_notes(leaf))
         return "\n".join(lines)
 
+    def _shown(self) -> list[LeafReport]:
+        """All arrays but ordinary weights beside tables, which one line is enough for."""
+        tables = [leaf for leaf in self.leaves if leaf.lookups]
+        weights = [x for x in self.leaves if x.kind == "dense" and not x.lookups]
+        if not tables or len(weights) < 2:
+            return list(self.leaves)
+        return [leaf for leaf in self.leaves if leaf not in weights]
+
+    def _rows(self) -> list[tuple[str, ...]]:
+        shown = self._shown()
+        rows = [_cells(leaf) for leaf in shown]
+        others = [leaf for leaf in self.leaves if leaf not in shown]
+        if others:
+            sizes = (sum(x.dense_bytes for x in others), sum(x.adam_bytes for x in others))
+            name = f"{len(others)} without lookups"
+            rows.append((name, "", "dense", "-", "-", *map(human_bytes, sizes)))
+        return rows
+
     def to_markdown(self) -> str:
         """The same as a Markdown table and a list."""
-        rows = [_HEADER, ("---",) * len(_HEADER), *map(_cells, self.leaves)]
+        rows = [_HEADER, ("---",) * len(_HEADER), *self._rows()]
         lines = ["| " + " | ".join(row) + " |" for row in rows]
-        notes = [note for leaf in self.leaves for note in _notes(leaf, 10_000)]
+        notes = [note for leaf in self._shown() for note in _notes(leaf, 10_000)]
         items = [f"  - {n[2:]}" if n.startswith("  ") else f"- `{n[:-1]}`" for n in notes]
         return "\n".join([*lines, "", *items])
 
@@ -216,7 +237,7 @@ def _report(leaf: Leaf, planned: Planned, number: int) -> LeafReport:
     row_bytes = dense_bytes // shape[0] if shape and shape[0] else itemsize
     by_line: dict[UserLine, int] = {}
     for site in sites:
-        where = _jax.user_line(site.eqn)
+        where = _jax.user_line(site.source)
         by_line[where] = by_line.get(where, 0) + site.total
     rows = sum(by_line.values())
     moved = min(rows * row_bytes, dense_bytes) if kind == "sparse" else dense_bytes
@@ -227,18 +248,22 @@ def _report(leaf: Leaf, planned: Planned, number: int) -> LeafReport:
         kind=kind,
         lookups=tuple(LookupSite(*item) for item in by_line.items()),
         rows=rows,
-        sparse_bytes=rows * row_bytes
-        + sum(s.total * s.index_dtype.itemsize for s in sites),
+        sparse_bytes=planned.bytes_of_rows(number),
         dense_bytes=dense_bytes,
         adam_bytes=0 if kind == "unused" else 2 * _ADAM_ARRAYS * moved,
         dense_line=None if use is None else _line_of(use),
         dense_use=None if use is None else use.what,
         suggestion=None if use is None else instead_of(use.what),
+        unread=_lines(planned.unread.get(number, [])),
     )
 
 
+def _lines(sources: Sequence[_jax.Source]) -> tuple[UserLine, ...]:
+    return tuple(dict.fromkeys(map(_jax.user_line, sources)))
+
+
 def _line_of(use: DenseUse) -> UserLine:
-    return UNKNOWN_LINE if use.eqn is None else _jax.user_line(use.eqn)
+    return UNKNOWN_LINE if use.source is None else _jax.user_line(use.source)
 
 
 # --- the warning and the error ----------------------------------------------------------
@@ -248,16 +273,17 @@ def report_dense(planned: Planned) -> None:
     """Warns of leaves that are looked up but also used whole; raises if one was forced."""
     for number, leaf in enumerate(planned.leaves):
         use = planned.dense.get(number)
-        if leaf.forced and not leaf.has_rows:
+        if leaf.wish is True and not leaf.has_rows:
             raise DenseUseError(
                 f"sparse= asks for a sparse gradient of {leaf}, but only a floating "
                 "array with at least one axis has rows; leave it out of sparse="
             )
-        if use is None:
-            continue
-        line = _line_of(use)
         sites = planned.looked_up.get(number, [])
-        if leaf.forced:
+        unread = planned.unread.get(number, [])
+        if use is None or not (sites or unread or leaf.wish):
+            continue  # an ordinary weight has a dense gradient, and should
+        line = _line_of(use)
+        if leaf.wish is True:
             message = (
                 f"sparse= asks for a sparse gradient of {leaf}, but it is used whole "
                 f"({use.what}) at {line}. Instead: {instead_of(use.what)}"
@@ -265,17 +291,27 @@ def report_dense(planned: Planned) -> None:
             raise_at(line, DenseUseError(message))
         if sites:
             warn_dense(_mixed_use(leaf, use, line, sites), line)
+        elif unread:
+            warn_dense(_unread(leaf, use, line, _lines(unread)), line)
 
 
 def _mixed_use(leaf: Leaf, use: DenseUse, line: UserLine, sites: list[Site]) -> str:
     rows = sum(site.total for site in sites)
     row_bytes = leaf.num_bytes // max(leaf.aval.shape[0], 1)
-    places = ", ".join(dict.fromkeys(str(_jax.user_line(s.eqn)) for s in sites))
+    places = ", ".join(map(str, _lines([site.source for site in sites])))
     return (
         f"the gradient of {leaf} is dense, {human_bytes(leaf.num_bytes)}, because it is "
         f"used whole ({use.what}) at {line}. Its lookups alone ({places}) would give "
         f"{rows} rows, {human_bytes(rows * row_bytes)}. Instead: "
         f"{instead_of(use.what)}. To accept it: sparse=False"
+    )
+
+
+def _unread(leaf: Leaf, use: DenseUse, line: UserLine, unread: Sequence[UserLine]) -> str:
+    return (
+        f"the gradient of {leaf} is dense, {human_bytes(leaf.num_bytes)}, although it is "
+        f"looked up ({', '.join(map(str, unread))}): {use.what} at {line} needs more than "
+        f"rows of it. Instead: {instead_of(use.what)}. To accept it: sparse=False"
     )
 
 
@@ -286,6 +322,11 @@ _REPLICATED = (
     "jax.lax.pcast(table, axis, to='varying'), and add the slices up with "
     "jslices.all_reduce_slices(slices, axis, 'sum')"
 )
+_WHOLE_ROWS = (
+    "look up whole rows of a table [V, D], table[ids][..., columns]; keep several tables "
+    "[F, V, D] as one array [F * V, D], and look up V * field + ids"
+)
+_AFTER = "apply the function after the lookup, f(table[ids]), not before or around it"
 #: Uses that make a gradient dense, by primitive, and what to write instead. Any other
 #: primitive without a rule makes it dense as well.
 DENSE_USES = {
@@ -293,16 +334,18 @@ DENSE_USES = {
     "some rows, h @ table[candidates].T, or keep a separate output matrix",
     "transpose": "table.T is mostly the output layer of tied weights: score only some "
     "rows, h @ table[candidates].T, or keep a separate output matrix",
-    "custom_jvp_call": "apply the function after the lookup, f(table[ids]), not before it",
-    "custom_vjp_call": "apply the function after the lookup, f(table[ids]), not before it",
-    "gather": "look up whole rows first: table[rows][..., columns]",
-    "dynamic_slice": "look up whole rows first: table[rows][..., columns]",
+    "custom_jvp_call": _AFTER,
+    "custom_vjp_call": _AFTER,
+    "gather": _WHOLE_ROWS,
+    "dynamic_slice": _WHOLE_ROWS,
+    "squeeze": _WHOLE_ROWS,
+    "reshape": _WHOLE_ROWS,
     "slice": "look the rows up with an array of ids, table[jnp.arange(n)], if they are few",
-    "squeeze": "look the row up with an array of ids, table[jnp.array([i])][0]",
     "scan": "let the loop's body read the table from outside, instead of carrying it or "
     "looping over its rows",
     "while": "a while loop hides the lookup; jax.lax.fori_loop with a fixed number of "
     "turns, or jax.lax.scan, does not",
+    "custom_linear_solve": "look the rows up before the solver is called",
     "cond": "do not return the table from a branch; look the rows up inside it",
     "sort": "sort the rows that were looked up, not the table",
     "pvary": _REPLICATED,
@@ -347,10 +390,15 @@ def _cells(leaf: LeafReport) -> tuple[str, ...]:
 def _notes(leaf: LeafReport, width: int = 98) -> list[str]:
     """Where an array is looked up, and what makes its gradient dense."""
     lines = [f"  looked up, {rows:,} rows: {_place(line)}" for line, rows in leaf.lookups]
+    lines.extend(f"  looked up, but no rows: {_place(line)}" for line in leaf.unread)
     if leaf.dense_line is not None:
         lines.append(f"  used whole ({leaf.dense_use}): {_place(leaf.dense_line)}")
-        if leaf.lookups:  # An ordinary weight has a dense gradient, and should.
+        if (
+            leaf.lookups or leaf.unread
+        ):  # An ordinary weight has a dense gradient, and should.
             lines.append(f"  instead: {leaf.suggestion}")
+    if leaf.kind == "sparse" and leaf.sparse_bytes >= leaf.dense_bytes:
+        lines.append("  fewer bytes if dense: sparse='if_smaller' makes it so")
     if leaf.step is not None:
         lines.append(f"  stepped: {leaf.step}")
     if lines:

@@ -17,6 +17,7 @@ lookups in the same order.
 import abc
 import contextlib
 import dataclasses
+import itertools
 import math
 from collections import ChainMap
 from collections.abc import Callable, Iterator, Sequence
@@ -28,12 +29,16 @@ import numpy as np
 from jax import lax
 
 from jslices import _jax
-from jslices._grad.lookups import Lookup, lookup
+from jslices._grad.custom import with_own_derivative
+from jslices._grad.lookups import Lookup, lookup, only_row
+from jslices._grad.memo import Memo, first_program, weakly
 from jslices._grad.rules import rowwise
+from jslices._grad.unread import unread_lookups
 from jslices._grad.views import (
     Ids,
     Table,
     View,
+    is_one_row,
     tables_read,
     whole,
     without_slots,
@@ -61,7 +66,8 @@ class Site:
       loops: the lengths of the loops around it, outermost first.
       index_dtype: of the row numbers.
       varying: mesh axes along which the rows differ, inside a ``shard_map``.
-      eqn: the equation, or the call of a library function that contains it.
+      source: of the equation, or of the call of a library function that contains it.
+      by_ids: False for a row whose number stands in the program, ``table[0]``.
     """
 
     leaf: int
@@ -71,7 +77,8 @@ class Site:
     loops: tuple[int, ...]
     index_dtype: np.dtype
     varying: frozenset[str]
-    eqn: _jax.Equation
+    source: _jax.Source
+    by_ids: bool = True
 
     @property
     def total(self) -> int:
@@ -81,10 +88,10 @@ class Site:
 
 @dataclasses.dataclass(frozen=True)
 class DenseUse:
-    """The first place that needs a whole leaf: an equation, or None for the result."""
+    """The first place that needs a whole leaf: an equation's, or None for the result."""
 
     what: str
-    eqn: _jax.Equation | None
+    source: _jax.Source | None
 
 
 class Interpreter(abc.ABC):
@@ -92,8 +99,13 @@ class Interpreter(abc.ABC):
 
     #: Whether there are values. If not, None stands for each.
     runs: bool
-    #: The call of a library function that the walk is inside of: its line is the user's.
-    caller: _jax.Equation | None = None
+    #: Whether what is planned and compiled for the programs inside equations is kept, as
+    #: there is no ``jax.jit`` around them that would do so.
+    eager: bool
+    #: Of the call of a library function that the walk is inside of: its line is the user's.
+    caller: _jax.Source | None = None
+    #: Those of the program that the walk is in.
+    _origins: _jax.Origins
 
     def program(
         self, program: _jax.Program, operands: Sequence[Any], through: Sequence[bool]
@@ -112,7 +124,9 @@ class Interpreter(abc.ABC):
                 return _jax.read(atom, env)
             return None if isinstance(atom, _jax.Literal) else env.get(atom)
 
+        origins = _jax.Origins(program)
         for eqn in _jax.live_equations(program):
+            self._origins = origins
             given = [read(atom) for atom in eqn.invars]
             if any(isinstance(value, View) for value in given):
                 if not _jax.is_reached(eqn, reached):
@@ -131,13 +145,15 @@ class Interpreter(abc.ABC):
         self, eqn: _jax.Equation, operands: list[Any], through: list[bool]
     ) -> Sequence[Any]:
         """One equation that some view goes into."""
-        go_inside = _INSIDE.get(eqn.primitive.name)
+        go_inside = _INSIDE.get(_jax.kind(eqn))
         if go_inside is not None:
+            if self.eager and _is_kept(eqn):
+                return self.kept(eqn, operands, through)
             return go_inside(self, eqn, operands, through)
         views = rowwise(eqn, operands, lambda value: self.whole(value, eqn))
         if views is not None:
             return views
-        found = lookup(eqn, operands[0])
+        found = lookup(eqn, operands[0], self._origins)
         if found is not None:
             others = [self.whole(value, eqn) for value in operands[1:]]
             return [self.look_up(eqn, found, others)]
@@ -156,6 +172,12 @@ class Interpreter(abc.ABC):
         """The output of a lookup; ``others`` are the operands but the first."""
 
     @abc.abstractmethod
+    def kept(
+        self, eqn: _jax.Equation, operands: list[Any], through: list[bool]
+    ) -> Sequence[Any]:
+        """The outputs of an equation with a program inside, by its :class:`_Part`."""
+
+    @abc.abstractmethod
     def loop(
         self, eqn: _jax.Equation, step: Callable[..., Any], carry: list[Any], xs: list[Any]
     ) -> tuple[list[Any], list[Any]]:
@@ -167,9 +189,9 @@ class Interpreter(abc.ABC):
 
     @abc.abstractmethod
     def checkpoint(
-        self, eqn: _jax.Equation, run: Callable[..., Any], values: list[Any]
+        self, eqn: _jax.Equation, run: Callable[..., Any], operands: list[Any]
     ) -> list[Any]:
-        """``jax.checkpoint(run)(values)``."""
+        """``jax.checkpoint(run)(values)`` for those of the operands that are no views."""
 
 
 # --- control flow -----------------------------------------------------------------------
@@ -181,7 +203,7 @@ def _call(
     """A call of a sub-program that means the sub-program itself."""
     outer = walk.caller
     if outer is None and _jax.is_library_call(eqn):
-        walk.caller = eqn
+        walk.caller = eqn.source_info
     outputs = walk.program(_jax.body(eqn), operands, through)
     walk.caller = outer
     return outputs
@@ -190,13 +212,13 @@ def _call(
 def _checkpoint(
     walk: Interpreter, eqn: _jax.Equation, operands: list[Any], through: list[bool]
 ) -> list[Any]:
-    def run(values: list[Any]) -> list[Any]:
+    def run(values: Sequence[Any]) -> list[Any]:
         left = iter(values)
         given = [x if isinstance(x, View) else next(left) for x in operands]
         outputs = walk.program(_jax.body(eqn), given, through)
         return [walk.whole(value, eqn) for value in outputs]
 
-    return walk.checkpoint(eqn, run, [x for x in operands if not isinstance(x, View)])
+    return walk.checkpoint(eqn, run, operands)
 
 
 def _cond(
@@ -267,16 +289,32 @@ def _sharding_constraint(
     return walk.bind(eqn, [walk.whole(view, eqn)])
 
 
+def _name(
+    walk: Interpreter, eqn: _jax.Equation, operands: list[Any], through: list[bool]
+) -> list[Any]:
+    """``checkpoint_name`` of a table: its array is there anyway, saved or not."""
+    return operands
+
+
+def _custom(
+    walk: Interpreter, eqn: _jax.Equation, operands: list[Any], through: list[bool]
+) -> Sequence[Any]:
+    """A function with a derivative of its own (custom.py)."""
+    views = with_own_derivative(eqn, operands)
+    return views or walk.bind(eqn, [walk.whole(x, eqn) for x in operands])
+
+
 # By name, as JAX exports few of these primitives and renames them.
-_INSIDE: dict[str, Callable[..., list[Any]]] = {
-    **dict.fromkeys(
-        ["jit", "pjit", "closed_call", "core_call", "call", "custom_lin"], _call
-    ),
+_CALLS = ["jit", "pjit", "closed_call", "core_call", "call", "custom_lin"]
+_INSIDE: dict[str, Callable[..., Sequence[Any]]] = {
+    **dict.fromkeys(_CALLS, _call),
     **dict.fromkeys(["remat2", "checkpoint", "remat"], _checkpoint),
+    **dict.fromkeys(["custom_jvp_call", "custom_vjp_call"], _custom),
     "cond": _cond,
     "scan": _scan,
     "optimization_barrier": _barrier,
     "sharding_constraint": _sharding_constraint,
+    "CheckpointName": _name,
 }
 
 
@@ -289,28 +327,59 @@ class Planner(Interpreter):
     Attributes:
       plan: the lookups, in order.
       dense: for every leaf that some equation needs whole, the first one.
+      single: for every leaf the first equation that needs one row of it, whose number
+        stands in the program.
+      products: for every leaf the first product of it that is a view, ``table @ w``.
     """
 
     runs = False
 
-    def __init__(self, leaves: dict[int, Any]) -> None:
+    def __init__(self, leaves: dict[int, Any], eager: bool = False) -> None:
+        self.eager = eager
         self.plan: Plan = []
         self.dense: dict[int, DenseUse] = {}
+        self.single: dict[int, DenseUse] = {}
+        self.products: dict[int, DenseUse] = {}
         self._leaves = leaves
         self._loops: tuple[int, ...] = ()
+
+    @property
+    def noted(self) -> Sequence[dict[int, DenseUse]]:
+        return self.dense, self.single, self.products
 
     def bind(self, eqn: _jax.Equation, operands: Sequence[Any]) -> list[Any]:
         return [None] * len(eqn.outvars)
 
+    def _equation(
+        self, eqn: _jax.Equation, operands: list[Any], through: list[bool]
+    ) -> Sequence[Any]:
+        outputs = super()._equation(eqn, operands, through)
+        if eqn.primitive.name == "dot_general" and isinstance(outputs[0], View):
+            use = DenseUse(eqn.primitive.name, self.caller or eqn.source_info)
+            for leaf in tables_read(outputs[0]):
+                self.products.setdefault(leaf, use)
+        return outputs
+
     def whole(self, value: Any, eqn: _jax.Equation | None) -> Any:
-        if isinstance(value, View):
-            what = "the function's own result" if eqn is None else eqn.primitive.name
-            for leaf in tables_read(value):
-                self.dense.setdefault(leaf, DenseUse(what, self.caller or eqn))
+        if not isinstance(value, View):
+            return None
+        uses = self.dense
+        if eqn is None:
+            use = DenseUse("the function's own result", self.caller)
+        else:
+            use = DenseUse(_jax.kind(eqn), self.caller or eqn.source_info)
+            if is_one_row(value):
+                uses = self.single
+                self._note(eqn, only_row(value), by_ids=False)
+        for leaf in tables_read(value):
+            uses.setdefault(leaf, use)
         return None
 
     def look_up(self, eqn: _jax.Equation, found: Lookup, others: list[Any]) -> Any:
-        ids = eqn.invars[1].aval
+        self._note(eqn, found, by_ids=True)
+
+    def _note(self, eqn: _jax.Equation, found: Lookup, by_ids: bool) -> None:
+        ids = found.numbers
         for leaf in tables_read(found.view):
             aval = self._leaves[leaf]
             site = Site(
@@ -321,9 +390,19 @@ class Planner(Interpreter):
                 self._loops,
                 index_dtype(aval.shape[0], np.dtype(ids.dtype)),
                 _jax.varying_axes(aval, ids),
-                self.caller or eqn,
+                self.caller or eqn.source_info,
+                by_ids,
             )
             self.plan.append(site)
+
+    def kept(
+        self, eqn: _jax.Equation, operands: list[Any], through: list[bool]
+    ) -> Sequence[Any]:
+        part = _part(eqn, operands, through, self._leaves)
+        self.plan.append(part.plan)
+        for noted, within in zip(self.noted, part.noted, strict=True):
+            noted |= within | noted
+        return part.outputs
 
     def loop(
         self, eqn: _jax.Equation, step: Callable[..., Any], carry: list[Any], xs: list[Any]
@@ -342,10 +421,10 @@ class Planner(Interpreter):
         return outputs
 
     def checkpoint(
-        self, eqn: _jax.Equation, run: Callable[..., Any], values: list[Any]
+        self, eqn: _jax.Equation, run: Callable[..., Any], operands: list[Any]
     ) -> list[Any]:
         with self._inside():
-            return run(values)
+            return run([x for x in operands if not isinstance(x, View)])
 
     @contextlib.contextmanager
     def _inside(self) -> Iterator[None]:
@@ -357,8 +436,11 @@ class Planner(Interpreter):
 
 
 def plan_lookups(
-    program: _jax.Program, candidates: dict[int, Any], num_results: int
-) -> tuple[Plan, dict[int, DenseUse], dict[int, list[Site]]]:
+    program: _jax.Program,
+    candidates: dict[int, Any],
+    num_results: int,
+    eager: bool = False,
+) -> tuple[Plan, dict[int, DenseUse], dict[int, list[Site]], dict[int, list[_jax.Source]]]:
     """Plans the lookups of those leaves among ``candidates`` that are only looked up.
 
     Args:
@@ -366,18 +448,19 @@ def plan_lookups(
       candidates: from the number of a leaf to its abstract value.
       num_results: how many of the program's outputs are differentiated; no gradient comes
         in through the others.
+      eager: whether no ``jax.jit`` is around the call; see :class:`_Part`.
 
     Returns:
-      ``(plan, dense, looked_up)``: the plan for the leaves that stay sparse; why each of
-      the others does not; and for every candidate the places that look it up, sparse or
-      not.
+      ``(plan, dense, looked_up, unread)``: the plan for the leaves that stay sparse; why
+      each of the others does not; for every candidate the places that look up rows of it,
+      sparse or not; and for those without any the places that look it up otherwise.
     """
     dense: dict[int, DenseUse] = {}
     looked_up: dict[int, list[Site]] = {}
     while True:
         # A leaf that turns out dense is an ordinary array in the next round.
         leaves = {i: aval for i, aval in candidates.items() if i not in dense}
-        planner = Planner(leaves)
+        planner = Planner(leaves, eager)
         inputs = [
             Table(leaves[i].shape, leaves[i].dtype, i) if i in leaves else None
             for i in range(len(program.invars))
@@ -385,12 +468,23 @@ def plan_lookups(
         outputs = planner.program(program, inputs, _outlets(program, num_results))
         for value in outputs[:num_results]:
             planner.whole(value, None)
+        sites = jax.tree.leaves(planner.plan)
+        by_ids = {site.leaf for site in sites if site.by_ids}
+        for leaf, use in planner.single.items():
+            if leaf not in by_ids:  # `w[0]` alone does not make a table of a weight
+                planner.dense.setdefault(leaf, use)
+        for leaf in planner.dense.keys() & planner.products.keys() - by_ids:
+            planner.dense[leaf] = planner.products[leaf]  # not what follows the layer
         if not dense:
-            for site in jax.tree.leaves(planner.plan):
-                looked_up.setdefault(site.leaf, []).append(site)
+            for site in sites:
+                if site.leaf in by_ids:
+                    looked_up.setdefault(site.leaf, []).append(site)
         if not planner.dense:
-            return planner.plan, dense, looked_up
+            break
         dense |= planner.dense
+    never = [leaf for leaf in dense if leaf not in looked_up]
+    unread = unread_lookups(program, never, _outlets(program, num_results))
+    return planner.plan, dense, looked_up, unread
 
 
 def _outlets(program: _jax.Program, num_results: int) -> list[bool]:
@@ -422,7 +516,11 @@ class Runner(Interpreter):
 
     runs = True
 
-    def __init__(self, plan: Plan, slots: Slots) -> None:
+    def __init__(
+        self, plan: Plan, slots: Slots, leaves: dict[int, Any], eager: bool = False
+    ) -> None:
+        self.eager = eager
+        self._leaves = leaves
         self._scope = _Scope(plan, slots, ChainMap())
 
     @property
@@ -434,6 +532,8 @@ class Runner(Interpreter):
         return _jax.bind(eqn, operands)
 
     def whole(self, value: Any, eqn: _jax.Equation | None) -> Any:
+        if eqn is not None and is_one_row(value):
+            return self.look_up(eqn, only_row(value), [])
         # No gradient comes this way, or the plan would have made the table dense.
         return whole(value, self._scope.wholes)
 
@@ -448,6 +548,15 @@ class Runner(Interpreter):
             return lookup_rows(table.array, ids.read, slot, mode, fill_value)
 
         return found.read([None, *others], take)
+
+    def kept(
+        self, eqn: _jax.Equation, operands: list[Any], through: list[bool]
+    ) -> Sequence[Any]:
+        part = _part(eqn, operands, through, self._leaves)
+        _, slots = next(self._scope.entries)
+        outputs, indices = part.run(operands, slots)
+        self._scope.indices.append(indices)
+        return outputs
 
     def loop(
         self, eqn: _jax.Equation, step: Callable[..., Any], carry: list[Any], xs: list[Any]
@@ -484,15 +593,17 @@ class Runner(Interpreter):
         return outputs
 
     def checkpoint(
-        self, eqn: _jax.Equation, run: Callable[..., Any], values: list[Any]
+        self, eqn: _jax.Equation, run: Callable[..., Any], operands: list[Any]
     ) -> list[Any]:
         plan, slots = next(self._scope.entries)
+        are_values = [not isinstance(x, View) for x in operands]
 
-        def again(values: list[Any], slots: Slots) -> tuple[list[Any], Indices]:
+        def again(slots: Slots, *values: Any) -> tuple[list[Any], Indices]:
             return self._inside(plan, slots, run, values)
 
-        options = _jax.remat_options(eqn.params)
-        outputs, indices = jax.checkpoint(again, **options)(values, slots)
+        options = _jax.remat_options(_jax.parameters(eqn), are_values)
+        values = itertools.compress(operands, are_values)
+        outputs, indices = jax.checkpoint(again, **options)(slots, *values)
         self._scope.indices.append(indices)
         return outputs
 
@@ -521,11 +632,76 @@ def run_lookups(
     num_results: int,
     plan: Plan,
     slots: Slots,
+    eager: bool = False,
 ) -> tuple[list[Any], Indices]:
     """The program's outputs, and the row numbers of every planned lookup.
 
     ``operands`` are :class:`Table` for the leaves that the plan is of, and arrays.
     """
-    runner = Runner(plan, slots)
+    leaves = {x.leaf: jax.typeof(x.array) for x in operands if isinstance(x, Table)}
+    runner = Runner(plan, slots, leaves, eager)
     outputs = runner.program(program, operands, _outlets(program, num_results))
     return [runner.whole(value, None) for value in outputs], runner.indices
+
+
+# --- without jax.jit --------------------------------------------------------------------
+
+
+class _Part:
+    """A call, loop, checkpoint or branch of a program around which there is no ``jax.jit``.
+
+    It is planned once, and compiled once for each kind of operands: JAX would compile what
+    the runner makes of it anew at every call.
+
+    Attributes:
+      plan: its lookups.
+      noted: what the planner noted besides.
+      outputs: its outputs: views, and None for values.
+      run: from its operands and its cotangent slots to its outputs and row numbers.
+    """
+
+    def __init__(
+        self,
+        eqn: _jax.Equation,
+        operands: list[Any],
+        through: list[bool],
+        leaves: dict[int, Any],
+    ) -> None:
+        planner = Planner(leaves)
+        self.outputs = _inside(planner, eqn, operands, through)
+        self.noted, self.plan = planner.noted, planner.plan
+        plan = planner.plan
+        program = weakly(eqn)
+
+        def run(operands: list[Any], slots: Slots) -> tuple[Sequence[Any], Indices]:
+            runner = Runner(plan, slots, leaves)
+            outputs = _inside(runner, program(), operands, through)
+            return outputs, runner.indices
+
+        run.__name__ = eqn.params.get("name", eqn.primitive.name)  # in profiles
+        self.run = jax.jit(run)
+
+
+_parts: Memo[_Part] = Memo()
+
+
+def _part(
+    eqn: _jax.Equation, operands: list[Any], through: list[bool], leaves: dict[int, Any]
+) -> _Part:
+    """The part that is kept for such an equation with such operands."""
+    bare = jax.tree.map(lambda _: None, operands)
+    key = (jax.tree.structure(bare), tuple(through), tuple(leaves.items()))
+    return _parts.find(eqn, key, lambda: _Part(eqn, bare, through, leaves))
+
+
+def _inside(
+    walk: Interpreter, eqn: _jax.Equation, operands: list[Any], through: list[bool]
+) -> Sequence[Any]:
+    return _INSIDE[_jax.kind(eqn)](walk, eqn, operands, through)
+
+
+def _is_kept(eqn: _jax.Equation) -> bool:
+    if first_program(eqn) is None:
+        return False
+    # The lines of its lookups are those of whoever calls a function of JAX's.
+    return not (_jax.kind(eqn) in _CALLS and _jax.is_library_call(eqn))

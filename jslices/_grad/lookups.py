@@ -12,7 +12,7 @@ import numpy as np
 from jax import lax
 
 from jslices import _jax
-from jslices._grad.views import Ids, Reader, Table, View, flat, leading
+from jslices._grad.views import Ids, Reader, Table, Transposed, View, flat, leading
 
 Mode = lax.GatherScatterMode
 
@@ -29,8 +29,9 @@ class Lookup:
       count: how many rows.
       mode: what becomes of ids out of range.
       fill_value: what they read in the mode that fills.
+      numbers: what is known of the operand that holds the row numbers: an abstract value.
       ids: from the operands' values to the row numbers ``[count]``.
-      arrange: from the rows ``[count, *D]`` to the equation's output.
+      arrange: from the rows ``[count, *D]`` and the operands' values to the output.
       good: from the operands' values to which ids are good; None: those in range.
     """
 
@@ -38,8 +39,9 @@ class Lookup:
     count: int
     mode: Mode
     fill_value: Any
+    numbers: Any
     ids: Callable[[Sequence[Any]], jax.Array]
-    arrange: Callable[[jax.Array], jax.Array]
+    arrange: Callable[[jax.Array, Sequence[Any]], jax.Array]
     good: Callable[[Sequence[Any]], jax.Array] | None = None
 
     def read(self, operands: Sequence[Any], take: Take) -> jax.Array:
@@ -48,21 +50,24 @@ class Lookup:
         The gradient follows the mode: a clipped id counts for the edge row, any other bad
         id for none.
         """
+        return self.arrange(self._rows(operands, take), operands)
+
+    def _rows(self, operands: Sequence[Any], take: Take) -> jax.Array:
         view, ids, mode = self.view, self.ids(operands), self.mode
         height = view.shape[0]
         reader = Reader(lambda table, ids: take(table, ids, "clip", None))
         if self.good is not None and mode != Mode.CLIP:
             good = self.good(operands)  # and then all ids are in range
             rows = reader.rows(view, Ids((), ids, jnp.where(good, ids, height)))
-            return self.arrange(self._masked(rows, good))
+            return self._masked(rows, good)
         near = functools.partial(jnp.clip, ids, 0, max(height - 1, 0))
         record = near() if mode == Mode.CLIP else ids
         if isinstance(view, Table):
-            return self.arrange(take(view, Ids((), ids, record), mode, self.fill_value))
+            return take(view, Ids((), ids, record), mode, self.fill_value)
         if mode == Mode.CLIP:
-            return self.arrange(reader.rows(view, Ids((), record, record)))
+            return reader.rows(view, Ids((), record, record))
         rows = reader.rows(view, Ids((), near(), record))
-        return self.arrange(self._masked(rows, (ids >= 0) & (ids < height)))
+        return self._masked(rows, (ids >= 0) & (ids < height))
 
     def _masked(self, rows: jax.Array, good: jax.Array) -> jax.Array:
         good = good.reshape((-1,) + (1,) * (rows.ndim - 1))
@@ -90,37 +95,55 @@ def _fill(fill_value: Any, dtype: Any) -> Any:
 # --- the forms --------------------------------------------------------------------------
 
 
-def lookup(eqn: _jax.Equation, view: Any) -> Lookup | None:
-    """How the equation reads whole rows of its first operand; None if it does not."""
+def lookup(eqn: _jax.Equation, view: Any, origins: _jax.Origins) -> Lookup | None:
+    """How the equation reads rows of its first operand; None if it does not.
+
+    ``origins`` are those of the program's variables.
+    """
     if not isinstance(view, View):
         return None
     name, lead = eqn.primitive.name, leading(view)
+    if isinstance(view, Transposed):
+        forms = {"gather": _gather_transposed, "dynamic_slice": _slice_transposed}
+        return forms[name](eqn, view) if name in forms else None
     if name == "gather":
-        return _gather(eqn, view) if lead == 1 else _gather_repeated(eqn, view, lead)
+        return (
+            _gather(eqn, view, origins) if lead == 1 else _gather_repeated(eqn, view, lead)
+        )
     # Of tables repeated for each example, vmap makes a gather.
     if name == "dynamic_slice" and lead == 1:
         return _dynamic_slice(eqn, view)
     return None
 
 
+def only_row(view: View) -> Lookup:
+    """The lookup of the row of a view that has one, ``table[5:6]``."""
+    shape, inner = view.shape, flat(view)
+    zero = jax.ShapeDtypeStruct((1,), jnp.int32)
+    ids = lambda values: jnp.zeros(1, jnp.int32)  # noqa: E731
+    arrange = lambda rows, values: rows.reshape(shape)  # noqa: E731
+    return Lookup(inner, 1, Mode.CLIP, None, zero, ids, arrange)
+
+
 def _known(mode: Any) -> bool:
     return mode in (Mode.CLIP, Mode.FILL_OR_DROP, Mode.PROMISE_IN_BOUNDS)
 
 
-def _gather(eqn: _jax.Equation, view: View) -> Lookup | None:
+def _gather(eqn: _jax.Equation, view: View, origins: _jax.Origins) -> Lookup | None:
     numbers, sizes = eqn.params["dimension_numbers"], tuple(eqn.params["slice_sizes"])
-    mode, shape = eqn.params["mode"], view.shape
-    axes = tuple(numbers.start_index_map)
-    whole_rows = sizes[:1] == (1,) and sizes[1:] == shape[1:] and 0 in axes
+    mode, fill_value, shape = eqn.params["mode"], eqn.params["fill_value"], view.shape
+    axes, aval = tuple(numbers.start_index_map), eqn.invars[1].aval
     batched = numbers.operand_batching_dims or numbers.start_indices_batching_dims
-    # Starts other than 0 on the other axes are clamped; a promise that they are 0 may be
-    # broken, and JAX then drops the gradient of a row that it reads.
-    trusting = mode == Mode.PROMISE_IN_BOUNDS and len(axes) > 1
-    if not whole_rows or batched or not _known(mode) or trusting:
+    if sizes[:1] != (1,) or 0 not in axes or batched or not _known(mode):
         return None
-    batch = _jax.shape_of(eqn.invars[1])[:-1]
-    column = axes.index(0)
-    count, height = math.prod(batch), shape[0]
+    column, height = axes.index(0), shape[0]
+    # Starts other than 0 on axes that are read whole are clamped; a promise that they are 0
+    # may be broken, and JAX then drops the gradient of a row that it reads.
+    trusting = mode == Mode.PROMISE_IN_BOUNDS and len(axes) > 1
+    if sizes[1:] != shape[1:] or trusting:
+        return _gather_columns(eqn, view, column, origins)
+    batch = tuple(aval.shape[:-1])
+    count = math.prod(batch)
 
     def ids(values: Sequence[Any]) -> jax.Array:
         starts = _wide(values[1]).reshape(count, len(axes))
@@ -131,17 +154,95 @@ def _gather(eqn: _jax.Equation, view: View) -> Lookup | None:
             rows = jnp.where(jnp.all(others == 0, axis=1), rows, height)
         return rows
 
-    return Lookup(view, count, mode, eqn.params["fill_value"], ids, _arrangement(eqn))
+    return Lookup(view, count, mode, fill_value, aval, ids, _arrangement(eqn))
 
 
-def _arrangement(eqn: _jax.Equation) -> Callable[[jax.Array], jax.Array]:
+def _gather_columns(
+    eqn: _jax.Equation, view: View, column: int, origins: _jax.Origins
+) -> Lookup | None:
+    """Rows, and the same columns of each: ``table[ids, 1:]``, ``table[ids, ::-1]``.
+
+    Column numbers that go with the row numbers, as in ``table[rows, columns]``, would have
+    a whole row read for each element.
+    """
+    numbers, sizes = eqn.params["dimension_numbers"], tuple(eqn.params["slice_sizes"])
+    mode, fill_value, aval = (
+        eqn.params["mode"],
+        eqn.params["fill_value"],
+        eqn.invars[1].aval,
+    )
+    axes, batch = tuple(numbers.start_index_map), tuple(aval.shape[:-1])
+    columns = origins.columns(eqn.invars[1])
+    # With numbers that stand in the program, as in tables[jnp.arange(3), ids], it is not
+    # rows that are looked up.
+    if columns is None or origins.is_fixed(columns[column]) or not math.prod(batch):
+        return None
+    along = [origins.axes(x) - {len(batch)} for x in columns]
+    own = tuple(sorted(along.pop(column)))  # the axes along which the row numbers differ
+    if not set(own).isdisjoint(set().union(*along)):
+        return None
+    rows, first = tuple(batch[axis] for axis in own), len(own)
+
+    def ids(values: Sequence[Any]) -> jax.Array:
+        starts = _wide(values[1])[..., column]
+        once = tuple(slice(None) if axis in own else 0 for axis in range(len(batch)))
+        return starts[once].reshape(math.prod(rows))
+
+    # The same gather, from a table of one row for each of the rows.
+    each = lax.GatherDimensionNumbers(
+        offset_dims=numbers.offset_dims,
+        collapsed_slice_dims=tuple(first + d for d in numbers.collapsed_slice_dims),
+        start_index_map=tuple(first + d for d in axes if d),
+        operand_batching_dims=tuple(range(first)),
+        start_indices_batching_dims=own,
+    )
+
+    def arrange(found: jax.Array, values: Sequence[Any]) -> jax.Array:
+        starts = jnp.delete(values[1], column, axis=-1, assume_unique_indices=True)
+        return lax.gather(
+            found.reshape(*rows, 1, *view.shape[1:]),
+            starts,
+            each,
+            (1,) * first + sizes,
+            mode=mode,
+            fill_value=fill_value,
+        )
+
+    return Lookup(view, math.prod(rows), mode, fill_value, aval, ids, arrange)
+
+
+def _gather_transposed(eqn: _jax.Equation, view: Transposed) -> Lookup | None:
+    """``table.T[:, ids]``: whole rows, which then are columns."""
+    numbers, sizes = eqn.params["dimension_numbers"], tuple(eqn.params["slice_sizes"])
+    aval, mode, axis = eqn.invars[1].aval, eqn.params["mode"], view.order.index(0)
+    one_row = tuple(1 if d == axis else n for d, n in enumerate(view.shape))
+    axes = tuple(numbers.start_index_map)
+    # Along an axis that is read whole, only clipping makes 0 of any start.
+    one_id = axes == (axis,) or (axis in axes and mode == Mode.CLIP)
+    if not one_id or sizes != one_row or numbers.operand_batching_dims or not _known(mode):
+        return None
+    count, inner, column = math.prod(aval.shape[:-1]), view.inner, axes.index(axis)
+    ids = lambda values: _wide(values[1])[..., column].reshape(count)  # noqa: E731
+    put = _arrangement(eqn)
+
+    def arrange(rows: jax.Array, values: Sequence[Any]) -> jax.Array:
+        order = (0, *(1 + d for d in view.order))
+        rows = rows.reshape(count, 1, *inner.shape[1:])
+        return put(jnp.transpose(rows, order), values)
+
+    return Lookup(inner, count, mode, eqn.params["fill_value"], aval, ids, arrange)
+
+
+def _arrangement(
+    eqn: _jax.Equation,
+) -> Callable[[jax.Array, Sequence[Any]], jax.Array]:
     """From rows ``[count, *D]`` to where a gather puts them."""
     numbers, sizes = eqn.params["dimension_numbers"], eqn.params["slice_sizes"]
     batch = _jax.shape_of(eqn.invars[1])[:-1]
     left_out = {*numbers.collapsed_slice_dims, *numbers.operand_batching_dims}
     window = [n for d, n in enumerate(sizes) if d not in left_out]
 
-    def arrange(rows: jax.Array) -> jax.Array:
+    def arrange(rows: jax.Array, values: Sequence[Any]) -> jax.Array:
         out = rows.reshape(*batch, *window)
         if out.ndim == len(numbers.offset_dims):
             return out
@@ -152,61 +253,83 @@ def _arrangement(eqn: _jax.Equation) -> Callable[[jax.Array], jax.Array]:
     return arrange
 
 
-def _gather_repeated(eqn: _jax.Equation, view: View, lead: int) -> Lookup | None:
-    """A gather from tables repeated for each example.
+def _slice_transposed(eqn: _jax.Equation, view: Transposed) -> Lookup | None:
+    axis, sizes = view.order.index(0), tuple(eqn.params["slice_sizes"])
+    if sizes != tuple(1 if d == axis else n for d, n in enumerate(view.shape)):
+        return None
+    ids = lambda values: _wide(values[1 + axis]).reshape(1)  # noqa: E731
+    arrange = lambda rows, values: jnp.transpose(rows, view.order)  # noqa: E731
+    aval = eqn.invars[1 + axis].aval
+    return Lookup(view.inner, 1, Mode.CLIP, None, aval, ids, arrange)
 
-    Along every axis of the batch, either each example has ids of its own, or the same ids
-    are read from all of them.
+
+def _gather_repeated(eqn: _jax.Equation, view: View, lead: int) -> Lookup | None:
+    """A gather of rows that several axes number, such as tables repeated for each example.
+
+    Along each of these axes either there are ids, or each example has a row of its own, or
+    the same ids are read from all rows.
     """
     numbers, sizes = eqn.params["dimension_numbers"], tuple(eqn.params["slice_sizes"])
-    mode, shape = eqn.params["mode"], view.shape
-    axes, batch = tuple(numbers.start_index_map), _jax.shape_of(eqn.invars[1])[:-1]
+    mode, shape, aval = eqn.params["mode"], view.shape, eqn.invars[1].aval
+    axes, batch = tuple(numbers.start_index_map), tuple(aval.shape[:-1])
     own = dict(
         zip(numbers.operand_batching_dims, numbers.start_indices_batching_dims, strict=True)
     )
-    shared = tuple(d for d in range(lead - 1) if d not in own)
-    rows = tuple(1 if d in own or d == lead - 1 else n for d, n in enumerate(shape[:lead]))
-    if sizes != (*rows, *shape[lead:]) or lead - 1 not in axes or not _known(mode):
+    by_id = {d for d in axes if d < lead and sizes[d] == 1}
+    shared = tuple(d for d in range(lead) if d not in own and d not in by_id)
+    rows = tuple(n if d in shared else 1 for d, n in enumerate(shape[:lead]))
+    if sizes != (*rows, *shape[lead:]) or not by_id or not _known(mode):
         return None
-    # The rows come out in this order: by the ids, then by the examples that share them.
+    # The rows come out in this order: by the ids, then by what shares them.
     order = (*batch, *(shape[d] for d in shared))
     place = own | {d: len(batch) + i for i, d in enumerate(shared)}
-    column, height, count = axes.index(lead - 1), shape[lead - 1], math.prod(order)
+    count = math.prod(order)
 
     def spread(x: jax.Array) -> jax.Array:
         x = x.reshape(*batch, *(1 for _ in shared))
         return jnp.broadcast_to(x, order).reshape(count)
 
     def ids(values: Sequence[Any]) -> jax.Array:
-        row = jnp.clip(_wide(values[1])[..., column], 0, max(height - 1, 0))
-        row = spread(row).reshape(order)
-        example = jnp.zeros((), row.dtype)
-        for d in range(lead - 1):
-            position = lax.broadcasted_iota(row.dtype, order, place[d])
-            example = example * shape[d] + position
-        return (example * height + row).reshape(count)
+        starts = _wide(values[1])
+        number = jnp.zeros((), starts.dtype)
+        for d, height in enumerate(shape[:lead]):
+            if d in by_id:
+                start = jnp.clip(starts[..., axes.index(d)], 0, max(height - 1, 0))
+                along = spread(start).reshape(order)
+            else:
+                along = lax.broadcasted_iota(starts.dtype, order, place[d])
+            number = number * height + along
+        return number.reshape(count)
 
     def good(values: Sequence[Any]) -> jax.Array:
         starts = _wide(values[1])
-        row = starts[..., column]
-        others = jnp.delete(starts, column, axis=-1, assume_unique_indices=True)
-        return spread((row >= 0) & (row < height) & jnp.all(others == 0, axis=-1))
+        limits = [shape[d] if d in by_id else 1 for d in axes]
+        beyond = jnp.broadcast_to(jnp.array(limits, starts.dtype), starts.shape)
+        return spread(jnp.all((starts >= 0) & (starts < beyond), axis=-1))
 
-    fill_value = eqn.params["fill_value"]
-    return Lookup(flat(view), count, mode, fill_value, ids, _arrangement(eqn), good)
+    arrange, fill_value = _arrangement(eqn), eqn.params["fill_value"]
+    return Lookup(flat(view), count, mode, fill_value, aval, ids, arrange, good)
 
 
 def _dynamic_slice(eqn: _jax.Equation, view: View) -> Lookup | None:
     sizes, shape = tuple(eqn.params["slice_sizes"]), view.shape
     count, height = sizes[0] if sizes else 0, shape[0] if shape else 0
-    if not sizes or sizes[1:] != shape[1:] or count > max(1, height - 1):
+    whole_rows = sizes[1:] == shape[1:]
+    if not sizes:
+        return None
+    if count != 1 and not (whole_rows and _jax.holds(lambda: count < height)):
         return None
 
     def ids(values: Sequence[Any]) -> jax.Array:
         start = jnp.clip(_wide(values[1]), 0, height - count)
         return start + jnp.arange(count, dtype=start.dtype)
 
-    return Lookup(view, count, Mode.CLIP, None, ids, lambda rows: rows)
+    def arrange(rows: jax.Array, values: Sequence[Any]) -> jax.Array:
+        if whole_rows:
+            return rows
+        return lax.dynamic_slice(rows, [jnp.zeros_like(values[1]), *values[2:]], sizes)
+
+    return Lookup(view, count, Mode.CLIP, None, eqn.invars[1].aval, ids, arrange)
 
 
 def _wide(ids: Any) -> jax.Array:

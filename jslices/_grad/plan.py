@@ -1,8 +1,9 @@
 """The plan of one call: its traced program, its leaves, and which of them are sparse."""
 
 import inspect
+import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,8 +13,12 @@ from jslices import _jax
 from jslices._grad.interpret import DenseUse, Plan, Site, plan_lookups
 from jslices._jax import flatten
 
-#: ``sparse=``: one bool for all, a pytree prefix of bools, or a function of a leaf.
-SparseSpec = Any | Callable[[Any, Any], bool | None] | None
+#: What ``sparse=`` says of one array: True insists on rows, False on a dense gradient,
+#: None leaves it to the program, and "if_smaller" takes rows where they are fewer bytes.
+Wish = bool | Literal["if_smaller"] | None
+
+#: ``sparse=``: one wish for all arrays, a pytree prefix of them, or a function of a leaf.
+SparseSpec = Any | Callable[[Any, Any], Wish] | None
 
 
 class Planned(NamedTuple):
@@ -25,7 +30,9 @@ class Planned(NamedTuple):
       leaves: the differentiated arrays.
       plan: the lookups of the sparse leaves.
       dense: why a leaf that could have been sparse is not.
-      looked_up: for every leaf, sparse or not, the places that look it up.
+      looked_up: for every leaf, sparse or not, the places that look up rows of it.
+      unread: for dense leaves without any the places that look them up otherwise.
+      eager: whether there is no ``jax.jit`` around the call.
     """
 
     program: _jax.Program
@@ -34,12 +41,20 @@ class Planned(NamedTuple):
     plan: Plan
     dense: dict[int, DenseUse]
     looked_up: dict[int, list[Site]]
+    unread: dict[int, list[_jax.Source]]
+    eager: bool
 
     def kind(self, leaf: int) -> str:
         """``"sparse"``, ``"dense"``, or ``"unused"``: nothing asks for its gradient."""
         if leaf in self.dense or not self.leaves[leaf].may_be_sparse:
             return "dense"
         return "sparse" if self.looked_up.get(leaf) else "unused"
+
+    def bytes_of_rows(self, leaf: int) -> int:
+        """Of the rows that are looked up, as a gradient with its row numbers."""
+        aval, sites = self.leaves[leaf].aval, self.looked_up.get(leaf, [])
+        row = math.prod(aval.shape[1:]) * aval.dtype.itemsize
+        return sum(site.total * (row + site.index_dtype.itemsize) for site in sites)
 
 
 def plan_call(call: "Call", single: bool, spec: SparseSpec) -> Planned:
@@ -53,9 +68,28 @@ def plan_call(call: "Call", single: bool, spec: SparseSpec) -> Planned:
     """
     leaves = _describe_leaves(call, single, spec)
     program, outputs = call.trace()
-    candidates = {i: leaf.aval for i, leaf in enumerate(leaves) if leaf.may_be_sparse}
-    decided = plan_lookups(program, candidates, outputs.num_results)
-    return Planned(program, outputs, leaves, *decided)
+    eager = not _jax.is_staged()
+
+    def planned() -> Planned:
+        candidates = {i: leaf.aval for i, leaf in enumerate(leaves) if leaf.may_be_sparse}
+        decided = plan_lookups(program, candidates, outputs.num_results, eager)
+        return Planned(program, outputs, leaves, *decided, eager)
+
+    first = planned()
+    larger = [i for i in range(len(leaves)) if _is_to_be_dense(first, i)]
+    if not larger:
+        return first
+    for i in larger:
+        leaves[i] = leaves[i]._replace(wish=False)
+    return planned()._replace(looked_up=first.looked_up)
+
+
+def _is_to_be_dense(planned: Planned, leaf: int) -> bool:
+    """Whether rows are unwanted where they are not smaller, and they are not."""
+    if planned.leaves[leaf].wish != "if_smaller" or planned.kind(leaf) != "sparse":
+        return False
+    whole = planned.leaves[leaf].num_bytes
+    return _jax.holds(lambda: planned.bytes_of_rows(leaf) >= whole)
 
 
 # --- the call ---------------------------------------------------------------------------
@@ -200,13 +234,12 @@ class Leaf(NamedTuple):
     Attributes:
       name: what the user calls it, such as ``params['table']``.
       aval: its abstract value.
-      forced: what ``sparse=`` says: True insists on rows, False on a dense gradient, None
-        leaves it to the program.
+      wish: what ``sparse=`` says of it.
     """
 
     name: str
     aval: Any
-    forced: bool | None
+    wish: Wish
 
     @property
     def has_rows(self) -> bool:
@@ -214,7 +247,7 @@ class Leaf(NamedTuple):
 
     @property
     def may_be_sparse(self) -> bool:
-        return self.has_rows and self.forced is not False
+        return self.has_rows and self.wish is not False
 
     @property
     def num_bytes(self) -> int:
@@ -229,16 +262,16 @@ def _describe_leaves(call: Call, single: bool, spec: SparseSpec) -> list[Leaf]:
     tree, roots = call.tree.unflatten(call.primals), call.names
     paths, _ = jax.tree_util.tree_flatten_with_path(tree)
     leaves = []
-    for (path, x), forced in zip(paths, _broadcast(tree, single, spec), strict=True):
+    for (path, x), wish in zip(paths, _broadcast(tree, single, spec), strict=True):
         name = roots[path[0].idx] + jax.tree_util.keystr(path[1:])
         if callable(spec):
-            forced = spec(path[1:] if single else path, x)
-        if not (forced is None or isinstance(forced, bool)):
+            wish = spec(path[1:] if single else path, x)
+        if not (wish is None or isinstance(wish, bool) or wish == "if_smaller"):
             raise TypeError(
-                f"sparse= must give True, False or None for each array, got {forced!r} "
-                f"for {name}"
+                "sparse= must give True, False, None or 'if_smaller' for each array, got "
+                f"{wish!r} for {name}"
             )
-        leaves.append(Leaf(name, jax.typeof(x), forced))
+        leaves.append(Leaf(name, jax.typeof(x), wish))
     return leaves
 
 
@@ -246,20 +279,20 @@ def _broadcast(tree: Any, single: bool, spec: SparseSpec) -> list[Any]:
     """``spec`` for every leaf; None where it is a function."""
     if callable(spec):
         spec = None
-    if spec is None or isinstance(spec, bool):
+    if spec is None or isinstance(spec, bool | str):
         return [spec] * len(jax.tree.leaves(tree))
     prefix = (spec,) if single else spec
-    forced: list[Any] = []
+    wishes: list[Any] = []
 
-    def add(force: Any, subtree: Any) -> None:
-        forced.extend([force] * len(jax.tree.leaves(subtree)))
+    def add(wish: Any, subtree: Any) -> None:
+        wishes.extend([wish] * len(jax.tree.leaves(subtree)))
 
     try:
         jax.tree.map(add, prefix, tree, is_leaf=lambda x: x is None)
     except ValueError as error:
         raise ValueError(
-            "sparse= must be a bool, a function of (path, leaf), or a pytree of bools "
-            "whose structure is that of the differentiated argument or a prefix of it: "
-            f"{error}"
+            "sparse= must be a bool, 'if_smaller', a function of (path, leaf), or a pytree "
+            "of these whose structure is that of the differentiated argument or a prefix "
+            f"of it: {error}"
         ) from None
-    return forced
+    return wishes

@@ -7,7 +7,9 @@ right, but dense.
 """
 
 import functools
+import itertools
 import math
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -18,9 +20,11 @@ from jax.extend.core import Primitive
 from jslices import _jax
 from jslices._grad.views import (
     Renumbered,
+    Replaced,
     Rowwise,
     Stacked,
     Stopped,
+    Transposed,
     View,
     flat,
     folded,
@@ -42,6 +46,8 @@ class NeedsWhole(NamedTuple):
 #: while lookups are planned).
 Rule = Callable[[_jax.Equation, Sequence[Any], int], list[Any] | NeedsWhole | None]
 
+Mode = jax.lax.GatherScatterMode
+
 RULES: dict[Primitive, Rule] = {}
 
 
@@ -62,19 +68,25 @@ def rowwise(
     if rule is None:
         return None
     # Rows are numbered by axis 0, or, in tables that vmap repeated for every example, by
-    # the axes of the batch as well: the `lead` ones.
-    lead = min(leading(operand) for operand in operands if isinstance(operand, View))
-    others = [
-        i for i, x in enumerate(operands) if isinstance(x, View) and leading(x) > lead
-    ]
+    # the axes of the batch as well: the `lead` ones. Of views that differ in this, small
+    # ones serve several rows of a large one.
+    views = {i: x for i, x in enumerate(operands) if isinstance(x, View)}
+    lead = min(map(leading, views.values()))
+    others = [i for i, x in views.items() if leading(x) > lead]
+    if others:
+        sizes = {i: math.prod(x.shape) for i, x in views.items()}
+        smaller = [i for i, size in sizes.items() if size < max(sizes.values())]
+        others = smaller or others
+    if rule is not _transpose:
+        others += [i for i, x in views.items() if isinstance(x, Transposed)]
     outputs = NeedsWhole(others) if others else rule(eqn, operands, lead)
-    while isinstance(outputs, NeedsWhole):
-        needed = outputs.operands
-        operands = [whole(x) if i in needed else x for i, x in enumerate(operands)]
-        if not any(isinstance(operand, View) for operand in operands):
-            return None
-        outputs = rule(eqn, operands, lead)
-    return outputs
+    if not isinstance(outputs, NeedsWhole):
+        return outputs
+    needed = outputs.operands
+    operands = [whole(x) if i in needed else x for i, x in enumerate(operands)]
+    if not any(isinstance(operand, View) for operand in operands):
+        return None
+    return rowwise(eqn, operands, whole)
 
 
 def register_rowwise(
@@ -252,6 +264,8 @@ def _views(
         serves_all.append(one and (lead == 1 or math.prod(_jax.shape_of(atom)[:lead]) == 1))
     floating = [jnp.issubdtype(x.dtype, jnp.inexact) for x in inner if isinstance(x, View)]
     ones = (1,) * (lead - 1)
+    shapes = tuple(map(_jax.shape_of, eqn.invars))
+    step = (eqn.primitive, lead, shapes, *eqn.params.items())
     outputs: list[View] = []
     for number, out in enumerate(eqn.outvars):
         row = tuple(out.aval.shape[lead:])
@@ -270,7 +284,8 @@ def _views(
 
         run = functools.partial(apply, which=(number, row))
         shape = (math.prod(rows), *row)
-        view = Rowwise(shape, out.aval.dtype, run, tuple(inner), tuple(serves_all))
+        key = (*step, number, row)
+        view = Rowwise(shape, out.aval.dtype, run, tuple(inner), tuple(serves_all), key)
         # `table > 0`, and what is computed from it alone, passes no gradient on.
         graded = any(floating) and jnp.issubdtype(view.dtype, jnp.inexact)
         outputs.append(folded(view if graded else without_slots(view), rows))
@@ -328,6 +343,10 @@ def _elementwise(
     return NeedsWhole(serve_all) if serve_all else _views(eqn, operands, lead)
 
 
+def is_elementwise(eqn: _jax.Equation) -> bool:
+    return RULES.get(eqn.primitive) is _elementwise
+
+
 # --- along other axes -------------------------------------------------------------------
 
 
@@ -343,45 +362,165 @@ def _along(parameter: str) -> Rule:
     return rule
 
 
-_rule("cumlogsumexp", "cummax", "cummin", "cumprod", "cumsum", "split", "stack")(
-    _along("axis")
-)
+_rule("cumlogsumexp", "cummax", "cummin", "cumprod", "cumsum", "stack")(_along("axis"))
 _rule("reduce_max", "reduce_min", "reduce_prod", "reduce_sum")(_along("axes"))
 _rule("reduce_and", "reduce_or", "reduce_xor", "argmax", "argmin")(_along("axes"))
-_rule("rev", "squeeze")(_along("dimensions"))
 _rule("sort")(_along("dimension"))
 
 
-def _unless_rows(parameter: str, nothing: Any) -> Rule:
-    """A rule for what does something to each axis, and ``nothing`` to those of the rows."""
-
-    def rule(eqn: _jax.Equation, operands: Sequence[Any], lead: int) -> list[Any] | None:
-        same = all(entry == nothing for entry in eqn.params[parameter][:lead])
-        return _views(eqn, operands, lead) if same else None
-
-    return rule
+@_rule("tile")
+def _tile(eqn: _jax.Equation, operands: Sequence[Any], lead: int) -> list[Any] | None:
+    once = set(eqn.params["reps"][:lead]) == {1}
+    return _views(eqn, operands, lead) if once else None
 
 
-_rule("pad")(_unless_rows("padding_config", (0, 0, 0)))
-_rule("tile")(_unless_rows("reps", 1))
+@_rule("fft")
+def _fft(eqn: _jax.Equation, operands: Sequence[Any], lead: int) -> list[Any] | None:
+    inside = lead + len(eqn.params["fft_lengths"]) <= len(_jax.shape_of(eqn.invars[0]))
+    return _views(eqn, operands, lead) if inside else None
 
 
-@_rule("reshape")
-def _reshape(eqn: _jax.Equation, operands: Sequence[Any], lead: int) -> list[Any] | None:
-    old, new = _jax.shape_of(eqn.invars[0]), tuple(eqn.params["new_sizes"])
-    same_rows = new[:lead] == old[:lead] and math.prod(old) > 0
-    if not same_rows or eqn.params.get("dimensions") is not None:
+@_rule("dot_general")
+def _dot_general(
+    eqn: _jax.Equation, operands: Sequence[Any], lead: int
+) -> list[Any] | NeedsWhole | None:
+    """``table @ w``: each row times an array that serves all rows.
+
+    ``w @ x``, one number for each row of ``w``, is what layers do to their input.
+    """
+    (contracted, inside), batch = eqn.params["dimension_numbers"]
+    left, right = operands
+    rows_stay = isinstance(left, View) and lead == 1 and 0 not in contracted
+    scores = len(_jax.shape_of(eqn.invars[1])) == len(inside)
+    if not rows_stay or any(batch) or scores:
         return None
-    return _views(eqn, operands, lead, lambda rows: {"new_sizes": (*rows, *new[lead:])})
-
-
-@_rule("transpose")
-def _transpose(eqn: _jax.Equation, operands: Sequence[Any], lead: int) -> list[Any] | None:
-    stay = tuple(eqn.params["permutation"][:lead]) == tuple(range(lead))
-    return _views(eqn, operands, lead) if stay else None
+    if isinstance(right, View):
+        return NeedsWhole([1])
+    return _views(eqn, operands, lead, shared=[False, True])
 
 
 # --- other numbers for the rows ---------------------------------------------------------
+
+
+def _renumbered(
+    view: View,
+    lead: int,
+    rows: tuple[int, ...],
+    places: Sequence[tuple[int, int, int]],
+    take: Callable[[jax.Array], jax.Array],
+) -> View:
+    """A view of the rows of another, numbered by axes of these sizes.
+
+    Args:
+      view: the other view.
+      lead: how many axes number its rows.
+      rows: the sizes of the axes that number the rows of the result.
+      places: for each of the ``lead`` axes ``(axis, start, step)``: row number i along
+        ``axis`` of the result is row number ``start + step * i`` of ``view``.
+      take: from the whole of ``view`` to the whole of the result.
+    """
+    given, inner = view.shape, flat(view)
+
+    def number(x: jax.Array) -> jax.Array:
+        result = jnp.zeros_like(x)
+        for height, (axis, start, step) in zip(given[:lead], places, strict=True):
+            below = math.prod(rows[axis + 1 :])
+            along = x // below if below > 1 else x
+            along = along % rows[axis] if axis else along
+            result = result * height + start + step * along
+        return result
+
+    shape = (math.prod(rows), *given[lead:])
+    key = ("rows", given[:lead], rows, tuple(places))
+    new = Renumbered(
+        shape, view.dtype, inner, number, key, lambda x: take(x.reshape(given))
+    )
+    return folded(new, rows)
+
+
+@_rule("slice")
+def _slice(eqn: _jax.Equation, operands: Sequence[Any], lead: int) -> list[Any] | None:
+    """``table[1:, 2:5]``: some rows at equal distances, and some columns of them."""
+    (view,) = operands
+    start, limit = tuple(eqn.params["start_indices"]), tuple(eqn.params["limit_indices"])
+    strides = tuple(eqn.params["strides"] or (1,) * len(start))
+    full, shape = view.shape, _jax.shape_of(eqn.outvars[0])
+    if not math.prod(shape[:lead]):
+        return None
+    nothing, ones, rest = (0,) * len(start), (1,) * len(start), full[lead:]
+    if shape[:lead] != full[:lead]:
+        places = [(axis, start[axis], strides[axis]) for axis in range(lead)]
+        begin, end = (*start[:lead], *nothing[lead:]), (*limit[:lead], *rest)
+        steps = (*strides[:lead], *ones[lead:])
+        take = lambda array: jax.lax.slice(array, begin, end, steps)  # noqa: E731
+        view = _renumbered(view, lead, shape[:lead], places, take)
+    if shape[lead:] == rest:
+        return [view]
+    columns = {
+        "start_indices": (*nothing[:lead], *start[lead:]),
+        "strides": (*ones[:lead], *strides[lead:]),
+    }
+
+    def params_for(count: tuple[int, ...]) -> dict[str, Any]:
+        return {**columns, "limit_indices": (*count, *limit[lead:])}
+
+    return _views(eqn, [view], lead, params_for, [False])
+
+
+@_rule("split")
+def _split(eqn: _jax.Equation, operands: Sequence[Any], lead: int) -> list[Any]:
+    axis, (view,) = eqn.params["axis"], operands
+    if axis >= lead:
+        return _views(eqn, operands, lead)
+    found, above = [], 0
+    for out in eqn.outvars:
+        rows = _jax.shape_of(out)[:lead]
+        places = [(d, above if d == axis else 0, 1) for d in range(lead)]
+        end = above + rows[axis]
+        take = functools.partial(
+            jax.lax.slice_in_dim, start_index=above, limit_index=end, axis=axis
+        )
+        found.append(_renumbered(view, lead, rows, places, take))
+        above = end
+    return found
+
+
+@_rule("rev")
+def _rev(eqn: _jax.Equation, operands: Sequence[Any], lead: int) -> list[Any]:
+    dimensions, (view,) = eqn.params["dimensions"], operands
+    among = tuple(d for d in dimensions if d < lead)
+    inside = tuple(d for d in dimensions if d >= lead)
+    rows = view.shape[:lead]
+    if among:
+        places = [(d, n - 1, -1) if d in among else (d, 0, 1) for d, n in enumerate(rows)]
+        view = _renumbered(
+            view, lead, rows, places, lambda array: jax.lax.rev(array, among)
+        )
+    return (
+        _views(eqn, [view], lead, lambda rows: {"dimensions": inside}) if inside else [view]
+    )
+
+
+@_rule("reshape", "squeeze")
+def _reshape(eqn: _jax.Equation, operands: Sequence[Any], lead: int) -> list[Any] | None:
+    in_order = eqn.primitive.name == "squeeze" or eqn.params.get("dimensions") is None
+    return _reshaped(eqn, operands) if in_order and len(operands) == 1 else None
+
+
+def _reshaped(eqn: _jax.Equation, operands: Sequence[Any]) -> list[Any] | None:
+    """The same rows, numbered by other axes, or with their elements in another shape."""
+    inner, shape = flat(operands[0]), _jax.shape_of(eqn.outvars[0])
+    count, size = inner.shape[0], math.prod(shape)
+    heights = itertools.accumulate(shape, operator.mul)
+    lead = next((i for i, height in enumerate(heights, 1) if height == count), 0)
+    if not lead or not size:
+        return None
+    row = shape[lead:]
+    if row != inner.shape[1:]:
+        apply = lambda values, n: values[0].reshape(n, *row)  # noqa: E731
+        key = ("reshape", *row)
+        inner = Rowwise((count, *row), inner.dtype, apply, (inner,), (False,), key)
+    return [folded(inner, shape[:lead])]
 
 
 @_rule("broadcast_in_dim")
@@ -391,6 +530,8 @@ def _broadcast(eqn: _jax.Equation, operands: Sequence[Any], lead: int) -> list[A
     given = _jax.shape_of(eqn.invars[0])
     if len(operands) > 1:  # sizes that are known at run time only
         return None
+    if math.prod(shape) == math.prod(given):
+        return _reshaped(eqn, operands)
     if dims[:lead] == tuple(range(lead)) and shape[:lead] == given[:lead]:
         return _views(eqn, operands, lead, lambda rows: {"shape": (*rows, *shape[lead:])})
     # The rows come last among the axes that number them, and are as they were.
@@ -399,64 +540,71 @@ def _broadcast(eqn: _jax.Equation, operands: Sequence[Any], lead: int) -> list[A
     last = dims[lead - 1 :] == tuple(range(more - 1, len(shape)))
     if not as_they_were or not last or math.prod(shape[:more]) > INT32_MAX:
         return None
-    inner, rows, axes = flat(operands[0]), shape[:more], dims[:lead]
-
-    def number(x: jax.Array) -> jax.Array:
-        number = jnp.zeros_like(x)
-        for axis in axes:
-            below = math.prod(rows[axis + 1 :])
-            number = number * rows[axis] + x // below % rows[axis]
-        return number
-
-    def take(array: jax.Array) -> jax.Array:
-        return jax.lax.broadcast_in_dim(array.reshape(given), shape, dims)
-
-    everything = (math.prod(rows), *shape[more:])
-    key = ("copies", rows, axes)
-    return [folded(Renumbered(everything, inner.dtype, inner, number, key, take), rows)]
+    places = [(axis, 0, 1) for axis in dims[:lead]]
+    take = lambda array: jax.lax.broadcast_in_dim(array, shape, dims)  # noqa: E731
+    return [_renumbered(operands[0], lead, shape[:more], places, take)]
 
 
-@_rule("slice")
-def _slice(eqn: _jax.Equation, operands: Sequence[Any], lead: int) -> list[Any] | None:
-    """``table[1:, 2:5]``: some consecutive rows, and some columns of them."""
-    (view,) = operands
-    start, limit = tuple(eqn.params["start_indices"]), tuple(eqn.params["limit_indices"])
-    strides = tuple(eqn.params["strides"] or (1,) * len(start))
-    nothing, full = (0,) * len(start), view.shape
-    above, height = start[lead - 1], limit[lead - 1] - start[lead - 1]
-    one = lead - 1  # the axes of the batch, if any, are before that of the rows
-    all_examples = (start[:one], limit[:one]) == (nothing[:one], full[:one])
-    if not all_examples or set(strides[:lead]) != {1} or height < 1:
-        return None
-    if height < full[one]:
-        view = _window(view, lead, above, height)
-    whole_rows = (start[lead:], limit[lead:]) == (nothing[lead:], full[lead:])
-    if whole_rows and set(strides) == {1}:
+@_rule("transpose")
+def _transpose(eqn: _jax.Equation, operands: Sequence[Any], lead: int) -> list[Any] | None:
+    order, view = tuple(eqn.params["permutation"]), operands[0]
+    if isinstance(view, Transposed):
+        order, view = tuple(view.order[i] for i in order), view.inner
+    if order == tuple(range(len(order))):
         return [view]
-    begin = {"start_indices": (*nothing[:lead], *start[lead:])}
-    return _views(
-        eqn,
-        [view],
-        lead,
-        lambda rows: {**begin, "limit_indices": (*rows, *limit[lead:])},
-        [False],
+    if order[:lead] == tuple(range(lead)) and view is operands[0]:
+        return _views(eqn, operands, lead)
+    if lead > 1:
+        return None
+    shape = _jax.shape_of(eqn.outvars[0])
+    return [Transposed(shape, view.dtype, view, order)]
+
+
+@_rule("pad")
+def _pad(eqn: _jax.Equation, operands: Sequence[Any], lead: int) -> list[Any] | None:
+    """More columns, or more rows above and below the others."""
+    config, (view, value) = tuple(map(tuple, eqn.params["padding_config"])), operands
+    nothing, one = (0, 0, 0), lead - 1
+    if set(config[:lead]) == {nothing}:
+        return _views(eqn, operands, lead)
+    above, below, between = config[one]
+    if set((*config[:one], *config[lead:])) - {nothing} or min(above, below) < 0 or between:
+        return None
+    examples, row = math.prod(view.shape[:one]), view.shape[lead:]
+    heights = (above, view.shape[one], below)
+    padding = [
+        None if value is None else jnp.broadcast_to(value, (examples * height, *row))
+        for height in (above, below)
+    ]
+    arrays = (padding[0], flat(view), padding[1])
+    shape = (examples * sum(heights), *row)
+    rows = (*view.shape[:one], sum(heights))
+    return [folded(Stacked(shape, view.dtype, arrays, heights), rows)]
+
+
+@_rule("scatter")
+def _scatter(
+    eqn: _jax.Equation, operands: Sequence[Any], lead: int
+) -> list[Any] | NeedsWhole | None:
+    """``table.at[0].set(row)``: another row in the place of one."""
+    view, at, row = operands
+    numbers, mode = eqn.params["dimension_numbers"], eqn.params["mode"]
+    if not isinstance(view, View) or lead > 1:
+        return None
+    if isinstance(row, View):
+        return NeedsWhole([2])
+    one_row = (
+        tuple(numbers.scatter_dims_to_operand_dims) == (0,)
+        and math.prod(_jax.shape_of(eqn.invars[1])) == 1
+        and math.prod(_jax.shape_of(eqn.invars[2])) == math.prod(view.shape[1:])
+        and not numbers.operand_batching_dims
     )
-
-
-def _window(view: View, lead: int, above: int, height: int) -> View:
-    """``height`` rows of a view, those of each example, from row ``above`` on."""
-    examples, full, rest = view.shape[: lead - 1], view.shape[lead - 1], view.shape[lead:]
-
-    def number(x: jax.Array) -> jax.Array:
-        return x // height * full + x % height + above
-
-    def take(array: jax.Array) -> jax.Array:
-        return array.reshape(-1, full, *rest)[:, above : above + height]
-
-    shape = (math.prod(examples) * height, *rest)
-    key = ("window", above, height, full)
-    inner = Renumbered(shape, view.dtype, flat(view), number, key, take)
-    return folded(inner, (*examples, height))
+    if not one_row or mode not in (Mode.CLIP, Mode.FILL_OR_DROP, Mode.PROMISE_IN_BOUNDS):
+        return None
+    if at is not None:
+        at, row = at.reshape(()), row.reshape(view.shape[1:])
+        at = jnp.clip(at, 0, view.shape[0] - 1) if mode == Mode.CLIP else at
+    return [Replaced(view.shape, view.dtype, view, at, row)]
 
 
 @_rule("concatenate")

@@ -86,12 +86,13 @@ class Rowwise(View):
     """The result of an operation that treats every row alike.
 
     ``apply(operands, n)`` computes n rows from n rows of the operands, of which the
-    ``shared`` ones serve all rows.
+    ``shared`` ones serve all rows. Equal keys mean equal functions.
     """
 
-    apply: Callable[[Sequence[Any], int], jax.Array]
+    apply: Callable[[Sequence[Any], int], jax.Array] = dataclasses.field(compare=False)
     operands: tuple[Any, ...]
     shared: tuple[bool, ...]
+    key: tuple[Any, ...]
 
     def parts(self, ids: Ids) -> Sequence[tuple[Any, Ids | None]]:
         pairs = zip(self.operands, self.shared, strict=True)
@@ -116,9 +117,9 @@ class Renumbered(View):
     """
 
     inner: View
-    number: Callable[[jax.Array], jax.Array]
+    number: Callable[[jax.Array], jax.Array] = dataclasses.field(compare=False)
     key: tuple[Any, ...]
-    take: Callable[[jax.Array], jax.Array]
+    take: Callable[[jax.Array], jax.Array] = dataclasses.field(compare=False)
 
     def parts(self, ids: Ids) -> Sequence[tuple[Any, Ids | None]]:
         def inside(read: jax.Array, record: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -133,6 +134,30 @@ class Renumbered(View):
 
     def whole(self, of: Callable[[Any], Any]) -> jax.Array:
         return self.take(of(self.inner)).reshape(self.shape)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Replaced(View):
+    """Another view with an array ``row`` in the place of row number ``at``."""
+
+    inner: View
+    at: Any
+    row: Any
+
+    def parts(self, ids: Ids) -> Sequence[tuple[Any, Ids | None]]:
+        def others(read: jax.Array, record: jax.Array) -> tuple[jax.Array, jax.Array]:
+            here = self.at.astype(read.dtype) == read
+            return read, jnp.where(here, self.shape[0], record)
+
+        return [(self.inner, ids.renumbered(("but", self), others)), (self.row, None)]
+
+    def combine(self, parts: Sequence[Any], ids: Ids) -> jax.Array:
+        rows, row = parts
+        here = self.at.astype(ids.read.dtype) == ids.read
+        return jnp.where(here.reshape((-1,) + (1,) * row.ndim), row, rows)
+
+    def whole(self, of: Callable[[Any], Any]) -> jax.Array:
+        return self.combine([of(self.inner), self.row], Ids((), jnp.arange(self.shape[0])))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -216,6 +241,23 @@ class Repeated(View):
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
+class Transposed(View):
+    """Another view with its axes in another order, so that the first numbers no rows.
+
+    Axis ``i`` is axis ``order[i]`` of ``inner``. Only lookups know what to do with it.
+    """
+
+    inner: View
+    order: tuple[int, ...]
+
+    def parts(self, ids: Ids) -> Sequence[tuple[Any, Ids | None]]:
+        return [(self.inner, ids)]
+
+    def whole(self, of: Callable[[Any], Any]) -> jax.Array:
+        return lax.transpose(of(self.inner), self.order)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
 class Unslotted(View):
     """A view through which no gradient is asked for: its tables get no cotangent slot."""
 
@@ -240,6 +282,47 @@ class Stopped(Unslotted):
 
     def whole(self, of: Callable[[Any], Any]) -> jax.Array:
         return lax.stop_gradient(of(self.inner))
+
+
+# --- as pytrees -------------------------------------------------------------------------
+
+
+class _Made:
+    """What a view is besides the views and arrays that it is made of."""
+
+    def __init__(self, view: View, parts: Sequence[str]) -> None:
+        fields = [f for f in dataclasses.fields(view) if f.name not in parts]
+        self.fields = {f.name: getattr(view, f.name) for f in fields}
+        self._key = tuple(self.fields[f.name] for f in fields if f.compare)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Made) and self._key == other._key
+
+    def __hash__(self) -> int:
+        return hash(self._key)
+
+
+def _register(kind: type[View], *parts: str) -> None:
+    """Views may go into and come out of ``jax.jit``: their arrays are its operands."""
+
+    def flatten(view: View) -> tuple[list[Any], _Made]:
+        return [getattr(view, name) for name in parts], _Made(view, parts)
+
+    def unflatten(made: _Made, values: Sequence[Any]) -> View:
+        return kind(**made.fields, **dict(zip(parts, values, strict=True)))
+
+    jax.tree_util.register_pytree_node(kind, flatten, unflatten)
+
+
+_register(Table, "array")
+_register(Rowwise, "operands")
+_register(Renumbered, "inner")
+_register(Replaced, "inner", "at", "row")
+_register(Stacked, "arrays")
+_register(Repeated, "flat")
+_register(Transposed, "inner")
+_register(Unslotted, "inner")
+_register(Stopped, "inner")
 
 
 # --- the axes that number the rows ------------------------------------------------------
@@ -311,10 +394,23 @@ def tables_read(view: View) -> list[int]:
     return found
 
 
+def is_one_row(value: Any) -> bool:
+    """True for a single row of larger tables, ``table[5:6]``, that takes a gradient."""
+    if not isinstance(value, View) or isinstance(value, Transposed):
+        return False
+    if flat(value).shape[0] != 1:
+        return False
+    heights: list[int] = []
+    Reader(lambda table, ids: heights.append(table.shape[0])).rows(flat(value), Ids())
+    return bool(heights) and min(heights) > 1
+
+
 def without_slots(value: Any) -> Any:
     """A view as one through which no gradient is asked for; anything else as it is."""
     if isinstance(value, Repeated):
         return dataclasses.replace(value, flat=without_slots(value.flat))
+    if isinstance(value, Transposed):
+        return dataclasses.replace(value, inner=without_slots(value.inner))
     if isinstance(value, View) and not isinstance(value, Unslotted):
         return Unslotted(value.shape, value.dtype, value)
     return value

@@ -1,5 +1,6 @@
 """Bags: several rows of a table looked up and combined into one."""
 
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -173,7 +174,7 @@ def safe_embedding_lookup_sparse(
         keep=keep,
         given=bags.given,
     )
-    combined = _combine(rows[: len(bags.ids)], bags, combiner)
+    combined = _combine(rows[: bags.ids.shape[0]], bags, combiner)
     if default_id is not None:
         combined = jnp.where(per_row(filled, combined), combined, rows[-1:])
     return _shaped(combined, bags)
@@ -190,7 +191,7 @@ class Bags(NamedTuple):
 
     @property
     def num_bags(self) -> int:
-        return int(np.prod(self.shape, dtype=np.int64))
+        return math.prod(self.shape)
 
 
 def _as_bags(sp_ids: Any, sp_weights: Any, mask: Any, caller: str) -> Bags:
@@ -226,7 +227,7 @@ def _from_padded(given: Any, mask: Any, caller: str) -> _Form:
     if ids.ndim < 1:
         raise TypeError(f"{caller} wants ids as {FORMS}; got a scalar")
     shape = ids.shape[:-1]
-    count = int(np.prod(shape, dtype=np.int64))
+    count = math.prod(shape)
     segments = jnp.broadcast_to(jnp.arange(count).reshape(*shape, 1), ids.shape)
     if mask is not None:
         mask = jnp.asarray(mask)

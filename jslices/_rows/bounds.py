@@ -14,6 +14,7 @@ import numpy as np
 from jax import lax
 from jax.typing import ArrayLike
 
+from jslices import _jax
 from jslices._rows.loops import row_loop
 
 INT32_MAX = np.iinfo(np.int32).max
@@ -26,7 +27,7 @@ def index_dtype(num_rows: int | None, dtype: np.dtype) -> np.dtype:
     """
     if dtype.itemsize == 8:
         return np.dtype(np.int64)
-    if num_rows is not None and num_rows > INT32_MAX:
+    if num_rows is not None and _jax.holds(lambda: num_rows > INT32_MAX):
         if not jax.config.read("jax_enable_x64"):
             raise ValueError(
                 f"a table of {num_rows} rows needs 64-bit indices, got indices of "
@@ -40,6 +41,13 @@ def index_dtype(num_rows: int | None, dtype: np.dtype) -> np.dtype:
 def empty_index(num_rows: int | None, dtype: np.dtype) -> int:
     """The canonical index of an empty entry: V, or the largest integer if V is unknown."""
     return int(np.iinfo(dtype).max) if num_rows is None else num_rows
+
+
+def room_for_distinct(num_ids: int, num_rows: int | None) -> int:
+    """U that suffices for the distinct rows among ``num_ids``: ``min(K, V)`` if known."""
+    if num_rows is None or not _jax.holds(lambda: num_rows < num_ids):
+        return num_ids
+    return num_rows
 
 
 def canonical_indices(indices: jax.Array, num_rows: int | None) -> jax.Array:
@@ -153,7 +161,7 @@ def set_rows(table: jax.Array, indices: jax.Array, rows: jax.Array) -> jax.Array
 def _spread(indices: jax.Array, num_rows: int) -> tuple[jax.Array, bool]:
     """``indices`` made unique where they are V, too; and whether the dtype allows it."""
     count = indices.shape[0]
-    if num_rows + count > np.iinfo(indices.dtype).max:
+    if not _jax.holds(lambda: num_rows + count <= np.iinfo(indices.dtype).max):
         return indices, False
     beyond = num_rows + jnp.arange(count, dtype=indices.dtype)
     return jnp.where(indices == num_rows, beyond, indices), True

@@ -15,6 +15,7 @@ from jax import lax
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 
+from jslices import _jax
 from jslices._rows.bounds import empty_index
 
 Numbered = tuple[jax.Array, jax.Array, jax.Array]
@@ -75,14 +76,14 @@ def number_rows_in_any_order(
     def by_sort(indices: jax.Array) -> Numbered:
         return number_rows(indices, num_rows, capacity)
 
-    if num_ids < FEW:
+    if not _jax.holds(lambda: num_ids >= FEW):
         return by_sort(indices)
     # The map may take as much memory as the rows, or twice that where they are short.
     room = max(elements, min(2 * elements, 16))
     spread = SPREAD if elements >= 16 else SPREAD // 2
 
     def by_position(indices: jax.Array) -> Numbered:
-        if num_rows <= num_ids * min(ROWS_PER_ID, room):
+        if _jax.holds(lambda: num_rows <= num_ids * min(ROWS_PER_ID, room)):
             first = _by_map(indices, num_rows)
         else:
             first = _by_hash(indices, num_rows, spread)

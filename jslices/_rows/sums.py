@@ -7,7 +7,8 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 
-from jslices._rows.bounds import canonical_indices, empty_index
+from jslices import _jax
+from jslices._rows.bounds import canonical_indices, empty_index, room_for_distinct
 from jslices._rows.numbering import (
     number_rows,
     number_rows_in_any_order,
@@ -58,13 +59,13 @@ def sum_duplicates(
     one over ``[U, *D]``.
     """
     num_ids = indices.shape[0]
-    enough = num_ids if num_rows is None else min(num_ids, num_rows)
+    enough = room_for_distinct(num_ids, num_rows)
     capacity = enough if size is None else size
     if capacity < 0:
         raise ValueError(f"coalesce(size={size}): size must not be negative")
     indices = canonical_indices(indices, num_rows)
     empty = empty_index(num_rows, indices.dtype)
-    if num_ids == 0 or capacity == 0:
+    if _jax.holds(lambda: num_ids == 0 or capacity == 0):
         distinct = (
             jnp.zeros((), jnp.int32)
             if num_ids == 0
@@ -80,7 +81,7 @@ def sum_duplicates(
             numbered = number_rows_in_any_order(indices, num_rows, capacity, row_bytes)
         unique, numbers, distinct = numbered
         summed = add_by_number(values, numbers, capacity, COMBINERS[combine])
-    if capacity < enough:
+    if not _jax.holds(lambda: capacity >= enough):
         summed = _refuse_overflow(summed, distinct, capacity)
     return summed, unique, distinct
 

@@ -155,6 +155,10 @@ peer = threading.local()
 _POLL_SECONDS = 0.5  # between two looks at whether the other process is still there
 
 
+def _peer_is_gone() -> bool:
+    return hasattr(peer, "gone") and peer.gone()
+
+
 class Turns:
     """The count, the step, the sums and the queue of an accumulator; thread-safe.
 
@@ -184,6 +188,10 @@ class Turns:
         with self._changed:
             if self._drops(local_step):
                 return
+            if _peer_is_gone():  # it may come again with this very gradient
+                raise CancelledError(
+                    "ApplyGrad operation was cancelled: its sender is gone"
+                )
             self.store.add(*gradient)
             self.count += 1
             self._changed.notify_all()
@@ -239,14 +247,13 @@ class Turns:
 
     def _wait_for(self, ready: Callable[[], bool], timeout: float | None) -> bool:
         """False when the timeout is over; the caller holds the lock."""
-        gone: Callable[[], bool] | None = getattr(peer, "gone", None)
-        if gone is None:
+        if not hasattr(peer, "gone"):
             return self._changed.wait_for(ready, timeout)
         end = math.inf if timeout is None else time.monotonic() + timeout
         while True:
             left = max(0.0, end - time.monotonic())
             done = self._changed.wait_for(ready, min(left, _POLL_SECONDS))
-            if gone():
+            if _peer_is_gone():
                 raise CancelledError("TakeGrad operation was cancelled: its taker is gone")
             if done or not left:
                 return done

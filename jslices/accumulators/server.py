@@ -1,23 +1,29 @@
 """Accumulators for worker processes, on this machine or others.
 
-Built on ``multiprocessing.managers``. A client holds a stand-in for each object, which
-sends every call over; each thread has a connection of its own.
+Clients hold stand-ins for the objects of a server, which send every call over. Each thread
+of a client has a connection of its own, and a thread of the server answers it. A server
+that works on a call says so all the time; a client that hears nothing for too long takes
+it to be lost. So nothing waits without end for a process that is frozen.
 """
 
 import contextlib
-import functools
+import logging
 import os
+import pickle
 import socket
+import socketserver
 import threading
 import time
+import weakref
 from collections.abc import Mapping
-from multiprocessing import connection, managers
+from multiprocessing import AuthenticationError, connection, process
 from typing import Any
 
 import numpy as np
 
 from jslices._errors import InvalidArgumentError, UnavailableError
 from jslices._slices import IndexedSlices
+from jslices.accumulators._channel import Channel
 from jslices.accumulators._gradients import refuse_tracer
 from jslices.accumulators._state import peer
 from jslices.accumulators.blocking import (
@@ -28,44 +34,57 @@ from jslices.accumulators.blocking import (
     taken_as_slices,
 )
 
+_log = logging.getLogger("jslices.accumulators")
+
 #: Host and port, or the name of a Unix socket.
 Address = tuple[str, int] | str
+
+_BEAT_SECONDS = 0.25  # between two signs of life of a server that works on a call
+_HANDSHAKE_SECONDS = 10.0  # for a client, to prove that it knows the key
+_HANDSHAKES = 64  # at a time, each of which holds a thread
+_HURRY_SECONDS = 0.25  # for one of them to end, when another waits for its place
+_STALL_SECONDS = 60.0  # for a client that stops in the middle of a message
+_LONGEST_SECONDS = 1_000_000  # which sockets can still wait
+_PROTOCOL = 5  # of pickle: that which copies arrays least
 
 
 # --- stand-ins ------------------------------------------------------------------------
 
 
-class RemoteObject(managers.BaseProxy):
+class RemoteObject:
     """An object that another process holds: its public methods, by name."""
 
-    _token: Any
-    _tls: Any
+    methods: tuple[str, ...] | None = None  # that can be called; None: all public ones
 
-    def _connect(self) -> None:
-        super()._connect()  # type: ignore[misc]
-        _send_at_once(self._tls.connection)
+    def __init__(self, client: "AccumulatorClient", name: str) -> None:
+        self._client = client
+        self._name = name
 
     def __getattr__(self, method: str) -> Any:
         if method.startswith("_"):
             raise AttributeError(method)
-        return functools.partial(self._call, method)
+        return lambda *arguments, **options: self._call(method, arguments, options)
 
-    def _call(self, method: str, *arguments: Any, **options: Any) -> Any:
-        try:
-            return self._callmethod(method, arguments, options)
-        except (EOFError, ConnectionError) as error:
-            raise UnavailableError(
-                f"the process that served this at {self._token.address} is gone "
-                f"({type(error).__name__})"
-            ) from error
+    def _call(
+        self,
+        method: str,
+        arguments: tuple[Any, ...],
+        options: Mapping[str, Any],
+        within: float | None = None,
+    ) -> Any:
+        return self._client._call(self._name, method, arguments, options, within)
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self._name!r} at {self._client.address}>"
 
 
 class RemoteAccumulator(RemoteObject):
     """A :class:`jslices.accumulators.ConditionalAccumulator` that another process holds.
 
-    Methods and errors are the same, and an ``UnavailableError`` when that process is gone.
-    A gradient is applied wholly or not at all, also when this process is killed meanwhile;
-    a process that is killed while it waits to take takes nothing.
+    Methods and errors are the same, and an ``UnavailableError`` when that process is gone
+    or gives no sign of life (see :func:`connect`). A gradient is applied wholly or not at
+    all, also when this process is killed meanwhile; a process that is killed while it
+    waits to take takes nothing.
     """
 
     methods: tuple[str, ...] = (
@@ -81,14 +100,24 @@ class RemoteAccumulator(RemoteObject):
     def __dir__(self) -> list[str]:
         return [*super().__dir__(), *RemoteAccumulator.methods]
 
-    def _call(self, method: str, *arguments: Any, **options: Any) -> Any:
+    def take_grad(self, num_required: int, *, timeout: float | None = None) -> Any:
+        """As in the accumulator."""
+        return self._call("take_grad", (num_required,), {"timeout": timeout}, timeout)
+
+    def _call(
+        self,
+        method: str,
+        arguments: tuple[Any, ...],
+        options: Mapping[str, Any],
+        within: float | None = None,
+    ) -> Any:
         def sendable(value: Any) -> Any:
             """JAX arrays as NumPy arrays, which a process can read without a device."""
             refuse_tracer(f"an argument of {method}", value)
             return np.asarray(value) if hasattr(value, "dtype") else value
 
         options = {name: sendable(value) for name, value in options.items()}
-        return super()._call(method, *map(sendable, arguments), **options)
+        return super()._call(method, tuple(map(sendable, arguments)), options, within)
 
 
 class RemoteSparseAccumulator(RemoteAccumulator):
@@ -98,22 +127,21 @@ class RemoteSparseAccumulator(RemoteAccumulator):
 
     def apply_indexed_slices_grad(self, grad: IndexedSlices, local_step: Any = 0) -> None:
         """As in the accumulator; K rows are sent."""
-        self._call("apply_grad", *gradient_of_slices(grad), local_step)
+        self._call("apply_grad", (*gradient_of_slices(grad), local_step), {})
 
     def take_indexed_slices_grad(
         self, num_required: int, *, timeout: float | None = None, size: int | None = None
     ) -> IndexedSlices:
         """As in the accumulator; U rows are sent."""
-        taken = self._call("_take_within", Limits.here(size), num_required, timeout)
-        return taken_as_slices(taken, size)
+        arguments = Limits.here(size), num_required, timeout
+        return taken_as_slices(self._call("_take_within", arguments, {}, timeout), size)
 
 
-#: The stand-in for every kind of object, and the methods that it may call; None: all.
-_KINDS: dict[str, tuple[Any, tuple[str, ...] | None]] = {
-    "sparse": (RemoteSparseAccumulator, RemoteSparseAccumulator.methods),
-    "dense": (RemoteAccumulator, RemoteAccumulator.methods),
-    "object": (RemoteObject, None),
-    "directory": (RemoteObject, ("kinds",)),
+#: The stand-in for every kind of object.
+_KINDS: dict[str, type[RemoteObject]] = {
+    "sparse": RemoteSparseAccumulator,
+    "dense": RemoteAccumulator,
+    "object": RemoteObject,
 }
 
 
@@ -123,73 +151,162 @@ def _kind_of(thing: Any) -> str:
     return "dense" if isinstance(thing, ConditionalAccumulator) else "object"
 
 
-class _Directory:
-    """What is served, by name."""
-
-    def __init__(self, kinds: dict[str, str]) -> None:
-        self._kinds = kinds
-
-    def kinds(self) -> dict[str, str]:
-        return self._kinds
+def _method_of(thing: Any, method: str) -> Any:
+    """A method that a client may call."""
+    served = _KINDS[_kind_of(thing)].methods
+    if method.startswith("_") if served is None else method not in served:
+        raise AttributeError(f"{method!r} of a {type(thing).__name__} is not served")
+    return getattr(thing, method)
 
 
 # --- the process that serves ----------------------------------------------------------
 
 
-def _manager(makers: Mapping[str, Any]) -> type[managers.BaseManager]:
-    """A class with which a client connects; with ``makers`` one that a server has."""
+class _Server(socketserver.ThreadingMixIn, socketserver.TCPServer):
+    """Accepts connections, and gives signs of life to those whose calls are worked on."""
 
-    class Manager(managers.BaseManager):
-        pass
+    daemon_threads = True
+    block_on_close = False
+    allow_reuse_address = os.name == "posix"
+    request_queue_size = 1024
 
-    for kind, (proxy, exposed) in _KINDS.items():
-        Manager.register(kind, makers.get(kind), proxytype=proxy, exposed=exposed)
-    return Manager
+    def __init__(self, objects: dict[str, Any], address: Any, authkey: bytes) -> None:
+        if isinstance(address, str):
+            self.address_family = socket.AF_UNIX
+        super().__init__(address, _Conversation)
+        self.socket.settimeout(0)
+        self.authkey = authkey
+        self.objects = objects
+        self.places = threading.Semaphore(_HANDSHAKES)
+        self.lock = threading.Lock()  # of the three sets
+        self.open: set[Channel] = set()
+        self.greeting: set[Channel] = set()  # those in their handshake
+        self.working: set[Channel] = set()  # those that wait for an answer
+        if isinstance(address, str) and not address.startswith("\0"):
+            self.remove_file = weakref.finalize(self, _remove, address, os.getpid())
 
-
-class _Server(managers.Server):
-    """Python's server of managed objects, which can also stop, and knows its clients."""
-
-    listener: connection.Listener
-    address: Any
-
-    def __init__(self, *arguments: Any, **options: Any) -> None:
-        super().__init__(*arguments, **options)
-        self.stop_event = threading.Event()
-        self.clients: set[connection.Connection] = set()
-
-    def serve_client(self, conn: connection.Connection) -> None:
-        # A client that waits for an answer sends nothing: what can be read is the end.
-        peer.gone = lambda: conn.poll(0)
-        self.clients.add(conn)
-        _send_at_once(conn)
+    def get_request(self) -> tuple[Any, Any]:
         try:
-            super().serve_client(conn)
+            end, address = self.socket.accept()
+        except OSError:  # such as too many open files
+            time.sleep(0.1)
+            raise
+        return Channel(end), address
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        while not self.places.acquire(timeout=_HURRY_SECONDS):
+            # None has ended for so long: they say nothing.
+            self.hang_up(self.greeting)
+        with self.lock:
+            self.open.add(request)
+            self.greeting.add(request)
+        try:
+            super().process_request(request, client_address)
+        except RuntimeError:  # no more threads
+            self.places.release()
+            raise
+
+    def service_actions(self) -> None:
+        with self.lock:
+            for channel in self.working:
+                channel.beat()
+
+    def hang_up(self, channels: set[Channel]) -> None:
+        with self.lock:
+            for channel in channels:
+                channel.hang_up()
+
+    def shutdown_request(self, request: Any) -> None:
+        with self.lock:
+            self.open.discard(request)
+            self.greeting.discard(request)
+        request.close()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        _log.debug("A connection from %s ended.", client_address or "here", exc_info=True)
+
+    def serve_until_stopped(self) -> None:
+        self.serve_forever(poll_interval=_BEAT_SECONDS)
+
+    def stop(self) -> None:
+        self.shutdown()
+        self.server_close()
+        self.hang_up(self.open)
+        if hasattr(self, "remove_file"):
+            self.remove_file()
+
+
+def _remove(name: str, maker: int) -> None:
+    """Removes the file of a Unix socket, unless this is a fork of the process it is of."""
+    if os.getpid() == maker:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(name)
+
+
+class _Conversation(socketserver.BaseRequestHandler):
+    """What a thread of the server does for one connection."""
+
+    server: _Server
+
+    def handle(self) -> None:
+        channel: Any = self.request
+        try:
+            channel.allow(_HANDSHAKE_SECONDS)
+            connection.deliver_challenge(channel, self.server.authkey)
+            connection.answer_challenge(channel, self.server.authkey)
         finally:
-            self.clients.discard(conn)
-        # Stopped. A return would send one more answer, to a question that nobody asked.
-        raise SystemExit
+            with self.server.lock:
+                self.server.greeting.discard(channel)
+            self.server.places.release()
+        # A client that waits for an answer sends nothing: what can be read is the end.
+        peer.gone = channel.readable
+        while self.answered(channel):
+            pass
 
-    def accept_until_stopped(self) -> None:
-        while True:
-            try:
-                conn = self.listener.accept()
-            except OSError:  # such as too many open files
-                time.sleep(0.1)
-                continue
-            if self.stop_event.is_set():
-                conn.close()
-                return
-            handle = threading.Thread(target=self.handle_request, args=(conn,), daemon=True)
-            handle.start()
+    def answered(self, channel: Channel) -> bool:
+        """Waits for a call and answers it, unless the client has given it up."""
+        channel.allow(float("inf"))
+        channel.wait()
+        with self.server.lock:
+            self.server.working.add(channel)
+        try:
+            channel.allow(_STALL_SECONDS)
+            request = channel.receive()
+            if channel.readable():  # it may have asked again elsewhere
+                return False
+            answer = self.answer(request)
+        finally:
+            with self.server.lock:
+                self.server.working.discard(channel)
+        channel.allow(_STALL_SECONDS)
+        channel.send_bytes(answer)
+        return True
 
-    def stop(self, accepting: threading.Thread) -> None:
-        self.stop_event.set()
-        connection.Client(self.address).close()  # wakes the thread that accepts
-        accepting.join()
-        self.listener.close()
-        for conn in list(self.clients):
-            _hang_up(conn)
+    def answer(self, request: Any) -> bytes:
+        """``(True, result)`` or ``(False, error)``, pickled."""
+        objects = self.server.objects
+        try:
+            name, method, arguments, options = pickle.loads(request)
+            if name is None:  # the client asks what there is
+                result: Any = {name: _kind_of(thing) for name, thing in objects.items()}
+            elif name not in objects:
+                raise KeyError(f"{name!r} is not served; there are {sorted(objects)}")
+            else:
+                result = _method_of(objects[name], method)(*arguments, **options)
+            return pickle.dumps((True, result), _PROTOCOL)
+        except Exception as error:
+            return _pickled_error(error)
+
+
+def _pickled_error(error: Exception) -> bytes:
+    """What a client raises; some errors cannot be pickled, or not be read again."""
+    try:
+        answer = pickle.dumps((False, error), _PROTOCOL)
+        pickle.loads(answer)
+        return answer
+    except Exception:
+        words = f"{type(error).__name__}: {error}"
+        return pickle.dumps((False, RuntimeError(words)), _PROTOCOL)
 
 
 class AccumulatorServer:
@@ -200,21 +317,18 @@ class AccumulatorServer:
       authkey: the bytes that :func:`connect` must be given.
     """
 
-    def __init__(
-        self, kinds: type[managers.BaseManager], address: Address, authkey: bytes
-    ) -> None:
-        registry = kinds._registry  # type: ignore[attr-defined]
-        self._server = _Server(registry, address, authkey, "pickle")
-        self.address: Address = self._server.address
+    def __init__(self, objects: dict[str, Any], address: Address, authkey: bytes) -> None:
+        self._server = _Server(objects, address, authkey)
+        self.address: Address = self._server.server_address  # type: ignore[assignment]
         self.authkey = authkey
-        accept = self._server.accept_until_stopped
-        self._accepting = threading.Thread(target=accept, daemon=True, name="jslices serve")
+        serve = self._server.serve_until_stopped
+        self._accepting = threading.Thread(target=serve, daemon=True, name="jslices serve")
         self._accepting.start()
 
     def close(self) -> None:
         """Stops serving; clients get an UnavailableError. The objects live on here."""
         if self._accepting.is_alive():
-            self._server.stop(self._accepting)
+            self._server.stop()
 
     def __enter__(self) -> "AccumulatorServer":
         return self
@@ -231,9 +345,13 @@ def serve(
     """Lets other processes use the accumulators of this one.
 
     The objects stay here, and this process goes on using them; threads answer the calls
-    of the others. Built on ``multiprocessing.managers``: clients prove that they know
-    ``authkey``. What they send is unpickled, so that **anyone who has the key can run any
-    code here**, and nothing is encrypted: beyond loopback use it in trusted networks only.
+    of the others. Clients prove that they know ``authkey``. What they send is unpickled, so
+    that **anyone who has the key can run any code here**, and nothing is encrypted: beyond
+    loopback use it in trusted networks only.
+
+    Clients that are slow, frozen or lost keep nobody else waiting. Who has not proved in 10
+    seconds that it knows the key is hung up on, and so is who stops for a minute in the
+    middle of a message; at most 64 connections at a time are without that proof.
 
     Args:
       objects: accumulators by name; also any other object, whose public methods can then
@@ -266,47 +384,166 @@ def serve(
         raise InvalidArgumentError(
             f"serve wants objects by name, {{'table': accumulator}}, got {objects!r}"
         )
-    if authkey is not None and (not isinstance(authkey, bytes) or not authkey):
-        raise InvalidArgumentError(
-            f"authkey must be bytes, not {type(authkey).__name__}; a random one is made "
-            "when it is left out"
-        )
-    objects, key = dict(objects), authkey or os.urandom(32)
-    directory = _Directory({name: _kind_of(thing) for name, thing in objects.items()})
-    makers = dict.fromkeys(_KINDS, objects.__getitem__) | {"directory": lambda: directory}
-    return AccumulatorServer(_manager(makers), address, key)
+    if authkey is not None:
+        _check_key(authkey, "a random one is made when it is left out")
+    return AccumulatorServer(dict(objects), address, authkey or os.urandom(32))
 
 
 # --- the processes that connect -------------------------------------------------------
 
 
 class AccumulatorClient:
-    """The objects that another process serves, by name; made by :func:`connect`."""
+    """The objects that another process serves, by name; made by :func:`connect`.
 
-    def __init__(self, manager: Any) -> None:
-        self._manager = manager
-        self._kinds: dict[str, str] = manager.directory().kinds()
+    Attributes:
+      address: of the server.
+      timeout: how many seconds the server may give no sign of life.
+    """
+
+    def __init__(self, address: Address, authkey: bytes, timeout: float) -> None:
+        self.address = address
+        self.timeout = timeout
+        self._authkey = process.AuthenticationString(authkey)  # type: ignore[attr-defined]
+        self._mine = threading.local()
+        self._kinds: dict[str, str] = self._call(None, "kinds", (), {})
 
     def __getitem__(self, name: str) -> Any:
         """The stand-in for the object of that name: same methods, same errors."""
         if name not in self._kinds:
             raise KeyError(f"{name!r} is not served; there are {sorted(self._kinds)}")
-        return getattr(self._manager, self._kinds[name])(name)
+        return _KINDS[self._kinds[name]](self, name)
+
+    def __reduce__(self) -> Any:
+        """For a process that is being started; else Python refuses to pickle the key."""
+        return AccumulatorClient, (self.address, self._authkey, self.timeout)
+
+    def _call(
+        self,
+        name: str | None,
+        method: str,
+        arguments: tuple[Any, ...],
+        options: Mapping[str, Any],
+        within: float | None = None,
+    ) -> Any:
+        """What the server answers; with ``within`` it has so many seconds to do so."""
+        request = pickle.dumps((name, method, arguments, options), _PROTOCOL)
+        latest = float("inf")
+        if within is not None:
+            latest = time.monotonic() + max(0.0, within) + self.timeout
+        channel = self._channel()
+        try:
+            channel.allow(self.timeout)
+            channel.send_bytes(request)
+            channel.allow(self.timeout, until=latest)
+            while (answer := channel.receive()) is None:  # a beat: the server works on it
+                if time.monotonic() > latest:
+                    raise TimeoutError("beats, but no answer")
+                channel.allow(self.timeout, until=latest)
+            done, result = pickle.loads(answer)
+        except BaseException as error:
+            # The answer may still come, and must not be taken for that to another call.
+            channel.give_up()
+            if isinstance(error, Exception):
+                raise self._lost(error, method) from error
+            raise
+        if done:
+            return result
+        raise result
+
+    def _channel(self) -> Channel:
+        """The connection of this thread of this process, a new one if it has ended."""
+        held: tuple[int, Channel] | None = getattr(self._mine, "held", None)
+        if held and held[0] == os.getpid() and not held[1].readable():
+            return held[1]
+        channel = self._connected()
+        self._mine.held = os.getpid(), channel
+        return channel
+
+    def _connected(self) -> Channel:
+        """A new connection, both sides of which have proved that they know the key."""
+        family = socket.AF_UNIX if isinstance(self.address, str) else socket.AF_INET
+        channel: Any = Channel(socket.socket(family))
+        channel.allow(self.timeout)
+        try:
+            channel.connect(self.address)
+        except OSError as error:
+            raise UnavailableError(
+                f"nobody serves accumulators at {self.address}: {error}"
+            ) from error
+        try:
+            connection.answer_challenge(channel, self._authkey)
+            connection.deliver_challenge(channel, self._authkey)
+        except AuthenticationError as error:
+            raise AuthenticationError(
+                f"what listens at {self.address} refuses this authkey ({error}); pass that "
+                "of the AccumulatorServer there"
+            ) from error
+        except TimeoutError as error:
+            raise UnavailableError(self._silent()) from error
+        except (AssertionError, EOFError, OSError) as error:
+            raise UnavailableError(
+                f"what listens at {self.address} has too many connections, or is no server "
+                f"of accumulators ({type(error).__name__}: {error})"
+            ) from error
+        return channel
+
+    def _lost(self, error: Exception, method: str) -> UnavailableError:
+        if isinstance(error, TimeoutError):
+            problem = self._silent()
+        elif isinstance(error, EOFError | OSError):
+            problem = (
+                f"the process that served this at {self.address} is gone "
+                f"({type(error).__name__})"
+            )
+        else:
+            problem = (
+                f"the answer of the server at {self.address} cannot be read here "
+                f"({type(error).__name__}: {error})"
+            )
+        return UnavailableError(
+            f"{problem}. {method} was carried out or not, which cannot be known from here; "
+            "the next call connects anew"
+        )
+
+    def _silent(self) -> str:
+        return (
+            f"the server at {self.address} does not answer: it is frozen, overloaded or "
+            f"cut off. To wait for more than {self.timeout:g} s use connect(timeout=...)"
+        )
 
 
-def connect(address: Address, authkey: bytes) -> AccumulatorClient:
+def connect(
+    address: Address, authkey: bytes, *, timeout: float = 20.0
+) -> AccumulatorClient:
     """Reaches what another process serves.
+
+    No call waits without end for a server that is frozen or cut off. While a server works
+    on a call it gives a sign of life every quarter of a second; after ``timeout`` seconds
+    without one the call ends in an ``UnavailableError``. So ``take_grad`` may wait for
+    hours for gradients, and ends soon when none can come; ``take_grad(n, timeout=t)`` ends
+    after ``t + timeout`` seconds at the latest. Bytes that move are signs of life too, if
+    they are 100 kB in a second: a large gradient may take longer than ``timeout``.
+
+    After an ``UnavailableError`` the stand-ins can be used again: the next call connects
+    anew, also to a server that was started again at this address. Nothing is sent twice
+    by itself, and a server that was frozen drops the calls that were given up meanwhile.
+    But a call that it was already working on may have been carried out: what a
+    ``take_grad`` took is lost then, and an ``apply_grad`` that is called again counts
+    twice; go on with the next gradient instead.
 
     Args:
       address: that of the :class:`AccumulatorServer`.
       authkey: its key.
+      timeout: seconds, from 1 on; above 10 where a network moves less than 1 MB/s.
 
     Returns:
       A client; ``client["name"]`` is a stand-in with the methods of the object.
 
     Raises:
-      UnavailableError: (a ``ConnectionError``) when nothing listens there.
+      UnavailableError: (a ``ConnectionError``) when nothing listens there, or nothing that
+        answers within ``timeout``.
       multiprocessing.AuthenticationError: for the wrong key.
+      InvalidArgumentError: for a key or a timeout of the wrong kind.
 
     Example:
       >>> import jslices as js  # more in serve
@@ -314,32 +551,16 @@ def connect(address: Address, authkey: bytes) -> AccumulatorClient:
       Traceback (most recent call last):
       jslices._errors.UnavailableError: nobody serves accumulators at ('127.0.0.1', 1): ...
     """
-    manager = _manager({})(address, authkey)
-    try:
-        manager.connect()
-        return AccumulatorClient(manager)
-    except (EOFError, OSError) as error:
-        raise UnavailableError(
-            f"nobody serves accumulators at {address}: {error}"
-        ) from error
+    _check_key(authkey, "pass that of the AccumulatorServer")
+    if not isinstance(timeout, int | float) or not 1 <= timeout <= _LONGEST_SECONDS:
+        raise InvalidArgumentError(
+            f"timeout={timeout!r}: it must be seconds, from 1 to {_LONGEST_SECONDS:,}"
+        )
+    return AccumulatorClient(address, authkey, timeout)
 
 
-# --- sockets --------------------------------------------------------------------------
-
-
-def _send_at_once(conn: connection.Connection) -> None:
-    """Switches off Nagle's algorithm.
-
-    A message above 16 KB is written in two parts, and the second would wait, typically
-    for 40 ms, until the other side has acknowledged the first.
-    """
-    with contextlib.suppress(OSError):  # no TCP, so no Nagle
-        with socket.fromfd(conn.fileno(), socket.AF_INET, socket.SOCK_STREAM) as end:
-            end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-
-
-def _hang_up(conn: connection.Connection) -> None:
-    """Ends a connection under a thread that reads from it."""
-    with contextlib.suppress(OSError):  # it has ended by itself
-        with socket.fromfd(conn.fileno(), socket.AF_INET, socket.SOCK_STREAM) as end:
-            end.shutdown(socket.SHUT_RDWR)
+def _check_key(authkey: Any, advice: str) -> None:
+    if not isinstance(authkey, bytes) or not authkey:
+        raise InvalidArgumentError(
+            f"authkey must be bytes, not {type(authkey).__name__}; {advice}"
+        )

@@ -7,7 +7,9 @@ were. A delta also names the checkpoint that it builds on.
 
 import contextlib
 import dataclasses
-import json
+import functools
+import itertools
+import math
 import operator
 import os
 from collections.abc import Mapping
@@ -18,7 +20,8 @@ import numpy as np
 
 from jslices._errors import DataLossError, InvalidArgumentError, NotFoundError
 from jslices.checkpoint import files
-from jslices.checkpoint.leaves import Index, Leaf, Spec
+from jslices.checkpoint.info import Delta, Info, dump_info, parse_info
+from jslices.checkpoint.leaves import Index, Leaf, Spec, check_values
 from jslices.checkpoint.tensors import (
     CODES,
     Tensor,
@@ -27,13 +30,16 @@ from jslices.checkpoint.tensors import (
     empty_array,
     write_tensors,
 )
-from jslices.checkpoint.trees import check_names, matching
+from jslices.checkpoint.text_format import parse_text
+from jslices.checkpoint.trees import bad_names, brief, matching
 
 _INFO = "jslices"
-_VERSION = 1
 
 #: What goes into one file: a tensor for each name, and where it begins in the array.
 Part = dict[str, tuple[Tensor, tuple[int, ...]]]
+
+#: A box of an array: start and stop along each axis.
+Box = list[tuple[int, int]]
 
 
 # --- writing --------------------------------------------------------------------------
@@ -60,15 +66,27 @@ def in_shards(leaves: dict[str, Leaf]) -> list[Part]:
 
 
 def write_checkpoint(
-    prefix: str, parts: list[Part], info: dict[str, Any], sharded: bool
+    prefix: str,
+    parts: list[Part],
+    info: dict[str, Any],
+    sharded: bool,
+    state: tuple[str, str] | None = None,
 ) -> str:
     """Writes the files of a checkpoint, which replaces an older one at once.
+
+    Args:
+      prefix: its path.
+      parts: what goes into each file.
+      info: what the first file tells about the variables.
+      sharded: whether the files are shards.
+      state: path and text of a state file that is replaced at the same time.
 
     Returns:
       The id of this save.
 
     Raises:
-      OSError: if that cannot be done; what was there before is then as it was.
+      OSError: if that cannot be done. It says whether the checkpoint was saved; if not,
+        what was there before is as it was.
     """
     save_id, count = files.new_id(), len(parts)
     paths = [files.shard_path(prefix, i, count) for i in range(count)]
@@ -76,27 +94,40 @@ def write_checkpoint(
     descriptors: list[int] = []
     waiting = {path: files.temporary_path(path, save_id) for path in paths}
     try:
+        with files.directory_lock(os.path.dirname(prefix), exclusive=True):
+            files.clean(os.path.dirname(prefix), is_published)  # it may hold all the room
         for number, (part, path) in enumerate(zip(parts, paths, strict=True)):
-            mine = {"id": save_id, "version": _VERSION, "shard": number, "shards": count}
-            mine |= info if number == 0 else {}
-            mine["starts"] = {name: start for name, (_, start) in part.items()}
+            starts = {name: start for name, (_, start) in part.items()}
+            told = dump_info(save_id, number, count, starts, {} if number else info)
             tensors = {name: tensor for name, (tensor, _) in part.items()}
             descriptors.append(files.open_new(waiting[path]))
-            write_tensors(descriptors[-1], tensors, {_INFO: json.dumps(mine)})
-        _publish(prefix, waiting)
+            write_tensors(descriptors[-1], tensors, {_INFO: told})
+        if state is not None:
+            path, text = state
+            waiting[path] = files.temporary_path(path, save_id)
+            descriptors.append(files.open_new(waiting[path]))
+            files.write_and_flush(descriptors[-1], text)
+        _publish(prefix, paths, waiting)
     except OSError as error:
-        if saved_id(paths[0]) == save_id:  # it has its name: what failed is tidying up
-            raise
+        if saved_id(paths[0]) != save_id:
+            outcome = "was not saved, and what was saved before is as it was"
+        elif state is not None and os.path.exists(waiting[state[0]]):
+            outcome = (
+                f"was saved and can be restored, but {state[0]} was not written and does "
+                "not name it; save once more, or call update_checkpoint_state"
+            )
+        else:
+            outcome = "was saved and can be restored, but a power failure may undo that"
         raise OSError(
             error.errno,
-            f"{error.strerror or error}; {prefix} was not saved, and what was saved before "
-            "is as it was",
+            f"{error.strerror or error}; {prefix} {outcome}",
             error.filename or prefix,
         ) from error
     finally:
-        # Once the first shard has its name the others are part of a checkpoint.
-        if os.path.exists(waiting[paths[0]]):
-            for temporary in waiting.values():
+        is_first_waiting = os.path.exists(waiting[paths[0]])
+        for path, temporary in waiting.items():
+            # Once the first shard has its name the others are part of a checkpoint.
+            if is_first_waiting or path not in paths:
                 with contextlib.suppress(OSError):
                     files.remove(temporary)
         for descriptor in descriptors:  # their locks end here
@@ -104,42 +135,67 @@ def write_checkpoint(
     return save_id
 
 
-def _publish(prefix: str, waiting: dict[str, str]) -> None:
+def _publish(prefix: str, paths: list[str], waiting: dict[str, str]) -> None:
     """Gives written files their names. The first one decides."""
-    directory, paths = os.path.dirname(prefix), list(waiting)
+    directory = os.path.dirname(prefix)
     with files.directory_lock(directory, exclusive=True):
-        files.clean(directory, saved_id)
-        for path, temporary in waiting.items():
-            os.replace(temporary, path)
+        for path in paths:
+            os.replace(waiting[path], path)
         for family in files.families(prefix):
-            for path in family if family != paths else ():
-                files.remove(path)
+            if family != paths:
+                files.remove_family(family)
         files.sync_directory(directory)
+        for path in waiting.keys() - paths:  # the state file, of what will not be undone
+            os.replace(waiting[path], path)
+            files.sync_directory(directory)
 
 
-def _read_info(file: TensorFile) -> dict[str, Any]:
-    """What this package wrote about a file; empty for a file of another tool."""
-    info: dict[str, Any] = json.loads(file.metadata.get(_INFO, "{}"))
-    if info.get("version", _VERSION) > _VERSION:
-        raise ValueError(
-            f"{file.path} was written by a later version of jslices; update jslices"
-        )
-    return info
+def is_published(temporary: str, path: str, save_id: str) -> bool:
+    """True if a file that waits for its path belongs to a save that has happened.
+
+    A shard or a state file: the first file of the checkpoint has got its name.
+    """
+    first = files.first_shard(path)
+    if first is not None:
+        return saved_id(first) == save_id
+    with open(temporary, "rb") as file:
+        start = file.readline(1 << 16)
+    try:
+        [(_, newest)] = parse_text(start)  # a state file names the newest one first
+        found = files.families(os.path.join(os.path.dirname(path), str(newest)))
+    except ValueError:
+        return False
+    return save_id in [saved_id(family[0]) for family in found]
+
+
+def read_info(file: TensorFile) -> Info | None:
+    """What this package wrote about a file; None for a file of another tool.
+
+    Raises:
+      DataLossError: if this package cannot have written it.
+    """
+    if _INFO not in file.metadata:
+        return None
+    try:
+        return parse_info(file.metadata[_INFO])
+    except ValueError as error:
+        raise DataLossError(f"{file.path} cannot be read: {error}") from error
 
 
 def saved_id(path: str) -> str | None:
     """The id of the save that wrote a file; None if it cannot be read."""
     try:
-        return _read_info(TensorFile(path)).get("id")
+        info = read_info(TensorFile(path))
     except (OSError, ValueError):
         return None
+    return None if info is None else info.save_id
 
 
 # --- reading --------------------------------------------------------------------------
 
 
 class Archive:
-    """A checkpoint open for reading.
+    """A checkpoint open for reading, with all that it builds on.
 
     Attributes:
       prefix: its path.
@@ -147,39 +203,24 @@ class Archive:
       specs: of every variable; of the rows of it that :meth:`narrow` left.
       has_structure: whether the tree in which the variables came is known.
       structure: its description.
-      base: the checkpoint that this one builds on, if it is a delta.
     """
 
     def __init__(self, prefix: str) -> None:
-        self.prefix = prefix
-        directory = os.path.dirname(prefix)
-        lockable = directory if os.path.isdir(directory or ".") else "."
-        with files.directory_lock(lockable, exclusive=False):
-            opened = _open_family(prefix)
-        infos = [_read_info(file) for file in opened]
-        info, self._first = infos[0], opened[0]
-        self.save_id: str = info.get("id", "")
-        self.structure, self.has_structure = info.get("structure"), "structure" in info
-        self.specs = _specs(info, opened[0])
-        self._whole = dict(self.specs)
+        first = _Layer(prefix)
+        self.prefix, self.save_id, self.specs = prefix, first.save_id, dict(first.specs)
+        self.structure, self.has_structure = first.structure, first.has_structure
+        self._layers = [first]
+        while self._layers[-1].delta is not None:
+            self._layers.append(_open_base(self._layers[-1], self.chain()))
         self._offsets: dict[str, int] = {}
-        self._pieces: dict[str, list[tuple[TensorFile, tuple[int, ...]]]] = {}
-        for file, part in zip(opened, infos, strict=True):
-            check_names(file.shapes, f"in {file.path} ")
-            for name in file.shapes:
-                start = part.get("starts", {}).get(name, [0] * len(file.shapes[name]))
-                self._pieces.setdefault(name, []).append((file, tuple(start)))
-        delta: dict[str, Any] = info.get("delta") or {}
-        self._rows: dict[str, str] = delta.get("rows", {})
-        self.base = _open_base(prefix, delta) if delta else None
 
     def chain(self) -> list[str]:
         """The paths of this checkpoint and of all that it builds on."""
-        return [self.prefix, *(self.base.chain() if self.base else [])]
+        return [layer.prefix for layer in self._layers]
 
     def narrow(self, name: str, rows: slice) -> None:
         """From now on a variable is only these rows of it; the others are never read."""
-        spec = self._whole[name]
+        spec = self._layers[0].specs[name]
         shape = (rows.stop - rows.start, *spec.shape[1:])
         self.specs[name] = dataclasses.replace(spec, shape=shape)
         self._offsets[name] = rows.start
@@ -187,6 +228,11 @@ class Archive:
     def read(self, name: str, index: Index | None = None) -> np.ndarray:
         """A variable or a box of it as a new array of the saved dtype, checked."""
         spec = self.specs[name]
+        if not self.save_id and spec.dtype not in CODES:
+            raise TypeError(
+                f"{name!r} in {self.prefix} has the dtype {spec.dtype}, which NumPy does "
+                "not have"
+            )
         if index is None:
             index = (slice(None),) * len(spec.shape)
         bounds = [part.indices(n)[:2] for part, n in zip(index, spec.shape, strict=True)]
@@ -195,18 +241,95 @@ class Archive:
             (start, stop), *others = bounds
             bounds = [(start + self._offsets[name], stop + self._offsets[name]), *others]
         array = self._read(name, bounds)
-        if not spec.is_raw:
-            return array
-        return array.reshape(-1).view(dtype_named(spec.dtype)).reshape(array.shape[:-1])
+        if spec.is_raw:
+            whole = array.reshape(-1).view(dtype_named(spec.dtype))
+            array = whole.reshape(array.shape[:-1])
+        try:
+            check_values(spec, array)
+        except ValueError as error:
+            raise DataLossError(
+                f"{name!r} in {self.prefix} cannot be read: {error}"
+            ) from error
+        return array
 
-    def _read(self, name: str, bounds: list[tuple[int, int]]) -> np.ndarray:
-        if self.base is not None and name in self._rows:
-            return self._replay(name, bounds, self.base)
-        out = empty_array(
-            tuple(b - a for a, b in bounds), dtype_named(self._whole[name].tensor_dtype)
-        )
-        filled = 0
-        for file, start in self._pieces.get(name, ()):
+    def _read(self, name: str, bounds: Box) -> np.ndarray:
+        """What the last layer that holds it whole says, and over it the rows of deltas."""
+        deltas = list(itertools.takewhile(lambda layer: name in layer.rows, self._layers))
+        out = self._layers[len(deltas)].read(name, bounds)
+        for layer in reversed(deltas):
+            layer.replay(name, bounds, out)
+        return out
+
+
+class _Layer:
+    """One checkpoint, its files open and checked against what they tell about themselves.
+
+    Attributes:
+      prefix: its path.
+      save_id: which save wrote it; empty for a file that another tool wrote.
+      specs: of every variable.
+      structure: the tree in which they came.
+      has_structure: whether that is known.
+      delta: what it builds on, if it is a delta.
+      rows: the variables of which it only holds some rows, and the tensors with their
+        numbers.
+    """
+
+    def __init__(self, prefix: str) -> None:
+        self.prefix = prefix
+        directory = os.path.dirname(prefix)
+        lockable = directory if os.path.isdir(directory or ".") else "."
+        with files.directory_lock(lockable, exclusive=False):
+            opened = _open_family(prefix)
+        self._first, info = opened[0]
+        self.save_id, self.specs, self.delta = info.save_id, info.specs, info.delta
+        self.structure, self.has_structure = info.structure, info.has_structure
+        self.rows = {} if info.delta is None else info.delta.rows
+        self._pieces: dict[str, list[tuple[TensorFile, tuple[int, ...]]]] = {}
+        for file, told in opened:
+            if set(told.starts) != set(file.shapes):
+                raise DataLossError(f"{file.path} does not hold the tensors that it names")
+            for name, start in told.starts.items():
+                self._pieces.setdefault(name, []).append((file, start))
+        if self.save_id:
+            self._check_pieces()
+
+    def _check_pieces(self) -> None:
+        """Every variable has its dtype and shape, and every element of it is held once."""
+        wanted = {name: spec.in_file for name, spec in self.specs.items()}
+        for name, row_name in self.rows.items():
+            count = next(iter(self._first.shapes.get(row_name, ())), 0)
+            shape = (count, *wanted[name].shape[1:])
+            wanted[name] = dataclasses.replace(wanted[name], shape=shape)
+            wanted[row_name] = Spec("numpy", "int64", (count,))
+        if set(self._pieces) != set(wanted):
+            raise DataLossError(
+                f"{self.prefix} does not hold the variables that it describes: "
+                f"{brief(set(self._pieces) ^ set(wanted))}"
+            )
+        for name, spec in wanted.items():
+            boxes = []
+            for file, start in self._pieces[name]:
+                found = Spec("numpy", file.dtypes[name], file.shapes[name])
+                start = (*start, *([0] * (len(spec.shape) - len(start))))
+                sizes = {len(start), len(found.shape), len(spec.shape)}
+                if found.dtype != spec.dtype or len(sizes) > 1:
+                    raise DataLossError(
+                        f"{file.path} holds {found} at {start} of {name!r}, which is "
+                        f"described as {spec}"
+                    )
+                boxes.append([(a, a + n) for a, n in zip(start, found.shape, strict=True)])
+            if not is_partition(boxes, spec.shape):
+                raise DataLossError(
+                    f"{self.prefix} does not hold every element of {name!r}, which is "
+                    f"described as {spec}, once"
+                )
+
+    def read(self, name: str, bounds: Box) -> np.ndarray:
+        """A box of a variable as a new array of the dtype in the file."""
+        dtype = dtype_named(self.specs[name].tensor_dtype)
+        out = empty_array(tuple(b - a for a, b in bounds), dtype)
+        for file, start in self._pieces[name]:
             shape = file.shapes[name]
             start = (*start, *([0] * (len(shape) - len(start))))
             boxes = [
@@ -225,40 +348,62 @@ class Archive:
                 file.read(name, out[into] if into else out, rows)
             else:
                 out[into] = file.view(name, rows)[(slice(None), *others)]
-            filled += out[into].size
-        if filled != out.size:
-            raise DataLossError(f"{self.prefix} holds only a part of {name!r}")
         return out
 
-    def _replay(
-        self, name: str, bounds: list[tuple[int, int]], base: "Archive"
-    ) -> np.ndarray:
-        """What the base holds, and over it the rows of this delta."""
-        out = base._read(name, bounds)
-        rows = self._first.view(self._rows[name])
+    def replay(self, name: str, bounds: Box, out: np.ndarray) -> None:
+        """Puts the rows of a delta over what it builds on."""
+        rows = self._first.view(self.rows[name])
         (start, stop), *others = bounds
-        if len(rows) and not 0 <= rows.min() <= rows.max() < self._whole[name].shape[0]:
-            raise DataLossError(f"{self.prefix} holds rows of {name!r} beyond its end")
+        in_order = (np.diff(rows) > 0).all()
+        if len(rows) and not (in_order and 0 <= rows[0] <= rows[-1] < self._num_rows(name)):
+            raise DataLossError(
+                f"{self.prefix} holds rows of {name!r} out of order or beyond its end"
+            )
         inside = np.flatnonzero((rows >= start) & (rows < stop))
         if len(inside):  # in order, hence close to each other
             span = slice(int(inside[0]), int(inside[-1]) + 1)
             box: Any = (inside - span.start, *(slice(a, b) for a, b in others))
             out[rows[inside] - start] = self._first.view(name, span)[box]
-        return out
+
+    def _num_rows(self, name: str) -> int:
+        return self.specs[name].shape[0]
+
+
+def is_partition(boxes: list[Box], shape: tuple[int, ...]) -> bool:
+    """True if boxes hold every element of a shape once."""
+    if any(b > n for box in boxes for (_, b), n in zip(box, shape, strict=True)):
+        return False
+    sizes = [math.prod(b - a for a, b in box) for box in boxes]
+    solid = np.array([box for box, size in zip(boxes, sizes, strict=True) if size])
+    for i in range(1, len(solid) if shape else 0):
+        starts, stops = solid[:i, :, 0], solid[:i, :, 1]
+        meet = (starts < solid[i, :, 1]) & (solid[i, :, 0] < stops)
+        if meet.all(axis=1).any():
+            return False
+    return sum(sizes) == math.prod(shape)
 
 
 def base_of(prefix: str) -> str | None:
     """The path of what a checkpoint builds on; None for a full or an unreadable one."""
     try:
-        delta = _read_info(TensorFile(_newest_family(prefix)[0])).get("delta")
-        return _base_path(prefix, delta) if delta else None
+        first = _newest_family(prefix)[0]
+        version = os.stat(first)
+        delta = _delta_in(first, version.st_ino, version.st_mtime_ns)
+        return None if delta is None else _base_path(prefix, delta)
     except (OSError, ValueError):
         return None
 
 
-def _base_path(prefix: str, delta: dict[str, Any]) -> str:
-    name = delta["base"]
-    if os.path.basename(name) != name or name in ("", ".", ".."):
+@functools.lru_cache(1024)
+def _delta_in(path: str, inode: int, changed_at: int) -> Delta | None:
+    """What makes a file a delta; each version of it is read once."""
+    info = read_info(TensorFile(path))
+    return None if info is None else info.delta
+
+
+def _base_path(prefix: str, delta: Delta) -> str:
+    name = delta.base
+    if os.path.basename(name) != name or name in ("", ".", "..") or "\0" in name:
         raise DataLossError(
             f"{prefix} is a delta that names {name!r} as its base; a base is in the same "
             "directory, so this is not followed"
@@ -266,19 +411,26 @@ def _base_path(prefix: str, delta: dict[str, Any]) -> str:
     return os.path.join(os.path.dirname(prefix), name)
 
 
-def _open_base(prefix: str, delta: dict[str, Any]) -> Archive:
-    path = _base_path(prefix, delta)
-    chain = f"{prefix} is a delta that builds on {path}, "
+def _open_base(layer: _Layer, chain: list[str]) -> _Layer:
+    assert layer.delta is not None
+    path = _base_path(layer.prefix, layer.delta)
+    link = f"{layer.prefix} is a delta that builds on {path}, "
+    if path in chain:
+        raise DataLossError(f"{link}which builds on it")
     if not files.checkpoint_exists(path):
-        raise NotFoundError(f"{chain}which is not there")
+        raise NotFoundError(f"{link}which is not there")
     try:
-        base = Archive(path)
+        base = _Layer(path)
     except NotFoundError as error:
-        raise NotFoundError(f"{chain}of which something is missing: {error}") from error
+        raise NotFoundError(f"{link}of which something is missing: {error}") from error
     except DataLossError as error:
-        raise DataLossError(f"{chain}which is damaged: {error}") from error
-    if base.save_id != delta["base_id"]:
-        raise DataLossError(f"{chain}which was overwritten after the delta was saved")
+        raise DataLossError(f"{link}which is damaged: {error}") from error
+    if base.save_id != layer.delta.base_id:
+        raise DataLossError(f"{link}which was overwritten after the delta was saved")
+    for name in layer.rows:
+        spec, old = layer.specs[name], base.specs.get(name)
+        if old is None or (old.dtype, old.shape) != (spec.dtype, spec.shape):
+            raise DataLossError(f"{link}but {name!r} is {spec} here and {old} there")
     return base
 
 
@@ -291,42 +443,51 @@ def _newest_family(prefix: str) -> list[str]:
     return found[0] if len(found) == 1 else max(found, key=lambda f: saved_id(f[0]) or "")
 
 
-def _open_family(prefix: str) -> list[TensorFile]:
+def _open_family(prefix: str) -> list[tuple[TensorFile, Info]]:
     family = _newest_family(prefix)
     first = TensorFile(family[0])
-    save_id = _read_info(first).get("id", "")
-    if len(family) > 1 and not save_id:
+    info = read_info(first)
+    if info is None and len(family) > 1:
         raise DataLossError(f"{family[0]} is not a shard that this package wrote")
-    return [first, *(_open_shard(path, save_id, family) for path in family[1:])]
+    if info is None:
+        return [(first, _info_of_another_tool(first))]
+    _check_place(first, info, 0, len(family))
+    return [(first, info), *(_open_shard(path, info, family) for path in family[1:])]
 
 
-def _open_shard(path: str, save_id: str, family: list[str]) -> TensorFile:
+def _open_shard(path: str, first: Info, family: list[str]) -> tuple[TensorFile, Info]:
     # A process that was killed between two renames left shards that only wait for
     # their names; the first shard tells to which save they must belong.
-    waiting = files.temporary_path(path, save_id)
-    if os.path.exists(waiting):
-        return TensorFile(waiting)
-    if not os.path.exists(path):
+    waiting = files.temporary_path(path, first.save_id)
+    if not os.path.exists(waiting) and not os.path.exists(path):
         raise NotFoundError(f"{path}, one of {len(family)} shards, is not there")
-    file = TensorFile(path)
-    if _read_info(file).get("id") != save_id:
+    file = TensorFile(waiting if os.path.exists(waiting) else path)
+    info = read_info(file)
+    if info is None or info.save_id != first.save_id:
         raise DataLossError(f"{path} belongs to another save than {family[0]}")
-    return file
+    _check_place(file, info, family.index(path), len(family))
+    return file, info
 
 
-def _specs(info: dict[str, Any], file: TensorFile) -> dict[str, Spec]:
-    if "variables" in info:
-        check_names(info["variables"], f"in {file.path} ")
-        return {
-            name: Spec(kind, dtype, tuple(shape))
-            for name, (kind, dtype, shape) in info["variables"].items()
-        }
-    # Another tool's file: arrays of JAX, except for those that JAX would make narrower.
+def _check_place(file: TensorFile, info: Info, shard: int, shards: int) -> None:
+    if (info.shard, info.shards) != (shard, shards):
+        raise DataLossError(
+            f"{file.path} calls itself shard {info.shard} of {info.shards}, and is shard "
+            f"{shard} of {shards} by its name"
+        )
+
+
+def _info_of_another_tool(file: TensorFile) -> Info:
+    """Arrays of JAX, except for those that JAX would make narrower."""
+    problem = bad_names(file.shapes)
+    if problem:
+        raise DataLossError(f"in {file.path} {problem}")
     specs = {}
     for name, dtype in file.dtypes.items():
         fits = dtype in CODES and jax.dtypes.canonicalize_dtype(dtype) == dtype_named(dtype)
         specs[name] = Spec("jax" if fits else "numpy", dtype, file.shapes[name])
-    return specs
+    starts = {name: (0,) * len(shape) for name, shape in file.shapes.items()}
+    return Info("", 0, 1, starts, specs, None, False, None)
 
 
 # --- ranges of rows -------------------------------------------------------------------

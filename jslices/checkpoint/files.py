@@ -5,6 +5,7 @@ by its process, so that what a killed process leaves behind is recognised and cl
 """
 
 import contextlib
+import errno
 import os
 import re
 import secrets
@@ -20,7 +21,9 @@ except ImportError:  # Windows: no locks, hence no cleaning up after killed proc
 Path = str | os.PathLike[str]
 
 _TEMPORARY = re.compile(r"\.(?P<name>.+)\.(?P<id>[0-9a-f]{24})\.tmp", re.DOTALL)
-_SHARD = re.compile(r"(?P<prefix>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})", re.DOTALL)
+_SHARD = re.compile(
+    r"(?P<prefix>.*)-(?P<number>\d{5})-of-(?P<count>(?!00000)\d{5})", re.DOTALL
+)
 
 
 # --- writing --------------------------------------------------------------------------
@@ -35,6 +38,14 @@ def temporary_path(path: str, save_id: str) -> str:
     """Where a file is written before it gets its name."""
     directory, name = os.path.split(path)
     return os.path.join(directory, f".{name}.{save_id}.tmp")
+
+
+def waiting_for(path: str) -> list[tuple[str, str]]:
+    """The temporary files that may get a path, and the ids of their saves; newest first."""
+    directory, name = os.path.split(path)
+    entries = map(_TEMPORARY.fullmatch, os.listdir(directory or "."))
+    found = [(e["id"], e.string) for e in entries if e and e["name"] == name]
+    return [(os.path.join(directory, entry), i) for i, entry in sorted(found)[::-1]]
 
 
 def open_new(path: str) -> int:
@@ -52,15 +63,29 @@ def write_text(path: str, text: str) -> None:
     temporary = temporary_path(path, new_id())
     descriptor = open_new(temporary)
     try:
-        with open(descriptor, "wb") as file:
-            file.write(text.encode("ascii"))
-            file.flush()
-            os.fsync(file.fileno())
-            os.replace(temporary, path)  # while it is open, and so locked
+        write_and_flush(descriptor, text)
+        os.replace(temporary, path)  # while it is open, and so locked
     except BaseException:
         remove(temporary)
         raise
+    finally:
+        os.close(descriptor)
     sync_directory(os.path.dirname(path))
+
+
+def write_and_flush(descriptor: int, text: str) -> None:
+    """Fills a new small file and flushes it to the disk."""
+    data = text.encode("ascii")
+    while data:
+        data = data[os.write(descriptor, data) :]
+    os.fsync(descriptor)
+
+
+def shorten(path: str, text: str, suffix: str) -> None:
+    """Cuts a suffix off a small file if it can, and no other process has replaced it."""
+    with contextlib.suppress(OSError), open(path, "rb+") as file:
+        if file.read() == (text + suffix).encode("ascii"):
+            file.truncate(len(text))
 
 
 def sync_directory(directory: str) -> None:
@@ -77,6 +102,12 @@ def remove(path: str) -> None:
     """Deletes a file that may be gone already."""
     with contextlib.suppress(FileNotFoundError):
         os.unlink(path)
+
+
+def remove_family(family: list[str]) -> None:
+    """Deletes the files of a checkpoint; the first one, by which it is found, goes last."""
+    for path in reversed(family):
+        remove(path)
 
 
 # --- locks ----------------------------------------------------------------------------
@@ -107,15 +138,15 @@ def _try_lock(descriptor: int) -> bool:
     return True
 
 
-def clean(directory: str, id_of: Callable[[str], str | None]) -> None:
+def clean(directory: str, is_published: Callable[[str, str, str], bool]) -> None:
     """Deletes what killed processes left behind. The directory must be locked.
 
-    A shard that only waits for its name gets it: the first shard to be renamed, number 0,
-    decides that a save has happened.
+    What belongs to a save that has happened gets the name for which it waits.
 
     Args:
       directory: where.
-      id_of: the id of the save that wrote a file; None if it cannot be read.
+      is_published: tells that, from a temporary file, the path for which it waits, and
+        the id of its save.
     """
     if fcntl is None:
         return
@@ -123,10 +154,9 @@ def clean(directory: str, id_of: Callable[[str], str | None]) -> None:
         left = _TEMPORARY.fullmatch(entry)
         path = os.path.join(directory, entry)
         if left and _is_abandoned(path):
-            shard = _SHARD.fullmatch(left["name"])
-            first = shard and shard_path(shard["prefix"], 0, int(shard["count"]))
-            if first and id_of(os.path.join(directory, first)) == left["id"]:
-                os.replace(path, os.path.join(directory, left["name"]))
+            final = os.path.join(directory, left["name"])
+            if is_published(path, final, left["id"]):
+                os.replace(path, final)
             else:
                 remove(path)
 
@@ -150,16 +180,37 @@ def shard_path(prefix: str, number: int, count: int) -> str:
     return f"{prefix}-{number:05d}-of-{count:05d}"
 
 
+def first_shard(path: str) -> str | None:
+    """The path of shard 0 next to a shard; None for the path of anything else."""
+    shard = _SHARD.fullmatch(path)
+    return shard and shard_path(shard["prefix"], 0, int(shard["count"]))
+
+
+def unsharded_in(directory: str) -> list[str]:
+    """The paths of the files in a directory that are neither temporary nor shards."""
+    entries = [
+        os.path.join(directory, entry)
+        for entry in os.listdir(directory or ".")
+        if not _TEMPORARY.fullmatch(entry) and not _SHARD.fullmatch(entry)
+    ]
+    return [path for path in entries if os.path.isfile(path)]
+
+
 def families(prefix: str) -> list[list[str]]:
     """The sets of files that a path may mean: one file, or a number of shards."""
     found = [[prefix]] if os.path.isfile(prefix) else []
     directory, name = os.path.split(prefix)
-    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-        for entry in sorted(os.listdir(directory or ".")):
-            shard = _SHARD.fullmatch(entry)
-            if shard and shard["prefix"] == name and int(shard["number"]) == 0:
-                count = int(shard["count"])
-                found.append([shard_path(prefix, i, count) for i in range(count)])
+    try:
+        entries = sorted(os.listdir(directory or "."))
+    except OSError as error:  # there can be no such directory
+        if error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG):
+            raise
+        entries = []
+    for entry in entries:
+        shard = _SHARD.fullmatch(entry)
+        if shard and shard["prefix"] == name and int(shard["number"]) == 0:
+            count = int(shard["count"])
+            found.append([shard_path(prefix, i, count) for i in range(count)])
     return found
 
 

@@ -1,6 +1,7 @@
 """A leaf of a tree and its form on disk: an array, and a word for what it was before."""
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -61,12 +62,68 @@ class Spec:
         width = (dtype_named(self.dtype).itemsize,) if self.is_raw else ()
         return self.shape + width
 
+    @property
+    def in_file(self) -> "Spec":
+        """The tensor in the file."""
+        return Spec("numpy", self.tensor_dtype, self.tensor_shape)
+
     def __str__(self) -> str:
         if self.is_key:
             return f"random keys ({self.kind.removeprefix('key:') or 'of any kind'})"
         if self.is_string:
             return f"a Python {self.kind}"
         return f"{self.dtype}[{', '.join(map(str, self.shape))}]"
+
+
+@functools.lru_cache(4096)  # many variables are alike
+def check_spec(spec: Spec) -> None:
+    """Refuses what no leaf has.
+
+    Raises:
+      ValueError: says why.
+    """
+    dtype, shape = dtype_named(spec.dtype), spec.shape
+    np.broadcast_to(np.zeros((), dtype), shape)  # fails if there are no such arrays
+    if spec.is_key:
+        implementation = spec.kind.removeprefix("key:")
+        try:
+            data = jax.ShapeDtypeStruct(shape, dtype)
+            jax.eval_shape(
+                lambda data: jax.random.wrap_key_data(data, impl=implementation), data
+            )
+        except TypeError as error:
+            raise ValueError(str(error)) from error
+    elif spec.kind == "jax":
+        try:
+            jax.device_put(np.zeros(0, dtype))
+        except (TypeError, RuntimeError) as error:
+            raise ValueError(f"JAX has no arrays of {spec.dtype}") from error
+    elif spec.is_string:
+        if dtype != np.uint8 or len(shape) != 1:
+            raise ValueError("a string is an array of bytes")
+    elif spec.kind in _NUMBERS:
+        if dtype.kind not in _NUMBERS[spec.kind] or shape:
+            raise ValueError("that is no single number of this kind")
+    elif spec.kind != "numpy":
+        raise ValueError(f"there is no kind {spec.kind!r}")
+
+
+def check_values(spec: Spec, array: np.ndarray) -> None:
+    """Refuses bytes that stand for no value.
+
+    Raises:
+      ValueError: says why.
+    """
+    flat: Any = array.reshape(-1)
+    if array.dtype == bool and (flat.view(np.uint8) > 1).any():
+        raise ValueError("it holds bools that are neither 0 nor 1")
+    if (
+        array.dtype.kind == "U"
+        and (flat.view(f"{array.dtype.byteorder}u4") > 0x10FFFF).any()
+    ):
+        raise ValueError("it holds characters that Unicode does not have")
+    if spec.kind == "str":
+        array.tobytes().decode()
 
 
 # --- saving ---------------------------------------------------------------------------
@@ -191,12 +248,14 @@ def as_leaf(name: str, value: Any) -> Leaf:
     else:
         pieces = _device_pieces(name, array)
     dtype = array.dtype
-    if dtype.hasobject or dtype.names:
+    dtype_name = dtype.str if dtype.kind in "SUMm" else dtype.name
+    try:
+        dtype_named(dtype_name)
+    except ValueError:
         raise TypeError(
             f"{name!r} has the dtype {dtype}, which is not one of plain numbers or "
             "strings, and cannot be saved"
-        )
-    dtype_name = dtype.str if dtype.kind in "SUMm" else dtype.name
+        ) from None
     return Leaf(Spec(kind, dtype_name, tuple(array.shape)), pieces)
 
 

@@ -1,5 +1,6 @@
 """Saver: checkpoints of any pytree, with TensorFlow's names, retention and state file."""
 
+import copy
 import dataclasses
 import operator
 import os
@@ -9,7 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jslices._errors import InvalidArgumentError, NotFoundError
+from jslices._errors import DataLossError, InvalidArgumentError, NotFoundError
 from jslices.checkpoint import files
 from jslices.checkpoint.archive import (
     Archive,
@@ -23,7 +24,7 @@ from jslices.checkpoint.deltas import delta_part, open_base
 from jslices.checkpoint.files import Path
 from jslices.checkpoint.leaves import Leaf, Read, as_leaf, misfit, original, place
 from jslices.checkpoint.retention import Retention
-from jslices.checkpoint.state_file import update_checkpoint_state
+from jslices.checkpoint.state_file import doomed_in, doomed_text, new_state
 from jslices.checkpoint.trees import (
     brief,
     check_var_list,
@@ -52,13 +53,24 @@ class SaverDef:
     version: int = 2
 
 
+#: What to do instead of giving an argument that only TensorFlow's Saver has.
+_INSTEAD = {
+    "builder": "arrays are written as they lie on the devices: sharded=True",
+    "defer_build": "there is no graph to build, so leave it out",
+    "filename": "give the path to save and restore",
+    "write_version": "there is one format of files, so leave it out",
+}
+
+
 class Saver:
     """Saves and restores variables: any pytree, optimizer states and random keys included.
 
     A checkpoint is one safetensors file at ``path``, or one for each shard at
     ``path-00000-of-00004`` and so on. Every tensor and the header carry a checksum. A file
-    is written under another name, flushed to the disk, and renamed: whatever happens in
-    between, the last checkpoint can be restored and the state file names it.
+    is written under another name, flushed to the disk, and renamed, the state file
+    together with the checkpoint: whatever happens in between, the last checkpoint can be
+    restored and the state file names it. What a file tells about itself is checked when it
+    is opened.
 
     The name of a variable is its path in the tree: ``"params/table"``, ``"state/0/mu"``.
     Keys that contain slashes are names already: ``{"params/table": ...}``.
@@ -72,10 +84,13 @@ class Saver:
         Without it there is one file, into which a sharded array is written by blocks of
         rows. Neither gathers a table.
       max_to_keep: the number of checkpoints that are kept; the oldest is deleted first.
-        None or 0 keeps all, and then ``last_checkpoints`` stays empty.
+        None or 0 keeps all, and then ``last_checkpoints`` stays empty. What waits for its
+        deletion is named in comments of the state file and goes with a later save, also in
+        another process.
       keep_checkpoint_every_n_hours: of those that would be deleted, one is kept for every
         period of this length, counted from now.
       name: replaces ``save`` in the names of ``as_saver_def()``.
+      restore_sequentially: changes nothing: arrays are read one after another anyway.
       saver_def: takes ``sharded``, ``max_to_keep`` and ``keep_checkpoint_every_n_hours``
         from another Saver's ``as_saver_def()``.
       allow_empty: True allows a checkpoint without variables.
@@ -84,7 +99,8 @@ class Saver:
         the directory can be moved.
 
     Raises:
-      TypeError: if ``var_list`` contains anything but names and handles.
+      TypeError: if ``var_list`` contains anything but names and handles, or for an
+        argument that only TensorFlow's has, saying what to do instead.
       ValueError: if ``var_list`` is empty or names a variable twice.
 
     Example:
@@ -111,11 +127,17 @@ class Saver:
         max_to_keep: int | None = 5,
         keep_checkpoint_every_n_hours: float = 10000.0,
         name: str | None = None,
+        restore_sequentially: bool = False,
         saver_def: SaverDef | None = None,
         allow_empty: bool = False,
         pad_step_number: bool = False,
         save_relative_paths: bool = False,
+        **theirs: None,
     ) -> None:
+        del restore_sequentially
+        for argument in theirs:
+            instead = _INSTEAD.get(argument, "see help(Saver)")
+            raise TypeError(f"Saver has no argument {argument!r}: {instead}")
         if saver_def is not None:
             sharded, max_to_keep = saver_def.sharded, saver_def.max_to_keep
             keep_checkpoint_every_n_hours = saver_def.keep_checkpoint_every_n_hours
@@ -166,7 +188,8 @@ class Saver:
           ValueError: if the directory does not exist, there is nothing to save, or the
             path is taken by something else.
           TypeError: if something cannot be saved, or the step is not an integer.
-          OSError: if the files cannot be written; what was there before is unchanged.
+          OSError: if the files cannot be written. It says whether the checkpoint is on the
+            disk nevertheless; if not, what was there before is unchanged.
 
         Cost: reads every element once; 64 MiB of additional memory for variables that are
         sharded or not on the host.
@@ -199,7 +222,7 @@ class Saver:
         A delta builds on what this Saver saved or restored last, a full checkpoint or
         another delta, which must be in the same directory. To restore it is to restore
         that first and then to replay the rows. What a delta builds on is kept for as long
-        as the delta is. Two processes that save deltas need paths of their own.
+        as the delta is there. Two processes that save deltas need paths of their own.
 
         Args:
           variables: as for :meth:`save`.
@@ -263,21 +286,35 @@ class Saver:
         latest_filename: str | None,
         write_state: bool,
     ) -> str:
-        save_id = write_checkpoint(prefix, parts, info, sharded)
-        self._previous = (prefix, save_id)
-        if not write_state:
-            self._retention.keep(prefix)
-            return prefix
-        self._retention.record(prefix, save_id)
+        retention = copy.deepcopy(self._retention)  # a save that fails changes nothing
+        directory = os.path.dirname(prefix)
+        if write_state:
+            doomed = doomed_in(directory, latest_filename)
+            retention.take_over_doomed(directory, doomed)
+            retention.record(prefix)
+            state, text = self._new_state(prefix, retention.paths, latest_filename)
+            notes = doomed_text(retention.doomed_in(directory))
+            save_id = write_checkpoint(prefix, parts, info, sharded, (state, text + notes))
+        else:
+            retention.keep(prefix)
+            save_id = write_checkpoint(prefix, parts, info, sharded)
+        retention.note(prefix, save_id)
+        self._previous, self._retention = (prefix, save_id), retention
+        if write_state:
+            retention.delete_old()
+            if notes and not retention.doomed_in(directory):
+                files.shorten(state, text, notes)
+        return prefix
+
+    def _new_state(
+        self, prefix: str, paths: list[str], latest_filename: str | None
+    ) -> tuple[str, str]:
         directory, newest = os.path.dirname(prefix), prefix
-        paths = self._retention.paths
         if self._save_relative_paths:
             # To an absolute directory, or TensorFlow's rule would apply once more.
             directory = os.path.abspath(directory)
             newest, *paths = (os.path.relpath(p, directory) for p in (newest, *paths))
-        update_checkpoint_state(directory, newest, paths, latest_filename)
-        self._retention.delete_old()
-        return prefix
+        return new_state(directory, newest, paths, latest_filename)
 
     # --- restoring --------------------------------------------------------------------
 
@@ -311,7 +348,7 @@ class Saver:
           NotFoundError: if variables, a shard, or what a delta builds on, are missing.
           InvalidArgumentError: if shapes or dtypes differ, or a range of rows is not
             within the table.
-          DataLossError: if a file is damaged.
+          DataLossError: if a file is damaged, or is not what a Saver writes.
 
         Cost: at most the memory of one more table than is returned. Of a sharded array
         only the shards are read, of ``rows`` only these, in chunks of 4 MiB.
@@ -352,7 +389,13 @@ class Saver:
             for name, saved in saved_as.items()
         }
         whole = self._var_list is None and archive.has_structure
-        return rebuild(archive.structure, leaves) if whole else leaves
+        try:
+            return rebuild(archive.structure, leaves) if whole else leaves
+        except RecursionError as error:
+            raise DataLossError(
+                f"{archive.prefix} cannot be read: its structure is nested too deeply; "
+                "give variables to restore into"
+            ) from error
 
     def _restore_into(self, archive: Archive, variables: Any, rows: Any) -> Any:
         names, templates, structure = named_leaves(variables)
@@ -408,7 +451,8 @@ class Saver:
         Args:
           checkpoint_paths: the oldest first, for example
             ``get_checkpoint_state(directory).all_model_checkpoint_paths``. Those that
-            no longer exist are left out.
+            no longer exist are left out, and what is no checkpoint of a Saver is never
+            deleted.
         """
         self._retention.recover(os.fspath(path) for path in checkpoint_paths)
 

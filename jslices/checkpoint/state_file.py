@@ -1,13 +1,16 @@
 """TensorFlow's ``checkpoint`` file: which checkpoint of a directory is the newest."""
 
+import contextlib
 import dataclasses
 import logging
 import os
-import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from jslices._errors import NotFoundError
-from jslices.checkpoint.files import Path, checkpoint_exists, write_text
+from jslices.checkpoint import files
+from jslices.checkpoint.archive import is_published
+from jslices.checkpoint.files import Path
+from jslices.checkpoint.text_format import dump_text, parse_text
 
 _log = logging.getLogger("jslices.checkpoint")
 
@@ -59,8 +62,7 @@ def get_checkpoint_state(
     directory = os.fspath(checkpoint_dir)
     filename = _state_path(directory, latest_filename)
     try:
-        with open(filename, "rb") as file:
-            state = _state(parse_text(file.read()))
+        state = _state(parse_text(_contents(filename)))
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:
@@ -111,7 +113,7 @@ def latest_checkpoint(
     if state is None:
         return None
     path = state.model_checkpoint_path
-    if checkpoint_exists(path) or os.path.exists(path + ".index"):  # TensorFlow's own
+    if files.checkpoint_exists(path) or os.path.exists(path + ".index"):  # TensorFlow's own
         return path
     _log.error(
         "%s names the checkpoint %s, which is not there",
@@ -157,6 +159,29 @@ def update_checkpoint_state(
 
     Source: ``tf.train.update_checkpoint_state``, which also appends to the caller's list.
     """
+    filename, text = new_state(
+        save_dir,
+        model_checkpoint_path,
+        all_model_checkpoint_paths,
+        latest_filename,
+        all_model_checkpoint_timestamps,
+        last_preserved_timestamp,
+    )
+    directory = os.path.dirname(filename)
+    with files.directory_lock(directory, exclusive=True):
+        files.clean(directory, is_published)
+    files.write_text(filename, text + doomed_text(doomed_in(directory, latest_filename)))
+
+
+def new_state(
+    save_dir: Path,
+    model_checkpoint_path: Path,
+    all_model_checkpoint_paths: Sequence[str] | None = None,
+    latest_filename: str | None = None,
+    all_model_checkpoint_timestamps: Sequence[float] | None = None,
+    last_preserved_timestamp: float | None = None,
+) -> tuple[str, str]:
+    """The path and the text of what :func:`update_checkpoint_state` writes."""
     directory = os.fspath(save_dir)
     newest = os.fspath(model_checkpoint_path)
     paths = [os.fspath(path) for path in all_model_checkpoint_paths or ()]
@@ -179,7 +204,43 @@ def update_checkpoint_state(
     if not os.path.isdir(directory or "."):
         raise NotFoundError(f"the directory {directory!r} does not exist; create it first")
     state = CheckpointState(newest, paths, times, last_preserved_timestamp)
-    write_text(filename, dump_text(_fields(state)))
+    return filename, dump_text(_fields(state))
+
+
+def _contents(filename: str) -> bytes:
+    """What a state file holds, or what a killed save was about to put there."""
+    with files.directory_lock(os.path.dirname(filename), exclusive=False):
+        for temporary, save_id in files.waiting_for(filename):
+            if is_published(temporary, filename, save_id):
+                filename = temporary
+                break
+        with open(filename, "rb") as file:
+            return file.read()
+
+
+# --- what waits for deletion ----------------------------------------------------------
+
+# It is noted in comments at the end of a state file, which TensorFlow skips.
+_DOOMED, _SAVED_AS = "to_be_deleted", "saved_as"
+
+
+def doomed_text(doomed: Mapping[str, str]) -> str:
+    """Comments that name checkpoints in the directory, and the ids of their saves."""
+    notes = (dump_text([(_DOOMED, n), (_SAVED_AS, i)]) for n, i in doomed.items())
+    return "".join(f"# {' '.join(note.splitlines())}\n" for note in notes)
+
+
+def doomed_in(checkpoint_dir: str, latest_filename: str | None) -> dict[str, str]:
+    """What :func:`doomed_text` wrote at the end of a state file."""
+    doomed = {}
+    with contextlib.suppress(OSError):
+        for line in _contents(_state_path(checkpoint_dir, latest_filename)).splitlines():
+            if line.startswith(f"# {_DOOMED}: ".encode()):
+                with contextlib.suppress(ValueError):
+                    (_, name), (_, save_id) = parse_text(line.removeprefix(b"# "))
+                    if os.path.basename(str(name)) == name:  # nothing in other directories
+                        doomed[name] = str(save_id)
+    return doomed
 
 
 def _state_path(directory: str, latest_filename: str | None) -> str:
@@ -206,76 +267,9 @@ def _state(fields: list[tuple[str, str | float]]) -> CheckpointState:
         if not isinstance(value, kinds.get(name, ())):
             raise ValueError(f"it has the unexpected field {name}: {value!r}")
         values[name].append(value)
+    if any("\0" in str(path) for path in [*values[_PATH], *values[_PATHS]]):
+        raise ValueError("a path has a NUL in it")
     if len(values[_PATH]) > 1 or len(values[_PRESERVED]) > 1:
         raise ValueError("a field that may occur once occurs twice")
     path, preserved = next(iter(values[_PATH]), ""), next(iter(values[_PRESERVED]), None)
     return CheckpointState(path, values[_PATHS], values[_TIMES], preserved)  # type: ignore[arg-type]
-
-
-# --- the text form of protocol buffers, as far as this file uses it -------------------
-
-_GAP = rb"(?:\s|\#[^\n]*+)*+"
-_STRING = re.compile(rb'"((?:[^"\\\n]|\\.)*)"|' + rb"'((?:[^'\\\n]|\\.)*)'")
-_STRING_OR_COMMENT = re.compile(_STRING.pattern + rb"|\#[^\n]*")
-_FIELD = re.compile(
-    rb"(?P<name>[A-Za-z_]\w*+)%(gap)b:?%(gap)b"
-    rb"(?:(?P<strings>(?:(?:%(string)b)%(gap)b)+)|(?P<number>[-+]?[0-9.][0-9.eE+-]*)f?)"
-    rb"%(gap)b(?:[,;]%(gap)b)?" % {b"gap": _GAP, b"string": _STRING.pattern}
-)
-_ESCAPE = re.compile(
-    rb"\\(?:([0-7]{1,3})|[xX]([0-9a-fA-F]{1,2})|u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|(.))",
-    re.DOTALL,
-)
-_LETTERS = dict(zip(b"abfnrtv", b"\a\b\f\n\r\t\v", strict=True))
-_ESCAPED = {ord(k): v for k, v in zip("\n\r\t\"'\\", "nrt\"'\\", strict=True)}
-
-
-def parse_text(text: bytes) -> list[tuple[str, str | float]]:
-    """The fields of a flat message, in order.
-
-    Raises:
-      ValueError: if this is not the text of one.
-    """
-    fields: list[tuple[str, str | float]] = []
-    start = re.match(_GAP, text)
-    position = start.end() if start else 0
-    while position < len(text):
-        field = _FIELD.match(text, position)
-        if field is None:
-            raise ValueError(f"cannot read {text[position : position + 20]!r}")
-        position = field.end()
-        value: str | float
-        if field["number"]:
-            value = float(field["number"])
-        else:  # strings that follow one another are one; paths need not be UTF-8
-            parts = (a or b for a, b in _STRING_OR_COMMENT.findall(field["strings"]))
-            unescaped = b"".join(_ESCAPE.sub(_unescaped, part) for part in parts)
-            value = unescaped.decode("utf-8", "surrogateescape")
-        fields.append((field["name"].decode(), value))
-    return fields
-
-
-def _unescaped(match: re.Match[bytes]) -> bytes:
-    octal, hexadecimal, short, long, letter = match.groups()
-    if octal or hexadecimal:
-        return bytes([int(octal, 8) & 255 if octal else int(hexadecimal, 16)])
-    if short or long:
-        return chr(int(short or long, 16)).encode("utf-8", "surrogatepass")
-    return bytes([_LETTERS.get(letter[0], letter[0])])
-
-
-def dump_text(fields: Iterable[tuple[str, str | float]]) -> str:
-    """``name: value`` lines. Bytes beyond ASCII are octal, as TensorFlow writes them."""
-    return "".join(f"{name}: {_text(value)}\n" for name, value in fields)
-
-
-def _text(value: str | float) -> str:
-    if not isinstance(value, str):
-        return repr(float(value)).removesuffix(".0")
-    escaped = []
-    for byte in value.encode("utf-8", "surrogateescape"):
-        if byte in _ESCAPED:
-            escaped.append("\\" + _ESCAPED[byte])
-        else:
-            escaped.append(chr(byte) if 32 <= byte < 127 else f"\\{byte:03o}")
-    return f'"{"".join(escaped)}"'

@@ -38,6 +38,11 @@ CODES = {
 }
 _DTYPES = {code: name for name, code in CODES.items()}
 
+
+def _is_scalar_type(value: Any) -> bool:
+    return isinstance(value, type) and issubclass(value, np.generic)
+
+
 CHUNK = 1 << 22  #: bytes per checksum; part of the format, and small enough for the cache
 _DIGITS = 8  # of a checksum, hexadecimal
 _THREADS = 2  # that take checksums: together as fast as a copy
@@ -53,9 +58,27 @@ _MARK = f'"{_OWN}":"'.encode()
 _RESERVED = re.compile("__metadata__(@*)")  # safetensors keeps the first of them to itself
 
 
+# The numbers of NumPy and of ml_dtypes; text and times, of which the names have parameters.
+_NUMBERS: dict[str, Any] = {
+    np.dtype(kind).name: kind
+    for kind in [*"?", *np.typecodes["AllInteger"], *np.typecodes["AllFloat"]]
+    + [kind for kind in vars(ml_dtypes).values() if _is_scalar_type(kind)]
+}
+_OTHERS = re.compile(r"[|<>][SU][1-9]\d*|[<>][mM]8(\[\d*[A-Za-z]+\])?")
+
+
 def dtype_named(name: str) -> np.dtype[Any]:
-    """A dtype of NumPy or of ml_dtypes."""
-    return np.dtype(getattr(ml_dtypes, name, name))
+    """A dtype of NumPy or of ml_dtypes.
+
+    Raises:
+      ValueError: if there is none of this name.
+    """
+    if name not in _NUMBERS and not _OTHERS.fullmatch(name):
+        raise ValueError(f"there is no dtype {name!r}")
+    try:
+        return np.dtype(_NUMBERS.get(name, name))
+    except (TypeError, OverflowError) as error:
+        raise ValueError(f"there is no dtype {name!r}: {error}") from error
 
 
 def empty_array(shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray:
@@ -320,11 +343,6 @@ class TensorFile:
         return rows.start * width, rows.stop * width, (rows.stop - rows.start, *shape[1:])
 
     def _dtype(self, name: str) -> np.dtype[Any]:
-        if self.dtypes[name] not in CODES:
-            raise TypeError(
-                f"{name!r} in {self.path} has the dtype {self.dtypes[name]}, which NumPy "
-                "does not have"
-            )
         return dtype_named(self.dtypes[name])
 
     def _check(

@@ -2,7 +2,8 @@
 
 import fnmatch
 import re
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+import reprlib
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -47,14 +48,22 @@ def _key_text(key: Any) -> str:
     return str(key)
 
 
+def bad_names(names: Iterable[str]) -> str | None:
+    """Which names would mean something else as a path; None if none would."""
+    bad = [n for n in names if n.startswith("/") or _ODD.search(n) or ".." in n.split("/")]
+    if not bad:
+        return None
+    return (
+        f"variables cannot have the names {bad}: a name must not begin with '/' or contain "
+        "'..', a NUL or half a character (surrogate)"
+    )
+
+
 def check_names(names: Iterable[str], where: str = "") -> None:
     """Refuses names that would mean something else as a path."""
-    bad = [n for n in names if n.startswith("/") or _ODD.search(n) or ".." in n.split("/")]
-    if bad:
-        raise InvalidArgumentError(
-            f"{where}variables cannot have the names {bad}: a name must not begin with '/' "
-            "or contain '..', a NUL or half a character (surrogate)"
-        )
+    problem = bad_names(names)
+    if problem:
+        raise InvalidArgumentError(f"{where}{problem}")
 
 
 def brief(names: Iterable[str], most: int = 12) -> str:
@@ -208,6 +217,51 @@ def describe(tree: Any, prefix: str = "") -> Any:
 
 def _joined(prefix: str, name: str) -> str:
     return f"{prefix}/{name}" if prefix else name
+
+
+def names_in(description: Any, path: str = "") -> Iterator[tuple[str, str | None]]:
+    """The names of the leaves of a description.
+
+    The values of IndexedSlices come with the name of their indices, other leaves with None.
+
+    Raises:
+      ValueError: if :func:`describe` gives no such description.
+    """
+    match description:
+        case None:
+            return
+        case str() if description == (path or _ROOT):
+            yield description, None
+            return
+        case {"slices": [values, indices], "dense_shape": shape} if (
+            list(description) == ["slices", "dense_shape"]
+            and values == _joined(path, "values")
+            and indices == _joined(path, "indices")
+            and (shape is None or _is_shape(shape))
+        ):
+            yield values, indices
+            yield indices, None
+            return
+        case {"list": [*parts]} | {"tuple": [*parts]} if len(description) == 1:
+            children: list[Any] = list(enumerate(parts))
+        case {"dict": [*children]} if len(description) == 1:
+            pass
+        case _:
+            raise ValueError(f"its structure has {reprlib.repr(description)} at {path!r}")
+    keys = []
+    for child in children:
+        match child:
+            case [str() | int() as key, part]:
+                keys.append(key)
+                yield from names_in(part, _joined(path, str(key)))
+            case _:
+                raise ValueError(f"its structure has {reprlib.repr(child)} in a dict")
+    if len(set(keys)) < len(keys):
+        raise ValueError(f"its structure has a key twice at {path!r}")
+
+
+def _is_shape(value: Any) -> bool:
+    return type(value) is list and all(type(n) is int and n >= 0 for n in value)
 
 
 def rebuild(description: Any, leaves: Mapping[str, Any]) -> Any:

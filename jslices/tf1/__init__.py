@@ -7,12 +7,21 @@ which turns it into pure functions: ``init``, ``apply`` and a pytree of
 What differs from TensorFlow, on purpose:
 
 * The order of the program decides what a read sees, not a session.
-* Operations have no names; scopes show theirs in profiles instead.
+* Operations have no names, so they take none away from variables and scopes; scopes show
+  theirs in profiles instead. ``v.op`` is there for ``v.op.name``.
+* What is computed from variables are JAX arrays: operators take no lists, but
+  ``v + tf.constant([1, 2])``.
+* A variable keeps its shape: ``assign(..., validate_shape=False)`` cannot give it another.
+* What ``variable_scope`` or ``name_scope`` returned is entered once; open another one, with
+  the scope that it gave.
 * Initializers take a PRNG key; a value depends on the key and the variable's name.
 * A float variable without an initializer gets ``glorot_uniform_initializer``, as from
   TensorFlow 1.0 on (before, it was ``uniform_unit_scaling_initializer``).
 * Sampled losses take ``key=`` or ``seed=``; there is no global generator.
-* ``Saver`` is given variables, not a session, and ``restore`` returns them.
+* ``Saver`` is given variables, not a session, and ``restore`` returns them; it has no
+  ``builder``, ``defer_build``, ``write_version`` and ``filename``.
+* ``update_checkpoint_state`` refuses a checkpoint that would be the state file, however the
+  two paths are written.
 * Row numbers out of range are dropped by scatters and read NaN in lookups; TensorFlow
   raises on a CPU.
 * Norms and clipping add duplicate rows of IndexedSlices first, as for a dense gradient.

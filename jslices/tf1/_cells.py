@@ -133,6 +133,11 @@ def create(frame: Frame, request: Request) -> LiveCell:
             "jit, grad or checkpoint that began within the transformed function; create it "
             "before that, and use it inside"
         )
+    if request.name in frame.entries:
+        raise ValueError(
+            f"there is a Variable {request.name} already; without a slash at its end the "
+            "name would be made unique"
+        )
     collections = _collections(request)
     make = _made if frame.mode is Mode.INIT else _given
     value = make(frame, request)

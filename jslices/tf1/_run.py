@@ -23,50 +23,54 @@ from jslices.tf1.state import VariableInfo, Variables
 
 # --- names ------------------------------------------------------------------------------
 
-_VALID = re.compile(r"[A-Za-z0-9.][A-Za-z0-9_.\-/]*")
+_WITHIN_A_SCOPE = re.compile(r"[A-Za-z0-9_.\\/>-]+")
+_OUTERMOST = re.compile(r"[A-Za-z0-9.][A-Za-z0-9_.\\/>-]*")
 
 
-def check_name(name: object, caller: str) -> str:
-    """``name`` if it is a string that TensorFlow accepts as a name, too."""
+def check_name(name: object, caller: str, within: str = "") -> str:
+    """``name`` if it is a string that TensorFlow accepts in the scope ``within``, too."""
     if not isinstance(name, str):
         raise TypeError(f"{caller}: the name must be a string, got {name!r}")
-    if not _VALID.fullmatch(name):
+    if not (_WITHIN_A_SCOPE if within else _OUTERMOST).fullmatch(name):
+        begin = "" if within else ", beginning with a letter, a digit or a dot"
         raise ValueError(
             f"{caller}: {name!r} is not a valid name; use letters, digits and any of "
-            "_ . - /, beginning with a letter, a digit or a dot"
+            rf"_ . - / \ >{begin}"
         )
     return name
 
 
 def join(outer: str, inner: str) -> str:
-    """``outer/inner``, either of which may be empty."""
-    return f"{outer}/{inner}" if outer and inner else outer or inner
+    """``outer/inner``, or ``inner`` where nothing is outside."""
+    return f"{outer}/{inner}" if outer else inner
 
 
 class Names:
     """The names in use, made unique the way TensorFlow does within one graph.
 
-    A name that is taken gets ``_1``, ``_2``, ... Scopes take names, too, which is why a
-    scope that is opened twice is ``foo`` and ``foo_1``.
+    A name that is taken, in capitals or not, gets ``_1``, ``_2``, ... Scopes take names,
+    too, which is why a scope that is opened twice is ``foo`` and ``foo_1``.
     """
 
     def __init__(self) -> None:
         self.prefix = ""
         self._times: dict[str, int] = {}
 
-    def unique(self, name: str) -> str:
-        """``name`` under the current name scope, made unique, and taken from now on."""
-        return self.unique_path(join(self.prefix, name))
+    def unique(self, name: str, caller: str) -> str:
+        """The path of ``name`` in the current scope, made unique, and taken from now on.
 
-    def unique_path(self, path: str) -> str:
-        """The same for a whole path, whatever the current scope."""
-        times = self._times.get(path, 0)
-        self._times[path] = times + 1
-        new = path
-        while times and new in self._times:
+        ``"foo/bar/"``, with a slash at its end, is the path ``"foo/bar"`` as it stands.
+        """
+        check_name(name, caller, self.prefix)
+        if name.endswith("/"):
+            return name[:-1]
+        path = new = join(self.prefix, name)
+        times = self._times.get(path.lower(), 0)
+        self._times[path.lower()] = times + 1
+        while times and new.lower() in self._times:
             new = f"{path}_{times}"
             times += 1
-        self._times.setdefault(new, 1)
+        self._times.setdefault(new.lower(), 1)
         return new
 
     @contextlib.contextmanager
@@ -80,17 +84,19 @@ class Names:
             raise
 
     @contextlib.contextmanager
-    def scope(self, name: str) -> Iterator[str]:
+    def scope(self, name: str, caller: str = "name_scope") -> Iterator[str]:
         """Opens a name scope; ``"foo/"`` enters that very one again, ``""`` leaves all."""
         outside = self.prefix
-        if name.endswith("/"):
-            self.prefix = name[:-1]
-        else:
-            self.prefix = self.unique(name) if name else ""
+        self.prefix = self.unique(name, caller) if name else ""
         try:
-            yield f"{self.prefix}/" if self.prefix else ""
+            yield self.opened
         finally:
             self.prefix = outside
+
+    @property
+    def opened(self) -> str:
+        """The current name scope with a slash; ``""`` outside of all."""
+        return f"{self.prefix}/" if self.prefix else ""
 
 
 # --- keys -------------------------------------------------------------------------------

@@ -210,7 +210,11 @@ def assign(
 ) -> jax.Array:
     """``ref.assign(value)``: replaces the value of a variable, and returns the new one.
 
-    See :meth:`jslices.tf1.Variable.assign`. The other arguments are ignored.
+    See :meth:`jslices.tf1.Variable.assign`. The other arguments are ignored, except that
+    ``validate_shape=False`` cannot give the variable another shape.
+
+    Raises:
+      ValueError, TypeError: for another shape or dtype, naming the variable.
 
     Example:
       >>> import jslices.tf1 as tf
@@ -220,8 +224,18 @@ def assign(
 
     Source: ``tf.assign``.
     """
-    del validate_shape, use_locking, name
-    return _variable(ref, "assign").assign(value)
+    del use_locking, name
+    variable = _variable(ref, "assign")
+    if validate_shape is False:
+        what = f"assign to {variable.name} with validate_shape=False"
+        value = as_value(value, variable.dtype, what)
+        if value.shape != variable.shape:
+            raise ValueError(
+                f"{what}: a variable keeps its shape {variable.shape}, the value has "
+                f"{value.shape}; create a variable of that shape, or pad the value and "
+                "keep its length in another variable"
+            )
+    return variable.assign(value)
 
 
 def assign_add(

@@ -42,7 +42,8 @@ class VariableScope:
       name: the whole path, ``"foo/bar"``; ``""`` for the outermost.
       reuse: True, False or AUTO_REUSE.
       initializer, regularizer, dtype: the defaults of :func:`jslices.tf1.get_variable`.
-      original_name_scope: ``"foo_1/"``, the unique name of this opening of the scope.
+      original_name_scope: the name scope that the scope had when it was opened by name:
+        ``"foo_1/"``. ``tf.name_scope(scope.original_name_scope)`` enters it again.
 
     Source: ``tf.VariableScope``.
     """
@@ -52,7 +53,7 @@ class VariableScope:
         name: str,
         reuse: Reuse = False,
         initializer: Any = None,
-        dtype: DTypeLike | None = None,
+        dtype: DTypeLike = jnp.float32,
         regularizer: Regularizer | None = None,
         original_name_scope: str = "",
     ) -> None:
@@ -75,7 +76,7 @@ class VariableScope:
         """Sets the default regularizer of new variables."""
         self.regularizer = regularizer
 
-    def set_dtype(self, dtype: DTypeLike | None) -> None:
+    def set_dtype(self, dtype: DTypeLike) -> None:
         """Sets the default dtype of new variables."""
         self.dtype = dtype
 
@@ -118,6 +119,7 @@ def variable_scope(
     regularizer: Regularizer | None = None,
     *,
     default_name: str | None = None,
+    auxiliary_name_scope: bool = True,
 ) -> Iterator[VariableScope]:
     """Puts a prefix before the names of variables, and sets defaults for them.
 
@@ -130,13 +132,15 @@ def variable_scope(
       initializer, dtype, regularizer: defaults for variables and scopes within; None
         inherits.
       default_name: with ``name_or_scope=None``, a name to make unique: ``d``, ``d_1``, ...
+      auxiliary_name_scope: False opens no name scope, so that :class:`jslices.tf1.Variable`
+        gets its name as outside.
 
     Yields:
       The :class:`VariableScope`. What is set on it lasts until the end of the block.
 
     Raises:
       RuntimeError: outside of a transformed function.
-      TypeError, ValueError: for a scope or ``reuse`` of the wrong kind.
+      TypeError, ValueError: for a scope, a flag or a name that is not right.
 
     Example:
       >>> import jax, jslices.tf1 as tf
@@ -155,73 +159,83 @@ def variable_scope(
     """
     frame = current_frame("variable_scope")
     if reuse is not None and not isinstance(reuse, bool | _AutoReuse):
+        advice = f"; type default_name={reuse!r}" if isinstance(reuse, str) else ""
         raise ValueError(
             "The reuse parameter must be True or False or None, or tf.AUTO_REUSE; got "
-            f"{reuse!r}"
+            f"{reuse!r}{advice}"
         )
-    outer = current_scope(frame)
+    if not isinstance(auxiliary_name_scope, bool):
+        raise TypeError(
+            "The auxiliary_name_scope must be `True` or `False`, got "
+            f"{auxiliary_name_scope!r}"
+        )
+    outer, names = current_scope(frame), frame.names
+    again = isinstance(name_or_scope, VariableScope)
     if isinstance(name_or_scope, VariableScope):
-        base, last = name_or_scope, name_or_scope.name.rpartition("/")[2]
-        path, sharing = base.name, reuse or base.reuse
+        base, path = name_or_scope, name_or_scope.name
+        name = path.rpartition("/")[2]
     else:
-        last = _scope_name(frame, outer, name_or_scope, default_name, reuse)
-        base, path = outer, join(outer.name, last)
-        sharing = reuse or outer.reuse
+        base, name = outer, _scope_name(name_or_scope, default_name, reuse)
+        path = join(outer.name, name)
+        if name_or_scope is None:
+            path = _not_counted(frame, path)
     scope = VariableScope(
         path,
-        sharing,
+        reuse or base.reuse,
         base.initializer if initializer is None else initializer,
         base.dtype if dtype is None else dtype,
         base.regularizer if regularizer is None else regularizer,
     )
     with contextlib.ExitStack() as stack:
-        if last:
-            scope.original_name_scope = stack.enter_context(frame.names.scope(last))
-            stack.enter_context(jax.named_scope(last))
-        stack.enter_context(_counted(frame, path, isinstance(name_or_scope, VariableScope)))
+        if not auxiliary_name_scope:
+            scope.original_name_scope = names.opened
+        elif name:
+            opened = names.scope(name, "variable_scope")
+            scope.original_name_scope = stack.enter_context(opened)
+            stack.enter_context(jax.named_scope(name.strip("/")))
+        if again:
+            scope.original_name_scope = base.original_name_scope
+        stack.enter_context(_counted(frame, path, again))
         frame.scopes.append(scope)
         stack.callback(frame.scopes.pop)
         yield scope
 
 
-def _scope_name(
-    frame: Frame,
-    outer: VariableScope,
-    name: object,
-    default_name: str | None,
-    reuse: Reuse | None,
-) -> str:
+def _scope_name(name: object, default_name: str | None, reuse: Reuse | None) -> str:
     if name is None and default_name is not None:
         if reuse:
             raise ValueError("reuse=True cannot be used without a name_or_scope")
-        wanted, times = check_name(default_name, "variable_scope"), 0
-        unique = wanted
-        while frame.scope_counts.get(join(outer.name, unique)):
-            times += 1
-            unique = f"{wanted}_{times}"
-        return unique
+        name = default_name
     if not isinstance(name, str):
         raise TypeError(
             "VariableScope: name_or_scope must be a string or VariableScope, got "
             f"{name!r}; or None with default_name="
         )
-    return check_name(name, "variable_scope") if name else ""
+    return name
+
+
+def _not_counted(frame: Frame, path: str) -> str:
+    """``path``, ``path_1``, ...: the first that is not counted as opened."""
+    times, unique = 0, path
+    while frame.scope_counts.get(unique):
+        times += 1
+        unique = f"{path}_{times}"
+    return unique
 
 
 @contextlib.contextmanager
 def _counted(frame: Frame, path: str, again: bool) -> Iterator[None]:
     """Counts openings, for ``default_name``; closing a scope forgets those within."""
-    counts = frame.scope_counts
-    counts[path] = counts.get(path, 0) + 1
-    before = dict(counts)
+    frame.scope_counts[path] = frame.scope_counts.get(path, 0) + 1
+    before = dict(frame.scope_counts)
     try:
         yield
     finally:
-        within = f"{path}/" if path else ""
-        closed = {
-            n: 0 if n.startswith(within) and n != path else c for n, c in counts.items()
-        }
-        frame.scope_counts = before if again else closed
+        if again:
+            frame.scope_counts = before
+        else:
+            within = [n for n in frame.scope_counts if n.startswith(f"{path}/")]
+            frame.scope_counts |= dict.fromkeys(within, 0)
 
 
 @contextlib.contextmanager
@@ -237,6 +251,7 @@ def name_scope(name: str | None) -> Iterator[str]:
 
     Raises:
       RuntimeError: outside of a transformed function.
+      TypeError, ValueError: for a name that is not right.
 
     Example:
       >>> import jax, jslices.tf1 as tf
@@ -249,8 +264,6 @@ def name_scope(name: str | None) -> Iterator[str]:
     Source: ``tf.name_scope``; ``jax.named_scope`` shows the name in profiles, too.
     """
     frame = current_frame("name_scope")
-    if name:
-        check_name(name, "name_scope")
     with contextlib.ExitStack() as stack:
         unique = stack.enter_context(frame.names.scope(name or ""))
         if name:
@@ -276,7 +289,7 @@ def get_variable(
       name: its name within the scope: ``v`` in the scope ``foo/bar`` is ``foo/bar/v:0``.
       shape: that of a new variable. For a shared one: None, or a shape to check, with None
         for an axis of any length.
-      dtype: None means that of a constant initializer, else the scope's, else float32.
+      dtype: None means that of a constant initializer, else the scope's (float32).
       initializer: a function ``init(key, shape, dtype)``, such as those of jslices or of
         ``jax.nn.initializers``; or a constant, which then decides on shape and dtype. None
         means the scope's, else ``glorot_uniform_initializer`` (zeros for integers).
@@ -311,7 +324,7 @@ def get_variable(
     """
     frame = current_frame("get_variable")
     scope = current_scope(frame)
-    full = join(scope.name, check_name(name, "get_variable"))
+    full = join(scope.name, check_name(name, "get_variable", scope.name))
     found = frame.shared.get(full)
     if found is not None:
         if not scope.reuse:
@@ -326,11 +339,11 @@ def get_variable(
             f"Variable {full} does not exist, or was not created with tf.get_variable(). "
             "Did you mean to set reuse=tf.AUTO_REUSE in VarScope?"
         )
-    with frame.names.released_on_error():
+    with frame.names.released_on_error(), frame.names.scope(""):
         # Where a Variable has the name already, this one becomes v_1, as in TensorFlow.
-        unique = frame.names.unique_path(full)
+        unique = frame.names.unique(full, "get_variable")
         request = dataclasses.replace(
-            _request(unique, shape, dtype, initializer, scope),
+            _request(full, unique, shape, dtype, initializer, scope),
             trainable=trainable,
             collections=collections,
             regularizer=scope.regularizer if regularizer is None else regularizer,
@@ -344,8 +357,7 @@ def _is_function(initializer: Any) -> bool:
 
 
 def _dtype(dtype: DTypeLike | None, scope: VariableScope) -> np.dtype:
-    wanted = scope.dtype if dtype is None else dtype
-    return canonical_dtype(jnp.float32 if wanted is None else wanted)
+    return canonical_dtype(scope.dtype if dtype is None else dtype)
 
 
 def _shared_dtype(
@@ -387,12 +399,12 @@ def _static_shape(shape: Any, name: str) -> tuple[int, ...]:
 
 
 def _request(
-    name: str, shape: Any, dtype: Any, initializer: Any, scope: VariableScope
+    name: str, unique: str, shape: Any, dtype: Any, initializer: Any, scope: VariableScope
 ) -> Request:
-    """The variable that get_variable creates."""
+    """The variable ``unique`` that get_variable creates when asked for ``name``."""
     given = scope.initializer if initializer is None else initializer
     if given is not None and not _is_function(given):
-        return _request_of_constant(name, shape, dtype, given)
+        return _request_of_constant(name, unique, shape, dtype, given)
     if shape is None:
         raise ValueError(
             f"Variable {name} did not get an initializer, so its `shape` argument must be "
@@ -411,10 +423,12 @@ def _request(
         made: jax.Array = initialize(key, static, wanted)
         return made
 
-    return Request(name, make, static, wanted, initial=make)
+    return Request(unique, make, static, wanted, initial=make)
 
 
-def _request_of_constant(name: str, shape: Any, dtype: Any, constant: Any) -> Request:
+def _request_of_constant(
+    name: str, unique: str, shape: Any, dtype: Any, constant: Any
+) -> Request:
     if shape is not None:
         raise ValueError(
             f"If initializer is a constant, do not specify shape. Variable {name} got both."
@@ -425,4 +439,4 @@ def _request_of_constant(name: str, shape: Any, dtype: Any, constant: Any) -> Re
             f"Initializer type '{theirs}' and explicit dtype '{canonical_dtype(dtype)}' of "
             f"Variable {name} don't match."
         )
-    return request_of_value(name, constant, theirs)
+    return request_of_value(unique, constant, theirs)

@@ -31,9 +31,18 @@ from jslices.tf1._arrays import (
     plain,
 )
 from jslices.tf1._cells import CopyCell, LiveCell, Request, create
-from jslices.tf1._run import Frame, check_name, current_frame
+from jslices.tf1._run import Frame, current_frame
 from jslices.tf1.initial_values import LazyValue
 from jslices.tf1.state import VariableInfo, bare_name
+
+#: What belongs to a graph and its sessions, and what there is instead.
+_INSTEAD = {
+    "graph": "the function given to tf.transform takes its place",
+    "initial_value": "use initialized_value()",
+    "initializer": "model.init(key, ...) makes all initial values, and "
+    "tf.initialize_variables(variables, [name], key) makes one of them again",
+    "load": "use assign(value) in the function, variables.replace({name: value}) outside",
+}
 
 
 class Variable(ArrayOperators):
@@ -94,10 +103,9 @@ class Variable(ArrayOperators):
         frame = current_frame("Variable")
         if initial_value is None:
             raise ValueError("initial_value must be specified: Variable(jnp.zeros(3))")
-        checked = check_name("Variable" if name is None else name, "Variable")
         wanted = None if dtype is None else canonical_dtype(dtype)
         with frame.names.released_on_error():
-            unique = frame.names.unique(checked)
+            unique = frame.names.unique("Variable" if name is None else name, "Variable")
             request = dataclasses.replace(
                 _request(unique, initial_value, wanted),
                 trainable=trainable,
@@ -144,9 +152,19 @@ class Variable(ArrayOperators):
         return cell.entry.info if isinstance(cell, LiveCell) else VariableInfo(cell.name)
 
     @property
+    def op(self) -> VariableInfo:
+        """The same as :attr:`info`: ``v.op.name`` is the name without ``:0``."""
+        return self.info
+
+    @property
     def trainable(self) -> bool:
         """Whether it belongs to ``variables.trainable``."""
         return self.info.trainable
+
+    def __getattr__(self, name: str) -> Any:
+        if name in _INSTEAD:
+            raise AttributeError(f"a Variable has no {name!r}: {_INSTEAD[name]}")
+        return super().__getattr__(name)
 
     def __repr__(self) -> str:
         return f"<tf.Variable '{self.name}' shape={self.shape} dtype={self.dtype}>"

@@ -104,7 +104,7 @@ def execute(
         )
     else:
         indices = canonical_indices(indices, num_rows)
-        present = jnp.int32(len(indices))
+        present = jnp.int32(indices.shape[0])
     if plan.way == "together":
         return indices, *_together(kernel, indices, values, num_rows, arrays, num_read)
     assert plan.chunk is not None
@@ -126,7 +126,7 @@ def _together(
     update, *new_rows = kernel(*(derivable(indices < empty, x) for x in read))
     # XLA gathers the gradient as [K, 1, *D]. In this shape the update overwrites it;
     # another would keep a second array of that size.
-    tall = update.reshape(len(indices), 1, *update.shape[1:])
+    tall = update.reshape(indices.shape[0], 1, *update.shape[1:])
     tall = where_rows(indices < empty, tall, jnp.zeros((), update.dtype))
     new = (
         set_rows(x, indices, rows.astype(x.dtype))
@@ -162,7 +162,8 @@ def derivable(named: jax.Array, rows: jax.Array) -> jax.Array:
 
 def read_rows(x: jax.Array, indices: jax.Array) -> jax.Array:
     """The rows ``[U, ...]`` of ``x`` ``[V, ...]``; empty entries read the last one."""
-    near = jnp.minimum(indices, max(x.shape[0] - 1, 0))
+    last = x.shape[0] - 1
+    near = jnp.minimum(indices, 0 if last == -1 else last)
     return take_rows(x, near, mode="promise_in_bounds")
 
 

@@ -7,13 +7,14 @@ ratios of steps that took turns in one run, on two x86 cores with jax 0.10.2.
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jslices import _jax
+from jslices._rows.bounds import room_for_distinct
 
 Way = Literal["together", "in chunks", "all rows"]
 
@@ -69,8 +70,8 @@ class Plan:
         }[self.way]
         duplicates = "duplicates summed first" if self.sums else "each entry by itself"
         return (
-            f"{self.entries:,} entries are stepped {how}, {duplicates}, with room for "
-            f"{self.capacity:,} rows: {self.why}"
+            f"{_count(self.entries)} entries are stepped {how}, {duplicates}, with room "
+            f"for {_count(self.capacity)} rows: {self.why}"
         )
 
 
@@ -95,7 +96,8 @@ def choose_plan(
     ====================================================  ====================
 
     The first line does not ask for the platform, as the shape of the update follows from
-    it, and a program may be compiled for several platforms.
+    it, and a program may be compiled for several platforms. Sizes that ``jax.export``
+    leaves open are stepped together.
 
     Args:
       gradient: shape and dtype ``[K, *D]`` of the values.
@@ -106,7 +108,10 @@ def choose_plan(
       unique: whether no row is named twice, so that there is nothing to sum.
     """
     entries, sums = gradient.shape[0], not unique
-    enough = entries if num_rows is None else min(entries, num_rows)
+    if _jax.is_open(entries) or _jax.is_open(num_rows):
+        why = "how many there are is not known yet"
+        return Plan("together", entries, entries, sums, why=why)
+    enough = room_for_distinct(entries, num_rows)
     capacity = entries if unique else enough
     sizes = [_row_bytes(x) for x in (gradient, *arrays)]
     adds_up = linear and not arrays and gradient.dtype.itemsize >= 4
@@ -145,6 +150,10 @@ def _enough_for_all_rows(num_rows: int, row_bytes: int, adds_up: bool) -> float:
     if num_rows * row_bytes >= LARGE_TABLE_BYTES:
         per_row = min(max(per_row, row_bytes / ENTRY_BYTES), MOST_ENTRIES_PER_ROW)
     return max(FEW_ENTRIES, math.ceil(num_rows * per_row))
+
+
+def _count(n: Any) -> str:
+    return str(n) if _jax.is_open(n) else f"{n:,}"
 
 
 def _row_bytes(x: jax.ShapeDtypeStruct | jax.Array) -> int:

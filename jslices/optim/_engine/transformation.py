@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from jslices._jax import flatten
+from jslices._rows.bounds import room_for_distinct
 from jslices._slices import IndexedSlices, is_slices
 from jslices.optim._engine.arithmetic import Step, next_count, zero_count
 from jslices.optim._engine.checks import (
@@ -162,7 +163,7 @@ def _plan_of(rule: Rule, grad: Any, param: Any, platform: str) -> Plan | None:
     num_rows = param.shape[0]
     unique = rule.sums_first is not None and rule.sums_first(param)
     if unique:
-        distinct = (min(values.shape[0], num_rows), *values.shape[1:])
+        distinct = (room_for_distinct(values.shape[0], num_rows), *values.shape[1:])
         values = jax.ShapeDtypeStruct(distinct, values.dtype)
     return choose_plan(
         values, arrays, num_rows, platform, linear=rule.linear, unique=unique

@@ -2,30 +2,7 @@
 
 All of it first sums the entries of slices that name the same row, and returns unique rows,
 so that slices give what the dense gradient would. Where that, or caution, makes a
-difference to TensorFlow 2.21:
-
-=============================  ========================  ================================
-case                           TensorFlow                jslices
-=============================  ========================  ================================
-slices with duplicates         norms of raw values       sum first: equals dense
-indices of the result          as they came              sorted, unique, then empty
-                                                         entries
-``clip_by_average_norm``       a dense array             slices stay slices
-``clip_by_value`` of slices,   untouched rows stay 0     an error: they would have to move
-0 outside the bounds
-``clip_by_norm``, norm is inf  zeros, NaN where inf      everything NaN, as its
-                                                         ``clip_by_global_norm`` has it
-limit 0, norm 0                NaN                       0
-a negative limit               0, NaN or unclipped       an error; a traced one acts as 0
-gradient of a global norm      NaN                       0, and clipping has the gradient
-where all is 0                                           of the identity, as
-                                                         ``clip_by_norm``
-16-bit floats                  squared in 16 bits:       norms in float32
-                               float16 ends at 255
-``global_norm`` of mixed       TypeError                 the widest of them
-dtypes
-a tree that is not a list      TypeError                 any pytree
-=============================  ========================  ================================
+difference to TensorFlow, docs/operations.md says so.
 
 A NaN or infinite norm makes every stored row NaN, as in TensorFlow since 1.15, so that it
 is noticed; untouched rows are not stored and stay as they are.

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jslices._jax import flatten
+from jslices._jax import flatten, is_open
 from jslices._rows.bounds import set_rows
 from jslices._rows.select import where_rows
 from jslices._slices import IndexedSlices, is_slices
@@ -300,7 +300,7 @@ def _difference(
             columns.append((random((), jnp.float32), None, None, None))
             continue
         by_row = is_slices(g)
-        shape = tuple(min(n, HEIGHT) for n in g.shape)
+        shape = tuple(HEIGHT if is_open(n) else min(n, HEIGHT) for n in g.shape)
         shape = (HEIGHT, *g.values.shape[1:]) if by_row else shape
         param, before, now = (random(shape, g.dtype) for _ in range(3))
         rows: Any = now

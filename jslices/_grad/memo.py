@@ -1,0 +1,79 @@
+"""What is remembered of an equation for as long as the program inside it lives.
+
+Outside of ``jax.jit`` a function is traced at every call, but the programs inside its
+equations (a jitted function, the body of a loop) are JAX's own, and the same objects each
+time: what was planned and compiled for them can be found again. Every reference to them is
+weak, so what a user lets go of is forgotten here as well.
+"""
+
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+from typing import Any, Generic, TypeVar
+
+from jslices import _jax
+
+Found = TypeVar("Found")
+
+#: Remembered of one program: some structures of tables, some shapes of the rest.
+MOST = 16
+
+
+class Memo(Generic[Found]):
+    """From equations with a program inside, and what else matters, to what was made."""
+
+    def __init__(self) -> None:
+        self._made: weakref.WeakKeyDictionary[Any, OrderedDict[Hashable, Found]]
+        self._made = weakref.WeakKeyDictionary()
+
+    def find(self, eqn: _jax.Equation, key: Hashable, make: Callable[[], Found]) -> Found:
+        """What ``make()`` gave for such an equation and such a key.
+
+        Equations are the same if their parameters are equal, and the programs among these
+        the same objects. What cannot be hashed is made anew.
+        """
+        params = _with_programs(eqn.params, weakref.ref)
+        key = (eqn.primitive, *params.items(), key)
+        made = self._made.setdefault(first_program(eqn), OrderedDict())
+        try:
+            if key in made:
+                made.move_to_end(key)
+                return made[key]
+        except TypeError:  # not hashable
+            return make()
+        made[key] = found = make()
+        if len(made) > MOST:
+            made.popitem(last=False)
+        return found
+
+
+def weakly(eqn: _jax.Equation) -> Callable[[], _jax.Equation]:
+    """The equation, as long as something else holds the programs inside."""
+    hollow = eqn.replace(params=_with_programs(eqn.params, weakref.ref))
+
+    def filled() -> _jax.Equation:
+        params = _with_programs(hollow.params, lambda ref: ref(), weakref.ref)
+        return hollow.replace(params=params)
+
+    return filled
+
+
+def first_program(eqn: _jax.Equation) -> _jax.Program | None:
+    """One of the programs inside an equation, if there are any."""
+    found: list[Any] = []
+    _with_programs(eqn.params, found.append)
+    return found[0] if found else None
+
+
+def _with_programs(
+    params: dict[str, Any], replace: Callable[[Any], Any], kind: Any = _jax.PROGRAMS
+) -> dict[str, Any]:
+    """Parameters with each program, also in a tuple of them, replaced."""
+
+    def one(x: Any) -> Any:
+        return replace(x) if isinstance(x, kind) else x
+
+    return {
+        name: tuple(map(one, x)) if type(x) is tuple else one(x)
+        for name, x in params.items()
+    }

@@ -1,0 +1,176 @@
+"""Messages between two processes, with an end to every wait."""
+
+import contextlib
+import selectors
+import socket
+import struct
+import time
+
+import numpy as np
+
+_MESSAGE, _BEAT = b"M", b"."  # the first byte of what is sent; a beat is no more than that
+_LENGTH = struct.Struct("!Q")
+_CHUNK = 1 << 20  # bytes that are handed to the socket at once
+_SLOWEST = 100_000  # bytes a second: what comes more slowly counts as silence
+
+_READ, _WRITE = selectors.EVENT_READ, selectors.EVENT_WRITE
+# The one that needs no file of its own.
+_Selector = getattr(selectors, "PollSelector", selectors.SelectSelector)
+
+#: What finds out, in minutes, that a machine is gone, and not only silent.
+_KEEPALIVE = {
+    "TCP_KEEPIDLE": 60,
+    "TCP_KEEPINTVL": 10,
+    "TCP_KEEPCNT": 6,
+    "TCP_USER_TIMEOUT": 120_000,  # milliseconds
+}
+
+
+class Channel:
+    """Sends and receives messages over a socket, which it owns; for one thread.
+
+    :meth:`allow` starts a clock. What is not sent or received when it runs out ends in a
+    TimeoutError, and what follows can then not be told apart: the channel is of no more
+    use. An end from the other side is an EOFError or another OSError.
+    """
+
+    def __init__(self, end: socket.socket) -> None:
+        self._socket = end
+        self._socket.settimeout(0)
+        self._waits = {event: _Selector() for event in (_READ, _WRITE)}
+        for event, selector in self._waits.items():
+            selector.register(end, event)
+        self.allow(0)
+        if end.family == socket.AF_INET:
+            # Parts of a message must not wait until the part before is acknowledged.
+            end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            end.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            for name, value in _KEEPALIVE.items():
+                if hasattr(socket, name):
+                    end.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+    def __del__(self) -> None:
+        self.close()
+
+    # --- the clock
+
+    def allow(self, patience: float, until: float = float("inf")) -> None:
+        """Allows ``patience`` seconds, up to the time ``until``.
+
+        Bytes that move give time back, as much as they take at ``_SLOWEST``, but there are
+        never more than ``patience`` seconds: large messages may take long, whereas neither
+        silence nor a trickle goes on. What is there already is read also afterwards, for
+        it may be this process that was frozen.
+        """
+        self._patience = patience
+        self._end = min(time.monotonic() + patience, until)
+
+    def _moved(self, size: int) -> None:
+        self._end = min(time.monotonic() + self._patience, self._end + size / _SLOWEST)
+
+    def wait(self, event: int = _READ) -> None:
+        """Waits until something can be read, or written, as long as the clock allows."""
+        left = max(0.0, self._end - time.monotonic())
+        if not self._waits[event].select(None if left == float("inf") else left):
+            raise TimeoutError("timed out")
+
+    # --- messages
+
+    def connect(self, address: tuple[str, int] | str) -> None:
+        """Connects the socket."""
+        self._socket.settimeout(max(0.001, self._end - time.monotonic()))
+        self._socket.connect(address)
+        self._socket.settimeout(0)
+
+    def send_bytes(self, message: bytes) -> None:
+        """Sends a message."""
+        header = _MESSAGE + _LENGTH.pack(len(message))
+        for part in [header + message] if len(message) < _CHUNK else [header, message]:
+            rest = memoryview(part)
+            while rest:
+                sent = 0
+                with contextlib.suppress(BlockingIOError):
+                    sent = self._socket.send(rest[:_CHUNK])
+                if sent:
+                    self._moved(sent)
+                    rest = rest[sent:]
+                else:
+                    self.wait(_WRITE)
+
+    def receive(self, limit: int | None = None) -> memoryview | None:
+        """The bytes of the next message; None if it is a beat.
+
+        Raises an OSError for a message above the ``limit``, before it is read, and for
+        what is no message.
+        """
+        kind = self._exactly(1).tobytes()
+        if kind == _BEAT:
+            return None
+        if kind != _MESSAGE:
+            raise OSError(f"no message begins with {kind!r}")
+        (size,) = _LENGTH.unpack(self._exactly(_LENGTH.size))
+        if limit is not None and size > limit:
+            raise OSError(f"a message of {size} bytes, where {limit} are allowed")
+        return self._exactly(size)
+
+    def recv_bytes(self, limit: int | None = None) -> bytes:
+        """The next message, for the handshake of ``multiprocessing.connection``."""
+        message = self.receive(limit)
+        if message is None:
+            raise OSError("a beat, where a message is wanted")
+        return message.tobytes()
+
+    def _exactly(self, size: int) -> memoryview:
+        """That many bytes; memory is taken up only as they come."""
+        buffer = np.empty(size, np.uint8).data
+        rest = buffer
+        while rest:
+            got = None
+            with contextlib.suppress(BlockingIOError):
+                got = self._socket.recv_into(rest[:_CHUNK])
+            if got == 0:
+                raise EOFError("it has hung up")
+            if got:
+                self._moved(got)
+                rest = rest[got:]
+            else:
+                self.wait()
+        return buffer
+
+    # --- signs of life
+
+    def beat(self) -> None:
+        """Tells the other side to wait on, from any thread that sends nothing else.
+
+        Never waits itself.
+        """
+        with contextlib.suppress(OSError):  # what is full or at its end needs no beat
+            self._socket.send(_BEAT)
+
+    def readable(self) -> bool:
+        """Whether something has come: to a side that expects nothing that is the end."""
+        try:
+            self._socket.recv(1, socket.MSG_PEEK)
+        except BlockingIOError:
+            return False
+        except OSError:
+            pass
+        return True
+
+    # --- the end
+
+    def hang_up(self) -> None:
+        """Ends what another thread does with the channel."""
+        with contextlib.suppress(OSError):  # it has ended by itself
+            self._socket.shutdown(socket.SHUT_RDWR)
+
+    def give_up(self) -> None:
+        """Closes it, and takes back what the other side has not got yet."""
+        with contextlib.suppress(OSError):
+            at_once = struct.pack("ii", 1, 0)
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, at_once)
+        self.close()
+
+    def close(self) -> None:
+        """Closes this end."""
+        self._socket.close()

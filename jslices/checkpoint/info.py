@@ -1,0 +1,151 @@
+"""What the metadata of a file tells about a checkpoint: JSON, read into checked values.
+
+Anyone can write a file with the right checksums, so nothing that is read is believed.
+"""
+
+import dataclasses
+import json
+import re
+import reprlib
+from collections.abc import Iterator
+from typing import Any, TypeVar
+
+from jslices.checkpoint.leaves import Spec, check_spec
+from jslices.checkpoint.trees import bad_names, names_in
+
+_VERSION = 1
+_ID = re.compile("[0-9a-f]{24}")
+
+_T = TypeVar("_T")
+
+
+@dataclasses.dataclass(frozen=True)
+class Delta:
+    """What makes a checkpoint a delta.
+
+    Attributes:
+      base: the name of the checkpoint that it builds on, in the same directory.
+      base_id: the id of the save that wrote that.
+      rows: the variables of which it holds some rows, and the tensors with their numbers.
+    """
+
+    base: str
+    base_id: str
+    rows: dict[str, str]
+
+
+@dataclasses.dataclass(frozen=True)
+class Info:
+    """What this package wrote about one file of a checkpoint.
+
+    Attributes:
+      save_id: the id of the save.
+      shard: the number of the file.
+      shards: the number of files.
+      starts: where in its variable each tensor begins.
+      specs: of every variable; empty in all files but the first, like what follows.
+      structure: the tree in which the variables came, as :func:`trees.describe` gives it.
+      has_structure: whether that is known.
+      delta: None for a full checkpoint.
+    """
+
+    save_id: str
+    shard: int
+    shards: int
+    starts: dict[str, tuple[int, ...]]
+    specs: dict[str, Spec]
+    structure: Any
+    has_structure: bool
+    delta: Delta | None
+
+
+def dump_info(
+    save_id: str, shard: int, shards: int, starts: dict[str, Any], info: dict[str, Any]
+) -> str:
+    """The metadata of one file; ``info`` is what the first one tells in addition."""
+    own = {"id": save_id, "version": _VERSION, "shard": shard, "shards": shards}
+    return json.dumps({**own, **info, "starts": starts})
+
+
+def parse_info(text: str) -> Info:
+    """The metadata of one file.
+
+    Raises:
+      ValueError: if this package cannot have written it.
+    """
+    try:
+        return _info(json.loads(text))
+    except RecursionError:
+        raise ValueError("its description is nested too deeply") from None
+
+
+def _info(raw: Any) -> Info:
+    version = _item(raw, "version", int)
+    if version > _VERSION:
+        raise ValueError("it was written by a later version of jslices; update jslices")
+    save_id = _item(raw, "id", str)
+    if not _ID.fullmatch(save_id):
+        raise ValueError(f"{_shown(save_id)} is no id of a save")
+    starts = {n: _sizes(n, start) for n, start in _item(raw, "starts", dict).items()}
+    shard, shards = _item(raw, "shard", int), _item(raw, "shards", int)
+    variables = _item(raw, "variables", dict) if shard == 0 else {}
+    specs = {name: _spec(name, spec) for name, spec in variables.items()}
+    problem = bad_names(specs)
+    if problem:
+        raise ValueError(problem)
+    if "structure" in raw and sorted(_leaves(raw["structure"], specs)) != sorted(specs):
+        raise ValueError("its structure does not hold every variable once")
+    delta = _delta(_item(raw, "delta", dict), specs) if "delta" in raw else None
+    if delta is not None and shards != 1:
+        raise ValueError("it is a delta of more than one file")
+    structure, has_structure = raw.get("structure"), "structure" in raw
+    return Info(save_id, shard, shards, starts, specs, structure, has_structure, delta)
+
+
+def _spec(name: str, raw: Any) -> Spec:
+    match raw:
+        case [str(kind), str(dtype), shape]:
+            spec = Spec(kind, dtype, _sizes(name, shape))
+        case _:
+            raise ValueError(f"{name!r} is described as {_shown(raw)}")
+    try:
+        check_spec(spec)
+    except ValueError as error:
+        raise ValueError(f"{name!r} is described as {_shown(raw)}: {error}") from error
+    return spec
+
+
+def _leaves(structure: Any, specs: dict[str, Spec]) -> Iterator[str]:
+    for name, indices in names_in(structure):
+        yield name
+        counts = {specs[n].shape[:1] for n in (name, indices) if n in specs}
+        if indices is not None and len(counts) > 1:
+            raise ValueError(f"{name!r} and {indices!r} differ in their numbers of rows")
+
+
+def _delta(raw: dict[str, Any], specs: dict[str, Spec]) -> Delta:
+    rows = _item(raw, "rows", dict)
+    for name, row_name in rows.items():
+        if type(row_name) is not str or name not in specs or not specs[name].shape:
+            raise ValueError(f"it holds the rows {_shown(row_name)} of {_shown(name)}")
+    if len({*specs, *rows.values()}) < len(specs) + len(rows):
+        raise ValueError("a tensor of row numbers has the name of something else")
+    return Delta(_item(raw, "base", str), _item(raw, "base_id", str), rows)
+
+
+def _item(raw: Any, key: str, kind: type[_T]) -> _T:
+    value = raw.get(key) if type(raw) is dict else None
+    if type(value) is not kind:  # True is no int
+        raise ValueError(f"its {key!r} is {_shown(value)}, not of the type {kind.__name__}")
+    return value
+
+
+def _sizes(name: str, value: Any) -> tuple[int, ...]:
+    """Numbers of elements."""
+    if type(value) is not list or not all(type(n) is int and 0 <= n < 2**63 for n in value):
+        raise ValueError(f"{_shown(value)} is no shape or place of {name!r}")
+    return tuple(value)
+
+
+def _shown(value: Any) -> str:
+    return reprlib.repr(value)

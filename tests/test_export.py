@@ -1,0 +1,95 @@
+"""``jax.export`` with sizes that stay open: of the batch, and of the table."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from helpers import assert_close, rest_in_ci
+from jax import export, lax
+from optimizers import FIRST, THREE
+
+import jslices as js
+
+ROWS, BATCH = export.symbolic_shape("rows, batch")
+F32, I32 = jnp.float32, jnp.int32
+TABLES = [jnp.linspace(-1, 1, n * 4).reshape(n, 4) for n in (7, 40)]
+IDS = [jnp.array([3, 3, 1, 6, -1]), jnp.arange(30) * 7 % 45]
+
+
+def read(t, ids):
+    return t[ids]
+
+
+def normalized(t, ids):
+    return (t / (1 + jnp.abs(t).sum(1, keepdims=True)))[ids]
+
+
+def looped(t, ids):
+    return lax.scan(lambda total, i: (total + t[i].sum(), None), 0.0, ids)[0]
+
+
+def bags(t, ids):
+    return js.embedding_lookup_sparse(t, ids[:, None], combiner="sum")
+
+
+def two_tables(t, ids):
+    return js.embedding_lookup([t, 2 * t], ids)
+
+
+def below_another(t, ids):
+    return jnp.concatenate([t, jnp.ones((1, 4))])[ids]
+
+
+def exported(fun, num_rows, count):
+    shapes = jax.ShapeDtypeStruct((num_rows, 4), F32), jax.ShapeDtypeStruct((count,), I32)
+    return export.export(jax.jit(fun))(*shapes).call
+
+
+@pytest.mark.parametrize(
+    "form",
+    [read, normalized, looped, bags, two_tables, below_another, js.embedding_lookup],
+    ids=lambda form: form.__name__,
+)
+def test_gradients(form):
+    def fun(t, ids):
+        value, grad = js.value_and_grad(lambda t: (form(t, ids) ** 2).sum())(t)
+        return value, grad.indices, grad.to_dense()
+
+    anything = exported(fun, ROWS, BATCH)
+    for table, ids in zip(TABLES, IDS, strict=True):
+        wanted = jax.jit(fun)(table, ids)
+        assert_close(anything(table, ids), wanted)
+        assert_close(exported(fun, len(table), BATCH)(table, ids), wanted)
+
+
+def step_of(name, kwargs):
+    tx = getattr(js, name)(**{"learning_rate": 0.1, **kwargs})
+
+    def step(t, ids):
+        grad = js.grad(lambda t: jnp.cos(t[ids]).sum())(t)
+        updates, state = tx.update(grad, tx.init(t), t)
+        return js.apply_updates(t, updates), state, grad.coalesce().to_dense()
+
+    return step
+
+
+CASES = [(*case, {}) for case in FIRST if case[0] != "adafactor"]
+CASES += [("adam", {}, {"untouched": "exact"})]
+
+
+@pytest.mark.parametrize(
+    "name, kwargs, more", rest_in_ci(CASES, lambda case: case[:2] in THREE or case[2])
+)
+def test_steps(name, kwargs, more):
+    step = step_of(name, {**kwargs, **more})
+    anything = exported(step, ROWS, BATCH)
+    assert_close(anything(TABLES[0], IDS[0]), jax.jit(step)(TABLES[0], IDS[0]))
+
+
+def test_a_plan_of_open_sizes():
+    grad = js.IndexedSlices(
+        *(jax.ShapeDtypeStruct((BATCH, *row), d) for row, d in [((4,), F32), ((), I32)]),
+        (ROWS, 4),
+    )
+    plan = js.adam(0.1).plan(grad, jax.ShapeDtypeStruct((ROWS, 4), F32))
+    assert plan.way == "together"
+    assert str(plan).startswith("batch entries are stepped all together")

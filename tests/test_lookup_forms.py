@@ -1,0 +1,453 @@
+"""Every way to write a lookup: which give rows, which warn, which are none.
+
+A form is one of three kinds:
+
+- ``rows``: the gradient is IndexedSlices;
+- ``warns``: the table is looked up, but not by whole rows or not only, so that its gradient
+  is dense, and a warning names a line and what to write there;
+- ``silent``: an ordinary weight, which is dense as it should be.
+
+Each gradient is JAX's own.
+"""
+
+import functools
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import all_at_once, assert_close, dense
+from jax import lax
+
+import jslices as js
+
+V, D, F = 6, 4, 3
+RNG = np.random.default_rng(11)
+TABLE = jnp.asarray(RNG.normal(size=(V, D)), jnp.float32)
+STACKED = jnp.asarray(RNG.normal(size=(F, V, D)), jnp.float32)
+WEIGHT = jnp.asarray(RNG.normal(size=(D, 3)), jnp.float32)
+IDS = jnp.array([4, 1, 4, 0])
+FIELD_IDS = jnp.array([[4, 1], [0, 0], [5, 2]])
+ROW = jnp.linspace(0.5, 1.0, D)
+
+
+def from_columns(table):
+    """Of rows, some columns, and in another order."""
+    return {
+        "some": table[IDS, :2],
+        "but_one": table[IDS, 1:],
+        "one": table[IDS, 2],
+        "last": table[IDS, -1],
+        "reversed": table[IDS, ::-1],
+        "every_other": table[IDS, ::2],
+        "outer": table[IDS[:, None], jnp.array([0, 2])],
+        "traced": table[IDS, IDS[1]],
+        "of_two_axes": table[IDS.reshape(2, 2), 1:3],
+        "of_one_row": table[IDS[0], 1:],
+        "element": table[IDS[0], 2],
+        "beyond": table[IDS + 3, 1:],
+        "below": table[IDS - V - 1, 0],
+        "filled": table.at[IDS + 3, 1:].get(mode="fill", fill_value=0.5),
+        "clipped": table.at[IDS + 3, :3].get(mode="clip"),
+        "vmapped": jax.vmap(lambda i: table[i, :2])(IDS),
+        "vmapped_element": jax.vmap(lambda i: table[i, 3])(IDS),
+    }
+
+
+def from_other_numbers(table):
+    """Rows that have other numbers where they are looked up."""
+    return {
+        "padding_above": jnp.pad(table, ((1, 0), (0, 0)))[IDS],
+        "padding_below": jnp.pad(table, ((0, 3), (0, 0)), constant_values=2.0)[IDS + 3],
+        "reversed": table[::-1][IDS],
+        "flipped": jnp.flip(table)[IDS],
+        "every_other": table[::2][IDS % 3],
+        "backwards": table[4:0:-2][IDS % 2],
+        "columns_too": table[1::2, ::2][IDS % 3],
+        "rolled": jnp.roll(table, 2, axis=0)[IDS],
+        "new_axis": table[None][0][IDS],
+        "new_axes": table[None, :, None][0, :, 0][IDS],
+        "split": jnp.split(table, 2)[1][IDS % 3],
+        "split_unevenly": jnp.array_split(table, 4)[0][IDS % 2],
+        "fields": table.reshape(F, 2, D)[1][IDS % 2],
+        "field_and_id": table.reshape(F, 2, D)[IDS % F, IDS % 2],
+        "each_field": table.reshape(F, 2, D)[jnp.arange(F), jnp.array([0, 1, 1])],
+        "vmapped_fields": jax.vmap(lambda t, i: t[i])(
+            table.reshape(F, 2, D), FIELD_IDS % 2
+        ),
+        "fields_share_ids": jax.vmap(lambda t: t[IDS % 2])(table.reshape(F, 2, D)),
+        "transposed": table.T[:, IDS],
+        "transposed_back": jnp.sin(table.T.T)[IDS],
+        "of_three_axes": table.reshape(V, 2, 2).transpose(2, 0, 1)[:, IDS],
+        "columns_vmapped": jax.vmap(lambda column: column[IDS], 1, 1)(table),
+        "padding_row": table.at[0].set(0.0)[IDS],
+        "last_row": table.at[-1].set(ROW)[IDS + 2],
+        "row_of_an_id": table.at[IDS[1]].set(ROW)[IDS],
+        "no_row": table.at[V + 2].set(ROW)[IDS],
+    }
+
+
+@jax.custom_jvp
+def soft(x):
+    return jnp.tanh(x)
+
+
+@soft.defjvp
+def _(primals, tangents):
+    return soft(*primals), 2 * (1 - soft(*primals) ** 2) * tangents[0]
+
+
+@jax.custom_jvp
+def shrink(x, by):
+    return x * by, x.sum(axis=-1)
+
+
+@shrink.defjvp
+def _(primals, tangents):
+    (x, by), (dx, dby) = primals, tangents
+    return shrink(x, by), (3 * dx * by + x * dby, dx.max(axis=-1) - dx.min(axis=-1))
+
+
+@jax.custom_vjp
+def straight_through(x):
+    return jnp.round(x * 4) / 4
+
+
+straight_through.defvjp(
+    lambda x: (straight_through(x), x), lambda x, g: (jnp.where(abs(x) < 1, 2 * g, 0.0),)
+)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def reverse_gradient(x, by):
+    return x
+
+
+reverse_gradient.defvjp(lambda x, by: (x, None), lambda by, _, g: (-by * g,))
+
+
+def from_steps(table):
+    """Functions of each row by itself, before the lookup."""
+    return {
+        "matmul": (table @ WEIGHT)[IDS],
+        "einsum": jnp.einsum("vd,de->ve", table, WEIGHT)[IDS],
+        "two_layers": (jnp.tanh(table @ WEIGHT) @ WEIGHT.T)[IDS],
+        "relu": jax.nn.relu(table)[IDS],
+        "softplus": jax.nn.softplus(table)[IDS],
+        "silu": jax.nn.silu(table)[IDS],
+        "gelu": jax.nn.gelu(table)[IDS],
+        "selu": jax.nn.selu(table)[IDS],
+        "logsumexp": jax.nn.logsumexp(table, axis=1)[IDS],
+        "softmax": jax.nn.softmax(table)[IDS],
+        "custom_jvp": soft(jnp.sin(table))[IDS],
+        "custom_jvp_of_two": shrink(table, ROW[0])[0][IDS],
+        "custom_vjp": straight_through(table * 2)[IDS],
+        "custom_vjp_with_a_number": reverse_gradient(table, 0.3)[IDS],
+        "custom_of_a_row": soft(table[0])[None] * table[IDS],
+        "rfft": jnp.abs(jnp.fft.rfft(table)[IDS]),
+    }
+
+
+def from_single_rows(table):
+    """One row by its number, beside a lookup."""
+    return {
+        "first": table[0][None] * table[IDS],
+        "numpy": table[np.int64(2)][None] * table[IDS],
+        "last": table[-1][None] * table[IDS],
+        "of_a_step": jnp.sin(table)[3][None] * table[IDS],
+        "slice": table[2:3] * table[IDS],
+        "twice": (table[0] + table[0])[None] * table[IDS],
+    }
+
+
+def nested(table):
+    """Some forms inside loops, branches and checkpoints."""
+
+    def one(i):
+        columns = table[i, 1:]
+        unpadded = jnp.pad(table, ((1, 0), (0, 0)))[i]
+        return (
+            columns.sum() * jax.nn.relu(table)[i].sum() + (table[0] * unpadded).sum() ** 2
+        )
+
+    return {
+        "vmap": jax.vmap(one)(IDS),
+        "scan": lax.scan(lambda c, i: (c * 0.5 + one(i), None), 0.0, IDS)[0],
+        "cond": lax.cond(IDS[0] > 2, lambda: one(IDS[0]), lambda: 0.0),
+        "checkpoint": jax.checkpoint(lambda: one(IDS[1]) + table[IDS, ::-1].sum())(),
+        "fori_loop": lax.fori_loop(0, 3, lambda k, c: c + soft(table[::-1])[k, 0], 0.0),
+        "jit": jax.jit(lambda t: t.at[0].set(0.0)[IDS, :2])(table),
+        "vmapped_cond": jax.vmap(
+            lambda i: lax.cond(i > 0, lambda: soft(table[::-1] * 2)[i].sum(), lambda: 0.0)
+        )(IDS),
+    }
+
+
+ROWS = {
+    f.__name__: f
+    for f in (from_columns, from_other_numbers, from_steps, from_single_rows, nested)
+}
+
+
+def losses(forms, table):
+    """A loss for each form of a function that returns them by name."""
+
+    def make(name):
+        return lambda table: (forms(table)[name] ** 3).sum()
+
+    return {name: make(name) for name in jax.eval_shape(forms, table)}
+
+
+@pytest.fixture(scope="module", params=ROWS)
+def rows(request):
+    functions = losses(ROWS[request.param], TABLE)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        ours = all_at_once({n: js.value_and_grad(f) for n, f in functions.items()}, TABLE)
+    theirs = {name: jax.value_and_grad(f) for name, f in functions.items()}
+    return ours, all_at_once(theirs, TABLE)
+
+
+def test_forms_that_give_rows(rows):
+    found, wanted = rows
+    without = [name for name, (_, grad) in found.items() if not js.is_slices(grad)]
+    assert not without
+    assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+
+
+# --- no rows, and a warning -------------------------------------------------------------
+
+
+@jax.custom_vjp
+def clipped_gradient(x):
+    return x
+
+
+clipped_gradient.defvjp(lambda x: (x, None), lambda _, g: (jnp.clip(g, -0.1, 0.1),))
+
+
+def solved(table):
+    matvec = lambda x: x * jnp.exp(table[IDS]).sum()  # noqa: E731
+    return jax.scipy.sparse.linalg.cg(matvec, jnp.ones(2), maxiter=2)[0]
+
+
+def root(table):
+    f = lambda x: x - table[IDS].sum()  # noqa: E731
+    return lax.custom_root(f, 0.0, lambda f, x: x - f(x), lambda g, y: y / g(1.0))
+
+
+STACK = "one array [F * V, D]"
+WHOLE = "whole rows of a table [V, D]"
+# By name: what is looked up, how, and what the warning advises.
+WARNS = {
+    "field": (STACKED, lambda s: s[1][IDS], STACK),
+    "field_cast": (STACKED, lambda s: jnp.take(s[-1] * 2, IDS, axis=0), STACK),
+    "each_field": (STACKED, lambda s: s[jnp.arange(F)[:, None], FIELD_IDS], STACK),
+    "fields_outer": (STACKED, lambda s: s[jnp.arange(F)[None], IDS[:, None]], STACK),
+    "vmapped": (STACKED, lambda s: jax.vmap(lambda t, i: t[i])(s, FIELD_IDS), STACK),
+    "fields_share_ids": (STACKED, lambda s: jax.vmap(lambda t: t[IDS])(s), STACK),
+    "scanned": (STACKED, lambda s: lax.map(lambda t: jnp.sin(t)[IDS], s), "outside"),
+    "elements": (TABLE, lambda t: t[IDS, jnp.array([0, 1, 1, 2])], WHOLE),
+    "columns": (TABLE, lambda t: t[:, IDS % D], WHOLE),
+    "flat": (TABLE, lambda t: t.reshape(-1)[IDS], WHOLE),
+    "scaled_row": (TABLE, lambda t: t.at[0].mul(0.0)[IDS], "before this step"),
+    "mixed_rows": (TABLE, lambda t: jax.nn.softmax(t, axis=0)[IDS], "penalise the rows"),
+    "clipped": (TABLE, lambda t: clipped_gradient(t)[IDS], "f(table[ids])"),
+    "in_a_solver": (TABLE, solved, "before the solver"),
+    "in_a_root": (TABLE, root, "f(table[ids])"),
+}
+
+
+@pytest.fixture(scope="module")
+def dense_lookups():
+    def make(table, form):
+        return lambda grad: grad(lambda table: (form(table) ** 3).sum())(table)
+
+    losses = {name: make(table, form) for name, (table, form, _) in WARNS.items()}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        ours = all_at_once({n: lambda f=f: f(js.grad) for n, f in losses.items()})
+    return (
+        caught,
+        ours,
+        all_at_once({n: lambda f=f: f(jax.grad) for n, f in losses.items()}),
+    )
+
+
+@pytest.mark.parametrize("name", WARNS)
+def test_forms_that_warn(name, dense_lookups):
+    caught, found, wanted = dense_lookups
+    _, form, advice = WARNS[name]
+    lines = {form.__code__.co_firstlineno + i for i in range(3)}
+    texts = [str(w.message) for w in caught if w.lineno in lines]
+    assert any("is dense" in text and advice in text for text in texts)
+    assert not js.is_slices(found[name])
+    assert_close(found[name], wanted[name], rtol=1e-4)
+
+
+def test_the_report_names_lookups_that_give_no_rows():
+    report = js.explain(lambda s: (s[1][IDS] ** 2).sum())(STACKED)
+    (leaf,) = report.leaves
+    assert leaf.kind == "dense" and leaf.rows == 0 and not leaf.lookups
+    assert [line.file for line in leaf.unread] == [__file__]
+    assert "looked up, but no rows: " in str(report) and STACK in str(report)
+
+
+def test_what_the_warning_advises_gives_rows():
+    def loss(table, ids):
+        return (table[V * jnp.arange(F)[:, None] + ids] ** 3).sum()
+
+    def still_a_stack(table, ids):
+        return (jax.vmap(lambda t, i: t[i])(table.reshape(F, V, D), ids) ** 3).sum()
+
+    wanted = jax.grad(lambda s: (jax.vmap(lambda t, i: t[i])(s, FIELD_IDS) ** 3).sum())
+    for f in (loss, still_a_stack):
+        grad = js.grad(f)(STACKED.reshape(F * V, D), FIELD_IDS)
+        assert js.is_slices(grad) and grad.values.shape == (F * 2, D)
+        assert_close(grad.to_dense().reshape(F, V, D), wanted(STACKED), rtol=1e-4)
+
+
+# --- no lookup --------------------------------------------------------------------------
+
+
+def sliced(w, x):
+    return x @ w[:, 1:3], x[:, :2] @ w[:2], x @ w[:, 0], x @ w[::2].T, w[1:]
+
+
+def one_row(w, x):
+    return x @ w[0], w[-1], w[np.int64(1)], w[2:3]
+
+
+def layers(w, x):
+    for matrix in w.reshape(2, 2, D):
+        x = x[:, :2] @ matrix
+    return x
+
+
+def scanned_layers(w, x):
+    return lax.scan(lambda x, row: (x * row[None], None), x, w)[0]
+
+
+def heads(w, x):
+    q, k = jnp.split(w, 2, axis=1)
+    a, b = jnp.split(w, 2)
+    return x @ q, x @ k, x[:, :2] @ a, x @ w.reshape(D, 2, 2)[:, 1], x[:, :2] @ b
+
+
+def norm(w, x):
+    return jax.nn.relu(x * w[0][None] + w[1][None]), w / jnp.linalg.norm(
+        w, axis=0, keepdims=True
+    )
+
+
+def features_first(w, x):
+    """Like layers that multiply from the left, and the loss of a classifier."""
+    scores = jax.vmap(lambda row: w @ row)(x)
+    chosen = jax.nn.log_softmax(scores)[jnp.arange(len(x)), jnp.array([0, 2, 1])]
+    return chosen, jnp.take_along_axis(scores, jnp.array([[1], [0], [3]]), axis=1)
+
+
+def restored(w, x):
+    """A mask token beside other tokens, and their order restored."""
+    masks = jnp.broadcast_to(w.sum(0)[None], (3, D))
+    return jnp.concatenate([x, masks])[jnp.array([0, 3, 1, 4, 2, 5])]
+
+
+def knots(w, x):
+    return jnp.cumsum(jax.nn.softplus(w), axis=0)[jnp.array([0, 2])]
+
+
+def matrix(w, x):
+    return jnp.diag(w), jnp.trace(w), jnp.tril(w), jnp.linalg.cholesky(w @ w.T + jnp.eye(D))
+
+
+WEIGHTS = [
+    *(sliced, one_row, layers, scanned_layers, heads, norm, features_first, restored),
+    *(knots, matrix),
+]
+
+
+def test_an_ordinary_weight_stays_dense_and_silent():
+    x = jnp.asarray(RNG.normal(size=(3, D)), jnp.float32)
+    weight = jnp.asarray(RNG.normal(size=(D, D)), jnp.float32)
+
+    def make(use):
+        def loss(weight):
+            return sum((jnp.sin(out) ** 2).sum() for out in jax.tree.leaves(use(weight, x)))
+
+        return loss
+
+    functions = {use.__name__: make(use) for use in WEIGHTS}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = all_at_once({n: js.grad(f) for n, f in functions.items()}, weight)
+    assert not any(map(js.is_slices, found.values()))
+    wanted = all_at_once({n: jax.grad(f) for n, f in functions.items()}, weight)
+    assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_a_layer_is_named_as_what_needs_its_weight():
+    def loss(weight, x):
+        hidden = jnp.tanh(weight @ x)  # a view, as far as the rows of the weight go
+        return (hidden - hidden.mean(axis=0, keepdims=True)).sum()
+
+    (leaf,) = js.explain(loss)(WEIGHT, jnp.ones((3, 2))).leaves
+    assert (leaf.kind, leaf.dense_use, leaf.lookups) == ("dense", "dot_general", ())
+    assert leaf.dense_line.line == loss.__code__.co_firstlineno + 1
+
+
+# --- anywhere in a program --------------------------------------------------------------
+
+
+def test_derivatives_of_derivatives_go_through_custom_ones():
+    forms = {
+        "relu": lambda t: jax.nn.relu(t)[IDS],
+        "softplus": lambda t: jax.nn.softplus(t)[IDS],
+        "custom_jvp": lambda t: soft(t)[IDS],
+        "custom_vjp": lambda t: straight_through(t)[IDS],
+    }
+
+    def make(grad, form):
+        inner = grad(lambda t: (form(t) ** 3).sum())
+        return jax.grad(
+            lambda t: sum((x**2).sum() for x in jax.tree.leaves(dense(inner(t))))
+        )
+
+    found = all_at_once({n: make(js.grad, f) for n, f in forms.items()}, TABLE)
+    wanted = all_at_once({n: make(jax.grad, f) for n, f in forms.items()}, TABLE)
+    assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_a_padding_row_gets_no_gradient():
+    grad = js.grad(lambda t: (t.at[0].set(1.0)[IDS] ** 2).sum())(TABLE)
+    np.testing.assert_array_equal(grad.indices, [4, 1, 4, V])
+
+
+def test_a_row_that_replaces_another_is_differentiated():
+    fun = lambda t, row: (t.at[IDS[1]].set(row)[IDS] ** 3).sum()  # noqa: E731
+    grads = js.grad(fun, argnums=(0, 1))(TABLE, ROW)
+    assert js.is_slices(grads[0]) and not js.is_slices(grads[1])
+    assert_close(grads, jax.grad(fun, argnums=(0, 1))(TABLE, ROW))
+
+
+def test_the_weight_of_a_product_is_differentiated():
+    fun = lambda t, w: (jnp.tanh(t @ w)[IDS] ** 3).sum()  # noqa: E731
+    grads = js.grad(fun, argnums=(0, 1))(TABLE, WEIGHT)
+    assert js.is_slices(grads[0]) and not js.is_slices(grads[1])
+    assert_close(grads, jax.grad(fun, argnums=(0, 1))(TABLE, WEIGHT), rtol=1e-4)
+
+
+def test_the_whole_table_is_not_computed():
+    rows = 50_000
+    forms = [
+        *(lambda t: t[IDS, 1:], lambda t: t[IDS, ::-1], lambda t: t[::-1][IDS]),
+        *(lambda t: jnp.pad(t, ((1, 0), (0, 0)))[IDS], lambda t: t.at[0].set(0.0)[IDS]),
+        *(lambda t: jax.nn.softplus(t)[IDS], lambda t: straight_through(t)[IDS]),
+        *(lambda t: (t @ WEIGHT)[IDS], lambda t: t.T[:, IDS], lambda t: t[-1]),
+        lambda t: t.reshape(2, -1, D)[1][IDS],
+    ]
+    grads = [js.grad(lambda t, f=f: (f(t) ** 3).sum() + t[IDS].sum()) for f in forms]
+    table = jax.ShapeDtypeStruct((rows, D), jnp.float32)
+    compiled = jax.jit(lambda table: [grad(table) for grad in grads]).lower(table).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < rows * D  # a byte an element
