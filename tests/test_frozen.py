@@ -213,10 +213,33 @@ def test_a_step_is_in_place_and_without_temporaries(grad):
     assert memory.temp_bytes < (1.1 * rows if grad is jax.grad else 8 * count) * 16 * 4
 
 
+@pytest.mark.parametrize("dense", [False, True])
+def test_the_state_of_an_exact_optimizer(dense):
+    """It knows when each row did its last step: never, if it is frozen."""
+    before = start()
+    chained = js.optim.chain(js.optim.clip(9.0), EXACTLY)
+
+    @quickly
+    def run(params, state):
+        ids = {"table": True if dense else jnp.asarray(IDS), "w": None}
+        params, state = chained.catch_up(params, state, ids)
+        grads = jax.tree.map(jnp.nan_to_num, grads_of(0, dense))
+        return chained.flush(*chained.apply(grads, state, params))
+
+    params, _ = run(*run(before, freeze(chained.init(before))))
+    kept, old = bits(params["table"][FROZEN]), bits(before["table"][FROZEN])
+    np.testing.assert_array_equal(kept, old)
+    assert (params["table"] != before["table"]).any(1)[~FROZEN].all()
+
+
 def test_errors():
     params = start()
-    with pytest.raises(TypeError, match=r"wants an optimizer, got a AdamState: tx = jsl"):
+    with pytest.raises(
+        TypeError, match=r"of an optimizer with untouched=\"exact\" .* for any"
+    ):
         freeze(DECAYS.init(params))
+    with pytest.raises(TypeError, match="wants an optimizer, or the state"):
+        freeze(params["table"])
     wrong = [
         (TypeError, r"wants bools, got int32\[9\]; for row numbers: l", jnp.arange(V)),
         (ValueError, r"bools of shape \(4,\) for a table of shape \(9, 3\)", FROZEN[:4]),

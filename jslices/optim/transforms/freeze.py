@@ -1,5 +1,6 @@
 """Rows of tables that never move, whatever the optimizer and the gradient."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +16,7 @@ from jslices.optim.transforms.norms import as_leaf
 from jslices.optim.transforms.rows import only_rows
 
 
-def freeze_rows(tx: Any, frozen: Any) -> GradientTransformation:
+def freeze_rows(tx: Any, frozen: Any) -> Any:
     """The optimizer ``tx``, by which some rows never move.
 
     Not by gradients, momentum or weight decay: they keep their bits, whether the gradient
@@ -31,7 +32,8 @@ def freeze_rows(tx: Any, frozen: Any) -> GradientTransformation:
     Args:
       tx: an optimizer of jslices or of Optax, or what combinators make of some: ``chain``,
         ``partition``, ``masked``, ``multi_steps``, ``from_optax``. Also at its place inside
-        of these.
+        of these. Or the state of an optimizer with ``untouched="exact"``, which keeps the
+        last step of every row.
       frozen: mirrors the parameters or is a prefix of them. For a table ``[V, *D]`` bools
         ``[V]``, or a function that is given row numbers ``[n]`` and returns bools ``[n]``;
         None for what stays free. Bools are part of the compiled program: for very large
@@ -40,10 +42,12 @@ def freeze_rows(tx: Any, frozen: Any) -> GradientTransformation:
     Returns:
       A :class:`GradientTransformation`. Its state is that of ``tx``, so that it can also be
       put round an optimizer that has taken steps; with ``untouched="exact"`` call
-      ``tx.flush`` before, as what frozen rows have missed is not made up.
+      ``tx.flush`` before, as what frozen rows have missed is not made up. For a state that
+      state, by which the same rows never move.
 
     Raises:
-      TypeError: for the state of an optimizer in place of it, and for anything but bools.
+      TypeError: for the state of an optimizer that is not exact, and for anything but
+        bools.
       ValueError: for bools of another length than the table, or another structure.
 
     Cost: reads K bools and writes ``K * D`` elements for row gradients; one pass over
@@ -63,21 +67,9 @@ def freeze_rows(tx: Any, frozen: Any) -> GradientTransformation:
     decay to move them.
     """
     if not hasattr(tx, "update"):
-        raise TypeError(
-            f"freeze_rows wants an optimizer, got a {type(tx).__name__}: "
-            "tx = jslices.optim.freeze_rows(tx, frozen), and then tx.init(params)"
-        )
+        return _frozen_state(tx, frozen)
     tx = as_transformation("freeze_rows", tx)
-
-    def each(f: Callable[[Any, Any], Any], tree: Any) -> Any:
-        """``tree``, which mirrors the parameters, with ``f(leaf, frozen)`` for tables."""
-        leaves, structure = flatten(tree, is_leaf=_is_leaf)
-        return structure.unflatten(
-            [
-                x if bits is None or x is None or _is_masked(x) else f(as_leaf(x), bits)
-                for x, bits in zip(leaves, _spread(frozen, tree), strict=True)
-            ]
-        )
+    each = functools.partial(_each, frozen)
 
     def marked(state: Any) -> Any:
         """The state, in which frozen rows have missed nothing and never will."""
@@ -122,6 +114,37 @@ def freeze_rows(tx: Any, frozen: Any) -> GradientTransformation:
         return tx.flush(params, marked(state))
 
     return GradientTransformation(init, update, catch_up, flush, plan=tx.plan)
+
+
+def _frozen_state(state: Any, frozen: Any) -> Any:
+    """The state of an exact optimizer, which knows by itself what never moves."""
+    marked: list[Any] = []
+
+    def mark(last: jax.Array, bits: Any) -> jax.Array:
+        _check(bits, last.shape)
+        marked.append(last)
+        return _marked(last, bits)
+
+    new = _with_clocks(state, lambda last: _each(frozen, mark, last))
+    if len(marked) < len(jax.tree.leaves(frozen)):
+        raise TypeError(
+            "freeze_rows wants an optimizer, or the state of an optimizer with "
+            f'untouched="exact" for every table whose rows are frozen, got a '
+            f"{type(state).__name__}; type tx = jslices.optim.freeze_rows(tx, frozen), "
+            "which holds for any optimizer, and then tx.init(params)"
+        )
+    return new
+
+
+def _each(frozen: Any, f: Callable[[Any, Any], Any], tree: Any) -> Any:
+    """``tree``, which mirrors the parameters, with ``f(leaf, frozen)`` for tables."""
+    leaves, structure = flatten(tree, is_leaf=_is_leaf)
+    return structure.unflatten(
+        [
+            x if bits is None or x is None or _is_masked(x) else f(as_leaf(x), bits)
+            for x, bits in zip(leaves, _spread(frozen, tree), strict=True)
+        ]
+    )
 
 
 def _is_masked(x: Any) -> bool:
