@@ -8,6 +8,7 @@ Tested on jax 0.10.2 and 0.12. What moved so far: sub-programs are ``ClosedJaxpr
 
 import functools
 import itertools
+import operator
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import CodeType
@@ -302,17 +303,30 @@ def parameters(eqn: Equation) -> dict[str, Any]:
     return eqn.params["_prim"].params if "_prim" in eqn.params else eqn.params
 
 
-def source(program: Program) -> Any:
-    """Where the function stands that was traced to this program, as far as is known."""
+def source(eqn: Equation) -> Any:
+    """Where the function stands that an equation calls, as far as is known."""
+    params = parameters(eqn)
+    program = params["traced"].jaxpr if "traced" in params else body(eqn)
     return getattr(getattr(program, "debug_info", None), "func_src_info", None)
 
 
 def body(eqn: Equation) -> Program:
     """The sub-program of a call, a loop or a rematerialisation."""
     params = parameters(eqn)
-    if "traced" in params:
-        return params["traced"].jaxpr
+    if "call_jaxpr" not in params and "jaxpr" not in params:
+        return _expanded(eqn)
     return params["call_jaxpr"] if "call_jaxpr" in params else params["jaxpr"]
+
+
+def _expanded(eqn: Equation) -> Program:
+    """What a ``call_hi_primitive`` computes, its derivative left aside."""
+    called = eqn.params["_prim"]
+
+    def expand(*operands: Any) -> list[Any]:
+        return jax.tree.leaves(called.expand(*called.in_tree.unflatten(operands)))
+
+    avals = [jax.ShapeDtypeStruct(x.aval.shape, x.aval.dtype) for x in eqn.invars]
+    return jax.make_jaxpr(expand)(*avals)
 
 
 def programs_inside(
@@ -338,10 +352,20 @@ def programs_inside(
             if program is not None and more <= len(operands[first:]):
                 yield program, [*consts, *operands[len(operands) - more :]], False
     else:
-        for program in params.values():
-            if len(getattr(program, "invars", ())) == len(operands):
+        called = vars(params["_prim"]) if "_prim" in params else {}
+        inside = [*(parameters(eqn) | called).values()]
+        for program in [_expanded(eqn)] if "traced" in called else inside:
+            if _takes(program, eqn) or (name == "scan" and program is body(eqn)):
                 outputs = len(program.outvars) == len(eqn.outvars) and name != "scan"
-                yield program, operands, outputs
+                yield program, operands[: len(program.invars)], outputs
+
+
+def _takes(program: Any, eqn: Equation) -> bool:
+    """True if the first operands of an equation may be the inputs of a program."""
+    invars = getattr(program, "invars", None)
+    if invars is None or len(invars) > len(eqn.invars):
+        return False
+    return all(map(operator.eq, map(shape_of, invars), map(shape_of, eqn.invars)))
 
 
 def has_started_devices() -> bool:

@@ -106,7 +106,7 @@ def shrink(x, by):
 @shrink.defjvp
 def _(primals, tangents):
     (x, by), (dx, dby) = primals, tangents
-    return shrink(x, by), (3 * dx * by + x * dby, dx.max(axis=-1) - dx.min(axis=-1))
+    return shrink(x, by), (3 * dx * by + x * dby, 2 * dx.sum(axis=-1))
 
 
 @jax.custom_vjp
@@ -227,6 +227,16 @@ def clipped_gradient(x):
 clipped_gradient.defvjp(lambda x: (x, None), lambda _, g: (jnp.clip(g, -0.1, 0.1),))
 
 
+@jax.custom_vjp
+def whole_gradient(x):
+    return x
+
+
+whole_gradient.defvjp(
+    lambda x: (x, None), lambda _, g: ((g * 4).astype(jnp.int32).astype(jnp.float32),)
+)
+
+
 def solved(table):
     matvec = lambda x: x * jnp.exp(table[IDS]).sum()  # noqa: E731
     return jax.scipy.sparse.linalg.cg(matvec, jnp.ones(2), maxiter=2)[0]
@@ -254,8 +264,10 @@ WARNS = {
     "scaled_row": (TABLE, lambda t: t.at[0].mul(0.0)[IDS], "before this step"),
     "mixed_rows": (TABLE, lambda t: jax.nn.softmax(t, axis=0)[IDS], "penalise the rows"),
     "clipped": (TABLE, lambda t: clipped_gradient(t)[IDS], "f(table[ids])"),
+    "integers": (TABLE, lambda t: whole_gradient(t)[IDS], "f(table[ids])"),
+    "added_row": (TABLE, lambda t: t.at[IDS[0]].add(1.0)[IDS], "before this step"),
     "in_a_solver": (TABLE, solved, "before the solver"),
-    "in_a_root": (TABLE, root, "f(table[ids])"),
+    "in_a_root": (TABLE, root, "table[ids]"),
 }
 
 

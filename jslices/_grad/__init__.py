@@ -6,8 +6,10 @@ Read from the top:
     plan        one call: its traced program, its leaves, which of them are sparse
     interpret   the one walk over the program, which plans its lookups or runs them
     rules       the steps that commute with a lookup; ``register_rowwise``
+    custom      functions with derivatives of their own, as such steps
     lookups     the forms of a lookup
     views       what a variable is, in terms of the tables that it was computed from
+    unread      lookups that are not read as rows: what to warn of
     explain     what is said of a plan: the report, the warning, the error
 
 All that depends on the JAX release stands in ``jslices/_jax.py``.

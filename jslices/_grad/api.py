@@ -69,7 +69,8 @@ def value_and_grad(
 
     Warns:
       DensificationWarning: for an array that is looked up and also used whole (tied
-        weights); its gradient is dense and right, and the warning names the line.
+        weights), or not looked up by whole rows (``table[rows, columns]``, several tables
+        in one array); its gradient is dense and right, and the warning names the line.
 
     Cost: that of ``jax.value_and_grad`` without writing ``[V, *D]``, and tracing once
     more.

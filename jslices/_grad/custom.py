@@ -9,6 +9,7 @@ a function of n rows is made of them, with that derivative. Then ``f(table)[ids]
 import functools
 import itertools
 import math
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -31,7 +32,7 @@ from jslices._grad.views import (
     leading,
 )
 
-_CALLS = ("jit", "pjit", "closed_call", "core_call", "call")
+_CALLS = ("jit", "pjit", "closed_call", "core_call", "call", "eval_jaxpr")
 _CUSTOM = ("custom_jvp_call", "custom_vjp_call")
 
 
@@ -83,6 +84,10 @@ def with_own_derivative(
     return outputs
 
 
+#: Of the functions that JAX keeps: which were checked, and whether they passed.
+_checked: weakref.WeakKeyDictionary[Any, dict[Any, bool]] = weakref.WeakKeyDictionary()
+
+
 class _Function:
     """A call of a function with a derivative of its own, for n rows.
 
@@ -109,9 +114,19 @@ class _Function:
 
     def check(self, within: frozenset[Any] | None) -> None:
         """Raises _MixesRowsError if function and derivative do not treat rows alike."""
-        source = _jax.source(_jax.body(self._eqn)), *map(str, self._avals)
-        if within is not None and source not in within:
-            self.check_programs(within | {source})
+        source = _jax.source(self._eqn), *map(str, self._avals)
+        if within is None or source in within:
+            return
+        if within:
+            return self.check_programs(within | {source})
+        known = _checked.setdefault(self.body.program, {})
+        key = (tuple(self.shared), self._lead)
+        if key not in known:
+            known[key] = False
+            self.check_programs(frozenset({source}))
+            known[key] = True
+        if not known[key]:
+            raise _MixesRowsError
 
     def check_programs(self, within: frozenset[Any]) -> None:
         self.body.check(within)
@@ -375,7 +390,9 @@ def _linear_outputs(
                 zeros.update(eqn.outvars)
             continue
         depends: list[bool] | None = [True] * len(eqn.outvars)
-        if name in _CALLS:
+        if not all(map(_jax.carries_gradient, eqn.outvars)):  # such as a cast to integers
+            depends = None
+        elif name in _CALLS:
             depends = _linear_outputs(
                 _jax.body(eqn), list(map(depends_on, atoms)), list(map(is_zero, atoms))
             )
@@ -387,9 +404,9 @@ def _linear_outputs(
                 depends = None
         elif name in ("mul", "dot_general"):
             depends = depends if len(which) == 1 else None
-        elif which != [0] or eqn.primitive not in ad.primitive_transposes:
-            depends = None
-        elif len(atoms) > 1 and name != "div":
+        elif name == "div":
+            depends = depends if which == [0] else None
+        elif len(atoms) > 1 or eqn.primitive not in ad.primitive_transposes:
             depends = None
         if depends is None:
             return None

@@ -393,9 +393,8 @@ def _notes(leaf: LeafReport, width: int = 98) -> list[str]:
     lines.extend(f"  looked up, but no rows: {_place(line)}" for line in leaf.unread)
     if leaf.dense_line is not None:
         lines.append(f"  used whole ({leaf.dense_use}): {_place(leaf.dense_line)}")
-        if (
-            leaf.lookups or leaf.unread
-        ):  # An ordinary weight has a dense gradient, and should.
+        # An ordinary weight has a dense gradient, and should.
+        if leaf.lookups or leaf.unread:
             lines.append(f"  instead: {leaf.suggestion}")
     if leaf.kind == "sparse" and leaf.sparse_bytes >= leaf.dense_bytes:
         lines.append("  fewer bytes if dense: sparse='if_smaller' makes it so")

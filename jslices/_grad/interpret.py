@@ -305,7 +305,7 @@ def _custom(
 
 
 # By name, as JAX exports few of these primitives and renames them.
-_CALLS = ["jit", "pjit", "closed_call", "core_call", "call", "custom_lin"]
+_CALLS = ["jit", "pjit", "closed_call", "core_call", "call", "custom_lin", "eval_jaxpr"]
 _INSIDE: dict[str, Callable[..., Sequence[Any]]] = {
     **dict.fromkeys(_CALLS, _call),
     **dict.fromkeys(["remat2", "checkpoint", "remat"], _checkpoint),

@@ -538,7 +538,8 @@ def _broadcast(eqn: _jax.Equation, operands: Sequence[Any], lead: int) -> list[A
     more = lead + len(shape) - len(given)
     as_they_were = tuple(shape[d] for d in dims) == given
     last = dims[lead - 1 :] == tuple(range(more - 1, len(shape)))
-    if not as_they_were or not last or math.prod(shape[:more]) > INT32_MAX:
+    countable = _jax.holds(lambda: math.prod(shape[:more]) <= INT32_MAX)
+    if not (as_they_were and last and countable):
         return None
     places = [(axis, 0, 1) for axis in dims[:lead]]
     take = lambda array: jax.lax.broadcast_in_dim(array, shape, dims)  # noqa: E731

@@ -7,6 +7,7 @@ through steps that move or scale them, and into what is called, until ids pick s
 """
 
 import math
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,101 +16,104 @@ from jslices._grad.rules import is_elementwise
 
 # They put the elements of their first operand elsewhere.
 _MOVES = frozenset(
-    "jslices_table pad reshape rev scatter scatter-mul sharding_constraint slice split "
-    "squeeze transpose".split()
+    "dynamic_update_slice jslices_table pad reshape rev scatter scatter-add scatter-mul "
+    "sharding_constraint slice split squeeze transpose".split()
 )
+
+#: The numbers of the leaves whose elements a variable holds.
+Held = frozenset[int]
+#: What the outputs of a program hold, and where which leaf is looked up.
+Result = tuple[list[Held], list[tuple[int, _jax.Source]]]
+
+_NOTHING: Held = frozenset()
+#: By program, and by what its inputs hold.
+_known: weakref.WeakKeyDictionary[Any, dict[Any, Result]] = weakref.WeakKeyDictionary()
 
 
 def unread_lookups(
     program: _jax.Program, leaves: Sequence[int], through: Sequence[bool]
 ) -> dict[int, list[_jax.Source]]:
-    """For each of these leaves the equations, or library calls, that look it up by ids.
+    """For each of these leaves where it is looked up by ids.
 
     Args:
       program: the traced function; its first inputs are the leaves.
       leaves: their numbers.
       through: for each output whether a gradient comes in there.
     """
-    search = _Search(leaves)
     held = [frozenset({i} & {*leaves}) for i in range(len(program.invars))]
-    search.program(program, held, through)
-    return search.found
+    found: dict[int, list[_jax.Source]] = {i: [] for i in leaves}
+    for leaf, source in _search(program, held, through)[1]:
+        found[leaf].append(source)
+    return found
 
 
-class _Search:
-    def __init__(self, leaves: Sequence[int]) -> None:
-        self.found: dict[int, list[_jax.Source]] = {i: [] for i in leaves}
-        self._caller: _jax.Source | None = None
+def _search(program: _jax.Program, held: Sequence[Held], through: Sequence[bool]) -> Result:
+    """What becomes of the elements that the inputs of a program hold.
 
-    def program(
-        self, program: _jax.Program, held: Sequence[frozenset[int]], through: Sequence[bool]
-    ) -> list[frozenset[int]]:
-        """The leaves whose elements the outputs hold, from those that the inputs hold."""
-        nothing: frozenset[int] = frozenset()
-        reached = _jax.gradient_variables(program, through)
-        origins = _jax.Origins(program)
-        env = dict(zip(program.invars, held, strict=True))
+    Programs that JAX keeps, such as jitted functions, are searched once.
+    """
+    results = _known.setdefault(program, {})
+    key = (tuple(held), tuple(through))
+    if key not in results:
+        results[key] = _walk(program, held, through)
+    return results[key]
 
-        def read(atom: Any) -> frozenset[int]:
-            return nothing if isinstance(atom, _jax.Literal) else env.get(atom, nothing)
 
-        for eqn in _jax.live_equations(program):
-            given = [read(atom) for atom in eqn.invars]
-            if any(given) and _jax.is_reached(eqn, reached):
-                outputs = self._equation(
-                    eqn, given, [v in reached for v in eqn.outvars], origins
-                )
-                env.update(zip(eqn.outvars, outputs, strict=True))
-        return [read(atom) for atom in program.outvars]
+def _walk(program: _jax.Program, held: Sequence[Held], through: Sequence[bool]) -> Result:
+    found: list[tuple[int, _jax.Source]] = []
+    reached = _jax.gradient_variables(program, through)
+    origins = _jax.Origins(program)
+    env = dict(zip(program.invars, held, strict=True))
 
-    def _equation(
-        self,
-        eqn: _jax.Equation,
-        given: list[frozenset[int]],
-        through: list[bool],
-        origins: _jax.Origins,
-    ) -> list[frozenset[int]]:
-        nothing: list[frozenset[int]] = [frozenset()] * len(eqn.outvars)
-        name, first = eqn.primitive.name, given[0]
-        if name == "gather" or name == "dynamic_slice":
+    def read(atom: Any) -> Held:
+        return _NOTHING if isinstance(atom, _jax.Literal) else env.get(atom, _NOTHING)
+
+    for eqn in _jax.live_equations(program):
+        given = [read(atom) for atom in eqn.invars]
+        if not any(given) or not _jax.is_reached(eqn, reached):
+            continue
+        if eqn.primitive.name in ("gather", "dynamic_slice"):
             if _picks_by_ids(eqn, origins):
-                for leaf in first:
-                    self.found[leaf].append(self._caller or eqn.source_info)
-            return nothing
-        if name == "optimization_barrier":
-            return given
-        everything = [frozenset[int]().union(*given)]
-        shape = _jax.shape_of(eqn.outvars[0])
-        if is_elementwise(eqn):  # with numbers, or with elements of other tables
-            others = [x for x, held in zip(eqn.invars, given, strict=True) if not held]
-            held_ones = [x for x, held in zip(eqn.invars, given, strict=True) if held]
-            numbers = not any(map(_jax.shape_of, others))
-            full = all(_jax.shape_of(x) == shape for x in held_ones)
-            return everything if numbers and full else nothing
-        if name == "concatenate":
-            return everything if all(given) else nothing
-        same_size = math.prod(shape) == math.prod(_jax.shape_of(eqn.invars[0]))
-        if name in _MOVES or (name == "broadcast_in_dim" and same_size):
-            return [first] * len(eqn.outvars)
-        return self._inside(eqn, given, through) or nothing
+                found += [(leaf, eqn.source_info) for leaf in given[0]]
+            continue
+        outputs = _moved(eqn, given)
+        if outputs is None:
+            outputs, more = _inside(eqn, given, [v in reached for v in eqn.outvars])
+            found += more
+        env.update(zip(eqn.outvars, outputs, strict=True))
+    return [read(atom) for atom in program.outvars], found
 
-    def _inside(
-        self, eqn: _jax.Equation, given: list[frozenset[int]], through: list[bool]
-    ) -> list[frozenset[int]] | None:
-        """The outputs of a call, loop, branch or solver; None if nothing is held."""
-        outer, outputs = self._caller, None
-        if (
-            outer is None
-            and eqn.primitive.name in ("jit", "pjit")
-            and _jax.is_library_call(eqn)
-        ):
-            self._caller = eqn.source_info
-        for program, operands, same_outputs in _jax.programs_inside(eqn, given):
-            wanted = through if same_outputs else [True] * len(program.outvars)
-            held = self.program(program, operands, wanted)
-            outputs = held if same_outputs else outputs
-        self._caller = outer
-        return outputs
+
+def _moved(eqn: _jax.Equation, given: Sequence[Held]) -> Sequence[Held] | None:
+    """What the outputs of a step hold; None if it does not move or scale elements."""
+    name, shape = eqn.primitive.name, _jax.shape_of(eqn.outvars[0])
+    if name == "optimization_barrier":
+        return given
+    if is_elementwise(eqn):  # with numbers, or with elements of other tables
+        operands = list(zip(eqn.invars, given, strict=True))
+        numbers = not any(_jax.shape_of(x) for x, held in operands if not held)
+        full = all(_jax.shape_of(x) == shape for x, held in operands if held)
+        return [_NOTHING.union(*given)] if numbers and full else [_NOTHING]
+    if name == "concatenate":
+        return [_NOTHING.union(*given) if all(given) else _NOTHING]
+    same_size = math.prod(shape) == math.prod(_jax.shape_of(eqn.invars[0]))
+    if name in _MOVES or (name == "broadcast_in_dim" and same_size):
+        return [given[0]] * len(eqn.outvars)
+    return None
+
+
+def _inside(eqn: _jax.Equation, given: Sequence[Held], through: Sequence[bool]) -> Result:
+    """What becomes of them in a call, a loop, a branch or a solver."""
+    outputs: list[Held] = [_NOTHING] * len(eqn.outvars)
+    found: list[tuple[int, _jax.Source]] = []
+    for program, held, same_outputs in _jax.programs_inside(eqn, given):
+        wanted = through if same_outputs else [True] * len(program.outvars)
+        kept, more = _search(program, held, wanted)
+        outputs = kept if same_outputs else outputs
+        found += more
+    if eqn.primitive.name in ("jit", "pjit") and _jax.is_library_call(eqn):
+        found = [(leaf, eqn.source_info) for leaf, _ in found]
+    return outputs, found
 
 
 def _picks_by_ids(eqn: _jax.Equation, origins: _jax.Origins) -> bool:
@@ -121,6 +125,6 @@ def _picks_by_ids(eqn: _jax.Equation, origins: _jax.Origins) -> bool:
     else:
         axes, ids = range(len(shape)), eqn.invars[1:]
     return any(
-        sizes[axis] == 1 < shape[axis] and not origins.is_fixed(atom)
+        sizes[axis] == 1 != shape[axis] and not origins.is_fixed(atom)
         for axis, atom in zip(axes, ids, strict=True)
     )

@@ -223,8 +223,9 @@ class Repeated(View):
     """An array ``[*B, V, *D]``, a table for every example of a batch.
 
     ``vmap`` of a ``cond`` whose predicate differs between examples makes one: it repeats
-    what the branches read, and selects. ``flat`` is the same as ``[prod(B) * V, *D]``, and
-    ``lead`` the number of axes of ``[*B, V]``.
+    what the branches read, and selects. So does ``table.reshape(F, V, D)``, of F tables
+    below one another. ``flat`` is the same as ``[prod(B) * V, *D]``, and ``lead`` the
+    number of axes of ``[*B, V]``.
     """
 
     flat: View
@@ -402,7 +403,7 @@ def is_one_row(value: Any) -> bool:
         return False
     heights: list[int] = []
     Reader(lambda table, ids: heights.append(table.shape[0])).rows(flat(value), Ids())
-    return bool(heights) and min(heights) > 1
+    return bool(heights) and 1 not in heights
 
 
 def without_slots(value: Any) -> Any:
