@@ -13,6 +13,7 @@ from jax.typing import ArrayLike, DTypeLike
 
 from jslices._densify import human_bytes, warn_dense
 from jslices._jax import called_by_jax_operator, is_open
+from jslices._misuse import refuse_misuse
 from jslices._rows.bounds import (
     add_rows,
     canonical_indices,
@@ -93,6 +94,7 @@ class IndexedSlices:
         return children, self.dense_shape
 
     def tree_flatten(self) -> tuple[Any, tuple[int, ...] | None]:
+        refuse_misuse(self)
         return (self.values, self.indices), self.dense_shape
 
     @classmethod

@@ -122,6 +122,8 @@ def assert_no_dense_temporary(
     Arguments, results and what is written in place do not count. No other array may have
     the shape of a table (in any dtype, or transposed), or as many bytes as the largest one.
     A table is an argument with at least two axes and ``min_bytes`` whose rows are gathered.
+    One of which the optimizer steps all rows, because its gradient has nearly as many
+    (``print(tx.plan(grads, params))`` says so), is left out where there are others.
 
     Args:
       step: the training step, a function or what ``jax.jit`` made of one.

@@ -1,4 +1,4 @@
-"""docs/operations.md and variables.md are true: their code runs, and what is excepted."""
+"""The pages of docs are true: their code runs, and what is excepted is listed."""
 
 import functools
 import pathlib
@@ -19,7 +19,9 @@ DOCS = pathlib.Path(__file__).parent.parent / "docs"
 TEXT = (DOCS / "operations.md").read_text()
 
 
-@pytest.mark.parametrize("page, count", [("operations.md", 1), ("variables.md", 3)])
+@pytest.mark.parametrize(
+    "page, count", [("operations.md", 1), ("variables.md", 3), ("optimizers.md", 1)]
+)
 def test_code_runs(page, count):
     blocks = re.findall(r"^```python\n(.*?)^```", (DOCS / page).read_text(), re.M | re.S)
     assert len(blocks) == count

@@ -2,6 +2,7 @@
 
 import functools
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -146,16 +147,13 @@ def test_multi_steps_is_told_of_before_a_step(inner):
 
 
 def test_multi_steps_takes_dense_gradients_only():
-    """It maps over its dense sums before it asks our optimizer: the refusal is JAX's own.
-
-    It names the leaf and IndexedSlices, as docs/optimizers.md says; a warning of init says
-    what to type instead.
-    """
+    """It maps over its dense sums before it asks our optimizer."""
     tx = optax.MultiSteps(ADAM, 2)
     with pytest.warns(js.DensificationWarning):
         state = tx.init(PARAMS)
     message = (
-        r"(?s)different types at key path.*\['table'\].*jslices\._slices\.IndexedSlices"
+        r"different types at key path \['table'\]: IndexedSlices, where another tree has "
+        r"an array.*jslices.optim.multi_steps for optax.MultiSteps"
     )
     for update in (tx.update, jax.jit(tx.update)):
         with pytest.raises(ValueError, match=message):
@@ -177,3 +175,63 @@ def train_dense(tx, state=None, steps=4):
     for k in range(steps):
         params, state = step(params, state, grads_of(k))
     return params
+
+
+FOREIGN = {
+    "eqx.apply_updates": lambda g: eqx.apply_updates(PARAMS, g),
+    "optax.partition": lambda g: step(optax.partition({"a": ADAM}, labels("a")), g),
+    "optax.masked": lambda g: step(optax.masked(ADAM, labels(True)), g),
+    "an optimizer": lambda g: step(optax.adam(0.1), g),
+    "jax.tree.map": lambda g: jax.tree.map(lambda g, p: g, g, PARAMS),
+    "jax.tree_util.tree_map": lambda g: jax.tree_util.tree_map(lambda *x: 0, g, PARAMS),
+}
+
+
+def labels(label):
+    return lambda params: jax.tree.map(lambda p: label, params)
+
+
+def step(tx, grads):
+    return tx.update(grads, tx.init(PARAMS), PARAMS)
+
+
+@pytest.mark.parametrize("jit", [False, True])
+@pytest.mark.parametrize("name", FOREIGN)
+def test_functions_that_map_over_two_trees_say_what_to_type(name, jit):
+    call = jax.jit(FOREIGN[name]) if jit else FOREIGN[name]
+    with pytest.raises(ValueError, match=r"key path .'table'.: IndexedSlices") as caught:
+        call(grads_of(0))
+    instead = (
+        "jslices.apply_updates for eqx.apply_updates, jslices.optim.partition and masked "
+        "for those of Optax with a function, jslices.optim.multi_steps for "
+    )
+    assert instead in str(caught.value)
+
+
+def test_other_trees_that_differ_have_the_error_of_jax():
+    grads = grads_of(0)
+    with pytest.raises(ValueError, match=r"(?s)^pytree structure error.*tree\['w'\]"):
+        jax.tree.map(lambda *x: 0, {**grads, "w": {"a": 1}}, grads)
+    longer = js.IndexedSlices(grads["table"].values, [1, 7, 1, V], (V + 1, D))
+    with pytest.raises(ValueError, match=r"^pytree structure error: different pytree meta"):
+        jax.tree.map(lambda *x: 0, grads, {**grads, "table": longer})
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        optax.tree.norm,
+        lambda g: step(optax.clip_by_global_norm(1.0), g),
+        lambda g: step(optax.chain(optax.clip_by_global_norm(1.0), ADAM), g),
+        lambda g: step(js.optim.chain(optax.clip_by_global_norm(1.0), ADAM), g),
+    ],
+)
+def test_norms_of_optax_are_refused(call):
+    message = (
+        r"count the row numbers.*jslices.global_norm\(grads\) for optax.tree.norm, "
+        "jslices.optim.clip_global_norm for optax.clip_by_global_norm"
+    )
+    for f in (call, jax.jit(call)):
+        with pytest.raises(TypeError, match=message):
+            f(grads_of(0))
+    assert js.global_norm(grads_of(0)) == optax.tree.norm(dense(grads_of(0)))

@@ -320,6 +320,35 @@ def test_adafactor_keeps_its_factors_from_rows_alone(shape, momentum):
         np.testing.assert_allclose(updates.to_dense(), wanted, rtol=2e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize(
+    "name, kwargs, bad",
+    rest_in_ci(
+        [(*case, bad) for case in [*FIRST, *FACTORED] for bad in (np.nan, 1e20)],
+        lambda case: case[:2] == ("adam", {}) or case[:2] in FACTORED,
+    ),
+    ids=label,
+)
+def test_a_bad_row_stays_alone_unless_rows_share_a_moment(name, kwargs, bad):
+    """As docs/optimizers.md says: in factored Adafactor it spoils the column moment."""
+    tx, params = make(js, name, 0.1, kwargs), start("float32")
+    grads, *_ = three_steps_of("unique")
+    values = grads["table"].values
+    hit, other = IDS["unique"][:2]
+    apply, carries = quickly(tx.apply), []
+    for rows in (values, values.at[0].set(bad)):
+        table = js.IndexedSlices(rows, grads["table"].indices, (V, D))
+        carries.append(apply({**grads, "table": table}, tx.init(params), params))
+    (params, state), (spoiled, spoiled_state) = carries
+    alone = np.arange(V) != hit
+    if (name, kwargs) in FACTORED:
+        assert np.isnan(spoiled["table"][other]).all()
+        return
+    np.testing.assert_array_equal(spoiled["table"][alone], params["table"][alone])
+    for x, y in zip(*map(jax.tree.leaves, (spoiled_state, state)), strict=True):
+        if x.shape[:1] == (V,):
+            np.testing.assert_array_equal(x[alone], y[alone])
+
+
 def test_adafactor_knows_the_columns_of_the_whole_gradient():
     """A few rows, zeros elsewhere: as Optax's on the dense gradient, in the first step."""
     rng = np.random.default_rng(4)
@@ -613,6 +642,29 @@ def types_of(tree):
     return jax.tree.map(jax.typeof, jax.eval_shape(lambda: tree))
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if name in ("adam", "sgd") else pytest.mark.slow)
+        for name in sorted({name for name, _ in SHARED})
+    ],
+)
+def test_squares_of_float16_overflow_as_in_optax(name):
+    """As docs/optimizers.md says, and that gradients in float32 help."""
+    table = jnp.ones((V, 1), jnp.float16)
+    rows = js.IndexedSlices(jnp.full((2, 1), 488, jnp.float16), jnp.array([1, 1]), (V, 1))
+    tx, theirs = getattr(js, name)(0.1), getattr(optax, name)(0.1)
+    wanted, _ = theirs.update(rows.to_dense(), theirs.init(table), table)
+    got, _ = tx.update(rows, tx.init(table), table)
+    assert_close(got.to_dense()[1], wanted[1], 1e-2)
+    squares = name not in ("sgd", "lion")
+    assert squares == (abs(wanted[1, 0]) < 1e-4)
+    wide, _ = tx.update(rows.astype(jnp.float32), tx.init(table), table)
+    whole = theirs.init(table.astype(jnp.float32))
+    wanted, _ = theirs.update(rows.to_dense().astype(jnp.float32), whole, table)
+    assert_close(wide.to_dense()[1], wanted[1], 1e-2)
+
+
 @pytest.mark.parametrize("name", ["adam", "adamw", "amsgrad", "lion"])
 def test_mu_dtype(name):
     table = jnp.ones((V, D), jnp.bfloat16)
@@ -662,7 +714,7 @@ def test_errors():
     table = jnp.zeros((V, D))
     wrong = js.IndexedSlices(jnp.ones((1, D)), jnp.array([1]), (V + 1, D))
     tx = js.adam(0.1)
-    with pytest.raises(ValueError, match=r"shape \(10, 3\), the optimizer state"):
+    with pytest.raises(ValueError, match=r"shape \(10, 3\), and the parameter has"):
         tx.update(wrong, tx.init(table), table)
     with pytest.raises(ValueError, match=r"cannot add .* to a parameter of shape \(9, 3\)"):
         js.apply_updates(table, wrong)

@@ -145,27 +145,6 @@ def test_exact_rows_catch_up_inside(wrap, way):
     assert_close(params, wanted, rtol=1e-4, atol=1e-5)
 
 
-def test_frozen_rows_of_one_label():
-    exact = js.adamw(0.1, weight_decay=0.1, untouched="exact")
-    tx = js.optim.partition({"table": exact, "dense": js.sgd(0.1)}, LABELS)
-    frozen = {"table": jnp.arange(V) == 2, "mlp": {"w": None, "b": None}}
-    state = js.optim.freeze_rows(tx.init(PARAMS), frozen)
-
-    @quickly
-    def step_and_flush(params, state):
-        return tx.flush(*tx.apply(grad(params, IDS[0]), state, params))
-
-    params, _ = step_and_flush(PARAMS, state)
-    stayed = (params["table"] == PARAMS["table"]).all(1)
-    np.testing.assert_array_equal(stayed, np.arange(V) == 2)
-    wrong = {**frozen, "mlp": {"w": jnp.ones(D, bool), "b": None}}
-    with pytest.raises(TypeError, match=r"rows of \['mlp'\]\['w'\] do not move without"):
-        js.optim.freeze_rows(tx.init(PARAMS), wrong)
-    lazy = js.optim.partition(INNER, LABELS)
-    with pytest.raises(TypeError, match=r"rows of \['table'\] do not move.*mask_rows"):
-        js.optim.freeze_rows(lazy.init(PARAMS), frozen)
-
-
 def test_inside_a_chain_of_optax_and_a_scan():
     tx = optax.chain(js.optim.partition(INNER, FORMS["function"]), optax.identity())
 

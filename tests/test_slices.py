@@ -82,6 +82,8 @@ def test_takes_what_arrays_are_made_of(kind):
         ((VALUES, INDICES, ()), ValueError, r"must be \(V, \*row_shape\)"),
         ((VALUES, INDICES, (-1, 2)), ValueError, "none negative"),
         ((VALUES, INDICES, 5), TypeError, "dense_shape must be a tuple of ints"),
+        ((VALUES, INDICES, (5.5, 2)), TypeError, r"tuple of ints .*, got \(5.5, 2\)"),
+        ((VALUES, INDICES, np.ones(2)), TypeError, r"tuple of ints .*, got array"),
     ],
 )
 def test_construction_checks(args, error, text):

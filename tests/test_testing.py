@@ -260,10 +260,60 @@ def test_a_gradient_that_jslices_made_dense():
     )
 
 
-def test_a_step_of_the_whole_table():
-    every = S((V,), jnp.int32)
-    problems = fails_dense(quickly(step), PARAMS, STATE, every)
-    assert any("jslices steps all rows of the table at once" in line for line in problems)
+def trained_by(tx, loss=loss):
+    def train(params, state, ids):
+        grads = js.grad(loss)(params, ids)
+        updates, state = tx.update(grads, state, params)
+        return js.apply_updates(params, updates), state
+
+    return quickly(train), jax.eval_shape(tx.init, PARAMS)
+
+
+@pytest.mark.parametrize(
+    "tx",
+    [
+        js.adagrad(0.1),
+        js.adam(optax.cosine_decay_schedule(0.1, 9)),
+        optax.chain(js.optim.clip(1.0), js.adagrad(0.1)),
+        js.adafactor(0.1),
+    ],
+    ids=["adagrad", "a schedule of optax", "in a chain of optax", "adafactor"],
+)
+def test_a_step_of_the_whole_table(tx):
+    """On purpose: the advice says so, and does not send to the optimizer that is in use."""
+    train, state = trained_by(tx)
+    problems = fails_dense(train, PARAMS, state, S((V,), jnp.int32))
+    advice = [line for line in problems if not line.startswith("f32[")]
+    assert advice[0].startswith("the gradient has so many rows that jslices steps all rows")
+    assert "nothing to mend" in advice[0]
+    assert all("assert_in_place" in line for line in advice[1:])
+
+
+@pytest.mark.parametrize("tx", [js.sgd(0.1), js.from_optax(optax.sgd(0.1, 0.9))])
+def test_a_gradient_with_as_many_rows_as_the_table(tx):
+    train, state = trained_by(tx)
+    problems = fails_dense(train, PARAMS, state, S((V,), jnp.int32))
+    advice, *rest = [line for line in problems if not line.startswith("f32[")]
+    assert all("assert_in_place" in line for line in rest)
+    assert advice.startswith("args[0]['table'] has 20,000 rows, and 20,000 are looked up")
+
+
+def test_a_small_table_may_be_stepped_as_a_whole():
+    """Beside a large one, of which no dense array is made."""
+    params = {**PARAMS, "large": S((300_000, D), jnp.float32)}
+    state = jax.eval_shape(TX.init, params)
+
+    def both(params, ids):
+        large = params["large"][ids[:K]]
+        return loss(params, ids) + (large**2).sum()
+
+    def penalised(params, ids):
+        return both(params, ids) + (params["large"] ** 2).sum()
+
+    ids = S((V,), jnp.int32)
+    assert_no_dense_temporary(trained_by(TX, both)[0], params, state, ids)
+    problems = fails_dense(trained_by(TX, penalised)[0], params, state, ids)
+    assert all("300000" in line for line in problems if line.startswith("f32["))
 
 
 def test_what_counts_as_a_table():

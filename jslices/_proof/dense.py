@@ -1,5 +1,6 @@
 """Which temporaries as large as a table a step makes, and by which line."""
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,13 +17,16 @@ def problems(program: Program, table_bytes: int | None, min_bytes: int) -> list[
     tables: list[Array] = []
     if table_bytes is None:
         parameters = program.module.parameters()
-        tables = [
+        looked_up = [
             parameters[leaf.parameter].arrays[0]
             for leaf in _looked_up(program)
             if leaf.parameter is not None
             and len(leaf.shape) > 1
             and leaf.nbytes >= min_bytes
         ]
+        stepped_whole = _stepped_whole(program.module)
+        by_rows = [table for table in looked_up if _sides(table) not in stepped_whole]
+        tables = by_rows or looked_up
         if not tables:
             raise ValueError(
                 f"{program.name} looks up rows of no argument with at least two axes and "
@@ -58,6 +62,20 @@ def temporaries(module: Module) -> Iterator[tuple[Instruction, Array]]:
                 yield each, array
 
 
+def _stepped_whole(module: Module) -> set[tuple[int, ...]]:
+    """The sides of tables of which an optimizer steps all rows, as its plan says."""
+    return {
+        _sides(array)
+        for each in module.run()
+        if _steps_all_rows(module, each)
+        for array in each.arrays
+    }
+
+
+def _steps_all_rows(module: Module, each: Instruction) -> bool:
+    return any(function == _ALL_ROWS for _, function, _ in module.frames(each))
+
+
 def _sides(array: Array) -> tuple[int, ...]:
     return tuple(sorted(dim for dim in array.dims if dim != 1))
 
@@ -83,26 +101,28 @@ def _advice(program: Program, found: list[Instruction]) -> list[str]:
     if not found:
         return []
     found = [_telling(program.module, each) for each in found]
-    frames = [frame for each in found for frame in program.module.frames(each)]
     gradient = [each for each in found if "transpose(" in each.op_name]
     advice = []
     ask = "print(jslices.explain(loss)(params, ...)) names the line and the remedy"
     if program.densified:
         warned = ". ".join(dict.fromkeys(program.densified))
         advice.append(f"jslices made a gradient dense: {warned}. {ask}")
-    elif any(function == _ALL_ROWS for _, function, _ in frames):
+    elif any(_steps_all_rows(program.module, each) for each in found):
         advice.append(
             "the gradient has so many rows that jslices steps all rows of the table at "
-            "once, which is faster; with fewer ids a step it would not"
+            "once, which is faster; with fewer ids a step it would not. If that is meant "
+            "(print(tx.plan(grads, params)) says so), there is nothing to mend"
         )
-    elif any(_of_jslices(program.module, each) for each in gradient):
-        advice.append(f"a gradient may need the whole table: {ask}")
-    elif gradient:
+    elif gradient and not any(_of_jslices(program.module, each) for each in gradient):
         advice.append(
             "this is a dense gradient: write jslices.value_and_grad or jslices.grad "
             "instead of JAX's; if it stays dense, " + ask
         )
-    if any("/optax/" in file.replace("\\", "/") for file, _, _ in frames):
+    elif crowded := _crowded(program):
+        advice += crowded
+    elif gradient:
+        advice.append(f"a gradient may need the whole table: {ask}")
+    if any(_of_optax(program.module, each) for each in found):
         advice.append(
             "Optax works on whole arrays: use the optimizer of that name in jslices, or "
             "jslices.from_optax"
@@ -110,6 +130,29 @@ def _advice(program: Program, found: list[Instruction]) -> list[str]:
     if any(program.module.copied(each) is not None for each in found):
         advice.append("jslices.testing.assert_in_place gives the cause of copies")
     return advice
+
+
+def _crowded(program: Program) -> list[str]:
+    """A line for each table of which as many rows are looked up as it has."""
+    tables: dict[tuple[int, ...], str] = {}
+    for leaf, rows in _looked_up(program).items():
+        if len(leaf.shape) > 1 and rows >= leaf.shape[0]:  # state arrays come later
+            tables.setdefault(
+                leaf.shape,
+                f"{leaf.path} has {leaf.shape[0]:,} rows, and {rows:,} are looked up in a "
+                "step: the rows of its gradient alone are as large as the table. If that "
+                "is meant, leave the table out: a higher min_bytes",
+            )
+    return list(tables.values())
+
+
+def _of_optax(module: Module, each: Instruction) -> bool:
+    """Whether Optax made it of a whole array, not of the rows that jslices hands it."""
+    files = [file.replace("\\", "/") for file, _, _ in module.frames(each)]
+    ours = [n for n, file in enumerate(files) if "jslices/optim/" in file]
+    theirs = [n for n, file in enumerate(files) if "/optax/" in file]
+    lifted = any(file.endswith("/from_optax.py") for file in files)
+    return bool(theirs) and not lifted and min(theirs) < min(ours, default=len(files))
 
 
 def _of_jslices(module: Module, each: Instruction) -> bool:
@@ -120,21 +163,23 @@ def _of_jslices(module: Module, each: Instruction) -> bool:
 # --- tables ------------------------------------------------------------------------
 
 
-def _looked_up(program: Program) -> list[Leaf]:
-    """The arguments whose rows are gathered."""
+def _looked_up(program: Program) -> dict[Leaf, int]:
+    """The arguments whose rows are gathered, and how many rows at most at a time."""
     jaxpr = program.jaxpr.jaxpr
-    found: set[int] = set()
+    found: dict[int, int] = {}
     _walk(jaxpr, list(range(len(jaxpr.invars))), found)
-    return [program.leaves[number] for number in sorted(found)]
+    return {program.leaves[number]: found[number] for number in sorted(found)}
 
 
-def _walk(jaxpr: Any, numbers: list[int | None], found: set[int]) -> list[int | None]:
+def _walk(jaxpr: Any, numbers: list[int | None], found: dict[int, int]) -> list[int | None]:
     """Follows arguments, by number, to gathers; returns the numbers of the results."""
     of = {id(v): n for v, n in zip(jaxpr.invars, numbers, strict=True)}
     for eqn in jaxpr.eqns:
         known = [of.get(id(v)) for v in eqn.invars]
         if eqn.primitive.name in ("gather", "dynamic_slice") and known[0] is not None:
-            found.add(known[0])
+            row = math.prod(eqn.invars[0].aval.shape[1:])
+            rows = eqn.outvars[0].aval.size // max(row, 1)
+            found[known[0]] = max(found.get(known[0], 0), rows)
         results: list[int | None] = [None] * len(eqn.outvars)
         for inner in _inner(eqn.params):
             # Loops and conditionals have additional operands, before those of the body.

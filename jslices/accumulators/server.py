@@ -527,8 +527,9 @@ def connect(
     After an ``UnavailableError`` the stand-ins can be used again: the next call connects
     anew, also to a server that was started again at this address. Nothing is sent twice
     by itself, and a server that was frozen drops the calls that were given up meanwhile.
-    But a call that it was already working on may have been carried out: after an
-    ``apply_grad`` go on with the next gradient, for the same one might count twice.
+    But a call that it was already working on may have been carried out: what a
+    ``take_grad`` took is lost then, and an ``apply_grad`` that is called again counts
+    twice; go on with the next gradient instead.
 
     Args:
       address: that of the :class:`AccumulatorServer`.

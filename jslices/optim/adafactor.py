@@ -21,10 +21,10 @@ from jslices.optim._engine.arithmetic import (
     value_at,
     with_decay,
 )
-from jslices.optim._engine.execute import read_rows, step_slices
+from jslices.optim._engine.execute import derivable, read_rows, step_slices
 from jslices.optim._engine.protocol import GradientTransformation
 from jslices.optim._engine.rule import Kernel, Rule, check_lazy, zeros
-from jslices.optim._engine.transformation import checked_rows, transformation
+from jslices.optim._engine.transformation import transformation
 
 
 class AdafactorState(NamedTuple):
@@ -64,6 +64,11 @@ def adafactor(
     For IndexedSlices the column means are those of the whole gradient, zeros included; the
     clipping and the scale of the parameter are **of each row by itself**, as those of a
     whole table would cost a pass over all of it.
+
+    Where the second moment is factored, rows share ``c``: a row whose square is not finite
+    (NaN, infinite, or 1e20 in float32) spoils it for good, and with it every row that is
+    stepped from then on. Clip the gradients, leave such steps out, or pass
+    ``factored=False``, with which the damage stays in its row.
 
     Untouched rows: lazy. A row without gradient is neither read nor written, and nor is its
     state.
@@ -185,20 +190,23 @@ def adafactor(
                 u, *new = finish(step, decays, g * v**-0.5, p, mean, by_row=True)
                 return u, v, *new
 
-            return step_slices(kernel, checked_rows(g, (p, v, *mean)), [p], [v, *mean])
+            return step_slices(kernel, g, [p], [v, *mean])
 
         def in_factors(g: Any, p: Any, rows: Any, columns: Any, *mean: Any) -> Any:
-            g = checked_rows(g, (p, rows, *mean))
             total = jnp.sum(g.values**2, axis=0, dtype=columns.dtype)
             mean_squares = total / p.shape[0] + eps
             columns = (b * columns + (1.0 - b) * mean_squares).astype(columns.dtype)
             seen = b * read_rows(rows, g.indices) + (1.0 - b) * row_mean(g.values**2 + eps)
             rows = set_rows(rows, g.indices, seen.astype(rows.dtype))
+            some = jnp.any(g.indices < p.shape[0])
+            by_row, by_column = (
+                derivable(jnp.broadcast_to(some, x.shape), x) for x in (rows, columns)
+            )
             # The mean of whichever factor has fewer numbers than the other.
-            mean_square = jnp.mean(columns if axes_of(p.shape) == (1, 0) else rows)
+            mean_square = jnp.mean(by_column if axes_of(p.shape) == (1, 0) else by_row)
 
             def kernel(g: Any, p: Any, row: Any, *mean: Any) -> tuple[Any, ...]:
-                u = g * (columns[None] * (per_row(row, g) / mean_square)) ** -0.5
+                u = g * (by_column[None] * (per_row(row, g) / mean_square)) ** -0.5
                 return finish(step, decays, u, p, mean, by_row=True)
 
             u, *new = step_slices(kernel, g, [p, rows], mean, unique=True)

@@ -121,8 +121,9 @@ def _together(
     num_read: int,
 ) -> tuple[jax.Array, ...]:
     """Gather, step, scatter."""
-    update, *new_rows = kernel(values, *(read_rows(x, indices) for x in arrays))
     empty = jnp.iinfo(indices.dtype).max if num_rows is None else num_rows
+    read = (values, *(read_rows(x, indices) for x in arrays))
+    update, *new_rows = kernel(*(derivable(indices < empty, x) for x in read))
     # XLA gathers the gradient as [K, 1, *D]. In this shape the update overwrites it;
     # another would keep a second array of that size.
     tall = update.reshape(indices.shape[0], 1, *update.shape[1:])
@@ -132,6 +133,31 @@ def _together(
         for x, rows in zip(arrays[num_read:], new_rows, strict=True)
     )
     return tall.reshape(update.shape), *new
+
+
+@jax.custom_jvp
+def _derivable(named: jax.Array, rows: jax.Array) -> jax.Array:
+    del named
+    return rows
+
+
+@_derivable.defjvp
+def _(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
+    (named, rows), (_, tangent) = primals, tangents
+    zero, one = jnp.zeros((), tangent.dtype), jnp.ones((), rows.dtype)
+    return where_rows(named, rows, one), where_rows(named, tangent, zero)
+
+
+def derivable(named: jax.Array, rows: jax.Array) -> jax.Array:
+    """``rows``, for a kernel whose results are dropped where a row is not named.
+
+    Where the kernel is differentiated, rows not named are ones: what it has an infinite
+    derivative at (the root of a moment that is zero, say) would come out as NaN, although
+    the cotangent of what is dropped is zero. Otherwise this takes no time.
+    """
+    inexact = jnp.issubdtype(rows.dtype, jnp.inexact)
+    result: jax.Array = _derivable(named, rows) if inexact else rows
+    return result
 
 
 def read_rows(x: jax.Array, indices: jax.Array) -> jax.Array:
@@ -231,7 +257,7 @@ def _keeping_unnamed(
     read arrays that are being overwritten, which XLA:CPU copies for that (jax 0.10.2 and
     0.12): a step of Adam on 100,000 rows of 64 takes 2 to 3 times as long.
     """
-    operands = (sums, *arrays)
+    operands = [derivable(named, x) for x in (sums, *arrays)]
     program = jax.make_jaxpr(kernel)(*operands)
     update, *new = program.jaxpr.outvars
     computed = {id(var) for eqn in program.jaxpr.eqns for var in eqn.outvars}
@@ -242,13 +268,17 @@ def _keeping_unnamed(
     }
     values: dict[Any, Any] = dict(zip(program.jaxpr.constvars, program.consts, strict=True))
     values.update(zip(program.jaxpr.invars, operands, strict=True))
+    kept: dict[int, jax.Array] = {}
     for eqn in program.jaxpr.eqns:
         outputs = _jax.bind(eqn, [_jax.read(atom, values) for atom in eqn.invars])
         for var, x in zip(eqn.outvars, outputs, strict=True):
             old = early.get(id(var))
-            values[var] = x if old is None else where_rows(named, x, old.astype(x.dtype))
+            if old is not None:
+                kept[id(var)] = where_rows(named, x, old.astype(x.dtype))
+                x = derivable(named, kept[id(var)])
+            values[var] = x
     results = [
-        x if id(var) in early else where_rows(named, x, old.astype(x.dtype))
+        kept[id(var)] if id(var) in early else where_rows(named, x, old.astype(x.dtype))
         for var, x, old in zip(
             new, (_jax.read(var, values) for var in new), arrays[num_read:], strict=True
         )

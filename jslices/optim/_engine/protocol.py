@@ -147,7 +147,7 @@ def apply_updates(params: Any, updates: Any) -> Any:
     Source: ``optax.apply_updates``, which gives the same result on these updates (but takes
     no None).
     """
-    return jax.tree.map(_add, updates, params, is_leaf=is_leaf)
+    return jax.tree_util.tree_map_with_path(_add, updates, params, is_leaf=is_leaf)
 
 
 def is_leaf(x: Any) -> bool:
@@ -155,13 +155,19 @@ def is_leaf(x: Any) -> bool:
     return x is None or is_slices(x)
 
 
-def _add(update: Any, param: Any) -> Any:
+def _add(path: Any, update: Any, param: Any) -> Any:
     if update is None or param is None:
         return param
     if not isinstance(update, IndexedSlices):
+        if jnp.shape(update) not in ((), jnp.shape(param)):
+            raise _misfit(path, f"an array of shape {jnp.shape(update)}", param)
         return jnp.asarray(param + update).astype(jnp.asarray(param).dtype)
     param = jnp.asarray(param)
-    check_fits(update, param)
+    check_slices(update)
+    rows = update.values.shape[update.indices.ndim :]
+    expected = param.shape[:1] if update.dense_shape is None else update.dense_shape
+    if param.shape != (*expected[:1], *rows) or update.indices.ndim != 1:
+        raise _misfit(path, update, param)
     indices = canonical_indices(update.indices, param.shape[0])
     values = update.values.astype(param.dtype)
     if isinstance(update, EveryRow) and len(indices) == len(param):
@@ -169,21 +175,16 @@ def _add(update: Any, param: Any) -> Any:
     return add_rows(param, indices, values)
 
 
-def check_fits(slices: IndexedSlices, param: jax.Array) -> None:
-    """Raises unless ``slices`` are of an array of the parameter's shape."""
-    check_slices(slices)
-    rows = slices.values.shape[slices.indices.ndim :]
-    expected = param.shape[:1] if slices.dense_shape is None else slices.dense_shape
-    if param.shape != (*expected[:1], *rows) or slices.indices.ndim != 1:
-        raise ValueError(
-            f"cannot add {slices} to a parameter of shape {param.shape}; the shapes must "
-            "be equal"
-        )
+def _misfit(path: Any, update: Any, param: Any) -> ValueError:
+    place = f" at {jax.tree_util.keystr(path)}" if path else ""
+    return ValueError(
+        f"cannot add {update} to a parameter of shape {jnp.shape(param)}{place}; the "
+        "shapes must be equal"
+    )
 
 
 #: ``optax.MultiSteps`` adds each gradient to a dense array before it calls the optimizer.
-#: With IndexedSlices that ends in JAX's error about two structures, raised where no code of
-#: ours runs and which cannot say what to type; ``init`` is called earlier, and can.
+#: With IndexedSlices that ends in an error at the first step; ``init`` is called earlier.
 IN_MULTI_STEPS = (
     "optax.MultiSteps adds gradients to dense arrays as large as the parameters: JAX will "
     "refuse IndexedSlices there ('different types at key path'). To accumulate rows, type "

@@ -1,21 +1,28 @@
 """From a rule to an optimizer of a tree of arrays: every leaf of it, one step."""
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from jslices._devices.memory import hint_large_step
 from jslices._jax import flatten
 from jslices._rows.bounds import room_for_distinct
-from jslices._slices import IndexedSlices, check_slices, is_slices
+from jslices._slices import IndexedSlices, is_slices
 from jslices.optim._engine.arithmetic import Step, next_count, zero_count
+from jslices.optim._engine.checks import (
+    Shapes,
+    arrays_of,
+    check_shapes,
+    check_state,
+    checked_gradient,
+    places,
+)
 from jslices.optim._engine.execute import step_slices
 from jslices.optim._engine.plan import Plan, choose_plan
 from jslices.optim._engine.protocol import (
     GradientTransformation,
-    check_fits,
     is_leaf,
     warn_in_multi_steps,
 )
@@ -44,6 +51,12 @@ def transformation(
     that no gradient touches are neither read nor written.
     """
     names = tuple(rule.state)
+    kept = (*names, "clock") if rule.missed is not None else names
+
+    @functools.cache
+    def state_shapes(rule: Rule, shape: tuple[int, ...]) -> Shapes:
+        p = jax.ShapeDtypeStruct(shape, jnp.float32)
+        return {k: jax.eval_shape(start, p).shape for k, start in rule.state.items()}
 
     def rules_for(params: Any, count: int) -> list[Rule]:
         chosen = spread(mask, params, count)
@@ -69,10 +82,16 @@ def transformation(
                 "this optimizer needs the parameters as well, for its weight decay or its "
                 "norms: tx.update(grads, state, params)"
             )
+        check_state(state, state_type, kept)
         leaves, tree = flatten(grads, is_leaf=is_leaf)
         rules = rules_for(params, len(leaves))
         arrays = _parameters(tree, params, rule.reads_params, len(leaves))
-        columns = [tree.flatten_up_to(getattr(state, name)) for name in names]
+        columns = [arrays_of(state, name, tree) for name in names]
+        rows = zip(places(tree), leaves, arrays, rules, *columns, strict=True)
+        leaves = [
+            checked_gradient(place, grad, param, old, functools.partial(state_shapes, r))
+            for place, grad, param, r, *old in rows
+        ]
         now = Step(state.count, single=len(leaves) == 1)
         kinds = [(r, is_slices(grad)) for r, grad in zip(rules, leaves, strict=True)]
         kernels = {
@@ -113,13 +132,24 @@ def transformation(
 
     if rule.missed is None:
         return GradientTransformation(init, update, plan=plan)
-    return GradientTransformation(
-        init,
-        update,
-        lambda params, state, ids: exact.catch_up(rules_for, params, state, ids),
-        lambda params, state: exact.flush(rules_for, params, state),
-        plan=plan,
-    )
+
+    def catch_up(params: Any, state: Any, ids: Any) -> tuple[Any, Any]:
+        check_caught_up(params, state)
+        return exact.catch_up(rules_for, params, state, ids)
+
+    def flush(params: Any, state: Any) -> tuple[Any, Any]:
+        check_caught_up(params, state)
+        return exact.flush(rules_for, params, state)
+
+    def check_caught_up(params: Any, state: Any) -> None:
+        check_state(state, state_type, kept)
+        leaves, tree = flatten(params)
+        rules = rules_for(params, len(leaves))
+        columns = [arrays_of(state, name, tree) for name in names]
+        for place, p, r, *old in zip(places(tree), leaves, rules, *columns, strict=True):
+            check_shapes(place, jnp.shape(p), old, state_shapes(r, jnp.shape(p)))
+
+    return GradientTransformation(init, update, catch_up, flush, plan=plan)
 
 
 def _plan_of(rule: Rule, grad: Any, param: Any, platform: str) -> Plan | None:
@@ -164,45 +194,11 @@ def update_leaf(
         return (None, *state)
     if not isinstance(grad, IndexedSlices):
         return kernel(grad, *read, *state)
-    by_row = [] if rule.update_slices is not None else state
-    given = [] if param is None else [jnp.asarray(param)]
-    grad = checked_rows(grad, [*given, *by_row])
-    if given:
-        check_fits(grad, given[0])
-    if rule.sums_first is not None and rule.sums_first(given[0]):
+    if rule.sums_first is not None and rule.sums_first(param):
         grad = grad.coalesce()
     if rule.update_slices is not None:
         return kernel(grad, *read, *state)
     return step_slices(kernel, grad, read, state, linear=rule.linear)
-
-
-def checked_rows(grad: IndexedSlices, arrays: Sequence[jax.Array]) -> IndexedSlices:
-    """``grad`` with the shape that belongs to ``arrays`` ``[V, ...]``, if there are any."""
-    check_slices(grad)
-    if grad.indices.ndim != 1:
-        raise ValueError(
-            f"an optimizer got {grad}, which carries a batch axis from vmap; sum it "
-            "first: IndexedSlices(s.values.reshape(-1, *row_shape), "
-            "s.indices.reshape(-1), s.dense_shape)"
-        )
-    hint_large_step(grad.values.nbytes)
-    if not arrays:
-        return grad
-    heights = [x.shape[0] for x in arrays]
-    if len(set(heights)) > 1:
-        raise ValueError(
-            f"the parameter and its optimizer state have {heights} rows, which should be "
-            "equal; was the state made with tx.init(params) for these params?"
-        )
-    shape = (heights[0], *grad.values.shape[1:])
-    if grad.dense_shape is not None and grad.dense_shape != shape:
-        raise ValueError(
-            f"the gradient belongs to an array of shape {grad.dense_shape}, the "
-            f"optimizer state to one of shape {shape}; was the state made with "
-            "tx.init(params) for these params?"
-        )
-    known = grad.dense_shape == shape
-    return grad if known else IndexedSlices(grad.values, grad.indices, shape)
 
 
 def spread(mask: Any, params: Any, count: int) -> list[bool]:

@@ -71,7 +71,8 @@ def keeping_time(kernel: Kernel, rule: Rule, count: jax.Array, run: jax.Array) -
     def timed(g: jax.Array, *rest: jax.Array) -> tuple[jax.Array, ...]:
         *arrays, last, old = rest
         update, *new = kernel(g, *arrays)
-        wrong = jnp.where(per_row(last == FROZEN, update), 0.0, jnp.nan)
+        # x + -0.0 is x for every x, and 0.0 for -0.0 + 0.0.
+        wrong = jnp.where(per_row(last == FROZEN, update), -0.0, jnp.nan)
         update = where_rows(last == count, update, wrong.astype(update.dtype))
         return update, *new, *_now(step, snapshot, last, old)
 

@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 
+from jslices.optim._engine.checks import check_links
 from jslices.optim._engine.protocol import GradientTransformation, is_leaf
 
 
@@ -58,19 +59,23 @@ def chain(*transformations: Any) -> GradientTransformation:
         return grads, tuple(new)
 
     def update(grads: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        check_links(state, len(links))
         updates, new = run(links, grads, state, params)
         return updates, new
 
     def apply(grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
+        check_links(state, len(links))
         grads, new = run(before, grads, state[:-1], params)
         params, part = last.apply(grads, state[-1], params)
         return params, (*new, part)
 
     def catch_up(params: Any, state: Any, ids: Any) -> tuple[Any, Any]:
+        check_links(state, len(links))
         params, part = last.catch_up(params, state[-1], ids)
         return params, (*state[:-1], part)
 
     def flush(params: Any, state: Any) -> tuple[Any, Any]:
+        check_links(state, len(links))
         params, part = last.flush(params, state[-1])
         return params, (*state[:-1], part)
 

@@ -11,13 +11,13 @@ from jslices._jax import flatten, is_open
 from jslices._rows.bounds import set_rows
 from jslices._rows.select import where_rows
 from jslices._slices import IndexedSlices, is_slices
-from jslices.optim._engine.execute import read_rows
+from jslices.optim._engine.checks import check_structure, checked_gradient, places
+from jslices.optim._engine.execute import derivable, read_rows
 from jslices.optim._engine.protocol import (
     GradientTransformation,
     is_leaf,
     warn_in_multi_steps,
 )
-from jslices.optim._engine.transformation import checked_rows
 
 
 def from_optax(tx: Any) -> GradientTransformation:
@@ -76,10 +76,15 @@ def from_optax(tx: Any) -> GradientTransformation:
                 "from_optax needs the parameters, to know which part of the state mirrors "
                 "them: tx.update(grads, state, params)"
             )
+        wanted = jax.tree.structure(jax.eval_shape(tx.init, params))
+        check_structure("from_optax", state, wanted)
         _refuse_accumulation(state)
         leaves, tree = flatten(grads, is_leaf=is_leaf)
         arrays = tree.flatten_up_to(params)
-        touched = [_coalesced(g, p) for g, p in zip(leaves, arrays, strict=True)]
+        touched = [
+            _coalesced(checked_gradient(place, g, p))
+            for place, g, p in zip(places(tree), leaves, arrays, strict=True)
+        ]
         kind = (tree, *((g.shape, g.dtype, is_slices(g)) for g in touched if g is not None))
         if any(map(is_slices, touched)) and kind not in tried:
             tried.add(kind)
@@ -90,7 +95,7 @@ def from_optax(tx: Any) -> GradientTransformation:
         touched, tree = flatten(grads, is_leaf=is_leaf)
         arrays = tree.flatten_up_to(params)
         rows = _Rows(tree, arrays, touched)
-        values = [g.values if is_slices(g) else g for g in touched]
+        values = [_values(g) if is_slices(g) else g for g in touched]
         outputs, new_state = tx.update(
             tree.unflatten(values), rows.read_state(state), rows.read(params), **extra_args
         )
@@ -130,7 +135,7 @@ class _Rows:
         def rows(x: Any, g: Any) -> Any:
             if not is_slices(g) or _left_out(x):
                 return x
-            return read_rows(x, g.indices)
+            return derivable(_present(g), read_rows(x, g.indices))
 
         return self._map(rows, subtree)
 
@@ -222,17 +227,25 @@ def _nodes(tree: Any) -> Iterator[Any]:
             yield from _nodes(node)
 
 
-def _coalesced(grad: Any, param: Any) -> Any:
-    if not isinstance(grad, IndexedSlices):
-        return grad
-    return checked_rows(grad, (param,)).coalesce()
+def _coalesced(grad: Any) -> Any:
+    return grad.coalesce() if is_slices(grad) else grad
+
+
+def _present(grad: IndexedSlices) -> jax.Array:
+    """bool ``[U]``: which entries are of a row."""
+    assert grad.dense_shape is not None
+    return grad.indices < grad.dense_shape[0]
+
+
+def _values(grad: IndexedSlices) -> jax.Array:
+    """The values, zero in empty entries, through which no derivative passes there."""
+    return where_rows(_present(grad), grad.values, jax.lax.stop_gradient(grad.values))
 
 
 def _update(update: Any, grad: Any) -> Any:
     if not isinstance(grad, IndexedSlices) or grad.dense_shape is None:
         return update
-    present = grad.indices < grad.dense_shape[0]
-    update = where_rows(present, update, jnp.zeros((), update.dtype))
+    update = where_rows(_present(grad), update, jnp.zeros((), update.dtype))
     return IndexedSlices(update, grad.indices, grad.dense_shape)
 
 

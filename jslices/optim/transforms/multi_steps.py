@@ -16,6 +16,7 @@ from jslices._jax import flatten
 from jslices._rows.bounds import canonical_indices, empty_index, index_dtype
 from jslices._slices import IndexedSlices, check_slices, is_slices
 from jslices.optim._engine.arithmetic import next_count, zero_count
+from jslices.optim._engine.checks import check_fields, places
 from jslices.optim._engine.protocol import GradientTransformation, is_leaf
 from jslices.optim.transforms.accumulate import merge_leaf
 from jslices.optim.transforms.chain import as_transformation
@@ -101,14 +102,21 @@ def multi_steps(
 
     def gather(grads: Any, state: MultiStepsState) -> tuple[Any, jax.Array, Any]:
         """The buffers with ``grads``, whether a step is due, and its gradient if so."""
+        check_fields("multi_steps", state, MultiStepsState)
         leaves, given = flatten(grads, is_leaf=is_leaf)
         for x in filter(is_slices, leaves):
             check_slices(x)
-        if given != structure or not all(map(_alike, leaves, examples)):
+        if given != structure:
             raise ValueError(
                 f"multi_steps was made for gradients {_shapes(examples)} in {structure}, "
                 f"got {_shapes(leaves)} in {given}; make it with a gradient like these"
             )
+        for place, x, example in zip(places(given), leaves, examples, strict=True):
+            if not _alike(x, example):
+                raise ValueError(
+                    f"multi_steps was made for a gradient {_shapes([example])}{place}, got "
+                    f"{_shapes([x])}; make it with a gradient like this"
+                )
         n = state.mini_step
         buffers = structure.flatten_up_to(state.acc_grads)
         buffers = [_put(x, buffer, n) for x, buffer in zip(leaves, buffers, strict=True)]
@@ -155,10 +163,12 @@ def multi_steps(
         return params, counted(state, due, inner, acc)
 
     def catch_up(params: Any, state: Any, ids: Any) -> tuple[Any, Any]:
+        check_fields("multi_steps", state, MultiStepsState)
         params, inner = opt.catch_up(params, state.inner_opt_state, ids)
         return params, state._replace(inner_opt_state=inner)
 
     def flush(params: Any, state: Any) -> tuple[Any, Any]:
+        check_fields("multi_steps", state, MultiStepsState)
         params, inner = opt.flush(params, state.inner_opt_state)
         return params, state._replace(inner_opt_state=inner)
 

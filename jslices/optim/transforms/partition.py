@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import jax
 
 from jslices._jax import flatten
+from jslices.optim._engine.checks import check_fields
 from jslices.optim._engine.protocol import GradientTransformation, apply_updates, is_leaf
 from jslices.optim.transforms.chain import as_transformation
 
@@ -81,12 +82,13 @@ def partition(
       (Array([ 0. ,  0. , -0.5,  0. ], dtype=float32), Array([-1., -1.], dtype=float32))
 
     Source: ``optax.partition``. It calls label functions with the gradients; mapped over
-    slices, their labels end in JAX's "different types at key path".
+    slices, their labels end in "different types at key path".
     """
     return _split(
         "partition(param_labels=...)",
         {label: as_transformation("partition", tx) for label, tx in transforms.items()},
         param_labels,
+        PartitionState,
         lambda states: PartitionState({k: MaskedState(s) for k, s in states.items()}),
         lambda state: {k: part.inner_state for k, part in state.inner_states.items()},
         mask_compatible_extra_args,
@@ -136,12 +138,13 @@ def masked(
       (Array([-0.6, -0.8], dtype=float32), Array([-5., -5.], dtype=float32))
 
     Source: ``optax.masked``. It calls mask functions with the gradients; mapped over
-    slices, their masks end in JAX's "different types at key path".
+    slices, their masks end in "different types at key path".
     """
     return _split(
         "masked(mask=...)",
         {True: as_transformation("masked", inner), False: None},
         mask,
+        MaskedState,
         lambda states: MaskedState(states[True]),
         lambda state: {True: state.inner_state},
         mask_compatible_extra_args,
@@ -152,6 +155,7 @@ def _split(
     argument: str,
     transforms: Mapping[Hashable, GradientTransformation | None],
     labels: Any,
+    state_type: Any,
     pack: Callable[[dict[Any, Any]], Any],
     unpack: Callable[[Any], Mapping[Any, Any]],
     mask_extra_args: bool,
@@ -159,7 +163,7 @@ def _split(
     """The transformation that runs each of ``transforms`` on the leaves of its label.
 
     A label with None instead of a transformation leaves updates as they are. ``pack`` makes
-    one state of a dict of states, ``unpack`` is its inverse.
+    one state, a ``state_type``, of a dict of states; ``unpack`` is its inverse.
     """
     active = {label: tx for label, tx in transforms.items() if tx is not None}
 
@@ -174,6 +178,7 @@ def _split(
         others: Any,
     ) -> tuple[Any, Any]:
         """The results of all transformations in one tree, beside their states."""
+        check_fields(argument, state, state_type)
         states = unpack(state)
         done = {label: run(label, tx, states[label]) for label, tx in active.items()}
         results = {label: result for label, (result, _) in done.items()}

@@ -1,8 +1,7 @@
-"""Rows treated apart: frozen, kept short, or weighed by how often they occur.
+"""Rows treated apart: left out, kept short, or weighed by how often they occur.
 
-``mask_rows`` takes rows out of a gradient, and ``freeze_rows`` marks them in the state of
-an optimizer whose rows also move without a gradient. ``project_rows`` limits the norms of
-rows after a step. ``combine_duplicates`` says what several entries of one row add up to.
+``mask_rows`` takes rows out of a gradient. ``project_rows`` limits the norms of rows after
+a step. ``combine_duplicates`` says what several entries of one row add up to.
 """
 
 from collections.abc import Callable
@@ -13,13 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from jslices._jax import flatten
 from jslices._rows.bounds import canonical_indices, empty_index, set_rows, take_rows
 from jslices._rows.numbering import sort_ids
 from jslices._rows.sums import check_combine
 from jslices._slices import IndexedSlices, check_slices, is_slices
 from jslices.optim._engine.protocol import GradientTransformation, is_leaf
-from jslices.optim._exact.catch_up import FROZEN
 from jslices.optim.transforms.chain import each_leaf
 from jslices.optim.transforms.clip import check_limit, clip_rows_by_norm
 from jslices.optim.transforms.norms import as_leaf
@@ -27,20 +24,20 @@ from jslices.optim.transforms.norms import as_leaf
 Keep = jax.Array | np.ndarray | Callable[[jax.Array], jax.Array]
 
 
-# --- Frozen rows ----------------------------------------------------------------------
+# --- Rows left out --------------------------------------------------------------------
 
 
 def mask_rows(slices: Any, keep: Keep) -> Any:
-    """The gradient without the rows that are frozen.
+    """The gradient without some rows.
 
-    The entries of frozen rows become empty (index ``V``, zero values). A lazy optimizer
-    neither reads nor writes a row that no entry names, so it cannot move: not by momentum,
-    not by weight decay. Duplicates stay duplicates.
+    It masks this gradient and nothing else. To keep rows from moving, whatever the
+    optimizer and the gradient, use :func:`jslices.optim.freeze_rows`.
 
-    With ``untouched="exact"`` or ``weight_decay_mode="all"`` rows also move without a
-    gradient, and this is not enough: mark them in the optimizer's state, once, by
-    :func:`jslices.optim.freeze_rows`. They then cannot move, by decay included, and need
-    no mask.
+    In slices the entries of the other rows become empty (index ``V``, zero values). A lazy
+    optimizer neither reads nor writes a row that no entry names, so it cannot move.
+    Duplicates stay duplicates. In an array the other rows become zeros, and an optimizer
+    still moves them: by momentum, and by weight decay. So does one with
+    ``untouched="exact"`` or ``weight_decay_mode="all"``, in any case.
 
     Args:
       slices: IndexedSlices with values ``[K, *D]``, or an array ``[V, *D]``.
@@ -50,9 +47,8 @@ def mask_rows(slices: Any, keep: Keep) -> Any:
         is None, an array goes by row number: pass a function).
 
     Returns:
-      IndexedSlices with values ``[K, *D]`` and indices ``[K]``, in the order they came.
-      For an array, the array with zeros in the frozen rows: their gradient is then zero,
-      but an optimizer may still move them by momentum or decay.
+      IndexedSlices with values ``[K, *D]`` and indices ``[K]``, in the order they came; or
+      an array ``[V, *D]``.
 
     Raises:
       TypeError: for a tree of gradients, if ``keep`` is not bool, or if a foreign
@@ -77,23 +73,27 @@ def mask_rows(slices: Any, keep: Keep) -> Any:
             f"{type(slices).__name__}; in a tree mask the leaf of each table: "
             '{**grads, "table": mask_rows(grads["table"], keep)}'
         )
-    slices = as_leaf(slices)
+    return only_rows(as_leaf(slices), keep, 0.0)
+
+
+def only_rows(slices: Any, keep: Keep, rest: float) -> Any:
+    """:func:`mask_rows`, with ``rest`` for the values of the other rows."""
     if not isinstance(slices, IndexedSlices):
         array = slices
         if array.ndim == 0:
             raise ValueError("mask_rows wants rows [V, *D], got a scalar")
         rows = jnp.arange(array.shape[0], dtype=jnp.int32)
-        allowed = _allowed(keep, rows, array.shape[0])
-        return _zeroed(array, allowed)
+        return _where(_allowed(keep, rows, array.shape[0]), array, rest)
     check_slices(slices)
     num_rows = None if slices.dense_shape is None else slices.dense_shape[0]
     indices = canonical_indices(slices.indices, num_rows)
     empty = empty_index(num_rows, indices.dtype)
     allowed = _allowed(keep, indices, num_rows) & (indices != empty)
-    return IndexedSlices.tree_unflatten(
+    # Of the type that came: entries stay where they are.
+    return type(slices).tree_unflatten(
         slices.dense_shape,
         (
-            _zeroed(slices.values, allowed),
+            _where(allowed, slices.values, rest),
             jnp.where(allowed, indices, jnp.array(empty, indices.dtype)),
         ),
     )
@@ -118,110 +118,9 @@ def _allowed(keep: Keep, indices: jax.Array, num_rows: int | None) -> jax.Array:
     return mask
 
 
-def _zeroed(rows: jax.Array, allowed: jax.Array) -> jax.Array:
+def _where(allowed: jax.Array, rows: jax.Array, rest: float) -> jax.Array:
     shape = allowed.shape + (1,) * (rows.ndim - allowed.ndim)
-    return jnp.where(allowed.reshape(shape), rows, jnp.zeros((), rows.dtype))
-
-
-def freeze_rows(state: Any, frozen: Any) -> Any:
-    """Keeps rows from ever moving, whether by gradients, momentum or weight decay.
-
-    For optimizers with ``untouched="exact"``, whose rows also move without a gradient. A
-    lazy optimizer moves only rows that have one, and :func:`jslices.mask_rows` is enough.
-    Call it once, after ``init``, or later for rows that are up to date.
-
-    Args:
-      state: the state of an exact optimizer, or of what holds one: a chain that ends with
-        it, ``multi_steps``, ``partition``, ``masked``, ``optax.inject_hyperparams``.
-      frozen: mirrors params: bools ``[V]`` for a table, None for what stays free.
-
-    Returns:
-      The state, with the frozen rows marked: ``catch_up`` and ``flush`` skip them, and
-      their updates are zero.
-
-    Raises:
-      TypeError: for the state of an optimizer that is not exact, and for anything but
-      bools.
-      ValueError: for bools of another length than the table.
-
-    Cost: one pass over V integers.
-
-    Example:
-      >>> import jax.numpy as jnp, jslices as js
-      >>> tx = js.adamw(0.1, weight_decay=0.5, untouched="exact")
-      >>> table = jnp.ones((3, 1))
-      >>> state = js.optim.freeze_rows(tx.init(table), jnp.array([True, False, False]))
-      >>> grads = js.IndexedSlices(jnp.zeros((2, 1)), jnp.array([0, 2]), (3, 1))
-      >>> updates, state = tx.update(grads, state, table)
-      >>> tx.flush(js.apply_updates(table, updates), state)[0].ravel()
-      Array([1.  , 0.95, 0.95], dtype=float32)
-
-    Source: ours.
-    """
-    marked: set[str] = set()
-
-    def mark(last: Any) -> Any:
-        pairs, _ = jax.tree_util.tree_flatten_with_path(last, is_leaf=_is_masked)
-        tree = flatten(last, is_leaf=_is_masked)[1]
-        new = []
-        for (path, x), bits in zip(pairs, tree.flatten_up_to(frozen), strict=True):
-            if not _is_masked(x) and bits is not None:
-                marked.add(jax.tree_util.keystr(path))
-                x = _mark(x, bits)
-            new.append(x)
-        return tree.unflatten(new)
-
-    new = _with_clocks(state, mark)
-    paths = [path for path, _ in jax.tree_util.tree_flatten_with_path(frozen)[0]]
-    left = [key for key in map(jax.tree_util.keystr, paths) if key not in marked]
-    if new is None or left:
-        raise TypeError(
-            'freeze_rows wants the state of an optimizer with untouched="exact", got a '
-            f"{type(state).__name__} in which the rows{_listed(left)} do not move without "
-            "a gradient; mask their gradients: jslices.mask_rows(slices, ~frozen)"
-        )
-    return new
-
-
-def _with_clocks(state: Any, mark: Callable[[Any], Any]) -> Any:
-    """The state with every ``clock.last`` in it as ``mark`` makes it; None without any."""
-    if getattr(state, "clock", None) is not None:
-        return state._replace(clock=state.clock._replace(last=mark(state.clock.last)))
-    if hasattr(state, "inner_states"):
-        parts = {key: _with_clocks(part, mark) for key, part in state.inner_states.items()}
-        if not any(part is not None for part in parts.values()):
-            return None
-        kept = {key: state.inner_states[key] for key, new in parts.items() if new is None}
-        return state._replace(inner_states={**parts, **kept})
-    for name in ("inner_opt_state", "inner_state"):
-        if hasattr(state, name):
-            new = _with_clocks(getattr(state, name), mark)
-            return None if new is None else state._replace(**{name: new})
-    if isinstance(state, tuple) and not hasattr(state, "_fields") and state:
-        last = _with_clocks(state[-1], mark)
-        return None if last is None else (*state[:-1], last)
-    return None
-
-
-def _listed(paths: list[str]) -> str:
-    named = ", ".join(filter(None, paths))
-    return f" of {named}" if named else ""
-
-
-def _is_masked(x: Any) -> bool:
-    """True for the empty node that stands for a parameter of another optimizer."""
-    return isinstance(x, tuple) and not x
-
-
-def _mark(last: jax.Array, frozen: Any) -> jax.Array:
-    frozen = jnp.asarray(frozen)
-    if frozen.dtype != bool:
-        raise TypeError(f"freeze_rows wants bools, got {frozen.dtype}{list(frozen.shape)}")
-    if frozen.shape != last.shape:
-        raise ValueError(
-            f"freeze_rows got {frozen.shape} bools for a table of {last.shape} rows"
-        )
-    return jnp.where(frozen, FROZEN, last)
+    return jnp.where(allowed.reshape(shape), rows, jnp.array(rest, rows.dtype))
 
 
 # --- Norms of rows --------------------------------------------------------------------

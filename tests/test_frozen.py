@@ -1,0 +1,256 @@
+"""Frozen rows never move, bit for bit: any optimizer, any gradient, any wrapper."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from helpers import assert_close, quickly, rest_in_ci
+from optimizers import ALL, THREE, D, V, label, make, rng_tree, slices_of
+
+import jslices as js
+
+FROZEN = np.isin(np.arange(V), [0, 2, 5, 8])
+IDS = np.array([0, 1, 1, 5, 7, V, -1, 2])
+EXACT = [
+    ("sgd", {"momentum": 0.9, "untouched": "exact"}),
+    ("adamw", {"weight_decay": 0.1, "untouched": "exact"}),
+    ("adamw", {"weight_decay": 0.1, "weight_decay_mode": "all"}),
+    ("lion", {"weight_decay": 0.1, "untouched": "exact"}),
+]
+FACTORED = ("adafactor", {"min_dim_size_to_factor": 1})
+DECAYS = js.adamw(0.1, weight_decay=0.1)
+EXACTLY = make(js, "adamw", 0.1, EXACT[1][1])
+BITS = {"table": FROZEN, "w": None}
+freeze = functools.partial(js.optim.freeze_rows, frozen=BITS)
+
+
+def grads_of(seed, dense):
+    rng = np.random.default_rng(seed)
+    table = slices_of(rng, IDS)
+    # Whatever a frozen row gets is gone.
+    bad = jnp.where(FROZEN[IDS.clip(0, V - 1)][:, None], jnp.nan, table.values)
+    table = js.IndexedSlices(bad, table.indices, (V, D))
+    return {"table": table.to_dense() if dense else table, "w": jnp.ones(4)}
+
+
+SHAPES = jax.eval_shape(lambda: grads_of(0, dense=False))
+WRAPPED = {
+    "from_optax": freeze(js.from_optax(optax.adamw(0.1, weight_decay=0.1))),
+    "chain": freeze(js.optim.chain(js.optim.clip_global_norm(1.0), EXACTLY)),
+    "in a chain": js.optim.chain(js.optim.clip(1.0), freeze(DECAYS)),
+    "multi_steps": freeze(js.optim.multi_steps(EXACTLY, 1, SHAPES)),
+    "in multi_steps": js.optim.multi_steps(freeze(EXACTLY), 1, SHAPES),
+    "partition": freeze(js.optim.partition({"a": EXACTLY, "b": js.sgd(0.1)}, "a")),
+    "in partition": js.optim.partition(
+        {"a": freeze(EXACTLY), "b": js.sgd(0.1)}, {"table": "a", "w": "b"}
+    ),
+    "masked": freeze(js.optim.masked(DECAYS, {"table": True, "w": False})),
+    "inject_hyperparams": freeze(
+        optax.inject_hyperparams(js.adamw)(learning_rate=0.1, weight_decay=0.1)
+    ),
+    "in optax.chain": optax.chain(js.optim.clip(9.0), freeze(DECAYS)),
+}
+
+
+QUICK = [("chain", True), ("from_optax", True), ("masked", False)]
+
+
+def start():
+    params = rng_tree(np.random.default_rng(0))
+    return {**params, "table": params["table"].at[2].set(-0.0)}
+
+
+def bits(x):
+    return np.asarray(x).view(np.uint8)
+
+
+def rows_of(state):
+    """What a state has for each row of the table, by key path."""
+    pairs = jax.tree.leaves_with_path(state)
+    keys = [(jax.tree_util.keystr(path), x) for path, x in pairs]
+    return {k: x for k, x in keys if k.endswith("['table']") and x.shape[:1] == (V,)}
+
+
+def train(tx, kinds):
+    """The parameters and state after each step, on slices or arrays, then flushed."""
+
+    @quickly
+    def run(params, state):
+        seen = []
+        for seed, dense in enumerate(kinds):
+            if getattr(tx, "catches_up", False):
+                ids = {"table": True if dense else jnp.asarray(IDS), "w": None}
+                params, state = tx.catch_up(params, state, ids)
+            updates, state = tx.update(grads_of(seed, dense), state, params)
+            params = js.apply_updates(params, updates)
+            seen.append((params, state))
+        if getattr(tx, "catches_up", False):
+            seen.append(tx.flush(params, state))
+        return seen
+
+    params = start()
+    return [(params, tx.init(params)), *run(params, tx.init(params))]
+
+
+def check(tx, kinds):
+    (before, state), *after = train(tx, kinds)
+    for params, _ in after:
+        np.testing.assert_array_equal(
+            bits(params["table"][FROZEN]), bits(before["table"][FROZEN])
+        )
+    assert np.isfinite(params["table"]).all()
+    moved = np.asarray(params["table"] != before["table"]).any(1)
+    assert moved[[1, 7]].all()
+    if not any(kinds):
+        now = rows_of(after[-1][1])
+        for key, x in rows_of(state).items():
+            if "acc_grads" not in key:
+                np.testing.assert_array_equal(bits(x[FROZEN]), bits(now[key][FROZEN]), key)
+
+
+@pytest.mark.parametrize(
+    "name, kwargs, dense",
+    rest_in_ci(
+        [(*case, dense) for case in [*ALL, *EXACT] for dense in (False, True)],
+        lambda case: case[2] and case[:2] in [*THREE, FACTORED],
+    ),
+    ids=label,
+)
+def test_frozen_rows_keep_their_bits(name, kwargs, dense):
+    """And under row gradients so does their state."""
+    tx = freeze(make(js, name, 0.1, kwargs))
+    check(tx, [False, dense])
+
+
+@pytest.mark.parametrize(
+    "wrap, dense",
+    rest_in_ci(
+        [
+            (wrap, dense)
+            for wrap in WRAPPED
+            for dense in (False, True)
+            if not (dense and "multi_steps" in wrap)  # made for one kind of gradient
+        ],
+        lambda case: case in QUICK,
+    ),
+)
+def test_whatever_stands_around_the_optimizer(wrap, dense):
+    check(WRAPPED[wrap], [dense, dense])
+
+
+@pytest.mark.parametrize(
+    "tx, dense",
+    [(DECAYS, True), (js.adafactor(0.1, min_dim_size_to_factor=1), False)],
+    ids=["adamw", "adafactor"],
+)
+def test_free_rows_move_as_if_the_others_had_no_gradient(tx, dense):
+    params, grads = start(), grads_of(0, dense)
+    masked = {**grads, "table": js.mask_rows(grads["table"], ~FROZEN)}
+    wanted, wanted_state = quickly(tx.apply)(masked, tx.init(params), params)
+    frozen = freeze(tx)
+    got, state = quickly(frozen.apply)(grads, frozen.init(params), params)
+    np.testing.assert_array_equal(got["table"][~FROZEN], wanted["table"][~FROZEN])
+    assert_close((got["w"], state), (wanted["w"], wanted_state), 0, 0)
+
+
+@pytest.mark.parametrize(
+    "tx, dense", [(DECAYS, False), (EXACTLY, True)], ids=["lazy", "exact"]
+)
+def test_rows_are_frozen_later(tx, dense):
+    """Round an optimizer that has taken steps: they stay where they are."""
+    params, state = train(tx, [False])[1]
+    frozen = freeze(tx)
+
+    @quickly
+    def step(grads, params, state, ids):
+        params, state = frozen.catch_up(params, state, ids)
+        return frozen.flush(*frozen.apply(grads, state, params))
+
+    ids = {"table": jnp.arange(V), "w": None}
+    new, _ = step(grads_of(3, dense), params, state, ids)
+    np.testing.assert_array_equal(bits(new["table"][FROZEN]), bits(params["table"][FROZEN]))
+    assert (new["table"] != params["table"]).any(1)[jnp.array([1, 7])].all()
+
+
+def test_forms_of_frozen():
+    tree = {"table": jnp.ones((V, D)), "rest": {"a": jnp.ones(2), "b": [jnp.ones(3)]}}
+    grads = jax.tree.map(jnp.ones_like, tree)
+    for frozen in (
+        {"table": FROZEN, "rest": None},
+        {"table": jnp.asarray(FROZEN), "rest": {"a": None, "b": [None]}},
+        {"table": lambda rows: jnp.asarray(FROZEN)[rows], "rest": None},
+    ):
+        tx = js.optim.freeze_rows(js.sgd(1.0), frozen)
+        new, _ = tx.apply(grads, tx.init(tree), tree)
+        np.testing.assert_array_equal(new["table"], np.repeat(FROZEN[:, None], D, 1))
+        assert new["rest"]["b"][0].tolist() == [0, 0, 0]
+    # A single table; slices whose number of rows is not known; no gradient.
+    tx = js.optim.freeze_rows(js.sgd(1.0), lambda rows: rows < 8)
+    rows = js.IndexedSlices(jnp.ones((2, D)), jnp.array([7, 8]))
+    new, _ = tx.apply(rows, tx.init(tree["table"]), tree["table"])
+    np.testing.assert_array_equal(new[:, 0], np.arange(V) < 8)
+    assert tx.update(None, tx.init(tree["table"]))[0] is None
+    assert tx.plan(rows, tree["table"]).entries == 2
+
+
+@pytest.mark.parametrize("grad", [js.grad, jax.grad])
+def test_a_step_is_in_place_and_without_temporaries(grad):
+    """By rows nothing is as large as the table, and under an array only the gradient."""
+    rows, count = 50_000, 64
+    tx = js.optim.freeze_rows(js.adamw(0.1, weight_decay=0.1), lambda rows: rows < 9)
+
+    @functools.partial(jax.jit, donate_argnums=(0, 1))
+    def step(params, state, ids):
+        return tx.apply(grad(lambda t: (t[ids] ** 2).sum())(params), state, params)
+
+    params = jax.ShapeDtypeStruct((rows, 16), jnp.float32)
+    ids = jax.ShapeDtypeStruct((count,), jnp.int32)
+    given = params, jax.eval_shape(tx.init, params), ids
+    memory = js.testing.assert_in_place(step, *given, min_bytes=rows * 4)
+    assert memory.temp_bytes < (1.1 * rows if grad is jax.grad else 8 * count) * 16 * 4
+
+
+@pytest.mark.parametrize("dense", [False, True])
+def test_the_state_of_an_exact_optimizer(dense):
+    """It knows when each row did its last step: never, if it is frozen."""
+    before = start()
+    chained = js.optim.chain(js.optim.clip(9.0), EXACTLY)
+
+    @quickly
+    def run(params, state):
+        ids = {"table": True if dense else jnp.asarray(IDS), "w": None}
+        params, state = chained.catch_up(params, state, ids)
+        grads = jax.tree.map(jnp.nan_to_num, grads_of(0, dense))
+        return chained.flush(*chained.apply(grads, state, params))
+
+    params, _ = run(*run(before, freeze(chained.init(before))))
+    kept, old = bits(params["table"][FROZEN]), bits(before["table"][FROZEN])
+    np.testing.assert_array_equal(kept, old)
+    assert (params["table"] != before["table"]).any(1)[~FROZEN].all()
+
+
+def test_errors():
+    params = start()
+    with pytest.raises(
+        TypeError, match=r"of an optimizer with untouched=\"exact\" .* for any"
+    ):
+        freeze(DECAYS.init(params))
+    with pytest.raises(TypeError, match="wants an optimizer, or the state"):
+        freeze(params["table"])
+    wrong = [
+        (TypeError, r"wants bools, got int32\[9\]; for row numbers: l", jnp.arange(V)),
+        (ValueError, r"bools of shape \(4,\) for a table of shape \(9, 3\)", FROZEN[:4]),
+        (ValueError, r"bools of shape \(9, 1\) for a table", FROZEN[:, None]),
+    ]
+    for error, message, bits in wrong:
+        tx = js.optim.freeze_rows(DECAYS, {"table": bits, "w": None})
+        with pytest.raises(error, match=message):
+            tx.init(params)
+        with pytest.raises(error, match=message):
+            tx.update(grads_of(0, dense=True), DECAYS.init(params), params)
+    tx = js.optim.freeze_rows(DECAYS, {"tabel": FROZEN, "w": None})
+    with pytest.raises(ValueError, match=r"must have the structure of the parameters or a"):
+        tx.init(params)
