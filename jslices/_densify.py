@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, NoReturn
 
 import jax
 
-_HERE = os.path.dirname(os.path.abspath(__file__)) + os.sep
+OUR_FOLDER = os.path.dirname(os.path.abspath(__file__)) + os.sep
 JAX_FOLDER = os.path.dirname(os.path.abspath(jax.__file__)) + os.sep
 _LIBRARIES = tuple(
     {
@@ -67,7 +67,7 @@ def pick_user_line(frames: Iterable[tuple[CodeType, int]]) -> UserLine:
     library = None
     for code, line in frames:
         file = code.co_filename
-        if file.startswith((_HERE, JAX_FOLDER)) or file.startswith("<frozen"):
+        if file.startswith((OUR_FOLDER, JAX_FOLDER)) or file.startswith("<frozen"):
             continue
         if not file.startswith(_LIBRARIES):
             return UserLine(file, line)

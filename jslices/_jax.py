@@ -22,7 +22,7 @@ from jax._src import source_info_util, xla_bridge
 from jax.export import is_symbolic_dim
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Primitive
 
-from jslices._densify import JAX_FOLDER, UserLine, pick_user_line
+from jslices._densify import JAX_FOLDER, OUR_FOLDER, UserLine, pick_user_line
 
 # A jaxpr, closed or not, and one of its equations. JAX exports the classes but not
 # their fields, so a type checker learns nothing from naming them.
@@ -277,8 +277,17 @@ def is_library_call(eqn: Equation) -> bool:
 
     JAX keeps its trace, with the lines of whoever called it first, for every later call.
     """
-    file = getattr(getattr(body(eqn), "debug_info", None), "func_filename", None)
-    return file is not None and file.startswith(JAX_FOLDER)
+    return _file_called(eqn).startswith(JAX_FOLDER)
+
+
+def is_call_of_ours(eqn: Equation) -> bool:
+    """True for a call of a function of this package, such as ``scatter_add``."""
+    return _file_called(eqn).startswith(OUR_FOLDER)
+
+
+def _file_called(eqn: Equation) -> str:
+    """The file of the function that an equation calls, as far as is known."""
+    return getattr(_debug_info(eqn), "func_filename", None) or ""
 
 
 # What ``call_hi_primitive`` calls (jax 0.12 with ``jax_remat3``, ``jax_custom_jvp3`` and
@@ -305,9 +314,13 @@ def parameters(eqn: Equation) -> dict[str, Any]:
 
 def source(eqn: Equation) -> Any:
     """Where the function stands that an equation calls, as far as is known."""
+    return getattr(_debug_info(eqn), "func_src_info", None)
+
+
+def _debug_info(eqn: Equation) -> Any:
     params = parameters(eqn)
     program = params["traced"].jaxpr if "traced" in params else body(eqn)
-    return getattr(getattr(program, "debug_info", None), "func_src_info", None)
+    return getattr(program, "debug_info", None)
 
 
 def body(eqn: Equation) -> Program:

@@ -463,7 +463,7 @@ def test_a_state_file_that_names_a_missing_checkpoint(tmp_path, caplog):
     paths = [saver.save(A, tmp_path / "m", i) for i in range(2)]
     os.unlink(paths[1])
     assert js.checkpoint.latest_checkpoint(tmp_path) is None
-    assert "m-1, which is not there" in caplog.text
+    assert "m-1', which is not there" in caplog.text
     assert_holds(
         js.checkpoint.get_checkpoint_state(tmp_path).all_model_checkpoint_paths[0], A
     )

@@ -317,7 +317,8 @@ def _dynamic_slice(eqn: _jax.Equation, view: View) -> Lookup | None:
     whole_rows = sizes[1:] == shape[1:]
     if not sizes:
         return None
-    if count != 1 and not (whole_rows and _jax.holds(lambda: count < height)):
+    some = whole_rows and _jax.holds(lambda: count < height)
+    if not some and not _jax.holds(lambda: count <= 1):
         return None
 
     def ids(values: Sequence[Any]) -> jax.Array:

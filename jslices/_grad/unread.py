@@ -29,6 +29,9 @@ _NOTHING: Held = frozenset()
 _known: weakref.WeakKeyDictionary[Any, dict[Any, Result]] = weakref.WeakKeyDictionary()
 
 
+_CUSTOM = ("custom_jvp_call", "custom_vjp_call")
+
+
 def unread_lookups(
     program: _jax.Program, leaves: Sequence[int], through: Sequence[bool]
 ) -> dict[int, list[_jax.Source]]:
@@ -111,6 +114,8 @@ def _repeats_whole(eqn: _jax.Equation) -> bool:
 def _inside(eqn: _jax.Equation, given: Sequence[Held], through: Sequence[bool]) -> Result:
     """What becomes of them in a call, a loop, a branch or a solver."""
     outputs: list[Held] = [_NOTHING] * len(eqn.outvars)
+    if _jax.kind(eqn) in _CUSTOM and _jax.is_call_of_ours(eqn):
+        return outputs, []  # a scatter
     found: list[tuple[int, _jax.Source]] = []
     for program, held, same_outputs in _jax.programs_inside(eqn, given):
         wanted = through if same_outputs else [True] * len(program.outvars)

@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 import jax
 
 from jslices._densify import (
-    _HERE,
     _LIBRARIES,
     JAX_FOLDER,
+    OUR_FOLDER,
     DensificationWarning,
     UserLine,
     human_bytes,
@@ -351,7 +351,7 @@ class Module:
         """The innermost line outside JAX and jslices."""
         library = None
         for file, _, line in self.frames(each):
-            if file.startswith((_HERE, JAX_FOLDER)):
+            if file.startswith((OUR_FOLDER, JAX_FOLDER)):
                 continue
             if not file.startswith(_LIBRARIES):
                 return UserLine(file, line)

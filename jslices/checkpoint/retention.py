@@ -134,7 +134,7 @@ def _logged(what: str, path: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        _log.warning("%s %s could not be deleted: %s", what, path, error)
+        _log.warning("%s %r could not be deleted: %s", what, path, error)
 
 
 def _bases(paths: Iterable[str]) -> set[str]:

@@ -116,7 +116,7 @@ def latest_checkpoint(
     if files.checkpoint_exists(path) or os.path.exists(path + ".index"):  # TensorFlow's own
         return path
     _log.error(
-        "%s names the checkpoint %s, which is not there",
+        "%s names the checkpoint %r, which is not there",
         _state_path(os.fspath(checkpoint_dir), latest_filename),
         path,
     )
