@@ -54,7 +54,7 @@ RATES = [
     *((*case, JUMPS) for case in (CASES[0], *DECAYING)),
 ]
 #: One optimizer of each kind, and a schedule.
-QUICK = [(*case, 0.1) for case in FIRST if case[0] in ("sgd", "adam", "adamw", "lion")]
+QUICK = [(*case, 0.1) for case in FIRST if case[0] in ("adam", "adamw", "lion")]
 QUICK += [(*case, COSINE) for case in FIRST if case[0] == "rmsprop"]
 
 
@@ -201,6 +201,7 @@ def test_weight_decay_of_touched_rows_with_exact_movement():
     np.testing.assert_array_equal(params[never], START[never])
 
 
+@pytest.mark.slow
 def test_a_mask_keeps_weights_from_decaying_while_they_wait():
     params = {"table": START, "other": START}
     mask = {"table": True, "other": False}
@@ -228,6 +229,7 @@ def test_a_mask_keeps_weights_from_decaying_while_they_wait():
         np.testing.assert_allclose(params[name], wanted[name], rtol=2e-5, atol=2e-6)
 
 
+@pytest.mark.slow
 def test_gaps_beyond_the_window():
     """Thousands of missed steps: what is left is what the row was told when it was last."""
     ids, rows = jnp.array([3]), jnp.ones((1, D))
@@ -387,7 +389,9 @@ KINDS = {
 }
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind", rest_in_ci([(kind,) for kind in KINDS], lambda case: case[0] == "exact")
+)
 def test_masked_gradients_alone_do_not_freeze_rows_that_catch_up(kind):
     """They decay, as the docstring of mask_rows says; freeze_rows holds them."""
     tx = js.adamw(0.1, weight_decay=0.5, **KINDS[kind])
@@ -485,6 +489,7 @@ def test_what_has_no_closed_form_is_refused(make, message):
         make(untouched="exact")
 
 
+@pytest.mark.slow
 def test_an_array_without_gradient_for_a_step_catches_up_as_a_whole():
     tx = js.adam(0.1, untouched="exact")
     params = {"table": START, "scale": jnp.float32(1.0)}

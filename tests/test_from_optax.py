@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import assert_close, quickly
+from helpers import assert_close, quickly, rest_in_ci
 
 import jslices as js
 from jslices.testing import assert_in_place
@@ -56,7 +56,10 @@ def compiled_update(name):
 ALL_ROWS = [*range(V), 1, 1, V]
 
 
-@pytest.mark.parametrize("name", TRANSFORMATIONS)
+@pytest.mark.parametrize(
+    "name",
+    rest_in_ci([(x,) for x in TRANSFORMATIONS], lambda case: case[0] in ("adam", "chain")),
+)
 def test_equals_optax_on_rows_touched_each_step(name):
     rng = np.random.default_rng(3)
     tx, update = TRANSFORMATIONS[name], compiled_update(name)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import assert_close, dense, quickly
+from helpers import assert_close, dense, quickly, rest_in_ci
 
 import jslices as js
 
@@ -113,13 +113,16 @@ def test_states_have_the_key_paths_and_leaves_of_optax():
 
 @pytest.mark.parametrize(
     "wrap, way",
-    [
-        ("partition", "update"),
-        ("partition", "apply"),
-        ("masked", "apply"),
-        ("chain", "update"),
-        ("multi_steps", "apply"),
-    ],
+    rest_in_ci(
+        [
+            ("partition", "update"),
+            ("partition", "apply"),
+            ("masked", "apply"),
+            ("chain", "update"),
+            ("multi_steps", "apply"),
+        ],
+        lambda case: case in [("partition", "update"), ("masked", "apply")],
+    ),
 )
 def test_exact_rows_catch_up_inside(wrap, way):
     exact = js.sgd(0.1, momentum=0.9, untouched="exact")

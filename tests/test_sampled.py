@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import assert_close, golden, quickly
+from helpers import assert_close, golden, quickly, rest_in_ci
 
 import jslices as js
 
@@ -156,7 +156,7 @@ def test_draws_follow_the_distribution():
     np.testing.assert_allclose(of_sampled[0], 50 * wanted[sampled[0]], rtol=1e-5)
 
 
-@pytest.mark.parametrize("count", [1, 12])
+@pytest.mark.parametrize("count", rest_in_ci([(1,), (12,)], (12,).__eq__))
 def test_unique_draws_and_their_expected_counts(count):
     sampled, expected, of_sampled = draws(True, count)
     ordered = np.sort(sampled, 1)

@@ -247,7 +247,9 @@ REPRESENTATIVE = ("sgd", "adam", "ftrl", "rowwise_adagrad", "lamb", "adafactor")
             *((*case, "in chunks") for case in FIRST if case[0] in REPRESENTATIVE),
             (*THREE[0], "in chunks"),
         ],
-        lambda case: case[0] in ("adam", "ftrl", "adafactor"),
+        lambda case: (
+            (case[0], case[2]) in [("adam", "in chunks"), ("adafactor", "all rows")]
+        ),
     ),
     ids=label,
 )

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import assert_close
+from helpers import assert_close, rest_in_ci
 from jax import lax
 
 import jslices as js
@@ -91,7 +91,13 @@ LOSSES = [
 ]
 
 
-@pytest.mark.parametrize("loss", LOSSES, ids=lambda loss: loss.__name__)
+@pytest.mark.parametrize(
+    "loss",
+    rest_in_ci(
+        [(loss,) for loss in LOSSES], lambda case: case[0] not in (jitted, out_of_a_call)
+    ),
+    ids=lambda loss: loss.__name__,
+)
 def test_a_warm_call_compiles_nothing(loss):
     for _ in range(2):
         value, grads = js.value_and_grad(loss)(PARAMS, IDS)
@@ -130,7 +136,11 @@ def test_sparse_and_dense_by_turns():
     assert_close(grads, jax.grad(used_whole)(PARAMS, IDS))
 
 
-@pytest.mark.parametrize("loss", [twice_jitted, branched], ids=lambda loss: loss.__name__)
+@pytest.mark.parametrize(
+    "loss",
+    rest_in_ci([(twice_jitted,), (branched,)], lambda case: case[0] is twice_jitted),
+    ids=lambda loss: loss.__name__,
+)
 def test_under_vmap_and_vjp(loss):
     batch = jnp.stack([IDS, IDS[::-1]])
     got = jax.vmap(lambda ids: js.grad(loss)(PARAMS, ids))(batch)

@@ -9,6 +9,7 @@ Read from the top:
     custom      functions with derivatives of their own, as such steps
     lookups     the forms of a lookup
     views       what a variable is, in terms of the tables that it was computed from
+    memo        what is kept from call to call where there is no ``jax.jit``
     unread      lookups that are not read as rows: what to warn of
     explain     what is said of a plan: the report, the warning, the error
 

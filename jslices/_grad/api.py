@@ -73,7 +73,8 @@ def value_and_grad(
         in one array); its gradient is dense and right, and the warning names the line.
 
     Cost: that of ``jax.value_and_grad`` without writing ``[V, *D]``, and tracing once
-    more.
+    more. Without ``jax.jit`` around it ``fun`` is traced at every call, as by JAX; the
+    jitted functions, loops and branches in it are compiled at the first.
 
     Example:
       >>> import jax.numpy as jnp, jslices as js
