@@ -49,7 +49,9 @@ three = pytest.mark.parametrize("name, kwargs", THREE, ids=label)
             *((*case, SCHEDULE, True) for case in FIRST if case in DENSE),
             *((*case, SCHEDULE, False) for case in FIRST if case in DENSE),
         ],
-        lambda case: case[3] and case[2] == 0.1 and case[:2] in FIRST or case[:2] in THREE,
+        lambda case: (
+            (case[3] and case[2] == 0.1 and case[:2] in FIRST) or case[:2] in THREE
+        ),
     ),
     ids=label,
 )
