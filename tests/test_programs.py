@@ -411,6 +411,22 @@ def test_named_for_a_checkpoint_policy():
         assert_close(grad, jax.grad(fun)(TABLE))
 
 
+@pytest.mark.parametrize(
+    "prevent_cse", [False, (True, False), (False, True), (True, (False, True))], ids=str
+)
+def test_a_checkpoint_guards_some_arguments(prevent_cse):
+    """The table may be one of them, or not; what is left is guarded as it was."""
+
+    def fun(table, x):
+        read = lambda table, x: (table[IDS] * x[0] + x[1]).sum()  # noqa: E731
+        return jax.checkpoint(read, prevent_cse=prevent_cse)(table, x)
+
+    args = TABLE, (jnp.float32(2), jnp.float32(3))
+    got = quickly(js.grad(fun, (0, 1)))(*args)
+    assert js.is_slices(got[0])
+    assert_close(got, quickly(jax.grad(fun, (0, 1)))(*args))
+
+
 def test_a_gradient_inside_the_function():
     """Its loops were made by JAX's own differentiation, not by lax.scan."""
 
