@@ -75,6 +75,10 @@ def used_whole(p, ids):
     return jitted(p, ids) + lax.scan(lambda c, _: (c, None), p["t"].sum(), None, 2)[0]
 
 
+def softened(p, ids):
+    return (jax.nn.softplus(jax.nn.relu(p["t"]))[ids] * p["w"]).sum()
+
+
 def looked_up_twice(p, ids):
     return jitted(p, ids) + first(p, ids[:1]) + looped(p, ids)
 
@@ -87,6 +91,7 @@ LOSSES = [
     looped,
     branched,
     checkpointed,
+    softened,
     looked_up_twice,
 ]
 

@@ -701,7 +701,8 @@ def _inside(
 
 
 def _is_kept(eqn: _jax.Equation) -> bool:
-    if first_program(eqn) is None:
+    # JAX traces a function with a derivative of its own anew at every call.
+    if first_program(eqn) is None or _INSIDE[_jax.kind(eqn)] is _custom:
         return False
     # The lines of its lookups are those of whoever calls a function of JAX's.
     return not (_jax.kind(eqn) in _CALLS and _jax.is_library_call(eqn))
