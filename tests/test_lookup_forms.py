@@ -413,11 +413,23 @@ def test_a_layer_is_named_as_what_needs_its_weight():
 # --- anywhere in a program --------------------------------------------------------------
 
 
+@jax.custom_jvp
+def steep(x):
+    return jnp.sin(x)
+
+
+@steep.defjvp
+def _steep(primals, tangents):
+    """The output is computed here as well, so its derivative is that of the sine."""
+    return jnp.sin(*primals), 3 * jnp.cos(*primals) * tangents[0]
+
+
 def test_derivatives_of_derivatives_go_through_custom_ones():
     forms = {
         "relu": lambda t: jax.nn.relu(t)[IDS],
         "softplus": lambda t: jax.nn.softplus(t)[IDS],
         "custom_jvp": lambda t: soft(t)[IDS],
+        "its own output": lambda t: steep(t)[IDS],
         "custom_vjp": lambda t: straight_through(t)[IDS],
     }
 

@@ -155,8 +155,9 @@ class _WithJvp(_Function):
 
         @function.defjvp
         def derivative(primals: Any, tangents: Any) -> Any:
-            given = [*primals, *(tangents[i] for i in self._inexact)]
-            return function(*primals), self.rule(given, count)
+            found = self.rule([*primals, *(tangents[i] for i in self._inexact)], count)
+            half = len(found) // 2
+            return found[:half], found[half:]
 
         made: Callable[..., Any] = function
         return made
@@ -167,15 +168,18 @@ class _WithJvp(_Function):
 
     @functools.cached_property
     def rule(self) -> "_RowProgram":
-        """From the operands and their tangents to the tangents of the outputs."""
+        """From the operands and their tangents to the outputs and theirs.
 
-        def tangents_out(operands: Sequence[Any], tangents: Sequence[Any]) -> Any:
+        The outputs are computed as the rule does: their derivative is that of the rule.
+        """
+
+        def forward(operands: Sequence[Any], tangents: Sequence[Any]) -> Any:
             run, primals = self._of_inexact(operands)
-            return jax.jvp(run, primals, list(tangents))[1]
+            return jax.jvp(run, primals, list(tangents))
 
         tangents = [self._avals[i] for i in self._inexact]
         shared = [*self.shared, *(self.shared[i] for i in self._inexact)]
-        program = jax.make_jaxpr(tangents_out)(self._avals, tangents)
+        program = jax.make_jaxpr(forward)(self._avals, tangents)
         return _RowProgram(program, shared, self._lead)
 
 
