@@ -15,7 +15,6 @@ from jslices._densify import human_bytes, warn_dense
 from jslices._jax import called_by_jax_operator, is_open
 from jslices._misuse import refuse_misuse
 from jslices._rows.bounds import (
-    add_rows,
     canonical_indices,
     empty_index,
     in_32_bits,
@@ -23,7 +22,7 @@ from jslices._rows.bounds import (
     take_rows,
 )
 from jslices._rows.select import kept_positions, per_row, pick
-from jslices._rows.sums import check_combine, sum_duplicates
+from jslices._rows.sums import add_rows, check_combine, sum_duplicates
 
 Axis = int | Sequence[int] | None
 
@@ -72,6 +71,9 @@ class IndexedSlices:
 
     # NumPy arrays then leave `array + slices` to `__radd__`.
     __array_ufunc__ = None
+    # Whether no row is known to be held twice. Only the object itself knows: what JAX makes
+    # of its children may hold other rows.
+    _distinct = False
 
     def __init__(
         self,
@@ -109,7 +111,7 @@ class IndexedSlices:
         return new
 
     def _with(self, values: jax.Array) -> "IndexedSlices":
-        return _unchecked(values, self.indices, self.dense_shape)
+        return _unchecked(values, self.indices, self.dense_shape, self._distinct)
 
     # --- what it is ---------------------------------------------------------------
 
@@ -199,6 +201,7 @@ class IndexedSlices:
             jnp.zeros(self.dense_shape, self.dtype),
             canonical_indices(slices.indices, self.dense_shape[0]),
             slices.values,
+            slices._distinct,
         )
 
     def coalesce(self, size: int | None = None, combine: str = "sum") -> "IndexedSlices":
@@ -242,7 +245,7 @@ class IndexedSlices:
         values, indices, _ = sum_duplicates(
             self.values, self.indices, self._num_rows, size, combine
         )
-        return IndexedSlices(values, indices, self.dense_shape)
+        return _unchecked(values, indices, self.dense_shape, distinct=True)
 
     def astype(self, dtype: DTypeLike) -> "IndexedSlices":
         """The same rows with ``values`` cast to ``dtype``."""
@@ -349,7 +352,7 @@ class IndexedSlices:
         check_slices(self)
         table = other.astype(jnp.result_type(other, self.values))
         indices = canonical_indices(self.indices, table.shape[0])
-        return add_rows(table, indices, self.values.astype(table.dtype))
+        return add_rows(table, indices, self.values.astype(table.dtype), self._distinct)
 
     def __sub__(self, other: Any) -> Any:
         return self + (-other)
@@ -613,8 +616,17 @@ def as_array(x: Any) -> Any:
     return x
 
 
-def _unchecked(values: Any, indices: Any, shape: tuple[int, ...] | None) -> IndexedSlices:
-    return IndexedSlices.tree_unflatten(shape, (values, indices))
+def _unchecked(
+    values: Any, indices: Any, shape: tuple[int, ...] | None, distinct: bool = False
+) -> IndexedSlices:
+    new = IndexedSlices.tree_unflatten(shape, (values, indices))
+    return known_distinct(new) if distinct else new
+
+
+def known_distinct(slices: Any) -> Any:
+    """``slices``, which hold no row twice and now know it: adding them takes no sort."""
+    object.__setattr__(slices, "_distinct", True)
+    return slices
 
 
 def _as_indices(x: Any) -> Any:

@@ -10,9 +10,10 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from jslices._lookup.embedding import as_tables, check_strategy, read_rows
-from jslices._rows.bounds import add_rows, canonical_indices
+from jslices._rows.bounds import canonical_indices
 from jslices._rows.ids import as_ids, check_mode, known_int
 from jslices._rows.select import per_row
+from jslices._rows.sums import add_rows
 
 COMBINERS = ("mean", "sum", "sqrtn", "max")
 FORMS = (

@@ -18,6 +18,7 @@ from jax.interpreters import ad, batching, mlir
 
 from jslices._densify import UserLine, human_bytes, warn_dense
 from jslices._rows.bounds import take_rows
+from jslices._rows.loops import gathered_once
 from jslices._slices import IndexedSlices
 
 
@@ -31,13 +32,13 @@ def lookup_rows(
     ``indices`` None. Integers have no cotangent, so the ids are returned separately.
     """
     del slot
-    return take_rows(table, ids, mode=mode, fill_value=fill_value)
+    return gathered_once(take_rows(table, ids, mode=mode, fill_value=fill_value))
 
 
 def _forward(
     table: jax.Array, ids: jax.Array, slot: IndexedSlices, mode: Any, fill_value: Any
 ) -> tuple[jax.Array, IndexedSlices]:
-    rows = take_rows(table, ids, mode=mode, fill_value=fill_value)
+    rows = lookup_rows.fun(table, ids, slot, mode, fill_value)
     shape_only = IndexedSlices.tree_unflatten(slot.dense_shape, (None, None))
     return rows, shape_only
 

@@ -135,12 +135,18 @@ def take_rows(
     return row_loop(rows, indices)
 
 
-def add_rows(table: jax.Array, indices: jax.Array, rows: jax.Array) -> jax.Array:
-    """``table`` with ``rows`` added at ``indices``: duplicates add, empty entries drop.
+def add_distinct_rows(table: jax.Array, indices: jax.Array, rows: jax.Array) -> jax.Array:
+    """``table`` with ``rows`` added at ``indices``, which are unique or V (dropped).
 
-    In place when ``table`` is donated. Cost: one scatter of ``K * D`` elements.
+    As :func:`set_rows`.
     """
-    return table.at[indices].add(rows, mode="drop", wrap_negative_indices=False)
+    indices, unique = _spread(indices, table.shape[0])
+    return table.at[indices].add(
+        rows,
+        mode="drop",
+        wrap_negative_indices=False,
+        unique_indices=unique,
+    )
 
 
 def set_rows(table: jax.Array, indices: jax.Array, rows: jax.Array) -> jax.Array:

@@ -1,10 +1,11 @@
-"""Gathered rows that XLA:CPU copies by vector instructions, whatever their length.
+"""Gathered rows that XLA copies by vector instructions on a CPU, and only once on a GPU.
 
-What makes it do so is a longer form of the same value. It stands behind a primitive that is
-the identity: only its lowering for a CPU knows that form, every transformation may drop it,
-and other platforms see nothing.
+What makes it do so stands behind primitives that are the identity: only the lowering for
+one platform knows more, every transformation may drop them, and other platforms see
+nothing.
 """
 
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -54,15 +55,37 @@ def _more_instructions(rows: jax.Array, ids: jax.Array) -> jax.Array:
     return flat.at[here].get(mode="promise_in_bounds").reshape(rows.shape)
 
 
-def _jvp(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Any, Any]:
-    return row_loop_p.bind(*primals), tangents[0]
+def gathered_once(rows: jax.Array) -> jax.Array:
+    """``rows``, just gathered from a table, unchanged.
+
+    XLA:GPU repeats a gather in each kernel that reads its rows. If one of these runs after
+    the table is written, the gradient of a dense layer say, the whole table is copied first
+    (jax 0.12). On a GPU the rows are therefore kept from then on.
+    """
+    return gathered_once_p.bind(rows)
+
+
+def _jvp(
+    primitive: Primitive, primals: Sequence[Any], tangents: Sequence[Any]
+) -> tuple[Any, Any]:
+    return primitive.bind(*primals), tangents[0]
 
 
 row_loop_p = Primitive("row_loop")
 row_loop_p.def_impl(lambda rows, ids: rows)
 row_loop_p.def_abstract_eval(lambda rows, ids: rows)
-ad.primitive_jvps[row_loop_p] = _jvp
+ad.primitive_jvps[row_loop_p] = functools.partial(_jvp, row_loop_p)
 batching.primitive_batchers[row_loop_p] = lambda args, dims: (args[0], dims[0])
 mlir.register_lowering(row_loop_p, lambda _, rows, ids: [rows])
 _on_cpu = mlir.lower_fun(_more_instructions, multiple_results=False)
 mlir.register_lowering(row_loop_p, _on_cpu, platform="cpu")
+
+gathered_once_p = Primitive("gathered_once")
+gathered_once_p.def_impl(lambda rows: rows)
+gathered_once_p.def_abstract_eval(lambda rows: rows)
+ad.primitive_jvps[gathered_once_p] = functools.partial(_jvp, gathered_once_p)
+batching.defvectorized(gathered_once_p)
+mlir.register_lowering(gathered_once_p, lambda _, rows: [rows])
+_on_gpu = mlir.lower_fun(lax.optimization_barrier, multiple_results=False)
+for _platform in ("cuda", "rocm"):
+    mlir.register_lowering(gathered_once_p, _on_gpu, platform=_platform)

@@ -1,8 +1,8 @@
-"""Numbering the distinct rows among some indices: each gets a number.
+"""Numbering the distinct rows among some indices on a CPU: each gets a number.
 
-The general way sorts the indices. A CPU can instead find the first occurrence of each row
-in a map: one of V integers if the table is small enough, else a hash map of 2 to 8 K
-integers, in which rows that collide try again with another hash.
+The general way sorts the indices. Where the order of the rows is free, the first occurrence
+of each is found in a map: one of V integers if the table is small enough, else a hash map of
+2 to 8 K integers, in which rows that collide try again with another hash.
 """
 
 from collections.abc import Sequence
@@ -66,31 +66,22 @@ def number_rows(indices: jax.Array, num_rows: int | None, capacity: int) -> Numb
 def number_rows_in_any_order(
     indices: jax.Array, num_rows: int, capacity: int, row_bytes: int
 ) -> Numbered:
-    """:func:`number_rows`, with the distinct rows in whatever order is fastest.
+    """:func:`number_rows`, with the distinct rows in whatever order is fastest on a CPU.
 
     ``row_bytes`` is the size of a row: the map takes about as much memory as K rows.
     Cost: O(K), plus V integers written if V is small; or a sort of K integers.
     """
     num_ids, elements = indices.shape[0], row_bytes // 4
-
-    def by_sort(indices: jax.Array) -> Numbered:
-        return number_rows(indices, num_rows, capacity)
-
     if not _jax.holds(lambda: num_ids >= FEW):
-        return by_sort(indices)
+        return number_rows(indices, num_rows, capacity)
     # The map may take as much memory as the rows, or twice that where they are short.
     room = max(elements, min(2 * elements, 16))
     spread = SPREAD if elements >= 16 else SPREAD // 2
-
-    def by_position(indices: jax.Array) -> Numbered:
-        if _jax.holds(lambda: num_rows <= num_ids * min(ROWS_PER_ID, room)):
-            first = _by_map(indices, num_rows)
-        else:
-            first = _by_hash(indices, num_rows, spread)
-        return _number_firsts(indices, first, num_rows, capacity)
-
-    numbered: Numbered = lax.platform_dependent(indices, cpu=by_position, default=by_sort)
-    return numbered
+    if _jax.holds(lambda: num_rows <= num_ids * min(ROWS_PER_ID, room)):
+        first = _by_map(indices, num_rows)
+    else:
+        first = _by_hash(indices, num_rows, spread)
+    return _number_firsts(indices, first, num_rows, capacity)
 
 
 def _by_map(indices: jax.Array, num_rows: int) -> jax.Array:

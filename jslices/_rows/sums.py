@@ -1,18 +1,36 @@
-"""Summing the rows that share an index into a static number of distinct ones."""
+"""Summing the rows that share an index, in an order that is the same every time.
 
+A CPU adds them one after the other. On other platforms additions to one place happen in
+whatever order the hardware comes to them, so there the indices are sorted, and the rows of
+each run of equal indices are summed by blocks (:func:`sums_of_runs`). No floating number is
+then written where another may be.
+"""
+
+import functools
 import math
 from collections.abc import Callable
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax import lax
 
 from jslices import _jax
-from jslices._rows.bounds import canonical_indices, empty_index, room_for_distinct
+from jslices._rows.bounds import (
+    add_distinct_rows,
+    canonical_indices,
+    empty_index,
+    index_dtype,
+    room_for_distinct,
+    set_rows,
+)
 from jslices._rows.numbering import (
     number_rows,
     number_rows_in_any_order,
+    sort_ids,
 )
+from jslices._rows.select import per_row, where_rows
 
 #: The order of the distinct rows.
 Order = Literal["sorted", "any"]
@@ -23,6 +41,9 @@ COMBINERS: dict[str, Callable[[jax.Array], jax.Array] | None] = {
     "mean": lambda n: n,
     "sqrtn": jnp.sqrt,
 }
+
+#: Entries of a run are summed within blocks of so many. So few or fewer make one block.
+BLOCK, ONE_BLOCK = 32, 512
 
 
 def sum_duplicates(
@@ -63,24 +84,24 @@ def sum_duplicates(
     capacity = enough if size is None else size
     if capacity < 0:
         raise ValueError(f"coalesce(size={size}): size must not be negative")
-    indices = canonical_indices(indices, num_rows)
+    indices = indices.astype(index_dtype(num_rows, np.dtype(indices.dtype)))
     empty = empty_index(num_rows, indices.dtype)
     if _jax.holds(lambda: num_ids == 0 or capacity == 0):
         distinct = (
             jnp.zeros((), jnp.int32)
             if num_ids == 0
-            else jnp.any(indices != empty).astype(jnp.int32)
+            else jnp.any(canonical_indices(indices, num_rows) != empty).astype(jnp.int32)
         )
         unique = jnp.full((capacity,), empty, indices.dtype)
         summed = jnp.zeros((capacity, *values.shape[1:]), values.dtype)
     else:
-        row_bytes = math.prod(values.shape[1:]) * values.dtype.itemsize
-        if order == "sorted" or num_rows is None:
-            numbered = number_rows(indices, num_rows, capacity)
-        else:
-            numbered = number_rows_in_any_order(indices, num_rows, capacity, row_bytes)
-        unique, numbers, distinct = numbered
-        summed = add_by_number(values, numbers, capacity, COMBINERS[combine])
+        how = num_rows, capacity, COMBINERS[combine], order
+        in_turn, by_runs = (functools.partial(f, *how) for f in (_in_turn, _by_runs))
+        if _jax.is_open(num_ids):
+            by_runs = in_turn
+        unique, summed, distinct = lax.platform_dependent(
+            indices, values, cpu=in_turn, default=by_runs
+        )
     if not _jax.holds(lambda: capacity >= enough):
         summed = _refuse_overflow(summed, distinct, capacity)
     return summed, unique, distinct
@@ -97,28 +118,155 @@ def check_combine(combine: str, dtype: jnp.dtype) -> None:
         )
 
 
-def add_by_number(
-    values: jax.Array,
-    numbers: jax.Array,
-    capacity: int,
-    divisor: Callable[[jax.Array], jax.Array] | None = None,
-) -> jax.Array:
-    """``[capacity, *D]``: the rows of ``values`` ``[K, *D]`` with the same number, summed.
+Divisor = Callable[[jax.Array], jax.Array] | None
 
-    Slots of ``capacity`` or more drop. 16-bit floats are summed in float32 and rounded
-    once.
-    """
-    dtype = values.dtype
-    narrow = jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4
-    wide = values.astype(jnp.float32) if narrow else values
-    zeros = jnp.zeros((capacity, *values.shape[1:]), wide.dtype)
-    summed = zeros.at[numbers].add(wide, mode="drop")
+
+def _in_turn(
+    num_rows: int | None,
+    capacity: int,
+    divisor: Divisor,
+    order: Order,
+    indices: jax.Array,
+    values: jax.Array,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Each row is added to those before it, at the number of its index."""
+    indices = canonical_indices(indices, num_rows)
+    row_bytes = math.prod(values.shape[1:]) * values.dtype.itemsize
+    if order == "sorted" or num_rows is None:
+        numbered = number_rows(indices, num_rows, capacity)
+    else:
+        numbered = number_rows_in_any_order(indices, num_rows, capacity, row_bytes)
+    unique, numbers, distinct = numbered
+    wide = widened(values)
+    summed = jnp.zeros((capacity, *values.shape[1:]), wide.dtype)
+    summed = summed.at[numbers].add(wide, mode="drop")
     if divisor is not None:
         # Counted in integers: exact beyond 2^24 occurrences.
         counts = jnp.zeros((capacity,), jnp.int32).at[numbers].add(1, mode="drop")
-        weight = divisor(jnp.maximum(counts, 1).astype(jnp.finfo(wide.dtype).dtype))
-        summed = summed / weight.reshape(-1, *(1,) * (summed.ndim - 1))
-    return summed.astype(dtype)
+        summed = _divided(summed, jnp.maximum(counts, 1), divisor)
+    return unique, summed.astype(values.dtype), distinct
+
+
+def _by_runs(
+    num_rows: int | None,
+    capacity: int,
+    divisor: Divisor,
+    order: Order,
+    indices: jax.Array,
+    values: jax.Array,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The indices are sorted, and the rows of equal ones summed.
+
+    In any order, a sum stands where its row occurs first among the sorted indices, and the
+    other entries are empty: there is nothing to move.
+    """
+    empty = empty_index(num_rows, indices.dtype)
+    ordered, positions = sort_ids(indices)
+    rows = widened(values).at[positions].get(mode="promise_in_bounds", unique_indices=True)
+    summed = sums_of_runs(ordered, rows)
+    if divisor is not None:
+        counts = sums_of_runs(ordered, jnp.ones(ordered.shape, jnp.int32))
+        summed = _divided(summed, counts, divisor)
+    rows_named = canonical_indices(ordered, num_rows)
+    named = starts_of_runs(ordered) & (rows_named != empty)
+    unique = jnp.where(named, rows_named, empty)
+    summed = where_rows(named, summed, jnp.zeros((), summed.dtype)).astype(values.dtype)
+    distinct = jnp.sum(named, dtype=jnp.int32)
+    if order == "sorted" or _jax.holds(lambda: capacity < indices.shape[0]):
+        numbers = jnp.where(named, jnp.cumsum(named, dtype=jnp.int32) - 1, capacity)
+        unique = set_rows(jnp.full((capacity,), empty, unique.dtype), numbers, unique)
+        summed = set_rows(
+            jnp.zeros((capacity, *summed.shape[1:]), summed.dtype), numbers, summed
+        )
+    return unique, summed, distinct
+
+
+def add_rows(
+    table: jax.Array, indices: jax.Array, rows: jax.Array, distinct: bool = False
+) -> jax.Array:
+    """``table`` with ``rows`` added at ``indices``: duplicates add, empty entries drop.
+
+    Args:
+      table: ``[V, *D]``.
+      indices: ``[K]`` in ``[0, V]``; V marks an empty entry.
+      rows: ``[K, *D]`` of the dtype of ``table``.
+      distinct: whether no row is known to be named twice.
+
+    In place when ``table`` is donated. Cost: one scatter of ``K * D`` elements; where rows
+    may be named twice, on other platforms than a CPU, a sort of K integers and about two
+    passes over ``K * D`` elements more.
+    """
+    if distinct:
+        return add_distinct_rows(table, indices, rows)
+
+    def in_turn(table: jax.Array, indices: jax.Array, rows: jax.Array) -> jax.Array:
+        return table.at[indices].add(rows, mode="drop", wrap_negative_indices=False)
+
+    def by_runs(table: jax.Array, indices: jax.Array, rows: jax.Array) -> jax.Array:
+        capacity = indices.shape[0]
+        indices, rows, _ = _by_runs(table.shape[0], capacity, None, "any", indices, rows)
+        return add_distinct_rows(table, indices, rows)
+
+    inexact = jnp.issubdtype(table.dtype, jnp.inexact)
+    if not inexact or _jax.is_open(indices.shape[0]) or indices.shape[0] < 2:
+        return in_turn(table, indices, rows)
+    result: jax.Array = lax.platform_dependent(
+        table, indices, rows, cpu=in_turn, default=by_runs
+    )
+    return result
+
+
+def sums_of_runs(ids: jax.Array, rows: jax.Array) -> jax.Array:
+    """For each entry the sum of its row and the later ones of its run.
+
+    Args:
+      ids: ``[n]``; a run is neighbours that are equal, and no two runs are of one id.
+      rows: ``[n, *D]``.
+
+    Returns:
+      ``[n, *D]``: at the start of a run, the sum of all of it. The order of the additions
+      depends on ``ids`` alone. Cost: about two passes over ``n * D`` elements.
+    """
+    count, shape = rows.shape[0], rows.shape[1:]
+    width = count if count <= ONE_BLOCK else BLOCK
+    blocks = -(-count // width)
+    beyond = blocks * width - count
+    # What is added at the end are zeros.
+    ids = jnp.pad(ids, (0, beyond)).reshape(blocks, width)
+    rows = jnp.pad(rows, ((0, beyond), *((0, 0),) * len(shape)))
+    rows = rows.reshape(blocks, width, *shape)
+    square = (1, width, width)
+    later = lax.broadcasted_iota(int, square, 1) <= lax.broadcasted_iota(int, square, 2)
+    in_run = (ids[:, :, None] == ids[:, None, :]) & later
+    in_run = in_run.reshape(*in_run.shape, *(1,) * len(shape))
+    none = jnp.zeros((), rows.dtype)
+    sums = jnp.sum(jnp.where(in_run, rows[:, None], none), 2, dtype=rows.dtype)
+    if blocks > 1:
+        # What follows in later blocks of the run that is not over at the end of this one.
+        first = ids[:, 0]
+        follow = sums_of_runs(first, sums[:, 0])[1:]
+        goes_on = (ids[:-1] == first[1:, None]).reshape(
+            blocks - 1, width, *(1,) * len(shape)
+        )
+        follow = jnp.where(goes_on, follow[:, None], none)
+        sums = sums + jnp.pad(follow, ((0, 1), *((0, 0),) * (sums.ndim - 1)))
+    return sums.reshape(blocks * width, *shape)[:count]
+
+
+def starts_of_runs(ids: jax.Array) -> jax.Array:
+    """Which of ``ids`` ``[n]``, n at least 1, differ from the one before: bool ``[n]``."""
+    return jnp.concatenate([jnp.ones((1,), bool), ids[1:] != ids[:-1]])
+
+
+def widened(values: jax.Array) -> jax.Array:
+    """16-bit floats as float32, in which they are summed and rounded once."""
+    narrow = jnp.issubdtype(values.dtype, jnp.floating) and values.dtype.itemsize < 4
+    return values.astype(jnp.float32) if narrow else values
+
+
+def _divided(summed: jax.Array, counts: jax.Array, divisor: Any) -> jax.Array:
+    weight = divisor(counts.astype(jnp.finfo(summed.dtype).dtype))
+    return summed / per_row(weight, summed)
 
 
 def _refuse_overflow(summed: jax.Array, distinct: jax.Array, size: int) -> jax.Array:

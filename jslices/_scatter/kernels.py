@@ -13,8 +13,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jslices._rows.bounds import add_rows, set_rows, take_rows
+from jslices._rows.bounds import set_rows, take_rows
 from jslices._rows.numbering import sort_ids
+from jslices._rows.sums import add_rows
 
 Kernel = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 

@@ -12,8 +12,9 @@ from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
 from jslices._errors import InvalidArgumentError
-from jslices._rows.bounds import add_rows, canonical_indices, empty_index, index_dtype
+from jslices._rows.bounds import canonical_indices, empty_index, index_dtype
 from jslices._rows.numbering import sort_ids
+from jslices._rows.sums import add_rows
 from jslices._slices import IndexedSlices, check_slices, is_slices
 from jslices.accumulators._gradients import (
     check_dense,

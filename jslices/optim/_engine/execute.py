@@ -1,5 +1,6 @@
 """Running a plan: from the gradient of some rows to their update and the new arrays."""
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -8,10 +9,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from jslices import _jax
-from jslices._rows.bounds import canonical_indices, set_rows, take_rows
+from jslices._rows.bounds import canonical_indices, empty_index, set_rows, take_rows
 from jslices._rows.select import leading, where_rows
-from jslices._rows.sums import add_by_number, sum_duplicates
-from jslices._slices import IndexedSlices
+from jslices._rows.sums import add_rows, sum_duplicates, widened
+from jslices._slices import IndexedSlices, known_distinct
 from jslices.optim._engine.plan import Plan, choose_plan
 from jslices.optim._engine.protocol import EveryRow
 from jslices.optim._engine.rule import Kernel
@@ -37,7 +38,7 @@ def step_slices(
       read: arrays ``[V, ...]`` whose rows are only read.
       state: arrays ``[V, ...]`` whose rows are written back.
       linear: whether the update of a sum is the sum of the updates.
-      unique: whether no row is named twice.
+      unique: whether no row is named twice, and all rows are not to be stepped.
 
     Returns:
       ``(update, *state)``: IndexedSlices in which each row appears once (unless the plan
@@ -48,7 +49,10 @@ def step_slices(
     shape = arrays[0].shape if arrays else grad.dense_shape
     num_rows = None if shape is None else shape[0]
     cpu, other = (
-        choose_plan(values, arrays, num_rows, platform, linear=linear, unique=unique)
+        _sparing(
+            choose_plan(values, arrays, num_rows, platform, linear=linear, unique=unique),
+            grad,
+        )
         for platform in ("cpu", "gpu")
     )
 
@@ -66,7 +70,15 @@ def step_slices(
     indices, update, *new = result
     kind = EveryRow if cpu.way == "all rows" else IndexedSlices
     shape = None if num_rows is None else (num_rows, *update.shape[1:])
-    return kind(update, indices, shape), *new
+    changed = kind(update, indices, shape)
+    return known_distinct(changed) if cpu.sums or grad._distinct else changed, *new
+
+
+def _sparing(plan: Plan, grad: IndexedSlices) -> Plan:
+    """The plan without sums where no row is held twice."""
+    sums = plan.sums and not grad._distinct
+    capacity = plan.capacity if sums or plan.way == "all rows" else plan.entries
+    return dataclasses.replace(plan, sums=sums, capacity=capacity)
 
 
 def execute(
@@ -97,14 +109,17 @@ def execute(
     indices, values, *arrays = _jax.as_varying_as(every, *every)
     if plan.way == "all rows":
         assert num_rows is not None
-        return _all_rows(kernel, indices, values, num_rows, arrays, num_read)
+        return _all_rows(plan, kernel, indices, values, num_rows, arrays, num_read)
     if plan.sums:
         values, indices, present = sum_duplicates(
             values, indices, num_rows, plan.capacity, order="any"
         )
     else:
         indices = canonical_indices(indices, num_rows)
-        present = jnp.int32(indices.shape[0])
+        here = jnp.arange(1, indices.shape[0] + 1, dtype=jnp.int32)
+        present = jnp.max(
+            jnp.where(indices < empty_index(num_rows, indices.dtype), here, 0), initial=0
+        )
     if plan.way == "together":
         return indices, *_together(kernel, indices, values, num_rows, arrays, num_read)
     assert plan.chunk is not None
@@ -121,7 +136,7 @@ def _together(
     num_read: int,
 ) -> tuple[jax.Array, ...]:
     """Gather, step, scatter."""
-    empty = jnp.iinfo(indices.dtype).max if num_rows is None else num_rows
+    empty = empty_index(num_rows, indices.dtype)
     read = (values, *(read_rows(x, indices) for x in arrays))
     update, *new_rows = kernel(*(derivable(indices < empty, x) for x in read))
     # XLA gathers the gradient as [K, 1, *D]. In this shape the update overwrites it;
@@ -227,6 +242,7 @@ def _like(arrays: Sequence[jax.Array], count: int) -> list[jax.Array]:
 
 
 def _all_rows(
+    plan: Plan,
     kernel: Kernel,
     indices: jax.Array,
     values: jax.Array,
@@ -237,7 +253,9 @@ def _all_rows(
     """One pass over the table; what it did to rows that are not named is dropped."""
     indices = canonical_indices(indices, num_rows)
     named = jnp.zeros((num_rows,), bool).at[indices].set(True, mode="drop")
-    sums = add_by_number(values, indices, num_rows)
+    wide = widened(values)
+    sums = jnp.zeros((num_rows, *values.shape[1:]), wide.dtype)
+    sums = add_rows(sums, indices, wide, distinct=not plan.sums).astype(values.dtype)
     update, *new = _keeping_unnamed(kernel, named, sums, arrays, num_read)
     every = jnp.arange(num_rows, dtype=indices.dtype)
     return jnp.where(named, every, num_rows), update, *new

@@ -88,7 +88,7 @@ def choose_plan(
 
     ====================================================  ====================
     a table with enough entries for its rows              all rows
-    a linear rule without state, on a CPU                 together, not summed
+    a linear rule without state                           together, not summed
     not on a CPU (a loop would only launch kernels)       together
     few entries, or of few bytes, or no array to step     together
     bfloat16 state that XLA:CPU would widen for writing   together
@@ -121,10 +121,8 @@ def choose_plan(
             why = f"from {limit:,} entries on a pass over {num_rows:,} rows is faster"
             return Plan("all rows", entries, num_rows, why=why)
     if adds_up and entries >= FEW_ENTRIES:
-        capacity = entries  # on every platform, as the shape of the update follows
-        if platform == "cpu":
-            why = "the update of a sum is the sum of the updates, and there is no state"
-            return Plan("together", entries, capacity, sums=False, why=why)
+        why = "the update of a sum is the sum of the updates, and there is no state"
+        return Plan("together", entries, entries, sums=False, why=why)
     if platform != "cpu":
         why = "one kernel for each operation is fastest but on a CPU"
         return Plan("together", entries, capacity, sums, why=why)

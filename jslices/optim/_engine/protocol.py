@@ -9,7 +9,8 @@ import jax
 import jax.numpy as jnp
 
 from jslices._densify import warn_dense
-from jslices._rows.bounds import add_rows, canonical_indices
+from jslices._rows.bounds import canonical_indices
+from jslices._rows.sums import add_rows
 from jslices._slices import IndexedSlices, check_slices, is_slices
 
 
@@ -172,7 +173,7 @@ def _add(path: Any, update: Any, param: Any) -> Any:
     values = update.values.astype(param.dtype)
     if isinstance(update, EveryRow) and len(indices) == len(param):
         return param + values
-    return add_rows(param, indices, values)
+    return add_rows(param, indices, values, update._distinct)
 
 
 def _misfit(path: Any, update: Any, param: Any) -> ValueError:
