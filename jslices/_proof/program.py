@@ -24,6 +24,7 @@ from jslices._densify import (
     UserLine,
     human_bytes,
 )
+from jslices._devices.targets import target
 
 # --- the text ----------------------------------------------------------------------
 
@@ -419,9 +420,13 @@ class Program(NamedTuple):
 
 
 def compiled(
-    step: Callable[..., Any], args: Sequence[Any], donate_argnums: int | Sequence[int]
+    step: Callable[..., Any],
+    args: Sequence[Any],
+    donate_argnums: int | Sequence[int],
+    device: str | None = None,
 ) -> Program:
-    """Compiles a step for ``args`` without running it."""
+    """Compiles a step for ``args``, on a named device if one is given, and runs nothing."""
+    args = args if device is None else target(device).place(tuple(args))
     name = getattr(step, "__name__", "the step")
     if not callable(getattr(step, "trace", None)):
         step = jax.jit(step, donate_argnums=donate_argnums)
