@@ -87,41 +87,31 @@ class Target:
         """All devices along one axis."""
         return Mesh(np.array(self.devices), (AXIS,), axis_types=(AxisType.Auto,))
 
-    @property
-    def replicated(self) -> Sharding:
-        """A copy on each device."""
-        if len(self.devices) == 1:
-            return SingleDeviceSharding(self.devices[0])
-        return NamedSharding(self.mesh, PartitionSpec())
-
-    @property
-    def by_rows(self) -> Sharding:
-        """The first axis divided among all devices."""
-        if len(self.devices) == 1:
-            return SingleDeviceSharding(self.devices[0])
-        return NamedSharding(self.mesh, PartitionSpec(AXIS))
-
-    def place(self, tree: Any) -> Any:
+    def place(self, tree: Any, by_rows: Any = False) -> Any:
         """The tree with each array as a ``ShapeDtypeStruct`` on these devices.
 
         An array sharded over a mesh of as many devices, abstract ones or others, keeps
-        axes and specification; every other one is replicated. A struct keeps its layout,
-        if it names one.
+        axes and specification. Every other one is divided along its first axis where
+        ``by_rows``, True or a tree of such, says so, and else replicated. A struct keeps
+        its layout, if it names one.
         """
-        return jax.tree.map(self._placed, tree)
+        rows = jax.tree.broadcast(by_rows, tree)
+        return jax.tree.map(self._placed, tree, rows)
 
-    def _placed(self, x: Any) -> Any:
+    def _placed(self, x: Any, by_rows: bool) -> Any:
         if not hasattr(x, "shape") or not hasattr(x, "dtype"):
             return x
-        sharding = self._sharding(getattr(x, "sharding", None))
+        sharding = self._sharding(getattr(x, "sharding", None), by_rows)
         layout = x.format.layout if isinstance(x, jax.ShapeDtypeStruct) else None
         placed = sharding if layout is None else Format(layout, sharding)
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=placed)
 
-    def _sharding(self, given: Any) -> Sharding:
+    def _sharding(self, given: Any, by_rows: bool) -> Sharding:
+        if len(self.devices) == 1:
+            return SingleDeviceSharding(self.devices[0])
         mesh = getattr(given, "mesh", None)
         if mesh is None or mesh.size != len(self.devices):
-            return self.replicated
+            return NamedSharding(self.mesh, PartitionSpec(*[AXIS] * by_rows))
         devices = np.array(self.devices).reshape(mesh.axis_sizes)
         own = Mesh(devices, mesh.axis_names, axis_types=mesh.axis_types)
         return NamedSharding(own, given.spec)

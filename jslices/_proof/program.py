@@ -149,7 +149,8 @@ def _joined(inside: dict[str, Instruction]) -> dict[str, Instruction]:
         if kind not in ("async", "call", "custom-call", "fusion"):
             joined[each.name] = each
         elif part == "done":
-            start, operands = inside[each.operands[0]], ()
+            start = inside[each.operands[0]]
+            operands: tuple[str, ...] = ()
             while start.opcode == f"{kind}-update":  # has the operands that the start lacks
                 operands = start.operands[1:] or operands
                 start = inside[start.operands[0]]
