@@ -7,17 +7,23 @@ stand for arrays, so a test can ask about the real sizes::
         jslices.testing.assert_in_place(step, params, state, ids, donate_argnums=(0, 1))
         jslices.testing.assert_no_dense_temporary(step, params, state, ids)
 
-What holds on one platform need not hold on another, as XLA decides for each. Programs for
-CPU, GPU and TPU are read in the same way.
+What holds on one platform need not hold on another, as XLA decides for each. So name the
+device that the step is for; it need not be there::
+
+    jslices.testing.assert_in_place(step, params, state, ids, device="v5e")
+    jslices.testing.assert_in_place(step, params, state, ids, device="h100:64")
 """
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import jax
+
 from jslices._densify import human_bytes
+from jslices._devices.targets import target
 from jslices._proof import dense, in_place, program
 
-__all__ = ["Memory", "assert_in_place", "assert_no_dense_temporary"]
+__all__ = ["Memory", "assert_in_place", "assert_no_dense_temporary", "devices"]
 
 #: Smaller arrays are ignored.
 MIN_BYTES = 1 << 20
@@ -51,6 +57,7 @@ def assert_in_place(
     *args: Any,
     donate_argnums: int | Sequence[int] = (),
     min_bytes: int | None = None,
+    device: str | None = None,
 ) -> Memory:
     """Asserts that a step writes its results into the arrays that it was given.
 
@@ -67,6 +74,10 @@ def assert_in_place(
         argument, and at least 1 MiB: XLA often copies the weights of dense layers, whose
         old values the gradients of other layers need, and next to a table that costs
         little. Give ``V * 4`` to include state arrays of one number a row.
+      device: compiles for this device, which need not be here: see :func:`devices`. On
+        several an argument keeps its sharding over a mesh of as many devices, which may be
+        a ``jax.sharding.AbstractMesh``, and is replicated if it has none. The default is
+        where the arguments are.
 
     Returns:
       The :class:`Memory` of the step.
@@ -74,7 +85,9 @@ def assert_in_place(
     Raises:
       AssertionError: names each array by its place in ``args``, with the reason why it is
         not updated in place (as far as the program shows it) and what to do.
-      ValueError: for ``donate_argnums`` of a step that is jitted already.
+      ValueError: for ``donate_argnums`` of a step that is jitted already, and for an
+        unknown ``device``.
+      ModuleNotFoundError: if the compiler for ``device`` is not installed.
 
     The result does not depend on the ids: not on duplicates, on ids out of range, or on
     how many rows stay untouched.
@@ -100,7 +113,7 @@ def assert_in_place(
 
     Source: answers what JAX's warning "Some donated buffers were not usable" leaves open.
     """
-    found = program.compiled(step, args, donate_argnums)
+    found = program.compiled(step, args, donate_argnums, device)
     if min_bytes is None:
         largest = max((leaf.nbytes for leaf in found.leaves), default=0)
         min_bytes = max(MIN_BYTES, largest // 8)
@@ -116,6 +129,7 @@ def assert_no_dense_temporary(
     donate_argnums: int | Sequence[int] = (),
     table_bytes: int | None = None,
     min_bytes: int = MIN_BYTES,
+    device: str | None = None,
 ) -> Memory:
     """Asserts that a step makes no temporary as large as a table that it looks up.
 
@@ -134,6 +148,10 @@ def assert_no_dense_temporary(
       table_bytes: no temporary may have this many bytes, whatever its shape; replaces the
         search for tables.
       min_bytes: smaller arrays are not tables (1 MiB by default).
+      device: compiles for this device, which need not be here: see :func:`devices`. On
+        several an argument keeps its sharding over a mesh of as many devices, which may be
+        a ``jax.sharding.AbstractMesh``, and is replicated if it has none. The default is
+        where the arguments are.
 
     Returns:
       The :class:`Memory` of the step.
@@ -141,8 +159,9 @@ def assert_no_dense_temporary(
     Raises:
       AssertionError: lists the temporaries, each with the operation and the line of the
         program that makes it, and what to write instead.
-      ValueError: if no table is looked up and ``table_bytes`` is not given; and for
-        ``donate_argnums`` of a step that is jitted already.
+      ValueError: if no table is looked up and ``table_bytes`` is not given; for
+        ``donate_argnums`` of a step that is jitted already; and for an unknown ``device``.
+      ModuleNotFoundError: if the compiler for ``device`` is not installed.
 
     The result does not depend on the ids: not on duplicates, on ids out of range, or on
     how many rows stay untouched.
@@ -163,12 +182,47 @@ def assert_no_dense_temporary(
 
     Source: this package's own promise; a step with dense gradients does not keep it.
     """
-    found = program.compiled(step, args, donate_argnums)
+    found = program.compiled(step, args, donate_argnums, device)
     problems = dense.problems(found, table_bytes, min_bytes)
     if problems:
         title = f"{found.name} makes arrays as large as a table"
         raise AssertionError(_listed(title, problems))
     return Memory(*found.memory)
+
+
+def devices(name: str) -> tuple[jax.Device, ...]:
+    """Devices that are not here, for which JAX compiles: for a mesh of your own.
+
+    They run nothing. ``jax.ShapeDtypeStruct``s that are sharded over them are arguments for
+    ``jax.jit(step).lower(...).compile()``, and for the proofs here without ``device=``.
+
+    Args:
+      name: ``v5e``, ``v5p``, ``v6e``, ``tpu7x``, ``a100``, ``h100``, ``h200``, ``b200`` or
+        ``l4``; several TPUs by the chips along each axis, ``v5e:16x16``, ``v5p:4x4x4``,
+        several GPUs by their number, ``h100:8``, in hosts of 8.
+
+    Returns:
+      The devices, one for a bare name.
+
+    Raises:
+      ValueError: for any other name; lists the good ones.
+      ModuleNotFoundError: if the compiler is not installed: ``pip install "jslices[tpu]"``
+        or ``"jslices[gpu]"``.
+
+    Cost: the first time for each name, a tenth of a second or so.
+
+    Example:
+      >>> import jslices.testing
+      >>> jslices.testing.devices("v5e:16x16")  # doctest: +SKIP
+      (TPU_0(process=0,(0,0,0,0)), ...
+      >>> jslices.testing.devices("v5x")
+      Traceback (most recent call last):
+      ...
+      ValueError: there is no device 'v5x'; there are, one device: v5e, v5p, ...
+
+    Source: ``jax.experimental.topologies``, with the figures that XLA wants for GPUs.
+    """
+    return target(name).devices
 
 
 def _listed(title: str, problems: Sequence[str]) -> str:

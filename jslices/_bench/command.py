@@ -1,4 +1,7 @@
-"""``python -m jslices bench``: a step of the user's own sizes, on their own machine."""
+"""``python -m jslices bench``: a step of the user's own sizes.
+
+It is measured on the user's own machine, or with ``--device`` compiled for another.
+"""
 
 import argparse
 import math
@@ -8,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 import jax
 
 import jslices as js
+from jslices._bench import compiled
 from jslices._bench.measure import (
     COPY_BYTES,
     PROCESS_BYTES,
@@ -24,13 +28,13 @@ from jslices._bench.sizes import (
     optimizer_names,
     plan_of,
 )
+from jslices._bench.table import NONE, aligned, cell
 from jslices._densify import human_bytes
 
 LEAST_STEPS = 20  # fewer make no median
 MOST = 2**31 - 1  # ids are 32-bit numbers
 ROWS, KEPT, DENSE = "row gradients", "memory kept", "dense gradients"
 TENTH = "a tenth of the rows"
-NONE = "-"
 # The lines for which dense gradients are given as a multiple of row gradients.
 COMPARED = (
     "median ms of a step",
@@ -48,6 +52,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--ids", type=_count, default=10**4, help="looked up a step (default: 1e4)")
     add("--optimizer", choices=optimizer_names(), default="adam", help="(default: adam)")
     add("--dtype", choices=["float32", "bfloat16"], default="float32", help="of the table")
+    add(
+        "--untouched",
+        choices=["lazy", "exact"],
+        default="lazy",
+        help="what becomes of rows that a step does not touch (default: lazy)",
+    )
+    add(
+        "--device",
+        help="compile for a device that need not be here, and run nothing: v5e, h100, "
+        "v5e:16x16, h100:8, ...",
+    )
     add("--steps", type=_steps, default=LEAST_STEPS, help="timed steps (default: 20)")
     add(
         "--dense-seconds",
@@ -64,11 +79,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Measures and prints; ``argparse.ArgumentError`` if the table does not fit."""
+    """Measures and prints; ``argparse.ArgumentError`` for what cannot be had."""
     sizes = Sizes(
         *(options.rows, options.dim, options.ids),
-        *(options.optimizer, options.dtype, options.distribution),
+        *(options.optimizer, options.dtype, options.distribution, options.untouched),
     )
+    try:
+        sizes.make_optimizer()
+    except ValueError as error:
+        raise argparse.ArgumentError(None, str(error)) from None
+    if options.device is not None:
+        compiled.run(sizes, options.device)
+        return
     device = jax.devices()[0]
     platform, room = device.platform, available(device)
     fits, left_out = what_fits(sizes, platform, room, can_keep_memory(device))
@@ -78,7 +100,7 @@ def run(options: argparse.Namespace) -> None:
     kept = KeptSide(sizes) if KEPT in fits else None
     tenth = sizes.but(rows=max(sizes.rows // 10, 1))
     smaller = Side(tenth, js.value_and_grad) if TENTH in fits else None
-    dense = Side(sizes, jax.value_and_grad) if DENSE in fits else None
+    dense = Side(sizes.dense(), jax.value_and_grad) if DENSE in fits else None
     sides = [side for side in (sparse, kept, smaller) if side is not None]
     run_in_turns(sides, dense, options.steps, options.dense_seconds)
     if kept is not None:
@@ -147,8 +169,7 @@ def heading(sizes: Sizes, device: jax.Device, room: int | None) -> str:
     drawn = f"Zipf over {sizes.words:,} rows" if sizes.distribution == "zipf" else "uniform"
     return "\n".join(
         [
-            f"{sizes.optimizer}, table {sizes.rows:,} x {sizes.dim} {sizes.dtype}, "
-            f"{sizes.ids:,} ids a step ({drawn})",
+            f"{sizes} ({drawn})",
             f"jslices {js.__version__}, jax {jax.__version__}, {device.platform} "
             f"({device.device_kind}), {machine.system()} {machine.machine()}, "
             f"Python {machine.python_version()}, memory {known}",
@@ -172,7 +193,7 @@ def measured(
         ]
         rows, dense = shown[0], shown[-1]
         ratio = f"{dense / rows:.2f}" if name in COMPARED and rows and dense else NONE
-        lines.append([name, *(_cell(value, form) for value in shown), ratio])
+        lines.append([name, *(cell(value, form) for value in shown), ratio])
 
     def each(figure: Callable[[Side | KeptSide], float | None]) -> list[float | None]:
         return [None if side is None else figure(side) for side in sides.values()]
@@ -195,7 +216,7 @@ def measured(
     medians = each(lambda side: side.median)
     ratios = [m and m / x for m, x in zip(medians, floors, strict=True)]
     add("step / that", ratios, ".1f")
-    return _aligned(lines) + (
+    return aligned(lines) + (
         f"\n{distinct:,.0f} distinct ids a step; a copy of a large array moves "
         f"{bandwidth / 1e9:.1f} GB/s on this machine"
     )
@@ -225,7 +246,7 @@ def other_sizes(sizes: Sizes, platform: str, room: int | None) -> str:
             ]
         )
     title = "with other sizes (computed, not measured):\n"
-    return title + _aligned(lines, left=(10,))
+    return title + aligned(lines, left=(10,))
 
 
 def _fits(needs: Sequence[int], room: int | None) -> str:
@@ -233,24 +254,6 @@ def _fits(needs: Sequence[int], room: int | None) -> str:
         return "?"
     rows, dense = (need <= room for need in needs)
     return "both" if rows and dense else "rows" if rows else "dense" if dense else "none"
-
-
-def _cell(value: float | None, form: str | None) -> str:
-    if value is None or not math.isfinite(value):
-        return NONE
-    return human_bytes(value) if form is None else format(value, form)
-
-
-def _aligned(rows: Sequence[Sequence[str]], left: Sequence[int] = (0,)) -> str:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = []
-    for row in rows:
-        cells = [
-            text.ljust(width) if i in left else text.rjust(width)
-            for i, (text, width) in enumerate(zip(row, widths, strict=True))
-        ]
-        lines.append("  ".join(cells).rstrip())
-    return "\n".join(lines)
 
 
 def _count(text: str) -> int:

@@ -17,6 +17,7 @@ import numpy as np
 import jslices as js
 from jslices._bench.sizes import BATCHES, Sizes
 from jslices._devices.memory import PerformanceHint
+from jslices._devices.targets import Target
 
 WARM, TIMED = 4, 10  # steps a turn
 #: The size of each of the two arrays by which the bandwidth is measured.
@@ -123,27 +124,38 @@ def can_keep_memory(device: jax.Device) -> bool:
     return device.platform == "cpu" and platform.libc_ver()[0] == "glibc"
 
 
-def compile_step(sizes: Sizes, value_and_grad: Callable[..., Any]) -> jax.stages.Compiled:
-    """Compiles a step from shapes, so that nothing is in memory yet."""
+def compile_step(
+    sizes: Sizes, value_and_grad: Callable[..., Any], target: Target | None = None
+) -> jax.stages.Compiled:
+    """Compiles a step from shapes, so that nothing is in memory yet.
+
+    On several devices arrays with as many rows as the table are divided by rows, which the
+    devices must divide; the rest is replicated.
+    """
     tx = sizes.make_optimizer()
 
     def loss(params: Any, ids: jax.Array, target: jax.Array) -> jax.Array:
         return jnp.mean((params["table"][ids] @ params["w"] - target) ** 2)
 
     def step(params: Any, state: Any, ids: jax.Array, target: jax.Array) -> Any:
+        if sizes.untouched == "exact":
+            params, state = tx.catch_up(params, state, {"table": ids, "w": None})
         value, grads = value_and_grad(loss)(params, ids, target)
         updates, state = tx.update(grads, state, params)
         return js.apply_updates(params, updates), state, value
 
     table = sizes.table_shape()
     params = {"table": table, "w": jax.ShapeDtypeStruct(table.shape[1:], table.dtype)}
-    state = jax.eval_shape(tx.init, params)
     batch = jax.ShapeDtypeStruct((sizes.ids,), jnp.int32)
-    target = jax.ShapeDtypeStruct((sizes.ids,), table.dtype)
+    labels = jax.ShapeDtypeStruct((sizes.ids,), table.dtype)
+    args: Any = (params, jax.eval_shape(tx.init, params), batch, labels)
+    if target is not None:
+        kept = args[:2]
+        rows = jax.tree.map(lambda x: x.shape[:1] == table.shape[:1], kept)
+        args = (*target.place(kept, rows), *target.place(args[2:]))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", PerformanceHint)  # its effect is measured here
-        step = jax.jit(step, donate_argnums=(0, 1))
-        return step.lower(params, state, batch, target).compile()
+        return jax.jit(step, donate_argnums=(0, 1)).lower(*args).compile()
 
 
 def run_in_turns(

@@ -44,13 +44,26 @@ class Sizes:
     optimizer: str = "adam"
     dtype: str = "float32"
     distribution: str = "zipf"
+    untouched: str = "lazy"
+
+    def __str__(self) -> str:
+        exact = f" {self.untouched}" if self.untouched != "lazy" else ""
+        return (
+            f"{self.optimizer}{exact}, table {self.rows:,} x {self.dim} {self.dtype}, "
+            f"{self.ids:,} ids a step"
+        )
 
     def but(self, **changes: Any) -> "Sizes":
         """These sizes with some of them changed."""
         return dataclasses.replace(self, **changes)
 
+    def dense(self) -> "Sizes":
+        """These sizes where no row is untouched."""
+        return self.but(untouched="lazy")
+
     def make_optimizer(self) -> js.optim.GradientTransformation:
-        return getattr(js.optim, self.optimizer)(LEARNING_RATE)
+        options = {} if self.untouched == "lazy" else {"untouched": self.untouched}
+        return getattr(js.optim, self.optimizer)(LEARNING_RATE, **options)
 
     def table_shape(self) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((self.rows, self.dim), jnp.dtype(self.dtype))

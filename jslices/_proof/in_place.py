@@ -163,7 +163,7 @@ def _reasons(
     program: Program, leaf: Leaf, copies: list[Instruction], guess: bool
 ) -> list[str]:
     module = program.module
-    reasons = _returned(program, leaf)
+    reasons = _relaid(program, leaf, copies) or _returned(program, leaf)
     targets = {
         module.maker(*value)[0].name
         for number, value in enumerate(module.outputs())
@@ -174,6 +174,22 @@ def _reasons(
     if guess and not reasons:
         reasons = list(dict.fromkeys(_elsewhere(module, copy) for copy in copies))
     return reasons
+
+
+def _relaid(program: Program, leaf: Leaf, copies: list[Instruction]) -> list[str]:
+    """Says so if the step wants another layout."""
+    assert leaf.parameter is not None
+    given = program.module.parameters()[leaf.parameter].layouts[0]
+    layouts = {x for copy in copies for x in program.module.relaid(copy) or ()}
+    for wanted in sorted(layouts - {given}):
+        advice = ""
+        if wanted == ",".join(map(str, reversed(range(len(leaf.shape))))):
+            advice = (
+                ", row by row. Place parameters and state so before the first step: "
+                "jslices.row_major(tree)"
+            )
+        return [f"the device lays it out as {{{given}}}, the step as {{{wanted}}}{advice}"]
+    return []
 
 
 def _returned(program: Program, leaf: Leaf) -> list[str]:

@@ -24,6 +24,7 @@ from jslices._densify import (
     UserLine,
     human_bytes,
 )
+from jslices._devices.targets import target
 
 # --- the text ----------------------------------------------------------------------
 
@@ -53,6 +54,9 @@ class Instruction(NamedTuple):
     operands: tuple[str, ...]
     rest: str  #: the operands and everything after them
     where: str  #: the computation it stands in
+    layouts: tuple[
+        str, ...
+    ] = ()  #: the axes of each array, ``1,0`` where rows lie together
 
     @property
     def op_name(self) -> str:
@@ -112,7 +116,7 @@ def read(text: str) -> Text:
             name, inside, root = start.group(2), {}, ""
             entry = name if start.group(1) else entry
         elif line.startswith("}") and name:
-            computations[name] = Computation(name, inside, root)
+            computations[name] = Computation(name, _joined(inside), root)
             name = ""
         elif name and (each := _instruction(line, name)) is not None:
             inside[each.name] = each
@@ -126,13 +130,37 @@ def _instruction(line: str, where: str) -> Instruction | None:
         return None
     name, rest = found.groups()
     end = _closing(rest) + 1 if rest.startswith("(") else rest.index(" ")
+    shapes = re.findall(r"(\w+)\[([\d,<=]*)\](?:\{([\d,]*))?", rest[:end])
     arrays = tuple(
         Array(dtype, tuple(int(dim.strip("<=")) for dim in dims.split(",") if dim))
-        for dtype, dims in re.findall(r"(\w+)\[([\d,<=]*)\]", rest[:end])
+        for dtype, dims, _ in shapes
     )
+    layouts = tuple(layout for _, _, layout in shapes)
     opcode, _, rest = rest[end:].strip().partition("(")
     operands = tuple(re.findall(r"%([\w.-]+)", rest[: _closing("(" + rest) - 1]))
-    return Instruction(name, arrays, opcode, operands, rest, where)
+    return Instruction(name, arrays, opcode, operands, rest, where, layouts)
+
+
+def _joined(inside: dict[str, Instruction]) -> dict[str, Instruction]:
+    """Each call that runs beside other instructions as one call, where it is done."""
+    joined = {}
+    for each in inside.values():
+        kind, _, part = each.opcode.rpartition("-")
+        if kind not in ("async", "call", "custom-call", "fusion"):
+            joined[each.name] = each
+        elif part == "done":
+            start = inside[each.operands[0]]
+            operands: tuple[str, ...] = ()
+            while start.opcode == f"{kind}-update":  # has the operands that the start lacks
+                operands = start.operands[1:] or operands
+                start = inside[start.operands[0]]
+            calls = kind == "async" or "called_computations=" in start.rest
+            joined[each.name] = each._replace(
+                opcode="call" if calls else kind,
+                operands=start.operands or operands,
+                rest=f"{start.rest} {each.rest}",
+            )
+    return joined
 
 
 def _closing(text: str) -> int:
@@ -182,7 +210,7 @@ def _tables(text: str) -> Tables:
 _RENAMES = {"bitcast", "copy-done", "optimization-barrier", "add-dependency"}
 _WRITES = {"scatter", "dynamic-update-slice"}
 _CALLED = re.compile(
-    r"(?:calls|to_apply|body|true_computation|false_computation|"
+    r"(?:calls|called_computations|to_apply|body|true_computation|false_computation|"
     r"branch_computations)=(\{[^}]*\}|%[\w.-]+)"
 )
 
@@ -322,6 +350,14 @@ class Module:
                 return self.operand(each, number_of(inner)), 0
         return None
 
+    def relaid(self, each: Instruction) -> tuple[str, str] | None:
+        """The layouts from which and to which an instruction copies, if they differ."""
+        copied = self.copied(each)
+        if copied is None:
+            return None
+        before, after = copied[0].layouts[copied[1]], each.layouts[0]
+        return (before, after) if before != after else None
+
     def origin(self, each: Instruction, index: int = 0) -> Value:
         """Like :meth:`maker`, but looks through copies."""
         each, index = self.maker(each, index)
@@ -419,9 +455,13 @@ class Program(NamedTuple):
 
 
 def compiled(
-    step: Callable[..., Any], args: Sequence[Any], donate_argnums: int | Sequence[int]
+    step: Callable[..., Any],
+    args: Sequence[Any],
+    donate_argnums: int | Sequence[int],
+    device: str | None = None,
 ) -> Program:
-    """Compiles a step for ``args`` without running it."""
+    """Compiles a step for ``args``, on a named device if one is given, and runs nothing."""
+    args = args if device is None else target(device).place(tuple(args))
     name = getattr(step, "__name__", "the step")
     if not callable(getattr(step, "trace", None)):
         step = jax.jit(step, donate_argnums=donate_argnums)

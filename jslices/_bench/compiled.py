@@ -1,0 +1,120 @@
+"""A step compiled for a device that need not be here: what can be read from the program."""
+
+import argparse
+import collections
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+
+import jslices as js
+from jslices._bench.measure import compile_step
+from jslices._bench.sizes import Sizes
+from jslices._bench.table import NONE, aligned, cell
+from jslices._densify import human_bytes
+from jslices._devices.targets import Target, target
+from jslices._proof.cost import Cost, cost_of
+
+ROWS, DENSE = "row gradients", "dense gradients"
+
+
+class Line(NamedTuple):
+    """A line of the table; bytes where there is no format."""
+
+    name: str
+    figure: Callable[[Cost], float | None]
+    form: str | None = None
+
+
+LINES = [
+    Line("arguments", lambda cost: cost.argument_bytes),
+    Line("temporaries", lambda cost: cost.temp_bytes),
+    Line("table-sized copies", lambda cost: cost.copies, "d"),
+    Line("bytes accessed", lambda cost: cost.accessed_bytes),
+    Line("kernels", lambda cost: sum(cost.kernels.values()), "d"),
+    Line("loops", lambda cost: len(cost.loops), "d"),
+    Line("collectives", lambda cost: len(cost.collectives), "d"),
+    Line("their results", lambda cost: sum(x.nbytes for x in cost.collectives)),
+    Line("ms by XLA's estimate", lambda cost: cost.seconds and cost.seconds * 1e3, ".3f"),
+]
+
+
+def run(sizes: Sizes, device: str) -> None:
+    """Compiles and prints; ``argparse.ArgumentError`` for a device that cannot be had."""
+    try:
+        found = target(device)
+    except (ModuleNotFoundError, ValueError) as error:
+        raise argparse.ArgumentError(None, str(error)) from None
+    sizes = whole(sizes, found)
+    print(heading(sizes, found), flush=True)
+    costs = {}
+    for name, side in sides(sizes).items():
+        try:
+            costs[name] = cost_of(side(found))
+        except jax.errors.JaxRuntimeError as error:
+            reason = str(error).partition("\n")[0]
+            print(f"{name}: cannot be compiled: {reason}")
+    if costs:
+        print(table(costs))
+        for name, cost in costs.items():
+            print(details(name, cost))
+
+
+def whole(sizes: Sizes, found: Target) -> Sizes:
+    """The sizes with as many rows more as it takes to divide them among all devices."""
+    return sizes.but(rows=sizes.rows + -sizes.rows % len(found.devices))
+
+
+def sides(sizes: Sizes) -> Mapping[str, Callable[[Target], jax.stages.Compiled]]:
+    """What compiles the step with row gradients and the dense one."""
+    return {
+        ROWS: lambda found: compile_step(sizes, js.value_and_grad, found),
+        DENSE: lambda found: compile_step(sizes.dense(), jax.value_and_grad, found),
+    }
+
+
+def heading(sizes: Sizes, found: Target) -> str:
+    """What is compiled, for what."""
+    count = len(found.devices)
+    kind = found.devices[0].device_kind
+    several = f"{count} x {kind}" if count > 1 else kind
+    lines = [
+        str(sizes),
+        f"jslices {js.__version__}, jax {jax.__version__}, compiled for {found.name} "
+        f"({several}); nothing was run",
+    ]
+    if count > 1:
+        lines.append(
+            f"on each of {count} devices; table and state are divided by rows among them, "
+            "the rest is replicated"
+        )
+    return "\n".join(lines)
+
+
+def table(costs: Mapping[str, Cost]) -> str:
+    """A column for each side, and one for what dense gradients cost in multiples."""
+    lines = [["", ROWS, DENSE, "dense / rows"]]
+    for name, figure, form in LINES:
+        rows, dense = (
+            None if side not in costs else figure(costs[side]) for side in (ROWS, DENSE)
+        )
+        ratio = f"{dense / rows:.2f}" if rows and dense else NONE
+        lines.append([name, cell(rows, form), cell(dense, form), ratio])
+    return aligned(lines)
+
+
+def details(name: str, cost: Cost) -> str:
+    """The kernels, loops and collectives by kind."""
+    kinds = ", ".join(f"{count} {kind}" for kind, count in cost.kernels.items())
+    lines = [f"{name}: kernels: {kinds}"]
+    if cost.loops:
+        lines.append(f"{name}: loops, whose kernels count once: {', '.join(cost.loops)}")
+    if cost.collectives:
+        shown = collections.Counter(map(_shown, cost.collectives))
+        each = ", ".join(f"{count} {kind}" for kind, count in shown.most_common())
+        lines.append(f"{name}: collectives: {each}")
+    return "\n".join(lines)
+
+
+def _shown(collective: Any) -> str:
+    return f"{collective.kind} of {human_bytes(collective.nbytes)}"

@@ -1,0 +1,220 @@
+"""Devices that are not here, for which JAX compiles all the same.
+
+The compiler comes with a Python package and needs no device: the compiled program, its
+memory, layouts, kernels and collectives are those of the real one.
+"""
+
+import dataclasses
+import functools
+import importlib.util
+import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.experimental import topologies
+from jax.experimental.layout import Format
+from jax.sharding import (
+    AxisType,
+    Mesh,
+    NamedSharding,
+    PartitionSpec,
+    Sharding,
+    SingleDeviceSharding,
+)
+
+AXIS = "devices"  #: of a target's mesh
+
+
+class Gpu(NamedTuple):
+    """What the compiler asks of a GPU; public figures of the makers."""
+
+    title: str
+    compute_capability: tuple[int, int]
+    cores: int
+    fpus_per_core: int
+    clock_ghz: float
+    threads_per_core: int
+    shared_kib_per_core: int
+    cache_mib: int
+    memory_gib: int
+    gigabytes_per_second: int
+
+
+GPUS = {
+    "a100": Gpu("NVIDIA A100-SXM4-80GB", (8, 0), 108, 64, 1.41, 2048, 164, 40, 80, 2039),
+    "h100": Gpu("NVIDIA H100 80GB HBM3", (9, 0), 132, 128, 1.98, 2048, 228, 50, 80, 3352),
+    "h200": Gpu("NVIDIA H200", (9, 0), 132, 128, 1.98, 2048, 228, 50, 141, 4800),
+    "b200": Gpu("NVIDIA B200", (10, 0), 148, 128, 1.965, 2048, 228, 126, 180, 8000),
+    "l4": Gpu("NVIDIA L4", (8, 9), 58, 128, 2.04, 1536, 100, 48, 24, 300),
+}
+GPUS_A_HOST = 8
+#: The chips of the smallest topology that all releases of libtpu know.
+TPUS = {"v5e": "2x2", "v5p": "2x2x1", "v6e": "2x2", "tpu7x": "2x2x1"}
+#: Without these libtpu asks the cloud around it, and complains where there is none.
+TPU_VARIABLES = {
+    "TPU_SKIP_MDS_QUERY": "1",
+    "TPU_ACCELERATOR_TYPE": "v5litepod-1",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "TPU_WORKER_ID": "0",
+}
+NAMES = (
+    f"one device: {', '.join([*TPUS, *GPUS])}; several: v5e:16x16 or v6e:4x4 (chips along "
+    "the two axes of a pod), v5p:4x4x4 or tpu7x:2x2x1 (three axes), h100:8 or h100:64 "
+    f"({GPUS_A_HOST} GPUs a host)"
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Target:
+    """Devices that JAX compiles for.
+
+    Attributes:
+      name: as it was given: ``v5e``, ``h100:8``.
+      platform: ``tpu`` or ``gpu``.
+      devices: JAX's devices, which run nothing.
+    """
+
+    name: str
+    platform: str
+    devices: tuple[jax.Device, ...]
+
+    @property
+    def mesh(self) -> Mesh:
+        """All devices along one axis."""
+        return Mesh(np.array(self.devices), (AXIS,), axis_types=(AxisType.Auto,))
+
+    def place(self, tree: Any, by_rows: Any = False) -> Any:
+        """The tree with each array as a ``ShapeDtypeStruct`` on these devices.
+
+        An array sharded over a mesh of as many devices, abstract ones or others, keeps
+        axes and specification. Every other one is divided along its first axis where
+        ``by_rows``, True or a tree of such, says so, and else replicated. A struct keeps
+        its layout, if it names one.
+        """
+        rows = jax.tree.broadcast(by_rows, tree)
+        return jax.tree.map(self._placed, tree, rows)
+
+    def _placed(self, x: Any, by_rows: bool) -> Any:
+        if not hasattr(x, "shape") or not hasattr(x, "dtype"):
+            return x
+        sharding = self._sharding(getattr(x, "sharding", None), by_rows)
+        layout = x.format.layout if isinstance(x, jax.ShapeDtypeStruct) else None
+        placed = sharding if layout is None else Format(layout, sharding)
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=placed)
+
+    def _sharding(self, given: Any, by_rows: bool) -> Sharding:
+        if len(self.devices) == 1:
+            return SingleDeviceSharding(self.devices[0])
+        mesh = getattr(given, "mesh", None)
+        if mesh is None or mesh.size != len(self.devices):
+            return NamedSharding(self.mesh, PartitionSpec(*[AXIS] * by_rows))
+        devices = np.array(self.devices).reshape(mesh.axis_sizes)
+        own = Mesh(devices, mesh.axis_names, axis_types=mesh.axis_types)
+        return NamedSharding(own, given.spec)
+
+
+@functools.cache
+def target(name: str) -> Target:
+    """The devices of a name: ``v5e``, ``h100``, ``v5e:16x16``, ``h100:8``.
+
+    Raises:
+      ValueError: for other names; lists the good ones.
+      ModuleNotFoundError: if the compiler is not installed; says what to type.
+    """
+    kind, colon, size = name.partition(":")
+    sides = [int(side) for side in size.split("x")] if _SIDES.fullmatch(size) else []
+    if kind in TPUS and (not colon or len(sides) == TPUS[kind].count("x") + 1):
+        return Target(name, "tpu", _tpus(name, f"{kind}:{size or TPUS[kind]}"))
+    if kind in GPUS and (not colon or len(sides) == 1):
+        return Target(name, "gpu", _gpus(name, GPUS[kind], *sides or [1]))
+    raise _unknown(name)
+
+
+_SIDES = re.compile(r"[1-9]\d{0,4}(x[1-9]\d{0,4})*")
+
+
+def _unknown(name: str, why: str = "") -> ValueError:
+    return ValueError(f"there is no device {name!r}{why}; there are, {NAMES}")
+
+
+def _tpus(name: str, topology: str) -> tuple[jax.Device, ...]:
+    if importlib.util.find_spec("libtpu") is None:
+        raise _missing(name, "libtpu", "tpu")
+    jax.devices()  # if there is a TPU here, it starts with the user's own variables
+    with _set_for_a_moment(TPU_VARIABLES):
+        try:
+            found = topologies.get_topology_desc(topology, "tpu")
+        except jax.errors.JaxRuntimeError as error:
+            raise _unknown(name, f" ({error})") from None
+    return tuple(found.devices) if name == topology else (found.devices[0],)
+
+
+def _gpus(name: str, gpu: Gpu, count: int) -> tuple[jax.Device, ...]:
+    if count > GPUS_A_HOST and count % GPUS_A_HOST:
+        raise _unknown(name, f": more than {GPUS_A_HOST} are whole hosts of {GPUS_A_HOST}")
+    each = min(count, GPUS_A_HOST)
+    try:
+        found = topologies.get_topology_desc(
+            platform="cuda",
+            topology=f"1x{count // each}x{each}",
+            target_config=_description(gpu),
+        )
+    except NotImplementedError:
+        raise _missing(name, "the CUDA plugin of JAX", "gpu") from None
+    return tuple(found.devices)
+
+
+def _missing(name: str, what: str, extra: str) -> ModuleNotFoundError:
+    return ModuleNotFoundError(
+        f"to compile for {name}, {what} is needed, which is not installed; type: "
+        f'pip install "jslices[{extra}]"'
+    )
+
+
+@contextmanager
+def _set_for_a_moment(variables: dict[str, str]) -> Iterator[None]:
+    """Sets environment variables that the user has not set, and takes them back."""
+    new = {key: value for key, value in variables.items() if key not in os.environ}
+    os.environ.update(new)
+    try:
+        yield
+    finally:
+        for key in new:
+            os.environ.pop(key, None)
+
+
+def _description(gpu: Gpu) -> str:
+    """The GPU in the text form of XLA's ``GpuTargetConfigProto``."""
+    major, minor = gpu.compute_capability
+    kib = 1 << 10
+    facts = {
+        "threads_per_block_limit": 1024,
+        "threads_per_warp": 32,
+        "threads_per_core_limit": gpu.threads_per_core,
+        "shared_memory_per_block": 48 * kib,
+        # The system takes 1 KiB of each block.
+        "shared_memory_per_block_optin": (gpu.shared_kib_per_core - 1) * kib,
+        "shared_memory_per_core": gpu.shared_kib_per_core * kib,
+        "registers_per_core_limit": 65536,
+        "registers_per_block_limit": 65536,
+        "block_dim_limit_x": 2**31 - 1,
+        "block_dim_limit_y": 65535,
+        "block_dim_limit_z": 65535,
+        "core_count": gpu.cores,
+        "fpus_per_core": gpu.fpus_per_core,
+        "clock_rate_ghz": gpu.clock_ghz,
+        "l2_cache_size": gpu.cache_mib * kib**2,
+        "device_memory_size": gpu.memory_gib * kib**3,
+        "memory_bandwidth": gpu.gigabytes_per_second * 10**9,
+    }
+    lines = "\n".join(f"  {key}: {value}" for key, value in facts.items())
+    return (
+        f"gpu_device_info {{\n{lines}\n  cuda_compute_capability "
+        f"{{ major: {major} minor: {minor} }}\n}}\n"
+        f'platform_name: "CUDA"\ndevice_description_str: "{gpu.title}"\n'
+        "dnn_version_info { major: 9 minor: 10 patch: 0 }\n"
+    )

@@ -1,0 +1,206 @@
+"""What a compiled program costs, as far as can be read from it: nothing is run."""
+
+import collections
+import math
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from jslices._proof.program import Array, Instruction, Module, number_of
+
+COLLECTIVES = (
+    "all-gather",
+    "all-reduce",
+    "all-to-all",
+    "collective-broadcast",
+    "collective-permute",
+    "ragged-all-to-all",
+    "reduce-scatter",
+)
+#: What moves nothing, or is counted by what it runs.
+_FREE = {
+    "add-dependency",
+    "after-all",
+    "bitcast",
+    "call",
+    "conditional",
+    "constant",
+    "get-tuple-element",
+    "optimization-barrier",
+    "parameter",
+    "partition-id",
+    "replica-id",
+    "tuple",
+    "while",
+}
+#: What else is done to single numbers costs nothing.
+_LAUNCHED = {"copy", "fusion"}
+_READ_BY_ROWS = {"dynamic-slice", "gather"}
+#: The position of the rows among the operands of what writes them in place.
+_WRITTEN_BY_ROWS = {"dynamic-update-slice": 1, "scatter": 2}
+
+
+class Collective(NamedTuple):
+    """One exchange between devices.
+
+    Attributes:
+      kind: ``all-gather``, ``all-reduce``, ...
+      nbytes: of its result, on each device.
+    """
+
+    kind: str
+    nbytes: int
+
+
+class Cost(NamedTuple):
+    """What a compiled program costs each device. The bodies of loops count once.
+
+    Attributes:
+      argument_bytes: the memory of the arguments, with what the layout pads.
+      temp_bytes: the memory that it needs besides arguments and results.
+      copies: how many arrays as large as the largest argument are copied.
+      accessed_bytes: what is read and written, by XLA's count; for GPUs, where XLA has
+        none, by :func:`accessed`.
+      kernels: how many instructions do something, by what they do.
+      loops: JAX's names of the loops.
+      collectives: the exchanges between devices, which ``kernels`` leaves out.
+      seconds: XLA's estimate of the time, if it has one. What it cannot estimate, such as
+        custom calls, takes no time.
+    """
+
+    argument_bytes: int
+    temp_bytes: int
+    copies: int
+    accessed_bytes: int
+    kernels: dict[str, int]
+    loops: list[str]
+    collectives: list[Collective]
+    seconds: float | None
+
+
+def cost_of(compiled: Any) -> Cost:
+    """The cost of what ``jax.jit(f).lower(...).compile()`` returns."""
+    module = Module(compiled.as_text())
+    memory = compiled.memory_analysis()
+    analysis = compiled.cost_analysis()  # a list with one element, before some release
+    figures = (analysis[0] if isinstance(analysis, list) else analysis) or {}
+    return Cost(
+        memory.argument_size_in_bytes,
+        memory.temp_size_in_bytes,
+        table_copies(module),
+        int(figures.get("bytes accessed", 0)) or accessed(module),
+        kernels(module),
+        [each.op_name or each.name for each in module.run() if each.opcode == "while"],
+        exchanged(module),
+        _seconds(figures),
+    )
+
+
+def _seconds(figures: dict[str, float]) -> float | None:
+    if "optimal_seconds" not in figures:
+        return None
+    # A sum in which -1 stands for every instruction of unknown time.
+    total = figures["optimal_seconds"]
+    return total + max(math.ceil(-total), 0)
+
+
+def table_copies(module: Module) -> int:
+    """How many arrays with as many elements as the largest argument are copied."""
+    sizes = [math.prod(each.arrays[0].dims) for each in module.parameters().values()]
+    largest = max(sizes, default=0)
+    return sum(
+        math.prod(each.arrays[0].dims) >= largest > 1
+        for each in module.run()
+        if module.copied(each) is not None
+    )
+
+
+def kernels(module: Module) -> dict[str, int]:
+    """How many instructions do something, by opcode, the most frequent first."""
+    found = collections.Counter(each.opcode for each in _working(module))
+    return dict(found.most_common())
+
+
+def _working(module: Module) -> Iterator[Instruction]:
+    for each in module.run():
+        if each.opcode in _FREE or each.opcode.endswith("-done"):
+            continue
+        if each.opcode.removesuffix("-start") in COLLECTIVES:
+            continue
+        if each.opcode in _LAUNCHED or any(array.dims for array in each.arrays):
+            yield each
+
+
+def exchanged(module: Module) -> list[Collective]:
+    """All collectives, also those that run while something else does."""
+    found = []
+    for computation in module.computations.values():
+        for each in computation.instructions.values():
+            kind = each.opcode.removesuffix("-start")
+            if kind not in COLLECTIVES:
+                continue
+            arrays = each.arrays
+            if each.opcode != kind:  # its tuple holds operands and contexts, too
+                arrays = next(
+                    user.arrays
+                    for user in module.users([each])
+                    if user.opcode == f"{kind}-done"
+                )
+            found.append(Collective(kind, sum(array.nbytes for array in arrays)))
+    return found
+
+
+# --- bytes -------------------------------------------------------------------------
+
+
+def accessed(module: Module) -> int:
+    """Bytes that are read and written; of an array used by rows, those of the rows."""
+    return sum(_bytes(module, each) for each in _working(module))
+
+
+def _bytes(module: Module, each: Instruction) -> int:
+    operands = [module.operand(each, n) for n in range(len(each.operands))]
+    called = module.called(each)
+    if each.opcode == "fusion" and called:
+        inside = module.computations[called[0]].instructions.values()
+        parameters = {number_of(x): x for x in inside if x.opcode == "parameter"}
+        read = sum(_read(module, parameters[n]) for n in range(len(operands)))
+        results = [maker for maker, _ in module.elements(called[0])]
+        return read + sum(_written(module, x) for x in results)
+    if each.opcode in _READ_BY_ROWS:
+        return 2 * _size(each.arrays) + _size(operands[1].arrays)
+    if each.opcode in _WRITTEN_BY_ROWS:
+        rows = operands[_WRITTEN_BY_ROWS[each.opcode]]
+        return 3 * _size(rows.arrays) + _size(operands[1].arrays)
+    return _size(each.arrays) + sum(_size(x.arrays) for x in operands)
+
+
+def _read(module: Module, value: Instruction) -> int:
+    """What a fusion reads of one of its values."""
+    total = 0
+    for user in module.users([value]):
+        first = user.operands[0] == value.name
+        if user.opcode == "bitcast":
+            total += _read(module, user)
+        elif first and user.opcode in _READ_BY_ROWS:
+            total += _size(user.arrays)
+        elif first and user.opcode in _WRITTEN_BY_ROWS:
+            total += _rows_written(module, user)
+        else:
+            return _size(value.arrays)
+    return min(total, _size(value.arrays))
+
+
+def _written(module: Module, result: Instruction) -> int:
+    while result.opcode == "bitcast":
+        result = module.operand(result, 0)
+    if result.opcode in _WRITTEN_BY_ROWS:
+        return _rows_written(module, result)
+    return _size(result.arrays)
+
+
+def _rows_written(module: Module, write: Instruction) -> int:
+    return _size(module.operand(write, _WRITTEN_BY_ROWS[write.opcode]).arrays)
+
+
+def _size(arrays: tuple[Array, ...]) -> int:
+    return sum(array.nbytes for array in arrays)
