@@ -1,8 +1,8 @@
 """Numbering the distinct rows among some indices on a CPU: each gets a number.
 
-The general way sorts the indices. Where the order of the rows is free, the first occurrence
-of each is found in a map: one of V integers if the table is small enough, else a hash map of
-2 to 8 K integers, in which rows that collide try again with another hash.
+The general way sorts the indices. Where the order of the rows is free, the first place of
+each is found in a map: one of V integers if the table is small enough, else a hash map of 2
+to 8 K integers, in which rows that collide try again with another hash.
 """
 
 from collections.abc import Sequence

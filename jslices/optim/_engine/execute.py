@@ -10,6 +10,7 @@ from jax import lax
 
 from jslices import _jax
 from jslices._rows.bounds import canonical_indices, empty_index, set_rows, take_rows
+from jslices._rows.layouts import row_major_array
 from jslices._rows.select import leading, where_rows
 from jslices._rows.sums import add_rows, sum_duplicates, widened
 from jslices._slices import IndexedSlices, known_distinct
@@ -68,6 +69,7 @@ def step_slices(
             indices, values, *arrays, cpu=run(cpu), default=run(other)
         )
     indices, update, *new = result
+    new = [row_major_array(x) for x in new]
     kind = EveryRow if cpu.way == "all rows" else IndexedSlices
     shape = None if num_rows is None else (num_rows, *update.shape[1:])
     changed = kind(update, indices, shape)

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from jslices._densify import warn_dense
 from jslices._rows.bounds import canonical_indices
+from jslices._rows.layouts import row_major_array
 from jslices._rows.sums import add_rows
 from jslices._slices import IndexedSlices, check_slices, is_slices
 
@@ -172,8 +173,8 @@ def _add(path: Any, update: Any, param: Any) -> Any:
     indices = canonical_indices(update.indices, param.shape[0])
     values = update.values.astype(param.dtype)
     if isinstance(update, EveryRow) and len(indices) == len(param):
-        return param + values
-    return add_rows(param, indices, values, update._distinct)
+        return row_major_array(param + values)
+    return row_major_array(add_rows(param, indices, values, update._distinct))
 
 
 def _misfit(path: Any, update: Any, param: Any) -> ValueError:
