@@ -25,6 +25,7 @@ from jslices._grad.views import (
     Stacked,
     Stopped,
     Transposed,
+    Unpacked,
     View,
     flat,
     folded,
@@ -49,6 +50,9 @@ Rule = Callable[[_jax.Equation, Sequence[Any], int], list[Any] | NeedsWhole | No
 Mode = jax.lax.GatherScatterMode
 
 RULES: dict[Primitive, Rule] = {}
+
+#: Numbers in a row of a packed table, at most: all of them are read for each part.
+WIDEST_PACKED = 1024
 
 
 def rowwise(
@@ -513,14 +517,28 @@ def _reshaped(eqn: _jax.Equation, operands: Sequence[Any]) -> list[Any] | None:
     count, size = inner.shape[0], math.prod(shape)
     heights = itertools.accumulate(shape, operator.mul)
     lead = next((i for i, height in enumerate(heights, 1) if height == count), 0)
-    if not lead or not size:
+    if not size:
         return None
+    if not lead:
+        return _unpacked(inner, shape)
     row = shape[lead:]
     if row != inner.shape[1:]:
         apply = lambda values, n: values[0].reshape(n, *row)  # noqa: E731
         key = ("reshape", *row)
         inner = Rowwise((count, *row), inner.dtype, apply, (inner,), (False,), key)
     return [folded(inner, shape[:lead])]
+
+
+def _unpacked(packed: View, shape: tuple[int, ...]) -> list[Any] | None:
+    """``packed.reshape(V, D)``: rows cut into equal parts, if they are short."""
+    count, size = packed.shape[0], math.prod(packed.shape[1:])
+    heights = itertools.accumulate(shape[:-1], operator.mul)
+    cuts = lambda height: _jax.holds(lambda: height % count == 0)  # noqa: E731
+    lead = next((i for i, height in enumerate(heights, 1) if cuts(height)), 0)
+    if not lead or count == 1 or size > WIDEST_PACKED:
+        return None
+    cut = (math.prod(shape[:lead]), *shape[lead:])
+    return [folded(Unpacked(cut, packed.dtype, packed), shape[:lead])]
 
 
 @_rule("broadcast_in_dim")

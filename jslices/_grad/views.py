@@ -219,6 +219,36 @@ class Stacked(View):
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
+class Unpacked(View):
+    """The rows of another view cut into equal parts: ``packed.reshape(V, D)``.
+
+    Reading a part reads the row that holds it, of which the rest has a gradient of zeros.
+    """
+
+    inner: View
+
+    @property
+    def per(self) -> int:
+        """How many parts a row of ``inner`` has."""
+        return self.shape[0] // self.inner.shape[0]
+
+    def parts(self, ids: Ids) -> Sequence[tuple[Any, Ids | None]]:
+        # What is out of range here is so there.
+        holding = lambda read, record: (read // self.per, record // self.per)  # noqa: E731
+        return [(self.inner, ids.renumbered(("holding", self.per), holding))]
+
+    def combine(self, parts: Sequence[Any], ids: Ids) -> jax.Array:
+        # By a mask: a gather of parts is a loop over them on a TPU.
+        here = ids.read[:, None] % self.per == jnp.arange(self.per, dtype=ids.read.dtype)
+        rows = parts[0].reshape(*here.shape, *self.shape[1:])
+        here = here.reshape(*here.shape, *(1 for _ in self.shape[1:]))
+        return jnp.where(here, rows, 0).sum(axis=1, dtype=self.dtype)
+
+    def whole(self, of: Callable[[Any], Any]) -> jax.Array:
+        return of(self.inner).reshape(self.shape)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
 class Repeated(View):
     """An array ``[*B, V, *D]``, a table for every example of a batch.
 
@@ -320,6 +350,7 @@ _register(Rowwise, "operands")
 _register(Renumbered, "inner")
 _register(Replaced, "inner", "at", "row")
 _register(Stacked, "arrays")
+_register(Unpacked, "inner")
 _register(Repeated, "flat")
 _register(Transposed, "inner")
 _register(Unslotted, "inner")
