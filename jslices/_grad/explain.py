@@ -28,6 +28,7 @@ from jslices._grad.plan import (
     is_number,
     plan_call,
 )
+from jslices._grad.rules import WIDEST_PACKED
 from jslices._slices import IndexedSlices
 
 # Adam reads and writes the parameter and two arrays of state.
@@ -339,7 +340,8 @@ DENSE_USES = {
     "gather": _WHOLE_ROWS,
     "dynamic_slice": _WHOLE_ROWS,
     "squeeze": _WHOLE_ROWS,
-    "reshape": _WHOLE_ROWS,
+    "reshape": f"{_WHOLE_ROWS}; a packed table, packed.reshape(V, D)[ids], has at least "
+    f"two rows, of at most {WIDEST_PACKED} numbers each",
     "slice": "look the rows up with an array of ids, table[jnp.arange(n)], if they are few",
     "scan": "let the loop's body read the table from outside, instead of carrying it or "
     "looping over its rows",

@@ -530,7 +530,7 @@ def _reshaped(eqn: _jax.Equation, operands: Sequence[Any]) -> list[Any] | None:
 
 
 def _unpacked(packed: View, shape: tuple[int, ...]) -> list[Any] | None:
-    """``packed.reshape(V, D)``: rows cut into equal parts, if they are short."""
+    """``packed.reshape(V, D)``: its rows, if they are short, cut into equal parts."""
     count, size = packed.shape[0], math.prod(packed.shape[1:])
     heights = itertools.accumulate(shape[:-1], operator.mul)
     cuts = lambda height: _jax.holds(lambda: height % count == 0)  # noqa: E731

@@ -222,7 +222,8 @@ class Stacked(View):
 class Unpacked(View):
     """The rows of another view cut into equal parts: ``packed.reshape(V, D)``.
 
-    Reading a part reads the row that holds it, of which the rest has a gradient of zeros.
+    Reading a part reads the row that holds it, so the rest of that row gets a gradient of
+    zeros.
     """
 
     inner: View
@@ -233,13 +234,14 @@ class Unpacked(View):
         return self.shape[0] // self.inner.shape[0]
 
     def parts(self, ids: Ids) -> Sequence[tuple[Any, Ids | None]]:
-        # What is out of range here is so there.
-        holding = lambda read, record: (read // self.per, record // self.per)  # noqa: E731
+        def holding(read: jax.Array, record: jax.Array) -> tuple[jax.Array, jax.Array]:
+            return read // self.per, record // self.per  # out of range remains so
+
         return [(self.inner, ids.renumbered(("holding", self.per), holding))]
 
     def combine(self, parts: Sequence[Any], ids: Ids) -> jax.Array:
-        # By a mask: a gather of parts is a loop over them on a TPU.
-        here = ids.read[:, None] % self.per == jnp.arange(self.per, dtype=ids.read.dtype)
+        # By a mask: to gather the parts, a TPU would access three times as many bytes.
+        here = jax.nn.one_hot(ids.read % self.per, self.per, dtype=bool)
         rows = parts[0].reshape(*here.shape, *self.shape[1:])
         here = here.reshape(*here.shape, *(1 for _ in self.shape[1:]))
         return jnp.where(here, rows, 0).sum(axis=1, dtype=self.dtype)

@@ -1,0 +1,258 @@
+"""Short rows stored several to a row: ``packed.reshape(V, D)[ids]`` reads them."""
+
+import pathlib
+import re
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from helpers import all_at_once, assert_close, needs_device, quickly
+from test_lookup_forms import ROWS
+from test_programs import ID_FORMS
+
+import jslices as js
+import jslices.testing
+from jslices._proof.cost import cost_of
+
+V, D, PER = 6, 4, 3
+RNG = np.random.default_rng(27)
+PACKED = jnp.asarray(RNG.normal(size=(V // PER, PER * D)), jnp.float32)
+IDS = jnp.array([4, 1, 4, 0])
+S = jax.ShapeDtypeStruct
+
+
+def check(forms, packed, rtol=1e-4):
+    """Each form of a lookup has JAX's value and gradient, as rows of ``packed``."""
+
+    def make(form):
+        return lambda packed: (form(packed) ** 3).sum().astype(jnp.float32)
+
+    losses = {name: make(form) for name, form in forms.items()}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        ours = {name: js.value_and_grad(loss) for name, loss in losses.items()}
+        found = all_at_once(ours, packed)
+    theirs = {name: jax.value_and_grad(loss) for name, loss in losses.items()}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", js.DensificationWarning)
+        wanted = all_at_once(theirs, packed)
+    assert not [name for name, (_, grad) in found.items() if not js.is_slices(grad)]
+    assert_close(found, wanted, rtol=rtol, atol=1e-5)
+    return {name: grad for name, (_, grad) in found.items()}
+
+
+# --- lookups ----------------------------------------------------------------------------
+
+
+def test_values_are_zero_outside_the_row_that_was_read():
+    weights = jnp.arange(1.0, 6 * D + 1).reshape(6, D)
+    ids = jnp.array([4, 1, 4, 0, V, V + 7])  # and two that are out of range
+
+    def loss(packed):
+        return (jnp.take(packed.reshape(V, D), ids, axis=0, fill_value=0) * weights).sum()
+
+    grad = js.grad(loss)(PACKED)
+    np.testing.assert_array_equal(grad.indices, [1, 0, 1, 0, 2, 4])
+    values = np.zeros((6, PER, D), np.float32)
+    values[range(4), np.array(IDS) % PER] = weights[:4]
+    np.testing.assert_array_equal(grad.values, values.reshape(6, PER * D))
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        name if name == "nested" else pytest.param(name, marks=pytest.mark.slow)
+        for name in ROWS
+    ],
+)
+def test_forms_that_give_rows(name):
+    forms = {
+        form: lambda packed, form=form: ROWS[name](packed.reshape(V, D))[form]
+        for form in jax.eval_shape(ROWS[name], S((V, D), jnp.float32))
+    }
+    check(forms, PACKED)
+
+
+def test_forms_of_ids():
+    check(
+        {
+            name: lambda packed, form=form: form(packed.reshape(V, D), IDS)
+            for name, form in ID_FORMS.items()
+            if name != "vmapped_slices"  # is dense of any table
+        },
+        PACKED,
+    )
+
+
+def test_lookups_of_ours():
+    bags = jnp.array([[0, 4], [1, -1], [V, V + 1]])
+
+    def lookup(packed, ids, mode="fill"):
+        return js.embedding_lookup(packed.reshape(V, D), ids, mode=mode)
+
+    grads = check(
+        {
+            "good": lambda t: lookup(t, IDS),
+            "bad": lambda t: lookup(t, jnp.array([4, -1, V, 1, -V, V + 9])),
+            "clip": lambda t: lookup(t, jnp.array([4, -1, V, 1]), "clip"),
+            "max_norm": lambda t: js.embedding_lookup(t.reshape(V, D), IDS, max_norm=0.5),
+            "padding": lambda t: js.embedding_lookup(t.reshape(V, D), IDS, padding_id=4),
+            "shards": lambda t: js.embedding_lookup([t.reshape(V, D)[:4], t[:, D : 2 * D]], IDS),
+            "bags": lambda t: js.safe_embedding_lookup_sparse(t.reshape(V, D), bags),
+            "vmap": lambda t: jax.vmap(lambda i: lookup(t, i))(IDS),
+        },
+        PACKED,
+    )
+    good = [0 <= i < V // PER for i in grads["bad"].indices]
+    assert good == [True, False, False, True, False, False]
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_views_of_every_kind(dtype):
+    """Steps before and after, neighbours that are not finite, rows of several axes."""
+    packed = jnp.asarray(RNG.normal(size=(4, 2, 6)), dtype)
+    check(
+        {
+            "two axes": lambda t: t.reshape(8, 6)[IDS],
+            "the first axis": lambda t: t.reshape(8, 2, 3)[IDS],
+            "a whole row's parts": lambda t: t.reshape(16, 3)[IDS + 9],
+            "single numbers": lambda t: t.reshape(48, 1)[7 * IDS],
+            "fields": lambda t: t.reshape(2, 6, 4)[IDS % 2, IDS],
+            "below one another": lambda t: jnp.concatenate(
+                [t.reshape(8, 6), jnp.ones((1, 6), dtype), t[:, 0]]
+            )[3 * IDS],
+            "of some rows": lambda t: t[1:3].reshape(-1, 3)[IDS],
+            "steps": lambda t: (jnp.sin(t).reshape(8, 6) * 2)[IDS],
+            "not finite": lambda t: t.at[2].set(jnp.nan).reshape(8, 6)[jnp.array([3, 7])],
+            "a mask": lambda t: jnp.where(
+                (t > 0).reshape(8, 6)[IDS], t.reshape(8, 6)[IDS], 0
+            ),
+            "integers": lambda t: (
+                (t * 5).astype(jnp.int8).reshape(8, 6)[IDS] * t.reshape(8, 6)[IDS]
+            ),
+            "no ids": lambda t: js.embedding_lookup(t.reshape(8, 6), IDS[:0]),
+        },
+        packed,
+        rtol=2e-2,
+    )
+
+
+@pytest.mark.parametrize("shape", [(10, 1040), (1, 40)], ids=str)
+def test_rows_that_are_too_wide_and_single_ones_stay_dense(shape):
+    loss = lambda table: (table.reshape(-1, 20)[IDS % 2] ** 2).sum()  # noqa: E731
+    wanted = r"is dense.* at least two rows, of at most 1024 numbers each"
+    with pytest.warns(js.DensificationWarning, match=wanted):
+        grad = js.grad(loss)(jnp.ones(shape))
+    assert_close(grad, jax.grad(loss)(jnp.ones(shape)))
+
+
+# --- steps ------------------------------------------------------------------------------
+
+
+def trained(tx, table, batches, exact=False):
+    """``table``, packed or not, as ``[V, D]`` after a step for each batch of ids."""
+
+    @quickly
+    def step(table, state, ids):
+        if exact:
+            table, state = tx.catch_up(table, state, ids * len(table) // V)
+        grad = js.grad(lambda t: (jnp.sin(t.reshape(V, D)[ids]) ** 3).sum())(table)
+        return tx.apply(grad, state, table)
+
+    state = tx.init(table)
+    for ids in batches:
+        table, state = step(table, state, jnp.array(ids))
+    table, _ = tx.flush(table, state) if exact else (table, state)
+    return table.reshape(V, D)
+
+
+@pytest.mark.parametrize("name", ["sgd", "adagrad"])
+def test_steps_are_those_of_the_unpacked_table(name):
+    tx = getattr(js, name)(0.5)
+    for batches, tolerance in ([[0, 1, 5], [3, 1, 2]], 0), ([[4, 1, 4, 4, 3, 4]] * 3, 1e-6):
+        packed = trained(tx, PACKED, batches)
+        unpacked = trained(tx, PACKED.reshape(V, D), batches)
+        assert_close(packed, unpacked, rtol=tolerance, atol=0)
+
+
+def test_exact_steps_are_those_of_the_unpacked_table():
+    tx, batches = js.adam(0.5, untouched="exact"), [[0, 1], [5, 4], [5, 5], [0, 2]]
+    packed = trained(tx, PACKED, batches, exact=True)
+    assert_close(packed, trained(tx, PACKED.reshape(V, D), batches, exact=True))
+
+
+def test_lazy_steps_are_dense_for_the_whole_row_that_holds_an_id():
+    batches = [[0, 5], [1, 5], [4, 1], [2, 4]]  # each has an id in both rows
+
+    @quickly
+    def step(table, state, ids):
+        grad = jax.grad(lambda t: (jnp.sin(t[ids]) ** 3).sum())(table)
+        updates, state = dense.update(grad, state, table)
+        return optax.apply_updates(table, updates), state
+
+    dense, table = optax.adam(0.5), PACKED.reshape(V, D)
+    state = dense.init(table)
+    for ids in batches:
+        table, state = step(table, state, jnp.array(ids))
+    assert_close(trained(js.adam(0.5), PACKED, batches), table)
+    state = js.rowwise_adagrad(0.5).init(PACKED)
+    assert V // PER in {x.size for x in jax.tree.leaves(state)}  # a number a packed row
+
+
+# --- what is compiled -------------------------------------------------------------------
+
+
+def adam_step(table, state, ids):
+    """A step for rows of 16 numbers, wherever they are."""
+    loss = lambda t: ((t.reshape(-1, 16)[ids] @ jnp.ones(16) - 1) ** 2).mean()  # noqa: E731
+    value, grad = js.value_and_grad(loss)(table)
+    return *js.adam(0.1).apply(grad, state, table), value
+
+
+def arguments(shape, count):
+    table = S(shape, jnp.float32)
+    state = jax.eval_shape(js.adam(0.1).init, table)
+    return table, state, S((count,), jnp.int32)
+
+
+def test_no_array_is_as_large_as_the_table():
+    args = arguments((50_000, 128), 64)
+    js.testing.assert_in_place(adam_step, *args, donate_argnums=(0, 1))
+    memory = js.testing.assert_no_dense_temporary(adam_step, *args, donate_argnums=(0, 1))
+    assert memory.temp_bytes < 10 * 64 * 128 * 4
+
+
+@pytest.mark.devices
+@pytest.mark.parametrize("device", ["v5e", "h100"])
+def test_on_a_device_a_packed_table_is_not_padded(device):
+    needs_device(device)
+    rows, count = 500_000, 10_000  # v5e moves tables below 100 MB into its fast memory
+    args, size = arguments((rows, 128), count), rows * 128 * 4
+    js.testing.assert_in_place(adam_step, *args, donate_argnums=(0, 1), device=device)
+    memory = js.testing.assert_no_dense_temporary(
+        adam_step, *args, donate_argnums=(0, 1), device=device
+    )
+    assert memory.argument_bytes < 3 * size + 10 * count
+    assert memory.temp_bytes < 5 * count * 128 * 4
+
+
+@pytest.mark.devices
+def test_on_a_tpu_a_value_without_its_gradient_reads_rows():
+    """As the docs say: what jslices.value_and_grad reads is not unpacked."""
+    needs_device("v5e")
+    (device,) = js.testing.devices("v5e")
+
+    def accessed(f):
+        place = jax.sharding.SingleDeviceSharding(device)
+        structs = S((500_000, 128), jnp.float32), S((10_000,), jnp.int32)
+        return cost_of(jax.jit(f, in_shardings=place).lower(*structs).compile())
+
+    def loss(table, ids):
+        return (table.reshape(-1, 16)[ids] ** 2).sum()
+
+    rows = accessed(lambda *args: js.value_and_grad(loss)(*args)[0])
+    assert rows.accessed_bytes < 15 * 10_000 * 128 * 4 < 500_000 * 128 * 4
+    assert accessed(loss).temp_bytes > 500_000 * 128 * 4  # so that the test can fail
