@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 
 from jslices._densify import warn_dense
+from jslices._devices.layouts import row_major_array
 from jslices._rows.bounds import canonical_indices
-from jslices._rows.layouts import row_major_array
 from jslices._rows.sums import add_rows
 from jslices._slices import IndexedSlices, check_slices, is_slices
 

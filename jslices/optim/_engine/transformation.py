@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jslices._devices.layouts import laid_out_as, warn_of_columns
 from jslices._jax import flatten
 from jslices._rows.bounds import room_for_distinct
 from jslices._slices import IndexedSlices, is_slices
@@ -66,9 +67,14 @@ def transformation(
         warn_in_multi_steps()
         leaves, tree = flatten(params)
         rules = rules_for(params, len(leaves))
+        for place, p in zip(places(tree), leaves, strict=True):
+            warn_of_columns(place, p)
         state = {
             name: tree.unflatten(
-                [r.state[name](p) for r, p in zip(rules, leaves, strict=True)]
+                [
+                    laid_out_as(p, r.state[name](p))
+                    for r, p in zip(rules, leaves, strict=True)
+                ]
             )
             for name in names
         }

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jslices._devices.layouts import row_major_array
 from jslices._jax import flatten
 from jslices._rows.bounds import canonical_indices, index_dtype, take_rows
 from jslices._rows.select import where_rows
@@ -197,11 +198,11 @@ def _advance(
 def _missed_steps(rule: Rule, count: jax.Array, run: jax.Array) -> Kernel:
     """``kernel(nothing, p, *arrays, last, *snapshot)``: the missed steps of some rows."""
     steps = _missed(rule)
-    tables, now = steps.tables(count), steps.snapshot(count, run)
+    table, now = steps.table(count), steps.snapshot(count, run)
 
     def kernel(nothing: jax.Array, p: jax.Array, *rest: jax.Array) -> tuple[Any, ...]:
         arrays, last, snapshot = _clock_apart(rest, len(now))
-        missed = steps.missed(count, run, tables, last, snapshot)
+        missed = steps.missed(count, run, table, last, snapshot)
         missed = jax.tree.map(lambda x: per_row(x, p), missed)
         new = steps.advance(Missed(*missed), p, *arrays)
         # A row that missed nothing stays as it is, to the bit.
@@ -248,7 +249,8 @@ def _every_row(kernel: Kernel, arrays: list[jax.Array]) -> list[jax.Array]:
     plan = Plan("in chunks", height, height, sums=False, chunk=chunk, why="all catch up")
     rows = jnp.arange(height, dtype=index_dtype(height, np.dtype(np.int32)))
     nothing = jnp.zeros((height, 0))
-    return list(execute(plan, kernel, rows, nothing, height, arrays))[2:]
+    new = execute(plan, kernel, rows, nothing, height, arrays)[2:]
+    return [row_major_array(x) for x in new]
 
 
 def _missed(rule: Rule) -> MissedSteps:

@@ -47,11 +47,6 @@ class Series(NamedTuple):
     times_learning_rate: bool = True
     settles: float = 0.0
 
-    @property
-    def window(self) -> int:
-        """So many terms are not negligible."""
-        return _steps_to_vanish(self.ratio)
-
 
 class Missed(NamedTuple):
     """What some rows missed. Every array is ``[n, 1, ...]``, one number a row."""
@@ -95,7 +90,7 @@ class MissedSteps:
     def keeps_series(self) -> bool:
         """Whether what is still to come must be kept with each row."""
         scheduled = callable(self.learning_rate) or callable(self.weight_decay)
-        return scheduled or any(self._settled(s) > MOST_STEPS for s in self.series)
+        return scheduled or self._settled > MOST_STEPS
 
     @property
     def width(self) -> int:
@@ -134,19 +129,21 @@ class MissedSteps:
         return jax.jit(snapshot, inline=True)
 
     @functools.cached_property
-    def tables(self) -> Callable[[jax.Array], tuple[jax.Array, ...]]:
-        """``tables(count)``: each series' sums over the last 0, 1, ... steps."""
+    def table(self) -> Callable[[jax.Array], jax.Array]:
+        """``table(count)``: the sums of each series over the last 0, 1, ... steps,
+        ``[steps, series]``."""
 
-        def tables(count: jax.Array) -> tuple[jax.Array, ...]:
-            return tuple(self._so_far(series, count) for series in self.series)
+        def table(count: jax.Array) -> jax.Array:
+            sums = [self._so_far(series, count) for series in self.series]
+            return jnp.stack(sums, 1) if sums else jnp.zeros((1, 0))
 
-        return jax.jit(tables, inline=True)
+        return jax.jit(table, inline=True)
 
     def missed(
         self,
         count: jax.Array,
         run: jax.Array,
-        tables: Sequence[jax.Array],
+        table: jax.Array,
         last: jax.Array,
         snapshot: Sequence[jax.Array],
     ) -> Missed:
@@ -160,17 +157,14 @@ class MissedSteps:
         else:
             since = steps * self.pace(jnp.ones((1,), jnp.int32))[0]
         decay = jnp.exp(since) if self.decays else jnp.ones_like(since)
-        sums = []
-        for number, table in enumerate(tables):
-            window = table.shape[0] - 1
-            near = table.at[jnp.minimum(steps, window)].get(mode="promise_in_bounds")
-            if self.keeps_series:
-                to_come = snapshot[number]
-            else:
-                after = self._after_each(self.series[number])
-                settled = jnp.minimum(last, after.shape[0] - 1)
-                to_come = after.at[settled].get(mode="promise_in_bounds")
-            sums.append(jnp.where(steps <= window, near, decay * to_come))
+        if not self.series:
+            return Missed(steps, (), decay, since)
+        near = _read(table, steps)
+        to_come = snapshot if self.keeps_series else _read(self._after_each(), last)
+        sums = (
+            jnp.where(steps <= self._window, sum_of_steps, decay * rest)
+            for sum_of_steps, rest in zip(near, to_come, strict=False)
+        )
         return Missed(steps, tuple(sums), decay, since)
 
     def _terms(self, series: Series, steps: jax.Array) -> jax.Array:
@@ -180,34 +174,41 @@ class MissedSteps:
         return weights
 
     def _to_come(self, series: Series, count: jax.Array) -> jax.Array:
-        ahead = jnp.arange(1, series.window + 1, dtype=jnp.int32)
+        ahead = jnp.arange(1, self._window + 1, dtype=jnp.int32)
         steps = count + ahead
         terms = self._terms(series, steps) * _powers(series.ratio, ahead)
         if self.decays:
             terms = terms * jnp.exp(-jnp.cumsum(self.pace(steps)))
         return jnp.sum(terms)
 
-    def _settled(self, series: Series) -> int:
-        return _steps_to_vanish(series.settles)
+    @property
+    def _window(self) -> int:
+        """So many terms of the series are not negligible."""
+        return max((_steps_to_vanish(series.ratio) for series in self.series), default=0)
 
-    def _after_each(self, series: Series) -> jax.Array:
-        """:meth:`_to_come` after 0, 1, ... steps, where there is no schedule."""
-        count = self._settled(series) + series.window
+    @property
+    def _settled(self) -> int:
+        """From so many steps on the weights of the series no longer change."""
+        return max((_steps_to_vanish(series.settles) for series in self.series), default=0)
+
+    def _after_each(self) -> jax.Array:
+        """:meth:`_to_come` after 0, 1, ... steps unscheduled: ``[steps, series]``."""
         with _at_once(self.learning_rate, self.weight_decay):
-            steps = jnp.arange(1, count + 1, dtype=jnp.int32)
-            ratio = series.ratio * (jnp.exp(-self.pace(steps)) if self.decays else 1.0)
-            ratio = jnp.broadcast_to(jnp.asarray(ratio, jnp.float32), steps.shape)
+            steps = jnp.arange(1, self._settled + self._window + 1, dtype=jnp.int32)
+            ratios = jnp.asarray([series.ratio for series in self.series], jnp.float32)
+            left = jnp.exp(-self.pace(steps)) if self.decays else jnp.ones(steps.shape)
+            ratios = ratios[None, :] * left[:, None]
+            terms = jnp.stack([self._terms(series, steps) for series in self.series], 1)
 
             def join(later: Any, before: Any) -> Any:
                 (far, total), (near, terms) = later, before
                 return near * far, terms + near * total
 
-            terms = ratio * self._terms(series, steps)
-            _, sums = lax.associative_scan(join, (ratio, terms), reverse=True)
-        return sums[: self._settled(series) + 1]
+            _, sums = lax.associative_scan(join, (ratios, ratios * terms), reverse=True)
+        return sums[: self._settled + 1]
 
     def _so_far(self, series: Series, count: jax.Array) -> jax.Array:
-        back = jnp.arange(series.window, dtype=jnp.int32)
+        back = jnp.arange(self._window, dtype=jnp.int32)
         steps = jnp.maximum(count - back, 1)
         terms = self._terms(series, steps) * _powers(series.ratio, -back)
         if self.decays:
@@ -280,6 +281,13 @@ def _at(value: Scalar | Schedule, steps: jax.Array) -> jax.Array:
     if callable(value):
         return jax.vmap(lambda step: jnp.asarray(value(step), jnp.float32))(steps - 1)
     return jnp.broadcast_to(jnp.asarray(value, jnp.float32), steps.shape)
+
+
+def _read(table: jax.Array, rows: jax.Array) -> tuple[jax.Array, ...]:
+    """The numbers ``[n]`` in each column of a table, whose last row goes on for ever."""
+    near = jnp.minimum(rows, table.shape[0] - 1)
+    found = table.at[near].get(mode="promise_in_bounds")
+    return tuple(jnp.moveaxis(found, -1, 0))
 
 
 def _steps_to_vanish(ratio: float) -> int:
