@@ -178,17 +178,22 @@ def _reasons(
 
 def _relaid(program: Program, leaf: Leaf, copies: list[Instruction]) -> list[str]:
     """Says so if the step wants another layout."""
+    module = program.module
     assert leaf.parameter is not None
-    given = program.module.parameters()[leaf.parameter].layouts[0]
-    layouts = {x for copy in copies for x in program.module.relaid(copy) or ()}
-    for wanted in sorted(layouts - {given}):
-        advice = ""
-        if wanted == ",".join(map(str, reversed(range(len(leaf.shape))))):
-            advice = (
-                ", row by row. Place parameters and state so before the first step: "
-                "jslices.row_major(tree)"
-            )
-        return [f"the device lays it out as {{{given}}}, the step as {{{wanted}}}{advice}"]
+    given = module.parameters()[leaf.parameter].layouts[0]
+    for copy in copies:
+        copied = module.copied(copy)
+        assert copied is not None
+        for other in (copied[0].layouts[copied[1]], copy.layouts[0]):
+            if other.order == given.order:
+                continue
+            advice = ""
+            if other.order == tuple(reversed(range(len(leaf.shape)))):
+                advice = (
+                    ", row by row. Place parameters and state so before the first step: "
+                    "jslices.row_major(tree)"
+                )
+            return [f"the device lays it out as {given}, the step as {other}{advice}"]
     return []
 
 

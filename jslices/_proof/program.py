@@ -45,6 +45,22 @@ class Array(NamedTuple):
         return f"{self.dtype}[{','.join(map(str, self.dims))}]"
 
 
+class Layout(NamedTuple):
+    """How an array lies in memory.
+
+    Attributes:
+      order: its axes, the one whose numbers are neighbours first: ``(1, 0)`` is row by row.
+      tile: on TPUs, what the sides along the first axes of ``order`` are padded to, in the
+        order of the array's axes.
+    """
+
+    order: tuple[int, ...]
+    tile: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return f"{{{','.join(map(str, self.order))}}}"
+
+
 class Instruction(NamedTuple):
     """One line of a program; ``arrays`` has several elements if it makes a tuple."""
 
@@ -130,15 +146,20 @@ def _instruction(line: str, where: str) -> Instruction | None:
         return None
     name, rest = found.groups()
     end = _closing(rest) + 1 if rest.startswith("(") else rest.index(" ")
-    shapes = re.findall(r"(\w+)\[([\d,<=]*)\](?:\{([\d,]*))?", rest[:end])
-    arrays = tuple(
-        Array(dtype, tuple(int(dim.strip("<=")) for dim in dims.split(",") if dim))
-        for dtype, dims, _ in shapes
-    )
-    layouts = tuple(layout for _, _, layout in shapes)
+    shapes = _SHAPE.findall(rest[:end])
+    arrays = tuple(Array(dtype, _numbers(dims)) for dtype, dims, _, _ in shapes)
+    layouts = tuple(Layout(_numbers(order), _numbers(tile)) for _, _, order, tile in shapes)
     opcode, _, rest = rest[end:].strip().partition("(")
     operands = tuple(re.findall(r"%([\w.-]+)", rest[: _closing("(" + rest) - 1]))
     return Instruction(name, arrays, opcode, operands, rest, where, layouts)
+
+
+#: ``f32[1000,64]{1,0:T(8,128)S(1)}``: dtype, sides, order of the axes, tile.
+_SHAPE = re.compile(r"(\w+)\[([\d,<=]*)\](?:\{([\d,]*)(?::T\(([\d,]+)\))?)?")
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(int(number.strip("<=")) for number in text.split(",") if number)
 
 
 def _joined(inside: dict[str, Instruction]) -> dict[str, Instruction]:
@@ -349,14 +370,6 @@ class Module:
             if inner.opcode == "parameter" and "copy" in seen:
                 return self.operand(each, number_of(inner)), 0
         return None
-
-    def relaid(self, each: Instruction) -> tuple[str, str] | None:
-        """The layouts from which and to which an instruction copies, if they differ."""
-        copied = self.copied(each)
-        if copied is None:
-            return None
-        before, after = copied[0].layouts[copied[1]], each.layouts[0]
-        return (before, after) if before != after else None
 
     def origin(self, each: Instruction, index: int = 0) -> Value:
         """Like :meth:`maker`, but looks through copies."""
