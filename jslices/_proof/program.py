@@ -70,9 +70,7 @@ class Instruction(NamedTuple):
     operands: tuple[str, ...]
     rest: str  #: the operands and everything after them
     where: str  #: the computation it stands in
-    layouts: tuple[
-        str, ...
-    ] = ()  #: the axes of each array, ``1,0`` where rows lie together
+    layouts: tuple[Layout, ...]
 
     @property
     def op_name(self) -> str:
