@@ -505,7 +505,7 @@ def compiled(
         _leaves(lowered.args_info, executable.input_formats),
         [
             Leaf(f"result{jax.tree_util.keystr(path)}", x.shape, x.dtype)
-            for path, x in jax.tree_util.tree_leaves_with_path(lowered.out_info)
+            for path, x in jax.tree_util.tree_leaves_with_path(traced.out_info)
         ],
         (
             memory.argument_size_in_bytes,
