@@ -4,7 +4,15 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from jslices._densify import UserLine, human_bytes
-from jslices._proof.program import Instruction, Leaf, Module, Program, Value, number_of
+from jslices._proof.program import (
+    Instruction,
+    Layout,
+    Leaf,
+    Module,
+    Program,
+    Value,
+    number_of,
+)
 
 #: Operations that only hand values on.
 _SILENT = {"bitcast", "copy", "copy-start", "copy-done", "tuple", "get-tuple-element"}
@@ -94,10 +102,25 @@ def _not_aliased(program: Program, leaf: Leaf) -> str:
             f"the step returns fewer arrays like it than it is given, {len(alike)}, and "
             "these are written into others. Return this one too, or do not donate it"
         )
+    module = program.module
+    given = module.parameters()[leaf.parameter].layouts[0]
+    made, index = module.outputs()[program.outputs.index(alike[0])]
+    if (returned := made.layouts[index]).order != given.order:
+        return start + _other_layout(leaf, given, f"{alike[0].path} as", returned)
     return start + (
         f"{alike[0].path} is like it, but jit has not paired them. Are they sharded or "
         "laid out differently over devices (in_shardings, out_shardings)?"
     )
+
+
+def _other_layout(leaf: Leaf, given: Layout, what: str, other: Layout) -> str:
+    advice = ""
+    if other.order == tuple(reversed(range(len(leaf.shape)))):
+        advice = (
+            ", row by row. Place parameters and state so before the first step: "
+            "jslices.row_major(tree)"
+        )
+    return f"the device lays it out as {given}, {what} {other}{advice}"
 
 
 def _not_donated(program: Program, leaves: Iterable[Leaf]) -> Iterator[str]:
@@ -185,15 +208,8 @@ def _relaid(program: Program, leaf: Leaf, copies: list[Instruction]) -> list[str
         copied = module.copied(copy)
         assert copied is not None
         for other in (copied[0].layouts[copied[1]], copy.layouts[0]):
-            if other.order == given.order:
-                continue
-            advice = ""
-            if other.order == tuple(reversed(range(len(leaf.shape)))):
-                advice = (
-                    ", row by row. Place parameters and state so before the first step: "
-                    "jslices.row_major(tree)"
-                )
-            return [f"the device lays it out as {given}, the step as {other}{advice}"]
+            if other.order != given.order:
+                return [_other_layout(leaf, given, "the step as", other)]
     return []
 
 

@@ -49,9 +49,9 @@ class Layout(NamedTuple):
     """How an array lies in memory.
 
     Attributes:
-      order: its axes, the one whose numbers are neighbours first: ``(1, 0)`` is row by row.
-      tile: on TPUs, what the sides along the first axes of ``order`` are padded to, in the
-        order of the array's axes.
+      order: its axes, the one along which neighbours lie first: ``(1, 0)`` is row by row.
+      tile: on TPUs, of what the sides are made multiples by padding; the last is for the
+        first axis of ``order``.
     """
 
     order: tuple[int, ...]
