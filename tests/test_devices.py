@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import pathlib
 import re
 import sys
 
@@ -9,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import GOLDEN, needs_device
+from helpers import needs_device
 from jax.experimental.layout import Format, Layout
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
@@ -28,6 +29,7 @@ from jslices._proof.cost import (
 )
 from jslices._proof.program import Module
 
+HERE = pathlib.Path(__file__).parent
 V, K = 200_000, 1_000
 S = jax.ShapeDtypeStruct
 IDS = S((K,), jnp.int32)
@@ -214,7 +216,7 @@ def test_what_has_no_sharding_is_replicated():
 
 
 def test_a_program_of_a_tpu():
-    module = Module((GOLDEN / "sparse_core.hlo").read_text())
+    module = Module((HERE / "programs" / "sparse_core.hlo").read_text())
     copies = {each.name: each for each in module.run() if module.copied(each)}
     assert sorted(copies) == ["copy-start", "copy.1", "copy.2"]
     # One runs on another core, two calls deep; the other copies what was written into it.
@@ -231,7 +233,7 @@ def test_a_program_of_a_tpu():
 
 
 def test_collectives_of_all_forms():
-    module = Module((GOLDEN / "collectives.hlo").read_text())
+    module = Module((HERE / "programs" / "collectives.hlo").read_text())
     assert sorted(exchanged(module)) == [
         Collective("all-gather", 32 * 4 * 4),
         Collective("all-reduce", 4),
@@ -297,6 +299,17 @@ def test_the_estimate_of_a_tpu():
     # 2 * 102.4 MB at 819 GB/s are 0.25 ms.
     assert cost.xla_accessed_bytes == cost.accessed_bytes == 2 * V * 128 * 4
     assert 0.2e-3 < cost.seconds < 0.4e-3
+
+
+@pytest.mark.devices
+def test_the_page_of_devices():
+    page = (HERE.parent / "docs" / "devices.md").read_text()
+    (block,) = re.findall(r"^```python\n(.*?)^```", page, re.M | re.S)
+    names = {}
+    exec(block, names)
+    for device in re.findall(r'device="(\w+)"', block):
+        needs_device(device)
+    names["test_step"]()
 
 
 # --- bench -------------------------------------------------------------------------
