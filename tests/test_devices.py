@@ -215,8 +215,12 @@ def test_what_has_no_sharding_is_replicated():
 # --- what is read ------------------------------------------------------------------
 
 
-def test_a_program_of_a_tpu():
-    module = Module((HERE / "programs" / "sparse_core.hlo").read_text())
+def program(name):
+    return Module((HERE / "programs" / f"{name}.hlo").read_text())
+
+
+def test_a_program_that_copies_on_another_core():
+    module = program("sparse_core")
     copies = {each.name: each for each in module.run() if module.copied(each)}
     assert sorted(copies) == ["copy-start", "copy.1", "copy.2"]
     # One runs on another core, two calls deep; the other copies what was written into it.
@@ -232,8 +236,19 @@ def test_a_program_of_a_tpu():
     assert accessed(module) == 2 * relaid + 2 * rows + 3 * rows + ids
 
 
+def test_a_program_that_moves_a_table_into_fast_memory_in_pieces():
+    module = program("fast_memory")
+    copies = {each.name: each for each in module.run() if module.copied(each)}
+    assert sorted(copies) == ["copy-start", "joined"]
+    for each in copies.values():
+        assert module.origin(each)[0].name == "table"
+    assert table_copies(module) == 2
+    assert kernels(module) == {"slice-start": 2, "fusion": 1, "copy-start": 1}
+    assert accessed(module) == 4 * 1000 * 128 * 4 + 3 * 16 * 128 * 4 + 128 * 4
+
+
 def test_collectives_of_all_forms():
-    module = Module((HERE / "programs" / "collectives.hlo").read_text())
+    module = program("collectives")
     assert sorted(exchanged(module)) == [
         Collective("all-gather", 32 * 4 * 4),
         Collective("all-reduce", 4),

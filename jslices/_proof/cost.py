@@ -125,7 +125,7 @@ def kernels(module: Module) -> dict[str, int]:
 
 def _working(module: Module) -> Iterator[Instruction]:
     for each in module.run():
-        if each.opcode in _FREE or each.opcode.endswith("-done"):
+        if each.opcode in _FREE or each.opcode.endswith("-done") or each.joins_pieces:
             continue
         if each.opcode.removesuffix("-start") in COLLECTIVES:
             continue

@@ -186,7 +186,7 @@ def _reasons(
     program: Program, leaf: Leaf, copies: list[Instruction], guess: bool
 ) -> list[str]:
     module = program.module
-    reasons = _relaid(program, leaf, copies) or _returned(program, leaf)
+    reasons = _moved(program, leaf, copies) or _returned(program, leaf)
     targets = {
         module.maker(*value)[0].name
         for number, value in enumerate(module.outputs())
@@ -199,17 +199,24 @@ def _reasons(
     return reasons
 
 
-def _relaid(program: Program, leaf: Leaf, copies: list[Instruction]) -> list[str]:
-    """Says so if the step wants another layout."""
+def _moved(program: Program, leaf: Leaf, copies: list[Instruction]) -> list[str]:
+    """Says so if the step wants another layout, or another memory."""
     module = program.module
     assert leaf.parameter is not None
     given = module.parameters()[leaf.parameter].layouts[0]
+    layouts = []
     for copy in copies:
         copied = module.copied(copy)
         assert copied is not None
-        for other in (copied[0].layouts[copied[1]], copy.layouts[0]):
-            if other.order != given.order:
-                return [_other_layout(leaf, given, "the step as", other)]
+        layouts += [copied[0].layouts[copied[1]], copy.layouts[0]]
+    for other in layouts:
+        if other.order != given.order:
+            return [_other_layout(leaf, given, "the step as", other)]
+    if any(other.space != given.space for other in layouts):
+        return [
+            "XLA moves it into fast memory on the chip and back, as it fits there. If that "
+            "is meant, leave it out: a higher min_bytes"
+        ]
     return []
 
 

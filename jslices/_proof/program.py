@@ -52,10 +52,12 @@ class Layout(NamedTuple):
       order: its axes, the one along which neighbours lie first: ``(1, 0)`` is row by row.
       tile: on TPUs, of what the sides are made multiples by padding; the last is for the
         first axis of ``order``.
+      space: which memory; 0 is the large one, and on TPUs 1 a fast one on the chip.
     """
 
     order: tuple[int, ...]
     tile: tuple[int, ...]
+    space: int
 
     def __str__(self) -> str:
         return f"{{{','.join(map(str, self.order))}}}"
@@ -77,6 +79,11 @@ class Instruction(NamedTuple):
         """JAX's name for it: ``jit(step)/transpose(jvp())/scatter-add``."""
         found = re.search(r'op_name="((?:[^"\\]|\\.)*)"', self.rest)
         return "" if found is None else found.group(1).replace("\\'", "'")
+
+    @property
+    def joins_pieces(self) -> bool:
+        """Whether it only says that what was copied in pieces lies together."""
+        return self.opcode == "custom-call" and '"ConcatBitcast"' in self.rest
 
 
 class Computation(NamedTuple):
@@ -146,14 +153,24 @@ def _instruction(line: str, where: str) -> Instruction | None:
     end = _closing(rest) + 1 if rest.startswith("(") else rest.index(" ")
     shapes = _SHAPE.findall(rest[:end])
     arrays = tuple(Array(dtype, _numbers(dims)) for dtype, dims, _, _ in shapes)
-    layouts = tuple(Layout(_numbers(order), _numbers(tile)) for _, _, order, tile in shapes)
+    layouts = tuple(_layout(order, more) for _, _, order, more in shapes)
     opcode, _, rest = rest[end:].strip().partition("(")
     operands = tuple(re.findall(r"%([\w.-]+)", rest[: _closing("(" + rest) - 1]))
     return Instruction(name, arrays, opcode, operands, rest, where, layouts)
 
 
-#: ``f32[1000,64]{1,0:T(8,128)S(1)}``: dtype, sides, order of the axes, tile.
-_SHAPE = re.compile(r"(\w+)\[([\d,<=]*)\](?:\{([\d,]*)(?::T\(([\d,]+)\))?)?")
+#: ``f32[1000,64]{1,0:T(8,128)S(1)}``: dtype, sides, order of the axes, tile and space.
+_SHAPE = re.compile(r"(\w+)\[([\d,<=]*)\](?:\{([\d,]*)(?::([^}]*))?\})?")
+
+
+def _layout(order: str, more: str) -> Layout:
+    tile = re.match(r"T\(([\d,]+)\)", more)
+    space = re.search(r"S\((\d+)\)", more)
+    return Layout(
+        _numbers(order),
+        () if tile is None else _numbers(tile.group(1)),
+        0 if space is None else int(space.group(1)),
+    )
 
 
 def _numbers(text: str) -> tuple[int, ...]:
@@ -359,6 +376,13 @@ class Module:
         """The value that an instruction copies; None if it does anything else."""
         if each.opcode in ("copy", "copy-start"):
             return self.operand(each, 0), 0
+        if each.joins_pieces:
+            piece = self.operand(each, 0)
+            if piece.opcode == "slice-done":
+                piece = self.operand(piece, 0)
+                whole = self.operand(piece, 0)
+                if whole.arrays[0] == each.arrays[0]:
+                    return whole, 0
         if each.opcode == "fusion" and (called := self.called(each)):
             inner = self.result(called[0])
             seen = set()
