@@ -6,7 +6,12 @@ from typing import Any
 import jax
 
 from jslices.optim._engine.checks import check_links
-from jslices.optim._engine.protocol import GradientTransformation, is_leaf
+from jslices.optim._engine.protocol import (
+    GradientTransformation,
+    is_leaf,
+    widened,
+    with_dtypes_of,
+)
 
 
 def chain(*transformations: Any) -> GradientTransformation:
@@ -63,10 +68,14 @@ def chain(*transformations: Any) -> GradientTransformation:
         updates, new = run(links, grads, state, params)
         return updates, new
 
-    def apply(grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
+    def apply(grads: Any, state: Any, params: Any, key: Any = None) -> tuple[Any, Any]:
         check_links(state, len(links))
+        if key is not None:
+            grads = widened(grads, params)
         grads, new = run(before, grads, state[:-1], params)
-        params, part = last.apply(grads, state[-1], params)
+        if key is not None:
+            new = with_dtypes_of(state[:-1], new)
+        params, part = last.apply(grads, state[-1], params, key)
         return params, (*new, part)
 
     def catch_up(params: Any, state: Any, ids: Any) -> tuple[Any, Any]:
