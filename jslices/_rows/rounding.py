@@ -5,6 +5,7 @@ and from nothing else: they are the same whether the row stands alone or among o
 whatever order, on every platform and however the table is divided among devices.
 """
 
+import functools
 import math
 from typing import Any
 
@@ -52,6 +53,7 @@ def fold_in(bits: KeyBits, number: int) -> KeyBits:
     return jnp.stack(_hash(bits, jnp.uint32(number), jnp.uint32(0)))
 
 
+@functools.partial(jax.jit, static_argnums=3, inline=True)
 def round_rows(
     rows: jax.Array, numbers: jax.Array, bits: KeyBits, dtype: DTypeLike
 ) -> jax.Array:
