@@ -11,10 +11,12 @@ import pytest
 from helpers import all_at_once, quickly, rest_in_ci
 from hypothesis import given
 from hypothesis import strategies as st
+from jax.sharding import NamedSharding, PartitionSpec
 from optimizers import FIRST, label, make
 
 import jslices as js
 import jslices.testing
+from jslices._demo import skipgram
 
 BFLOAT16, FLOAT16 = np.dtype(ml_dtypes.bfloat16), np.dtype(np.float16)
 KEY = jax.random.key(0)
@@ -173,6 +175,23 @@ def test_the_bits_follow_from_key_leaf_and_row():
             assert abs((x == y).mean() - 0.625) < 0.06  # as independent ones do
 
 
+def test_a_table_on_several_devices_gets_the_same_bits():
+    mesh = jax.make_mesh((4,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    by_row = NamedSharding(mesh, PartitionSpec("x"))
+    table, keys = jnp.ones((8, D), jnp.bfloat16), jax.random.split(KEY, 2)
+    update, rows = jnp.full((8, D), 2e-3), slices([1, 6, 1], np.full((3, D), 1e-3), 8)
+    for change in (update, rows):
+        wanted = add(table, change, KEY)
+        assert_same_bits(add(jax.device_put(table, by_row), change, KEY), wanted)
+    # Where each device steps rows of its own, their numbers are its own as well.
+    spec = PartitionSpec("x")
+    each = jax.shard_map(
+        js.apply_updates, mesh=mesh, in_specs=(spec, spec, PartitionSpec()), out_specs=spec
+    )
+    first = add(table[:2], update[:2], keys[0])
+    assert_same_bits(jax.jit(each)(table, update, keys[0])[2:4], first)
+
+
 def test_keys_of_all_kinds():
     table, update = table_of(BFLOAT16), slices([3], np.full((1, D), 1e-3, np.float32))
     wanted = js.apply_updates(table, update, jax.random.key(7))
@@ -308,18 +327,103 @@ def test_what_stands_round_an_optimizer_hands_the_key_on():
         assert_same_bits(got, new["bare"])
 
 
+@pytest.mark.parametrize("name", ["adam", "rowwise_adagrad", "adafactor"])
+def test_the_state_of_another_dtype(name):
+    def dtypes_of(tx, params):
+        return {x.dtype for x in jax.tree.leaves(tx.init(params)) if x.ndim}
+
+    bare, params = getattr(js, name)(0.1), {"t": table_of(BFLOAT16), "n": jnp.arange(3)}
+    tx = js.optim.with_state_dtype(bare, "float32")
+    table = {"t": params["t"]}
+    assert BFLOAT16 in dtypes_of(bare, table) and dtypes_of(tx, table) == {
+        np.dtype("float32")
+    }
+    assert js.optim.with_state_dtype(optax.trace(0.9), "float32").init(params)[0]["n"].dtype
+    grads = {"t": slices([1, 4, 1], np.ones((3, D), BFLOAT16))}
+    for key in (None, KEY):
+        new, state = tx.apply(grads, tx.init(table), table, key)
+        assert new["t"].dtype == BFLOAT16
+        assert dtypes(state) == dtypes(tx.init(table))
+
+
+def test_the_state_of_another_dtype_is_handed_through():
+    exact = js.optim.with_state_dtype(js.adam(0.1, untouched="exact"), "float32")
+    table = table_of(BFLOAT16)
+    state = exact.init(table)
+    assert exact.catches_up and state.nu.dtype == "float32"
+    grads = slices([1], np.ones((1, D), BFLOAT16))
+    table, state = exact.apply(grads, state, table, KEY)
+    table, state = exact.apply(
+        grads, state, *[exact.catch_up(table, state, grads.indices)[0]]
+    )
+    assert exact.flush(table, state)[0].dtype == BFLOAT16
+    assert exact.plan(grads, table).way == "together"
+
+
+@pytest.mark.parametrize("dtype", ["int32", bool])
+def test_a_state_that_is_not_floating_is_refused(dtype):
+    with pytest.raises(TypeError, match="wants a floating dtype, got .*; type with_state"):
+        js.optim.with_state_dtype(js.adam(0.1), dtype)
+
+
+# --- Learning ---------------------------------------------------------------------------
+
+
+def test_word_vectors_learn_as_in_float32():
+    topics, size, steps = 10, 20, 600
+    rng = np.random.default_rng(0)
+    text = rng.integers(0, topics, (4000, 1)) * size + rng.integers(0, size, (4000, 10))
+    counts = np.bincount(text.ravel(), minlength=topics * size)
+    words = [str(i) for i in range(topics * size)]
+    data = skipgram.make_data(skipgram.Corpus(words, counts, text.ravel()), seed=0)
+    tx = js.optim.with_state_dtype(js.rowwise_adagrad(3e-3), "float32")
+
+    def losses(dtype, stochastic):
+        def wide(params):
+            return {name: table.astype("float32") for name, table in params.items()}
+
+        def step(carry, key):
+            (params, state), pairs = carry, skipgram.draw(data, key, 128)
+            value, grads = js.value_and_grad(lambda p: skipgram.loss(wide(p), *pairs))(
+                params
+            )
+            return tx.apply(grads, state, params, key if stochastic else None), value
+
+        start = skipgram.init_params(len(words), 16, seed=0)
+        params = {name: table.astype(dtype) for name, table in start.items()}
+        keys = jax.random.split(KEY, steps)
+        return jax.lax.scan(step, (params, tx.init(params)), keys)[1]
+
+    curves = all_at_once(
+        {
+            "float32": lambda: losses("float32", False),
+            "nearest": lambda: losses("bfloat16", False),
+            "stochastic": lambda: losses("bfloat16", True),
+        }
+    )
+    last = {kind: float(x[-100:].mean()) for kind, x in curves.items()}
+    assert last["float32"] < 3.8 < float(curves["float32"][:10].mean())
+    assert abs(last["stochastic"] - last["float32"]) < 0.01
+    assert last["nearest"] > last["float32"] + 0.1
+
+
 # --- Cost -----------------------------------------------------------------------------
 
 
+#: Before, XLA makes bfloat16 tables float32 to write into them on a CPU.
+NEW = jax.__version_info__ >= (0, 12)
+
+
 @pytest.mark.parametrize("name", ["sgd", "adam"])
-def test_a_step_with_a_key_works_in_place(name):
+@pytest.mark.parametrize("dtype", [FLOAT16, *[BFLOAT16] * NEW])
+def test_a_step_with_a_key_works_in_place(name, dtype):
     tx = getattr(js, name)(1e-3)
 
     def step(params, state, ids, key):
         grads = js.grad(lambda t: (t[ids] ** 2).sum().astype("float32"))(params)
         return tx.apply(grads, state, params, key)
 
-    table = jax.ShapeDtypeStruct((1_000_000, 16), jnp.float16)
+    table = jax.ShapeDtypeStruct((1_000_000, 16), dtype)
     ids = jax.ShapeDtypeStruct((1000,), jnp.int32)
     args = (table, jax.eval_shape(tx.init, table), ids, jax.eval_shape(lambda: KEY))
     js.testing.assert_in_place(step, *args, donate_argnums=(0, 1))

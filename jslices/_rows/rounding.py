@@ -16,6 +16,8 @@ from jax import lax
 from jax.extend.random import threefry2x32_p
 from jax.typing import DTypeLike
 
+from jslices import _jax
+
 #: The bits of a threefry key, uint32 ``[2]``.
 KeyBits = jax.Array
 
@@ -112,5 +114,7 @@ def _random16(numbers: jax.Array, shape: tuple[int, ...], bits: KeyBits) -> jax.
 
 def _hash(bits: KeyBits, first: jax.Array, second: jax.Array) -> tuple[Any, Any]:
     """Threefry of the counters ``first`` and ``second``, uint32 of any shape."""
+    every = (bits, first, second)
+    bits, first, second = _jax.as_varying_as(every, *every)
     one, other = threefry2x32_p.bind(bits[0], bits[1], first, second)
     return one, other
