@@ -170,7 +170,7 @@ def test_the_bits_follow_from_key_leaf_and_row():
     draws = [bits(x) > bits(ones) for x in (once["a"], once["b"], other)]
     for i, x in enumerate(draws):
         assert abs(x.mean() - 0.25) < 0.06
-        assert len({row.tobytes() for row in x}) > 90  # of 2**8: rows differ
+        assert len({row.tobytes() for row in x}) > 60  # rows differ
         for y in draws[:i]:
             assert abs((x == y).mean() - 0.625) < 0.06  # as independent ones do
 

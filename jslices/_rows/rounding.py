@@ -1,4 +1,4 @@
-"""Stochastic rounding of rows to 16 bits, by random bits that belong to each element.
+"""Adding to rows of 16 bits, rounded stochastically by bits that belong to each element.
 
 The bits of an element follow from the key, the number of its row and its place in the row,
 and from nothing else: they are the same whether the row stands alone or among others, in
@@ -17,6 +17,8 @@ from jax.extend.random import threefry2x32_p
 from jax.typing import DTypeLike
 
 from jslices import _jax
+from jslices._rows.bounds import set_rows, take_rows
+from jslices._rows.sums import sum_duplicates
 
 #: The bits of a threefry key, uint32 ``[2]``.
 KeyBits = jax.Array
@@ -52,11 +54,34 @@ def key_bits(key: Any, caller: str) -> KeyBits:
 
 def fold_in(bits: KeyBits, number: int) -> KeyBits:
     """The key for part ``number``, in ``[0, 2**32)``, of what a key is for."""
-    return jnp.stack(_hash(bits, jnp.uint32(number), jnp.uint32(0)))
+    # Apart from all that jax.random makes of the same key.
+    return jnp.stack(_hash(bits, jnp.uint32(number), jnp.uint32(0x524F554E)))
+
+
+def add_rounding(param: jax.Array, update: jax.Array, bits: KeyBits) -> jax.Array:
+    """``param`` ``[V, *D]`` plus ``update``, every element rounded stochastically."""
+    total = jnp.atleast_1d(param.astype(jnp.float32) + update.astype(jnp.float32))
+    numbers = jnp.arange(total.shape[0])
+    return _round_rows(total, numbers, bits, param.dtype).reshape(param.shape)
+
+
+def add_rows_rounding(
+    table: jax.Array, indices: jax.Array, rows: jax.Array, bits: KeyBits
+) -> jax.Array:
+    """``table`` with rows added, each row named rounded once, after its sum.
+
+    As :func:`jslices._rows.bounds.add_rows`. Cost: a sort of K integers, a gather and a
+    scatter of ``K * D`` elements.
+    """
+    rows, indices, _ = sum_duplicates(
+        rows.astype(jnp.float32), indices, table.shape[0], None, order="any"
+    )
+    total = take_rows(table, indices, mode="clip").astype(jnp.float32) + rows
+    return set_rows(table, indices, _round_rows(total, indices, bits, table.dtype))
 
 
 @functools.partial(jax.jit, static_argnums=3, inline=True)
-def round_rows(
+def _round_rows(
     rows: jax.Array, numbers: jax.Array, bits: KeyBits, dtype: DTypeLike
 ) -> jax.Array:
     """``rows`` in 16 bits, each element one of its two neighbours, right in the mean.

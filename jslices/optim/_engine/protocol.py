@@ -10,10 +10,16 @@ import jax
 import jax.numpy as jnp
 
 from jslices._densify import warn_dense
-from jslices._rows.bounds import add_rows, canonical_indices, set_rows, take_rows
-from jslices._rows.rounding import KeyBits, fold_in, is_narrow, key_bits, round_rows
+from jslices._rows.bounds import add_rows, canonical_indices
+from jslices._rows.rounding import (
+    KeyBits,
+    add_rounding,
+    add_rows_rounding,
+    fold_in,
+    is_narrow,
+    key_bits,
+)
 from jslices._rows.select import where_rows
-from jslices._rows.sums import sum_duplicates
 from jslices._slices import IndexedSlices, check_slices, is_slices
 
 
@@ -62,7 +68,8 @@ class GradientTransformation(_InitUpdate):
         how its rows are stepped, a :class:`Plan` to print; None for the others, and where a
         transformation does not tell. Shapes and dtypes suffice:
         ``tx.plan(jax.eval_shape(js.grad(loss), params, batch), params)``. ``platform`` is
-        ``"cpu"``, ``"gpu"`` or ``"tpu"``; None means that of the default device.
+        ``"cpu"``, ``"gpu"`` or ``"tpu"``; None means that of the default device. (For
+        ``apply`` with a key, pass gradients in float32.)
 
     Example:
       >>> import jslices as js
@@ -103,34 +110,37 @@ class GradientTransformation(_InitUpdate):
 
 def _in_two(update: Callable[..., tuple[Any, Any]]) -> Callable[..., tuple[Any, Any]]:
     def apply(grads: Any, state: Any, params: Any, key: Any = None) -> tuple[Any, Any]:
-        if key is not None:
-            grads = widened(grads, params)
-        updates, new = update(grads, state, params)
-        if key is not None:
-            new = with_dtypes_of(state, new)
-        return apply_updates(params, updates, key), new
+        updates, state = widening(update, key)(grads, state, params)
+        return apply_updates(params, updates, key), state
 
     return apply
 
 
-def widened(grads: Any, params: Any) -> Any:
-    """The gradients of parameters of 16 bits as float32, others as they are."""
+def widening(
+    update: Callable[..., tuple[Any, Any]], key: Any
+) -> Callable[..., tuple[Any, Any]]:
+    """``update``; with a key, on gradients in float32 where parameters are of 16 bits.
+
+    The updates are then float32 as well, and the state keeps its dtypes.
+    """
+    if key is None:
+        return update
 
     def wide(g: Any, p: Any) -> Any:
-        if not hasattr(g, "dtype") or not is_narrow(jnp.asarray(p).dtype):
+        if g is None or not (is_narrow(jnp.result_type(p)) and is_narrow(g.dtype)):
             return g
-        return g.astype(jnp.float32) if is_narrow(g.dtype) else g
+        return g.astype(jnp.float32)
 
-    return jax.tree.map(wide, grads, params, is_leaf=is_leaf)
+    def kept(old: Any, new: Any) -> Any:
+        narrow = is_narrow(jnp.result_type(old))
+        return new.astype(old.dtype) if narrow else new
 
+    def widened(grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
+        grads = jax.tree.map(wide, grads, params, is_leaf=is_leaf)
+        updates, new = update(grads, state, params)
+        return updates, jax.tree.map(kept, state, new)
 
-def with_dtypes_of(state: Any, new: Any) -> Any:
-    """The arrays of ``new`` in the dtypes that they have in ``state``."""
-
-    def cast(old: Any, x: Any) -> Any:
-        return x if x.dtype == old.dtype else x.astype(old.dtype)
-
-    return jax.tree.map(cast, state, new)
+    return widened
 
 
 def _unknown_plan(grads: Any, params: Any, platform: str | None = None) -> Any:
@@ -183,7 +193,8 @@ def apply_updates(params: Any, updates: Any, key: Any = None) -> Any:
         is none.
 
     Cost: one scatter of ``U * D`` elements per IndexedSlices. With a key, for parameters of
-    16 bits, also a sort of U integers, and a quarter of a hash for each element.
+    16 bits, also a sort of U integers and a quarter of a hash for each element; for dense
+    updates up to two float32 arrays of that size.
 
     Example:
       >>> import jax.numpy as jnp, jslices as js
@@ -210,7 +221,7 @@ def apply_updates(params: Any, updates: Any, key: Any = None) -> Any:
     bits = None if key is None else key_bits(key, "apply_updates")
 
     def add(path: Any, update: Any, param: Any) -> Any:
-        if bits is None or param is None or not is_narrow(jnp.asarray(param).dtype):
+        if bits is None or param is None or not is_narrow(jnp.result_type(param)):
             return _add(path, update, param)
         # By its name, as parts of the tree may be stepped apart (jslices.optim.partition).
         name = zlib.crc32(jax.tree_util.keystr(path).encode())
@@ -231,7 +242,7 @@ def _add(path: Any, update: Any, param: Any, bits: KeyBits | None = None) -> Any
         if jnp.shape(update) not in ((), jnp.shape(param)):
             raise _misfit(path, f"an array of shape {jnp.shape(update)}", param)
         if bits is not None:
-            return _add_rounding(jnp.asarray(param), jnp.asarray(update), bits)
+            return add_rounding(jnp.asarray(param), jnp.asarray(update), bits)
         return jnp.asarray(param + update).astype(jnp.asarray(param).dtype)
     param = jnp.asarray(param)
     check_slices(update)
@@ -242,31 +253,12 @@ def _add(path: Any, update: Any, param: Any, bits: KeyBits | None = None) -> Any
     indices = canonical_indices(update.indices, param.shape[0])
     if isinstance(update, EveryRow) and len(indices) == len(param):
         if bits is not None:
-            new = _add_rounding(param, update.values, bits)
+            new = add_rounding(param, update.values, bits)
             return where_rows(indices < len(param), new, param)
         return param + update.values.astype(param.dtype)
     if bits is not None:
-        return _add_rows_rounding(param, indices, update.values, bits)
+        return add_rows_rounding(param, indices, update.values, bits)
     return add_rows(param, indices, update.values.astype(param.dtype))
-
-
-def _add_rounding(param: jax.Array, update: jax.Array, bits: KeyBits) -> jax.Array:
-    """``param + update``, rounded stochastically in every element."""
-    total = param.astype(jnp.float32) + update.astype(jnp.float32)
-    rows = jnp.atleast_1d(total)
-    numbers = jnp.arange(rows.shape[0])
-    return round_rows(rows, numbers, bits, param.dtype).reshape(param.shape)
-
-
-def _add_rows_rounding(
-    table: jax.Array, indices: jax.Array, values: jax.Array, bits: KeyBits
-) -> jax.Array:
-    """``table`` with rows added, the rows named rounded stochastically, each once."""
-    values, indices, _ = sum_duplicates(
-        values.astype(jnp.float32), indices, table.shape[0], None, order="any"
-    )
-    total = take_rows(table, indices, mode="clip").astype(jnp.float32) + values
-    return set_rows(table, indices, round_rows(total, indices, bits, table.dtype))
 
 
 def _misfit(path: Any, update: Any, param: Any) -> ValueError:

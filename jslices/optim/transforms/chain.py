@@ -1,5 +1,6 @@
 """Transformations one after the other, and those that keep no state."""
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -9,8 +10,7 @@ from jslices.optim._engine.checks import check_links
 from jslices.optim._engine.protocol import (
     GradientTransformation,
     is_leaf,
-    widened,
-    with_dtypes_of,
+    widening,
 )
 
 
@@ -70,11 +70,8 @@ def chain(*transformations: Any) -> GradientTransformation:
 
     def apply(grads: Any, state: Any, params: Any, key: Any = None) -> tuple[Any, Any]:
         check_links(state, len(links))
-        if key is not None:
-            grads = widened(grads, params)
-        grads, new = run(before, grads, state[:-1], params)
-        if key is not None:
-            new = with_dtypes_of(state[:-1], new)
+        first = widening(functools.partial(run, before), key)
+        grads, new = first(grads, state[:-1], params)
         params, part = last.apply(grads, state[-1], params, key)
         return params, (*new, part)
 

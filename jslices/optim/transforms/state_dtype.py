@@ -58,5 +58,5 @@ def with_state_dtype(tx: Any, dtype: DTypeLike) -> GradientTransformation:
     def init(params: Any) -> Any:
         return tx.init(jax.tree.map(cast, params))
 
-    catches = (tx.catch_up, tx.flush) if tx.catches_up else (None, None)
-    return GradientTransformation(init, tx.update, *catches, tx.apply, tx.plan)
+    catch_up, flush = (tx.catch_up, tx.flush) if tx.catches_up else (None, None)
+    return GradientTransformation(init, tx.update, catch_up, flush, tx.apply, tx.plan)
