@@ -55,8 +55,14 @@ def with_state_dtype(tx: Any, dtype: DTypeLike) -> GradientTransformation:
         floating = jnp.issubdtype(jnp.asarray(x).dtype, jnp.floating)
         return jnp.asarray(x, wanted) if floating else x
 
+    def in_dtype(params: Any) -> Any:
+        return jax.tree.map(cast, params)
+
     def init(params: Any) -> Any:
-        return tx.init(jax.tree.map(cast, params))
+        return tx.init(in_dtype(params))
+
+    def plan(grads: Any, params: Any, platform: str | None = None) -> Any:
+        return tx.plan(grads, jax.eval_shape(in_dtype, params), platform)
 
     catch_up, flush = (tx.catch_up, tx.flush) if tx.catches_up else (None, None)
-    return GradientTransformation(init, tx.update, catch_up, flush, tx.apply, tx.plan)
+    return GradientTransformation(init, tx.update, catch_up, flush, tx.apply, plan)
