@@ -14,6 +14,7 @@ from jax.sharding import SingleDeviceSharding
 
 from jslices._densify import current_user_line, human_bytes
 from jslices._devices.memory import PerformanceHint
+from jslices._jax import CONSTRAINS_LAYOUTS
 
 #: An array is taken for a table if it has so many rows for each element of a row.
 TALL = 32
@@ -28,7 +29,7 @@ def row_major(tree: Any) -> Any:
     state of their optimizer if it was made before, to this function once: what
     ``tx.init``, ``tx.update``, ``tx.apply`` and :func:`jslices.apply_updates` return stays
     row-major. (What a ``jit`` of yours returns does if it comes straight from one of them;
-    after a loop or a ``cond``, return ``jslices.row_major(params)``.)
+    after a loop or a ``cond``, return ``jslices.row_major(params)``. It takes jax 0.11.)
 
     Args:
       tree: a pytree of arrays ``[V, *D]`` or ``jax.ShapeDtypeStruct``, under ``jit`` too.
@@ -64,7 +65,7 @@ def row_major_array(x: Any) -> Any:
         return x
     layout = _by_rows(x)
     if isinstance(x, jax.core.Tracer):
-        return with_layout_constraint(x, layout)
+        return with_layout_constraint(x, layout) if CONSTRAINS_LAYOUTS else x
     sharding = x.sharding or SingleDeviceSharding(jax.devices()[0])
     placed = Format(layout, sharding)
     if isinstance(x, jax.ShapeDtypeStruct):

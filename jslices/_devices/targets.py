@@ -62,8 +62,6 @@ TPU_VARIABLES = {
     "TPU_ACCELERATOR_TYPE": "v5litepod-1",
     "TPU_WORKER_HOSTNAMES": "localhost",
     "TPU_WORKER_ID": "0",
-    # Several processes may compile at a time: no device is locked.
-    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
 }
 NAMES = (
     f"One device: {', '.join([*TPUS, *GPUS])}. Several: v5e:16x16, v6e:4x4 (chips along "
