@@ -14,6 +14,7 @@ static capacity for unique rows, ``B`` the batch. *ids* are what one passes to a
 from jslices import accumulators, checkpoint, optim, testing, tf1, tree
 from jslices._densify import DenseUseError, DensificationWarning
 from jslices._devices.all_reduce import all_reduce_slices
+from jslices._devices.layouts import row_major
 from jslices._devices.memory import PerformanceHint, keep_memory
 from jslices._errors import (
     CancelledError,
@@ -151,6 +152,7 @@ __all__ = [
     "reduce_stacked",
     "register_rowwise",
     "rmsprop",
+    "row_major",
     "rowwise_adagrad",
     "safe_embedding_lookup_sparse",
     "sampled_softmax_loss",

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import strategies as st
 
 import jslices as js
+import jslices.testing
 
 # Programs a run; JSLICES_PROGRAMS=1000 python -m pytest -m fuzz looks for longer.
 PROGRAMS = int(os.environ.get("JSLICES_PROGRAMS", "60"))
@@ -45,6 +46,17 @@ def rest_in_ci(cases, quick):
     return [
         pytest.param(*case, marks=[] if quick(case) else pytest.mark.slow) for case in cases
     ]
+
+
+def needs_device(name):
+    """Skips the test where the compiler for a device is not installed.
+
+    Such a test is marked ``devices``; the newest-JAX part of .ci/run has the compilers.
+    """
+    try:
+        js.testing.devices(name)
+    except ModuleNotFoundError as error:
+        pytest.skip(str(error))
 
 
 def quickly(f):

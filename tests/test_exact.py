@@ -520,7 +520,7 @@ def test_what_is_kept_with_rows_is_where_the_rows_are():
     tx = js.adam(0.1, untouched="exact")
     state = tx.init(table)
     totals = js.rowwise_adagrad(0.1).init(table).sum_of_squares
-    for kept in (state.clock.last, state.clock.snapshot, totals):
+    for kept in (state.clock.last, *state.clock.snapshot, totals):
         assert len(kept.sharding.device_set) == 4
     # Each device flushes its own rows.
     specs = jax.tree.map(lambda x: by_row if x.shape[:1] == (8,) else jax.P(), state)

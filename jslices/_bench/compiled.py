@@ -31,6 +31,7 @@ LINES = [
     Line("temporaries", lambda cost: cost.temp_bytes),
     Line("table-sized copies", lambda cost: cost.copies, "d"),
     Line("bytes accessed", lambda cost: cost.accessed_bytes),
+    Line("by XLA's count", lambda cost: cost.xla_accessed_bytes),
     Line("kernels", lambda cost: sum(cost.kernels.values()), "d"),
     Line("loops", lambda cost: len(cost.loops), "d"),
     Line("collectives", lambda cost: len(cost.collectives), "d"),

@@ -25,7 +25,8 @@ _hinted = False
 class PerformanceHint(UserWarning):
     """A program is right, but one line would make it faster: the text says which.
 
-    Issued at most once in a process, while a step is traced. Silence it with
+    Issued at most once in a process for steps that :func:`jslices.keep_memory` would make
+    faster, and once for each table that :func:`jslices.row_major` would. Silence it with
     ``warnings.simplefilter("ignore", jslices.PerformanceHint)``.
     """
 

@@ -54,19 +54,19 @@ GPUS = {
 GPUS_A_HOST = 8
 #: The chips of the smallest topology that all releases of libtpu know.
 TPUS = {"v5e": "2x2", "v5p": "2x2x1", "v6e": "2x2", "tpu7x": "2x2x1"}
-#: Without these libtpu asks the cloud around it, and complains where there is none.
+#: Without these libtpu asks the cloud around it, complains where there is none, and serves
+#: one process at a time.
 TPU_VARIABLES = {
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
     "TPU_SKIP_MDS_QUERY": "1",
     "TPU_ACCELERATOR_TYPE": "v5litepod-1",
     "TPU_WORKER_HOSTNAMES": "localhost",
     "TPU_WORKER_ID": "0",
-    # Several processes may compile at a time: no device is locked.
-    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
 }
 NAMES = (
-    f"one device: {', '.join([*TPUS, *GPUS])}; several: v5e:16x16 or v6e:4x4 (chips along "
-    "the two axes of a pod), v5p:4x4x4 or tpu7x:2x2x1 (three axes), h100:8 or h100:64 "
-    f"({GPUS_A_HOST} GPUs a host)"
+    f"One device: {', '.join([*TPUS, *GPUS])}. Several: v5e:16x16, v6e:4x4 (chips along "
+    "the two axes of a pod), v5p:4x4x4, tpu7x:2x2x1 (three axes), h100:8, h100:64 (GPUs, "
+    f"{GPUS_A_HOST} a host)"
 )
 
 
@@ -106,7 +106,8 @@ class Target:
         sharding = self._sharding(getattr(x, "sharding", None), by_rows)
         layout = x.format.layout if isinstance(x, jax.ShapeDtypeStruct) else None
         placed = sharding if layout is None else Format(layout, sharding)
-        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=placed)
+        weak = getattr(x, "weak_type", False)
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=placed, weak_type=weak)
 
     def _sharding(self, given: Any, by_rows: bool) -> Sharding:
         if len(self.devices) == 1:
@@ -140,7 +141,7 @@ _SIDES = re.compile(r"[1-9]\d{0,4}(x[1-9]\d{0,4})*")
 
 
 def _unknown(name: str, why: str = "") -> ValueError:
-    return ValueError(f"there is no device {name!r}{why}; there are, {NAMES}")
+    return ValueError(f"no device is called {name!r}{why}. {NAMES}")
 
 
 def _tpus(name: str, topology: str) -> tuple[jax.Device, ...]:
@@ -151,6 +152,8 @@ def _tpus(name: str, topology: str) -> tuple[jax.Device, ...]:
         try:
             found = topologies.get_topology_desc(topology, "tpu")
         except jax.errors.JaxRuntimeError as error:
+            if not str(error).startswith("INVALID_ARGUMENT"):
+                raise
             raise _unknown(name, f" ({error})") from None
     return tuple(found.devices) if name == topology else (found.devices[0],)
 

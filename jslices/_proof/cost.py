@@ -5,7 +5,7 @@ import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from jslices._proof.program import Array, Instruction, Module, number_of
+from jslices._proof.program import Array, Instruction, Layout, Module
 
 COLLECTIVES = (
     "all-gather",
@@ -58,8 +58,9 @@ class Cost(NamedTuple):
       argument_bytes: the memory of the arguments, with what the layout pads.
       temp_bytes: the memory that it needs besides arguments and results.
       copies: how many arrays as large as the largest argument are copied.
-      accessed_bytes: what is read and written, by XLA's count; for GPUs, where XLA has
-        none, by :func:`accessed`.
+      accessed_bytes: what is read and written, see :func:`accessed`.
+      xla_accessed_bytes: the same by XLA's count, which GPUs lack. It takes what the
+        SparseCores of a TPU gather or scatter for reading and writing the whole table.
       kernels: how many instructions do something, by what they do.
       loops: JAX's names of the loops.
       collectives: the exchanges between devices, which ``kernels`` leaves out.
@@ -71,6 +72,7 @@ class Cost(NamedTuple):
     temp_bytes: int
     copies: int
     accessed_bytes: int
+    xla_accessed_bytes: int | None
     kernels: dict[str, int]
     loops: list[str]
     collectives: list[Collective]
@@ -87,7 +89,8 @@ def cost_of(compiled: Any) -> Cost:
         memory.argument_size_in_bytes,
         memory.temp_size_in_bytes,
         table_copies(module),
-        int(figures.get("bytes accessed", 0)) or accessed(module),
+        accessed(module),
+        int(figures.get("bytes accessed", 0)) or None,
         kernels(module),
         [each.op_name or each.name for each in module.run() if each.opcode == "while"],
         exchanged(module),
@@ -122,7 +125,7 @@ def kernels(module: Module) -> dict[str, int]:
 
 def _working(module: Module) -> Iterator[Instruction]:
     for each in module.run():
-        if each.opcode in _FREE or each.opcode.endswith("-done"):
+        if each.opcode in _FREE or each.opcode.endswith("-done") or each.joins_pieces:
             continue
         if each.opcode.removesuffix("-start") in COLLECTIVES:
             continue
@@ -138,14 +141,8 @@ def exchanged(module: Module) -> list[Collective]:
             kind = each.opcode.removesuffix("-start")
             if kind not in COLLECTIVES:
                 continue
-            arrays = each.arrays
-            if each.opcode != kind:  # its tuple holds operands and contexts, too
-                arrays = next(
-                    user.arrays
-                    for user in module.users([each])
-                    if user.opcode == f"{kind}-done"
-                )
-            found.append(Collective(kind, sum(array.nbytes for array in arrays)))
+            result = each if each.opcode == kind else _done(module, each)
+            found.append(Collective(kind, sum(x.nbytes for x in result.arrays)))
     return found
 
 
@@ -153,25 +150,34 @@ def exchanged(module: Module) -> list[Collective]:
 
 
 def accessed(module: Module) -> int:
-    """Bytes that are read and written; of an array used by rows, those of the rows."""
+    """Bytes that are read and written; of an array used by rows, those of the rows.
+
+    On TPUs with what the layouts pad.
+    """
     return sum(_bytes(module, each) for each in _working(module))
 
 
 def _bytes(module: Module, each: Instruction) -> int:
+    if each.opcode.endswith("-start"):
+        return 2 * _size(_done(module, each))
     operands = [module.operand(each, n) for n in range(len(each.operands))]
     called = module.called(each)
     if each.opcode == "fusion" and called:
         inside = module.computations[called[0]].instructions.values()
-        parameters = {number_of(x): x for x in inside if x.opcode == "parameter"}
-        read = sum(_read(module, parameters[n]) for n in range(len(operands)))
+        read = sum(_read(module, x) for x in inside if x.opcode == "parameter")
         results = [maker for maker, _ in module.elements(called[0])]
         return read + sum(_written(module, x) for x in results)
     if each.opcode in _READ_BY_ROWS:
-        return 2 * _size(each.arrays) + _size(operands[1].arrays)
+        return 2 * _size(each) + _size(operands[1])
     if each.opcode in _WRITTEN_BY_ROWS:
-        rows = operands[_WRITTEN_BY_ROWS[each.opcode]]
-        return 3 * _size(rows.arrays) + _size(operands[1].arrays)
-    return _size(each.arrays) + sum(_size(x.arrays) for x in operands)
+        return 3 * _size(operands[_WRITTEN_BY_ROWS[each.opcode]]) + _size(operands[1])
+    return _size(each) + sum(map(_size, operands))
+
+
+def _done(module: Module, start: Instruction) -> Instruction:
+    """Where the result of what began at ``start`` is there, and nothing but it."""
+    done = start.opcode.removesuffix("start") + "done"
+    return next(user for user in module.users([start]) if user.opcode == done)
 
 
 def _read(module: Module, value: Instruction) -> int:
@@ -182,12 +188,12 @@ def _read(module: Module, value: Instruction) -> int:
         if user.opcode == "bitcast":
             total += _read(module, user)
         elif first and user.opcode in _READ_BY_ROWS:
-            total += _size(user.arrays)
+            total += _size(user)
         elif first and user.opcode in _WRITTEN_BY_ROWS:
             total += _rows_written(module, user)
         else:
-            return _size(value.arrays)
-    return min(total, _size(value.arrays))
+            return _size(value)
+    return min(total, _size(value))
 
 
 def _written(module: Module, result: Instruction) -> int:
@@ -195,12 +201,19 @@ def _written(module: Module, result: Instruction) -> int:
         result = module.operand(result, 0)
     if result.opcode in _WRITTEN_BY_ROWS:
         return _rows_written(module, result)
-    return _size(result.arrays)
+    return _size(result)
 
 
 def _rows_written(module: Module, write: Instruction) -> int:
-    return _size(module.operand(write, _WRITTEN_BY_ROWS[write.opcode]).arrays)
+    return _size(module.operand(write, _WRITTEN_BY_ROWS[write.opcode]))
 
 
-def _size(arrays: tuple[Array, ...]) -> int:
-    return sum(array.nbytes for array in arrays)
+def _size(each: Instruction) -> int:
+    return sum(map(_padded, each.arrays, each.layouts))
+
+
+def _padded(array: Array, layout: Layout) -> int:
+    sides = list(array.dims)
+    for axis, side in zip(layout.order, reversed(layout.tile), strict=False):
+        sides[axis] += -sides[axis] % side
+    return array._replace(dims=tuple(sides)).nbytes

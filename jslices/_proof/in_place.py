@@ -4,7 +4,15 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from jslices._densify import UserLine, human_bytes
-from jslices._proof.program import Instruction, Leaf, Module, Program, Value, number_of
+from jslices._proof.program import (
+    Instruction,
+    Layout,
+    Leaf,
+    Module,
+    Program,
+    Value,
+    number_of,
+)
 
 #: Operations that only hand values on.
 _SILENT = {"bitcast", "copy", "copy-start", "copy-done", "tuple", "get-tuple-element"}
@@ -94,10 +102,25 @@ def _not_aliased(program: Program, leaf: Leaf) -> str:
             f"the step returns fewer arrays like it than it is given, {len(alike)}, and "
             "these are written into others. Return this one too, or do not donate it"
         )
+    module = program.module
+    given = module.parameters()[leaf.parameter].layouts[0]
+    made, index = module.outputs()[program.outputs.index(alike[0])]
+    if (returned := made.layouts[index]).order != given.order:
+        return start + _other_layout(leaf, given, f"{alike[0].path} as", returned)
     return start + (
         f"{alike[0].path} is like it, but jit has not paired them. Are they sharded or "
         "laid out differently over devices (in_shardings, out_shardings)?"
     )
+
+
+def _other_layout(leaf: Leaf, given: Layout, what: str, other: Layout) -> str:
+    advice = ""
+    if other.order == tuple(reversed(range(len(leaf.shape)))):
+        advice = (
+            ", row by row. Place parameters and state so before the first step: "
+            "jslices.row_major(tree)"
+        )
+    return f"the device lays it out as {given}, {what} {other}{advice}"
 
 
 def _not_donated(program: Program, leaves: Iterable[Leaf]) -> Iterator[str]:
@@ -163,7 +186,7 @@ def _reasons(
     program: Program, leaf: Leaf, copies: list[Instruction], guess: bool
 ) -> list[str]:
     module = program.module
-    reasons = _relaid(program, leaf, copies) or _returned(program, leaf)
+    reasons = _moved(program, leaf, copies) or _returned(program, leaf)
     targets = {
         module.maker(*value)[0].name
         for number, value in enumerate(module.outputs())
@@ -176,19 +199,24 @@ def _reasons(
     return reasons
 
 
-def _relaid(program: Program, leaf: Leaf, copies: list[Instruction]) -> list[str]:
-    """Says so if the step wants another layout."""
+def _moved(program: Program, leaf: Leaf, copies: list[Instruction]) -> list[str]:
+    """Says so if the step wants another layout, or another memory."""
+    module = program.module
     assert leaf.parameter is not None
-    given = program.module.parameters()[leaf.parameter].layouts[0]
-    layouts = {x for copy in copies for x in program.module.relaid(copy) or ()}
-    for wanted in sorted(layouts - {given}):
-        advice = ""
-        if wanted == ",".join(map(str, reversed(range(len(leaf.shape))))):
-            advice = (
-                ", row by row. Place parameters and state so before the first step: "
-                "jslices.row_major(tree)"
-            )
-        return [f"the device lays it out as {{{given}}}, the step as {{{wanted}}}{advice}"]
+    given = module.parameters()[leaf.parameter].layouts[0]
+    layouts = []
+    for copy in copies:
+        copied = module.copied(copy)
+        assert copied is not None
+        layouts += [copied[0].layouts[copied[1]], copy.layouts[0]]
+    for other in layouts:
+        if other.order != given.order:
+            return [_other_layout(leaf, given, "the step as", other)]
+    if any(other.space != given.space for other in layouts):
+        return [
+            "XLA moves it into fast memory on the chip and back, as it fits there. If that "
+            "is meant, leave it out: a higher min_bytes"
+        ]
     return []
 
 

@@ -45,6 +45,24 @@ class Array(NamedTuple):
         return f"{self.dtype}[{','.join(map(str, self.dims))}]"
 
 
+class Layout(NamedTuple):
+    """How an array lies in memory.
+
+    Attributes:
+      order: its axes, the one along which neighbours lie first: ``(1, 0)`` is row by row.
+      tile: on TPUs, of what the sides are made multiples by padding; the last is for the
+        first axis of ``order``.
+      space: which memory; 0 is the large one, and on TPUs 1 a fast one on the chip.
+    """
+
+    order: tuple[int, ...]
+    tile: tuple[int, ...]
+    space: int
+
+    def __str__(self) -> str:
+        return f"{{{','.join(map(str, self.order))}}}"
+
+
 class Instruction(NamedTuple):
     """One line of a program; ``arrays`` has several elements if it makes a tuple."""
 
@@ -54,15 +72,18 @@ class Instruction(NamedTuple):
     operands: tuple[str, ...]
     rest: str  #: the operands and everything after them
     where: str  #: the computation it stands in
-    layouts: tuple[
-        str, ...
-    ] = ()  #: the axes of each array, ``1,0`` where rows lie together
+    layouts: tuple[Layout, ...]
 
     @property
     def op_name(self) -> str:
         """JAX's name for it: ``jit(step)/transpose(jvp())/scatter-add``."""
         found = re.search(r'op_name="((?:[^"\\]|\\.)*)"', self.rest)
         return "" if found is None else found.group(1).replace("\\'", "'")
+
+    @property
+    def joins_pieces(self) -> bool:
+        """Whether it only says that what was copied in pieces lies together."""
+        return self.opcode == "custom-call" and '"ConcatBitcast"' in self.rest
 
 
 class Computation(NamedTuple):
@@ -130,15 +151,30 @@ def _instruction(line: str, where: str) -> Instruction | None:
         return None
     name, rest = found.groups()
     end = _closing(rest) + 1 if rest.startswith("(") else rest.index(" ")
-    shapes = re.findall(r"(\w+)\[([\d,<=]*)\](?:\{([\d,]*))?", rest[:end])
-    arrays = tuple(
-        Array(dtype, tuple(int(dim.strip("<=")) for dim in dims.split(",") if dim))
-        for dtype, dims, _ in shapes
-    )
-    layouts = tuple(layout for _, _, layout in shapes)
+    shapes = _SHAPE.findall(rest[:end])
+    arrays = tuple(Array(dtype, _numbers(dims)) for dtype, dims, _, _ in shapes)
+    layouts = tuple(_layout(order, more) for _, _, order, more in shapes)
     opcode, _, rest = rest[end:].strip().partition("(")
     operands = tuple(re.findall(r"%([\w.-]+)", rest[: _closing("(" + rest) - 1]))
     return Instruction(name, arrays, opcode, operands, rest, where, layouts)
+
+
+#: ``f32[1000,64]{1,0:T(8,128)S(1)}``: dtype, sides, order of the axes, tile and space.
+_SHAPE = re.compile(r"(\w+)\[([\d,<=]*)\](?:\{([\d,]*)(?::([^}]*))?\})?")
+
+
+def _layout(order: str, more: str) -> Layout:
+    tile = re.match(r"T\(([\d,]+)\)", more)
+    space = re.search(r"S\((\d+)\)", more)
+    return Layout(
+        _numbers(order),
+        () if tile is None else _numbers(tile.group(1)),
+        0 if space is None else int(space.group(1)),
+    )
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(int(number.strip("<=")) for number in text.split(",") if number)
 
 
 def _joined(inside: dict[str, Instruction]) -> dict[str, Instruction]:
@@ -340,6 +376,13 @@ class Module:
         """The value that an instruction copies; None if it does anything else."""
         if each.opcode in ("copy", "copy-start"):
             return self.operand(each, 0), 0
+        if each.joins_pieces:
+            piece = self.operand(each, 0)
+            if piece.opcode == "slice-done":
+                piece = self.operand(piece, 0)
+                whole = self.operand(piece, 0)
+                if whole.arrays[0] == each.arrays[0]:
+                    return whole, 0
         if each.opcode == "fusion" and (called := self.called(each)):
             inner = self.result(called[0])
             seen = set()
@@ -349,14 +392,6 @@ class Module:
             if inner.opcode == "parameter" and "copy" in seen:
                 return self.operand(each, number_of(inner)), 0
         return None
-
-    def relaid(self, each: Instruction) -> tuple[str, str] | None:
-        """The layouts from which and to which an instruction copies, if they differ."""
-        copied = self.copied(each)
-        if copied is None:
-            return None
-        before, after = copied[0].layouts[copied[1]], each.layouts[0]
-        return (before, after) if before != after else None
 
     def origin(self, each: Instruction, index: int = 0) -> Value:
         """Like :meth:`maker`, but looks through copies."""
@@ -494,7 +529,7 @@ def compiled(
         _leaves(lowered.args_info, executable.input_formats),
         [
             Leaf(f"result{jax.tree_util.keystr(path)}", x.shape, x.dtype)
-            for path, x in jax.tree_util.tree_leaves_with_path(lowered.out_info)
+            for path, x in jax.tree_util.tree_leaves_with_path(traced.out_info)
         ],
         (
             memory.argument_size_in_bytes,

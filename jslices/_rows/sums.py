@@ -189,13 +189,14 @@ def add_rows(
     Args:
       table: ``[V, *D]``.
       indices: ``[K]`` in ``[0, V]``; V marks an empty entry.
-      rows: ``[K, *D]`` of the dtype of ``table``.
+      rows: ``[K, *D]``, cast to the dtype of ``table``.
       distinct: whether no row is known to be named twice.
 
     In place when ``table`` is donated. Cost: one scatter of ``K * D`` elements; where rows
     may be named twice, on other platforms than a CPU, a sort of K integers and about two
     passes over ``K * D`` elements more.
     """
+    rows = rows.astype(table.dtype)
     if distinct:
         return add_distinct_rows(table, indices, rows)
 

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from jslices import _jax
+from jslices._devices.layouts import row_major_array
 from jslices._rows.bounds import canonical_indices, empty_index, set_rows, take_rows
-from jslices._rows.layouts import row_major_array
 from jslices._rows.select import leading, where_rows
 from jslices._rows.sums import add_rows, sum_duplicates, widened
 from jslices._slices import IndexedSlices, known_distinct

@@ -1,6 +1,7 @@
 """The protocol of an optimizer, which is Optax's, and adding updates to parameters."""
 
 import sys
+import zlib
 from collections.abc import Callable
 from types import FrameType
 from typing import Any, NamedTuple
@@ -9,8 +10,17 @@ import jax
 import jax.numpy as jnp
 
 from jslices._densify import warn_dense
+from jslices._devices.layouts import row_major_array
 from jslices._rows.bounds import canonical_indices
-from jslices._rows.layouts import row_major_array
+from jslices._rows.rounding import (
+    KeyBits,
+    add_rounding,
+    add_rows_rounding,
+    fold_in,
+    is_narrow,
+    key_bits,
+)
+from jslices._rows.select import where_rows
 from jslices._rows.sums import add_rows
 from jslices._slices import IndexedSlices, check_slices, is_slices
 
@@ -39,12 +49,15 @@ class GradientTransformation(_InitUpdate):
         ``params``, with an IndexedSlices where the gradient is sparse, None where there
         is none; so do the updates, which :func:`jslices.apply_updates` (or, without None,
         ``optax.apply_updates``) adds.
-      apply: ``apply(grads, state, params) -> (params, state)``: ``update`` and
+      apply: ``apply(grads, state, params, key=None) -> (params, state)``: ``update`` and
         :func:`jslices.apply_updates` in one call, with the same result: parameters of the
         shapes and dtypes that came, duplicates summed before the step, out-of-range ids
         dropped, rows that no id names neither read nor written. In place where ``params``
-        and ``state`` are donated. Raises ValueError without params, or with slices of an
-        array of another shape.
+        and ``state`` are donated. With ``key``, parameters of 16 bits are rounded
+        stochastically, and their gradients are float32 from the start, so that updates
+        are, too: nothing is lost before it is added. The dtypes of the state stay. Raises
+        ValueError without params, or with slices of an array of another shape; TypeError
+        for a key that is none.
       catch_up: ``catch_up(params, state, ids) -> (params, state)``. With
         ``untouched="exact"``, brings the rows that are about to be read up to date. ``ids``
         mirrors ``params``: integers of any shape for a table, out-of-range ones being
@@ -57,7 +70,8 @@ class GradientTransformation(_InitUpdate):
         how its rows are stepped, a :class:`Plan` to print; None for the others, and where a
         transformation does not tell. Shapes and dtypes suffice:
         ``tx.plan(jax.eval_shape(js.grad(loss), params, batch), params)``. ``platform`` is
-        ``"cpu"``, ``"gpu"`` or ``"tpu"``; None means that of the default device.
+        ``"cpu"``, ``"gpu"`` or ``"tpu"``; None means that of the default device. (For
+        ``apply`` with a key, pass gradients in float32.)
 
     Example:
       >>> import jslices as js
@@ -72,7 +86,7 @@ class GradientTransformation(_InitUpdate):
       Array([ 0.,  0.,  0., -1.,  0.], dtype=float32)
     """
 
-    apply: Callable[[Any, Any, Any], tuple[Any, Any]]
+    apply: Callable[..., tuple[Any, Any]]
     catch_up: Callable[[Any, Any, Any], tuple[Any, Any]]
     flush: Callable[[Any, Any], tuple[Any, Any]]
     catches_up: bool
@@ -84,7 +98,7 @@ class GradientTransformation(_InitUpdate):
         update: Callable[..., tuple[Any, Any]],
         catch_up: Callable[[Any, Any, Any], tuple[Any, Any]] | None = None,
         flush: Callable[[Any, Any], tuple[Any, Any]] | None = None,
-        apply: Callable[[Any, Any, Any], tuple[Any, Any]] | None = None,
+        apply: Callable[..., tuple[Any, Any]] | None = None,
         plan: Callable[..., Any] | None = None,
     ) -> "GradientTransformation":
         new = super().__new__(cls, init, update)
@@ -97,11 +111,38 @@ class GradientTransformation(_InitUpdate):
 
 
 def _in_two(update: Callable[..., tuple[Any, Any]]) -> Callable[..., tuple[Any, Any]]:
-    def apply(grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
-        updates, state = update(grads, state, params)
-        return apply_updates(params, updates), state
+    def apply(grads: Any, state: Any, params: Any, key: Any = None) -> tuple[Any, Any]:
+        updates, state = widening(update, key)(grads, state, params)
+        return apply_updates(params, updates, key), state
 
     return apply
+
+
+def widening(
+    update: Callable[..., tuple[Any, Any]], key: Any
+) -> Callable[..., tuple[Any, Any]]:
+    """``update``; with a key, on gradients in float32 where parameters are of 16 bits.
+
+    The updates are then float32 as well, and the state keeps its dtypes.
+    """
+    if key is None:
+        return update
+
+    def wide(g: Any, p: Any) -> Any:
+        if g is None or not (is_narrow(jnp.result_type(p)) and is_narrow(g.dtype)):
+            return g
+        return g.astype(jnp.float32)
+
+    def kept(old: Any, new: Any) -> Any:
+        narrow = is_narrow(jnp.result_type(old))
+        return new.astype(old.dtype) if narrow else new
+
+    def widened(grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
+        grads = jax.tree.map(wide, grads, params, is_leaf=is_leaf)
+        updates, new = update(grads, state, params)
+        return updates, jax.tree.map(kept, state, new)
+
+    return widened
 
 
 def _unknown_plan(grads: Any, params: Any, platform: str | None = None) -> Any:
@@ -110,34 +151,52 @@ def _unknown_plan(grads: Any, params: Any, platform: str | None = None) -> Any:
 
 
 def _with_params(apply: Callable[..., tuple[Any, Any]]) -> Callable[..., tuple[Any, Any]]:
-    def checked(grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
+    def checked(grads: Any, state: Any, params: Any, key: Any = None) -> tuple[Any, Any]:
         if params is None and grads is not None:
             raise ValueError(
                 "tx.apply steps the parameters, but these are None: "
                 "params, state = tx.apply(grads, state, params)"
             )
-        return apply(grads, state, params)
+        if key is None:
+            return apply(grads, state, params)
+        key_bits(key, "tx.apply")  # before anything is done
+        return apply(grads, state, params, key)
 
     return checked
 
 
-def apply_updates(params: Any, updates: Any) -> Any:
+def apply_updates(params: Any, updates: Any, key: Any = None) -> Any:
     """``params`` plus ``updates``, in place where ``params`` are donated.
+
+    With ``key``, parameters of 16 bits (bfloat16, float16) are added to in float32 and
+    rounded *stochastically*: to one of the two neighbours, with the probabilities that make
+    the mean right. An update too small for nearest rounding, which loses it in every step,
+    then counts in the mean. Other parameters get the same bits as without a key.
 
     Args:
       params: a pytree of arrays.
       updates: the same tree with, for each array ``[V, *D]``, an array of that shape, an
-        IndexedSlices of it, or None (the array then stays).
+        IndexedSlices of it, or None (the array then stays). Of any dtype: to lose nothing,
+        of float32, which updates of a bfloat16 gradient are not. ``tx.apply`` with a key
+        sees to it.
+      key: None, or a key of ``jax.random`` (typed, or old uint32), another in each step.
 
     Returns:
       The new parameters, each in the dtype it had. Rows that an IndexedSlices does not
-      name are neither read nor written; duplicates add; out-of-range indices drop.
+      name are neither read nor written; duplicates add; out-of-range indices drop. With a
+      key a row is rounded once, after its duplicates are summed, by random bits that follow
+      from the key, the path of the array in the tree, the number of the row and the place
+      in it: the same for any order of the rows, with dense updates, on every platform. A
+      finite number becomes infinite only where nearest rounding makes it so.
 
     Raises:
       ValueError: for slices of an array of another shape.
-      TypeError: for slices whose indices a foreign ``tree.map`` has changed.
+      TypeError: for slices whose indices a foreign ``tree.map`` has changed; for a key that
+        is none.
 
-    Cost: one scatter of ``U * D`` elements per IndexedSlices.
+    Cost: one scatter of ``U * D`` elements per IndexedSlices. With a key, for parameters of
+    16 bits, also a sort of U integers and a quarter of a hash for each element; for dense
+    updates up to two float32 arrays of that size.
 
     Example:
       >>> import jax.numpy as jnp, jslices as js
@@ -146,10 +205,31 @@ def apply_updates(params: Any, updates: Any) -> Any:
       >>> js.apply_updates(params, {"table": rows, "w": None})["table"].ravel()
       Array([0., 0., 5., 0.], dtype=float32)
 
+      Of an update of a quarter of the gap between two numbers of bfloat16, nearest rounding
+      leaves nothing, and stochastic rounding a quarter in the mean:
+
+      >>> import jax
+      >>> ones = jnp.ones(10_000, jnp.bfloat16)
+      >>> quarter = jnp.full(10_000, 2**-9)
+      >>> js.apply_updates(ones, quarter).astype("float32").mean() - 1
+      Array(0., dtype=float32)
+      >>> moved = js.apply_updates(ones, quarter, jax.random.key(0)).astype("float32")
+      >>> ((moved.mean() - 1) * 2**9).round(1)
+      Array(1., dtype=float32)
+
     Source: ``optax.apply_updates``, which gives the same result on these updates (but takes
-    no None).
+    no None, and no key).
     """
-    return jax.tree_util.tree_map_with_path(_add, updates, params, is_leaf=is_leaf)
+    bits = None if key is None else key_bits(key, "apply_updates")
+
+    def add(path: Any, update: Any, param: Any) -> Any:
+        if bits is None or param is None or not is_narrow(jnp.result_type(param)):
+            return _add(path, update, param)
+        # By its name, as parts of the tree may be stepped apart (jslices.optim.partition).
+        name = zlib.crc32(jax.tree_util.keystr(path).encode())
+        return _add(path, update, param, fold_in(bits, name))
+
+    return jax.tree_util.tree_map_with_path(add, updates, params, is_leaf=is_leaf)
 
 
 def is_leaf(x: Any) -> bool:
@@ -157,12 +237,14 @@ def is_leaf(x: Any) -> bool:
     return x is None or is_slices(x)
 
 
-def _add(path: Any, update: Any, param: Any) -> Any:
+def _add(path: Any, update: Any, param: Any, bits: KeyBits | None = None) -> Any:
     if update is None or param is None:
         return param
     if not isinstance(update, IndexedSlices):
         if jnp.shape(update) not in ((), jnp.shape(param)):
             raise _misfit(path, f"an array of shape {jnp.shape(update)}", param)
+        if bits is not None:
+            return add_rounding(jnp.asarray(param), jnp.asarray(update), bits)
         return jnp.asarray(param + update).astype(jnp.asarray(param).dtype)
     param = jnp.asarray(param)
     check_slices(update)
@@ -171,10 +253,15 @@ def _add(path: Any, update: Any, param: Any) -> Any:
     if param.shape != (*expected[:1], *rows) or update.indices.ndim != 1:
         raise _misfit(path, update, param)
     indices = canonical_indices(update.indices, param.shape[0])
-    values = update.values.astype(param.dtype)
     if isinstance(update, EveryRow) and len(indices) == len(param):
-        return row_major_array(param + values)
-    return row_major_array(add_rows(param, indices, values, update._distinct))
+        if bits is None:
+            return row_major_array(param + update.values.astype(param.dtype))
+        new = add_rounding(param, update.values, bits)
+        return row_major_array(where_rows(indices < len(param), new, param))
+    how = indices, update.values, update._distinct
+    if bits is None:
+        return row_major_array(add_rows(param, *how))
+    return row_major_array(add_rows_rounding(param, *how, bits))
 
 
 def _misfit(path: Any, update: Any, param: Any) -> ValueError:

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jslices._devices.layouts import laid_out_as, warn_of_columns
 from jslices._jax import flatten
 from jslices._rows.bounds import room_for_distinct
 from jslices._slices import IndexedSlices, is_slices
@@ -66,9 +67,14 @@ def transformation(
         warn_in_multi_steps()
         leaves, tree = flatten(params)
         rules = rules_for(params, len(leaves))
+        for place, p in zip(places(tree), leaves, strict=True):
+            warn_of_columns(place, p)
         state = {
             name: tree.unflatten(
-                [r.state[name](p) for r, p in zip(rules, leaves, strict=True)]
+                [
+                    laid_out_as(p, r.state[name](p))
+                    for r, p in zip(rules, leaves, strict=True)
+                ]
             )
             for name in names
         }
@@ -98,25 +104,29 @@ def transformation(
             (r, by_row): ((by_row and (r.update_slices or r.update_rows)) or r.update)(now)
             for r, by_row in dict.fromkeys(kinds)
         }
-        clock = None
+        clock, snapshots = None, [()] * len(leaves)
         if rule.missed is not None:
             clock = exact.ticked(state.clock, state.count, rule)
-            columns += [tree.flatten_up_to(clock.last), tree.flatten_up_to(clock.snapshot)]
-            exact.refuse_stale(leaves, columns[-2], state.count)
+            columns.append(tree.flatten_up_to(clock.last))
+            snapshots = tree.flatten_up_to(clock.snapshot)
+            exact.refuse_stale(leaves, columns[-1], state.count)
             kernels = {
                 kind: exact.keeping_time(kernel, kind[0], state.count, clock.run)
                 for kind, kernel in kernels.items()
             }
+        rows = zip(kinds, leaves, arrays, snapshots, *columns, strict=True)
         results = [
-            update_leaf(kind[0], kernels[kind], grad, param, old)
-            for kind, grad, param, *old in zip(kinds, leaves, arrays, *columns, strict=True)
+            update_leaf(kind[0], kernels[kind], grad, param, [*old, *snapshot])
+            for kind, grad, param, snapshot, *old in rows
         ]
         result, *new = [
             tree.unflatten([leaf[i] for leaf in results]) for i in range(1 + len(columns))
         ]
         changed = dict(zip(names, new, strict=False))
         if clock is not None:
-            changed["clock"] = clock._replace(last=new[-2], snapshot=new[-1])
+            snapshots = [tuple(leaf[1 + len(columns) :]) for leaf in results]
+            snapshot = tree.unflatten(snapshots)
+            changed["clock"] = clock._replace(last=new[-1], snapshot=snapshot)
         return result, state._replace(count=next_count(state.count), **changed)
 
     def plan(grads: Any, params: Any, platform: str | None = None) -> Any:

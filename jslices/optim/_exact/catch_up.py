@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jslices._devices.layouts import row_major_array
 from jslices._jax import flatten
 from jslices._rows.bounds import canonical_indices, index_dtype, take_rows
 from jslices._rows.select import where_rows
@@ -35,7 +36,7 @@ class Clock(NamedTuple):
     """How far the rows are."""
 
     last: Any  #: like params, int32 ``[V]``: the last step that each row did.
-    snapshot: Any  #: like params, float32 ``[V, width]``: see :class:`MissedSteps`.
+    snapshot: Any  #: like params, some of float32 ``[V]``: see :class:`MissedSteps`.
     run: jax.Array  #: float32 ``[2]``: how far a schedule has run.
 
 
@@ -45,10 +46,9 @@ def new_clock(params: Any, rules: Sequence[Rule]) -> Clock:
     start, run = jnp.zeros((), jnp.int32), jnp.zeros((2,), jnp.float32)
     last = [row_like(p, jnp.int32) for p in leaves]
     snapshot = [
-        jnp.broadcast_to(
-            _missed(rule).snapshot(start, run), (*rows.shape, _missed(rule).width)
+        tuple(
+            jnp.full_like(rows, x, jnp.float32) for x in _missed(rule).snapshot(start, run)
         )
-        + rows[..., None].astype(jnp.float32)  # to be where the rows are
         for rule, rows in zip(rules, last, strict=True)
     ]
     return Clock(tree.unflatten(last), tree.unflatten(snapshot), run)
@@ -60,7 +60,7 @@ def ticked(clock: Clock, count: jax.Array, rule: Rule) -> Clock:
 
 
 def keeping_time(kernel: Kernel, rule: Rule, count: jax.Array, run: jax.Array) -> Kernel:
-    """The kernel with two more arrays, for when each row was stepped.
+    """The kernel with the clock's arrays as well, for when each row was stepped.
 
     A row that has not caught up gets NaN: under jit nothing can be raised, and a step from
     a stale row must not pass for a right one.
@@ -69,7 +69,7 @@ def keeping_time(kernel: Kernel, rule: Rule, count: jax.Array, run: jax.Array) -
     snapshot = _missed(rule).snapshot(step, run)
 
     def timed(g: jax.Array, *rest: jax.Array) -> tuple[jax.Array, ...]:
-        *arrays, last, old = rest
+        arrays, last, old = _clock_apart(rest, len(snapshot))
         update, *new = kernel(g, *arrays)
         # x + -0.0 is x for every x, and 0.0 for -0.0 + 0.0.
         wrong = jnp.where(per_row(last == FROZEN, update), -0.0, jnp.nan)
@@ -173,17 +173,19 @@ def _advance(
     ]
     kernels: dict[int, Kernel] = {}
     results = []
-    for rule, rows, *arrays in zip(rules, which, leaves, *columns, strict=True):
+    for rule, rows, *arrays, kept in zip(rules, which, leaves, *columns, strict=True):
         if rows is False:
-            results.append(arrays)
+            results.append([*arrays, kept])
             continue
+        arrays += kept
         if id(rule) not in kernels:
             kernels[id(rule)] = _missed_steps(rule, count, run)
         kernel, arrays = kernels[id(rule)], [jnp.asarray(x) for x in arrays]
         if rows is True:
-            results.append(_every_row(kernel, arrays))
+            new = _every_row(kernel, arrays)
         else:
-            results.append(list(step_slices(kernel, rows, (), arrays))[1:])
+            new = list(step_slices(kernel, rows, (), arrays))[1:]
+        results.append([*new[: len(columns)], tuple(new[len(columns) :])])
     if not results:
         return params, state
     params, *arrays, last, snapshot = [
@@ -194,13 +196,13 @@ def _advance(
 
 
 def _missed_steps(rule: Rule, count: jax.Array, run: jax.Array) -> Kernel:
-    """``kernel(nothing, p, *arrays, last, snapshot)``: the missed steps of some rows."""
+    """``kernel(nothing, p, *arrays, last, *snapshot)``: the missed steps of some rows."""
     steps = _missed(rule)
-    tables, now = steps.tables(count), steps.snapshot(count, run)
+    table, now = steps.table(count), steps.snapshot(count, run)
 
     def kernel(nothing: jax.Array, p: jax.Array, *rest: jax.Array) -> tuple[Any, ...]:
-        *arrays, last, snapshot = rest
-        missed = steps.missed(count, run, tables, last, snapshot)
+        arrays, last, snapshot = _clock_apart(rest, len(now))
+        missed = steps.missed(count, run, table, last, snapshot)
         missed = jax.tree.map(lambda x: per_row(x, p), missed)
         new = steps.advance(Missed(*missed), p, *arrays)
         # A row that missed nothing stays as it is, to the bit.
@@ -214,16 +216,23 @@ def _missed_steps(rule: Rule, count: jax.Array, run: jax.Array) -> Kernel:
     return kernel
 
 
+def _clock_apart(arrays: Sequence[Any], width: int) -> tuple[Any, Any, Any]:
+    """``(state arrays, last, snapshot)`` from all of them in a row."""
+    before = len(arrays) - width
+    return arrays[: before - 1], arrays[before - 1], arrays[before:]
+
+
 def _now(
-    step: jax.Array, snapshot: jax.Array, last: jax.Array, old: jax.Array
-) -> tuple[jax.Array, jax.Array]:
+    step: jax.Array, snapshot: Sequence[jax.Array], last: jax.Array, old: Sequence[Any]
+) -> tuple[jax.Array, ...]:
     """What is kept with rows that have done ``step``.
 
     It is made to depend on what was there: XLA may otherwise write it before it has read
     the rows, and copies the whole arrays for that.
     """
-    behind = (last <= step)[..., None]
-    return jnp.maximum(last, step), jnp.where(behind, snapshot, old)
+    behind = last <= step
+    kept = (jnp.where(behind, new, x) for new, x in zip(snapshot, old, strict=True))
+    return jnp.maximum(last, step), *kept
 
 
 def _every_row(kernel: Kernel, arrays: list[jax.Array]) -> list[jax.Array]:
@@ -240,7 +249,8 @@ def _every_row(kernel: Kernel, arrays: list[jax.Array]) -> list[jax.Array]:
     plan = Plan("in chunks", height, height, sums=False, chunk=chunk, why="all catch up")
     rows = jnp.arange(height, dtype=index_dtype(height, np.dtype(np.int32)))
     nothing = jnp.zeros((height, 0))
-    return list(execute(plan, kernel, rows, nothing, height, arrays))[2:]
+    new = execute(plan, kernel, rows, nothing, height, arrays)[2:]
+    return [row_major_array(x) for x in new]
 
 
 def _missed(rule: Rule) -> MissedSteps:

@@ -10,10 +10,13 @@ before::
 
 where ``s = n - k`` is the last step of the row. For ``k`` up to a window, beyond which
 ``ratio**j`` is lost in float32, it is an entry of a small table that is made anew for every
-``n``. For longer gaps it no longer grows: it is the row's snapshot, taken when it was last
-stepped (a schedule knows the future), times the decay since.
+``n``. For longer gaps it no longer grows: it is what was still to come at step ``s``, times
+the decay since. Without a schedule that is an entry of a table as well, which is made once
+and ends where the corrections of the means do. With one it is the row's snapshot, taken at
+the last step of the row (a schedule knows the future).
 """
 
+import contextlib
 import dataclasses
 import functools
 import math
@@ -22,23 +25,27 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from jslices.optim._engine.arithmetic import Scalar, Schedule, weight_seen
 
 #: What is left of a term beyond the window, relative to the first.
 NEGLIGIBLE = 1e-9
+#: A table of what is still to come has at most so many entries. That of Adam with
+#: ``b2=0.999`` has 21,000.
+MOST_STEPS = 1 << 17
 
 
 class Series(NamedTuple):
-    """One such sum: how its terms fall off, and a weight for each step (counted from 1)."""
+    """One such sum: how its terms fall off, and a weight for each step (counted from 1).
+
+    What the weight differs by from that of later steps falls off by ``settles`` a step.
+    """
 
     ratio: float
     weight: Callable[[jax.Array], jax.Array]
     times_learning_rate: bool = True
-
-    @property
-    def window(self) -> int:
-        return max(1, math.ceil(math.log(NEGLIGIBLE) / math.log(max(self.ratio, 1e-9))))
+    settles: float = 0.0
 
 
 class Missed(NamedTuple):
@@ -80,9 +87,15 @@ class MissedSteps:
         return scheduled and (self.run or self.decays)
 
     @property
+    def keeps_series(self) -> bool:
+        """Whether what is still to come must be kept with each row."""
+        scheduled = callable(self.learning_rate) or callable(self.weight_decay)
+        return scheduled or self._settled > MOST_STEPS
+
+    @property
     def width(self) -> int:
         """How many float32 numbers are kept with each row."""
-        return len(self.series) + 2 * self.keeps_run
+        return len(self.series) * self.keeps_series + 2 * self.keeps_run
 
     def pace(self, steps: jax.Array) -> jax.Array:
         """What each of ``steps`` (counted from 1) adds to the run."""
@@ -104,48 +117,54 @@ class MissedSteps:
     # Scalars and small tables: compiled, or an eager step would dispatch dozens of them.
 
     @functools.cached_property
-    def snapshot(self) -> Callable[[jax.Array, jax.Array], jax.Array]:
-        """``snapshot(count, run)``: ``[width]``, kept with a row that has done ``count``
+    def snapshot(self) -> Callable[[jax.Array, jax.Array], tuple[jax.Array, ...]]:
+        """``snapshot(count, run)``: the numbers kept with a row that has done ``count``
         steps."""
 
-        def snapshot(count: jax.Array, run: jax.Array) -> jax.Array:
-            numbers = [self._to_come(series, count) for series in self.series]
-            return jnp.stack([*numbers, *run]) if self.keeps_run else _stack(numbers)
+        def snapshot(count: jax.Array, run: jax.Array) -> tuple[jax.Array, ...]:
+            series = self.series if self.keeps_series else ()
+            kept = tuple(self._to_come(each, count) for each in series)
+            return (*kept, run[0], run[1]) if self.keeps_run else kept
 
         return jax.jit(snapshot, inline=True)
 
     @functools.cached_property
-    def tables(self) -> Callable[[jax.Array], tuple[jax.Array, ...]]:
-        """``tables(count)``: each series' sums over the last 0, 1, ... steps."""
+    def table(self) -> Callable[[jax.Array], jax.Array]:
+        """``table(count)``: the sums of each series over the last 0, 1, ... steps,
+        ``[steps, series]``."""
 
-        def tables(count: jax.Array) -> tuple[jax.Array, ...]:
-            return tuple(self._so_far(series, count) for series in self.series)
+        def table(count: jax.Array) -> jax.Array:
+            sums = [self._so_far(series, count) for series in self.series]
+            return jnp.stack(sums, 1) if sums else jnp.zeros((1, 0))
 
-        return jax.jit(tables, inline=True)
+        return jax.jit(table, inline=True)
 
     def missed(
         self,
         count: jax.Array,
         run: jax.Array,
-        tables: Sequence[jax.Array],
+        table: jax.Array,
         last: jax.Array,
-        snapshot: jax.Array,
+        snapshot: Sequence[jax.Array],
     ) -> Missed:
         """What rows missed, given the ``last`` step ``[n]`` of each.
 
-        ``snapshot`` ``[n, width]`` is what was kept with them then.
+        ``snapshot``, of which each is ``[n]``, is what was kept with them then.
         """
         steps = jnp.maximum(count - last, 0)  # rows may be frozen, ahead of all steps
         if self.keeps_run:
-            since = (run[0] - snapshot[..., -2]) + (run[1] - snapshot[..., -1])
+            since = (run[0] - snapshot[-2]) + (run[1] - snapshot[-1])
         else:
             since = steps * self.pace(jnp.ones((1,), jnp.int32))[0]
         decay = jnp.exp(since) if self.decays else jnp.ones_like(since)
-        sums = []
-        for number, table in enumerate(tables):
-            window = table.shape[0] - 1
-            near = table.at[jnp.minimum(steps, window)].get(mode="promise_in_bounds")
-            sums.append(jnp.where(steps <= window, near, decay * snapshot[..., number]))
+        if not self.series:
+            return Missed(steps, (), decay, since)
+        near = _read(table, steps)
+        to_come = snapshot if self.keeps_series else _read(self._after_each(), last)
+        sums = (
+            jnp.where(steps <= self._window, sum_of_steps, decay * rest)
+            for sum_of_steps, rest in zip(near, to_come, strict=False)
+        )
         return Missed(steps, tuple(sums), decay, since)
 
     def _terms(self, series: Series, steps: jax.Array) -> jax.Array:
@@ -155,15 +174,41 @@ class MissedSteps:
         return weights
 
     def _to_come(self, series: Series, count: jax.Array) -> jax.Array:
-        ahead = jnp.arange(1, series.window + 1, dtype=jnp.int32)
+        ahead = jnp.arange(1, self._window + 1, dtype=jnp.int32)
         steps = count + ahead
         terms = self._terms(series, steps) * _powers(series.ratio, ahead)
         if self.decays:
             terms = terms * jnp.exp(-jnp.cumsum(self.pace(steps)))
         return jnp.sum(terms)
 
+    @property
+    def _window(self) -> int:
+        """So many terms of the series are not negligible."""
+        return max((_steps_to_vanish(series.ratio) for series in self.series), default=0)
+
+    @property
+    def _settled(self) -> int:
+        """From so many steps on the weights of the series no longer change."""
+        return max((_steps_to_vanish(series.settles) for series in self.series), default=0)
+
+    def _after_each(self) -> jax.Array:
+        """:meth:`_to_come` after 0, 1, ... steps unscheduled: ``[steps, series]``."""
+        with _at_once(self.learning_rate, self.weight_decay):
+            steps = jnp.arange(1, self._settled + self._window + 1, dtype=jnp.int32)
+            ratios = jnp.asarray([series.ratio for series in self.series], jnp.float32)
+            left = jnp.exp(-self.pace(steps)) if self.decays else jnp.ones(steps.shape)
+            ratios = ratios[None, :] * left[:, None]
+            terms = jnp.stack([self._terms(series, steps) for series in self.series], 1)
+
+            def join(later: Any, before: Any) -> Any:
+                (far, total), (near, terms) = later, before
+                return near * far, terms + near * total
+
+            _, sums = lax.associative_scan(join, (ratios, ratios * terms), reverse=True)
+        return sums[: self._settled + 1]
+
     def _so_far(self, series: Series, count: jax.Array) -> jax.Array:
-        back = jnp.arange(series.window, dtype=jnp.int32)
+        back = jnp.arange(self._window, dtype=jnp.int32)
         steps = jnp.maximum(count - back, 1)
         terms = self._terms(series, steps) * _powers(series.ratio, -back)
         if self.decays:
@@ -182,7 +227,7 @@ def momentum_series(b1: float, nesterov: bool = False, corrected: bool = True) -
             return jnp.full(step.shape, ahead)
         return ahead / weight_seen(b1, step + 1 if nesterov else step)
 
-    return Series(b1, weight)
+    return Series(b1, weight, settles=b1 if corrected else 0.0)
 
 
 def step_moments(b1: float, b2: float, nesterov: bool = False) -> tuple[Series, ...]:
@@ -197,7 +242,7 @@ def step_moments(b1: float, b2: float, nesterov: bool = False) -> tuple[Series, 
         def weight(step: jax.Array) -> jax.Array:
             return first.weight(step) * weight_seen(b2, step) ** (-of / 2)
 
-        return Series(b1 * b2 ** (of / 2), weight)
+        return Series(b1 * b2 ** (of / 2), weight, settles=max(b1, b2))
 
     return tuple(power(of) for of in (-1, 0, 1, 2))
 
@@ -238,5 +283,19 @@ def _at(value: Scalar | Schedule, steps: jax.Array) -> jax.Array:
     return jnp.broadcast_to(jnp.asarray(value, jnp.float32), steps.shape)
 
 
-def _stack(numbers: Sequence[jax.Array]) -> jax.Array:
-    return jnp.stack(numbers) if numbers else jnp.zeros((0,), jnp.float32)
+def _read(table: jax.Array, rows: jax.Array) -> tuple[jax.Array, ...]:
+    """The numbers ``[n]`` in each column of a table, whose last row goes on for ever."""
+    near = jnp.minimum(rows, table.shape[0] - 1)
+    found = table.at[near].get(mode="promise_in_bounds")
+    return tuple(jnp.moveaxis(found, -1, 0))
+
+
+def _steps_to_vanish(ratio: float) -> int:
+    return max(1, math.ceil(math.log(NEGLIGIBLE) / math.log(max(ratio, 1e-9))))
+
+
+def _at_once(*numbers: Any) -> contextlib.AbstractContextManager[None]:
+    """Computes while tracing, unless one of ``numbers`` is traced."""
+    if any(isinstance(x, jax.core.Tracer) for x in numbers):
+        return contextlib.nullcontext()
+    return jax.ensure_compile_time_eval()

@@ -1,12 +1,17 @@
 """Transformations one after the other, and those that keep no state."""
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 
 from jslices.optim._engine.checks import check_links
-from jslices.optim._engine.protocol import GradientTransformation, is_leaf
+from jslices.optim._engine.protocol import (
+    GradientTransformation,
+    is_leaf,
+    widening,
+)
 
 
 def chain(*transformations: Any) -> GradientTransformation:
@@ -63,10 +68,11 @@ def chain(*transformations: Any) -> GradientTransformation:
         updates, new = run(links, grads, state, params)
         return updates, new
 
-    def apply(grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
+    def apply(grads: Any, state: Any, params: Any, key: Any = None) -> tuple[Any, Any]:
         check_links(state, len(links))
-        grads, new = run(before, grads, state[:-1], params)
-        params, part = last.apply(grads, state[-1], params)
+        first = widening(functools.partial(run, before), key)
+        grads, new = first(grads, state[:-1], params)
+        params, part = last.apply(grads, state[-1], params, key)
         return params, (*new, part)
 
     def catch_up(params: Any, state: Any, ids: Any) -> tuple[Any, Any]:

@@ -149,12 +149,12 @@ def multi_steps(
         return updates, counted(state, due, inner, acc)
 
     def apply(
-        grads: Any, state: MultiStepsState, params: Any
+        grads: Any, state: MultiStepsState, params: Any, key: Any = None
     ) -> tuple[Any, MultiStepsState]:
         acc, due, total = gather(grads, state)
 
         def step(params: Any, inner: Any) -> tuple[Any, Any]:
-            return opt.apply(total(), inner, params)
+            return opt.apply(total(), inner, params, key)
 
         def wait(params: Any, inner: Any) -> tuple[Any, Any]:
             return params, inner

@@ -202,13 +202,14 @@ def _split(
 
         return each(parts, run, state, grads)
 
-    def apply(grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
+    def apply(grads: Any, state: Any, params: Any, key: Any = None) -> tuple[Any, Any]:
         parts = _Parts(argument, transforms, labels, params, grads)
 
         def run(label: Any, tx: GradientTransformation, inner: Any) -> tuple[Any, Any]:
-            return tx.apply(parts.of(label, grads), inner, parts.of(label, params))
+            mine = parts.of(label, params)
+            return tx.apply(parts.of(label, grads), inner, mine, key)
 
-        others = apply_updates(params, parts.without(active, grads))
+        others = apply_updates(params, parts.without(active, grads), key)
         return each(parts, run, state, others)
 
     def catch_up(params: Any, state: Any, ids: Any) -> tuple[Any, Any]:

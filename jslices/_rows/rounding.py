@@ -1,0 +1,145 @@
+"""Adding to rows of 16 bits, rounded stochastically by bits that belong to each element.
+
+The bits of an element follow from the key, the number of its row and its place in the row,
+and from nothing else: they are the same whether the row stands alone or among others, in
+whatever order, on every platform and however the table is divided among devices.
+"""
+
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.extend.random import threefry2x32_p
+from jax.typing import DTypeLike
+
+from jslices import _jax
+from jslices._rows.bounds import set_rows, take_rows
+from jslices._rows.sums import sum_duplicates
+
+#: The bits of a threefry key, uint32 ``[2]``.
+KeyBits = jax.Array
+
+
+def is_narrow(dtype: DTypeLike) -> bool:
+    """Whether arrays of this dtype can be rounded stochastically: floats of 16 bits."""
+    return jnp.issubdtype(dtype, jnp.floating) and jnp.dtype(dtype).itemsize == 2
+
+
+def key_bits(key: Any, caller: str) -> KeyBits:
+    """The bits of a typed key, or of an old one (uint32 ``[2]``, or ``[4]`` of ``rbg``).
+
+    A generator with longer keys lends its key only: its bits differ between platforms.
+
+    Raises:
+      TypeError: for anything but one key.
+    """
+    dtype, shape = getattr(key, "dtype", None), np.shape(key)
+    typed = dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
+    if not (typed and shape == ()) and not (dtype == np.uint32 and shape in ((2,), (4,))):
+        given = repr(key) if dtype is None else f"{dtype}{list(shape)}"
+        raise TypeError(
+            f"{caller} wants one random key, a new one for each step, got key={given}; "
+            "type key=jax.random.fold_in(jax.random.key(0), step)"
+        )
+    words = jax.random.key_data(key) if typed else jnp.asarray(key)
+    bits, *more = words.reshape(-1, 2)
+    for pair in more:
+        bits = jnp.stack(_hash(bits, *pair))
+    return bits
+
+
+def fold_in(bits: KeyBits, number: int) -> KeyBits:
+    """The key for part ``number``, in ``[0, 2**32)``, of what a key is for."""
+    # Apart from all that jax.random makes of the same key.
+    return jnp.stack(_hash(bits, jnp.uint32(number), jnp.uint32(0x524F554E)))
+
+
+def add_rounding(param: jax.Array, update: jax.Array, bits: KeyBits) -> jax.Array:
+    """``param`` ``[V, *D]`` plus ``update``, every element rounded stochastically."""
+    total = jnp.atleast_1d(param.astype(jnp.float32) + update.astype(jnp.float32))
+    numbers = jnp.arange(total.shape[0])
+    return _round_rows(total, numbers, bits, param.dtype).reshape(param.shape)
+
+
+def add_rows_rounding(
+    table: jax.Array, indices: jax.Array, rows: jax.Array, distinct: bool, bits: KeyBits
+) -> jax.Array:
+    """``table`` with rows added, each row named rounded once, after its sum.
+
+    As :func:`jslices._rows.sums.add_rows`. Cost: a sort of K integers (unless the rows are
+    distinct), a gather and a scatter of ``K * D`` elements.
+    """
+    rows = rows.astype(jnp.float32)
+    if not distinct:
+        rows, indices, _ = sum_duplicates(rows, indices, table.shape[0], None, order="any")
+    total = take_rows(table, indices, mode="clip").astype(jnp.float32) + rows
+    return set_rows(table, indices, _round_rows(total, indices, bits, table.dtype))
+
+
+@functools.partial(jax.jit, static_argnums=3, inline=True)
+def _round_rows(
+    rows: jax.Array, numbers: jax.Array, bits: KeyBits, dtype: DTypeLike
+) -> jax.Array:
+    """``rows`` in 16 bits, each element one of its two neighbours, right in the mean.
+
+    Args:
+      rows: float32 ``[n, *D]``.
+      numbers: integers ``[n]``, the number of each row in its table.
+      bits: of the key.
+      dtype: bfloat16 or float16.
+
+    Returns:
+      ``[n, *D]``. A number that ``dtype`` has stays as it is; of two neighbours the farther
+      from zero is taken with a probability that is the share of the gap that lies below, in
+      units of 2**-16. NaN and infinities stay; finite numbers become infinite only where
+      nearest rounding makes them so.
+
+    Cost: ``n * D / 4`` hashes, of about 80 integer operations each.
+    """
+    stored, narrow = jnp.finfo(jnp.float32), jnp.finfo(dtype)
+    dropped = stored.nmant - narrow.nmant
+    # The exponents of both, as they are stored, from that of the subnormals on.
+    lowest = int(narrow.minexp - stored.minexp) + 1
+    word = lax.bitcast_convert_type(rows, jnp.uint32)
+    exponent = (word >> stored.nmant) & 0xFF
+    fraction = word & ((1 << stored.nmant) - 1)
+    fraction |= jnp.where(exponent > 0, jnp.uint32(1 << stored.nmant), jnp.uint32(0))
+    exponent = jnp.maximum(exponent, 1)
+    # A subnormal has fewer bits; those that the random ones cannot resolve go first.
+    below = jnp.maximum(exponent, lowest) - exponent
+    fraction >>= jnp.minimum(jnp.maximum(below, 16) - 16, 31)
+    shift = dropped + jnp.minimum(below, 16)
+    # What is dropped, as a share of 2**32, is compared with 16 random bits and a half.
+    random = (_random16(numbers, rows.shape, bits) << 16) | 0x8000
+    up = fraction << (32 - shift) > random
+    magnitude = (exponent + below - lowest) << narrow.nmant
+    magnitude += (fraction >> shift) + up.astype(jnp.uint32)
+    rounded = ((word >> 31) << 15) | magnitude
+    infinity = (1 << (narrow.bits - 1)) - (1 << narrow.nmant)
+    return jnp.where(
+        magnitude < infinity,
+        lax.bitcast_convert_type(rounded.astype(jnp.uint16), dtype),
+        rows.astype(dtype),
+    )
+
+
+def _random16(numbers: jax.Array, shape: tuple[int, ...], bits: KeyBits) -> jax.Array:
+    """Random numbers of 16 bits, uint32 ``[n, *D]``."""
+    length = math.prod(shape[1:])
+    blocks = (shape[0], -(-length // 4))
+    rows = lax.broadcast_in_dim(numbers.astype(jnp.uint32), blocks, (0,))
+    words = _hash(bits, rows, lax.broadcasted_iota(jnp.uint32, blocks, 1))
+    quarters = [part for word in words for part in (word & 0xFFFF, word >> 16)]
+    return jnp.concatenate(quarters, axis=1)[:, :length].reshape(shape)
+
+
+def _hash(bits: KeyBits, first: jax.Array, second: jax.Array) -> tuple[Any, Any]:
+    """Threefry of the counters ``first`` and ``second``, uint32 of any shape."""
+    every = (bits, first, second)
+    bits, first, second = _jax.as_varying_as(every, *every)
+    one, other = threefry2x32_p.bind(bits[0], bits[1], first, second)
+    return one, other

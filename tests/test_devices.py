@@ -1,0 +1,403 @@
+"""Devices that are not here: names, programs compiled for them, what is read of these."""
+
+import importlib.util
+import os
+import pathlib
+import re
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import needs_device
+from jax.experimental.layout import Format, Layout
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, SingleDeviceSharding
+from jax.sharding import PartitionSpec as P
+
+import jslices as js
+import jslices.testing
+from jslices.__main__ import main
+from jslices._devices.targets import GPUS, TPUS, target
+from jslices._proof.cost import (
+    Collective,
+    accessed,
+    cost_of,
+    exchanged,
+    kernels,
+    table_copies,
+)
+from jslices._proof.program import Module
+
+HERE = pathlib.Path(__file__).parent
+V, K = 200_000, 1_000
+S = jax.ShapeDtypeStruct
+IDS = S((K,), jnp.int32)
+
+
+# --- names -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "",
+        "v5",
+        "V5E",
+        "h100:",
+        "v5e:4",
+        "v5e:2x2x2",
+        "v5p:2x2",
+        "v5e:0x2",
+        "h100:2x4",
+        "h100:-1",
+    ],
+)
+def test_bad_names_list_the_good_ones(name):
+    with pytest.raises(ValueError, match=f"no device is called '{name}'") as caught:
+        js.testing.devices(name)
+    for good in [*TPUS, *GPUS, "v5e:16x16", "v5p:4x4x4", "h100:8"]:
+        assert re.search(rf"\b{good}\b", str(caught.value))
+
+
+def test_more_than_a_host_of_gpus_are_whole_hosts():
+    with pytest.raises(ValueError, match="'h100:12': more than 8 are whole hosts of 8"):
+        js.testing.devices("h100:12")
+
+
+def test_without_a_compiler_one_line_says_what_to_type(monkeypatch):
+    monkeypatch.setitem(sys.modules, "libtpu", None)
+    with pytest.raises(
+        ModuleNotFoundError, match=r'for v6e:4x2, .* type: pip install "jslices\[tpu\]"'
+    ):
+        js.testing.devices("v6e:4x2")
+    if importlib.util.find_spec("jax_cuda13_plugin") is not None:
+        pytest.skip("the CUDA plugin is installed")
+    with pytest.raises(
+        ModuleNotFoundError, match=r'for b200:4, .* type: pip install "jslices\[gpu\]"'
+    ):
+        js.testing.devices("b200:4")
+
+
+@pytest.mark.devices
+@pytest.mark.parametrize("name", [*TPUS, *GPUS])
+def test_every_device_compiles(name):
+    needs_device(name)
+    x = S((1000, 128), jnp.float32)
+    memory = js.testing.assert_in_place(
+        lambda x: x * 2, x, donate_argnums=0, min_bytes=1, device=name
+    )
+    assert memory.alias_bytes == memory.argument_bytes == x.size * 4
+
+
+@pytest.mark.devices
+@pytest.mark.parametrize(
+    "name, count",
+    [("v5e:4x4", 16), ("v5e:16x16", 256), ("v5p:2x2x2", 8), ("h100:4", 4), ("h100:64", 64)],
+)
+def test_several_devices(name, count):
+    needs_device(name)
+    assert len(js.testing.devices(name)) == count
+
+
+@pytest.mark.devices
+def test_a_topology_that_the_compiler_refuses():
+    needs_device("v5e")
+    with pytest.raises(ValueError, match=r"called 'v5e:3x5' \(.*\). One device: "):
+        js.testing.devices("v5e:3x5")
+
+
+@pytest.mark.devices
+def test_the_process_stays_as_it_was(monkeypatch):
+    needs_device("v5e")
+    monkeypatch.setenv("TPU_WORKER_ID", "7")
+    before, devices = dict(os.environ), jax.devices()
+    js.testing.devices("v6e:2x2")
+    assert dict(os.environ) == before and jax.devices() == devices
+    assert (jnp.arange(3) + 1).devices() == {devices[0]}
+
+
+# --- proofs ------------------------------------------------------------------------
+
+
+def step_of(tx):
+    def step(params, state, ids):
+        loss = lambda params: (jnp.tanh(params["table"][ids]) ** 2).sum()  # noqa: E731
+        updates, state = tx.update(js.grad(loss)(params), state, params)
+        return js.apply_updates(params, updates), state
+
+    return step
+
+
+@pytest.mark.devices
+@pytest.mark.parametrize("device", ["v5e", "v6e", "h100"])
+def test_a_step_is_proved_for_a_device(device):
+    needs_device(device)
+    tx = js.adagrad(0.1)
+    params = {"table": S((V, 256), jnp.float32)}
+    args = params, jax.eval_shape(tx.init, params), IDS
+    memory = js.testing.assert_in_place(
+        step_of(tx), *args, donate_argnums=(0, 1), device=device
+    )
+    assert 2 * V * 256 * 4 <= memory.alias_bytes < 2 * V * 256 * 4 + 10_000
+    js.testing.assert_no_dense_temporary(
+        step_of(tx), *args, donate_argnums=(0, 1), device=device
+    )
+
+
+def add_one(table, ids):
+    return table.at[ids].add(1.0)
+
+
+@pytest.mark.devices
+@pytest.mark.parametrize("device", ["v5e", "v6e"])
+def test_tpus_lay_out_short_rows_by_columns(device):
+    needs_device(device)
+    table = S((1_000_000, 64), jnp.float32)
+    wanted = (
+        r"args\[0\] float32\[1000000,64\] \(244.1 MB\) is copied, 2 times: the device lays "
+        r"it out as \{0,1\}, the step as \{1,0\}, row by row. .*jslices.row_major\(tree\)"
+    )
+    with pytest.raises(AssertionError, match=wanted):
+        js.testing.assert_in_place(add_one, table, IDS, donate_argnums=0, device=device)
+    with pytest.raises(AssertionError, match=r"f32\[1000000,64\] \(244.1 MB\) by copy"):
+        js.testing.assert_no_dense_temporary(
+            lambda table, ids: table[ids], table, IDS, donate_argnums=0, device=device
+        )
+
+
+@pytest.mark.devices
+def test_a_struct_keeps_its_layout():
+    needs_device("v5e")
+    rows = Layout((0, 1))
+    here, there = (
+        Format(rows, SingleDeviceSharding(device))
+        for device in (jax.devices()[0], *js.testing.devices("v5e"))
+    )
+    table = S((1_000_000, 64), jnp.float32, sharding=here)
+    step = jax.jit(add_one, donate_argnums=0, out_shardings=there)
+    memory = js.testing.assert_in_place(step, table, IDS, device="v5e")
+    assert memory.alias_bytes == 1_000_000 * 128 * 4  # padded to 128 numbers a row
+    with pytest.raises(
+        AssertionError, match=r"out as \{0,1\}, result as \{1,0\}, row by row"
+    ):
+        js.testing.assert_in_place(step, S(table.shape, table.dtype), IDS, device="v5e")
+
+
+@pytest.mark.devices
+@pytest.mark.parametrize("device", ["v5e:2x4", "h100:8"])
+def test_an_argument_keeps_its_sharding(device):
+    needs_device(device)
+    axes = {"axis_names": ("data", "model"), "axis_types": (AxisType.Auto,) * 2}
+    nowhere = AbstractMesh((2, 4), **axes)
+    there = Mesh(np.array(js.testing.devices(device)).reshape(2, 4), **axes)
+    memory = []
+    for mesh, name in ((nowhere, device), (there, None)):
+        table = S((V, 128), jnp.float32, sharding=NamedSharding(mesh, P("model")))
+        ids = S((K,), jnp.int32, sharding=NamedSharding(mesh, P()))
+        memory.append(
+            js.testing.assert_in_place(add_one, table, ids, donate_argnums=0, device=name)
+        )
+    assert memory[0] == memory[1]
+    assert memory[0].alias_bytes == V // 4 * 128 * 4
+
+
+@pytest.mark.devices
+def test_what_has_no_sharding_is_replicated():
+    needs_device("h100:8")
+    table = np.zeros((1000, 128), np.float32)
+    memory = js.testing.assert_in_place(
+        add_one, table, IDS, donate_argnums=0, min_bytes=1, device="h100:8"
+    )
+    assert memory.alias_bytes == table.nbytes
+
+
+# --- what is read ------------------------------------------------------------------
+
+
+def program(name):
+    return Module((HERE / "programs" / f"{name}.hlo").read_text())
+
+
+def test_a_program_that_copies_on_another_core():
+    module = program("sparse_core")
+    copies = {each.name: each for each in module.run() if module.copied(each)}
+    assert sorted(copies) == ["copy-start", "copy.1", "copy.2"]
+    # One runs on another core, two calls deep; the other copies what was written into it.
+    for name in ("copy.1", "copy.2"):
+        assert module.origin(copies[name])[0].name == "table"
+    written = module.computations["main"].instructions["written"]
+    assert module.maker(written)[0].name == "copy.1"
+    assert table_copies(module) == 2
+    assert kernels(module) == {"copy": 2, "copy-start": 1, "fusion": 1}
+    # Columns as rows, and back: [64, 1000 padded to 1024], [1000, 64 padded to 128]. The
+    # rows are moved to fast memory, read, and read and written in the table.
+    relaid, rows, ids = (64 * 1024 + 1000 * 128) * 4, 16 * 128 * 4, 128 * 4
+    assert accessed(module) == 2 * relaid + 2 * rows + 3 * rows + ids
+
+
+def test_a_program_that_moves_a_table_into_fast_memory_in_pieces():
+    module = program("fast_memory")
+    copies = {each.name: each for each in module.run() if module.copied(each)}
+    assert sorted(copies) == ["copy-start", "joined"]
+    for each in copies.values():
+        assert module.origin(each)[0].name == "table"
+    assert table_copies(module) == 2
+    assert kernels(module) == {"slice-start": 2, "fusion": 1, "copy-start": 1}
+    assert accessed(module) == 4 * 1000 * 128 * 4 + 3 * 16 * 128 * 4 + 128 * 4
+
+
+def test_collectives_of_all_forms():
+    module = program("collectives")
+    assert sorted(exchanged(module)) == [
+        Collective("all-gather", 32 * 4 * 4),
+        Collective("all-reduce", 4),
+        Collective("all-to-all", 8 * 4 * (4 + 2)),
+        Collective("collective-permute", 8 * 4 * 4),
+        Collective("collective-permute", 8 * 4 * 4),
+        Collective("reduce-scatter", 2 * 4 * 4),
+    ]
+    assert kernels(module) == {"convert": 1}
+
+
+def test_the_cost_of_a_program_that_runs_here():
+    x = S((1000, 256), jnp.float32)
+    cost = cost_of(jax.jit(lambda x: x * 2 + 1, donate_argnums=0).lower(x).compile())
+    assert cost.argument_bytes == x.size * 4 and cost.temp_bytes == 0
+    assert cost.accessed_bytes == 2 * x.size * 4
+    assert cost.kernels == {"fusion": 1} and not cost.copies
+    assert not cost.loops and not cost.collectives
+
+    def rows(x, ids):
+        return jax.lax.fori_loop(0, 3, lambda _, x: x.at[ids].add(x[ids]), x)
+
+    cost = cost_of(jax.jit(rows, donate_argnums=0).lower(x, S((8,), jnp.int32)).compile())
+    assert len(cost.loops) == 1 and not cost.copies
+    assert 8 * 256 * 4 < cost.accessed_bytes < 20 * 8 * 256 * 4
+
+
+def test_the_collectives_of_a_program_that_runs_here():
+    mesh = Mesh(np.array(jax.devices()[:4]), ("x",), axis_types=(AxisType.Auto,))
+    divided, whole = NamedSharding(mesh, P("x")), NamedSharding(mesh, P())
+    x = S((64, 32), jnp.float32, sharding=divided)
+    gather = jax.jit(lambda x: x, out_shardings=whole)
+    assert cost_of(gather.lower(x).compile()).collectives == [
+        Collective("all-gather", 64 * 32 * 4)
+    ]
+    add = jax.jit(lambda x: x.sum(0), out_shardings=whole)
+    assert cost_of(add.lower(x).compile()).collectives == [Collective("all-reduce", 32 * 4)]
+
+
+@pytest.mark.devices
+def test_kernels_of_a_gpu():
+    needs_device("h100")
+    place = target("h100").place
+
+    def cost(f, *args):
+        return cost_of(jax.jit(f, donate_argnums=0).lower(*place(args)).compile())
+
+    table, rows = S((V, 64), jnp.float32), S((K, 64), jnp.float32)
+    one = cost(lambda x: jnp.tanh(x) * 2, table)
+    assert sum(one.kernels.values()) == 1 and one.accessed_bytes == 2 * V * 64 * 4
+    assert one.seconds is None and one.xla_accessed_bytes is None
+    add = cost(lambda x, i, u: x.at[i].add(u, unique_indices=True), table, IDS, rows)
+    assert sum(add.kernels.values()) == 1 and not add.copies
+    assert add.accessed_bytes == 3 * K * 64 * 4 + K * 4
+
+
+@pytest.mark.devices
+def test_the_estimate_of_a_tpu():
+    needs_device("v5e")
+    place = target("v5e").place
+    table = S((V, 128), jnp.float32)
+    cost = cost_of(jax.jit(lambda x: x * 2).lower(*place((table,))).compile())
+    # 2 * 102.4 MB at 819 GB/s are 0.25 ms.
+    assert cost.xla_accessed_bytes == cost.accessed_bytes == 2 * V * 128 * 4
+    assert 0.2e-3 < cost.seconds < 0.4e-3
+
+
+@pytest.mark.devices
+def test_the_page_of_devices():
+    page = (HERE.parent / "docs" / "devices.md").read_text()
+    (block,) = re.findall(r"^```python\n(.*?)^```", page, re.M | re.S)
+    names = {}
+    exec(block, names)
+    for device in re.findall(r'device="(\w+)"', block):
+        needs_device(device)
+    names["test_step"]()
+
+
+# --- bench -------------------------------------------------------------------------
+
+
+@pytest.fixture
+def bench(capsys):
+    def run(*arguments):
+        code = main(["bench", *arguments])
+        out = capsys.readouterr()
+        return code, out.out, out.err
+
+    return run
+
+
+def figures(out):
+    """``{name: [row gradients, dense gradients, ratio]}``."""
+    lines = (re.split(r"  +", line) for line in out.splitlines())
+    return {cells[0]: cells[1:] for cells in lines if len(cells) == 4}
+
+
+def test_bench_for_a_device_that_there_is_not(bench):
+    code, out, err = bench("--device", "v5")
+    assert (
+        code == 2
+        and not out
+        and err.startswith("error: no device is called 'v5'. One device")
+    )
+
+
+def test_bench_of_an_optimizer_without_an_exact_form(bench):
+    code, out, err = bench("--optimizer", "adafactor", "--untouched", "exact")
+    assert code == 2 and not out and "there is no exact form" in err
+
+
+@pytest.mark.devices
+@pytest.mark.parametrize("device", ["v5e", "h100"])
+def test_bench_for_a_device(bench, device):
+    needs_device(device)
+    code, out, err = bench(
+        *("--rows", "1e6", "--dim", "128", "--ids", "1e4"),
+        *("--optimizer", "adagrad", "--device", device),
+    )
+    assert code == 0, err
+    assert f"compiled for {device} (" in out and "; nothing was run" in out
+    table = figures(out)
+    assert table["arguments"][:2] == ["976.6 MB", "976.6 MB"]  # 2 * 1e6 * 128 * 4 bytes
+    assert table["table-sized copies"][:2] == ["0", "0"]
+    assert float(table["bytes accessed"][2]) > 10
+    rows, dense = (int(x) for x in table["kernels"][:2])
+    kinds = re.findall(r"gradients: kernels: (.*)", out)
+    assert [sum(map(int, re.findall(r"\d+", x))) for x in kinds] == [rows, dense]
+    assert (table["ms by XLA's estimate"] == ["-"] * 3) == (device == "h100")
+
+
+@pytest.mark.devices
+def test_bench_for_several_devices(bench):
+    needs_device("h100:8")
+    sizes = ("--rows", "100001", "--dim", "64", "--ids", "1e3", "--optimizer", "sgd")
+    code, out, err = bench(*sizes, "--device", "h100:8")
+    assert code == 0, err
+    assert "table 100,008 x 64" in out and "on each of 8 devices" in out
+    assert figures(out)["arguments"][0] == "3.1 MB"  # 100,008 / 8 * 64 * 4 bytes
+    count = int(figures(out)["collectives"][0])
+    shown = re.search(r"row gradients: collectives: (.*)", out)[1]
+    assert sum(int(x) for x in re.findall(r"(\d+) [a-z]", shown)) == count > 0
+
+
+@pytest.mark.devices
+def test_bench_of_what_does_not_fit(bench):
+    needs_device("v5e")
+    sizes = ("--rows", "2e7", "--dim", "128", "--ids", "1e3", "--optimizer", "sgd")
+    code, out, err = bench(*sizes, "--device", "v5e")
+    assert code == 0, err
+    assert "dense gradients: cannot be compiled: RESOURCE_EXHAUSTED" in out
+    assert figures(out)["table-sized copies"] == ["0", "-", "-"]
