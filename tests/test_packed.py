@@ -1,7 +1,5 @@
 """Short rows stored several to a row: ``packed.reshape(V, D)[ids]`` reads them."""
 
-import pathlib
-import re
 import warnings
 
 import jax
@@ -10,6 +8,7 @@ import numpy as np
 import optax
 import pytest
 from helpers import all_at_once, assert_close, needs_device, quickly
+from jax import lax
 from test_lookup_forms import ROWS
 from test_programs import ID_FORMS
 
@@ -21,6 +20,7 @@ V, D, PER = 6, 4, 3
 RNG = np.random.default_rng(27)
 PACKED = jnp.asarray(RNG.normal(size=(V // PER, PER * D)), jnp.float32)
 IDS = jnp.array([4, 1, 4, 0])
+ROW, REST = jnp.ones(D), jnp.ones((4, D))
 S = jax.ShapeDtypeStruct
 
 
@@ -61,13 +61,8 @@ def test_values_are_zero_outside_the_row_that_was_read():
     np.testing.assert_array_equal(grad.values, values.reshape(6, PER * D))
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        name if name == "nested" else pytest.param(name, marks=pytest.mark.slow)
-        for name in ROWS
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ROWS)
 def test_forms_that_give_rows(name):
     forms = {
         form: lambda packed, form=form: ROWS[name](packed.reshape(V, D))[form]
@@ -100,9 +95,12 @@ def test_lookups_of_ours():
             "clip": lambda t: lookup(t, jnp.array([4, -1, V, 1]), "clip"),
             "max_norm": lambda t: js.embedding_lookup(t.reshape(V, D), IDS, max_norm=0.5),
             "padding": lambda t: js.embedding_lookup(t.reshape(V, D), IDS, padding_id=4),
-            "shards": lambda t: js.embedding_lookup([t.reshape(V, D)[:4], t[:, D : 2 * D]], IDS),
+            "shards": lambda t: js.embedding_lookup([t.reshape(V, D), t[:, :D]], IDS),
             "bags": lambda t: js.safe_embedding_lookup_sparse(t.reshape(V, D), bags),
             "vmap": lambda t: jax.vmap(lambda i: lookup(t, i))(IDS),
+            "scan": lambda t: lax.scan(lambda c, i: (c + lookup(t, i), c), ROW, IDS)[0],
+            "cond": lambda t: lax.cond(IDS[0] > 2, lambda: lookup(t, IDS), lambda: REST),
+            "checkpoint": lambda t: jax.checkpoint(lambda t: lookup(t, IDS))(t),
         },
         PACKED,
     )
@@ -110,7 +108,9 @@ def test_lookups_of_ours():
     assert good == [True, False, False, True, False, False]
 
 
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize(
+    "dtype", [jnp.bfloat16, pytest.param(jnp.float16, marks=pytest.mark.slow)]
+)
 def test_views_of_every_kind(dtype):
     """Steps before and after, neighbours that are not finite, rows of several axes."""
     packed = jnp.asarray(RNG.normal(size=(4, 2, 6)), dtype)
@@ -178,6 +178,7 @@ def test_steps_are_those_of_the_unpacked_table(name):
         assert_close(packed, unpacked, rtol=tolerance, atol=0)
 
 
+@pytest.mark.slow
 def test_exact_steps_are_those_of_the_unpacked_table():
     tx, batches = js.adam(0.5, untouched="exact"), [[0, 1], [5, 4], [5, 5], [0, 2]]
     packed = trained(tx, PACKED, batches, exact=True)
