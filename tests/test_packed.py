@@ -1,5 +1,8 @@
 """Short rows stored several to a row: ``packed.reshape(V, D)[ids]`` reads them."""
 
+import functools
+import pathlib
+import re
 import warnings
 
 import jax
@@ -257,3 +260,15 @@ def test_on_a_tpu_a_value_without_its_gradient_reads_rows():
     rows = accessed(lambda *args: js.value_and_grad(loss)(*args)[0])
     assert rows.accessed_bytes < 15 * 10_000 * 128 * 4 < 500_000 * 128 * 4
     assert accessed(loss).temp_bytes > 500_000 * 128 * 4  # so that the test can fail
+
+
+# --- docs -------------------------------------------------------------------------------
+
+
+def test_the_recipe_of_the_docs_runs():
+    page = (pathlib.Path(__file__).parent.parent / "docs" / "speed.md").read_text()
+    section = page.partition("## Short rows on TPUs")[2]
+    (code,) = re.findall(r"^```python\n(.*?)^```", section, re.M | re.S)
+    names = {"functools": functools, "jax": jax, "jnp": jnp, "js": js}
+    exec(code, names)
+    np.testing.assert_array_equal(np.unique(np.nonzero(names["table"])[0]), [3, 999])
