@@ -145,6 +145,41 @@ def test_a_step_is_proved_for_a_device(device):
     )
 
 
+@pytest.mark.devices
+@pytest.mark.parametrize(
+    "device",
+    [
+        "v5e",
+        pytest.param(
+            "h100",
+            marks=pytest.mark.xfail(
+                reason="XLA gathers rows once more, for the gradient of the hidden layer, "
+                "when the table is written already",
+                raises=AssertionError,
+                strict=True,
+            ),
+        ),
+    ],
+)
+def test_a_hidden_layer_reads_no_rows_after_they_are_written(device):
+    needs_device(device)
+    tx = js.adam(0.1)
+
+    def loss(params, ids):
+        rows = params["table"][ids].reshape(-1, 10 * 128)
+        return (jax.nn.relu(rows @ params["w"]) @ params["v"]).sum()
+
+    def step(params, state, ids):
+        grads = js.grad(loss)(params, ids)
+        updates, state = tx.update(grads, state, params)
+        return js.apply_updates(params, updates), state
+
+    shapes = {"table": (1_000_000, 128), "w": (1280, 256), "v": (256,)}
+    params = {name: S(shape, jnp.float32) for name, shape in shapes.items()}
+    args = params, jax.eval_shape(tx.init, params), S((10_000,), jnp.int32)
+    js.testing.assert_in_place(step, *args, donate_argnums=(0, 1), device=device)
+
+
 def add_one(table, ids):
     return table.at[ids].add(1.0)
 
