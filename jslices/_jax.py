@@ -39,7 +39,7 @@ __all__ = ["Literal"]
 #: back: better once a step than once a chunk. (jax 0.10.2 does, 0.12 does not.)
 WIDENS_BFLOAT16 = jax.__version_info__ < (0, 12)
 #: Before, ``jit`` refuses to donate an array to an output whose layout is constrained.
-CONSTRAINS_LAYOUTS = jax.__version_info__ >= (0, 11)
+CONSTRAINS_LAYOUTS = jax.__version_info__ >= (0, 11, 1)
 
 #: JAX's own primitives by name, those of this release.
 PRIMITIVES: dict[str, Primitive] = {

@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 
 import jslices as js
 import jslices.testing
+from jslices._devices.targets import target
+from jslices._proof.cost import cost_of
 
 # Programs a run; JSLICES_PROGRAMS=1000 python -m pytest -m fuzz looks for longer.
 PROGRAMS = int(os.environ.get("JSLICES_PROGRAMS", "60"))
@@ -57,6 +59,13 @@ def needs_device(name):
         js.testing.devices(name)
     except ModuleNotFoundError as error:
         pytest.skip(str(error))
+
+
+def cost_on(device, step, *args, donate_argnums=()):
+    """The ``Cost`` of a step compiled for a device; see :func:`needs_device`."""
+    needs_device(device)
+    step = jax.jit(step, donate_argnums=donate_argnums)
+    return cost_of(step.lower(*target(device).place(args)).compile())
 
 
 def quickly(f):

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import needs_device
+from helpers import cost_on, needs_device
 from jax.experimental.layout import Format, Layout
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
@@ -143,6 +143,41 @@ def test_a_step_is_proved_for_a_device(device):
     js.testing.assert_no_dense_temporary(
         step_of(tx), *args, donate_argnums=(0, 1), device=device
     )
+
+
+@pytest.mark.devices
+@pytest.mark.parametrize(
+    "device",
+    [
+        "v5e",
+        pytest.param(
+            "h100",
+            marks=pytest.mark.xfail(
+                reason="XLA gathers rows once more, for the gradient of the hidden layer, "
+                "when the table is written already",
+                raises=AssertionError,
+                strict=True,
+            ),
+        ),
+    ],
+)
+def test_a_hidden_layer_reads_no_rows_after_they_are_written(device):
+    needs_device(device)
+    tx = js.adam(0.1)
+
+    def loss(params, ids):
+        rows = params["table"][ids].reshape(-1, 10 * 128)
+        return (jax.nn.relu(rows @ params["w"]) @ params["v"]).sum()
+
+    def step(params, state, ids):
+        grads = js.grad(loss)(params, ids)
+        updates, state = tx.update(grads, state, params)
+        return js.apply_updates(params, updates), state
+
+    shapes = {"table": (1_000_000, 128), "w": (1280, 256), "v": (256,)}
+    params = {name: S(shape, jnp.float32) for name, shape in shapes.items()}
+    args = params, jax.eval_shape(tx.init, params), S((10_000,), jnp.int32)
+    js.testing.assert_in_place(step, *args, donate_argnums=(0, 1), device=device)
 
 
 def add_one(table, ids):
@@ -289,30 +324,56 @@ def test_the_collectives_of_a_program_that_runs_here():
 
 
 @pytest.mark.devices
+@pytest.mark.parametrize("device", ["v5e:2x4", "v6e:2x4", "h100:8"])
+def test_collectives_of_a_device(device):
+    needs_device(device)
+    several = target(device)
+    (name,) = several.mesh.axis_names
+
+    def exchange(x):  # [64, 512] on each of 8 devices
+        return (
+            jax.lax.psum(x, name),
+            jax.lax.all_gather(2 * x, name),
+            jax.lax.psum_scatter(3 * x, name, tiled=True),
+            jax.lax.all_to_all(4 * x, name, 0, 0, tiled=True),
+            jax.lax.ppermute(5 * x, name, [(n, n ^ 1) for n in range(8)]),
+        )
+
+    spread = jax.shard_map(
+        exchange, mesh=several.mesh, in_specs=P(name), out_specs=P(name), check_vma=False
+    )
+    x = several.place(S((8 * 64, 512), jnp.float32), by_rows=True)
+    own = 64 * 512 * 4
+    assert sorted(cost_of(jax.jit(spread).lower(x).compile()).collectives) == [
+        Collective("all-gather", 8 * own),
+        Collective("all-reduce", own),
+        Collective("all-to-all", own),
+        Collective("collective-permute", own),
+        Collective("reduce-scatter", own // 8),
+    ]
+
+
+@pytest.mark.devices
 def test_kernels_of_a_gpu():
-    needs_device("h100")
-    place = target("h100").place
-
-    def cost(f, *args):
-        return cost_of(jax.jit(f, donate_argnums=0).lower(*place(args)).compile())
-
     table, rows = S((V, 64), jnp.float32), S((K, 64), jnp.float32)
-    one = cost(lambda x: jnp.tanh(x) * 2, table)
+    one = cost_on("h100", lambda x: jnp.tanh(x) * 2, table, donate_argnums=0)
     assert sum(one.kernels.values()) == 1 and one.accessed_bytes == 2 * V * 64 * 4
     assert one.seconds is None and one.xla_accessed_bytes is None
-    add = cost(lambda x, i, u: x.at[i].add(u, unique_indices=True), table, IDS, rows)
-    assert sum(add.kernels.values()) == 1 and not add.copies
-    assert add.accessed_bytes == 3 * K * 64 * 4 + K * 4
+
+    def add(x, ids, rows):
+        return x.at[ids].add(rows, unique_indices=True)
+
+    added = cost_on("h100", add, table, IDS, rows, donate_argnums=0)
+    assert sum(added.kernels.values()) == 1 and not added.copies
+    assert added.accessed_bytes == 3 * K * 64 * 4 + K * 4
 
 
 @pytest.mark.devices
 def test_the_estimate_of_a_tpu():
-    needs_device("v5e")
-    place = target("v5e").place
     table = S((V, 128), jnp.float32)
-    cost = cost_of(jax.jit(lambda x: x * 2).lower(*place((table,))).compile())
+    cost = cost_on("v5e", lambda x: x * 2, table)
     # 2 * 102.4 MB at 819 GB/s are 0.25 ms.
-    assert cost.xla_accessed_bytes == cost.accessed_bytes == 2 * V * 128 * 4
+    assert cost.xla_accessed_bytes == cost.accessed_bytes == 2 * table.size * 4
     assert 0.2e-3 < cost.seconds < 0.4e-3
 
 

@@ -29,7 +29,7 @@ def row_major(tree: Any) -> Any:
     state of their optimizer if it was made before, to this function once: what
     ``tx.init``, ``tx.update``, ``tx.apply`` and :func:`jslices.apply_updates` return stays
     row-major. (What a ``jit`` of yours returns does if it comes straight from one of them;
-    after a loop or a ``cond``, return ``jslices.row_major(params)``. It takes jax 0.11.)
+    after a loop or a ``cond``, return ``jslices.row_major(params)``. It takes jax 0.11.1.)
 
     Args:
       tree: a pytree of arrays ``[V, *D]`` or ``jax.ShapeDtypeStruct``, under ``jit`` too.

@@ -52,7 +52,9 @@ class Collective(NamedTuple):
 
 
 class Cost(NamedTuple):
-    """What a compiled program costs each device. The bodies of loops count once.
+    """What a compiled program costs each device.
+
+    The body of a loop counts once, and so does every branch of a conditional.
 
     Attributes:
       argument_bytes: the memory of the arguments, with what the layout pads.
