@@ -65,7 +65,8 @@ def cost_on(device, step, *args, donate_argnums=()):
     """The ``Cost`` of a step compiled for a device; see :func:`needs_device`."""
     needs_device(device)
     step = jax.jit(step, donate_argnums=donate_argnums)
-    return cost_of(step.lower(*target(device).place(args)).compile())
+    with target(device).compiling():
+        return cost_of(step.lower(*target(device).place(args)).compile())
 
 
 def quickly(f):

@@ -146,21 +146,7 @@ def test_a_step_is_proved_for_a_device(device):
 
 
 @pytest.mark.devices
-@pytest.mark.parametrize(
-    "device",
-    [
-        "v5e",
-        pytest.param(
-            "h100",
-            marks=pytest.mark.xfail(
-                reason="XLA gathers rows once more, for the gradient of the hidden layer, "
-                "when the table is written already",
-                raises=AssertionError,
-                strict=True,
-            ),
-        ),
-    ],
-)
+@pytest.mark.parametrize("device", ["v5e", "h100"])
 def test_a_hidden_layer_reads_no_rows_after_they_are_written(device):
     needs_device(device)
     tx = js.adam(0.1)

@@ -1,5 +1,6 @@
 """Times of steps with row gradients and with dense ones, in turn within one run."""
 
+import contextlib
 import functools
 import multiprocessing
 import platform
@@ -149,11 +150,14 @@ def compile_step(
     batch = jax.ShapeDtypeStruct((sizes.ids,), jnp.int32)
     labels = jax.ShapeDtypeStruct((sizes.ids,), table.dtype)
     args: Any = (params, jax.eval_shape(tx.init, params), batch, labels)
+    here: Any = contextlib.nullcontext()
     if target is not None:
-        kept = args[:2]
+        here, kept = target.compiling(), args[:2]
+        if value_and_grad is js.value_and_grad:
+            kept = js.row_major(kept)
         rows = jax.tree.map(lambda x: x.shape[:1] == table.shape[:1], kept)
         args = (*target.place(kept, rows), *target.place(args[2:]))
-    with warnings.catch_warnings():
+    with here, warnings.catch_warnings():
         warnings.simplefilter("ignore", PerformanceHint)  # its effect is measured here
         return jax.jit(step, donate_argnums=(0, 1)).lower(*args).compile()
 

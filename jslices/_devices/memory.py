@@ -6,10 +6,9 @@ import platform
 import re
 import warnings
 
-import jax
-
 from jslices import _jax
 from jslices._densify import current_user_line
+from jslices._devices.platforms import platform_at_hand
 
 # From glibc's <malloc.h>.
 _TRIM_THRESHOLD, _MMAP_MAX, _ARENA_MAX = -1, -4, -8
@@ -99,7 +98,7 @@ def hint_large_step(num_bytes: int) -> None:
     global _hinted
     if _hinted or not _jax.holds(lambda: num_bytes >= HINT_BYTES) or _memory_is_kept():
         return
-    if jax.default_backend() != "cpu" or platform.libc_ver()[0] != "glibc":
+    if platform_at_hand() != "cpu" or platform.libc_ver()[0] != "glibc":
         return
     _hinted = True
     line = current_user_line()

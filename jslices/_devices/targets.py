@@ -4,13 +4,13 @@ The compiler comes with a Python package and needs no device: the compiled progr
 memory, layouts, kernels and collectives are those of the real one.
 """
 
+import contextlib
 import dataclasses
 import functools
 import importlib.util
 import os
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import jax
@@ -25,6 +25,8 @@ from jax.sharding import (
     Sharding,
     SingleDeviceSharding,
 )
+
+from jslices._devices.platforms import compiling_for
 
 AXIS = "devices"  #: of a target's mesh
 
@@ -88,6 +90,10 @@ class Target:
     def mesh(self) -> Mesh:
         """All devices along one axis."""
         return Mesh(np.array(self.devices), (AXIS,), axis_types=(AxisType.Auto,))
+
+    def compiling(self) -> contextlib.AbstractContextManager[None]:
+        """Within this context steps are traced for these devices."""
+        return compiling_for(self.platform)
 
     def place(self, tree: Any, by_rows: Any = False) -> Any:
         """The tree with each array as a ``ShapeDtypeStruct`` on these devices.
@@ -180,7 +186,7 @@ def _missing(name: str, what: str, extra: str) -> ModuleNotFoundError:
     )
 
 
-@contextmanager
+@contextlib.contextmanager
 def _set_for_a_moment(variables: dict[str, str]) -> Iterator[None]:
     """Sets environment variables that the user has not set, and takes them back."""
     new = {key: value for key, value in variables.items() if key not in os.environ}

@@ -8,6 +8,7 @@ operations that write into the memory of an operand (a scatter) or only rename i
 So for each value there is one instruction that made its memory: :meth:`Module.maker`.
 """
 
+import contextlib
 import math
 import re
 import warnings
@@ -496,7 +497,8 @@ def compiled(
     device: str | None = None,
 ) -> Program:
     """Compiles a step for ``args``, on a named device if one is given, and runs nothing."""
-    args = args if device is None else target(device).place(tuple(args))
+    found = None if device is None else target(device)
+    args = args if found is None else found.place(tuple(args))
     name = getattr(step, "__name__", "the step")
     if not callable(getattr(step, "trace", None)):
         step = jax.jit(step, donate_argnums=donate_argnums)
@@ -505,7 +507,8 @@ def compiled(
             f"{name} is jitted already, and donates what its own jax.jit says; leave out "
             f"donate_argnums={donate_argnums} here, or pass the function that is not jitted"
         )
-    with warnings.catch_warnings(record=True) as caught:
+    here = contextlib.nullcontext() if found is None else found.compiling()
+    with here, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         traced = step.trace(*args)  # type: ignore[attr-defined]
         lowered = traced.lower()

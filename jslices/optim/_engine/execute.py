@@ -10,6 +10,7 @@ from jax import lax
 
 from jslices import _jax
 from jslices._devices.layouts import row_major_array
+from jslices._devices.platforms import platform_at_hand
 from jslices._rows.bounds import canonical_indices, empty_index, set_rows, take_rows
 from jslices._rows.select import leading, where_rows
 from jslices._rows.sums import add_rows, sum_duplicates, widened
@@ -51,7 +52,15 @@ def step_slices(
     num_rows = None if shape is None else shape[0]
     cpu, other = (
         _sparing(
-            choose_plan(values, arrays, num_rows, platform, linear=linear, unique=unique),
+            choose_plan(
+                values,
+                arrays,
+                num_rows,
+                platform,
+                linear=linear,
+                unique=unique,
+                at_hand=platform_at_hand(),
+            ),
             grad,
         )
         for platform in ("cpu", "gpu")
