@@ -110,7 +110,7 @@ class IndexedSlices:
         object.__setattr__(new, "dense_shape", dense_shape)
         return new
 
-    def _with(self, values: jax.Array) -> "IndexedSlices":
+    def _with_values(self, values: jax.Array) -> "IndexedSlices":
         return _unchecked(values, self.indices, self.dense_shape, self._distinct)
 
     # --- what it is ---------------------------------------------------------------
@@ -249,7 +249,7 @@ class IndexedSlices:
 
     def astype(self, dtype: DTypeLike) -> "IndexedSlices":
         """The same rows with ``values`` cast to ``dtype``."""
-        return self._with(self.values.astype(dtype))
+        return self._with_values(self.values.astype(dtype))
 
     @classmethod
     def from_dense(cls, x: ArrayLike, size: int | None = None) -> "IndexedSlices":
@@ -264,14 +264,14 @@ class IndexedSlices:
     # --- arithmetic -----------------------------------------------------------------
 
     def __neg__(self) -> "IndexedSlices":
-        return self._with(-self.values)
+        return self._with_values(-self.values)
 
     def __mul__(self, other: Any) -> Any:
         """By a number, by one for each row ``[V, 1, ...]`` or for each held row ``[K]``."""
         factors = self._row_factors(other)
         if factors is None:
             return self._densely("slices * array", _FACTORS) * other
-        return self._with(self.values * factors)
+        return self._with_values(self.values * factors)
 
     __rmul__ = __mul__
 
@@ -280,7 +280,7 @@ class IndexedSlices:
         factors = self._row_factors(other)
         if factors is None:
             return self._densely("slices / array", _FACTORS) / other
-        return self._with(self.values / factors)
+        return self._with_values(self.values / factors)
 
     def scale_rows(self, factors: ArrayLike) -> "IndexedSlices":
         """Every held row times a number of its own.
@@ -309,7 +309,7 @@ class IndexedSlices:
                 f"scale_rows wants one factor for each row held, {self.indices.shape}, got "
                 f"{factors.shape}; for one per row of the array: slices * factors[:, None]"
             )
-        return self._with(self.values * per_row(factors, self.values))
+        return self._with_values(self.values * per_row(factors, self.values))
 
     def _row_factors(self, other: Any) -> Any:
         """What to multiply ``values`` by; None unless ``other`` has one number for a row.
@@ -621,6 +621,19 @@ def _unchecked(
 ) -> IndexedSlices:
     new = IndexedSlices.tree_unflatten(shape, (values, indices))
     return known_distinct(new) if distinct else new
+
+
+def deduplicated(slices: Any) -> Any:
+    """``slices.coalesce()``, with the rows in whatever order is fastest."""
+    check_slices(slices)
+    if slices._distinct:
+        return slices
+    if slices.indices.ndim > 1:
+        return slices.coalesce()
+    values, indices, _ = sum_duplicates(
+        slices.values, slices.indices, slices._num_rows, None, order="any"
+    )
+    return _unchecked(values, indices, slices.dense_shape, distinct=True)
 
 
 def known_distinct(slices: Any) -> Any:

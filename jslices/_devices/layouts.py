@@ -73,6 +73,11 @@ def row_major_array(x: Any) -> Any:
     return jax.device_put(x, placed)
 
 
+def row_major_tables(tree: Any) -> Any:
+    """The tree with what looks like a table in it row-major."""
+    return jax.tree.map(lambda x: row_major_array(x) if _is_tall(x) else x, tree)
+
+
 def is_row_major(x: Any) -> bool:
     """Whether nothing is to be done. Of what is traced the layout is not known."""
     if math.prod(x.shape[1:]) < 2:
@@ -94,7 +99,7 @@ def warn_of_columns(place: str, x: Any) -> None:
     if isinstance(x, jax.core.Tracer) or not isinstance(x, jax.Array) or is_row_major(x):
         return
     key = place, x.shape, x.dtype
-    if x.shape[0] < TALL * math.prod(x.shape[1:]) or key in _warned:
+    if not _is_tall(x) or key in _warned:
         return
     _warned.add(key)
     line = current_user_line()
@@ -106,6 +111,10 @@ def warn_of_columns(place: str, x: Any) -> None:
         filename=line.file,
         lineno=line.line,
     )
+
+
+def _is_tall(x: Any) -> bool:
+    return x.ndim > 0 and x.shape[0] >= TALL * math.prod(x.shape[1:])
 
 
 def _by_rows(x: Any) -> Layout:

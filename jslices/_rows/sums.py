@@ -162,8 +162,7 @@ def _by_runs(
     """
     empty = empty_index(num_rows, indices.dtype)
     ordered, positions = sort_ids(indices)
-    rows = widened(values).at[positions].get(mode="promise_in_bounds", unique_indices=True)
-    summed = sums_of_runs(ordered, rows)
+    summed = sums_of_runs(ordered, _in_order(widened(values), positions))
     if divisor is not None:
         counts = sums_of_runs(ordered, jnp.ones(ordered.shape, jnp.int32))
         summed = _divided(summed, counts, divisor)
@@ -252,6 +251,17 @@ def sums_of_runs(ids: jax.Array, rows: jax.Array) -> jax.Array:
         follow = jnp.where(goes_on, follow[:, None], none)
         sums = sums + jnp.pad(follow, ((0, 1), *((0, 0),) * (sums.ndim - 1)))
     return sums.reshape(blocks * width, *shape)[:count]
+
+
+@jax.custom_jvp
+def _in_order(rows: jax.Array, positions: jax.Array) -> jax.Array:
+    """All of ``rows``, in another order; of one's own derivative, as it is no lookup."""
+    return rows.at[positions].get(mode="promise_in_bounds", unique_indices=True)
+
+
+@_in_order.defjvp
+def _(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
+    return _in_order(*primals), _in_order(tangents[0], primals[1])
 
 
 def starts_of_runs(ids: jax.Array) -> jax.Array:

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
+from jslices._devices.layouts import row_major_array
 from jslices._rows.ids import as_ids, check_mode, refuse_bad_ids, settle
 from jslices._scatter.kernels import KERNELS
 from jslices._slices import IndexedSlices, check_slices, is_slices
@@ -306,7 +307,8 @@ def scatter_rows(
 ) -> jax.Array:
     """The scatter of checked arguments: ``indices`` ``[*B]``, ``updates`` ``[*B, *D]``."""
     flat = settle(indices.reshape(-1), ref.shape[0], mode)
-    return KERNELS[op](ref, flat, updates.reshape(flat.shape[0], *ref.shape[1:]))
+    updates = updates.reshape(flat.shape[0], *ref.shape[1:])
+    return row_major_array(KERNELS[op](ref, flat, updates))
 
 
 def as_ref(ref: Any, caller: str) -> jax.Array:

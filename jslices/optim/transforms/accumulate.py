@@ -162,7 +162,7 @@ def merge_leaf(x: Any, divisor: int | None) -> Any:
     )
     unique = joined.coalesce()
     values = _divided(unique.values, x.dtype, divisor)
-    return IndexedSlices.tree_unflatten(x.dense_shape, (values, unique.indices))
+    return unique._with_values(values)
 
 
 def _check_reduction(caller: str, reduction: str) -> None:

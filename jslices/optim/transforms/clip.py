@@ -18,7 +18,7 @@ import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
 from jslices._jax import flatten
-from jslices._slices import IndexedSlices, is_slices
+from jslices._slices import IndexedSlices, deduplicated, is_slices
 from jslices.optim._engine.protocol import GradientTransformation, is_leaf
 from jslices.optim.transforms.chain import each_leaf, stateless
 from jslices.optim.transforms.norms import (
@@ -244,7 +244,7 @@ def clip_by_value(t: Any, clip_value_min: ArrayLike, clip_value_max: ArrayLike) 
     """
     name = "clip_by_value"
     t = as_leaf(t)
-    t = t.coalesce() if is_slices(t) else t
+    t = deduplicated(t) if is_slices(t) else t
     bounds = {"clip_value_min": clip_value_min, "clip_value_max": clip_value_max}
     dtype = values_of(t).dtype
     low, high = (
@@ -264,7 +264,7 @@ def clip_by_value(t: Any, clip_value_min: ArrayLike, clip_value_max: ArrayLike) 
             )
     elif jnp.issubdtype(x.dtype, jnp.floating):
         x = jnp.where(holds_zero, x, jnp.array(jnp.nan, x.dtype))
-    return IndexedSlices.tree_unflatten(t.dense_shape, (x, t.indices))
+    return t._with_values(x)
 
 
 # --- Transformations ------------------------------------------------------------------
@@ -415,8 +415,7 @@ def shrunk(x: Any, norm: jax.Array, limit: jax.Array) -> Any:
     In this order it is rounded as Optax rounds it. A NaN or infinite norm gives NaN.
     """
     if isinstance(x, IndexedSlices):
-        values = shrunk(x.values, norm, limit)
-        return IndexedSlices.tree_unflatten(x.dense_shape, (values, x.indices))
+        return x._with_values(shrunk(x.values, norm, limit))
     wide = widened(x)
     real = jnp.finfo(wide.dtype).dtype
     limit = jnp.maximum(limit, 0)

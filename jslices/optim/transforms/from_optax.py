@@ -7,10 +7,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jslices._devices.layouts import row_major_array
 from jslices._jax import flatten, is_open
 from jslices._rows.bounds import set_rows
 from jslices._rows.select import where_rows
-from jslices._slices import IndexedSlices, is_slices
+from jslices._slices import IndexedSlices, deduplicated, is_slices
 from jslices.optim._engine.checks import check_structure, checked_gradient, places
 from jslices.optim._engine.execute import derivable, read_rows
 from jslices.optim._engine.protocol import (
@@ -146,7 +147,7 @@ class _Rows:
             new = next(given)
             if not is_slices(g) or _left_out(x):
                 return new
-            return set_rows(x, g.indices, new.astype(x.dtype))
+            return row_major_array(set_rows(x, g.indices, new.astype(x.dtype)))
 
         return self._map(written, subtree)
 
@@ -228,7 +229,7 @@ def _nodes(tree: Any) -> Iterator[Any]:
 
 
 def _coalesced(grad: Any) -> Any:
-    return grad.coalesce() if is_slices(grad) else grad
+    return deduplicated(grad) if is_slices(grad) else grad
 
 
 def _present(grad: IndexedSlices) -> jax.Array:
@@ -246,7 +247,7 @@ def _update(update: Any, grad: Any) -> Any:
     if not isinstance(grad, IndexedSlices) or grad.dense_shape is None:
         return update
     update = where_rows(_present(grad), update, jnp.zeros((), update.dtype))
-    return IndexedSlices(update, grad.indices, grad.dense_shape)
+    return grad._with_values(update)
 
 
 #: Rows of the table that is tried, and which of them get a gradient.

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jslices._devices.layouts import row_major_tables
 from jslices._jax import flatten
 from jslices._rows.bounds import canonical_indices, empty_index, index_dtype
 from jslices._slices import IndexedSlices, check_slices, is_slices
@@ -182,7 +183,7 @@ def _cond(
 ) -> Any:
     """``lax.cond``; without a trace one branch is run as it is, and raises what it does."""
     if isinstance(due, jax.core.Tracer):
-        return lax.cond(due, step, wait, *args)
+        return row_major_tables(lax.cond(due, step, wait, *args))
     return step(*args) if due else wait(*args)
 
 

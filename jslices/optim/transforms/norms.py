@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jslices._slices import IndexedSlices, as_array, is_slices
+from jslices._slices import IndexedSlices, as_array, deduplicated, is_slices
 from jslices.optim._engine.protocol import is_leaf
 
 
@@ -101,7 +101,7 @@ def all_finite(tree: Any) -> jax.Array:
     finite = jnp.array(True)
     for x in map(as_leaf, jax.tree.leaves(tree, is_leaf=is_leaf)):
         if x is not None:
-            unique = x.coalesce() if is_slices(x) else x
+            unique = deduplicated(x) if is_slices(x) else x
             finite &= jnp.all(jnp.isfinite(values_of(unique)))
     return finite
 
@@ -135,7 +135,7 @@ def coalesced_leaves(caller: str, tree: Any) -> list[Any]:
             f"{caller} wants floating arrays, got {', '.join(wrong)}; cast with "
             "x.astype('float32'), or put None where there is no gradient"
         )
-    return [x.coalesce() if is_slices(x) else x for _, x in pairs]
+    return [deduplicated(x) if is_slices(x) else x for _, x in pairs]
 
 
 # --- Arithmetic -----------------------------------------------------------------------
