@@ -12,7 +12,7 @@ from jax.typing import ArrayLike
 from jslices._lookup.embedding import as_tables, check_strategy, read_rows
 from jslices._rows.bounds import canonical_indices
 from jslices._rows.ids import as_ids, check_mode, known_int
-from jslices._rows.select import per_row
+from jslices._rows.select import per_row, where_rows
 from jslices._rows.sums import add_rows
 
 COMBINERS = ("mean", "sum", "sqrtn", "max")
@@ -189,6 +189,7 @@ class Bags(NamedTuple):
     weights: jax.Array | None  #: ``[K]``
     shape: tuple[int, ...]  #: the leading axes of the result, one element for each bag.
     given: Any  #: the ids as the user passed them, for messages.
+    padded: bool = False  #: whether each bag has as many places, one after the other.
 
     @property
     def num_bags(self) -> int:
@@ -199,20 +200,23 @@ def _as_bags(sp_ids: Any, sp_weights: Any, mask: Any, caller: str) -> Bags:
     """Ids in any form, with or without weights, as :class:`Bags`."""
     if isinstance(sp_ids, tuple) and mask is not None:
         raise ValueError(f"{caller}: mask= goes with an array [*B, L] of ids, not a tuple")
+    padded = False
     if _is_bcoo(sp_ids):
         ids, segments, shape, given = _from_bcoo(sp_ids, caller)
     elif not isinstance(sp_ids, tuple):
+        padded = True
         ids, segments, shape, given = _from_padded(sp_ids, mask, caller)
     elif len(sp_ids) == 3:
         ids, segments, shape, given = _from_segments(*sp_ids, caller)
     elif len(sp_ids) == 2 and jnp.asarray(sp_ids[1]).dtype == jnp.bool_:
+        padded = True
         ids, segments, shape, given = _from_padded(*sp_ids, caller)
     elif len(sp_ids) == 2:
         ids, segments, shape, given = _from_splits(*sp_ids, caller)
     else:
         raise TypeError(f"{caller} wants ids as {FORMS}; got a tuple of {len(sp_ids)}")
     weights = _weights(sp_weights, ids.shape, caller)
-    bags = Bags(ids.reshape(-1), segments.reshape(-1), weights, shape, given)
+    bags = Bags(ids.reshape(-1), segments.reshape(-1), weights, shape, given, padded)
     return bags._replace(segments=canonical_indices(bags.segments, bags.num_bags))
 
 
@@ -326,6 +330,9 @@ def _combine(rows: jax.Array, bags: Bags, combiner: str) -> jax.Array:
         wide = wide * per_row(weights, wide)
 
     def total(x: jax.Array) -> jax.Array:
+        if bags.padded:
+            x = where_rows(segments < count, x, jnp.zeros((), x.dtype))
+            return x.reshape(count, -1, *x.shape[1:]).sum(1)
         return add_rows(jnp.zeros((count, *x.shape[1:]), x.dtype), segments, x)
 
     if combiner == "max":
