@@ -5,7 +5,7 @@ import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from jslices._proof.program import Array, Instruction, Layout, Module
+from jslices._proof.program import Array, Instruction, Layout, Module, number_of
 
 COLLECTIVES = (
     "all-gather",
@@ -193,9 +193,18 @@ def _read(module: Module, value: Instruction) -> int:
             total += _size(user)
         elif first and user.opcode in _WRITTEN_BY_ROWS:
             total += _rows_written(module, user)
+        elif user.opcode == "fusion":  # one inside another
+            total += sum(_read(module, x) for x in _inside(module, user, value))
         else:
             return _size(value)
     return min(total, _size(value))
+
+
+def _inside(module: Module, fusion: Instruction, value: Instruction) -> list[Instruction]:
+    """What ``value`` is inside a fusion."""
+    instructions = module.computations[module.called(fusion)[0]].instructions.values()
+    parameters = (x for x in instructions if x.opcode == "parameter")
+    return [x for x in parameters if fusion.operands[number_of(x)] == value.name]
 
 
 def _written(module: Module, result: Instruction) -> int:
@@ -203,6 +212,9 @@ def _written(module: Module, result: Instruction) -> int:
         result = module.operand(result, 0)
     if result.opcode in _WRITTEN_BY_ROWS:
         return _rows_written(module, result)
+    if result.opcode == "fusion" and len(result.arrays) == 1:
+        (inner,) = module.elements(module.called(result)[0])
+        return _written(module, inner[0])
     return _size(result)
 
 
