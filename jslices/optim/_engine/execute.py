@@ -263,7 +263,8 @@ def _all_rows(
 ) -> tuple[jax.Array, ...]:
     """One pass over the table; what it did to rows that are not named is dropped."""
     indices = canonical_indices(indices, num_rows)
-    named = jnp.zeros((num_rows,), bool).at[indices].set(True, mode="drop")
+    named = jnp.zeros((num_rows,), bool)
+    named = named.at[indices].set(True, mode="drop", wrap_negative_indices=False)
     wide = widened(values)
     sums = jnp.zeros((num_rows, *values.shape[1:]), wide.dtype)
     sums = add_rows(sums, indices, wide, distinct=not plan.sums).astype(values.dtype)
