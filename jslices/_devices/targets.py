@@ -175,13 +175,14 @@ def _gpus(name: str, gpu: Gpu, count: int) -> tuple[jax.Device, ...]:
             target_config=_description(gpu),
         )
     except NotImplementedError:
-        raise _missing(name, "the CUDA plugin of JAX", "gpu") from None
+        what = "the CUDA plugin of JAX, which starts without a GPU if JAX_PLATFORMS=cpu"
+        raise _missing(name, what, "gpu") from None
     return tuple(found.devices)
 
 
 def _missing(name: str, what: str, extra: str) -> ModuleNotFoundError:
     return ModuleNotFoundError(
-        f"to compile for {name}, {what} is needed, which is not installed; type: "
+        f"to compile for {name}, JAX needs {what}, and does not find it; type: "
         f'pip install "jslices[{extra}]"'
     )
 

@@ -43,7 +43,7 @@ COMBINERS: dict[str, Callable[[jax.Array], jax.Array] | None] = {
 }
 
 #: Entries of a run are summed within blocks of so many. So few or fewer make one block.
-BLOCK, ONE_BLOCK = 32, 512
+BLOCK, ONE_BLOCK = 16, 1024
 
 
 def sum_duplicates(
