@@ -366,8 +366,10 @@ def test_the_estimate_of_a_tpu():
 @pytest.mark.devices
 def test_the_page_of_devices():
     page = (HERE.parent / "docs" / "devices.md").read_text()
-    (block,) = re.findall(r"^```python\n(.*?)^```", page, re.M | re.S)
+    placed, block = re.findall(r"^```python\n(.*?)^```", page, re.M | re.S)
     names = {}
+    exec(placed, names)
+    assert names["state"].mu["table"].shape == (10_000, 64)
     exec(block, names)
     for device in re.findall(r'device="(\w+)"', block):
         needs_device(device)
