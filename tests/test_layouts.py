@@ -57,6 +57,14 @@ def test_nothing_changes_under_jit_vmap_and_grad():
     np.testing.assert_array_equal(slope, 2 * x)
 
 
+def test_lookups_of_a_table_placed_by_rows_give_rows():
+    loss = lambda table: (js.row_major(table)[jnp.array([1, 1, 3])] ** 2).sum()  # noqa: E731
+    table = jnp.arange(10.0).reshape(5, 2)
+    gradient = jax.jit(js.grad(loss))(table)
+    assert js.is_slices(gradient)
+    np.testing.assert_array_equal(gradient.to_dense(), jax.grad(loss)(table))
+
+
 def test_a_donated_table_is_still_written_in_place():
     tx = js.adam(0.1)
 

@@ -9,12 +9,12 @@ import warnings
 from typing import Any
 
 import jax
-from jax.experimental.layout import Format, Layout, with_layout_constraint
+from jax.experimental.layout import Format
 from jax.sharding import SingleDeviceSharding
 
 from jslices._densify import current_user_line, human_bytes
 from jslices._devices.memory import PerformanceHint
-from jslices._jax import CONSTRAINS_LAYOUTS
+from jslices._jax import CONSTRAINS_LAYOUTS, OutputLayout, with_output_layout
 
 #: An array is taken for a table if it has so many rows for each element of a row.
 TALL = 32
@@ -65,7 +65,7 @@ def row_major_array(x: Any) -> Any:
         return x
     layout = _by_rows(x)
     if isinstance(x, jax.core.Tracer):
-        return with_layout_constraint(x, layout) if CONSTRAINS_LAYOUTS else x
+        return with_output_layout(x, layout) if CONSTRAINS_LAYOUTS else x
     sharding = x.sharding or SingleDeviceSharding(jax.devices()[0])
     placed = Format(layout, sharding)
     if isinstance(x, jax.ShapeDtypeStruct):
@@ -117,5 +117,5 @@ def _is_tall(x: Any) -> bool:
     return x.ndim > 0 and x.shape[0] >= TALL * math.prod(x.shape[1:])
 
 
-def _by_rows(x: Any) -> Layout:
-    return Layout(tuple(range(x.ndim)))
+def _by_rows(x: Any) -> OutputLayout:
+    return OutputLayout(tuple(range(x.ndim)))

@@ -289,10 +289,11 @@ def _sharding_constraint(
     return walk.bind(eqn, [walk.whole(view, eqn)])
 
 
-def _name(
+def _pass(
     walk: Interpreter, eqn: _jax.Equation, operands: list[Any], through: list[bool]
 ) -> list[Any]:
-    """``checkpoint_name`` of a table: its array is there anyway, saved or not."""
+    """What says something of an array that is there anyway: its name for
+    ``checkpoint_name``, its layout."""
     return operands
 
 
@@ -314,7 +315,8 @@ _INSIDE: dict[str, Callable[..., Sequence[Any]]] = {
     "scan": _scan,
     "optimization_barrier": _barrier,
     "sharding_constraint": _sharding_constraint,
-    "CheckpointName": _name,
+    "CheckpointName": _pass,
+    "layout_constraint": _pass,
 }
 
 

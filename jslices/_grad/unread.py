@@ -15,8 +15,8 @@ from jslices._grad.rules import is_elementwise
 
 # They put the elements of their first operand elsewhere.
 _MOVES = frozenset(
-    "dynamic_update_slice jslices_table pad reshape rev scatter scatter-add scatter-mul "
-    "sharding_constraint slice split squeeze transpose".split()
+    "dynamic_update_slice jslices_table layout_constraint pad reshape rev scatter "
+    "scatter-add scatter-mul sharding_constraint slice split squeeze transpose".split()
 )
 
 #: The numbers of the leaves whose elements a variable holds.
