@@ -88,7 +88,7 @@ def test_a_step_is_the_same_elsewhere(name, num_ids):
 
     args = params, tx.init(params), ids
     here, there = jax.jit(step)(*args), as_on_a_tpu(step, *args)
-    close = functools.partial(np.testing.assert_allclose, rtol=2e-5, atol=2e-5)
+    close = functools.partial(np.testing.assert_allclose, rtol=3e-4, atol=3e-5)
     jax.tree.map(close, here, there)
 
 
