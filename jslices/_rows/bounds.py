@@ -140,13 +140,8 @@ def add_distinct_rows(table: jax.Array, indices: jax.Array, rows: jax.Array) -> 
 
     As :func:`set_rows`.
     """
-    indices, unique = _spread(indices, table.shape[0])
-    return table.at[indices].add(
-        rows,
-        mode="drop",
-        wrap_negative_indices=False,
-        unique_indices=unique,
-    )
+    places, how = _distinct_places(table, indices)
+    return places.add(rows, **how)
 
 
 def set_rows(table: jax.Array, indices: jax.Array, rows: jax.Array) -> jax.Array:
@@ -155,13 +150,14 @@ def set_rows(table: jax.Array, indices: jax.Array, rows: jax.Array) -> jax.Array
     In place when ``table`` is donated. XLA is told that no two writes collide: on a GPU a
     scatter that may collide is lowered to slow atomics (jax-ml/jax#38806).
     """
+    places, how = _distinct_places(table, indices)
+    return places.set(rows, **how)
+
+
+def _distinct_places(table: jax.Array, indices: jax.Array) -> tuple[Any, dict[str, Any]]:
     indices, unique = _spread(indices, table.shape[0])
-    return table.at[indices].set(
-        rows,
-        mode="drop",
-        wrap_negative_indices=False,
-        unique_indices=unique,
-    )
+    how = {"mode": "drop", "wrap_negative_indices": False, "unique_indices": unique}
+    return table.at[indices], how
 
 
 def _spread(indices: jax.Array, num_rows: int) -> tuple[jax.Array, bool]:

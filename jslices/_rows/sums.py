@@ -172,7 +172,8 @@ def _by_runs(
     summed = where_rows(named, summed, jnp.zeros((), summed.dtype)).astype(values.dtype)
     distinct = jnp.sum(named, dtype=jnp.int32)
     if order == "sorted" or _jax.holds(lambda: capacity < indices.shape[0]):
-        numbers = jnp.where(named, jnp.cumsum(named, dtype=jnp.int32) - 1, capacity)
+        numbers = jnp.cumsum(named, dtype=jnp.int32) - 1
+        numbers = jnp.where(named, jnp.minimum(numbers, capacity), capacity)
         unique = set_rows(jnp.full((capacity,), empty, unique.dtype), numbers, unique)
         summed = set_rows(
             jnp.zeros((capacity, *summed.shape[1:]), summed.dtype), numbers, summed
