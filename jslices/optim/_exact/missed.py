@@ -16,7 +16,6 @@ and ends where the corrections of the means do. With one it is the row's snapsho
 the last step of the row (a schedule knows the future).
 """
 
-import contextlib
 import dataclasses
 import functools
 import math
@@ -25,6 +24,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from jslices.optim._engine.arithmetic import Scalar, Schedule, weight_seen
@@ -191,20 +191,29 @@ class MissedSteps:
         """From so many steps on the weights of the series no longer change."""
         return max((_steps_to_vanish(series.settles) for series in self.series), default=0)
 
-    def _after_each(self) -> jax.Array:
+    def _after_each(self) -> Any:
         """:meth:`_to_come` after 0, 1, ... steps unscheduled: ``[steps, series]``."""
-        with _at_once(self.learning_rate, self.weight_decay):
-            steps = jnp.arange(1, self._settled + self._window + 1, dtype=jnp.int32)
-            ratios = jnp.asarray([series.ratio for series in self.series], jnp.float32)
-            left = jnp.exp(-self.pace(steps)) if self.decays else jnp.ones(steps.shape)
-            ratios = ratios[None, :] * left[:, None]
-            terms = jnp.stack([self._terms(series, steps) for series in self.series], 1)
+        numbers = (self.learning_rate, self.weight_decay)
+        traced = any(isinstance(x, jax.core.Tracer) for x in numbers)
+        return self._from_the_end() if traced else self._after_each_known
 
-            def join(later: Any, before: Any) -> Any:
-                (far, total), (near, terms) = later, before
-                return near * far, terms + near * total
+    @functools.cached_property
+    def _after_each_known(self) -> np.ndarray:
+        with jax.ensure_compile_time_eval():
+            return np.asarray(jax.jit(self._from_the_end)())
 
-            _, sums = lax.associative_scan(join, (ratios, ratios * terms), reverse=True)
+    def _from_the_end(self) -> jax.Array:
+        steps = jnp.arange(1, self._settled + self._window + 1, dtype=jnp.int32)
+        ratios = jnp.asarray([series.ratio for series in self.series], jnp.float32)
+        left = jnp.exp(-self.pace(steps)) if self.decays else jnp.ones(steps.shape)
+        ratios = ratios[None, :] * left[:, None]
+        terms = jnp.stack([self._terms(series, steps) for series in self.series], 1)
+
+        def join(later: Any, before: Any) -> Any:
+            (far, total), (near, terms) = later, before
+            return near * far, terms + near * total
+
+        _, sums = lax.associative_scan(join, (ratios, ratios * terms), reverse=True)
         return sums[: self._settled + 1]
 
     def _so_far(self, series: Series, count: jax.Array) -> jax.Array:
@@ -283,19 +292,12 @@ def _at(value: Scalar | Schedule, steps: jax.Array) -> jax.Array:
     return jnp.broadcast_to(jnp.asarray(value, jnp.float32), steps.shape)
 
 
-def _read(table: jax.Array, rows: jax.Array) -> tuple[jax.Array, ...]:
+def _read(table: Any, rows: jax.Array) -> tuple[jax.Array, ...]:
     """The numbers ``[n]`` in each column of a table, whose last row goes on for ever."""
     near = jnp.minimum(rows, table.shape[0] - 1)
-    found = table.at[near].get(mode="promise_in_bounds")
+    found = jnp.asarray(table).at[near].get(mode="promise_in_bounds")
     return tuple(jnp.moveaxis(found, -1, 0))
 
 
 def _steps_to_vanish(ratio: float) -> int:
     return max(1, math.ceil(math.log(NEGLIGIBLE) / math.log(max(ratio, 1e-9))))
-
-
-def _at_once(*numbers: Any) -> contextlib.AbstractContextManager[None]:
-    """Computes while tracing, unless one of ``numbers`` is traced."""
-    if any(isinstance(x, jax.core.Tracer) for x in numbers):
-        return contextlib.nullcontext()
-    return jax.ensure_compile_time_eval()
