@@ -14,6 +14,7 @@ static capacity for unique rows, ``B`` the batch. *ids* are what one passes to a
 from jslices import accumulators, checkpoint, optim, testing, tf1, tree
 from jslices._densify import DenseUseError, DensificationWarning
 from jslices._devices.all_reduce import all_reduce_slices
+from jslices._devices.exchange import Exchange
 from jslices._devices.layouts import row_major
 from jslices._devices.memory import PerformanceHint, keep_memory
 from jslices._errors import (
@@ -97,6 +98,7 @@ __all__ = [
     "DeadlineExceededError",
     "DenseUseError",
     "DensificationWarning",
+    "Exchange",
     "FailedPreconditionError",
     "GradientTransformation",
     "IdOutOfRangeError",

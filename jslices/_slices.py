@@ -113,6 +113,29 @@ class IndexedSlices:
     def _with_values(self, values: jax.Array) -> "IndexedSlices":
         return _unchecked(values, self.indices, self.dense_shape, self._distinct)
 
+    def _deduplicated(self) -> "IndexedSlices":
+        if self.indices.ndim > 1:
+            return self.coalesce()
+        values, indices, _ = sum_duplicates(
+            self.values, self.indices, self._num_rows, None, order="any"
+        )
+        return _unchecked(values, indices, self.dense_shape, distinct=True)
+
+    def _flattened(self) -> "IndexedSlices":
+        """The sum over the leading axes that ``vmap`` or ``scan`` added."""
+        row = self.values.shape[self.indices.ndim :]
+        values = self.values.reshape(-1, *row) if self.indices.ndim > 1 else self.values
+        return _unchecked(values, self.indices.reshape(-1), self.dense_shape)
+
+    def _joined(
+        self, others: Sequence["IndexedSlices"], values: Any, indices: Any, shape: Any
+    ) -> "IndexedSlices":
+        """The entries of all, cast to what they have in common."""
+        del others
+        axis = self.indices.ndim - 1
+        values, indices = (jnp.concatenate(x, axis) for x in (values, indices))
+        return _unchecked(values, indices, shape)
+
     # --- what it is ---------------------------------------------------------------
 
     @property
@@ -602,11 +625,10 @@ def concat_slices(slices: Sequence[IndexedSlices | None]) -> IndexedSlices:
     dtype = jnp.result_type(*(s.values for s in parts))
     wanted = [index_dtype(num_rows, np.dtype(s.indices.dtype)) for s in parts]
     widest = max(wanted, key=lambda d: d.itemsize)
-    axis = parts[0].indices.ndim - 1
     # Widening keeps negative numbers negative, hence empty entries empty.
     indices = [s.indices.astype(widest) for s in parts]
     values = [s.values.astype(dtype) for s in parts]
-    return _unchecked(jnp.concatenate(values, axis), jnp.concatenate(indices, axis), shape)
+    return parts[0]._joined(parts[1:], values, indices, shape)
 
 
 def as_array(x: Any) -> Any:
@@ -628,12 +650,7 @@ def deduplicated(slices: Any) -> Any:
     check_slices(slices)
     if slices._distinct:
         return slices
-    if slices.indices.ndim > 1:
-        return slices.coalesce()
-    values, indices, _ = sum_duplicates(
-        slices.values, slices.indices, slices._num_rows, None, order="any"
-    )
-    return _unchecked(values, indices, slices.dense_shape, distinct=True)
+    return slices._deduplicated()
 
 
 def known_distinct(slices: Any) -> Any:

@@ -9,10 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from jslices import _jax
+from jslices._devices.exchange import on_all_devices
 from jslices._grad.explain import report_dense
 from jslices._grad.interpret import Site, run_lookups
 from jslices._grad.plan import (
     Call,
+    ExchangeSpec,
     Planned,
     SparseSpec,
     chosen_arguments,
@@ -21,7 +23,8 @@ from jslices._grad.plan import (
 )
 from jslices._grad.views import Table
 from jslices._lookup.rows import without_dense_warning
-from jslices._slices import IndexedSlices, is_slices
+from jslices._sharded import sharded
+from jslices._slices import IndexedSlices, concat_slices, is_slices
 
 
 def value_and_grad(
@@ -32,6 +35,7 @@ def value_and_grad(
     allow_int: bool = False,
     *,
     sparse: SparseSpec = None,
+    exchange: ExchangeSpec = None,
 ) -> Callable[..., tuple[Any, Any]]:
     """``jax.value_and_grad``, where every array that is only looked up gets its rows.
 
@@ -58,6 +62,12 @@ def value_and_grad(
         compile and to step. (Given a dense gradient, a lazy optimizer steps all rows.) One
         of these for all arrays, a pytree prefix of them, or a function ``(path, leaf)`` of
         JAX's key path that gives one.
+      exchange: for tables split by rows over the devices of a mesh: a
+        :class:`jslices.Exchange` for all of them, or a pytree prefix (a dict may leave
+        arrays out). Rows then travel between devices, and the table does not; the entries
+        of the gradient stand on the devices that hold their rows, and optimizers need
+        nothing from other devices. On a mesh of Explicit axes the table's type says how it
+        is split; without either XLA decides, and exchanges more.
 
     Returns:
       A function of the same arguments that returns ``(value, grads)``, or
@@ -93,7 +103,7 @@ def value_and_grad(
     @functools.wraps(fun)
     def value_and_grad_fun(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
         call = Call(fun, chosen_arguments(argnums, args), args, kwargs, has_aux)
-        value, aux, grads = _run(call, argnums, holomorphic, allow_int, sparse)
+        value, aux, grads = _run(call, argnums, holomorphic, allow_int, sparse, exchange)
         return ((value, aux), grads) if has_aux else (value, grads)
 
     return value_and_grad_fun
@@ -107,6 +117,7 @@ def grad(
     allow_int: bool = False,
     *,
     sparse: SparseSpec = None,
+    exchange: ExchangeSpec = None,
 ) -> Callable[..., Any]:
     """``jax.grad``, where every array that is only looked up gets its rows.
 
@@ -124,7 +135,7 @@ def grad(
     @functools.wraps(fun)
     def grad_fun(*args: Any, **kwargs: Any) -> Any:
         call = Call(fun, chosen_arguments(argnums, args), args, kwargs, has_aux)
-        _, aux, grads = _run(call, argnums, holomorphic, allow_int, sparse)
+        _, aux, grads = _run(call, argnums, holomorphic, allow_int, sparse, exchange)
         return (grads, aux) if has_aux else grads
 
     return grad_fun
@@ -136,11 +147,12 @@ def _run(
     holomorphic: bool,
     allow_int: bool,
     sparse: SparseSpec,
+    exchange: ExchangeSpec,
 ) -> tuple[Any, Any, Any]:
     """``(value, aux, grads)`` of one call."""
     _check_inputs(call.primals, holomorphic, allow_int)
     single = is_number(argnums)
-    value, pullback, aux = _linearize(call, plan_call(call, single, sparse))
+    value, pullback, aux = _linearize(call, plan_call(call, single, sparse, exchange))
     grads = pullback(_seed(value, holomorphic))
     return value, aux, grads[0] if single else grads
 
@@ -150,6 +162,7 @@ def vjp(
     *primals: Any,
     has_aux: bool = False,
     sparse: SparseSpec = None,
+    exchange: ExchangeSpec = None,
 ) -> Any:
     """``jax.vjp``, where every array that is only looked up gets its rows.
 
@@ -158,6 +171,7 @@ def vjp(
       *primals: pytrees of arrays.
       has_aux: whether ``fun`` returns ``(result, aux)``.
       sparse: as in :func:`value_and_grad`; a prefix of the tuple ``primals``.
+      exchange: likewise.
 
     Returns:
       ``(result, vjp_fun)`` or ``(result, vjp_fun, aux)``. ``vjp_fun(cotangent)`` returns
@@ -173,7 +187,7 @@ def vjp(
     """
     _check_callable(fun)
     call = Call(fun, tuple(range(len(primals))), primals, {}, has_aux)
-    result, pullback, aux = _linearize(call, plan_call(call, False, sparse))
+    result, pullback, aux = _linearize(call, plan_call(call, False, sparse, exchange))
     return (result, pullback, aux) if has_aux else (result, pullback)
 
 
@@ -200,7 +214,13 @@ def _linearize(call: Call, planned: Planned) -> tuple[Any, Callable[[Any], Any],
         ]
         num_results = planned.outputs.num_results
         flat, indices = run_lookups(
-            planned.program, operands, num_results, planned.plan, slots, planned.eager
+            planned.program,
+            operands,
+            num_results,
+            {i: leaf.candidate for i, leaf in enumerate(planned.leaves)},
+            planned.plan,
+            slots,
+            planned.eager,
         )
         return flat[:num_results], (flat[num_results:], indices)
 
@@ -214,7 +234,7 @@ def _linearize(call: Call, planned: Planned) -> tuple[Any, Callable[[Any], Any],
 
 def _slot(site: Site) -> IndexedSlices:
     """The cotangent slot of one lookup; see ``jslices/_lookup/rows.py``."""
-    zeros = jnp.zeros((*site.loops, site.count, *site.table_shape[1:]), site.dtype)
+    zeros = jnp.zeros((*site.loops, site.entries, *site.table_shape[1:]), site.dtype)
     values = _jax.as_varying(zeros, site.varying)
     return IndexedSlices.tree_unflatten(site.table_shape, (values, None))
 
@@ -245,7 +265,7 @@ class _Assemble:
             "sparse" if kind == "unused" and leaf.wish is True else kind
             for leaf, kind in zip(planned.leaves, kinds, strict=True)
         ]
-        self.leaf_of_site = [site.leaf for site in jax.tree.leaves(planned.plan)]
+        self.sites = jax.tree.leaves(planned.plan)
         self.tree = tree
 
     def __call__(
@@ -254,36 +274,38 @@ class _Assemble:
         slots: Sequence[IndexedSlices],
         indices: Sequence[jax.Array],
     ) -> Any:
-        rows: dict[int, list[tuple[jax.Array, jax.Array]]] = {}
-        for leaf, slot, index in zip(self.leaf_of_site, slots, indices, strict=True):
-            values = slot.values.reshape(-1, *self.avals[leaf].shape[1:])
-            rows.setdefault(leaf, []).append((values, index.reshape(-1)))
+        parts: dict[int, list[IndexedSlices]] = {}
+        for site, slot, index in zip(self.sites, slots, indices, strict=True):
+            shape = tuple(self.avals[site.leaf].shape)
+            part = _of_site(site, shape, slot.values, index)
+            parts.setdefault(site.leaf, []).append(part)
         left = iter(dense)
         gradients = []
         for i, kind in enumerate(self.kinds):
             if kind == "dense":
                 gradients.append(next(left))
             elif kind == "sparse":
-                gradients.append(_slices(self.avals[i], rows.get(i, [])))
+                gradients.append(_slices(self.avals[i], parts.get(i, [])))
             else:
                 gradients.append(jnp.zeros(self.avals[i].shape, self.avals[i].dtype))
         return self.tree.unflatten(gradients)
 
 
-def _slices(aval: Any, parts: list[tuple[jax.Array, jax.Array]]) -> IndexedSlices:
-    """The gradient of one leaf, from the rows and row numbers of each of its lookups."""
-    shape = tuple(aval.shape)
-    if not parts:  # insisted on, and never looked up
-        none = jnp.zeros((0, *shape[1:]), aval.dtype)
-        return IndexedSlices(none, jnp.zeros((0,), jnp.int32), shape)
-    if len(parts) == 1:
-        return IndexedSlices(*parts[0], shape)
-    widest = max((index.dtype for _, index in parts), key=lambda dtype: dtype.itemsize)
-    return IndexedSlices(
-        jnp.concatenate([values for values, _ in parts]),
-        jnp.concatenate([index.astype(widest) for _, index in parts]),
-        shape,
-    )
+def _of_site(site: Site, shape: Any, values: Any, indices: Any) -> IndexedSlices:
+    """The gradient of one lookup, its executions joined."""
+    if site.route is not None:
+        return sharded(site.route.placement, shape, values, indices)._flattened()
+    values, indices = values.reshape(-1, *shape[1:]), indices.reshape(-1)
+    return IndexedSlices(*on_all_devices(values, indices), shape)
+
+
+def _slices(aval: Any, parts: list[IndexedSlices]) -> IndexedSlices:
+    """The gradient of one leaf, from those of its lookups."""
+    if parts:
+        return parts[0] if len(parts) == 1 else concat_slices(parts)
+    # Insisted on, and never looked up.
+    none = jnp.zeros((0, *aval.shape[1:]), aval.dtype)
+    return IndexedSlices(none, jnp.zeros((0,), jnp.int32), tuple(aval.shape))
 
 
 # --- checks ------------------------------------------------------------------------

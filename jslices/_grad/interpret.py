@@ -21,7 +21,7 @@ import itertools
 import math
 from collections import ChainMap
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -29,6 +29,7 @@ import numpy as np
 from jax import lax
 
 from jslices import _jax
+from jslices._devices.exchange import Exchange, Route, home_of
 from jslices._grad.custom import with_own_derivative
 from jslices._grad.lookups import Lookup, lookup, only_row
 from jslices._grad.memo import Memo, first_program, weakly
@@ -43,6 +44,7 @@ from jslices._grad.views import (
     whole,
     without_slots,
 )
+from jslices._lookup.exchange import rows_from_elsewhere
 from jslices._lookup.rows import lookup_rows
 from jslices._rows.bounds import canonical_indices, index_dtype
 
@@ -66,6 +68,7 @@ class Site:
       loops: the lengths of the loops around it, outermost first.
       index_dtype: of the row numbers.
       varying: mesh axes along which the rows differ, inside a ``shard_map``.
+      route: how rows get from device to device; None if that is left to XLA.
       source: of the equation, or of the call of a library function that contains it.
       by_ids: False for a row whose number stands in the program, ``table[0]``.
     """
@@ -77,13 +80,38 @@ class Site:
     loops: tuple[int, ...]
     index_dtype: np.dtype
     varying: frozenset[str]
+    route: Route | None
     source: _jax.Source
     by_ids: bool = True
+
+    @property
+    def entries(self) -> int:
+        """Entries of the gradient for each execution."""
+        return self.count if self.route is None else self.route.all_entries
 
     @property
     def total(self) -> int:
         """Rows read in one run of the whole program."""
         return math.prod(self.loops) * self.count
+
+
+class Candidate(NamedTuple):
+    """A differentiated array that may turn out sparse.
+
+    Attributes:
+      aval: its abstract value.
+      name: what the user calls it.
+      exchange: how its rows get from device to device, where the user says so.
+    """
+
+    aval: Any
+    name: str = ""
+    exchange: Exchange | None = None
+
+    def route(self, count: int) -> Route | None:
+        """That of a lookup of so many rows; None where it is left to XLA."""
+        home = home_of(self.aval, self.exchange, self.name)
+        return home and home.route(self.aval.shape[0], count)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -336,7 +364,7 @@ class Planner(Interpreter):
 
     runs = False
 
-    def __init__(self, leaves: dict[int, Any], eager: bool = False) -> None:
+    def __init__(self, leaves: dict[int, Candidate], eager: bool = False) -> None:
         self.eager = eager
         self.plan: Plan = []
         self.dense: dict[int, DenseUse] = {}
@@ -383,7 +411,7 @@ class Planner(Interpreter):
     def _note(self, eqn: _jax.Equation, found: Lookup, by_ids: bool) -> None:
         ids = found.numbers
         for leaf in tables_read(found.view):
-            aval = self._leaves[leaf]
+            aval = self._leaves[leaf].aval
             site = Site(
                 leaf,
                 aval.shape,
@@ -392,6 +420,7 @@ class Planner(Interpreter):
                 self._loops,
                 index_dtype(aval.shape[0], np.dtype(ids.dtype)),
                 _jax.varying_axes(aval, ids),
+                self._leaves[leaf].route(found.count),
                 self.caller or eqn.source_info,
                 by_ids,
             )
@@ -439,7 +468,7 @@ class Planner(Interpreter):
 
 def plan_lookups(
     program: _jax.Program,
-    candidates: dict[int, Any],
+    candidates: dict[int, Candidate],
     num_results: int,
     eager: bool = False,
 ) -> tuple[Plan, dict[int, DenseUse], dict[int, list[Site]], dict[int, list[_jax.Source]]]:
@@ -447,7 +476,7 @@ def plan_lookups(
 
     Args:
       program: the traced function; its first inputs are the leaves.
-      candidates: from the number of a leaf to its abstract value.
+      candidates: from the number of a leaf to what is known of it.
       num_results: how many of the program's outputs are differentiated; no gradient comes
         in through the others.
       eager: whether no ``jax.jit`` is around the call; see :class:`_Part`.
@@ -461,10 +490,10 @@ def plan_lookups(
     looked_up: dict[int, list[Site]] = {}
     while True:
         # A leaf that turns out dense is an ordinary array in the next round.
-        leaves = {i: aval for i, aval in candidates.items() if i not in dense}
+        leaves = {i: known for i, known in candidates.items() if i not in dense}
         planner = Planner(leaves, eager)
         inputs = [
-            Table(leaves[i].shape, leaves[i].dtype, i) if i in leaves else None
+            Table(leaves[i].aval.shape, leaves[i].aval.dtype, i) if i in leaves else None
             for i in range(len(program.invars))
         ]
         outputs = planner.program(program, inputs, _outlets(program, num_results))
@@ -519,7 +548,7 @@ class Runner(Interpreter):
     runs = True
 
     def __init__(
-        self, plan: Plan, slots: Slots, leaves: dict[int, Any], eager: bool = False
+        self, plan: Plan, slots: Slots, leaves: dict[int, Candidate], eager: bool = False
     ) -> None:
         self.eager = eager
         self._leaves = leaves
@@ -546,8 +575,14 @@ class Runner(Interpreter):
             record = ids.record
             if record.dtype != site.index_dtype:
                 record = canonical_indices(record, table.shape[0]).astype(site.index_dtype)
-            self._scope.indices.append(record)
-            return lookup_rows(table.array, ids.read, slot, mode, fill_value)
+            if site.route is None:
+                self._scope.indices.append(record)
+                return lookup_rows(table.array, ids.read, slot, mode, fill_value)
+            rows, indices = rows_from_elsewhere(
+                site.route, table.array, ids.read, record, slot, mode, fill_value
+            )
+            self._scope.indices.append(indices)
+            return rows
 
         return found.read([None, *others], take)
 
@@ -632,15 +667,15 @@ def run_lookups(
     program: _jax.Program,
     operands: Sequence[Any],
     num_results: int,
+    leaves: dict[int, Candidate],
     plan: Plan,
     slots: Slots,
     eager: bool = False,
 ) -> tuple[list[Any], Indices]:
     """The program's outputs, and the row numbers of every planned lookup.
 
-    ``operands`` are :class:`Table` for the leaves that the plan is of, and arrays.
+    ``operands`` are :class:`Table` for the ``leaves`` that the plan is of, and arrays.
     """
-    leaves = {x.leaf: jax.typeof(x.array) for x in operands if isinstance(x, Table)}
     runner = Runner(plan, slots, leaves, eager)
     outputs = runner.program(program, operands, _outlets(program, num_results))
     return [runner.whole(value, None) for value in outputs], runner.indices
@@ -667,7 +702,7 @@ class _Part:
         eqn: _jax.Equation,
         operands: list[Any],
         through: list[bool],
-        leaves: dict[int, Any],
+        leaves: dict[int, Candidate],
     ) -> None:
         planner = Planner(leaves)
         self.outputs = _inside(planner, eqn, operands, through)
@@ -688,7 +723,10 @@ _parts: Memo[_Part] = Memo()
 
 
 def _part(
-    eqn: _jax.Equation, operands: list[Any], through: list[bool], leaves: dict[int, Any]
+    eqn: _jax.Equation,
+    operands: list[Any],
+    through: list[bool],
+    leaves: dict[int, Candidate],
 ) -> _Part:
     """The part that is kept for such an equation with such operands."""
     bare = jax.tree.map(lambda _: None, operands)

@@ -10,7 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jslices import _jax
-from jslices._grad.interpret import DenseUse, Plan, Site, plan_lookups
+from jslices._devices.exchange import Exchange
+from jslices._grad.interpret import Candidate, DenseUse, Plan, Site, plan_lookups
 from jslices._jax import flatten
 
 #: What ``sparse=`` says of one array: True insists on rows, False on a dense gradient,
@@ -19,6 +20,10 @@ Wish = bool | Literal["if_smaller"] | None
 
 #: ``sparse=``: one wish for all arrays, a pytree prefix of them, or a function of a leaf.
 SparseSpec = Any | Callable[[Any, Any], Wish] | None
+
+#: ``exchange=``: one Exchange for all arrays, or a pytree prefix of them, in which None and
+#: what a dict leaves out mean: as the array's type says.
+ExchangeSpec = Any | None
 
 
 class Planned(NamedTuple):
@@ -57,7 +62,9 @@ class Planned(NamedTuple):
         return sum(site.total * (row + site.index_dtype.itemsize) for site in sites)
 
 
-def plan_call(call: "Call", single: bool, spec: SparseSpec) -> Planned:
+def plan_call(
+    call: "Call", single: bool, spec: SparseSpec, exchange: ExchangeSpec = None
+) -> Planned:
     """Traces a call and decides which of its leaves are sparse.
 
     Args:
@@ -65,13 +72,16 @@ def plan_call(call: "Call", single: bool, spec: SparseSpec) -> Planned:
       single: True where ``argnums`` was one number: ``spec`` then speaks of that argument,
         otherwise of the tuple of arguments.
       spec: ``sparse=``.
+      exchange: ``exchange=``.
     """
-    leaves = _describe_leaves(call, single, spec)
+    leaves = _describe_leaves(call, single, spec, exchange)
     program, outputs = call.trace()
     eager = not _jax.is_staged()
 
     def planned() -> Planned:
-        candidates = {i: leaf.aval for i, leaf in enumerate(leaves) if leaf.may_be_sparse}
+        candidates = {
+            i: leaf.candidate for i, leaf in enumerate(leaves) if leaf.may_be_sparse
+        }
         decided = plan_lookups(program, candidates, outputs.num_results, eager)
         return Planned(program, outputs, leaves, *decided, eager)
 
@@ -235,11 +245,17 @@ class Leaf(NamedTuple):
       name: what the user calls it, such as ``params['table']``.
       aval: its abstract value.
       wish: what ``sparse=`` says of it.
+      exchange: what ``exchange=`` does.
     """
 
     name: str
     aval: Any
     wish: Wish
+    exchange: Exchange | None = None
+
+    @property
+    def candidate(self) -> Candidate:
+        return Candidate(self.aval, self.name, self.exchange)
 
     @property
     def has_rows(self) -> bool:
@@ -257,12 +273,15 @@ class Leaf(NamedTuple):
         return f"{self.name} ({self.aval.str_short()})"
 
 
-def _describe_leaves(call: Call, single: bool, spec: SparseSpec) -> list[Leaf]:
+def _describe_leaves(
+    call: Call, single: bool, spec: SparseSpec, exchange: ExchangeSpec
+) -> list[Leaf]:
     """A Leaf for every differentiated array."""
     tree, roots = call.tree.unflatten(call.primals), call.names
     paths, _ = jax.tree_util.tree_flatten_with_path(tree)
+    wishes, ways = _wishes(tree, single, spec), _exchanges(tree, single, exchange)
     leaves = []
-    for (path, x), wish in zip(paths, _broadcast(tree, single, spec), strict=True):
+    for (path, x), wish, way in zip(paths, wishes, ways, strict=True):
         name = roots[path[0].idx] + jax.tree_util.keystr(path[1:])
         if callable(spec):
             wish = spec(path[1:] if single else path, x)
@@ -271,28 +290,54 @@ def _describe_leaves(call: Call, single: bool, spec: SparseSpec) -> list[Leaf]:
                 "sparse= must give True, False, None or 'if_smaller' for each array, got "
                 f"{wish!r} for {name}"
             )
-        leaves.append(Leaf(name, jax.typeof(x), wish))
+        if not (way is None or isinstance(way, Exchange)):
+            raise TypeError(
+                "exchange= must give a jslices.Exchange or None for each array, got "
+                f"{way!r} for {name}"
+            )
+        leaves.append(Leaf(name, jax.typeof(x), wish, way))
     return leaves
 
 
-def _broadcast(tree: Any, single: bool, spec: SparseSpec) -> list[Any]:
-    """``spec`` for every leaf; None where it is a function."""
+def _wishes(tree: Any, single: bool, spec: SparseSpec) -> list[Any]:
+    """``sparse=`` for every leaf; None where it is a function."""
     if callable(spec):
         spec = None
     if spec is None or isinstance(spec, bool | str):
         return [spec] * len(jax.tree.leaves(tree))
-    prefix = (spec,) if single else spec
-    wishes: list[Any] = []
+    what = "sparse= must be a bool, 'if_smaller', a function of (path, leaf), or a pytree"
+    return _broadcast(tree, (spec,) if single else spec, what)
 
-    def add(wish: Any, subtree: Any) -> None:
-        wishes.extend([wish] * len(jax.tree.leaves(subtree)))
+
+def _exchanges(tree: Any, single: bool, spec: ExchangeSpec) -> list[Any]:
+    """``exchange=`` for every leaf."""
+    if spec is None or isinstance(spec, Exchange):
+        return [spec] * len(jax.tree.leaves(tree))
+    prefix = _filled((spec,) if single else spec, tree)
+    return _broadcast(tree, prefix, "exchange= must be a jslices.Exchange, or a pytree")
+
+
+def _filled(prefix: Any, tree: Any) -> Any:
+    """``prefix`` with None for what its dicts do not name."""
+    if isinstance(prefix, tuple) and isinstance(tree, tuple) and len(prefix) == len(tree):
+        return tuple(map(_filled, prefix, tree))
+    if not isinstance(prefix, dict) or not isinstance(tree, dict) or prefix.keys() - tree:
+        return prefix
+    return {key: _filled(prefix.get(key), tree[key]) for key in tree}
+
+
+def _broadcast(tree: Any, prefix: Any, what: str) -> list[Any]:
+    """What a pytree prefix says of every leaf."""
+    said: list[Any] = []
+
+    def add(x: Any, subtree: Any) -> None:
+        said.extend([x] * len(jax.tree.leaves(subtree)))
 
     try:
         jax.tree.map(add, prefix, tree, is_leaf=lambda x: x is None)
     except ValueError as error:
         raise ValueError(
-            "sparse= must be a bool, 'if_smaller', a function of (path, leaf), or a pytree "
-            "of these whose structure is that of the differentiated argument or a prefix "
-            f"of it: {error}"
+            f"{what} of these whose structure is that of the differentiated argument or a "
+            f"prefix of it: {error}"
         ) from None
-    return wishes
+    return said

@@ -1,6 +1,7 @@
 """Running a plan: from the gradient of some rows to their update and the new arrays."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,6 +15,7 @@ from jslices._devices.platforms import platform_at_hand
 from jslices._rows.bounds import canonical_indices, empty_index, set_rows, take_rows
 from jslices._rows.select import leading, where_rows
 from jslices._rows.sums import add_rows, sum_duplicates, widened
+from jslices._sharded import ShardedSlices, each_shard
 from jslices._slices import IndexedSlices, known_distinct
 from jslices.optim._engine.plan import Plan, choose_plan
 from jslices.optim._engine.protocol import EveryRow
@@ -46,6 +48,10 @@ def step_slices(
       ``(update, *state)``: IndexedSlices in which each row appears once (unless the plan
       sums nothing), its other entries empty and zero; and the new arrays.
     """
+    if isinstance(grad, ShardedSlices):
+        step = functools.partial(step_slices, kernel, linear=linear, unique=unique)
+        stepped: tuple[Any, ...] = each_shard(step, grad, tuple(read), tuple(state))
+        return stepped
     arrays, num_read = (*read, *state), len(read)
     indices, values = grad.indices, grad.values
     shape = arrays[0].shape if arrays else grad.dense_shape

@@ -22,6 +22,7 @@ from jslices._rows.rounding import (
 )
 from jslices._rows.select import where_rows
 from jslices._rows.sums import add_rows
+from jslices._sharded import ShardedSlices, each_shard
 from jslices._slices import IndexedSlices, check_slices, is_slices
 
 
@@ -252,6 +253,8 @@ def _add(path: Any, update: Any, param: Any, bits: KeyBits | None = None) -> Any
     expected = param.shape[:1] if update.dense_shape is None else update.dense_shape
     if param.shape != (*expected[:1], *rows) or update.indices.ndim != 1:
         raise _misfit(path, update, param)
+    if isinstance(update, ShardedSlices) and bits is None:
+        return each_shard(lambda rows, param: _add(path, rows, param), update, param)
     indices = canonical_indices(update.indices, param.shape[0])
     if isinstance(update, EveryRow) and len(indices) == len(param):
         if bits is None:

@@ -155,12 +155,8 @@ def merge_leaf(x: Any, divisor: int | None) -> Any:
     if x.indices.ndim > 2:
         return jax.vmap(lambda part: merge_leaf(part, divisor), in_axes=1)(x)
     # A sum that is going to be divided must not be rounded first.
-    values = x.values if divisor is None else _wide(x.values)
-    joined = IndexedSlices.tree_unflatten(
-        x.dense_shape,
-        (values.reshape(x.indices.size, *values.shape[2:]), x.indices.reshape(-1)),
-    )
-    unique = joined.coalesce()
+    wide = x if divisor is None else x._with_values(_wide(x.values))
+    unique = wide._flattened().coalesce()
     values = _divided(unique.values, x.dtype, divisor)
     return unique._with_values(values)
 

@@ -1,0 +1,302 @@
+"""Which device holds which rows of a table, and how rows get from device to device.
+
+All of it is known while a program is traced; what moves is in ``_lookup/exchange.py``.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
+
+from jslices._errors import InvalidArgumentError
+
+Way = Literal["all_to_all", "gather"]
+
+PLANS = ("auto", "all_to_all", "gather")
+OVERFLOWS = ("gather", "nan")
+
+
+@dataclasses.dataclass(frozen=True)
+class Exchange:
+    """How the rows of a table that is split over devices reach those that look them up.
+
+    For ``exchange=`` of :func:`jslices.value_and_grad` and its relatives. The table
+    ``[V, *D]`` is split by rows along ``axis``, V / N rows on each of its N devices, and
+    the ids are split over the mesh, k on each device.
+
+    * ``"all_to_all"``: each device sends its distinct ids to the devices that hold their
+      rows, gets these, and sends the sums of their gradients back.
+    * ``"gather"``: all devices get all ids; rows are summed and scattered to those that
+      asked for them, and all get all gradients.
+
+    Args:
+      axis: the mesh axis along which the rows are split, or several, as they stand in the
+        table's PartitionSpec: ``"x"`` for ``P("x", None)``, ``("x", "y")`` for
+        ``P(("x", "y"), None)``.
+      plan: ``"all_to_all"``, ``"gather"``, or ``"auto"``: the one with fewer bytes.
+      capacity: in the plan ``"all_to_all"`` each pair of devices has room for
+        ``capacity * k / N`` distinct ids. :func:`jslices.spread_ids` evens out the pairs.
+      overflow: what happens in a step in which some pair has more: ``"gather"`` takes that
+        plan in this step, so that nothing is lost; for that the gradient has room for all
+        ids on every device, ``N * k`` entries instead of ``capacity * k``. ``"nan"``: what
+        does not fit reads NaN, which shows in the loss.
+
+    Raises:
+      InvalidArgumentError: for an unknown ``plan`` or ``overflow``, no axis, or a
+        ``capacity`` that is not positive.
+
+    Cost: each device receives ``(N - 1) * C`` ids and twice as many rows, C being k for
+    ``"gather"``, and ``capacity * k / N`` for ``"all_to_all"``. Where rows are repeated
+    along the other axes of the mesh, it also receives the gradients of its repetitions.
+
+    Example:
+      >>> import jslices as js
+      >>> js.Exchange("x")
+      Exchange(axis='x', plan='auto', capacity=2.0, overflow='gather')
+
+    Source: the all-to-all of TorchRec's row-wise sharding and of JAX's SparseCore tables,
+    which have capacities as well, and drop what does not fit.
+    """
+
+    axis: str | tuple[str, ...]
+    plan: str = "auto"
+    capacity: float = 2.0
+    overflow: str = "gather"
+
+    def __post_init__(self) -> None:
+        if not self.axes or not all(isinstance(name, str) for name in self.axes):
+            raise InvalidArgumentError(
+                f"Exchange(axis={self.axis!r}): it must be the name of a mesh axis, or "
+                "several, along which the rows of the table are split"
+            )
+        if self.plan not in PLANS:
+            raise InvalidArgumentError(
+                f"Exchange(plan={self.plan!r}): it must be one of {PLANS}"
+            )
+        if self.overflow not in OVERFLOWS:
+            raise InvalidArgumentError(
+                f"Exchange(overflow={self.overflow!r}): it must be one of {OVERFLOWS}"
+            )
+        if not self.capacity > 0:
+            raise InvalidArgumentError(
+                f"Exchange(capacity={self.capacity!r}): it must be positive; 2 is room for "
+                "twice the ids that each pair of devices has in the mean"
+            )
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """The mesh axes along which rows are split."""
+        return (self.axis,) if isinstance(self.axis, str) else tuple(self.axis)
+
+
+@dataclasses.dataclass(frozen=True)
+class Placement:
+    """On which devices of a mesh the rows of a table ``[V, *D]`` stand.
+
+    Attributes:
+      mesh: the mesh.
+      rows: the axes along which rows are split, V / N to each of N devices in this order.
+      columns: the axes along which the other axes of the table are.
+    """
+
+    mesh: AbstractMesh
+    rows: tuple[str, ...]
+    columns: frozenset[str] = frozenset()
+
+    @property
+    def shards(self) -> int:
+        """N, into how many parts rows are split."""
+        return math.prod(self.mesh.shape[axis] for axis in self.rows)
+
+    @property
+    def batch(self) -> tuple[str, ...]:
+        """The axes along which ids are split: all that do not split a row."""
+        return tuple(x for x in self.mesh.axis_names if x not in self.columns)
+
+    @property
+    def repeated(self) -> tuple[str, ...]:
+        """The axes along which rows are repeated."""
+        return tuple(x for x in self.batch if x not in self.rows)
+
+    def number(self) -> jax.Array:
+        """Which part of the rows a device holds; inside :func:`on_each_device`."""
+        return lax.axis_index(self.rows) if self.rows else jnp.zeros((), jnp.int32)
+
+    @property
+    def by_rows(self) -> PartitionSpec:
+        """Of arrays whose first axis is split as the rows of the table."""
+        return PartitionSpec(self.rows or None)
+
+    @property
+    def by_batch(self) -> PartitionSpec:
+        """Of arrays whose first axis is split over all devices that hold different ids."""
+        return PartitionSpec(self.batch)
+
+
+def on_each_device(
+    placement: Placement, fun: Callable[..., Any], in_specs: Any, out_specs: Any
+) -> Callable[..., Any]:
+    """``jax.shard_map`` over all that splits or repeats rows; columns are left to XLA."""
+    mapped: Callable[..., Any] = jax.shard_map(
+        fun,
+        mesh=placement.mesh,
+        in_specs=in_specs,
+        out_specs=out_specs,
+        axis_names=set(placement.batch),
+        check_vma=False,
+    )
+    return mapped
+
+
+def on_all_devices(values: jax.Array, indices: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Entries ``[K, *D]`` and ``[K]`` that every device of a mesh gets to see.
+
+    Where the table is on several devices, each then steps the rows that it holds. Left to
+    itself, XLA would sum over devices what each would have written, arrays of V rows.
+    """
+    mesh = mesh_of(jax.typeof(values))
+    if mesh is None or not mesh.are_all_axes_auto:
+        return values, indices
+    any_columns = (PartitionSpec.UNCONSTRAINED,) * (values.ndim - 1)
+    specs = PartitionSpec(None, *any_columns), PartitionSpec(None)
+    values, indices = (
+        lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
+        for x, spec in zip((values, indices), specs, strict=True)
+    )
+    return values, indices
+
+
+def mesh_of(aval: Any) -> AbstractMesh | None:
+    """The mesh of several devices that an array is known to be on; None without one.
+
+    Inside a ``shard_map`` there is none: arrays are those of one device.
+    """
+    mesh = getattr(getattr(aval, "sharding", None), "mesh", None)
+    if mesh is None or mesh.empty or mesh.size == 1 or mesh.are_all_axes_manual:
+        return None
+    return mesh
+
+
+class Home(NamedTuple):
+    """Where the rows of a table stand, and how they get to those that look them up."""
+
+    placement: Placement
+    exchange: Exchange
+
+    def route(self, num_rows: int, count: int) -> "Route":
+        """The route of a lookup of ``count`` ids, some perhaps added to divide them."""
+        placement, exchange = self
+        shards, mesh = placement.shards, placement.mesh
+        devices = math.prod(mesh.shape[axis] for axis in placement.batch)
+        ids = max(1, -(-count // devices))
+        enough = min(ids, num_rows // shards)
+        capacity = enough
+        if shards > 1:
+            capacity = min(enough, math.ceil(exchange.capacity * ids / shards))
+        way: Way = "gather"
+        if shards == 1 or exchange.plan == "all_to_all":
+            way = "all_to_all"
+        elif exchange.plan == "auto" and capacity < ids:
+            way = "all_to_all"
+        crowds = way == "all_to_all" and capacity < enough
+        falls_back = crowds and exchange.overflow == "gather"
+        return Route(placement, num_rows, ids, capacity, way, falls_back)
+
+
+def home_of(aval: Any, exchange: Exchange | None, name: str) -> Home | None:
+    """The home of an array ``[V, *D]``, as far as its type or ``exchange`` tell.
+
+    Raises:
+      ValueError: for an axis that the mesh does not have, rows that it does not divide, and
+        an ``exchange`` that contradicts the type.
+    """
+    mesh = mesh_of(aval)
+    if mesh is None:
+        if exchange is not None:
+            raise InvalidArgumentError(
+                f"exchange= wants {name} to be split over the devices of a mesh, and it is "
+                "on no mesh: jax.device_put(table, jax.NamedSharding(mesh, "
+                f"jax.P({exchange.axis!r}))), outside of shard_map"
+            )
+        return None
+    typed = _spec(aval) if AxisType.Explicit in mesh.axis_types else None
+    if exchange is None:
+        if typed is None:
+            return None
+        columns = frozenset(axis for axes in typed[1:] for axis in axes)
+        placement = Placement(mesh, typed[0], columns)
+    else:
+        unknown = [axis for axis in exchange.axes if axis not in mesh.axis_names]
+        if unknown:
+            raise InvalidArgumentError(
+                f"{exchange} of {name}: its mesh has the axes {mesh.axis_names}, and not "
+                f"{unknown[0]!r}"
+            )
+        if typed is not None and any(typed) and typed[0] != exchange.axes:
+            raise InvalidArgumentError(
+                f"{exchange} of {name}: its type {aval.str_short()} says that rows are "
+                f"split along {typed[0] or 'no axis'}"
+            )
+        columns = frozenset(axis for axes in (typed or ())[1:] for axis in axes)
+        placement = Placement(mesh, exchange.axes, columns)
+    if aval.shape[0] % placement.shards:
+        raise InvalidArgumentError(
+            f"{name} has {aval.shape[0]} rows, which {placement.shards} devices do not "
+            f"divide; give it jslices.padded_rows({aval.shape[0]}, {placement.shards}) rows"
+        )
+    if not placement.batch:  # only columns are split, and every device has all ids
+        return None
+    return Home(placement, exchange or Exchange(placement.rows or placement.batch))
+
+
+def _spec(aval: Any) -> tuple[tuple[str, ...], ...]:
+    """The mesh axes along which each axis of an array is split, as its type tells."""
+    spec = [
+        () if x is None else (x,) if isinstance(x, str) else tuple(x)
+        for x in aval.sharding.spec
+    ]
+    return (*spec, *((),) * (aval.ndim - len(spec)))
+
+
+@dataclasses.dataclass(frozen=True)
+class Route:
+    """The exchange of one lookup, in sizes.
+
+    Attributes:
+      placement: where the rows stand.
+      num_rows: V.
+      ids: k, how many each device looks up; those added to divide them count.
+      capacity: C, for how many distinct ids of a pair of devices there is room.
+      way: how rows travel.
+      falls_back: whether a step with more ids for some pair takes the other way.
+    """
+
+    placement: Placement
+    num_rows: int
+    ids: int
+    capacity: int
+    way: Way
+    falls_back: bool
+
+    @property
+    def shard_rows(self) -> int:
+        """Rows on each device."""
+        return self.num_rows // self.placement.shards
+
+    @property
+    def entries(self) -> int:
+        """Entries of the gradient on each device, before repetitions are gathered."""
+        if self.way == "gather" or self.falls_back:
+            return self.placement.shards * self.ids
+        return self.placement.shards * self.capacity
+
+    @property
+    def all_entries(self) -> int:
+        """Entries of the gradient: on each device those of all its repetitions."""
+        mesh = self.placement.mesh
+        return self.entries * math.prod(mesh.shape[axis] for axis in self.placement.batch)

@@ -1,0 +1,252 @@
+"""Lookups in a table whose rows are split over devices: rows travel, the table stays.
+
+The ids are exchanged first, as integers that have no derivative (:func:`locate`). Then the
+rows are, and on the way back the sums of their gradients (:func:`exchanged_rows`). Between
+``jax.shard_map`` and its function everything is what one device has.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jslices._devices.exchange import Placement, Route, on_each_device
+from jslices._rows.bounds import canonical_indices, missing_value, take_rows
+from jslices._rows.numbering import number_rows
+from jslices._rows.select import where_rows
+from jslices._rows.sums import add_rows, widened
+from jslices._slices import IndexedSlices
+
+
+class Located(NamedTuple):
+    """Where the rows of some ids are, and whose rows are asked of whom.
+
+    Every array has a part on each device; k, N and C are those of the :class:`Route`.
+
+    Attributes:
+      ids: ``[k]``, the row numbers; V where there is none.
+      places: ``[k]``: where the row stands among the ``N * C`` that arrive; ``N * C`` if it
+        does not come.
+      learns: ``[k]`` bool, which ids get a gradient.
+      asked: ``[N * C]``, the row numbers that each device asks this one for; -1 - row where
+        no gradient will come back, and V where nothing is asked.
+      crowded: ``[1]`` bool, whether some pair of devices had more ids than there is room.
+      indices: ``[entries]``, the indices of the gradient.
+    """
+
+    ids: jax.Array
+    places: jax.Array
+    learns: jax.Array
+    asked: jax.Array
+    crowded: jax.Array
+    indices: jax.Array
+
+
+def rows_from_elsewhere(
+    route: Route,
+    table: jax.Array,
+    read: jax.Array,
+    record: jax.Array,
+    slot: IndexedSlices,
+    mode: Any,
+    fill_value: Any,
+) -> tuple[jax.Array, jax.Array]:
+    """The rows ``[n, *D]`` of a lookup, and the indices of its gradient.
+
+    Args:
+      route: the exchange.
+      table: ``[V, *D]``.
+      read: ``[n]``, the rows to read.
+      record: ``[n]``, the indices of the gradient; out of range means none.
+      slot: the cotangent slot, see ``_lookup/rows.py``.
+      mode: what becomes of rows to read that are out of range.
+      fill_value: what these read in the mode that fills.
+    """
+    count, height = read.shape[0], route.num_rows
+    fills = lax.GatherScatterMode.from_any(mode) == lax.GatherScatterMode.FILL_OR_DROP
+    good = (read >= 0) & (read < height)
+    near = read if fills else jnp.clip(read, 0, height - 1)
+    located = locate(route, near, record)
+    rows = exchanged_rows(table, located, slot, route)[:count]
+    if fills:
+        missing = missing_value(rows.dtype) if fill_value is None else fill_value
+        rows = where_rows(good, rows, jnp.asarray(missing, rows.dtype))
+    return rows, located.indices
+
+
+def locate(route: Route, read: jax.Array, record: jax.Array) -> Located:
+    """Tells every device which of its rows are asked for.
+
+    Args:
+      route: the exchange.
+      read: ``[n]``, the rows to read; none is read out of range.
+      record: ``[n]``, the indices of the gradient; out of range means none.
+    """
+    placement, height = route.placement, route.num_rows
+    total = route.all_entries // route.entries * route.ids
+    ids, record = (canonical_indices(x, height) for x in (read, record))
+    beyond = (0, total - ids.shape[0])
+    ids = jnp.pad(ids, beyond, constant_values=height)
+    learns = jnp.pad(record, beyond, constant_values=height) < height
+    batch = placement.by_batch
+    specs = Located(batch, batch, batch, batch, batch, placement.by_rows)
+    find = functools.partial(_locate, route)
+    located: Located = on_each_device(placement, find, (batch, batch), specs)(ids, learns)
+    return located
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def exchanged_rows(
+    table: jax.Array, located: Located, slot: IndexedSlices, route: Route
+) -> jax.Array:
+    """Rows ``[n, *D]`` of ``table`` ``[V, *D]``, some perhaps at the end for no id.
+
+    The gradient goes to the cotangent slot, as in ``lookup_rows``: its entries stand on the
+    devices that hold their rows. What did not fit reads NaN.
+    """
+    del slot
+    placement = route.placement
+    read = on_each_device(
+        placement,
+        functools.partial(_read, route),
+        (placement.by_rows, placement.by_batch),
+        placement.by_batch,
+    )
+    rows: jax.Array = read(table, located._replace(indices=located.ids))
+    return rows
+
+
+def _forward(table: jax.Array, located: Located, slot: IndexedSlices, route: Route) -> Any:
+    rows = exchanged_rows.fun(table, located, slot, route)
+    shape_only = IndexedSlices.tree_unflatten(slot.dense_shape, (None, None))
+    return rows, (located._replace(indices=located.ids), shape_only)
+
+
+def _backward(route: Route, kept: Any, rows: jax.Array) -> Any:
+    located, shape_only = kept
+    placement = route.placement
+    send = on_each_device(
+        placement,
+        functools.partial(_send_back, route),
+        (placement.by_batch, placement.by_batch),
+        placement.by_rows,
+    )
+    values = send(rows, located)
+    slices = IndexedSlices.tree_unflatten(shape_only.dense_shape, (values, None))
+    return None, None, slices
+
+
+exchanged_rows.defvjp(_forward, _backward)
+
+
+# --- on each device ---------------------------------------------------------------------
+
+
+def _locate(route: Route, ids: jax.Array, learns: jax.Array) -> Located:
+    placement, capacity = route.placement, route.capacity
+    shards, height, room = placement.shards, route.num_rows, placement.shards * capacity
+    empty = jnp.array(height, ids.dtype)
+    unique, numbers, _ = number_rows(ids, height, route.ids)
+    starts = jnp.arange(shards + 1, dtype=ids.dtype) * route.shard_rows
+    start = jnp.searchsorted(unique, starts).astype(jnp.int32)
+    owner = jnp.minimum(ids // route.shard_rows, shards - 1)
+    column = numbers - start[owner]
+    places = jnp.where(
+        (ids < height) & (column < capacity), owner * capacity + column, room
+    ).astype(jnp.int32)
+    at = start[:-1, None] + jnp.arange(capacity, dtype=jnp.int32)
+    asked = unique.at[jnp.minimum(at, route.ids - 1)].get(mode="promise_in_bounds")
+    asked = jnp.where(at < start[1:, None], asked, empty).reshape(room)
+    named = jnp.zeros((room,), bool)
+    named = named.at[jnp.where(learns, places, room)].set(True, mode="drop")
+    asked = _swapped(placement, jnp.where(named, asked, -1 - asked))
+    most = jnp.max(start[1:] - start[:-1])
+    crowded = jnp.zeros((1,), bool)
+    if route.falls_back:
+        crowded = (lax.pmax(most, placement.batch) > capacity)[None]
+    located = Located(ids, places, learns, asked, crowded, ids)
+
+    def swapped() -> jax.Array:
+        return _lengthened(jnp.where(asked < 0, empty, asked), route.entries, height)
+
+    def gathered() -> jax.Array:
+        every = _gathered(placement.rows, jnp.where(learns, ids, empty))
+        own = every // route.shard_rows == placement.number()
+        return _lengthened(jnp.where(own, every, empty), route.entries, height)
+
+    indices = _either_way(route, located, swapped, gathered)
+    return located._replace(indices=_gathered(placement.repeated, indices))
+
+
+def _read(route: Route, table: jax.Array, located: Located) -> jax.Array:
+    """The rows ``[k, *D]`` that this device looks up."""
+    placement = route.placement
+    first = placement.number() * route.shard_rows
+
+    def swapped() -> jax.Array:
+        asked = jnp.where(located.asked < 0, -1 - located.asked, located.asked)
+        rows = _swapped(placement, take_rows(table, asked - first, fill_value=0))
+        return take_rows(rows, located.places)
+
+    def gathered() -> jax.Array:
+        every = _gathered(placement.rows, located.ids)
+        rows = take_rows(table, every - first, fill_value=0)
+        return lax.psum_scatter(rows, placement.rows, tiled=True)
+
+    return _either_way(route, located, swapped, gathered)
+
+
+def _send_back(route: Route, rows: jax.Array, located: Located) -> jax.Array:
+    """The gradient's values on this device, from the cotangents ``[k, *D]`` of its rows."""
+    placement = route.placement
+    room = placement.shards * route.capacity
+
+    def swapped() -> jax.Array:
+        sums = jnp.zeros((room, *rows.shape[1:]), widened(rows).dtype)
+        places = jnp.where(located.learns, located.places, room)
+        sums = add_rows(sums, places, widened(rows)).astype(rows.dtype)
+        return _lengthened(_swapped(placement, sums), route.entries)
+
+    def gathered() -> jax.Array:
+        every = _gathered(placement.rows, located.ids)
+        learns = _gathered(placement.rows, located.learns)
+        own = learns & (every // route.shard_rows == placement.number())
+        values = _gathered(placement.rows, rows)
+        return _lengthened(
+            where_rows(own, values, jnp.zeros((), rows.dtype)), route.entries
+        )
+
+    values = _either_way(route, located, swapped, gathered)
+    return _gathered(placement.repeated, values)
+
+
+def _either_way(
+    route: Route,
+    located: Located,
+    swapped: Callable[[], jax.Array],
+    gathered: Callable[[], jax.Array],
+) -> jax.Array:
+    if route.falls_back:
+        result: jax.Array = lax.cond(located.crowded[0], gathered, swapped)
+        return result
+    return swapped() if route.way == "all_to_all" else gathered()
+
+
+def _swapped(placement: Placement, x: jax.Array) -> jax.Array:
+    """Part j of what device i had, ``[N * C, ...]``, as part i of what device j has."""
+    if placement.shards == 1:
+        return x
+    parts = x.reshape(placement.shards, -1, *x.shape[1:])
+    return lax.all_to_all(parts, placement.rows, 0, 0, tiled=True).reshape(x.shape)
+
+
+def _gathered(axes: tuple[str, ...], x: jax.Array) -> jax.Array:
+    return lax.all_gather(x, axes, tiled=True) if axes else x
+
+
+def _lengthened(x: jax.Array, length: int, value: Any = 0) -> jax.Array:
+    beyond = length - x.shape[0]
+    return jnp.pad(x, ((0, beyond), *((0, 0),) * (x.ndim - 1)), constant_values=value)
