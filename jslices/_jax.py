@@ -148,6 +148,12 @@ def bind(eqn: Equation, operands: Sequence[Any], **changed: Any) -> list[Any]:
     return list(out) if eqn.primitive.multiple_results else [out]
 
 
+def has_auto_axes(eqn: Equation) -> bool:
+    """Whether it was traced where XLA decides how arrays are split, and no type says it."""
+    mesh = eqn.ctx.cur_abstract_mesh
+    return not mesh.empty and mesh.are_all_axes_auto
+
+
 def live_equations(program: Program) -> list[Equation]:
     """The equations that an output or a side effect depends on, in order."""
     needed = {v for v in program.outvars if not isinstance(v, Literal)}

@@ -93,7 +93,7 @@ def join_entries(
     row = len(shape) - 1
 
     def local(parts: Any) -> list[jax.Array]:
-        values = [v.reshape(-1, *v.shape[v.ndim - row :]) for v, _ in parts]
+        values = [v.reshape(i.size, *v.shape[v.ndim - row :]) for v, i in parts]
         indices = [i.reshape(-1) for _, i in parts]
         widest = max((i.dtype for i in indices), key=lambda dtype: dtype.itemsize)
         return [

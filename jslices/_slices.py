@@ -124,7 +124,7 @@ class IndexedSlices:
     def _flattened(self) -> "IndexedSlices":
         """The sum over the leading axes that ``vmap`` or ``scan`` added."""
         row = self.values.shape[self.indices.ndim :]
-        values = self.values.reshape(-1, *row) if self.indices.ndim > 1 else self.values
+        values = self.values.reshape(self.indices.size, *row)
         return _unchecked(values, self.indices.reshape(-1), self.dense_shape)
 
     def _joined(

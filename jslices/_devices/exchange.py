@@ -101,12 +101,13 @@ class Placement:
     Attributes:
       mesh: the mesh.
       rows: the axes along which rows are split, V / N to each of N devices in this order.
-      columns: the axes along which the other axes of the table are.
+      columns: for each other axis of the table the axes along which that is split, as far
+        as is known.
     """
 
     mesh: AbstractMesh
     rows: tuple[str, ...]
-    columns: frozenset[str] = frozenset()
+    columns: tuple[tuple[str, ...], ...] = ()
 
     @property
     def shards(self) -> int:
@@ -116,7 +117,8 @@ class Placement:
     @property
     def batch(self) -> tuple[str, ...]:
         """The axes along which ids are split: all that do not split a row."""
-        return tuple(x for x in self.mesh.axis_names if x not in self.columns)
+        within = {axis for axes in self.columns for axis in axes}
+        return tuple(x for x in self.mesh.axis_names if x not in within)
 
     @property
     def repeated(self) -> tuple[str, ...]:
@@ -133,21 +135,40 @@ class Placement:
         return PartitionSpec(self.rows or None)
 
     @property
+    def by_rows_and_columns(self) -> PartitionSpec:
+        """Of the table, and of the values of its gradient."""
+        return PartitionSpec(self.rows or None, *(axes or None for axes in self.columns))
+
+    @property
+    def by_batch_and_columns(self) -> PartitionSpec:
+        """Of rows that were looked up."""
+        return PartitionSpec(self.batch, *(axes or None for axes in self.columns))
+
+    @property
     def by_batch(self) -> PartitionSpec:
         """Of arrays whose first axis is split over all devices that hold different ids."""
         return PartitionSpec(self.batch)
 
 
 def on_each_device(
-    placement: Placement, fun: Callable[..., Any], in_specs: Any, out_specs: Any
+    placement: Placement,
+    fun: Callable[..., Any],
+    in_specs: Any,
+    out_specs: Any,
+    whole_rows: bool = True,
 ) -> Callable[..., Any]:
-    """``jax.shard_map`` over all that splits or repeats rows; columns are left to XLA."""
+    """``jax.shard_map`` on the mesh of a table.
+
+    ``whole_rows``: whether ``fun`` gets whole rows also of a table whose columns are split
+    over devices; that is then left to XLA.
+    """
+    around = jax.sharding.get_abstract_mesh()
     mapped: Callable[..., Any] = jax.shard_map(
         fun,
-        mesh=placement.mesh,
+        mesh=placement.mesh if around.empty else around,
         in_specs=in_specs,
         out_specs=out_specs,
-        axis_names=set(placement.batch),
+        axis_names=set(placement.batch if whole_rows else placement.mesh.axis_names),
         check_vma=False,
     )
     return mapped
@@ -228,8 +249,7 @@ def home_of(aval: Any, exchange: Exchange | None, name: str) -> Home | None:
     if exchange is None:
         if typed is None:
             return None
-        columns = frozenset(axis for axes in typed[1:] for axis in axes)
-        placement = Placement(mesh, typed[0], columns)
+        placement = Placement(mesh, typed[0], typed[1:])
     else:
         unknown = [axis for axis in exchange.axes if axis not in mesh.axis_names]
         if unknown:
@@ -242,8 +262,7 @@ def home_of(aval: Any, exchange: Exchange | None, name: str) -> Home | None:
                 f"{exchange} of {name}: its type {aval.str_short()} says that rows are "
                 f"split along {typed[0] or 'no axis'}"
             )
-        columns = frozenset(axis for axes in (typed or ())[1:] for axis in axes)
-        placement = Placement(mesh, exchange.axes, columns)
+        placement = Placement(mesh, exchange.axes, (typed or ())[1:])
     if aval.shape[0] % placement.shards:
         raise InvalidArgumentError(
             f"{name} has {aval.shape[0]} rows, which {placement.shards} devices do not "

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jslices import _jax
 from jslices._devices.exchange import on_all_devices
@@ -234,7 +235,13 @@ def _linearize(call: Call, planned: Planned) -> tuple[Any, Callable[[Any], Any],
 
 def _slot(site: Site) -> IndexedSlices:
     """The cotangent slot of one lookup; see ``jslices/_lookup/rows.py``."""
-    zeros = jnp.zeros((*site.loops, site.entries, *site.table_shape[1:]), site.dtype)
+    shape = (*site.loops, site.entries, *site.table_shape[1:])
+    sharding = None
+    if site.sharding is not None:
+        loops = (None,) * len(site.loops)
+        spec = PartitionSpec(*loops, *site.sharding.spec)
+        sharding = NamedSharding(site.sharding.mesh, spec)
+    zeros = jnp.zeros(shape, site.dtype, out_sharding=sharding)
     values = _jax.as_varying(zeros, site.varying)
     return IndexedSlices.tree_unflatten(site.table_shape, (values, None))
 

@@ -27,9 +27,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jslices import _jax
 from jslices._devices.exchange import Exchange, Route, home_of
+from jslices._devices.explicit import (
+    along_rows,
+    explicit_mesh,
+    typed,
+    types_of,
+    untyped,
+    with_auto_axes,
+)
 from jslices._grad.custom import with_own_derivative
 from jslices._grad.lookups import Lookup, lookup, only_row
 from jslices._grad.memo import Memo, first_program, weakly
@@ -69,6 +78,7 @@ class Site:
       index_dtype: of the row numbers.
       varying: mesh axes along which the rows differ, inside a ``shard_map``.
       route: how rows get from device to device; None if that is left to XLA.
+      sharding: of the gradient's values, on a mesh of Explicit axes; else None.
       source: of the equation, or of the call of a library function that contains it.
       by_ids: False for a row whose number stands in the program, ``table[0]``.
     """
@@ -81,6 +91,7 @@ class Site:
     index_dtype: np.dtype
     varying: frozenset[str]
     route: Route | None
+    sharding: NamedSharding | None
     source: _jax.Source
     by_ids: bool = True
 
@@ -112,6 +123,14 @@ class Candidate(NamedTuple):
         """That of a lookup of so many rows; None where it is left to XLA."""
         home = home_of(self.aval, self.exchange, self.name)
         return home and home.route(self.aval.shape[0], count)
+
+    def sharding(self, route: Route | None) -> NamedSharding | None:
+        """Of the gradient's values, where types tell; else None."""
+        if explicit_mesh(self.aval) is None:
+            return None
+        rows = None if route is None else route.placement.rows or None
+        mesh, spec = self.aval.sharding.mesh, self.aval.sharding.spec
+        return NamedSharding(mesh, PartitionSpec(rows, *spec[1:]))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -184,7 +203,8 @@ class Interpreter(abc.ABC):
         found = lookup(eqn, operands[0], self._origins)
         if found is not None:
             others = [self.whole(value, eqn) for value in operands[1:]]
-            return [self.look_up(eqn, found, others)]
+            with eqn.ctx.manager:
+                return [self.look_up(eqn, found, others)]
         return self.bind(eqn, [self.whole(value, eqn) for value in operands])
 
     @abc.abstractmethod
@@ -317,6 +337,16 @@ def _sharding_constraint(
     return walk.bind(eqn, [walk.whole(view, eqn)])
 
 
+def _reshard(
+    walk: Interpreter, eqn: _jax.Equation, operands: list[Any], through: list[bool]
+) -> list[Any]:
+    """A table may go to where all axes are Auto, as its lookups are taken there."""
+    (view,) = operands
+    if isinstance(view, Table) and _jax.has_auto_axes(eqn):
+        return [view]
+    return walk.bind(eqn, [walk.whole(view, eqn)])
+
+
 def _pass(
     walk: Interpreter, eqn: _jax.Equation, operands: list[Any], through: list[bool]
 ) -> list[Any]:
@@ -343,6 +373,7 @@ _INSIDE: dict[str, Callable[..., Sequence[Any]]] = {
     "scan": _scan,
     "optimization_barrier": _barrier,
     "sharding_constraint": _sharding_constraint,
+    "reshard": _reshard,
     "CheckpointName": _pass,
     "layout_constraint": _pass,
 }
@@ -411,7 +442,7 @@ class Planner(Interpreter):
     def _note(self, eqn: _jax.Equation, found: Lookup, by_ids: bool) -> None:
         ids = found.numbers
         for leaf in tables_read(found.view):
-            aval = self._leaves[leaf].aval
+            aval, route = self._leaves[leaf].aval, self._leaves[leaf].route(found.count)
             site = Site(
                 leaf,
                 aval.shape,
@@ -420,7 +451,8 @@ class Planner(Interpreter):
                 self._loops,
                 index_dtype(aval.shape[0], np.dtype(ids.dtype)),
                 _jax.varying_axes(aval, ids),
-                self._leaves[leaf].route(found.count),
+                route,
+                self._leaves[leaf].sharding(route),
                 self.caller or eqn.source_info,
                 by_ids,
             )
@@ -575,16 +607,25 @@ class Runner(Interpreter):
             record = ids.record
             if record.dtype != site.index_dtype:
                 record = canonical_indices(record, table.shape[0]).astype(site.index_dtype)
+            array, slot = untyped((table.array, slot))
             if site.route is None:
-                self._scope.indices.append(record)
-                return lookup_rows(table.array, ids.read, slot, mode, fill_value)
-            rows, indices = rows_from_elsewhere(
-                site.route, table.array, ids.read, record, slot, mode, fill_value
-            )
-            self._scope.indices.append(indices)
+                rows = lookup_rows(array, ids.read, slot, mode, fill_value)
+            else:
+                rows, record = rows_from_elsewhere(
+                    site.route, array, ids.read, record, slot, mode, fill_value
+                )
+            if site.sharding is not None:
+                record = typed(record, along_rows(site.sharding))
+            self._scope.indices.append(record)
             return rows
 
-        return found.read([None, *others], take)
+        aval = eqn.outvars[0].aval
+        with with_auto_axes(explicit_mesh([aval, *self._tables(found.view)])):
+            rows = found.read([None, *untyped(others)], take)
+        return typed(rows, types_of(aval))
+
+    def _tables(self, view: View) -> list[Any]:
+        return [self._leaves[leaf].aval for leaf in tables_read(view)]
 
     def kept(
         self, eqn: _jax.Equation, operands: list[Any], through: list[bool]

@@ -22,27 +22,24 @@ from jslices._slices import IndexedSlices
 
 
 class Located(NamedTuple):
-    """Where the rows of some ids are, and whose rows are asked of whom.
+    """Where the rows of some ids are, and who asks whom for them.
 
     Every array has a part on each device; k, N and C are those of the :class:`Route`.
 
     Attributes:
-      ids: ``[k]``, the row numbers; V where there is none.
-      places: ``[k]``: where the row stands among the ``N * C`` that arrive; ``N * C`` if it
-        does not come.
+      places: ``[k]``: where a row stands among the ``N * C`` that arrive; ``N * C`` if it
+        does not come, or comes by the other way.
       learns: ``[k]`` bool, which ids get a gradient.
-      asked: ``[N * C]``, the row numbers that each device asks this one for; -1 - row where
-        no gradient will come back, and V where nothing is asked.
+      asked: ``[entries]``, the rows that the devices ask for, ``-1 - row`` where no
+        gradient will come back, and ``-1 - V`` for none: ``[N * C]`` rows of this
+        device, or all ``[N * k]``, whoever has them.
       crowded: ``[1]`` bool, whether some pair of devices had more ids than there is room.
-      indices: ``[entries]``, the indices of the gradient.
     """
 
-    ids: jax.Array
     places: jax.Array
     learns: jax.Array
     asked: jax.Array
     crowded: jax.Array
-    indices: jax.Array
 
 
 def rows_from_elsewhere(
@@ -69,16 +66,16 @@ def rows_from_elsewhere(
     fills = lax.GatherScatterMode.from_any(mode) == lax.GatherScatterMode.FILL_OR_DROP
     good = (read >= 0) & (read < height)
     near = read if fills else jnp.clip(read, 0, height - 1)
-    located = locate(route, near, record)
+    located, indices = locate(route, near, record)
     rows = exchanged_rows(table, located, slot, route)[:count]
     if fills:
         missing = missing_value(rows.dtype) if fill_value is None else fill_value
         rows = where_rows(good, rows, jnp.asarray(missing, rows.dtype))
-    return rows, located.indices
+    return rows, indices
 
 
-def locate(route: Route, read: jax.Array, record: jax.Array) -> Located:
-    """Tells every device which of its rows are asked for.
+def locate(route: Route, read: jax.Array, record: jax.Array) -> tuple[Located, jax.Array]:
+    """Tells every device which of its rows are asked for; and the gradient's indices.
 
     Args:
       route: the exchange.
@@ -92,10 +89,12 @@ def locate(route: Route, read: jax.Array, record: jax.Array) -> Located:
     ids = jnp.pad(ids, beyond, constant_values=height)
     learns = jnp.pad(record, beyond, constant_values=height) < height
     batch = placement.by_batch
-    specs = Located(batch, batch, batch, batch, batch, placement.by_rows)
     find = functools.partial(_locate, route)
-    located: Located = on_each_device(placement, find, (batch, batch), specs)(ids, learns)
-    return located
+    specs = batch, placement.by_rows
+    found: tuple[Located, jax.Array] = on_each_device(
+        placement, find, (batch, batch), specs, whole_rows=False
+    )(ids, learns)
+    return found
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
@@ -112,17 +111,18 @@ def exchanged_rows(
     read = on_each_device(
         placement,
         functools.partial(_read, route),
-        (placement.by_rows, placement.by_batch),
-        placement.by_batch,
+        (placement.by_rows_and_columns, placement.by_batch),
+        placement.by_batch_and_columns,
+        whole_rows=False,
     )
-    rows: jax.Array = read(table, located._replace(indices=located.ids))
+    rows: jax.Array = read(table, located)
     return rows
 
 
 def _forward(table: jax.Array, located: Located, slot: IndexedSlices, route: Route) -> Any:
     rows = exchanged_rows.fun(table, located, slot, route)
     shape_only = IndexedSlices.tree_unflatten(slot.dense_shape, (None, None))
-    return rows, (located._replace(indices=located.ids), shape_only)
+    return rows, (located, shape_only)
 
 
 def _backward(route: Route, kept: Any, rows: jax.Array) -> Any:
@@ -131,8 +131,9 @@ def _backward(route: Route, kept: Any, rows: jax.Array) -> Any:
     send = on_each_device(
         placement,
         functools.partial(_send_back, route),
-        (placement.by_batch, placement.by_batch),
-        placement.by_rows,
+        (placement.by_batch_and_columns, placement.by_batch),
+        placement.by_rows_and_columns,
+        whole_rows=False,
     )
     values = send(rows, located)
     slices = IndexedSlices.tree_unflatten(shape_only.dense_shape, (values, None))
@@ -145,58 +146,55 @@ exchanged_rows.defvjp(_forward, _backward)
 # --- on each device ---------------------------------------------------------------------
 
 
-def _locate(route: Route, ids: jax.Array, learns: jax.Array) -> Located:
+def _locate(route: Route, ids: jax.Array, learns: jax.Array) -> tuple[Located, jax.Array]:
     placement, capacity = route.placement, route.capacity
     shards, height, room = placement.shards, route.num_rows, placement.shards * capacity
-    empty = jnp.array(height, ids.dtype)
     unique, numbers, _ = number_rows(ids, height, route.ids)
     starts = jnp.arange(shards + 1, dtype=ids.dtype) * route.shard_rows
     start = jnp.searchsorted(unique, starts).astype(jnp.int32)
-    owner = jnp.minimum(ids // route.shard_rows, shards - 1)
+    owner = jnp.minimum(ids // route.shard_rows, shards - 1).astype(jnp.int32)
     column = numbers - start[owner]
-    places = jnp.where(
-        (ids < height) & (column < capacity), owner * capacity + column, room
-    ).astype(jnp.int32)
-    at = start[:-1, None] + jnp.arange(capacity, dtype=jnp.int32)
-    asked = unique.at[jnp.minimum(at, route.ids - 1)].get(mode="promise_in_bounds")
-    asked = jnp.where(at < start[1:, None], asked, empty).reshape(room)
-    named = jnp.zeros((room,), bool)
-    named = named.at[jnp.where(learns, places, room)].set(True, mode="drop")
-    asked = _swapped(placement, jnp.where(named, asked, -1 - asked))
-    most = jnp.max(start[1:] - start[:-1])
+    places = owner * capacity + column
+    places = jnp.where((ids < height) & (column < capacity), places, room)
     crowded = jnp.zeros((1,), bool)
     if route.falls_back:
-        crowded = (lax.pmax(most, placement.batch) > capacity)[None]
-    located = Located(ids, places, learns, asked, crowded, ids)
+        most = lax.pmax(jnp.max(start[1:] - start[:-1]), placement.batch)
+        crowded = (most > capacity)[None]
 
     def swapped() -> jax.Array:
-        return _lengthened(jnp.where(asked < 0, empty, asked), route.entries, height)
+        at = start[:-1, None] + jnp.arange(capacity, dtype=jnp.int32)
+        asked = unique.at[jnp.minimum(at, route.ids - 1)].get(mode="promise_in_bounds")
+        asked = jnp.where(at < start[1:, None], asked, height).reshape(room)
+        named = jnp.zeros((room,), bool)
+        named = named.at[jnp.where(learns, places, room)].set(True, mode="drop")
+        asked = _swapped(placement, jnp.where(named, asked, -1 - asked))
+        return _lengthened(asked, route.entries, -1 - height)
 
     def gathered() -> jax.Array:
-        every = _gathered(placement.rows, jnp.where(learns, ids, empty))
-        own = every // route.shard_rows == placement.number()
-        return _lengthened(jnp.where(own, every, empty), route.entries, height)
+        return _gathered(placement.rows, jnp.where(learns, ids, -1 - ids))
 
-    indices = _either_way(route, located, swapped, gathered)
-    return located._replace(indices=_gathered(placement.repeated, indices))
+    asked = _either_way(route, crowded, swapped, gathered)
+    located = Located(places, learns, asked, crowded)
+    indices = jnp.where(_own(route, asked), asked, height)
+    return located, _gathered(placement.repeated, indices)
 
 
 def _read(route: Route, table: jax.Array, located: Located) -> jax.Array:
     """The rows ``[k, *D]`` that this device looks up."""
     placement = route.placement
-    first = placement.number() * route.shard_rows
+    room = placement.shards * route.capacity
+    asked = jnp.where(located.asked < 0, -1 - located.asked, located.asked)
+    asked = asked - placement.number().astype(asked.dtype) * route.shard_rows
 
     def swapped() -> jax.Array:
-        asked = jnp.where(located.asked < 0, -1 - located.asked, located.asked)
-        rows = _swapped(placement, take_rows(table, asked - first, fill_value=0))
+        rows = _swapped(placement, take_rows(table, asked[:room], fill_value=0))
         return take_rows(rows, located.places)
 
     def gathered() -> jax.Array:
-        every = _gathered(placement.rows, located.ids)
-        rows = take_rows(table, every - first, fill_value=0)
+        rows = take_rows(table, asked, fill_value=0)
         return lax.psum_scatter(rows, placement.rows, tiled=True)
 
-    return _either_way(route, located, swapped, gathered)
+    return _either_way(route, located.crowded, swapped, gathered)
 
 
 def _send_back(route: Route, rows: jax.Array, located: Located) -> jax.Array:
@@ -211,26 +209,27 @@ def _send_back(route: Route, rows: jax.Array, located: Located) -> jax.Array:
         return _lengthened(_swapped(placement, sums), route.entries)
 
     def gathered() -> jax.Array:
-        every = _gathered(placement.rows, located.ids)
-        learns = _gathered(placement.rows, located.learns)
-        own = learns & (every // route.shard_rows == placement.number())
-        values = _gathered(placement.rows, rows)
-        return _lengthened(
-            where_rows(own, values, jnp.zeros((), rows.dtype)), route.entries
-        )
+        every = _gathered(placement.rows, rows)
+        return where_rows(_own(route, located.asked), every, jnp.zeros((), rows.dtype))
 
-    values = _either_way(route, located, swapped, gathered)
+    values = _either_way(route, located.crowded, swapped, gathered)
     return _gathered(placement.repeated, values)
+
+
+def _own(route: Route, asked: jax.Array) -> jax.Array:
+    """Which of the rows asked for are of this device, and get a gradient."""
+    first = route.placement.number().astype(asked.dtype) * route.shard_rows
+    return (asked >= first) & (asked < first + route.shard_rows)
 
 
 def _either_way(
     route: Route,
-    located: Located,
+    crowded: jax.Array,
     swapped: Callable[[], jax.Array],
     gathered: Callable[[], jax.Array],
 ) -> jax.Array:
     if route.falls_back:
-        result: jax.Array = lax.cond(located.crowded[0], gathered, swapped)
+        result: jax.Array = lax.cond(crowded[0], gathered, swapped)
         return result
     return swapped() if route.way == "all_to_all" else gathered()
 

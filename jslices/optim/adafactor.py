@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from jslices._rows.bounds import set_rows
 from jslices.optim._engine.arithmetic import (
     Scalar,
     Schedule,
@@ -21,7 +20,7 @@ from jslices.optim._engine.arithmetic import (
     value_at,
     with_decay,
 )
-from jslices.optim._engine.execute import derivable, read_rows, step_slices
+from jslices.optim._engine.execute import derivable, step_slices
 from jslices.optim._engine.protocol import GradientTransformation
 from jslices.optim._engine.rule import Kernel, Rule, check_lazy, zeros
 from jslices.optim._engine.transformation import transformation
@@ -196,8 +195,11 @@ def adafactor(
             total = jnp.sum(g.values**2, axis=0, dtype=columns.dtype)
             mean_squares = total / p.shape[0] + eps
             columns = (b * columns + (1.0 - b) * mean_squares).astype(columns.dtype)
-            seen = b * read_rows(rows, g.indices) + (1.0 - b) * row_mean(g.values**2 + eps)
-            rows = set_rows(rows, g.indices, seen.astype(rows.dtype))
+
+            def remember(g: Any, row: Any) -> tuple[Any, ...]:
+                return g, b * row + (1.0 - b) * row_mean(g**2 + eps)
+
+            _, rows = step_slices(remember, g, [], [rows], unique=True)
             some = jnp.any(g.indices < p.shape[0])
             by_row, by_column = (
                 derivable(jnp.broadcast_to(some, x.shape), x) for x in (rows, columns)

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from jslices._densify import warn_dense
+from jslices._devices.explicit import running_with_auto_axes, types_of
 from jslices._devices.layouts import row_major_array
 from jslices._rows.bounds import canonical_indices
 from jslices._rows.rounding import (
@@ -221,6 +222,11 @@ def apply_updates(params: Any, updates: Any, key: Any = None) -> Any:
     Source: ``optax.apply_updates``, which gives the same result on these updates (but takes
     no None, and no key).
     """
+    add = running_with_auto_axes(_apply_updates, lambda params, *rest: types_of(params))
+    return add(params, updates, key)
+
+
+def _apply_updates(params: Any, updates: Any, key: Any) -> Any:
     bits = None if key is None else key_bits(key, "apply_updates")
 
     def add(path: Any, update: Any, param: Any) -> Any:

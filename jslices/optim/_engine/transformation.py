@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jslices._devices.explicit import running_with_auto_axes, types_of
 from jslices._devices.layouts import laid_out_as, warn_of_columns
 from jslices._jax import flatten
 from jslices._rows.bounds import room_for_distinct
@@ -140,8 +141,11 @@ def transformation(
             ]
         )
 
+    def update_on_mesh(grads: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        return running_with_auto_axes(update, _types_of_update)(grads, state, params)
+
     if rule.missed is None:
-        return GradientTransformation(init, update, plan=plan)
+        return GradientTransformation(init, update_on_mesh, plan=plan)
 
     def catch_up(params: Any, state: Any, ids: Any) -> tuple[Any, Any]:
         check_caught_up(params, state)
@@ -159,7 +163,25 @@ def transformation(
         for place, p, r, *old in zip(places(tree), leaves, rules, *columns, strict=True):
             check_shapes(place, jnp.shape(p), old, state_shapes(r, jnp.shape(p)))
 
-    return GradientTransformation(init, update, catch_up, flush, plan=plan)
+    on_mesh = functools.partial(running_with_auto_axes, results=_types_of_params)
+    return GradientTransformation(
+        init, update_on_mesh, on_mesh(catch_up), on_mesh(flush), plan=plan
+    )
+
+
+def _types_of_update(grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
+    """How the results of ``update`` are split over devices, where types tell."""
+    del params
+    updates = jax.tree.map(
+        lambda g: types_of(g.values if is_slices(g) else g), grads, is_leaf=is_leaf
+    )
+    return updates, types_of(state)
+
+
+def _types_of_params(params: Any, state: Any, *ids: Any) -> tuple[Any, Any]:
+    """The same of ``catch_up`` and ``flush``."""
+    del ids
+    return types_of(params), types_of(state)
 
 
 def _plan_of(rule: Rule, grad: Any, param: Any, platform: str) -> Plan | None:

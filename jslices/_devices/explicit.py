@@ -1,0 +1,108 @@
+"""Meshes of Explicit axes: how an array is split over devices is part of its type.
+
+There JAX wants to know the type of every result, and refuses to gather rows of a table that
+is split by rows. What reads or writes rows therefore runs with all axes Auto, as it does on
+other meshes, and its results get their types back.
+"""
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+from jax.sharding import (
+    AbstractMesh,
+    AxisType,
+    NamedSharding,
+    PartitionSpec,
+    reshard,
+    use_abstract_mesh,
+)
+
+
+def explicit_mesh(*trees: Any) -> AbstractMesh | None:
+    """The mesh of the first array whose type says how it is split; None without any.
+
+    The trees are of arrays or their abstract values.
+    """
+    for x in jax.tree.leaves(trees):
+        sharding = _type_of(x)
+        if sharding is not None:
+            return sharding.mesh  # type: ignore[no-any-return]
+    return None
+
+
+def _type_of(x: Any) -> Any:
+    aval = jax.typeof(x) if isinstance(x, jax.Array) else x
+    sharding = getattr(aval, "sharding", None)
+    mesh = getattr(sharding, "mesh", None)
+    if mesh is None or mesh.size == 1 or AxisType.Explicit not in mesh.axis_types:
+        return None
+    return sharding
+
+
+def types_of(tree: Any) -> Any:
+    """How each array of a tree is split; None where its type does not tell."""
+    return jax.tree.map(_type_of, tree)
+
+
+def along_rows(sharding: NamedSharding) -> NamedSharding:
+    """That of an array of one number for each row."""
+    return NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[:1]))
+
+
+@contextlib.contextmanager
+def with_auto_axes(mesh: AbstractMesh | None) -> Iterator[None]:
+    """In this context XLA decides how arrays on ``mesh`` are split, if there is one."""
+    if mesh is None:
+        yield
+        return
+    auto = dict.fromkeys(mesh.explicit_axes, AxisType.Auto)
+    with use_abstract_mesh(mesh.update_axis_types(auto)):
+        yield
+
+
+def untyped(tree: Any) -> Any:
+    """The same arrays for use in a context :func:`with_auto_axes`; they stay in place."""
+
+    def cast(x: Any) -> Any:
+        return x if _type_of(x) is None else reshard(x, PartitionSpec())
+
+    return jax.tree.map(cast, tree)
+
+
+def typed(tree: Any, shardings: Any) -> Any:
+    """Arrays with the types that a prefix of their tree names; None leaves them alone."""
+
+    def cast(sharding: Any, part: Any) -> Any:
+        if sharding is None:
+            return part
+        with use_abstract_mesh(sharding.mesh):
+            return jax.tree.map(lambda x: reshard(x, _fitting(sharding, x)), part)
+
+    return jax.tree.map(cast, shardings, tree, is_leaf=lambda x: x is None)
+
+
+def _fitting(sharding: Any, x: Any) -> NamedSharding:
+    return NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[: x.ndim]))
+
+
+def running_with_auto_axes(
+    fun: Callable[..., Any], results: Callable[..., Any]
+) -> Callable[..., Any]:
+    """``fun``, also for arrays on a mesh of Explicit axes.
+
+    ``results(*args)`` gives the types of the results, as a prefix of their tree.
+    """
+
+    @functools.wraps(fun)
+    def run(*args: Any) -> Any:
+        mesh = explicit_mesh(args)
+        if mesh is None:
+            return fun(*args)
+        with with_auto_axes(mesh):
+            out = fun(*untyped(args))
+        return typed(out, results(*args))
+
+    return run
