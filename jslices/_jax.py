@@ -135,7 +135,11 @@ def as_varying_as(others: Iterable[jax.Array], *arrays: jax.Array) -> list[jax.A
 
 
 def bind(eqn: Equation, operands: Sequence[Any], **changed: Any) -> list[Any]:
-    """Runs one equation on ``operands``, its name stack and source line preserved."""
+    """Runs one equation on ``operands``, its name stack and source line preserved.
+
+    Where all axes of a mesh are Auto they stay so, though the types of the equation that
+    was traced say more.
+    """
     params = {**eqn.params, **changed}
     bind_params = eqn.primitive.get_bind_params(params)
     subfuns: Sequence[Any] = ()
@@ -143,14 +147,23 @@ def bind(eqn: Equation, operands: Sequence[Any], **changed: Any) -> list[Any]:
         subfuns, bind_params = bind_params
     stack = source_info_util.current_name_stack() + eqn.source_info.name_stack
     traceback = eqn.source_info.traceback
-    with source_info_util.user_context(traceback, name_stack=stack), eqn.ctx.manager:
+    around = jax.sharding.get_abstract_mesh()
+    mesh = around if _is_auto(around) else eqn.ctx.cur_abstract_mesh
+    with (
+        source_info_util.user_context(traceback, name_stack=stack),
+        eqn.ctx.manager,
+        jax.sharding.use_abstract_mesh(mesh),
+    ):
         out = eqn.primitive.bind(*subfuns, *operands, **bind_params)
     return list(out) if eqn.primitive.multiple_results else [out]
 
 
 def has_auto_axes(eqn: Equation) -> bool:
     """Whether it was traced where XLA decides how arrays are split, and no type says it."""
-    mesh = eqn.ctx.cur_abstract_mesh
+    return _is_auto(eqn.ctx.cur_abstract_mesh)
+
+
+def _is_auto(mesh: Any) -> bool:
     return not mesh.empty and mesh.are_all_axes_auto
 
 

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
+from jslices._devices.explicit import split_along
 from jslices._errors import InvalidArgumentError
 
 Way = Literal["all_to_all", "gather"]
@@ -181,7 +182,7 @@ def on_all_devices(values: jax.Array, indices: jax.Array) -> tuple[jax.Array, ja
     itself, XLA would sum over devices what each would have written, arrays of V rows.
     """
     mesh = mesh_of(jax.typeof(values))
-    if mesh is None or not mesh.are_all_axes_auto:
+    if mesh is None or mesh.size == 1 or not mesh.are_all_axes_auto:
         return values, indices
     any_columns = (PartitionSpec.UNCONSTRAINED,) * (values.ndim - 1)
     specs = PartitionSpec(None, *any_columns), PartitionSpec(None)
@@ -193,12 +194,12 @@ def on_all_devices(values: jax.Array, indices: jax.Array) -> tuple[jax.Array, ja
 
 
 def mesh_of(aval: Any) -> AbstractMesh | None:
-    """The mesh of several devices that an array is known to be on; None without one.
+    """The mesh that an array is known to be on; None without one.
 
     Inside a ``shard_map`` there is none: arrays are those of one device.
     """
     mesh = getattr(getattr(aval, "sharding", None), "mesh", None)
-    if mesh is None or mesh.empty or mesh.size == 1 or mesh.are_all_axes_manual:
+    if mesh is None or mesh.empty or mesh.are_all_axes_manual:
         return None
     return mesh
 
@@ -237,6 +238,8 @@ def home_of(aval: Any, exchange: Exchange | None, name: str) -> Home | None:
         an ``exchange`` that contradicts the type.
     """
     mesh = mesh_of(aval)
+    if mesh is not None and mesh.size == 1:
+        return None
     if mesh is None:
         if exchange is not None:
             raise InvalidArgumentError(
@@ -245,7 +248,9 @@ def home_of(aval: Any, exchange: Exchange | None, name: str) -> Home | None:
                 f"jax.P({exchange.axis!r}))), outside of shard_map"
             )
         return None
-    typed = _spec(aval) if AxisType.Explicit in mesh.axis_types else None
+    typed = None
+    if AxisType.Explicit in mesh.axis_types:
+        typed = split_along(aval.sharding.spec, aval.ndim)
     if exchange is None:
         if typed is None:
             return None
@@ -271,15 +276,6 @@ def home_of(aval: Any, exchange: Exchange | None, name: str) -> Home | None:
     if not placement.batch:  # only columns are split, and every device has all ids
         return None
     return Home(placement, exchange or Exchange(placement.rows or placement.batch))
-
-
-def _spec(aval: Any) -> tuple[tuple[str, ...], ...]:
-    """The mesh axes along which each axis of an array is split, as its type tells."""
-    spec = [
-        () if x is None else (x,) if isinstance(x, str) else tuple(x)
-        for x in aval.sharding.spec
-    ]
-    return (*spec, *((),) * (aval.ndim - len(spec)))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import (
     AbstractMesh,
     AxisType,
@@ -37,7 +38,7 @@ def _type_of(x: Any) -> Any:
     aval = jax.typeof(x) if isinstance(x, jax.Array) else x
     sharding = getattr(aval, "sharding", None)
     mesh = getattr(sharding, "mesh", None)
-    if mesh is None or mesh.size == 1 or AxisType.Explicit not in mesh.axis_types:
+    if mesh is None or AxisType.Explicit not in mesh.axis_types:
         return None
     return sharding
 
@@ -47,9 +48,25 @@ def types_of(tree: Any) -> Any:
     return jax.tree.map(_type_of, tree)
 
 
-def along_rows(sharding: NamedSharding) -> NamedSharding:
-    """That of an array of one number for each row."""
-    return NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[:1]))
+def looked_up(table: Any, indices: Any) -> Any:
+    """How rows are split that ``indices`` ``[...]`` read from ``table`` ``[V, *D]``."""
+    mesh = explicit_mesh(table, indices)
+    batch, row = (_spec(x) for x in (indices, table))
+    taken = {axis for axes in batch for axis in axes}
+    columns = (tuple(axis for axis in axes if axis not in taken) for axes in row[1:])
+    spec = (axes or None for axes in (*batch, *columns))
+    return None if mesh is None else NamedSharding(mesh, PartitionSpec(*spec))
+
+
+def _spec(x: Any) -> tuple[tuple[str, ...], ...]:
+    sharding = _type_of(x)
+    return split_along(sharding.spec if sharding is not None else (), jnp.ndim(x))
+
+
+def split_along(spec: Any, ndim: int) -> tuple[tuple[str, ...], ...]:
+    """For each axis of an array the mesh axes along which it is split."""
+    axes = [() if x is None else (x,) if isinstance(x, str) else tuple(x) for x in spec]
+    return (*axes, *((),) * (ndim - len(axes)))
 
 
 @contextlib.contextmanager

@@ -32,7 +32,6 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jslices import _jax
 from jslices._devices.exchange import Exchange, Route, home_of
 from jslices._devices.explicit import (
-    along_rows,
     explicit_mesh,
     typed,
     types_of,
@@ -340,9 +339,9 @@ def _sharding_constraint(
 def _reshard(
     walk: Interpreter, eqn: _jax.Equation, operands: list[Any], through: list[bool]
 ) -> list[Any]:
-    """A table may go to where all axes are Auto, as its lookups are taken there."""
+    """Views may go to where all axes are Auto, as that is where lookups are taken."""
     (view,) = operands
-    if isinstance(view, Table) and _jax.has_auto_axes(eqn):
+    if _jax.has_auto_axes(eqn):
         return [view]
     return walk.bind(eqn, [walk.whole(view, eqn)])
 
@@ -607,6 +606,7 @@ class Runner(Interpreter):
             record = ids.record
             if record.dtype != site.index_dtype:
                 record = canonical_indices(record, table.shape[0]).astype(site.index_dtype)
+            split = types_of(slot.values)
             array, slot = untyped((table.array, slot))
             if site.route is None:
                 rows = lookup_rows(array, ids.read, slot, mode, fill_value)
@@ -614,9 +614,7 @@ class Runner(Interpreter):
                 rows, record = rows_from_elsewhere(
                     site.route, array, ids.read, record, slot, mode, fill_value
                 )
-            if site.sharding is not None:
-                record = typed(record, along_rows(site.sharding))
-            self._scope.indices.append(record)
+            self._scope.indices.append(typed(record, split))
             return rows
 
         aval = eqn.outvars[0].aval
@@ -701,6 +699,7 @@ def _nowhere(site: Site, slot: Any) -> jax.Array:
     """Row numbers out of range, for a lookup in a branch that is not taken."""
     rows = slot.values.shape[: slot.values.ndim - len(site.table_shape) + 1]
     indices = jnp.full(rows, site.table_shape[0], site.index_dtype)
+    indices = typed(indices, types_of(slot.values))
     return _jax.as_varying(indices, site.varying)
 
 

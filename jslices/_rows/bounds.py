@@ -15,6 +15,13 @@ from jax import lax
 from jax.typing import ArrayLike
 
 from jslices import _jax
+from jslices._devices.explicit import (
+    explicit_mesh,
+    looked_up,
+    typed,
+    untyped,
+    with_auto_axes,
+)
 from jslices._rows.loops import row_loop
 
 INT32_MAX = np.iinfo(np.int32).max
@@ -112,8 +119,14 @@ def take_rows(
     ``"promise_in_bounds"`` the caller knows that there is none. Cost: one gather of
     ``K * D`` elements.
 
-    Traced as a ``gather`` even without any indices, where ``table[indices]`` is not.
+    Traced as a ``gather`` even without any indices, where ``table[indices]`` is not. On a
+    mesh of Explicit axes the rows are split as the indices are.
     """
+    mesh = explicit_mesh(table, indices)
+    if mesh is not None:
+        with with_auto_axes(mesh):
+            rows = take_rows(*untyped((table, indices)), mode=mode, fill_value=fill_value)
+        return typed(rows, looked_up(table, indices))  # type: ignore[no-any-return]
     row = table.shape[1:]
     if table.shape[0] == 0:  # XLA refuses to gather from nothing
         missing: Any = missing_value(table.dtype) if fill_value is None else fill_value
