@@ -5,9 +5,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jslices._devices.exchange import Placement, on_each_device
+from jslices._devices.explicit import explicit_mesh, typed, untyped, with_auto_axes
 from jslices._jax import flatten
 from jslices._rows.bounds import canonical_indices
 from jslices._slices import IndexedSlices, deduplicated, is_slices, known_distinct
@@ -111,7 +112,25 @@ def join_entries(
     return sharded(placement, shape, *run(parts))
 
 
-def each_shard(fun: Callable[..., Any], slices: Any, *arrays: Any) -> Any:
+def told_to_owners(placement: Placement, num_rows: int, ids: jax.Array) -> ShardedSlices:
+    """Entries without elements for ``ids`` ``[K]``, each on the device that has its row."""
+
+    def own(ids: jax.Array) -> tuple[jax.Array, jax.Array]:
+        height = num_rows // placement.shards
+        first = placement.number().astype(ids.dtype) * height
+        mine = (ids >= first) & (ids < first + height)
+        return jnp.zeros((*ids.shape, 0)), jnp.where(mine, ids, num_rows)
+
+    mesh = explicit_mesh(ids)
+    with with_auto_axes(mesh):
+        run = on_each_device(placement, own, PartitionSpec(), placement.by_rows)
+        entries = run(canonical_indices(untyped(ids), num_rows))
+    if mesh is not None:
+        entries = typed(entries, NamedSharding(mesh, placement.by_rows))
+    return sharded(placement, (num_rows, 0), *entries)
+
+
+def each_shard(fun: Callable[..., Any], slices: Any, *arrays: Any, shared: Any = ()) -> Any:
     """``fun(slices, *arrays)``, each device for its own rows, without a word between them.
 
     Args:
@@ -119,23 +138,26 @@ def each_shard(fun: Callable[..., Any], slices: Any, *arrays: Any) -> Any:
         Returns a pytree of slices and arrays whose first axis goes by rows or by entries.
       slices: :class:`ShardedSlices`.
       *arrays: pytrees of arrays ``[V, ...]``, placed as the table.
+      shared: arrays that ``fun`` gets whole, after the others.
     """
     placement, height = slices.placement, slices.dense_shape[0] // slices.placement.shards
     shape = (height, *slices.dense_shape[1:])
     distinct: list[bool] = []
 
-    def local(values: jax.Array, indices: jax.Array, *arrays: Any) -> Any:
+    def local(shared: Any, values: Any, indices: Any, *arrays: Any) -> Any:
         first = (placement.number() * height).astype(indices.dtype)
         mine = IndexedSlices.tree_unflatten(shape, (values, indices - first))
         mine = known_distinct(mine) if slices._distinct else mine
-        leaves, tree = flatten(fun(mine, *arrays), is_leaf=is_slices)
+        leaves, tree = flatten(fun(mine, *arrays, *shared), is_leaf=is_slices)
         distinct.extend(x._distinct for x in leaves if is_slices(x))
         return tree.unflatten(
             [_of_all(placement, x, first) if is_slices(x) else x for x in leaves]
         )
 
-    run = on_each_device(placement, local, placement.by_rows, placement.by_rows)
-    leaves, tree = flatten(run(slices.values, slices.indices, *arrays), is_leaf=is_slices)
+    given = slices.values, slices.indices, *arrays
+    specs = PartitionSpec(), *(placement.by_rows for _ in given)
+    run = on_each_device(placement, local, specs, placement.by_rows)
+    leaves, tree = flatten(run(shared, *given), is_leaf=is_slices)
     for x, known in zip(filter(is_slices, leaves), distinct, strict=True):
         if known:
             known_distinct(x)

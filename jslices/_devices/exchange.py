@@ -175,6 +175,22 @@ def on_each_device(
     return mapped
 
 
+def placement_at_hand(x: Any) -> Placement | None:
+    """Where the rows of an array stand, as its type or the array itself tells."""
+    mesh = mesh_of(jax.typeof(x))
+    if mesh is None or mesh.size == 1:
+        return None
+    known = isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer)
+    sharding = x.sharding if known else jax.typeof(x).sharding
+    if not (known or mesh.are_all_axes_explicit):
+        return None
+    if not isinstance(sharding, NamedSharding):
+        return None
+    rows, *columns = split_along(sharding.spec, x.ndim)
+    placement = Placement(mesh, rows, tuple(columns))
+    return placement if placement.batch and not x.shape[0] % placement.shards else None
+
+
 def on_all_devices(values: jax.Array, indices: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Entries ``[K, *D]`` and ``[K]`` that every device of a mesh gets to see.
 

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.tree_util import Partial
 
 from jslices import _jax
 from jslices._devices.layouts import row_major_array
@@ -37,7 +38,8 @@ def step_slices(
     plans differ it holds both, of which JAX lowers one.
 
     Args:
-      kernel: ``kernel(gradient, *read, *state) -> (update, *new_state)``.
+      kernel: ``kernel(gradient, *read, *state) -> (update, *new_state)``; arrays that it
+        gathers from are the arguments of a ``jax.tree_util.Partial``.
       grad: of an array ``[V, *D]``, K entries.
       read: arrays ``[V, ...]`` whose rows are only read.
       state: arrays ``[V, ...]`` whose rows are written back.
@@ -49,8 +51,17 @@ def step_slices(
       sums nothing), its other entries empty and zero; and the new arrays.
     """
     if isinstance(grad, ShardedSlices):
-        step = functools.partial(step_slices, kernel, linear=linear, unique=unique)
-        stepped: tuple[Any, ...] = each_shard(step, grad, tuple(read), tuple(state))
+        arithmetic, shared = (
+            (kernel.func, kernel.args) if isinstance(kernel, Partial) else (kernel, ())
+        )
+
+        def step(grad: Any, read: Any, state: Any, *shared: Any) -> tuple[Any, ...]:
+            kernel = functools.partial(arithmetic, *shared)
+            return step_slices(kernel, grad, read, state, linear=linear, unique=unique)
+
+        stepped: tuple[Any, ...] = each_shard(
+            step, grad, tuple(read), tuple(state), shared=shared
+        )
         return stepped
     arrays, num_read = (*read, *state), len(read)
     indices, values = grad.indices, grad.values

@@ -147,13 +147,20 @@ def transformation(
     if rule.missed is None:
         return GradientTransformation(init, update_on_mesh, plan=plan)
 
+    advance = running_with_auto_axes(
+        functools.partial(exact.advance, rules_for), _types_of_params
+    )
+
     def catch_up(params: Any, state: Any, ids: Any) -> tuple[Any, Any]:
         check_caught_up(params, state)
-        return exact.catch_up(rules_for, params, state, ids)
+        result: tuple[Any, Any] = advance(params, state, exact.rows_behind(params, ids))
+        return result
 
     def flush(params: Any, state: Any) -> tuple[Any, Any]:
         check_caught_up(params, state)
-        return exact.flush(rules_for, params, state)
+        every = [True] * len(flatten(params)[0])
+        result: tuple[Any, Any] = advance(params, state, every)
+        return result
 
     def check_caught_up(params: Any, state: Any) -> None:
         check_state(state, state_type, kept)
@@ -163,10 +170,7 @@ def transformation(
         for place, p, r, *old in zip(places(tree), leaves, rules, *columns, strict=True):
             check_shapes(place, jnp.shape(p), old, state_shapes(r, jnp.shape(p)))
 
-    on_mesh = functools.partial(running_with_auto_axes, results=_types_of_params)
-    return GradientTransformation(
-        init, update_on_mesh, on_mesh(catch_up), on_mesh(flush), plan=plan
-    )
+    return GradientTransformation(init, update_on_mesh, catch_up, flush, plan=plan)
 
 
 def _types_of_update(grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
@@ -178,9 +182,9 @@ def _types_of_update(grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
     return updates, types_of(state)
 
 
-def _types_of_params(params: Any, state: Any, *ids: Any) -> tuple[Any, Any]:
+def _types_of_params(params: Any, state: Any, which: Any) -> tuple[Any, Any]:
     """The same of ``catch_up`` and ``flush``."""
-    del ids
+    del which
     return types_of(params), types_of(state)
 
 

@@ -11,11 +11,14 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.tree_util import Partial
 
+from jslices._devices.exchange import mesh_of, placement_at_hand
 from jslices._devices.layouts import row_major_array
 from jslices._jax import flatten
 from jslices._rows.bounds import canonical_indices, index_dtype, take_rows
 from jslices._rows.select import where_rows
+from jslices._sharded import ShardedSlices, told_to_owners
 from jslices._slices import IndexedSlices
 from jslices.optim._engine.arithmetic import next_count, per_row
 from jslices.optim._engine.execute import execute, step_slices
@@ -105,10 +108,12 @@ def refuse_stale(grads: Sequence[Any], last: Sequence[Any], count: jax.Array) ->
             )
 
 
-def catch_up(rules_for: RulesFor, params: Any, state: Any, ids: Any) -> tuple[Any, Any]:
-    """Brings the rows that ``ids`` name up to date, in place.
+def rows_behind(params: Any, ids: Any) -> list[IndexedSlices | bool]:
+    """For each parameter the rows that ``ids`` name, as :func:`advance` takes them.
 
-    Cost: a sort of K integers, and ``U * D`` elements of each parameter and array.
+    Raises:
+      ValueError: if ``ids`` do not mirror ``params``.
+      TypeError: for what are no row numbers.
     """
     leaves, tree = flatten(params)
     try:
@@ -118,17 +123,7 @@ def catch_up(rules_for: RulesFor, params: Any, state: Any, ids: Any) -> tuple[An
             "catch_up(params, state, ids): ids must mirror params, with an array of row "
             f"numbers for each table about to be read and None elsewhere; {error}"
         ) from error
-    which = [_entries(i, p) for i, p in zip(given, leaves, strict=True)]
-    return _advance(rules_for, params, state, which)
-
-
-def flush(rules_for: RulesFor, params: Any, state: Any) -> tuple[Any, Any]:
-    """Brings every row up to date, in place and some rows at a time.
-
-    Cost: reads and writes ``V * D`` elements of each parameter and array, once.
-    """
-    count = len(flatten(params)[0])
-    return _advance(rules_for, params, state, [True] * count)
+    return [_entries(i, p) for i, p in zip(given, leaves, strict=True)]
 
 
 def _entries(ids: Any, param: Any) -> IndexedSlices | bool:
@@ -138,6 +133,8 @@ def _entries(ids: Any, param: Any) -> IndexedSlices | bool:
     """
     if ids is None or ids is True:
         return bool(ids)
+    if isinstance(ids, ShardedSlices) and ids.shape == (*jnp.shape(param)[:1], 0):
+        return ids
     if isinstance(ids, IndexedSlices):
         raise TypeError(
             f"catch_up wants row numbers, got {ids}; rows catch up before their gradient "
@@ -151,14 +148,21 @@ def _entries(ids: Any, param: Any) -> IndexedSlices | bool:
             f"{list(ids.shape)} for a parameter of shape {jnp.shape(param)}; pass None for "
             "what is not looked up, True for all of it"
         )
-    ids = ids.reshape(-1)
+    ids, placement = ids.reshape(-1), placement_at_hand(param)
+    if placement is not None:
+        return told_to_owners(placement, param.shape[0], ids)
     return IndexedSlices(jnp.zeros((ids.shape[0], 0)), ids, (param.shape[0], 0))
 
 
-def _advance(
+def advance(
     rules_for: RulesFor, params: Any, state: Any, which: Sequence[IndexedSlices | bool]
 ) -> tuple[Any, Any]:
-    """Does the missed steps of some rows of each parameter, of all rows, or of none."""
+    """Does the missed steps of some rows of each parameter, of all rows, or of none.
+
+    In place. Cost for some rows: a sort of K integers, and ``U * D`` elements of each
+    parameter and array. For all rows: reads and writes ``V * D`` elements of each, some
+    rows at a time.
+    """
     leaves, tree = flatten(params)
     rules = rules_for(params, len(leaves))
     names = tuple(rules[0].state) if rules else ()
@@ -200,7 +204,7 @@ def _missed_steps(rule: Rule, count: jax.Array, run: jax.Array) -> Kernel:
     steps = _missed(rule)
     table, now = steps.table(count), steps.snapshot(count, run)
 
-    def kernel(nothing: jax.Array, p: jax.Array, *rest: jax.Array) -> tuple[Any, ...]:
+    def kernel(table: Any, nothing: Any, p: jax.Array, *rest: Any) -> tuple[Any, ...]:
         arrays, last, snapshot = _clock_apart(rest, len(now))
         missed = steps.missed(count, run, table, last, snapshot)
         missed = jax.tree.map(lambda x: per_row(x, p), missed)
@@ -213,7 +217,7 @@ def _missed_steps(rule: Rule, count: jax.Array, run: jax.Array) -> Kernel:
         ]
         return nothing, *kept, *_now(count, now, last, snapshot)
 
-    return kernel
+    return Partial(kernel, table)
 
 
 def _clock_apart(arrays: Sequence[Any], width: int) -> tuple[Any, Any, Any]:
@@ -239,10 +243,13 @@ def _every_row(kernel: Kernel, arrays: list[jax.Array]) -> list[jax.Array]:
     """The kernel on all rows, as many at a time as stay in the cache.
 
     They are gathered and scattered: of slices that are read and written XLA copies the
-    whole arrays in every turn of a loop.
+    whole arrays in every turn of a loop. Not on a mesh, where each device would ask the
+    others for its rows.
     """
     p = arrays[0]
-    if p.ndim == 0 or p.size <= CHUNK_ELEMENTS:
+    mesh = mesh_of(jax.typeof(p))
+    on_mesh = mesh is not None and mesh.size > 1
+    if p.ndim == 0 or p.size <= CHUNK_ELEMENTS or on_mesh:
         return list(kernel(jnp.zeros((*p.shape[:1], 0)), *arrays))[1:]
     height = p.shape[0]
     chunk = max(1, CHUNK_ELEMENTS * height // p.size)
