@@ -27,7 +27,7 @@ from jslices._errors import (
     OutOfRangeError,
     UnavailableError,
 )
-from jslices._grad.api import grad, value_and_grad, vjp
+from jslices._grad.api import grad, lookup_ids, value_and_grad, vjp
 from jslices._grad.explain import explain
 from jslices._grad.rules import register_rowwise
 from jslices._lookup import (
@@ -143,6 +143,7 @@ __all__ = [
     "lamb",
     "lion",
     "log_uniform_candidate_sampler",
+    "lookup_ids",
     "mask_rows",
     "nce_loss",
     "optim",

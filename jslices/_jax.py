@@ -23,6 +23,7 @@ from jax.experimental.layout import Layout
 from jax.export import is_symbolic_dim
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Primitive
 from jax.interpreters import mlir
+from jax.interpreters import partial_eval as pe
 
 from jslices._densify import JAX_FOLDER, OUR_FOLDER, UserLine, pick_user_line
 
@@ -156,6 +157,16 @@ def bind(eqn: Equation, operands: Sequence[Any], **changed: Any) -> list[Any]:
     ):
         out = eqn.primitive.bind(*subfuns, *operands, **bind_params)
     return list(out) if eqn.primitive.multiple_results else [out]
+
+
+def needed(
+    fun: Callable[..., list[Any]], args: Sequence[Any]
+) -> tuple[list[Any], list[bool]]:
+    """``fun(*args)``, running no more than the result needs; and which args it needs."""
+    program = jax.make_jaxpr(fun)(*args)
+    less, used = pe.dce_jaxpr(program.jaxpr, [True] * len(program.jaxpr.outvars))
+    inputs = itertools.compress(args, used)
+    return jax.core.eval_jaxpr(less, program.consts, *inputs), used
 
 
 def has_auto_axes(eqn: Equation) -> bool:

@@ -24,7 +24,7 @@ from jslices._grad.plan import (
 )
 from jslices._grad.views import Table
 from jslices._lookup.rows import without_dense_warning
-from jslices._sharded import sharded
+from jslices._sharded import ShardedSlices, sharded
 from jslices._slices import IndexedSlices, concat_slices, is_slices
 
 
@@ -192,6 +192,86 @@ def vjp(
     return (result, pullback, aux) if has_aux else (result, pullback)
 
 
+def lookup_ids(
+    fun: Callable[..., Any],
+    argnums: int | Sequence[int] = 0,
+    has_aux: bool = False,
+    *,
+    exchange: ExchangeSpec = None,
+) -> Callable[..., Any]:
+    """The rows that a call of ``fun`` reads: what ``tx.catch_up`` wants to know before.
+
+    Args:
+      fun: a function as :func:`value_and_grad` takes it.
+      argnums: which positional argument or arguments to tell of.
+      has_aux: whether ``fun`` returns ``(result, aux)``.
+      exchange: as in :func:`value_and_grad`.
+
+    Returns:
+      A function of the same arguments that mirrors the chosen ones: for an array of which
+      rows are looked up, and nothing else, their numbers, int32 ``[K]`` in the order of the
+      program, duplicates and those out of range (no row is read) included; None for every
+      other array. With ``exchange``, for an array that is split over devices, IndexedSlices
+      without elements whose ``indices`` stand on the devices that hold the rows.
+
+    Raises:
+      ValueError: if the rows that are read depend on the values of the array itself; they
+        would be others after it has caught up.
+
+    Cost: that of computing the ids; nothing else of ``fun`` is run.
+
+    Example:
+      >>> import jax.numpy as jnp, jslices as js
+      >>> def loss(params, ids):
+      ...     return (params["table"][ids] * params["w"]).sum()
+      >>> params = {"table": jnp.ones((9, 2)), "w": jnp.ones(2)}
+      >>> js.lookup_ids(loss)(params, jnp.array([3, 8, 3]))
+      {'table': Array([3, 8, 3], dtype=int32), 'w': None}
+      >>> tx = js.adam(0.1, untouched="exact")
+      >>> state, batch = tx.init(params), jnp.array([3, 8, 3])
+      >>> rows = js.lookup_ids(loss)(params, batch)
+      >>> params, state = tx.catch_up(params, state, rows)
+
+    Source: ours; PyTorch's and FBGEMM's users pass these ids by hand.
+    """
+    _check_callable(fun)
+
+    @functools.wraps(fun)
+    def ids_fun(*args: Any, **kwargs: Any) -> Any:
+        call = Call(fun, chosen_arguments(argnums, args), args, kwargs, has_aux)
+        single = is_number(argnums)
+        planned = plan_call(call, single, None, exchange)
+        sites = jax.tree.leaves(planned.plan)
+
+        def run(*primals: Any) -> list[Any]:
+            _, indices = _run_planned(planned, primals, jax.tree.map(_slot, planned.plan))
+            return jax.tree.leaves(indices)
+
+        with without_dense_warning():
+            indices, used = _jax.needed(run, call.primals)
+        for site in sites:
+            if used[site.leaf]:
+                raise ValueError(
+                    f"the rows that are read of {planned.leaves[site.leaf]} depend on its "
+                    f"own values ({_jax.user_line(site.source)}), so they are not known "
+                    "before it has caught up: tx.flush(params, state) brings all rows up "
+                    "to date"
+                )
+        parts: dict[int, list[Any]] = {}
+        for site, index in zip(sites, indices, strict=True):
+            shape = (site.table_shape[0], 0)
+            part = _of_site(site, shape, jnp.zeros((*index.shape, 0)), index)
+            parts.setdefault(site.leaf, []).append(part)
+        found: list[Any] = [None] * len(call.primals)
+        for leaf, several in parts.items():
+            rows: Any = several[0] if len(several) == 1 else concat_slices(several)
+            found[leaf] = rows if isinstance(rows, ShardedSlices) else rows.indices
+        mirrored = call.tree.unflatten(found)
+        return mirrored[0] if single else mirrored
+
+    return ids_fun
+
+
 # --- from a planned call to its gradient ------------------------------------------------
 
 
@@ -207,22 +287,12 @@ def _linearize(call: Call, planned: Planned) -> tuple[Any, Callable[[Any], Any],
 
     def run(dense: list[Any], slots: Any) -> tuple[list[Any], Any]:
         left = iter(dense)
-        operands = [
-            next(left) if kind == "dense" else Table(leaf.aval.shape, leaf.aval.dtype, i, x)
-            for i, (x, leaf, kind) in enumerate(
-                zip(call.primals, planned.leaves, kinds, strict=True)
-            )
+        primals = [
+            next(left) if kind == "dense" else x
+            for x, kind in zip(call.primals, kinds, strict=True)
         ]
+        flat, indices = _run_planned(planned, primals, slots)
         num_results = planned.outputs.num_results
-        flat, indices = run_lookups(
-            planned.program,
-            operands,
-            num_results,
-            {i: leaf.candidate for i, leaf in enumerate(planned.leaves)},
-            planned.plan,
-            slots,
-            planned.eager,
-        )
         return flat[:num_results], (flat[num_results:], indices)
 
     with without_dense_warning():
@@ -231,6 +301,23 @@ def _linearize(call: Call, planned: Planned) -> tuple[Any, Callable[[Any], Any],
     pull = functools.partial(_pull_back, assemble, planned.outputs.tree)
     vjp_fun = jax.tree_util.Partial(pull, pullback, jax.tree.leaves(indices))
     return planned.outputs.result(results), vjp_fun, planned.outputs.aux(aux)
+
+
+def _run_planned(planned: Planned, primals: Sequence[Any], slots: Any) -> tuple[Any, Any]:
+    """The outputs of the traced call, and the row numbers of its lookups."""
+    operands = [
+        x if planned.kind(i) == "dense" else Table(leaf.aval.shape, leaf.aval.dtype, i, x)
+        for i, (x, leaf) in enumerate(zip(primals, planned.leaves, strict=True))
+    ]
+    return run_lookups(
+        planned.program,
+        operands,
+        planned.outputs.num_results,
+        {i: leaf.candidate for i, leaf in enumerate(planned.leaves)},
+        planned.plan,
+        slots,
+        planned.eager,
+    )
 
 
 def _slot(site: Site) -> IndexedSlices:
@@ -302,7 +389,7 @@ def _of_site(site: Site, shape: Any, values: Any, indices: Any) -> IndexedSlices
     """The gradient of one lookup, its executions joined."""
     if site.route is not None:
         return sharded(site.route.placement, shape, values, indices)._flattened()
-    values, indices = values.reshape(-1, *shape[1:]), indices.reshape(-1)
+    values, indices = values.reshape(indices.size, *shape[1:]), indices.reshape(-1)
     return IndexedSlices(*on_all_devices(values, indices), shape)
 
 
