@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jslices._devices.exchange import Placement, on_each_device
+from jslices._devices.exchange import Placement, mesh_of, on_each_device
 from jslices._devices.explicit import explicit_mesh, typed, untyped, with_auto_axes
 from jslices._jax import flatten
 from jslices._rows.bounds import canonical_indices
@@ -44,6 +44,11 @@ class ShardedSlices(IndexedSlices):
         shape, distinct = self.dense_shape, self._distinct
         return sharded(self.placement, shape, values, self.indices, distinct)
 
+    @property
+    def _is_placed(self) -> bool:
+        """Whether each device has its entries: not on the host, nor in a ``shard_map``."""
+        return mesh_of(jax.typeof(self.values)) is not None
+
     def to_dense(self) -> jax.Array:
         if self.indices.ndim > 1:
             return super().to_dense()
@@ -63,6 +68,8 @@ class ShardedSlices(IndexedSlices):
         return unique
 
     def _flattened(self) -> IndexedSlices:
+        if not self._is_placed:
+            return super()._flattened()
         return join_entries(self.placement, self.dense_shape, [(self.values, self.indices)])
 
     def _joined(
@@ -71,7 +78,7 @@ class ShardedSlices(IndexedSlices):
         alike = all(
             isinstance(x, ShardedSlices) and x.placement == self.placement for x in others
         )
-        if self.indices.ndim > 1 or not alike:
+        if self.indices.ndim > 1 or not (alike and self._is_placed):
             return super()._joined(others, values, indices, shape)
         parts = list(zip(values, indices, strict=True))
         return join_entries(self.placement, shape, parts)
@@ -140,6 +147,11 @@ def each_shard(fun: Callable[..., Any], slices: Any, *arrays: Any, shared: Any =
       *arrays: pytrees of arrays ``[V, ...]``, placed as the table.
       shared: arrays that ``fun`` gets whole, after the others.
     """
+    if not slices._is_placed:
+        plain = IndexedSlices.tree_unflatten(
+            slices.dense_shape, (slices.values, slices.indices)
+        )
+        return fun(known_distinct(plain) if slices._distinct else plain, *arrays, *shared)
     placement, height = slices.placement, slices.dense_shape[0] // slices.placement.shards
     shape = (height, *slices.dense_shape[1:])
     distinct: list[bool] = []

@@ -162,7 +162,7 @@ def _locate(route: Route, ids: jax.Array, learns: jax.Array) -> tuple[Located, j
         crowded = (most > capacity)[None]
 
     def swapped() -> jax.Array:
-        at = start[:-1, None] + jnp.arange(capacity, dtype=jnp.int32)
+        at = start[:-1, None] + jnp.arange(capacity, dtype=jnp.int32)[None]
         asked = unique.at[jnp.minimum(at, route.ids - 1)].get(mode="promise_in_bounds")
         asked = jnp.where(at < start[1:, None], asked, height).reshape(room)
         named = jnp.zeros((room,), bool)

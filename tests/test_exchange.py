@@ -1,0 +1,260 @@
+"""Tables split over devices: the same as on one device, and only rows travel."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optimizers
+import pytest
+from helpers import all_at_once, assert_close, quickly, rest_in_ci
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+import jslices as js
+
+P = PartitionSpec
+V, D, K, STEPS = 64, 4, 32, 3
+RNG = np.random.default_rng(5)
+TABLE = RNG.normal(size=(V, D)).astype(np.float32)
+W = RNG.normal(size=(D,)).astype(np.float32)
+LABELS = RNG.normal(size=(K,)).astype(np.float32)
+# Mesh shapes, their axes, and how the table and the ids are split.
+ROWS = {
+    "8": ((8,), ("x",), P("x"), P("x")),
+    "2x4": ((2, 4), ("a", "x"), P("x"), P(("a", "x"))),
+    "2x4, all axes": ((2, 4), ("a", "x"), P(("a", "x")), P(("a", "x"))),
+    "8x1": ((8, 1), ("a", "x"), P("x"), P("a")),
+}
+# Some ids out of range everywhere; -1 is the last row in JAX.
+IDS = {
+    "any": RNG.integers(0, V, (STEPS, K)),
+    "equal": np.full((STEPS, K), 7),
+    "of one owner": RNG.integers(0, V // 8, (STEPS, K)),
+    "distinct of one owner": np.arange(STEPS * K).reshape(STEPS, K) % (V // 8),
+    "out of range": RNG.integers(-2 * V, 3 * V, (STEPS, K)),
+    "none": np.full((STEPS, K), 5 * V),
+}
+
+
+def mesh_of(shape, names, kind=AxisType.Auto):
+    if jax.device_count() < 8:
+        pytest.skip("needs eight devices")
+    return jax.make_mesh(shape, names, axis_types=(kind,) * len(names))
+
+
+def on(mesh, x, spec):
+    return jax.device_put(x, NamedSharding(mesh, spec))
+
+
+def split(mesh, tree, spec):
+    """What has a row for each of V on the devices where these rows are."""
+    return jax.tree.map(lambda x: on(mesh, x, spec if x.shape[:1] == (V,) else P()), tree)
+
+
+def loss(params, ids, labels):
+    rows = js.embedding_lookup(params["table"], ids)
+    rows = jnp.where(jnp.isnan(rows), 0.0, rows)
+    return jnp.mean((jnp.tanh(rows @ params["w"]) - labels) ** 2)
+
+
+def train(tx, exchange, params, state, ids):
+    """Some steps, each on its own ids; those of exact optimizers catch up."""
+
+    def step(carry, ids):
+        params, state = carry
+        if tx.catches_up:
+            rows = js.lookup_ids(loss, exchange=exchange)(params, ids, LABELS)
+            params, state = tx.catch_up(params, state, {**rows, "w": True})
+        grads = js.grad(loss, exchange=exchange)(params, ids, LABELS)
+        return tx.apply(grads, state, params), None
+
+    return tx.flush(*jax.lax.scan(step, (params, state), ids)[0])
+
+
+def params_on_one():
+    return {"table": jnp.asarray(TABLE), "w": jnp.asarray(W)}
+
+
+@functools.cache
+def trained_on_one(name, ids):
+    tx, params = OPTIMIZERS[name], params_on_one()
+    run = quickly(functools.partial(train, tx, None))
+    return run(params, tx.init(params), jnp.asarray(IDS[ids], jnp.int32))
+
+
+OPTIMIZERS = {
+    name: optimizers.make(js, name, 0.1, kwargs) for name, kwargs in optimizers.FIRST
+} | {
+    f"exact {name}": getattr(js, name)(rate, untouched="exact")
+    for name, rate in [
+        ("sgd", 0.1),
+        ("adam", 0.1),
+        ("adamw", lambda count: 0.1 / (1 + count)),
+        ("partial_rowwise_adam", 0.1),
+    ]
+}
+EXCHANGES = [
+    js.Exchange("x", "all_to_all"),
+    js.Exchange("x", "gather"),
+    js.Exchange("x", "all_to_all", capacity=0.5),
+]
+
+
+@pytest.mark.parametrize("ids", IDS)
+@pytest.mark.parametrize(
+    "mesh, exchange",
+    rest_in_ci(
+        [(mesh, exchange) for mesh in ROWS for exchange in EXCHANGES],
+        lambda case: case[0] == "2x4" and case[1].capacity == 2,
+    ),
+    ids=str,
+)
+def test_training_is_the_same_whatever_the_ids(mesh, exchange, ids):
+    shape, names, spec, batch = ROWS[mesh]
+    if len(spec[0]) > 1:
+        exchange = js.Exchange(spec[0], exchange.plan, exchange.capacity)
+    mesh, tx = mesh_of(shape, names), OPTIMIZERS["adam"]
+    params = split(mesh, params_on_one(), spec)
+    state = split(mesh, tx.init(params), spec)
+    given = on(mesh, jnp.asarray(IDS[ids], jnp.int32), P(None, *batch))
+    run = quickly(functools.partial(train, tx, {"table": exchange}))
+    assert_close(run(params, state, given), trained_on_one("adam", ids), rtol=1e-4)
+
+
+def test_what_does_not_fit_shows():
+    mesh = mesh_of((8,), ("x",))
+    exchange = js.Exchange("x", "all_to_all", capacity=0.5, overflow="nan")
+    table = on(mesh, TABLE, P("x"))
+
+    def run(ids):
+        look_up = js.value_and_grad(lambda t, i: (t[i] ** 2).sum(), exchange=exchange)
+        return quickly(look_up)(table, on(mesh, ids.astype(np.int32), P("x")))
+
+    fits = np.tile(np.arange(8) * 8, 4)  # one id for each pair of devices
+    value, grad = run(fits)
+    np.testing.assert_allclose(value, (TABLE[fits] ** 2).sum(), rtol=1e-5)
+    assert grad.indices.shape == (8 * 8 * 1,)
+    assert np.isnan(run(np.arange(K) % 8)[0])
+
+
+@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
+@pytest.mark.parametrize(
+    "which",
+    [["sgd", "exact adam"], pytest.param(list(OPTIMIZERS), marks=pytest.mark.slow)],
+    ids=["two", "all"],
+)
+def test_every_optimizer_on_a_mesh(which, kind):
+    shape, names, spec, batch = ROWS["2x4"]
+    mesh = mesh_of(shape, names, getattr(AxisType, kind))
+    exchange = {"table": js.Exchange("x", overflow="nan", capacity=4.0)}
+    ids = jnp.asarray(IDS["any"], jnp.int32)
+    plain = params_on_one()
+    with jax.set_mesh(mesh):
+        params = split(mesh, plain, spec)
+        given = on(mesh, ids, P(None, *batch))
+        states = {name: OPTIMIZERS[name].init(plain) for name in which}
+        states = {name: split(mesh, state, spec) for name, state in states.items()}
+
+        def run(name, params, states, ids):
+            return train(OPTIMIZERS[name], exchange, params, states[name], ids)
+
+        trained = all_at_once(
+            {name: functools.partial(run, name) for name in which}, params, states, given
+        )
+    for name, result in trained.items():
+        wanted = trained_on_one(name, "any")
+        assert_close(jax.device_get(result), jax.device_get(wanted), rtol=1e-4, atol=1e-5)
+        assert result[0]["table"].sharding.is_equivalent_to(params["table"].sharding, 2)
+
+
+FORMS = {
+    "matrix": lambda t, i: jnp.sin(js.embedding_lookup(t, i)).sum(1),
+    "cast": lambda t, i: js.embedding_lookup(t.astype(jnp.float16), i).sum(1) * 2.0,
+    "scaled": lambda t, i: js.embedding_lookup(t * 2.0, i).sum(1),
+    "twice": lambda t, i: js.embedding_lookup(t, i[:, 0]) * js.embedding_lookup(t, i[:, 1]),
+    "padding": lambda t, i: js.embedding_lookup(t, i, padding_id=3).sum(1),
+    "checkpoint": lambda t, i: jax.checkpoint(
+        lambda t: jnp.sin(js.embedding_lookup(t, i)).sum(1)
+    )(t),
+    "bags": lambda t, i: js.embedding_lookup_sparse(t, i, combiner="mean"),
+    "scan": lambda t, i: jax.lax.scan(
+        lambda c, x: (c + jnp.sin(js.embedding_lookup(t, x)).sum(), None), 0.0, i.T
+    )[0],
+    "cond": lambda t, i: jax.lax.cond(
+        t.shape[0] > i.sum(),
+        lambda: js.embedding_lookup(t, i[:, 0]) ** 3,
+        lambda: js.embedding_lookup(t, i[:, 1]),
+    ),
+    "vmap": lambda t, i: jax.vmap(lambda x: js.embedding_lookup(t, x).sum(0))(i),
+}
+PLACES = [
+    ("Auto", (8,), ("x",), P("x")),
+    ("Auto", (2, 4), ("a", "x"), P("x")),
+    ("Explicit", (8,), ("x",), P("x")),
+    ("Explicit", (2, 4), ("a", "x"), P("x")),
+    ("Explicit", (2, 4), ("a", "x"), P("a", "x")),
+    ("Explicit", (4,), ("x",), P(None, "x")),
+    ("Explicit", (8,), ("x",), P()),
+    ("Explicit", (1,), ("x",), P("x")),
+]
+
+
+@pytest.mark.filterwarnings("ignore::jslices.DensificationWarning")
+@pytest.mark.parametrize(
+    "kind, shape, names, spec", rest_in_ci(PLACES, lambda case: case in PLACES[1:4:2])
+)
+def test_lookups_in_every_form(kind, shape, names, spec):
+    if jax.device_count() < 8:
+        pytest.skip("needs eight devices")
+    kinds, devices = (getattr(AxisType, kind),) * len(names), jax.devices()
+    devices = devices[: int(np.prod(shape))]
+    mesh = jax.make_mesh(shape, names, axis_types=kinds, devices=devices)
+    exchange = js.Exchange("x") if kind == "Auto" else None
+    ids = RNG.integers(0, V, (16, 4)).astype(np.int32)
+
+    def grad_of(form, exchange, grad=js.grad):
+        def whole(t, i):
+            return (form(t, i).astype(jnp.float32) ** 2).sum()
+
+        return grad(whole) if exchange is None else js.grad(whole, exchange=exchange)
+
+    with jax.set_mesh(mesh):
+        batch = P(names) if "x" not in spec[1:] else P(names[:-1] or None)
+        found = all_at_once(
+            {name: grad_of(form, exchange) for name, form in FORMS.items()},
+            on(mesh, TABLE, spec),
+            on(mesh, ids, batch),
+        )
+    wanted = all_at_once(
+        {name: grad_of(form, None, jax.grad) for name, form in FORMS.items()},
+        jnp.asarray(TABLE),
+        jnp.asarray(ids),
+    )
+    for name, slices in found.items():
+        assert js.is_slices(slices), name
+        slices = js.IndexedSlices(*jax.device_get((slices.values, slices.indices)), (V, D))
+        atol = 0.05 if name == "cast" else 1e-4
+        assert_close(slices.to_dense(), wanted[name], rtol=1e-3, atol=atol)
+
+
+def test_around_the_optimizer_nothing_but_numbers_travels():
+    mesh = mesh_of((8,), ("x",))
+    placed = on(mesh, TABLE, P("x"))
+    ids = on(mesh, IDS["any"][0].astype(np.int32), P("x"))
+    exchange = js.Exchange("x")
+
+    def loss(table, ids):
+        return (table[ids] ** 2).sum()
+
+    grads = quickly(js.grad(loss, exchange=exchange))(placed, ids)
+
+    def around(g):
+        clipped = js.clip_by_global_norm(g, 1.0)[0]
+        rows = js.clip_rows_by_norm(clipped, 0.1)
+        return rows, js.global_norm(rows), js.all_finite(rows), rows + g, g.coalesce()
+
+    compiled = quickly(around).lower(grads).compile()
+    sent = [c for c in js._proof.cost.cost_of(compiled).collectives]
+    assert all(c.nbytes <= 16 for c in sent), sent
+    wanted = around(js.grad(loss)(jnp.asarray(TABLE), jnp.asarray(ids)))
+    assert_close(jax.device_get(compiled(grads)), jax.device_get(wanted), rtol=1e-4)
