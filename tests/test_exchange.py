@@ -258,3 +258,109 @@ def test_around_the_optimizer_nothing_but_numbers_travels():
     assert all(c.nbytes <= 16 for c in sent), sent
     wanted = around(js.grad(loss)(jnp.asarray(TABLE), jnp.asarray(ids)))
     assert_close(jax.device_get(compiled(grads)), jax.device_get(wanted), rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["sgd", "adam"])
+@pytest.mark.parametrize("spec", [P(), P("x"), P(None, "x")], ids=str)
+def test_without_an_exchange_no_table_travels_either(name, spec):
+    mesh, tx = mesh_of((4,), ("x",)), OPTIMIZERS[name]
+    params = split(mesh, params_on_one(), spec)
+    state = tx.init(params)
+    ids = on(mesh, jnp.asarray(IDS["any"][0], jnp.int32), P("x"))
+
+    def step(params, state, ids):
+        grads = js.grad(loss)(params, ids, LABELS)
+        return tx.apply(grads, state, params)
+
+    compiled = quickly(step).lower(params, state, ids).compile()
+    most = max(c.nbytes for c in js._proof.cost.cost_of(compiled).collectives)
+    assert most <= 3 * K * D * 4  # of rows looked up: of Adam's three arrays at a time
+    wanted = quickly(step)(params_on_one(), tx.init(params_on_one()), IDS["any"][0])
+    assert_close(jax.device_get(compiled(params, state, ids)), jax.device_get(wanted))
+
+
+def test_lookup_ids_are_what_the_program_reads():
+    def loss(params, ids):
+        def body(total, i):
+            return total + params["a"][i].sum(), None
+
+        total, _ = jax.lax.scan(body, 0.0, ids)
+        return total + params["b"][ids[:2]].sum() + (params["a"][ids] ** 2).sum()
+
+    params = {"a": jnp.ones((9, 2)), "b": jnp.ones((7,)), "c": None}
+    found = js.lookup_ids(loss)(params, jnp.array([4, 8, 4]))
+    np.testing.assert_array_equal(found["a"], [4, 8, 4, 4, 8, 4])
+    np.testing.assert_array_equal(found["b"], [4, 8])
+    assert found["c"] is None
+    both = js.lookup_ids(lambda a, b, i: a[i].sum() * b.sum(), argnums=(0, 1))
+    rows, dense = both(params["a"], jnp.ones(2), jnp.array([1]))
+    assert rows.tolist() == [1] and dense is None
+
+    def chained(links, table, ids):
+        return table[links[ids].astype(jnp.int32)[:, 0]].sum()
+
+    links = jnp.ones((5, 1))
+    rows = js.lookup_ids(chained, argnums=1)(links, params["a"], jnp.array([3]))
+    assert rows.tolist() == [1]
+
+    def walk(table, ids):
+        return table[table[ids].astype(jnp.int32)[:, 0]].sum()
+
+    with pytest.raises(ValueError, match=r"depend on its own values .*flush"):
+        js.lookup_ids(walk)(params["a"], jnp.array([3]))
+
+
+def test_explain_tells_bytes_and_what_does_not_fit():
+    mesh = mesh_of((8,), ("x",))
+    table = jax.ShapeDtypeStruct((V, D), jnp.float32, sharding=NamedSharding(mesh, P("x")))
+
+    def report(ids, **how):
+        look_up = js.explain(lambda t, i: t[i].sum(), exchange=js.Exchange("x", **how))
+        return look_up(table, ids).leaves[0].exchange
+
+    described = report(jax.ShapeDtypeStruct((K,), jnp.int32))
+    # Four ids on each of eight devices, room for one of each pair, rows of 16 bytes.
+    assert described.way == "all_to_all" and described.capacity == 1
+    assert described.all_to_all_bytes == 7 * 1 * (4 + 2 * 16)
+    assert described.gather_bytes == 7 * 4 * (4 + 2 * 16)
+    assert described.fullest is None and described.overflowing is None
+    crowded = report(np.arange(K, dtype=np.int32) % 8)
+    assert (crowded.fullest, crowded.overflowing) == (4, 8 * 3)
+    assert "24 ids too many, that lookup gathers" in str(crowded)
+    even = report(np.repeat(np.arange(8, dtype=np.int32) * 8, 4), overflow="nan")
+    assert (even.fullest, even.overflowing) == (1, 0)
+    assert "NaN" in str(report(np.arange(K, dtype=np.int32) % 8, overflow="nan"))
+    assert report(np.arange(K, dtype=np.int32), plan="gather").way == "gather"
+
+
+def test_bad_exchanges_say_what_to_type():
+    for wrong, message in [
+        ({"axis": ()}, "the name of a mesh axis"),
+        ({"axis": "x", "plan": "all2all"}, "must be one of"),
+        ({"axis": "x", "overflow": "drop"}, "must be one of"),
+        ({"axis": "x", "capacity": 0}, "must be positive"),
+    ]:
+        with pytest.raises(js.InvalidArgumentError, match=message):
+            js.Exchange(**wrong)
+    mesh, ids = mesh_of((8,), ("x",)), jnp.arange(4)
+
+    def grad(table, exchange):
+        def loss(p):
+            return js.embedding_lookup(p["table"], ids).sum()
+
+        return js.grad(loss, exchange=exchange)({"table": table})
+
+    placed = on(mesh, TABLE, P("x"))
+    with pytest.raises(js.InvalidArgumentError, match=r"axes \('x',\), and not 'y'"):
+        grad(placed, js.Exchange("y"))
+    with pytest.raises(js.InvalidArgumentError, match=r"jslices.padded_rows\(63, 8\)"):
+        grad(on(mesh, TABLE[:63], P()), js.Exchange("x"))
+    with pytest.raises(js.InvalidArgumentError, match="on no mesh"):
+        grad(jnp.asarray(TABLE), js.Exchange("x"))
+    with pytest.raises(TypeError, match=r"Exchange or None .* for p\['table'\]"):
+        grad(placed, {"table": "x"})
+    with pytest.raises(ValueError, match="prefix"):
+        grad(placed, {"tables": js.Exchange("x")})
+    explicit = mesh_of((2, 4), ("a", "x"), AxisType.Explicit)
+    with pytest.raises(js.InvalidArgumentError, match=r"split along \('x',\)"):
+        grad(on(explicit, TABLE, P("x")), js.Exchange("a"))

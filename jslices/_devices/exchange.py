@@ -10,6 +10,7 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
@@ -320,6 +321,35 @@ class Route:
         return self.num_rows // self.placement.shards
 
     @property
+    def devices(self) -> int:
+        """How many devices look up ids of their own."""
+        return math.prod(self.placement.mesh.shape[axis] for axis in self.placement.batch)
+
+    def received(self, row_bytes: int, index_bytes: int = 4) -> int:
+        """Bytes that each device receives: the ids, their rows, and the gradients of these.
+
+        Those of a step that does not fall back.
+        """
+        others = self.placement.shards - 1
+        each = self.capacity if self.way == "all_to_all" else self.ids
+        exchanged = others * each * (index_bytes + 2 * row_bytes)
+        repetitions = self.devices // self.placement.shards - 1
+        return exchanged + repetitions * self.entries * (index_bytes + row_bytes)
+
+    def loads(self, ids: np.ndarray) -> np.ndarray:
+        """How many distinct rows each device asks each shard for: ``[devices, N]``.
+
+        ``ids`` ``[n]`` are those of one lookup; those out of range ask for nothing.
+        """
+        shards, per_device = self.placement.shards, np.full(self.devices * self.ids, -1)
+        per_device[: ids.size] = ids
+        loads = np.zeros((self.devices, shards), np.int64)
+        for load, mine in zip(loads, per_device.reshape(self.devices, -1), strict=True):
+            rows = np.unique(mine[(mine >= 0) & (mine < self.num_rows)])
+            load += np.bincount(rows // self.shard_rows, minlength=shards)
+        return loads
+
+    @property
     def entries(self) -> int:
         """Entries of the gradient on each device, before repetitions are gathered."""
         if self.way == "gather" or self.falls_back:
@@ -329,5 +359,4 @@ class Route:
     @property
     def all_entries(self) -> int:
         """Entries of the gradient: on each device those of all its repetitions."""
-        mesh = self.placement.mesh
-        return self.entries * math.prod(mesh.shape[axis] for axis in self.placement.batch)
+        return self.entries * self.devices

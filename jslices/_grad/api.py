@@ -7,12 +7,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
 
 from jslices import _jax
 from jslices._devices.exchange import on_all_devices
 from jslices._grad.explain import report_dense
-from jslices._grad.interpret import Site, run_lookups
+from jslices._grad.interpret import Site
 from jslices._grad.plan import (
     Call,
     ExchangeSpec,
@@ -22,7 +21,7 @@ from jslices._grad.plan import (
     is_number,
     plan_call,
 )
-from jslices._grad.views import Table
+from jslices._grad.run import ids_read, run_planned, slot_of
 from jslices._lookup.rows import without_dense_warning
 from jslices._sharded import ShardedSlices, sharded
 from jslices._slices import IndexedSlices, concat_slices, is_slices
@@ -243,12 +242,7 @@ def lookup_ids(
         planned = plan_call(call, single, None, exchange)
         sites = jax.tree.leaves(planned.plan)
 
-        def run(*primals: Any) -> list[Any]:
-            _, indices = _run_planned(planned, primals, jax.tree.map(_slot, planned.plan))
-            return jax.tree.leaves(indices)
-
-        with without_dense_warning():
-            indices, used = _jax.needed(run, call.primals)
+        indices, used = ids_read(planned, call.primals)
         for site in sites:
             if used[site.leaf]:
                 raise ValueError(
@@ -283,7 +277,7 @@ def _linearize(call: Call, planned: Planned) -> tuple[Any, Callable[[Any], Any],
     report_dense(planned)
     kinds = [planned.kind(i) for i in range(len(call.primals))]
     dense = [x for x, kind in zip(call.primals, kinds, strict=True) if kind == "dense"]
-    slots = jax.tree.map(_slot, planned.plan)
+    slots = jax.tree.map(slot_of, planned.plan)
 
     def run(dense: list[Any], slots: Any) -> tuple[list[Any], Any]:
         left = iter(dense)
@@ -291,7 +285,7 @@ def _linearize(call: Call, planned: Planned) -> tuple[Any, Callable[[Any], Any],
             next(left) if kind == "dense" else x
             for x, kind in zip(call.primals, kinds, strict=True)
         ]
-        flat, indices = _run_planned(planned, primals, slots)
+        flat, indices = run_planned(planned, primals, slots)
         num_results = planned.outputs.num_results
         return flat[:num_results], (flat[num_results:], indices)
 
@@ -301,36 +295,6 @@ def _linearize(call: Call, planned: Planned) -> tuple[Any, Callable[[Any], Any],
     pull = functools.partial(_pull_back, assemble, planned.outputs.tree)
     vjp_fun = jax.tree_util.Partial(pull, pullback, jax.tree.leaves(indices))
     return planned.outputs.result(results), vjp_fun, planned.outputs.aux(aux)
-
-
-def _run_planned(planned: Planned, primals: Sequence[Any], slots: Any) -> tuple[Any, Any]:
-    """The outputs of the traced call, and the row numbers of its lookups."""
-    operands = [
-        x if planned.kind(i) == "dense" else Table(leaf.aval.shape, leaf.aval.dtype, i, x)
-        for i, (x, leaf) in enumerate(zip(primals, planned.leaves, strict=True))
-    ]
-    return run_lookups(
-        planned.program,
-        operands,
-        planned.outputs.num_results,
-        {i: leaf.candidate for i, leaf in enumerate(planned.leaves)},
-        planned.plan,
-        slots,
-        planned.eager,
-    )
-
-
-def _slot(site: Site) -> IndexedSlices:
-    """The cotangent slot of one lookup; see ``jslices/_lookup/rows.py``."""
-    shape = (*site.loops, site.entries, *site.table_shape[1:])
-    sharding = None
-    if site.sharding is not None:
-        loops = (None,) * len(site.loops)
-        spec = PartitionSpec(*loops, *site.sharding.spec)
-        sharding = NamedSharding(site.sharding.mesh, spec)
-    zeros = jnp.zeros(shape, site.dtype, out_sharding=sharding)
-    values = _jax.as_varying(zeros, site.varying)
-    return IndexedSlices.tree_unflatten(site.table_shape, (values, None))
 
 
 def _pull_back(

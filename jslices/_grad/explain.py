@@ -21,6 +21,7 @@ from jslices._densify import (
 from jslices._grad.interpret import DenseUse, Site
 from jslices._grad.plan import (
     Call,
+    ExchangeSpec,
     Leaf,
     Planned,
     SparseSpec,
@@ -29,6 +30,7 @@ from jslices._grad.plan import (
     plan_call,
 )
 from jslices._grad.rules import WIDEST_PACKED
+from jslices._grad.travel import ExchangeReport, exchange_reports
 from jslices._slices import IndexedSlices
 
 # Adam reads and writes the parameter and two arrays of state.
@@ -67,6 +69,8 @@ class LeafReport(NamedTuple):
       step: how ``optimizer`` steps the rows, a plan to print; None without one.
       unread: where the gradient is dense, the places that look the array up, but not by
         whole rows.
+      exchange: how rows get from device to device, an :class:`ExchangeReport` to print;
+        None where they do not, or XLA decides.
     """
 
     path: str
@@ -83,6 +87,7 @@ class LeafReport(NamedTuple):
     suggestion: str | None
     step: Any = None
     unread: tuple[UserLine, ...] = ()
+    exchange: ExchangeReport | None = None
 
 
 class Explanation(NamedTuple):
@@ -165,6 +170,7 @@ def explain(
     *,
     has_aux: bool = False,
     optimizer: Any = None,
+    exchange: ExchangeSpec = None,
 ) -> Callable[..., Explanation]:
     """Tells which gradients of ``fun`` are sparse, what they cost, and why not.
 
@@ -178,6 +184,9 @@ def explain(
       has_aux: as in :func:`value_and_grad`.
       optimizer: a :class:`jslices.GradientTransformation`; the report then says how it
         steps each sparse array on the default device.
+      exchange: as in :func:`value_and_grad`; the report then tells the bytes that each
+        device receives by either plan, and, of ids that are given and not described, how
+        full the fullest pair of devices is, and how many ids have no room.
 
     Returns:
       A function of the same arguments that returns an :class:`Explanation`. ``print`` it
@@ -201,8 +210,10 @@ def explain(
     @functools.wraps(fun)
     def explain_fun(*args: Any, **kwargs: Any) -> Explanation:
         call = Call(fun, chosen_arguments(argnums, args), args, kwargs, has_aux)
-        planned = plan_call(call, is_number(argnums), sparse)
+        planned = plan_call(call, is_number(argnums), sparse, exchange)
         leaves = [_report(leaf, planned, n) for n, leaf in enumerate(planned.leaves)]
+        for n, report in exchange_reports(planned, call).items():
+            leaves[n] = leaves[n]._replace(exchange=report)
         if optimizer is not None:
             steps = _steps(optimizer, call, is_number(argnums), leaves)
             leaves = [x._replace(step=s) for x, s in zip(leaves, steps, strict=True)]
@@ -400,6 +411,8 @@ def _notes(leaf: LeafReport, width: int = 98) -> list[str]:
             lines.append(f"  instead: {leaf.suggestion}")
     if leaf.kind == "sparse" and leaf.sparse_bytes >= leaf.dense_bytes:
         lines.append("  fewer bytes if dense: sparse='if_smaller' makes it so")
+    if leaf.exchange is not None:
+        lines.append(f"  travels: {leaf.exchange}")
     if leaf.step is not None:
         lines.append(f"  stepped: {leaf.step}")
     if lines:

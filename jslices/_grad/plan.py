@@ -130,6 +130,11 @@ class Call:
         self._described = [isinstance(x, jax.ShapeDtypeStruct) for x in self._rest]
 
     @property
+    def is_described(self) -> bool:
+        """Whether something besides the differentiated arrays is only described."""
+        return any(self._described)
+
+    @property
     def names(self) -> list[str]:
         """What the user calls the differentiated arguments."""
         try:

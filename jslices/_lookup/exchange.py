@@ -83,7 +83,7 @@ def locate(route: Route, read: jax.Array, record: jax.Array) -> tuple[Located, j
       record: ``[n]``, the indices of the gradient; out of range means none.
     """
     placement, height = route.placement, route.num_rows
-    total = route.all_entries // route.entries * route.ids
+    total = route.devices * route.ids
     ids, record = (canonical_indices(x, height) for x in (read, record))
     beyond = (0, total - ids.shape[0])
     ids = jnp.pad(ids, beyond, constant_values=height)

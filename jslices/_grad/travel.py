@@ -1,0 +1,106 @@
+"""What lookups in tables that are split over devices send from device to device."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from jslices._densify import human_bytes
+from jslices._devices.exchange import Route, Way
+from jslices._grad.interpret import Site
+from jslices._grad.plan import Call, Planned
+from jslices._grad.run import ids_read, without_exchange
+
+
+class ExchangeReport(NamedTuple):
+    """How the rows of one table travel in one run.
+
+    Attributes:
+      way: ``"all_to_all"`` or ``"gather"``.
+      all_to_all_bytes: what each device receives by the one.
+      gather_bytes: by the other.
+      capacity: for how many distinct ids of a pair of devices the first has room, in the
+        lookup with the least.
+      fullest: how many the fullest pair has, in the lookup with the most; None where the
+        ids are not known.
+      overflowing: how many ids have no room, in all lookups together.
+      falls_back: whether a lookup with such ids goes the other way; they read NaN if not.
+    """
+
+    way: Way
+    all_to_all_bytes: int
+    gather_bytes: int
+    capacity: int
+    fullest: int | None
+    overflowing: int | None
+    falls_back: bool
+
+    def __str__(self) -> str:
+        first, second = human_bytes(self.all_to_all_bytes), human_bytes(self.gather_bytes)
+        if self.way == "gather":
+            return f"{second} to each device, gathered; all to all: {first}"
+        room = f"room for {self.capacity:,} ids of each pair of devices"
+        if self.fullest is not None:
+            room += f", of which the fullest has {self.fullest:,}"
+        if self.overflowing:
+            then = "that lookup gathers" if self.falls_back else "they read NaN"
+            room += f": {self.overflowing:,} ids too many, {then}"
+        return f"{first} to each device, all to all; gathered: {second}; {room}"
+
+
+def exchange_reports(planned: Planned, call: Call) -> dict[int, ExchangeReport]:
+    """For each leaf whose rows travel, how they do."""
+    sites = jax.tree.leaves(planned.plan)
+    if not any(site.route for site in sites):
+        return {}
+    ids = _known_ids(planned, call, len(sites))
+    found: dict[int, list[tuple[Site, Any]]] = {}
+    for site, numbers in zip(sites, ids, strict=True):
+        if site.route is not None:
+            found.setdefault(site.leaf, []).append((site, numbers))
+    return {leaf: _report(lookups) for leaf, lookups in found.items()}
+
+
+def _known_ids(planned: Planned, call: Call, count: int) -> Sequence[Any]:
+    """The ids of every lookup; None where they are not known while this is asked."""
+    if call.is_described:
+        return [None] * count
+    ids, used = ids_read(without_exchange(planned), call.primals)
+    if any(used) or any(isinstance(x, jax.core.Tracer) for x in ids):
+        return [None] * count
+    return [np.asarray(x) for x in ids]
+
+
+def _report(lookups: Sequence[tuple[Site, Any]]) -> ExchangeReport:
+    routes = [site.route for site, _ in lookups if site.route is not None]
+    way: Way = "all_to_all" if any(r.way == "all_to_all" for r in routes) else "gather"
+    loads = [
+        (route, route.loads(run))
+        for route, (site, ids) in zip(routes, lookups, strict=True)
+        if ids is not None
+        for run in ids.reshape(-1, site.count)
+    ]
+    known = len(loads) > 0
+    return ExchangeReport(
+        way,
+        sum(_received(site, "all_to_all") for site, _ in lookups),
+        sum(_received(site, "gather") for site, _ in lookups),
+        min(route.capacity for route in routes),
+        max(int(load.max()) for _, load in loads) if known else None,
+        sum(_beyond(route, load) for route, load in loads) if known else None,
+        any(route.falls_back for route in routes),
+    )
+
+
+def _received(site: Site, way: Way) -> int:
+    assert site.route is not None
+    route = dataclasses.replace(site.route, way=way, falls_back=False)
+    row_bytes = int(np.prod(site.table_shape[1:])) * site.dtype.itemsize
+    runs = int(np.prod(site.loops))
+    return runs * route.received(row_bytes, site.index_dtype.itemsize)
+
+
+def _beyond(route: Route, load: np.ndarray) -> int:
+    return int(np.maximum(load - route.capacity, 0).sum())
