@@ -45,7 +45,7 @@ class ShardedSlices(IndexedSlices):
         return sharded(self.placement, shape, values, self.indices, distinct)
 
     @property
-    def _is_placed(self) -> bool:
+    def is_placed(self) -> bool:
         """Whether each device has its entries: not on the host, nor in a ``shard_map``."""
         return mesh_of(jax.typeof(self.values)) is not None
 
@@ -68,7 +68,7 @@ class ShardedSlices(IndexedSlices):
         return unique
 
     def _flattened(self) -> IndexedSlices:
-        if not self._is_placed:
+        if not self.is_placed:
             return super()._flattened()
         return join_entries(self.placement, self.dense_shape, [(self.values, self.indices)])
 
@@ -78,7 +78,7 @@ class ShardedSlices(IndexedSlices):
         alike = all(
             isinstance(x, ShardedSlices) and x.placement == self.placement for x in others
         )
-        if self.indices.ndim > 1 or not (alike and self._is_placed):
+        if self.indices.ndim > 1 or not (alike and self.is_placed):
             return super()._joined(others, values, indices, shape)
         parts = list(zip(values, indices, strict=True))
         return join_entries(self.placement, shape, parts)
@@ -147,7 +147,7 @@ def each_shard(fun: Callable[..., Any], slices: Any, *arrays: Any, shared: Any =
       *arrays: pytrees of arrays ``[V, ...]``, placed as the table.
       shared: arrays that ``fun`` gets whole, after the others.
     """
-    if not slices._is_placed:
+    if not slices.is_placed:
         plain = IndexedSlices.tree_unflatten(
             slices.dense_shape, (slices.values, slices.indices)
         )

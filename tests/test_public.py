@@ -80,7 +80,7 @@ def test_signatures_are_those_of_jax(name):
 
     theirs = list(inspect.signature(getattr(jax, name)).parameters)
     ours = list(inspect.signature(getattr(js, name)).parameters)
-    assert ours[:5] == theirs[:5] and ours[5:] == ["sparse"]
+    assert ours[:5] == theirs[:5] and ours[5:] == ["sparse", "exchange"]
 
 
 def loaded_by(statement):

@@ -216,6 +216,15 @@ def test_a_table_on_several_devices_gets_the_same_bits():
     for change in (update, rows):
         wanted = add(table, change, KEY)
         assert_same_bits(add(jax.device_put(table, by_row), change, KEY), wanted)
+    exchange = js.Exchange("x", overflow="nan", capacity=4.0)
+    ids = jax.device_put(jnp.array([1, 6, 1, 7]), by_row)
+
+    def step(table, exchange):
+        grads = js.grad(lambda t: t[ids].sum() * 1e-3, exchange=exchange)(table)
+        return js.apply_updates(table, grads, KEY)
+
+    split = jax.jit(step, static_argnums=1)(jax.device_put(table, by_row), exchange)
+    assert_same_bits(split, step(table, None))
     # Where each device steps rows of its own, their numbers are its own as well.
     spec = PartitionSpec("x")
     each = jax.shard_map(

@@ -222,7 +222,7 @@ def lookup_ids(
     Example:
       >>> import jax.numpy as jnp, jslices as js
       >>> def loss(params, ids):
-      ...     return (params["table"][ids] * params["w"]).sum()
+      ...     return (params["table"][ids] @ params["w"]).sum()
       >>> params = {"table": jnp.ones((9, 2)), "w": jnp.ones(2)}
       >>> js.lookup_ids(loss)(params, jnp.array([3, 8, 3]))
       {'table': Array([3, 8, 3], dtype=int32), 'w': None}

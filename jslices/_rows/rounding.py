@@ -66,18 +66,26 @@ def add_rounding(param: jax.Array, update: jax.Array, bits: KeyBits) -> jax.Arra
 
 
 def add_rows_rounding(
-    table: jax.Array, indices: jax.Array, rows: jax.Array, distinct: bool, bits: KeyBits
+    table: jax.Array,
+    indices: jax.Array,
+    rows: jax.Array,
+    distinct: bool,
+    bits: KeyBits,
+    first_row: Any = 0,
 ) -> jax.Array:
     """``table`` with rows added, each row named rounded once, after its sum.
 
-    As :func:`jslices._rows.sums.add_rows`. Cost: a sort of K integers (unless the rows are
-    distinct), a gather and a scatter of ``K * D`` elements.
+    As :func:`jslices._rows.sums.add_rows`; for random bits rows are counted from
+    ``first_row``, as the table may be a part of a larger one. Cost: a sort of K integers
+    (unless the rows are distinct), a gather and a scatter of ``K * D`` elements.
     """
     rows = rows.astype(jnp.float32)
     if not distinct:
         rows, indices, _ = sum_duplicates(rows, indices, table.shape[0], None, order="any")
     total = take_rows(table, indices, mode="clip").astype(jnp.float32) + rows
-    return set_rows(table, indices, _round_rows(total, indices, bits, table.dtype))
+    return set_rows(
+        table, indices, _round_rows(total, indices + first_row, bits, table.dtype)
+    )
 
 
 @functools.partial(jax.jit, static_argnums=3, inline=True)

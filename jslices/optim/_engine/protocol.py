@@ -244,7 +244,10 @@ def is_leaf(x: Any) -> bool:
     return x is None or is_slices(x)
 
 
-def _add(path: Any, update: Any, param: Any, bits: KeyBits | None = None) -> Any:
+def _add(
+    path: Any, update: Any, param: Any, bits: KeyBits | None = None, first_row: Any = 0
+) -> Any:
+    """One array plus its update; ``first_row`` is the number of its first row."""
     if update is None or param is None:
         return param
     if not isinstance(update, IndexedSlices):
@@ -259,8 +262,13 @@ def _add(path: Any, update: Any, param: Any, bits: KeyBits | None = None) -> Any
     expected = param.shape[:1] if update.dense_shape is None else update.dense_shape
     if param.shape != (*expected[:1], *rows) or update.indices.ndim != 1:
         raise _misfit(path, update, param)
-    if isinstance(update, ShardedSlices) and bits is None:
-        return each_shard(lambda rows, param: _add(path, rows, param), update, param)
+    if isinstance(update, ShardedSlices) and update.is_placed:
+
+        def add(rows: IndexedSlices, param: jax.Array) -> Any:
+            first_row = update.placement.number() * param.shape[0]
+            return _add(path, rows, param, bits, first_row)
+
+        return each_shard(add, update, param)
     indices = canonical_indices(update.indices, param.shape[0])
     if isinstance(update, EveryRow) and len(indices) == len(param):
         if bits is None:
@@ -270,7 +278,7 @@ def _add(path: Any, update: Any, param: Any, bits: KeyBits | None = None) -> Any
     how = indices, update.values, update._distinct
     if bits is None:
         return row_major_array(add_rows(param, *how))
-    return row_major_array(add_rows_rounding(param, *how, bits))
+    return row_major_array(add_rows_rounding(param, *how, bits, first_row))
 
 
 def _misfit(path: Any, update: Any, param: Any) -> ValueError:
