@@ -18,6 +18,7 @@ from jslices._devices.exchange import Exchange
 from jslices._devices.layouts import row_major
 from jslices._devices.memory import PerformanceHint, keep_memory
 from jslices._devices.placement import padded_rows
+from jslices._devices.spread import spread_ids
 from jslices._errors import (
     CancelledError,
     DataLossError,
@@ -173,6 +174,7 @@ __all__ = [
     "scatter_update",
     "sgd",
     "sparse_mask",
+    "spread_ids",
     "testing",
     "tf1",
     "tree",
