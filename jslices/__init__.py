@@ -17,6 +17,8 @@ from jslices._devices.all_reduce import all_reduce_slices
 from jslices._devices.exchange import Exchange
 from jslices._devices.layouts import row_major
 from jslices._devices.memory import PerformanceHint, keep_memory
+from jslices._devices.placement import padded_rows
+from jslices._devices.spread import spread_ids
 from jslices._errors import (
     CancelledError,
     DataLossError,
@@ -147,6 +149,7 @@ __all__ = [
     "mask_rows",
     "nce_loss",
     "optim",
+    "padded_rows",
     "partial_rowwise_adam",
     "per_example_global_norm_clip",
     "per_example_norms",
@@ -171,6 +174,7 @@ __all__ = [
     "scatter_update",
     "sgd",
     "sparse_mask",
+    "spread_ids",
     "testing",
     "tf1",
     "tree",

@@ -22,8 +22,9 @@ from jax._src import pjit, source_info_util, xla_bridge
 from jax.experimental.layout import Layout
 from jax.export import is_symbolic_dim
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Primitive
-from jax.interpreters import mlir
+from jax.interpreters import ad, batching, mlir
 from jax.interpreters import partial_eval as pe
+from jaxlib.mlir.dialects import sdy
 
 from jslices._densify import JAX_FOLDER, OUR_FOLDER, UserLine, pick_user_line
 
@@ -57,6 +58,36 @@ def with_output_layout(x: Any, layout: OutputLayout) -> Any:
     ``jax.export`` does not guarantee it.
     """
     return pjit.layout_constraint_p.bind(x, layout=layout)
+
+
+def split_alike(pattern: Any, x: Any) -> Any:
+    """``x``, on a mesh of Auto axes split over devices as ``pattern``, of the same shape.
+
+    Nothing else comes of ``pattern``, but the program is one of its devices.
+    """
+    return _split_alike_p.bind(pattern, x)
+
+
+_split_alike_p = Primitive("split_alike")
+_split_alike_p.def_impl(lambda pattern, x: x)
+_split_alike_p.def_abstract_eval(lambda pattern, x: x)
+ad.primitive_jvps[_split_alike_p] = lambda primals, tangents: (
+    _split_alike_p.bind(*primals),
+    tangents[1],
+)
+batching.primitive_batchers[_split_alike_p] = lambda args, axes: (args[1], axes[1])
+_groups = itertools.count()
+
+
+def _group(context: Any, pattern: Any, x: Any) -> list[Any]:
+    if context.avals_in[0].shape == context.avals_in[1].shape:
+        number = next(_groups)
+        for each in (pattern, x):
+            sdy.sharding_group(each, number)
+    return [x]
+
+
+mlir.register_lowering(_split_alike_p, _group)
 
 
 def _lower_layout_constraint(ctx: Any, x: Any, *, layout: Any) -> Any:

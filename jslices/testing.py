@@ -1,11 +1,12 @@
-"""Proofs that a training step works in place and makes no array as large as a table.
+"""Proofs that a training step works in place, and neither makes nor sends whole tables.
 
-Both compile the step and read the program. Nothing is run, and ``jax.ShapeDtypeStruct`` may
+All compile the step and read the program. Nothing is run, and ``jax.ShapeDtypeStruct`` may
 stand for arrays, so a test can ask about the real sizes::
 
     def test_step():
         jslices.testing.assert_in_place(step, params, state, ids, donate_argnums=(0, 1))
         jslices.testing.assert_no_dense_temporary(step, params, state, ids)
+        jslices.testing.assert_no_table_on_wire(step, params, state, ids)
 
 What holds on one platform need not hold on another, as XLA decides for each. So name the
 device that the step is for; it need not be there::
@@ -21,9 +22,19 @@ import jax
 
 from jslices._densify import human_bytes
 from jslices._devices.targets import target
-from jslices._proof import dense, in_place, program
+from jslices._proof import dense, in_place, program, wire
+from jslices._proof.wire import Collective, Traffic
 
-__all__ = ["Memory", "assert_in_place", "assert_no_dense_temporary", "devices"]
+__all__ = [
+    "Collective",
+    "Memory",
+    "Traffic",
+    "assert_in_place",
+    "assert_no_dense_temporary",
+    "assert_no_table_on_wire",
+    "collectives",
+    "devices",
+]
 
 #: Smaller arrays are ignored.
 MIN_BYTES = 1 << 20
@@ -188,6 +199,108 @@ def assert_no_dense_temporary(
         title = f"{found.name} makes arrays as large as a table"
         raise AssertionError(_listed(title, problems))
     return Memory(*found.memory)
+
+
+def assert_no_table_on_wire(
+    step: Callable[..., Any],
+    *args: Any,
+    donate_argnums: int | Sequence[int] = (),
+    min_bytes: int = MIN_BYTES,
+    device: str | None = None,
+) -> Traffic:
+    """Asserts that what devices send each other does not grow with the tables.
+
+    Of no table that is looked up may a collective have an axis of as many rows as it has,
+    or as a device has of it, and none may be as large as what a device has of it. A table
+    is an argument with at least two axes and ``min_bytes`` whose rows are gathered. Ask
+    about sizes of which a device holds more rows than all devices look up together.
+
+    Args:
+      step: the training step, a function or what ``jax.jit`` made of one.
+      *args: its arguments: pytrees of arrays or of ``jax.ShapeDtypeStruct``, of any shapes
+        and dtypes, with their shardings.
+      donate_argnums: as in ``jax.jit``; a step that is jitted already has its own.
+      min_bytes: smaller arrays are not tables (1 MiB by default).
+      device: compiles for this device, as :func:`assert_no_dense_temporary` does.
+
+    Returns:
+      The :class:`Traffic` of the step.
+
+    Raises:
+      AssertionError: lists the collectives, each with its size, what a device receives by
+        it, the operation and the line of the program, and what to write instead.
+      ValueError: if no table is looked up; for ``donate_argnums`` of a step that is jitted
+        already; and for an unknown ``device``.
+      ModuleNotFoundError: if the compiler for ``device`` is not installed.
+      NotImplementedError: for a program whose groups of devices cannot be read.
+
+    The result does not depend on the ids: not on duplicates, on ids out of range, or on
+    how many rows stay untouched.
+
+    Cost: one compilation.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, jslices as js, jslices.testing
+      >>> def loss(table, ids):
+      ...     return (js.embedding_lookup(table, ids) ** 2).sum()
+      >>> mesh = jax.make_mesh((jax.device_count(),), ("x",))
+      >>> def split(shape, dtype):
+      ...     by_rows = jax.NamedSharding(mesh, jax.P("x"))
+      ...     return jax.ShapeDtypeStruct(shape, dtype, sharding=by_rows)
+      >>> def step(table, ids):
+      ...     grad = js.grad(loss)(table, ids)
+      ...     return js.apply_updates(table, -0.1 * grad)
+      >>> args = split((64_000, 16), jnp.float32), split((64,), jnp.int32)
+      >>> with jax.set_mesh(mesh):
+      ...     traffic = js.testing.assert_no_table_on_wire(step, *args)
+      >>> traffic.most < 20_000
+      True
+
+    Source: this package's own promise for tables on several devices.
+    """
+    found = program.compiled(step, args, donate_argnums, device)
+    problems = wire.problems(found, min_bytes)
+    if problems:
+        raise AssertionError(_listed(f"{found.name} sends whole tables", problems))
+    return wire.traffic(found.module)
+
+
+def collectives(
+    step: Callable[..., Any],
+    *args: Any,
+    donate_argnums: int | Sequence[int] = (),
+    device: str | None = None,
+) -> Traffic:
+    """What devices send each other in a step, and where in the program: ``print`` it.
+
+    Args:
+      step: the training step, a function or what ``jax.jit`` made of one.
+      *args: its arguments: pytrees of arrays or of ``jax.ShapeDtypeStruct``, of any shapes
+        and dtypes, with their shardings.
+      donate_argnums: as in ``jax.jit``; a step that is jitted already has its own.
+      device: compiles for this device, as :func:`assert_no_dense_temporary` does.
+
+    Returns:
+      The :class:`Traffic`: bytes that each device receives, and every
+      :class:`Collective`. One in a loop counts as often as it runs, if the program tells.
+
+    Raises:
+      ValueError: for ``donate_argnums`` of a step that is jitted already, and for an
+        unknown ``device``.
+      ModuleNotFoundError: if the compiler for ``device`` is not installed.
+      NotImplementedError: for a program whose groups of devices cannot be read.
+
+    Cost: one compilation; nothing is run.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, jslices.testing
+      >>> x = jax.ShapeDtypeStruct((8, 2), jnp.float32)
+      >>> print(jslices.testing.collectives(lambda x: x.sum(0), x))
+      each device receives 0 B
+
+    Source: the text of the compiled program; XLA has no such list.
+    """
+    return wire.traffic(program.compiled(step, args, donate_argnums, device).module)
 
 
 def devices(name: str) -> tuple[jax.Device, ...]:

@@ -20,10 +20,8 @@ import jslices.testing
 from jslices.__main__ import main
 from jslices._devices.targets import GPUS, TPUS, target
 from jslices._proof.cost import (
-    Collective,
     accessed,
     cost_of,
-    exchanged,
     kernels,
     table_copies,
 )
@@ -268,19 +266,6 @@ def test_a_program_that_moves_a_table_into_fast_memory_in_pieces():
     assert accessed(module) == 4 * 1000 * 128 * 4 + 3 * 16 * 128 * 4 + 128 * 4
 
 
-def test_collectives_of_all_forms():
-    module = program("collectives")
-    assert sorted(exchanged(module)) == [
-        Collective("all-gather", 32 * 4 * 4),
-        Collective("all-reduce", 4),
-        Collective("all-to-all", 8 * 4 * (4 + 2)),
-        Collective("collective-permute", 8 * 4 * 4),
-        Collective("collective-permute", 8 * 4 * 4),
-        Collective("reduce-scatter", 2 * 4 * 4),
-    ]
-    assert kernels(module) == {"convert": 1}
-
-
 def test_the_cost_of_a_program_that_runs_here():
     x = S((1000, 256), jnp.float32)
     cost = cost_of(jax.jit(lambda x: x * 2 + 1, donate_argnums=0).lower(x).compile())
@@ -295,18 +280,6 @@ def test_the_cost_of_a_program_that_runs_here():
     cost = cost_of(jax.jit(rows, donate_argnums=0).lower(x, S((8,), jnp.int32)).compile())
     assert len(cost.loops) == 1 and not cost.copies
     assert 8 * 256 * 4 < cost.accessed_bytes < 20 * 8 * 256 * 4
-
-
-def test_the_collectives_of_a_program_that_runs_here():
-    mesh = Mesh(np.array(jax.devices()[:4]), ("x",), axis_types=(AxisType.Auto,))
-    divided, whole = NamedSharding(mesh, P("x")), NamedSharding(mesh, P())
-    x = S((64, 32), jnp.float32, sharding=divided)
-    gather = jax.jit(lambda x: x, out_shardings=whole)
-    assert cost_of(gather.lower(x).compile()).collectives == [
-        Collective("all-gather", 64 * 32 * 4)
-    ]
-    add = jax.jit(lambda x: x.sum(0), out_shardings=whole)
-    assert cost_of(add.lower(x).compile()).collectives == [Collective("all-reduce", 32 * 4)]
 
 
 @pytest.mark.devices
@@ -330,12 +303,13 @@ def test_collectives_of_a_device(device):
     )
     x = several.place(S((8 * 64, 512), jnp.float32), by_rows=True)
     own = 64 * 512 * 4
-    assert sorted(cost_of(jax.jit(spread).lower(x).compile()).collectives) == [
-        Collective("all-gather", 8 * own),
-        Collective("all-reduce", own),
-        Collective("all-to-all", own),
-        Collective("collective-permute", own),
-        Collective("reduce-scatter", own // 8),
+    found = cost_of(jax.jit(spread).lower(x).compile()).collectives
+    assert sorted((each.kind, each.nbytes, each.received) for each in found) == [
+        ("all-gather", 8 * own, 7 * own),
+        ("all-reduce", own, 2 * own * 7 // 8),
+        ("all-to-all", own, own * 7 // 8),
+        ("collective-permute", own, own),
+        ("reduce-scatter", own // 8, own * 7 // 8),
     ]
 
 

@@ -35,7 +35,7 @@ LINES = [
     Line("kernels", lambda cost: sum(cost.kernels.values()), "d"),
     Line("loops", lambda cost: len(cost.loops), "d"),
     Line("collectives", lambda cost: len(cost.collectives), "d"),
-    Line("their results", lambda cost: sum(x.nbytes for x in cost.collectives)),
+    Line("a device receives", lambda cost: cost.traffic.most),
     Line("ms by XLA's estimate", lambda cost: cost.seconds and cost.seconds * 1e3, ".3f"),
 ]
 

@@ -6,16 +6,8 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from jslices._proof.program import Array, Instruction, Layout, Module, number_of
+from jslices._proof.wire import COLLECTIVES, Collective, Traffic, traffic
 
-COLLECTIVES = (
-    "all-gather",
-    "all-reduce",
-    "all-to-all",
-    "collective-broadcast",
-    "collective-permute",
-    "ragged-all-to-all",
-    "reduce-scatter",
-)
 #: What moves nothing, or is counted by what it runs.
 _FREE = {
     "add-dependency",
@@ -39,22 +31,11 @@ _READ_BY_ROWS = {"dynamic-slice", "gather"}
 _WRITTEN_BY_ROWS = {"dynamic-update-slice": 1, "scatter": 2}
 
 
-class Collective(NamedTuple):
-    """One exchange between devices.
-
-    Attributes:
-      kind: ``all-gather``, ``all-reduce``, ...
-      nbytes: of its result, on each device.
-    """
-
-    kind: str
-    nbytes: int
-
-
 class Cost(NamedTuple):
     """What a compiled program costs each device.
 
-    The body of a loop counts once, and so does every branch of a conditional.
+    But for ``traffic`` the body of a loop counts once, and so does every branch of a
+    conditional.
 
     Attributes:
       argument_bytes: the memory of the arguments, with what the layout pads.
@@ -65,7 +46,7 @@ class Cost(NamedTuple):
         SparseCores of a TPU gather or scatter for reading and writing the whole table.
       kernels: how many instructions do something, by what they do.
       loops: JAX's names of the loops.
-      collectives: the exchanges between devices, which ``kernels`` leaves out.
+      traffic: the exchanges between devices, which ``kernels`` leaves out.
       seconds: XLA's estimate of the time, if it has one. What it cannot estimate, such as
         custom calls, takes no time.
     """
@@ -77,8 +58,12 @@ class Cost(NamedTuple):
     xla_accessed_bytes: int | None
     kernels: dict[str, int]
     loops: list[str]
-    collectives: list[Collective]
+    traffic: Traffic
     seconds: float | None
+
+    @property
+    def collectives(self) -> tuple[Collective, ...]:
+        return self.traffic.collectives
 
 
 def cost_of(compiled: Any) -> Cost:
@@ -95,7 +80,7 @@ def cost_of(compiled: Any) -> Cost:
         int(figures.get("bytes accessed", 0)) or None,
         kernels(module),
         [each.op_name or each.name for each in module.run() if each.opcode == "while"],
-        exchanged(module),
+        traffic(module),
         _seconds(figures),
     )
 
@@ -133,19 +118,6 @@ def _working(module: Module) -> Iterator[Instruction]:
             continue
         if each.opcode in _LAUNCHED or any(array.dims for array in each.arrays):
             yield each
-
-
-def exchanged(module: Module) -> list[Collective]:
-    """All collectives, also those that run while something else does."""
-    found = []
-    for computation in module.computations.values():
-        for each in computation.instructions.values():
-            kind = each.opcode.removesuffix("-start")
-            if kind not in COLLECTIVES:
-                continue
-            result = each if each.opcode == kind else _done(module, each)
-            found.append(Collective(kind, sum(x.nbytes for x in result.arrays)))
-    return found
 
 
 # --- bytes -------------------------------------------------------------------------

@@ -16,23 +16,11 @@ def problems(program: Program, table_bytes: int | None, min_bytes: int) -> list[
     """A line for each temporary as large as a table, and advice."""
     tables: list[Array] = []
     if table_bytes is None:
-        parameters = program.module.parameters()
-        looked_up = [
-            parameters[leaf.parameter].arrays[0]
-            for leaf in _looked_up(program)
-            if leaf.parameter is not None
-            and len(leaf.shape) > 1
-            and leaf.nbytes >= min_bytes
-        ]
+        size = "table_bytes=..., the size from which a temporary is too large"
+        looked_up = list(tables_of(program, min_bytes, f"{size}, or ").values())
         stepped_whole = _stepped_whole(program.module)
         by_rows = [table for table in looked_up if _sides(table) not in stepped_whole]
         tables = by_rows or looked_up
-        if not tables:
-            raise ValueError(
-                f"{program.name} looks up rows of no argument with at least two axes and "
-                f"{min_bytes} bytes; pass table_bytes=..., the size from which a "
-                "temporary is too large, or a lower min_bytes"
-            )
         table_bytes = max(table.nbytes for table in tables)
     shapes = {_sides(table) for table in tables}
     found = [
@@ -161,6 +149,26 @@ def _of_jslices(module: Module, each: Instruction) -> bool:
 
 
 # --- tables ------------------------------------------------------------------------
+
+
+def tables_of(program: Program, min_bytes: int, instead: str = "") -> dict[Leaf, Array]:
+    """The arguments that are tables, and what a device has of each.
+
+    Raises:
+      ValueError: if there are none; says to pass a lower min_bytes, or what is ``instead``.
+    """
+    parameters = program.module.parameters()
+    tables = {
+        leaf: parameters[leaf.parameter].arrays[0]
+        for leaf in _looked_up(program)
+        if leaf.parameter is not None and len(leaf.shape) > 1 and leaf.nbytes >= min_bytes
+    }
+    if not tables:
+        raise ValueError(
+            f"{program.name} looks up rows of no argument with at least two axes and "
+            f"{min_bytes} bytes; pass {instead}a lower min_bytes"
+        )
+    return tables
 
 
 def _looked_up(program: Program) -> dict[Leaf, int]:

@@ -103,12 +103,14 @@ class Text(NamedTuple):
       entry: the one that is run; empty if the text is not a compiled program.
       aliases: for each output in the memory of a parameter, that parameter, as declared by
         jit.
+      devices: how many run it together.
       tables: source lines, see :func:`_tables`.
     """
 
     computations: dict[str, Computation]
     entry: str
     aliases: dict[int, int]
+    devices: int
     tables: "Tables"
 
 
@@ -123,12 +125,13 @@ Tables = tuple[
 
 def read(text: str) -> Text:
     """Parses what ``compiled.as_text()`` returns."""
+    head = text.split("\n", 1)[0]
     aliases = {
         int(out or 0): int(parameter)
-        for out, parameter in re.findall(
-            r"\{(\d*)\}: \((\d+), \{\}", text.split("\n", 1)[0]
-        )
+        for out, parameter in re.findall(r"\{(\d*)\}: \((\d+), \{\}", head)
     }
+    counts = re.findall(r"(?:num_partitions|replica_count)=(\d+)", head)
+    devices = math.prod(map(int, counts))
     computations: dict[str, Computation] = {}
     inside: dict[str, Instruction] = {}
     name = root = entry = ""
@@ -143,7 +146,7 @@ def read(text: str) -> Text:
         elif name and (each := _instruction(line, name)) is not None:
             inside[each.name] = each
             root = each.name if "ROOT " in line[:8] or not root else root
-    return Text(computations, entry, aliases, _tables(text))
+    return Text(computations, entry, aliases, devices, _tables(text))
 
 
 def _instruction(line: str, where: str) -> Instruction | None:
@@ -259,11 +262,11 @@ Value = tuple[Instruction, int]
 class Module:
     """A compiled program, and where each of its values lies.
 
-    ``computations``, ``entry`` and ``aliases`` are those of :class:`Text`.
+    ``computations``, ``entry``, ``aliases`` and ``devices`` are those of :class:`Text`.
     """
 
     def __init__(self, text: str) -> None:
-        self.computations, self.entry, self.aliases, self._tables = read(text)
+        self.computations, self.entry, self.aliases, self.devices, self._tables = read(text)
         if not self.entry:
             raise NotImplementedError("this backend's compiled program cannot be read")
         self._callers: dict[str, tuple[Instruction, int]] = {}

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
+from jslices._devices.placement import filled_like
 from jslices.optim._engine.arithmetic import (
     Scalar,
     Schedule,
@@ -249,9 +250,8 @@ def _moment(name: str, axes_of: Callable[..., Any], p: Any) -> jax.Array:
     axes = axes_of(p.shape)
     if (axes is None) != (name == "v"):
         return jnp.zeros((1,), p.dtype)
-    if axes is None:
-        return jnp.zeros_like(p)
-    return jnp.zeros(np.delete(p.shape, axes[name == "v_row"]), p.dtype)
+    left_out = None if axes is None else axes[name == "v_row"]
+    return filled_like(p, 0, axes=[n for n in range(p.ndim) if n != left_out])
 
 
 def _size(x: jax.Array, by_row: bool) -> jax.Array:

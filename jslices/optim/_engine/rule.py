@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from jslices._devices.placement import filled_like
 from jslices.optim._engine.arithmetic import Step
 from jslices.optim._exact.missed import MissedSteps
 
@@ -46,25 +47,25 @@ class Rule:
 
 def zeros(dtype: DTypeLike | None = None) -> Callable[[jax.Array], jax.Array]:
     """A state array of zeros, as the parameter; ``dtype=None`` means its dtype."""
-    return lambda p: jnp.zeros_like(p, dtype=dtype)
+    return lambda p: filled_like(p, 0, dtype)
 
 
 def full(value: Any) -> Callable[[jax.Array], jax.Array]:
     """A state array that starts from ``value``, as the parameter."""
-    return lambda p: jnp.full_like(p, value)
+    return lambda p: filled_like(p, value)
 
 
 def row_of(value: Any) -> Callable[[jax.Array], jax.Array]:
     """A state array of one number for each row, ``[V]``."""
-    return lambda p: jnp.full_like(row_like(p, jnp.asarray(p).dtype), value)
+    return lambda p: row_like(p, value)
 
 
-def row_like(p: Any, dtype: DTypeLike) -> jax.Array:
-    """``[V]`` zeros for the rows of ``p`` ``[V, *D]``, on the devices where these are."""
-    p = jnp.asarray(p)
-    if p.size == 0:
-        return jnp.zeros(p.shape[:1], dtype)
-    return jnp.zeros_like(p[(slice(None), *(0,) * (p.ndim - 1))[: p.ndim]], dtype=dtype)
+def row_like(p: Any, value: Any, dtype: DTypeLike | None = None) -> jax.Array:
+    """``[V]`` of ``value`` for rows of ``p`` ``[V, *D]``, on the devices where they are.
+
+    One number for a scalar.
+    """
+    return filled_like(p, value, dtype, range(min(jnp.ndim(p), 1)))
 
 
 def is_exact(name: str, untouched: str) -> bool:

@@ -47,12 +47,10 @@ def new_clock(params: Any, rules: Sequence[Rule]) -> Clock:
     """The clock before the first step of optimizers whose rows catch up."""
     leaves, tree = flatten(params)
     start, run = jnp.zeros((), jnp.int32), jnp.zeros((2,), jnp.float32)
-    last = [row_like(p, jnp.int32) for p in leaves]
+    last = [row_like(p, 0, jnp.int32) for p in leaves]
     snapshot = [
-        tuple(
-            jnp.full_like(rows, x, jnp.float32) for x in _missed(rule).snapshot(start, run)
-        )
-        for rule, rows in zip(rules, last, strict=True)
+        tuple(row_like(p, x, jnp.float32) for x in _missed(rule).snapshot(start, run))
+        for rule, p in zip(rules, leaves, strict=True)
     ]
     return Clock(tree.unflatten(last), tree.unflatten(snapshot), run)
 

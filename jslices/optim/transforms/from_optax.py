@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jslices._devices.layouts import row_major_array
+from jslices._devices.placement import placed_as
 from jslices._jax import flatten, is_open
 from jslices._rows.bounds import set_rows
 from jslices._rows.select import where_rows
@@ -107,7 +108,8 @@ def from_optax(tx: Any) -> GradientTransformation:
 
     def init(params: Any) -> Any:
         warn_in_multi_steps()
-        return tx.init(params)
+        leaves, tree = flatten(params)
+        return _Rows(tree, leaves, ()).placed(tx.init(params))
 
     return GradientTransformation(init, update)
 
@@ -150,6 +152,17 @@ class _Rows:
             return row_major_array(set_rows(x, g.indices, new.astype(x.dtype)))
 
         return self._map(written, subtree)
+
+    def placed(self, state: Any) -> Any:
+        """The state with its arrays on the devices where the parameters are."""
+
+        def place(part: Any) -> Any:
+            pairs = zip(self.arrays, self.tree.flatten_up_to(part), strict=True)
+            return self.tree.unflatten(
+                [x if _left_out(x) else placed_as(p, x) for p, x in pairs]
+            )
+
+        return self._each(state, place, lambda x: x)
 
     def read_state(self, state: Any) -> Any:
         return self._each(state, self.read, self._refuse_rows)

@@ -13,6 +13,7 @@ import numpy as np
 from jax import lax
 
 from jslices._devices.layouts import row_major_tables
+from jslices._devices.placement import filled_like
 from jslices._jax import flatten
 from jslices._rows.bounds import canonical_indices, empty_index, index_dtype
 from jslices._slices import IndexedSlices, check_slices, is_slices
@@ -211,7 +212,7 @@ def _buffer(example: Any, param: Any, k: int) -> Any:
     if example is None:
         return None
     if not is_slices(example):
-        return jnp.zeros(example.shape, widened(jnp.zeros((), example.dtype)).dtype)
+        return filled_like(param, 0, widened(jnp.zeros((), example.dtype)).dtype)
     values, indices = example.values, example.indices
     if indices.ndim != 1:
         raise ValueError(f"multi_steps got {example}, which carries a batch axis from vmap")

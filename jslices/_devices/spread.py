@@ -1,0 +1,100 @@
+"""Ids in an order in which devices that each hold a part of them are asked alike."""
+
+import functools
+import operator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import ArrayLike
+
+from jslices._devices.explicit import running_with_auto_axes, types_of
+from jslices._errors import InvalidArgumentError
+from jslices._rows.bounds import index_dtype
+from jslices._rows.ids import as_ids
+
+
+def spread_ids(
+    ids: ArrayLike, num_rows: int, shards: int = 4096, *, inverse: bool = False
+) -> jax.Array:
+    """The rows of a table for ids of which neighbours are about as frequent.
+
+    Ids are mostly numbered by frequency, the most frequent first. Where a table is split by
+    rows, the first device is then asked for nearly all of them. This permutation of
+    ``[0, V)`` puts neighbours into different ones of ``shards`` parts, and neighbours among
+    the parts far apart, so that every device holds rare rows and frequent ones. It does
+    not depend on the number of devices, so that a checkpoint can be restored on another.
+
+    Look up ``table[js.spread_ids(ids, V)]`` wherever you would ``table[ids]``. The table in
+    the order of ids is ``table[js.spread_ids(jnp.arange(V), V)]``.
+
+    Args:
+      ids: ``[...]`` integers, NumPy's or JAX's, under ``jit`` and ``vmap`` too. What is
+        outside ``[0, V)`` stays so, and as it is; negative ids do not wrap.
+      num_rows: V, all rows of the table, those included that
+        :func:`jslices.padded_rows` has added.
+      shards: the most devices that it spreads ids over; never change it for a table.
+      inverse: for rows instead of ids: which id each row is of.
+
+    Returns:
+      ``[...]`` int32, int64 where ``ids`` are or V needs it; distinct ids give distinct
+      rows.
+
+    Raises:
+      InvalidArgumentError: for a negative V or ``shards`` below 1.
+      TypeError: if ``ids``, V or ``shards`` are no integers.
+      ValueError: if V needs 64 bits and these are switched off.
+
+    Cost: K reads from an array of ``shards`` numbers; for ``inverse`` a search in it.
+
+    Example:
+      >>> import jax.numpy as jnp, jslices as js
+      >>> js.spread_ids(jnp.arange(8), 16, shards=4)
+      Array([ 0,  8,  4, 12,  1,  9,  5, 13], dtype=int32)
+      >>> js.spread_ids(jnp.array([8, 16, -1]), 16, shards=4, inverse=True)
+      Array([ 1, 16, -1], dtype=int32)
+
+    Source: TensorFlow's ``partition_strategy="mod"``, which depends on the number of parts;
+    here there are ``shards`` of them, in the order of van der Corput's sequence.
+    """
+    num_rows, shards = operator.index(num_rows), operator.index(shards)
+    if num_rows < 0 or shards < 1:
+        raise InvalidArgumentError(
+            f"spread_ids(num_rows={num_rows}, shards={shards}): it wants at least 0 rows "
+            "and 1 shard"
+        )
+    given = as_ids(ids, "spread_ids")
+    dtype = index_dtype(num_rows, np.dtype(given.dtype))
+    find = _ids if inverse else _rows
+
+    def moved(x: jax.Array) -> jax.Array:
+        x = x.astype(dtype)
+        known = (x >= 0) & (x < num_rows)
+        return jnp.where(known, find(jnp.where(known, x, 0), num_rows, shards), x)
+
+    return running_with_auto_axes(moved, types_of)(given)  # type: ignore[no-any-return]
+
+
+def _rows(ids: jax.Array, num_rows: int, shards: int) -> jax.Array:
+    first = np.empty((shards,), ids.dtype)
+    order, starts = _parts(num_rows, shards)
+    first[order] = starts
+    return jnp.asarray(first)[ids % shards] + ids // shards
+
+
+def _ids(rows: jax.Array, num_rows: int, shards: int) -> jax.Array:
+    order, starts = (jnp.asarray(x.astype(rows.dtype)) for x in _parts(num_rows, shards))
+    place = jnp.searchsorted(starts, rows, side="right") - 1
+    return (rows - starts[place]) * shards + order[place]
+
+
+@functools.lru_cache(maxsize=32)
+def _parts(num_rows: int, shards: int) -> tuple[Any, Any]:
+    """The remainders of ids by ``shards``, as their parts stand, and where each starts."""
+    parts = np.arange(shards)
+    bits = max((shards - 1).bit_length(), 1)
+    backwards = sum(((parts >> n) & 1) << (bits - 1 - n) for n in range(bits))
+    order = np.argsort(backwards)
+    sizes = num_rows // shards + (order < num_rows % shards)
+    return order, np.cumsum(sizes) - sizes

@@ -1,0 +1,230 @@
+"""What a compiled program sends between devices: nothing is run."""
+
+import collections
+import dataclasses
+import math
+import re
+from typing import NamedTuple
+
+from jslices._densify import UserLine, human_bytes
+from jslices._proof.dense import tables_of
+from jslices._proof.program import Array, Instruction, Leaf, Module, Program
+
+COLLECTIVES = (
+    "all-gather",
+    "all-reduce",
+    "all-to-all",
+    "collective-broadcast",
+    "collective-permute",
+    "ragged-all-to-all",
+    "reduce-scatter",
+)
+
+
+class Collective(NamedTuple):
+    """One exchange between devices; ``print`` it.
+
+    Attributes:
+      kind: ``all-gather``, ``all-reduce``, ...
+      arrays: its results on each device, with ``dtype``, ``dims`` and ``nbytes``.
+      devices: how many take part in it together; a program has many such groups.
+      received: the bytes that a device receives each time, passed on round a ring. Of
+        ``ragged-all-to-all``, whose parts are known when it runs, the most.
+      turns: how often the loops around it run it, 1 outside of loops; None if the program
+        does not tell.
+      branch: the branches that it stands in, the outermost first: ``("branch 1 of 2 of
+        conditional.3",)``.
+      op_name: JAX's name for it: ``jit(step)/scatter-add``.
+      line: the line of the user's program.
+    """
+
+    kind: str
+    arrays: tuple[Array, ...]
+    devices: int
+    received: int
+    turns: int | None
+    branch: tuple[str, ...]
+    op_name: str
+    line: UserLine | None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its results on each device."""
+        return sum(array.nbytes for array in self.arrays)
+
+    def __str__(self) -> str:
+        counts = collections.Counter(map(str, self.arrays)).items()
+        arrays = ", ".join(f"{n} x {x}" if n > 1 else x for x, n in counts)
+        turns = {1: "", None: " in each turn of a loop"}.get(
+            self.turns, f" in each of {self.turns} turns"
+        )
+        what = f" ({self.op_name})" if self.op_name else ""
+        branch = "".join(f", in {branch}" for branch in self.branch)
+        place = "" if self.line is None else f" at {self.line}"
+        return (
+            f"{self.kind} of {arrays} among {self.devices} devices, "
+            f"{human_bytes(self.received)} received{turns}{branch}{what}{place}"
+        )
+
+
+class Traffic(NamedTuple):
+    """What each device receives in a run of a compiled step, in bytes; ``print`` it.
+
+    A loop whose number of turns the program does not tell counts once.
+
+    Attributes:
+      least: if every conditional takes the branch in which a device receives least.
+      most: if every conditional takes the one in which it receives most.
+      collectives: the exchanges.
+    """
+
+    least: int
+    most: int
+    collectives: tuple[Collective, ...]
+
+    def __str__(self) -> str:
+        more = ""
+        if self.most > self.least:
+            more = f" to {human_bytes(self.most)}, as branches are taken"
+        lines = [f"each device receives {human_bytes(self.least)}{more}"]
+        return "\n- ".join([*lines, *map(str, self.collectives)])
+
+
+def traffic(module: Module) -> Traffic:
+    """The collectives of a program, also those that run while something else does."""
+    found: list[Collective] = []
+    least, most = _Walk(module, found).computation(module.entry, 1, ())
+    return Traffic(least, most, tuple(found))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Walk:
+    """From the entry of a program into all that it runs, as often as that is run."""
+
+    module: Module
+    found: list[Collective]
+
+    def computation(
+        self, name: str, turns: int | None, branch: tuple[str, ...]
+    ) -> tuple[int, int]:
+        """What a device receives in it, at least and at most, in all turns."""
+        totals = [
+            self.instruction(each, turns, branch)
+            for each in self.module.computations[name].instructions.values()
+        ]
+        return sum(least for least, _ in totals), sum(most for _, most in totals)
+
+    def instruction(
+        self, each: Instruction, turns: int | None, branch: tuple[str, ...]
+    ) -> tuple[int, int]:
+        called = self.module.called(each)
+        if each.opcode.removesuffix("-start") in COLLECTIVES:
+            one = _collective(self.module, each, turns, branch)
+            self.found.append(one)
+            return (one.received * (turns or 1),) * 2
+        if each.opcode == "conditional":
+            count = len(called)
+            ways = [
+                self.computation(
+                    name, turns, (*branch, f"branch {n} of {count} of {each.name}")
+                )
+                for n, name in enumerate(called, 1)
+            ]
+            return min(least for least, _ in ways), max(most for _, most in ways)
+        if each.opcode == "while":
+            times = _trip_count(each)
+            turns = None if turns is None or times is None else turns * times
+            condition = re.search(r"condition=%?([\w.-]+)", each.rest)
+            called += [condition.group(1)] if condition is not None else []
+        totals = [self.computation(name, turns, branch) for name in called]
+        return sum(least for least, _ in totals), sum(most for _, most in totals)
+
+
+def _collective(
+    module: Module, each: Instruction, turns: int | None, branch: tuple[str, ...]
+) -> Collective:
+    kind = each.opcode.removesuffix("-start")
+    arrays, devices = _results(module, each), _group(module, each)
+    received = _received(kind, sum(array.nbytes for array in arrays), devices)
+    line = module.user_line(each)
+    return Collective(kind, arrays, devices, received, turns, branch, each.op_name, line)
+
+
+def _results(module: Module, each: Instruction) -> tuple[Array, ...]:
+    """What it makes; what starts one lists the operands as well."""
+    if not each.opcode.endswith("-start"):
+        return each.arrays
+    done = each.opcode.removesuffix("start") + "done"
+    for user in module.users([each]):
+        if user.opcode == done:
+            return user.arrays
+    count = len(each.operands)  # done elsewhere, in the next turn of a loop
+    return each.arrays[count : 2 * count] or each.arrays
+
+
+def _received(kind: str, nbytes: int, devices: int) -> int:
+    """Bytes that each of a group of devices receives, for results of ``nbytes`` on each."""
+    others = devices - 1
+    if kind == "all-reduce":  # reduced and scattered, and gathered
+        return 2 * nbytes * others // devices
+    if kind in ("all-gather", "all-to-all"):  # a part of the result is a device's own
+        return nbytes * others // devices
+    if kind == "reduce-scatter":
+        return nbytes * others
+    return nbytes if others else 0
+
+
+def _group(module: Module, each: Instruction) -> int:
+    """How many devices take part in a collective together."""
+    pairs = re.search(r"source_target_pairs=\{(.*?)\}(?!,\{)", each.rest)
+    if pairs is not None:
+        moves = re.findall(r"(\d+),(\d+)", pairs.group(1))
+        return 1 + any(source != to for source, to in moves)
+    listed = re.search(r"replica_groups=\{((?:\{[\d,]*\},?)*)\}", each.rest)
+    if listed is not None:
+        groups = re.findall(r"\{([\d,]*)\}", listed.group(1))
+        return max((len(x.split(",")) for x in groups), default=module.devices)
+    counted = re.search(r"replica_groups=\[[\d,]*?(\d+)\]<=", each.rest)
+    if counted is not None:
+        return int(counted.group(1))
+    on_mesh = re.search(r"replica_groups=mesh\[([^\]]*)\][^{]*\{([^}]*)\}", each.rest)
+    if on_mesh is not None:
+        sides = dict(re.findall(r"'([^']*)'=(\d+)", on_mesh.group(1)))
+        # 'x' is a whole axis; 'x':(2)4 a part of it, of 4.
+        axes = re.findall(r"'([^']*)'(?::\(\d+\)(\d+))?", on_mesh.group(2))
+        return math.prod(int(part or sides[name]) for name, part in axes)
+    if "replica_groups=" in each.rest:
+        raise NotImplementedError(f"these groups of devices cannot be read: {each.rest}")
+    return module.devices
+
+
+def _trip_count(loop: Instruction) -> int | None:
+    found = re.search(r'"known_trip_count":\{"n":"(\d+)"', loop.rest)
+    return None if found is None else int(found.group(1))
+
+
+# --- tables on the wire -------------------------------------------------------------
+
+
+def problems(program: Program, min_bytes: int) -> list[str]:
+    """A line for each collective whose size depends on that of a table, and advice."""
+    tables = tables_of(program, min_bytes)
+    lines = []
+    for each in traffic(program.module).collectives:
+        leaf = next((x for x, part in tables.items() if _depends(each, x, part)), None)
+        if leaf is not None:
+            lines.append(f"{each}: as large as {leaf}, or has an axis as long")
+    if not lines:
+        return []
+    return [
+        *lines,
+        "row gradients (jslices.value_and_grad) do not send the table; for one that is "
+        'split by rows, value_and_grad(loss, exchange={...: jslices.Exchange("axis")}) '
+        "sends the rows that are looked up to those that ask for them",
+    ]
+
+
+def _depends(each: Collective, table: Leaf, part: Array) -> bool:
+    """Whether a collective is sized by ``table``, of which a device has ``part``."""
+    long = {table.shape[0], part.dims[0]}
+    return each.nbytes >= part.nbytes or any(long & set(x.dims) for x in each.arrays)

@@ -1,0 +1,173 @@
+"""State stands where its table does, and tables have rows that devices can divide."""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import optimizers
+import pytest
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jslices as js
+
+V, D = 64, 8
+S = jax.ShapeDtypeStruct
+PARAMS = {"table": (V, D), "bias": (V,), "w": (3, 2)}
+GRADS = {
+    "table": js.IndexedSlices(np.zeros((4, D), np.float32), np.zeros(4, np.int32), (V, D)),
+    "bias": np.zeros(V, np.float32),
+    "w": np.zeros((3, 2), np.float32),
+}
+FROZEN = {"table": np.arange(V) < 3, "bias": None, "w": None}
+EXACT = functools.partial(js.adam, 0.1, untouched="exact")
+OPTIMIZERS = {
+    **{name: optimizers.make(js, name, 0.1, kwargs) for name, kwargs in optimizers.FIRST},
+    "factored": js.adafactor(0.1, min_dim_size_to_factor=1),
+    "exact": EXACT(),
+    "chain": js.optim.chain(js.optim.clip_global_norm(1.0), js.adam(0.1)),
+    "multi_steps": js.optim.multi_steps(js.adam(0.1), 2, GRADS),
+    "freeze_rows": js.optim.freeze_rows(EXACT(), FROZEN),
+    "from_optax": js.from_optax(optax.adam(0.1)),
+    "with_state_dtype": js.optim.with_state_dtype(js.adam(0.1), "bfloat16"),
+    "partition": js.optim.partition(
+        {"exact": EXACT(), "rows": js.rowwise_adagrad(0.1)},
+        {"table": "exact", "bias": "rows", "w": "rows"},
+    ),
+}
+SPLITS = [P("x"), P(None, "x"), P("a", "x"), P(("a", "x")), P()]
+
+
+def on_mesh(kind, spec):
+    if jax.device_count() < 8:
+        pytest.skip("needs eight devices")
+    mesh = jax.make_mesh((2, 4), ("a", "x"), axis_types=(getattr(AxisType, kind),) * 2)
+    specs = {"table": spec, "bias": P(*spec[:1]), "w": P()}
+    return mesh, {
+        name: jax.device_put(np.ones(shape, np.float32), NamedSharding(mesh, specs[name]))
+        for name, shape in PARAMS.items()
+    }
+
+
+def assert_placed(states, params):
+    """Each array with the rows or columns of the table is split as these are."""
+    mesh, split = (
+        params["table"].sharding.mesh,
+        (*params["table"].sharding.spec, None, None)[:2],
+    )
+    wanted = {(V, D): P(*split), (V,): P(split[0]), (D,): P(split[1])}
+    seen = set()
+    for path, x in jax.tree_util.tree_leaves_with_path(states):
+        if x.shape in wanted:
+            sharding = NamedSharding(mesh, wanted[x.shape])
+            name = jax.tree_util.keystr(path)
+            assert x.sharding.is_equivalent_to(sharding, x.ndim), (name, x.sharding.spec)
+            seen.add(x.shape)
+    assert seen == set(wanted)
+
+
+def inits(params):
+    return {name: tx.init(params) for name, tx in OPTIMIZERS.items()}
+
+
+@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
+@pytest.mark.parametrize("spec", SPLITS, ids=str)
+def test_state_is_split_as_its_table(kind, spec):
+    _, params = on_mesh(kind, spec)
+    eager, compiled = inits(params), jax.jit(inits).lower(params).compile()
+    assert_placed(eager, params)
+    states = compiled(params)
+    assert_placed(states, params)
+    jax.tree.map(
+        np.testing.assert_array_equal, jax.device_get(states), jax.device_get(eager)
+    )
+    # No device makes more than its part, not even for a moment.
+    memory = compiled.memory_analysis()
+    parts = (
+        math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
+        for x in jax.tree.leaves(states)
+    )
+    rows_of_a_part = params["table"].addressable_shards[0].data.nbytes
+    assert memory.temp_size_in_bytes <= rows_of_a_part
+    assert memory.output_size_in_bytes <= sum(parts) + 64 * len(jax.tree.leaves(states))
+
+
+def test_on_one_device_state_is_where_the_table_is():
+    (device,) = jax.devices()[-1:]
+    table = jax.device_put(np.ones((V, D), np.float32), device)
+    for tx in (js.rowwise_adagrad(0.1), EXACT()):
+        state = tx.init(table)
+        arrays = [x for x in jax.tree.leaves(state) if x.shape[:1] == (V,)]
+        assert arrays and all(x.devices() == {device} for x in arrays)
+    assert not js.rowwise_adagrad(0.1).init(jnp.ones((V, D))).sum_of_squares.committed
+
+
+@pytest.mark.parametrize("transform", [jax.vmap, lambda init: jax.jit(jax.vmap(init))])
+def test_state_of_several_tables_at_once(transform):
+    _, params = on_mesh("Auto", P(None, "x"))
+    state = transform(js.rowwise_adagrad(0.1).init)(params["table"].reshape(4, 16, D))
+    assert state.sum_of_squares.shape == (4, 16)
+
+
+def test_inside_shard_map_state_is_that_of_a_device():
+    mesh, params = on_mesh("Auto", P("x"))
+
+    def init(table):
+        return js.rowwise_adagrad(0.1).init(table).sum_of_squares
+
+    each = jax.shard_map(init, mesh=mesh, in_specs=P("x"), out_specs=P("x"))
+    assert jax.jit(each)(params["table"]).shape == (V,)
+
+
+# --- rows that devices divide --------------------------------------------------------
+
+
+def test_rows_that_devices_divide():
+    mesh = AbstractMesh((2, 4), ("a", "x"))
+    assert [js.padded_rows(n, 8) for n in (0, 1, 8, 9)] == [0, 8, 8, 16]
+    assert (
+        js.padded_rows(np.int64(9), 1) == 9 and type(js.padded_rows(np.int64(9), 2)) is int
+    )
+    assert js.padded_rows(9, mesh) == 16
+    assert js.padded_rows(9, mesh, "x") == js.padded_rows(9, mesh, ("x",)) == 12
+    assert js.padded_rows(9, mesh, ("a", "x")) == 16
+    assert js.padded_rows(9, Mesh(np.array(jax.devices()[:1]), ("x",))) == 9
+    assert js.padded_rows(2**40 + 1, 4096) == 2**40 + 4096
+
+
+def test_jax_takes_as_many_rows():
+    mesh, _ = on_mesh("Auto", P())
+    split = NamedSharding(mesh, P("x"))
+    with pytest.raises(
+        ValueError, match="partitioned 4 times, but the dimension size is 65"
+    ):
+        jax.device_put(np.ones((V + 1, D)), split)
+    rows = js.padded_rows(V + 1, mesh, "x")
+    assert jax.device_put(np.ones((rows, D)), split).shape == (68, D)
+
+
+@pytest.mark.parametrize(
+    "args, error, text",
+    [
+        ((-1, 8), js.InvalidArgumentError, "at least 0 rows, got -1"),
+        ((9, 0), js.InvalidArgumentError, "at least 1 device, got 0"),
+        (
+            (9, 8, "x"),
+            js.InvalidArgumentError,
+            "wants a mesh with this axis, got 8 devices",
+        ),
+        (
+            (9, AbstractMesh((2,), ("a",)), "x"),
+            js.InvalidArgumentError,
+            r"axis='x'\): the mesh has the axes \('a',\), and not 'x'",
+        ),
+        ((9, None), TypeError, r"got NoneType; type jax.device_count\(\)"),
+        ((9.0, 8), TypeError, "float"),
+    ],
+)
+def test_bad_counts(args, error, text):
+    with pytest.raises(error, match=text):
+        js.padded_rows(*args)
