@@ -26,8 +26,9 @@ TEXT = (DOCS / "operations.md").read_text()
 def test_code_runs(page, count):
     blocks = re.findall(r"^```python\n(.*?)^```", (DOCS / page).read_text(), re.M | re.S)
     assert len(blocks) == count
+    names = {"functools": functools, "jax": jax, "jnp": jnp, "js": js, "tf": tf}
     for block in blocks:
-        exec(block, {"functools": functools, "jax": jax, "jnp": jnp, "js": js, "tf": tf})
+        exec(block, names)
 
 
 def test_every_exception_of_the_tests_is_listed():
