@@ -5,10 +5,16 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import PartitionSpec
 
 from jslices._devices.exchange import Placement, mesh_of, on_each_device
-from jslices._devices.explicit import explicit_mesh, typed, untyped, with_auto_axes
+from jslices._devices.explicit import (
+    explicit_mesh,
+    told_by_types,
+    typed,
+    untyped,
+    with_auto_axes,
+)
 from jslices._jax import flatten
 from jslices._rows.bounds import canonical_indices
 from jslices._slices import IndexedSlices, deduplicated, is_slices, known_distinct
@@ -133,7 +139,7 @@ def told_to_owners(placement: Placement, num_rows: int, ids: jax.Array) -> Shard
         run = on_each_device(placement, own, PartitionSpec(), placement.by_rows)
         entries = run(canonical_indices(untyped(ids), num_rows))
     if mesh is not None:
-        entries = typed(entries, NamedSharding(mesh, placement.by_rows))
+        entries = typed(entries, told_by_types(mesh, placement.by_rows))
     return sharded(placement, (num_rows, 0), *entries)
 
 

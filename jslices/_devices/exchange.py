@@ -16,6 +16,7 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from jslices._devices.explicit import split_along
 from jslices._errors import InvalidArgumentError
+from jslices._jax import flatten
 
 Way = Literal["all_to_all", "gather"]
 
@@ -173,7 +174,28 @@ def on_each_device(
         axis_names=set(placement.batch if whole_rows else placement.mesh.axis_names),
         check_vma=False,
     )
-    return mapped
+    return lambda *args: mapped(*on_one_mesh(args))
+
+
+def on_one_mesh(arrays: Any) -> Any:
+    """The same arrays, all of them on the mesh that one of them is on.
+
+    Outside of ``jax.jit`` what a program computes from constants, ids say, may be on a
+    single device, and JAX does not spread it by itself.
+    """
+
+    def is_placed(x: Any) -> bool:
+        return isinstance(x, jax.core.Tracer) or isinstance(
+            getattr(x, "sharding", None), NamedSharding
+        )
+
+    leaves, tree = flatten(arrays)
+    known = [x for x in leaves if is_placed(x) and not isinstance(x, jax.core.Tracer)]
+    if not known or all(map(is_placed, leaves)):
+        return arrays
+    everywhere = NamedSharding(known[0].sharding.mesh, PartitionSpec())
+    placed = [x if is_placed(x) else jax.device_put(x, everywhere) for x in leaves]
+    return tree.unflatten(placed)
 
 
 def placement_at_hand(x: Any) -> Placement | None:
@@ -203,6 +225,7 @@ def on_all_devices(values: jax.Array, indices: jax.Array) -> tuple[jax.Array, ja
         return values, indices
     any_columns = (PartitionSpec.UNCONSTRAINED,) * (values.ndim - 1)
     specs = PartitionSpec(None, *any_columns), PartitionSpec(None)
+    values, indices = on_one_mesh((values, indices))
     values, indices = (
         lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
         for x, spec in zip((values, indices), specs, strict=True)

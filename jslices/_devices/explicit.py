@@ -63,10 +63,21 @@ def _spec(x: Any) -> tuple[tuple[str, ...], ...]:
     return split_along(sharding.spec if sharding is not None else (), jnp.ndim(x))
 
 
+def told_by_types(mesh: AbstractMesh, spec: PartitionSpec) -> NamedSharding:
+    """What types tell of arrays split so: nothing of axes that are Auto."""
+    explicit = set(mesh.explicit_axes)
+    axes = (tuple(x for x in several if x in explicit) for several in _axes(spec))
+    return NamedSharding(mesh, PartitionSpec(*(several or None for several in axes)))
+
+
 def split_along(spec: Any, ndim: int) -> tuple[tuple[str, ...], ...]:
     """For each axis of an array the mesh axes along which it is split."""
-    axes = [() if x is None else (x,) if isinstance(x, str) else tuple(x) for x in spec]
+    axes = _axes(spec)
     return (*axes, *((),) * (ndim - len(axes)))
+
+
+def _axes(spec: Any) -> list[tuple[str, ...]]:
+    return [() if x is None else (x,) if isinstance(x, str) else tuple(x) for x in spec]
 
 
 @contextlib.contextmanager

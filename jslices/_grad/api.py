@@ -10,6 +10,7 @@ import numpy as np
 
 from jslices import _jax
 from jslices._devices.exchange import on_all_devices
+from jslices._devices.explicit import typed
 from jslices._grad.explain import report_dense
 from jslices._grad.interpret import Site
 from jslices._grad.plan import (
@@ -351,6 +352,7 @@ class _Assemble:
 
 def _of_site(site: Site, shape: Any, values: Any, indices: Any) -> IndexedSlices:
     """The gradient of one lookup, its executions joined."""
+    values, indices = typed((values, indices), site.split)
     if site.route is not None:
         return sharded(site.route.placement, shape, values, indices)._flattened()
     values, indices = values.reshape(indices.size, *shape[1:]), indices.reshape(-1)

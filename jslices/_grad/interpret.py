@@ -33,6 +33,7 @@ from jslices import _jax
 from jslices._devices.exchange import Exchange, Route, home_of
 from jslices._devices.explicit import (
     explicit_mesh,
+    told_by_types,
     typed,
     types_of,
     untyped,
@@ -100,6 +101,14 @@ class Site:
         return self.count if self.route is None else self.route.all_entries
 
     @property
+    def split(self) -> NamedSharding | None:
+        """How the values of all executions are split, ``[*loops, entries, *D]``."""
+        if self.sharding is None:
+            return None
+        spec = PartitionSpec(*(None,) * len(self.loops), *self.sharding.spec)
+        return NamedSharding(self.sharding.mesh, spec)
+
+    @property
     def total(self) -> int:
         """Rows read in one run of the whole program."""
         return math.prod(self.loops) * self.count
@@ -129,7 +138,7 @@ class Candidate(NamedTuple):
             return None
         rows = None if route is None else route.placement.rows or None
         mesh, spec = self.aval.sharding.mesh, self.aval.sharding.spec
-        return NamedSharding(mesh, PartitionSpec(rows, *spec[1:]))
+        return told_by_types(mesh, PartitionSpec(rows, *spec[1:]))
 
 
 @dataclasses.dataclass(frozen=True)

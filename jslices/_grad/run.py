@@ -6,7 +6,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding, PartitionSpec
 
 from jslices import _jax
 from jslices._grad.interpret import Site, run_lookups
@@ -36,12 +35,7 @@ def run_planned(planned: Planned, primals: Sequence[Any], slots: Any) -> tuple[A
 def slot_of(site: Site) -> IndexedSlices:
     """The cotangent slot of one lookup; see ``jslices/_lookup/rows.py``."""
     shape = (*site.loops, site.entries, *site.table_shape[1:])
-    sharding = None
-    if site.sharding is not None:
-        loops = (None,) * len(site.loops)
-        spec = PartitionSpec(*loops, *site.sharding.spec)
-        sharding = NamedSharding(site.sharding.mesh, spec)
-    zeros = jnp.zeros(shape, site.dtype, out_sharding=sharding)
+    zeros = jnp.zeros(shape, site.dtype, out_sharding=site.split)
     values = _jax.as_varying(zeros, site.varying)
     return IndexedSlices.tree_unflatten(site.table_shape, (values, None))
 

@@ -158,8 +158,8 @@ def safe_embedding_lookup_sparse(
         good &= bags.weights > 0
     bags = bags._replace(segments=jnp.where(good, bags.segments, bags.num_bags))
     keep, ids = bags.segments < bags.num_bags, bags.ids
-    filled = jnp.zeros(bags.num_bags, bool).at[bags.segments].set(True, mode="drop")
     if default_id is not None:
+        filled = jnp.zeros(bags.num_bags, bool).at[bags.segments].set(True, mode="drop")
         # One more id is looked up, the last; it is not read if no bag is empty.
         default = _row_number(default_id, sum(len(table) for table in tables), caller)
         ids = ids.astype(jnp.promote_types(ids.dtype, jnp.int32))

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jslices._devices.exchange import Placement, Route, on_each_device
+from jslices._devices.exchange import Placement, Route, on_each_device, on_one_mesh
 from jslices._rows.bounds import canonical_indices, missing_value, take_rows
 from jslices._rows.numbering import number_rows
 from jslices._rows.select import where_rows
@@ -63,6 +63,7 @@ def rows_from_elsewhere(
       fill_value: what these read in the mode that fills.
     """
     count, height = read.shape[0], route.num_rows
+    table, read, record = on_one_mesh((table, read, record))
     fills = lax.GatherScatterMode.from_any(mode) == lax.GatherScatterMode.FILL_OR_DROP
     good = (read >= 0) & (read < height)
     near = read if fills else jnp.clip(read, 0, height - 1)

@@ -200,11 +200,12 @@ def advance(
 def _missed_steps(rule: Rule, count: jax.Array, run: jax.Array) -> Kernel:
     """``kernel(nothing, p, *arrays, last, *snapshot)``: the missed steps of some rows."""
     steps = _missed(rule)
-    table, now = steps.table(count), steps.snapshot(count, run)
+    tables = steps.table(count), steps.after_each()
+    now = steps.snapshot(count, run)
 
-    def kernel(table: Any, nothing: Any, p: jax.Array, *rest: Any) -> tuple[Any, ...]:
+    def kernel(tables: Any, nothing: Any, p: jax.Array, *rest: Any) -> tuple[Any, ...]:
         arrays, last, snapshot = _clock_apart(rest, len(now))
-        missed = steps.missed(count, run, table, last, snapshot)
+        missed = steps.missed(count, run, tables, last, snapshot)
         missed = jax.tree.map(lambda x: per_row(x, p), missed)
         new = steps.advance(Missed(*missed), p, *arrays)
         # A row that missed nothing stays as it is, to the bit.
@@ -215,7 +216,7 @@ def _missed_steps(rule: Rule, count: jax.Array, run: jax.Array) -> Kernel:
         ]
         return nothing, *kept, *_now(count, now, last, snapshot)
 
-    return Partial(kernel, table)
+    return Partial(kernel, tables)
 
 
 def _clock_apart(arrays: Sequence[Any], width: int) -> tuple[Any, Any, Any]:

@@ -143,14 +143,16 @@ class MissedSteps:
         self,
         count: jax.Array,
         run: jax.Array,
-        table: jax.Array,
+        tables: tuple[jax.Array, jax.Array],
         last: jax.Array,
         snapshot: Sequence[jax.Array],
     ) -> Missed:
         """What rows missed, given the ``last`` step ``[n]`` of each.
 
-        ``snapshot``, of which each is ``[n]``, is what was kept with them then.
+        ``tables`` are :meth:`table` and :meth:`after_each`; ``snapshot``, of which each is
+        ``[n]``, is what was kept with them then.
         """
+        table, after_each = tables
         steps = jnp.maximum(count - last, 0)  # rows may be frozen, ahead of all steps
         if self.keeps_run:
             since = (run[0] - snapshot[-2]) + (run[1] - snapshot[-1])
@@ -160,7 +162,7 @@ class MissedSteps:
         if not self.series:
             return Missed(steps, (), decay, since)
         near = _read(table, steps)
-        to_come = snapshot if self.keeps_series else _read(self._after_each(), last)
+        to_come = snapshot if self.keeps_series else _read(after_each, last)
         sums = (
             jnp.where(steps <= self._window, sum_of_steps, decay * rest)
             for sum_of_steps, rest in zip(near, to_come, strict=False)
@@ -191,8 +193,10 @@ class MissedSteps:
         """From so many steps on the weights of the series no longer change."""
         return max((_steps_to_vanish(series.settles) for series in self.series), default=0)
 
-    def _after_each(self) -> Any:
+    def after_each(self) -> Any:
         """:meth:`_to_come` after 0, 1, ... steps unscheduled: ``[steps, series]``."""
+        if self.keeps_series or not self.series:
+            return jnp.zeros((1, 0))
         numbers = (self.learning_rate, self.weight_decay)
         traced = any(isinstance(x, jax.core.Tracer) for x in numbers)
         return self._from_the_end() if traced else self._after_each_known

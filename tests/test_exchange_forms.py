@@ -1,0 +1,100 @@
+"""Tables split over devices: axes of two kinds, no ``set_mesh``, no ``jax.jit``."""
+
+import contextlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import assert_close, quickly
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+import jslices as js
+
+pytestmark = pytest.mark.filterwarnings("ignore::jslices.DensificationWarning")
+
+P = PartitionSpec
+V, D = 64, 4
+TABLE = np.random.default_rng(3).normal(size=(V, D)).astype(np.float32)
+IDS = np.array([[3, 9], [3, 63], [0, 1], [9, 9]] * 2, np.int32)
+
+
+def placed(shape, kinds):
+    """A mesh, and the table on it."""
+    if jax.device_count() < 8:
+        pytest.skip("needs eight devices")
+    names = ("a", "x")[-len(shape) :]
+    kinds = tuple(getattr(AxisType, kind) for kind in kinds)
+    mesh = jax.make_mesh(shape, names, axis_types=kinds)
+    return mesh, jax.device_put(TABLE, NamedSharding(mesh, P("x")))
+
+
+def on_host(slices):
+    assert js.is_slices(slices)
+    parts = jax.device_get((slices.values, slices.indices))
+    return np.asarray(js.IndexedSlices(*parts, slices.dense_shape).to_dense())
+
+
+def scanned(table):
+    def body(total, ids):
+        return total + jnp.sin(js.embedding_lookup(table, ids)).sum(), None
+
+    return jax.lax.scan(body, 0.0, jnp.asarray(IDS))[0]
+
+
+def squared(table):
+    return (js.embedding_lookup(table, jnp.array([3, 9, 3])) ** 2).sum()
+
+
+@pytest.mark.parametrize(
+    "exchange", [None, pytest.param(js.Exchange("x"), marks=pytest.mark.slow)], ids=str
+)
+@pytest.mark.parametrize("loss", [squared, scanned])
+def test_without_jit_ids_may_be_on_one_device(loss, exchange):
+    _, table = placed((8,), ["Auto"])
+    found = js.grad(loss, exchange=exchange)(table)
+    assert_close(on_host(found), jax.grad(loss)(jnp.asarray(TABLE)), rtol=1e-5)
+
+
+@pytest.mark.parametrize("kinds", [("Explicit", "Auto"), ("Auto", "Explicit")], ids=str)
+def test_axes_of_both_kinds(kinds):
+    mesh, table = placed((2, 4), kinds)
+    exchange = js.Exchange("x") if kinds[1] == "Auto" else None
+    with jax.set_mesh(mesh):
+        found = quickly(js.grad(scanned, exchange=exchange))(table)
+    assert_close(on_host(found), jax.grad(scanned)(jnp.asarray(TABLE)), rtol=1e-5)
+
+
+@pytest.mark.parametrize("is_set", [True, False])
+def test_loops_on_explicit_axes(is_set):
+    mesh, table = placed((8,), ["Explicit"])
+    with jax.set_mesh(mesh) if is_set else contextlib.nullcontext():
+        found = quickly(js.grad(scanned))(table)
+        rows = quickly(lambda t: (js.lookup_ids(scanned)(t), t.sum()))(table)[0]
+    assert_close(on_host(found), jax.grad(scanned)(jnp.asarray(TABLE)), rtol=1e-5)
+    held = np.asarray(rows.indices)
+    assert set(held[held < V].tolist()) == set(IDS.ravel().tolist())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
+def test_rows_catch_up_without_jit(kind):
+    mesh, table = placed((8,), [kind])
+    tx, ids = js.adam(0.1, untouched="exact"), jnp.array([3, 9])
+    with jax.set_mesh(mesh):
+        caught_up, _ = tx.catch_up(table, tx.init(table), ids)
+    np.testing.assert_array_equal(np.asarray(caught_up), TABLE)
+
+
+def test_safe_bags_on_explicit_axes():
+    mesh, table = placed((8,), ["Explicit"])
+    ids = np.where(IDS == 9, -1, IDS)
+
+    def loss(table, ids):
+        return (js.safe_embedding_lookup_sparse(table, ids) ** 2).sum()
+
+    with jax.set_mesh(mesh):
+        split = jax.device_put(ids, NamedSharding(mesh, P("x")))
+        found = quickly(js.grad(loss))(table, split)
+    wanted = jax.grad(loss)(jnp.asarray(TABLE), jnp.asarray(ids))
+    assert_close(on_host(found), wanted, rtol=1e-5)
