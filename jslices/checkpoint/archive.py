@@ -12,7 +12,7 @@ import itertools
 import math
 import operator
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -21,7 +21,8 @@ import numpy as np
 from jslices._errors import DataLossError, InvalidArgumentError, NotFoundError
 from jslices.checkpoint import files
 from jslices.checkpoint.info import Delta, Info, dump_info, parse_info
-from jslices.checkpoint.leaves import Index, Leaf, Spec, check_values
+from jslices.checkpoint.leaves import Index, Leaf, Piece, Spec, check_values
+from jslices.checkpoint.processes import ALONE, Processes
 from jslices.checkpoint.tensors import (
     CODES,
     Tensor,
@@ -50,16 +51,44 @@ def in_one_file(leaves: dict[str, Leaf]) -> list[Part]:
     return [{n: (leaf.tensor(), (0,) * len(leaf.spec.shape)) for n, leaf in leaves.items()}]
 
 
-def in_shards(leaves: dict[str, Leaf]) -> list[Part]:
-    """A file for each shard; an array that is not sharded goes into the smallest."""
-    count = max((len(leaf.pieces) for leaf in leaves.values()), default=1)
+def in_shards(leaves: dict[str, Leaf], processes: Processes = ALONE) -> list[Part | None]:
+    """A file for each shard that a process writes; None for those of other processes.
+
+    An array that is not sharded goes into the smallest file.
+    """
+    shares = _shares(leaves, processes.count)
+    parts: list[Part | None] = []
+    for number, share in enumerate(shares):
+        count = max(map(len, share.values()), default=int(number == 0))
+        if number == processes.own:
+            parts += _files(leaves, share, count)
+        else:
+            parts += [None] * count
+    return parts
+
+
+def _shares(leaves: dict[str, Leaf], count: int) -> list[dict[str, list[Piece]]]:
+    """What each process writes: of those that hold a piece the one with the least does."""
+    shares: list[dict[str, list[Piece]]] = [{} for _ in range(count)]
+    sizes = [0] * count
+    pieces = [(name, piece) for name, leaf in leaves.items() for piece in leaf.pieces]
+    for name, piece in sorted(pieces, key=lambda item: len(item[1].holders)):
+        writer = min(piece.holders, key=sizes.__getitem__)
+        shares[writer].setdefault(name, []).append(piece)
+        sizes[writer] += leaves[name].piece_tensor(piece).num_bytes
+    return shares
+
+
+def _files(
+    leaves: dict[str, Leaf], share: dict[str, list[Piece]], count: int
+) -> list[Part]:
     parts: list[Part] = [{} for _ in range(count)]
     sizes = [0] * count
-    for name, leaf in sorted(leaves.items(), key=lambda item: -len(item[1].pieces)):
-        for number, piece in enumerate(leaf.pieces):
-            if len(leaf.pieces) == 1:
+    for name, pieces in sorted(share.items(), key=lambda item: -len(item[1])):
+        for number, piece in enumerate(pieces):
+            if len(pieces) == 1:
                 number = sizes.index(min(sizes))
-            tensor = leaf.piece_tensor(piece)
+            tensor = leaves[name].piece_tensor(piece)
             parts[number][name] = (tensor, piece.start)
             sizes[number] += tensor.num_bytes
     return parts
@@ -67,19 +96,22 @@ def in_shards(leaves: dict[str, Leaf]) -> list[Part]:
 
 def write_checkpoint(
     prefix: str,
-    parts: list[Part],
+    parts: Sequence[Part | None],
     info: dict[str, Any],
     sharded: bool,
     state: tuple[str, str] | None = None,
+    processes: Processes = ALONE,
 ) -> str:
     """Writes the files of a checkpoint, which replaces an older one at once.
 
     Args:
       prefix: its path.
-      parts: what goes into each file.
+      parts: what goes into each file; None for those that other processes write.
       info: what the first file tells about the variables.
       sharded: whether the files are shards.
       state: path and text of a state file that is replaced at the same time.
+      processes: those that write the checkpoint. All write their files before the first
+        one gives the files of all their names.
 
     Returns:
       The id of this save.
@@ -88,57 +120,96 @@ def write_checkpoint(
       OSError: if that cannot be done. It says whether the checkpoint was saved; if not,
         what was there before is as it was.
     """
-    save_id, count = files.new_id(), len(parts)
+    directory, count = os.path.dirname(prefix), len(parts)
+    save_id = _agreed_id(prefix, processes)
     paths = [files.shard_path(prefix, i, count) for i in range(count)]
     paths = paths if sharded else [prefix]
     descriptors: list[int] = []
     waiting = {path: files.temporary_path(path, save_id) for path in paths}
-    try:
-        with files.directory_lock(os.path.dirname(prefix), exclusive=True):
-            files.clean(os.path.dirname(prefix), is_published)  # it may hold all the room
+    if state is not None:
+        waiting[state[0]] = files.temporary_path(state[0], save_id)
+
+    def make_room() -> None:
+        if processes.is_first:
+            with files.directory_lock(directory, exclusive=True):
+                files.clean(directory, is_published)
+
+    def write() -> None:
         for number, (part, path) in enumerate(zip(parts, paths, strict=True)):
+            if part is None:
+                continue
             starts = {name: start for name, (_, start) in part.items()}
             told = dump_info(save_id, number, count, starts, {} if number else info)
             tensors = {name: tensor for name, (tensor, _) in part.items()}
             descriptors.append(files.open_new(waiting[path]))
             write_tensors(descriptors[-1], tensors, {_INFO: told})
-        if state is not None:
-            path, text = state
-            waiting[path] = files.temporary_path(path, save_id)
-            descriptors.append(files.open_new(waiting[path]))
-            files.write_and_flush(descriptors[-1], text)
-        _publish(prefix, paths, waiting)
-    except OSError as error:
+        if state is not None and processes.is_first:
+            descriptors.append(files.open_new(waiting[state[0]]))
+            files.write_and_flush(descriptors[-1], state[1])
+
+    def publish() -> None:
+        if processes.is_first:
+            _publish(prefix, paths, waiting)
+
+    def outcome() -> str:
         if saved_id(paths[0]) != save_id:
-            outcome = "was not saved, and what was saved before is as it was"
-        elif state is not None and os.path.exists(waiting[state[0]]):
-            outcome = (
+            return "was not saved, and what was saved before is as it was"
+        if state is not None and os.path.exists(waiting[state[0]]):
+            return (
                 f"was saved and can be restored, but {state[0]} was not written and does "
                 "not name it; save once more, or call update_checkpoint_state"
             )
-        else:
-            outcome = "was saved and can be restored, but a power failure may undo that"
-        raise OSError(
-            error.errno,
-            f"{error.strerror or error}; {prefix} {outcome}",
-            error.filename or prefix,
-        ) from error
+        return "was saved and can be restored, but a power failure may undo that"
+
+    try:
+        for stage in (make_room, write, publish):
+            with processes.together(), _telling(outcome, prefix):
+                stage()
     finally:
-        is_first_waiting = os.path.exists(waiting[paths[0]])
-        for path, temporary in waiting.items():
-            # Once the first shard has its name the others are part of a checkpoint.
-            if is_first_waiting or path not in paths:
-                with contextlib.suppress(OSError):
-                    files.remove(temporary)
+        if processes.is_first:
+            is_first_waiting = os.path.exists(waiting[paths[0]])
+            for path, temporary in waiting.items():
+                # Once the first shard has its name the others are part of a checkpoint.
+                if is_first_waiting or path not in paths:
+                    with contextlib.suppress(OSError):
+                        files.remove(temporary)
         for descriptor in descriptors:  # their locks end here
             os.close(descriptor)
     return save_id
+
+
+def _agreed_id(prefix: str, processes: Processes) -> str:
+    """The id that the first process gives to a save."""
+    told = processes.told(f"{files.new_id()} {os.path.basename(prefix)}")
+    (save_id, name), *others = [text.split(" ", 1) for text in told]
+    for number, (_, other) in enumerate(others, 1):
+        if other != name:
+            raise InvalidArgumentError(
+                f"process 0 would save {name!r}, and process {number} {other!r}; give all "
+                "processes one path and global_step"
+            )
+    return save_id
+
+
+@contextlib.contextmanager
+def _telling(outcome: Callable[[], str], prefix: str) -> Iterator[None]:
+    """Adds to an error what has become of the checkpoint."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(
+            error.errno,
+            f"{error.strerror or error}; {prefix} {outcome()}",
+            error.filename or prefix,
+        ) from error
 
 
 def _publish(prefix: str, paths: list[str], waiting: dict[str, str]) -> None:
     """Gives written files their names. The first one decides."""
     directory = os.path.dirname(prefix)
     with files.directory_lock(directory, exclusive=True):
+        for path in paths:
+            os.stat(waiting[path])  # those of other processes may be gone
         for path in paths:
             os.replace(waiting[path], path)
         for family in files.families(prefix):

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jslices._errors import InvalidArgumentError
+from jslices.checkpoint.processes import is_spread
 from jslices.checkpoint.tensors import CODES, Tensor, dtype_named
 
 #: Reads a saved array, or the box of it that an index gives.
@@ -135,11 +136,14 @@ class Piece:
 
     Attributes:
       start: where it begins along each axis.
-      data: a NumPy array, or a JAX array on one device.
+      data: a NumPy array, or a JAX array on one device; only the shape and dtype of what
+        other processes hold.
+      holders: the processes that hold it, or the first for what all have on their own.
     """
 
     start: tuple[int, ...]
     data: Any
+    holders: tuple[int, ...] = (0,)
 
     def index(self) -> Index:
         """The box as an index of the array."""
@@ -235,7 +239,7 @@ def as_leaf(name: str, value: Any) -> Leaf:
 
     Raises:
       TypeError: if it cannot be saved.
-      InvalidArgumentError: if its contents are gone, or are on other machines.
+      InvalidArgumentError: if its contents are gone.
     """
     if isinstance(value, jax.core.Tracer):
         raise TypeError(
@@ -246,7 +250,7 @@ def as_leaf(name: str, value: Any) -> Leaf:
         array = array.astype(array.dtype.newbyteorder("="), copy=False)
         pieces = [Piece((0,) * array.ndim, array)]
     else:
-        pieces = _device_pieces(name, array)
+        pieces = _device_pieces(array)
     dtype = array.dtype
     dtype_name = dtype.str if dtype.kind in "SUMm" else dtype.name
     try:
@@ -283,18 +287,20 @@ def _kind_and_array(name: str, value: Any) -> tuple[str, Any]:
     )
 
 
-def _device_pieces(name: str, array: Any) -> list[Piece]:
-    if not array.is_fully_addressable:
-        raise InvalidArgumentError(
-            f"{name!r} is spread over several processes, and this one holds only a part; "
-            "Saver is for one process: use Orbax, or gather it with "
-            "jax.experimental.multihost_utils.process_allgather"
-        )
-    found: dict[tuple[int, ...], Piece] = {}
-    for shard in array.addressable_shards:
+def _device_pieces(array: Any) -> list[Piece]:
+    copies: dict[tuple[int, ...], list[Any]] = {}
+    for shard in array.global_shards:
         start = tuple(part.start or 0 for part in shard.index)
-        found.setdefault(start, Piece(start, shard.data))
-    return [found[start] for start in sorted(found)]
+        copies.setdefault(start, []).append(shard)
+    elsewhere = jax.ShapeDtypeStruct(array.sharding.shard_shape(array.shape), array.dtype)
+    pieces = []
+    for start in sorted(copies):
+        data = next((s.data for s in copies[start] if s.data is not None), elsewhere)
+        holders = {s.device.process_index for s in copies[start]}
+        pieces.append(
+            Piece(start, data, tuple(sorted(holders)) if is_spread(array) else (0,))
+        )
+    return pieces
 
 
 # --- restoring ------------------------------------------------------------------------
@@ -340,17 +346,21 @@ def place(name: str, spec: Spec, read: Read, template: Any) -> Any:
     if isinstance(template, str | bytes):
         return original(name, spec, read)
     sharding: Any = getattr(template, "sharding", None)
-    is_spread = sharding is not None and len(sharding.device_set) > 1
-    if isinstance(template, jax.Array) and not is_spread:
+    is_alone = sharding is None or (
+        len(sharding.device_set) == 1 and sharding.is_fully_addressable
+    )
+    if isinstance(template, jax.Array) and is_alone:
         sharding = sharding if getattr(template, "committed", False) else None
     if spec.is_key:
         keys = original(name, spec, read).reshape(template.shape)
         return jax.device_put(keys, sharding)
     if spec.kind not in _NUMBERS:
         _check_width(name, spec)
-    shape = tuple(template.shape)
-    if shape != spec.shape or not is_spread:
+    if is_alone:
         return jax.device_put(array(), sharding)
+    shape = tuple(template.shape)
+    if shape != spec.shape or spec.kind in _NUMBERS:
+        return jax.make_array_from_callback(shape, sharding, array().__getitem__)
     boxes: dict[str, np.ndarray] = {}
 
     def box(index: Index | None) -> np.ndarray:

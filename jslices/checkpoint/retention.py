@@ -118,6 +118,10 @@ class Retention:
                         with _logged("the old checkpoint", path):
                             self._delete(path)
 
+    def leave_old(self) -> None:
+        """Leaves to another process what is kept no longer."""
+        self._doomed.clear()
+
     def _delete(self, path: str) -> None:
         found, known = files.families(path), self._ids.get(path)
         # It may be no checkpoint, or what another process has saved since.

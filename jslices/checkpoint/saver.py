@@ -23,6 +23,7 @@ from jslices.checkpoint.archive import (
 from jslices.checkpoint.deltas import delta_part, open_base
 from jslices.checkpoint.files import Path
 from jslices.checkpoint.leaves import Leaf, Read, as_leaf, misfit, original, place
+from jslices.checkpoint.processes import ALONE, Processes, processes_of
 from jslices.checkpoint.retention import Retention
 from jslices.checkpoint.state_file import doomed_in, doomed_text, new_state
 from jslices.checkpoint.trees import (
@@ -194,17 +195,21 @@ class Saver:
         Cost: reads every element once; 64 MiB of additional memory for variables that are
         sharded or not on the host.
         """
-        leaves, info = self._leaves(variables)
-        prefix = self._path(variables, path, global_step, latest_filename)
-        if files.checkpoint_exists(prefix):
-            if os.path.abspath(prefix) in self._retention.needed_bases():
-                raise InvalidArgumentError(
-                    f"{prefix} is what saved deltas build on, so it cannot be overwritten; "
-                    "give another path or global_step"
-                )
-        parts = in_shards(leaves) if self._sharded else in_one_file(leaves)
+        variables = without_handles(variables)
+        processes = processes_of(variables)
+        sharded = self._sharded or processes.count > 1
+        with processes.together():
+            leaves, info = self._leaves(variables)
+            prefix = self._path(variables, path, global_step, latest_filename, sharded)
+            if files.checkpoint_exists(prefix):
+                if os.path.abspath(prefix) in self._retention.needed_bases():
+                    raise InvalidArgumentError(
+                        f"{prefix} is what saved deltas build on, so it cannot be "
+                        "overwritten; give another path or global_step"
+                    )
+            parts = in_shards(leaves, processes) if sharded else in_one_file(leaves)
         return self._commit(
-            prefix, parts, info, self._sharded, latest_filename, write_state
+            prefix, parts, info, sharded, latest_filename, write_state, processes
         )
 
     def save_delta(
@@ -248,8 +253,14 @@ class Saver:
         with ``touched=None`` reads everything, and what it builds on. A delta is always
         one file.
         """
+        variables = without_handles(variables)
+        if processes_of(variables).count > 1:
+            raise InvalidArgumentError(
+                "these variables are spread over several processes, and a delta is one "
+                "file of one process; call save in all of them"
+            )
         leaves, info = self._leaves(variables)
-        prefix = self._path(variables, path, global_step, latest_filename)
+        prefix = self._path(variables, path, global_step, latest_filename, self._sharded)
         base = open_base(prefix, self._previous)
         part, row_names = delta_part(leaves, touched, base)
         name = os.path.basename(base.prefix)
@@ -258,7 +269,6 @@ class Saver:
 
     def _leaves(self, variables: Any) -> tuple[dict[str, Leaf], dict[str, Any]]:
         """What is to be saved, by name, and its description in the checkpoint."""
-        variables = without_handles(variables)
         names, values, _ = named_leaves(variables)
         chosen = choose(names, self._var_list, "the variables hold")
         if not chosen and not self._allow_empty:
@@ -272,35 +282,44 @@ class Saver:
         return leaves, info
 
     def _path(
-        self, variables: Any, path: Path, global_step: Any, latest_filename: str | None
+        self,
+        variables: Any,
+        path: Path,
+        global_step: Any,
+        latest_filename: str | None,
+        sharded: bool,
     ) -> str:
         step = None if global_step is None else _step_number(global_step, variables)
-        return files.checkpoint_path(path, step, latest_filename, self._pad, self._sharded)
+        return files.checkpoint_path(path, step, latest_filename, self._pad, sharded)
 
     def _commit(
         self,
         prefix: str,
-        parts: list[Part],
+        parts: Sequence[Part | None],
         info: dict[str, Any],
         sharded: bool,
         latest_filename: str | None,
         write_state: bool,
+        processes: Processes = ALONE,
     ) -> str:
         retention = copy.deepcopy(self._retention)  # a save that fails changes nothing
-        directory = os.path.dirname(prefix)
-        if write_state:
-            doomed = doomed_in(directory, latest_filename)
-            retention.take_over_doomed(directory, doomed)
-            retention.record(prefix)
-            state, text = self._new_state(prefix, retention.paths, latest_filename)
-            notes = doomed_text(retention.doomed_in(directory))
-            save_id = write_checkpoint(prefix, parts, info, sharded, (state, text + notes))
-        else:
-            retention.keep(prefix)
-            save_id = write_checkpoint(prefix, parts, info, sharded)
+        directory, named_in = os.path.dirname(prefix), None
+        with processes.together():
+            if write_state:
+                doomed = doomed_in(directory, latest_filename)
+                retention.take_over_doomed(directory, doomed)
+                retention.record(prefix)
+                state, text = self._new_state(prefix, retention.paths, latest_filename)
+                notes = doomed_text(retention.doomed_in(directory))
+                named_in = state, text + notes
+            else:
+                retention.keep(prefix)
+        save_id = write_checkpoint(prefix, parts, info, sharded, named_in, processes)
         retention.note(prefix, save_id)
         self._previous, self._retention = (prefix, save_id), retention
-        if write_state:
+        if not processes.is_first:
+            retention.leave_old()
+        elif write_state:
             retention.delete_old()
             if notes and not retention.doomed_in(directory):
                 files.shorten(state, text, notes)
@@ -464,7 +483,7 @@ class _NotAList(TypeError, AssertionError):
 def _step_number(step: Any, variables: Any) -> int:
     """The step as an integer; it may be the value of a variable."""
     if isinstance(step, str):
-        names, values, _ = named_leaves(without_handles(variables))
+        names, values, _ = named_leaves(variables)
         found = found_name(step, names)
         if found not in names:
             raise NotFoundError(

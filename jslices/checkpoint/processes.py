@@ -1,0 +1,74 @@
+"""The processes that save one checkpoint, and what they tell each other."""
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+_ROOM = 1024  # bytes of what a process tells the others
+
+
+@dataclasses.dataclass(frozen=True)
+class Processes:
+    """This process alone, or all processes, each of which does the same.
+
+    Attributes:
+      count: how many they are.
+      own: the number of this one.
+    """
+
+    count: int = 1
+    own: int = 0
+
+    @property
+    def is_first(self) -> bool:
+        """True in the process that does what one alone can do."""
+        return self.own == 0
+
+    @contextlib.contextmanager
+    def together(self) -> Iterator[None]:
+        """None goes on before all have come to the end, and none if one has failed.
+
+        Raises:
+          OSError: where nothing failed, naming the process and what failed there.
+        """
+        failure = None
+        try:
+            yield
+        except Exception as error:
+            failure = error
+        said = self.told("" if failure is None else f"{type(failure).__name__}: {failure}")
+        if failure is not None:
+            raise failure
+        for number, text in enumerate(said):
+            if text:
+                raise OSError(f"process {number} of {self.count} has failed: {text}")
+
+    def told(self, text: str) -> list[str]:
+        """What each process tells all of them; the end of a long text is left out."""
+        if self.count == 1:
+            return [text]
+        encoded = text.encode(errors="backslashreplace")[:_ROOM].ljust(_ROOM, b"\0")
+        data = np.frombuffer(encoded, np.uint8)
+        gathered = multihost_utils.process_allgather(data)
+        return [bytes(row).rstrip(b"\0").decode(errors="ignore") for row in gathered]
+
+
+#: This process alone.
+ALONE = Processes()
+
+
+def processes_of(tree: Any) -> Processes:
+    """All processes if the tree holds an array that is spread over several."""
+    if any(is_spread(leaf) for leaf in jax.tree.leaves(tree)):
+        return Processes(jax.process_count(), jax.process_index())
+    return ALONE
+
+
+def is_spread(value: Any) -> bool:
+    """True for an array of which other processes hold parts or copies."""
+    return isinstance(value, jax.Array) and not value.is_fully_addressable
