@@ -106,7 +106,10 @@ class Run:
             for name, x in first_params().items()
         }
         shardings = jax.tree.map(lambda x: x.sharding, self.wanted()["state"])
-        return {"params": params, "state": jax.jit(TX.init, out_shardings=shardings)(params)}
+        return {
+            "params": params,
+            "state": jax.jit(TX.init, out_shardings=shardings)(params),
+        }
 
     def batch(self, step):
         """Of which this process knows its own part only."""
@@ -153,6 +156,55 @@ def copy(directory, names):
         shardings = jax.tree.map(lambda x: x.sharding, variables)
         assert shardings == jax.tree.map(lambda x: x.sharding, wanted)
         js.Saver().save(variables, f"{directory}/{name}-{placement}-{jax.process_count()}")
+
+
+def all_kinds(directory):
+    """Leaves that are no tables: each is written once and comes back as it was."""
+    mesh = Run("rows").mesh
+    everywhere, by_rows = NamedSharding(mesh, P()), NamedSharding(mesh, P("x"))
+    number = jax.process_index()
+
+    def spread(x, sharding):
+        return jax.make_array_from_callback(x.shape, sharding, x.__getitem__)
+
+    devices = 2 * jax.device_count()
+    variables = {
+        "half": spread(
+            np.arange(devices * 3).reshape(devices, 3).astype(jnp.bfloat16), by_rows
+        ),
+        "step": spread(np.int32(7), everywhere),
+        "key": jax.jit(lambda: jax.random.key(5), out_shardings=everywhere)(),
+        "keys": jax.jit(
+            lambda: jax.random.split(jax.random.key(6), devices), out_shardings=by_rows
+        )(),
+        "mine": np.full(3, number),
+        "local": jnp.full(2, number),
+        "epoch": number + 10,
+        "name": f"process {number}",
+    }
+    path = js.Saver().save(variables, f"{directory}/kinds", global_step="step")
+    restored = js.Saver().restore(path, variables)
+    for name in ("half", "step", "key", "keys"):
+        assert restored[name].sharding == variables[name].sharding, name
+        assert jax.jit(lambda x, y: (x == y).all())(restored[name], variables[name]), name
+    number_of_jax = {"epoch": spread(np.zeros((), np.int8), everywhere)}
+    restored["int8"] = js.Saver().restore(path, number_of_jax)["epoch"]
+    assert restored["int8"].dtype == np.int8
+    shape = jax.ShapeDtypeStruct(
+        (3, devices), jnp.bfloat16, sharding=NamedSharding(mesh, P(None, "x"))
+    )
+    restored["reshaped"] = js.Saver(reshape=True).restore(path, {"half": shape})["half"]
+    said = {
+        n: np.asarray(restored[n]).tolist()
+        for n in ("mine", "local", "epoch", "name", "int8")
+    }
+    return {
+        "path": path,
+        "reshaped": [
+            np.asarray(s.data).tolist() for s in restored["reshaped"].addressable_shards
+        ],
+        **said,
+    }
 
 
 def main(number, count, port, function, arguments):

@@ -351,14 +351,16 @@ def place(name: str, spec: Spec, read: Read, template: Any) -> Any:
     )
     if isinstance(template, jax.Array) and is_alone:
         sharding = sharding if getattr(template, "committed", False) else None
+    shape = tuple(template.shape)
     if spec.is_key:
-        keys = original(name, spec, read).reshape(template.shape)
-        return jax.device_put(keys, sharding)
+        keys = original(name, spec, read).reshape(shape)
+        if is_alone:
+            return jax.device_put(keys, sharding)
+        return jax.make_array_from_callback(shape, sharding, keys.__getitem__)
     if spec.kind not in _NUMBERS:
         _check_width(name, spec)
     if is_alone:
         return jax.device_put(array(), sharding)
-    shape = tuple(template.shape)
     if shape != spec.shape or spec.kind in _NUMBERS:
         return jax.make_array_from_callback(shape, sharding, array().__getitem__)
     boxes: dict[str, np.ndarray] = {}

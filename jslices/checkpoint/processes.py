@@ -71,4 +71,5 @@ def processes_of(tree: Any) -> Processes:
 
 def is_spread(value: Any) -> bool:
     """True for an array of which other processes hold parts or copies."""
-    return isinstance(value, jax.Array) and not value.is_fully_addressable
+    is_array = isinstance(value, jax.Array) and not isinstance(value, jax.core.Tracer)
+    return is_array and not value.is_fully_addressable
