@@ -98,3 +98,17 @@ def test_safe_bags_on_explicit_axes():
         found = quickly(js.grad(loss))(table, split)
     wanted = jax.grad(loss)(jnp.asarray(TABLE), jnp.asarray(ids))
     assert_close(on_host(found), wanted, rtol=1e-5)
+
+
+def test_rows_are_masked_and_frozen_where_they_are():
+    _, table = placed((8,), ["Auto"])
+    odd = np.arange(V) % 2 == 1
+    tx = js.optim.freeze_rows(js.sgd(0.1), odd)
+
+    def stepped(table, exchange):
+        grads = js.grad(squared, exchange=exchange)(table)
+        masked = js.mask_rows(grads, jnp.asarray(odd))
+        return masked.to_dense(), tx.apply(grads, tx.init(table), table)[0]
+
+    found = quickly(lambda t: stepped(t, js.Exchange("x")))(table)
+    assert_close(found, stepped(jnp.asarray(TABLE), None), rtol=1e-5)

@@ -198,13 +198,9 @@ def _nothing(shape: Any) -> Any:
     num_rows = None if shape.dense_shape is None else shape.dense_shape[0]
     empty = empty_index(num_rows, indices.dtype)
     # Both branches of a cond return the same type, be it a subclass of IndexedSlices.
-    return type(shape).tree_unflatten(
-        shape.dense_shape,
-        (
-            jnp.zeros(values.shape, values.dtype),
-            jnp.full(indices.shape, empty, indices.dtype),
-        ),
-    )
+    values = jnp.zeros(values.shape, values.dtype)
+    indices = jnp.full(indices.shape, empty, indices.dtype)
+    return jax.tree.unflatten(jax.tree.structure(shape), (values, indices))
 
 
 def _buffer(example: Any, param: Any, k: int) -> Any:

@@ -90,13 +90,9 @@ def only_rows(slices: Any, keep: Keep, rest: float) -> Any:
     empty = empty_index(num_rows, indices.dtype)
     allowed = _allowed(keep, indices, num_rows) & (indices != empty)
     # Of the type that came: entries stay where they are.
-    return type(slices).tree_unflatten(
-        slices.dense_shape,
-        (
-            _where(allowed, slices.values, rest),
-            jnp.where(allowed, indices, jnp.array(empty, indices.dtype)),
-        ),
-    )
+    values = _where(allowed, slices.values, rest)
+    indices = jnp.where(allowed, indices, jnp.array(empty, indices.dtype))
+    return jax.tree.unflatten(jax.tree.structure(slices), (values, indices))
 
 
 def _allowed(keep: Keep, indices: jax.Array, num_rows: int | None) -> jax.Array:
