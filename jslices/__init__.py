@@ -32,6 +32,7 @@ from jslices._errors import (
 from jslices._grad.api import grad, lookup_ids, value_and_grad, vjp
 from jslices._grad.explain import explain
 from jslices._grad.rules import register_rowwise
+from jslices._host_table.table import HostTable
 from jslices._lookup import (
     embedding_lookup,
     embedding_lookup_sparse,
@@ -103,6 +104,7 @@ __all__ = [
     "Exchange",
     "FailedPreconditionError",
     "GradientTransformation",
+    "HostTable",
     "IdOutOfRangeError",
     "IndexedSlices",
     "InvalidArgumentError",

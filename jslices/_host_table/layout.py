@@ -1,0 +1,218 @@
+"""A row of a table and its rows of the optimizer's state, as one record of words."""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jslices._errors import InvalidArgumentError
+from jslices._jax import flatten
+from jslices.optim._engine.protocol import GradientTransformation
+
+
+class Field(NamedTuple):
+    """What a record holds of one array ``[V, *shape]``, or a value that all rows share."""
+
+    name: str
+    dtype: np.dtype[Any]
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in a record."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """What is kept for a table ``[V, *D]`` and its optimizer.
+
+    Attributes:
+      tx: the optimizer.
+      fields: of a record: the row of the table, then its rows of the state.
+      shared: what the optimizer keeps once for all rows (how many steps it did, say).
+      by_row: of each leaf of the state, whether it is kept row by row.
+      tree: the structure of the state.
+    """
+
+    tx: GradientTransformation
+    fields: tuple[Field, ...]
+    shared: tuple[Field, ...]
+    by_row: tuple[bool, ...]
+    tree: Any
+
+    @property
+    def word(self) -> np.dtype[Any]:
+        """The unsigned integer that fields are made of, as wide as the narrowest."""
+        narrowest = min(field.dtype.itemsize for field in self.fields)
+        return np.dtype(f"uint{8 * min(narrowest, 4)}")
+
+    @property
+    def words(self) -> int:
+        """Words in a record: those of the fields, and one that is 1 once it was written."""
+        return sum(field.nbytes for field in self.fields) // self.word.itemsize + 1
+
+    def pack(self, table: Any, state: Any) -> tuple[Any, list[Any]]:
+        """Records ``[n, words]`` of a table ``[n, *D]`` and its state, and what is shared.
+
+        Raises:
+          InvalidArgumentError: for arrays of other shapes or dtypes than the records hold.
+        """
+        leaves, tree = flatten(state)
+        if tree != self.tree:
+            raise InvalidArgumentError(
+                f"rows.pack(table, state) got a state of the structure {tree}, and this "
+                f"table keeps {self.tree}: pass what rows.unpack() or tx.apply returned"
+            )
+        rows = [x for x, by_row in zip(leaves, self.by_row, strict=True) if by_row]
+        rest = [x for x, by_row in zip(leaves, self.by_row, strict=True) if not by_row]
+        kept = [table, *rows]
+        height = jnp.shape(table)[0]
+        for field, x in zip(self.fields, kept, strict=True):
+            if (jnp.shape(x), x.dtype) != ((height, *field.shape), field.dtype):
+                raise InvalidArgumentError(
+                    f"rows.pack(table, state) got {field.name} as {x.dtype}"
+                    f"{list(jnp.shape(x))}, and the rows hold it as {field.dtype}"
+                    f"{[height, *field.shape]}: pass what tx.apply returned for the arrays "
+                    "of rows.unpack()"
+                )
+        columns = [_as_words(x, self.word) for x in kept]
+        written = jnp.ones((height, 1), self.word)
+        return jnp.concatenate([*columns, written], axis=1), rest
+
+    def unpack(self, words: Any, shared: Sequence[Any]) -> tuple[Any, Any]:
+        """The table ``[n, *D]`` and the state of records ``[n, words]``."""
+        ends = np.cumsum([field.nbytes // self.word.itemsize for field in self.fields])
+        columns = jnp.split(words[:, :-1], ends[:-1], axis=1)
+        table, *kept = (
+            _from_words(x, field) for x, field in zip(columns, self.fields, strict=True)
+        )
+        rows, rest = iter(kept), iter(shared)
+        leaves = [next(rows) if by_row else next(rest) for by_row in self.by_row]
+        return table, self.tree.unflatten(leaves)
+
+
+def layout_of(shape: tuple[int, ...], dtype: Any, tx: GradientTransformation) -> Layout:
+    """What is kept for a table of this shape, as ``tx.init`` tells.
+
+    What an optimizer keeps for each row is what grows with the number of rows.
+
+    Raises:
+      InvalidArgumentError: where a row cannot be stepped by itself, or ``tx.init`` takes
+        tables of one size only.
+    """
+    V, *row = shape
+    leaves, tree = _state(tx, shape, dtype)
+    more, taller = _state(tx, (V + 1, *row), dtype)
+    if tree != taller:
+        raise InvalidArgumentError(
+            "HostTable wants an optimizer whose state of some rows is that of a table of "
+            "these rows; that of this one names the rows of the whole table, as "
+            "multi_steps does: accumulate gradients with jslices.accumulate_gradients"
+        )
+    by_row = tuple(x.shape != y.shape for (_, x), (_, y) in zip(leaves, more, strict=True))
+    narrower = shape if not row else (V, *row[:-1], row[-1] - 1 or 2)
+    less, _ = _state(tx, narrower, dtype)
+    fields = [Field("table", np.dtype(dtype), tuple(row))]
+    shared: list[Field] = []
+    for kept, (path, x), (_, y) in zip(by_row, leaves, less, strict=True):
+        name = jax.tree_util.keystr(path, simple=True, separator="/")
+        if jnp.issubdtype(x.dtype, jax.dtypes.extended):
+            raise InvalidArgumentError(
+                f"HostTable cannot keep {name} of the optimizer's state, which is "
+                f"{x.dtype}; use raw keys: jax.random.key_data"
+            )
+        if not kept and x.shape != y.shape:
+            raise InvalidArgumentError(
+                "HostTable wants an optimizer that steps each row by itself; this one "
+                f"keeps {name} {list(x.shape)} for all rows together. In adafactor, type "
+                "factored=False"
+            )
+        found = Field(name, np.dtype(x.dtype), x.shape[1:] if kept else x.shape)
+        (fields if kept else shared).append(found)
+    return Layout(tx, tuple(fields), tuple(shared), by_row, tree)
+
+
+def _state(tx: GradientTransformation, shape: Sequence[int], dtype: Any) -> Any:
+    """Paths and abstract values of the state for a table, and its structure."""
+    try:
+        state = jax.eval_shape(tx.init, jax.ShapeDtypeStruct(tuple(shape), dtype))
+    except ValueError as error:
+        raise InvalidArgumentError(
+            f"HostTable asks tx.init for the state of tables of several sizes, and for one "
+            f"of shape {list(shape)} it said: {error}"
+        ) from error
+    return jax.tree_util.tree_flatten_with_path(state)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class HostRows:
+    """Rows of a :class:`jslices.HostTable` on a device, with their rows of the state.
+
+    A pytree of arrays, for a jitted step, which may donate it. Its arrays have room for U
+    rows, of which those that no id of the batch names hold nothing.
+
+    Attributes:
+      words: ``[U, words]``, the records.
+      shared: what the optimizer keeps for all rows together.
+      ticket: int32 ``[]``, which call of ``fetch`` these are from.
+      layout: how a record is laid out.
+    """
+
+    words: Any
+    shared: tuple[Any, ...]
+    ticket: Any
+    layout: Layout = dataclasses.field(metadata={"static": True})
+
+    def unpack(self) -> tuple[Any, Any]:
+        """The rows and the optimizer's state of them, as arrays; for use under ``jit``.
+
+        Returns:
+          ``(table, state)``: an array ``[U, *D]`` in which the ids that ``fetch`` returned
+          number the rows, and what ``tx.init`` would keep for it. Rows of an optimizer with
+          ``untouched="exact"`` have caught up.
+        """
+        table, state = self.layout.unpack(self.words, self.shared)
+        if self.layout.tx.catches_up:
+            table, state = self.layout.tx.flush(table, state)
+        return table, state
+
+    def pack(self, table: Any, state: Any) -> "HostRows":
+        """The same rows with other contents, for ``store``.
+
+        Args:
+          table: ``[U, *D]``, of the dtype that it had.
+          state: the optimizer's state of it.
+
+        Raises:
+          InvalidArgumentError: for arrays of other shapes or dtypes.
+        """
+        words, shared = self.layout.pack(table, state)
+        if words.shape != self.words.shape:
+            raise InvalidArgumentError(
+                f"rows.pack(table, state) got {words.shape[0]} rows, and these are "
+                f"{self.words.shape[0]}"
+            )
+        return dataclasses.replace(self, words=words, shared=tuple(shared))
+
+
+def _as_words(x: Any, word: np.dtype[Any]) -> Any:
+    """``[n, *shape]`` as words ``[n, k]``, bit by bit."""
+    if x.dtype == bool:
+        x = x.astype(np.uint8)
+    return lax.bitcast_convert_type(x, word).reshape(x.shape[0], -1)
+
+
+def _from_words(words: Any, field: Field) -> Any:
+    """The other way round."""
+    dtype = np.dtype(np.uint8) if field.dtype == bool else field.dtype
+    parts = dtype.itemsize // words.dtype.itemsize
+    shape = (words.shape[0], *field.shape, *((parts,) if parts > 1 else ()))
+    x = lax.bitcast_convert_type(words.reshape(shape), dtype)
+    return x.astype(field.dtype)

@@ -1,0 +1,484 @@
+"""Tables in host memory or a file: trained as one in the device's memory would be."""
+
+import functools
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import hypothesis
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import optimizers
+import pytest
+from helpers import rest_in_ci
+from hypothesis import strategies as st
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jslices as js
+
+V, D = 40, 3
+
+
+def loss(table, ids, wanted):
+    rows = js.embedding_lookup(table, ids, mode="clip")
+    return ((rows.reshape(*ids.shape, -1).sum(-1) - wanted) ** 2).sum()
+
+
+@functools.cache
+def step_of(tx):
+    @functools.partial(jax.jit, donate_argnums=0)
+    def step(rows, ids, wanted):
+        table, state = rows.unpack()
+        value, grads = js.value_and_grad(loss)(table, ids, wanted)
+        table, state = tx.apply(grads, state, table)
+        return rows.pack(table, state), value
+
+    return step
+
+
+def train(table, tx, batches):
+    """The losses of a host table."""
+    losses = []
+    for ids, wanted in batches:
+        rows, places = table.fetch(ids)
+        rows, value = step_of(tx)(rows, places, wanted)
+        table.store(rows)
+        losses.append(value)
+    return [float(x) for x in losses]
+
+
+def train_in_memory(table, tx, batches):
+    """The losses and the table, all of it in the device's memory."""
+
+    @jax.jit
+    def step(table, state, ids, wanted):
+        if tx.catches_up:
+            table, state = tx.catch_up(table, state, ids)
+        value, grads = js.value_and_grad(loss)(table, ids, wanted)
+        return *tx.apply(grads, state, table), value
+
+    losses, state = [], tx.init(table)
+    for ids, wanted in batches:
+        table, state, value = step(table, state, ids, wanted)
+        losses.append(float(value))
+    return losses, np.asarray(tx.flush(table, state)[0])
+
+
+def batches_of(seed, count, size=8, rows=V):
+    """Ids with duplicates, some rows in every batch and others rarely."""
+    rng = np.random.default_rng(seed)
+    for _ in range(count):
+        ids = np.minimum(rng.geometric(0.15, size) - 1, rows - 1)
+        yield ids, rng.normal(size=size).astype(np.float32)
+
+
+def beginning(ids):
+    return np.sin(np.arange(D) + np.asarray(ids)[:, None] * 1.0).astype(np.float32)
+
+
+BATCHES = list(batches_of(0, 6))
+START = beginning(np.arange(V))
+
+EXACT = [("sgd", {"momentum": 0.9}), ("adam", {}), ("adamw", {"weight_decay": 0.1})]
+EXACT += [("amsgrad", {}), ("lion", {}), ("rmsprop", {}), ("adadelta", {"rho": 0.8})]
+EXACT += [("adamw", {"learning_rate": optimizers.SCHEDULE})]
+CASES = [case for case in optimizers.ALL if "mask" not in case[1]]
+CASES += [(name, {**options, "untouched": "exact"}) for name, options in EXACT]
+QUICK = ("adam", "rowwise_adagrad", "adagrad")
+
+
+def optimizer(name, options):
+    """Of these settings; a table of three columns is too narrow to be factored."""
+    options = {k: v for k, v in options.items() if k != "min_dim_size_to_factor"}
+    return optimizers.make(js, name, 0.1, options)
+
+
+@pytest.mark.parametrize(
+    "name, options",
+    rest_in_ci(CASES, lambda case: case[0] in QUICK and len(case[1]) < 2),
+    ids=optimizers.label,
+)
+def test_trained_as_in_memory(name, options):
+    tx = optimizer(name, options)
+    losses, wanted = train_in_memory(jnp.asarray(START), tx, BATCHES)
+    for overlap in (False, True):
+        table = js.HostTable((V, D), tx, init=beginning, overlap=overlap)
+        close = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5)
+        close(train(table, tx, BATCHES), losses)
+        close(table.read(np.arange(V)), wanted)
+        assert table.steps == len(BATCHES)
+
+
+SGD = js.sgd(0.5)
+
+
+@hypothesis.settings(max_examples=25)
+@hypothesis.given(
+    st.lists(st.lists(st.integers(-2, V + 2), min_size=4, max_size=4), max_size=6),
+    st.booleans(),
+)
+def test_a_numpy_model(batches, overlap):
+    init = lambda ids: beginning(ids).round()  # noqa: E731
+    table = js.HostTable((V, D), SGD, init=init, overlap=overlap, size=4)
+    model = START.round()
+    for ids in batches:
+        rows, places = table.fetch(np.array(ids))
+        values = np.asarray(rows.unpack()[0])
+        for i, place in zip(ids, places, strict=True):
+            assert place == 4 if not 0 <= i < V else (values[place] == model[i]).all()
+        rows, _ = step_adding(rows, places)
+        table.store(rows)
+        for i in ids:
+            if 0 <= i < V:
+                model[i] += 1
+    np.testing.assert_array_equal(table.read(np.arange(V)), model)
+    assert table.steps == len(batches)
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def step_adding(rows, places):
+    """Adds one for each id."""
+    table, state = rows.unpack()
+    grads = js.IndexedSlices(jnp.full((len(places), D), -2.0), places, table.shape)
+    table, state = SGD.apply(grads, state, table)
+    return rows.pack(table, state), 0
+
+
+# --- what a record holds --------------------------------------------------------------
+
+
+@pytest.mark.parametrize("row", [(), (1,), (2, 3)])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_rows_of_any_shape_and_dtype(row, dtype):
+    tx = js.adam(0.1, mu_dtype="float32")
+    table = js.HostTable((V, *row), tx, init=1.5, dtype=dtype)
+    params = jnp.full((V, *row), 1.5, dtype)
+    losses, wanted = train_in_memory(params, tx, BATCHES[:2])
+    np.testing.assert_allclose(train(table, tx, BATCHES[:2]), losses, rtol=1e-2)
+    found = table.read([[0, 1], [2, V]])
+    assert (found.shape, found.dtype) == ((2, 2, *row), wanted.dtype)
+    np.testing.assert_array_equal(found[0].astype("f4"), wanted[:2].astype("f4"))
+    assert np.isnan(found[1, 1].astype("f4")).all()
+
+
+def test_float64():
+    with jax.enable_x64(True):
+        tx = js.adam(0.1)
+        table = js.HostTable((V, D), tx, dtype="float64")
+        start = jnp.zeros((V, D), jnp.float64)
+        losses, wanted = train_in_memory(start, tx, BATCHES[:2])
+        assert train(table, tx, BATCHES[:2]) == losses
+        np.testing.assert_array_equal(table.read(np.arange(V)), wanted)
+
+
+def test_rows_begin_when_they_are_fetched_and_state_begins_with_them():
+    tx = js.adagrad(0.1, initial_accumulator_value=0.25)
+    asked = []
+
+    def init(ids):
+        assert ids.dtype == np.int64
+        asked.extend(ids.tolist())
+        return beginning(ids)
+
+    table = js.HostTable((V, D), tx, init=init)
+    assert not asked
+    rows, _ = table.fetch([3, 3, 9])
+    assert set(asked) == {3, 9}
+    assert np.asarray(rows.unpack()[1].sum_of_squares)[:2].tolist() == [[0.25] * D] * 2
+    table.fetch([3])  # was not stored: begins again, with the same values
+    np.testing.assert_array_equal(table.read([3]), START[[3]])
+
+
+def test_ids_may_be_a_tree():
+    table = js.HostTable((V, D), SGD)
+    rows, places = table.fetch({"item": np.array([[7, 3], [7, V]]), "user": [9, -1]})
+    assert places["item"].tolist() == [[1, 0], [1, rows.words.shape[0]]]
+    assert places["user"].tolist() == [2, rows.words.shape[0]]
+    assert places["user"].dtype == np.int32
+    rows, places = table.fetch(jnp.array([V, -1]))
+    assert (places == rows.words.shape[0]).all()
+
+
+def test_a_step_is_compiled_once():
+    tx, size = js.adam(0.2), 64
+    table = js.HostTable((10_000, D), tx)
+    train(table, tx, batches_of(1, 8, size, rows=10_000))
+    assert step_of(tx)._cache_size() <= 2
+    tx = js.adam(0.2)
+    table = js.HostTable((10_000, D), tx, size=size)
+    train(table, tx, batches_of(1, 8, size, rows=10_000))
+    assert step_of(tx)._cache_size() == 1
+
+
+def test_on_all_devices_of_a_mesh():
+    mesh = jax.make_mesh((4,), ("x",), (jax.sharding.AxisType.Auto,))
+    tx = js.adam(0.1)
+    losses, wanted = train_in_memory(jnp.asarray(START), tx, BATCHES)
+    table = js.HostTable((V, D), tx, init=beginning, device=NamedSharding(mesh, P()))
+    by_batch = NamedSharding(mesh, P("x"))
+    found = []
+    for ids, labels in BATCHES:
+        rows, places = table.fetch(ids)
+        places, labels = jax.device_put((places, labels), by_batch)
+        rows, value = step_of(tx)(rows, places, labels)
+        assert rows.words.sharding.is_fully_replicated
+        table.store(rows)
+        found.append(float(value))
+    np.testing.assert_allclose(found, losses, rtol=1e-5)
+    np.testing.assert_allclose(table.read(np.arange(V)), wanted, rtol=1e-5, atol=1e-6)
+
+
+def test_catch_up_makes_up_all_missed_steps():
+    tx = js.adam(0.1, untouched="exact")
+    tables = [js.HostTable((V, D), tx, init=beginning) for _ in range(2)]
+    for table in tables:
+        train(table, tx, BATCHES)
+    tables[0].catch_up()
+    assert tables[0].steps == len(BATCHES)
+    every = np.arange(V)
+    np.testing.assert_array_equal(tables[0].read(every), tables[1].read(every))
+    for table in tables:
+        train(table, tx, BATCHES)
+    np.testing.assert_allclose(*(x.read(every) for x in tables), rtol=1e-4, atol=1e-5)
+
+
+# --- files ----------------------------------------------------------------------------
+
+
+def test_training_goes_on_from_a_file(tmp_path):
+    tx = js.adam(0.1)
+    losses, wanted = train_in_memory(jnp.asarray(START), tx, BATCHES)
+    path = tmp_path / "table"
+    with js.HostTable((V, D), tx, path, init=beginning) as table:
+        found = train(table, tx, BATCHES[:4])
+    assert os.listdir(tmp_path) == ["table"]
+    with js.HostTable((V, D), tx, path, init=beginning, overlap=True) as table:
+        assert table.steps == 4
+        found += train(table, tx, BATCHES[table.steps :])
+        table.flush()
+        np.testing.assert_allclose(table.read(np.arange(V)), wanted, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(found, losses, rtol=1e-4)
+    table.close()
+
+
+def test_a_file_that_is_open_is_refused(tmp_path):
+    path = tmp_path / "table"
+    with js.HostTable((V, D), SGD, path) as table:
+        train(table, SGD, BATCHES[:1])
+        with pytest.raises(js.FailedPreconditionError, match=r"is open as a HostTable.*cl"):
+            js.HostTable((V, D), SGD, path)
+        code = f"js.HostTable(({V}, {D}), js.sgd(0.5), {str(path)!r})"
+        other = subprocess.run(
+            [sys.executable, "-c", f"import jslices as js; {code}"],
+            capture_output=True,
+            text=True,
+        )
+        assert "FailedPreconditionError" in other.stderr and table.steps == 1
+    js.HostTable((V, D), SGD, path).close()
+
+
+def test_other_files_are_refused_and_left_alone(tmp_path):
+    path = tmp_path / "table"
+    path.write_text("my thesis")
+    with pytest.raises(js.InvalidArgumentError, match="no file of a HostTable"):
+        js.HostTable((V, D), SGD, path)
+    assert path.read_text() == "my thesis"
+    path.unlink()
+    js.HostTable((V, D), SGD, path).close()
+    before = path.read_bytes()
+    for shape, tx in (((V + 1, D), SGD), ((V, D), js.adam(0.1)), ((V, D + 1), SGD)):
+        with pytest.raises(js.InvalidArgumentError, match=r"holds a table with .*rows.*40"):
+            js.HostTable(shape, tx, path)
+    assert path.read_bytes() == before
+
+
+def test_save_and_restore(tmp_path):
+    tx = js.adam(0.1)
+    table = js.HostTable((V, D), tx, init=beginning, overlap=True)
+    train(table, tx, BATCHES[:3])
+    table.save(tmp_path / "saved")
+    assert os.listdir(tmp_path) == ["saved"]
+    later = train(table, tx, BATCHES[3:])
+    other = js.HostTable((V, D), tx, init=beginning)
+    train(other, tx, BATCHES[4:])
+    other.restore(tmp_path / "saved")
+    assert other.steps == 3 and train(other, tx, BATCHES[3:]) == later
+    with js.HostTable((V, D), tx, tmp_path / "saved", init=beginning) as opened:
+        assert train(opened, tx, BATCHES[3:]) == later
+        with pytest.raises(js.InvalidArgumentError, match="file of this table"):
+            opened.save(tmp_path / "saved")
+    with pytest.raises(js.NotFoundError, match="is not there"):
+        other.restore(tmp_path / "nothing")
+    with pytest.raises(OSError):
+        other.save(tmp_path / "no" / "directory")
+
+
+def test_a_step_in_the_journal_is_in_the_table(tmp_path):
+    """As after a kill between the two: the file of before, and the journal of after."""
+    tx = js.adam(0.1)
+    path, copy = str(tmp_path / "table"), str(tmp_path / "copy")
+    table = js.HostTable((V, D), tx, path, init=beginning)
+    train(table, tx, BATCHES[:2])
+    shutil.copy(path, tmp_path / "two")
+    read = [table.read(np.arange(V))]
+    for number in (2, 3):
+        train(table, tx, BATCHES[number : number + 1])
+        read.append(table.read(np.arange(V)))
+        shutil.copy(tmp_path / "two", copy)
+        shutil.copy(f"{path}-journal", f"{copy}-journal")
+        with js.HostTable((V, D), tx, copy, init=beginning) as found:
+            # That of a later step is not taken for the next one.
+            steps = 3 if number == 2 else 2
+            assert found.steps == steps
+            np.testing.assert_array_equal(found.read(np.arange(V)), read[steps - 2])
+
+
+def train_until_killed(path):
+    """Run by the test below, in a process of its own."""
+    tx = js.adam(0.1)
+    table = js.HostTable((V, D), tx, path, init=beginning)
+    print("started", flush=True)
+    train(table, tx, list(batches_of(0, 10_000))[table.steps :])
+
+
+@pytest.mark.parametrize("kills", [1, pytest.param(8, marks=pytest.mark.slow)])
+def test_a_killed_process_leaves_whole_steps(tmp_path, kills):
+    path = str(tmp_path / "table")
+    code = f"import test_host_table as t; t.train_until_killed({path!r})"
+    found = os.pathsep.join([os.path.dirname(__file__), *sys.path])
+    before = -1
+    for kill in range(kills):
+        process = subprocess.Popen(
+            [sys.executable, "-c", code],
+            stdout=subprocess.PIPE,
+            env={**os.environ, "PYTHONPATH": found},
+        )
+        assert process.stdout.readline() == b"started\n"
+        time.sleep(1 + 0.0317 * kill)
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        tx = js.adam(0.1)
+        with js.HostTable((V, D), tx, path, init=beginning) as table:
+            steps, rows = table.steps, table.read(np.arange(V))
+        assert steps > before
+        undisturbed = js.HostTable((V, D), tx, init=beginning)
+        train(undisturbed, tx, list(batches_of(0, steps)))
+        np.testing.assert_array_equal(rows, undisturbed.read(np.arange(V)))
+        before = steps
+
+
+FLAT = """
+import json, os, sys
+import jax, numpy as np, jslices as js, test_host_table as t
+def anonymous():
+    lines = open("/proc/self/status").read().splitlines()
+    return int(next(x for x in lines if x.startswith("RssAnon")).split()[1]) / 1024
+tx, rng, seen = js.adam(0.1), np.random.default_rng(0), []
+table = js.HostTable((int(sys.argv[2]), 32), tx, sys.argv[1])
+for number in range(60):
+    ids = rng.integers(0, table.shape[0], 512)
+    t.train(table, tx, [(ids, np.ones(512, np.float32))])
+    seen.append(anonymous())
+print(json.dumps([os.path.getsize(sys.argv[1]) / 2**30, seen[10], seen[-1]]))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="needs Linux")
+def test_a_large_file_trains_in_little_memory(tmp_path):
+    rows = 50_000_000  # 18 GiB, of which the pages of 30,000 rows come to be on the disk
+    if shutil.disk_usage(tmp_path).free < 2**30 + rows * 400:
+        rows = shutil.disk_usage(tmp_path).free // 800
+    found = os.pathsep.join([os.path.dirname(__file__), *sys.path])
+    said = subprocess.run(
+        [sys.executable, "-c", FLAT, str(tmp_path / "table"), str(rows)],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": found},
+    )
+    assert said.returncode == 0, said.stderr
+    size, warm, after = json.loads(said.stdout)
+    assert size * 2**30 > rows * 388 and after < warm + 64
+
+
+# --- refused --------------------------------------------------------------------------
+
+
+def test_optimizers_that_step_rows_together_are_refused():
+    like = js.IndexedSlices(jnp.zeros((2, 256)), jnp.array([1, 2]), (300, 256))
+    for tx, message in [
+        (js.adafactor(0.1), r"keeps v_\w+ \[256\] for all rows.*factored=False"),
+        (js.optim.multi_steps(SGD, 2, like), "multi_steps.*accumulate_gradients|sizes"),
+    ]:
+        with pytest.raises(js.InvalidArgumentError, match=message):
+            js.HostTable((300, 256), tx)
+    js.HostTable((300, 256), js.adafactor(0.1, factored=False))
+    js.HostTable((300, 127), js.adafactor(0.1))
+
+
+def test_optimizers_of_optax_and_chains():
+    chained = js.optim.chain(js.optim.clip_row_norms(1e6), js.adam(0.1))
+    _, wanted = train_in_memory(jnp.asarray(START), js.adam(0.1), BATCHES[:2])
+    for tx in (js.from_optax(optax.adam(0.1)), chained):
+        table = js.HostTable((V, D), tx, init=beginning)
+        train(table, tx, BATCHES[:2])
+        np.testing.assert_allclose(table.read(np.arange(V)), wanted, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "make, error, message",
+    [
+        (lambda: js.HostTable((), SGD), js.InvalidArgumentError, r"wanted \(V, \*D\)"),
+        (lambda: js.HostTable((0, 3), SGD), js.InvalidArgumentError, r"\(0, 3\)"),
+        (lambda: js.HostTable((V, D), SGD, size=0), js.InvalidArgumentError, "size=0"),
+        (
+            lambda: js.HostTable((V, D), SGD, dtype="int32"),
+            js.InvalidArgumentError,
+            "int32",
+        ),
+        (lambda: js.HostTable((V, D), 0.1), TypeError, "HostTable wants transformations"),
+    ],
+)
+def test_what_is_no_table(make, error, message):
+    with pytest.raises(error, match=message):
+        make()
+
+
+def test_misuse_says_what_to_type_and_changes_nothing():
+    table = js.HostTable((V, D), SGD, size=2)
+    with pytest.raises(js.InvalidArgumentError, match=r"3 distinct rows.*size=2.*least 3"):
+        table.fetch([1, 2, 3])
+    with pytest.raises(TypeError, match=r"integers, got float32\[2\]"):
+        table.fetch(np.ones(2, np.float32))
+    with pytest.raises(TypeError, match=r"outside of jit"):
+        jax.jit(table.fetch)(jnp.ones(2, int))
+    with pytest.raises(js.FailedPreconditionError, match="nothing was fetched"):
+        table.store(js.HostTable((V, D), SGD, size=2).fetch([1])[0])
+    first, _ = table.fetch([1, 2])
+    second, _ = table.fetch([3, 4])
+    with pytest.raises(js.FailedPreconditionError, match=r"earlier fetch.*not written"):
+        table.store(first)
+    with pytest.raises(TypeError, match="store wants the rows"):
+        table.store(second.words)
+    with pytest.raises(TypeError, match="store wants the rows"):
+        table.store(js.HostTable((V, D), js.adam(0.1)).fetch([1])[0])
+    with pytest.raises(js.InvalidArgumentError, match=r"table as float16\[2, 3\].*float32"):
+        second.pack(second.unpack()[0].astype("float16"), second.unpack()[1])
+    with pytest.raises(js.InvalidArgumentError, match=r"got 1 rows.*are 2"):
+        second.pack(second.unpack()[0][:1], second.unpack()[1])
+    with pytest.raises(js.InvalidArgumentError, match="structure"):
+        second.pack(second.unpack()[0], js.adam(0.1).init(jnp.zeros((2, D))))
+    assert table.steps == 0 and not table.read(np.arange(V)).any()
+    bad = js.HostTable((V, D), SGD, init=lambda ids: np.zeros(3))
+    with pytest.raises(js.InvalidArgumentError, match=r"returned \[3\]; wanted \[2, 3\]"):
+        bad.fetch([1, 2])
+    table.close()
+    with pytest.raises(js.FailedPreconditionError, match=r"HostTable\(.* is closed"):
+        table.fetch([1])
