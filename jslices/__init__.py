@@ -16,7 +16,7 @@ from jslices._densify import DenseUseError, DensificationWarning
 from jslices._devices.all_reduce import all_reduce_slices
 from jslices._devices.exchange import Exchange
 from jslices._devices.layouts import row_major
-from jslices._devices.memory import PerformanceHint, keep_memory
+from jslices._devices.memory import keep_memory
 from jslices._devices.placement import padded_rows
 from jslices._devices.spread import spread_ids
 from jslices._errors import (
@@ -110,7 +110,6 @@ __all__ = [
     "InvalidArgumentError",
     "NotFoundError",
     "OutOfRangeError",
-    "PerformanceHint",
     "Saver",
     "UnavailableError",
     "accumulate_gradients",

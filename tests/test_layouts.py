@@ -94,7 +94,7 @@ def test_a_table_by_columns_is_noticed_once():
         r"lookup, and each step, copies all of it, 7.6 MB, to rows and back. Type params = "
         r"jslices.row_major\(params\) before tx.init\(params\)"
     )
-    with pytest.warns(js.PerformanceHint, match=said):
+    with pytest.warns(js.optim.PerformanceHint, match=said):
         js.adam(0.1).init(params)
     with warnings.catch_warnings():
         warnings.simplefilter("error")

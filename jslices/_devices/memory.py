@@ -26,7 +26,7 @@ class PerformanceHint(UserWarning):
 
     Issued at most once in a process for steps that :func:`jslices.keep_memory` would make
     faster, and once for each table that :func:`jslices.row_major` would. Silence it with
-    ``warnings.simplefilter("ignore", jslices.PerformanceHint)``.
+    ``warnings.simplefilter("ignore", jslices.optim.PerformanceHint)``.
     """
 
 
