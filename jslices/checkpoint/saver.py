@@ -15,6 +15,7 @@ from jslices.checkpoint import files
 from jslices.checkpoint.archive import (
     Archive,
     Part,
+    check_equal,
     in_one_file,
     in_shards,
     narrow_to_rows,
@@ -207,7 +208,8 @@ class Saver:
                         f"{prefix} is what saved deltas build on, so it cannot be "
                         "overwritten; give another path or global_step"
                     )
-            parts = in_shards(leaves, processes) if sharded else in_one_file(leaves)
+        check_equal(leaves, processes)
+        parts = in_shards(leaves, processes) if sharded else in_one_file(leaves)
         return self._commit(
             prefix, parts, info, sharded, latest_filename, write_state, processes
         )
@@ -317,12 +319,13 @@ class Saver:
         save_id = write_checkpoint(prefix, parts, info, sharded, named_in, processes)
         retention.note(prefix, save_id)
         self._previous, self._retention = (prefix, save_id), retention
-        if not processes.is_first:
-            retention.leave_old()
-        elif write_state:
-            retention.delete_old()
-            if notes and not retention.doomed_in(directory):
-                files.shorten(state, text, notes)
+        with processes.together():  # then the directory is the same for all of them
+            if not processes.is_first:
+                retention.leave_old()
+            elif write_state:
+                retention.delete_old()
+                if notes and not retention.doomed_in(directory):
+                    files.shorten(state, text, notes)
         return prefix
 
     def _new_state(
@@ -386,13 +389,20 @@ class Saver:
         Source: ``tf.train.Saver.restore``; ``rows`` is the slice of a partitioned
         variable, which TensorFlow writes as ``"6 2 2,2:0,2"``.
         """
-        if path is None:
-            raise ValueError("Can't load save_path when it is None.")
-        archive = Archive(os.fspath(path))
-        if variables is None:
-            restored = self._restore_all(archive, rows)
-        else:
-            restored = self._restore_into(archive, without_handles(variables), rows)
+        variables = without_handles(variables)
+        processes = processes_of(variables)
+        with processes.together():
+            if path is None:
+                raise ValueError("Can't load save_path when it is None.")
+            archive = Archive(os.fspath(path))
+            if variables is None:
+                restored = self._restore_all(archive, rows)
+            else:
+                restored = self._restore_into(archive, variables, rows)
+        processes.agree(
+            f"{os.path.basename(archive.prefix)!r} of the save {archive.save_id!r}",
+            "give all processes the path of one checkpoint in a directory that they share",
+        )
         self._previous = (archive.prefix, archive.save_id)
         return restored
 
