@@ -8,8 +8,11 @@ The function is one of this file; its arguments and the options of
 
 import contextlib
 import faulthandler
+import io
 import json
 import os
+import pathlib
+import re
 import resource
 import signal
 import sys
@@ -215,6 +218,23 @@ def all_kinds(directory):
     }
 
 
+def page(directory):
+    """What docs/sharding.md says, up to another number of steps each time."""
+    text = pathlib.Path(__file__).parent.parent.joinpath("docs", "sharding.md").read_text()
+    first, *others = re.findall(r"^```python\n(.*?)^```", text, re.M | re.S)
+    names = {}
+    for block in [first.split("\nids, labels =")[0], *others[-3:]]:
+        exec(block, names)
+    said = []
+    for steps in (2, 4):
+        with contextlib.redirect_stdout(io.StringIO()) as printed:
+            names["train"](directory, steps, every=2)
+        said += [float(line.split()[1]) for line in printed.getvalue().splitlines()]
+    state = js.adam(1e-3).init({"table": jnp.zeros((8_000, 64), device=names["by_rows"])})
+    assert {x.sharding for x in jax.tree.leaves(state) if x.ndim} == {names["by_rows"]}
+    return {"losses": said}
+
+
 # --- what goes wrong ------------------------------------------------------------------
 
 
@@ -262,7 +282,14 @@ def failing(directory, other):
         for number in range(jax.process_count()):
             error = error_of(saver.restore, odd if own == number else last, variables)
             said[f"{name}, {number}"] = error
+    if own == 0:
+        with open(f"{path}-2-00001-of-00002", "rb+") as file:
+            file.seek(-1, os.SEEK_END)
+            last_byte = file.read(1)[0]
+            file.seek(-1, os.SEEK_END)
+            file.write(bytes([last_byte ^ 1]))
     saver.restore(last, variables)
+    said["a damaged shard, 1"] = error_of(saver.restore, f"{path}-2", variables)
     saver.save(variables, path, 3)
     return {"said": said, "seen": seen, "at last": sorted(os.listdir(directory))}
 

@@ -18,7 +18,7 @@ import jax
 import numpy as np
 import pytest
 from helpers import assert_close
-from several_processes import PLACEMENTS, on_one_device
+from several_processes import PLACEMENTS, on_one_device, page
 
 import jslices as js
 
@@ -123,6 +123,16 @@ def test_leaves_of_all_kinds_are_written_once(tmp_path):
     assert first["path"] == second["path"] and first["name"] == "process 0"
 
 
+@pytest.mark.slow
+def test_the_page_of_docs_is_true_for_several_processes(tmp_path):
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+    wanted = page(str(tmp_path / "one"))
+    assert len(set(wanted["losses"])) == 4
+    for (said,) in run(2, 4, "page", directory=str(tmp_path / "two")):
+        np.testing.assert_allclose(said["losses"], wanted["losses"], rtol=1e-6)
+
+
 # --- one of them fails ----------------------------------------------------------------
 
 
@@ -139,6 +149,7 @@ DISAGREEMENTS = {
     "another name": "to save; give all processes one path and global_step",
     "one variable more": "has 9 variables to save (digest ",
     "another shape": "arrays that are spread over them with the same shape",
+    "a damaged shard": "DataLossError: ",
     "another one": "give all processes the path of one checkpoint",
 }
 

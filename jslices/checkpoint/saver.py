@@ -74,6 +74,11 @@ class Saver:
     restored and the state file names it. What a file tells about itself is checked when it
     is opened.
 
+    For variables that are spread over several processes all of them call :meth:`save` and
+    :meth:`restore`, with one path in a directory that they share. What a process has on its
+    own, a number or an array on its devices, is saved as process 0 has it. If one fails,
+    all raise.
+
     The name of a variable is its path in the tree: ``"params/table"``, ``"state/0/mu"``.
     Keys that contain slashes are names already: ``{"params/table": ...}``.
 
@@ -84,7 +89,8 @@ class Saver:
       reshape: allows :meth:`restore` to give an array another shape of as many elements.
       sharded: writes one file for each shard of the variables, straight from its device.
         Without it there is one file, into which a sharded array is written by blocks of
-        rows. Neither gathers a table.
+        rows. Neither gathers a table. Variables that are spread over several processes
+        are always written so, each process writing what its devices hold.
       max_to_keep: the number of checkpoints that are kept; the oldest is deleted first.
         None or 0 keeps all, and then ``last_checkpoints`` stays empty. What waits for its
         deletion is named in comments of the state file and goes with a later save, also in
@@ -191,7 +197,10 @@ class Saver:
             path is taken by something else.
           TypeError: if something cannot be saved, or the step is not an integer.
           OSError: if the files cannot be written. It says whether the checkpoint is on the
-            disk nevertheless; if not, what was there before is unchanged.
+            disk nevertheless; if not, what was there before is unchanged. Also if another
+            process has failed, or has died (``ConnectionError``).
+          InvalidArgumentError: if several processes give other names, spread arrays, paths
+            or directories than the first.
 
         Cost: reads every element once; 64 MiB of additional memory for variables that are
         sharded or not on the host.
@@ -371,6 +380,7 @@ class Saver:
           InvalidArgumentError: if shapes or dtypes differ, or a range of rows is not
             within the table.
           DataLossError: if a file is damaged, or is not what a Saver writes.
+          OSError: if another process has failed, or has died (``ConnectionError``).
 
         Cost: at most the memory of one more table than is returned. Of a sharded array
         only the shards are read, of ``rows`` only these, in chunks of 4 MiB.
