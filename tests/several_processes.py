@@ -283,11 +283,10 @@ def failing(directory, other):
             error = error_of(saver.restore, odd if own == number else last, variables)
             said[f"{name}, {number}"] = error
     if own == 0:
-        with open(f"{path}-2-00001-of-00002", "rb+") as file:
-            file.seek(-1, os.SEEK_END)
-            last_byte = file.read(1)[0]
-            file.seek(-1, os.SEEK_END)
-            file.write(bytes([last_byte ^ 1]))
+        file = pathlib.Path(f"{path}-2-00001-of-00002")
+        data = bytearray(file.read_bytes())
+        data[-1] ^= 1
+        file.write_bytes(data)
     saver.restore(last, variables)
     said["a damaged shard, 1"] = error_of(saver.restore, f"{path}-2", variables)
     saver.save(variables, path, 3)

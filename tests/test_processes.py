@@ -230,8 +230,10 @@ def test_a_process_is_killed_and_training_goes_on(tmp_path):
     ],
 )
 def test_processes_are_killed_anywhere(tmp_path, count, fate, process, done):
-    seconds, _ = others_end(tmp_path, count, fate, process, HEARTBEAT)
+    seconds, errors = others_end(tmp_path, count, fate, process, HEARTBEAT)
     assert seconds < 10
+    if process and fate == "killed as it writes":
+        assert any("which may have died" in error for error in errors)
     assert resumed(tmp_path, 2, "all_to_all") == done
 
 
