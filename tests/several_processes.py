@@ -1,12 +1,22 @@
 """What each of several processes does in ``test_processes.py``; the model, for one too.
 
-    python tests/several_processes.py NUMBER COUNT PORT FUNCTION ARGUMENTS
+    python tests/several_processes.py NUMBER COUNT PORT FUNCTION ARGUMENTS OPTIONS
 
-The function is one of this file, the arguments are JSON, and so is what it prints.
+The function is one of this file; its arguments and the options of
+``jax.distributed.initialize`` are JSON, and so are the lines that it prints.
 """
 
+import contextlib
+import faulthandler
+import io
 import json
+import os
+import pathlib
+import re
+import resource
+import signal
 import sys
+import time
 
 import jax
 import jax.numpy as jnp
@@ -75,11 +85,12 @@ class Run:
 
     Args:
       placement: how the table lies, a name in ``PLACEMENTS``.
-      options: those of ``value_and_grad``.
+      plan: that of an ``Exchange``; None for none.
     """
 
-    def __init__(self, placement, **options):
+    def __init__(self, placement, plan=None):
         self.mesh = jax.make_mesh((jax.device_count(),), ("x",), (AxisType.Auto,))
+        options = {} if plan is None else {"exchange": {"t": js.Exchange("x", plan)}}
         self.spec, self.step = PLACEMENTS[placement], step_of(**options)
 
     def sharding(self, shape):
@@ -138,13 +149,13 @@ def error_of(f, *args, **options):
     return None
 
 
-def train_and_save(directory, placements, steps):
-    """Trains, saves, and reports the losses."""
+def train_and_save(directory, ways, steps):
+    """Trains and saves in several ways, placement and plan, and reports the losses."""
     losses = {}
-    for placement in placements:
-        run = Run(placement)
-        variables, losses[placement] = run.train(run.first(), range(steps))
-        js.Saver().save(variables, f"{directory}/{placement}")
+    for placement, plan in ways:
+        run, name = Run(placement, plan), f"{placement}-{plan}"
+        variables, losses[name] = run.train(run.first(), range(steps))
+        js.Saver().save(variables, f"{directory}/{name}")
     return losses
 
 
@@ -207,10 +218,140 @@ def all_kinds(directory):
     }
 
 
-def main(number, count, port, function, arguments):
+def page(directory):
+    """What docs/sharding.md says, up to another number of steps each time."""
+    text = pathlib.Path(__file__).parent.parent.joinpath("docs", "sharding.md").read_text()
+    first, *others = re.findall(r"^```python\n(.*?)^```", text, re.M | re.S)
+    names = {}
+    for block in [first.split("\nids, labels =")[0], *others[-3:]]:
+        exec(block, names)
+    said = []
+    for steps in (2, 4):
+        with contextlib.redirect_stdout(io.StringIO()) as printed:
+            names["train"](directory, steps, every=2)
+        said += [float(line.split()[1]) for line in printed.getvalue().splitlines()]
+    state = js.adam(1e-3).init({"table": jnp.zeros((8_000, 64), device=names["by_rows"])})
+    assert {x.sharding for x in jax.tree.leaves(state) if x.ndim} == {names["by_rows"]}
+    return {"losses": said}
+
+
+# --- what goes wrong ------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def full_disk():
+    """What is written in this process ends after a few bytes."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+def failing(directory, other):
+    """What is raised where one process fails, and what each of them sees afterwards."""
+    run, own = Run("rows"), jax.process_index()
+    variables, _ = run.train(run.first(), range(1))
+    everywhere = NamedSharding(run.mesh, P())
+    variables["key"] = jax.jit(lambda: jax.random.key(5), out_shardings=everywhere)()
+    w, path, saver = variables["params"]["w"], f"{directory}/m", js.Saver(max_to_keep=1)
+    saver.save(variables, path, 0)
+    (last,) = saver.last_checkpoints
+    saves = {  # what one process saves, and where
+        "an unsaveable leaf": ({"a": object(), **variables}, path),
+        "no such directory": (variables, f"{other}/missing/m"),
+        "a path that is taken": (variables, f"{other}/m"),
+        "another directory": (variables, f"{other}/elsewhere/m"),
+        "another name": (variables, f"{directory}/n"),
+        "one variable more": ({"a": 1, **variables}, path),
+        "another shape": ({**variables, "key": w}, path),
+        "a full disk": (variables, path),
+    }
+    said, seen = {}, []
+    for name, odd in saves.items():
+        for number in range(jax.process_count()):
+            tree, where = odd if own == number else (variables, path)
+            is_full = own == number and name == "a full disk"
+            with full_disk() if is_full else contextlib.nullcontext():
+                said[f"{name}, {number}"] = error_of(saver.save, tree, where, 1)
+            seen.append(sorted(os.listdir(directory)))
+            assert saver.last_checkpoints == [last]
+    js.Saver(max_to_keep=0).save({**variables, "local": "x" * (own + 1) * 9999}, path, 2)
+    for name, odd in {"no checkpoint": None, "another one": f"{path}-2"}.items():
+        for number in range(jax.process_count()):
+            error = error_of(saver.restore, odd if own == number else last, variables)
+            said[f"{name}, {number}"] = error
+    if own == 0:
+        file = pathlib.Path(f"{path}-2-00001-of-00002")
+        data = bytearray(file.read_bytes())
+        data[-1] ^= 1
+        file.write_bytes(data)
+    saver.restore(last, variables)
+    said["a damaged shard, 1"] = error_of(saver.restore, f"{path}-2", variables)
+    saver.save(variables, path, 3)
+    return {"said": said, "seen": seen, "at last": sorted(os.listdir(directory))}
+
+
+def meet(fate):
+    """What becomes of this process, at once or in the next save."""
+
+    def end(*_):
+        print(json.dumps({"met": time.time()}), flush=True)
+        if fate == "asleep":
+            time.sleep(1000)
+        os.kill(os.getpid(), signal.SIGSTOP if fate == "stopped" else signal.SIGKILL)
+
+    def rename_and_end(*paths):
+        replace(*paths)
+        end()
+
+    if fate == "killed as it writes":
+        os.pwrite = end
+    elif fate == "killed as it renames":  # after the first of three files
+        replace, os.replace = os.replace, rename_and_end
+    else:
+        end()
+
+
+def resume(directory, plan, until, fate=None, process=0, step=0, patience=None):
+    """Trains from the last checkpoint on, saves every step, and prints the losses.
+
+    Args:
+      directory: of the checkpoints.
+      plan: as for ``Run``.
+      until: the number of steps.
+      fate: what a process meets in a step: ``"killed"``, ``"stopped"`` or ``"asleep"``; or,
+        in the save after it, ``"killed as it writes"`` or ``"killed as it renames"``.
+      process: its number.
+      step: that step.
+      patience: seconds for a step, after which a process ends itself.
+    """
+    run, saver = Run("rows", plan), js.Saver()
+    last = js.checkpoint.latest_checkpoint(directory)
+    if last is None:
+        tree = {"step": 0, "variables": run.first()}
+    else:
+        tree = saver.restore(last, {"step": 0, "variables": run.wanted()})
+    for number in range(tree["step"], until):
+        if patience is not None:
+            faulthandler.dump_traceback_later(patience, exit=True)
+        if fate is not None and (jax.process_index(), number) == (process, step):
+            meet(fate)
+        variables, losses = run.train(tree["variables"], [number])
+        print(json.dumps({"step": number, "loss": losses[0]}), flush=True)
+        tree = {"step": number + 1, "variables": variables}
+        saver.save(tree, f"{directory}/m", "step")
+
+
+def main(number, count, port, function, arguments, options):
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    jax.distributed.initialize(f"127.0.0.1:{port}", int(count), int(number))
-    print(json.dumps(globals()[function](**json.loads(arguments))))
+    jax.distributed.initialize(
+        f"127.0.0.1:{port}", int(count), int(number), **json.loads(options)
+    )
+    report = globals()[function](**json.loads(arguments))
+    if report is not None:
+        print(json.dumps(report))
 
 
 if __name__ == "__main__":

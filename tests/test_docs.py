@@ -25,7 +25,7 @@ TEXT = (DOCS / "operations.md").read_text()
         ("operations.md", 1),
         ("variables.md", 3),
         ("optimizers.md", 2),
-        ("sharding.md", 3),
+        ("sharding.md", 6),
         ("host_tables.md", 3),
     ],
 )

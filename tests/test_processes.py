@@ -1,78 +1,255 @@
-"""Several real processes: trained and saved as by one, restored by any number of them."""
+"""Several real processes: trained and saved as by one, restored by any number of them.
 
+And what becomes of the others where one of them fails, dies or stops.
+"""
+
+import contextlib
 import json
 import os
 import pathlib
+import signal
 import socket
 import subprocess
 import sys
+import tempfile
+import time
 
 import jax
 import numpy as np
 import pytest
 from helpers import assert_close
-from several_processes import PLACEMENTS, on_one_device
+from several_processes import PLACEMENTS, on_one_device, page
 
 import jslices as js
 
 SCRIPT = pathlib.Path(__file__).with_name("several_processes.py")
+#: What ``jax.distributed.initialize`` is told where a process dies.
+HEARTBEAT = {"heartbeat_timeout_seconds": 6}
+WAYS = [*((placement, None) for placement in PLACEMENTS), ("rows", "all_to_all")]
 
 
-def run(count, devices, function, **arguments):
-    """What each of ``count`` processes with so many devices reports."""
+@contextlib.contextmanager
+def started(count, devices, function, options=None, **arguments):
+    """So many processes with so many devices, each with files of what it prints."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     flags = f"--xla_force_host_platform_device_count={devices}"
     found = os.pathsep.join([os.getcwd(), *sys.path])
     environment = {**os.environ, "PYTHONPATH": found, "XLA_FLAGS": flags}
-    command = [count, port, function, json.dumps(arguments)]
-    running = [
-        subprocess.Popen(
-            [sys.executable, str(SCRIPT), str(number), *map(str, command)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env=environment,
-        )
-        for number in range(count)
-    ]
-    try:
-        said = [process.communicate(timeout=120) for process in running]
-    finally:
-        for process in running:
-            process.kill()
-    for process, (_, errors) in zip(running, said, strict=True):
-        assert process.returncode == 0, errors
-    return [json.loads(out.splitlines()[-1]) for out, _ in said]
+    command = [count, port, function, json.dumps(arguments), json.dumps(options or {})]
+    with contextlib.ExitStack() as stack:
+        running = []
+        for number in range(count):
+            out, errors = (
+                stack.enter_context(tempfile.TemporaryFile("w+")) for _ in range(2)
+            )
+            process = subprocess.Popen(
+                [sys.executable, str(SCRIPT), str(number), *map(str, command)],
+                stdout=out,
+                stderr=errors,
+                env=environment,
+            )
+            stack.callback(process.wait)
+            stack.callback(process.kill)
+            running.append((process, out, errors))
+        yield running
+
+
+def text(file):
+    """What is in a file of :func:`started`."""
+    file.seek(0)
+    return file.read()
+
+
+def lines(file):
+    """What a process has printed; other lines are of Gloo."""
+    return [json.loads(line) for line in text(file).splitlines() if line[0] == "{"]
+
+
+def run(count, devices, function, **arguments):
+    """What each of several processes prints."""
+    with started(count, devices, function, **arguments) as running:
+        for process, _, errors in running:
+            code = process.wait(timeout=120)
+            assert code == 0, text(errors)
+        return [lines(out) for _, out, _ in running]
+
+
+# --- training, saving, restoring ------------------------------------------------------
+
+
+def check_training(directory, count, devices, ways):
+    """Losses and checkpoints are those of one device, whatever the way."""
+    reports = run(count, devices, "train_and_save", directory=directory, ways=ways, steps=2)
+    said = [report for (report,) in reports]
+    wanted, losses = on_one_device(2)
+    whole = js.Saver().restore(js.Saver().save(wanted, f"{directory}/one"))
+    for way in (f"{placement}-{plan}" for placement, plan in ways):
+        assert [one[way] for one in said] == [said[0][way]] * count
+        np.testing.assert_allclose(said[0][way], losses, rtol=1e-5)
+        restored = js.Saver().restore(f"{directory}/{way}")
+        assert jax.tree.structure(restored) == jax.tree.structure(whole)
+        assert_close(jax.device_get(restored), jax.device_get(whole), rtol=1e-4, atol=1e-5)
 
 
 def test_two_processes_train_and_save_as_one(tmp_path):
-    said = run(
-        2, 2, "train_and_save", directory=str(tmp_path), placements=[*PLACEMENTS], steps=2
-    )
-    wanted, losses = on_one_device(2)
-    assert said[0] == said[1]
-    for placement in PLACEMENTS:
-        np.testing.assert_allclose(said[0][placement], losses, rtol=1e-5)
-        restored = js.Saver().restore(f"{tmp_path}/{placement}", wanted)
-        assert_close(jax.device_get(restored), jax.device_get(wanted), rtol=1e-4, atol=1e-5)
+    check_training(str(tmp_path), 2, 2, WAYS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("count, devices", [(2, 1), (4, 1)])
+def test_rows_travel_between_processes(tmp_path, count, devices):
+    ways = [("rows", plan) for plan in (None, "all_to_all", "gather")]
+    check_training(str(tmp_path), count, devices, ways)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("count, devices", [(3, 1), (4, 1)])
 def test_other_numbers_of_processes_restore_it(tmp_path, count, devices):
-    run(2, 2, "train_and_save", directory=str(tmp_path), placements=["rows"], steps=2)
-    names = [("rows", "rows"), ("rows", "columns"), ("rows", "replicated")]
+    saved = [("rows", "all_to_all"), ("columns", None)]
+    run(2, 2, "train_and_save", directory=str(tmp_path), ways=saved, steps=2)
+    names = [(f"{way}-{plan}", lies) for way, plan in saved for lies in PLACEMENTS]
     run(count, devices, "copy", directory=str(tmp_path), names=names)
     wanted, _ = on_one_device(2)
-    for _, placement in names:
-        path = f"{tmp_path}/rows-{placement}-{count}"
-        restored = js.Saver().restore(path, wanted)
+    for name, placement in names:
+        restored = js.Saver().restore(f"{tmp_path}/{name}-{placement}-{count}", wanted)
         assert_close(jax.device_get(restored), jax.device_get(wanted), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.slow
 def test_leaves_of_all_kinds_are_written_once(tmp_path):
-    first, second = run(2, 2, "all_kinds", directory=str(tmp_path))
+    (first,), (second,) = run(2, 2, "all_kinds", directory=str(tmp_path))
     assert first["path"] == second["path"] and first["name"] == "process 0"
+
+
+@pytest.mark.slow
+def test_the_page_of_docs_is_true_for_several_processes(tmp_path):
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+    wanted = page(str(tmp_path / "one"))
+    assert len(set(wanted["losses"])) == 4
+    for (said,) in run(2, 4, "page", directory=str(tmp_path / "two")):
+        np.testing.assert_allclose(said["losses"], wanted["losses"], rtol=1e-6)
+
+
+# --- one of them fails ----------------------------------------------------------------
+
+
+#: What the process says that fails, or all of them where they disagree.
+FAILURES = {
+    "an unsaveable leaf": "TypeError: 'a' is of the type object, which cannot be saved",
+    "no such directory": "ValueError: Parent directory of ",
+    "a path that is taken": "is a directory; give the path of a file",
+    "a full disk": "m-1 was not saved, and what was saved before is as it was",
+    "no checkpoint": "ValueError: Can't load save_path when it is None.",
+}
+DISAGREEMENTS = {
+    "another directory": "process 1 does not find in ",
+    "another name": "to save; give all processes one path and global_step",
+    "one variable more": "has 9 variables to save (digest ",
+    "another shape": "arrays that are spread over them with the same shape",
+    "a damaged shard": "DataLossError: ",
+    "another one": "give all processes the path of one checkpoint",
+}
+
+
+def test_a_process_fails_to_save_or_restore(tmp_path):
+    """All raise, none waits, nothing is left, and the former checkpoint is as it was."""
+    directory, other = tmp_path / "m", tmp_path / "other"
+    for path in (directory, other / "elsewhere", other / "m-1"):
+        path.mkdir(parents=True)
+    reports = run(2, 1, "failing", directory=str(directory), other=str(other))
+    for own, (report,) in enumerate(reports):
+        for case, said in report["said"].items():
+            name, number = case.split(", ")
+            assert said is not None, case
+            assert (FAILURES | DISAGREEMENTS)[name] in said
+            if name in FAILURES:
+                is_told = said.startswith(f"OSError: process {number} of 2 has failed: ")
+                assert is_told == (own != int(number)), said
+        shards = ["m-0-00000-of-00002", "m-0-00001-of-00002"]
+        assert report["seen"] == [["checkpoint", *shards]] * 16
+        assert report["at last"] == sorted(os.listdir(directory))
+    assert [name for name in os.listdir(directory) if name.endswith(".tmp")] == []
+    assert os.listdir(other / "elsewhere") == []
+
+
+# --- one of them dies or stops --------------------------------------------------------
+
+
+STEPS = 5
+
+
+def resumed(directory, count, plan):
+    """Goes on in new processes, and compares the losses with an undisturbed run."""
+    steps, *others = run(
+        count, 1, "resume", directory=str(directory), plan=plan, until=STEPS
+    )
+    assert others == [steps] * (count - 1)
+    _, losses = on_one_device(STEPS)
+    first = steps[0]["step"]
+    assert [step["step"] for step in steps] == [*range(first, STEPS)]
+    np.testing.assert_allclose([s["loss"] for s in steps], losses[first:], rtol=1e-5)
+    assert not [name for name in os.listdir(directory) if name.endswith(".tmp")]
+    return first
+
+
+def others_end(directory, count, fate, process, options=None, **arguments):
+    """How long the others live after what one meets in step 2, in seconds; their errors."""
+    arguments |= {"directory": str(directory), "until": 1000, "step": 2}
+    arguments |= {"fate": fate, "process": process}
+    with started(count, 1, "resume", options, plan="all_to_all", **arguments) as running:
+        victim, said, _ = running.pop(process)
+        for other, _, _ in running:
+            assert other.wait(timeout=120) != 0
+        ended = time.time()
+        if fate in ("stopped", "asleep"):
+            victim.kill()
+        else:
+            assert victim.wait(timeout=1) == -signal.SIGKILL
+        (met,) = (line["met"] for line in lines(said) if "met" in line)
+        return ended - met, [text(errors) for _, _, errors in running]
+
+
+def test_a_process_is_killed_and_training_goes_on(tmp_path):
+    seconds, errors = others_end(tmp_path, 2, "killed", 1, HEARTBEAT)
+    assert seconds < 10 and "Gloo" in errors[0]
+    assert resumed(tmp_path, 3, "gather") == 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "count, fate, process, done",
+    [
+        (2, "killed", 0, 2),
+        (4, "killed", 2, 2),
+        (2, "killed as it writes", 0, 2),
+        (3, "killed as it writes", 1, 2),
+        (2, "killed as it renames", 0, 3),
+    ],
+)
+def test_processes_are_killed_anywhere(tmp_path, count, fate, process, done):
+    seconds, errors = others_end(tmp_path, count, fate, process, HEARTBEAT)
+    assert seconds < 10
+    if process and fate == "killed as it writes":
+        assert any("which may have died" in error for error in errors)
+    assert resumed(tmp_path, 2, "all_to_all") == done
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("process", [0, 1])
+def test_heartbeats_miss_a_stopped_process(tmp_path, process):
+    seconds, _ = others_end(tmp_path, 2, "stopped", process, HEARTBEAT)
+    assert seconds < 10
+    assert resumed(tmp_path, 2, None) == 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fate", ["stopped", "asleep"])
+def test_a_process_that_waits_too_long_ends_itself(tmp_path, fate):
+    """The recipe of docs/sharding.md, also where heartbeats go on."""
+    seconds, errors = others_end(tmp_path, 2, fate, 1, patience=8)
+    assert 4 < seconds < 10
+    assert "Timeout (0:00:08)!" in errors[0] or "Connection closed" in errors[0]
+    assert resumed(tmp_path, 2, None) == 2

@@ -1,7 +1,7 @@
 """Checkpoints: TensorFlow's Saver for pytrees, in safetensors files.
 
-``Saver`` is for one process, several devices included. For several processes, or saving
-in the background, the same trees go through Orbax as they are::
+``Saver`` is for one process or several that share a directory. To save in the background,
+the same trees go through Orbax as they are::
 
     import orbax.checkpoint as ocp
 

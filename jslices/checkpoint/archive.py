@@ -8,6 +8,7 @@ were. A delta also names the checkpoint that it builds on.
 import contextlib
 import dataclasses
 import functools
+import hashlib
 import itertools
 import math
 import operator
@@ -54,17 +55,40 @@ def in_one_file(leaves: dict[str, Leaf]) -> list[Part]:
 def in_shards(leaves: dict[str, Leaf], processes: Processes = ALONE) -> list[Part | None]:
     """A file for each shard that a process writes; None for those of other processes.
 
-    An array that is not sharded goes into the smallest file.
+    An array that is not sharded goes into the smallest file. What every process has on its
+    own, an array on its devices or a string, may differ, and the first writes its own.
+
+    Raises:
+      InvalidArgumentError: if the processes have other variables than the first.
     """
-    shares = _shares(leaves, processes.count)
+    spread = {name: leaf for name, leaf in leaves.items() if leaf.is_spread}
+    share = _shares(spread, processes.count)[processes.own]
+    if processes.is_first:
+        share |= {n: leaf.pieces for n, leaf in leaves.items() if n not in spread}
+    count = max(map(len, share.values()), default=int(processes.is_first))
     parts: list[Part | None] = []
-    for number, share in enumerate(shares):
-        count = max(map(len, share.values()), default=int(number == 0))
-        if number == processes.own:
-            parts += _files(leaves, share, count)
-        else:
-            parts += [None] * count
+    for number, told in enumerate(processes.told(str(count))):
+        own = number == processes.own
+        parts += _files(leaves, share, count) if own else [None] * int(told)
     return parts
+
+
+def check_equal(leaves: dict[str, Leaf], processes: Processes) -> None:
+    """Refuses variables of which the processes would not write every piece once.
+
+    Raises:
+      InvalidArgumentError: if they differ in more than what a process has on its own.
+    """
+    told = [
+        (name, leaf.is_spread and (leaf.spec, [(p.start, p.holders) for p in leaf.pieces]))
+        for name, leaf in leaves.items()
+    ]
+    digest = hashlib.sha256(repr(told).encode()).hexdigest()
+    processes.agree(
+        f"{len(leaves)} variables to save (digest {digest[:12]})",
+        "give all processes the same names, and arrays that are spread over them with the "
+        "same shape, dtype and sharding",
+    )
 
 
 def _shares(leaves: dict[str, Leaf], count: int) -> list[dict[str, list[Piece]]]:
@@ -111,7 +135,8 @@ def write_checkpoint(
       sharded: whether the files are shards.
       state: path and text of a state file that is replaced at the same time.
       processes: those that write the checkpoint. All write their files before the first
-        one gives the files of all their names.
+        one gives the files of all their names. If one fails, the first deletes the files
+        of all before any process raises.
 
     Returns:
       The id of this save.
@@ -119,12 +144,13 @@ def write_checkpoint(
     Raises:
       OSError: if that cannot be done. It says whether the checkpoint was saved; if not,
         what was there before is as it was.
+      InvalidArgumentError: if the processes have other paths than the first.
     """
     directory, count = os.path.dirname(prefix), len(parts)
     save_id = _agreed_id(prefix, processes)
     paths = [files.shard_path(prefix, i, count) for i in range(count)]
     paths = paths if sharded else [prefix]
-    descriptors: list[int] = []
+    descriptors: dict[str, int] = {}
     waiting = {path: files.temporary_path(path, save_id) for path in paths}
     if state is not None:
         waiting[state[0]] = files.temporary_path(state[0], save_id)
@@ -133,19 +159,26 @@ def write_checkpoint(
         if processes.is_first:
             with files.directory_lock(directory, exclusive=True):
                 files.clean(directory, is_published)
+            descriptors[paths[0]] = files.open_new(waiting[paths[0]])
 
     def write() -> None:
+        if not os.path.exists(waiting[paths[0]]):
+            raise InvalidArgumentError(
+                f"process {processes.own} does not find in {directory or '.'!r} what "
+                "process 0 has written there; give all a directory that they share"
+            )
         for number, (part, path) in enumerate(zip(parts, paths, strict=True)):
             if part is None:
                 continue
             starts = {name: start for name, (_, start) in part.items()}
             told = dump_info(save_id, number, count, starts, {} if number else info)
             tensors = {name: tensor for name, (tensor, _) in part.items()}
-            descriptors.append(files.open_new(waiting[path]))
-            write_tensors(descriptors[-1], tensors, {_INFO: told})
+            if path not in descriptors:
+                descriptors[path] = files.open_new(waiting[path])
+            write_tensors(descriptors[path], tensors, {_INFO: told})
         if state is not None and processes.is_first:
-            descriptors.append(files.open_new(waiting[state[0]]))
-            files.write_and_flush(descriptors[-1], state[1])
+            descriptors[state[0]] = files.open_new(waiting[state[0]])
+            files.write_and_flush(descriptors[state[0]], state[1])
 
     def publish() -> None:
         if processes.is_first:
@@ -161,11 +194,7 @@ def write_checkpoint(
             )
         return "was saved and can be restored, but a power failure may undo that"
 
-    try:
-        for stage in (make_room, write, publish):
-            with processes.together(), _telling(outcome, prefix):
-                stage()
-    finally:
+    def tidy() -> None:
         if processes.is_first:
             is_first_waiting = os.path.exists(waiting[paths[0]])
             for path, temporary in waiting.items():
@@ -173,22 +202,25 @@ def write_checkpoint(
                 if is_first_waiting or path not in paths:
                     with contextlib.suppress(OSError):
                         files.remove(temporary)
-        for descriptor in descriptors:  # their locks end here
+
+    try:
+        for stage in (make_room, write, publish):
+            with processes.together(undo=tidy), _telling(outcome, prefix):
+                stage()
+    finally:
+        tidy()
+        for descriptor in descriptors.values():  # their locks end here
             os.close(descriptor)
     return save_id
 
 
 def _agreed_id(prefix: str, processes: Processes) -> str:
     """The id that the first process gives to a save."""
-    told = processes.told(f"{files.new_id()} {os.path.basename(prefix)}")
-    (save_id, name), *others = [text.split(" ", 1) for text in told]
-    for number, (_, other) in enumerate(others, 1):
-        if other != name:
-            raise InvalidArgumentError(
-                f"process 0 would save {name!r}, and process {number} {other!r}; give all "
-                "processes one path and global_step"
-            )
-    return save_id
+    processes.agree(
+        f"{os.path.basename(prefix)!r} to save",
+        "give all processes one path and global_step",
+    )
+    return processes.told(files.new_id())[0]
 
 
 @contextlib.contextmanager

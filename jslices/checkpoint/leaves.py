@@ -158,6 +158,11 @@ class Leaf:
     spec: Spec
     pieces: list[Piece]
 
+    @property
+    def is_spread(self) -> bool:
+        """True if processes other than the first hold a piece of it."""
+        return any(piece.holders != (0,) for piece in self.pieces)
+
     def tensor(self, block_bytes: int = _BLOCK) -> Tensor:
         """The whole array; one on several devices is gathered block by block."""
         if len(self.pieces) == 1:

@@ -15,6 +15,7 @@ from jslices.checkpoint import files
 from jslices.checkpoint.archive import (
     Archive,
     Part,
+    check_equal,
     in_one_file,
     in_shards,
     narrow_to_rows,
@@ -73,6 +74,11 @@ class Saver:
     restored and the state file names it. What a file tells about itself is checked when it
     is opened.
 
+    For variables that are spread over several processes all of them call :meth:`save` and
+    :meth:`restore`, with one path in a directory that they share. What a process has on its
+    own, a number or an array on its devices, is saved as process 0 has it. If one fails,
+    all raise.
+
     The name of a variable is its path in the tree: ``"params/table"``, ``"state/0/mu"``.
     Keys that contain slashes are names already: ``{"params/table": ...}``.
 
@@ -83,7 +89,8 @@ class Saver:
       reshape: allows :meth:`restore` to give an array another shape of as many elements.
       sharded: writes one file for each shard of the variables, straight from its device.
         Without it there is one file, into which a sharded array is written by blocks of
-        rows. Neither gathers a table.
+        rows. Neither gathers a table. Variables that are spread over several processes
+        are always written so, each process writing what its devices hold.
       max_to_keep: the number of checkpoints that are kept; the oldest is deleted first.
         None or 0 keeps all, and then ``last_checkpoints`` stays empty. What waits for its
         deletion is named in comments of the state file and goes with a later save, also in
@@ -190,7 +197,10 @@ class Saver:
             path is taken by something else.
           TypeError: if something cannot be saved, or the step is not an integer.
           OSError: if the files cannot be written. It says whether the checkpoint is on the
-            disk nevertheless; if not, what was there before is unchanged.
+            disk nevertheless; if not, what was there before is unchanged. Also if another
+            process has failed, or has died (``ConnectionError``).
+          InvalidArgumentError: if several processes give other names, spread arrays, paths
+            or directories than the first.
 
         Cost: reads every element once; 64 MiB of additional memory for variables that are
         sharded or not on the host.
@@ -207,7 +217,8 @@ class Saver:
                         f"{prefix} is what saved deltas build on, so it cannot be "
                         "overwritten; give another path or global_step"
                     )
-            parts = in_shards(leaves, processes) if sharded else in_one_file(leaves)
+        check_equal(leaves, processes)
+        parts = in_shards(leaves, processes) if sharded else in_one_file(leaves)
         return self._commit(
             prefix, parts, info, sharded, latest_filename, write_state, processes
         )
@@ -317,12 +328,13 @@ class Saver:
         save_id = write_checkpoint(prefix, parts, info, sharded, named_in, processes)
         retention.note(prefix, save_id)
         self._previous, self._retention = (prefix, save_id), retention
-        if not processes.is_first:
-            retention.leave_old()
-        elif write_state:
-            retention.delete_old()
-            if notes and not retention.doomed_in(directory):
-                files.shorten(state, text, notes)
+        with processes.together():  # then the directory is the same for all of them
+            if not processes.is_first:
+                retention.leave_old()
+            elif write_state:
+                retention.delete_old()
+                if notes and not retention.doomed_in(directory):
+                    files.shorten(state, text, notes)
         return prefix
 
     def _new_state(
@@ -368,6 +380,7 @@ class Saver:
           InvalidArgumentError: if shapes or dtypes differ, or a range of rows is not
             within the table.
           DataLossError: if a file is damaged, or is not what a Saver writes.
+          OSError: if another process has failed, or has died (``ConnectionError``).
 
         Cost: at most the memory of one more table than is returned. Of a sharded array
         only the shards are read, of ``rows`` only these, in chunks of 4 MiB.
@@ -386,13 +399,20 @@ class Saver:
         Source: ``tf.train.Saver.restore``; ``rows`` is the slice of a partitioned
         variable, which TensorFlow writes as ``"6 2 2,2:0,2"``.
         """
-        if path is None:
-            raise ValueError("Can't load save_path when it is None.")
-        archive = Archive(os.fspath(path))
-        if variables is None:
-            restored = self._restore_all(archive, rows)
-        else:
-            restored = self._restore_into(archive, without_handles(variables), rows)
+        variables = without_handles(variables)
+        processes = processes_of(variables)
+        with processes.together():
+            if path is None:
+                raise ValueError("Can't load save_path when it is None.")
+            archive = Archive(os.fspath(path))
+            if variables is None:
+                restored = self._restore_all(archive, rows)
+            else:
+                restored = self._restore_into(archive, variables, rows)
+        processes.agree(
+            f"{os.path.basename(archive.prefix)!r} of the save {archive.save_id!r}",
+            "give all processes the path of one checkpoint in a directory that they share",
+        )
         self._previous = (archive.prefix, archive.save_id)
         return restored
 
