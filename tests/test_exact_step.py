@@ -123,7 +123,7 @@ def test_a_loss_of_the_parameters_alone():
 
 
 def test_two_losses_take_turns():
-    """One reads rows of a table, one all of it, and one nothing: each finds it caught up."""
+    """One reads rows of a table, one all of it, one nothing: each finds it caught up."""
     losses = [
         loss,
         lambda p, i, y: loss(p, i, y) + jnp.mean(p["a"] ** 2),
