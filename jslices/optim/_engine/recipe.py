@@ -9,6 +9,9 @@ import jax
 
 from jslices.optim._engine.protocol import GradientTransformation
 
+#: The attribute of functions whose results know their recipe.
+RECORDED = "_recorded"
+
 P = ParamSpec("P")
 Make = Callable[P, GradientTransformation]
 
@@ -43,7 +46,13 @@ def recorded(
         tx.recipe = Recipe(made, dict(signature.bind(*args, **kwargs).arguments))
         return tx
 
+    made.__dict__[RECORDED] = True
     return made
+
+
+def makes_recorded(make: Any) -> bool:
+    """Whether ``make`` is a function whose results know their recipe."""
+    return getattr(make, RECORDED, False) is True
 
 
 def learning_rates(tx: Any) -> list[Any]:
