@@ -33,7 +33,7 @@ def described(x: Any) -> Any:
         return [described(each) for each in x]
     if isinstance(x, Mapping):
         return {key: described(value) for key, value in x.items()}
-    if isinstance(x, np.dtype) or (isinstance(x, type) and issubclass(x, np.generic)):
+    if isinstance(x, np.dtype | type):
         return np.dtype(x).name
     return keras.saving.serialize_keras_object(x)
 

@@ -264,10 +264,12 @@ class Optimizer(keras.optimizers.Optimizer):  # type: ignore[misc]
         ) -> tuple[Any, Any]:
             tx = self._tx(old)
             rows = self.named([True if k in whole else x for k, x in ids.items()])
-            behind = lambda params, state: tx.catch_up(params, state, rows)  # noqa: E731
-            if old is None:
-                return behind(params, state)
-            return lax.cond(old != new, tx.flush, behind, params, state)
+            if old is not None:
+                # A loop of one turn or none: a conditional would copy the tables.
+                changed = (old != new).astype(jnp.int32)
+                all_rows = lambda _, now: tx.flush(*now)  # noqa: E731
+                params, state = lax.fori_loop(0, changed, all_rows, (params, state))
+            return tx.catch_up(params, state, rows)
 
         def flush(params: Any, state: Any, rate: Any) -> tuple[Any, Any]:
             return self._tx(rate).flush(params, state)
