@@ -41,7 +41,7 @@ OPTIMIZERS = {
 
 def seconds(rows: int, steps: int, repeats: int) -> dict[str, float]:
     rng = np.random.default_rng(0)
-    ids = rng.zipf(1.1, size=(BATCH * steps, LENGTH)) % rows
+    ids = (rng.zipf(1.1, size=(BATCH * steps, LENGTH)) % rows).astype("int32")
     labels = rng.normal(size=(BATCH * steps, 1)).astype("float32")
     models = {}
     for name, make in OPTIMIZERS.items():

@@ -1,6 +1,7 @@
 """Keras 3 on JAX: row gradients in its own train step, the same as on dense gradients."""
 
 import doctest
+import importlib
 import os
 import pathlib
 import re
@@ -13,12 +14,10 @@ import numpy as np
 import pytest
 from helpers import golden
 
-os.environ.setdefault("KERAS_BACKEND", "jax")
-keras = pytest.importorskip("keras", minversion="3")
-
 import jslices as js
-import jslices.keras as jk
-import jslices.keras.training
+
+keras = pytest.importorskip("keras", minversion="3")
+jk = importlib.import_module("jslices.keras")
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
@@ -371,8 +370,10 @@ def test_weights_files(tmp_path):
 
 
 def test_checkpoints_and_early_stopping(tmp_path):
-    def callbacks(rows=iter("ab")):
-        path = tmp_path / f"{next(rows)}-{{epoch}}.keras"
+    names = iter("ab")
+
+    def callbacks():
+        path = tmp_path / f"{next(names)}-{{epoch}}.keras"
         return [
             keras.callbacks.ModelCheckpoint(str(path), save_freq=4),
             keras.callbacks.EarlyStopping(
@@ -380,7 +381,7 @@ def test_checkpoints_and_early_stopping(tmp_path):
             ),
         ]
 
-    (model, history), _ = both(
+    (_, history), _ = both(
         callbacks=callbacks, epochs=5, validation_data=lambda: (X[:40], Y[:40])
     )
     assert len(history["loss"]) == 2  # of five
@@ -437,8 +438,8 @@ def test_configs_of_chains_and_labels():
 @pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float16", "bfloat16"])
 def test_mixed_precision(policy):
     keras.config.set_dtype_policy(policy)
-    found, wanted = (fit(sequential, exact(), rows, epochs=4) for rows in (True, False))
-    tolerance = 1e-4 if policy == "mixed_float16" else 2e-2
+    found, wanted = (fit(sequential, exact(), rows) for rows in (True, False))
+    tolerance = 1e-3 if policy.startswith("mixed") else 1e-2  # roundings in 16 bits
     np.testing.assert_allclose(found[1]["loss"], wanted[1]["loss"], rtol=tolerance)
     scales = isinstance(found[0].optimizer, keras.optimizers.LossScaleOptimizer)
     assert scales == (policy == "mixed_float16")

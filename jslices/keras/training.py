@@ -43,7 +43,8 @@ def row_gradients(model: Any, *, sparse: Any = None) -> Any:
       ...                           keras.layers.Dense(1)])
       >>> model = jk.row_gradients(model)
       >>> model.compile(jk.Optimizer(js.adam(1e-2)), loss="mse")
-      >>> ids, labels = np.array([[3, 9], [9, 7]]), np.array([[0.0], [1.0]])
+      >>> ids = np.array([[3, 9], [9, 7]], "int32")
+      >>> labels = np.array([[0.0], [1.0]], "float32")
       >>> history = model.fit(ids, labels, epochs=50, verbose=0)
       >>> history.history["loss"][-1] < 0.1
       True
