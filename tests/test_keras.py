@@ -175,6 +175,17 @@ def test_lazy_rows_stay():
     assert np.abs(table - start).max() > 0.01
 
 
+def test_sparse_says_which_gradients_are_rows():
+    model = jk.row_gradients(functional(), sparse=True)
+    model.compile(jk.Optimizer(js.adam(RATE)), "mse")
+    with pytest.raises(js.DenseUseError, match="kernel"):
+        model.train_on_batch(X[:8], Y[:8])
+    tables = lambda path, leaf: True if "embeddings" in path[0].key else None  # noqa: E731
+    model = jk.row_gradients(functional(), sparse=tables)
+    model.compile(jk.Optimizer(js.adam(RATE)), "mse")
+    assert np.isfinite(model.train_on_batch(X[:8], Y[:8]))
+
+
 def test_the_model_of_the_golden_numbers():
     """TensorFlow's IndexedSlices and two steps of SGD, from its weights."""
     data = golden("seed_model")["blog"]
@@ -238,13 +249,6 @@ class Sequence(keras.utils.PyDataset):
 
     def __getitem__(self, i):
         return X[16 * i : 16 * (i + 1)], Y[16 * i : 16 * (i + 1)]
-
-
-class Dataset:
-    """An iterable of batches that is none of Python's, as those of ``tf.data`` are."""
-
-    def __iter__(self):
-        return batches()
 
 
 @pytest.mark.parametrize(
