@@ -204,6 +204,7 @@ def test_the_model_of_the_golden_numbers():
         np.testing.assert_array_equal(grads[0].indices, wanted["indices"])
         np.testing.assert_allclose(grads[0].values, wanted["values"], rtol=1e-5, atol=1e-6)
         assert grads[0].dense_shape == tuple(wanted["dense_shape"])
+        model.reset_metrics()  # older releases of Keras go on with the mean
         value = model.train_on_batch(data["data"], data["target"])
         np.testing.assert_allclose(value, step["loss"], rtol=1e-5)
         after = (step["embeddings_after"], step["kernel_after"], step["bias_after"])
