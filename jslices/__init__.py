@@ -29,8 +29,9 @@ from jslices._errors import (
     OutOfRangeError,
     UnavailableError,
 )
-from jslices._grad.api import grad, lookup_ids, value_and_grad, vjp
+from jslices._grad.api import grad, value_and_grad, vjp
 from jslices._grad.explain import explain
+from jslices._grad.ids import lookup_ids
 from jslices._grad.rules import register_rowwise
 from jslices._host_table.table import HostTable
 from jslices._lookup import (

@@ -12,6 +12,7 @@ import tempfile
 # Fewer heaps: each thread that compiles would otherwise keep one of its own.
 os.environ.setdefault("MALLOC_ARENA_MAX", "2")
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ.setdefault("KERAS_BACKEND", "jax")  # its default is TensorFlow
 os.environ["XLA_FLAGS"] = (
     os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
 )

@@ -571,3 +571,27 @@ def test_flush_is_in_place_and_goes_over_the_table_in_chunks():
     memory = flush.lower(table, state).compile().memory_analysis()
     assert memory.temp_size_in_bytes < rows * dim * 4
     assert memory.alias_size_in_bytes >= 3 * rows * dim * 4
+
+
+@pytest.mark.parametrize("name, kwargs, tolerance", FIRST, ids=label)
+def test_a_learning_rate_that_is_known_in_the_step_alone(name, kwargs, tolerance):
+    """All rows catch up where it changes, and later ones miss steps of the new one."""
+    make = lambda rate: getattr(js, name)(rate, untouched="exact", **kwargs)  # noqa: E731
+    half = STEPS // 2
+
+    @quickly
+    def some_steps(params, state, rate, ids, rows):
+        step = lambda carry, batch: (  # noqa: E731
+            catch_up_and_step(make(rate), *carry, *batch),
+            None,
+        )
+        carry, _ = jax.lax.scan(step, (params, state), (ids, rows))
+        return make(rate).flush(*carry)
+
+    scale = 100.0 if name == "adadelta" else 1.0
+    params, state = START, make(0.1 * scale).init(START)
+    for part, rate in ((slice(half), 0.1), (slice(half, None), 0.02)):
+        params, state = some_steps(params, state, rate * scale, IDS[part], ROWS[part])
+    schedule = optax.piecewise_constant_schedule(0.1 * scale, {half: 0.2})
+    wanted = train_dense(getattr(optax, name)(schedule, **kwargs))
+    assert relative_error(params, wanted) < max(tolerance, 2e-5)

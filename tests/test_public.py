@@ -15,7 +15,7 @@ import jslices.tf1 as tf
 
 PUBLIC = [name for name in js.__all__ if name != "optim"]
 README = (pathlib.Path(__file__).parent.parent / "README.md").read_text()
-FORBIDDEN = ("optax", "chex", "flax", "matplotlib", "safetensors", "tqdm")
+FORBIDDEN = ("optax", "chex", "flax", "keras", "matplotlib", "safetensors", "tqdm")
 FORBIDDEN += ("jax.experimental.sparse",)
 
 
@@ -53,7 +53,7 @@ def test_tensorflow_has_a_module_of_its_own():
 def exceptions():
     """Every error and warning that a module of jslices defines for its users."""
     for module in pkgutil.walk_packages(js.__path__, "jslices."):
-        if re.search(r"_demo|_bench|__main__", module.name):
+        if re.search(r"_demo|_bench|__main__|keras", module.name):
             continue
         for name, thing in vars(importlib.import_module(module.name)).items():
             error = inspect.isclass(thing) and issubclass(thing, Exception)

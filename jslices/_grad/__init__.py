@@ -11,6 +11,7 @@ Read from the top:
     views       what a variable is, in terms of the tables that it was computed from
     memo        what is kept from call to call where there is no ``jax.jit``
     unread      lookups that are not read as rows: what to warn of
+    ids         ``lookup_ids``: the rows that a call is about to read
     explain     what is said of a plan: the report, the warning, the error
 
 All that depends on the JAX release stands in ``jslices/_jax.py``.

@@ -9,22 +9,19 @@ import jax.numpy as jnp
 import numpy as np
 
 from jslices import _jax
-from jslices._devices.exchange import on_all_devices
-from jslices._devices.explicit import typed
 from jslices._grad.explain import report_dense
-from jslices._grad.interpret import Site
 from jslices._grad.plan import (
     Call,
     ExchangeSpec,
     Planned,
     SparseSpec,
+    check_callable,
     chosen_arguments,
     is_number,
     plan_call,
 )
-from jslices._grad.run import ids_read, run_planned, slot_of
+from jslices._grad.run import of_site, run_planned, slot_of
 from jslices._lookup.rows import without_dense_warning
-from jslices._sharded import ShardedSlices, sharded
 from jslices._slices import IndexedSlices, concat_slices, is_slices
 
 
@@ -99,7 +96,7 @@ def value_and_grad(
     of the lookup itself is reached; here any program is read, and the steps that commute
     with a lookup (a cast, a scaling, any row-wise function) may stand in between.
     """  # noqa: E501
-    _check_callable(fun)
+    check_callable(fun)
 
     @functools.wraps(fun)
     def value_and_grad_fun(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
@@ -131,7 +128,7 @@ def grad(
       (Array([4, 4], dtype=int32), Array([[2., 2.],
              [0., 0.]], dtype=float32))
     """
-    _check_callable(fun)
+    check_callable(fun)
 
     @functools.wraps(fun)
     def grad_fun(*args: Any, **kwargs: Any) -> Any:
@@ -151,11 +148,19 @@ def _run(
     exchange: ExchangeSpec,
 ) -> tuple[Any, Any, Any]:
     """``(value, aux, grads)`` of one call."""
-    _check_inputs(call.primals, holomorphic, allow_int)
+    check_inputs(call.primals, holomorphic, allow_int)
     single = is_number(argnums)
-    value, pullback, aux = _linearize(call, plan_call(call, single, sparse, exchange))
-    grads = pullback(_seed(value, holomorphic))
+    planned = plan_call(call, single, sparse, exchange)
+    value, aux, grads = differentiated(call, planned, holomorphic)
     return value, aux, grads[0] if single else grads
+
+
+def differentiated(
+    call: Call, planned: Planned, holomorphic: bool = False
+) -> tuple[Any, Any, Any]:
+    """``(value, aux, grads)`` of a planned call; ``grads`` is a tuple of its arguments."""
+    value, pullback, aux = _linearize(call, planned)
+    return value, aux, pullback(_seed(value, holomorphic))
 
 
 def vjp(
@@ -186,85 +191,10 @@ def vjp(
       >>> g.indices
       Array([1, 1], dtype=int32)
     """
-    _check_callable(fun)
+    check_callable(fun)
     call = Call(fun, tuple(range(len(primals))), primals, {}, has_aux)
     result, pullback, aux = _linearize(call, plan_call(call, False, sparse, exchange))
     return (result, pullback, aux) if has_aux else (result, pullback)
-
-
-def lookup_ids(
-    fun: Callable[..., Any],
-    argnums: int | Sequence[int] = 0,
-    has_aux: bool = False,
-    *,
-    exchange: ExchangeSpec = None,
-) -> Callable[..., Any]:
-    """The rows that a call of ``fun`` reads: what ``tx.catch_up`` wants to know before.
-
-    Args:
-      fun: a function as :func:`value_and_grad` takes it.
-      argnums: which positional argument or arguments to tell of.
-      has_aux: whether ``fun`` returns ``(result, aux)``.
-      exchange: as in :func:`value_and_grad`.
-
-    Returns:
-      A function of the same arguments that mirrors the chosen ones: for an array of which
-      rows are looked up, and nothing else, their numbers, int32 ``[K]`` in the order of the
-      program, duplicates and those out of range (no row is read) included; None for every
-      other array. With ``exchange``, for an array that is split over devices, IndexedSlices
-      without elements whose ``indices`` stand on the devices that hold the rows.
-
-    Raises:
-      ValueError: if the rows that are read depend on the values of the array itself; they
-        would be others after it has caught up.
-
-    Cost: that of computing the ids; nothing else of ``fun`` is run.
-
-    Example:
-      >>> import jax.numpy as jnp, jslices as js
-      >>> def loss(params, ids):
-      ...     return (params["table"][ids] @ params["w"]).sum()
-      >>> params = {"table": jnp.ones((9, 2)), "w": jnp.ones(2)}
-      >>> js.lookup_ids(loss)(params, jnp.array([3, 8, 3]))
-      {'table': Array([3, 8, 3], dtype=int32), 'w': None}
-      >>> tx = js.adam(0.1, untouched="exact")
-      >>> state, batch = tx.init(params), jnp.array([3, 8, 3])
-      >>> rows = js.lookup_ids(loss)(params, batch)
-      >>> params, state = tx.catch_up(params, state, rows)
-
-    Source: ours; PyTorch's and FBGEMM's users pass these ids by hand.
-    """
-    _check_callable(fun)
-
-    @functools.wraps(fun)
-    def ids_fun(*args: Any, **kwargs: Any) -> Any:
-        call = Call(fun, chosen_arguments(argnums, args), args, kwargs, has_aux)
-        single = is_number(argnums)
-        planned = plan_call(call, single, None, exchange)
-        sites = jax.tree.leaves(planned.plan)
-
-        indices, used = ids_read(planned, call.primals)
-        for site in sites:
-            if used[site.leaf]:
-                raise ValueError(
-                    f"the rows that are read of {planned.leaves[site.leaf]} depend on its "
-                    f"own values ({_jax.user_line(site.source)}), so they are not known "
-                    "before it has caught up: tx.flush(params, state) brings all rows up "
-                    "to date"
-                )
-        parts: dict[int, list[Any]] = {}
-        for site, index in zip(sites, indices, strict=True):
-            shape = (site.table_shape[0], 0)
-            part = _of_site(site, shape, jnp.zeros((*index.shape, 0)), index)
-            parts.setdefault(site.leaf, []).append(part)
-        found: list[Any] = [None] * len(call.primals)
-        for leaf, several in parts.items():
-            rows: Any = several[0] if len(several) == 1 else concat_slices(several)
-            found[leaf] = rows if isinstance(rows, ShardedSlices) else rows.indices
-        mirrored = call.tree.unflatten(found)
-        return mirrored[0] if single else mirrored
-
-    return ids_fun
 
 
 # --- from a planned call to its gradient ------------------------------------------------
@@ -336,7 +266,7 @@ class _Assemble:
         parts: dict[int, list[IndexedSlices]] = {}
         for site, slot, index in zip(self.sites, slots, indices, strict=True):
             shape = tuple(self.avals[site.leaf].shape)
-            part = _of_site(site, shape, slot.values, index)
+            part = of_site(site, shape, slot.values, index)
             parts.setdefault(site.leaf, []).append(part)
         left = iter(dense)
         gradients = []
@@ -348,15 +278,6 @@ class _Assemble:
             else:
                 gradients.append(jnp.zeros(self.avals[i].shape, self.avals[i].dtype))
         return self.tree.unflatten(gradients)
-
-
-def _of_site(site: Site, shape: Any, values: Any, indices: Any) -> IndexedSlices:
-    """The gradient of one lookup, its executions joined."""
-    values, indices = typed((values, indices), site.split)
-    if site.route is not None:
-        return sharded(site.route.placement, shape, values, indices)._flattened()
-    values, indices = values.reshape(indices.size, *shape[1:]), indices.reshape(-1)
-    return IndexedSlices(*on_all_devices(values, indices), shape)
 
 
 def _slices(aval: Any, parts: list[IndexedSlices]) -> IndexedSlices:
@@ -371,12 +292,7 @@ def _slices(aval: Any, parts: list[IndexedSlices]) -> IndexedSlices:
 # --- checks ------------------------------------------------------------------------
 
 
-def _check_callable(fun: Any) -> None:
-    if not callable(fun):
-        raise TypeError(f"expected a function to differentiate, got {fun!r}")
-
-
-def _check_inputs(primals: Sequence[Any], holomorphic: bool, allow_int: bool) -> None:
+def check_inputs(primals: Sequence[Any], holomorphic: bool, allow_int: bool) -> None:
     for x in primals:
         dtype = getattr(x, "dtype", None)
         if dtype is None:

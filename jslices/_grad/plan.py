@@ -1,5 +1,6 @@
 """The plan of one call: its traced program, its leaves, and which of them are sparse."""
 
+import copy
 import inspect
 import math
 from collections.abc import Callable, Sequence
@@ -129,6 +130,13 @@ class Call:
         self._rest, self._rest_tree = flatten(rest)
         self._described = [isinstance(x, jax.ShapeDtypeStruct) for x in self._rest]
 
+    def at(self, *args: Any) -> "Call":
+        """The same call with other values of the differentiated arguments."""
+        new = copy.copy(self)
+        new.primals, tree = flatten(args)
+        assert tree == self.tree
+        return new
+
     @property
     def is_described(self) -> bool:
         """Whether something besides the differentiated arrays is only described."""
@@ -214,6 +222,11 @@ def _split_aux(out: Any, has_aux: bool) -> tuple[Any, Any]:
             + (f" of {len(out)}" if isinstance(out, tuple | list) else "")
         )
     return out[0], out[1]
+
+
+def check_callable(fun: Any) -> None:
+    if not callable(fun):
+        raise TypeError(f"expected a function to differentiate, got {fun!r}")
 
 
 def chosen_arguments(argnums: int | Sequence[int], args: Sequence[Any]) -> tuple[int, ...]:

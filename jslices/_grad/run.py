@@ -8,10 +8,13 @@ import jax
 import jax.numpy as jnp
 
 from jslices import _jax
+from jslices._devices.exchange import on_all_devices
+from jslices._devices.explicit import typed
 from jslices._grad.interpret import Site, run_lookups
 from jslices._grad.plan import Planned
 from jslices._grad.views import Table
 from jslices._lookup.rows import without_dense_warning
+from jslices._sharded import sharded
 from jslices._slices import IndexedSlices
 
 
@@ -52,6 +55,15 @@ def ids_read(planned: Planned, primals: Sequence[Any]) -> tuple[list[Any], list[
 
     with without_dense_warning():
         return _jax.needed(run, primals)
+
+
+def of_site(site: Site, shape: Any, values: Any, indices: Any) -> IndexedSlices:
+    """The gradient of one lookup, its executions joined."""
+    values, indices = typed((values, indices), site.split)
+    if site.route is not None:
+        return sharded(site.route.placement, shape, values, indices)._flattened()
+    values, indices = values.reshape(indices.size, *shape[1:]), indices.reshape(-1)
+    return IndexedSlices(*on_all_devices(values, indices), shape)
 
 
 def without_exchange(planned: Planned) -> Planned:

@@ -72,6 +72,7 @@ from jslices.optim.transforms.clip import clip as clip
 from jslices.optim.transforms.clip import clip_by_block_rms as clip_by_block_rms
 from jslices.optim.transforms.clip import clip_global_norm as clip_global_norm
 from jslices.optim.transforms.clip import clip_row_norms as clip_row_norms
+from jslices.optim.transforms.exact_step import exact_step as exact_step
 from jslices.optim.transforms.freeze import freeze_rows as freeze_rows
 from jslices.optim.transforms.from_optax import from_optax as from_optax
 from jslices.optim.transforms.multi_steps import MultiStepsState as MultiStepsState

@@ -74,6 +74,8 @@ class GradientTransformation(_InitUpdate):
         ``tx.plan(jax.eval_shape(js.grad(loss), params, batch), params)``. ``platform`` is
         ``"cpu"``, ``"gpu"`` or ``"tpu"``; None means that of the default device. (For
         ``apply`` with a key, pass gradients in float32.)
+      recipe: how it was made, for what has to make it again (:mod:`jslices.keras`); None
+        for one that was put together from functions.
 
     Example:
       >>> import jslices as js
@@ -93,6 +95,7 @@ class GradientTransformation(_InitUpdate):
     flush: Callable[[Any, Any], tuple[Any, Any]]
     catches_up: bool
     plan: Callable[..., Any]
+    recipe: Any
 
     def __new__(
         cls,
@@ -109,6 +112,7 @@ class GradientTransformation(_InitUpdate):
         new.catch_up = catch_up or (lambda params, state, ids: (params, state))
         new.flush = flush or (lambda params, state: (params, state))
         new.plan = plan or _unknown_plan
+        new.recipe = None
         return new
 
 

@@ -81,6 +81,14 @@ class MissedSteps:
         return callable(rate) or isinstance(rate, jax.core.Tracer) or float(rate) != 0.0
 
     @property
+    def _is_factor(self) -> bool:
+        """Whether the learning rate is a factor that the tables leave to the sums.
+
+        An array may be another one in each step. The tables are made once all the same.
+        """
+        return isinstance(self.learning_rate, jax.Array) and not self.decays
+
+    @property
     def keeps_run(self) -> bool:
         """Whether how far the schedule has run must be kept with each row."""
         scheduled = callable(self.learning_rate) or callable(self.weight_decay)
@@ -163,15 +171,21 @@ class MissedSteps:
             return Missed(steps, (), decay, since)
         near = _read(table, steps)
         to_come = snapshot if self.keeps_series else _read(after_each, last)
-        sums = (
+        sums = [
             jnp.where(steps <= self._window, sum_of_steps, decay * rest)
             for sum_of_steps, rest in zip(near, to_come, strict=False)
-        )
+        ]
+        if self._is_factor:
+            rate: Any = self.learning_rate
+            sums = [
+                rate * x if series.times_learning_rate else x
+                for x, series in zip(sums, self.series, strict=True)
+            ]
         return Missed(steps, tuple(sums), decay, since)
 
     def _terms(self, series: Series, steps: jax.Array) -> jax.Array:
         weights = jnp.broadcast_to(series.weight(steps), steps.shape).astype(jnp.float32)
-        if series.times_learning_rate:
+        if series.times_learning_rate and not self._is_factor:
             weights = weights * _at(self.learning_rate, steps)
         return weights
 
@@ -199,6 +213,7 @@ class MissedSteps:
             return jnp.zeros((1, 0))
         numbers = (self.learning_rate, self.weight_decay)
         traced = any(isinstance(x, jax.core.Tracer) for x in numbers)
+        traced = traced and not self._is_factor
         return self._from_the_end() if traced else self._after_each_known
 
     @functools.cached_property

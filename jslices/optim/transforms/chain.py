@@ -12,8 +12,10 @@ from jslices.optim._engine.protocol import (
     is_leaf,
     widening,
 )
+from jslices.optim._engine.recipe import recorded
 
 
+@recorded
 def chain(*transformations: Any) -> GradientTransformation:
     """Runs transformations in turn, each on what the one before it returned.
 

@@ -20,6 +20,7 @@ from jax.typing import ArrayLike, DTypeLike
 from jslices._jax import flatten
 from jslices._slices import IndexedSlices, deduplicated, is_slices
 from jslices.optim._engine.protocol import GradientTransformation, is_leaf
+from jslices.optim._engine.recipe import recorded
 from jslices.optim.transforms.chain import each_leaf, stateless
 from jslices.optim.transforms.norms import (
     as_leaf,
@@ -270,6 +271,7 @@ def clip_by_value(t: Any, clip_value_min: ArrayLike, clip_value_max: ArrayLike) 
 # --- Transformations ------------------------------------------------------------------
 
 
+@recorded
 def clip_global_norm(max_norm: float | jax.Array) -> GradientTransformation:
     """Scales all gradients by one factor, so that their global norm is at most a limit.
 
@@ -305,6 +307,7 @@ def clip_global_norm(max_norm: float | jax.Array) -> GradientTransformation:
     return stateless(lambda grads: clip_by_global_norm(grads, max_norm)[0])
 
 
+@recorded
 def clip(max_delta: float | jax.Array) -> GradientTransformation:
     """Brings every element of the gradients into ``[-max_delta, max_delta]``.
 
@@ -334,6 +337,7 @@ def clip(max_delta: float | jax.Array) -> GradientTransformation:
     return each_leaf(lambda g: clip_by_value(g, -limit, limit))
 
 
+@recorded
 def clip_row_norms(max_norm: float | jax.Array) -> GradientTransformation:
     """Scales down the rows of the gradients whose own norm exceeds a limit.
 
@@ -366,6 +370,7 @@ def clip_row_norms(max_norm: float | jax.Array) -> GradientTransformation:
     return each_leaf(lambda g: clip_rows_by_norm(g, max_norm))
 
 
+@recorded
 def clip_by_block_rms(threshold: float | jax.Array) -> GradientTransformation:
     """Scales each array's gradient down so that its root mean square is at most a limit.
 

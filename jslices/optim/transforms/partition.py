@@ -15,6 +15,7 @@ import jax
 from jslices._jax import flatten
 from jslices.optim._engine.checks import check_fields
 from jslices.optim._engine.protocol import GradientTransformation, apply_updates, is_leaf
+from jslices.optim._engine.recipe import recorded
 from jslices.optim.transforms.chain import as_transformation
 
 
@@ -34,6 +35,7 @@ class PartitionState(NamedTuple):
     inner_states: Any  #: a dict from labels to :class:`MaskedState`.
 
 
+@recorded
 def partition(
     transforms: Mapping[Hashable, Any],
     param_labels: Any,
@@ -95,6 +97,7 @@ def partition(
     )
 
 
+@recorded
 def masked(
     inner: Any, mask: Any, *, mask_compatible_extra_args: bool = False
 ) -> GradientTransformation:

@@ -7,9 +7,11 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from jslices.optim._engine.protocol import GradientTransformation
+from jslices.optim._engine.recipe import recorded
 from jslices.optim.transforms.chain import as_transformation
 
 
+@recorded
 def with_state_dtype(tx: Any, dtype: DTypeLike) -> GradientTransformation:
     """The optimizer ``tx``, whose state begins as that of parameters of ``dtype``.
 

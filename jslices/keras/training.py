@@ -1,0 +1,163 @@
+"""Keras' train step, with row gradients."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import keras
+
+from jslices.keras.optimizer import Optimizer
+from jslices.optim._engine.protocol import GradientTransformation
+from jslices.optim.transforms.exact_step import exact_step
+
+
+def row_gradients(model: Any, *, sparse: Any = None) -> Any:
+    """Gives a Keras model a train step in which looked-up tables get row gradients.
+
+    Every trainable array ``[V, *D]`` that the model only looks up
+    (``keras.layers.Embedding``, ``keras.ops.take`` along the first axis) then has
+    IndexedSlices for a gradient: the rows of the batch. All else of ``fit`` and
+    ``train_on_batch`` is Keras' own: losses, metrics, callbacks, weights of samples,
+    validation. ``compile`` wants an :class:`Optimizer` then.
+
+    With an optimizer that is ``untouched="exact"``, the rows of a batch catch up before
+    they are read, and all rows where Keras hands the state over: at the end of an epoch,
+    before validation, and when a callback asks for ``self.model``; so that whatever is
+    evaluated, predicted or saved is up to date.
+
+    Args:
+      model: a functional, sequential or subclassed model, built or not, compiled or not.
+      sparse: as in :func:`jslices.value_and_grad`, of variables by their paths.
+
+    Returns:
+      ``model`` itself, changed in place. Class, summary and files stay what they were: a
+      model that is loaded, cloned or pickled is a plain one, ask for row gradients again.
+
+    Raises:
+      TypeError: for what is no Keras model.
+      ValueError: for a model whose class has a ``train_step`` of its own; where Keras uses
+        Flax NNX; and, when training starts, for an optimizer of Keras.
+
+    Example:
+      >>> import keras, jslices as js, jslices.keras as jk, numpy as np
+      >>> model = keras.Sequential([keras.layers.Embedding(1000, 4), keras.layers.Flatten(),
+      ...                           keras.layers.Dense(1)])
+      >>> model = jk.row_gradients(model)
+      >>> model.compile(jk.Optimizer(js.adam(1e-2)), loss="mse")
+      >>> ids = np.array([[3, 9], [9, 7]], "int32")
+      >>> labels = np.array([[0.0], [1.0]], "float32")
+      >>> history = model.fit(ids, labels, epochs=50, verbose=0)
+      >>> history.history["loss"][-1] < 0.1
+      True
+
+    Cost: of a step, that of :func:`jslices.optim.exact_step`; nothing depends on V. An
+    exact optimizer reads and writes the tables once whenever Keras hands the state over,
+    and so in every call of ``train_on_batch``.
+
+    Source: https://github.com/keras-team/keras/issues/18420 asks Keras for it.
+    """
+    if not isinstance(model, keras.Model):
+        raise TypeError(f"row_gradients wants a Keras model, got {model!r}")
+    cls = type(model)
+    if cls.train_step is not keras.Model.train_step:
+        raise ValueError(
+            f"{cls.__name__} has a train_step of its own, which row_gradients would "
+            "replace: type jslices.value_and_grad for jax.value_and_grad in it, and "
+            "compile with jk.Optimizer"
+        )
+    if keras.config.is_nnx_enabled():
+        raise ValueError(
+            "Keras' NNX mode trains by the train_step of the class, not of the model: set "
+            "the environment variable KERAS_NNX_ENABLED=0"
+        )
+
+    def step(state: Any, data: Any) -> tuple[Any, Any]:
+        return train_step(model, state, data, sparse)
+
+    def make_train_function(force: bool = False) -> None:
+        optimizer_of(model)  # refuses before Keras hands over anything
+        cls.make_train_function(model, force)
+
+    def jax_state_sync() -> None:
+        cls.jax_state_sync(model)
+        optimizer = inner(model.optimizer) if model.compiled else None
+        # Without a state Keras has handed nothing over: the first step has failed.
+        if isinstance(optimizer, Optimizer) and getattr(model, "_jax_state", None):
+            optimizer.flush()
+
+    model.train_step = step
+    model.make_train_function = make_train_function
+    model.jax_state_sync = jax_state_sync
+    model.train_function = None  # one of a plain train step may be compiled
+    return model
+
+
+def train_step(model: Any, state: Any, data: Any, sparse: Any) -> tuple[Any, Any]:
+    """As Keras' own, ``(state, data) -> (logs, state)``, a pure function of arrays."""
+    trainable, non_trainable, optimizer_variables, metrics = state
+    x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
+    outer, optimizer = model.optimizer, optimizer_of(model)
+
+    def loss(variables: Mapping[str, Any]) -> tuple[Any, Any]:
+        result: tuple[Any, Any] = model.compute_loss_and_updates(
+            list(variables.values()),
+            non_trainable,
+            metrics,
+            x,
+            y,
+            sample_weight,
+            training=True,
+            optimizer_variables=optimizer_variables,
+        )
+        return result
+
+    def catch_up(params: Any, state: Any, rows: Any) -> tuple[Any, Any]:
+        mapping = [
+            *zip(model.trainable_variables, params.values(), strict=True),
+            *zip(outer.variables, state, strict=True),
+        ]
+        with keras.StatelessScope(state_mapping=mapping) as scope:
+            optimizer.catch_up(rows)
+        now = scope.get_current_value
+        values = optimizer.named([now(v) for v in model.trainable_variables])
+        return values, [now(v) for v in outer.variables]
+
+    def apply(grads: Any, state: Any, params: Any, key: Any = None) -> tuple[Any, Any]:
+        del key
+        given = list(grads.values())
+        if outer is not optimizer:
+            with optimizer.taking_values_of(given) as values:
+                new, state = outer.stateless_apply(state, values, list(params.values()))
+        else:
+            new, state = outer.stateless_apply(state, given, list(params.values()))
+        return optimizer.named(new), state
+
+    unused: Any = None
+    catching_up = catch_up if optimizer.catches_up else None
+    tx = GradientTransformation(unused, unused, catching_up, apply=apply)
+    whole_step = exact_step(loss, tx, has_aux=True, sparse=sparse)
+    params, optimizer_variables, _, aux = whole_step(
+        optimizer.named(trainable), optimizer_variables
+    )
+    unscaled_loss, y_pred, non_trainable, metrics = aux
+    logs, metrics = model._update_metrics_variables(
+        metrics, unscaled_loss, x, y, y_pred, sample_weight
+    )
+    return logs, (list(params.values()), non_trainable, optimizer_variables, metrics)
+
+
+def optimizer_of(model: Any) -> Optimizer:
+    """The optimizer of jslices that a model was compiled with."""
+    optimizer = inner(model.optimizer)
+    if not isinstance(optimizer, Optimizer):
+        raise ValueError(
+            f"{type(optimizer).__name__} takes no row gradients: type "
+            "model.compile(jk.Optimizer(js.adam(1e-3)), ...)"
+        )
+    return optimizer
+
+
+def inner(optimizer: Any) -> Any:
+    """What a LossScaleOptimizer, which Keras puts around it for float16, stands around."""
+    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+        return optimizer.inner_optimizer
+    return optimizer

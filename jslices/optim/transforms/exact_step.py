@@ -1,0 +1,109 @@
+"""A whole training step, in which rows that are about to be read catch up by themselves."""
+
+from collections.abc import Callable
+from typing import Any
+
+from jslices._grad.api import check_inputs, differentiated
+from jslices._grad.ids import rows_read
+from jslices._grad.plan import (
+    Call,
+    ExchangeSpec,
+    Planned,
+    SparseSpec,
+    check_callable,
+    plan_call,
+)
+from jslices.optim._engine.protocol import GradientTransformation
+
+
+def exact_step(
+    fun: Callable[..., Any],
+    tx: GradientTransformation,
+    has_aux: bool = False,
+    *,
+    sparse: SparseSpec = None,
+    exchange: ExchangeSpec = None,
+) -> Callable[..., tuple[Any, ...]]:
+    """The training step of a loss: catch up, value and gradient, apply.
+
+    ``untouched="exact"`` wants the rows that a step reads to catch up before they are read.
+    Here the program itself tells which they are, so that nothing has to be kept in step by
+    hand. Other optimizers have nothing to catch up, and do their plain step.
+
+    Args:
+      fun: a function of the parameters and what else :func:`jslices.value_and_grad` takes,
+        with a scalar result, or ``(result, aux)``.
+      tx: the optimizer.
+      has_aux: whether ``fun`` returns ``(result, aux)``.
+      sparse: as in :func:`jslices.value_and_grad`.
+      exchange: likewise.
+
+    Returns:
+      A pure function ``step(params, state, *args) -> (params, state, value)``, or
+      ``(params, state, value, aux)``: the parameters and the state of ``tx`` after a step,
+      shapes and dtypes as they came, and what ``fun(params, *args)`` returned before it,
+      with all its rows up to date. Of a table ``[V, *D]`` that is only looked up, the rows
+      that the call reads are read and written, duplicates once, out-of-range ids not at
+      all; other rows stay, and go on missing steps: ``tx.flush(params, state)`` before
+      parameters are saved or evaluated. A table that the call uses as a whole as well, or
+      leaves unused, catches up as a whole. To be jitted by the caller, in place with
+      ``donate_argnums=(0, 1)``, and to be scanned.
+
+    Raises:
+      ValueError: if the rows that are read depend on the values of the table itself, with
+        the line that reads them; only ``tx.flush`` before every step can serve that.
+      TypeError: for what is no optimizer of jslices. Otherwise as
+        :func:`jslices.value_and_grad`, and nothing has changed then.
+
+    Cost: that of the three calls by hand, and ``fun`` is traced once for all of them.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, jslices as js
+      >>> def loss(params, ids):
+      ...     return ((params["table"][ids] @ params["w"]) ** 2).sum()
+      >>> params = {"table": jnp.ones((9, 2)), "w": jnp.ones(2)}
+      >>> tx = js.adam(0.1, untouched="exact")
+      >>> step = jax.jit(js.optim.exact_step(loss, tx), donate_argnums=(0, 1))
+      >>> state = tx.init(params)
+      >>> for ids in jnp.array([[3, 8, 3], [0, 8, 1], [3, 2, 2]]):
+      ...     params, state, value = step(params, state, ids)
+      >>> params, state = tx.flush(params, state)
+      >>> (100 * params["table"][:, 0]).round().astype(int)
+      Array([ 87,  87,  94,  77, 100, 100, 100, 100,  73], dtype=int32)
+
+    Source: ours; elsewhere ids are passed by hand.
+    """
+    check_callable(fun)
+    if not isinstance(tx, GradientTransformation):
+        raise TypeError(
+            f"exact_step wants an optimizer of jslices, got {tx!r}; of Optax's, type "
+            "jslices.from_optax(tx)"
+        )
+
+    def step(params: Any, state: Any, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        call = Call(fun, (0,), (params, *args), kwargs, has_aux)
+        check_inputs(call.primals, holomorphic=False, allow_int=False)
+        planned = plan_call(call, True, sparse, exchange)
+        if tx.catches_up:
+            (rows,) = call.tree.unflatten(_rows_to_read(call, planned))
+            params, state = tx.catch_up(params, state, rows)
+            call = call.at(params)
+        value, aux, (grads,) = differentiated(call, planned)
+        params, state = tx.apply(grads, state, params)
+        return (params, state, value, aux) if has_aux else (params, state, value)
+
+    return step
+
+
+def _rows_to_read(call: Call, planned: Planned) -> list[Any]:
+    """For each parameter what ``tx.catch_up`` is to bring up to date before the call.
+
+    An array that is never looked up is stepped as a whole, and so never behind. One that
+    another call, or this one, may look up has a gradient that steps all of its rows.
+    """
+    rows = rows_read(call, planned)
+    for i in range(len(rows)):
+        looked_up = planned.looked_up.get(i) or planned.unread.get(i)
+        if planned.kind(i) == "unused" or (planned.kind(i) == "dense" and looked_up):
+            rows[i] = True
+    return rows

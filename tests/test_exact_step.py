@@ -1,0 +1,232 @@
+"""A whole step: rows catch up by themselves before it reads them."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from helpers import assert_close, quickly
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+import jslices as js
+
+V, D, K, STEPS = 50, 3, 8, 40
+RNG = np.random.default_rng(1)
+PARAMS = {
+    "a": jnp.asarray(RNG.normal(size=(V, D)), jnp.float32),
+    "b": jnp.asarray(RNG.normal(size=(V, 1)), jnp.float32),
+    "w": jnp.asarray(RNG.normal(size=(D,)), jnp.float32),
+}
+IDS = jnp.asarray(RNG.zipf(1.3, size=(STEPS, K)) % V, jnp.int32)
+LABELS = jnp.asarray(RNG.normal(size=(STEPS, K)), jnp.float32)
+EXACT = js.adam(0.03, untouched="exact")
+
+
+def loss(params, ids, labels):
+    rows = params["a"][ids] @ params["w"] + params["b"][ids[::-1]][:, 0]
+    return jnp.mean((rows - labels) ** 2)
+
+
+def with_aux(params, ids, labels):
+    value = loss(params, ids, labels)
+    return value, {"twice": 2 * value, "ids": ids}
+
+
+def copied(tree):
+    return jax.tree.map(jnp.copy, tree)
+
+
+def by_hand(tx, params, state, ids, labels):
+    rows = js.lookup_ids(loss)(params, ids, labels)
+    params, state = tx.catch_up(params, state, rows)
+    value, grads = js.value_and_grad(loss)(params, ids, labels)
+    params, state = tx.apply(grads, state, params)
+    return params, state, value
+
+
+@functools.cache
+def trained_densely():
+    tx = optax.adam(0.03)
+
+    def step(carry, batch):
+        params, state = carry
+        value, grads = jax.value_and_grad(loss)(params, *batch)
+        updates, state = tx.update(grads, state, params)
+        return (optax.apply_updates(params, updates), state), value
+
+    run = lambda p: jax.lax.scan(step, (p, tx.init(p)), (IDS, LABELS))  # noqa: E731
+    (params, _), values = quickly(run)(PARAMS)
+    return params, values
+
+
+@pytest.mark.parametrize("tx", [EXACT, js.adam(0.03)], ids=["exact", "lazy"])
+def test_is_the_calls_by_hand_to_the_bit(tx):
+    step = jax.jit(js.optim.exact_step(loss, tx), donate_argnums=(0, 1))
+    hand = jax.jit(functools.partial(by_hand, tx), donate_argnums=(0, 1))
+    mine, other = copied((PARAMS, tx.init(PARAMS))), copied((PARAMS, tx.init(PARAMS)))
+    for batch in zip(IDS[:6], LABELS, strict=False):
+        *mine, value = step(*mine, *batch)
+        *other, wanted = hand(*other, *batch)
+        jax.tree.map(np.testing.assert_array_equal, (mine, value), (other, wanted))
+
+
+def test_scanned_it_equals_dense_optax():
+    step = js.optim.exact_step(with_aux, EXACT, has_aux=True)
+
+    def scanned(carry, batch):
+        params, state, value, aux = step(*carry, *batch)
+        return (params, state), (value, aux)
+
+    @quickly
+    def run(params):
+        carry = params, EXACT.init(params)
+        (params, state), found = jax.lax.scan(scanned, carry, (IDS, LABELS))
+        return EXACT.flush(params, state)[0], found
+
+    params, (values, aux) = run(PARAMS)
+    wanted, losses = trained_densely()
+    assert_close((params, values), (wanted, losses), rtol=1e-4, atol=1e-4)
+    np.testing.assert_array_equal(aux["ids"], IDS)
+    np.testing.assert_array_equal(aux["twice"], 2 * values)
+
+
+def test_traces_the_loss_once():
+    calls = []
+
+    def counted(params, ids, labels):
+        calls.append(1)
+        return loss(params, ids, labels)
+
+    step = js.optim.exact_step(counted, EXACT)
+    jax.make_jaxpr(step)(PARAMS, EXACT.init(PARAMS), IDS[0], LABELS[0])
+    assert len(calls) == 1
+
+
+def test_without_jit_and_with_keywords():
+    step = js.optim.exact_step(loss, EXACT)
+    params, state = PARAMS, EXACT.init(PARAMS)
+    for ids, labels in zip(IDS[:3], LABELS, strict=False):
+        params, state, value = step(params, state, ids, labels=labels)
+    np.testing.assert_allclose(value, trained_densely()[1][2], rtol=1e-5)
+
+
+def test_a_loss_of_the_parameters_alone():
+    step = jax.jit(
+        js.optim.exact_step(lambda p: p["a"][:2].sum() * p["w"][0], EXACT),
+        donate_argnums=(0, 1),
+    )
+    params, _, value = step(copied(PARAMS), EXACT.init(PARAMS))
+    np.testing.assert_allclose(value, PARAMS["a"][:2].sum() * PARAMS["w"][0], rtol=1e-6)
+    np.testing.assert_array_equal(params["a"][2:], PARAMS["a"][2:])
+
+
+def test_two_losses_take_turns():
+    """One reads rows of a table, one all of it, one nothing: each finds it caught up."""
+    losses = [
+        loss,
+        lambda p, i, y: loss(p, i, y) + jnp.mean(p["a"] ** 2),
+        lambda p, i, y: jnp.mean((p["b"][i][:, 0] * p["w"][0] - y) ** 2),
+    ]
+    tx, wanted = optax.adam(0.03), PARAMS
+    state, truth = EXACT.init(PARAMS), tx.init(PARAMS)
+    params = PARAMS
+    steps = [quickly(js.optim.exact_step(each, EXACT)) for each in losses]
+    dense = [quickly(jax.value_and_grad(each)) for each in losses]
+    with pytest.warns(js.DensificationWarning, match=r"'a'"):
+        for n, batch in enumerate(zip(IDS[:12], LABELS, strict=False)):
+            params, state, value = steps[n % 3](params, state, *batch)
+            loss_now, grads = dense[n % 3](wanted, *batch)
+            updates, truth = tx.update(grads, truth, wanted)
+            wanted = optax.apply_updates(wanted, updates)
+            np.testing.assert_allclose(value, loss_now, rtol=1e-4)
+    assert_close(EXACT.flush(params, state)[0], wanted, rtol=1e-3, atol=1e-4)
+
+
+def test_small_tables_may_be_dense_in_some_batches():
+    step = js.optim.exact_step(loss, EXACT, sparse="if_smaller")
+    compiled, params, state = quickly(step), PARAMS, EXACT.init(PARAMS)
+    wide = jnp.tile(jnp.arange(V), 2)
+    for ids in (IDS[0], wide, IDS[1], wide):
+        params, state, value = compiled(params, state, ids, jnp.zeros(ids.shape))
+        assert np.isfinite(value)
+
+
+def test_chains_and_partitions_catch_up():
+    chained = js.optim.chain(js.optim.clip_global_norm(0.5), EXACT)
+    apart = js.optim.partition(
+        {"tables": EXACT, "other": js.sgd(0.1)},
+        {"a": "tables", "b": "tables", "w": "other"},
+    )
+    for tx in (chained, apart):
+        params, state = PARAMS, tx.init(PARAMS)
+        step = quickly(js.optim.exact_step(loss, tx))
+        for batch in zip(IDS[:4], LABELS, strict=False):
+            params, state, value = step(params, state, *batch)
+        assert np.isfinite(value) and tx.catches_up
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=lambda k: k.name)
+def test_on_a_mesh(kind):
+    if jax.device_count() < 8:
+        pytest.skip("needs eight devices")
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(kind,))
+    put = lambda x, *spec: jax.device_put(  # noqa: E731
+        x, NamedSharding(mesh, PartitionSpec(*spec))
+    )
+    start = {"table": PARAMS["a"][:48], "w": PARAMS["w"]}
+
+    def loss(params, ids, labels):
+        rows = js.embedding_lookup(params["table"], ids, mode="clip")
+        return jnp.mean((rows @ params["w"] - labels) ** 2)
+
+    def run(params, ids, labels, **options):
+        step = js.optim.exact_step(loss, EXACT, **options)
+
+        def scanned(carry, batch):
+            *carry, value = step(*carry, *batch)
+            return tuple(carry), value
+
+        carry = params, EXACT.init(params)
+        carry, values = jax.lax.scan(scanned, carry, (ids, labels))
+        return EXACT.flush(*carry)[0], values
+
+    wanted = quickly(run)(start, IDS[:5], LABELS[:5])
+    params = {"table": put(start["table"], "x"), "w": put(start["w"])}
+    exchange = {"table": js.Exchange("x")}
+    with jax.set_mesh(mesh):
+        run_there = quickly(functools.partial(run, exchange=exchange))
+        found = run_there(params, put(IDS[:5], None, "x"), put(LABELS[:5], None, "x"))
+    assert found[0]["table"].sharding.spec[0] == "x"
+    assert_close(jax.device_get(found), jax.device_get(wanted), rtol=1e-4, atol=1e-5)
+
+
+def test_is_in_place():
+    V = 200_000
+    params = {"a": jnp.ones((V, D)), "b": jnp.ones((V, 1)), "w": jnp.ones(D)}
+    step = js.optim.exact_step(loss, EXACT)
+    args = params, EXACT.init(params), IDS[0], LABELS[0]
+    js.testing.assert_in_place(step, *args, donate_argnums=(0, 1))
+
+
+def test_refuses_ids_that_follow_from_the_table():
+    def walk(params, ids):
+        following = params["a"][ids, 0].astype(jnp.int32)
+        return params["a"][following].sum()
+
+    step = js.optim.exact_step(walk, EXACT)
+    with pytest.raises(ValueError, match=r"params\['a'\].*test_exact_step.py:\d+ .*flush"):
+        step(PARAMS, EXACT.init(PARAMS), IDS[0])
+    # Nothing has to be known of rows before a lazy step.
+    js.optim.exact_step(walk, js.adam(0.1))(PARAMS, js.adam(0.1).init(PARAMS), IDS[0])
+
+
+def test_refuses_what_is_no_loss_and_no_optimizer():
+    with pytest.raises(TypeError, match="expected a function"):
+        js.optim.exact_step(3, EXACT)
+    with pytest.raises(TypeError, match=r"js?lices\.from_optax"):
+        js.optim.exact_step(loss, optax.adam(0.1))
+    step = js.optim.exact_step(lambda p, i, y: p["a"][i], EXACT)
+    with pytest.raises(TypeError, match="must return a scalar"):
+        step(PARAMS, EXACT.init(PARAMS), IDS[0], LABELS[0])

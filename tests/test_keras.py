@@ -1,0 +1,609 @@
+"""Keras 3 on JAX: row gradients in its own train step, the same as on dense gradients."""
+
+import doctest
+import importlib
+import os
+import pathlib
+import re
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import golden
+
+import jslices as js
+
+keras = pytest.importorskip("keras", minversion="3")
+jk = importlib.import_module("jslices.keras")
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
+
+layers = keras.layers
+V, D, N = 50, 4, 96
+RNG = np.random.default_rng(3)
+X = (RNG.zipf(1.3, size=(N, 5)) % V).astype("int32")
+Y = RNG.normal(size=(N, 1)).astype("float32")
+WEIGHTS = RNG.uniform(0.1, 2.0, size=N).astype("float32")
+RATE = 0.02
+EXACT = {"untouched": "exact"}
+
+
+@pytest.fixture(autouse=True)
+def _seeded():
+    keras.utils.set_random_seed(0)
+    with jax.numpy_rank_promotion("allow"):  # which Keras relies on
+        yield
+    keras.config.set_dtype_policy("float32")
+    keras.backend.clear_session()
+
+
+def head():
+    return [layers.Flatten(), layers.Dense(4, activation="tanh"), layers.Dense(1)]
+
+
+def sequential():
+    return keras.Sequential([layers.Embedding(V, D), *head()])
+
+
+def functional():
+    """Two tables, one of them used twice, and a mask."""
+    ids = keras.Input((5,), dtype="int32")
+    shared = layers.Embedding(V, D, name="shared")
+    rows = layers.Embedding(V, D, mask_zero=True, name="masked")(ids)
+    rest = layers.Add()([shared(ids), shared(keras.ops.flip(ids, axis=1))])
+    out = layers.Concatenate()([layers.LSTM(3)(rows), layers.Flatten()(rest)])
+    return keras.Model(ids, layers.Dense(1)(out))
+
+
+@keras.saving.register_keras_serializable(package="tests")
+class Subclassed(keras.Model):
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.table = self.add_weight(shape=(V, D), initializer="normal", name="table")
+        self.dropout, self.dense = layers.Dropout(0.2), layers.Dense(1)
+
+    def build(self, shape):
+        self.dense.build((None, D))
+        super().build(shape)
+
+    def call(self, ids, training=False):
+        rows = keras.ops.take(self.table, ids, axis=0)
+        return self.dense(self.dropout(keras.ops.mean(rows, axis=1), training=training))
+
+
+MODELS = {"sequential": sequential, "functional": functional, "subclassed": Subclassed}
+
+
+def fit(make, optimizer, rows, x=X, y=Y, compile_with=None, seed=1, **kwargs):
+    """``(model, losses and metrics)`` of a few epochs."""
+    keras.utils.set_random_seed(seed)
+    model = make()
+    if rows:
+        assert jk.row_gradients(model) is model
+    options = {"loss": "mse", "metrics": ["mae"], **(compile_with or {})}
+    model.compile(optimizer=optimizer, **options)
+    kwargs = {"batch_size": 16, "epochs": 3, "shuffle": False, "verbose": 0, **kwargs}
+    return model, model.fit(x, y, **kwargs).history
+
+
+def exact(rate=RATE, **kwargs):
+    return jk.Optimizer(js.adam(rate, **EXACT), **kwargs)
+
+
+def assert_same(one, other, tolerance=1e-4):
+    """Histories and weights of two runs."""
+    (model, history), (wanted_model, wanted) = one, other
+    assert history.keys() == wanted.keys()
+    for name in wanted:
+        np.testing.assert_allclose(
+            history[name], wanted[name], rtol=tolerance, err_msg=name
+        )
+    for w, v in zip(model.get_weights(), wanted_model.get_weights(), strict=True):
+        np.testing.assert_allclose(w, v, rtol=10 * tolerance, atol=10 * tolerance)
+
+
+def both(make=sequential, optimizer=exact, **kwargs):
+    """The same run with row gradients and with dense ones."""
+    calls = {k: v for k, v in kwargs.items() if not callable(v) or k == "x"}
+    made = {k: v for k, v in kwargs.items() if k not in calls}
+    run = lambda rows: fit(  # noqa: E731
+        make, optimizer(), rows, **calls, **{k: v() for k, v in made.items()}
+    )
+    found, wanted = run(True), run(False)
+    assert_same(found, wanted)
+    return found, wanted
+
+
+def sees_rows(model):
+    """Which variables have row gradients in the train step of ``model``."""
+
+    def loss(values):
+        out, _ = model.stateless_call(
+            values, [v.value for v in model.non_trainable_variables], X
+        )
+        return keras.ops.mean(out)
+
+    grads = jax.eval_shape(js.grad(loss), [v.value for v in model.trainable_variables])
+    paths = [v.path for v in model.trainable_variables]
+    return [path for path, g in zip(paths, grads, strict=True) if js.is_slices(g)]
+
+
+# --- the same as dense ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
+def test_exact_rows_are_as_dense_gradients(make):
+    found, _ = both(make, validation_data=lambda: (X[:40], Y[:40]))
+    assert len(sees_rows(found[0])) == (2 if make is functional else 1)
+
+
+@pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
+def test_within_one_percent_of_keras_adam(make):
+    _, history = fit(make, exact(), True)
+    _, wanted = fit(make, keras.optimizers.Adam(RATE), False)
+    np.testing.assert_allclose(history["loss"], wanted["loss"], rtol=1e-2)
+
+
+@pytest.mark.parametrize(
+    "tx",
+    [
+        js.sgd(0.1),
+        js.sgd(0.1, momentum=0.9, **EXACT),
+        js.adagrad(0.1),
+        js.adamw(RATE, weight_decay=0.1, **EXACT),
+        js.lion(1e-3, **EXACT),
+        js.optim.chain(js.optim.clip_global_norm(0.1), js.adam(RATE, **EXACT)),
+        js.optim.with_state_dtype(js.rmsprop(0.01, momentum=0.5, **EXACT), "float32"),
+    ],
+    ids=["sgd", "momentum", "adagrad", "adamw", "lion", "chain", "state_dtype"],
+)
+def test_other_optimizers(tx):
+    both(optimizer=lambda: jk.Optimizer(tx))
+
+
+def test_lazy_rows_stay():
+    model, _ = fit(sequential, jk.Optimizer(js.adam(RATE)), True, x=X[:16], y=Y[:16])
+    keras.utils.set_random_seed(1)
+    before = sequential()
+    before.build((None, 5))
+    untouched = np.setdiff1d(np.arange(V), X[:16])
+    table, start = model.get_weights()[0], before.get_weights()[0]
+    np.testing.assert_array_equal(table[untouched], start[untouched])
+    assert np.abs(table - start).max() > 0.01
+
+
+def test_sparse_says_which_gradients_are_rows():
+    model = jk.row_gradients(functional(), sparse=True)
+    model.compile(jk.Optimizer(js.adam(RATE)), "mse")
+    with pytest.raises(js.DenseUseError, match="kernel"):
+        model.train_on_batch(X[:8], Y[:8])
+    tables = lambda path, leaf: True if "embeddings" in path[0].key else None  # noqa: E731
+    model = jk.row_gradients(functional(), sparse=tables)
+    model.compile(jk.Optimizer(js.adam(RATE)), "mse")
+    assert np.isfinite(model.train_on_batch(X[:8], Y[:8]))
+
+
+def test_the_model_of_the_golden_numbers():
+    """TensorFlow's IndexedSlices and two steps of SGD, from its weights."""
+    data = golden("seed_model")["blog"]
+    model = keras.Sequential([layers.Embedding(10, 4), layers.Flatten(), layers.Dense(1)])
+    model.build((None, 5))
+    model.set_weights([data["embeddings"], data["kernel"], data["bias"]])
+    jk.row_gradients(model).compile(jk.Optimizer(js.sgd(0.1)), "mse")
+
+    def loss(values):
+        out, _ = model.stateless_call(values, [], data["data"])
+        return keras.ops.mean((out - data["target"]) ** 2)
+
+    for step in data["steps"]:
+        grads = js.grad(loss)([v.value for v in model.trainable_variables])
+        wanted = step["grad_embeddings"]["is"]
+        np.testing.assert_array_equal(grads[0].indices, wanted["indices"])
+        np.testing.assert_allclose(grads[0].values, wanted["values"], rtol=1e-5, atol=1e-6)
+        assert grads[0].dense_shape == tuple(wanted["dense_shape"])
+        model.reset_metrics()  # older releases of Keras go on with the mean
+        value = model.train_on_batch(data["data"], data["target"])
+        np.testing.assert_allclose(value, step["loss"], rtol=1e-5)
+        after = (step["embeddings_after"], step["kernel_after"], step["bias_after"])
+        for w, v in zip(model.get_weights(), after, strict=True):
+            np.testing.assert_allclose(w, v, rtol=1e-5, atol=1e-6)
+
+
+# --- what fit can do --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "how", [{"jit_compile": False}, {"steps_per_execution": 2}], ids=str
+)
+def test_ways_to_run(how):
+    both(compile_with=lambda: how, epochs=2)
+
+
+def test_sample_weights_and_class_weights():
+    both(sample_weight=WEIGHTS, validation_split=0.25)
+    labels = (Y > 0).astype("int32")
+    one = fit(sequential, exact(), True, y=labels, class_weight={0: 1.0, 1: 3.0})
+    two = fit(sequential, exact(), False, y=labels, class_weight={0: 1.0, 1: 3.0})
+    assert_same(one, two)
+
+
+def test_weighted_metrics_and_losses_of_layers():
+    def make():
+        dense = layers.Dense(1, activity_regularizer="l2", kernel_regularizer="l1")
+        return keras.Sequential([layers.Embedding(V, D), layers.Flatten(), dense])
+
+    both(make, compile_with=lambda: {"weighted_metrics": ["mse"]}, sample_weight=WEIGHTS)
+
+
+def batches(n=6):
+    for i in range(n):
+        part = slice(16 * (i % 6), 16 * (i % 6 + 1))
+        yield X[part], Y[part]
+
+
+class Sequence(keras.utils.PyDataset):
+    def __len__(self):
+        return 6
+
+    def __getitem__(self, i):
+        return X[16 * i : 16 * (i + 1)], Y[16 * i : 16 * (i + 1)]
+
+
+@pytest.mark.parametrize(
+    "source", [lambda: batches(18), Sequence], ids=["generator", "dataset"]
+)
+def test_fit_from_iterables(source):
+    steps = {"steps_per_epoch": 6}
+    found = fit(sequential, exact(), True, x=source(), y=None, batch_size=None, **steps)
+    assert_same(found, fit(sequential, exact(), False))
+
+
+def test_train_on_batch_and_evaluate_agree_with_dense():
+    results = []
+    for rows in (True, False):
+        keras.utils.set_random_seed(1)
+        model = sequential()
+        if rows:
+            jk.row_gradients(model)
+        model.compile(exact(), "mse", metrics=["mae"])
+        logs = [model.train_on_batch(x, y) for x, y in batches()]
+        evaluated = model.evaluate(X, Y, verbose=0)
+        results.append((logs, evaluated, model.predict(X, verbose=0)))
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), *results
+    )
+
+
+# --- learning rates ---------------------------------------------------------------------
+
+
+def test_learning_rate_scheduler_without_compiling_again():
+    traced = []
+
+    def loss(y, p):
+        traced.append(1)
+        return keras.ops.mean((y - p) ** 2)
+
+    def callbacks():
+        return [
+            keras.callbacks.LearningRateScheduler(lambda epoch: 0.05 / (1 + epoch) ** 2)
+        ]
+
+    def options():
+        return {"loss": loss}
+
+    (model, history), _ = both(callbacks=callbacks, epochs=4, compile_with=options)
+    assert np.isclose(history["learning_rate"][-1], 0.05 / 16)
+    traced.clear()
+    model.optimizer.learning_rate = 1e-3
+    model.fit(X, Y, batch_size=16, verbose=0)
+    assert not traced
+
+
+def test_reduce_on_plateau_and_rates_that_change_in_every_batch():
+    class Warmup(keras.callbacks.Callback):
+        def on_train_batch_begin(self, batch, logs=None):
+            self.model.optimizer.learning_rate = 0.01 * (1 + batch)
+
+    both(callbacks=lambda: [Warmup()], epochs=2)
+    plateau = lambda: [  # noqa: E731
+        keras.callbacks.ReduceLROnPlateau("loss", factor=0.1, patience=1, min_delta=10.0)
+    ]
+    found, _ = both(callbacks=plateau, epochs=4)
+    assert found[1]["learning_rate"][-1] < RATE / 5
+
+
+def halving(step):
+    return 0.05 * 0.9**step
+
+
+@pytest.mark.parametrize(
+    "rate",
+    [keras.optimizers.schedules.CosineDecay(0.05, 12), halving],
+    ids=["of Keras", "a function"],
+)
+def test_schedules(rate):
+    found, _ = both(optimizer=lambda: exact(rate))
+    optimizer = found[0].optimizer
+    np.testing.assert_allclose(optimizer.learning_rate, rate(18), rtol=1e-5, atol=1e-8)
+    with pytest.raises(TypeError, match="not settable"):
+        optimizer.learning_rate = 0.1
+
+
+def test_an_integer_learning_rate():
+    optimizer = jk.Optimizer(js.sgd(1))
+    assert float(optimizer.learning_rate) == 1.0
+    fit(sequential, optimizer, True, epochs=1)
+
+
+# --- saving, loading, stopping ----------------------------------------------------------
+
+
+@pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
+def test_saving_loading_and_fitting_again(make, tmp_path):
+    whole = fit(make, exact(), True, epochs=4)
+    model, history = fit(make, exact(), True, epochs=2)
+    path = str(tmp_path / "model.keras")
+    model.optimizer.learning_rate = RATE
+    model.save(path)
+    loaded = jk.row_gradients(keras.models.load_model(path))
+    assert isinstance(loaded, type(model)) and isinstance(loaded.optimizer, jk.Optimizer)
+    for one, other in zip(
+        loaded.optimizer.variables, model.optimizer.variables, strict=True
+    ):
+        np.testing.assert_array_equal(one, other)
+    rest = loaded.fit(X, Y, batch_size=16, epochs=2, shuffle=False, verbose=0).history
+    if make is not Subclassed:  # which draws its dropout anew
+        joined = {name: history[name] + rest[name] for name in rest}
+        assert_same((loaded, joined), whole)
+
+
+def test_weights_files(tmp_path):
+    model, _ = fit(sequential, exact(), True)
+    path = str(tmp_path / "all.weights.h5")
+    model.save_weights(path)
+    other, _ = fit(sequential, exact(), True, epochs=1, seed=7)
+    other.load_weights(path)
+    for one, two in zip(other.variables, model.variables, strict=True):
+        np.testing.assert_array_equal(one, two)
+    one = other.fit(X, Y, batch_size=16, shuffle=False, verbose=0).history
+    two = model.fit(X, Y, batch_size=16, shuffle=False, verbose=0).history
+    assert one == two
+
+
+def test_checkpoints_and_early_stopping(tmp_path):
+    names = iter("ab")
+
+    def callbacks():
+        path = tmp_path / f"{next(names)}-{{epoch}}.keras"
+        return [
+            keras.callbacks.ModelCheckpoint(str(path), save_freq=4),
+            keras.callbacks.EarlyStopping(
+                "val_loss", patience=0, min_delta=10.0, restore_best_weights=True
+            ),
+        ]
+
+    (_, history), _ = both(
+        callbacks=callbacks, epochs=5, validation_data=lambda: (X[:40], Y[:40])
+    )
+    assert len(history["loss"]) == 2  # of five
+    mine, wanted = (keras.models.load_model(str(tmp_path / f"{k}-1.keras")) for k in "ab")
+    for w, v in zip(mine.get_weights(), wanted.get_weights(), strict=True):
+        np.testing.assert_allclose(w, v, rtol=1e-3, atol=1e-4)
+
+
+def test_rows_are_caught_up_wherever_weights_are_read():
+    seen = {True: [], False: []}
+
+    class Look(keras.callbacks.Callback):
+        def __init__(self, rows):
+            super().__init__()
+            self.rows = rows
+
+        def on_train_batch_end(self, batch, logs=None):
+            if batch % 4 == 3:
+                seen[self.rows].append(self.model.get_weights()[0])
+
+    for rows in (True, False):
+        fit(sequential, exact(), rows, callbacks=[Look(rows)])
+    for w, v in zip(seen[True], seen[False], strict=True):
+        np.testing.assert_allclose(w, v, rtol=1e-3, atol=1e-4)
+    assert len(seen[True]) == 3
+
+
+def test_a_loaded_model_without_row_gradients_trains_densely(tmp_path):
+    model, _ = fit(sequential, exact(), True, epochs=2)
+    model.save(str(tmp_path / "m.keras"))
+    plain = keras.models.load_model(str(tmp_path / "m.keras"))
+    one = plain.fit(X, Y, batch_size=16, shuffle=False, verbose=0).history
+    two = model.fit(X, Y, batch_size=16, shuffle=False, verbose=0).history
+    np.testing.assert_allclose(one["loss"], two["loss"], rtol=1e-4)
+
+
+def test_configs_of_chains_and_labels():
+    tx = js.optim.partition(
+        {"few": js.optim.chain(js.optim.clip(1.0), js.adam(0.1, mu_dtype=jnp.bfloat16))},
+        "few",
+    )
+    optimizer = jk.Optimizer(tx, clipnorm=2.0, name="mine")
+    optimizer.learning_rate = 0.25
+    description = keras.saving.serialize_keras_object(optimizer)
+    again = keras.saving.deserialize_keras_object(description)
+    assert again.get_config() == optimizer.get_config()
+    assert again.name == "mine" and again.clipnorm == 2.0
+    assert float(again.learning_rate) == 0.25
+
+
+# --- mixed precision --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float16", "bfloat16"])
+def test_mixed_precision(policy):
+    keras.config.set_dtype_policy(policy)
+    found, wanted = (fit(sequential, exact(), rows) for rows in (True, False))
+    tolerance = 1e-3 if policy.startswith("mixed") else 1e-2  # roundings in 16 bits
+    np.testing.assert_allclose(found[1]["loss"], wanted[1]["loss"], rtol=tolerance)
+    scales = isinstance(found[0].optimizer, keras.optimizers.LossScaleOptimizer)
+    assert scales == (policy == "mixed_float16")
+
+
+def test_loss_scales_skip_what_is_not_finite(tmp_path):
+    keras.config.set_dtype_policy("mixed_float16")
+    model, _ = fit(sequential, exact(), True, epochs=1)
+    scale, weights = float(model.optimizer.dynamic_scale), model.get_weights()
+    steps = int(model.optimizer.iterations)
+    model.train_on_batch(X[:16], np.full((16, 1), np.inf, "float32"))
+    assert float(model.optimizer.dynamic_scale) == scale / 2
+    assert int(model.optimizer.iterations) == steps
+    for w, v in zip(model.get_weights(), weights, strict=True):
+        np.testing.assert_array_equal(w, v)
+    model.train_on_batch(X[:16], Y[:16])
+    assert int(model.optimizer.iterations) == steps + 1
+    model.save(str(tmp_path / "m.keras"))
+    loaded = keras.models.load_model(str(tmp_path / "m.keras"))
+    assert float(loaded.optimizer.dynamic_scale) == scale / 2
+
+
+# --- options of Keras' optimizers -------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        {"clipnorm": 0.05},
+        {"clipvalue": 0.01},
+        {"global_clipnorm": 0.1},
+        {"loss_scale_factor": 64.0},
+    ],
+    ids=str,
+)
+def test_options_that_rows_can_honour(option):
+    found, _ = both(optimizer=lambda: exact(**option))
+    _, wanted = fit(sequential, keras.optimizers.Adam(RATE, **option), False)
+    np.testing.assert_allclose(found[1]["loss"], wanted["loss"], rtol=1e-2)
+
+
+@pytest.mark.parametrize(
+    "option, hint",
+    [
+        ({"weight_decay": 0.1}, r"js?lices\.adamw"),
+        ({"use_ema": True}, "keras.optimizers.Adam"),
+        ({"gradient_accumulation_steps": 2}, "batch_size"),
+    ],
+)
+def test_options_that_are_refused(option, hint):
+    with pytest.raises(ValueError, match=hint):
+        exact(**option)
+
+
+def test_refusals():
+    with pytest.raises(TypeError, match="no option 'speed'"):
+        exact(speed=3)
+    with pytest.raises(TypeError, match=r"js.adam\(1e-3\)"):
+        jk.Optimizer(keras.optimizers.Adam())
+    several = js.optim.partition({"a": js.adam(0.1), "b": js.sgd(0.2)}, "a")
+    for tx in (several, js.adafactor(), js.GradientTransformation(*js.sgd(0.1))):
+        with pytest.raises(ValueError, match="one learning rate"):
+            jk.Optimizer(tx)
+    with pytest.raises(ValueError, match="mask="):
+        exact().exclude_from_weight_decay(var_names=["bias"])
+    with pytest.raises(TypeError, match="wants a Keras model"):
+        jk.row_gradients(layers.Embedding(3, 2))
+
+    class Own(keras.Model):
+        def train_step(self, state, data):
+            return {}, state
+
+    with pytest.raises(ValueError, match=r"Own has a train_step .*value_and_grad"):
+        jk.row_gradients(Own())
+
+
+def test_an_optimizer_of_keras_is_refused_before_anything_is_done():
+    model = jk.row_gradients(sequential())
+    model.compile("adam", "mse")
+    model.build((None, 5))
+    before = model.get_weights()
+    with pytest.raises(ValueError, match=r"Adam takes no row gradients.*jk.Optimizer"):
+        model.fit(X, Y, verbose=0)
+    for w, v in zip(model.get_weights(), before, strict=True):
+        np.testing.assert_array_equal(w, v)
+
+
+def test_constraints():
+    def make():
+        table = layers.Embedding(V, D, embeddings_constraint="non_neg")
+        return keras.Sequential([table, *head()])
+
+    both(make, optimizer=lambda: jk.Optimizer(js.adagrad(0.1)))
+    with pytest.raises(ValueError, match="has a constraint"):
+        fit(make, exact(), True)
+
+
+def test_a_regularizer_makes_the_gradient_dense_and_says_so():
+    def make():
+        table = layers.Embedding(V, D, embeddings_regularizer="l2", name="words")
+        return keras.Sequential([table, *head()])
+
+    with pytest.warns(js.DensificationWarning, match="words/embeddings"):
+        found = fit(make, exact(), True)
+    assert_same(found, fit(make, exact(), False))
+
+
+def test_the_optimizer_alone():
+    """A step of a loop of one's own takes slices and arrays."""
+    variables = [keras.Variable(np.ones((4, 1), "float32")), keras.Variable(np.ones(2))]
+    optimizer = jk.Optimizer(js.sgd(0.5))
+    rows = js.IndexedSlices(jnp.ones((2, 1)), jnp.array([3, 3]), (4, 1))
+    optimizer.apply([rows, jnp.ones(2)], variables)
+    np.testing.assert_allclose(variables[0], [[1], [1], [1], [0]])
+    optimizer.apply_gradients([(rows, variables[0])])
+    np.testing.assert_allclose(variables[0], [[1], [1], [1], [-1]])
+    np.testing.assert_allclose(variables[1], [0.5, 0.5])
+    with pytest.raises(ValueError, match="built without"):
+        optimizer.apply([jnp.ones(())], [keras.Variable(1.0)])
+    with pytest.raises(ValueError, match="2 variables, got 1"):
+        optimizer.apply([rows])
+
+
+def test_steps_are_in_place():
+    large = 200_000
+    model = jk.row_gradients(
+        keras.Sequential([layers.Embedding(large, 8), layers.Flatten(), layers.Dense(1)])
+    )
+    model.compile(exact(), "mse")
+    model.build((None, 5))
+    model.optimizer.build(model.trainable_variables)
+    state = model._get_jax_state(True, True, True, True)
+    js.testing.assert_in_place(model.train_step, state, (X[:16], Y[:16]), donate_argnums=0)
+
+
+# --- documentation ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("module", [jk.optimizer, jk.training], ids=lambda m: m.__name__)
+def test_doctests(module):
+    flags = doctest.NORMALIZE_WHITESPACE | doctest.ELLIPSIS
+    results = doctest.testmod(module, optionflags=flags)
+    assert results.attempted and not results.failed
+
+
+def test_other_backends_are_refused():
+    code = "import jslices.keras"
+    env = {**os.environ, "KERAS_BACKEND": "numpy"}
+    run = subprocess.run(
+        [sys.executable, "-c", code], env=env, capture_output=True, text=True
+    )
+    assert run.returncode and "KERAS_BACKEND=jax" in run.stderr
+
+
+def test_the_page_runs(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    page = pathlib.Path(__file__).parent.parent / "docs" / "keras.md"
+    blocks = re.findall(r"^```python\n(.*?)^```", page.read_text(), re.M | re.S)
+    assert len(blocks) == 3
+    names = {}
+    for block in blocks:
+        exec(block, names)
