@@ -75,6 +75,7 @@ def takes_part(contender, rows, dim, count, kind, dense):
 def measure(everyone, optimizer, rows, dim, options):
     """Rows of results, one for each contender and kind of ids."""
     results, order = {}, random.Random(0)
+    everyone = [c for c in everyone if optimizer in c.optimizers]
     joins = lambda c, cell: takes_part(c, rows, dim, *cell, options.dense)  # noqa: E731
     cells = list(itertools.product(map(int, options.ids), options.kind))
     others = [c for c in everyone if not c.ours]

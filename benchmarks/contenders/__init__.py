@@ -7,17 +7,32 @@ loss, which may not be there yet; ``convert`` makes the framework's ids of NumPy
 mean square sum.
 """
 
+from typing import NamedTuple
+
 RATE = 1e-3
 OPTIMIZERS = ("sgd", "adagrad", "adam")
 STATE_ARRAYS = {"sgd": 0, "adagrad": 1, "adam": 2}
 
-#: name -> (module, arguments, whether a step passes over the whole table)
+
+class Kind(NamedTuple):
+    """How a contender is made: arguments of its module's ``make``.
+
+    ``whole``: whether a step passes over the whole table.
+    """
+
+    module: str
+    arguments: dict
+    whole: bool
+    optimizers: tuple = OPTIMIZERS
+
+
 CONTENDERS = {
-    "jslices": ("with_jslices", {}, False),
-    "jslices, memory kept": ("with_jslices", {"keep": True}, False),
-    "PyTorch sparse": ("with_torch", {"sparse": True}, False),
-    "TensorFlow sparse": ("with_tensorflow", {"keras": False}, False),
-    "Optax dense": ("with_optax", {}, True),
-    "PyTorch dense": ("with_torch", {"sparse": False}, True),
-    "Keras": ("with_tensorflow", {"keras": True}, True),
+    "jslices": Kind("with_jslices", {}, False),
+    "jslices, memory kept": Kind("with_jslices", {"keep": True}, False),
+    "JAX refs": Kind("with_refs", {}, False, ("sgd",)),
+    "PyTorch sparse": Kind("with_torch", {"sparse": True}, False),
+    "TensorFlow sparse": Kind("with_tensorflow", {"keras": False}, False),
+    "Optax dense": Kind("with_optax", {}, True),
+    "PyTorch dense": Kind("with_torch", {"sparse": False}, True),
+    "Keras": Kind("with_tensorflow", {"keras": True}, True),
 }

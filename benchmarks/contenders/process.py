@@ -15,13 +15,15 @@ class Contender:
     """A framework: ``start`` it, then ``contender("run", 2, 5)`` sends it an order.
 
     ``version`` says what it is, or ``missing`` why it cannot take part. ``ours``: whether
-    it is jslices; ``whole``: whether its steps pass over the whole table. With ``checkout``
+    it is jslices; ``whole``: whether its steps pass over the whole table; ``optimizers``:
+    those that it has. With ``checkout``
     jslices is imported from there, and the name says "before".
     """
 
     def __init__(self, kind, checkout=None):
-        module, _, self.whole = CONTENDERS[kind]
-        self.kind, self.ours = kind, module == "with_jslices"
+        made = CONTENDERS[kind]
+        self.whole, self.optimizers = made.whole, made.optimizers
+        self.kind, self.ours = kind, made.module == "with_jslices"
         self.name, self.environment = kind, dict(os.environ)
         if checkout:
             self.name = kind.replace("jslices", "before")

@@ -28,8 +28,9 @@ def status(key):
 
 class Worker:
     def __init__(self, name):
-        module, self.arguments, _ = CONTENDERS[name]
-        self.framework = importlib.import_module(f"contenders.{module}")
+        kind = CONTENDERS[name]
+        self.arguments = kind.arguments
+        self.framework = importlib.import_module(f"contenders.{kind.module}")
         if hasattr(self.framework, "prepare"):
             self.framework.prepare(**self.arguments)
 
