@@ -264,11 +264,10 @@ def _add(
         raise _misfit(path, update, param)
     if isinstance(update, ShardedSlices) and update.is_placed:
 
-        def add(rows: IndexedSlices, param: jax.Array) -> Any:
-            first_row = update.placement.number() * param.shape[0]
-            return _add(path, rows, param, bits, first_row)
+        def add(rows: IndexedSlices, param: jax.Array, number: jax.Array) -> Any:
+            return _add(path, rows, param, bits, number[0] * param.shape[0])
 
-        return each_shard(add, update, param)
+        return each_shard(add, update, param, update.placement.numbers())
     indices = canonical_indices(update.indices, param.shape[0])
     if isinstance(update, EveryRow) and len(indices) == len(param):
         if bits is None:
