@@ -10,8 +10,10 @@ from jax.sharding import PartitionSpec
 from jslices._devices.exchange import Placement, mesh_of, on_each_device
 from jslices._devices.explicit import (
     explicit_mesh,
+    running_with_auto_axes,
     told_by_types,
     typed,
+    types_of,
     untyped,
     with_auto_axes,
 )
@@ -54,6 +56,12 @@ class ShardedSlices(IndexedSlices):
     def is_placed(self) -> bool:
         """Whether each device has its entries: not on the host, nor in a ``shard_map``."""
         return mesh_of(jax.typeof(self.values)) is not None
+
+    def __radd__(self, other: Any) -> Any:
+        fits = jnp.shape(other) == self.dense_shape and self.indices.ndim == 1
+        if not (fits and self.is_placed):
+            return super().__radd__(other)
+        return each_shard(lambda rows, array: array + rows, self, jnp.asarray(other))
 
     def to_dense(self) -> jax.Array:
         if self.indices.ndim > 1:
@@ -175,7 +183,10 @@ def each_shard(fun: Callable[..., Any], slices: Any, *arrays: Any, shared: Any =
 
     given = placement.numbers(), slices.values, slices.indices, *arrays
     specs = PartitionSpec(), *(placement.by_rows for _ in given)
-    run = on_each_device(placement, local, specs, placement.by_rows)
+    run = running_with_auto_axes(
+        on_each_device(placement, local, specs, placement.by_rows),
+        lambda shared, numbers, values, *rest: types_of(values),
+    )
     leaves, tree = flatten(run(shared, *given), is_leaf=is_slices)
     for x, known in zip(filter(is_slices, leaves), distinct, strict=True):
         if known:

@@ -125,7 +125,7 @@ class Placement:
 
     @property
     def repeated(self) -> tuple[str, ...]:
-        """The axes along which rows are repeated, or, on Auto axes, columns may be split."""
+        """The axes along which rows are repeated (or, if Auto, columns may be split)."""
         return tuple(x for x in self.batch if x not in self.rows)
 
     @property
@@ -194,10 +194,13 @@ def on_each_device(
     ``whole_rows``: whether ``fun`` gets whole rows also of a table whose columns are split
     over devices, or may be; that is then left to XLA.
     """
-    around = jax.sharding.get_abstract_mesh()
     names = placement.known if whole_rows else placement.mesh.axis_names
-    mapped: Callable[..., Any] = fun
-    if names:
+
+    def run(*args: Any) -> Any:
+        args = on_one_mesh(args)
+        if not names:
+            return fun(*args)
+        around = jax.sharding.get_abstract_mesh()
         mapped = jax.shard_map(
             fun,
             mesh=placement.mesh if around.empty else around,
@@ -206,7 +209,9 @@ def on_each_device(
             axis_names=set(names),
             check_vma=False,
         )
-    return lambda *args: mapped(*on_one_mesh(args))
+        return mapped(*args)
+
+    return run
 
 
 def on_one_mesh(arrays: Any) -> Any:

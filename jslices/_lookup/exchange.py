@@ -45,10 +45,11 @@ class Located(NamedTuple):
     crowded: jax.Array
 
 
-def _split(placement: Placement) -> Located:
+def _split(placement: Placement) -> Any:
     """How what was located is split over devices."""
     batch = placement.by_batch
-    return Located(batch, batch, placement.apart, PartitionSpec())
+    specs: list[Any] = [batch, batch, placement.apart, PartitionSpec()]
+    return Located(*specs)
 
 
 def rows_from_elsewhere(
@@ -208,7 +209,7 @@ def _locate(
 
 
 def _read(route: Route, number: jax.Array, table: jax.Array, asked: jax.Array) -> jax.Array:
-    """The rows ``[*devices, n, *D]`` of this device's part of the table, zero for others."""
+    """The rows ``[*devices, n, *D]`` that this device has, zeros for others."""
     asked = jnp.where(asked < 0, -1 - asked, asked)
     first = number[0].astype(asked.dtype) * route.shard_rows
     return take_rows(table, asked - first, fill_value=0)

@@ -280,6 +280,15 @@ def _add(
     return row_major_array(add_rows_rounding(param, *how, bits, first_row))
 
 
+def types_of_update(grads: Any, state: Any, *rest: Any) -> tuple[Any, Any]:
+    """How the results of ``update`` are split over devices, where types tell."""
+    del rest
+    updates = jax.tree.map(
+        lambda g: types_of(g.values if is_slices(g) else g), grads, is_leaf=is_leaf
+    )
+    return updates, types_of(state)
+
+
 def _misfit(path: Any, update: Any, param: Any) -> ValueError:
     place = f" at {jax.tree_util.keystr(path)}" if path else ""
     return ValueError(
