@@ -9,7 +9,6 @@ from jax.sharding import PartitionSpec
 
 from jslices._devices.exchange import Placement, mesh_of, on_each_device
 from jslices._devices.explicit import (
-    explicit_mesh,
     running_with_auto_axes,
     told_by_types,
     typed,
@@ -142,7 +141,7 @@ def told_to_owners(placement: Placement, num_rows: int, ids: jax.Array) -> Shard
         mine = (ids >= first) & (ids < first + height)
         return jnp.zeros((*ids.shape, 0)), jnp.where(mine, ids, num_rows)
 
-    mesh = explicit_mesh(ids)
+    mesh = placement.mesh if placement.mesh.explicit_axes else None
     with with_auto_axes(mesh):
         specs = placement.by_rows, PartitionSpec()
         run = on_each_device(placement, own, specs, placement.by_rows)
