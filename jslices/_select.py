@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
+from jslices._devices.explicit import everywhere, running_with_auto_axes
 from jslices._rows.bounds import canonical_indices, empty_index, take_rows
 from jslices._rows.ids import as_ids
 from jslices._rows.select import kept_positions, pick
@@ -59,16 +60,30 @@ def sparse_mask(
     if a.indices.ndim > 1:
         size = a.indices.shape[-1] if size is None else size
         return jax.vmap(lambda s: sparse_mask(s, masked, size))(a)
-    num_rows = None if a.dense_shape is None else a.dense_shape[0]
-    indices = canonical_indices(a.indices, num_rows)
+    values, kept = running_with_auto_axes(
+        lambda values, indices, masked: _left(values, indices, masked, a._num_rows, size),
+        lambda values, *rest: everywhere(values),
+    )(a.values, a.indices, masked)
+    return IndexedSlices(values, kept, a.dense_shape)
+
+
+def _left(
+    values: jax.Array,
+    given: jax.Array,
+    masked: jax.Array,
+    num_rows: int | None,
+    size: int | None,
+) -> tuple[jax.Array, jax.Array]:
+    """The values and indices of the entries that are not masked."""
+    indices = canonical_indices(given, num_rows)
     empty = empty_index(num_rows, indices.dtype)
-    keep = ~jnp.isin(a.indices, masked)
+    keep = ~jnp.isin(given, masked)
     exact = size is None and not isinstance(keep, jax.core.Tracer)
     keep = keep if exact else keep & (indices != empty)
     positions, too_many = kept_positions(keep, size, "sparse_mask")
-    kept = a.indices if exact else indices
+    kept = given if exact else indices
     kept = take_rows(kept, positions, fill_value=0 if exact else empty)
-    return IndexedSlices(pick(a.values, positions, too_many), kept, a.dense_shape)
+    return pick(values, positions, too_many), kept
 
 
 def from_dense(x: ArrayLike, size: int | None = None) -> IndexedSlices:

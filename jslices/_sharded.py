@@ -9,9 +9,10 @@ from jax.sharding import PartitionSpec
 
 from jslices._devices.exchange import Placement, mesh_of, on_each_device
 from jslices._devices.explicit import (
-    explicit_mesh,
+    running_with_auto_axes,
     told_by_types,
     typed,
+    types_of,
     untyped,
     with_auto_axes,
 )
@@ -54,6 +55,12 @@ class ShardedSlices(IndexedSlices):
     def is_placed(self) -> bool:
         """Whether each device has its entries: not on the host, nor in a ``shard_map``."""
         return mesh_of(jax.typeof(self.values)) is not None
+
+    def __radd__(self, other: Any) -> Any:
+        fits = jnp.shape(other) == self.dense_shape and self.indices.ndim == 1
+        if not (fits and self.is_placed):
+            return super().__radd__(other)
+        return each_shard(lambda rows, array: array + rows, self, jnp.asarray(other))
 
     def to_dense(self) -> jax.Array:
         if self.indices.ndim > 1:
@@ -128,16 +135,17 @@ def join_entries(
 def told_to_owners(placement: Placement, num_rows: int, ids: jax.Array) -> ShardedSlices:
     """Entries without elements for ``ids`` ``[K]``, each on the device that has its row."""
 
-    def own(ids: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def own(number: jax.Array, ids: jax.Array) -> tuple[jax.Array, jax.Array]:
         height = num_rows // placement.shards
-        first = placement.number().astype(ids.dtype) * height
+        first = number[0].astype(ids.dtype) * height
         mine = (ids >= first) & (ids < first + height)
         return jnp.zeros((*ids.shape, 0)), jnp.where(mine, ids, num_rows)
 
-    mesh = explicit_mesh(ids)
+    mesh = placement.mesh if placement.mesh.explicit_axes else None
     with with_auto_axes(mesh):
-        run = on_each_device(placement, own, PartitionSpec(), placement.by_rows)
-        entries = run(canonical_indices(untyped(ids), num_rows))
+        specs = placement.by_rows, PartitionSpec()
+        run = on_each_device(placement, own, specs, placement.by_rows)
+        entries = run(placement.numbers(), canonical_indices(untyped(ids), num_rows))
     if mesh is not None:
         entries = typed(entries, told_by_types(mesh, placement.by_rows))
     return sharded(placement, (num_rows, 0), *entries)
@@ -162,8 +170,8 @@ def each_shard(fun: Callable[..., Any], slices: Any, *arrays: Any, shared: Any =
     shape = (height, *slices.dense_shape[1:])
     distinct: list[bool] = []
 
-    def local(shared: Any, values: Any, indices: Any, *arrays: Any) -> Any:
-        first = (placement.number() * height).astype(indices.dtype)
+    def local(shared: Any, number: Any, values: Any, indices: Any, *arrays: Any) -> Any:
+        first = number[0].astype(indices.dtype) * height
         mine = IndexedSlices.tree_unflatten(shape, (values, indices - first))
         mine = known_distinct(mine) if slices._distinct else mine
         leaves, tree = flatten(fun(mine, *arrays, *shared), is_leaf=is_slices)
@@ -172,9 +180,12 @@ def each_shard(fun: Callable[..., Any], slices: Any, *arrays: Any, shared: Any =
             [_of_all(placement, x, first) if is_slices(x) else x for x in leaves]
         )
 
-    given = slices.values, slices.indices, *arrays
+    given = placement.numbers(), slices.values, slices.indices, *arrays
     specs = PartitionSpec(), *(placement.by_rows for _ in given)
-    run = on_each_device(placement, local, specs, placement.by_rows)
+    run = running_with_auto_axes(
+        on_each_device(placement, local, specs, placement.by_rows),
+        lambda shared, numbers, values, *rest: types_of(values),
+    )
     leaves, tree = flatten(run(shared, *given), is_leaf=is_slices)
     for x, known in zip(filter(is_slices, leaves), distinct, strict=True):
         if known:

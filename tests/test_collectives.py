@@ -244,6 +244,33 @@ def test_row_gradients_do_not_send_tables(mesh, tx, spec):
     assert 0 < found.most < 8 * K * (4 * D + 4)
 
 
+@pytest.mark.parametrize(
+    "tx", [js.adam(0.1), js.adam(0.1, untouched="exact")], ids=["lazy", "exact"]
+)
+def test_columns_stay_where_they_are(tx):
+    """On Auto axes nobody says how columns are split; ids may be split along that axis."""
+    mesh = mesh_of((2, 4), ("a", "x"))
+    exchange = {"t": js.Exchange("x", overflow="nan")}
+
+    def step(params, state, ids):
+        rows = js.lookup_ids(loss, exchange=exchange)(params, ids)
+        params, state = tx.catch_up(params, state, rows)
+        grads = js.grad(loss, exchange=exchange)(params, ids)
+        return tx.flush(*tx.apply(grads, state, params))
+
+    split = NamedSharding(mesh, P("x", "a"))
+    params = {"t": placed(mesh, (V, D), jnp.float32, "x", "a")}
+    state = jax.tree.map(
+        lambda x: placed(mesh, x.shape, x.dtype, *("x", "a")[: x.ndim * (V in x.shape)]),
+        jax.eval_shape(tx.init, {"t": S((V, D), jnp.float32)}),
+    )
+    ids = placed(mesh, (K,), jnp.int32, ("a", "x"))
+    assert_no_table_on_wire(step, params, state, ids)
+    new, changed = jax.jit(step).lower(params, state, ids).compile().output_shardings
+    for x in (new["t"], changed.mu["t"], changed.nu["t"]):
+        assert x.is_equivalent_to(split, 2), x
+
+
 def test_what_is_no_table_is_said():
     x = S((V, D), jnp.float32)
     with pytest.raises(

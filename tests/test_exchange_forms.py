@@ -56,6 +56,16 @@ def test_without_jit_ids_may_be_on_one_device(loss, exchange):
     assert_close(on_host(found), jax.grad(loss)(jnp.asarray(TABLE)), rtol=1e-5)
 
 
+@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
+def test_set_mesh_tells_programs_of_ids_alone(kind):
+    mesh, table = placed((8,), [kind])
+    exchange = js.Exchange("x") if kind == "Auto" else None
+    rows = js.lookup_ids(squared, exchange=exchange)
+    with jax.set_mesh(mesh):
+        held = np.asarray(jax.jit(rows)(table).indices)
+    assert set(held[held < V].tolist()) == {3, 9}
+
+
 @pytest.mark.parametrize("kinds", [("Explicit", "Auto"), ("Auto", "Explicit")], ids=str)
 def test_axes_of_both_kinds(kinds):
     mesh, table = placed((2, 4), kinds)

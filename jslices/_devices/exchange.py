@@ -125,12 +125,41 @@ class Placement:
 
     @property
     def repeated(self) -> tuple[str, ...]:
-        """The axes along which rows are repeated."""
+        """The axes along which rows are repeated (or, if Auto, columns may be split)."""
         return tuple(x for x in self.batch if x not in self.rows)
 
-    def number(self) -> jax.Array:
-        """Which part of the rows a device holds; inside :func:`on_each_device`."""
-        return lax.axis_index(self.rows) if self.rows else jnp.zeros((), jnp.int32)
+    @property
+    def known(self) -> tuple[str, ...]:
+        """The axes of which it is known that they split no row.
+
+        What an Auto axis does to columns is left to XLA, which leaves them where they are.
+        """
+        explicit = self.mesh.explicit_axes
+        return tuple(x for x in self.batch if x in self.rows or x in explicit)
+
+    @property
+    def apart(self) -> PartitionSpec:
+        """Of arrays that have an axis for each one of the batch: ``[*devices, ...]``."""
+        return PartitionSpec(*self.batch)
+
+    @property
+    def apart_as_known(self) -> PartitionSpec:
+        """Of the same arrays where only :attr:`known` axes are told apart."""
+        return PartitionSpec(*(x if x in self.known else None for x in self.batch))
+
+    @property
+    def apart_with_columns(self) -> PartitionSpec:
+        """Of rows ``[*devices, n, *D]``."""
+        columns = (axes or None for axes in self.columns)
+        return PartitionSpec(*self.batch, None, *columns)
+
+    def numbers(self) -> jax.Array:
+        """``[N]``, of which each device gets the number of the part that it holds.
+
+        ``lax.axis_index`` is refused by XLA in a loop if some axes are Auto
+        ("PartitionId instruction is not supported").
+        """
+        return jnp.arange(self.shards, dtype=jnp.int32)
 
     @property
     def by_rows(self) -> PartitionSpec:
@@ -139,7 +168,7 @@ class Placement:
 
     @property
     def by_rows_and_columns(self) -> PartitionSpec:
-        """Of the table, and of the values of its gradient."""
+        """Of the values of the gradient."""
         return PartitionSpec(self.rows or None, *(axes or None for axes in self.columns))
 
     @property
@@ -163,18 +192,26 @@ def on_each_device(
     """``jax.shard_map`` on the mesh of a table.
 
     ``whole_rows``: whether ``fun`` gets whole rows also of a table whose columns are split
-    over devices; that is then left to XLA.
+    over devices, or may be; that is then left to XLA.
     """
-    around = jax.sharding.get_abstract_mesh()
-    mapped: Callable[..., Any] = jax.shard_map(
-        fun,
-        mesh=placement.mesh if around.empty else around,
-        in_specs=in_specs,
-        out_specs=out_specs,
-        axis_names=set(placement.batch if whole_rows else placement.mesh.axis_names),
-        check_vma=False,
-    )
-    return lambda *args: mapped(*on_one_mesh(args))
+    names = placement.known if whole_rows else placement.mesh.axis_names
+
+    def run(*args: Any) -> Any:
+        args = on_one_mesh(args)
+        if not names:
+            return fun(*args)
+        around = jax.sharding.get_abstract_mesh()
+        mapped = jax.shard_map(
+            fun,
+            mesh=placement.mesh if around.empty else around,
+            in_specs=in_specs,
+            out_specs=out_specs,
+            axis_names=set(names),
+            check_vma=False,
+        )
+        return mapped(*args)
+
+    return run
 
 
 def on_one_mesh(arrays: Any) -> Any:

@@ -48,10 +48,32 @@ def types_of(tree: Any) -> Any:
     return jax.tree.map(_type_of, tree)
 
 
-def looked_up(table: Any, indices: Any) -> Any:
-    """How rows are split that ``indices`` ``[...]`` read from ``table`` ``[V, *D]``."""
+def everywhere(x: Any) -> Any:
+    """How arrays are split that have rows of ``x``, each on all devices."""
+    sharding = _type_of(x)
+    if sharding is None:
+        return None
+    return NamedSharding(sharding.mesh, PartitionSpec(None, *sharding.spec[1:]))
+
+
+def by_first_axis(x: Any, *others: Any) -> Any:
+    """How arrays are split whose first axis is that of ``x``, and no other axis is."""
+    mesh = explicit_mesh(x, others)
+    return None if mesh is None else NamedSharding(mesh, PartitionSpec(*_named(x)[:1]))
+
+
+def _named(x: Any) -> list[Any]:
+    return [axes or None for axes in _spec(x)]
+
+
+def looked_up(table: Any, indices: Any, combined: int = 0) -> Any:
+    """How rows are split that ``indices`` ``[...]`` read from ``table`` ``[V, *D]``.
+
+    ``combined``: along how many of the last axes of ``indices`` rows are combined to one.
+    """
     mesh = explicit_mesh(table, indices)
     batch, row = (_spec(x) for x in (indices, table))
+    batch = batch[: len(batch) - combined]
     taken = {axis for axes in batch for axis in axes}
     columns = (tuple(axis for axis in axes if axis not in taken) for axes in row[1:])
     spec = (axes or None for axes in (*batch, *columns))

@@ -11,7 +11,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 from jax.typing import DTypeLike
 
 from jslices._devices.exchange import mesh_of
-from jslices._devices.explicit import split_along, typed
+from jslices._devices.explicit import split_along, told_by_types, typed
 from jslices._errors import InvalidArgumentError
 from jslices._jax import split_alike
 
@@ -107,6 +107,20 @@ def filled_like(
         named = isinstance(p.sharding, NamedSharding)
         where = _of_axes(p.sharding, p.ndim, axes) if named else _first(p, axes).sharding
     return jnp.full(shape, value, dtype, device=where)
+
+
+def split_as_told(p: Any, tree: Any, spec: PartitionSpec) -> Any:
+    """Arrays on the mesh of ``p``, split over its devices as ``spec`` says."""
+    if isinstance(p, jax.core.Tracer):
+        mesh = mesh_of(jax.typeof(p))
+        if mesh is None:
+            return tree
+        if AxisType.Explicit in mesh.axis_types:
+            return typed(tree, told_by_types(mesh, spec))
+        return jax.lax.with_sharding_constraint(tree, NamedSharding(mesh, spec))
+    if not isinstance(p.sharding, NamedSharding):
+        return tree
+    return jax.device_put(tree, NamedSharding(p.sharding.mesh, spec))
 
 
 def placed_as(p: Any, x: jax.Array, axes: Sequence[int] | None = None) -> jax.Array:

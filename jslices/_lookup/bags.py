@@ -1,7 +1,7 @@
 """Bags: several rows of a table looked up and combined into one."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
+from jslices._devices.explicit import by_first_axis, looked_up, running_with_auto_axes
 from jslices._lookup.embedding import as_tables, check_strategy, read_rows
 from jslices._rows.bounds import canonical_indices
 from jslices._rows.ids import as_ids, check_mode, known_int
@@ -86,19 +87,23 @@ def embedding_lookup_sparse(
     """
     caller = "embedding_lookup_sparse"
     combiner = _check(combiner, partition_strategy, mode, caller)
-    tables, bags = _float_tables(params, caller), _as_bags(sp_ids, sp_weights, mask, caller)
-    keep = bags.segments < bags.num_bags
-    rows = read_rows(
-        tables,
-        bags.ids,
-        caller,
-        strategy=partition_strategy,
-        mode=mode,
-        max_norm=max_norm,
-        keep=keep,
-        given=bags.given,
-    )
-    return _shaped(_combine(rows, bags, combiner), bags)
+
+    def look_up(params: Any, sp_ids: Any, sp_weights: Any, mask: Any) -> jax.Array:
+        tables = _float_tables(params, caller)
+        bags = _as_bags(sp_ids, sp_weights, mask, caller)
+        rows = read_rows(
+            tables,
+            bags.ids,
+            caller,
+            strategy=partition_strategy,
+            mode=mode,
+            max_norm=max_norm,
+            keep=bags.segments < bags.num_bags,
+            given=bags.given,
+        )
+        return _shaped(_combine(rows, bags, combiner), bags)
+
+    return _looked_up(look_up, params, sp_ids, sp_weights, mask)
 
 
 def safe_embedding_lookup_sparse(
@@ -151,34 +156,50 @@ def safe_embedding_lookup_sparse(
     """
     caller = "safe_embedding_lookup_sparse"
     combiner = _check(combiner, partition_strategy, mode, caller)
-    tables = _float_tables(embedding_weights, caller)
-    bags = _as_bags(sparse_ids, sparse_weights, mask, caller)
-    good = bags.ids >= 0
-    if bags.weights is not None and combiner != "sum":
-        good &= bags.weights > 0
-    bags = bags._replace(segments=jnp.where(good, bags.segments, bags.num_bags))
-    keep, ids = bags.segments < bags.num_bags, bags.ids
-    if default_id is not None:
-        filled = jnp.zeros(bags.num_bags, bool).at[bags.segments].set(True, mode="drop")
-        # One more id is looked up, the last; it is not read if no bag is empty.
-        default = _row_number(default_id, sum(len(table) for table in tables), caller)
-        ids = ids.astype(jnp.promote_types(ids.dtype, jnp.int32))
-        ids = jnp.append(ids, jnp.asarray(default, ids.dtype))
-        keep = jnp.append(keep, ~filled.all())
-    rows = read_rows(
-        tables,
-        ids,
-        caller,
-        strategy=partition_strategy,
-        mode=mode,
-        max_norm=max_norm,
-        keep=keep,
-        given=bags.given,
-    )
-    combined = _combine(rows[: bags.ids.shape[0]], bags, combiner)
-    if default_id is not None:
-        combined = jnp.where(per_row(filled, combined), combined, rows[-1:])
-    return _shaped(combined, bags)
+
+    def look_up(params: Any, sp_ids: Any, sp_weights: Any, mask: Any) -> jax.Array:
+        tables = _float_tables(params, caller)
+        bags = _as_bags(sp_ids, sp_weights, mask, caller)
+        good = bags.ids >= 0
+        if bags.weights is not None and combiner != "sum":
+            good &= bags.weights > 0
+        bags = bags._replace(segments=jnp.where(good, bags.segments, bags.num_bags))
+        keep, ids = bags.segments < bags.num_bags, bags.ids
+        if default_id is not None:
+            filled = jnp.zeros(bags.num_bags, bool).at[bags.segments].set(True, mode="drop")
+            # One more id is looked up, the last; it is not read if no bag is empty.
+            default = _row_number(default_id, sum(len(table) for table in tables), caller)
+            ids = ids.astype(jnp.promote_types(ids.dtype, jnp.int32))
+            ids = jnp.append(ids, jnp.asarray(default, ids.dtype))
+            keep = jnp.append(keep, ~filled.all())
+        rows = read_rows(
+            tables,
+            ids,
+            caller,
+            strategy=partition_strategy,
+            mode=mode,
+            max_norm=max_norm,
+            keep=keep,
+            given=bags.given,
+        )
+        combined = _combine(rows[: bags.ids.shape[0]], bags, combiner)
+        if default_id is not None:
+            combined = jnp.where(per_row(filled, combined), combined, rows[-1:])
+        return _shaped(combined, bags)
+
+    return _looked_up(look_up, embedding_weights, sparse_ids, sparse_weights, mask)
+
+
+def _looked_up(look_up: Callable[..., jax.Array], params: Any, ids: Any, *more: Any) -> Any:
+    """``look_up``; on a mesh of Explicit axes bags are split as they are in padded ids."""
+
+    def split(params: Any, ids: Any, *more: Any) -> Any:
+        table, ids = jax.tree.leaves(params)[0], jax.tree.leaves(ids)[0]
+        if jnp.ndim(ids) > 1:
+            return looked_up(table, ids, combined=1)
+        return by_first_axis(0, table, ids)
+
+    return running_with_auto_axes(look_up, split)(params, ids, *more)
 
 
 class Bags(NamedTuple):

@@ -2,7 +2,8 @@
 
 The ids are exchanged first, as integers that have no derivative (:func:`locate`). Then the
 rows are, and on the way back the sums of their gradients (:func:`exchanged_rows`). Between
-``jax.shard_map`` and its function everything is what one device has.
+``jax.shard_map`` and its function everything is what one device has; ``number`` ``[1]``
+tells which part of the rows that is.
 """
 
 import functools
@@ -12,6 +13,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import PartitionSpec
 
 from jslices._devices.exchange import Placement, Route, on_each_device, on_one_mesh
 from jslices._rows.bounds import canonical_indices, missing_value, take_rows
@@ -24,22 +26,30 @@ from jslices._slices import IndexedSlices
 class Located(NamedTuple):
     """Where the rows of some ids are, and who asks whom for them.
 
-    Every array has a part on each device; k, N and C are those of the :class:`Route`.
+    Every array but the last has a part on each device; k, N and C are those of the
+    :class:`Route`.
 
     Attributes:
       places: ``[k]``: where a row stands among the ``N * C`` that arrive; ``N * C`` if it
         does not come, or comes by the other way.
       learns: ``[k]`` bool, which ids get a gradient.
-      asked: ``[entries]``, the rows that the devices ask for, ``-1 - row`` where no
-        gradient will come back, and ``-1 - V`` for none: ``[N * C]`` rows of this
+      asked: ``[*devices, entries]``, the rows that the devices ask for, ``-1 - row`` where
+        no gradient will come back, and ``-1 - V`` for none: ``[N * C]`` rows of this
         device, or all ``[N * k]``, whoever has them.
-      crowded: ``[1]`` bool, whether some pair of devices had more ids than there is room.
+      crowded: bool, whether some pair of devices had more ids than there is room.
     """
 
     places: jax.Array
     learns: jax.Array
     asked: jax.Array
     crowded: jax.Array
+
+
+def _split(placement: Placement) -> Any:
+    """How what was located is split over devices."""
+    batch = placement.by_batch
+    specs: list[Any] = [batch, batch, placement.apart, PartitionSpec()]
+    return Located(*specs)
 
 
 def rows_from_elsewhere(
@@ -91,10 +101,10 @@ def locate(route: Route, read: jax.Array, record: jax.Array) -> tuple[Located, j
     learns = jnp.pad(record, beyond, constant_values=height) < height
     batch = placement.by_batch
     find = functools.partial(_locate, route)
-    specs = batch, placement.by_rows
+    specs = _split(placement), placement.by_rows
     found: tuple[Located, jax.Array] = on_each_device(
-        placement, find, (batch, batch), specs, whole_rows=False
-    )(ids, learns)
+        placement, find, (placement.by_rows, batch, batch), specs, whole_rows=False
+    )(placement.numbers(), ids, learns)
     return found
 
 
@@ -108,16 +118,31 @@ def exchanged_rows(
     devices that hold their rows. What did not fit reads NaN.
     """
     del slot
-    placement = route.placement
+    placement, room = route.placement, route.placement.shards * route.capacity
+    # Each reads its own rows where columns are left to XLA, and has them whole only then.
     read = on_each_device(
         placement,
         functools.partial(_read, route),
-        (placement.by_rows_and_columns, placement.by_batch),
-        placement.by_batch_and_columns,
-        whole_rows=False,
+        (placement.by_rows, placement.by_rows, placement.apart_as_known),
+        placement.apart_as_known,
     )
-    rows: jax.Array = read(table, located)
-    return rows
+
+    def sent(send: Callable[..., jax.Array], asked: jax.Array) -> jax.Array:
+        rows: jax.Array = on_each_device(
+            placement,
+            send,
+            (placement.apart_with_columns, placement.by_batch),
+            placement.by_batch_and_columns,
+            whole_rows=False,
+        )(read(placement.numbers(), table, asked), located.places)
+        return rows
+
+    return _either_way(
+        route,
+        located.crowded,
+        lambda: sent(functools.partial(_swapped_rows, route), located.asked[..., :room]),
+        lambda: sent(functools.partial(_summed_rows, route), located.asked),
+    )
 
 
 def _forward(table: jax.Array, located: Located, slot: IndexedSlices, route: Route) -> Any:
@@ -132,11 +157,11 @@ def _backward(route: Route, kept: Any, rows: jax.Array) -> Any:
     send = on_each_device(
         placement,
         functools.partial(_send_back, route),
-        (placement.by_batch_and_columns, placement.by_batch),
+        (placement.by_rows, placement.by_batch_and_columns, _split(placement)),
         placement.by_rows_and_columns,
         whole_rows=False,
     )
-    values = send(rows, located)
+    values = send(placement.numbers(), rows, located)
     slices = IndexedSlices.tree_unflatten(shape_only.dense_shape, (values, None))
     return None, None, slices
 
@@ -147,7 +172,9 @@ exchanged_rows.defvjp(_forward, _backward)
 # --- on each device ---------------------------------------------------------------------
 
 
-def _locate(route: Route, ids: jax.Array, learns: jax.Array) -> tuple[Located, jax.Array]:
+def _locate(
+    route: Route, number: jax.Array, ids: jax.Array, learns: jax.Array
+) -> tuple[Located, jax.Array]:
     placement, capacity = route.placement, route.capacity
     shards, height, room = placement.shards, route.num_rows, placement.shards * capacity
     unique, numbers, _ = number_rows(ids, height, route.ids)
@@ -157,10 +184,10 @@ def _locate(route: Route, ids: jax.Array, learns: jax.Array) -> tuple[Located, j
     column = numbers - start[owner]
     places = owner * capacity + column
     places = jnp.where((ids < height) & (column < capacity), places, room)
-    crowded = jnp.zeros((1,), bool)
+    crowded = jnp.zeros((), bool)
     if route.falls_back:
         most = lax.pmax(jnp.max(start[1:] - start[:-1]), placement.batch)
-        crowded = (most > capacity)[None]
+        crowded = most > capacity
 
     def swapped() -> jax.Array:
         at = start[:-1, None] + jnp.arange(capacity, dtype=jnp.int32)[None]
@@ -175,30 +202,39 @@ def _locate(route: Route, ids: jax.Array, learns: jax.Array) -> tuple[Located, j
         return _gathered(placement.rows, jnp.where(learns, ids, -1 - ids))
 
     asked = _either_way(route, crowded, swapped, gathered)
+    indices = jnp.where(_own(route, number, asked), asked, height)
+    asked = asked.reshape((*(1,) * len(placement.batch), -1))
     located = Located(places, learns, asked, crowded)
-    indices = jnp.where(_own(route, asked), asked, height)
     return located, _gathered(placement.repeated, indices)
 
 
-def _read(route: Route, table: jax.Array, located: Located) -> jax.Array:
-    """The rows ``[k, *D]`` that this device looks up."""
-    placement = route.placement
-    room = placement.shards * route.capacity
-    asked = jnp.where(located.asked < 0, -1 - located.asked, located.asked)
-    asked = asked - placement.number().astype(asked.dtype) * route.shard_rows
-
-    def swapped() -> jax.Array:
-        rows = _swapped(placement, take_rows(table, asked[:room], fill_value=0))
-        return take_rows(rows, located.places)
-
-    def gathered() -> jax.Array:
-        rows = take_rows(table, asked, fill_value=0)
-        return lax.psum_scatter(rows, placement.rows, tiled=True)
-
-    return _either_way(route, located.crowded, swapped, gathered)
+def _read(route: Route, number: jax.Array, table: jax.Array, asked: jax.Array) -> jax.Array:
+    """The rows ``[*devices, n, *D]`` that this device has, zeros for others."""
+    asked = jnp.where(asked < 0, -1 - asked, asked)
+    first = number[0].astype(asked.dtype) * route.shard_rows
+    return take_rows(table, asked - first, fill_value=0)
 
 
-def _send_back(route: Route, rows: jax.Array, located: Located) -> jax.Array:
+def _swapped_rows(route: Route, rows: jax.Array, places: jax.Array) -> jax.Array:
+    """The rows ``[k, *D]`` that this device looks up; those it read went to the others."""
+    return take_rows(_swapped(route.placement, _own_rows(route, rows)), places)
+
+
+def _summed_rows(route: Route, rows: jax.Array, places: jax.Array) -> jax.Array:
+    """The same, of all that devices ask for."""
+    del places
+    rows = _own_rows(route, rows)
+    return lax.psum_scatter(rows, route.placement.rows, tiled=True)
+
+
+def _own_rows(route: Route, rows: jax.Array) -> jax.Array:
+    """``[n, *D]`` of ``[*devices, n, *D]``, on the device itself."""
+    return rows.reshape(rows.shape[len(route.placement.batch) :])
+
+
+def _send_back(
+    route: Route, number: jax.Array, rows: jax.Array, located: Located
+) -> jax.Array:
     """The gradient's values on this device, from the cotangents ``[k, *D]`` of its rows."""
     placement = route.placement
     room = placement.shards * route.capacity
@@ -211,15 +247,16 @@ def _send_back(route: Route, rows: jax.Array, located: Located) -> jax.Array:
 
     def gathered() -> jax.Array:
         every = _gathered(placement.rows, rows)
-        return where_rows(_own(route, located.asked), every, jnp.zeros((), rows.dtype))
+        own = _own(route, number, located.asked.reshape(-1))
+        return where_rows(own, every, jnp.zeros((), rows.dtype))
 
     values = _either_way(route, located.crowded, swapped, gathered)
     return _gathered(placement.repeated, values)
 
 
-def _own(route: Route, asked: jax.Array) -> jax.Array:
+def _own(route: Route, number: jax.Array, asked: jax.Array) -> jax.Array:
     """Which of the rows asked for are of this device, and get a gradient."""
-    first = route.placement.number().astype(asked.dtype) * route.shard_rows
+    first = number[0].astype(asked.dtype) * route.shard_rows
     return (asked >= first) & (asked < first + route.shard_rows)
 
 
@@ -230,7 +267,7 @@ def _either_way(
     gathered: Callable[[], jax.Array],
 ) -> jax.Array:
     if route.falls_back:
-        result: jax.Array = lax.cond(crowded[0], gathered, swapped)
+        result: jax.Array = lax.cond(crowded, gathered, swapped)
         return result
     return swapped() if route.way == "all_to_all" else gathered()
 

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
+from jslices._devices.explicit import by_first_axis, running_with_auto_axes
 from jslices._lookup.embedding import as_tables, embedding_lookup
 from jslices._rows.bounds import INT32_MAX
 from jslices._rows.ids import as_ids
@@ -146,7 +147,32 @@ def _sampled_logits(
     partition_strategy: str,
     key: jax.Array | None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Logits and targets ``[B, T + S]``, those of the true classes first."""
+    """Logits and targets ``[B, T + S]``, those of the true classes first.
+
+    On a mesh of Explicit axes they are split by examples, as the inputs are.
+    """
+
+    def run(*arrays: Any) -> tuple[jax.Array, jax.Array]:
+        return _logits(caller, counts, remove_accidental_hits, partition_strategy, *arrays)
+
+    def split(tables: Any, examples: Any, *rest: Any) -> Any:
+        return by_first_axis(examples[1], tables, examples, *rest)
+
+    arrays = tables, examples, sampled_values, key
+    result: tuple[jax.Array, jax.Array] = running_with_auto_axes(run, split)(*arrays)
+    return result
+
+
+def _logits(
+    caller: str,
+    counts: tuple[int, int, int],
+    remove_accidental_hits: bool,
+    partition_strategy: str,
+    tables: tuple[Any, Any],
+    examples: tuple[Any, Any],
+    sampled_values: Any,
+    key: jax.Array | None,
+) -> tuple[jax.Array, jax.Array]:
     num_sampled, num_classes, num_true = counts
     inputs = jnp.asarray(examples[1])
     labels = _labels(examples[0], inputs, num_true, caller)

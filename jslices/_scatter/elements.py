@@ -16,6 +16,7 @@ from jslices._scatter.rows import (
     as_updates,
     check_dtype,
     compiled,
+    keeping_place,
     refuse_bad_rows,
 )
 
@@ -131,7 +132,8 @@ def batch_scatter_update(
     updates = as_updates(updates, ref, (*numbers.shape, *ref.shape[numbers.ndim :]), caller)
     if mode == "check":
         numbers = refuse_bad_rows(indices, numbers, num_rows, caller, "indices")
-    return _batch_update(ref, numbers, updates, mode)
+    run = keeping_place(lambda *arrays: _batch_update(*arrays, mode))
+    return run(ref, numbers, updates)
 
 
 @compiled(3)
@@ -160,7 +162,8 @@ def _scatter_nd(op: str, ref: Any, indices: Any, updates: Any, mode: str) -> jax
     updates = as_updates(updates, ref, wanted, caller)
     if mode == "check":
         numbers = _refuse_bad_elements(indices, numbers, ref.shape, caller)
-    return _nd(op, ref, numbers, updates, mode)
+    run = keeping_place(lambda *arrays: _nd(op, *arrays, mode))
+    return run(ref, numbers, updates)
 
 
 @compiled(0, 4)

@@ -9,9 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
+from jslices._devices.explicit import running_with_auto_axes, types_of
 from jslices._devices.layouts import row_major_array
 from jslices._rows.ids import as_ids, check_mode, refuse_bad_ids, settle
 from jslices._scatter.kernels import KERNELS
+from jslices._sharded import ShardedSlices, each_shard
 from jslices._slices import IndexedSlices, check_slices, is_slices
 
 
@@ -244,6 +246,14 @@ def apply_slices(
     indices = as_ids(slices.indices, caller, "slices.indices")
     values = as_updates(slices.values, ref, slices.values.shape, caller, "slices")
     axes = indices.ndim - 1
+    if isinstance(slices, ShardedSlices) and mode in ("drop", "fill"):
+        if slices.is_placed and axes == 0:
+            placed: jax.Array = each_shard(
+                lambda rows, ref: scatter_rows(op, ref, rows.indices, rows.values, mode),
+                slices._with_values(values),
+                ref,
+            )
+            return placed
     if mode == "check":
         indices = refuse_bad_rows(
             slices.indices, indices, ref.shape[axes], caller, "slices.indices"
@@ -301,11 +311,23 @@ def compiled(*static: int) -> Callable[[Callable[..., Any]], Callable[..., Any]]
     return decorate
 
 
-@compiled(0, 4)
+def keeping_place(scatter: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+    """``scatter(ref, ...)``, on a mesh of Explicit axes split as ``ref``."""
+    return running_with_auto_axes(scatter, lambda ref, *rest: types_of(ref))
+
+
 def scatter_rows(
     op: str, ref: jax.Array, indices: jax.Array, updates: jax.Array, mode: str
 ) -> jax.Array:
     """The scatter of checked arguments: ``indices`` ``[*B]``, ``updates`` ``[*B, *D]``."""
+    run = keeping_place(lambda *arrays: _scatter_rows(op, *arrays, mode))
+    return run(ref, indices, updates)
+
+
+@compiled(0, 4)
+def _scatter_rows(
+    op: str, ref: jax.Array, indices: jax.Array, updates: jax.Array, mode: str
+) -> jax.Array:
     flat = settle(indices.reshape(-1), ref.shape[0], mode)
     updates = updates.reshape(flat.shape[0], *ref.shape[1:])
     return row_major_array(KERNELS[op](ref, flat, updates))

@@ -268,11 +268,10 @@ def _add(
         raise _misfit(path, update, param)
     if isinstance(update, ShardedSlices) and update.is_placed:
 
-        def add(rows: IndexedSlices, param: jax.Array) -> Any:
-            first_row = update.placement.number() * param.shape[0]
-            return _add(path, rows, param, bits, first_row)
+        def add(rows: IndexedSlices, param: jax.Array, number: jax.Array) -> Any:
+            return _add(path, rows, param, bits, number[0] * param.shape[0])
 
-        return each_shard(add, update, param)
+        return each_shard(add, update, param, update.placement.numbers())
     indices = canonical_indices(update.indices, param.shape[0])
     if isinstance(update, EveryRow) and len(indices) == len(param):
         if bits is None:
@@ -283,6 +282,15 @@ def _add(
     if bits is None:
         return row_major_array(add_rows(param, *how))
     return row_major_array(add_rows_rounding(param, *how, bits, first_row))
+
+
+def types_of_update(grads: Any, state: Any, *rest: Any) -> tuple[Any, Any]:
+    """How the results of ``update`` are split over devices, where types tell."""
+    del rest
+    updates = jax.tree.map(
+        lambda g: types_of(g.values if is_slices(g) else g), grads, is_leaf=is_leaf
+    )
+    return updates, types_of(state)
 
 
 def _misfit(path: Any, update: Any, param: Any) -> ValueError:

@@ -26,6 +26,7 @@ from jslices.optim._engine.plan import Plan, choose_plan
 from jslices.optim._engine.protocol import (
     GradientTransformation,
     is_leaf,
+    types_of_update,
     warn_in_multi_steps,
 )
 from jslices.optim._engine.rule import Kernel, Rule
@@ -142,7 +143,7 @@ def transformation(
         )
 
     def update_on_mesh(grads: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
-        return running_with_auto_axes(update, _types_of_update)(grads, state, params)
+        return running_with_auto_axes(update, types_of_update)(grads, state, params)
 
     if rule.missed is None:
         return GradientTransformation(init, update_on_mesh, plan=plan)
@@ -171,15 +172,6 @@ def transformation(
             check_shapes(place, jnp.shape(p), old, state_shapes(r, jnp.shape(p)))
 
     return GradientTransformation(init, update_on_mesh, catch_up, flush, plan=plan)
-
-
-def _types_of_update(grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
-    """How the results of ``update`` are split over devices, where types tell."""
-    del params
-    updates = jax.tree.map(
-        lambda g: types_of(g.values if is_slices(g) else g), grads, is_leaf=is_leaf
-    )
-    return updates, types_of(state)
 
 
 def _types_of_params(params: Any, state: Any, which: Any) -> tuple[Any, Any]:

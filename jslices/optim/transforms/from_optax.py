@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jslices._devices.explicit import running_with_auto_axes
 from jslices._devices.layouts import row_major_array
 from jslices._devices.placement import placed_as
 from jslices._jax import flatten, is_open
@@ -18,6 +19,7 @@ from jslices.optim._engine.execute import derivable, read_rows
 from jslices.optim._engine.protocol import (
     GradientTransformation,
     is_leaf,
+    types_of_update,
     warn_in_multi_steps,
 )
 
@@ -111,7 +113,17 @@ def from_optax(tx: Any) -> GradientTransformation:
         leaves, tree = flatten(params)
         return _Rows(tree, leaves, ()).placed(tx.init(params))
 
-    return GradientTransformation(init, update)
+    def update_on_mesh(
+        grads: Any, state: Any, params: Any = None, **extra_args: Any
+    ) -> tuple[Any, Any]:
+        def run(grads: Any, state: Any, params: Any, extra_args: Any) -> tuple[Any, Any]:
+            return update(grads, state, params, **extra_args)
+
+        arguments = grads, state, params, extra_args
+        result: tuple[Any, Any] = running_with_auto_axes(run, types_of_update)(*arguments)
+        return result
+
+    return GradientTransformation(init, update_on_mesh)
 
 
 class _Rows:

@@ -11,11 +11,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import PartitionSpec
 
 from jslices._devices.layouts import row_major_tables
-from jslices._devices.placement import filled_like
+from jslices._devices.placement import filled_like, split_as_told
 from jslices._jax import flatten
 from jslices._rows.bounds import canonical_indices, empty_index, index_dtype
+from jslices._sharded import ShardedSlices, sharded
 from jslices._slices import IndexedSlices, check_slices, is_slices
 from jslices.optim._engine.arithmetic import next_count, zero_count
 from jslices.optim._engine.checks import check_fields, places
@@ -221,7 +223,11 @@ def _buffer(example: Any, param: Any, k: int) -> Any:
     rows = jnp.zeros((k, *values.shape), values.dtype)
     dtype = index_dtype(shape[0], np.dtype(indices.dtype))
     entries = jnp.full((k, *indices.shape), shape[0], dtype)
-    return IndexedSlices.tree_unflatten(shape, (rows, entries))
+    if not isinstance(example, ShardedSlices):
+        return IndexedSlices.tree_unflatten(shape, (rows, entries))
+    split = PartitionSpec(None, *example.placement.by_rows)
+    rows, entries = split_as_told(param, (rows, entries), split)
+    return sharded(example.placement, shape, rows, entries)
 
 
 def _put(grad: Any, buffer: Any, n: jax.Array) -> Any:
@@ -237,10 +243,8 @@ def _put(grad: Any, buffer: Any, n: jax.Array) -> Any:
         )
     indices = canonical_indices(grad.indices, buffer.dense_shape[0])
     put = lambda old, new: lax.dynamic_update_index_in_dim(old, new, n, 0)  # noqa: E731
-    return IndexedSlices.tree_unflatten(
-        buffer.dense_shape,
-        (put(buffer.values, grad.values), put(buffer.indices, indices)),
-    )
+    parts = put(buffer.values, grad.values), put(buffer.indices, indices)
+    return jax.tree.unflatten(jax.tree.structure(buffer), parts)
 
 
 def _total(buffer: Any, example: Any, divisor: int | None) -> Any:

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
+from jslices._devices.explicit import running_with_auto_axes, types_of
 from jslices._rows.bounds import canonical_indices, empty_index, set_rows, take_rows
 from jslices._rows.numbering import sort_ids
 from jslices._rows.sums import check_combine
@@ -163,12 +164,17 @@ def project_rows(params: Any, touched: Any, max_norm: ArrayLike) -> Any:
     renormalises rows in the forward pass, in place and in the order of the ids.
     """
     limit = check_limit("project_rows", "max_norm", max_norm, single=True)
-    return jax.tree.map(
-        lambda t, p: _projected(p, t, limit) if isinstance(t, IndexedSlices) else p,
-        touched,
-        params,
-        is_leaf=is_leaf,
-    )
+
+    def project(params: Any, touched: Any, limit: jax.Array) -> Any:
+        return jax.tree.map(
+            lambda t, p: _projected(p, t, limit) if isinstance(t, IndexedSlices) else p,
+            touched,
+            params,
+            is_leaf=is_leaf,
+        )
+
+    run = running_with_auto_axes(project, lambda params, *rest: types_of(params))
+    return run(params, touched, limit)
 
 
 def _projected(param: Any, touched: IndexedSlices, limit: jax.Array) -> jax.Array:
