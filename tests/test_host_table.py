@@ -467,6 +467,10 @@ def test_misuse_says_what_to_type_and_changes_nothing():
     second, _ = table.fetch([3, 4])
     with pytest.raises(js.FailedPreconditionError, match=r"earlier fetch.*not written"):
         table.store(first)
+    other, _ = js.HostTable((V, D), SGD, size=2).fetch([3, 4])
+    second, _ = table.fetch([3, 4])
+    with pytest.raises(js.FailedPreconditionError, match=r"another table.*not written"):
+        table.store(other)
     with pytest.raises(TypeError, match="store wants the rows"):
         table.store(second.words)
     with pytest.raises(TypeError, match="store wants the rows"):

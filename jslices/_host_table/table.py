@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import itertools
 import os
 from collections.abc import Callable, Iterator
 from types import TracebackType
@@ -21,6 +22,8 @@ from jslices.optim.transforms.chain import as_transformation
 
 #: Bytes of records that are copied, or caught up, at a time.
 _CHUNK = 1 << 26
+#: Of all tables, so that none takes the rows of another for its own.
+_TICKETS = itertools.count(1)
 
 
 class HostTable:
@@ -136,7 +139,6 @@ class HostTable:
         self._fetched: tuple[int, np.ndarray] | None = None
         #: The same, and what was stored, until it is written.
         self._pending: tuple[int, np.ndarray, HostRows] | None = None
-        self._tickets = 0
 
     def _new_records(self, path: str | None) -> Records:
         one = jnp.zeros((1, *self.shape[1:]), self.dtype)
@@ -177,13 +179,13 @@ class HostTable:
         words = np.empty((room, self._layout.words), self._layout.word)
         words[len(numbers) :] = 0
         self._read_into(words[: len(numbers)], numbers)
-        self._tickets += 1
+        ticket = next(_TICKETS) % 2**31
         shared = tuple(np.array(x) for x in records.shared[1:])
-        rows = HostRows(words, shared, np.int32(self._tickets), self._layout)
+        rows = HostRows(words, shared, np.int32(ticket), self._layout)
         rows = jax.device_put(rows, self._device)
         if self._pending is not None:
             rows = _with_pending(rows, numbers, *self._pending[1:])
-        self._fetched = self._tickets, numbers
+        self._fetched = ticket, numbers
         places[places < 0] = room
         parts = np.split(places, np.cumsum([x.size for x in arrays])[:-1])
         shaped = [part.reshape(x.shape) for part, x in zip(parts, arrays, strict=True)]
@@ -199,7 +201,7 @@ class HostTable:
         Raises:
           TypeError: for anything else.
           FailedPreconditionError: for rows that are not those of the last ``fetch``.
-            Nothing is written.
+            Nothing is written. Where writing overlaps, the next call says so.
         """
         self._open()
         if not isinstance(rows, HostRows) or rows.layout != self._layout:
@@ -225,8 +227,8 @@ class HostTable:
         (ticket, numbers, rows), self._pending = self._pending, None
         if int(rows.ticket) != ticket:
             raise FailedPreconditionError(
-                "store(rows) got the rows of an earlier fetch: store those of a batch "
-                "before the next one is fetched. They were not written"
+                "store(rows) got the rows of an earlier fetch, or of another table: store "
+                "those of a batch before the next one is fetched. They were not written"
             )
         records = self._open()
         words = np.asarray(rows.words)[: len(numbers)]
