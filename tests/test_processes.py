@@ -154,6 +154,7 @@ DISAGREEMENTS = {
 }
 
 
+@pytest.mark.slow
 def test_a_process_fails_to_save_or_restore(tmp_path):
     """All raise, none waits, nothing is left, and the former checkpoint is as it was."""
     directory, other = tmp_path / "m", tmp_path / "other"
@@ -212,6 +213,7 @@ def others_end(directory, count, fate, process, options=None, **arguments):
         return ended - met, [text(errors) for _, _, errors in running]
 
 
+@pytest.mark.slow
 def test_a_process_is_killed_and_training_goes_on(tmp_path):
     seconds, errors = others_end(tmp_path, 2, "killed", 1, HEARTBEAT)
     assert seconds < 10 and "Gloo" in errors[0]
