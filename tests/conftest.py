@@ -38,6 +38,8 @@ hypothesis.settings.load_profile("default")
 KEPT = "jslices_compiled"
 #: From so many bytes on a worker forgets what was compiled, between any two tests.
 ROOM = 8 * 10**8
+#: And again after so many more.
+GROWTH = 3 * 10**8
 
 
 def pytest_configure(config):
@@ -80,9 +82,13 @@ class ForgetWhatNoLongerFits:
     A plugin, as fixtures of this file do not reach the doctests of the package.
     """
 
+    room = ROOM
+
     def pytest_runtest_logfinish(self):
-        if resident_bytes() > ROOM:
+        if resident_bytes() > self.room:
             forget_what_was_compiled()
+            # What stays is that of libraries: to forget after every test frees no more.
+            self.room = max(ROOM, resident_bytes() + GROWTH)
 
 
 def forget_what_was_compiled():
