@@ -274,6 +274,17 @@ def test_training_goes_on_from_a_file(tmp_path):
     table.close()
 
 
+def test_files_take_batches_without_a_row_and_narrow_shared_values(tmp_path):
+    tx = optax.inject_hyperparams(js.sgd, hyperparam_dtype=jnp.bfloat16)(learning_rate=0.5)
+    with js.HostTable((V, D), tx, tmp_path / "table", init=1.0) as table:
+        for ids in ([V, -1], [3, V]):
+            rows, _ = table.fetch(np.array(ids))
+            table.store(rows)
+    with js.HostTable((V, D), tx, tmp_path / "table") as table:
+        assert table.steps == 2
+        assert table.read([3, 4]).tolist() == [[1.0] * D, [0.0] * D]
+
+
 def test_a_file_that_is_open_is_refused(tmp_path):
     path = tmp_path / "table"
     with js.HostTable((V, D), SGD, path) as table:

@@ -107,7 +107,7 @@ class FileRecords(Records):
     def _write_journal(self, offset: int, *arrays: np.ndarray) -> None:
         self._journal.seek(offset)
         for x in arrays:
-            self._journal.write(np.ascontiguousarray(x).data)
+            self._journal.write(np.ascontiguousarray(x).view(np.uint8).data)
         self._journal.flush()
 
     def _finish(self) -> None:
