@@ -49,9 +49,17 @@ class UserLine(NamedTuple):
     def text(self) -> str:
         return linecache.getline(self.file, self.line).strip()
 
+    @property
+    def place(self) -> str:
+        """File and line. A cell of a notebook goes by its number, not by its file's."""
+        ipython = sys.modules.get("IPython")
+        shell = ipython and ipython.get_ipython()
+        cell = shell and shell.compile.format_code_name(self.file)  # ("Cell", "In[3]")
+        return f"{' '.join(cell)}, line {self.line}" if cell else f"{self.file}:{self.line}"
+
     def __str__(self) -> str:
         text = self.text
-        return f"{self.file}:{self.line}" + (f" ({text})" if text else "")
+        return self.place + (f" ({text})" if text else "")
 
 
 UNKNOWN_LINE = UserLine("<unknown>", 0)

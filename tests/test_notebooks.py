@@ -1,56 +1,67 @@
-"""Every notebook runs from top to bottom."""
+"""Every notebook runs from top to bottom, and shows what its code shows today."""
 
+import importlib.util
 import pathlib
-import sys
+import re
 
 import pytest
 
 nbformat = pytest.importorskip("nbformat")
-nbclient = pytest.importorskip("nbclient")
+pytest.importorskip("nbclient")
 
 FOLDER = pathlib.Path(__file__).parent.parent / "notebooks"
+spec = importlib.util.spec_from_file_location("run_notebooks", FOLDER / "run.py")
+run = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(run)
+
+every_notebook = pytest.mark.parametrize(
+    "name", sorted(p.stem for p in FOLDER.glob("*.ipynb"))
+)
 
 
-@pytest.fixture
-def kernel(tmp_path, monkeypatch):
-    """A kernel of this very Python, so that it sees the same packages."""
-    import json
+def read(name):
+    return nbformat.read(FOLDER / f"{name}.ipynb", as_version=4)
 
-    spec = {
-        "argv": [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"],
-        "display_name": "tests",
-        "language": "python",
-    }
-    place = tmp_path / "kernels" / "tests"
-    place.mkdir(parents=True)
-    (place / "kernel.json").write_text(json.dumps(spec))
-    monkeypatch.setenv("JUPYTER_PATH", str(tmp_path))
-    # Wherever the tests found jslices, the kernel must too.
-    import jslices
 
-    root = str(pathlib.Path(jslices.__file__).parent.parent)
-    monkeypatch.setenv("PYTHONPATH", root)
-    return "tests"
+def outputs(notebook):
+    return [out for cell in notebook.cells for out in cell.get("outputs", [])]
+
+
+def pictures(notebook):
+    return [out for out in outputs(notebook) if "image/png" in out.get("data", {})]
+
+
+@every_notebook
+def test_shows_what_its_code_shows_today(name):
+    notebook = read(name)
+    stale = f"the outputs of {name} are stale: python notebooks/run.py {name}"
+    assert notebook.metadata.get("code_digest") == run.digest(notebook), stale
+    assert pictures(notebook), f"{name} shows no plot"
+    shown = str(outputs(notebook))
+    assert "Traceback" not in shown
+    assert not re.search(r"/(tmp|home|root|var|usr)/", shown), f"{name} shows a path"
+
+
+@every_notebook
+def test_installs_itself_and_has_a_badge(name):
+    notebook = read(name)
+    before = [cell.source for cell in notebook.cells]
+    run.frame(notebook, name)
+    assert [cell.source for cell in notebook.cells] == before, (
+        f"the frame of {name} is not today's: python notebooks/run.py {name}"
+    )
+
+
+@every_notebook
+def test_uses_public_names_only(name):
+    code = "\n".join(c.source for c in read(name).cells if c.cell_type == "code")
+    assert not re.search(r"\bjs\._|\bjslices\._|\bimport _|jslices\.\w+\._", code)
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("name", sorted(p.name for p in FOLDER.glob("*.ipynb")))
-def test_runs(name, kernel, tmp_path):
-    notebook = nbformat.read(FOLDER / name, as_version=4)
-    for cell in notebook.cells:
-        assert not cell.get("outputs"), f"{name} must be committed without outputs"
-    client = nbclient.NotebookClient(
-        notebook,
-        timeout=600,
-        kernel_name=kernel,
-        resources={"metadata": {"path": tmp_path}},
-    )
-    client.execute()
-    pictures = [
-        output
-        for cell in notebook.cells
-        for output in cell.get("outputs", [])
-        if "image/png" in output.get("data", {})
-    ]
-    assert pictures, f"{name} shows no plot"
+@every_notebook
+def test_runs(name, tmp_path):
+    notebook = read(name)
+    run.execute(notebook, str(tmp_path), quick=True)
+    assert pictures(notebook), f"{name} shows no plot"

@@ -423,7 +423,7 @@ def _notes(leaf: LeafReport, width: int = 98) -> list[str]:
 def _place(line: UserLine) -> str:
     if line == UNKNOWN_LINE:
         return "the function's result"
-    return f"{line.file}:{line.line}" + (f": {line.text}" if line.text else "")
+    return line.place + (f": {line.text}" if line.text else "")
 
 
 def _wrap(line: str, width: int) -> list[str]:

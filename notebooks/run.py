@@ -1,0 +1,125 @@
+"""Runs notebooks from top to bottom and stores what they show.
+
+    python notebooks/run.py                      # all of them
+    python notebooks/run.py quickstart           # some of them
+    python notebooks/run.py --quick quickstart   # small and fast; stores nothing
+
+What all notebooks share is written into them here: the first cell, which installs the
+package where it is missing, and the address behind the badge in the second. A digest of the
+code is stored beside the outputs, so that a test can say when they are stale.
+"""
+
+import argparse
+import hashlib
+import json
+import os
+import pathlib
+import re
+import sys
+import tempfile
+import tomllib
+
+import nbclient
+import nbformat
+
+FOLDER = pathlib.Path(__file__).resolve().parent
+ROOT = FOLDER.parent
+with open(ROOT / "pyproject.toml", "rb") as file:
+    REPOSITORY = tomllib.load(file)["project"]["urls"]["Repository"]
+
+INSTALL = f"""\
+# Installs jslices and what this notebook needs where it is missing, on Colab for example.
+import importlib.util
+
+if importlib.util.find_spec("jslices") is None:
+    %pip install -q "jslices[notebooks] @ git+{REPOSITORY}"\
+"""
+
+
+def badge(name: str) -> str:
+    """The line that opens the notebook `name` on Colab."""
+    place = REPOSITORY.removeprefix("https://github.com/")
+    return (
+        "[![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)]"
+        f"(https://colab.research.google.com/github/{place}/blob/main/notebooks/{name}.ipynb)"
+    )
+
+
+def digest(notebook: nbformat.NotebookNode) -> str:
+    """Of the code cells: changes where outputs may."""
+    code = [cell.source for cell in notebook.cells if cell.cell_type == "code"]
+    return hashlib.sha256(json.dumps(code).encode()).hexdigest()[:16]
+
+
+def frame(notebook: nbformat.NotebookNode, name: str) -> None:
+    """Writes the first cell and the badge, the second cell's last line."""
+    install, title = notebook.cells[:2]
+    install.source = INSTALL
+    text = re.sub(r"\n*\[!\[Open in Colab\].*", "", title.source)
+    title.source = f"{text}\n\n{badge(name)}"
+
+
+def execute(notebook: nbformat.NotebookNode, folder: str, quick: bool) -> None:
+    """Runs all cells in `folder` by this very Python, so that it sees the same packages."""
+    with tempfile.TemporaryDirectory() as place:
+        kernel = pathlib.Path(place, "kernels", "python3")
+        kernel.mkdir(parents=True)
+        command = [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"]
+        (kernel / "kernel.json").write_text(
+            json.dumps({"argv": command, "display_name": "Python 3", "language": "python"})
+        )
+        client = nbclient.NotebookClient(
+            notebook,
+            timeout=600 if quick else None,
+            kernel_name="python3",
+            record_timing=False,
+            resources={"metadata": {"path": folder}},
+        )
+        settings = {
+            "JUPYTER_PATH": place,
+            "PYTHONPATH": str(ROOT),
+            "QUICK": str(int(quick)),
+        }
+        before = {name: os.environ.get(name) for name in settings}
+        os.environ.update(settings)
+        try:
+            client.execute()
+        finally:
+            for name, value in before.items():
+                if value is None:
+                    del os.environ[name]
+                else:
+                    os.environ[name] = value
+    for cell in notebook.cells:
+        for output in cell.get("outputs", []):
+            if "text/html" in output.get("data", {}):
+                output["data"].pop("text/plain", None)  # what no one sees: a repr
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("names", nargs="*", help="without .ipynb; all if none is given")
+    parser.add_argument("--quick", action="store_true", help="small sizes; stores nothing")
+    args = parser.parse_args()
+    for name in args.names or sorted(path.stem for path in FOLDER.glob("*.ipynb")):
+        path = FOLDER / f"{name}.ipynb"
+        notebook = nbformat.read(path, as_version=4)
+        frame(notebook, name)
+        with tempfile.TemporaryDirectory() as folder:
+            execute(notebook, folder, args.quick)
+        print(f"{name}: ran")
+        if not args.quick:
+            notebook.metadata = {
+                "kernelspec": {
+                    "display_name": "Python 3",
+                    "language": "python",
+                    "name": "python3",
+                },
+                "language_info": {"name": "python"},
+                "code_digest": digest(notebook),
+            }
+            nbformat.write(notebook, path)
+
+
+if __name__ == "__main__":
+    main()
