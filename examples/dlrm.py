@@ -1,15 +1,14 @@
-"""A recommender in the manner of DLRM: who clicks on what, from 13 counts and 26 tables.
+"""A recommender in the manner of DLRM: who clicks, from 13 counts and 26 tables.
 
     python examples/dlrm.py                                   synthetic clicks
     python examples/dlrm.py --data train.txt --rows 1e6       Criteo's, tab-separated
     python examples/dlrm.py --directory run --steps 2000      go on from the last checkpoint
 
-The 26 tables stand in one array: one lookup of all bags, one sort, one step. Rows are kept
-in float32 and multiplied in bfloat16. A step accumulates the gradients of micro-batches,
+The 26 tables stand in one array: one lookup of all bags, one sort, one step. Rows are
+float32, and are multiplied in bfloat16. A step accumulates the gradients of micro-batches,
 clips their global norm, steps tables by row-wise Adagrad and layers by Adam, and follows
-with a moving average of all parameters, of which it touches only the rows that it moved.
-Batches depend on the number of the step alone, so a run that was stopped goes on to the
-same bits.
+with a moving average of all parameters, at the cost of the rows that moved. A batch depends
+on the number of its step alone, so a run that was stopped goes on to the same bits.
 
 Criteo's files: https://ailab.criteo.com/ressources, the Display Advertising Challenge.
 """
@@ -89,12 +88,8 @@ def criteo(path, tables, lines, seed):
             label, *fields = line.rstrip("\n").split("\t")
             clicked.append(label == "1")
             counts.append([max(float(x or 0), 0) for x in fields[:COUNTS]])
-            ids.append(
-                [
-                    int(x, 16) % size if x else -1
-                    for x, size in zip(fields[COUNTS:], tables.sizes, strict=True)
-                ]
-            )
+            of_line = zip(fields[COUNTS:], tables.sizes, strict=True)
+            ids.append([int(x, 16) % size if x else -1 for x, size in of_line])
     ids = np.array(ids, np.int32)[..., None]
     everything = Clicks(np.array(counts, np.float32), ids, ids >= 0, np.array(clicked))
     training = len(ids) - max(1, len(ids) // 10)
@@ -118,17 +113,14 @@ def init(key, tables, bottom, top):
         "bottom": (COUNTS, *bottom, dim),
         "top": (dim + num_features * (num_features - 1) // 2, *top, 1),
     }
-    params = {
-        name: [
-            (jax.random.normal(next(keys), (m, n)) / np.sqrt(m), jnp.zeros(n))
-            for m, n in itertools.pairwise(w)
-        ]
-        for name, w in widths.items()
-    }
+
+    def layer(m, n):
+        return jax.random.normal(next(keys), (m, n)) / np.sqrt(m), jnp.zeros(n)
 
     def rows(key, shape, dtype):
         return jax.random.uniform(key, shape, dtype, -1, 1) / np.sqrt(shape[0])
 
+    params = {k: [layer(*x) for x in itertools.pairwise(w)] for k, w in widths.items()}
     return {"tables": tables.init(key, rows), **params}
 
 
@@ -142,9 +134,7 @@ def logits(tables, params, clicks, dtype=jnp.bfloat16):
     """``[B]`` float32."""
     of_table = np.arange(len(tables.names))[:, None]
     rows = tables.rows(clicks.ids, of_table)
-    bags = js.embedding_lookup_sparse(
-        params["tables"], (rows, clicks.mask), combiner="mean"
-    )
+    bags = js.embedding_lookup_sparse(params["tables"], (rows, clicks.mask))  # means
     return interact(params, clicks.counts, bags, dtype)
 
 
@@ -154,9 +144,8 @@ def interact(params, counts, bags, dtype):
     features = jnp.concatenate([x[:, None], bags.astype(dtype)], axis=1)
     products = jnp.einsum("bid,bjd->bij", features, features)
     pairs = products[:, *np.tril_indices(features.shape[1], -1)]
-    return layers(params["top"], jnp.concatenate([x, pairs], axis=1))[:, 0].astype(
-        jnp.float32
-    )
+    out = layers(params["top"], jnp.concatenate([x, pairs], axis=1))
+    return out[:, 0].astype(jnp.float32)
 
 
 def loss(tables, params, clicks):
@@ -233,6 +222,10 @@ def follow(run, updates, decay):
     return gaps, js.scatter_update(run.last, rows.indices, run.step + 1)
 
 
+def in_parts(clicks, count):
+    return jax.tree.map(lambda x: x.reshape(count, -1, *x.shape[1:]), clicks)
+
+
 def averaged(run, decay):
     """The averages of all parameters."""
     rows = run.gap["tables"] * decay ** (run.step - run.last)[:, None]
@@ -258,12 +251,7 @@ def main(arguments=None):
     add("--batch", type=int, default=2048)
     add("--micro-batches", type=int, default=2, help="in which a batch is computed")
     add("--steps", type=int, default=500, help="in all, those of earlier runs included")
-    add(
-        "--learning-rate",
-        type=float,
-        default=1e-3,
-        help="of layers; tables have 10 times it",
-    )
+    add("--learning-rate", type=float, default=1e-3, help="of layers; 10 times it of rows")
     add("--decay", type=float, default=0.99, help="of the moving average")
     add("--directory", type=Path, help="for checkpoints; goes on from the last one")
     add("--every", type=int, default=100, help="steps from one checkpoint to the next")
@@ -287,10 +275,7 @@ def main(arguments=None):
 
     for number in range(int(run.step), options.steps):
         clicks = draw(options.batch, number)
-        micro = jax.tree.map(
-            lambda x: x.reshape(options.micro_batches, -1, *x.shape[1:]), clicks
-        )
-        run, value = step(run, micro)
+        run, value = step(run, in_parts(clicks, options.micro_batches))
         if (number + 1) % options.every == 0 or number + 1 == options.steps:
             print(f"step {number + 1}: loss {float(value):.4f}", flush=True)
             if options.directory:

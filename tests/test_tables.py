@@ -186,25 +186,35 @@ def test_a_whole_table_frozen():
     assert moved == {"user": False, "item": True, "shop": True}
 
 
-def test_over_devices():
+LOOKUPS = {
+    "rows": lambda tables, t, ids: js.embedding_lookup(t, tables.rows(ids)),
+    "lookup": lambda tables, t, ids: tables.lookup(
+        t, dict(zip(SHAPES, ids.T, strict=True))
+    ),
+    "bags": lambda tables, t, ids: tables.lookup_sparse(t, {"user": ids, "shop": ids}),
+}
+
+
+@pytest.mark.parametrize("axes", ["Auto", "Explicit"])
+@pytest.mark.parametrize("kind", LOOKUPS)
+def test_over_devices(kind, axes):
     tables = StackedTables(SHAPES, devices=8)
     assert tables.shape == (16, 3)
-    mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
-    table = jax.device_put(tables.stack(PARTS), jax.NamedSharding(mesh, jax.P("x")))
-    ids = jax.device_put(
-        np.arange(24).reshape(8, 3) % 5, jax.NamedSharding(mesh, jax.P("x"))
-    )
+    types = (getattr(jax.sharding.AxisType, axes),)
+    by_rows = jax.NamedSharding(jax.make_mesh((8,), ("x",), axis_types=types), jax.P("x"))
+    table, ids = tables.stack(PARTS), np.arange(24).reshape(8, 3) % 5
 
     def loss(table, ids):
-        rows = js.embedding_lookup(table, tables.rows(ids))
-        return jnp.where(jnp.isnan(rows), 0, rows**2).sum()
+        found = jax.tree.leaves(LOOKUPS[kind](tables, table, ids))
+        return sum(jnp.where(jnp.isnan(x), 0, x**2).sum() for x in found)
 
-    split = jax.jit(js.value_and_grad(loss, exchange=js.Exchange("x")))
-    value, grads = split(table, ids)
-    expected, dense = js.value_and_grad(loss)(tables.stack(PARTS), np.asarray(ids))
+    exchange = js.Exchange("x") if axes == "Auto" else None
+    split = jax.jit(js.value_and_grad(loss, exchange=exchange))
+    value, grads = split(*jax.device_put((table, ids), by_rows))
+    expected, dense = js.value_and_grad(loss)(table, ids)
     assert_close(value, expected, rtol=1e-6)
     assert_close(grads.to_dense(), dense.to_dense(), rtol=1e-6)
-    assert_close(tables.split(tables.stack(PARTS)), PARTS, rtol=0)
+    assert_close(tables.split(table), PARTS, rtol=0)
 
 
 def test_checkpoints_by_name(tmp_path):
