@@ -1,7 +1,8 @@
 """The recommender of examples/dlrm.py with jslices, Optax and PyTorch, in one run.
 
-    python benchmarks/recommender.py            about five minutes
+    python benchmarks/recommender.py            some minutes
     python benchmarks/recommender.py --quick    small tables, a few steps
+    taskset -c 0 python benchmarks/recommender.py    on one core, where others are at work
 
 26 tables of at most ``--rows`` rows, bags of one to three ids, float32, Adagrad. With
 jslices and with Optax the tables stand in one array, and apart; PyTorch has 26
@@ -231,8 +232,11 @@ def main():
     parser.add_argument("--compilations", type=int, default=3)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=10, help="timed in each round")
+    parser.add_argument("--keep-memory", action="store_true", help="js.keep_memory() first")
     parser.add_argument("--quick", action="store_true")
     options = parser.parse_args()
+    if options.keep_memory:  # of the process, hence for all
+        js.keep_memory()
     warnings.simplefilter("ignore", js.DensificationWarning)  # Optax is meant to be dense
     if options.quick:
         options.rows, options.batch = 1e3, 128
