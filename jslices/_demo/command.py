@@ -25,7 +25,6 @@ TIMED_STEPS = 20
 Contender = tuple[Any, Callable[..., Any]]
 
 
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add(
