@@ -124,7 +124,7 @@ def raise_at(line: UserLine, error: Exception) -> NoReturn:
 
 
 def human_bytes(count: float) -> str:
-    """``1536`` as ``'1.5 KB'``: powers of 1000, so that V * D * 4 can be checked in the head."""
+    """``1536`` as ``'1.5 KB'``: powers of 1000, to be checked in the head."""
     for unit in ("B", "KB", "MB", "GB", "TB"):
         if abs(count) < 1000 or unit == "TB":
             break

@@ -155,7 +155,7 @@ def _comparison(
     sparse, dense = (statistics.median(each) * 1e3 for each in times)
     sparse_bytes, dense_bytes = gradient_bytes(params, data, batch)
     return (
-        f"a step with {label} Adam: {dense:.1f} ms, {human_bytes(dense_bytes)} of gradients\n"
+        f"a step with {label} Adam: {dense:.1f} ms, gradients of {human_bytes(dense_bytes)}\n"
         f"a step with row gradients: {sparse:.1f} ms, {human_bytes(sparse_bytes)}: "
         f"{dense / sparse:.1f} times as fast, {dense_bytes / sparse_bytes:.1f} times less"
     )
