@@ -154,9 +154,10 @@ def _comparison(
             times[i].append(time.perf_counter() - start)
     sparse, dense = (statistics.median(each) * 1e3 for each in times)
     sparse_bytes, dense_bytes = gradient_bytes(params, data, batch)
+    small, large = human_bytes(sparse_bytes), human_bytes(dense_bytes)
     return (
-        f"a step with {label} Adam: {dense:.1f} ms, gradients of {human_bytes(dense_bytes)}\n"
-        f"a step with row gradients: {sparse:.1f} ms, {human_bytes(sparse_bytes)}: "
+        f"a step with {label} Adam: {dense:.1f} ms, gradients of {large}\n"
+        f"a step with row gradients: {sparse:.1f} ms, {small}: "
         f"{dense / sparse:.1f} times as fast, {dense_bytes / sparse_bytes:.1f} times less"
     )
 
