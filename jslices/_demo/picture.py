@@ -50,7 +50,9 @@ def draw(vectors: np.ndarray, words: Sequence[str], file: Path) -> None:
     figure = Figure(figsize=(12, 9), layout="constrained")
     canvas = FigureCanvasAgg(figure)
     axes = figure.subplots()
-    axes.scatter(*places.T, s=9, c=cluster, cmap="tab10", alpha=0.55, linewidths=0)
+    axes.scatter(
+        places[:, 0], places[:, 1], s=9, c=cluster, cmap="tab10", alpha=0.55, linewidths=0
+    )
     axes.set(xticks=[], yticks=[])
     axes.set_title(
         f"The {len(unit):,} most frequent words: those used alike lie together\n"
