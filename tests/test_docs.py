@@ -27,6 +27,7 @@ TEXT = (DOCS / "operations.md").read_text()
         ("optimizers.md", 2),
         ("sharding.md", 6),
         ("host_tables.md", 3),
+        ("recommenders.md", 3),
     ],
 )
 def test_code_runs(page, count):
