@@ -20,8 +20,11 @@ def listed() -> dict[str, str]:
     found: dict[str, str] = {}
     for page in sorted(PAGES.glob("*.md")):
         for path in re.findall(r"^::: (\S+)", page.read_text(), re.M):
-            found[path] = path
-            found.setdefault(path.rpartition(".")[2], path)
+            head, _, last = path.rpartition(".")
+            # Griffe takes ``jslices.optim.adam`` for the module, so pages repeat the name.
+            short = head if head.endswith(f".{last}") else path
+            for name in (path, short, short.replace(".optim.", "."), last):
+                found.setdefault(name, path)
     return found
 
 

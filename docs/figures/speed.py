@@ -1,0 +1,91 @@
+"""How much faster a step with row gradients is: what benchmarks/results/cpu.csv holds."""
+
+import csv
+import pathlib
+
+from matplotlib import pyplot
+from style import INKS, plain, save
+
+ROOT = pathlib.Path(__file__).parents[2]
+OURS, KEPT, DENSE = "jslices", "jslices, memory kept", "Optax dense"
+
+
+def cells():
+    """``((rows, dim, ids), {contender: ms})`` of every cell of the grid."""
+    found = {}
+    with open(ROOT / "benchmarks" / "results" / "cpu.csv") as file:
+        for row in csv.DictReader(file):
+            sizes = tuple(int(row[key]) for key in ("rows", "dim", "ids"))
+            cell = found.setdefault((row["optimizer"], sizes, row["kind"]), {})
+            cell[row["contender"]] = float(row["ms"])
+    return [(sizes, ms) for (_, sizes, _), ms in found.items()]
+
+
+def against_dense():
+    return [
+        (ids / rows, ms[DENSE] / ms[OURS])
+        for (rows, _, ids), ms in cells()
+        if DENSE in ms and OURS in ms
+    ]
+
+
+def against_peers(name):
+    """PyTorch and TensorFlow: the faster of them, over the bytes of the gradient."""
+    found = []
+    for (rows, dim, ids), ms in cells():
+        peers = [ms[peer] for peer in {*ms} - {OURS, KEPT, DENSE}]
+        if peers and rows >= 1e5 and ids <= rows:
+            found.append((ids * dim * 4 / 1e6, min(peers) / ms[name]))
+    return found
+
+
+def picture(axes, ink):
+    left, right = axes
+    left.scatter(*zip(*against_dense(), strict=True), s=16, color=ink.row)
+    left.set_title("Against dense JAX: the fewer ids, the faster", color=ink.text)
+    left.set_xlabel("ids in a step / rows of the table")
+    left.set(xlim=(0.006, 1.7))
+    left.set_xticks([0.01, 0.1, 1], ["0.01", "0.1", "1"])
+    left.set_yticks([1, 10, 100], ["1 x", "10 x", "100 x"])
+    kinds = (
+        (OURS, ink.blue, "as it is", 0.95),
+        (KEPT, ink.green, "with js.keep_memory()", 1.05),
+    )
+    for name, color, label, aside in kinds:
+        points = [(size * aside, times) for size, times in against_peers(name)]
+        right.scatter(*zip(*points, strict=True), s=12, color=color, label=label)
+    right.set_title("Against the faster of PyTorch and TensorFlow", color=ink.text)
+    right.set_xlabel("gradient, MB")
+    right.set_xticks([0.1, 1, 10], ["0.1", "1", "10"])
+    right.set(ylim=(0.65, 11))
+    right.set_yticks([1, 2, 4, 8], ["1 x", "2 x", "4 x", "8 x"])
+    right.legend(frameon=False, labelcolor=ink.text, loc="upper right", ncols=2, fontsize=10)
+    left.set_ylabel("times as fast")
+    for part in axes:
+        part.axhline(1, color=ink.muted, linewidth=0.8)
+
+
+def main():
+    for theme, ink in INKS.items():
+        colors = {
+            "axes.edgecolor": ink.line,
+            "axes.labelcolor": ink.muted,
+            "axes.titlesize": 11.5,
+            "xtick.color": ink.muted,
+            "ytick.color": ink.muted,
+        }
+        with pyplot.rc_context({**plain, **colors}):
+            figure, axes = pyplot.subplots(1, 2, figsize=(11, 4))
+            for part in axes:
+                part.set(xscale="log", yscale="log", facecolor="none")
+                part.minorticks_off()
+                part.spines[["top", "right"]].set_visible(False)
+            picture(axes, ink)
+            for part in axes:
+                part.minorticks_off()
+            figure.tight_layout(w_pad=3)
+            save(figure, pathlib.Path(__file__).parent / f"speed-{theme}.svg")
+
+
+if __name__ == "__main__":
+    main()
