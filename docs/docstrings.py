@@ -39,8 +39,8 @@ def link(match: re.Match[str], owner: str) -> str:
     if path in NAMES:
         return f"[`{shown}`][{NAMES[path]}]"
     if role in ("meth", "attr"):
-        owner = NAMES.get(head or owner, "")
-        return f'<autoref optional identifier="{owner}.{last}"><code>{shown}</code></autoref>'
+        target = f"{NAMES.get(head or owner, '')}.{last}"
+        return f'<autoref optional identifier="{target}"><code>{shown}</code></autoref>'
     return f"`{shown}`"
 
 
@@ -60,7 +60,7 @@ def fenced(text: str) -> str:
         ):
             end += 1
         block = "\n".join(lines[at:end]).strip("\n").rstrip()
-        inner = min((len(x) - len(x.lstrip()) for x in block.splitlines() if x.strip()))
+        inner = min(len(x) - len(x.lstrip()) for x in block.splitlines() if x.strip())
         out += [line.rstrip()[:-1], "", " " * margin + "```python"]
         out += [" " * margin + x[inner:] for x in block.splitlines()]
         out += [" " * margin + "```", ""]

@@ -12,12 +12,13 @@ def panel(axes, ink, x, number, title, words, backwards, kind):
     say(axes, x + 1.3, 3.6, number, ink.row, 15, weight="bold")
     say(axes, x + 1.3, 3.36, title, ink.text, 13)
     for device, top in enumerate(TOPS):
-        box(axes, x + 0.12, top - 0.6, 0.72, 0.72, "none", ink.line, 0.05, linewidth=1)
-        box(axes, x + 1.76, top - 0.6, 0.72, 0.72, "none", colors[device], 0.05, linewidth=1)
+        for left, edge in ((0.12, ink.line), (1.76, colors[device])):
+            box(axes, x + left, top - 0.6, 0.72, 0.72, "none", edge, 0.05, linewidth=1)
         fills = [colors[owner] for owner in LOOKUPS[device]]
         if kind == "ids":
             for place, fill in enumerate(fills):
-                box(axes, x + 0.22 + 0.19 * place, top - 0.31, 0.14, 0.14, fill, radius=0.07)
+                left = x + 0.22 + 0.19 * place
+                box(axes, left, top - 0.31, 0.14, 0.14, fill, radius=0.07)
         else:
             rows(axes, x + 0.22, top + 0.02, 0.52, 0.13, fills, 0.06)
         held = [colors[device], colors[device], ink.empty]

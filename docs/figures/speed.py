@@ -1,7 +1,12 @@
-"""How much faster a step with row gradients is: what benchmarks/results/cpu.csv holds."""
+"""The tables and the picture of docs/speed.md, from benchmarks/results/cpu.csv.
+
+python docs/figures/speed.py
+"""
 
 import csv
 import pathlib
+import re
+import statistics
 
 from matplotlib import pyplot
 from style import INKS, plain, save
@@ -22,6 +27,7 @@ def cells():
 
 
 def against_dense():
+    """Times as fast as dense JAX, with the ids of a step for each row of the table."""
     return [
         (ids / rows, ms[DENSE] / ms[OURS])
         for (rows, _, ids), ms in cells()
@@ -30,13 +36,61 @@ def against_dense():
 
 
 def against_peers(name):
-    """PyTorch and TensorFlow: the faster of them, over the bytes of the gradient."""
+    """Times as fast as the faster of PyTorch and TensorFlow, with the gradient's MB."""
     found = []
     for (rows, dim, ids), ms in cells():
         peers = [ms[peer] for peer in {*ms} - {OURS, KEPT, DENSE}]
         if peers and rows >= 1e5 and ids <= rows:
             found.append((ids * dim * 4 / 1e6, min(peers) / ms[name]))
     return found
+
+
+def spread(points, wanted):
+    """How many cells, and the least, the median and the most of them."""
+    times = [times for size, times in points if wanted(size)]
+    least, most = min(times), max(times)
+    return len(times), f"{least:.2f} | {statistics.median(times):.2f} | {most:.1f}"
+
+
+def machine():
+    about = (ROOT / "benchmarks" / "results" / "cpu.md").read_text()
+    return "\n".join(re.findall(r"^- .*", about, re.M)[:2])
+
+
+def dense():
+    lines = ["| ids a step | cells | least | median | most |", "|---|---:|---:|---:|---:|"]
+    for label, wanted in (
+        ("K < V / 50", lambda share: share < 1 / 50),
+        ("V / 50 <= K < V / 2", lambda share: 1 / 50 <= share < 1 / 2),
+        ("K >= V / 2", lambda share: share >= 1 / 2),
+    ):
+        count, times = spread(against_dense(), wanted)
+        lines.append(f"| {label} | {count} | {times} |")
+    return "\n".join(lines)
+
+
+def peers():
+    names = "default `malloc`: least | median | most | memory kept: least | median | most"
+    lines = [f"| gradient, `K * D * 4` bytes | cells | {names} |", "|---|" + "---:|" * 7]
+    for label, wanted in (
+        ("all", lambda size: True),
+        ("below 16 MB", lambda size: size < 16),
+        ("16 MB or more", lambda size: size >= 16),
+    ):
+        count, plain_times = spread(against_peers(OURS), wanted)
+        _, kept_times = spread(against_peers(KEPT), wanted)
+        lines.append(f"| {label} | {count} | {plain_times} | {kept_times} |")
+    return "\n".join(lines)
+
+
+def fill(page):
+    """The page with the tables between its marks."""
+    for table in (machine, dense, peers):
+        begin = f"<!-- made by docs/figures/speed.py: {table.__name__} -->\n"
+        before, rest = page.split(begin)
+        after = rest.partition("<!-- end -->")[2]
+        page = f"{before}{begin}\n{table()}\n\n<!-- end -->{after}"
+    return page
 
 
 def picture(axes, ink):
@@ -59,13 +113,15 @@ def picture(axes, ink):
     right.set_xticks([0.1, 1, 10], ["0.1", "1", "10"])
     right.set(ylim=(0.65, 11))
     right.set_yticks([1, 2, 4, 8], ["1 x", "2 x", "4 x", "8 x"])
-    right.legend(frameon=False, labelcolor=ink.text, loc="upper right", ncols=2, fontsize=10)
+    right.legend(frameon=False, labelcolor=ink.text, loc="upper right", ncols=2)
     left.set_ylabel("times as fast")
     for part in axes:
         part.axhline(1, color=ink.muted, linewidth=0.8)
 
 
 def main():
+    page = ROOT / "docs" / "speed.md"
+    page.write_text(fill(page.read_text()))
     for theme, ink in INKS.items():
         colors = {
             "axes.edgecolor": ink.line,

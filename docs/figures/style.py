@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import matplotlib
 
 matplotlib.use("svg")
-from matplotlib import patches, pyplot  # noqa: E402
+from matplotlib import patches, pyplot
 
 HERE = pathlib.Path(__file__).parent
 FONTS = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, sans-serif"
