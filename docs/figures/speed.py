@@ -54,7 +54,8 @@ def spread(points, wanted):
 
 def machine():
     about = (ROOT / "benchmarks" / "results" / "cpu.md").read_text()
-    return "\n".join(re.findall(r"^- .*", about, re.M)[:2])
+    run, versions = re.findall(r"^- .*", about, re.M)[:2]
+    return run.partition(", GLIBC_TUNABLES")[0] + "\n" + versions
 
 
 def dense():
@@ -96,7 +97,7 @@ def fill(page):
 def picture(axes, ink):
     left, right = axes
     left.scatter(*zip(*against_dense(), strict=True), s=16, color=ink.row)
-    left.set_title("Against dense JAX: the fewer ids, the faster", color=ink.text)
+    left.set_title("Against dense JAX", color=ink.text)
     left.set_xlabel("ids in a step / rows of the table")
     left.set(xlim=(0.006, 1.7))
     left.set_xticks([0.01, 0.1, 1], ["0.01", "0.1", "1"])
@@ -108,7 +109,7 @@ def picture(axes, ink):
     for name, color, label, aside in kinds:
         points = [(size * aside, times) for size, times in against_peers(name)]
         right.scatter(*zip(*points, strict=True), s=12, color=color, label=label)
-    right.set_title("Against the faster of PyTorch and TensorFlow", color=ink.text)
+    right.set_title("Against PyTorch and TensorFlow", color=ink.text)
     right.set_xlabel("gradient, MB")
     right.set_xticks([0.1, 1, 10], ["0.1", "1", "10"])
     right.set(ylim=(0.65, 11))
@@ -126,12 +127,12 @@ def main():
         colors = {
             "axes.edgecolor": ink.line,
             "axes.labelcolor": ink.muted,
-            "axes.titlesize": 11.5,
+            "axes.titlesize": 11,
             "xtick.color": ink.muted,
             "ytick.color": ink.muted,
         }
         with pyplot.rc_context({**plain, **colors}):
-            figure, axes = pyplot.subplots(1, 2, figsize=(11, 4))
+            figure, axes = pyplot.subplots(1, 2, figsize=(8.6, 3.9))
             for part in axes:
                 part.set(xscale="log", yscale="log", facecolor="none")
                 part.minorticks_off()
