@@ -54,33 +54,24 @@ NAMES: dict[type, dict[str, tuple[str | None, ...]]] = {
         "linear": (None, "Ftrl_1", "linear", "linear"),
     },
     LionState: {"mu": (None, None, None, "momentum")},
-    **dict.fromkeys(
-        (
-            AdafactorState,
-            AmsgradState,
-            LambState,
-            PartialRowwiseAdamState,
-            ProximalAdagradState,
-            RowwiseAdagradState,
-        ),
-        {},
-    ),
+    AdafactorState: {},
+    AmsgradState: {},
+    LambState: {},
+    PartialRowwiseAdamState: {},
+    ProximalAdagradState: {},
+    RowwiseAdagradState: {},
 }
 
 #: Slots that mean something else than the array they resemble, and what to do.
-ELSEWHERE: dict[type, dict[str, str]] = {
+OTHERWISE: dict[type, dict[str, str]] = {
     SgdState: {
-        "momentum": 'Keras\' holds -learning_rate * trace: pass "trace": -x / learning_rate'
+        "momentum": 'it is -learning_rate * trace: pass "trace": -x / learning_rate'
     },
     RmspropState: {
-        "momentum_buffer": "PyTorch's is without the learning rate: pass "
-        '"trace": -learning_rate * x',
-        "RMSProp_1": 'TensorFlow\'s is what is subtracted: pass "trace": -x',
-        "momentum": 'the one of TensorFlow 2 is what is subtracted: pass "trace": -x',
-    },
-    AmsgradState: {
-        "max_exp_avg_sq": "PyTorch's largest is that of uncorrected moments, which has no "
-        "counterpart here: start nu_max anew",
+        "momentum_buffer": 'with momentum= pass "trace": -learning_rate * x, '
+        "else leave it out",
+        "RMSProp_1": 'with momentum= pass "trace": -x, else leave it out',
+        "momentum": 'with momentum= pass "trace": -x, else leave it out',
     },
 }
 
@@ -110,17 +101,18 @@ def import_state(tx: GradientTransformation, params: Any, slots: Any, count: Any
         its array, of any kind that NumPy takes. The names are those of the state arrays of
         jslices, or the other library's::
 
-            state array        PyTorch          TF 1        TF 2         Keras 3
-            mu of adam(w)      exp_avg          Adam        m            momentum
-            nu of adam(w)      exp_avg_sq       Adam_1      v            velocity
-            sum_of_squares     sum              Adagrad     accumulator  accumulator
-            trace of sgd       momentum_buffer  Momentum
-            nu of rmsprop      square_avg       RMSProp     rms          velocity
-            e_g of adadelta    square_avg       Adadelta    accum_grad   accumulated_grad
-            e_x of adadelta    acc_delta        Adadelta_1  accum_var    accumulated_delta_var
-            accum of ftrl                       Ftrl        accumulator  accumulator
-            linear of ftrl                      Ftrl_1      linear       linear
-            mu of lion                                                   momentum
+            state array         PyTorch          TF 1        TF 2         Keras 3
+            mu of adam, adamw   exp_avg          Adam        m            momentum
+            nu of adam, adamw   exp_avg_sq       Adam_1      v            velocity
+            sum_of_squares      sum              Adagrad     accumulator  accumulator
+            trace of sgd        momentum_buffer  Momentum
+            nu of rmsprop       square_avg       RMSProp     rms          velocity
+            e_g of adadelta     square_avg       Adadelta    accum_grad   accumulated_grad
+            e_x of adadelta     acc_delta        Adadelta_1  accum_var    accumulated_
+                                                                          delta_var
+            accum of ftrl                        Ftrl        accumulator  accumulator
+            linear of ftrl                       Ftrl_1      linear       linear
+            mu of lion                                                    momentum
 
         PyTorch's ``step`` may be among them. An empty dict, or None: never stepped, and so
         the array is as ``tx.init`` makes it.
@@ -230,8 +222,9 @@ def export_state(params: Any, state: Any, names: str) -> Any:
     for place, arrays in zip(places(tree), _arrays_of_each(state, tree), strict=True):
         slots = {}
         for array in arrays:
-            name = (*NAMES[array.state].get(array.field, ()), *LIBRARIES)[which]
-            if array.field not in NAMES[array.state] or name is None:
+            known = NAMES[array.state].get(array.field)
+            name = known[which] if known else None
+            if name is None:
                 raise ValueError(
                     f"export_state: the {array.field} of {array.state.__name__}{place} has "
                     f"no slot in {names}; take it from the state itself"
@@ -340,13 +333,10 @@ def _assigned(
                 f"got {came}"
             )
     for name in rest:
-        notes = [ELSEWHERE.get(array.state, {}).get(name) for array in arrays]
-        note = next(filter(None, notes), None)
-        wanted = ", ".join(" or ".join(a.names) for a in arrays) or "none"
-        wrong.append(
-            f"there is no state array for the slot {name}{place}"
-            + (f": {note}" if note else f", whose slots are {wanted}: leave it out")
-        )
+        notes = [OTHERWISE.get(array.state, {}).get(name) for array in arrays]
+        wanted = ", ".join(" or ".join(array.names) for array in arrays) or "none"
+        help = next(filter(None, notes), f"it keeps {wanted}; leave this one out")
+        wrong.append(f"the optimizer has no state for the slot {name}{place}: {help}")
     return found
 
 
@@ -369,8 +359,8 @@ def _misfits(what: str, x: Any, now: jax.Array) -> list[str]:
             )
         else:
             help = (
-                f"{rows[0] - x.shape[0]} rows are missing: append those of new rows as "
-                "tx.init(params) has them, or take from the parameter the rows that are here"
+                f"{rows[0] - x.shape[0]} rows are missing: append them, for new rows as "
+                "tx.init(params) has them, or give the parameter only the rows given here"
             )
         return [f"{what} has shape {x.shape}, wanted {now.shape}: {help}"]
     if x.dtype != now.dtype:
