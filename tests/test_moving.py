@@ -16,7 +16,7 @@ import optax
 import pytest
 from helpers import assert_close, golden, quickly
 from jax.sharding import NamedSharding, PartitionSpec
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
 
 import jslices as js
 from jslices.checkpoint import export_state, import_state
@@ -43,12 +43,17 @@ def turned(slots):
 def check_goes_on(tx, params, state, batches, wanted):
     """Steps from ``state`` give the parameters that were ``wanted`` after some of them."""
     params = jax.tree.map(jnp.array, params)
-    step = quickly(js.optim.exact_step(loss, tx))
+    step, flush = compiled(tx)
     for number, (ids, labels) in enumerate(batches, 1):
         params, state, _ = step(params, state, ids, labels)
         if number in wanted:
-            flushed, _ = tx.flush(params, state)
-            assert_close(flushed, wanted[number], rtol=2e-5, atol=2e-6)
+            assert_close(flush(params, state)[0], wanted[number], rtol=2e-5, atol=2e-6)
+
+
+@functools.cache
+def compiled(tx):
+    """A step of an optimizer, and its flush."""
+    return quickly(js.optim.exact_step(loss, tx)), quickly(tx.flush)
 
 
 def batches_of(arrays):
@@ -201,10 +206,10 @@ def test_what_is_exported_is_imported(name):
     params = jax.tree.map(jnp.array, torch_params(TORCH["adam"]))
     if name == "in_float32":
         params = jax.tree.map(lambda p: p.astype(jnp.bfloat16), params)
-    step, state = quickly(js.optim.exact_step(loss, tx)), tx.init(params)
+    (step, flush), state = compiled(tx), tx.init(params)
     for ids, labels in batches_of(TORCH["batches"]):
         params, state, _ = step(params, state, ids, labels)
-    params, state = tx.flush(params, state)
+    params, state = flush(params, state)
     again = import_state(tx, params, export_state(params, state, "torch"), 3)
     assert jax.tree.structure(again) == jax.tree.structure(state)
     jax.tree.map(np.testing.assert_array_equal, again, state)
@@ -332,10 +337,137 @@ def test_errors_of_export_state():
     tx = js.adam(0.1, **EXACT)
     with pytest.raises(ValueError, match=r"names='jax'\): wanted one of \('torch', 'tf1'"):
         export_state(params, tx.init(params), "jax")
-    with pytest.raises(ValueError, match="sum_of_squares of RowwiseAdagrad.* no slot in tor"):
+    with pytest.raises(
+        ValueError, match=r"sum_of_squares of RowwiseAdagrad.*no slot in tor"
+    ):
         export_state(params, js.rowwise_adagrad(0.1).init(params), "torch")
     grads = {"table": js.IndexedSlices(jnp.ones((1, 2)), jnp.array([1]), (3, 2))}
     params, state = tx.apply(grads, tx.init(params), params)
     with pytest.raises(ValueError, match=r"rows are behind.*tx.flush\(params, state\)"):
         export_state(params, state, "torch")
     export_state(*tx.flush(params, state), "torch")
+
+
+# The page.
+
+BLOCKS = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.M | re.S)
+(
+    FROM_TORCH_THERE,
+    FROM_TORCH_HERE,
+    FROM_TENSORFLOW_THERE,
+    FROM_TENSORFLOW_HERE,
+    GROW,
+    TO_TORCH_HERE,
+    TO_TORCH_THERE,
+    ORBAX,
+    OPTAX_TREE,
+    AVERAGES,
+) = BLOCKS
+
+
+def run(*blocks, **names):
+    names |= {"functools": functools, "jax": jax, "jnp": jnp, "js": js, "np": np}
+    names |= {"optax": optax}
+    for block in blocks:
+        exec(block, names)
+    return names
+
+
+def test_the_page_moves_states(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    save_file(TORCH["adam"], "torch.safetensors")
+    np.savez("tensorflow.npz", **TENSORFLOW["adam"])
+    found = run(FROM_TORCH_HERE)
+    wanted = {n: torch_params(TORCH["adam"], f"after_{n}.") for n in (1, 3)}
+    batches = batches_of(TORCH["batches"])
+    check_goes_on(found["tx"], found["params"], found["state"], batches, wanted)
+
+    found = run(FROM_TORCH_HERE, FROM_TENSORFLOW_HERE)
+    wanted = {n: tensorflow_params(TENSORFLOW["adam"], f"after_{n}/") for n in (1, 3)}
+    batches = batches_of(TENSORFLOW["batches"])
+    check_goes_on(found["tx"], found["params"], found["state"], batches, wanted)
+
+    found = run(FROM_TORCH_HERE, GROW, TO_TORCH_HERE, OPTAX_TREE)
+    assert load_file("ours.safetensors")["optimizer.0.exp_avg"].shape == (1006, 3)
+    assert found["state"].count == 0 and found["scale"].shape == (1006, 3)
+
+
+def test_the_page_averages_rows():
+    found = run(AVERAGES)
+    assert jnp.abs(found["average"] - found["params"]["table"]).max() > 0.1
+    args = found["params"], found["state"], found["average"], found["last"]
+    js.testing.assert_in_place(
+        found["train"].__wrapped__, *args, jnp.array([1, 2, 1]), donate_argnums=(0, 1, 2, 3)
+    )
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_page_saves_with_orbax(tmp_path):
+    pytest.importorskip("orbax.checkpoint")
+    tx = EVERY_STATE["adamw_exact_with_a_schedule"]
+    params = jax.tree.map(jnp.array, torch_params(TORCH["adam"]))
+    step, _ = compiled(tx)
+    batches = batches_of(TORCH["batches"])
+    params, state, _ = step(params, tx.init(params), *batches[0])  # rows are behind
+    found = run(ORBAX, params=params, state=state, directory=tmp_path)
+    assert jax.tree.structure(found["restored"]) == jax.tree.structure(found["tree"])
+    jax.tree.map(np.testing.assert_array_equal, found["restored"], found["tree"])
+    again, state_again = found["restored"]["params"], found["restored"]["state"]
+    for batch in batches[1:]:
+        params, state, _ = step(params, state, *batch)
+        again, state_again, _ = step(again, state_again, *batch)
+    jax.tree.map(np.testing.assert_array_equal, again, params)
+
+
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")
+@pytest.mark.parametrize("sparse", [False, True])
+def test_the_page_with_torch_itself(sparse, tmp_path, monkeypatch):
+    """There and back again: it goes on as if it had been there all the time."""
+    torch = pytest.importorskip("torch")
+    monkeypatch.chdir(tmp_path)
+
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table = torch.nn.Embedding(6, 3, sparse=sparse)
+            self.out = torch.nn.Linear(3, 2, bias=False)
+
+    def optimizer_of(model):
+        if sparse:
+            return torch.optim.Adagrad(model.parameters(), lr=0.1)
+        return torch.optim.Adam(model.parameters(), lr=0.1)
+
+    def steps(model, optimizer, batches):
+        for ids, labels in batches:
+            optimizer.zero_grad()
+            out = model.out(model.table(torch.tensor(ids).long()))
+            ((out - torch.tensor(labels)) ** 2).mean().backward()
+            optimizer.step()
+
+    batches = batches_of(TORCH["batches"])
+    model = Model()
+    optimizer = optimizer_of(model)
+    steps(model, optimizer, batches)
+    run(FROM_TORCH_THERE, model=model, optimizer=optimizer)
+
+    here = FROM_TORCH_HERE
+    if sparse:
+        here = here.replace(
+            'js.adam(1e-1, untouched="exact")', "js.adagrad(0.1, 0.0, eps=0.0)"
+        )
+    found = run(here)
+    params, state, tx = found["params"], found["state"], found["tx"]
+    step = quickly(js.optim.exact_step(loss, tx))
+    for batch in batches:
+        params, state, _ = step(params, state, *batch)
+    run(TO_TORCH_HERE, params=params, state=state, tx=tx)
+
+    other = Model()
+    run(TO_TORCH_THERE, model=other, optimizer=(there := optimizer_of(other)))
+    steps(other, there, batches)
+    steps(model, optimizer, [*batches, *batches])
+    assert_close(as_arrays(other), as_arrays(model), rtol=2e-5, atol=2e-6)
+
+
+def as_arrays(model):
+    return {name: x.numpy() for name, x in model.state_dict().items()}

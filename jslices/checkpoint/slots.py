@@ -31,7 +31,7 @@ from jslices.optim import (
     SgdState,
 )
 from jslices.optim._engine.checks import places
-from jslices.optim._engine.protocol import GradientTransformation
+from jslices.optim._engine.protocol import GradientTransformation, is_leaf
 
 LIBRARIES = ("torch", "tf1", "tf2", "keras")
 
@@ -145,7 +145,7 @@ def import_state(tx: GradientTransformation, params: Any, slots: Any, count: Any
     step the tests compare with the next one here.
     """
     count = _checked_count(count)
-    leaves, tree = flatten(params)
+    leaves, tree = flatten(params, is_leaf)
     state = tx.init(params)
     given = [_mapping(x) for x in _mirrored(tree, slots)]
     found: list[Mapping[tuple[int, str], Any]] = []
@@ -206,7 +206,7 @@ def export_state(params: Any, state: Any, names: str) -> Any:
     """
     if names not in LIBRARIES:
         raise ValueError(f"export_state(names={names!r}): wanted one of {LIBRARIES}")
-    _, tree = flatten(params)
+    _, tree = flatten(params, is_leaf)
     parts = list(_parts(state))
     for part in parts:
         clock = getattr(part, "clock", None)
