@@ -395,9 +395,10 @@ def test_the_page_moves_states(tmp_path, monkeypatch):
 def test_the_page_averages_rows():
     found = run(AVERAGES)
     assert jnp.abs(found["average"] - found["params"]["table"]).max() > 0.1
-    args = found["params"], found["state"], found["average"], found["last"]
+    table = jnp.ones((200_000, 2))
+    args = {"table": table}, found["tx"].init({"table": table}), table, jnp.arange(200_000)
     js.testing.assert_in_place(
-        found["train"].__wrapped__, *args, jnp.array([1, 2, 1]), donate_argnums=(0, 1, 2, 3)
+        found["train"].__wrapped__, *args, jnp.array([1, 2]), donate_argnums=(0, 1, 2, 3)
     )
 
 
