@@ -24,6 +24,11 @@ ELSEWHERE = {
     "coming_from/keras.md": "tests/test_keras.py",
     "devices.md": "tests/test_devices.py",
     "keras.md": "tests/test_keras.py",
+    "models/equinox.md": "tests/test_model_pages.py",
+    "models/haiku.md": "tests/test_model_pages.py",
+    "models/linen.md": "tests/test_model_pages.py",
+    "models/nnx.md": "tests/test_model_pages.py",
+    "moving.md": "tests/test_moving.py",
 }
 ALONE = {"speed.md": "keep_memory is for the whole process"}
 TEXT = (DOCS / "operations.md").read_text()
