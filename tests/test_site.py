@@ -16,6 +16,7 @@ import tomllib
 import pytest
 
 import jslices as js
+import jslices.tables  # imported by itself
 import jslices.tf1 as tf
 
 ROOT = pathlib.Path(__file__).parent.parent
