@@ -342,10 +342,45 @@ def test_errors_of_export_state():
     ):
         export_state(params, js.rowwise_adagrad(0.1).init(params), "torch")
     grads = {"table": js.IndexedSlices(jnp.ones((1, 2)), jnp.array([1]), (3, 2))}
-    params, state = tx.apply(grads, tx.init(params), params)
+    params, state = quickly(tx.apply)(grads, tx.init(params), params)
     with pytest.raises(ValueError, match=r"rows are behind.*tx.flush\(params, state\)"):
         export_state(params, state, "torch")
-    export_state(*tx.flush(params, state), "torch")
+    export_state(*quickly(tx.flush)(params, state), "torch")
+
+
+@pytest.mark.parametrize("name", ["adam_exact", "chain", "partition", "rows"])
+def test_optax_tree_on_states(name):
+    tx = js.rowwise_adagrad(0.1) if name == "rows" else EVERY_STATE[name]
+    params = jax.tree.map(jnp.array, torch_params(TORCH["adam"]))
+    state = tx.init(params)
+    marked = optax.tree.map_params(
+        tx, lambda x: "of a parameter", state, transform_non_params=lambda x: "other"
+    )
+    assert jax.tree.structure(marked) == jax.tree.structure(state)
+    for (_, count), (_, mark) in zip(
+        optax.tree.get_all_with_path(state, "count"),
+        optax.tree.get_all_with_path(marked, "count"),
+        strict=True,
+    ):
+        assert count == 0 and mark == "other"
+    marks = jax.tree.leaves(optax.tree.set(marked, count="other"))
+    arrays = jax.tree.leaves(state)
+    rows = [x.ndim > 0 and x.shape[0] == 6 for x in arrays]
+    assert {m for m, big in zip(marks, rows, strict=True) if big} == {"of a parameter"}
+    assert optax.tree.size(state) == sum(x.size for x in arrays)
+    zeros = optax.tree.zeros_like(state)
+    assert jax.tree.structure(zeros) == jax.tree.structure(state)
+
+
+def test_optax_tree_on_row_gradients_is_as_the_page_says():
+    grads = {"table": js.IndexedSlices(jnp.ones((1, 2)), [1], (3, 2))}
+    assert optax.tree.add(grads, grads)["table"].indices == 2
+    assert optax.tree.sum(grads) == 3
+    with pytest.raises(TypeError, match=r"jslices.global_norm"):
+        optax.tree.norm(grads)
+    tx, params = js.from_optax(optax.ema(0.9)), {"table": jnp.ones((3, 2))}
+    updates, _ = tx.update(grads, tx.init(params), params)
+    assert js.is_slices(updates["table"])
 
 
 # The page.
