@@ -25,6 +25,9 @@ PAGE = pathlib.Path(__file__).parent.parent / "docs" / "moving.md"
 TORCH, TENSORFLOW = golden("torch_slots"), golden("tensorflow_slots")
 STEPS = 5
 EXACT = {"untouched": "exact"}
+# Several tests step with these: they are compiled once.
+ADAM = js.adam(0.1, **EXACT)
+ADAMW = js.adamw(0.1, weight_decay=0.05, weight_decay_mode="all", **EXACT)
 
 
 def loss(params, ids, labels):
@@ -62,8 +65,8 @@ def batches_of(arrays):
 
 FROM_TORCH = {
     "sparse_adam": js.adam(0.1),
-    "adam": js.adam(0.1, **EXACT),
-    "adamw": js.adamw(0.1, weight_decay=0.05, weight_decay_mode="all", **EXACT),
+    "adam": ADAM,
+    "adamw": ADAMW,
     "adagrad": js.adagrad(0.1, initial_accumulator_value=0.0, eps=0.0),
     "sgd": js.sgd(0.1, momentum=0.9, **EXACT),
     "rmsprop": js.rmsprop(0.1, decay=0.99, eps_in_sqrt=False, **EXACT),
@@ -96,7 +99,7 @@ def test_the_next_steps_are_those_of_torch(name):
 
 
 FROM_TENSORFLOW = {
-    "adam": js.adam(0.1, **EXACT),  # TensorFlow 1's moves every row
+    "adam": ADAM,  # TensorFlow 1's moves every row
     "adagrad": js.adagrad(0.1, eps=0.0),
     "momentum": js.sgd(0.1, momentum=0.9),
     "rmsprop": js.rmsprop(0.1, eps=1e-10, initial_scale=1.0),
@@ -135,11 +138,8 @@ def test_the_next_steps_are_those_of_tensorflow_1(name):
 def keras_rows(name):
     """An optimizer of Keras 3 and ours, and for which the other has dense gradients."""
     return {
-        "Adam": (dict(learning_rate=0.1), js.adam(0.1, **EXACT)),
-        "AdamW": (
-            dict(learning_rate=0.1, weight_decay=0.05),
-            js.adamw(0.1, weight_decay=0.05, weight_decay_mode="all", **EXACT),
-        ),
+        "Adam": (dict(learning_rate=0.1), ADAM),
+        "AdamW": (dict(learning_rate=0.1, weight_decay=0.05), ADAMW),
         "Adagrad": (dict(learning_rate=0.1), js.adagrad(0.1)),
         "RMSprop": (dict(learning_rate=0.1), js.rmsprop(0.1, eps=1e-7, **EXACT)),
         "Adadelta": (
@@ -184,16 +184,16 @@ def test_the_next_steps_are_those_of_keras_3(name):
 # What is given back, in each library's names.
 EVERY_STATE = {
     "adam": js.adam(0.1),
-    "adam_exact": js.adam(0.1, **EXACT),
+    "adam_exact": ADAM,
     "adamw_exact_with_a_schedule": js.adamw(
         optax.exponential_decay(0.1, 2, 0.9), weight_decay=0.1, **EXACT
     ),
     "adagrad": js.adagrad(0.1),
     "sgd": js.sgd(0.1),
     "momentum": js.sgd(0.1, momentum=0.9),
-    "chain": js.optim.chain(js.optim.clip_global_norm(1.0), js.adam(0.1, **EXACT)),
+    "chain": js.optim.chain(js.optim.clip_global_norm(1.0), ADAM),
     "partition": js.optim.partition(
-        {"rows": js.adam(0.1, **EXACT), "rest": js.sgd(0.1, momentum=0.9)},
+        {"rows": ADAM, "rest": js.sgd(0.1, momentum=0.9)},
         {"table": "rows", "w": "rest"},
     ),
     "in_float32": js.optim.with_state_dtype(js.adam(0.1), "float32"),
@@ -241,7 +241,7 @@ def test_slots_are_placed_as_their_parameters_are():
     rows = NamedSharding(jax.make_mesh((8,), ("x",)), PartitionSpec("x"))
     params = {"table": jax.device_put(jnp.ones((16, 2)), rows)}
     slots = {"table": {"m": np.ones((16, 2), "float32"), "v": np.ones((16, 2), "float32")}}
-    for tx in (js.adam(0.1), js.adam(0.1, **EXACT)):
+    for tx in (js.adam(0.1), ADAM):
         state = import_state(tx, params, slots, 3)
         assert state.mu["table"].sharding.is_equivalent_to(rows, 2)
 
@@ -333,19 +333,54 @@ def test_other_errors_of_import_state():
 
 
 def test_errors_of_export_state():
-    params = {"table": jnp.ones((3, 2))}
-    tx = js.adam(0.1, **EXACT)
+    params = torch_params(TORCH["adam"])
     with pytest.raises(ValueError, match=r"names='jax'\): wanted one of \('torch', 'tf1'"):
-        export_state(params, tx.init(params), "jax")
+        export_state(params, ADAM.init(params), "jax")
     with pytest.raises(
         ValueError, match=r"sum_of_squares of RowwiseAdagrad.*no slot in tor"
     ):
         export_state(params, js.rowwise_adagrad(0.1).init(params), "torch")
-    grads = {"table": js.IndexedSlices(jnp.ones((1, 2)), jnp.array([1]), (3, 2))}
-    params, state = tx.apply(grads, tx.init(params), params)
+    step, flush = compiled(ADAM)
+    batch = batches_of(TORCH["batches"])[0]
+    params, state, _ = step(params, ADAM.init(params), *batch)
     with pytest.raises(ValueError, match=r"rows are behind.*tx.flush\(params, state\)"):
         export_state(params, state, "torch")
-    export_state(*tx.flush(params, state), "torch")
+    export_state(*flush(params, state), "torch")
+
+
+@pytest.mark.parametrize("name", ["adam_exact", "chain", "partition", "rows"])
+def test_optax_tree_on_states(name):
+    tx = js.rowwise_adagrad(0.1) if name == "rows" else EVERY_STATE[name]
+    params = jax.tree.map(jnp.array, torch_params(TORCH["adam"]))
+    state = tx.init(params)
+    marked = optax.tree.map_params(
+        tx, lambda x: "of a parameter", state, transform_non_params=lambda x: "other"
+    )
+    assert jax.tree.structure(marked) == jax.tree.structure(state)
+    for (_, count), (_, mark) in zip(
+        optax.tree.get_all_with_path(state, "count"),
+        optax.tree.get_all_with_path(marked, "count"),
+        strict=True,
+    ):
+        assert count == 0 and mark == "other"
+    marks = jax.tree.leaves(optax.tree.set(marked, count="other"))
+    arrays = jax.tree.leaves(state)
+    rows = [x.ndim > 0 and x.shape[0] == 6 for x in arrays]
+    assert {m for m, big in zip(marks, rows, strict=True) if big} == {"of a parameter"}
+    assert optax.tree.size(state) == sum(x.size for x in arrays)
+    zeros = optax.tree.zeros_like(state)
+    assert jax.tree.structure(zeros) == jax.tree.structure(state)
+
+
+def test_optax_tree_on_row_gradients_is_as_the_page_says():
+    grads = {"table": js.IndexedSlices(jnp.ones((1, 2)), [1], (3, 2))}
+    assert optax.tree.add(grads, grads)["table"].indices == 2
+    assert optax.tree.sum(grads) == 3
+    with pytest.raises(TypeError, match=r"jslices.global_norm"):
+        optax.tree.norm(grads)
+    tx, params = js.from_optax(optax.ema(0.9)), {"table": jnp.ones((3, 2))}
+    updates, _ = tx.update(grads, tx.init(params), params)
+    assert js.is_slices(updates["table"])
 
 
 # The page.
