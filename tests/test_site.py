@@ -107,7 +107,7 @@ def test_names_in_the_text_exist():
 def test_every_notebook_is_listed():
     page = (DOCS / "notebooks.md").read_text()
     listed = re.findall(r"/notebooks/(\w+\.ipynb)", page)
-    assert sorted(listed) == sorted(path.name for path in ROOT.glob("notebooks/*.ipynb"))
+    assert {*listed} >= {path.name for path in ROOT.glob("notebooks/*.ipynb")}
 
 
 def test_pages_and_navigation_agree():
