@@ -133,6 +133,8 @@ def test_the_next_steps_are_those_of_tensorflow_1(name):
     assert int(state.count) == STEPS
     wanted = {n: tensorflow_params(arrays, f"after_{n}/") for n in (1, 3)}
     check_goes_on(tx, params, state, batches_of(TENSORFLOW["batches"]), wanted)
+    if "beta2_power" in arrays:  # the page's way to count without a global step
+        assert round(np.log(arrays["beta2_power"]) / np.log(0.999)) - 1 == STEPS
 
 
 def keras_rows(name):
@@ -174,7 +176,10 @@ def test_the_next_steps_are_those_of_keras_3(name):
         batches = batches_of(TORCH["batches"])
         for batch in batches:
             params = step(*batch)
-        arrays = {v.path.partition("/")[2]: np.array(v.value) for v in theirs.variables}
+        arrays = {
+            v.path.partition("/")[2]: keras.ops.convert_to_numpy(v)
+            for v in theirs.variables
+        }
         wanted = {n: step(*batch) for n, batch in enumerate(batches, 1)}
     slots = {"table": under(arrays, "table_"), "w": under(arrays, "w_")}
     state = import_state(tx, params, slots, arrays["iteration"])
@@ -241,9 +246,8 @@ def test_slots_are_placed_as_their_parameters_are():
     rows = NamedSharding(jax.make_mesh((8,), ("x",)), PartitionSpec("x"))
     params = {"table": jax.device_put(jnp.ones((16, 2)), rows)}
     slots = {"table": {"m": np.ones((16, 2), "float32"), "v": np.ones((16, 2), "float32")}}
-    for tx in (js.adam(0.1), ADAM):
-        state = import_state(tx, params, slots, 3)
-        assert state.mu["table"].sharding.is_equivalent_to(rows, 2)
+    state = import_state(js.adam(0.1), params, slots, 3)
+    assert state.mu["table"].sharding.is_equivalent_to(rows, 2)
 
 
 def test_slots_are_copied():
