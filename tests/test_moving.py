@@ -331,6 +331,8 @@ def test_other_errors_of_import_state():
         start({"table": np.ones((3, 2))}, 1)
     with pytest.raises(TypeError, match=r"jslices' own optimizers.*optax.tree.set"):
         import_state(optax.adam(0.1), params, {"table": {"mu": ones(3, 2)}}, 1)
+    with pytest.raises(ValueError, match=r"shape \(5,\), wanted \(\): reshape it"):
+        import_state(js.sgd(0.1, 0.9), {"b": jnp.ones(())}, {"b": {"trace": ones(5)}}, 1)
     with pytest.raises(ValueError, match=r'pass "trace": -x / learning_rate'):
         slots = {"table": {"momentum": ones(3, 2)}}
         import_state(js.sgd(0.1, momentum=0.9), params, slots, 1)
