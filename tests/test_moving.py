@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import assert_close, golden, quickly
+from helpers import assert_close, golden, quickly, rest_in_ci
 from jax.sharding import NamedSharding, PartitionSpec
 from safetensors.numpy import load_file, save_file
 
@@ -63,6 +63,11 @@ def batches_of(arrays):
     return [(arrays[f"ids.{i}"], arrays[f"labels.{i}"]) for i in range(3)]
 
 
+def in_ci(names, *quick):
+    """All names; those that are not ``quick`` are slow."""
+    return rest_in_ci([(name,) for name in names], lambda case: case[0] in quick)
+
+
 FROM_TORCH = {
     "sparse_adam": js.adam(0.1),
     "adam": ADAM,
@@ -88,7 +93,7 @@ def torch_slots(arrays):
     }
 
 
-@pytest.mark.parametrize("name", FROM_TORCH)
+@pytest.mark.parametrize("name", in_ci(FROM_TORCH, "sparse_adam", "adam", "adagrad"))
 def test_the_next_steps_are_those_of_torch(name):
     tx, arrays = FROM_TORCH[name], TORCH[name]
     params = torch_params(arrays)
@@ -114,7 +119,7 @@ def tensorflow_params(arrays, prefix=""):
     return {key: arrays[prefix + name] for key, name in names.items()}
 
 
-@pytest.mark.parametrize("name", FROM_TENSORFLOW)
+@pytest.mark.parametrize("name", in_ci(FROM_TENSORFLOW, "adam", "momentum", "rmsprop"))
 def test_the_next_steps_are_those_of_tensorflow_1(name):
     tx, arrays = FROM_TENSORFLOW[name], TENSORFLOW[name]
     params = tensorflow_params(arrays)
@@ -205,7 +210,9 @@ EVERY_STATE = {
 }
 
 
-@pytest.mark.parametrize("name", EVERY_STATE)
+@pytest.mark.parametrize(
+    "name", in_ci(EVERY_STATE, "adam", "adam_exact", "partition", "in_float32")
+)
 def test_what_is_exported_is_imported(name):
     tx = EVERY_STATE[name]
     params = jax.tree.map(jnp.array, torch_params(TORCH["adam"]))
