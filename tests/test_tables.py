@@ -159,6 +159,26 @@ def test_training_is_that_of_tables_apart():
     assert_close(TABLES.split(state.mu), their_state.mu, rtol=1e-6)
 
 
+def test_exact_training_is_that_of_all_rows():
+    """Also with ids that are rows of no table, which nothing may take for rows."""
+    tx = js.adam(0.1, untouched="exact")
+    loss = functools.partial(loss_of, TABLES.lookup)
+
+    def with_bad_ids(params, seed):
+        bad = jnp.array([-1, 4, 99])
+        rows = js.embedding_lookup(params, TABLES.rows(bad, "shop"))
+        return loss(params, seed) + jnp.where(jnp.isnan(rows), 0, rows).sum()
+
+    step = js.optim.exact_step(with_bad_ids, tx)
+    params, state = STACKED, tx.init(STACKED)
+    dense, dense_state = STACKED, js.adam(0.1).init(STACKED)
+    for seed in range(3):
+        params, state, _ = step(params, state, seed)
+        grads = js.grad(loss)(dense, seed).to_dense()
+        dense, dense_state = js.adam(0.1).apply(grads, dense_state, dense)
+    assert_close(tx.flush(params, state)[0], dense, rtol=1e-5)
+
+
 def test_tables_in_use_by_name():
     """For a model that is already written: ``split`` inside of the loss."""
     look_up = lambda params, ids: each(TABLES.split(params), ids)  # noqa: E731
