@@ -217,7 +217,10 @@ def main():
     parser.add_argument("--before", metavar="CHECKOUT", type=pathlib.Path)
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--name", help="of the files in benchmarks/results")
+    parser.add_argument("--redraw", metavar="NAME", help="draw these results anew")
     options = parser.parse_args()
+    if options.redraw:
+        return redraw(HERE / "results" / options.redraw)
     if options.quick:
         options.rows, options.dim, options.kind = [1e4, 1e6], [64], ["zipf"]
         options.ids, options.optimizer = [1e4], ["adam"]
@@ -265,6 +268,17 @@ def write(results, about, ours, path):
         writer.writerows(results)
     pathlib.Path(f"{path}.md").write_text(table(results, about, ours))
     plot(results, f"{path}.png", ours)
+
+
+def redraw(path):
+    """The plot anew, from measurements that are there."""
+    with open(f"{path}.csv", newline="") as file:
+        results = list(csv.DictReader(file))
+    for row in results:
+        row.update({key: int(row[key]) for key in ("rows", "dim", "ids")})
+        row["ms"] = float(row["ms"])
+    ours = dict.fromkeys(x["contender"] for x in results if "jslices" in x["contender"])
+    plot(results, f"{path}.png", list(ours))
 
 
 if __name__ == "__main__":

@@ -105,7 +105,7 @@ def main():
         small, big = args.ids * (4 * args.dim + 4), rows * args.dim * 4
         print(
             f"{rows:>10} {sparse * 1e3:>11.2f} {dense * 1e3:>9.2f} {dense / sparse:>6.1f}x"
-            f" {small / 2**20:>8.1f} MB of {big / 2**20:>6.1f} MB"
+            f" {small / 1e6:>8.1f} MB of {big / 1e6:>6.1f} MB"
         )
 
 

@@ -124,9 +124,9 @@ def raise_at(line: UserLine, error: Exception) -> NoReturn:
 
 
 def human_bytes(count: float) -> str:
-    """``1536`` as ``'1.5 KB'`` (powers of 1024)."""
+    """``1536`` as ``'1.5 KB'``: powers of 1000, to be checked in the head."""
     for unit in ("B", "KB", "MB", "GB", "TB"):
-        if abs(count) < 1024 or unit == "TB":
+        if abs(count) < 1000 or unit == "TB":
             break
-        count /= 1024
+        count /= 1000
     return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"

@@ -507,7 +507,12 @@ class IndexedSlices:
     # --- the batch axes of vmap -----------------------------------------------------
 
     def __getitem__(self, key: Any) -> "IndexedSlices":
-        """Indexes the leading axes that ``vmap`` added: ``batch[0]``, ``batch[:2]``."""
+        """Indexes the leading axes that ``vmap`` added: ``batch[0]``, ``batch[:2]``.
+
+        ``slices[...]`` is the slices, as Flax reads a variable by ``variable[...]``.
+        """
+        if key is Ellipsis:
+            return self
         axes = self.indices.ndim - 1
         keys = key if isinstance(key, tuple) else (key,)
         if axes == 0 or len(keys) > axes or any(k is None or k is Ellipsis for k in keys):

@@ -37,7 +37,7 @@ __all__ = [
 ]
 
 #: Smaller arrays are ignored.
-MIN_BYTES = 1 << 20
+MIN_BYTES = 10**6
 
 
 class Memory(NamedTuple):
@@ -82,7 +82,7 @@ def assert_in_place(
         and dtypes.
       donate_argnums: as in ``jax.jit``; a step that is jitted already has its own.
       min_bytes: smaller arrays are ignored. The default is an eighth of the largest
-        argument, and at least 1 MiB: XLA often copies the weights of dense layers, whose
+        argument, and at least 1 MB: XLA often copies the weights of dense layers, whose
         old values the gradients of other layers need, and next to a table that costs
         little. Give ``V * 4`` to include state arrays of one number a row.
       device: compiles for this device, which need not be here: see :func:`devices`. On
@@ -119,7 +119,7 @@ def assert_in_place(
       Traceback (most recent call last):
       ...
       AssertionError: step does not work in place:
-      - args[0] float32[100000,16] (6.1 MB) is not donated, and result, which is like it, is
+      - args[0] float32[100000,16] (6.4 MB) is not donated, and result, which is like it, is
       new memory. Donate it: jax.jit(step, donate_argnums=0)
 
     Source: answers what JAX's warning "Some donated buffers were not usable" leaves open.
@@ -158,7 +158,7 @@ def assert_no_dense_temporary(
         donation results take new memory, but are not temporaries.
       table_bytes: no temporary may have this many bytes, whatever its shape; replaces the
         search for tables.
-      min_bytes: smaller arrays are not tables (1 MiB by default).
+      min_bytes: smaller arrays are not tables (1 MB by default).
       device: compiles for this device, which need not be here: see :func:`devices`. On
         several an argument keeps its sharding over a mesh of as many devices, which may be
         a ``jax.sharding.AbstractMesh``, and is replicated if it has none. The default is
@@ -220,7 +220,7 @@ def assert_no_table_on_wire(
       *args: its arguments: pytrees of arrays or of ``jax.ShapeDtypeStruct``, of any shapes
         and dtypes, with their shardings.
       donate_argnums: as in ``jax.jit``; a step that is jitted already has its own.
-      min_bytes: smaller arrays are not tables (1 MiB by default).
+      min_bytes: smaller arrays are not tables (1 MB by default).
       device: compiles for this device, as :func:`assert_no_dense_temporary` does.
 
     Returns:

@@ -6,10 +6,12 @@
 
 What all notebooks share is written into them here: the first cell, which installs the
 package where it is missing, and the address behind the badge in the second. A digest of the
-code is stored beside the outputs, so that a test can say when they are stale.
+code is stored beside the outputs, so that a test can say when they are stale. The picture
+of the cell tagged ``cover`` (or the first one) also goes into pictures/, for README.md.
 """
 
 import argparse
+import base64
 import hashlib
 import json
 import os
@@ -96,6 +98,16 @@ def execute(notebook: nbformat.NotebookNode, folder: str, quick: bool) -> None:
                 output["data"].pop("text/plain", None)  # what no one sees: a repr
 
 
+def cover(notebook: nbformat.NotebookNode) -> bytes:
+    """The picture that stands for the notebook, a PNG."""
+    tagged = [c for c in notebook.cells if "cover" in c.metadata.get("tags", ())]
+    for cell in tagged or notebook.cells:
+        for output in cell.get("outputs", []):
+            if "image/png" in output.get("data", {}):
+                return base64.b64decode(output["data"]["image/png"])
+    raise ValueError("the notebook shows no picture")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("names", nargs="*", help="without .ipynb; all if none is given")
@@ -119,6 +131,9 @@ def main() -> None:
                 "code_digest": digest(notebook),
             }
             nbformat.write(notebook, path)
+            pictures = FOLDER / "pictures"
+            pictures.mkdir(exist_ok=True)
+            (pictures / f"{name}.png").write_bytes(cover(notebook))
 
 
 if __name__ == "__main__":

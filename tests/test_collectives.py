@@ -146,8 +146,8 @@ def test_what_is_received_in_all_turns(found):
     assert found.least == found.most == each
     said = str(found)
     assert said.startswith("each device receives ")
-    assert "8.0 KB received in each of 5 turns (jit(exchange)" in said
-    assert "8.0 KB received in each turn of a loop" in said
+    assert "8.2 KB received in each of 5 turns (jit(exchange)" in said
+    assert "8.2 KB received in each turn of a loop" in said
 
 
 def test_branches_are_apart():
@@ -195,10 +195,10 @@ def test_a_replicated_table_stepped_from_a_divided_batch():
     table = placed(mesh, (V, D), jnp.float32)
     ids = placed(mesh, (K,), jnp.int32, "x")
     summed, advice = sent_by(step, table, ids)
-    assert "all-reduce of f32[40000,16] among 8 devices, 4.3 MB received" in summed
+    assert "all-reduce of f32[40000,16] among 8 devices, 4.5 MB received" in summed
     assert f"at {__file__}:" in summed and "table.at[ids].add" in summed
     assert summed.endswith(
-        "as large as args[0] float32[40000,16] (2.4 MB), or has an axis as long"
+        "as large as args[0] float32[40000,16] (2.6 MB), or has an axis as long"
     )
     assert "jslices.Exchange" in advice
 

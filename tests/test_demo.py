@@ -40,7 +40,9 @@ def test_trains_shows_and_compares(capsys, text):
     nearest = re.search(r"rain: (.*)", out).group(1)
     first_three = [item.split()[0] for item in nearest.split(", ")[:3]]
     assert set(first_three) == {"sun", "sky", "cloud"}
-    assert re.search(r"a step: row gradients .* ms and .* dense Optax Adam .* ms", out)
+    assert re.search(
+        r"with dense Optax Adam: .* ms.*\n.* row gradients: .* ms.* as fast", out
+    )
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 

@@ -595,3 +595,21 @@ def test_a_learning_rate_that_is_known_in_the_step_alone(name, kwargs, tolerance
     schedule = optax.piecewise_constant_schedule(0.1 * scale, {half: 0.2})
     wanted = train_dense(getattr(optax, name)(schedule, **kwargs))
     assert relative_error(params, wanted) < max(tolerance, 2e-5)
+
+
+def test_places_without_a_parameter_stay_without_state():
+    """Equinox has None where a model has functions."""
+    tx = js.adamw(optax.exponential_decay(0.1, 2, 0.9), untouched="exact")
+    params = {"table": jnp.ones((4, 2)), "activation": None}
+    grads = {"table": js.IndexedSlices(jnp.ones((1, 2)), [1], (4, 2)), "activation": None}
+    first = tx.init(params)
+
+    @quickly
+    def step(params, state):
+        params, state = tx.flush(params, state)
+        return tx.apply(grads, state, params)
+
+    for _ in range(2):
+        params, state = step(params, first)
+        assert jax.tree.structure(state) == jax.tree.structure(first)
+    assert params["activation"] is None and state.count == 1

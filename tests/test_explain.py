@@ -82,7 +82,7 @@ def test_weights_without_lookups_take_one_line():
     lines = str(report).splitlines()
     assert [leaf.path for leaf in report.leaves] == ["p['a']", "p['b']", "p['c']", "p['t']"]
     assert [line.split("  ")[0] for line in lines[2:4]] == ["p['t']", "3 without lookups"]
-    assert lines[3].split()[-3:] == ["B", "4.5", "KB"] and "768 B" in lines[3]
+    assert lines[3].split()[-3:] == ["B", "4.6", "KB"] and "768 B" in lines[3]
     assert "p['a']" not in str(report) and "3 without lookups" in report.to_markdown()
     # Without any lookup there is nothing else to show.
     alone = str(js.explain(lambda p: (p["a"] @ p["b"]).sum())(params))
@@ -112,7 +112,7 @@ def test_tables_that_would_be_smaller_dense():
 def test_layout(report):
     text = str(report)
     assert max(map(len, text.splitlines())) <= 100
-    assert "params['table']" in text and "476.8 GB" in text and "instead: " in text
+    assert "params['table']" in text and "512.0 GB" in text and "instead: " in text
     assert f"test_explain.py:{LINE + 6}" in text
     markdown = report.to_markdown()
     assert markdown.splitlines()[1].startswith("| --- |")

@@ -599,11 +599,12 @@ def test_other_backends_are_refused():
     assert run.returncode and "KERAS_BACKEND=jax" in run.stderr
 
 
-def test_the_page_runs(tmp_path, monkeypatch):
+@pytest.mark.parametrize("name, count", [("keras.md", 3), ("coming_from/keras.md", 1)])
+def test_the_page_runs(name, count, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    page = pathlib.Path(__file__).parent.parent / "docs" / "keras.md"
+    page = pathlib.Path(__file__).parent.parent / "docs" / name
     blocks = re.findall(r"^```python\n(.*?)^```", page.read_text(), re.M | re.S)
-    assert len(blocks) == 3
+    assert len(blocks) == count
     names = {}
     for block in blocks:
         exec(block, names)

@@ -91,7 +91,7 @@ def test_a_table_by_columns_is_noticed_once():
     }
     said = (
         r"the table at \['noticed'\], float32\[1000000, 2\], is laid out by columns: each "
-        r"lookup, and each step, copies all of it, 7.6 MB, to rows and back. Type params = "
+        r"lookup, and each step, copies all of it, 8.0 MB, to rows and back. Type params = "
         r"jslices.row_major\(params\) before tx.init\(params\)"
     )
     with pytest.warns(js.optim.PerformanceHint, match=said):

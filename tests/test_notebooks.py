@@ -58,10 +58,21 @@ def test_uses_public_names_only(name):
     assert not re.search(r"\bjs\._|\bjslices\._|\bimport _|jslices\.\w+\._", code)
 
 
+@every_notebook
+def test_the_folder_shows_it(name):
+    listed = (FOLDER / "README.md").read_text()
+    assert f"]({name}.ipynb)" in listed and run.badge(name) in listed
+    assert f"(pictures/{name}.png)" in listed
+    shown = (FOLDER / "pictures" / f"{name}.png").read_bytes()
+    assert shown == run.cover(read(name)), f"python notebooks/run.py {name}"
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 @every_notebook
 def test_runs(name, tmp_path):
     notebook = read(name)
+    if "from flax import" in str(notebook.cells):
+        pytest.importorskip("flax")
     run.execute(notebook, str(tmp_path), quick=True)
     assert pictures(notebook), f"{name} shows no plot"

@@ -101,7 +101,7 @@ def test_repr_tells_rows_shape_and_bytes(slices):
         "IndexedSlices(4 rows of float32[5, 2], indices int32[4]: 48 B, dense 40 B)"
     )
     big = js.IndexedSlices(VALUES, INDICES, (1_000_000, 2))
-    assert "rows of float32[1000000, 2]" in repr(big) and "saves 7.6 MB" in repr(big)
+    assert "rows of float32[1000000, 2]" in repr(big) and "saves 8.0 MB" in repr(big)
     assert "float32[?, 2]" in repr(js.IndexedSlices(VALUES, INDICES))
     seen = []
     jax.jit(lambda s: seen.append(repr(s)))(slices)

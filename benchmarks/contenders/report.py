@@ -130,34 +130,51 @@ def table(results, about, ours):
     return "\n".join(out) + "\n"
 
 
+PEER_COLOURS = {"PyTorch": "#d55e00", "TensorFlow": "#0072b2", "Keras": "#009e73"}
+
+
 def plot(results, path, ours):
-    """Times as fast as the best peer, over the bytes of the gradient."""
+    """How many times as fast as the best peer, a row of panels for each of ours."""
     try:
-        import matplotlib
+        from matplotlib.figure import Figure
+        from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
     except ImportError:
         return
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(1, 3, figsize=(15, 4.5), sharey=True)
-    for axis, optimizer in zip(axes, ("sgd", "adagrad", "adam"), strict=True):
-        for name, mark in zip(ours, "ox+sD^", strict=False):
-            points = [
-                (ids * dim * 4, best[1] / by_name[name]["ms"])
-                for (kind, rows, dim, ids, _), by_name in cells(results).items()
-                if kind == optimizer and name in by_name and rows >= 1e5
-                for best in [best_peer(by_name, ours)]
-                if best
-            ]
-            if points:
-                axis.scatter(*zip(*points, strict=True), marker=mark, label=name)
-        axis.axhline(1, color="gray", linewidth=0.8)
-        axis.axvline(LARGE, color="gray", linewidth=0.8, linestyle=":")
-        axis.set(xscale="log", yscale="log", title=optimizer)
-        axis.set_xlabel("bytes of the gradient")
-    if axes[0].collections:
-        axes[0].legend()
-    axes[0].set_ylabel("times as fast as the best peer")
-    figure.tight_layout()
+    optimizers = ("sgd", "adagrad", "adam")
+    figure = Figure(figsize=(12, 1 + 3.6 * len(ours)), layout="constrained")
+    grid = figure.subplots(len(ours), 3, sharex=True, sharey=True, squeeze=False)
+    for name, row in zip(ours, grid, strict=True):
+        for optimizer, axis in zip(optimizers, row, strict=True):
+            for peer, colour in PEER_COLOURS.items():
+                points = [
+                    (ids * dim * 4 / 1e6, best[1] / by_name[name]["ms"])
+                    for (kind, rows, dim, ids, _), by_name in cells(results).items()
+                    if kind == optimizer and name in by_name and rows >= 1e5
+                    for best in [best_peer(by_name, ours)]
+                    if best and best[0].startswith(peer)
+                ]
+                if points:
+                    axis.scatter(*zip(*points, strict=True), s=28, color=colour, alpha=0.75)
+            axis.axhline(1, color="black", linewidth=0.8)
+            axis.axvline(LARGE / 1e6, color="gray", linewidth=0.8, linestyle=":")
+            axis.set(xscale="log", yscale="log", title=f"{optimizer}, {name}")
+            axis.grid(alpha=0.3)
+            axis.xaxis.set_major_locator(FixedLocator([0.1, 1, 10, 100]))
+            axis.yaxis.set_major_locator(FixedLocator([0.5, 1, 2, 3, 4, 6, 10]))
+            for each in (axis.xaxis, axis.yaxis):
+                each.set_minor_locator(NullLocator())
+                each.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        row[0].set_ylabel("times as fast")
+    for axis in grid[-1]:
+        axis.set_xlabel("size of the gradient's rows in MB (dotted: 16)")
+    figure.suptitle(
+        "A step of jslices beside the fastest of PyTorch and TensorFlow on the same CPU:\n"
+        "a dot is one size of table, row and batch; above the line jslices is faster",
+        fontsize=12,
+    )
+    legend = grid[-1][0]
+    for peer, colour in PEER_COLOURS.items():
+        label = f"fastest peer: {peer}{' (TensorFlow)' if peer == 'Keras' else ''}"
+        legend.scatter([], [], color=colour, label=label)
+    legend.legend(loc="lower left")
     figure.savefig(path, dpi=110)
-    pyplot.close(figure)

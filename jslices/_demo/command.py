@@ -1,11 +1,10 @@
 """``python -m jslices demo``: train, show neighbours, compare with dense gradients."""
 
 import argparse
-import functools
 import math
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,8 @@ import jax
 import numpy as np
 
 import jslices as js
-from jslices._demo import skipgram
+from jslices._demo import picture, skipgram
+from jslices._demo.picture import refused
 from jslices._demo.skipgram import Corpus, read_corpus
 from jslices._densify import human_bytes
 
@@ -23,8 +23,6 @@ TIMED_STEPS = 20
 
 #: An optimizer and its step.
 Contender = tuple[Any, Callable[..., Any]]
-
-refused = functools.partial(argparse.ArgumentError, None)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -53,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> None:
     """Trains and prints; ``argparse.ArgumentError`` if a request cannot be met."""
     if options.plot is not None:
-        _check_plot(options.plot)
+        picture.check(options.plot)
     try:
         corpus = read_corpus(options.text, options.words)
     except (OSError, ValueError) as error:
@@ -79,7 +77,7 @@ def run(options: argparse.Namespace) -> None:
         print(f"  {corpus.words[number]:>10}: {listed or '(no frequent words)'}")
     print(_comparison(contender, falling, corpus, data, options))
     if options.plot is not None:
-        _draw(near[: min(400, near.shape[0])], corpus.words, options.plot)
+        picture.draw(near, corpus.words, options.plot)
         print(f"picture: {options.plot}")
 
 
@@ -130,7 +128,7 @@ def _comparison(
     data: skipgram.Data,
     options: argparse.Namespace,
 ) -> str:
-    """One line: this step against the same step with dense gradients and Optax."""
+    """Two lines: this step against the same step with dense gradients and Optax."""
     batch = options.batch
     try:
         import optax
@@ -156,11 +154,11 @@ def _comparison(
             times[i].append(time.perf_counter() - start)
     sparse, dense = (statistics.median(each) * 1e3 for each in times)
     sparse_bytes, dense_bytes = gradient_bytes(params, data, batch)
+    small, large = human_bytes(sparse_bytes), human_bytes(dense_bytes)
     return (
-        f"a step: row gradients {sparse:.1f} ms and {human_bytes(sparse_bytes)} of "
-        f"gradients, {label} Adam {dense:.1f} ms and {human_bytes(dense_bytes)}: "
-        f"{dense / sparse:.1f} times the time, {dense_bytes / sparse_bytes:.1f} times "
-        "the bytes"
+        f"a step with {label} Adam: {dense:.1f} ms, gradients of {large}\n"
+        f"a step with row gradients: {sparse:.1f} ms, {small}: "
+        f"{dense / sparse:.1f} times as fast, {dense_bytes / sparse_bytes:.1f} times less"
     )
 
 
@@ -176,39 +174,6 @@ def gradient_bytes(
         return sum(x.size * x.dtype.itemsize for x in leaves)
 
     return total(js.grad(skipgram.loss)), total(jax.grad(skipgram.loss))
-
-
-def _check_plot(file: Path) -> None:
-    try:
-        from matplotlib.backend_bases import FigureCanvasBase
-    except ImportError:
-        raise refused("--plot needs matplotlib: pip install 'jslices[demo]'") from None
-    suffixes = sorted(FigureCanvasBase.filetypes)
-    if file.suffix.lower().lstrip(".") not in suffixes:
-        raise refused(f"--plot {file}: the name must end in .{', .'.join(suffixes)}")
-    if not file.absolute().parent.is_dir():
-        raise refused(f"--plot {file}: no such folder: {file.absolute().parent}")
-
-
-def _draw(vectors: np.ndarray, words: Sequence[str], file: Path) -> None:
-    """Writes the words at the two principal directions of their vectors ``[n, D]``."""
-    from matplotlib.figure import Figure
-
-    unit = vectors / np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), 1e-12)
-    centred = unit - unit.mean(axis=0)
-    left, scale, _ = np.linalg.svd(centred, full_matrices=False)
-    places = left[:, :2] * scale[:2]
-    figure = Figure(figsize=(14, 10), layout="constrained")
-    axes = figure.subplots()
-    axes.scatter(places[:, 0], places[:, 1], s=4, color="tab:blue")
-    for place, word in zip(places, words, strict=False):
-        axes.annotate(word, place, fontsize=7, alpha=0.8)
-    axes.set(
-        title=f"the {len(vectors)} most frequent words",
-        xlabel="first principal direction",
-        ylabel="second principal direction",
-    )
-    figure.savefig(file, dpi=120)
 
 
 def _positive(text: str) -> int:

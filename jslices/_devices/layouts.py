@@ -42,7 +42,7 @@ def row_major(tree: Any) -> Any:
       it names none.
 
     Memory: a TPU pads rows to 128 elements, row-major ones of 16 to 8 times their size
-    (docs/devices.md says how to store short rows packed). Cost: one copy of each array that
+    (docs/packed_tables.md says how to store short rows). Cost: one copy of each array that
     is moved.
 
     Example:

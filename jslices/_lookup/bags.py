@@ -90,7 +90,7 @@ def embedding_lookup_sparse(
 
     def look_up(params: Any, sp_ids: Any, sp_weights: Any, mask: Any) -> jax.Array:
         tables = _float_tables(params, caller)
-        bags = _as_bags(sp_ids, sp_weights, mask, caller)
+        bags = as_bags(sp_ids, sp_weights, mask, caller)
         rows = read_rows(
             tables,
             bags.ids,
@@ -159,7 +159,7 @@ def safe_embedding_lookup_sparse(
 
     def look_up(params: Any, sp_ids: Any, sp_weights: Any, mask: Any) -> jax.Array:
         tables = _float_tables(params, caller)
-        bags = _as_bags(sp_ids, sp_weights, mask, caller)
+        bags = as_bags(sp_ids, sp_weights, mask, caller)
         good = bags.ids >= 0
         if bags.weights is not None and combiner != "sum":
             good &= bags.weights > 0
@@ -217,7 +217,7 @@ class Bags(NamedTuple):
         return math.prod(self.shape)
 
 
-def _as_bags(sp_ids: Any, sp_weights: Any, mask: Any, caller: str) -> Bags:
+def as_bags(sp_ids: Any, sp_weights: Any, mask: Any, caller: str) -> Bags:
     """Ids in any form, with or without weights, as :class:`Bags`."""
     if isinstance(sp_ids, tuple) and mask is not None:
         raise ValueError(f"{caller}: mask= goes with an array [*B, L] of ids, not a tuple")

@@ -14,12 +14,17 @@ the same trees go through Orbax as they are::
 
 IndexedSlices and the states of optimizers are pytrees, which ``restore`` rebuilds from
 their shapes.
+
+``import_state`` and ``export_state`` carry the state of an optimizer from PyTorch and
+TensorFlow to here, and back.
 """
 
 from jslices._errors import DataLossError as DataLossError
 from jslices._errors import NotFoundError as NotFoundError
 from jslices.checkpoint.saver import Saver as Saver
 from jslices.checkpoint.saver import SaverDef as SaverDef
+from jslices.checkpoint.slots import export_state as export_state
+from jslices.checkpoint.slots import import_state as import_state
 from jslices.checkpoint.state_file import CheckpointState as CheckpointState
 from jslices.checkpoint.state_file import get_checkpoint_state as get_checkpoint_state
 from jslices.checkpoint.state_file import latest_checkpoint as latest_checkpoint

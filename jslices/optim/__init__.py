@@ -83,4 +83,5 @@ from jslices.optim.transforms.partition import PartitionState as PartitionState
 from jslices.optim.transforms.partition import masked as masked
 from jslices.optim.transforms.partition import partition as partition
 from jslices.optim.transforms.rows import combine_duplicates as combine_duplicates
+from jslices.optim.transforms.scale import scale as scale
 from jslices.optim.transforms.state_dtype import with_state_dtype as with_state_dtype

@@ -99,7 +99,7 @@ def adafactor(
 
     Raises:
       ValueError: for ``untouched="exact"``; from ``update``, for slices of a factored
-      parameter of rank 3 or more.
+        parameter of rank 3 or more.
 
     Cost: a step reads and writes ``U * D`` elements of the parameter and ``U`` numbers of
     state.

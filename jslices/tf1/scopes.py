@@ -129,8 +129,9 @@ def variable_scope(
       reuse: True shares existing variables only, AUTO_REUSE also creates missing ones;
         False and None inherit from the enclosing scope (from the scope object, if one is
         given).
-      initializer, dtype, regularizer: defaults for variables and scopes within; None
-        inherits.
+      initializer: the default of variables and scopes within; None inherits.
+      dtype: likewise.
+      regularizer: likewise.
       default_name: with ``name_or_scope=None``, a name to make unique: ``d``, ``d_1``, ...
       auxiliary_name_scope: False opens no name scope, so that :class:`jslices.tf1.Variable`
         gets its name as outside.

@@ -111,6 +111,8 @@ def transformation(
             clock = exact.ticked(state.clock, state.count, rule)
             columns.append(tree.flatten_up_to(clock.last))
             snapshots = tree.flatten_up_to(clock.snapshot)
+            absent = [x is None for x in snapshots]  # as the parameter is
+            snapshots = [x or () for x in snapshots]
             exact.refuse_stale(leaves, columns[-1], state.count)
             kernels = {
                 kind: exact.keeping_time(kernel, kind[0], state.count, clock.run)
@@ -126,8 +128,12 @@ def transformation(
         ]
         changed = dict(zip(names, new, strict=False))
         if clock is not None:
-            snapshots = [tuple(leaf[1 + len(columns) :]) for leaf in results]
-            snapshot = tree.unflatten(snapshots)
+            snapshot = tree.unflatten(
+                [
+                    None if none else tuple(leaf[1 + len(columns) :])
+                    for none, leaf in zip(absent, results, strict=True)
+                ]
+            )
             changed["clock"] = clock._replace(last=new[-1], snapshot=snapshot)
         return result, state._replace(count=next_count(state.count), **changed)
 

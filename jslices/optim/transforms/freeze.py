@@ -9,11 +9,13 @@ import jax.numpy as jnp
 
 from jslices._jax import flatten
 from jslices._slices import is_slices
-from jslices.optim._engine.protocol import GradientTransformation, is_leaf
+from jslices.optim._engine.protocol import GradientTransformation
 from jslices.optim._exact.catch_up import FROZEN
 from jslices.optim.transforms.chain import as_transformation
-from jslices.optim.transforms.norms import as_leaf
+from jslices.optim.transforms.given import is_leaf_or_masked, map_given, spread_over
 from jslices.optim.transforms.rows import only_rows
+
+ARGUMENT = "freeze_rows(frozen=...)"
 
 
 def freeze_rows(tx: Any, frozen: Any) -> Any:
@@ -100,13 +102,15 @@ def freeze_rows(tx: Any, frozen: Any) -> Any:
         return GradientTransformation(init, update, plan=tx.plan)
 
     def catch_up(params: Any, state: Any, ids: Any) -> tuple[Any, Any]:
-        leaves, structure = flatten(params, is_leaf=_is_leaf)
+        leaves, structure = flatten(params, is_leaf=is_leaf_or_masked)
         given = structure.flatten_up_to(ids)
         if any(x is True for x in given):
             state = marked(state)
         rows = [
             x if bits is None or x is None or x is True else _left_out(x, bits, p.shape[0])
-            for x, bits, p in zip(given, _spread(frozen, params), leaves, strict=True)
+            for x, bits, p in zip(
+                given, spread_over(ARGUMENT, frozen, params), leaves, strict=True
+            )
         ]
         return tx.catch_up(params, state, structure.unflatten(rows))
 
@@ -138,39 +142,7 @@ def _frozen_state(state: Any, frozen: Any) -> Any:
 
 def _each(frozen: Any, f: Callable[[Any, Any], Any], tree: Any) -> Any:
     """``tree``, which mirrors the parameters, with ``f(leaf, frozen)`` for tables."""
-    leaves, structure = flatten(tree, is_leaf=_is_leaf)
-    return structure.unflatten(
-        [
-            x if bits is None or x is None or _is_masked(x) else f(as_leaf(x), bits)
-            for x, bits in zip(leaves, _spread(frozen, tree), strict=True)
-        ]
-    )
-
-
-def _is_masked(x: Any) -> bool:
-    """True for the empty node that stands for a parameter of another optimizer."""
-    return isinstance(x, tuple) and not x
-
-
-def _is_leaf(x: Any) -> bool:
-    return is_leaf(x) or _is_masked(x)
-
-
-def _spread(frozen: Any, tree: Any) -> list[Any]:
-    """What is frozen of each leaf of ``tree``."""
-    found: list[Any] = []
-
-    def add(bits: Any, part: Any) -> None:
-        found.extend([bits] * len(flatten(part, is_leaf=_is_leaf)[0]))
-
-    try:
-        jax.tree.map(add, frozen, tree, is_leaf=lambda x: x is None)
-    except ValueError as error:
-        raise ValueError(
-            "freeze_rows(frozen=...) must have the structure of the parameters or a prefix "
-            f"of it, with None for what stays free; {error}"
-        ) from error
-    return found
+    return map_given(ARGUMENT, f, frozen, tree)
 
 
 def _check(bits: Any, shape: tuple[int | None, ...]) -> None:

@@ -171,6 +171,10 @@ def _split(
     active = {label: tx for label, tx in transforms.items() if tx is not None}
 
     def init(params: Any) -> Any:
+        if not flatten(params, is_leaf=is_leaf)[0]:
+            # Of no parameters, or of the node that optax.tree.map_params has for all of
+            # them: whatever the labels are, it goes to every transformation.
+            return pack({label: tx.init(params) for label, tx in active.items()})
         parts = _Parts(argument, transforms, labels, params)
         return pack({k: tx.init(parts.of(k, params)) for k, tx in active.items()})
 

@@ -1,0 +1,10 @@
+"""Draws the pictures of the pages, light and dark: ``python docs/figures/draw.py``."""
+
+import exchange
+import gradient
+import speed
+import step
+
+if __name__ == "__main__":
+    for module in (gradient, step, exchange, speed):
+        module.main()

@@ -1,0 +1,148 @@
+"""The tables and the picture of docs/speed.md, from benchmarks/results/cpu.csv.
+
+python docs/figures/speed.py
+"""
+
+import csv
+import pathlib
+import re
+import statistics
+
+from matplotlib import pyplot
+from style import INKS, plain, save
+
+ROOT = pathlib.Path(__file__).parents[2]
+OURS, KEPT, DENSE = "jslices", "jslices, memory kept", "Optax dense"
+
+
+def cells():
+    """``((rows, dim, ids), {contender: ms})`` of every cell of the grid."""
+    found = {}
+    with open(ROOT / "benchmarks" / "results" / "cpu.csv") as file:
+        for row in csv.DictReader(file):
+            sizes = tuple(int(row[key]) for key in ("rows", "dim", "ids"))
+            cell = found.setdefault((row["optimizer"], sizes, row["kind"]), {})
+            cell[row["contender"]] = float(row["ms"])
+    return [(sizes, ms) for (_, sizes, _), ms in found.items()]
+
+
+def against_dense():
+    """Times as fast as dense JAX, with the ids of a step for each row of the table."""
+    return [
+        (ids / rows, ms[DENSE] / ms[OURS])
+        for (rows, _, ids), ms in cells()
+        if DENSE in ms and OURS in ms
+    ]
+
+
+def against_peers(name):
+    """Times as fast as the faster of PyTorch and TensorFlow, with the gradient's MB."""
+    found = []
+    for (rows, dim, ids), ms in cells():
+        peers = [ms[peer] for peer in {*ms} - {OURS, KEPT, DENSE}]
+        if peers and rows >= 1e5 and ids <= rows:
+            found.append((ids * dim * 4 / 1e6, min(peers) / ms[name]))
+    return found
+
+
+def spread(points, wanted):
+    """How many cells, and the least, the median and the most of them."""
+    times = [times for size, times in points if wanted(size)]
+    least, most = min(times), max(times)
+    return len(times), f"{least:.2f} | {statistics.median(times):.2f} | {most:.1f}"
+
+
+def machine():
+    about = (ROOT / "benchmarks" / "results" / "cpu.md").read_text()
+    run, versions = re.findall(r"^- .*", about, re.M)[:2]
+    return run.partition(", GLIBC_TUNABLES")[0] + "\n" + versions
+
+
+def dense():
+    lines = ["| ids a step | cells | least | median | most |", "|---|---:|---:|---:|---:|"]
+    for label, wanted in (
+        ("K < V / 50", lambda share: share < 1 / 50),
+        ("V / 50 <= K < V / 2", lambda share: 1 / 50 <= share < 1 / 2),
+        ("K >= V / 2", lambda share: share >= 1 / 2),
+    ):
+        count, times = spread(against_dense(), wanted)
+        lines.append(f"| {label} | {count} | {times} |")
+    return "\n".join(lines)
+
+
+def peers():
+    names = "default `malloc`: least | median | most | memory kept: least | median | most"
+    lines = [f"| gradient, `K * D * 4` bytes | cells | {names} |", "|---|" + "---:|" * 7]
+    for label, wanted in (
+        ("all", lambda size: True),
+        ("below 16 MB", lambda size: size < 16),
+        ("16 MB or more", lambda size: size >= 16),
+    ):
+        count, plain_times = spread(against_peers(OURS), wanted)
+        _, kept_times = spread(against_peers(KEPT), wanted)
+        lines.append(f"| {label} | {count} | {plain_times} | {kept_times} |")
+    return "\n".join(lines)
+
+
+def fill(page):
+    """The page with the tables between its marks."""
+    for table in (machine, dense, peers):
+        begin = f"<!-- made by docs/figures/speed.py: {table.__name__} -->\n"
+        before, rest = page.split(begin)
+        after = rest.partition("<!-- end -->")[2]
+        page = f"{before}{begin}\n{table()}\n\n<!-- end -->{after}"
+    return page
+
+
+def picture(axes, ink):
+    left, right = axes
+    left.scatter(*zip(*against_dense(), strict=True), s=16, color=ink.row)
+    left.set_title("Against dense JAX", color=ink.text)
+    left.set_xlabel("ids in a step / rows of the table")
+    left.set(xlim=(0.006, 1.7))
+    left.set_xticks([0.01, 0.1, 1], ["0.01", "0.1", "1"])
+    left.set_yticks([1, 10, 100], ["1 x", "10 x", "100 x"])
+    kinds = (
+        (OURS, ink.blue, "as it is", 0.95),
+        (KEPT, ink.green, "with js.keep_memory()", 1.05),
+    )
+    for name, color, label, aside in kinds:
+        points = [(size * aside, times) for size, times in against_peers(name)]
+        right.scatter(*zip(*points, strict=True), s=12, color=color, label=label)
+    right.set_title("Against PyTorch and TensorFlow", color=ink.text)
+    right.set_xlabel("gradient, MB")
+    right.set_xticks([0.1, 1, 10], ["0.1", "1", "10"])
+    right.set(ylim=(0.65, 11))
+    right.set_yticks([1, 2, 4, 8], ["1 x", "2 x", "4 x", "8 x"])
+    right.legend(frameon=False, labelcolor=ink.text, loc="upper right", ncols=2)
+    left.set_ylabel("times as fast")
+    for part in axes:
+        part.axhline(1, color=ink.muted, linewidth=0.8)
+
+
+def main():
+    page = ROOT / "docs" / "speed.md"
+    page.write_text(fill(page.read_text()))
+    for theme, ink in INKS.items():
+        colors = {
+            "axes.edgecolor": ink.line,
+            "axes.labelcolor": ink.muted,
+            "axes.titlesize": 11,
+            "xtick.color": ink.muted,
+            "ytick.color": ink.muted,
+        }
+        with pyplot.rc_context({**plain, **colors}):
+            figure, axes = pyplot.subplots(1, 2, figsize=(8.6, 3.9))
+            for part in axes:
+                part.set(xscale="log", yscale="log", facecolor="none")
+                part.minorticks_off()
+                part.spines[["top", "right"]].set_visible(False)
+            picture(axes, ink)
+            for part in axes:
+                part.minorticks_off()
+            figure.tight_layout(w_pad=3)
+            save(figure, pathlib.Path(__file__).parent / f"speed-{theme}.svg")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,92 @@
+"""Updates times a factor of their array, or of their row: learning rates by group."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jslices._rows.bounds import canonical_indices
+from jslices._rows.select import per_row
+from jslices._slices import IndexedSlices, check_slices
+from jslices.optim._engine.protocol import GradientTransformation
+from jslices.optim._engine.recipe import recorded
+from jslices.optim.transforms.chain import stateless
+from jslices.optim.transforms.given import map_given
+
+
+@recorded
+def scale(factors: Any) -> GradientTransformation:
+    """Multiplies updates by a factor for each array, or for each row of a table.
+
+    After an optimizer in a chain the factors are those of its learning rate, weight decay
+    included. In front of one they scale gradients, which Adam and the like undo.
+
+    Untouched rows stay untouched. Duplicates are each multiplied; out-of-range indices are
+    dropped. Of an optimizer with ``untouched="exact"`` they would miss the steps that rows
+    have missed: ``chain`` refuses it (with a factor for each array take ``partition``, and
+    for tables in one array one stack of tables for each rate).
+
+    Args:
+      factors: mirrors the parameters or is a prefix of them. For an array a number ``[]``;
+        for a table ``[V, *D]`` also a function that is given row numbers ``[n]`` and
+        returns a number for each, such as :meth:`jslices.tables.StackedTables.per_row`;
+        None for what stays as it is.
+
+    Returns:
+      A stateless :class:`jslices.GradientTransformation`. Updates keep their dtypes.
+
+    Raises:
+      TypeError: for a factor that is neither a number nor a function.
+      ValueError: for factors in another structure, and numbers of another shape.
+
+    Cost: one pass over the updates: ``U * D`` elements, and U factors.
+
+    Example:
+      >>> import jax.numpy as jnp, jslices as js
+      >>> rates = {"table": lambda rows: jnp.where(rows < 2, 0.1, 1.0), "w": 0.5}
+      >>> tx = js.optim.chain(js.sgd(1.0), js.optim.scale(rates))
+      >>> params = {"table": jnp.zeros((4, 1)), "w": jnp.zeros(2)}
+      >>> rows = js.IndexedSlices(jnp.ones((2, 1)), jnp.array([1, 3]), (4, 1))
+      >>> grads = {"table": rows, "w": jnp.ones(2)}
+      >>> params, state = tx.apply(grads, tx.init(params), params)
+      >>> params["table"].ravel(), params["w"]
+      (Array([ 0. , -0.1,  0. , -1. ], dtype=float32), Array([-0.5, -0.5], dtype=float32))
+
+    Source: ``optax.scale``, which takes one number, and multiplies the indices of slices;
+    parameter groups of PyTorch, ``[{"params": ..., "lr": ...}]``.
+    """
+    for factor in jax.tree.leaves(factors):
+        if not callable(factor) and jnp.ndim(factor):
+            raise ValueError(
+                f"scale wants one number for an array, got {jnp.shape(factor)}; for a "
+                "number for each row: lambda rows: factors[rows]"
+            )
+
+    def update(grads: Any) -> Any:
+        return map_given("scale(factors=...)", _scaled, factors, grads)
+
+    return stateless(update)
+
+
+def _scaled(update: Any, factor: Any) -> Any:
+    if isinstance(update, IndexedSlices):
+        check_slices(update)
+    elif callable(factor) and not update.ndim:
+        raise ValueError("scale got a function of rows for an array without rows, []")
+    if not callable(factor):
+        return update * jnp.asarray(factor, update.dtype)
+    if not isinstance(update, IndexedSlices):
+        return update * per_row(_factors(factor, jnp.arange(len(update)), update), update)
+    num_rows = None if update.dense_shape is None else update.dense_shape[0]
+    indices = canonical_indices(update.indices, num_rows)
+    return update.scale_rows(_factors(factor, indices, update))
+
+
+def _factors(factor: Any, rows: jax.Array, update: Any) -> jax.Array:
+    found = jnp.asarray(factor(rows))
+    if found.shape != rows.shape:
+        raise ValueError(
+            f"scale wants a function that returns a number for each of {list(rows.shape)} "
+            f"rows, got {found.dtype}{list(found.shape)}"
+        )
+    return found.astype(update.dtype)

@@ -1,0 +1,375 @@
+"""Many tables of one row shape in one array: one lookup, one sort, one step for all.
+
+A model that looks up 26 arrays holds 26 lookups, sorts and steps, and is compiled as long.
+Here the tables stand below one another in one array ``[V, *D]``, which is one parameter
+like any other: optimizers, clipping, ``exchange=`` and checkpoints need to know nothing.
+:class:`StackedTables` says which rows are whose. Import it by itself::
+
+    from jslices.tables import StackedTables
+"""
+
+import dataclasses
+import math
+import operator
+import zlib
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import ArrayLike, DTypeLike
+
+from jslices._devices.placement import padded_rows
+from jslices._errors import InvalidArgumentError
+from jslices._lookup import embedding_lookup, embedding_lookup_sparse
+from jslices._lookup.bags import as_bags
+from jslices._rows.bounds import index_dtype, take_rows
+from jslices._rows.ids import as_ids, check_mode, refuse_bad_ids, settle
+
+Initializer = Callable[..., jax.Array]
+
+
+@dataclasses.dataclass(frozen=True, init=False, repr=False)
+class StackedTables:
+    """Where the rows of each table stand in one array of all of them.
+
+    A description, without arrays: hashable, equal if all of it is equal, static under jit.
+    Below, the array of all tables is ``[V, *D]``; table t has ``V_t`` of its rows.
+
+    Args:
+      shapes: from the name of each table to its shape ``(V_t, *D)``, or to anything with a
+        ``shape``, an array say. In the order of the mapping.
+      devices: zero rows are added at the end until this number divides V, as by
+        :func:`jslices.padded_rows`, so that the array can be split over devices.
+
+    Raises:
+      InvalidArgumentError: for no tables, a table without rows, rows of different shapes,
+        or fewer than one device.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, jslices as js
+      >>> from jslices.tables import StackedTables
+      >>> tables = StackedTables({"user": (3, 2), "item": (2, 2)})
+      >>> tables
+      StackedTables(user: rows 0 to 3, item: rows 3 to 5, of shape (2,))
+      >>> table = jnp.arange(10.0).reshape(tables.shape)
+      >>> ids = {"user": jnp.array([0, 2]), "item": jnp.array([1, 2])}  # no row 2
+      >>> tables.lookup(table, ids)["item"]
+      Array([[ 8.,  9.],
+             [nan, nan]], dtype=float32)
+      >>> js.grad(lambda t: tables.lookup(t, ids)["item"].sum())(table).indices
+      Array([0, 2, 4, 5], dtype=int32)
+      >>> {name: part.shape for name, part in tables.split(table).items()}
+      {'user': (3, 2), 'item': (2, 2)}
+
+    Source: ours. FBGEMM's ``SplitTableBatchedEmbeddingBags`` and jax-tpu-embedding stack
+    tables for the same reasons.
+    """
+
+    names: tuple[str, ...]  #: of the tables, in the order of their rows.
+    sizes: tuple[int, ...]  #: ``V_t``, the rows of each.
+    row_shape: tuple[int, ...]  #: ``*D``, that of them all.
+    num_rows: int  #: V, with the rows added for devices.
+
+    def __init__(self, shapes: Mapping[str, Any], devices: int = 1) -> None:
+        known = {
+            name: tuple(operator.index(n) for n in getattr(shape, "shape", shape))
+            for name, shape in shapes.items()
+        }
+        if not known or not all(shape and shape[0] > 0 for shape in known.values()):
+            raise InvalidArgumentError(
+                "StackedTables wants tables of at least one row by their names, "
+                f'{{"user": (1000, 16)}}, got {known}'
+            )
+        if len({shape[1:] for shape in known.values()}) > 1:
+            raise InvalidArgumentError(
+                f"StackedTables wants tables whose rows have one shape, got {known}; make "
+                "one StackedTables for each shape of rows"
+            )
+        sizes = tuple(shape[0] for shape in known.values())
+        object.__setattr__(self, "names", tuple(known))
+        object.__setattr__(self, "sizes", sizes)
+        object.__setattr__(self, "row_shape", next(iter(known.values()))[1:])
+        object.__setattr__(self, "num_rows", padded_rows(sum(sizes), devices))
+
+    def __repr__(self) -> str:
+        spans = zip(self.names, self.offsets, self.sizes, strict=True)
+        parts = (f"{name}: rows {first} to {first + n}" for name, first, n in spans)
+        return f"StackedTables({', '.join(parts)}, of shape {self.row_shape})"
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """``(V, *D)``, of the array of all tables."""
+        return (self.num_rows, *self.row_shape)
+
+    @property
+    def offsets(self) -> tuple[int, ...]:
+        """The first row of each table."""
+        return tuple((np.cumsum(self.sizes) - self.sizes).tolist())
+
+    def init(
+        self,
+        key: jax.Array,
+        initializer: Initializer | Mapping[str, Initializer],
+        dtype: DTypeLike = jnp.float32,
+    ) -> jax.Array:
+        """The array ``[V, *D]`` of new tables.
+
+        Args:
+          key: of ``jax.random``. Each table draws from it by its name, so that its rows do
+            not depend on the other tables.
+          initializer: ``initializer(key, (V_t, *D), dtype)``, as those of
+            ``jax.nn.initializers``; or one for each table, by name.
+          dtype: of the array.
+
+        Cost: twice the array while it is made.
+        """
+        if isinstance(initializer, Mapping):
+            each = dict(initializer)
+        else:
+            each = dict.fromkeys(self.names, initializer)
+        self._check_names(each, "init", all_of_them=True)
+        return self.stack(
+            {
+                name: each[name](
+                    jax.random.fold_in(key, zlib.crc32(name.encode())),
+                    (size, *self.row_shape),
+                    dtype,
+                )
+                for name, size in zip(self.names, self.sizes, strict=True)
+            }
+        )
+
+    def stack(self, arrays: Mapping[str, ArrayLike]) -> jax.Array:
+        """One array ``[V, ...]`` of an array ``[V_t, ...]`` for each table, by name.
+
+        Of tables, or of what an optimizer keeps for each of their rows. Rows added for
+        devices are zero. Raises InvalidArgumentError for other names or heights.
+        """
+        self._check_names(arrays, "stack", all_of_them=True)
+        parts = [jnp.asarray(arrays[name]) for name in self.names]
+        heights = tuple(len(part) for part in parts)
+        if heights != self.sizes or len({part.shape[1:] for part in parts}) > 1:
+            given = {name: jnp.shape(arrays[name]) for name in self.names}
+            raise InvalidArgumentError(f"stack wants arrays for {self}, got {given}")
+        rest = (self.num_rows - sum(self.sizes), *parts[0].shape[1:])
+        return jnp.concatenate([*parts, jnp.zeros(rest, parts[0].dtype)])
+
+    def split(self, stacked: jax.Array) -> dict[str, jax.Array]:
+        """The inverse of :meth:`stack`: an array ``[V_t, ...]`` for each table, by name.
+
+        For checkpoints and export: names, not offsets, are then what a file depends on.
+        """
+        if stacked.shape[:1] != (self.num_rows,):
+            raise InvalidArgumentError(
+                f"split wants an array of {self.num_rows} rows, got {stacked.shape}"
+            )
+        spans = zip(self.names, self.offsets, self.sizes, strict=True)
+        return {name: stacked[first : first + size] for name, first, size in spans}
+
+    def rows(
+        self, ids: ArrayLike, which: str | ArrayLike | None = None, *, mode: str = "fill"
+    ) -> jax.Array:
+        """The rows in the array of all tables that ids of single tables mean.
+
+        To be looked up by :func:`jslices.embedding_lookup` and its relatives, in any form.
+
+        Args:
+          ids: ``[...]`` integers, rows of their tables.
+          which: of which table each id is: a name, for all of them; numbers of tables, of a
+            shape that broadcasts to that of ``ids``; or None for ids ``[..., T]``, those of
+            table t at place t of the last axis. For padded bags ``[B, T, L]``:
+            ``np.arange(T)[:, None]``.
+          mode: what becomes of an id that is not a row of *its* table, which never means a
+            row of another: as in :func:`jslices.embedding_lookup`. By default it is out of
+            range of the array: V, or a negative number where the id is negative.
+
+        Returns:
+          ``[...]`` int32, int64 where ``ids`` are or V needs it.
+
+        Raises:
+          InvalidArgumentError: for a table that is not there, or another last axis.
+          IndexError: in mode ``"check"``, naming table, position and range; under jit
+            through ``jax.experimental.checkify``.
+        """
+        check_mode(mode, "rows")
+        numbers = as_ids(ids, "rows")
+        if isinstance(which, str):
+            self._check_names([which], "rows")
+            return self._rows_of(which, ids, numbers, mode, "rows")
+        count = len(self.names)
+        if which is None and numbers.shape[-1:] != (count,):
+            raise InvalidArgumentError(
+                f"rows wants ids [..., {count}], of each table along the last axis, got "
+                f"{list(numbers.shape)}; for ids of one table: rows(ids, {self.names[0]!r})"
+            )
+        tables = as_ids(np.arange(count) if which is None else which, "rows", "which")
+        tables = tables.reshape((1,) * (numbers.ndim - tables.ndim) + tables.shape)
+        if mode == "check":
+            refuse_bad_ids(tables, count, "rows", "which")
+            for number, (name, size) in enumerate(zip(self.names, self.sizes, strict=True)):
+                others = jnp.broadcast_to(tables != number, numbers.shape)
+                refuse_bad_ids(ids, size, "rows", f"ids of {name!r}", others)
+        dtype = index_dtype(self.num_rows, np.dtype(numbers.dtype))
+        # An id of no table finds one without rows.
+        sizes, firsts = (
+            take_rows(jnp.asarray(x, dtype), tables, fill_value=0)
+            for x in (self.sizes, self.offsets)
+        )
+        return self._settled_rows(numbers, sizes, firsts, mode)
+
+    def lookup(
+        self, stacked: jax.Array, ids: Mapping[str, ArrayLike], *, mode: str = "fill"
+    ) -> dict[str, jax.Array]:
+        """The rows of all tables in one lookup.
+
+        Args:
+          stacked: ``[V, *D]``, the array of all tables.
+          ids: ``[*B]`` integers for each table, or for some, by name; of any shapes.
+          mode: as in :meth:`rows`.
+
+        Returns:
+          ``[*B, *D]`` for each name. The gradient of ``stacked`` is one IndexedSlices.
+          For ids ``[..., T]``, one of each table:
+          ``js.embedding_lookup(stacked, tables.rows(ids))``, with a smaller program.
+        """
+        self._check_names(ids, "lookup")
+        check_mode(mode, "lookup")
+        parts = {
+            name: self._rows_of(name, x, as_ids(x, "lookup"), mode, "lookup")
+            for name, x in ids.items()
+        }
+        rows = jnp.concatenate([x.reshape(-1) for x in parts.values()])
+        found = embedding_lookup(stacked, rows, mode=_settled(mode))
+        return _divided(found, {name: x.shape for name, x in parts.items()})
+
+    def lookup_sparse(
+        self,
+        stacked: jax.Array,
+        sp_ids: Mapping[str, Any],
+        sp_weights: Mapping[str, Any] | None = None,
+        combiner: str | None = "mean",
+        *,
+        mode: str = "fill",
+    ) -> dict[str, jax.Array]:
+        """The bags of all tables in one lookup.
+
+        Args:
+          stacked: ``[V, *D]``, the array of all tables.
+          sp_ids: bags of ids for each table, or for some, by name, in any of the forms of
+            :func:`jslices.embedding_lookup_sparse`. Padded bags of one length are the
+            fastest; for these also see :meth:`rows`.
+          sp_weights: weights in the shapes of the ids, by name; 1 for names without.
+          combiner: as there.
+          mode: as in :meth:`rows`; ids of padding are ignored.
+
+        Returns:
+          ``[*B, *D]`` for each name, a row for each of its bags.
+        """
+        caller = "lookup_sparse"
+        check_mode(mode, caller)
+        weights = dict(sp_weights or {})
+        self._check_names(sp_ids, caller)
+        if not weights.keys() <= sp_ids.keys():
+            raise InvalidArgumentError(
+                f"{caller} got weights for {list(weights)}, and bags for {list(sp_ids)}"
+            )
+        bags = {n: as_bags(x, weights.get(n), None, caller) for n, x in sp_ids.items()}
+        ends = np.cumsum([bag.num_bags for bag in bags.values()]).tolist()
+        rows, segments, given = [], [], []
+        for (name, bag), end in zip(bags.items(), ends, strict=True):
+            kept = bag.segments < bag.num_bags
+            rows.append(self._rows_of(name, bag.given, bag.ids, mode, caller, ~kept))
+            segments.append(jnp.where(kept, bag.segments + (end - bag.num_bags), ends[-1]))
+            given.append(jnp.ones(kept.shape) if bag.weights is None else bag.weights)
+        ids: Any = jnp.concatenate(rows), jnp.concatenate(segments), ends[-1]
+        w = jnp.concatenate(given) if weights else None
+        lengths = {len(bag.ids) // bag.num_bags for bag in bags.values() if bag.num_bags}
+        if all(bag.padded for bag in bags.values()) and len(lengths) == 1:
+            # Summed along an axis, without a scatter.
+            (length,) = lengths
+            ids = ids[0].reshape(-1, length), (ids[1] < ends[-1]).reshape(-1, length)
+            w = None if w is None else w.reshape(-1, length)
+        found = embedding_lookup_sparse(stacked, ids, w, combiner, mode=_settled(mode))
+        return _divided(found, {name: bag.shape for name, bag in bags.items()})
+
+    def per_row(
+        self, values: Mapping[str, float], default: float | None = None
+    ) -> Callable[[jax.Array], jax.Array]:
+        """A function from rows ``[n]`` of the array of all tables to a value for each.
+
+        For what takes functions of row numbers: rates by table in
+        :func:`jslices.optim.scale`, bools for whole tables in
+        :func:`jslices.optim.freeze_rows`.
+
+        Args:
+          values: a number or bool for each table, by name.
+          default: for tables that are not named; without it all must be.
+        """
+        self._check_names(values, "per_row", all_of_them=default is None)
+        each = np.array([values.get(name, default) for name in self.names])
+        firsts = np.array(self.offsets[1:], index_dtype(self.num_rows, np.dtype("int32")))
+
+        def of_rows(rows: jax.Array) -> jax.Array:
+            found = jnp.searchsorted(firsts, rows, side="right", method="compare_all")
+            return jnp.asarray(each)[found]
+
+        return of_rows
+
+    def _rows_of(
+        self,
+        name: str,
+        given: Any,
+        ids: jax.Array,
+        mode: str,
+        caller: str,
+        exempt: Any = None,
+    ) -> jax.Array:
+        """:meth:`rows` of one table; ``ids`` are ``given``, perhaps flat."""
+        at = self.names.index(name)
+        if mode == "check":
+            if exempt is not None:
+                exempt = exempt.reshape(as_ids(given, caller).shape)
+            refuse_bad_ids(given, self.sizes[at], caller, f"ids of {name!r}", exempt)
+        return self._settled_rows(ids, self.sizes[at], self.offsets[at], mode)
+
+    def _settled_rows(self, ids: jax.Array, size: Any, first: Any, mode: str) -> jax.Array:
+        """Rows of ids ``[...]``; ``size`` and ``first`` row of the table of each."""
+        known = settle(ids, self.num_rows, "drop" if mode in ("fill", "check") else mode)
+        size, first = jnp.asarray(size, known.dtype), jnp.asarray(first, known.dtype)
+        if mode == "promise_in_bounds":
+            return known + first
+        if mode == "clip":
+            known = jnp.minimum(known, size - 1)
+        missing = jnp.where(ids < 0, jnp.iinfo(known.dtype).min, self.num_rows)
+        inside = (known >= 0) & (known < size)
+        return jnp.where(inside, known + first, missing.astype(known.dtype))
+
+    def _check_names(
+        self, names: Iterable[str], caller: str, all_of_them: bool = False
+    ) -> None:
+        names = list(names)
+        unknown = [name for name in names if name not in self.names]
+        if unknown or not names or (all_of_them and set(names) != set(self.names)):
+            raise InvalidArgumentError(
+                f"{caller} wants {'each' if all_of_them else 'some'} of the tables "
+                f"{list(self.names)} by name, got {names}"
+            )
+
+
+def _settled(mode: str) -> str:
+    """The mode for rows that :meth:`StackedTables.rows` has settled."""
+    return mode if mode == "promise_in_bounds" else "fill"
+
+
+def _divided(
+    rows: jax.Array, shapes: Mapping[str, tuple[int, ...]]
+) -> dict[str, jax.Array]:
+    """``rows`` ``[n, *D]`` as ``[*shape, *D]`` for each name, in order."""
+    ends = np.cumsum([math.prod(shape) for shape in shapes.values()])
+    parts = jnp.split(rows, ends[:-1])
+    return {
+        name: part.reshape(*shape, *rows.shape[1:])
+        for (name, shape), part in zip(shapes.items(), parts, strict=True)
+    }

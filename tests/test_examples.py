@@ -1,0 +1,107 @@
+"""The programs in examples/ do what they say, on small sizes."""
+
+import gzip
+import importlib.util
+import pathlib
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import assert_close
+
+import jslices as js
+from jslices.tables import StackedTables
+
+EXAMPLES = pathlib.Path(__file__).parent.parent / "examples"
+SMALL = "--rows 40 --dim 4 --batch 128 --learning-rate 0.02 --decay 0.9 --every 20"
+
+
+def example(name):
+    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+dlrm = example("dlrm")
+
+
+@pytest.fixture(autouse=True)
+def _as_users_have_it():
+    with jax.numpy_rank_promotion("allow"):
+        yield
+
+
+def test_a_recommender_learns_and_goes_on_to_the_same_bits(tmp_path, capsys):
+    whole, found = dlrm.main(f"{SMALL} --steps 40".split())
+    assert min(found.values()) > 0.65
+    shown = capsys.readouterr().out
+    for steps in (20, 40):
+        again, _ = dlrm.main(f"{SMALL} --steps {steps} --directory {tmp_path}".split())
+    assert "goes on after step 20" in (resumed := capsys.readouterr().out)
+    last = lambda text: re.findall("step 40: .*|AUC .*", text)  # noqa: E731
+    assert len(last(shown)) == 2 and last(shown) == last(resumed)[1:]
+    same = jax.tree.map(lambda a, b: bool((a == b).all()), whole, again)
+    assert all(jax.tree.leaves(same))
+
+
+@pytest.mark.parametrize("kind", ["plain", "gzip"])
+def test_lines_of_criteo(tmp_path, kind):
+    tables = StackedTables({f"C{n}": (10 * n, 2) for n in range(1, 27)})
+    ints = ["1", "-2", "", *["7"] * 10]
+    line = "\t".join(["1", *ints, "68fd1e64", "", *["0000000f"] * 24])
+    other = "\t".join(["0", *[""] * 39])
+    path = tmp_path / ("train.txt.gz" if kind == "gzip" else "train.txt")
+    with (gzip.open if kind == "gzip" else open)(path, "wt") as file:
+        file.write("\n".join([line] * 9 + [other]) + "\n")
+    draw = dlrm.criteo(path, tables, 10, seed=0)
+    clicks = draw(4, 0)
+    assert clicks.clicked.tolist() == [True] * 4
+    assert clicks.counts[0].tolist() == [1, 0, 0, *[7] * 10]
+    assert clicks.ids.shape == (4, 26, 1) and not clicks.mask[:, 1].any()
+    assert clicks.ids[0, 0, 0] == 0x68FD1E64 % 10 and clicks.ids[0, 2, 0] == 15
+    held_out = draw(4, 0, held_out=True)
+    assert not held_out.clicked.any() and not held_out.mask.any()
+    assert jax.tree.all(jax.tree.map(np.array_equal, draw(4, 1), draw(4, 1)))
+    assert len(dlrm.criteo(path, tables, 9, seed=0)(4, 0, held_out=True).ids) == 4
+
+
+def small_run():
+    tables = StackedTables({"a": (30, 2), "b": (5, 2)})
+    params = dlrm.init(jax.random.key(0), tables, (4,), (4,))
+    tx = dlrm.optimizer(params, 0.01)
+    return tables, tx, dlrm.start(params, tx)
+
+
+def test_the_average_is_that_of_all_rows():
+    tables, tx, run = small_run()
+    step = dlrm.make_step(tables, tx, 0.8)
+    draw = dlrm.synthetic(tables, 0)
+    average = jax.tree.map(jnp.copy, run.params)
+    for number in range(4):
+        clicks = jax.tree.map(lambda x: x[None], draw(3, number))
+        run, _ = step(run, clicks)
+        average = jax.tree.map(lambda a, p: 0.8 * a + 0.2 * p, average, run.params)
+    assert (run.last < 4).any()
+    assert_close(dlrm.averaged(run, 0.8), average, rtol=1e-5)
+
+
+def test_a_step_writes_rows_in_place():
+    tables = StackedTables({"a": (40_000, 8), "b": (20_000, 8)})
+    params = dlrm.init(jax.random.key(0), tables, (4,), (4,))
+    tx = dlrm.optimizer(params, 0.01)
+    run = dlrm.start(params, tx)
+    clicks = jax.tree.map(lambda x: x[None], dlrm.synthetic(tables, 0)(8, 0))
+    step = dlrm.make_step(tables, tx, 0.9)
+    js.testing.assert_in_place(step, run, clicks)
+    js.testing.assert_no_dense_temporary(step, run, clicks)
+
+
+def test_area_under_the_curve():
+    rng = np.random.default_rng(0)
+    scores, clicked = rng.integers(0, 9, 50), rng.random(50) < 0.3
+    pairs = scores[clicked][:, None] - scores[~clicked]
+    expected = (pairs > 0).mean() + (pairs == 0).mean() / 2
+    assert np.isclose(dlrm.auc(scores, clicked), expected)

@@ -1,0 +1,274 @@
+"""The pages of docs/models: their code runs, and trains as the library does with Optax."""
+
+import functools
+import importlib
+import pathlib
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jslices as js
+
+# The libraries' own; that a gradient is dense without need stays an error.
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
+
+PAGES = pathlib.Path(__file__).parent.parent / "docs" / "models"
+V, D = 50, 4
+IDS = jnp.array([[1, 2], [3, 1], [7, 7]])
+LABELS = jnp.ones((3, 1))
+STEPS = 4
+# Where rows without gradient do not move in Optax either.
+OURS, THEIRS = js.adagrad(0.1), optax.adagrad(0.1)
+
+
+@pytest.mark.parametrize(
+    "page, library, count",
+    [
+        ("nnx.md", "flax.nnx", 3),
+        ("linen.md", "flax.linen", 2),
+        ("equinox.md", "equinox", 2),
+        ("haiku.md", "haiku", 2),
+    ],
+)
+def test_code_runs(page, library, count):
+    pytest.importorskip(library)
+    blocks = re.findall(r"^```python\n(.*?)^```", (PAGES / page).read_text(), re.M | re.S)
+    assert len(blocks) == count
+    names = {"__name__": "page"}
+    with jax.numpy_rank_promotion("allow"):  # which the libraries rely on
+        for block in blocks:
+            exec(block, names)
+
+
+def mean_square(out):
+    return ((out - LABELS) ** 2).mean()
+
+
+def check_equal(train):
+    """``train(tx, value_and_grad)``, the values of some steps, is the same with both."""
+    ours, theirs = train(OURS, js.value_and_grad), train(THEIRS, jax.value_and_grad)
+    np.testing.assert_allclose(ours, theirs, rtol=1e-5)
+    assert ours[-1] < ours[0]
+
+
+def nnx_model(nnx, normed):
+    class Model(nnx.Module):
+        def __init__(self, rngs):
+            self.words = nnx.Embed(V, D, rngs=rngs)
+            self.out = nnx.Linear(D, 1, rngs=rngs)
+            if normed:
+                self.norm = nnx.BatchNorm(D, rngs=rngs)
+                self.dropout = nnx.Dropout(0.5, rngs=rngs)
+
+        def __call__(self, ids):
+            rows = self.words(ids).mean(1)
+            return self.out(self.dropout(self.norm(rows)) if normed else rows)
+
+    return Model(nnx.Rngs(0))
+
+
+def test_nnx_optimizer():
+    nnx = pytest.importorskip("flax.nnx")
+
+    def train(tx, value_and_grad):
+        model = nnx_model(nnx, normed=False)
+        optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+
+        @functools.partial(nnx.jit, donate_argnums=(0, 1))
+        def step(model, optimizer, ids):
+            value, grads = value_and_grad(lambda m: mean_square(m(ids)))(model)
+            optimizer.update(model, grads)
+            return value
+
+        return [float(step(model, optimizer, IDS)) for _ in range(STEPS)]
+
+    check_equal(train)
+
+
+def test_nnx_models_with_other_state():
+    """Keys, counts and running means go on, too."""
+    nnx = pytest.importorskip("flax.nnx")
+    means = []
+
+    def train(tx, value_and_grad):
+        model = nnx_model(nnx, normed=True)
+        optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+
+        @nnx.jit
+        def step(model, optimizer, ids):
+            graph, params, rest = nnx.split(model, nnx.Param, ...)
+
+            def of_params(params):
+                merged = nnx.merge(graph, params, rest, copy=True)
+                return mean_square(merged(ids)), nnx.state(merged, nnx.Not(nnx.Param))
+
+            if value_and_grad is js.value_and_grad:
+                (value, rest), grads = js.value_and_grad(of_params, has_aux=True)(params)
+                nnx.update(model, rest)
+            else:  # as Flax has it
+                value, grads = nnx.value_and_grad(lambda m: mean_square(m(ids)))(model)
+            optimizer.update(model, grads)
+            return value
+
+        values = [float(step(model, optimizer, IDS)) for _ in range(STEPS)]
+        means.append(np.array(model.norm.mean[...]))
+        return values
+
+    with jax.numpy_rank_promotion("allow"):
+        check_equal(train)
+    np.testing.assert_allclose(*means, rtol=1e-5)
+
+
+def test_nnx_in_place():
+    """With donation nothing of a table's size is copied; without it all of them are."""
+    nnx = pytest.importorskip("flax.nnx")
+    model = nnx_model(nnx, normed=False)
+    optimizer = nnx.Optimizer(model, js.adam(0.1), wrt=nnx.Param)
+
+    def step(model, optimizer, ids):
+        value, grads = js.value_and_grad(lambda m: mean_square(m(ids)))(model)
+        optimizer.update(model, grads)
+        return value
+
+    table = V * D * 4
+    for donated, copied in (((0, 1), 0), ((), 3)):
+        lowered = nnx.jit(step, donate_argnums=donated).lower(model, optimizer, IDS)
+        memory = lowered.compile().memory_analysis()
+        fresh = memory.output_size_in_bytes - memory.alias_size_in_bytes
+        assert copied * table <= fresh < (copied + 0.5) * table
+
+
+def test_nnx_explain():
+    nnx = pytest.importorskip("flax.nnx")
+    graph, params = nnx.split(nnx_model(nnx, normed=False))
+    report = js.explain(lambda p: mean_square(nnx.merge(graph, p)(IDS)))(params)
+    assert "sparse" in str(report) and "words" in str(report)
+
+
+def test_linen_train_state():
+    nn = pytest.importorskip("flax.linen")
+    train_state = importlib.import_module("flax.training.train_state")
+
+    class Model(nn.Module):
+        @nn.compact
+        def __call__(self, ids):
+            return nn.Dense(1)(nn.Embed(V, D)(ids).mean(1))
+
+    def train(tx, value_and_grad):
+        model = Model()
+        state = train_state.TrainState.create(
+            apply_fn=model.apply, params=model.init(jax.random.key(0), IDS), tx=tx
+        )
+
+        @functools.partial(jax.jit, donate_argnums=0)
+        def step(state, ids):
+            loss = lambda params: mean_square(state.apply_fn(params, ids))  # noqa: E731
+            value, grads = value_and_grad(loss)(state.params)
+            return state.apply_gradients(grads=grads), value
+
+        values = []
+        for _ in range(STEPS):
+            state, value = step(state, IDS)
+            values.append(float(value))
+        assert state.step == STEPS
+        return values
+
+    with jax.numpy_rank_promotion("allow"):
+        check_equal(train)
+
+
+@pytest.fixture
+def equinox_model():
+    eqx = pytest.importorskip("equinox")
+
+    class Model(eqx.Module):
+        words: eqx.nn.Embedding
+        mlp: eqx.nn.MLP
+
+        def __call__(self, ids):
+            return self.mlp(jax.vmap(self.words)(ids).mean(0))
+
+    key = jax.random.key(0)
+    model = Model(eqx.nn.Embedding(V, D, key=key), eqx.nn.MLP(D, 1, 8, 1, key=key))
+    return eqx, model
+
+
+def test_equinox(equinox_model):
+    eqx, model = equinox_model
+
+    def train(tx, value_and_grad):
+        params, rest = eqx.partition(jax.tree.map(lambda x: x, model), eqx.is_inexact_array)
+
+        @eqx.filter_jit
+        def step(params, state, ids):
+            loss = lambda p: mean_square(jax.vmap(eqx.combine(p, rest))(ids))  # noqa: E731
+            value, grads = value_and_grad(loss)(params)
+            updates, state = tx.update(grads, state, params)
+            return js.apply_updates(params, updates), state, value
+
+        state, values = tx.init(params), []
+        for _ in range(STEPS):
+            params, state, value = step(params, state, IDS)
+            values.append(float(value))
+        return values
+
+    check_equal(train)
+
+
+def test_equinox_says_to_split_and_keeps_states(equinox_model, tmp_path):
+    eqx, model = equinox_model
+    with pytest.raises(TypeError, match=r"Split the model first \(equinox.partition"):
+        js.grad(lambda m: mean_square(jax.vmap(m)(IDS)))(model)
+    state = js.adam(0.1, untouched="exact").init(eqx.filter(model, eqx.is_inexact_array))
+    state = jax.tree.map(lambda x: x + 1, state)
+    eqx.tree_serialise_leaves(tmp_path / "state", state)
+    zeros = jax.tree.map(jnp.zeros_like, state)
+    again = eqx.tree_deserialise_leaves(tmp_path / "state", zeros)
+    jax.tree.map(np.testing.assert_array_equal, again, state)
+
+
+def test_haiku_with_the_lines_of_optax():
+    hk = pytest.importorskip("haiku")
+    forward = lambda ids: hk.Linear(1)(hk.Embed(V, D)(ids).mean(1))  # noqa: E731
+    model = hk.without_apply_rng(hk.transform(forward))
+
+    def train(tx, value_and_grad):
+        @functools.partial(jax.jit, donate_argnums=(0, 1))
+        def step(params, state, ids):
+            loss = lambda p: mean_square(model.apply(p, ids))  # noqa: E731
+            value, grads = value_and_grad(loss)(params)
+            updates, state = tx.update(grads, state, params)
+            return optax.apply_updates(params, updates), state, value
+
+        params = model.init(jax.random.key(0), IDS)
+        state, values = tx.init(params), []
+        for _ in range(STEPS):
+            params, state, value = step(params, state, IDS)
+            values.append(float(value))
+        return values
+
+    with jax.numpy_rank_promotion("allow"):
+        check_equal(train)
+
+
+@pytest.mark.parametrize("kind", ["model", "optimizer"])
+@pytest.mark.filterwarnings("ignore")
+def test_nnx_through_orbax(kind, tmp_path):
+    nnx = pytest.importorskip("flax.nnx")
+    ocp = pytest.importorskip("orbax.checkpoint")
+    model = nnx_model(nnx, normed=True)
+    optimizer = nnx.Optimizer(model, js.adam(0.1, untouched="exact"), wrt=nnx.Param)
+    state = nnx.state(model if kind == "model" else optimizer)
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "1", state)
+        checkpointer.wait_until_finished()
+        restored = checkpointer.restore(
+            tmp_path / "1", jax.tree.map(ocp.utils.to_shape_dtype_struct, state)
+        )
+    assert jax.tree.structure(restored) == jax.tree.structure(state)
+    for a, b in zip(jax.tree.leaves(restored), jax.tree.leaves(state), strict=True):
+        assert a.dtype == b.dtype and bool((a == b).all())

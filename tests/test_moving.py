@@ -1,0 +1,522 @@
+"""States from PyTorch, TensorFlow and Keras go on here as they would have there, and back.
+
+``golden/torch_slots.json`` and ``golden/tensorflow_slots.json`` hold what the two libraries
+saved after five steps of a small model, by the lines that docs/moving.md shows, and the
+parameters after one and after three more of their steps.
+"""
+
+import functools
+import pathlib
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from helpers import assert_close, golden, quickly, rest_in_ci
+from jax.sharding import NamedSharding, PartitionSpec
+from safetensors.numpy import load_file, save_file
+
+import jslices as js
+from jslices.checkpoint import export_state, import_state
+
+PAGE = pathlib.Path(__file__).parent.parent / "docs" / "moving.md"
+TORCH, TENSORFLOW = golden("torch_slots"), golden("tensorflow_slots")
+STEPS = 5
+EXACT = {"untouched": "exact"}
+# Several tests step with these: they are compiled once.
+ADAM = js.adam(0.1, **EXACT)
+ADAMW = js.adamw(0.1, weight_decay=0.05, weight_decay_mode="all", **EXACT)
+
+
+def loss(params, ids, labels):
+    return ((params["table"][ids] @ params["w"] - labels) ** 2).mean()
+
+
+def under(arrays, prefix):
+    return {k.removeprefix(prefix): x for k, x in arrays.items() if k.startswith(prefix)}
+
+
+def turned(slots):
+    """The slots of a Linear of PyTorch, which is the other way round."""
+    return {name: x.T for name, x in slots.items()}
+
+
+def check_goes_on(tx, params, state, batches, wanted):
+    """Steps from ``state`` give the parameters that were ``wanted`` after some of them."""
+    params = jax.tree.map(jnp.array, params)
+    step, flush = compiled(tx)
+    for number, (ids, labels) in enumerate(batches, 1):
+        params, state, _ = step(params, state, ids, labels)
+        if number in wanted:
+            assert_close(flush(params, state)[0], wanted[number], rtol=2e-5, atol=2e-6)
+
+
+@functools.cache
+def compiled(tx):
+    """A step of an optimizer, and its flush."""
+    return quickly(js.optim.exact_step(loss, tx)), quickly(tx.flush)
+
+
+def batches_of(arrays):
+    return [(arrays[f"ids.{i}"], arrays[f"labels.{i}"]) for i in range(3)]
+
+
+def in_ci(names, *quick):
+    """All names; those that are not ``quick`` are slow."""
+    return rest_in_ci([(name,) for name in names], lambda case: case[0] in quick)
+
+
+FROM_TORCH = {
+    "sparse_adam": js.adam(0.1),
+    "adam": ADAM,
+    "adamw": ADAMW,
+    "adagrad": js.adagrad(0.1, initial_accumulator_value=0.0, eps=0.0),
+    "sgd": js.sgd(0.1, momentum=0.9, **EXACT),
+    "rmsprop": js.rmsprop(0.1, decay=0.99, eps_in_sqrt=False, **EXACT),
+    "adadelta": js.adadelta(0.5, rho=0.9, eps=1e-6, **EXACT),
+}
+
+
+def torch_params(arrays, prefix="model."):
+    return {
+        "table": arrays[f"{prefix}table.weight"],
+        "w": arrays[f"{prefix}out.weight"].T,
+    }
+
+
+def torch_slots(arrays):
+    return {
+        "table": under(arrays, "optimizer.0."),
+        "w": turned(under(arrays, "optimizer.1.")),
+    }
+
+
+@pytest.mark.parametrize("name", in_ci(FROM_TORCH, "sparse_adam", "adam", "adagrad"))
+def test_the_next_steps_are_those_of_torch(name):
+    tx, arrays = FROM_TORCH[name], TORCH[name]
+    params = torch_params(arrays)
+    state = import_state(tx, params, torch_slots(arrays), STEPS)
+    assert int(state.count) == STEPS
+    wanted = {n: torch_params(arrays, f"after_{n}.") for n in (1, 3)}
+    check_goes_on(tx, params, state, batches_of(TORCH["batches"]), wanted)
+
+
+FROM_TENSORFLOW = {
+    "adam": ADAM,  # TensorFlow 1's moves every row
+    "adagrad": js.adagrad(0.1, eps=0.0),
+    "momentum": js.sgd(0.1, momentum=0.9),
+    "rmsprop": js.rmsprop(0.1, eps=1e-10, initial_scale=1.0),
+    "rmsprop_momentum": js.rmsprop(0.1, eps=1e-10, initial_scale=1.0, momentum=0.9),
+    "adadelta": js.adadelta(0.5, rho=0.95, eps=1e-8),
+    "ftrl": js.ftrl(0.1),
+}
+
+
+def tensorflow_params(arrays, prefix=""):
+    names = {"table": "words/embeddings", "w": "dense/kernel"}
+    return {key: arrays[prefix + name] for key, name in names.items()}
+
+
+@pytest.mark.parametrize("name", in_ci(FROM_TENSORFLOW, "adam", "momentum", "rmsprop"))
+def test_the_next_steps_are_those_of_tensorflow_1(name):
+    tx, arrays = FROM_TENSORFLOW[name], TENSORFLOW[name]
+    params = tensorflow_params(arrays)
+    slots = {
+        "table": under(arrays, "words/embeddings/"),
+        "w": under(arrays, "dense/kernel/"),
+    }
+    if name.startswith("rmsprop"):
+        with pytest.raises(ValueError, match=r'RMSProp_1 at .*with momentum= pass "trace"'):
+            import_state(tx, params, slots, arrays["global_step"])
+        for each in slots.values():
+            momentum = each.pop("RMSProp_1")
+            if name == "rmsprop_momentum":
+                each["trace"] = -momentum
+    state = import_state(tx, params, slots, arrays["global_step"])
+    assert int(state.count) == STEPS
+    wanted = {n: tensorflow_params(arrays, f"after_{n}/") for n in (1, 3)}
+    check_goes_on(tx, params, state, batches_of(TENSORFLOW["batches"]), wanted)
+    if "beta2_power" in arrays:  # the page's way to count without a global step
+        assert round(np.log(arrays["beta2_power"]) / np.log(0.999)) - 1 == STEPS
+
+
+def keras_rows(name):
+    """An optimizer of Keras 3 and ours, and for which the other has dense gradients."""
+    return {
+        "Adam": (dict(learning_rate=0.1), ADAM),
+        "AdamW": (dict(learning_rate=0.1, weight_decay=0.05), ADAMW),
+        "Adagrad": (dict(learning_rate=0.1), js.adagrad(0.1)),
+        "RMSprop": (dict(learning_rate=0.1), js.rmsprop(0.1, eps=1e-7, **EXACT)),
+        "Adadelta": (
+            dict(learning_rate=0.5),
+            js.adadelta(0.5, rho=0.95, eps=1e-7, **EXACT),
+        ),
+        "Lion": (dict(learning_rate=0.01), js.lion(0.01, weight_decay=0.0, **EXACT)),
+    }[name]
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize(
+    "name", ["Adam", "AdamW", "Adagrad", "RMSprop", "Adadelta", "Lion"]
+)
+def test_the_next_steps_are_those_of_keras_3(name):
+    keras = pytest.importorskip("keras", minversion="3")
+    settings, tx = keras_rows(name)
+    before = TORCH["adam"]
+    with jax.numpy_rank_promotion("allow"):  # which Keras relies on
+        theirs = getattr(keras.optimizers, name)(**settings)
+        variables = [
+            keras.Variable(x, name=key) for key, x in sorted(torch_params(before).items())
+        ]
+        theirs.build(variables)
+
+        def step(ids, labels):
+            params = {v.name: v.value for v in variables}
+            grads = jax.grad(loss)(params, ids, labels)
+            theirs.apply_gradients([(grads[v.name], v) for v in variables])
+            return {v.name: np.array(v.value) for v in variables}
+
+        batches = batches_of(TORCH["batches"])
+        for batch in batches:
+            params = step(*batch)
+        arrays = {
+            v.path.partition("/")[2]: keras.ops.convert_to_numpy(v)
+            for v in theirs.variables
+        }
+        wanted = {n: step(*batch) for n, batch in enumerate(batches, 1)}
+    slots = {"table": under(arrays, "table_"), "w": under(arrays, "w_")}
+    state = import_state(tx, params, slots, arrays["iteration"])
+    check_goes_on(tx, params, state, batches, wanted)
+
+
+# What is given back, in each library's names.
+EVERY_STATE = {
+    "adam": js.adam(0.1),
+    "adam_exact": ADAM,
+    "adamw_exact_with_a_schedule": js.adamw(
+        optax.exponential_decay(0.1, 2, 0.9), weight_decay=0.1, **EXACT
+    ),
+    "adagrad": js.adagrad(0.1),
+    "sgd": js.sgd(0.1),
+    "momentum": js.sgd(0.1, momentum=0.9),
+    "chain": js.optim.chain(js.optim.clip_global_norm(1.0), ADAM),
+    "partition": js.optim.partition(
+        {"rows": ADAM, "rest": js.sgd(0.1, momentum=0.9)},
+        {"table": "rows", "w": "rest"},
+    ),
+    "in_float32": js.optim.with_state_dtype(js.adam(0.1), "float32"),
+}
+
+
+@pytest.mark.parametrize(
+    "name", in_ci(EVERY_STATE, "adam", "adam_exact", "partition", "in_float32")
+)
+def test_what_is_exported_is_imported(name):
+    tx = EVERY_STATE[name]
+    params = jax.tree.map(jnp.array, torch_params(TORCH["adam"]))
+    if name == "in_float32":
+        params = jax.tree.map(lambda p: p.astype(jnp.bfloat16), params)
+    (step, flush), state = compiled(tx), tx.init(params)
+    for ids, labels in batches_of(TORCH["batches"]):
+        params, state, _ = step(params, state, ids, labels)
+    params, state = flush(params, state)
+    again = import_state(tx, params, export_state(params, state, "torch"), 3)
+    assert jax.tree.structure(again) == jax.tree.structure(state)
+    jax.tree.map(np.testing.assert_array_equal, again, state)
+
+
+@pytest.mark.parametrize("names", ["tf1", "tf2", "keras"])
+def test_names_of_tensorflow(names):
+    params = {"table": jnp.ones((3, 2))}
+    for tx in (js.adam(0.1), js.adagrad(0.1), js.adadelta(0.1), js.ftrl(0.1)):
+        state = tx.init(params)
+        slots = export_state(params, state, names)
+        assert not {*slots["table"]} & {"step", *type(state)._fields} - {"linear"}
+        again = import_state(tx, params, slots, 0)
+        jax.tree.map(np.testing.assert_array_equal, again, state)
+
+
+def test_a_parameter_that_was_never_stepped_starts_anew():
+    """PyTorch has no state for it."""
+    params, arrays = torch_params(TORCH["adagrad"]), TORCH["adagrad"]
+    tx = js.adagrad(0.1, initial_accumulator_value=0.5)
+    for nothing in (None, {}):
+        slots = {"table": under(arrays, "optimizer.0."), "w": nothing}
+        total = import_state(tx, params, slots, STEPS).sum_of_squares
+        assert (total["w"] == 0.5).all()
+        np.testing.assert_array_equal(total["table"], arrays["optimizer.0.sum"])
+
+
+def test_slots_are_placed_as_their_parameters_are():
+    rows = NamedSharding(jax.make_mesh((8,), ("x",)), PartitionSpec("x"))
+    params = {"table": jax.device_put(jnp.ones((16, 2)), rows)}
+    slots = {"table": {"m": np.ones((16, 2), "float32"), "v": np.ones((16, 2), "float32")}}
+    state = import_state(js.adam(0.1), params, slots, 3)
+    assert state.mu["table"].sharding.is_equivalent_to(rows, 2)
+
+
+def test_slots_are_copied():
+    """The state may be donated, and the slots belong to others."""
+    params, mean = {"table": jnp.ones((3, 2))}, jnp.full((3, 2), 0.5)
+    state = import_state(js.sgd(0.1, 0.9), params, {"table": {"momentum_buffer": mean}}, 3)
+    jax.jit(lambda s: jax.tree.map(jnp.zeros_like, s), donate_argnums=0)(state)
+    assert (mean == 0.5).all()
+
+
+def slots_with(**changes):
+    """Slots of the SparseAdam that was saved, some of them changed or (None) left out."""
+    slots = torch_slots(TORCH["sparse_adam"])
+    slots["table"] |= changes
+    slots["table"] = {k: x for k, x in slots["table"].items() if x is not None}
+    return slots
+
+
+def ones(*shape, dtype="float32"):
+    return np.ones(shape, dtype)
+
+
+WRONG = {
+    "fewer rows": (
+        dict(exp_avg=ones(4, 3)),
+        r"the slot exp_avg at \['table'\] has shape \(4, 3\), wanted \(6, 3\): 2 rows are "
+        r"missing: append them, for new rows as tx.init\(params\) has them, or give",
+    ),
+    "more rows": (
+        dict(exp_avg_sq=ones(8, 3)),
+        r"exp_avg_sq at .* shape \(8, 3\), wanted \(6, 3\): take the rows that the "
+        r"parameter has, x\[:6\] if they are the first",
+    ),
+    "transposed": (dict(exp_avg=ones(3, 6)), r"\(3, 6\), wanted \(6, 3\): transpose it"),
+    "another row": (dict(exp_avg=ones(6, 2)), r"\(6, 2\), wanted \(6, 3\): reshape it"),
+    "another dtype": (
+        dict(exp_avg=ones(6, 3, dtype="float64")),
+        r'is float64, and the state keeps float32: type x.astype\("float32"\), or '
+        r'jslices.optim.with_state_dtype\(tx, "float64"\)',
+    ),
+    "missing": (
+        dict(exp_avg_sq=None),
+        r"nu at \['table'\] wants one slot, named nu or exp_avg_sq or Adam_1 or v or "
+        r"velocity, got step, exp_avg",
+    ),
+    "twice": (dict(m=ones(6, 3)), r"mu at .* wants one slot.*got exp_avg and m"),
+    "unknown": (
+        dict(max_exp_avg_sq=ones(6, 3)),
+        r"no state for the slot max_exp_avg_sq at \['table'\]: it keeps mu or .*leave this",
+    ),
+    "another step": (
+        dict(step=np.float32(7)),
+        r"7.0 steps were taken at \['table'\], and count=5.*jslices.optim.partition",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_does_not_fit_is_told(name):
+    changes, message = WRONG[name]
+    params = torch_params(TORCH["sparse_adam"])
+    with pytest.raises(ValueError, match=f"^import_state: .*{message}"):
+        import_state(js.adam(0.1), params, slots_with(**changes), STEPS)
+
+
+def test_all_that_does_not_fit_is_told_at_once():
+    slots = slots_with(exp_avg=ones(4, 3), exp_avg_sq=None)
+    with pytest.raises(ValueError, match=r"exp_avg at .*; nu at .*wants one slot"):
+        import_state(js.adam(0.1), torch_params(TORCH["sparse_adam"]), slots, STEPS)
+
+
+def test_other_errors_of_import_state():
+    params = {"table": jnp.ones((3, 2))}
+    start = functools.partial(import_state, js.adam(0.1), params)
+    for count in (-1, 2.5, [3], True):
+        with pytest.raises(ValueError, match=r"wanted the number of steps taken, an int"):
+            start({"table": {}}, count)
+    with pytest.raises(ValueError, match="slots must mirror params, with a dict of arrays"):
+        start({"other": {}}, 1)
+    with pytest.raises(TypeError, match=r"a dict for each parameter.*got Array|ndarray"):
+        start({"table": np.ones((3, 2))}, 1)
+    with pytest.raises(TypeError, match=r"jslices' own optimizers.*optax.tree.set"):
+        import_state(optax.adam(0.1), params, {"table": {"mu": ones(3, 2)}}, 1)
+    with pytest.raises(ValueError, match=r"shape \(5,\), wanted \(\): reshape it"):
+        import_state(js.sgd(0.1, 0.9), {"b": jnp.ones(())}, {"b": {"trace": ones(5)}}, 1)
+    with pytest.raises(ValueError, match=r'pass "trace": -x / learning_rate'):
+        slots = {"table": {"momentum": ones(3, 2)}}
+        import_state(js.sgd(0.1, momentum=0.9), params, slots, 1)
+
+
+def test_errors_of_export_state():
+    params = torch_params(TORCH["adam"])
+    with pytest.raises(ValueError, match=r"names='jax'\): wanted one of \('torch', 'tf1'"):
+        export_state(params, ADAM.init(params), "jax")
+    with pytest.raises(
+        ValueError, match=r"sum_of_squares of RowwiseAdagrad.*no slot in tor"
+    ):
+        export_state(params, js.rowwise_adagrad(0.1).init(params), "torch")
+    step, flush = compiled(ADAM)
+    batch = batches_of(TORCH["batches"])[0]
+    params, state, _ = step(params, ADAM.init(params), *batch)
+    with pytest.raises(ValueError, match=r"rows are behind.*tx.flush\(params, state\)"):
+        export_state(params, state, "torch")
+    export_state(*flush(params, state), "torch")
+
+
+@pytest.mark.parametrize("name", ["adam_exact", "chain", "partition", "rows"])
+def test_optax_tree_on_states(name):
+    tx = js.rowwise_adagrad(0.1) if name == "rows" else EVERY_STATE[name]
+    params = jax.tree.map(jnp.array, torch_params(TORCH["adam"]))
+    state = tx.init(params)
+    marked = optax.tree.map_params(
+        tx, lambda x: "of a parameter", state, transform_non_params=lambda x: "other"
+    )
+    assert jax.tree.structure(marked) == jax.tree.structure(state)
+    for (_, count), (_, mark) in zip(
+        optax.tree.get_all_with_path(state, "count"),
+        optax.tree.get_all_with_path(marked, "count"),
+        strict=True,
+    ):
+        assert count == 0 and mark == "other"
+    marks = jax.tree.leaves(optax.tree.set(marked, count="other"))
+    arrays = jax.tree.leaves(state)
+    rows = [x.ndim > 0 and x.shape[0] == 6 for x in arrays]
+    assert {m for m, big in zip(marks, rows, strict=True) if big} == {"of a parameter"}
+    assert optax.tree.size(state) == sum(x.size for x in arrays)
+    zeros = optax.tree.zeros_like(state)
+    assert jax.tree.structure(zeros) == jax.tree.structure(state)
+
+
+def test_optax_tree_on_row_gradients_is_as_the_page_says():
+    grads = {"table": js.IndexedSlices(jnp.ones((1, 2)), [1], (3, 2))}
+    assert optax.tree.add(grads, grads)["table"].indices == 2
+    assert optax.tree.sum(grads) == 3
+    with pytest.raises(TypeError, match=r"jslices.global_norm"):
+        optax.tree.norm(grads)
+    tx, params = js.from_optax(optax.ema(0.9)), {"table": jnp.ones((3, 2))}
+    updates, _ = tx.update(grads, tx.init(params), params)
+    assert js.is_slices(updates["table"])
+
+
+# The page.
+
+BLOCKS = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.M | re.S)
+(
+    FROM_TORCH_THERE,
+    FROM_TORCH_HERE,
+    FROM_TENSORFLOW_THERE,
+    FROM_TENSORFLOW_HERE,
+    GROW,
+    TO_TORCH_HERE,
+    TO_TORCH_THERE,
+    ORBAX,
+    OPTAX_TREE,
+    AVERAGES,
+) = BLOCKS
+
+
+def run(*blocks, **names):
+    names |= {"functools": functools, "jax": jax, "jnp": jnp, "js": js, "np": np}
+    names |= {"optax": optax}
+    for block in blocks:
+        exec(block, names)
+    return names
+
+
+def test_the_page_moves_states(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    save_file(TORCH["adam"], "torch.safetensors")
+    np.savez("tensorflow.npz", **TENSORFLOW["adam"])
+    found = run(FROM_TORCH_HERE)
+    wanted = {n: torch_params(TORCH["adam"], f"after_{n}.") for n in (1, 3)}
+    batches = batches_of(TORCH["batches"])
+    check_goes_on(found["tx"], found["params"], found["state"], batches, wanted)
+
+    found = run(FROM_TORCH_HERE, FROM_TENSORFLOW_HERE)
+    wanted = {n: tensorflow_params(TENSORFLOW["adam"], f"after_{n}/") for n in (1, 3)}
+    batches = batches_of(TENSORFLOW["batches"])
+    check_goes_on(found["tx"], found["params"], found["state"], batches, wanted)
+
+    found = run(FROM_TORCH_HERE, GROW, TO_TORCH_HERE, OPTAX_TREE)
+    assert load_file("ours.safetensors")["optimizer.0.exp_avg"].shape == (1006, 3)
+    assert found["state"].count == 0 and found["scale"].shape == (1006, 3)
+
+
+def test_the_page_averages_rows():
+    found = run(AVERAGES)
+    assert jnp.abs(found["average"] - found["params"]["table"]).max() > 0.1
+    table = jnp.ones((200_000, 2))
+    args = {"table": table}, found["tx"].init({"table": table}), table, jnp.arange(200_000)
+    js.testing.assert_in_place(
+        found["train"].__wrapped__, *args, jnp.array([1, 2]), donate_argnums=(0, 1, 2, 3)
+    )
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_page_saves_with_orbax(tmp_path):
+    pytest.importorskip("orbax.checkpoint")
+    tx = EVERY_STATE["adamw_exact_with_a_schedule"]
+    params = jax.tree.map(jnp.array, torch_params(TORCH["adam"]))
+    step, _ = compiled(tx)
+    batches = batches_of(TORCH["batches"])
+    params, state, _ = step(params, tx.init(params), *batches[0])  # rows are behind
+    found = run(ORBAX, params=params, state=state, directory=tmp_path)
+    assert jax.tree.structure(found["restored"]) == jax.tree.structure(found["tree"])
+    jax.tree.map(np.testing.assert_array_equal, found["restored"], found["tree"])
+    again, state_again = found["restored"]["params"], found["restored"]["state"]
+    for batch in batches[1:]:
+        params, state, _ = step(params, state, *batch)
+        again, state_again, _ = step(again, state_again, *batch)
+    jax.tree.map(np.testing.assert_array_equal, again, params)
+
+
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")
+@pytest.mark.parametrize("sparse", [False, True])
+def test_the_page_with_torch_itself(sparse, tmp_path, monkeypatch):
+    """There and back again: it goes on as if it had been there all the time."""
+    torch = pytest.importorskip("torch")
+    monkeypatch.chdir(tmp_path)
+
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table = torch.nn.Embedding(6, 3, sparse=sparse)
+            self.out = torch.nn.Linear(3, 2, bias=False)
+
+    def optimizer_of(model):
+        if sparse:
+            return torch.optim.Adagrad(model.parameters(), lr=0.1)
+        return torch.optim.Adam(model.parameters(), lr=0.1)
+
+    def steps(model, optimizer, batches):
+        for ids, labels in batches:
+            optimizer.zero_grad()
+            out = model.out(model.table(torch.tensor(ids).long()))
+            ((out - torch.tensor(labels)) ** 2).mean().backward()
+            optimizer.step()
+
+    batches = batches_of(TORCH["batches"])
+    model = Model()
+    optimizer = optimizer_of(model)
+    steps(model, optimizer, batches)
+    run(FROM_TORCH_THERE, model=model, optimizer=optimizer)
+
+    here = FROM_TORCH_HERE
+    if sparse:
+        here = here.replace(
+            'js.adam(1e-1, untouched="exact")', "js.adagrad(0.1, 0.0, eps=0.0)"
+        )
+    found = run(here)
+    params, state, tx = found["params"], found["state"], found["tx"]
+    step = quickly(js.optim.exact_step(loss, tx))
+    for batch in batches:
+        params, state, _ = step(params, state, *batch)
+    run(TO_TORCH_HERE, params=params, state=state, tx=tx)
+
+    other = Model()
+    run(TO_TORCH_THERE, model=other, optimizer=(there := optimizer_of(other)))
+    steps(other, there, batches)
+    steps(model, optimizer, [*batches, *batches])
+    assert_close(as_arrays(other), as_arrays(model), rtol=2e-5, atol=2e-6)
+
+
+def as_arrays(model):
+    return {name: x.numpy() for name, x in model.state_dict().items()}

@@ -1,0 +1,273 @@
+"""Many tables in one array do what each of them does apart."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import assert_close
+from jax.experimental import checkify
+
+import jslices as js
+from jslices.tables import StackedTables
+
+SHAPES = {"user": (7, 3), "item": (1, 3), "shop": (4, 3)}
+TABLES = StackedTables(SHAPES)
+RNG = np.random.default_rng(0)
+PARTS = {name: jnp.asarray(RNG.normal(size=s), jnp.float32) for name, s in SHAPES.items()}
+STACKED = TABLES.stack(PARTS)
+#: For each table every row of it, and ids that would be rows of its neighbours.
+IDS = {name: np.arange(-3, rows + 4) for name, (rows, _) in SHAPES.items()}
+MODES = ("fill", "clip")
+
+
+def apart(mode="fill"):
+    return {n: js.embedding_lookup(PARTS[n], ids, mode=mode) for n, ids in IDS.items()}
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_an_id_never_reads_a_row_of_another_table(mode):
+    assert_close(TABLES.lookup(STACKED, IDS, mode=mode), apart(mode), rtol=0)
+    for name, ids in IDS.items():
+        rows = TABLES.rows(ids, name, mode=mode)
+        assert_close(js.embedding_lookup(STACKED, rows), apart(mode)[name], rtol=0)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("axis", [-1, 0])
+def test_ids_of_all_tables_in_one_array(mode, axis):
+    ids = np.stack([np.arange(-3, 12)] * 3, axis)
+    which = np.arange(3) if axis == -1 else np.arange(3)[:, None]
+    looked_up = js.embedding_lookup(STACKED, TABLES.rows(ids, which, mode=mode))
+    each = [
+        js.embedding_lookup(part, ids.take(0, axis), mode=mode) for part in PARTS.values()
+    ]
+    assert_close(looked_up, jnp.stack(each, axis if axis == 0 else 1), rtol=0)
+    if axis == -1:
+        traced = jax.jit(functools.partial(TABLES.rows, mode=mode))
+        rows = traced(ids, jnp.broadcast_to(which, ids.shape))
+        assert rows.tolist() == TABLES.rows(ids, mode=mode).tolist()
+    of_no_table = TABLES.rows([0, 0], jnp.array([3, -1]), mode=mode)
+    assert of_no_table.tolist() == [TABLES.num_rows] * 2
+
+
+@pytest.mark.parametrize("dtype", ["int8", "uint8", "uint32", "int64"])
+def test_ids_of_any_dtype(dtype):
+    top = np.iinfo(dtype).max
+    rows = TABLES.rows(np.array([0, 3, 4, top], dtype), "shop")
+    assert rows.tolist() == [8, 11, 12, 12]
+
+
+def test_negative_ids_stay_negative():
+    """So that what leaves out negative ids still does, and nothing wraps round."""
+    rows = TABLES.rows([-1, 0], "shop")
+    assert jnp.isnan(jnp.take(STACKED, rows, axis=0)[0]).all()
+    pruned = js.safe_embedding_lookup_sparse(STACKED, rows[None])
+    assert_close(pruned[0], PARTS["shop"][0])
+
+
+def test_a_bad_id_is_named_with_its_table():
+    text = r"ids of 'shop'\[1\] = 4 is not in \[0, 4\)"
+    with pytest.raises(js.IdOutOfRangeError, match="lookup: " + text):
+        TABLES.lookup(STACKED, {"user": [6], "shop": [0, 4]}, mode="check")
+    with pytest.raises(
+        js.IdOutOfRangeError, match=r"'shop'\[0, 2\] = 4 is not in \[0, 4\)"
+    ):
+        TABLES.rows([[0, 0, 4]], mode="check")
+    found = checkify.checkify(
+        jax.jit(functools.partial(TABLES.rows, which="shop", mode="check"))
+    )
+    with pytest.raises(ValueError, match="rows: " + text):
+        found(jnp.array([0, 4]))[0].throw()
+    bags = {"user": (np.array([[9, 6]]), np.array([[False, True]]))}
+    assert TABLES.lookup_sparse(STACKED, bags, mode="check")["user"].shape == (1, 3)
+    with pytest.raises(
+        js.IdOutOfRangeError, match=r"lookup_sparse: ids of 'user'\[0, 0\] = 9"
+    ):
+        TABLES.lookup_sparse(STACKED, {"user": np.array([[9, 6]])}, mode="check")
+
+
+def bags(kind):
+    """Bags of every form, or all padded to one length; with bad ids in padding."""
+    some = np.random.default_rng(1)
+    mask = some.random((5, 4)) < 0.7
+    ids = {
+        n: np.where(mask, some.integers(0, rows, (5, 4)), 99)
+        for n, (rows, _) in SHAPES.items()
+    }
+    padded = {name: (x, mask) for name, x in ids.items()}
+    if kind == "padded":
+        return padded
+    splits = np.array([0, 2, 2, 3])
+    ragged = (np.array([0, 3, 1, 99]), splits)
+    segments = (np.array([0, 0, 0]), np.array([1, 9, 1]), 2)
+    return {"shop": ragged, "user": padded["user"], "item": segments}
+
+
+@pytest.mark.parametrize("combiner", ["mean", "max"])
+@pytest.mark.parametrize("weighed", [False, True])
+@pytest.mark.parametrize("kind", ["padded", "mixed"])
+def test_bags(kind, weighed, combiner):
+    given = bags(kind)
+    weights = {"user": np.linspace(0.5, 2, 20).reshape(5, 4)} if weighed else {}
+
+    def together(stacked):
+        return TABLES.lookup_sparse(stacked, given, weights, combiner)
+
+    def alone(parts):
+        return {
+            name: js.embedding_lookup_sparse(parts[name], x, weights.get(name), combiner)
+            for name, x in given.items()
+        }
+
+    def loss(of, params):
+        return sum((x**2).sum() for x in of(params).values())
+
+    assert_close(together(STACKED), alone(PARTS), rtol=1e-6)
+    ours = js.grad(functools.partial(loss, together))(STACKED)
+    theirs = js.grad(functools.partial(loss, alone))(PARTS)
+    parts = {name: g.to_dense() for name, g in theirs.items()}
+    assert_close(TABLES.split(ours.to_dense()), parts, rtol=1e-6)
+
+
+def ids_of_step(seed, rows):
+    return np.random.default_rng(seed).integers(0, rows, 6)
+
+
+def loss_of(look_up, params, seed):
+    ids = {name: ids_of_step(seed, rows) for name, (rows, _) in SHAPES.items()}
+    return sum(((x - i) ** 2).sum() for i, x in enumerate(look_up(params, ids).values()))
+
+
+def trained(look_up, tx, params, steps=3):
+    state = tx.init(params)
+    for seed in range(steps):
+        grads = js.grad(functools.partial(loss_of, look_up))(params, seed)
+        params, state = tx.apply(grads, state, params)
+    return params, state
+
+
+def each(params, ids):
+    return {name: js.embedding_lookup(params[name], x) for name, x in ids.items()}
+
+
+def test_training_is_that_of_tables_apart():
+    ours, state = trained(TABLES.lookup, js.adam(0.1), STACKED)
+    theirs, their_state = trained(each, js.adam(0.1), PARTS)
+    assert_close(TABLES.split(ours), theirs, rtol=1e-6)
+    assert_close(TABLES.split(state.mu), their_state.mu, rtol=1e-6)
+
+
+def test_tables_in_use_by_name():
+    """For a model that is already written: ``split`` inside of the loss."""
+    look_up = lambda params, ids: each(TABLES.split(params), ids)  # noqa: E731
+    grads = js.grad(functools.partial(loss_of, look_up))(STACKED, 0)
+    assert js.is_slices(grads)
+    expected = js.grad(functools.partial(loss_of, TABLES.lookup))(STACKED, 0)
+    assert_close(grads.to_dense(), expected.to_dense(), rtol=1e-6)
+
+
+def test_rates_by_table():
+    rates = {"user": 0.5, "shop": 0.01}
+    scale = js.optim.scale(TABLES.per_row(rates, default=1.0))
+    ours, _ = trained(TABLES.lookup, js.optim.chain(js.adam(0.1), scale), STACKED)
+    optimizers = {name: js.adam(0.1 * rates.get(name, 1.0)) for name in SHAPES}
+    tx = js.optim.partition(optimizers, {name: name for name in SHAPES})
+    theirs, _ = trained(each, tx, PARTS)
+    assert_close(TABLES.split(ours), theirs, rtol=1e-5)
+
+
+def test_a_whole_table_frozen():
+    frozen = TABLES.per_row({"user": True}, default=False)
+    tx = js.optim.freeze_rows(js.adam(0.1), frozen)
+    params, _ = trained(TABLES.lookup, tx, STACKED)
+    moved = {n: bool((x != PARTS[n]).any()) for n, x in TABLES.split(params).items()}
+    assert moved == {"user": False, "item": True, "shop": True}
+
+
+LOOKUPS = {
+    "rows": lambda tables, t, ids: js.embedding_lookup(t, tables.rows(ids)),
+    "lookup": lambda tables, t, ids: tables.lookup(
+        t, dict(zip(SHAPES, ids.T, strict=True))
+    ),
+    "bags": lambda tables, t, ids: tables.lookup_sparse(t, {"user": ids, "shop": ids}),
+}
+
+
+@pytest.mark.parametrize("axes", ["Auto", "Explicit"])
+@pytest.mark.parametrize("kind", LOOKUPS)
+def test_over_devices(kind, axes):
+    tables = StackedTables(SHAPES, devices=8)
+    assert tables.shape == (16, 3)
+    types = (getattr(jax.sharding.AxisType, axes),)
+    by_rows = jax.NamedSharding(jax.make_mesh((8,), ("x",), axis_types=types), jax.P("x"))
+    table, ids = tables.stack(PARTS), np.arange(24).reshape(8, 3) % 5
+
+    def loss(table, ids):
+        found = jax.tree.leaves(LOOKUPS[kind](tables, table, ids))
+        return sum(jnp.where(jnp.isnan(x), 0, x**2).sum() for x in found)
+
+    exchange = js.Exchange("x") if axes == "Auto" else None
+    split = jax.jit(js.value_and_grad(loss, exchange=exchange))
+    value, grads = split(*jax.device_put((table, ids), by_rows))
+    expected, dense = js.value_and_grad(loss)(table, ids)
+    assert_close(value, expected, rtol=1e-6)
+    assert_close(grads.to_dense(), dense.to_dense(), rtol=1e-6)
+    assert_close(tables.split(table), PARTS, rtol=0)
+
+
+def test_checkpoints_by_name(tmp_path):
+    path = js.Saver().save({"tables": TABLES.split(STACKED)}, str(tmp_path / "model"))
+    more = StackedTables({"new": (2, 3), **dict(reversed(SHAPES.items()))})
+    restored = js.Saver().restore(path, {"tables": PARTS})["tables"]
+    stacked = more.stack({"new": jnp.zeros((2, 3)), **restored})
+    kept = more.split(stacked)
+    del kept["new"]
+    assert_close(kept, PARTS, rtol=0)
+
+
+def test_new_tables():
+    def normal(key, shape, dtype):
+        return jax.random.normal(key, shape, dtype)
+
+    key, zeros = jax.random.key(0), jax.nn.initializers.zeros
+    one = TABLES.split(TABLES.init(key, normal))
+    other = StackedTables({"shop": (4, 3), "user": (7, 3)})
+    table = other.init(key, {"shop": normal, "user": zeros}, jnp.bfloat16)
+    assert table.dtype == jnp.bfloat16 and not other.split(table)["user"].any()
+    assert_close(other.split(other.init(key, normal))["shop"], one["shop"], rtol=0)
+    assert len({float(x[0, 0]) for x in one.values()}) == 3
+
+
+def test_a_description_is_static():
+    assert StackedTables(PARTS) == TABLES and hash(StackedTables(PARTS)) == hash(TABLES)
+    assert StackedTables(SHAPES, devices=8) != TABLES
+    rows = jax.jit(lambda tables, x: tables.rows(x), static_argnums=0)
+    assert rows(TABLES, jnp.array([[1, 0, 1]])).tolist() == [[1, 7, 9]]
+
+
+@pytest.mark.parametrize(
+    "call, text",
+    [
+        (lambda: StackedTables({}), "at least one row by their names"),
+        (lambda: StackedTables({"a": (0, 2)}), r"at least one row.*got \{'a': \(0, 2\)\}"),
+        (lambda: StackedTables({"a": (1, 2), "b": (1, 3)}), "one StackedTables for each"),
+        (lambda: TABLES.rows([0], "shops"), r"some of the tables.*got \['shops'\]"),
+        (lambda: TABLES.rows([0, 1]), r"ids \[..., 3\].*got \[2\]; .*rows\(ids, 'user'\)"),
+        (lambda: TABLES.rows([0], "user", mode="wrap"), "mode='wrap'"),
+        (lambda: TABLES.rows([0], [3], mode="check"), r"which\[0\] = 3 is not in \[0, 3\)"),
+        (lambda: TABLES.lookup(STACKED, {"shops": [0]}), "lookup wants some of the tables"),
+        (
+            lambda: TABLES.lookup_sparse(STACKED, {"user": [[0]]}, {"shop": [[1.0]]}),
+            r"weights for \['shop'\], and bags for \['user'\]",
+        ),
+        (lambda: TABLES.stack({"user": PARTS["user"]}), "stack wants each of the tables"),
+        (lambda: TABLES.stack({**PARTS, "item": jnp.ones((2, 3))}), r"'item': \(2, 3\)"),
+        (lambda: TABLES.split(jnp.ones((3, 3))), r"split wants an array of 12 rows"),
+        (lambda: TABLES.per_row({"user": 1.0}), "per_row wants each of the tables"),
+    ],
+)
+def test_misuse_is_refused(call, text):
+    with pytest.raises((ValueError, IndexError), match=text):
+        call()
