@@ -338,8 +338,8 @@ def test_the_estimate_of_a_tpu():
 
 
 @pytest.mark.devices
-def test_the_page_of_devices():
-    page = (HERE.parent / "docs" / "devices.md").read_text()
+def test_the_page_of_accelerators():
+    page = (HERE.parent / "docs" / "accelerators.md").read_text()
     placed, block = re.findall(r"^```python\n(.*?)^```", page, re.M | re.S)
     names = {}
     exec(placed, names)

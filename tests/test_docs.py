@@ -22,7 +22,7 @@ PYTHON = [page for page in PAGES if "```python\n" in (DOCS / page).read_text()]
 # Their code is run by other tests, as it needs more than JAX, or a process of its own.
 ELSEWHERE = {
     "coming_from/keras.md": "tests/test_keras.py",
-    "devices.md": "tests/test_devices.py",
+    "accelerators.md": "tests/test_devices.py",
     "keras.md": "tests/test_keras.py",
     "models/equinox.md": "tests/test_model_pages.py",
     "models/haiku.md": "tests/test_model_pages.py",

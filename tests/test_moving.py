@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import assert_close, golden, quickly
+from helpers import assert_close, golden, quickly, rest_in_ci
 from jax.sharding import NamedSharding, PartitionSpec
 from safetensors.numpy import load_file, save_file
 
@@ -63,6 +63,11 @@ def batches_of(arrays):
     return [(arrays[f"ids.{i}"], arrays[f"labels.{i}"]) for i in range(3)]
 
 
+def in_ci(names, *quick):
+    """All names; those that are not ``quick`` are slow."""
+    return rest_in_ci([(name,) for name in names], lambda case: case[0] in quick)
+
+
 FROM_TORCH = {
     "sparse_adam": js.adam(0.1),
     "adam": ADAM,
@@ -88,7 +93,7 @@ def torch_slots(arrays):
     }
 
 
-@pytest.mark.parametrize("name", FROM_TORCH)
+@pytest.mark.parametrize("name", in_ci(FROM_TORCH, "sparse_adam", "adam", "adagrad"))
 def test_the_next_steps_are_those_of_torch(name):
     tx, arrays = FROM_TORCH[name], TORCH[name]
     params = torch_params(arrays)
@@ -114,7 +119,7 @@ def tensorflow_params(arrays, prefix=""):
     return {key: arrays[prefix + name] for key, name in names.items()}
 
 
-@pytest.mark.parametrize("name", FROM_TENSORFLOW)
+@pytest.mark.parametrize("name", in_ci(FROM_TENSORFLOW, "adam", "momentum", "rmsprop"))
 def test_the_next_steps_are_those_of_tensorflow_1(name):
     tx, arrays = FROM_TENSORFLOW[name], TENSORFLOW[name]
     params = tensorflow_params(arrays)
@@ -133,6 +138,8 @@ def test_the_next_steps_are_those_of_tensorflow_1(name):
     assert int(state.count) == STEPS
     wanted = {n: tensorflow_params(arrays, f"after_{n}/") for n in (1, 3)}
     check_goes_on(tx, params, state, batches_of(TENSORFLOW["batches"]), wanted)
+    if "beta2_power" in arrays:  # the page's way to count without a global step
+        assert round(np.log(arrays["beta2_power"]) / np.log(0.999)) - 1 == STEPS
 
 
 def keras_rows(name):
@@ -174,7 +181,10 @@ def test_the_next_steps_are_those_of_keras_3(name):
         batches = batches_of(TORCH["batches"])
         for batch in batches:
             params = step(*batch)
-        arrays = {v.path.partition("/")[2]: np.array(v.value) for v in theirs.variables}
+        arrays = {
+            v.path.partition("/")[2]: keras.ops.convert_to_numpy(v)
+            for v in theirs.variables
+        }
         wanted = {n: step(*batch) for n, batch in enumerate(batches, 1)}
     slots = {"table": under(arrays, "table_"), "w": under(arrays, "w_")}
     state = import_state(tx, params, slots, arrays["iteration"])
@@ -200,7 +210,9 @@ EVERY_STATE = {
 }
 
 
-@pytest.mark.parametrize("name", EVERY_STATE)
+@pytest.mark.parametrize(
+    "name", in_ci(EVERY_STATE, "adam", "adam_exact", "partition", "in_float32")
+)
 def test_what_is_exported_is_imported(name):
     tx = EVERY_STATE[name]
     params = jax.tree.map(jnp.array, torch_params(TORCH["adam"]))
@@ -241,9 +253,8 @@ def test_slots_are_placed_as_their_parameters_are():
     rows = NamedSharding(jax.make_mesh((8,), ("x",)), PartitionSpec("x"))
     params = {"table": jax.device_put(jnp.ones((16, 2)), rows)}
     slots = {"table": {"m": np.ones((16, 2), "float32"), "v": np.ones((16, 2), "float32")}}
-    for tx in (js.adam(0.1), ADAM):
-        state = import_state(tx, params, slots, 3)
-        assert state.mu["table"].sharding.is_equivalent_to(rows, 2)
+    state = import_state(js.adam(0.1), params, slots, 3)
+    assert state.mu["table"].sharding.is_equivalent_to(rows, 2)
 
 
 def test_slots_are_copied():
@@ -327,6 +338,8 @@ def test_other_errors_of_import_state():
         start({"table": np.ones((3, 2))}, 1)
     with pytest.raises(TypeError, match=r"jslices' own optimizers.*optax.tree.set"):
         import_state(optax.adam(0.1), params, {"table": {"mu": ones(3, 2)}}, 1)
+    with pytest.raises(ValueError, match=r"shape \(5,\), wanted \(\): reshape it"):
+        import_state(js.sgd(0.1, 0.9), {"b": jnp.ones(())}, {"b": {"trace": ones(5)}}, 1)
     with pytest.raises(ValueError, match=r'pass "trace": -x / learning_rate'):
         slots = {"table": {"momentum": ones(3, 2)}}
         import_state(js.sgd(0.1, momentum=0.9), params, slots, 1)

@@ -104,6 +104,12 @@ def test_names_in_the_text_exist():
     assert count > 100
 
 
+def test_every_notebook_is_listed():
+    page = (DOCS / "notebooks.md").read_text()
+    listed = re.findall(r"/notebooks/(\w+\.ipynb)", page)
+    assert {*listed} >= {path.name for path in ROOT.glob("notebooks/*.ipynb")}
+
+
 def test_pages_and_navigation_agree():
     linked = re.findall(r"([\w/]+\.md)$", CONFIG[CONFIG.index("\nnav:") :], re.M)
     assert sorted(linked) == sorted(str(page.relative_to(DOCS)) for page in PAGES)

@@ -114,8 +114,8 @@ def import_state(tx: GradientTransformation, params: Any, slots: Any, count: Any
             linear of ftrl                       Ftrl_1      linear       linear
             mu of lion                                                    momentum
 
-        PyTorch's ``step`` may be among them. An empty dict, or None: never stepped, and so
-        the array is as ``tx.init`` makes it.
+        PyTorch's ``step`` may be among them. An empty dict, or None: never stepped; the
+        state is that of ``tx.init`` after ``count`` steps without a gradient.
       count: how many steps were taken.
 
     Returns:
@@ -347,19 +347,18 @@ def _array(x: Any) -> Any:
 def _misfits(what: str, x: Any, now: jax.Array) -> list[str]:
     """What is wrong with a slot that is to stand where ``now`` is."""
     if x.shape != now.shape:
-        rows = now.shape[:1]
         if x.shape == now.shape[::-1]:
             help = "transpose it, as the parameter was: x.T"
-        elif x.shape[1:] != now.shape[1:] or not x.shape:
+        elif x.ndim != now.ndim or x.shape[1:] != now.shape[1:]:
             help = "reshape it, as the parameter was"
-        elif x.shape > rows:
+        elif x.shape[0] > (rows := now.shape[0]):
             help = (
-                f"take the rows that the parameter has, x[:{rows[0]}] if they are the first"
-                ", or give the parameter all of them"
+                f"take the rows that the parameter has, x[:{rows}] if they are the first, "
+                "or give the parameter all of them"
             )
         else:
             help = (
-                f"{rows[0] - x.shape[0]} rows are missing: append them, for new rows as "
+                f"{rows - x.shape[0]} rows are missing: append them, for new rows as "
                 "tx.init(params) has them, or give the parameter only the rows given here"
             )
         return [f"{what} has shape {x.shape}, wanted {now.shape}: {help}"]
