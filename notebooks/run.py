@@ -3,6 +3,7 @@
     python notebooks/run.py                      # all of them
     python notebooks/run.py quickstart           # some of them
     python notebooks/run.py --quick quickstart   # small and fast; stores nothing
+    python notebooks/run.py --frame              # runs nothing: the address has changed
 
 What all notebooks share is written into them here: the first cell, which installs the
 package where it is missing, and the address behind the badge in the second. A digest of the
@@ -48,8 +49,8 @@ def badge(name: str) -> str:
 
 
 def digest(notebook: nbformat.NotebookNode) -> str:
-    """Of the code cells: changes where outputs may."""
-    code = [cell.source for cell in notebook.cells if cell.cell_type == "code"]
+    """Of the code cells after the first: changes where outputs may."""
+    code = [cell.source for cell in notebook.cells[1:] if cell.cell_type == "code"]
     return hashlib.sha256(json.dumps(code).encode()).hexdigest()[:16]
 
 
@@ -112,11 +113,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("names", nargs="*", help="without .ipynb; all if none is given")
     parser.add_argument("--quick", action="store_true", help="small sizes; stores nothing")
+    parser.add_argument("--frame", action="store_true", help="only what all share")
     args = parser.parse_args()
     for name in args.names or sorted(path.stem for path in FOLDER.glob("*.ipynb")):
         path = FOLDER / f"{name}.ipynb"
         notebook = nbformat.read(path, as_version=4)
         frame(notebook, name)
+        if args.frame:
+            nbformat.write(notebook, path)
+            continue
         with tempfile.TemporaryDirectory() as folder:
             execute(notebook, folder, args.quick)
         print(f"{name}: ran")

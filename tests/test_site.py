@@ -119,9 +119,9 @@ def test_the_address_is_that_of_the_package():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     address = project["urls"]["Repository"]
     assert f"\nrepo_url: {address}\n" in CONFIG
-    for page in PAGES:
-        for link in re.findall(r"https://github.com/jslices/\w+", page.read_text()):
-            assert link == address
+    for page in (*PAGES, *(ROOT / "notebooks").glob("*.ipynb")):
+        for link in re.findall(r"https://github.com/\w+/jslices\b", page.read_text()):
+            assert link == address, page
 
 
 def test_numbers_of_the_version_agree():
