@@ -86,6 +86,8 @@ def criteo(path, tables, lines, seed):
     with opened(path, "rt") as file:
         for line in itertools.islice(file, lines):
             label, *fields = line.rstrip("\n").split("\t")
+            if len(fields) != COUNTS + len(tables.names):
+                raise ValueError(f"{path}: a label, 13 and 26 fields wanted, got {line!r}")
             clicked.append(label == "1")
             counts.append([max(float(x or 0), 0) for x in fields[:COUNTS]])
             of_line = zip(fields[COUNTS:], tables.sizes, strict=True)
@@ -257,6 +259,8 @@ def main(arguments=None):
     add("--every", type=int, default=100, help="steps from one checkpoint to the next")
     add("--seed", type=int, default=0)
     options = parser.parse_args(arguments)
+    if options.batch % options.micro_batches:
+        parser.error(f"--micro-batches must divide --batch, {options.batch}")
 
     tables = of_criteo(int(options.rows), options.dim)
     if options.data:
@@ -268,6 +272,7 @@ def main(arguments=None):
     run, step = start(params, tx), make_step(tables, tx, options.decay)
     saver, last = js.Saver(), None
     if options.directory:
+        options.directory.mkdir(parents=True, exist_ok=True)
         last = js.checkpoint.latest_checkpoint(options.directory)
     if last:
         run = saver.restore(last, run)

@@ -2,6 +2,7 @@
 
 import linecache
 import os
+import re
 import sys
 import sysconfig
 import warnings
@@ -52,9 +53,13 @@ class UserLine(NamedTuple):
     @property
     def place(self) -> str:
         """File and line. A cell of a notebook goes by its number, not by its file's."""
-        ipython = sys.modules.get("IPython")
-        shell = ipython and ipython.get_ipython()
-        cell = shell and shell.compile.format_code_name(self.file)  # ("Cell", "In[3]")
+        of_old = re.match(r"<ipython-input-(\d+)-", self.file)  # IPython 7, as on Colab
+        shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
+        named = getattr(getattr(shell, "compile", None), "format_code_name", None)
+        if of_old:
+            cell: Any = "Cell", f"In[{of_old[1]}]"
+        else:
+            cell = named and named(self.file)  # ("Cell", "In[3]")
         return f"{' '.join(cell)}, line {self.line}" if cell else f"{self.file}:{self.line}"
 
     def __str__(self) -> str:

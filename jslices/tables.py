@@ -73,14 +73,20 @@ class StackedTables:
     num_rows: int  #: V, with the rows added for devices.
 
     def __init__(self, shapes: Mapping[str, Any], devices: int = 1) -> None:
-        known = {
-            name: tuple(operator.index(n) for n in getattr(shape, "shape", shape))
-            for name, shape in shapes.items()
-        }
-        if not known or not all(shape and shape[0] > 0 for shape in known.values()):
+        try:
+            known = {
+                name: tuple(operator.index(n) for n in getattr(shape, "shape", shape))
+                for name, shape in shapes.items()
+            }
+        except (AttributeError, TypeError):
+            known = {}
+        if not known or not all(
+            isinstance(name, str) and shape and shape[0] > 0 and min(shape) >= 0
+            for name, shape in known.items()
+        ):
             raise InvalidArgumentError(
                 "StackedTables wants tables of at least one row by their names, "
-                f'{{"user": (1000, 16)}}, got {known}'
+                f'{{"user": (1000, 16)}}, got {shapes}'
             )
         if len({shape[1:] for shape in known.values()}) > 1:
             raise InvalidArgumentError(
@@ -149,7 +155,7 @@ class StackedTables:
         """
         self._check_names(arrays, "stack", all_of_them=True)
         parts = [jnp.asarray(arrays[name]) for name in self.names]
-        heights = tuple(len(part) for part in parts)
+        heights = tuple(part.shape[0] if part.ndim else 0 for part in parts)
         if heights != self.sizes or len({part.shape[1:] for part in parts}) > 1:
             given = {name: jnp.shape(arrays[name]) for name in self.names}
             raise InvalidArgumentError(f"stack wants arrays for {self}, got {given}")
@@ -161,10 +167,7 @@ class StackedTables:
 
         For checkpoints and export: names, not offsets, are then what a file depends on.
         """
-        if stacked.shape[:1] != (self.num_rows,):
-            raise InvalidArgumentError(
-                f"split wants an array of {self.num_rows} rows, got {stacked.shape}"
-            )
+        self._check_stacked(stacked, "split")
         spans = zip(self.names, self.offsets, self.sizes, strict=True)
         return {name: stacked[first : first + size] for name, first, size in spans}
 
@@ -205,6 +208,15 @@ class StackedTables:
                 f"{list(numbers.shape)}; for ids of one table: rows(ids, {self.names[0]!r})"
             )
         tables = as_ids(np.arange(count) if which is None else which, "rows", "which")
+        try:
+            fits = np.broadcast_shapes(tables.shape, numbers.shape) == numbers.shape
+        except ValueError:
+            fits = False
+        if not fits:
+            raise InvalidArgumentError(
+                f"rows wants which of a shape that broadcasts to that of ids, "
+                f"{list(numbers.shape)}, got {list(tables.shape)}"
+            )
         tables = tables.reshape((1,) * (numbers.ndim - tables.ndim) + tables.shape)
         if mode == "check":
             refuse_bad_ids(tables, count, "rows", "which")
@@ -234,7 +246,8 @@ class StackedTables:
           For ids ``[..., T]``, one of each table:
           ``js.embedding_lookup(stacked, tables.rows(ids))``, with a smaller program.
         """
-        self._check_names(ids, "lookup")
+        self._check_stacked(stacked, "lookup")
+        self._check_by_name(ids, "lookup", "ids")
         check_mode(mode, "lookup")
         parts = {
             name: self._rows_of(name, x, as_ids(x, "lookup"), mode, "lookup")
@@ -268,9 +281,12 @@ class StackedTables:
           ``[*B, *D]`` for each name, a row for each of its bags.
         """
         caller = "lookup_sparse"
+        self._check_stacked(stacked, caller)
         check_mode(mode, caller)
-        weights = dict(sp_weights or {})
-        self._check_names(sp_ids, caller)
+        self._check_by_name(sp_ids, caller, "sp_ids")
+        weights = {} if sp_weights is None else sp_weights
+        if not isinstance(weights, Mapping) or weights:
+            self._check_by_name(weights, caller, "sp_weights")
         if not weights.keys() <= sp_ids.keys():
             raise InvalidArgumentError(
                 f"{caller} got weights for {list(weights)}, and bags for {list(sp_ids)}"
@@ -282,11 +298,12 @@ class StackedTables:
             kept = bag.segments < bag.num_bags
             rows.append(self._rows_of(name, bag.given, bag.ids, mode, caller, ~kept))
             segments.append(jnp.where(kept, bag.segments + (end - bag.num_bags), ends[-1]))
-            given.append(jnp.ones(kept.shape) if bag.weights is None else bag.weights)
+            one = jnp.ones_like(bag.ids, jnp.float32)  # placed as they are
+            given.append(one if bag.weights is None else bag.weights)
         ids: Any = jnp.concatenate(rows), jnp.concatenate(segments), ends[-1]
         w = jnp.concatenate(given) if weights else None
         lengths = {len(bag.ids) // bag.num_bags for bag in bags.values() if bag.num_bags}
-        if all(bag.padded for bag in bags.values()) and len(lengths) == 1:
+        if all(bag.padded for bag in bags.values()) and len(lengths) == 1 and min(lengths):
             # Summed along an axis, without a scatter.
             (length,) = lengths
             ids = ids[0].reshape(-1, length), (ids[1] < ends[-1]).reshape(-1, length)
@@ -309,11 +326,21 @@ class StackedTables:
         """
         self._check_names(values, "per_row", all_of_them=default is None)
         each = np.array([values.get(name, default) for name in self.names])
+        if each.dtype.kind not in "biuf":
+            raise InvalidArgumentError(
+                f"per_row wants a number or a bool for each table, got {dict(values)}"
+            )
+        if (
+            any(isinstance(x, bool) for x in values.values())
+            and np.isin(each, (0, 1)).all()
+        ):
+            each = each.astype(bool)  # {"user": True} with a default of 0
         firsts = np.array(self.offsets[1:], index_dtype(self.num_rows, np.dtype("int32")))
 
         def of_rows(rows: jax.Array) -> jax.Array:
-            found = jnp.searchsorted(firsts, rows, side="right", method="compare_all")
-            return jnp.asarray(each)[found]
+            starts = firsts.reshape((1,) * rows.ndim + (-1,))
+            found = jnp.sum(rows[..., None] >= starts, axis=-1, dtype=jnp.int32)
+            return take_rows(jnp.asarray(each), found)
 
         return of_rows
 
@@ -345,6 +372,22 @@ class StackedTables:
         missing = jnp.where(ids < 0, jnp.iinfo(known.dtype).min, self.num_rows)
         inside = (known >= 0) & (known < size)
         return jnp.where(inside, known + first, missing.astype(known.dtype))
+
+    def _check_stacked(self, stacked: Any, caller: str) -> None:
+        if jnp.shape(stacked)[:1] != (self.num_rows,):
+            raise InvalidArgumentError(
+                f"{caller} wants the array of all tables, of {self.num_rows} rows, got "
+                f"{jnp.shape(stacked)}; tables.stack(arrays) makes it"
+            )
+
+    def _check_by_name(self, given: Any, caller: str, what: str) -> None:
+        if not isinstance(given, Mapping):
+            raise InvalidArgumentError(
+                f"{caller} wants {what} in a dict, by the names of tables, got "
+                f"{type(given).__name__}; for ids [..., T], one of each table: "
+                "js.embedding_lookup(stacked, tables.rows(ids))"
+            )
+        self._check_names(given, caller)
 
     def _check_names(
         self, names: Iterable[str], caller: str, all_of_them: bool = False

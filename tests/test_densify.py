@@ -1,6 +1,8 @@
 """The warning names the user's line, can be filtered, and can be made fatal."""
 
+import sys
 import traceback
+import types
 import warnings
 
 import jax
@@ -191,3 +193,28 @@ def test_forward_derivatives_do_not_warn():
         warnings.simplefilter("error")
         jax.jvp(lambda t: js.embedding_lookup(t, IDS).sum(), (TABLE,), (TABLE,))
         jax.grad(lambda w: (js.embedding_lookup(TABLE, IDS) * w).sum())(jnp.float32(1))
+
+
+@pytest.mark.parametrize("file", ["/cells/82.py", "<ipython-input-4-0a1b2c>"])
+def test_a_line_of_a_notebook_goes_by_its_cell(file, monkeypatch):
+    """As IPython names it: 8 and later by a method, 7 by the file's name."""
+    new = types.SimpleNamespace(
+        format_code_name=lambda f: ("Cell", "In[4]") if "82" in f else None
+    )
+    compiler = types.SimpleNamespace() if file.startswith("<") else new
+    shell = types.SimpleNamespace(compile=compiler)
+    module = types.SimpleNamespace(get_ipython=lambda: shell)
+    monkeypatch.setitem(sys.modules, "IPython", module)
+    names = {"table": TABLE, "ids": IDS, "js": js}
+    exec(
+        compile(
+            "\ndef loss(table):\n    return (table[ids] @ table.T).sum()", file, "exec"
+        ),
+        names,
+    )
+    assert "Cell In[4], line 3" in str(js.explain(names["loss"])(TABLE))
+
+
+def test_a_line_goes_by_its_file_where_ipython_is_half_there(monkeypatch):
+    monkeypatch.setitem(sys.modules, "IPython", types.SimpleNamespace())
+    assert f"{__file__}:" in str(js.explain(lambda t: (t[IDS] @ t.T).sum())(TABLE))

@@ -39,7 +39,7 @@ def test_a_recommender_learns_and_goes_on_to_the_same_bits(tmp_path, capsys):
     assert min(found.values()) > 0.65
     shown = capsys.readouterr().out
     for steps in (20, 40):
-        again, _ = dlrm.main(f"{SMALL} --steps {steps} --directory {tmp_path}".split())
+        again, _ = dlrm.main(f"{SMALL} --steps {steps} --directory {tmp_path}/new".split())
     assert "goes on after step 20" in (resumed := capsys.readouterr().out)
     last = lambda text: re.findall("step 40: .*|AUC .*", text)  # noqa: E731
     assert len(last(shown)) == 2 and last(shown) == last(resumed)[1:]

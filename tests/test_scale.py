@@ -73,11 +73,28 @@ def test_where_all_rows_are_stepped():
         (jnp.ones(6), ValueError, r"one number for an array, got \(6,\).*factors\[rows\]"),
         ({"table": 1.0}, ValueError, r"scale\(factors=...\) must have the structure"),
         (lambda rows: 1.0, ValueError, r"a number for each of \[4\] rows, got float32\[\]"),
+        ("0.5", TypeError, "a number, a function of rows or None.*got '0.5'"),
+        (1j, TypeError, "a number, a function of rows or None"),
     ],
 )
 def test_misuse_is_refused(factors, error, text):
     with pytest.raises(error, match=text):
         js.optim.scale(factors).update(GRADS, ())
+
+
+def test_products_are_rounded_once():
+    half = jnp.array([2.0**15], jnp.float16)
+    tiny, _ = js.optim.scale(2.0**-25).update(half, ())
+    assert tiny.dtype == jnp.float16 and tiny[0] == 2.0**-10
+    some = jnp.arange(1, 200).astype(jnp.bfloat16)
+    third, _ = js.optim.scale(0.3).update(some, ())
+    expected = (some.astype(jnp.float32) * 0.3).astype(jnp.bfloat16)
+    np.testing.assert_array_equal(third, expected)
+
+
+def test_updates_of_integers_are_refused():
+    with pytest.raises(TypeError, match="updates of a floating dtype, got int32"):
+        js.optim.scale(0.5).update(jnp.array([4, 6]), ())
 
 
 def test_exact_optimizers_are_refused():

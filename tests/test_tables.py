@@ -198,8 +198,9 @@ def test_rates_by_table():
     assert_close(TABLES.split(ours), theirs, rtol=1e-5)
 
 
-def test_a_whole_table_frozen():
-    frozen = TABLES.per_row({"user": True}, default=False)
+@pytest.mark.parametrize("default", [False, 0])
+def test_a_whole_table_frozen(default):
+    frozen = TABLES.per_row({"user": True}, default=default)
     tx = js.optim.freeze_rows(js.adam(0.1), frozen)
     params, _ = trained(TABLES.lookup, tx, STACKED)
     moved = {n: bool((x != PARTS[n]).any()) for n, x in TABLES.split(params).items()}
@@ -212,6 +213,9 @@ LOOKUPS = {
         t, dict(zip(SHAPES, ids.T, strict=True))
     ),
     "bags": lambda tables, t, ids: tables.lookup_sparse(t, {"user": ids, "shop": ids}),
+    "bags of two kinds": lambda tables, t, ids: tables.lookup_sparse(
+        t, {"user": (ids, ids != 1), "shop": ids}, {"shop": jnp.sqrt(1.0 + ids)}
+    ),
 }
 
 
@@ -235,6 +239,24 @@ def test_over_devices(kind, axes):
     assert_close(value, expected, rtol=1e-6)
     assert_close(grads.to_dense(), dense.to_dense(), rtol=1e-6)
     assert_close(tables.split(table), PARTS, rtol=0)
+
+
+@pytest.mark.parametrize("axes", ["Auto", "Explicit"])
+def test_rates_by_table_over_devices(axes):
+    types = (getattr(jax.sharding.AxisType, axes),)
+    by_rows = jax.NamedSharding(jax.make_mesh((8,), ("x",), axis_types=types), jax.P("x"))
+    tables = StackedTables(SHAPES, devices=8)
+    rates = tables.per_row({"user": 0.5, "shop": 0.01}, default=1.0)
+    grads = js.IndexedSlices(jnp.ones((8, 3)), jnp.arange(8) * 2, tables.shape)
+    expected, _ = js.optim.scale(rates).update(grads, ())
+    found, _ = js.optim.scale(rates).update(jax.device_put(grads, by_rows), ())
+    assert_close((found.values, found.indices), (expected.values, expected.indices), rtol=0)
+
+
+def test_bags_without_room_for_an_id():
+    empty = {"user": jnp.zeros((3, 0), int), "item": jnp.zeros((2, 0), int)}
+    found = TABLES.lookup_sparse(STACKED, empty)
+    assert_close(found, {"user": jnp.zeros((3, 3)), "item": jnp.zeros((2, 3))}, rtol=0)
 
 
 def test_checkpoints_by_name(tmp_path):
@@ -284,8 +306,24 @@ def test_a_description_is_static():
         ),
         (lambda: TABLES.stack({"user": PARTS["user"]}), "stack wants each of the tables"),
         (lambda: TABLES.stack({**PARTS, "item": jnp.ones((2, 3))}), r"'item': \(2, 3\)"),
-        (lambda: TABLES.split(jnp.ones((3, 3))), r"split wants an array of 12 rows"),
+        (lambda: TABLES.split(jnp.ones((3, 3))), r"split wants .* 12 rows, got \(3, 3\)"),
         (lambda: TABLES.per_row({"user": 1.0}), "per_row wants each of the tables"),
+        (lambda: TABLES.per_row({"user": None}, 1.0), "a number or a bool for each table"),
+        (lambda: StackedTables({1: (5, 2)}), r"by their names.*got \{1: \(5, 2\)\}"),
+        (lambda: StackedTables({"a": 5}), r"by their names.*got \{'a': 5\}"),
+        (lambda: TABLES.rows([0, 1, 2], [0, 1]), r"broadcasts to .* \[3\], got \[2\]"),
+        (lambda: TABLES.rows([0, 1, 2], [[0], [1]]), r"broadcasts to .*got \[2, 1\]"),
+        (lambda: TABLES.lookup(STACKED, np.zeros((2, 3), int)), "ids in a dict.*ndarray"),
+        (
+            lambda: TABLES.lookup_sparse(STACKED, {"user": [[0]]}, np.ones((1, 1))),
+            "sp_weights in a dict",
+        ),
+        (lambda: TABLES.lookup(jnp.ones((16, 3)), {"user": [7]}), r"of 12 rows, got \(16"),
+        (
+            lambda: TABLES.lookup_sparse(jnp.ones((9, 3)), {"user": [[1]]}),
+            "lookup_sparse wants the array of all tables",
+        ),
+        (lambda: TABLES.stack(dict.fromkeys(SHAPES, 1.0)), r"stack wants arrays.*\(\)"),
     ],
 )
 def test_misuse_is_refused(call, text):

@@ -21,7 +21,7 @@ def check(file: Path) -> None:
         raise refused(
             "--plot needs matplotlib and scikit-learn: pip install 'jslices[demo]'"
         ) from None
-    suffixes = sorted(FigureCanvasBase.filetypes)
+    suffixes = sorted(FigureCanvasBase.filetypes.keys() - {"pgf"})  # which needs LaTeX
     if file.suffix.lower().lstrip(".") not in suffixes:
         raise refused(f"--plot {file}: the name must end in .{', .'.join(suffixes)}")
     if not file.absolute().parent.is_dir():

@@ -254,7 +254,10 @@ def _from_padded(given: Any, mask: Any, caller: str) -> _Form:
         raise TypeError(f"{caller} wants ids as {FORMS}; got a scalar")
     shape = ids.shape[:-1]
     count = math.prod(shape)
-    segments = jnp.broadcast_to(jnp.arange(count).reshape(*shape, 1), ids.shape)
+    numbers = jnp.arange(count)
+    segments = jnp.zeros_like(ids, numbers.dtype) + numbers.reshape(
+        *shape, 1
+    )  # placed as ids
     if mask is not None:
         mask = jnp.asarray(mask)
         if mask.shape != ids.shape or mask.dtype != jnp.bool_:

@@ -36,7 +36,8 @@ def scale(factors: Any) -> GradientTransformation:
       A stateless :class:`jslices.GradientTransformation`. Updates keep their dtypes.
 
     Raises:
-      TypeError: for a factor that is neither a number nor a function.
+      TypeError: for a factor that is neither a number nor a function, and updates of
+        integers.
       ValueError: for factors in another structure, and numbers of another shape.
 
     Cost: one pass over the updates: ``U * D`` elements, and U factors.
@@ -56,6 +57,12 @@ def scale(factors: Any) -> GradientTransformation:
     parameter groups of PyTorch, ``[{"params": ..., "lr": ...}]``.
     """
     for factor in jax.tree.leaves(factors):
+        number = hasattr(factor, "dtype") or isinstance(factor, (int, float))
+        if not callable(factor) and not number:
+            raise TypeError(
+                "scale wants a number, a function of rows or None for each array, got "
+                f"{factor!r}"
+            )
         if not callable(factor) and jnp.ndim(factor):
             raise ValueError(
                 f"scale wants one number for an array, got {jnp.shape(factor)}; for a "
@@ -73,13 +80,19 @@ def _scaled(update: Any, factor: Any) -> Any:
         check_slices(update)
     elif callable(factor) and not update.ndim:
         raise ValueError("scale got a function of rows for an array without rows, []")
+    if not jnp.issubdtype(update.dtype, jnp.floating):
+        raise TypeError(f"scale wants updates of a floating dtype, got {update.dtype}")
+    # Products are rounded once: a factor need not be a number of 16 bits.
+    wide = update.astype(jnp.promote_types(update.dtype, jnp.float32))
     if not callable(factor):
-        return update * jnp.asarray(factor, update.dtype)
-    if not isinstance(update, IndexedSlices):
-        return update * per_row(_factors(factor, jnp.arange(len(update)), update), update)
-    num_rows = None if update.dense_shape is None else update.dense_shape[0]
-    indices = canonical_indices(update.indices, num_rows)
-    return update.scale_rows(_factors(factor, indices, update))
+        scaled = wide * jnp.asarray(factor, wide.dtype)
+    elif not isinstance(update, IndexedSlices):
+        scaled = wide * per_row(_factors(factor, jnp.arange(len(update)), wide), wide)
+    else:
+        num_rows = None if update.dense_shape is None else update.dense_shape[0]
+        indices = canonical_indices(update.indices, num_rows)
+        scaled = wide.scale_rows(_factors(factor, indices, wide))
+    return scaled.astype(update.dtype)
 
 
 def _factors(factor: Any, rows: jax.Array, update: Any) -> jax.Array:
