@@ -227,7 +227,7 @@ def update_leaf(
     grad: Any,
     param: Any,
     state: Sequence[Any],
-    snapshot: Sequence[jax.Array] = (),
+    snapshot: Sequence[jax.Array],
 ) -> tuple[Any, ...]:
     """``(update, *state, *snapshot)``; without gradient ``(None, *state)``.
 
