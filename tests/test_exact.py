@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import golden, quickly, rest_in_ci
+from helpers import assert_close, golden, quickly, rest_in_ci
 from optimizers import label
 
 import jslices as js
@@ -613,3 +613,35 @@ def test_places_without_a_parameter_stay_without_state():
         params, state = step(params, first)
         assert jax.tree.structure(state) == jax.tree.structure(first)
     assert params["activation"] is None and state.count == 1
+
+
+@pytest.mark.parametrize("name", ["adamw", "lion"])
+def test_masks_where_parameters_are_none(name):
+    mask = lambda params: jax.tree.map(lambda p: p.ndim > 1, params)  # noqa: E731
+    kwargs = {"weight_decay": 0.1, "mask": mask}
+    tx = getattr(js, name)(0.1, untouched="exact", **kwargs)
+    dense_tx = getattr(optax, name)(0.1, **kwargs)
+    params = {"activation": None, "bias": START[:8, 0], "table": START[:8]}
+    state, dense_state, wanted = tx.init(params), dense_tx.init(params), params
+    kept, flush = jax.tree.structure(state), quickly(tx.flush)
+
+    @quickly
+    def step(params, state, grads):
+        touched = jax.tree.map(lambda g: g.indices, grads, is_leaf=js.is_slices)
+        return tx.apply(grads, *tx.catch_up(params, state, touched)[::-1])
+
+    for k in range(4):
+        grads = {
+            "activation": None,
+            "bias": js.IndexedSlices(ROWS[k, :3, 0], IDS[k, :3] % 8, (8,)),
+            "table": js.IndexedSlices(ROWS[k, :3], IDS[k, :3] % 8, (8, D)),
+        }
+        dense = jax.tree.map(js.IndexedSlices.to_dense, grads, is_leaf=js.is_slices)
+        if k < 3:
+            params, state = step(params, state, grads)
+        else:  # an array touches every row
+            params, state = tx.apply(dense, *flush(params, state)[::-1])
+        updates, dense_state = dense_tx.update(dense, dense_state, wanted)
+        wanted = optax.apply_updates(wanted, updates)
+        assert jax.tree.structure(state) == kept
+        assert_close(flush(params, state)[0], wanted, rtol=2e-5, atol=2e-6)

@@ -592,6 +592,58 @@ def test_no_gradient_at_all(name, kwargs):
     chex.assert_trees_all_equal(new._replace(count=state.count), state)
 
 
+@pytest.mark.parametrize("untouched", ["lazy", "exact"])
+@pytest.mark.parametrize("mask", [None, {"table": True, "mlp": False}], ids=str)
+def test_no_gradient_for_a_part_of_the_tree(mask, untouched):
+    """One None stands for all parameters below it; they and their state stay."""
+    rng = np.random.default_rng(3)
+    tx = js.adamw(0.1, weight_decay=0.1, mask=mask, untouched=untouched)
+    params = {"table": rng_tree(rng)["table"], "mlp": rng_tree(rng)}
+    grads = {"table": slices_of(rng, [1, 4, 1]), "mlp": None}
+    each = {**grads, "mlp": {"table": None, "w": None}}
+    (got, state), (wanted, wanted_state) = (
+        tx.apply(g, tx.init(params), params) for g in (grads, each)
+    )
+    chex.assert_trees_all_equal((got, state), (wanted, wanted_state))
+    chex.assert_trees_all_equal(got["mlp"], params["mlp"])
+    assert np.abs(got["table"] - params["table"]).max() > 0.01
+
+
+MASKS = {
+    "function": lambda params: jax.tree.map(lambda p: p.ndim > 1, params),
+    "prefix": {"table": False, "w": True, "activation": None, "names": False},
+    "all": True,
+}
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("name", ["adamw", "lion", "lamb"])
+def test_masks_where_parameters_are_none(name, mask):
+    """As Equinox has None for what is no array: equal to Optax, as rows and as arrays."""
+    rng, absent = np.random.default_rng(4), {"activation": None, "names": {"first": None}}
+    ours, theirs = (
+        make(module, name, 0.1, {"weight_decay": 0.1, "mask": MASKS[mask]})
+        for module in (js, optax)
+    )
+    start = {**rng_tree(rng), **absent}
+    if name == "lamb":  # by the norms of a row for slices, of the table for an array
+        start["table"] = start["table"][:1]
+    height = len(start["table"])
+    for by_rows in (True, False):
+        params, wanted = start, start
+        state, wanted_state = ours.init(start), theirs.init(start)
+        for _ in range(2):
+            rows = slices_of(rng, [*range(height), 0], (height, D))
+            dense = {**rng_tree(rng), **absent, "table": rows.to_dense()}
+            grads = {**dense, "table": rows} if by_rows else dense
+            params, state = ours.apply(grads, state, params)
+            updates, wanted_state = theirs.update(dense, wanted_state, wanted)
+            wanted = optax.apply_updates(wanted, updates)
+        assert_close(params, wanted)
+        assert ours.plan(grads, params)["activation"] is None
+        assert jax.tree.structure(state) == jax.tree.structure(ours.init(start))
+
+
 @every
 def test_the_state_is_donated_as_it_is_made(name, kwargs):
     tx, params = make(js, name, 0.1, kwargs), rng_tree(np.random.default_rng(0))

@@ -61,14 +61,18 @@ def transformation(
         p = jax.ShapeDtypeStruct(shape, jnp.float32)
         return {k: jax.eval_shape(start, p).shape for k, start in rule.state.items()}
 
-    def rules_for(params: Any, count: int) -> list[Rule]:
-        chosen = spread(mask, params, count)
-        return [rule if yes or other is None else other for yes in chosen]
+    def rules_for(params: Any, tree: Any) -> list[Rule]:
+        """The rule of each leaf of ``tree``, the structure of params or of gradients."""
+        if mask is None or other is None:
+            return [rule] * tree.num_leaves
+        rules = tree.flatten_up_to(spread(mask, params, rule, other))
+        # A None gradient stands for None or any part of the parameters: none is stepped.
+        return [r if isinstance(r, Rule) else rule for r in rules]
 
     def init(params: Any) -> Any:
         warn_in_multi_steps()
         leaves, tree = flatten(params)
-        rules = rules_for(params, len(leaves))
+        rules = rules_for(params, tree)
         for place, p in zip(places(tree), leaves, strict=True):
             warn_of_columns(place, p)
         state = {
@@ -92,7 +96,7 @@ def transformation(
             )
         check_state(state, state_type, kept)
         leaves, tree = flatten(grads, is_leaf=is_leaf)
-        rules = rules_for(params, len(leaves))
+        rules = rules_for(params, tree)
         arrays = _parameters(tree, params, rule.reads_params, len(leaves))
         columns = [arrays_of(state, name, tree) for name in names]
         rows = zip(places(tree), leaves, arrays, rules, *columns, strict=True)
@@ -111,8 +115,6 @@ def transformation(
             clock = exact.ticked(state.clock, state.count, rule)
             columns.append(tree.flatten_up_to(clock.last))
             snapshots = tree.flatten_up_to(clock.snapshot)
-            absent = [x is None for x in snapshots]  # as the parameter is
-            snapshots = [x or () for x in snapshots]
             exact.refuse_stale(leaves, columns[-1], state.count)
             kernels = {
                 kind: exact.keeping_time(kernel, kind[0], state.count, clock.run)
@@ -120,7 +122,7 @@ def transformation(
             }
         rows = zip(kinds, leaves, arrays, snapshots, *columns, strict=True)
         results = [
-            update_leaf(kind[0], kernels[kind], grad, param, [*old, *snapshot])
+            update_leaf(kind[0], kernels[kind], grad, param, old, snapshot)
             for kind, grad, param, snapshot, *old in rows
         ]
         result, *new = [
@@ -130,8 +132,8 @@ def transformation(
         if clock is not None:
             snapshot = tree.unflatten(
                 [
-                    None if none else tuple(leaf[1 + len(columns) :])
-                    for none, leaf in zip(absent, results, strict=True)
+                    old if grad is None else tuple(leaf[1 + len(columns) :])
+                    for grad, old, leaf in zip(leaves, snapshots, results, strict=True)
                 ]
             )
             changed["clock"] = clock._replace(last=new[-1], snapshot=snapshot)
@@ -139,7 +141,7 @@ def transformation(
 
     def plan(grads: Any, params: Any, platform: str | None = None) -> Any:
         leaves, tree = flatten(grads, is_leaf=is_leaf)
-        rules = rules_for(params, len(leaves))
+        rules = rules_for(params, tree)
         shapes = tree.flatten_up_to(params)
         return tree.unflatten(
             [
@@ -172,7 +174,7 @@ def transformation(
     def check_caught_up(params: Any, state: Any) -> None:
         check_state(state, state_type, kept)
         leaves, tree = flatten(params)
-        rules = rules_for(params, len(leaves))
+        rules = rules_for(params, tree)
         columns = [arrays_of(state, name, tree) for name in names]
         for place, p, r, *old in zip(places(tree), leaves, rules, *columns, strict=True):
             check_shapes(place, jnp.shape(p), old, state_shapes(r, jnp.shape(p)))
@@ -220,12 +222,20 @@ def _parameters(tree: Any, params: Any, needed: bool, count: int) -> list[Any]:
 
 
 def update_leaf(
-    rule: Rule, kernel: Kernel, grad: Any, param: Any, state: Sequence[Any]
+    rule: Rule,
+    kernel: Kernel,
+    grad: Any,
+    param: Any,
+    state: Sequence[Any],
+    snapshot: Sequence[jax.Array],
 ) -> tuple[Any, ...]:
-    """``(update, *state)``; ``param`` may be None where the rule does not read it."""
-    read = (param,) if rule.reads_params else ()
+    """``(update, *state, *snapshot)``; without gradient ``(None, *state)``.
+
+    ``param`` may be None where the rule does not read it.
+    """
     if grad is None:
         return (None, *state)
+    read, state = (param,) if rule.reads_params else (), [*state, *snapshot]
     if not isinstance(grad, IndexedSlices):
         return kernel(grad, *read, *state)
     if rule.sums_first is not None and rule.sums_first(param):
@@ -235,15 +245,10 @@ def update_leaf(
     return step_slices(kernel, grad, read, state, linear=rule.linear)
 
 
-def spread(mask: Any, params: Any, count: int) -> list[bool]:
-    """The mask's bool for each of ``count`` leaves of params; None means all of them."""
-    if mask is None:
-        return [True] * count
-    chosen = mask(params) if callable(mask) else mask
-    leaves: list[bool] = []
-    jax.tree.map(
-        lambda bit, part: leaves.extend([bool(bit)] * len(flatten(part, is_leaf)[0])),
-        chosen,
-        params,
-    )
-    return leaves
+def spread(mask: Any, params: Any, chosen: Rule, other: Rule) -> Any:
+    """The rule of each parameter, by the mask's bool for it; None where that is None."""
+
+    def rules_of(bit: Any, part: Any) -> Any:
+        return jax.tree.map(lambda _: chosen if bit else other, part)
+
+    return jax.tree.map(rules_of, mask(params) if callable(mask) else mask, params)

@@ -32,7 +32,8 @@ CHUNK_ELEMENTS = 1 << 18
 #: The last step of a row that shall never move: it has missed nothing, ever.
 FROZEN = np.iinfo(np.int32).max
 
-RulesFor = Callable[[Any, int], list[Rule]]
+#: From params and their structure to the rule of each leaf.
+RulesFor = Callable[[Any, Any], list[Rule]]
 
 
 class Clock(NamedTuple):
@@ -162,7 +163,7 @@ def advance(
     rows at a time.
     """
     leaves, tree = flatten(params)
-    rules = rules_for(params, len(leaves))
+    rules = rules_for(params, tree)
     names = tuple(rules[0].state) if rules else ()
     count, run = state.count, state.clock.run
     columns = [
