@@ -265,6 +265,16 @@ def test_slots_are_copied():
     assert (mean == 0.5).all()
 
 
+def test_slots_of_numpy_are_copied():
+    """On a CPU JAX would keep memory that starts at a multiple of 64 bytes."""
+    memory = np.full(32, 0.5, "float32")
+    mean = memory[-memory.ctypes.data % 64 // 4 :][:6].reshape(3, 2)
+    slots = {"table": {"momentum_buffer": mean}}
+    state = import_state(js.sgd(0.1, 0.9), {"table": jnp.ones((3, 2))}, slots, 3)
+    mean[:] = 9
+    assert (state.trace["table"] == 0.5).all()
+
+
 def slots_with(**changes):
     """Slots of the SparseAdam that was saved, some of them changed or (None) left out."""
     slots = torch_slots(TORCH["sparse_adam"])

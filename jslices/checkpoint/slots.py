@@ -389,4 +389,6 @@ def _stepped(tx: Any, params: Any, state: Any, count: int) -> Any:
 
 def _placed(x: Any, like: Any, param: Any) -> Any:
     """A copy of ``x`` where ``like`` is, and laid out as it."""
+    if not isinstance(x, jax.Array):
+        x = np.array(x)  # on a CPU JAX keeps NumPy's memory, whatever may_alias says
     return laid_out_as(param, jax.device_put(x, like.sharding, may_alias=False))
