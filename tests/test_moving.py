@@ -275,6 +275,15 @@ def test_slots_of_numpy_are_copied():
     assert (state.trace["table"] == 0.5).all()
 
 
+def test_parameters_that_a_state_keeps_stay():
+    """``init`` may return the parameters themselves, which belong to the user."""
+    keep = js.GradientTransformation(lambda p: p, lambda g, s, p=None: (g, s))
+    params = {"table": jnp.ones((3, 2))}
+    tx, slots = js.optim.chain(keep, js.sgd(0.1, 0.9)), {"table": {"trace": ones(3, 2)}}
+    state = import_state(tx, params, slots, 3)
+    assert (params["table"] == 1).all() and (state[0]["table"] == 1).all()
+
+
 def slots_with(**changes):
     """Slots of the SparseAdam that was saved, some of them changed or (None) left out."""
     slots = torch_slots(TORCH["sparse_adam"])

@@ -130,7 +130,8 @@ def import_state(tx: GradientTransformation, params: Any, slots: Any, count: Any
       TypeError: for an optimizer whose state jslices does not know.
 
     Cost: one copy of each slot; ``count`` empty steps on the scalars of the state, in one
-    compiled loop, so that schedules are where they were.
+    compiled loop, so that schedules are where they were. For a moment the state is there
+    twice.
 
     Example:
       >>> import jax.numpy as jnp, jslices as js, numpy as np
@@ -384,7 +385,8 @@ def _stepped(tx: Any, params: Any, state: Any, count: int) -> Any:
         )
         return flush(params, state)[1]
 
-    return jax.jit(stepped, donate_argnums=0)(state, params, jnp.int32(count))
+    # Nothing is donated: what tx.init returns may hold the user's parameters themselves.
+    return jax.jit(stepped)(state, params, jnp.int32(count))
 
 
 def _placed(x: Any, like: Any, param: Any) -> Any:
