@@ -284,11 +284,14 @@ def test_parameters_that_a_state_keeps_stay():
     assert (params["table"] == 1).all() and (state[0]["table"] == 1).all()
 
 
+LEFT_OUT = object()
+
+
 def slots_with(**changes):
-    """Slots of the SparseAdam that was saved, some of them changed or (None) left out."""
+    """Slots of the SparseAdam that was saved, some of them changed or left out."""
     slots = torch_slots(TORCH["sparse_adam"])
     slots["table"] |= changes
-    slots["table"] = {k: x for k, x in slots["table"].items() if x is not None}
+    slots["table"] = {k: x for k, x in slots["table"].items() if x is not LEFT_OUT}
     return slots
 
 
@@ -314,8 +317,20 @@ WRONG = {
         r'is float64, and the state keeps float32: type x.astype\("float32"\), or '
         r'jslices.optim.with_state_dtype\(tx, "float64"\)',
     ),
+    "integers": (
+        dict(exp_avg=ones(6, 3, dtype="int32")),
+        r'is int32, and the state keeps float32: type x.astype\("float32"\)$',
+    ),
+    "None": (
+        dict(exp_avg=None),
+        r"exp_avg at \['table'\] is None, wanted \(6, 3\) of float32: give the array",
+    ),
+    "objects": (
+        dict(exp_avg=np.array([None, None])),
+        r"exp_avg at \['table'\] is an array \(2,\) of object, wanted \(6, 3\) of float32",
+    ),
     "missing": (
-        dict(exp_avg_sq=None),
+        dict(exp_avg_sq=LEFT_OUT),
         r"nu at \['table'\] wants one slot, named nu or exp_avg_sq or Adam_1 or v or "
         r"velocity, got step, exp_avg",
     ),
@@ -327,6 +342,14 @@ WRONG = {
     "another step": (
         dict(step=np.float32(7)),
         r"7.0 steps were taken at \['table'\], and count=5.*jslices.optim.partition",
+    ),
+    "steps of rows": (
+        dict(step=ones(2)),
+        r"the slot step at \['table'\] is an array \(2,\) of float32, wanted the number of",
+    ),
+    "no step": (
+        dict(step=None),
+        r"step at \['table'\] is None, wanted the number of steps",
     ),
 }
 
@@ -340,7 +363,7 @@ def test_what_does_not_fit_is_told(name):
 
 
 def test_all_that_does_not_fit_is_told_at_once():
-    slots = slots_with(exp_avg=ones(4, 3), exp_avg_sq=None)
+    slots = slots_with(exp_avg=ones(4, 3), exp_avg_sq=LEFT_OUT)
     with pytest.raises(ValueError, match=r"exp_avg at .*; nu at .*wants one slot"):
         import_state(js.adam(0.1), torch_params(TORCH["sparse_adam"]), slots, STEPS)
 
@@ -348,7 +371,7 @@ def test_all_that_does_not_fit_is_told_at_once():
 def test_other_errors_of_import_state():
     params = {"table": jnp.ones((3, 2))}
     start = functools.partial(import_state, js.adam(0.1), params)
-    for count in (-1, 2.5, [3], True):
+    for count in (-1, 2.5, [3], [[1], 2], True, None, "x", np.inf, np.float32(2**31), 1j):
         with pytest.raises(ValueError, match=r"wanted the number of steps taken, an int"):
             start({"table": {}}, count)
     with pytest.raises(ValueError, match="slots must mirror params, with a dict of arrays"):

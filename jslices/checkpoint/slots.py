@@ -15,6 +15,7 @@ from jax import lax
 
 from jslices._devices.layouts import laid_out_as
 from jslices._jax import flatten
+from jslices._rows.bounds import INT32_MAX
 from jslices.optim import (
     AdadeltaState,
     AdafactorState,
@@ -273,14 +274,27 @@ def _arrays_of_each(state: Any, tree: Any) -> list[list[_Array]]:
     return result
 
 
+def _whole(x: Any) -> int | None:
+    """``x`` as a number of steps; None if it is none."""
+    try:
+        number = np.asarray(x)
+        if number.ndim == 0 and number.dtype.kind in "iuf":
+            whole = int(number)
+            return whole if whole == number and 0 <= whole <= INT32_MAX else None
+    except (TypeError, ValueError, OverflowError):  # no array, infinite or not a number
+        pass
+    return None
+
+
 def _checked_count(count: Any) -> int:
-    number = np.asarray(count)
-    if number.ndim or number.dtype == bool or number != np.floor(number) or number < 0:
+    number = _whole(count)
+    if number is None:
         raise ValueError(
             f"import_state(count={count!r}): wanted the number of steps taken, an integer "
-            "from 0; PyTorch has it as step, TensorFlow as global_step or iterations"
+            f"from 0 to {INT32_MAX}; PyTorch has it as step, TensorFlow as global_step or "
+            "iterations"
         )
-    return int(number)
+    return number
 
 
 def _mirrored(tree: Any, slots: Any) -> list[Any]:
@@ -314,8 +328,13 @@ def _assigned(
     rest = {name: _array(x) for name, x in slots.items()}
     if not rest:
         return {}
-    step = rest.pop("step", None)
-    if step is not None and step != count:
+    step = rest.pop("step", count)
+    if (taken := _whole(step)) is None:
+        wrong.append(
+            f"the slot step{place} is {_short(step)}, wanted the number of steps taken, or "
+            "leave it out of these slots"
+        )
+    elif taken != count:
         wrong.append(
             f"{step} steps were taken{place}, and count={count}; an optimizer of jslices "
             "has one count for all its parameters: give those that were stepped together "
@@ -345,8 +364,18 @@ def _array(x: Any) -> Any:
     return x if isinstance(x, jax.Array) else np.asarray(x)
 
 
+def _short(x: Any) -> str:
+    """What came in place of numbers, or of one number."""
+    return str(x) if np.ndim(x) == 0 else f"an array {x.shape} of {x.dtype}"
+
+
 def _misfits(what: str, x: Any, now: jax.Array) -> list[str]:
     """What is wrong with a slot that is to stand where ``now`` is."""
+    if isinstance(x, np.ndarray) and x.dtype.kind in "OSU":  # None among them
+        return [
+            f"{what} is {_short(x)}, wanted {now.shape} of {now.dtype}: give the array, or "
+            "None instead of all slots of a parameter that was never stepped"
+        ]
     if x.shape != now.shape:
         if x.shape == now.shape[::-1]:
             help = "transpose it, as the parameter was: x.T"
@@ -364,10 +393,10 @@ def _misfits(what: str, x: Any, now: jax.Array) -> list[str]:
             )
         return [f"{what} has shape {x.shape}, wanted {now.shape}: {help}"]
     if x.dtype != now.dtype:
-        return [
-            f"{what} is {x.dtype}, and the state keeps {now.dtype}: type x.astype("
-            f'"{now.dtype}"), or jslices.optim.with_state_dtype(tx, "{x.dtype}")'
-        ]
+        help = f'type x.astype("{now.dtype}")'
+        if jnp.issubdtype(x.dtype, jnp.floating):
+            help += f', or jslices.optim.with_state_dtype(tx, "{x.dtype}")'
+        return [f"{what} is {x.dtype}, and the state keeps {now.dtype}: {help}"]
     return []
 
 
