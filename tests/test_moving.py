@@ -403,6 +403,27 @@ def test_errors_of_export_state():
     export_state(*flush(params, state), "torch")
 
 
+def test_multi_steps_is_filled_from_within():
+    opt, params, ids = js.adagrad(0.1), {"table": jnp.ones((3, 2))}, jnp.array([1])
+    slots, count = {"table": {"sum": np.full((3, 2), 0.5, "float32")}}, 4
+    grads = {"table": js.IndexedSlices(jnp.ones((1, 2)), ids, (3, 2))}
+    tx = js.optim.multi_steps(opt, 2, grads)
+    with pytest.raises(TypeError, match=r"import_state: tx gathers") as error:
+        import_state(tx, params, slots, count)
+    (advice,) = re.findall(r"type (tx\.init.*)", str(error.value))
+    state = eval(advice, globals() | locals())
+    inner = import_state(opt, params, slots, count)
+    wanted, _ = quickly(opt.apply)(grads, inner, params)
+    step = quickly(tx.apply)
+    between, state = step(grads, state, params)
+    with pytest.raises(ValueError, match=r"1 gradients wait .* when mini_step is 0"):
+        export_state(between, state, "torch")
+    after, state = step(grads, state, between)
+    assert_close(after, wanted)
+    assert state.gradient_step == count + 1
+    assert export_state(after, state, "torch")["table"]["step"] == count + 1
+
+
 @pytest.mark.parametrize("name", ["adam_exact", "chain", "partition", "rows"])
 def test_optax_tree_on_states(name):
     tx = js.rowwise_adagrad(0.1) if name == "rows" else EVERY_STATE[name]

@@ -128,7 +128,9 @@ def import_state(tx: GradientTransformation, params: Any, slots: Any, count: Any
       ValueError: if slots are missing, unknown, of other shapes or dtypes, or were stepped
         more or less often than ``count``, all of them in one message; if they mirror other
         parameters.
-      TypeError: for an optimizer whose state jslices does not know.
+      TypeError: for an optimizer whose state jslices does not know, and for one in
+        :func:`jslices.optim.multi_steps` or beside a transformation that takes no step
+        without gradients, as most of Optax's do. The message says what to type instead.
 
     Cost: one copy of each slot; ``count`` empty steps on the scalars of the state, in one
     compiled loop, so that schedules are where they were. For a moment the state is there
@@ -149,6 +151,13 @@ def import_state(tx: GradientTransformation, params: Any, slots: Any, count: Any
     count = _checked_count(count)
     leaves, tree = flatten(params, is_leaf)
     state = tx.init(params)
+    if _gathering(state):
+        raise TypeError(
+            "import_state: tx gathers the gradients of several calls (multi_steps), and no "
+            "step without them is taken; fill the state of what it wraps: type tx.init("
+            "params)._replace(inner_opt_state=import_state(opt, params, slots, count), "
+            "gradient_step=jnp.int32(count))"
+        )
     given = [_mapping(x) for x in _mirrored(tree, slots)]
     found: list[Mapping[tuple[int, str], Any]] = []
     wrong: list[str] = []
@@ -192,8 +201,9 @@ def export_state(params: Any, state: Any, names: str) -> Any:
       for a parameter that has no state.
 
     Raises:
-      ValueError: for other names, for a state array that the library has no slot for, and
-        for the state of an exact optimizer in which rows are behind.
+      ValueError: for other names, for a state array that the library has no slot for, for
+        the state of an exact optimizer in which rows are behind, and for gradients that
+        :func:`jslices.optim.multi_steps` has gathered for its next step.
 
     Cost: nothing; no array is copied. With ``untouched="exact"`` one pass over a number for
     each row.
@@ -209,6 +219,12 @@ def export_state(params: Any, state: Any, names: str) -> Any:
     if names not in LIBRARIES:
         raise ValueError(f"export_state(names={names!r}): wanted one of {LIBRARIES}")
     _, tree = flatten(params, is_leaf)
+    for gathering in _gathering(state):
+        if (gathered := int(gathering.mini_step)) > 0:
+            raise ValueError(
+                f"export_state: {gathered} gradients wait in the state for the next step, "
+                "and no slot can hold them; export it when mini_step is 0"
+            )
     parts = list(_parts(state))
     for part in parts:
         clock = getattr(part, "clock", None)
@@ -245,6 +261,15 @@ def _is_part(x: Any) -> bool:
 
 def _parts(state: Any) -> Iterator[Any]:
     return filter(_is_part, jax.tree.leaves(state, is_leaf=_is_part))
+
+
+def _gathering(state: Any) -> list[Any]:
+    """The states of ``multi_steps``, or of ``optax.MultiSteps``, in it."""
+
+    def gathers(x: Any) -> bool:
+        return hasattr(x, "mini_step")
+
+    return list(filter(gathers, jax.tree.leaves(state, is_leaf=gathers)))
 
 
 def _map_parts(change: Callable[[int, Any], Any], state: Any) -> Any:
