@@ -341,7 +341,7 @@ WRONG = {
     ),
     "another step": (
         dict(step=np.float32(7)),
-        r"7.0 steps were taken at \['table'\], and count=5.*jslices.optim.partition",
+        r"7 steps were taken at \['table'\], and count=5, .* an optimizer of their own; call",
     ),
     "steps of rows": (
         dict(step=ones(2)),
@@ -401,6 +401,44 @@ def test_errors_of_export_state():
     with pytest.raises(ValueError, match=r"rows are behind.*tx.flush\(params, state\)"):
         export_state(params, state, "torch")
     export_state(*flush(params, state), "torch")
+
+
+@pytest.mark.parametrize("name", ["chain", "partition", "counts"])
+def test_what_one_call_can_not_fill_is_filled_by_several(name):
+    """Beside transformations of Optax, and where groups were stepped unequally often."""
+    ours, none = js.sgd(0.1, 0.9), js.optim.MaskedNode()
+    params = {"a": jnp.ones((3, 2)), "b": jnp.ones(2)}
+    slots = {"a": {"trace": ones(3, 2)}, "b": {"trace": ones(2)}}
+    masked = params | {"b": none}, slots | {"b": none}
+    labels, message = (
+        {"a": "rows", "b": "rest"},
+        "no step without gradients, as most of Optax",
+    )
+    if name == "chain":
+        tx = js.optim.chain(optax.zero_nans(), ours)
+    elif name == "partition":
+        tx = js.optim.partition({"rows": ours, "rest": optax.adam(0.1)}, labels)
+        slots["b"] = None
+    else:
+        tx = js.optim.partition({"rows": ours, "rest": ours}, labels)
+        slots["b"] |= {"step": 3}
+        message = r"3 steps were taken at \['b'\], and count=7"
+    with pytest.raises(
+        ValueError if name == "counts" else TypeError, match=message
+    ) as error:
+        import_state(tx, params, slots, 7)
+    assert "inner_states[label].inner_state" in str(error.value)
+    state = tx.init(params)
+    if name == "chain":
+        filled = (state[0], import_state(ours, params, slots, 7))
+    else:
+        rows = state.inner_states["rows"]
+        rows = rows._replace(inner_state=import_state(ours, *masked, 7))
+        filled = state._replace(inner_states=state.inner_states | {"rows": rows})
+    updates, after = tx.update(jax.tree.map(jnp.zeros_like, params), filled, params)
+    assert_close(updates["a"], jnp.full((3, 2), -0.09))
+    assert jax.tree.structure(after) == jax.tree.structure(state)
+    assert 8 in [count for _, count in optax.tree.get_all_with_path(after, "count")]
 
 
 def test_multi_steps_is_filled_from_within():

@@ -77,6 +77,15 @@ OTHERWISE: dict[type, dict[str, str]] = {
 }
 
 
+#: What to type where one call can't fill the state.
+BY_GROUP = (
+    "call import_state for each optimizer of jslices alone, and put what it returns into "
+    "tx.init(params): in a chain at its place, in a jslices.optim.partition at "
+    "inner_states[label].inner_state, with jslices.optim.MaskedNode() in params and slots "
+    "for the parameters of other labels"
+)
+
+
 class _Array(NamedTuple):
     """One state array of one parameter: where it is, and what is known of it."""
 
@@ -361,9 +370,9 @@ def _assigned(
         )
     elif taken != count:
         wrong.append(
-            f"{step} steps were taken{place}, and count={count}; an optimizer of jslices "
-            "has one count for all its parameters: give those that were stepped together "
-            "to one, by jslices.optim.partition, or leave the step out of these slots"
+            f"{taken} steps were taken{place}, and count={count}, which is one for all "
+            "parameters: leave the step out of these slots if it does not matter, or give "
+            "those that were stepped together an optimizer of their own; " + BY_GROUP
         )
     found = {}
     for array in arrays:
@@ -440,7 +449,13 @@ def _stepped(tx: Any, params: Any, state: Any, count: int) -> Any:
         return flush(params, state)[1]
 
     # Nothing is donated: what tx.init returns may hold the user's parameters themselves.
-    return jax.jit(stepped)(state, params, jnp.int32(count))
+    try:
+        return jax.jit(stepped)(state, params, jnp.int32(count))
+    except (TypeError, ValueError) as error:
+        raise TypeError(
+            "import_state: a transformation in tx takes no step without gradients, as most "
+            f"of Optax's do; {BY_GROUP}"
+        ) from error
 
 
 def _placed(x: Any, like: Any, param: Any) -> Any:
