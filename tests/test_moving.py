@@ -149,6 +149,10 @@ def keras_rows(name):
         "AdamW": (dict(learning_rate=0.1, weight_decay=0.05), ADAMW),
         "Adagrad": (dict(learning_rate=0.1), js.adagrad(0.1)),
         "RMSprop": (dict(learning_rate=0.1), js.rmsprop(0.1, eps=1e-7, **EXACT)),
+        "RMSprop centered": (
+            dict(learning_rate=0.1, centered=True),
+            js.rmsprop(0.1, eps=1e-7, centered=True, **EXACT),
+        ),
         "Adadelta": (
             dict(learning_rate=0.5),
             js.adadelta(0.5, rho=0.95, eps=1e-7, **EXACT),
@@ -159,14 +163,15 @@ def keras_rows(name):
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize(
-    "name", ["Adam", "AdamW", "Adagrad", "RMSprop", "Adadelta", "Lion"]
+    "name",
+    ["Adam", "AdamW", "Adagrad", "RMSprop", "RMSprop centered", "Adadelta", "Lion"],
 )
 def test_the_next_steps_are_those_of_keras_3(name):
     keras = pytest.importorskip("keras", minversion="3")
     settings, tx = keras_rows(name)
     before = TORCH["adam"]
     with jax.numpy_rank_promotion("allow"):  # which Keras relies on
-        theirs = getattr(keras.optimizers, name)(**settings)
+        theirs = getattr(keras.optimizers, name.split()[0])(**settings)
         variables = [
             keras.Variable(x, name=key) for key, x in sorted(torch_params(before).items())
         ]
@@ -189,6 +194,54 @@ def test_the_next_steps_are_those_of_keras_3(name):
     slots = {"table": under(arrays, "table_"), "w": under(arrays, "w_")}
     state = import_state(tx, params, slots, arrays["iteration"])
     check_goes_on(tx, params, state, batches, wanted)
+
+
+CENTERED = {
+    "torch": ("square_avg", "grad_avg", "momentum_buffer"),
+    "tf1": ("RMSProp", "RMSProp_1", "RMSProp_2"),
+    "tf2": ("rms", "mg", "momentum"),
+    "keras": ("velocity", "average_gradient", "momentum"),
+}
+
+
+@pytest.mark.parametrize("names", CENTERED)
+def test_centered_rmsprop_keeps_the_mean_gradient(names):
+    params = {"table": jnp.ones((3, 2))}
+    nu, mu, momentum = (0.5 * ones(3, 2), 0.25 * ones(3, 2), -ones(3, 2))
+    of_nu, of_mu, of_momentum = CENTERED[names]
+    slots = {"table": {of_nu: nu, of_mu: mu, of_momentum: momentum}}
+    for centered in (False, True):
+        tx = js.rmsprop(0.1, centered=centered)
+        with pytest.raises(
+            ValueError, match=rf'slot {of_momentum} at .*"trace": -'
+        ) as error:
+            import_state(tx, params, slots, 3)
+        told = re.search(rf"slot {of_mu} at .*type centered=True", str(error.value))
+        assert bool(told) == (not centered)
+    del slots["table"][of_momentum]
+    state = import_state(tx, params, slots, 3)
+    assert (state.nu["table"] == 0.5).all() and (state.mu["table"] == 0.25).all()
+    assert {of_nu, of_mu} <= {*export_state(params, state, names)["table"]}
+
+
+def test_the_next_step_is_that_of_torchs_centered_rmsprop():
+    torch = pytest.importorskip("torch")
+    p = torch.nn.Parameter(torch.ones(3, 2))
+    theirs = torch.optim.RMSprop([p], lr=0.1, centered=True, momentum=0.9)
+
+    def step():
+        p.grad = torch.arange(6.0).reshape(3, 2) - 2
+        theirs.step()
+        return p.detach().numpy().copy()
+
+    params = {"table": step()}
+    slots = {name: x.numpy().copy() for name, x in theirs.state[p].items()}
+    slots["trace"] = -0.1 * slots.pop("momentum_buffer")
+    tx = js.rmsprop(0.1, 0.99, eps_in_sqrt=False, centered=True, momentum=0.9)
+    state = import_state(tx, params, {"table": slots}, 1)
+    grads = {"table": jnp.arange(6.0).reshape(3, 2) - 2}
+    after, _ = quickly(tx.apply)(grads, state, params)
+    assert_close(after["table"], step(), rtol=2e-5, atol=2e-6)
 
 
 # What is given back, in each library's names.
@@ -341,7 +394,7 @@ WRONG = {
     ),
     "another step": (
         dict(step=np.float32(7)),
-        r"7 steps were taken at \['table'\], and count=5, .* an optimizer of their own; call",
+        r"7 steps were taken at \['table'\], and count=5.*optimizer of their own; call",
     ),
     "steps of rows": (
         dict(step=ones(2)),

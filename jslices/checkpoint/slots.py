@@ -45,7 +45,10 @@ NAMES: dict[type, dict[str, tuple[str | None, ...]]] = {
     },
     AdagradState: {"sum_of_squares": ("sum", "Adagrad", "accumulator", "accumulator")},
     SgdState: {"trace": ("momentum_buffer", "Momentum", None, None)},
-    RmspropState: {"nu": ("square_avg", "RMSProp", "rms", "velocity")},
+    RmspropState: {
+        "nu": ("square_avg", "RMSProp", "rms", "velocity"),
+        "mu": ("grad_avg", "RMSProp_1", "mg", "average_gradient"),  # if centered
+    },
     AdadeltaState: {
         "e_g": ("square_avg", "Adadelta", "accum_grad", "accumulated_grad"),
         "e_x": ("acc_delta", "Adadelta_1", "accum_var", "accumulated_delta_var"),
@@ -71,9 +74,16 @@ OTHERWISE: dict[type, dict[str, str]] = {
     RmspropState: {
         "momentum_buffer": 'with momentum= pass "trace": -learning_rate * x, '
         "else leave it out",
-        "RMSProp_1": 'with momentum= pass "trace": -x, else leave it out',
         "momentum": 'with momentum= pass "trace": -x, else leave it out',
-    },
+        "RMSProp_1": "beside an RMSProp_2 it is the mean gradient: type centered=True; "
+        'else the momentum: with momentum= pass "trace": -x, else leave it out',
+        "RMSProp_2": "it is the momentum of a centered optimizer: with centered=True and "
+        'momentum= pass "trace": -x, else leave it out',
+    }
+    | dict.fromkeys(
+        ("grad_avg", "mg", "average_gradient"),
+        "it is the mean gradient of a centered optimizer: type centered=True",
+    ),
 }
 
 
@@ -117,6 +127,7 @@ def import_state(tx: GradientTransformation, params: Any, slots: Any, count: Any
             sum_of_squares      sum              Adagrad     accumulator  accumulator
             trace of sgd        momentum_buffer  Momentum
             nu of rmsprop       square_avg       RMSProp     rms          velocity
+            mu of rmsprop       grad_avg         RMSProp_1   mg           average_gradient
             e_g of adadelta     square_avg       Adadelta    accum_grad   accumulated_grad
             e_x of adadelta     acc_delta        Adadelta_1  accum_var    accumulated_
                                                                           delta_var
