@@ -86,7 +86,6 @@ OTHERWISE: dict[type, dict[str, str]] = {
     ),
 }
 
-
 #: What to type where one call can't fill the state.
 BY_GROUP = (
     "call import_state for each optimizer of jslices alone, and put what it returns into "
@@ -174,9 +173,9 @@ def import_state(tx: GradientTransformation, params: Any, slots: Any, count: Any
     if _gathering(state):
         raise TypeError(
             "import_state: tx gathers the gradients of several calls (multi_steps), and no "
-            "step without them is taken; fill the state of what it wraps: type tx.init("
-            "params)._replace(inner_opt_state=import_state(opt, params, slots, count), "
-            "gradient_step=jnp.int32(count))"
+            "step without them is taken; fill the state of what it wraps: for "
+            "tx = multi_steps(opt, ...) type tx.init(params)._replace(inner_opt_state="
+            "import_state(opt, params, slots, count), gradient_step=jnp.int32(count))"
         )
     given = [_mapping(x) for x in _mirrored(tree, slots)]
     found: list[Mapping[tuple[int, str], Any]] = []
