@@ -149,6 +149,10 @@ def keras_rows(name):
         "AdamW": (dict(learning_rate=0.1, weight_decay=0.05), ADAMW),
         "Adagrad": (dict(learning_rate=0.1), js.adagrad(0.1)),
         "RMSprop": (dict(learning_rate=0.1), js.rmsprop(0.1, eps=1e-7, **EXACT)),
+        "RMSprop centered": (
+            dict(learning_rate=0.1, centered=True),
+            js.rmsprop(0.1, eps=1e-7, centered=True, **EXACT),
+        ),
         "Adadelta": (
             dict(learning_rate=0.5),
             js.adadelta(0.5, rho=0.95, eps=1e-7, **EXACT),
@@ -159,14 +163,15 @@ def keras_rows(name):
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize(
-    "name", ["Adam", "AdamW", "Adagrad", "RMSprop", "Adadelta", "Lion"]
+    "name",
+    ["Adam", "AdamW", "Adagrad", "RMSprop", "RMSprop centered", "Adadelta", "Lion"],
 )
 def test_the_next_steps_are_those_of_keras_3(name):
     keras = pytest.importorskip("keras", minversion="3")
     settings, tx = keras_rows(name)
     before = TORCH["adam"]
     with jax.numpy_rank_promotion("allow"):  # which Keras relies on
-        theirs = getattr(keras.optimizers, name)(**settings)
+        theirs = getattr(keras.optimizers, name.split()[0])(**settings)
         variables = [
             keras.Variable(x, name=key) for key, x in sorted(torch_params(before).items())
         ]
@@ -189,6 +194,54 @@ def test_the_next_steps_are_those_of_keras_3(name):
     slots = {"table": under(arrays, "table_"), "w": under(arrays, "w_")}
     state = import_state(tx, params, slots, arrays["iteration"])
     check_goes_on(tx, params, state, batches, wanted)
+
+
+CENTERED = {
+    "torch": ("square_avg", "grad_avg", "momentum_buffer"),
+    "tf1": ("RMSProp", "RMSProp_1", "RMSProp_2"),
+    "tf2": ("rms", "mg", "momentum"),
+    "keras": ("velocity", "average_gradient", "momentum"),
+}
+
+
+@pytest.mark.parametrize("names", CENTERED)
+def test_centered_rmsprop_keeps_the_mean_gradient(names):
+    params = {"table": jnp.ones((3, 2))}
+    nu, mu, momentum = (0.5 * ones(3, 2), 0.25 * ones(3, 2), -ones(3, 2))
+    of_nu, of_mu, of_momentum = CENTERED[names]
+    slots = {"table": {of_nu: nu, of_mu: mu, of_momentum: momentum}}
+    for centered in (False, True):
+        tx = js.rmsprop(0.1, centered=centered)
+        with pytest.raises(
+            ValueError, match=rf'slot {of_momentum} at .*"trace": -'
+        ) as error:
+            import_state(tx, params, slots, 3)
+        told = re.search(rf"slot {of_mu} at .*type centered=True", str(error.value))
+        assert bool(told) == (not centered)
+    del slots["table"][of_momentum]
+    state = import_state(tx, params, slots, 3)
+    assert (state.nu["table"] == 0.5).all() and (state.mu["table"] == 0.25).all()
+    assert {of_nu, of_mu} <= {*export_state(params, state, names)["table"]}
+
+
+def test_the_next_step_is_that_of_torchs_centered_rmsprop():
+    torch = pytest.importorskip("torch")
+    p = torch.nn.Parameter(torch.ones(3, 2))
+    theirs = torch.optim.RMSprop([p], lr=0.1, centered=True, momentum=0.9)
+
+    def step():
+        p.grad = torch.arange(6.0).reshape(3, 2) - 2
+        theirs.step()
+        return p.detach().numpy().copy()
+
+    params = {"table": step()}
+    slots = {name: x.numpy().copy() for name, x in theirs.state[p].items()}
+    slots["trace"] = -0.1 * slots.pop("momentum_buffer")
+    tx = js.rmsprop(0.1, 0.99, eps_in_sqrt=False, centered=True, momentum=0.9)
+    state = import_state(tx, params, {"table": slots}, 1)
+    grads = {"table": jnp.arange(6.0).reshape(3, 2) - 2}
+    after, _ = quickly(tx.apply)(grads, state, params)
+    assert_close(after["table"], step(), rtol=2e-5, atol=2e-6)
 
 
 # What is given back, in each library's names.
@@ -265,11 +318,33 @@ def test_slots_are_copied():
     assert (mean == 0.5).all()
 
 
+def test_slots_of_numpy_are_copied():
+    """On a CPU JAX would keep memory that starts at a multiple of 64 bytes."""
+    memory = np.full(32, 0.5, "float32")
+    mean = memory[-memory.ctypes.data % 64 // 4 :][:6].reshape(3, 2)
+    slots = {"table": {"momentum_buffer": mean}}
+    state = import_state(js.sgd(0.1, 0.9), {"table": jnp.ones((3, 2))}, slots, 3)
+    mean[:] = 9
+    assert (state.trace["table"] == 0.5).all()
+
+
+def test_parameters_that_a_state_keeps_stay():
+    """``init`` may return the parameters themselves, which belong to the user."""
+    keep = js.GradientTransformation(lambda p: p, lambda g, s, p=None: (g, s))
+    params = {"table": jnp.ones((3, 2))}
+    tx, slots = js.optim.chain(keep, js.sgd(0.1, 0.9)), {"table": {"trace": ones(3, 2)}}
+    state = import_state(tx, params, slots, 3)
+    assert (params["table"] == 1).all() and (state[0]["table"] == 1).all()
+
+
+LEFT_OUT = object()
+
+
 def slots_with(**changes):
-    """Slots of the SparseAdam that was saved, some of them changed or (None) left out."""
+    """Slots of the SparseAdam that was saved, some of them changed or left out."""
     slots = torch_slots(TORCH["sparse_adam"])
     slots["table"] |= changes
-    slots["table"] = {k: x for k, x in slots["table"].items() if x is not None}
+    slots["table"] = {k: x for k, x in slots["table"].items() if x is not LEFT_OUT}
     return slots
 
 
@@ -295,8 +370,20 @@ WRONG = {
         r'is float64, and the state keeps float32: type x.astype\("float32"\), or '
         r'jslices.optim.with_state_dtype\(tx, "float64"\)',
     ),
+    "integers": (
+        dict(exp_avg=ones(6, 3, dtype="int32")),
+        r'is int32, and the state keeps float32: type x.astype\("float32"\)$',
+    ),
+    "None": (
+        dict(exp_avg=None),
+        r"exp_avg at \['table'\] is None, wanted \(6, 3\) of float32: give the array",
+    ),
+    "objects": (
+        dict(exp_avg=np.array([None, None])),
+        r"exp_avg at \['table'\] is an array \(2,\) of object, wanted \(6, 3\) of float32",
+    ),
     "missing": (
-        dict(exp_avg_sq=None),
+        dict(exp_avg_sq=LEFT_OUT),
         r"nu at \['table'\] wants one slot, named nu or exp_avg_sq or Adam_1 or v or "
         r"velocity, got step, exp_avg",
     ),
@@ -307,7 +394,15 @@ WRONG = {
     ),
     "another step": (
         dict(step=np.float32(7)),
-        r"7.0 steps were taken at \['table'\], and count=5.*jslices.optim.partition",
+        r"7 steps were taken at \['table'\], and count=5.*optimizer of their own; call",
+    ),
+    "steps of rows": (
+        dict(step=ones(2)),
+        r"the slot step at \['table'\] is an array \(2,\) of float32, wanted the number of",
+    ),
+    "no step": (
+        dict(step=None),
+        r"step at \['table'\] is None, wanted the number of steps",
     ),
 }
 
@@ -321,7 +416,7 @@ def test_what_does_not_fit_is_told(name):
 
 
 def test_all_that_does_not_fit_is_told_at_once():
-    slots = slots_with(exp_avg=ones(4, 3), exp_avg_sq=None)
+    slots = slots_with(exp_avg=ones(4, 3), exp_avg_sq=LEFT_OUT)
     with pytest.raises(ValueError, match=r"exp_avg at .*; nu at .*wants one slot"):
         import_state(js.adam(0.1), torch_params(TORCH["sparse_adam"]), slots, STEPS)
 
@@ -329,7 +424,7 @@ def test_all_that_does_not_fit_is_told_at_once():
 def test_other_errors_of_import_state():
     params = {"table": jnp.ones((3, 2))}
     start = functools.partial(import_state, js.adam(0.1), params)
-    for count in (-1, 2.5, [3], True):
+    for count in (-1, 2.5, [3], [[1], 2], True, None, "x", np.inf, np.float32(2**31), 1j):
         with pytest.raises(ValueError, match=r"wanted the number of steps taken, an int"):
             start({"table": {}}, count)
     with pytest.raises(ValueError, match="slots must mirror params, with a dict of arrays"):
@@ -359,6 +454,65 @@ def test_errors_of_export_state():
     with pytest.raises(ValueError, match=r"rows are behind.*tx.flush\(params, state\)"):
         export_state(params, state, "torch")
     export_state(*flush(params, state), "torch")
+
+
+@pytest.mark.parametrize("name", ["chain", "partition", "counts"])
+def test_what_one_call_can_not_fill_is_filled_by_several(name):
+    """Beside transformations of Optax, and where groups were stepped unequally often."""
+    ours, none = js.sgd(0.1, 0.9), js.optim.MaskedNode()
+    params = {"a": jnp.ones((3, 2)), "b": jnp.ones(2)}
+    slots = {"a": {"trace": ones(3, 2)}, "b": {"trace": ones(2)}}
+    masked = params | {"b": none}, slots | {"b": none}
+    labels, message = (
+        {"a": "rows", "b": "rest"},
+        "no step without gradients, as most of Optax",
+    )
+    if name == "chain":
+        tx = js.optim.chain(optax.zero_nans(), ours)
+    elif name == "partition":
+        tx = js.optim.partition({"rows": ours, "rest": optax.adam(0.1)}, labels)
+        slots["b"] = None
+    else:
+        tx = js.optim.partition({"rows": ours, "rest": ours}, labels)
+        slots["b"] |= {"step": 3}
+        message = r"3 steps were taken at \['b'\], and count=7"
+    with pytest.raises(
+        ValueError if name == "counts" else TypeError, match=message
+    ) as error:
+        import_state(tx, params, slots, 7)
+    assert "inner_states[label].inner_state" in str(error.value)
+    state = tx.init(params)
+    if name == "chain":
+        filled = (state[0], import_state(ours, params, slots, 7))
+    else:
+        rows = state.inner_states["rows"]
+        rows = rows._replace(inner_state=import_state(ours, *masked, 7))
+        filled = state._replace(inner_states=state.inner_states | {"rows": rows})
+    updates, after = tx.update(jax.tree.map(jnp.zeros_like, params), filled, params)
+    assert_close(updates["a"], jnp.full((3, 2), -0.09))
+    assert jax.tree.structure(after) == jax.tree.structure(state)
+    assert 8 in [count for _, count in optax.tree.get_all_with_path(after, "count")]
+
+
+def test_multi_steps_is_filled_from_within():
+    opt, params, ids = js.adagrad(0.1), {"table": jnp.ones((3, 2))}, jnp.array([1])
+    slots, count = {"table": {"sum": np.full((3, 2), 0.5, "float32")}}, 4
+    grads = {"table": js.IndexedSlices(jnp.ones((1, 2)), ids, (3, 2))}
+    tx = js.optim.multi_steps(opt, 2, grads)
+    with pytest.raises(TypeError, match=r"import_state: tx gathers") as error:
+        import_state(tx, params, slots, count)
+    (advice,) = re.findall(r"type (tx\.init.*)", str(error.value))
+    state = eval(advice, globals() | locals())
+    inner = import_state(opt, params, slots, count)
+    wanted, _ = quickly(opt.apply)(grads, inner, params)
+    step = quickly(tx.apply)
+    between, state = step(grads, state, params)
+    with pytest.raises(ValueError, match=r"1 gradients wait .* when mini_step is 0"):
+        export_state(between, state, "torch")
+    after, state = step(grads, state, between)
+    assert_close(after, wanted)
+    assert state.gradient_step == count + 1
+    assert export_state(after, state, "torch")["table"]["step"] == count + 1
 
 
 @pytest.mark.parametrize("name", ["adam_exact", "chain", "partition", "rows"])

@@ -15,6 +15,7 @@ from jax import lax
 
 from jslices._devices.layouts import laid_out_as
 from jslices._jax import flatten
+from jslices._rows.bounds import INT32_MAX
 from jslices.optim import (
     AdadeltaState,
     AdafactorState,
@@ -44,7 +45,10 @@ NAMES: dict[type, dict[str, tuple[str | None, ...]]] = {
     },
     AdagradState: {"sum_of_squares": ("sum", "Adagrad", "accumulator", "accumulator")},
     SgdState: {"trace": ("momentum_buffer", "Momentum", None, None)},
-    RmspropState: {"nu": ("square_avg", "RMSProp", "rms", "velocity")},
+    RmspropState: {
+        "nu": ("square_avg", "RMSProp", "rms", "velocity"),
+        "mu": ("grad_avg", "RMSProp_1", "mg", "average_gradient"),  # if centered
+    },
     AdadeltaState: {
         "e_g": ("square_avg", "Adadelta", "accum_grad", "accumulated_grad"),
         "e_x": ("acc_delta", "Adadelta_1", "accum_var", "accumulated_delta_var"),
@@ -70,10 +74,25 @@ OTHERWISE: dict[type, dict[str, str]] = {
     RmspropState: {
         "momentum_buffer": 'with momentum= pass "trace": -learning_rate * x, '
         "else leave it out",
-        "RMSProp_1": 'with momentum= pass "trace": -x, else leave it out',
         "momentum": 'with momentum= pass "trace": -x, else leave it out',
-    },
+        "RMSProp_1": "beside an RMSProp_2 it is the mean gradient: type centered=True; "
+        'else the momentum: with momentum= pass "trace": -x, else leave it out',
+        "RMSProp_2": "it is the momentum of a centered optimizer: with centered=True and "
+        'momentum= pass "trace": -x, else leave it out',
+    }
+    | dict.fromkeys(
+        ("grad_avg", "mg", "average_gradient"),
+        "it is the mean gradient of a centered optimizer: type centered=True",
+    ),
 }
+
+#: What to type where one call can't fill the state.
+BY_GROUP = (
+    "call import_state for each optimizer of jslices alone, and put what it returns into "
+    "tx.init(params): in a chain at its place, in a jslices.optim.partition at "
+    "inner_states[label].inner_state, with jslices.optim.MaskedNode() in params and slots "
+    "for the parameters of other labels"
+)
 
 
 class _Array(NamedTuple):
@@ -107,6 +126,7 @@ def import_state(tx: GradientTransformation, params: Any, slots: Any, count: Any
             sum_of_squares      sum              Adagrad     accumulator  accumulator
             trace of sgd        momentum_buffer  Momentum
             nu of rmsprop       square_avg       RMSProp     rms          velocity
+            mu of rmsprop       grad_avg         RMSProp_1   mg           average_gradient
             e_g of adadelta     square_avg       Adadelta    accum_grad   accumulated_grad
             e_x of adadelta     acc_delta        Adadelta_1  accum_var    accumulated_
                                                                           delta_var
@@ -127,10 +147,13 @@ def import_state(tx: GradientTransformation, params: Any, slots: Any, count: Any
       ValueError: if slots are missing, unknown, of other shapes or dtypes, or were stepped
         more or less often than ``count``, all of them in one message; if they mirror other
         parameters.
-      TypeError: for an optimizer whose state jslices does not know.
+      TypeError: for an optimizer whose state jslices does not know, and for one in
+        :func:`jslices.optim.multi_steps` or beside a transformation that takes no step
+        without gradients, as most of Optax's do. The message says what to type instead.
 
     Cost: one copy of each slot; ``count`` empty steps on the scalars of the state, in one
-    compiled loop, so that schedules are where they were.
+    compiled loop, so that schedules are where they were. For a moment the state is there
+    twice.
 
     Example:
       >>> import jax.numpy as jnp, jslices as js, numpy as np
@@ -147,6 +170,13 @@ def import_state(tx: GradientTransformation, params: Any, slots: Any, count: Any
     count = _checked_count(count)
     leaves, tree = flatten(params, is_leaf)
     state = tx.init(params)
+    if _gathering(state):
+        raise TypeError(
+            "import_state: tx gathers the gradients of several calls (multi_steps), and no "
+            "step without them is taken; fill the state of what it wraps: for "
+            "tx = multi_steps(opt, ...) type tx.init(params)._replace(inner_opt_state="
+            "import_state(opt, params, slots, count), gradient_step=jnp.int32(count))"
+        )
     given = [_mapping(x) for x in _mirrored(tree, slots)]
     found: list[Mapping[tuple[int, str], Any]] = []
     wrong: list[str] = []
@@ -190,8 +220,9 @@ def export_state(params: Any, state: Any, names: str) -> Any:
       for a parameter that has no state.
 
     Raises:
-      ValueError: for other names, for a state array that the library has no slot for, and
-        for the state of an exact optimizer in which rows are behind.
+      ValueError: for other names, for a state array that the library has no slot for, for
+        the state of an exact optimizer in which rows are behind, and for gradients that
+        :func:`jslices.optim.multi_steps` has gathered for its next step.
 
     Cost: nothing; no array is copied. With ``untouched="exact"`` one pass over a number for
     each row.
@@ -207,6 +238,12 @@ def export_state(params: Any, state: Any, names: str) -> Any:
     if names not in LIBRARIES:
         raise ValueError(f"export_state(names={names!r}): wanted one of {LIBRARIES}")
     _, tree = flatten(params, is_leaf)
+    for gathering in _gathering(state):
+        if (gathered := int(gathering.mini_step)) > 0:
+            raise ValueError(
+                f"export_state: {gathered} gradients wait in the state for the next step, "
+                "and no slot can hold them; export it when mini_step is 0"
+            )
     parts = list(_parts(state))
     for part in parts:
         clock = getattr(part, "clock", None)
@@ -245,6 +282,15 @@ def _parts(state: Any) -> Iterator[Any]:
     return filter(_is_part, jax.tree.leaves(state, is_leaf=_is_part))
 
 
+def _gathering(state: Any) -> list[Any]:
+    """The states of ``multi_steps``, or of ``optax.MultiSteps``, in it."""
+
+    def gathers(x: Any) -> bool:
+        return hasattr(x, "mini_step")
+
+    return list(filter(gathers, jax.tree.leaves(state, is_leaf=gathers)))
+
+
 def _map_parts(change: Callable[[int, Any], Any], state: Any) -> Any:
     leaves, tree = flatten(state, _is_part)
     numbers = iter(range(len(leaves)))
@@ -272,14 +318,27 @@ def _arrays_of_each(state: Any, tree: Any) -> list[list[_Array]]:
     return result
 
 
+def _whole(x: Any) -> int | None:
+    """``x`` as a number of steps; None if it is none."""
+    try:
+        number = np.asarray(x)
+        if number.ndim == 0 and number.dtype.kind in "iuf":
+            whole = int(number)
+            return whole if whole == number and 0 <= whole <= INT32_MAX else None
+    except (TypeError, ValueError, OverflowError):  # no array, infinite or not a number
+        pass
+    return None
+
+
 def _checked_count(count: Any) -> int:
-    number = np.asarray(count)
-    if number.ndim or number.dtype == bool or number != np.floor(number) or number < 0:
+    number = _whole(count)
+    if number is None:
         raise ValueError(
             f"import_state(count={count!r}): wanted the number of steps taken, an integer "
-            "from 0; PyTorch has it as step, TensorFlow as global_step or iterations"
+            f"from 0 to {INT32_MAX}; PyTorch has it as step, TensorFlow as global_step or "
+            "iterations"
         )
-    return int(number)
+    return number
 
 
 def _mirrored(tree: Any, slots: Any) -> list[Any]:
@@ -313,12 +372,17 @@ def _assigned(
     rest = {name: _array(x) for name, x in slots.items()}
     if not rest:
         return {}
-    step = rest.pop("step", None)
-    if step is not None and step != count:
+    step = rest.pop("step", count)
+    if (taken := _whole(step)) is None:
         wrong.append(
-            f"{step} steps were taken{place}, and count={count}; an optimizer of jslices "
-            "has one count for all its parameters: give those that were stepped together "
-            "to one, by jslices.optim.partition, or leave the step out of these slots"
+            f"the slot step{place} is {_short(step)}, wanted the number of steps taken, or "
+            "leave it out of these slots"
+        )
+    elif taken != count:
+        wrong.append(
+            f"{taken} steps were taken{place}, and count={count}, which is one for all "
+            "parameters: leave the step out of these slots if it does not matter, or give "
+            "those that were stepped together an optimizer of their own; " + BY_GROUP
         )
     found = {}
     for array in arrays:
@@ -344,8 +408,18 @@ def _array(x: Any) -> Any:
     return x if isinstance(x, jax.Array) else np.asarray(x)
 
 
+def _short(x: Any) -> str:
+    """What came in place of numbers, or of one number."""
+    return str(x) if np.ndim(x) == 0 else f"an array {x.shape} of {x.dtype}"
+
+
 def _misfits(what: str, x: Any, now: jax.Array) -> list[str]:
     """What is wrong with a slot that is to stand where ``now`` is."""
+    if isinstance(x, np.ndarray) and x.dtype.kind in "OSU":  # None among them
+        return [
+            f"{what} is {_short(x)}, wanted {now.shape} of {now.dtype}: give the array, or "
+            "None instead of all slots of a parameter that was never stepped"
+        ]
     if x.shape != now.shape:
         if x.shape == now.shape[::-1]:
             help = "transpose it, as the parameter was: x.T"
@@ -363,10 +437,10 @@ def _misfits(what: str, x: Any, now: jax.Array) -> list[str]:
             )
         return [f"{what} has shape {x.shape}, wanted {now.shape}: {help}"]
     if x.dtype != now.dtype:
-        return [
-            f"{what} is {x.dtype}, and the state keeps {now.dtype}: type x.astype("
-            f'"{now.dtype}"), or jslices.optim.with_state_dtype(tx, "{x.dtype}")'
-        ]
+        help = f'type x.astype("{now.dtype}")'
+        if jnp.issubdtype(x.dtype, jnp.floating):
+            help += f', or jslices.optim.with_state_dtype(tx, "{x.dtype}")'
+        return [f"{what} is {x.dtype}, and the state keeps {now.dtype}: {help}"]
     return []
 
 
@@ -384,9 +458,18 @@ def _stepped(tx: Any, params: Any, state: Any, count: int) -> Any:
         )
         return flush(params, state)[1]
 
-    return jax.jit(stepped, donate_argnums=0)(state, params, jnp.int32(count))
+    # Nothing is donated: what tx.init returns may hold the user's parameters themselves.
+    try:
+        return jax.jit(stepped)(state, params, jnp.int32(count))
+    except (TypeError, ValueError) as error:
+        raise TypeError(
+            "import_state: a transformation in tx takes no step without gradients, as most "
+            f"of Optax's do; {BY_GROUP}"
+        ) from error
 
 
 def _placed(x: Any, like: Any, param: Any) -> Any:
     """A copy of ``x`` where ``like`` is, and laid out as it."""
+    if not isinstance(x, jax.Array):
+        x = np.array(x)  # on a CPU JAX keeps NumPy's memory, whatever may_alias says
     return laid_out_as(param, jax.device_put(x, like.sharding, may_alias=False))
