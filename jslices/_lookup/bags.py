@@ -254,10 +254,8 @@ def _from_padded(given: Any, mask: Any, caller: str) -> _Form:
         raise TypeError(f"{caller} wants ids as {FORMS}; got a scalar")
     shape = ids.shape[:-1]
     count = math.prod(shape)
-    numbers = jnp.arange(count)
-    segments = jnp.zeros_like(ids, numbers.dtype) + numbers.reshape(
-        *shape, 1
-    )  # placed as ids
+    numbers = jnp.arange(count).reshape(*shape, 1)
+    segments = jnp.zeros_like(ids, numbers.dtype) + numbers  # placed as ids are
     if mask is not None:
         mask = jnp.asarray(mask)
         if mask.shape != ids.shape or mask.dtype != jnp.bool_:
