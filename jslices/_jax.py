@@ -127,12 +127,12 @@ def shape_of(atom: Any) -> tuple[int, ...]:
     return tuple(atom.aval.shape)
 
 
-def is_open(size: Any) -> bool:
+def is_symbolic(size: Any) -> bool:
     """Whether ``jax.export`` leaves this size open."""
     return is_symbolic_dim(size)
 
 
-def holds(comparison: Callable[[], bool]) -> bool:
+def definitely(comparison: Callable[[], bool]) -> bool:
     """Whether a comparison of sizes holds; False where open sizes do not tell."""
     try:
         return bool(comparison())
@@ -319,7 +319,7 @@ def scan_counts(params: dict[str, Any]) -> tuple[int, int]:
 def scan_options(params: dict[str, Any]) -> dict[str, Any]:
     """The keyword arguments with which ``lax.scan`` makes the same loop."""
     # An open length must come from what is scanned over.
-    names = ["length"] * (not is_open(params["length"])) + ["reverse", "unroll"]
+    names = ["length"] * (not is_symbolic(params["length"])) + ["reverse", "unroll"]
     return {name: params[name] for name in names}
 
 

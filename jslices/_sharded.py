@@ -9,11 +9,11 @@ from jax.sharding import PartitionSpec
 
 from jslices._devices.exchange import Placement, mesh_of, on_each_device
 from jslices._devices.explicit import (
+    drop_sharding,
+    explicit_part,
+    restore_sharding,
     running_with_auto_axes,
-    told_by_types,
-    typed,
-    types_of,
-    untyped,
+    shardings_of,
     with_auto_axes,
 )
 from jslices._jax import flatten
@@ -145,9 +145,9 @@ def told_to_owners(placement: Placement, num_rows: int, ids: jax.Array) -> Shard
     with with_auto_axes(mesh):
         specs = placement.by_rows, PartitionSpec()
         run = on_each_device(placement, own, specs, placement.by_rows)
-        entries = run(placement.numbers(), canonical_indices(untyped(ids), num_rows))
+        entries = run(placement.numbers(), canonical_indices(drop_sharding(ids), num_rows))
     if mesh is not None:
-        entries = typed(entries, told_by_types(mesh, placement.by_rows))
+        entries = restore_sharding(entries, explicit_part(mesh, placement.by_rows))
     return sharded(placement, (num_rows, 0), *entries)
 
 
@@ -184,7 +184,7 @@ def each_shard(fun: Callable[..., Any], slices: Any, *arrays: Any, shared: Any =
     specs = PartitionSpec(), *(placement.by_rows for _ in given)
     run = running_with_auto_axes(
         on_each_device(placement, local, specs, placement.by_rows),
-        lambda shared, numbers, values, *rest: types_of(values),
+        lambda shared, numbers, values, *rest: shardings_of(values),
     )
     leaves, tree = flatten(run(shared, *given), is_leaf=is_slices)
     for x, known in zip(filter(is_slices, leaves), distinct, strict=True):

@@ -12,7 +12,7 @@ import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
 from jslices._densify import human_bytes, warn_dense
-from jslices._jax import called_by_jax_operator, is_open
+from jslices._jax import called_by_jax_operator, is_symbolic
 from jslices._misuse import refuse_misuse
 from jslices._rows.bounds import (
     canonical_indices,
@@ -676,7 +676,7 @@ def _static_shape(shape: Any) -> tuple[int, ...] | None:
     if shape is None:
         return None
     try:
-        return tuple(n if is_open(n) else operator.index(n) for n in shape)
+        return tuple(n if is_symbolic(n) else operator.index(n) for n in shape)
     except (jax.errors.ConcretizationTypeError, TypeError, ValueError) as error:
         raise TypeError(
             f"dense_shape must be a tuple of ints known before tracing, got {shape!r}; "

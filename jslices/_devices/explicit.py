@@ -43,7 +43,7 @@ def _type_of(x: Any) -> Any:
     return sharding
 
 
-def types_of(tree: Any) -> Any:
+def shardings_of(tree: Any) -> Any:
     """How each array of a tree is split; None where its type does not tell."""
     return jax.tree.map(_type_of, tree)
 
@@ -85,7 +85,7 @@ def _spec(x: Any) -> tuple[tuple[str, ...], ...]:
     return split_along(sharding.spec if sharding is not None else (), jnp.ndim(x))
 
 
-def told_by_types(mesh: AbstractMesh, spec: PartitionSpec) -> NamedSharding:
+def explicit_part(mesh: AbstractMesh, spec: PartitionSpec) -> NamedSharding:
     """What types tell of arrays split so: nothing of axes that are Auto."""
     explicit = set(mesh.explicit_axes)
     axes = (tuple(x for x in several if x in explicit) for several in _axes(spec))
@@ -113,7 +113,7 @@ def with_auto_axes(mesh: AbstractMesh | None) -> Iterator[None]:
         yield
 
 
-def untyped(tree: Any) -> Any:
+def drop_sharding(tree: Any) -> Any:
     """The same arrays for use in a context :func:`with_auto_axes`; they stay in place."""
 
     def cast(x: Any) -> Any:
@@ -122,7 +122,7 @@ def untyped(tree: Any) -> Any:
     return jax.tree.map(cast, tree)
 
 
-def typed(tree: Any, shardings: Any) -> Any:
+def restore_sharding(tree: Any, shardings: Any) -> Any:
     """Arrays with the types that a prefix of their tree names; None leaves them alone."""
 
     def cast(sharding: Any, part: Any) -> Any:
@@ -152,7 +152,7 @@ def running_with_auto_axes(
         if mesh is None:
             return fun(*args)
         with with_auto_axes(mesh):
-            out = fun(*untyped(args))
-        return typed(out, results(*args))
+            out = fun(*drop_sharding(args))
+        return restore_sharding(out, results(*args))
 
     return run

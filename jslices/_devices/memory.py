@@ -96,7 +96,7 @@ def hint_large_step(num_bytes: int) -> None:
       num_bytes: of the values of the gradient, ``K * D * itemsize``.
     """
     global _hinted
-    if _hinted or not _jax.holds(lambda: num_bytes >= HINT_BYTES) or _memory_is_kept():
+    if _hinted or not _jax.definitely(lambda: num_bytes >= HINT_BYTES) or _memory_is_kept():
         return
     if platform_at_hand() != "cpu" or platform.libc_ver()[0] != "glibc":
         return

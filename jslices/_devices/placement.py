@@ -11,7 +11,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 from jax.typing import DTypeLike
 
 from jslices._devices.exchange import mesh_of
-from jslices._devices.explicit import split_along, told_by_types, typed
+from jslices._devices.explicit import explicit_part, restore_sharding, split_along
 from jslices._errors import InvalidArgumentError
 from jslices._jax import split_alike
 
@@ -116,7 +116,7 @@ def split_as_told(p: Any, tree: Any, spec: PartitionSpec) -> Any:
         if mesh is None:
             return tree
         if AxisType.Explicit in mesh.axis_types:
-            return typed(tree, told_by_types(mesh, spec))
+            return restore_sharding(tree, explicit_part(mesh, spec))
         return jax.lax.with_sharding_constraint(tree, NamedSharding(mesh, spec))
     if not isinstance(p.sharding, NamedSharding):
         return tree
@@ -133,7 +133,7 @@ def placed_as(p: Any, x: jax.Array, axes: Sequence[int] | None = None) -> jax.Ar
         return x
     axes = range(p.ndim) if axes is None else axes
     if AxisType.Explicit in mesh.axis_types:
-        x = typed(x, _of_axes(jax.typeof(p).sharding, p.ndim, axes))
+        x = restore_sharding(x, _of_axes(jax.typeof(p).sharding, p.ndim, axes))
         return split_alike(p, x)
     return split_alike(_first(p, axes) if p.size else x, x)
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from jslices._devices.explicit import running_with_auto_axes, types_of
+from jslices._devices.explicit import running_with_auto_axes, shardings_of
 from jslices._errors import InvalidArgumentError
 from jslices._rows.bounds import index_dtype
 from jslices._rows.ids import as_ids
@@ -73,7 +73,7 @@ def spread_ids(
         known = (x >= 0) & (x < num_rows)
         return jnp.where(known, find(jnp.where(known, x, 0), num_rows, shards), x)
 
-    return running_with_auto_axes(moved, types_of)(given)  # type: ignore[no-any-return]
+    return running_with_auto_axes(moved, shardings_of)(given)  # type: ignore[no-any-return]
 
 
 def _rows(ids: jax.Array, num_rows: int, shards: int) -> jax.Array:

@@ -32,11 +32,11 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jslices import _jax
 from jslices._devices.exchange import Exchange, Route, home_of
 from jslices._devices.explicit import (
+    drop_sharding,
     explicit_mesh,
-    told_by_types,
-    typed,
-    types_of,
-    untyped,
+    explicit_part,
+    restore_sharding,
+    shardings_of,
     with_auto_axes,
 )
 from jslices._grad.custom import with_own_derivative
@@ -138,7 +138,7 @@ class Candidate(NamedTuple):
             return None
         rows = None if route is None else route.placement.rows or None
         mesh, spec = self.aval.sharding.mesh, self.aval.sharding.spec
-        return told_by_types(mesh, PartitionSpec(rows, *spec[1:]))
+        return explicit_part(mesh, PartitionSpec(rows, *spec[1:]))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -615,21 +615,21 @@ class Runner(Interpreter):
             record = ids.record
             if record.dtype != site.index_dtype:
                 record = canonical_indices(record, table.shape[0]).astype(site.index_dtype)
-            split = types_of(slot.values)
-            array, slot = untyped((table.array, slot))
+            split = shardings_of(slot.values)
+            array, slot = drop_sharding((table.array, slot))
             if site.route is None:
                 rows = lookup_rows(array, ids.read, slot, mode, fill_value)
             else:
                 rows, record = rows_from_elsewhere(
                     site.route, array, ids.read, record, slot, mode, fill_value
                 )
-            self._scope.indices.append(typed(record, split))
+            self._scope.indices.append(restore_sharding(record, split))
             return rows
 
         aval = eqn.outvars[0].aval
         with with_auto_axes(explicit_mesh([aval, *self._tables(found.view)])):
-            rows = found.read([None, *untyped(others)], take)
-        return typed(rows, types_of(aval))
+            rows = found.read([None, *drop_sharding(others)], take)
+        return restore_sharding(rows, shardings_of(aval))
 
     def _tables(self, view: View) -> list[Any]:
         return [self._leaves[leaf].aval for leaf in tables_read(view)]
@@ -708,7 +708,7 @@ def _nowhere(site: Site, slot: Any) -> jax.Array:
     """Row numbers out of range, for a lookup in a branch that is not taken."""
     rows = slot.values.shape[: slot.values.ndim - len(site.table_shape) + 1]
     indices = jnp.full(rows, site.table_shape[0], site.index_dtype)
-    indices = typed(indices, types_of(slot.values))
+    indices = restore_sharding(indices, shardings_of(slot.values))
     return _jax.as_varying(indices, site.varying)
 
 

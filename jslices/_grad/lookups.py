@@ -317,8 +317,8 @@ def _dynamic_slice(eqn: _jax.Equation, view: View) -> Lookup | None:
     whole_rows = sizes[1:] == shape[1:]
     if not sizes:
         return None
-    some = whole_rows and _jax.holds(lambda: count < height)
-    if not some and not _jax.holds(lambda: count <= 1):
+    some = whole_rows and _jax.definitely(lambda: count < height)
+    if not some and not _jax.definitely(lambda: count <= 1):
         return None
 
     def ids(values: Sequence[Any]) -> jax.Array:

@@ -100,7 +100,7 @@ def _is_to_be_dense(planned: Planned, leaf: int) -> bool:
     if planned.leaves[leaf].wish != "if_smaller" or planned.kind(leaf) != "sparse":
         return False
     whole = planned.leaves[leaf].num_bytes
-    return _jax.holds(lambda: planned.bytes_of_rows(leaf) >= whole)
+    return _jax.definitely(lambda: planned.bytes_of_rows(leaf) >= whole)
 
 
 # --- the call ---------------------------------------------------------------------------

@@ -533,7 +533,7 @@ def _unpacked(packed: View, shape: tuple[int, ...]) -> list[Any] | None:
     """``packed.reshape(V, D)``: its rows, if they are short, cut into equal parts."""
     count, size = packed.shape[0], math.prod(packed.shape[1:])
     heights = itertools.accumulate(shape[:-1], operator.mul)
-    cuts = lambda height: _jax.holds(lambda: height % count == 0)  # noqa: E731
+    cuts = lambda height: _jax.definitely(lambda: height % count == 0)  # noqa: E731
     lead = next((i for i, height in enumerate(heights, 1) if cuts(height)), 0)
     if not lead or count == 1 or size > WIDEST_PACKED:
         return None
@@ -556,7 +556,7 @@ def _broadcast(eqn: _jax.Equation, operands: Sequence[Any], lead: int) -> list[A
     more = lead + len(shape) - len(given)
     as_they_were = tuple(shape[d] for d in dims) == given
     last = dims[lead - 1 :] == tuple(range(more - 1, len(shape)))
-    countable = _jax.holds(lambda: math.prod(shape[:more]) <= INT32_MAX)
+    countable = _jax.definitely(lambda: math.prod(shape[:more]) <= INT32_MAX)
     if not (as_they_were and last and countable):
         return None
     places = [(axis, 0, 1) for axis in dims[:lead]]

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from jslices import _jax
 from jslices._devices.exchange import on_all_devices
-from jslices._devices.explicit import typed
+from jslices._devices.explicit import restore_sharding
 from jslices._grad.interpret import Site, run_lookups
 from jslices._grad.plan import Planned
 from jslices._grad.views import Table
@@ -59,7 +59,7 @@ def ids_read(planned: Planned, primals: Sequence[Any]) -> tuple[list[Any], list[
 
 def of_site(site: Site, shape: Any, values: Any, indices: Any) -> IndexedSlices:
     """The gradient of one lookup, its executions joined."""
-    values, indices = typed((values, indices), site.split)
+    values, indices = restore_sharding((values, indices), site.split)
     if site.route is not None:
         return sharded(site.route.placement, shape, values, indices)._flattened()
     values, indices = values.reshape(indices.size, *shape[1:]), indices.reshape(-1)

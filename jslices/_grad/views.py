@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jslices._devices.explicit import untyped
+from jslices._devices.explicit import drop_sharding
 from jslices._rows.bounds import take_rows
 
 
@@ -399,7 +399,7 @@ class Reader:
     def rows(self, value: Any, ids: Ids | None) -> Any:
         """The rows of a view or an array, or all of an array where ``ids`` is None."""
         if ids is None:
-            return untyped(value)
+            return drop_sharding(value)
         if not isinstance(value, View):
             there_are_none = value is None or ids.read is None
             return None if there_are_none else take_rows(value, ids.read, mode="clip")

@@ -16,10 +16,10 @@ from jax.typing import ArrayLike
 
 from jslices import _jax
 from jslices._devices.explicit import (
+    drop_sharding,
     explicit_mesh,
     looked_up,
-    typed,
-    untyped,
+    restore_sharding,
     with_auto_axes,
 )
 from jslices._rows.loops import row_loop
@@ -34,7 +34,7 @@ def index_dtype(num_rows: int | None, dtype: np.dtype) -> np.dtype:
     """
     if dtype.itemsize == 8:
         return np.dtype(np.int64)
-    if num_rows is not None and _jax.holds(lambda: num_rows > INT32_MAX):
+    if num_rows is not None and _jax.definitely(lambda: num_rows > INT32_MAX):
         if not jax.config.read("jax_enable_x64"):
             raise ValueError(
                 f"a table of {num_rows} rows needs 64-bit indices, got indices of "
@@ -52,7 +52,7 @@ def empty_index(num_rows: int | None, dtype: np.dtype) -> int:
 
 def room_for_distinct(num_ids: int, num_rows: int | None) -> int:
     """U that suffices for the distinct rows among ``num_ids``: ``min(K, V)`` if known."""
-    if num_rows is None or not _jax.holds(lambda: num_rows < num_ids):
+    if num_rows is None or not _jax.definitely(lambda: num_rows < num_ids):
         return num_ids
     return num_rows
 
@@ -125,8 +125,10 @@ def take_rows(
     mesh = explicit_mesh(table, indices)
     if mesh is not None:
         with with_auto_axes(mesh):
-            rows = take_rows(*untyped((table, indices)), mode=mode, fill_value=fill_value)
-        return typed(rows, looked_up(table, indices))  # type: ignore[no-any-return]
+            rows = take_rows(
+                *drop_sharding((table, indices)), mode=mode, fill_value=fill_value
+            )
+        return restore_sharding(rows, looked_up(table, indices))  # type: ignore[no-any-return]
     row = table.shape[1:]
     if table.shape[0] == 0:  # XLA refuses to gather from nothing
         missing: Any = missing_value(table.dtype) if fill_value is None else fill_value
@@ -176,7 +178,7 @@ def _distinct_places(table: jax.Array, indices: jax.Array) -> tuple[Any, dict[st
 def _spread(indices: jax.Array, num_rows: int) -> tuple[jax.Array, bool]:
     """``indices`` made unique where they are V, too; and whether the dtype allows it."""
     count = indices.shape[0]
-    if not _jax.holds(lambda: num_rows + count <= np.iinfo(indices.dtype).max):
+    if not _jax.definitely(lambda: num_rows + count <= np.iinfo(indices.dtype).max):
         return indices, False
     beyond = num_rows + jnp.arange(count, dtype=indices.dtype)
     return jnp.where(indices == num_rows, beyond, indices), True

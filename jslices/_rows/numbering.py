@@ -72,12 +72,12 @@ def number_rows_in_any_order(
     Cost: O(K), plus V integers written if V is small; or a sort of K integers.
     """
     num_ids, elements = indices.shape[0], row_bytes // 4
-    if not _jax.holds(lambda: num_ids >= FEW):
+    if not _jax.definitely(lambda: num_ids >= FEW):
         return number_rows(indices, num_rows, capacity)
     # The map may take as much memory as the rows, or twice that where they are short.
     room = max(elements, min(2 * elements, 16))
     spread = SPREAD if elements >= 16 else SPREAD // 2
-    if _jax.holds(lambda: num_rows <= num_ids * min(ROWS_PER_ID, room)):
+    if _jax.definitely(lambda: num_rows <= num_ids * min(ROWS_PER_ID, room)):
         first = _by_map(indices, num_rows)
     else:
         first = _by_hash(indices, num_rows, spread)

@@ -21,7 +21,7 @@ from jslices._devices.explicit import (
     everywhere,
     explicit_mesh,
     running_with_auto_axes,
-    types_of,
+    shardings_of,
 )
 from jslices._rows.bounds import (
     add_distinct_rows,
@@ -100,7 +100,7 @@ def sum_duplicates(
         raise ValueError(f"coalesce(size={size}): size must not be negative")
     indices = indices.astype(index_dtype(num_rows, np.dtype(indices.dtype)))
     empty = empty_index(num_rows, indices.dtype)
-    if _jax.holds(lambda: num_ids == 0 or capacity == 0):
+    if _jax.definitely(lambda: num_ids == 0 or capacity == 0):
         distinct = (
             jnp.zeros((), jnp.int32)
             if num_ids == 0
@@ -111,12 +111,12 @@ def sum_duplicates(
     else:
         how = num_rows, capacity, COMBINERS[combine], order
         in_turn, by_runs = (functools.partial(f, *how) for f in (_in_turn, _by_runs))
-        if _jax.is_open(num_ids):
+        if _jax.is_symbolic(num_ids):
             by_runs = in_turn
         unique, summed, distinct = lax.platform_dependent(
             indices, values, cpu=in_turn, default=by_runs
         )
-    if not _jax.holds(lambda: capacity >= enough):
+    if not _jax.definitely(lambda: capacity >= enough):
         summed = _refuse_overflow(summed, distinct, capacity)
     return summed, unique, distinct
 
@@ -185,7 +185,7 @@ def _by_runs(
     unique = jnp.where(named, rows_named, empty)
     summed = where_rows(named, summed, jnp.zeros((), summed.dtype)).astype(values.dtype)
     distinct = jnp.sum(named, dtype=jnp.int32)
-    if order == "sorted" or _jax.holds(lambda: capacity < indices.shape[0]):
+    if order == "sorted" or _jax.definitely(lambda: capacity < indices.shape[0]):
         numbers = jnp.cumsum(named, dtype=jnp.int32) - 1
         numbers = jnp.where(named, jnp.minimum(numbers, capacity), capacity)
         unique = set_rows(jnp.full((capacity,), empty, unique.dtype), numbers, unique)
@@ -213,7 +213,7 @@ def add_rows(
     if explicit_mesh(table) is not None:
         run = running_with_auto_axes(
             lambda table, indices, rows: add_rows(table, indices, rows, distinct),
-            lambda table, *rest: types_of(table),
+            lambda table, *rest: shardings_of(table),
         )
         return run(table, indices, rows)  # type: ignore[no-any-return]
     rows = rows.astype(table.dtype)
@@ -229,7 +229,7 @@ def add_rows(
         return add_distinct_rows(table, indices, rows)
 
     inexact = jnp.issubdtype(table.dtype, jnp.inexact)
-    if not inexact or _jax.is_open(indices.shape[0]) or indices.shape[0] < 2:
+    if not inexact or _jax.is_symbolic(indices.shape[0]) or indices.shape[0] < 2:
         return in_turn(table, indices, rows)
     result: jax.Array = lax.platform_dependent(
         table, indices, rows, cpu=in_turn, default=by_runs

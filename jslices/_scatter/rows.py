@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from jslices._devices.explicit import running_with_auto_axes, types_of
+from jslices._devices.explicit import running_with_auto_axes, shardings_of
 from jslices._devices.layouts import row_major_array
 from jslices._rows.ids import as_ids, check_mode, refuse_bad_ids, settle
 from jslices._scatter.kernels import KERNELS
@@ -313,7 +313,7 @@ def compiled(*static: int) -> Callable[[Callable[..., Any]], Callable[..., Any]]
 
 def keeping_place(scatter: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
     """``scatter(ref, ...)``, on a mesh of Explicit axes split as ``ref``."""
-    return running_with_auto_axes(scatter, lambda ref, *rest: types_of(ref))
+    return running_with_auto_axes(scatter, lambda ref, *rest: shardings_of(ref))
 
 
 def scatter_rows(

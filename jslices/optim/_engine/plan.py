@@ -114,7 +114,7 @@ def choose_plan(
       at_hand: the platform of the process; None: ``platform``.
     """
     entries, sums = gradient.shape[0], not unique
-    if _jax.is_open(entries) or _jax.is_open(num_rows):
+    if _jax.is_symbolic(entries) or _jax.is_symbolic(num_rows):
         why = "how many there are is not known yet"
         return Plan("together", entries, entries, sums, why=why)
     enough = room_for_distinct(entries, num_rows)
@@ -163,7 +163,7 @@ def _enough_for_all_rows(
 
 
 def _count(n: Any) -> str:
-    return str(n) if _jax.is_open(n) else f"{n:,}"
+    return str(n) if _jax.is_symbolic(n) else f"{n:,}"
 
 
 def _row_bytes(x: jax.ShapeDtypeStruct | jax.Array) -> int:

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from jslices._densify import warn_dense
-from jslices._devices.explicit import running_with_auto_axes, types_of
+from jslices._devices.explicit import running_with_auto_axes, shardings_of
 from jslices._devices.layouts import row_major_array
 from jslices._rows.bounds import canonical_indices
 from jslices._rows.rounding import (
@@ -226,7 +226,7 @@ def apply_updates(params: Any, updates: Any, key: Any = None) -> Any:
     Source: ``optax.apply_updates``, which gives the same result on these updates (but takes
     no None, and no key).
     """
-    add = running_with_auto_axes(_apply_updates, lambda params, *rest: types_of(params))
+    add = running_with_auto_axes(_apply_updates, lambda params, *rest: shardings_of(params))
     return add(params, updates, key)
 
 
@@ -284,13 +284,13 @@ def _add(
     return row_major_array(add_rows_rounding(param, *how, bits, first_row))
 
 
-def types_of_update(grads: Any, state: Any, *rest: Any) -> tuple[Any, Any]:
+def shardings_of_update(grads: Any, state: Any, *rest: Any) -> tuple[Any, Any]:
     """How the results of ``update`` are split over devices, where types tell."""
     del rest
     updates = jax.tree.map(
-        lambda g: types_of(g.values if is_slices(g) else g), grads, is_leaf=is_leaf
+        lambda g: shardings_of(g.values if is_slices(g) else g), grads, is_leaf=is_leaf
     )
-    return updates, types_of(state)
+    return updates, shardings_of(state)
 
 
 def _misfit(path: Any, update: Any, param: Any) -> ValueError:

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jslices._devices.explicit import running_with_auto_axes, types_of
+from jslices._devices.explicit import running_with_auto_axes, shardings_of
 from jslices._devices.layouts import laid_out_as, warn_of_columns
 from jslices._jax import flatten
 from jslices._rows.bounds import room_for_distinct
@@ -26,7 +26,7 @@ from jslices.optim._engine.plan import Plan, choose_plan
 from jslices.optim._engine.protocol import (
     GradientTransformation,
     is_leaf,
-    types_of_update,
+    shardings_of_update,
     warn_in_multi_steps,
 )
 from jslices.optim._engine.rule import Kernel, Rule
@@ -151,7 +151,7 @@ def transformation(
         )
 
     def update_on_mesh(grads: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
-        return running_with_auto_axes(update, types_of_update)(grads, state, params)
+        return running_with_auto_axes(update, shardings_of_update)(grads, state, params)
 
     if rule.missed is None:
         return GradientTransformation(init, update_on_mesh, plan=plan)
@@ -185,7 +185,7 @@ def transformation(
 def _types_of_params(params: Any, state: Any, which: Any) -> tuple[Any, Any]:
     """The same of ``catch_up`` and ``flush``."""
     del which
-    return types_of(params), types_of(state)
+    return shardings_of(params), shardings_of(state)
 
 
 def _plan_of(rule: Rule, grad: Any, param: Any, platform: str) -> Plan | None:

@@ -10,7 +10,7 @@ import numpy as np
 from jslices._devices.explicit import running_with_auto_axes
 from jslices._devices.layouts import row_major_array
 from jslices._devices.placement import placed_as
-from jslices._jax import flatten, is_open
+from jslices._jax import flatten, is_symbolic
 from jslices._rows.bounds import set_rows
 from jslices._rows.select import where_rows
 from jslices._slices import IndexedSlices, deduplicated, is_slices
@@ -19,7 +19,7 @@ from jslices.optim._engine.execute import derivable, read_rows
 from jslices.optim._engine.protocol import (
     GradientTransformation,
     is_leaf,
-    types_of_update,
+    shardings_of_update,
     warn_in_multi_steps,
 )
 
@@ -120,7 +120,9 @@ def from_optax(tx: Any) -> GradientTransformation:
             return update(grads, state, params, **extra_args)
 
         arguments = grads, state, params, extra_args
-        result: tuple[Any, Any] = running_with_auto_axes(run, types_of_update)(*arguments)
+        result: tuple[Any, Any] = running_with_auto_axes(run, shardings_of_update)(
+            *arguments
+        )
         return result
 
     return GradientTransformation(init, update_on_mesh)
@@ -326,7 +328,7 @@ def _difference(
             columns.append((random((), jnp.float32), None, None, None))
             continue
         by_row = is_slices(g)
-        shape = tuple(HEIGHT if is_open(n) else min(n, HEIGHT) for n in g.shape)
+        shape = tuple(HEIGHT if is_symbolic(n) else min(n, HEIGHT) for n in g.shape)
         shape = (HEIGHT, *g.values.shape[1:]) if by_row else shape
         param, before, now = (random(shape, g.dtype) for _ in range(3))
         rows: Any = now

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from jslices._devices.explicit import running_with_auto_axes, types_of
+from jslices._devices.explicit import running_with_auto_axes, shardings_of
 from jslices._rows.bounds import canonical_indices, empty_index, set_rows, take_rows
 from jslices._rows.numbering import sort_ids
 from jslices._rows.sums import check_combine
@@ -173,7 +173,7 @@ def project_rows(params: Any, touched: Any, max_norm: ArrayLike) -> Any:
             is_leaf=is_leaf,
         )
 
-    run = running_with_auto_axes(project, lambda params, *rest: types_of(params))
+    run = running_with_auto_axes(project, lambda params, *rest: shardings_of(params))
     return run(params, touched, limit)
 
 
