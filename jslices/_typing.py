@@ -1,0 +1,20 @@
+"""Names for what JAX leaves untyped, so that a signature says what it takes."""
+
+from typing import Any, TypeAlias
+
+import jax
+
+#: Any pytree.
+PyTree: TypeAlias = Any
+#: A pytree of arrays: the parameters of a model.
+Params: TypeAlias = Any
+#: A pytree that mirrors the parameters: an array, an IndexedSlices or None for each.
+Gradients: TypeAlias = Any
+#: What an optimizer keeps from step to step, a pytree of arrays.
+State: TypeAlias = Any
+#: What is known of an array while tracing: it has a shape and a dtype.
+Aval: TypeAlias = Any
+#: A key of ``jax.random``, typed or old.
+Key: TypeAlias = jax.Array
+#: A dimension: an int, or what ``jax.export`` leaves symbolic.
+Size: TypeAlias = Any
