@@ -133,9 +133,8 @@ def rmsprop(
                 new["trace"] = fading(carry, missed) * old["trace"]
             return p, *(new[name] for name in starts)
 
-        def weight(steps: jax.Array) -> jax.Array:
-            return jnp.full(steps.shape, carry if nesterov else 1.0)
-
-        series = (Series(carry, weight, False),) if momentum is not None else ()
-        missed = MissedSteps(advance, learning_rate, series)
+        ahead = carry if nesterov else 1.0
+        series = Series(carry, lambda steps: ahead, times_learning_rate=False)
+        has_trace = momentum is not None
+        missed = MissedSteps(advance, learning_rate, (series,) if has_trace else ())
     return transformation(RmspropState, Rule(starts, update, missed=missed))

@@ -27,13 +27,18 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jslices.optim._engine.arithmetic import Scalar, Schedule, weight_seen
+from jslices.optim._engine import arithmetic
+from jslices.optim._engine.arithmetic import Scalar, Schedule
 
 #: What is left of a term beyond the window, relative to the first.
 NEGLIGIBLE = 1e-9
 #: A table of what is still to come has at most so many entries. That of Adam with
 #: ``b2=0.999`` has 21,000.
 MOST_STEPS = 1 << 17
+
+
+#: Numbers of steps, counted from 1: of JAX in a program, of NumPy for what is a constant.
+Steps = jax.Array | np.ndarray
 
 
 class Series(NamedTuple):
@@ -43,7 +48,7 @@ class Series(NamedTuple):
     """
 
     ratio: float
-    weight: Callable[[jax.Array], jax.Array]
+    weight: Callable[[Steps], Any]
     times_learning_rate: bool = True
     settles: float = 0.0
 
@@ -105,12 +110,13 @@ class MissedSteps:
         """How many float32 numbers are kept with each row."""
         return len(self.series) * self.keeps_series + 2 * self.keeps_run
 
-    def pace(self, steps: jax.Array) -> jax.Array:
+    def pace(self, steps: Steps) -> Any:
         """What each of ``steps`` (counted from 1) adds to the run."""
         rates = _at(self.learning_rate, steps)
         if not self.decays:
-            return rates if self.run else jnp.zeros_like(rates)
-        return jnp.log1p(-rates * _at(self.weight_decay, steps))
+            return rates if self.run else 0 * rates
+        log1p = np.log1p if isinstance(steps, np.ndarray) else jnp.log1p
+        return log1p(-rates * _at(self.weight_decay, steps))
 
     def advanced(self, run: jax.Array, step: jax.Array) -> jax.Array:
         """``run`` after one more step: a sum of two float32, as small steps are many."""
@@ -183,11 +189,9 @@ class MissedSteps:
             ]
         return Missed(steps, tuple(sums), decay, since)
 
-    def _terms(self, series: Series, steps: jax.Array) -> jax.Array:
-        weights = jnp.broadcast_to(series.weight(steps), steps.shape).astype(jnp.float32)
-        if series.times_learning_rate and not self._is_factor:
-            weights = weights * _at(self.learning_rate, steps)
-        return weights
+    def _terms(self, series: Series, steps: Steps) -> Any:
+        scheduled = series.times_learning_rate and not self._is_factor
+        return series.weight(steps) * _at(self.learning_rate if scheduled else 1.0, steps)
 
     def _to_come(self, series: Series, count: jax.Array) -> jax.Array:
         ahead = jnp.arange(1, self._window + 1, dtype=jnp.int32)
@@ -218,9 +222,19 @@ class MissedSteps:
 
     @functools.cached_property
     def _after_each_known(self) -> np.ndarray:
-        nowhere = jax.sharding.AbstractMesh((), ())
-        with jax.ensure_compile_time_eval(), jax.sharding.use_abstract_mesh(nowhere):
-            return np.asarray(jax.jit(self._from_the_end)())
+        """In NumPy: nothing has to be compiled for it, and under ``jit`` it is a constant.
+
+        Weights are those of float32, which Optax corrects its means in.
+        """
+        steps = np.arange(1, self._settled + self._window + 1)
+        ratios = np.array([series.ratio for series in self.series])
+        terms = np.stack([self._terms(series, steps) for series in self.series], 1)
+        factors = np.exp(-self.pace(steps).astype(float)) if self.decays else np.ones(1)
+        factors = np.broadcast_to(factors[:, None] * ratios, terms.shape)
+        sums = np.zeros((len(steps) + 1, len(self.series)))
+        for i in reversed(range(len(steps))):
+            sums[i] = factors[i] * (terms[i] + sums[i + 1])
+        return sums[: self._settled + 1].astype(np.float32)
 
     def _from_the_end(self) -> jax.Array:
         steps = jnp.arange(1, self._settled + self._window + 1, dtype=jnp.int32)
@@ -250,11 +264,9 @@ class MissedSteps:
 def momentum_series(b1: float, nesterov: bool = False, corrected: bool = True) -> Series:
     """How a first moment ``m`` goes on without gradients, ``b1**j * m`` after j steps."""
 
-    def weight(step: jax.Array) -> jax.Array:
+    def weight(step: Steps) -> Any:
         ahead = b1 if nesterov else 1.0
-        if not corrected:
-            return jnp.full(step.shape, ahead)
-        return ahead / weight_seen(b1, step + 1 if nesterov else step)
+        return ahead / weight_seen(b1, step + nesterov) if corrected else ahead
 
     return Series(b1, weight, settles=b1 if corrected else 0.0)
 
@@ -268,12 +280,19 @@ def step_moments(b1: float, b2: float, nesterov: bool = False) -> tuple[Series, 
     first = momentum_series(b1, nesterov)
 
     def power(of: int) -> Series:
-        def weight(step: jax.Array) -> jax.Array:
+        def weight(step: Steps) -> Any:
             return first.weight(step) * weight_seen(b2, step) ** (-of / 2)
 
         return Series(b1 * b2 ** (of / 2), weight, settles=max(b1, b2))
 
     return tuple(power(of) for of in (-1, 0, 1, 2))
+
+
+def weight_seen(decay: float, steps: Steps) -> Any:
+    """What the weights of so many terms of a decaying mean add up to, in float32."""
+    if isinstance(steps, np.ndarray):
+        return 1 - np.float32(decay) ** steps.astype(np.float32)
+    return arithmetic.weight_seen(decay, steps)
 
 
 def two_steps(sums: Sequence[jax.Array]) -> tuple[tuple[jax.Array, jax.Array], ...]:
@@ -305,10 +324,12 @@ def _powers(ratio: float, exponents: jax.Array) -> jax.Array:
     return jnp.power(jnp.float32(ratio), exponents.astype(jnp.float32))
 
 
-def _at(value: Scalar | Schedule, steps: jax.Array) -> jax.Array:
-    """A hyperparameter at each of ``steps`` (counted from 1; a schedule counts from 0)."""
+def _at(value: Scalar | Schedule, steps: Steps) -> Any:
+    """A hyperparameter at each of ``steps`` (a schedule counts from 0)."""
     if callable(value):
         return jax.vmap(lambda step: jnp.asarray(value(step), jnp.float32))(steps - 1)
+    if isinstance(steps, np.ndarray):
+        return np.full(steps.shape, value, np.float32)
     return jnp.broadcast_to(jnp.asarray(value, jnp.float32), steps.shape)
 
 
