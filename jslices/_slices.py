@@ -3,15 +3,25 @@
 import dataclasses
 import math
 import operator
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike, DTypeLike
 
 from jslices._densify import human_bytes, warn_dense
+from jslices._devices.exchange import Placement, mesh_of, on_each_device
+from jslices._devices.explicit import (
+    drop_sharding,
+    explicit_part,
+    restore_sharding,
+    running_with_auto_axes,
+    shardings_of,
+    with_auto_axes,
+)
 from jslices._jax import called_by_jax_operator, is_symbolic
 from jslices._misuse import refuse_misuse
 from jslices._rows.bounds import (
@@ -32,6 +42,40 @@ _FACTORS = (
 )
 
 
+class Facts(NamedTuple):
+    """What is known of slices while tracing, besides shapes and dtypes.
+
+    Attributes:
+      distinct: whether no row is held twice, so that adding the rows takes no sort.
+      every_row: whether there are V entries, and entry v is of row v, or empty: adding them
+        is one pass over the array.
+      placement: on which devices of a mesh the rows of the array stand; each of them holds
+        the entries of its own rows. ``indices`` are row numbers of the whole array as ever.
+        What reads or writes rows of the array then needs nothing from other devices.
+
+    Slices keep their placement wherever JAX takes them apart and puts them together. They
+    forget that rows are distinct, or are all rows: what a ``tree.map`` makes of ``values``
+    and ``indices`` may hold other rows, and a ``lax.cond`` wants the same type of an update
+    and of zeros. To tell them to a program of its own, use :func:`carry_facts`.
+    """
+
+    distinct: bool = False
+    every_row: bool = False
+    placement: Placement | None = None
+
+
+NO_FACTS = Facts()
+#: No row is held twice.
+DISTINCT = Facts(distinct=True)
+
+
+class _Static(NamedTuple):
+    """The static part of slices as a pytree."""
+
+    dense_shape: tuple[int, ...] | None
+    placement: Placement | None = None
+
+
 @jax.tree_util.register_pytree_with_keys_class
 @dataclasses.dataclass(frozen=True, eq=False, repr=False, init=False)
 class IndexedSlices:
@@ -43,6 +87,7 @@ class IndexedSlices:
 
     A pytree with the children ``values`` and ``indices``; ``dense_shape`` is static. Under
     ``vmap`` the children gain leading axes and ``dense_shape`` stays that of one example.
+    ``facts`` are what else is known of them while tracing: :class:`Facts`.
 
     Args:
       values: ``[K, *D]``, the rows, of any dtype.
@@ -71,9 +116,8 @@ class IndexedSlices:
 
     # NumPy arrays then leave `array + slices` to `__radd__`.
     __array_ufunc__ = None
-    # Whether no row is known to be held twice. Only the object itself knows: what JAX makes
-    # of its children may hold other rows.
-    _distinct = False
+    # No field: nobody passes it, and each way of making slices says what is known of them.
+    facts = NO_FACTS
 
     def __init__(
         self,
@@ -90,51 +134,39 @@ class IndexedSlices:
 
     # --- pytree -------------------------------------------------------------------
 
-    def tree_flatten_with_keys(self) -> tuple[Any, tuple[int, ...] | None]:
+    def tree_flatten_with_keys(self) -> tuple[Any, _Static]:
         key = jax.tree_util.GetAttrKey
         children = ((key("values"), self.values), (key("indices"), self.indices))
-        return children, self.dense_shape
+        return children, _Static(self.dense_shape, self.facts.placement)
 
-    def tree_flatten(self) -> tuple[Any, tuple[int, ...] | None]:
+    def tree_flatten(self) -> tuple[Any, _Static]:
         refuse_misuse(self)
-        return (self.values, self.indices), self.dense_shape
+        static = _Static(self.dense_shape, self.facts.placement)
+        return (self.values, self.indices), static
 
     @classmethod
     def tree_unflatten(
-        cls, dense_shape: tuple[int, ...] | None, children: Sequence[Any]
+        cls, static: _Static | tuple[int, ...] | None, children: Sequence[Any]
     ) -> "IndexedSlices":
-        # JAX unflattens with placeholders, too, so nothing is checked here.
-        new = object.__new__(cls)
-        for name, child in zip(("values", "indices"), children, strict=True):
-            object.__setattr__(new, name, child)
-        object.__setattr__(new, "dense_shape", dense_shape)
-        return new
+        # JAX unflattens with placeholders, too, so nothing is checked here. A shape alone
+        # will do: slices with the axes of a batch are made so.
+        shape, placement = static if isinstance(static, _Static) else (static, None)
+        values, indices = children
+        return slices_of(values, indices, shape, Facts(placement=placement))
 
-    def _with_values(self, values: jax.Array) -> "IndexedSlices":
-        return _unchecked(values, self.indices, self.dense_shape, self._distinct)
-
-    def _deduplicated(self) -> "IndexedSlices":
-        if self.indices.ndim > 1:
-            return self.coalesce()
-        values, indices, _ = sum_duplicates(
-            self.values, self.indices, self._num_rows, None, order="any"
-        )
-        return _unchecked(values, indices, self.dense_shape, distinct=True)
+    def with_values(self, values: jax.Array) -> "IndexedSlices":
+        """The same indices with other ``values`` ``[K, *D]``, and what is known of them."""
+        return slices_of(values, self.indices, self.dense_shape, self.facts)
 
     def _flattened(self) -> "IndexedSlices":
         """The sum over the leading axes that ``vmap`` or ``scan`` added."""
+        placement = self.facts.placement
+        if self.is_placed and placement is not None:
+            entries = [(self.values, self.indices)]
+            return join_entries(placement, self.dense_shape, entries)
         row = self.values.shape[self.indices.ndim :]
         values = self.values.reshape(self.indices.size, *row)
-        return _unchecked(values, self.indices.reshape(-1), self.dense_shape)
-
-    def _joined(
-        self, others: Sequence["IndexedSlices"], values: Any, indices: Any, shape: Any
-    ) -> "IndexedSlices":
-        """The entries of all, cast to what they have in common."""
-        del others
-        axis = self.indices.ndim - 1
-        values, indices = (jnp.concatenate(x, axis) for x in (values, indices))
-        return _unchecked(values, indices, shape)
+        return slices_of(values, self.indices.reshape(-1), self.dense_shape)
 
     # --- what it is ---------------------------------------------------------------
 
@@ -165,6 +197,15 @@ class IndexedSlices:
     def sharding(self) -> Any:
         """The sharding of ``values``."""
         return self.values.sharding
+
+    @property
+    def is_placed(self) -> bool:
+        """Whether the devices of a mesh hold the entries of their own rows.
+
+        Not on the host, nor inside of a ``shard_map``.
+        """
+        placement = self.facts.placement
+        return placement is not None and mesh_of(jax.typeof(self.values)) is not None
 
     @property
     def _num_rows(self) -> int | None:
@@ -219,12 +260,15 @@ class IndexedSlices:
             )
         if self.indices.ndim > 1:
             return jax.vmap(IndexedSlices.to_dense)(self)
+        if self.is_placed:
+            dense: jax.Array = each_shard(IndexedSlices.to_dense, self)
+            return dense
         slices = self.coalesce() if self.dtype.itemsize < 4 else self
         return add_rows(
             jnp.zeros(self.dense_shape, self.dtype),
             canonical_indices(slices.indices, self.dense_shape[0]),
             slices.values,
-            slices._distinct,
+            slices.facts.distinct,
         )
 
     def coalesce(self, size: int | None = None, combine: str = "sum") -> "IndexedSlices":
@@ -265,14 +309,17 @@ class IndexedSlices:
         check_combine(combine, self.values.dtype)
         if self.indices.ndim > 1:
             return jax.vmap(lambda s: s.coalesce(size, combine))(self)
+        if self.is_placed and size is None:
+            unique: IndexedSlices = each_shard(lambda s: s.coalesce(None, combine), self)
+            return unique
         values, indices, _ = sum_duplicates(
             self.values, self.indices, self._num_rows, size, combine
         )
-        return _unchecked(values, indices, self.dense_shape, distinct=True)
+        return slices_of(values, indices, self.dense_shape, DISTINCT)
 
     def astype(self, dtype: DTypeLike) -> "IndexedSlices":
         """The same rows with ``values`` cast to ``dtype``."""
-        return self._with_values(self.values.astype(dtype))
+        return self.with_values(self.values.astype(dtype))
 
     @classmethod
     def from_dense(cls, x: ArrayLike, size: int | None = None) -> "IndexedSlices":
@@ -287,14 +334,14 @@ class IndexedSlices:
     # --- arithmetic -----------------------------------------------------------------
 
     def __neg__(self) -> "IndexedSlices":
-        return self._with_values(-self.values)
+        return self.with_values(-self.values)
 
     def __mul__(self, other: Any) -> Any:
         """By a number, by one for each row ``[V, 1, ...]`` or for each held row ``[K]``."""
         factors = self._row_factors(other)
         if factors is None:
             return self._densely("slices * array", _FACTORS) * other
-        return self._with_values(self.values * factors)
+        return self.with_values(self.values * factors)
 
     __rmul__ = __mul__
 
@@ -303,7 +350,7 @@ class IndexedSlices:
         factors = self._row_factors(other)
         if factors is None:
             return self._densely("slices / array", _FACTORS) / other
-        return self._with_values(self.values / factors)
+        return self.with_values(self.values / factors)
 
     def scale_rows(self, factors: ArrayLike) -> "IndexedSlices":
         """Every held row times a number of its own.
@@ -332,7 +379,7 @@ class IndexedSlices:
                 f"scale_rows wants one factor for each row held, {self.indices.shape}, got "
                 f"{factors.shape}; for one per row of the array: slices * factors[:, None]"
             )
-        return self._with_values(self.values * per_row(factors, self.values))
+        return self.with_values(self.values * per_row(factors, self.values))
 
     def _row_factors(self, other: Any) -> Any:
         """What to multiply ``values`` by; None unless ``other`` has one number for a row.
@@ -370,12 +417,15 @@ class IndexedSlices:
         if self.indices.ndim > 1 or other.shape != self.dense_shape:
             if other.ndim and self.dense_shape is None:
                 shape = (other.shape[0], *self.values.shape[1:])
-                return other + _unchecked(self.values, self.indices, shape)
+                return other + slices_of(self.values, self.indices, shape)
             return other + self._densely("array + slices", "equal shapes")
         check_slices(self)
+        if self.is_placed:
+            return each_shard(lambda rows, array: array + rows, self, other)
         table = other.astype(jnp.result_type(other, self.values))
         indices = canonical_indices(self.indices, table.shape[0])
-        return add_rows(table, indices, self.values.astype(table.dtype), self._distinct)
+        values = self.values.astype(table.dtype)
+        return add_rows(table, indices, values, self.facts.distinct)
 
     def __sub__(self, other: Any) -> Any:
         return self + (-other)
@@ -426,7 +476,7 @@ class IndexedSlices:
         if shape is not None:
             shape = tuple(n for i, n in enumerate(shape) if i + batch not in axes)
         values = _sum(self.values, moved, dtype)
-        return _unchecked(values, self.indices, shape)
+        return slices_of(values, self.indices, shape)
 
     def mean(
         self, axis: Axis = None, dtype: DTypeLike | None = None, out: None = None
@@ -523,7 +573,7 @@ class IndexedSlices:
             )
         for number, length in zip(keys, self.indices.shape, strict=False):
             _check_batch_index(number, length)
-        return _unchecked(self.values[key], self.indices[key], self.dense_shape)
+        return slices_of(self.values[key], self.indices[key], self.dense_shape)
 
     def __iter__(self) -> Iterator["IndexedSlices"]:
         """The examples of a batch; slices without a batch axis are not iterable."""
@@ -633,7 +683,15 @@ def concat_slices(slices: Sequence[IndexedSlices | None]) -> IndexedSlices:
     # Widening keeps negative numbers negative, hence empty entries empty.
     indices = [s.indices.astype(widest) for s in parts]
     values = [s.values.astype(dtype) for s in parts]
-    return parts[0]._joined(parts[1:], values, indices, shape)
+    placement = parts[0].facts.placement
+    if (
+        placement is not None
+        and all(s.facts.placement == placement and s.is_placed for s in parts)
+        and parts[0].indices.ndim == 1
+    ):
+        return join_entries(placement, shape, list(zip(values, indices, strict=True)))
+    axis = parts[0].indices.ndim - 1
+    return slices_of(jnp.concatenate(values, axis), jnp.concatenate(indices, axis), shape)
 
 
 def as_array(x: Any) -> Any:
@@ -643,25 +701,178 @@ def as_array(x: Any) -> Any:
     return x
 
 
-def _unchecked(
-    values: Any, indices: Any, shape: tuple[int, ...] | None, distinct: bool = False
+def slices_of(
+    values: Any, indices: Any, shape: tuple[int, ...] | None, facts: Facts = NO_FACTS
 ) -> IndexedSlices:
-    new = IndexedSlices.tree_unflatten(shape, (values, indices))
-    return known_distinct(new) if distinct else new
+    """IndexedSlices of parts that fit together, and what is known of them."""
+    new = object.__new__(IndexedSlices)
+    for name, part in zip(
+        ("values", "indices", "dense_shape", "facts"),
+        (values, indices, shape, facts),
+        strict=True,
+    ):
+        object.__setattr__(new, name, part)
+    return new
 
 
-def deduplicated(slices: Any) -> Any:
+def deduplicated(slices: IndexedSlices) -> IndexedSlices:
     """``slices.coalesce()``, with the rows in whatever order is fastest."""
     check_slices(slices)
-    if slices._distinct:
+    if slices.facts.distinct:
         return slices
-    return slices._deduplicated()
+    if slices.indices.ndim > 1:
+        return slices.coalesce()
+    if slices.is_placed:
+        unique: IndexedSlices = each_shard(deduplicated, slices)
+        return unique
+    values, indices, _ = sum_duplicates(
+        slices.values, slices.indices, slices._num_rows, None, order="any"
+    )
+    return slices_of(values, indices, slices.dense_shape, DISTINCT)
 
 
-def known_distinct(slices: Any) -> Any:
-    """``slices``, which hold no row twice and now know it: adding them takes no sort."""
-    object.__setattr__(slices, "_distinct", True)
-    return slices
+# --- facts from one program to the next -------------------------------------------------
+
+
+@jax.tree_util.register_pytree_node_class
+class _Carried:
+    """Slices as a pytree of which all facts are the static part."""
+
+    def __init__(self, slices: IndexedSlices) -> None:
+        self.slices = slices
+
+    def tree_flatten(self) -> tuple[Any, Any]:
+        x = self.slices
+        return (x.values, x.indices), (x.dense_shape, x.facts)
+
+    @classmethod
+    def tree_unflatten(cls, static: Any, children: Sequence[Any]) -> "_Carried":
+        return cls(slices_of(*children, *static))
+
+
+def carry_facts(tree: Any) -> Any:
+    """The tree with all facts of its slices in its structure.
+
+    So they pass the arguments and results of ``jit`` and ``shard_map``; :func:`carried`
+    gives the slices back.
+    """
+    return jax.tree.map(
+        lambda x: _Carried(x) if is_slices(x) else x, tree, is_leaf=is_slices
+    )
+
+
+def carried(tree: Any) -> Any:
+    """The tree that was given to :func:`carry_facts`."""
+
+    def is_carried(x: Any) -> bool:
+        return isinstance(x, _Carried)
+
+    return jax.tree.map(
+        lambda x: x.slices if is_carried(x) else x, tree, is_leaf=is_carried
+    )
+
+
+# --- slices on a mesh -------------------------------------------------------------------
+
+
+def join_entries(
+    placement: Placement, shape: Any, parts: Sequence[tuple[jax.Array, jax.Array]]
+) -> IndexedSlices:
+    """Entries ``[..., n, *D]`` and ``[..., n]`` of several lookups, as those of one.
+
+    Only ``n`` is split over devices; each device joins what it has.
+    """
+    row, facts = len(shape) - 1, Facts(placement=placement)
+
+    def local(parts: Any) -> list[jax.Array]:
+        values = [v.reshape(i.size, *v.shape[v.ndim - row :]) for v, i in parts]
+        indices = [i.reshape(-1) for _, i in parts]
+        widest = max((i.dtype for i in indices), key=lambda dtype: dtype.itemsize)
+        return [
+            jnp.concatenate(values),
+            jnp.concatenate([i.astype(widest) for i in indices]),
+        ]
+
+    if len(parts) == 1 and parts[0][1].ndim == 1:
+        ((values, indices),) = parts
+        return slices_of(values, indices, shape, facts)
+    specs = [
+        (PartitionSpec(*(None,) * (i.ndim - 1), placement.rows or None),) * 2
+        for _, i in parts
+    ]
+    run = on_each_device(placement, local, (specs,), placement.by_rows)
+    values, indices = run(parts)
+    return slices_of(values, indices, shape, facts)
+
+
+def sent_to_owners(placement: Placement, num_rows: int, ids: jax.Array) -> IndexedSlices:
+    """Entries without elements for ``ids`` ``[K]``, each on the device that has its row."""
+
+    def own(number: jax.Array, ids: jax.Array) -> tuple[jax.Array, jax.Array]:
+        height = num_rows // placement.shards
+        first = number[0].astype(ids.dtype) * height
+        mine = (ids >= first) & (ids < first + height)
+        return jnp.zeros((*ids.shape, 0)), jnp.where(mine, ids, num_rows)
+
+    mesh = placement.mesh if placement.mesh.explicit_axes else None
+    with with_auto_axes(mesh):
+        specs = placement.by_rows, PartitionSpec()
+        run = on_each_device(placement, own, specs, placement.by_rows)
+        entries = run(placement.numbers(), canonical_indices(drop_sharding(ids), num_rows))
+    if mesh is not None:
+        entries = restore_sharding(entries, explicit_part(mesh, placement.by_rows))
+    none, indices = entries
+    return slices_of(none, indices, (num_rows, 0), Facts(placement=placement))
+
+
+def each_shard(
+    fun: Callable[..., Any], slices: IndexedSlices, *arrays: Any, shared: Any = ()
+) -> Any:
+    """``fun(slices, *arrays)``, each device for its own rows, without communication.
+
+    Args:
+      fun: gets slices of this device's rows, numbered from 0, and its rows of the arrays.
+        Returns a pytree of slices and arrays whose first axis goes by rows or by entries.
+      slices: with a placement.
+      *arrays: pytrees of arrays ``[V, ...]``, placed as the table.
+      shared: arrays that ``fun`` gets whole, after the others.
+    """
+    placement, dense_shape = slices.facts.placement, slices.dense_shape
+    here = slices.facts._replace(placement=None)
+    if placement is None or dense_shape is None or not slices.is_placed:
+        plain = slices_of(slices.values, slices.indices, dense_shape, here)
+        return fun(plain, *arrays, *shared)
+    height = dense_shape[0] // placement.shards
+
+    def local(shared: Any, number: Any, values: Any, indices: Any, *arrays: Any) -> Any:
+        first = number[0].astype(indices.dtype) * height
+        mine = slices_of(values, indices - first, (height, *dense_shape[1:]), here)
+        result = fun(mine, *arrays, *shared)
+
+        def of_all(x: Any) -> Any:
+            return _of_all_shards(placement, x, first) if is_slices(x) else x
+
+        return carry_facts(jax.tree.map(of_all, result, is_leaf=is_slices))
+
+    operands = placement.numbers(), slices.values, slices.indices, *arrays
+    specs = PartitionSpec(), *(placement.by_rows for _ in operands)
+    run = running_with_auto_axes(
+        on_each_device(placement, local, specs, placement.by_rows),
+        lambda shared, numbers, values, *rest: shardings_of(values),
+    )
+    return carried(run(shared, *operands))
+
+
+def _of_all_shards(
+    placement: Placement, x: IndexedSlices, first: jax.Array
+) -> IndexedSlices:
+    """Slices of the rows from ``first`` on as slices of the whole table."""
+    assert x.dense_shape is not None
+    height, *row = x.dense_shape
+    indices = canonical_indices(x.indices, height)
+    shape = (height * placement.shards, *row)
+    indices = jnp.where(indices < height, indices + first, shape[0])
+    return slices_of(x.values, indices, shape, x.facts._replace(placement=placement))
 
 
 def _as_indices(x: Any) -> Any:

@@ -16,7 +16,6 @@ from optimizers import BY_ROW, FIRST, THREE, label, make, slices_of
 import jslices as js
 from jslices.optim._engine.execute import execute
 from jslices.optim._engine.plan import Plan, choose_plan
-from jslices.optim._engine.protocol import EveryRow
 
 V, D, K, CHUNK = 10, 3, 24, 4
 # All plans for these sizes: there are at most V distinct rows, so three chunks.
@@ -378,12 +377,30 @@ def test_how_many_entries_are_enough_for_all_rows(length, rows, entries_per_row)
     assert ways == [False, True] or length == 256
 
 
+@pytest.mark.parametrize("num_rows", [20, 100_000])
+def test_a_cond_may_choose_between_an_update_and_zeros(num_rows):
+    grads = js.IndexedSlices(jnp.ones((20, 2)), jnp.arange(20) % 7, (num_rows, 2))
+    params = jnp.zeros((num_rows, 2))
+    tx = js.adam(0.5)
+
+    @quickly
+    def step(params, keep):
+        updates, _ = tx.update(grads, tx.init(params), params)
+        zeros = jnp.zeros_like(updates.values)
+        none = js.IndexedSlices(zeros, updates.indices, updates.dense_shape)
+        updates = jax.lax.cond(keep, lambda: updates, lambda: none)
+        return js.apply_updates(params, updates)
+
+    np.testing.assert_allclose(step(params, True)[:8], [[-0.5] * 2] * 7 + [[0] * 2], 1e-5)
+    assert not step(params, False).any()
+
+
 def test_updates_of_all_rows_are_slices_like_others():
     grads = js.IndexedSlices(jnp.ones((600, 2)), jnp.arange(600) % 7, (1000, 2))
     tx = js.adam(0.5)
     params = jnp.zeros((1000, 2))
     updates, _ = quickly(tx.update)(grads, tx.init(params), params)
-    assert isinstance(updates, EveryRow) and js.is_slices(updates)
+    assert type(updates) is js.IndexedSlices
 
     @quickly
     def added(params, updates):

@@ -18,7 +18,6 @@ from jslices._grad.plan import (
     plan_call,
 )
 from jslices._grad.run import ids_read, of_site
-from jslices._sharded import ShardedSlices
 from jslices._slices import concat_slices
 
 
@@ -101,5 +100,5 @@ def rows_read(call: Call, planned: Planned) -> list[Any]:
     found: list[Any] = [None] * len(call.primals)
     for leaf, several in parts.items():
         rows: Any = several[0] if len(several) == 1 else concat_slices(several)
-        found[leaf] = rows if isinstance(rows, ShardedSlices) else rows.indices
+        found[leaf] = rows if rows.facts.placement is not None else rows.indices
     return found

@@ -14,8 +14,7 @@ from jslices._grad.interpret import Site, run_lookups
 from jslices._grad.plan import Planned
 from jslices._grad.views import Table
 from jslices._lookup.rows import without_dense_warning
-from jslices._sharded import sharded
-from jslices._slices import IndexedSlices
+from jslices._slices import Facts, IndexedSlices, slices_of
 
 
 def run_planned(planned: Planned, primals: Sequence[Any], slots: Any) -> tuple[Any, Any]:
@@ -61,7 +60,8 @@ def of_site(site: Site, shape: Any, values: Any, indices: Any) -> IndexedSlices:
     """The gradient of one lookup, its executions joined."""
     values, indices = restore_sharding((values, indices), site.split)
     if site.route is not None:
-        return sharded(site.route.placement, shape, values, indices)._flattened()
+        facts = Facts(placement=site.route.placement)
+        return slices_of(values, indices, shape, facts)._flattened()
     values, indices = values.reshape(indices.size, *shape[1:]), indices.reshape(-1)
     return IndexedSlices(*on_all_devices(values, indices), shape)
 

@@ -13,8 +13,7 @@ from jslices._devices.explicit import running_with_auto_axes, shardings_of
 from jslices._devices.layouts import row_major_array
 from jslices._rows.ids import as_ids, check_mode, refuse_bad_ids, settle
 from jslices._scatter.kernels import KERNELS
-from jslices._sharded import ShardedSlices, each_shard
-from jslices._slices import IndexedSlices, check_slices, is_slices
+from jslices._slices import IndexedSlices, check_slices, each_shard, is_slices
 
 
 def scatter_update(
@@ -246,14 +245,13 @@ def apply_slices(
     indices = as_ids(slices.indices, caller, "slices.indices")
     values = as_updates(slices.values, ref, slices.values.shape, caller, "slices")
     axes = indices.ndim - 1
-    if isinstance(slices, ShardedSlices) and mode in ("drop", "fill"):
-        if slices.is_placed and axes == 0:
-            placed: jax.Array = each_shard(
-                lambda rows, ref: scatter_rows(op, ref, rows.indices, rows.values, mode),
-                slices._with_values(values),
-                ref,
-            )
-            return placed
+    if slices.is_placed and axes == 0 and mode in ("drop", "fill"):
+        placed: jax.Array = each_shard(
+            lambda rows, ref: scatter_rows(op, ref, rows.indices, rows.values, mode),
+            slices.with_values(values),
+            ref,
+        )
+        return placed
     if mode == "check":
         indices = refuse_bad_rows(
             slices.indices, indices, ref.shape[axes], caller, "slices.indices"

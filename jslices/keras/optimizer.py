@@ -193,7 +193,7 @@ class Optimizer(keras.optimizers.Optimizer):  # type: ignore[misc]
             )
         if rows.taken_apart is not None:
             grads = [
-                whole._with_values(g) if is_slices(whole) else g
+                whole.with_values(g) if is_slices(whole) else g
                 for whole, g in zip(rows.taken_apart, grads, strict=True)
             ]
         return self.named(grads)

@@ -16,10 +16,8 @@ from jslices._devices.platforms import platform_at_hand
 from jslices._rows.bounds import canonical_indices, empty_index, set_rows, take_rows
 from jslices._rows.select import leading, where_rows
 from jslices._rows.sums import add_rows, sum_duplicates, widened
-from jslices._sharded import ShardedSlices, each_shard
-from jslices._slices import IndexedSlices, known_distinct
+from jslices._slices import Facts, IndexedSlices, each_shard, slices_of
 from jslices.optim._engine.plan import Plan, choose_plan
-from jslices.optim._engine.protocol import EveryRow
 from jslices.optim._engine.rule import Kernel
 
 
@@ -50,7 +48,7 @@ def step_slices(
       ``(update, *state)``: IndexedSlices in which each row appears once (unless the plan
       sums nothing), its other entries empty and zero; and the new arrays.
     """
-    if isinstance(grad, ShardedSlices):
+    if grad.facts.placement is not None:
         arithmetic, shared = (
             (kernel.func, kernel.args) if isinstance(kernel, Partial) else (kernel, ())
         )
@@ -96,15 +94,14 @@ def step_slices(
         )
     indices, update, *new = result
     new = [row_major_array(x) for x in new]
-    kind = EveryRow if cpu.way == "all rows" else IndexedSlices
     shape = None if num_rows is None else (num_rows, *update.shape[1:])
-    changed = kind(update, indices, shape)
-    return known_distinct(changed) if cpu.sums or grad._distinct else changed, *new
+    facts = Facts(cpu.sums or grad.facts.distinct, cpu.way == "all rows")
+    return slices_of(update, indices, shape, facts), *new
 
 
 def _sparing(plan: Plan, grad: IndexedSlices) -> Plan:
     """The plan without sums where no row is held twice."""
-    sums = plan.sums and not grad._distinct
+    sums = plan.sums and not grad.facts.distinct
     capacity = plan.capacity if sums or plan.way == "all rows" else plan.entries
     return dataclasses.replace(plan, sums=sums, capacity=capacity)
 

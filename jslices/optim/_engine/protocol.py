@@ -23,16 +23,7 @@ from jslices._rows.rounding import (
 )
 from jslices._rows.select import where_rows
 from jslices._rows.sums import add_rows
-from jslices._sharded import ShardedSlices, each_shard
-from jslices._slices import IndexedSlices, check_slices, is_slices
-
-
-@jax.tree_util.register_pytree_with_keys_class
-class EveryRow(IndexedSlices):
-    """IndexedSlices of V entries in which entry v is of row v, or empty.
-
-    As the type says so, adding them takes no scatter, only one pass over the array.
-    """
+from jslices._slices import IndexedSlices, check_slices, each_shard, is_slices
 
 
 class _InitUpdate(NamedTuple):
@@ -266,19 +257,20 @@ def _add(
     expected = param.shape[:1] if update.dense_shape is None else update.dense_shape
     if param.shape != (*expected[:1], *rows) or update.indices.ndim != 1:
         raise _misfit(path, update, param)
-    if isinstance(update, ShardedSlices) and update.is_placed:
+    placement = update.facts.placement
+    if placement is not None and update.is_placed:
 
         def add(rows: IndexedSlices, param: jax.Array, number: jax.Array) -> Any:
             return _add(path, rows, param, bits, number[0] * param.shape[0])
 
-        return each_shard(add, update, param, update.placement.numbers())
+        return each_shard(add, update, param, placement.numbers())
     indices = canonical_indices(update.indices, param.shape[0])
-    if isinstance(update, EveryRow) and len(indices) == len(param):
+    if update.facts.every_row:
         if bits is None:
             return row_major_array(param + update.values.astype(param.dtype))
         new = add_rounding(param, update.values, bits)
         return row_major_array(where_rows(indices < len(param), new, param))
-    how = indices, update.values, update._distinct
+    how = indices, update.values, update.facts.distinct
     if bits is None:
         return row_major_array(add_rows(param, *how))
     return row_major_array(add_rows_rounding(param, *how, bits, first_row))

@@ -18,8 +18,7 @@ from jslices._devices.layouts import row_major_array
 from jslices._jax import flatten
 from jslices._rows.bounds import canonical_indices, index_dtype, take_rows
 from jslices._rows.select import where_rows
-from jslices._sharded import ShardedSlices, told_to_owners
-from jslices._slices import IndexedSlices
+from jslices._slices import IndexedSlices, sent_to_owners
 from jslices.optim._engine.arithmetic import next_count, per_row
 from jslices.optim._engine.execute import execute, step_slices
 from jslices.optim._engine.plan import Plan
@@ -132,9 +131,9 @@ def _entries(ids: Any, param: Any) -> IndexedSlices | bool:
     """
     if ids is None or ids is True:
         return bool(ids)
-    if isinstance(ids, ShardedSlices) and ids.shape == (*jnp.shape(param)[:1], 0):
-        return ids
     if isinstance(ids, IndexedSlices):
+        if ids.facts.placement and ids.shape == (*jnp.shape(param)[:1], 0):
+            return ids  # as lookup_ids gives them
         raise TypeError(
             f"catch_up wants row numbers, got {ids}; rows catch up before their gradient "
             "is taken, so pass the ids that the lookup is about to read (slices.indices "
@@ -149,7 +148,7 @@ def _entries(ids: Any, param: Any) -> IndexedSlices | bool:
         )
     ids, placement = ids.reshape(-1), placement_at_hand(param)
     if placement is not None:
-        return told_to_owners(placement, param.shape[0], ids)
+        return sent_to_owners(placement, param.shape[0], ids)
     return IndexedSlices(jnp.zeros((ids.shape[0], 0)), ids, (param.shape[0], 0))
 
 

@@ -155,10 +155,10 @@ def merge_leaf(x: Any, divisor: int | None) -> Any:
     if x.indices.ndim > 2:
         return jax.vmap(lambda part: merge_leaf(part, divisor), in_axes=1)(x)
     # A sum that is going to be divided must not be rounded first.
-    wide = x if divisor is None else x._with_values(_wide(x.values))
+    wide = x if divisor is None else x.with_values(_wide(x.values))
     unique = wide._flattened().coalesce()
     values = _divided(unique.values, x.dtype, divisor)
-    return unique._with_values(values)
+    return unique.with_values(values)
 
 
 def _check_reduction(caller: str, reduction: str) -> None:

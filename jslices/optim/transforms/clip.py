@@ -265,7 +265,7 @@ def clip_by_value(t: Any, clip_value_min: ArrayLike, clip_value_max: ArrayLike) 
             )
     elif jnp.issubdtype(x.dtype, jnp.floating):
         x = jnp.where(holds_zero, x, jnp.array(jnp.nan, x.dtype))
-    return t._with_values(x)
+    return t.with_values(x)
 
 
 # --- Transformations ------------------------------------------------------------------
@@ -420,7 +420,7 @@ def shrunk(x: Any, norm: jax.Array, limit: jax.Array) -> Any:
     In this order it is rounded as Optax rounds it. A NaN or infinite norm gives NaN.
     """
     if isinstance(x, IndexedSlices):
-        return x._with_values(shrunk(x.values, norm, limit))
+        return x.with_values(shrunk(x.values, norm, limit))
     wide = widened(x)
     real = jnp.finfo(wide.dtype).dtype
     limit = jnp.maximum(limit, 0)

@@ -274,7 +274,7 @@ def _update(update: Any, grad: Any) -> Any:
     if not isinstance(grad, IndexedSlices) or grad.dense_shape is None:
         return update
     update = where_rows(_present(grad), update, jnp.zeros((), update.dtype))
-    return grad._with_values(update)
+    return grad.with_values(update)
 
 
 #: Rows of the table that is tried, and which of them get a gradient.

@@ -17,8 +17,7 @@ from jslices._devices.layouts import row_major_tables
 from jslices._devices.placement import filled_like, split_as_told
 from jslices._jax import flatten
 from jslices._rows.bounds import canonical_indices, empty_index, index_dtype
-from jslices._sharded import ShardedSlices, sharded
-from jslices._slices import IndexedSlices, check_slices, is_slices
+from jslices._slices import Facts, check_slices, is_slices, slices_of
 from jslices.optim._engine.arithmetic import next_count, zero_count
 from jslices.optim._engine.checks import check_fields, places
 from jslices.optim._engine.protocol import GradientTransformation, is_leaf
@@ -199,7 +198,7 @@ def _nothing(shape: Any) -> Any:
     values, indices = shape.values, shape.indices
     num_rows = None if shape.dense_shape is None else shape.dense_shape[0]
     empty = empty_index(num_rows, indices.dtype)
-    # Both branches of a cond return the same type, be it a subclass of IndexedSlices.
+    # Both branches of a cond return the same type, with the same placement.
     values = jnp.zeros(values.shape, values.dtype)
     indices = jnp.full(indices.shape, empty, indices.dtype)
     return jax.tree.unflatten(jax.tree.structure(shape), (values, indices))
@@ -223,11 +222,11 @@ def _buffer(example: Any, param: Any, k: int) -> Any:
     rows = jnp.zeros((k, *values.shape), values.dtype)
     dtype = index_dtype(shape[0], np.dtype(indices.dtype))
     entries = jnp.full((k, *indices.shape), shape[0], dtype)
-    if not isinstance(example, ShardedSlices):
-        return IndexedSlices.tree_unflatten(shape, (rows, entries))
-    split = PartitionSpec(None, *example.placement.by_rows)
-    rows, entries = split_as_told(param, (rows, entries), split)
-    return sharded(example.placement, shape, rows, entries)
+    placement = example.facts.placement
+    if placement is not None:
+        split = PartitionSpec(None, *placement.by_rows)
+        rows, entries = split_as_told(param, (rows, entries), split)
+    return slices_of(rows, entries, shape, Facts(placement=placement))
 
 
 def _put(grad: Any, buffer: Any, n: jax.Array) -> Any:
