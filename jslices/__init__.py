@@ -11,7 +11,10 @@ static capacity for unique rows, ``B`` the batch. *ids* are what one passes to a
 *indices* what slices hold.
 """
 
-from jslices import accumulators, checkpoint, optim, testing, tf1, tree
+import importlib as _importlib
+import typing as _t
+
+from jslices import optim, tree
 from jslices._densify import DenseUseError, DensificationWarning
 from jslices._devices.all_reduce import all_reduce_slices
 from jslices._devices.exchange import Exchange
@@ -33,7 +36,6 @@ from jslices._grad.api import grad, value_and_grad, vjp
 from jslices._grad.explain import explain
 from jslices._grad.ids import lookup_ids
 from jslices._grad.rules import register_rowwise
-from jslices._host_table.table import HostTable
 from jslices._lookup import (
     embedding_lookup,
     embedding_lookup_sparse,
@@ -59,7 +61,6 @@ from jslices._scatter import (
 )
 from jslices._select import from_dense, sparse_mask
 from jslices._slices import IndexedSlices, concat_slices, is_slices
-from jslices.checkpoint import Saver
 from jslices.optim import (
     GradientTransformation,
     adadelta,
@@ -94,7 +95,22 @@ from jslices.optim.transforms.per_example import (
 )
 from jslices.optim.transforms.rows import mask_rows, project_rows
 
+if _t.TYPE_CHECKING:
+    from jslices import accumulators, checkpoint, testing, tf1
+    from jslices._host_table.table import HostTable
+    from jslices.checkpoint import Saver
+
 __version__ = "0.1.0"
+
+#: What is loaded when it is first used, and the module that it is or is in.
+_LAZY = {
+    "HostTable": "jslices._host_table.table",
+    "Saver": "jslices.checkpoint",
+    "accumulators": "jslices.accumulators",
+    "checkpoint": "jslices.checkpoint",
+    "testing": "jslices.testing",
+    "tf1": "jslices.tf1",
+}
 
 __all__ = [
     "CancelledError",
@@ -183,3 +199,15 @@ __all__ = [
     "value_and_grad",
     "vjp",
 ]
+
+
+def __getattr__(name: str) -> _t.Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module = _importlib.import_module(_LAZY[name])
+    value = globals()[name] = getattr(module, name, module)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -10,9 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jslices._errors import InvalidArgumentError
-from jslices._jax import flatten
-from jslices.optim._engine.protocol import GradientTransformation
+from jslices import GradientTransformation, InvalidArgumentError
 
 
 class Field(NamedTuple):
@@ -63,7 +61,7 @@ class Layout:
         Raises:
           InvalidArgumentError: for arrays of other shapes or dtypes than the records hold.
         """
-        leaves, tree = flatten(state)
+        leaves, tree = jax.tree.flatten(state)
         if tree != self.tree:
             raise InvalidArgumentError(
                 f"rows.pack(table, state) got a state of the structure {tree}, and this "

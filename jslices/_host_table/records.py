@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jslices._densify import human_bytes
-from jslices._errors import FailedPreconditionError, InvalidArgumentError
+from jslices import FailedPreconditionError, InvalidArgumentError
 from jslices._host_table.layout import Field, Layout
+from jslices.extend import human_bytes
 
 try:
     import fcntl

@@ -13,12 +13,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from jslices._errors import FailedPreconditionError, InvalidArgumentError, NotFoundError
+from jslices import FailedPreconditionError, InvalidArgumentError, NotFoundError
 from jslices._host_table.layout import HostRows, Layout, layout_of
 from jslices._host_table.records import Changes, FileRecords, Records
-from jslices._jax import flatten
 from jslices.checkpoint import files
-from jslices.optim.transforms.chain import as_transformation
+from jslices.extend import as_transformation
 
 #: Bytes of records that are copied, or caught up, at a time.
 _CHUNK = 1 << 26
@@ -171,7 +170,7 @@ class HostTable:
           FailedPreconditionError: after ``close``.
         """
         records = self._open()
-        leaves, tree = flatten(ids, is_leaf=_is_list)
+        leaves, tree = jax.tree.flatten(ids, is_leaf=_is_list)
         arrays = [_checked_ids(x) for x in leaves]
         flat = np.concatenate([x.reshape(-1) for x in arrays] or [np.zeros(0, np.int64)])
         numbers, places = _numbered(flat, self.shape[0])
@@ -189,7 +188,7 @@ class HostTable:
         places[places < 0] = room
         parts = np.split(places, np.cumsum([x.size for x in arrays])[:-1])
         shaped = [part.reshape(x.shape) for part, x in zip(parts, arrays, strict=True)]
-        return rows, tree.unflatten(shaped)
+        return rows, jax.tree.unflatten(tree, shaped)
 
     def store(self, rows: HostRows) -> None:
         """Writes back the rows that were fetched last.

@@ -5,10 +5,10 @@ share and ``serve`` gives to other processes; ``sparse_accumulator`` and
 ``dense_accumulator`` are pure functions on a state, for use under ``jit``.
 """
 
-from jslices._errors import CancelledError as CancelledError
-from jslices._errors import DeadlineExceededError as DeadlineExceededError
-from jslices._errors import InvalidArgumentError as InvalidArgumentError
-from jslices._errors import UnavailableError as UnavailableError
+from jslices import CancelledError as CancelledError
+from jslices import DeadlineExceededError as DeadlineExceededError
+from jslices import InvalidArgumentError as InvalidArgumentError
+from jslices import UnavailableError as UnavailableError
 from jslices.accumulators.blocking import ConditionalAccumulator as ConditionalAccumulator
 from jslices.accumulators.blocking import (
     SparseConditionalAccumulator as SparseConditionalAccumulator,

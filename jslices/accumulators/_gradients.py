@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jslices._errors import InvalidArgumentError
+from jslices import InvalidArgumentError
 
 #: A shape that is known in part; None when nothing is known of it, not even the rank.
 PartialShape = tuple[int | None, ...] | None

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from jslices._errors import CancelledError, DeadlineExceededError, InvalidArgumentError
+from jslices import CancelledError, DeadlineExceededError, InvalidArgumentError
 
 _log = logging.getLogger("jslices.accumulators")
 

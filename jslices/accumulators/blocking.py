@@ -11,9 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
-from jslices._errors import InvalidArgumentError
-from jslices._rows.bounds import INT32_MAX, empty_index
-from jslices._slices import IndexedSlices, is_slices
+from jslices import IndexedSlices, InvalidArgumentError, is_slices
 from jslices.accumulators._gradients import (
     PartialShape,
     check_dense,
@@ -29,6 +27,7 @@ from jslices.accumulators._gradients import (
     whole_number,
 )
 from jslices.accumulators._state import ArraySum, RowSums, Store, Turns, divided, merged
+from jslices.extend import empty_index
 
 _shared: weakref.WeakValueDictionary[tuple[str, str], Turns] = weakref.WeakValueDictionary()
 _shared_lock = threading.Lock()
@@ -155,7 +154,8 @@ class Limits(NamedTuple):
     @classmethod
     def here(cls, size: int | None) -> "Limits":
         """What IndexedSlices of ``size`` entries can hold in this process."""
-        return cls(None if jax.config.read("jax_enable_x64") else INT32_MAX, size)
+        has_64_bits = jax.config.read("jax_enable_x64")
+        return cls(None if has_64_bits else np.iinfo(np.int32).max, size)
 
     def check(self, rows: np.ndarray) -> None:
         """Refuses ``rows`` ``[U]``, ascending, beyond the limits."""

@@ -11,11 +11,7 @@ import numpy as np
 from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
-from jslices._errors import InvalidArgumentError
-from jslices._rows.bounds import canonical_indices, empty_index, index_dtype
-from jslices._rows.numbering import sort_ids
-from jslices._rows.sums import add_rows
-from jslices._slices import IndexedSlices, check_slices, is_slices
+from jslices import IndexedSlices, InvalidArgumentError, is_slices, scatter_add
 from jslices.accumulators._gradients import (
     check_dense,
     check_reduction,
@@ -23,6 +19,13 @@ from jslices.accumulators._gradients import (
     float_dtype,
     partial_shape,
     positive,
+)
+from jslices.extend import (
+    canonical_indices,
+    check_slices,
+    empty_index,
+    index_dtype,
+    sort_ids,
 )
 
 
@@ -147,7 +150,7 @@ class SparseAccumulator(_PureAccumulator):
         new, held = (only(x, found.row_entries) for x in (found.is_new, found.is_held))
         state = state._replace(
             rows=state.rows.at[new].set(found.rows, mode="drop"),
-            sums=add_rows(state.sums, to, grad.values.astype(state.sums.dtype)),
+            sums=scatter_add(state.sums, to, grad.values.astype(state.sums.dtype)),
             counts=state.counts.at[held].add(1, mode="drop"),
             num_accumulated=state.num_accumulated + accepted.astype(jnp.int32),
             overflow=state.overflow + (fresh & ~fits).astype(jnp.int32),

@@ -21,8 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from jslices._errors import InvalidArgumentError, UnavailableError
-from jslices._slices import IndexedSlices
+from jslices import IndexedSlices, InvalidArgumentError, UnavailableError
 from jslices.accumulators._channel import Channel
 from jslices.accumulators._gradients import refuse_tracer
 from jslices.accumulators._state import peer

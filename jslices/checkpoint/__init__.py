@@ -19,8 +19,8 @@ their shapes.
 TensorFlow to here, and back.
 """
 
-from jslices._errors import DataLossError as DataLossError
-from jslices._errors import NotFoundError as NotFoundError
+from jslices import DataLossError as DataLossError
+from jslices import NotFoundError as NotFoundError
 from jslices.checkpoint.saver import Saver as Saver
 from jslices.checkpoint.saver import SaverDef as SaverDef
 from jslices.checkpoint.slots import export_state as export_state

@@ -19,7 +19,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jslices._errors import DataLossError, InvalidArgumentError, NotFoundError
+from jslices import DataLossError, InvalidArgumentError, NotFoundError
 from jslices.checkpoint import files
 from jslices.checkpoint.info import Delta, Info, dump_info, parse_info
 from jslices.checkpoint.leaves import Index, Leaf, Piece, Spec, check_values

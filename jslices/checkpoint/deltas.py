@@ -6,8 +6,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jslices._errors import InvalidArgumentError, NotFoundError
-from jslices._slices import IndexedSlices, is_slices
+from jslices import IndexedSlices, InvalidArgumentError, NotFoundError, is_slices
 from jslices.checkpoint import files
 from jslices.checkpoint.archive import Archive, Part
 from jslices.checkpoint.leaves import Leaf, as_leaf, row_blocks

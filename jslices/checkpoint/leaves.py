@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jslices._errors import InvalidArgumentError
+from jslices import InvalidArgumentError
 from jslices.checkpoint.processes import is_spread
 from jslices.checkpoint.tensors import CODES, Tensor, dtype_named
 

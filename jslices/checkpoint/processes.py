@@ -14,7 +14,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from jslices._errors import InvalidArgumentError
+from jslices import InvalidArgumentError
 
 _ROOM = 1024  # bytes of what a process tells the others
 
@@ -92,7 +92,7 @@ class Processes:
 
 
 #: This process alone.
-ALONE = Processes()
+ALONE: Processes = Processes()
 
 
 def processes_of(tree: Any) -> Processes:

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jslices._errors import DataLossError, InvalidArgumentError, NotFoundError
+from jslices import DataLossError, InvalidArgumentError, NotFoundError
 from jslices.checkpoint import files
 from jslices.checkpoint.archive import (
     Archive,

@@ -1,25 +1,23 @@
-"""The state of an optimizer from what another library kept with its variables, and back.
+"""The state of an optimizer from the slots of another library, and back.
 
 PyTorch and TensorFlow keep the state of an optimizer variable by variable, in *slots*:
 arrays with a name, most of them of the variable's shape. Here they are one tree for each
 state array. ``slot_names`` says which slot is which array.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.typing import ArrayLike
 
-from jslices._devices.layouts import laid_out_as
-from jslices._jax import flatten
-from jslices._rows.bounds import INT32_MAX
+from jslices import GradientTransformation
 from jslices.checkpoint.slot_names import LIBRARIES, NAMES, OTHERWISE
+from jslices.extend import Params, PyTree, State
 from jslices.optim import SgdState
-from jslices.optim._engine.checks import places
-from jslices.optim._engine.protocol import GradientTransformation, is_leaf
 
 #: What to type where one call can't fill the state.
 BY_GROUP = (
@@ -29,22 +27,30 @@ BY_GROUP = (
     "for the parameters of other labels"
 )
 
+_MAX_COUNT = np.iinfo(np.int32).max
 
-class _Array(NamedTuple):
-    """One state array of one parameter: where it is, and what is known of it."""
+#: The dict of slots of one parameter.
+Slots = Mapping[str, Any]
 
-    part: int  #: which optimizer's state it belongs to.
-    state: type
-    field: str
-    now: jax.Array
+
+class _StateArray(NamedTuple):
+    """A state array of one parameter."""
+
+    owner: int  #: the number of the optimizer state that holds it.
+    state: type  #: the type of that.
+    field: str  #: its field there.
+    value: jax.Array
 
     @property
     def names(self) -> tuple[str, ...]:
-        known = NAMES[self.state].get(self.field, ())
-        return tuple(dict.fromkeys((self.field, *filter(None, known))))
+        """The names that its slot may have."""
+        slots = NAMES[self.state].get(self.field, ())
+        return tuple(dict.fromkeys((self.field, *filter(None, slots))))
 
 
-def import_state(tx: GradientTransformation, params: Any, slots: Any, count: Any) -> Any:
+def import_state(
+    tx: GradientTransformation, params: Params, slots: PyTree, count: ArrayLike
+) -> State:
     """The state of ``tx`` that goes on where another library's optimizer stopped.
 
     Args:
@@ -102,45 +108,42 @@ def import_state(tx: GradientTransformation, params: Any, slots: Any, count: Any
     Source: the names are those of PyTorch 2.13, TensorFlow 2.21 and Keras 3.15, whose next
     step the tests compare with the next one here.
     """
-    count = _checked_count(count)
-    leaves, tree = flatten(params, is_leaf)
+    steps = _checked_count(count)
     state = tx.init(params)
-    if _gathering(state):
+    walk = _walk(params, state, "import_state")
+    if walk.gathering:
         raise TypeError(
             "import_state: tx gathers the gradients of several calls (multi_steps), and no "
             "step without them is taken; fill the state of what it wraps: for "
             "tx = multi_steps(opt, ...) type tx.init(params)._replace(inner_opt_state="
             "import_state(opt, params, slots, count), gradient_step=jnp.int32(count))"
         )
-    given = [_mapping(x) for x in _mirrored(tree, slots)]
-    found: list[Mapping[tuple[int, str], Any]] = []
-    wrong: list[str] = []
-    for place, arrays, slot in zip(
-        places(tree), _arrays_of_each(state, tree), given, strict=True
+    problems: list[str] = []
+    assigned: list[dict[tuple[int, str], jax.Array]] = []
+    slots_of_each = [_checked_slots(x) for x in _flattened_up_to(walk.tree, slots)]
+    for place, arrays, its_slots in zip(
+        walk.places, walk.arrays, slots_of_each, strict=True
     ):
-        found.append(_assigned(place, arrays, slot, count, wrong))
-    if wrong:
-        raise ValueError("import_state: " + "; ".join(wrong))
-    state = _stepped(tx, params, state, count)
+        assigned.append(_assign(place, arrays, its_slots, steps, problems))
+    if problems:
+        raise ValueError("import_state: " + "; ".join(problems))
 
-    def filled(index: int, part: Any) -> Any:
-        changed = {}
+    def fill(number: int, part: Any) -> Any:
+        columns = {}
         for field in part._fields:
-            new = [arrays.get((index, field)) for arrays in found]
-            if any(x is not None for x in new):
-                column = tree.flatten_up_to(getattr(part, field))
-                changed[field] = tree.unflatten(
-                    [
-                        old if x is None else _placed(x, old, p)
-                        for x, old, p in zip(new, column, leaves, strict=True)
-                    ]
-                )
-        return part._replace(**changed)
+            if not any((number, field) in each for each in assigned):
+                continue
+            column = walk.tree.flatten_up_to(getattr(part, field))
+            columns[field] = walk.tree.unflatten(
+                each.get((number, field), old)
+                for each, old in zip(assigned, column, strict=True)
+            )
+        return part._replace(**columns)
 
-    return _map_parts(filled, state)
+    return _map_optimizer_states(fill, _after_empty_steps(tx, params, state, steps))
 
 
-def export_state(params: Any, state: Any, names: str) -> Any:
+def export_state(params: Params, state: State, names: str) -> PyTree:
     """The state of an optimizer as another library's slots: :func:`import_state` reversed.
 
     Args:
@@ -172,111 +175,165 @@ def export_state(params: Any, state: Any, names: str) -> Any:
     """
     if names not in LIBRARIES:
         raise ValueError(f"export_state(names={names!r}): wanted one of {LIBRARIES}")
-    _, tree = flatten(params, is_leaf)
-    for gathering in _gathering(state):
+    walk = _walk(params, state, "export_state")
+    for gathering in walk.gathering:
         if (gathered := int(gathering.mini_step)) > 0:
             raise ValueError(
                 f"export_state: {gathered} gradients wait in the state for the next step, "
                 "and no slot can hold them; export it when mini_step is 0"
             )
-    parts = list(_parts(state))
-    for part in parts:
-        clock = getattr(part, "clock", None)
-        if clock is not None and any(
-            bool((x < part.count).any()) for x in jax.tree.leaves(clock.last)
-        ):
-            raise ValueError(
-                "export_state: rows are behind, as the state is of an exact optimizer; "
-                "type params, state = tx.flush(params, state) before"
-            )
-    which = LIBRARIES.index(names)
+    if any(map(_has_rows_behind, walk.states)):
+        raise ValueError(
+            "export_state: rows are behind, as the state is of an exact optimizer; "
+            "type params, state = tx.flush(params, state) before"
+        )
+    library = LIBRARIES.index(names)
     result = []
-    for place, arrays in zip(places(tree), _arrays_of_each(state, tree), strict=True):
+    for place, arrays in zip(walk.places, walk.arrays, strict=True):
         slots = {}
         for array in arrays:
-            known = NAMES[array.state].get(array.field)
-            name = known[which] if known else None
+            slot_names = NAMES[array.state].get(array.field)
+            name = slot_names[library] if slot_names else None
             if name is None:
                 raise ValueError(
                     f"export_state: the {array.field} of {array.state.__name__}{place} has "
                     f"no slot in {names}; take it from the state itself"
                 )
             if names == "torch" and array.state is not SgdState:
-                slots["step"] = parts[array.part].count
-            slots[name] = array.now
+                slots["step"] = walk.states[array.owner].count
+            slots[name] = array.value
         result.append(slots)
-    return tree.unflatten(result)
+    return walk.tree.unflatten(result)
 
 
-def _is_part(x: Any) -> bool:
-    """Whether ``x`` is the state of one optimizer."""
-    return type(x) in NAMES
+# --- the tree of a state --------------------------------------------------------------
 
 
-def _parts(state: Any) -> Iterator[Any]:
-    return filter(_is_part, jax.tree.leaves(state, is_leaf=_is_part))
+class _Walk(NamedTuple):
+    """What the state of an optimizer holds.
+
+    Attributes:
+      tree: the structure of the parameters.
+      places: where each parameter is, for messages: `` at ['table']``.
+      states: the states of jslices' optimizers in it, in order.
+      arrays: the state arrays of each parameter, whichever optimizer keeps them.
+      gathering: the states of ``multi_steps``, or of ``optax.MultiSteps``, in it.
+    """
+
+    tree: Any
+    places: list[str]
+    states: list[Any]
+    arrays: list[list[_StateArray]]
+    gathering: list[Any]
 
 
-def _gathering(state: Any) -> list[Any]:
-    """The states of ``multi_steps``, or of ``optax.MultiSteps``, in it."""
+def _walk(params: Params, state: State, caller: str) -> _Walk:
+    """Lists the state arrays of each parameter.
 
-    def gathers(x: Any) -> bool:
-        return hasattr(x, "mini_step")
-
-    return list(filter(gathers, jax.tree.leaves(state, is_leaf=gathers)))
-
-
-def _map_parts(change: Callable[[int, Any], Any], state: Any) -> Any:
-    leaves, tree = flatten(state, _is_part)
-    numbers = iter(range(len(leaves)))
-    return tree.unflatten([change(next(numbers), x) if _is_part(x) else x for x in leaves])
-
-
-def _arrays_of_each(state: Any, tree: Any) -> list[list[_Array]]:
-    """The state arrays of each parameter, whichever optimizer keeps them."""
-    parts = list(_parts(state))
-    if not parts:
+    Raises:
+      TypeError: for a state without one of jslices' optimizers.
+    """
+    tree: Any
+    paths, tree = jax.tree_util.tree_flatten_with_path(params, is_leaf=lambda x: x is None)
+    places = [f" at {jax.tree_util.keystr(path)}" if path else "" for path, _ in paths]
+    states = _nodes(state, _is_optimizer_state)
+    if not states:
         raise TypeError(
             "import_state and export_state know the states of jslices' own optimizers, got "
             f"{type(state).__name__}; for one of Optax, replace arrays in what "
             "tx.init(params) returns, by optax.tree.set(state, mu=...)"
         )
-    result: list[list[_Array]] = [[] for _ in range(tree.num_leaves)]
-    for number, part in enumerate(parts):
-        for field in part._fields:
-            column = getattr(part, field)
+    arrays: list[list[_StateArray]] = [[] for _ in places]
+    for number, part in enumerate(states):
+        for field, column in part._asdict().items():
             if field in ("count", "clock") or column is None:
                 continue
-            for arrays, x in zip(result, tree.flatten_up_to(column), strict=True):
-                if hasattr(x, "shape"):  # no MaskedNode: another optimizer's parameter
-                    arrays.append(_Array(number, type(part), field, x))
-    return result
+            for its_arrays, x in zip(arrays, tree.flatten_up_to(column), strict=True):
+                # A parameter of another optimizer has a node without leaves here.
+                for array in jax.tree.leaves(x):
+                    its_arrays.append(_StateArray(number, type(part), field, array))
+    return _Walk(tree, places, states, arrays, _nodes(state, _gathers_gradients))
 
 
-def _whole(x: Any) -> int | None:
-    """``x`` as a number of steps; None if it is none."""
+def _nodes(state: State, is_node: Callable[[Any], bool]) -> list[Any]:
+    return list(filter(is_node, jax.tree.leaves(state, is_leaf=is_node)))
+
+
+def _is_optimizer_state(x: Any) -> bool:
+    return type(x) in NAMES
+
+
+def _gathers_gradients(x: Any) -> bool:
+    return "mini_step" in getattr(type(x), "_fields", ())
+
+
+def _has_rows_behind(part: Any) -> bool:
+    if part._asdict().get("clock") is None:
+        return False
+    return any(bool((x < part.count).any()) for x in jax.tree.leaves(part.clock.last))
+
+
+def _map_optimizer_states(change: Callable[[int, Any], Any], state: State) -> State:
+    leaves, tree = jax.tree.flatten(state, is_leaf=_is_optimizer_state)
+    states = iter(range(len(leaves)))
+    changed = [change(next(states), x) if _is_optimizer_state(x) else x for x in leaves]
+    return jax.tree.unflatten(tree, changed)
+
+
+def _after_empty_steps(
+    tx: GradientTransformation, params: Params, state: State, count: int
+) -> State:
+    """The state after ``count`` steps in which nothing had a gradient.
+
+    They move schedules, and the clock of an exact optimizer, to where they were.
+    """
+    nothing = jax.tree.map(lambda _: None, params)
+    has_flush = isinstance(tx, GradientTransformation)
+
+    @jax.jit
+    def steps(state: State, params: Params, count: jax.Array) -> State:
+        state = lax.fori_loop(
+            0, count, lambda _, now: tx.update(nothing, now, params)[1], state
+        )
+        return tx.flush(params, state)[1] if has_flush else state
+
+    # Nothing is donated: what tx.init returns may hold the user's parameters themselves.
     try:
-        number = np.asarray(x)
-        if number.ndim == 0 and number.dtype.kind in "iuf":
-            whole = int(number)
-            return whole if whole == number and 0 <= whole <= INT32_MAX else None
+        return steps(state, params, jnp.int32(count))
+    except (TypeError, ValueError) as error:
+        raise TypeError(
+            "import_state: a transformation in tx takes no step without gradients, as most "
+            f"of Optax's do; {BY_GROUP}"
+        ) from error
+
+
+# --- slots and state arrays -----------------------------------------------------------
+
+
+def _as_count(x: ArrayLike) -> int | None:
+    """``x`` as a number of steps; None if it is not one."""
+    try:
+        array = np.asarray(x)
+        if array.ndim == 0 and array.dtype.kind in "iuf":
+            count = int(array)
+            return count if count == array and 0 <= count <= _MAX_COUNT else None
     except (TypeError, ValueError, OverflowError):  # no array, infinite or not a number
         pass
     return None
 
 
-def _checked_count(count: Any) -> int:
-    number = _whole(count)
-    if number is None:
+def _checked_count(count: ArrayLike) -> int:
+    steps = _as_count(count)
+    if steps is None:
         raise ValueError(
             f"import_state(count={count!r}): wanted the number of steps taken, an integer "
-            f"from 0 to {INT32_MAX}; PyTorch has it as step, TensorFlow as global_step or "
+            f"from 0 to {_MAX_COUNT}; PyTorch has it as step, TensorFlow as global_step or "
             "iterations"
         )
-    return number
+    return steps
 
 
-def _mirrored(tree: Any, slots: Any) -> list[Any]:
+def _flattened_up_to(tree: Any, slots: PyTree) -> list[Any]:
     try:
         return list(tree.flatten_up_to(slots))
     except ValueError as error:
@@ -286,7 +343,7 @@ def _mirrored(tree: Any, slots: Any) -> list[Any]:
         ) from error
 
 
-def _mapping(slots: Any) -> Mapping[str, Any]:
+def _checked_slots(slots: Slots | None) -> Slots:
     if slots is not None and not isinstance(slots, Mapping):
         raise TypeError(
             "import_state: slots must have a dict for each parameter, from the name of a "
@@ -296,71 +353,71 @@ def _mapping(slots: Any) -> Mapping[str, Any]:
     return slots or {}
 
 
-def _assigned(
-    place: str,
-    arrays: list[_Array],
-    slots: Mapping[str, Any],
-    count: int,
-    wrong: list[str],
-) -> dict[tuple[int, str], Any]:
-    """Each slot at the state array that it goes to; appends what is wrong."""
+def _assign(
+    place: str, arrays: Sequence[_StateArray], slots: Slots, count: int, problems: list[str]
+) -> dict[tuple[int, str], jax.Array]:
+    """The slots of one parameter as state arrays, by owner and field; appends problems."""
     rest = {name: _array(x) for name, x in slots.items()}
     if not rest:
         return {}
-    step = rest.pop("step", count)
-    if (taken := _whole(step)) is None:
-        wrong.append(
+    step = rest.pop("step", np.asarray(count))
+    if (taken := _as_count(step)) is None:
+        problems.append(
             f"the slot step{place} is {_short(step)}, wanted the number of steps taken, or "
             "leave it out of these slots"
         )
     elif taken != count:
-        wrong.append(
+        problems.append(
             f"{taken} steps were taken{place}, and count={count}, which is one for all "
             "parameters: leave the step out of these slots if it does not matter, or give "
             "those that were stepped together an optimizer of their own; " + BY_GROUP
         )
-    found = {}
+    assigned = {}
     for array in arrays:
         names = [name for name in array.names if name in rest]
         if len(names) == 1:
-            x = found[array.part, array.field] = rest.pop(names[0])
-            wrong += _misfits(f"the slot {names[0]}{place}", x, array.now)
+            x = rest.pop(names[0])
+            problem = _misfit(f"the slot {names[0]}{place}", x, array.value)
+            if problem:
+                problems.append(problem)
+            else:
+                assigned[array.owner, array.field] = _placed(x, array.value)
         else:
-            came = " and ".join(names) or ", ".join(slots) or "nothing"
-            wrong.append(
+            received = " and ".join(names) or ", ".join(slots) or "nothing"
+            problems.append(
                 f"{array.field}{place} wants one slot, named {' or '.join(array.names)}, "
-                f"got {came}"
+                f"got {received}"
             )
     for name in rest:
         notes = [OTHERWISE.get(array.state, {}).get(name) for array in arrays]
-        wanted = ", ".join(" or ".join(array.names) for array in arrays) or "none"
-        help = next(filter(None, notes), f"it keeps {wanted}; leave this one out")
-        wrong.append(f"the optimizer has no state for the slot {name}{place}: {help}")
-    return found
+        slot_names = ", ".join(" or ".join(array.names) for array in arrays) or "none"
+        help = next(filter(None, notes), f"it keeps {slot_names}; leave this one out")
+        problems.append(f"the optimizer has no state for the slot {name}{place}: {help}")
+    return assigned
 
 
-def _array(x: Any) -> Any:
+def _array(x: ArrayLike) -> jax.Array | np.ndarray:
     return x if isinstance(x, jax.Array) else np.asarray(x)
 
 
-def _short(x: Any) -> str:
-    """What came in place of numbers, or of one number."""
+def _short(x: jax.Array | np.ndarray) -> str:
+    """A number as it is, an array by its shape and dtype."""
     return str(x) if np.ndim(x) == 0 else f"an array {x.shape} of {x.dtype}"
 
 
-def _misfits(what: str, x: Any, now: jax.Array) -> list[str]:
-    """What is wrong with a slot that is to stand where ``now`` is."""
+def _misfit(what: str, x: jax.Array | np.ndarray, old: jax.Array) -> str | None:
+    """Why a slot cannot replace the state array ``old``; None if it can."""
     if isinstance(x, np.ndarray) and x.dtype.kind in "OSU":  # None among them
-        return [
-            f"{what} is {_short(x)}, wanted {now.shape} of {now.dtype}: give the array, or "
+        return (
+            f"{what} is {_short(x)}, wanted {old.shape} of {old.dtype}: give the array, or "
             "None instead of all slots of a parameter that was never stepped"
-        ]
-    if x.shape != now.shape:
-        if x.shape == now.shape[::-1]:
+        )
+    if x.shape != old.shape:
+        if x.shape == old.shape[::-1]:
             help = "transpose it, as the parameter was: x.T"
-        elif x.ndim != now.ndim or x.shape[1:] != now.shape[1:]:
+        elif x.ndim != old.ndim or x.shape[1:] != old.shape[1:]:
             help = "reshape it, as the parameter was"
-        elif x.shape[0] > (rows := now.shape[0]):
+        elif x.shape[0] > (rows := old.shape[0]):
             help = (
                 f"take the rows that the parameter has, x[:{rows}] if they are the first, "
                 "or give the parameter all of them"
@@ -370,41 +427,18 @@ def _misfits(what: str, x: Any, now: jax.Array) -> list[str]:
                 f"{rows - x.shape[0]} rows are missing: append them, for new rows as "
                 "tx.init(params) has them, or give the parameter only the rows given here"
             )
-        return [f"{what} has shape {x.shape}, wanted {now.shape}: {help}"]
-    if x.dtype != now.dtype:
-        help = f'type x.astype("{now.dtype}")'
+        return f"{what} has shape {x.shape}, wanted {old.shape}: {help}"
+    if x.dtype != old.dtype:
+        help = f'type x.astype("{old.dtype}")'
         if jnp.issubdtype(x.dtype, jnp.floating):
             help += f', or jslices.optim.with_state_dtype(tx, "{x.dtype}")'
-        return [f"{what} is {x.dtype}, and the state keeps {now.dtype}: {help}"]
-    return []
+        return f"{what} is {x.dtype}, and the state keeps {old.dtype}: {help}"
+    return None
 
 
-def _stepped(tx: Any, params: Any, state: Any, count: int) -> Any:
-    """The state after ``count`` steps in which nothing had a gradient.
-
-    These are what moves schedules, and the clock of an exact optimizer, to where they were.
-    """
-    nothing = jax.tree.map(lambda _: None, params)
-    flush = getattr(tx, "flush", lambda params, state: (params, state))
-
-    def stepped(state: Any, params: Any, count: jax.Array) -> Any:
-        state = lax.fori_loop(
-            0, count, lambda _, now: tx.update(nothing, now, params)[1], state
-        )
-        return flush(params, state)[1]
-
-    # Nothing is donated: what tx.init returns may hold the user's parameters themselves.
-    try:
-        return jax.jit(stepped)(state, params, jnp.int32(count))
-    except (TypeError, ValueError) as error:
-        raise TypeError(
-            "import_state: a transformation in tx takes no step without gradients, as most "
-            f"of Optax's do; {BY_GROUP}"
-        ) from error
-
-
-def _placed(x: Any, like: Any, param: Any) -> Any:
-    """A copy of ``x`` where ``like`` is, and laid out as it."""
+def _placed(x: jax.Array | np.ndarray, old: Any) -> jax.Array:
+    """A copy of ``x`` on the devices of ``old``, in its layout."""
     if not isinstance(x, jax.Array):
         x = np.array(x)  # on a CPU JAX keeps NumPy's memory, whatever may_alias says
-    return laid_out_as(param, jax.device_put(x, like.sharding, may_alias=False))
+    new = jax.device_put(x, old.sharding, may_alias=False)
+    return new if new.format == old.format else jax.device_put(new, old.format)

@@ -6,7 +6,7 @@ import logging
 import os
 from collections.abc import Iterable, Mapping, Sequence
 
-from jslices._errors import NotFoundError
+from jslices import NotFoundError
 from jslices.checkpoint import files
 from jslices.checkpoint.archive import is_published
 from jslices.checkpoint.files import Path

@@ -24,7 +24,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from jslices._errors import DataLossError
+from jslices import DataLossError
 
 #: The dtypes for which safetensors has a name; all others are stored as bytes.
 CODES = {

@@ -7,9 +7,9 @@ from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Se
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
-from jslices._errors import InvalidArgumentError, NotFoundError
-from jslices._slices import IndexedSlices, is_slices
+from jslices import IndexedSlices, InvalidArgumentError, NotFoundError, is_slices
 
 _ODD = re.compile("[\0\ud800-\udfff]")  # safetensors keeps neither
 _ROOT = "value"  # the name of a tree that is a single leaf
@@ -264,6 +264,13 @@ def _is_shape(value: Any) -> bool:
     return type(value) is list and all(type(n) is int and n >= 0 for n in value)
 
 
+def _slices_structure(dense_shape: tuple[int, ...] | None) -> Any:
+    """The tree structure of IndexedSlices, whose children need not be arrays of JAX."""
+    row = () if dense_shape is None else dense_shape[1:]
+    empty = IndexedSlices(jnp.zeros((0, *row)), jnp.zeros(0, jnp.int32), dense_shape)
+    return jax.tree.structure(empty)
+
+
 def rebuild(description: Any, leaves: Mapping[str, Any]) -> Any:
     """The tree that was described, with ``leaves`` in their places."""
     if description is None:
@@ -280,9 +287,8 @@ def rebuild(description: Any, leaves: Mapping[str, Any]) -> Any:
                 f"rows would leave {counts[0]} values and {counts[1]} indices of "
                 f"IndexedSlices; ask for the same rows of {parts[0]!r} and {parts[1]!r}"
             )
-        return IndexedSlices.tree_unflatten(
-            None if shape is None else tuple(shape), children
-        )
+        structure = _slices_structure(None if shape is None else tuple(shape))
+        return structure.unflatten(children)
     if kind == "dict":
         return {key: rebuild(part, leaves) for key, part in parts}
     return {"list": list, "tuple": tuple}[kind](rebuild(part, leaves) for part in parts)

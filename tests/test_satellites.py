@@ -1,0 +1,136 @@
+"""What is built around the core uses what the core makes public, and nothing below it."""
+
+import ast
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+import jslices as js
+
+ROOT = pathlib.Path(js.__file__).parent
+SATELLITES: tuple[str, ...] = (
+    *("accumulators", "checkpoint", "_host_table", "tf1", "keras", "tables"),
+    *("_bench", "_demo"),
+)
+#: Whole modules that anyone may import from.
+PUBLIC_MODULES = (
+    *("accumulators", "checkpoint", "checkpoint.files", "extend", "keras", "optim"),
+    *("tables", "testing", "tf1", "tree"),
+)
+
+#: What is not public and still imported, by satellite: this only ever gets shorter.
+EXCEPTIONS: dict[str, set[str]] = {
+    "_bench": {
+        "_densify.human_bytes",
+        "_devices.memory.PerformanceHint",
+        "_devices.targets.Target",
+        "_devices.targets.target",
+        "_proof.cost.Cost",
+        "_proof.cost.cost_of",
+        "optim._engine.plan.Plan",
+    },
+    "_demo": {"_densify.human_bytes"},
+    "keras": {
+        "_slices.is_slices",
+        "optim._engine.protocol.GradientTransformation",
+        "optim._engine.recipe.Recipe",
+        "optim._engine.recipe.learning_rates",
+        "optim._engine.recipe.makes_recorded",
+        "optim._engine.recipe.with_learning_rate",
+        "optim.transforms.clip.clip_by_global_norm",
+        "optim.transforms.clip.clip_by_norm",
+        "optim.transforms.clip.clip_by_value",
+        "optim.transforms.exact_step.exact_step",
+    },
+    "tables": {
+        "_devices.placement.padded_rows",
+        "_errors.InvalidArgumentError",
+        "_lookup.bags.as_bags",
+        "_lookup.embedding_lookup",
+        "_lookup.embedding_lookup_sparse",
+        "_rows.bounds.index_dtype",
+        "_rows.bounds.take_rows",
+        "_rows.ids.as_ids",
+        "_rows.ids.check_mode",
+        "_rows.ids.refuse_bad_ids",
+        "_rows.ids.settle",
+    },
+    "tf1": {
+        "_densify.DensificationWarning",
+        *(
+            f"_errors.{name}Error"
+            for name in (
+                *("Cancelled", "DataLoss", "DeadlineExceeded", "FailedPrecondition"),
+                *("InvalidArgument", "NotFound", "OutOfRange", "Unavailable"),
+            )
+        ),
+        "_jax.called_by_any_jax_operator",
+        "_lookup.embedding_lookup",
+        "_lookup.sampled.Candidates",
+        *(
+            f"_scatter.{name}"
+            for name in (
+                *("apply_slices", "batch_scatter_update", "scatter_nd_add"),
+                *("scatter_nd_sub", "scatter_nd_update"),
+            )
+        ),
+        *("_lookup", "_scatter", "_select"),
+        "_slices.IndexedSlices",
+        "_slices.check_slices",
+        "_slices.is_slices",
+        "optim.transforms.clip",
+        "optim.transforms.norms",
+    },
+}
+
+
+def imports(source: str) -> set[str]:
+    """What a module imports of jslices, without ``jslices.`` in front."""
+    names = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.ImportFrom) and node.level == 0:
+            names |= {f"{node.module}.{alias.name}" for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            raise AssertionError("jslices imports by absolute names")
+        elif isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+    return {n.removeprefix("jslices.") for n in names if n.startswith("jslices.")}
+
+
+def is_public(name: str) -> bool:
+    """True for a public module, a name in it, and a name of ``jslices`` itself."""
+    module, _, attribute = name.rpartition(".")
+    if name in PUBLIC_MODULES or not module:
+        return name in (*PUBLIC_MODULES, *js.__all__)
+    return module in PUBLIC_MODULES and not attribute.startswith("_")
+
+
+def private_imports(satellite: str) -> set[str]:
+    path = ROOT / satellite
+    files = path.rglob("*.py") if path.is_dir() else [path.with_suffix(".py")]
+    names = set().union(*(imports(file.read_text()) for file in files))
+    own = f"{satellite}."
+    return {n for n in names if not is_public(n) and not f"{n}.".startswith(own)}
+
+
+@pytest.mark.parametrize("satellite", SATELLITES)
+def test_satellites_import_what_is_public(satellite):
+    assert not private_imports(satellite) - EXCEPTIONS.get(satellite, set())
+
+
+def test_private_imports_are_recognised():
+    source = "import jslices._rows.ids\nfrom jslices._slices import IndexedSlices\n"
+    source += "from jslices import IndexedSlices, _rows\nfrom jslices.optim import adam\n"
+    private = {name for name in imports(source) if not is_public(name)}
+    assert private == {"_rows", "_rows.ids", "_slices.IndexedSlices"}
+
+
+def test_the_core_imports_no_satellite():
+    code = "import sys, jslices, jslices.optim, jslices.tree; print(*sys.modules)"
+    run = [sys.executable, "-c", code]
+    modules = subprocess.run(run, capture_output=True, text=True, check=True).stdout.split()
+    assert "jslices.optim" in modules
+    for satellite in SATELLITES:
+        assert f"jslices.{satellite}" not in modules
