@@ -17,8 +17,8 @@ import warnings
 import numpy as np
 
 import jslices as js
-from jslices.checkpoint.archive import in_shards, write_checkpoint
 from jslices.checkpoint.leaves import Leaf, Piece, as_leaf
+from jslices.checkpoint.writing import in_shards, write_checkpoint
 
 ROWS = 3000
 

@@ -18,7 +18,7 @@ from hypothesis.extra import numpy as hnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import jslices as js
-from jslices.checkpoint.leaves import Leaf, Piece, Spec, as_leaf, place
+from jslices.checkpoint.leaves import Leaf, Piece, Spec, as_leaf, restore_like
 from jslices.checkpoint.tensors import TensorFile
 
 
@@ -299,7 +299,7 @@ def test_only_the_boxes_of_the_devices_are_read():
         boxes.append(saved[index])
         return boxes[-1]
 
-    restored = place("t", Spec("jax", "float32", (8, 4)), read, on_mesh(("x",)))
+    restored = restore_like("t", Spec("jax", "float32", (8, 4)), read, on_mesh(("x",)))
     np.testing.assert_array_equal(restored, saved)
     assert [box.shape for box in boxes] == [(4, 4), (4, 4)]
 

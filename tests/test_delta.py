@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 
 import jslices as js
 from jslices.checkpoint import DataLossError, NotFoundError
-from jslices.checkpoint.archive import Archive, write_checkpoint
+from jslices.checkpoint.archive import Archive
 from jslices.checkpoint.leaves import as_leaf
 from jslices.checkpoint.tensors import TensorFile
+from jslices.checkpoint.writing import write_checkpoint
 
 V = 64
 

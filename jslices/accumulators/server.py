@@ -1,9 +1,9 @@
 """Accumulators for worker processes, on this machine or others.
 
-Clients hold stand-ins for the objects of a server, which send every call over. Each thread
-of a client has a connection of its own, and a thread of the server answers it. A server
-that works on a call says so all the time; a client that hears nothing for too long takes
-it to be lost. So nothing waits without end for a process that is frozen.
+Clients hold stand-ins for the objects of a server, which forward every call. Each thread
+of a client has a connection of its own, which a thread of the server answers. A server
+that works on a call sends signs of life; a client that receives none for too long takes it
+for lost. So nothing waits without end for a process that is frozen.
 """
 
 import contextlib
@@ -11,7 +11,6 @@ import logging
 import os
 import pickle
 import socket
-import socketserver
 import threading
 import time
 import weakref
@@ -41,19 +40,20 @@ Address = tuple[str, int] | str
 _BEAT_SECONDS = 0.25  # between two signs of life of a server that works on a call
 _HANDSHAKE_SECONDS = 10.0  # for a client, to prove that it knows the key
 _HANDSHAKES = 64  # at a time, each of which holds a thread
-_HURRY_SECONDS = 0.25  # for one of them to end, when another waits for its place
+_HURRY_SECONDS = 0.25  # for one of them to end, when another client waits
+_BACKLOG = 1024  # connections that wait to be accepted
 _STALL_SECONDS = 60.0  # for a client that stops in the middle of a message
-_LONGEST_SECONDS = 1_000_000  # which sockets can still wait
-_PROTOCOL = 5  # of pickle: that which copies arrays least
+_LONGEST_SECONDS = 1_000_000  # that sockets can wait
+_PROTOCOL = 5  # of pickle: it copies arrays least
 
 
 # --- stand-ins ------------------------------------------------------------------------
 
 
 class RemoteObject:
-    """An object that another process holds: its public methods, by name."""
+    """A stand-in for an object of another process, with its public methods."""
 
-    methods: tuple[str, ...] | None = None  # that can be called; None: all public ones
+    methods: tuple[str, ...] | None = None  # that are served; None: all public ones
 
     def __init__(self, client: "AccumulatorClient", name: str) -> None:
         self._client = client
@@ -78,7 +78,7 @@ class RemoteObject:
 
 
 class RemoteAccumulator(RemoteObject):
-    """A :class:`jslices.accumulators.ConditionalAccumulator` that another process holds.
+    """A :class:`jslices.accumulators.ConditionalAccumulator` of another process.
 
     Methods and errors are the same, and an ``UnavailableError`` when that process is gone
     or gives no sign of life (see :func:`connect`). A gradient is applied wholly or not at
@@ -111,7 +111,7 @@ class RemoteAccumulator(RemoteObject):
         within: float | None = None,
     ) -> Any:
         def sendable(value: Any) -> Any:
-            """JAX arrays as NumPy arrays, which a process can read without a device."""
+            """Copy JAX arrays to NumPy, which a process can read without a device."""
             refuse_tracer(f"an argument of {method}", value)
             return np.asarray(value) if hasattr(value, "dtype") else value
 
@@ -136,7 +136,7 @@ class RemoteSparseAccumulator(RemoteAccumulator):
         return taken_as_slices(self._call("_take_within", arguments, {}, timeout), size)
 
 
-#: The stand-in for every kind of object.
+#: The stand-in for each kind of object.
 _KINDS: dict[str, type[RemoteObject]] = {
     "sparse": RemoteSparseAccumulator,
     "dense": RemoteAccumulator,
@@ -151,7 +151,7 @@ def _kind_of(thing: Any) -> str:
 
 
 def _method_of(thing: Any, method: str) -> Any:
-    """A method that a client may call."""
+    """Look up a method that a client may call."""
     served = _KINDS[_kind_of(thing)].methods
     if method.startswith("_") if served is None else method not in served:
         raise AttributeError(f"{method!r} of a {type(thing).__name__} is not served")
@@ -159,153 +159,6 @@ def _method_of(thing: Any, method: str) -> Any:
 
 
 # --- the process that serves ----------------------------------------------------------
-
-
-class _Server(socketserver.ThreadingMixIn, socketserver.TCPServer):
-    """Accepts connections, and gives signs of life to those whose calls are worked on."""
-
-    daemon_threads = True
-    block_on_close = False
-    allow_reuse_address = os.name == "posix"
-    request_queue_size = 1024
-
-    def __init__(self, objects: dict[str, Any], address: Any, authkey: bytes) -> None:
-        if isinstance(address, str):
-            self.address_family = socket.AF_UNIX
-        super().__init__(address, _Conversation)
-        self.socket.settimeout(0)
-        self.authkey = authkey
-        self.objects = objects
-        self.places = threading.Semaphore(_HANDSHAKES)
-        self.lock = threading.Lock()  # of the three sets
-        self.open: set[Channel] = set()
-        self.greeting: set[Channel] = set()  # those in their handshake
-        self.working: set[Channel] = set()  # those that wait for an answer
-        if isinstance(address, str) and not address.startswith("\0"):
-            self.remove_file = weakref.finalize(self, _remove, address, os.getpid())
-
-    def get_request(self) -> tuple[Any, Any]:
-        try:
-            end, address = self.socket.accept()
-        except OSError:  # such as too many open files
-            time.sleep(0.1)
-            raise
-        return Channel(end), address
-
-    def process_request(self, request: Any, client_address: Any) -> None:
-        while not self.places.acquire(timeout=_HURRY_SECONDS):
-            # None has ended for so long: they say nothing.
-            self.hang_up(self.greeting)
-        with self.lock:
-            self.open.add(request)
-            self.greeting.add(request)
-        try:
-            super().process_request(request, client_address)
-        except RuntimeError:  # no more threads
-            self.places.release()
-            raise
-
-    def service_actions(self) -> None:
-        with self.lock:
-            for channel in self.working:
-                channel.beat()
-
-    def hang_up(self, channels: set[Channel]) -> None:
-        with self.lock:
-            for channel in channels:
-                channel.hang_up()
-
-    def shutdown_request(self, request: Any) -> None:
-        with self.lock:
-            self.open.discard(request)
-            self.greeting.discard(request)
-        request.close()
-
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        _log.debug("A connection from %s ended.", client_address or "here", exc_info=True)
-
-    def serve_until_stopped(self) -> None:
-        self.serve_forever(poll_interval=_BEAT_SECONDS)
-
-    def stop(self) -> None:
-        self.shutdown()
-        self.server_close()
-        self.hang_up(self.open)
-        if hasattr(self, "remove_file"):
-            self.remove_file()
-
-
-def _remove(name: str, maker: int) -> None:
-    """Removes the file of a Unix socket, unless this is a fork of the process it is of."""
-    if os.getpid() == maker:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(name)
-
-
-class _Conversation(socketserver.BaseRequestHandler):
-    """What a thread of the server does for one connection."""
-
-    server: _Server
-
-    def handle(self) -> None:
-        channel: Any = self.request
-        try:
-            channel.allow(_HANDSHAKE_SECONDS)
-            connection.deliver_challenge(channel, self.server.authkey)
-            connection.answer_challenge(channel, self.server.authkey)
-        finally:
-            with self.server.lock:
-                self.server.greeting.discard(channel)
-            self.server.places.release()
-        # A client that waits for an answer sends nothing: what can be read is the end.
-        peer.gone = channel.readable
-        while self.answered(channel):
-            pass
-
-    def answered(self, channel: Channel) -> bool:
-        """Waits for a call and answers it, unless the client has given it up."""
-        channel.allow(float("inf"))
-        channel.wait()
-        with self.server.lock:
-            self.server.working.add(channel)
-        try:
-            channel.allow(_STALL_SECONDS)
-            request = channel.receive()
-            if channel.readable():  # it may have asked again elsewhere
-                return False
-            answer = self.answer(request)
-        finally:
-            with self.server.lock:
-                self.server.working.discard(channel)
-        channel.allow(_STALL_SECONDS)
-        channel.send_bytes(answer)
-        return True
-
-    def answer(self, request: Any) -> bytes:
-        """``(True, result)`` or ``(False, error)``, pickled."""
-        objects = self.server.objects
-        try:
-            name, method, arguments, options = pickle.loads(request)
-            if name is None:  # the client asks what there is
-                result: Any = {name: _kind_of(thing) for name, thing in objects.items()}
-            elif name not in objects:
-                raise KeyError(f"{name!r} is not served; there are {sorted(objects)}")
-            else:
-                result = _method_of(objects[name], method)(*arguments, **options)
-            return pickle.dumps((True, result), _PROTOCOL)
-        except Exception as error:
-            return _pickled_error(error)
-
-
-def _pickled_error(error: Exception) -> bytes:
-    """What a client raises; some errors cannot be pickled, or not be read again."""
-    try:
-        answer = pickle.dumps((False, error), _PROTOCOL)
-        pickle.loads(answer)
-        return answer
-    except Exception:
-        words = f"{type(error).__name__}: {error}"
-        return pickle.dumps((False, RuntimeError(words)), _PROTOCOL)
 
 
 class AccumulatorServer:
@@ -317,17 +170,33 @@ class AccumulatorServer:
     """
 
     def __init__(self, objects: dict[str, Any], address: Address, authkey: bytes) -> None:
-        self._server = _Server(objects, address, authkey)
-        self.address: Address = self._server.server_address  # type: ignore[assignment]
         self.authkey = authkey
-        serve = self._server.serve_until_stopped
-        self._accepting = threading.Thread(target=serve, daemon=True, name="jslices serve")
+        self._objects = objects
+        self._listener = _listening_socket(address)
+        self.address: Address = self._listener.getsockname()
+        self._handshakes = threading.Semaphore(_HANDSHAKES)
+        self._lock = threading.Lock()  # of the three sets
+        self._open: set[Channel] = set()
+        self._greeting: set[Channel] = set()  # those in their handshake
+        self._working: set[Channel] = set()  # those whose clients wait for an answer
+        self._closing = False
+        if isinstance(address, str) and not address.startswith("\0"):
+            self._remove_file = weakref.finalize(self, _remove, address, os.getpid())
+        self._accepting = threading.Thread(
+            target=self._accept_connections, daemon=True, name="jslices serve"
+        )
         self._accepting.start()
 
     def close(self) -> None:
         """Stops serving; clients get an UnavailableError. The objects live on here."""
-        if self._accepting.is_alive():
-            self._server.stop()
+        if not self._accepting.is_alive():
+            return
+        self._closing = True
+        self._accepting.join()
+        self._listener.close()
+        self._hang_up(self._open)
+        if hasattr(self, "_remove_file"):
+            self._remove_file()
 
     def __enter__(self) -> "AccumulatorServer":
         return self
@@ -335,22 +204,154 @@ class AccumulatorServer:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def _accept_connections(self) -> None:
+        """Start a thread for each connection, and give signs of life meanwhile."""
+        while not self._closing:
+            with self._lock:
+                for channel in self._working:
+                    channel.beat()
+            try:
+                end, address = self._listener.accept()
+                channel = Channel(end)
+            except TimeoutError:
+                continue
+            except OSError:  # such as too many open files
+                time.sleep(0.1)
+                continue
+            while not self._handshakes.acquire(timeout=_HURRY_SECONDS):
+                self._hang_up(
+                    self._greeting
+                )  # they say nothing: none has ended for so long
+            with self._lock:
+                self._open.add(channel)
+                self._greeting.add(channel)
+            try:
+                threading.Thread(
+                    target=self._converse, args=(channel, address), daemon=True
+                ).start()
+            except RuntimeError:  # no more threads
+                self._end_handshake(channel)
+                self._forget(channel)
+
+    def _converse(self, channel: Channel, address: Address) -> None:
+        """Answer the calls of one connection until it ends."""
+        try:
+            try:
+                channel.allow(_HANDSHAKE_SECONDS)
+                connection.deliver_challenge(channel, self.authkey)  # type: ignore[arg-type]
+                connection.answer_challenge(channel, self.authkey)  # type: ignore[arg-type]
+            finally:
+                self._end_handshake(channel)
+            # A client that waits for an answer sends nothing: what can be read is the end.
+            peer.gone = channel.readable
+            while self._answer_call(channel):
+                pass
+        except Exception:
+            _log.debug("A connection from %s ended.", address or "here", exc_info=True)
+        finally:
+            self._forget(channel)
+
+    def _answer_call(self, channel: Channel) -> bool:
+        """Wait for a call and answer it; False if the client has given it up."""
+        channel.allow(float("inf"))
+        channel.wait()
+        with self._lock:
+            self._working.add(channel)
+        try:
+            channel.allow(_STALL_SECONDS)
+            request = channel.receive()
+            if request is None or channel.readable():  # it may have asked again elsewhere
+                return False
+            answer = self._pickled_answer(request)
+        finally:
+            with self._lock:
+                self._working.discard(channel)
+        channel.allow(_STALL_SECONDS)
+        channel.send_bytes(answer)
+        return True
+
+    def _pickled_answer(self, request: memoryview) -> bytes:
+        """``(True, result)`` or ``(False, error)``, pickled."""
+        objects = self._objects
+        try:
+            name, method, arguments, options = pickle.loads(request)
+            if name is None:  # the client asks which objects are served
+                result: Any = {name: _kind_of(thing) for name, thing in objects.items()}
+            elif name not in objects:
+                raise KeyError(f"{name!r} is not served; there are {sorted(objects)}")
+            else:
+                result = _method_of(objects[name], method)(*arguments, **options)
+            return pickle.dumps((True, result), _PROTOCOL)
+        except Exception as error:
+            return _pickled_error(error)
+
+    def _end_handshake(self, channel: Channel) -> None:
+        with self._lock:
+            self._greeting.discard(channel)
+        self._handshakes.release()
+
+    def _forget(self, channel: Channel) -> None:
+        with self._lock:
+            self._open.discard(channel)
+        channel.close()
+
+    def _hang_up(self, channels: set[Channel]) -> None:
+        with self._lock:
+            for channel in channels:
+                channel.hang_up()
+
+
+def _listening_socket(address: Address) -> socket.socket:
+    listener = socket.socket(_family(address))
+    try:
+        if os.name == "posix":
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen(_BACKLOG)
+    except BaseException:
+        listener.close()
+        raise
+    listener.settimeout(_BEAT_SECONDS)
+    return listener
+
+
+def _family(address: Address) -> socket.AddressFamily:
+    return socket.AF_UNIX if isinstance(address, str) else socket.AF_INET
+
+
+def _remove(path: str, creator: int) -> None:
+    """Remove the file of a Unix socket, but not in a fork of the process that made it."""
+    if os.getpid() == creator:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(path)
+
+
+def _pickled_error(error: Exception) -> bytes:
+    """An error for the client; some cannot be pickled or unpickled and become text."""
+    try:
+        answer = pickle.dumps((False, error), _PROTOCOL)
+        pickle.loads(answer)
+        return answer
+    except Exception:
+        text = f"{type(error).__name__}: {error}"
+        return pickle.dumps((False, RuntimeError(text)), _PROTOCOL)
+
 
 def serve(
     objects: Mapping[str, Any],
     address: Address = ("127.0.0.1", 0),
     authkey: bytes | None = None,
 ) -> AccumulatorServer:
-    """Lets other processes use the accumulators of this one.
+    """Let other processes use the accumulators of this one.
 
     The objects stay here, and this process goes on using them; threads answer the calls
     of the others. Clients prove that they know ``authkey``. What they send is unpickled, so
     that **anyone who has the key can run any code here**, and nothing is encrypted: beyond
     loopback use it in trusted networks only.
 
-    Clients that are slow, frozen or lost keep nobody else waiting. Who has not proved in 10
-    seconds that it knows the key is hung up on, and so is who stops for a minute in the
-    middle of a message; at most 64 connections at a time are without that proof.
+    Clients that are slow, frozen or lost keep nobody else waiting. Unauthenticated
+    connections are closed after 10 s, and at most 64 are open at a time; a client that
+    stops for a minute in the middle of a message is disconnected.
 
     Args:
       objects: accumulators by name; also any other object, whose public methods can then
@@ -395,8 +396,8 @@ class AccumulatorClient:
     """The objects that another process serves, by name; made by :func:`connect`.
 
     Attributes:
-      address: of the server.
-      timeout: how many seconds the server may give no sign of life.
+      address: that of the server.
+      timeout: seconds without a sign of life after which a call fails.
     """
 
     def __init__(self, address: Address, authkey: bytes, timeout: float) -> None:
@@ -424,7 +425,7 @@ class AccumulatorClient:
         options: Mapping[str, Any],
         within: float | None = None,
     ) -> Any:
-        """What the server answers; with ``within`` it has so many seconds to do so."""
+        """Send a call and wait for the answer, at most ``within`` seconds and timeout."""
         request = pickle.dumps((name, method, arguments, options), _PROTOCOL)
         latest = float("inf")
         if within is not None:
@@ -459,9 +460,8 @@ class AccumulatorClient:
         return channel
 
     def _connected(self) -> Channel:
-        """A new connection, both sides of which have proved that they know the key."""
-        family = socket.AF_UNIX if isinstance(self.address, str) else socket.AF_INET
-        channel: Any = Channel(socket.socket(family))
+        """Connect, and let both sides prove that they know the key."""
+        channel: Any = Channel(socket.socket(_family(self.address)))
         channel.allow(self.timeout)
         try:
             channel.connect(self.address)
@@ -514,7 +514,7 @@ class AccumulatorClient:
 def connect(
     address: Address, authkey: bytes, *, timeout: float = 20.0
 ) -> AccumulatorClient:
-    """Reaches what another process serves.
+    """Connect to the objects that another process serves.
 
     No call waits without end for a server that is frozen or cut off. While a server works
     on a call it gives a sign of life every quarter of a second; after ``timeout`` seconds

@@ -1,27 +1,33 @@
-"""Deltas: what they build on, and which rows of which tables have changed since."""
+"""Deltas: their base, and the rows of tables that changed since."""
 
 import os
-from typing import Any
+from collections.abc import Sequence
+from typing import TypeAlias
 
 import jax
 import numpy as np
 
 from jslices import IndexedSlices, InvalidArgumentError, NotFoundError, is_slices
 from jslices.checkpoint import files
-from jslices.checkpoint.archive import Archive, Part
-from jslices.checkpoint.leaves import Leaf, as_leaf, row_blocks
+from jslices.checkpoint.archive import Archive
+from jslices.checkpoint.leaves import Array, Leaf, as_leaf, row_blocks
 from jslices.checkpoint.trees import matching, named_leaves
+from jslices.checkpoint.writing import Part
+from jslices.extend import PyTree
+
+#: Ids of rows, a mask of them, or the slices of a gradient.
+Ids: TypeAlias = Array | IndexedSlices | Sequence[int]
 
 
 def open_base(prefix: str, previous: tuple[str, str] | None) -> Archive:
-    """What a delta at ``prefix`` builds on.
+    """Open the checkpoint on which a delta at ``prefix`` builds.
 
     Args:
-      prefix: where the delta will be.
+      prefix: the path of the delta.
       previous: path and id of what was saved or restored last.
 
     Raises:
-      ValueError: if there is nothing, or nothing that it may build on.
+      ValueError: if there is none, or none that it may build on.
       NotFoundError: if that is gone.
     """
     if previous is None:
@@ -56,9 +62,9 @@ def open_base(prefix: str, previous: tuple[str, str] | None) -> Archive:
 
 
 def delta_part(
-    leaves: dict[str, Leaf], touched: Any, base: Archive
+    leaves: dict[str, Leaf], touched: PyTree, base: Archive
 ) -> tuple[Part, dict[str, str]]:
-    """What a delta holds, and the names under which it holds the row numbers of tables.
+    """The contents of a delta, and the names of the tensors with row numbers, by table.
 
     A variable whose changed rows are not known, or which the base does not hold with this
     dtype and shape, is held whole.
@@ -91,10 +97,10 @@ def _fits(name: str, leaf: Leaf, base: Archive) -> bool:
     )
 
 
-# --- rows that changed, as told -------------------------------------------------------
+# --- rows that changed, from ids ------------------------------------------------------
 
 
-def _touched_rows(leaves: dict[str, Leaf], touched: Any) -> dict[str, np.ndarray | None]:
+def _touched_rows(leaves: dict[str, Leaf], touched: PyTree) -> dict[str, np.ndarray | None]:
     rows_of: dict[str, np.ndarray | None] = {}
     names, values, _ = named_leaves(touched, is_leaf=_is_ids)
     for pattern, ids in zip(names, values, strict=True):
@@ -106,24 +112,23 @@ def _touched_rows(leaves: dict[str, Leaf], touched: Any) -> dict[str, np.ndarray
                 f"{tables}; give each its own ids"
             )
         for name, num_rows in tables.items():
-            rows, known = _rows(pattern, ids, num_rows), rows_of.get(name)
+            rows, others = _rows(pattern, ids, num_rows), rows_of.get(name)
             if rows is not None:
-                rows_of[name] = rows if known is None else np.union1d(known, rows)
+                rows_of[name] = rows if others is None else np.union1d(others, rows)
     return rows_of
 
 
-def _is_ids(node: Any) -> bool:
-    """Slices and plain sequences of ids are leaves."""
+def _is_ids(node: object) -> bool:
+    """True for slices and plain sequences of ids."""
     if isinstance(node, tuple) and not node:
         return False
-    is_sequence = isinstance(node, list | tuple | range)
-    return is_slices(node) or (
-        is_sequence and all(isinstance(i, int | np.integer) for i in node)
-    )
+    if isinstance(node, list | tuple | range):
+        return all(isinstance(i, int | np.integer) for i in node)
+    return is_slices(node)
 
 
-def _rows(pattern: str, ids: Any, num_rows: int) -> np.ndarray | None:
-    """The rows that ids, a mask, or the slices of a gradient mean; None for all."""
+def _rows(pattern: str, ids: Ids, num_rows: int) -> np.ndarray | None:
+    """The rows that ids, a mask, or the slices of a gradient name; None for all."""
     if isinstance(ids, IndexedSlices):
         ids = ids.indices
     elif isinstance(ids, jax.Array | np.ndarray) and ids.dtype.kind in "fcV":
@@ -146,7 +151,7 @@ def _rows(pattern: str, ids: Any, num_rows: int) -> np.ndarray | None:
     return np.unique(ids[(ids >= 0) & (ids < num_rows)]).astype(np.int64)
 
 
-# --- rows that changed, compared ------------------------------------------------------
+# --- rows that changed, by comparison -------------------------------------------------
 
 
 def _changed_rows(name: str, leaf: Leaf, base: Archive) -> np.ndarray | None:

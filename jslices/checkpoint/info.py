@@ -1,32 +1,35 @@
-"""What the metadata of a file tells about a checkpoint: JSON, read into checked values.
+"""The description of a checkpoint in the metadata of its files: JSON, checked when read.
 
-Anyone can write a file with the right checksums, so nothing that is read is believed.
+Anyone can write a file with the right checksums, so nothing that is read is trusted.
 """
 
 import dataclasses
 import json
 import re
 import reprlib
-from collections.abc import Iterator
-from typing import Any, TypeVar
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, TypeAlias, TypeVar
 
 from jslices.checkpoint.leaves import Spec, check_spec
 from jslices.checkpoint.trees import bad_names, names_in
 
+INFO_KEY = "jslices"  #: The entry of a file's metadata that holds the description.
 _VERSION = 1
 _ID = re.compile("[0-9a-f]{24}")
 
 _T = TypeVar("_T")
+#: What ``json.loads`` returns.
+Json: TypeAlias = Any
 
 
 @dataclasses.dataclass(frozen=True)
 class Delta:
-    """What makes a checkpoint a delta.
+    """The base of a delta, and the tables of which it holds some rows.
 
     Attributes:
       base: the name of the checkpoint that it builds on, in the same directory.
       base_id: the id of the save that wrote that.
-      rows: the variables of which it holds some rows, and the tensors with their numbers.
+      rows: for each of the tables the name of the tensor with the numbers of its rows.
     """
 
     base: str
@@ -36,15 +39,15 @@ class Delta:
 
 @dataclasses.dataclass(frozen=True)
 class Info:
-    """What this package wrote about one file of a checkpoint.
+    """The description of one file of a checkpoint.
 
     Attributes:
       save_id: the id of the save.
       shard: the number of the file.
       shards: the number of files.
-      starts: where in its variable each tensor begins.
-      specs: of every variable; empty in all files but the first, like what follows.
-      structure: the tree in which the variables came, as :func:`trees.describe` gives it.
+      starts: the start of each tensor in its variable.
+      specs: the spec of every variable; empty in all files but the first, like the rest.
+      structure: the tree in which the variables came, from :func:`trees.describe`.
       has_structure: whether that is known.
       delta: None for a full checkpoint.
     """
@@ -60,15 +63,19 @@ class Info:
 
 
 def dump_info(
-    save_id: str, shard: int, shards: int, starts: dict[str, Any], info: dict[str, Any]
+    save_id: str,
+    shard: int,
+    shards: int,
+    starts: Mapping[str, Sequence[int]],
+    info: Mapping[str, Json],
 ) -> str:
-    """The metadata of one file; ``info`` is what the first one tells in addition."""
+    """The metadata of one file, ``info`` among it."""
     own = {"id": save_id, "version": _VERSION, "shard": shard, "shards": shards}
     return json.dumps({**own, **info, "starts": starts})
 
 
 def parse_info(text: str) -> Info:
-    """The metadata of one file.
+    """Read the metadata of one file.
 
     Raises:
       ValueError: if this package cannot have written it.
@@ -79,7 +86,7 @@ def parse_info(text: str) -> Info:
         raise ValueError("its description is nested too deeply") from None
 
 
-def _info(raw: Any) -> Info:
+def _info(raw: Json) -> Info:
     version = _item(raw, "version", int)
     if version > _VERSION:
         raise ValueError("it was written by a later version of jslices; update jslices")
@@ -102,7 +109,7 @@ def _info(raw: Any) -> Info:
     return Info(save_id, shard, shards, starts, specs, structure, has_structure, delta)
 
 
-def _spec(name: str, raw: Any) -> Spec:
+def _spec(name: str, raw: Json) -> Spec:
     match raw:
         case [str(kind), str(dtype), shape]:
             spec = Spec(kind, dtype, _sizes(name, shape))
@@ -115,7 +122,7 @@ def _spec(name: str, raw: Any) -> Spec:
     return spec
 
 
-def _leaves(structure: Any, specs: dict[str, Spec]) -> Iterator[str]:
+def _leaves(structure: Json, specs: dict[str, Spec]) -> Iterator[str]:
     for name, indices in names_in(structure):
         yield name
         counts = {specs[n].shape[:1] for n in (name, indices) if n in specs}
@@ -123,7 +130,7 @@ def _leaves(structure: Any, specs: dict[str, Spec]) -> Iterator[str]:
             raise ValueError(f"{name!r} and {indices!r} differ in their numbers of rows")
 
 
-def _delta(raw: dict[str, Any], specs: dict[str, Spec]) -> Delta:
+def _delta(raw: dict[str, Json], specs: dict[str, Spec]) -> Delta:
     rows = _item(raw, "rows", dict)
     for name, row_name in rows.items():
         if type(row_name) is not str or name not in specs or not specs[name].shape:
@@ -133,19 +140,19 @@ def _delta(raw: dict[str, Any], specs: dict[str, Spec]) -> Delta:
     return Delta(_item(raw, "base", str), _item(raw, "base_id", str), rows)
 
 
-def _item(raw: Any, key: str, kind: type[_T]) -> _T:
+def _item(raw: Json, key: str, kind: type[_T]) -> _T:
     value = raw.get(key) if type(raw) is dict else None
     if type(value) is not kind:  # True is no int
         raise ValueError(f"its {key!r} is {_shown(value)}, not of the type {kind.__name__}")
     return value
 
 
-def _sizes(name: str, value: Any) -> tuple[int, ...]:
-    """Numbers of elements."""
+def _sizes(name: str, value: Json) -> tuple[int, ...]:
+    """A shape, or the start of a tensor."""
     if type(value) is not list or not all(type(n) is int and 0 <= n < 2**63 for n in value):
         raise ValueError(f"{_shown(value)} is no shape or place of {name!r}")
     return tuple(value)
 
 
-def _shown(value: Any) -> str:
+def _shown(value: object) -> str:
     return reprlib.repr(value)

@@ -1,10 +1,10 @@
-"""A leaf of a tree and its form on disk: an array, and a word for what it was before."""
+"""Leaves of trees, and their form on disk: an array, and the kind of value it was."""
 
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -14,9 +14,14 @@ from jslices import InvalidArgumentError
 from jslices.checkpoint.processes import is_spread
 from jslices.checkpoint.tensors import CODES, Tensor, dtype_named
 
-#: Reads a saved array, or the box of it that an index gives.
+#: A box of an array.
 Index = tuple[slice, ...]
+#: Reads a saved array, or a box of it.
 Read = Callable[[Index | None], np.ndarray]
+#: An array in memory.
+Array: TypeAlias = np.ndarray | jax.Array
+#: What a leaf is restored into: an array, a ShapeDtypeStruct, a number or a string.
+Template: TypeAlias = Any
 
 _BLOCK = 1 << 26  # bytes of an array that are copied to the host at a time
 _NUMBERS = {"bool": "b", "int": "iu", "float": "f", "complex": "c"}
@@ -24,11 +29,11 @@ _NUMBERS = {"bool": "b", "int": "iu", "float": "f", "complex": "c"}
 
 @dataclasses.dataclass(frozen=True)
 class Spec:
-    """What was saved under one name.
+    """Kind, dtype and shape of a saved variable.
 
     Attributes:
-      kind: what to make of the array: ``"jax"``, ``"numpy"``, ``"key:"`` and the name of
-        a generator, or the name of one of Python's types.
+      kind: what the array is restored as: ``"jax"``, ``"numpy"``, ``"key:"`` and the name
+        of a generator, or the name of one of Python's types.
       dtype: the name of the array's dtype.
       shape: the array's shape; that of the key data for keys.
     """
@@ -49,7 +54,7 @@ class Spec:
 
     @property
     def is_raw(self) -> bool:
-        """True if safetensors does not have the dtype, so that its bytes are stored."""
+        """True if bytes are stored, as safetensors does not have the dtype."""
         return self.dtype not in CODES
 
     @property
@@ -78,7 +83,7 @@ class Spec:
 
 @functools.lru_cache(4096)  # many variables are alike
 def check_spec(spec: Spec) -> None:
-    """Refuses what no leaf has.
+    """Refuse a spec that no leaf has.
 
     Raises:
       ValueError: says why.
@@ -104,13 +109,13 @@ def check_spec(spec: Spec) -> None:
             raise ValueError("a string is an array of bytes")
     elif spec.kind in _NUMBERS:
         if dtype.kind not in _NUMBERS[spec.kind] or shape:
-            raise ValueError("that is no single number of this kind")
+            raise ValueError("that is not a single number of this kind")
     elif spec.kind != "numpy":
         raise ValueError(f"there is no kind {spec.kind!r}")
 
 
 def check_values(spec: Spec, array: np.ndarray) -> None:
-    """Refuses bytes that stand for no value.
+    """Refuse bytes that stand for no value.
 
     Raises:
       ValueError: says why.
@@ -135,9 +140,9 @@ class Piece:
     """A box of an array, held by one device.
 
     Attributes:
-      start: where it begins along each axis.
-      data: a NumPy array, or a JAX array on one device; only the shape and dtype of what
-        other processes hold.
+      start: the index of its first element along each axis.
+      data: a NumPy array, or a JAX array on one device; a ShapeDtypeStruct for what other
+        processes hold.
       holders: the processes that hold it, or the first for what all have on their own.
     """
 
@@ -153,7 +158,7 @@ class Piece:
 
 @dataclasses.dataclass(frozen=True)
 class Leaf:
-    """A variable that is to be saved."""
+    """A variable to be saved."""
 
     spec: Spec
     pieces: list[Piece]
@@ -170,14 +175,16 @@ class Leaf:
         return self._tensor(self.spec.shape, lambda: self._merged(block_bytes))
 
     def piece_tensor(self, piece: Piece, block_bytes: int = _BLOCK) -> Tensor:
-        """One piece of it."""
+        """A piece as a tensor."""
         return self._tensor(piece.data.shape, lambda: _host_blocks(piece.data, block_bytes))
 
     def rows_tensor(self, rows: np.ndarray) -> Tensor:
-        """Some rows of it, given in ascending order."""
+        """Some rows, whose numbers ascend."""
         return self._tensor((len(rows), *self.spec.shape[1:]), lambda: [self._rows(rows)])
 
-    def _tensor(self, shape: tuple[int, ...], blocks: Callable[[], Any]) -> Tensor:
+    def _tensor(
+        self, shape: tuple[int, ...], blocks: Callable[[], Iterable[np.ndarray]]
+    ) -> Tensor:
         spec = dataclasses.replace(self.spec, shape=shape)
         return Tensor(spec.tensor_dtype, spec.tensor_shape, blocks)
 
@@ -207,13 +214,13 @@ class Leaf:
 def row_blocks(
     shape: tuple[int, ...], itemsize: int, block_bytes: int = _BLOCK
 ) -> Iterator[slice]:
-    """Ranges of rows that are a block each."""
+    """Divide rows into blocks of at most so many bytes."""
     size = max(1, block_bytes // max(1, math.prod(shape[1:]) * itemsize))
     for start in range(0, shape[0], size):
         yield slice(start, min(start + size, shape[0]))
 
 
-def _host_blocks(data: Any, block_bytes: int) -> Iterator[np.ndarray]:
+def _host_blocks(data: Array, block_bytes: int) -> Iterator[np.ndarray]:
     if _is_on_host(data):
         data = np.asarray(data)  # a view
         if data.flags.c_contiguous:
@@ -226,7 +233,7 @@ def _host_blocks(data: Any, block_bytes: int) -> Iterator[np.ndarray]:
         yield np.ascontiguousarray(np.asarray(data[rows]))
 
 
-def _take(data: Any, rows: np.ndarray) -> np.ndarray:
+def _take(data: Array, rows: np.ndarray) -> np.ndarray:
     if _is_on_host(data):
         return np.asarray(data)[rows]
     # A power of two at a time: few programs are compiled for many numbers of rows.
@@ -235,22 +242,23 @@ def _take(data: Any, rows: np.ndarray) -> np.ndarray:
     return np.asarray(data[padded])[: len(rows)]
 
 
-def _is_on_host(data: Any) -> bool:
+def _is_on_host(data: Array) -> bool:
     return isinstance(data, np.ndarray) or next(iter(data.devices())).platform == "cpu"
 
 
-def as_leaf(name: str, value: Any) -> Leaf:
-    """A value as it will be saved.
+def as_leaf(name: str, value: object) -> Leaf:
+    """Prepare a value for saving.
 
     Raises:
       TypeError: if it cannot be saved.
-      InvalidArgumentError: if its contents are gone.
+      InvalidArgumentError: if it was donated.
     """
     if isinstance(value, jax.core.Tracer):
         raise TypeError(
             f"{name!r} is being traced: save outside of jit, the values that it returns"
         )
     kind, array = _kind_and_array(name, value)
+    pieces: list[Piece]
     if isinstance(array, np.ndarray):
         array = array.astype(array.dtype.newbyteorder("="), copy=False)
         pieces = [Piece((0,) * array.ndim, array)]
@@ -268,7 +276,7 @@ def as_leaf(name: str, value: Any) -> Leaf:
     return Leaf(Spec(kind, dtype_name, tuple(array.shape)), pieces)
 
 
-def _kind_and_array(name: str, value: Any) -> tuple[str, Any]:
+def _kind_and_array(name: str, value: object) -> tuple[str, Array]:
     if isinstance(value, jax.Array):
         if value.is_deleted():
             raise InvalidArgumentError(
@@ -292,8 +300,8 @@ def _kind_and_array(name: str, value: Any) -> tuple[str, Any]:
     )
 
 
-def _device_pieces(array: Any) -> list[Piece]:
-    copies: dict[tuple[int, ...], list[Any]] = {}
+def _device_pieces(array: jax.Array) -> list[Piece]:
+    copies: dict[tuple[int, ...], list[jax.Shard]] = {}
     for shard in array.global_shards:
         start = tuple(part.start or 0 for part in shard.index)
         copies.setdefault(start, []).append(shard)
@@ -311,8 +319,8 @@ def _device_pieces(array: Any) -> list[Piece]:
 # --- restoring ------------------------------------------------------------------------
 
 
-def original(name: str, spec: Spec, read: Read) -> Any:
-    """A saved variable as what it was.
+def restore(name: str, spec: Spec, read: Read) -> Any:
+    """Restore a saved variable as the kind of value that was saved.
 
     Raises:
       InvalidArgumentError: if JAX cannot hold it as it was.
@@ -331,25 +339,25 @@ def original(name: str, spec: Spec, read: Read) -> Any:
     return jax.device_put(array)
 
 
-def place(name: str, spec: Spec, read: Read, template: Any) -> Any:
-    """A saved variable as what ``template`` is, on the devices that it is on.
+def restore_like(name: str, spec: Spec, read: Read, template: Template) -> Any:
+    """Restore a saved variable as the kind of value of ``template``, on its devices.
 
     Raises:
       InvalidArgumentError: if JAX cannot hold it as it was.
     """
 
     def array() -> np.ndarray:
-        found = read(None)
+        saved = read(None)
         if spec.kind in _NUMBERS:  # NumPy refuses one that does not fit
-            found = np.asarray(found.item(), template.dtype)
-        return found.reshape(template.shape)
+            saved = np.asarray(saved.item(), template.dtype)
+        return saved.reshape(template.shape)
 
     if isinstance(template, np.ndarray | np.generic):
         return array()
     if isinstance(template, bool | int | float | complex):
         return type(template)(read(None).item())
     if isinstance(template, str | bytes):
-        return original(name, spec, read)
+        return restore(name, spec, read)
     sharding: Any = getattr(template, "sharding", None)
     is_alone = sharding is None or (
         len(sharding.device_set) == 1 and sharding.is_fully_addressable
@@ -358,7 +366,7 @@ def place(name: str, spec: Spec, read: Read, template: Any) -> Any:
         sharding = sharding if getattr(template, "committed", False) else None
     shape = tuple(template.shape)
     if spec.is_key:
-        keys = original(name, spec, read).reshape(shape)
+        keys = restore(name, spec, read).reshape(shape)
         if is_alone:
             return jax.device_put(keys, sharding)
         return jax.make_array_from_callback(shape, sharding, keys.__getitem__)
@@ -394,28 +402,28 @@ def _check_width(name: str, spec: Spec) -> None:
         )
 
 
-def misfit(name: str, spec: Spec, template: Any, reshape: bool) -> str | None:
-    """Why a saved variable cannot become what ``template`` is; None if it can."""
-    wanted = _wanted(name, template)
+def misfit(name: str, spec: Spec, template: Template, reshape: bool) -> str | None:
+    """Why a saved variable cannot be restored into ``template``; None if it can."""
+    target = _template_spec(name, template)
     saved = f"{name!r} was saved as {spec}"
-    special = any(s.is_key or s.is_string for s in (spec, wanted))
-    same_kind = spec.kind == wanted.kind or (wanted.kind == "key:" and spec.is_key)
+    special = any(s.is_key or s.is_string for s in (spec, target))
+    same_kind = spec.kind == target.kind or (target.kind == "key:" and spec.is_key)
     if special and not same_kind:
-        return f"{saved}, but {wanted} is wanted"
-    if spec.dtype != wanted.dtype and not _is_number_for(spec, wanted):
-        return f"{saved}, but the dtype {wanted.dtype} is wanted; convert it afterwards"
-    if spec.is_string or spec.shape == wanted.shape:
+        return f"{saved}, but {target} is wanted"
+    if spec.dtype != target.dtype and not _is_number_for(spec, target):
+        return f"{saved}, but the dtype {target.dtype} is wanted; convert it afterwards"
+    if spec.is_string or spec.shape == target.shape:
         return None
     if not reshape:
         advice = "Saver(reshape=True) allows another shape of as many elements"
-    elif math.prod(spec.shape) != math.prod(wanted.shape):
+    elif math.prod(spec.shape) != math.prod(target.shape):
         advice = "the number of elements differs"
     else:
         return None
-    return f"{saved}, but the shape {wanted.shape} is wanted; {advice}"
+    return f"{saved}, but the shape {target.shape} is wanted; {advice}"
 
 
-def _wanted(name: str, template: Any) -> Spec:
+def _template_spec(name: str, template: Template) -> Spec:
     if isinstance(template, jax.Array) and template.is_deleted():  # donated: still a shape
         template = jax.ShapeDtypeStruct(template.shape, template.dtype)
     if not isinstance(template, jax.ShapeDtypeStruct):
@@ -426,9 +434,9 @@ def _wanted(name: str, template: Any) -> Spec:
     return Spec("key:", "uint32", tuple(data.shape))
 
 
-def _is_number_for(spec: Spec, wanted: Spec) -> bool:
-    """Python's numbers have no width."""
-    for one, other in ((spec, wanted), (wanted, spec)):
+def _is_number_for(spec: Spec, target: Spec) -> bool:
+    """True if one is a number of Python, which has no width, and the other fits it."""
+    for one, other in ((spec, target), (target, spec)):
         if one.kind in _NUMBERS:
             return dtype_named(other.dtype).kind in _NUMBERS[one.kind]
     return False

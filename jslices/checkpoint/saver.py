@@ -5,54 +5,57 @@ import dataclasses
 import operator
 import os
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import numpy as np
+from jax.typing import ArrayLike
 
 from jslices import DataLossError, InvalidArgumentError, NotFoundError
 from jslices.checkpoint import files
-from jslices.checkpoint.archive import (
-    Archive,
-    Part,
-    check_equal,
-    in_one_file,
-    in_shards,
-    narrow_to_rows,
-    write_checkpoint,
-)
+from jslices.checkpoint.archive import Archive
 from jslices.checkpoint.deltas import delta_part, open_base
 from jslices.checkpoint.files import Path
-from jslices.checkpoint.leaves import Leaf, Read, as_leaf, misfit, original, place
+from jslices.checkpoint.leaves import Leaf, Read, as_leaf, misfit, restore, restore_like
 from jslices.checkpoint.processes import ALONE, Processes, processes_of
 from jslices.checkpoint.retention import Retention
+from jslices.checkpoint.row_ranges import narrow_to_rows
 from jslices.checkpoint.state_file import doomed_in, doomed_text, new_state
 from jslices.checkpoint.trees import (
     brief,
     check_var_list,
     choose,
     describe,
-    found_name,
     named_leaves,
     rebuild,
+    resolve_name,
     without_handles,
 )
+from jslices.checkpoint.writing import (
+    Part,
+    check_equal,
+    in_one_file,
+    in_shards,
+    write_checkpoint,
+)
+from jslices.extend import PyTree
+
+#: A step: an integer, an array of one, or the name of a variable that holds one.
+Step: TypeAlias = str | ArrayLike
+#: Ranges of the rows of tables, by name or pattern.
+RowRanges: TypeAlias = Mapping[str, slice]
 
 
 @dataclasses.dataclass(frozen=True)
 class SaverDef:
     """The options of a ``Saver``, under the names of TensorFlow's ``SaverDef``.
 
-    There is no graph, so the names of its tensors are what TensorFlow would have used.
+    There is no graph, and so no names of its tensors.
     """
 
     max_to_keep: int = 5
     sharded: bool = False
     keep_checkpoint_every_n_hours: float = 10000.0
-    filename_tensor_name: str = "save/Const:0"
-    save_tensor_name: str = "save/control_dependency:0"
-    restore_op_name: str = "save/restore_all"
-    version: int = 2
 
 
 #: What to do instead of giving an argument that only TensorFlow's Saver has.
@@ -97,7 +100,7 @@ class Saver:
         another process.
       keep_checkpoint_every_n_hours: of those that would be deleted, one is kept for every
         period of this length, counted from now.
-      name: replaces ``save`` in the names of ``as_saver_def()``.
+      name: changes nothing: there is no graph, in which it would name operations.
       restore_sequentially: changes nothing: arrays are read one after another anyway.
       saver_def: takes ``sharded``, ``max_to_keep`` and ``keep_checkpoint_every_n_hours``
         from another Saver's ``as_saver_def()``.
@@ -142,7 +145,7 @@ class Saver:
         save_relative_paths: bool = False,
         **theirs: None,
     ) -> None:
-        del restore_sequentially
+        del name, restore_sequentially
         for argument in theirs:
             instead = _INSTEAD.get(argument, "see help(Saver)")
             raise TypeError(f"Saver has no argument {argument!r}: {instead}")
@@ -150,7 +153,7 @@ class Saver:
             sharded, max_to_keep = saver_def.sharded, saver_def.max_to_keep
             keep_checkpoint_every_n_hours = saver_def.keep_checkpoint_every_n_hours
         self._var_list = check_var_list(var_list, allow_empty)
-        self._reshape, self._sharded, self._name = reshape, sharded, name or "save"
+        self._reshape, self._sharded = reshape, sharded
         self._allow_empty, self._pad = allow_empty, pad_step_number
         self._save_relative_paths = save_relative_paths
         self._retention = Retention(max_to_keep, keep_checkpoint_every_n_hours)
@@ -159,23 +162,19 @@ class Saver:
 
     def as_saver_def(self) -> SaverDef:
         """The options, for ``Saver(saver_def=...)``."""
-        save = "Identity" if self._sharded else "control_dependency"
         return SaverDef(
             max_to_keep=self._retention.max_to_keep,
             sharded=self._sharded,
             keep_checkpoint_every_n_hours=self._retention.every_n_hours,
-            filename_tensor_name=f"{self._name}/Const:0",
-            save_tensor_name=f"{self._name}/{save}:0",
-            restore_op_name=f"{self._name}/restore_all",
         )
 
     # --- saving -----------------------------------------------------------------------
 
     def save(
         self,
-        variables: Any,
+        variables: PyTree,
         path: Path,
-        global_step: Any = None,
+        global_step: Step | None = None,
         latest_filename: str | None = None,
         write_state: bool = True,
     ) -> str:
@@ -208,7 +207,7 @@ class Saver:
         variables = without_handles(variables)
         processes = processes_of(variables)
         sharded = self._sharded or processes.count > 1
-        with processes.together():
+        with processes.barrier():
             leaves, info = self._leaves(variables)
             prefix = self._path(variables, path, global_step, latest_filename, sharded)
             if files.checkpoint_exists(prefix):
@@ -225,11 +224,11 @@ class Saver:
 
     def save_delta(
         self,
-        variables: Any,
+        variables: PyTree,
         path: Path,
-        global_step: Any = None,
+        global_step: Step | None = None,
         *,
-        touched: Any = None,
+        touched: PyTree = None,
         latest_filename: str | None = None,
         write_state: bool = True,
     ) -> str:
@@ -278,8 +277,8 @@ class Saver:
         info["delta"] = {"base": name, "base_id": base.save_id, "rows": row_names}
         return self._commit(prefix, [part], info, False, latest_filename, write_state)
 
-    def _leaves(self, variables: Any) -> tuple[dict[str, Leaf], dict[str, Any]]:
-        """What is to be saved, by name, and its description in the checkpoint."""
+    def _leaves(self, variables: PyTree) -> tuple[dict[str, Leaf], dict[str, Any]]:
+        """The leaves to save, by name, and their description in the checkpoint."""
         names, values, _ = named_leaves(variables)
         chosen = choose(names, self._var_list, "the variables hold")
         if not chosen and not self._allow_empty:
@@ -294,9 +293,9 @@ class Saver:
 
     def _path(
         self,
-        variables: Any,
+        variables: PyTree,
         path: Path,
-        global_step: Any,
+        global_step: Step | None,
         latest_filename: str | None,
         sharded: bool,
     ) -> str:
@@ -314,27 +313,27 @@ class Saver:
         processes: Processes = ALONE,
     ) -> str:
         retention = copy.deepcopy(self._retention)  # a save that fails changes nothing
-        directory, named_in = os.path.dirname(prefix), None
-        with processes.together():
+        directory, state = os.path.dirname(prefix), None
+        with processes.barrier():
             if write_state:
                 doomed = doomed_in(directory, latest_filename)
                 retention.take_over_doomed(directory, doomed)
                 retention.record(prefix)
-                state, text = self._new_state(prefix, retention.paths, latest_filename)
+                state_path, text = self._new_state(prefix, retention.paths, latest_filename)
                 notes = doomed_text(retention.doomed_in(directory))
-                named_in = state, text + notes
+                state = state_path, text + notes
             else:
                 retention.keep(prefix)
-        save_id = write_checkpoint(prefix, parts, info, sharded, named_in, processes)
+        save_id = write_checkpoint(prefix, parts, info, sharded, state, processes)
         retention.note(prefix, save_id)
         self._previous, self._retention = (prefix, save_id), retention
-        with processes.together():  # then the directory is the same for all of them
+        with processes.barrier():  # then the directory is the same for all of them
             if not processes.is_first:
                 retention.leave_old()
             elif write_state:
                 retention.delete_old()
                 if notes and not retention.doomed_in(directory):
-                    files.shorten(state, text, notes)
+                    files.shorten(state_path, text, notes)
         return prefix
 
     def _new_state(
@@ -352,9 +351,9 @@ class Saver:
     def restore(
         self,
         path: Path,
-        variables: Any = None,
-        rows: Mapping[str, slice] | None = None,
-    ) -> Any:
+        variables: PyTree = None,
+        rows: RowRanges | None = None,
+    ) -> PyTree:
         """Reads a checkpoint, checking every tensor it reads.
 
         Args:
@@ -401,7 +400,7 @@ class Saver:
         """
         variables = without_handles(variables)
         processes = processes_of(variables)
-        with processes.together():
+        with processes.barrier():
             if path is None:
                 raise ValueError("Can't load save_path when it is None.")
             archive = Archive(os.fspath(path))
@@ -409,14 +408,14 @@ class Saver:
                 restored = self._restore_all(archive, rows)
             else:
                 restored = self._restore_into(archive, variables, rows)
-        processes.agree(
+        processes.check_agreement(
             f"{os.path.basename(archive.prefix)!r} of the save {archive.save_id!r}",
             "give all processes the path of one checkpoint in a directory that they share",
         )
         self._previous = (archive.prefix, archive.save_id)
         return restored
 
-    def _restore_all(self, archive: Archive, rows: Any) -> Any:
+    def _restore_all(self, archive: Archive, rows: RowRanges | None) -> PyTree:
         inverse = self._var_list
         if isinstance(inverse, Mapping):
             inverse = {name: saved for saved, name in inverse.items()}
@@ -424,7 +423,7 @@ class Saver:
         if rows is not None:
             narrow_to_rows(archive, rows, saved_as)
         leaves = {
-            name: original(saved, archive.specs[saved], _reader(archive, saved))
+            name: restore(saved, archive.specs[saved], _reader(archive, saved))
             for name, saved in saved_as.items()
         }
         whole = self._var_list is None and archive.has_structure
@@ -436,7 +435,9 @@ class Saver:
                 "give variables to restore into"
             ) from error
 
-    def _restore_into(self, archive: Archive, variables: Any, rows: Any) -> Any:
+    def _restore_into(
+        self, archive: Archive, variables: PyTree, rows: RowRanges | None
+    ) -> PyTree:
         names, templates, structure = named_leaves(variables)
         chosen = choose(names, self._var_list, "the variables hold")
         missing = sorted(saved for saved in chosen if saved not in archive.specs)
@@ -448,19 +449,22 @@ class Saver:
         saved_as = {name: saved for saved, name in chosen.items()}
         if rows is not None:
             narrow_to_rows(archive, rows, saved_as)
-        wanted = [
+        targets = [
             (name, saved_as[name], archive.specs[saved_as[name]], template)
             for name, template in zip(names, templates, strict=True)
             if name in saved_as
         ]
-        problems = [misfit(n, spec, x, self._reshape) for n, _, spec, x in wanted]
+        problems = [misfit(n, spec, x, self._reshape) for n, _, spec, x in targets]
         if any(problems):
             raise InvalidArgumentError(
                 f"Restoring from checkpoint failed: in {archive.prefix} "
                 + "; ".join(problem for problem in problems if problem)
             )
-        found = {n: place(s, spec, _reader(archive, s), x) for n, s, spec, x in wanted}
-        leaves = [found.get(n, x) for n, x in zip(names, templates, strict=True)]
+        restored = {
+            name: restore_like(saved, spec, _reader(archive, saved), template)
+            for name, saved, spec, template in targets
+        }
+        leaves = [restored.get(n, x) for n, x in zip(names, templates, strict=True)]
         return jax.tree.unflatten(structure, leaves)
 
     # --- the checkpoints that are kept ------------------------------------------------
@@ -500,16 +504,16 @@ class _NotAList(TypeError, AssertionError):
     """TensorFlow's AssertionError, which is a TypeError."""
 
 
-def _step_number(step: Any, variables: Any) -> int:
+def _step_number(step: Any, variables: PyTree) -> int:
     """The step as an integer; it may be the value of a variable."""
     if isinstance(step, str):
         names, values, _ = named_leaves(variables)
-        found = found_name(step, names)
-        if found not in names:
+        name = resolve_name(step, names)
+        if name not in names:
             raise NotFoundError(
                 f"global_step={step!r} is not a variable; there are {brief(names)}"
             )
-        step = values[names.index(found)]
+        step = values[names.index(name)]
     try:
         if isinstance(step, bool | np.bool_) or np.ndim(step):
             raise TypeError

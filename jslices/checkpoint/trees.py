@@ -1,15 +1,22 @@
-"""Trees of variables: names of the leaves, the choice of some, the structure as JSON."""
+"""Trees of variables: names of the leaves, choosing some, the structure as JSON."""
 
 import fnmatch
 import re
 import reprlib
+import typing
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
 
 from jslices import IndexedSlices, InvalidArgumentError, NotFoundError, is_slices
+from jslices.extend import PyTree
+
+#: Names of variables, or ``{name in the checkpoint: name in the variables}``; None: all.
+VarList: TypeAlias = Sequence[str] | Mapping[str, str] | None
+#: JSON of :func:`describe`.
+Description: TypeAlias = Any
 
 _ODD = re.compile("[\0\ud800-\udfff]")  # safetensors keeps neither
 _ROOT = "value"  # the name of a tree that is a single leaf
@@ -19,9 +26,9 @@ _ROOT = "value"  # the name of a tree that is a single leaf
 
 
 def named_leaves(
-    tree: Any, is_leaf: Callable[[Any], bool] | None = None
+    tree: PyTree, is_leaf: Callable[[Any], bool] | None = None
 ) -> tuple[list[str], list[Any], Any]:
-    """The names of the leaves, the leaves, and the structure of the tree.
+    """Flatten a tree into the names of the leaves, the leaves, and the structure.
 
     A name is the path of the leaf, its parts joined by ``/``: ``"params/dense/w"``,
     ``"state/0/mu/table"``.
@@ -30,7 +37,7 @@ def named_leaves(
       InvalidArgumentError: if two leaves have the same name, or a name cannot be stored.
     """
     pairs, structure = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_leaf)
-    names = ["/".join(map(_key_text, path)) or _ROOT for path, _ in pairs]
+    names = [_path_text(path) or _ROOT for path, _ in pairs]
     check_names(names)
     if len(set(names)) < len(names):
         twice = sorted({name for name in names if names.count(name) > 1})
@@ -41,15 +48,12 @@ def named_leaves(
     return names, [leaf for _, leaf in pairs], structure
 
 
-def _key_text(key: Any) -> str:
-    for attribute in ("key", "idx", "name"):
-        if hasattr(key, attribute):
-            return str(getattr(key, attribute))
-    return str(key)
+def _path_text(path: tuple[Any, ...]) -> str:
+    return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
 def bad_names(names: Iterable[str]) -> str | None:
-    """Which names would mean something else as a path; None if none would."""
+    """What is wrong with names that mean something else as a path; None if nothing is."""
     bad = [n for n in names if n.startswith("/") or _ODD.search(n) or ".." in n.split("/")]
     if not bad:
         return None
@@ -60,7 +64,7 @@ def bad_names(names: Iterable[str]) -> str | None:
 
 
 def check_names(names: Iterable[str], where: str = "") -> None:
-    """Refuses names that would mean something else as a path."""
+    """Refuse names that would mean something else as a path."""
     problem = bad_names(names)
     if problem:
         raise InvalidArgumentError(f"{where}{problem}")
@@ -76,13 +80,22 @@ def brief(names: Iterable[str], most: int = 12) -> str:
 # --- handles --------------------------------------------------------------------------
 
 
-def _is_handle(node: Any) -> bool:
-    """True for a handle on a variable: an object with a ``name`` and a method ``value``."""
-    return callable(getattr(type(node), "value", None)) and hasattr(node, "name")
+@typing.runtime_checkable
+class _Handle(typing.Protocol):
+    """A handle on a variable, as ``jslices.tf1.Variable`` is one."""
+
+    name: str
+
+    def value(self) -> Any:
+        """The array."""
 
 
-def without_handles(tree: Any) -> Any:
-    """The tree with the arrays that handles hold in their places."""
+def _is_handle(node: object) -> bool:
+    return callable(getattr(type(node), "value", None)) and isinstance(node, _Handle)
+
+
+def without_handles(tree: PyTree) -> PyTree:
+    """Replace handles by the arrays that they hold."""
     return jax.tree.map(
         lambda x: x.value() if _is_handle(x) else x, tree, is_leaf=_is_handle
     )
@@ -91,30 +104,30 @@ def without_handles(tree: Any) -> Any:
 # --- choosing variables ---------------------------------------------------------------
 
 
-def found_name(name: str, available: Container[str]) -> str:
-    """The name as it is in ``available``, where TensorFlow's ``:0`` may be missing."""
+def resolve_name(name: str, available: Container[str]) -> str:
+    """A name as it is in ``available``, without TensorFlow's ``:0`` if need be."""
     return name if name in available else name.removesuffix(":0")
 
 
 def matching(pattern: str, names: Iterable[str], argument: str) -> list[str]:
-    """The names that a name or a pattern such as ``*/table`` stands for.
+    """Expand a name, or a pattern such as ``*/table``.
 
     Raises:
       NotFoundError: if there are none.
     """
     names = list(names)
-    exact = found_name(pattern, names)
-    found = [n for n in names if n == exact or fnmatch.fnmatchcase(n, pattern)]
-    if not found:
+    exact = resolve_name(pattern, names)
+    matches = [n for n in names if n == exact or fnmatch.fnmatchcase(n, pattern)]
+    if not matches:
         raise NotFoundError(
             f"{argument} names no variable with {pattern!r}; there are {brief(names)}, and "
             "patterns such as '*/table' are allowed"
         )
-    return found
+    return matches
 
 
-def check_var_list(var_list: Any, allow_empty: bool) -> Any:
-    """A copy of a list or dict of names, handles replaced by theirs.
+def check_var_list(var_list: object, allow_empty: bool) -> VarList:
+    """Copy a list or dict of names, replacing handles by theirs.
 
     Raises:
       TypeError: if it holds anything else.
@@ -149,12 +162,14 @@ def check_var_list(var_list: Any, allow_empty: bool) -> Any:
     return var_list
 
 
-def _name_of(variable: Any) -> Any:
-    return variable.name.removesuffix(":0") if _is_handle(variable) else variable
+def _name_of(variable: str | _Handle) -> str:
+    if isinstance(variable, str) or not _is_handle(variable):
+        return variable  # type: ignore[return-value]  # refused later
+    return variable.name.removesuffix(":0")
 
 
-def choose(available: Sequence[str], var_list: Any, where: str) -> dict[str, str]:
-    """What is saved, as ``{name in the checkpoint: name in the variables}``.
+def choose(available: Sequence[str], var_list: VarList, where: str) -> dict[str, str]:
+    """Choose variables: ``{name in the checkpoint: name in the variables}``.
 
     A name stands for the leaf of that name, or for every leaf below it.
 
@@ -163,14 +178,14 @@ def choose(available: Sequence[str], var_list: Any, where: str) -> dict[str, str
     """
     if var_list is None:
         return {name: name for name in available}
-    known = set(available)
+    names = set(available)
     if not isinstance(var_list, Mapping):
-        var_list = {found_name(n, known): n for n in var_list}
+        var_list = {resolve_name(n, names): n for n in var_list}
     chosen: dict[str, str] = {}
     missing = []
     for saved, name in var_list.items():
-        name = found_name(name, known)
-        if name in known:
+        name = resolve_name(name, names)
+        if name in names:
             chosen[saved] = name
             continue
         below = [n for n in available if n.startswith(f"{name}/")]
@@ -187,8 +202,8 @@ def choose(available: Sequence[str], var_list: Any, where: str) -> dict[str, str
 # --- structure ------------------------------------------------------------------------
 
 
-def describe(tree: Any, prefix: str = "") -> Any:
-    """A tree as JSON, with the names of its leaves in their places.
+def describe(tree: PyTree, prefix: str = "") -> Description:
+    """Describe a tree in JSON, with names in place of its leaves.
 
     Dicts, lists, tuples, None and IndexedSlices are told apart. Any other node, for
     example the state of an optimizer, becomes a dict of its parts.
@@ -206,7 +221,7 @@ def describe(tree: Any, prefix: str = "") -> Any:
     parts = []
     for path, child in children:
         key = getattr(path[0], "key", None)
-        text = "/".join(map(_key_text, path))
+        text = _path_text(path)
         is_integer = isinstance(key, int) and not isinstance(key, bool) and len(path) == 1
         description = describe(child, _joined(prefix, text))
         parts.append((key if is_integer else text, description))
@@ -219,13 +234,13 @@ def _joined(prefix: str, name: str) -> str:
     return f"{prefix}/{name}" if prefix else name
 
 
-def names_in(description: Any, path: str = "") -> Iterator[tuple[str, str | None]]:
-    """The names of the leaves of a description.
+def names_in(description: Description, path: str = "") -> Iterator[tuple[str, str | None]]:
+    """List the names of the leaves of a description.
 
     The values of IndexedSlices come with the name of their indices, other leaves with None.
 
     Raises:
-      ValueError: if :func:`describe` gives no such description.
+      ValueError: if :func:`describe` never returns this.
     """
     match description:
         case None:
@@ -260,19 +275,19 @@ def names_in(description: Any, path: str = "") -> Iterator[tuple[str, str | None
         raise ValueError(f"its structure has a key twice at {path!r}")
 
 
-def _is_shape(value: Any) -> bool:
+def _is_shape(value: object) -> bool:
     return type(value) is list and all(type(n) is int and n >= 0 for n in value)
 
 
 def _slices_structure(dense_shape: tuple[int, ...] | None) -> Any:
-    """The tree structure of IndexedSlices, whose children need not be arrays of JAX."""
+    """The tree structure of IndexedSlices; its children need not be arrays of JAX."""
     row = () if dense_shape is None else dense_shape[1:]
     empty = IndexedSlices(jnp.zeros((0, *row)), jnp.zeros(0, jnp.int32), dense_shape)
     return jax.tree.structure(empty)
 
 
-def rebuild(description: Any, leaves: Mapping[str, Any]) -> Any:
-    """The tree that was described, with ``leaves`` in their places."""
+def rebuild(description: Description, leaves: Mapping[str, Any]) -> PyTree:
+    """Rebuild a tree from its description and its leaves."""
     if description is None:
         return None
     if isinstance(description, str):

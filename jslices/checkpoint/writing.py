@@ -1,0 +1,247 @@
+"""Writing a checkpoint: what each file holds, and files that appear all at once."""
+
+import contextlib
+import hashlib
+import os
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from jslices import InvalidArgumentError
+from jslices.checkpoint import files
+from jslices.checkpoint.archive import is_published, saved_id
+from jslices.checkpoint.info import INFO_KEY, dump_info
+from jslices.checkpoint.leaves import Leaf, Piece
+from jslices.checkpoint.processes import ALONE, Processes
+from jslices.checkpoint.tensors import Tensor, write_tensors
+
+#: The contents of one file: for each name a tensor, and its start in the whole array.
+Part = dict[str, tuple[Tensor, tuple[int, ...]]]
+
+
+# --- what each file holds -------------------------------------------------------------
+
+
+def in_one_file(leaves: dict[str, Leaf]) -> list[Part]:
+    """Put all variables into one file."""
+    return [{n: (leaf.tensor(), (0,) * len(leaf.spec.shape)) for n, leaf in leaves.items()}]
+
+
+def in_shards(leaves: dict[str, Leaf], processes: Processes = ALONE) -> list[Part | None]:
+    """Plan one file for each shard; None for the files of other processes.
+
+    An array that is not sharded goes into the smallest file. What every process has on its
+    own, an array on its devices or a string, may differ, and the first writes its own.
+    """
+    spread = {name: leaf for name, leaf in leaves.items() if leaf.is_spread}
+    share = _shares(spread, processes.count)[processes.index]
+    if processes.is_first:
+        share |= {n: leaf.pieces for n, leaf in leaves.items() if n not in spread}
+    count = max(map(len, share.values()), default=int(processes.is_first))
+    parts: list[Part | None] = []
+    for number, its_count in enumerate(processes.allgather_text(str(count))):
+        own = number == processes.index
+        parts += _files(leaves, share, count) if own else [None] * int(its_count)
+    return parts
+
+
+def check_equal(leaves: dict[str, Leaf], processes: Processes) -> None:
+    """Refuses variables of which the processes would not write every piece once.
+
+    Raises:
+      InvalidArgumentError: if they differ in more than what a process has on its own.
+    """
+    description = [
+        (name, leaf.is_spread and (leaf.spec, [(p.start, p.holders) for p in leaf.pieces]))
+        for name, leaf in leaves.items()
+    ]
+    digest = hashlib.sha256(repr(description).encode()).hexdigest()
+    processes.check_agreement(
+        f"{len(leaves)} variables to save (digest {digest[:12]})",
+        "give all processes the same names, and arrays that are spread over them with the "
+        "same shape, dtype and sharding",
+    )
+
+
+def _shares(leaves: dict[str, Leaf], count: int) -> list[dict[str, list[Piece]]]:
+    """What each process writes: each piece goes to its holder with the fewest bytes."""
+    shares: list[dict[str, list[Piece]]] = [{} for _ in range(count)]
+    sizes = [0] * count
+    pieces = [(name, piece) for name, leaf in leaves.items() for piece in leaf.pieces]
+    for name, piece in sorted(pieces, key=lambda item: len(item[1].holders)):
+        writer = min(piece.holders, key=sizes.__getitem__)
+        shares[writer].setdefault(name, []).append(piece)
+        sizes[writer] += leaves[name].piece_tensor(piece).num_bytes
+    return shares
+
+
+def _files(
+    leaves: dict[str, Leaf], share: dict[str, list[Piece]], count: int
+) -> list[Part]:
+    parts: list[Part] = [{} for _ in range(count)]
+    sizes = [0] * count
+    for name, pieces in sorted(share.items(), key=lambda item: -len(item[1])):
+        for number, piece in enumerate(pieces):
+            if len(pieces) == 1:
+                number = sizes.index(min(sizes))
+            tensor = leaves[name].piece_tensor(piece)
+            parts[number][name] = (tensor, piece.start)
+            sizes[number] += tensor.num_bytes
+    return parts
+
+
+# --- files that appear at once --------------------------------------------------------
+
+
+def write_checkpoint(
+    prefix: str,
+    parts: Sequence[Part | None],
+    info: dict[str, Any],
+    sharded: bool,
+    state: tuple[str, str] | None = None,
+    processes: Processes = ALONE,
+) -> str:
+    """Write the files of a checkpoint, which replaces an older one at once.
+
+    Args:
+      prefix: its path.
+      parts: the contents of each file; None for those that other processes write.
+      info: what the first file says about the variables.
+      sharded: whether the files are shards.
+      state: path and text of a state file that is replaced at the same time.
+      processes: those that write the checkpoint. All write their files before the first
+        one gives the files of all their names. If one fails, the first deletes the files
+        of all before any process raises.
+
+    Returns:
+      The id of this save.
+
+    Raises:
+      OSError: if that cannot be done. It says whether the checkpoint was saved; if not,
+        what was there before is unchanged.
+      InvalidArgumentError: if the processes have other paths than the first.
+    """
+    save = _Save(prefix, len(parts), sharded, state, processes)
+    try:
+        with save.stage():
+            save.make_room()
+        with save.stage():
+            save.write(parts, info)
+        with save.stage():
+            save.publish()
+    finally:
+        save.tidy()
+        save.release_locks()
+    return save.save_id
+
+
+class _Save:
+    """One save: its files under temporary names, until they get their own at once."""
+
+    def __init__(
+        self,
+        prefix: str,
+        num_files: int,
+        sharded: bool,
+        state: tuple[str, str] | None,
+        processes: Processes,
+    ) -> None:
+        self.prefix, self.directory = prefix, os.path.dirname(prefix)
+        self.state, self.processes = state, processes
+        processes.check_agreement(
+            f"{os.path.basename(prefix)!r} to save",
+            "give all processes one path and global_step",
+        )
+        self.save_id = processes.allgather_text(files.new_id())[0]
+        shards = [files.shard_path(prefix, i, num_files) for i in range(num_files)]
+        self.paths = shards if sharded else [prefix]
+        published = self.paths if state is None else [*self.paths, state[0]]
+        self.temporaries = {p: files.temporary_path(p, self.save_id) for p in published}
+        self.descriptors: dict[str, int] = {}  # of open files, which hold their locks
+
+    @contextlib.contextmanager
+    def stage(self) -> Iterator[None]:
+        """One step of all processes; an error says what has become of the checkpoint."""
+        with self.processes.barrier(undo=self.tidy):
+            try:
+                yield
+            except OSError as error:
+                raise OSError(
+                    error.errno,
+                    f"{error.strerror or error}; {self.prefix} {self._outcome()}",
+                    error.filename or self.prefix,
+                ) from error
+
+    def make_room(self) -> None:
+        """Clean up after killed processes, and open the first file."""
+        if self.processes.is_first:
+            with files.directory_lock(self.directory, exclusive=True):
+                files.clean(self.directory, is_published)
+            self._open(self.paths[0])
+
+    def write(self, parts: Sequence[Part | None], info: dict[str, Any]) -> None:
+        """Write the files of this process, and the state file."""
+        if not os.path.exists(self.temporaries[self.paths[0]]):
+            raise InvalidArgumentError(
+                f"process {self.processes.index} does not find in "
+                f"{self.directory or '.'!r} what process 0 has written there; give all a "
+                "directory that they share"
+            )
+        for number, (part, path) in enumerate(zip(parts, self.paths, strict=True)):
+            if part is None:
+                continue
+            tensors = {name: tensor for name, (tensor, _) in part.items()}
+            starts = {name: start for name, (_, start) in part.items()}
+            extra = {} if number else info
+            metadata = dump_info(self.save_id, number, len(parts), starts, extra)
+            write_tensors(self._open(path), tensors, {INFO_KEY: metadata})
+        if self.state is not None and self.processes.is_first:
+            path, text = self.state
+            files.write_and_flush(self._open(path), text)
+
+    def publish(self) -> None:
+        """Give the written files their names. The first one decides."""
+        if not self.processes.is_first:
+            return
+        with files.directory_lock(self.directory, exclusive=True):
+            for path in self.paths:
+                os.stat(self.temporaries[path])  # those of other processes may be gone
+            for path in self.paths:
+                os.replace(self.temporaries[path], path)
+            for family in files.families(self.prefix):
+                if family != self.paths:
+                    files.remove_family(family)
+            files.sync_directory(self.directory)
+            if self.state is not None:  # it names what will not be undone
+                os.replace(self.temporaries[self.state[0]], self.state[0])
+                files.sync_directory(self.directory)
+
+    def tidy(self) -> None:
+        """Delete what is still temporary."""
+        if not self.processes.is_first:
+            return
+        is_published = not os.path.exists(self.temporaries[self.paths[0]])
+        for path, temporary in self.temporaries.items():
+            # Once the first shard has its name the others are part of a checkpoint.
+            if not (is_published and path in self.paths):
+                with contextlib.suppress(OSError):
+                    files.remove(temporary)
+
+    def release_locks(self) -> None:
+        """Close the files."""
+        for descriptor in self.descriptors.values():
+            os.close(descriptor)
+
+    def _open(self, path: str) -> int:
+        if path not in self.descriptors:
+            self.descriptors[path] = files.open_new(self.temporaries[path])
+        return self.descriptors[path]
+
+    def _outcome(self) -> str:
+        if saved_id(self.paths[0]) != self.save_id:
+            return "was not saved, and what was saved before is as it was"
+        if self.state is not None and os.path.exists(self.temporaries[self.state[0]]):
+            return (
+                f"was saved and can be restored, but {self.state[0]} was not written and "
+                "does not name it; save once more, or call update_checkpoint_state"
+            )
+        return "was saved and can be restored, but a power failure may undo that"
