@@ -1,10 +1,11 @@
 """IndexedSlices: some rows of an array, and what arithmetic on them means."""
 
 import dataclasses
+import functools
 import math
 import operator
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +23,7 @@ from jslices._devices.explicit import (
     shardings_of,
     with_auto_axes,
 )
-from jslices._jax import called_by_jax_operator, is_symbolic
+from jslices._jax import called_by_jax_operator, is_staged, is_symbolic
 from jslices._misuse import refuse_misuse
 from jslices._rows.bounds import (
     canonical_indices,
@@ -33,8 +34,11 @@ from jslices._rows.bounds import (
 )
 from jslices._rows.select import kept_positions, per_row, pick
 from jslices._rows.sums import add_rows, check_combine, sum_duplicates
+from jslices._typing import PyTree
 
 Axis = int | Sequence[int] | None
+P = ParamSpec("P")
+R = TypeVar("R")
 
 _FACTORS = (
     "a number, slices.scale_rows(factors) with one factor for each row held, or factors "
@@ -258,18 +262,7 @@ class IndexedSlices:
                 "not known; give it: IndexedSlices(s.values, s.indices, (num_rows, "
                 f"{', '.join(map(str, self.values.shape[self.indices.ndim :]))}))"
             )
-        if self.indices.ndim > 1:
-            return jax.vmap(IndexedSlices.to_dense)(self)
-        if self.is_placed:
-            dense: jax.Array = each_shard(IndexedSlices.to_dense, self)
-            return dense
-        slices = self.coalesce() if self.dtype.itemsize < 4 else self
-        return add_rows(
-            jnp.zeros(self.dense_shape, self.dtype),
-            canonical_indices(slices.indices, self.dense_shape[0]),
-            slices.values,
-            slices.facts.distinct,
-        )
+        return _dense(self)
 
     def coalesce(self, size: int | None = None, combine: str = "sum") -> "IndexedSlices":
         """The same array with every row at most once, in a static number of entries.
@@ -736,40 +729,89 @@ def deduplicated(slices: IndexedSlices) -> IndexedSlices:
 
 @jax.tree_util.register_pytree_node_class
 class _Carried:
-    """Slices as a pytree of which all facts are the static part."""
+    """Slices, or a bool, as a pytree of which all but arrays is the static part."""
 
-    def __init__(self, slices: IndexedSlices) -> None:
-        self.slices = slices
+    def __init__(self, whole: "IndexedSlices | bool") -> None:
+        self.whole = whole
 
     def tree_flatten(self) -> tuple[Any, Any]:
-        x = self.slices
+        x = self.whole
+        if isinstance(x, bool):
+            return (), x
         return (x.values, x.indices), (x.dense_shape, x.facts)
 
     @classmethod
     def tree_unflatten(cls, static: Any, children: Sequence[Any]) -> "_Carried":
-        return cls(slices_of(*children, *static))
+        return cls(static if isinstance(static, bool) else slices_of(*children, *static))
 
 
-def carry_facts(tree: Any) -> Any:
-    """The tree with all facts of its slices in its structure.
+def carry_facts(tree: PyTree) -> PyTree:
+    """The tree with all facts of its slices, and bools, in its structure.
 
     So they pass the arguments and results of ``jit`` and ``shard_map``; :func:`carried`
-    gives the slices back.
+    gives the tree back.
     """
-    return jax.tree.map(
-        lambda x: _Carried(x) if is_slices(x) else x, tree, is_leaf=is_slices
-    )
+
+    def is_whole(x: Any) -> bool:
+        return is_slices(x) or isinstance(x, bool)
+
+    return jax.tree.map(lambda x: _Carried(x) if is_whole(x) else x, tree, is_leaf=is_whole)
 
 
-def carried(tree: Any) -> Any:
+def carried(tree: PyTree) -> PyTree:
     """The tree that was given to :func:`carry_facts`."""
 
     def is_carried(x: Any) -> bool:
         return isinstance(x, _Carried)
 
-    return jax.tree.map(
-        lambda x: x.slices if is_carried(x) else x, tree, is_leaf=is_carried
-    )
+    return jax.tree.map(lambda x: x.whole if is_carried(x) else x, tree, is_leaf=is_carried)
+
+
+def one_program(fun: Callable[P, R]) -> Callable[P, R]:
+    """``fun``, compiled as a whole outside of ``jax.jit``, not operation by operation.
+
+    Positional arguments are pytrees of arrays and slices, keyword arguments static. With
+    anything else than arrays, or arrays on different devices, it runs as it is.
+    """
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def program(static: Any, args: Any) -> Any:
+        return carry_facts(fun(*carried(args), **dict(static)))
+
+    @functools.wraps(fun)
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        if is_staged() or not _are_of_one_program(args):
+            return fun(*args, **kwargs)
+        return carried(program(tuple(kwargs.items()), carry_facts(args)))
+
+    return run
+
+
+def _are_of_one_program(args: PyTree) -> bool:
+    devices: set[Any] = set()
+    for x in jax.tree.leaves(args):
+        if isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer):
+            if x.committed:
+                devices.add(frozenset(x.sharding.device_set))
+        elif not isinstance(x, jax.Array | np.ndarray | np.generic | int | float | complex):
+            return False
+    return len(devices) < 2
+
+
+@one_program
+def _dense(slices: IndexedSlices) -> jax.Array:
+    shape = slices.dense_shape
+    assert shape is not None
+    if slices.indices.ndim > 1:
+        return jax.vmap(_dense)(slices)
+    if slices.is_placed:
+        dense: jax.Array = each_shard(_dense, slices)
+        return dense
+    if slices.dtype.itemsize < 4:
+        slices = slices.coalesce()
+    indices = canonical_indices(slices.indices, shape[0])
+    zeros = jnp.zeros(shape, slices.dtype)
+    return add_rows(zeros, indices, slices.values, slices.facts.distinct)
 
 
 # --- slices on a mesh -------------------------------------------------------------------

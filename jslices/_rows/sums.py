@@ -98,6 +98,23 @@ def sum_duplicates(
     capacity = enough if size is None else size
     if capacity < 0:
         raise ValueError(f"coalesce(size={size}): size must not be negative")
+    run = _sum_duplicates if _jax.is_staged() else _compiled_sum
+    unique, summed, distinct = run(values, indices, num_rows, capacity, combine, order)
+    if not _jax.definitely(lambda: capacity >= enough):
+        summed = _refuse_overflow(summed, distinct, capacity)
+    return summed, unique, distinct
+
+
+def _sum_duplicates(
+    values: jax.Array,
+    indices: jax.Array,
+    num_rows: int | None,
+    capacity: int,
+    combine: str,
+    order: Order,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """``(indices [U], sums [U, *D], distinct [])``, whether they fit or not."""
+    num_ids = indices.shape[0]
     indices = indices.astype(index_dtype(num_rows, np.dtype(indices.dtype)))
     empty = empty_index(num_rows, indices.dtype)
     if _jax.definitely(lambda: num_ids == 0 or capacity == 0):
@@ -116,9 +133,11 @@ def sum_duplicates(
         unique, summed, distinct = lax.platform_dependent(
             indices, values, cpu=in_turn, default=by_runs
         )
-    if not _jax.definitely(lambda: capacity >= enough):
-        summed = _refuse_overflow(summed, distinct, capacity)
-    return summed, unique, distinct
+    return unique, summed, distinct
+
+
+# Outside of ``jax.jit`` its operations would be compiled one by one.
+_compiled_sum = jax.jit(_sum_duplicates, static_argnums=(2, 3, 4, 5))
 
 
 def check_combine(combine: str, dtype: jnp.dtype) -> None:

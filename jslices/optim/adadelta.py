@@ -16,7 +16,7 @@ from jslices.optim._engine.arithmetic import (
     with_decay,
 )
 from jslices.optim._engine.protocol import GradientTransformation
-from jslices.optim._engine.recipe import recorded
+from jslices.optim._engine.recipe import optimizer
 from jslices.optim._engine.rule import Kernel, Rule, check_fading, is_exact, zeros
 from jslices.optim._engine.transformation import transformation
 from jslices.optim._exact.missed import Missed, MissedSteps, fading
@@ -31,7 +31,7 @@ class AdadeltaState(NamedTuple):
     clock: Any = None  #: how far each row is; None unless ``untouched="exact"``.
 
 
-@recorded
+@optimizer
 def adadelta(
     learning_rate: Scalar | Schedule,
     rho: Scalar = 0.9,

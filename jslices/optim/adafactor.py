@@ -23,7 +23,7 @@ from jslices.optim._engine.arithmetic import (
 )
 from jslices.optim._engine.execute import derivable, step_slices
 from jslices.optim._engine.protocol import GradientTransformation
-from jslices.optim._engine.recipe import recorded
+from jslices.optim._engine.recipe import optimizer
 from jslices.optim._engine.rule import Kernel, Rule, check_lazy, zeros
 from jslices.optim._engine.transformation import transformation
 
@@ -40,7 +40,7 @@ class AdafactorState(NamedTuple):
     momentum: Any = None  #: like params, the mean of the updates; None without.
 
 
-@recorded
+@optimizer
 def adafactor(
     learning_rate: Scalar | Schedule | None = None,
     min_dim_size_to_factor: int = 128,

@@ -14,7 +14,7 @@ from jslices.optim._engine.arithmetic import (
     scaled,
 )
 from jslices.optim._engine.protocol import GradientTransformation
-from jslices.optim._engine.recipe import recorded
+from jslices.optim._engine.recipe import optimizer
 from jslices.optim._engine.rule import Kernel, Rule, full, is_exact
 from jslices.optim._engine.transformation import transformation
 
@@ -26,7 +26,7 @@ class AdagradState(NamedTuple):
     sum_of_squares: Any  #: like params.
 
 
-@recorded
+@optimizer
 def adagrad(
     learning_rate: Scalar | Schedule,
     initial_accumulator_value: Scalar = 0.1,

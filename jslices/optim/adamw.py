@@ -16,14 +16,14 @@ from jslices.optim._engine.arithmetic import (
     with_decay,
 )
 from jslices.optim._engine.protocol import GradientTransformation
-from jslices.optim._engine.recipe import recorded
+from jslices.optim._engine.recipe import optimizer
 from jslices.optim._engine.rule import Kernel, Rule, is_exact, zeros
 from jslices.optim._engine.transformation import transformation
 from jslices.optim._exact.missed import Missed, MissedSteps
 from jslices.optim.adam import AdamState, adam_direction, adam_missed
 
 
-@recorded
+@optimizer
 def adamw(
     learning_rate: Scalar | Schedule,
     b1: Scalar = 0.9,

@@ -13,7 +13,7 @@ from jslices.optim._engine.arithmetic import (
     value_at,
 )
 from jslices.optim._engine.protocol import GradientTransformation
-from jslices.optim._engine.recipe import recorded
+from jslices.optim._engine.recipe import optimizer
 from jslices.optim._engine.rule import Kernel, Rule, check_lazy, full, zeros
 from jslices.optim._engine.transformation import transformation
 
@@ -26,7 +26,7 @@ class FtrlState(NamedTuple):
     linear: Any  #: like params, what the parameter is computed from.
 
 
-@recorded
+@optimizer
 def ftrl(
     learning_rate: Scalar | Schedule,
     learning_rate_power: float = -0.5,

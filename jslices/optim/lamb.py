@@ -16,7 +16,7 @@ from jslices.optim._engine.arithmetic import (
     with_decay,
 )
 from jslices.optim._engine.protocol import GradientTransformation
-from jslices.optim._engine.recipe import recorded
+from jslices.optim._engine.recipe import optimizer
 from jslices.optim._engine.rule import Kernel, Rule, check_lazy, zeros
 from jslices.optim._engine.transformation import transformation
 from jslices.optim.adam import adam_direction
@@ -30,7 +30,7 @@ class LambState(NamedTuple):
     nu: Any  #: like params, the mean of their squares.
 
 
-@recorded
+@optimizer
 def lamb(
     learning_rate: Scalar | Schedule,
     b1: Scalar = 0.9,

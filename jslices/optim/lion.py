@@ -19,7 +19,7 @@ from jslices.optim._engine.arithmetic import (
     with_decay,
 )
 from jslices.optim._engine.protocol import GradientTransformation
-from jslices.optim._engine.recipe import recorded
+from jslices.optim._engine.recipe import optimizer
 from jslices.optim._engine.rule import Kernel, Rule, check_fading, is_exact, zeros
 from jslices.optim._engine.transformation import transformation
 from jslices.optim._exact.missed import Missed, MissedSteps, fading
@@ -33,7 +33,7 @@ class LionState(NamedTuple):
     clock: Any = None  #: how far each row is; None unless rows catch up.
 
 
-@recorded
+@optimizer
 def lion(
     learning_rate: Scalar | Schedule,
     b1: Scalar = 0.9,

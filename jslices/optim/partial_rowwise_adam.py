@@ -18,7 +18,7 @@ from jslices.optim._engine.arithmetic import (
     scaled,
 )
 from jslices.optim._engine.protocol import GradientTransformation
-from jslices.optim._engine.recipe import recorded
+from jslices.optim._engine.recipe import optimizer
 from jslices.optim._engine.rule import Kernel, Rule, is_exact, row_of, zeros
 from jslices.optim._engine.transformation import transformation
 from jslices.optim._exact.missed import Missed
@@ -34,7 +34,7 @@ class PartialRowwiseAdamState(NamedTuple):
     clock: Any = None  #: how far each row is; None unless ``untouched="exact"``.
 
 
-@recorded
+@optimizer
 def partial_rowwise_adam(
     learning_rate: Scalar | Schedule,
     b1: Scalar = 0.9,

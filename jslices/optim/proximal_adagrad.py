@@ -13,7 +13,7 @@ from jslices.optim._engine.arithmetic import (
     value_at,
 )
 from jslices.optim._engine.protocol import GradientTransformation
-from jslices.optim._engine.recipe import recorded
+from jslices.optim._engine.recipe import optimizer
 from jslices.optim._engine.rule import Kernel, Rule, full, is_exact
 from jslices.optim._engine.transformation import transformation
 from jslices.optim._exact.missed import Missed, MissedSteps
@@ -27,7 +27,7 @@ class ProximalAdagradState(NamedTuple):
     clock: Any = None  #: how far each row is; None unless ``untouched="exact"``.
 
 
-@recorded
+@optimizer
 def proximal_adagrad(
     learning_rate: Scalar | Schedule,
     initial_accumulator_value: float = 0.1,

@@ -15,7 +15,7 @@ from jslices.optim._engine.arithmetic import (
     scaled,
 )
 from jslices.optim._engine.protocol import GradientTransformation
-from jslices.optim._engine.recipe import recorded
+from jslices.optim._engine.recipe import optimizer
 from jslices.optim._engine.rule import Kernel, Rule, check_fading, full, is_exact, zeros
 from jslices.optim._engine.transformation import transformation
 from jslices.optim._exact.missed import Missed, MissedSteps, Series, fading
@@ -31,7 +31,7 @@ class RmspropState(NamedTuple):
     clock: Any = None  #: how far each row is; None unless ``untouched="exact"``.
 
 
-@recorded
+@optimizer
 def rmsprop(
     learning_rate: Scalar | Schedule,
     decay: Scalar = 0.9,

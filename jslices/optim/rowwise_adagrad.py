@@ -15,7 +15,7 @@ from jslices.optim._engine.arithmetic import (
     scaled,
 )
 from jslices.optim._engine.protocol import GradientTransformation
-from jslices.optim._engine.recipe import recorded
+from jslices.optim._engine.recipe import optimizer
 from jslices.optim._engine.rule import Kernel, Rule, is_exact, row_of
 from jslices.optim._engine.transformation import transformation
 
@@ -27,7 +27,7 @@ class RowwiseAdagradState(NamedTuple):
     sum_of_squares: Any  #: for each parameter ``[V, *D]`` an array ``[V]``.
 
 
-@recorded
+@optimizer
 def rowwise_adagrad(
     learning_rate: Scalar | Schedule,
     initial_accumulator_value: Scalar = 0.0,

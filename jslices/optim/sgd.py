@@ -13,7 +13,7 @@ from jslices.optim._engine.arithmetic import (
     scaled,
 )
 from jslices.optim._engine.protocol import GradientTransformation
-from jslices.optim._engine.recipe import recorded
+from jslices.optim._engine.recipe import optimizer
 from jslices.optim._engine.rule import Kernel, Rule, check_fading, is_exact, zeros
 from jslices.optim._engine.transformation import transformation
 from jslices.optim._exact.missed import Missed, MissedSteps, fading, momentum_series
@@ -27,7 +27,7 @@ class SgdState(NamedTuple):
     clock: Any = None  #: how far each row is; None unless ``untouched="exact"``.
 
 
-@recorded
+@optimizer
 def sgd(
     learning_rate: Scalar | Schedule,
     momentum: Scalar | None = None,

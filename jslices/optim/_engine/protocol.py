@@ -2,9 +2,9 @@
 
 import sys
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,55 +23,39 @@ from jslices._rows.rounding import (
 )
 from jslices._rows.select import where_rows
 from jslices._rows.sums import add_rows
-from jslices._slices import IndexedSlices, check_slices, each_shard, is_slices
+from jslices._slices import (
+    IndexedSlices,
+    check_slices,
+    each_shard,
+    is_slices,
+    one_program,
+)
+from jslices._typing import Gradients, Key, Params, PyTree, State
 
 
-class _InitUpdate(NamedTuple):
-    init: Callable[[Any], Any]
-    update: Callable[..., tuple[Any, Any]]
+class GradientTransformation:
+    """A pair of pure functions in Optax's protocol, and what rows need besides.
 
+    It unpacks as a pair, ``init, update = tx``, and Optax's combinators take it.
 
-class GradientTransformation(_InitUpdate):
-    """A pair of pure functions in Optax's protocol, both in one, and two for exact ones.
-
-    It is a pair, so ``init, update = tx`` holds and Optax's combinators take it.
-
-    Attributes:
+    Args:
       init: ``init(params) -> state``.
       update: ``update(grads, state, params=None) -> (updates, state)``. ``grads`` mirrors
         ``params``, with an IndexedSlices where the gradient is sparse, None where there
         is none; so do the updates, which :func:`jslices.apply_updates` (or, without None,
         ``optax.apply_updates``) adds.
-      apply: ``apply(grads, state, params, key=None) -> (params, state)``: ``update`` and
-        :func:`jslices.apply_updates` in one call, with the same result: parameters of the
-        shapes and dtypes that came, duplicates summed before the step, out-of-range ids
-        dropped, rows that no id names neither read nor written. In place where ``params``
-        and ``state`` are donated. With ``key``, parameters of 16 bits are rounded
-        stochastically, and their gradients are float32 from the start, so that updates
-        are, too: nothing is lost before it is added. The dtypes of the state stay. Raises
-        ValueError without params, or with slices of an array of another shape; TypeError
-        for a key that is none.
-      catch_up: ``catch_up(params, state, ids) -> (params, state)``. With
-        ``untouched="exact"``, brings the rows that are about to be read up to date. ``ids``
-        mirrors ``params``: integers of any shape for a table, out-of-range ones being
-        dropped; None for what needs nothing, True for all rows of it. Other optimizers
-        return what they got.
-      flush: ``flush(params, state) -> (params, state)``. The same for every row, before
-        parameters are saved or evaluated.
-      catches_up: whether rows have to catch up.
-      plan: ``plan(grads, params, platform=None)``: for every gradient that is IndexedSlices
-        how its rows are stepped, a :class:`Plan` to print; None for the others, and where a
-        transformation does not tell. Shapes and dtypes suffice:
-        ``tx.plan(jax.eval_shape(js.grad(loss), params, batch), params)``. ``platform`` is
-        ``"cpu"``, ``"gpu"`` or ``"tpu"``; None means that of the default device. (For
-        ``apply`` with a key, pass gradients in float32.)
-      recipe: how it was made, for what has to make it again (:mod:`jslices.keras`); None
-        for one that was put together from functions.
+      catch_up: for rows that catch up, see :meth:`catch_up`.
+      flush: the same for all rows; both or neither.
+      apply: a step in one call, if not ``update`` and then ``apply_updates``.
+      plan: see :meth:`plan`.
+      recipe: how it was made, for what makes it again (:mod:`jslices.keras`).
+      check: ``check(grads, state)``, which raises before a step, where values are there to
+        tell, what a program cannot.
 
     Example:
       >>> import jslices as js
       >>> init, update = js.sgd(0.1)
-      >>> js.adam(0.1, untouched="exact").flush is not None
+      >>> js.adam(0.1, untouched="exact").catches_up
       True
       >>> import jax.numpy as jnp
       >>> tx, params = js.sgd(0.5), jnp.zeros((5, 1))
@@ -81,30 +65,128 @@ class GradientTransformation(_InitUpdate):
       Array([ 0.,  0.,  0., -1.,  0.], dtype=float32)
     """
 
-    apply: Callable[..., tuple[Any, Any]]
-    catch_up: Callable[[Any, Any, Any], tuple[Any, Any]]
-    flush: Callable[[Any, Any], tuple[Any, Any]]
-    catches_up: bool
-    plan: Callable[..., Any]
-    recipe: Any
+    __slots__ = (
+        "_apply",
+        "_catch_up",
+        "_flush",
+        "_plan",
+        "check",
+        "init",
+        "recipe",
+        "update",
+    )
 
-    def __new__(
-        cls,
-        init: Callable[[Any], Any],
-        update: Callable[..., tuple[Any, Any]],
-        catch_up: Callable[[Any, Any, Any], tuple[Any, Any]] | None = None,
-        flush: Callable[[Any, Any], tuple[Any, Any]] | None = None,
-        apply: Callable[..., tuple[Any, Any]] | None = None,
-        plan: Callable[..., Any] | None = None,
-    ) -> "GradientTransformation":
-        new = super().__new__(cls, init, update)
-        new.apply = _with_params(apply or _in_two(update))
-        new.catches_up = catch_up is not None
-        new.catch_up = catch_up or (lambda params, state, ids: (params, state))
-        new.flush = flush or (lambda params, state: (params, state))
-        new.plan = plan or _unknown_plan
-        new.recipe = None
-        return new
+    def __init__(
+        self,
+        init: Callable[[Params], State],
+        update: Callable[..., tuple[Gradients, State]],
+        catch_up: Callable[[Params, State, PyTree], tuple[Params, State]] | None = None,
+        flush: Callable[[Params, State], tuple[Params, State]] | None = None,
+        apply: Callable[..., tuple[Params, State]] | None = None,
+        plan: Callable[..., PyTree] | None = None,
+        recipe: PyTree = None,
+        check: Callable[[Gradients, State], None] | None = None,
+    ) -> None:
+        self.init, self.update, self.recipe, self.check = init, update, recipe, check
+        self._catch_up, self._flush, self._plan = catch_up, flush, plan
+        self._apply = apply or _in_two(update)
+
+    def replace(self, **parts: PyTree) -> "GradientTransformation":
+        """The same with other parts, by the names of the arguments."""
+        same = {name.removeprefix("_"): getattr(self, name) for name in self.__slots__}
+        return GradientTransformation(**{**same, **parts})
+
+    def as_programs(self) -> "GradientTransformation":
+        """The same, each function one compiled program outside of ``jax.jit`` as well."""
+        return self.replace(
+            update=one_program(self.update),
+            apply=one_program(self._apply),
+            catch_up=self._catch_up and one_program(self._catch_up),
+            flush=self._flush and one_program(self._flush),
+        )
+
+    def checked(self) -> "GradientTransformation":
+        """The same with ``check`` before each step."""
+        check, update, apply = self.check, self.update, self._apply
+        if check is None:
+            return self
+
+        def checked_update(grads: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+            check(grads, state)
+            return update(grads, state, params)
+
+        def checked_apply(grads: Any, state: Any, *rest: Any) -> tuple[Any, Any]:
+            check(grads, state)
+            return apply(grads, state, *rest)
+
+        return self.replace(update=checked_update, apply=checked_apply, check=None)
+
+    def __iter__(self) -> Iterator[Callable[..., PyTree]]:
+        return iter((self.init, self.update))
+
+    def __len__(self) -> int:
+        return 2
+
+    def __getitem__(self, number: int) -> Callable[..., PyTree]:
+        return (self.init, self.update)[number]
+
+    def apply(
+        self, grads: Gradients, state: State, params: Params, key: Key | None = None
+    ) -> tuple[Params, State]:
+        """``update`` and :func:`jslices.apply_updates` in one call, with the same result.
+
+        Parameters of the shapes and dtypes that came, duplicates summed before the step,
+        out-of-range ids dropped, rows that no id names neither read nor written. In place
+        where ``params`` and ``state`` are donated. With ``key``, parameters of 16 bits are
+        rounded stochastically, and their gradients are float32 from the start, so that
+        updates are, too: nothing is lost before it is added. The dtypes of the state stay.
+
+        Raises:
+          ValueError: without params, or with slices of an array of another shape.
+          TypeError: for a key that is none.
+        """
+        if params is None and grads is not None:
+            raise ValueError(
+                "tx.apply steps the parameters, but these are None: "
+                "params, state = tx.apply(grads, state, params)"
+            )
+        if key is None:
+            return self._apply(grads, state, params)
+        key_bits(key, "tx.apply")  # before anything is done
+        return self._apply(grads, state, params, key)
+
+    @property
+    def catches_up(self) -> bool:
+        """Whether rows have to catch up before they are read."""
+        return self._catch_up is not None
+
+    def catch_up(self, params: Params, state: State, ids: PyTree) -> tuple[Params, State]:
+        """``(params, state)`` with the rows that are about to be read up to date.
+
+        For ``untouched="exact"``; other optimizers return what they got. ``ids`` mirrors
+        ``params``: integers of any shape for a table, out-of-range ones being dropped; None
+        for what needs nothing, True for all rows of it.
+        """
+        if self._catch_up is None:
+            return params, state
+        return self._catch_up(params, state, ids)
+
+    def flush(self, params: Params, state: State) -> tuple[Params, State]:
+        """The same for every row, before parameters are saved or evaluated."""
+        return (params, state) if self._flush is None else self._flush(params, state)
+
+    def plan(self, grads: Gradients, params: Params, platform: str | None = None) -> PyTree:
+        """For every gradient that is IndexedSlices how its rows are stepped.
+
+        A :class:`Plan` to print; None for the others, and where a transformation does not
+        tell. Shapes and dtypes suffice:
+        ``tx.plan(jax.eval_shape(js.grad(loss), params, batch), params)``. ``platform`` is
+        ``"cpu"``, ``"gpu"`` or ``"tpu"``; None means that of the default device. (For
+        ``apply`` with a key, pass gradients in float32.)
+        """
+        if self._plan is None:
+            return jax.tree.map(lambda g: None, grads, is_leaf=is_leaf)
+        return self._plan(grads, params, platform)
 
 
 def _in_two(update: Callable[..., tuple[Any, Any]]) -> Callable[..., tuple[Any, Any]]:
@@ -130,36 +212,16 @@ def widening(
             return g
         return g.astype(jnp.float32)
 
-    def kept(old: Any, new: Any) -> Any:
+    def restored(old: Any, new: Any) -> Any:
         narrow = is_narrow(jnp.result_type(old))
         return new.astype(old.dtype) if narrow else new
 
     def widened(grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
         grads = jax.tree.map(wide, grads, params, is_leaf=is_leaf)
         updates, new = update(grads, state, params)
-        return updates, jax.tree.map(kept, state, new)
+        return updates, jax.tree.map(restored, state, new)
 
     return widened
-
-
-def _unknown_plan(grads: Any, params: Any, platform: str | None = None) -> Any:
-    del params, platform
-    return jax.tree.map(lambda g: None, grads, is_leaf=is_leaf)
-
-
-def _with_params(apply: Callable[..., tuple[Any, Any]]) -> Callable[..., tuple[Any, Any]]:
-    def checked(grads: Any, state: Any, params: Any, key: Any = None) -> tuple[Any, Any]:
-        if params is None and grads is not None:
-            raise ValueError(
-                "tx.apply steps the parameters, but these are None: "
-                "params, state = tx.apply(grads, state, params)"
-            )
-        if key is None:
-            return apply(grads, state, params)
-        key_bits(key, "tx.apply")  # before anything is done
-        return apply(grads, state, params, key)
-
-    return checked
 
 
 def apply_updates(params: Any, updates: Any, key: Any = None) -> Any:
@@ -217,6 +279,11 @@ def apply_updates(params: Any, updates: Any, key: Any = None) -> Any:
     Source: ``optax.apply_updates``, which gives the same result on these updates (but takes
     no None, and no key).
     """
+    return _on_any_mesh(params, updates, key)
+
+
+@one_program
+def _on_any_mesh(params: Any, updates: Any, key: Any) -> Any:
     add = running_with_auto_axes(_apply_updates, lambda params, *rest: shardings_of(params))
     return add(params, updates, key)
 

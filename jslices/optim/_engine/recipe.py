@@ -42,12 +42,42 @@ def recorded(
 
     @functools.wraps(make)
     def made(*args: P.args, **kwargs: P.kwargs) -> GradientTransformation:
-        tx = make(*args, **kwargs)
-        tx.recipe = Recipe(made, dict(signature.bind(*args, **kwargs).arguments))
-        return tx
+        arguments = dict(signature.bind(*args, **kwargs).arguments)
+        return make(*args, **kwargs).replace(recipe=Recipe(made, arguments))
 
     made.__dict__[RECORDED] = True
     return made
+
+
+#: So many optimizers are remembered by their arguments.
+REMEMBERED = 128
+
+
+def optimizer(
+    make: Callable[P, GradientTransformation],
+) -> Callable[P, GradientTransformation]:
+    """``make``, recorded, whose results are compiled as a whole outside of ``jax.jit``.
+
+    Equal arguments give the same functions, so that they are compiled once.
+    """
+
+    def compiled(*args: P.args, **kwargs: P.kwargs) -> GradientTransformation:
+        return make(*args, **kwargs).as_programs()
+
+    remembered = functools.lru_cache(REMEMBERED, typed=True)(compiled)
+
+    @functools.wraps(make)
+    def made(*args: P.args, **kwargs: P.kwargs) -> GradientTransformation:
+        arguments = (*args, *kwargs.values())
+        if any(isinstance(x, jax.Array) for x in arguments):
+            # optax.inject_hyperparams makes an optimizer in every step, of other arrays:
+            # each would be a program of its own.
+            return make(*args, **kwargs).checked()
+        if not all(x is None or isinstance(x, bool | int | float | str) for x in arguments):
+            return compiled(*args, **kwargs).checked()
+        return remembered(*args, **kwargs).checked()  # type: ignore[arg-type]
+
+    return recorded(made)
 
 
 def makes_recorded(make: Any) -> bool:

@@ -54,7 +54,7 @@ def transformation(
     that no gradient touches are neither read nor written.
     """
     names = tuple(rule.state)
-    kept = (*names, "clock") if rule.missed is not None else names
+    names_in_state = (*names, "clock") if rule.missed is not None else names
 
     @functools.cache
     def state_shapes(rule: Rule, shape: tuple[int, ...]) -> Shapes:
@@ -94,7 +94,7 @@ def transformation(
                 "this optimizer needs the parameters as well, for its weight decay or its "
                 "norms: tx.update(grads, state, params)"
             )
-        check_state(state, state_type, kept)
+        check_state(state, state_type, names_in_state)
         leaves, tree = flatten(grads, is_leaf=is_leaf)
         rules = rules_for(params, tree)
         arrays = _parameters(tree, params, rule.reads_params, len(leaves))
@@ -115,7 +115,6 @@ def transformation(
             clock = exact.ticked(state.clock, state.count, rule)
             columns.append(tree.flatten_up_to(clock.last))
             snapshots = tree.flatten_up_to(clock.snapshot)
-            exact.refuse_stale(leaves, columns[-1], state.count)
             kernels = {
                 kind: exact.keeping_time(kernel, kind[0], state.count, clock.run)
                 for kind, kernel in kernels.items()
@@ -171,15 +170,22 @@ def transformation(
         result: tuple[Any, Any] = advance(params, state, every)
         return result
 
+    def check(grads: Any, state: Any) -> None:
+        check_state(state, state_type, names_in_state)
+        leaves, tree = flatten(grads, is_leaf=is_leaf)
+        exact.refuse_stale(leaves, tree.flatten_up_to(state.clock.last), state.count)
+
     def check_caught_up(params: Any, state: Any) -> None:
-        check_state(state, state_type, kept)
+        check_state(state, state_type, names_in_state)
         leaves, tree = flatten(params)
         rules = rules_for(params, tree)
         columns = [arrays_of(state, name, tree) for name in names]
         for place, p, r, *old in zip(places(tree), leaves, rules, *columns, strict=True):
             check_shapes(place, jnp.shape(p), old, state_shapes(r, jnp.shape(p)))
 
-    return GradientTransformation(init, update_on_mesh, catch_up, flush, plan=plan)
+    return GradientTransformation(
+        init, update_on_mesh, catch_up, flush, plan=plan, check=check
+    )
 
 
 def _types_of_params(params: Any, state: Any, which: Any) -> tuple[Any, Any]:

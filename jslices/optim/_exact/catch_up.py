@@ -18,7 +18,7 @@ from jslices._devices.layouts import row_major_array
 from jslices._jax import flatten
 from jslices._rows.bounds import canonical_indices, index_dtype, take_rows
 from jslices._rows.select import where_rows
-from jslices._slices import IndexedSlices, sent_to_owners
+from jslices._slices import IndexedSlices, one_program, sent_to_owners
 from jslices.optim._engine.arithmetic import next_count, per_row
 from jslices.optim._engine.execute import execute, step_slices
 from jslices.optim._engine.plan import Plan
@@ -82,28 +82,38 @@ def keeping_time(kernel: Kernel, rule: Rule, count: jax.Array, run: jax.Array) -
 
 def refuse_stale(grads: Sequence[Any], last: Sequence[Any], count: jax.Array) -> None:
     """Raises for rows that have not caught up, where all is known."""
-    for grad, steps in zip(grads, last, strict=True):
-        if grad is None or any(
-            isinstance(x, jax.core.Tracer) for x in (*jax.tree.leaves(grad), steps, count)
-        ):
-            continue
-        known = jnp.atleast_1d(steps)
-        rows = jnp.arange(known.shape[0])
-        if isinstance(grad, IndexedSlices):
-            rows = canonical_indices(grad.indices, known.shape[0])
-        last_step = take_rows(known, rows, fill_value=int(count))
-        late = (last_step != count) & (last_step != FROZEN)
+    tables = [(g, steps) for g, steps in zip(grads, last, strict=True) if g is not None]
+    if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((tables, count))):
+        return
+    for (_, steps), (rows, late) in zip(tables, _late(tables, count), strict=True):
         if isinstance(late, jax.core.Tracer):  # all is known, but something is traced
             continue
         behind = np.asarray(late)
         if behind.any():
             row = int(rows[int(np.argmax(behind))])
             raise ValueError(
-                f"row {row} did its last step at {int(known[row])}, the optimizer has done "
-                f'{int(count)}: with untouched="exact" rows catch up before they are read: '
+                f"row {row} did its last step at {int(jnp.atleast_1d(steps)[row])}, the "
+                f"optimizer has done {int(count)}: with "
+                'untouched="exact" rows catch up before they are read: '
                 "params, state = tx.catch_up(params, state, ids), or all of them by "
                 "tx.flush(params, state)"
             )
+
+
+@one_program
+def _late(
+    tables: Sequence[tuple[Any, jax.Array]], count: jax.Array
+) -> list[tuple[jax.Array, jax.Array]]:
+    """For each gradient its rows ``[n]``, and which of them have not caught up."""
+    results = []
+    for grad, last in tables:
+        steps = jnp.atleast_1d(last)
+        rows = jnp.arange(steps.shape[0])
+        if isinstance(grad, IndexedSlices):
+            rows = canonical_indices(grad.indices, steps.shape[0])
+        last_step = take_rows(steps, rows, fill_value=FROZEN)
+        results.append((rows, (last_step != count) & (last_step != FROZEN)))
+    return results
 
 
 def rows_behind(params: Any, ids: Any) -> list[IndexedSlices | bool]:

@@ -9,7 +9,7 @@ is noticed; untouched rows are not stored and stay as they are.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -18,7 +18,8 @@ import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
 from jslices._jax import flatten
-from jslices._slices import IndexedSlices, deduplicated, is_slices
+from jslices._slices import IndexedSlices, deduplicated, is_slices, one_program
+from jslices._typing import PyTree
 from jslices.optim._engine.protocol import GradientTransformation, is_leaf
 from jslices.optim._engine.recipe import recorded
 from jslices.optim.transforms.chain import each_leaf, stateless
@@ -73,11 +74,17 @@ def clip_by_global_norm(
     """
     name = "clip_by_global_norm"
     limit = check_limit(name, "clip_norm", clip_norm, single=True)
-    leaves = coalesced_leaves(name, tree)
-    if use_norm is None:
-        norm = norm_of_leaves(leaves)
-    else:
-        norm = check_limit(name, "use_norm", use_norm, single=True)
+    if use_norm is not None:
+        use_norm = check_limit(name, "use_norm", use_norm, single=True)
+    return _clipped_by_global_norm(tree, limit, use_norm)
+
+
+@one_program
+def _clipped_by_global_norm(
+    tree: PyTree, limit: jax.Array, norm: jax.Array | None
+) -> tuple[PyTree, jax.Array]:
+    leaves = coalesced_leaves("clip_by_global_norm", tree)
+    norm = norm_of_leaves(leaves) if norm is None else norm
     clipped = [x if x is None else shrunk(x, norm, limit) for x in leaves]
     return flatten(tree, is_leaf)[1].unflatten(clipped), norm
 
@@ -116,10 +123,9 @@ def clip_by_norm(
 
     Source: ``tf.clip_by_norm``.
     """
-    limit = check_limit("clip_by_norm", "clip_norm", clip_norm)
-    return _clip_over(
-        "clip_by_norm", t, limit, lambda t: _normalized_axes("clip_by_norm", t, axes)
-    )
+    t, limit = as_leaf(t), check_limit("clip_by_norm", "clip_norm", clip_norm)
+    axes = _normalized_axes("clip_by_norm", t, axes)
+    return _clip_over(t, limit, name="clip_by_norm", axes=axes)
 
 
 def clip_rows_by_norm(t: Any, max_norm: ArrayLike) -> Any:
@@ -155,14 +161,11 @@ def clip_rows_by_norm(t: Any, max_norm: ArrayLike) -> Any:
     """
     name = "clip_rows_by_norm"
     limit = check_limit(name, "max_norm", max_norm, single=True)
-
-    def row_axes(t: Any) -> tuple[int, ...]:
-        first = t.indices.ndim if is_slices(t) else 1
-        if t.ndim == 0:
-            raise ValueError(f"{name} wants rows [V, *D], got a scalar")
-        return tuple(range(first, t.ndim))
-
-    return _clip_over(name, t, limit, row_axes)
+    t = as_leaf(t)
+    if t.ndim == 0:
+        raise ValueError(f"{name} wants rows [V, *D], got a scalar")
+    first = t.indices.ndim if is_slices(t) else 1
+    return _clip_over(t, limit, name=name, axes=tuple(range(first, t.ndim)))
 
 
 def clip_by_average_norm(t: Any, clip_norm: ArrayLike) -> Any:
@@ -203,7 +206,7 @@ def clip_by_average_norm(t: Any, clip_norm: ArrayLike) -> Any:
             f"{name} divides by the size of the dense array, and these slices have "
             "dense_shape=None; give it: IndexedSlices(s.values, s.indices, table.shape)"
         )
-    return _clip_over(name, t, limit * float(math.prod(t.shape)), lambda _: None)
+    return _clip_over(t, limit * float(math.prod(t.shape)), name=name, axes=None)
 
 
 def clip_by_value(t: Any, clip_value_min: ArrayLike, clip_value_max: ArrayLike) -> Any:
@@ -430,13 +433,11 @@ def shrunk(x: Any, norm: jax.Array, limit: jax.Array) -> Any:
     return jnp.where(jnp.isfinite(norm), out, jnp.array(jnp.nan, real)).astype(x.dtype)
 
 
-def _clip_over(
-    name: str, t: Any, limit: jax.Array, axes_of: Callable[[Any], tuple[int, ...] | None]
-) -> Any:
-    """``t`` with each norm over the axes ``axes_of(t)`` at most ``limit``."""
-    (t,) = coalesced_leaves(name, t if is_slices(t) else jnp.asarray(t))
-    x = values_of(t)
-    norm = safe_sqrt(sum_of_squares(x, axes_of(t), keepdims=True))
+@one_program
+def _clip_over(t: Any, limit: jax.Array, *, name: str, axes: tuple[int, ...] | None) -> Any:
+    """``t`` with each norm over ``axes`` at most ``limit``."""
+    (t,) = coalesced_leaves(name, t)
+    norm = safe_sqrt(sum_of_squares(values_of(t), axes, keepdims=True))
     return shrunk(t, norm, _fitting(name, "clip_norm", limit, t, dtype=norm.dtype))
 
 
@@ -478,7 +479,7 @@ def check_limit(name: str, what: str, limit: Any, single: bool = False) -> jax.A
         raise TypeError(f"{name}({what}=...) wants a real number, got {array.dtype}")
     if single and array.ndim:
         raise ValueError(f"{name}({what}=...) wants one number, got shape {array.shape}")
-    if not isinstance(array, jax.core.Tracer) and bool(jnp.any(array < 0)):
+    if not isinstance(array, jax.core.Tracer) and np.any(np.asarray(array) < 0):
         raise ValueError(f"{name}({what}={limit}): it must not be negative")
     return widened(array)
 

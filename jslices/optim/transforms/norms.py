@@ -9,7 +9,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jslices._slices import IndexedSlices, as_array, deduplicated, is_slices
+from jslices._slices import (
+    IndexedSlices,
+    as_array,
+    deduplicated,
+    is_slices,
+    one_program,
+    slices_of,
+)
+from jslices._typing import PyTree
 from jslices.optim._engine.protocol import is_leaf
 
 
@@ -44,6 +52,11 @@ def global_norm(tree: Any) -> jax.Array:
     Source: ``tf.linalg.global_norm`` and ``optax.global_norm``. TensorFlow's takes the
     values as they are: 11.18 in the example, where the dense gradient has 15.
     """
+    return _global_norm(tree)
+
+
+@one_program
+def _global_norm(tree: PyTree) -> jax.Array:
     return norm_of_leaves(coalesced_leaves("global_norm", tree))
 
 
@@ -98,6 +111,11 @@ def all_finite(tree: Any) -> jax.Array:
     Source: PyTorch's ``GradScaler``, which coalesces float16 gradients for the same
     reason; TensorFlow's ``LossScaleOptimizer`` looks at the values as they are.
     """
+    return _all_finite(tree)
+
+
+@one_program
+def _all_finite(tree: PyTree) -> jax.Array:
     finite = jnp.array(True)
     for x in map(as_leaf, jax.tree.leaves(tree, is_leaf=is_leaf)):
         if x is not None:
@@ -113,7 +131,10 @@ def as_leaf(x: Any) -> Any:
     """The leaf in JAX arrays, also where ``jax.vmap`` returned NumPy arrays."""
     if x is None:
         return x
-    return jax.tree.map(jnp.asarray, x) if is_slices(x) else as_array(x)
+    if not is_slices(x):
+        return as_array(x)
+    values, indices = jnp.asarray(x.values), jnp.asarray(x.indices)
+    return slices_of(values, indices, x.dense_shape, x.facts)
 
 
 def values_of(x: Any) -> jax.Array:

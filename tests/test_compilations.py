@@ -1,0 +1,104 @@
+"""How many programs are compiled outside of ``jax.jit``: few, and each once."""
+
+import contextlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jslices as js
+
+V = 37  # no other test compiles for so many rows
+PARAMS = {"table": jnp.zeros((V, 3)), "w": jnp.zeros(5)}
+GRADS = {
+    "table": js.IndexedSlices(jnp.ones((6, 3)), jnp.array([1, 2, 2, 7, 9, V]), (V, 3)),
+    "w": jnp.ones(5),
+}
+
+
+@contextlib.contextmanager
+def at_most(limit):
+    """Fails if more programs are compiled, or read from the cache of compiled ones."""
+    events = []
+
+    def listen(event, duration, **kwargs):
+        events.extend([event] * event.endswith("backend_compile_duration"))
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        yield
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
+    assert len(events) <= limit, len(events)
+
+
+def test_the_count_counts():
+    with pytest.raises(AssertionError), at_most(0):
+        jax.jit(lambda x: x * V)(jnp.ones(3)).block_until_ready()
+
+
+@pytest.mark.parametrize("b2", [0.99, 0.9])
+def test_the_first_use_of_an_exact_optimizer(b2):
+    tx = js.adam(0.01, b2=b2, untouched="exact")
+    state = tx.init(PARAMS)
+    ids = {"table": jnp.array([1, 2, 7, 9]), "w": True}
+    with at_most(3):
+        params, state = tx.catch_up(PARAMS, state, ids)
+    with at_most(3):
+        updates, state = tx.update(GRADS, state, params)
+    with at_most(3):
+        tx.flush(js.apply_updates(params, updates), state)
+
+
+@pytest.mark.parametrize("make", [js.adam, js.adagrad, js.rowwise_adagrad, js.adafactor])
+def test_an_optimizer(make):
+    tx = make(0.015625)
+    state = tx.init(PARAMS)
+    with at_most(3):
+        updates, _ = tx.update(GRADS, state, PARAMS)
+    with at_most(3):
+        js.apply_updates(PARAMS, updates)
+    with at_most(3):
+        tx.apply(GRADS, state, PARAMS)
+    with at_most(0):  # the same optimizer, made again
+        make(0.015625).apply(GRADS, state, PARAMS)
+
+
+def test_what_stands_around_a_step():
+    rows = GRADS["table"]
+    for function in (
+        lambda: js.clip_by_global_norm(GRADS, 0.5),
+        lambda: js.global_norm(GRADS),
+        lambda: js.all_finite(GRADS),
+        lambda: rows.coalesce(),
+        lambda: rows.to_dense(),
+    ):
+        with at_most(3):
+            jax.block_until_ready(jax.tree.leaves(function()))
+
+
+def test_injected_hyperparameters_are_not_compiled_anew_in_every_step():
+    tx = optax.inject_hyperparams(js.adam)(optax.linear_schedule(0.1, 0.0, 10))
+    state, params = tx.init(PARAMS), PARAMS
+    for step in range(4):
+        with at_most(np.inf if step < 2 else 3):
+            updates, state = tx.update(GRADS, state, params)
+            params = js.apply_updates(params, updates)
+
+
+def test_what_is_known_of_slices_passes_from_program_to_program():
+    assert js.IndexedSlices([[1.0]], [0], (2, 1)).facts == (False, False, None)
+    unique = GRADS["table"].coalesce()
+    assert unique.facts.distinct and (-unique * 2).facts.distinct
+    updates, _ = js.sgd(0.1, momentum=0.5).update(
+        unique, js.sgd(0.1, momentum=0.5).init(PARAMS["table"]), PARAMS["table"]
+    )
+    assert updates.facts.distinct
+    # Whatever is made of the children may hold other rows.
+    twice = jax.tree.map(lambda *x: jnp.concatenate(x), unique, unique)
+    assert not twice.facts.distinct
+    np.testing.assert_array_equal(twice.to_dense(), 2 * unique.to_dense())
+    moved, _ = js.sgd(1.0).apply(twice, js.sgd(1.0).init(PARAMS["table"]), PARAMS["table"])
+    np.testing.assert_array_equal(moved, -2 * unique.to_dense())
