@@ -1,4 +1,4 @@
-"""Everything that reads a traced program and differs between JAX releases.
+"""What differs between JAX releases in a traced program.
 
 Tested on jax 0.10.2 and 0.12. What moved so far: sub-programs are ``ClosedJaxpr`` or
 ``Jaxpr`` in 0.10 and always ``Jaxpr`` in 0.12; ``scan`` counts its operands in
@@ -6,9 +6,7 @@ Tested on jax 0.10.2 and 0.12. What moved so far: sub-programs are ``ClosedJaxpr
 0.10.
 """
 
-import functools
 import itertools
-import operator
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import CodeType
@@ -18,7 +16,7 @@ import jax
 import jax.extend.core.primitives
 import numpy as np
 from jax import lax
-from jax._src import pjit, source_info_util, xla_bridge
+from jax._src import ad_checkpoint, pjit, source_info_util, xla_bridge
 from jax.experimental.layout import Layout
 from jax.export import is_symbolic_dim
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Primitive
@@ -102,7 +100,7 @@ if CONSTRAINS_LAYOUTS:
 #: JAX's own primitives by name, those of this release.
 PRIMITIVES: dict[str, Primitive] = {
     x.name: x
-    for module in (jax.extend.core.primitives, lax)
+    for module in (ad_checkpoint, pjit, jax.extend.core.primitives, lax)
     for x in vars(module).values()
     if isinstance(x, Primitive)
 }
@@ -114,8 +112,8 @@ def is_staged() -> bool:
 
 
 def constants(program: Program) -> Sequence[Any]:
-    """The values of ``program.constvars``."""
-    return getattr(program, "consts", ())
+    """The values of ``program.constvars``; None for each that is not known."""
+    return getattr(program, "consts", None) or [None] * len(program.constvars)
 
 
 def read(atom: Any, values: Mapping[Any, Any]) -> Any:
@@ -190,10 +188,10 @@ def bind(eqn: Equation, operands: Sequence[Any], **changed: Any) -> list[Any]:
     return list(out) if eqn.primitive.multiple_results else [out]
 
 
-def needed(
+def eval_minimal(
     fun: Callable[..., list[Any]], args: Sequence[Any]
 ) -> tuple[list[Any], list[bool]]:
-    """``fun(*args)``, running no more than the result needs; and which args it needs."""
+    """``fun(*args)``, running no more than the result needs; and which args are needed."""
     program = jax.make_jaxpr(fun)(*args)
     less, used = pe.dce_jaxpr(program.jaxpr, [True] * len(program.jaxpr.outvars))
     inputs = itertools.compress(args, used)
@@ -207,101 +205,6 @@ def has_auto_axes(eqn: Equation) -> bool:
 
 def _is_auto(mesh: Any) -> bool:
     return not mesh.empty and mesh.are_all_axes_auto
-
-
-def live_equations(program: Program) -> list[Equation]:
-    """The equations that an output or a side effect depends on, in order."""
-    needed = {v for v in program.outvars if not isinstance(v, Literal)}
-    live = []
-    for eqn in reversed(program.eqns):
-        if eqn.effects or not needed.isdisjoint(eqn.outvars):
-            needed.update(v for v in eqn.invars if not isinstance(v, Literal))
-            live.append(eqn)
-    return live[::-1]
-
-
-class Origins:
-    """How the variables of a program came about."""
-
-    def __init__(self, program: Program) -> None:
-        self._program = program
-
-    @functools.cached_property
-    def _made(self) -> dict[Any, Equation]:
-        return {v: eqn for eqn in self._program.eqns for v in eqn.outvars}
-
-    @functools.cached_property
-    def _fixed(self) -> set[Any]:
-        fixed: set[Any] = set()
-        for eqn in self._program.eqns:
-            if all(isinstance(x, Literal) or x in fixed for x in eqn.invars):
-                fixed.update(eqn.outvars)
-        return fixed
-
-    def is_fixed(self, atom: Any) -> bool:
-        """True for what stands in the program, ``jnp.arange(3)``: it has no inputs."""
-        return isinstance(atom, Literal) or atom in self._fixed
-
-    def columns(self, atom: Any) -> list[Any] | None:
-        """The pieces ``[..., 1]`` of which an array ``[..., n]`` was concatenated.
-
-        So indexing puts row numbers and column numbers together. None for any other array.
-        """
-        eqn, last = self._made.get(atom), len(atom.aval.shape) - 1
-        if eqn is None or eqn.primitive.name != "concatenate":
-            return None
-        if eqn.params["dimension"] != last or any(
-            shape_of(x)[last] != 1 for x in eqn.invars
-        ):
-            return None
-        return list(eqn.invars)
-
-    def axes(self, atom: Any) -> set[int]:
-        """The axes along which an array may differ: it was not repeated along them."""
-        eqn: Any = None if isinstance(atom, Literal) else self._made.get(atom)
-        name = eqn and eqn.primitive.name
-        if name == "convert_element_type":
-            return self.axes(eqn.invars[0])
-        if name == "broadcast_in_dim":
-            inside = self.axes(eqn.invars[0])
-            places = enumerate(eqn.params["broadcast_dimensions"])
-            return {axis for i, axis in places if i in inside}
-        return {axis for axis, size in enumerate(shape_of(atom)) if size != 1}
-
-
-def gradient_variables(program: Program, through: Sequence[bool]) -> set[Any]:
-    """The variables through which a gradient reaches the inputs.
-
-    Args:
-      program: a traced program.
-      through: for each output, whether a gradient comes in there. None comes through an
-        auxiliary output, say, and then nothing that only leads to it matters.
-    """
-    reached = {
-        v
-        for v, wanted in zip(program.outvars, through, strict=True)
-        if wanted and not isinstance(v, Literal) and carries_gradient(v)
-    }
-    for eqn in reversed(program.eqns):
-        if is_reached(eqn, reached):
-            reached.update(
-                v for v in eqn.invars if not isinstance(v, Literal) and carries_gradient(v)
-            )
-    return reached
-
-
-def is_reached(eqn: Equation, reached: set[Any]) -> bool:
-    """True if a gradient may come to this equation, through its outputs or a ref."""
-    if eqn.primitive.name == "stop_gradient":
-        return False
-    return not reached.isdisjoint(eqn.outvars) or touches_ref(eqn)
-
-
-def touches_ref(eqn: Equation) -> bool:
-    """True if the equation reads or writes a mutable array (``jax.new_ref``)."""
-    return any(
-        type(atom.aval).__name__ == "AbstractRef" for atom in (*eqn.invars, *eqn.outvars)
-    )
 
 
 def scan_counts(params: dict[str, Any]) -> tuple[int, int]:
@@ -323,15 +226,15 @@ def scan_options(params: dict[str, Any]) -> dict[str, Any]:
     return {name: params[name] for name in names}
 
 
-def remat_options(params: dict[str, Any], kept: Sequence[bool]) -> dict[str, Any]:
+def remat_options(params: dict[str, Any], passed: Sequence[bool]) -> dict[str, Any]:
     """The keyword arguments with which ``jax.checkpoint`` wraps the same function.
 
     That function takes one more operand, which comes first, and of the others those that
-    are ``kept``.
+    are ``passed``.
     """
     prevent_cse = params.get("prevent_cse", True)
     if isinstance(prevent_cse, tuple):
-        prevent_cse = (True, *itertools.compress(prevent_cse, kept))
+        prevent_cse = (True, *itertools.compress(prevent_cse, passed))
     return {"policy": params["policy"], "prevent_cse": prevent_cse}
 
 
@@ -431,43 +334,13 @@ def _expanded(eqn: Equation) -> Program:
     return jax.make_jaxpr(expand)(*avals)
 
 
-def programs_inside(
-    eqn: Equation, operands: Sequence[Any]
-) -> Iterator[tuple[Program, Sequence[Any], bool]]:
-    """The sub-programs of an equation, as far as is known what goes into them.
-
-    Each with those of the equation's ``operands``, or what is said of them, that are its
-    inputs, and True if its outputs are those of the equation.
-    """
-    name, params = eqn.primitive.name, eqn.params
-    if name == "while":
-        yield params["body_jaxpr"], operands[params["cond_nconsts"] :], False
-    elif name == "cond":
-        for branch in params["branches"]:
-            yield branch, operands[1:], True
-    elif name == "custom_linear_solve":
-        first = 0
-        given = zip(params["const_lengths"], params["jaxprs"], strict=True)
-        for count, program in given:
-            consts, first = operands[first : first + count], first + count
-            more = len(program.invars) - count if program is not None else 0
-            if program is not None and more <= len(operands[first:]):
-                yield program, [*consts, *operands[len(operands) - more :]], False
-    else:
-        called = vars(params["_prim"]) if "_prim" in params else {}
-        inside = [*(parameters(eqn) | called).values()]
-        for program in [_expanded(eqn)] if "traced" in called else inside:
-            if _takes(program, eqn) or (name == "scan" and program is body(eqn)):
-                outputs = len(program.outvars) == len(eqn.outvars) and name != "scan"
-                yield program, operands[: len(program.invars)], outputs
-
-
-def _takes(program: Any, eqn: Equation) -> bool:
-    """True if the first operands of an equation may be the inputs of a program."""
-    invars = getattr(program, "invars", None)
-    if invars is None or len(invars) > len(eqn.invars):
-        return False
-    return all(map(operator.eq, map(shape_of, invars), map(shape_of, eqn.invars)))
+def programs_among(eqn: Equation) -> list[Program]:
+    """The sub-programs that are parameters of an equation."""
+    called = vars(eqn.params["_prim"]) if "_prim" in eqn.params else {}
+    if "traced" in called:
+        return [_expanded(eqn)]
+    values = (parameters(eqn) | called).values()
+    return [x for x in values if hasattr(x, "invars")]
 
 
 def has_started_devices() -> bool:

@@ -20,9 +20,10 @@ from jslices._grad.plan import (
     is_number,
     plan_call,
 )
-from jslices._grad.run import of_site, run_planned, slot_of
+from jslices._grad.run import Slots, gradient_of, run_planned, slot_of
 from jslices._lookup.rows import without_dense_warning
 from jslices._slices import IndexedSlices, concat_slices, is_slices
+from jslices._typing import Aval, PyTree
 
 
 def value_and_grad(
@@ -201,16 +202,18 @@ def vjp(
 
 
 def _linearize(call: Call, planned: Planned) -> tuple[Any, Callable[[Any], Any], Any]:
-    """``(result, pullback, aux)``: runs the call with a cotangent slot in every lookup.
+    """``(result, pullback, aux)``: runs the call with a cotangent slot in every read.
 
     ``pullback`` leads from the result's cotangent to the gradients.
     """
-    report_dense(planned)
+    for i in range(len(planned.leaves)):
+        if planned.triggers_warning(i):
+            report_dense(planned, i)
     kinds = [planned.kind(i) for i in range(len(call.primals))]
     dense = [x for x, kind in zip(call.primals, kinds, strict=True) if kind == "dense"]
     slots = jax.tree.map(slot_of, planned.plan)
 
-    def run(dense: list[Any], slots: Any) -> tuple[list[Any], Any]:
+    def run(dense: list[jax.Array], slots: Slots) -> tuple[list[jax.Array], Any]:
         left = iter(dense)
         primals = [
             next(left) if kind == "dense" else x
@@ -230,15 +233,15 @@ def _linearize(call: Call, planned: Planned) -> tuple[Any, Callable[[Any], Any],
 
 def _pull_back(
     assemble: "_Assemble",
-    tree: Any,
-    pullback: Any,
+    tree: jax.tree_util.PyTreeDef,
+    pullback: Callable[[list[jax.Array]], tuple[list[jax.Array], Slots]],
     indices: list[jax.Array],
-    cotangent: Any,
-) -> Any:
-    leaves, given = _jax.flatten(cotangent)
-    if given != tree:
+    cotangent: PyTree,
+) -> PyTree:
+    leaves, structure = _jax.flatten(cotangent)
+    if structure != tree:
         raise TypeError(
-            f"the cotangent must have the structure of the result, {tree}, got {given}"
+            f"the cotangent must have the structure of the result, {tree}, got {structure}"
         )
     with without_dense_warning():
         dense, slots = pullback(leaves)
@@ -248,10 +251,12 @@ def _pull_back(
 class _Assemble:
     """Puts the cotangents of slots and dense leaves back into the argument's tree."""
 
-    def __init__(self, planned: Planned, kinds: Sequence[str], tree: Any) -> None:
+    def __init__(
+        self, planned: Planned, kinds: Sequence[str], tree: jax.tree_util.PyTreeDef
+    ) -> None:
         self.avals = [leaf.aval for leaf in planned.leaves]
         self.kinds = [
-            "sparse" if kind == "unused" and leaf.wish is True else kind
+            "sparse" if kind == "unused" and leaf.mode is True else kind
             for leaf, kind in zip(planned.leaves, kinds, strict=True)
         ]
         self.sites = jax.tree.leaves(planned.plan)
@@ -259,17 +264,17 @@ class _Assemble:
 
     def __call__(
         self,
-        dense: Sequence[Any],
+        dense: Sequence[jax.Array],
         slots: Sequence[IndexedSlices],
         indices: Sequence[jax.Array],
     ) -> Any:
         parts: dict[int, list[IndexedSlices]] = {}
         for site, slot, index in zip(self.sites, slots, indices, strict=True):
             shape = tuple(self.avals[site.leaf].shape)
-            part = of_site(site, shape, slot.values, index)
+            part = gradient_of(site, shape, slot.values, index)
             parts.setdefault(site.leaf, []).append(part)
         left = iter(dense)
-        gradients = []
+        gradients: list[Any] = []
         for i, kind in enumerate(self.kinds):
             if kind == "dense":
                 gradients.append(next(left))
@@ -280,8 +285,8 @@ class _Assemble:
         return self.tree.unflatten(gradients)
 
 
-def _slices(aval: Any, parts: list[IndexedSlices]) -> IndexedSlices:
-    """The gradient of one leaf, from those of its lookups."""
+def _slices(aval: Aval, parts: list[IndexedSlices]) -> IndexedSlices:
+    """The gradient of one leaf, from those of its reads."""
     if parts:
         return parts[0] if len(parts) == 1 else concat_slices(parts)
     # Insisted on, and never looked up.
@@ -333,9 +338,9 @@ def _seed(value: Any, holomorphic: bool) -> jax.Array:
             "(.mean(), .sum()), or use jslices.vjp"
         )
     dtype = jnp.result_type(out)
-    wanted = jnp.complexfloating if holomorphic else jnp.floating
-    if not jnp.issubdtype(dtype, wanted):
+    kind = jnp.complexfloating if holomorphic else jnp.floating
+    if not jnp.issubdtype(dtype, kind):
         raise TypeError(
-            f"the function must return a {wanted.__name__} scalar, got dtype {dtype}"
+            f"the function must return a {kind.__name__} scalar, got dtype {dtype}"
         )
     return jnp.ones_like(out, dtype)

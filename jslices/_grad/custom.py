@@ -6,22 +6,23 @@ a function of n rows is made of them, with that derivative. Then ``f(table)[ids]
 ``f(table[ids])`` under every kind of differentiation.
 """
 
+import enum
 import functools
-import itertools
 import math
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.interpreters import ad
 
 from jslices import _jax
-from jslices._grad.rules import rowwise
+from jslices._grad.reads import Reader
+from jslices._grad.rules import rowwise, rule_for
 from jslices._grad.views import (
     Ids,
-    Reader,
     Rowwise,
     Table,
     Transposed,
@@ -29,15 +30,21 @@ from jslices._grad.views import (
     View,
     flat,
     folded,
-    leading,
 )
-
-_CALLS = ("jit", "pjit", "closed_call", "core_call", "call", "eval_jaxpr")
-_CUSTOM = ("custom_jvp_call", "custom_vjp_call")
+from jslices._grad.walk import Scope, Walk
 
 
 class _MixesRowsError(Exception):
     """A program turns out not to treat every row alike."""
+
+
+class _NotLinearError(Exception):
+    """A program may not be linear in some of its inputs."""
+
+
+@rule_for("custom_jvp_call", "custom_vjp_call")
+def _custom(eqn: _jax.Equation, operands: Sequence[Any], lead: int) -> list[View] | None:
+    return with_own_derivative(eqn, operands)
 
 
 def with_own_derivative(
@@ -47,7 +54,7 @@ def with_own_derivative(
 
     Args:
       eqn: the call, with at least one view among its operands.
-      operands: for each operand a view, or its value (None while lookups are planned).
+      operands: for each operand a view, or its value (None while reads are planned).
       within: the functions whose derivatives are being checked: many a derivative calls its
         own function. None if this call was checked with one of them.
 
@@ -57,11 +64,10 @@ def with_own_derivative(
       does to each.
     """
     views = [x for x in operands if isinstance(x, View)]
-    lead = leading(views[0])
+    lead = views[0].lead
     rows = views[0].shape[:lead]
     if any(
-        isinstance(x, Transposed) or leading(x) != lead or x.shape[:lead] != rows
-        for x in views
+        isinstance(x, Transposed) or x.lead != lead or x.shape[:lead] != rows for x in views
     ):
         return None
     if not all(map(_jax.carries_gradient, eqn.outvars)):
@@ -119,13 +125,13 @@ class _Function:
             return
         if within:
             return self.check_programs(within | {source})
-        known = _checked.setdefault(self.body.program, {})
+        checked = _checked.setdefault(self.body.program, {})
         key = (tuple(self.shared), self._lead)
-        if key not in known:
-            known[key] = False
+        if key not in checked:
+            checked[key] = False
             self.check_programs(frozenset({source}))
-            known[key] = True
-        if not known[key]:
+            checked[key] = True
+        if not checked[key]:
             raise _MixesRowsError
 
     def check_programs(self, within: frozenset[Any]) -> None:
@@ -139,10 +145,10 @@ class _Function:
         """The call as a function of the operands that have derivatives, and these."""
 
         def run(*primals: Any) -> tuple[Any, ...]:
-            given = list(operands)
+            inputs = list(operands)
             for i, primal in zip(self._inexact, primals, strict=True):
-                given[i] = primal
-            return tuple(_jax.bind(self._eqn, given))
+                inputs[i] = primal
+            return tuple(_jax.bind(self._eqn, inputs))
 
         return run, [operands[i] for i in self._inexact]
 
@@ -155,12 +161,11 @@ class _WithJvp(_Function):
 
         @function.defjvp
         def derivative(primals: Any, tangents: Any) -> Any:
-            found = self.rule([*primals, *(tangents[i] for i in self._inexact)], count)
-            half = len(found) // 2
-            return found[:half], found[half:]
+            outputs = self.rule([*primals, *(tangents[i] for i in self._inexact)], count)
+            half = len(outputs) // 2
+            return outputs[:half], outputs[half:]
 
-        made: Callable[..., Any] = function
-        return made
+        return cast(Callable[..., Any], function)
 
     def check_programs(self, within: frozenset[Any]) -> None:
         super().check_programs(within)
@@ -193,23 +198,23 @@ class _WithVjp(_Function):
             return self.ahead(values, count), values
 
         def backward(values: Any, cotangents: Any) -> Any:
-            found = iter(self.back([*values, *cotangents], count))
+            left = iter(self.back([*values, *cotangents], count))
             every = range(len(values))
-            return tuple(next(found) if i in self._inexact else None for i in every)
+            return tuple(next(left) if i in self._inexact else None for i in every)
 
         function.defvjp(forward, backward)
-        made: Callable[..., Any] = function
-        return made
+        return cast(Callable[..., Any], function)
 
     def check_programs(self, within: frozenset[Any]) -> None:
         super().check_programs(within)
         self.ahead.check(within)
         self.back.check(within, [self.shared[i] for i in self._inexact])
-        operands = [False] * len(self._avals)
-        if not is_linear(
-            self.back.program, [*operands, *(True for _ in self._eqn.outvars)]
-        ):
-            raise _MixesRowsError
+        operands = [_Dependence.NONE] * len(self._avals)
+        cotangents = [_Dependence.LINEAR] * len(self._eqn.outvars)
+        try:
+            _Linearity().program(self.back.program, [*operands, *cotangents])
+        except _NotLinearError:
+            raise _MixesRowsError from None
 
     @functools.cached_property
     def ahead(self) -> "_RowProgram":
@@ -260,7 +265,7 @@ class _RowProgram:
 
         ``shared`` are the outputs that serve all rows; None: there are none.
         """
-        outputs = self._walk([None] * len(self._shared), within)
+        outputs = self._outputs([None] * len(self._shared), within)
         for view, one in zip(outputs, shared or [False] * len(outputs), strict=True):
             alike = isinstance(view, View) and _row_by_row(flat(view), set())
             if isinstance(view, View) if one else not alike:
@@ -268,14 +273,14 @@ class _RowProgram:
 
     def __call__(self, values: Sequence[Any], count: int) -> tuple[jax.Array, ...]:
         """The outputs of n rows."""
-        outputs = self._walk(values, None)
+        outputs = self._outputs(values, None)
         reader = Reader(lambda table, ids: values[table.leaf], slotted=False)
         ids = Ids((), jnp.arange(count))
         return tuple(
             reader.rows(flat(x), ids) if isinstance(x, View) else x for x in outputs
         )
 
-    def _walk(self, values: Sequence[Any], within: frozenset[Any] | None) -> list[Any]:
+    def _outputs(self, values: Sequence[Any], within: frozenset[Any] | None) -> list[Any]:
         invars, inputs = self.program.invars, list(values)
         rows, _ = _split(_jax.shape_of(invars[self._shared.index(False)]), self._lead)
         for i, atom in enumerate(invars):
@@ -283,44 +288,53 @@ class _RowProgram:
                 _, row = _split(_jax.shape_of(atom), self._lead)
                 table = Table((math.prod(rows), *row), atom.aval.dtype, i)
                 inputs[i] = folded(table, rows)
-        return _walk(self.program, inputs, rows, within)
+        return _RowWalk(rows, within).program(self.program, inputs)
 
 
 def _split(shape: tuple[int, ...], lead: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return shape[:lead], shape[lead:]
 
 
-def _walk(
-    program: _jax.Program,
-    inputs: Sequence[Any],
-    rows: tuple[int, ...],
-    within: frozenset[Any] | None,
-) -> list[Any]:
-    """The outputs of a program, views where they have rows.
+class _RowWalk(Walk[Any]):
+    """A walk with views where a program has rows, and values where it has none.
 
-    ``rows`` are the sizes of the axes that number the rows of the views that go in.
-    Without values while it is checked (see :func:`with_own_derivative`).
+    Args:
+      rows: the sizes of the axes that number the rows of the views that go in.
+      within: as in :func:`with_own_derivative`. None where there are values: the program
+        was checked. Otherwise None stands for each.
     """
-    env = dict(zip(program.invars, inputs, strict=True))
-    env.update(zip(program.constvars, _jax.constants(program), strict=True))
-    for eqn in _jax.live_equations(program):
-        given = [_jax.read(atom, env) for atom in eqn.invars]
-        outputs: Sequence[Any] | None
-        if not any(isinstance(x, View) for x in given):
-            outputs = [None] * len(eqn.outvars)
-            outputs = outputs if within is not None else _jax.bind(eqn, given)
-            if (view := _repeated(eqn, given, rows)) is not None:
-                outputs = [view]
-        elif eqn.primitive.name in _CALLS:
-            outputs = _walk(_jax.body(eqn), given, rows, within)
-        elif _jax.kind(eqn) in _CUSTOM:
-            outputs = with_own_derivative(eqn, given, within)
-        else:
-            outputs = rowwise(eqn, given, _refuse)
-        if outputs is None:
-            raise _MixesRowsError
-        env.update(zip(eqn.outvars, outputs, strict=True))
-    return [_jax.read(atom, env) for atom in program.outvars]
+
+    def __init__(self, rows: tuple[int, ...], within: frozenset[Any] | None) -> None:
+        self._rows, self._within = rows, within
+
+    def constant(self, value: Any) -> Any:
+        return value
+
+    def equation(
+        self, eqn: _jax.Equation, operands: list[Any], scope: Scope
+    ) -> Sequence[Any]:
+        if any(isinstance(x, View) for x in operands):
+            return super().equation(eqn, operands, scope)
+        view = _repeated(eqn, operands, self._rows)
+        if view is not None:
+            return [view]
+        if self._within is None:
+            return _jax.bind(eqn, operands)
+        return [None] * len(eqn.outvars)
+
+    def custom(
+        self, eqn: _jax.Equation, operands: list[Any], needs_grad: list[bool]
+    ) -> Sequence[Any]:
+        return _or_mixed(with_own_derivative(eqn, operands, self._within))
+
+    def step(self, eqn: _jax.Equation, operands: list[Any], scope: Scope) -> Sequence[Any]:
+        return _or_mixed(rowwise(eqn, operands, _refuse))
+
+
+def _or_mixed(views: list[View] | None) -> list[View]:
+    if views is None:
+        raise _MixesRowsError
+    return views
 
 
 def _repeated(
@@ -347,17 +361,17 @@ def _refuse(whole: Any) -> Any:
     raise _MixesRowsError
 
 
-def _row_by_row(view: View, known: set[View]) -> bool:
+def _row_by_row(view: View, visited: set[View]) -> bool:
     """True if row i is made from the rows i of the inputs, and from nothing else's rows."""
-    if view in known:
+    if view in visited:
         return True
-    known.add(view)
+    visited.add(view)
     if isinstance(view, Table):
         return True
     if not isinstance(view, Rowwise | Unslotted):
         return False
     return all(
-        at is None or (isinstance(part, View) and _row_by_row(part, known))
+        at is None or (isinstance(part, View) and _row_by_row(part, visited))
         for part, at in view.parts(Ids())
     )
 
@@ -365,54 +379,50 @@ def _row_by_row(view: View, known: set[View]) -> bool:
 # --- linear in the cotangents -----------------------------------------------------------
 
 
-def is_linear(program: _jax.Program, given: Sequence[bool]) -> bool:
-    """True if a program is surely linear in these of its inputs, taken together."""
-    return _linear_outputs(program, given, [False] * len(given)) is not None
+class _Dependence(enum.Enum):
+    """How a variable depends on cotangents."""
+
+    NONE = enum.auto()
+    #: Not at all, and it is nothing but zeros.
+    ZERO = enum.auto()
+    LINEAR = enum.auto()
 
 
-def _linear_outputs(
-    program: _jax.Program, given: Sequence[bool], zero: Sequence[bool]
-) -> list[bool] | None:
-    """Which outputs depend on the inputs ``given``; None if some may not do so linearly.
+class _Linearity(Walk[_Dependence]):
+    """Raises _NotLinearError unless all that depends on the cotangents does so linearly."""
 
-    ``zero`` are inputs that are nothing but zeros.
-    """
-    linear = set(itertools.compress(program.invars, given))
-    zeros = set(itertools.compress(program.invars, zero))
+    def constant(self, value: Any) -> _Dependence:
+        is_zero = not isinstance(value, jax.Array) and not np.any(value)
+        return _Dependence.ZERO if is_zero else _Dependence.NONE
 
-    def is_zero(atom: Any) -> bool:
-        return not atom.val if isinstance(atom, _jax.Literal) else atom in zeros
+    def equation(
+        self, eqn: _jax.Equation, operands: list[_Dependence], scope: Scope
+    ) -> Sequence[_Dependence]:
+        if _Dependence.LINEAR in operands:
+            if not all(map(_jax.carries_gradient, eqn.outvars)):  # a cast to integers
+                raise _NotLinearError
+            return super().equation(eqn, operands, scope)
+        alike = eqn.primitive.name in ("broadcast_in_dim", "convert_element_type")
+        return [operands[0] if alike else _Dependence.NONE] * len(eqn.outvars)
 
-    def depends_on(atom: Any) -> bool:
-        return not isinstance(atom, _jax.Literal) and atom in linear
+    def step(
+        self, eqn: _jax.Equation, operands: list[_Dependence], scope: Scope
+    ) -> Sequence[_Dependence]:
+        if not _is_linear(eqn, operands):
+            raise _NotLinearError
+        return [_Dependence.LINEAR] * len(eqn.outvars)
 
-    for eqn in program.eqns:
-        name, atoms = eqn.primitive.name, eqn.invars
-        which = [i for i, x in enumerate(atoms) if depends_on(x)]
-        if not which:
-            if name in ("broadcast_in_dim", "convert_element_type") and is_zero(atoms[0]):
-                zeros.update(eqn.outvars)
-            continue
-        depends: list[bool] | None = [True] * len(eqn.outvars)
-        if not all(map(_jax.carries_gradient, eqn.outvars)):  # such as a cast to integers
-            depends = None
-        elif name in _CALLS:
-            depends = _linear_outputs(
-                _jax.body(eqn), list(map(depends_on, atoms)), list(map(is_zero, atoms))
-            )
-        elif name in ("add", "add_any", "sub", "concatenate", "select_n"):
-            terms = range(1 if name == "select_n" else 0, len(atoms))
-            if not set(which) <= set(terms) or not all(
-                i in which or is_zero(atoms[i]) for i in terms
-            ):
-                depends = None
-        elif name in ("mul", "dot_general"):
-            depends = depends if len(which) == 1 else None
-        elif name == "div":
-            depends = depends if which == [0] else None
-        elif len(atoms) > 1 or eqn.primitive not in ad.primitive_transposes:
-            depends = None
-        if depends is None:
-            return None
-        linear.update(x for x, yes in zip(eqn.outvars, depends, strict=True) if yes)
-    return [depends_on(x) for x in program.outvars]
+
+def _is_linear(eqn: _jax.Equation, operands: Sequence[_Dependence]) -> bool:
+    """True if an equation is linear in those of its operands that are, taken together."""
+    name = eqn.primitive.name
+    linear = [x is _Dependence.LINEAR for x in operands]
+    if name == "select_n":
+        return not linear[0] and _Dependence.NONE not in operands[1:]
+    if name in ("add", "add_any", "sub", "concatenate"):
+        return _Dependence.NONE not in operands
+    if name in ("mul", "dot_general"):
+        return sum(linear) == 1
+    if name == "div":
+        return linear == [True, False]
+    return len(operands) == 1 and eqn.primitive in ad.primitive_transposes

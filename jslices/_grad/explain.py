@@ -18,12 +18,13 @@ from jslices._densify import (
     raise_at,
     warn_dense,
 )
-from jslices._grad.interpret import DenseUse, Site
 from jslices._grad.plan import (
     Call,
+    DenseUse,
     ExchangeSpec,
     Leaf,
     Planned,
+    Site,
     SparseSpec,
     chosen_arguments,
     is_number,
@@ -281,30 +282,26 @@ def _line_of(use: DenseUse) -> UserLine:
 # --- the warning and the error ----------------------------------------------------------
 
 
-def report_dense(planned: Planned) -> None:
-    """Warns of leaves that are looked up but also used whole; raises if one was forced."""
-    for number, leaf in enumerate(planned.leaves):
-        use = planned.dense.get(number)
-        if leaf.wish is True and not leaf.has_rows:
-            raise DenseUseError(
-                f"sparse= asks for a sparse gradient of {leaf}, but only a floating "
-                "array with at least one axis has rows; leave it out of sparse="
-            )
-        sites = planned.looked_up.get(number, [])
-        unread = planned.unread.get(number, [])
-        if use is None or not (sites or unread or leaf.wish):
-            continue  # an ordinary weight has a dense gradient, and should
-        line = _line_of(use)
-        if leaf.wish is True:
-            message = (
-                f"sparse= asks for a sparse gradient of {leaf}, but it is used whole "
-                f"({use.what}) at {line}. Instead: {instead_of(use.what)}"
-            )
-            raise_at(line, DenseUseError(message))
-        if sites:
-            warn_dense(_mixed_use(leaf, use, line, sites), line)
-        elif unread:
-            warn_dense(_unread(leaf, use, line, _lines(unread)), line)
+def report_dense(planned: Planned, number: int) -> None:
+    """Warns that the gradient of a leaf is dense; raises if ``sparse=`` insists on rows."""
+    leaf, use = planned.leaves[number], planned.dense.get(number)
+    if use is None:
+        raise DenseUseError(
+            f"sparse= asks for a sparse gradient of {leaf}, but only a floating "
+            "array with at least one axis has rows; leave it out of sparse="
+        )
+    line = _line_of(use)
+    if leaf.mode is True:
+        message = (
+            f"sparse= asks for a sparse gradient of {leaf}, but it is used whole "
+            f"({use.what}) at {line}. Instead: {instead_of(use.what)}"
+        )
+        raise_at(line, DenseUseError(message))
+    sites = planned.looked_up.get(number)
+    if sites:
+        warn_dense(_mixed_use(leaf, use, line, sites), line)
+    else:
+        warn_dense(_unread(leaf, use, line, _lines(planned.unread[number])), line)
 
 
 def _mixed_use(leaf: Leaf, use: DenseUse, line: UserLine, sites: list[Site]) -> str:

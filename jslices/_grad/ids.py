@@ -17,7 +17,8 @@ from jslices._grad.plan import (
     is_number,
     plan_call,
 )
-from jslices._grad.run import ids_read, of_site
+from jslices._grad.run import gradient_of, run_planned, slot_of
+from jslices._lookup.rows import without_dense_warning
 from jslices._slices import concat_slices
 
 
@@ -77,15 +78,15 @@ def lookup_ids(
 
 
 def rows_read(call: Call, planned: Planned) -> list[Any]:
-    """For each leaf what :func:`lookup_ids` says of it.
+    """For each leaf the rows that :func:`lookup_ids` returns.
 
     Raises:
       ValueError: for rows that depend on the values of the array itself.
     """
     sites = jax.tree.leaves(planned.plan)
-    indices, used = ids_read(planned, call.primals)
+    indices, needed = eval_ids(planned, call.primals)
     for site in sites:
-        if used[site.leaf]:
+        if needed[site.leaf]:
             raise ValueError(
                 f"the rows that are read of {planned.leaves[site.leaf]} depend on its "
                 f"own values ({_jax.user_line(site.source)}), so they are not known "
@@ -95,10 +96,26 @@ def rows_read(call: Call, planned: Planned) -> list[Any]:
     parts: dict[int, list[Any]] = {}
     for site, index in zip(sites, indices, strict=True):
         shape = (site.table_shape[0], 0)
-        part = of_site(site, shape, jnp.zeros((*index.shape, 0)), index)
+        part = gradient_of(site, shape, jnp.zeros((*index.shape, 0)), index)
         parts.setdefault(site.leaf, []).append(part)
-    found: list[Any] = [None] * len(call.primals)
+    by_leaf: list[Any] = [None] * len(call.primals)
     for leaf, several in parts.items():
         rows: Any = several[0] if len(several) == 1 else concat_slices(several)
-        found[leaf] = rows if rows.facts.placement is not None else rows.indices
-    return found
+        by_leaf[leaf] = rows if rows.facts.placement is not None else rows.indices
+    return by_leaf
+
+
+def eval_ids(
+    planned: Planned, primals: Sequence[Any]
+) -> tuple[list[jax.Array], list[bool]]:
+    """The row numbers of every read, and whether each of the ``primals`` decides on some.
+
+    Nothing else of the call is run; primals that are not needed for it may be described.
+    """
+
+    def run(*primals: Any) -> list[Any]:
+        _, indices = run_planned(planned, primals, jax.tree.map(slot_of, planned.plan))
+        return jax.tree.leaves(indices)
+
+    with without_dense_warning():
+        return _jax.eval_minimal(run, primals)

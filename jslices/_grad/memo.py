@@ -1,8 +1,8 @@
-"""What is remembered of an equation for as long as the program inside it lives.
+"""A memo of equations that lasts as long as the programs inside them.
 
 Outside of ``jax.jit`` a function is traced at every call, but the programs inside its
 equations (a jitted function, the body of a loop) are JAX's own, and the same objects each
-time: what was planned and compiled for them can be found again. Every reference to them is
+time: what was planned and compiled for them can be used again. Every reference to them is
 weak, so what a user lets go of is forgotten here as well.
 """
 
@@ -13,20 +13,20 @@ from typing import Any, Generic, TypeVar
 
 from jslices import _jax
 
-Found = TypeVar("Found")
+Made = TypeVar("Made")
 
-#: Remembered of one program: some structures of tables, some shapes of the rest.
+#: Entries for one program: some structures of tables, some shapes of the rest.
 MOST = 16
 
 
-class Memo(Generic[Found]):
-    """From equations with a program inside, and what else matters, to what was made."""
+class Memo(Generic[Made]):
+    """Values by equations with a program inside, and by what else matters."""
 
     def __init__(self) -> None:
-        self._made: weakref.WeakKeyDictionary[Any, OrderedDict[Hashable, Found]]
+        self._made: weakref.WeakKeyDictionary[Any, OrderedDict[Hashable, Made]]
         self._made = weakref.WeakKeyDictionary()
 
-    def find(self, eqn: _jax.Equation, key: Hashable, make: Callable[[], Found]) -> Found:
+    def find(self, eqn: _jax.Equation, key: Hashable, make: Callable[[], Made]) -> Made:
         """What ``make()`` gave for such an equation and such a key.
 
         Equations are the same if their parameters are equal, and the programs among these
@@ -41,14 +41,14 @@ class Memo(Generic[Found]):
                 return made[key]
         except TypeError:  # not hashable
             return make()
-        made[key] = found = make()
+        made[key] = new = make()
         if len(made) > MOST:
             made.popitem(last=False)
-        return found
+        return new
 
 
-def weakly(eqn: _jax.Equation) -> Callable[[], _jax.Equation]:
-    """The equation, as long as something else holds the programs inside."""
+def weak_equation(eqn: _jax.Equation) -> Callable[[], _jax.Equation]:
+    """A function that gives the equation, if something else holds the programs inside."""
     hollow = eqn.replace(params=_with_programs(eqn.params, weakref.ref))
 
     def filled() -> _jax.Equation:
@@ -60,9 +60,9 @@ def weakly(eqn: _jax.Equation) -> Callable[[], _jax.Equation]:
 
 def first_program(eqn: _jax.Equation) -> _jax.Program | None:
     """One of the programs inside an equation, if there are any."""
-    found: list[Any] = []
-    _with_programs(eqn.params, found.append)
-    return found[0] if found else None
+    programs: list[Any] = []
+    _with_programs(eqn.params, programs.append)
+    return programs[0] if programs else None
 
 
 def _with_programs(

@@ -1,30 +1,154 @@
-"""The plan of one call: its traced program, its leaves, and which of them are sparse."""
+"""The plan of one call: its traced program, its leaves, and which of them are sparse.
 
+:class:`Planner` walks the program without values, and notes every read of rows (a
+:class:`Site`) and what else the leaves are used for. The runner (run.py) then meets the
+same reads in the same order.
+"""
+
+import contextlib
 import copy
+import dataclasses
 import inspect
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jslices import _jax
-from jslices._devices.exchange import Exchange
-from jslices._grad.interpret import Candidate, DenseUse, Plan, Site, plan_lookups
+from jslices._devices.exchange import Exchange, Route, home_of
+from jslices._devices.explicit import explicit_mesh, explicit_part
+from jslices._grad import custom  # noqa: F401  (it registers rules)
+from jslices._grad.memo import Memo
+from jslices._grad.reads import Read, is_one_row, only_row, tables_read
+from jslices._grad.unread import unread_lookups
+from jslices._grad.views import Table, View
+from jslices._grad.walk import Scope, Turn, ViewWalk
 from jslices._jax import flatten
+from jslices._rows.bounds import index_dtype
+from jslices._typing import Aval, PyTree
 
 #: What ``sparse=`` says of one array: True insists on rows, False on a dense gradient,
 #: None leaves it to the program, and "if_smaller" takes rows where they are fewer bytes.
-Wish = bool | Literal["if_smaller"] | None
+SparseMode = bool | Literal["if_smaller"] | None
 
-#: ``sparse=``: one wish for all arrays, a pytree prefix of them, or a function of a leaf.
-SparseSpec = Any | Callable[[Any, Any], Wish] | None
+#: ``sparse=``: one mode for all arrays, a pytree prefix of them, or a function of a leaf.
+SparseSpec = Any | Callable[[Any, Any], SparseMode] | None
 
 #: ``exchange=``: one Exchange for all arrays, or a pytree prefix of them, in which None and
 #: what a dict leaves out mean: as the array's type says.
 ExchangeSpec = Any | None
+
+#: Per read its sites, one after the other; per loop, checkpoint or branch a list of what is
+#: inside; in the order of the program.
+Plan = list[Any]
+
+
+# --- leaves and what becomes of them ----------------------------------------------------
+
+
+class Leaf(NamedTuple):
+    """One differentiated array.
+
+    Attributes:
+      name: what the user calls it, such as ``params['table']``.
+      aval: its abstract value.
+      mode: what ``sparse=`` says of it.
+      exchange: what ``exchange=`` does.
+    """
+
+    name: str
+    aval: Aval
+    mode: SparseMode
+    exchange: Exchange | None = None
+
+    @property
+    def has_rows(self) -> bool:
+        return self.aval.ndim > 0 and jnp.issubdtype(self.aval.dtype, jnp.inexact)
+
+    @property
+    def may_be_sparse(self) -> bool:
+        return self.has_rows and self.mode is not False
+
+    @property
+    def num_bytes(self) -> int:
+        return self.aval.size * self.aval.dtype.itemsize
+
+    def route(self, count: int) -> Route | None:
+        """That of a read of so many rows; None where it is left to XLA."""
+        home = home_of(self.aval, self.exchange, self.name)
+        return home and home.route(self.aval.shape[0], count)
+
+    def sharding(self, route: Route | None) -> NamedSharding | None:
+        """Of the gradient's values, where types tell; else None."""
+        if explicit_mesh(self.aval) is None:
+            return None
+        rows = None if route is None else route.placement.rows or None
+        mesh, spec = self.aval.sharding.mesh, self.aval.sharding.spec
+        return explicit_part(mesh, PartitionSpec(rows, *spec[1:]))
+
+    def __str__(self) -> str:
+        return f"{self.name} ({self.aval.str_short()})"
+
+
+@dataclasses.dataclass(frozen=True)
+class Site:
+    """One place that looks up rows of one leaf.
+
+    Attributes:
+      leaf: the number of the differentiated array.
+      table_shape: its shape ``[V, *D]``.
+      dtype: its dtype.
+      count: rows at each execution.
+      loops: the lengths of the loops around it, outermost first.
+      index_dtype: of the row numbers.
+      varying: mesh axes along which the rows differ, inside a ``shard_map``.
+      route: how rows get from device to device; None if that is left to XLA.
+      sharding: of the gradient's values, on a mesh of Explicit axes; else None.
+      source: of the equation, or of the call of a library function that contains it.
+      by_ids: False for a row whose number stands in the program, ``table[0]``.
+    """
+
+    leaf: int
+    table_shape: tuple[int, ...]
+    dtype: Any
+    count: int
+    loops: tuple[int, ...]
+    index_dtype: np.dtype
+    varying: frozenset[str]
+    route: Route | None
+    sharding: NamedSharding | None
+    source: _jax.Source
+    by_ids: bool = True
+
+    @property
+    def entries(self) -> int:
+        """Entries of the gradient for each execution."""
+        return self.count if self.route is None else self.route.all_entries
+
+    @property
+    def split(self) -> NamedSharding | None:
+        """How the values of all executions are split, ``[*loops, entries, *D]``."""
+        if self.sharding is None:
+            return None
+        spec = PartitionSpec(*(None,) * len(self.loops), *self.sharding.spec)
+        return NamedSharding(self.sharding.mesh, spec)
+
+    @property
+    def total(self) -> int:
+        """Rows read in one run of the whole program."""
+        return math.prod(self.loops) * self.count
+
+
+@dataclasses.dataclass(frozen=True)
+class DenseUse:
+    """The first place that needs a whole leaf: an equation's, or None for the result."""
+
+    what: str
+    source: _jax.Source | None
 
 
 class Planned(NamedTuple):
@@ -43,7 +167,7 @@ class Planned(NamedTuple):
 
     program: _jax.Program
     outputs: "Outputs"
-    leaves: list["Leaf"]
+    leaves: list[Leaf]
     plan: Plan
     dense: dict[int, DenseUse]
     looked_up: dict[int, list[Site]]
@@ -55,6 +179,21 @@ class Planned(NamedTuple):
         if leaf in self.dense or not self.leaves[leaf].may_be_sparse:
             return "dense"
         return "sparse" if self.looked_up.get(leaf) else "unused"
+
+    @property
+    def sparse_leaves(self) -> dict[int, Leaf]:
+        """The leaves that the plan is of, by number."""
+        return {i: x for i, x in enumerate(self.leaves) if self.kind(i) != "dense"}
+
+    def triggers_warning(self, leaf: int) -> bool:
+        """Whether a dense gradient surprises: the leaf is looked up, or forced to rows.
+
+        An ordinary weight has a dense gradient, and should.
+        """
+        forced = self.leaves[leaf].mode is True
+        if leaf not in self.dense:
+            return forced and not self.leaves[leaf].has_rows
+        return forced or bool(self.looked_up.get(leaf) or self.unread.get(leaf))
 
     def bytes_of_rows(self, leaf: int) -> int:
         """Of the rows that are looked up, as a gradient with its row numbers."""
@@ -80,27 +219,290 @@ def plan_call(
     eager = not _jax.is_staged()
 
     def planned() -> Planned:
-        candidates = {
-            i: leaf.candidate for i, leaf in enumerate(leaves) if leaf.may_be_sparse
-        }
-        decided = plan_lookups(program, candidates, outputs.num_results, eager)
-        return Planned(program, outputs, leaves, *decided, eager)
+        candidates = {i: leaf for i, leaf in enumerate(leaves) if leaf.may_be_sparse}
+        plan = _plan_reads(program, candidates, outputs.num_results, eager)
+        return Planned(program, outputs, leaves, *plan, eager)
 
     first = planned()
-    larger = [i for i in range(len(leaves)) if _is_to_be_dense(first, i)]
+    larger = [i for i in range(len(leaves)) if _is_dense_as_smaller(first, i)]
     if not larger:
         return first
     for i in larger:
-        leaves[i] = leaves[i]._replace(wish=False)
+        leaves[i] = leaves[i]._replace(mode=False)
     return planned()._replace(looked_up=first.looked_up)
 
 
-def _is_to_be_dense(planned: Planned, leaf: int) -> bool:
-    """Whether rows are unwanted where they are not smaller, and they are not."""
-    if planned.leaves[leaf].wish != "if_smaller" or planned.kind(leaf) != "sparse":
+def _is_dense_as_smaller(planned: Planned, leaf: int) -> bool:
+    """True if ``"if_smaller"`` selects the dense gradient."""
+    if planned.leaves[leaf].mode != "if_smaller" or planned.kind(leaf) != "sparse":
         return False
     whole = planned.leaves[leaf].num_bytes
     return _jax.definitely(lambda: planned.bytes_of_rows(leaf) >= whole)
+
+
+# --- planning ---------------------------------------------------------------------------
+
+
+class Uses(NamedTuple):
+    """What the leaves are used for besides reads by ids: for each the first such use.
+
+    Attributes:
+      whole: by an equation that needs the whole array.
+      one_row: of one row, whose number stands in the program.
+      products: in a product that is a view, ``table @ w``.
+      moves: by an equation that may move or pick its elements, so that the leaf may yet be
+        looked up, though not by whole rows.
+    """
+
+    whole: dict[int, DenseUse]
+    one_row: dict[int, DenseUse]
+    products: dict[int, DenseUse]
+    moves: dict[int, DenseUse]
+
+    def add(self, later: "Uses") -> None:
+        for uses, more in zip(self, later, strict=True):
+            uses |= more | uses
+
+
+#: Nothing of the elements of an array remains in their outputs.
+_PRODUCTS = ("dot_general", "conv_general_dilated")
+
+
+class Planner(ViewWalk):
+    """Walks without values, and notes what the tables are used for.
+
+    Attributes:
+      plan: the reads, in order.
+      uses: the other uses.
+    """
+
+    def __init__(self, leaves: dict[int, Leaf], eager: bool = False) -> None:
+        self.eager = eager
+        self.plan: Plan = []
+        self.uses = Uses({}, {}, {}, {})
+        self._leaves = leaves
+        self._loops: tuple[int, ...] = ()
+
+    def constant(self, value: Any) -> None:
+        return None
+
+    def bind(self, eqn: _jax.Equation, operands: Sequence[Any]) -> list[Any]:
+        return [None] * len(eqn.outvars)
+
+    def step(self, eqn: _jax.Equation, operands: list[Any], scope: Scope) -> Sequence[Any]:
+        outputs = super().step(eqn, operands, scope)
+        if eqn.primitive.name == "dot_general" and isinstance(outputs[0], View):
+            use = DenseUse(eqn.primitive.name, self.source(eqn))
+            for leaf in tables_read(outputs[0]):
+                self.uses.products.setdefault(leaf, use)
+        return outputs
+
+    def whole(self, value: Any, eqn: _jax.Equation | None) -> Any:
+        if not isinstance(value, View):
+            return None
+        leaves = tables_read(value)
+        if eqn is None:
+            use = DenseUse("the function's own result", self.caller)
+            self._note(self.uses.whole, leaves, use)
+            return None
+        use = DenseUse(_jax.kind(eqn), self.source(eqn))
+        if is_one_row(value):
+            self._note(self.uses.one_row, leaves, use)
+            self._plan(eqn, only_row(value), by_ids=False)
+        else:
+            self._note(self.uses.whole, leaves, use)
+        if use.what not in _PRODUCTS:
+            self._note(self.uses.moves, leaves, use)
+        return None
+
+    def _note(
+        self, uses: dict[int, DenseUse], leaves: Sequence[int], use: DenseUse
+    ) -> None:
+        for leaf in leaves:
+            uses.setdefault(leaf, use)
+
+    def read(self, eqn: _jax.Equation, read: Read, values: list[Any]) -> None:
+        self._plan(eqn, read, by_ids=True)
+
+    def _plan(self, eqn: _jax.Equation, read: Read, by_ids: bool) -> None:
+        for leaf in read.leaves:
+            aval, route = self._leaves[leaf].aval, self._leaves[leaf].route(read.count)
+            site = Site(
+                leaf,
+                aval.shape,
+                aval.dtype,
+                read.count,
+                self._loops,
+                index_dtype(aval.shape[0], np.dtype(read.numbers.dtype)),
+                _jax.varying_axes(aval, read.numbers),
+                route,
+                self._leaves[leaf].sharding(route),
+                self.source(eqn),
+                by_ids,
+            )
+            self.plan.append(site)
+
+    def part(
+        self, eqn: _jax.Equation, operands: list[Any], needs_grad: list[bool]
+    ) -> Sequence[Any]:
+        part = plan_part(eqn, operands, needs_grad, self._leaves)
+        self.plan.append(part.plan)
+        self.uses.add(part.uses)
+        return part.outputs
+
+    def loop(
+        self, eqn: _jax.Equation, turn: Turn, carry: list[Any], xs: list[Any]
+    ) -> tuple[list[Any], list[Any]]:
+        outer, self._loops = self._loops, (*self._loops, eqn.params["length"])
+        with self._inside():
+            result = turn(carry, xs)
+        self._loops = outer
+        return result
+
+    def switch(self, index: Any, branches: Sequence[Callable[[], list[Any]]]) -> list[Any]:
+        with self._inside():
+            for branch in branches:
+                with self._inside():
+                    outputs = branch()
+        return outputs
+
+    def rematerialise(
+        self,
+        eqn: _jax.Equation,
+        function: Callable[[Sequence[Any]], list[Any]],
+        operands: list[Any],
+    ) -> list[Any]:
+        with self._inside():
+            return function([x for x in operands if not isinstance(x, View)])
+
+    @contextlib.contextmanager
+    def _inside(self) -> Iterator[None]:
+        """What is planned in this context becomes one entry of the plan."""
+        outer, self.plan = self.plan, []
+        yield
+        outer.append(self.plan)
+        self.plan = outer
+
+
+def _plan_reads(
+    program: _jax.Program, candidates: dict[int, Leaf], num_results: int, eager: bool
+) -> tuple[Plan, dict[int, DenseUse], dict[int, list[Site]], dict[int, list[_jax.Source]]]:
+    """Plans the reads of those leaves among ``candidates`` that are only looked up.
+
+    Args:
+      program: the traced function; its first inputs are the leaves.
+      candidates: leaves by number.
+      num_results: how many of the program's outputs are differentiated; no gradient comes
+        in through the others.
+      eager: whether no ``jax.jit`` is around the call; see :class:`Part`.
+
+    Returns:
+      ``(plan, dense, looked_up, unread)``, as in :class:`Planned`.
+    """
+    dense: dict[int, DenseUse] = {}
+    moves: dict[int, DenseUse] = {}
+    looked_up: dict[int, list[Site]] = {}
+    needs_grad = output_needs_grad(program, num_results)
+    while True:
+        # A leaf that turns out dense is an ordinary array in the next round.
+        leaves = {i: leaf for i, leaf in candidates.items() if i not in dense}
+        planner, uses = _walked(program, leaves, needs_grad, num_results, eager)
+        sites = jax.tree.leaves(planner.plan)
+        by_ids = {site.leaf for site in sites if site.by_ids}
+        for leaf, use in uses.one_row.items():
+            if leaf not in by_ids:  # `w[0]` alone does not make a table of a weight
+                uses.whole.setdefault(leaf, use)
+        for leaf in uses.whole.keys() & uses.products.keys() - by_ids:
+            uses.whole[leaf] = uses.products[leaf]  # not what follows the layer
+        if not dense:
+            for site in sites:
+                if site.leaf in by_ids:
+                    looked_up.setdefault(site.leaf, []).append(site)
+        moves |= uses.moves
+        if not uses.whole:
+            break
+        dense |= uses.whole
+    never = [leaf for leaf in dense if leaf in moves and leaf not in looked_up]
+    unread = unread_lookups(program, never, needs_grad) if never else {}
+    return planner.plan, dense, looked_up, unread
+
+
+def _walked(
+    program: _jax.Program,
+    leaves: dict[int, Leaf],
+    needs_grad: Sequence[bool],
+    num_results: int,
+    eager: bool,
+) -> tuple[Planner, Uses]:
+    """A planner that has walked the program, with tables in the place of leaves."""
+    planner = Planner(leaves, eager)
+    inputs = [
+        Table(leaves[i].aval.shape, leaves[i].aval.dtype, i) if i in leaves else None
+        for i in range(len(program.invars))
+    ]
+    outputs = planner.program(program, inputs, needs_grad)
+    for value in outputs[:num_results]:
+        planner.whole(value, None)
+    return planner, planner.uses
+
+
+def output_needs_grad(program: _jax.Program, num_results: int) -> list[bool]:
+    """Gradients come in through the first outputs of a whole call."""
+    return [i < num_results for i in range(len(program.outvars))]
+
+
+# --- without jax.jit --------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """The plan of an equation with a program inside, around which there is no ``jax.jit``.
+
+    It is kept from call to call, as is what run.py compiles for it: JAX would compile what
+    the runner makes of the program anew each time.
+
+    Attributes:
+      plan: its reads.
+      uses: the other uses in it.
+      outputs: its outputs: views, and None for values.
+    """
+
+    plan: Plan
+    uses: Uses
+    outputs: Sequence[Any]
+
+
+_parts: Memo[Part] = Memo()
+
+
+def plan_part(
+    eqn: _jax.Equation,
+    operands: list[Any],
+    needs_grad: list[bool],
+    leaves: dict[int, Leaf],
+) -> Part:
+    """The plan of such an equation with such operands, arrays or None."""
+    bare = without_arrays(operands)
+
+    def make() -> Part:
+        planner = Planner(leaves)
+        outputs = planner.inside(eqn, bare, needs_grad)
+        return Part(planner.plan, planner.uses, outputs)
+
+    return _parts.find(eqn, part_key(bare, needs_grad, leaves), make)
+
+
+def without_arrays(operands: list[Any]) -> list[Any]:
+    """The operands of an equation with None in the place of arrays, also in views."""
+    bare: list[Any] = jax.tree.map(lambda _: None, operands)
+    return bare
+
+
+def part_key(
+    bare: list[Any], needs_grad: Sequence[bool], leaves: dict[int, Leaf]
+) -> tuple[Any, ...]:
+    """What a part depends on besides the equation."""
+    return jax.tree.structure(bare), tuple(needs_grad), tuple(leaves.items())
 
 
 # --- the call ---------------------------------------------------------------------------
@@ -160,13 +562,13 @@ class Call:
 
     def trace(self) -> tuple[_jax.Program, "Outputs"]:
         """The traced program (inputs: the arrays), and how to read its outputs."""
-        found: list[Outputs] = []
+        structures: list[Outputs] = []
 
         def flat(*inputs: Any) -> list[Any]:
-            given = iter(inputs)
-            chosen = self.tree.unflatten([next(given) for _ in self.primals])
+            left = iter(inputs)
+            chosen = self.tree.unflatten([next(left) for _ in self.primals])
             rest, kwargs = self._rest_tree.unflatten(
-                next(given) if described else x
+                next(left) if described else x
                 for x, described in zip(self._rest, self._described, strict=True)
             )
             args = list(rest)
@@ -180,12 +582,12 @@ class Call:
             # Only arrays can leave a traced program; names, None, numbers stay outside.
             arrays = [x for x in aux_leaves if isinstance(x, jax.Array)]
             fixed = [None if isinstance(x, jax.Array) else (x,) for x in aux_leaves]
-            found.append(Outputs(out_tree, len(results), aux_tree, fixed))
+            structures.append(Outputs(out_tree, len(results), aux_tree, fixed))
             return [*results, *arrays]
 
         described = [x for x, d in zip(self._rest, self._described, strict=True) if d]
         program = jax.make_jaxpr(flat)(*self.primals, *described)
-        return program, found[-1]
+        return program, structures[-1]
 
 
 class Outputs(NamedTuple):
@@ -198,15 +600,15 @@ class Outputs(NamedTuple):
       aux_fixed: ``(leaf,)`` for every leaf of aux; None for an array, which is an output.
     """
 
-    tree: Any
+    tree: jax.tree_util.PyTreeDef
     num_results: int
-    aux_tree: Any
+    aux_tree: jax.tree_util.PyTreeDef
     aux_fixed: list[Any]
 
-    def result(self, flat: Sequence[Any]) -> Any:
+    def result(self, flat: Sequence[jax.Array]) -> Any:
         return self.tree.unflatten(flat)
 
-    def aux(self, arrays: Sequence[Any]) -> Any:
+    def aux(self, arrays: Sequence[jax.Array]) -> Any:
         left = iter(arrays)
         leaves = [next(left) if fixed is None else fixed[0] for fixed in self.aux_fixed]
         return self.aux_tree.unflatten(leaves)
@@ -253,71 +655,33 @@ def is_number(argnums: Any) -> bool:
     return isinstance(argnums, int | np.integer)
 
 
-# --- its leaves -------------------------------------------------------------------------
-
-
-class Leaf(NamedTuple):
-    """One differentiated array.
-
-    Attributes:
-      name: what the user calls it, such as ``params['table']``.
-      aval: its abstract value.
-      wish: what ``sparse=`` says of it.
-      exchange: what ``exchange=`` does.
-    """
-
-    name: str
-    aval: Any
-    wish: Wish
-    exchange: Exchange | None = None
-
-    @property
-    def candidate(self) -> Candidate:
-        return Candidate(self.aval, self.name, self.exchange)
-
-    @property
-    def has_rows(self) -> bool:
-        return self.aval.ndim > 0 and jnp.issubdtype(self.aval.dtype, jnp.inexact)
-
-    @property
-    def may_be_sparse(self) -> bool:
-        return self.has_rows and self.wish is not False
-
-    @property
-    def num_bytes(self) -> int:
-        return self.aval.size * self.aval.dtype.itemsize
-
-    def __str__(self) -> str:
-        return f"{self.name} ({self.aval.str_short()})"
-
-
 def _describe_leaves(
     call: Call, single: bool, spec: SparseSpec, exchange: ExchangeSpec
 ) -> list[Leaf]:
     """A Leaf for every differentiated array."""
     tree, roots = call.tree.unflatten(call.primals), call.names
     paths, _ = jax.tree_util.tree_flatten_with_path(tree)
-    wishes, ways = _wishes(tree, single, spec), _exchanges(tree, single, exchange)
+    modes, exchanges = _modes(tree, single, spec), _exchanges(tree, single, exchange)
     leaves = []
-    for (path, x), wish, way in zip(paths, wishes, ways, strict=True):
+    for (path, x), mode, exchange in zip(paths, modes, exchanges, strict=True):
         name = roots[path[0].idx] + jax.tree_util.keystr(path[1:])
         if callable(spec):
-            wish = spec(path[1:] if single else path, x)
-        if not (wish is None or isinstance(wish, bool) or wish == "if_smaller"):
+            mode = spec(path[1:] if single else path, x)
+        if not (mode is None or isinstance(mode, bool) or mode == "if_smaller"):
             raise TypeError(
                 "sparse= must give True, False, None or 'if_smaller' for each array, got "
-                f"{wish!r} for {name}"
+                f"{mode!r} for {name}"
             )
-        if not (way is None or isinstance(way, Exchange)):
+        if not (exchange is None or isinstance(exchange, Exchange)):
             raise TypeError(
                 "exchange= must give a jslices.Exchange or None for each array, got "
-                f"{way!r} for {name}"
+                f"{exchange!r} for {name}"
             )
-        leaves.append(Leaf(name, jax.typeof(x), wish, way))
+        leaves.append(Leaf(name, jax.typeof(x), mode, exchange))
     return leaves
 
 
-def _wishes(tree: Any, single: bool, spec: SparseSpec) -> list[Any]:
+def _modes(tree: PyTree, single: bool, spec: SparseSpec) -> list[Any]:
     """``sparse=`` for every leaf; None where it is a function."""
     if callable(spec):
         spec = None
@@ -327,7 +691,7 @@ def _wishes(tree: Any, single: bool, spec: SparseSpec) -> list[Any]:
     return _broadcast(tree, (spec,) if single else spec, what)
 
 
-def _exchanges(tree: Any, single: bool, spec: ExchangeSpec) -> list[Any]:
+def _exchanges(tree: PyTree, single: bool, spec: ExchangeSpec) -> list[Any]:
     """``exchange=`` for every leaf."""
     if spec is None or isinstance(spec, Exchange):
         return [spec] * len(jax.tree.leaves(tree))
@@ -335,7 +699,7 @@ def _exchanges(tree: Any, single: bool, spec: ExchangeSpec) -> list[Any]:
     return _broadcast(tree, prefix, "exchange= must be a jslices.Exchange, or a pytree")
 
 
-def _filled(prefix: Any, tree: Any) -> Any:
+def _filled(prefix: PyTree, tree: PyTree) -> PyTree:
     """``prefix`` with None for what its dicts do not name."""
     if isinstance(prefix, tuple) and isinstance(tree, tuple) and len(prefix) == len(tree):
         return tuple(map(_filled, prefix, tree))
@@ -344,12 +708,12 @@ def _filled(prefix: Any, tree: Any) -> Any:
     return {key: _filled(prefix.get(key), tree[key]) for key in tree}
 
 
-def _broadcast(tree: Any, prefix: Any, what: str) -> list[Any]:
-    """What a pytree prefix says of every leaf."""
-    said: list[Any] = []
+def _broadcast(tree: PyTree, prefix: PyTree, what: str) -> list[Any]:
+    """The entry of a pytree prefix for every leaf."""
+    entries: list[Any] = []
 
-    def add(x: Any, subtree: Any) -> None:
-        said.extend([x] * len(jax.tree.leaves(subtree)))
+    def add(x: Any, subtree: PyTree) -> None:
+        entries.extend([x] * len(jax.tree.leaves(subtree)))
 
     try:
         jax.tree.map(add, prefix, tree, is_leaf=lambda x: x is None)
@@ -358,4 +722,4 @@ def _broadcast(tree: Any, prefix: Any, what: str) -> list[Any]:
             f"{what} of these whose structure is that of the differentiated argument or a "
             f"prefix of it: {error}"
         ) from None
-    return said
+    return entries

@@ -1,11 +1,12 @@
 """Row-wise steps: primitives that commute with a lookup.
 
 ``f(table)[ids] == f(table[ids])``. The rules stand in one table, keyed by primitive, to
-which :func:`register_rowwise` adds. A primitive without a rule, which is neither a lookup
-(lookups.py) nor control flow (interpret.py), needs the whole table: the gradient is then
+which :func:`register_rowwise` adds. A primitive without a rule, which is neither a read
+(reads.py) nor control flow (walk.py), needs the whole table: the gradient is then
 right, but dense.
 """
 
+import dataclasses
 import functools
 import itertools
 import math
@@ -24,12 +25,12 @@ from jslices._grad.views import (
     Rowwise,
     Stacked,
     Stopped,
+    Table,
     Transposed,
     Unpacked,
     View,
     flat,
     folded,
-    leading,
     without_slots,
 )
 from jslices._lookup.rows import mark_p
@@ -44,7 +45,7 @@ class NeedsWhole(NamedTuple):
 
 #: ``rule(eqn, operands, lead)`` gives a view per output, or None where the equation mixes
 #: rows. Operands are views, at least one, whose rows ``lead`` axes number, and values (None
-#: while lookups are planned).
+#: while reads are planned).
 Rule = Callable[[_jax.Equation, Sequence[Any], int], list[Any] | NeedsWhole | None]
 
 Mode = jax.lax.GatherScatterMode
@@ -62,7 +63,7 @@ def rowwise(
 
     Args:
       eqn: an equation with at least one view among its operands.
-      operands: for each operand a view, or its value (None while lookups are planned).
+      operands: for each operand a view, or its value (None while reads are planned).
       whole: gives the array behind a view, or notes that it is needed.
 
     Returns:
@@ -71,18 +72,11 @@ def rowwise(
     rule = RULES.get(eqn.primitive)
     if rule is None:
         return None
-    # Rows are numbered by axis 0, or, in tables that vmap repeated for every example, by
-    # the axes of the batch as well: the `lead` ones. Of views that differ in this, small
-    # ones serve several rows of a large one.
     views = {i: x for i, x in enumerate(operands) if isinstance(x, View)}
-    lead = min(map(leading, views.values()))
-    others = [i for i, x in views.items() if leading(x) > lead]
-    if others:
-        sizes = {i: math.prod(x.shape) for i, x in views.items()}
-        smaller = [i for i, size in sizes.items() if size < max(sizes.values())]
-        others = smaller or others
-    if rule is not _transpose:
-        others += [i for i, x in views.items() if isinstance(x, Transposed)]
+    # Rows are numbered by axis 0, or, in tables that vmap repeated for every example, by
+    # the axes of the batch as well: the `lead` ones.
+    lead = min(x.lead for x in views.values())
+    others = [] if rule in _FOR_ANY_VIEW else _serving_all(rule, views, lead)
     outputs = NeedsWhole(others) if others else rule(eqn, operands, lead)
     if not isinstance(outputs, NeedsWhole):
         return outputs
@@ -91,6 +85,22 @@ def rowwise(
     if not any(isinstance(operand, View) for operand in operands):
         return None
     return rowwise(eqn, operands, whole)
+
+
+def _serving_all(rule: Rule, views: dict[int, View], lead: int) -> list[int]:
+    """The operands that are no views of the same rows as the others.
+
+    Of views whose rows differ in the number of axes, small ones serve several rows of a
+    large one.
+    """
+    others = [i for i, x in views.items() if x.lead > lead]
+    if others:
+        sizes = {i: math.prod(x.shape) for i, x in views.items()}
+        smaller = [i for i, size in sizes.items() if size < max(sizes.values())]
+        others = smaller or others
+    if rule is not _transpose:
+        others += [i for i, x in views.items() if isinstance(x, Transposed)]
+    return others
 
 
 def register_rowwise(
@@ -276,8 +286,8 @@ def _views(
 
         def apply(values: Sequence[Any], count: int, which: tuple[Any, ...]) -> jax.Array:
             number, row = which
-            given = [x.reshape(*ones, *x.shape) if jnp.ndim(x) else x for x in values]
-            result = _jax.bind(eqn, given, **params_for((*ones, count)))[number]
+            inputs = [x.reshape(*ones, *x.shape) if jnp.ndim(x) else x for x in values]
+            result = _jax.bind(eqn, inputs, **params_for((*ones, count)))[number]
             if result.size != count * math.prod(row):
                 raise ValueError(
                     f"of {count} rows {eqn.primitive} made an array {result.shape}; "
@@ -308,7 +318,7 @@ def _flat(operand: Any, atom: Any, rows: tuple[int, ...]) -> Any:
     return operand.reshape(-1, *rest)
 
 
-def _rule(*names: str) -> Callable[[Rule], Rule]:
+def rule_for(*names: str) -> Callable[[Rule], Rule]:
     """Registers a rule of ours for the primitives of these names that this JAX has."""
 
     def register(rule: Rule) -> Rule:
@@ -321,7 +331,7 @@ def _rule(*names: str) -> Callable[[Rule], Rule]:
 # --- each element by itself -------------------------------------------------------------
 
 
-@_rule(
+@rule_for(
     *"""
     abs acos acosh add and asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil clamp
     clz complex conj convert_element_type copy cos cosh digamma div eq erf erf_inv erfc exp
@@ -338,11 +348,11 @@ def _elementwise(
     """XLA broadcasts scalars and axes of size 1 in these."""
     shape, serve_all = _jax.shape_of(eqn.outvars[0]), []
     for i, (atom, operand) in enumerate(zip(eqn.invars, operands, strict=True)):
-        given = _jax.shape_of(atom)
+        own = _jax.shape_of(atom)
         if isinstance(operand, View):
-            if given[:lead] != shape[:lead] or len(given) != len(shape):
+            if own[:lead] != shape[:lead] or len(own) != len(shape):
                 serve_all.append(i)
-        elif any(n not in (1, rows) for n, rows in zip(given[:lead], shape, strict=False)):
+        elif any(n not in (1, rows) for n, rows in zip(own[:lead], shape, strict=False)):
             return None
     return NeedsWhole(serve_all) if serve_all else _views(eqn, operands, lead)
 
@@ -366,25 +376,25 @@ def _along(parameter: str) -> Rule:
     return rule
 
 
-_rule("cumlogsumexp", "cummax", "cummin", "cumprod", "cumsum", "stack")(_along("axis"))
-_rule("reduce_max", "reduce_min", "reduce_prod", "reduce_sum")(_along("axes"))
-_rule("reduce_and", "reduce_or", "reduce_xor", "argmax", "argmin")(_along("axes"))
-_rule("sort")(_along("dimension"))
+rule_for("cumlogsumexp", "cummax", "cummin", "cumprod", "cumsum", "stack")(_along("axis"))
+rule_for("reduce_max", "reduce_min", "reduce_prod", "reduce_sum")(_along("axes"))
+rule_for("reduce_and", "reduce_or", "reduce_xor", "argmax", "argmin")(_along("axes"))
+rule_for("sort")(_along("dimension"))
 
 
-@_rule("tile")
+@rule_for("tile")
 def _tile(eqn: _jax.Equation, operands: Sequence[Any], lead: int) -> list[Any] | None:
     once = set(eqn.params["reps"][:lead]) == {1}
     return _views(eqn, operands, lead) if once else None
 
 
-@_rule("fft")
+@rule_for("fft")
 def _fft(eqn: _jax.Equation, operands: Sequence[Any], lead: int) -> list[Any] | None:
     inside = lead + len(eqn.params["fft_lengths"]) <= len(_jax.shape_of(eqn.invars[0]))
     return _views(eqn, operands, lead) if inside else None
 
 
-@_rule("dot_general")
+@rule_for("dot_general")
 def _dot_general(
     eqn: _jax.Equation, operands: Sequence[Any], lead: int
 ) -> list[Any] | NeedsWhole | None:
@@ -410,7 +420,7 @@ def _renumbered(
     view: View,
     lead: int,
     rows: tuple[int, ...],
-    places: Sequence[tuple[int, int, int]],
+    numbering: Sequence[tuple[int, int, int]],
     take: Callable[[jax.Array], jax.Array],
 ) -> View:
     """A view of the rows of another, numbered by axes of these sizes.
@@ -419,30 +429,28 @@ def _renumbered(
       view: the other view.
       lead: how many axes number its rows.
       rows: the sizes of the axes that number the rows of the result.
-      places: for each of the ``lead`` axes ``(axis, start, step)``: row number i along
+      numbering: for each of the ``lead`` axes ``(axis, start, step)``: row number i along
         ``axis`` of the result is row number ``start + step * i`` of ``view``.
       take: from the whole of ``view`` to the whole of the result.
     """
-    given, inner = view.shape, flat(view)
+    old, inner = view.shape, flat(view)
 
     def number(x: jax.Array) -> jax.Array:
         result = jnp.zeros_like(x)
-        for height, (axis, start, step) in zip(given[:lead], places, strict=True):
+        for height, (axis, start, step) in zip(old[:lead], numbering, strict=True):
             below = math.prod(rows[axis + 1 :])
             along = x // below if below > 1 else x
             along = along % rows[axis] if axis else along
             result = result * height + start + step * along
         return result
 
-    shape = (math.prod(rows), *given[lead:])
-    key = ("rows", given[:lead], rows, tuple(places))
-    new = Renumbered(
-        shape, view.dtype, inner, number, key, lambda x: take(x.reshape(given))
-    )
+    shape = (math.prod(rows), *old[lead:])
+    key = ("rows", old[:lead], rows, tuple(numbering))
+    new = Renumbered(shape, view.dtype, inner, number, key, lambda x: take(x.reshape(old)))
     return folded(new, rows)
 
 
-@_rule("slice")
+@rule_for("slice")
 def _slice(eqn: _jax.Equation, operands: Sequence[Any], lead: int) -> list[Any] | None:
     """``table[1:, 2:5]``: some rows at equal distances, and some columns of them."""
     (view,) = operands
@@ -453,11 +461,11 @@ def _slice(eqn: _jax.Equation, operands: Sequence[Any], lead: int) -> list[Any] 
         return None
     nothing, ones, rest = (0,) * len(start), (1,) * len(start), full[lead:]
     if shape[:lead] != full[:lead]:
-        places = [(axis, start[axis], strides[axis]) for axis in range(lead)]
+        numbering = [(axis, start[axis], strides[axis]) for axis in range(lead)]
         begin, end = (*start[:lead], *nothing[lead:]), (*limit[:lead], *rest)
         steps = (*strides[:lead], *ones[lead:])
         take = lambda array: jax.lax.slice(array, begin, end, steps)  # noqa: E731
-        view = _renumbered(view, lead, shape[:lead], places, take)
+        view = _renumbered(view, lead, shape[:lead], numbering, take)
     if shape[lead:] == rest:
         return [view]
     columns = {
@@ -471,41 +479,43 @@ def _slice(eqn: _jax.Equation, operands: Sequence[Any], lead: int) -> list[Any] 
     return _views(eqn, [view], lead, params_for, [False])
 
 
-@_rule("split")
+@rule_for("split")
 def _split(eqn: _jax.Equation, operands: Sequence[Any], lead: int) -> list[Any]:
     axis, (view,) = eqn.params["axis"], operands
     if axis >= lead:
         return _views(eqn, operands, lead)
-    found, above = [], 0
+    parts, above = [], 0
     for out in eqn.outvars:
         rows = _jax.shape_of(out)[:lead]
-        places = [(d, above if d == axis else 0, 1) for d in range(lead)]
+        numbering = [(d, above if d == axis else 0, 1) for d in range(lead)]
         end = above + rows[axis]
         take = functools.partial(
             jax.lax.slice_in_dim, start_index=above, limit_index=end, axis=axis
         )
-        found.append(_renumbered(view, lead, rows, places, take))
+        parts.append(_renumbered(view, lead, rows, numbering, take))
         above = end
-    return found
+    return parts
 
 
-@_rule("rev")
+@rule_for("rev")
 def _rev(eqn: _jax.Equation, operands: Sequence[Any], lead: int) -> list[Any]:
     dimensions, (view,) = eqn.params["dimensions"], operands
     among = tuple(d for d in dimensions if d < lead)
     inside = tuple(d for d in dimensions if d >= lead)
     rows = view.shape[:lead]
     if among:
-        places = [(d, n - 1, -1) if d in among else (d, 0, 1) for d, n in enumerate(rows)]
+        numbering = [
+            (d, n - 1, -1) if d in among else (d, 0, 1) for d, n in enumerate(rows)
+        ]
         view = _renumbered(
-            view, lead, rows, places, lambda array: jax.lax.rev(array, among)
+            view, lead, rows, numbering, lambda array: jax.lax.rev(array, among)
         )
     return (
         _views(eqn, [view], lead, lambda rows: {"dimensions": inside}) if inside else [view]
     )
 
 
-@_rule("reshape", "squeeze")
+@rule_for("reshape", "squeeze")
 def _reshape(eqn: _jax.Equation, operands: Sequence[Any], lead: int) -> list[Any] | None:
     in_order = eqn.primitive.name == "squeeze" or eqn.params.get("dimensions") is None
     return _reshaped(eqn, operands) if in_order and len(operands) == 1 else None
@@ -541,30 +551,30 @@ def _unpacked(packed: View, shape: tuple[int, ...]) -> list[Any] | None:
     return [folded(Unpacked(cut, packed.dtype, packed), shape[:lead])]
 
 
-@_rule("broadcast_in_dim")
+@rule_for("broadcast_in_dim")
 def _broadcast(eqn: _jax.Equation, operands: Sequence[Any], lead: int) -> list[Any] | None:
     """New axes within the rows, or a copy of all rows for every example of a batch."""
     shape, dims = tuple(eqn.params["shape"]), tuple(eqn.params["broadcast_dimensions"])
-    given = _jax.shape_of(eqn.invars[0])
+    old = _jax.shape_of(eqn.invars[0])
     if len(operands) > 1:  # sizes that are known at run time only
         return None
-    if math.prod(shape) == math.prod(given):
+    if math.prod(shape) == math.prod(old):
         return _reshaped(eqn, operands)
-    if dims[:lead] == tuple(range(lead)) and shape[:lead] == given[:lead]:
+    if dims[:lead] == tuple(range(lead)) and shape[:lead] == old[:lead]:
         return _views(eqn, operands, lead, lambda rows: {"shape": (*rows, *shape[lead:])})
     # The rows come last among the axes that number them, and are as they were.
-    more = lead + len(shape) - len(given)
-    as_they_were = tuple(shape[d] for d in dims) == given
+    more = lead + len(shape) - len(old)
+    as_they_were = tuple(shape[d] for d in dims) == old
     last = dims[lead - 1 :] == tuple(range(more - 1, len(shape)))
     countable = _jax.definitely(lambda: math.prod(shape[:more]) <= INT32_MAX)
     if not (as_they_were and last and countable):
         return None
-    places = [(axis, 0, 1) for axis in dims[:lead]]
+    numbering = [(axis, 0, 1) for axis in dims[:lead]]
     take = lambda array: jax.lax.broadcast_in_dim(array, shape, dims)  # noqa: E731
-    return [_renumbered(operands[0], lead, shape[:more], places, take)]
+    return [_renumbered(operands[0], lead, shape[:more], numbering, take)]
 
 
-@_rule("transpose")
+@rule_for("transpose")
 def _transpose(eqn: _jax.Equation, operands: Sequence[Any], lead: int) -> list[Any] | None:
     order, view = tuple(eqn.params["permutation"]), operands[0]
     if isinstance(view, Transposed):
@@ -579,7 +589,7 @@ def _transpose(eqn: _jax.Equation, operands: Sequence[Any], lead: int) -> list[A
     return [Transposed(shape, view.dtype, view, order)]
 
 
-@_rule("pad")
+@rule_for("pad")
 def _pad(eqn: _jax.Equation, operands: Sequence[Any], lead: int) -> list[Any] | None:
     """More columns, or more rows above and below the others."""
     config, (view, value) = tuple(map(tuple, eqn.params["padding_config"])), operands
@@ -601,7 +611,7 @@ def _pad(eqn: _jax.Equation, operands: Sequence[Any], lead: int) -> list[Any] | 
     return [folded(Stacked(shape, view.dtype, arrays, heights), rows)]
 
 
-@_rule("scatter")
+@rule_for("scatter")
 def _scatter(
     eqn: _jax.Equation, operands: Sequence[Any], lead: int
 ) -> list[Any] | NeedsWhole | None:
@@ -626,7 +636,7 @@ def _scatter(
     return [Replaced(view.shape, view.dtype, view, at, row)]
 
 
-@_rule("concatenate")
+@rule_for("concatenate")
 def _concatenate(
     eqn: _jax.Equation, operands: Sequence[Any], lead: int
 ) -> list[Any] | None:
@@ -648,16 +658,61 @@ def _concatenate(
 # --- the same rows ----------------------------------------------------------------------
 
 
-@_rule("stop_gradient")
+@rule_for("layout_constraint")
+def _same(eqn: _jax.Equation, operands: Sequence[Any], lead: int) -> list[Any]:
+    """A layout, which the table has anyway, or ``embedding_lookup``'s mark on its table."""
+    return list(operands)
+
+
+RULES[mark_p] = _same
+
+
+@rule_for("call_hi_primitive")
+def _called(
+    eqn: _jax.Equation, operands: Sequence[Any], lead: int
+) -> list[Any] | NeedsWhole | None:
+    """What stands for another primitive, or for a name: ``checkpoint_name`` of jax 0.12."""
+    called = _jax.kind(eqn)
+    if called == "CheckpointName":
+        return list(operands)
+    primitive = _jax.PRIMITIVES.get(called)
+    rule = None if primitive is None else RULES.get(primitive)
+    return None if rule is None else rule(eqn, operands, lead)
+
+
+@rule_for("optimization_barrier")
+def _barrier(eqn: _jax.Equation, operands: Sequence[Any], lead: int) -> list[Any]:
+    """Views go round it, values through it."""
+    values = [x for x in operands if not isinstance(x, View)]
+    planning = any(x is None for x in values)
+    passed = iter(values if planning else jax.lax.optimization_barrier(values))
+    return [x if isinstance(x, View) else next(passed) for x in operands]
+
+
+@rule_for("sharding_constraint")
+def _sharding_constraint(
+    eqn: _jax.Equation, operands: Sequence[Any], lead: int
+) -> list[Any] | None:
+    """A constraint speaks of the whole table, so it stays on the table."""
+    (view,) = operands
+    if not isinstance(view, Table):
+        return None
+    array = None if view.array is None else _jax.bind(eqn, [view.array])[0]
+    return [dataclasses.replace(view, array=array)]
+
+
+@rule_for("reshard")
+def _reshard(eqn: _jax.Equation, operands: Sequence[Any], lead: int) -> list[Any] | None:
+    """Views may go to where all axes are Auto, as that is where rows are read."""
+    return list(operands) if _jax.has_auto_axes(eqn) else None
+
+
+@rule_for("stop_gradient")
 def _stop_gradient(eqn: _jax.Equation, operands: Sequence[Any], lead: int) -> list[Any]:
     inner = flat(operands[0])
     stopped = Stopped(inner.shape, inner.dtype, inner)
     return [folded(stopped, operands[0].shape[:lead])]
 
 
-def _mark(eqn: _jax.Equation, operands: Sequence[Any], lead: int) -> list[Any]:
-    """``embedding_lookup``'s mark on its table, which is the table."""
-    return list(operands)
-
-
-RULES[mark_p] = _mark
+#: They take views of any kind.
+_FOR_ANY_VIEW = (_same, _called, _barrier, _reshard, _sharding_constraint)

@@ -1,63 +1,74 @@
-"""Running a planned call: with a cotangent slot for each lookup, or for its ids alone."""
+"""Running a planned call: with a cotangent slot for each read, or for its ids alone."""
 
-import dataclasses
-from collections.abc import Sequence
+import itertools
+from collections import ChainMap
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from jslices import _jax
 from jslices._devices.exchange import on_all_devices
-from jslices._devices.explicit import restore_sharding
-from jslices._grad.interpret import Site, run_lookups
-from jslices._grad.plan import Planned
-from jslices._grad.views import Table
-from jslices._lookup.rows import without_dense_warning
+from jslices._devices.explicit import (
+    drop_sharding,
+    explicit_mesh,
+    restore_sharding,
+    shardings_of,
+    with_auto_axes,
+)
+from jslices._grad.memo import Memo, weak_equation
+from jslices._grad.plan import (
+    Leaf,
+    Plan,
+    Planned,
+    Site,
+    output_needs_grad,
+    part_key,
+    plan_part,
+    without_arrays,
+)
+from jslices._grad.reads import Mode, Read, is_one_row, only_row
+from jslices._grad.views import Ids, Table, View, whole
+from jslices._grad.walk import Turn, ViewWalk
+from jslices._lookup.exchange import rows_from_elsewhere
+from jslices._lookup.rows import lookup_rows
+from jslices._rows.bounds import canonical_indices
 from jslices._slices import Facts, IndexedSlices, slices_of
 
+#: Both mirror a plan: an IndexedSlices of zeros, and the row numbers, for every site.
+Slots = list[Any]
+Indices = list[Any]
 
-def run_planned(planned: Planned, primals: Sequence[Any], slots: Any) -> tuple[Any, Any]:
-    """The outputs of the traced call, and the row numbers of its lookups."""
+
+def run_planned(
+    planned: Planned, primals: Sequence[Any], slots: Slots
+) -> tuple[list[Any], Indices]:
+    """The outputs of the traced call, and the row numbers of its reads."""
+    leaves = planned.sparse_leaves
     operands = [
-        x if planned.kind(i) == "dense" else Table(leaf.aval.shape, leaf.aval.dtype, i, x)
-        for i, (x, leaf) in enumerate(zip(primals, planned.leaves, strict=True))
+        Table(leaves[i].aval.shape, leaves[i].aval.dtype, i, x) if i in leaves else x
+        for i, x in enumerate(primals)
     ]
-    return run_lookups(
-        planned.program,
-        operands,
-        planned.outputs.num_results,
-        {i: leaf.candidate for i, leaf in enumerate(planned.leaves)},
-        planned.plan,
-        slots,
-        planned.eager,
-    )
+    runner = Runner(planned.plan, slots, leaves, planned.eager)
+    needs_grad = output_needs_grad(planned.program, planned.outputs.num_results)
+    outputs = runner.program(planned.program, operands, needs_grad)
+    return [runner.whole(value, None) for value in outputs], runner.indices
 
 
 def slot_of(site: Site) -> IndexedSlices:
-    """The cotangent slot of one lookup; see ``jslices/_lookup/rows.py``."""
+    """The cotangent slot of one read; see ``jslices/_lookup/rows.py``."""
     shape = (*site.loops, site.entries, *site.table_shape[1:])
     zeros = jnp.zeros(shape, site.dtype, out_sharding=site.split)
     values = _jax.as_varying(zeros, site.varying)
     return IndexedSlices.tree_unflatten(site.table_shape, (values, None))
 
 
-def ids_read(planned: Planned, primals: Sequence[Any]) -> tuple[list[Any], list[bool]]:
-    """The row numbers of every lookup, and whether each of the ``primals`` decides on some.
-
-    Nothing else of the call is run; primals that are not needed for it may be described.
-    """
-
-    def run(*primals: Any) -> list[Any]:
-        _, indices = run_planned(planned, primals, jax.tree.map(slot_of, planned.plan))
-        return jax.tree.leaves(indices)
-
-    with without_dense_warning():
-        return _jax.needed(run, primals)
-
-
-def of_site(site: Site, shape: Any, values: Any, indices: Any) -> IndexedSlices:
-    """The gradient of one lookup, its executions joined."""
+def gradient_of(
+    site: Site, shape: tuple[int, ...], values: jax.Array, indices: jax.Array
+) -> IndexedSlices:
+    """The gradient of one read, its executions joined."""
     values, indices = restore_sharding((values, indices), site.split)
     if site.route is not None:
         facts = Facts(placement=site.route.placement)
@@ -66,10 +77,187 @@ def of_site(site: Site, shape: Any, values: Any, indices: Any) -> IndexedSlices:
     return IndexedSlices(*on_all_devices(values, indices), shape)
 
 
-def without_exchange(planned: Planned) -> Planned:
-    """The same lookups, each on one device."""
+# --- the walk ---------------------------------------------------------------------------
 
-    def alone(site: Site) -> Site:
-        return dataclasses.replace(site, route=None, sharding=None)
 
-    return planned._replace(plan=jax.tree.map(alone, planned.plan), eager=False)
+class _Body:
+    """The state of a body of a loop, a branch or a checkpoint, while JAX traces it.
+
+    Attributes:
+      entries: what is left of its plan and its slots.
+      indices: the row numbers of its reads so far.
+      wholes: the arrays behind views. A body may use what was computed outside of it.
+    """
+
+    def __init__(self, plan: Plan, slots: Slots, wholes: ChainMap[View, jax.Array]) -> None:
+        self.entries = zip(plan, slots, strict=True)
+        self.indices: Indices = []
+        self.wholes = wholes
+
+
+class Runner(ViewWalk):
+    """Walks with values, and a cotangent slot in every planned read.
+
+    All but the reads is bound as it was traced, so values stay what they were. Control
+    flow is rebuilt from JAX's public functions: a loop gets the slots as additional inputs
+    of each iteration and hands the row numbers out; a branch that is not taken reports
+    row numbers that are out of range.
+    """
+
+    def __init__(
+        self, plan: Plan, slots: Slots, leaves: dict[int, Leaf], eager: bool = False
+    ) -> None:
+        self.eager = eager
+        self._leaves = leaves
+        self._body = _Body(plan, slots, ChainMap())
+
+    @property
+    def indices(self) -> Indices:
+        """The row numbers of the reads so far."""
+        return self._body.indices
+
+    def constant(self, value: Any) -> Any:
+        return value
+
+    def bind(self, eqn: _jax.Equation, operands: Sequence[Any]) -> list[Any]:
+        return _jax.bind(eqn, operands)
+
+    def whole(self, value: Any, eqn: _jax.Equation | None) -> Any:
+        if eqn is not None and is_one_row(value):
+            return self.read(eqn, only_row(value), [])
+        # No gradient comes this way, or the plan would have made the table dense.
+        return whole(value, self._body.wholes)
+
+    def read(self, eqn: _jax.Equation, read: Read, values: list[Any]) -> jax.Array:
+        def take(table: Table, ids: Ids, mode: Mode, fill_value: Any) -> jax.Array:
+            site, slot = next(self._body.entries)
+            assert site.leaf == table.leaf
+            record = ids.record
+            if record.dtype != site.index_dtype:
+                record = canonical_indices(record, table.shape[0]).astype(site.index_dtype)
+            split = shardings_of(slot.values)
+            array, slot = drop_sharding((table.array, slot))
+            if site.route is None:
+                rows = lookup_rows(array, ids.read, slot, mode, fill_value)
+            else:
+                rows, record = rows_from_elsewhere(
+                    site.route, array, ids.read, record, slot, mode, fill_value
+                )
+            self._body.indices.append(restore_sharding(record, split))
+            return rows
+
+        aval = eqn.outvars[0].aval
+        tables = [self._leaves[leaf].aval for leaf in read.leaves]
+        with with_auto_axes(explicit_mesh([aval, *tables])):
+            rows = read.output(drop_sharding(values), take)
+        return restore_sharding(rows, shardings_of(aval))
+
+    def part(
+        self, eqn: _jax.Equation, operands: list[Any], needs_grad: list[bool]
+    ) -> Sequence[Any]:
+        run = _compiled_part(eqn, operands, needs_grad, self._leaves)
+        _, slots = next(self._body.entries)
+        outputs, indices = run(operands, slots)
+        self._body.indices.append(indices)
+        return outputs
+
+    def loop(
+        self, eqn: _jax.Equation, turn: Turn, carry: list[Any], xs: list[Any]
+    ) -> tuple[list[Any], list[Any]]:
+        plan, slots = next(self._body.entries)
+
+        def body(carry: list[Any], per_turn: tuple[list[Any], Slots]) -> tuple[Any, Any]:
+            xs, slots = per_turn
+            (carry, ys), indices = self._inside(plan, slots, turn, carry, xs)
+            return carry, (ys, indices)
+
+        options = _jax.scan_options(eqn.params)
+        final, (ys, indices) = lax.scan(body, carry, (xs, slots), **options)
+        self._body.indices.append(indices)
+        return final, ys
+
+    def switch(self, index: Any, branches: Sequence[Callable[[], list[Any]]]) -> list[Any]:
+        plans, slots = next(self._body.entries)
+
+        def make(taken: int, branch: Callable[[], Any]) -> Callable[[Slots], Any]:
+            def run(slots: Slots) -> tuple[Any, Indices]:
+                outputs, own = self._inside(plans[taken], slots[taken], branch)
+                indices = [
+                    own if i == taken else jax.tree.map(_nowhere, plans[i], slots[i])
+                    for i in range(len(plans))
+                ]
+                return outputs, indices
+
+            return run
+
+        runs = [make(number, branch) for number, branch in enumerate(branches)]
+        outputs, indices = lax.switch(index, runs, slots)
+        self._body.indices.append(indices)
+        return outputs
+
+    def rematerialise(
+        self,
+        eqn: _jax.Equation,
+        function: Callable[[Sequence[Any]], list[Any]],
+        operands: list[Any],
+    ) -> list[Any]:
+        plan, slots = next(self._body.entries)
+        are_values = [not isinstance(x, View) for x in operands]
+
+        def again(slots: Slots, *values: Any) -> tuple[list[Any], Indices]:
+            return self._inside(plan, slots, function, values)
+
+        options = _jax.remat_options(_jax.parameters(eqn), are_values)
+        values = itertools.compress(operands, are_values)
+        outputs, indices = jax.checkpoint(again, **options)(slots, *values)
+        self._body.indices.append(indices)
+        return outputs
+
+    def _inside(
+        self, plan: Plan, slots: Slots, run: Callable[..., Any], *args: Any
+    ) -> tuple[Any, Indices]:
+        """``run(*args)`` and the row numbers of its reads, with a state of its own."""
+        outer = self._body
+        self._body = inner = _Body(plan, slots, outer.wholes.new_child())
+        try:
+            return run(*args), inner.indices
+        finally:
+            self._body = outer
+
+
+def _nowhere(site: Site, slot: IndexedSlices) -> jax.Array:
+    """Row numbers out of range, for a read in a branch that is not taken."""
+    rows = slot.values.shape[: slot.values.ndim - len(site.table_shape) + 1]
+    indices = jnp.full(rows, site.table_shape[0], site.index_dtype)
+    indices = restore_sharding(indices, shardings_of(slot.values))
+    return _jax.as_varying(indices, site.varying)
+
+
+# --- without jax.jit --------------------------------------------------------------------
+
+#: From the operands and the cotangent slots of a part to its outputs and row numbers.
+_RunPart = Callable[[list[Any], Slots], tuple[Sequence[Any], Indices]]
+
+_compiled: Memo[_RunPart] = Memo()
+
+
+def _compiled_part(
+    eqn: _jax.Equation,
+    operands: list[Any],
+    needs_grad: list[bool],
+    leaves: dict[int, Leaf],
+) -> _RunPart:
+    """The jitted function of a part, compiled once for each kind of operands."""
+
+    def make() -> _RunPart:
+        plan = plan_part(eqn, operands, needs_grad, leaves).plan
+        equation = weak_equation(eqn)
+
+        def run(operands: list[Any], slots: Slots) -> tuple[Sequence[Any], Indices]:
+            runner = Runner(plan, slots, leaves)
+            return runner.inside(equation(), operands, needs_grad), runner.indices
+
+        run.__name__ = eqn.params.get("name", eqn.primitive.name)  # in profiles
+        return jax.jit(run)
+
+    return _compiled.find(eqn, part_key(without_arrays(operands), needs_grad, leaves), make)

@@ -9,9 +9,8 @@ import numpy as np
 
 from jslices._densify import human_bytes
 from jslices._devices.exchange import Route, Way
-from jslices._grad.interpret import Site
-from jslices._grad.plan import Call, Planned
-from jslices._grad.run import ids_read, without_exchange
+from jslices._grad.ids import eval_ids
+from jslices._grad.plan import Call, Planned, Site
 
 
 class ExchangeReport(NamedTuple):
@@ -55,22 +54,27 @@ def exchange_reports(planned: Planned, call: Call) -> dict[int, ExchangeReport]:
     sites = jax.tree.leaves(planned.plan)
     if not any(site.route for site in sites):
         return {}
-    ids = _known_ids(planned, call, len(sites))
-    found: dict[int, list[tuple[Site, Any]]] = {}
+    ids = _concrete_ids(planned, call, len(sites))
+    by_leaf: dict[int, list[tuple[Site, Any]]] = {}
     for site, numbers in zip(sites, ids, strict=True):
         if site.route is not None:
-            found.setdefault(site.leaf, []).append((site, numbers))
-    return {leaf: _report(lookups) for leaf, lookups in found.items()}
+            by_leaf.setdefault(site.leaf, []).append((site, numbers))
+    return {leaf: _report(lookups) for leaf, lookups in by_leaf.items()}
 
 
-def _known_ids(planned: Planned, call: Call, count: int) -> Sequence[Any]:
-    """The ids of every lookup; None where they are not known while this is asked."""
+def _concrete_ids(planned: Planned, call: Call, count: int) -> Sequence[Any]:
+    """The ids of every lookup; None where they are described or traced."""
     if call.is_described:
         return [None] * count
-    ids, used = ids_read(without_exchange(planned), call.primals)
-    if any(used) or any(isinstance(x, jax.core.Tracer) for x in ids):
+    alone = planned._replace(plan=jax.tree.map(_on_one_device, planned.plan), eager=False)
+    ids, needed = eval_ids(alone, call.primals)
+    if any(needed) or any(isinstance(x, jax.core.Tracer) for x in ids):
         return [None] * count
     return [np.asarray(x) for x in ids]
+
+
+def _on_one_device(site: Site) -> Site:
+    return dataclasses.replace(site, route=None, sharding=None)
 
 
 def _report(lookups: Sequence[tuple[Site, Any]]) -> ExchangeReport:
@@ -82,14 +86,13 @@ def _report(lookups: Sequence[tuple[Site, Any]]) -> ExchangeReport:
         if ids is not None
         for run in ids.reshape(-1, site.count)
     ]
-    known = len(loads) > 0
     return ExchangeReport(
         way,
         sum(_received(site, "all_to_all") for site, _ in lookups),
         sum(_received(site, "gather") for site, _ in lookups),
         min(route.capacity for route in routes),
-        max(int(load.max()) for _, load in loads) if known else None,
-        sum(_beyond(route, load) for route, load in loads) if known else None,
+        max(int(load.max()) for _, load in loads) if loads else None,
+        sum(_beyond(route, load) for route, load in loads) if loads else None,
         any(route.falls_back for route in routes),
     )
 

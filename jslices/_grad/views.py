@@ -1,10 +1,10 @@
-"""What a variable of the program is, in terms of the tables it was computed from.
+"""Views: variables of a program in terms of the tables that they were computed from.
 
 A *view* stands for an array ``[V, *D]`` that is never computed. It knows which rows of
 which arrays its own rows are made from, and how: ``f(table)[ids] == f(table[ids])`` for a
 row-wise ``f``. Reading rows of a view therefore ends in reading rows of tables.
 
-A program is walked twice (interpret.py). While its lookups are planned there are no values:
+A program is walked twice (walk.py). While its reads are planned there are no values:
 arrays and row numbers are None, and reading a view only tells which tables it reads.
 """
 
@@ -16,9 +16,6 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jslices._devices.explicit import drop_sharding
-from jslices._rows.bounds import take_rows
-
 
 @dataclasses.dataclass(frozen=True)
 class Ids:
@@ -29,7 +26,7 @@ class Ids:
         equal numbers.
       read: the rows to read, all in ``[0, V)``.
       record: the indices of the gradient, where out of range means no gradient. Both are
-        None while lookups are planned.
+        None while reads are planned.
     """
 
     name: tuple[Any, ...] = ()
@@ -53,6 +50,8 @@ class View:
 
     shape: tuple[int, ...]
     dtype: Any
+    #: How many leading axes number the rows: 1, except for repeated tables.
+    lead: int = dataclasses.field(default=1, init=False)
 
     def parts(self, ids: Ids) -> Sequence[tuple[Any, Ids | None]]:
         """What the rows at ``ids`` are made from.
@@ -197,12 +196,12 @@ class Stacked(View):
 
     def _filled(self) -> list[tuple[Any, int, int]]:
         """The arrays that have rows: each with the number of rows above it, and its own."""
-        found, above = [], 0
+        filled, above = [], 0
         for array, height in zip(self.arrays, self.heights, strict=True):
             if height:
-                found.append((array, above, height))
+                filled.append((array, above, height))
             above += height
-        return found
+        return filled
 
     def _below(self, ids: Ids, above: int, height: int) -> Ids:
         """The row numbers in the array that begins at ``above``, others out of range."""
@@ -262,7 +261,7 @@ class Repeated(View):
     """
 
     flat: View
-    lead: int
+    lead: int = dataclasses.field()
 
     def parts(self, ids: Ids) -> Sequence[tuple[Any, Ids | None]]:
         return [(self.flat, ids)]
@@ -278,7 +277,7 @@ class Repeated(View):
 class Transposed(View):
     """Another view with its axes in another order, so that the first numbers no rows.
 
-    Axis ``i`` is axis ``order[i]`` of ``inner``. Only lookups know what to do with it.
+    Axis ``i`` is axis ``order[i]`` of ``inner``. Only reads know what to do with it.
     """
 
     inner: View
@@ -321,16 +320,16 @@ class Stopped(Unslotted):
 # --- as pytrees -------------------------------------------------------------------------
 
 
-class _Made:
-    """What a view is besides the views and arrays that it is made of."""
+class _StaticFields:
+    """The fields of a view besides the views and arrays that it is made of."""
 
     def __init__(self, view: View, parts: Sequence[str]) -> None:
-        fields = [f for f in dataclasses.fields(view) if f.name not in parts]
+        fields = [f for f in dataclasses.fields(view) if f.init and f.name not in parts]
         self.fields = {f.name: getattr(view, f.name) for f in fields}
         self._key = tuple(self.fields[f.name] for f in fields if f.compare)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Made) and self._key == other._key
+        return isinstance(other, _StaticFields) and self._key == other._key
 
     def __hash__(self) -> int:
         return hash(self._key)
@@ -339,11 +338,11 @@ class _Made:
 def _register(kind: type[View], *parts: str) -> None:
     """Views may go into and come out of ``jax.jit``: their arrays are its operands."""
 
-    def flatten(view: View) -> tuple[list[Any], _Made]:
-        return [getattr(view, name) for name in parts], _Made(view, parts)
+    def flatten(view: View) -> tuple[list[Any], _StaticFields]:
+        return [getattr(view, name) for name in parts], _StaticFields(view, parts)
 
-    def unflatten(made: _Made, values: Sequence[Any]) -> View:
-        return kind(**made.fields, **dict(zip(parts, values, strict=True)))
+    def unflatten(static: _StaticFields, values: Sequence[Any]) -> View:
+        return kind(**static.fields, **dict(zip(parts, values, strict=True)))
 
     jax.tree_util.register_pytree_node(kind, flatten, unflatten)
 
@@ -360,12 +359,7 @@ _register(Unslotted, "inner")
 _register(Stopped, "inner")
 
 
-# --- the axes that number the rows ------------------------------------------------------
-
-
-def leading(view: View) -> int:
-    """How many leading axes number the rows of a view: 1, except for repeated tables."""
-    return view.lead if isinstance(view, Repeated) else 1
+# --- views from views -------------------------------------------------------------------
 
 
 def flat(view: View) -> View:
@@ -377,68 +371,7 @@ def folded(view: View, rows: tuple[int, ...]) -> View:
     """A view with one axis for all rows as one whose axes ``rows`` number them."""
     if len(rows) == 1:
         return view
-    return Repeated((*rows, *view.shape[1:]), view.dtype, view, len(rows))
-
-
-# --- reading ----------------------------------------------------------------------------
-
-
-class Reader:
-    """Reads rows of views during one lookup, every row once however often it is used.
-
-    Args:
-      take: ``take(table, ids)`` reads the rows of a :class:`Table`, or notes the read while
-        lookups are planned.
-    """
-
-    def __init__(self, take: Callable[[Table, Ids], Any], slotted: bool = True) -> None:
-        self._take = take
-        self._without_slots = Reader(_just_take, slotted=False) if slotted else self
-        self._read: dict[Any, Any] = {}
-
-    def rows(self, value: Any, ids: Ids | None) -> Any:
-        """The rows of a view or an array, or all of an array where ``ids`` is None."""
-        if ids is None:
-            return drop_sharding(value)
-        if not isinstance(value, View):
-            there_are_none = value is None or ids.read is None
-            return None if there_are_none else take_rows(value, ids.read, mode="clip")
-        # Whatever array a table is by now, its rows are those of the leaf.
-        key = (value.leaf if isinstance(value, Table) else value, ids.name)
-        if key not in self._read:
-            self._read[key] = self._compute(value, ids)
-        return self._read[key]
-
-    def _compute(self, view: View, ids: Ids) -> Any:
-        if isinstance(view, Table):
-            return self._take(view, ids)
-        reader = self._without_slots if isinstance(view, Unslotted) else self
-        parts = [reader.rows(part, at) for part, at in view.parts(ids)]
-        return None if ids.read is None else view.combine(parts, ids)
-
-
-def _just_take(table: Table, ids: Ids) -> Any:
-    if ids.read is None:
-        return None
-    return take_rows(table.array, ids.read, mode="clip")
-
-
-def tables_read(view: View) -> list[int]:
-    """The leaves whose rows a lookup of ``view`` reads with cotangent slots, in order."""
-    found: list[int] = []
-    Reader(lambda table, ids: found.append(table.leaf)).rows(view, Ids())
-    return found
-
-
-def is_one_row(value: Any) -> bool:
-    """True for a single row of larger tables, ``table[5:6]``, that takes a gradient."""
-    if not isinstance(value, View) or isinstance(value, Transposed):
-        return False
-    if flat(value).shape[0] != 1:
-        return False
-    heights: list[int] = []
-    Reader(lambda table, ids: heights.append(table.shape[0])).rows(flat(value), Ids())
-    return bool(heights) and 1 not in heights
+    return Repeated((*rows, *view.shape[1:]), view.dtype, lead=len(rows), flat=view)
 
 
 def without_slots(value: Any) -> Any:
@@ -452,13 +385,13 @@ def without_slots(value: Any) -> Any:
     return value
 
 
-def whole(value: Any, known: MutableMapping[View, jax.Array]) -> Any:
+def whole(value: Any, computed: MutableMapping[View, jax.Array]) -> Any:
     """The array behind a view; anything else as it is.
 
-    ``known`` are the arrays that were computed before, so that none is computed twice.
+    ``computed`` are the arrays behind views so far, so that none is computed twice.
     """
     if not isinstance(value, View):
         return value
-    if value not in known:
-        known[value] = value.whole(lambda part: whole(part, known))
-    return known[value]
+    if value not in computed:
+        computed[value] = value.whole(lambda part: whole(part, computed))
+    return computed[value]

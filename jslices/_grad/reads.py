@@ -1,4 +1,10 @@
-"""Lookups: how a gather or a slice reads whole rows, in every form that JAX writes."""
+"""Reads of rows: which equations look up whole rows of a view, in every form of JAX's.
+
+The forms stand in one table, :data:`READS`, keyed by primitive. A form says, as a
+:class:`Read`, which view an equation reads, the numbers of which rows, and how its output
+is made of these rows. What else looks up rows, such as a product with a one-hot matrix, is
+one more form. A :class:`Reader` then goes from the rows of a view to those of its tables.
+"""
 
 import dataclasses
 import functools
@@ -10,9 +16,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.extend.core import Primitive
 
 from jslices import _jax
-from jslices._grad.views import Ids, Reader, Table, Transposed, View, flat, leading
+from jslices._devices.explicit import drop_sharding
+from jslices._grad.views import Ids, Repeated, Table, Transposed, Unslotted, View, flat
+from jslices._rows.bounds import take_rows
+from jslices._typing import Aval
 
 Mode = lax.GatherScatterMode
 
@@ -20,8 +30,11 @@ Mode = lax.GatherScatterMode
 Take = Callable[..., jax.Array]
 
 
+# --- what reads are made of -------------------------------------------------------------
+
+
 @dataclasses.dataclass(frozen=True)
-class Lookup:
+class Read:
     """An equation that reads ``count`` whole rows of ``view``.
 
     Attributes:
@@ -29,23 +42,31 @@ class Lookup:
       count: how many rows.
       mode: what becomes of ids out of range.
       fill_value: what they read in the mode that fills.
-      numbers: what is known of the operand that holds the row numbers: an abstract value.
+      numbers: the abstract value of the operand that holds the row numbers.
       ids: from the operands' values to the row numbers ``[count]``.
       arrange: from the rows ``[count, *D]`` and the operands' values to the output.
       good: from the operands' values to which ids are good; None: those in range.
+      operand: which operand of the equation the view is. Its value is None for ``ids``,
+        ``arrange`` and ``good``.
     """
 
     view: View
     count: int
     mode: Mode
     fill_value: Any
-    numbers: Any
+    numbers: Aval
     ids: Callable[[Sequence[Any]], jax.Array]
     arrange: Callable[[jax.Array, Sequence[Any]], jax.Array]
     good: Callable[[Sequence[Any]], jax.Array] | None = None
+    operand: int = 0
 
-    def read(self, operands: Sequence[Any], take: Take) -> jax.Array:
-        """The equation's output.
+    @property
+    def leaves(self) -> list[int]:
+        """The leaves whose rows are read with cotangent slots, in order."""
+        return [self.view.leaf] if isinstance(self.view, Table) else tables_read(self.view)
+
+    def output(self, operands: Sequence[Any], take: Take) -> jax.Array:
+        """The equation's output, from its operands' values.
 
         The gradient follows the mode: a clipped id counts for the edge row, any other bad
         id for none.
@@ -92,49 +113,177 @@ def _fill(fill_value: Any, dtype: Any) -> Any:
     return np.array(fill_value, dtype)
 
 
-# --- the forms --------------------------------------------------------------------------
+class Reader:
+    """Reads rows of views during one read, every row once however often it is used.
 
-
-def lookup(eqn: _jax.Equation, view: Any, origins: _jax.Origins) -> Lookup | None:
-    """How the equation reads rows of its first operand; None if it does not.
-
-    ``origins`` are those of the program's variables.
+    Args:
+      take: ``take(table, ids)`` reads the rows of a :class:`Table`, or notes the read while
+        reads are planned.
     """
-    if not isinstance(view, View):
+
+    def __init__(self, take: Callable[[Table, Ids], Any], slotted: bool = True) -> None:
+        self._take = take
+        self._without_slots = Reader(_just_take, slotted=False) if slotted else self
+        self._rows: dict[tuple[Any, ...], Any] = {}
+
+    def rows(self, value: Any, ids: Ids | None) -> Any:
+        """The rows of a view or an array, or all of an array where ``ids`` is None."""
+        if ids is None:
+            return drop_sharding(value)
+        if not isinstance(value, View):
+            there_are_none = value is None or ids.read is None
+            return None if there_are_none else take_rows(value, ids.read, mode="clip")
+        # Whatever array a table is by now, its rows are those of the leaf.
+        key = (value.leaf if isinstance(value, Table) else value, ids.name)
+        if key not in self._rows:
+            self._rows[key] = self._compute(value, ids)
+        return self._rows[key]
+
+    def _compute(self, view: View, ids: Ids) -> Any:
+        if isinstance(view, Table):
+            return self._take(view, ids)
+        reader = self._without_slots if isinstance(view, Unslotted) else self
+        parts = [reader.rows(part, at) for part, at in view.parts(ids)]
+        return None if ids.read is None else view.combine(parts, ids)
+
+
+def _just_take(table: Table, ids: Ids) -> Any:
+    if ids.read is None:
         return None
-    name, lead = eqn.primitive.name, leading(view)
-    if isinstance(view, Transposed):
-        forms = {"gather": _gather_transposed, "dynamic_slice": _slice_transposed}
-        return forms[name](eqn, view) if name in forms else None
-    if name == "gather":
-        return (
-            _gather(eqn, view, origins) if lead == 1 else _gather_repeated(eqn, view, lead)
-        )
-    # Of tables repeated for each example, vmap makes a gather.
-    if name == "dynamic_slice" and lead == 1:
-        return _dynamic_slice(eqn, view)
-    return None
+    return take_rows(table.array, ids.read, mode="clip")
 
 
-def only_row(view: View) -> Lookup:
-    """The lookup of the row of a view that has one, ``table[5:6]``."""
+def tables_read(view: View) -> list[int]:
+    """The leaves whose rows a read of ``view`` takes with cotangent slots, in order."""
+    leaves: list[int] = []
+    Reader(lambda table, ids: leaves.append(table.leaf)).rows(view, Ids())
+    return leaves
+
+
+def is_one_row(value: Any) -> bool:
+    """True for a single row of larger tables, ``table[5:6]``, that takes a gradient."""
+    if not isinstance(value, View) or isinstance(value, Transposed):
+        return False
+    if flat(value).shape[0] != 1:
+        return False
+    heights: list[int] = []
+    Reader(lambda table, ids: heights.append(table.shape[0])).rows(flat(value), Ids())
+    return bool(heights) and 1 not in heights
+
+
+def only_row(view: View) -> Read:
+    """The read of the row of a view that has one, ``table[5:6]``."""
     shape, inner = view.shape, flat(view)
     zero = jax.ShapeDtypeStruct((1,), jnp.int32)
     ids = lambda values: jnp.zeros(1, jnp.int32)  # noqa: E731
     arrange = lambda rows, values: rows.reshape(shape)  # noqa: E731
-    return Lookup(inner, 1, Mode.CLIP, None, zero, ids, arrange)
+    return Read(inner, 1, Mode.CLIP, None, zero, ids, arrange)
 
 
-def _known(mode: Any) -> bool:
+class Origins:
+    """How the variables of a program came about."""
+
+    def __init__(self, program: _jax.Program) -> None:
+        self._program = program
+
+    @functools.cached_property
+    def _makers(self) -> dict[Any, _jax.Equation]:
+        return {v: eqn for eqn in self._program.eqns for v in eqn.outvars}
+
+    @functools.cached_property
+    def _fixed(self) -> set[Any]:
+        fixed: set[Any] = set()
+        for eqn in self._program.eqns:
+            if all(isinstance(x, _jax.Literal) or x in fixed for x in eqn.invars):
+                fixed.update(eqn.outvars)
+        return fixed
+
+    def is_fixed(self, atom: Any) -> bool:
+        """True for what stands in the program, ``jnp.arange(3)``: it has no inputs."""
+        return isinstance(atom, _jax.Literal) or atom in self._fixed
+
+    def columns(self, atom: Any) -> list[Any] | None:
+        """The pieces ``[..., 1]`` of which an array ``[..., n]`` was concatenated.
+
+        So indexing puts row numbers and column numbers together. None for any other array.
+        """
+        eqn, last = self._makers.get(atom), len(atom.aval.shape) - 1
+        if eqn is None or eqn.primitive.name != "concatenate":
+            return None
+        if eqn.params["dimension"] != last or any(
+            _jax.shape_of(x)[last] != 1 for x in eqn.invars
+        ):
+            return None
+        return list(eqn.invars)
+
+    def axes(self, atom: Any) -> set[int]:
+        """The axes along which an array may differ: it was not repeated along them."""
+        eqn = None if isinstance(atom, _jax.Literal) else self._makers.get(atom)
+        name = None if eqn is None else eqn.primitive.name
+        if eqn is not None and name == "convert_element_type":
+            return self.axes(eqn.invars[0])
+        if eqn is not None and name == "broadcast_in_dim":
+            inside = self.axes(eqn.invars[0])
+            dims = enumerate(eqn.params["broadcast_dimensions"])
+            return {axis for i, axis in dims if i in inside}
+        return {axis for axis, size in enumerate(_jax.shape_of(atom)) if size != 1}
+
+
+# --- the forms --------------------------------------------------------------------------
+
+#: ``form(eqn, operands, origins)`` gives the read that an equation is, or None. Operands
+#: are views, at least one, and values (None while reads are planned); ``origins`` are those
+#: of the program's variables.
+Form = Callable[[_jax.Equation, Sequence[Any], Origins], Read | None]
+
+READS: dict[Primitive, Form] = {}
+
+
+def _form(name: str) -> Callable[[Form], Form]:
+    """Registers the form of a read for the primitive of this name."""
+
+    def register(form: Form) -> Form:
+        READS[_jax.PRIMITIVES[name]] = form
+        return form
+
+    return register
+
+
+def _is_defined(mode: Any) -> bool:
     return mode in (Mode.CLIP, Mode.FILL_OR_DROP, Mode.PROMISE_IN_BOUNDS)
 
 
-def _gather(eqn: _jax.Equation, view: View, origins: _jax.Origins) -> Lookup | None:
+@_form("gather")
+def _gather(eqn: _jax.Equation, operands: Sequence[Any], origins: Origins) -> Read | None:
+    view = operands[0]
+    if not isinstance(view, View) or not _is_defined(eqn.params["mode"]):
+        return None
+    if isinstance(view, Transposed):
+        return _gather_transposed(eqn, view)
+    if isinstance(view, Repeated):
+        return _gather_repeated(eqn, view)
+    return _gather_rows(eqn, view, origins)
+
+
+@_form("dynamic_slice")
+def _dynamic_slice(
+    eqn: _jax.Equation, operands: Sequence[Any], origins: Origins
+) -> Read | None:
+    view = operands[0]
+    if isinstance(view, Transposed):
+        return _slice_transposed(eqn, view)
+    # Of tables repeated for each example, vmap makes a gather.
+    if not isinstance(view, View) or isinstance(view, Repeated):
+        return None
+    return _slice_rows(eqn, view)
+
+
+def _gather_rows(eqn: _jax.Equation, view: View, origins: Origins) -> Read | None:
     numbers, sizes = eqn.params["dimension_numbers"], tuple(eqn.params["slice_sizes"])
     mode, fill_value, shape = eqn.params["mode"], eqn.params["fill_value"], view.shape
     axes, aval = tuple(numbers.start_index_map), eqn.invars[1].aval
     batched = numbers.operand_batching_dims or numbers.start_indices_batching_dims
-    if sizes[:1] != (1,) or 0 not in axes or batched or not _known(mode):
+    if sizes[:1] != (1,) or 0 not in axes or batched:
         return None
     column, height = axes.index(0), shape[0]
     # Starts other than 0 on axes that are read whole are clamped; a promise that they are 0
@@ -154,12 +303,12 @@ def _gather(eqn: _jax.Equation, view: View, origins: _jax.Origins) -> Lookup | N
             rows = jnp.where(jnp.all(others == 0, axis=1), rows, height)
         return rows
 
-    return Lookup(view, count, mode, fill_value, aval, ids, _arrangement(eqn))
+    return Read(view, count, mode, fill_value, aval, ids, _arrangement(eqn))
 
 
 def _gather_columns(
-    eqn: _jax.Equation, view: View, column: int, origins: _jax.Origins
-) -> Lookup | None:
+    eqn: _jax.Equation, view: View, column: int, origins: Origins
+) -> Read | None:
     """Rows, and the same columns of each: ``table[ids, 1:]``, ``table[ids, ::-1]``.
 
     Column numbers that go with the row numbers, as in ``table[rows, columns]``, would have
@@ -197,10 +346,10 @@ def _gather_columns(
         start_indices_batching_dims=own,
     )
 
-    def arrange(found: jax.Array, values: Sequence[Any]) -> jax.Array:
+    def arrange(taken: jax.Array, values: Sequence[Any]) -> jax.Array:
         starts = jnp.delete(values[1], column, axis=-1, assume_unique_indices=True)
         return lax.gather(
-            found.reshape(*rows, 1, *view.shape[1:]),
+            taken.reshape(*rows, 1, *view.shape[1:]),
             starts,
             each,
             (1,) * first + sizes,
@@ -208,10 +357,10 @@ def _gather_columns(
             fill_value=fill_value,
         )
 
-    return Lookup(view, math.prod(rows), mode, fill_value, aval, ids, arrange)
+    return Read(view, math.prod(rows), mode, fill_value, aval, ids, arrange)
 
 
-def _gather_transposed(eqn: _jax.Equation, view: Transposed) -> Lookup | None:
+def _gather_transposed(eqn: _jax.Equation, view: Transposed) -> Read | None:
     """``table.T[:, ids]``: whole rows, which then are columns."""
     numbers, sizes = eqn.params["dimension_numbers"], tuple(eqn.params["slice_sizes"])
     aval, mode, axis = eqn.invars[1].aval, eqn.params["mode"], view.order.index(0)
@@ -219,7 +368,7 @@ def _gather_transposed(eqn: _jax.Equation, view: Transposed) -> Lookup | None:
     axes = tuple(numbers.start_index_map)
     # Along an axis that is read whole, only clipping makes 0 of any start.
     one_id = axes == (axis,) or (axis in axes and mode == Mode.CLIP)
-    if not one_id or sizes != one_row or numbers.operand_batching_dims or not _known(mode):
+    if not one_id or sizes != one_row or numbers.operand_batching_dims:
         return None
     count, inner, column = math.prod(aval.shape[:-1]), view.inner, axes.index(axis)
     ids = lambda values: _wide(values[1])[..., column].reshape(count)  # noqa: E731
@@ -230,7 +379,7 @@ def _gather_transposed(eqn: _jax.Equation, view: Transposed) -> Lookup | None:
         rows = rows.reshape(count, 1, *inner.shape[1:])
         return put(jnp.transpose(rows, order), values)
 
-    return Lookup(inner, count, mode, eqn.params["fill_value"], aval, ids, arrange)
+    return Read(inner, count, mode, eqn.params["fill_value"], aval, ids, arrange)
 
 
 def _arrangement(
@@ -246,31 +395,31 @@ def _arrangement(
         out = rows.reshape(*batch, *window)
         if out.ndim == len(numbers.offset_dims):
             return out
-        kept = [d for d in range(out.ndim) if d not in numbers.offset_dims]
-        places = [*kept, *numbers.offset_dims]
-        return jnp.moveaxis(out, range(out.ndim), places)
+        others = [d for d in range(out.ndim) if d not in numbers.offset_dims]
+        return jnp.moveaxis(out, range(out.ndim), [*others, *numbers.offset_dims])
 
     return arrange
 
 
-def _slice_transposed(eqn: _jax.Equation, view: Transposed) -> Lookup | None:
+def _slice_transposed(eqn: _jax.Equation, view: Transposed) -> Read | None:
     axis, sizes = view.order.index(0), tuple(eqn.params["slice_sizes"])
     if sizes != tuple(1 if d == axis else n for d, n in enumerate(view.shape)):
         return None
     ids = lambda values: _wide(values[1 + axis]).reshape(1)  # noqa: E731
     arrange = lambda rows, values: jnp.transpose(rows, view.order)  # noqa: E731
     aval = eqn.invars[1 + axis].aval
-    return Lookup(view.inner, 1, Mode.CLIP, None, aval, ids, arrange)
+    return Read(view.inner, 1, Mode.CLIP, None, aval, ids, arrange)
 
 
-def _gather_repeated(eqn: _jax.Equation, view: View, lead: int) -> Lookup | None:
+def _gather_repeated(eqn: _jax.Equation, view: Repeated) -> Read | None:
     """A gather of rows that several axes number, such as tables repeated for each example.
 
     Along each of these axes either there are ids, or each example has a row of its own, or
     the same ids are read from all rows.
     """
     numbers, sizes = eqn.params["dimension_numbers"], tuple(eqn.params["slice_sizes"])
-    mode, shape, aval = eqn.params["mode"], view.shape, eqn.invars[1].aval
+    mode, shape, lead = eqn.params["mode"], view.shape, view.lead
+    aval = eqn.invars[1].aval
     axes, batch = tuple(numbers.start_index_map), tuple(aval.shape[:-1])
     own = dict(
         zip(numbers.operand_batching_dims, numbers.start_indices_batching_dims, strict=True)
@@ -278,11 +427,11 @@ def _gather_repeated(eqn: _jax.Equation, view: View, lead: int) -> Lookup | None
     by_id = {d for d in axes if d < lead and sizes[d] == 1}
     shared = tuple(d for d in range(lead) if d not in own and d not in by_id)
     rows = tuple(n if d in shared else 1 for d, n in enumerate(shape[:lead]))
-    if sizes != (*rows, *shape[lead:]) or not by_id or not _known(mode):
+    if sizes != (*rows, *shape[lead:]) or not by_id:
         return None
     # The rows come out in this order: by the ids, then by what shares them.
     order = (*batch, *(shape[d] for d in shared))
-    place = own | {d: len(batch) + i for i, d in enumerate(shared)}
+    position = own | {d: len(batch) + i for i, d in enumerate(shared)}
     count = math.prod(order)
 
     def spread(x: jax.Array) -> jax.Array:
@@ -297,7 +446,7 @@ def _gather_repeated(eqn: _jax.Equation, view: View, lead: int) -> Lookup | None
                 start = jnp.clip(starts[..., axes.index(d)], 0, max(height - 1, 0))
                 along = spread(start).reshape(order)
             else:
-                along = lax.broadcasted_iota(starts.dtype, order, place[d])
+                along = lax.broadcasted_iota(starts.dtype, order, position[d])
             number = number * height + along
         return number.reshape(count)
 
@@ -308,10 +457,10 @@ def _gather_repeated(eqn: _jax.Equation, view: View, lead: int) -> Lookup | None
         return spread(jnp.all((starts >= 0) & (starts < beyond), axis=-1))
 
     arrange, fill_value = _arrangement(eqn), eqn.params["fill_value"]
-    return Lookup(flat(view), count, mode, fill_value, aval, ids, arrange, good)
+    return Read(view.flat, count, mode, fill_value, aval, ids, arrange, good)
 
 
-def _dynamic_slice(eqn: _jax.Equation, view: View) -> Lookup | None:
+def _slice_rows(eqn: _jax.Equation, view: View) -> Read | None:
     sizes, shape = tuple(eqn.params["slice_sizes"]), view.shape
     count, height = sizes[0] if sizes else 0, shape[0] if shape else 0
     whole_rows = sizes[1:] == shape[1:]
@@ -330,7 +479,7 @@ def _dynamic_slice(eqn: _jax.Equation, view: View) -> Lookup | None:
             return rows
         return lax.dynamic_slice(rows, [jnp.zeros_like(values[1]), *values[2:]], sizes)
 
-    return Lookup(view, count, Mode.CLIP, None, eqn.invars[1].aval, ids, arrange)
+    return Read(view, count, Mode.CLIP, None, eqn.invars[1].aval, ids, arrange)
 
 
 def _wide(ids: Any) -> jax.Array:

@@ -1,0 +1,441 @@
+"""The one walk over traced programs, and its form for views of tables.
+
+A :class:`Walk` goes through the equations of a program in order, and into the programs of
+calls, with one value for each variable. What a value is, and what an equation makes of its
+operands, is left to its visitors:
+
+    Planner, Runner   views of tables, without and with arrays (plan.py, run.py)
+    _RowWalk          views of rows of one function            (custom.py)
+    _Linearity        how a variable depends on cotangents     (custom.py)
+    _UnreadSearch     the tables whose elements an array holds (unread.py)
+    evaluate          arrays, with a hook for each
+
+Planner and runner are both a :class:`ViewWalk`: what a program computes from tables stays a
+*view* of them (views.py) for as long as possible. An equation that gets a view is one of
+four things, tried in this order:
+
+    a call, a loop, a branch ...    the walk goes inside
+    a row-wise step                 gives views                (rules.py, custom.py)
+    a read                          gives rows                 (reads.py)
+    anything else                   needs the whole array: a dense use
+
+As it is the same walk, planner and runner meet the same reads in the same order.
+"""
+
+import abc
+import functools
+import operator
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Generic, TypeVar
+
+import jax
+
+from jslices import _jax
+from jslices._grad.memo import first_program
+from jslices._grad.reads import READS, Origins, Read
+from jslices._grad.rules import RULES, rowwise
+from jslices._grad.views import View, without_slots
+
+Value = TypeVar("Value")
+
+# By name, as JAX exports few of these primitives and renames them.
+_CALLS = ("jit", "pjit", "closed_call", "core_call", "call", "eval_jaxpr")
+_CHECKPOINTS = ("remat2", "checkpoint", "remat")
+CUSTOM = ("custom_jvp_call", "custom_vjp_call")
+#: The equations with programs inside, and the method of a walk that goes into them; one
+#: without this method takes the equation for a step.
+_INSIDE = {
+    **dict.fromkeys(_CALLS, "call"),
+    **dict.fromkeys(_CHECKPOINTS, "checkpoint"),
+    **dict.fromkeys(CUSTOM, "custom"),
+    "cond": "cond",
+    "scan": "scan",
+}
+
+
+# --- one program ------------------------------------------------------------------------
+
+
+class Scope:
+    """One program on a walk: what is live, where gradients come through.
+
+    Args:
+      program: the program.
+      output_needs_grad: for each output whether a gradient comes in there. None comes
+        through an auxiliary output, say, and then nothing that only leads to it matters.
+        Empty for walks that do not ask.
+    """
+
+    def __init__(self, program: _jax.Program, output_needs_grad: Sequence[bool]) -> None:
+        self.program, self._output_needs_grad = program, output_needs_grad
+
+    def live_equations(self) -> list[_jax.Equation]:
+        """The equations that an output or a side effect depends on, in order."""
+        used = {v for v in self.program.outvars if not isinstance(v, _jax.Literal)}
+        live = []
+        for eqn in reversed(self.program.eqns):
+            if eqn.effects or not used.isdisjoint(eqn.outvars):
+                used.update(v for v in eqn.invars if not isinstance(v, _jax.Literal))
+                live.append(eqn)
+        return live[::-1]
+
+    @functools.cached_property
+    def grad_vars(self) -> set[Any]:
+        """The variables through which a gradient reaches the inputs."""
+        outputs = zip(self.program.outvars, self._output_needs_grad, strict=True)
+        grad_vars = {
+            v
+            for v, needs_grad in outputs
+            if needs_grad and not isinstance(v, _jax.Literal) and _jax.carries_gradient(v)
+        }
+        for eqn in reversed(self.program.eqns):
+            if _passes_gradient(eqn, grad_vars):
+                grad_vars.update(
+                    v
+                    for v in eqn.invars
+                    if not isinstance(v, _jax.Literal) and _jax.carries_gradient(v)
+                )
+        return grad_vars
+
+    def passes_gradient(self, eqn: _jax.Equation) -> bool:
+        """True if a gradient may come to this equation, through its outputs or a ref."""
+        return _passes_gradient(eqn, self.grad_vars)
+
+    def outputs_need_grad(self, eqn: _jax.Equation) -> list[bool]:
+        """For each output of an equation whether a gradient comes in there."""
+        if not self._output_needs_grad:
+            return []
+        return [v in self.grad_vars for v in eqn.outvars]
+
+    @functools.cached_property
+    def origins(self) -> Origins:
+        """How its variables came about."""
+        return Origins(self.program)
+
+
+def _passes_gradient(eqn: _jax.Equation, grad_vars: set[Any]) -> bool:
+    if eqn.primitive.name == "stop_gradient":
+        return False
+    if not grad_vars.isdisjoint(eqn.outvars):
+        return True
+    # A mutable array (`jax.new_ref`) may hand a gradient to whoever reads it later.
+    atoms = (*eqn.invars, *eqn.outvars)
+    return any(type(atom.aval).__name__ == "AbstractRef" for atom in atoms)
+
+
+# --- the walk ---------------------------------------------------------------------------
+
+
+class Walk(abc.ABC, Generic[Value]):
+    """A walk over a program with a value for every variable.
+
+    A visitor says what constants are (:meth:`constant`) and what an equation makes of its
+    operands (:meth:`step`). To go into loops, branches and other programs than those of
+    calls it has methods of the names in ``_INSIDE``, which take the equation, the operands
+    and for each output whether a gradient comes in there.
+    """
+
+    #: The source of the enclosing call of a JAX library function, if any: JAX keeps the
+    #: trace of such a function with the lines of whoever called it first.
+    caller: _jax.Source | None = None
+
+    def program(
+        self,
+        program: _jax.Program,
+        operands: Sequence[Value],
+        output_needs_grad: Sequence[bool] = (),
+    ) -> list[Value]:
+        """The values of the outputs; ``output_needs_grad`` as in :class:`Scope`."""
+        scope = Scope(program, output_needs_grad)
+        values = dict(zip(program.invars, operands, strict=True))
+        constants = map(self.constant, _jax.constants(program))
+        values.update(zip(program.constvars, constants, strict=True))
+
+        def read(atom: Any) -> Value:
+            if isinstance(atom, _jax.Literal):
+                return self.constant(atom.val)
+            return values[atom]
+
+        for eqn in scope.live_equations():
+            outputs = self.equation(eqn, [read(atom) for atom in eqn.invars], scope)
+            values.update(zip(eqn.outvars, outputs, strict=True))
+        return [read(atom) for atom in program.outvars]
+
+    def equation(
+        self, eqn: _jax.Equation, operands: list[Value], scope: Scope
+    ) -> Sequence[Value]:
+        """The values of an equation's outputs."""
+        go_inside = getattr(self, _INSIDE.get(_jax.kind(eqn), ""), None)
+        if go_inside is None:
+            return self.step(eqn, operands, scope)
+        outputs: Sequence[Value] = go_inside(eqn, operands, scope.outputs_need_grad(eqn))
+        return outputs
+
+    @abc.abstractmethod
+    def constant(self, value: Any) -> Value:
+        """The value of a literal, or of a constant of the program."""
+
+    @abc.abstractmethod
+    def step(
+        self, eqn: _jax.Equation, operands: list[Value], scope: Scope
+    ) -> Sequence[Value]:
+        """The outputs of an equation that the walk does not go into."""
+
+    def call(
+        self, eqn: _jax.Equation, operands: list[Value], needs_grad: list[bool]
+    ) -> Sequence[Value]:
+        """The outputs of a call, which means the program inside it."""
+        outer = self.caller
+        if outer is None and _jax.is_library_call(eqn):
+            self.caller = eqn.source_info
+        outputs = self.program(_jax.body(eqn), operands, needs_grad)
+        self.caller = outer
+        return outputs
+
+    def source(self, eqn: _jax.Equation) -> _jax.Source:
+        """Where an equation comes from, in the user's program."""
+        return self.caller or eqn.source_info
+
+
+def evaluate(
+    program: _jax.Program,
+    operands: Sequence[jax.Array],
+    replace: Callable[[Any, jax.Array], jax.Array],
+) -> list[jax.Array]:
+    """The outputs of a program whose every variable passes through ``replace``.
+
+    ``replace(variable, array)`` gives the array that the rest of the program reads.
+    """
+    return _Evaluation(replace).program(program, operands)
+
+
+class _Evaluation(Walk[Any]):
+    def __init__(self, replace: Callable[[Any, jax.Array], jax.Array]) -> None:
+        self._replace = replace
+
+    def constant(self, value: Any) -> Any:
+        return value
+
+    def equation(
+        self, eqn: _jax.Equation, operands: list[Any], scope: Scope
+    ) -> Sequence[Any]:
+        outputs = _jax.bind(eqn, operands)
+        return list(map(self._replace, eqn.outvars, outputs))
+
+    step = equation
+
+
+def programs_inside(
+    eqn: _jax.Equation, operands: Sequence[Value]
+) -> Iterator[tuple[_jax.Program, Sequence[Value], bool]]:
+    """The sub-programs of any equation, as far as is known what goes into them.
+
+    Each with those of the equation's ``operands`` that are its inputs, and True if its
+    outputs are those of the equation.
+    """
+    name, params = eqn.primitive.name, eqn.params
+    if name == "while":
+        yield params["body_jaxpr"], operands[params["cond_nconsts"] :], False
+    elif name == "cond":
+        for branch in params["branches"]:
+            yield branch, operands[1:], True
+    elif name == "custom_linear_solve":
+        first = 0
+        functions = zip(params["const_lengths"], params["jaxprs"], strict=True)
+        for count, program in functions:
+            consts, first = operands[first : first + count], first + count
+            more = len(program.invars) - count if program is not None else 0
+            if program is not None and more <= len(operands[first:]):
+                yield program, [*consts, *operands[len(operands) - more :]], False
+    else:
+        for program in _jax.programs_among(eqn):
+            if _may_take(program, eqn) or (name == "scan" and program is _jax.body(eqn)):
+                outputs = len(program.outvars) == len(eqn.outvars) and name != "scan"
+                yield program, operands[: len(program.invars)], outputs
+
+
+def _may_take(program: _jax.Program, eqn: _jax.Equation) -> bool:
+    """True if the first operands of an equation may be the inputs of a program."""
+    if len(program.invars) > len(eqn.invars):
+        return False
+    shapes = map(_jax.shape_of, program.invars), map(_jax.shape_of, eqn.invars)
+    return all(map(operator.eq, *shapes))
+
+
+# --- with views of tables ---------------------------------------------------------------
+
+
+#: The body of a loop: from what it carries and scans over to what it carries and stacks.
+Turn = Callable[[list[Any], list[Any]], tuple[list[Any], list[Any]]]
+
+
+class ViewWalk(Walk[Any]):
+    """A walk whose values are views of tables, and arrays, which None may stand for.
+
+    Control flow is told to subclasses in the terms of JAX's public functions.
+    """
+
+    #: Whether what is planned and compiled for the programs inside equations is kept, as
+    #: there is no ``jax.jit`` around them that would do so.
+    eager: bool
+
+    def program(
+        self,
+        program: _jax.Program,
+        operands: Sequence[Any],
+        output_needs_grad: Sequence[bool] = (),
+    ) -> list[Any]:
+        """The program's outputs: views where rows of tables are all that went into them."""
+        outputs = super().program(program, operands, output_needs_grad)
+        return [
+            value if needs_grad else without_slots(value)
+            for value, needs_grad in zip(outputs, output_needs_grad, strict=True)
+        ]
+
+    def inside(
+        self, eqn: _jax.Equation, operands: list[Any], needs_grad: list[bool]
+    ) -> Sequence[Any]:
+        """The outputs of an equation with a program inside."""
+        go_inside = getattr(self, _INSIDE[_jax.kind(eqn)])
+        outputs: Sequence[Any] = go_inside(eqn, operands, needs_grad)
+        return outputs
+
+    def equation(
+        self, eqn: _jax.Equation, operands: list[Any], scope: Scope
+    ) -> Sequence[Any]:
+        if not any(isinstance(value, View) for value in operands):
+            return self.bind(eqn, operands)
+        if not scope.passes_gradient(eqn):
+            operands = [without_slots(value) for value in operands]
+        if self.eager and is_kept(eqn):
+            return self.part(eqn, operands, scope.outputs_need_grad(eqn))
+        return super().equation(eqn, operands, scope)
+
+    def step(self, eqn: _jax.Equation, operands: list[Any], scope: Scope) -> Sequence[Any]:
+        whole = functools.partial(self.whole, eqn=eqn)
+        if eqn.primitive in RULES:
+            views = rowwise(eqn, operands, whole)
+            if views is not None:
+                return views
+        form = READS.get(eqn.primitive)
+        read = None if form is None else form(eqn, operands, scope.origins)
+        if read is not None:
+            values = [
+                None if i == read.operand else whole(x) for i, x in enumerate(operands)
+            ]
+            with eqn.ctx.manager:
+                return [self.read(eqn, read, values)]
+        return self.bind(eqn, [whole(value) for value in operands])
+
+    def checkpoint(
+        self, eqn: _jax.Equation, operands: list[Any], needs_grad: list[bool]
+    ) -> Sequence[Any]:
+        def function(values: Sequence[Any]) -> list[Any]:
+            left = iter(values)
+            inputs = [x if isinstance(x, View) else next(left) for x in operands]
+            outputs = self.program(_jax.body(eqn), inputs, needs_grad)
+            return [self.whole(value, eqn) for value in outputs]
+
+        return self.rematerialise(eqn, function, operands)
+
+    def cond(
+        self, eqn: _jax.Equation, operands: list[Any], needs_grad: list[bool]
+    ) -> Sequence[Any]:
+        index, *inputs = operands
+
+        def branch(program: _jax.Program) -> list[Any]:
+            outputs = self.program(program, inputs, needs_grad)
+            return [self.whole(value, eqn) for value in outputs]
+
+        branches = [functools.partial(branch, x) for x in eqn.params["branches"]]
+        return self.switch(self.whole(index, eqn), branches)
+
+    def scan(
+        self, eqn: _jax.Equation, operands: list[Any], needs_grad: list[bool]
+    ) -> Sequence[Any]:
+        """Views go into a loop as constants, and as what it carries on unchanged."""
+        body, (num_consts, num_carried) = _jax.body(eqn), _jax.scan_counts(eqn.params)
+        consts = operands[:num_consts]
+        carried = operands[num_consts : num_consts + num_carried]
+        unchanged = {
+            i: value
+            for i, value in enumerate(carried)
+            if isinstance(value, View) and body.outvars[i] is body.invars[num_consts + i]
+        }
+        changing = [self.whole(x, eqn) for i, x in enumerate(carried) if i not in unchanged]
+        xs = [self.whole(x, eqn) for x in operands[num_consts + num_carried :]]
+        # What is carried may feed anything in the next turn: if a gradient comes in at all,
+        # it is taken to come through everything that is carried.
+        inside_need_grad = [any(needs_grad)] * num_carried + needs_grad[num_carried:]
+
+        def with_unchanged(changing: Sequence[Any]) -> list[Any]:
+            left = iter(changing)
+            every = range(num_carried)
+            return [unchanged[i] if i in unchanged else next(left) for i in every]
+
+        def turn(changing: list[Any], xs: list[Any]) -> tuple[list[Any], list[Any]]:
+            inputs = [*consts, *with_unchanged(changing), *xs]
+            outputs = self.program(body, inputs, inside_need_grad)
+            new = [x for i, x in enumerate(outputs[:num_carried]) if i not in unchanged]
+            return (
+                [self.whole(x, eqn) for x in new],
+                [self.whole(x, eqn) for x in outputs[num_carried:]],
+            )
+
+        final, ys = self.loop(eqn, turn, changing, xs)
+        return [*with_unchanged(final), *ys]
+
+    @abc.abstractmethod
+    def bind(self, eqn: _jax.Equation, operands: Sequence[Any]) -> list[Any]:
+        """The outputs of an equation that no view goes into."""
+
+    @abc.abstractmethod
+    def whole(self, value: Any, eqn: _jax.Equation | None) -> Any:
+        """The array behind a view, which ``eqn`` needs; anything else as it is."""
+
+    @abc.abstractmethod
+    def read(self, eqn: _jax.Equation, read: Read, values: list[Any]) -> Any:
+        """The output of a read; ``values`` are the operands, None for the view."""
+
+    @abc.abstractmethod
+    def part(
+        self, eqn: _jax.Equation, operands: list[Any], needs_grad: list[bool]
+    ) -> Sequence[Any]:
+        """The outputs of an equation for which :func:`is_kept` is True."""
+
+    @abc.abstractmethod
+    def loop(
+        self,
+        eqn: _jax.Equation,
+        turn: Turn,
+        carry: list[Any],
+        xs: list[Any],
+    ) -> tuple[list[Any], list[Any]]:
+        """``lax.scan(turn, carry, xs)``."""
+
+    @abc.abstractmethod
+    def switch(
+        self, index: Any, branches: Sequence[Callable[[], list[Any]]]
+    ) -> Sequence[Any]:
+        """``lax.switch(index, branches)``."""
+
+    @abc.abstractmethod
+    def rematerialise(
+        self,
+        eqn: _jax.Equation,
+        function: Callable[[Sequence[Any]], list[Any]],
+        operands: list[Any],
+    ) -> list[Any]:
+        """``jax.checkpoint(function)(values)`` for the operands that are no views."""
+
+
+def is_kept(eqn: _jax.Equation) -> bool:
+    """Whether what is made of the program inside an equation can be kept for later calls.
+
+    JAX traces a function with a derivative of its own anew at every call. The lines of the
+    reads in a function of JAX's are those of whoever calls it.
+    """
+    visit = _INSIDE.get(_jax.kind(eqn), "custom")
+    if visit == "custom" or first_program(eqn) is None:
+        return False
+    return visit != "call" or not _jax.is_library_call(eqn)
