@@ -102,11 +102,6 @@ def worker():
     process.kill()
 
 
-def waiting(accumulator):
-    """How many wait in a take."""
-    return len(accumulator._turns._waiting)
-
-
 def until(condition):
     end = time.monotonic() + LONG
     while not condition():
@@ -191,7 +186,7 @@ def test_when_the_server_closes(served):
 def test_a_waiting_process_is_woken(served, worker):
     server, sums, _ = served
     worker.start(server, "print(client['sums'].take_grad(2).values.tolist())")
-    until(lambda: waiting(sums))
+    until(lambda: sums.num_waiting())
     sums.apply_grad([1], [[1.0, 2.0]])
     sums.apply_grad([1], [[1.0, 3.0]])
     assert ast.literal_eval(worker.answer()) == [[2.0, 5.0]]
@@ -206,10 +201,10 @@ except js.accumulators.UnavailableError as error:
     print(error)
 """
     worker.start(server, code)
-    until(lambda: waiting(sums))
+    until(lambda: sums.num_waiting())
     server.close()
     assert "is gone" in worker.answer()
-    until(lambda: not waiting(sums))
+    until(lambda: not sums.num_waiting())
 
 
 BUSY = """
@@ -227,7 +222,7 @@ import threading
 threading.Thread(target=client["means"].take_grad, args=(1,), daemon=True).start()
 """
         worker.start(server, code + BUSY)
-        until(lambda: waiting(means) and sums.num_accumulated() > 10)
+        until(lambda: means.num_waiting() and sums.num_accumulated() > 10)
     finally:
         worker.kill()
     means.apply_grad([1.0, 2.0])

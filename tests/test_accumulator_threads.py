@@ -51,10 +51,6 @@ def until(condition):
         time.sleep(0.001)
 
 
-def waiting(accumulator):
-    return len(accumulator._turns._waiting)
-
-
 @pytest.mark.parametrize("dense", [False, True])
 def test_forty_appliers_and_eight_takers_lose_nothing(dense):
     rows, width, each = 50, 3, 100
@@ -127,7 +123,7 @@ def test_ten_waiting_takes_get_one_gradient_each_in_turn():
     joins = []
     for i in range(10):
         joins.append(start(lambda i=i: got.append((i, mean.take_grad(1).values.item()))))
-        until(lambda i=i: waiting(mean) == i + 1)
+        until(lambda i=i: mean.num_waiting() == i + 1)
     for step in range(10):
         mean.apply_grad([0], [[float(step)]], local_step=step)
         until(lambda step=step: mean.global_step() == step + 1)
@@ -140,9 +136,9 @@ def test_first_come_first_served():
     """A taker of one waits behind a taker of three, though one gradient is there."""
     mean, served = ConditionalAccumulator("float32"), []
     first = start(lambda: served.append(("three", mean.take_grad(3, timeout=LONG))))
-    until(lambda: waiting(mean) == 1)
+    until(lambda: mean.num_waiting() == 1)
     second = start(lambda: served.append(("one", mean.take_grad(1, timeout=LONG))))
-    until(lambda: waiting(mean) == 2)
+    until(lambda: mean.num_waiting() == 2)
     mean.apply_grad([1.0])
     mean.apply_grad([2.0])
     time.sleep(0.05)
@@ -166,7 +162,7 @@ def test_who_gives_up_lets_the_next_one_through():
         gone.set()
 
     first = start(impatient)
-    until(lambda: waiting(mean) == 1 or gone.is_set())  # if that was not seen
+    until(lambda: mean.num_waiting() == 1 or gone.is_set())  # if that was not seen
     second = start(lambda: served.append(mean.take_grad(1, timeout=LONG)))
     first()
     second()
@@ -186,10 +182,10 @@ def test_close_wakes_all_who_wait(kind):
         woken.append(1)
 
     join = start(*[wait] * 5)
-    until(lambda: waiting(closing) == 5)
+    until(lambda: closing.num_waiting() == 5)
     closing.close()
     join()
-    assert len(woken) == 5 and waiting(closing) == 0
+    assert len(woken) == 5 and closing.num_waiting() == 0
     closing.close()
     gradient = [[1.0]] if kind is ConditionalAccumulator else [[0], [1.0]]
     with pytest.raises(CancelledError, match="ApplyGrad operation was cancelled"):
@@ -234,7 +230,7 @@ def test_no_waiter_is_ever_lost(seed):
     finally:
         finished.set()
     appliers()
-    assert sums.global_step() == 8 * 15 and waiting(sums) == 0
+    assert sums.global_step() == 8 * 15 and sums.num_waiting() == 0
 
 
 def test_a_shared_name_is_shared_by_threads():

@@ -9,12 +9,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.typing import DTypeLike
 
 from jslices import GradientTransformation, InvalidArgumentError
+from jslices.extend import State
 
 
 class Field(NamedTuple):
-    """What a record holds of one array ``[V, *shape]``, or a value that all rows share."""
+    """One array ``[V, *shape]`` in the records, or a value that all rows share."""
 
     name: str
     dtype: np.dtype[Any]
@@ -28,13 +30,13 @@ class Field(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """What is kept for a table ``[V, *D]`` and its optimizer.
+    """The layout of the records of a table ``[V, *D]`` and its optimizer.
 
     Attributes:
       tx: the optimizer.
-      fields: of a record: the row of the table, then its rows of the state.
-      shared: what the optimizer keeps once for all rows (how many steps it did, say).
-      by_row: of each leaf of the state, whether it is kept row by row.
+      fields: those of a record: the row of the table, then its rows of the state.
+      shared: the values that the optimizer keeps once for all rows, such as a step count.
+      by_row: for each leaf of the state, whether it is kept row by row.
       tree: the structure of the state.
     """
 
@@ -46,17 +48,20 @@ class Layout:
 
     @property
     def word(self) -> np.dtype[Any]:
-        """The unsigned integer that fields are made of, as wide as the narrowest."""
+        """The unsigned integers that records consist of, as wide as the narrowest field."""
         narrowest = min(field.dtype.itemsize for field in self.fields)
         return np.dtype(f"uint{8 * min(narrowest, 4)}")
 
     @property
     def words(self) -> int:
-        """Words in a record: those of the fields, and one that is 1 once it was written."""
+        """Words in a record: those of the fields, and one that is 1 once it is written."""
         return sum(field.nbytes for field in self.fields) // self.word.itemsize + 1
 
-    def pack(self, table: Any, state: Any) -> tuple[Any, list[Any]]:
-        """Records ``[n, words]`` of a table ``[n, *D]`` and its state, and what is shared.
+    def pack(self, table: jax.Array, state: State) -> tuple[jax.Array, list[jax.Array]]:
+        """Pack a table ``[n, *D]`` and its state into records ``[n, words]``.
+
+        Returns:
+          The records, and the values that all rows share.
 
         Raises:
           InvalidArgumentError: for arrays of other shapes or dtypes than the records hold.
@@ -69,9 +74,9 @@ class Layout:
             )
         rows = [x for x, by_row in zip(leaves, self.by_row, strict=True) if by_row]
         rest = [x for x, by_row in zip(leaves, self.by_row, strict=True) if not by_row]
-        kept = [table, *rows]
+        arrays = [table, *rows]
         height = jnp.shape(table)[0]
-        for field, x in zip(self.fields, kept, strict=True):
+        for field, x in zip(self.fields, arrays, strict=True):
             if (jnp.shape(x), x.dtype) != ((height, *field.shape), field.dtype):
                 raise InvalidArgumentError(
                     f"rows.pack(table, state) got {field.name} as {x.dtype}"
@@ -79,26 +84,30 @@ class Layout:
                     f"{[height, *field.shape]}: pass what tx.apply returned for the arrays "
                     "of rows.unpack()"
                 )
-        columns = [_as_words(x, self.word) for x in kept]
+        columns = [_as_words(x, self.word) for x in arrays]
         written = jnp.ones((height, 1), self.word)
         return jnp.concatenate([*columns, written], axis=1), rest
 
-    def unpack(self, words: Any, shared: Sequence[Any]) -> tuple[Any, Any]:
-        """The table ``[n, *D]`` and the state of records ``[n, words]``."""
+    def unpack(
+        self, words: jax.Array, shared: Sequence[jax.Array]
+    ) -> tuple[jax.Array, State]:
+        """Unpack records ``[n, words]`` into a table ``[n, *D]`` and its state."""
         ends = np.cumsum([field.nbytes // self.word.itemsize for field in self.fields])
         columns = jnp.split(words[:, :-1], ends[:-1], axis=1)
-        table, *kept = (
+        table, *of_rows = (
             _from_words(x, field) for x, field in zip(columns, self.fields, strict=True)
         )
-        rows, rest = iter(kept), iter(shared)
+        rows, rest = iter(of_rows), iter(shared)
         leaves = [next(rows) if by_row else next(rest) for by_row in self.by_row]
         return table, self.tree.unflatten(leaves)
 
 
-def layout_of(shape: tuple[int, ...], dtype: Any, tx: GradientTransformation) -> Layout:
-    """What is kept for a table of this shape, as ``tx.init`` tells.
+def layout_of(
+    shape: tuple[int, ...], dtype: DTypeLike, tx: GradientTransformation
+) -> Layout:
+    """Find out from ``tx.init`` what is kept for a table of this shape.
 
-    What an optimizer keeps for each row is what grows with the number of rows.
+    The optimizer keeps for each row what grows with the number of rows.
 
     Raises:
       InvalidArgumentError: where a row cannot be stepped by itself, or ``tx.init`` takes
@@ -118,26 +127,26 @@ def layout_of(shape: tuple[int, ...], dtype: Any, tx: GradientTransformation) ->
     less, _ = _state(tx, narrower, dtype)
     fields = [Field("table", np.dtype(dtype), tuple(row))]
     shared: list[Field] = []
-    for kept, (path, x), (_, y) in zip(by_row, leaves, less, strict=True):
+    for is_by_row, (path, x), (_, y) in zip(by_row, leaves, less, strict=True):
         name = jax.tree_util.keystr(path, simple=True, separator="/")
         if jnp.issubdtype(x.dtype, jax.dtypes.extended):
             raise InvalidArgumentError(
                 f"HostTable cannot keep {name} of the optimizer's state, which is "
                 f"{x.dtype}; use raw keys: jax.random.key_data"
             )
-        if not kept and x.shape != y.shape:
+        if not is_by_row and x.shape != y.shape:
             raise InvalidArgumentError(
                 "HostTable wants an optimizer that steps each row by itself; this one "
                 f"keeps {name} {list(x.shape)} for all rows together. In adafactor, type "
                 "factored=False"
             )
-        found = Field(name, np.dtype(x.dtype), x.shape[1:] if kept else x.shape)
-        (fields if kept else shared).append(found)
+        field = Field(name, np.dtype(x.dtype), x.shape[1:] if is_by_row else x.shape)
+        (fields if is_by_row else shared).append(field)
     return Layout(tx, tuple(fields), tuple(shared), by_row, tree)
 
 
-def _state(tx: GradientTransformation, shape: Sequence[int], dtype: Any) -> Any:
-    """Paths and abstract values of the state for a table, and its structure."""
+def _state(tx: GradientTransformation, shape: Sequence[int], dtype: DTypeLike) -> Any:
+    """Paths and abstract values of the state of a table, and its structure."""
     try:
         state = jax.eval_shape(tx.init, jax.ShapeDtypeStruct(tuple(shape), dtype))
     except ValueError as error:
@@ -154,21 +163,21 @@ class HostRows:
     """Rows of a :class:`jslices.HostTable` on a device, with their rows of the state.
 
     A pytree of arrays, for a jitted step, which may donate it. Its arrays have room for U
-    rows, of which those that no id of the batch names hold nothing.
+    rows; those that no id of the batch names are empty.
 
     Attributes:
       words: ``[U, words]``, the records.
-      shared: what the optimizer keeps for all rows together.
-      ticket: int32 ``[]``, which call of ``fetch`` these are from.
-      layout: how a record is laid out.
+      shared: the values that the optimizer keeps for all rows together.
+      ticket: int32 ``[]``, the number of the call of ``fetch``.
+      layout: the layout of a record.
     """
 
-    words: Any
+    words: Any  # like the next two of NumPy until they are put on a device
     shared: tuple[Any, ...]
     ticket: Any
     layout: Layout = dataclasses.field(metadata={"static": True})
 
-    def unpack(self) -> tuple[Any, Any]:
+    def unpack(self) -> tuple[jax.Array, State]:
         """The rows and the optimizer's state of them, as arrays; for use under ``jit``.
 
         Returns:
@@ -181,7 +190,7 @@ class HostRows:
             table, state = self.layout.tx.flush(table, state)
         return table, state
 
-    def pack(self, table: Any, state: Any) -> "HostRows":
+    def pack(self, table: jax.Array, state: State) -> "HostRows":
         """The same rows with other contents, for ``store``.
 
         Args:
@@ -200,15 +209,15 @@ class HostRows:
         return dataclasses.replace(self, words=words, shared=tuple(shared))
 
 
-def _as_words(x: Any, word: np.dtype[Any]) -> Any:
-    """``[n, *shape]`` as words ``[n, k]``, bit by bit."""
+def _as_words(x: jax.Array, word: np.dtype[Any]) -> jax.Array:
+    """Reinterpret the bits of ``[n, *shape]`` as words ``[n, k]``."""
     if x.dtype == bool:
         x = x.astype(np.uint8)
     return lax.bitcast_convert_type(x, word).reshape(x.shape[0], -1)
 
 
-def _from_words(words: Any, field: Field) -> Any:
-    """The other way round."""
+def _from_words(words: jax.Array, field: Field) -> jax.Array:
+    """Reinterpret words ``[n, k]`` as ``[n, *shape]``."""
     dtype = np.dtype(np.uint8) if field.dtype == bool else field.dtype
     parts = dtype.itemsize // words.dtype.itemsize
     shape = (words.shape[0], *field.shape, *((parts,) if parts > 1 else ()))

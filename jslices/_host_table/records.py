@@ -1,4 +1,4 @@
-"""Records in the memory of this process, or in a file that no other has open."""
+"""Records in the memory of this process, or in a file that no other process has open."""
 
 import errno
 import json
@@ -24,20 +24,20 @@ _PAGE = 4096
 
 
 class Changes(NamedTuple):
-    """What is to be stored at once."""
+    """Changes that are stored at once."""
 
     numbers: np.ndarray  #: int64 ``[n]``, distinct rows.
     words: np.ndarray  #: ``[n, words]``, their records.
-    shared: Sequence[np.ndarray]  #: what all rows share.
+    shared: Sequence[np.ndarray]  #: the values that all rows share.
 
 
 class Records:
-    """Records ``[V, words]``, and what all rows share.
+    """Records ``[V, words]``, and the values that all rows share.
 
     Attributes:
       array: the records; those that were never written are zero.
       shared: the values that all rows share.
-      counter: int64 ``[]``, how often something was stored.
+      counter: int64 ``[]``, the number of calls of ``store``.
     """
 
     def __init__(self, layout: Layout, num_rows: int, shared: Sequence[np.ndarray]) -> None:
@@ -46,21 +46,21 @@ class Records:
         self.counter = np.zeros((), np.int64)
 
     def store(self, changes: Changes) -> None:
-        """Writes some rows, and what all rows share."""
+        """Write some rows, and the values that all rows share."""
         self.array[changes.numbers] = changes.words
         for old, new in zip(self.shared, changes.shared, strict=True):
             old[...] = new
-        self.counter += 1  # at last, for FileRecords
+        self.counter += 1  # last, for FileRecords
 
     def flush(self) -> None:
-        """Returns once everything is on the disk, if there is a file."""
+        """Wait until everything is on the disk, if there is a file."""
 
     def close(self) -> None:
-        """Lets others open the file."""
+        """Let others open the file."""
 
 
 class FileRecords(Records):
-    """Records in a file, which the operating system keeps in memory as far as they fit.
+    """Records in a file, which the operating system caches in memory.
 
     Changes are written to a journal beside the file first, so that they are in the file
     whole or not at all when the process is killed.
@@ -90,13 +90,13 @@ class FileRecords(Records):
         except BaseException:
             self._file.close()
             raise
-        if hasattr(mmap, "MADV_RANDOM"):  # one page, and not what lies around it
+        if hasattr(mmap, "MADV_RANDOM"):  # read one page, not those around it
             self._map.madvise(mmap.MADV_RANDOM)
         like = [((), np.int64), *((x.shape, x.dtype) for x in shared)]
         self.counter, *self.shared = _arrays(self._map, len(head), like)
         records = (num_rows, layout.words), layout.word
         (self.array,) = _arrays(self._map, first, [records])
-        self._finish()
+        self._replay_journal()
 
     def store(self, changes: Changes) -> None:
         self._write_journal(_PAGE, changes.numbers, changes.words, *changes.shared)
@@ -110,8 +110,8 @@ class FileRecords(Records):
             self._journal.write(np.ascontiguousarray(x).view(np.uint8).data)
         self._journal.flush()
 
-    def _finish(self) -> None:
-        """Stores what is in the journal and, as a process was killed, not in the file."""
+    def _replay_journal(self) -> None:
+        """Store the changes that a killed process left in the journal alone."""
         head = np.frombuffer(self._journal.read(16), np.int64)
         if len(head) < 2 or head[0] != self.counter + 1:
             return
@@ -134,7 +134,7 @@ class FileRecords(Records):
 
 
 def _opened(path: str, buffering: int = -1) -> Any:
-    """A file to read and write, which need not exist."""
+    """Open a file to read and write, or create it."""
     return os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o666), "r+b", buffering)
 
 
@@ -151,16 +151,16 @@ def _lock(descriptor: int, path: str) -> None:
 
 
 def _unlock(descriptor: int) -> None:
-    """At once: the map has a descriptor of its own, which is closed with the last array."""
+    """Unlock a file now: the map keeps a descriptor until the last array is gone."""
     if fcntl is not None:
         fcntl.flock(descriptor, fcntl.LOCK_UN)
 
 
 def _check_room(path: str, size: int) -> None:
-    """Refuses to begin a file that the disk has no room for.
+    """Refuse to begin a file for which the disk has no room.
 
     Its pages take room as they are written, and a process that writes one for which there
-    is none is killed without a word.
+    is none is killed without a message.
     """
     free = shutil.disk_usage(os.path.dirname(path) or ".").free
     if free < size:
@@ -173,41 +173,43 @@ def _check_room(path: str, size: int) -> None:
 
 
 def _description(layout: Layout, num_rows: int) -> bytes:
-    """The first pages of a file: for whom it is, in JSON."""
+    """The first pages of a file: its layout in JSON."""
 
     def described(fields: Sequence[Field]) -> list[list[Any]]:
         return [[field.name, field.dtype.name, list(field.shape)] for field in fields]
 
-    told = {
+    description = {
         "rows": num_rows,
         "fields": described(layout.fields),
         "shared": described(layout.shared),
     }
-    text = _MAGIC + json.dumps(told).encode() + b"\n"
+    text = _MAGIC + json.dumps(description).encode() + b"\n"
     return text.ljust(_whole_pages(len(text)))
 
 
-def _check_description(path: str, found: bytes, wanted: bytes) -> None:
-    if found == wanted:
+def _check_description(path: str, actual: bytes, expected: bytes) -> None:
+    if actual == expected:
         return
-    if not found.startswith(_MAGIC):
+    if not actual.startswith(_MAGIC):
         raise InvalidArgumentError(
             f"{path} is no file of a HostTable; give the path of one, or of none yet"
         )
-    texts = [x.removeprefix(_MAGIC).split(b"\n")[0].decode() for x in (found, wanted)]
+    texts = [x.removeprefix(_MAGIC).split(b"\n")[0].decode() for x in (actual, expected)]
     raise InvalidArgumentError(
         f"{path} holds a table with {texts[0]}, and HostTable was asked for one with "
         f"{texts[1]}; open it with the shape, dtype and optimizer that it was made with"
     )
 
 
-def _arrays(buffer: Any, offset: int, like: Sequence[Any]) -> list[np.ndarray]:
-    """The arrays of some shapes and dtypes that lie in a buffer one after the other."""
-    found = []
+def _arrays(
+    buffer: bytes | mmap.mmap, offset: int, like: Sequence[tuple[Any, Any]]
+) -> list[np.ndarray]:
+    """View arrays of some shapes and dtypes that follow one another in a buffer."""
+    arrays = []
     for shape, dtype in like:
-        found.append(np.ndarray(shape, dtype, buffer, offset))
-        offset += found[-1].nbytes
-    return found
+        arrays.append(np.ndarray(shape, dtype, buffer, offset))
+        offset += arrays[-1].nbytes
+    return arrays
 
 
 def _whole_pages(size: int) -> int:

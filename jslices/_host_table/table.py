@@ -1,4 +1,4 @@
-"""A table in host memory or in a file: its rows go to the device and come back."""
+"""Tables in host memory or in a file, of which a batch's rows are trained on a device."""
 
 import contextlib
 import functools
@@ -11,17 +11,17 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.typing import DTypeLike
+from jax.typing import ArrayLike, DTypeLike
 
 from jslices import FailedPreconditionError, InvalidArgumentError, NotFoundError
 from jslices._host_table.layout import HostRows, Layout, layout_of
 from jslices._host_table.records import Changes, FileRecords, Records
 from jslices.checkpoint import files
-from jslices.extend import as_transformation
+from jslices.extend import PyTree, as_transformation
 
 #: Bytes of records that are copied, or caught up, at a time.
 _CHUNK = 1 << 26
-#: Of all tables, so that none takes the rows of another for its own.
+#: Numbers of all tables' fetches, so that none takes the rows of another for its own.
 _TICKETS = itertools.count(1)
 
 
@@ -108,10 +108,10 @@ class HostTable:
         tx: Any,
         path: str | os.PathLike[str] | None = None,
         *,
-        init: float | Callable[[np.ndarray], Any] = 0.0,
+        init: float | Callable[[np.ndarray], ArrayLike] = 0.0,
         dtype: DTypeLike = jnp.float32,
         size: int | None = None,
-        device: Any = None,
+        device: jax.Device | jax.sharding.Sharding | None = None,
         overlap: bool | None = None,
     ) -> None:
         self.shape, self.dtype = tuple(shape), jnp.dtype(dtype)
@@ -129,21 +129,21 @@ class HostTable:
             )
         self._init, self._size, self._room = init, size, 1
         self._device = jax.devices()[0] if device is None else device
-        self._overlap = _is_elsewhere(self._device) if overlap is None else overlap
+        self._overlap = _has_own_memory(self._device) if overlap is None else overlap
         tx = as_transformation("HostTable", tx)
         self._layout = layout_of(self.shape, self.dtype, tx)
         self._path = None if path is None else os.fspath(path)
         self._records, self._closed = self._new_records(self._path), False
         #: The ticket and the rows of the last fetch, until these are stored.
         self._fetched: tuple[int, np.ndarray] | None = None
-        #: The same, and what was stored, until it is written.
+        #: The same, and the stored rows, until they are written.
         self._pending: tuple[int, np.ndarray, HostRows] | None = None
 
     def _new_records(self, path: str | None) -> Records:
         one = jnp.zeros((1, *self.shape[1:]), self.dtype)
         shared = [np.int64(0), *_begun(self._layout, one)[1]]
-        given = self._layout, self.shape[0], [np.asarray(x) for x in shared]
-        return Records(*given) if path is None else FileRecords(path, *given)
+        arguments = self._layout, self.shape[0], [np.asarray(x) for x in shared]
+        return Records(*arguments) if path is None else FileRecords(path, *arguments)
 
     @property
     def steps(self) -> int:
@@ -152,7 +152,7 @@ class HostTable:
 
     # --- a step -----------------------------------------------------------------------
 
-    def fetch(self, ids: Any) -> tuple[HostRows, Any]:
+    def fetch(self, ids: PyTree) -> tuple[HostRows, PyTree]:
         """Brings the rows that some ids name to the device.
 
         Args:
@@ -250,15 +250,15 @@ class HostTable:
         return self._room
 
     def _read_into(self, words: np.ndarray, numbers: np.ndarray) -> None:
-        """The records of some rows, of which those that have not begun do so."""
+        """Read the records of some rows, initializing those that are new."""
         np.take(self._open().array, numbers, axis=0, out=words, mode="clip")
         new = np.flatnonzero(words[:, -1] == 0)
         if len(new):
-            words[new] = self._beginning(numbers[new])
+            words[new] = self._initial_records(numbers[new])
 
-    def _beginning(self, numbers: np.ndarray) -> np.ndarray:
+    def _initial_records(self, numbers: np.ndarray) -> np.ndarray:
         if not callable(self._init):
-            return self._beginning_of_all
+            return self._constant_record
         padded = np.resize(numbers, _power_of_two(len(numbers)))
         start = jnp.asarray(self._init(padded), self.dtype)
         if start.shape != (len(padded), *self.shape[1:]):
@@ -269,14 +269,14 @@ class HostTable:
         return np.asarray(_begun(self._layout, start)[0])[: len(numbers)]
 
     @functools.cached_property
-    def _beginning_of_all(self) -> np.ndarray:
+    def _constant_record(self) -> np.ndarray:
         number: Any = self._init
         start = jnp.full((1, *self.shape[1:]), number, self.dtype)
         return np.asarray(_begun(self._layout, start)[0])
 
     # --- the whole table --------------------------------------------------------------
 
-    def read(self, ids: Any) -> np.ndarray:
+    def read(self, ids: ArrayLike) -> np.ndarray:
         """The parameters of some rows as they are now, those of exact optimizers caught up.
 
         Args:
@@ -295,9 +295,9 @@ class HostTable:
         words = np.zeros((room, self._layout.words), self._layout.word)
         self._read_into(words[: len(numbers)], numbers)
         table = np.asarray(_caught_up(self._rows_of(words))[0])[: len(numbers)]
-        found = np.full((len(places), *self.shape[1:]), np.nan, self.dtype)
-        found[places >= 0] = table[places[places >= 0]]
-        return found.reshape(*ids.shape, *self.shape[1:])
+        rows = np.full((len(places), *self.shape[1:]), np.nan, self.dtype)
+        rows[places >= 0] = table[places[places >= 0]]
+        return rows.reshape(*ids.shape, *self.shape[1:])
 
     def catch_up(self) -> None:
         """Makes up the steps that rows of an exact optimizer have missed, in all rows.
@@ -312,13 +312,13 @@ class HostTable:
             return
         for part in self._parts():
             words = records.array[part]
-            begun = np.flatnonzero(words[:, -1])
-            if len(begun):
+            written = np.flatnonzero(words[:, -1])
+            if len(written):
                 padded = np.zeros((self._part_rows, words.shape[1]), words.dtype)
                 padded[: len(words)] = words
                 _, rows = _caught_up(self._rows_of(padded))
-                new = np.asarray(rows.words)[begun]
-                numbers = begun + part.start
+                new = np.asarray(rows.words)[written]
+                numbers = written + part.start
                 records.store(Changes(numbers, new, records.shared))
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -380,7 +380,7 @@ class HostTable:
         return min(self.shape[0], max(1, _CHUNK // record))
 
     def _parts(self) -> Iterator[slice]:
-        """All rows, some at a time."""
+        """Ranges of rows that together are all of them."""
         for start in range(0, self.shape[0], self._part_rows):
             yield slice(start, min(start + self._part_rows, self.shape[0]))
 
@@ -424,14 +424,14 @@ class HostTable:
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _begun(layout: Layout, start: jax.Array) -> Any:
-    """Records of rows ``[n, *D]`` that were never stepped, and what all rows share."""
+def _begun(layout: Layout, start: jax.Array) -> tuple[jax.Array, list[jax.Array]]:
+    """Records of rows ``[n, *D]`` that were never stepped, and the shared values."""
     return layout.pack(start, layout.tx.init(start))
 
 
 @jax.jit
 def _caught_up(rows: HostRows) -> tuple[jax.Array, HostRows]:
-    """The parameters of rows, and the rows, after the steps that they have missed."""
+    """Make up the steps that rows have missed; returns their parameters and the rows."""
     table, state = rows.unpack()
     return table, rows.pack(table, state)
 
@@ -439,7 +439,7 @@ def _caught_up(rows: HostRows) -> tuple[jax.Array, HostRows]:
 def _with_pending(
     rows: HostRows, numbers: np.ndarray, others: np.ndarray, pending: HostRows
 ) -> HostRows:
-    """Rows that were read, of which a step that is not written yet has changed some.
+    """Update rows by those of a step that is not written yet.
 
     ``numbers`` ``[n]`` are those of the rows, ``others`` those of the step.
     """
@@ -451,26 +451,31 @@ def _with_pending(
 
 
 @jax.jit
-def _patched(words: Any, source: Any, pending: Any, shared: Any) -> tuple[Any, Any]:
-    """Records, those with a source from ``pending``; and copies, as a step may donate."""
+def _patched(
+    words: jax.Array, source: jax.Array, pending: jax.Array, shared: tuple[jax.Array, ...]
+) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+    """Replace records that have a source; copies all, as a step may donate them."""
     changed = (source < pending.shape[0])[:, None]
     new = pending.at[source].get(mode="fill", fill_value=0)
-    return jnp.where(changed, new, words), jax.tree.map(jnp.copy, shared)
+    return jnp.where(changed, new, words), tuple(map(jnp.copy, shared))
 
 
 # --- on the host ----------------------------------------------------------------------
 
 
 def _numbered(ids: np.ndarray, num_rows: int) -> tuple[np.ndarray, np.ndarray]:
-    """Distinct rows int64 ``[n]``, sorted, and where each id's is: int32 ``[K]``, or -1."""
+    """Number distinct rows: their ids int64 ``[n]``, sorted, and each id's number or -1.
+
+    The numbers are int32 ``[K]``.
+    """
     inside = (ids >= 0) & (ids < num_rows)
-    numbers, found = np.unique(ids[inside], return_inverse=True)
-    places = np.full(ids.shape, -1, np.int32)
-    places[inside] = found
-    return numbers.astype(np.int64), places
+    distinct, inverse = np.unique(ids[inside], return_inverse=True)
+    numbers = np.full(ids.shape, -1, np.int32)
+    numbers[inside] = inverse
+    return distinct.astype(np.int64), numbers
 
 
-def _checked_ids(ids: Any) -> np.ndarray:
+def _checked_ids(ids: ArrayLike) -> np.ndarray:
     if isinstance(ids, jax.core.Tracer):
         raise TypeError(
             "a HostTable is read outside of jit: fetch the rows of a batch first, and pass "
@@ -486,17 +491,18 @@ def _checked_ids(ids: Any) -> np.ndarray:
     return array
 
 
-def _is_list(x: Any) -> bool:
+def _is_list(x: object) -> bool:
     """True for nested lists of numbers, which are one array."""
     return isinstance(x, list) and all(isinstance(y, int | list) for y in x)
 
 
 def _power_of_two(count: int) -> int:
-    """At least ``count``, and at least 1; of few sizes, as each is compiled."""
+    """The next power of two, as each size is compiled."""
     return 1 << max(0, count - 1).bit_length()
 
 
-def _is_elsewhere(device: Any) -> bool:
-    """Whether a device, or those of a sharding, have memory of their own."""
-    devices = getattr(device, "device_set", {device})
+def _has_own_memory(device: jax.Device | jax.sharding.Sharding) -> bool:
+    """True if a device, or one of a sharding, has memory of its own."""
+    is_sharding = isinstance(device, jax.sharding.Sharding)
+    devices: set[jax.Device] = device.device_set if is_sharding else {device}
     return any(x.platform != "cpu" for x in devices)

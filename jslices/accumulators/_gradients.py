@@ -1,39 +1,43 @@
-"""Reading the gradients that accumulators are given, and refusing what cannot be added.
+"""Arguments of accumulators, converted and checked.
 
 The first words of every message are TensorFlow's.
 """
 
 import operator
 from collections.abc import Sequence
-from typing import Any
+from typing import SupportsIndex, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike, DTypeLike
 
 from jslices import InvalidArgumentError
 
-#: A shape that is known in part; None when nothing is known of it, not even the rank.
-PartialShape = tuple[int | None, ...] | None
-REDUCTIONS = ("MEAN", "SUM")
+#: An array in memory, or traced.
+Array: TypeAlias = np.ndarray | jax.Array
+#: A shape with None for unknown lengths; None if not even the rank is known.
+PartialShape: TypeAlias = tuple[int | None, ...] | None
 
 
-def float_dtype(owner: str, dtype: Any) -> np.dtype:
-    """``dtype``, which must be a real floating one."""
+def float_dtype(owner: str, dtype: DTypeLike) -> np.dtype:
+    """Check that a dtype is a real floating one."""
     try:
-        found = np.dtype(dtype)
+        result = np.dtype(dtype)
     except TypeError:
-        found = np.dtype(object)
-    if not jnp.issubdtype(found, jnp.floating):
+        result = np.dtype(object)
+    if not jnp.issubdtype(result, jnp.floating):
         raise InvalidArgumentError(
             f"{owner}(dtype={dtype!r}): gradients are accumulated in a floating dtype, for "
             "example 'float32'"
         )
-    return found
+    return result
 
 
-def partial_shape(owner: str, shape: Any, name: str = "shape") -> PartialShape:
-    """A shape with None (or -1) for unknown lengths."""
+def partial_shape(
+    owner: str, shape: Sequence[SupportsIndex | None] | None, name: str = "shape"
+) -> PartialShape:
+    """Check a shape, in which None or -1 stands for an unknown length."""
     if shape is None:
         return None
     try:
@@ -48,28 +52,28 @@ def partial_shape(owner: str, shape: Any, name: str = "shape") -> PartialShape:
     return tuple(None if n == -1 else n for n in sizes)
 
 
-def check_reduction(owner: str, reduction_type: Any) -> None:
-    """Refuses everything but "MEAN" and "SUM"."""
-    if reduction_type not in REDUCTIONS:
+def check_reduction(owner: str, reduction_type: str) -> None:
+    """Refuse everything but "MEAN" and "SUM"."""
+    if reduction_type not in ("MEAN", "SUM"):
         raise InvalidArgumentError(
             f"{owner}(reduction_type={reduction_type!r}): it must be 'MEAN' or 'SUM'"
         )
 
 
-def whole_number(name: str, value: Any) -> int:
-    """``value`` as an int; numbers with a fraction are cut, as TensorFlow casts steps."""
+def whole_number(name: str, value: ArrayLike) -> int:
+    """Convert to an int, cutting off a fraction as TensorFlow does for steps."""
     refuse_tracer(name, value)
     try:
-        return int(value)
+        return int(value)  # type: ignore[arg-type]
     except (TypeError, ValueError, OverflowError):
         raise InvalidArgumentError(f"{name} wants a number, got {value!r}") from None
 
 
-def positive(num_required: Any) -> int:
-    """How many gradients a take asks for."""
+def positive(num_required: ArrayLike) -> int:
+    """Check the number of gradients that a take requires."""
     refuse_tracer("num_required", num_required)
     try:
-        number = operator.index(num_required)
+        number = operator.index(num_required)  # type: ignore[arg-type]
     except TypeError:
         raise InvalidArgumentError(
             f"num_required wants a whole number, got {num_required!r}"
@@ -81,8 +85,8 @@ def positive(num_required: Any) -> int:
     return number
 
 
-def refuse_tracer(name: str, value: Any) -> None:
-    """The blocking accumulators live on the host, and can only be used there."""
+def refuse_tracer(name: str, value: object) -> None:
+    """Refuse a traced value, as the blocking accumulators live on the host."""
     if isinstance(value, jax.core.Tracer):
         raise TypeError(
             f"{name} is a traced value, but this accumulator lives on the host; inside "
@@ -91,33 +95,33 @@ def refuse_tracer(name: str, value: Any) -> None:
         )
 
 
-def host_array(name: str, value: Any, dtype: np.dtype) -> np.ndarray:
-    """``value`` on the host. Lists and numbers take on ``dtype``; arrays keep theirs."""
-    found = _on_host(name, value)
+def host_array(name: str, value: ArrayLike, dtype: np.dtype) -> np.ndarray:
+    """Copy to the host. Lists and numbers take on ``dtype``; arrays keep theirs."""
+    array = _on_host(name, value)
     if hasattr(value, "dtype"):
-        return found
-    if found.dtype.kind not in "biuf":
-        raise InvalidArgumentError(f"{name} holds no real numbers, but {found.dtype}")
-    return found.astype(dtype)
+        return array
+    if array.dtype.kind not in "biuf":
+        raise InvalidArgumentError(f"{name} holds no real numbers, but {array.dtype}")
+    return array.astype(dtype)
 
 
-def host_indices(indices: Any) -> np.ndarray:
-    """Row numbers as int64; no rounding of anything else."""
-    found = _on_host("grad_indices", indices)
-    if found.size == 0 and not hasattr(indices, "dtype"):
-        found = found.astype(np.int64)  # np.asarray([]) is float64
-    if not np.issubdtype(found.dtype, np.integer):
+def host_indices(indices: ArrayLike) -> np.ndarray:
+    """Copy row numbers to the host as int64, refusing other numbers."""
+    array = _on_host("grad_indices", indices)
+    if array.size == 0 and not hasattr(indices, "dtype"):
+        array = array.astype(np.int64)  # np.asarray([]) is float64
+    if not np.issubdtype(array.dtype, np.integer):
         raise InvalidArgumentError(
-            f"grad_indices wants integers, got {found.dtype}{list(found.shape)}. If a "
+            f"grad_indices wants integers, got {array.dtype}{list(array.shape)}. If a "
             "tree.map (of an Optax transformation, for example) has changed slices, wrap "
             "that transformation with jslices.from_optax(...)"
         )
-    if found.dtype == np.uint64 and found.size and found.max() > np.iinfo(np.int64).max:
+    if array.dtype == np.uint64 and array.size and array.max() > np.iinfo(np.int64).max:
         raise InvalidArgumentError("grad_indices has numbers beyond int64")
-    return found.astype(np.int64)
+    return array.astype(np.int64)
 
 
-def _on_host(name: str, value: Any) -> np.ndarray:
+def _on_host(name: str, value: ArrayLike) -> np.ndarray:
     refuse_tracer(name, value)
     try:
         return np.asarray(value)
@@ -126,17 +130,20 @@ def _on_host(name: str, value: Any) -> np.ndarray:
 
 
 def check_sparse(
-    indices: Any, values: Any, grad_shape: Any, shape: PartialShape, dtype: np.dtype
+    indices: Array,
+    values: Array,
+    grad_shape: PartialShape,
+    shape: PartialShape,
+    dtype: np.dtype,
 ) -> None:
-    """Refuses a gradient that does not fit, naming every misfit at once.
+    """Refuse a gradient that does not fit, naming every misfit at once.
 
-    Works on NumPy and on traced arrays alike; what the numbers in ``indices`` are is for
-    :func:`check_rows`.
+    Works on NumPy and on traced arrays alike; :func:`check_rows` checks the row numbers.
     """
     problems = []
     if indices.ndim != 1:
-        given = ",".join(map(str, indices.shape))
-        problems.append(f"Input indices should be vector but received shape: [{given}]")
+        sizes = ",".join(map(str, indices.shape))
+        problems.append(f"Input indices should be vector but received shape: [{sizes}]")
     if values.ndim == 0:
         problems.append("Values cannot be 0-dimensional.")
     elif indices.ndim == 1 and values.shape[0] != indices.shape[0]:
@@ -152,8 +159,8 @@ def check_sparse(
         raise InvalidArgumentError("; ".join(problems))
 
 
-def check_dense(grad: Any, shape: PartialShape, dtype: np.dtype) -> None:
-    """The same for a dense gradient."""
+def check_dense(grad: Array, shape: PartialShape, dtype: np.dtype) -> None:
+    """Refuse a dense gradient that does not fit."""
     problems = []
     if grad.dtype != dtype:
         problems.append(_other_dtype("grad", grad.dtype, dtype))
@@ -161,15 +168,15 @@ def check_dense(grad: Any, shape: PartialShape, dtype: np.dtype) -> None:
         grad.ndim != len(shape)
         or any(n is not None and n != m for n, m in zip(shape, grad.shape, strict=True))
     ):
-        wanted = ",".join("?" if n is None else str(n) for n in shape)
-        given = ",".join(map(str, grad.shape))
-        problems.append(f"Shape mismatch: expected [{wanted}], got [{given}]")
+        expected = ",".join("?" if n is None else str(n) for n in shape)
+        actual = ",".join(map(str, grad.shape))
+        problems.append(f"Shape mismatch: expected [{expected}], got [{actual}]")
     if problems:
         raise InvalidArgumentError("; ".join(problems))
 
 
 def check_rows(indices: np.ndarray, shape: PartialShape) -> None:
-    """Refuses a row number beyond the last row."""
+    """Refuse a row number beyond the last row."""
     if shape is None or shape[0] is None:
         return
     beyond = np.flatnonzero(indices >= shape[0])
@@ -181,25 +188,25 @@ def check_rows(indices: np.ndarray, shape: PartialShape) -> None:
         )
 
 
-def _other_dtype(name: str, given: Any, wanted: np.dtype) -> str:
+def _other_dtype(name: str, actual: np.dtype, expected: np.dtype) -> str:
     return (
-        f"expected {name} of dtype {wanted}, got {given}; cast them: "
-        f"{name}.astype('{wanted}')"
+        f"expected {name} of dtype {expected}, got {actual}; cast them: "
+        f"{name}.astype('{expected}')"
     )
 
 
 def _shape_problems(
-    name: str, given: Sequence[Any] | None, wanted: PartialShape, first: int
+    name: str, actual: PartialShape, expected: PartialShape, first: int
 ) -> list[str]:
-    """Misfits along the axes from ``first`` on; axes beyond the wanted ones are free."""
-    if given is None or wanted is None:
+    """Misfits along the axes from ``first`` on; further axes than expected may follow."""
+    if actual is None or expected is None:
         return []
-    if len(given) < len(wanted):
-        rank = f"{len(wanted)}, got {len(given)}"
+    if len(actual) < len(expected):
+        rank = f"{len(expected)}, got {len(actual)}"
         return [f"Shape mismatch: expected {name} rank at least {rank}"]
-    pairs = list(enumerate(zip(wanted, given, strict=False)))[first:]
+    pairs = list(enumerate(zip(expected, actual, strict=False)))[first:]
     return [
-        f"Shape mismatch: expected {name} dim {axis} to be {size}, got {found}"
-        for axis, (size, found) in pairs
-        if size is not None and found not in (None, -1, size)
+        f"Shape mismatch: expected {name} dim {axis} to be {size}, got {came}"
+        for axis, (size, came) in pairs
+        if size is not None and came not in (None, -1, size)
     ]

@@ -1,4 +1,4 @@
-"""What a blocking accumulator holds: sums of the gradients, and the queue of the takers."""
+"""The state of a blocking accumulator: sums of gradients, and the queue of takers."""
 
 import logging
 import math
@@ -6,7 +6,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 
@@ -18,65 +18,66 @@ _log = logging.getLogger("jslices.accumulators")
 # --- sums -----------------------------------------------------------------------------
 
 
+#: The dtype, shape and reduction on which accumulators that share a state must agree.
+Terms: TypeAlias = tuple[np.dtype, tuple[int | None, ...] | None, str]
+
+
 class Store(Protocol):
-    """What has been accumulated since the last take."""
+    """The sum of the gradients since the last take."""
 
     def add(self, *gradient: Any) -> None:
-        """Adds a gradient, or raises and changes nothing."""
+        """Add a gradient, or raise and change nothing."""
 
 
 class RowSums:
-    """The sum of every row seen so far, and the number of gradients that held it.
+    """The sum of each row, and the number of gradients that held it.
 
-    A row keeps the entry that it got when it first came, so that adding a gradient of K
-    rows to U of them moves K rows and U integers, never U rows. Buffers grow by doubling.
+    A row keeps its first entry, so that adding a gradient of K rows to U of them moves K
+    rows and U integers, never U rows. Buffers grow by doubling.
     """
 
     def __init__(self, dtype: np.dtype) -> None:
         self.dtype = dtype
         self.rows = np.zeros(0, np.int64)  # [U], sorted
-        self.entries = np.zeros(0, np.int64)  # [U], where the sum of each of them is
+        self.entries = np.zeros(0, np.int64)  # [U], the entry of each row in the sums
         self.row_shape: tuple[int, ...] | None = None  # None until the first gradient
         self.sums = np.zeros(0, dtype)  # [room, *D]
         self.counts = np.zeros(0, np.int64)  # [room]
 
     def add(self, rows: np.ndarray, values: np.ndarray) -> None:
-        """Adds ``values`` ``[K, *D]`` to ``rows`` ``[K]``, sorted and unique."""
+        """Add ``values`` ``[K, *D]`` to ``rows`` ``[K]``, sorted and unique."""
         self._check(values)
-        place = np.searchsorted(self.rows, rows)
-        known = place < self.rows.size
-        known[known] = self.rows[place[known]] == rows[known]
-        new, used = ~known, self.rows.size
+        at = np.searchsorted(self.rows, rows)
+        is_held = at < self.rows.size
+        is_held[is_held] = self.rows[at[is_held]] == rows[is_held]
+        new, used = ~is_held, self.rows.size
         entries = np.empty(rows.size, np.int64)
-        entries[known] = self.entries[place[known]]
+        entries[is_held] = self.entries[at[is_held]]
         entries[new] = np.arange(used, used + np.count_nonzero(new))
-        all_rows = np.insert(self.rows, place[new], rows[new])
-        all_entries = np.insert(self.entries, place[new], entries[new])
+        all_rows = np.insert(self.rows, at[new], rows[new])
+        all_entries = np.insert(self.entries, at[new], entries[new])
         sums, counts = self._with_room(all_rows.size, values.shape[1:])
         # Nothing above has changed anything, and nothing below can fail.
         self.row_shape = values.shape[1:]
-        self.rows, self.entries, self.sums, self.counts = (
-            all_rows,
-            all_entries,
-            sums,
-            counts,
-        )
+        self.rows, self.entries = all_rows, all_entries
+        self.sums, self.counts = sums, counts
         with np.errstate(all="ignore"):
             sums[entries] += values
         counts[entries] += 1
 
     def _check(self, values: np.ndarray) -> None:
-        held, came = self.row_shape, values.shape[1:]
-        if held is None or came == held:
+        expected, actual = self.row_shape, values.shape[1:]
+        if expected is None or actual == expected:
             return
-        if len(came) != len(held):
-            problem = f"expected values rank {len(held) + 1}, got {len(came) + 1}"
+        if len(actual) != len(expected):
+            problem = f"expected values rank {len(expected) + 1}, got {len(actual) + 1}"
         else:
-            axis = next(i for i, n in enumerate(held) if n != came[i])
-            problem = f"expected values dim {axis + 1} to be {held[axis]}, got {came[axis]}"
+            axis = next(i for i, n in enumerate(expected) if n != actual[i])
+            sizes = f"{expected[axis]}, got {actual[axis]}"
+            problem = f"expected values dim {axis + 1} to be {sizes}"
         raise InvalidArgumentError(
             f"Shape mismatch: {problem}; the gradients since the last take have rows of "
-            f"shape {held}, this one has rows of shape {came}"
+            f"shape {expected}, this one has rows of shape {actual}"
         )
 
     def _with_room(
@@ -102,22 +103,22 @@ class RowSums:
 
 
 class ArraySum:
-    """The sum of the arrays seen so far; None before the first, which settles the shape."""
+    """The sum of arrays; None before the first, which settles the shape."""
 
     def __init__(self, dtype: np.dtype) -> None:
         self.dtype = dtype
         self.total: np.ndarray | None = None
 
     def add(self, grad: np.ndarray) -> None:
-        """Adds ``grad``."""
+        """Add an array."""
         if self.total is None:
             self.total = np.array(grad)
             return
         if grad.shape != self.total.shape:
-            wanted, given = (",".join(map(str, a.shape)) for a in (self.total, grad))
+            expected, actual = (",".join(map(str, a.shape)) for a in (self.total, grad))
             raise InvalidArgumentError(
-                f"Shape mismatch: expected [{wanted}], got [{given}]; the gradients since "
-                "the last take have the first shape"
+                f"Shape mismatch: expected [{expected}], got [{actual}]; the gradients "
+                "since the last take have the first shape"
             )
         with np.errstate(all="ignore"):
             self.total += grad
@@ -132,7 +133,7 @@ def divided(values: np.ndarray, counts: np.ndarray | int) -> np.ndarray:
 
 
 def merged(indices: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """``(rows, sums)``: the rows sorted and unique, the duplicates of a gradient summed.
+    """Sort the rows of a gradient and sum its duplicates.
 
     16-bit floats are summed in float32 and rounded once.
     """
@@ -149,7 +150,7 @@ def merged(indices: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndar
 
 # --- the queue ------------------------------------------------------------------------
 
-#: ``peer.gone``, set in a thread that works for another process, tells whether that
+#: ``peer.gone()``, set in a thread that works for another process, is true once that
 #: process is gone; such a thread must not take what nobody will receive.
 peer = threading.local()
 _POLL_SECONDS = 0.5  # between two looks at whether the other process is still there
@@ -162,25 +163,30 @@ def _peer_is_gone() -> bool:
 class Turns:
     """The count, the step, the sums and the queue of an accumulator; thread-safe.
 
-    Gradients of an old step are dropped. Takers stand in a queue, and only the first is
-    served: a small request behind a large one waits for it, as in TensorFlow, so that
-    none starves. The lock is held only while a gradient is added: it is read, checked and
-    sorted before, and the mean is computed afterwards.
+    Gradients of an old step are dropped. Takers queue, and only the first is served: a
+    small request behind a large one waits for it, as in TensorFlow, so that none starves.
+    The lock is held only while a gradient is added: it is read, checked and sorted before,
+    and the mean is computed afterwards.
     """
 
-    def __init__(self, new_store: Callable[[], Store], terms: Any) -> None:
+    def __init__(self, new_store: Callable[[], Store], terms: Terms) -> None:
         self._changed = threading.Condition()
         self._waiting: deque[object] = deque()
         self._new_store = new_store
-        self.terms = terms  # on which all that share this must agree
+        self.terms = terms
         self.store = new_store()
         self.count = 0
         self.step = 0
         self.stale = 0
         self.closed = False
 
+    @property
+    def num_waiting(self) -> int:
+        """How many takers are in the queue."""
+        return len(self._waiting)
+
     def apply(self, local_step: int, prepare: Callable[[], tuple[Any, ...]]) -> None:
-        """Adds what ``prepare`` returns, unless it is stale: then it is not even called."""
+        """Add the gradient that ``prepare`` returns; it is not called for a stale one."""
         with self._changed:
             if self._drops(local_step):
                 return
@@ -210,9 +216,9 @@ class Turns:
         timeout: float | None,
         check: Callable[[Any], None] = lambda store: None,
     ) -> tuple[Any, int]:
-        """Waits for its turn and for ``num_required`` gradients; ``(store, count)``.
+        """Wait for the turn and for ``num_required`` gradients; ``(store, count)``.
 
-        ``check`` may refuse what would be taken; it then stays.
+        If ``check`` raises, nothing is taken.
         """
         if timeout is not None and not timeout >= 0:
             raise InvalidArgumentError(
@@ -241,12 +247,12 @@ class Turns:
                 self.store, self.count = self._new_store(), 0
                 self.step += 1
                 return taken
-            finally:  # whoever was behind this one may be served now
+            finally:  # the next in the queue may be served now
                 self._waiting.remove(ticket)
                 self._changed.notify_all()
 
     def _wait_for(self, ready: Callable[[], bool], timeout: float | None) -> bool:
-        """False when the timeout is over; the caller holds the lock."""
+        """Wait until ``ready()``; False after the timeout. The caller holds the lock."""
         if not hasattr(peer, "gone"):
             return self._changed.wait_for(ready, timeout)
         end = math.inf if timeout is None else time.monotonic() + timeout
@@ -259,7 +265,7 @@ class Turns:
                 return done
 
     def set_step(self, new_step: int) -> None:
-        """Sets the step, also to a lower one, which is logged."""
+        """Set the step; a lower one is logged."""
         with self._changed:
             if new_step < self.step:
                 _log.warning(
@@ -271,7 +277,7 @@ class Turns:
             self.step = new_step
 
     def close(self) -> None:
-        """Wakes all takers; they and all who come later get a CancelledError."""
+        """Wake all takers; they and later callers get a CancelledError."""
         with self._changed:
             self.closed = True
             self._changed.notify_all()

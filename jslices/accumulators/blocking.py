@@ -4,7 +4,7 @@ import functools
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, NoReturn
+from typing import NamedTuple, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +26,15 @@ from jslices.accumulators._gradients import (
     refuse_tracer,
     whole_number,
 )
-from jslices.accumulators._state import ArraySum, RowSums, Store, Turns, divided, merged
+from jslices.accumulators._state import (
+    ArraySum,
+    RowSums,
+    Store,
+    Terms,
+    Turns,
+    divided,
+    merged,
+)
 from jslices.extend import empty_index
 
 _shared: weakref.WeakValueDictionary[tuple[str, str], Turns] = weakref.WeakValueDictionary()
@@ -37,15 +45,15 @@ class _Accumulator:
     """Steps, counts, closing and sharing by name: the same for rows and whole arrays."""
 
     dtype: np.dtype  #: of the gradients
-    shape: PartialShape  #: as declared, None where it is not known
-    name: str  #: as given
+    shape: PartialShape  #: as declared, None for unknown lengths
+    name: str
     reduction_type: str  #: "MEAN" or "SUM"
 
     def __init__(
         self,
         store: Callable[[np.dtype], Store],
-        dtype: Any,
-        shape: Any,
+        dtype: DTypeLike,
+        shape: Sequence[int | None] | None,
         shared_name: str | None,
         name: str,
         reduction_type: str,
@@ -69,11 +77,15 @@ class _Accumulator:
         """How many gradients have been dropped as stale, in all."""
         return self._turns.stale
 
+    def num_waiting(self) -> int:
+        """How many takers wait now."""
+        return self._turns.num_waiting
+
     def global_step(self) -> int:
         """The step below which a gradient's ``local_step`` is stale."""
         return self._turns.step
 
-    def set_global_step(self, new_global_step: Any) -> None:
+    def set_global_step(self, new_global_step: ArrayLike) -> None:
         """Sets the step; what is accumulated stays.
 
         A step lower than the current one is set too, with a warning in the log (logger
@@ -108,9 +120,9 @@ class _Accumulator:
 
 
 def _turns(
-    kind: str, shared_name: str | None, new_store: Callable[[], Store], terms: Any
+    kind: str, shared_name: str | None, new_store: Callable[[], Store], terms: Terms
 ) -> Turns:
-    """New state, or that of the accumulator of the same kind and name.
+    """Make a state, or share that of the accumulator of the same kind and name.
 
     A name lives as long as an accumulator that uses it.
     """
@@ -132,12 +144,12 @@ def _turns(
 
 
 class SparseAccumulatorTakeGradient(NamedTuple):
-    """What ``take_grad`` returns.
+    """The result of ``take_grad``.
 
     Attributes:
       indices: ``[U]`` int64, ascending.
       values: ``[U, *D]`` of the accumulator's dtype.
-      shape: int64, ``(V, *D)``; V is -1 when it is not known.
+      shape: int64, ``(V, *D)``; V is -1 if unknown.
     """
 
     indices: np.ndarray
@@ -146,19 +158,19 @@ class SparseAccumulatorTakeGradient(NamedTuple):
 
 
 class Limits(NamedTuple):
-    """What a taker can hold; more is refused before it is taken."""
+    """The largest result that a taker can hold; more is refused before it is taken."""
 
     max_index: int | None = None
     max_rows: int | None = None
 
     @classmethod
     def here(cls, size: int | None) -> "Limits":
-        """What IndexedSlices of ``size`` entries can hold in this process."""
+        """The limits of IndexedSlices of ``size`` entries in this process."""
         has_64_bits = jax.config.read("jax_enable_x64")
         return cls(None if has_64_bits else np.iinfo(np.int32).max, size)
 
     def check(self, rows: np.ndarray) -> None:
-        """Refuses ``rows`` ``[U]``, ascending, beyond the limits."""
+        """Refuse ``rows`` ``[U]``, ascending, beyond the limits."""
         if self.max_index is not None and rows.size and rows[-1] > self.max_index:
             raise InvalidArgumentError(
                 f"row {rows[-1]} needs 64-bit indices; switch them on with "
@@ -191,8 +203,8 @@ class SparseConditionalAccumulator(_Accumulator):
       dtype: floating dtype of the gradients. Gradients of one row are added in it, in the
         order they come, as TensorFlow does (duplicates within a gradient are summed in
         float32 and rounded once).
-      shape: ``(V, *D)``; None for a length that is not known, and None or ``()`` when
-        none is. Known lengths are checked; a gradient's rows may have further axes.
+      shape: ``(V, *D)``; None for an unknown length, and None or ``()`` when all are.
+        Known lengths are checked; a gradient's rows may have further axes.
       shared_name: accumulators of this process with the same one share their state for as
         long as one of them lives.
       name: for your own use.
@@ -218,7 +230,7 @@ class SparseConditionalAccumulator(_Accumulator):
     its own), and the result is always ascending; any floating dtype, bfloat16 included;
     wrong dtypes and indices that are not integers are errors, where TensorFlow aborts or
     truncates; two uses of one ``shared_name`` must agree; ``timeout``, ``close``,
-    ``global_step`` and ``num_stale`` are new.
+    ``global_step``, ``num_stale`` and ``num_waiting`` are new.
     """
 
     def __init__(
@@ -229,8 +241,8 @@ class SparseConditionalAccumulator(_Accumulator):
         name: str = "sparse_conditional_accumulator",
         reduction_type: str = "MEAN",
     ) -> None:
-        known = partial_shape(type(self).__name__, shape) or None  # there must be rows
-        super().__init__(RowSums, dtype, known, shared_name, name, reduction_type)
+        shape = partial_shape(type(self).__name__, shape) or None  # there must be rows
+        super().__init__(RowSums, dtype, shape, shared_name, name, reduction_type)
 
     def apply_grad(
         self,
@@ -267,7 +279,7 @@ class SparseConditionalAccumulator(_Accumulator):
 
         self._turns.apply(whole_number("local_step", local_step), prepare)
 
-    def apply_indexed_slices_grad(self, grad: IndexedSlices, local_step: Any = 0) -> None:
+    def apply_indexed_slices_grad(self, grad: IndexedSlices, local_step: int = 0) -> None:
         """Like :meth:`apply_grad`, for slices ``values`` ``[K, *D]``, ``indices`` ``[K]``.
 
         Entries that are empty on purpose (negative indices, and the canonical index V
@@ -334,8 +346,10 @@ class SparseConditionalAccumulator(_Accumulator):
         return SparseAccumulatorTakeGradient(rows, values, np.array(shape, np.int64))
 
 
-def gradient_of_slices(grad: IndexedSlices) -> tuple[np.ndarray, np.ndarray, Any]:
-    """``(indices, values, shape)`` on the host; entries empty on purpose are left out."""
+def gradient_of_slices(
+    grad: IndexedSlices,
+) -> tuple[np.ndarray, np.ndarray, tuple[int, ...] | None]:
+    """``(indices, values, shape)`` on the host, without intentionally empty entries."""
     if not is_slices(grad):
         raise TypeError(
             "apply_indexed_slices_grad wants IndexedSlices, got a "
@@ -348,16 +362,16 @@ def gradient_of_slices(grad: IndexedSlices) -> tuple[np.ndarray, np.ndarray, Any
     shape = grad.dense_shape
     if indices.ndim == 1 and np.issubdtype(indices.dtype, np.integer):
         empty = np.iinfo(indices.dtype).max if shape is None else shape[0]
-        kept = (indices >= 0) & (indices != empty)
-        if not kept.all():
-            values, indices = values[kept], indices[kept]
+        is_entry = (indices >= 0) & (indices != empty)
+        if not is_entry.all():
+            values, indices = values[is_entry], indices[is_entry]
     return indices, values, shape
 
 
 def taken_as_slices(
     taken: SparseAccumulatorTakeGradient, size: int | None
 ) -> IndexedSlices:
-    """What was taken, filled up with empty entries to ``size``, as JAX's arrays."""
+    """Convert a result to IndexedSlices, with empty entries up to ``size``."""
     shape = None if taken.shape[0] < 0 else tuple(int(n) for n in taken.shape)
     index_type = np.int64 if jax.config.read("jax_enable_x64") else np.int32
     values, indices = taken.values, taken.indices.astype(index_type)
@@ -382,8 +396,8 @@ class ConditionalAccumulator(_Accumulator):
 
     Args:
       dtype: floating dtype of the gradients, in which they are added as they come.
-      shape: of the gradients; None for a length that is not known, and None when not
-        even the rank is. ``()`` is a scalar.
+      shape: of the gradients; None for an unknown length, and None when not even the
+        rank is known. ``()`` is a scalar.
       shared_name: accumulators of this process with the same one share their state.
       name: for your own use.
       reduction_type: "MEAN" or "SUM".

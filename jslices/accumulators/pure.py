@@ -3,7 +3,7 @@
 import dataclasses
 import operator
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -28,24 +28,26 @@ from jslices.extend import (
     sort_ids,
 )
 
+_State = TypeVar("_State", "SparseAccumulatorState", "DenseAccumulatorState")
+
 
 class _PureAccumulator:
     """Functions of a state with ``num_accumulated`` and ``global_step``."""
 
-    def num_accumulated(self, state: Any) -> jax.Array:
+    def num_accumulated(self, state: _State) -> jax.Array:
         """How many gradients have been accepted since the last take: int32 ``[]``."""
         return state.num_accumulated
 
-    def global_step(self, state: Any) -> jax.Array:
+    def global_step(self, state: _State) -> jax.Array:
         """The step below which a gradient's ``local_step`` is stale: int32 ``[]``."""
         return state.global_step
 
-    def set_global_step(self, state: Any, new_global_step: ArrayLike) -> Any:
+    def set_global_step(self, state: _State, new_global_step: ArrayLike) -> _State:
         """The state with another step, higher or lower; what is accumulated stays."""
         step = jnp.asarray(new_global_step).astype(jnp.int32)
         return state._replace(global_step=step)
 
-    def ready(self, state: Any, num_required: ArrayLike) -> jax.Array:
+    def ready(self, state: _State, num_required: ArrayLike) -> jax.Array:
         """Whether ``num_required`` gradients have been accumulated: bool ``[]``.
 
         Raises:
@@ -56,25 +58,25 @@ class _PureAccumulator:
         return state.num_accumulated >= num_required
 
 
-def _after_take(ready: jax.Array, empty: Any, state: Any) -> Any:
+def _after_take(ready: jax.Array, empty: _State, state: _State) -> _State:
     """The empty state, one step further; the same state if it was not ready."""
     new = empty._replace(global_step=state.global_step + 1)
-    return jax.tree.map(lambda x, y: jnp.where(ready, x, y), new, state)
+    return jax.tree.map(lambda x, y: jnp.where(ready, x, y), new, state)  # type: ignore[no-any-return]
 
 
-def _device_dtype(owner: str, dtype: Any) -> np.dtype:
-    """``dtype``, which must be a floating one that JAX has switched on."""
-    found = float_dtype(owner, dtype)
-    if jax.dtypes.canonicalize_dtype(found) != found:
+def _device_dtype(owner: str, dtype: DTypeLike) -> np.dtype:
+    """Check that a dtype is a floating one that JAX has switched on."""
+    result = float_dtype(owner, dtype)
+    if jax.dtypes.canonicalize_dtype(result) != result:
         raise InvalidArgumentError(
-            f"{owner}(dtype='{found}') needs "
+            f"{owner}(dtype='{result}') needs "
             "jax.config.update('jax_enable_x64', True) before it is made"
         )
-    return found
+    return result
 
 
 def _sum_dtype(dtype: np.dtype) -> np.dtype:
-    """What gradients are summed in: 16-bit floats in float32, to be rounded once."""
+    """The dtype of sums: float32 for 16-bit floats, which are rounded once."""
     return np.dtype(np.float32) if dtype.itemsize < 4 else dtype
 
 
@@ -82,9 +84,9 @@ def _sum_dtype(dtype: np.dtype) -> np.dtype:
 
 
 class SparseAccumulatorState(NamedTuple):
-    """What has been accumulated: a pytree of static shapes.
+    """The sums of the rows since the last take: a pytree of static shapes.
 
-    A row keeps the entry that it first got; unused entries hold the empty index V.
+    A row keeps its first entry; unused entries hold the empty index V.
     """
 
     rows: jax.Array  #: ``[U]`` int32 or int64, in the order in which they came.
@@ -138,18 +140,19 @@ class SparseAccumulator(_PureAccumulator):
         self._check(grad)
         empty = self._empty
         indices = canonical_indices(grad.indices, self.shape[0]).astype(self._index_dtype)
-        found = _find_entries(state.rows, indices, empty)
+        entries = _find_entries(state.rows, indices, empty)
         fresh = jnp.asarray(local_step) >= state.global_step
-        fits = found.used <= self.capacity
+        fits = entries.used <= self.capacity
         accepted = fresh & fits
 
-        def only(chosen: jax.Array, entries: jax.Array) -> jax.Array:
-            return jnp.where(chosen & accepted, entries, self.capacity)  # others drop out
+        def where(chosen: jax.Array, numbers: jax.Array) -> jax.Array:
+            return jnp.where(chosen & accepted, numbers, self.capacity)  # others drop out
 
-        to = only(indices != empty, found.entries)
-        new, held = (only(x, found.row_entries) for x in (found.is_new, found.is_held))
+        to = where(indices != empty, entries.of_indices)
+        new = where(entries.is_new, entries.of_rows)
+        held = where(entries.is_held, entries.of_rows)
         state = state._replace(
-            rows=state.rows.at[new].set(found.rows, mode="drop"),
+            rows=state.rows.at[new].set(entries.rows, mode="drop"),
             sums=scatter_add(state.sums, to, grad.values.astype(state.sums.dtype)),
             counts=state.counts.at[held].add(1, mode="drop"),
             num_accumulated=state.num_accumulated + accepted.astype(jnp.int32),
@@ -211,7 +214,7 @@ class SparseAccumulator(_PureAccumulator):
     def _empty(self) -> int:
         return empty_index(self.shape[0], self._index_dtype)
 
-    def _check(self, grad: Any) -> None:
+    def _check(self, grad: IndexedSlices) -> None:
         if not is_slices(grad):
             raise TypeError(
                 "the sparse accumulator wants IndexedSlices, got a "
@@ -227,33 +230,33 @@ class SparseAccumulator(_PureAccumulator):
             )
 
 
-class _Found(NamedTuple):
+class _Entries(NamedTuple):
     """The entries of a gradient's K indices among the U that are held.
 
     Attributes:
-      entries: int32 ``[K]``, the entry of each index; of no meaning for an empty one.
+      of_indices: int32 ``[K]``, the entry of each index; of no meaning for an empty one.
       rows: ``[U + K]``, the held rows and those of the gradient, ascending.
-      row_entries: int32 ``[U + K]``, the entry of each of ``rows``.
+      of_rows: int32 ``[U + K]``, the entry of each of ``rows``.
       is_new: bool ``[U + K]``, true once for every row that was not held.
       is_held: bool ``[U + K]``, true once for every row of the gradient.
       used: int32 ``[]``, the entries used with the new ones; may exceed U.
     """
 
-    entries: jax.Array
+    of_indices: jax.Array
     rows: jax.Array
-    row_entries: jax.Array
+    of_rows: jax.Array
     is_new: jax.Array
     is_held: jax.Array
     used: jax.Array
 
 
-def _find_entries(held: jax.Array, indices: jax.Array, empty: int) -> _Found:
-    """Finds the entry of every index, giving new rows the next free ones.
+def _find_entries(held: jax.Array, indices: jax.Array, empty: int) -> _Entries:
+    """Find the entry of every index, giving new rows the next free ones.
 
     Args:
-      held: ``[U]``, unique but for the entries that are free, which come last.
+      held: ``[U]``, unique but for the free entries, which come last.
       indices: ``[K]`` of the same dtype, with duplicates and empty ones.
-      empty: what free entries and empty indices hold; larger than every row number.
+      empty: the index of free entries and empty indices; larger than every row number.
 
     Cost: a sort of U + K integers.
     """
@@ -262,8 +265,8 @@ def _find_entries(held: jax.Array, indices: jax.Array, empty: int) -> _Found:
     rows, positions = sort_ids(jnp.concatenate([held, indices]))
     # The sort is stable: of equal numbers the held one, if any, comes first.
     is_first = jnp.concatenate([jnp.ones(1, bool), rows[1:] != rows[:-1]])
-    place = jnp.arange(capacity + num_ids, dtype=jnp.int32)
-    first = positions[lax.cummax(jnp.where(is_first, place, 0))]
+    order = jnp.arange(capacity + num_ids, dtype=jnp.int32)
+    first = positions[lax.cummax(jnp.where(is_first, order, 0))]
     from_grad = (positions >= capacity) & (rows != empty)
     is_new = is_first & from_grad
     after_held = jnp.concatenate([jnp.zeros(1, bool), positions[:-1] < capacity])
@@ -272,7 +275,7 @@ def _find_entries(held: jax.Array, indices: jax.Array, empty: int) -> _Found:
     to = jnp.where(from_grad, positions - capacity, num_ids)
     entries = jnp.zeros(num_ids, jnp.int32).at[to].set(row_entries, mode="drop")
     is_held = from_grad & (is_first | after_held)
-    return _Found(entries, rows, row_entries, is_new, is_held, before + number[-1])
+    return _Entries(entries, rows, row_entries, is_new, is_held, before + number[-1])
 
 
 def sparse_accumulator(
@@ -289,7 +292,7 @@ def sparse_accumulator(
     Args:
       dtype: floating dtype of the gradients. 16-bit floats are summed in float32 and
         rounded once, when they are taken.
-      shape: ``(V, *D)`` of the table; V may be None, for unknown.
+      shape: ``(V, *D)`` of the table; V may be None, if unknown.
       capacity: U, the number of distinct rows that can be held between two takes.
       reduction_type: "MEAN" divides each row by the number of gradients that held that
         row; "SUM" does not.
@@ -321,30 +324,30 @@ def sparse_accumulator(
     grows. ``optax.MultiSteps`` holds a dense array of V rows instead.
     """
     owner = "sparse_accumulator"
-    found = partial_shape(owner, shape)
-    if not found or None in found[1:]:
+    sizes = partial_shape(owner, shape)
+    if not sizes or None in sizes[1:]:
         raise InvalidArgumentError(
             f"{owner}(shape={shape!r}): its state has a static size; give (V, *D), where "
             "V alone may be None"
         )
     check_reduction(owner, reduction_type)
     try:
-        size = operator.index(capacity)
+        room = operator.index(capacity)
     except TypeError:
-        size = 0
-    if size < 1:
+        room = 0
+    if room < 1:
         raise InvalidArgumentError(
             f"{owner}(capacity={capacity!r}): it must be a whole number from 1, the most "
             "distinct rows to be held at once"
         )
-    return SparseAccumulator(_device_dtype(owner, dtype), found, size, reduction_type)
+    return SparseAccumulator(_device_dtype(owner, dtype), sizes, room, reduction_type)
 
 
 # --- whole arrays ---------------------------------------------------------------------
 
 
 class DenseAccumulatorState(NamedTuple):
-    """What has been accumulated: a pytree of static shapes."""
+    """The sum of the gradients since the last take: a pytree of static shapes."""
 
     total: jax.Array  #: like the gradient, float32 where it has 16 bits.
     num_accumulated: jax.Array  #: int32 ``[]``, gradients since the last take.
@@ -425,12 +428,12 @@ def dense_accumulator(
     Source: ``tf.compat.v1.ConditionalAccumulator``.
     """
     owner = "dense_accumulator"
-    found = partial_shape(owner, shape)
-    if found is None or None in found:
+    sizes = partial_shape(owner, shape)
+    if sizes is None or None in sizes:
         raise InvalidArgumentError(
             f"{owner}(shape={shape!r}): its state has a static size; give the shape of "
             "the gradients"
         )
     check_reduction(owner, reduction_type)
-    known = tuple(n for n in found if n is not None)
-    return DenseAccumulator(_device_dtype(owner, dtype), known, reduction_type)
+    all_sizes = tuple(n for n in sizes if n is not None)
+    return DenseAccumulator(_device_dtype(owner, dtype), all_sizes, reduction_type)

@@ -67,8 +67,8 @@ class RemoteObject:
     def _call(
         self,
         method: str,
-        arguments: tuple[Any, ...],
-        options: Mapping[str, Any],
+        arguments: tuple[object, ...],
+        options: Mapping[str, object],
         within: float | None = None,
     ) -> Any:
         return self._client._call(self._name, method, arguments, options, within)
@@ -91,6 +91,7 @@ class RemoteAccumulator(RemoteObject):
         "take_grad",
         "num_accumulated",
         "num_stale",
+        "num_waiting",
         "global_step",
         "set_global_step",
         "close",
@@ -106,11 +107,11 @@ class RemoteAccumulator(RemoteObject):
     def _call(
         self,
         method: str,
-        arguments: tuple[Any, ...],
-        options: Mapping[str, Any],
+        arguments: tuple[object, ...],
+        options: Mapping[str, object],
         within: float | None = None,
     ) -> Any:
-        def sendable(value: Any) -> Any:
+        def sendable(value: object) -> object:
             """Copy JAX arrays to NumPy, which a process can read without a device."""
             refuse_tracer(f"an argument of {method}", value)
             return np.asarray(value) if hasattr(value, "dtype") else value
@@ -124,7 +125,7 @@ class RemoteSparseAccumulator(RemoteAccumulator):
 
     methods = (*RemoteAccumulator.methods, "_take_within")
 
-    def apply_indexed_slices_grad(self, grad: IndexedSlices, local_step: Any = 0) -> None:
+    def apply_indexed_slices_grad(self, grad: IndexedSlices, local_step: int = 0) -> None:
         """As in the accumulator; K rows are sent."""
         self._call("apply_grad", (*gradient_of_slices(grad), local_step), {})
 
@@ -144,13 +145,13 @@ _KINDS: dict[str, type[RemoteObject]] = {
 }
 
 
-def _kind_of(thing: Any) -> str:
+def _kind_of(thing: object) -> str:
     if isinstance(thing, SparseConditionalAccumulator):
         return "sparse"
     return "dense" if isinstance(thing, ConditionalAccumulator) else "object"
 
 
-def _method_of(thing: Any, method: str) -> Any:
+def _method_of(thing: object, method: str) -> Any:
     """Look up a method that a client may call."""
     served = _KINDS[_kind_of(thing)].methods
     if method.startswith("_") if served is None else method not in served:
@@ -169,7 +170,9 @@ class AccumulatorServer:
       authkey: the bytes that :func:`connect` must be given.
     """
 
-    def __init__(self, objects: dict[str, Any], address: Address, authkey: bytes) -> None:
+    def __init__(
+        self, objects: dict[str, object], address: Address, authkey: bytes
+    ) -> None:
         self.authkey = authkey
         self._objects = objects
         self._listener = _listening_socket(address)
@@ -338,7 +341,7 @@ def _pickled_error(error: Exception) -> bytes:
 
 
 def serve(
-    objects: Mapping[str, Any],
+    objects: Mapping[str, object],
     address: Address = ("127.0.0.1", 0),
     authkey: bytes | None = None,
 ) -> AccumulatorServer:
@@ -421,8 +424,8 @@ class AccumulatorClient:
         self,
         name: str | None,
         method: str,
-        arguments: tuple[Any, ...],
-        options: Mapping[str, Any],
+        arguments: tuple[object, ...],
+        options: Mapping[str, object],
         within: float | None = None,
     ) -> Any:
         """Send a call and wait for the answer, at most ``within`` seconds and timeout."""
@@ -558,7 +561,7 @@ def connect(
     return AccumulatorClient(address, authkey, timeout)
 
 
-def _check_key(authkey: Any, advice: str) -> None:
+def _check_key(authkey: object, advice: str) -> None:
     if not isinstance(authkey, bytes) or not authkey:
         raise InvalidArgumentError(
             f"authkey must be bytes, not {type(authkey).__name__}; {advice}"
