@@ -18,3 +18,5 @@ Aval: TypeAlias = Any
 Key: TypeAlias = jax.Array
 #: A dimension: an int, or what ``jax.export`` leaves symbolic.
 Size: TypeAlias = Any
+#: A leaf of a tree of gradients or updates: an array, an IndexedSlices or None.
+Leaf: TypeAlias = Any

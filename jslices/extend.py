@@ -14,7 +14,7 @@ from jslices._slices import check_slices as check_slices
 from jslices._typing import Params as Params
 from jslices._typing import PyTree as PyTree
 from jslices._typing import State as State
-from jslices.optim.transforms.chain import as_transformation as as_transformation
+from jslices.optim.transforms.base import as_transformation as as_transformation
 
 __all__ = [
     "Params",

@@ -89,7 +89,7 @@ class GradientTransformation:
     ) -> None:
         self.init, self.update, self.recipe, self.check = init, update, recipe, check
         self._catch_up, self._flush, self._plan = catch_up, flush, plan
-        self._apply = apply or _in_two(update)
+        self._apply = apply or in_two(update)
 
     def replace(self, **parts: PyTree) -> "GradientTransformation":
         """The same with other parts, by the names of the arguments."""
@@ -189,7 +189,7 @@ class GradientTransformation:
         return self._plan(grads, params, platform)
 
 
-def _in_two(update: Callable[..., tuple[Any, Any]]) -> Callable[..., tuple[Any, Any]]:
+def in_two(update: Callable[..., tuple[Any, Any]]) -> Callable[..., tuple[Any, Any]]:
     def apply(grads: Any, state: Any, params: Any, key: Any = None) -> tuple[Any, Any]:
         updates, state = widening(update, key)(grads, state, params)
         return apply_updates(params, updates, key), state

@@ -1,18 +1,16 @@
-"""Transformations one after the other, and those that keep no state."""
+"""Transformations one after the other."""
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 
+from jslices._typing import Gradients, Key, Params, PyTree, State
 from jslices.optim._engine.checks import check_links
-from jslices.optim._engine.protocol import (
-    GradientTransformation,
-    is_leaf,
-    widening,
-)
+from jslices.optim._engine.protocol import GradientTransformation, widening
 from jslices.optim._engine.recipe import recorded
+from jslices.optim.transforms.base import Call, as_transformation, stateless, wrapped
 
 
 @recorded
@@ -20,7 +18,7 @@ def chain(*transformations: Any) -> GradientTransformation:
     """Runs transformations in turn, each on what the one before it returned.
 
     As ``optax.chain``, which takes our transformations as well. This one also offers the
-    ``apply``, ``catch_up``, ``flush`` and ``plan`` of its last transformation.
+    ``apply``, ``catch_up`` and ``flush`` of its last transformation, and plans.
 
     Args:
       transformations: of jslices or of Optax. An optimizer with ``untouched="exact"`` must
@@ -55,68 +53,58 @@ def chain(*transformations: Any) -> GradientTransformation:
         return stateless(lambda grads: grads)
     *before, last = links
 
-    def init(params: Any) -> Any:
+    def init(params: Params) -> State:
         return tuple(tx.init(params) for tx in links)
 
-    def run(links: Sequence[Any], grads: Any, states: Any, params: Any) -> Any:
+    def run(
+        links: Sequence[GradientTransformation],
+        grads: Gradients,
+        states: Sequence[State],
+        params: Params,
+    ) -> tuple[Gradients, tuple[State, ...]]:
         new = []
         for tx, state in zip(links, states, strict=True):
             grads, state = tx.update(grads, state, params)
             new.append(state)
         return grads, tuple(new)
 
-    def update(grads: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+    def inside(
+        call: Call, state: State, params: Params, grads: Gradients = None
+    ) -> tuple[PyTree, State]:
+        del params, grads
         check_links(state, len(links))
-        updates, new = run(links, grads, state, params)
-        return updates, new
+        result, part = call(last, lambda tree: tree, state[-1])
+        return result, (*state[:-1], part)
 
-    def apply(grads: Any, state: Any, params: Any, key: Any = None) -> tuple[Any, Any]:
+    def update(
+        grads: Gradients, state: State, params: Params = None
+    ) -> tuple[Gradients, State]:
+        check_links(state, len(links))
+        return run(links, grads, state, params)
+
+    def apply(
+        grads: Gradients, state: State, params: Params, key: Key | None = None
+    ) -> tuple[Params, State]:
         check_links(state, len(links))
         first = widening(functools.partial(run, before), key)
         grads, new = first(grads, state[:-1], params)
         params, part = last.apply(grads, state[-1], params, key)
         return params, (*new, part)
 
-    def catch_up(params: Any, state: Any, ids: Any) -> tuple[Any, Any]:
-        check_links(state, len(links))
-        params, part = last.catch_up(params, state[-1], ids)
-        return params, (*state[:-1], part)
-
-    def flush(params: Any, state: Any) -> tuple[Any, Any]:
-        check_links(state, len(links))
-        params, part = last.flush(params, state[-1])
-        return params, (*state[:-1], part)
-
-    if not last.catches_up:
-        return GradientTransformation(init, update, apply=apply, plan=last.plan)
-    return GradientTransformation(init, update, catch_up, flush, apply, last.plan)
-
-
-def as_transformation(caller: str, tx: Any) -> GradientTransformation:
-    """A transformation of jslices or of Optax as one of jslices; refuses anything else."""
-    if isinstance(tx, GradientTransformation):
-        return tx
-    if not (hasattr(tx, "init") and hasattr(tx, "update")):
-        raise TypeError(
-            f"{caller} wants transformations (with init and update), got {tx!r}"
+    def plan(grads: Gradients, params: Params, platform: str | None = None) -> PyTree:
+        """That of the last link which steps a gradient by a plan."""
+        plans = [tx.plan(grads, params, platform) for tx in reversed(links)]
+        return jax.tree.map(
+            lambda *each: next((x for x in each if x is not None), None),
+            *plans,
+            is_leaf=lambda x: x is None,
         )
-    return GradientTransformation(tx.init, tx.update)
 
-
-def stateless(f: Callable[[Any], Any]) -> GradientTransformation:
-    """The transformation whose updates are ``f(grads)``, and whose state is ``()``."""
-
-    def update(grads: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
-        del params
-        return f(grads), state
-
-    return GradientTransformation(lambda params: (), update)
-
-
-def each_leaf(f: Callable[[Any], Any]) -> GradientTransformation:
-    """The stateless transformation that maps ``f`` over arrays and IndexedSlices."""
-
-    def mapped(grads: Any) -> Any:
-        return jax.tree.map(lambda g: g if g is None else f(g), grads, is_leaf=is_leaf)
-
-    return stateless(mapped)
+    return wrapped(
+        init,
+        inside,
+        catches_up=last.catches_up,
+        update=update,
+        apply=apply,
+        plan=plan,
+    )

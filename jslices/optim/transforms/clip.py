@@ -22,7 +22,7 @@ from jslices._slices import IndexedSlices, deduplicated, is_slices, one_program
 from jslices._typing import PyTree
 from jslices.optim._engine.protocol import GradientTransformation, is_leaf
 from jslices.optim._engine.recipe import recorded
-from jslices.optim.transforms.chain import each_leaf, stateless
+from jslices.optim.transforms.base import each_leaf, stateless
 from jslices.optim.transforms.norms import (
     as_leaf,
     coalesced_leaves,

@@ -2,23 +2,29 @@
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.typing import ArrayLike
 
 from jslices._jax import flatten
-from jslices._slices import is_slices
-from jslices.optim._engine.protocol import GradientTransformation
-from jslices.optim._exact.catch_up import FROZEN
-from jslices.optim.transforms.chain import as_transformation
+from jslices._slices import IndexedSlices, is_slices
+from jslices._typing import Gradients, Params, PyTree, State
+from jslices.optim._engine.protocol import in_two
+from jslices.optim._exact.catch_up import FROZEN, Clock
+from jslices.optim.transforms.base import Call, as_transformation, wrapped
 from jslices.optim.transforms.given import is_leaf_or_masked, map_given, spread_over
 from jslices.optim.transforms.rows import only_rows
+
+#: Which rows never move: bools ``[V]``, or a function of row numbers.
+Frozen: TypeAlias = jax.Array | np.ndarray | Callable[[jax.Array], jax.Array]
 
 ARGUMENT = "freeze_rows(frozen=...)"
 
 
-def freeze_rows(tx: Any, frozen: Any) -> Any:
+def freeze_rows(tx: Any, frozen: PyTree) -> Any:
     """The optimizer ``tx``, by which some rows never move.
 
     Not by gradients, momentum or weight decay: they keep their bits, whether the gradient
@@ -73,64 +79,70 @@ def freeze_rows(tx: Any, frozen: Any) -> Any:
     tx = as_transformation("freeze_rows", tx)
     each = functools.partial(_each, frozen)
 
-    def marked(state: Any) -> Any:
+    def marked(state: State) -> State:
         """The state, in which frozen rows have missed nothing and never will."""
         return _with_clocks(state, lambda last: each(_marked, last))
 
-    def init(params: Any) -> Any:
+    def init(params: Params) -> State:
         each(lambda p, bits: _check(bits, jnp.shape(p)), params)
         return marked(tx.init(params))
 
+    def inside(
+        call: Call, state: State, params: Params, grads: Gradients = None
+    ) -> tuple[PyTree, State]:
+        del params, grads
+        return call(tx, lambda tree: tree, state)
+
     def update(
-        grads: Any, state: Any, params: Any = None, **extra_args: Any
-    ) -> tuple[Any, Any]:
-        dense: list[Any] = []
-
-        def free(g: Any, bits: Any) -> Any:
-            _check(bits, g.shape)
-            dense.extend([] if is_slices(g) else [g])
-            return only_rows(g, _free(bits), 0.0)
-
-        grads = each(free, grads)
-        if dense:  # rows that did not catch up would be refused
-            state = marked(state)
+        grads: Gradients, state: State, params: Params = None, **extra_args: PyTree
+    ) -> tuple[Gradients, State]:
+        leaves = flatten(grads, is_leaf=is_leaf_or_masked)[0]
+        if any(
+            bits is not None and not is_leaf_or_masked(g)
+            for g, bits in zip(leaves, spread_over(ARGUMENT, frozen, grads), strict=True)
+        ):
+            state = marked(state)  # of arrays, rows that did not catch up would be refused
+        grads = each(_without_frozen, grads)
         updates, state = tx.update(grads, state, params, **extra_args)
         # x + -0.0 is x for every x, and 0.0 for -0.0 + 0.0.
         return each(lambda u, bits: only_rows(u, _free(bits), -0.0), updates), state
 
-    if not tx.catches_up:
-        return GradientTransformation(init, update, plan=tx.plan)
-
-    def catch_up(params: Any, state: Any, ids: Any) -> tuple[Any, Any]:
+    def catch_up(params: Params, state: State, ids: PyTree) -> tuple[Params, State]:
         leaves, structure = flatten(params, is_leaf=is_leaf_or_masked)
-        given = structure.flatten_up_to(ids)
-        if any(x is True for x in given):
+        columns = structure.flatten_up_to(ids), spread_over(ARGUMENT, frozen, params)
+        if any(x is True for x in columns[0]):
             state = marked(state)
         rows = [
             x if bits is None or x is None or x is True else _left_out(x, bits, p.shape[0])
-            for x, bits, p in zip(
-                given, spread_over(ARGUMENT, frozen, params), leaves, strict=True
-            )
+            for p, x, bits in zip(leaves, *columns, strict=True)
         ]
         return tx.catch_up(params, state, structure.unflatten(rows))
 
-    def flush(params: Any, state: Any) -> tuple[Any, Any]:
+    def flush(params: Params, state: State) -> tuple[Params, State]:
         return tx.flush(params, marked(state))
 
-    return GradientTransformation(init, update, catch_up, flush, plan=tx.plan)
+    return wrapped(
+        init,
+        inside,
+        catches_up=tx.catches_up,
+        update=update,
+        apply=in_two(update),
+        catch_up=catch_up,
+        flush=flush,
+    )
 
 
-def _frozen_state(state: Any, frozen: Any) -> Any:
+def _frozen_state(state: State, frozen: PyTree) -> State:
     """The state of an exact optimizer, which knows by itself what never moves."""
-    marked: list[Any] = []
+    tables: list[jax.Array] = []
 
-    def mark(last: jax.Array, bits: Any) -> jax.Array:
+    def mark(last: jax.Array, bits: Frozen) -> jax.Array:
         _check(bits, last.shape)
-        marked.append(last)
+        tables.append(last)
         return _marked(last, bits)
 
     new = _with_clocks(state, lambda last: _each(frozen, mark, last))
-    if len(marked) < len(jax.tree.leaves(frozen)):
+    if len(tables) < len(jax.tree.leaves(frozen)):
         raise TypeError(
             "freeze_rows wants an optimizer, or the state of an optimizer with "
             f'untouched="exact" for every table whose rows are frozen, got a '
@@ -140,43 +152,48 @@ def _frozen_state(state: Any, frozen: Any) -> Any:
     return new
 
 
-def _each(frozen: Any, f: Callable[[Any, Any], Any], tree: Any) -> Any:
+def _each(frozen: PyTree, f: Callable[[jax.Array, Frozen], PyTree], tree: PyTree) -> PyTree:
     """``tree``, which mirrors the parameters, with ``f(leaf, frozen)`` for tables."""
     return map_given(ARGUMENT, f, frozen, tree)
 
 
-def _check(bits: Any, shape: tuple[int | None, ...]) -> None:
+def _check(bits: Frozen, shape: tuple[int | None, ...]) -> None:
     """Refuses anything but a function, or bools of the right length."""
     if callable(bits):
         return
-    given = jnp.asarray(bits)
-    if given.dtype != bool:
+    array = jnp.asarray(bits)
+    if array.dtype != bool:
         raise TypeError(
-            f"freeze_rows wants bools, got {given.dtype}{list(given.shape)}; for row "
+            f"freeze_rows wants bools, got {array.dtype}{list(array.shape)}; for row "
             "numbers: lambda rows: jnp.isin(rows, numbers)"
         )
-    if given.ndim != 1 or shape[:1] not in (given.shape, (None,)):
+    if array.ndim != 1 or shape[:1] not in (array.shape, (None,)):
         raise ValueError(
-            f"freeze_rows got bools of shape {given.shape} for a table of shape {shape}; "
+            f"freeze_rows got bools of shape {array.shape} for a table of shape {shape}; "
             "it wants one for each row"
         )
 
 
-def _free(bits: Any) -> Any:
+def _without_frozen(grad: jax.Array | IndexedSlices, bits: Frozen) -> PyTree:
+    _check(bits, grad.shape)
+    return only_rows(grad, _free(bits), 0.0)
+
+
+def _free(bits: Frozen) -> Frozen:
     return (lambda rows: ~bits(rows)) if callable(bits) else ~jnp.asarray(bits)
 
 
-def _frozen(bits: Any, rows: jax.Array) -> jax.Array:
+def _frozen(bits: Frozen, rows: jax.Array) -> jax.Array:
     """bool, of the shape of ``rows``, numbers in ``[0, V)``: whether they are frozen."""
     return bits(rows) if callable(bits) else jnp.asarray(bits)[rows]
 
 
-def _marked(last: jax.Array, bits: Any) -> jax.Array:
+def _marked(last: jax.Array, bits: Frozen) -> jax.Array:
     rows = jnp.arange(last.shape[0], dtype=jnp.int32)
     return jnp.where(_frozen(bits, rows), FROZEN, last)
 
 
-def _left_out(ids: Any, bits: Any, num_rows: int) -> Any:
+def _left_out(ids: IndexedSlices | ArrayLike, bits: Frozen, num_rows: int) -> Any:
     """Row numbers, out of range where the row is frozen."""
     if is_slices(ids) or not jnp.issubdtype(jnp.asarray(ids).dtype, jnp.integer):
         return ids  # which catch_up refuses
@@ -185,16 +202,14 @@ def _left_out(ids: Any, bits: Any, num_rows: int) -> Any:
     return jnp.where(_frozen(bits, near), num_rows, ids)
 
 
-def _with_clocks(state: Any, mark: Callable[[Any], Any]) -> Any:
-    """The state with every ``clock.last`` in it as ``mark`` makes it."""
-    if getattr(state, "clock", None) is not None:
-        return state._replace(clock=state.clock._replace(last=mark(state.clock.last)))
-    if hasattr(state, "inner_states"):
-        parts = {k: _with_clocks(x, mark) for k, x in state.inner_states.items()}
-        return state._replace(inner_states=parts)
-    for name in ("inner_opt_state", "inner_state"):
-        if hasattr(state, name):
-            return state._replace(**{name: _with_clocks(getattr(state, name), mark)})
-    if isinstance(state, tuple) and not hasattr(state, "_fields"):
-        return tuple(_with_clocks(part, mark) for part in state)
-    return state
+def _with_clocks(state: State, mark: Callable[[PyTree], PyTree]) -> State:
+    """The state with ``last`` of every :class:`Clock` in it as ``mark`` makes it."""
+
+    def is_clock(x: PyTree) -> bool:
+        return isinstance(x, Clock)
+
+    return jax.tree.map(
+        lambda x: x._replace(last=mark(x.last)) if is_clock(x) else x,
+        state,
+        is_leaf=lambda x: is_clock(x) or is_slices(x),
+    )

@@ -4,26 +4,30 @@ The gradients are gathered in *buffers*: for a dense leaf its sum, for slices th
 gradients side by side, ``[k, K, *D]``. Nothing has the size of a table.
 """
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec
+from jax.tree_util import PyTreeDef
 
 from jslices._devices.layouts import row_major_tables
 from jslices._devices.placement import filled_like, split_as_told
 from jslices._jax import flatten
 from jslices._rows.bounds import canonical_indices, empty_index, index_dtype
 from jslices._slices import Facts, check_slices, is_slices, slices_of
+from jslices._typing import Aval, Gradients, Key, Leaf, Params, PyTree, State
 from jslices.optim._engine.arithmetic import next_count, zero_count
 from jslices.optim._engine.checks import check_fields, places
 from jslices.optim._engine.protocol import GradientTransformation, is_leaf
 from jslices.optim.transforms.accumulate import merge_leaf
-from jslices.optim.transforms.chain import as_transformation
+from jslices.optim.transforms.base import Call, as_transformation, wrapped
 from jslices.optim.transforms.norms import widened
+
+R = TypeVar("R")
 
 
 class MultiStepsState(NamedTuple):
@@ -36,7 +40,7 @@ class MultiStepsState(NamedTuple):
 
 
 def multi_steps(
-    opt: Any, every_k_schedule: int, grads: Any, use_grad_mean: bool = True
+    opt: Any, every_k_schedule: int, grads: Gradients, use_grad_mean: bool = True
 ) -> GradientTransformation:
     """Takes a step of ``opt`` at every k-th call, on the mean of the last k gradients.
 
@@ -87,64 +91,28 @@ def multi_steps(
     there. Its schedules of k and its skipping of steps are not offered.
     """
     opt = as_transformation("multi_steps", opt)
-    k = every_k_schedule
-    if not isinstance(k, int) or isinstance(k, bool):
-        raise TypeError(
-            f"multi_steps wants an int for every_k_schedule, got {k!r}: the buffer for the "
-            "rows of k gradients has a static size"
-        )
-    if k < 1:
-        raise ValueError(f"multi_steps wants every_k_schedule to be at least 1, got {k}")
-    examples, structure = flatten(grads, is_leaf=is_leaf)
+    buffers = _Buffers(grads, _checked_number(every_k_schedule), use_grad_mean)
 
-    def init(params: Any) -> MultiStepsState:
-        arrays = structure.flatten_up_to(params)
-        buffers = [_buffer(x, p, k) for x, p in zip(examples, arrays, strict=True)]
-        acc = structure.unflatten(buffers)
-        return MultiStepsState(zero_count(), zero_count(), opt.init(params), acc)
+    def init(params: Params) -> MultiStepsState:
+        inner = opt.init(params)
+        return MultiStepsState(zero_count(), zero_count(), inner, buffers.empty(params))
 
-    def gather(grads: Any, state: MultiStepsState) -> tuple[Any, jax.Array, Any]:
-        """The buffers with ``grads``, whether a step is due, and its gradient if so."""
-        check_fields("multi_steps", state, MultiStepsState)
-        leaves, given = flatten(grads, is_leaf=is_leaf)
-        for x in filter(is_slices, leaves):
-            check_slices(x)
-        if given != structure:
-            raise ValueError(
-                f"multi_steps was made for gradients {_shapes(examples)} in {structure}, "
-                f"got {_shapes(leaves)} in {given}; make it with a gradient like these"
-            )
-        for place, x, example in zip(places(given), leaves, examples, strict=True):
-            if not _alike(x, example):
-                raise ValueError(
-                    f"multi_steps was made for a gradient {_shapes([example])}{place}, got "
-                    f"{_shapes([x])}; make it with a gradient like this"
-                )
-        n = state.mini_step
-        buffers = structure.flatten_up_to(state.acc_grads)
-        buffers = [_put(x, buffer, n) for x, buffer in zip(leaves, buffers, strict=True)]
-
-        def total() -> Any:
-            divisor = k if use_grad_mean else None
-            pairs = zip(buffers, examples, strict=True)
-            return structure.unflatten([_total(b, x, divisor) for b, x in pairs])
-
-        return structure.unflatten(buffers), n == k - 1, total
-
-    def counted(state: MultiStepsState, due: Any, inner: Any, acc: Any) -> MultiStepsState:
+    def counted(
+        state: MultiStepsState, due: jax.Array, inner: State, acc: PyTree
+    ) -> MultiStepsState:
         n = jnp.where(due, 0, state.mini_step + 1)
         steps = jnp.where(due, next_count(state.gradient_step), state.gradient_step)
         return MultiStepsState(n, steps, inner, acc)
 
     def update(
-        grads: Any, state: MultiStepsState, params: Any = None, **extra_args: Any
-    ) -> tuple[Any, MultiStepsState]:
-        acc, due, total = gather(grads, state)
+        grads: Gradients, state: MultiStepsState, params: Params = None, **extra: PyTree
+    ) -> tuple[Gradients, MultiStepsState]:
+        acc, due = buffers.gather(grads, state)
 
-        def step(inner: Any) -> tuple[Any, Any]:
-            return opt.update(total(), inner, params, **extra_args)
+        def step(inner: State) -> tuple[Gradients, State]:
+            return opt.update(buffers.total(acc), inner, params, **extra)
 
-        def wait(inner: Any) -> tuple[Any, Any]:
+        def wait(inner: State) -> tuple[Gradients, State]:
             shapes, _ = jax.eval_shape(step, inner)
             return jax.tree.map(_nothing, shapes, is_leaf=is_leaf), inner
 
@@ -152,44 +120,110 @@ def multi_steps(
         return updates, counted(state, due, inner, acc)
 
     def apply(
-        grads: Any, state: MultiStepsState, params: Any, key: Any = None
-    ) -> tuple[Any, MultiStepsState]:
-        acc, due, total = gather(grads, state)
+        grads: Gradients, state: MultiStepsState, params: Params, key: Key | None = None
+    ) -> tuple[Params, MultiStepsState]:
+        acc, due = buffers.gather(grads, state)
 
-        def step(params: Any, inner: Any) -> tuple[Any, Any]:
-            return opt.apply(total(), inner, params, key)
+        def step(params: Params, inner: State) -> tuple[Params, State]:
+            return opt.apply(buffers.total(acc), inner, params, key)
 
-        def wait(params: Any, inner: Any) -> tuple[Any, Any]:
+        def wait(params: Params, inner: State) -> tuple[Params, State]:
             return params, inner
 
         params, inner = _cond(due, step, wait, params, state.inner_opt_state)
         return params, counted(state, due, inner, acc)
 
-    def catch_up(params: Any, state: Any, ids: Any) -> tuple[Any, Any]:
+    def inside(
+        call: Call, state: State, params: Params, grads: Gradients = None
+    ) -> tuple[PyTree, State]:
+        del params, grads
         check_fields("multi_steps", state, MultiStepsState)
-        params, inner = opt.catch_up(params, state.inner_opt_state, ids)
-        return params, state._replace(inner_opt_state=inner)
+        result, inner = call(opt, lambda tree: tree, state.inner_opt_state)
+        return result, state._replace(inner_opt_state=inner)
 
-    def flush(params: Any, state: Any) -> tuple[Any, Any]:
+    def plan(grads: Gradients, params: Params, platform: str | None = None) -> PyTree:
+        """That of the k-th call."""
+        total = jax.eval_shape(lambda p: buffers.total(buffers.empty(p)), params)
+        return opt.plan(total, params, platform)
+
+    return wrapped(
+        init,
+        inside,
+        catches_up=opt.catches_up,
+        update=update,
+        apply=apply,
+        plan=plan,
+    )
+
+
+def _checked_number(k: int) -> int:
+    """The number of gradients to a step; refuses schedules of it."""
+    if not isinstance(k, int) or isinstance(k, bool):
+        raise TypeError(
+            f"multi_steps wants an int for every_k_schedule, got {k!r}: the buffer for the "
+            "rows of k gradients has a static size"
+        )
+    if k < 1:
+        raise ValueError(f"multi_steps wants every_k_schedule to be at least 1, got {k}")
+    return k
+
+
+class _Buffers:
+    """What k gradients are gathered in: sums of arrays, rows of slices side by side."""
+
+    def __init__(self, example: Gradients, k: int, mean: bool) -> None:
+        self.k, self.divisor = k, k if mean else None
+        self.examples, self.structure = flatten(example, is_leaf=is_leaf)
+
+    def empty(self, params: Params) -> PyTree:
+        """The buffers before the first gradient."""
+        arrays = self.structure.flatten_up_to(params)
+        pairs = zip(self.examples, arrays, strict=True)
+        return self.structure.unflatten([_buffer(x, p, self.k) for x, p in pairs])
+
+    def gather(self, grads: Gradients, state: MultiStepsState) -> tuple[PyTree, jax.Array]:
+        """The buffers with ``grads`` as well, and whether a step is due."""
         check_fields("multi_steps", state, MultiStepsState)
-        params, inner = opt.flush(params, state.inner_opt_state)
-        return params, state._replace(inner_opt_state=inner)
+        leaves, structure = flatten(grads, is_leaf=is_leaf)
+        self._check(leaves, structure)
+        n, old = state.mini_step, structure.flatten_up_to(state.acc_grads)
+        new = [_put(x, buffer, n) for x, buffer in zip(leaves, old, strict=True)]
+        return structure.unflatten(new), n == self.k - 1
 
-    if not opt.catches_up:
-        return GradientTransformation(init, update, apply=apply)
-    return GradientTransformation(init, update, catch_up, flush, apply)
+    def total(self, buffers: PyTree) -> Gradients:
+        """The gradient of a step."""
+        pairs = zip(self.structure.flatten_up_to(buffers), self.examples, strict=True)
+        return self.structure.unflatten([_total(b, x, self.divisor) for b, x in pairs])
+
+    def _check(self, leaves: Sequence[Leaf], structure: PyTreeDef) -> None:
+        """Refuses gradients unlike the one that the buffers were made for."""
+        for x in filter(is_slices, leaves):
+            check_slices(x)
+        if structure != self.structure:
+            raise ValueError(
+                f"multi_steps was made for gradients {_shapes(self.examples)} in "
+                f"{self.structure}, got {_shapes(leaves)} in {structure}; make it with a "
+                "gradient like these"
+            )
+        for path, x, example in zip(places(structure), leaves, self.examples, strict=True):
+            if not _alike(x, example):
+                raise ValueError(
+                    f"multi_steps was made for a gradient {_shapes([example])}{path}, got "
+                    f"{_shapes([x])}; make it with a gradient like this"
+                )
 
 
 def _cond(
-    due: jax.Array, step: Callable[..., Any], wait: Callable[..., Any], *args: Any
-) -> Any:
+    due: jax.Array, step: Callable[..., R], wait: Callable[..., R], *args: PyTree
+) -> R:
     """``lax.cond``; without a trace one branch is run as it is, and raises what it does."""
     if isinstance(due, jax.core.Tracer):
-        return row_major_tables(lax.cond(due, step, wait, *args))
+        result: R = row_major_tables(lax.cond(due, step, wait, *args))
+        return result
     return step(*args) if due else wait(*args)
 
 
-def _nothing(shape: Any) -> Any:
+def _nothing(shape: Aval | None) -> Leaf:
     """An update of this shape that moves nothing."""
     if shape is None:
         return None
@@ -204,7 +238,7 @@ def _nothing(shape: Any) -> Any:
     return jax.tree.unflatten(jax.tree.structure(shape), (values, indices))
 
 
-def _buffer(example: Any, param: Any, k: int) -> Any:
+def _buffer(example: Leaf, param: jax.Array, k: int) -> Leaf:
     """An empty buffer for k gradients like ``example``."""
     if example is None:
         return None
@@ -229,7 +263,7 @@ def _buffer(example: Any, param: Any, k: int) -> Any:
     return slices_of(rows, entries, shape, Facts(placement=placement))
 
 
-def _put(grad: Any, buffer: Any, n: jax.Array) -> Any:
+def _put(grad: Leaf, buffer: Leaf, n: jax.Array) -> Leaf:
     """The buffer with ``grad`` as its n-th gradient; the first one clears it."""
     if grad is None:
         return None
@@ -246,7 +280,7 @@ def _put(grad: Any, buffer: Any, n: jax.Array) -> Any:
     return jax.tree.unflatten(jax.tree.structure(buffer), parts)
 
 
-def _total(buffer: Any, example: Any, divisor: int | None) -> Any:
+def _total(buffer: Leaf, example: Leaf, divisor: int | None) -> Leaf:
     """The sum of what a buffer holds, or its mean, in the dtype of the gradient."""
     if buffer is None or is_slices(buffer):
         return buffer if buffer is None else merge_leaf(buffer, divisor)
@@ -254,17 +288,17 @@ def _total(buffer: Any, example: Any, divisor: int | None) -> Any:
     return total.astype(example.dtype)
 
 
-def _alike(grad: Any, example: Any) -> bool:
+def _alike(grad: Leaf, example: Leaf) -> bool:
     if grad is None or example is None or is_slices(grad) != is_slices(example):
         return grad is example
     pairs = zip(jax.tree.leaves(grad), jax.tree.leaves(example), strict=True)
     return all((x.shape, x.dtype) == (y.shape, y.dtype) for x, y in pairs)
 
 
-def _shapes(leaves: Any) -> str:
+def _shapes(leaves: Sequence[Leaf]) -> str:
     """The shapes of a gradient's leaves, for a message."""
 
-    def one(x: Any) -> str:
+    def one(x: Leaf) -> str:
         if not is_slices(x):
             return "None" if x is None else f"{x.dtype}{list(x.shape)}"
         return f"slices of {x.values.dtype}{list(x.values.shape)}"

@@ -6,6 +6,7 @@ transformation sees the whole tree, with an empty node, :class:`MaskedNode`, in 
 every parameter that is not its own.
 """
 
+import functools
 import inspect
 from collections.abc import Callable, Hashable, Mapping
 from typing import Any, NamedTuple
@@ -13,10 +14,17 @@ from typing import Any, NamedTuple
 import jax
 
 from jslices._jax import flatten
+from jslices._typing import Gradients, Params, PyTree, State
 from jslices.optim._engine.checks import check_fields
-from jslices.optim._engine.protocol import GradientTransformation, apply_updates, is_leaf
+from jslices.optim._engine.protocol import GradientTransformation, is_leaf
 from jslices.optim._engine.recipe import recorded
-from jslices.optim.transforms.chain import as_transformation
+from jslices.optim.transforms.base import (
+    Call,
+    Share,
+    as_transformation,
+    stateless,
+    wrapped,
+)
 
 
 class MaskedNode(NamedTuple):
@@ -38,7 +46,7 @@ class PartitionState(NamedTuple):
 @recorded
 def partition(
     transforms: Mapping[Hashable, Any],
-    param_labels: Any,
+    param_labels: PyTree,
     *,
     mask_compatible_extra_args: bool = False,
 ) -> GradientTransformation:
@@ -99,7 +107,7 @@ def partition(
 
 @recorded
 def masked(
-    inner: Any, mask: Any, *, mask_compatible_extra_args: bool = False
+    inner: Any, mask: PyTree, *, mask_compatible_extra_args: bool = False
 ) -> GradientTransformation:
     """Transforms the gradients of some parameters, and leaves the others as they are.
 
@@ -145,99 +153,67 @@ def masked(
     """
     return _split(
         "masked(mask=...)",
-        {True: as_transformation("masked", inner), False: None},
+        {True: as_transformation("masked", inner), False: stateless(lambda grads: grads)},
         mask,
         MaskedState,
         lambda states: MaskedState(states[True]),
-        lambda state: {True: state.inner_state},
+        lambda state: {True: state.inner_state, False: ()},
         mask_compatible_extra_args,
     )
 
 
 def _split(
     argument: str,
-    transforms: Mapping[Hashable, GradientTransformation | None],
-    labels: Any,
-    state_type: Any,
-    pack: Callable[[dict[Any, Any]], Any],
-    unpack: Callable[[Any], Mapping[Any, Any]],
+    transforms: Mapping[Hashable, GradientTransformation],
+    labels: PyTree,
+    state_type: type[tuple[State, ...]],
+    pack: Callable[[dict[Hashable, State]], State],
+    unpack: Callable[[State], Mapping[Hashable, State]],
     mask_extra_args: bool,
 ) -> GradientTransformation:
     """The transformation that runs each of ``transforms`` on the leaves of its label.
 
-    A label with None instead of a transformation leaves updates as they are. ``pack`` makes
-    one state, a ``state_type``, of a dict of states; ``unpack`` is its inverse.
+    ``pack`` makes a ``state_type`` of a dict of states; ``unpack`` is its inverse.
     """
-    active = {label: tx for label, tx in transforms.items() if tx is not None}
 
-    def init(params: Any) -> Any:
+    def init(params: Params) -> State:
         if not flatten(params, is_leaf=is_leaf)[0]:
             # Of no parameters, or of the node that optax.tree.map_params has for all of
             # them: whatever the labels are, it goes to every transformation.
-            return pack({label: tx.init(params) for label, tx in active.items()})
+            return pack({label: tx.init(params) for label, tx in transforms.items()})
         parts = _Parts(argument, transforms, labels, params)
-        return pack({k: tx.init(parts.of(k, params)) for k, tx in active.items()})
+        return pack({k: tx.init(parts.of(k, params)) for k, tx in transforms.items()})
 
-    def each(
-        parts: _Parts,
-        run: Callable[[Any, GradientTransformation, Any], tuple[Any, Any]],
-        state: Any,
-        others: Any,
-    ) -> tuple[Any, Any]:
-        """The results of all transformations in one tree, beside their states."""
+    def inside(
+        call: Call, state: State, params: Params, grads: Gradients = None
+    ) -> tuple[PyTree, State]:
         check_fields(argument, state, state_type)
-        states = unpack(state)
-        done = {label: run(label, tx, states[label]) for label, tx in active.items()}
+        parts, states = _Parts(argument, transforms, labels, params, grads), unpack(state)
+        done = {
+            label: call(tx, functools.partial(parts.of, label), states[label])
+            for label, tx in transforms.items()
+        }
         results = {label: result for label, (result, _) in done.items()}
         new = pack({label: state for label, (_, state) in done.items()})
-        return parts.joined(results, others), new
+        return parts.joined(results), new
 
     def update(
-        grads: Any, state: Any, params: Any = None, **extra_args: Any
-    ) -> tuple[Any, Any]:
+        grads: Gradients, state: State, params: Params = None, **extra_args: PyTree
+    ) -> tuple[Gradients, State]:
         parts = _Parts(argument, transforms, labels, params, grads)
 
-        def run(label: Any, tx: GradientTransformation, inner: Any) -> tuple[Any, Any]:
+        def call(
+            tx: GradientTransformation, share: Share, state: State
+        ) -> tuple[PyTree, State]:
             extra = extra_args if _takes_extra_args(tx) else {}
             if mask_extra_args:
-                extra = {
-                    name: parts.of(label, x) if parts.fits(x) else x
-                    for name, x in extra.items()
-                }
-            mine = None if params is None else parts.of(label, params)
-            return tx.update(parts.of(label, grads), inner, mine, **extra)
+                extra = {k: share(x) if parts.fits(x) else x for k, x in extra.items()}
+            return tx.update(share(grads), state, share(params), **extra)
 
-        return each(parts, run, state, grads)
+        return inside(call, state, params, grads)
 
-    def apply(grads: Any, state: Any, params: Any, key: Any = None) -> tuple[Any, Any]:
-        parts = _Parts(argument, transforms, labels, params, grads)
-
-        def run(label: Any, tx: GradientTransformation, inner: Any) -> tuple[Any, Any]:
-            mine = parts.of(label, params)
-            return tx.apply(parts.of(label, grads), inner, mine, key)
-
-        others = apply_updates(params, parts.without(active, grads), key)
-        return each(parts, run, state, others)
-
-    def catch_up(params: Any, state: Any, ids: Any) -> tuple[Any, Any]:
-        parts = _Parts(argument, transforms, labels, params)
-
-        def run(label: Any, tx: GradientTransformation, inner: Any) -> tuple[Any, Any]:
-            return tx.catch_up(parts.of(label, params), inner, parts.of(label, ids))
-
-        return each(parts, run, state, params)
-
-    def flush(params: Any, state: Any) -> tuple[Any, Any]:
-        parts = _Parts(argument, transforms, labels, params)
-
-        def run(label: Any, tx: GradientTransformation, inner: Any) -> tuple[Any, Any]:
-            return tx.flush(parts.of(label, params), inner)
-
-        return each(parts, run, state, params)
-
-    if not any(tx.catches_up for tx in active.values()):
-        return GradientTransformation(init, update, apply=apply)
-    return GradientTransformation(init, update, catch_up, flush, apply)
+    catches_up = any(tx.catches_up for tx in transforms.values())
+    return wrapped(init, inside, catches_up=catches_up, update=update)
 
 
 class _Parts:
@@ -249,7 +225,12 @@ class _Parts:
     """
 
     def __init__(
-        self, argument: str, known: Any, labels: Any, params: Any, grads: Any = None
+        self,
+        argument: str,
+        transforms: Mapping[Hashable, GradientTransformation],
+        labels: PyTree,
+        params: Params,
+        grads: Gradients = None,
     ) -> None:
         """The labels of ``params``, or of ``grads`` if ``params`` is None."""
         reference = grads if params is None else params
@@ -258,9 +239,9 @@ class _Parts:
             if params is None:
                 reference = self.tree.unflatten(_shapes(argument, leaves))
             labels = labels(reference)
-        self.labels: list[Any] = []
+        self.labels: list[Hashable] = []
 
-        def spread(label: Any, part: Any) -> None:
+        def spread(label: Hashable, part: PyTree) -> None:
             self.labels.extend([label] * len(flatten(part, is_leaf=is_leaf)[0]))
 
         try:
@@ -270,50 +251,51 @@ class _Parts:
                 f"{argument} must have the structure of the parameters or a prefix of it; "
                 f"{error}"
             ) from error
-        self._refuse_unknown(argument, known, leaves)
+        self._refuse_unknown(argument, transforms, leaves)
 
-    def _refuse_unknown(self, argument: str, known: Any, leaves: list[Any]) -> None:
-        """Raises if a leaf other than None has a label that is not in ``known``."""
+    def _refuse_unknown(
+        self, argument: str, transforms: Mapping[Hashable, Any], leaves: list[Any]
+    ) -> None:
+        """Raises if a leaf other than None has a label without a transformation."""
         paths = jax.tree_util.tree_flatten_with_path(
             self.tree.unflatten(range(len(leaves)))
         )[0]
         wrong = [
             f"{label!r} at {jax.tree_util.keystr(path) or 'the root'}"
             for (path, _), label, leaf in zip(paths, self.labels, leaves, strict=True)
-            if leaf is not None and label not in known
+            if leaf is not None and label not in transforms
         ]
         if wrong:
             raise ValueError(
-                f"{argument}: wanted one of {list(known)} for each parameter, got "
+                f"{argument}: wanted one of {list(transforms)} for each parameter, got "
                 f"{', '.join(wrong)}"
             )
 
-    def of(self, label: Any, tree: Any) -> Any:
+    def of(self, label: Hashable, tree: PyTree) -> PyTree:
         """``tree``, which mirrors the parameters, with the leaves of one label only."""
+        if tree is None:
+            return None
         pairs = zip(self.tree.flatten_up_to(tree), self.labels, strict=True)
         return self.tree.unflatten(
             [x if own == label else MaskedNode() for x, own in pairs]
         )
 
-    def without(self, labels: Any, tree: Any) -> Any:
-        """``tree`` with None for the leaves of these labels."""
-        pairs = zip(self.tree.flatten_up_to(tree), self.labels, strict=True)
-        return self.tree.unflatten([None if own in labels else x for x, own in pairs])
-
-    def joined(self, results: Mapping[Any, Any], others: Any) -> Any:
-        """Each leaf from the result of its label; from ``others`` where there is none."""
+    def joined(self, results: Mapping[Hashable, PyTree]) -> PyTree:
+        """Each leaf from the result of its label; None where it has none."""
         columns = {k: self.tree.flatten_up_to(tree) for k, tree in results.items()}
-        rest = self.tree.flatten_up_to(others)
         return self.tree.unflatten(
-            [columns.get(label, rest)[i] for i, label in enumerate(self.labels)]
+            [
+                columns[label][i] if label in columns else None
+                for i, label in enumerate(self.labels)
+            ]
         )
 
-    def fits(self, tree: Any) -> bool:
+    def fits(self, tree: PyTree) -> bool:
         """Whether ``tree`` mirrors the parameters."""
         return bool(flatten(tree, is_leaf=is_leaf)[1] == self.tree)
 
 
-def _shapes(argument: str, grads: list[Any]) -> list[Any]:
+def _shapes(argument: str, grads: list[Any]) -> list[jax.ShapeDtypeStruct]:
     """What a label function gets in place of parameters."""
     if any(g is None for g in grads):
         raise ValueError(
@@ -323,7 +305,7 @@ def _shapes(argument: str, grads: list[Any]) -> list[Any]:
     return [jax.ShapeDtypeStruct(g.shape, g.dtype) for g in grads]
 
 
-def _is_function(labels: Any) -> bool:
+def _is_function(labels: PyTree) -> bool:
     """True for a function; not for a module of labels that can be called."""
     leaves = jax.tree.leaves(labels)
     return callable(labels) and all(map(callable, leaves))

@@ -19,7 +19,7 @@ from jslices._rows.sums import check_combine
 from jslices._slices import IndexedSlices, check_slices, is_slices
 from jslices.optim._engine.protocol import GradientTransformation, is_leaf
 from jslices.optim._engine.recipe import recorded
-from jslices.optim.transforms.chain import each_leaf
+from jslices.optim.transforms.base import each_leaf
 from jslices.optim.transforms.clip import check_limit, clip_rows_by_norm
 from jslices.optim.transforms.norms import as_leaf
 

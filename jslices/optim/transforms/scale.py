@@ -10,7 +10,7 @@ from jslices._rows.select import per_row
 from jslices._slices import IndexedSlices, check_slices
 from jslices.optim._engine.protocol import GradientTransformation
 from jslices.optim._engine.recipe import recorded
-from jslices.optim.transforms.chain import stateless
+from jslices.optim.transforms.base import stateless
 from jslices.optim.transforms.given import map_given
 
 

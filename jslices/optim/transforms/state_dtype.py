@@ -4,11 +4,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.typing import DTypeLike
+from jax.typing import ArrayLike, DTypeLike
 
+from jslices._typing import Gradients, Params, PyTree, State
 from jslices.optim._engine.protocol import GradientTransformation
 from jslices.optim._engine.recipe import recorded
-from jslices.optim.transforms.chain import as_transformation
+from jslices.optim.transforms.base import Call, as_transformation, wrapped
 
 
 @recorded
@@ -46,25 +47,30 @@ def with_state_dtype(tx: Any, dtype: DTypeLike) -> GradientTransformation:
 
     Source: ours; ``optax.adam`` has ``mu_dtype``, for the first of its two means.
     """
-    tx, wanted = as_transformation("with_state_dtype", tx), jnp.dtype(dtype)
-    if not jnp.issubdtype(wanted, jnp.floating):
+    tx, wide = as_transformation("with_state_dtype", tx), jnp.dtype(dtype)
+    if not jnp.issubdtype(wide, jnp.floating):
         raise TypeError(
-            f"with_state_dtype wants a floating dtype, got {wanted}; type "
+            f"with_state_dtype wants a floating dtype, got {wide}; type "
             'with_state_dtype(tx, "float32")'
         )
 
-    def cast(x: Any) -> Any:
+    def cast(x: ArrayLike) -> ArrayLike:
         floating = jnp.issubdtype(jnp.asarray(x).dtype, jnp.floating)
-        return jnp.asarray(x, wanted) if floating else x
+        return jnp.asarray(x, wide) if floating else x
 
-    def in_dtype(params: Any) -> Any:
+    def in_dtype(params: Params) -> Params:
         return jax.tree.map(cast, params)
 
-    def init(params: Any) -> Any:
+    def init(params: Params) -> State:
         return tx.init(in_dtype(params))
 
-    def plan(grads: Any, params: Any, platform: str | None = None) -> Any:
+    def plan(grads: Gradients, params: Params, platform: str | None = None) -> PyTree:
         return tx.plan(grads, jax.eval_shape(in_dtype, params), platform)
 
-    catch_up, flush = (tx.catch_up, tx.flush) if tx.catches_up else (None, None)
-    return GradientTransformation(init, tx.update, catch_up, flush, tx.apply, plan)
+    def inside(
+        call: Call, state: State, params: Params, grads: Gradients = None
+    ) -> tuple[PyTree, State]:
+        del params, grads
+        return call(tx, lambda tree: tree, state)
+
+    return wrapped(init, inside, catches_up=tx.catches_up, plan=plan)

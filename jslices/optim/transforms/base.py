@@ -1,0 +1,135 @@
+"""What all transformations that hold others are made of."""
+
+import functools
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import jax
+
+from jslices._typing import Gradients, Key, Leaf, Params, PyTree, State
+from jslices.optim._engine.protocol import GradientTransformation, is_leaf
+
+#: From a tree that mirrors all parameters (or None) to a held transformation's share.
+Share = Callable[[PyTree], PyTree]
+#: ``call(tx, share, state) -> (result, state)``: a function of a held transformation.
+Call = Callable[[GradientTransformation, Share, State], tuple[PyTree, State]]
+
+
+class Inside(Protocol):
+    """How a call of the whole is made of calls of the transformations it holds."""
+
+    def __call__(
+        self, call: Call, state: State, params: Params, grads: Gradients = None
+    ) -> tuple[PyTree, State]:
+        """``(result, state)`` of the whole.
+
+        Args:
+          call: to be called for each transformation held, with its share of the trees and
+            its part of the state. The result mirrors its share of the parameters.
+          state: of the whole.
+          params: the parameters, or None.
+          grads: gradients, where there are no parameters.
+        """
+
+
+def wrapped(
+    init: Callable[[Params], State],
+    inside: Inside,
+    *,
+    catches_up: bool,
+    update: Callable[..., tuple[Gradients, State]] | None = None,
+    apply: Callable[..., tuple[Params, State]] | None = None,
+    catch_up: Callable[[Params, State, PyTree], tuple[Params, State]] | None = None,
+    flush: Callable[[Params, State], tuple[Params, State]] | None = None,
+    plan: Callable[..., PyTree] | None = None,
+) -> GradientTransformation:
+    """The transformation that holds others: everything it does not say follows from them.
+
+    Args:
+      init: makes the state.
+      inside: how it calls what it holds.
+      catches_up: whether any of these does.
+      update: what it does other than calling theirs.
+      apply: likewise.
+      catch_up: likewise.
+      flush: likewise.
+      plan: likewise.
+    """
+
+    def update_all(
+        grads: Gradients, state: State, params: Params = None, **extra_args: PyTree
+    ) -> tuple[Gradients, State]:
+        def call(
+            tx: GradientTransformation, share: Share, state: State
+        ) -> tuple[PyTree, State]:
+            return tx.update(share(grads), state, share(params), **extra_args)
+
+        return inside(call, state, params, grads)
+
+    def apply_all(
+        grads: Gradients, state: State, params: Params, key: Key | None = None
+    ) -> tuple[Params, State]:
+        def call(
+            tx: GradientTransformation, share: Share, state: State
+        ) -> tuple[PyTree, State]:
+            return tx.apply(share(grads), state, share(params), key)
+
+        return inside(call, state, params)
+
+    def catch_up_all(params: Params, state: State, ids: PyTree) -> tuple[Params, State]:
+        return inside(
+            lambda tx, share, state: tx.catch_up(share(params), state, share(ids)),
+            state,
+            params,
+        )
+
+    def flush_all(params: Params, state: State) -> tuple[Params, State]:
+        return inside(
+            lambda tx, share, state: tx.flush(share(params), state), state, params
+        )
+
+    def plan_all(grads: Gradients, params: Params, platform: str | None = None) -> PyTree:
+        def call(
+            tx: GradientTransformation, share: Share, state: State
+        ) -> tuple[PyTree, State]:
+            return tx.plan(share(grads), share(params), platform), state
+
+        return inside(call, jax.eval_shape(init, params), params)[0]
+
+    return GradientTransformation(
+        init,
+        update or update_all,
+        (catch_up or catch_up_all) if catches_up else None,
+        (flush or flush_all) if catches_up else None,
+        apply or apply_all,
+        plan or plan_all,
+    )
+
+
+def as_transformation(caller: str, tx: Any) -> GradientTransformation:
+    """A transformation of jslices or of Optax as one of jslices; refuses anything else."""
+    if isinstance(tx, GradientTransformation):
+        return tx
+    if not (hasattr(tx, "init") and hasattr(tx, "update")):
+        raise TypeError(
+            f"{caller} wants transformations (with init and update), got {tx!r}"
+        )
+    return GradientTransformation(tx.init, tx.update)
+
+
+def stateless(f: Callable[[Gradients], Gradients]) -> GradientTransformation:
+    """The transformation whose updates are ``f(grads)``, and whose state is ``()``."""
+
+    def update(
+        grads: Gradients, state: State, params: Params = None
+    ) -> tuple[Gradients, State]:
+        del params
+        return f(grads), state
+
+    return GradientTransformation(lambda params: (), update)
+
+
+def each_leaf(f: Callable[[Leaf], Leaf]) -> GradientTransformation:
+    """The stateless transformation that maps ``f`` over arrays and IndexedSlices."""
+    over_present = lambda g: g if g is None else f(g)  # noqa: E731
+    return stateless(functools.partial(jax.tree.map, over_present, is_leaf=is_leaf))
