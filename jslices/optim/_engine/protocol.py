@@ -30,7 +30,7 @@ from jslices._slices import (
     is_slices,
     one_program,
 )
-from jslices._typing import Gradients, Key, Params, PyTree, State
+from jslices._typing import Gradients, Key, Leaf, Params, PyTree, State
 
 
 class GradientTransformation:
@@ -97,29 +97,31 @@ class GradientTransformation:
         return GradientTransformation(**{**same, **parts})
 
     def as_programs(self) -> "GradientTransformation":
-        """The same, each function one compiled program outside of ``jax.jit`` as well."""
+        """The same, compiled as a whole outside of ``jax.jit`` as well.
+
+        ``apply`` is ``update`` and :func:`jslices.apply_updates`: two programs, of which
+        the second serves all optimizers, and neither copies what does not move.
+        """
         return self.replace(
             update=one_program(self.update),
-            apply=one_program(self._apply),
+            apply=None,
             catch_up=self._catch_up and one_program(self._catch_up),
             flush=self._flush and one_program(self._flush),
         )
 
     def checked(self) -> "GradientTransformation":
         """The same with ``check`` before each step."""
-        check, update, apply = self.check, self.update, self._apply
+        check, update = self.check, self.update
         if check is None:
             return self
 
-        def checked_update(grads: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        def checked_update(
+            grads: Gradients, state: State, params: Params = None
+        ) -> tuple[Gradients, State]:
             check(grads, state)
             return update(grads, state, params)
 
-        def checked_apply(grads: Any, state: Any, *rest: Any) -> tuple[Any, Any]:
-            check(grads, state)
-            return apply(grads, state, *rest)
-
-        return self.replace(update=checked_update, apply=checked_apply, check=None)
+        return self.replace(update=checked_update, apply=None, check=None)
 
     def __iter__(self) -> Iterator[Callable[..., PyTree]]:
         return iter((self.init, self.update))
@@ -279,7 +281,18 @@ def apply_updates(params: Any, updates: Any, key: Any = None) -> Any:
     Source: ``optax.apply_updates``, which gives the same result on these updates (but takes
     no None, and no key).
     """
-    return _on_any_mesh(params, updates, key)
+    # What no update moves stays out of the program, which would copy it.
+    moved = jax.tree.map(_if_updated, updates, params, is_leaf=is_leaf)
+    moved = _on_any_mesh(moved, updates, key)
+    return jax.tree.map(_moved, updates, params, moved, is_leaf=is_leaf)
+
+
+def _if_updated(update: Leaf, param: PyTree) -> PyTree:
+    return None if update is None else param
+
+
+def _moved(update: Leaf, param: PyTree, moved: PyTree) -> PyTree:
+    return param if update is None else moved
 
 
 @one_program
