@@ -16,8 +16,8 @@ import jax
 from jslices._bench.compiled import DENSE, ROWS, sides
 from jslices._bench.sizes import Sizes
 from jslices._bench.table import NONE
-from jslices._devices.targets import target
 from jslices._proof.cost import cost_of
+from jslices._proof.targets import target
 
 DEVICES = ["v5e", "v6e", "h100"]
 OPTIMIZERS = ["sgd", "adagrad", "adam", "adam exact"]

@@ -25,9 +25,9 @@ import jax.numpy as jnp
 
 import jslices as js
 from jslices._densify import human_bytes
-from jslices._devices.platforms import compiling_for
-from jslices._devices.targets import target
+from jslices._place.boundary import compiling_for
 from jslices._proof.cost import cost_of
+from jslices._proof.targets import target
 
 # Devices, rows, their length and dtype, and an optimizer whose state they have room for.
 CASES = [

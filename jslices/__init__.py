@@ -16,12 +16,6 @@ import typing as _t
 
 from jslices import optim, tree
 from jslices._densify import DenseUseError, DensificationWarning
-from jslices._devices.all_reduce import all_reduce_slices
-from jslices._devices.exchange import Exchange
-from jslices._devices.layouts import row_major
-from jslices._devices.memory import keep_memory
-from jslices._devices.placement import padded_rows
-from jslices._devices.spread import spread_ids
 from jslices._errors import (
     CancelledError,
     DataLossError,
@@ -32,6 +26,9 @@ from jslices._errors import (
     OutOfRangeError,
     UnavailableError,
 )
+from jslices._exchange.all_reduce import all_reduce_slices
+from jslices._exchange.plan import Exchange
+from jslices._exchange.spread import spread_ids
 from jslices._grad.api import grad, value_and_grad, vjp
 from jslices._grad.explain import explain
 from jslices._grad.ids import lookup_ids
@@ -44,6 +41,9 @@ from jslices._lookup import (
     safe_embedding_lookup_sparse,
     sampled_softmax_loss,
 )
+from jslices._place.boundary import row_major
+from jslices._place.hints import keep_memory
+from jslices._place.placement import padded_rows
 from jslices._rows.ids import IdOutOfRangeError, check_ids
 from jslices._scatter import (
     apply_slices,

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from jslices._devices.explicit import everywhere, running_with_auto_axes
+from jslices._place.boundary import everywhere, running_with_auto_axes
 from jslices._rows.bounds import canonical_indices, empty_index, take_rows
 from jslices._rows.ids import as_ids
 from jslices._rows.select import kept_positions, pick

@@ -14,17 +14,18 @@ from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike, DTypeLike
 
 from jslices._densify import human_bytes, warn_dense
-from jslices._devices.exchange import Placement, mesh_of, on_each_device
-from jslices._devices.explicit import (
+from jslices._jax import called_by_jax_operator, is_staged, is_symbolic
+from jslices._misuse import refuse_misuse
+from jslices._place.boundary import (
     drop_sharding,
     explicit_part,
+    mesh_of,
     restore_sharding,
     running_with_auto_axes,
     shardings_of,
     with_auto_axes,
 )
-from jslices._jax import called_by_jax_operator, is_staged, is_symbolic
-from jslices._misuse import refuse_misuse
+from jslices._place.placement import Placement, on_each_device
 from jslices._rows.bounds import (
     canonical_indices,
     empty_index,

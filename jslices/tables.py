@@ -20,10 +20,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
-from jslices._devices.placement import padded_rows
 from jslices._errors import InvalidArgumentError
 from jslices._lookup import embedding_lookup, embedding_lookup_sparse
 from jslices._lookup.bags import as_bags
+from jslices._place.placement import padded_rows
 from jslices._rows.bounds import index_dtype, take_rows
 from jslices._rows.ids import as_ids, check_mode, refuse_bad_ids, settle
 

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 import jslices as js
 import jslices.testing
-from jslices._devices.targets import target
 from jslices._proof.cost import cost_of
+from jslices._proof.targets import target
 
 # Programs a run; JSLICES_PROGRAMS=1000 python -m pytest -m fuzz looks for longer.
 PROGRAMS = int(os.environ.get("JSLICES_PROGRAMS", "60"))

@@ -13,7 +13,7 @@ import pytest
 from helpers import cost_on, needs_device
 
 import jslices as js
-from jslices._devices.targets import target
+from jslices._proof.targets import target
 from jslices.optim._engine.plan import choose_plan
 
 V, K = 1_000_000, 10_000

@@ -75,7 +75,7 @@ def test_other_allocators(monkeypatch):
 HINT = """
 import platform, sys, warnings
 import jslices as js
-from jslices._devices.memory import PerformanceHint, hint_large_step
+from jslices._place.hints import PerformanceHint, hint_large_step
 how = sys.argv[1]
 if how == "keep":
     js.keep_memory()

@@ -24,9 +24,9 @@ PUBLIC_MODULES = (
 EXCEPTIONS: dict[str, set[str]] = {
     "_bench": {
         "_densify.human_bytes",
-        "_devices.memory.PerformanceHint",
-        "_devices.targets.Target",
-        "_devices.targets.target",
+        "_place.hints.PerformanceHint",
+        "_proof.targets.Target",
+        "_proof.targets.target",
         "_proof.cost.Cost",
         "_proof.cost.cost_of",
         "optim._engine.plan.Plan",
@@ -45,7 +45,7 @@ EXCEPTIONS: dict[str, set[str]] = {
         "optim.transforms.exact_step.exact_step",
     },
     "tables": {
-        "_devices.placement.padded_rows",
+        "_place.placement.padded_rows",
         "_errors.InvalidArgumentError",
         "_lookup.bags.as_bags",
         "_lookup.embedding_lookup",

@@ -18,6 +18,7 @@ from jslices._densify import (
     raise_at,
     warn_dense,
 )
+from jslices._grad.exchange_report import ExchangeReport, exchange_reports
 from jslices._grad.plan import (
     Call,
     DenseUse,
@@ -31,7 +32,6 @@ from jslices._grad.plan import (
     plan_call,
 )
 from jslices._grad.rules import WIDEST_PACKED
-from jslices._grad.travel import ExchangeReport, exchange_reports
 from jslices._slices import IndexedSlices
 
 # Adam reads and writes the parameter and two arrays of state.

@@ -19,8 +19,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jslices import _jax
-from jslices._devices.exchange import Exchange, Route, home_of
-from jslices._devices.explicit import explicit_mesh, explicit_part
+from jslices._exchange.plan import Exchange, ExchangePlan, plan_exchange
 from jslices._grad import custom  # noqa: F401  (it registers rules)
 from jslices._grad.memo import Memo
 from jslices._grad.reads import Read, is_one_row, only_row, tables_read
@@ -28,6 +27,7 @@ from jslices._grad.unread import unread_lookups
 from jslices._grad.views import Table, View
 from jslices._grad.walk import Scope, Turn, ViewWalk
 from jslices._jax import flatten
+from jslices._place.boundary import explicit_mesh, explicit_part, mesh_of
 from jslices._rows.bounds import index_dtype
 from jslices._typing import Aval, PyTree
 
@@ -77,16 +77,17 @@ class Leaf(NamedTuple):
     def num_bytes(self) -> int:
         return self.aval.size * self.aval.dtype.itemsize
 
-    def route(self, count: int) -> Route | None:
-        """That of a read of so many rows; None where it is left to XLA."""
-        home = home_of(self.aval, self.exchange, self.name)
-        return home and home.route(self.aval.shape[0], count)
+    def exchange_of(self, count: int) -> ExchangePlan | None:
+        """The exchange of a read of ``count`` rows; None where it is left to XLA."""
+        if self.exchange is None and mesh_of(self.aval) is None:
+            return None
+        return plan_exchange(self.aval, self.exchange, self.name, count)
 
-    def sharding(self, route: Route | None) -> NamedSharding | None:
+    def sharding(self, exchange: ExchangePlan | None) -> NamedSharding | None:
         """Of the gradient's values, where types tell; else None."""
         if explicit_mesh(self.aval) is None:
             return None
-        rows = None if route is None else route.placement.rows or None
+        rows = None if exchange is None else exchange.placement.rows or None
         mesh, spec = self.aval.sharding.mesh, self.aval.sharding.spec
         return explicit_part(mesh, PartitionSpec(rows, *spec[1:]))
 
@@ -106,7 +107,7 @@ class Site:
       loops: the lengths of the loops around it, outermost first.
       index_dtype: of the row numbers.
       varying: mesh axes along which the rows differ, inside a ``shard_map``.
-      route: how rows get from device to device; None if that is left to XLA.
+      exchange: how rows get from device to device; None if that is left to XLA.
       sharding: of the gradient's values, on a mesh of Explicit axes; else None.
       source: of the equation, or of the call of a library function that contains it.
       by_ids: False for a row whose number stands in the program, ``table[0]``.
@@ -119,7 +120,7 @@ class Site:
     loops: tuple[int, ...]
     index_dtype: np.dtype
     varying: frozenset[str]
-    route: Route | None
+    exchange: ExchangePlan | None
     sharding: NamedSharding | None
     source: _jax.Source
     by_ids: bool = True
@@ -127,7 +128,7 @@ class Site:
     @property
     def entries(self) -> int:
         """Entries of the gradient for each execution."""
-        return self.count if self.route is None else self.route.all_entries
+        return self.count if self.exchange is None else self.exchange.all_entries
 
     @property
     def split(self) -> NamedSharding | None:
@@ -326,7 +327,8 @@ class Planner(ViewWalk):
 
     def _plan(self, eqn: _jax.Equation, read: Read, by_ids: bool) -> None:
         for leaf in read.leaves:
-            aval, route = self._leaves[leaf].aval, self._leaves[leaf].route(read.count)
+            aval = self._leaves[leaf].aval
+            exchange = self._leaves[leaf].exchange_of(read.count)
             site = Site(
                 leaf,
                 aval.shape,
@@ -335,8 +337,8 @@ class Planner(ViewWalk):
                 self._loops,
                 index_dtype(aval.shape[0], np.dtype(read.numbers.dtype)),
                 _jax.varying_axes(aval, read.numbers),
-                route,
-                self._leaves[leaf].sharding(route),
+                exchange,
+                self._leaves[leaf].sharding(exchange),
                 self.source(eqn),
                 by_ids,
             )

@@ -19,8 +19,8 @@ from jax import lax
 from jax.extend.core import Primitive
 
 from jslices import _jax
-from jslices._devices.explicit import drop_sharding
 from jslices._grad.views import Ids, Repeated, Table, Transposed, Unslotted, View, flat
+from jslices._place.boundary import drop_sharding
 from jslices._rows.bounds import take_rows
 from jslices._typing import Aval
 

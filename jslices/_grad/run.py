@@ -10,14 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jslices import _jax
-from jslices._devices.exchange import on_all_devices
-from jslices._devices.explicit import (
-    drop_sharding,
-    explicit_mesh,
-    restore_sharding,
-    shardings_of,
-    with_auto_axes,
-)
+from jslices._exchange.rows import rows_from_elsewhere
 from jslices._grad.memo import Memo, weak_equation
 from jslices._grad.plan import (
     Leaf,
@@ -32,8 +25,15 @@ from jslices._grad.plan import (
 from jslices._grad.reads import Mode, Read, is_one_row, only_row
 from jslices._grad.views import Ids, Table, View, whole
 from jslices._grad.walk import Turn, ViewWalk
-from jslices._lookup.exchange import rows_from_elsewhere
 from jslices._lookup.rows import lookup_rows
+from jslices._place.boundary import (
+    drop_sharding,
+    explicit_mesh,
+    on_all_devices,
+    restore_sharding,
+    shardings_of,
+    with_auto_axes,
+)
 from jslices._rows.bounds import canonical_indices
 from jslices._slices import Facts, IndexedSlices, slices_of
 
@@ -70,8 +70,8 @@ def gradient_of(
 ) -> IndexedSlices:
     """The gradient of one read, its executions joined."""
     values, indices = restore_sharding((values, indices), site.split)
-    if site.route is not None:
-        facts = Facts(placement=site.route.placement)
+    if site.exchange is not None:
+        facts = Facts(placement=site.exchange.placement)
         return slices_of(values, indices, shape, facts)._flattened()
     values, indices = values.reshape(indices.size, *shape[1:]), indices.reshape(-1)
     return IndexedSlices(*on_all_devices(values, indices), shape)
@@ -137,11 +137,11 @@ class Runner(ViewWalk):
                 record = canonical_indices(record, table.shape[0]).astype(site.index_dtype)
             split = shardings_of(slot.values)
             array, slot = drop_sharding((table.array, slot))
-            if site.route is None:
+            if site.exchange is None:
                 rows = lookup_rows(array, ids.read, slot, mode, fill_value)
             else:
                 rows, record = rows_from_elsewhere(
-                    site.route, array, ids.read, record, slot, mode, fill_value
+                    site.exchange, array, ids.read, record, slot, mode, fill_value
                 )
             self._body.indices.append(restore_sharding(record, split))
             return rows

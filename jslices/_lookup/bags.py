@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from jslices._devices.explicit import by_first_axis, looked_up, running_with_auto_axes
 from jslices._lookup.embedding import as_tables, check_strategy, read_rows
+from jslices._place.boundary import by_first_axis, looked_up, running_with_auto_axes
 from jslices._rows.bounds import canonical_indices
 from jslices._rows.ids import as_ids, check_mode, known_int
 from jslices._rows.select import per_row, where_rows

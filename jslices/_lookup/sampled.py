@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from jslices._devices.explicit import by_first_axis, running_with_auto_axes
 from jslices._lookup.embedding import as_tables, embedding_lookup
+from jslices._place.boundary import by_first_axis, running_with_auto_axes
 from jslices._rows.bounds import INT32_MAX
 from jslices._rows.ids import as_ids
 from jslices._rows.numbering import sort_ids

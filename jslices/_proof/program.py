@@ -25,7 +25,7 @@ from jslices._densify import (
     UserLine,
     human_bytes,
 )
-from jslices._devices.targets import target
+from jslices._proof.targets import target
 
 # --- the text ----------------------------------------------------------------------
 

@@ -15,7 +15,7 @@ from jax import lax
 from jax.typing import ArrayLike
 
 from jslices import _jax
-from jslices._devices.explicit import (
+from jslices._place.boundary import (
     drop_sharding,
     explicit_mesh,
     looked_up,

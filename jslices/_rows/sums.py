@@ -17,7 +17,7 @@ import numpy as np
 from jax import lax
 
 from jslices import _jax
-from jslices._devices.explicit import (
+from jslices._place.boundary import (
     everywhere,
     explicit_mesh,
     running_with_auto_axes,

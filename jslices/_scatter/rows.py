@@ -9,8 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from jslices._devices.explicit import running_with_auto_axes, shardings_of
-from jslices._devices.layouts import row_major_array
+from jslices._place.boundary import row_major_array, running_with_auto_axes, shardings_of
 from jslices._rows.ids import as_ids, check_mode, refuse_bad_ids, settle
 from jslices._scatter.kernels import KERNELS
 from jslices._slices import IndexedSlices, check_slices, each_shard, is_slices

@@ -34,7 +34,7 @@ by step. What Optax's combinators return has no ``catch_up``: use those of ``jsl
 state. A table that is sharded over devices is flushed by ``jax.shard_map(tx.flush, ...)``.
 """
 
-from jslices._devices.memory import PerformanceHint as PerformanceHint
+from jslices._place.hints import PerformanceHint as PerformanceHint
 from jslices.optim._engine.arithmetic import Schedule as Schedule
 from jslices.optim._engine.protocol import GradientTransformation as GradientTransformation
 from jslices.optim._engine.protocol import apply_updates as apply_updates

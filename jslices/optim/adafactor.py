@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from jslices._devices.placement import filled_like
+from jslices._place.boundary import filled_like
 from jslices.optim._engine.arithmetic import (
     Scalar,
     Schedule,

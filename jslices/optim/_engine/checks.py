@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jslices._devices.memory import hint_large_step
+from jslices._place.hints import hint_large_step
 from jslices._slices import IndexedSlices, check_slices
 
 #: The names of state arrays, and their shapes.

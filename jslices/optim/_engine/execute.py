@@ -11,8 +11,7 @@ from jax import lax
 from jax.tree_util import Partial
 
 from jslices import _jax
-from jslices._devices.layouts import row_major_array
-from jslices._devices.platforms import platform_at_hand
+from jslices._place.boundary import platform_at_hand, row_major_array
 from jslices._rows.bounds import canonical_indices, empty_index, set_rows, take_rows
 from jslices._rows.select import leading, where_rows
 from jslices._rows.sums import add_rows, sum_duplicates, widened

@@ -10,8 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from jslices._densify import warn_dense
-from jslices._devices.explicit import running_with_auto_axes, shardings_of
-from jslices._devices.layouts import row_major_array
+from jslices._place.boundary import row_major_array, running_with_auto_axes, shardings_of
 from jslices._rows.bounds import canonical_indices
 from jslices._rows.rounding import (
     KeyBits,

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from jslices._devices.placement import filled_like
+from jslices._place.boundary import filled_like
 from jslices.optim._engine.arithmetic import Step
 from jslices.optim._exact.missed import MissedSteps
 

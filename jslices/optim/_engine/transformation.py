@@ -7,9 +7,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jslices._devices.explicit import running_with_auto_axes, shardings_of
-from jslices._devices.layouts import laid_out_as, warn_of_columns
 from jslices._jax import flatten
+from jslices._place.boundary import (
+    laid_out_as,
+    running_with_auto_axes,
+    shardings_of,
+)
+from jslices._place.hints import warn_of_columns
 from jslices._rows.bounds import room_for_distinct
 from jslices._slices import IndexedSlices, is_slices
 from jslices.optim._engine.arithmetic import Step, next_count, zero_count

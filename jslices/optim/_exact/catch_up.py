@@ -13,9 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.tree_util import Partial
 
-from jslices._devices.exchange import mesh_of, placement_at_hand
-from jslices._devices.layouts import row_major_array
 from jslices._jax import flatten
+from jslices._place.boundary import mesh_of, row_major_array
+from jslices._place.placement import placement_at_hand
 from jslices._rows.bounds import canonical_indices, index_dtype, take_rows
 from jslices._rows.select import where_rows
 from jslices._slices import IndexedSlices, one_program, sent_to_owners

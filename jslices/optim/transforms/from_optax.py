@@ -7,10 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jslices._devices.explicit import running_with_auto_axes
-from jslices._devices.layouts import row_major_array
-from jslices._devices.placement import placed_as
 from jslices._jax import flatten, is_symbolic
+from jslices._place.boundary import placed_as, row_major_array, running_with_auto_axes
 from jslices._rows.bounds import set_rows
 from jslices._rows.select import where_rows
 from jslices._slices import IndexedSlices, deduplicated, is_slices

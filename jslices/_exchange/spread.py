@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from jslices._devices.explicit import running_with_auto_axes, shardings_of
 from jslices._errors import InvalidArgumentError
+from jslices._place.boundary import running_with_auto_axes, shardings_of
 from jslices._rows.bounds import index_dtype
 from jslices._rows.ids import as_ids
 

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 
 from jslices._densify import human_bytes
-from jslices._devices.exchange import Route, Way
+from jslices._exchange.plan import ExchangePlan, Way
 from jslices._grad.ids import eval_ids
 from jslices._grad.plan import Call, Planned, Site
 
@@ -52,12 +52,12 @@ class ExchangeReport(NamedTuple):
 def exchange_reports(planned: Planned, call: Call) -> dict[int, ExchangeReport]:
     """For each leaf whose rows travel, how they do."""
     sites = jax.tree.leaves(planned.plan)
-    if not any(site.route for site in sites):
+    if not any(site.exchange for site in sites):
         return {}
     ids = _concrete_ids(planned, call, len(sites))
     by_leaf: dict[int, list[tuple[Site, Any]]] = {}
     for site, numbers in zip(sites, ids, strict=True):
-        if site.route is not None:
+        if site.exchange is not None:
             by_leaf.setdefault(site.leaf, []).append((site, numbers))
     return {leaf: _report(lookups) for leaf, lookups in by_leaf.items()}
 
@@ -74,15 +74,15 @@ def _concrete_ids(planned: Planned, call: Call, count: int) -> Sequence[Any]:
 
 
 def _on_one_device(site: Site) -> Site:
-    return dataclasses.replace(site, route=None, sharding=None)
+    return dataclasses.replace(site, exchange=None, sharding=None)
 
 
 def _report(lookups: Sequence[tuple[Site, Any]]) -> ExchangeReport:
-    routes = [site.route for site, _ in lookups if site.route is not None]
-    way: Way = "all_to_all" if any(r.way == "all_to_all" for r in routes) else "gather"
+    plans = [site.exchange for site, _ in lookups if site.exchange is not None]
+    way: Way = "all_to_all" if any(r.way == "all_to_all" for r in plans) else "gather"
     loads = [
-        (route, route.loads(run))
-        for route, (site, ids) in zip(routes, lookups, strict=True)
+        (plan, plan.loads(run))
+        for plan, (site, ids) in zip(plans, lookups, strict=True)
         if ids is not None
         for run in ids.reshape(-1, site.count)
     ]
@@ -90,20 +90,20 @@ def _report(lookups: Sequence[tuple[Site, Any]]) -> ExchangeReport:
         way,
         sum(_received(site, "all_to_all") for site, _ in lookups),
         sum(_received(site, "gather") for site, _ in lookups),
-        min(route.capacity for route in routes),
+        min(plan.capacity for plan in plans),
         max(int(load.max()) for _, load in loads) if loads else None,
-        sum(_beyond(route, load) for route, load in loads) if loads else None,
-        any(route.falls_back for route in routes),
+        sum(_beyond(plan, load) for plan, load in loads) if loads else None,
+        any(plan.falls_back for plan in plans),
     )
 
 
 def _received(site: Site, way: Way) -> int:
-    assert site.route is not None
-    route = dataclasses.replace(site.route, way=way, falls_back=False)
+    assert site.exchange is not None
+    plan = dataclasses.replace(site.exchange, way=way, falls_back=False)
     row_bytes = int(np.prod(site.table_shape[1:])) * site.dtype.itemsize
     runs = int(np.prod(site.loops))
-    return runs * route.received(row_bytes, site.index_dtype.itemsize)
+    return runs * plan.received(row_bytes, site.index_dtype.itemsize)
 
 
-def _beyond(route: Route, load: np.ndarray) -> int:
-    return int(np.maximum(load - route.capacity, 0).sum())
+def _beyond(plan: ExchangePlan, load: np.ndarray) -> int:
+    return int(np.maximum(load - plan.capacity, 0).sum())

@@ -26,7 +26,7 @@ from jax.sharding import (
     SingleDeviceSharding,
 )
 
-from jslices._devices.platforms import compiling_for
+from jslices._place.boundary import compiling_for
 
 AXIS = "devices"  #: of a target's mesh
 

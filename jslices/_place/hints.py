@@ -1,14 +1,20 @@
-"""Keeping the memory of temporaries from one step to the next, on a CPU under Linux."""
+"""Hints on what would make a program faster, and the memory that a process keeps.
+
+On a CPU under Linux the memory of temporaries can stay from one step to the next.
+"""
 
 import ctypes
 import os
 import platform
 import re
 import warnings
+from typing import Any
+
+import jax
 
 from jslices import _jax
-from jslices._densify import current_user_line
-from jslices._devices.platforms import platform_at_hand
+from jslices._densify import current_user_line, human_bytes
+from jslices._place.boundary import is_row_major, is_tall, platform_at_hand
 
 # From glibc's <malloc.h>.
 _TRIM_THRESHOLD, _MMAP_MAX, _ARENA_MAX = -1, -4, -8
@@ -19,6 +25,7 @@ HINT_BYTES = 16 * 10**6
 
 _called = False
 _hinted = False
+_warned: set[tuple[Any, ...]] = set()
 
 
 class PerformanceHint(UserWarning):
@@ -107,6 +114,25 @@ def hint_large_step(num_bytes: int) -> None:
         "maps the temporaries of such a step anew each time: it takes about 1.5 times as "
         "long as it could (1.2 to 2.1). Call jslices.keep_memory() at the start of the "
         "program, or run it with GLIBC_TUNABLES=glibc.malloc.hugetlb=1",
+        PerformanceHint,
+        filename=line.file,
+        lineno=line.line,
+    )
+
+
+def warn_of_columns(place: str, x: Any) -> None:
+    """Says, once for each table, what one that is laid out by columns costs."""
+    if isinstance(x, jax.core.Tracer) or not isinstance(x, jax.Array) or is_row_major(x):
+        return
+    key = place, x.shape, x.dtype
+    if not is_tall(x) or key in _warned:
+        return
+    _warned.add(key)
+    line = current_user_line()
+    warnings.warn_explicit(
+        f"the table{place}, {x.dtype}{list(x.shape)}, is laid out by columns: each lookup, "
+        f"and each step, copies all of it, {human_bytes(x.nbytes)}, to rows and back. "
+        "Type params = jslices.row_major(params) before tx.init(params)",
         PerformanceHint,
         filename=line.file,
         lineno=line.line,

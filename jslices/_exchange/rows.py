@@ -15,7 +15,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from jslices._devices.exchange import Placement, Route, on_each_device, on_one_mesh
+from jslices._exchange.plan import ExchangePlan
+from jslices._place.boundary import on_one_mesh
+from jslices._place.placement import Placement, on_each_device
 from jslices._rows.bounds import canonical_indices, missing_value, take_rows
 from jslices._rows.numbering import number_rows
 from jslices._rows.select import where_rows
@@ -27,7 +29,7 @@ class Located(NamedTuple):
     """Where the rows of some ids are, and who asks whom for them.
 
     Every array but the last has a part on each device; k, N and C are those of the
-    :class:`Route`.
+    :class:`ExchangePlan`.
 
     Attributes:
       places: ``[k]``: where a row stands among the ``N * C`` that arrive; ``N * C`` if it
@@ -53,7 +55,7 @@ def _split(placement: Placement) -> Any:
 
 
 def rows_from_elsewhere(
-    route: Route,
+    plan: ExchangePlan,
     table: jax.Array,
     read: jax.Array,
     record: jax.Array,
@@ -64,7 +66,7 @@ def rows_from_elsewhere(
     """The rows ``[n, *D]`` of a lookup, and the indices of its gradient.
 
     Args:
-      route: the exchange.
+      plan: the exchange.
       table: ``[V, *D]``.
       read: ``[n]``, the rows to read.
       record: ``[n]``, the indices of the gradient; out of range means none.
@@ -72,35 +74,37 @@ def rows_from_elsewhere(
       mode: what becomes of rows to read that are out of range.
       fill_value: what these read in the mode that fills.
     """
-    count, height = read.shape[0], route.num_rows
+    count, height = read.shape[0], plan.num_rows
     table, read, record = on_one_mesh((table, read, record))
     fills = lax.GatherScatterMode.from_any(mode) == lax.GatherScatterMode.FILL_OR_DROP
     good = (read >= 0) & (read < height)
     near = read if fills else jnp.clip(read, 0, height - 1)
-    located, indices = locate(route, near, record)
-    rows = exchanged_rows(table, located, slot, route)[:count]
+    located, indices = locate(plan, near, record)
+    rows = exchanged_rows(table, located, slot, plan)[:count]
     if fills:
         missing = missing_value(rows.dtype) if fill_value is None else fill_value
         rows = where_rows(good, rows, jnp.asarray(missing, rows.dtype))
     return rows, indices
 
 
-def locate(route: Route, read: jax.Array, record: jax.Array) -> tuple[Located, jax.Array]:
+def locate(
+    plan: ExchangePlan, read: jax.Array, record: jax.Array
+) -> tuple[Located, jax.Array]:
     """Tells every device which of its rows are asked for; and the gradient's indices.
 
     Args:
-      route: the exchange.
+      plan: the exchange.
       read: ``[n]``, the rows to read; none is read out of range.
       record: ``[n]``, the indices of the gradient; out of range means none.
     """
-    placement, height = route.placement, route.num_rows
-    total = route.devices * route.ids
+    placement, height = plan.placement, plan.num_rows
+    total = plan.devices * plan.ids
     ids, record = (canonical_indices(x, height) for x in (read, record))
     beyond = (0, total - ids.shape[0])
     ids = jnp.pad(ids, beyond, constant_values=height)
     learns = jnp.pad(record, beyond, constant_values=height) < height
     batch = placement.by_batch
-    find = functools.partial(_locate, route)
+    find = functools.partial(_locate, plan)
     specs = _split(placement), placement.by_rows
     found: tuple[Located, jax.Array] = on_each_device(
         placement, find, (placement.by_rows, batch, batch), specs, whole_rows=False
@@ -110,7 +114,7 @@ def locate(route: Route, read: jax.Array, record: jax.Array) -> tuple[Located, j
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
 def exchanged_rows(
-    table: jax.Array, located: Located, slot: IndexedSlices, route: Route
+    table: jax.Array, located: Located, slot: IndexedSlices, plan: ExchangePlan
 ) -> jax.Array:
     """Rows ``[n, *D]`` of ``table`` ``[V, *D]``, some perhaps at the end for no id.
 
@@ -118,11 +122,11 @@ def exchanged_rows(
     devices that hold their rows. What did not fit reads NaN.
     """
     del slot
-    placement, room = route.placement, route.placement.shards * route.capacity
+    placement, room = plan.placement, plan.placement.shards * plan.capacity
     # Each reads its own rows where columns are left to XLA, and has them whole only then.
     read = on_each_device(
         placement,
-        functools.partial(_read, route),
+        functools.partial(_read, plan),
         (placement.by_rows, placement.by_rows, placement.apart_as_known),
         placement.apart_as_known,
     )
@@ -138,25 +142,27 @@ def exchanged_rows(
         return rows
 
     return _either_way(
-        route,
+        plan,
         located.crowded,
-        lambda: sent(functools.partial(_swapped_rows, route), located.asked[..., :room]),
-        lambda: sent(functools.partial(_summed_rows, route), located.asked),
+        lambda: sent(functools.partial(_swapped_rows, plan), located.asked[..., :room]),
+        lambda: sent(functools.partial(_summed_rows, plan), located.asked),
     )
 
 
-def _forward(table: jax.Array, located: Located, slot: IndexedSlices, route: Route) -> Any:
-    rows = exchanged_rows.fun(table, located, slot, route)
+def _forward(
+    table: jax.Array, located: Located, slot: IndexedSlices, plan: ExchangePlan
+) -> Any:
+    rows = exchanged_rows.fun(table, located, slot, plan)
     shape_only = IndexedSlices.tree_unflatten(slot.dense_shape, (None, None))
     return rows, (located, shape_only)
 
 
-def _backward(route: Route, kept: Any, rows: jax.Array) -> Any:
+def _backward(plan: ExchangePlan, kept: Any, rows: jax.Array) -> Any:
     located, shape_only = kept
-    placement = route.placement
+    placement = plan.placement
     send = on_each_device(
         placement,
-        functools.partial(_send_back, route),
+        functools.partial(_send_back, plan),
         (placement.by_rows, placement.by_batch_and_columns, _split(placement)),
         placement.by_rows_and_columns,
         whole_rows=False,
@@ -173,103 +179,105 @@ exchanged_rows.defvjp(_forward, _backward)
 
 
 def _locate(
-    route: Route, number: jax.Array, ids: jax.Array, learns: jax.Array
+    plan: ExchangePlan, number: jax.Array, ids: jax.Array, learns: jax.Array
 ) -> tuple[Located, jax.Array]:
-    placement, capacity = route.placement, route.capacity
-    shards, height, room = placement.shards, route.num_rows, placement.shards * capacity
-    unique, numbers, _ = number_rows(ids, height, route.ids)
-    starts = jnp.arange(shards + 1, dtype=ids.dtype) * route.shard_rows
+    placement, capacity = plan.placement, plan.capacity
+    shards, height, room = placement.shards, plan.num_rows, placement.shards * capacity
+    unique, numbers, _ = number_rows(ids, height, plan.ids)
+    starts = jnp.arange(shards + 1, dtype=ids.dtype) * plan.shard_rows
     start = jnp.searchsorted(unique, starts).astype(jnp.int32)
-    owner = jnp.minimum(ids // route.shard_rows, shards - 1).astype(jnp.int32)
+    owner = jnp.minimum(ids // plan.shard_rows, shards - 1).astype(jnp.int32)
     column = numbers - start[owner]
     places = owner * capacity + column
     places = jnp.where((ids < height) & (column < capacity), places, room)
     crowded = jnp.zeros((), bool)
-    if route.falls_back:
+    if plan.falls_back:
         most = lax.pmax(jnp.max(start[1:] - start[:-1]), placement.batch)
         crowded = most > capacity
 
     def swapped() -> jax.Array:
         at = start[:-1, None] + jnp.arange(capacity, dtype=jnp.int32)[None]
-        asked = unique.at[jnp.minimum(at, route.ids - 1)].get(mode="promise_in_bounds")
+        asked = unique.at[jnp.minimum(at, plan.ids - 1)].get(mode="promise_in_bounds")
         asked = jnp.where(at < start[1:, None], asked, height).reshape(room)
         named = jnp.zeros((room,), bool)
         named = named.at[jnp.where(learns, places, room)].set(True, mode="drop")
         asked = _swapped(placement, jnp.where(named, asked, -1 - asked))
-        return _lengthened(asked, route.entries, -1 - height)
+        return _lengthened(asked, plan.entries, -1 - height)
 
     def gathered() -> jax.Array:
         return _gathered(placement.rows, jnp.where(learns, ids, -1 - ids))
 
-    asked = _either_way(route, crowded, swapped, gathered)
-    indices = jnp.where(_own(route, number, asked), asked, height)
+    asked = _either_way(plan, crowded, swapped, gathered)
+    indices = jnp.where(_own(plan, number, asked), asked, height)
     asked = asked.reshape((*(1,) * len(placement.batch), -1))
     located = Located(places, learns, asked, crowded)
     return located, _gathered(placement.repeated, indices)
 
 
-def _read(route: Route, number: jax.Array, table: jax.Array, asked: jax.Array) -> jax.Array:
+def _read(
+    plan: ExchangePlan, number: jax.Array, table: jax.Array, asked: jax.Array
+) -> jax.Array:
     """The rows ``[*devices, n, *D]`` that this device has, zeros for others."""
     asked = jnp.where(asked < 0, -1 - asked, asked)
-    first = number[0].astype(asked.dtype) * route.shard_rows
+    first = number[0].astype(asked.dtype) * plan.shard_rows
     return take_rows(table, asked - first, fill_value=0)
 
 
-def _swapped_rows(route: Route, rows: jax.Array, places: jax.Array) -> jax.Array:
+def _swapped_rows(plan: ExchangePlan, rows: jax.Array, places: jax.Array) -> jax.Array:
     """The rows ``[k, *D]`` that this device looks up; those it read went to the others."""
-    return take_rows(_swapped(route.placement, _own_rows(route, rows)), places)
+    return take_rows(_swapped(plan.placement, _own_rows(plan, rows)), places)
 
 
-def _summed_rows(route: Route, rows: jax.Array, places: jax.Array) -> jax.Array:
+def _summed_rows(plan: ExchangePlan, rows: jax.Array, places: jax.Array) -> jax.Array:
     """The same, of all that devices ask for."""
     del places
-    rows = _own_rows(route, rows)
-    return lax.psum_scatter(rows, route.placement.rows, tiled=True)
+    rows = _own_rows(plan, rows)
+    return lax.psum_scatter(rows, plan.placement.rows, tiled=True)
 
 
-def _own_rows(route: Route, rows: jax.Array) -> jax.Array:
+def _own_rows(plan: ExchangePlan, rows: jax.Array) -> jax.Array:
     """``[n, *D]`` of ``[*devices, n, *D]``, on the device itself."""
-    return rows.reshape(rows.shape[len(route.placement.batch) :])
+    return rows.reshape(rows.shape[len(plan.placement.batch) :])
 
 
 def _send_back(
-    route: Route, number: jax.Array, rows: jax.Array, located: Located
+    plan: ExchangePlan, number: jax.Array, rows: jax.Array, located: Located
 ) -> jax.Array:
     """The gradient's values on this device, from the cotangents ``[k, *D]`` of its rows."""
-    placement = route.placement
-    room = placement.shards * route.capacity
+    placement = plan.placement
+    room = placement.shards * plan.capacity
 
     def swapped() -> jax.Array:
         sums = jnp.zeros((room, *rows.shape[1:]), widened(rows).dtype)
         places = jnp.where(located.learns, located.places, room)
         sums = add_rows(sums, places, widened(rows)).astype(rows.dtype)
-        return _lengthened(_swapped(placement, sums), route.entries)
+        return _lengthened(_swapped(placement, sums), plan.entries)
 
     def gathered() -> jax.Array:
         every = _gathered(placement.rows, rows)
-        own = _own(route, number, located.asked.reshape(-1))
+        own = _own(plan, number, located.asked.reshape(-1))
         return where_rows(own, every, jnp.zeros((), rows.dtype))
 
-    values = _either_way(route, located.crowded, swapped, gathered)
+    values = _either_way(plan, located.crowded, swapped, gathered)
     return _gathered(placement.repeated, values)
 
 
-def _own(route: Route, number: jax.Array, asked: jax.Array) -> jax.Array:
+def _own(plan: ExchangePlan, number: jax.Array, asked: jax.Array) -> jax.Array:
     """Which of the rows asked for are of this device, and get a gradient."""
-    first = number[0].astype(asked.dtype) * route.shard_rows
-    return (asked >= first) & (asked < first + route.shard_rows)
+    first = number[0].astype(asked.dtype) * plan.shard_rows
+    return (asked >= first) & (asked < first + plan.shard_rows)
 
 
 def _either_way(
-    route: Route,
+    plan: ExchangePlan,
     crowded: jax.Array,
     swapped: Callable[[], jax.Array],
     gathered: Callable[[], jax.Array],
 ) -> jax.Array:
-    if route.falls_back:
+    if plan.falls_back:
         result: jax.Array = lax.cond(crowded, gathered, swapped)
         return result
-    return swapped() if route.way == "all_to_all" else gathered()
+    return swapped() if plan.way == "all_to_all" else gathered()
 
 
 def _swapped(placement: Placement, x: jax.Array) -> jax.Array:

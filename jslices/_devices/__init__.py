@@ -1,1 +1,0 @@
-"""Where arrays live: memory of this process, and rows over several devices."""

@@ -1,0 +1,1 @@
+"""Moving rows, gradients and ids over the devices of a mesh."""

@@ -1,0 +1,241 @@
+"""How rows get from device to device: chosen while a program is traced, in sizes.
+
+What moves is in ``_exchange/rows.py``.
+"""
+
+import dataclasses
+import math
+from typing import Literal
+
+import numpy as np
+from jax.sharding import AxisType
+
+from jslices._errors import InvalidArgumentError
+from jslices._place.boundary import mesh_of, split_along
+from jslices._place.placement import Placement
+from jslices._typing import Aval
+
+Way = Literal["all_to_all", "gather"]
+
+PLANS = ("auto", "all_to_all", "gather")
+OVERFLOWS = ("gather", "nan")
+
+
+@dataclasses.dataclass(frozen=True)
+class Exchange:
+    """How the rows of a table that is split over devices reach those that look them up.
+
+    For ``exchange=`` of :func:`jslices.value_and_grad` and its relatives. The table
+    ``[V, *D]`` is split by rows along ``axis``, V / N rows on each of its N devices, and
+    the ids are split over the mesh, k on each device.
+
+    * ``"all_to_all"``: each device sends its distinct ids to the devices that hold their
+      rows, gets these, and sends the sums of their gradients back.
+    * ``"gather"``: all devices get all ids; rows are summed and scattered to those that
+      asked for them, and all get all gradients.
+
+    Args:
+      axis: the mesh axis along which the rows are split, or several, as they stand in the
+        table's PartitionSpec: ``"x"`` for ``P("x", None)``, ``("x", "y")`` for
+        ``P(("x", "y"), None)``.
+      plan: ``"all_to_all"``, ``"gather"``, or ``"auto"``: the one with fewer bytes.
+      capacity: in the plan ``"all_to_all"`` each pair of devices has room for
+        ``capacity * k / N`` distinct ids. :func:`jslices.spread_ids` evens out the pairs.
+      overflow: what happens in a step in which some pair has more: ``"gather"`` takes that
+        plan in this step, so that nothing is lost; for that the gradient has room for all
+        ids on every device, ``N * k`` entries instead of ``capacity * k``. ``"nan"``: what
+        does not fit reads NaN, which shows in the loss.
+
+    Raises:
+      InvalidArgumentError: for an unknown ``plan`` or ``overflow``, no axis, or a
+        ``capacity`` that is not positive.
+
+    Cost: each device receives ``(N - 1) * C`` ids and twice as many rows, C being k for
+    ``"gather"``, and ``capacity * k / N`` for ``"all_to_all"``. Where rows are repeated
+    along the other axes of the mesh, it also receives the gradients of its repetitions.
+
+    Example:
+      >>> import jslices as js
+      >>> js.Exchange("x")
+      Exchange(axis='x', plan='auto', capacity=2.0, overflow='gather')
+
+    Source: the all-to-all of TorchRec's row-wise sharding and of JAX's SparseCore tables,
+    which have capacities as well, and drop what does not fit.
+    """
+
+    axis: str | tuple[str, ...]
+    plan: str = "auto"
+    capacity: float = 2.0
+    overflow: str = "gather"
+
+    def __post_init__(self) -> None:
+        if not self.axes or not all(isinstance(name, str) for name in self.axes):
+            raise InvalidArgumentError(
+                f"Exchange(axis={self.axis!r}): it must be the name of a mesh axis, or "
+                "several, along which the rows of the table are split"
+            )
+        if self.plan not in PLANS:
+            raise InvalidArgumentError(
+                f"Exchange(plan={self.plan!r}): it must be one of {PLANS}"
+            )
+        if self.overflow not in OVERFLOWS:
+            raise InvalidArgumentError(
+                f"Exchange(overflow={self.overflow!r}): it must be one of {OVERFLOWS}"
+            )
+        if not self.capacity > 0:
+            raise InvalidArgumentError(
+                f"Exchange(capacity={self.capacity!r}): it must be positive; 2 is room for "
+                "twice the ids that each pair of devices has in the mean"
+            )
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """The mesh axes along which rows are split."""
+        return (self.axis,) if isinstance(self.axis, str) else tuple(self.axis)
+
+
+def plan_exchange(
+    table: Aval, exchange: Exchange | None, name: str, count: int
+) -> "ExchangePlan | None":
+    """Plan the exchange of a lookup of ``count`` rows; None where it is left to XLA.
+
+    Args:
+      table: the type of an array ``[V, *D]``.
+      exchange: what the user says of it.
+      name: what messages call the table.
+      count: rows looked up; some ids may be added so that devices divide them.
+
+    Raises:
+      InvalidArgumentError: for an axis that the mesh does not have, rows that it does not
+        divide, and an ``exchange`` that contradicts the type.
+    """
+    placement = _placement_of(table, exchange, name)
+    if placement is None:
+        return None
+    exchange = exchange or Exchange(placement.rows or placement.batch)
+    num_rows, shards = table.shape[0], placement.shards
+    devices = math.prod(placement.mesh.shape[axis] for axis in placement.batch)
+    ids = max(1, -(-count // devices))
+    enough = min(ids, num_rows // shards)
+    capacity = enough
+    if shards > 1:
+        capacity = min(enough, math.ceil(exchange.capacity * ids / shards))
+    way: Way = "gather"
+    if shards == 1 or exchange.plan == "all_to_all":
+        way = "all_to_all"
+    elif exchange.plan == "auto" and capacity < ids:
+        way = "all_to_all"
+    crowds = way == "all_to_all" and capacity < enough
+    falls_back = crowds and exchange.overflow == "gather"
+    return ExchangePlan(placement, num_rows, ids, capacity, way, falls_back)
+
+
+def _placement_of(table: Aval, exchange: Exchange | None, name: str) -> Placement | None:
+    """The placement of a table's rows, as far as its type or ``exchange`` tell."""
+    mesh = mesh_of(table)
+    if mesh is not None and mesh.size == 1:
+        return None
+    if mesh is None:
+        if exchange is not None:
+            raise InvalidArgumentError(
+                f"exchange= wants {name} to be split over the devices of a mesh, and it is "
+                "on no mesh: jax.device_put(table, jax.NamedSharding(mesh, "
+                f"jax.P({exchange.axis!r}))), outside of shard_map"
+            )
+        return None
+    typed = None
+    if AxisType.Explicit in mesh.axis_types:
+        typed = split_along(table.sharding.spec, table.ndim)
+    if exchange is None:
+        if typed is None:
+            return None
+        placement = Placement(mesh, typed[0], typed[1:])
+    else:
+        unknown = [axis for axis in exchange.axes if axis not in mesh.axis_names]
+        if unknown:
+            raise InvalidArgumentError(
+                f"{exchange} of {name}: its mesh has the axes {mesh.axis_names}, and not "
+                f"{unknown[0]!r}"
+            )
+        if typed is not None and any(typed) and typed[0] != exchange.axes:
+            raise InvalidArgumentError(
+                f"{exchange} of {name}: its type {table.str_short()} says that rows are "
+                f"split along {typed[0] or 'no axis'}"
+            )
+        placement = Placement(mesh, exchange.axes, (typed or ())[1:])
+    num_rows, shards = table.shape[0], placement.shards
+    if num_rows % shards:
+        raise InvalidArgumentError(
+            f"{name} has {num_rows} rows, which {shards} devices do not divide; give it "
+            f"jslices.padded_rows({num_rows}, {shards}) rows"
+        )
+    if not placement.batch:  # only columns are split, and every device has all ids
+        return None
+    return placement
+
+
+@dataclasses.dataclass(frozen=True)
+class ExchangePlan:
+    """The exchange of one lookup, in sizes.
+
+    Attributes:
+      placement: where the rows stand.
+      num_rows: V.
+      ids: k, how many each device looks up; those added to divide them count.
+      capacity: C, for how many distinct ids of a pair of devices there is room.
+      way: how rows travel.
+      falls_back: whether a step with more ids for some pair takes the other way.
+    """
+
+    placement: Placement
+    num_rows: int
+    ids: int
+    capacity: int
+    way: Way
+    falls_back: bool
+
+    @property
+    def shard_rows(self) -> int:
+        """Rows on each device."""
+        return self.num_rows // self.placement.shards
+
+    @property
+    def devices(self) -> int:
+        """How many devices look up ids of their own."""
+        return math.prod(self.placement.mesh.shape[axis] for axis in self.placement.batch)
+
+    def received(self, row_bytes: int, index_bytes: int = 4) -> int:
+        """Bytes that each device receives: the ids, their rows, and the gradients of these.
+
+        Those of a step that does not fall back.
+        """
+        others = self.placement.shards - 1
+        each = self.capacity if self.way == "all_to_all" else self.ids
+        exchanged = others * each * (index_bytes + 2 * row_bytes)
+        repetitions = self.devices // self.placement.shards - 1
+        return exchanged + repetitions * self.entries * (index_bytes + row_bytes)
+
+    def loads(self, ids: np.ndarray) -> np.ndarray:
+        """How many distinct rows each device asks each shard for: ``[devices, N]``.
+
+        ``ids`` ``[n]`` are those of one lookup; those out of range ask for nothing.
+        """
+        shards, per_device = self.placement.shards, np.full(self.devices * self.ids, -1)
+        per_device[: ids.size] = ids
+        loads = np.zeros((self.devices, shards), np.int64)
+        for load, mine in zip(loads, per_device.reshape(self.devices, -1), strict=True):
+            rows = np.unique(mine[(mine >= 0) & (mine < self.num_rows)])
+            load += np.bincount(rows // self.shard_rows, minlength=shards)
+        return loads
+
+    @property
+    def entries(self) -> int:
+        """Entries of the gradient on each device, before repetitions are gathered."""
+        if self.way == "gather" or self.falls_back:
+            return self.placement.shards * self.ids
+        return self.placement.shards * self.capacity
+
+    @property
+    def all_entries(self) -> int:
+        """Entries of the gradient: on each device those of all its repetitions."""
+        return self.entries * self.devices

@@ -1,0 +1,1 @@
+"""Where arrays are: meshes, types, layouts and the memory of this process."""

@@ -1,0 +1,401 @@
+"""Where arrays are: the mesh they are on, its Explicit axes, their layouts, the platform.
+
+On a mesh of Explicit axes it is part of an array's type how the array is split. JAX wants
+to know the type of every result there, and refuses to gather rows of a table that is split
+by rows. What reads or writes rows therefore runs with all axes Auto, as it does on other
+meshes, and its results get their types back.
+
+XLA:TPU lays an array out by columns where its rows are not a multiple of 128 elements long.
+A gather or scatter of rows then copies the whole table, there and back. A row-major table
+has the elements of a row side by side, so that reading rows copies nothing.
+"""
+
+import contextlib
+import contextvars
+import functools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental.layout import Format
+from jax.sharding import (
+    AbstractMesh,
+    AxisType,
+    NamedSharding,
+    PartitionSpec,
+    SingleDeviceSharding,
+    reshard,
+    use_abstract_mesh,
+)
+from jax.typing import DTypeLike
+
+from jslices._jax import (
+    CONSTRAINS_LAYOUTS,
+    OutputLayout,
+    flatten,
+    split_alike,
+    with_output_layout,
+)
+
+#: An array is taken for a table if it has so many rows for each element of a row.
+TALL = 32
+_compiling_for: contextvars.ContextVar[str | None] = contextvars.ContextVar(
+    "jslices_compiling_for", default=None
+)
+
+
+def explicit_mesh(*trees: Any) -> AbstractMesh | None:
+    """The mesh of the first array whose type says how it is split; None without any.
+
+    The trees are of arrays or their abstract values.
+    """
+    for x in jax.tree.leaves(trees):
+        sharding = _type_of(x)
+        if sharding is not None:
+            return sharding.mesh  # type: ignore[no-any-return]
+    return None
+
+
+def _type_of(x: Any) -> Any:
+    aval = jax.typeof(x) if isinstance(x, jax.Array) else x
+    sharding = getattr(aval, "sharding", None)
+    mesh = getattr(sharding, "mesh", None)
+    if mesh is None or AxisType.Explicit not in mesh.axis_types:
+        return None
+    return sharding
+
+
+def shardings_of(tree: Any) -> Any:
+    """How each array of a tree is split; None where its type does not tell."""
+    return jax.tree.map(_type_of, tree)
+
+
+def everywhere(x: Any) -> Any:
+    """How arrays are split that have rows of ``x``, each on all devices."""
+    sharding = _type_of(x)
+    if sharding is None:
+        return None
+    return NamedSharding(sharding.mesh, PartitionSpec(None, *sharding.spec[1:]))
+
+
+def by_first_axis(x: Any, *others: Any) -> Any:
+    """How arrays are split whose first axis is that of ``x``, and no other axis is."""
+    mesh = explicit_mesh(x, others)
+    return None if mesh is None else NamedSharding(mesh, PartitionSpec(*_named(x)[:1]))
+
+
+def _named(x: Any) -> list[Any]:
+    return [axes or None for axes in _spec(x)]
+
+
+def looked_up(table: Any, indices: Any, combined: int = 0) -> Any:
+    """How rows are split that ``indices`` ``[...]`` read from ``table`` ``[V, *D]``.
+
+    ``combined``: along how many of the last axes of ``indices`` rows are combined to one.
+    """
+    mesh = explicit_mesh(table, indices)
+    batch, row = (_spec(x) for x in (indices, table))
+    batch = batch[: len(batch) - combined]
+    taken = {axis for axes in batch for axis in axes}
+    columns = (tuple(axis for axis in axes if axis not in taken) for axes in row[1:])
+    spec = (axes or None for axes in (*batch, *columns))
+    return None if mesh is None else NamedSharding(mesh, PartitionSpec(*spec))
+
+
+def _spec(x: Any) -> tuple[tuple[str, ...], ...]:
+    sharding = _type_of(x)
+    return split_along(sharding.spec if sharding is not None else (), jnp.ndim(x))
+
+
+def explicit_part(mesh: AbstractMesh, spec: PartitionSpec) -> NamedSharding:
+    """What types tell of arrays split so: nothing of axes that are Auto."""
+    explicit = set(mesh.explicit_axes)
+    axes = (tuple(x for x in several if x in explicit) for several in _axes(spec))
+    return NamedSharding(mesh, PartitionSpec(*(several or None for several in axes)))
+
+
+def split_along(spec: Any, ndim: int) -> tuple[tuple[str, ...], ...]:
+    """For each axis of an array the mesh axes along which it is split."""
+    axes = _axes(spec)
+    return (*axes, *((),) * (ndim - len(axes)))
+
+
+def _axes(spec: Any) -> list[tuple[str, ...]]:
+    return [() if x is None else (x,) if isinstance(x, str) else tuple(x) for x in spec]
+
+
+@contextlib.contextmanager
+def with_auto_axes(mesh: AbstractMesh | None) -> Iterator[None]:
+    """In this context XLA decides how arrays on ``mesh`` are split, if there is one."""
+    if mesh is None:
+        yield
+        return
+    auto = dict.fromkeys(mesh.explicit_axes, AxisType.Auto)
+    with use_abstract_mesh(mesh.update_axis_types(auto)):
+        yield
+
+
+def drop_sharding(tree: Any) -> Any:
+    """The same arrays for use in a context :func:`with_auto_axes`; they stay in place."""
+
+    def cast(x: Any) -> Any:
+        return x if _type_of(x) is None else reshard(x, PartitionSpec())
+
+    return jax.tree.map(cast, tree)
+
+
+def restore_sharding(tree: Any, shardings: Any) -> Any:
+    """Arrays with the types that a prefix of their tree names; None leaves them alone."""
+
+    def cast(sharding: Any, part: Any) -> Any:
+        if sharding is None:
+            return part
+        with use_abstract_mesh(sharding.mesh):
+            return jax.tree.map(lambda x: reshard(x, _fitting(sharding, x)), part)
+
+    return jax.tree.map(cast, shardings, tree, is_leaf=lambda x: x is None)
+
+
+def _fitting(sharding: Any, x: Any) -> NamedSharding:
+    return NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[: x.ndim]))
+
+
+def running_with_auto_axes(
+    fun: Callable[..., Any], results: Callable[..., Any]
+) -> Callable[..., Any]:
+    """``fun``, also for arrays on a mesh of Explicit axes.
+
+    ``results(*args)`` gives the types of the results, as a prefix of their tree.
+    """
+
+    @functools.wraps(fun)
+    def run(*args: Any) -> Any:
+        mesh = explicit_mesh(args)
+        if mesh is None:
+            return fun(*args)
+        with with_auto_axes(mesh):
+            out = fun(*drop_sharding(args))
+        return restore_sharding(out, results(*args))
+
+    return run
+
+
+# --- meshes ---
+
+
+def mesh_of(aval: Any) -> AbstractMesh | None:
+    """The mesh that an array is known to be on; None without one.
+
+    Inside a ``shard_map`` there is none: arrays are those of one device.
+    """
+    mesh = getattr(getattr(aval, "sharding", None), "mesh", None)
+    if mesh is None or mesh.empty or mesh.are_all_axes_manual:
+        return None
+    return mesh
+
+
+def on_one_mesh(arrays: Any) -> Any:
+    """The same arrays, all of them on the mesh that one of them is on.
+
+    Outside of ``jax.jit`` what a program computes from constants, ids say, may be on a
+    single device, and JAX does not spread it by itself.
+    """
+
+    def is_placed(x: Any) -> bool:
+        return isinstance(x, jax.core.Tracer) or isinstance(
+            getattr(x, "sharding", None), NamedSharding
+        )
+
+    leaves, tree = flatten(arrays)
+    known = [x for x in leaves if is_placed(x) and not isinstance(x, jax.core.Tracer)]
+    if not known or all(map(is_placed, leaves)):
+        return arrays
+    everywhere = NamedSharding(known[0].sharding.mesh, PartitionSpec())
+    placed = [x if is_placed(x) else jax.device_put(x, everywhere) for x in leaves]
+    return tree.unflatten(placed)
+
+
+def on_all_devices(values: jax.Array, indices: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Entries ``[K, *D]`` and ``[K]`` that every device of a mesh gets to see.
+
+    Where the table is on several devices, each then steps the rows that it holds. Left to
+    itself, XLA would sum over devices what each would have written, arrays of V rows.
+    """
+    mesh = mesh_of(jax.typeof(values))
+    if mesh is None or mesh.size == 1 or not mesh.are_all_axes_auto:
+        return values, indices
+    any_columns = (PartitionSpec.UNCONSTRAINED,) * (values.ndim - 1)
+    specs = PartitionSpec(None, *any_columns), PartitionSpec(None)
+    values, indices = on_one_mesh((values, indices))
+    values, indices = (
+        lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
+        for x, spec in zip((values, indices), specs, strict=True)
+    )
+    return values, indices
+
+
+def filled_like(
+    p: Any, value: Any, dtype: DTypeLike | None = None, axes: Sequence[int] | None = None
+) -> jax.Array:
+    """An array of ``value`` with some axes of ``p``, split over devices as these are.
+
+    No device makes more than its own part. ``axes=None`` means all axes, ``dtype=None``
+    the dtype of ``p``.
+    """
+    if axes is None:
+        return placed_as(p, jnp.full_like(p, value, dtype=dtype))
+    p, axes = jnp.asarray(p), tuple(axes)
+    shape, dtype = tuple(p.shape[n] for n in axes), p.dtype if dtype is None else dtype
+    if isinstance(p, jax.core.Tracer):
+        return placed_as(p, jnp.full(shape, value, dtype), axes)
+    where = None
+    if p.committed:
+        named = isinstance(p.sharding, NamedSharding)
+        where = _of_axes(p.sharding, p.ndim, axes) if named else _first(p, axes).sharding
+    return jnp.full(shape, value, dtype, device=where)
+
+
+def split_as_told(p: Any, tree: Any, spec: PartitionSpec) -> Any:
+    """Arrays on the mesh of ``p``, split over its devices as ``spec`` says."""
+    if isinstance(p, jax.core.Tracer):
+        mesh = mesh_of(jax.typeof(p))
+        if mesh is None:
+            return tree
+        if AxisType.Explicit in mesh.axis_types:
+            return restore_sharding(tree, explicit_part(mesh, spec))
+        return jax.lax.with_sharding_constraint(tree, NamedSharding(mesh, spec))
+    if not isinstance(p.sharding, NamedSharding):
+        return tree
+    return jax.device_put(tree, NamedSharding(p.sharding.mesh, spec))
+
+
+def placed_as(p: Any, x: jax.Array, axes: Sequence[int] | None = None) -> jax.Array:
+    """``x``, which has some axes of ``p``, split over devices as these are.
+
+    Only where ``p`` is traced: ``jit`` would give each device the whole of ``x``.
+    """
+    mesh = mesh_of(jax.typeof(p)) if isinstance(p, jax.core.Tracer) else None
+    if mesh is None or mesh.size == 1 or AxisType.Manual in mesh.axis_types:
+        return x
+    axes = range(p.ndim) if axes is None else axes
+    if AxisType.Explicit in mesh.axis_types:
+        x = restore_sharding(x, _of_axes(jax.typeof(p).sharding, p.ndim, axes))
+        return split_alike(p, x)
+    return split_alike(_first(p, axes) if p.size else x, x)
+
+
+def _first(p: jax.Array, axes: Sequence[int]) -> jax.Array:
+    """What ``p`` has first along all axes but ``axes``."""
+    return p[tuple(slice(None) if n in axes else 0 for n in range(p.ndim))]
+
+
+def _of_axes(sharding: NamedSharding, ndim: int, axes: Sequence[int]) -> NamedSharding:
+    split = split_along(sharding.spec, ndim)
+    spec = PartitionSpec(*(split[n] or None for n in axes))
+    return NamedSharding(sharding.mesh, spec, memory_kind=sharding.memory_kind)
+
+
+# --- layouts ---
+
+
+def row_major(tree: Any) -> Any:
+    """The arrays of ``tree`` placed so that XLA reads and writes their rows in place.
+
+    On a TPU a table is laid out by columns unless its rows are a multiple of 128 elements
+    long, and each lookup and each step then copies all of it. Give the tables, and the
+    state of their optimizer if it was made before, to this function once: what
+    ``tx.init``, ``tx.update``, ``tx.apply`` and :func:`jslices.apply_updates` return stays
+    row-major. (What a ``jit`` of yours returns does if it comes straight from one of them;
+    after a loop or a ``cond``, return ``jslices.row_major(params)``. It takes jax 0.11.1.)
+
+    Args:
+      tree: a pytree of arrays ``[V, *D]`` or ``jax.ShapeDtypeStruct``, under ``jit`` too.
+        Everything else is handed back.
+
+    Returns:
+      The same tree, shapes, dtypes, values and shardings. Arrays that are row-major
+      already, as all are on CPUs and GPUs, and arrays of rows of one element are handed
+      back as they are. A struct becomes that of a row-major array, on the first device if
+      it names none.
+
+    Memory: a TPU pads rows to 128 elements, row-major ones of 16 to 8 times their size
+    (docs/packed_tables.md says how to store short rows). Cost: one copy of each array that
+    is moved.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, jslices as js
+      >>> params = {"table": jnp.zeros((5, 3)), "bias": jnp.zeros(3)}
+      >>> js.row_major(params)["table"] is params["table"]  # nothing to do on a CPU
+      True
+      >>> struct = jax.ShapeDtypeStruct((1_000_000, 64), jnp.float32)
+      >>> js.row_major(struct).format.layout.major_to_minor
+      (0, 1)
+
+    Source: the layouts of ``jax.experimental.layout``, which this sets for tables.
+    """
+    return jax.tree.map(row_major_array, tree)
+
+
+def row_major_array(x: Any) -> Any:
+    """:func:`row_major` of one array."""
+    if not isinstance(x, jax.Array | jax.ShapeDtypeStruct) or is_row_major(x):
+        return x
+    layout = _by_rows(x)
+    if isinstance(x, jax.core.Tracer):
+        return with_output_layout(x, layout) if CONSTRAINS_LAYOUTS else x
+    sharding = x.sharding or SingleDeviceSharding(jax.devices()[0])
+    placed = Format(layout, sharding)
+    if isinstance(x, jax.ShapeDtypeStruct):
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=placed)
+    return jax.device_put(x, placed)
+
+
+def row_major_tables(tree: Any) -> Any:
+    """The tree with what looks like a table in it row-major."""
+    return jax.tree.map(lambda x: row_major_array(x) if is_tall(x) else x, tree)
+
+
+def is_row_major(x: Any) -> bool:
+    """Whether nothing is to be done. Of what is traced the layout is not known."""
+    if math.prod(x.shape[1:]) < 2:
+        return True
+    if isinstance(x, jax.core.Tracer):
+        return False
+    layout = x.format.layout
+    return layout is not None and layout.major_to_minor == _by_rows(x).major_to_minor
+
+
+def laid_out_as(table: Any, array: Any) -> Any:
+    """``array``, made for the rows of ``table``, row-major if that is known to be."""
+    known = isinstance(table, jax.Array) and not isinstance(table, jax.core.Tracer)
+    return row_major_array(array) if known and is_row_major(table) else array
+
+
+def is_tall(x: Any) -> bool:
+    """Whether an array has so many rows that it is taken for a table."""
+    return x.ndim > 0 and x.shape[0] >= TALL * math.prod(x.shape[1:])
+
+
+def _by_rows(x: Any) -> OutputLayout:
+    return OutputLayout(tuple(range(x.ndim)))
+
+
+# --- platforms ---
+
+
+def platform_at_hand() -> str:
+    """``cpu``, ``gpu`` or ``tpu``: of the default device, or of one that is not here."""
+    return _compiling_for.get() or jax.default_backend()
+
+
+@contextlib.contextmanager
+def compiling_for(platform: str) -> Iterator[None]:
+    """Within this context programs are traced for devices that are not here."""
+    token = _compiling_for.set(platform)
+    try:
+        yield
+    finally:
+        _compiling_for.reset(token)

@@ -1,0 +1,219 @@
+"""Which rows of a table stand on which devices of a mesh."""
+
+import dataclasses
+import math
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+
+from jslices._errors import InvalidArgumentError
+from jslices._place.boundary import mesh_of, on_one_mesh, split_along
+
+
+def padded_rows(
+    num_rows: int,
+    devices: int | Mesh | AbstractMesh,
+    axis: str | Sequence[str] | None = None,
+) -> int:
+    """How many rows to give a table so that devices can divide them evenly.
+
+    JAX splits an axis of an array over devices only if their number divides it, and
+    refuses others with ``IndivisibleError``. The rows that are added are never looked up,
+    so no optimizer steps them.
+
+    Args:
+      num_rows: V, the rows that the table needs.
+      devices: among how many they are divided, an int, or a mesh. A checkpoint can later go
+        to any number of devices that divides the rows: 4096 leaves room for that.
+      axis: of a mesh, the axis along which rows are split, or several; None means all.
+
+    Returns:
+      The smallest multiple of the number of devices that is at least V, an int.
+
+    Raises:
+      InvalidArgumentError: for a negative V, a number of devices below 1, an axis that the
+        mesh does not have, and an axis of a mere number.
+      TypeError: if V is no integer, or ``devices`` neither an integer nor a mesh.
+
+    Cost: none.
+
+    Example:
+      >>> import jslices as js
+      >>> js.padded_rows(1_000_001, 8)
+      1000008
+      >>> mesh = jax.sharding.AbstractMesh((2, 4), ("data", "rows"))
+      >>> js.padded_rows(1_000_001, mesh, "rows")
+      1000004
+
+    Source: none; the parts of a variable that TensorFlow partitions differ in size instead.
+    """
+    num_rows = operator.index(num_rows)
+    if num_rows < 0:
+        raise InvalidArgumentError(f"padded_rows wants at least 0 rows, got {num_rows}")
+    count = _count(devices, axis)
+    return -(-num_rows // count) * count
+
+
+def _count(devices: Any, axis: str | Sequence[str] | None) -> int:
+    if isinstance(devices, Mesh | AbstractMesh):
+        axes = devices.axis_names if axis is None else axis
+        axes = (axes,) if isinstance(axes, str) else tuple(axes)
+        for name in axes:
+            if name not in devices.axis_names:
+                raise InvalidArgumentError(
+                    f"padded_rows(axis={axis!r}): the mesh has the axes "
+                    f"{devices.axis_names}, and not {name!r}"
+                )
+        return math.prod(devices.shape[name] for name in axes)
+    try:
+        count = operator.index(devices)
+    except TypeError:
+        raise TypeError(
+            "padded_rows wants a number of devices or a mesh, got "
+            f"{type(devices).__name__}; type jax.device_count() for all devices"
+        ) from None
+    if axis is not None:
+        raise InvalidArgumentError(
+            f"padded_rows(axis={axis!r}) wants a mesh with this axis, got {count} devices; "
+            "leave out axis"
+        )
+    if count < 1:
+        raise InvalidArgumentError(f"padded_rows wants at least 1 device, got {count}")
+    return count
+
+
+@dataclasses.dataclass(frozen=True)
+class Placement:
+    """On which devices of a mesh the rows of a table ``[V, *D]`` stand.
+
+    Attributes:
+      mesh: the mesh.
+      rows: the axes along which rows are split, V / N to each of N devices in this order.
+      columns: for each other axis of the table the axes along which that is split, as far
+        as is known.
+    """
+
+    mesh: AbstractMesh
+    rows: tuple[str, ...]
+    columns: tuple[tuple[str, ...], ...] = ()
+
+    @property
+    def shards(self) -> int:
+        """N, into how many parts rows are split."""
+        return math.prod(self.mesh.shape[axis] for axis in self.rows)
+
+    @property
+    def batch(self) -> tuple[str, ...]:
+        """The axes along which ids are split: all that do not split a row."""
+        within = {axis for axes in self.columns for axis in axes}
+        return tuple(x for x in self.mesh.axis_names if x not in within)
+
+    @property
+    def repeated(self) -> tuple[str, ...]:
+        """The axes along which rows are repeated (or, if Auto, columns may be split)."""
+        return tuple(x for x in self.batch if x not in self.rows)
+
+    @property
+    def known(self) -> tuple[str, ...]:
+        """The axes of which it is known that they split no row.
+
+        What an Auto axis does to columns is left to XLA, which leaves them where they are.
+        """
+        explicit = self.mesh.explicit_axes
+        return tuple(x for x in self.batch if x in self.rows or x in explicit)
+
+    @property
+    def apart(self) -> PartitionSpec:
+        """Of arrays that have an axis for each one of the batch: ``[*devices, ...]``."""
+        return PartitionSpec(*self.batch)
+
+    @property
+    def apart_as_known(self) -> PartitionSpec:
+        """Of the same arrays where only :attr:`known` axes are told apart."""
+        return PartitionSpec(*(x if x in self.known else None for x in self.batch))
+
+    @property
+    def apart_with_columns(self) -> PartitionSpec:
+        """Of rows ``[*devices, n, *D]``."""
+        columns = (axes or None for axes in self.columns)
+        return PartitionSpec(*self.batch, None, *columns)
+
+    def numbers(self) -> jax.Array:
+        """``[N]``, of which each device gets the number of the part that it holds.
+
+        ``lax.axis_index`` is refused by XLA in a loop if some axes are Auto
+        ("PartitionId instruction is not supported").
+        """
+        return jnp.arange(self.shards, dtype=jnp.int32)
+
+    @property
+    def by_rows(self) -> PartitionSpec:
+        """Of arrays whose first axis is split as the rows of the table."""
+        return PartitionSpec(self.rows or None)
+
+    @property
+    def by_rows_and_columns(self) -> PartitionSpec:
+        """Of the values of the gradient."""
+        return PartitionSpec(self.rows or None, *(axes or None for axes in self.columns))
+
+    @property
+    def by_batch_and_columns(self) -> PartitionSpec:
+        """Of rows that were looked up."""
+        return PartitionSpec(self.batch, *(axes or None for axes in self.columns))
+
+    @property
+    def by_batch(self) -> PartitionSpec:
+        """Of arrays whose first axis is split over all devices that hold different ids."""
+        return PartitionSpec(self.batch)
+
+
+def on_each_device(
+    placement: Placement,
+    fun: Callable[..., Any],
+    in_specs: Any,
+    out_specs: Any,
+    whole_rows: bool = True,
+) -> Callable[..., Any]:
+    """``jax.shard_map`` on the mesh of a table.
+
+    ``whole_rows``: whether ``fun`` gets whole rows also of a table whose columns are split
+    over devices, or may be; that is then left to XLA.
+    """
+    names = placement.known if whole_rows else placement.mesh.axis_names
+
+    def run(*args: Any) -> Any:
+        args = on_one_mesh(args)
+        if not names:
+            return fun(*args)
+        around = jax.sharding.get_abstract_mesh()
+        mapped = jax.shard_map(
+            fun,
+            mesh=placement.mesh if around.empty else around,
+            in_specs=in_specs,
+            out_specs=out_specs,
+            axis_names=set(names),
+            check_vma=False,
+        )
+        return mapped(*args)
+
+    return run
+
+
+def placement_at_hand(x: Any) -> Placement | None:
+    """Where the rows of an array stand, as its type or the array itself tells."""
+    mesh = mesh_of(jax.typeof(x))
+    if mesh is None or mesh.size == 1:
+        return None
+    known = isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer)
+    sharding = x.sharding if known else jax.typeof(x).sharding
+    if not (known or mesh.are_all_axes_explicit):
+        return None
+    if not isinstance(sharding, NamedSharding):
+        return None
+    rows, *columns = split_along(sharding.spec, x.ndim)
+    placement = Placement(mesh, rows, tuple(columns))
+    return placement if placement.batch and not x.shape[0] % placement.shards else None
