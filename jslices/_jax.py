@@ -8,7 +8,7 @@ Tested on jax 0.10.2 and 0.12. What moved so far: sub-programs are ``ClosedJaxpr
 
 import itertools
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import CodeType
 from typing import Any
 
@@ -114,11 +114,6 @@ def is_staged() -> bool:
 def constants(program: Program) -> Sequence[Any]:
     """The values of ``program.constvars``; None for each that is not known."""
     return getattr(program, "consts", None) or [None] * len(program.constvars)
-
-
-def read(atom: Any, values: Mapping[Any, Any]) -> Any:
-    """What a variable stands for, or a literal says."""
-    return atom.val if isinstance(atom, Literal) else values[atom]
 
 
 def shape_of(atom: Any) -> tuple[int, ...]:

@@ -63,11 +63,12 @@ class Scope:
       program: the program.
       output_needs_grad: for each output whether a gradient comes in there. None comes
         through an auxiliary output, say, and then nothing that only leads to it matters.
-        Empty for walks that do not ask.
+        None at all does for walks that do not ask.
     """
 
     def __init__(self, program: _jax.Program, output_needs_grad: Sequence[bool]) -> None:
-        self.program, self._output_needs_grad = program, output_needs_grad
+        self.program = program
+        self._output_needs_grad = output_needs_grad or [False] * len(program.outvars)
 
     def live_equations(self) -> list[_jax.Equation]:
         """The equations that an output or a side effect depends on, in order."""
@@ -103,8 +104,6 @@ class Scope:
 
     def outputs_need_grad(self, eqn: _jax.Equation) -> list[bool]:
         """For each output of an equation whether a gradient comes in there."""
-        if not self._output_needs_grad:
-            return []
         return [v in self.grad_vars for v in eqn.outvars]
 
     @functools.cached_property

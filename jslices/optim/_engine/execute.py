@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,6 +12,7 @@ from jax import lax
 from jax.tree_util import Partial
 
 from jslices import _jax
+from jslices._grad.walk import evaluate
 from jslices._place.boundary import platform_at_hand, row_major_array
 from jslices._rows.bounds import canonical_indices, empty_index, set_rows, take_rows
 from jslices._rows.select import leading, where_rows
@@ -302,32 +304,28 @@ def _keeping_unnamed(
     """
     operands = [derivable(named, x) for x in (sums, *arrays)]
     program = jax.make_jaxpr(kernel)(*operands)
-    update, *new = program.jaxpr.outvars
-    computed = {id(var) for eqn in program.jaxpr.eqns for var in eqn.outvars}
-    early = {
-        id(var): old
-        for var, old in zip(new, arrays[num_read:], strict=True)
-        if id(var) in computed and sum(other is var for other in new) == 1
-    }
-    values: dict[Any, Any] = dict(zip(program.jaxpr.constvars, program.consts, strict=True))
-    values.update(zip(program.jaxpr.invars, operands, strict=True))
-    kept: dict[int, jax.Array] = {}
-    for eqn in program.jaxpr.eqns:
-        outputs = _jax.bind(eqn, [_jax.read(atom, values) for atom in eqn.invars])
-        for var, x in zip(eqn.outvars, outputs, strict=True):
-            old = early.get(id(var))
-            if old is not None:
-                kept[id(var)] = where_rows(named, x, old.astype(x.dtype))
-                x = derivable(named, kept[id(var)])
-            values[var] = x
-    results = [
-        kept[id(var)] if id(var) in early else where_rows(named, x, old.astype(x.dtype))
-        for var, x, old in zip(
-            new, (_jax.read(var, values) for var in new), arrays[num_read:], strict=True
-        )
+    _, *new = program.jaxpr.outvars
+    olds = arrays[num_read:]
+    computed = {var for eqn in program.jaxpr.eqns for var in eqn.outvars}
+    early = [
+        not isinstance(var, _jax.Literal) and var in computed and new.count(var) == 1
+        for var in new
     ]
-    changed = _jax.read(update, values)
+    old_of = dict(itertools.compress(zip(new, olds, strict=True), early))
+    selected: dict[Any, jax.Array] = {}
+
+    def select(var: Any, x: jax.Array) -> jax.Array:
+        if var not in old_of:
+            return x
+        selected[var] = where_rows(named, x, old_of[var].astype(x.dtype))
+        return derivable(named, selected[var])
+
+    changed, *outputs = evaluate(program, operands, select)
+    results = [
+        selected[var] if is_early else where_rows(named, x, old.astype(x.dtype))
+        for is_early, var, x, old in zip(early, new, outputs, olds, strict=True)
+    ]
     return [
         where_rows(named, changed, jnp.zeros((), changed.dtype)),
-        *(x.astype(old.dtype) for x, old in zip(results, arrays[num_read:], strict=True)),
+        *(x.astype(old.dtype) for x, old in zip(results, olds, strict=True)),
     ]
