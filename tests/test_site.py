@@ -60,7 +60,7 @@ def shown():
 def public(module):
     """The names of a module that are its own: no imports, and no modules."""
     names = getattr(module, "__all__", None) or [n for n in vars(module) if n[0] != "_"]
-    return [n for n in names if not inspect.ismodule(vars(module)[n])]
+    return [n for n in names if not inspect.ismodule(getattr(module, n))]
 
 
 @pytest.mark.parametrize(
@@ -68,7 +68,7 @@ def public(module):
 )
 def test_every_public_name_has_a_place(module):
     for name in public(module):
-        thing = vars(module)[name]
+        thing = getattr(module, name)
         if name != "Schedule":  # an alias of a type
             assert any(thing is one for one in shown()), name
 

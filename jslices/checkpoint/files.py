@@ -1,7 +1,7 @@
-"""Files that appear whole or not at all, and the paths that make up one checkpoint.
+"""Files that appear whole or not at all, and the paths of the files of a checkpoint.
 
-A file is written under another name, flushed and renamed. While it is written it is locked
-by its process, so that what a killed process leaves behind is recognised and cleaned up.
+A file is written under a temporary name, flushed and renamed. While it is written it is
+locked by its process, so that the files of killed processes are recognised and cleaned up.
 """
 
 import contextlib
@@ -17,7 +17,7 @@ try:
 except ImportError:  # Windows: no locks, hence no cleaning up after killed processes
     fcntl = None  # type: ignore[assignment]
 
-#: A path as users give it.
+#: A path, as functions take it.
 Path = str | os.PathLike[str]
 
 _TEMPORARY = re.compile(r"\.(?P<name>.+)\.(?P<id>[0-9a-f]{24})\.tmp", re.DOTALL)
@@ -30,28 +30,28 @@ _SHARD = re.compile(
 
 
 def new_id() -> str:
-    """Identifies one save; of two ids the later one sorts last."""
+    """Make an id for one save; of two ids the later one sorts last."""
     return f"{time.time_ns():016x}{secrets.token_hex(4)}"
 
 
 def temporary_path(path: str, save_id: str) -> str:
-    """Where a file is written before it gets its name."""
+    """The path at which a file is written before it gets its name."""
     directory, name = os.path.split(path)
     return os.path.join(directory, f".{name}.{save_id}.tmp")
 
 
-def waiting_for(path: str) -> list[tuple[str, str]]:
-    """The temporary files that may get a path, and the ids of their saves; newest first."""
+def temporaries_of(path: str) -> list[tuple[str, str]]:
+    """List the temporary files of a path, and the ids of their saves; newest first."""
     directory, name = os.path.split(path)
     entries = map(_TEMPORARY.fullmatch, os.listdir(directory or "."))
-    found = [(e["id"], e.string) for e in entries if e and e["name"] == name]
-    return [(os.path.join(directory, entry), i) for i, entry in sorted(found)[::-1]]
+    ids = sorted((e["id"], e.string) for e in entries if e and e["name"] == name)
+    return [(os.path.join(directory, entry), save_id) for save_id, entry in ids[::-1]]
 
 
 def open_new(path: str) -> int:
-    """A descriptor of a new file, locked for as long as it is open."""
+    """Create a file, which is locked for as long as it is open."""
     flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0)
-    # Nobody cleans up between the two steps and finds a file without a lock.
+    # No process cleans up between the two steps and sees a file without a lock.
     with directory_lock(os.path.dirname(path), exclusive=False):
         descriptor = os.open(path, flags, 0o666)
         _try_lock(descriptor)
@@ -59,7 +59,7 @@ def open_new(path: str) -> int:
 
 
 def write_text(path: str, text: str) -> None:
-    """Replaces a small file."""
+    """Replace a small file."""
     temporary = temporary_path(path, new_id())
     descriptor = open_new(temporary)
     try:
@@ -74,7 +74,7 @@ def write_text(path: str, text: str) -> None:
 
 
 def write_and_flush(descriptor: int, text: str) -> None:
-    """Fills a new small file and flushes it to the disk."""
+    """Write a new small file and flush it to the disk."""
     data = text.encode("ascii")
     while data:
         data = data[os.write(descriptor, data) :]
@@ -82,14 +82,14 @@ def write_and_flush(descriptor: int, text: str) -> None:
 
 
 def shorten(path: str, text: str, suffix: str) -> None:
-    """Cuts a suffix off a small file if it can, and no other process has replaced it."""
+    """Cut a suffix off a small file, unless another process has replaced it."""
     with contextlib.suppress(OSError), open(path, "rb+") as file:
         if file.read() == (text + suffix).encode("ascii"):
             file.truncate(len(text))
 
 
 def sync_directory(directory: str) -> None:
-    """Makes the names in a directory survive a power failure."""
+    """Make the names in a directory survive a power failure."""
     if os.name == "posix":
         descriptor = os.open(directory or ".", os.O_RDONLY)
         try:
@@ -99,13 +99,13 @@ def sync_directory(directory: str) -> None:
 
 
 def remove(path: str) -> None:
-    """Deletes a file that may be gone already."""
+    """Delete a file that may be gone already."""
     with contextlib.suppress(FileNotFoundError):
         os.unlink(path)
 
 
 def remove_family(family: list[str]) -> None:
-    """Deletes the files of a checkpoint; the first one, by which it is found, goes last."""
+    """Delete the files of a checkpoint; the first one, which identifies it, goes last."""
     for path in reversed(family):
         remove(path)
 
@@ -115,7 +115,7 @@ def remove_family(family: list[str]) -> None:
 
 @contextlib.contextmanager
 def directory_lock(directory: str, exclusive: bool) -> Iterator[None]:
-    """Held while the files of a checkpoint get their names, or are being opened."""
+    """Lock a directory while files of a checkpoint get their names or are opened."""
     if fcntl is None:
         yield
         return
@@ -139,23 +139,23 @@ def _try_lock(descriptor: int) -> bool:
 
 
 def clean(directory: str, is_published: Callable[[str, str, str], bool]) -> None:
-    """Deletes what killed processes left behind. The directory must be locked.
+    """Delete the temporary files of killed processes. The directory must be locked.
 
-    What belongs to a save that has happened gets the name for which it waits.
+    Those of a completed save get their names instead.
 
     Args:
-      directory: where.
-      is_published: tells that, from a temporary file, the path for which it waits, and
-        the id of its save.
+      directory: the directory.
+      is_published: whether a save is complete, from the path of a temporary file, its
+        final path and the id of its save.
     """
     if fcntl is None:
         return
     for entry in os.listdir(directory or "."):
-        left = _TEMPORARY.fullmatch(entry)
+        temporary = _TEMPORARY.fullmatch(entry)
         path = os.path.join(directory, entry)
-        if left and _is_abandoned(path):
-            final = os.path.join(directory, left["name"])
-            if is_published(path, final, left["id"]):
+        if temporary and _is_abandoned(path):
+            final = os.path.join(directory, temporary["name"])
+            if is_published(path, final, temporary["id"]):
                 os.replace(path, final)
             else:
                 remove(path)
@@ -181,13 +181,13 @@ def shard_path(prefix: str, number: int, count: int) -> str:
 
 
 def first_shard(path: str) -> str | None:
-    """The path of shard 0 next to a shard; None for the path of anything else."""
+    """The path of shard 0 of the same checkpoint; None if this is not a shard's path."""
     shard = _SHARD.fullmatch(path)
     return shard and shard_path(shard["prefix"], 0, int(shard["count"]))
 
 
 def unsharded_in(directory: str) -> list[str]:
-    """The paths of the files in a directory that are neither temporary nor shards."""
+    """List the files in a directory that are neither temporary nor shards."""
     entries = [
         os.path.join(directory, entry)
         for entry in os.listdir(directory or ".")
@@ -197,8 +197,8 @@ def unsharded_in(directory: str) -> list[str]:
 
 
 def families(prefix: str) -> list[list[str]]:
-    """The sets of files that a path may mean: one file, or a number of shards."""
-    found = [[prefix]] if os.path.isfile(prefix) else []
+    """List the sets of files that a path may stand for: one file, or some shards."""
+    families = [[prefix]] if os.path.isfile(prefix) else []
     directory, name = os.path.split(prefix)
     try:
         entries = sorted(os.listdir(directory or "."))
@@ -210,8 +210,8 @@ def families(prefix: str) -> list[list[str]]:
         shard = _SHARD.fullmatch(entry)
         if shard and shard["prefix"] == name and int(shard["number"]) == 0:
             count = int(shard["count"])
-            found.append([shard_path(prefix, i, count) for i in range(count)])
-    return found
+            families.append([shard_path(prefix, i, count) for i in range(count)])
+    return families
 
 
 def checkpoint_exists(prefix: str) -> bool:
@@ -222,7 +222,7 @@ def checkpoint_exists(prefix: str) -> bool:
 def checkpoint_path(
     path: Path, step: int | None, latest_filename: str | None, pad: bool, sharded: bool
 ) -> str:
-    """The path of a new checkpoint, step included.
+    """The path of a new checkpoint, with its step.
 
     Raises:
       ValueError: if nothing can be saved there.

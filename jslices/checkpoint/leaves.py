@@ -345,46 +345,52 @@ def restore_like(name: str, spec: Spec, read: Read, template: Template) -> Any:
     Raises:
       InvalidArgumentError: if JAX cannot hold it as it was.
     """
+    is_number = spec.kind in _NUMBERS
 
     def array() -> np.ndarray:
         saved = read(None)
-        if spec.kind in _NUMBERS:  # NumPy refuses one that does not fit
+        if is_number:  # NumPy refuses one that does not fit
             saved = np.asarray(saved.item(), template.dtype)
         return saved.reshape(template.shape)
 
-    if isinstance(template, np.ndarray | np.generic):
+    if isinstance(template, np.ndarray | np.generic):  # some are numbers of Python, too
         return array()
     if isinstance(template, bool | int | float | complex):
         return type(template)(read(None).item())
     if isinstance(template, str | bytes):
         return restore(name, spec, read)
-    sharding: Any = getattr(template, "sharding", None)
-    is_alone = sharding is None or (
-        len(sharding.device_set) == 1 and sharding.is_fully_addressable
-    )
-    if isinstance(template, jax.Array) and is_alone:
-        sharding = sharding if getattr(template, "committed", False) else None
     shape = tuple(template.shape)
-    if spec.is_key:
-        keys = restore(name, spec, read).reshape(shape)
-        if is_alone:
-            return jax.device_put(keys, sharding)
-        return jax.make_array_from_callback(shape, sharding, keys.__getitem__)
-    if spec.kind not in _NUMBERS:
+    if not spec.is_key and not is_number:
         _check_width(name, spec)
-    if is_alone:
-        return jax.device_put(array(), sharding)
-    if shape != spec.shape or spec.kind in _NUMBERS:
-        return jax.make_array_from_callback(shape, sharding, array().__getitem__)
+    sharding: Any = getattr(template, "sharding", None)
+    if sharding is None or (
+        len(sharding.device_set) == 1 and sharding.is_fully_addressable
+    ):
+        is_free = isinstance(template, jax.Array) and not getattr(
+            template, "committed", False
+        )
+        value = restore(name, spec, read).reshape(shape) if spec.is_key else array()
+        return jax.device_put(value, None if is_free else sharding)
+    if spec.is_key:
+        box = restore(name, spec, read).reshape(shape).__getitem__
+    elif shape != spec.shape or is_number:
+        box = array().__getitem__
+    else:
+        box = _reading_once(read)
+    return jax.make_array_from_callback(shape, sharding, box)
+
+
+def _reading_once(read: Read) -> Read:
+    """Read each box of a replicated array once."""
     boxes: dict[str, np.ndarray] = {}
 
     def box(index: Index | None) -> np.ndarray:
-        key = str(index)  # what is replicated is read once
+        key = str(index)
         if key not in boxes:
             boxes[key] = read(index)
         return boxes[key]
 
-    return jax.make_array_from_callback(shape, sharding, box)
+    return box
 
 
 def _check_width(name: str, spec: Spec) -> None:

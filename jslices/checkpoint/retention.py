@@ -1,4 +1,4 @@
-"""Which checkpoints are kept, as TensorFlow's Saver decides it."""
+"""The checkpoints that are retained, by the rules of TensorFlow's Saver."""
 
 import contextlib
 import logging
@@ -14,9 +14,9 @@ _log = logging.getLogger("jslices.checkpoint")
 
 
 class Retention:
-    """The last checkpoints in the order in which they were saved.
+    """The last checkpoints in the order of their saves.
 
-    What a delta builds on is kept for as long as the delta is.
+    The base of a delta is retained for as long as the delta is.
     """
 
     def __init__(self, max_to_keep: int | None, every_n_hours: float) -> None:
@@ -24,9 +24,9 @@ class Retention:
         self.every_n_hours = every_n_hours
         self._next_keep_time = time.time() + every_n_hours * 3600
         self._last: list[tuple[str, float]] = []  # path, and when it was saved
-        self._kept_for_good: list[str] = []
-        self._doomed: list[str] = []  # kept no longer, unless a delta needs it
-        self._ids: dict[str, str | None] = {}  # of the save that a path held when noted
+        self._permanent: list[str] = []
+        self._doomed: list[str] = []  # to be deleted, unless a delta needs it
+        self._ids: dict[str, str | None] = {}  # the save of each path when it was noted
 
     @property
     def paths(self) -> list[str]:
@@ -34,8 +34,8 @@ class Retention:
         return [path for path, _ in self._last]
 
     def record(self, path: str) -> None:
-        """Puts a path at the end of the list; the first may have to go."""
-        self._keep_again(path)
+        """Append a path to the list; the first of it may have to go."""
+        self._spare(path)
         if not self.max_to_keep:
             return
         self._last = [entry for entry in self._last if entry[0] != path]
@@ -45,45 +45,45 @@ class Retention:
         oldest, saved_at = self._last.pop(0)
         if saved_at > self._next_keep_time:
             self._next_keep_time += self.every_n_hours * 3600
-            self._kept_for_good.append(oldest)
+            self._permanent.append(oldest)
         elif saved_at < math.inf:
             self._doomed.append(oldest)
 
     def keep(self, path: str) -> None:
-        """Keeps a path for good, unless its turn will come as it is in the list."""
-        self._keep_again(path)
-        if path not in [*self.paths, *self._kept_for_good]:
-            self._kept_for_good.append(path)
+        """Retain a path permanently, unless it is in the list."""
+        self._spare(path)
+        if path not in [*self.paths, *self._permanent]:
+            self._permanent.append(path)
 
-    def _keep_again(self, path: str) -> None:
+    def _spare(self, path: str) -> None:
         self._doomed = [other for other in self._doomed if other != path]
 
     def note(self, path: str, save_id: str | None) -> None:
-        """Notes which save wrote what is at a path, if that will be deleted one day."""
+        """Remember the save of a path that may be deleted one day."""
         if path in [*self.paths, *self._doomed]:
             self._ids[path] = save_id
 
     def replace(self, paths: Iterable[str]) -> None:
-        """Takes over a list; its entries will not be deleted."""
+        """Take over a list; its entries will not be deleted."""
         self._last = [(path, math.inf) for path in paths]
 
     def recover(self, paths: Iterable[str]) -> None:
-        """Takes over those checkpoints that exist, with the times of their files."""
+        """Take over those checkpoints that exist, with the times of their files."""
         self._last = []
         for path in paths:
-            found = files.families(path)
-            if found:
-                self._last.append((path, os.path.getmtime(found[0][0])))
-                self.note(path, saved_id(found[0][0]))
+            families = files.families(path)
+            if families:
+                self._last.append((path, os.path.getmtime(families[0][0])))
+                self.note(path, saved_id(families[0][0]))
 
     def needed_bases(self) -> set[str]:
-        """The absolute paths of what the kept deltas build on, however indirectly."""
-        return _bases([*self.paths, *self._kept_for_good])
+        """The absolute paths of all checkpoints on which the retained deltas build."""
+        return _bases([*self.paths, *self._permanent])
 
-    # --- what is kept no longer -------------------------------------------------------
+    # --- deletion ---------------------------------------------------------------------
 
     def doomed_in(self, directory: str) -> dict[str, str]:
-        """The names of what waits for deletion in a directory, and the ids of the saves."""
+        """The names of checkpoints to be deleted in a directory, and their saves' ids."""
         ids = {path: self._ids.get(path) for path in self._doomed}
         here = os.path.abspath(directory)
         return {
@@ -93,18 +93,18 @@ class Retention:
         }
 
     def take_over_doomed(self, directory: str, doomed: Mapping[str, str]) -> None:
-        """Takes over what waits for deletion since an earlier run."""
-        known = {os.path.abspath(path) for path in [*self.paths, *self._kept_for_good]}
+        """Take over checkpoints that an earlier run was to delete."""
+        retained = {os.path.abspath(path) for path in [*self.paths, *self._permanent]}
         for name, save_id in doomed.items():
             path = os.path.join(directory, name)
-            if os.path.abspath(path) not in known and path not in self._doomed:
+            if os.path.abspath(path) not in retained and path not in self._doomed:
                 self._doomed.append(path)
                 self.note(path, save_id)
 
     def delete_old(self) -> None:
-        """Deletes what is kept no longer; call it once the state file does not name it.
+        """Delete old checkpoints; call it once the state file does not name them.
 
-        What cannot be deleted goes on waiting, which is logged.
+        Those that cannot be deleted now are logged, and deleted later.
         """
         for directory in {os.path.dirname(path) for path in self._doomed}:
             with (
@@ -119,14 +119,14 @@ class Retention:
                             self._delete(path)
 
     def leave_old(self) -> None:
-        """Leaves to another process what is kept no longer."""
+        """Leave the deletion of old checkpoints to another process."""
         self._doomed.clear()
 
     def _delete(self, path: str) -> None:
-        found, known = files.families(path), self._ids.get(path)
-        # It may be no checkpoint, or what another process has saved since.
-        if found and known is not None and known == saved_id(found[0][0]):
-            for family in found:
+        families, save_id = files.families(path), self._ids.get(path)
+        # It may not be a checkpoint, or be one that another process has saved since.
+        if families and save_id is not None and save_id == saved_id(families[0][0]):
+            for family in families:
                 files.remove_family(family)
         self._doomed.remove(path)
         self._ids.pop(path, None)
@@ -134,7 +134,7 @@ class Retention:
 
 @contextlib.contextmanager
 def _logged(what: str, path: str) -> Iterator[None]:
-    """Logs what keeps something from being deleted."""
+    """Log an error that keeps a checkpoint from being deleted."""
     try:
         yield
     except OSError as error:
@@ -142,11 +142,11 @@ def _logged(what: str, path: str) -> Iterator[None]:
 
 
 def _bases(paths: Iterable[str]) -> set[str]:
-    """The absolute paths of what checkpoints build on, however indirectly."""
-    found: set[str] = set()
+    """The absolute paths of all checkpoints on which some build."""
+    bases: set[str] = set()
     for path in paths:
         base = base_of(path)
-        while base is not None and os.path.abspath(base) not in found:
-            found.add(os.path.abspath(base))
+        while base is not None and os.path.abspath(base) not in bases:
+            bases.add(os.path.abspath(base))
             base = base_of(base)
-    return found
+    return bases

@@ -58,7 +58,7 @@ class SaverDef:
     keep_checkpoint_every_n_hours: float = 10000.0
 
 
-#: What to do instead of giving an argument that only TensorFlow's Saver has.
+#: Advice for arguments that only TensorFlow's Saver has.
 _INSTEAD = {
     "builder": "arrays are written as they lie on the devices: sharded=True",
     "defer_build": "there is no graph to build, so leave it out",
@@ -74,8 +74,8 @@ class Saver:
     ``path-00000-of-00004`` and so on. Every tensor and the header carry a checksum. A file
     is written under another name, flushed to the disk, and renamed, the state file
     together with the checkpoint: whatever happens in between, the last checkpoint can be
-    restored and the state file names it. What a file tells about itself is checked when it
-    is opened.
+    restored and the state file names it. The description in a file is checked when the
+    file is opened.
 
     For variables that are spread over several processes all of them call :meth:`save` and
     :meth:`restore`, with one path in a directory that they share. What a process has on its
@@ -86,18 +86,18 @@ class Saver:
     Keys that contain slashes are names already: ``{"params/table": ...}``.
 
     Args:
-      var_list: the names of what is saved and restored, a name standing for everything
-        below it too; or a dict ``{name in the checkpoint: name in the variables}``; None
-        for everything. A handle, and ``"v:0"``, stand for the name ``"v"``.
+      var_list: the names of the variables to save and restore, where a name includes all
+        variables below it; or a dict ``{name in the checkpoint: name in the variables}``;
+        None for all. A handle, and ``"v:0"``, stand for the name ``"v"``.
       reshape: allows :meth:`restore` to give an array another shape of as many elements.
       sharded: writes one file for each shard of the variables, straight from its device.
         Without it there is one file, into which a sharded array is written by blocks of
         rows. Neither gathers a table. Variables that are spread over several processes
         are always written so, each process writing what its devices hold.
-      max_to_keep: the number of checkpoints that are kept; the oldest is deleted first.
-        None or 0 keeps all, and then ``last_checkpoints`` stays empty. What waits for its
-        deletion is named in comments of the state file and goes with a later save, also in
-        another process.
+      max_to_keep: the number of checkpoints to keep; the oldest is deleted first. None or
+        0 keeps all, and then ``last_checkpoints`` stays empty. Checkpoints that cannot be
+        deleted yet are named in comments of the state file and deleted with a later save,
+        also by another process.
       keep_checkpoint_every_n_hours: of those that would be deleted, one is kept for every
         period of this length, counted from now.
       name: changes nothing: there is no graph, in which it would name operations.
@@ -157,7 +157,7 @@ class Saver:
         self._allow_empty, self._pad = allow_empty, pad_step_number
         self._save_relative_paths = save_relative_paths
         self._retention = Retention(max_to_keep, keep_checkpoint_every_n_hours)
-        #: Path and id of what was saved or restored last, on which a delta builds.
+        #: Path and id of the last save or restore, on which a delta builds.
         self._previous: tuple[str, str] | None = None
 
     def as_saver_def(self) -> SaverDef:
@@ -178,11 +178,11 @@ class Saver:
         latest_filename: str | None = None,
         write_state: bool = True,
     ) -> str:
-        """Saves variables, notes that in the state file, and deletes old checkpoints.
+        """Saves variables, updates the state file, and deletes old checkpoints.
 
         Args:
           variables: a pytree of arrays of any dtype, numbers, strings and random keys.
-          path: where; its directory must exist.
+          path: the path of the checkpoint; its directory must exist.
           global_step: an integer, or the name of a variable that holds one, to be
             appended: ``path-7``.
           latest_filename: the name of the state file; None means ``"checkpoint"``.
@@ -213,8 +213,8 @@ class Saver:
             if files.checkpoint_exists(prefix):
                 if os.path.abspath(prefix) in self._retention.needed_bases():
                     raise InvalidArgumentError(
-                        f"{prefix} is what saved deltas build on, so it cannot be "
-                        "overwritten; give another path or global_step"
+                        f"saved deltas build on {prefix}, so it cannot be overwritten; "
+                        "give another path or global_step"
                     )
         check_equal(leaves, processes)
         parts = in_shards(leaves, processes) if sharded else in_one_file(leaves)
@@ -234,20 +234,20 @@ class Saver:
     ) -> str:
         """Saves only those rows of tables that changed since the last checkpoint.
 
-        A delta builds on what this Saver saved or restored last, a full checkpoint or
-        another delta, which must be in the same directory. To restore it is to restore
-        that first and then to replay the rows. What a delta builds on is kept for as long
-        as the delta is there. Two processes that save deltas need paths of their own.
+        A delta builds on the checkpoint that this Saver saved or restored last, a full one
+        or another delta, which must be in the same directory. To restore the delta is to
+        restore that base first and then to replay the rows. A base is kept for as long as
+        its deltas are. Two processes that save deltas need paths of their own.
 
         Args:
           variables: as for :meth:`save`.
-          path: where; not the path of the checkpoint that it builds on.
+          path: the path of the delta, other than that of its base.
           global_step: as for :meth:`save`.
           touched: ids of the rows that changed since then. A dict whose keys are names of
             tables or patterns (``{"*/table": ids}``), or a tree like ``variables`` with
             None for the others. Ids are integers (duplicates, and those out of range, are
             ignored), a mask ``[V]`` of bools, or IndexedSlices. Variables that are not
-            mentioned are saved whole. None compares everything with what was saved.
+            mentioned are saved whole. None compares all variables with the base.
           latest_filename: as for :meth:`save`.
           write_state: as for :meth:`save`.
 
@@ -255,13 +255,12 @@ class Saver:
           The path of the delta, for :meth:`restore`.
 
         Raises:
-          ValueError: if there is nothing to build on, and as :meth:`save`.
-          NotFoundError: if that is gone, or ``touched`` names an unknown variable.
-          DataLossError: if that is damaged or has been overwritten.
+          ValueError: if there is no base, and as :meth:`save`.
+          NotFoundError: if the base is gone, or ``touched`` names an unknown variable.
+          DataLossError: if the base is damaged or has been overwritten.
 
         Cost: reads and writes the touched rows, and the variables that are saved whole;
-        with ``touched=None`` reads everything, and what it builds on. A delta is always
-        one file.
+        with ``touched=None`` reads everything, and the base. A delta is always one file.
         """
         variables = without_handles(variables)
         if processes_of(variables).count > 1:
@@ -357,15 +356,15 @@ class Saver:
         """Reads a checkpoint, checking every tensor it reads.
 
         Args:
-          path: what :meth:`save` returned, or ``latest_checkpoint(directory)``. Also any
-            safetensors file.
-          variables: a pytree of what is wanted: only its variables are read, each as
-            what it is there (a JAX or NumPy array, a number), onto its sharding. A
-            ``jax.ShapeDtypeStruct``, with its ``sharding=``, will do. None: everything, as
-            it was saved; nodes other than dicts, lists, tuples and IndexedSlices come back
-            as dicts.
-          rows: ``{name or pattern: slice(start, stop)}``, the rows that are wanted of a
-            table ``[V, *D]`` (``{"*/table": ...}``: of its state arrays as well). It comes
+          path: a path that :meth:`save` or ``latest_checkpoint(directory)`` returned, or
+            that of any safetensors file.
+          variables: a pytree to restore into: only its variables are read, each as the
+            kind of leaf that it is there (a JAX or NumPy array, a number), onto its
+            sharding. A ``jax.ShapeDtypeStruct``, with its ``sharding=``, will do. None
+            restores all, as it was saved; nodes other than dicts, lists, tuples and
+            IndexedSlices come back as dicts.
+          rows: ``{name or pattern: slice(start, stop)}``, ranges of the rows of tables
+            ``[V, *D]`` (``{"*/table": ...}``: of its state arrays as well). A table comes
             back as ``[stop - start, *D]``, the shape that it must have in ``variables``.
             Other variables are restored whole.
 
@@ -375,7 +374,7 @@ class Saver:
 
         Raises:
           ValueError: if there is no checkpoint at ``path``.
-          NotFoundError: if variables, a shard, or what a delta builds on, are missing.
+          NotFoundError: if variables, a shard, or the base of a delta are missing.
           InvalidArgumentError: if shapes or dtypes differ, or a range of rows is not
             within the table.
           DataLossError: if a file is damaged, or is not what a Saver writes.
@@ -467,11 +466,11 @@ class Saver:
         leaves = [restored.get(n, x) for n, x in zip(names, templates, strict=True)]
         return jax.tree.unflatten(structure, leaves)
 
-    # --- the checkpoints that are kept ------------------------------------------------
+    # --- retained checkpoints ---------------------------------------------------------
 
     @property
     def last_checkpoints(self) -> list[str]:
-        """The paths of the checkpoints that are kept, the oldest first; a new list."""
+        """The paths of the retained checkpoints, the oldest first; a new list."""
         return self._retention.paths
 
     def set_last_checkpoints(self, last_checkpoints: list[str]) -> None:

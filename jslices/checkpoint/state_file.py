@@ -1,4 +1,4 @@
-"""TensorFlow's ``checkpoint`` file: which checkpoint of a directory is the newest."""
+"""TensorFlow's state file ``checkpoint``, which names the checkpoints of a directory."""
 
 import contextlib
 import dataclasses
@@ -20,11 +20,11 @@ _TIMES, _PRESERVED = "all_model_checkpoint_timestamps", "last_preserved_timestam
 
 @dataclasses.dataclass(frozen=True)
 class CheckpointState:
-    """What a state file says.
+    """The contents of a state file.
 
     Attributes:
       model_checkpoint_path: the newest checkpoint.
-      all_model_checkpoint_paths: those that are kept, the oldest first.
+      all_model_checkpoint_paths: all retained checkpoints, the oldest first.
       all_model_checkpoint_timestamps: when each was saved, in seconds since 1970; empty
         unless TensorFlow's ``CheckpointManager`` wrote the file.
       last_preserved_timestamp: as that class uses it; None if the file does not have it.
@@ -39,7 +39,7 @@ class CheckpointState:
 def get_checkpoint_state(
     checkpoint_dir: Path, latest_filename: str | None = None
 ) -> CheckpointState | None:
-    """What the state file of a directory says, written by this package or TensorFlow.
+    """Read the state file of a directory, written by this package or TensorFlow.
 
     Args:
       checkpoint_dir: the directory.
@@ -86,7 +86,7 @@ def get_checkpoint_state(
 def latest_checkpoint(
     checkpoint_dir: Path, latest_filename: str | None = None
 ) -> str | None:
-    """The newest checkpoint of a directory, to be given to ``Saver.restore``.
+    """Return the newest checkpoint of a directory, for ``Saver.restore``.
 
     Args:
       checkpoint_dir: the directory.
@@ -131,17 +131,17 @@ def update_checkpoint_state(
     all_model_checkpoint_timestamps: Sequence[float] | None = None,
     last_preserved_timestamp: float | None = None,
 ) -> None:
-    """Writes the state file of a directory, all of it or nothing.
+    """Write the state file of a directory, all of it or nothing.
 
     Args:
       save_dir: the directory. When it is relative, relative paths are rewritten to be
         relative to it.
       model_checkpoint_path: the newest checkpoint.
-      all_model_checkpoint_paths: those that are kept, the oldest first. The newest is
-        appended to them unless it is the last.
+      all_model_checkpoint_paths: all retained checkpoints, the oldest first. The newest
+        is appended to them unless it is the last.
       latest_filename: the name of the state file; None means ``"checkpoint"``.
       all_model_checkpoint_timestamps: seconds since 1970, one for each path.
-      last_preserved_timestamp: kept in the file as it is.
+      last_preserved_timestamp: written as it is.
 
     Raises:
       RuntimeError: if the checkpoint's path is that of the state file.
@@ -181,7 +181,7 @@ def new_state(
     all_model_checkpoint_timestamps: Sequence[float] | None = None,
     last_preserved_timestamp: float | None = None,
 ) -> tuple[str, str]:
-    """The path and the text of what :func:`update_checkpoint_state` writes."""
+    """The path and the text of the file that :func:`update_checkpoint_state` writes."""
     directory = os.fspath(save_dir)
     newest = os.fspath(model_checkpoint_path)
     paths = [os.fspath(path) for path in all_model_checkpoint_paths or ()]
@@ -208,9 +208,9 @@ def new_state(
 
 
 def _contents(filename: str) -> bytes:
-    """What a state file holds, or what a killed save was about to put there."""
+    """Read a state file, or the newer one that a killed save was about to put there."""
     with files.directory_lock(os.path.dirname(filename), exclusive=False):
-        for temporary, save_id in files.waiting_for(filename):
+        for temporary, save_id in files.temporaries_of(filename):
             if is_published(temporary, filename, save_id):
                 filename = temporary
                 break
@@ -218,20 +218,20 @@ def _contents(filename: str) -> bytes:
             return file.read()
 
 
-# --- what waits for deletion ----------------------------------------------------------
+# --- checkpoints to be deleted --------------------------------------------------------
 
-# It is noted in comments at the end of a state file, which TensorFlow skips.
+# They are named in comments at the end of a state file, which TensorFlow skips.
 _DOOMED, _SAVED_AS = "to_be_deleted", "saved_as"
 
 
 def doomed_text(doomed: Mapping[str, str]) -> str:
-    """Comments that name checkpoints in the directory, and the ids of their saves."""
+    """Comments that name checkpoints to be deleted, and the ids of their saves."""
     notes = (dump_text([(_DOOMED, n), (_SAVED_AS, i)]) for n, i in doomed.items())
     return "".join(f"# {' '.join(note.splitlines())}\n" for note in notes)
 
 
 def doomed_in(checkpoint_dir: str, latest_filename: str | None) -> dict[str, str]:
-    """What :func:`doomed_text` wrote at the end of a state file."""
+    """Read what :func:`doomed_text` wrote at the end of a state file."""
     doomed = {}
     with contextlib.suppress(OSError):
         for line in _contents(_state_path(checkpoint_dir, latest_filename)).splitlines():

@@ -20,7 +20,7 @@ _ESCAPED = {ord(k): v for k, v in zip("\n\r\t\"'\\", "nrt\"'\\", strict=True)}
 
 
 def parse_text(text: bytes) -> list[tuple[str, str | float]]:
-    """The fields of a flat message, in order.
+    """Parse the fields of a flat message, in order.
 
     Raises:
       ValueError: if this is not the text of one.
@@ -54,7 +54,7 @@ def _unescaped(match: re.Match[bytes]) -> bytes:
 
 
 def dump_text(fields: Iterable[tuple[str, str | float]]) -> str:
-    """``name: value`` lines. Bytes beyond ASCII are octal, as TensorFlow writes them."""
+    """Write ``name: value`` lines, bytes beyond ASCII in octal as TensorFlow does."""
     return "".join(f"{name}: {_text(value)}\n" for name, value in fields)
 
 
