@@ -107,12 +107,38 @@ def test_parameters_that_are_not_needed_may_have_any_structure():
 
 
 def test_the_plan_of_each_gradient():
-    grads = {"table": js.IndexedSlices(jnp.ones((1, D)), ONE, (V, D)), "w": 1.0, "b": None}
+    grads = {
+        "table": js.IndexedSlices(jnp.ones((1, D)), ONE, (V, D)),
+        "w": jnp.ones(()),
+        "b": None,
+    }
     params = {"table": TABLE, "w": jnp.ones(()), "b": TABLE}
-    plans = js.optim.chain(js.optim.clip(1.0), js.adam(0.1)).plan(grads, params)
-    assert (plans["table"].way, plans["w"], plans["b"]) == ("together", None, None)
-    assert "1 entries are stepped all together" in str(plans["table"])
-    assert js.from_optax(optax.adam(0.1)).plan(grads, params)["table"] is None  # not told
+    adam = js.adam(0.1)
+    labels = {"table": "rows", "w": "rest", "b": "rest"}
+    for tx in (
+        adam,
+        js.optim.chain(js.optim.clip(1.0), adam),
+        js.optim.chain(adam, js.optim.scale(0.5)),
+        js.optim.partition({"rows": adam, "rest": optax.sgd(0.1)}, labels),
+        js.optim.masked(adam, True),
+        js.optim.multi_steps(adam, 1, grads),
+        js.optim.freeze_rows(adam, {"table": lambda rows: rows < 2, "w": None, "b": None}),
+        js.optim.with_state_dtype(adam, "float32"),
+        js.from_optax(optax.adam(0.1)),
+        js.optim.freeze_rows(
+            js.optim.multi_steps(js.optim.masked(adam, True), 1, grads), None
+        ),
+    ):
+        plans = tx.plan(grads, params)
+        assert (plans["table"].way, plans["w"], plans["b"]) == ("together", None, None)
+        assert "1 entries are stepped all together" in str(plans["table"])
+
+
+def test_the_plan_of_several_gradients():
+    """That of the step, which the rows of all of them take."""
+    rows = js.IndexedSlices(jnp.ones((2, D)), jnp.array([1, 2]), (V, D))
+    tx = js.optim.multi_steps(js.adam(0.1), 3, rows)
+    assert tx.plan(rows, TABLE).entries == min(6, V)
 
 
 def test_the_plan_of_factors_is_that_of_their_summed_rows():

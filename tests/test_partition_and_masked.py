@@ -239,3 +239,17 @@ def test_label_functions_of_optax_die_on_slices_and_ours_do_not():
     tx = optax.partition(INNER, FORMS["function"])
     with pytest.raises(ValueError, match="different types at key path"):
         tx.update(grad(PARAMS, IDS[0]), tx.init(PARAMS), PARAMS)
+
+
+def test_the_step_inside_is_explained():
+    def loss(params, ids):
+        return (params["table"][ids] @ params["w"]).sum()
+
+    params = {"table": jnp.ones((9, 2)), "w": jnp.ones(2)}
+    tx = js.optim.partition(
+        {"rows": js.adam(0.1), "rest": optax.sgd(0.1)},
+        {"table": "rows", "w": "rest"},
+    )
+    for each in (tx, js.optim.masked(js.adam(0.1), {"table": True, "w": False})):
+        report = js.explain(loss, optimizer=each)(params, jnp.array([1, 2]))
+        assert "2 entries are stepped" in str(report)

@@ -1,15 +1,12 @@
 """The protocol of an optimizer, which is Optax's, and adding updates to parameters."""
 
-import sys
 import zlib
 from collections.abc import Callable, Iterator
-from types import FrameType
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from jslices._densify import warn_dense
 from jslices._place.boundary import row_major_array, running_with_auto_axes, shardings_of
 from jslices._rows.bounds import canonical_indices
 from jslices._rows.rounding import (
@@ -370,27 +367,3 @@ def _misfit(path: Any, update: Any, param: Any) -> ValueError:
         f"cannot add {update} to a parameter of shape {jnp.shape(param)}{place}; the "
         "shapes must be equal"
     )
-
-
-#: ``optax.MultiSteps`` adds each gradient to a dense array before it calls the optimizer.
-#: With IndexedSlices that ends in an error at the first step; ``init`` is called earlier.
-IN_MULTI_STEPS = (
-    "optax.MultiSteps adds gradients to dense arrays as large as the parameters: JAX will "
-    "refuse IndexedSlices there ('different types at key path'). To accumulate rows, type "
-    "jslices.optim.multi_steps(tx, k, jax.eval_shape(jslices.grad(loss), params, batch)), "
-    "or jslices.accumulate_gradients for micro-batches that are there together. If every "
-    "gradient is dense, nothing has to change"
-)
-
-
-def warn_in_multi_steps() -> None:
-    """Warns once for each line of the user's that is in ``optax.MultiSteps.init``."""
-    steps = getattr(sys.modules.get("optax"), "MultiSteps", None)
-    code = getattr(getattr(steps, "init", None), "__code__", None)
-    if code is None:  # no Optax, or one that is of another make
-        return
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if frame.f_code is code:
-            return warn_dense(IN_MULTI_STEPS)
-        frame = frame.f_back

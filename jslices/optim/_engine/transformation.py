@@ -31,7 +31,6 @@ from jslices.optim._engine.protocol import (
     GradientTransformation,
     is_leaf,
     shardings_of_update,
-    warn_in_multi_steps,
 )
 from jslices.optim._engine.rule import Kernel, Rule
 from jslices.optim._exact import catch_up as exact
@@ -74,7 +73,6 @@ def transformation(
         return [r if isinstance(r, Rule) else rule for r in rules]
 
     def init(params: Any) -> Any:
-        warn_in_multi_steps()
         leaves, tree = flatten(params)
         rules = rules_for(params, tree)
         for place, p in zip(places(tree), leaves, strict=True):

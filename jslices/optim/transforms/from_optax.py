@@ -1,24 +1,30 @@
 """Any Optax transformation, run on the touched rows only."""
 
-from collections.abc import Callable, Iterator, Sequence
+import operator
+import sys
+import types
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.tree_util import PyTreeDef
+from jax.typing import DTypeLike
 
 from jslices._jax import flatten, is_symbolic
 from jslices._place.boundary import placed_as, row_major_array, running_with_auto_axes
-from jslices._rows.bounds import set_rows
+from jslices._rows.bounds import room_for_distinct, set_rows
 from jslices._rows.select import where_rows
 from jslices._slices import IndexedSlices, deduplicated, is_slices
+from jslices._typing import Gradients, Leaf, Params, PyTree, State
 from jslices.optim._engine.checks import check_structure, checked_gradient, places
 from jslices.optim._engine.execute import derivable, read_rows
+from jslices.optim._engine.plan import Plan
 from jslices.optim._engine.protocol import (
     GradientTransformation,
     is_leaf,
     shardings_of_update,
-    warn_in_multi_steps,
 )
 
 
@@ -67,19 +73,40 @@ def from_optax(tx: Any) -> GradientTransformation:
         raise TypeError(
             f"from_optax wants an Optax transformation (with init and update), got {tx!r}"
         )
-
-    tried: set[Any] = set()
+    lifted = _Lifted(tx)
 
     def update(
-        grads: Any, state: Any, params: Any = None, **extra_args: Any
-    ) -> tuple[Any, Any]:
+        grads: Gradients, state: State, params: Params = None, **extra_args: PyTree
+    ) -> tuple[Gradients, State]:
+        run = running_with_auto_axes(lifted.update, shardings_of_update)
+        result: tuple[Gradients, State] = run(grads, state, params, extra_args)
+        return result
+
+    return GradientTransformation(lifted.init, update, plan=lifted.plan)
+
+
+class _Lifted:
+    """A transformation of Optax, run on the rows that have a gradient."""
+
+    def __init__(self, tx: Any) -> None:
+        self.tx = tx
+        self.tried: set[Hashable] = set()  #: kinds of gradients that it was tried on
+
+    def init(self, params: Params) -> State:
+        leaves, tree = flatten(params)
+        return _Rows(tree, leaves, ()).placed(self.tx.init(params))
+
+    def update(
+        self, grads: Gradients, state: State, params: Params, extra_args: dict[str, PyTree]
+    ) -> tuple[Gradients, State]:
+        """A step, once it is clear that it may be taken."""
         if params is None:
             raise ValueError(
                 "from_optax needs the parameters, to know which part of the state mirrors "
                 "them: tx.update(grads, state, params)"
             )
-        wanted = jax.tree.structure(jax.eval_shape(tx.init, params))
-        check_structure("from_optax", state, wanted)
+        structure = jax.tree.structure(jax.eval_shape(self.tx.init, params))
+        check_structure("from_optax", state, structure)
         _refuse_accumulation(state)
         leaves, tree = flatten(grads, is_leaf=is_leaf)
         arrays = tree.flatten_up_to(params)
@@ -88,17 +115,19 @@ def from_optax(tx: Any) -> GradientTransformation:
             for place, g, p in zip(places(tree), leaves, arrays, strict=True)
         ]
         kind = (tree, *((g.shape, g.dtype, is_slices(g)) for g in touched if g is not None))
-        if any(map(is_slices, touched)) and kind not in tried:
-            tried.add(kind)
-            _refuse_mixing(tx, lifted, touched, tree)
-        return lifted(tree.unflatten(touched), state, params, **extra_args)
+        if any(map(is_slices, touched)) and kind not in self.tried:
+            self.tried.add(kind)
+            _refuse_mixing(self, touched, tree)
+        return self.step(tree.unflatten(touched), state, params, extra_args)
 
-    def lifted(grads: Any, state: Any, params: Any, **extra_args: Any) -> tuple[Any, Any]:
+    def step(
+        self, grads: Gradients, state: State, params: Params, extra_args: dict[str, PyTree]
+    ) -> tuple[Gradients, State]:
+        """A step from gradients in which each row stands once."""
         touched, tree = flatten(grads, is_leaf=is_leaf)
-        arrays = tree.flatten_up_to(params)
-        rows = _Rows(tree, arrays, touched)
+        rows = _Rows(tree, tree.flatten_up_to(params), touched)
         values = [_values(g) if is_slices(g) else g for g in touched]
-        outputs, new_state = tx.update(
+        outputs, new_state = self.tx.update(
             tree.unflatten(values), rows.read_state(state), rows.read(params), **extra_args
         )
         updates = [
@@ -106,34 +135,32 @@ def from_optax(tx: Any) -> GradientTransformation:
         ]
         return tree.unflatten(updates), rows.write_state(state, new_state)
 
-    def init(params: Any) -> Any:
-        warn_in_multi_steps()
-        leaves, tree = flatten(params)
-        return _Rows(tree, leaves, ()).placed(tx.init(params))
+    def plan(self, grads: Gradients, params: Params, platform: str | None = None) -> PyTree:
+        """The same for every gradient: Optax's arithmetic is run once, on all rows."""
+        del platform
 
-    def update_on_mesh(
-        grads: Any, state: Any, params: Any = None, **extra_args: Any
-    ) -> tuple[Any, Any]:
-        def run(grads: Any, state: Any, params: Any, extra_args: Any) -> tuple[Any, Any]:
-            return update(grads, state, params, **extra_args)
+        def of(grad: Leaf, param: jax.Array) -> Plan | None:
+            if not is_slices(grad):
+                return None
+            entries = grad.values.shape[0]
+            capacity = room_for_distinct(entries, jnp.shape(param)[0])
+            return Plan(
+                "together", entries, capacity, why="Optax steps all of them at once"
+            )
 
-        arguments = grads, state, params, extra_args
-        result: tuple[Any, Any] = running_with_auto_axes(run, shardings_of_update)(
-            *arguments
-        )
-        return result
-
-    return GradientTransformation(init, update_on_mesh)
+        return jax.tree.map(of, grads, params, is_leaf=is_leaf)
 
 
 class _Rows:
     """Reads and writes the touched rows of trees that mirror the parameters."""
 
-    def __init__(self, tree: Any, arrays: Sequence[Any], touched: Sequence[Any]) -> None:
+    def __init__(
+        self, tree: PyTreeDef, arrays: Sequence[jax.Array], touched: Sequence[Leaf]
+    ) -> None:
         self.tree, self.arrays, self.touched = tree, arrays, touched
         self.heights = {g.dense_shape[0] for g in touched if is_slices(g)}
 
-    def mirrors(self, subtree: Any) -> bool:
+    def mirrors(self, subtree: PyTree) -> bool:
         """True for a part of the state that has the structure and shapes of params.
 
         What a mask leaves out is an empty node there.
@@ -142,33 +169,34 @@ class _Rows:
             parts = self.tree.flatten_up_to(subtree)
         except (TypeError, ValueError):
             return False
-        given = [x for x in zip(parts, self.arrays, strict=True) if not _left_out(x[0])]
-        same = all(jnp.shape(x) == jnp.shape(p) for x, p in given if hasattr(x, "shape"))
-        return bool(given) and same and all(hasattr(x, "shape") for x, _ in given)
+        pairs = [x for x in zip(parts, self.arrays, strict=True) if not _left_out(x[0])]
+        return bool(pairs) and all(
+            hasattr(x, "shape") and jnp.shape(x) == jnp.shape(p) for x, p in pairs
+        )
 
-    def read(self, subtree: Any) -> Any:
-        def rows(x: Any, g: Any) -> Any:
+    def read(self, subtree: PyTree) -> PyTree:
+        def rows(x: PyTree, g: Leaf) -> PyTree:
             if not is_slices(g) or _left_out(x):
                 return x
             return derivable(_present(g), read_rows(x, g.indices))
 
         return self._map(rows, subtree)
 
-    def write(self, subtree: Any, rows: Any) -> Any:
-        given = iter(self.tree.flatten_up_to(rows))
+    def write(self, subtree: PyTree, rows: PyTree) -> PyTree:
+        parts = iter(self.tree.flatten_up_to(rows))
 
-        def written(x: Any, g: Any) -> Any:
-            new = next(given)
+        def written(x: PyTree, g: Leaf) -> PyTree:
+            new = next(parts)
             if not is_slices(g) or _left_out(x):
                 return new
             return row_major_array(set_rows(x, g.indices, new.astype(x.dtype)))
 
         return self._map(written, subtree)
 
-    def placed(self, state: Any) -> Any:
+    def placed(self, state: State) -> State:
         """The state with its arrays on the devices where the parameters are."""
 
-        def place(part: Any) -> Any:
+        def place(part: PyTree) -> PyTree:
             pairs = zip(self.arrays, self.tree.flatten_up_to(part), strict=True)
             return self.tree.unflatten(
                 [x if _left_out(x) else placed_as(p, x) for p, x in pairs]
@@ -176,10 +204,10 @@ class _Rows:
 
         return self._each(state, place, lambda x: x)
 
-    def read_state(self, state: Any) -> Any:
+    def read_state(self, state: State) -> State:
         return self._each(state, self.read, self._refuse_rows)
 
-    def write_state(self, state: Any, new: Any) -> Any:
+    def write_state(self, state: State, new: State) -> State:
         structure = flatten(state, is_leaf=self.mirrors)[1]
         parts = iter(structure.flatten_up_to(new))
         return self._each(
@@ -187,19 +215,22 @@ class _Rows:
         )
 
     def _each(
-        self, state: Any, mirrored: Callable[..., Any], other: Callable[..., Any]
-    ) -> Any:
+        self,
+        state: State,
+        mirrored: Callable[[PyTree], PyTree],
+        other: Callable[[PyTree], PyTree],
+    ) -> State:
         return jax.tree.map(
             lambda part: mirrored(part) if self.mirrors(part) else other(part),
             state,
             is_leaf=self.mirrors,
         )
 
-    def _map(self, f: Callable[..., Any], subtree: Any) -> Any:
+    def _map(self, f: Callable[[PyTree, Leaf], PyTree], subtree: PyTree) -> PyTree:
         parts = self.tree.flatten_up_to(subtree)
         return self.tree.unflatten(map(f, parts, self.touched))
 
-    def _refuse_rows(self, x: Any) -> Any:
+    def _refuse_rows(self, x: jax.Array) -> jax.Array:
         if jnp.ndim(x) and jnp.shape(x)[0] in self.heights:
             raise ValueError(
                 "from_optax cannot tell the rows of a state array of shape "
@@ -209,33 +240,34 @@ class _Rows:
         return x
 
 
-def _left_out(x: Any) -> bool:
+def _left_out(x: PyTree) -> bool:
     return not jax.tree.leaves(x)
 
 
-#: States of transformations of Optax that act on all rows in some of their steps, or judge
-#: all rows together, which trying one step does not show.
+#: What acts on all rows in some of its steps, or judges all rows together, which trying
+#: one step does not show: names in Optax, and of the states.
 ACT_ON_ALL_ROWS = {
-    "ApplyEvery": "apply_every",
-    "DAdaptAdamWState": "contrib.dadapt_adamw",
-    "DoGState": "contrib.dog",
-    "DoWGState": "contrib.dowg",
-    "LookaheadState": "lookahead",
-    "ProdigyState": "contrib.prodigy",
-    "SAMState": "contrib.sam",
+    "apply_every": "ApplyEvery",
+    "contrib.dadapt_adamw": "contrib.DAdaptAdamWState",
+    "contrib.dog": "contrib.DoGState",
+    "contrib.dowg": "contrib.DoWGState",
+    "lookahead": "LookaheadState",
+    "contrib.prodigy": "contrib.ProdigyState",
+    "contrib.sam": "contrib.SAMState",
 }
 
 
-def _refuse_accumulation(state: Any) -> None:
+def _refuse_accumulation(state: State) -> None:
     """Refuses what acts on all rows at once in some step, wherever its state stands."""
-    kinds = {type(node).__name__ for node in _nodes(state)}
-    for kind in kinds & set(ACT_ON_ALL_ROWS):
-        raise ValueError(
-            f"from_optax cannot lift optax.{ACT_ON_ALL_ROWS[kind]}: it judges or moves all "
-            "rows together, and rows that a step does not touch would miss that; give it "
-            "dense gradients (sparse=False)"
-        )
-    if "MultiStepsState" in kinds:
+    optax = sys.modules.get("optax")
+    for name, state_name in ACT_ON_ALL_ROWS.items():
+        if _holds(state, optax, state_name):
+            raise ValueError(
+                f"from_optax cannot lift optax.{name}: it judges or moves all rows "
+                "together, and rows that a step does not touch would miss that; give it "
+                "dense gradients (sparse=False)"
+            )
+    if _holds(state, optax, "MultiStepsState"):
         raise ValueError(
             "from_optax cannot lift optax.MultiSteps: rows that the last micro-step does "
             "not touch would keep what they have gathered. Accumulate the slices: "
@@ -244,16 +276,17 @@ def _refuse_accumulation(state: Any) -> None:
         )
 
 
-def _nodes(tree: Any) -> Iterator[Any]:
-    """The tree and all that is in it."""
-    yield tree
-    inside = jax.tree.leaves(tree, is_leaf=lambda x: x is not tree)
-    for node in inside:
-        if node is not tree and not hasattr(node, "shape"):
-            yield from _nodes(node)
+def _holds(state: State, optax: types.ModuleType | None, name: str) -> bool:
+    """Whether there is a state of this type of Optax in ``state``."""
+    try:
+        kind: type = operator.attrgetter(name)(optax)
+    except AttributeError:  # no Optax, or one without it
+        return False
+    nodes = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, kind))
+    return any(isinstance(x, kind) for x in nodes)
 
 
-def _coalesced(grad: Any) -> Any:
+def _coalesced(grad: Leaf) -> Leaf:
     return deduplicated(grad) if is_slices(grad) else grad
 
 
@@ -268,7 +301,7 @@ def _values(grad: IndexedSlices) -> jax.Array:
     return where_rows(_present(grad), grad.values, jax.lax.stop_gradient(grad.values))
 
 
-def _update(update: Any, grad: Any) -> Any:
+def _update(update: jax.Array, grad: Leaf) -> Leaf:
     if not isinstance(grad, IndexedSlices) or grad.dense_shape is None:
         return update
     update = where_rows(_present(grad), update, jnp.zeros((), update.dtype))
@@ -279,17 +312,14 @@ def _update(update: Any, grad: Any) -> Any:
 HEIGHT, TOUCHED = 7, (1, 4)
 
 
-def _refuse_mixing(
-    tx: Any, lifted: Callable[..., Any], grads: Sequence[Any], tree: Any
-) -> None:
+def _refuse_mixing(lifted: _Lifted, grads: Sequence[Leaf], tree: PyTreeDef) -> None:
     """Refuses a transformation that is not the same on rows as on the whole array.
 
     It is tried on tables of a few rows: on the dense gradient of two of them, and, lifted,
     on these rows alone.
 
     Args:
-      tx: the transformation.
-      lifted: its ``update`` on IndexedSlices.
+      lifted: the transformation.
       grads: the gradients that came, for their kinds, shapes and dtypes.
       tree: their structure.
 
@@ -298,7 +328,7 @@ def _refuse_mixing(
     """
     try:
         with jax.ensure_compile_time_eval():
-            difference = float(jax.jit(lambda: _difference(tx, lifted, grads, tree))())
+            difference = float(jax.jit(lambda: _difference(lifted, grads, tree))())
     except (ArithmeticError, TypeError, ValueError, IndexError, KeyError):
         return  # It does not run on tables this small, which says nothing.
     if difference > 1e-3:
@@ -312,15 +342,14 @@ def _refuse_mixing(
         )
 
 
-def _difference(
-    tx: Any, lifted: Callable[..., Any], grads: Sequence[Any], tree: Any
-) -> jax.Array:
-    rng = np.random.default_rng(0)
+def _difference(lifted: _Lifted, grads: Sequence[Leaf], tree: PyTreeDef) -> jax.Array:
+    """How far the updates of the two rows differ, relative to the largest."""
+    tx, rng = lifted.tx, np.random.default_rng(0)
 
-    def random(shape: Sequence[int], dtype: Any) -> jax.Array:
+    def random(shape: Sequence[int], dtype: DTypeLike) -> jax.Array:
         return jnp.asarray(rng.normal(size=shape), dtype)
 
-    columns: list[tuple[Any, Any, Any, Any]] = []
+    columns: list[tuple[Leaf, Leaf, Leaf, Leaf]] = []
     for g in grads:
         if g is None:
             columns.append((random((), jnp.float32), None, None, None))
@@ -329,7 +358,7 @@ def _difference(
         shape = tuple(HEIGHT if is_symbolic(n) else min(n, HEIGHT) for n in g.shape)
         shape = (HEIGHT, *g.values.shape[1:]) if by_row else shape
         param, before, now = (random(shape, g.dtype) for _ in range(3))
-        rows: Any = now
+        rows: Leaf = now
         if by_row:
             touched = jnp.array(TOUCHED)
             rows = IndexedSlices(now[touched], touched, shape)
@@ -337,9 +366,10 @@ def _difference(
         columns.append((param, before, now, rows))
     params, before, whole, rows = map(tree.unflatten, zip(*columns, strict=True))
     _, state = tx.update(before, tx.init(params), params)
-    wanted, got = tx.update(whole, state, params)[0], lifted(rows, state, params)[0]
+    expected, _ = tx.update(whole, state, params)
+    got, _ = lifted.step(rows, state, params, {})
     worst = jnp.zeros(())
-    for u, w in zip(tree.flatten_up_to(got), tree.flatten_up_to(wanted), strict=True):
+    for u, w in zip(tree.flatten_up_to(got), tree.flatten_up_to(expected), strict=True):
         if is_slices(u):
             u, w = u.values, w[u.indices]
         if u is not None and jnp.issubdtype(u.dtype, jnp.floating):
