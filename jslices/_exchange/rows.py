@@ -70,7 +70,7 @@ def rows_from_elsewhere(
       table: ``[V, *D]``.
       read: ``[n]``, the rows to read.
       record: ``[n]``, the indices of the gradient; out of range means none.
-      slot: the cotangent slot, see ``_lookup/rows.py``.
+      slot: the cotangent slot, see ``_grad/run.py``.
       mode: what becomes of rows to read that are out of range.
       fill_value: what these read in the mode that fills.
     """

@@ -20,8 +20,14 @@ from jslices._grad.plan import (
     is_number,
     plan_call,
 )
-from jslices._grad.run import Slots, gradient_of, run_planned, slot_of
-from jslices._lookup.rows import without_dense_warning
+from jslices._grad.run import (
+    Slots,
+    gradient_of,
+    run_planned,
+    slot_of,
+    without_dense_warning,
+)
+from jslices._grad.views import Values
 from jslices._slices import IndexedSlices, concat_slices, is_slices
 from jslices._typing import Aval, PyTree
 
@@ -213,7 +219,7 @@ def _linearize(call: Call, planned: Planned) -> tuple[Any, Callable[[Any], Any],
     dense = [x for x, kind in zip(call.primals, kinds, strict=True) if kind == "dense"]
     slots = jax.tree.map(slot_of, planned.plan)
 
-    def run(dense: list[jax.Array], slots: Slots) -> tuple[list[jax.Array], Any]:
+    def run(dense: list[jax.Array], slots: Slots) -> tuple[Values, tuple[Values, Slots]]:
         left = iter(dense)
         primals = [
             next(left) if kind == "dense" else x

@@ -27,11 +27,13 @@ from jslices._grad.views import (
     Table,
     Transposed,
     Unslotted,
+    Values,
     View,
     flat,
     folded,
 )
 from jslices._grad.walk import Scope, Walk
+from jslices._jax import Equation, Program
 
 
 class _MixesRowsError(Exception):
@@ -43,12 +45,12 @@ class _NotLinearError(Exception):
 
 
 @rule_for("custom_jvp_call", "custom_vjp_call")
-def _custom(eqn: _jax.Equation, operands: Sequence[Any], lead: int) -> list[View] | None:
+def _custom(eqn: Equation, operands: Values, lead: int) -> list[View] | None:
     return with_own_derivative(eqn, operands)
 
 
 def with_own_derivative(
-    eqn: _jax.Equation, operands: Sequence[Any], within: frozenset[Any] | None = frozenset()
+    eqn: Equation, operands: Values, within: frozenset[Any] | None = frozenset()
 ) -> list[View] | None:
     """The outputs of a ``custom_jvp`` or ``custom_vjp`` as views.
 
@@ -103,13 +105,13 @@ class _Function:
       lead: how many axes number the rows of the others.
     """
 
-    def __init__(self, eqn: _jax.Equation, shared: Sequence[bool], lead: int) -> None:
+    def __init__(self, eqn: Equation, shared: Sequence[bool], lead: int) -> None:
         self.shared = shared
         self._eqn, self._lead = eqn, lead
         self._avals = [_aval(x) for x in eqn.invars]
         self._inexact = [i for i, x in enumerate(eqn.invars) if _jax.carries_gradient(x)]
 
-    def output(self, number: int, values: Sequence[Any], count: int) -> jax.Array:
+    def output(self, number: int, values: Values, count: int) -> jax.Array:
         """One output ``[n, *D]`` of n rows."""
         outputs: Sequence[jax.Array] = self.make(count)(*values)
         return outputs[number]
@@ -141,7 +143,7 @@ class _Function:
     def body(self) -> "_RowProgram":
         return _RowProgram(_jax.body(self._eqn), self.shared, self._lead)
 
-    def _of_inexact(self, operands: Sequence[Any]) -> tuple[Callable[..., Any], list[Any]]:
+    def _of_inexact(self, operands: Values) -> tuple[Callable[..., Any], list[Any]]:
         """The call as a function of the operands that have derivatives, and these."""
 
         def run(*primals: Any) -> tuple[Any, ...]:
@@ -178,7 +180,7 @@ class _WithJvp(_Function):
         The outputs are computed as the rule does: their derivative is that of the rule.
         """
 
-        def forward(operands: Sequence[Any], tangents: Sequence[Any]) -> Any:
+        def forward(operands: Values, tangents: Sequence[Any]) -> Any:
             run, primals = self._of_inexact(operands)
             return jax.jvp(run, primals, list(tangents))
 
@@ -220,7 +222,7 @@ class _WithVjp(_Function):
     def ahead(self) -> "_RowProgram":
         """The outputs as the forward rule gives them."""
 
-        def forward(operands: Sequence[Any]) -> Any:
+        def forward(operands: Values) -> Any:
             run, primals = self._of_inexact(operands)
             return jax.vjp(run, *primals)[0]
 
@@ -231,7 +233,7 @@ class _WithVjp(_Function):
     def back(self) -> "_RowProgram":
         """From the operands and the cotangents of the outputs to those of the operands."""
 
-        def pull_back(operands: Sequence[Any], cotangents: Sequence[Any]) -> Any:
+        def pull_back(operands: Values, cotangents: Sequence[Any]) -> Any:
             run, primals = self._of_inexact(operands)
             return jax.vjp(run, *primals)[1](tuple(cotangents))
 
@@ -257,7 +259,7 @@ class _RowProgram:
       lead: how many axes number the rows of the others.
     """
 
-    def __init__(self, program: _jax.Program, shared: Sequence[bool], lead: int) -> None:
+    def __init__(self, program: Program, shared: Sequence[bool], lead: int) -> None:
         self.program, self._shared, self._lead = program, shared, lead
 
     def check(self, within: frozenset[Any], shared: Sequence[bool] | None = None) -> None:
@@ -271,7 +273,7 @@ class _RowProgram:
             if isinstance(view, View) if one else not alike:
                 raise _MixesRowsError
 
-    def __call__(self, values: Sequence[Any], count: int) -> tuple[jax.Array, ...]:
+    def __call__(self, values: Values, count: int) -> tuple[jax.Array, ...]:
         """The outputs of n rows."""
         outputs = self._outputs(values, None)
         reader = Reader(lambda table, ids: values[table.leaf], slotted=False)
@@ -280,7 +282,7 @@ class _RowProgram:
             reader.rows(flat(x), ids) if isinstance(x, View) else x for x in outputs
         )
 
-    def _outputs(self, values: Sequence[Any], within: frozenset[Any] | None) -> list[Any]:
+    def _outputs(self, values: Values, within: frozenset[Any] | None) -> Values:
         invars, inputs = self.program.invars, list(values)
         rows, _ = _split(_jax.shape_of(invars[self._shared.index(False)]), self._lead)
         for i, atom in enumerate(invars):
@@ -310,9 +312,7 @@ class _RowWalk(Walk[Any]):
     def constant(self, value: Any) -> Any:
         return value
 
-    def equation(
-        self, eqn: _jax.Equation, operands: list[Any], scope: Scope
-    ) -> Sequence[Any]:
+    def equation(self, eqn: Equation, operands: Values, scope: Scope) -> Values:
         if any(isinstance(x, View) for x in operands):
             return super().equation(eqn, operands, scope)
         view = _repeated(eqn, operands, self._rows)
@@ -322,12 +322,10 @@ class _RowWalk(Walk[Any]):
             return _jax.bind(eqn, operands)
         return [None] * len(eqn.outvars)
 
-    def custom(
-        self, eqn: _jax.Equation, operands: list[Any], needs_grad: list[bool]
-    ) -> Sequence[Any]:
+    def custom(self, eqn: Equation, operands: Values, needs_grad: list[bool]) -> Values:
         return _or_mixed(with_own_derivative(eqn, operands, self._within))
 
-    def step(self, eqn: _jax.Equation, operands: list[Any], scope: Scope) -> Sequence[Any]:
+    def step(self, eqn: Equation, operands: Values, scope: Scope) -> Values:
         return _or_mixed(rowwise(eqn, operands, _refuse))
 
 
@@ -337,9 +335,7 @@ def _or_mixed(views: list[View] | None) -> list[View]:
     return views
 
 
-def _repeated(
-    eqn: _jax.Equation, operands: Sequence[Any], rows: tuple[int, ...]
-) -> View | None:
+def _repeated(eqn: Equation, operands: Values, rows: tuple[int, ...]) -> View | None:
     """One row for all, such as zeros, as a view: ``jnp.zeros_like(table)``."""
     if eqn.primitive.name != "broadcast_in_dim" or len(operands) > 1:
         return None
@@ -349,7 +345,7 @@ def _repeated(
         return None
     inside = [1 + d - len(rows) for d in dims]
 
-    def apply(values: Sequence[Any], count: int) -> jax.Array:
+    def apply(values: Values, count: int) -> jax.Array:
         return jax.lax.broadcast_in_dim(values[0], (count, *row), inside)
 
     shape, dtype = (math.prod(rows), *row), eqn.outvars[0].aval.dtype
@@ -396,7 +392,7 @@ class _Linearity(Walk[_Dependence]):
         return _Dependence.ZERO if is_zero else _Dependence.NONE
 
     def equation(
-        self, eqn: _jax.Equation, operands: list[_Dependence], scope: Scope
+        self, eqn: Equation, operands: Sequence[_Dependence], scope: Scope
     ) -> Sequence[_Dependence]:
         if _Dependence.LINEAR in operands:
             if not all(map(_jax.carries_gradient, eqn.outvars)):  # a cast to integers
@@ -406,14 +402,14 @@ class _Linearity(Walk[_Dependence]):
         return [operands[0] if alike else _Dependence.NONE] * len(eqn.outvars)
 
     def step(
-        self, eqn: _jax.Equation, operands: list[_Dependence], scope: Scope
+        self, eqn: Equation, operands: Sequence[_Dependence], scope: Scope
     ) -> Sequence[_Dependence]:
         if not _is_linear(eqn, operands):
             raise _NotLinearError
         return [_Dependence.LINEAR] * len(eqn.outvars)
 
 
-def _is_linear(eqn: _jax.Equation, operands: Sequence[_Dependence]) -> bool:
+def _is_linear(eqn: Equation, operands: Sequence[_Dependence]) -> bool:
     """True if an equation is linear in those of its operands that are, taken together."""
     name = eqn.primitive.name
     linear = [x is _Dependence.LINEAR for x in operands]

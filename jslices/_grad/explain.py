@@ -32,6 +32,7 @@ from jslices._grad.plan import (
     plan_call,
 )
 from jslices._grad.rules import WIDEST_PACKED
+from jslices._jax import Source
 from jslices._slices import IndexedSlices
 
 # Adam reads and writes the parameter and two arrays of state.
@@ -271,7 +272,7 @@ def _report(leaf: Leaf, planned: Planned, number: int) -> LeafReport:
     )
 
 
-def _lines(sources: Sequence[_jax.Source]) -> tuple[UserLine, ...]:
+def _lines(sources: Sequence[Source]) -> tuple[UserLine, ...]:
     return tuple(dict.fromkeys(map(_jax.user_line, sources)))
 
 

@@ -17,8 +17,7 @@ from jslices._grad.plan import (
     is_number,
     plan_call,
 )
-from jslices._grad.run import gradient_of, run_planned, slot_of
-from jslices._lookup.rows import without_dense_warning
+from jslices._grad.run import gradient_of, run_planned, slot_of, without_dense_warning
 from jslices._slices import concat_slices
 
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Hashable
 from typing import Any, Generic, TypeVar
 
 from jslices import _jax
+from jslices._jax import Equation, Program
 
 Made = TypeVar("Made")
 
@@ -26,7 +27,7 @@ class Memo(Generic[Made]):
         self._made: weakref.WeakKeyDictionary[Any, OrderedDict[Hashable, Made]]
         self._made = weakref.WeakKeyDictionary()
 
-    def find(self, eqn: _jax.Equation, key: Hashable, make: Callable[[], Made]) -> Made:
+    def find(self, eqn: Equation, key: Hashable, make: Callable[[], Made]) -> Made:
         """What ``make()`` gave for such an equation and such a key.
 
         Equations are the same if their parameters are equal, and the programs among these
@@ -47,18 +48,18 @@ class Memo(Generic[Made]):
         return new
 
 
-def weak_equation(eqn: _jax.Equation) -> Callable[[], _jax.Equation]:
+def weak_equation(eqn: Equation) -> Callable[[], Equation]:
     """A function that gives the equation, if something else holds the programs inside."""
     hollow = eqn.replace(params=_with_programs(eqn.params, weakref.ref))
 
-    def filled() -> _jax.Equation:
+    def filled() -> Equation:
         params = _with_programs(hollow.params, lambda ref: ref(), weakref.ref)
         return hollow.replace(params=params)
 
     return filled
 
 
-def first_program(eqn: _jax.Equation) -> _jax.Program | None:
+def first_program(eqn: Equation) -> Program | None:
     """One of the programs inside an equation, if there are any."""
     programs: list[Any] = []
     _with_programs(eqn.params, programs.append)

@@ -24,9 +24,9 @@ from jslices._grad import custom  # noqa: F401  (it registers rules)
 from jslices._grad.memo import Memo
 from jslices._grad.reads import Read, is_one_row, only_row, tables_read
 from jslices._grad.unread import unread_lookups
-from jslices._grad.views import Table, View
+from jslices._grad.views import Table, Values, View
 from jslices._grad.walk import Scope, Turn, ViewWalk
-from jslices._jax import flatten
+from jslices._jax import Equation, Program, Source, flatten
 from jslices._place.boundary import explicit_mesh, explicit_part, mesh_of
 from jslices._rows.bounds import index_dtype
 from jslices._typing import Aval, PyTree
@@ -122,7 +122,7 @@ class Site:
     varying: frozenset[str]
     exchange: ExchangePlan | None
     sharding: NamedSharding | None
-    source: _jax.Source
+    source: Source
     by_ids: bool = True
 
     @property
@@ -149,7 +149,7 @@ class DenseUse:
     """The first place that needs a whole leaf: an equation's, or None for the result."""
 
     what: str
-    source: _jax.Source | None
+    source: Source | None
 
 
 class Planned(NamedTuple):
@@ -166,13 +166,13 @@ class Planned(NamedTuple):
       eager: whether there is no ``jax.jit`` around the call.
     """
 
-    program: _jax.Program
+    program: Program
     outputs: "Outputs"
     leaves: list[Leaf]
     plan: Plan
     dense: dict[int, DenseUse]
     looked_up: dict[int, list[Site]]
-    unread: dict[int, list[_jax.Source]]
+    unread: dict[int, list[Source]]
     eager: bool
 
     def kind(self, leaf: int) -> str:
@@ -287,10 +287,10 @@ class Planner(ViewWalk):
     def constant(self, value: Any) -> None:
         return None
 
-    def bind(self, eqn: _jax.Equation, operands: Sequence[Any]) -> list[Any]:
+    def bind(self, eqn: Equation, operands: Values) -> Values:
         return [None] * len(eqn.outvars)
 
-    def step(self, eqn: _jax.Equation, operands: list[Any], scope: Scope) -> Sequence[Any]:
+    def step(self, eqn: Equation, operands: Values, scope: Scope) -> Values:
         outputs = super().step(eqn, operands, scope)
         if eqn.primitive.name == "dot_general" and isinstance(outputs[0], View):
             use = DenseUse(eqn.primitive.name, self.source(eqn))
@@ -298,7 +298,7 @@ class Planner(ViewWalk):
                 self.uses.products.setdefault(leaf, use)
         return outputs
 
-    def whole(self, value: Any, eqn: _jax.Equation | None) -> Any:
+    def whole(self, value: Any, eqn: Equation | None) -> Any:
         if not isinstance(value, View):
             return None
         leaves = tables_read(value)
@@ -322,10 +322,10 @@ class Planner(ViewWalk):
         for leaf in leaves:
             uses.setdefault(leaf, use)
 
-    def read(self, eqn: _jax.Equation, read: Read, values: list[Any]) -> None:
+    def read(self, eqn: Equation, read: Read, values: Values) -> None:
         self._plan(eqn, read, by_ids=True)
 
-    def _plan(self, eqn: _jax.Equation, read: Read, by_ids: bool) -> None:
+    def _plan(self, eqn: Equation, read: Read, by_ids: bool) -> None:
         for leaf in read.leaves:
             aval = self._leaves[leaf].aval
             exchange = self._leaves[leaf].exchange_of(read.count)
@@ -344,24 +344,22 @@ class Planner(ViewWalk):
             )
             self.plan.append(site)
 
-    def part(
-        self, eqn: _jax.Equation, operands: list[Any], needs_grad: list[bool]
-    ) -> Sequence[Any]:
+    def part(self, eqn: Equation, operands: Values, needs_grad: list[bool]) -> Values:
         part = plan_part(eqn, operands, needs_grad, self._leaves)
         self.plan.append(part.plan)
         self.uses.add(part.uses)
         return part.outputs
 
     def loop(
-        self, eqn: _jax.Equation, turn: Turn, carry: list[Any], xs: list[Any]
-    ) -> tuple[list[Any], list[Any]]:
+        self, eqn: Equation, turn: Turn, carry: Values, xs: Values
+    ) -> tuple[Values, Values]:
         outer, self._loops = self._loops, (*self._loops, eqn.params["length"])
         with self._inside():
             result = turn(carry, xs)
         self._loops = outer
         return result
 
-    def switch(self, index: Any, branches: Sequence[Callable[[], list[Any]]]) -> list[Any]:
+    def switch(self, index: Any, branches: Sequence[Callable[[], Values]]) -> Values:
         with self._inside():
             for branch in branches:
                 with self._inside():
@@ -369,11 +367,8 @@ class Planner(ViewWalk):
         return outputs
 
     def rematerialise(
-        self,
-        eqn: _jax.Equation,
-        function: Callable[[Sequence[Any]], list[Any]],
-        operands: list[Any],
-    ) -> list[Any]:
+        self, eqn: Equation, function: Callable[[Values], Values], operands: Values
+    ) -> Values:
         with self._inside():
             return function([x for x in operands if not isinstance(x, View)])
 
@@ -387,8 +382,8 @@ class Planner(ViewWalk):
 
 
 def _plan_reads(
-    program: _jax.Program, candidates: dict[int, Leaf], num_results: int, eager: bool
-) -> tuple[Plan, dict[int, DenseUse], dict[int, list[Site]], dict[int, list[_jax.Source]]]:
+    program: Program, candidates: dict[int, Leaf], num_results: int, eager: bool
+) -> tuple[Plan, dict[int, DenseUse], dict[int, list[Site]], dict[int, list[Source]]]:
     """Plans the reads of those leaves among ``candidates`` that are only looked up.
 
     Args:
@@ -430,7 +425,7 @@ def _plan_reads(
 
 
 def _walked(
-    program: _jax.Program,
+    program: Program,
     leaves: dict[int, Leaf],
     needs_grad: Sequence[bool],
     num_results: int,
@@ -448,7 +443,7 @@ def _walked(
     return planner, planner.uses
 
 
-def output_needs_grad(program: _jax.Program, num_results: int) -> list[bool]:
+def output_needs_grad(program: Program, num_results: int) -> list[bool]:
     """Gradients come in through the first outputs of a whole call."""
     return [i < num_results for i in range(len(program.outvars))]
 
@@ -478,10 +473,7 @@ _parts: Memo[Part] = Memo()
 
 
 def plan_part(
-    eqn: _jax.Equation,
-    operands: list[Any],
-    needs_grad: list[bool],
-    leaves: dict[int, Leaf],
+    eqn: Equation, operands: Values, needs_grad: list[bool], leaves: dict[int, Leaf]
 ) -> Part:
     """The plan of such an equation with such operands, arrays or None."""
     bare = without_arrays(operands)
@@ -494,14 +486,14 @@ def plan_part(
     return _parts.find(eqn, part_key(bare, needs_grad, leaves), make)
 
 
-def without_arrays(operands: list[Any]) -> list[Any]:
+def without_arrays(operands: Values) -> Values:
     """The operands of an equation with None in the place of arrays, also in views."""
     bare: list[Any] = jax.tree.map(lambda _: None, operands)
     return bare
 
 
 def part_key(
-    bare: list[Any], needs_grad: Sequence[bool], leaves: dict[int, Leaf]
+    bare: Values, needs_grad: Sequence[bool], leaves: dict[int, Leaf]
 ) -> tuple[Any, ...]:
     """What a part depends on besides the equation."""
     return jax.tree.structure(bare), tuple(needs_grad), tuple(leaves.items())
@@ -562,11 +554,11 @@ class Call:
             positional[i] if i < len(positional) else f"args[{i}]" for i in self._chosen
         ]
 
-    def trace(self) -> tuple[_jax.Program, "Outputs"]:
+    def trace(self) -> tuple[Program, "Outputs"]:
         """The traced program (inputs: the arrays), and how to read its outputs."""
         structures: list[Outputs] = []
 
-        def flat(*inputs: Any) -> list[Any]:
+        def flat(*inputs: Any) -> Values:
             left = iter(inputs)
             chosen = self.tree.unflatten([next(left) for _ in self.primals])
             rest, kwargs = self._rest_tree.unflatten(
@@ -683,7 +675,7 @@ def _describe_leaves(
     return leaves
 
 
-def _modes(tree: PyTree, single: bool, spec: SparseSpec) -> list[Any]:
+def _modes(tree: PyTree, single: bool, spec: SparseSpec) -> Values:
     """``sparse=`` for every leaf; None where it is a function."""
     if callable(spec):
         spec = None
@@ -693,7 +685,7 @@ def _modes(tree: PyTree, single: bool, spec: SparseSpec) -> list[Any]:
     return _broadcast(tree, (spec,) if single else spec, what)
 
 
-def _exchanges(tree: PyTree, single: bool, spec: ExchangeSpec) -> list[Any]:
+def _exchanges(tree: PyTree, single: bool, spec: ExchangeSpec) -> Values:
     """``exchange=`` for every leaf."""
     if spec is None or isinstance(spec, Exchange):
         return [spec] * len(jax.tree.leaves(tree))
@@ -710,7 +702,7 @@ def _filled(prefix: PyTree, tree: PyTree) -> PyTree:
     return {key: _filled(prefix.get(key), tree[key]) for key in tree}
 
 
-def _broadcast(tree: PyTree, prefix: PyTree, what: str) -> list[Any]:
+def _broadcast(tree: PyTree, prefix: PyTree, what: str) -> Values:
     """The entry of a pytree prefix for every leaf."""
     entries: list[Any] = []
 

@@ -19,7 +19,17 @@ from jax import lax
 from jax.extend.core import Primitive
 
 from jslices import _jax
-from jslices._grad.views import Ids, Repeated, Table, Transposed, Unslotted, View, flat
+from jslices._grad.views import (
+    Ids,
+    Repeated,
+    Table,
+    Transposed,
+    Unslotted,
+    Values,
+    View,
+    flat,
+)
+from jslices._jax import Equation, Literal, Program
 from jslices._place.boundary import drop_sharding
 from jslices._rows.bounds import take_rows
 from jslices._typing import Aval
@@ -65,7 +75,7 @@ class Read:
         """The leaves whose rows are read with cotangent slots, in order."""
         return [self.view.leaf] if isinstance(self.view, Table) else tables_read(self.view)
 
-    def output(self, operands: Sequence[Any], take: Take) -> jax.Array:
+    def output(self, operands: Values, take: Take) -> jax.Array:
         """The equation's output, from its operands' values.
 
         The gradient follows the mode: a clipped id counts for the edge row, any other bad
@@ -73,7 +83,7 @@ class Read:
         """
         return self.arrange(self._rows(operands, take), operands)
 
-    def _rows(self, operands: Sequence[Any], take: Take) -> jax.Array:
+    def _rows(self, operands: Values, take: Take) -> jax.Array:
         view, ids, mode = self.view, self.ids(operands), self.mode
         height = view.shape[0]
         reader = Reader(lambda table, ids: take(table, ids, "clip", None))
@@ -164,7 +174,7 @@ def is_one_row(value: Any) -> bool:
     """True for a single row of larger tables, ``table[5:6]``, that takes a gradient."""
     if not isinstance(value, View) or isinstance(value, Transposed):
         return False
-    if flat(value).shape[0] != 1:
+    if math.prod(value.shape[: value.lead]) != 1:
         return False
     heights: list[int] = []
     Reader(lambda table, ids: heights.append(table.shape[0])).rows(flat(value), Ids())
@@ -183,24 +193,24 @@ def only_row(view: View) -> Read:
 class Origins:
     """How the variables of a program came about."""
 
-    def __init__(self, program: _jax.Program) -> None:
+    def __init__(self, program: Program) -> None:
         self._program = program
 
     @functools.cached_property
-    def _makers(self) -> dict[Any, _jax.Equation]:
+    def _makers(self) -> dict[Any, Equation]:
         return {v: eqn for eqn in self._program.eqns for v in eqn.outvars}
 
     @functools.cached_property
     def _fixed(self) -> set[Any]:
         fixed: set[Any] = set()
         for eqn in self._program.eqns:
-            if all(isinstance(x, _jax.Literal) or x in fixed for x in eqn.invars):
+            if all(isinstance(x, Literal) or x in fixed for x in eqn.invars):
                 fixed.update(eqn.outvars)
         return fixed
 
     def is_fixed(self, atom: Any) -> bool:
         """True for what stands in the program, ``jnp.arange(3)``: it has no inputs."""
-        return isinstance(atom, _jax.Literal) or atom in self._fixed
+        return isinstance(atom, Literal) or atom in self._fixed
 
     def columns(self, atom: Any) -> list[Any] | None:
         """The pieces ``[..., 1]`` of which an array ``[..., n]`` was concatenated.
@@ -218,7 +228,7 @@ class Origins:
 
     def axes(self, atom: Any) -> set[int]:
         """The axes along which an array may differ: it was not repeated along them."""
-        eqn = None if isinstance(atom, _jax.Literal) else self._makers.get(atom)
+        eqn = None if isinstance(atom, Literal) else self._makers.get(atom)
         name = None if eqn is None else eqn.primitive.name
         if eqn is not None and name == "convert_element_type":
             return self.axes(eqn.invars[0])
@@ -234,7 +244,7 @@ class Origins:
 #: ``form(eqn, operands, origins)`` gives the read that an equation is, or None. Operands
 #: are views, at least one, and values (None while reads are planned); ``origins`` are those
 #: of the program's variables.
-Form = Callable[[_jax.Equation, Sequence[Any], Origins], Read | None]
+Form = Callable[[Equation, Sequence[Any], Origins], Read | None]
 
 READS: dict[Primitive, Form] = {}
 
@@ -254,7 +264,7 @@ def _is_defined(mode: Any) -> bool:
 
 
 @_form("gather")
-def _gather(eqn: _jax.Equation, operands: Sequence[Any], origins: Origins) -> Read | None:
+def _gather(eqn: Equation, operands: Values, origins: Origins) -> Read | None:
     view = operands[0]
     if not isinstance(view, View) or not _is_defined(eqn.params["mode"]):
         return None
@@ -266,9 +276,7 @@ def _gather(eqn: _jax.Equation, operands: Sequence[Any], origins: Origins) -> Re
 
 
 @_form("dynamic_slice")
-def _dynamic_slice(
-    eqn: _jax.Equation, operands: Sequence[Any], origins: Origins
-) -> Read | None:
+def _dynamic_slice(eqn: Equation, operands: Values, origins: Origins) -> Read | None:
     view = operands[0]
     if isinstance(view, Transposed):
         return _slice_transposed(eqn, view)
@@ -278,7 +286,7 @@ def _dynamic_slice(
     return _slice_rows(eqn, view)
 
 
-def _gather_rows(eqn: _jax.Equation, view: View, origins: Origins) -> Read | None:
+def _gather_rows(eqn: Equation, view: View, origins: Origins) -> Read | None:
     numbers, sizes = eqn.params["dimension_numbers"], tuple(eqn.params["slice_sizes"])
     mode, fill_value, shape = eqn.params["mode"], eqn.params["fill_value"], view.shape
     axes, aval = tuple(numbers.start_index_map), eqn.invars[1].aval
@@ -294,7 +302,7 @@ def _gather_rows(eqn: _jax.Equation, view: View, origins: Origins) -> Read | Non
     batch = tuple(aval.shape[:-1])
     count = math.prod(batch)
 
-    def ids(values: Sequence[Any]) -> jax.Array:
+    def ids(values: Values) -> jax.Array:
         starts = _wide(values[1]).reshape(count, len(axes))
         rows = starts[:, column]
         if mode == Mode.FILL_OR_DROP and len(axes) > 1:
@@ -307,7 +315,7 @@ def _gather_rows(eqn: _jax.Equation, view: View, origins: Origins) -> Read | Non
 
 
 def _gather_columns(
-    eqn: _jax.Equation, view: View, column: int, origins: Origins
+    eqn: Equation, view: View, column: int, origins: Origins
 ) -> Read | None:
     """Rows, and the same columns of each: ``table[ids, 1:]``, ``table[ids, ::-1]``.
 
@@ -332,7 +340,7 @@ def _gather_columns(
         return None
     rows, first = tuple(batch[axis] for axis in own), len(own)
 
-    def ids(values: Sequence[Any]) -> jax.Array:
+    def ids(values: Values) -> jax.Array:
         starts = _wide(values[1])[..., column]
         once = tuple(slice(None) if axis in own else 0 for axis in range(len(batch)))
         return starts[once].reshape(math.prod(rows))
@@ -346,7 +354,7 @@ def _gather_columns(
         start_indices_batching_dims=own,
     )
 
-    def arrange(taken: jax.Array, values: Sequence[Any]) -> jax.Array:
+    def arrange(taken: jax.Array, values: Values) -> jax.Array:
         starts = jnp.delete(values[1], column, axis=-1, assume_unique_indices=True)
         return lax.gather(
             taken.reshape(*rows, 1, *view.shape[1:]),
@@ -360,7 +368,7 @@ def _gather_columns(
     return Read(view, math.prod(rows), mode, fill_value, aval, ids, arrange)
 
 
-def _gather_transposed(eqn: _jax.Equation, view: Transposed) -> Read | None:
+def _gather_transposed(eqn: Equation, view: Transposed) -> Read | None:
     """``table.T[:, ids]``: whole rows, which then are columns."""
     numbers, sizes = eqn.params["dimension_numbers"], tuple(eqn.params["slice_sizes"])
     aval, mode, axis = eqn.invars[1].aval, eqn.params["mode"], view.order.index(0)
@@ -374,7 +382,7 @@ def _gather_transposed(eqn: _jax.Equation, view: Transposed) -> Read | None:
     ids = lambda values: _wide(values[1])[..., column].reshape(count)  # noqa: E731
     put = _arrangement(eqn)
 
-    def arrange(rows: jax.Array, values: Sequence[Any]) -> jax.Array:
+    def arrange(rows: jax.Array, values: Values) -> jax.Array:
         order = (0, *(1 + d for d in view.order))
         rows = rows.reshape(count, 1, *inner.shape[1:])
         return put(jnp.transpose(rows, order), values)
@@ -382,16 +390,14 @@ def _gather_transposed(eqn: _jax.Equation, view: Transposed) -> Read | None:
     return Read(inner, count, mode, eqn.params["fill_value"], aval, ids, arrange)
 
 
-def _arrangement(
-    eqn: _jax.Equation,
-) -> Callable[[jax.Array, Sequence[Any]], jax.Array]:
+def _arrangement(eqn: Equation) -> Callable[[jax.Array, Sequence[Any]], jax.Array]:
     """From rows ``[count, *D]`` to where a gather puts them."""
     numbers, sizes = eqn.params["dimension_numbers"], eqn.params["slice_sizes"]
     batch = _jax.shape_of(eqn.invars[1])[:-1]
     left_out = {*numbers.collapsed_slice_dims, *numbers.operand_batching_dims}
     window = [n for d, n in enumerate(sizes) if d not in left_out]
 
-    def arrange(rows: jax.Array, values: Sequence[Any]) -> jax.Array:
+    def arrange(rows: jax.Array, values: Values) -> jax.Array:
         out = rows.reshape(*batch, *window)
         if out.ndim == len(numbers.offset_dims):
             return out
@@ -401,7 +407,7 @@ def _arrangement(
     return arrange
 
 
-def _slice_transposed(eqn: _jax.Equation, view: Transposed) -> Read | None:
+def _slice_transposed(eqn: Equation, view: Transposed) -> Read | None:
     axis, sizes = view.order.index(0), tuple(eqn.params["slice_sizes"])
     if sizes != tuple(1 if d == axis else n for d, n in enumerate(view.shape)):
         return None
@@ -411,7 +417,7 @@ def _slice_transposed(eqn: _jax.Equation, view: Transposed) -> Read | None:
     return Read(view.inner, 1, Mode.CLIP, None, aval, ids, arrange)
 
 
-def _gather_repeated(eqn: _jax.Equation, view: Repeated) -> Read | None:
+def _gather_repeated(eqn: Equation, view: Repeated) -> Read | None:
     """A gather of rows that several axes number, such as tables repeated for each example.
 
     Along each of these axes either there are ids, or each example has a row of its own, or
@@ -438,7 +444,7 @@ def _gather_repeated(eqn: _jax.Equation, view: Repeated) -> Read | None:
         x = x.reshape(*batch, *(1 for _ in shared))
         return jnp.broadcast_to(x, order).reshape(count)
 
-    def ids(values: Sequence[Any]) -> jax.Array:
+    def ids(values: Values) -> jax.Array:
         starts = _wide(values[1])
         number = jnp.zeros((), starts.dtype)
         for d, height in enumerate(shape[:lead]):
@@ -450,7 +456,7 @@ def _gather_repeated(eqn: _jax.Equation, view: Repeated) -> Read | None:
             number = number * height + along
         return number.reshape(count)
 
-    def good(values: Sequence[Any]) -> jax.Array:
+    def good(values: Values) -> jax.Array:
         starts = _wide(values[1])
         limits = [shape[d] if d in by_id else 1 for d in axes]
         beyond = jnp.broadcast_to(jnp.array(limits, starts.dtype), starts.shape)
@@ -460,7 +466,7 @@ def _gather_repeated(eqn: _jax.Equation, view: Repeated) -> Read | None:
     return Read(view.flat, count, mode, fill_value, aval, ids, arrange, good)
 
 
-def _slice_rows(eqn: _jax.Equation, view: View) -> Read | None:
+def _slice_rows(eqn: Equation, view: View) -> Read | None:
     sizes, shape = tuple(eqn.params["slice_sizes"]), view.shape
     count, height = sizes[0] if sizes else 0, shape[0] if shape else 0
     whole_rows = sizes[1:] == shape[1:]
@@ -470,11 +476,11 @@ def _slice_rows(eqn: _jax.Equation, view: View) -> Read | None:
     if not some and not _jax.definitely(lambda: count <= 1):
         return None
 
-    def ids(values: Sequence[Any]) -> jax.Array:
+    def ids(values: Values) -> jax.Array:
         start = jnp.clip(_wide(values[1]), 0, height - count)
         return start + jnp.arange(count, dtype=start.dtype)
 
-    def arrange(rows: jax.Array, values: Sequence[Any]) -> jax.Array:
+    def arrange(rows: jax.Array, values: Values) -> jax.Array:
         if whole_rows:
             return rows
         return lax.dynamic_slice(rows, [jnp.zeros_like(values[1]), *values[2:]], sizes)

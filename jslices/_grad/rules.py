@@ -28,12 +28,14 @@ from jslices._grad.views import (
     Table,
     Transposed,
     Unpacked,
+    Values,
     View,
     flat,
     folded,
     without_slots,
 )
-from jslices._lookup.rows import mark_p
+from jslices._jax import Equation
+from jslices._lookup.mark import mark_p
 from jslices._rows.bounds import INT32_MAX
 
 
@@ -43,10 +45,13 @@ class NeedsWhole(NamedTuple):
     operands: Sequence[int]
 
 
+#: A view per output, or which arrays are needed; None from equations that mix rows.
+Result = list[Any] | NeedsWhole | None
+
 #: ``rule(eqn, operands, lead)`` gives a view per output, or None where the equation mixes
 #: rows. Operands are views, at least one, whose rows ``lead`` axes number, and values (None
 #: while reads are planned).
-Rule = Callable[[_jax.Equation, Sequence[Any], int], list[Any] | NeedsWhole | None]
+Rule = Callable[[Equation, Values, int], Result]
 
 Mode = jax.lax.GatherScatterMode
 
@@ -57,7 +62,7 @@ WIDEST_PACKED = 1024
 
 
 def rowwise(
-    eqn: _jax.Equation, operands: Sequence[Any], whole: Callable[[Any], Any]
+    eqn: Equation, operands: Values, whole: Callable[[Any], Any]
 ) -> list[Any] | None:
     """The outputs of an equation as views, if it treats all rows alike.
 
@@ -205,10 +210,10 @@ def register_rowwise(
 def _registered(
     rule: Callable[..., dict[str, Any] | None],
     in_axes: Any,
-    eqn: _jax.Equation,
-    operands: Sequence[Any],
+    eqn: Equation,
+    operands: Values,
     lead: int,
-) -> list[Any] | NeedsWhole | None:
+) -> Result:
     """What a rule of the user's says, as one of ours."""
     primitive, count = eqn.primitive, len(operands)
     axes = tuple(in_axes) if isinstance(in_axes, Sequence) else (in_axes,) * count
@@ -253,8 +258,8 @@ def _registered(
 
 
 def _views(
-    eqn: _jax.Equation,
-    operands: Sequence[Any],
+    eqn: Equation,
+    operands: Values,
     lead: int,
     params_for: Callable[[tuple[int, ...]], Any] = lambda rows: {},
     shared: Sequence[bool] | None = None,
@@ -284,7 +289,7 @@ def _views(
     for number, out in enumerate(eqn.outvars):
         row = tuple(out.aval.shape[lead:])
 
-        def apply(values: Sequence[Any], count: int, which: tuple[Any, ...]) -> jax.Array:
+        def apply(values: Values, count: int, which: tuple[Any, ...]) -> jax.Array:
             number, row = which
             inputs = [x.reshape(*ones, *x.shape) if jnp.ndim(x) else x for x in values]
             result = _jax.bind(eqn, inputs, **params_for((*ones, count)))[number]
@@ -342,9 +347,7 @@ def rule_for(*names: str) -> Callable[[Rule], Rule]:
     sqrt square sub tan tanh xor zeta
     """.split()
 )
-def _elementwise(
-    eqn: _jax.Equation, operands: Sequence[Any], lead: int
-) -> list[Any] | NeedsWhole | None:
+def _elementwise(eqn: Equation, operands: Values, lead: int) -> Result:
     """XLA broadcasts scalars and axes of size 1 in these."""
     shape, serve_all = _jax.shape_of(eqn.outvars[0]), []
     for i, (atom, operand) in enumerate(zip(eqn.invars, operands, strict=True)):
@@ -357,7 +360,7 @@ def _elementwise(
     return NeedsWhole(serve_all) if serve_all else _views(eqn, operands, lead)
 
 
-def is_elementwise(eqn: _jax.Equation) -> bool:
+def is_elementwise(eqn: Equation) -> bool:
     return RULES.get(eqn.primitive) is _elementwise
 
 
@@ -367,7 +370,7 @@ def is_elementwise(eqn: _jax.Equation) -> bool:
 def _along(parameter: str) -> Rule:
     """A rule for what works along one axis, or several, given by a parameter."""
 
-    def rule(eqn: _jax.Equation, operands: Sequence[Any], lead: int) -> list[Any] | None:
+    def rule(eqn: Equation, operands: Values, lead: int) -> Result:
         axes = eqn.params[parameter]
         axes = axes if isinstance(axes, tuple | list) else (axes,)
         inside = all(axis >= lead for axis in axes)
@@ -383,21 +386,19 @@ rule_for("sort")(_along("dimension"))
 
 
 @rule_for("tile")
-def _tile(eqn: _jax.Equation, operands: Sequence[Any], lead: int) -> list[Any] | None:
+def _tile(eqn: Equation, operands: Values, lead: int) -> Result:
     once = set(eqn.params["reps"][:lead]) == {1}
     return _views(eqn, operands, lead) if once else None
 
 
 @rule_for("fft")
-def _fft(eqn: _jax.Equation, operands: Sequence[Any], lead: int) -> list[Any] | None:
+def _fft(eqn: Equation, operands: Values, lead: int) -> Result:
     inside = lead + len(eqn.params["fft_lengths"]) <= len(_jax.shape_of(eqn.invars[0]))
     return _views(eqn, operands, lead) if inside else None
 
 
 @rule_for("dot_general")
-def _dot_general(
-    eqn: _jax.Equation, operands: Sequence[Any], lead: int
-) -> list[Any] | NeedsWhole | None:
+def _dot_general(eqn: Equation, operands: Values, lead: int) -> Result:
     """``table @ w``: each row times an array that serves all rows.
 
     ``w @ x``, one number for each row of ``w``, is what layers do to their input.
@@ -451,7 +452,7 @@ def _renumbered(
 
 
 @rule_for("slice")
-def _slice(eqn: _jax.Equation, operands: Sequence[Any], lead: int) -> list[Any] | None:
+def _slice(eqn: Equation, operands: Values, lead: int) -> Result:
     """``table[1:, 2:5]``: some rows at equal distances, and some columns of them."""
     (view,) = operands
     start, limit = tuple(eqn.params["start_indices"]), tuple(eqn.params["limit_indices"])
@@ -480,7 +481,7 @@ def _slice(eqn: _jax.Equation, operands: Sequence[Any], lead: int) -> list[Any] 
 
 
 @rule_for("split")
-def _split(eqn: _jax.Equation, operands: Sequence[Any], lead: int) -> list[Any]:
+def _split(eqn: Equation, operands: Values, lead: int) -> Result:
     axis, (view,) = eqn.params["axis"], operands
     if axis >= lead:
         return _views(eqn, operands, lead)
@@ -498,7 +499,7 @@ def _split(eqn: _jax.Equation, operands: Sequence[Any], lead: int) -> list[Any]:
 
 
 @rule_for("rev")
-def _rev(eqn: _jax.Equation, operands: Sequence[Any], lead: int) -> list[Any]:
+def _rev(eqn: Equation, operands: Values, lead: int) -> Result:
     dimensions, (view,) = eqn.params["dimensions"], operands
     among = tuple(d for d in dimensions if d < lead)
     inside = tuple(d for d in dimensions if d >= lead)
@@ -516,12 +517,12 @@ def _rev(eqn: _jax.Equation, operands: Sequence[Any], lead: int) -> list[Any]:
 
 
 @rule_for("reshape", "squeeze")
-def _reshape(eqn: _jax.Equation, operands: Sequence[Any], lead: int) -> list[Any] | None:
+def _reshape(eqn: Equation, operands: Values, lead: int) -> Result:
     in_order = eqn.primitive.name == "squeeze" or eqn.params.get("dimensions") is None
     return _reshaped(eqn, operands) if in_order and len(operands) == 1 else None
 
 
-def _reshaped(eqn: _jax.Equation, operands: Sequence[Any]) -> list[Any] | None:
+def _reshaped(eqn: Equation, operands: Values) -> list[Any] | None:
     """The same rows, numbered by other axes, or with their elements in another shape."""
     inner, shape = flat(operands[0]), _jax.shape_of(eqn.outvars[0])
     count, size = inner.shape[0], math.prod(shape)
@@ -552,7 +553,7 @@ def _unpacked(packed: View, shape: tuple[int, ...]) -> list[Any] | None:
 
 
 @rule_for("broadcast_in_dim")
-def _broadcast(eqn: _jax.Equation, operands: Sequence[Any], lead: int) -> list[Any] | None:
+def _broadcast(eqn: Equation, operands: Values, lead: int) -> Result:
     """New axes within the rows, or a copy of all rows for every example of a batch."""
     shape, dims = tuple(eqn.params["shape"]), tuple(eqn.params["broadcast_dimensions"])
     old = _jax.shape_of(eqn.invars[0])
@@ -575,7 +576,7 @@ def _broadcast(eqn: _jax.Equation, operands: Sequence[Any], lead: int) -> list[A
 
 
 @rule_for("transpose")
-def _transpose(eqn: _jax.Equation, operands: Sequence[Any], lead: int) -> list[Any] | None:
+def _transpose(eqn: Equation, operands: Values, lead: int) -> Result:
     order, view = tuple(eqn.params["permutation"]), operands[0]
     if isinstance(view, Transposed):
         order, view = tuple(view.order[i] for i in order), view.inner
@@ -590,7 +591,7 @@ def _transpose(eqn: _jax.Equation, operands: Sequence[Any], lead: int) -> list[A
 
 
 @rule_for("pad")
-def _pad(eqn: _jax.Equation, operands: Sequence[Any], lead: int) -> list[Any] | None:
+def _pad(eqn: Equation, operands: Values, lead: int) -> Result:
     """More columns, or more rows above and below the others."""
     config, (view, value) = tuple(map(tuple, eqn.params["padding_config"])), operands
     nothing, one = (0, 0, 0), lead - 1
@@ -612,9 +613,7 @@ def _pad(eqn: _jax.Equation, operands: Sequence[Any], lead: int) -> list[Any] | 
 
 
 @rule_for("scatter")
-def _scatter(
-    eqn: _jax.Equation, operands: Sequence[Any], lead: int
-) -> list[Any] | NeedsWhole | None:
+def _scatter(eqn: Equation, operands: Values, lead: int) -> Result:
     """``table.at[0].set(row)``: another row in the place of one."""
     view, at, row = operands
     numbers, mode = eqn.params["dimension_numbers"], eqn.params["mode"]
@@ -637,9 +636,7 @@ def _scatter(
 
 
 @rule_for("concatenate")
-def _concatenate(
-    eqn: _jax.Equation, operands: Sequence[Any], lead: int
-) -> list[Any] | None:
+def _concatenate(eqn: Equation, operands: Values, lead: int) -> Result:
     axis, rows = eqn.params["dimension"], _jax.shape_of(eqn.outvars[0])[:lead]
     if axis >= lead:
         return _views(eqn, operands, lead)
@@ -659,7 +656,7 @@ def _concatenate(
 
 
 @rule_for("layout_constraint")
-def _same(eqn: _jax.Equation, operands: Sequence[Any], lead: int) -> list[Any]:
+def _same(eqn: Equation, operands: Values, lead: int) -> Result:
     """A layout, which the table has anyway, or ``embedding_lookup``'s mark on its table."""
     return list(operands)
 
@@ -668,9 +665,7 @@ RULES[mark_p] = _same
 
 
 @rule_for("call_hi_primitive")
-def _called(
-    eqn: _jax.Equation, operands: Sequence[Any], lead: int
-) -> list[Any] | NeedsWhole | None:
+def _called(eqn: Equation, operands: Values, lead: int) -> Result:
     """What stands for another primitive, or for a name: ``checkpoint_name`` of jax 0.12."""
     called = _jax.kind(eqn)
     if called == "CheckpointName":
@@ -681,7 +676,7 @@ def _called(
 
 
 @rule_for("optimization_barrier")
-def _barrier(eqn: _jax.Equation, operands: Sequence[Any], lead: int) -> list[Any]:
+def _barrier(eqn: Equation, operands: Values, lead: int) -> Result:
     """Views go round it, values through it."""
     values = [x for x in operands if not isinstance(x, View)]
     planning = any(x is None for x in values)
@@ -690,9 +685,7 @@ def _barrier(eqn: _jax.Equation, operands: Sequence[Any], lead: int) -> list[Any
 
 
 @rule_for("sharding_constraint")
-def _sharding_constraint(
-    eqn: _jax.Equation, operands: Sequence[Any], lead: int
-) -> list[Any] | None:
+def _sharding_constraint(eqn: Equation, operands: Values, lead: int) -> Result:
     """A constraint speaks of the whole table, so it stays on the table."""
     (view,) = operands
     if not isinstance(view, Table):
@@ -702,13 +695,13 @@ def _sharding_constraint(
 
 
 @rule_for("reshard")
-def _reshard(eqn: _jax.Equation, operands: Sequence[Any], lead: int) -> list[Any] | None:
+def _reshard(eqn: Equation, operands: Values, lead: int) -> Result:
     """Views may go to where all axes are Auto, as that is where rows are read."""
     return list(operands) if _jax.has_auto_axes(eqn) else None
 
 
 @rule_for("stop_gradient")
-def _stop_gradient(eqn: _jax.Equation, operands: Sequence[Any], lead: int) -> list[Any]:
+def _stop_gradient(eqn: Equation, operands: Values, lead: int) -> Result:
     inner = flat(operands[0])
     stopped = Stopped(inner.shape, inner.dtype, inner)
     return [folded(stopped, operands[0].shape[:lead])]

@@ -1,8 +1,10 @@
 """Running a planned call: with a cotangent slot for each read, or for its ids alone."""
 
+import contextlib
+import functools
 import itertools
 from collections import ChainMap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -23,9 +25,10 @@ from jslices._grad.plan import (
     without_arrays,
 )
 from jslices._grad.reads import Mode, Read, is_one_row, only_row
-from jslices._grad.views import Ids, Table, View, whole
+from jslices._grad.views import Ids, Table, Values, View
 from jslices._grad.walk import Turn, ViewWalk
-from jslices._lookup.rows import lookup_rows
+from jslices._jax import Equation
+from jslices._lookup.mark import dense_is_intended
 from jslices._place.boundary import (
     drop_sharding,
     explicit_mesh,
@@ -34,7 +37,8 @@ from jslices._place.boundary import (
     shardings_of,
     with_auto_axes,
 )
-from jslices._rows.bounds import canonical_indices
+from jslices._rows.bounds import canonical_indices, take_rows
+from jslices._rows.loops import gathered_once
 from jslices._slices import Facts, IndexedSlices, slices_of
 
 #: Both mirror a plan: an IndexedSlices of zeros, and the row numbers, for every site.
@@ -44,7 +48,7 @@ Indices = list[Any]
 
 def run_planned(
     planned: Planned, primals: Sequence[Any], slots: Slots
-) -> tuple[list[Any], Indices]:
+) -> tuple[Values, Indices]:
     """The outputs of the traced call, and the row numbers of its reads."""
     leaves = planned.sparse_leaves
     operands = [
@@ -57,8 +61,25 @@ def run_planned(
     return [runner.whole(value, None) for value in outputs], runner.indices
 
 
+@contextlib.contextmanager
+def without_dense_warning() -> Iterator[None]:
+    """Within this context a dense gradient of a marked table is intended: no warning."""
+    token = dense_is_intended.set(True)
+    try:
+        yield
+    finally:
+        dense_is_intended.reset(token)
+
+
+# --- cotangent slots --------------------------------------------------------------------
+
+# JAX insists that the cotangent of an array has the shape of the array, so a table cannot
+# get slices. A read therefore takes one more argument, a *cotangent slot*: an IndexedSlices
+# of zeros that is never read. Its cotangent is the row gradient, and the table gets none.
+
+
 def slot_of(site: Site) -> IndexedSlices:
-    """The cotangent slot of one read; see ``jslices/_lookup/rows.py``."""
+    """The cotangent slot of one read."""
     shape = (*site.loops, site.entries, *site.table_shape[1:])
     zeros = jnp.zeros(shape, site.dtype, out_sharding=site.split)
     values = _jax.as_varying(zeros, site.varying)
@@ -75,6 +96,38 @@ def gradient_of(
         return slices_of(values, indices, shape, facts)._flattened()
     values, indices = values.reshape(indices.size, *shape[1:]), indices.reshape(-1)
     return IndexedSlices(*on_all_devices(values, indices), shape)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+def lookup_rows(
+    table: jax.Array, ids: jax.Array, slot: IndexedSlices, mode: Any, fill_value: Any
+) -> jax.Array:
+    """Rows ``[n, *D]`` of ``table`` ``[V, *D]`` at ``ids`` ``[n]``.
+
+    The gradient goes to the cotangent slot: IndexedSlices with ``values`` ``[n, *D]`` and
+    ``indices`` None. Integers have no cotangent, so the ids are returned separately.
+    """
+    del slot
+    return gathered_once(take_rows(table, ids, mode=mode, fill_value=fill_value))
+
+
+def _forward(
+    table: jax.Array, ids: jax.Array, slot: IndexedSlices, mode: Any, fill_value: Any
+) -> tuple[jax.Array, IndexedSlices]:
+    rows = lookup_rows.fun(table, ids, slot, mode, fill_value)
+    shape_only = IndexedSlices.tree_unflatten(slot.dense_shape, (None, None))
+    return rows, shape_only
+
+
+def _backward(
+    mode: Any, fill_value: Any, shape_only: IndexedSlices, rows: jax.Array
+) -> tuple[None, None, IndexedSlices]:
+    del mode, fill_value
+    slices = IndexedSlices.tree_unflatten(shape_only.dense_shape, (rows, None))
+    return None, None, slices
+
+
+lookup_rows.defvjp(_forward, _backward)
 
 
 # --- the walk ---------------------------------------------------------------------------
@@ -119,16 +172,24 @@ class Runner(ViewWalk):
     def constant(self, value: Any) -> Any:
         return value
 
-    def bind(self, eqn: _jax.Equation, operands: Sequence[Any]) -> list[Any]:
+    def bind(self, eqn: Equation, operands: Values) -> Values:
         return _jax.bind(eqn, operands)
 
-    def whole(self, value: Any, eqn: _jax.Equation | None) -> Any:
+    def whole(self, value: Any, eqn: Equation | None) -> Any:
         if eqn is not None and is_one_row(value):
             return self.read(eqn, only_row(value), [])
         # No gradient comes this way, or the plan would have made the table dense.
-        return whole(value, self._body.wholes)
+        return self._whole(value)
 
-    def read(self, eqn: _jax.Equation, read: Read, values: list[Any]) -> jax.Array:
+    def _whole(self, value: Any) -> Any:
+        wholes = self._body.wholes
+        if not isinstance(value, View):
+            return value
+        if value not in wholes:
+            wholes[value] = value.whole(self._whole)
+        return wholes[value]
+
+    def read(self, eqn: Equation, read: Read, values: Values) -> jax.Array:
         def take(table: Table, ids: Ids, mode: Mode, fill_value: Any) -> jax.Array:
             site, slot = next(self._body.entries)
             assert site.leaf == table.leaf
@@ -152,9 +213,7 @@ class Runner(ViewWalk):
             rows = read.output(drop_sharding(values), take)
         return restore_sharding(rows, shardings_of(aval))
 
-    def part(
-        self, eqn: _jax.Equation, operands: list[Any], needs_grad: list[bool]
-    ) -> Sequence[Any]:
+    def part(self, eqn: Equation, operands: Values, needs_grad: list[bool]) -> Values:
         run = _compiled_part(eqn, operands, needs_grad, self._leaves)
         _, slots = next(self._body.entries)
         outputs, indices = run(operands, slots)
@@ -162,11 +221,11 @@ class Runner(ViewWalk):
         return outputs
 
     def loop(
-        self, eqn: _jax.Equation, turn: Turn, carry: list[Any], xs: list[Any]
-    ) -> tuple[list[Any], list[Any]]:
+        self, eqn: Equation, turn: Turn, carry: Values, xs: Values
+    ) -> tuple[Values, Values]:
         plan, slots = next(self._body.entries)
 
-        def body(carry: list[Any], per_turn: tuple[list[Any], Slots]) -> tuple[Any, Any]:
+        def body(carry: Values, per_turn: tuple[Values, Slots]) -> tuple[Any, Any]:
             xs, slots = per_turn
             (carry, ys), indices = self._inside(plan, slots, turn, carry, xs)
             return carry, (ys, indices)
@@ -176,7 +235,7 @@ class Runner(ViewWalk):
         self._body.indices.append(indices)
         return final, ys
 
-    def switch(self, index: Any, branches: Sequence[Callable[[], list[Any]]]) -> list[Any]:
+    def switch(self, index: Any, branches: Sequence[Callable[[], Values]]) -> Values:
         plans, slots = next(self._body.entries)
 
         def make(taken: int, branch: Callable[[], Any]) -> Callable[[Slots], Any]:
@@ -196,15 +255,12 @@ class Runner(ViewWalk):
         return outputs
 
     def rematerialise(
-        self,
-        eqn: _jax.Equation,
-        function: Callable[[Sequence[Any]], list[Any]],
-        operands: list[Any],
-    ) -> list[Any]:
+        self, eqn: Equation, function: Callable[[Values], Values], operands: Values
+    ) -> Values:
         plan, slots = next(self._body.entries)
         are_values = [not isinstance(x, View) for x in operands]
 
-        def again(slots: Slots, *values: Any) -> tuple[list[Any], Indices]:
+        def again(slots: Slots, *values: Any) -> tuple[Values, Indices]:
             return self._inside(plan, slots, function, values)
 
         options = _jax.remat_options(_jax.parameters(eqn), are_values)
@@ -236,16 +292,13 @@ def _nowhere(site: Site, slot: IndexedSlices) -> jax.Array:
 # --- without jax.jit --------------------------------------------------------------------
 
 #: From the operands and the cotangent slots of a part to its outputs and row numbers.
-_RunPart = Callable[[list[Any], Slots], tuple[Sequence[Any], Indices]]
+_RunPart = Callable[[Values, Slots], tuple[Values, Indices]]
 
 _compiled: Memo[_RunPart] = Memo()
 
 
 def _compiled_part(
-    eqn: _jax.Equation,
-    operands: list[Any],
-    needs_grad: list[bool],
-    leaves: dict[int, Leaf],
+    eqn: Equation, operands: Values, needs_grad: list[bool], leaves: dict[int, Leaf]
 ) -> _RunPart:
     """The jitted function of a part, compiled once for each kind of operands."""
 
@@ -253,7 +306,7 @@ def _compiled_part(
         plan = plan_part(eqn, operands, needs_grad, leaves).plan
         equation = weak_equation(eqn)
 
-        def run(operands: list[Any], slots: Slots) -> tuple[Sequence[Any], Indices]:
+        def run(operands: Values, slots: Slots) -> tuple[Values, Indices]:
             runner = Runner(plan, slots, leaves)
             return runner.inside(equation(), operands, needs_grad), runner.indices
 

@@ -13,6 +13,7 @@ from jslices import _jax
 from jslices._grad.reads import Origins
 from jslices._grad.rules import is_elementwise
 from jslices._grad.walk import CUSTOM, Scope, Walk, programs_inside
+from jslices._jax import Equation, Program, Source
 
 # They put the elements of their first operand elsewhere.
 _MOVES = frozenset(
@@ -26,8 +27,8 @@ _NOTHING: Held = frozenset()
 
 
 def unread_lookups(
-    program: _jax.Program, leaves: Sequence[int], output_needs_grad: Sequence[bool]
-) -> dict[int, list[_jax.Source]]:
+    program: Program, leaves: Sequence[int], output_needs_grad: Sequence[bool]
+) -> dict[int, list[Source]]:
     """For each of these leaves where it is looked up by ids.
 
     Args:
@@ -49,21 +50,19 @@ class _UnreadSearch(Walk[Held]):
     """
 
     def __init__(self, leaves: Sequence[int]) -> None:
-        self.lookups: dict[int, list[_jax.Source]] = {leaf: [] for leaf in leaves}
+        self.lookups: dict[int, list[Source]] = {leaf: [] for leaf in leaves}
 
     def constant(self, value: Any) -> Held:
         return _NOTHING
 
     def equation(
-        self, eqn: _jax.Equation, operands: list[Held], scope: Scope
+        self, eqn: Equation, operands: Sequence[Held], scope: Scope
     ) -> Sequence[Held]:
         if not any(operands) or not scope.passes_gradient(eqn):
             return [_NOTHING] * len(eqn.outvars)
         return super().equation(eqn, operands, scope)
 
-    def step(
-        self, eqn: _jax.Equation, operands: list[Held], scope: Scope
-    ) -> Sequence[Held]:
+    def step(self, eqn: Equation, operands: Sequence[Held], scope: Scope) -> Sequence[Held]:
         if eqn.primitive.name in ("gather", "dynamic_slice"):
             if _picks_by_ids(eqn, scope.origins):
                 for leaf in operands[0]:
@@ -72,10 +71,10 @@ class _UnreadSearch(Walk[Held]):
         return _moved(eqn, operands, scope.origins) or self._inside(eqn, operands, scope)
 
     def _inside(
-        self, eqn: _jax.Equation, operands: list[Held], scope: Scope
+        self, eqn: Equation, operands: Sequence[Held], scope: Scope
     ) -> Sequence[Held]:
         """What they become in a loop, a branch or a solver."""
-        outputs = [_NOTHING] * len(eqn.outvars)
+        outputs: Sequence[Held] = [_NOTHING] * len(eqn.outvars)
         if _jax.kind(eqn) in CUSTOM and _jax.is_call_of_ours(eqn):
             return outputs  # a scatter
         for program, inputs, same_outputs in programs_inside(eqn, operands):
@@ -87,7 +86,7 @@ class _UnreadSearch(Walk[Held]):
 
 
 def _moved(
-    eqn: _jax.Equation, operands: Sequence[Held], origins: Origins
+    eqn: Equation, operands: Sequence[Held], origins: Origins
 ) -> Sequence[Held] | None:
     """What the outputs of a step hold; None if it does not move or scale elements."""
     name, shape = eqn.primitive.name, _jax.shape_of(eqn.outvars[0])
@@ -105,13 +104,13 @@ def _moved(
     return None
 
 
-def _repeats_whole(eqn: _jax.Equation) -> bool:
+def _repeats_whole(eqn: Equation) -> bool:
     """True for a table for each example, not for one row for many."""
     shape, dims = eqn.params["shape"], eqn.params["broadcast_dimensions"]
     return tuple(shape[d] for d in dims) == _jax.shape_of(eqn.invars[0])
 
 
-def _picks_by_ids(eqn: _jax.Equation, origins: Origins) -> bool:
+def _picks_by_ids(eqn: Equation, origins: Origins) -> bool:
     """True if numbers that the program gets pick single elements along some axis."""
     shape, sizes = _jax.shape_of(eqn.invars[0]), eqn.params["slice_sizes"]
     if eqn.primitive.name == "gather":

@@ -9,12 +9,16 @@ arrays and row numbers are None, and reading a view only tells which tables it r
 """
 
 import dataclasses
-from collections.abc import Callable, MutableMapping, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+
+#: For each operand, or output, a view or an array. None stands for arrays while reads are
+#: planned.
+Values: TypeAlias = Sequence[Any]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -383,15 +387,3 @@ def without_slots(value: Any) -> Any:
     if isinstance(value, View) and not isinstance(value, Unslotted):
         return Unslotted(value.shape, value.dtype, value)
     return value
-
-
-def whole(value: Any, computed: MutableMapping[View, jax.Array]) -> Any:
-    """The array behind a view; anything else as it is.
-
-    ``computed`` are the arrays behind views so far, so that none is computed twice.
-    """
-    if not isinstance(value, View):
-        return value
-    if value not in computed:
-        computed[value] = value.whole(lambda part: whole(part, computed))
-    return computed[value]

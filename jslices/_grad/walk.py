@@ -34,7 +34,8 @@ from jslices import _jax
 from jslices._grad.memo import first_program
 from jslices._grad.reads import READS, Origins, Read
 from jslices._grad.rules import RULES, rowwise
-from jslices._grad.views import View, without_slots
+from jslices._grad.views import Values, View, without_slots
+from jslices._jax import Equation, Literal, Program, Source
 
 Value = TypeVar("Value")
 
@@ -66,17 +67,17 @@ class Scope:
         None at all does for walks that do not ask.
     """
 
-    def __init__(self, program: _jax.Program, output_needs_grad: Sequence[bool]) -> None:
+    def __init__(self, program: Program, output_needs_grad: Sequence[bool]) -> None:
         self.program = program
         self._output_needs_grad = output_needs_grad or [False] * len(program.outvars)
 
-    def live_equations(self) -> list[_jax.Equation]:
+    def live_equations(self) -> list[Equation]:
         """The equations that an output or a side effect depends on, in order."""
-        used = {v for v in self.program.outvars if not isinstance(v, _jax.Literal)}
+        used = {v for v in self.program.outvars if not isinstance(v, Literal)}
         live = []
         for eqn in reversed(self.program.eqns):
             if eqn.effects or not used.isdisjoint(eqn.outvars):
-                used.update(v for v in eqn.invars if not isinstance(v, _jax.Literal))
+                used.update(v for v in eqn.invars if not isinstance(v, Literal))
                 live.append(eqn)
         return live[::-1]
 
@@ -87,22 +88,22 @@ class Scope:
         grad_vars = {
             v
             for v, needs_grad in outputs
-            if needs_grad and not isinstance(v, _jax.Literal) and _jax.carries_gradient(v)
+            if needs_grad and not isinstance(v, Literal) and _jax.carries_gradient(v)
         }
         for eqn in reversed(self.program.eqns):
             if _passes_gradient(eqn, grad_vars):
                 grad_vars.update(
                     v
                     for v in eqn.invars
-                    if not isinstance(v, _jax.Literal) and _jax.carries_gradient(v)
+                    if not isinstance(v, Literal) and _jax.carries_gradient(v)
                 )
         return grad_vars
 
-    def passes_gradient(self, eqn: _jax.Equation) -> bool:
+    def passes_gradient(self, eqn: Equation) -> bool:
         """True if a gradient may come to this equation, through its outputs or a ref."""
         return _passes_gradient(eqn, self.grad_vars)
 
-    def outputs_need_grad(self, eqn: _jax.Equation) -> list[bool]:
+    def outputs_need_grad(self, eqn: Equation) -> list[bool]:
         """For each output of an equation whether a gradient comes in there."""
         return [v in self.grad_vars for v in eqn.outvars]
 
@@ -112,7 +113,7 @@ class Scope:
         return Origins(self.program)
 
 
-def _passes_gradient(eqn: _jax.Equation, grad_vars: set[Any]) -> bool:
+def _passes_gradient(eqn: Equation, grad_vars: set[Any]) -> bool:
     if eqn.primitive.name == "stop_gradient":
         return False
     if not grad_vars.isdisjoint(eqn.outvars):
@@ -136,14 +137,14 @@ class Walk(abc.ABC, Generic[Value]):
 
     #: The source of the enclosing call of a JAX library function, if any: JAX keeps the
     #: trace of such a function with the lines of whoever called it first.
-    caller: _jax.Source | None = None
+    caller: Source | None = None
 
     def program(
         self,
-        program: _jax.Program,
+        program: Program,
         operands: Sequence[Value],
         output_needs_grad: Sequence[bool] = (),
-    ) -> list[Value]:
+    ) -> Sequence[Value]:
         """The values of the outputs; ``output_needs_grad`` as in :class:`Scope`."""
         scope = Scope(program, output_needs_grad)
         values = dict(zip(program.invars, operands, strict=True))
@@ -151,7 +152,7 @@ class Walk(abc.ABC, Generic[Value]):
         values.update(zip(program.constvars, constants, strict=True))
 
         def read(atom: Any) -> Value:
-            if isinstance(atom, _jax.Literal):
+            if isinstance(atom, Literal):
                 return self.constant(atom.val)
             return values[atom]
 
@@ -161,7 +162,7 @@ class Walk(abc.ABC, Generic[Value]):
         return [read(atom) for atom in program.outvars]
 
     def equation(
-        self, eqn: _jax.Equation, operands: list[Value], scope: Scope
+        self, eqn: Equation, operands: Sequence[Value], scope: Scope
     ) -> Sequence[Value]:
         """The values of an equation's outputs."""
         go_inside = getattr(self, _INSIDE.get(_jax.kind(eqn), ""), None)
@@ -176,12 +177,12 @@ class Walk(abc.ABC, Generic[Value]):
 
     @abc.abstractmethod
     def step(
-        self, eqn: _jax.Equation, operands: list[Value], scope: Scope
+        self, eqn: Equation, operands: Sequence[Value], scope: Scope
     ) -> Sequence[Value]:
         """The outputs of an equation that the walk does not go into."""
 
     def call(
-        self, eqn: _jax.Equation, operands: list[Value], needs_grad: list[bool]
+        self, eqn: Equation, operands: Sequence[Value], needs_grad: list[bool]
     ) -> Sequence[Value]:
         """The outputs of a call, which means the program inside it."""
         outer = self.caller
@@ -191,16 +192,16 @@ class Walk(abc.ABC, Generic[Value]):
         self.caller = outer
         return outputs
 
-    def source(self, eqn: _jax.Equation) -> _jax.Source:
+    def source(self, eqn: Equation) -> Source:
         """Where an equation comes from, in the user's program."""
         return self.caller or eqn.source_info
 
 
 def evaluate(
-    program: _jax.Program,
+    program: Program,
     operands: Sequence[jax.Array],
     replace: Callable[[Any, jax.Array], jax.Array],
-) -> list[jax.Array]:
+) -> Sequence[jax.Array]:
     """The outputs of a program whose every variable passes through ``replace``.
 
     ``replace(variable, array)`` gives the array that the rest of the program reads.
@@ -215,9 +216,7 @@ class _Evaluation(Walk[Any]):
     def constant(self, value: Any) -> Any:
         return value
 
-    def equation(
-        self, eqn: _jax.Equation, operands: list[Any], scope: Scope
-    ) -> Sequence[Any]:
+    def equation(self, eqn: Equation, operands: Values, scope: Scope) -> Values:
         outputs = _jax.bind(eqn, operands)
         return list(map(self._replace, eqn.outvars, outputs))
 
@@ -225,8 +224,8 @@ class _Evaluation(Walk[Any]):
 
 
 def programs_inside(
-    eqn: _jax.Equation, operands: Sequence[Value]
-) -> Iterator[tuple[_jax.Program, Sequence[Value], bool]]:
+    eqn: Equation, operands: Sequence[Value]
+) -> Iterator[tuple[Program, Sequence[Value], bool]]:
     """The sub-programs of any equation, as far as is known what goes into them.
 
     Each with those of the equation's ``operands`` that are its inputs, and True if its
@@ -253,7 +252,7 @@ def programs_inside(
                 yield program, operands[: len(program.invars)], outputs
 
 
-def _may_take(program: _jax.Program, eqn: _jax.Equation) -> bool:
+def _may_take(program: Program, eqn: Equation) -> bool:
     """True if the first operands of an equation may be the inputs of a program."""
     if len(program.invars) > len(eqn.invars):
         return False
@@ -265,7 +264,7 @@ def _may_take(program: _jax.Program, eqn: _jax.Equation) -> bool:
 
 
 #: The body of a loop: from what it carries and scans over to what it carries and stacks.
-Turn = Callable[[list[Any], list[Any]], tuple[list[Any], list[Any]]]
+Turn = Callable[[Values, Values], tuple[Values, Values]]
 
 
 class ViewWalk(Walk[Any]):
@@ -279,11 +278,8 @@ class ViewWalk(Walk[Any]):
     eager: bool
 
     def program(
-        self,
-        program: _jax.Program,
-        operands: Sequence[Any],
-        output_needs_grad: Sequence[bool] = (),
-    ) -> list[Any]:
+        self, program: Program, operands: Values, output_needs_grad: Sequence[bool] = ()
+    ) -> Values:
         """The program's outputs: views where rows of tables are all that went into them."""
         outputs = super().program(program, operands, output_needs_grad)
         return [
@@ -291,17 +287,13 @@ class ViewWalk(Walk[Any]):
             for value, needs_grad in zip(outputs, output_needs_grad, strict=True)
         ]
 
-    def inside(
-        self, eqn: _jax.Equation, operands: list[Any], needs_grad: list[bool]
-    ) -> Sequence[Any]:
+    def inside(self, eqn: Equation, operands: Values, needs_grad: list[bool]) -> Values:
         """The outputs of an equation with a program inside."""
         go_inside = getattr(self, _INSIDE[_jax.kind(eqn)])
         outputs: Sequence[Any] = go_inside(eqn, operands, needs_grad)
         return outputs
 
-    def equation(
-        self, eqn: _jax.Equation, operands: list[Any], scope: Scope
-    ) -> Sequence[Any]:
+    def equation(self, eqn: Equation, operands: Values, scope: Scope) -> Values:
         if not any(isinstance(value, View) for value in operands):
             return self.bind(eqn, operands)
         if not scope.passes_gradient(eqn):
@@ -310,7 +302,7 @@ class ViewWalk(Walk[Any]):
             return self.part(eqn, operands, scope.outputs_need_grad(eqn))
         return super().equation(eqn, operands, scope)
 
-    def step(self, eqn: _jax.Equation, operands: list[Any], scope: Scope) -> Sequence[Any]:
+    def step(self, eqn: Equation, operands: Values, scope: Scope) -> Values:
         whole = functools.partial(self.whole, eqn=eqn)
         if eqn.primitive in RULES:
             views = rowwise(eqn, operands, whole)
@@ -326,10 +318,8 @@ class ViewWalk(Walk[Any]):
                 return [self.read(eqn, read, values)]
         return self.bind(eqn, [whole(value) for value in operands])
 
-    def checkpoint(
-        self, eqn: _jax.Equation, operands: list[Any], needs_grad: list[bool]
-    ) -> Sequence[Any]:
-        def function(values: Sequence[Any]) -> list[Any]:
+    def checkpoint(self, eqn: Equation, operands: Values, needs_grad: list[bool]) -> Values:
+        def function(values: Values) -> Values:
             left = iter(values)
             inputs = [x if isinstance(x, View) else next(left) for x in operands]
             outputs = self.program(_jax.body(eqn), inputs, needs_grad)
@@ -337,21 +327,17 @@ class ViewWalk(Walk[Any]):
 
         return self.rematerialise(eqn, function, operands)
 
-    def cond(
-        self, eqn: _jax.Equation, operands: list[Any], needs_grad: list[bool]
-    ) -> Sequence[Any]:
+    def cond(self, eqn: Equation, operands: Values, needs_grad: list[bool]) -> Values:
         index, *inputs = operands
 
-        def branch(program: _jax.Program) -> list[Any]:
+        def branch(program: Program) -> Values:
             outputs = self.program(program, inputs, needs_grad)
             return [self.whole(value, eqn) for value in outputs]
 
         branches = [functools.partial(branch, x) for x in eqn.params["branches"]]
         return self.switch(self.whole(index, eqn), branches)
 
-    def scan(
-        self, eqn: _jax.Equation, operands: list[Any], needs_grad: list[bool]
-    ) -> Sequence[Any]:
+    def scan(self, eqn: Equation, operands: Values, needs_grad: list[bool]) -> Values:
         """Views go into a loop as constants, and as what it carries on unchanged."""
         body, (num_consts, num_carried) = _jax.body(eqn), _jax.scan_counts(eqn.params)
         consts = operands[:num_consts]
@@ -367,12 +353,12 @@ class ViewWalk(Walk[Any]):
         # it is taken to come through everything that is carried.
         inside_need_grad = [any(needs_grad)] * num_carried + needs_grad[num_carried:]
 
-        def with_unchanged(changing: Sequence[Any]) -> list[Any]:
+        def with_unchanged(changing: Sequence[Any]) -> Values:
             left = iter(changing)
             every = range(num_carried)
             return [unchanged[i] if i in unchanged else next(left) for i in every]
 
-        def turn(changing: list[Any], xs: list[Any]) -> tuple[list[Any], list[Any]]:
+        def turn(changing: Values, xs: Values) -> tuple[Values, Values]:
             inputs = [*consts, *with_unchanged(changing), *xs]
             outputs = self.program(body, inputs, inside_need_grad)
             new = [x for i, x in enumerate(outputs[:num_carried]) if i not in unchanged]
@@ -385,50 +371,39 @@ class ViewWalk(Walk[Any]):
         return [*with_unchanged(final), *ys]
 
     @abc.abstractmethod
-    def bind(self, eqn: _jax.Equation, operands: Sequence[Any]) -> list[Any]:
+    def bind(self, eqn: Equation, operands: Values) -> Values:
         """The outputs of an equation that no view goes into."""
 
     @abc.abstractmethod
-    def whole(self, value: Any, eqn: _jax.Equation | None) -> Any:
+    def whole(self, value: Any, eqn: Equation | None) -> Any:
         """The array behind a view, which ``eqn`` needs; anything else as it is."""
 
     @abc.abstractmethod
-    def read(self, eqn: _jax.Equation, read: Read, values: list[Any]) -> Any:
+    def read(self, eqn: Equation, read: Read, values: Values) -> Any:
         """The output of a read; ``values`` are the operands, None for the view."""
 
     @abc.abstractmethod
-    def part(
-        self, eqn: _jax.Equation, operands: list[Any], needs_grad: list[bool]
-    ) -> Sequence[Any]:
+    def part(self, eqn: Equation, operands: Values, needs_grad: list[bool]) -> Values:
         """The outputs of an equation for which :func:`is_kept` is True."""
 
     @abc.abstractmethod
     def loop(
-        self,
-        eqn: _jax.Equation,
-        turn: Turn,
-        carry: list[Any],
-        xs: list[Any],
-    ) -> tuple[list[Any], list[Any]]:
+        self, eqn: Equation, turn: Turn, carry: Values, xs: Values
+    ) -> tuple[Values, Values]:
         """``lax.scan(turn, carry, xs)``."""
 
     @abc.abstractmethod
-    def switch(
-        self, index: Any, branches: Sequence[Callable[[], list[Any]]]
-    ) -> Sequence[Any]:
+    def switch(self, index: Any, branches: Sequence[Callable[[], Values]]) -> Values:
         """``lax.switch(index, branches)``."""
 
     @abc.abstractmethod
     def rematerialise(
-        self,
-        eqn: _jax.Equation,
-        function: Callable[[Sequence[Any]], list[Any]],
-        operands: list[Any],
-    ) -> list[Any]:
+        self, eqn: Equation, function: Callable[[Values], Values], operands: Values
+    ) -> Values:
         """``jax.checkpoint(function)(values)`` for the operands that are no views."""
 
 
-def is_kept(eqn: _jax.Equation) -> bool:
+def is_kept(eqn: Equation) -> bool:
     """Whether what is made of the program inside an equation can be kept for later calls.
 
     JAX traces a function with a derivative of its own anew at every call. The lines of the

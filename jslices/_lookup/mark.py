@@ -1,0 +1,44 @@
+"""The mark on a looked-up table: plain ``jax.grad`` of it warns of the dense gradient."""
+
+import contextvars
+from typing import Any
+
+import jax
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+
+from jslices._densify import UserLine, human_bytes, warn_dense
+
+#: True where a dense gradient of a marked table is intended: no warning.
+dense_is_intended = contextvars.ContextVar("jslices_dense_is_intended", default=False)
+
+
+def mark_table(table: jax.Array, num_ids: int, line: UserLine) -> jax.Array:
+    """``table`` unchanged, but marked: a dense gradient of it warns and names ``line``.
+
+    Only plain ``jax.grad`` ever transposes the mark, and the warning says what that costs.
+    Under :func:`jslices.grad` lookups are found first and the mark is stepped over. It is a
+    primitive and not a ``custom_vjp``, so that ``jvp``, ``linearize`` and ``hessian`` go
+    through it as through any indexing.
+    """
+    return mark_p.bind(table, num_ids=num_ids, line=line)
+
+
+def _transpose(cotangent: Any, table: Any, *, num_ids: int, line: UserLine) -> tuple[Any]:
+    if not isinstance(cotangent, ad.Zero) and not dense_is_intended.get():
+        size = human_bytes(cotangent.size * cotangent.dtype.itemsize)
+        warn_dense(
+            f"jax.grad gives the table {cotangent.dtype}{list(cotangent.shape)} of this "
+            f"embedding_lookup a dense gradient of {size}, although {num_ids} rows were "
+            "looked up; jslices.grad and jslices.value_and_grad give those rows only",
+            line,
+        )
+    return (cotangent,)
+
+
+mark_p = Primitive("jslices_table")
+mark_p.def_impl(lambda table, **_: table)
+mark_p.def_abstract_eval(lambda table, **_: table)
+ad.deflinear2(mark_p, _transpose)
+batching.defvectorized(mark_p)
+mlir.register_lowering(mark_p, lambda _, table, **params: [table])
