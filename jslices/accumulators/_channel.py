@@ -1,4 +1,4 @@
-"""Messages between two processes, with an end to every wait."""
+"""Messages between two processes, with a limit to every wait."""
 
 import contextlib
 import selectors
@@ -8,16 +8,16 @@ import time
 
 import numpy as np
 
-_MESSAGE, _BEAT = b"M", b"."  # the first byte of what is sent; a beat is no more than that
+_MESSAGE, _BEAT = b"M", b"."  # first bytes; a beat is that byte alone
 _LENGTH = struct.Struct("!Q")
-_CHUNK = 1 << 20  # bytes that are handed to the socket at once
-_SLOWEST = 100_000  # bytes a second: what comes more slowly counts as silence
+_CHUNK = 1 << 20  # bytes that are passed to the socket at once
+_SLOWEST = 100_000  # bytes a second: slower traffic counts as silence
 
 _READ, _WRITE = selectors.EVENT_READ, selectors.EVENT_WRITE
 # The one that needs no file of its own.
 _Selector = getattr(selectors, "PollSelector", selectors.SelectSelector)
 
-#: What finds out, in minutes, that a machine is gone, and not only silent.
+#: Socket options by which the loss of a machine is detected within minutes.
 _KEEPALIVE = {
     "TCP_KEEPIDLE": 60,
     "TCP_KEEPINTVL": 10,
@@ -29,9 +29,9 @@ _KEEPALIVE = {
 class Channel:
     """Sends and receives messages over a socket, which it owns; for one thread.
 
-    :meth:`allow` starts a clock. What is not sent or received when it runs out ends in a
-    TimeoutError, and what follows can then not be told apart: the channel is of no more
-    use. An end from the other side is an EOFError or another OSError.
+    :meth:`allow` starts a clock. Sending or receiving beyond it raises a TimeoutError,
+    possibly in the middle of a message: the channel is then of no more use. An end from the
+    other side is an EOFError or another OSError.
     """
 
     def __init__(self, end: socket.socket) -> None:
@@ -55,12 +55,12 @@ class Channel:
     # --- the clock
 
     def allow(self, patience: float, until: float = float("inf")) -> None:
-        """Allows ``patience`` seconds, up to the time ``until``.
+        """Allow ``patience`` seconds, up to the time ``until``.
 
-        Bytes that move give time back, as much as they take at ``_SLOWEST``, but there are
-        never more than ``patience`` seconds: large messages may take long, whereas neither
-        silence nor a trickle goes on. What is there already is read also afterwards, for
-        it may be this process that was frozen.
+        Bytes that move extend the time, as much as they take at ``_SLOWEST``, but never
+        beyond ``patience`` seconds from now: large messages may take long, whereas neither
+        silence nor a trickle goes on. Bytes that have arrived are read also afterwards, as
+        this process may have been frozen.
         """
         self._patience = patience
         self._end = min(time.monotonic() + patience, until)
@@ -69,7 +69,7 @@ class Channel:
         self._end = min(time.monotonic() + self._patience, self._end + size / _SLOWEST)
 
     def wait(self, event: int = _READ) -> None:
-        """Waits until something can be read, or written, as long as the clock allows."""
+        """Wait until the socket is readable, or writable, as long as the clock allows."""
         left = max(0.0, self._end - time.monotonic())
         if not self._waits[event].select(None if left == float("inf") else left):
             raise TimeoutError("timed out")
@@ -77,13 +77,13 @@ class Channel:
     # --- messages
 
     def connect(self, address: tuple[str, int] | str) -> None:
-        """Connects the socket."""
+        """Connect the socket."""
         self._socket.settimeout(max(0.001, self._end - time.monotonic()))
         self._socket.connect(address)
         self._socket.settimeout(0)
 
     def send_bytes(self, message: bytes) -> None:
-        """Sends a message."""
+        """Send a message."""
         header = _MESSAGE + _LENGTH.pack(len(message))
         for part in [header + message] if len(message) < _CHUNK else [header, message]:
             rest = memoryview(part)
@@ -98,10 +98,10 @@ class Channel:
                     self.wait(_WRITE)
 
     def receive(self, limit: int | None = None) -> memoryview | None:
-        """The bytes of the next message; None if it is a beat.
+        """Receive a message; None stands for a beat.
 
         Raises an OSError for a message above the ``limit``, before it is read, and for
-        what is no message.
+        anything but a message.
         """
         kind = self._exactly(1).tobytes()
         if kind == _BEAT:
@@ -114,14 +114,14 @@ class Channel:
         return self._exactly(size)
 
     def recv_bytes(self, limit: int | None = None) -> bytes:
-        """The next message, for the handshake of ``multiprocessing.connection``."""
+        """Receive a message, for the handshake of ``multiprocessing.connection``."""
         message = self.receive(limit)
         if message is None:
-            raise OSError("a beat, where a message is wanted")
+            raise OSError("a beat instead of a message")
         return message.tobytes()
 
     def _exactly(self, size: int) -> memoryview:
-        """That many bytes; memory is taken up only as they come."""
+        """Receive so many bytes; memory is used only as they arrive."""
         buffer = np.empty(size, np.uint8).data
         rest = buffer
         while rest:
@@ -140,15 +140,12 @@ class Channel:
     # --- signs of life
 
     def beat(self) -> None:
-        """Tells the other side to wait on, from any thread that sends nothing else.
-
-        Never waits itself.
-        """
-        with contextlib.suppress(OSError):  # what is full or at its end needs no beat
+        """Send a sign of life without waiting, from any thread that sends nothing else."""
+        with contextlib.suppress(OSError):  # a full or closed socket needs no beat
             self._socket.send(_BEAT)
 
     def readable(self) -> bool:
-        """Whether something has come: to a side that expects nothing that is the end."""
+        """True if data or the end has arrived; to a side that expects no data, the end."""
         try:
             self._socket.recv(1, socket.MSG_PEEK)
         except BlockingIOError:
@@ -160,17 +157,17 @@ class Channel:
     # --- the end
 
     def hang_up(self) -> None:
-        """Ends what another thread does with the channel."""
+        """End the channel for another thread that uses it."""
         with contextlib.suppress(OSError):  # it has ended by itself
             self._socket.shutdown(socket.SHUT_RDWR)
 
     def give_up(self) -> None:
-        """Closes it, and takes back what the other side has not got yet."""
+        """Close it, and discard what the other side has not received yet."""
         with contextlib.suppress(OSError):
             at_once = struct.pack("ii", 1, 0)
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, at_once)
         self.close()
 
     def close(self) -> None:
-        """Closes this end."""
+        """Close this end."""
         self._socket.close()

@@ -206,7 +206,7 @@ def _shape_problems(
         return [f"Shape mismatch: expected {name} rank at least {rank}"]
     pairs = list(enumerate(zip(expected, actual, strict=False)))[first:]
     return [
-        f"Shape mismatch: expected {name} dim {axis} to be {size}, got {came}"
-        for axis, (size, came) in pairs
-        if size is not None and came not in (None, -1, size)
+        f"Shape mismatch: expected {name} dim {axis} to be {size}, got {length}"
+        for axis, (size, length) in pairs
+        if size is not None and length not in (None, -1, size)
     ]

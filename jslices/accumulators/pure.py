@@ -48,7 +48,7 @@ class _PureAccumulator:
         return state._replace(global_step=step)
 
     def ready(self, state: _State, num_required: ArrayLike) -> jax.Array:
-        """Whether ``num_required`` gradients have been accumulated: bool ``[]``.
+        """True once ``num_required`` gradients have been accumulated: bool ``[]``.
 
         Raises:
           InvalidArgumentError: for ``num_required < 1``, where it is a plain number.

@@ -409,7 +409,7 @@ def _check_width(name: str, spec: Spec) -> None:
 
 
 def misfit(name: str, spec: Spec, template: Template, reshape: bool) -> str | None:
-    """Why a saved variable cannot be restored into ``template``; None if it can."""
+    """The reason why ``template`` cannot take a saved variable; None if it can."""
     target = _template_spec(name, template)
     saved = f"{name!r} was saved as {spec}"
     special = any(s.is_key or s.is_string for s in (spec, target))

@@ -1,4 +1,4 @@
-"""What PyTorch and TensorFlow call the state arrays of optimizers: the names of slots."""
+"""The names of slots: PyTorch's and TensorFlow's names of optimizers' state arrays."""
 
 from jslices.optim import (
     AdadeltaState,

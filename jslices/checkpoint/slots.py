@@ -121,10 +121,10 @@ def import_state(
     problems: list[str] = []
     assigned: list[dict[tuple[int, str], jax.Array]] = []
     slots_of_each = [_checked_slots(x) for x in _flattened_up_to(walk.tree, slots)]
-    for place, arrays, its_slots in zip(
-        walk.places, walk.arrays, slots_of_each, strict=True
+    for label, arrays, its_slots in zip(
+        walk.labels, walk.arrays, slots_of_each, strict=True
     ):
-        assigned.append(_assign(place, arrays, its_slots, steps, problems))
+        assigned.append(_assign(label, arrays, its_slots, steps, problems))
     if problems:
         raise ValueError("import_state: " + "; ".join(problems))
 
@@ -189,14 +189,14 @@ def export_state(params: Params, state: State, names: str) -> PyTree:
         )
     library = LIBRARIES.index(names)
     result = []
-    for place, arrays in zip(walk.places, walk.arrays, strict=True):
+    for label, arrays in zip(walk.labels, walk.arrays, strict=True):
         slots = {}
         for array in arrays:
             slot_names = NAMES[array.state].get(array.field)
             name = slot_names[library] if slot_names else None
             if name is None:
                 raise ValueError(
-                    f"export_state: the {array.field} of {array.state.__name__}{place} has "
+                    f"export_state: the {array.field} of {array.state.__name__}{label} has "
                     f"no slot in {names}; take it from the state itself"
                 )
             if names == "torch" and array.state is not SgdState:
@@ -210,18 +210,18 @@ def export_state(params: Params, state: State, names: str) -> PyTree:
 
 
 class _Walk(NamedTuple):
-    """What the state of an optimizer holds.
+    """The parts of the state of an optimizer.
 
     Attributes:
       tree: the structure of the parameters.
-      places: where each parameter is, for messages: `` at ['table']``.
+      labels: where each parameter is, for messages: `` at ['table']``.
       states: the states of jslices' optimizers in it, in order.
       arrays: the state arrays of each parameter, whichever optimizer keeps them.
       gathering: the states of ``multi_steps``, or of ``optax.MultiSteps``, in it.
     """
 
     tree: Any
-    places: list[str]
+    labels: list[str]
     states: list[Any]
     arrays: list[list[_StateArray]]
     gathering: list[Any]
@@ -235,7 +235,7 @@ def _walk(params: Params, state: State, caller: str) -> _Walk:
     """
     tree: Any
     paths, tree = jax.tree_util.tree_flatten_with_path(params, is_leaf=lambda x: x is None)
-    places = [f" at {jax.tree_util.keystr(path)}" if path else "" for path, _ in paths]
+    labels = [f" at {jax.tree_util.keystr(path)}" if path else "" for path, _ in paths]
     states = _nodes(state, _is_optimizer_state)
     if not states:
         raise TypeError(
@@ -243,7 +243,7 @@ def _walk(params: Params, state: State, caller: str) -> _Walk:
             f"{type(state).__name__}; for one of Optax, replace arrays in what "
             "tx.init(params) returns, by optax.tree.set(state, mu=...)"
         )
-    arrays: list[list[_StateArray]] = [[] for _ in places]
+    arrays: list[list[_StateArray]] = [[] for _ in labels]
     for number, part in enumerate(states):
         for field, column in part._asdict().items():
             if field in ("count", "clock") or column is None:
@@ -252,7 +252,7 @@ def _walk(params: Params, state: State, caller: str) -> _Walk:
                 # A parameter of another optimizer has a node without leaves here.
                 for array in jax.tree.leaves(x):
                     its_arrays.append(_StateArray(number, type(part), field, array))
-    return _Walk(tree, places, states, arrays, _nodes(state, _gathers_gradients))
+    return _Walk(tree, labels, states, arrays, _nodes(state, _gathers_gradients))
 
 
 def _nodes(state: State, is_node: Callable[[Any], bool]) -> list[Any]:
@@ -354,7 +354,7 @@ def _checked_slots(slots: Slots | None) -> Slots:
 
 
 def _assign(
-    place: str, arrays: Sequence[_StateArray], slots: Slots, count: int, problems: list[str]
+    label: str, arrays: Sequence[_StateArray], slots: Slots, count: int, problems: list[str]
 ) -> dict[tuple[int, str], jax.Array]:
     """The slots of one parameter as state arrays, by owner and field; appends problems."""
     rest = {name: _array(x) for name, x in slots.items()}
@@ -363,12 +363,12 @@ def _assign(
     step = rest.pop("step", np.asarray(count))
     if (taken := _as_count(step)) is None:
         problems.append(
-            f"the slot step{place} is {_short(step)}, wanted the number of steps taken, or "
+            f"the slot step{label} is {_short(step)}, wanted the number of steps taken, or "
             "leave it out of these slots"
         )
     elif taken != count:
         problems.append(
-            f"{taken} steps were taken{place}, and count={count}, which is one for all "
+            f"{taken} steps were taken{label}, and count={count}, which is one for all "
             "parameters: leave the step out of these slots if it does not matter, or give "
             "those that were stepped together an optimizer of their own; " + BY_GROUP
         )
@@ -377,7 +377,7 @@ def _assign(
         names = [name for name in array.names if name in rest]
         if len(names) == 1:
             x = rest.pop(names[0])
-            problem = _misfit(f"the slot {names[0]}{place}", x, array.value)
+            problem = _misfit(f"the slot {names[0]}{label}", x, array.value)
             if problem:
                 problems.append(problem)
             else:
@@ -385,14 +385,14 @@ def _assign(
         else:
             received = " and ".join(names) or ", ".join(slots) or "nothing"
             problems.append(
-                f"{array.field}{place} wants one slot, named {' or '.join(array.names)}, "
+                f"{array.field}{label} wants one slot, named {' or '.join(array.names)}, "
                 f"got {received}"
             )
     for name in rest:
         notes = [OTHERWISE.get(array.state, {}).get(name) for array in arrays]
         slot_names = ", ".join(" or ".join(array.names) for array in arrays) or "none"
         help = next(filter(None, notes), f"it keeps {slot_names}; leave this one out")
-        problems.append(f"the optimizer has no state for the slot {name}{place}: {help}")
+        problems.append(f"the optimizer has no state for the slot {name}{label}: {help}")
     return assigned
 
 
@@ -406,7 +406,7 @@ def _short(x: jax.Array | np.ndarray) -> str:
 
 
 def _misfit(what: str, x: jax.Array | np.ndarray, old: jax.Array) -> str | None:
-    """Why a slot cannot replace the state array ``old``; None if it can."""
+    """The reason why a slot cannot replace the state array ``old``; None if it can."""
     if isinstance(x, np.ndarray) and x.dtype.kind in "OSU":  # None among them
         return (
             f"{what} is {_short(x)}, wanted {old.shape} of {old.dtype}: give the array, or "

@@ -53,7 +53,7 @@ def _path_text(path: tuple[Any, ...]) -> str:
 
 
 def bad_names(names: Iterable[str]) -> str | None:
-    """What is wrong with names that mean something else as a path; None if nothing is."""
+    """A message about names that mean something else as a path; None if there are none."""
     bad = [n for n in names if n.startswith("/") or _ODD.search(n) or ".." in n.split("/")]
     if not bad:
         return None

@@ -63,7 +63,7 @@ def check_equal(leaves: dict[str, Leaf], processes: Processes) -> None:
 
 
 def _shares(leaves: dict[str, Leaf], count: int) -> list[dict[str, list[Piece]]]:
-    """What each process writes: each piece goes to its holder with the fewest bytes."""
+    """Divide pieces among processes: each goes to its holder with the fewest bytes."""
     shares: list[dict[str, list[Piece]]] = [{} for _ in range(count)]
     sizes = [0] * count
     pieces = [(name, piece) for name, leaf in leaves.items() for piece in leaf.pieces]
