@@ -7,6 +7,7 @@ for lost. So nothing waits without end for a process that is frozen.
 """
 
 import contextlib
+import functools
 import logging
 import os
 import pickle
@@ -62,16 +63,22 @@ class RemoteObject:
     def __getattr__(self, method: str) -> Any:
         if method.startswith("_"):
             raise AttributeError(method)
-        return lambda *arguments, **options: self._call(method, arguments, options)
+        return functools.partial(self._call, method)
 
     def _call(
         self,
         method: str,
-        arguments: tuple[object, ...],
-        options: Mapping[str, object],
-        within: float | None = None,
+        /,
+        *arguments: object,
+        _within: float | None = None,
+        **options: object,
     ) -> Any:
-        return self._client._call(self._name, method, arguments, options, within)
+        arguments = tuple(self._sendable(method, x) for x in arguments)
+        options = {name: self._sendable(method, x) for name, x in options.items()}
+        return self._client._call(self._name, method, arguments, options, _within)
+
+    def _sendable(self, method: str, argument: object) -> object:
+        return argument
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self._name!r} at {self._client.address}>"
@@ -102,22 +109,12 @@ class RemoteAccumulator(RemoteObject):
 
     def take_grad(self, num_required: int, *, timeout: float | None = None) -> Any:
         """As in the accumulator."""
-        return self._call("take_grad", (num_required,), {"timeout": timeout}, timeout)
+        return self._call("take_grad", num_required, timeout=timeout, _within=timeout)
 
-    def _call(
-        self,
-        method: str,
-        arguments: tuple[object, ...],
-        options: Mapping[str, object],
-        within: float | None = None,
-    ) -> Any:
-        def sendable(value: object) -> object:
-            """Copy JAX arrays to NumPy, which a process can read without a device."""
-            refuse_tracer(f"an argument of {method}", value)
-            return np.asarray(value) if hasattr(value, "dtype") else value
-
-        options = {name: sendable(value) for name, value in options.items()}
-        return super()._call(method, tuple(map(sendable, arguments)), options, within)
+    def _sendable(self, method: str, argument: object) -> object:
+        """Copy JAX arrays to NumPy, which a process can read without a device."""
+        refuse_tracer(f"an argument of {method}", argument)
+        return np.asarray(argument) if hasattr(argument, "dtype") else argument
 
 
 class RemoteSparseAccumulator(RemoteAccumulator):
@@ -127,14 +124,15 @@ class RemoteSparseAccumulator(RemoteAccumulator):
 
     def apply_indexed_slices_grad(self, grad: IndexedSlices, local_step: int = 0) -> None:
         """As in the accumulator; K rows are sent."""
-        self._call("apply_grad", (*gradient_of_slices(grad), local_step), {})
+        self._call("apply_grad", *gradient_of_slices(grad), local_step)
 
     def take_indexed_slices_grad(
         self, num_required: int, *, timeout: float | None = None, size: int | None = None
     ) -> IndexedSlices:
         """As in the accumulator; U rows are sent."""
-        arguments = Limits.here(size), num_required, timeout
-        return taken_as_slices(self._call("_take_within", arguments, {}, timeout), size)
+        limits = Limits.here(size)
+        taken = self._call("_take_within", limits, num_required, timeout, _within=timeout)
+        return taken_as_slices(taken, size)
 
 
 #: The stand-in for each kind of object.
