@@ -19,19 +19,12 @@ PUBLIC_MODULES = (
     *("accumulators", "checkpoint", "checkpoint.files", "extend", "keras", "optim"),
     *("tables", "testing", "tf1", "tree"),
 )
+#: What reads compiled programs, for ``jslices.testing`` and the command bench.
+TOOLS = {"_bench": ("_proof.",)}
 
 #: What is not public and still imported, by satellite: this only ever gets shorter.
 EXCEPTIONS: dict[str, set[str]] = {
-    "_bench": {
-        "_densify.human_bytes",
-        "_place.hints.PerformanceHint",
-        "_proof.targets.Target",
-        "_proof.targets.target",
-        "_proof.cost.Cost",
-        "_proof.cost.cost_of",
-        "optim._engine.plan.Plan",
-    },
-    "_demo": {"_densify.human_bytes"},
+    "_bench": {"optim._engine.plan.Plan"},
     "keras": {
         "_slices.is_slices",
         "optim._engine.protocol.GradientTransformation",
@@ -111,7 +104,7 @@ def private_imports(satellite: str) -> set[str]:
     path = ROOT / satellite
     files = path.rglob("*.py") if path.is_dir() else [path.with_suffix(".py")]
     names = set().union(*(imports(file.read_text()) for file in files))
-    own = f"{satellite}."
+    own = (f"{satellite}.", *TOOLS.get(satellite, ()))
     return {n for n in names if not is_public(n) and not f"{n}.".startswith(own)}
 
 

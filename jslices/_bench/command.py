@@ -29,7 +29,7 @@ from jslices._bench.sizes import (
     plan_of,
 )
 from jslices._bench.table import NONE, aligned, cell
-from jslices._densify import human_bytes
+from jslices.extend import human_bytes
 
 LEAST_STEPS = 20  # fewer make no median
 MOST = 2**31 - 1  # ids are 32-bit numbers

@@ -11,9 +11,9 @@ import jslices as js
 from jslices._bench.measure import compile_step
 from jslices._bench.sizes import Sizes
 from jslices._bench.table import NONE, aligned, cell
-from jslices._densify import human_bytes
 from jslices._proof.cost import Cost, cost_of
 from jslices._proof.targets import Target, target
+from jslices.extend import human_bytes
 
 ROWS, DENSE = "row gradients", "dense gradients"
 

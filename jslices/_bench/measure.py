@@ -17,8 +17,8 @@ import numpy as np
 
 import jslices as js
 from jslices._bench.sizes import BATCHES, Sizes
-from jslices._place.hints import PerformanceHint
 from jslices._proof.targets import Target
+from jslices.optim import PerformanceHint
 
 WARM, TIMED = 4, 10  # steps a turn
 #: The size of each of the two arrays by which the bandwidth is measured.

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 
-from jslices._densify import human_bytes
+from jslices.extend import human_bytes
 
 NONE = "-"
 

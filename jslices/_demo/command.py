@@ -15,7 +15,7 @@ import jslices as js
 from jslices._demo import picture, skipgram
 from jslices._demo.picture import refused
 from jslices._demo.skipgram import Corpus, read_corpus
-from jslices._densify import human_bytes
+from jslices.extend import human_bytes
 
 SHOWN = ("append", "width", "open", "int", "lock", "socket", "month", "encode")
 RARE = 50  # words seen less often have not been trained much
