@@ -1,4 +1,4 @@
-"""What differs between JAX releases in a traced program.
+"""What depends on the JAX release: traced programs, frames of JAX's functions.
 
 Tested on jax 0.10.2 and 0.12. What moved so far: sub-programs are ``ClosedJaxpr`` or
 ``Jaxpr`` in 0.10 and always ``Jaxpr`` in 0.12; ``scan`` counts its operands in
@@ -7,9 +7,10 @@ Tested on jax 0.10.2 and 0.12. What moved so far: sub-programs are ``ClosedJaxpr
 """
 
 import itertools
+import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from types import CodeType
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from types import CodeType, FrameType
 from typing import Any
 
 import jax
@@ -371,3 +372,52 @@ def called_by_any_jax_operator() -> bool:
     """The same for all operators, ``array @ x`` and ``array < x`` included."""
     name = sys._getframe(2).f_code.co_name
     return name.startswith("_operator_") or name == "deferring_binary_op"
+
+
+# To a function that maps over trees slices are a node with two children. It calls nothing
+# of ours but ``tree_flatten``, so it is there that slices say what to type instead. The
+# names are those of JAX 0.10 and 0.12 and of Optax 0.2; should they change, JAX's own error
+# comes back, and tests fail.
+_NORMS = frozenset({"tree_norm", "tree_l2_norm", "global_norm"})
+_OPTAX = f"{os.sep}optax{os.sep}"
+
+
+def refuse_misuse(slices: Any) -> None:
+    """Raise in callers of ``slices.tree_flatten`` that see slices as two arrays.
+
+    Raises:
+      ValueError: where JAX is about to say that another tree has an array in their place.
+      TypeError: in a norm of Optax, which counts row numbers without any error.
+    """
+    frame: FrameType | None = sys._getframe(2)  # JAX's tree_flatten, then who called it
+    for distance in range(5):
+        if frame is None:
+            return
+        name = frame.f_code.co_name
+        if name == "_prefix_error" and distance == 1:
+            _refuse_other_tree(slices, frame.f_locals)
+        elif name in _NORMS and _OPTAX in frame.f_code.co_filename:
+            raise TypeError(
+                "Optax's norms count the row numbers of IndexedSlices; type "
+                "jslices.global_norm(grads) for optax.tree.norm, "
+                "jslices.optim.clip_global_norm for optax.clip_by_global_norm, and "
+                "jslices.from_optax(tx) for any other transformation"
+            )
+        frame = frame.f_back
+
+
+def _refuse_other_tree(slices: Any, variables: Mapping[str, Any]) -> None:
+    """Raises if it is the slices where two trees differ."""
+    other = variables.get("full_tree")
+    if variables.get("prefix_tree") is not slices or hasattr(other, "dense_shape"):
+        return
+    path = jax.tree_util.keystr(variables.get("key_path", ()))
+    instead = "an array" if hasattr(other, "shape") else f"a {type(other).__name__}"
+    raise ValueError(
+        f"different types at key path {path or '[]'}: IndexedSlices, where another tree "
+        f"has {instead}. Functions that map over gradients take slices for two arrays; "
+        "type jslices.apply_updates for eqx.apply_updates, "
+        "jslices.optim.partition and masked for those of Optax with a function, "
+        "jslices.optim.multi_steps for optax.MultiSteps, jslices.tree.map for "
+        "jax.tree.map, and jslices.from_optax(tx) for any other transformation"
+    )

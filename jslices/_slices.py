@@ -14,8 +14,12 @@ from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike, DTypeLike
 
 from jslices._densify import human_bytes, warn_dense
-from jslices._jax import called_by_jax_operator, is_staged, is_symbolic
-from jslices._misuse import refuse_misuse
+from jslices._jax import (
+    called_by_jax_operator,
+    is_staged,
+    is_symbolic,
+    refuse_misuse,
+)
 from jslices._place.boundary import (
     drop_sharding,
     explicit_part,
