@@ -8,10 +8,23 @@ TensorFlow's names, Keras) need beyond that is here, and nothing else.
 # Sizes in messages: "1.5 GiB".
 from jslices._densify import human_bytes as human_bytes
 
+# Whether an operator of a JAX array asks for `__jax_array__`, and could wait.
+from jslices._jax import called_by_any_jax_operator as called_by_any_jax_operator
+
+# Bags of ids in any of the forms that `embedding_lookup_sparse` takes.
+from jslices._lookup.bags import as_bags as as_bags
+
 # What an index out of range means, and in which dtype: for tables and sums of their own.
 from jslices._rows.bounds import canonical_indices as canonical_indices
 from jslices._rows.bounds import empty_index as empty_index
 from jslices._rows.bounds import index_dtype as index_dtype
+
+# Reading ids as the lookups do: converted, checked and settled by a mode.
+from jslices._rows.bounds import take_rows as take_rows
+from jslices._rows.ids import as_ids as as_ids
+from jslices._rows.ids import check_mode as check_mode
+from jslices._rows.ids import refuse_bad_ids as refuse_bad_ids
+from jslices._rows.ids import settle as settle
 
 # A sort of row numbers that is fast on every platform.
 from jslices._rows.numbering import sort_ids as sort_ids
@@ -24,18 +37,35 @@ from jslices._typing import Params as Params
 from jslices._typing import PyTree as PyTree
 from jslices._typing import State as State
 
+# How an optimizer was made, to make it again: with another learning rate, from a file.
+from jslices.optim._engine.recipe import Recipe as Recipe
+from jslices.optim._engine.recipe import learning_rates as learning_rates
+from jslices.optim._engine.recipe import makes_recorded as makes_recorded
+from jslices.optim._engine.recipe import with_learning_rate as with_learning_rate
+
 # Optimizers of Optax where those of jslices are expected.
 from jslices.optim.transforms.base import as_transformation as as_transformation
 
 __all__ = [
     "Params",
     "PyTree",
+    "Recipe",
     "State",
+    "as_bags",
+    "as_ids",
     "as_transformation",
+    "called_by_any_jax_operator",
     "canonical_indices",
+    "check_mode",
     "check_slices",
     "empty_index",
     "human_bytes",
     "index_dtype",
+    "learning_rates",
+    "makes_recorded",
+    "refuse_bad_ids",
+    "settle",
     "sort_ids",
+    "take_rows",
+    "with_learning_rate",
 ]

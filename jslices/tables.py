@@ -20,12 +20,21 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
-from jslices._errors import InvalidArgumentError
-from jslices._lookup import embedding_lookup, embedding_lookup_sparse
-from jslices._lookup.bags import as_bags
-from jslices._place.placement import padded_rows
-from jslices._rows.bounds import index_dtype, take_rows
-from jslices._rows.ids import as_ids, check_mode, refuse_bad_ids, settle
+from jslices import (
+    InvalidArgumentError,
+    embedding_lookup,
+    embedding_lookup_sparse,
+    padded_rows,
+)
+from jslices.extend import (
+    as_bags,
+    as_ids,
+    check_mode,
+    index_dtype,
+    refuse_bad_ids,
+    settle,
+    take_rows,
+)
 
 Initializer = Callable[..., jax.Array]
 

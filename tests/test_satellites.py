@@ -25,57 +25,6 @@ TOOLS = {"_bench": ("_proof.",)}
 #: What is not public and still imported, by satellite: this only ever gets shorter.
 EXCEPTIONS: dict[str, set[str]] = {
     "_bench": {"optim._engine.plan.Plan"},
-    "keras": {
-        "_slices.is_slices",
-        "optim._engine.protocol.GradientTransformation",
-        "optim._engine.recipe.Recipe",
-        "optim._engine.recipe.learning_rates",
-        "optim._engine.recipe.makes_recorded",
-        "optim._engine.recipe.with_learning_rate",
-        "optim.transforms.clip.clip_by_global_norm",
-        "optim.transforms.clip.clip_by_norm",
-        "optim.transforms.clip.clip_by_value",
-        "optim.transforms.exact_step.exact_step",
-    },
-    "tables": {
-        "_place.placement.padded_rows",
-        "_errors.InvalidArgumentError",
-        "_lookup.bags.as_bags",
-        "_lookup.embedding_lookup",
-        "_lookup.embedding_lookup_sparse",
-        "_rows.bounds.index_dtype",
-        "_rows.bounds.take_rows",
-        "_rows.ids.as_ids",
-        "_rows.ids.check_mode",
-        "_rows.ids.refuse_bad_ids",
-        "_rows.ids.settle",
-    },
-    "tf1": {
-        "_densify.DensificationWarning",
-        *(
-            f"_errors.{name}Error"
-            for name in (
-                *("Cancelled", "DataLoss", "DeadlineExceeded", "FailedPrecondition"),
-                *("InvalidArgument", "NotFound", "OutOfRange", "Unavailable"),
-            )
-        ),
-        "_jax.called_by_any_jax_operator",
-        "_lookup.embedding_lookup",
-        "_lookup.sampled.Candidates",
-        *(
-            f"_scatter.{name}"
-            for name in (
-                *("apply_slices", "batch_scatter_update", "scatter_nd_add"),
-                *("scatter_nd_sub", "scatter_nd_update"),
-            )
-        ),
-        *("_lookup", "_scatter", "_select"),
-        "_slices.IndexedSlices",
-        "_slices.check_slices",
-        "_slices.is_slices",
-        "optim.transforms.clip",
-        "optim.transforms.norms",
-    },
 }
 
 

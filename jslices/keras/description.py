@@ -6,9 +6,8 @@ from typing import Any
 import keras
 import numpy as np
 
-from jslices import optim
-from jslices.optim._engine.protocol import GradientTransformation
-from jslices.optim._engine.recipe import Recipe, makes_recorded
+from jslices import GradientTransformation, optim
+from jslices.extend import Recipe, makes_recorded
 
 #: The key of what describes an optimizer.
 MADE_BY = "jslices.optim"

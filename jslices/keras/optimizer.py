@@ -10,12 +10,16 @@ import jax.numpy as jnp
 import keras
 from jax import lax
 
-from jslices import tree
-from jslices._slices import is_slices
+from jslices import (
+    GradientTransformation,
+    clip_by_global_norm,
+    clip_by_norm,
+    clip_by_value,
+    is_slices,
+    tree,
+)
+from jslices.extend import learning_rates, with_learning_rate
 from jslices.keras.description import described, made_from
-from jslices.optim._engine.protocol import GradientTransformation
-from jslices.optim._engine.recipe import learning_rates, with_learning_rate
-from jslices.optim.transforms.clip import clip_by_global_norm, clip_by_norm, clip_by_value
 
 #: Options of Keras' optimizers that need a pass over the whole table, and what to do.
 REFUSED = {

@@ -5,9 +5,9 @@ from typing import Any
 
 import keras
 
+from jslices import GradientTransformation
 from jslices.keras.optimizer import Optimizer
-from jslices.optim._engine.protocol import GradientTransformation
-from jslices.optim.transforms.exact_step import exact_step
+from jslices.optim import exact_step
 
 
 def row_gradients(model: Any, *, sparse: Any = None) -> Any:

@@ -33,10 +33,30 @@ What differs from TensorFlow, on purpose:
   partitioners and no caching devices.
 """
 
-from jslices._densify import DensificationWarning
-from jslices._slices import IndexedSlices
+from jslices import DensificationWarning, IndexedSlices
 from jslices.accumulators import ConditionalAccumulator, SparseConditionalAccumulator
 from jslices.tf1 import dtypes, errors, initializers, nn, random, sparse, train
+from jslices.tf1._collections import (
+    GraphKeys,
+    all_variables,
+    assert_variables_initialized,
+    get_collection,
+    global_variables,
+    global_variables_initializer,
+    initialize_all_variables,
+    initialize_variables,
+    report_uninitialized_variables,
+    trainable_variables,
+    variables_initializer,
+)
+from jslices.tf1._initial_values import (
+    constant,
+    ones,
+    random_normal,
+    random_uniform,
+    truncated_normal,
+    zeros,
+)
 from jslices.tf1._initializers import (
     constant_initializer,
     glorot_normal_initializer,
@@ -50,47 +70,7 @@ from jslices.tf1._initializers import (
     variance_scaling_initializer,
     zeros_initializer,
 )
-from jslices.tf1.collections import (
-    GraphKeys,
-    all_variables,
-    assert_variables_initialized,
-    get_collection,
-    global_variables,
-    global_variables_initializer,
-    initialize_all_variables,
-    initialize_variables,
-    report_uninitialized_variables,
-    trainable_variables,
-    variables_initializer,
-)
-from jslices.tf1.dtypes import (
-    bfloat16,
-    bool,
-    complex64,
-    complex128,
-    double,
-    float16,
-    float32,
-    float64,
-    half,
-    int8,
-    int16,
-    int32,
-    int64,
-    uint8,
-    uint16,
-    uint32,
-    uint64,
-)
-from jslices.tf1.initial_values import (
-    constant,
-    ones,
-    random_normal,
-    random_uniform,
-    truncated_normal,
-    zeros,
-)
-from jslices.tf1.ops import (
+from jslices.tf1._ops import (
     assign,
     assign_add,
     assign_sub,
@@ -117,7 +97,7 @@ from jslices.tf1.ops import (
     shape,
     sparse_mask,
 )
-from jslices.tf1.scopes import (
+from jslices.tf1._scopes import (
     AUTO_REUSE,
     VariableScope,
     get_variable,
@@ -125,10 +105,29 @@ from jslices.tf1.scopes import (
     name_scope,
     variable_scope,
 )
+from jslices.tf1._state import VariableInfo, Variables
+from jslices.tf1._transform import Transformed, transform
+from jslices.tf1._variable import Variable
+from jslices.tf1.dtypes import (
+    bfloat16,
+    bool,
+    complex64,
+    complex128,
+    double,
+    float16,
+    float32,
+    float64,
+    half,
+    int8,
+    int16,
+    int32,
+    int64,
+    uint8,
+    uint16,
+    uint32,
+    uint64,
+)
 from jslices.tf1.sparse import SparseTensor
-from jslices.tf1.state import VariableInfo, Variables
-from jslices.tf1.transform import Transformed, transform
-from jslices.tf1.variable import Variable
 
 __all__ = [
     "AUTO_REUSE",

@@ -1,40 +1,67 @@
-"""What may stand where JAX has an array: its operators, its shape and its dtype."""
+"""Handles as arrays: operators, dtypes, shapes, and functions that accept handles."""
 
+import functools
+import inspect
 import operator
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ParamSpec, TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import dtypes
+from jax.typing import DTypeLike
 
-from jslices._slices import IndexedSlices
+from jslices import IndexedSlices
+from jslices.extend import PyTree
+
+#: What TensorFlow converts to a tensor: an array, a number, a list, a variable.
+TensorLike: TypeAlias = Any
+#: An array, or one that is made later (``LazyValue``).
+MaybeLazy: TypeAlias = Any
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
-def plain(x: Any) -> Any:
-    """The array that a handle holds; anything else as it is."""
+def plain(x: TensorLike) -> TensorLike:
+    """The array that a handle holds; anything else unchanged."""
     return x.value() if isinstance(x, ArrayOperators) else x
 
 
-def plain_tree(tree: Any) -> Any:
-    """A tree with arrays for the handles in it."""
-    return jax.tree.map(plain, tree, is_leaf=lambda x: isinstance(x, ArrayOperators))
+def plain_tree(tree: PyTree) -> PyTree:
+    """The same tree with arrays in place of handles."""
+    return jax.tree.map(
+        plain, tree, is_leaf=lambda x: isinstance(x, ArrayOperators | IndexedSlices)
+    )
 
 
-def _binary(function: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+def operation(function: Callable[P, T]) -> Callable[P, T]:
+    """Make ``function`` accept handles, and show its argument ``name`` in profiles."""
+    position = list(inspect.signature(function).parameters).index("name")
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        name = kwargs.get("name", args[position] if len(args) > position else None)
+        with jax.named_scope(str(name or function.__name__)):
+            return function(*plain_tree(args), **plain_tree(kwargs))
+
+    return call
+
+
+def _binary(function: Callable[..., MaybeLazy]) -> Callable[..., MaybeLazy]:
     return lambda self, other: self._operate(function, self, other)
 
 
-def _reflected(function: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+def _reflected(function: Callable[..., MaybeLazy]) -> Callable[..., MaybeLazy]:
     return lambda self, other: self._operate(function, other, self)
 
 
-def _unary(function: Callable[..., Any]) -> Callable[..., Any]:
+def _unary(function: Callable[..., MaybeLazy]) -> Callable[..., MaybeLazy]:
     return lambda self, *args: self._operate(function, self, *args)
 
 
-def _number(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
+def _number(function: Callable[..., T]) -> Callable[..., T]:
     return lambda self: function(self.value())
 
 
@@ -43,7 +70,7 @@ def _methods(cls: type) -> str:
 
 
 class ArrayOperators:
-    """Everything an array does, done with ``self.value()``.
+    """The base of handles: whatever an array does, done with ``self.value()``.
 
     ``==`` and ``hash`` stay those of the object, as in TensorFlow 1; ``v += x`` binds the
     name to an array. Iterating, ``len`` and truth are refused.
@@ -59,7 +86,9 @@ class ArrayOperators:
     def __jax_array__(self) -> Any:
         return self.value()
 
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+    def __array__(
+        self, dtype: DTypeLike | None = None, copy: bool | None = None
+    ) -> np.ndarray:
         return np.asarray(self.value(), dtype=dtype)
 
     def __getattr__(self, name: str) -> Any:
@@ -75,10 +104,12 @@ class ArrayOperators:
                 f"either; it has {_methods(type(self))}, and what arrays have"
             ) from None
 
-    def __getitem__(self, index: Any) -> Any:
+    def __getitem__(self, index: PyTree) -> MaybeLazy:
         return self._operate(operator.getitem, self, plain(index))
 
-    def _operate(self, function: Callable[..., Any], *operands: Any) -> Any:
+    def _operate(
+        self, function: Callable[..., MaybeLazy], *operands: TensorLike
+    ) -> MaybeLazy:
         """The result of an operator; it is lazy if one of the operands is."""
         for x in operands:
             if isinstance(x, ArrayOperators) and x.is_lazy:
@@ -116,17 +147,17 @@ class ArrayOperators:
 _KINDS = (np.bool_, np.integer, np.floating, np.complexfloating)
 
 
-def is_array(x: Any) -> bool:
-    """True for what has a dtype of its own; False for Python numbers and lists."""
+def is_array(x: object) -> bool:
+    """True for arrays of a dtype; False for Python's numbers and lists."""
     return hasattr(x, "dtype") and hasattr(x, "shape")
 
 
-def canonical_dtype(dtype: Any) -> np.dtype:
+def canonical_dtype(dtype: DTypeLike) -> np.dtype:
     """The dtype that JAX uses for this one: 64 bits only if they are enabled."""
     return np.dtype(dtypes.canonicalize_dtype(dtype))
 
 
-def dtype_of(value: Any) -> np.dtype:
+def dtype_of(value: TensorLike) -> np.dtype:
     """The dtype of a constant: float32 and int32 for Python's numbers, as in TensorFlow."""
     if isinstance(value, str | bytes):
         raise TypeError(f"a variable cannot hold a string, got {value!r}")
@@ -137,12 +168,12 @@ def dtype_of(value: Any) -> np.dtype:
     return canonical_dtype(np.asarray(value).dtype)
 
 
-def kind_of(dtype: Any) -> int:
+def kind_of(dtype: DTypeLike) -> int:
     """0, 1, 2, 3 for bools, integers, floats and complex numbers."""
     return next((i for i, kind in enumerate(_KINDS) if jnp.issubdtype(dtype, kind)), 4)
 
 
-def as_value(value: Any, dtype: np.dtype, what: str) -> jax.Array:
+def as_value(value: TensorLike, dtype: np.dtype, what: str) -> jax.Array:
     """``value`` as an array of ``dtype``.
 
     Python's numbers are converted where nothing is lost; arrays must have the dtype.
@@ -167,8 +198,8 @@ def as_value(value: Any, dtype: np.dtype, what: str) -> jax.Array:
     return jnp.asarray(value, dtype)
 
 
-def check_dtype(theirs: Any, dtype: np.dtype, what: str) -> None:
-    """Refuses an array of another dtype."""
+def check_dtype(theirs: DTypeLike, dtype: np.dtype, what: str) -> None:
+    """Raise a TypeError for an array of another dtype."""
     if canonical_dtype(theirs) != dtype:
         raise TypeError(
             f"{what} wants {dtype}, got an array of {theirs}; cast it: "
@@ -176,14 +207,14 @@ def check_dtype(theirs: Any, dtype: np.dtype, what: str) -> None:
         )
 
 
-def _contains_arrays(value: Any) -> bool:
+def _contains_arrays(value: object) -> bool:
     if isinstance(value, list | tuple):
         return any(_contains_arrays(x) for x in value)
     return is_array(value) or isinstance(value, ArrayOperators)
 
 
-def check_shape(value: Any, shape: tuple[int, ...], what: str) -> None:
-    """Refuses another shape: assignment does not broadcast."""
+def check_shape(value: jax.Array, shape: tuple[int, ...], what: str) -> None:
+    """Raise a ValueError for another shape: assignment does not broadcast."""
     if tuple(np.shape(value)) != shape:
         raise ValueError(
             f"{what} requires both shapes to match: the variable has {shape}, the value "
@@ -192,7 +223,7 @@ def check_shape(value: Any, shape: tuple[int, ...], what: str) -> None:
         )
 
 
-def static_shape(shape: Any, what: str) -> tuple[int, ...]:
+def static_shape(shape: object, what: str) -> tuple[int, ...]:
     """A shape as a tuple of ints.
 
     Raises:
@@ -201,8 +232,8 @@ def static_shape(shape: Any, what: str) -> tuple[int, ...]:
     """
     dims = tuple(shape) if isinstance(shape, list | tuple | np.ndarray) else (shape,)
     try:
-        whole = tuple(int(n.__index__()) for n in dims)
-    except (AttributeError, TypeError, jax.errors.TracerIntegerConversionError) as error:
+        whole = tuple(operator.index(n) for n in dims)
+    except (TypeError, jax.errors.TracerIntegerConversionError) as error:
         raise TypeError(
             f"the shape of {what} must be ints known before tracing, got {shape!r}"
         ) from error

@@ -8,10 +8,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jslices._errors import FailedPreconditionError
+from jslices import FailedPreconditionError
 from jslices.tf1._arrays import canonical_dtype, is_array
 from jslices.tf1._run import Entry, Frame, Mode, initial_value, is_running
-from jslices.tf1.state import Initial, VariableInfo, is_initialized
+from jslices.tf1._state import Initial, VariableInfo, is_initialized
 
 DEFAULT_COLLECTIONS = ("variables",)
 TRAINABLE = "trainable_variables"

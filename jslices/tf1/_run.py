@@ -19,7 +19,7 @@ import jax
 import jax.extend.core
 import numpy as np
 
-from jslices.tf1.state import VariableInfo, Variables
+from jslices.tf1._state import VariableInfo, Variables
 
 # --- names ------------------------------------------------------------------------------
 

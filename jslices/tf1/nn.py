@@ -1,7 +1,8 @@
 """The functions of ``tf.nn`` for tables, sampled losses and small convolutional models.
 
 The lookups and losses are those of jslices, with TensorFlow's arguments in TensorFlow's
-order; further keywords, such as ``mode``, are passed on. All accept variables.
+order; further keywords, such as ``mode``, are passed on. All accept variables, and show
+their ``name`` in profiles.
 
 What TensorFlow draws from a global generator is drawn here with ``key=``, a JAX key, or
 with ``seed=``, which draws the same classes in every call.
@@ -10,20 +11,25 @@ Source: ``tf.nn`` of TensorFlow 1.
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from jslices import _lookup
-from jslices._lookup.sampled import Candidates
-from jslices.tf1._arrays import plain_tree
+import jslices as js
+from jslices.tf1._arrays import TensorLike, operation
 from jslices.tf1.sparse import SparseTensor
 
+#: A table ``[V, *D]``, an array or a variable, or a list of its shards.
+Table: TypeAlias = Any
+#: A SparseTensor whose rows are bags, or a form of ``jslices.embedding_lookup_sparse``.
+Bags: TypeAlias = Any
 
+
+@operation
 def embedding_lookup(
-    params: Any,
+    params: Table,
     ids: ArrayLike,
     partition_strategy: str = "mod",
     name: str | None = None,
@@ -31,7 +37,7 @@ def embedding_lookup(
     max_norm: float | None = None,
     **options: Any,
 ) -> jax.Array:
-    """The rows of a table with the given row numbers; see :func:`jslices.embedding_lookup`.
+    """The rows ``[*B, *D]`` of a table: :func:`jslices.embedding_lookup`.
 
     Args:
       params: ``[V, *D]``, an array or a variable; or a list of shards.
@@ -42,12 +48,6 @@ def embedding_lookup(
       max_norm: rows whose L2 norm is larger are scaled down to it as they are read.
       options: ``padding_id`` and ``mode`` of :func:`jslices.embedding_lookup`.
 
-    Returns:
-      ``[*B, *D]``. Under :func:`jslices.grad` the gradient of ``params`` is IndexedSlices.
-
-    Raises:
-      TypeError, ValueError: as :func:`jslices.embedding_lookup`.
-
     Example:
       >>> import jax.numpy as jnp, jslices.tf1 as tf
       >>> tf.nn.embedding_lookup(jnp.array([10.0, 20.0, 30.0]), [2, 0])
@@ -55,25 +55,23 @@ def embedding_lookup(
 
     Source: ``tf.nn.embedding_lookup``.
     """
-    del validate_indices
-    with jax.named_scope(name or "embedding_lookup"):
-        params, ids = plain_tree((params, ids))
-        return _lookup.embedding_lookup(
-            params, ids, partition_strategy=partition_strategy, max_norm=max_norm, **options
-        )
+    del validate_indices, name
+    options |= {"partition_strategy": partition_strategy, "max_norm": max_norm}
+    return js.embedding_lookup(params, ids, **options)
 
 
+@operation
 def embedding_lookup_sparse(
-    params: Any,
-    sp_ids: Any,
-    sp_weights: Any,
+    params: Table,
+    sp_ids: Bags,
+    sp_weights: Bags | None,
     partition_strategy: str = "mod",
     name: str | None = None,
     combiner: str | None = None,
     max_norm: float | None = None,
     **options: Any,
 ) -> jax.Array:
-    """For each bag of ids one combined row; see :func:`jslices.embedding_lookup_sparse`.
+    """One combined row ``[*D]`` for each bag: :func:`jslices.embedding_lookup_sparse`.
 
     Args:
       params: ``[V, *D]`` floats, an array or a variable; or a list of shards.
@@ -87,12 +85,6 @@ def embedding_lookup_sparse(
       max_norm: rows whose L2 norm is larger are scaled down to it before they are combined.
       options: ``mask`` and ``mode`` of :func:`jslices.embedding_lookup_sparse`.
 
-    Returns:
-      ``[B, *D]``, zero for a bag without ids.
-
-    Raises:
-      TypeError, ValueError: as :func:`jslices.embedding_lookup_sparse`.
-
     Example:
       >>> import jax.numpy as jnp, jslices.tf1 as tf
       >>> ids = tf.SparseTensor([[0, 0], [0, 1], [1, 0]], [1, 3, 2], (2, 2))
@@ -101,23 +93,17 @@ def embedding_lookup_sparse(
 
     Source: ``tf.nn.embedding_lookup_sparse``.
     """
-    with jax.named_scope(name or "embedding_lookup_sparse"):
-        params, bags, weights = plain_tree((params, _bags(sp_ids), _weights(sp_weights)))
-        return _lookup.embedding_lookup_sparse(
-            params,
-            bags,
-            weights,
-            combiner,
-            max_norm,
-            partition_strategy=partition_strategy,
-            **options,
-        )
+    del name
+    bags, weights = _bags(sp_ids), _weights(sp_weights)
+    options |= {"partition_strategy": partition_strategy}
+    return js.embedding_lookup_sparse(params, bags, weights, combiner, max_norm, **options)
 
 
+@operation
 def safe_embedding_lookup_sparse(
-    embedding_weights: Any,
-    sparse_ids: Any,
-    sparse_weights: Any = None,
+    embedding_weights: Table,
+    sparse_ids: Bags,
+    sparse_weights: Bags | None = None,
     combiner: str | None = "mean",
     default_id: int | None = None,
     name: str | None = None,
@@ -125,26 +111,11 @@ def safe_embedding_lookup_sparse(
     max_norm: float | None = None,
     **options: Any,
 ) -> jax.Array:
-    """The same for ids that may be bad; see :func:`jslices.safe_embedding_lookup_sparse`.
+    """The same for raw ids: :func:`jslices.safe_embedding_lookup_sparse`.
 
     Negative ids, and ids without a positive weight, are left out; a bag that is then empty
-    gets the row ``default_id``, or zeros.
-
-    Args:
-      embedding_weights: ``[V, *D]`` floats, an array or a variable; or a list of shards.
-      sparse_ids, sparse_weights: as in :func:`embedding_lookup_sparse`.
-      combiner: as in :func:`embedding_lookup_sparse`.
-      default_id: the row for an empty bag.
-      name: a name scope for the profile.
-      partition_strategy: ``"mod"`` or ``"div"``, for shards.
-      max_norm: as in :func:`embedding_lookup_sparse`.
-      options: ``mask`` and ``mode`` of :func:`jslices.safe_embedding_lookup_sparse`.
-
-    Returns:
-      ``[B, *D]``.
-
-    Raises:
-      TypeError, ValueError: as :func:`jslices.safe_embedding_lookup_sparse`.
+    gets the row ``default_id``, or zeros. The other arguments are as in
+    :func:`jslices.tf1.nn.embedding_lookup_sparse`.
 
     Example:
       >>> import jax.numpy as jnp, jslices.tf1 as tf
@@ -154,23 +125,15 @@ def safe_embedding_lookup_sparse(
 
     Source: ``tf.nn.safe_embedding_lookup_sparse``.
     """
-    with jax.named_scope(name or "safe_embedding_lookup_sparse"):
-        params, bags, weights = plain_tree(
-            (embedding_weights, _bags(sparse_ids), _weights(sparse_weights))
-        )
-        return _lookup.safe_embedding_lookup_sparse(
-            params,
-            bags,
-            weights,
-            combiner,
-            default_id,
-            partition_strategy=partition_strategy,
-            max_norm=max_norm,
-            **options,
-        )
+    del name
+    bags, weights = _bags(sparse_ids), _weights(sparse_weights)
+    options |= {"partition_strategy": partition_strategy, "max_norm": max_norm}
+    return js.safe_embedding_lookup_sparse(
+        embedding_weights, bags, weights, combiner, default_id, **options
+    )
 
 
-def _bags(ids: Any) -> Any:
+def _bags(ids: Bags) -> Bags:
     """A SparseTensor in the form ``(values, segment_ids, num_segments)``."""
     if not isinstance(ids, SparseTensor):
         return ids
@@ -183,22 +146,23 @@ def _bags(ids: Any) -> Any:
     return jnp.asarray(values), indices[:, 0], int(shape[0])
 
 
-def _weights(weights: Any) -> Any:
+def _weights(weights: Bags | None) -> Bags | None:
     return jnp.asarray(weights.values) if isinstance(weights, SparseTensor) else weights
 
 
 # --- sampled losses ---------------------------------------------------------------------
 
 
+@operation
 def sampled_softmax_loss(
-    weights: Any,
-    biases: Any,
+    weights: Table,
+    biases: Table,
     labels: ArrayLike,
     inputs: ArrayLike,
     num_sampled: int,
     num_classes: int,
     num_true: int = 1,
-    sampled_values: Any = None,
+    sampled_values: tuple[jax.Array, jax.Array, jax.Array] | None = None,
     remove_accidental_hits: bool = True,
     partition_strategy: str = "mod",
     name: str | None = None,
@@ -206,7 +170,7 @@ def sampled_softmax_loss(
     *,
     key: jax.Array | None = None,
 ) -> jax.Array:
-    """Softmax cross entropy over some classes; see :func:`jslices.sampled_softmax_loss`.
+    """Softmax cross entropy over some classes: :func:`jslices.sampled_softmax_loss`.
 
     Args:
       weights: ``[V, D]``, a row for each class: an array, a variable or a list of shards.
@@ -216,7 +180,7 @@ def sampled_softmax_loss(
       num_sampled: how many classes to draw.
       num_classes: V.
       num_true: true classes of each example.
-      sampled_values: what :func:`log_uniform_candidate_sampler` or another sampler gave.
+      sampled_values: what :func:`log_uniform_candidate_sampler` or another sampler drew.
       remove_accidental_hits: whether to leave out drawn classes that are true.
       partition_strategy: ``"mod"`` or ``"div"``, for shards.
       name: a name scope for the profile.
@@ -239,32 +203,22 @@ def sampled_softmax_loss(
 
     Source: ``tf.nn.sampled_softmax_loss``.
     """
-    with jax.named_scope(name or "sampled_softmax_loss"):
-        weights, biases, labels, inputs = plain_tree((weights, biases, labels, inputs))
-        return _lookup.sampled_softmax_loss(
-            weights,
-            biases,
-            labels,
-            inputs,
-            num_sampled,
-            num_classes,
-            num_true,
-            sampled_values,
-            remove_accidental_hits,
-            partition_strategy,
-            key=_key(key, seed),
-        )
+    del name
+    args = weights, biases, labels, inputs, num_sampled, num_classes, num_true
+    options = sampled_values, remove_accidental_hits, partition_strategy
+    return js.sampled_softmax_loss(*args, *options, key=_key(key, seed))
 
 
+@operation
 def nce_loss(
-    weights: Any,
-    biases: Any,
+    weights: Table,
+    biases: Table,
     labels: ArrayLike,
     inputs: ArrayLike,
     num_sampled: int,
     num_classes: int,
     num_true: int = 1,
-    sampled_values: Any = None,
+    sampled_values: tuple[jax.Array, jax.Array, jax.Array] | None = None,
     remove_accidental_hits: bool = False,
     partition_strategy: str = "mod",
     name: str | None = None,
@@ -272,9 +226,9 @@ def nce_loss(
     seed: int | None = None,
     key: jax.Array | None = None,
 ) -> jax.Array:
-    """Noise-contrastive estimation; see :func:`jslices.nce_loss`.
+    """Noise-contrastive estimation: :func:`jslices.nce_loss`.
 
-    Arguments, result and errors are as in :func:`sampled_softmax_loss`.
+    Arguments, result and errors are as in :func:`jslices.tf1.nn.sampled_softmax_loss`.
 
     Example:
       >>> import jax.numpy as jnp, jslices.tf1 as tf
@@ -284,23 +238,13 @@ def nce_loss(
 
     Source: ``tf.nn.nce_loss``.
     """
-    with jax.named_scope(name or "nce_loss"):
-        weights, biases, labels, inputs = plain_tree((weights, biases, labels, inputs))
-        return _lookup.nce_loss(
-            weights,
-            biases,
-            labels,
-            inputs,
-            num_sampled,
-            num_classes,
-            num_true,
-            sampled_values,
-            remove_accidental_hits,
-            partition_strategy,
-            key=_key(key, seed),
-        )
+    del name
+    args = weights, biases, labels, inputs, num_sampled, num_classes, num_true
+    options = sampled_values, remove_accidental_hits, partition_strategy
+    return js.nce_loss(*args, *options, key=_key(key, seed))
 
 
+@operation
 def log_uniform_candidate_sampler(
     true_classes: ArrayLike,
     num_true: int,
@@ -311,10 +255,8 @@ def log_uniform_candidate_sampler(
     name: str | None = None,
     *,
     key: jax.Array | None = None,
-) -> Candidates:
-    """Draws classes, low numbers more often than high ones.
-
-    See :func:`jslices.log_uniform_candidate_sampler`.
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Draws classes, low numbers more often: :func:`jslices.log_uniform_candidate_sampler`.
 
     Args:
       true_classes: ``[B, num_true]`` integers.
@@ -327,8 +269,8 @@ def log_uniform_candidate_sampler(
       key: a JAX key for the draw.
 
     Returns:
-      ``(sampled_candidates [S], true_expected_count [B, num_true], sampled_expected_count
-      [S])``.
+      The named tuple ``(sampled_candidates [S], true_expected_count [B, num_true],
+      sampled_expected_count [S])``.
 
     Raises:
       ValueError: without ``key`` and ``seed``, for other shapes, or for more distinct
@@ -342,25 +284,25 @@ def log_uniform_candidate_sampler(
 
     Source: ``tf.nn.log_uniform_candidate_sampler``.
     """
-    with jax.named_scope(name or "log_uniform_candidate_sampler"):
-        classes = jnp.asarray(plain_tree(true_classes))
-        if classes.ndim != 2 or classes.shape[1] != num_true:
-            raise ValueError(
-                f"log_uniform_candidate_sampler wants true_classes [B, num_true={num_true}]"
-                f", got shape {list(classes.shape)}"
-            )
-        chosen = _key(key, seed)
-        if chosen is None:
-            raise ValueError(
-                "log_uniform_candidate_sampler draws classes and got no key; pass "
-                "key=jax.random.key(0), or seed= for the same classes in every call"
-            )
-        return _lookup.log_uniform_candidate_sampler(
-            classes, num_sampled, range_max, key=chosen, unique=unique
+    del name
+    classes = jnp.asarray(true_classes)
+    if classes.ndim != 2 or classes.shape[1] != num_true:
+        raise ValueError(
+            f"log_uniform_candidate_sampler wants true_classes [B, num_true={num_true}]"
+            f", got shape {list(classes.shape)}"
         )
+    chosen = _key(key, seed)
+    if chosen is None:
+        raise ValueError(
+            "log_uniform_candidate_sampler draws classes and got no key; pass "
+            "key=jax.random.key(0), or seed= for the same classes in every call"
+        )
+    return js.log_uniform_candidate_sampler(
+        classes, num_sampled, range_max, key=chosen, unique=unique
+    )
 
 
-def _key(key: Any, seed: int | None) -> Any:
+def _key(key: jax.Array | None, seed: int | None) -> jax.Array | None:
     return jax.random.key(seed) if key is None and seed is not None else key
 
 
@@ -369,9 +311,10 @@ def _key(key: Any, seed: int | None) -> Any:
 _FORMATS = ("NHWC", "NCHW")
 
 
+@operation
 def conv2d(
-    input: Any,
-    filter: Any,
+    input: TensorLike,
+    filter: TensorLike,
     strides: Sequence[int],
     padding: str,
     data_format: str = "NHWC",
@@ -404,6 +347,7 @@ def conv2d(
 
     Source: ``tf.nn.conv2d`` of TensorFlow 1.
     """
+    del name
     if data_format not in _FORMATS:
         raise ValueError(
             f"conv2d: data_format must be one of {_FORMATS}, not {data_format!r}"
@@ -416,17 +360,17 @@ def conv2d(
             f"conv2d: strides must be four integers in the order {data_format}, those of N "
             f"and C being 1, not {strides!r}"
         )
-    with jax.named_scope(name or "Conv2D"):
-        return jax.lax.conv_general_dilated(
-            jnp.asarray(input),
-            jnp.asarray(filter),
-            (steps["H"], steps["W"]),
-            padding,
-            dimension_numbers=(data_format, "HWIO", data_format),
-        )
+    return jax.lax.conv_general_dilated(
+        jnp.asarray(input),
+        jnp.asarray(filter),
+        (steps["H"], steps["W"]),
+        padding,
+        dimension_numbers=(data_format, "HWIO", data_format),
+    )
 
 
-def relu(features: Any, name: str | None = None) -> jax.Array:
+@operation
+def relu(features: TensorLike, name: str | None = None) -> jax.Array:
     """``max(features, 0)`` by ``jax.nn.relu``, in the shape and dtype of ``features``.
 
     Example:
@@ -436,5 +380,5 @@ def relu(features: Any, name: str | None = None) -> jax.Array:
 
     Source: ``tf.nn.relu``.
     """
-    with jax.named_scope(name or "Relu"):
-        return jax.nn.relu(features)
+    del name
+    return jax.nn.relu(features)

@@ -7,7 +7,7 @@ from jax.typing import ArrayLike
 from jslices.accumulators import (
     SparseConditionalAccumulator as SparseConditionalAccumulator,
 )
-from jslices.tf1.ops import sparse_mask as mask
+from jslices.tf1._ops import sparse_mask as mask
 
 __all__ = ["SparseConditionalAccumulator", "SparseTensor", "mask"]
 

@@ -15,8 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
-from jslices._jax import called_by_any_jax_operator
-from jslices._slices import is_slices
+from jslices import is_slices
+from jslices.extend import called_by_any_jax_operator
 from jslices.tf1._arrays import (
     ArrayOperators,
     canonical_dtype,

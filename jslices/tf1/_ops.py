@@ -14,23 +14,23 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
-from jslices import _scatter, _select
-from jslices._lookup import embedding_lookup
-from jslices._slices import IndexedSlices, is_slices
-from jslices.optim.transforms import clip, norms
+import jslices as js
+from jslices import IndexedSlices
 from jslices.tf1._arrays import (
+    TensorLike,
     as_value,
     canonical_dtype,
     dtype_of,
     is_array,
-    plain,
+    operation,
     plain_tree,
 )
-from jslices.tf1.variable import Variable
+from jslices.tf1._variable import Variable
 
 
+@operation
 def convert_to_tensor(
-    value: Any, dtype: DTypeLike | None = None, name: str | None = None
+    value: TensorLike, dtype: DTypeLike | None = None, name: str | None = None
 ) -> jax.Array:
     """An array of a number, a list, an array, a variable or IndexedSlices.
 
@@ -39,9 +39,6 @@ def convert_to_tensor(
         dropped.
       dtype: None means that of the value (float32 and int32 for Python's numbers).
       name: a name scope for the profile.
-
-    Returns:
-      The array.
 
     Warns:
       DensificationWarning: for IndexedSlices, with the bytes of the result.
@@ -64,30 +61,21 @@ def convert_to_tensor(
 
     Source: ``tf.convert_to_tensor``.
     """
-    with jax.named_scope(name or "convert_to_tensor"):
-        value = plain(value)
-        theirs = dtype_of(value)
-        wanted = theirs if dtype is None else canonical_dtype(dtype)
-        if (is_array(value) or is_slices(value)) and theirs != wanted:
-            raise ValueError(
-                f"convert_to_tensor: dtype {wanted} was requested for a value of {theirs}; "
-                f"cast it: value.astype('{wanted}')"
-            )
-        return as_value(value, wanted, "convert_to_tensor")
+    del name
+    theirs = dtype_of(value)
+    result = theirs if dtype is None else canonical_dtype(dtype)
+    if is_array(value) and theirs != result:
+        raise ValueError(
+            f"convert_to_tensor: dtype {result} was requested for a value of {theirs}; "
+            f"cast it: value.astype('{result}')"
+        )
+    return as_value(value, result, "convert_to_tensor")
 
 
 def convert_to_tensor_or_indexed_slices(
-    value: Any, dtype: DTypeLike | None = None, name: str | None = None
+    value: TensorLike, dtype: DTypeLike | None = None, name: str | None = None
 ) -> jax.Array | IndexedSlices:
-    """The same as :func:`convert_to_tensor`, but IndexedSlices stay what they are.
-
-    Args:
-      value: anything that :func:`convert_to_tensor` accepts.
-      dtype: None means that of the value.
-      name: a name scope for the profile.
-
-    Returns:
-      An array, or ``value`` itself if it is IndexedSlices.
+    """Convert as :func:`convert_to_tensor` does, but return IndexedSlices themselves.
 
     Raises:
       ValueError, TypeError: as :func:`convert_to_tensor`.
@@ -100,19 +88,18 @@ def convert_to_tensor_or_indexed_slices(
 
     Source: ``tf.convert_to_tensor_or_indexed_slices``.
     """
-    if not is_slices(value):
+    if not isinstance(value, IndexedSlices):
         return convert_to_tensor(value, dtype, name)
     if dtype is not None and canonical_dtype(dtype) != value.dtype:
         raise ValueError(
             f"convert_to_tensor_or_indexed_slices: dtype {canonical_dtype(dtype)} was "
             f"requested for slices of {value.dtype}; cast them: slices.astype(...)"
         )
-    slices: IndexedSlices = value
-    return slices
+    return value
 
 
 def shape(
-    input: Any, name: str | None = None, out_type: DTypeLike = np.int32
+    input: TensorLike, name: str | None = None, out_type: DTypeLike = np.int32
 ) -> np.ndarray:
     """The shape as a vector of integers.
 
@@ -146,8 +133,9 @@ def shape(
     return np.array(dims, out_type)
 
 
+@operation
 def gather(
-    params: Any,
+    params: TensorLike,
     indices: ArrayLike,
     validate_indices: bool | None = None,
     name: str | None = None,
@@ -184,18 +172,17 @@ def gather(
 
     Source: ``tf.gather``, which raises for an index out of range on a CPU.
     """
-    del validate_indices
-    with jax.named_scope(name or "gather"):
-        array, ids = convert_to_tensor(params), plain(indices)
-        if axis == 0:
-            return embedding_lookup(array, ids)
-        if not -array.ndim <= axis < array.ndim:
-            raise ValueError(f"gather: params {array.shape} have no axis {axis}")
-        ids = jnp.asarray(ids)
-        if not jnp.issubdtype(ids.dtype, jnp.integer):
-            raise TypeError(f"gather wants integer indices, got {ids.dtype}")
-        ids = jnp.where(ids < 0, jnp.iinfo(ids.dtype).max, ids)
-        return jnp.take(array, ids, axis, mode="fill")
+    del validate_indices, name
+    array = convert_to_tensor(params)
+    if axis == 0:
+        return js.embedding_lookup(array, indices)
+    if not -array.ndim <= axis < array.ndim:
+        raise ValueError(f"gather: params {array.shape} have no axis {axis}")
+    ids = jnp.asarray(indices)
+    if not jnp.issubdtype(ids.dtype, jnp.integer):
+        raise TypeError(f"gather wants integer indices, got {ids.dtype}")
+    ids = jnp.where(ids < 0, jnp.iinfo(ids.dtype).max, ids)
+    return jnp.take(array, ids, axis, mode="fill")
 
 
 # --- assigning --------------------------------------------------------------------------
@@ -203,18 +190,15 @@ def gather(
 
 def assign(
     ref: Variable,
-    value: Any,
+    value: TensorLike,
     validate_shape: bool | None = None,
     use_locking: bool | None = None,
     name: str | None = None,
 ) -> jax.Array:
     """``ref.assign(value)``: replaces the value of a variable, and returns the new one.
 
-    See :meth:`jslices.tf1.Variable.assign`. The other arguments are ignored, except that
-    ``validate_shape=False`` cannot give the variable another shape.
-
-    Raises:
-      ValueError, TypeError: for another shape or dtype, naming the variable.
+    As :meth:`jslices.tf1.Variable.assign`, errors included; ``validate_shape=False`` cannot
+    give the variable another shape, and the other arguments are ignored.
 
     Example:
       >>> import jslices.tf1 as tf
@@ -239,9 +223,12 @@ def assign(
 
 
 def assign_add(
-    ref: Variable, value: Any, use_locking: bool | None = None, name: str | None = None
+    ref: Variable,
+    value: TensorLike,
+    use_locking: bool | None = None,
+    name: str | None = None,
 ) -> jax.Array:
-    """``ref.assign_add(value)``; see :meth:`jslices.tf1.Variable.assign_add`.
+    """``ref.assign_add(value)``: :meth:`jslices.tf1.Variable.assign_add`.
 
     Source: ``tf.assign_add``.
     """
@@ -250,9 +237,12 @@ def assign_add(
 
 
 def assign_sub(
-    ref: Variable, value: Any, use_locking: bool | None = None, name: str | None = None
+    ref: Variable,
+    value: TensorLike,
+    use_locking: bool | None = None,
+    name: str | None = None,
 ) -> jax.Array:
-    """``ref.assign_sub(value)``; see :meth:`jslices.tf1.Variable.assign_sub`.
+    """``ref.assign_sub(value)``: :meth:`jslices.tf1.Variable.assign_sub`.
 
     Source: ``tf.assign_sub``.
     """
@@ -261,7 +251,7 @@ def assign_sub(
 
 
 def count_up_to(ref: Variable, limit: int, name: str | None = None) -> jax.Array:
-    """``ref.count_up_to(limit)``; see :meth:`jslices.tf1.Variable.count_up_to`.
+    """``ref.count_up_to(limit)``: :meth:`jslices.tf1.Variable.count_up_to`.
 
     Source: ``tf.count_up_to``.
     """
@@ -269,7 +259,7 @@ def count_up_to(ref: Variable, limit: int, name: str | None = None) -> jax.Array
     return _variable(ref, "count_up_to").count_up_to(limit)
 
 
-def _variable(ref: Any, caller: str) -> Variable:
+def _variable(ref: object, caller: str) -> Variable:
     if not isinstance(ref, Variable):
         raise TypeError(
             f"{caller} wants a Variable, got {type(ref).__name__}; an array cannot be "
@@ -278,12 +268,15 @@ def _variable(ref: Any, caller: str) -> Variable:
     return ref
 
 
-def _on_variables(function: Callable[..., jax.Array]) -> Callable[..., Any]:
-    """One of jslices' pure scatters, which assigns its result if ``ref`` is a variable."""
+# --- what jslices has, with TensorFlow's arguments --------------------------------------
+
+
+def _scatter(function: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+    """A pure scatter of jslices that assigns its result if ``ref`` is a variable."""
     verb = function.__name__
 
     def scatter(
-        ref: Any,
+        ref: TensorLike,
         indices: ArrayLike,
         updates: ArrayLike,
         use_locking: bool | None = None,
@@ -301,65 +294,44 @@ def _on_variables(function: Callable[..., jax.Array]) -> Callable[..., Any]:
     scatter.__name__ = scatter.__qualname__ = verb
     scatter.__doc__ = f"""``{verb}`` of a variable or an array.
 
-    The rule, the shapes and the errors are those of :func:`jslices.{verb}`. A
-    :class:`jslices.tf1.Variable` is assigned the result; of an array a changed copy is
-    made.
+    As :func:`jslices.{verb}`, errors included; a :class:`jslices.tf1.Variable` is assigned
+    the result, which is returned. ``use_locking`` is ignored.
 
-    Args:
-      ref: a variable, or an array.
-      indices: integers; ones out of range are dropped (TensorFlow raises).
-      updates: of the dtype of ``ref``.
-      use_locking: ignored.
-      name: a name scope for the profile.
-      mode: what an index out of range does, as in :func:`jslices.{verb}`.
-
-    Returns:
-      The new value.
-
-    Raises:
-      TypeError, ValueError: for shapes or dtypes that do not fit.
-
-    Source: ``tf.{verb}``.
+    Source: ``tf.{verb}``, which raises for indices out of range.
     """
     return scatter
 
 
-scatter_add = _on_variables(_scatter.scatter_add)
-scatter_div = _on_variables(_scatter.scatter_div)
-scatter_max = _on_variables(_scatter.scatter_max)
-scatter_min = _on_variables(_scatter.scatter_min)
-scatter_mul = _on_variables(_scatter.scatter_mul)
-scatter_sub = _on_variables(_scatter.scatter_sub)
-scatter_update = _on_variables(_scatter.scatter_update)
-scatter_nd_add = _on_variables(_scatter.scatter_nd_add)
-scatter_nd_sub = _on_variables(_scatter.scatter_nd_sub)
-scatter_nd_update = _on_variables(_scatter.scatter_nd_update)
-batch_scatter_update = _on_variables(_scatter.batch_scatter_update)
+scatter_add = _scatter(js.scatter_add)
+scatter_div = _scatter(js.scatter_div)
+scatter_max = _scatter(js.scatter_max)
+scatter_min = _scatter(js.scatter_min)
+scatter_mul = _scatter(js.scatter_mul)
+scatter_sub = _scatter(js.scatter_sub)
+scatter_update = _scatter(js.scatter_update)
+scatter_nd_add = _scatter(js.scatter_nd_add)
+scatter_nd_sub = _scatter(js.scatter_nd_sub)
+scatter_nd_update = _scatter(js.scatter_nd_update)
+batch_scatter_update = _scatter(js.batch_scatter_update)
 
 
-# --- slices and gradients ---------------------------------------------------------------
+def _named(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function of jslices with TensorFlow's argument ``name``, for handles too."""
+
+    def with_name(*args: object, name: str | None = None, **kwargs: object) -> object:
+        del name
+        return function(*args, **kwargs)
+
+    name = inspect.Parameter("name", inspect.Parameter.KEYWORD_ONLY, default=None)
+    signature = inspect.signature(function)
+    signature = signature.replace(parameters=[*signature.parameters.values(), name])
+    functools.update_wrapper(with_name, function).__signature__ = signature  # type: ignore[attr-defined]
+    return operation(with_name)
 
 
-def _for_handles(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function of jslices that accepts variables and TensorFlow's argument ``name``."""
-
-    @functools.wraps(function)
-    def named(*args: Any, name: str | None = None, **kwargs: Any) -> Any:
-        args, kwargs = plain_tree((args, kwargs))
-        with jax.named_scope(name or function.__name__):
-            return function(*args, **kwargs)
-
-    parameters = [
-        *inspect.signature(function).parameters.values(),
-        inspect.Parameter("name", inspect.Parameter.KEYWORD_ONLY, default=None),
-    ]
-    named.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    return named
-
-
-clip_by_average_norm = _for_handles(clip.clip_by_average_norm)
-clip_by_global_norm = _for_handles(clip.clip_by_global_norm)
-clip_by_norm = _for_handles(clip.clip_by_norm)
-clip_by_value = _for_handles(clip.clip_by_value)
-global_norm = _for_handles(norms.global_norm)
-sparse_mask = _for_handles(_select.sparse_mask)
+clip_by_average_norm = _named(js.clip_by_average_norm)
+clip_by_global_norm = _named(js.clip_by_global_norm)
+clip_by_norm = _named(js.clip_by_norm)
+clip_by_value = _named(js.clip_by_value)
+global_norm = _named(js.global_norm)
+sparse_mask = _named(js.sparse_mask)

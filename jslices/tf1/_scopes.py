@@ -16,7 +16,7 @@ from jslices.tf1._arrays import ArrayOperators, canonical_dtype, dtype_of, stati
 from jslices.tf1._cells import Request
 from jslices.tf1._initializers import glorot_uniform_initializer, zeros_initializer
 from jslices.tf1._run import Frame, check_name, current_frame, join
-from jslices.tf1.variable import Variable, request_of_value
+from jslices.tf1._variable import Variable, request_of_value
 
 Regularizer = Callable[[jax.Array], Any]
 

@@ -8,10 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from jslices.tf1._arrays import is_array
+from jslices.tf1._initial_values import LazyValue
 from jslices.tf1._run import Frame, Mode, running
-from jslices.tf1.initial_values import LazyValue
-from jslices.tf1.state import Variables, bare_name
-from jslices.tf1.variable import Variable
+from jslices.tf1._state import Variables, bare_name
+from jslices.tf1._variable import Variable
 
 
 class Transformed(NamedTuple):

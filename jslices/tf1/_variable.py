@@ -11,16 +11,18 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
-from jslices._errors import OutOfRangeError
-from jslices._lookup import embedding_lookup
-from jslices._scatter import (
+from jslices import (
+    IndexedSlices,
+    OutOfRangeError,
     apply_slices,
     batch_scatter_update,
+    embedding_lookup,
+    is_slices,
     scatter_nd_add,
     scatter_nd_sub,
     scatter_nd_update,
 )
-from jslices._slices import IndexedSlices, check_slices, is_slices
+from jslices.extend import check_slices
 from jslices.tf1._arrays import (
     ArrayOperators,
     as_value,
@@ -31,9 +33,9 @@ from jslices.tf1._arrays import (
     plain,
 )
 from jslices.tf1._cells import CopyCell, LiveCell, Request, create
+from jslices.tf1._initial_values import LazyValue
 from jslices.tf1._run import Frame, current_frame
-from jslices.tf1.initial_values import LazyValue
-from jslices.tf1.state import VariableInfo, bare_name
+from jslices.tf1._state import VariableInfo, bare_name
 
 #: What belongs to a graph and its sessions, and what there is instead.
 _INSTEAD = {

@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from jslices._slices import is_slices
+from jslices import is_slices
 
 #: From the PRNG key of a variable to its initial value.
 Initial = Callable[[Any], jax.Array]

@@ -10,11 +10,11 @@ from typing import Any
 
 import jax
 
-from jslices._errors import FailedPreconditionError
+from jslices import FailedPreconditionError
 from jslices.tf1._cells import LiveCell
 from jslices.tf1._run import Frame, current_frame, initial_value
-from jslices.tf1.state import Variables, bare_name, is_initialized
-from jslices.tf1.variable import Variable
+from jslices.tf1._state import Variables, bare_name, is_initialized
+from jslices.tf1._variable import Variable
 
 
 class GraphKeys:
