@@ -16,7 +16,8 @@ import tomllib
 import pytest
 
 import jslices as js
-import jslices.tables  # imported by itself
+import jslices.extend  # imported by itself, as the next one
+import jslices.tables
 import jslices.tf1 as tf
 
 ROOT = pathlib.Path(__file__).parent.parent
