@@ -5,16 +5,16 @@ Read from the top:
     api         ``grad``, ``value_and_grad``, ``vjp``: plan a call, run it, assemble
     plan        one call: its traced program, its leaves, which of them are sparse
     run         the planned call, with a cotangent slot in every read
-    walk        the one walk over programs, that all of these and custom, unread visit by
+    walk        the one walk over programs, that planner, runner and other checks visit by
     reads       the forms of a read of rows, keyed by primitive
     rules       the steps that commute with a read, keyed by primitive; ``register_rowwise``
     custom      functions with derivatives of their own, as such steps
     views       variables in terms of the tables that they were computed from
     memo        what is kept from call to call where there is no ``jax.jit``
-    unread      lookups that are not read as rows: what to warn of
+    unread      the search for lookups that are not read as rows
     ids         ``lookup_ids``: the rows that a call is about to read
     explain     the report of a plan, the warning, the error
-    travel      the part of the report on rows that go from device to device
+    exchange_report  its part on rows that go from device to device
 
 All that depends on the JAX release stands in ``jslices/_jax.py``.
 """

@@ -1,4 +1,4 @@
-"""Functions with derivatives of their own, as steps that treat every row alike.
+"""Functions with custom derivatives as row-wise steps.
 
 JAX traces ``f`` of a ``custom_jvp`` or ``custom_vjp``, and its derivative, for the whole
 table. If both treat every row alike, they say what ``f`` and its derivative do to n rows:
@@ -144,7 +144,7 @@ class _Function:
         return _RowProgram(_jax.body(self._eqn), self.shared, self._lead)
 
     def _of_inexact(self, operands: Values) -> tuple[Callable[..., Any], list[Any]]:
-        """The call as a function of the operands that have derivatives, and these."""
+        """The call as a function of its inexact operands, and their values."""
 
         def run(*primals: Any) -> tuple[Any, ...]:
             inputs = list(operands)
@@ -175,7 +175,7 @@ class _WithJvp(_Function):
 
     @functools.cached_property
     def rule(self) -> "_RowProgram":
-        """From the operands and their tangents to the outputs and theirs.
+        """The JVP rule: from operands and tangents to outputs and their tangents.
 
         The outputs are computed as the rule does: their derivative is that of the rule.
         """
@@ -220,7 +220,7 @@ class _WithVjp(_Function):
 
     @functools.cached_property
     def ahead(self) -> "_RowProgram":
-        """The outputs as the forward rule gives them."""
+        """The forward rule's outputs."""
 
         def forward(operands: Values) -> Any:
             run, primals = self._of_inexact(operands)
@@ -231,7 +231,7 @@ class _WithVjp(_Function):
 
     @functools.cached_property
     def back(self) -> "_RowProgram":
-        """From the operands and the cotangents of the outputs to those of the operands."""
+        """The backward rule: from operands and output cotangents to operand cotangents."""
 
         def pull_back(operands: Values, cotangents: Sequence[Any]) -> Any:
             run, primals = self._of_inexact(operands)
@@ -251,7 +251,7 @@ def _aval(atom: Any) -> jax.ShapeDtypeStruct:
 
 
 class _RowProgram:
-    """A program of whole arrays as one of n rows of them.
+    """A program of whole arrays, applied to n rows of them.
 
     Args:
       program: the program.
@@ -336,7 +336,7 @@ def _or_mixed(views: list[View] | None) -> list[View]:
 
 
 def _repeated(eqn: Equation, operands: Values, rows: tuple[int, ...]) -> View | None:
-    """One row for all, such as zeros, as a view: ``jnp.zeros_like(table)``."""
+    """A view of one row repeated, such as ``jnp.zeros_like(table)``."""
     if eqn.primitive.name != "broadcast_in_dim" or len(operands) > 1:
         return None
     dims = tuple(eqn.params["broadcast_dimensions"])
@@ -358,7 +358,7 @@ def _refuse(whole: Any) -> Any:
 
 
 def _row_by_row(view: View, visited: set[View]) -> bool:
-    """True if row i is made from the rows i of the inputs, and from nothing else's rows."""
+    """True if row i depends on row i of the inputs and on no other row."""
     if view in visited:
         return True
     visited.add(view)
@@ -410,7 +410,7 @@ class _Linearity(Walk[_Dependence]):
 
 
 def _is_linear(eqn: Equation, operands: Sequence[_Dependence]) -> bool:
-    """True if an equation is linear in those of its operands that are, taken together."""
+    """True if an equation is jointly linear in its linear operands."""
     name = eqn.primitive.name
     linear = [x is _Dependence.LINEAR for x in operands]
     if name == "select_n":

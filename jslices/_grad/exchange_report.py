@@ -1,4 +1,4 @@
-"""What lookups in tables that are split over devices send from device to device."""
+"""The report on the exchange of rows between devices."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -50,7 +50,7 @@ class ExchangeReport(NamedTuple):
 
 
 def exchange_reports(planned: Planned, call: Call) -> dict[int, ExchangeReport]:
-    """For each leaf whose rows travel, how they do."""
+    """Reports for the leaves whose rows are exchanged, by number."""
     sites = jax.tree.leaves(planned.plan)
     if not any(site.exchange for site in sites):
         return {}

@@ -52,7 +52,7 @@ class LookupSite(NamedTuple):
 
 
 class LeafReport(NamedTuple):
-    """What becomes of the gradient of one array.
+    """The report on the gradient of one array.
 
     Attributes:
       path: the array's name, such as ``params['table']``.
@@ -136,7 +136,7 @@ class Explanation(NamedTuple):
         return "\n".join(lines)
 
     def _shown(self) -> list[LeafReport]:
-        """All arrays but ordinary weights beside tables, which one line is enough for."""
+        """The arrays that get a line each: one line serves all weights beside tables."""
         tables = [leaf for leaf in self.leaves if leaf.lookups]
         weights = [x for x in self.leaves if x.kind == "dense" and not x.lookups]
         if not tables or len(weights) < 2:
@@ -227,7 +227,7 @@ def explain(
 def _steps(
     optimizer: Any, call: Call, single: bool, leaves: Sequence[LeafReport]
 ) -> list[Any]:
-    """How the optimizer steps each leaf, None for those whose gradient is not sparse."""
+    """The optimizer's plan for each leaf; None for a gradient that is not sparse."""
 
     def gradient(leaf: LeafReport) -> Any:
         if leaf.kind != "sparse":
@@ -431,7 +431,7 @@ def _wrap(line: str, width: int) -> list[str]:
 
 
 def _clip(text: str, width: int) -> str:
-    """The end of a name tells more than its beginning."""
+    """Shorten a name from its beginning, as its end tells more."""
     return text if len(text) <= width else "..." + text[3 - width :]
 
 

@@ -107,7 +107,7 @@ def rows_read(call: Call, planned: Planned) -> list[Any]:
 def eval_ids(
     planned: Planned, primals: Sequence[Any]
 ) -> tuple[list[jax.Array], list[bool]]:
-    """The row numbers of every read, and whether each of the ``primals`` decides on some.
+    """The row numbers of every read, and which of the ``primals`` they depend on.
 
     Nothing else of the call is run; primals that are not needed for it may be described.
     """

@@ -21,14 +21,14 @@ MOST = 16
 
 
 class Memo(Generic[Made]):
-    """Values by equations with a program inside, and by what else matters."""
+    """A cache keyed by equations with programs inside, and by another key."""
 
     def __init__(self) -> None:
         self._made: weakref.WeakKeyDictionary[Any, OrderedDict[Hashable, Made]]
         self._made = weakref.WeakKeyDictionary()
 
     def find(self, eqn: Equation, key: Hashable, make: Callable[[], Made]) -> Made:
-        """What ``make()`` gave for such an equation and such a key.
+        """The value for such an equation and such a key, from ``make()`` if it is new.
 
         Equations are the same if their parameters are equal, and the programs among these
         the same objects. What cannot be hashed is made anew.

@@ -84,7 +84,7 @@ class Leaf(NamedTuple):
         return plan_exchange(self.aval, self.exchange, self.name, count)
 
     def sharding(self, exchange: ExchangePlan | None) -> NamedSharding | None:
-        """Of the gradient's values, where types tell; else None."""
+        """The sharding of the gradient's values on a mesh of Explicit axes; else None."""
         if explicit_mesh(self.aval) is None:
             return None
         rows = None if exchange is None else exchange.placement.rows or None
@@ -123,7 +123,7 @@ class Site:
     exchange: ExchangePlan | None
     sharding: NamedSharding | None
     source: Source
-    by_ids: bool = True
+    by_ids: bool
 
     @property
     def entries(self) -> int:
@@ -132,7 +132,7 @@ class Site:
 
     @property
     def split(self) -> NamedSharding | None:
-        """How the values of all executions are split, ``[*loops, entries, *D]``."""
+        """The sharding of the values of all executions, ``[*loops, entries, *D]``."""
         if self.sharding is None:
             return None
         spec = PartitionSpec(*(None,) * len(self.loops), *self.sharding.spec)
@@ -183,11 +183,11 @@ class Planned(NamedTuple):
 
     @property
     def sparse_leaves(self) -> dict[int, Leaf]:
-        """The leaves that the plan is of, by number."""
+        """The leaves whose gradients are not dense, by number."""
         return {i: x for i, x in enumerate(self.leaves) if self.kind(i) != "dense"}
 
     def triggers_warning(self, leaf: int) -> bool:
-        """Whether a dense gradient surprises: the leaf is looked up, or forced to rows.
+        """Whether a leaf is looked up, or forced to rows, and its gradient is dense.
 
         An ordinary weight has a dense gradient, and should.
         """
@@ -197,7 +197,7 @@ class Planned(NamedTuple):
         return forced or bool(self.looked_up.get(leaf) or self.unread.get(leaf))
 
     def bytes_of_rows(self, leaf: int) -> int:
-        """Of the rows that are looked up, as a gradient with its row numbers."""
+        """The size of the sparse gradient: rows and row numbers."""
         aval, sites = self.leaves[leaf].aval, self.looked_up.get(leaf, [])
         row = math.prod(aval.shape[1:]) * aval.dtype.itemsize
         return sum(site.total * (row + site.index_dtype.itemsize) for site in sites)
@@ -245,7 +245,7 @@ def _is_dense_as_smaller(planned: Planned, leaf: int) -> bool:
 
 
 class Uses(NamedTuple):
-    """What the leaves are used for besides reads by ids: for each the first such use.
+    """Uses of leaves besides reads by ids, the first of each kind for each leaf.
 
     Attributes:
       whole: by an equation that needs the whole array.
@@ -294,53 +294,45 @@ class Planner(ViewWalk):
         outputs = super().step(eqn, operands, scope)
         if eqn.primitive.name == "dot_general" and isinstance(outputs[0], View):
             use = DenseUse(eqn.primitive.name, self.source(eqn))
-            for leaf in tables_read(outputs[0]):
-                self.uses.products.setdefault(leaf, use)
+            _note(self.uses.products, outputs[0], use)
         return outputs
 
     def whole(self, value: Any, eqn: Equation | None) -> Any:
         if not isinstance(value, View):
             return None
-        leaves = tables_read(value)
         if eqn is None:
             use = DenseUse("the function's own result", self.caller)
-            self._note(self.uses.whole, leaves, use)
+            _note(self.uses.whole, value, use)
             return None
         use = DenseUse(_jax.kind(eqn), self.source(eqn))
+        if use.what not in _PRODUCTS:
+            _note(self.uses.moves, value, use)
         if is_one_row(value):
-            self._note(self.uses.one_row, leaves, use)
+            _note(self.uses.one_row, value, use)
             self._plan(eqn, only_row(value), by_ids=False)
         else:
-            self._note(self.uses.whole, leaves, use)
-        if use.what not in _PRODUCTS:
-            self._note(self.uses.moves, leaves, use)
+            _note(self.uses.whole, value, use)
         return None
-
-    def _note(
-        self, uses: dict[int, DenseUse], leaves: Sequence[int], use: DenseUse
-    ) -> None:
-        for leaf in leaves:
-            uses.setdefault(leaf, use)
 
     def read(self, eqn: Equation, read: Read, values: Values) -> None:
         self._plan(eqn, read, by_ids=True)
 
     def _plan(self, eqn: Equation, read: Read, by_ids: bool) -> None:
-        for leaf in read.leaves:
-            aval = self._leaves[leaf].aval
-            exchange = self._leaves[leaf].exchange_of(read.count)
+        for number in read.leaves:
+            leaf = self._leaves[number]
+            aval, exchange = leaf.aval, leaf.exchange_of(read.count)
             site = Site(
-                leaf,
-                aval.shape,
-                aval.dtype,
-                read.count,
-                self._loops,
-                index_dtype(aval.shape[0], np.dtype(read.numbers.dtype)),
-                _jax.varying_axes(aval, read.numbers),
-                exchange,
-                self._leaves[leaf].sharding(exchange),
-                self.source(eqn),
-                by_ids,
+                leaf=number,
+                table_shape=aval.shape,
+                dtype=aval.dtype,
+                count=read.count,
+                loops=self._loops,
+                index_dtype=index_dtype(aval.shape[0], np.dtype(read.numbers.dtype)),
+                varying=_jax.varying_axes(aval, read.numbers),
+                exchange=exchange,
+                sharding=leaf.sharding(exchange),
+                source=self.source(eqn),
+                by_ids=by_ids,
             )
             self.plan.append(site)
 
@@ -374,11 +366,16 @@ class Planner(ViewWalk):
 
     @contextlib.contextmanager
     def _inside(self) -> Iterator[None]:
-        """What is planned in this context becomes one entry of the plan."""
+        """A context whose reads become one entry of the plan."""
         outer, self.plan = self.plan, []
         yield
         outer.append(self.plan)
         self.plan = outer
+
+
+def _note(uses: dict[int, DenseUse], view: View, use: DenseUse) -> None:
+    for leaf in tables_read(view):
+        uses.setdefault(leaf, use)
 
 
 def _plan_reads(
@@ -403,7 +400,15 @@ def _plan_reads(
     while True:
         # A leaf that turns out dense is an ordinary array in the next round.
         leaves = {i: leaf for i, leaf in candidates.items() if i not in dense}
-        planner, uses = _walked(program, leaves, needs_grad, num_results, eager)
+        planner = Planner(leaves, eager)
+        uses = planner.uses
+        inputs = [
+            Table(leaves[i].aval.shape, leaves[i].aval.dtype, i) if i in leaves else None
+            for i in range(len(program.invars))
+        ]
+        outputs = planner.program(program, inputs, needs_grad)
+        for value in outputs[:num_results]:
+            planner.whole(value, None)
         sites = jax.tree.leaves(planner.plan)
         by_ids = {site.leaf for site in sites if site.by_ids}
         for leaf, use in uses.one_row.items():
@@ -412,9 +417,7 @@ def _plan_reads(
         for leaf in uses.whole.keys() & uses.products.keys() - by_ids:
             uses.whole[leaf] = uses.products[leaf]  # not what follows the layer
         if not dense:
-            for site in sites:
-                if site.leaf in by_ids:
-                    looked_up.setdefault(site.leaf, []).append(site)
+            looked_up = {leaf: [x for x in sites if x.leaf == leaf] for leaf in by_ids}
         moves |= uses.moves
         if not uses.whole:
             break
@@ -424,27 +427,8 @@ def _plan_reads(
     return planner.plan, dense, looked_up, unread
 
 
-def _walked(
-    program: Program,
-    leaves: dict[int, Leaf],
-    needs_grad: Sequence[bool],
-    num_results: int,
-    eager: bool,
-) -> tuple[Planner, Uses]:
-    """A planner that has walked the program, with tables in the place of leaves."""
-    planner = Planner(leaves, eager)
-    inputs = [
-        Table(leaves[i].aval.shape, leaves[i].aval.dtype, i) if i in leaves else None
-        for i in range(len(program.invars))
-    ]
-    outputs = planner.program(program, inputs, needs_grad)
-    for value in outputs[:num_results]:
-        planner.whole(value, None)
-    return planner, planner.uses
-
-
 def output_needs_grad(program: Program, num_results: int) -> list[bool]:
-    """Gradients come in through the first outputs of a whole call."""
+    """For each output of a call whether it is part of the differentiated result."""
     return [i < num_results for i in range(len(program.outvars))]
 
 
@@ -475,7 +459,7 @@ _parts: Memo[Part] = Memo()
 def plan_part(
     eqn: Equation, operands: Values, needs_grad: list[bool], leaves: dict[int, Leaf]
 ) -> Part:
-    """The plan of such an equation with such operands, arrays or None."""
+    """The kept plan of an equation with these operands."""
     bare = without_arrays(operands)
 
     def make() -> Part:
@@ -487,7 +471,7 @@ def plan_part(
 
 
 def without_arrays(operands: Values) -> Values:
-    """The operands of an equation with None in the place of arrays, also in views."""
+    """The operands with each array, also in views, replaced by None."""
     bare: list[Any] = jax.tree.map(lambda _: None, operands)
     return bare
 
@@ -495,7 +479,7 @@ def without_arrays(operands: Values) -> Values:
 def part_key(
     bare: Values, needs_grad: Sequence[bool], leaves: dict[int, Leaf]
 ) -> tuple[Any, ...]:
-    """What a part depends on besides the equation."""
+    """The key of a part besides its equation."""
     return jax.tree.structure(bare), tuple(needs_grad), tuple(leaves.items())
 
 
@@ -585,7 +569,7 @@ class Call:
 
 
 class Outputs(NamedTuple):
-    """How the flat outputs of the traced program make the user's result and aux.
+    """The structure of the user's result and aux in the outputs of the program.
 
     Attributes:
       tree: the structure of the result.
@@ -655,7 +639,19 @@ def _describe_leaves(
     """A Leaf for every differentiated array."""
     tree, roots = call.tree.unflatten(call.primals), call.names
     paths, _ = jax.tree_util.tree_flatten_with_path(tree)
-    modes, exchanges = _modes(tree, single, spec), _exchanges(tree, single, exchange)
+    mode_prefix, exchange_prefix = (None if callable(spec) else spec), exchange
+    if single:
+        mode_prefix, exchange_prefix = (mode_prefix,), (exchange,)
+    modes = _broadcast(
+        mode_prefix,
+        tree,
+        "sparse= must be a bool, 'if_smaller', a function of (path, leaf), or a pytree",
+    )
+    exchanges = _broadcast(
+        _filled(exchange_prefix, tree),
+        tree,
+        "exchange= must be a jslices.Exchange, or a pytree",
+    )
     leaves = []
     for (path, x), mode, exchange in zip(paths, modes, exchanges, strict=True):
         name = roots[path[0].idx] + jax.tree_util.keystr(path[1:])
@@ -675,24 +671,6 @@ def _describe_leaves(
     return leaves
 
 
-def _modes(tree: PyTree, single: bool, spec: SparseSpec) -> Values:
-    """``sparse=`` for every leaf; None where it is a function."""
-    if callable(spec):
-        spec = None
-    if spec is None or isinstance(spec, bool | str):
-        return [spec] * len(jax.tree.leaves(tree))
-    what = "sparse= must be a bool, 'if_smaller', a function of (path, leaf), or a pytree"
-    return _broadcast(tree, (spec,) if single else spec, what)
-
-
-def _exchanges(tree: PyTree, single: bool, spec: ExchangeSpec) -> Values:
-    """``exchange=`` for every leaf."""
-    if spec is None or isinstance(spec, Exchange):
-        return [spec] * len(jax.tree.leaves(tree))
-    prefix = _filled((spec,) if single else spec, tree)
-    return _broadcast(tree, prefix, "exchange= must be a jslices.Exchange, or a pytree")
-
-
 def _filled(prefix: PyTree, tree: PyTree) -> PyTree:
     """``prefix`` with None for what its dicts do not name."""
     if isinstance(prefix, tuple) and isinstance(tree, tuple) and len(prefix) == len(tree):
@@ -702,7 +680,7 @@ def _filled(prefix: PyTree, tree: PyTree) -> PyTree:
     return {key: _filled(prefix.get(key), tree[key]) for key in tree}
 
 
-def _broadcast(tree: PyTree, prefix: PyTree, what: str) -> Values:
+def _broadcast(prefix: PyTree, tree: PyTree, what: str) -> Values:
     """The entry of a pytree prefix for every leaf."""
     entries: list[Any] = []
 

@@ -110,7 +110,7 @@ class Read:
 
 
 def _fill(fill_value: Any, dtype: Any) -> Any:
-    """JAX's own default: NaN, the smallest signed, the largest unsigned integer."""
+    """The fill value, JAX's default if None: NaN, smallest signed, largest unsigned."""
     if fill_value is None:
         if jnp.issubdtype(dtype, jnp.inexact):
             fill_value = np.nan
@@ -124,7 +124,7 @@ def _fill(fill_value: Any, dtype: Any) -> Any:
 
 
 class Reader:
-    """Reads rows of views during one read, every row once however often it is used.
+    """Compute rows of views during one read, each once however often it is used.
 
     Args:
       take: ``take(table, ids)`` reads the rows of a :class:`Table`, or notes the read while
@@ -191,7 +191,7 @@ def only_row(view: View) -> Read:
 
 
 class Origins:
-    """How the variables of a program came about."""
+    """The origins of the variables of a program."""
 
     def __init__(self, program: Program) -> None:
         self._program = program
@@ -209,7 +209,7 @@ class Origins:
         return fixed
 
     def is_fixed(self, atom: Any) -> bool:
-        """True for what stands in the program, ``jnp.arange(3)``: it has no inputs."""
+        """True for constants such as ``jnp.arange(3)``: no input decides on them."""
         return isinstance(atom, Literal) or atom in self._fixed
 
     def columns(self, atom: Any) -> list[Any] | None:
@@ -391,7 +391,7 @@ def _gather_transposed(eqn: Equation, view: Transposed) -> Read | None:
 
 
 def _arrangement(eqn: Equation) -> Callable[[jax.Array, Sequence[Any]], jax.Array]:
-    """From rows ``[count, *D]`` to where a gather puts them."""
+    """The function from rows ``[count, *D]`` to the output of a gather."""
     numbers, sizes = eqn.params["dimension_numbers"], eqn.params["slice_sizes"]
     batch = _jax.shape_of(eqn.invars[1])[:-1]
     left_out = {*numbers.collapsed_slice_dims, *numbers.operand_batching_dims}
@@ -489,6 +489,6 @@ def _slice_rows(eqn: Equation, view: View) -> Read | None:
 
 
 def _wide(ids: Any) -> jax.Array:
-    """Row numbers in a dtype that can count the rows: V need not fit into an int8."""
+    """Row numbers of at least 32 bits: V need not fit into an int8."""
     ids = jnp.asarray(ids)
     return ids.astype(jnp.int32) if ids.dtype.itemsize < 4 else ids

@@ -40,7 +40,7 @@ from jslices._rows.bounds import INT32_MAX
 
 
 class NeedsWhole(NamedTuple):
-    """What a rule says of views that serve all rows: their arrays are needed."""
+    """A rule's request for the arrays behind views that serve all rows."""
 
     operands: Sequence[int]
 
@@ -93,7 +93,7 @@ def rowwise(
 
 
 def _serving_all(rule: Rule, views: dict[int, View], lead: int) -> list[int]:
-    """The operands that are no views of the same rows as the others.
+    """The views that serve several rows of the others.
 
     Of views whose rows differ in the number of axes, small ones serve several rows of a
     large one.
@@ -214,7 +214,7 @@ def _registered(
     operands: Values,
     lead: int,
 ) -> Result:
-    """What a rule of the user's says, as one of ours."""
+    """A rule of the user's as one of ours."""
     primitive, count = eqn.primitive, len(operands)
     axes = tuple(in_axes) if isinstance(in_axes, Sequence) else (in_axes,) * count
     if len(axes) != count:
@@ -368,7 +368,7 @@ def is_elementwise(eqn: Equation) -> bool:
 
 
 def _along(parameter: str) -> Rule:
-    """A rule for what works along one axis, or several, given by a parameter."""
+    """The rule for primitives that work along the axes that a parameter names."""
 
     def rule(eqn: Equation, operands: Values, lead: int) -> Result:
         axes = eqn.params[parameter]
@@ -666,7 +666,7 @@ RULES[mark_p] = _same
 
 @rule_for("call_hi_primitive")
 def _called(eqn: Equation, operands: Values, lead: int) -> Result:
-    """What stands for another primitive, or for a name: ``checkpoint_name`` of jax 0.12."""
+    """Stand-ins of jax 0.12 for other primitives, and ``checkpoint_name``."""
     called = _jax.kind(eqn)
     if called == "CheckpointName":
         return list(operands)

@@ -1,4 +1,4 @@
-"""Running a planned call: with a cotangent slot for each read, or for its ids alone."""
+"""The runner of a planned call, with a cotangent slot for each read."""
 
 import contextlib
 import functools
@@ -63,7 +63,7 @@ def run_planned(
 
 @contextlib.contextmanager
 def without_dense_warning() -> Iterator[None]:
-    """Within this context a dense gradient of a marked table is intended: no warning."""
+    """A context in which dense gradients of marked tables trigger no warning."""
     token = dense_is_intended.set(True)
     try:
         yield

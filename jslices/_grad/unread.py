@@ -1,4 +1,4 @@
-"""Lookups that are not read as rows: what to warn of.
+"""The search for lookups that are not read as rows, to warn of them.
 
 ``tables[field, ids]`` of several tables in one array, ``table[rows, columns]``, and a
 lookup inside a ``while`` loop or a solver take few elements of an array, but the gradient
@@ -29,7 +29,7 @@ _NOTHING: Held = frozenset()
 def unread_lookups(
     program: Program, leaves: Sequence[int], output_needs_grad: Sequence[bool]
 ) -> dict[int, list[Source]]:
-    """For each of these leaves where it is looked up by ids.
+    """Sources of the lookups by ids in these leaves.
 
     Args:
       program: the traced function; its first inputs are the leaves.
@@ -73,7 +73,7 @@ class _UnreadSearch(Walk[Held]):
     def _inside(
         self, eqn: Equation, operands: Sequence[Held], scope: Scope
     ) -> Sequence[Held]:
-        """What they become in a loop, a branch or a solver."""
+        """The outputs of a loop, a branch or a solver."""
         outputs: Sequence[Held] = [_NOTHING] * len(eqn.outvars)
         if _jax.kind(eqn) in CUSTOM and _jax.is_call_of_ours(eqn):
             return outputs  # a scatter
@@ -88,7 +88,7 @@ class _UnreadSearch(Walk[Held]):
 def _moved(
     eqn: Equation, operands: Sequence[Held], origins: Origins
 ) -> Sequence[Held] | None:
-    """What the outputs of a step hold; None if it does not move or scale elements."""
+    """The outputs of a step that moves or scales elements; None for other steps."""
     name, shape = eqn.primitive.name, _jax.shape_of(eqn.outvars[0])
     if name == "optimization_barrier":
         return operands
@@ -105,7 +105,7 @@ def _moved(
 
 
 def _repeats_whole(eqn: Equation) -> bool:
-    """True for a table for each example, not for one row for many."""
+    """True if a whole table is repeated for each example, not a row."""
     shape, dims = eqn.params["shape"], eqn.params["broadcast_dimensions"]
     return tuple(shape[d] for d in dims) == _jax.shape_of(eqn.invars[0])
 

@@ -58,7 +58,7 @@ class View:
     lead: int = dataclasses.field(default=1, init=False)
 
     def parts(self, ids: Ids) -> Sequence[tuple[Any, Ids | None]]:
-        """What the rows at ``ids`` are made from.
+        """The parts that the rows at ``ids`` are made from.
 
         Views and arrays, each with the numbers of its rows, or with None for an array that
         serves all rows.
@@ -296,7 +296,7 @@ class Transposed(View):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Unslotted(View):
-    """A view through which no gradient is asked for: its tables get no cotangent slot."""
+    """A view without cotangent slots: no gradient is asked for."""
 
     inner: View
 
@@ -340,7 +340,7 @@ class _StaticFields:
 
 
 def _register(kind: type[View], *parts: str) -> None:
-    """Views may go into and come out of ``jax.jit``: their arrays are its operands."""
+    """Register a view as a pytree of its arrays, so that it may cross ``jax.jit``."""
 
     def flatten(view: View) -> tuple[list[Any], _StaticFields]:
         return [getattr(view, name) for name in parts], _StaticFields(view, parts)
@@ -372,14 +372,14 @@ def flat(view: View) -> View:
 
 
 def folded(view: View, rows: tuple[int, ...]) -> View:
-    """A view with one axis for all rows as one whose axes ``rows`` number them."""
+    """A view whose axes ``rows`` number its rows, from one with a single such axis."""
     if len(rows) == 1:
         return view
     return Repeated((*rows, *view.shape[1:]), view.dtype, lead=len(rows), flat=view)
 
 
 def without_slots(value: Any) -> Any:
-    """A view as one through which no gradient is asked for; anything else as it is."""
+    """A view without cotangent slots; anything else as it is."""
     if isinstance(value, Repeated):
         return dataclasses.replace(value, flat=without_slots(value.flat))
     if isinstance(value, Transposed):

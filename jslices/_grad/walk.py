@@ -165,10 +165,16 @@ class Walk(abc.ABC, Generic[Value]):
         self, eqn: Equation, operands: Sequence[Value], scope: Scope
     ) -> Sequence[Value]:
         """The values of an equation's outputs."""
-        go_inside = getattr(self, _INSIDE.get(_jax.kind(eqn), ""), None)
-        if go_inside is None:
+        if not hasattr(self, _INSIDE.get(_jax.kind(eqn), "")):
             return self.step(eqn, operands, scope)
-        outputs: Sequence[Value] = go_inside(eqn, operands, scope.outputs_need_grad(eqn))
+        return self.inside(eqn, operands, scope.outputs_need_grad(eqn))
+
+    def inside(
+        self, eqn: Equation, operands: Sequence[Value], needs_grad: list[bool]
+    ) -> Sequence[Value]:
+        """The outputs of an equation with programs inside that the walk goes into."""
+        go_inside = getattr(self, _INSIDE[_jax.kind(eqn)])
+        outputs: Sequence[Value] = go_inside(eqn, operands, needs_grad)
         return outputs
 
     @abc.abstractmethod
@@ -226,7 +232,7 @@ class _Evaluation(Walk[Any]):
 def programs_inside(
     eqn: Equation, operands: Sequence[Value]
 ) -> Iterator[tuple[Program, Sequence[Value], bool]]:
-    """The sub-programs of any equation, as far as is known what goes into them.
+    """The sub-programs of any equation whose inputs are known.
 
     Each with those of the equation's ``operands`` that are its inputs, and True if its
     outputs are those of the equation.
@@ -268,7 +274,7 @@ Turn = Callable[[Values, Values], tuple[Values, Values]]
 
 
 class ViewWalk(Walk[Any]):
-    """A walk whose values are views of tables, and arrays, which None may stand for.
+    """A walk with views of tables, and with arrays or None in their place.
 
     Control flow is told to subclasses in the terms of JAX's public functions.
     """
@@ -286,12 +292,6 @@ class ViewWalk(Walk[Any]):
             value if needs_grad else without_slots(value)
             for value, needs_grad in zip(outputs, output_needs_grad, strict=True)
         ]
-
-    def inside(self, eqn: Equation, operands: Values, needs_grad: list[bool]) -> Values:
-        """The outputs of an equation with a program inside."""
-        go_inside = getattr(self, _INSIDE[_jax.kind(eqn)])
-        outputs: Sequence[Any] = go_inside(eqn, operands, needs_grad)
-        return outputs
 
     def equation(self, eqn: Equation, operands: Values, scope: Scope) -> Values:
         if not any(isinstance(value, View) for value in operands):
@@ -404,7 +404,7 @@ class ViewWalk(Walk[Any]):
 
 
 def is_kept(eqn: Equation) -> bool:
-    """Whether what is made of the program inside an equation can be kept for later calls.
+    """Whether plans of an equation can be kept for later calls.
 
     JAX traces a function with a derivative of its own anew at every call. The lines of the
     reads in a function of JAX's are those of whoever calls it.
