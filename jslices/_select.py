@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from jslices._place.boundary import everywhere, running_with_auto_axes
+from jslices._place.boundary import everywhere, on_any_mesh
 from jslices._rows.bounds import canonical_indices, empty_index, take_rows
 from jslices._rows.ids import as_ids
 from jslices._rows.select import kept_positions, pick
@@ -60,30 +60,33 @@ def sparse_mask(
     if a.indices.ndim > 1:
         size = a.indices.shape[-1] if size is None else size
         return jax.vmap(lambda s: sparse_mask(s, masked, size))(a)
-    values, kept = running_with_auto_axes(
-        lambda values, indices, masked: _left(values, indices, masked, a._num_rows, size),
-        lambda values, *rest: everywhere(values),
-    )(a.values, a.indices, masked)
-    return IndexedSlices(values, kept, a.dense_shape)
+    values, indices = _not_masked(
+        a.values, a.indices, masked, num_rows=a._num_rows, size=size
+    )
+    return IndexedSlices(values, indices, a.dense_shape)
 
 
-def _left(
+@on_any_mesh(everywhere)
+def _not_masked(
     values: jax.Array,
-    given: jax.Array,
+    indices: jax.Array,
     masked: jax.Array,
+    *,
     num_rows: int | None,
     size: int | None,
 ) -> tuple[jax.Array, jax.Array]:
     """The values and indices of the entries that are not masked."""
-    indices = canonical_indices(given, num_rows)
-    empty = empty_index(num_rows, indices.dtype)
-    keep = ~jnp.isin(given, masked)
+    canonical = canonical_indices(indices, num_rows)
+    empty = empty_index(num_rows, canonical.dtype)
+    keep = ~jnp.isin(indices, masked)
     exact = size is None and not isinstance(keep, jax.core.Tracer)
-    keep = keep if exact else keep & (indices != empty)
+    keep = keep if exact else keep & (canonical != empty)
     positions, too_many = kept_positions(keep, size, "sparse_mask")
-    kept = given if exact else indices
-    kept = take_rows(kept, positions, fill_value=0 if exact else empty)
-    return pick(values, positions, too_many), kept
+    if exact:
+        indices = take_rows(indices, positions, fill_value=0)
+    else:
+        indices = take_rows(canonical, positions, fill_value=empty)
+    return pick(values, positions, too_many), indices
 
 
 def from_dense(x: ArrayLike, size: int | None = None) -> IndexedSlices:

@@ -22,10 +22,13 @@ from jslices._jax import (
 )
 from jslices._place.boundary import (
     drop_sharding,
+    everywhere,
     explicit_part,
+    like_first,
+    looked_up,
     mesh_of,
+    on_any_mesh,
     restore_sharding,
-    running_with_auto_axes,
     shardings_of,
     with_auto_axes,
 )
@@ -38,7 +41,7 @@ from jslices._rows.bounds import (
     take_rows,
 )
 from jslices._rows.select import kept_positions, per_row, pick
-from jslices._rows.sums import add_rows, check_combine, sum_duplicates
+from jslices._rows.sums import Order, add_rows, check_combine, sum_duplicates
 from jslices._typing import PyTree
 
 Axis = int | Sequence[int] | None
@@ -310,10 +313,7 @@ class IndexedSlices:
         if self.is_placed and size is None:
             unique: IndexedSlices = each_shard(lambda s: s.coalesce(None, combine), self)
             return unique
-        values, indices, _ = sum_duplicates(
-            self.values, self.indices, self._num_rows, size, combine
-        )
-        return slices_of(values, indices, self.dense_shape, DISTINCT)
+        return _summed(self, size=size, combine=combine)
 
     def astype(self, dtype: DTypeLike) -> "IndexedSlices":
         """The same rows with ``values`` cast to ``dtype``."""
@@ -325,9 +325,7 @@ class IndexedSlices:
         array = as_array(x)
         if array.ndim < 1:
             raise ValueError("from_dense wants an array [V, *D], got a scalar")
-        nonzero = jnp.any(array != 0, tuple(range(1, array.ndim)))
-        positions, too_many = kept_positions(nonzero, size, "from_dense")
-        return cls(pick(array, positions, too_many), positions, array.shape)
+        return cls(*_nonzero_rows(array, size=size), array.shape)
 
     # --- arithmetic -----------------------------------------------------------------
 
@@ -396,7 +394,7 @@ class IndexedSlices:
         if ones and known and shape == (shape[0], *ones):
             # Empty entries are scaled by one, which leaves them as they are.
             indices = canonical_indices(self.indices, shape[0])
-            return take_rows(jnp.asarray(other), indices, fill_value=1)
+            return rows_at(jnp.asarray(other), indices, fill_value=1)
         if shape == held and not _broadcasts(shape, self.shape):
             return jnp.asarray(other).reshape(*held, *ones)
         return None
@@ -423,7 +421,7 @@ class IndexedSlices:
         table = other.astype(jnp.result_type(other, self.values))
         indices = canonical_indices(self.indices, table.shape[0])
         values = self.values.astype(table.dtype)
-        return add_rows(table, indices, values, self.facts.distinct)
+        return _add(table, indices, values, distinct=self.facts.distinct)
 
     def __sub__(self, other: Any) -> Any:
         return self + (-other)
@@ -723,10 +721,36 @@ def deduplicated(slices: IndexedSlices) -> IndexedSlices:
     if slices.is_placed:
         unique: IndexedSlices = each_shard(deduplicated, slices)
         return unique
+    return _summed(slices, order="any")
+
+
+# --- on any mesh ------------------------------------------------------------------------
+
+#: Rows of an array at indices of any shape, split as these are.
+rows_at = on_any_mesh(looked_up)(take_rows)
+_add = on_any_mesh(like_first)(add_rows)
+
+
+@on_any_mesh(lambda slices: everywhere(slices.values, slices.indices))
+def _summed(
+    slices: IndexedSlices,
+    *,
+    size: int | None = None,
+    combine: str = "sum",
+    order: Order = "sorted",
+) -> IndexedSlices:
     values, indices, _ = sum_duplicates(
-        slices.values, slices.indices, slices._num_rows, None, order="any"
+        slices.values, slices.indices, slices._num_rows, size, combine, order
     )
     return slices_of(values, indices, slices.dense_shape, DISTINCT)
+
+
+@on_any_mesh(everywhere)
+def _nonzero_rows(array: jax.Array, *, size: int | None) -> tuple[jax.Array, jax.Array]:
+    """The rows that are not all zero, and their numbers."""
+    nonzero = jnp.any(array != 0, tuple(range(1, array.ndim)))
+    positions, too_many = kept_positions(nonzero, size, "from_dense")
+    return pick(array, positions, too_many), positions
 
 
 # --- facts from one program to the next -------------------------------------------------
@@ -805,18 +829,22 @@ def _are_of_one_program(args: PyTree) -> bool:
 
 @one_program
 def _dense(slices: IndexedSlices) -> jax.Array:
-    shape = slices.dense_shape
-    assert shape is not None
     if slices.indices.ndim > 1:
         return jax.vmap(_dense)(slices)
     if slices.is_placed:
         dense: jax.Array = each_shard(_dense, slices)
         return dense
+    return _added_to_zeros(slices, distinct=slices.facts.distinct)
+
+
+@on_any_mesh(lambda slices: everywhere(slices.values, slices.indices))
+def _added_to_zeros(slices: IndexedSlices, *, distinct: bool) -> jax.Array:
+    shape = slices.dense_shape
+    assert shape is not None
     if slices.dtype.itemsize < 4:
-        slices = slices.coalesce()
+        slices, distinct = slices.coalesce(), True
     indices = canonical_indices(slices.indices, shape[0])
-    zeros = jnp.zeros(shape, slices.dtype)
-    return add_rows(zeros, indices, slices.values, slices.facts.distinct)
+    return add_rows(jnp.zeros(shape, slices.dtype), indices, slices.values, distinct)
 
 
 # --- slices on a mesh -------------------------------------------------------------------
@@ -903,10 +931,8 @@ def each_shard(
 
     operands = placement.numbers(), slices.values, slices.indices, *arrays
     specs = PartitionSpec(), *(placement.by_rows for _ in operands)
-    run = running_with_auto_axes(
-        on_each_device(placement, local, specs, placement.by_rows),
-        lambda shared, numbers, values, *rest: shardings_of(values),
-    )
+    run = on_each_device(placement, local, specs, placement.by_rows)
+    run = on_any_mesh(lambda shared, numbers, values, *rest: shardings_of(values))(run)
     return carried(run(shared, *operands))
 
 

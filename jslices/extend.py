@@ -20,7 +20,6 @@ from jslices._rows.bounds import empty_index as empty_index
 from jslices._rows.bounds import index_dtype as index_dtype
 
 # Reading ids as the lookups do: converted, checked and settled by a mode.
-from jslices._rows.bounds import take_rows as take_rows
 from jslices._rows.ids import as_ids as as_ids
 from jslices._rows.ids import check_mode as check_mode
 from jslices._rows.ids import refuse_bad_ids as refuse_bad_ids
@@ -31,6 +30,9 @@ from jslices._rows.numbering import sort_ids as sort_ids
 
 # Refuses slices that a foreign tree.map has changed.
 from jslices._slices import check_slices as check_slices
+
+# Rows of an array at indices of any shape; empty entries read a fill value.
+from jslices._slices import rows_at as rows_at
 
 # Types of arguments.
 from jslices._typing import Params as Params
@@ -64,8 +66,8 @@ __all__ = [
     "learning_rates",
     "makes_recorded",
     "refuse_bad_ids",
+    "rows_at",
     "settle",
     "sort_ids",
-    "take_rows",
     "with_learning_rate",
 ]

@@ -32,8 +32,8 @@ from jslices.extend import (
     check_mode,
     index_dtype,
     refuse_bad_ids,
+    rows_at,
     settle,
-    take_rows,
 )
 
 Initializer = Callable[..., jax.Array]
@@ -235,7 +235,7 @@ class StackedTables:
         dtype = index_dtype(self.num_rows, np.dtype(numbers.dtype))
         # An id of no table finds one without rows.
         sizes, firsts = (
-            take_rows(jnp.asarray(x, dtype), tables, fill_value=0)
+            rows_at(jnp.asarray(x, dtype), tables, fill_value=0)
             for x in (self.sizes, self.offsets)
         )
         return self._settled_rows(numbers, sizes, firsts, mode)
@@ -349,7 +349,7 @@ class StackedTables:
         def of_rows(rows: jax.Array) -> jax.Array:
             starts = firsts.reshape((1,) * rows.ndim + (-1,))
             found = jnp.sum(rows[..., None] >= starts, axis=-1, dtype=jnp.int32)
-            return take_rows(jnp.asarray(each), found)
+            return rows_at(jnp.asarray(each), found)
 
         return of_rows
 

@@ -10,7 +10,7 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from jslices._errors import InvalidArgumentError
-from jslices._place.boundary import running_with_auto_axes, shardings_of
+from jslices._place.boundary import like_first, on_any_mesh
 from jslices._rows.bounds import index_dtype
 from jslices._rows.ids import as_ids
 
@@ -68,12 +68,13 @@ def spread_ids(
     dtype = index_dtype(num_rows, np.dtype(given.dtype))
     find = _ids if inverse else _rows
 
+    @on_any_mesh(like_first)
     def moved(x: jax.Array) -> jax.Array:
         x = x.astype(dtype)
         known = (x >= 0) & (x < num_rows)
         return jnp.where(known, find(jnp.where(known, x, 0), num_rows, shards), x)
 
-    return running_with_auto_axes(moved, shardings_of)(given)  # type: ignore[no-any-return]
+    return moved(given)
 
 
 def _rows(ids: jax.Array, num_rows: int, shards: int) -> jax.Array:

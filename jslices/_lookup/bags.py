@@ -10,7 +10,7 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from jslices._lookup.embedding import as_tables, check_strategy, read_rows
-from jslices._place.boundary import by_first_axis, looked_up, running_with_auto_axes
+from jslices._place.boundary import by_first_axis, looked_up, on_any_mesh
 from jslices._rows.bounds import canonical_indices
 from jslices._rows.ids import as_ids, check_mode, known_int
 from jslices._rows.select import per_row, where_rows
@@ -199,7 +199,7 @@ def _looked_up(look_up: Callable[..., jax.Array], params: Any, ids: Any, *more: 
             return looked_up(table, ids, combined=1)
         return by_first_axis(0, table, ids)
 
-    return running_with_auto_axes(look_up, split)(params, ids, *more)
+    return on_any_mesh(split)(look_up)(params, ids, *more)
 
 
 class Bags(NamedTuple):

@@ -12,6 +12,7 @@ from jax.typing import ArrayLike
 
 from jslices._densify import current_user_line
 from jslices._lookup.mark import mark_table
+from jslices._place.boundary import looked_up, on_any_mesh
 from jslices._rows.bounds import index_dtype, missing_value, take_rows
 from jslices._rows.ids import as_ids, check_mode, on_host, refuse_bad_ids, settle
 from jslices._rows.select import per_row
@@ -154,19 +155,32 @@ def read_rows(
     line = current_user_line()
     if jnp.issubdtype(tables[0].dtype, jnp.inexact):
         tables = [mark_table(table, ids.size, line) for table in tables]
-    if len(tables) == 1 and keep is None:
-        direct = mode if mode in ("clip", "promise_in_bounds") else "fill"
-        rows = _take(tables[0], ids, mode=direct)
-    else:
-        settled = settle(ids, count, mode if mode == "clip" else "drop")
-        settled = settled if keep is None else jnp.where(keep, settled, count)
-        rows = _read_shards(tables, settled, heights, strategy)
-        if keep is not None:
-            zero = jnp.zeros((), rows.dtype)
-            rows = jnp.where(per_row(keep, rows), rows, zero)
+    rows = _read(tables, ids, keep, strategy=strategy, mode=mode, count=count)
     return (
         rows if max_norm is None else _clip_rows(rows, tables[0].ndim - 1, max_norm, caller)
     )
+
+
+@on_any_mesh(lambda tables, ids, keep: looked_up(tables[0], ids))
+def _read(
+    tables: list[jax.Array],
+    ids: jax.Array,
+    keep: jax.Array | None,
+    *,
+    strategy: str,
+    mode: str,
+    count: int,
+) -> jax.Array:
+    if len(tables) == 1 and keep is None:
+        direct = mode if mode in ("clip", "promise_in_bounds") else "fill"
+        return _take(tables[0], ids, mode=direct)
+    settled = settle(ids, count, mode if mode == "clip" else "drop")
+    settled = settled if keep is None else jnp.where(keep, settled, count)
+    heights = [table.shape[0] for table in tables]
+    rows = _read_shards(tables, settled, heights, strategy)
+    if keep is None:
+        return rows
+    return jnp.where(per_row(keep, rows), rows, jnp.zeros((), rows.dtype))
 
 
 def _read_shards(

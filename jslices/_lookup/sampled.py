@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from jslices._lookup.embedding import as_tables, embedding_lookup
-from jslices._place.boundary import by_first_axis, running_with_auto_axes
+from jslices._place.boundary import by_first_axis, on_any_mesh
 from jslices._rows.bounds import INT32_MAX
 from jslices._rows.ids import as_ids
 from jslices._rows.numbering import sort_ids
@@ -159,8 +159,7 @@ def _sampled_logits(
         return by_first_axis(examples[1], tables, examples, *rest)
 
     arrays = tables, examples, sampled_values, key
-    result: tuple[jax.Array, jax.Array] = running_with_auto_axes(run, split)(*arrays)
-    return result
+    return on_any_mesh(split)(run)(*arrays)
 
 
 def _logits(

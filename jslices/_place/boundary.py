@@ -15,7 +15,7 @@ import contextvars
 import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -39,6 +39,10 @@ from jslices._jax import (
     split_alike,
     with_output_layout,
 )
+from jslices._typing import PyTree
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 #: An array is taken for a table if it has so many rows for each element of a row.
 TALL = 32
@@ -73,12 +77,10 @@ def shardings_of(tree: Any) -> Any:
     return jax.tree.map(_type_of, tree)
 
 
-def everywhere(x: Any) -> Any:
+def everywhere(x: Any, *others: Any) -> Any:
     """How arrays are split that have rows of ``x``, each on all devices."""
-    sharding = _type_of(x)
-    if sharding is None:
-        return None
-    return NamedSharding(sharding.mesh, PartitionSpec(None, *sharding.spec[1:]))
+    mesh, spec = explicit_mesh(x, others), PartitionSpec(None, *_named(x)[1:])
+    return None if mesh is None else NamedSharding(mesh, spec)
 
 
 def by_first_axis(x: Any, *others: Any) -> Any:
@@ -163,24 +165,37 @@ def _fitting(sharding: Any, x: Any) -> NamedSharding:
     return NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[: x.ndim]))
 
 
-def running_with_auto_axes(
-    fun: Callable[..., Any], results: Callable[..., Any]
-) -> Callable[..., Any]:
-    """``fun``, also for arrays on a mesh of Explicit axes.
+def on_any_mesh(types: Callable[..., PyTree]) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Let a function that is written for one device take arrays on Explicit axes.
 
-    ``results(*args)`` gives the types of the results, as a prefix of their tree.
+    To be used as a decorator where arrays come in and go out. Inside, all axes are Auto.
+    Positional arguments are pytrees of arrays and other things, keyword arguments pass as
+    they are.
+
+    Args:
+      types: ``types(*args)`` gives the types of the results, as a prefix of their tree.
     """
 
-    @functools.wraps(fun)
-    def run(*args: Any) -> Any:
-        mesh = explicit_mesh(args)
-        if mesh is None:
-            return fun(*args)
-        with with_auto_axes(mesh):
-            out = fun(*drop_sharding(args))
-        return restore_sharding(out, results(*args))
+    def decorate(fun: Callable[P, R]) -> Callable[P, R]:
+        @functools.wraps(fun)
+        def run(*args: P.args, **kwargs: P.kwargs) -> R:
+            mesh = explicit_mesh(args)
+            if mesh is None:
+                return fun(*args, **kwargs)
+            with with_auto_axes(mesh):
+                out = fun(*drop_sharding(args), **kwargs)
+            result: R = restore_sharding(out, types(*args))
+            return result
 
-    return run
+        return run
+
+    return decorate
+
+
+def like_first(x: PyTree, *rest: PyTree) -> PyTree:
+    """The types of results that are split as the first argument is."""
+    del rest
+    return shardings_of(x)
 
 
 # --- meshes ---

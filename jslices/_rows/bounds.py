@@ -15,13 +15,6 @@ from jax import lax
 from jax.typing import ArrayLike
 
 from jslices import _jax
-from jslices._place.boundary import (
-    drop_sharding,
-    explicit_mesh,
-    looked_up,
-    restore_sharding,
-    with_auto_axes,
-)
 from jslices._rows.loops import row_loop
 
 INT32_MAX = np.iinfo(np.int32).max
@@ -119,16 +112,8 @@ def take_rows(
     ``"promise_in_bounds"`` the caller knows that there is none. Cost: one gather of
     ``K * D`` elements.
 
-    Traced as a ``gather`` even without any indices, where ``table[indices]`` is not. On a
-    mesh of Explicit axes the rows are split as the indices are.
+    Traced as a ``gather`` even without any indices, where ``table[indices]`` is not.
     """
-    mesh = explicit_mesh(table, indices)
-    if mesh is not None:
-        with with_auto_axes(mesh):
-            rows = take_rows(
-                *drop_sharding((table, indices)), mode=mode, fill_value=fill_value
-            )
-        return restore_sharding(rows, looked_up(table, indices))  # type: ignore[no-any-return]
     row = table.shape[1:]
     if table.shape[0] == 0:  # XLA refuses to gather from nothing
         missing: Any = missing_value(table.dtype) if fill_value is None else fill_value

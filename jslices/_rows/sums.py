@@ -17,12 +17,6 @@ import numpy as np
 from jax import lax
 
 from jslices import _jax
-from jslices._place.boundary import (
-    everywhere,
-    explicit_mesh,
-    running_with_auto_axes,
-    shardings_of,
-)
 from jslices._rows.bounds import (
     add_distinct_rows,
     canonical_indices,
@@ -85,14 +79,6 @@ def sum_duplicates(
     Cost: a sort of K integers (or less, unless sorted), one pass over ``[K, *D]`` and
     one over ``[U, *D]``.
     """
-    if explicit_mesh(values, indices) is not None:
-        run = running_with_auto_axes(
-            lambda values, indices: sum_duplicates(
-                values, indices, num_rows, size, combine, order
-            ),
-            lambda values, indices: everywhere(values) or everywhere(indices),
-        )
-        return run(values, indices)  # type: ignore[no-any-return]
     num_ids = indices.shape[0]
     enough = room_for_distinct(num_ids, num_rows)
     capacity = enough if size is None else size
@@ -229,12 +215,6 @@ def add_rows(
     may be named twice, on other platforms than a CPU, a sort of K integers and about two
     passes over ``K * D`` elements more.
     """
-    if explicit_mesh(table) is not None:
-        run = running_with_auto_axes(
-            lambda table, indices, rows: add_rows(table, indices, rows, distinct),
-            lambda table, *rest: shardings_of(table),
-        )
-        return run(table, indices, rows)  # type: ignore[no-any-return]
     rows = rows.astype(table.dtype)
     if distinct:
         return add_distinct_rows(table, indices, rows)

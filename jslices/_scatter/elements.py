@@ -9,16 +9,16 @@ from jax import lax
 from jax.experimental import checkify
 from jax.typing import ArrayLike
 
+from jslices._place.boundary import like_first, on_any_mesh
 from jslices._rows.ids import IdOutOfRangeError, as_ids, check_mode, on_host, settle
 from jslices._scatter.kernels import update
 from jslices._scatter.rows import (
     as_ref,
     as_updates,
     check_dtype,
-    compiled,
-    keeping_place,
     refuse_bad_rows,
 )
+from jslices._slices import one_program
 
 
 def scatter_nd_update(
@@ -129,16 +129,16 @@ def batch_scatter_update(
             f"ref {list(ref.shape)} and indices {list(numbers.shape)}"
         )
     num_rows = ref.shape[len(batch)]
-    updates = as_updates(updates, ref, (*numbers.shape, *ref.shape[numbers.ndim :]), caller)
+    rows = as_updates(updates, ref, (*numbers.shape, *ref.shape[numbers.ndim :]), caller)
     if mode == "check":
         numbers = refuse_bad_rows(indices, numbers, num_rows, caller, "indices")
-    run = keeping_place(lambda *arrays: _batch_update(*arrays, mode))
-    return run(ref, numbers, updates)
+    return _batch_update(ref, numbers, rows, mode=mode)
 
 
-@compiled(3)
+@one_program
+@on_any_mesh(like_first)
 def _batch_update(
-    ref: jax.Array, indices: jax.Array, updates: jax.Array, mode: str
+    ref: jax.Array, indices: jax.Array, updates: jax.Array, *, mode: str
 ) -> jax.Array:
     axes = indices.ndim - 1
     one = update
@@ -162,13 +162,13 @@ def _scatter_nd(op: str, ref: Any, indices: Any, updates: Any, mode: str) -> jax
     updates = as_updates(updates, ref, wanted, caller)
     if mode == "check":
         numbers = _refuse_bad_elements(indices, numbers, ref.shape, caller)
-    run = keeping_place(lambda *arrays: _nd(op, *arrays, mode))
-    return run(ref, numbers, updates)
+    return _scatter_elements(ref, numbers, updates, op=op, mode=mode)
 
 
-@compiled(0, 4)
-def _nd(
-    op: str, ref: jax.Array, indices: jax.Array, updates: jax.Array, mode: str
+@one_program
+@on_any_mesh(like_first)
+def _scatter_elements(
+    ref: jax.Array, indices: jax.Array, updates: jax.Array, *, op: str, mode: str
 ) -> jax.Array:
     depth = indices.shape[-1]
     flat = indices.reshape(-1, depth)

@@ -9,10 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from jslices._place.boundary import row_major_array, running_with_auto_axes, shardings_of
+from jslices._place.boundary import like_first, on_any_mesh, row_major_array
 from jslices._rows.ids import as_ids, check_mode, refuse_bad_ids, settle
 from jslices._scatter.kernels import KERNELS
-from jslices._slices import IndexedSlices, check_slices, each_shard, is_slices
+from jslices._slices import IndexedSlices, check_slices, each_shard, is_slices, one_program
 
 
 def scatter_update(
@@ -244,9 +244,10 @@ def apply_slices(
     indices = as_ids(slices.indices, caller, "slices.indices")
     values = as_updates(slices.values, ref, slices.values.shape, caller, "slices")
     axes = indices.ndim - 1
+    scatter: Callable[..., jax.Array] = functools.partial(scatter_rows, op=op, mode=mode)
     if slices.is_placed and axes == 0 and mode in ("drop", "fill"):
         placed: jax.Array = each_shard(
-            lambda rows, ref: scatter_rows(op, ref, rows.indices, rows.values, mode),
+            lambda rows, ref: scatter(ref, rows.indices, rows.values),
             slices.with_values(values),
             ref,
         )
@@ -255,13 +256,9 @@ def apply_slices(
         indices = refuse_bad_rows(
             slices.indices, indices, ref.shape[axes], caller, "slices.indices"
         )
-
-    def one(ref: jax.Array, indices: jax.Array, values: jax.Array) -> jax.Array:
-        return scatter_rows(op, ref, indices, values, mode)
-
     for _ in range(axes):
-        one = jax.vmap(one)
-    return one(ref, indices, values)
+        scatter = jax.vmap(scatter)
+    return scatter(ref, indices, values)
 
 
 def _scatter(op: str, ref: Any, indices: Any, updates: Any, mode: str) -> jax.Array:
@@ -272,7 +269,7 @@ def _scatter(op: str, ref: Any, indices: Any, updates: Any, mode: str) -> jax.Ar
     updates = as_updates(updates, ref, (*numbers.shape, *ref.shape[1:]), caller)
     if mode == "check":
         numbers = refuse_bad_rows(indices, numbers, ref.shape[0], caller, "indices")
-    return scatter_rows(op, ref, numbers, updates, mode)
+    return scatter_rows(ref, numbers, updates, op=op, mode=mode)
 
 
 def refuse_bad_rows(
@@ -288,43 +285,12 @@ def refuse_bad_rows(
     return jnp.where(any_bad, -1, settle(indices, num_rows, "drop"))
 
 
-def compiled(*static: int) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """``jax.jit`` for concrete arguments, and the plain function while JAX traces.
-
-    A jitted call inside a traced program would hide from :func:`jslices.explain`, and from
-    warnings, which line of the user's program it came from.
-    """
-
-    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
-        jitted = jax.jit(function, static_argnums=static)
-
-        @functools.wraps(function)
-        def call(*args: Any) -> Any:
-            tracing = any(isinstance(x, jax.core.Tracer) for x in args)
-            return (function if tracing else jitted)(*args)
-
-        return call
-
-    return decorate
-
-
-def keeping_place(scatter: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
-    """``scatter(ref, ...)``, on a mesh of Explicit axes split as ``ref``."""
-    return running_with_auto_axes(scatter, lambda ref, *rest: shardings_of(ref))
-
-
+@one_program
+@on_any_mesh(like_first)
 def scatter_rows(
-    op: str, ref: jax.Array, indices: jax.Array, updates: jax.Array, mode: str
+    ref: jax.Array, indices: jax.Array, updates: jax.Array, *, op: str, mode: str
 ) -> jax.Array:
     """The scatter of checked arguments: ``indices`` ``[*B]``, ``updates`` ``[*B, *D]``."""
-    run = keeping_place(lambda *arrays: _scatter_rows(op, *arrays, mode))
-    return run(ref, indices, updates)
-
-
-@compiled(0, 4)
-def _scatter_rows(
-    op: str, ref: jax.Array, indices: jax.Array, updates: jax.Array, mode: str
-) -> jax.Array:
     flat = settle(indices.reshape(-1), ref.shape[0], mode)
     updates = updates.reshape(flat.shape[0], *ref.shape[1:])
     return row_major_array(KERNELS[op](ref, flat, updates))

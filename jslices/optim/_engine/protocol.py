@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jslices._place.boundary import row_major_array, running_with_auto_axes, shardings_of
+from jslices._place.boundary import like_first, on_any_mesh, row_major_array, shardings_of
 from jslices._rows.bounds import canonical_indices
 from jslices._rows.rounding import (
     KeyBits,
@@ -279,7 +279,7 @@ def apply_updates(params: Any, updates: Any, key: Any = None) -> Any:
     """
     # What no update moves stays out of the program, which would copy it.
     moved = jax.tree.map(_if_updated, updates, params, is_leaf=is_leaf)
-    moved = _on_any_mesh(moved, updates, key)
+    moved = _apply_updates(moved, updates, key)
     return jax.tree.map(_moved, updates, params, moved, is_leaf=is_leaf)
 
 
@@ -292,11 +292,7 @@ def _moved(update: Leaf, param: PyTree, moved: PyTree) -> PyTree:
 
 
 @one_program
-def _on_any_mesh(params: Any, updates: Any, key: Any) -> Any:
-    add = running_with_auto_axes(_apply_updates, lambda params, *rest: shardings_of(params))
-    return add(params, updates, key)
-
-
+@on_any_mesh(like_first)
 def _apply_updates(params: Any, updates: Any, key: Any) -> Any:
     bits = None if key is None else key_bits(key, "apply_updates")
 

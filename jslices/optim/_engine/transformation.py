@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jslices._jax import flatten
 from jslices._place.boundary import (
     laid_out_as,
-    running_with_auto_axes,
+    on_any_mesh,
     shardings_of,
 )
 from jslices._place.hints import warn_of_columns
@@ -151,15 +151,11 @@ def transformation(
             ]
         )
 
-    def update_on_mesh(grads: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
-        return running_with_auto_axes(update, shardings_of_update)(grads, state, params)
-
+    update = on_any_mesh(shardings_of_update)(update)
     if rule.missed is None:
-        return GradientTransformation(init, update_on_mesh, plan=plan)
+        return GradientTransformation(init, update, plan=plan)
 
-    advance = running_with_auto_axes(
-        functools.partial(exact.advance, rules_for), _types_of_params
-    )
+    advance = on_any_mesh(_types_of_params)(functools.partial(exact.advance, rules_for))
 
     def catch_up(params: Any, state: Any, ids: Any) -> tuple[Any, Any]:
         check_caught_up(params, state)
@@ -185,9 +181,7 @@ def transformation(
         for place, p, r, *old in zip(places(tree), leaves, rules, *columns, strict=True):
             check_shapes(place, jnp.shape(p), old, state_shapes(r, jnp.shape(p)))
 
-    return GradientTransformation(
-        init, update_on_mesh, catch_up, flush, plan=plan, check=check
-    )
+    return GradientTransformation(init, update, catch_up, flush, plan=plan, check=check)
 
 
 def _types_of_params(params: Any, state: Any, which: Any) -> tuple[Any, Any]:

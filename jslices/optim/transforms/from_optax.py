@@ -13,7 +13,7 @@ from jax.tree_util import PyTreeDef
 from jax.typing import DTypeLike
 
 from jslices._jax import flatten, is_symbolic
-from jslices._place.boundary import placed_as, row_major_array, running_with_auto_axes
+from jslices._place.boundary import on_any_mesh, placed_as, row_major_array
 from jslices._rows.bounds import room_for_distinct, set_rows
 from jslices._rows.select import where_rows
 from jslices._slices import IndexedSlices, deduplicated, is_slices
@@ -78,9 +78,8 @@ def from_optax(tx: Any) -> GradientTransformation:
     def update(
         grads: Gradients, state: State, params: Params = None, **extra_args: PyTree
     ) -> tuple[Gradients, State]:
-        run = running_with_auto_axes(lifted.update, shardings_of_update)
-        result: tuple[Gradients, State] = run(grads, state, params, extra_args)
-        return result
+        run = on_any_mesh(shardings_of_update)(lifted.update)
+        return run(grads, state, params, extra_args)
 
     return GradientTransformation(lifted.init, update, plan=lifted.plan)
 

@@ -12,11 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from jslices._place.boundary import running_with_auto_axes, shardings_of
+from jslices._place.boundary import like_first, on_any_mesh
 from jslices._rows.bounds import canonical_indices, empty_index, set_rows, take_rows
 from jslices._rows.numbering import sort_ids
 from jslices._rows.sums import check_combine
-from jslices._slices import IndexedSlices, check_slices, is_slices
+from jslices._slices import IndexedSlices, check_slices, is_slices, rows_at
 from jslices.optim._engine.protocol import GradientTransformation, is_leaf
 from jslices.optim._engine.recipe import recorded
 from jslices.optim.transforms.base import each_leaf
@@ -107,7 +107,7 @@ def _allowed(keep: Keep, indices: jax.Array, num_rows: int | None) -> jax.Array:
             "rows by their numbers: keep=lambda indices: jnp.isin(indices, ids)"
         )
     if not by_entry and mask.ndim == 1 and num_rows in (None, mask.shape[0]):
-        return take_rows(mask, indices, fill_value=False)
+        return rows_at(mask, indices, fill_value=False)
     if mask.shape != indices.shape:
         wanted = f"{list(indices.shape)} (one for each entry)"
         if not by_entry:
@@ -165,6 +165,7 @@ def project_rows(params: Any, touched: Any, max_norm: ArrayLike) -> Any:
     """
     limit = check_limit("project_rows", "max_norm", max_norm, single=True)
 
+    @on_any_mesh(like_first)
     def project(params: Any, touched: Any, limit: jax.Array) -> Any:
         return jax.tree.map(
             lambda t, p: _projected(p, t, limit) if isinstance(t, IndexedSlices) else p,
@@ -173,8 +174,7 @@ def project_rows(params: Any, touched: Any, max_norm: ArrayLike) -> Any:
             is_leaf=is_leaf,
         )
 
-    run = running_with_auto_axes(project, lambda params, *rest: shardings_of(params))
-    return run(params, touched, limit)
+    return project(params, touched, limit)
 
 
 def _projected(param: Any, touched: IndexedSlices, limit: jax.Array) -> jax.Array:
