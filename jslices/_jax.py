@@ -18,7 +18,6 @@ import jax.extend.core.primitives
 import numpy as np
 from jax import lax
 from jax._src import ad_checkpoint, pjit, source_info_util, xla_bridge
-from jax.experimental.layout import Layout
 from jax.export import is_symbolic_dim
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Primitive
 from jax.interpreters import ad, batching, mlir
@@ -43,20 +42,6 @@ __all__ = ["Literal"]
 WIDENS_BFLOAT16 = jax.__version_info__ < (0, 12)
 #: Before, ``jit`` refuses to donate an array to an output whose layout is constrained.
 CONSTRAINS_LAYOUTS = jax.__version_info__ >= (0, 11, 1)
-
-
-class OutputLayout(Layout):  # type: ignore[misc]
-    """A layout that an array gets if it is returned by ``jit``, and nothing else does."""
-
-
-def with_output_layout(x: Any, layout: OutputLayout) -> Any:
-    """``x``, which has this layout where ``jax.jit`` returns it.
-
-    ``jax.jit`` takes the layouts of its outputs from the constraints that made them. Here
-    that is all: the constraint itself, an operation of XLA, is left out of the program, as
-    ``jax.export`` does not guarantee it.
-    """
-    return pjit.layout_constraint_p.bind(x, layout=layout)
 
 
 def split_alike(pattern: Any, x: Any) -> Any:
@@ -88,15 +73,6 @@ def _group(context: Any, pattern: Any, x: Any) -> list[Any]:
 
 mlir.register_lowering(_split_alike_p, _group)
 
-
-def _lower_layout_constraint(ctx: Any, x: Any, *, layout: Any) -> Any:
-    if isinstance(layout, OutputLayout):
-        return [x]
-    return pjit._layout_constraint_hlo_lowering(ctx, x, layout=layout)
-
-
-if CONSTRAINS_LAYOUTS:
-    mlir.register_lowering(pjit.layout_constraint_p, _lower_layout_constraint)
 
 #: JAX's own primitives by name, those of this release.
 PRIMITIVES: dict[str, Primitive] = {

@@ -20,7 +20,7 @@ from typing import Any, ParamSpec, TypeVar
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental.layout import Format
+from jax.experimental.layout import Format, Layout, with_layout_constraint
 from jax.sharding import (
     AbstractMesh,
     AxisType,
@@ -34,10 +34,8 @@ from jax.typing import DTypeLike
 
 from jslices._jax import (
     CONSTRAINS_LAYOUTS,
-    OutputLayout,
     flatten,
     split_alike,
-    with_output_layout,
 )
 from jslices._typing import PyTree
 
@@ -324,7 +322,9 @@ def row_major(tree: Any) -> Any:
     state of their optimizer if it was made before, to this function once: what
     ``tx.init``, ``tx.update``, ``tx.apply`` and :func:`jslices.apply_updates` return stays
     row-major. (What a ``jit`` of yours returns does if it comes straight from one of them;
-    after a loop or a ``cond``, return ``jslices.row_major(params)``. It takes jax 0.11.1.)
+    after a loop or a ``cond``, return ``jslices.row_major(params)``. It takes jax 0.11.1.
+    To export a step on a TPU, pass ``jax.export.export`` the ``disabled_checks``
+    ``[jax.export.DisabledSafetyCheck.custom_call("LayoutConstraint")]``.)
 
     Args:
       tree: a pytree of arrays ``[V, *D]`` or ``jax.ShapeDtypeStruct``, under ``jit`` too.
@@ -360,7 +360,10 @@ def row_major_array(x: Any) -> Any:
         return x
     layout = _by_rows(x)
     if isinstance(x, jax.core.Tracer):
-        return with_output_layout(x, layout) if CONSTRAINS_LAYOUTS else x
+        # Elsewhere arrays are row-major already, and XLA's operation for it would be one
+        # that jax.export does not guarantee.
+        constrains = CONSTRAINS_LAYOUTS and platform_at_hand() == "tpu"
+        return with_layout_constraint(x, layout) if constrains else x
     sharding = x.sharding or SingleDeviceSharding(jax.devices()[0])
     placed = Format(layout, sharding)
     if isinstance(x, jax.ShapeDtypeStruct):
@@ -394,8 +397,8 @@ def is_tall(x: Any) -> bool:
     return x.ndim > 0 and x.shape[0] >= TALL * math.prod(x.shape[1:])
 
 
-def _by_rows(x: Any) -> OutputLayout:
-    return OutputLayout(tuple(range(x.ndim)))
+def _by_rows(x: Any) -> Layout:
+    return Layout(tuple(range(x.ndim)))
 
 
 # --- platforms ---

@@ -493,6 +493,17 @@ class Program(NamedTuple):
         return "" if leaf.parameter is None else parameters[leaf.parameter].name
 
 
+def _traced(step: Any, args: Sequence[Any], elsewhere: bool) -> Any:
+    """The traced step. A trace for another platform is not left where JAX remembers it."""
+    if not elsewhere:
+        return step.trace(*args)
+    step.clear_cache()
+    try:
+        return step.trace(*args)
+    finally:
+        step.clear_cache()
+
+
 def compiled(
     step: Callable[..., Any],
     args: Sequence[Any],
@@ -513,7 +524,7 @@ def compiled(
     here = contextlib.nullcontext() if found is None else found.compiling()
     with here, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        traced = step.trace(*args)  # type: ignore[attr-defined]
+        traced = _traced(step, args, elsewhere=found is not None)
         lowered = traced.lower()
         executable = lowered.compile()
     densified = []
