@@ -3,6 +3,7 @@
 import importlib
 import inspect
 import pathlib
+import pickle
 import pkgutil
 import re
 import subprocess
@@ -39,7 +40,7 @@ def test_the_readme_lists_the_public_names():
 
 def test_the_top_level_is_lean_and_has_nothing_else():
     assert len(js.__all__) == len(set(js.__all__)) <= 85
-    others = {name for name in vars(js) if not name.startswith("_")} - {*js.__all__}
+    others = {name for name in dir(js) if not name.startswith("_")} - {*js.__all__}
     assert not others - {"extend", "keras", "tables"}  # by themselves, by other tests
 
 
@@ -83,19 +84,40 @@ def test_signatures_are_those_of_jax(name):
     assert ours[:5] == theirs[:5] and ours[5:] == ["sparse", "exchange"]
 
 
-def loaded_by(statement):
-    code = f"{statement}; import sys; print(*sys.modules)"
-    out = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True
-    )
-    return set(out.stdout.split())
+def loaded_after(*statements):
+    """What is loaded after each of the statements, which one new process runs in turn."""
+    code = "; ".join(f"{line}; print(*sys.modules)" for line in statements)
+    run = [sys.executable, "-c", f"import sys; {code}"]
+    out = subprocess.run(run, capture_output=True, text=True, check=True).stdout
+    return [set(line.split()) for line in out.splitlines()]
 
 
 def test_import_brings_nothing_but_jax_and_numpy():
-    loaded = loaded_by("import jslices")
+    loaded, with_optax = loaded_after("import jslices", "import optax")
     assert not [name for name in FORBIDDEN if name in loaded]
     assert "jslices.optim.adam" in loaded
+    assert "optax" in with_optax  # the test can fail
 
 
-def test_the_import_test_can_fail():
-    assert "optax" in loaded_by("import jslices, optax")
+SATELLITES = ("_host_table", "_proof", "accumulators", "checkpoint", "testing", "tf1")
+IMPORTED_BY_THEMSELVES = ("_bench", "_demo", "keras", "tables")
+
+
+def test_satellites_load_when_they_are_used():
+    steps = {
+        "import jslices as js; js.adam(1e-3); js.value_and_grad(abs)": set(),
+        "js.testing": {"testing", "_proof"},
+        "from jslices import Saver": {"testing", "_proof", "checkpoint"},
+        "import jslices.tf1 as tf": {*SATELLITES} - {"_host_table"},
+        "from jslices import *": {*SATELLITES},
+    }
+    for loaded, satellites in zip(loaded_after(*steps), steps.values(), strict=True):
+        names = (*SATELLITES, *IMPORTED_BY_THEMSELVES)
+        assert {name for name in names if f"jslices.{name}" in loaded} == satellites
+
+
+def test_lazy_names_are_those_of_their_modules():
+    assert {*js.__all__} <= {*dir(js)}
+    assert pickle.loads(pickle.dumps(js.Saver)) is js.Saver is js.checkpoint.Saver
+    with pytest.raises(AttributeError, match="'jslices' has no attribute 'nothing'"):
+        js.nothing  # noqa: B018

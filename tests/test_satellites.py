@@ -2,8 +2,6 @@
 
 import ast
 import pathlib
-import subprocess
-import sys
 
 import pytest
 
@@ -67,12 +65,3 @@ def test_private_imports_are_recognised():
     source += "from jslices import IndexedSlices, _rows\nfrom jslices.optim import adam\n"
     private = {name for name in imports(source) if not is_public(name)}
     assert private == {"_rows", "_rows.ids", "_slices.IndexedSlices"}
-
-
-def test_the_core_imports_no_satellite():
-    code = "import sys, jslices, jslices.optim, jslices.tree; print(*sys.modules)"
-    run = [sys.executable, "-c", code]
-    modules = subprocess.run(run, capture_output=True, text=True, check=True).stdout.split()
-    assert "jslices.optim" in modules
-    for satellite in SATELLITES:
-        assert f"jslices.{satellite}" not in modules
