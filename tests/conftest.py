@@ -9,13 +9,13 @@ import shutil
 import sys
 import tempfile
 
+from quick_flags import quick_flags
+
 # Fewer heaps: each thread that compiles would otherwise keep one of its own.
 os.environ.setdefault("MALLOC_ARENA_MAX", "2")
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("KERAS_BACKEND", "jax")  # its default is TensorFlow
-os.environ["XLA_FLAGS"] = (
-    os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
-)
+os.environ["XLA_FLAGS"] = f"{quick_flags()} {os.environ.get('XLA_FLAGS', '')}"
 
 import hypothesis
 import jax

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import strategies as st
+from quick_flags import WITHOUT_FUSION_EMITTERS
 
 import jslices as js
 import jslices.testing
@@ -72,6 +73,16 @@ def cost_on(device, step, *args, donate_argnums=()):
 def quickly(f):
     """``f`` compiled in half the time; what XLA does before machine code stays the same."""
     return jax.jit(f, compiler_options={"xla_backend_optimization_level": 0})
+
+
+def as_users(f, **options):
+    """``f`` jitted so that the program, if not its machine code, is what users get.
+
+    For tests that read programs: one of the flags in ``conftest.py`` changes the program.
+    """
+    quick = WITHOUT_FUSION_EMITTERS in os.environ["XLA_FLAGS"]
+    users = {"xla_cpu_use_fusion_emitters": True} if quick else {}
+    return jax.jit(f, compiler_options=users, **options)
 
 
 def all_at_once(functions, *args):

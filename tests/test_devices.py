@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import cost_on, needs_device
+from helpers import as_users, cost_on, needs_device
 from jax.experimental.layout import Format, Layout
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
@@ -268,7 +268,7 @@ def test_a_program_that_moves_a_table_into_fast_memory_in_pieces():
 
 def test_the_cost_of_a_program_that_runs_here():
     x = S((1000, 256), jnp.float32)
-    cost = cost_of(jax.jit(lambda x: x * 2 + 1, donate_argnums=0).lower(x).compile())
+    cost = cost_of(as_users(lambda x: x * 2 + 1, donate_argnums=0).lower(x).compile())
     assert cost.argument_bytes == x.size * 4 and cost.temp_bytes == 0
     assert cost.accessed_bytes == 2 * x.size * 4
     assert cost.kernels == {"fusion": 1} and not cost.copies
@@ -277,7 +277,7 @@ def test_the_cost_of_a_program_that_runs_here():
     def rows(x, ids):
         return jax.lax.fori_loop(0, 3, lambda _, x: x.at[ids].add(x[ids]), x)
 
-    cost = cost_of(jax.jit(rows, donate_argnums=0).lower(x, S((8,), jnp.int32)).compile())
+    cost = cost_of(as_users(rows, donate_argnums=0).lower(x, S((8,), jnp.int32)).compile())
     assert len(cost.loops) == 1 and not cost.copies
     assert 8 * 256 * 4 < cost.accessed_bytes < 20 * 8 * 256 * 4
 

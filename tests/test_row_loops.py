@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers import as_users
 
 import jslices as js
 from jslices._rows.bounds import take_rows
@@ -35,8 +36,9 @@ def same_bits(a, b):
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda t: np.dtype(t).name)
 def test_rows_keep_every_bit(dtype, length):
     rows = patterns(dtype, len(IDS), length)
-    same_bits(jax.jit(row_loop)(rows, IDS), rows)
-    same_bits(row_loop(rows, IDS), rows)
+    same_bits(as_users(row_loop)(rows, IDS), rows)
+    if dtype is not jnp.bfloat16:  # which the compiler of conftest.py takes for float32
+        same_bits(row_loop(rows, IDS), rows)
 
 
 @pytest.mark.parametrize("shape", ((64,), (4, 16), (2, 4, 8)))
@@ -101,7 +103,7 @@ def step_program(length, optimizer):
         updates, state = tx.update(grads, state, table)
         return js.apply_updates(table, updates), state
 
-    return jax.jit(step, donate_argnums=(0, 1)), (table, tx.init(table), ids)
+    return as_users(step, donate_argnums=(0, 1)), (table, tx.init(table), ids)
 
 
 @pytest.mark.parametrize("length", (SCALAR.start, 64, SCALAR.stop - 1))

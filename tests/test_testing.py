@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from helpers import as_users
 from jax import lax
 
 import jslices as js
@@ -99,10 +100,8 @@ def ignores(params, state, ids):
     return params, jax.tree.map(jnp.ones_like, state)
 
 
-def quickly(step):
-    """The step, donated, its machine code poor: XLA assigns memory before it makes that."""
-    quick = {"xla_backend_optimization_level": 0}
-    return jax.jit(step, donate_argnums=(0, 1), compiler_options=quick)
+def donated(step):
+    return as_users(step, donate_argnums=(0, 1))
 
 
 def problems_of(proof, title, step, *args, **options):
@@ -121,8 +120,8 @@ fails_dense = functools.partial(
 
 @pytest.mark.parametrize("good", [step, loops, chooses_branches])
 def test_good_steps_pass(good):
-    memory = assert_in_place(quickly(good), PARAMS, STATE, IDS)
-    dense = assert_no_dense_temporary(quickly(good), PARAMS, STATE, IDS)
+    memory = assert_in_place(donated(good), PARAMS, STATE, IDS)
+    dense = assert_no_dense_temporary(donated(good), PARAMS, STATE, IDS)
     assert memory == dense
     assert memory.alias_bytes >= 2 * V * D * 4 and memory.temp_bytes < V * D
     assert str(memory).startswith("arguments 2.6 MB, outputs 2.6 MB, of these in place")
@@ -160,8 +159,8 @@ def test_parameters_donated_but_not_the_state():
 def test_small_arrays_are_no_concern():
     small = {"w": S((D,), jnp.float32), "table": S((V // 2, D), jnp.float32)}
     state = jax.eval_shape(TX.init, small)
-    assert "no array" in fails(quickly(returns_old), small, state, IDS)[0]
-    (problem,) = fails(quickly(returns_old), small, state, IDS, min_bytes=1 << 19)
+    assert "no array" in fails(donated(returns_old), small, state, IDS)[0]
+    (problem,) = fails(donated(returns_old), small, state, IDS, min_bytes=1 << 19)
     assert problem.startswith("args[0]['table'] float32[10000,16] (640.0 KB) is copied")
 
 
@@ -183,13 +182,13 @@ COPIES = {
 @pytest.mark.parametrize("bad", COPIES)
 def test_a_copied_table(bad):
     words, place = COPIES[bad]
-    (problem,) = fails(quickly(bad), PARAMS, STATE, IDS)
+    (problem,) = fails(donated(bad), PARAMS, STATE, IDS)
     assert problem.startswith(f"{TABLE_NAME} is copied, ") and words in problem
     assert place is None or line_of(*place) in problem
 
 
 def test_choosing_between_whole_arrays():
-    problems = fails(quickly(chooses_arrays), PARAMS, STATE, IDS)
+    problems = fails(donated(chooses_arrays), PARAMS, STATE, IDS)
     assert len(problems) == 2  # the table and its sums
     for problem in problems:
         assert line_of(chooses_arrays, "jnp.where(") in problem
@@ -197,7 +196,7 @@ def test_choosing_between_whole_arrays():
 
 
 def test_a_result_of_another_dtype():
-    (problem,) = fails(quickly(casts), PARAMS, STATE, IDS)
+    (problem,) = fails(donated(casts), PARAMS, STATE, IDS)
     assert problem == (
         f"{TABLE_NAME} is donated, but no result is written into its memory: the dtype has "
         "changed, result[0]['table'] is bfloat16. Cast it back before it is returned: "
@@ -206,14 +205,14 @@ def test_a_result_of_another_dtype():
 
 
 def test_an_array_that_is_not_returned():
-    (problem,) = fails(quickly(loses), PARAMS, STATE, IDS)
+    (problem,) = fails(donated(loses), PARAMS, STATE, IDS)
     assert problem.startswith(TABLE_NAME) and "fewer arrays like it" in problem
     (problem,) = fails(loss, PARAMS, IDS, donate_argnums=0)
     assert "there is no result of its shape and dtype" in problem
 
 
 def test_an_array_that_is_not_read():
-    (problem,) = fails(quickly(ignores), PARAMS, STATE, IDS)
+    (problem,) = fails(donated(ignores), PARAMS, STATE, IDS)
     assert problem.startswith("args[1].sum_of_squares['table']")
     assert "the step does not read it" in problem
     (problem,) = fails(lambda x, y: y, TABLE, S((3,), jnp.float32), donate_argnums=0)
@@ -242,15 +241,15 @@ def penalised_step(params, state, ids):
 
 def test_a_dense_gradient():
     # The optimizer is in place all the same.
-    assert_in_place(quickly(dense_step), PARAMS, STATE, IDS)
-    made, advice = fails_dense(quickly(dense_step), PARAMS, STATE, IDS)
+    assert_in_place(donated(dense_step), PARAMS, STATE, IDS)
+    made, advice = fails_dense(donated(dense_step), PARAMS, STATE, IDS)
     assert made.startswith("f32[20000,16] (1.3 MB) by ")
     assert "transpose(" in made and line_of(loss, "params[") in made
     assert "write jslices.value_and_grad" in advice and "jslices.explain(loss)" in advice
 
 
 def test_a_gradient_that_jslices_made_dense():
-    problems = fails_dense(quickly(penalised_step), PARAMS, STATE, IDS)
+    problems = fails_dense(donated(penalised_step), PARAMS, STATE, IDS)
     made = [line for line in problems if line.startswith("f32")]
     advice = problems[len(made)]
     assert any(line.startswith("f32[20000,16] (1.3 MB)") for line in made)
@@ -266,7 +265,7 @@ def trained_by(tx, loss=loss):
         updates, state = tx.update(grads, state, params)
         return js.apply_updates(params, updates), state
 
-    return quickly(train), jax.eval_shape(tx.init, PARAMS)
+    return donated(train), jax.eval_shape(tx.init, PARAMS)
 
 
 @pytest.mark.parametrize(
@@ -371,7 +370,7 @@ def test_optax_is_named():
         return optax.apply_updates(params, updates), state, value + size
 
     state = jax.eval_shape(tx.init, PARAMS)
-    problems = fails_dense(quickly(train), PARAMS, state, IDS)
+    problems = fails_dense(donated(train), PARAMS, state, IDS)
     assert any("this is a dense gradient" in line for line in problems)
     assert any(line.startswith("Optax works on whole arrays") for line in problems)
 
