@@ -5,9 +5,14 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from jslices._place.boundary import everywhere, on_any_mesh
-from jslices._rows.bounds import canonical_indices, empty_index, take_rows
+from jslices._rows.access import (
+    canonical_indices,
+    empty_index,
+    kept_positions,
+    pick,
+    take_rows,
+)
 from jslices._rows.ids import as_ids
-from jslices._rows.select import kept_positions, pick
 from jslices._slices import IndexedSlices, check_slices, is_slices
 
 

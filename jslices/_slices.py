@@ -33,14 +33,16 @@ from jslices._place.boundary import (
     with_auto_axes,
 )
 from jslices._place.placement import Placement, on_each_device
-from jslices._rows.bounds import (
+from jslices._rows.access import (
     canonical_indices,
     empty_index,
     in_32_bits,
     index_dtype,
+    kept_positions,
+    per_row,
+    pick,
     take_rows,
 )
-from jslices._rows.select import kept_positions, per_row, pick
 from jslices._rows.sums import Order, add_rows, check_combine, sum_duplicates
 from jslices._typing import PyTree
 

@@ -15,9 +15,9 @@ from jslices._jax import called_by_any_jax_operator as called_by_any_jax_operato
 from jslices._lookup.bags import as_bags as as_bags
 
 # What an index out of range means, and in which dtype: for tables and sums of their own.
-from jslices._rows.bounds import canonical_indices as canonical_indices
-from jslices._rows.bounds import empty_index as empty_index
-from jslices._rows.bounds import index_dtype as index_dtype
+from jslices._rows.access import canonical_indices as canonical_indices
+from jslices._rows.access import empty_index as empty_index
+from jslices._rows.access import index_dtype as index_dtype
 
 # Reading ids as the lookups do: converted, checked and settled by a mode.
 from jslices._rows.ids import as_ids as as_ids
@@ -26,7 +26,7 @@ from jslices._rows.ids import refuse_bad_ids as refuse_bad_ids
 from jslices._rows.ids import settle as settle
 
 # A sort of row numbers that is fast on every platform.
-from jslices._rows.numbering import sort_ids as sort_ids
+from jslices._rows.sums import sort_ids as sort_ids
 
 # Refuses slices that a foreign tree.map has changed.
 from jslices._slices import check_slices as check_slices

@@ -9,8 +9,7 @@ import pytest
 from helpers import as_users
 
 import jslices as js
-from jslices._rows.bounds import take_rows
-from jslices._rows.loops import SCALAR, row_loop
+from jslices._rows.access import SCALAR, row_loop, take_rows
 
 DTYPES = (jnp.float32, jnp.int32, jnp.uint32, jnp.float16, jnp.bfloat16, jnp.int16, bool)
 IDS = jnp.array([2**31 - 1, -(2**31), -1, 0, 3, 3, 2, 1, 5, 12])

@@ -10,8 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import jslices as js
-from jslices._rows.numbering import number_rows_in_any_order
-from jslices._rows.sums import sum_duplicates
+from jslices._rows.sums import number_rows_in_any_order, sum_duplicates
 
 K, V = 520, 3000
 #: The rows of the table, of which ids name the first V: a map of all is too large for many.

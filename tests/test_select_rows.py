@@ -8,7 +8,7 @@ from helpers import quickly
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jslices._rows.select import UNROLLED, leading, where_rows
+from jslices._rows.access import UNROLLED, leading, where_rows
 
 LEADING, WHERE_ROWS = quickly(leading), quickly(where_rows)
 SHAPES = [(7, 1), (7, 2), (7, 23), (7, 24), (7, 4, 3), (7,), (7, 0), (0, 4)]

@@ -18,10 +18,8 @@ from jax.sharding import PartitionSpec
 from jslices._exchange.plan import ExchangePlan
 from jslices._place.boundary import on_one_mesh
 from jslices._place.placement import Placement, on_each_device
-from jslices._rows.bounds import canonical_indices, missing_value, take_rows
-from jslices._rows.numbering import number_rows
-from jslices._rows.select import where_rows
-from jslices._rows.sums import add_rows, widened
+from jslices._rows.access import canonical_indices, missing_value, take_rows, where_rows
+from jslices._rows.sums import add_rows, number_rows, widened
 from jslices._slices import IndexedSlices
 
 

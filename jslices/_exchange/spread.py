@@ -11,7 +11,7 @@ from jax.typing import ArrayLike
 
 from jslices._errors import InvalidArgumentError
 from jslices._place.boundary import like_first, on_any_mesh
-from jslices._rows.bounds import index_dtype
+from jslices._rows.access import index_dtype
 from jslices._rows.ids import as_ids
 
 

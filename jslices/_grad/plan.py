@@ -28,7 +28,7 @@ from jslices._grad.views import Table, Values, View
 from jslices._grad.walk import Scope, Turn, ViewWalk
 from jslices._jax import Equation, Program, Source, flatten
 from jslices._place.boundary import explicit_mesh, explicit_part, mesh_of
-from jslices._rows.bounds import index_dtype
+from jslices._rows.access import index_dtype
 from jslices._typing import Aval, PyTree
 
 #: What ``sparse=`` says of one array: True insists on rows, False on a dense gradient,

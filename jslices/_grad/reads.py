@@ -31,7 +31,7 @@ from jslices._grad.views import (
 )
 from jslices._jax import Equation, Literal, Program
 from jslices._place.boundary import drop_sharding
-from jslices._rows.bounds import take_rows
+from jslices._rows.access import take_rows
 from jslices._typing import Aval
 
 Mode = lax.GatherScatterMode

@@ -36,7 +36,7 @@ from jslices._grad.views import (
 )
 from jslices._jax import Equation
 from jslices._lookup.mark import mark_p
-from jslices._rows.bounds import INT32_MAX
+from jslices._rows.access import INT32_MAX
 
 
 class NeedsWhole(NamedTuple):

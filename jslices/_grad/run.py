@@ -37,8 +37,7 @@ from jslices._place.boundary import (
     shardings_of,
     with_auto_axes,
 )
-from jslices._rows.bounds import canonical_indices, take_rows
-from jslices._rows.loops import gathered_once
+from jslices._rows.access import canonical_indices, gathered_once, take_rows
 from jslices._slices import Facts, IndexedSlices, slices_of
 
 #: Both mirror a plan: an IndexedSlices of zeros, and the row numbers, for every site.

@@ -11,9 +11,8 @@ from jax.typing import ArrayLike
 
 from jslices._lookup.embedding import as_tables, check_strategy, read_rows
 from jslices._place.boundary import by_first_axis, looked_up, on_any_mesh
-from jslices._rows.bounds import canonical_indices
-from jslices._rows.ids import as_ids, check_mode, known_int
-from jslices._rows.select import per_row, where_rows
+from jslices._rows.access import canonical_indices, per_row, static_int, where_rows
+from jslices._rows.ids import as_ids, check_mode
 from jslices._rows.sums import add_rows
 
 COMBINERS = ("mean", "sum", "sqrtn", "max")
@@ -274,7 +273,7 @@ def _from_segments(given: Any, segment_ids: Any, num_segments: Any, caller: str)
             f"{caller} wants values [K] and segment_ids [K], got {list(ids.shape)} and "
             f"{list(segments.shape)}"
         )
-    count = known_int(
+    count = static_int(
         num_segments,
         f"{caller}: num_segments is the number of bags in the result and must be an int "
         f"known before tracing, got {num_segments!r}",
@@ -397,7 +396,7 @@ def _float_tables(params: Any, caller: str) -> list[jax.Array]:
 
 
 def _row_number(default_id: Any, num_rows: int, caller: str) -> int:
-    number = known_int(
+    number = static_int(
         default_id,
         f"{caller}: default_id must be an int known before tracing, got {default_id!r}",
     )

@@ -13,9 +13,8 @@ from jax.typing import ArrayLike
 from jslices._densify import current_user_line
 from jslices._lookup.mark import mark_table
 from jslices._place.boundary import looked_up, on_any_mesh
-from jslices._rows.bounds import index_dtype, missing_value, take_rows
+from jslices._rows.access import index_dtype, missing_value, per_row, take_rows
 from jslices._rows.ids import as_ids, check_mode, on_host, refuse_bad_ids, settle
-from jslices._rows.select import per_row
 
 STRATEGIES = ("mod", "div")
 

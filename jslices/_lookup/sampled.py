@@ -11,9 +11,9 @@ from jax.typing import ArrayLike
 
 from jslices._lookup.embedding import as_tables, embedding_lookup
 from jslices._place.boundary import by_first_axis, on_any_mesh
-from jslices._rows.bounds import INT32_MAX
+from jslices._rows.access import INT32_MAX
 from jslices._rows.ids import as_ids
-from jslices._rows.numbering import sort_ids
+from jslices._rows.sums import sort_ids
 
 
 def sampled_softmax_loss(

@@ -1,6 +1,5 @@
 """Row numbers as users pass them: converted, checked, and settled by a ``mode``."""
 
-import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,7 +9,7 @@ import numpy as np
 from jax.experimental import checkify
 from jax.typing import ArrayLike
 
-from jslices._rows.bounds import canonical_indices, in_32_bits, index_dtype
+from jslices._rows.access import canonical_indices, in_32_bits, index_dtype, static_int
 
 #: What becomes of an id outside ``[0, V)``. As in JAX, "fill" and "drop" are one mode: a
 #: read fills, a write drops.
@@ -50,20 +49,12 @@ def check_ids(ids: ArrayLike, num_rows: int) -> Any:
     Source: the bounds check of ``tf.gather`` on a CPU and FBGEMM's ``BoundsCheckMode``
     FATAL, which report the position in the same way.
     """
-    count = known_int(
+    count = static_int(
         num_rows,
         f"check_ids wants num_rows as an int, got {num_rows!r}; pass table.shape[0]",
     )
     refuse_bad_ids(ids, count, "check_ids", "ids")
     return ids
-
-
-def known_int(value: Any, refusal: str) -> int:
-    """``value`` as an int known before tracing; else a TypeError with the text given."""
-    try:
-        return operator.index(value)
-    except (TypeError, jax.errors.ConcretizationTypeError) as error:
-        raise TypeError(refusal) from error
 
 
 def check_mode(mode: str, caller: str) -> None:

@@ -17,7 +17,7 @@ from jax.extend.random import threefry2x32_p
 from jax.typing import DTypeLike
 
 from jslices import _jax
-from jslices._rows.bounds import set_rows, take_rows
+from jslices._rows.access import set_rows, take_rows
 from jslices._rows.sums import sum_duplicates
 
 #: The bits of a threefry key, uint32 ``[2]``.

@@ -13,9 +13,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jslices._rows.bounds import set_rows, take_rows
-from jslices._rows.numbering import sort_ids
-from jslices._rows.sums import add_rows
+from jslices._rows.access import set_rows, take_rows
+from jslices._rows.sums import add_rows, sort_ids
 
 Kernel = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jslices._rows.select import per_row as per_row
+from jslices._rows.access import per_row as per_row
 
 #: A hyperparameter: a number, or an array ``[]``.
 Scalar = float | jax.Array

@@ -14,8 +14,14 @@ from jax.tree_util import Partial
 from jslices import _jax
 from jslices._grad.walk import evaluate
 from jslices._place.boundary import platform_at_hand, row_major_array
-from jslices._rows.bounds import canonical_indices, empty_index, set_rows, take_rows
-from jslices._rows.select import leading, where_rows
+from jslices._rows.access import (
+    canonical_indices,
+    empty_index,
+    leading,
+    set_rows,
+    take_rows,
+    where_rows,
+)
 from jslices._rows.sums import add_rows, sum_duplicates, widened
 from jslices._slices import Facts, IndexedSlices, each_shard, slices_of
 from jslices.optim._engine.plan import Plan, choose_plan

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jslices import _jax
-from jslices._rows.bounds import room_for_distinct
+from jslices._rows.access import room_for_distinct
 
 Way = Literal["together", "in chunks", "all rows"]
 

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from jslices._place.boundary import like_first, on_any_mesh, row_major_array, shardings_of
-from jslices._rows.bounds import canonical_indices
+from jslices._rows.access import canonical_indices, where_rows
 from jslices._rows.rounding import (
     KeyBits,
     add_rounding,
@@ -17,7 +17,6 @@ from jslices._rows.rounding import (
     is_narrow,
     key_bits,
 )
-from jslices._rows.select import where_rows
 from jslices._rows.sums import add_rows
 from jslices._slices import (
     IndexedSlices,

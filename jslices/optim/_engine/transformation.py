@@ -14,7 +14,7 @@ from jslices._place.boundary import (
     shardings_of,
 )
 from jslices._place.hints import warn_of_columns
-from jslices._rows.bounds import room_for_distinct
+from jslices._rows.access import room_for_distinct
 from jslices._slices import IndexedSlices, is_slices
 from jslices.optim._engine.arithmetic import Step, next_count, zero_count
 from jslices.optim._engine.checks import (

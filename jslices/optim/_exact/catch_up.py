@@ -16,8 +16,7 @@ from jax.tree_util import Partial
 from jslices._jax import flatten
 from jslices._place.boundary import mesh_of, row_major_array
 from jslices._place.placement import placement_at_hand
-from jslices._rows.bounds import canonical_indices, index_dtype, take_rows
-from jslices._rows.select import where_rows
+from jslices._rows.access import canonical_indices, index_dtype, take_rows, where_rows
 from jslices._slices import IndexedSlices, one_program, sent_to_owners
 from jslices.optim._engine.arithmetic import next_count, per_row
 from jslices.optim._engine.execute import execute, step_slices

@@ -14,8 +14,7 @@ from jax.typing import DTypeLike
 
 from jslices._jax import flatten, is_symbolic
 from jslices._place.boundary import on_any_mesh, placed_as, row_major_array
-from jslices._rows.bounds import room_for_distinct, set_rows
-from jslices._rows.select import where_rows
+from jslices._rows.access import room_for_distinct, set_rows, where_rows
 from jslices._slices import IndexedSlices, deduplicated, is_slices
 from jslices._typing import Gradients, Leaf, Params, PyTree, State
 from jslices.optim._engine.checks import check_structure, checked_gradient, places

@@ -16,7 +16,7 @@ from jax.tree_util import PyTreeDef
 
 from jslices._jax import flatten
 from jslices._place.boundary import filled_like, row_major_tables, split_as_told
-from jslices._rows.bounds import canonical_indices, empty_index, index_dtype
+from jslices._rows.access import canonical_indices, empty_index, index_dtype
 from jslices._slices import Facts, check_slices, is_slices, slices_of
 from jslices._typing import Aval, Gradients, Key, Leaf, Params, PyTree, State
 from jslices.optim._engine.arithmetic import next_count, zero_count

@@ -13,9 +13,8 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from jslices._place.boundary import like_first, on_any_mesh
-from jslices._rows.bounds import canonical_indices, empty_index, set_rows, take_rows
-from jslices._rows.numbering import sort_ids
-from jslices._rows.sums import check_combine
+from jslices._rows.access import canonical_indices, empty_index, set_rows, take_rows
+from jslices._rows.sums import check_combine, sort_ids
 from jslices._slices import IndexedSlices, check_slices, is_slices, rows_at
 from jslices.optim._engine.protocol import GradientTransformation, is_leaf
 from jslices.optim._engine.recipe import recorded

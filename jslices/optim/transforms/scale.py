@@ -5,8 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jslices._rows.bounds import canonical_indices
-from jslices._rows.select import per_row
+from jslices._rows.access import canonical_indices, per_row
 from jslices._slices import IndexedSlices, check_slices
 from jslices.optim._engine.protocol import GradientTransformation
 from jslices.optim._engine.recipe import recorded

@@ -1,0 +1,365 @@
+"""Reading, writing and selecting rows, and what an index means when it is out of range.
+
+JAX's own operations disagree with one another: ``table[V]`` reads the last row,
+``jnp.take`` gives NaN, ``.at[].add`` drops, and ``-1`` wraps round in all of them.
+In jslices an index outside ``[0, V)``, a negative one included, marks an *empty entry*: a
+read through it gives the fill value, and a write through it changes nothing.
+
+XLA copies gathered rows by vector instructions on a CPU, and only once on a GPU. What makes
+it do so stands behind primitives that are the identity: only the lowering for one platform
+knows more, every transformation may drop them, and other platforms see nothing.
+"""
+
+import functools
+import math
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+from jax.typing import ArrayLike
+
+from jslices import _jax
+
+INT32_MAX = np.iinfo(np.int32).max
+#: Gathered rows of so many elements would be copied by a scalar loop (see ``row_loop``).
+SCALAR = range(32, 80)
+#: A select by one bool for each row is slow for rows of so many elements: LLVM unrolls the
+#: loop over such a row, finds no vector form for the selects, and everything that XLA
+#: fused with them stays scalar. An update of Adagrad takes 49 us for 2,048 rows of 8, and
+#: 9 without the select; for rows of 16 it takes 93 and 33 (jax 0.10.2 and 0.12). Comparing
+#: the number of each element with that of the first one not wanted costs next to nothing.
+UNROLLED = range(2, 24)
+_INT32_ELEMENTS = 2**31
+
+
+def static_int(value: Any, refusal: str) -> int:
+    """``value`` as an int known before tracing; else a TypeError with the text given."""
+    try:
+        return operator.index(value)
+    except (TypeError, jax.errors.ConcretizationTypeError) as error:
+        raise TypeError(refusal) from error
+
+
+def index_dtype(num_rows: int | None, dtype: np.dtype) -> np.dtype:
+    """The dtype that holds every row number of a table and the empty index ``V``.
+
+    Integers narrower than 32 bits become int32 (``V`` itself must fit); 64 bits stay.
+    """
+    if dtype.itemsize == 8:
+        return np.dtype(np.int64)
+    if num_rows is not None and _jax.definitely(lambda: num_rows > INT32_MAX):
+        if not jax.config.read("jax_enable_x64"):
+            raise ValueError(
+                f"a table of {num_rows} rows needs 64-bit indices, got indices of "
+                f"dtype {dtype}; switch them on with "
+                "jax.config.update('jax_enable_x64', True) and pass int64 ids"
+            )
+        return np.dtype(np.int64)
+    return np.dtype(np.int32)
+
+
+def empty_index(num_rows: int | None, dtype: np.dtype) -> int:
+    """The canonical index of an empty entry: V, or the largest integer if V is unknown."""
+    return int(np.iinfo(dtype).max) if num_rows is None else num_rows
+
+
+def room_for_distinct(num_ids: int, num_rows: int | None) -> int:
+    """U that suffices for the distinct rows among ``num_ids``: ``min(K, V)`` if known."""
+    if num_rows is None or not _jax.definitely(lambda: num_rows < num_ids):
+        return num_ids
+    return num_rows
+
+
+def canonical_indices(indices: jax.Array, num_rows: int | None) -> jax.Array:
+    """``indices`` with the canonical empty index in place of every one out of range.
+
+    Args:
+      indices: ``[...]`` of any integer dtype.
+      num_rows: V, or None when unknown (then only negative indices are out of range).
+
+    Returns:
+      ``[...]`` int32 (int64 where that came in or V needs it), each in ``[0, V]``.
+    """
+    dtype = index_dtype(num_rows, np.dtype(indices.dtype))
+    empty = empty_index(num_rows, dtype)
+    if jnp.issubdtype(indices.dtype, jnp.unsignedinteger):
+        # An unsigned 32-bit value above 2^31 would turn negative in the cast below,
+        # and that is out of range as well: nothing is lost.
+        in_range = indices.astype(dtype) >= 0
+    else:
+        in_range = indices >= 0
+    wide = indices.astype(dtype)
+    if num_rows is not None:
+        in_range = in_range & (wide < empty)
+    return jnp.where(in_range, wide, jnp.array(empty, dtype))
+
+
+def missing_value(dtype: np.dtype) -> Any:
+    """What a read out of range gives: NaN, or the integer least likely to be a value."""
+    if jnp.issubdtype(dtype, jnp.inexact):
+        return np.array(np.nan, dtype)[()]
+    if dtype == np.bool_:
+        return np.bool_(True)
+    limits = jnp.iinfo(dtype)
+    unsigned = jnp.issubdtype(dtype, jnp.unsignedinteger)
+    return np.array(limits.max if unsigned else limits.min, dtype)[()]
+
+
+def in_32_bits(ids: np.ndarray) -> np.ndarray:
+    """NumPy integers in a dtype that JAX can hold; what does not fit stays out of range."""
+    if ids.size == 0 and not np.issubdtype(ids.dtype, np.integer):
+        return ids.astype(np.int32)  # np.asarray([]) is float64
+    wide = np.issubdtype(ids.dtype, np.integer) and ids.dtype.itemsize == 8
+    if not wide or jax.config.read("jax_enable_x64"):
+        return ids
+    ids = np.minimum(ids, INT32_MAX)
+    if np.issubdtype(ids.dtype, np.signedinteger):
+        ids = np.maximum(ids, -INT32_MAX)
+    return ids.astype(np.int32)
+
+
+def take_rows(
+    table: jax.Array,
+    indices: jax.Array,
+    *,
+    mode: str | lax.GatherScatterMode = "fill",
+    fill_value: ArrayLike | None = None,
+) -> jax.Array:
+    """Rows ``[..., *D]`` of ``table`` ``[V, *D]``; negative indices never wrap.
+
+    With ``mode="fill"`` an index out of range reads ``fill_value`` (by default NaN, or the
+    smallest integer); with ``"clip"`` it reads the nearest row; with
+    ``"promise_in_bounds"`` the caller knows that there is none. Cost: one gather of
+    ``K * D`` elements.
+
+    Traced as a ``gather`` even without any indices, where ``table[indices]`` is not.
+    """
+    row = table.shape[1:]
+    if table.shape[0] == 0:  # XLA refuses to gather from nothing
+        missing: Any = missing_value(table.dtype) if fill_value is None else fill_value
+        return jnp.full((*indices.shape, *row), missing, table.dtype)
+    if indices.dtype.itemsize < 4:
+        indices = indices.astype(jnp.int32)
+    rows = lax.gather(
+        table,
+        indices[..., None],
+        lax.GatherDimensionNumbers(
+            offset_dims=tuple(range(indices.ndim, indices.ndim + len(row))),
+            collapsed_slice_dims=(0,),
+            start_index_map=(0,),
+        ),
+        slice_sizes=(1, *row),
+        mode=mode,
+        fill_value=fill_value,
+    )
+    return row_loop(rows, indices)
+
+
+def add_distinct_rows(table: jax.Array, indices: jax.Array, rows: jax.Array) -> jax.Array:
+    """``table`` with ``rows`` added at ``indices``, which are unique or V (dropped).
+
+    As :func:`set_rows`.
+    """
+    places, how = _distinct_places(table, indices)
+    return places.add(rows, **how)
+
+
+def set_rows(table: jax.Array, indices: jax.Array, rows: jax.Array) -> jax.Array:
+    """``table`` with ``rows`` written at ``indices``, which are unique or V (dropped).
+
+    In place when ``table`` is donated. XLA is told that no two writes collide: on a GPU a
+    scatter that may collide is lowered to slow atomics (jax-ml/jax#38806).
+    """
+    places, how = _distinct_places(table, indices)
+    return places.set(rows, **how)
+
+
+def _distinct_places(table: jax.Array, indices: jax.Array) -> tuple[Any, dict[str, Any]]:
+    indices, unique = _spread(indices, table.shape[0])
+    how = {"mode": "drop", "wrap_negative_indices": False, "unique_indices": unique}
+    return table.at[indices], how
+
+
+def _spread(indices: jax.Array, num_rows: int) -> tuple[jax.Array, bool]:
+    """``indices`` made unique where they are V, too; and whether the dtype allows it."""
+    count = indices.shape[0]
+    if not _jax.definitely(lambda: num_rows + count <= np.iinfo(indices.dtype).max):
+        return indices, False
+    beyond = num_rows + jnp.arange(count, dtype=indices.dtype)
+    return jnp.where(indices == num_rows, beyond, indices), True
+
+
+# --- selecting ---
+
+
+def per_row(numbers: jax.Array, like: jax.Array) -> jax.Array:
+    """``[n]`` as ``[n, 1, ...]``: one number for each row of ``like`` ``[n, *D]``."""
+    return numbers.reshape(numbers.shape + (1,) * (jnp.ndim(like) - numbers.ndim))
+
+
+def where_rows(wanted: jax.Array, rows: jax.Array, rest: jax.Array) -> jax.Array:
+    """``jnp.where`` with one bool for each row.
+
+    Args:
+      wanted: bool ``[n]``.
+      rows: ``[n, *D]``.
+      rest: an array that broadcasts to that.
+
+    Returns:
+      ``[n, *D]``: the wanted ones of ``rows``, and ``rest``. Rows that are not selected may
+      hold anything, NaN included.
+    """
+    length = math.prod(rows.shape[1:])
+    if length not in UNROLLED:
+        return jnp.where(per_row(wanted, rows), rows, rest)
+    number = lax.broadcasted_iota(jnp.int32, (rows.shape[0], length), 1)
+    stop = jnp.where(wanted, jnp.int32(length), jnp.int32(0))
+    return jnp.where(number.reshape(rows.shape) < per_row(stop, rows), rows, rest)
+
+
+def leading(rows: jax.Array, count: jax.Array, rest: jax.Array | None = None) -> jax.Array:
+    """The first ``count`` rows of ``rows``, then those of ``rest``.
+
+    Args:
+      rows: ``[n, *D]``.
+      count: integer ``[]``; 0 or less for none, n or more for all.
+      rest: ``[n, *D]`` of the same dtype, or None for zeros.
+
+    Returns:
+      ``[n, *D]``. Rows that are not selected may hold anything, NaN included.
+    """
+    length = math.prod(rows.shape[1:])
+    number = lax.broadcasted_iota(jnp.int32, rows.shape, 0)
+    stop = jnp.clip(count, 0, rows.shape[0]).astype(jnp.int32)
+    if length in UNROLLED and rows.size < _INT32_ELEMENTS:
+        number = lax.broadcasted_iota(jnp.int32, (rows.shape[0], length), 0) * length
+        number += lax.broadcasted_iota(jnp.int32, number.shape, 1)
+        number, stop = number.reshape(rows.shape), stop * length
+    zero = jnp.zeros((), rows.dtype)
+    return jnp.where(number < stop, rows, zero if rest is None else rest)
+
+
+def kept_positions(keep: jax.Array, size: int | None, caller: str) -> tuple[Any, Any]:
+    """Where ``keep`` is True, in order.
+
+    Args:
+      keep: bool ``[K]``.
+      size: U, the static number of positions; None for exactly as many as there are, or K
+        under jit, where that is not known.
+      caller: the public function, for messages.
+
+    Returns:
+      ``(positions, too_many)``: integers ``[U]``, K in unused entries; whether U were too
+      few, which under jit is a bool ``[]`` and otherwise an error.
+    """
+    count = keep.shape[0]
+    if size is not None:
+        size = static_int(
+            size, f"{caller} wants size as an int known before tracing, got {size!r}"
+        )
+    if size is not None and size < 0:
+        raise ValueError(f"{caller}(size={size}): size must not be negative")
+    # K itself marks an unused entry, and a table may have more rows than int32 can count.
+    dtype = index_dtype(count, np.dtype(np.int32))
+    if isinstance(keep, jax.core.Tracer):
+        capacity = count if size is None else size
+        entries = jnp.where(keep, jnp.cumsum(keep, dtype=dtype) - 1, capacity)
+        positions = jnp.full((capacity,), count, dtype)
+        positions = positions.at[entries].set(jnp.arange(count, dtype=dtype), mode="drop")
+        return positions, jnp.sum(keep) > capacity
+    found = np.flatnonzero(np.asarray(keep))
+    if size is not None and len(found) > size:
+        raise ValueError(
+            f"{caller}(size={size}): {len(found)} rows do not fit; pass size={len(found)} "
+            "or more, or leave size out"
+        )
+    unused = 0 if size is None else size - len(found)
+    found = np.pad(found, (0, unused), constant_values=count)
+    return jnp.asarray(found.astype(dtype)), False
+
+
+def pick(rows: jax.Array, positions: jax.Array, too_many: Any) -> jax.Array:
+    """``rows`` ``[K, *D]`` at ``positions``: zeros where unused, all NaN if too many."""
+    picked = take_rows(rows, positions, fill_value=0)
+    if too_many is False or not jnp.issubdtype(rows.dtype, jnp.inexact):
+        return picked
+    return jnp.where(too_many, jnp.array(jnp.nan, rows.dtype), picked)
+
+
+# --- how gathered rows are copied ---
+
+
+def row_loop(rows: jax.Array, ids: jax.Array) -> jax.Array:
+    """``rows`` ``[..., *D]``, just gathered at ``ids`` ``[...]``, unchanged.
+
+    LLVM unrolls the loop over a row completely while its elements times the instructions
+    for each stay below about 300, and code that it has unrolled stays scalar (full
+    unrolling runs before the loop vectorizer). A gather spends four instructions on an
+    element, so rows of 32 to 79 elements, 64 among them, are copied one element at a time:
+    65 ns for a row of 64 where a row of 80 takes 28 (jax 0.10.2 and 0.12). On a CPU such
+    rows therefore get some more instructions, which change no value; the loop then remains
+    a loop and is vectorized.
+    """
+    if math.prod(rows.shape[ids.ndim :]) in SCALAR and rows.size:
+        return row_loop_p.bind(rows, ids)
+    return rows
+
+
+def _more_instructions(rows: jax.Array, ids: jax.Array) -> jax.Array:
+    width = rows.dtype.itemsize * 8
+    length = math.prod(rows.shape[ids.ndim :])
+    if width not in (16, 32) or jnp.issubdtype(rows.dtype, jnp.complexfloating):
+        return rows
+    bits = np.dtype(f"int{width}")
+    flat = lax.bitcast_convert_type(rows.reshape(-1, length), bits)
+    # One of two neighbouring integers is even; no compiler sees that these are zeros.
+    zero = ((ids * (ids + 1)) & 1).astype(bits).reshape(-1, 1)
+    for i in range(max(1, math.ceil(320 / length) - 4)):
+        flat = flat ^ zero if i % 2 == 0 else flat + zero
+    flat = lax.bitcast_convert_type(flat, rows.dtype)
+    # XLA repeats cheap operations in each of their users, which would take these away from
+    # the gather above. It does not repeat a gather, so a second one ends the loop.
+    here = jnp.arange(flat.shape[0], dtype=jnp.int32)
+    return flat.at[here].get(mode="promise_in_bounds").reshape(rows.shape)
+
+
+def gathered_once(rows: jax.Array) -> jax.Array:
+    """``rows``, just gathered from a table, unchanged.
+
+    XLA:GPU repeats a gather in each kernel that reads its rows. If one of these runs after
+    the table is written, the gradient of a dense layer say, the whole table is copied first
+    (jax 0.12). On a GPU the rows are therefore kept from then on.
+    """
+    return gathered_once_p.bind(rows)
+
+
+def _jvp(
+    primitive: Primitive, primals: Sequence[Any], tangents: Sequence[Any]
+) -> tuple[Any, Any]:
+    return primitive.bind(*primals), tangents[0]
+
+
+row_loop_p = Primitive("row_loop")
+row_loop_p.def_impl(lambda rows, ids: rows)
+row_loop_p.def_abstract_eval(lambda rows, ids: rows)
+ad.primitive_jvps[row_loop_p] = functools.partial(_jvp, row_loop_p)
+batching.primitive_batchers[row_loop_p] = lambda args, dims: (args[0], dims[0])
+mlir.register_lowering(row_loop_p, lambda _, rows, ids: [rows])
+_on_cpu = mlir.lower_fun(_more_instructions, multiple_results=False)
+mlir.register_lowering(row_loop_p, _on_cpu, platform="cpu")
+
+gathered_once_p = Primitive("gathered_once")
+gathered_once_p.def_impl(lambda rows: rows)
+gathered_once_p.def_abstract_eval(lambda rows: rows)
+ad.primitive_jvps[gathered_once_p] = functools.partial(_jvp, gathered_once_p)
+batching.defvectorized(gathered_once_p)
+mlir.register_lowering(gathered_once_p, lambda _, rows: [rows])
+_on_gpu = mlir.lower_fun(lax.optimization_barrier, multiple_results=False)
+for _platform in ("cuda", "rocm"):
+    mlir.register_lowering(gathered_once_p, _on_gpu, platform=_platform)
