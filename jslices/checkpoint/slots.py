@@ -110,7 +110,7 @@ def import_state(
     """
     steps = _checked_count(count)
     state = tx.init(params)
-    walk = _walk(params, state, "import_state")
+    walk = _walk(params, state)
     if walk.gathering:
         raise TypeError(
             "import_state: tx gathers the gradients of several calls (multi_steps), and no "
@@ -175,7 +175,7 @@ def export_state(params: Params, state: State, names: str) -> PyTree:
     """
     if names not in LIBRARIES:
         raise ValueError(f"export_state(names={names!r}): wanted one of {LIBRARIES}")
-    walk = _walk(params, state, "export_state")
+    walk = _walk(params, state)
     for gathering in walk.gathering:
         if (gathered := int(gathering.mini_step)) > 0:
             raise ValueError(
@@ -227,7 +227,7 @@ class _Walk(NamedTuple):
     gathering: list[Any]
 
 
-def _walk(params: Params, state: State, caller: str) -> _Walk:
+def _walk(params: Params, state: State) -> _Walk:
     """Lists the state arrays of each parameter.
 
     Raises:
