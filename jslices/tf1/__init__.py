@@ -33,194 +33,118 @@ What differs from TensorFlow, on purpose:
   partitioners and no caching devices.
 """
 
-from jslices import DensificationWarning, IndexedSlices
-from jslices.accumulators import ConditionalAccumulator, SparseConditionalAccumulator
-from jslices.tf1 import dtypes, errors, initializers, nn, random, sparse, train
+from jslices import DensificationWarning as DensificationWarning
+from jslices import IndexedSlices as IndexedSlices
+from jslices.accumulators import ConditionalAccumulator as ConditionalAccumulator
+from jslices.accumulators import (
+    SparseConditionalAccumulator as SparseConditionalAccumulator,
+)
+from jslices.tf1 import dtypes as dtypes
+from jslices.tf1 import errors as errors
+from jslices.tf1 import initializers as initializers
+from jslices.tf1 import nn as nn
+from jslices.tf1 import random as random
+from jslices.tf1 import sparse as sparse
+from jslices.tf1 import train as train
+from jslices.tf1._collections import GraphKeys as GraphKeys
+from jslices.tf1._collections import all_variables as all_variables
 from jslices.tf1._collections import (
-    GraphKeys,
-    all_variables,
-    assert_variables_initialized,
-    get_collection,
-    global_variables,
-    global_variables_initializer,
-    initialize_all_variables,
-    initialize_variables,
-    report_uninitialized_variables,
-    trainable_variables,
-    variables_initializer,
+    assert_variables_initialized as assert_variables_initialized,
 )
-from jslices.tf1._initial_values import (
-    constant,
-    ones,
-    random_normal,
-    random_uniform,
-    truncated_normal,
-    zeros,
+from jslices.tf1._collections import get_collection as get_collection
+from jslices.tf1._collections import global_variables as global_variables
+from jslices.tf1._collections import (
+    global_variables_initializer as global_variables_initializer,
 )
-from jslices.tf1._initializers import (
-    constant_initializer,
-    glorot_normal_initializer,
-    glorot_uniform_initializer,
-    ones_initializer,
-    orthogonal_initializer,
-    random_normal_initializer,
-    random_uniform_initializer,
-    truncated_normal_initializer,
-    uniform_unit_scaling_initializer,
-    variance_scaling_initializer,
-    zeros_initializer,
+from jslices.tf1._collections import initialize_all_variables as initialize_all_variables
+from jslices.tf1._collections import initialize_variables as initialize_variables
+from jslices.tf1._collections import (
+    report_uninitialized_variables as report_uninitialized_variables,
 )
+from jslices.tf1._collections import trainable_variables as trainable_variables
+from jslices.tf1._collections import variables_initializer as variables_initializer
+from jslices.tf1._initial_values import constant as constant
+from jslices.tf1._initial_values import ones as ones
+from jslices.tf1._initial_values import random_normal as random_normal
+from jslices.tf1._initial_values import random_uniform as random_uniform
+from jslices.tf1._initial_values import truncated_normal as truncated_normal
+from jslices.tf1._initial_values import zeros as zeros
+from jslices.tf1._ops import assign as assign
+from jslices.tf1._ops import assign_add as assign_add
+from jslices.tf1._ops import assign_sub as assign_sub
+from jslices.tf1._ops import batch_scatter_update as batch_scatter_update
+from jslices.tf1._ops import clip_by_average_norm as clip_by_average_norm
+from jslices.tf1._ops import clip_by_global_norm as clip_by_global_norm
+from jslices.tf1._ops import clip_by_norm as clip_by_norm
+from jslices.tf1._ops import clip_by_value as clip_by_value
+from jslices.tf1._ops import convert_to_tensor as convert_to_tensor
 from jslices.tf1._ops import (
-    assign,
-    assign_add,
-    assign_sub,
-    batch_scatter_update,
-    clip_by_average_norm,
-    clip_by_global_norm,
-    clip_by_norm,
-    clip_by_value,
-    convert_to_tensor,
-    convert_to_tensor_or_indexed_slices,
-    count_up_to,
-    gather,
-    global_norm,
-    scatter_add,
-    scatter_div,
-    scatter_max,
-    scatter_min,
-    scatter_mul,
-    scatter_nd_add,
-    scatter_nd_sub,
-    scatter_nd_update,
-    scatter_sub,
-    scatter_update,
-    shape,
-    sparse_mask,
+    convert_to_tensor_or_indexed_slices as convert_to_tensor_or_indexed_slices,
 )
-from jslices.tf1._scopes import (
-    AUTO_REUSE,
-    VariableScope,
-    get_variable,
-    get_variable_scope,
-    name_scope,
-    variable_scope,
+from jslices.tf1._ops import count_up_to as count_up_to
+from jslices.tf1._ops import gather as gather
+from jslices.tf1._ops import global_norm as global_norm
+from jslices.tf1._ops import scatter_add as scatter_add
+from jslices.tf1._ops import scatter_div as scatter_div
+from jslices.tf1._ops import scatter_max as scatter_max
+from jslices.tf1._ops import scatter_min as scatter_min
+from jslices.tf1._ops import scatter_mul as scatter_mul
+from jslices.tf1._ops import scatter_nd_add as scatter_nd_add
+from jslices.tf1._ops import scatter_nd_sub as scatter_nd_sub
+from jslices.tf1._ops import scatter_nd_update as scatter_nd_update
+from jslices.tf1._ops import scatter_sub as scatter_sub
+from jslices.tf1._ops import scatter_update as scatter_update
+from jslices.tf1._ops import shape as shape
+from jslices.tf1._ops import sparse_mask as sparse_mask
+from jslices.tf1._scopes import AUTO_REUSE as AUTO_REUSE
+from jslices.tf1._scopes import VariableScope as VariableScope
+from jslices.tf1._scopes import get_variable as get_variable
+from jslices.tf1._scopes import get_variable_scope as get_variable_scope
+from jslices.tf1._scopes import name_scope as name_scope
+from jslices.tf1._scopes import variable_scope as variable_scope
+from jslices.tf1._state import VariableInfo as VariableInfo
+from jslices.tf1._state import Variables as Variables
+from jslices.tf1._transform import Transformed as Transformed
+from jslices.tf1._transform import transform as transform
+from jslices.tf1._variable import Variable as Variable
+from jslices.tf1.dtypes import bfloat16 as bfloat16
+from jslices.tf1.dtypes import bool as bool
+from jslices.tf1.dtypes import complex64 as complex64
+from jslices.tf1.dtypes import complex128 as complex128
+from jslices.tf1.dtypes import double as double
+from jslices.tf1.dtypes import float16 as float16
+from jslices.tf1.dtypes import float32 as float32
+from jslices.tf1.dtypes import float64 as float64
+from jslices.tf1.dtypes import half as half
+from jslices.tf1.dtypes import int8 as int8
+from jslices.tf1.dtypes import int16 as int16
+from jslices.tf1.dtypes import int32 as int32
+from jslices.tf1.dtypes import int64 as int64
+from jslices.tf1.dtypes import uint8 as uint8
+from jslices.tf1.dtypes import uint16 as uint16
+from jslices.tf1.dtypes import uint32 as uint32
+from jslices.tf1.dtypes import uint64 as uint64
+from jslices.tf1.initializers import constant_initializer as constant_initializer
+from jslices.tf1.initializers import glorot_normal_initializer as glorot_normal_initializer
+from jslices.tf1.initializers import (
+    glorot_uniform_initializer as glorot_uniform_initializer,
 )
-from jslices.tf1._state import VariableInfo, Variables
-from jslices.tf1._transform import Transformed, transform
-from jslices.tf1._variable import Variable
-from jslices.tf1.dtypes import (
-    bfloat16,
-    bool,
-    complex64,
-    complex128,
-    double,
-    float16,
-    float32,
-    float64,
-    half,
-    int8,
-    int16,
-    int32,
-    int64,
-    uint8,
-    uint16,
-    uint32,
-    uint64,
+from jslices.tf1.initializers import ones_initializer as ones_initializer
+from jslices.tf1.initializers import orthogonal_initializer as orthogonal_initializer
+from jslices.tf1.initializers import random_normal_initializer as random_normal_initializer
+from jslices.tf1.initializers import (
+    random_uniform_initializer as random_uniform_initializer,
 )
-from jslices.tf1.sparse import SparseTensor
+from jslices.tf1.initializers import (
+    truncated_normal_initializer as truncated_normal_initializer,
+)
+from jslices.tf1.initializers import (
+    uniform_unit_scaling_initializer as uniform_unit_scaling_initializer,
+)
+from jslices.tf1.initializers import (
+    variance_scaling_initializer as variance_scaling_initializer,
+)
+from jslices.tf1.initializers import zeros_initializer as zeros_initializer
+from jslices.tf1.sparse import SparseTensor as SparseTensor
 
-__all__ = [
-    "AUTO_REUSE",
-    "ConditionalAccumulator",
-    "DensificationWarning",
-    "GraphKeys",
-    "IndexedSlices",
-    "SparseConditionalAccumulator",
-    "SparseTensor",
-    "Transformed",
-    "Variable",
-    "VariableInfo",
-    "VariableScope",
-    "Variables",
-    "all_variables",
-    "assert_variables_initialized",
-    "assign",
-    "assign_add",
-    "assign_sub",
-    "batch_scatter_update",
-    "bfloat16",
-    "bool",
-    "clip_by_average_norm",
-    "clip_by_global_norm",
-    "clip_by_norm",
-    "clip_by_value",
-    "complex64",
-    "complex128",
-    "constant",
-    "constant_initializer",
-    "convert_to_tensor",
-    "convert_to_tensor_or_indexed_slices",
-    "count_up_to",
-    "double",
-    "dtypes",
-    "errors",
-    "float16",
-    "float32",
-    "float64",
-    "gather",
-    "get_collection",
-    "get_variable",
-    "get_variable_scope",
-    "global_norm",
-    "global_variables",
-    "global_variables_initializer",
-    "glorot_normal_initializer",
-    "glorot_uniform_initializer",
-    "half",
-    "initialize_all_variables",
-    "initialize_variables",
-    "initializers",
-    "int8",
-    "int16",
-    "int32",
-    "int64",
-    "name_scope",
-    "nn",
-    "ones",
-    "ones_initializer",
-    "orthogonal_initializer",
-    "random",
-    "random_normal",
-    "random_normal_initializer",
-    "random_uniform",
-    "random_uniform_initializer",
-    "report_uninitialized_variables",
-    "scatter_add",
-    "scatter_div",
-    "scatter_max",
-    "scatter_min",
-    "scatter_mul",
-    "scatter_nd_add",
-    "scatter_nd_sub",
-    "scatter_nd_update",
-    "scatter_sub",
-    "scatter_update",
-    "shape",
-    "sparse",
-    "sparse_mask",
-    "train",
-    "trainable_variables",
-    "transform",
-    "truncated_normal",
-    "truncated_normal_initializer",
-    "uint8",
-    "uint16",
-    "uint32",
-    "uint64",
-    "uniform_unit_scaling_initializer",
-    "variable_scope",
-    "variables_initializer",
-    "variance_scaling_initializer",
-    "zeros",
-    "zeros_initializer",
-]
+__all__ = [name for name in dir() if not name.startswith("_")]

@@ -6,15 +6,18 @@ speak of the graph. Given :class:`jslices.tf1.Variables` they are pure functions
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 
 from jslices import FailedPreconditionError
-from jslices.tf1._cells import LiveCell
-from jslices.tf1._run import Frame, current_frame, initial_value
-from jslices.tf1._state import Variables, bare_name, is_initialized
+from jslices.tf1._names import bare_name
+from jslices.tf1._run import LiveCell, current_run, initial_value
+from jslices.tf1._state import Value, VariableInfo, Variables, is_initialized
 from jslices.tf1._variable import Variable
+
+#: Variables, a list of handles, or None for all of the run.
+SomeVariables: TypeAlias = Mapping[str, Value] | Sequence[Variable] | None
 
 
 class GraphKeys:
@@ -58,30 +61,26 @@ def get_collection(key: str, scope: str | None = None) -> list[Any]:
     created; here it is called when you ask for the losses. If you don't, nothing is
     computed, and a table that is only looked up keeps its row gradients.
     """
-    frame = current_frame("get_collection")
     if key != GraphKeys.REGULARIZATION_LOSSES:
-        return list(handles_in(frame, key, scope))
-    entries = ((handle, frame.entries[name]) for name, handle in frame.handles.items())
-    losses = (
-        entry.regularizer(handle.value())
-        for handle, entry in entries
-        if entry.regularizer is not None and matches(entry.info.name, scope)
-    )
+        return list(_handles("get_collection", key, scope))
+    losses = []
+    for handle in _handles("get_collection", None, scope):
+        regularizer = handle._cell.request.regularizer  # type: ignore[union-attr]
+        if regularizer is not None:
+            losses.append(regularizer(handle.value()))
     return [loss for loss in losses if loss is not None]
 
 
-def handles_in(frame: Frame, key: str, scope: str | None) -> Sequence[Variable]:
-    """The handles of a collection, in the order of creation."""
-    return [
-        handle
-        for name, handle in frame.handles.items()
-        if key in frame.entries[name].info.collections and matches(name, scope)
-    ]
+def _handles(caller: str, key: str | None, scope: str | None) -> list[Variable]:
+    """The variables of a run, of the collection ``key``, in the order of creation."""
+    handles: list[Variable] = list(current_run(caller).handles.values())
+    return [v for v in handles if _is_in(v.info, key, scope)]
 
 
-def matches(name: str, scope: str | None) -> bool:
-    """Whether a name is in a scope, by TensorFlow's rule: ``re.match``."""
-    return scope is None or re.match(scope, f"{name}:0") is not None
+def _is_in(info: VariableInfo, key: str | None, scope: str | None) -> bool:
+    """By TensorFlow's rule the beginning of a name must match the scope: ``re.match``."""
+    in_scope = scope is None or re.match(scope, f"{info.name}:0") is not None
+    return in_scope and (key is None or key in info.collections)
 
 
 def all_variables(variables: Variables | None = None, scope: str | None = None) -> Any:
@@ -119,16 +118,8 @@ def trainable_variables(
 ) -> Any:
     """The variables that are trained, in the order of creation.
 
-    Args:
-      variables: what ``init`` or ``apply`` returned, or None inside of a function.
-      scope: a regular expression that the beginning of the name must match.
-
-    Returns:
-      A list of :class:`jslices.tf1.Variable`; given ``variables``, the same as
-      ``variables.trainable``.
-
-    Raises:
-      RuntimeError: without ``variables``, outside of a transformed function.
+    Arguments and errors are those of :func:`jslices.tf1.all_variables`; given ``variables``
+    without a scope, the result is ``variables.trainable``.
 
     Example:
       >>> import jax, jslices.tf1 as tf
@@ -142,15 +133,15 @@ def trainable_variables(
     return _of_collection("trainable_variables", key, variables, scope)
 
 
-def _of_collection(what: str, key: str, variables: Any, scope: str | None) -> Any:
+def _of_collection(
+    caller: str, key: str, variables: Variables | None, scope: str | None
+) -> list[Variable] | Variables:
     if variables is None:
-        return handles_in(current_frame(what), key, scope)
-    return _checked(what, variables).where(
-        lambda info: key in info.collections and matches(info.name, scope)
-    )
+        return _handles(caller, key, scope)
+    return _checked(caller, variables).where(lambda info: _is_in(info, key, scope))
 
 
-def report_uninitialized_variables(variables: Any = None) -> list[str]:
+def report_uninitialized_variables(variables: SomeVariables = None) -> list[str]:
     """The names of variables that are declared and have no value.
 
     Args:
@@ -175,11 +166,10 @@ def report_uninitialized_variables(variables: Any = None) -> list[str]:
 
     Source: ``tf.report_uninitialized_variables``.
     """
-    values = _values_of("report_uninitialized_variables", variables)
-    return [name for name, value in values.items() if not is_initialized(value)]
+    return _uninitialized(_values_of("report_uninitialized_variables", variables))
 
 
-def assert_variables_initialized(variables: Any = None) -> Any:
+def assert_variables_initialized(variables: SomeVariables = None) -> SomeVariables:
     """Returns the variables, or raises if some have no value.
 
     Args:
@@ -202,7 +192,7 @@ def assert_variables_initialized(variables: Any = None) -> Any:
     Source: ``tf.assert_variables_initialized``, which names one of these variables.
     """
     values = _values_of("assert_variables_initialized", variables)
-    missing = [name for name, value in values.items() if not is_initialized(value)]
+    missing = _uninitialized(values)
     if missing:
         raise FailedPreconditionError(
             f"Attempting to use uninitialized value {', '.join(missing)}; make them with "
@@ -242,7 +232,7 @@ def initialize_all_variables(variables: Variables, key: jax.Array) -> Variables:
 
 
 def initialize_variables(
-    variables: Variables, var_list: Iterable[Any], key: jax.Array
+    variables: Variables, var_list: Iterable[str | Variable], key: jax.Array
 ) -> Variables:
     """Some of the variables with their initial values, the others unchanged.
 
@@ -296,25 +286,28 @@ global_variables_initializer = initialize_all_variables
 variables_initializer = initialize_variables
 
 
-def _checked(what: str, variables: Any) -> Variables:
+def _checked(caller: str, variables: object) -> Variables:
     if not isinstance(variables, Variables):
         raise TypeError(
-            f"{what} wants the Variables that init or apply returned, got "
+            f"{caller} wants the Variables that init or apply returned, got "
             f"{type(variables).__name__}"
         )
     return variables
 
 
-def _values_of(what: str, variables: Any) -> dict[str, Any]:
+def _uninitialized(values: Mapping[str, Value]) -> list[str]:
+    return [name for name, value in values.items() if not is_initialized(value)]
+
+
+def _values_of(caller: str, variables: SomeVariables) -> dict[str, Value]:
     if variables is None:
-        entries = current_frame(what).entries.items()
-        return {name: entry.value for name, entry in entries}
+        return {name: cell.value for name, cell in current_run(caller).cells.items()}
     if isinstance(variables, Mapping):
         return dict(variables)
     if isinstance(variables, list | tuple):
         cells = [v._cell for v in variables]
-        return {c.name: c.entry.value for c in cells if isinstance(c, LiveCell)}
+        return {c.name: c.value for c in cells if isinstance(c, LiveCell)}
     raise TypeError(
-        f"{what} wants the Variables that init or apply returned, or a list of handles, "
+        f"{caller} wants the Variables that init or apply returned, or a list of handles, "
         f"got {type(variables).__name__}"
     )

@@ -8,7 +8,6 @@ so that ``initialize_all_variables`` can make them again without running the fun
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,45 +18,52 @@ from jslices import is_slices
 from jslices.extend import called_by_any_jax_operator
 from jslices.tf1._arrays import (
     ArrayOperators,
+    MaybeLazy,
+    TensorLike,
     canonical_dtype,
     dtype_of,
     is_array,
     plain,
     static_shape,
 )
-from jslices.tf1._initializers import (
+from jslices.tf1._run import (
+    DrawId,
+    Initialization,
+    current_initialization,
+    current_run_or_none,
+)
+from jslices.tf1.initializers import (
     Initializer,
     constant_initializer,
     random_normal_initializer,
     random_uniform_initializer,
     truncated_normal_initializer,
 )
-from jslices.tf1._run import Making, Place, current_frame_or_none, current_making
 
 
 class Draw:
     """One draw of random numbers: the same numbers throughout a run.
 
-    Which numbers depends on its place, that is, on the first variable that begins with it.
+    Which numbers, is decided by the first variable that begins with it.
     """
 
     def __init__(
-        self, what: str, sample: Callable[[Any], jax.Array], seed: int | None
+        self, what: str, sample: Callable[[jax.Array], jax.Array], seed: int | None
     ) -> None:
         self._what, self._sample, self._seed = what, sample, seed
-        self._place: Place | None = None
+        self._id: DrawId | None = None
 
-    def bind(self, making: Making) -> Place:
-        """Its place, which is decided when it is first bound."""
-        if self._place is None:
-            self._place = making.place_to_keep()
-        return self._place
+    def bind(self, variable: Initialization) -> DrawId:
+        """Bind the draw to a variable, unless it is bound."""
+        if self._id is None:
+            self._id = variable.next_lazy_draw()
+        return self._id
 
     def __call__(self) -> jax.Array:
         if self._seed is not None:
             return self._sample(jax.random.key(self._seed))
-        making = current_making()
-        if making is None:  # in init as in apply, which has no key
+        variable = current_initialization()
+        if variable is None:  # in init as in apply, which has no key
             raise RuntimeError(
                 f"{self._what} draws only the initial value of a variable, to which "
                 "operators may be applied. Here its value was needed for something else, "
@@ -67,7 +73,7 @@ class Draw:
                 f"argument and write {of_jax(self._what)}(key, ...); for the same numbers "
                 "always, pass seed="
             )
-        return self._sample(some_key(self._what, making.key_at(self.bind(making))))
+        return self._sample(some_key(self._what, variable, self.bind(variable)))
 
 
 def of_jax(what: str) -> str:
@@ -75,8 +81,9 @@ def of_jax(what: str) -> str:
     return f"jax.random.{what.removeprefix('random_')}"
 
 
-def some_key(what: str, key: Any) -> Any:
-    """``key``, or an error if there is none."""
+def some_key(what: str, variable: Initialization, draw: DrawId) -> jax.Array:
+    """The key of a draw, or an error if the run has no key."""
+    key = variable.key_of(draw)
     if key is None:
         raise ValueError(
             f"{what} draws random numbers and got no key; pass jax.random.key(0) to init "
@@ -101,7 +108,7 @@ class LazyValue(ArrayOperators):
 
     def __init__(
         self,
-        make: Callable[[], Any],
+        make: Callable[[], jax.Array],
         draws: Sequence[Draw],
         shape: tuple[int, ...],
         dtype: np.dtype,
@@ -119,7 +126,7 @@ class LazyValue(ArrayOperators):
         """The shape, by TensorFlow's older name."""
         return self.shape
 
-    def value(self) -> Any:
+    def value(self) -> jax.Array:
         """The array.
 
         Raises:
@@ -128,17 +135,17 @@ class LazyValue(ArrayOperators):
         return self._make()
 
     def bind(self, name: str) -> None:
-        """Makes it the initial value of this variable, in ``init`` and in ``apply``."""
-        making = Making(None, name)
+        """Make it the initial value of this variable, in ``init`` and in ``apply``."""
+        variable = Initialization(None, name)
         for draw in self._draws:
-            draw.bind(making)
+            draw.bind(variable)
 
-    def astype(self, dtype: Any) -> "LazyValue":
+    def astype(self, dtype: DTypeLike) -> "LazyValue":
         """The same values in another dtype."""
         new: LazyValue = self._operate(lambda x: x.astype(dtype), self)
         return new
 
-    def reshape(self, *shape: Any) -> "LazyValue":
+    def reshape(self, *shape: int | Sequence[int]) -> "LazyValue":
         """The same values in another shape."""
         new: LazyValue = self._operate(lambda x: x.reshape(*shape), self)
         return new
@@ -146,24 +153,25 @@ class LazyValue(ArrayOperators):
     def __repr__(self) -> str:
         return f"<js value made by init, shape={self.shape} dtype={self.dtype}>"
 
-    def __jax_array__(self) -> Any:
+    def __jax_array__(self) -> MaybeLazy:
         # `array * lazy` must reach __rmul__.
         return self if called_by_any_jax_operator() else self.value()
 
-    def _operate(self, function: Callable[..., Any], *operands: Any) -> Any:
+    def _operate(
+        self, function: Callable[..., MaybeLazy], *operands: TensorLike
+    ) -> MaybeLazy:
         if any(map(is_slices, operands)):
             return NotImplemented
         operands = tuple(x if isinstance(x, LazyValue) else plain(x) for x in operands)
         lazy = [x for x in operands if isinstance(x, LazyValue)]
 
-        def run(arrays: Sequence[Any]) -> Any:
+        def run(arrays: Sequence[jax.Array]) -> jax.Array:
             rest = iter(arrays)
-            return function(
-                *(next(rest) if isinstance(x, LazyValue) else x for x in operands)
-            )
+            values = [next(rest) if isinstance(x, LazyValue) else x for x in operands]
+            out: jax.Array = function(*values)
+            return out
 
-        shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in lazy]
-        out = jax.eval_shape(run, shapes)
+        out = jax.eval_shape(run, [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in lazy])
         others = [x for x in operands if not isinstance(x, LazyValue)]
         again = all(x.again for x in lazy) and not any(
             isinstance(x, jax.Array | np.ndarray) for x in jax.tree.leaves(others)
@@ -185,21 +193,13 @@ jax.tree_util.register_pytree_node(
 def zeros(
     shape: int | Sequence[int], dtype: DTypeLike = jnp.float32, name: str | None = None
 ) -> jax.Array:
-    """An array of zeros, such as ``jnp.zeros`` gives.
+    """An array of zeros, such as ``jnp.zeros`` gives; ``name`` is ignored.
 
     A variable that begins with it can be initialized again by
     :func:`jslices.tf1.initialize_all_variables`.
 
-    Args:
-      shape: any, known before tracing.
-      dtype: any.
-      name: ignored; operations have no names here.
-
-    Returns:
-      ``shape`` of ``dtype``.
-
     Raises:
-      TypeError, ValueError: if ``shape`` is not a shape.
+      TypeError, ValueError: if ``shape`` is not a shape of ints, known before tracing.
 
     Cost: that of ``jnp.zeros``, also in ``apply``, where ``jit`` removes it.
 
@@ -211,7 +211,6 @@ def zeros(
 
     Source: ``tf.zeros``.
     """
-    del name
     return _filled("zeros", 0, shape, dtype)
 
 
@@ -220,17 +219,6 @@ def ones(
 ) -> jax.Array:
     """An array of ones; see :func:`jslices.tf1.zeros`.
 
-    Args:
-      shape: any, known before tracing.
-      dtype: any.
-      name: ignored; operations have no names here.
-
-    Returns:
-      ``shape`` of ``dtype``.
-
-    Raises:
-      TypeError, ValueError: if ``shape`` is not a shape.
-
     Example:
       >>> import jslices.tf1 as tf
       >>> tf.ones([2], "int32")
@@ -238,12 +226,11 @@ def ones(
 
     Source: ``tf.ones``.
     """
-    del name
     return _filled("ones", 1, shape, dtype)
 
 
 def constant(
-    value: Any,
+    value: TensorLike,
     dtype: DTypeLike | None = None,
     shape: int | Sequence[int] | None = None,
     name: str | None = None,
@@ -257,9 +244,6 @@ def constant(
         with its last element.
       name: ignored; operations have no names here.
 
-    Returns:
-      ``shape`` of ``dtype``.
-
     Raises:
       ValueError: for more values than the shape takes.
       TypeError: for values that the dtype cannot hold, such as 3.7 and int32.
@@ -272,24 +256,25 @@ def constant(
 
     Source: ``tf.constant`` of TensorFlow 1.
     """
-    del name
-    wanted = dtype_of(value) if dtype is None else canonical_dtype(dtype)
+    result = dtype_of(value) if dtype is None else canonical_dtype(dtype)
     dims = jnp.asarray(value).shape if shape is None else static_shape(shape, "constant")
-    make = lambda: constant_initializer(value).make(None, dims, wanted)  # noqa: E731
-    # An array may be as large as a table; that is not kept.
-    held = any(map(is_array, jax.tree.leaves(value)))
-    return make() if held else _remembered(make)
+    make = lambda: constant_initializer(value).make(None, dims, result)  # noqa: E731
+    # An array may be as large as a table: what it was made from is not remembered.
+    of_arrays = any(map(is_array, jax.tree.leaves(value)))
+    return make() if of_arrays else _remembered(make)
 
 
-def _filled(what: str, value: int, shape: Any, dtype: Any) -> jax.Array:
-    dims, wanted = static_shape(shape, what), canonical_dtype(dtype)
-    return _remembered(lambda: jnp.full(dims, value, wanted))
+def _filled(
+    what: str, value: int, shape: int | Sequence[int], dtype: DTypeLike
+) -> jax.Array:
+    dims, result = static_shape(shape, what), canonical_dtype(dtype)
+    return _remembered(lambda: jnp.full(dims, value, result))
 
 
 def _remembered(make: Callable[[], jax.Array]) -> jax.Array:
-    array, frame = make(), current_frame_or_none()
-    if frame is not None:
-        frame.remember(array, make)
+    array, run = make(), current_run_or_none()
+    if run is not None:
+        run.remember(array, make)
     return array
 
 
@@ -303,7 +288,7 @@ def random_normal(
     dtype: DTypeLike = jnp.float32,
     seed: int | None = None,
     name: str | None = None,
-) -> Any:
+) -> MaybeLazy:
     """Normal numbers, as the initial value of a variable.
 
     Inside of a transformed function the result is lazy: it has a shape and a dtype, and
@@ -343,7 +328,6 @@ def random_normal(
 
     Source: ``tf.random_normal``, which draws new numbers whenever it is run.
     """
-    del name
     draws = random_normal_initializer(mean, stddev)  # type: ignore[arg-type]
     return _drawn("random_normal", draws, shape, dtype, seed)
 
@@ -355,24 +339,11 @@ def truncated_normal(
     dtype: DTypeLike = jnp.float32,
     seed: int | None = None,
     name: str | None = None,
-) -> Any:
+) -> MaybeLazy:
     """Normal numbers no further than two standard deviations from the mean.
 
-    Numbers beyond that are drawn again. Everything else is as in :func:`random_normal`.
-
-    Args:
-      shape: any, known before tracing.
-      mean: a number.
-      stddev: that of the normal distribution before the truncation, 0.8796 of it after.
-      dtype: of floats.
-      seed: draws the same numbers always; None: with the key of ``init``.
-      name: ignored; the name of the variable decides.
-
-    Returns:
-      ``shape`` of ``dtype``, lazy in a transformed function.
-
-    Raises:
-      TypeError, ValueError, RuntimeError: as :func:`jslices.tf1.random_normal`.
+    Numbers beyond that are drawn again; ``stddev`` is that before the truncation, 0.8796 of
+    it after. Everything else is as in :func:`jslices.tf1.random_normal`.
 
     Example:
       >>> import jax, jslices.tf1 as tf
@@ -382,7 +353,6 @@ def truncated_normal(
 
     Source: ``tf.truncated_normal``.
     """
-    del name
     draws = truncated_normal_initializer(mean, stddev)  # type: ignore[arg-type]
     return _drawn("truncated_normal", draws, shape, dtype, seed)
 
@@ -394,25 +364,17 @@ def random_uniform(
     dtype: DTypeLike = jnp.float32,
     seed: int | None = None,
     name: str | None = None,
-) -> Any:
+) -> MaybeLazy:
     """Uniform numbers of ``[minval, maxval)``; whole numbers for an integer dtype.
 
     Everything else is as in :func:`jslices.tf1.random_normal`.
 
     Args:
-      shape: any, known before tracing.
       minval: the lower bound, included.
       maxval: the upper bound, never reached. None means 1; integers need a number.
-      dtype: of floats or integers.
-      seed: draws the same numbers always; None: with the key of ``init``.
-      name: ignored; the name of the variable decides.
-
-    Returns:
-      ``shape`` of ``dtype``, lazy in a transformed function.
 
     Raises:
       ValueError: for integers, without ``maxval`` or with an empty range.
-      TypeError, ValueError, RuntimeError: as :func:`jslices.tf1.random_normal`.
 
     Example:
       >>> import jax, jslices.tf1 as tf
@@ -422,31 +384,36 @@ def random_uniform(
 
     Source: ``tf.random_uniform``.
     """
-    del name
     draws = random_uniform_initializer(minval, maxval)  # type: ignore[arg-type]
     return _drawn("random_uniform", draws, shape, dtype, seed)
 
 
-def _drawn(what: str, draws: Initializer, shape: Any, dtype: Any, seed: int | None) -> Any:
-    dims, wanted = static_shape(shape, what), canonical_dtype(dtype)
+def _drawn(
+    what: str,
+    draws: Initializer,
+    shape: int | Sequence[int],
+    dtype: DTypeLike,
+    seed: int | None,
+) -> MaybeLazy:
+    dims, result = static_shape(shape, what), canonical_dtype(dtype)
 
-    def sample(key: Any) -> jax.Array:
-        return draws.make(key, dims, wanted)
+    def sample(key: jax.Array) -> jax.Array:
+        return draws.make(key, dims, result)
 
     try:  # here, not when drawing: apply, which never draws, must refuse the same arguments
         jax.eval_shape(lambda: sample(jax.random.key(0)))
     except (TypeError, ValueError) as error:
         words = str(error).replace(type(draws).__name__, what)
         raise (TypeError if isinstance(error, TypeError) else ValueError)(words) from None
-    making = current_making()
-    if making is None and current_frame_or_none() is not None:
+    variable = current_initialization()
+    if variable is None and current_run_or_none() is not None:
         draw = Draw(what, sample, seed)
         of_numbers = not any(map(is_array, draws.get_config().values()))
-        return LazyValue(draw, (draw,), dims, wanted, of_numbers)
+        return LazyValue(draw, (draw,), dims, result, of_numbers)
     if seed is not None:
         return sample(jax.random.key(seed))
-    if making is not None:
-        return sample(some_key(what, making.key_at(making.next_place())))
+    if variable is not None:
+        return sample(some_key(what, variable, variable.next_draw()))
     raise RuntimeError(
         f"{what} was called outside of a transformed function, where there is no key. Put "
         "the call into the function that you give to jslices.tf1.transform; or pass seed=; "

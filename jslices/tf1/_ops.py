@@ -61,7 +61,6 @@ def convert_to_tensor(
 
     Source: ``tf.convert_to_tensor``.
     """
-    del name
     theirs = dtype_of(value)
     result = theirs if dtype is None else canonical_dtype(dtype)
     if is_array(value) and theirs != result:
@@ -123,7 +122,6 @@ def shape(
 
     Source: ``tf.shape``, which makes IndexedSlices dense.
     """
-    del name
     dims = tuple(input.shape) if is_array(input) else np.shape(input)
     if None in dims:
         raise ValueError(
@@ -172,7 +170,6 @@ def gather(
 
     Source: ``tf.gather``, which raises for an index out of range on a CPU.
     """
-    del validate_indices, name
     array = convert_to_tensor(params)
     if axis == 0:
         return js.embedding_lookup(array, indices)
@@ -208,7 +205,6 @@ def assign(
 
     Source: ``tf.assign``.
     """
-    del use_locking, name
     variable = _variable(ref, "assign")
     if validate_shape is False:
         what = f"assign to {variable.name} with validate_shape=False"
@@ -232,7 +228,6 @@ def assign_add(
 
     Source: ``tf.assign_add``.
     """
-    del use_locking, name
     return _variable(ref, "assign_add").assign_add(value)
 
 
@@ -246,7 +241,6 @@ def assign_sub(
 
     Source: ``tf.assign_sub``.
     """
-    del use_locking, name
     return _variable(ref, "assign_sub").assign_sub(value)
 
 
@@ -255,7 +249,6 @@ def count_up_to(ref: Variable, limit: int, name: str | None = None) -> jax.Array
 
     Source: ``tf.count_up_to``.
     """
-    del name
     return _variable(ref, "count_up_to").count_up_to(limit)
 
 
@@ -284,7 +277,6 @@ def _scatter(function: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
         *,
         mode: str = "drop",
     ) -> jax.Array:
-        del use_locking
         compute = functools.partial(function, mode=mode)
         with jax.named_scope(name or verb):
             if isinstance(ref, Variable):

@@ -5,20 +5,30 @@ import dataclasses
 import enum
 import inspect
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from jslices.tf1._arrays import ArrayOperators, canonical_dtype, dtype_of, static_shape
-from jslices.tf1._cells import Request
-from jslices.tf1._initializers import glorot_uniform_initializer, zeros_initializer
-from jslices.tf1._run import Frame, check_name, current_frame, join
+from jslices.tf1._arrays import (
+    ArrayOperators,
+    TensorLike,
+    canonical_dtype,
+    dtype_of,
+    static_shape,
+)
+from jslices.tf1._names import check_name, join
+from jslices.tf1._run import Request, Run, current_run
 from jslices.tf1._variable import Variable, request_of_value
+from jslices.tf1.initializers import glorot_uniform_initializer, zeros_initializer
 
-Regularizer = Callable[[jax.Array], Any]
+Regularizer: TypeAlias = Callable[[jax.Array], jax.Array | None]
+#: A function ``init(key, shape, dtype)``, or a constant.
+InitializerLike: TypeAlias = Any
+#: A shape; of a shared variable None stands for an axis of any length.
+ShapeLike: TypeAlias = int | Sequence[int | None]
 
 
 class _AutoReuse(enum.Enum):
@@ -52,7 +62,7 @@ class VariableScope:
         self,
         name: str,
         reuse: Reuse = False,
-        initializer: Any = None,
+        initializer: InitializerLike = None,
         dtype: DTypeLike = jnp.float32,
         regularizer: Regularizer | None = None,
         original_name_scope: str = "",
@@ -68,7 +78,7 @@ class VariableScope:
         """From here on, get_variable in this scope shares and never creates."""
         self.reuse = True
 
-    def set_initializer(self, initializer: Any) -> None:
+    def set_initializer(self, initializer: InitializerLike) -> None:
         """Sets the default initializer of new variables."""
         self.initializer = initializer
 
@@ -84,11 +94,11 @@ class VariableScope:
         return f"VariableScope({self.name!r}, reuse={self.reuse})"
 
 
-def current_scope(frame: Frame) -> VariableScope:
+def current_scope(run: Run) -> VariableScope:
     """The innermost scope; the outermost is created when it is first needed."""
-    if not frame.scopes:
-        frame.scopes.append(VariableScope(""))
-    return frame.scopes[-1]
+    if not run.scopes:
+        run.scopes.append(VariableScope(""))
+    return run.scopes[-1]
 
 
 def get_variable_scope() -> VariableScope:
@@ -107,14 +117,14 @@ def get_variable_scope() -> VariableScope:
 
     Source: ``tf.get_variable_scope``.
     """
-    return current_scope(current_frame("get_variable_scope"))
+    return current_scope(current_run("get_variable_scope"))
 
 
 @contextlib.contextmanager
 def variable_scope(
     name_or_scope: str | VariableScope | None,
     reuse: Reuse | None = None,
-    initializer: Any = None,
+    initializer: InitializerLike = None,
     dtype: DTypeLike | None = None,
     regularizer: Regularizer | None = None,
     *,
@@ -158,7 +168,7 @@ def variable_scope(
     Source: ``tf.variable_scope``; the order of arguments is that of its first releases.
     Operations have no names in JAX; ``jax.named_scope`` shows the scope's in profiles.
     """
-    frame = current_frame("variable_scope")
+    run = current_run("variable_scope")
     if reuse is not None and not isinstance(reuse, bool | _AutoReuse):
         advice = f"; type default_name={reuse!r}" if isinstance(reuse, str) else ""
         raise ValueError(
@@ -170,7 +180,7 @@ def variable_scope(
             "The auxiliary_name_scope must be `True` or `False`, got "
             f"{auxiliary_name_scope!r}"
         )
-    outer, names = current_scope(frame), frame.names
+    outer, names = current_scope(run), run.names
     again = isinstance(name_or_scope, VariableScope)
     if isinstance(name_or_scope, VariableScope):
         base, path = name_or_scope, name_or_scope.name
@@ -179,7 +189,7 @@ def variable_scope(
         base, name = outer, _scope_name(name_or_scope, default_name, reuse)
         path = join(outer.name, name)
         if name_or_scope is None:
-            path = _not_counted(frame, path)
+            path = _unopened(run, path)
     scope = VariableScope(
         path,
         reuse or base.reuse,
@@ -196,9 +206,9 @@ def variable_scope(
             stack.enter_context(jax.named_scope(name.strip("/")))
         if again:
             scope.original_name_scope = base.original_name_scope
-        stack.enter_context(_counted(frame, path, again))
-        frame.scopes.append(scope)
-        stack.callback(frame.scopes.pop)
+        stack.enter_context(_counted(run, path, again))
+        run.scopes.append(scope)
+        stack.callback(run.scopes.pop)
         yield scope
 
 
@@ -215,28 +225,28 @@ def _scope_name(name: object, default_name: str | None, reuse: Reuse | None) -> 
     return name
 
 
-def _not_counted(frame: Frame, path: str) -> str:
-    """``path``, ``path_1``, ...: the first that is not counted as opened."""
+def _unopened(run: Run, path: str) -> str:
+    """The first of ``path``, ``path_1``, ... that is not counted as opened."""
     times, unique = 0, path
-    while frame.scope_counts.get(unique):
+    while run.scope_counts.get(unique):
         times += 1
         unique = f"{path}_{times}"
     return unique
 
 
 @contextlib.contextmanager
-def _counted(frame: Frame, path: str, again: bool) -> Iterator[None]:
+def _counted(run: Run, path: str, again: bool) -> Iterator[None]:
     """Counts openings, for ``default_name``; closing a scope forgets those within."""
-    frame.scope_counts[path] = frame.scope_counts.get(path, 0) + 1
-    before = dict(frame.scope_counts)
+    run.scope_counts[path] = run.scope_counts.get(path, 0) + 1
+    before = dict(run.scope_counts)
     try:
         yield
     finally:
         if again:
-            frame.scope_counts = before
+            run.scope_counts = before
         else:
-            within = [n for n in frame.scope_counts if n.startswith(f"{path}/")]
-            frame.scope_counts |= dict.fromkeys(within, 0)
+            within = [n for n in run.scope_counts if n.startswith(f"{path}/")]
+            run.scope_counts |= dict.fromkeys(within, 0)
 
 
 @contextlib.contextmanager
@@ -264,9 +274,9 @@ def name_scope(name: str | None) -> Iterator[str]:
 
     Source: ``tf.name_scope``; ``jax.named_scope`` shows the name in profiles, too.
     """
-    frame = current_frame("name_scope")
+    run = current_run("name_scope")
     with contextlib.ExitStack() as stack:
-        unique = stack.enter_context(frame.names.scope(name or ""))
+        unique = stack.enter_context(run.names.scope(name or ""))
         if name:
             stack.enter_context(jax.named_scope(name.strip("/")))
         yield unique
@@ -277,9 +287,9 @@ def name_scope(name: str | None) -> Iterator[str]:
 
 def get_variable(
     name: str,
-    shape: int | Sequence[int] | None = None,
+    shape: ShapeLike | None = None,
     dtype: DTypeLike | None = None,
-    initializer: Any = None,
+    initializer: InitializerLike = None,
     trainable: bool = True,
     collections: Sequence[str] | None = None,
     regularizer: Regularizer | None = None,
@@ -323,37 +333,37 @@ def get_variable(
     ``init(shape, dtype)``; the key here is the one given to ``init`` folded with the
     variable's name, so that a value depends on no other variable.
     """
-    frame = current_frame("get_variable")
-    scope = current_scope(frame)
+    run = current_run("get_variable")
+    scope = current_scope(run)
     full = join(scope.name, check_name(name, "get_variable", scope.name))
-    found = frame.shared.get(full)
-    if found is not None:
+    existing: Variable | None = run.shared.get(full)
+    if existing is not None:
         if not scope.reuse:
             raise ValueError(
                 f"Variable {full} already exists, disallowed. Did you mean to set "
                 "reuse=True or reuse=tf.AUTO_REUSE in VarScope?"
             )
-        _check_shared(found, full, shape, _shared_dtype(dtype, initializer, scope))
-        return found
+        _check_shared(existing, full, shape, _shared_dtype(dtype, initializer, scope))
+        return existing
     if scope.reuse is True:
         raise ValueError(
             f"Variable {full} does not exist, or was not created with tf.get_variable(). "
             "Did you mean to set reuse=tf.AUTO_REUSE in VarScope?"
         )
-    with frame.names.released_on_error(), frame.names.scope(""):
+    with run.names.released_on_error(), run.names.scope(""):
         # Where a Variable has the name already, this one becomes v_1, as in TensorFlow.
-        unique = frame.names.unique(full, "get_variable")
+        unique = run.names.unique(full, "get_variable")
         request = dataclasses.replace(
             _request(full, unique, shape, dtype, initializer, scope),
             trainable=trainable,
             collections=collections,
             regularizer=scope.regularizer if regularizer is None else regularizer,
         )
-        frame.shared[full] = Variable._new(frame, request)
-    return frame.shared[full]
+        new = run.shared[full] = Variable._new(run, request)
+    return new
 
 
-def _is_function(initializer: Any) -> bool:
+def _is_function(initializer: InitializerLike) -> bool:
     return callable(initializer) and not isinstance(initializer, ArrayOperators)
 
 
@@ -362,7 +372,7 @@ def _dtype(dtype: DTypeLike | None, scope: VariableScope) -> np.dtype:
 
 
 def _shared_dtype(
-    dtype: DTypeLike | None, initializer: Any, scope: VariableScope
+    dtype: DTypeLike | None, initializer: InitializerLike, scope: VariableScope
 ) -> np.dtype:
     """The dtype that a shared variable must have; a constant has one of its own."""
     if dtype is None and initializer is not None and not _is_function(initializer):
@@ -370,18 +380,20 @@ def _shared_dtype(
     return _dtype(dtype, scope)
 
 
-def _check_shared(found: Variable, name: str, shape: Any, dtype: np.dtype) -> None:
+def _check_shared(
+    existing: Variable, name: str, shape: ShapeLike | None, dtype: np.dtype
+) -> None:
     if shape is not None:
-        wanted = tuple(shape) if isinstance(shape, list | tuple) else (shape,)
-        fits = len(wanted) == len(found.shape) and all(
-            w is None or w == f for w, f in zip(wanted, found.shape, strict=True)
+        dims = tuple(shape) if isinstance(shape, list | tuple) else (shape,)
+        fits = len(dims) == len(existing.shape) and all(
+            n is None or n == length for n, length in zip(dims, existing.shape, strict=True)
         )
         if not fits:
             raise ValueError(
-                f"Trying to share variable {name}, but specified shape {wanted} and found "
-                f"shape {found.shape}."
+                f"Trying to share variable {name}, but specified shape {dims} and found "
+                f"shape {existing.shape}."
             )
-    declared = found._cell.entry.declared_dtype  # type: ignore[union-attr]
+    declared = existing._cell.declared_dtype  # type: ignore[union-attr]
     if dtype != declared:
         raise ValueError(
             f"Trying to share variable {name}, but specified dtype {dtype} and found "
@@ -389,7 +401,7 @@ def _check_shared(found: Variable, name: str, shape: Any, dtype: np.dtype) -> No
         )
 
 
-def _static_shape(shape: Any, name: str) -> tuple[int, ...]:
+def _static_shape(shape: ShapeLike, name: str) -> tuple[int, ...]:
     dims = tuple(shape) if isinstance(shape, list | tuple | np.ndarray) else (shape,)
     if any(n is None for n in dims):
         raise ValueError(
@@ -400,35 +412,45 @@ def _static_shape(shape: Any, name: str) -> tuple[int, ...]:
 
 
 def _request(
-    name: str, unique: str, shape: Any, dtype: Any, initializer: Any, scope: VariableScope
+    name: str,
+    unique: str,
+    shape: ShapeLike | None,
+    dtype: DTypeLike | None,
+    initializer: InitializerLike,
+    scope: VariableScope,
 ) -> Request:
     """The variable ``unique`` that get_variable creates when asked for ``name``."""
-    given = scope.initializer if initializer is None else initializer
-    if given is not None and not _is_function(given):
-        return _request_of_constant(name, unique, shape, dtype, given)
+    if initializer is None:
+        initializer = scope.initializer
+    if initializer is not None and not _is_function(initializer):
+        return _request_of_constant(name, unique, shape, dtype, initializer)
     if shape is None:
         raise ValueError(
             f"Variable {name} did not get an initializer, so its `shape` argument must be "
             "specified."
-            if given is None
+            if initializer is None
             else f"Shape of a new variable ({name}) must be fully defined, but instead was "
             "<unknown>."
         )
-    static, wanted = _static_shape(shape, name), _dtype(dtype, scope)
-    if given is None:
-        floating = jnp.issubdtype(wanted, jnp.inexact)
-        given = glorot_uniform_initializer() if floating else zeros_initializer()
-    initialize: Any = given() if inspect.isclass(given) else given
+    dims, result = _static_shape(shape, name), _dtype(dtype, scope)
+    if initializer is None:
+        floating = jnp.issubdtype(result, jnp.inexact)
+        initializer = glorot_uniform_initializer if floating else zeros_initializer
+    initialize: Any = initializer() if inspect.isclass(initializer) else initializer
 
-    def make(key: Any) -> jax.Array:
-        made: jax.Array = initialize(key, static, wanted)
+    def make(key: jax.Array | None) -> jax.Array:
+        made: jax.Array = initialize(key, dims, result)
         return made
 
-    return Request(unique, make, static, wanted, initial=make)
+    return Request(unique, make, dims, result, initial=make)
 
 
 def _request_of_constant(
-    name: str, unique: str, shape: Any, dtype: Any, constant: Any
+    name: str,
+    unique: str,
+    shape: ShapeLike | None,
+    dtype: DTypeLike | None,
+    constant: TensorLike,
 ) -> Request:
     if shape is not None:
         raise ValueError(

@@ -3,19 +3,17 @@
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 
 from jslices import is_slices
+from jslices.tf1._names import bare_name
 
 #: From the PRNG key of a variable to its initial value.
-Initial = Callable[[Any], jax.Array]
-
-
-def bare_name(name: str) -> str:
-    """``"foo/v"`` for ``"foo/v"`` and for ``"foo/v:0"``."""
-    return name.removesuffix(":0")
+Initial: TypeAlias = Callable[[jax.Array | None], jax.Array]
+#: The value of a variable; of one that is only declared a ShapeDtypeStruct, or None.
+Value: TypeAlias = Any
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,7 +37,7 @@ class VariableInfo:
 
 
 @jax.tree_util.register_pytree_with_keys_class
-class Variables(Mapping[str, Any]):
+class Variables(Mapping[str, Value]):
     """All variables of a transformed function: name -> array, in the order of creation.
 
     A mapping and a pytree: the arrays are its leaves, :class:`VariableInfo` is static.
@@ -66,32 +64,32 @@ class Variables(Mapping[str, Any]):
     """
 
     _infos: tuple[VariableInfo, ...]
-    _values: tuple[Any, ...]
+    _values: tuple[Value, ...]
 
     def __init__(
-        self, values: Mapping[str, Any], infos: Sequence[VariableInfo] = ()
+        self, values: Mapping[str, Value], infos: Sequence[VariableInfo] = ()
     ) -> None:
         values = {bare_name(name): value for name, value in values.items()}
-        known = {info.name: info for info in infos}
-        last = max((info.position for info in infos), default=-1)
-        news = [name for name in values if name not in known]
-        for position, name in enumerate(news, last + 1):
-            known[name] = VariableInfo(name, position=position)
-        kept = [info for info in known.values() if info.name in values]
-        self._infos = tuple(sorted(kept, key=lambda info: info.position))
+        by_name = {info.name: info for info in infos}
+        position = 1 + max((info.position for info in infos), default=-1)
+        for name in values:
+            if name not in by_name:
+                by_name[name] = VariableInfo(name, position=position)
+                position += 1
+        infos = [by_name[name] for name in values]
+        self._infos = tuple(sorted(infos, key=lambda info: info.position))
         self._values = tuple(values[info.name] for info in self._infos)
 
     # --- mapping ------------------------------------------------------------------
 
     @functools.cached_property
-    def _places(self) -> dict[str, int]:
-        return {info.name: place for place, info in enumerate(self._infos)}
+    def _by_name(self) -> dict[str, Value]:
+        return {i.name: v for i, v in zip(self._infos, self._values, strict=True)}
 
-    def __getitem__(self, name: str) -> Any:
-        place = self._places.get(bare_name(name))
-        if place is None:
+    def __getitem__(self, name: str) -> Value:
+        if bare_name(name) not in self._by_name:
             raise KeyError(f"no variable {name!r}; there are: {', '.join(self) or 'none'}")
-        return self._values[place]
+        return self._by_name[bare_name(name)]
 
     def __iter__(self) -> Iterator[str]:
         return (info.name for info in self._infos)
@@ -119,7 +117,7 @@ class Variables(Mapping[str, Any]):
 
     @classmethod
     def tree_unflatten(
-        cls, infos: tuple[VariableInfo, ...], values: Sequence[Any]
+        cls, infos: tuple[VariableInfo, ...], values: Sequence[Value]
     ) -> "Variables":
         new = object.__new__(cls)
         new._infos, new._values = infos, tuple(values)
@@ -148,13 +146,10 @@ class Variables(Mapping[str, Any]):
 
     def where(self, keep: Callable[[VariableInfo], bool]) -> "Variables":
         """Those for whose :class:`VariableInfo` ``keep`` returns True."""
-        both = zip(self._infos, self._values, strict=True)
-        kept = [(info, value) for info, value in both if keep(info)]
-        return Variables.tree_unflatten(
-            tuple(info for info, _ in kept), [value for _, value in kept]
-        )
+        infos = tuple(info for info in self._infos if keep(info))
+        return Variables.tree_unflatten(infos, [self._by_name[i.name] for i in infos])
 
-    def __or__(self, other: Mapping[str, Any]) -> "Variables":
+    def __or__(self, other: Mapping[str, Value]) -> "Variables":
         """The union; for a name that both have, the value of ``other``."""
         if not isinstance(other, Mapping):
             return NotImplemented
@@ -163,14 +158,14 @@ class Variables(Mapping[str, Any]):
         values = {**self, **{bare_name(name): value for name, value in other.items()}}
         return Variables(values, tuple(infos.values()))
 
-    def replace(self, values: Mapping[str, Any]) -> "Variables":
+    def replace(self, values: Mapping[str, Value]) -> "Variables":
         """The same variables with other values for some of the names.
 
         Raises:
           KeyError: for names that do not exist, listing them.
         """
         values = {bare_name(name): value for name, value in values.items()}
-        unknown = [name for name in values if name not in self._places]
+        unknown = [name for name in values if name not in self._by_name]
         if unknown:
             raise KeyError(
                 f"no variables {', '.join(unknown)}; there are: {', '.join(self) or 'none'}"
@@ -178,20 +173,21 @@ class Variables(Mapping[str, Any]):
         return self | values
 
     def __repr__(self) -> str:
-        described = (
-            f"{info.name}: {_describe(value)}{'' if info.trainable else ' not trainable'}"
-            for info, value in zip(self._infos, self._values, strict=True)
+        trainable = {True: "", False: " not trainable"}
+        parts = (
+            f"{info.name}: {_describe(self[info.name])}{trainable[info.trainable]}"
+            for info in self._infos
         )
-        return f"Variables({', '.join(described)})"
+        return f"Variables({', '.join(parts)})"
 
 
-def _describe(value: Any) -> str:
+def _describe(value: Value) -> str:
     if is_slices(value) or not (hasattr(value, "dtype") and hasattr(value, "shape")):
         return repr(value)
     shape = f"{value.dtype}[{', '.join(map(str, value.shape))}]"
     return shape if is_initialized(value) else f"{shape} not initialised"
 
 
-def is_initialized(value: Any) -> bool:
-    """Whether there is a value, and not just a shape and a dtype."""
+def is_initialized(value: Value) -> bool:
+    """False for variables that are only declared, by a shape and a dtype."""
     return value is not None and not isinstance(value, jax.ShapeDtypeStruct)

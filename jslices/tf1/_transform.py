@@ -7,10 +7,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jslices.extend import PyTree
 from jslices.tf1._arrays import is_array
 from jslices.tf1._initial_values import LazyValue
-from jslices.tf1._run import Frame, Mode, running
-from jslices.tf1._state import Variables, bare_name
+from jslices.tf1._names import bare_name
+from jslices.tf1._run import Run, running
+from jslices.tf1._state import Value, Variables
 from jslices.tf1._variable import Variable
 
 
@@ -88,22 +90,24 @@ def transform(fn: Callable[..., Any]) -> Transformed:
     if not callable(fn):
         raise TypeError(f"transform wants a function, got {type(fn).__name__}")
 
-    def init(key: Any, *args: Any, **kwargs: Any) -> Variables:
+    def init(key: jax.Array | None, *args: Any, **kwargs: Any) -> Variables:
         _check_key(key)
-        with running(Frame(Mode.INIT, key=key)) as frame:
+        with running(Run(key)) as run:
             fn(*args, **kwargs)
-            return frame.initial_state()
+            return run.initial_state()
 
-    def apply(variables: Any, *args: Any, **kwargs: Any) -> tuple[Any, Variables]:
+    def apply(
+        variables: Mapping[str, Value], *args: Any, **kwargs: Any
+    ) -> tuple[Any, Variables]:
         if not isinstance(variables, Mapping):
             raise TypeError(
                 "apply wants the variables first: apply(variables, *args), with a mapping "
                 f"of name -> array such as init returns; got {type(variables).__name__}"
             )
-        with running(Frame(Mode.APPLY, given=_by_bare_name(variables))) as frame:
-            out = _without_lazies(fn(*args, **kwargs))
-            _refuse_handles(out)
-            return out, frame.final_state()
+        if not isinstance(variables, Variables):
+            variables = {bare_name(name): value for name, value in variables.items()}
+        with running(Run(passed=variables)) as run:
+            return _arrays_only(fn(*args, **kwargs)), run.final_state()
 
     def abstract_init(*args: Any, **kwargs: Any) -> Variables:
         if args and _is_key(args[0]):
@@ -112,7 +116,7 @@ def transform(fn: Callable[..., Any]) -> Transformed:
         leaves, structure = jax.tree.flatten((args, kwargs))
         arrays = {i: x for i, x in enumerate(leaves) if is_array(x)}
 
-        def run(arrays: dict[int, Any]) -> Variables:
+        def run(arrays: dict[int, jax.Array]) -> Variables:
             merged = [arrays.get(i, x) for i, x in enumerate(leaves)]
             args, kwargs = jax.tree.unflatten(structure, merged)
             return init(jax.random.key(0), *args, **kwargs)
@@ -123,7 +127,7 @@ def transform(fn: Callable[..., Any]) -> Transformed:
     return Transformed(init, apply, abstract_init)
 
 
-def _check_key(key: Any) -> None:
+def _check_key(key: object) -> None:
     if key is not None and not hasattr(key, "dtype"):
         raise TypeError(
             f"init wants a PRNG key first: init(jax.random.key(0), *args); got {key!r}"
@@ -131,30 +135,18 @@ def _check_key(key: Any) -> None:
 
 
 def _is_key(x: Any) -> bool:
-    """Whether an argument is a PRNG key, of the new or of the old kind, or None."""
+    """True for a PRNG key of the new or of the old kind, and for None."""
     if x is None or not is_array(x):
         return x is None
     old = x.dtype == np.uint32 and tuple(x.shape) in ((2,), (4,))
     return old or bool(jnp.issubdtype(x.dtype, jax.dtypes.prng_key))
 
 
-def _by_bare_name(variables: Mapping[str, Any]) -> Mapping[str, Any]:
-    if isinstance(variables, Variables):
-        return variables
-    return {bare_name(name): value for name, value in variables.items()}
-
-
-def _without_lazies(out: Any) -> Any:
-    """``out`` with arrays for lazy values, which can be made as long as the run lasts."""
-    return jax.tree.map(
-        lambda x: x.value() if isinstance(x, LazyValue) else x,
-        out,
-        is_leaf=lambda x: isinstance(x, LazyValue | Variable),
+def _arrays_only(out: PyTree) -> PyTree:
+    """``out`` with arrays for lazy values; handles in it are refused."""
+    leaves, tree = jax.tree.flatten(
+        out, is_leaf=lambda x: isinstance(x, LazyValue | Variable)
     )
-
-
-def _refuse_handles(out: Any) -> None:
-    leaves = jax.tree.leaves(out, is_leaf=lambda x: isinstance(x, Variable))
     names = [x.name for x in leaves if isinstance(x, Variable)]
     if names:
         raise ValueError(
@@ -162,3 +154,6 @@ def _refuse_handles(out: Any) -> None:
             "use outside of it: the handle would leak. Return its value(), or read it from "
             "the variables that apply returns"
         )
+    # Lazy values can be made as long as the run lasts.
+    arrays = [x.value() if isinstance(x, LazyValue) else x for x in leaves]
+    return jax.tree.unflatten(tree, arrays)

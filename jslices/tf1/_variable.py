@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 from jax.typing import ArrayLike, DTypeLike
 
 from jslices import (
@@ -25,6 +26,7 @@ from jslices import (
 from jslices.extend import check_slices
 from jslices.tf1._arrays import (
     ArrayOperators,
+    TensorLike,
     as_value,
     canonical_dtype,
     check_dtype,
@@ -32,10 +34,10 @@ from jslices.tf1._arrays import (
     dtype_of,
     plain,
 )
-from jslices.tf1._cells import CopyCell, LiveCell, Request, create
 from jslices.tf1._initial_values import LazyValue
-from jslices.tf1._run import Frame, current_frame
-from jslices.tf1._state import VariableInfo, bare_name
+from jslices.tf1._names import bare_name
+from jslices.tf1._run import CopyCell, LiveCell, Request, Run, create, current_run
+from jslices.tf1._state import VariableInfo
 
 #: What belongs to a graph and its sessions, and what there is instead.
 _INSTEAD = {
@@ -94,37 +96,31 @@ class Variable(ArrayOperators):
 
     def __init__(
         self,
-        initial_value: Any = None,
+        initial_value: TensorLike = None,
         trainable: bool = True,
         collections: Sequence[str] | None = None,
         validate_shape: bool = True,
         name: str | None = None,
         dtype: DTypeLike | None = None,
     ) -> None:
-        del validate_shape
-        frame = current_frame("Variable")
+        run = current_run("Variable")
         if initial_value is None:
             raise ValueError("initial_value must be specified: Variable(jnp.zeros(3))")
-        wanted = None if dtype is None else canonical_dtype(dtype)
-        with frame.names.released_on_error():
-            unique = frame.names.unique("Variable" if name is None else name, "Variable")
+        declared = None if dtype is None else canonical_dtype(dtype)
+        with run.names.released_on_error():
+            unique = run.names.unique("Variable" if name is None else name, "Variable")
+            request = _request(unique, initial_value, declared)
             request = dataclasses.replace(
-                _request(unique, initial_value, wanted),
-                trainable=trainable,
-                collections=collections,
+                request, trainable=trainable, collections=collections
             )
-            self._bind(frame, request)
+            self._cell = create(run, request, self)
 
     @classmethod
-    def _new(cls, frame: Frame, request: Request) -> "Variable":
+    def _new(cls, run: Run, request: Request) -> "Variable":
         """For get_variable, which decides on the name itself."""
         new = object.__new__(cls)
-        new._bind(frame, request)
+        new._cell = create(run, request, new)
         return new
-
-    def _bind(self, frame: Frame, request: Request) -> None:
-        cell = self._cell = create(frame, request)
-        frame.add(cell.entry, self)
 
     # --- describing and reading ---------------------------------------------------------
 
@@ -150,8 +146,7 @@ class Variable(ArrayOperators):
     @property
     def info(self) -> VariableInfo:
         """What is static about it."""
-        cell = self._cell
-        return cell.entry.info if isinstance(cell, LiveCell) else VariableInfo(cell.name)
+        return self._cell.info
 
     @property
     def op(self) -> VariableInfo:
@@ -171,7 +166,7 @@ class Variable(ArrayOperators):
     def __repr__(self) -> str:
         return f"<tf.Variable '{self.name}' shape={self.shape} dtype={self.dtype}>"
 
-    def value(self) -> Any:
+    def value(self) -> Array:
         """The array it holds now; a later assignment does not change that array.
 
         Raises:
@@ -180,23 +175,22 @@ class Variable(ArrayOperators):
         """
         return self._cell.read()
 
-    def read_value(self) -> Any:
+    def read_value(self) -> Array:
         """The same as :meth:`value`, by TensorFlow's name for resource variables."""
         return self.value()
 
-    def eval(self, session: Any = None) -> Any:
+    def eval(self, session: object = None) -> Array:
         """The same as :meth:`value`; TensorFlow needs a session for it."""
-        del session
         return self.value()
 
-    def initialized_value(self) -> Any:
+    def initialized_value(self) -> Array:
         """The value, or the initial one if there is none yet.
 
         With it another variable's initial value can be computed from this one.
         """
         return self._cell.read_or_initial()
 
-    def sparse_read(self, indices: ArrayLike, name: str | None = None) -> jax.Array:
+    def sparse_read(self, indices: ArrayLike, name: str | None = None) -> Array:
         """The rows ``v[indices]``, by :func:`jslices.embedding_lookup`.
 
         ``indices``: integers ``[*B]``; one that is out of range reads NaN (TensorFlow
@@ -210,7 +204,7 @@ class Variable(ArrayOperators):
 
     # --- assigning ----------------------------------------------------------------------
 
-    def assign(self, value: Any, use_locking: bool = False) -> Any:
+    def assign(self, value: TensorLike, use_locking: bool = False) -> Array:
         """Replaces the value, and returns the new one.
 
         ``value``: of exactly this shape and dtype (Python's numbers are converted); nothing
@@ -219,27 +213,24 @@ class Variable(ArrayOperators):
         Raises:
           ValueError, TypeError: for another shape or dtype, naming the variable.
         """
-        del use_locking
         return self._assign("assign", value, lambda old, new: new)
 
-    def assign_add(self, delta: Any, use_locking: bool = False) -> Any:
+    def assign_add(self, delta: TensorLike, use_locking: bool = False) -> Array:
         """Adds ``delta``, and returns the new value; see :meth:`assign`.
 
         IndexedSlices are added row by row: duplicates add, empty entries are dropped.
         """
-        del use_locking
         if is_slices(delta):
             return self._scatter("assign_add", "add", delta, whole=True)
         return self._assign("assign_add", delta, operator.add)
 
-    def assign_sub(self, delta: Any, use_locking: bool = False) -> Any:
+    def assign_sub(self, delta: TensorLike, use_locking: bool = False) -> Array:
         """Subtracts ``delta``, and returns the new value; see :meth:`assign_add`."""
-        del use_locking
         if is_slices(delta):
             return self._scatter("assign_sub", "sub", delta, whole=True)
         return self._assign("assign_sub", delta, operator.sub)
 
-    def count_up_to(self, limit: int) -> Any:
+    def count_up_to(self, limit: int) -> Array:
         """Increments an integer scalar until it reaches ``limit``.
 
         Returns:
@@ -261,13 +252,18 @@ class Variable(ArrayOperators):
         if not jnp.iinfo(self.dtype).min <= limit <= jnp.iinfo(self.dtype).max:
             raise ValueError(f"{what}: the limit {limit} is no {self.dtype}")
         before = self.value()
-        seen = self._cell.computes and not isinstance(before, jax.core.Tracer)
-        if seen and int(before) >= limit:
+        concrete = self._cell.is_computed and not isinstance(before, jax.core.Tracer)
+        if concrete and int(before) >= limit:
             raise OutOfRangeError(f"Reached limit of {limit}: {self.name}")
         self._cell.write(jnp.where(before < limit, before + 1, before), what)
         return before
 
-    def _assign(self, verb: str, value: Any, combine: Callable[[Any, Any], Any]) -> Any:
+    def _assign(
+        self,
+        verb: str,
+        value: TensorLike,
+        combine: Callable[[Any, jax.Array], jax.Array],
+    ) -> Array:
         what = f"{verb} to {self.name}"
         if verb != "assign" and self.dtype == jnp.bool_:
             raise TypeError(f"{what} wants numbers, the variable is bool")
@@ -279,7 +275,7 @@ class Variable(ArrayOperators):
 
     # --- rows ---------------------------------------------------------------------------
 
-    def scatter_add(self, sparse_delta: IndexedSlices, use_locking: bool = False) -> Any:
+    def scatter_add(self, sparse_delta: IndexedSlices, use_locking: bool = False) -> Array:
         """Adds rows: ``v[indices[k]] += values[k]``; duplicates accumulate.
 
         As in all scatter methods: ``sparse_delta`` holds K rows ``[K, *D]`` for a variable
@@ -292,40 +288,37 @@ class Variable(ArrayOperators):
 
         Cost: reads and writes K rows, in place when the variables are donated.
         """
-        del use_locking
         return self._scatter("scatter_add", "add", sparse_delta)
 
-    def scatter_sub(self, sparse_delta: IndexedSlices, use_locking: bool = False) -> Any:
+    def scatter_sub(self, sparse_delta: IndexedSlices, use_locking: bool = False) -> Array:
         """Subtracts rows; duplicates accumulate. See :meth:`scatter_add`."""
-        del use_locking
         return self._scatter("scatter_sub", "sub", sparse_delta)
 
-    def scatter_mul(self, sparse_delta: IndexedSlices, use_locking: bool = False) -> Any:
+    def scatter_mul(self, sparse_delta: IndexedSlices, use_locking: bool = False) -> Array:
         """Multiplies by rows; duplicates compound. See :meth:`scatter_add`."""
-        del use_locking
         return self._scatter("scatter_mul", "mul", sparse_delta)
 
-    def scatter_div(self, sparse_delta: IndexedSlices, use_locking: bool = False) -> Any:
+    def scatter_div(self, sparse_delta: IndexedSlices, use_locking: bool = False) -> Array:
         """Divides by rows; duplicates compound, integers truncate towards zero."""
-        del use_locking
         return self._scatter("scatter_div", "div", sparse_delta)
 
-    def scatter_min(self, sparse_delta: IndexedSlices, use_locking: bool = False) -> Any:
+    def scatter_min(self, sparse_delta: IndexedSlices, use_locking: bool = False) -> Array:
         """The smaller of old and new, elementwise. See :meth:`scatter_add`."""
-        del use_locking
         return self._scatter("scatter_min", "min", sparse_delta)
 
-    def scatter_max(self, sparse_delta: IndexedSlices, use_locking: bool = False) -> Any:
+    def scatter_max(self, sparse_delta: IndexedSlices, use_locking: bool = False) -> Array:
         """The larger of old and new, elementwise. See :meth:`scatter_add`."""
-        del use_locking
         return self._scatter("scatter_max", "max", sparse_delta)
 
-    def scatter_update(self, sparse_delta: IndexedSlices, use_locking: bool = False) -> Any:
+    def scatter_update(
+        self, sparse_delta: IndexedSlices, use_locking: bool = False
+    ) -> Array:
         """Replaces rows; of duplicates the last wins. See :meth:`scatter_add`."""
-        del use_locking
         return self._scatter("scatter_update", "update", sparse_delta)
 
-    def _scatter(self, verb: str, how: str, delta: Any, whole: bool = False) -> Any:
+    def _scatter(
+        self, verb: str, how: str, delta: IndexedSlices, whole: bool = False
+    ) -> Array:
         what = f"{verb} to {self.name}"
         _check_is_slices(delta, what)
         check_slices(delta)
@@ -353,7 +346,7 @@ class Variable(ArrayOperators):
 
     def scatter_nd_add(
         self, indices: ArrayLike, updates: ArrayLike, use_locking: bool = False
-    ) -> Any:
+    ) -> Array:
         """Adds to elements or slices: ``v[tuple(indices[k])] += updates[k]``.
 
         As in the other ``scatter_nd`` methods: ``indices`` are integers ``[*B, d]``,
@@ -364,31 +357,28 @@ class Variable(ArrayOperators):
         Raises:
           TypeError, ValueError: for shapes or dtypes that do not fit, naming the variable.
         """
-        del use_locking
         return self._apply("scatter_nd_add", scatter_nd_add, indices, updates)
 
     def scatter_nd_sub(
         self, indices: ArrayLike, updates: ArrayLike, use_locking: bool = False
-    ) -> Any:
+    ) -> Array:
         """Subtracts from elements or slices; see :meth:`scatter_nd_add`."""
-        del use_locking
         return self._apply("scatter_nd_sub", scatter_nd_sub, indices, updates)
 
     def scatter_nd_update(
         self, indices: ArrayLike, updates: ArrayLike, use_locking: bool = True
-    ) -> Any:
+    ) -> Array:
         """Replaces elements or slices; of duplicates the last wins.
 
         See :meth:`scatter_nd_add`.
         """
-        del use_locking
         return self._apply("scatter_nd_update", scatter_nd_update, indices, updates)
 
     def batch_scatter_update(
         self,
         sparse_delta: IndexedSlices | tuple[ArrayLike, ArrayLike],
         use_locking: bool = True,
-    ) -> Any:
+    ) -> Array:
         """Replaces rows in every example: ``v[b, indices[b, k]] = updates[b, k]``.
 
         ``sparse_delta``: IndexedSlices, for which this is ``scatter_update``; or, since
@@ -400,7 +390,6 @@ class Variable(ArrayOperators):
           ValueError: for anything else, or shapes that do not fit.
           TypeError: for another dtype.
         """
-        del use_locking
         what = "batch_scatter_update"
         if isinstance(sparse_delta, tuple) and len(sparse_delta) == 2:
             indices, updates = sparse_delta
@@ -412,8 +401,12 @@ class Variable(ArrayOperators):
         return self._apply(what, batch_scatter_update, indices, updates)
 
     def _apply(
-        self, verb: str, function: Callable[..., jax.Array], indices: Any, updates: Any
-    ) -> Any:
+        self,
+        verb: str,
+        function: Callable[..., jax.Array],
+        indices: ArrayLike,
+        updates: ArrayLike,
+    ) -> Array:
         """Assigns ``function(value, indices, updates)``; its errors name the variable."""
         what, old = f"{verb} to {self.name}", self.value()
         try:
@@ -425,8 +418,8 @@ class Variable(ArrayOperators):
         return self.value()
 
 
-def _check_is_slices(delta: Any, what: str, advice: str = "") -> None:
-    """Refuses anything but IndexedSlices, as TensorFlow's first releases do."""
+def _check_is_slices(delta: object, what: str, advice: str = "") -> None:
+    """Raise a ValueError for anything but IndexedSlices, as TensorFlow 1 does."""
     if not is_slices(delta):
         raise ValueError(
             f"{what} wants IndexedSlices, got {type(delta).__name__}; make them with "
@@ -434,11 +427,11 @@ def _check_is_slices(delta: Any, what: str, advice: str = "") -> None:
         )
 
 
-def _flatten(variable: Variable) -> tuple[tuple[Any], str]:
+def _flatten(variable: Variable) -> tuple[tuple[jax.Array], str]:
     return (variable.value(),), variable._cell.name
 
 
-def _unflatten(name: str, children: Sequence[Any]) -> Variable:
+def _unflatten(name: str, children: Sequence[jax.Array]) -> Variable:
     new = object.__new__(Variable)
     new._cell = CopyCell(bare_name(name), children[0])
     return new
@@ -451,7 +444,7 @@ jax.tree_util.register_pytree_node(Variable, _flatten, _unflatten)
 # --- initial values ---------------------------------------------------------------------
 
 
-def _request(name: str, value: Any, dtype: Any) -> Request:
+def _request(name: str, value: TensorLike, dtype: np.dtype | None) -> Request:
     """The variable that ``Variable(value)`` creates."""
     if not callable(value) or isinstance(value, ArrayOperators):
         return request_of_value(name, value, dtype or dtype_of(value))
@@ -460,43 +453,34 @@ def _request(name: str, value: Any, dtype: Any) -> Request:
         for p in inspect.signature(value).parameters.values()
     )
 
-    def make(key: Any) -> jax.Array:
+    def make(key: jax.Array | None) -> Array:
         made = value(key) if takes_key else value()
-        wanted = dtype or dtype_of(made)
-        return _own(as_value(made, wanted, f"the initial value of {name}"))
+        return _own(as_value(made, dtype or dtype_of(made), f"the initial value of {name}"))
 
     return Request(name, make, None, dtype, initial=make)
 
 
-def request_of_value(name: str, value: Any, dtype: np.dtype) -> Request:
+def request_of_value(name: str, value: TensorLike, dtype: np.dtype) -> Request:
     """A variable that begins with this very value.
 
-    To make the value again, only numbers and draws are kept: an array may be as large as a
-    table.
+    It can be made again if it was computed from numbers and draws: an array may be as large
+    as a table, and is not remembered.
     """
     if isinstance(value, LazyValue):
-        return _request_of_lazy(name, value, dtype)
+        check_dtype(value.dtype, dtype, f"the initial value of {name}")
+        value.bind(name)
+        draw = lambda key: value.value()  # noqa: E731 - each draw has a key of its own
+        return Request(
+            name, draw, value.shape, dtype, initial=draw if value.again else None
+        )
     array = as_value(value, dtype, f"the initial value of {name}")
-    recipe = current_frame("Variable").recipe_of(value)
-    number = isinstance(value, bool | int | float | complex)
-    again = (lambda key: jnp.asarray(value, dtype)) if number else None
-    if recipe is not None:
-        again = lambda key: recipe()  # noqa: E731
+    recipe = current_run("Variable").recipe_of(value)
+    if recipe is None and isinstance(value, bool | int | float | complex):
+        recipe = lambda: jnp.asarray(value, dtype)  # noqa: E731
+    again = None if recipe is None else lambda key: recipe()
     return Request(name, lambda key: _own(array), tuple(array.shape), dtype, initial=again)
 
 
-def _request_of_lazy(name: str, value: LazyValue, dtype: np.dtype) -> Request:
-    check_dtype(value.dtype, dtype, f"the initial value of {name}")
-    value.bind(name)
-
-    def make(key: Any) -> jax.Array:
-        del key  # each draw has a place of its own
-        made: jax.Array = value.value()
-        return made
-
-    return Request(name, make, value.shape, dtype, initial=make if value.again else None)
-
-
-def _own(array: jax.Array) -> jax.Array:
+def _own(array: jax.Array) -> Array:
     """A copy: donating the variables must not delete an array that someone still uses."""
     return jnp.array(array, copy=True)

@@ -1,22 +1,454 @@
-"""The initializers by their short names, as in ``tf.initializers``.
+"""Initializers by TensorFlow's names, called as ``init(key, shape, dtype)``, JAX's way.
 
-``tf.initializers.zeros()`` is ``tf.zeros_initializer()``, and so on. All are called as
-``init(key, shape, dtype)``, like those of ``jax.nn.initializers``.
+``tf.initializers.zeros()`` is ``tf.zeros_initializer()``, and so on. They serve
+:func:`jslices.tf1.get_variable`, and Flax, Haiku or anything else that takes an initializer
+of ``jax.nn.initializers``. Instances are immutable, and equal if their arguments are.
+
+Source: TensorFlow 1, whose statistics they have; the bits are JAX's.
 """
 
-from jslices.tf1._initializers import constant_initializer as constant
-from jslices.tf1._initializers import glorot_normal_initializer as glorot_normal
-from jslices.tf1._initializers import glorot_uniform_initializer as glorot_uniform
-from jslices.tf1._initializers import ones_initializer as ones
-from jslices.tf1._initializers import orthogonal_initializer as orthogonal
-from jslices.tf1._initializers import random_normal_initializer as random_normal
-from jslices.tf1._initializers import random_uniform_initializer as random_uniform
-from jslices.tf1._initializers import truncated_normal_initializer as truncated_normal
-from jslices.tf1._initializers import (
-    uniform_unit_scaling_initializer as uniform_unit_scaling,
-)
-from jslices.tf1._initializers import variance_scaling_initializer as variance_scaling
-from jslices.tf1._initializers import zeros_initializer as zeros
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any, Literal, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+
+from jslices.tf1._arrays import TensorLike, canonical_dtype, dtype_of, kind_of
+
+#: A PRNG key; None where nothing is random, or a seed takes its place.
+Key: TypeAlias = jax.Array | None
+
+
+def refuse_shape_first(caller: str, key: object, shape: object) -> None:
+    """Raise a TypeError for a shape as first argument, which is TensorFlow's order."""
+    no_shape = not isinstance(shape, list | tuple | int | np.integer)
+    if isinstance(key, list | tuple) or (no_shape and isinstance(key, int | np.integer)):
+        raise TypeError(
+            f"{caller} was called with the shape {key!r} first, as in TensorFlow; here, as "
+            f"in JAX, it is init(key, shape, dtype): init(jax.random.key(0), {key!r})"
+        )
+
+
+class Initializer:
+    """The base of all initializers; ``dtype`` is that of calls that name none.
+
+    A ``seed`` replaces the key: the same values in every call, as in TensorFlow (the bits
+    are JAX's). Without a seed a random initializer needs a key.
+    """
+
+    seed: int | None = None
+    dtype: DTypeLike = jnp.float32
+
+    def __call__(
+        self,
+        key: Key = None,
+        shape: int | Sequence[int] | None = None,
+        dtype: DTypeLike | None = None,
+    ) -> jax.Array:
+        """An array of this shape; ``dtype=None`` means that of the initializer."""
+        refuse_shape_first(type(self).__name__, key, shape)
+        if shape is None:
+            raise ValueError(f"{type(self).__name__} needs a shape, got None")
+        dims = (shape,) if isinstance(shape, int | np.integer) else tuple(shape)
+        return self.make(key, dims, canonical_dtype(dtype or self.dtype))
+
+    def make(self, key: Key, shape: tuple[int, ...], dtype: np.dtype) -> jax.Array:
+        raise NotImplementedError
+
+    def get_config(self) -> dict[str, Any]:
+        """The arguments: ``type(init)(**init.get_config())`` makes an equal one."""
+        names = [field.name for field in dataclasses.fields(self)]  # type: ignore[arg-type]
+        return {name: getattr(self, name) for name in names}
+
+    def random_key(self, key: Key) -> jax.Array:
+        if self.seed is not None:
+            return jax.random.key(self.seed)
+        if key is None:
+            raise ValueError(
+                f"{type(self).__name__} draws random numbers and got no key; pass "
+                "jax.random.key(0), or make it with seed="
+            )
+        return key
+
+    def check_is_float(self, dtype: np.dtype) -> None:
+        if not jnp.issubdtype(dtype, jnp.floating):
+            raise TypeError(f"{type(self).__name__} makes floats, got dtype {dtype}")
+
+
+class _Filled(Initializer):
+    """One number everywhere; called with a key and a shape, the class fills at once."""
+
+    number: int
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        new = object.__new__(cls)
+        if len(args) >= 2 or "shape" in kwargs:
+            return new(*args, **kwargs)
+        refuse_shape_first(cls.__name__, args[0] if args else None, None)
+        return new
+
+    def make(self, key: Key, shape: tuple[int, ...], dtype: np.dtype) -> jax.Array:
+        return jnp.full(shape, self.number, dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class zeros_initializer(_Filled):
+    """Zeros of any dtype.
+
+    ``zeros_initializer()`` makes the initializer, as in TensorFlow 1;
+    ``zeros_initializer(key, shape, dtype)`` calls it at once, as in TensorFlow's first
+    releases and like ``jax.nn.initializers.zeros``.
+
+    Example:
+      >>> import jslices.tf1 as tf
+      >>> tf.zeros_initializer()(None, (2,))
+      Array([0., 0.], dtype=float32)
+    """
+
+    number = 0
+    dtype: DTypeLike = jnp.float32
+
+
+@dataclasses.dataclass(frozen=True)
+class ones_initializer(_Filled):
+    """Ones of any dtype; see :class:`zeros_initializer` for the two ways to call it.
+
+    Example:
+      >>> import jslices.tf1 as tf
+      >>> tf.ones_initializer()(None, (2,), "int32")
+      Array([1, 1], dtype=int32)
+    """
+
+    number = 1
+    dtype: DTypeLike = jnp.float32
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class constant_initializer(Initializer):
+    """One value everywhere, or a list of values row by row.
+
+    A list that is too short is continued with its last element, as in TensorFlow;
+    ``verify_shape=True`` makes another shape a TypeError.
+
+    Args:
+      value: a number, or a list or array of any shape.
+
+    Raises:
+      ValueError: when called, for more values than the shape takes.
+      TypeError: when called, for values the dtype cannot hold, such as 3.7 and int32.
+
+    Example:
+      >>> import jslices.tf1 as tf
+      >>> tf.constant_initializer([1, 2])(None, (2, 2))
+      Array([[1., 2.],
+             [2., 2.]], dtype=float32)
+    """
+
+    value: TensorLike = 0
+    dtype: DTypeLike = jnp.float32
+    verify_shape: bool = False
+
+    def make(self, key: Key, shape: tuple[int, ...], dtype: np.dtype) -> jax.Array:
+        theirs = dtype_of(self.value)
+        value = jnp.asarray(self.value)
+        if kind_of(theirs) > kind_of(dtype):
+            raise TypeError(
+                f"constant_initializer({self.value!r}) cannot make {dtype}: that would "
+                "round; give whole numbers"
+            )
+        if self.verify_shape and value.shape != shape:
+            raise TypeError(
+                f"constant_initializer: expected shape {shape}, got a value of shape "
+                f"{value.shape}"
+            )
+        flat, size = value.astype(dtype).reshape(-1), math.prod(shape)
+        if flat.size > size and value.ndim:
+            raise ValueError(
+                f"Too many elements provided. Takes at most {size}, but got {flat.size}."
+            )
+        if flat.size == 0 < size:
+            raise ValueError(f"constant_initializer got no values for shape {shape}")
+        if flat.size == 1 or size == 0:
+            return jnp.full(shape, flat[0] if flat.size else 0, dtype)
+        return jnp.pad(flat, (0, size - flat.size), mode="edge").reshape(shape)
+
+
+@dataclasses.dataclass(frozen=True)
+class random_normal_initializer(Initializer):
+    """Normal numbers.
+
+    Example:
+      >>> import jax, jslices.tf1 as tf
+      >>> init = tf.random_normal_initializer(stddev=0.1)
+      >>> bool(abs(init(jax.random.key(0), (1000,)).std() - 0.1) < 0.01)
+      True
+    """
+
+    mean: float = 0.0
+    stddev: float = 1.0
+    seed: int | None = None
+    dtype: DTypeLike = jnp.float32
+
+    def make(self, key: Key, shape: tuple[int, ...], dtype: np.dtype) -> jax.Array:
+        self.check_is_float(dtype)
+        drawn = jax.random.normal(self.random_key(key), shape, dtype)
+        return (self.mean + self.stddev * drawn).astype(dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class truncated_normal_initializer(Initializer):
+    """Normal numbers no further than two standard deviations from the mean.
+
+    Those beyond are drawn again, not clipped. ``stddev`` is that of the normal
+    distribution before this; that of the result is 0.8796 of it.
+
+    Example:
+      >>> import jax, jslices.tf1 as tf
+      >>> drawn = tf.truncated_normal_initializer()(jax.random.key(0), (100_000,))
+      >>> drawn.std().round(2), bool(abs(drawn).max() <= 2)
+      (Array(0.88, dtype=float32), True)
+    """
+
+    mean: float = 0.0
+    stddev: float = 1.0
+    seed: int | None = None
+    dtype: DTypeLike = jnp.float32
+
+    def make(self, key: Key, shape: tuple[int, ...], dtype: np.dtype) -> jax.Array:
+        self.check_is_float(dtype)
+        drawn = jax.random.truncated_normal(self.random_key(key), -2, 2, shape, dtype)
+        return (self.mean + self.stddev * drawn).astype(dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class random_uniform_initializer(Initializer):
+    """Uniform numbers of ``[minval, maxval)``; whole numbers for an integer dtype.
+
+    Args:
+      minval: the lower bound, included.
+      maxval: the upper bound, never reached. None means 1; integers need a number.
+
+    Raises:
+      ValueError: when called with an integer dtype, without ``maxval`` or with an empty
+        range.
+
+    Example:
+      >>> import jax, jslices.tf1 as tf
+      >>> init = tf.random_uniform_initializer(-3, 4)
+      >>> drawn = init(jax.random.key(0), (1000,), "int32")
+      >>> int(drawn.min()), int(drawn.max())
+      (-3, 3)
+    """
+
+    minval: float = 0.0
+    maxval: float | None = None
+    seed: int | None = None
+    dtype: DTypeLike = jnp.float32
+
+    def make(self, key: Key, shape: tuple[int, ...], dtype: np.dtype) -> jax.Array:
+        key = self.random_key(key)
+        if jnp.issubdtype(dtype, jnp.integer):
+            if self.maxval is None or self.minval >= self.maxval:
+                raise ValueError(
+                    f"random_uniform_initializer of {dtype} needs minval < maxval, got "
+                    f"{self.minval} and {self.maxval}; pass maxval"
+                )
+            return jax.random.randint(key, shape, int(self.minval), int(self.maxval), dtype)
+        self.check_is_float(dtype)
+        low = jnp.asarray(self.minval, dtype)
+        high = jnp.asarray(1 if self.maxval is None else self.maxval, dtype)
+        drawn = low + jax.random.uniform(key, shape, dtype) * (high - low)
+        # Rounding may reach maxval, which is not in the range.
+        return jnp.where(drawn == high, jnp.nextafter(high, low), drawn)
+
+
+# --- scaled by the shape ----------------------------------------------------------------
+
+# TensorFlow's names -> those of jax.nn.initializers.
+_DISTRIBUTIONS: dict[str, Literal["normal", "truncated_normal", "uniform"]] = {
+    "normal": "truncated_normal",
+    "truncated_normal": "truncated_normal",
+    "untruncated_normal": "normal",
+    "uniform": "uniform",
+}
+_MODES = ("fan_in", "fan_out", "fan_avg")
+
+
+@dataclasses.dataclass(frozen=True)
+class uniform_unit_scaling_initializer(Initializer):
+    """Uniform numbers that keep the variance of their inputs.
+
+    They lie in ``(-b, b)``, ``b = factor * sqrt(3 / n)``, where n is the product of all
+    axes of the shape but the last (as in TensorFlow's code; its documentation says the
+    first axis).
+
+    Example:
+      >>> import jax, jslices.tf1 as tf
+      >>> init = tf.uniform_unit_scaling_initializer()
+      >>> init(jax.random.key(0), (300, 100)).std().round(3)  # 1 / sqrt(300)
+      Array(0.058, dtype=float32)
+
+    Source: Sussillo and Abbott, "Random walk
+    initialization for training very deep feedforward networks", 2014.
+    """
+
+    factor: float = 1.0
+    seed: int | None = None
+    dtype: DTypeLike = jnp.float32
+
+    def make(self, key: Key, shape: tuple[int, ...], dtype: np.dtype) -> jax.Array:
+        self.check_is_float(dtype)
+        bound = self.factor * math.sqrt(3 / max(1, math.prod(shape[:-1])))
+        drawn = jax.random.uniform(self.random_key(key), shape, dtype, -1, 1)
+        return (bound * drawn).astype(dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class variance_scaling_initializer(Initializer):
+    """Random numbers of variance ``scale / n``, where n counts inputs or outputs.
+
+    Args:
+      scale: positive.
+      mode: n is ``"fan_in"``, ``"fan_out"`` or their mean ``"fan_avg"``. Of a kernel
+        ``[*window, in, out]`` the fans are in and out times the size of the window; of a
+        vector both are its length.
+      distribution: ``"truncated_normal"`` (also ``"normal"``), ``"untruncated_normal"`` or
+        ``"uniform"``; the variance is that after the truncation.
+
+    Raises:
+      ValueError: for other arguments.
+
+    Example:
+      >>> import jax, jslices.tf1 as tf
+      >>> init = tf.variance_scaling_initializer(2.0, distribution="uniform")
+      >>> bool(abs(init(jax.random.key(0), (200, 100)).std() - (2 / 200) ** 0.5) < 1e-3)
+      True
+
+    Source: ``jax.nn.initializers.variance_scaling``, which refuses vectors.
+    """
+
+    scale: float = 1.0
+    mode: str = "fan_in"
+    distribution: str = "truncated_normal"
+    seed: int | None = None
+    dtype: DTypeLike = jnp.float32
+
+    def __post_init__(self) -> None:
+        problems = []
+        if not self.scale > 0:
+            problems.append(f"scale must be positive, got {self.scale}")
+        if self.mode not in _MODES:
+            problems.append(f"mode must be one of {_MODES}, got {self.mode!r}")
+        if self.distribution not in _DISTRIBUTIONS:
+            problems.append(
+                f"distribution must be one of {tuple(_DISTRIBUTIONS)}, got "
+                f"{self.distribution!r}"
+            )
+        if problems:
+            raise ValueError(f"{type(self).__name__}: {'; '.join(problems)}")
+
+    def make(self, key: Key, shape: tuple[int, ...], dtype: np.dtype) -> jax.Array:
+        self.check_is_float(dtype)
+        if 0 in shape:
+            return jnp.zeros(shape, dtype)
+        mode: Any = self.mode
+        matrix = shape
+        if len(shape) < 2:  # both fans are the length: that of a matrix of one column
+            mode, matrix = "fan_in", (math.prod(shape), 1)
+        distribution = _DISTRIBUTIONS[self.distribution]
+        draw = jax.nn.initializers.variance_scaling(self.scale, mode, distribution)
+        return draw(self.random_key(key), matrix, dtype).reshape(shape)
+
+
+@dataclasses.dataclass(frozen=True)
+class glorot_uniform_initializer(Initializer):
+    """Uniform numbers in ``(-b, b)``, ``b = sqrt(6 / (fan_in + fan_out))``.
+
+    The default of :func:`jslices.tf1.get_variable` for floats.
+
+    Example:
+      >>> import jax, jslices.tf1 as tf
+      >>> drawn = tf.glorot_uniform_initializer()(jax.random.key(0), (200, 100))
+      >>> drawn.std().round(3)  # sqrt(2 / 300)
+      Array(0.082, dtype=float32)
+
+    Source: Glorot and Bengio, "Understanding the
+    difficulty of training deep feedforward neural networks", 2010.
+    """
+
+    seed: int | None = None
+    dtype: DTypeLike = jnp.float32
+
+    def make(self, key: Key, shape: tuple[int, ...], dtype: np.dtype) -> jax.Array:
+        scaled = variance_scaling_initializer(1.0, "fan_avg", "uniform")
+        return scaled.make(self.random_key(key), shape, dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class glorot_normal_initializer(Initializer):
+    """Truncated normal numbers of standard deviation ``sqrt(2 / (fan_in + fan_out))``.
+
+    Example:
+      >>> import jax, jslices.tf1 as tf
+      >>> drawn = tf.glorot_normal_initializer()(jax.random.key(0), (200, 100))
+      >>> drawn.std().round(3)
+      Array(0.082, dtype=float32)
+    """
+
+    seed: int | None = None
+    dtype: DTypeLike = jnp.float32
+
+    def make(self, key: Key, shape: tuple[int, ...], dtype: np.dtype) -> jax.Array:
+        scaled = variance_scaling_initializer(1.0, "fan_avg")
+        return scaled.make(self.random_key(key), shape, dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class orthogonal_initializer(Initializer):
+    """A random orthogonal matrix times ``gain``; all axes but the last are its rows.
+
+    Raises:
+      ValueError: when called for fewer than two axes.
+
+    Example:
+      >>> import jax, jslices.tf1 as tf
+      >>> q = tf.orthogonal_initializer()(jax.random.key(0), (3, 3))
+      >>> bool(abs(q.T @ q - jax.numpy.eye(3)).max() < 1e-5)
+      True
+
+    Source: ``jax.nn.initializers.orthogonal``.
+    """
+
+    gain: float = 1.0
+    seed: int | None = None
+    dtype: DTypeLike = jnp.float32
+
+    def make(self, key: Key, shape: tuple[int, ...], dtype: np.dtype) -> jax.Array:
+        self.check_is_float(dtype)
+        if len(shape) < 2:
+            raise ValueError(
+                f"orthogonal_initializer needs two axes or more, got shape {shape}"
+            )
+        return jax.nn.initializers.orthogonal(self.gain)(self.random_key(key), shape, dtype)
+
+
+# --- the short names --------------------------------------------------------------------
+
+constant = constant_initializer
+glorot_normal = glorot_normal_initializer
+glorot_uniform = glorot_uniform_initializer
+ones = ones_initializer
+orthogonal = orthogonal_initializer
+random_normal = random_normal_initializer
+random_uniform = random_uniform_initializer
+truncated_normal = truncated_normal_initializer
+uniform_unit_scaling = uniform_unit_scaling_initializer
+variance_scaling = variance_scaling_initializer
+zeros = zeros_initializer
 
 __all__ = [
     "constant",

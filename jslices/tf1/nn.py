@@ -55,7 +55,6 @@ def embedding_lookup(
 
     Source: ``tf.nn.embedding_lookup``.
     """
-    del validate_indices, name
     options |= {"partition_strategy": partition_strategy, "max_norm": max_norm}
     return js.embedding_lookup(params, ids, **options)
 
@@ -93,7 +92,6 @@ def embedding_lookup_sparse(
 
     Source: ``tf.nn.embedding_lookup_sparse``.
     """
-    del name
     bags, weights = _bags(sp_ids), _weights(sp_weights)
     options |= {"partition_strategy": partition_strategy}
     return js.embedding_lookup_sparse(params, bags, weights, combiner, max_norm, **options)
@@ -125,7 +123,6 @@ def safe_embedding_lookup_sparse(
 
     Source: ``tf.nn.safe_embedding_lookup_sparse``.
     """
-    del name
     bags, weights = _bags(sparse_ids), _weights(sparse_weights)
     options |= {"partition_strategy": partition_strategy, "max_norm": max_norm}
     return js.safe_embedding_lookup_sparse(
@@ -203,7 +200,6 @@ def sampled_softmax_loss(
 
     Source: ``tf.nn.sampled_softmax_loss``.
     """
-    del name
     args = weights, biases, labels, inputs, num_sampled, num_classes, num_true
     options = sampled_values, remove_accidental_hits, partition_strategy
     return js.sampled_softmax_loss(*args, *options, key=_key(key, seed))
@@ -238,7 +234,6 @@ def nce_loss(
 
     Source: ``tf.nn.nce_loss``.
     """
-    del name
     args = weights, biases, labels, inputs, num_sampled, num_classes, num_true
     options = sampled_values, remove_accidental_hits, partition_strategy
     return js.nce_loss(*args, *options, key=_key(key, seed))
@@ -284,7 +279,6 @@ def log_uniform_candidate_sampler(
 
     Source: ``tf.nn.log_uniform_candidate_sampler``.
     """
-    del name
     classes = jnp.asarray(true_classes)
     if classes.ndim != 2 or classes.shape[1] != num_true:
         raise ValueError(
@@ -347,7 +341,6 @@ def conv2d(
 
     Source: ``tf.nn.conv2d`` of TensorFlow 1.
     """
-    del name
     if data_format not in _FORMATS:
         raise ValueError(
             f"conv2d: data_format must be one of {_FORMATS}, not {data_format!r}"
@@ -380,5 +373,4 @@ def relu(features: TensorLike, name: str | None = None) -> jax.Array:
 
     Source: ``tf.nn.relu``.
     """
-    del name
     return jax.nn.relu(features)
