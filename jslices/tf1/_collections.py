@@ -180,7 +180,6 @@ def assert_variables_initialized(variables: SomeVariables = None) -> SomeVariabl
 
     Raises:
       FailedPreconditionError: naming every variable that has no value.
-      RuntimeError: without ``variables``, outside of a transformed function.
 
     Example:
       >>> import jax, jslices.tf1 as tf
@@ -206,16 +205,7 @@ def assert_variables_initialized(variables: SomeVariables = None) -> SomeVariabl
 def initialize_all_variables(variables: Variables, key: jax.Array) -> Variables:
     """All variables with their initial values, whether they had values or not.
 
-    Args:
-      variables: what ``abstract_init``, ``init`` or ``apply`` returned.
-      key: a PRNG key; the same key gives what ``init`` gives.
-
-    Returns:
-      The same variables, each with its initial value.
-
-    Raises:
-      ValueError: for variables whose initial value was an array that the function
-        computed, naming them; only ``model.init(key, *args)`` can make those.
+    As :func:`jslices.tf1.initialize_variables`, errors included, for every name.
 
     Example:
       >>> import jax, jslices.tf1 as tf
@@ -241,13 +231,11 @@ def initialize_variables(
       var_list: names; an empty list changes nothing.
       key: a PRNG key; the same key gives what ``init`` gives.
 
-    Returns:
-      The same variables, those of ``var_list`` with their initial values.
-
     Raises:
       TypeError: if ``var_list`` is not a list.
       KeyError: for a name that is not in ``variables``.
-      ValueError: as for :func:`initialize_all_variables`.
+      ValueError: for variables whose initial value was an array that the function
+        computed, naming them; only ``model.init(key, *args)`` can make those.
 
     Example:
       >>> import jax, jslices.tf1 as tf

@@ -38,7 +38,6 @@ def convert_to_tensor(
       value: IndexedSlices ``[K, *D]`` become ``[V, *D]``: duplicates add, empty entries are
         dropped.
       dtype: None means that of the value (float32 and int32 for Python's numbers).
-      name: a name scope for the profile.
 
     Warns:
       DensificationWarning: for IndexedSlices, with the bytes of the result.
@@ -104,13 +103,7 @@ def shape(
 
     It is a NumPy array, known while JAX traces, so that ``tf.zeros(tf.shape(x))`` works.
 
-    Args:
-      input: an array, number, list or variable; or IndexedSlices, which stay sparse.
-      name: ignored; nothing is computed.
-      out_type: the dtype of the result.
-
-    Returns:
-      ``[input.ndim]`` of ``out_type``.
+    IndexedSlices stay sparse; ``name`` is ignored, as nothing is computed.
 
     Raises:
       ValueError: for IndexedSlices whose number of rows is not known.
@@ -145,11 +138,9 @@ def gather(
     ``params`` is IndexedSlices, in which duplicates add.
 
     Args:
-      params: ``[V, *D]``, or any shape that has ``axis``.
       indices: ``[*B]`` integers. One that is out of range reads NaN (the smallest integer
         in an integer array) and has no gradient; negative ones do not wrap.
       validate_indices: ignored, as in TensorFlow.
-      name: a name scope for the profile.
       axis: known before tracing.
 
     Returns:

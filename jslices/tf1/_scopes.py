@@ -45,6 +45,7 @@ AUTO_REUSE = _AutoReuse.AUTO_REUSE
 Reuse = bool | _AutoReuse
 
 
+@dataclasses.dataclass(eq=False, repr=False)
 class VariableScope:
     """A scope, as :func:`jslices.tf1.variable_scope` yields it and can open it again.
 
@@ -58,21 +59,12 @@ class VariableScope:
     Source: ``tf.VariableScope``.
     """
 
-    def __init__(
-        self,
-        name: str,
-        reuse: Reuse = False,
-        initializer: InitializerLike = None,
-        dtype: DTypeLike = jnp.float32,
-        regularizer: Regularizer | None = None,
-        original_name_scope: str = "",
-    ) -> None:
-        self.name = name
-        self.reuse = reuse
-        self.initializer = initializer
-        self.dtype = dtype
-        self.regularizer = regularizer
-        self.original_name_scope = original_name_scope
+    name: str
+    reuse: Reuse = False
+    initializer: InitializerLike = None
+    dtype: DTypeLike = jnp.float32
+    regularizer: Regularizer | None = None
+    original_name_scope: str = ""
 
     def reuse_variables(self) -> None:
         """From here on, get_variable in this scope shares and never creates."""

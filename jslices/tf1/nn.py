@@ -37,16 +37,10 @@ def embedding_lookup(
     max_norm: float | None = None,
     **options: Any,
 ) -> jax.Array:
-    """The rows ``[*B, *D]`` of a table: :func:`jslices.embedding_lookup`.
+    """The rows ``[*B, *D]`` of a table ``[V, *D]``: :func:`jslices.embedding_lookup`.
 
-    Args:
-      params: ``[V, *D]``, an array or a variable; or a list of shards.
-      ids: ``[*B]`` integers. One that is out of range reads NaN (TensorFlow raises).
-      partition_strategy: ``"mod"`` or ``"div"``, for shards.
-      name: a name scope for the profile.
-      validate_indices: ignored, as in TensorFlow.
-      max_norm: rows whose L2 norm is larger are scaled down to it as they are read.
-      options: ``padding_id`` and ``mode`` of :func:`jslices.embedding_lookup`.
+    ``options`` are its ``padding_id`` and ``mode``; ``validate_indices`` is ignored, as in
+    TensorFlow, and an id that is out of range reads NaN (TensorFlow raises).
 
     Example:
       >>> import jax.numpy as jnp, jslices.tf1 as tf
@@ -72,17 +66,8 @@ def embedding_lookup_sparse(
 ) -> jax.Array:
     """One combined row ``[*D]`` for each bag: :func:`jslices.embedding_lookup_sparse`.
 
-    Args:
-      params: ``[V, *D]`` floats, an array or a variable; or a list of shards.
-      sp_ids: a :class:`jslices.tf1.SparseTensor` whose rows are the bags, or any form that
-        :func:`jslices.embedding_lookup_sparse` accepts.
-      sp_weights: None, or the weights: a ``SparseTensor`` with the indices of the ids, or
-        an array in the shape of the ids.
-      partition_strategy: ``"mod"`` or ``"div"``, for shards.
-      name: a name scope for the profile.
-      combiner: ``"mean"`` (also None), ``"sum"``, ``"sqrtn"`` or ``"max"``.
-      max_norm: rows whose L2 norm is larger are scaled down to it before they are combined.
-      options: ``mask`` and ``mode`` of :func:`jslices.embedding_lookup_sparse`.
+    ``sp_ids`` may also be a :class:`jslices.tf1.SparseTensor` whose rows are the bags, and
+    ``sp_weights`` one of the same indices; ``options`` are ``mask`` and ``mode``.
 
     Example:
       >>> import jax.numpy as jnp, jslices.tf1 as tf
@@ -169,23 +154,7 @@ def sampled_softmax_loss(
 ) -> jax.Array:
     """Softmax cross entropy over some classes: :func:`jslices.sampled_softmax_loss`.
 
-    Args:
-      weights: ``[V, D]``, a row for each class: an array, a variable or a list of shards.
-      biases: ``[V]``, or a list of shards.
-      labels: ``[B, num_true]`` integers.
-      inputs: ``[B, D]``.
-      num_sampled: how many classes to draw.
-      num_classes: V.
-      num_true: true classes of each example.
-      sampled_values: what :func:`log_uniform_candidate_sampler` or another sampler drew.
-      remove_accidental_hits: whether to leave out drawn classes that are true.
-      partition_strategy: ``"mod"`` or ``"div"``, for shards.
-      name: a name scope for the profile.
-      seed: draws the same classes in every call.
-      key: a JAX key for the draw.
-
-    Returns:
-      ``[B]``. Under :func:`jslices.grad` weights and biases get IndexedSlices.
+    With ``seed``, or with a JAX ``key``, classes are drawn here. Returns ``[B]``.
 
     Raises:
       ValueError: without ``sampled_values``, ``key`` and ``seed``, or for shapes that do
@@ -224,7 +193,7 @@ def nce_loss(
 ) -> jax.Array:
     """Noise-contrastive estimation: :func:`jslices.nce_loss`.
 
-    Arguments, result and errors are as in :func:`jslices.tf1.nn.sampled_softmax_loss`.
+    ``seed``, ``key`` and errors are as in :func:`jslices.tf1.nn.sampled_softmax_loss`.
 
     Example:
       >>> import jax.numpy as jnp, jslices.tf1 as tf
@@ -253,23 +222,12 @@ def log_uniform_candidate_sampler(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Draws classes, low numbers more often: :func:`jslices.log_uniform_candidate_sampler`.
 
-    Args:
-      true_classes: ``[B, num_true]`` integers.
-      num_true: true classes of each example.
-      num_sampled: S, how many classes to draw.
-      unique: whether the drawn classes are distinct.
-      range_max: the number of classes.
-      seed: draws the same classes in every call.
-      name: a name scope for the profile.
-      key: a JAX key for the draw.
-
-    Returns:
-      The named tuple ``(sampled_candidates [S], true_expected_count [B, num_true],
-      sampled_expected_count [S])``.
+    ``seed`` draws the same classes in every call. Returns the named tuple
+    ``(sampled_candidates, true_expected_count, sampled_expected_count)``.
 
     Raises:
-      ValueError: without ``key`` and ``seed``, for other shapes, or for more distinct
-        classes than there are.
+      ValueError: without ``key`` and ``seed``, for ``true_classes`` of a shape other than
+        ``[B, num_true]``, or for more distinct classes than there are.
 
     Example:
       >>> import jslices.tf1 as tf
