@@ -1,5 +1,6 @@
 """Names for what JAX leaves untyped, so that a signature says what it takes."""
 
+from collections.abc import Callable
 from typing import Any, TypeAlias
 
 import jax
@@ -20,3 +21,7 @@ Key: TypeAlias = jax.Array
 Size: TypeAlias = Any
 #: A leaf of a tree of gradients or updates: an array, an IndexedSlices or None.
 Leaf: TypeAlias = Any
+#: A hyperparameter: a number, or an array ``[]``.
+Scalar: TypeAlias = float | jax.Array
+#: A hyperparameter as a function of the step, which counts from 0.
+Schedule: TypeAlias = Callable[[jax.Array], Scalar]

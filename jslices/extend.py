@@ -39,19 +39,12 @@ from jslices._typing import Params as Params
 from jslices._typing import PyTree as PyTree
 from jslices._typing import State as State
 
-# How an optimizer was made, to make it again: with another learning rate, from a file.
-from jslices.optim._engine.recipe import Recipe as Recipe
-from jslices.optim._engine.recipe import learning_rates as learning_rates
-from jslices.optim._engine.recipe import makes_recorded as makes_recorded
-from jslices.optim._engine.recipe import with_learning_rate as with_learning_rate
-
 # Optimizers of Optax where those of jslices are expected.
 from jslices.optim.transforms.base import as_transformation as as_transformation
 
 __all__ = [
     "Params",
     "PyTree",
-    "Recipe",
     "State",
     "as_bags",
     "as_ids",
@@ -63,11 +56,8 @@ __all__ = [
     "empty_index",
     "human_bytes",
     "index_dtype",
-    "learning_rates",
-    "makes_recorded",
     "refuse_bad_ids",
     "rows_at",
     "settle",
     "sort_ids",
-    "with_learning_rate",
 ]

@@ -14,7 +14,7 @@ from helpers import cost_on, needs_device
 
 import jslices as js
 from jslices._proof.targets import target
-from jslices.optim._engine.plan import choose_plan
+from jslices.optim.engine.step import choose_plan
 
 V, K = 1_000_000, 10_000
 S = jax.ShapeDtypeStruct

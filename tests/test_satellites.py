@@ -21,9 +21,7 @@ PUBLIC_MODULES = (
 TOOLS = {"_bench": ("_proof.",)}
 
 #: What is not public and still imported, by satellite: this only ever gets shorter.
-EXCEPTIONS: dict[str, set[str]] = {
-    "_bench": {"optim._engine.plan.Plan"},
-}
+EXCEPTIONS: dict[str, set[str]] = {}
 
 
 def imports(source: str) -> set[str]:

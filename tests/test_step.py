@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 from optimizers import BY_ROW, FIRST, THREE, label, make, slices_of
 
 import jslices as js
-from jslices.optim._engine.execute import execute
-from jslices.optim._engine.plan import Plan, choose_plan
+from jslices.optim.engine.step import Plan, choose_plan, execute
 
 V, D, K, CHUNK = 10, 3, 24, 4
 # All plans for these sizes: there are at most V distinct rows, so three chunks.

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jslices as js
-from jslices.optim._engine.plan import Plan
+from jslices.optim import Plan
 
 LEARNING_RATE = 1e-3
 ID_BYTES = 4

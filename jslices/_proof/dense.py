@@ -8,7 +8,7 @@ from jslices._densify import human_bytes
 from jslices._proof.program import Array, Instruction, Leaf, Module, Program
 
 _NO_MEMORY = {"parameter", "constant", "copy-done"}
-#: The function of ``optim._engine.execute`` that steps all rows of a table.
+#: The function of ``optim.engine.step`` that steps all rows of a table.
 _ALL_ROWS = "_all_rows"
 
 

@@ -18,8 +18,12 @@ from jslices import (
     is_slices,
     tree,
 )
-from jslices.extend import learning_rates, with_learning_rate
-from jslices.keras.description import described, made_from
+from jslices.keras.description import (
+    described,
+    learning_rates,
+    made_from,
+    with_learning_rate,
+)
 
 #: Options of Keras' optimizers that need a pass over the whole table, and what to do.
 REFUSED = {

@@ -35,9 +35,7 @@ state. A table that is sharded over devices is flushed by ``jax.shard_map(tx.flu
 """
 
 from jslices._place.hints import PerformanceHint as PerformanceHint
-from jslices.optim._engine.arithmetic import Schedule as Schedule
-from jslices.optim._engine.protocol import GradientTransformation as GradientTransformation
-from jslices.optim._engine.protocol import apply_updates as apply_updates
+from jslices._typing import Schedule as Schedule
 from jslices.optim.adadelta import AdadeltaState as AdadeltaState
 from jslices.optim.adadelta import adadelta as adadelta
 from jslices.optim.adafactor import AdafactorState as AdafactorState
@@ -49,6 +47,10 @@ from jslices.optim.adam import adam as adam
 from jslices.optim.adamw import adamw as adamw
 from jslices.optim.amsgrad import AmsgradState as AmsgradState
 from jslices.optim.amsgrad import amsgrad as amsgrad
+from jslices.optim.engine.protocol import GradientTransformation as GradientTransformation
+from jslices.optim.engine.protocol import MadeBy as MadeBy
+from jslices.optim.engine.protocol import apply_updates as apply_updates
+from jslices.optim.engine.step import Plan as Plan
 from jslices.optim.ftrl import FtrlState as FtrlState
 from jslices.optim.ftrl import ftrl as ftrl
 from jslices.optim.lamb import LambState as LambState

@@ -10,22 +10,25 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from jslices._place.boundary import filled_like
-from jslices.optim._engine.arithmetic import (
+from jslices.optim.engine.constructors import optimizer
+from jslices.optim.engine.protocol import GradientTransformation
+from jslices.optim.engine.rule import (
+    Kernel,
+    Rule,
     Scalar,
     Schedule,
     Step,
+    check_lazy,
     check_learning_rate,
     decayed,
     per_row,
     row_mean,
     value_at,
     with_decay,
+    zeros,
 )
-from jslices.optim._engine.execute import derivable, step_slices
-from jslices.optim._engine.protocol import GradientTransformation
-from jslices.optim._engine.recipe import optimizer
-from jslices.optim._engine.rule import Kernel, Rule, check_lazy, zeros
-from jslices.optim._engine.transformation import transformation
+from jslices.optim.engine.step import derivable, step_slices
+from jslices.optim.engine.transformation import transformation
 
 
 class AdafactorState(NamedTuple):

@@ -5,22 +5,25 @@ from typing import Any
 import jax
 from jax.typing import DTypeLike
 
-from jslices.optim._engine.arithmetic import (
+from jslices.optim.adam import AdamState, adam_direction, adam_missed
+from jslices.optim.engine.constructors import optimizer
+from jslices.optim.engine.missed import Missed, MissedSteps
+from jslices.optim.engine.protocol import GradientTransformation
+from jslices.optim.engine.rule import (
+    Kernel,
+    Rule,
     Scalar,
     Schedule,
     Step,
     check_decay,
     check_learning_rate,
     decays_missed_steps,
+    is_exact,
     scaled,
     with_decay,
+    zeros,
 )
-from jslices.optim._engine.protocol import GradientTransformation
-from jslices.optim._engine.recipe import optimizer
-from jslices.optim._engine.rule import Kernel, Rule, is_exact, zeros
-from jslices.optim._engine.transformation import transformation
-from jslices.optim._exact.missed import Missed, MissedSteps
-from jslices.optim.adam import AdamState, adam_direction, adam_missed
+from jslices.optim.engine.transformation import transformation
 
 
 @optimizer

@@ -5,17 +5,21 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jslices.optim._engine.arithmetic import (
+from jslices.optim.engine.constructors import optimizer
+from jslices.optim.engine.protocol import GradientTransformation
+from jslices.optim.engine.rule import (
+    Kernel,
+    Rule,
     Scalar,
     Schedule,
     Step,
+    check_lazy,
     check_learning_rate,
+    full,
     value_at,
+    zeros,
 )
-from jslices.optim._engine.protocol import GradientTransformation
-from jslices.optim._engine.recipe import optimizer
-from jslices.optim._engine.rule import Kernel, Rule, check_lazy, full, zeros
-from jslices.optim._engine.transformation import transformation
+from jslices.optim.engine.transformation import transformation
 
 
 class FtrlState(NamedTuple):

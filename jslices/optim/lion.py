@@ -6,23 +6,27 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from jslices.optim._engine.arithmetic import (
+from jslices.optim.engine.constructors import optimizer
+from jslices.optim.engine.missed import Missed, MissedSteps, fading
+from jslices.optim.engine.protocol import GradientTransformation
+from jslices.optim.engine.rule import (
+    Kernel,
+    Rule,
     Scalar,
     Schedule,
     Step,
     check_decay,
+    check_fading,
     check_learning_rate,
     decayed,
     decays,
     decays_missed_steps,
+    is_exact,
     scaled,
     with_decay,
+    zeros,
 )
-from jslices.optim._engine.protocol import GradientTransformation
-from jslices.optim._engine.recipe import optimizer
-from jslices.optim._engine.rule import Kernel, Rule, check_fading, is_exact, zeros
-from jslices.optim._engine.transformation import transformation
-from jslices.optim._exact.missed import Missed, MissedSteps, fading
+from jslices.optim.engine.transformation import transformation
 
 
 class LionState(NamedTuple):

@@ -7,22 +7,26 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from jslices.optim._engine.arithmetic import (
+from jslices.optim.adam import adam_missed
+from jslices.optim.engine.constructors import optimizer
+from jslices.optim.engine.missed import Missed
+from jslices.optim.engine.protocol import GradientTransformation
+from jslices.optim.engine.rule import (
+    Kernel,
+    Rule,
     Scalar,
     Schedule,
     Step,
     check_learning_rate,
     decayed,
+    is_exact,
     per_row,
     row_mean,
+    row_of,
     scaled,
+    zeros,
 )
-from jslices.optim._engine.protocol import GradientTransformation
-from jslices.optim._engine.recipe import optimizer
-from jslices.optim._engine.rule import Kernel, Rule, is_exact, row_of, zeros
-from jslices.optim._engine.transformation import transformation
-from jslices.optim._exact.missed import Missed
-from jslices.optim.adam import adam_missed
+from jslices.optim.engine.transformation import transformation
 
 
 class PartialRowwiseAdamState(NamedTuple):

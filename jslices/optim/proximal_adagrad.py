@@ -5,18 +5,21 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jslices.optim._engine.arithmetic import (
+from jslices.optim.engine.constructors import optimizer
+from jslices.optim.engine.missed import Missed, MissedSteps
+from jslices.optim.engine.protocol import GradientTransformation
+from jslices.optim.engine.rule import (
+    Kernel,
+    Rule,
     Scalar,
     Schedule,
     Step,
     check_learning_rate,
+    full,
+    is_exact,
     value_at,
 )
-from jslices.optim._engine.protocol import GradientTransformation
-from jslices.optim._engine.recipe import optimizer
-from jslices.optim._engine.rule import Kernel, Rule, full, is_exact
-from jslices.optim._engine.transformation import transformation
-from jslices.optim._exact.missed import Missed, MissedSteps
+from jslices.optim.engine.transformation import transformation
 
 
 class ProximalAdagradState(NamedTuple):

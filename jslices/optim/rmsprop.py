@@ -6,19 +6,24 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jslices.optim._engine.arithmetic import (
+from jslices.optim.engine.constructors import optimizer
+from jslices.optim.engine.missed import Missed, MissedSteps, Series, fading
+from jslices.optim.engine.protocol import GradientTransformation
+from jslices.optim.engine.rule import (
+    Kernel,
+    Rule,
     Scalar,
     Schedule,
     Step,
+    check_fading,
     check_learning_rate,
     decayed,
+    full,
+    is_exact,
     scaled,
+    zeros,
 )
-from jslices.optim._engine.protocol import GradientTransformation
-from jslices.optim._engine.recipe import optimizer
-from jslices.optim._engine.rule import Kernel, Rule, check_fading, full, is_exact, zeros
-from jslices.optim._engine.transformation import transformation
-from jslices.optim._exact.missed import Missed, MissedSteps, Series, fading
+from jslices.optim.engine.transformation import transformation
 
 
 class RmspropState(NamedTuple):

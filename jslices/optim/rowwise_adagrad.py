@@ -5,19 +5,22 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jslices.optim._engine.arithmetic import (
+from jslices.optim.engine.constructors import optimizer
+from jslices.optim.engine.protocol import GradientTransformation
+from jslices.optim.engine.rule import (
+    Kernel,
+    Rule,
     Scalar,
     Schedule,
     Step,
     check_learning_rate,
+    is_exact,
     per_row,
     row_mean,
+    row_of,
     scaled,
 )
-from jslices.optim._engine.protocol import GradientTransformation
-from jslices.optim._engine.recipe import optimizer
-from jslices.optim._engine.rule import Kernel, Rule, is_exact, row_of
-from jslices.optim._engine.transformation import transformation
+from jslices.optim.engine.transformation import transformation
 
 
 class RowwiseAdagradState(NamedTuple):

@@ -5,18 +5,22 @@ from typing import Any, NamedTuple
 import jax
 from jax.typing import DTypeLike
 
-from jslices.optim._engine.arithmetic import (
+from jslices.optim.engine.constructors import optimizer
+from jslices.optim.engine.missed import Missed, MissedSteps, fading, momentum_series
+from jslices.optim.engine.protocol import GradientTransformation
+from jslices.optim.engine.rule import (
+    Kernel,
+    Rule,
     Scalar,
     Schedule,
     Step,
+    check_fading,
     check_learning_rate,
+    is_exact,
     scaled,
+    zeros,
 )
-from jslices.optim._engine.protocol import GradientTransformation
-from jslices.optim._engine.recipe import optimizer
-from jslices.optim._engine.rule import Kernel, Rule, check_fading, is_exact, zeros
-from jslices.optim._engine.transformation import transformation
-from jslices.optim._exact.missed import Missed, MissedSteps, fading, momentum_series
+from jslices.optim.engine.transformation import transformation
 
 
 class SgdState(NamedTuple):

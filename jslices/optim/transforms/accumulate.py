@@ -9,7 +9,7 @@ from jax import lax
 
 from jslices._jax import flatten
 from jslices._slices import IndexedSlices, as_array, check_slices, is_slices
-from jslices.optim._engine.protocol import is_leaf
+from jslices.optim.engine.protocol import is_leaf
 from jslices.optim.transforms.norms import as_leaf, widened
 
 REDUCTIONS = ("mean", "sum")

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 import jax
 
 from jslices._typing import Gradients, Key, Leaf, Params, PyTree, State
-from jslices.optim._engine.protocol import GradientTransformation, is_leaf
+from jslices.optim.engine.protocol import GradientTransformation, is_leaf
 
 #: From a tree that mirrors all parameters (or None) to a held transformation's share.
 Share = Callable[[PyTree], PyTree]

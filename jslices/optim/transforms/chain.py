@@ -7,13 +7,13 @@ from typing import Any
 import jax
 
 from jslices._typing import Gradients, Key, Params, PyTree, State
-from jslices.optim._engine.checks import check_links
-from jslices.optim._engine.protocol import GradientTransformation, widening
-from jslices.optim._engine.recipe import recorded
+from jslices.optim.engine.constructors import combinator
+from jslices.optim.engine.protocol import GradientTransformation, widening
+from jslices.optim.engine.transformation import check_links
 from jslices.optim.transforms.base import Call, as_transformation, stateless, wrapped
 
 
-@recorded
+@combinator
 def chain(*transformations: Any) -> GradientTransformation:
     """Runs transformations in turn, each on what the one before it returned.
 

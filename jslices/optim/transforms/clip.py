@@ -20,8 +20,8 @@ from jax.typing import ArrayLike, DTypeLike
 from jslices._jax import flatten
 from jslices._slices import IndexedSlices, deduplicated, is_slices, one_program
 from jslices._typing import PyTree
-from jslices.optim._engine.protocol import GradientTransformation, is_leaf
-from jslices.optim._engine.recipe import recorded
+from jslices.optim.engine.constructors import combinator
+from jslices.optim.engine.protocol import GradientTransformation, is_leaf
 from jslices.optim.transforms.base import each_leaf, stateless
 from jslices.optim.transforms.norms import (
     as_leaf,
@@ -274,7 +274,7 @@ def clip_by_value(t: Any, clip_value_min: ArrayLike, clip_value_max: ArrayLike) 
 # --- Transformations ------------------------------------------------------------------
 
 
-@recorded
+@combinator
 def clip_global_norm(max_norm: float | jax.Array) -> GradientTransformation:
     """Scales all gradients by one factor, so that their global norm is at most a limit.
 
@@ -310,7 +310,7 @@ def clip_global_norm(max_norm: float | jax.Array) -> GradientTransformation:
     return stateless(lambda grads: clip_by_global_norm(grads, max_norm)[0])
 
 
-@recorded
+@combinator
 def clip(max_delta: float | jax.Array) -> GradientTransformation:
     """Brings every element of the gradients into ``[-max_delta, max_delta]``.
 
@@ -340,7 +340,7 @@ def clip(max_delta: float | jax.Array) -> GradientTransformation:
     return each_leaf(lambda g: clip_by_value(g, -limit, limit))
 
 
-@recorded
+@combinator
 def clip_row_norms(max_norm: float | jax.Array) -> GradientTransformation:
     """Scales down the rows of the gradients whose own norm exceeds a limit.
 
@@ -373,7 +373,7 @@ def clip_row_norms(max_norm: float | jax.Array) -> GradientTransformation:
     return each_leaf(lambda g: clip_rows_by_norm(g, max_norm))
 
 
-@recorded
+@combinator
 def clip_by_block_rms(threshold: float | jax.Array) -> GradientTransformation:
     """Scales each array's gradient down so that its root mean square is at most a limit.
 

@@ -13,7 +13,7 @@ from jslices._grad.plan import (
     check_callable,
     plan_call,
 )
-from jslices.optim._engine.protocol import GradientTransformation
+from jslices.optim.engine.protocol import GradientTransformation
 
 
 def exact_step(

@@ -12,8 +12,9 @@ from jax.typing import ArrayLike
 from jslices._jax import flatten
 from jslices._slices import IndexedSlices, is_slices
 from jslices._typing import Gradients, Params, PyTree, State
-from jslices.optim._engine.protocol import in_two
-from jslices.optim._exact.catch_up import FROZEN, Clock
+from jslices.optim.engine.catch_up import FROZEN, Clock
+from jslices.optim.engine.constructors import combinator
+from jslices.optim.engine.protocol import in_two
 from jslices.optim.transforms.base import Call, as_transformation, wrapped
 from jslices.optim.transforms.given import is_leaf_or_masked, map_given, spread_over
 from jslices.optim.transforms.rows import only_rows
@@ -24,6 +25,7 @@ Frozen: TypeAlias = jax.Array | np.ndarray | Callable[[jax.Array], jax.Array]
 ARGUMENT = "freeze_rows(frozen=...)"
 
 
+@combinator
 def freeze_rows(tx: Any, frozen: PyTree) -> Any:
     """The optimizer ``tx``, by which some rows never move.
 

@@ -17,16 +17,17 @@ from jslices._place.boundary import on_any_mesh, placed_as, row_major_array
 from jslices._rows.access import room_for_distinct, set_rows, where_rows
 from jslices._slices import IndexedSlices, deduplicated, is_slices
 from jslices._typing import Gradients, Leaf, Params, PyTree, State
-from jslices.optim._engine.checks import check_structure, checked_gradient, places
-from jslices.optim._engine.execute import derivable, read_rows
-from jslices.optim._engine.plan import Plan
-from jslices.optim._engine.protocol import (
+from jslices.optim.engine.constructors import combinator
+from jslices.optim.engine.protocol import (
     GradientTransformation,
     is_leaf,
     shardings_of_update,
 )
+from jslices.optim.engine.step import Plan, derivable, read_rows
+from jslices.optim.engine.transformation import check_structure, checked_gradient, paths_of
 
 
+@combinator
 def from_optax(tx: Any) -> GradientTransformation:
     """Lifts an Optax transformation to gradients that are IndexedSlices.
 
@@ -110,7 +111,7 @@ class _Lifted:
         arrays = tree.flatten_up_to(params)
         touched = [
             _coalesced(checked_gradient(place, g, p))
-            for place, g, p in zip(places(tree), leaves, arrays, strict=True)
+            for place, g, p in zip(paths_of(tree), leaves, arrays, strict=True)
         ]
         kind = (tree, *((g.shape, g.dtype, is_slices(g)) for g in touched if g is not None))
         if any(map(is_slices, touched)) and kind not in self.tried:

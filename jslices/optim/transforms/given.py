@@ -6,7 +6,7 @@ from typing import Any
 import jax
 
 from jslices._jax import flatten
-from jslices.optim._engine.protocol import is_leaf
+from jslices.optim.engine.protocol import is_leaf
 from jslices.optim.transforms.norms import as_leaf
 
 

@@ -19,9 +19,10 @@ from jslices._place.boundary import filled_like, row_major_tables, split_as_told
 from jslices._rows.access import canonical_indices, empty_index, index_dtype
 from jslices._slices import Facts, check_slices, is_slices, slices_of
 from jslices._typing import Aval, Gradients, Key, Leaf, Params, PyTree, State
-from jslices.optim._engine.arithmetic import next_count, zero_count
-from jslices.optim._engine.checks import check_fields, places
-from jslices.optim._engine.protocol import GradientTransformation, is_leaf
+from jslices.optim.engine.constructors import combinator
+from jslices.optim.engine.protocol import GradientTransformation, is_leaf
+from jslices.optim.engine.rule import next_count, zero_count
+from jslices.optim.engine.transformation import check_fields, paths_of
 from jslices.optim.transforms.accumulate import merge_leaf
 from jslices.optim.transforms.base import Call, as_transformation, wrapped
 from jslices.optim.transforms.norms import widened
@@ -38,6 +39,7 @@ class MultiStepsState(NamedTuple):
     acc_grads: Any  #: sums of dense gradients; rows side by side, values ``[k, K, *D]``.
 
 
+@combinator
 def multi_steps(
     opt: Any, every_k_schedule: int, grads: Gradients, use_grad_mean: bool = True
 ) -> GradientTransformation:
@@ -204,7 +206,9 @@ class _Buffers:
                 f"{self.structure}, got {_shapes(leaves)} in {structure}; make it with a "
                 "gradient like these"
             )
-        for path, x, example in zip(places(structure), leaves, self.examples, strict=True):
+        for path, x, example in zip(
+            paths_of(structure), leaves, self.examples, strict=True
+        ):
             if not _alike(x, example):
                 raise ValueError(
                     f"multi_steps was made for a gradient {_shapes([example])}{path}, got "

@@ -18,7 +18,7 @@ from jslices._slices import (
     slices_of,
 )
 from jslices._typing import PyTree
-from jslices.optim._engine.protocol import is_leaf
+from jslices.optim.engine.protocol import is_leaf
 
 
 def global_norm(tree: Any) -> jax.Array:

@@ -15,9 +15,9 @@ import jax
 
 from jslices._jax import flatten
 from jslices._typing import Gradients, Params, PyTree, State
-from jslices.optim._engine.checks import check_fields
-from jslices.optim._engine.protocol import GradientTransformation, is_leaf
-from jslices.optim._engine.recipe import recorded
+from jslices.optim.engine.constructors import combinator
+from jslices.optim.engine.protocol import GradientTransformation, is_leaf
+from jslices.optim.engine.transformation import check_fields
 from jslices.optim.transforms.base import (
     Call,
     Share,
@@ -43,7 +43,7 @@ class PartitionState(NamedTuple):
     inner_states: Any  #: a dict from labels to :class:`MaskedState`.
 
 
-@recorded
+@combinator
 def partition(
     transforms: Mapping[Hashable, Any],
     param_labels: PyTree,
@@ -105,7 +105,7 @@ def partition(
     )
 
 
-@recorded
+@combinator
 def masked(
     inner: Any, mask: PyTree, *, mask_compatible_extra_args: bool = False
 ) -> GradientTransformation:

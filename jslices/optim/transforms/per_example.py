@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from jslices._jax import flatten
-from jslices.optim._engine.protocol import is_leaf
+from jslices.optim.engine.protocol import is_leaf
 from jslices.optim.transforms.accumulate import leading_axis, merge_leaf
 from jslices.optim.transforms.clip import check_limit, shrunk
 from jslices.optim.transforms.norms import (

@@ -16,8 +16,8 @@ from jslices._place.boundary import like_first, on_any_mesh
 from jslices._rows.access import canonical_indices, empty_index, set_rows, take_rows
 from jslices._rows.sums import check_combine, sort_ids
 from jslices._slices import IndexedSlices, check_slices, is_slices, rows_at
-from jslices.optim._engine.protocol import GradientTransformation, is_leaf
-from jslices.optim._engine.recipe import recorded
+from jslices.optim.engine.constructors import combinator
+from jslices.optim.engine.protocol import GradientTransformation, is_leaf
 from jslices.optim.transforms.base import each_leaf
 from jslices.optim.transforms.clip import check_limit, clip_rows_by_norm
 from jslices.optim.transforms.norms import as_leaf
@@ -196,7 +196,7 @@ def _projected(param: Any, touched: IndexedSlices, limit: jax.Array) -> jax.Arra
 # --- Frequent rows --------------------------------------------------------------------
 
 
-@recorded
+@combinator
 def combine_duplicates(combine: str) -> GradientTransformation:
     """Merges duplicate rows, optionally so that frequent rows weigh less.
 

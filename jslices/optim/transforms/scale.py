@@ -7,13 +7,13 @@ import jax.numpy as jnp
 
 from jslices._rows.access import canonical_indices, per_row
 from jslices._slices import IndexedSlices, check_slices
-from jslices.optim._engine.protocol import GradientTransformation
-from jslices.optim._engine.recipe import recorded
+from jslices.optim.engine.constructors import combinator
+from jslices.optim.engine.protocol import GradientTransformation
 from jslices.optim.transforms.base import stateless
 from jslices.optim.transforms.given import map_given
 
 
-@recorded
+@combinator
 def scale(factors: Any) -> GradientTransformation:
     """Multiplies updates by a factor for each array, or for each row of a table.
 

@@ -7,12 +7,12 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike, DTypeLike
 
 from jslices._typing import Gradients, Params, PyTree, State
-from jslices.optim._engine.protocol import GradientTransformation
-from jslices.optim._engine.recipe import recorded
+from jslices.optim.engine.constructors import combinator
+from jslices.optim.engine.protocol import GradientTransformation
 from jslices.optim.transforms.base import Call, as_transformation, wrapped
 
 
-@recorded
+@combinator
 def with_state_dtype(tx: Any, dtype: DTypeLike) -> GradientTransformation:
     """The optimizer ``tx``, whose state begins as that of parameters of ``dtype``.
 

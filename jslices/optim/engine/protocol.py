@@ -1,8 +1,9 @@
 """The protocol of an optimizer, which is Optax's, and adding updates to parameters."""
 
+import inspect
 import zlib
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +29,24 @@ from jslices._slices import (
 from jslices._typing import Gradients, Key, Leaf, Params, PyTree, State
 
 
+class MadeBy(NamedTuple):
+    """The call that made a transformation, for what makes it again, changed.
+
+    Attributes:
+      function: such as :func:`jslices.adam`.
+      arguments: what it was called with, by the names of its parameters.
+    """
+
+    function: "Callable[..., GradientTransformation]"
+    arguments: dict[str, Any]
+
+    def __call__(self) -> "GradientTransformation":
+        """Makes the transformation."""
+        bound = inspect.signature(self.function).bind_partial()
+        bound.arguments.update(self.arguments)
+        return self.function(*bound.args, **bound.kwargs)
+
+
 class GradientTransformation:
     """A pair of pure functions in Optax's protocol, and what rows need besides.
 
@@ -43,7 +62,7 @@ class GradientTransformation:
       flush: the same for all rows; both or neither.
       apply: a step in one call, if not ``update`` and then ``apply_updates``.
       plan: see :meth:`plan`.
-      recipe: how it was made, for what makes it again (:mod:`jslices.keras`).
+      made_by: the call that made it, where it was not put together from functions.
       check: ``check(grads, state)``, which raises before a step, where values are there to
         tell, what a program cannot.
 
@@ -67,7 +86,7 @@ class GradientTransformation:
         "_plan",
         "check",
         "init",
-        "recipe",
+        "made_by",
         "update",
     )
 
@@ -79,10 +98,10 @@ class GradientTransformation:
         flush: Callable[[Params, State], tuple[Params, State]] | None = None,
         apply: Callable[..., tuple[Params, State]] | None = None,
         plan: Callable[..., PyTree] | None = None,
-        recipe: PyTree = None,
+        made_by: MadeBy | None = None,
         check: Callable[[Gradients, State], None] | None = None,
     ) -> None:
-        self.init, self.update, self.recipe, self.check = init, update, recipe, check
+        self.init, self.update, self.made_by, self.check = init, update, made_by, check
         self._catch_up, self._flush, self._plan = catch_up, flush, plan
         self._apply = apply or in_two(update)
 

@@ -8,7 +8,10 @@ from helpers import assert_close
 from optimizers import FIRST, label, make
 
 import jslices as js
-from jslices.optim._engine.recipe import learning_rates, with_learning_rate
+
+description = pytest.importorskip("jslices.keras.description")
+learning_rates = description.learning_rates
+with_learning_rate = description.with_learning_rate
 
 PARAMS = {"table": jnp.ones((6, 2)), "w": jnp.ones(2)}
 GRADS = {
@@ -20,8 +23,8 @@ GRADS = {
 @pytest.mark.parametrize("name, kwargs", FIRST, ids=label)
 def test_every_optimizer(name, kwargs):
     tx = make(js, name, 0.1, kwargs)
-    assert tx.recipe.make is getattr(js, name)
-    again = tx.recipe()
+    assert tx.made_by.function is getattr(js, name)
+    again = tx.made_by()
     wanted = tx.apply(GRADS, tx.init(PARAMS), PARAMS)
     assert_close(again.apply(GRADS, again.init(PARAMS), PARAMS), wanted, rtol=0, atol=0)
 
@@ -52,5 +55,15 @@ def test_another_learning_rate_reaches_what_stands_inside():
 
 def test_what_was_put_together_from_functions_has_none():
     tx = js.GradientTransformation(*js.sgd(0.1))
-    assert tx.recipe is None and with_learning_rate(tx, 1.0) is tx
-    assert js.from_optax(optax.sgd(0.1)).recipe is None
+    assert tx.made_by is None and with_learning_rate(tx, 1.0) is tx
+    assert not learning_rates(js.from_optax(optax.sgd(0.1)))
+
+
+def test_what_stands_around_an_optimizer_hands_its_learning_rate_on():
+    for tx in (
+        js.optim.freeze_rows(js.sgd(0.1), None),
+        js.optim.multi_steps(js.sgd(0.1), 2, GRADS),
+        js.optim.with_state_dtype(js.sgd(0.1), "float32"),
+    ):
+        assert learning_rates(tx) == [0.1]
+        assert learning_rates(with_learning_rate(tx, 0.5)) == [0.5]

@@ -5,33 +5,30 @@ closed form (``catch_up``), and before parameters are saved or evaluated all row
 (``flush``).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.tree_util import Partial
+from jax.typing import ArrayLike
 
 from jslices._jax import flatten
 from jslices._place.boundary import mesh_of, row_major_array
 from jslices._place.placement import placement_at_hand
-from jslices._rows.access import canonical_indices, index_dtype, take_rows, where_rows
-from jslices._slices import IndexedSlices, one_program, sent_to_owners
-from jslices.optim._engine.arithmetic import next_count, per_row
-from jslices.optim._engine.execute import execute, step_slices
-from jslices.optim._engine.plan import Plan
-from jslices.optim._engine.rule import Kernel, Rule, row_like
-from jslices.optim._exact.missed import Missed, MissedSteps
+from jslices._rows.access import canonical_indices, index_dtype, where_rows
+from jslices._slices import IndexedSlices, one_program, rows_at, sent_to_owners
+from jslices._typing import Leaf, Params, PyTree
+from jslices.optim.engine.missed import Missed, MissedSteps
+from jslices.optim.engine.rule import Kernel, Rule, next_count, per_row, row_like
+from jslices.optim.engine.step import Plan, execute, step_slices
 
 #: Elements of a table that ``flush`` brings up to date at a time.
 CHUNK_ELEMENTS = 1 << 18
 
 #: The last step of a row that shall never move: it has missed nothing, ever.
 FROZEN = np.iinfo(np.int32).max
-
-#: From params and their structure to the rule of each leaf.
-RulesFor = Callable[[Any, Any], list[Rule]]
 
 
 class Clock(NamedTuple):
@@ -42,7 +39,7 @@ class Clock(NamedTuple):
     run: jax.Array  #: float32 ``[2]``: how far a schedule has run.
 
 
-def new_clock(params: Any, rules: Sequence[Rule]) -> Clock:
+def new_clock(params: Params, rules: Sequence[Rule]) -> Clock:
     """The clock before the first step of optimizers whose rows catch up."""
     leaves, tree = flatten(params)
     start, run = jnp.zeros((), jnp.int32), jnp.zeros((2,), jnp.float32)
@@ -79,7 +76,9 @@ def keeping_time(kernel: Kernel, rule: Rule, count: jax.Array, run: jax.Array) -
     return timed
 
 
-def refuse_stale(grads: Sequence[Any], last: Sequence[Any], count: jax.Array) -> None:
+def refuse_stale(
+    grads: Sequence[Leaf], last: Sequence[jax.Array], count: jax.Array
+) -> None:
     """Raises for rows that have not caught up, where all is known."""
     tables = [(g, steps) for g, steps in zip(grads, last, strict=True) if g is not None]
     if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((tables, count))):
@@ -101,7 +100,7 @@ def refuse_stale(grads: Sequence[Any], last: Sequence[Any], count: jax.Array) ->
 
 @one_program
 def _late(
-    tables: Sequence[tuple[Any, jax.Array]], count: jax.Array
+    tables: Sequence[tuple[Leaf, jax.Array]], count: jax.Array
 ) -> list[tuple[jax.Array, jax.Array]]:
     """For each gradient its rows ``[n]``, and which of them have not caught up."""
     results = []
@@ -110,13 +109,13 @@ def _late(
         rows = jnp.arange(steps.shape[0])
         if isinstance(grad, IndexedSlices):
             rows = canonical_indices(grad.indices, steps.shape[0])
-        last_step = take_rows(steps, rows, fill_value=FROZEN)
+        last_step = rows_at(steps, rows, fill_value=FROZEN)
         results.append((rows, (last_step != count) & (last_step != FROZEN)))
     return results
 
 
-def rows_behind(params: Any, ids: Any) -> list[IndexedSlices | bool]:
-    """For each parameter the rows that ``ids`` name, as :func:`advance` takes them.
+def rows_behind(params: Params, ids: PyTree) -> list[IndexedSlices | bool]:
+    """For each parameter the rows that ``ids`` name, as :func:`step` takes them.
 
     Raises:
       ValueError: if ``ids`` do not mirror ``params``.
@@ -124,16 +123,18 @@ def rows_behind(params: Any, ids: Any) -> list[IndexedSlices | bool]:
     """
     leaves, tree = flatten(params)
     try:
-        given = tree.flatten_up_to(ids)
+        each = tree.flatten_up_to(ids)
     except ValueError as error:
         raise ValueError(
             "catch_up(params, state, ids): ids must mirror params, with an array of row "
             f"numbers for each table about to be read and None elsewhere; {error}"
         ) from error
-    return [_entries(i, p) for i, p in zip(given, leaves, strict=True)]
+    return [_entries(i, p) for i, p in zip(each, leaves, strict=True)]
 
 
-def _entries(ids: Any, param: Any) -> IndexedSlices | bool:
+def _entries(
+    ids: ArrayLike | IndexedSlices | None, param: jax.Array
+) -> IndexedSlices | bool:
     """A gradient of the rows ``ids`` for the engine; or True for all rows, False for none.
 
     Its values have no elements, as missed steps have no gradient.
@@ -161,81 +162,53 @@ def _entries(ids: Any, param: Any) -> IndexedSlices | bool:
     return IndexedSlices(jnp.zeros((ids.shape[0], 0)), ids, (param.shape[0], 0))
 
 
-def advance(
-    rules_for: RulesFor, params: Any, state: Any, which: Sequence[IndexedSlices | bool]
-) -> tuple[Any, Any]:
-    """Does the missed steps of some rows of each parameter, of all rows, or of none.
-
-    In place. Cost for some rows: a sort of K integers, and ``U * D`` elements of each
-    parameter and array. For all rows: reads and writes ``V * D`` elements of each, some
-    rows at a time.
-    """
-    leaves, tree = flatten(params)
-    rules = rules_for(params, tree)
-    names = tuple(rules[0].state) if rules else ()
-    count, run = state.count, state.clock.run
-    columns = [
-        tree.flatten_up_to(column)
-        for column in (
-            *(getattr(state, name) for name in names),
-            state.clock.last,
-            state.clock.snapshot,
-        )
-    ]
-    kernels: dict[int, Kernel] = {}
-    results = []
-    for rule, rows, *arrays, kept in zip(rules, which, leaves, *columns, strict=True):
-        if rows is False:
-            results.append([*arrays, kept])
-            continue
-        arrays += kept
-        if id(rule) not in kernels:
-            kernels[id(rule)] = _missed_steps(rule, count, run)
-        kernel, arrays = kernels[id(rule)], [jnp.asarray(x) for x in arrays]
-        if rows is True:
-            new = _every_row(kernel, arrays)
-        else:
-            new = list(step_slices(kernel, rows, (), arrays))[1:]
-        results.append([*new[: len(columns)], tuple(new[len(columns) :])])
-    if not results:
-        return params, state
-    params, *arrays, last, snapshot = [
-        tree.unflatten(column) for column in zip(*results, strict=True)
-    ]
-    clock = state.clock._replace(last=last, snapshot=snapshot)
-    return params, state._replace(clock=clock, **dict(zip(names, arrays, strict=True)))
+def step(
+    kernel: Kernel, behind: IndexedSlices | bool, arrays: Sequence[ArrayLike]
+) -> tuple[jax.Array, ...]:
+    """A parameter and what is kept with it, after the missed steps of some rows or all."""
+    old = [jnp.asarray(x) for x in arrays]
+    if isinstance(behind, IndexedSlices):
+        return step_slices(kernel, behind, (), old)[1:]
+    return tuple(_every_row(kernel, old))
 
 
-def _missed_steps(rule: Rule, count: jax.Array, run: jax.Array) -> Kernel:
+def missed_steps(rule: Rule, count: jax.Array, run: jax.Array) -> Kernel:
     """``kernel(nothing, p, *arrays, last, *snapshot)``: the missed steps of some rows."""
     steps = _missed(rule)
     tables = steps.table(count), steps.after_each()
     now = steps.snapshot(count, run)
 
-    def kernel(tables: Any, nothing: Any, p: jax.Array, *rest: Any) -> tuple[Any, ...]:
+    def kernel(
+        tables: PyTree, nothing: jax.Array, p: jax.Array, *rest: jax.Array
+    ) -> tuple[jax.Array, ...]:
         arrays, last, snapshot = _clock_apart(rest, len(now))
         missed = steps.missed(count, run, tables, last, snapshot)
         missed = jax.tree.map(lambda x: per_row(x, p), missed)
         new = steps.advance(Missed(*missed), p, *arrays)
         # A row that missed nothing stays as it is, to the bit.
         late = last < count
-        kept = [
+        moved = [
             where_rows(late, x, old).astype(old.dtype)
             for x, old in zip(new, (p, *arrays), strict=True)
         ]
-        return nothing, *kept, *_now(count, now, last, snapshot)
+        return nothing, *moved, *_now(count, now, last, snapshot)
 
     return Partial(kernel, tables)
 
 
-def _clock_apart(arrays: Sequence[Any], width: int) -> tuple[Any, Any, Any]:
+def _clock_apart(
+    arrays: Sequence[jax.Array], width: int
+) -> tuple[Sequence[jax.Array], jax.Array, Sequence[jax.Array]]:
     """``(state arrays, last, snapshot)`` from all of them in a row."""
     before = len(arrays) - width
     return arrays[: before - 1], arrays[before - 1], arrays[before:]
 
 
 def _now(
-    step: jax.Array, snapshot: Sequence[jax.Array], last: jax.Array, old: Sequence[Any]
+    step: jax.Array,
+    snapshot: Sequence[jax.Array],
+    last: jax.Array,
+    old: Sequence[jax.Array],
 ) -> tuple[jax.Array, ...]:
     """What is kept with rows that have done ``step``.
 
@@ -243,8 +216,8 @@ def _now(
     the rows, and copies the whole arrays for that.
     """
     behind = last <= step
-    kept = (jnp.where(behind, new, x) for new, x in zip(snapshot, old, strict=True))
-    return jnp.maximum(last, step), *kept
+    news = (jnp.where(behind, new, x) for new, x in zip(snapshot, old, strict=True))
+    return jnp.maximum(last, step), *news
 
 
 def _every_row(kernel: Kernel, arrays: list[jax.Array]) -> list[jax.Array]:

@@ -1,1 +1,0 @@
-"""Rows without gradient, brought to where a dense optimizer would have them."""

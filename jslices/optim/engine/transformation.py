@@ -1,0 +1,447 @@
+"""From a rule to an optimizer of a tree of arrays: every leaf of it, one step."""
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+
+import jax
+import jax.numpy as jnp
+from jax.tree_util import PyTreeDef
+
+from jslices._jax import flatten
+from jslices._place.boundary import laid_out_as, on_any_mesh, shardings_of
+from jslices._place.hints import hint_large_step, warn_of_columns
+from jslices._rows.access import room_for_distinct
+from jslices._slices import IndexedSlices, check_slices, is_slices
+from jslices._typing import Gradients, Leaf, Params, PyTree, State
+from jslices.optim.engine import catch_up as exact
+from jslices.optim.engine.protocol import (
+    GradientTransformation,
+    is_leaf,
+    shardings_of_update,
+)
+from jslices.optim.engine.rule import Kernel, Rule, Step, next_count, zero_count
+from jslices.optim.engine.step import Plan, choose_plan, step_slices
+
+#: The names of state arrays, and their shapes.
+Shapes = Mapping[str, tuple[int, ...]]
+
+
+def transformation(
+    state_type: type[State],
+    rule: Rule,
+    *,
+    other: Rule | None = None,
+    mask: PyTree = None,
+) -> GradientTransformation:
+    """The optimizer of a rule.
+
+    Args:
+      state_type: makes its state from ``count``, a tree for each of the rule's state
+        arrays, and ``clock`` if its rows catch up.
+      rule: the arithmetic.
+      other: the arithmetic for leaves that ``mask`` leaves out (no weight decay, say).
+      mask: bools in the structure of params or a prefix of it, or a function from params
+        to that; None means every leaf.
+
+    In ``update``, a None gradient has update None and keeps its state. Rows of the state
+    that no gradient touches are neither read nor written.
+    """
+    run = _RuleOnTrees(state_type, rule, rule if other is None else other, mask)
+    if rule.missed is None:
+        return GradientTransformation(run.init, run.update, plan=run.plan)
+    return GradientTransformation(
+        run.init, run.update, run.catch_up, run.flush, plan=run.plan, check=run.check
+    )
+
+
+class _RuleOnTrees:
+    """A rule, run on trees of arrays and IndexedSlices."""
+
+    def __init__(
+        self, state_type: type[State], rule: Rule, other: Rule, mask: PyTree
+    ) -> None:
+        self.state_type, self.rule, self.other, self.mask = state_type, rule, other, mask
+        self.names = tuple(rule.state)
+        self.fields = self.names if rule.missed is None else (*self.names, "clock")
+        self.state_shapes = functools.cache(_state_shapes)
+
+    def init(self, params: Params) -> State:
+        leaves, tree = flatten(params)
+        rules = self._rules(params, tree)
+        for path, p in zip(paths_of(tree), leaves, strict=True):
+            warn_of_columns(path, p)
+        state = {
+            name: tree.unflatten(
+                [
+                    laid_out_as(p, rule.state[name](p))
+                    for rule, p in zip(rules, leaves, strict=True)
+                ]
+            )
+            for name in self.names
+        }
+        if self.rule.missed is not None:
+            state["clock"] = exact.new_clock(params, rules)
+        return self.state_type(count=zero_count(), **state)
+
+    def update(
+        self, grads: Gradients, state: State, params: Params = None
+    ) -> tuple[Gradients, State]:
+        return on_any_mesh(shardings_of_update)(self._update)(grads, state, params)
+
+    def _update(
+        self, grads: Gradients, state: State, params: Params
+    ) -> tuple[Gradients, State]:
+        reads_params = self.rule.reads_params
+        if params is None and (reads_params or self.mask is not None):
+            raise ValueError(
+                "this optimizer needs the parameters as well, for its weight decay or its "
+                "norms: tx.update(grads, state, params)"
+            )
+        check_state(state, self.state_type, self.fields)
+        leaves, tree = flatten(grads, is_leaf=is_leaf)
+        rules = self._rules(params, tree)
+        arrays = _parameters(tree, params, reads_params)
+        columns = [arrays_of(state, name, tree) for name in self.names]
+        leaves = [
+            checked_gradient(
+                path, grad, param, old, functools.partial(self.state_shapes, r)
+            )
+            for path, grad, param, r, *old in zip(
+                paths_of(tree), leaves, arrays, rules, *columns, strict=True
+            )
+        ]
+        kernels = _kernels(Step(state.count), rules, leaves)
+        if self.rule.missed is not None:
+            state = state._replace(clock=exact.ticked(state.clock, state.count, self.rule))
+            kernels = [
+                exact.keeping_time(kernel, rule, state.count, state.clock.run)
+                for kernel, rule in zip(kernels, rules, strict=True)
+            ]
+        results = [
+            _update_leaf(*leaf)
+            for leaf in zip(
+                rules, kernels, leaves, arrays, self._arrays(state, tree), strict=True
+            )
+        ]
+        new = self._with_arrays(state, tree, [arrays for _, arrays in results])
+        updates = tree.unflatten([update for update, _ in results])
+        return updates, new._replace(count=next_count(state.count))
+
+    def plan(self, grads: Gradients, params: Params, platform: str | None = None) -> PyTree:
+        leaves, tree = flatten(grads, is_leaf=is_leaf)
+        rules, shapes = self._rules(params, tree), tree.flatten_up_to(params)
+        return tree.unflatten(
+            [
+                _plan_of(rule, grad, param, platform or jax.default_backend())
+                for rule, grad, param in zip(rules, leaves, shapes, strict=True)
+            ]
+        )
+
+    # --- rows that catch up ---------------------------------------------------------------
+
+    def catch_up(self, params: Params, state: State, ids: PyTree) -> tuple[Params, State]:
+        self._check_shapes(params, state)
+        advance = on_any_mesh(_shardings_of_params)(self._advance)
+        return advance(params, state, exact.rows_behind(params, ids))
+
+    def flush(self, params: Params, state: State) -> tuple[Params, State]:
+        self._check_shapes(params, state)
+        every_row = [True] * len(flatten(params)[0])
+        return on_any_mesh(_shardings_of_params)(self._advance)(params, state, every_row)
+
+    def _advance(
+        self, params: Params, state: State, behind: Sequence[IndexedSlices | bool]
+    ) -> tuple[Params, State]:
+        """Does the missed steps of some rows of each parameter, of all rows, or of none.
+
+        In place. Cost for some rows: a sort of K integers, and ``U * D`` elements of each
+        parameter and array. For all rows: reads and writes ``V * D`` elements of each, some
+        rows at a time.
+        """
+        leaves, tree = flatten(params)
+        rules = self._rules(params, tree)
+        kernels = {
+            rule: exact.missed_steps(rule, state.count, state.clock.run)
+            for rule, rows in zip(rules, behind, strict=True)
+            if rows is not False
+        }
+        new = [
+            None if rows is False else exact.step(kernels[rule], rows, [p, *arrays])
+            for rule, rows, p, arrays in zip(
+                rules, behind, leaves, self._arrays(state, tree), strict=True
+            )
+        ]
+        pairs = zip(leaves, new, strict=True)
+        params = tree.unflatten([p if mine is None else mine[0] for p, mine in pairs])
+        arrays = [None if mine is None else mine[1:] for mine in new]
+        return params, self._with_arrays(state, tree, arrays)
+
+    def check(self, grads: Gradients, state: State) -> None:
+        """Refuses a step of rows that are behind, where values are there to tell."""
+        check_state(state, self.state_type, self.fields)
+        leaves, tree = flatten(grads, is_leaf=is_leaf)
+        exact.refuse_stale(leaves, arrays_of(state.clock, "last", tree), state.count)
+
+    def _check_shapes(self, params: Params, state: State) -> None:
+        check_state(state, self.state_type, self.fields)
+        leaves, tree = flatten(params)
+        rules = self._rules(params, tree)
+        columns = [arrays_of(state, name, tree) for name in self.names]
+        for path, p, rule, *old in zip(
+            paths_of(tree), leaves, rules, *columns, strict=True
+        ):
+            check_shapes(path, jnp.shape(p), old, self.state_shapes(rule, jnp.shape(p)))
+
+    # --- trees as lists of leaves ---------------------------------------------------------
+
+    def _rules(self, params: Params, tree: PyTreeDef) -> list[Rule]:
+        """The rule of each leaf of ``tree``, the structure of params or of gradients."""
+        if self.mask is None:
+            return [self.rule] * tree.num_leaves
+        mask = self.mask(params) if callable(self.mask) else self.mask
+
+        def spread(bit: bool, part: PyTree) -> PyTree:
+            return jax.tree.map(lambda _: self.rule if bit else self.other, part)
+
+        rules = tree.flatten_up_to(jax.tree.map(spread, mask, params))
+        # A None gradient stands for None or any part of the parameters: none is stepped.
+        return [r if isinstance(r, Rule) else self.rule for r in rules]
+
+    def _arrays(self, state: State, tree: PyTreeDef) -> list[list[jax.Array]]:
+        """For each leaf its state arrays; then ``last`` and the snapshot of a clock.
+
+        Where a None gradient stands for None, or for a part of the parameters, it is
+        whatever the state has there.
+        """
+        columns = [arrays_of(state, name, tree) for name in self.names]
+        arrays = [[column[i] for column in columns] for i in range(tree.num_leaves)]
+        if self.rule.missed is None:
+            return arrays
+        last = tree.flatten_up_to(state.clock.last)
+        snapshots = tree.flatten_up_to(state.clock.snapshot)
+        return [
+            [*mine, x, *(snapshot if isinstance(snapshot, tuple) else ())]
+            for mine, x, snapshot in zip(arrays, last, snapshots, strict=True)
+        ]
+
+    def _with_arrays(
+        self, state: State, tree: PyTreeDef, arrays: Sequence[tuple[jax.Array, ...] | None]
+    ) -> State:
+        """The state with these arrays, as :meth:`_arrays` gives them; None: as it was."""
+
+        def changed(old: PyTree, at: int | slice) -> PyTree:
+            pairs = zip(tree.flatten_up_to(old), arrays, strict=True)
+            return tree.unflatten([x if mine is None else mine[at] for x, mine in pairs])
+
+        new = {name: changed(getattr(state, name), i) for i, name in enumerate(self.names)}
+        if self.rule.missed is not None:
+            n, clock = len(self.names), state.clock
+            new["clock"] = clock._replace(
+                last=changed(clock.last, n),
+                snapshot=changed(clock.snapshot, slice(n + 1, None)),
+            )
+        return state._replace(**new)
+
+
+def _state_shapes(rule: Rule, shape: tuple[int, ...]) -> Shapes:
+    p = jax.ShapeDtypeStruct(shape, jnp.float32)
+    return {k: jax.eval_shape(start, p).shape for k, start in rule.state.items()}
+
+
+def _shardings_of_params(
+    params: Params, state: State, behind: Sequence[IndexedSlices | bool]
+) -> tuple[PyTree, PyTree]:
+    del behind
+    return shardings_of(params), shardings_of(state)
+
+
+def _kernels(step: Step, rules: Sequence[Rule], grads: Sequence[Leaf]) -> list[Kernel]:
+    """The arithmetic for each leaf: one kernel for all that are of one rule and kind."""
+    kinds = [(rule, is_slices(grad)) for rule, grad in zip(rules, grads, strict=True)]
+    kernels = {
+        (rule, by_row): (
+            (by_row and (rule.update_slices or rule.update_rows)) or rule.update
+        )(step)
+        for rule, by_row in dict.fromkeys(kinds)
+    }
+    return [kernels[kind] for kind in kinds]
+
+
+def _parameters(tree: PyTreeDef, params: Params, needed: bool) -> list[jax.Array | None]:
+    """The parameter of each gradient; None where it is neither there nor needed.
+
+    As in Optax, parameters that are not needed may have any structure.
+    """
+    try:
+        if params is not None:
+            return list(tree.flatten_up_to(params))
+    except ValueError:
+        if needed:
+            raise
+    return [None] * tree.num_leaves
+
+
+def _update_leaf(
+    rule: Rule,
+    kernel: Kernel,
+    grad: Leaf,
+    param: Leaf,
+    arrays: Sequence[jax.Array],
+) -> tuple[Leaf, tuple[jax.Array, ...] | None]:
+    """The update and the new state arrays; None and None without gradient.
+
+    ``param`` may be None where the rule does not read it.
+    """
+    if grad is None:
+        return None, None
+    read, by_row = (param,) if rule.reads_params else (), is_slices(grad)
+    if by_row and rule.sums_first is not None and rule.sums_first(param):
+        grad = grad.coalesce()
+    if by_row and rule.update_slices is None:
+        update, *new = step_slices(kernel, grad, read, arrays, linear=rule.linear)
+    else:
+        update, *new = kernel(grad, *read, *arrays)
+    return update, tuple(new)
+
+
+def _plan_of(rule: Rule, grad: Leaf, param: jax.Array, platform: str) -> Plan | None:
+    """How the rows of one gradient are stepped; None if it is not IndexedSlices."""
+    if not isinstance(grad, IndexedSlices):
+        return None
+    state = jax.eval_shape(lambda p: [start(p) for start in rule.state.values()], param)
+    by_row = [x for x in state if x.shape[:1] == param.shape[:1]]
+    arrays = [*[param] * rule.reads_params, *by_row]
+    values: jax.Array | jax.ShapeDtypeStruct = grad.values
+    num_rows = param.shape[0]
+    unique = rule.sums_first is not None and rule.sums_first(param)
+    if unique:
+        distinct = (room_for_distinct(values.shape[0], num_rows), *values.shape[1:])
+        values = jax.ShapeDtypeStruct(distinct, values.dtype)
+    return choose_plan(
+        values, arrays, num_rows, platform, linear=rule.linear, unique=unique
+    )
+
+
+# --- Gradients, parameters and state belong together --------------------------------------
+
+
+def check_state(state: State, state_type: type[State], names: Sequence[str]) -> None:
+    """Refuses the state of another optimizer, or of one with other settings."""
+    if not isinstance(state, state_type):
+        raise TypeError(_other_state("this optimizer", state, state_type.__name__))
+    if not jax.tree.leaves(state._replace(count=None)):  # of no parameters
+        return
+    present = [name for name in state._fields[1:] if getattr(state, name) is not None]
+    if set(present) != set(names):
+        raise TypeError(
+            f"this optimizer keeps {_listed(names)} in its {state_type.__name__}, got one "
+            f"with {_listed(present)}: it was made by tx.init with other settings"
+        )
+
+
+def check_fields(caller: str, state: State, state_type: type[State]) -> None:
+    """Refuses a state without these fields, which that of Optax has as well."""
+    if not all(hasattr(state, name) for name in state_type._fields):
+        raise TypeError(_other_state(caller, state, state_type.__name__))
+
+
+def check_links(state: State, count: int) -> None:
+    """Refuses anything but the tuple of ``count`` states that a chain has."""
+    if not isinstance(state, tuple) or hasattr(state, "_fields") or len(state) != count:
+        raise TypeError(_other_state("this chain", state, f"a tuple of {count} states"))
+
+
+def check_structure(caller: str, state: State, structure: PyTreeDef) -> None:
+    """Refuses a state of another structure."""
+    if jax.tree.structure(state) != structure:
+        raise TypeError(_other_state(caller, state, f"the structure {structure}"))
+
+
+def checked_gradient(
+    path: str,
+    grad: Leaf,
+    param: Leaf,
+    state: Sequence[jax.Array] = (),
+    state_shapes: Callable[[tuple[int, ...]], Shapes] = lambda shape: {},
+) -> Leaf:
+    """The gradient of one array, as IndexedSlices with the shape of that array.
+
+    Args:
+      path: of the leaf, as JAX writes it, for errors.
+      grad: an array ``[V, *D]``, IndexedSlices of it, or None.
+      param: the array, or None where it is not known.
+      state: its state arrays.
+      state_shapes: from the shape of the array to those of its state.
+
+    Raises:
+      TypeError: for slices whose indices a foreign ``tree.map`` has changed.
+      ValueError: for slices with a batch axis, and where the shapes do not belong together.
+    """
+    if grad is None:
+        return None
+    if not isinstance(grad, IndexedSlices):
+        shape = jnp.shape(grad)
+    else:
+        check_slices(grad)
+        if grad.indices.ndim != 1:
+            raise ValueError(
+                f"an optimizer got {grad}{path}, which carries a batch axis from vmap; "
+                "sum it first: IndexedSlices(s.values.reshape(-1, *row_shape), "
+                "s.indices.reshape(-1), s.dense_shape)"
+            )
+        hint_large_step(grad.values.nbytes)
+        heights = [x.shape[0] for x in (*[param] * (param is not None), *state)]
+        if grad.dense_shape is None and not heights:
+            return grad
+        shape = grad.dense_shape or (heights[0], *grad.values.shape[1:])
+    if param is not None and shape != jnp.shape(param):
+        raise ValueError(
+            f"the gradient{path} belongs to an array of shape {shape}, and the parameter "
+            f"has shape {jnp.shape(param)}; pass tx.update(grads, state, params) the "
+            "gradients of these params"
+        )
+    check_shapes(path, shape, state, state_shapes(shape))
+    if isinstance(grad, IndexedSlices) and grad.dense_shape is None:
+        return IndexedSlices(grad.values, grad.indices, shape)
+    return grad
+
+
+def check_shapes(
+    path: str, shape: tuple[int, ...], state: Sequence[jax.Array], shapes: Shapes
+) -> None:
+    """Refuses state arrays that do not belong to an array of this shape."""
+    for array, (name, needed) in zip(state, shapes.items(), strict=True):
+        if jnp.shape(array) != needed:
+            raise ValueError(
+                f"an array of shape {shape}{path} needs {name} of shape {needed} in the "
+                f"optimizer state, got {jnp.shape(array)}; was the state made with "
+                "tx.init(params) for these params?"
+            )
+
+
+def arrays_of(state: State, name: str, tree: PyTreeDef) -> list[jax.Array]:
+    """The state arrays of this name, one for each leaf of ``tree``."""
+    try:
+        return list(tree.flatten_up_to(getattr(state, name)))
+    except ValueError as error:
+        raise ValueError(
+            f"the {name} of the optimizer state has another structure than the gradients "
+            f"or parameters; was the state made with tx.init(params) for these? {error}"
+        ) from error
+
+
+def paths_of(tree: PyTreeDef) -> list[str]:
+    """`` at ['table']`` for each leaf of ``tree``; nothing for a tree that is a leaf."""
+    paths, _ = jax.tree_util.tree_flatten_with_path(tree.unflatten(range(tree.num_leaves)))
+    return [f" at {jax.tree_util.keystr(path)}" if path else "" for path, _ in paths]
+
+
+def _other_state(caller: str, state: State, expected: str) -> str:
+    return (
+        f"{caller} keeps its state in {expected}, got a {type(state).__name__}; pass the "
+        "state that its own tx.init(params) or its last step returned"
+    )
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(names) or "nothing"
