@@ -25,12 +25,14 @@ from jax.interpreters import partial_eval as pe
 from jaxlib.mlir.dialects import sdy
 
 from jslices._densify import JAX_FOLDER, OUR_FOLDER, UserLine, pick_user_line
+from jslices._typing import Aval, PyTree, Size
 
 # A jaxpr, closed or not, and one of its equations. JAX exports the classes but not
 # their fields, so a type checker learns nothing from naming them.
 Program = Any
 Equation = Any
 Source = Any  # where an equation comes from: its ``source_info``
+Atom = Any  # a variable or a literal
 
 #: The classes of sub-programs.
 PROGRAMS = (Jaxpr, ClosedJaxpr)
@@ -44,7 +46,7 @@ WIDENS_BFLOAT16 = jax.__version_info__ < (0, 12)
 CONSTRAINS_LAYOUTS = jax.__version_info__ >= (0, 11, 1)
 
 
-def split_alike(pattern: Any, x: Any) -> Any:
+def split_alike(pattern: jax.Array, x: jax.Array) -> jax.Array:
     """``x``, on a mesh of Auto axes split over devices as ``pattern``, of the same shape.
 
     Nothing else comes of ``pattern``, but the program is one of its devices.
@@ -93,11 +95,11 @@ def constants(program: Program) -> Sequence[Any]:
     return getattr(program, "consts", None) or [None] * len(program.constvars)
 
 
-def shape_of(atom: Any) -> tuple[int, ...]:
+def shape_of(atom: Atom) -> tuple[int, ...]:
     return tuple(atom.aval.shape)
 
 
-def is_symbolic(size: Any) -> bool:
+def is_symbolic(size: Size) -> bool:
     """Whether ``jax.export`` leaves this size open."""
     return is_symbolic_dim(size)
 
@@ -110,13 +112,13 @@ def definitely(comparison: Callable[[], bool]) -> bool:
         return False
 
 
-def carries_gradient(atom: Any) -> bool:
+def carries_gradient(atom: Atom) -> bool:
     """True if a gradient can flow through this variable: its dtype is inexact."""
     dtype = getattr(atom.aval, "dtype", None)
     return dtype is not None and jax.numpy.issubdtype(dtype, np.inexact)
 
 
-def varying_axes(*avals: Any) -> frozenset[str]:
+def varying_axes(*avals: Aval) -> frozenset[str]:
     """The mesh axes along which any of these differs, inside a ``shard_map``."""
     axes: frozenset[str] = frozenset()
     for aval in avals:
@@ -321,7 +323,9 @@ def has_started_devices() -> bool:
     return started is not None and bool(started())
 
 
-def flatten(tree: Any, is_leaf: Any = None) -> tuple[list[Any], Any]:
+def flatten(
+    tree: PyTree, is_leaf: Callable[[Any], bool] | None = None
+) -> tuple[list[Any], Any]:
     """The leaves of a pytree, and its structure."""
     leaves, structure = jax.tree.flatten(tree, is_leaf=is_leaf)
     return leaves, structure

@@ -108,8 +108,11 @@ def value_and_grad(
     @functools.wraps(fun)
     def value_and_grad_fun(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
         call = Call(fun, chosen_arguments(argnums, args), args, kwargs, has_aux)
-        value, aux, grads = _run(call, argnums, holomorphic, allow_int, sparse, exchange)
-        return ((value, aux), grads) if has_aux else (value, grads)
+        check_inputs(call.primals, holomorphic, allow_int)
+        single = is_number(argnums)
+        planned = plan_call(call, single, sparse, exchange)
+        value, aux, grads = differentiated(call, planned, holomorphic)
+        return (value, aux) if has_aux else value, grads[0] if single else grads
 
     return value_and_grad_fun
 
@@ -135,31 +138,16 @@ def grad(
       (Array([4, 4], dtype=int32), Array([[2., 2.],
              [0., 0.]], dtype=float32))
     """
-    check_callable(fun)
+    with_value = value_and_grad(
+        fun, argnums, has_aux, holomorphic, allow_int, sparse=sparse, exchange=exchange
+    )
 
     @functools.wraps(fun)
     def grad_fun(*args: Any, **kwargs: Any) -> Any:
-        call = Call(fun, chosen_arguments(argnums, args), args, kwargs, has_aux)
-        _, aux, grads = _run(call, argnums, holomorphic, allow_int, sparse, exchange)
-        return (grads, aux) if has_aux else grads
+        value, grads = with_value(*args, **kwargs)
+        return (grads, value[1]) if has_aux else grads
 
     return grad_fun
-
-
-def _run(
-    call: Call,
-    argnums: int | Sequence[int],
-    holomorphic: bool,
-    allow_int: bool,
-    sparse: SparseSpec,
-    exchange: ExchangeSpec,
-) -> tuple[Any, Any, Any]:
-    """``(value, aux, grads)`` of one call."""
-    check_inputs(call.primals, holomorphic, allow_int)
-    single = is_number(argnums)
-    planned = plan_call(call, single, sparse, exchange)
-    value, aux, grads = differentiated(call, planned, holomorphic)
-    return value, aux, grads[0] if single else grads
 
 
 def differentiated(

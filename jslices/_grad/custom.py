@@ -33,7 +33,7 @@ from jslices._grad.views import (
     folded,
 )
 from jslices._grad.walk import Scope, Walk
-from jslices._jax import Equation, Program
+from jslices._jax import Atom, Equation, Program
 
 
 class _MixesRowsError(Exception):
@@ -243,7 +243,7 @@ class _WithVjp(_Function):
         return _RowProgram(program, shared, self._lead)
 
 
-def _aval(atom: Any) -> jax.ShapeDtypeStruct:
+def _aval(atom: Atom) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(_jax.shape_of(atom), atom.aval.dtype)
 
 

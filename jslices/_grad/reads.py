@@ -29,7 +29,7 @@ from jslices._grad.views import (
     View,
     flat,
 )
-from jslices._jax import Equation, Literal, Program
+from jslices._jax import Atom, Equation, Literal, Program
 from jslices._place.boundary import drop_sharding
 from jslices._rows.access import take_rows
 from jslices._typing import Aval
@@ -208,11 +208,11 @@ class Origins:
                 fixed.update(eqn.outvars)
         return fixed
 
-    def is_fixed(self, atom: Any) -> bool:
+    def is_fixed(self, atom: Atom) -> bool:
         """True for constants such as ``jnp.arange(3)``: no input decides on them."""
         return isinstance(atom, Literal) or atom in self._fixed
 
-    def columns(self, atom: Any) -> list[Any] | None:
+    def columns(self, atom: Atom) -> list[Any] | None:
         """The pieces ``[..., 1]`` of which an array ``[..., n]`` was concatenated.
 
         So indexing puts row numbers and column numbers together. None for any other array.
@@ -226,7 +226,7 @@ class Origins:
             return None
         return list(eqn.invars)
 
-    def axes(self, atom: Any) -> set[int]:
+    def axes(self, atom: Atom) -> set[int]:
         """The axes along which an array may differ: it was not repeated along them."""
         eqn = None if isinstance(atom, Literal) else self._makers.get(atom)
         name = None if eqn is None else eqn.primitive.name

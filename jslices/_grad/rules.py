@@ -34,7 +34,7 @@ from jslices._grad.views import (
     folded,
     without_slots,
 )
-from jslices._jax import Equation
+from jslices._jax import Atom, Equation
 from jslices._lookup.mark import mark_p
 from jslices._rows.access import INT32_MAX
 
@@ -311,7 +311,7 @@ def _views(
     return outputs
 
 
-def _flat(operand: Any, atom: Any, rows: tuple[int, ...]) -> Any:
+def _flat(operand: Any, atom: Atom, rows: tuple[int, ...]) -> Any:
     """An operand of a row-wise step with one axis of rows, or of one row for all."""
     if isinstance(operand, View):
         return flat(operand)

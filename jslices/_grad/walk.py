@@ -35,7 +35,7 @@ from jslices._grad.memo import first_program
 from jslices._grad.reads import READS, Origins, Read
 from jslices._grad.rules import RULES, rowwise
 from jslices._grad.views import Values, View, without_slots
-from jslices._jax import Equation, Literal, Program, Source
+from jslices._jax import Atom, Equation, Literal, Program, Source
 
 Value = TypeVar("Value")
 
@@ -151,7 +151,7 @@ class Walk(abc.ABC, Generic[Value]):
         constants = map(self.constant, _jax.constants(program))
         values.update(zip(program.constvars, constants, strict=True))
 
-        def read(atom: Any) -> Value:
+        def read(atom: Atom) -> Value:
             if isinstance(atom, Literal):
                 return self.constant(atom.val)
             return values[atom]
