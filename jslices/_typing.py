@@ -1,7 +1,7 @@
 """Names for what JAX leaves untyped, so that a signature says what it takes."""
 
 from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import jax
 
@@ -25,3 +25,13 @@ Leaf: TypeAlias = Any
 Scalar: TypeAlias = float | jax.Array
 #: A hyperparameter as a function of the step, which counts from 0.
 Schedule: TypeAlias = Callable[[jax.Array], Scalar]
+
+
+class Transformation(Protocol):
+    """A transformation of jslices or of Optax."""
+
+    @property
+    def init(self) -> Callable[..., State]: ...
+
+    @property
+    def update(self) -> Callable[..., tuple[Gradients, State]]: ...

@@ -552,6 +552,15 @@ def test_a_regularizer_makes_the_gradient_dense_and_says_so():
     assert_same(found, fit(make, exact(), False))
 
 
+def test_frozen_rows():
+    tx = js.optim.freeze_rows(js.sgd(0.5), lambda rows: rows < 2)
+    optimizer, variable = jk.Optimizer(tx), keras.Variable(np.zeros((4, 1), "float32"))
+    optimizer.learning_rate = 1.0
+    rows = js.IndexedSlices(jnp.ones((2, 1)), jnp.array([1, 3]), (4, 1))
+    optimizer.apply([rows], [variable])
+    assert variable.numpy().ravel().tolist() == [0, 0, 0, -1]
+
+
 def test_the_optimizer_alone():
     """A step of a loop of one's own takes slices and arrays."""
     variables = [keras.Variable(np.ones((4, 1), "float32")), keras.Variable(np.ones(2))]

@@ -31,7 +31,8 @@ known while tracing; where the learning rate is a number that changes (by
 ``optax.inject_hyperparams``, say), missed steps use the newest; a schedule is followed step
 by step. What Optax's combinators return has no ``catch_up``: use those of ``jslices.optim``
 (``chain``, ``partition``, ``masked``), or call the optimizer's own with its part of their
-state. A table that is sharded over devices is flushed by ``jax.shard_map(tx.flush, ...)``.
+state. ``jax.jit(tx.flush, donate_argnums=(0, 1))`` flushes in place, tables that are
+sharded over devices as well: each device steps its own rows.
 """
 
 from jslices._place.hints import PerformanceHint as PerformanceHint

@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jslices._typing import PyTree
 from jslices.optim.engine.constructors import optimizer
 from jslices.optim.engine.missed import Missed, MissedSteps, fading
 from jslices.optim.engine.protocol import GradientTransformation
@@ -41,7 +42,7 @@ def adadelta(
     rho: Scalar = 0.9,
     eps: Scalar = 1e-6,
     weight_decay: Scalar | Schedule = 0.0,
-    weight_decay_mask: Any = None,
+    weight_decay_mask: PyTree = None,
     *,
     untouched: str = "lazy",
 ) -> GradientTransformation:

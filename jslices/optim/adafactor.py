@@ -1,6 +1,7 @@
 """Adafactor: a second moment in two factors, one number for each row and each column."""
 
-from collections.abc import Callable
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -10,10 +11,11 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from jslices._place.boundary import filled_like
+from jslices._slices import IndexedSlices
+from jslices._typing import Leaf, PyTree
 from jslices.optim.engine.constructors import optimizer
 from jslices.optim.engine.protocol import GradientTransformation
 from jslices.optim.engine.rule import (
-    Kernel,
     Rule,
     Scalar,
     Schedule,
@@ -35,9 +37,7 @@ class AdafactorState(NamedTuple):
     """State of :func:`adafactor`; ``[1]`` stands for an array that is not kept."""
 
     count: jax.Array  # type: ignore[assignment]  #: int32 ``[]``, the steps taken.
-    v_row: (
-        Any  #: the mean of squares along the longer of two axes: ``[D]`` for a tall table.
-    )
+    v_row: Any  #: the mean of squares along the longer axis: ``[D]`` for a tall table.
     v_col: Any  #: that along the shorter: ``[V]`` for a tall table.
     v: Any  #: like params, where nothing is factored.
     momentum: Any = None  #: like params, the mean of the updates; None without.
@@ -56,7 +56,7 @@ def adafactor(
     weight_decay_rate: Scalar | Schedule | None = None,
     eps: float = 1e-30,
     factored: bool = True,
-    weight_decay_mask: Any = None,
+    weight_decay_mask: PyTree = None,
     *,
     untouched: str = "lazy",
 ) -> GradientTransformation:
@@ -121,119 +121,168 @@ def adafactor(
         check_learning_rate("adafactor", learning_rate)
     check_lazy("adafactor", untouched, "as what a row misses depends on all the others")
     axes_of = partial(factored_axes, factored, min_dim_size_to_factor)
-    names = ("v_row", "v_col", "v")
-    starts: dict[str, Any] = {name: partial(_moment, name, axes_of) for name in names}
+    starts: dict[str, Callable[[jax.Array], jax.Array]] = {
+        name: partial(_moment, name, axes_of) for name in ("v_row", "v_col", "v")
+    }
     if momentum is not None:
         starts["momentum"] = zeros(dtype_momentum)
+    arithmetic = _Arithmetic(
+        axes_of,
+        learning_rate,
+        decay_rate,
+        decay_offset,
+        multiply_by_parameter_scale,
+        clipping_threshold,
+        momentum,
+        dtype_momentum,
+        weight_decay_rate,
+        eps,
+    )
+    without_decay = dataclasses.replace(arithmetic, weight_decay_rate=None)
+    return transformation(
+        AdafactorState,
+        arithmetic.rule(starts),
+        other=without_decay.rule(starts),
+        mask=weight_decay_mask,
+    )
 
-    def forgetting(step: Step) -> jax.Array:
-        number = jnp.array(step.count - decay_offset + 1, jnp.float32)
-        return 1.0 - number**-decay_rate
 
-    def finish(
-        step: Step, decays: bool, u: Any, p: Any, mean: Any, *, by_row: bool
-    ) -> tuple[jax.Array, ...]:
-        """The update of the direction ``u``, and the new momentum if there is one."""
-        if clipping_threshold is not None:
-            u = u / jnp.maximum(1.0, _size(u, by_row) / clipping_threshold)
-        if learning_rate is not None:
-            rate = value_at(learning_rate, step.count)
-            u = u * jnp.asarray(rate, u.dtype) if callable(learning_rate) else rate * u
-        if multiply_by_parameter_scale:
-            u = u * jnp.maximum(_size(p, by_row), 1e-3)
-        if momentum is not None:
-            u = decayed(mean[0], u, momentum)
-            mean = [u.astype(dtype_momentum)]
-        if weight_decay_rate is not None and decays:
-            u = with_decay(u, p, weight_decay_rate, step.count)
-        return (-1 * u, *mean)
+#: The update, then what is kept: moments, and the momentum if there is one.
+Arrays = tuple[Leaf, ...]
 
-    def update(decays: bool, step: Step) -> Kernel:
-        b = forgetting(step)
 
-        def kernel(g: Any, p: Any, v_row: Any, v_col: Any, v: Any, *mean: Any) -> Any:
-            axes = axes_of(p.shape)
-            squares = g**2 + eps
-            if axes is None:
-                v = (b * v + (1.0 - b) * squares).astype(v.dtype)
-                u = g * v**-0.5
-            else:
-                short, long = axes
-                rows, columns = jnp.mean(squares, axis=long), jnp.mean(squares, axis=short)
-                v_row = (b * v_row + (1.0 - b) * rows).astype(v_row.dtype)
-                v_col = (b * v_col + (1.0 - b) * columns).astype(v_col.dtype)
-                axis = short - 1 if short > long else short
-                row = (v_row / jnp.mean(v_row, axis=axis, keepdims=True)) ** -0.5
-                u = g * jnp.expand_dims(row, long) * jnp.expand_dims(v_col**-0.5, short)
-            u, *new = finish(step, decays, u, p, mean, by_row=False)
-            return u, v_row, v_col, v, *new
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Arithmetic:
+    """The steps of :func:`adafactor`, with its arguments."""
 
-        return kernel
+    axes_of: Callable[[tuple[int, ...]], tuple[int, int] | None]
+    learning_rate: Scalar | Schedule | None
+    decay_rate: float
+    decay_offset: int
+    multiply_by_parameter_scale: bool
+    clipping_threshold: float | None
+    momentum: float | None
+    dtype_momentum: DTypeLike
+    weight_decay_rate: Scalar | Schedule | None
+    eps: float
 
-    def update_slices(decays: bool, step: Step) -> Kernel:
-        b = forgetting(step)
-
-        def from_slices(g: Any, p: Any, v_row: Any, v_col: Any, v: Any, *mean: Any) -> Any:
-            axes = axes_of(p.shape)
-            if axes is None:
-                u, v, *mean = whole(g, p, v, *mean)
-                return u, v_row, v_col, v, *mean
-            if p.ndim != 2:
-                raise ValueError(
-                    f"adafactor got slices of a factored parameter of shape {p.shape}; it "
-                    "factors tables [V, D]: reshape it, or pass factored=False"
-                )
-            if axes == (1, 0):  # a tall table: v_col has a number for each row
-                u, v_col, v_row, *mean = in_factors(g, p, v_col, v_row, *mean)
-            else:
-                u, v_row, v_col, *mean = in_factors(g, p, v_row, v_col, *mean)
-            return u, v_row, v_col, v, *mean
-
-        def whole(g: Any, p: Any, v: Any, *mean: Any) -> Any:
-            def kernel(g: Any, p: Any, v: Any, *mean: Any) -> tuple[Any, ...]:
-                v = b * v + (1.0 - b) * (g**2 + eps)
-                u, *new = finish(step, decays, g * v**-0.5, p, mean, by_row=True)
-                return u, v, *new
-
-            return step_slices(kernel, g, [p], [v, *mean])
-
-        def in_factors(g: Any, p: Any, rows: Any, columns: Any, *mean: Any) -> Any:
-            total = jnp.sum(g.values**2, axis=0, dtype=columns.dtype)
-            mean_squares = total / p.shape[0] + eps
-            columns = (b * columns + (1.0 - b) * mean_squares).astype(columns.dtype)
-
-            def remember(g: Any, row: Any) -> tuple[Any, ...]:
-                return g, b * row + (1.0 - b) * row_mean(g**2 + eps)
-
-            _, rows = step_slices(remember, g, [], [rows], unique=True)
-            some = jnp.any(g.indices < p.shape[0])
-            by_row, by_column = (
-                derivable(jnp.broadcast_to(some, x.shape), x) for x in (rows, columns)
-            )
-            # The mean of whichever factor has fewer numbers than the other.
-            mean_square = jnp.mean(by_column if axes_of(p.shape) == (1, 0) else by_row)
-
-            def kernel(g: Any, p: Any, row: Any, *mean: Any) -> tuple[Any, ...]:
-                u = g * (by_column[None] * (per_row(row, g) / mean_square)) ** -0.5
-                return finish(step, decays, u, p, mean, by_row=True)
-
-            u, *new = step_slices(kernel, g, [p, rows], mean, unique=True)
-            return u, rows, columns, *new
-
-        return from_slices
-
-    def rule(decays: bool) -> Rule:
+    def rule(self, state: Mapping[str, Callable[[jax.Array], jax.Array]]) -> Rule:
         return Rule(
-            starts,
-            partial(update, decays),
-            update_slices=partial(update_slices, decays),
-            sums_first=lambda p: axes_of(p.shape) is not None,
+            state,
+            lambda step: partial(self.on_array, step),
+            update_slices=lambda step: partial(self.on_slices, step),
+            sums_first=lambda p: self.axes_of(p.shape) is not None,
             reads_params=True,
         )
 
-    return transformation(
-        AdafactorState, rule(True), other=rule(False), mask=weight_decay_mask
-    )
+    def on_array(self, step: Step, g: jax.Array, p: jax.Array, *state: jax.Array) -> Arrays:
+        """A step of a whole array."""
+        v_row, v_col, v, *mean = state
+        axes = self.axes_of(p.shape)
+        squares = g**2 + self.eps
+        if axes is None:
+            v = self._mixed(step, v, squares)
+            u = g * v**-0.5
+        else:
+            short, long = axes
+            v_row = self._mixed(step, v_row, jnp.mean(squares, axis=long))
+            v_col = self._mixed(step, v_col, jnp.mean(squares, axis=short))
+            axis = short - 1 if short > long else short
+            row = (v_row / jnp.mean(v_row, axis=axis, keepdims=True)) ** -0.5
+            u = g * jnp.expand_dims(row, long) * jnp.expand_dims(v_col**-0.5, short)
+        u, *mean_now = self._finished(step, u, p, mean, False)
+        return u, v_row, v_col, v, *mean_now
+
+    def on_slices(
+        self, step: Step, g: IndexedSlices, p: jax.Array, *state: jax.Array
+    ) -> Arrays:
+        """A step of the rows that have a gradient."""
+        v_row, v_col, v, *mean = state
+        axes = self.axes_of(p.shape)
+        if axes is None:
+            kernel = partial(self._step_row, step)
+            u, v, *mean_now = step_slices(kernel, g, [p], [v, *mean])
+            return u, v_row, v_col, v, *mean_now
+        if p.ndim != 2:
+            raise ValueError(
+                f"adafactor got slices of a factored parameter of shape {p.shape}; it "
+                "factors tables [V, D]: reshape it, or pass factored=False"
+            )
+        if axes == (1, 0):  # a tall table: v_col has a number for each row
+            u, v_col, v_row, *mean_now = self._in_factors(step, g, p, v_col, v_row, *mean)
+        else:
+            u, v_row, v_col, *mean_now = self._in_factors(step, g, p, v_row, v_col, *mean)
+        return u, v_row, v_col, v, *mean_now
+
+    def _step_row(
+        self, step: Step, g: jax.Array, p: jax.Array, v: jax.Array, *mean: jax.Array
+    ) -> Arrays:
+        """A step of rows whose second moment is whole."""
+        b = self._forgetting(step)
+        v = b * v + (1.0 - b) * (g**2 + self.eps)
+        u, *mean_now = self._finished(step, g * v**-0.5, p, mean, True)
+        return u, v, *mean_now
+
+    def _in_factors(
+        self, step: Step, g: IndexedSlices, p: jax.Array, *state: jax.Array
+    ) -> Arrays:
+        """A step of rows whose second moment is a number for each row and column."""
+        rows, columns, *mean = state
+        b = self._forgetting(step)
+        total = jnp.sum(g.values**2, axis=0, dtype=columns.dtype)
+        columns = self._mixed(step, columns, total / p.shape[0] + self.eps)
+
+        def remember(g: jax.Array, row: jax.Array) -> Arrays:
+            return g, b * row + (1.0 - b) * row_mean(g**2 + self.eps)
+
+        _, rows = step_slices(remember, g, [], [rows], unique=True)
+        some = jnp.any(g.indices < p.shape[0])
+        by_row, by_column = (
+            derivable(jnp.broadcast_to(some, x.shape), x) for x in (rows, columns)
+        )
+        # The mean of whichever factor has fewer numbers than the other.
+        tall = self.axes_of(p.shape) == (1, 0)
+        mean_square = jnp.mean(by_column if tall else by_row)
+
+        def kernel(g: jax.Array, p: jax.Array, row: jax.Array, *mean: jax.Array) -> Arrays:
+            u = g * (by_column[None] * (per_row(row, g) / mean_square)) ** -0.5
+            return self._finished(step, u, p, mean, True)
+
+        u, *mean_now = step_slices(kernel, g, [p, rows], mean, unique=True)
+        return u, rows, columns, *mean_now
+
+    def _finished(
+        self,
+        step: Step,
+        u: jax.Array,
+        p: jax.Array,
+        mean: Sequence[jax.Array],
+        by_row: bool,
+    ) -> Arrays:
+        """The update of the direction ``u``, and the new momentum if there is one."""
+        if self.clipping_threshold is not None:
+            u = u / jnp.maximum(1.0, _size(u, by_row) / self.clipping_threshold)
+        if self.learning_rate is not None:
+            rate = value_at(self.learning_rate, step.count)
+            scheduled = callable(self.learning_rate)
+            u = u * jnp.asarray(rate, u.dtype) if scheduled else rate * u
+        if self.multiply_by_parameter_scale:
+            u = u * jnp.maximum(_size(p, by_row), 1e-3)
+        if self.momentum is not None:
+            u = decayed(mean[0], u, self.momentum)
+            mean = [u.astype(self.dtype_momentum)]
+        if self.weight_decay_rate is not None:
+            u = with_decay(u, p, self.weight_decay_rate, step.count)
+        return (-1 * u, *mean)
+
+    def _forgetting(self, step: Step) -> jax.Array:
+        """How much of a mean stays."""
+        number = jnp.array(step.count - self.decay_offset + 1, jnp.float32)
+        return 1.0 - number**-self.decay_rate
+
+    def _mixed(self, step: Step, mean: jax.Array, new: jax.Array) -> jax.Array:
+        b = self._forgetting(step)
+        return (b * mean + (1.0 - b) * new).astype(mean.dtype)
 
 
 def factored_axes(
@@ -246,7 +295,9 @@ def factored_axes(
     return int(order[-2]), int(order[-1])
 
 
-def _moment(name: str, axes_of: Callable[..., Any], p: Any) -> jax.Array:
+def _moment(
+    name: str, axes_of: Callable[[tuple[int, ...]], tuple[int, int] | None], p: jax.Array
+) -> jax.Array:
     """What ``v_row``, ``v_col`` or ``v`` of a parameter starts as.
 
     An array of one number stands for a moment that the parameter does not have.

@@ -147,7 +147,9 @@ def adam_missed(
             "the step of a row without gradients grows from step to step"
         )
 
-    def advance(missed: Missed, p: Any, mu: Any, nu: Any) -> tuple[jax.Array, ...]:
+    def advance(
+        missed: Missed, p: jax.Array, mu: jax.Array, nu: jax.Array
+    ) -> tuple[jax.Array, ...]:
         root, moved = jnp.sqrt(nu), missed.decay * p
         for size, shrunk in two_steps(missed.sums):
             if isinstance(eps_root, int | float) and eps_root == 0:

@@ -5,6 +5,7 @@ from typing import Any
 import jax
 from jax.typing import DTypeLike
 
+from jslices._typing import PyTree
 from jslices.optim.adam import AdamState, adam_direction, adam_missed
 from jslices.optim.engine.constructors import optimizer
 from jslices.optim.engine.missed import Missed, MissedSteps
@@ -35,7 +36,7 @@ def adamw(
     eps_root: Scalar = 0.0,
     mu_dtype: DTypeLike | None = None,
     weight_decay: Scalar | Schedule = 1e-4,
-    mask: Any = None,
+    mask: PyTree = None,
     *,
     nesterov: bool = False,
     untouched: str = "lazy",

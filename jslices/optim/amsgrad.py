@@ -115,7 +115,7 @@ def amsgrad(
         second: Any = b2
 
         def advance(
-            missed: Missed, p: Any, mu: Any, nu: Any, nu_max: Any
+            missed: Missed, p: jax.Array, mu: jax.Array, nu: jax.Array, nu_max: jax.Array
         ) -> tuple[Any, ...]:
             # Without gradients the corrected mean of squares only falls: its maximum stays.
             p = p - missed.sums[0] * mu / (jnp.sqrt(nu_max + eps_root) + eps)

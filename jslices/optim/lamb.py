@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jslices._typing import PyTree
 from jslices.optim.adam import adam_direction
 from jslices.optim.engine.constructors import optimizer
 from jslices.optim.engine.protocol import GradientTransformation
@@ -41,7 +42,7 @@ def lamb(
     eps: Scalar = 1e-6,
     eps_root: Scalar = 0.0,
     weight_decay: Scalar | Schedule = 0.0,
-    mask: Any = None,
+    mask: PyTree = None,
     *,
     untouched: str = "lazy",
 ) -> GradientTransformation:

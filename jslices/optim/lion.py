@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from jslices._typing import PyTree
 from jslices.optim.engine.constructors import optimizer
 from jslices.optim.engine.missed import Missed, MissedSteps, fading
 from jslices.optim.engine.protocol import GradientTransformation
@@ -44,7 +45,7 @@ def lion(
     b2: Scalar = 0.99,
     mu_dtype: DTypeLike | None = None,
     weight_decay: Scalar | Schedule = 1e-3,
-    mask: Any = None,
+    mask: PyTree = None,
     *,
     untouched: str = "lazy",
     weight_decay_mode: str | None = None,
@@ -125,7 +126,7 @@ def lion(
         check_decay("lion", learning_rate, rate)
         fade: Any = b2
 
-        def advance(missed: Missed, p: Any, mu: Any) -> tuple[jax.Array, ...]:
+        def advance(missed: Missed, p: jax.Array, mu: jax.Array) -> tuple[jax.Array, ...]:
             if not exact:
                 return missed.decay * p, mu
             # p + sign / rate shrinks by the same factor in every missed step.

@@ -104,7 +104,9 @@ def partial_rowwise_adam(
     if exact:
         adam = adam_missed("partial_rowwise_adam", learning_rate, b1, b2, eps, 0.0)
 
-        def advance(missed: Missed, p: Any, mu: Any, nu: Any) -> tuple[jax.Array, ...]:
+        def advance(
+            missed: Missed, p: jax.Array, mu: jax.Array, nu: jax.Array
+        ) -> tuple[jax.Array, ...]:
             p, mu, rows = adam.advance(missed, p, mu, per_row(nu, p))
             return p, mu, rows.reshape(nu.shape)
 

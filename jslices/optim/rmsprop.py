@@ -1,5 +1,6 @@
 """RMSProp: gradients divided by their recent size."""
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -127,19 +128,30 @@ def rmsprop(
     missed = None
     if exact:
         check_fading("rmsprop", decay=decay, momentum=momentum)
-        fade: Any = decay
-        carry: Any = momentum
-
-        def advance(missed: Missed, p: jax.Array, *state: jax.Array) -> tuple[Any, ...]:
-            old = dict(zip(starts, state, strict=True))
-            new = {name: fading(fade, missed) * x for name, x in old.items()}
-            if momentum is not None:
-                p = p + missed.sums[0] * old["trace"]
-                new["trace"] = fading(carry, missed) * old["trace"]
-            return p, *(new[name] for name in starts)
-
-        ahead = carry if nesterov else 1.0
-        series = Series(carry, lambda steps: ahead, times_learning_rate=False)
-        has_trace = momentum is not None
-        missed = MissedSteps(advance, learning_rate, (series,) if has_trace else ())
+        carry = None if momentum is None else float(momentum)
+        missed = _missed(learning_rate, float(decay), carry, nesterov, tuple(starts))
     return transformation(RmspropState, Rule(starts, update, missed=missed))
+
+
+def _missed(
+    learning_rate: Scalar | Schedule,
+    decay: float,
+    momentum: float | None,
+    nesterov: bool,
+    names: Sequence[str],
+) -> MissedSteps:
+    """What missed steps do: all state fades, and the momentum moves the row on."""
+
+    def advance(missed: Missed, p: jax.Array, *state: jax.Array) -> tuple[jax.Array, ...]:
+        old = dict(zip(names, state, strict=True))
+        new = {name: fading(decay, missed) * x for name, x in old.items()}
+        if momentum is not None:
+            p = p + missed.sums[0] * old["trace"]
+            new["trace"] = fading(momentum, missed) * old["trace"]
+        return p, *(new[name] for name in names)
+
+    if momentum is None:
+        return MissedSteps(advance, learning_rate)
+    ahead = momentum if nesterov else 1.0
+    series = Series(momentum, lambda steps: ahead, times_learning_rate=False)
+    return MissedSteps(advance, learning_rate, (series,))

@@ -27,7 +27,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jslices._typing import Scalar, Schedule
+from jslices._typing import PyTree, Scalar, Schedule
 
 #: What is left of a term beyond the window, relative to the first.
 NEGLIGIBLE = 1e-9
@@ -242,7 +242,7 @@ class MissedSteps:
         ratios = ratios[None, :] * left[:, None]
         terms = jnp.stack([self._terms(series, steps) for series in self.series], 1)
 
-        def join(later: Any, before: Any) -> Any:
+        def join(later: PyTree, before: PyTree) -> Any:
             (far, total), (near, terms) = later, before
             return near * far, terms + near * total
 
@@ -341,7 +341,7 @@ def _at(value: Scalar | Schedule, steps: Steps) -> Any:
     return jnp.broadcast_to(jnp.asarray(value, jnp.float32), steps.shape)
 
 
-def _read(table: Any, rows: jax.Array) -> tuple[jax.Array, ...]:
+def _read(table: PyTree, rows: jax.Array) -> tuple[jax.Array, ...]:
     """The numbers ``[n]`` in each column of a table, whose last row goes on for ever."""
     near = jnp.minimum(rows, table.shape[0] - 1)
     found = jnp.asarray(table).at[near].get(mode="promise_in_bounds")

@@ -206,7 +206,9 @@ class GradientTransformation:
 
 
 def in_two(update: Callable[..., tuple[Any, Any]]) -> Callable[..., tuple[Any, Any]]:
-    def apply(grads: Any, state: Any, params: Any, key: Any = None) -> tuple[Any, Any]:
+    def apply(
+        grads: Gradients, state: State, params: Params, key: Key | None = None
+    ) -> tuple[Any, Any]:
         updates, state = widening(update, key)(grads, state, params)
         return apply_updates(params, updates, key), state
 
@@ -214,7 +216,7 @@ def in_two(update: Callable[..., tuple[Any, Any]]) -> Callable[..., tuple[Any, A
 
 
 def widening(
-    update: Callable[..., tuple[Any, Any]], key: Any
+    update: Callable[..., tuple[Any, Any]], key: Key | None
 ) -> Callable[..., tuple[Any, Any]]:
     """``update``; with a key, on gradients in float32 where parameters are of 16 bits.
 
@@ -223,7 +225,7 @@ def widening(
     if key is None:
         return update
 
-    def wide(g: Any, p: Any) -> Any:
+    def wide(g: Leaf, p: jax.Array) -> Any:
         if g is None or not (is_narrow(jnp.result_type(p)) and is_narrow(g.dtype)):
             return g
         return g.astype(jnp.float32)
@@ -232,7 +234,7 @@ def widening(
         narrow = is_narrow(jnp.result_type(old))
         return new.astype(old.dtype) if narrow else new
 
-    def widened(grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
+    def widened(grads: Gradients, state: State, params: Params) -> tuple[Any, Any]:
         grads = jax.tree.map(wide, grads, params, is_leaf=is_leaf)
         updates, new = update(grads, state, params)
         return updates, jax.tree.map(restored, state, new)
@@ -240,7 +242,7 @@ def widening(
     return widened
 
 
-def apply_updates(params: Any, updates: Any, key: Any = None) -> Any:
+def apply_updates(params: Params, updates: Any, key: Key | None = None) -> Any:
     """``params`` plus ``updates``, in place where ``params`` are donated.
 
     With ``key``, parameters of 16 bits (bfloat16, float16) are added to in float32 and
@@ -311,10 +313,10 @@ def _moved(update: Leaf, param: PyTree, moved: PyTree) -> PyTree:
 
 @one_program
 @on_any_mesh(like_first)
-def _apply_updates(params: Any, updates: Any, key: Any) -> Any:
+def _apply_updates(params: Params, updates: Any, key: Key | None) -> Any:
     bits = None if key is None else key_bits(key, "apply_updates")
 
-    def add(path: Any, update: Any, param: Any) -> Any:
+    def add(path: tuple[Any, ...], update: Leaf, param: jax.Array) -> Any:
         if bits is None or param is None or not is_narrow(jnp.result_type(param)):
             return _add(path, update, param)
         # By its name, as parts of the tree may be stepped apart (jslices.optim.partition).
@@ -324,13 +326,17 @@ def _apply_updates(params: Any, updates: Any, key: Any) -> Any:
     return jax.tree_util.tree_map_with_path(add, updates, params, is_leaf=is_leaf)
 
 
-def is_leaf(x: Any) -> bool:
+def is_leaf(x: Leaf) -> bool:
     """True for what stands in a tree of gradients where the parameters have an array."""
     return x is None or is_slices(x)
 
 
 def _add(
-    path: Any, update: Any, param: Any, bits: KeyBits | None = None, first_row: Any = 0
+    path: tuple[Any, ...],
+    update: Leaf,
+    param: jax.Array,
+    bits: KeyBits | None = None,
+    first_row: Any = 0,
 ) -> Any:
     """One array plus its update; ``first_row`` is the number of its first row."""
     if update is None or param is None:
@@ -366,7 +372,7 @@ def _add(
     return row_major_array(add_rows_rounding(param, *how, bits, first_row))
 
 
-def shardings_of_update(grads: Any, state: Any, *rest: Any) -> tuple[Any, Any]:
+def shardings_of_update(grads: Gradients, state: State, *rest: Any) -> tuple[Any, Any]:
     """How the results of ``update`` are split over devices, where types tell."""
     del rest
     updates = jax.tree.map(
@@ -375,7 +381,7 @@ def shardings_of_update(grads: Any, state: Any, *rest: Any) -> tuple[Any, Any]:
     return updates, shardings_of(state)
 
 
-def _misfit(path: Any, update: Any, param: Any) -> ValueError:
+def _misfit(path: tuple[Any, ...], update: Leaf, param: jax.Array) -> ValueError:
     place = f" at {jax.tree_util.keystr(path)}" if path else ""
     return ValueError(
         f"cannot add {update} to a parameter of shape {jnp.shape(param)}{place}; the "

@@ -208,7 +208,7 @@ def row_of(value: Any) -> Callable[[jax.Array], jax.Array]:
     return lambda p: row_like(p, value)
 
 
-def row_like(p: Any, value: Any, dtype: DTypeLike | None = None) -> jax.Array:
+def row_like(p: jax.Array, value: Any, dtype: DTypeLike | None = None) -> jax.Array:
     """``[V]`` of ``value`` for rows of ``p`` ``[V, *D]``, on the devices where they are.
 
     One number for a scalar.

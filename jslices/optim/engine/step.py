@@ -31,6 +31,7 @@ from jslices._rows.access import (
 )
 from jslices._rows.sums import add_rows, sum_duplicates, widened
 from jslices._slices import Facts, IndexedSlices, each_shard, slices_of
+from jslices._typing import Leaf, PyTree, State
 from jslices.optim.engine.rule import Kernel
 
 Way = Literal["together", "in chunks", "all rows"]
@@ -222,7 +223,7 @@ def step_slices(
             (kernel.func, kernel.args) if isinstance(kernel, Partial) else (kernel, ())
         )
 
-        def step(grad: Any, read: Any, state: Any, *shared: Any) -> tuple[Any, ...]:
+        def step(grad: Leaf, read: Any, state: State, *shared: Any) -> tuple[Any, ...]:
             kernel = functools.partial(arithmetic, *shared)
             return step_slices(kernel, grad, read, state, linear=linear, unique=unique)
 
@@ -351,7 +352,7 @@ def _derivable(named: jax.Array, rows: jax.Array) -> jax.Array:
 
 
 @_derivable.defjvp
-def _(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
+def _(primals: PyTree, tangents: PyTree) -> tuple[jax.Array, jax.Array]:
     (named, rows), (_, tangent) = primals, tangents
     zero, one = jnp.zeros((), tangent.dtype), jnp.ones((), rows.dtype)
     return where_rows(named, rows, one), where_rows(named, tangent, zero)
@@ -395,16 +396,16 @@ def _in_chunks(
     part, part_consts = jax.closure_convert(kernel, *_like(rows, chunk))
     height = rows[1].shape[0]
 
-    def together(consts: Any, values: jax.Array, *arrays: jax.Array) -> Any:
+    def together(consts: PyTree, values: jax.Array, *arrays: jax.Array) -> Any:
         kernel = lambda *x: whole(*x, *consts[0])  # noqa: E731
         return _together(kernel, indices, values, height, arrays, num_read)
 
     @jax.custom_jvp
-    def step(consts: Any, values: jax.Array, *arrays: jax.Array) -> Any:
+    def step(consts: PyTree, values: jax.Array, *arrays: jax.Array) -> Any:
         kernel = lambda *x: part(*x, *consts[1])  # noqa: E731
         last = len(indices) - chunk
 
-        def body(carry: Any) -> Any:
+        def body(carry: PyTree) -> Any:
             done, update, *state = carry
             # The last chunk begins early, so that it ends with the last entry.
             start = jnp.minimum(done, last)

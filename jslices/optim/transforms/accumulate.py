@@ -6,9 +6,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import DTypeLike
 
 from jslices._jax import flatten
 from jslices._slices import IndexedSlices, as_array, check_slices, is_slices
+from jslices._typing import Leaf, PyTree
 from jslices.optim.engine.protocol import is_leaf
 from jslices.optim.transforms.norms import as_leaf, widened
 
@@ -16,7 +18,7 @@ REDUCTIONS = ("mean", "sum")
 
 
 def accumulate_gradients(
-    f: Callable[[Any], Any], batches: Any, reduction: str = "mean"
+    f: Callable[[Any], Any], batches: PyTree, reduction: str = "mean"
 ) -> Any:
     """The mean of ``f`` over micro-batches, in which IndexedSlices stay IndexedSlices.
 
@@ -72,7 +74,7 @@ def accumulate_gradients(
     shapes, tree = flatten(jax.eval_shape(first, batches), is_leaf=is_leaf)
     zeros = [None if is_leaf(x) else _wide(jnp.zeros(x.shape, x.dtype)) for x in shapes]
 
-    def body(sums: Any, batch: Any) -> tuple[Any, Any]:
+    def body(sums: PyTree, batch: PyTree) -> tuple[Any, Any]:
         out = [as_leaf(x) for x in flatten(f(batch), is_leaf=is_leaf)[0]]
         sums = [s if s is None else s + _wide(x) for s, x in zip(sums, out, strict=True)]
         return sums, [x if is_slices(x) else None for x in out]
@@ -80,7 +82,7 @@ def accumulate_gradients(
     sums, rows = lax.scan(body, zeros, batches)
     divisor = count if reduction == "mean" else None
 
-    def total(x: Any, s: Any, r: Any) -> Any:
+    def total(x: Leaf, s: Leaf, r: Leaf) -> Any:
         if is_slices(x):
             return merge_leaf(r, divisor)
         return x if x is None else _divided(s, x.dtype, divisor)
@@ -88,7 +90,7 @@ def accumulate_gradients(
     return tree.unflatten(map(total, shapes, sums, rows))
 
 
-def reduce_stacked(tree: Any, reduction: str = "mean") -> Any:
+def reduce_stacked(tree: PyTree, reduction: str = "mean") -> Any:
     """The mean of gradients that are stacked along a leading axis.
 
     For what ``lax.scan`` and ``jax.vmap`` return: the rows of all T gradients become one
@@ -148,7 +150,7 @@ def leading_axis(caller: str, leaves: Sequence[Any]) -> int:
     return count
 
 
-def merge_leaf(x: Any, divisor: int | None) -> Any:
+def merge_leaf(x: Leaf, divisor: int | None) -> Any:
     """An array ``[T, ...]`` or slices ``[T, K, *D]``, summed over T and then divided."""
     if not isinstance(x, IndexedSlices):
         return _divided(jnp.sum(_wide(x), axis=0), x.dtype, divisor)
@@ -175,13 +177,13 @@ def _wide(x: jax.Array) -> jax.Array:
     return widened(x) if jnp.issubdtype(x.dtype, jnp.inexact) else x
 
 
-def _divided(total: jax.Array, dtype: Any, divisor: int | None) -> jax.Array:
+def _divided(total: jax.Array, dtype: DTypeLike, divisor: int | None) -> jax.Array:
     """The quotient, in ``dtype`` if that is a floating one."""
     result = total if divisor is None else total / divisor
     return result.astype(dtype) if jnp.issubdtype(dtype, jnp.inexact) else result
 
 
-def _shapes(x: Any) -> str:
+def _shapes(x: Leaf) -> str:
     if is_slices(x):
         return f"slices with indices {list(x.indices.shape)}"
     return f"{x.dtype}{list(x.shape)}"

@@ -2,11 +2,11 @@
 
 import functools
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Protocol
 
 import jax
 
-from jslices._typing import Gradients, Key, Leaf, Params, PyTree, State
+from jslices._typing import Gradients, Key, Leaf, Params, PyTree, State, Transformation
 from jslices.optim.engine.protocol import GradientTransformation, is_leaf
 
 #: From a tree that mirrors all parameters (or None) to a held transformation's share.
@@ -106,7 +106,7 @@ def wrapped(
     )
 
 
-def as_transformation(caller: str, tx: Any) -> GradientTransformation:
+def as_transformation(caller: str, tx: Transformation) -> GradientTransformation:
     """A transformation of jslices or of Optax as one of jslices; refuses anything else."""
     if isinstance(tx, GradientTransformation):
         return tx

@@ -2,11 +2,10 @@
 
 import functools
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 
-from jslices._typing import Gradients, Key, Params, PyTree, State
+from jslices._typing import Gradients, Key, Params, PyTree, State, Transformation
 from jslices.optim.engine.constructors import combinator
 from jslices.optim.engine.protocol import GradientTransformation, widening
 from jslices.optim.engine.transformation import check_links
@@ -14,7 +13,7 @@ from jslices.optim.transforms.base import Call, as_transformation, stateless, wr
 
 
 @combinator
-def chain(*transformations: Any) -> GradientTransformation:
+def chain(*transformations: Transformation) -> GradientTransformation:
     """Runs transformations in turn, each on what the one before it returned.
 
     As ``optax.chain``, which takes our transformations as well. This one also offers the
@@ -56,18 +55,6 @@ def chain(*transformations: Any) -> GradientTransformation:
     def init(params: Params) -> State:
         return tuple(tx.init(params) for tx in links)
 
-    def run(
-        links: Sequence[GradientTransformation],
-        grads: Gradients,
-        states: Sequence[State],
-        params: Params,
-    ) -> tuple[Gradients, tuple[State, ...]]:
-        new = []
-        for tx, state in zip(links, states, strict=True):
-            grads, state = tx.update(grads, state, params)
-            new.append(state)
-        return grads, tuple(new)
-
     def inside(
         call: Call, state: State, params: Params, grads: Gradients = None
     ) -> tuple[PyTree, State]:
@@ -80,13 +67,13 @@ def chain(*transformations: Any) -> GradientTransformation:
         grads: Gradients, state: State, params: Params = None
     ) -> tuple[Gradients, State]:
         check_links(state, len(links))
-        return run(links, grads, state, params)
+        return _in_turn(links, grads, state, params)
 
     def apply(
         grads: Gradients, state: State, params: Params, key: Key | None = None
     ) -> tuple[Params, State]:
         check_links(state, len(links))
-        first = widening(functools.partial(run, before), key)
+        first = widening(functools.partial(_in_turn, before), key)
         grads, new = first(grads, state[:-1], params)
         params, part = last.apply(grads, state[-1], params, key)
         return params, (*new, part)
@@ -108,3 +95,16 @@ def chain(*transformations: Any) -> GradientTransformation:
         apply=apply,
         plan=plan,
     )
+
+
+def _in_turn(
+    links: Sequence[GradientTransformation],
+    grads: Gradients,
+    states: Sequence[State],
+    params: Params,
+) -> tuple[Gradients, tuple[State, ...]]:
+    new = []
+    for tx, state in zip(links, states, strict=True):
+        grads, state = tx.update(grads, state, params)
+        new.append(state)
+    return grads, tuple(new)

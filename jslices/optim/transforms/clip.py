@@ -19,7 +19,7 @@ from jax.typing import ArrayLike, DTypeLike
 
 from jslices._jax import flatten
 from jslices._slices import IndexedSlices, deduplicated, is_slices, one_program
-from jslices._typing import PyTree
+from jslices._typing import Leaf, PyTree
 from jslices.optim.engine.constructors import combinator
 from jslices.optim.engine.protocol import GradientTransformation, is_leaf
 from jslices.optim.transforms.base import each_leaf, stateless
@@ -37,7 +37,7 @@ from jslices.optim.transforms.norms import (
 
 
 def clip_by_global_norm(
-    tree: Any, clip_norm: ArrayLike, use_norm: ArrayLike | None = None
+    tree: PyTree, clip_norm: ArrayLike, use_norm: ArrayLike | None = None
 ) -> tuple[Any, jax.Array]:
     """Scales all of ``tree`` by one factor, so that its global norm is at most a limit.
 
@@ -90,7 +90,7 @@ def _clipped_by_global_norm(
 
 
 def clip_by_norm(
-    t: Any, clip_norm: ArrayLike, axes: int | Sequence[int] | None = None
+    t: Leaf, clip_norm: ArrayLike, axes: int | Sequence[int] | None = None
 ) -> Any:
     """Scales ``t`` down so that its norm, or each norm over ``axes``, is at most a limit.
 
@@ -128,7 +128,7 @@ def clip_by_norm(
     return _clip_over(t, limit, name="clip_by_norm", axes=axes)
 
 
-def clip_rows_by_norm(t: Any, max_norm: ArrayLike) -> Any:
+def clip_rows_by_norm(t: Leaf, max_norm: ArrayLike) -> Any:
     """Scales down the rows of ``t`` whose own norm exceeds a limit.
 
     Duplicates are summed first, so the result is that of the dense gradient. Untouched
@@ -168,7 +168,7 @@ def clip_rows_by_norm(t: Any, max_norm: ArrayLike) -> Any:
     return _clip_over(t, limit, name=name, axes=tuple(range(first, t.ndim)))
 
 
-def clip_by_average_norm(t: Any, clip_norm: ArrayLike) -> Any:
+def clip_by_average_norm(t: Leaf, clip_norm: ArrayLike) -> Any:
     """Scales ``t`` down so that its norm divided by its size is at most a limit.
 
     The size is that of the dense array, ``V * D``. Duplicates are summed first. Untouched
@@ -209,7 +209,7 @@ def clip_by_average_norm(t: Any, clip_norm: ArrayLike) -> Any:
     return _clip_over(t, limit * float(math.prod(t.shape)), name=name, axes=None)
 
 
-def clip_by_value(t: Any, clip_value_min: ArrayLike, clip_value_max: ArrayLike) -> Any:
+def clip_by_value(t: Leaf, clip_value_min: ArrayLike, clip_value_max: ArrayLike) -> Any:
     """Brings every element of ``t`` between two bounds.
 
     Duplicates are summed first, so the result is that of the dense gradient. Untouched
@@ -402,7 +402,7 @@ def clip_by_block_rms(threshold: float | jax.Array) -> GradientTransformation:
     """
     limit = check_limit("clip_by_block_rms", "threshold", threshold, single=True)
 
-    def clipped(g: Any) -> Any:
+    def clipped(g: Leaf) -> Any:
         if is_slices(g) and g.dense_shape is None:
             raise ValueError(
                 "clip_by_block_rms takes the mean over the dense array, and these slices "
@@ -417,7 +417,7 @@ def clip_by_block_rms(threshold: float | jax.Array) -> GradientTransformation:
 # --- Arithmetic -----------------------------------------------------------------------
 
 
-def shrunk(x: Any, norm: jax.Array, limit: jax.Array) -> Any:
+def shrunk(x: Leaf, norm: jax.Array, limit: jax.Array) -> Any:
     """A leaf divided by ``norm`` and multiplied by ``limit``, where the norm is larger.
 
     In this order it is rounded as Optax rounds it. A NaN or infinite norm gives NaN.
@@ -434,7 +434,9 @@ def shrunk(x: Any, norm: jax.Array, limit: jax.Array) -> Any:
 
 
 @one_program
-def _clip_over(t: Any, limit: jax.Array, *, name: str, axes: tuple[int, ...] | None) -> Any:
+def _clip_over(
+    t: Leaf, limit: jax.Array, *, name: str, axes: tuple[int, ...] | None
+) -> Any:
     """``t`` with each norm over ``axes`` at most ``limit``."""
     (t,) = coalesced_leaves(name, t)
     norm = safe_sqrt(sum_of_squares(values_of(t), axes, keepdims=True))
@@ -442,7 +444,7 @@ def _clip_over(t: Any, limit: jax.Array, *, name: str, axes: tuple[int, ...] | N
 
 
 def _normalized_axes(
-    name: str, t: Any, axes: int | Sequence[int] | None
+    name: str, t: Leaf, axes: int | Sequence[int] | None
 ) -> tuple[int, ...] | None:
     if axes is None:
         return None
@@ -484,7 +486,9 @@ def check_limit(name: str, what: str, limit: Any, single: bool = False) -> jax.A
     return widened(array)
 
 
-def _fitting(name: str, what: str, limit: jax.Array, t: Any, dtype: DTypeLike) -> jax.Array:
+def _fitting(
+    name: str, what: str, limit: jax.Array, t: Leaf, dtype: DTypeLike
+) -> jax.Array:
     """``limit`` with the rank of the values of ``t``; refuses one that enlarges them."""
     x = values_of(t)
     shape = (1,) * (x.ndim - limit.ndim) + limit.shape
@@ -504,7 +508,7 @@ def _fitting(name: str, what: str, limit: jax.Array, t: Any, dtype: DTypeLike) -
     return limit.reshape(shape).astype(dtype)
 
 
-def _comparable(name: str, what: str, limit: jax.Array, dtype: Any) -> jax.Array:
+def _comparable(name: str, what: str, limit: jax.Array, dtype: DTypeLike) -> jax.Array:
     """``limit`` as a number that elements of ``dtype`` can be compared with."""
     if jnp.issubdtype(dtype, jnp.complexfloating) or jnp.iscomplexobj(limit):
         raise TypeError(f"{name} cannot order complex numbers, got {dtype}")

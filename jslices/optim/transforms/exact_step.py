@@ -13,6 +13,7 @@ from jslices._grad.plan import (
     check_callable,
     plan_call,
 )
+from jslices._typing import Params, State
 from jslices.optim.engine.protocol import GradientTransformation
 
 
@@ -80,7 +81,7 @@ def exact_step(
             "jslices.from_optax(tx)"
         )
 
-    def step(params: Any, state: Any, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+    def step(params: Params, state: State, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         call = Call(fun, (0,), (params, *args), kwargs, has_aux)
         check_inputs(call.primals, holomorphic=False, allow_int=False)
         planned = plan_call(call, True, sparse, exchange)

@@ -11,7 +11,7 @@ from jax.typing import ArrayLike
 
 from jslices._jax import flatten
 from jslices._slices import IndexedSlices, is_slices
-from jslices._typing import Gradients, Params, PyTree, State
+from jslices._typing import Gradients, Params, PyTree, State, Transformation
 from jslices.optim.engine.catch_up import FROZEN, Clock
 from jslices.optim.engine.constructors import combinator
 from jslices.optim.engine.protocol import in_two
@@ -26,7 +26,7 @@ ARGUMENT = "freeze_rows(frozen=...)"
 
 
 @combinator
-def freeze_rows(tx: Any, frozen: PyTree) -> Any:
+def freeze_rows(tx: Transformation, frozen: PyTree) -> Any:
     """The optimizer ``tx``, by which some rows never move.
 
     Not by gradients, momentum or weight decay: they keep their bits, whether the gradient

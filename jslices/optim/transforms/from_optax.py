@@ -4,7 +4,6 @@ import operator
 import sys
 import types
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +15,7 @@ from jslices._jax import flatten, is_symbolic
 from jslices._place.boundary import on_any_mesh, placed_as, row_major_array
 from jslices._rows.access import room_for_distinct, set_rows, where_rows
 from jslices._slices import IndexedSlices, deduplicated, is_slices
-from jslices._typing import Gradients, Leaf, Params, PyTree, State
+from jslices._typing import Gradients, Leaf, Params, PyTree, State, Transformation
 from jslices.optim.engine.constructors import combinator
 from jslices.optim.engine.protocol import (
     GradientTransformation,
@@ -28,7 +27,7 @@ from jslices.optim.engine.transformation import check_structure, checked_gradien
 
 
 @combinator
-def from_optax(tx: Any) -> GradientTransformation:
+def from_optax(tx: Transformation) -> GradientTransformation:
     """Lifts an Optax transformation to gradients that are IndexedSlices.
 
     At each step the duplicates are summed, the touched rows of the parameters and of every
@@ -87,7 +86,7 @@ def from_optax(tx: Any) -> GradientTransformation:
 class _Lifted:
     """A transformation of Optax, run on the rows that have a gradient."""
 
-    def __init__(self, tx: Any) -> None:
+    def __init__(self, tx: Transformation) -> None:
         self.tx = tx
         self.tried: set[Hashable] = set()  #: kinds of gradients that it was tried on
 

@@ -6,11 +6,14 @@ from typing import Any
 import jax
 
 from jslices._jax import flatten
+from jslices._typing import Leaf, PyTree
 from jslices.optim.engine.protocol import is_leaf
 from jslices.optim.transforms.norms import as_leaf
 
 
-def map_given(argument: str, f: Callable[[Any, Any], Any], given: Any, tree: Any) -> Any:
+def map_given(
+    argument: str, f: Callable[[Any, Any], Any], given: PyTree, tree: PyTree
+) -> Any:
     """``tree``, which mirrors the parameters, with ``f(leaf, what is given for it)``.
 
     Where nothing is given the leaf stays; so do None and the nodes of ``partition``.
@@ -24,11 +27,11 @@ def map_given(argument: str, f: Callable[[Any, Any], Any], given: Any, tree: Any
     )
 
 
-def spread_over(argument: str, given: Any, tree: Any) -> list[Any]:
+def spread_over(argument: str, given: PyTree, tree: PyTree) -> list[Any]:
     """What is given for each leaf of ``tree``, None for nothing."""
     found: list[Any] = []
 
-    def add(mine: Any, part: Any) -> None:
+    def add(mine: PyTree, part: PyTree) -> None:
         found.extend([mine] * len(flatten(part, is_leaf=is_leaf_or_masked)[0]))
 
     try:
@@ -41,10 +44,10 @@ def spread_over(argument: str, given: Any, tree: Any) -> list[Any]:
     return found
 
 
-def is_leaf_or_masked(x: Any) -> bool:
+def is_leaf_or_masked(x: Leaf) -> bool:
     return is_leaf(x) or _is_masked(x)
 
 
-def _is_masked(x: Any) -> bool:
+def _is_masked(x: Leaf) -> bool:
     """True for the empty node that stands for a parameter of another optimizer."""
     return isinstance(x, tuple) and not x

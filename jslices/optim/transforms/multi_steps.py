@@ -18,7 +18,16 @@ from jslices._jax import flatten
 from jslices._place.boundary import filled_like, row_major_tables, split_as_told
 from jslices._rows.access import canonical_indices, empty_index, index_dtype
 from jslices._slices import Facts, check_slices, is_slices, slices_of
-from jslices._typing import Aval, Gradients, Key, Leaf, Params, PyTree, State
+from jslices._typing import (
+    Aval,
+    Gradients,
+    Key,
+    Leaf,
+    Params,
+    PyTree,
+    State,
+    Transformation,
+)
 from jslices.optim.engine.constructors import combinator
 from jslices.optim.engine.protocol import GradientTransformation, is_leaf
 from jslices.optim.engine.rule import next_count, zero_count
@@ -41,7 +50,7 @@ class MultiStepsState(NamedTuple):
 
 @combinator
 def multi_steps(
-    opt: Any, every_k_schedule: int, grads: Gradients, use_grad_mean: bool = True
+    opt: Transformation, every_k_schedule: int, grads: Gradients, use_grad_mean: bool = True
 ) -> GradientTransformation:
     """Takes a step of ``opt`` at every k-th call, on the mean of the last k gradients.
 
@@ -98,13 +107,6 @@ def multi_steps(
         inner = opt.init(params)
         return MultiStepsState(zero_count(), zero_count(), inner, buffers.empty(params))
 
-    def counted(
-        state: MultiStepsState, due: jax.Array, inner: State, acc: PyTree
-    ) -> MultiStepsState:
-        n = jnp.where(due, 0, state.mini_step + 1)
-        steps = jnp.where(due, next_count(state.gradient_step), state.gradient_step)
-        return MultiStepsState(n, steps, inner, acc)
-
     def update(
         grads: Gradients, state: MultiStepsState, params: Params = None, **extra: PyTree
     ) -> tuple[Gradients, MultiStepsState]:
@@ -118,7 +120,7 @@ def multi_steps(
             return jax.tree.map(_nothing, shapes, is_leaf=is_leaf), inner
 
         updates, inner = _cond(due, step, wait, state.inner_opt_state)
-        return updates, counted(state, due, inner, acc)
+        return updates, _counted(state, due, inner, acc)
 
     def apply(
         grads: Gradients, state: MultiStepsState, params: Params, key: Key | None = None
@@ -132,7 +134,7 @@ def multi_steps(
             return params, inner
 
         params, inner = _cond(due, step, wait, params, state.inner_opt_state)
-        return params, counted(state, due, inner, acc)
+        return params, _counted(state, due, inner, acc)
 
     def inside(
         call: Call, state: State, params: Params, grads: Gradients = None
@@ -155,6 +157,14 @@ def multi_steps(
         apply=apply,
         plan=plan,
     )
+
+
+def _counted(
+    state: MultiStepsState, due: jax.Array, inner: State, acc: PyTree
+) -> MultiStepsState:
+    n = jnp.where(due, 0, state.mini_step + 1)
+    steps = jnp.where(due, next_count(state.gradient_step), state.gradient_step)
+    return MultiStepsState(n, steps, inner, acc)
 
 
 def _checked_number(k: int) -> int:

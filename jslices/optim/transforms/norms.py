@@ -17,11 +17,11 @@ from jslices._slices import (
     one_program,
     slices_of,
 )
-from jslices._typing import PyTree
+from jslices._typing import Leaf, PyTree
 from jslices.optim.engine.protocol import is_leaf
 
 
-def global_norm(tree: Any) -> jax.Array:
+def global_norm(tree: PyTree) -> jax.Array:
     """The square root of the sum of the squares of everything in ``tree``.
 
     Duplicate rows are summed first, so this is the norm of the dense gradient. Untouched
@@ -60,7 +60,7 @@ def _global_norm(tree: PyTree) -> jax.Array:
     return norm_of_leaves(coalesced_leaves("global_norm", tree))
 
 
-def all_finite(tree: Any) -> jax.Array:
+def all_finite(tree: PyTree) -> jax.Array:
     """Whether the gradients in ``tree`` are free of NaN and infinities.
 
     Duplicate rows are summed first, in float32, and rounded once: two finite float16 rows
@@ -127,7 +127,7 @@ def _all_finite(tree: PyTree) -> jax.Array:
 # --- The leaves of a tree of gradients ------------------------------------------------
 
 
-def as_leaf(x: Any) -> Any:
+def as_leaf(x: Leaf) -> Any:
     """The leaf in JAX arrays, also where ``jax.vmap`` returned NumPy arrays."""
     if x is None:
         return x
@@ -137,12 +137,12 @@ def as_leaf(x: Any) -> Any:
     return slices_of(values, indices, x.dense_shape, x.facts)
 
 
-def values_of(x: Any) -> jax.Array:
+def values_of(x: Leaf) -> jax.Array:
     """The array, or the rows that slices store."""
     return x.values if isinstance(x, IndexedSlices) else x
 
 
-def coalesced_leaves(caller: str, tree: Any) -> list[Any]:
+def coalesced_leaves(caller: str, tree: PyTree) -> list[Any]:
     """The leaves of ``tree`` in order, floating: arrays, slices of unique rows, None."""
     pairs, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_leaf)
     pairs = [(path, as_leaf(x)) for path, x in pairs]

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import jax
 
 from jslices._jax import flatten
-from jslices._typing import Gradients, Params, PyTree, State
+from jslices._typing import Gradients, Params, PyTree, State, Transformation
 from jslices.optim.engine.constructors import combinator
 from jslices.optim.engine.protocol import GradientTransformation, is_leaf
 from jslices.optim.engine.transformation import check_fields
@@ -107,7 +107,7 @@ def partition(
 
 @combinator
 def masked(
-    inner: Any, mask: PyTree, *, mask_compatible_extra_args: bool = False
+    inner: Transformation, mask: PyTree, *, mask_compatible_extra_args: bool = False
 ) -> GradientTransformation:
     """Transforms the gradients of some parameters, and leaves the others as they are.
 

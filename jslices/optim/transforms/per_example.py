@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from jslices._jax import flatten
+from jslices._typing import Gradients, PyTree
 from jslices.optim.engine.protocol import is_leaf
 from jslices.optim.transforms.accumulate import leading_axis, merge_leaf
 from jslices.optim.transforms.clip import check_limit, shrunk
@@ -19,7 +20,7 @@ from jslices.optim.transforms.norms import (
 )
 
 
-def per_example_norms(tree: Any) -> jax.Array:
+def per_example_norms(tree: PyTree) -> jax.Array:
     """The global norm of each example's gradient.
 
     Duplicates within an example are summed first: an example that looks up a row twice has
@@ -62,7 +63,7 @@ def per_example_norms(tree: Any) -> jax.Array:
 
 
 def per_example_global_norm_clip(
-    grads: Any, l2_norm_clip: ArrayLike
+    grads: Gradients, l2_norm_clip: ArrayLike
 ) -> tuple[Any, jax.Array]:
     """The sum of the examples' gradients, each scaled down to a norm of at most a limit.
 

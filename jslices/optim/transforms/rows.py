@@ -16,6 +16,7 @@ from jslices._place.boundary import like_first, on_any_mesh
 from jslices._rows.access import canonical_indices, empty_index, set_rows, take_rows
 from jslices._rows.sums import check_combine, sort_ids
 from jslices._slices import IndexedSlices, check_slices, is_slices, rows_at
+from jslices._typing import Leaf, Params, PyTree
 from jslices.optim.engine.constructors import combinator
 from jslices.optim.engine.protocol import GradientTransformation, is_leaf
 from jslices.optim.transforms.base import each_leaf
@@ -28,7 +29,7 @@ Keep = jax.Array | np.ndarray | Callable[[jax.Array], jax.Array]
 # --- Rows left out --------------------------------------------------------------------
 
 
-def mask_rows(slices: Any, keep: Keep) -> Any:
+def mask_rows(slices: Leaf, keep: Keep) -> Any:
     """The gradient without some rows.
 
     It masks this gradient and nothing else. To keep rows from moving, whatever the
@@ -77,7 +78,7 @@ def mask_rows(slices: Any, keep: Keep) -> Any:
     return only_rows(as_leaf(slices), keep, 0.0)
 
 
-def only_rows(slices: Any, keep: Keep, rest: float) -> Any:
+def only_rows(slices: Leaf, keep: Keep, rest: float) -> Any:
     """:func:`mask_rows`, with ``rest`` for the values of the other rows."""
     if not isinstance(slices, IndexedSlices):
         array = slices
@@ -123,7 +124,7 @@ def _where(allowed: jax.Array, rows: jax.Array, rest: float) -> jax.Array:
 # --- Norms of rows --------------------------------------------------------------------
 
 
-def project_rows(params: Any, touched: Any, max_norm: ArrayLike) -> Any:
+def project_rows(params: Params, touched: PyTree, max_norm: ArrayLike) -> Any:
     """Scales down the touched rows of tables whose norm exceeds a limit, in place.
 
     Call it after the step: ``params = js.project_rows(js.apply_updates(params, updates),
@@ -165,7 +166,7 @@ def project_rows(params: Any, touched: Any, max_norm: ArrayLike) -> Any:
     limit = check_limit("project_rows", "max_norm", max_norm, single=True)
 
     @on_any_mesh(like_first)
-    def project(params: Any, touched: Any, limit: jax.Array) -> Any:
+    def project(params: Params, touched: PyTree, limit: jax.Array) -> Any:
         return jax.tree.map(
             lambda t, p: _projected(p, t, limit) if isinstance(t, IndexedSlices) else p,
             touched,
@@ -176,7 +177,7 @@ def project_rows(params: Any, touched: Any, max_norm: ArrayLike) -> Any:
     return project(params, touched, limit)
 
 
-def _projected(param: Any, touched: IndexedSlices, limit: jax.Array) -> jax.Array:
+def _projected(param: jax.Array, touched: IndexedSlices, limit: jax.Array) -> jax.Array:
     touched = as_leaf(touched)
     check_slices(touched)
     table = jnp.asarray(param)

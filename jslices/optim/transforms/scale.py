@@ -7,6 +7,7 @@ import jax.numpy as jnp
 
 from jslices._rows.access import canonical_indices, per_row
 from jslices._slices import IndexedSlices, check_slices
+from jslices._typing import Gradients, Leaf, PyTree
 from jslices.optim.engine.constructors import combinator
 from jslices.optim.engine.protocol import GradientTransformation
 from jslices.optim.transforms.base import stateless
@@ -14,7 +15,7 @@ from jslices.optim.transforms.given import map_given
 
 
 @combinator
-def scale(factors: Any) -> GradientTransformation:
+def scale(factors: PyTree) -> GradientTransformation:
     """Multiplies updates by a factor for each array, or for each row of a table.
 
     After an optimizer in a chain the factors are those of its learning rate, weight decay
@@ -68,13 +69,13 @@ def scale(factors: Any) -> GradientTransformation:
                 "number for each row: lambda rows: factors[rows]"
             )
 
-    def update(grads: Any) -> Any:
+    def update(grads: Gradients) -> Any:
         return map_given("scale(factors=...)", _scaled, factors, grads)
 
     return stateless(update)
 
 
-def _scaled(update: Any, factor: Any) -> Any:
+def _scaled(update: Leaf, factor: Any) -> Any:
     if isinstance(update, IndexedSlices):
         check_slices(update)
     elif callable(factor) and not update.ndim:
@@ -94,7 +95,7 @@ def _scaled(update: Any, factor: Any) -> Any:
     return scaled.astype(update.dtype)
 
 
-def _factors(factor: Any, rows: jax.Array, update: Any) -> jax.Array:
+def _factors(factor: Any, rows: jax.Array, update: Leaf) -> jax.Array:
     found = jnp.asarray(factor(rows))
     if found.shape != rows.shape:
         raise ValueError(

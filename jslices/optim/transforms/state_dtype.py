@@ -1,19 +1,17 @@
 """The dtype of an optimizer's state, where it is not that of the parameters."""
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike, DTypeLike
 
-from jslices._typing import Gradients, Params, PyTree, State
+from jslices._typing import Gradients, Params, PyTree, State, Transformation
 from jslices.optim.engine.constructors import combinator
 from jslices.optim.engine.protocol import GradientTransformation
 from jslices.optim.transforms.base import Call, as_transformation, wrapped
 
 
 @combinator
-def with_state_dtype(tx: Any, dtype: DTypeLike) -> GradientTransformation:
+def with_state_dtype(tx: Transformation, dtype: DTypeLike) -> GradientTransformation:
     """The optimizer ``tx``, whose state begins as that of parameters of ``dtype``.
 
     For tables of 16 bits: means and sums of many steps need more. In bfloat16 a mean that
