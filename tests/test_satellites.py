@@ -20,9 +20,6 @@ PUBLIC_MODULES = (
 #: What reads compiled programs, for ``jslices.testing`` and the command bench.
 TOOLS = {"_bench": ("_proof.",)}
 
-#: What is not public and still imported, by satellite: this only ever gets shorter.
-EXCEPTIONS: dict[str, set[str]] = {}
-
 
 def imports(source: str) -> set[str]:
     """What a module imports of jslices, without ``jslices.`` in front."""
@@ -55,7 +52,7 @@ def private_imports(satellite: str) -> set[str]:
 
 @pytest.mark.parametrize("satellite", SATELLITES)
 def test_satellites_import_what_is_public(satellite):
-    assert not private_imports(satellite) - EXCEPTIONS.get(satellite, set())
+    assert not private_imports(satellite)
 
 
 def test_private_imports_are_recognised():
