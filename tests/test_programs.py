@@ -188,6 +188,10 @@ def test_stop_gradient_is_no_use_at_all():
 def test_what_leads_to_no_gradient_does_not_count():
     """Metrics in aux, predicates, prints: they may use the table as they like."""
 
+    @jax.jit
+    def show(table):  # a program without outputs, and one with outputs inside it
+        jax.debug.callback(lambda x: None, jax.jit(lambda x: 2 * x)(table)[0])
+
     def fun(table, scale):
         rows = table[IDS]
         metrics = {
@@ -196,6 +200,7 @@ def test_what_leads_to_no_gradient_does_not_count():
             "rows": lax.map(lambda i: table[i].sum(), IDS),
         }
         jax.debug.callback(lambda x: None, table.sum())
+        show(table)
         positive = lax.cond(table[0, 0] > 0, lambda: 1.0, lambda: 2.0)
         return (rows * scale).sum() * positive * (table.max() > -9), metrics
 

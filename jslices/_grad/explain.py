@@ -400,10 +400,10 @@ def _cells(leaf: LeafReport) -> tuple[str, ...]:
 
 def _notes(leaf: LeafReport, width: int = 98) -> list[str]:
     """Where an array is looked up, and what makes its gradient dense."""
-    lines = [f"  looked up, {rows:,} rows: {_place(line)}" for line, rows in leaf.lookups]
-    lines.extend(f"  looked up, but no rows: {_place(line)}" for line in leaf.unread)
+    lines = [f"  looked up, {rows:,} rows: {_where(line)}" for line, rows in leaf.lookups]
+    lines.extend(f"  looked up, but no rows: {_where(line)}" for line in leaf.unread)
     if leaf.dense_line is not None:
-        lines.append(f"  used whole ({leaf.dense_use}): {_place(leaf.dense_line)}")
+        lines.append(f"  used whole ({leaf.dense_use}): {_where(leaf.dense_line)}")
         # An ordinary weight has a dense gradient, and should.
         if leaf.lookups or leaf.unread:
             lines.append(f"  instead: {leaf.suggestion}")
@@ -418,7 +418,7 @@ def _notes(leaf: LeafReport, width: int = 98) -> list[str]:
     return [piece for line in lines for piece in _wrap(line, width)]
 
 
-def _place(line: UserLine) -> str:
+def _where(line: UserLine) -> str:
     if line == UNKNOWN_LINE:
         return "the function's result"
     return line.place + (f": {line.text}" if line.text else "")
