@@ -177,7 +177,7 @@ def has_auto_axes(eqn: Equation) -> bool:
     return _is_auto(eqn.ctx.cur_abstract_mesh)
 
 
-def _is_auto(mesh: Any) -> bool:
+def _is_auto(mesh: jax.sharding.AbstractMesh) -> bool:
     return not mesh.empty and mesh.are_all_axes_auto
 
 
@@ -301,7 +301,7 @@ def _expanded(eqn: Equation) -> Program:
     """What a ``call_hi_primitive`` computes, its derivative left aside."""
     called = eqn.params["_prim"]
 
-    def expand(*operands: Any) -> list[Any]:
+    def expand(*operands: jax.Array) -> list[Any]:
         return jax.tree.leaves(called.expand(*called.in_tree.unflatten(operands)))
 
     avals = [jax.ShapeDtypeStruct(x.aval.shape, x.aval.dtype) for x in eqn.invars]

@@ -44,7 +44,7 @@ from jslices._rows.access import (
     take_rows,
 )
 from jslices._rows.sums import Order, add_rows, check_combine, sum_duplicates
-from jslices._typing import PyTree
+from jslices._typing import Aval, Index, Leaf, Operand, PyTree, Size
 
 Axis = int | Sequence[int] | None
 P = ParamSpec("P")
@@ -139,11 +139,11 @@ class IndexedSlices:
         indices: ArrayLike,
         dense_shape: Sequence[int] | None = None,
     ) -> None:
-        values, indices = as_array(values), _as_indices(indices)
+        rows, numbers = as_array(values), _as_indices(indices)
         shape = _static_shape(dense_shape)
-        _check_parts(values, indices, shape)
-        object.__setattr__(self, "values", values)
-        object.__setattr__(self, "indices", indices)
+        _check_parts(rows, numbers, shape)
+        object.__setattr__(self, "values", rows)
+        object.__setattr__(self, "indices", numbers)
         object.__setattr__(self, "dense_shape", shape)
 
     # --- pytree -------------------------------------------------------------------
@@ -334,7 +334,7 @@ class IndexedSlices:
     def __neg__(self) -> "IndexedSlices":
         return self.with_values(-self.values)
 
-    def __mul__(self, other: Any) -> Any:
+    def __mul__(self, other: Operand) -> Any:
         """By a number, by one for each row ``[V, 1, ...]`` or for each held row ``[K]``."""
         factors = self._row_factors(other)
         if factors is None:
@@ -343,7 +343,7 @@ class IndexedSlices:
 
     __rmul__ = __mul__
 
-    def __truediv__(self, other: Any) -> Any:
+    def __truediv__(self, other: Operand) -> Any:
         """By what ``*`` takes."""
         factors = self._row_factors(other)
         if factors is None:
@@ -379,7 +379,7 @@ class IndexedSlices:
             )
         return self.with_values(self.values * per_row(factors, self.values))
 
-    def _row_factors(self, other: Any) -> Any:
+    def _row_factors(self, other: Operand) -> Any:
         """What to multiply ``values`` by; None unless ``other`` has one number for a row.
 
         A factor distributes over the duplicates of a row, so scaling those is exact.
@@ -401,14 +401,14 @@ class IndexedSlices:
             return jnp.asarray(other).reshape(*held, *ones)
         return None
 
-    def __add__(self, other: Any) -> Any:
+    def __add__(self, other: Operand) -> Any:
         if isinstance(other, IndexedSlices):
             return concat_slices([self, other])
         if isinstance(other, int) and other == 0:  # the start of Python's sum()
             return self
         return self._densely("slices + array", "array + slices") + other
 
-    def __radd__(self, other: Any) -> Any:
+    def __radd__(self, other: Operand) -> Any:
         if isinstance(other, int) and other == 0:
             return self
         other = jnp.asarray(other)
@@ -425,10 +425,10 @@ class IndexedSlices:
         values = self.values.astype(table.dtype)
         return _add(table, indices, values, distinct=self.facts.distinct)
 
-    def __sub__(self, other: Any) -> Any:
+    def __sub__(self, other: Operand) -> Any:
         return self + (-other)
 
-    def __rsub__(self, other: Any) -> Any:
+    def __rsub__(self, other: Operand) -> Any:
         return other + (-self)
 
     # --- reductions -----------------------------------------------------------------
@@ -554,7 +554,7 @@ class IndexedSlices:
 
     # --- the batch axes of vmap -----------------------------------------------------
 
-    def __getitem__(self, key: Any) -> "IndexedSlices":
+    def __getitem__(self, key: Index | tuple[Index, ...]) -> "IndexedSlices":
         """Indexes the leading axes that ``vmap`` added: ``batch[0]``, ``batch[:2]``.
 
         ``slices[...]`` is the slices, as Flax reads a variable by ``variable[...]``.
@@ -588,7 +588,9 @@ class IndexedSlices:
             return self
         return self._densely("an implicit conversion", "`.values` and `.indices`")
 
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+    def __array__(
+        self, dtype: DTypeLike | None = None, copy: bool | None = None
+    ) -> np.ndarray:
         dense = self._densely("np.asarray(slices)", "`.values` and `.indices`")
         return np.asarray(dense, dtype=dtype)
 
@@ -604,7 +606,7 @@ class IndexedSlices:
         return self.to_dense()
 
 
-def is_slices(x: Any) -> bool:
+def is_slices(x: object) -> bool:
     """True for IndexedSlices: ``jax.tree.map(f, grads, is_leaf=js.is_slices)``.
 
     Example:
@@ -615,7 +617,7 @@ def is_slices(x: Any) -> bool:
     return isinstance(x, IndexedSlices)
 
 
-def check_slices(slices: Any) -> None:
+def check_slices(slices: "IndexedSlices") -> None:
     """Refuses slices whose indices a ``tree.map`` over their children has changed."""
     if not jnp.issubdtype(slices.indices.dtype, jnp.integer):
         raise TypeError(
@@ -692,15 +694,18 @@ def concat_slices(slices: Sequence[IndexedSlices | None]) -> IndexedSlices:
     return slices_of(jnp.concatenate(values, axis), jnp.concatenate(indices, axis), shape)
 
 
-def as_array(x: Any) -> Any:
+def as_array(x: ArrayLike) -> jax.Array:
     """Lists, numbers and NumPy arrays as JAX arrays; anything that has a dtype as it is."""
     if isinstance(x, np.ndarray | np.generic) or not hasattr(x, "dtype"):
         return jnp.asarray(x)
-    return x
+    return x  # type: ignore[return-value]
 
 
 def slices_of(
-    values: Any, indices: Any, shape: tuple[int, ...] | None, facts: Facts = NO_FACTS
+    values: jax.Array,
+    indices: jax.Array,
+    shape: tuple[int, ...] | None,
+    facts: Facts = NO_FACTS,
 ) -> IndexedSlices:
     """IndexedSlices of parts that fit together, and what is known of them."""
     new = object.__new__(IndexedSlices)
@@ -783,7 +788,7 @@ def carry_facts(tree: PyTree) -> PyTree:
     gives the tree back.
     """
 
-    def is_whole(x: Any) -> bool:
+    def is_whole(x: object) -> bool:
         return is_slices(x) or isinstance(x, bool)
 
     return jax.tree.map(lambda x: _Carried(x) if is_whole(x) else x, tree, is_leaf=is_whole)
@@ -792,7 +797,7 @@ def carry_facts(tree: PyTree) -> PyTree:
 def carried(tree: PyTree) -> PyTree:
     """The tree that was given to :func:`carry_facts`."""
 
-    def is_carried(x: Any) -> bool:
+    def is_carried(x: object) -> bool:
         return isinstance(x, _Carried)
 
     return jax.tree.map(lambda x: x.whole if is_carried(x) else x, tree, is_leaf=is_carried)
@@ -806,7 +811,7 @@ def one_program(fun: Callable[P, R]) -> Callable[P, R]:
     """
 
     @functools.partial(jax.jit, static_argnums=0)
-    def program(static: Any, args: Any) -> Any:
+    def program(static: tuple[tuple[str, Any], ...], args: PyTree) -> Any:
         return carry_facts(fun(*carried(args), **dict(static)))
 
     @functools.wraps(fun)
@@ -853,16 +858,18 @@ def _added_to_zeros(slices: IndexedSlices, *, distinct: bool) -> jax.Array:
 
 
 def join_entries(
-    placement: Placement, shape: Any, parts: Sequence[tuple[jax.Array, jax.Array]]
+    placement: Placement,
+    shape: tuple[int, ...] | None,
+    parts: Sequence[tuple[jax.Array, jax.Array]],
 ) -> IndexedSlices:
     """Entries ``[..., n, *D]`` and ``[..., n]`` of several lookups, as those of one.
 
     Only ``n`` is split over devices; each device joins what it has.
     """
-    row, facts = len(shape) - 1, Facts(placement=placement)
+    facts = Facts(placement=placement)
 
-    def local(parts: Any) -> list[jax.Array]:
-        values = [v.reshape(i.size, *v.shape[v.ndim - row :]) for v, i in parts]
+    def local(parts: Sequence[tuple[jax.Array, jax.Array]]) -> list[jax.Array]:
+        values = [v.reshape(i.size, *v.shape[i.ndim :]) for v, i in parts]
         indices = [i.reshape(-1) for _, i in parts]
         widest = max((i.dtype for i in indices), key=lambda dtype: dtype.itemsize)
         return [
@@ -903,7 +910,7 @@ def sent_to_owners(placement: Placement, num_rows: int, ids: jax.Array) -> Index
 
 
 def each_shard(
-    fun: Callable[..., Any], slices: IndexedSlices, *arrays: Any, shared: Any = ()
+    fun: Callable[..., Any], slices: IndexedSlices, *arrays: PyTree, shared: PyTree = ()
 ) -> Any:
     """``fun(slices, *arrays)``, each device for its own rows, without communication.
 
@@ -921,12 +928,18 @@ def each_shard(
         return fun(plain, *arrays, *shared)
     height = dense_shape[0] // placement.shards
 
-    def local(shared: Any, number: Any, values: Any, indices: Any, *arrays: Any) -> Any:
+    def local(
+        shared: PyTree,
+        number: jax.Array,
+        values: jax.Array,
+        indices: jax.Array,
+        *arrays: PyTree,
+    ) -> Any:
         first = number[0].astype(indices.dtype) * height
         mine = slices_of(values, indices - first, (height, *dense_shape[1:]), here)
         result = fun(mine, *arrays, *shared)
 
-        def of_all(x: Any) -> Any:
+        def of_all(x: Leaf) -> Any:
             return _of_all_shards(placement, x, first) if is_slices(x) else x
 
         return carry_facts(jax.tree.map(of_all, result, is_leaf=is_slices))
@@ -950,14 +963,14 @@ def _of_all_shards(
     return slices_of(x.values, indices, shape, x.facts._replace(placement=placement))
 
 
-def _as_indices(x: Any) -> Any:
+def _as_indices(x: ArrayLike) -> Any:
     """:func:`as_array` for row numbers, none of which turns into another."""
     if isinstance(x, list | tuple) and all(type(n) is int for n in x):
         x = np.asarray(x, np.int64)
     return as_array(in_32_bits(x) if isinstance(x, np.ndarray) and x.size else x)
 
 
-def _static_shape(shape: Any) -> tuple[int, ...] | None:
+def _static_shape(shape: Sequence[Size] | None) -> tuple[int, ...] | None:
     """``dense_shape`` as a tuple of ints."""
     if shape is None:
         return None
@@ -970,7 +983,9 @@ def _static_shape(shape: Any) -> tuple[int, ...] | None:
         ) from error
 
 
-def _check_parts(values: Any, indices: Any, shape: tuple[int, ...] | None) -> None:
+def _check_parts(
+    values: jax.Array, indices: jax.Array, shape: tuple[int, ...] | None
+) -> None:
     """Refuses parts that do not fit together, with all that is wrong in one message."""
     got = (
         f"values {values.dtype}[{', '.join(map(str, values.shape))}], indices "
@@ -1004,7 +1019,7 @@ def _check_parts(values: Any, indices: Any, shape: tuple[int, ...] | None) -> No
         raise ValueError(f"IndexedSlices got {got}; " + "; ".join(problems))
 
 
-def _check_batch_index(key: Any, length: int) -> None:
+def _check_batch_index(key: Index, length: int) -> None:
     """Refuses known numbers out of range, which JAX would clamp."""
     if isinstance(key, slice | jax.core.Tracer):
         return
@@ -1027,7 +1042,7 @@ def _sum(x: jax.Array, axes: tuple[int, ...], dtype: DTypeLike | None) -> jax.Ar
     return jnp.sum(x, axes, dtype=dtype)
 
 
-def _refuse_out(out: Any) -> None:
+def _refuse_out(out: object) -> None:
     if out is not None:
         raise TypeError("out= is not supported: JAX arrays cannot be written to")
 
@@ -1039,5 +1054,5 @@ def _broadcasts(shape: tuple[int, ...], onto: tuple[int | None, ...]) -> bool:
     )
 
 
-def _num_bytes(x: Any) -> int:
+def _num_bytes(x: Aval) -> int:
     return math.prod(x.shape) * np.dtype(x.dtype).itemsize

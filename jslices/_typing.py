@@ -25,6 +25,10 @@ Leaf: TypeAlias = Any
 Scalar: TypeAlias = float | jax.Array
 #: A hyperparameter as a function of the step, which counts from 0.
 Schedule: TypeAlias = Callable[[jax.Array], Scalar]
+#: The other side of an arithmetic operator: a number, an array or an IndexedSlices.
+Operand: TypeAlias = Any
+#: What stands between the brackets of ``array[...]`` for one axis.
+Index: TypeAlias = Any
 
 
 class Transformation(Protocol):

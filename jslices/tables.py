@@ -356,11 +356,11 @@ class StackedTables:
     def _rows_of(
         self,
         name: str,
-        given: Any,
+        given: ArrayLike,
         ids: jax.Array,
         mode: str,
         caller: str,
-        exempt: Any = None,
+        exempt: jax.Array | None = None,
     ) -> jax.Array:
         """:meth:`rows` of one table; ``ids`` are ``given``, perhaps flat."""
         at = self.names.index(name)
@@ -370,7 +370,9 @@ class StackedTables:
             refuse_bad_ids(given, self.sizes[at], caller, f"ids of {name!r}", exempt)
         return self._settled_rows(ids, self.sizes[at], self.offsets[at], mode)
 
-    def _settled_rows(self, ids: jax.Array, size: Any, first: Any, mode: str) -> jax.Array:
+    def _settled_rows(
+        self, ids: jax.Array, size: jax.Array | int, first: jax.Array | int, mode: str
+    ) -> jax.Array:
         """Rows of ids ``[...]``; ``size`` and ``first`` row of the table of each."""
         known = settle(ids, self.num_rows, "drop" if mode in ("fill", "check") else mode)
         size, first = jnp.asarray(size, known.dtype), jnp.asarray(first, known.dtype)
@@ -382,14 +384,14 @@ class StackedTables:
         inside = (known >= 0) & (known < size)
         return jnp.where(inside, known + first, missing.astype(known.dtype))
 
-    def _check_stacked(self, stacked: Any, caller: str) -> None:
+    def _check_stacked(self, stacked: jax.Array, caller: str) -> None:
         if jnp.shape(stacked)[:1] != (self.num_rows,):
             raise InvalidArgumentError(
                 f"{caller} wants the array of all tables, of {self.num_rows} rows, got "
                 f"{jnp.shape(stacked)}; tables.stack(arrays) makes it"
             )
 
-    def _check_by_name(self, given: Any, caller: str, what: str) -> None:
+    def _check_by_name(self, given: Mapping[str, object], caller: str, what: str) -> None:
         if not isinstance(given, Mapping):
             raise InvalidArgumentError(
                 f"{caller} wants {what} in a dict, by the names of tables, got "

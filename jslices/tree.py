@@ -16,12 +16,14 @@ Example:
 
 import builtins
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
+from jax.tree_util import PyTreeDef
 
 from jslices._slices import is_slices
+from jslices._typing import PyTree
 
 IsLeaf = Callable[[Any], bool] | None
 
@@ -30,35 +32,35 @@ def _or_slices(is_leaf: IsLeaf) -> Callable[[Any], bool]:
     return is_slices if is_leaf is None else lambda x: is_slices(x) or is_leaf(x)
 
 
-def map(f: Callable[..., Any], tree: Any, *rest: Any, is_leaf: IsLeaf = None) -> Any:
+def map(f: Callable[..., Any], tree: PyTree, *rest: PyTree, is_leaf: IsLeaf = None) -> Any:
     """``jax.tree.map`` that passes whole slices to ``f``."""
     return jax.tree.map(f, tree, *rest, is_leaf=_or_slices(is_leaf))
 
 
 def map_with_path(
-    f: Callable[..., Any], tree: Any, *rest: Any, is_leaf: IsLeaf = None
+    f: Callable[..., Any], tree: PyTree, *rest: PyTree, is_leaf: IsLeaf = None
 ) -> Any:
     """``jax.tree.map_with_path`` that passes whole slices to ``f``."""
     return jax.tree_util.tree_map_with_path(f, tree, *rest, is_leaf=_or_slices(is_leaf))
 
 
-def leaves(tree: Any, is_leaf: IsLeaf = None) -> list[Any]:
+def leaves(tree: PyTree, is_leaf: IsLeaf = None) -> list[Any]:
     """``jax.tree.leaves`` with slices as leaves."""
     return jax.tree.leaves(tree, is_leaf=_or_slices(is_leaf))
 
 
-def leaves_with_path(tree: Any, is_leaf: IsLeaf = None) -> list[Any]:
+def leaves_with_path(tree: PyTree, is_leaf: IsLeaf = None) -> list[Any]:
     """``jax.tree.leaves_with_path`` with slices as leaves."""
     return jax.tree_util.tree_leaves_with_path(tree, is_leaf=_or_slices(is_leaf))
 
 
-def flatten(tree: Any, is_leaf: IsLeaf = None) -> tuple[list[Any], Any]:
+def flatten(tree: PyTree, is_leaf: IsLeaf = None) -> tuple[list[Any], Any]:
     """``jax.tree.flatten`` with slices as leaves; ``structure.unflatten`` undoes it."""
     found, structure = jax.tree.flatten(tree, is_leaf=_or_slices(is_leaf))
     return found, structure
 
 
-def structure(tree: Any, is_leaf: IsLeaf = None) -> Any:
+def structure(tree: PyTree, is_leaf: IsLeaf = None) -> Any:
     """``jax.tree.structure`` with slices as leaves, equal to that of the dense tree."""
     return jax.tree.structure(tree, is_leaf=_or_slices(is_leaf))
 
@@ -68,8 +70,8 @@ _NOTHING = object()
 
 def reduce(
     function: Callable[[Any, Any], Any],
-    tree: Any,
-    initializer: Any = _NOTHING,
+    tree: PyTree,
+    initializer: PyTree = _NOTHING,
     is_leaf: IsLeaf = None,
 ) -> Any:
     """``jax.tree.reduce`` with slices as leaves."""
@@ -77,21 +79,21 @@ def reduce(
     return functools.reduce(function, leaves(tree, is_leaf), *start)
 
 
-def all(tree: Any, *, is_leaf: IsLeaf = None) -> bool:
+def all(tree: PyTree, *, is_leaf: IsLeaf = None) -> bool:
     """``jax.tree.all`` with slices as leaves."""
     return builtins.all(leaves(tree, is_leaf))
 
 
-def unflatten(treedef: Any, leaves: Any) -> Any:
+def unflatten(treedef: PyTreeDef, leaves: Iterable[PyTree]) -> Any:
     """``jax.tree.unflatten``; the leaves may be slices."""
     return jax.tree.unflatten(treedef, leaves)
 
 
-def flatten_with_path(tree: Any, is_leaf: IsLeaf = None) -> tuple[list[Any], Any]:
+def flatten_with_path(tree: PyTree, is_leaf: IsLeaf = None) -> tuple[list[Any], Any]:
     """``jax.tree.flatten_with_path`` with slices as leaves."""
     return jax.tree_util.tree_flatten_with_path(tree, is_leaf=_or_slices(is_leaf))
 
 
-def to_dense(tree: Any) -> Any:
+def to_dense(tree: PyTree) -> Any:
     """The tree with every IndexedSlices replaced by the array it stands for."""
     return map(lambda x: x.to_dense() if is_slices(x) else x, tree)

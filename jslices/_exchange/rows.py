@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
+from jax.typing import ArrayLike
 
 from jslices._exchange.plan import ExchangePlan
 from jslices._place.boundary import on_one_mesh
@@ -58,8 +59,8 @@ def rows_from_elsewhere(
     read: jax.Array,
     record: jax.Array,
     slot: IndexedSlices,
-    mode: Any,
-    fill_value: Any,
+    mode: str | lax.GatherScatterMode | None,
+    fill_value: ArrayLike | None,
 ) -> tuple[jax.Array, jax.Array]:
     """The rows ``[n, *D]`` of a lookup, and the indices of its gradient.
 
@@ -155,7 +156,9 @@ def _forward(
     return rows, (located, shape_only)
 
 
-def _backward(plan: ExchangePlan, kept: Any, rows: jax.Array) -> Any:
+def _backward(
+    plan: ExchangePlan, kept: tuple[Located, IndexedSlices], rows: jax.Array
+) -> Any:
     located, shape_only = kept
     placement = plan.placement
     send = on_each_device(
@@ -290,6 +293,6 @@ def _gathered(axes: tuple[str, ...], x: jax.Array) -> jax.Array:
     return lax.all_gather(x, axes, tiled=True) if axes else x
 
 
-def _lengthened(x: jax.Array, length: int, value: Any = 0) -> jax.Array:
+def _lengthened(x: jax.Array, length: int, value: int = 0) -> jax.Array:
     beyond = length - x.shape[0]
     return jnp.pad(x, ((0, beyond), *((0, 0),) * (x.ndim - 1)), constant_values=value)

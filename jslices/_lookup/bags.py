@@ -2,18 +2,24 @@
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from jslices._lookup.embedding import as_tables, check_strategy, read_rows
+from jslices._lookup.embedding import Tables, as_tables, check_strategy, read_rows
 from jslices._place.boundary import by_first_axis, looked_up, on_any_mesh
 from jslices._rows.access import canonical_indices, per_row, static_int, where_rows
 from jslices._rows.ids import as_ids, check_mode
 from jslices._rows.sums import add_rows
+from jslices._typing import PyTree
+
+#: Ids in any of the ``FORMS``.
+BagsOfIds: TypeAlias = Any
+#: A matrix of ``jax.experimental.sparse``, which takes long to import.
+Bcoo: TypeAlias = Any
 
 COMBINERS = ("mean", "sum", "sqrtn", "max")
 FORMS = (
@@ -24,7 +30,7 @@ FORMS = (
 
 def embedding_lookup_sparse(
     params: jax.Array | Sequence[jax.Array],
-    sp_ids: Any,
+    sp_ids: BagsOfIds,
     sp_weights: ArrayLike | None = None,
     combiner: str | None = "mean",
     max_norm: float | jax.Array | None = None,
@@ -87,7 +93,12 @@ def embedding_lookup_sparse(
     caller = "embedding_lookup_sparse"
     combiner = _check(combiner, partition_strategy, mode, caller)
 
-    def look_up(params: Any, sp_ids: Any, sp_weights: Any, mask: Any) -> jax.Array:
+    def look_up(
+        params: Tables,
+        sp_ids: BagsOfIds,
+        sp_weights: ArrayLike | None,
+        mask: ArrayLike | None,
+    ) -> jax.Array:
         tables = _float_tables(params, caller)
         bags = as_bags(sp_ids, sp_weights, mask, caller)
         rows = read_rows(
@@ -107,7 +118,7 @@ def embedding_lookup_sparse(
 
 def safe_embedding_lookup_sparse(
     embedding_weights: jax.Array | Sequence[jax.Array],
-    sparse_ids: Any,
+    sparse_ids: BagsOfIds,
     sparse_weights: ArrayLike | None = None,
     combiner: str | None = "mean",
     default_id: int | None = None,
@@ -156,7 +167,12 @@ def safe_embedding_lookup_sparse(
     caller = "safe_embedding_lookup_sparse"
     combiner = _check(combiner, partition_strategy, mode, caller)
 
-    def look_up(params: Any, sp_ids: Any, sp_weights: Any, mask: Any) -> jax.Array:
+    def look_up(
+        params: Tables,
+        sp_ids: BagsOfIds,
+        sp_weights: ArrayLike | None,
+        mask: ArrayLike | None,
+    ) -> jax.Array:
         tables = _float_tables(params, caller)
         bags = as_bags(sp_ids, sp_weights, mask, caller)
         good = bags.ids >= 0
@@ -189,10 +205,12 @@ def safe_embedding_lookup_sparse(
     return _looked_up(look_up, embedding_weights, sparse_ids, sparse_weights, mask)
 
 
-def _looked_up(look_up: Callable[..., jax.Array], params: Any, ids: Any, *more: Any) -> Any:
+def _looked_up(
+    look_up: Callable[..., jax.Array], params: Tables, ids: BagsOfIds, *more: PyTree
+) -> Any:
     """``look_up``; on a mesh of Explicit axes bags are split as they are in padded ids."""
 
-    def split(params: Any, ids: Any, *more: Any) -> Any:
+    def split(params: Tables, ids: BagsOfIds, *more: PyTree) -> Any:
         table, ids = jax.tree.leaves(params)[0], jax.tree.leaves(ids)[0]
         if jnp.ndim(ids) > 1:
             return looked_up(table, ids, combined=1)
@@ -216,7 +234,9 @@ class Bags(NamedTuple):
         return math.prod(self.shape)
 
 
-def as_bags(sp_ids: Any, sp_weights: Any, mask: Any, caller: str) -> Bags:
+def as_bags(
+    sp_ids: BagsOfIds, sp_weights: ArrayLike | None, mask: ArrayLike | None, caller: str
+) -> Bags:
     """Ids in any form, with or without weights, as :class:`Bags`."""
     if isinstance(sp_ids, tuple) and mask is not None:
         raise ValueError(f"{caller}: mask= goes with an array [*B, L] of ids, not a tuple")
@@ -243,11 +263,11 @@ def as_bags(sp_ids: Any, sp_weights: Any, mask: Any, caller: str) -> Bags:
 _Form = tuple[jax.Array, jax.Array, tuple[int, ...], Any]
 
 
-def _is_bcoo(x: Any) -> bool:
+def _is_bcoo(x: object) -> bool:
     return all(hasattr(x, name) for name in ("data", "indices", "shape"))
 
 
-def _from_padded(given: Any, mask: Any, caller: str) -> _Form:
+def _from_padded(given: ArrayLike, mask: ArrayLike | None, caller: str) -> _Form:
     ids = as_ids(given, caller)
     if ids.ndim < 1:
         raise TypeError(f"{caller} wants ids as {FORMS}; got a scalar")
@@ -266,7 +286,9 @@ def _from_padded(given: Any, mask: Any, caller: str) -> _Form:
     return ids, segments, shape, given
 
 
-def _from_segments(given: Any, segment_ids: Any, num_segments: Any, caller: str) -> _Form:
+def _from_segments(
+    given: ArrayLike, segment_ids: ArrayLike, num_segments: int, caller: str
+) -> _Form:
     ids, segments = as_ids(given, caller), as_ids(segment_ids, caller, "segment_ids")
     if ids.ndim != 1 or segments.shape != ids.shape:
         raise ValueError(
@@ -283,7 +305,7 @@ def _from_segments(given: Any, segment_ids: Any, num_segments: Any, caller: str)
     return ids, segments, (count,), given
 
 
-def _from_splits(given: Any, row_splits: Any, caller: str) -> _Form:
+def _from_splits(given: ArrayLike, row_splits: ArrayLike, caller: str) -> _Form:
     ids, splits = as_ids(given, caller), as_ids(row_splits, caller, "row_splits")
     if ids.ndim != 1 or splits.ndim != 1 or splits.shape[0] < 1:
         raise ValueError(
@@ -305,7 +327,7 @@ def _from_splits(given: Any, row_splits: Any, caller: str) -> _Form:
     return ids, segments, (count,), given
 
 
-def _from_bcoo(matrix: Any, caller: str) -> _Form:
+def _from_bcoo(matrix: Bcoo, caller: str) -> _Form:
     ids, indices = as_ids(matrix.data, caller), jnp.asarray(matrix.indices)
     shape = tuple(matrix.shape)
     if ids.ndim != 1 or indices.shape != (ids.shape[0], len(shape)):
@@ -322,7 +344,9 @@ def _from_bcoo(matrix: Any, caller: str) -> _Form:
     return ids, jnp.where(good, segments, -1), shape[:-1], matrix.data
 
 
-def _weights(given: Any, shape: tuple[int, ...], caller: str) -> jax.Array | None:
+def _weights(
+    given: BagsOfIds, shape: tuple[int, ...], caller: str
+) -> jax.Array | None:
     if given is None:
         return None
     weights = jnp.asarray(given.data if _is_bcoo(given) else given)
@@ -388,14 +412,14 @@ def _check(combiner: str | None, strategy: str, mode: str, caller: str) -> str:
     return combiner
 
 
-def _float_tables(params: Any, caller: str) -> list[jax.Array]:
+def _float_tables(params: Tables, caller: str) -> list[jax.Array]:
     tables = as_tables(params, caller)
     if not jnp.issubdtype(tables[0].dtype, jnp.inexact):
         raise TypeError(f"{caller} wants a floating table, got {tables[0].dtype}")
     return tables
 
 
-def _row_number(default_id: Any, num_rows: int, caller: str) -> int:
+def _row_number(default_id: int, num_rows: int, caller: str) -> int:
     number = static_int(
         default_id,
         f"{caller}: default_id must be an int known before tracing, got {default_id!r}",

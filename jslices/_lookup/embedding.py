@@ -16,6 +16,9 @@ from jslices._place.boundary import looked_up, on_any_mesh
 from jslices._rows.access import index_dtype, missing_value, per_row, take_rows
 from jslices._rows.ids import as_ids, check_mode, on_host, refuse_bad_ids, settle
 
+#: A table, or its shards.
+Tables = jax.Array | Sequence[jax.Array]
+
 STRATEGIES = ("mod", "div")
 
 
@@ -99,7 +102,7 @@ def embedding_lookup(
     )
 
 
-def _equal(given: Any, ids: jax.Array, padding_id: Any) -> jax.Array:
+def _equal(given: ArrayLike, ids: jax.Array, padding_id: int) -> jax.Array:
     """Where the ids as given are ``padding_id``; ``ids`` may be saturated to 32 bits."""
     try:
         number = operator.index(padding_id)
@@ -120,9 +123,9 @@ def read_rows(
     *,
     strategy: str,
     mode: str,
-    max_norm: Any = None,
+    max_norm: float | jax.Array | None = None,
     keep: jax.Array | None = None,
-    given: Any = None,
+    given: ArrayLike | None = None,
 ) -> jax.Array:
     """Rows of a table in one or more shards.
 
@@ -207,7 +210,9 @@ def _take(table: jax.Array, ids: jax.Array, **how: Any) -> jax.Array:
     return rows + jnp.broadcast_to(nothing, rows.shape)
 
 
-def _clip_rows(rows: jax.Array, row_ndim: int, max_norm: Any, caller: str) -> jax.Array:
+def _clip_rows(
+    rows: jax.Array, row_ndim: int, max_norm: float | jax.Array, caller: str
+) -> jax.Array:
     """``rows`` ``[*B, *D]``, each scaled down to an L2 norm of at most ``max_norm``."""
     if not jnp.issubdtype(rows.dtype, jnp.inexact):
         raise TypeError(f"{caller}(max_norm=...) wants a floating table, got {rows.dtype}")
@@ -226,7 +231,7 @@ def _clip_rows(rows: jax.Array, row_ndim: int, max_norm: Any, caller: str) -> ja
     return (wide * jnp.where(long, max_norm / norms, 1)).astype(rows.dtype)
 
 
-def as_tables(params: Any, caller: str) -> list[jax.Array]:
+def as_tables(params: Tables, caller: str) -> list[jax.Array]:
     """The shards of a table, checked; one array is one shard."""
     if params is None or (isinstance(params, list | tuple) and not params):
         raise ValueError(f"{caller} wants a table or a list of shards, got {params!r}")

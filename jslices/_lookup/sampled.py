@@ -14,6 +14,11 @@ from jslices._place.boundary import by_first_axis, on_any_mesh
 from jslices._rows.access import INT32_MAX
 from jslices._rows.ids import as_ids
 from jslices._rows.sums import sort_ids
+from jslices._typing import PyTree
+
+#: ``(sampled [S], true_expected_count, sampled_expected_count [S])``.
+Samples = tuple[ArrayLike, ArrayLike, ArrayLike]
+_Draws = tuple[jax.Array, jax.Array, jax.Array, jax.Array]
 
 
 def sampled_softmax_loss(
@@ -24,7 +29,7 @@ def sampled_softmax_loss(
     num_sampled: int,
     num_classes: int,
     num_true: int = 1,
-    sampled_values: Any = None,
+    sampled_values: Samples | None = None,
     remove_accidental_hits: bool = True,
     partition_strategy: str = "mod",
     *,
@@ -97,7 +102,7 @@ def nce_loss(
     num_sampled: int,
     num_classes: int,
     num_true: int = 1,
-    sampled_values: Any = None,
+    sampled_values: Samples | None = None,
     remove_accidental_hits: bool = False,
     partition_strategy: str = "mod",
     *,
@@ -142,7 +147,7 @@ def _sampled_logits(
     tables: tuple[Any, Any],
     examples: tuple[Any, Any],
     counts: tuple[int, int, int],
-    sampled_values: Any,
+    sampled_values: Samples | None,
     remove_accidental_hits: bool,
     partition_strategy: str,
     key: jax.Array | None,
@@ -152,10 +157,10 @@ def _sampled_logits(
     On a mesh of Explicit axes they are split by examples, as the inputs are.
     """
 
-    def run(*arrays: Any) -> tuple[jax.Array, jax.Array]:
+    def run(*arrays: PyTree) -> tuple[jax.Array, jax.Array]:
         return _logits(caller, counts, remove_accidental_hits, partition_strategy, *arrays)
 
-    def split(tables: Any, examples: Any, *rest: Any) -> Any:
+    def split(tables: PyTree, examples: PyTree, *rest: PyTree) -> Any:
         return by_first_axis(examples[1], tables, examples, *rest)
 
     arrays = tables, examples, sampled_values, key
@@ -169,7 +174,7 @@ def _logits(
     partition_strategy: str,
     tables: tuple[Any, Any],
     examples: tuple[Any, Any],
-    sampled_values: Any,
+    sampled_values: Samples | None,
     key: jax.Array | None,
 ) -> tuple[jax.Array, jax.Array]:
     num_sampled, num_classes, num_true = counts
@@ -209,7 +214,7 @@ def _logits(
     return logits, jax.lax.stop_gradient(jnp.concatenate(targets, 1))
 
 
-def _labels(given: Any, inputs: jax.Array, num_true: int, caller: str) -> jax.Array:
+def _labels(given: ArrayLike, inputs: jax.Array, num_true: int, caller: str) -> jax.Array:
     labels = as_ids(given, caller, "labels")
     labels = labels[:, None] if labels.ndim == 1 else labels
     if inputs.ndim != 2 or labels.shape != (inputs.shape[0], num_true):
@@ -238,7 +243,7 @@ def _check_tables(
 
 
 def _samples(
-    given: Any, labels: jax.Array, caller: str
+    given: Samples, labels: jax.Array, caller: str
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """``sampled_values`` as arrays, constants for differentiation."""
     if len(given) != 3:
@@ -365,10 +370,10 @@ def _draw(key: jax.Array, count: int, range_max: int) -> jax.Array:
 def _draw_unique(key: jax.Array, count: int, range_max: int) -> tuple[jax.Array, jax.Array]:
     """The first ``count`` different classes of a sequence of draws, and its length."""
 
-    def more(state: Any) -> jax.Array:
+    def more(state: _Draws) -> jax.Array:
         return state[2] < count
 
-    def draw(state: Any) -> Any:
+    def draw(state: _Draws) -> _Draws:
         key, chosen, _, tries = state
         key, now = jax.random.split(key)
         pool = jnp.concatenate([chosen, _draw(now, count, range_max)])

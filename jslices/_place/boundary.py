@@ -26,19 +26,21 @@ from jax.sharding import (
     AxisType,
     NamedSharding,
     PartitionSpec,
+    Sharding,
     SingleDeviceSharding,
     reshard,
     use_abstract_mesh,
 )
-from jax.typing import DTypeLike
+from jax.typing import ArrayLike, DTypeLike
 
 from jslices._jax import (
     CONSTRAINS_LAYOUTS,
     flatten,
     split_alike,
 )
-from jslices._typing import PyTree
+from jslices._typing import Aval, Leaf, PyTree
 
+Spec = PartitionSpec | tuple[None, ...]
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -49,7 +51,7 @@ _compiling_for: contextvars.ContextVar[str | None] = contextvars.ContextVar(
 )
 
 
-def explicit_mesh(*trees: Any) -> AbstractMesh | None:
+def explicit_mesh(*trees: PyTree) -> AbstractMesh | None:
     """The mesh of the first array whose type says how it is split; None without any.
 
     The trees are of arrays or their abstract values.
@@ -61,7 +63,7 @@ def explicit_mesh(*trees: Any) -> AbstractMesh | None:
     return None
 
 
-def _type_of(x: Any) -> Any:
+def _type_of(x: Aval) -> Any:
     aval = jax.typeof(x) if isinstance(x, jax.Array) else x
     sharding = getattr(aval, "sharding", None)
     mesh = getattr(sharding, "mesh", None)
@@ -70,28 +72,28 @@ def _type_of(x: Any) -> Any:
     return sharding
 
 
-def shardings_of(tree: Any) -> Any:
+def shardings_of(tree: PyTree) -> Any:
     """How each array of a tree is split; None where its type does not tell."""
     return jax.tree.map(_type_of, tree)
 
 
-def everywhere(x: Any, *others: Any) -> Any:
+def everywhere(x: Aval, *others: PyTree) -> Any:
     """How arrays are split that have rows of ``x``, each on all devices."""
     mesh, spec = explicit_mesh(x, others), PartitionSpec(None, *_named(x)[1:])
     return None if mesh is None else NamedSharding(mesh, spec)
 
 
-def by_first_axis(x: Any, *others: Any) -> Any:
+def by_first_axis(x: Aval, *others: PyTree) -> Any:
     """How arrays are split whose first axis is that of ``x``, and no other axis is."""
     mesh = explicit_mesh(x, others)
     return None if mesh is None else NamedSharding(mesh, PartitionSpec(*_named(x)[:1]))
 
 
-def _named(x: Any) -> list[Any]:
+def _named(x: Aval) -> list[Any]:
     return [axes or None for axes in _spec(x)]
 
 
-def looked_up(table: Any, indices: Any, combined: int = 0) -> Any:
+def looked_up(table: Aval, indices: Aval, combined: int = 0) -> Any:
     """How rows are split that ``indices`` ``[...]`` read from ``table`` ``[V, *D]``.
 
     ``combined``: along how many of the last axes of ``indices`` rows are combined to one.
@@ -105,7 +107,7 @@ def looked_up(table: Any, indices: Any, combined: int = 0) -> Any:
     return None if mesh is None else NamedSharding(mesh, PartitionSpec(*spec))
 
 
-def _spec(x: Any) -> tuple[tuple[str, ...], ...]:
+def _spec(x: Aval) -> tuple[tuple[str, ...], ...]:
     sharding = _type_of(x)
     return split_along(sharding.spec if sharding is not None else (), jnp.ndim(x))
 
@@ -117,13 +119,13 @@ def explicit_part(mesh: AbstractMesh, spec: PartitionSpec) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec(*(several or None for several in axes)))
 
 
-def split_along(spec: Any, ndim: int) -> tuple[tuple[str, ...], ...]:
+def split_along(spec: Spec, ndim: int) -> tuple[tuple[str, ...], ...]:
     """For each axis of an array the mesh axes along which it is split."""
     axes = _axes(spec)
     return (*axes, *((),) * (ndim - len(axes)))
 
 
-def _axes(spec: Any) -> list[tuple[str, ...]]:
+def _axes(spec: Spec) -> list[tuple[str, ...]]:
     return [() if x is None else (x,) if isinstance(x, str) else tuple(x) for x in spec]
 
 
@@ -138,28 +140,28 @@ def with_auto_axes(mesh: AbstractMesh | None) -> Iterator[None]:
         yield
 
 
-def drop_sharding(tree: Any) -> Any:
+def drop_sharding(tree: PyTree) -> Any:
     """The same arrays for use in a context :func:`with_auto_axes`; they stay in place."""
 
-    def cast(x: Any) -> Any:
+    def cast(x: Leaf) -> Any:
         return x if _type_of(x) is None else reshard(x, PartitionSpec())
 
     return jax.tree.map(cast, tree)
 
 
-def restore_sharding(tree: Any, shardings: Any) -> Any:
+def restore_sharding(tree: PyTree, shardings: PyTree) -> Any:
     """Arrays with the types that a prefix of their tree names; None leaves them alone."""
 
-    def cast(sharding: Any, part: Any) -> Any:
+    def cast(sharding: NamedSharding | None, part: PyTree) -> Any:
         if sharding is None:
             return part
-        with use_abstract_mesh(sharding.mesh):
+        with use_abstract_mesh(sharding.mesh):  # type: ignore[arg-type]
             return jax.tree.map(lambda x: reshard(x, _fitting(sharding, x)), part)
 
     return jax.tree.map(cast, shardings, tree, is_leaf=lambda x: x is None)
 
 
-def _fitting(sharding: Any, x: Any) -> NamedSharding:
+def _fitting(sharding: NamedSharding, x: Aval) -> NamedSharding:
     return NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[: x.ndim]))
 
 
@@ -199,7 +201,7 @@ def like_first(x: PyTree, *rest: PyTree) -> PyTree:
 # --- meshes ---
 
 
-def mesh_of(aval: Any) -> AbstractMesh | None:
+def mesh_of(aval: Aval) -> AbstractMesh | None:
     """The mesh that an array is known to be on; None without one.
 
     Inside a ``shard_map`` there is none: arrays are those of one device.
@@ -210,14 +212,14 @@ def mesh_of(aval: Any) -> AbstractMesh | None:
     return mesh
 
 
-def on_one_mesh(arrays: Any) -> Any:
+def on_one_mesh(arrays: PyTree) -> Any:
     """The same arrays, all of them on the mesh that one of them is on.
 
     Outside of ``jax.jit`` what a program computes from constants, ids say, may be on a
     single device, and JAX does not spread it by itself.
     """
 
-    def is_placed(x: Any) -> bool:
+    def is_placed(x: Leaf) -> bool:
         return isinstance(x, jax.core.Tracer) or isinstance(
             getattr(x, "sharding", None), NamedSharding
         )
@@ -251,7 +253,10 @@ def on_all_devices(values: jax.Array, indices: jax.Array) -> tuple[jax.Array, ja
 
 
 def filled_like(
-    p: Any, value: Any, dtype: DTypeLike | None = None, axes: Sequence[int] | None = None
+    p: jax.Array,
+    value: ArrayLike,
+    dtype: DTypeLike | None = None,
+    axes: Sequence[int] | None = None,
 ) -> jax.Array:
     """An array of ``value`` with some axes of ``p``, split over devices as these are.
 
@@ -264,14 +269,16 @@ def filled_like(
     shape, dtype = tuple(p.shape[n] for n in axes), p.dtype if dtype is None else dtype
     if isinstance(p, jax.core.Tracer):
         return placed_as(p, jnp.full(shape, value, dtype), axes)
-    where = None
+    where: Sharding | None = None
     if p.committed:
-        named = isinstance(p.sharding, NamedSharding)
-        where = _of_axes(p.sharding, p.ndim, axes) if named else _first(p, axes).sharding
+        if isinstance(p.sharding, NamedSharding):
+            where = _of_axes(p.sharding, p.ndim, axes)
+        else:
+            where = _first(p, axes).sharding
     return jnp.full(shape, value, dtype, device=where)
 
 
-def split_as_told(p: Any, tree: Any, spec: PartitionSpec) -> Any:
+def split_as_told(p: jax.Array, tree: PyTree, spec: PartitionSpec) -> Any:
     """Arrays on the mesh of ``p``, split over its devices as ``spec`` says."""
     if isinstance(p, jax.core.Tracer):
         mesh = mesh_of(jax.typeof(p))
@@ -285,7 +292,7 @@ def split_as_told(p: Any, tree: Any, spec: PartitionSpec) -> Any:
     return jax.device_put(tree, NamedSharding(p.sharding.mesh, spec))
 
 
-def placed_as(p: Any, x: jax.Array, axes: Sequence[int] | None = None) -> jax.Array:
+def placed_as(p: jax.Array, x: jax.Array, axes: Sequence[int] | None = None) -> jax.Array:
     """``x``, which has some axes of ``p``, split over devices as these are.
 
     Only where ``p`` is traced: ``jit`` would give each device the whole of ``x``.
@@ -314,7 +321,7 @@ def _of_axes(sharding: NamedSharding, ndim: int, axes: Sequence[int]) -> NamedSh
 # --- layouts ---
 
 
-def row_major(tree: Any) -> Any:
+def row_major(tree: PyTree) -> Any:
     """The arrays of ``tree`` placed so that XLA reads and writes their rows in place.
 
     On a TPU a table is laid out by columns unless its rows are a multiple of 128 elements
@@ -354,7 +361,7 @@ def row_major(tree: Any) -> Any:
     return jax.tree.map(row_major_array, tree)
 
 
-def row_major_array(x: Any) -> Any:
+def row_major_array(x: Leaf) -> Any:
     """:func:`row_major` of one array."""
     if not isinstance(x, jax.Array | jax.ShapeDtypeStruct) or is_row_major(x):
         return x
@@ -371,12 +378,12 @@ def row_major_array(x: Any) -> Any:
     return jax.device_put(x, placed)
 
 
-def row_major_tables(tree: Any) -> Any:
+def row_major_tables(tree: PyTree) -> Any:
     """The tree with what looks like a table in it row-major."""
     return jax.tree.map(lambda x: row_major_array(x) if is_tall(x) else x, tree)
 
 
-def is_row_major(x: Any) -> bool:
+def is_row_major(x: Aval) -> bool:
     """Whether nothing is to be done. Of what is traced the layout is not known."""
     if math.prod(x.shape[1:]) < 2:
         return True
@@ -386,18 +393,18 @@ def is_row_major(x: Any) -> bool:
     return layout is not None and layout.major_to_minor == _by_rows(x).major_to_minor
 
 
-def laid_out_as(table: Any, array: Any) -> Any:
+def laid_out_as(table: Aval, array: Aval) -> Any:
     """``array``, made for the rows of ``table``, row-major if that is known to be."""
     known = isinstance(table, jax.Array) and not isinstance(table, jax.core.Tracer)
     return row_major_array(array) if known and is_row_major(table) else array
 
 
-def is_tall(x: Any) -> bool:
+def is_tall(x: Aval) -> bool:
     """Whether an array has so many rows that it is taken for a table."""
     return x.ndim > 0 and x.shape[0] >= TALL * math.prod(x.shape[1:])
 
 
-def _by_rows(x: Any) -> Layout:
+def _by_rows(x: Aval) -> Layout:
     return Layout(tuple(range(x.ndim)))
 
 

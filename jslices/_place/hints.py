@@ -15,6 +15,7 @@ import jax
 from jslices import _jax
 from jslices._densify import current_user_line, human_bytes
 from jslices._place.boundary import is_row_major, is_tall, platform_at_hand
+from jslices._typing import Leaf
 
 # From glibc's <malloc.h>.
 _TRIM_THRESHOLD, _MMAP_MAX, _ARENA_MAX = -1, -4, -8
@@ -120,7 +121,7 @@ def hint_large_step(num_bytes: int) -> None:
     )
 
 
-def warn_of_columns(place: str, x: Any) -> None:
+def warn_of_columns(place: str, x: Leaf) -> None:
     """Says, once for each table, what one that is laid out by columns costs."""
     if isinstance(x, jax.core.Tracer) or not isinstance(x, jax.Array) or is_row_major(x):
         return

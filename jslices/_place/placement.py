@@ -12,6 +12,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from jslices._errors import InvalidArgumentError
 from jslices._place.boundary import mesh_of, on_one_mesh, split_along
+from jslices._typing import PyTree
 
 
 def padded_rows(
@@ -58,7 +59,7 @@ def padded_rows(
     return -(-num_rows // count) * count
 
 
-def _count(devices: Any, axis: str | Sequence[str] | None) -> int:
+def _count(devices: int | Mesh | AbstractMesh, axis: str | Sequence[str] | None) -> int:
     if isinstance(devices, Mesh | AbstractMesh):
         axes = devices.axis_names if axis is None else axis
         axes = (axes,) if isinstance(axes, str) else tuple(axes)
@@ -174,8 +175,8 @@ class Placement:
 def on_each_device(
     placement: Placement,
     fun: Callable[..., Any],
-    in_specs: Any,
-    out_specs: Any,
+    in_specs: PyTree,
+    out_specs: PyTree,
     whole_rows: bool = True,
 ) -> Callable[..., Any]:
     """``jax.shard_map`` on the mesh of a table.
@@ -185,7 +186,7 @@ def on_each_device(
     """
     names = placement.known if whole_rows else placement.mesh.axis_names
 
-    def run(*args: Any) -> Any:
+    def run(*args: PyTree) -> Any:
         args = on_one_mesh(args)
         if not names:
             return fun(*args)
@@ -203,7 +204,7 @@ def on_each_device(
     return run
 
 
-def placement_at_hand(x: Any) -> Placement | None:
+def placement_at_hand(x: jax.Array) -> Placement | None:
     """Where the rows of an array stand, as its type or the array itself tells."""
     mesh = mesh_of(jax.typeof(x))
     if mesh is None or mesh.size == 1:

@@ -25,6 +25,7 @@ from jax.interpreters import ad, batching, mlir
 from jax.typing import ArrayLike
 
 from jslices import _jax
+from jslices._typing import Size
 
 INT32_MAX = np.iinfo(np.int32).max
 #: Gathered rows of so many elements would be copied by a scalar loop (see ``row_loop``).
@@ -38,7 +39,7 @@ UNROLLED = range(2, 24)
 _INT32_ELEMENTS = 2**31
 
 
-def static_int(value: Any, refusal: str) -> int:
+def static_int(value: Size, refusal: str) -> int:
     """``value`` as an int known before tracing; else a TypeError with the text given."""
     try:
         return operator.index(value)
@@ -284,7 +285,7 @@ def kept_positions(keep: jax.Array, size: int | None, caller: str) -> tuple[Any,
     return jnp.asarray(found.astype(dtype)), False
 
 
-def pick(rows: jax.Array, positions: jax.Array, too_many: Any) -> jax.Array:
+def pick(rows: jax.Array, positions: jax.Array, too_many: jax.Array | bool) -> jax.Array:
     """``rows`` ``[K, *D]`` at ``positions``: zeros where unused, all NaN if too many."""
     picked = take_rows(rows, positions, fill_value=0)
     if too_many is False or not jnp.issubdtype(rows.dtype, jnp.inexact):

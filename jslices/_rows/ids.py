@@ -62,7 +62,7 @@ def check_mode(mode: str, caller: str) -> None:
         raise ValueError(f"{caller} got mode={mode!r}; it must be one of {MODES}")
 
 
-def as_ids(ids: Any, caller: str, name: str = "ids") -> jax.Array:
+def as_ids(ids: ArrayLike, caller: str, name: str = "ids") -> jax.Array:
     """``ids`` as a JAX array, in which a bad id stays bad.
 
     Without 64-bit types JAX truncates NumPy's int64 to 32 bits, and 2**32 + 3 would become
@@ -102,7 +102,7 @@ def settle(ids: jax.Array, num_rows: int, mode: str) -> jax.Array:
 
 
 def refuse_bad_ids(
-    ids: Any,
+    ids: ArrayLike,
     num_rows: int,
     caller: str,
     name: str,
@@ -140,7 +140,7 @@ def refuse_bad_ids(
     )
 
 
-def on_host(ids: Any) -> np.ndarray | None:
+def on_host(ids: ArrayLike) -> np.ndarray | None:
     """``ids`` as a NumPy array if no part of them is a JAX array yet; else None."""
     if isinstance(ids, np.ndarray | np.generic | int | float | range):
         return np.asarray(ids)

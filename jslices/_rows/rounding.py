@@ -19,6 +19,7 @@ from jax.typing import DTypeLike
 from jslices import _jax
 from jslices._rows.access import set_rows, take_rows
 from jslices._rows.sums import sum_duplicates
+from jslices._typing import Key
 
 #: The bits of a threefry key, uint32 ``[2]``.
 KeyBits = jax.Array
@@ -29,7 +30,7 @@ def is_narrow(dtype: DTypeLike) -> bool:
     return jnp.issubdtype(dtype, jnp.floating) and jnp.dtype(dtype).itemsize == 2
 
 
-def key_bits(key: Any, caller: str) -> KeyBits:
+def key_bits(key: Key, caller: str) -> KeyBits:
     """The bits of a typed key, or of an old one (uint32 ``[2]``, or ``[4]`` of ``rbg``).
 
     A generator with longer keys lends its key only: its bits differ between platforms.
@@ -71,7 +72,7 @@ def add_rows_rounding(
     rows: jax.Array,
     distinct: bool,
     bits: KeyBits,
-    first_row: Any = 0,
+    first_row: jax.Array | int = 0,
 ) -> jax.Array:
     """``table`` with rows added, each row named rounded once, after its sum.
 

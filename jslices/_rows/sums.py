@@ -14,7 +14,7 @@ again with another hash.
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -294,7 +294,9 @@ def _in_order(rows: jax.Array, positions: jax.Array) -> jax.Array:
 
 
 @_in_order.defjvp
-def _(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
+def _(
+    primals: tuple[jax.Array, jax.Array], tangents: tuple[jax.Array, jax.Array]
+) -> tuple[jax.Array, jax.Array]:
     return _in_order(*primals), _in_order(tangents[0], primals[1])
 
 
@@ -309,7 +311,9 @@ def widened(values: jax.Array) -> jax.Array:
     return values.astype(jnp.float32) if narrow else values
 
 
-def _divided(summed: jax.Array, counts: jax.Array, divisor: Any) -> jax.Array:
+def _divided(
+    summed: jax.Array, counts: jax.Array, divisor: Callable[[jax.Array], jax.Array]
+) -> jax.Array:
     weight = divisor(counts.astype(jnp.finfo(summed.dtype).dtype))
     return summed / per_row(weight, summed)
 
@@ -405,7 +409,7 @@ def _by_hash(indices: jax.Array, num_rows: int, spread: int) -> jax.Array:
     if indices.dtype.itemsize == 8:
         key ^= (indices >> 32).astype(jnp.uint32) * jnp.uint32(0x85EBCA6B)
 
-    def again(carry: Any) -> Any:
+    def again(carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         first, multiplier = carry
         # Multiplicative hashing (Knuth): the high bits of a product with an odd number.
         place = (key * multiplier >> (32 - bits)).astype(jnp.int32)

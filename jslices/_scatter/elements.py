@@ -1,5 +1,6 @@
 """``scatter_nd_*`` and ``batch_scatter_update``: indices that reach deeper than rows."""
 
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import jax
@@ -147,7 +148,9 @@ def _batch_update(
     return one(ref, settle(indices, ref.shape[axes], mode), updates)
 
 
-def _scatter_nd(op: str, ref: Any, indices: Any, updates: Any, mode: str) -> jax.Array:
+def _scatter_nd(
+    op: str, ref: ArrayLike, indices: ArrayLike, updates: ArrayLike, mode: str
+) -> jax.Array:
     caller = f"scatter_nd_{op}"
     check_mode(mode, caller)
     ref, numbers = as_ref(ref, caller), as_ids(indices, caller, "indices")
@@ -159,10 +162,10 @@ def _scatter_nd(op: str, ref: Any, indices: Any, updates: Any, mode: str) -> jax
             f"got indices {list(numbers.shape)}; for rows: indices[..., None]"
         )
     wanted = (*numbers.shape[:-1], *ref.shape[depth:])
-    updates = as_updates(updates, ref, wanted, caller)
+    rows = as_updates(updates, ref, wanted, caller)
     if mode == "check":
         numbers = _refuse_bad_elements(indices, numbers, ref.shape, caller)
-    return _scatter_elements(ref, numbers, updates, op=op, mode=mode)
+    return _scatter_elements(ref, numbers, rows, op=op, mode=mode)
 
 
 @one_program
@@ -207,7 +210,7 @@ def _last_of_each(
 
 
 def _refuse_bad_elements(
-    given: Any, indices: jax.Array, shape: tuple[int, ...], caller: str
+    given: ArrayLike, indices: jax.Array, shape: tuple[int, ...], caller: str
 ) -> jax.Array:
     """``indices``; raises for the first out of range, at once or through checkify.
 
@@ -250,9 +253,9 @@ def _check_later(indices: jax.Array, shape: tuple[int, ...], message: str) -> ja
     return jnp.where(any_bad, -1, jnp.stack(settled, -1))
 
 
-def _list(parts: Any) -> str:
+def _list(parts: Iterable[object]) -> str:
     return ", ".join(map(str, parts))
 
 
-def _place(parts: Any) -> str:
+def _place(parts: Collection[object]) -> str:
     return f"[{_list(parts)}]" if len(parts) else ""

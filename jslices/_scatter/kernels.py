@@ -7,7 +7,6 @@ and products up to rounding).
 """
 
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +15,7 @@ from jax import lax
 from jslices._rows.access import set_rows, take_rows
 from jslices._rows.sums import add_rows, sort_ids
 
+Arrays = tuple[jax.Array, ...]
 Kernel = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 
 
@@ -40,7 +40,7 @@ def multiply(ref: jax.Array, indices: jax.Array, rows: jax.Array) -> jax.Array:
 
 
 @multiply.defjvp
-def _multiply_jvp(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
+def _multiply_jvp(primals: Arrays, tangents: Arrays) -> tuple[jax.Array, jax.Array]:
     # JAX differentiates a scatter of products only if the indices are unique.
     _, tangent = jax.jvp(_multiply_by_products, primals, tangents)
     return multiply(*primals), tangent
@@ -71,7 +71,7 @@ def _divide_floats(ref: jax.Array, indices: jax.Array, rows: jax.Array) -> jax.A
 
 
 @_divide_floats.defjvp
-def _divide_jvp(primals: Any, tangents: Any) -> Any:
+def _divide_jvp(primals: Arrays, tangents: Arrays) -> tuple[jax.Array, jax.Array]:
     # The derivative is what it would be without a rule. But without one the rows of ref
     # that are read here would look like a lookup of the user's; ref is used whole.
     return jax.jvp(_divide_floats.fun, primals, tangents)
@@ -125,7 +125,7 @@ def _products(
     ordered, positions = sort_ids(indices)
     starts = jnp.concatenate([jnp.ones((1,), bool), ordered[1:] != ordered[:-1]])
 
-    def combine(left: Any, right: Any) -> Any:
+    def combine(left: Arrays, right: Arrays) -> Arrays:
         (left_starts, before), (right_starts, after) = left, right
         fresh = right_starts.reshape(-1, *(1,) * (after.ndim - 1))
         one = jnp.ones((), before.dtype)

@@ -261,19 +261,21 @@ def apply_slices(
     return scatter(ref, indices, values)
 
 
-def _scatter(op: str, ref: Any, indices: Any, updates: Any, mode: str) -> jax.Array:
+def _scatter(
+    op: str, ref: ArrayLike, indices: ArrayLike, updates: ArrayLike, mode: str
+) -> jax.Array:
     caller = f"scatter_{op}"
     check_mode(mode, caller)
     ref, numbers = as_ref(ref, caller), as_ids(indices, caller, "indices")
     check_dtype(ref, op, caller)
-    updates = as_updates(updates, ref, (*numbers.shape, *ref.shape[1:]), caller)
+    rows = as_updates(updates, ref, (*numbers.shape, *ref.shape[1:]), caller)
     if mode == "check":
         numbers = refuse_bad_rows(indices, numbers, ref.shape[0], caller, "indices")
-    return scatter_rows(ref, numbers, updates, op=op, mode=mode)
+    return scatter_rows(ref, numbers, rows, op=op, mode=mode)
 
 
 def refuse_bad_rows(
-    given: Any, indices: jax.Array, num_rows: int, caller: str, name: str
+    given: ArrayLike, indices: jax.Array, num_rows: int, caller: str, name: str
 ) -> jax.Array:
     """``indices``; raises if one of them is bad. Under jit all become bad if one is.
 
@@ -296,7 +298,7 @@ def scatter_rows(
     return row_major_array(KERNELS[op](ref, flat, updates))
 
 
-def as_ref(ref: Any, caller: str) -> jax.Array:
+def as_ref(ref: ArrayLike, caller: str) -> jax.Array:
     """``ref`` as an array with at least one axis."""
     if is_slices(ref):
         raise TypeError(f"{caller} wants an array to change, got {ref}; use ref.to_dense()")
@@ -308,7 +310,7 @@ def as_ref(ref: Any, caller: str) -> jax.Array:
 
 
 def as_updates(
-    updates: Any,
+    updates: ArrayLike,
     ref: jax.Array,
     wanted: tuple[int, ...],
     caller: str,
@@ -356,7 +358,7 @@ def check_dtype(ref: jax.Array, op: str, caller: str) -> None:
         )
 
 
-def _in_dtype(updates: Any, dtype: np.dtype, name: str) -> tuple[Any, list[str]]:
+def _in_dtype(updates: ArrayLike, dtype: np.dtype, name: str) -> tuple[Any, list[str]]:
     array = jnp.asarray(updates)
     literal = not hasattr(updates, "dtype") or getattr(updates, "weak_type", False)
     if array.dtype == dtype:
@@ -371,7 +373,7 @@ def _in_dtype(updates: Any, dtype: np.dtype, name: str) -> tuple[Any, list[str]]
     ]
 
 
-def _refuse_non_numbers(x: Any, caller: str, wanted: str) -> None:
+def _refuse_non_numbers(x: object, caller: str, wanted: str) -> None:
     if x is None or isinstance(x, str | bytes):
         raise TypeError(f"{caller} wants {wanted}, got {x!r}")
 
