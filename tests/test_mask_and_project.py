@@ -1,6 +1,5 @@
 """Frozen rows do not move; touched rows keep their norm; both in place."""
 
-import functools
 import re
 
 import jax

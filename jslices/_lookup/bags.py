@@ -344,9 +344,7 @@ def _from_bcoo(matrix: Bcoo, caller: str) -> _Form:
     return ids, jnp.where(good, segments, -1), shape[:-1], matrix.data
 
 
-def _weights(
-    given: BagsOfIds, shape: tuple[int, ...], caller: str
-) -> jax.Array | None:
+def _weights(given: BagsOfIds, shape: tuple[int, ...], caller: str) -> jax.Array | None:
     if given is None:
         return None
     weights = jnp.asarray(given.data if _is_bcoo(given) else given)
