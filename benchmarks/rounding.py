@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 
 import jslices as js
-from jslices._demo.skipgram import count_of, draw, init_params, loss, make_data, read_corpus
+from jslices.demo.skipgram import count_of, draw, init_params, loss, make_data, read_corpus
 
 KINDS = {
     "float32": ("float32", False),

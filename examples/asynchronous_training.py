@@ -23,8 +23,8 @@ import jax
 import numpy as np
 
 import jslices as js
-from jslices._demo import skipgram
-from jslices._demo.skipgram import read_corpus
+from jslices.demo import skipgram
+from jslices.demo.skipgram import read_corpus
 
 PATIENCE = 0.01  # seconds that a worker waits for new parameters
 

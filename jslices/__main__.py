@@ -6,8 +6,8 @@ import sys
 from collections.abc import Sequence
 
 from jslices import __version__
-from jslices._bench import command as bench
-from jslices._demo import command as demo
+from jslices.bench import command as bench
+from jslices.demo import command as demo
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -21,9 +21,9 @@ from typing import Any, NamedTuple
 import jax
 
 from jslices._densify import human_bytes
-from jslices._proof import dense, in_place, program, wire
-from jslices._proof.targets import target
-from jslices._proof.wire import Collective, Traffic
+from jslices.proof import dense, in_place, program, wire
+from jslices.proof.targets import target
+from jslices.proof.wire import Collective, Traffic
 
 __all__ = [
     "Collective",

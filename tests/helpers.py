@@ -13,8 +13,8 @@ from quick_flags import WITHOUT_FUSION_EMITTERS
 
 import jslices as js
 import jslices.testing
-from jslices._proof.cost import cost_of
-from jslices._proof.targets import target
+from jslices.proof.cost import cost_of
+from jslices.proof.targets import target
 
 # Programs a run; JSLICES_PROGRAMS=1000 python -m pytest -m fuzz looks for longer.
 PROGRAMS = int(os.environ.get("JSLICES_PROGRAMS", "60"))

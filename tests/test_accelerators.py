@@ -13,8 +13,7 @@ import pytest
 from helpers import cost_on, needs_device
 
 import jslices as js
-from jslices._proof.targets import target
-from jslices.optim.engine.step import choose_plan
+from jslices.proof.targets import target
 
 V, K = 1_000_000, 10_000
 S = jax.ShapeDtypeStruct
@@ -275,8 +274,10 @@ def test_rounding_stochastically_copies_no_table(device, dtype):
 
 def test_on_a_tpu_few_entries_suffice_to_step_all_rows():
     def way(entries, row, platform):
-        arrays = [S((V, *row), jnp.float32)] * 2
-        return choose_plan(S((entries, *row), jnp.float32), arrays, V, platform).way
+        table, values = S((V, *row), jnp.float32), S((entries, *row), jnp.float32)
+        ids = S((entries,), jnp.int32)
+        gradient = jax.eval_shape(lambda *x: js.IndexedSlices(*x, (V, *row)), values, ids)
+        return js.adam(0.1).plan(gradient, table, platform).way
 
     assert way(300_000, (64,), "tpu") == "all rows" != way(300_000, (64,), "gpu")
     assert way(100_000, (64,), "tpu") == "together"

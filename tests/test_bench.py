@@ -12,9 +12,9 @@ import pytest
 
 import jslices as js
 from jslices.__main__ import main
-from jslices._bench.command import DENSE, KEPT, ROWS, TENTH, heading, what_fits
-from jslices._bench.measure import COPY_BYTES, PROCESS_BYTES, compile_step
-from jslices._bench.sizes import Sizes, available, optimizer_names, plan_of
+from jslices.bench.command import DENSE, KEPT, ROWS, TENTH, heading, what_fits
+from jslices.bench.measure import COPY_BYTES, PROCESS_BYTES, compile_step
+from jslices.bench.sizes import Sizes, available, optimizer_names, plan_of
 
 TINY = ("--rows", "2e3", "--dim", "8", "--ids", "1e2")
 

@@ -17,7 +17,7 @@ from test_programs import ID_FORMS
 
 import jslices as js
 import jslices.testing
-from jslices._proof.cost import cost_of
+from jslices.proof.cost import cost_of
 
 V, D, PER = 6, 4, 3
 RNG = np.random.default_rng(27)

@@ -1,5 +1,6 @@
 """What a user meets first: names, documentation, import."""
 
+import ast
 import importlib
 import inspect
 import pathlib
@@ -41,7 +42,7 @@ def test_the_readme_lists_the_public_names():
 def test_the_top_level_is_lean_and_has_nothing_else():
     assert len(js.__all__) == len(set(js.__all__)) <= 85
     others = {name for name in dir(js) if not name.startswith("_")} - {*js.__all__}
-    assert not others - {"extend", "keras", "tables"}  # by themselves, by other tests
+    assert not others - {*IMPORTED_BY_THEMSELVES, "extend", "proof"}  # by other tests
 
 
 def test_tensorflow_has_a_module_of_its_own():
@@ -54,7 +55,7 @@ def test_tensorflow_has_a_module_of_its_own():
 def exceptions():
     """Every error and warning that a module of jslices defines for its users."""
     for module in pkgutil.walk_packages(js.__path__, "jslices."):
-        if re.search(r"_demo|_bench|__main__|keras", module.name):
+        if re.search(r"demo|bench|__main__|keras", module.name):
             continue
         for name, thing in vars(importlib.import_module(module.name)).items():
             error = inspect.isclass(thing) and issubclass(thing, Exception)
@@ -99,15 +100,15 @@ def test_import_brings_nothing_but_jax_and_numpy():
     assert "optax" in with_optax  # the test can fail
 
 
-SATELLITES = ("_host_table", "_proof", "accumulators", "checkpoint", "testing", "tf1")
-IMPORTED_BY_THEMSELVES = ("_bench", "_demo", "keras", "tables")
+SATELLITES = ("_host_table", "proof", "accumulators", "checkpoint", "testing", "tf1")
+IMPORTED_BY_THEMSELVES = ("bench", "demo", "keras", "tables")
 
 
 def test_satellites_load_when_they_are_used():
     steps = {
         "import jslices as js; js.adam(1e-3); js.value_and_grad(abs)": set(),
-        "js.testing": {"testing", "_proof"},
-        "from jslices import Saver": {"testing", "_proof", "checkpoint"},
+        "js.testing": {"testing", "proof"},
+        "from jslices import Saver": {"testing", "proof", "checkpoint"},
         "import jslices.tf1 as tf": {*SATELLITES} - {"_host_table"},
         "from jslices import *": {*SATELLITES},
     }
@@ -121,3 +122,46 @@ def test_lazy_names_are_those_of_their_modules():
     assert pickle.loads(pickle.dumps(js.Saver)) is js.Saver is js.checkpoint.Saver
     with pytest.raises(AttributeError, match="'jslices' has no attribute 'nothing'"):
         js.nothing  # noqa: B018
+
+
+#: The tests that call what has no public name, and why.
+PRIVATE = {
+    "conftest.py": "forgets which warnings were shown, which users must not",
+    "test_elsewhere.py": "sums by rows of a TPU, in float32 to the bit",
+    "test_memory.py": "a hint that asks for steps of 16 MB",
+    "test_row_loops.py": "reads rows by other means for some lengths of rows alone",
+    "test_satellites.py": "an example of what it refuses",
+    "test_row_numbers.py": "an order of rows that only some plans take",
+    "test_select_rows.py": "where its loop over axes is unrolled",
+    "test_step.py": "runs every plan on the same rows, chosen or not",
+}
+
+
+def private_names(source):
+    """Names of jslices with an underscore in front, imported or read."""
+    names = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.ImportFrom):
+            names |= {f"{node.module}.{alias.name}" for alias in node.names}
+        elif isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.Attribute):
+            names.add(ast.unparse(node))
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            names |= {*re.findall(r"from (jslices[\w.]*) import", node.value)}
+    of_jslices = [re.fullmatch(r"(?:jslices|js|tf)\.([\w.]+)", name) for name in names]
+    return [m[0] for m in of_jslices if m and re.search(r"(?:^|\.)_(?!_)", m[1])]
+
+
+def test_tests_use_public_names():
+    here = pathlib.Path(__file__).parent
+    private = {p.name for p in here.glob("*.py") if private_names(p.read_text())}
+    assert private <= {*PRIVATE}
+
+
+def test_private_names_are_recognised():
+    private = ["import jslices._rows", "from jslices import _rows", "js._slices.x", "js._x"]
+    assert all(map(private_names, private))
+    # A program in a text, not written here as one that this test would notice.
+    assert private_names(repr("from jslices._{} import y".format("rows")))
+    assert not private_names("from jslices.__main__ import main; js.optim.adam(0.1)")

@@ -17,7 +17,7 @@ from optimizers import FIRST, label, make
 
 import jslices as js
 import jslices.testing
-from jslices._demo import skipgram
+from jslices.demo import skipgram
 
 BFLOAT16, FLOAT16 = np.dtype(ml_dtypes.bfloat16), np.dtype(np.float16)
 KEY = jax.random.key(0)

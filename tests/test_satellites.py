@@ -10,15 +10,13 @@ import jslices as js
 ROOT = pathlib.Path(js.__file__).parent
 SATELLITES: tuple[str, ...] = (
     *("accumulators", "checkpoint", "_host_table", "tf1", "keras", "tables"),
-    *("_bench", "_demo"),
+    *("bench", "demo"),
 )
 #: Whole modules that anyone may import from.
 PUBLIC_MODULES = (
     *("accumulators", "checkpoint", "checkpoint.files", "extend", "keras", "optim"),
-    *("tables", "testing", "tf1", "tree"),
+    *("proof.cost", "proof.targets", "tables", "testing", "tf1", "tree"),
 )
-#: What reads compiled programs, for ``jslices.testing`` and the command bench.
-TOOLS = {"_bench": ("_proof.",)}
 
 
 def imports(source: str) -> set[str]:
@@ -46,7 +44,7 @@ def private_imports(satellite: str) -> set[str]:
     path = ROOT / satellite
     files = path.rglob("*.py") if path.is_dir() else [path.with_suffix(".py")]
     names = set().union(*(imports(file.read_text()) for file in files))
-    own = (f"{satellite}.", *TOOLS.get(satellite, ()))
+    own = f"{satellite}."
     return {n for n in names if not is_public(n) and not f"{n}.".startswith(own)}
 
 

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from jslices._densify import UserLine, human_bytes
-from jslices._proof.program import (
+from jslices.proof.program import (
     Instruction,
     Layout,
     Leaf,

@@ -12,9 +12,9 @@ import jax
 import numpy as np
 
 import jslices as js
-from jslices._demo import picture, skipgram
-from jslices._demo.picture import refused
-from jslices._demo.skipgram import Corpus, read_corpus
+from jslices.demo import picture, skipgram
+from jslices.demo.picture import refused
+from jslices.demo.skipgram import Corpus, read_corpus
 from jslices.extend import human_bytes
 
 SHOWN = ("append", "width", "open", "int", "lock", "socket", "month", "encode")

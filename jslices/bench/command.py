@@ -11,8 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 import jax
 
 import jslices as js
-from jslices._bench import compiled
-from jslices._bench.measure import (
+from jslices.bench import compiled
+from jslices.bench.measure import (
     COPY_BYTES,
     PROCESS_BYTES,
     KeptSide,
@@ -21,14 +21,14 @@ from jslices._bench.measure import (
     copy_bandwidth,
     run_in_turns,
 )
-from jslices._bench.sizes import (
+from jslices.bench.sizes import (
     Sizes,
     available,
     largest_rows,
     optimizer_names,
     plan_of,
 )
-from jslices._bench.table import NONE, aligned, cell
+from jslices.bench.table import NONE, aligned, cell
 from jslices.extend import human_bytes
 
 LEAST_STEPS = 20  # fewer make no median

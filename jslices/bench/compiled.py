@@ -8,12 +8,12 @@ from typing import Any, NamedTuple
 import jax
 
 import jslices as js
-from jslices._bench.measure import compile_step
-from jslices._bench.sizes import Sizes
-from jslices._bench.table import NONE, aligned, cell
-from jslices._proof.cost import Cost, cost_of
-from jslices._proof.targets import Target, target
+from jslices.bench.measure import compile_step
+from jslices.bench.sizes import Sizes
+from jslices.bench.table import NONE, aligned, cell
 from jslices.extend import human_bytes
+from jslices.proof.cost import Cost, cost_of
+from jslices.proof.targets import Target, target
 
 ROWS, DENSE = "row gradients", "dense gradients"
 

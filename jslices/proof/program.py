@@ -25,7 +25,7 @@ from jslices._densify import (
     UserLine,
     human_bytes,
 )
-from jslices._proof.targets import target
+from jslices.proof.targets import target
 
 # --- the text ----------------------------------------------------------------------
 

@@ -5,8 +5,8 @@ import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from jslices._proof.program import Array, Instruction, Layout, Module, number_of
-from jslices._proof.wire import COLLECTIVES, Collective, Traffic, traffic
+from jslices.proof.program import Array, Instruction, Layout, Module, number_of
+from jslices.proof.wire import COLLECTIVES, Collective, Traffic, traffic
 
 #: What moves nothing, or is counted by what it runs.
 _FREE = {

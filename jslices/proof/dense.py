@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from jslices._densify import human_bytes
-from jslices._proof.program import Array, Instruction, Leaf, Module, Program
+from jslices.proof.program import Array, Instruction, Leaf, Module, Program
 
 _NO_MEMORY = {"parameter", "constant", "copy-done"}
 #: The function of ``optim.engine.step`` that steps all rows of a table.
