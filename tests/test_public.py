@@ -133,7 +133,6 @@ PRIVATE = {
     "test_satellites.py": "an example of what it refuses",
     "test_row_numbers.py": "an order of rows that only some plans take",
     "test_select_rows.py": "where its loop over axes is unrolled",
-    "test_step.py": "runs every plan on the same rows, chosen or not",
 }
 
 
