@@ -17,7 +17,7 @@ import jax
 import jax.extend.core.primitives
 import numpy as np
 from jax import lax
-from jax._src import ad_checkpoint, pjit, source_info_util, xla_bridge
+from jax._src import hijax, pjit, source_info_util, xla_bridge
 from jax.export import is_symbolic_dim
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Primitive
 from jax.interpreters import ad, batching, mlir
@@ -79,7 +79,7 @@ mlir.register_lowering(_split_alike_p, _group)
 #: JAX's own primitives by name, those of this release.
 PRIMITIVES: dict[str, Primitive] = {
     x.name: x
-    for module in (ad_checkpoint, pjit, jax.extend.core.primitives, lax)
+    for module in (hijax, pjit, jax.extend.core.primitives, lax)
     for x in vars(module).values()
     if isinstance(x, Primitive)
 }
