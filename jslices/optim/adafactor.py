@@ -298,7 +298,7 @@ def factored_axes(
 def _moment(
     name: str, axes_of: Callable[[tuple[int, ...]], tuple[int, int] | None], p: jax.Array
 ) -> jax.Array:
-    """What ``v_row``, ``v_col`` or ``v`` of a parameter starts as.
+    """Initial ``v_row``, ``v_col`` or ``v`` of a parameter.
 
     An array of one number stands for a moment that the parameter does not have.
     """

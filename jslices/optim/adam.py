@@ -138,7 +138,7 @@ def adam_missed(
     nesterov: bool = False,
     weight_decay: Scalar | Schedule = 0.0,
 ) -> MissedSteps:
-    """What missed steps of Adam do to a row."""
+    """The missed steps of Adam."""
     check_fading(name, b1=b1, b2=b2)
     first, second = float(b1), float(b2)
     if not first**2 < second:

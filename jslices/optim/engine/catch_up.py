@@ -1,4 +1,4 @@
-"""Rows that were not touched, brought to where a dense optimizer would have them.
+"""Catching up: untouched rows move to where a dense optimizer would have them.
 
 Every row remembers the last step it did. Before it is read it does the missed ones in
 closed form (``catch_up``), and before parameters are saved or evaluated all rows do
@@ -32,7 +32,7 @@ FROZEN = np.iinfo(np.int32).max
 
 
 class Clock(NamedTuple):
-    """How far the rows are."""
+    """The last step of each row, and what it has to remember of it."""
 
     last: Any  #: like params, int32 ``[V]``: the last step that each row did.
     snapshot: Any  #: like params, some of float32 ``[V]``: see :class:`MissedSteps`.
@@ -57,7 +57,7 @@ def ticked(clock: Clock, count: jax.Array, rule: Rule) -> Clock:
 
 
 def keeping_time(kernel: Kernel, rule: Rule, count: jax.Array, run: jax.Array) -> Kernel:
-    """The kernel with the clock's arrays as well, for when each row was stepped.
+    """Extend a kernel by the arrays of a clock: rows remember the step.
 
     A row that has not caught up gets NaN: under jit nothing can be raised, and a step from
     a stale row must not pass for a right one.
@@ -79,7 +79,7 @@ def keeping_time(kernel: Kernel, rule: Rule, count: jax.Array, run: jax.Array) -
 def refuse_stale(
     grads: Sequence[Leaf], last: Sequence[jax.Array], count: jax.Array
 ) -> None:
-    """Raises for rows that have not caught up, where all is known."""
+    """Raise for rows that have not caught up, if no value is traced."""
     tables = [(g, steps) for g, steps in zip(grads, last, strict=True) if g is not None]
     if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((tables, count))):
         return
@@ -135,10 +135,7 @@ def rows_behind(params: Params, ids: PyTree) -> list[IndexedSlices | bool]:
 def _entries(
     ids: ArrayLike | IndexedSlices | None, param: jax.Array
 ) -> IndexedSlices | bool:
-    """A gradient of the rows ``ids`` for the engine; or True for all rows, False for none.
-
-    Its values have no elements, as missed steps have no gradient.
-    """
+    """Row numbers as a gradient without elements; True for all rows, False for none."""
     if ids is None or ids is True:
         return bool(ids)
     if isinstance(ids, IndexedSlices):
@@ -210,7 +207,7 @@ def _now(
     last: jax.Array,
     old: Sequence[jax.Array],
 ) -> tuple[jax.Array, ...]:
-    """What is kept with rows that have done ``step``.
+    """The arrays of a clock for rows that have done ``step``.
 
     It is made to depend on what was there: XLA may otherwise write it before it has read
     the rows, and copies the whole arrays for that.

@@ -1,4 +1,4 @@
-"""What makes optimizers: compiled outside of ``jax.jit``, and known by their arguments."""
+"""Decorators of the functions that make optimizers and combinators."""
 
 import functools
 import inspect
@@ -18,7 +18,7 @@ REMEMBERED = 128
 def combinator(
     make: Callable[P, GradientTransformation],
 ) -> Callable[P, GradientTransformation]:
-    """``make``, whose transformations have a :class:`MadeBy`."""
+    """Note in transformations how ``make`` was called: their :class:`MadeBy`."""
     signature = inspect.signature(make)
 
     @functools.wraps(make)
@@ -35,7 +35,7 @@ def combinator(
 def optimizer(
     make: Callable[P, GradientTransformation],
 ) -> Callable[P, GradientTransformation]:
-    """The same for an optimizer, which is compiled as a whole outside of ``jax.jit``.
+    """The same, and compile optimizers as a whole outside of ``jax.jit``.
 
     Equal arguments give the same functions, so that they are compiled once.
     """

@@ -1,4 +1,4 @@
-"""What the steps that a row has missed would have done to it, in closed form.
+"""Missed steps in closed form.
 
 Without a gradient the state of an optimizer only decays, so that what a missed step adds
 to a row is a factor of that row (its momentum, say) times a number that depends on the
@@ -53,7 +53,7 @@ class Series(NamedTuple):
 
 
 class Missed(NamedTuple):
-    """What some rows missed. Every array is ``[n, 1, ...]``, one number a row."""
+    """Sums over the missed steps of some rows, each ``[n, 1, ...]``, one number a row."""
 
     steps: jax.Array  #: the number of steps, int32.
     sums: tuple[jax.Array, ...]  #: one for each series.
@@ -63,7 +63,7 @@ class Missed(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class MissedSteps:
-    """What an optimizer's missed steps do to a row, and the numbers that this takes.
+    """The missed steps of an optimizer, and the numbers that they take.
 
     Attributes:
       advance: ``advance(missed, p, *state) -> (p, *state)``, what missed steps do to rows.
@@ -100,7 +100,7 @@ class MissedSteps:
 
     @property
     def keeps_series(self) -> bool:
-        """Whether what is still to come must be kept with each row."""
+        """Whether tail sums must be kept with each row."""
         scheduled = callable(self.learning_rate) or callable(self.weight_decay)
         return scheduled or self._settled > MOST_STEPS
 
@@ -110,7 +110,7 @@ class MissedSteps:
         return len(self.series) * self.keeps_series + 2 * self.keeps_run
 
     def pace(self, steps: Steps) -> Any:
-        """What each of ``steps`` (counted from 1) adds to the run."""
+        """The growth of the run in each of ``steps`` (counted from 1)."""
         rates = _at(self.learning_rate, steps)
         if not self.decays:
             return rates if self.run else 0 * rates
@@ -136,7 +136,7 @@ class MissedSteps:
 
         def snapshot(count: jax.Array, run: jax.Array) -> tuple[jax.Array, ...]:
             series = self.series if self.keeps_series else ()
-            kept = tuple(self._to_come(each, count) for each in series)
+            kept = tuple(self._tail_sum(each, count) for each in series)
             return (*kept, run[0], run[1]) if self.keeps_run else kept
 
         return jax.jit(snapshot, inline=True)
@@ -147,7 +147,7 @@ class MissedSteps:
         ``[steps, series]``."""
 
         def table(count: jax.Array) -> jax.Array:
-            sums = [self._so_far(series, count) for series in self.series]
+            sums = [self._head_sums(series, count) for series in self.series]
             return jnp.stack(sums, 1) if sums else jnp.zeros((1, 0))
 
         return jax.jit(table, inline=True)
@@ -160,7 +160,7 @@ class MissedSteps:
         last: jax.Array,
         snapshot: Sequence[jax.Array],
     ) -> Missed:
-        """What rows missed, given the ``last`` step ``[n]`` of each.
+        """The missed steps of rows, from the ``last`` step ``[n]`` of each.
 
         ``tables`` are :meth:`table` and :meth:`after_each`; ``snapshot``, of which each is
         ``[n]``, is what was kept with them then.
@@ -175,10 +175,10 @@ class MissedSteps:
         if not self.series:
             return Missed(steps, (), decay, since)
         near = _read(table, steps)
-        to_come = snapshot if self.keeps_series else _read(after_each, last)
+        tails = snapshot if self.keeps_series else _read(after_each, last)
         sums = [
             jnp.where(steps <= self._window, sum_of_steps, decay * rest)
-            for sum_of_steps, rest in zip(near, to_come, strict=False)
+            for sum_of_steps, rest in zip(near, tails, strict=False)
         ]
         if self._is_factor:
             rate: Any = self.learning_rate
@@ -192,7 +192,7 @@ class MissedSteps:
         scheduled = series.times_learning_rate and not self._is_factor
         return series.weight(steps) * _at(self.learning_rate if scheduled else 1.0, steps)
 
-    def _to_come(self, series: Series, count: jax.Array) -> jax.Array:
+    def _tail_sum(self, series: Series, count: jax.Array) -> jax.Array:
         ahead = jnp.arange(1, self._window + 1, dtype=jnp.int32)
         steps = count + ahead
         terms = self._terms(series, steps) * _powers(series.ratio, ahead)
@@ -202,25 +202,25 @@ class MissedSteps:
 
     @property
     def _window(self) -> int:
-        """So many terms of the series are not negligible."""
+        """The number of terms of the series that are not negligible."""
         return max((_steps_to_vanish(series.ratio) for series in self.series), default=0)
 
     @property
     def _settled(self) -> int:
-        """From so many steps on the weights of the series no longer change."""
+        """The step from which on the weights of the series no longer change."""
         return max((_steps_to_vanish(series.settles) for series in self.series), default=0)
 
     def after_each(self) -> Any:
-        """:meth:`_to_come` after 0, 1, ... steps unscheduled: ``[steps, series]``."""
+        """:meth:`_tail_sum` after 0, 1, ... steps unscheduled: ``[steps, series]``."""
         if self.keeps_series or not self.series:
             return jnp.zeros((1, 0))
         numbers = (self.learning_rate, self.weight_decay)
         traced = any(isinstance(x, jax.core.Tracer) for x in numbers)
         traced = traced and not self._is_factor
-        return self._from_the_end() if traced else self._after_each_known
+        return self._suffix_sums() if traced else self._after_each_constant
 
     @functools.cached_property
-    def _after_each_known(self) -> np.ndarray:
+    def _after_each_constant(self) -> np.ndarray:
         """In NumPy: nothing has to be compiled for it, and under ``jit`` it is a constant.
 
         Weights are those of float32, which Optax corrects its means in.
@@ -235,7 +235,7 @@ class MissedSteps:
             sums[i] = factors[i] * (terms[i] + sums[i + 1])
         return sums[: self._settled + 1].astype(np.float32)
 
-    def _from_the_end(self) -> jax.Array:
+    def _suffix_sums(self) -> jax.Array:
         steps = jnp.arange(1, self._settled + self._window + 1, dtype=jnp.int32)
         ratios = jnp.asarray([series.ratio for series in self.series], jnp.float32)
         left = jnp.exp(-self.pace(steps)) if self.decays else jnp.ones(steps.shape)
@@ -249,7 +249,7 @@ class MissedSteps:
         _, sums = lax.associative_scan(join, (ratios, ratios * terms), reverse=True)
         return sums[: self._settled + 1]
 
-    def _so_far(self, series: Series, count: jax.Array) -> jax.Array:
+    def _head_sums(self, series: Series, count: jax.Array) -> jax.Array:
         back = jnp.arange(self._window, dtype=jnp.int32)
         steps = jnp.maximum(count - back, 1)
         terms = self._terms(series, steps) * _powers(series.ratio, -back)
@@ -288,7 +288,7 @@ def step_moments(b1: float, b2: float, nesterov: bool = False) -> tuple[Series, 
 
 
 def weight_seen(decay: Scalar, steps: Steps) -> Any:
-    """What the weights of so many terms of a decaying mean add up to, in float32."""
+    """The sum of the first weights of a decaying mean, in float32."""
     if isinstance(steps, np.ndarray):
         return 1 - np.float32(decay) ** steps.astype(np.float32)
     return _weight_seen(decay, steps)
@@ -344,8 +344,8 @@ def _at(value: Scalar | Schedule, steps: Steps) -> Any:
 def _read(table: PyTree, rows: jax.Array) -> tuple[jax.Array, ...]:
     """The numbers ``[n]`` in each column of a table, whose last row goes on for ever."""
     near = jnp.minimum(rows, table.shape[0] - 1)
-    found = jnp.asarray(table).at[near].get(mode="promise_in_bounds")
-    return tuple(jnp.moveaxis(found, -1, 0))
+    rows_read = jnp.asarray(table).at[near].get(mode="promise_in_bounds")
+    return tuple(jnp.moveaxis(rows_read, -1, 0))
 
 
 def _steps_to_vanish(ratio: float) -> int:

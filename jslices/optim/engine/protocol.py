@@ -30,7 +30,7 @@ from jslices._typing import Gradients, Key, Leaf, Params, PyTree, State
 
 
 class MadeBy(NamedTuple):
-    """The call that made a transformation, for what makes it again, changed.
+    """The call that made a transformation, to make it again with other arguments.
 
     Attributes:
       function: such as :func:`jslices.adam`.

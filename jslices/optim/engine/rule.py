@@ -1,4 +1,4 @@
-"""What an optimizer is written in: state arrays, a rule, arithmetic that many share."""
+"""Rules: state arrays and the arithmetic of a step."""
 
 import dataclasses
 import math
@@ -21,7 +21,7 @@ from jslices.optim.engine.missed import MissedSteps, weight_seen
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Step:
-    """One step of an optimizer: its number, and what all arrays of it share.
+    """One step of an optimizer: its number, and numbers that all arrays share.
 
     They share it to be rounded as Optax rounds them: XLA divides by a number that many
     arrays share, multiplies by the reciprocal of one that is used once, and Optax computes
@@ -106,7 +106,7 @@ def row_mean(x: jax.Array) -> jax.Array:
 
 
 def check_learning_rate(name: str, learning_rate: Any) -> None:
-    """Refuses what is neither a number nor a function of the step."""
+    """Refuse anything but a number or a function of the step."""
     number = isinstance(learning_rate, int | float | np.generic | np.ndarray | jax.Array)
     if callable(learning_rate) or (number and np.ndim(learning_rate) == 0):
         return
@@ -121,7 +121,7 @@ DECAY_MODES = ("touched", "all")
 
 
 def decays(weight_decay: Scalar | Schedule) -> bool:
-    """Whether there is any: not if it is known to be zero."""
+    """Whether there is weight decay: False for a constant zero."""
     return not isinstance(weight_decay, int | float) or weight_decay != 0
 
 

@@ -1,4 +1,4 @@
-"""How a step from row gradients is run: a plan, a value that can be read; and running it.
+"""A step from row gradients: a plan, which is a value that can be printed, and running it.
 
 Every threshold of the engine stands here, with the measurement that it rests on. Times are
 ratios of steps that took turns in one run, on two x86 cores with jax 0.10.2.
@@ -66,7 +66,7 @@ SHORT_LINEAR_BYTES, LINEAR_ENTRIES_PER_ROW = 128, 2
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """How one table is stepped; ``str(plan)`` says it in words.
+    """The way one table is stepped; ``str(plan)`` says it in words.
 
     Attributes:
       way: ``"together"``, ``"in chunks"`` or ``"all rows"``.
@@ -107,7 +107,7 @@ def choose_plan(
     unique: bool = False,
     at_hand: str | None = None,
 ) -> Plan:
-    """The way a step takes, the first line that holds:
+    """Choose the way of a step, by the first line that holds:
 
     ====================================================  ====================
     a table with enough entries for its rows              all rows
@@ -166,7 +166,7 @@ def choose_plan(
 def _enough_for_all_rows(
     num_rows: int, row_bytes: int, adds_up: bool, platform: str
 ) -> float:
-    """From how many entries on all rows are stepped."""
+    """The number of entries from which on all rows are stepped."""
     if platform == "tpu":
         one_number = row_bytes <= ONE_NUMBER_BYTES
         per_row = TPU_VECTOR_ENTRIES_PER_ROW if one_number else TPU_ENTRIES_PER_ROW

@@ -1,4 +1,4 @@
-"""From a rule to an optimizer of a tree of arrays: every leaf of it, one step."""
+"""Optimizers of trees of arrays, made from a rule."""
 
 import functools
 from collections.abc import Callable, Mapping, Sequence

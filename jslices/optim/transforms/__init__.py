@@ -1,4 +1,4 @@
-"""What is done to gradients before an optimizer's step, and to rows after it.
+"""Gradient transformations and wrappers of optimizers.
 
 ``norms`` measures gradients and ``clip`` limits them; ``chain`` puts transformations one
 after the other, ``partition`` gives parameters different ones; ``accumulate`` and

@@ -1,4 +1,4 @@
-"""The gradients of several micro-batches, added up without a dense buffer."""
+"""Sums of the gradients of micro-batches, without a dense buffer."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -61,12 +61,12 @@ def accumulate_gradients(
     """
     _check_reduction("accumulate_gradients", reduction)
     batches = jax.tree.map(as_array, batches)
-    given = [x.shape for x in jax.tree.leaves(batches)]
-    lengths = {shape[:1] for shape in given}
+    shapes = [x.shape for x in jax.tree.leaves(batches)]
+    lengths = {shape[:1] for shape in shapes}
     if len(lengths) != 1 or lengths & {(), (0,)}:
         raise ValueError(
             "accumulate_gradients wants batches with one leading axis of micro-batches, "
-            f"got shapes {given}; split one large batch: "
+            f"got shapes {shapes}; split one large batch: "
             "batch.reshape(num_micro_batches, -1, *batch.shape[1:])"
         )
     ((count,),) = lengths
@@ -171,7 +171,7 @@ def _check_reduction(caller: str, reduction: str) -> None:
 
 
 def _wide(x: jax.Array) -> jax.Array:
-    """In the dtype that is added up: float32 for 16-bit floats, int32 for bools."""
+    """Cast to the dtype of sums: float32 for 16-bit floats, int32 for bools."""
     if x.dtype == bool:
         return x.astype(jnp.int32)
     return widened(x) if jnp.issubdtype(x.dtype, jnp.inexact) else x

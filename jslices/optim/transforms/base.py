@@ -1,4 +1,4 @@
-"""What all transformations that hold others are made of."""
+"""The base of transformations that hold others."""
 
 import functools
 from collections.abc import Callable
@@ -43,7 +43,7 @@ def wrapped(
     flush: Callable[[Params, State], tuple[Params, State]] | None = None,
     plan: Callable[..., PyTree] | None = None,
 ) -> GradientTransformation:
-    """The transformation that holds others: everything it does not say follows from them.
+    """A transformation that holds others: what is not passed follows from these.
 
     Args:
       init: makes the state.

@@ -453,12 +453,12 @@ def _normalized_axes(
             f"{name}(axes={axes}) got {t}, which carries a batch axis from vmap; clip "
             "inside the vmap"
         )
-    wanted = (axes,) if isinstance(axes, int) else tuple(axes)
-    if any(not -t.ndim <= axis < t.ndim for axis in wanted):
+    all_axes = (axes,) if isinstance(axes, int) else tuple(axes)
+    if any(not -t.ndim <= axis < t.ndim for axis in all_axes):
         raise ValueError(
             f"{name}(axes={axes}): an array of shape {t.shape} has no such axis"
         )
-    return tuple(axis % t.ndim for axis in wanted)
+    return tuple(axis % t.ndim for axis in all_axes)
 
 
 def _within(x: jax.Array, low: jax.Array, high: jax.Array) -> jax.Array:

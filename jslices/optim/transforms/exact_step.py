@@ -1,4 +1,4 @@
-"""A whole training step, in which rows that are about to be read catch up by themselves."""
+"""A whole training step, in which rows catch up before they are read."""
 
 from collections.abc import Callable
 from typing import Any
@@ -97,7 +97,7 @@ def exact_step(
 
 
 def _rows_to_read(call: Call, planned: Planned) -> list[Any]:
-    """For each parameter what ``tx.catch_up`` is to bring up to date before the call.
+    """The ids for ``tx.catch_up`` before the call, for each parameter.
 
     An array that is never looked up is stepped as a whole, and so never behind. One that
     another call, or this one, may look up has a gradient that steps all of its rows.

@@ -16,7 +16,11 @@ from jslices.optim.engine.catch_up import FROZEN, Clock
 from jslices.optim.engine.constructors import combinator
 from jslices.optim.engine.protocol import in_two
 from jslices.optim.transforms.base import Call, as_transformation, wrapped
-from jslices.optim.transforms.given import is_leaf_or_masked, map_given, spread_over
+from jslices.optim.transforms.prefix import (
+    broadcast_prefix,
+    is_leaf_or_masked,
+    map_with_prefix,
+)
 from jslices.optim.transforms.rows import only_rows
 
 #: Which rows never move: bools ``[V]``, or a function of row numbers.
@@ -27,7 +31,7 @@ ARGUMENT = "freeze_rows(frozen=...)"
 
 @combinator
 def freeze_rows(tx: Transformation, frozen: PyTree) -> Any:
-    """The optimizer ``tx``, by which some rows never move.
+    """Keep some rows of tables from moving, whatever the optimizer ``tx``.
 
     Not by gradients, momentum or weight decay: they keep their bits, whether the gradient
     is IndexedSlices or an array (of a tied table, of an output matrix), lazy or exact.
@@ -101,7 +105,9 @@ def freeze_rows(tx: Transformation, frozen: PyTree) -> Any:
         leaves = flatten(grads, is_leaf=is_leaf_or_masked)[0]
         if any(
             bits is not None and not is_leaf_or_masked(g)
-            for g, bits in zip(leaves, spread_over(ARGUMENT, frozen, grads), strict=True)
+            for g, bits in zip(
+                leaves, broadcast_prefix(ARGUMENT, frozen, grads), strict=True
+            )
         ):
             state = marked(state)  # of arrays, rows that did not catch up would be refused
         grads = each(_without_frozen, grads)
@@ -111,7 +117,7 @@ def freeze_rows(tx: Transformation, frozen: PyTree) -> Any:
 
     def catch_up(params: Params, state: State, ids: PyTree) -> tuple[Params, State]:
         leaves, structure = flatten(params, is_leaf=is_leaf_or_masked)
-        columns = structure.flatten_up_to(ids), spread_over(ARGUMENT, frozen, params)
+        columns = structure.flatten_up_to(ids), broadcast_prefix(ARGUMENT, frozen, params)
         if any(x is True for x in columns[0]):
             state = marked(state)
         rows = [
@@ -135,7 +141,7 @@ def freeze_rows(tx: Transformation, frozen: PyTree) -> Any:
 
 
 def _frozen_state(state: State, frozen: PyTree) -> State:
-    """The state of an exact optimizer, which knows by itself what never moves."""
+    """The state of an exact optimizer, in which frozen rows are marked."""
     tables: list[jax.Array] = []
 
     def mark(last: jax.Array, bits: Frozen) -> jax.Array:
@@ -156,7 +162,7 @@ def _frozen_state(state: State, frozen: PyTree) -> State:
 
 def _each(frozen: PyTree, f: Callable[[jax.Array, Frozen], PyTree], tree: PyTree) -> PyTree:
     """``tree``, which mirrors the parameters, with ``f(leaf, frozen)`` for tables."""
-    return map_given(ARGUMENT, f, frozen, tree)
+    return map_with_prefix(ARGUMENT, f, frozen, tree)
 
 
 def _check(bits: Frozen, shape: tuple[int | None, ...]) -> None:

@@ -28,7 +28,7 @@ from jslices.optim.engine.transformation import check_structure, checked_gradien
 
 @combinator
 def from_optax(tx: Transformation) -> GradientTransformation:
-    """Lifts an Optax transformation to gradients that are IndexedSlices.
+    """Lift an Optax transformation to gradients that are IndexedSlices.
 
     At each step the duplicates are summed, the touched rows of the parameters and of every
     part of the state that mirrors the parameters are read, ``tx`` runs on those rows as if
@@ -256,7 +256,7 @@ ACT_ON_ALL_ROWS = {
 
 
 def _refuse_accumulation(state: State) -> None:
-    """Refuses what acts on all rows at once in some step, wherever its state stands."""
+    """Refuse transformations that act on all rows in some step."""
     optax = sys.modules.get("optax")
     for name, state_name in ACT_ON_ALL_ROWS.items():
         if _holds(state, optax, state_name):

@@ -180,7 +180,7 @@ def _checked_number(k: int) -> int:
 
 
 class _Buffers:
-    """What k gradients are gathered in: sums of arrays, rows of slices side by side."""
+    """Buffers for k gradients: sums of arrays, rows of slices side by side."""
 
     def __init__(self, example: Gradients, k: int, mean: bool) -> None:
         self.k, self.divisor = k, k if mean else None

@@ -1,4 +1,4 @@
-"""What gradients measure: their norm, and whether they are finite.
+"""Norms of gradients, and whether they are finite.
 
 A tree of gradients holds arrays, IndexedSlices and None. Everything here first sums the
 entries of slices that name the same row, so that it sees what the dense gradient holds.

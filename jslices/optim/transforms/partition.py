@@ -217,7 +217,7 @@ def _split(
 
 
 class _Parts:
-    """Which leaves of a tree belong to which label.
+    """The leaves of a tree by label.
 
     Attributes:
       tree: the structure of the parameters, in which None and slices are leaves.
@@ -296,7 +296,7 @@ class _Parts:
 
 
 def _shapes(argument: str, grads: list[Any]) -> list[jax.ShapeDtypeStruct]:
-    """What a label function gets in place of parameters."""
+    """Shapes for a label function, in place of parameters."""
     if any(g is None for g in grads):
         raise ValueError(
             f"{argument} is a function of the parameters, and not every gradient is there "

@@ -1,4 +1,4 @@
-"""Rows treated apart: left out, kept short, or weighed by how often they occur.
+"""Masking rows, limiting their norms, weighing duplicates.
 
 ``mask_rows`` takes rows out of a gradient. ``project_rows`` limits the norms of rows after
 a step. ``combine_duplicates`` says what several entries of one row add up to.

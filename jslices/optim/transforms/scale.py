@@ -11,7 +11,7 @@ from jslices._typing import Gradients, Leaf, PyTree
 from jslices.optim.engine.constructors import combinator
 from jslices.optim.engine.protocol import GradientTransformation
 from jslices.optim.transforms.base import stateless
-from jslices.optim.transforms.given import map_given
+from jslices.optim.transforms.prefix import map_with_prefix
 
 
 @combinator
@@ -70,7 +70,7 @@ def scale(factors: PyTree) -> GradientTransformation:
             )
 
     def update(grads: Gradients) -> Any:
-        return map_given("scale(factors=...)", _scaled, factors, grads)
+        return map_with_prefix("scale(factors=...)", _scaled, factors, grads)
 
     return stateless(update)
 
@@ -96,10 +96,10 @@ def _scaled(update: Leaf, factor: Any) -> Any:
 
 
 def _factors(factor: Any, rows: jax.Array, update: Leaf) -> jax.Array:
-    found = jnp.asarray(factor(rows))
-    if found.shape != rows.shape:
+    factors = jnp.asarray(factor(rows))
+    if factors.shape != rows.shape:
         raise ValueError(
             f"scale wants a function that returns a number for each of {list(rows.shape)} "
-            f"rows, got {found.dtype}{list(found.shape)}"
+            f"rows, got {factors.dtype}{list(factors.shape)}"
         )
-    return found.astype(update.dtype)
+    return factors.astype(update.dtype)

@@ -12,7 +12,7 @@ from jslices.optim.transforms.base import Call, as_transformation, wrapped
 
 @combinator
 def with_state_dtype(tx: Transformation, dtype: DTypeLike) -> GradientTransformation:
-    """The optimizer ``tx``, whose state begins as that of parameters of ``dtype``.
+    """Give the state of an optimizer a dtype of its own.
 
     For tables of 16 bits: means and sums of many steps need more. In bfloat16 a mean that
     decays by 0.999 stays where it is, as nearest rounding undoes the decay, and a sum of
