@@ -166,8 +166,8 @@ class StackedTables:
         parts = [jnp.asarray(arrays[name]) for name in self.names]
         heights = tuple(part.shape[0] if part.ndim else 0 for part in parts)
         if heights != self.sizes or len({part.shape[1:] for part in parts}) > 1:
-            given = {name: jnp.shape(arrays[name]) for name in self.names}
-            raise InvalidArgumentError(f"stack wants arrays for {self}, got {given}")
+            shapes = {name: jnp.shape(arrays[name]) for name in self.names}
+            raise InvalidArgumentError(f"stack wants arrays for {self}, got {shapes}")
         rest = (self.num_rows - sum(self.sizes), *parts[0].shape[1:])
         return jnp.concatenate([*parts, jnp.zeros(rest, parts[0].dtype)])
 
@@ -183,7 +183,7 @@ class StackedTables:
     def rows(
         self, ids: ArrayLike, which: str | ArrayLike | None = None, *, mode: str = "fill"
     ) -> jax.Array:
-        """The rows in the array of all tables that ids of single tables mean.
+        """Row numbers in the array of all tables, of ids of single tables.
 
         To be looked up by :func:`jslices.embedding_lookup` and its relatives, in any form.
 
@@ -263,8 +263,8 @@ class StackedTables:
             for name, x in ids.items()
         }
         rows = jnp.concatenate([x.reshape(-1) for x in parts.values()])
-        found = embedding_lookup(stacked, rows, mode=_settled(mode))
-        return _divided(found, {name: x.shape for name, x in parts.items()})
+        values = embedding_lookup(stacked, rows, mode=_settled(mode))
+        return _divided(values, {name: x.shape for name, x in parts.items()})
 
     def lookup_sparse(
         self,
@@ -302,23 +302,25 @@ class StackedTables:
             )
         bags = {n: as_bags(x, weights.get(n), None, caller) for n, x in sp_ids.items()}
         ends = np.cumsum([bag.num_bags for bag in bags.values()]).tolist()
-        rows, segments, given = [], [], []
+        rows, segments, parts = [], [], []
         for (name, bag), end in zip(bags.items(), ends, strict=True):
-            kept = bag.segments < bag.num_bags
-            rows.append(self._rows_of(name, bag.given, bag.ids, mode, caller, ~kept))
-            segments.append(jnp.where(kept, bag.segments + (end - bag.num_bags), ends[-1]))
+            inside = bag.segments < bag.num_bags
+            rows.append(self._rows_of(name, bag.given, bag.ids, mode, caller, ~inside))
+            segments.append(
+                jnp.where(inside, bag.segments + (end - bag.num_bags), ends[-1])
+            )
             one = jnp.ones_like(bag.ids, jnp.float32)  # placed as they are
-            given.append(one if bag.weights is None else bag.weights)
+            parts.append(one if bag.weights is None else bag.weights)
         ids: Any = jnp.concatenate(rows), jnp.concatenate(segments), ends[-1]
-        w = jnp.concatenate(given) if weights else None
+        w = jnp.concatenate(parts) if weights else None
         lengths = {len(bag.ids) // bag.num_bags for bag in bags.values() if bag.num_bags}
         if all(bag.padded for bag in bags.values()) and len(lengths) == 1 and min(lengths):
             # Summed along an axis, without a scatter.
             (length,) = lengths
             ids = ids[0].reshape(-1, length), (ids[1] < ends[-1]).reshape(-1, length)
             w = None if w is None else w.reshape(-1, length)
-        found = embedding_lookup_sparse(stacked, ids, w, combiner, mode=_settled(mode))
-        return _divided(found, {name: bag.shape for name, bag in bags.items()})
+        combined = embedding_lookup_sparse(stacked, ids, w, combiner, mode=_settled(mode))
+        return _divided(combined, {name: bag.shape for name, bag in bags.items()})
 
     def per_row(
         self, values: Mapping[str, float], default: float | None = None
@@ -356,33 +358,33 @@ class StackedTables:
     def _rows_of(
         self,
         name: str,
-        given: ArrayLike,
+        original: ArrayLike,
         ids: jax.Array,
         mode: str,
         caller: str,
         exempt: jax.Array | None = None,
     ) -> jax.Array:
-        """:meth:`rows` of one table; ``ids`` are ``given``, perhaps flat."""
+        """:meth:`rows` of one table; ``ids`` are the ``original`` ones, perhaps flat."""
         at = self.names.index(name)
         if mode == "check":
             if exempt is not None:
-                exempt = exempt.reshape(as_ids(given, caller).shape)
-            refuse_bad_ids(given, self.sizes[at], caller, f"ids of {name!r}", exempt)
+                exempt = exempt.reshape(as_ids(original, caller).shape)
+            refuse_bad_ids(original, self.sizes[at], caller, f"ids of {name!r}", exempt)
         return self._settled_rows(ids, self.sizes[at], self.offsets[at], mode)
 
     def _settled_rows(
         self, ids: jax.Array, size: jax.Array | int, first: jax.Array | int, mode: str
     ) -> jax.Array:
         """Rows of ids ``[...]``; ``size`` and ``first`` row of the table of each."""
-        known = settle(ids, self.num_rows, "drop" if mode in ("fill", "check") else mode)
-        size, first = jnp.asarray(size, known.dtype), jnp.asarray(first, known.dtype)
+        row = settle(ids, self.num_rows, "drop" if mode in ("fill", "check") else mode)
+        size, first = jnp.asarray(size, row.dtype), jnp.asarray(first, row.dtype)
         if mode == "promise_in_bounds":
-            return known + first
+            return row + first
         if mode == "clip":
-            known = jnp.minimum(known, size - 1)
-        missing = jnp.where(ids < 0, jnp.iinfo(known.dtype).min, self.num_rows)
-        inside = (known >= 0) & (known < size)
-        return jnp.where(inside, known + first, missing.astype(known.dtype))
+            row = jnp.minimum(row, size - 1)
+        missing = jnp.where(ids < 0, jnp.iinfo(row.dtype).min, self.num_rows)
+        inside = (row >= 0) & (row < size)
+        return jnp.where(inside, row + first, missing.astype(row.dtype))
 
     def _check_stacked(self, stacked: jax.Array, caller: str) -> None:
         if jnp.shape(stacked)[:1] != (self.num_rows,):
@@ -391,14 +393,14 @@ class StackedTables:
                 f"{jnp.shape(stacked)}; tables.stack(arrays) makes it"
             )
 
-    def _check_by_name(self, given: Mapping[str, object], caller: str, what: str) -> None:
-        if not isinstance(given, Mapping):
+    def _check_by_name(self, values: object, caller: str, what: str) -> None:
+        if not isinstance(values, Mapping):
             raise InvalidArgumentError(
                 f"{caller} wants {what} in a dict, by the names of tables, got "
-                f"{type(given).__name__}; for ids [..., T], one of each table: "
+                f"{type(values).__name__}; for ids [..., T], one of each table: "
                 "js.embedding_lookup(stacked, tables.rows(ids))"
             )
-        self._check_names(given, caller)
+        self._check_names(values, caller)
 
     def _check_names(
         self, names: Iterable[str], caller: str, all_of_them: bool = False

@@ -1,9 +1,10 @@
-"""An optimizer of jslices as one of Keras: its state lives in Keras' variables."""
+"""Optimizers of jslices as optimizers of Keras: their state lives in Keras' variables."""
 
 import collections
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -18,14 +19,22 @@ from jslices import (
     is_slices,
     tree,
 )
+from jslices.extend import PyTree, State
 from jslices.keras.description import (
-    described,
+    PlainData,
+    deserialize,
     learning_rates,
-    made_from,
+    serialize,
     with_learning_rate,
 )
 
-#: Options of Keras' optimizers that need a pass over the whole table, and what to do.
+#: A value for each variable of the model, in their order, by their paths.
+ByPath: TypeAlias = Mapping[str, Any]
+Paths: TypeAlias = tuple[str, ...]
+#: A learning rate, float32 ``[]``; None if it is a schedule.
+Rate: TypeAlias = Any
+
+#: Options of Keras' optimizers that need a pass over the whole table, and the advice.
 REFUSED = {
     "weight_decay": "type jslices.adamw(learning_rate, weight_decay=...), or jslices.lion",
     "use_ema": "an average of all weights reads the whole table at every step: leave it "
@@ -97,17 +106,18 @@ class Optimizer(keras.optimizers.Optimizer):  # type: ignore[misc]
             loss_scale_factor=loss_scale_factor,
             name=name,
         )
-        # Not an attribute of its own: Keras makes tuples anew to see whether variables are
-        # in them, and this one is more than its fields.
-        self._rows = _Rows(tx, settable=not callable(rate))
+        # Compiled even where Keras runs without `jit_compile`.
+        caught_up = jax.jit(self._caught_up, static_argnames="whole")
+        flushed = jax.jit(self._flushed, donate_argnums=(0, 1))
+        self._rows = _Rows(tx, not callable(rate), caught_up, flushed)
 
     @property
     def catches_up(self) -> bool:
-        """Whether rows without gradient wait, and catch up before they are read."""
+        """True if rows without gradient wait, and catch up before they are read."""
         return self._rows.tx.catches_up
 
-    def build(self, variables: Sequence[Any]) -> None:
-        """Makes the variables of the state, for these variables of the model."""
+    def build(self, variables: Sequence[keras.Variable]) -> None:
+        """Make the variables of the state, for these variables of the model."""
         if self.built:
             return
         for variable in variables:
@@ -118,50 +128,56 @@ class Optimizer(keras.optimizers.Optimizer):  # type: ignore[misc]
                 )
         super().build(variables)
         rows = self._rows
-        rows.variables, rows.names = list(variables), _names(variables)
+        rows.variables, rows.paths = list(variables), _paths(variables)
         state = self._tx(self._rate()).init(self.values())
         leaves, rows.tree = jax.tree_util.tree_flatten_with_path(state)
-        kept = [self._keep(_plain(jax.tree_util.keystr(path)), x) for path, x in leaves]
-        rows.kept = kept
+        rows.state = [
+            self._new_variable(_identifier(jax.tree_util.keystr(path)), leaf)
+            for path, leaf in leaves
+        ]
         if self.catches_up and rows.settable:
-            rows.rate_of_missed = self._keep("rate_of_missed_steps", self._rate())
+            rows.rate_of_missed = self._new_variable("rate_of_missed_steps", self._rate())
 
-    def _keep(self, name: str, value: jax.Array) -> Any:
+    def _new_variable(self, name: str, value: jax.Array) -> keras.Variable:
         variable = self.add_variable(value.shape, "zeros", value.dtype.name, name=name)
         variable.assign(jnp.copy(value))  # variables are donated, each on its own
         return variable
 
     # --- values, which in a train step are those of the step ----------------------------
 
-    def named(self, values: Sequence[Any]) -> Mapping[str, Any]:
-        """One value for each variable of the model, in their order, by their paths."""
-        return collections.OrderedDict(zip(self._rows.names, values, strict=True))
+    def by_path(self, values: Sequence[PyTree]) -> ByPath:
+        """Values for the variables of the model, by their paths."""
+        return collections.OrderedDict(zip(self._rows.paths, values, strict=True))
 
-    def values(self) -> Mapping[str, Any]:
+    def values(self) -> ByPath:
         """The parameters as ``tx`` sees them."""
-        return self.named([v.value for v in self._rows.variables])
+        return self.by_path([v.value for v in self._rows.variables])
 
-    def _state(self) -> Any:
-        return self._rows.tree.unflatten([v.value for v in self._rows.kept])
+    def _state(self) -> State:
+        return self._rows.tree.unflatten([v.value for v in self._rows.state])
 
-    def _assign(self, params: Mapping[str, Any], state: Any) -> None:
-        for variable, value in zip(self._rows.variables, params.values(), strict=True):
+    def _assign(self, params: ByPath, state: State) -> None:
+        variables = [*self._rows.variables, *self._rows.state]
+        values = [*params.values(), *jax.tree.leaves(state)]
+        for variable, value in zip(variables, values, strict=True):
             variable.assign(value)
-        for variable, value in zip(self._rows.kept, jax.tree.leaves(state), strict=True):
-            variable.assign(value)
 
-    def _rate(self) -> Any:
-        """The learning rate of the next step, float32 ``[]``; None if it is a schedule."""
+    def _rate(self) -> Rate:
+        """The learning rate of the next step."""
         return self.learning_rate.value if self._rows.settable else None
 
-    def _tx(self, rate: Any) -> GradientTransformation:
-        tx: GradientTransformation = self._rows.tx
+    def _tx(self, rate: Rate) -> GradientTransformation:
+        tx = self._rows.tx
         return tx if rate is None else with_learning_rate(tx, jnp.asarray(rate))
 
     # --- a step -------------------------------------------------------------------------
 
-    def apply(self, grads: Sequence[Any], trainable_variables: Any = None) -> None:
-        """A step: assigns the variables of the model and of the state.
+    def apply(
+        self,
+        grads: Sequence[PyTree],
+        trainable_variables: Sequence[keras.Variable] | None = None,
+    ) -> None:
+        """A step: assign the variables of the model and of the state.
 
         ``grads`` are arrays or IndexedSlices, one for each variable that the optimizer was
         built with, or for each of ``trainable_variables``; None leaves a variable as it is.
@@ -173,7 +189,7 @@ class Optimizer(keras.optimizers.Optimizer):  # type: ignore[misc]
                     "optimizer.build(model.trainable_variables)"
                 )
             self.build(list(trainable_variables))
-        gradients = self._of_all(list(grads), trainable_variables)
+        gradients = self._all_gradients(list(grads), trainable_variables)
         if self.loss_scale_factor is not None:
             scale = self.loss_scale_factor
             gradients = tree.map(lambda g: g / scale, gradients)
@@ -184,42 +200,44 @@ class Optimizer(keras.optimizers.Optimizer):  # type: ignore[misc]
                 variable.assign(variable.constraint(variable.value))
         self.iterations.assign_add(1)
 
-    def _of_all(self, grads: list[Any], variables: Any) -> Mapping[str, Any]:
-        """A gradient for each variable, slices put together again."""
+    def _all_gradients(
+        self, grads: list[PyTree], variables: Sequence[keras.Variable] | None
+    ) -> ByPath:
+        """A gradient or None for each variable, slices put together again."""
         rows = self._rows
         if variables is not None:
-            given = {id(v): g for v, g in zip(variables, grads, strict=True)}
-            unknown = given.keys() - {id(v) for v in rows.variables}
+            by_id = {id(v): g for v, g in zip(variables, grads, strict=True)}
+            built = {id(v) for v in rows.variables}
+            unknown = [v.path for v in variables if id(v) not in built]
             if unknown:
-                names = [v.path for v in variables if id(v) in unknown]
-                raise ValueError(f"the optimizer was built without {', '.join(names)}")
-            grads = [given.get(id(v)) for v in rows.variables]
+                raise ValueError(f"the optimizer was built without {', '.join(unknown)}")
+            grads = [by_id.get(id(v)) for v in rows.variables]
         if len(grads) != len(rows.variables):
             raise ValueError(
                 f"the optimizer was built with {len(rows.variables)} variables, got "
                 f"{len(grads)} gradients"
             )
-        if rows.taken_apart is not None:
+        if rows.whole_gradients is not None:
             grads = [
                 whole.with_values(g) if is_slices(whole) else g
-                for whole, g in zip(rows.taken_apart, grads, strict=True)
+                for whole, g in zip(rows.whole_gradients, grads, strict=True)
             ]
-        return self.named(grads)
+        return self.by_path(grads)
 
     @contextlib.contextmanager
-    def taking_values_of(self, grads: Sequence[Any]) -> Iterator[list[Any]]:
+    def values_of(self, grads: Sequence[PyTree]) -> Iterator[list[jax.Array | None]]:
         """The gradients with the ``values`` of IndexedSlices in their place.
 
-        For an optimizer of Keras that stands around this one, tests gradients and scales
-        them (LossScaleOptimizer), and then hands them on to :meth:`apply`.
+        For a LossScaleOptimizer around this one, which tests and scales arrays, and then
+        hands them on to :meth:`apply`.
         """
-        self._rows.taken_apart = list(grads)
+        self._rows.whole_gradients = list(grads)
         try:
             yield [g.values if is_slices(g) else g for g in grads]
         finally:
-            self._rows.taken_apart = None
+            self._rows.whole_gradients = None
 
-    def _clipped(self, grads: Mapping[str, Any]) -> Any:
+    def _clipped(self, grads: ByPath) -> ByPath:
         if self.clipnorm:
             return tree.map(lambda g: clip_by_norm(g, self.clipnorm), grads)
         if self.clipvalue:
@@ -231,8 +249,8 @@ class Optimizer(keras.optimizers.Optimizer):  # type: ignore[misc]
 
     # --- rows that wait -----------------------------------------------------------------
 
-    def catch_up(self, rows: Mapping[str, Any]) -> None:
-        """Before a step: the rows that it reads do the steps they missed.
+    def catch_up(self, rows: ByPath) -> None:
+        """Before a step, let the rows that it reads do the steps they missed.
 
         All rows do, if the learning rate has changed since the last step.
         """
@@ -244,131 +262,124 @@ class Optimizer(keras.optimizers.Optimizer):  # type: ignore[misc]
                     'the constraint, or untouched="exact"'
                 )
         whole = tuple(name for name, ids in rows.items() if ids is True)
-        ids = self.named([None if ids is True else ids for ids in rows.values()])
+        ids = self.by_path([None if ids is True else ids for ids in rows.values()])
         new, old = self._rate(), self._rate_of_missed()
-        step = self._jitted("catch_up")
-        self._assign(*step(old, new, ids, self.values(), self._state(), whole=whole))
+        args = old, new, ids, self.values(), self._state()
+        self._assign(*self._rows.caught_up(*args, whole=whole))
         if old is not None:
-            # As an array of its own, for the same reason.
+            # As an array of its own: variables are donated, each on its own.
             self._rows.rate_of_missed.assign(jnp.where(old != new, new, old))
 
     def flush(self) -> None:
-        """Every row does the steps it missed, before the model is evaluated or saved."""
+        """Let all rows do the steps they missed, before the model is evaluated or saved."""
         now = self.iterations.value
         if not (self.catches_up and self.built) or self._rows.flushed_at is now:
             return
-        flush = self._jitted("flush")
-        self._assign(*flush(self.values(), self._state(), self._rate_of_missed()))
+        args = self.values(), self._state(), self._rate_of_missed()
+        self._assign(*self._rows.flushed(*args))
         self._rows.flushed_at = now
 
-    def _rate_of_missed(self) -> Any:
+    def _rate_of_missed(self) -> Rate:
         return self._rows.rate_of_missed.value if self._rows.settable else None
 
-    def _jitted(self, name: str) -> Any:
-        """Functions of arrays, compiled even where Keras runs without ``jit_compile``."""
+    def _caught_up(
+        self, old: Rate, new: Rate, ids: ByPath, params: ByPath, state: State, whole: Paths
+    ) -> tuple[ByPath, State]:
+        """``params`` and ``state`` with the rows ``ids`` up to date, all of ``whole``."""
+        tx = self._tx(old)
+        rows = self.by_path([True if k in whole else x for k, x in ids.items()])
+        if old is not None:
+            # A loop of one turn or none: a conditional would copy the tables.
+            changed = (old != new).astype(jnp.int32)
+            all_rows = lambda _, now: tx.flush(*now)  # noqa: E731
+            params, state = lax.fori_loop(0, changed, all_rows, (params, state))
+        return tx.catch_up(params, state, rows)
 
-        def catch_up(
-            old: Any, new: Any, ids: Any, params: Any, state: Any, whole: Any
-        ) -> tuple[Any, Any]:
-            tx = self._tx(old)
-            rows = self.named([True if k in whole else x for k, x in ids.items()])
-            if old is not None:
-                # A loop of one turn or none: a conditional would copy the tables.
-                changed = (old != new).astype(jnp.int32)
-                all_rows = lambda _, now: tx.flush(*now)  # noqa: E731
-                params, state = lax.fori_loop(0, changed, all_rows, (params, state))
-            return tx.catch_up(params, state, rows)
-
-        def flush(params: Any, state: Any, rate: Any) -> tuple[Any, Any]:
-            return self._tx(rate).flush(params, state)
-
-        if not self._rows.jitted:
-            self._rows.jitted = {
-                "catch_up": jax.jit(catch_up, static_argnames="whole"),
-                "flush": jax.jit(flush, donate_argnums=(0, 1)),
-            }
-        return self._rows.jitted[name]
+    def _flushed(self, params: ByPath, state: State, rate: Rate) -> tuple[ByPath, State]:
+        return self._tx(rate).flush(params, state)
 
     # --- what Keras asks of its optimizers ----------------------------------------------
 
-    def exclude_from_weight_decay(self, *args: Any, **kwargs: Any) -> None:
-        """Refused: which variables decay is said by the optimizer of jslices."""
+    def exclude_from_weight_decay(self, *args: object, **kwargs: object) -> None:
+        """Raise a ValueError: the optimizer of jslices says which variables decay."""
         raise ValueError(
             "weight decay is that of the optimizer of jslices: type "
             "jslices.adamw(learning_rate, mask=...)"
         )
 
     def get_config(self) -> dict[str, Any]:
-        """What :meth:`from_config` makes the same optimizer of, without its state."""
+        """Plain data to make the optimizer from, without its state."""
         config = super().get_config()
-        kept = ("name", "clipnorm", "clipvalue", "global_clipnorm", "loss_scale_factor")
+        names = ("name", "clipnorm", "clipvalue", "global_clipnorm", "loss_scale_factor")
         tx = self._rows.tx
         if self._rows.settable:
             tx = with_learning_rate(tx, config["learning_rate"])
-        return {"tx": described(tx), **{key: config[key] for key in kept}}
+        return {"tx": serialize(tx), **{name: config[name] for name in names}}
 
     @classmethod
-    def from_config(cls, config: Any, custom_objects: Any = None) -> "Optimizer":
-        """The optimizer that :meth:`get_config` was asked of."""
+    def from_config(
+        cls,
+        config: Mapping[str, PlainData],
+        custom_objects: Mapping[str, Any] | None = None,
+    ) -> "Optimizer":
+        """The inverse of :meth:`get_config`."""
         with keras.saving.CustomObjectScope(custom_objects or {}):
-            return cls(**{**config, "tx": made_from(config["tx"])})
+            return cls(**{**config, "tx": deserialize(config["tx"])})
 
 
+@dataclasses.dataclass
 class _Rows:
-    """What the optimizer keeps that is none of Keras' business."""
+    """Attributes that Keras need not track."""
 
-    def __init__(self, tx: GradientTransformation, settable: bool) -> None:
-        self.tx, self.settable = tx, settable
-        self.variables: list[Any] = []  #: those of the model
-        self.names: list[str] = []  #: their paths
-        self.kept: list[Any] = []  #: those of the state
-        self.tree: Any = None  #: its structure
-        self.rate_of_missed: Any = None  #: the learning rate that the last step had
-        self.flushed_at: Any = None  #: the value of ``iterations`` when no row was behind
-        self.taken_apart: list[Any] | None = None
-        self.jitted: dict[str, Any] = {}
+    tx: GradientTransformation
+    settable: bool  #: whether callbacks may set the learning rate
+    caught_up: Callable[..., tuple[ByPath, State]]
+    flushed: Callable[..., tuple[ByPath, State]]
+    variables: list[keras.Variable] = dataclasses.field(default_factory=list)
+    paths: list[str] = dataclasses.field(default_factory=list)
+    state: list[keras.Variable] = dataclasses.field(default_factory=list)
+    tree: Any = None  #: the structure of the state
+    rate_of_missed: Any = None  #: a variable: the rate that the last step had
+    flushed_at: jax.Array | None = None  #: ``iterations`` when no row was behind
+    whole_gradients: list[PyTree] | None = None  #: those that a step has taken apart
 
 
 @keras.saving.register_keras_serializable(package="jslices")
 class Schedule(keras.optimizers.schedules.LearningRateSchedule):  # type: ignore[misc]
     """A function of the step as a schedule of Keras."""
 
-    def __init__(self, function: Any) -> None:
+    def __init__(self, function: Callable[[jax.Array], jax.Array]) -> None:
         super().__init__()
         self.function = function
 
-    def __call__(self, step: Any) -> Any:
+    def __call__(self, step: jax.Array) -> jax.Array:
         return self.function(jnp.asarray(step))
 
     def get_config(self) -> dict[str, Any]:
         return {"function": keras.saving.serialize_keras_object(self.function)}
 
 
-def _learning_rate(tx: Any) -> Any:
+def _learning_rate(tx: GradientTransformation) -> Any:
     """The one learning rate: a number, or a schedule of Keras."""
     if not isinstance(tx, GradientTransformation):
         raise TypeError(
             f"jk.Optimizer wants an optimizer of jslices, such as js.adam(1e-3), got {tx!r}"
         )
     rates = learning_rates(tx)
-    if not rates or rates[0] is None or any(rate is not rates[0] for rate in rates[1:]):
-        same = all(not callable(r) and r == rates[0] for r in rates) if rates else False
-        if not same or rates[0] is None:
-            raise ValueError(
-                "jk.Optimizer wants one learning rate, which it can read and callbacks can "
-                f"set, got {rates or 'none'}: type jk.Optimizer(js.adam(1e-3)), or "
-                "js.optim.chain(..., js.adam(1e-3))"
-            )
-    rate = rates[0]
-    if callable(rate) and not isinstance(
-        rate, keras.optimizers.schedules.LearningRateSchedule
-    ):
-        return Schedule(rate)
-    return rate
+    rate = rates[0] if rates else None
+    same = all(r is rate or not (callable(r) or callable(rate) or r != rate) for r in rates)
+    if rate is None or not same:
+        raise ValueError(
+            "jk.Optimizer wants one learning rate, which it can read and callbacks can "
+            f"set, got {rates or 'none'}: type jk.Optimizer(js.adam(1e-3)), or "
+            "js.optim.chain(..., js.adam(1e-3))"
+        )
+    schedules = keras.optimizers.schedules.LearningRateSchedule
+    return Schedule(rate) if callable(rate) and not isinstance(rate, schedules) else rate
 
 
-def _refuse(options: dict[str, Any]) -> None:
-    """Refuses options that are set and that only a dense step could honour."""
+def _refuse(options: Mapping[str, Any]) -> None:
+    """Raise for options that only a dense step could honour, if they are set."""
     for name, value in options.items():
         if name not in REFUSED:
             raise TypeError(f"jk.Optimizer has no option {name!r}")
@@ -376,17 +387,16 @@ def _refuse(options: dict[str, Any]) -> None:
             raise ValueError(f"jk.Optimizer(..., {name}={value!r}): {REFUSED[name]}")
 
 
-def _names(variables: Sequence[Any]) -> list[str]:
-    """The paths of variables, numbered where two have the same."""
-    seen: collections.Counter[str] = collections.Counter()
-    names = []
-    for variable in variables:
-        seen[variable.path] += 1
-        again = seen[variable.path]
-        names.append(variable.path if again == 1 else f"{variable.path}:{again}")
-    return names
+def _paths(variables: Sequence[keras.Variable]) -> list[str]:
+    """The paths of variables, numbered where two are equal."""
+    times: collections.Counter[str] = collections.Counter()
+    paths = []
+    for path in (variable.path for variable in variables):
+        times[path] += 1
+        paths.append(path if times[path] == 1 else f"{path}:{times[path]}")
+    return paths
 
 
-def _plain(path: str) -> str:
-    """A key path as a name that Keras takes."""
+def _identifier(path: str) -> str:
+    """A key path as a name that Keras accepts."""
     return "".join(c if c.isalnum() else "_" for c in path).strip("_")

@@ -3,15 +3,17 @@
 from collections.abc import Mapping
 from typing import Any
 
+import jax
 import keras
 
 from jslices import GradientTransformation
+from jslices.extend import Params, PyTree, State
 from jslices.keras.optimizer import Optimizer
 from jslices.optim import exact_step
 
 
-def row_gradients(model: Any, *, sparse: Any = None) -> Any:
-    """Gives a Keras model a train step in which looked-up tables get row gradients.
+def row_gradients(model: keras.Model, *, sparse: PyTree = None) -> keras.Model:
+    """Give a Keras model a train step in which looked-up tables get row gradients.
 
     Every trainable array ``[V, *D]`` that the model only looks up
     (``keras.layers.Embedding``, ``keras.ops.take`` along the first axis) then has
@@ -70,7 +72,7 @@ def row_gradients(model: Any, *, sparse: Any = None) -> Any:
             "the environment variable KERAS_NNX_ENABLED=0"
         )
 
-    def step(state: Any, data: Any) -> tuple[Any, Any]:
+    def step(state: State, data: PyTree) -> tuple[PyTree, State]:
         return train_step(model, state, data, sparse)
 
     def make_train_function(force: bool = False) -> None:
@@ -91,14 +93,16 @@ def row_gradients(model: Any, *, sparse: Any = None) -> Any:
     return model
 
 
-def train_step(model: Any, state: Any, data: Any, sparse: Any) -> tuple[Any, Any]:
-    """As Keras' own, ``(state, data) -> (logs, state)``, a pure function of arrays."""
+def train_step(
+    model: keras.Model, state: State, data: PyTree, sparse: PyTree
+) -> tuple[PyTree, State]:
+    """The train step, ``(state, data) -> (logs, state)``, a pure function of arrays."""
     trainable, non_trainable, optimizer_variables, metrics = state
     x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
     outer, optimizer = model.optimizer, optimizer_of(model)
 
-    def loss(variables: Mapping[str, Any]) -> tuple[Any, Any]:
-        result: tuple[Any, Any] = model.compute_loss_and_updates(
+    def loss(variables: Mapping[str, jax.Array]) -> tuple[jax.Array, PyTree]:
+        result: tuple[jax.Array, PyTree] = model.compute_loss_and_updates(
             list(variables.values()),
             non_trainable,
             metrics,
@@ -110,7 +114,7 @@ def train_step(model: Any, state: Any, data: Any, sparse: Any) -> tuple[Any, Any
         )
         return result
 
-    def catch_up(params: Any, state: Any, rows: Any) -> tuple[Any, Any]:
+    def catch_up(params: Params, state: State, rows: PyTree) -> tuple[Params, State]:
         mapping = [
             *zip(model.trainable_variables, params.values(), strict=True),
             *zip(outer.variables, state, strict=True),
@@ -118,25 +122,26 @@ def train_step(model: Any, state: Any, data: Any, sparse: Any) -> tuple[Any, Any
         with keras.StatelessScope(state_mapping=mapping) as scope:
             optimizer.catch_up(rows)
         now = scope.get_current_value
-        values = optimizer.named([now(v) for v in model.trainable_variables])
+        values = optimizer.by_path([now(v) for v in model.trainable_variables])
         return values, [now(v) for v in outer.variables]
 
-    def apply(grads: Any, state: Any, params: Any, key: Any = None) -> tuple[Any, Any]:
-        del key
-        given = list(grads.values())
-        if outer is not optimizer:
-            with optimizer.taking_values_of(given) as values:
-                new, state = outer.stateless_apply(state, values, list(params.values()))
+    def apply(
+        grads: PyTree, state: State, params: Params, key: None = None
+    ) -> tuple[Params, State]:
+        gradients, values = list(grads.values()), list(params.values())
+        if outer is optimizer:
+            new, state = outer.stateless_apply(state, gradients, values)
         else:
-            new, state = outer.stateless_apply(state, given, list(params.values()))
-        return optimizer.named(new), state
+            with optimizer.values_of(gradients) as arrays:
+                new, state = outer.stateless_apply(state, arrays, values)
+        return optimizer.by_path(new), state
 
     unused: Any = None
     catching_up = catch_up if optimizer.catches_up else None
     tx = GradientTransformation(unused, unused, catching_up, apply=apply)
     whole_step = exact_step(loss, tx, has_aux=True, sparse=sparse)
     params, optimizer_variables, _, aux = whole_step(
-        optimizer.named(trainable), optimizer_variables
+        optimizer.by_path(trainable), optimizer_variables
     )
     unscaled_loss, y_pred, non_trainable, metrics = aux
     logs, metrics = model._update_metrics_variables(
@@ -145,7 +150,7 @@ def train_step(model: Any, state: Any, data: Any, sparse: Any) -> tuple[Any, Any
     return logs, (list(params.values()), non_trainable, optimizer_variables, metrics)
 
 
-def optimizer_of(model: Any) -> Optimizer:
+def optimizer_of(model: keras.Model) -> Optimizer:
     """The optimizer of jslices that a model was compiled with."""
     optimizer = inner(model.optimizer)
     if not isinstance(optimizer, Optimizer):
@@ -156,8 +161,8 @@ def optimizer_of(model: Any) -> Optimizer:
     return optimizer
 
 
-def inner(optimizer: Any) -> Any:
-    """What a LossScaleOptimizer, which Keras puts around it for float16, stands around."""
+def inner(optimizer: keras.optimizers.Optimizer) -> keras.optimizers.Optimizer:
+    """The optimizer inside the LossScaleOptimizer that Keras puts around it for float16."""
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
         return optimizer.inner_optimizer
     return optimizer

@@ -33,7 +33,7 @@ class GraphKeys:
 
 
 def get_collection(key: str, scope: str | None = None) -> list[Any]:
-    """What a collection holds so far, in the order of creation.
+    """The contents of a collection so far, in the order of creation.
 
     Args:
       key: ``"variables"``, ``"trainable_variables"`` or another key that variables were
@@ -78,7 +78,7 @@ def _handles(caller: str, key: str | None, scope: str | None) -> list[Variable]:
 
 
 def _is_in(info: VariableInfo, key: str | None, scope: str | None) -> bool:
-    """By TensorFlow's rule the beginning of a name must match the scope: ``re.match``."""
+    """True for the collection ``key``, if the beginning of the name matches ``scope``."""
     in_scope = scope is None or re.match(scope, f"{info.name}:0") is not None
     return in_scope and (key is None or key in info.collections)
 
@@ -170,7 +170,7 @@ def report_uninitialized_variables(variables: SomeVariables = None) -> list[str]
 
 
 def assert_variables_initialized(variables: SomeVariables = None) -> SomeVariables:
-    """Returns the variables, or raises if some have no value.
+    """Return the variables, or raise an error if some have no value.
 
     Args:
       variables: as for :func:`report_uninitialized_variables`.

@@ -183,7 +183,7 @@ def assign(
     use_locking: bool | None = None,
     name: str | None = None,
 ) -> jax.Array:
-    """``ref.assign(value)``: replaces the value of a variable, and returns the new one.
+    """``ref.assign(value)``: replace the value of a variable, and return the new one.
 
     As :meth:`jslices.tf1.Variable.assign`, errors included; ``validate_shape=False`` cannot
     give the variable another shape, and the other arguments are ignored.

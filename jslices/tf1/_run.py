@@ -54,7 +54,7 @@ class Initialization:
         return self.name, self.draws - 1
 
     def next_lazy_draw(self) -> DrawId:
-        """A draw that was written down earlier, for whichever variable needs it first."""
+        """A draw of a lazy value, for whichever variable needs it first."""
         self.lazy_draws += 1
         return f":{self.name}", self.lazy_draws - 1
 

@@ -67,19 +67,19 @@ class VariableScope:
     original_name_scope: str = ""
 
     def reuse_variables(self) -> None:
-        """From here on, get_variable in this scope shares and never creates."""
+        """Let get_variable in this scope share, and never create, from here on."""
         self.reuse = True
 
     def set_initializer(self, initializer: InitializerLike) -> None:
-        """Sets the default initializer of new variables."""
+        """Set the default initializer of new variables."""
         self.initializer = initializer
 
     def set_regularizer(self, regularizer: Regularizer | None) -> None:
-        """Sets the default regularizer of new variables."""
+        """Set the default regularizer of new variables."""
         self.regularizer = regularizer
 
     def set_dtype(self, dtype: DTypeLike) -> None:
-        """Sets the default dtype of new variables."""
+        """Set the default dtype of new variables."""
         self.dtype = dtype
 
     def __repr__(self) -> str:
@@ -123,7 +123,7 @@ def variable_scope(
     default_name: str | None = None,
     auxiliary_name_scope: bool = True,
 ) -> Iterator[VariableScope]:
-    """Puts a prefix before the names of variables, and sets defaults for them.
+    """Put a prefix before the names of variables, and set defaults for them.
 
     Args:
       name_or_scope: a name, opened within the current scope (``"a/b"`` is ``b`` in ``a``),
@@ -161,19 +161,9 @@ def variable_scope(
     Operations have no names in JAX; ``jax.named_scope`` shows the scope's in profiles.
     """
     run = current_run("variable_scope")
-    if reuse is not None and not isinstance(reuse, bool | _AutoReuse):
-        advice = f"; type default_name={reuse!r}" if isinstance(reuse, str) else ""
-        raise ValueError(
-            "The reuse parameter must be True or False or None, or tf.AUTO_REUSE; got "
-            f"{reuse!r}{advice}"
-        )
-    if not isinstance(auxiliary_name_scope, bool):
-        raise TypeError(
-            "The auxiliary_name_scope must be `True` or `False`, got "
-            f"{auxiliary_name_scope!r}"
-        )
+    _check_flags(reuse, auxiliary_name_scope)
     outer, names = current_scope(run), run.names
-    again = isinstance(name_or_scope, VariableScope)
+    reopened = isinstance(name_or_scope, VariableScope)
     if isinstance(name_or_scope, VariableScope):
         base, path = name_or_scope, name_or_scope.name
         name = path.rpartition("/")[2]
@@ -196,12 +186,26 @@ def variable_scope(
             opened = names.scope(name, "variable_scope")
             scope.original_name_scope = stack.enter_context(opened)
             stack.enter_context(jax.named_scope(name.strip("/")))
-        if again:
+        if reopened:
             scope.original_name_scope = base.original_name_scope
-        stack.enter_context(_counted(run, path, again))
+        stack.enter_context(_counted(run, path, reopened))
         run.scopes.append(scope)
         stack.callback(run.scopes.pop)
         yield scope
+
+
+def _check_flags(reuse: object, auxiliary_name_scope: object) -> None:
+    if reuse is not None and not isinstance(reuse, bool | _AutoReuse):
+        advice = f"; type default_name={reuse!r}" if isinstance(reuse, str) else ""
+        raise ValueError(
+            "The reuse parameter must be True or False or None, or tf.AUTO_REUSE; got "
+            f"{reuse!r}{advice}"
+        )
+    if not isinstance(auxiliary_name_scope, bool):
+        raise TypeError(
+            "The auxiliary_name_scope must be `True` or `False`, got "
+            f"{auxiliary_name_scope!r}"
+        )
 
 
 def _scope_name(name: object, default_name: str | None, reuse: Reuse | None) -> str:
@@ -227,14 +231,14 @@ def _unopened(run: Run, path: str) -> str:
 
 
 @contextlib.contextmanager
-def _counted(run: Run, path: str, again: bool) -> Iterator[None]:
-    """Counts openings, for ``default_name``; closing a scope forgets those within."""
+def _counted(run: Run, path: str, reopened: bool) -> Iterator[None]:
+    """Count openings, for ``default_name``; closing a scope forgets those within it."""
     run.scope_counts[path] = run.scope_counts.get(path, 0) + 1
     before = dict(run.scope_counts)
     try:
         yield
     finally:
-        if again:
+        if reopened:
             run.scope_counts = before
         else:
             within = [n for n in run.scope_counts if n.startswith(f"{path}/")]
@@ -243,7 +247,7 @@ def _counted(run: Run, path: str, again: bool) -> Iterator[None]:
 
 @contextlib.contextmanager
 def name_scope(name: str | None) -> Iterator[str]:
-    """Puts a prefix before the names of :class:`jslices.tf1.Variable`, not of get_variable.
+    """Put a prefix before the names of :class:`jslices.tf1.Variable`, not of get_variable.
 
     Args:
       name: is made unique: opened twice it is ``ns`` and ``ns_1``. ``"ns/"`` enters that

@@ -18,7 +18,7 @@ Value: TypeAlias = Any
 
 @dataclasses.dataclass(frozen=True)
 class VariableInfo:
-    """What is static about a variable.
+    """The static properties of a variable.
 
     Attributes:
       name: its whole name, without ``:0``.
@@ -127,7 +127,7 @@ class Variables(Mapping[str, Value]):
 
     @property
     def infos(self) -> tuple[VariableInfo, ...]:
-        """What is static about each variable, in order."""
+        """The static properties of each variable, in order."""
         return self._infos
 
     @property
@@ -137,15 +137,15 @@ class Variables(Mapping[str, Value]):
 
     @property
     def non_trainable(self) -> "Variables":
-        """All the others: counters, statistics, frozen tables."""
+        """The other variables: counters, statistics, frozen tables."""
         return self.where(lambda info: not info.trainable)
 
     def collection(self, key: str) -> "Variables":
-        """Those in the collection ``key``."""
+        """The variables in the collection ``key``."""
         return self.where(lambda info: key in info.collections)
 
     def where(self, keep: Callable[[VariableInfo], bool]) -> "Variables":
-        """Those for whose :class:`VariableInfo` ``keep`` returns True."""
+        """The variables for whose :class:`VariableInfo` ``keep`` returns True."""
         infos = tuple(info for info in self._infos if keep(info))
         return Variables.tree_unflatten(infos, [self._by_name[i.name] for i in infos])
 

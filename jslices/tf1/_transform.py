@@ -1,4 +1,4 @@
-"""transform: a function that uses variables becomes pure functions of explicit state."""
+"""Functions that use variables as pure functions of explicit state."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -36,7 +36,7 @@ class Transformed(NamedTuple):
 
 
 def transform(fn: Callable[..., Any]) -> Transformed:
-    """Turns a function that creates, reads and assigns variables into pure functions.
+    """Turn a function that creates, reads and assigns variables into pure functions.
 
     Inside of ``fn`` you write what you write in TensorFlow: ``get_variable``,
     ``variable_scope``, ``Variable``, ``assign``. The results are ordinary pure functions

@@ -53,9 +53,8 @@ class Variable(ArrayOperators):
     """A variable of the function that :func:`jslices.tf1.transform` runs.
 
     Inside of that function a handle is used as the array it holds, and assigned to;
-    afterwards ``apply`` returns the new values. It is found again by its name, which is
-    made unique: ``v``, ``v_1``, ...; :func:`jslices.tf1.get_variable` shares a variable
-    instead.
+    afterwards ``apply`` returns the new values. Its name is made unique: ``v``, ``v_1``,
+    ...; :func:`jslices.tf1.get_variable` shares a variable instead.
 
     Operators, indexing, ``jax.numpy``, ``jax.nn`` and array methods accept a handle. The
     functions of ``jax.lax`` accept arrays only: pass them ``v.value()``; for a convolution
@@ -145,7 +144,7 @@ class Variable(ArrayOperators):
 
     @property
     def info(self) -> VariableInfo:
-        """What is static about it."""
+        """The static properties of the variable."""
         return self._cell.info
 
     @property
@@ -205,7 +204,7 @@ class Variable(ArrayOperators):
     # --- assigning ----------------------------------------------------------------------
 
     def assign(self, value: TensorLike, use_locking: bool = False) -> Array:
-        """Replaces the value, and returns the new one.
+        """Replace the value, and return the new one.
 
         ``value``: of exactly this shape and dtype (Python's numbers are converted); nothing
         is broadcast. IndexedSlices become dense, with a warning.
@@ -216,7 +215,7 @@ class Variable(ArrayOperators):
         return self._assign("assign", value, lambda old, new: new)
 
     def assign_add(self, delta: TensorLike, use_locking: bool = False) -> Array:
-        """Adds ``delta``, and returns the new value; see :meth:`assign`.
+        """Add ``delta``, and return the new value; see :meth:`assign`.
 
         IndexedSlices are added row by row: duplicates add, empty entries are dropped.
         """
@@ -225,13 +224,13 @@ class Variable(ArrayOperators):
         return self._assign("assign_add", delta, operator.add)
 
     def assign_sub(self, delta: TensorLike, use_locking: bool = False) -> Array:
-        """Subtracts ``delta``, and returns the new value; see :meth:`assign_add`."""
+        """Subtract ``delta``, and return the new value; see :meth:`assign_add`."""
         if is_slices(delta):
             return self._scatter("assign_sub", "sub", delta, whole=True)
         return self._assign("assign_sub", delta, operator.sub)
 
     def count_up_to(self, limit: int) -> Array:
-        """Increments an integer scalar until it reaches ``limit``.
+        """Increment an integer scalar until it reaches ``limit``.
 
         Returns:
           ``[]``, the value before the increment.
@@ -276,7 +275,7 @@ class Variable(ArrayOperators):
     # --- rows ---------------------------------------------------------------------------
 
     def scatter_add(self, sparse_delta: IndexedSlices, use_locking: bool = False) -> Array:
-        """Adds rows: ``v[indices[k]] += values[k]``; duplicates accumulate.
+        """Add rows, ``v[indices[k]] += values[k]``; duplicates accumulate.
 
         As in all scatter methods: ``sparse_delta`` holds K rows ``[K, *D]`` for a variable
         ``[V, *D]``, of its dtype; a row number outside ``[0, V)`` is dropped (TensorFlow
@@ -291,29 +290,29 @@ class Variable(ArrayOperators):
         return self._scatter("scatter_add", "add", sparse_delta)
 
     def scatter_sub(self, sparse_delta: IndexedSlices, use_locking: bool = False) -> Array:
-        """Subtracts rows; duplicates accumulate. See :meth:`scatter_add`."""
+        """Subtract rows; duplicates accumulate. See :meth:`scatter_add`."""
         return self._scatter("scatter_sub", "sub", sparse_delta)
 
     def scatter_mul(self, sparse_delta: IndexedSlices, use_locking: bool = False) -> Array:
-        """Multiplies by rows; duplicates compound. See :meth:`scatter_add`."""
+        """Multiply by rows; duplicates compound. See :meth:`scatter_add`."""
         return self._scatter("scatter_mul", "mul", sparse_delta)
 
     def scatter_div(self, sparse_delta: IndexedSlices, use_locking: bool = False) -> Array:
-        """Divides by rows; duplicates compound, integers truncate towards zero."""
+        """Divide by rows; duplicates compound, integers truncate towards zero."""
         return self._scatter("scatter_div", "div", sparse_delta)
 
     def scatter_min(self, sparse_delta: IndexedSlices, use_locking: bool = False) -> Array:
-        """The smaller of old and new, elementwise. See :meth:`scatter_add`."""
+        """Take the smaller of old and new, elementwise. See :meth:`scatter_add`."""
         return self._scatter("scatter_min", "min", sparse_delta)
 
     def scatter_max(self, sparse_delta: IndexedSlices, use_locking: bool = False) -> Array:
-        """The larger of old and new, elementwise. See :meth:`scatter_add`."""
+        """Take the larger of old and new, elementwise. See :meth:`scatter_add`."""
         return self._scatter("scatter_max", "max", sparse_delta)
 
     def scatter_update(
         self, sparse_delta: IndexedSlices, use_locking: bool = False
     ) -> Array:
-        """Replaces rows; of duplicates the last wins. See :meth:`scatter_add`."""
+        """Replace rows; of duplicates the last wins. See :meth:`scatter_add`."""
         return self._scatter("scatter_update", "update", sparse_delta)
 
     def _scatter(
@@ -347,7 +346,7 @@ class Variable(ArrayOperators):
     def scatter_nd_add(
         self, indices: ArrayLike, updates: ArrayLike, use_locking: bool = False
     ) -> Array:
-        """Adds to elements or slices: ``v[tuple(indices[k])] += updates[k]``.
+        """Add to elements or slices: ``v[tuple(indices[k])] += updates[k]``.
 
         As in the other ``scatter_nd`` methods: ``indices`` are integers ``[*B, d]``,
         ``updates`` is ``[*B, *v.shape[d:]]`` of the variable's dtype or one number. It is
@@ -362,13 +361,13 @@ class Variable(ArrayOperators):
     def scatter_nd_sub(
         self, indices: ArrayLike, updates: ArrayLike, use_locking: bool = False
     ) -> Array:
-        """Subtracts from elements or slices; see :meth:`scatter_nd_add`."""
+        """Subtract from elements or slices; see :meth:`scatter_nd_add`."""
         return self._apply("scatter_nd_sub", scatter_nd_sub, indices, updates)
 
     def scatter_nd_update(
         self, indices: ArrayLike, updates: ArrayLike, use_locking: bool = True
     ) -> Array:
-        """Replaces elements or slices; of duplicates the last wins.
+        """Replace elements or slices; of duplicates the last wins.
 
         See :meth:`scatter_nd_add`.
         """
@@ -379,7 +378,7 @@ class Variable(ArrayOperators):
         sparse_delta: IndexedSlices | tuple[ArrayLike, ArrayLike],
         use_locking: bool = True,
     ) -> Array:
-        """Replaces rows in every example: ``v[b, indices[b, k]] = updates[b, k]``.
+        """Replace rows in every example: ``v[b, indices[b, k]] = updates[b, k]``.
 
         ``sparse_delta``: IndexedSlices, for which this is ``scatter_update``; or, since
         they have one axis of indices here, a pair ``(indices, updates)`` of ``[*B, K]``
@@ -407,7 +406,7 @@ class Variable(ArrayOperators):
         indices: ArrayLike,
         updates: ArrayLike,
     ) -> Array:
-        """Assigns ``function(value, indices, updates)``; its errors name the variable."""
+        """Assign ``function(value, indices, updates)``; its errors name the variable."""
         what, old = f"{verb} to {self.name}", self.value()
         try:
             new = function(old, plain(indices), plain(updates))

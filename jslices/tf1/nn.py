@@ -220,7 +220,7 @@ def log_uniform_candidate_sampler(
     *,
     key: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Draws classes, low numbers more often: :func:`jslices.log_uniform_candidate_sampler`.
+    """Draw classes, low numbers more often: :func:`jslices.log_uniform_candidate_sampler`.
 
     ``seed`` draws the same classes in every call. Returns the named tuple
     ``(sampled_candidates, true_expected_count, sampled_expected_count)``.

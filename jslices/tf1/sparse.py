@@ -13,7 +13,7 @@ __all__ = ["SparseConditionalAccumulator", "SparseTensor", "mask"]
 
 
 class SparseTensor(NamedTuple):
-    """A matrix of ids or weights in which not every element is there.
+    """A sparse matrix of ids or weights.
 
     For :func:`jslices.tf1.nn.embedding_lookup_sparse`, where each row is a bag.
 
