@@ -24,7 +24,7 @@ def learning_rates(tx: PyTree) -> list[Any]:
 
 
 def _rates(x: PyTree) -> Iterator[Any]:
-    for made_by in filter(None, map(_made_by, jax.tree.leaves(x, is_leaf=_made_by))):
+    for made_by in filter(None, map(_made_by, jax.tree.leaves(x, is_leaf=_tells))):
         for name, argument in made_by.arguments.items():
             yield from [argument] if name == "learning_rate" else _rates(argument)
 
@@ -42,9 +42,9 @@ def with_learning_rate(tx: PyTree, rate: jax.typing.ArrayLike) -> PyTree:
         }
         return made_by._replace(arguments=arguments)()
 
-    if not any(map(_made_by, jax.tree.leaves(tx, is_leaf=_made_by))):
+    if not any(map(_made_by, jax.tree.leaves(tx, is_leaf=_tells))):
         return tx  # as it is: not everything here is a pytree that can be made anew
-    return jax.tree.map(again, tx, is_leaf=_made_by)
+    return jax.tree.map(again, tx, is_leaf=_tells)
 
 
 def serialize(x: PyTree) -> PlainData:
@@ -94,6 +94,10 @@ def deserialize(description: PlainData) -> Any:
     if "class_name" in description:
         return keras.saving.deserialize_keras_object(description)
     return {key: deserialize(value) for key, value in description.items()}
+
+
+def _tells(x: PyTree) -> bool:
+    return _made_by(x) is not None
 
 
 def _made_by(x: PyTree) -> MadeBy | None:
