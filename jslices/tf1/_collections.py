@@ -58,8 +58,8 @@ def get_collection(key: str, scope: str | None = None) -> list[Any]:
       Array(1.5, dtype=float32)
 
     Source: ``tf.get_collection``. TensorFlow calls a regularizer when the variable is
-    created; here it is called when you ask for the losses. If you don't, nothing is
-    computed, and a table that is only looked up keeps its row gradients.
+    created; here, if you don't ask, nothing is computed, and a table that is only looked up
+    keeps its row gradients.
     """
     if key != GraphKeys.REGULARIZATION_LOSSES:
         return list(_handles("get_collection", key, scope))

@@ -77,7 +77,7 @@ class Draw:
 
 
 def of_jax(what: str) -> str:
-    """The name of JAX's function that takes a key."""
+    """The name of JAX's function, which takes a key."""
     return f"jax.random.{what.removeprefix('random_')}"
 
 
@@ -93,15 +93,11 @@ def some_key(what: str, variable: Initialization, draw: DrawId) -> jax.Array:
 
 
 class LazyValue(ArrayOperators):
-    """An array that will be made later, known by its shape and dtype.
+    """An array that will be made later, of this shape and dtype.
 
     Operators, indexing, ``astype`` and ``reshape`` give another lazy value; everything
-    else, the functions of ``jax.numpy`` included, needs the array itself.
-
-    Attributes:
-      shape: of the array.
-      dtype: of the array.
-      again: whether it was computed from numbers only, so that it can be made again.
+    else, the functions of ``jax.numpy`` included, needs the array itself. ``again``: it was
+    computed from numbers only, so that it can be made again.
     """
 
     is_lazy = True
@@ -142,13 +138,11 @@ class LazyValue(ArrayOperators):
 
     def astype(self, dtype: DTypeLike) -> "LazyValue":
         """The same values in another dtype."""
-        new: LazyValue = self._operate(lambda x: x.astype(dtype), self)
-        return new
+        return self._operate(lambda x: x.astype(dtype), self)
 
     def reshape(self, *shape: int | Sequence[int]) -> "LazyValue":
         """The same values in another shape."""
-        new: LazyValue = self._operate(lambda x: x.reshape(*shape), self)
-        return new
+        return self._operate(lambda x: x.reshape(*shape), self)
 
     def __repr__(self) -> str:
         return f"<js value made by init, shape={self.shape} dtype={self.dtype}>"
@@ -168,8 +162,7 @@ class LazyValue(ArrayOperators):
         def run(arrays: Sequence[jax.Array]) -> jax.Array:
             rest = iter(arrays)
             values = [next(rest) if isinstance(x, LazyValue) else x for x in operands]
-            out: jax.Array = function(*values)
-            return out
+            return function(*values)
 
         out = jax.eval_shape(run, [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in lazy])
         others = [x for x in operands if not isinstance(x, LazyValue)]
@@ -300,8 +293,7 @@ def random_normal(
 
     Args:
       shape: any, known before tracing.
-      mean: a number.
-      stddev: a number; a negative one mirrors.
+      mean, stddev: numbers; a negative deviation mirrors.
       dtype: of floats.
       seed: draws the same numbers always, also in ``apply`` and outside of functions (the
         bits are JAX's); None: with the key of ``init``.

@@ -257,8 +257,7 @@ class LiveCell:
                 f"Attempting to use uninitialized value {self.name}; these variables are "
                 "only declared: make them with model.init(key, *args)"
             )
-        value: jax.Array = self.value
-        return value
+        return self.value
 
     def read_or_initial(self) -> jax.Array:
         if is_initialized(self.value):

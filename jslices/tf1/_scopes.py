@@ -434,10 +434,7 @@ def _request(
         initializer = glorot_uniform_initializer if floating else zeros_initializer
     initialize: Any = initializer() if inspect.isclass(initializer) else initializer
 
-    def make(key: jax.Array | None) -> jax.Array:
-        made: jax.Array = initialize(key, dims, result)
-        return made
-
+    make = lambda key: initialize(key, dims, result)  # noqa: E731
     return Request(unique, make, dims, result, initial=make)
 
 
