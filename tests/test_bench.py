@@ -218,6 +218,7 @@ def test_memory_is_not_underestimated(optimizer, dtype, ids):
         assert used <= 1.05 * need + 2**16
 
 
+@pytest.mark.slow
 def test_a_reader_that_has_read_enough_is_no_error():
     command = [sys.executable, "-m", "jslices", "bench", *TINY]
     with subprocess.Popen(

@@ -63,6 +63,7 @@ def test_code_runs(page, tmp_path, monkeypatch):
                 assert plain(out.getvalue()) == plain(shown)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", ALONE)
 def test_code_runs_in_a_process_of_its_own(page):
     code = "".join(code for code, _ in blocks(page))

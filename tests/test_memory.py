@@ -115,6 +115,7 @@ def test_a_large_step_without_kept_memory_is_told_once():
     )
 
 
+@pytest.mark.slow
 @glibc
 @pytest.mark.parametrize("how", ["keep", "other", "large pages"])
 def test_nothing_is_said_where_kept_memory_would_not_help(how):

@@ -93,6 +93,7 @@ def check_training(directory, count, devices, ways):
         assert_close(jax.device_get(restored), jax.device_get(whole), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_two_processes_train_and_save_as_one(tmp_path):
     check_training(str(tmp_path), 2, 2, WAYS)
 
