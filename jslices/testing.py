@@ -124,14 +124,14 @@ def assert_in_place(
 
     Source: answers what JAX's warning "Some donated buffers were not usable" leaves open.
     """
-    found = program.compiled(step, args, donate_argnums, device)
+    compiled = program.compiled(step, args, donate_argnums, device)
     if min_bytes is None:
-        largest = max((leaf.nbytes for leaf in found.leaves), default=0)
+        largest = max((leaf.nbytes for leaf in compiled.leaves), default=0)
         min_bytes = max(MIN_BYTES, largest // 8)
-    problems = in_place.problems(found, min_bytes)
+    problems = in_place.problems(compiled, min_bytes)
     if problems:
-        raise AssertionError(_listed(f"{found.name} does not work in place", problems))
-    return Memory(*found.memory)
+        raise AssertionError(_listed(f"{compiled.name} does not work in place", problems))
+    return Memory(*compiled.memory)
 
 
 def assert_no_dense_temporary(
@@ -193,12 +193,12 @@ def assert_no_dense_temporary(
 
     Source: this package's own promise; a step with dense gradients does not keep it.
     """
-    found = program.compiled(step, args, donate_argnums, device)
-    problems = dense.problems(found, table_bytes, min_bytes)
+    compiled = program.compiled(step, args, donate_argnums, device)
+    problems = dense.problems(compiled, table_bytes, min_bytes)
     if problems:
-        title = f"{found.name} makes arrays as large as a table"
+        title = f"{compiled.name} makes arrays as large as a table"
         raise AssertionError(_listed(title, problems))
-    return Memory(*found.memory)
+    return Memory(*compiled.memory)
 
 
 def assert_no_table_on_wire(
@@ -258,11 +258,11 @@ def assert_no_table_on_wire(
 
     Source: this package's own promise for tables on several devices.
     """
-    found = program.compiled(step, args, donate_argnums, device)
-    problems = wire.problems(found, min_bytes)
+    compiled = program.compiled(step, args, donate_argnums, device)
+    problems = wire.problems(compiled, min_bytes)
     if problems:
-        raise AssertionError(_listed(f"{found.name} sends whole tables", problems))
-    return wire.traffic(found.module)
+        raise AssertionError(_listed(f"{compiled.name} sends whole tables", problems))
+    return wire.traffic(compiled.module)
 
 
 def collectives(

@@ -165,14 +165,14 @@ def what_fits(
 
 def heading(sizes: Sizes, device: jax.Device, room: int | None) -> str:
     """What is run, and where."""
-    known = "of unknown size" if room is None else f"{human_bytes(room)} usable"
+    memory = "of unknown size" if room is None else f"{human_bytes(room)} usable"
     drawn = f"Zipf over {sizes.words:,} rows" if sizes.distribution == "zipf" else "uniform"
     return "\n".join(
         [
             f"{sizes} ({drawn})",
             f"jslices {js.__version__}, jax {jax.__version__}, {device.platform} "
             f"({device.device_kind}), {machine.system()} {machine.machine()}, "
-            f"Python {machine.python_version()}, memory {known}",
+            f"Python {machine.python_version()}, memory {memory}",
         ]
     )
 

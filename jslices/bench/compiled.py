@@ -43,15 +43,15 @@ LINES = [
 def run(sizes: Sizes, device: str) -> None:
     """Compiles and prints; ``argparse.ArgumentError`` for a device that cannot be had."""
     try:
-        found = target(device)
+        devices = target(device)
     except (ModuleNotFoundError, ValueError) as error:
         raise argparse.ArgumentError(None, str(error)) from None
-    sizes = whole(sizes, found)
-    print(heading(sizes, found), flush=True)
+    sizes = whole(sizes, devices)
+    print(heading(sizes, devices), flush=True)
     costs = {}
     for name, side in sides(sizes).items():
         try:
-            costs[name] = cost_of(side(found))
+            costs[name] = cost_of(side(devices))
         except jax.errors.JaxRuntimeError as error:
             reason = str(error).partition("\n")[0]
             print(f"{name}: cannot be compiled: {reason}")
@@ -61,27 +61,27 @@ def run(sizes: Sizes, device: str) -> None:
             print(details(name, cost))
 
 
-def whole(sizes: Sizes, found: Target) -> Sizes:
+def whole(sizes: Sizes, device: Target) -> Sizes:
     """The sizes with as many rows more as it takes to divide them among all devices."""
-    return sizes.but(rows=sizes.rows + -sizes.rows % len(found.devices))
+    return sizes.but(rows=sizes.rows + -sizes.rows % len(device.devices))
 
 
 def sides(sizes: Sizes) -> Mapping[str, Callable[[Target], jax.stages.Compiled]]:
     """What compiles the step with row gradients and the dense one."""
     return {
-        ROWS: lambda found: compile_step(sizes, js.value_and_grad, found),
-        DENSE: lambda found: compile_step(sizes.dense(), jax.value_and_grad, found),
+        ROWS: lambda device: compile_step(sizes, js.value_and_grad, device),
+        DENSE: lambda device: compile_step(sizes.dense(), jax.value_and_grad, device),
     }
 
 
-def heading(sizes: Sizes, found: Target) -> str:
+def heading(sizes: Sizes, device: Target) -> str:
     """What is compiled, for what."""
-    count = len(found.devices)
-    kind = found.devices[0].device_kind
+    count = len(device.devices)
+    kind = device.devices[0].device_kind
     several = f"{count} x {kind}" if count > 1 else kind
     lines = [
         str(sizes),
-        f"jslices {js.__version__}, jax {jax.__version__}, compiled for {found.name} "
+        f"jslices {js.__version__}, jax {jax.__version__}, compiled for {device.name} "
         f"({several}); nothing was run",
     ]
     if count > 1:

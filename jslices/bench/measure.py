@@ -152,11 +152,11 @@ def compile_step(
     args: Any = (params, jax.eval_shape(tx.init, params), batch, labels)
     here: Any = contextlib.nullcontext()
     if target is not None:
-        here, kept = target.compiling(), args[:2]
+        here, trained = target.compiling(), args[:2]
         if value_and_grad is js.value_and_grad:
-            kept = js.row_major(kept)
-        rows = jax.tree.map(lambda x: x.shape[:1] == table.shape[:1], kept)
-        args = (*target.place(kept, rows), *target.place(args[2:]))
+            trained = js.row_major(trained)
+        rows = jax.tree.map(lambda x: x.shape[:1] == table.shape[:1], trained)
+        args = (*target.place(trained, rows), *target.place(args[2:]))
     with here, warnings.catch_warnings():
         warnings.simplefilter("ignore", PerformanceHint)  # its effect is measured here
         return jax.jit(step, donate_argnums=(0, 1)).lower(*args).compile()

@@ -116,7 +116,7 @@ class Sizes:
 
     def needed_by_rows(self, platform: str) -> int:
         """Bytes in use at most by a step with row gradients, its table and its state."""
-        kept = self.table_bytes + self.state_bytes + BATCHES * self.ids * ID_BYTES
+        resident = self.table_bytes + self.state_bytes + BATCHES * self.ids * ID_BYTES
         # The engine makes at most ten arrays [K, D], in float32 even if the table is not.
         temporaries = 10 * self.ids * (self.dim * 4 + ID_BYTES)
         if plan_of(self, platform).way == "all rows":
@@ -124,12 +124,12 @@ class Sizes:
         elif platform == "cpu" and jnp.dtype(self.dtype).itemsize < 4:
             # Until some release after 0.10 XLA:CPU widens all of what it scatters into.
             temporaries += 2 * (self.table_bytes + self.state_bytes)
-        return kept + temporaries
+        return resident + temporaries
 
     def needed_by_dense(self) -> int:
         """The same with dense gradients: a gradient and an update of the table's size."""
-        kept = self.table_bytes + self.state_bytes
-        return kept + 2 * self.rows * self.dim * 4 + 2 * self.ids * self.dim * 4
+        resident = self.table_bytes + self.state_bytes
+        return resident + 2 * self.rows * self.dim * 4 + 2 * self.ids * self.dim * 4
 
     def draw(self, count: int) -> list[np.ndarray]:
         """``count`` batches of ids, int32 ``[ids]``; always the same."""

@@ -72,8 +72,8 @@ def run(options: argparse.Namespace) -> None:
     near = np.asarray(params["near"])
     among = np.flatnonzero(corpus.counts >= RARE)
     for number in shown:
-        found = skipgram.nearest(near, number, among, 5)
-        listed = ", ".join(f"{corpus.words[i]} {cosine:.2f}" for i, cosine in found)
+        neighbours = skipgram.nearest(near, number, among, 5)
+        listed = ", ".join(f"{corpus.words[i]} {cosine:.2f}" for i, cosine in neighbours)
         print(f"  {corpus.words[number]:>10}: {listed or '(no frequent words)'}")
     print(_comparison(contender, falling, corpus, data, options))
     if options.plot is not None:

@@ -57,22 +57,22 @@ def read_corpus(path: Path | None, num_words: int | None) -> Corpus:
       ValueError: if the text has no words, or fewer than ``num_words``.
     """
     files = _library_files() if path is None else _files(path)
-    found: list[str] = []
+    words: list[str] = []
     for file in files:
-        found.extend(WORD.findall(_text(file)))
+        words.extend(WORD.findall(_text(file)))
     place = "the standard library" if path is None else str(path)
-    if len(found) < 2:
+    if len(words) < 2:
         raise ValueError(f"no text found in {place}")
-    ranking = Counter(found).most_common()
+    ranking = Counter(words).most_common()
     if num_words is not None and len(ranking) < num_words:
         raise ValueError(
             f"{place} has only {len(ranking)} distinct words, not the {num_words} asked for"
         )
-    kept = ranking[:num_words]
-    number = {word: i for i, (word, _) in enumerate(kept)}
-    tokens = np.fromiter((number[w] for w in found if w in number), np.int32)
-    counts = np.array([count for _, count in kept], np.int64)
-    return Corpus([word for word, _ in kept], counts, tokens)
+    most_frequent = ranking[:num_words]
+    number = {word: i for i, (word, _) in enumerate(most_frequent)}
+    tokens = np.fromiter((number[w] for w in words if w in number), np.int32)
+    counts = np.array([count for _, count in most_frequent], np.int64)
+    return Corpus([word for word, _ in most_frequent], counts, tokens)
 
 
 def _library_files() -> Iterator[Path]:

@@ -1,4 +1,4 @@
-"""What a compiled program costs, as far as can be read from it: nothing is run."""
+"""The cost of a compiled program, read from its text and figures: nothing is run."""
 
 import collections
 import math
@@ -106,8 +106,8 @@ def table_copies(module: Module) -> int:
 
 def kernels(module: Module) -> dict[str, int]:
     """How many instructions do something, by opcode, the most frequent first."""
-    found = collections.Counter(each.opcode for each in _working(module))
-    return dict(found.most_common())
+    counts = collections.Counter(each.opcode for each in _working(module))
+    return dict(counts.most_common())
 
 
 def _working(module: Module) -> Iterator[Instruction]:

@@ -1,4 +1,4 @@
-"""Which temporaries as large as a table a step makes, and by which line."""
+"""Temporaries as large as a table, and the lines of the program that make them."""
 
 import math
 from collections.abc import Iterator
@@ -23,14 +23,14 @@ def problems(program: Program, table_bytes: int | None, min_bytes: int) -> list[
         tables = by_rows or looked_up
         table_bytes = max(table.nbytes for table in tables)
     shapes = {_sides(table) for table in tables}
-    found = [
+    large = [
         (each, array)
         for each, array in temporaries(program.module)
         if (_sides(array) in shapes or array.nbytes >= table_bytes)
         and array.nbytes <= program.memory[3]  # what is larger is no temporary
     ]
-    lines = [_line(program.module, each, array) for each, array in found]
-    return list(dict.fromkeys(lines)) + _advice(program, [each for each, _ in found])
+    lines = [_line(program.module, each, array) for each, array in large]
+    return list(dict.fromkeys(lines)) + _advice(program, [each for each, _ in large])
 
 
 def temporaries(module: Module) -> Iterator[tuple[Instruction, Array]]:
@@ -69,9 +69,9 @@ def _sides(array: Array) -> tuple[int, ...]:
 
 
 def _line(module: Module, each: Instruction, array: Array) -> str:
-    known = _telling(module, each)
-    what = f" ({known.op_name})" if known.op_name else ""
-    line = module.user_line(known)
+    source = _telling(module, each)
+    what = f" ({source.op_name})" if source.op_name else ""
+    line = module.user_line(source)
     place = "" if line is None else f" at {line}"
     return f"{array} ({human_bytes(array.nbytes)}) by {each.opcode}{what}{place}"
 
@@ -85,17 +85,17 @@ def _telling(module: Module, each: Instruction) -> Instruction:
     return each
 
 
-def _advice(program: Program, found: list[Instruction]) -> list[str]:
-    if not found:
+def _advice(program: Program, large: list[Instruction]) -> list[str]:
+    if not large:
         return []
-    found = [_telling(program.module, each) for each in found]
-    gradient = [each for each in found if "transpose(" in each.op_name]
+    large = [_telling(program.module, each) for each in large]
+    gradient = [each for each in large if "transpose(" in each.op_name]
     advice = []
     ask = "print(jslices.explain(loss)(params, ...)) names the line and the remedy"
     if program.densified:
         warned = ". ".join(dict.fromkeys(program.densified))
         advice.append(f"jslices made a gradient dense: {warned}. {ask}")
-    elif any(_steps_all_rows(program.module, each) for each in found):
+    elif any(_steps_all_rows(program.module, each) for each in large):
         advice.append(
             "the gradient has so many rows that jslices steps all rows of the table at "
             "once, which is faster; with fewer ids a step it would not. If that is meant "
@@ -110,12 +110,12 @@ def _advice(program: Program, found: list[Instruction]) -> list[str]:
         advice += crowded
     elif gradient:
         advice.append(f"a gradient may need the whole table: {ask}")
-    if any(_of_optax(program.module, each) for each in found):
+    if any(_of_optax(program.module, each) for each in large):
         advice.append(
             "Optax works on whole arrays: use the optimizer of that name in jslices, or "
             "jslices.from_optax"
         )
-    if any(program.module.copied(each) is not None for each in found):
+    if any(program.module.copied(each) is not None for each in large):
         advice.append("jslices.testing.assert_in_place gives the cause of copies")
     return advice
 
@@ -135,7 +135,7 @@ def _crowded(program: Program) -> list[str]:
 
 
 def _of_optax(module: Module, each: Instruction) -> bool:
-    """Whether Optax made it of a whole array, not of the rows that jslices hands it."""
+    """True if Optax made it of a whole array, not of rows that jslices hands it."""
     files = [file.replace("\\", "/") for file, _, _ in module.frames(each)]
     ours = [n for n, file in enumerate(files) if "jslices/optim/" in file]
     theirs = [n for n, file in enumerate(files) if "/optax/" in file]
@@ -174,26 +174,26 @@ def tables_of(program: Program, min_bytes: int, instead: str = "") -> dict[Leaf,
 def _looked_up(program: Program) -> dict[Leaf, int]:
     """The arguments whose rows are gathered, and how many rows at most at a time."""
     jaxpr = program.jaxpr.jaxpr
-    found: dict[int, int] = {}
-    _walk(jaxpr, list(range(len(jaxpr.invars))), found)
-    return {program.leaves[number]: found[number] for number in sorted(found)}
+    rows: dict[int, int] = {}
+    _walk(jaxpr, list(range(len(jaxpr.invars))), rows)
+    return {program.leaves[number]: rows[number] for number in sorted(rows)}
 
 
-def _walk(jaxpr: Any, numbers: list[int | None], found: dict[int, int]) -> list[int | None]:
+def _walk(jaxpr: Any, numbers: list[int | None], most: dict[int, int]) -> list[int | None]:
     """Follows arguments, by number, to gathers; returns the numbers of the results."""
     of = {id(v): n for v, n in zip(jaxpr.invars, numbers, strict=True)}
     for eqn in jaxpr.eqns:
-        known = [of.get(id(v)) for v in eqn.invars]
-        if eqn.primitive.name in ("gather", "dynamic_slice") and known[0] is not None:
+        sources = [of.get(id(v)) for v in eqn.invars]
+        if eqn.primitive.name in ("gather", "dynamic_slice") and sources[0] is not None:
             row = math.prod(eqn.invars[0].aval.shape[1:])
             rows = eqn.outvars[0].aval.size // max(row, 1)
-            found[known[0]] = max(found.get(known[0], 0), rows)
+            most[sources[0]] = max(most.get(sources[0], 0), rows)
         results: list[int | None] = [None] * len(eqn.outvars)
         for inner in _inner(eqn.params):
             # Loops and conditionals have additional operands, before those of the body.
             count = len(inner.invars)
-            given = [*[None] * count, *known][-count:] if count else []
-            returned = _walk(inner, given, found)
+            operands = [*[None] * count, *sources][-count:] if count else []
+            returned = _walk(inner, operands, most)
             if len(returned) == len(results):
                 results = returned
         for out, number in zip(eqn.outvars, results, strict=True):
@@ -202,7 +202,7 @@ def _walk(jaxpr: Any, numbers: list[int | None], found: dict[int, int]) -> list[
                 number = next(
                     (
                         n
-                        for v, n in zip(eqn.invars, known, strict=True)
+                        for v, n in zip(eqn.invars, sources, strict=True)
                         if n is not None and v.aval.shape == out.aval.shape
                     ),
                     None,

@@ -1,4 +1,4 @@
-"""Which arrays of a step are not updated in place: why, and what to do about it."""
+"""Arrays of a step that are not updated in place: causes and remedies."""
 
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -24,10 +24,10 @@ def problems(program: Program, min_bytes: int) -> list[str]:
     large = [leaf for leaf in program.leaves if leaf.nbytes >= min_bytes]
     donated = [leaf for leaf in large if leaf.donated]
     missing = _missing(program, donated)
-    found = [_not_aliased(program, leaf) for leaf in missing]
-    found.extend(_not_donated(program, [leaf for leaf in large if not leaf.donated]))
-    if not donated and not found:
-        found.append(
+    sentences = [_not_aliased(program, leaf) for leaf in missing]
+    sentences += _not_donated(program, [leaf for leaf in large if not leaf.donated])
+    if not donated and not sentences:
+        sentences.append(
             f"no array of at least {human_bytes(min_bytes)} is donated, so none can be "
             "updated in place. Donate parameters and state, jax.jit(step, "
             "donate_argnums=(0, 1)), or lower min_bytes"
@@ -35,7 +35,7 @@ def problems(program: Program, min_bytes: int) -> list[str]:
     rest = [x for x in donated if x not in missing and _is_aliased(program, x)]
     # Where a result is missing, jit pairs the others crosswise, which makes copies.
     crossed = [x for x in rest if any(_alike(x, y) for y in missing)]
-    return found + copied(program, rest, crossed)
+    return sentences + copied(program, rest, crossed)
 
 
 def _missing(program: Program, donated: list[Leaf]) -> list[Leaf]:
@@ -103,24 +103,24 @@ def _not_aliased(program: Program, leaf: Leaf) -> str:
             "these are written into others. Return this one too, or do not donate it"
         )
     module = program.module
-    given = module.parameters()[leaf.parameter].layouts[0]
+    layout = module.parameters()[leaf.parameter].layouts[0]
     made, index = module.outputs()[program.outputs.index(alike[0])]
-    if (returned := made.layouts[index]).order != given.order:
-        return start + _other_layout(leaf, given, f"{alike[0].path} as", returned)
+    if (returned := made.layouts[index]).order != layout.order:
+        return start + _other_layout(leaf, layout, f"{alike[0].path} as", returned)
     return start + (
         f"{alike[0].path} is like it, but jit has not paired them. Are they sharded or "
         "laid out differently over devices (in_shardings, out_shardings)?"
     )
 
 
-def _other_layout(leaf: Leaf, given: Layout, what: str, other: Layout) -> str:
+def _other_layout(leaf: Leaf, layout: Layout, what: str, other: Layout) -> str:
     advice = ""
     if other.order == tuple(reversed(range(len(leaf.shape)))):
         advice = (
             ", row by row. Place parameters and state so before the first step: "
             "jslices.row_major(tree)"
         )
-    return f"the device lays it out as {given}, {what} {other}{advice}"
+    return f"the device lays it out as {layout}, {what} {other}{advice}"
 
 
 def _not_donated(program: Program, leaves: Iterable[Leaf]) -> Iterator[str]:
@@ -144,9 +144,7 @@ def _not_donated(program: Program, leaves: Iterable[Leaf]) -> Iterator[str]:
 
 
 def copied(program: Program, leaves: list[Leaf], crossed: list[Leaf]) -> list[str]:
-    """A sentence for each of ``leaves`` that is copied; for ``crossed`` ones if its cause
-    can be seen.
-    """
+    """A sentence for each copied leaf; for crossed ones only if the cause is visible."""
     module = program.module
     parameters = module.parameters()
     by_parameter = {leaf.parameter: leaf for leaf in leaves}
@@ -162,7 +160,7 @@ def copied(program: Program, leaves: list[Leaf], crossed: list[Leaf]) -> list[st
             maker = module.maker(*outputs[number])
             if module.copied(maker[0]) is None:
                 owners.setdefault((maker[0].name, maker[1]), by_parameter[parameter])
-    found: dict[Leaf, list[Instruction]] = {}
+    copies: dict[Leaf, list[Instruction]] = {}
     for each in module.run():
         if module.copied(each) is None:
             continue
@@ -170,10 +168,10 @@ def copied(program: Program, leaves: list[Leaf], crossed: list[Leaf]) -> list[st
         # Copies of other arrays, or of a part of a donated one, are none of this check.
         leaf = owners.get((origin.name, index))
         if leaf is not None and each.arrays[0] == origin.arrays[index]:
-            found.setdefault(leaf, []).append(each)
+            copies.setdefault(leaf, []).append(each)
     return [
         f"{leaf} is copied{_times(each)}: " + "; and ".join(reasons)
-        for leaf, each in found.items()
+        for leaf, each in copies.items()
         if (reasons := _reasons(program, leaf, each, leaf not in crossed))
     ]
 
@@ -200,19 +198,19 @@ def _reasons(
 
 
 def _moved(program: Program, leaf: Leaf, copies: list[Instruction]) -> list[str]:
-    """Says so if the step wants another layout, or another memory."""
+    """A sentence if the copies change the layout or the memory space."""
     module = program.module
     assert leaf.parameter is not None
-    given = module.parameters()[leaf.parameter].layouts[0]
+    layout = module.parameters()[leaf.parameter].layouts[0]
     layouts = []
     for copy in copies:
         copied = module.copied(copy)
         assert copied is not None
         layouts += [copied[0].layouts[copied[1]], copy.layouts[0]]
     for other in layouts:
-        if other.order != given.order:
-            return [_other_layout(leaf, given, "the step as", other)]
-    if any(other.space != given.space for other in layouts):
+        if other.order != layout.order:
+            return [_other_layout(leaf, layout, "the step as", other)]
+    if any(other.space != layout.space for other in layouts):
         return [
             "XLA moves it into fast memory on the chip and back, as it fits there. If that "
             "is meant, leave it out: a higher min_bytes"
@@ -221,7 +219,7 @@ def _moved(program: Program, leaf: Leaf, copies: list[Instruction]) -> list[str]
 
 
 def _returned(program: Program, leaf: Leaf) -> list[str]:
-    """Says so if the old value itself is returned."""
+    """A sentence if the old value itself is returned."""
     module = program.module
     for number, value in enumerate(module.outputs()):
         each, index = value
@@ -280,9 +278,9 @@ def _inside(module: Module, user: Instruction, old: list[Instruction]) -> Instru
     if user.opcode != "fusion" or not (called := module.called(user)):
         return user
     names = {each.name for each in old}
-    wanted = {n for n, name in enumerate(user.operands) if name in names}
+    numbers = {n for n, name in enumerate(user.operands) if name in names}
     inside = module.computations[called[0]].instructions.values()
-    parameters = [x for x in inside if x.opcode == "parameter" and number_of(x) in wanted]
+    parameters = [x for x in inside if x.opcode == "parameter" and number_of(x) in numbers]
     parts = [x for p in parameters for x in module.users([p]) if module.user_line(x)]
     return (parts or [user])[0]
 
@@ -318,13 +316,14 @@ def _overwrites(module: Module, user: Instruction, old: list[Instruction]) -> bo
         step = module.into(user, index)
         while step is not None and step[0].opcode in _SILENT and step[0].name not in names:
             step = module.into(*step)
-        if step is not None and step[0].name in names and not _kept(module, user, index):
-            return True
+        if step is not None and step[0].name in names:
+            if not _returned_as_is(module, user, index):
+                return True
     return False
 
 
-def _kept(module: Module, user: Instruction, index: int) -> bool:
-    """Whether a loop returns an element unchanged."""
+def _returned_as_is(module: Module, user: Instruction, index: int) -> bool:
+    """True if a loop returns the element unchanged."""
     if user.opcode != "while":
         return False
     each, at = module.elements(module.called(user)[0])[index]
@@ -337,7 +336,7 @@ def _kept(module: Module, user: Instruction, index: int) -> bool:
 
 
 def _elsewhere(module: Module, copy: Instruction) -> str:
-    """What can be said of a copy whose cause the program does not show."""
+    """Advice for a copy whose cause the program does not show."""
     around = [x for x in module.users([copy]) if x.opcode in _BODIES]
     around += [
         user

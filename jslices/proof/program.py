@@ -78,12 +78,12 @@ class Instruction(NamedTuple):
     @property
     def op_name(self) -> str:
         """JAX's name for it: ``jit(step)/transpose(jvp())/scatter-add``."""
-        found = re.search(r'op_name="((?:[^"\\]|\\.)*)"', self.rest)
-        return "" if found is None else found.group(1).replace("\\'", "'")
+        name = re.search(r'op_name="((?:[^"\\]|\\.)*)"', self.rest)
+        return "" if name is None else name.group(1).replace("\\'", "'")
 
     @property
     def joins_pieces(self) -> bool:
-        """Whether it only says that what was copied in pieces lies together."""
+        """True if it only declares that pieces copied before are one array."""
         return self.opcode == "custom-call" and '"ConcatBitcast"' in self.rest
 
 
@@ -150,10 +150,10 @@ def read(text: str) -> Text:
 
 
 def _instruction(line: str, where: str) -> Instruction | None:
-    found = re.match(r"\s+(?:ROOT )?%?([\w.-]+) = (.*)$", line)
-    if found is None:
+    match = re.match(r"\s+(?:ROOT )?%?([\w.-]+) = (.*)$", line)
+    if match is None:
         return None
-    name, rest = found.groups()
+    name, rest = match.groups()
     end = _closing(rest) + 1 if rest.startswith("(") else rest.index(" ")
     shapes = _SHAPE.findall(rest[:end])
     arrays = tuple(Array(dtype, _numbers(dims)) for dtype, dims, _, _ in shapes)
@@ -206,10 +206,10 @@ def _joined(inside: dict[str, Instruction]) -> dict[str, Instruction]:
 def _closing(text: str) -> int:
     """The position of the parenthesis that closes the one ``text`` begins with."""
     depth = 0
-    for found in re.finditer(r"[()]", text):
-        depth += 1 if found.group() == "(" else -1
+    for parenthesis in re.finditer(r"[()]", text):
+        depth += 1 if parenthesis.group() == "(" else -1
         if not depth:
-            return found.start()
+            return parenthesis.start()
     return len(text)
 
 
@@ -220,8 +220,8 @@ def number_of(parameter: Instruction) -> int:
 
 def _tables(text: str) -> Tables:
     def part(name: str) -> str:
-        found = re.search(rf"^{name}\n(.*?)\n\n", text, re.M | re.S)
-        return "" if found is None else found.group(1)
+        table = re.search(rf"^{name}\n(.*?)\n\n", text, re.M | re.S)
+        return "" if table is None else table.group(1)
 
     def names(name: str) -> dict[int, str]:
         return {int(n): s for n, s in re.findall(r'^(\d+) "(.*)"$', part(name), re.M)}
@@ -298,8 +298,8 @@ class Module:
         return self.computations[each.where].instructions[each.operands[number]]
 
     def result(self, computation: str) -> Instruction:
-        found = self.computations[computation]
-        return found.instructions[found.root]
+        _, instructions, root = self.computations[computation]
+        return instructions[root]
 
     def parameters(self) -> dict[int, Instruction]:
         """The parameters of the program, by number."""
@@ -339,8 +339,8 @@ class Module:
         if op in _RENAMES:
             return self.operand(each, 0), index
         if op == "get-tuple-element":
-            found = re.search(r"index=(\d+)", each.rest)
-            return self.operand(each, 0), 0 if found is None else int(found.group(1))
+            at = re.search(r"index=(\d+)", each.rest)
+            return self.operand(each, 0), 0 if at is None else int(at.group(1))
         if op == "tuple" or op in _WRITES:
             return self.operand(each, index), 0
         if op == "while":
@@ -406,15 +406,15 @@ class Module:
 
     def frames(self, each: Instruction) -> list[tuple[str, str, int]]:
         """The stack that made it: (file, function, line), innermost first."""
-        found = re.search(r"stack_frame_id=(\d+)", each.rest)
-        if found is None:
+        frame = re.search(r"stack_frame_id=(\d+)", each.rest)
+        if frame is None:
             place = re.search(r'source_file="([^"]*)"(?: source_line=(\d+))?', each.rest)
             return [] if place is None else [(place.group(1), "", int(place.group(2) or 0))]
         files, functions, places, parents = self._tables
         # Some releases of XLA write 1 + parent, so the outermost frame is its own parent.
         shift = int(any(number == parent for number, (_, parent) in parents.items()))
         frames: list[tuple[str, str, int]] = []
-        number = int(found.group(1))
+        number = int(frame.group(1))
         while number in parents and len(frames) < 100:
             place_id, parent = parents[number]
             file, function, line = places[place_id]
@@ -511,8 +511,8 @@ def compiled(
     device: str | None = None,
 ) -> Program:
     """Compiles a step for ``args``, on a named device if one is given, and runs nothing."""
-    found = None if device is None else target(device)
-    args = args if found is None else found.place(tuple(args))
+    there = None if device is None else target(device)
+    args = args if there is None else there.place(tuple(args))
     name = getattr(step, "__name__", "the step")
     if not callable(getattr(step, "trace", None)):
         step = jax.jit(step, donate_argnums=donate_argnums)
@@ -521,10 +521,10 @@ def compiled(
             f"{name} is jitted already, and donates what its own jax.jit says; leave out "
             f"donate_argnums={donate_argnums} here, or pass the function that is not jitted"
         )
-    here = contextlib.nullcontext() if found is None else found.compiling()
-    with here, warnings.catch_warnings(record=True) as caught:
+    for_device = contextlib.nullcontext() if there is None else there.compiling()
+    with for_device, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        traced = _traced(step, args, elsewhere=found is not None)
+        traced = _traced(step, args, elsewhere=there is not None)
         lowered = traced.lower()
         executable = lowered.compile()
     densified = []

@@ -1,4 +1,4 @@
-"""Devices that are not here, for which JAX compiles all the same.
+"""Compilation targets: devices that JAX compiles for without having them.
 
 The compiler comes with a Python package and needs no device: the compiled program, its
 memory, layouts, kernels and collectives are those of the real one.
@@ -115,15 +115,15 @@ class Target:
         weak = getattr(x, "weak_type", False)
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=placed, weak_type=weak)
 
-    def _sharding(self, given: Any, by_rows: bool) -> Sharding:
+    def _sharding(self, sharding: Any, by_rows: bool) -> Sharding:
         if len(self.devices) == 1:
             return SingleDeviceSharding(self.devices[0])
-        mesh = getattr(given, "mesh", None)
+        mesh = getattr(sharding, "mesh", None)
         if mesh is None or mesh.size != len(self.devices):
             return NamedSharding(self.mesh, PartitionSpec(*[AXIS] * by_rows))
         devices = np.array(self.devices).reshape(mesh.axis_sizes)
         own = Mesh(devices, mesh.axis_names, axis_types=mesh.axis_types)
-        return NamedSharding(own, given.spec)
+        return NamedSharding(own, sharding.spec)
 
 
 @functools.cache
@@ -156,12 +156,13 @@ def _tpus(name: str, topology: str) -> tuple[jax.Device, ...]:
     jax.devices()  # if there is a TPU here, it starts with the user's own variables
     with _set_for_a_moment(TPU_VARIABLES):
         try:
-            found = topologies.get_topology_desc(topology, "tpu")
+            description = topologies.get_topology_desc(topology, "tpu")
         except jax.errors.JaxRuntimeError as error:
             if not str(error).startswith("INVALID_ARGUMENT"):
                 raise
             raise _unknown(name, f" ({error})") from None
-    return tuple(found.devices) if name == topology else (found.devices[0],)
+    devices = tuple(description.devices)
+    return devices if name == topology else devices[:1]
 
 
 def _gpus(name: str, gpu: Gpu, count: int) -> tuple[jax.Device, ...]:
@@ -169,7 +170,7 @@ def _gpus(name: str, gpu: Gpu, count: int) -> tuple[jax.Device, ...]:
         raise _unknown(name, f": more than {GPUS_A_HOST} are whole hosts of {GPUS_A_HOST}")
     each = min(count, GPUS_A_HOST)
     try:
-        found = topologies.get_topology_desc(
+        description = topologies.get_topology_desc(
             platform="cuda",
             topology=f"1x{count // each}x{each}",
             target_config=_description(gpu),
@@ -177,7 +178,7 @@ def _gpus(name: str, gpu: Gpu, count: int) -> tuple[jax.Device, ...]:
     except NotImplementedError:
         what = "the CUDA plugin of JAX, which starts without a GPU if JAX_PLATFORMS=cpu"
         raise _missing(name, what, "gpu") from None
-    return tuple(found.devices)
+    return tuple(description.devices)
 
 
 def _missing(name: str, what: str, extra: str) -> ModuleNotFoundError:

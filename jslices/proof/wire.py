@@ -92,9 +92,9 @@ class Traffic(NamedTuple):
 
 def traffic(module: Module) -> Traffic:
     """The collectives of a program, also those that run while something else does."""
-    found: list[Collective] = []
-    least, most = _Walk(module, found).computation(module.entry, 1, ())
-    return Traffic(least, most, tuple(found))
+    collectives: list[Collective] = []
+    least, most = _Walk(module, collectives).computation(module.entry, 1, ())
+    return Traffic(least, most, tuple(collectives))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,7 +102,7 @@ class _Walk:
     """From the entry of a program into all that it runs, as often as that is run."""
 
     module: Module
-    found: list[Collective]
+    collectives: list[Collective]
 
     def computation(
         self, name: str, turns: int | None, branch: tuple[str, ...]
@@ -120,7 +120,7 @@ class _Walk:
         called = self.module.called(each)
         if each.opcode.removesuffix("-start") in COLLECTIVES:
             one = _collective(self.module, each, turns, branch)
-            self.found.append(one)
+            self.collectives.append(one)
             return (one.received * (turns or 1),) * 2
         if each.opcode == "conditional":
             count = len(called)
@@ -199,8 +199,8 @@ def _group(module: Module, each: Instruction) -> int:
 
 
 def _trip_count(loop: Instruction) -> int | None:
-    found = re.search(r'"known_trip_count":\{"n":"(\d+)"', loop.rest)
-    return None if found is None else int(found.group(1))
+    trips = re.search(r'"known_trip_count":\{"n":"(\d+)"', loop.rest)
+    return None if trips is None else int(trips.group(1))
 
 
 # --- tables on the wire -------------------------------------------------------------
