@@ -291,15 +291,6 @@ def weight_seen(decay: Scalar, steps: Steps) -> Any:
     """The sum of the first weights of a decaying mean, in float32."""
     if isinstance(steps, np.ndarray):
         return 1 - np.float32(decay) ** steps.astype(np.float32)
-    return _weight_seen(decay, steps)
-
-
-@functools.partial(jax.jit, inline=True)
-def _weight_seen(decay: Scalar, steps: jax.Array) -> jax.Array:
-    """A jit of its own, because the power rounds differently outside one.
-
-    Of 1 - 0.999 only four digits are left.
-    """
     return 1 - decay**steps
 
 

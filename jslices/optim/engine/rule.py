@@ -1,6 +1,7 @@
 """Rules: state arrays and the arithmetic of a step."""
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -14,7 +15,7 @@ from jslices._place.boundary import filled_like
 from jslices._rows.access import per_row as per_row
 from jslices._typing import Scalar as Scalar
 from jslices._typing import Schedule as Schedule
-from jslices.optim.engine.missed import MissedSteps, weight_seen
+from jslices.optim.engine.missed import MissedSteps
 
 # --- A step -----------------------------------------------------------------------------
 
@@ -62,7 +63,7 @@ class Step:
         key = (id(decay), ahead)
         if key not in self._weights:
             number = next_count(self.number) if ahead else self.number
-            self._weights[key] = decay, weight_seen(decay, number)
+            self._weights[key] = decay, _weight_seen(decay, number)
         whole = self._weights[key][1]
 
         def corrected(mean: jax.Array) -> jax.Array:
@@ -70,6 +71,16 @@ class Step:
             return mean / jnp.broadcast_to(weight, mean.shape)
 
         return corrected
+
+
+@functools.partial(jax.jit, inline=True)
+def _weight_seen(decay: Scalar, count: jax.Array) -> jax.Array:
+    """The sum of the weights of ``count`` terms of a decaying mean.
+
+    A jit of its own, because the power rounds differently outside one, and 1 - 0.999 has
+    only four digits of it left.
+    """
+    return 1 - decay**count
 
 
 def decayed(mean: jax.Array, new: jax.Array, decay: Scalar) -> jax.Array:

@@ -32,6 +32,29 @@ class Inside(Protocol):
         """
 
 
+def inside_of(
+    tx: GradientTransformation,
+    part: Callable[[State], State] = lambda state: state,
+    whole: Callable[[State, State], State] = lambda state, part: part,
+) -> Inside:
+    """Hold one transformation, which sees all parameters.
+
+    Args:
+      tx: the transformation.
+      part: from a state of the whole to that of ``tx``.
+      whole: ``whole(state, part)``, the state of the whole with a new part.
+    """
+
+    def inside(
+        call: Call, state: State, params: Params, grads: Gradients = None
+    ) -> tuple[PyTree, State]:
+        del params, grads
+        result, new = call(tx, lambda tree: tree, part(state))
+        return result, whole(state, new)
+
+    return inside
+
+
 def wrapped(
     init: Callable[[Params], State],
     inside: Inside,

@@ -9,7 +9,12 @@ from jslices._typing import Gradients, Key, Params, PyTree, State, Transformatio
 from jslices.optim.engine.constructors import combinator
 from jslices.optim.engine.protocol import GradientTransformation, widening
 from jslices.optim.engine.transformation import check_links
-from jslices.optim.transforms.base import Call, as_transformation, stateless, wrapped
+from jslices.optim.transforms.base import (
+    as_transformation,
+    inside_of,
+    stateless,
+    wrapped,
+)
 
 
 @combinator
@@ -55,13 +60,9 @@ def chain(*transformations: Transformation) -> GradientTransformation:
     def init(params: Params) -> State:
         return tuple(tx.init(params) for tx in links)
 
-    def inside(
-        call: Call, state: State, params: Params, grads: Gradients = None
-    ) -> tuple[PyTree, State]:
-        del params, grads
+    def part(state: State) -> State:
         check_links(state, len(links))
-        result, part = call(last, lambda tree: tree, state[-1])
-        return result, (*state[:-1], part)
+        return state[-1]
 
     def update(
         grads: Gradients, state: State, params: Params = None
@@ -89,7 +90,7 @@ def chain(*transformations: Transformation) -> GradientTransformation:
 
     return wrapped(
         init,
-        inside,
+        inside_of(last, part, lambda state, part: (*state[:-1], part)),
         catches_up=last.catches_up,
         update=update,
         apply=apply,

@@ -15,7 +15,7 @@ from jslices._typing import Gradients, Params, PyTree, State, Transformation
 from jslices.optim.engine.catch_up import FROZEN, Clock
 from jslices.optim.engine.constructors import combinator
 from jslices.optim.engine.protocol import in_two
-from jslices.optim.transforms.base import Call, as_transformation, wrapped
+from jslices.optim.transforms.base import as_transformation, inside_of, wrapped
 from jslices.optim.transforms.prefix import (
     broadcast_prefix,
     is_leaf_or_masked,
@@ -93,12 +93,6 @@ def freeze_rows(tx: Transformation, frozen: PyTree) -> Any:
         each(lambda p, bits: _check(bits, jnp.shape(p)), params)
         return marked(tx.init(params))
 
-    def inside(
-        call: Call, state: State, params: Params, grads: Gradients = None
-    ) -> tuple[PyTree, State]:
-        del params, grads
-        return call(tx, lambda tree: tree, state)
-
     def update(
         grads: Gradients, state: State, params: Params = None, **extra_args: PyTree
     ) -> tuple[Gradients, State]:
@@ -131,7 +125,7 @@ def freeze_rows(tx: Transformation, frozen: PyTree) -> Any:
 
     return wrapped(
         init,
-        inside,
+        inside_of(tx),
         catches_up=tx.catches_up,
         update=update,
         apply=in_two(update),

@@ -33,7 +33,7 @@ from jslices.optim.engine.protocol import GradientTransformation, is_leaf
 from jslices.optim.engine.rule import next_count, zero_count
 from jslices.optim.engine.transformation import check_fields, paths_of
 from jslices.optim.transforms.accumulate import merge_leaf
-from jslices.optim.transforms.base import Call, as_transformation, wrapped
+from jslices.optim.transforms.base import as_transformation, inside_of, wrapped
 from jslices.optim.transforms.norms import widened
 
 R = TypeVar("R")
@@ -136,13 +136,9 @@ def multi_steps(
         params, inner = _cond(due, step, wait, params, state.inner_opt_state)
         return params, _counted(state, due, inner, acc)
 
-    def inside(
-        call: Call, state: State, params: Params, grads: Gradients = None
-    ) -> tuple[PyTree, State]:
-        del params, grads
+    def part(state: State) -> State:
         check_fields("multi_steps", state, MultiStepsState)
-        result, inner = call(opt, lambda tree: tree, state.inner_opt_state)
-        return result, state._replace(inner_opt_state=inner)
+        return state.inner_opt_state
 
     def plan(grads: Gradients, params: Params, platform: str | None = None) -> PyTree:
         """That of the k-th call."""
@@ -151,7 +147,7 @@ def multi_steps(
 
     return wrapped(
         init,
-        inside,
+        inside_of(opt, part, lambda state, part: state._replace(inner_opt_state=part)),
         catches_up=opt.catches_up,
         update=update,
         apply=apply,

@@ -7,7 +7,7 @@ from jax.typing import ArrayLike, DTypeLike
 from jslices._typing import Gradients, Params, PyTree, State, Transformation
 from jslices.optim.engine.constructors import combinator
 from jslices.optim.engine.protocol import GradientTransformation
-from jslices.optim.transforms.base import Call, as_transformation, wrapped
+from jslices.optim.transforms.base import as_transformation, inside_of, wrapped
 
 
 @combinator
@@ -65,10 +65,4 @@ def with_state_dtype(tx: Transformation, dtype: DTypeLike) -> GradientTransforma
     def plan(grads: Gradients, params: Params, platform: str | None = None) -> PyTree:
         return tx.plan(grads, jax.eval_shape(in_dtype, params), platform)
 
-    def inside(
-        call: Call, state: State, params: Params, grads: Gradients = None
-    ) -> tuple[PyTree, State]:
-        del params, grads
-        return call(tx, lambda tree: tree, state)
-
-    return wrapped(init, inside, catches_up=tx.catches_up, plan=plan)
+    return wrapped(init, inside_of(tx), catches_up=tx.catches_up, plan=plan)
