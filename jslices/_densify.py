@@ -1,4 +1,4 @@
-"""Saying where row gradients became dense: the warning, the error, the user's line."""
+"""Warnings and errors where row gradients become dense, at the user's line."""
 
 import linecache
 import os

@@ -1,4 +1,4 @@
-"""Choosing rows: ``sparse_mask`` drops some, ``from_dense`` takes those not zero."""
+"""Select rows: ``sparse_mask`` drops some, ``from_dense`` takes those not zero."""
 
 import jax
 import jax.numpy as jnp

@@ -229,14 +229,14 @@ class IndexedSlices:
         try:
             rows = "x".join(map(str, self.indices.shape))
             shape = ", ".join("?" if n is None else str(n) for n in self.shape)
-            kept = _num_bytes(self.values) + _num_bytes(self.indices)
-            size = human_bytes(kept)
+            held_bytes = _num_bytes(self.values) + _num_bytes(self.indices)
+            size = human_bytes(held_bytes)
             if self.dense_shape is not None:
                 dense = math.prod(self.indices.shape[:-1]) * math.prod(self.dense_shape)
                 dense *= self.dtype.itemsize
                 size += f", dense {human_bytes(dense)}"
-                if dense > kept:
-                    size += f", saves {human_bytes(dense - kept)}"
+                if dense > held_bytes:
+                    size += f", saves {human_bytes(dense - held_bytes)}"
             return (
                 f"IndexedSlices({rows} rows of {self.dtype}[{shape}], indices "
                 f"{self.indices.dtype}[{', '.join(map(str, self.indices.shape))}]: "
@@ -392,8 +392,8 @@ class IndexedSlices:
         ones = (1,) * (self.values.ndim - len(held))
         if len(held) > 1:
             return None
-        known = self.shape[0] in (None, shape[0])
-        if ones and known and shape == (shape[0], *ones):
+        fits = self.shape[0] in (None, shape[0])
+        if ones and fits and shape == (shape[0], *ones):
             # Empty entries are scaled by one, which leaves them as they are.
             indices = canonical_indices(self.indices, shape[0])
             return rows_at(jnp.asarray(other), indices, fill_value=1)
@@ -501,12 +501,12 @@ class IndexedSlices:
         counts = [self.values.shape[a] for a in axes if a != batch]
         if batch in axes and self.dense_shape is not None:
             counts.append(self.dense_shape[0])
-        given = np.dtype(self.values.dtype)
-        if dtype is None and not jnp.issubdtype(given, jnp.inexact):
+        dtype_in = np.dtype(self.values.dtype)
+        if dtype is None and not jnp.issubdtype(dtype_in, jnp.inexact):
             dtype = jnp.result_type(float)
-        if dtype is None and given.itemsize < 4:  # its sum may overflow
+        if dtype is None and dtype_in.itemsize < 4:  # its sum may overflow
             wide = self.sum(axis, jnp.float32, out) / math.prod(counts)
-            return wide.astype(given)
+            return wide.astype(dtype_in)
         return self.sum(axis, dtype, out) / math.prod(counts)
 
     def square_sum(self) -> jax.Array:
@@ -673,13 +673,15 @@ def concat_slices(slices: Sequence[IndexedSlices | None]) -> IndexedSlices:
     shapes = {s.dense_shape for s in parts if s.dense_shape is not None}
     rows = {s.values.shape[s.indices.ndim :] for s in parts}
     if len(shapes) > 1 or len(rows) > 1:
-        given = ", ".join(str(s.shape) for s in parts)
-        raise ValueError(f"cannot add slices of arrays of different shapes: {given}")
+        shapes_in_words = ", ".join(str(s.shape) for s in parts)
+        raise ValueError(
+            f"cannot add slices of arrays of different shapes: {shapes_in_words}"
+        )
     shape = shapes.pop() if shapes else None
     num_rows = None if shape is None else shape[0]
     dtype = jnp.result_type(*(s.values for s in parts))
-    wanted = [index_dtype(num_rows, np.dtype(s.indices.dtype)) for s in parts]
-    widest = max(wanted, key=lambda d: d.itemsize)
+    dtypes = [index_dtype(num_rows, np.dtype(s.indices.dtype)) for s in parts]
+    widest = max(dtypes, key=lambda d: d.itemsize)
     # Widening keeps negative numbers negative, hence empty entries empty.
     indices = [s.indices.astype(widest) for s in parts]
     values = [s.values.astype(dtype) for s in parts]
@@ -1050,7 +1052,7 @@ def _refuse_out(out: object) -> None:
 def _broadcasts(shape: tuple[int, ...], onto: tuple[int | None, ...]) -> bool:
     trailing = onto[len(onto) - len(shape) :]
     return len(shape) <= len(onto) and all(
-        n in (1, wanted) for n, wanted in zip(shape, trailing, strict=True)
+        n in (1, size) for n, size in zip(shape, trailing, strict=True)
     )
 
 

@@ -305,7 +305,7 @@ class StackedTables:
         rows, segments, parts = [], [], []
         for (name, bag), end in zip(bags.items(), ends, strict=True):
             inside = bag.segments < bag.num_bags
-            rows.append(self._rows_of(name, bag.given, bag.ids, mode, caller, ~inside))
+            rows.append(self._rows_of(name, bag.original, bag.ids, mode, caller, ~inside))
             segments.append(
                 jnp.where(inside, bag.segments + (end - bag.num_bags), ends[-1])
             )

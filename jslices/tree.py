@@ -56,8 +56,8 @@ def leaves_with_path(tree: PyTree, is_leaf: IsLeaf = None) -> list[Any]:
 
 def flatten(tree: PyTree, is_leaf: IsLeaf = None) -> tuple[list[Any], Any]:
     """``jax.tree.flatten`` with slices as leaves; ``structure.unflatten`` undoes it."""
-    found, structure = jax.tree.flatten(tree, is_leaf=_or_slices(is_leaf))
-    return found, structure
+    children, structure = jax.tree.flatten(tree, is_leaf=_or_slices(is_leaf))
+    return children, structure
 
 
 def structure(tree: PyTree, is_leaf: IsLeaf = None) -> Any:

@@ -1,6 +1,7 @@
 """What is built around the core uses what the core makes public, and nothing below it."""
 
 import ast
+import graphlib
 import pathlib
 
 import pytest
@@ -58,3 +59,22 @@ def test_private_imports_are_recognised():
     source += "from jslices import IndexedSlices, _rows\nfrom jslices.optim import adam\n"
     private = {name for name in imports(source) if not is_public(name)}
     assert private == {"_rows", "_rows.ids", "_slices.IndexedSlices"}
+
+
+def folder_graph() -> dict[str, set[str]]:
+    """From each file or folder of the package to those that it imports from."""
+    graph: dict[str, set[str]] = {}
+    for file in ROOT.rglob("*.py"):
+        own = file.relative_to(ROOT).with_suffix("").parts[0]
+        if own not in ("__init__", "__main__"):
+            firsts = {name.split(".")[0] for name in imports(file.read_text())}
+            graph.setdefault(own, set()).update(firsts - {own})
+    return graph
+
+
+def test_folders_import_each_other_without_cycles():
+    graph = folder_graph()
+    assert {"_place", "_jax"} <= graph["_rows"] | graph["_slices"]
+    graphlib.TopologicalSorter(graph).prepare()
+    with pytest.raises(graphlib.CycleError):
+        graphlib.TopologicalSorter(graph | {"_place": {"_slices"}}).prepare()

@@ -1,4 +1,4 @@
-"""How rows get from device to device: chosen while a program is traced, in sizes.
+"""Plan how rows get from device to device, while a program is traced.
 
 What moves is in ``_exchange/rows.py``.
 """
@@ -176,14 +176,14 @@ def _placement_of(table: Aval, exchange: Exchange | None, name: str) -> Placemen
 
 @dataclasses.dataclass(frozen=True)
 class ExchangePlan:
-    """The exchange of one lookup, in sizes.
+    """The sizes of the exchange of one lookup.
 
     Attributes:
       placement: where the rows stand.
       num_rows: V.
       ids: k, how many each device looks up; those added to divide them count.
       capacity: C, for how many distinct ids of a pair of devices there is room.
-      way: how rows travel.
+      way: how rows are sent.
       falls_back: whether a step with more ids for some pair takes the other way.
     """
 

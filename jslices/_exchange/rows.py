@@ -1,4 +1,4 @@
-"""Lookups in a table whose rows are split over devices: rows travel, the table stays.
+"""Look up rows of a table that is split over devices: rows are sent, the table stays.
 
 The ids are exchanged first, as integers that have no derivative (:func:`locate`). Then the
 rows are, and on the way back the sums of their gradients (:func:`exchanged_rows`). Between
@@ -25,7 +25,7 @@ from jslices._slices import IndexedSlices
 
 
 class Located(NamedTuple):
-    """Where the rows of some ids are, and who asks whom for them.
+    """Where the rows of some ids are, and which device requests them.
 
     Every array but the last has a part on each device; k, N and C are those of the
     :class:`ExchangePlan`.
@@ -89,7 +89,7 @@ def rows_from_elsewhere(
 def locate(
     plan: ExchangePlan, read: jax.Array, record: jax.Array
 ) -> tuple[Located, jax.Array]:
-    """Tells every device which of its rows are asked for; and the gradient's indices.
+    """Tell every device which of its rows are requested; and the gradient's indices.
 
     Args:
       plan: the exchange.
@@ -105,10 +105,10 @@ def locate(
     batch = placement.by_batch
     find = functools.partial(_locate, plan)
     specs = _split(placement), placement.by_rows
-    found: tuple[Located, jax.Array] = on_each_device(
+    result: tuple[Located, jax.Array] = on_each_device(
         placement, find, (placement.by_rows, batch, batch), specs, whole_rows=False
     )(placement.numbers(), ids, learns)
-    return found
+    return result
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
@@ -157,9 +157,9 @@ def _forward(
 
 
 def _backward(
-    plan: ExchangePlan, kept: tuple[Located, IndexedSlices], rows: jax.Array
+    plan: ExchangePlan, residuals: tuple[Located, IndexedSlices], rows: jax.Array
 ) -> Any:
-    located, shape_only = kept
+    located, shape_only = residuals
     placement = plan.placement
     send = on_each_device(
         placement,
@@ -264,7 +264,7 @@ def _send_back(
 
 
 def _own(plan: ExchangePlan, number: jax.Array, asked: jax.Array) -> jax.Array:
-    """Which of the rows asked for are of this device, and get a gradient."""
+    """Which of the requested rows are of this device, and get a gradient."""
     first = number[0].astype(asked.dtype) * plan.shard_rows
     return (asked >= first) & (asked < first + plan.shard_rows)
 

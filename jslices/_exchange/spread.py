@@ -1,4 +1,4 @@
-"""Ids in an order in which devices that each hold a part of them are asked alike."""
+"""Permute ids so that shards receive equal load."""
 
 import functools
 import operator
@@ -64,17 +64,17 @@ def spread_ids(
             f"spread_ids(num_rows={num_rows}, shards={shards}): it wants at least 0 rows "
             "and 1 shard"
         )
-    given = as_ids(ids, "spread_ids")
-    dtype = index_dtype(num_rows, np.dtype(given.dtype))
+    numbers = as_ids(ids, "spread_ids")
+    dtype = index_dtype(num_rows, np.dtype(numbers.dtype))
     find = _ids if inverse else _rows
 
     @on_any_mesh(like_first)
     def moved(x: jax.Array) -> jax.Array:
         x = x.astype(dtype)
-        known = (x >= 0) & (x < num_rows)
-        return jnp.where(known, find(jnp.where(known, x, 0), num_rows, shards), x)
+        in_range = (x >= 0) & (x < num_rows)
+        return jnp.where(in_range, find(jnp.where(in_range, x, 0), num_rows, shards), x)
 
-    return moved(given)
+    return moved(numbers)
 
 
 def _rows(ids: jax.Array, num_rows: int, shards: int) -> jax.Array:
@@ -86,8 +86,8 @@ def _rows(ids: jax.Array, num_rows: int, shards: int) -> jax.Array:
 
 def _ids(rows: jax.Array, num_rows: int, shards: int) -> jax.Array:
     order, starts = (jnp.asarray(x.astype(rows.dtype)) for x in _parts(num_rows, shards))
-    place = jnp.searchsorted(starts, rows, side="right") - 1
-    return (rows - starts[place]) * shards + order[place]
+    part = jnp.searchsorted(starts, rows, side="right") - 1
+    return (rows - starts[part]) * shards + order[part]
 
 
 @functools.lru_cache(maxsize=32)

@@ -109,7 +109,7 @@ def embedding_lookup_sparse(
             mode=mode,
             max_norm=max_norm,
             keep=bags.segments < bags.num_bags,
-            given=bags.given,
+            original=bags.original,
         )
         return _shaped(_combine(rows, bags, combiner), bags)
 
@@ -195,7 +195,7 @@ def safe_embedding_lookup_sparse(
             mode=mode,
             max_norm=max_norm,
             keep=keep,
-            given=bags.given,
+            original=bags.original,
         )
         combined = _combine(rows[: bags.ids.shape[0]], bags, combiner)
         if default_id is not None:
@@ -226,7 +226,7 @@ class Bags(NamedTuple):
     segments: jax.Array  #: ``[K]``, which bag each is in; the number of bags: in none.
     weights: jax.Array | None  #: ``[K]``
     shape: tuple[int, ...]  #: the leading axes of the result, one element for each bag.
-    given: Any  #: the ids as the user passed them, for messages.
+    original: Any  #: the ids as the user passed them, for messages.
     padded: bool = False  #: whether each bag has as many places, one after the other.
 
     @property
@@ -242,21 +242,21 @@ def as_bags(
         raise ValueError(f"{caller}: mask= goes with an array [*B, L] of ids, not a tuple")
     padded = False
     if _is_bcoo(sp_ids):
-        ids, segments, shape, given = _from_bcoo(sp_ids, caller)
+        ids, segments, shape, original = _from_bcoo(sp_ids, caller)
     elif not isinstance(sp_ids, tuple):
         padded = True
-        ids, segments, shape, given = _from_padded(sp_ids, mask, caller)
+        ids, segments, shape, original = _from_padded(sp_ids, mask, caller)
     elif len(sp_ids) == 3:
-        ids, segments, shape, given = _from_segments(*sp_ids, caller)
+        ids, segments, shape, original = _from_segments(*sp_ids, caller)
     elif len(sp_ids) == 2 and jnp.asarray(sp_ids[1]).dtype == jnp.bool_:
         padded = True
-        ids, segments, shape, given = _from_padded(*sp_ids, caller)
+        ids, segments, shape, original = _from_padded(*sp_ids, caller)
     elif len(sp_ids) == 2:
-        ids, segments, shape, given = _from_splits(*sp_ids, caller)
+        ids, segments, shape, original = _from_splits(*sp_ids, caller)
     else:
         raise TypeError(f"{caller} wants ids as {FORMS}; got a tuple of {len(sp_ids)}")
     weights = _weights(sp_weights, ids.shape, caller)
-    bags = Bags(ids.reshape(-1), segments.reshape(-1), weights, shape, given, padded)
+    bags = Bags(ids.reshape(-1), segments.reshape(-1), weights, shape, original, padded)
     return bags._replace(segments=canonical_indices(bags.segments, bags.num_bags))
 
 
@@ -267,8 +267,8 @@ def _is_bcoo(x: object) -> bool:
     return all(hasattr(x, name) for name in ("data", "indices", "shape"))
 
 
-def _from_padded(given: ArrayLike, mask: ArrayLike | None, caller: str) -> _Form:
-    ids = as_ids(given, caller)
+def _from_padded(original: ArrayLike, mask: ArrayLike | None, caller: str) -> _Form:
+    ids = as_ids(original, caller)
     if ids.ndim < 1:
         raise TypeError(f"{caller} wants ids as {FORMS}; got a scalar")
     shape = ids.shape[:-1]
@@ -283,13 +283,13 @@ def _from_padded(given: ArrayLike, mask: ArrayLike | None, caller: str) -> _Form
                 f"{mask.dtype}{list(mask.shape)}"
             )
         segments = jnp.where(mask, segments, count)
-    return ids, segments, shape, given
+    return ids, segments, shape, original
 
 
 def _from_segments(
-    given: ArrayLike, segment_ids: ArrayLike, num_segments: int, caller: str
+    original: ArrayLike, segment_ids: ArrayLike, num_segments: int, caller: str
 ) -> _Form:
-    ids, segments = as_ids(given, caller), as_ids(segment_ids, caller, "segment_ids")
+    ids, segments = as_ids(original, caller), as_ids(segment_ids, caller, "segment_ids")
     if ids.ndim != 1 or segments.shape != ids.shape:
         raise ValueError(
             f"{caller} wants values [K] and segment_ids [K], got {list(ids.shape)} and "
@@ -302,11 +302,11 @@ def _from_segments(
     )
     if count < 0:
         raise ValueError(f"{caller}: num_segments must not be negative, got {count}")
-    return ids, segments, (count,), given
+    return ids, segments, (count,), original
 
 
-def _from_splits(given: ArrayLike, row_splits: ArrayLike, caller: str) -> _Form:
-    ids, splits = as_ids(given, caller), as_ids(row_splits, caller, "row_splits")
+def _from_splits(original: ArrayLike, row_splits: ArrayLike, caller: str) -> _Form:
+    ids, splits = as_ids(original, caller), as_ids(row_splits, caller, "row_splits")
     if ids.ndim != 1 or splits.ndim != 1 or splits.shape[0] < 1:
         raise ValueError(
             f"{caller} wants values [K] and row_splits [B + 1], got {list(ids.shape)} and "
@@ -324,7 +324,7 @@ def _from_splits(given: ArrayLike, row_splits: ArrayLike, caller: str) -> _Form:
     places = jnp.arange(ids.shape[0], dtype=splits.dtype)
     # Values before the first split are in bag -1, those after the last in bag B: in none.
     segments = jnp.searchsorted(splits, places, side="right") - 1
-    return ids, segments, (count,), given
+    return ids, segments, (count,), original
 
 
 def _from_bcoo(matrix: Bcoo, caller: str) -> _Form:
@@ -344,10 +344,10 @@ def _from_bcoo(matrix: Bcoo, caller: str) -> _Form:
     return ids, jnp.where(good, segments, -1), shape[:-1], matrix.data
 
 
-def _weights(given: BagsOfIds, shape: tuple[int, ...], caller: str) -> jax.Array | None:
-    if given is None:
+def _weights(original: BagsOfIds, shape: tuple[int, ...], caller: str) -> jax.Array | None:
+    if original is None:
         return None
-    weights = jnp.asarray(given.data if _is_bcoo(given) else given)
+    weights = jnp.asarray(original.data if _is_bcoo(original) else original)
     if weights.shape != tuple(shape):
         raise ValueError(
             f"{caller} wants one weight for each id, {list(shape)}, got "

@@ -98,17 +98,17 @@ def embedding_lookup(
         mode=mode,
         max_norm=max_norm,
         keep=keep,
-        given=ids,
+        original=ids,
     )
 
 
-def _equal(given: ArrayLike, ids: jax.Array, padding_id: int) -> jax.Array:
+def _equal(original: ArrayLike, ids: jax.Array, padding_id: int) -> jax.Array:
     """Where the ids as given are ``padding_id``; ``ids`` may be saturated to 32 bits."""
     try:
         number = operator.index(padding_id)
     except TypeError as error:
         raise TypeError(f"padding_id must be an int, got {padding_id!r}") from error
-    host = on_host(given)
+    host = on_host(original)
     array: Any = ids if host is None or not host.size else host
     limits = np.iinfo(array.dtype)
     if not limits.min <= number <= limits.max:
@@ -125,7 +125,7 @@ def read_rows(
     mode: str,
     max_norm: float | jax.Array | None = None,
     keep: jax.Array | None = None,
-    given: ArrayLike | None = None,
+    original: ArrayLike | None = None,
 ) -> jax.Array:
     """Rows of a table in one or more shards.
 
@@ -138,7 +138,7 @@ def read_rows(
       max_norm: longer rows are scaled down to this norm.
       keep: ``[*B]`` bool; where False the id may be anything, the row is zero and gets no
         gradient.
-      given: the ids as the user passed them, for the message of mode ``"check"``: in the
+      original: the ids as the user passed them, for the message of mode ``"check"``: in the
         same order, but perhaps of another shape and without good ids added at the end.
 
     Returns:
@@ -148,12 +148,12 @@ def read_rows(
     count = _num_ids(heights, strategy, caller, mode)
     index_dtype(count, np.dtype(ids.dtype))  # refuses a table that 32-bit ids cannot reach
     if mode == "check":
-        given = ids if given is None else given
+        original = ids if original is None else original
         exempt = None
         if keep is not None:
-            shape = as_ids(given, caller).shape
+            shape = as_ids(original, caller).shape
             exempt = (~keep).reshape(-1)[: math.prod(shape)].reshape(shape)
-        refuse_bad_ids(given, count, caller, "ids", exempt)
+        refuse_bad_ids(original, count, caller, "ids", exempt)
     line = current_user_line()
     if jnp.issubdtype(tables[0].dtype, jnp.inexact):
         tables = [mark_table(table, ids.size, line) for table in tables]
@@ -191,13 +191,13 @@ def _read_shards(
     if len(tables) == 1:
         return _take(tables[0], ids)
     missing = missing_value(np.dtype(tables[0].dtype))
-    found: Any = jnp.full((*ids.shape, *tables[0].shape[1:]), missing)
+    rows: Any = jnp.full((*ids.shape, *tables[0].shape[1:]), missing)
     places = _local_rows(ids, heights, strategy)
     for table, (own, local) in zip(tables, places, strict=True):
         # An id of another shard reads zeros, not NaN, which could leak into a gradient.
         mine = _take(table, local, fill_value=0)
-        found = jnp.where(per_row(own, mine), mine, found)
-    return found
+        rows = jnp.where(per_row(own, mine), mine, rows)
+    return rows
 
 
 def _take(table: jax.Array, ids: jax.Array, **how: Any) -> jax.Array:
@@ -245,8 +245,8 @@ def as_tables(params: Tables, caller: str) -> list[jax.Array]:
         raise ValueError(f"{caller} wants a table [V, *D], got a scalar")
     kinds = {(table.dtype, table.shape[1:]) for table in tables}
     if len(kinds) > 1:
-        given = ", ".join(f"{t.dtype}{list(t.shape)}" for t in tables)
-        raise ValueError(f"{caller} wants shards of one row shape and dtype, got {given}")
+        shapes = ", ".join(f"{t.dtype}{list(t.shape)}" for t in tables)
+        raise ValueError(f"{caller} wants shards of one row shape and dtype, got {shapes}")
     return tables
 
 

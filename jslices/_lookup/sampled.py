@@ -214,8 +214,10 @@ def _logits(
     return logits, jax.lax.stop_gradient(jnp.concatenate(targets, 1))
 
 
-def _labels(given: ArrayLike, inputs: jax.Array, num_true: int, caller: str) -> jax.Array:
-    labels = as_ids(given, caller, "labels")
+def _labels(
+    original: ArrayLike, inputs: jax.Array, num_true: int, caller: str
+) -> jax.Array:
+    labels = as_ids(original, caller, "labels")
     labels = labels[:, None] if labels.ndim == 1 else labels
     if inputs.ndim != 2 or labels.shape != (inputs.shape[0], num_true):
         raise ValueError(
@@ -243,16 +245,17 @@ def _check_tables(
 
 
 def _samples(
-    given: Samples, labels: jax.Array, caller: str
+    original: Samples, labels: jax.Array, caller: str
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """``sampled_values`` as arrays, constants for differentiation."""
-    if len(given) != 3:
+    if len(original) != 3:
         raise ValueError(
             f"{caller} wants sampled_values=(sampled [S], true_expected_count "
-            f"{list(labels.shape)}, sampled_expected_count [S]), got {len(given)} of them"
+            f"{list(labels.shape)}, sampled_expected_count [S]), got "
+            f"{len(original)} of them"
         )
-    sampled = as_ids(given[0], caller, "sampled_values[0]")
-    of_true, of_sampled = jnp.asarray(given[1]), jnp.asarray(given[2])
+    sampled = as_ids(original[0], caller, "sampled_values[0]")
+    of_true, of_sampled = jnp.asarray(original[1]), jnp.asarray(original[2])
     if (
         sampled.ndim != 1
         or of_true.size != labels.size
@@ -383,10 +386,10 @@ def _draw_unique(key: jax.Array, count: int, range_max: int) -> tuple[jax.Array,
         rank = jnp.cumsum(first & (pool < range_max), dtype=jnp.int32)
         places = jnp.where(first & (pool < range_max), rank - 1, count)
         chosen = jnp.full_like(chosen, range_max).at[places].set(pool, mode="drop")
-        found = rank[-1]
+        distinct = rank[-1]
         # The draw that completed the set was the last that counts.
-        used = jnp.where(found < count, count, jnp.argmax(rank >= count) - count + 1)
-        return key, chosen, found, tries + used.astype(jnp.int32)
+        used = jnp.where(distinct < count, count, jnp.argmax(rank >= count) - count + 1)
+        return key, chosen, distinct, tries + used.astype(jnp.int32)
 
     start = (
         key,

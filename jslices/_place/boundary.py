@@ -213,7 +213,7 @@ def mesh_of(aval: Aval) -> AbstractMesh | None:
 
 
 def on_one_mesh(arrays: PyTree) -> Any:
-    """The same arrays, all of them on the mesh that one of them is on.
+    """Put all arrays on the mesh that one of them is on.
 
     Outside of ``jax.jit`` what a program computes from constants, ids say, may be on a
     single device, and JAX does not spread it by itself.
@@ -225,10 +225,10 @@ def on_one_mesh(arrays: PyTree) -> Any:
         )
 
     leaves, tree = flatten(arrays)
-    known = [x for x in leaves if is_placed(x) and not isinstance(x, jax.core.Tracer)]
-    if not known or all(map(is_placed, leaves)):
+    on_a_mesh = [x for x in leaves if is_placed(x) and not isinstance(x, jax.core.Tracer)]
+    if not on_a_mesh or all(map(is_placed, leaves)):
         return arrays
-    everywhere = NamedSharding(known[0].sharding.mesh, PartitionSpec())
+    everywhere = NamedSharding(on_a_mesh[0].sharding.mesh, PartitionSpec())
     placed = [x if is_placed(x) else jax.device_put(x, everywhere) for x in leaves]
     return tree.unflatten(placed)
 
@@ -278,7 +278,7 @@ def filled_like(
     return jnp.full(shape, value, dtype, device=where)
 
 
-def split_as_told(p: jax.Array, tree: PyTree, spec: PartitionSpec) -> Any:
+def split_by(p: jax.Array, tree: PyTree, spec: PartitionSpec) -> Any:
     """Arrays on the mesh of ``p``, split over its devices as ``spec`` says."""
     if isinstance(p, jax.core.Tracer):
         mesh = mesh_of(jax.typeof(p))
@@ -395,8 +395,8 @@ def is_row_major(x: Aval) -> bool:
 
 def laid_out_as(table: Aval, array: Aval) -> Any:
     """``array``, made for the rows of ``table``, row-major if that is known to be."""
-    known = isinstance(table, jax.Array) and not isinstance(table, jax.core.Tracer)
-    return row_major_array(array) if known and is_row_major(table) else array
+    is_concrete = isinstance(table, jax.Array) and not isinstance(table, jax.core.Tracer)
+    return row_major_array(array) if is_concrete and is_row_major(table) else array
 
 
 def is_tall(x: Aval) -> bool:

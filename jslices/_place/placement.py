@@ -209,9 +209,9 @@ def placement_at_hand(x: jax.Array) -> Placement | None:
     mesh = mesh_of(jax.typeof(x))
     if mesh is None or mesh.size == 1:
         return None
-    known = isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer)
-    sharding = x.sharding if known else jax.typeof(x).sharding
-    if not (known or mesh.are_all_axes_explicit):
+    is_concrete = isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer)
+    sharding = x.sharding if is_concrete else jax.typeof(x).sharding
+    if not (is_concrete or mesh.are_all_axes_explicit):
         return None
     if not isinstance(sharding, NamedSharding):
         return None

@@ -34,7 +34,7 @@ SCALAR = range(32, 80)
 #: loop over such a row, finds no vector form for the selects, and everything that XLA
 #: fused with them stays scalar. An update of Adagrad takes 49 us for 2,048 rows of 8, and
 #: 9 without the select; for rows of 16 it takes 93 and 33 (jax 0.10.2 and 0.12). Comparing
-#: the number of each element with that of the first one not wanted costs next to nothing.
+#: the number of each element with that of the first one not selected costs next to nothing.
 UNROLLED = range(2, 24)
 _INT32_ELEMENTS = 2**31
 
@@ -204,23 +204,23 @@ def per_row(numbers: jax.Array, like: jax.Array) -> jax.Array:
     return numbers.reshape(numbers.shape + (1,) * (jnp.ndim(like) - numbers.ndim))
 
 
-def where_rows(wanted: jax.Array, rows: jax.Array, rest: jax.Array) -> jax.Array:
+def where_rows(selected: jax.Array, rows: jax.Array, rest: jax.Array) -> jax.Array:
     """``jnp.where`` with one bool for each row.
 
     Args:
-      wanted: bool ``[n]``.
+      selected: bool ``[n]``.
       rows: ``[n, *D]``.
       rest: an array that broadcasts to that.
 
     Returns:
-      ``[n, *D]``: the wanted ones of ``rows``, and ``rest``. Rows that are not selected may
-      hold anything, NaN included.
+      ``[n, *D]``: the selected ones of ``rows``, and ``rest``. The other rows may hold
+      anything, NaN included.
     """
     length = math.prod(rows.shape[1:])
     if length not in UNROLLED:
-        return jnp.where(per_row(wanted, rows), rows, rest)
+        return jnp.where(per_row(selected, rows), rows, rest)
     number = lax.broadcasted_iota(jnp.int32, (rows.shape[0], length), 1)
-    stop = jnp.where(wanted, jnp.int32(length), jnp.int32(0))
+    stop = jnp.where(selected, jnp.int32(length), jnp.int32(0))
     return jnp.where(number.reshape(rows.shape) < per_row(stop, rows), rows, rest)
 
 
@@ -274,15 +274,15 @@ def kept_positions(keep: jax.Array, size: int | None, caller: str) -> tuple[Any,
         positions = jnp.full((capacity,), count, dtype)
         positions = positions.at[entries].set(jnp.arange(count, dtype=dtype), mode="drop")
         return positions, jnp.sum(keep) > capacity
-    found = np.flatnonzero(np.asarray(keep))
-    if size is not None and len(found) > size:
+    here = np.flatnonzero(np.asarray(keep))
+    if size is not None and len(here) > size:
         raise ValueError(
-            f"{caller}(size={size}): {len(found)} rows do not fit; pass size={len(found)} "
-            "or more, or leave size out"
+            f"{caller}(size={size}): {len(here)} rows do not fit; pass "
+            f"size={len(here)} or more, or leave size out"
         )
-    unused = 0 if size is None else size - len(found)
-    found = np.pad(found, (0, unused), constant_values=count)
-    return jnp.asarray(found.astype(dtype)), False
+    unused = 0 if size is None else size - len(here)
+    here = np.pad(here, (0, unused), constant_values=count)
+    return jnp.asarray(here.astype(dtype)), False
 
 
 def pick(rows: jax.Array, positions: jax.Array, too_many: jax.Array | bool) -> jax.Array:

@@ -158,8 +158,8 @@ def _check_later(
     if exempt is not None:
         bad &= ~jnp.asarray(exempt)
     first = jnp.argmax(bad.reshape(-1))
-    place = jnp.unravel_index(first, ids.shape) if ids.ndim else ()
-    parts = {f"axis{i}": at for i, at in enumerate(place)}
+    position = jnp.unravel_index(first, ids.shape) if ids.ndim else ()
+    parts = {f"axis{i}": at for i, at in enumerate(position)}
     message = what + _brackets(["{" + name + "}" for name in parts])
     message += " = {value} is not in [0, " + str(num_rows) + ")"
     any_bad = jnp.any(bad)

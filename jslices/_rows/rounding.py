@@ -41,9 +41,9 @@ def key_bits(key: Key, caller: str) -> KeyBits:
     dtype, shape = getattr(key, "dtype", None), np.shape(key)
     typed = dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
     if not (typed and shape == ()) and not (dtype == np.uint32 and shape in ((2,), (4,))):
-        given = repr(key) if dtype is None else f"{dtype}{list(shape)}"
+        got = repr(key) if dtype is None else f"{dtype}{list(shape)}"
         raise TypeError(
-            f"{caller} wants one random key, a new one for each step, got key={given}; "
+            f"{caller} wants one random key, a new one for each step, got key={got}; "
             "type key=jax.random.fold_in(jax.random.key(0), step)"
         )
     words = jax.random.key_data(key) if typed else jnp.asarray(key)

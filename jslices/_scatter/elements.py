@@ -161,8 +161,8 @@ def _scatter_nd(
             f"{caller} wants indices [..., d] with 1 <= d <= {ref.ndim}, the rank of ref, "
             f"got indices {list(numbers.shape)}; for rows: indices[..., None]"
         )
-    wanted = (*numbers.shape[:-1], *ref.shape[depth:])
-    rows = as_updates(updates, ref, wanted, caller)
+    shape = (*numbers.shape[:-1], *ref.shape[depth:])
+    rows = as_updates(updates, ref, shape, caller)
     if mode == "check":
         numbers = _refuse_bad_elements(indices, numbers, ref.shape, caller)
     return _scatter_elements(ref, numbers, rows, op=op, mode=mode)
@@ -178,8 +178,8 @@ def _scatter_elements(
     where = [settle(flat[:, i], ref.shape[i], mode) for i in range(depth)]
     updates = updates.reshape(flat.shape[0], *ref.shape[depth:])
     if op == "update":
-        kept, unique = _last_of_each(where, ref.shape)
-        return ref.at[tuple(kept)].set(
+        last, unique = _last_of_each(where, ref.shape)
+        return ref.at[tuple(last)].set(
             updates, mode="drop", wrap_negative_indices=False, unique_indices=unique
         )
     updates = -updates if op == "sub" else updates
@@ -210,12 +210,12 @@ def _last_of_each(
 
 
 def _refuse_bad_elements(
-    given: ArrayLike, indices: jax.Array, shape: tuple[int, ...], caller: str
+    original: ArrayLike, indices: jax.Array, shape: tuple[int, ...], caller: str
 ) -> jax.Array:
     """``indices``; raises for the first out of range, at once or through checkify.
 
     Args:
-      given: ``[*B, d]``, the indices as the user passed them, for the message.
+      original: ``[*B, d]``, the indices as the user passed them, for the message.
       indices: the same as an array.
       shape: of the array they index; its rank is at least d.
       caller: the public function, for messages.
@@ -223,7 +223,7 @@ def _refuse_bad_elements(
     Returns:
       ``[*B, d]``; under jit all are out of range if one is, so that nothing is written.
     """
-    host = on_host(given)
+    host = on_host(original)
     if indices.size == 0:
         return indices
     message = f"{caller}: indices{{at}} = [{{value}}] does not index into shape {[*shape]}"
@@ -242,8 +242,8 @@ def _check_later(indices: jax.Array, shape: tuple[int, ...], message: str) -> ja
     settled = [settle(indices[..., i], n, "drop") for i, n in enumerate(lengths)]
     bad = jnp.stack([x == n for x, n in zip(settled, lengths, strict=True)]).any(0)
     first, any_bad = jnp.argmax(bad.reshape(-1)), bad.any()
-    place = jnp.unravel_index(first, bad.shape) if bad.ndim else ()
-    places = {f"axis{i}": x for i, x in enumerate(place)}
+    position = jnp.unravel_index(first, bad.shape) if bad.ndim else ()
+    places = {f"axis{i}": x for i, x in enumerate(position)}
     values = indices.reshape(-1, len(lengths))[first]
     numbers = {f"value{i}": x for i, x in enumerate(values)}
     at, value = ([f"{{{name}}}" for name in names] for names in (places, numbers))

@@ -144,9 +144,9 @@ def _divide_integers(ref: jax.Array, indices: jax.Array, rows: jax.Array) -> jax
 
     def body(k: jax.Array, ref: jax.Array) -> jax.Array:
         index = indices[k]
-        place = jnp.minimum(index, num_rows - 1)
-        row = lax.dynamic_index_in_dim(ref, place, 0, keepdims=False)
+        near = jnp.minimum(index, num_rows - 1)
+        row = lax.dynamic_index_in_dim(ref, near, 0, keepdims=False)
         row = jnp.where(index < num_rows, lax.div(row, rows[k]), row)
-        return lax.dynamic_update_index_in_dim(ref, row, place, 0)
+        return lax.dynamic_update_index_in_dim(ref, row, near, 0)
 
     return lax.fori_loop(0, indices.shape[0], body, ref)

@@ -275,13 +275,13 @@ def _scatter(
 
 
 def refuse_bad_rows(
-    given: ArrayLike, indices: jax.Array, num_rows: int, caller: str, name: str
+    original: ArrayLike, indices: jax.Array, num_rows: int, caller: str, name: str
 ) -> jax.Array:
     """``indices``; raises if one of them is bad. Under jit all become bad if one is.
 
-    Nothing at all is written then. ``given`` are the indices as the user passed them.
+    Nothing at all is written then. ``original`` are the indices as the user passed them.
     """
-    any_bad = refuse_bad_ids(given, num_rows, caller, name)
+    any_bad = refuse_bad_ids(original, num_rows, caller, name)
     if any_bad is None:
         return indices
     return jnp.where(any_bad, -1, settle(indices, num_rows, "drop"))
@@ -312,7 +312,7 @@ def as_ref(ref: ArrayLike, caller: str) -> jax.Array:
 def as_updates(
     updates: ArrayLike,
     ref: jax.Array,
-    wanted: tuple[int, ...],
+    shape: tuple[int, ...],
     caller: str,
     name: str = "updates",
 ) -> Any:
@@ -331,9 +331,9 @@ def as_updates(
         )
     _refuse_non_numbers(updates, caller, f"{name} as an array or a number")
     array, problems = _in_dtype(updates, ref.dtype, name)
-    if array.shape != wanted and array.shape != ():
+    if array.shape != shape and array.shape != ():
         problems.append(
-            f"{name}.shape must be indices.shape + the row shape = {wanted}, or () for "
+            f"{name}.shape must be indices.shape + the row shape = {shape}, or () for "
             f"a scalar, not {array.shape}"
         )
     if problems:
@@ -342,7 +342,7 @@ def as_updates(
             f"{caller} got {name} {array.dtype}{list(array.shape)} for ref "
             f"{ref.dtype}{list(ref.shape)}: " + "; ".join(problems)
         )
-    return jnp.broadcast_to(array, wanted)
+    return jnp.broadcast_to(array, shape)
 
 
 def check_dtype(ref: jax.Array, op: str, caller: str) -> None:
@@ -373,9 +373,9 @@ def _in_dtype(updates: ArrayLike, dtype: np.dtype, name: str) -> tuple[Any, list
     ]
 
 
-def _refuse_non_numbers(x: object, caller: str, wanted: str) -> None:
+def _refuse_non_numbers(x: object, caller: str, expected: str) -> None:
     if x is None or isinstance(x, str | bytes):
-        raise TypeError(f"{caller} wants {wanted}, got {x!r}")
+        raise TypeError(f"{caller} wants {expected}, got {x!r}")
 
 
 def _kind(dtype: np.dtype) -> int:

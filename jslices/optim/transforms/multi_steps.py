@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec
 from jax.tree_util import PyTreeDef
 
 from jslices._jax import flatten
-from jslices._place.boundary import filled_like, row_major_tables, split_as_told
+from jslices._place.boundary import filled_like, row_major_tables, split_by
 from jslices._rows.access import canonical_indices, empty_index, index_dtype
 from jslices._slices import Facts, check_slices, is_slices, slices_of
 from jslices._typing import (
@@ -268,7 +268,7 @@ def _buffer(example: Leaf, param: jax.Array, k: int) -> Leaf:
     placement = example.facts.placement
     if placement is not None:
         split = PartitionSpec(None, *placement.by_rows)
-        rows, entries = split_as_told(param, (rows, entries), split)
+        rows, entries = split_by(param, (rows, entries), split)
     return slices_of(rows, entries, shape, Facts(placement=placement))
 
 
