@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import inspect
 import math
 import operator
 from collections.abc import Callable, Iterator, Sequence
@@ -808,9 +809,10 @@ def carried(tree: PyTree) -> PyTree:
 def one_program(fun: Callable[P, R]) -> Callable[P, R]:
     """``fun``, compiled as a whole outside of ``jax.jit``, not operation by operation.
 
-    Positional arguments are pytrees of arrays and slices, keyword arguments static. With
+    Its arguments are pytrees of arrays and slices, those that must be keywords static. With
     anything else than arrays, or arrays on different devices, it runs as it is.
     """
+    signature = inspect.signature(fun)
 
     @functools.partial(jax.jit, static_argnums=0)
     def program(static: tuple[tuple[str, Any], ...], args: PyTree) -> Any:
@@ -818,9 +820,10 @@ def one_program(fun: Callable[P, R]) -> Callable[P, R]:
 
     @functools.wraps(fun)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
-        if is_staged() or not _are_of_one_program(args):
+        bound = signature.bind(*args, **kwargs)
+        if is_staged() or not _are_of_one_program(bound.args):
             return fun(*args, **kwargs)
-        return carried(program(tuple(kwargs.items()), carry_facts(args)))
+        return carried(program(tuple(bound.kwargs.items()), carry_facts(bound.args)))
 
     return run
 

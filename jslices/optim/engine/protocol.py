@@ -79,15 +79,16 @@ class GradientTransformation:
       Array([ 0.,  0.,  0., -1.,  0.], dtype=float32)
     """
 
-    __slots__ = (
-        "_apply",
+    #: The arguments of a call that makes the same, as attributes.
+    _parts = (
+        "init",
+        "update",
         "_catch_up",
         "_flush",
+        "_apply",
         "_plan",
-        "check",
-        "init",
         "made_by",
-        "update",
+        "check",
     )
 
     def __init__(
@@ -104,10 +105,12 @@ class GradientTransformation:
         self.init, self.update, self.made_by, self.check = init, update, made_by, check
         self._catch_up, self._flush, self._plan = catch_up, flush, plan
         self._apply = apply or in_two(update)
+        # One object each, not one per use: jax.jit(tx.apply) then finds its program again.
+        vars(self).update(apply=self.apply, catch_up=self.catch_up, flush=self.flush)
 
     def replace(self, **parts: PyTree) -> "GradientTransformation":
         """The same with other parts, by the names of the arguments."""
-        same = {name.removeprefix("_"): getattr(self, name) for name in self.__slots__}
+        same = {name.removeprefix("_"): getattr(self, name) for name in self._parts}
         return GradientTransformation(**{**same, **parts})
 
     def as_programs(self) -> "GradientTransformation":
