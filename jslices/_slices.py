@@ -810,33 +810,57 @@ def one_program(fun: Callable[P, R]) -> Callable[P, R]:
     """``fun``, compiled as a whole outside of ``jax.jit``, not operation by operation.
 
     Its arguments are pytrees of arrays and slices, those that must be keywords static. With
-    anything else than arrays, or arrays on different devices, it runs as it is.
+    anything else than arrays, or arrays on different devices, it runs as it is. An array
+    that it returns as it came is not copied.
     """
     signature = inspect.signature(fun)
 
     @functools.partial(jax.jit, static_argnums=0)
     def program(static: tuple[tuple[str, Any], ...], args: PyTree) -> Any:
-        return carry_facts(fun(*carried(args), **dict(static)))
+        numbers = {id(x): _Argument(n) for n, x in enumerate(jax.tree.leaves(args))}
+        result = carry_facts(fun(*carried(args), **dict(static)))
+        return jax.tree.map(lambda x: numbers.get(id(x), x), result)
 
     @functools.wraps(fun)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
         bound = signature.bind(*args, **kwargs)
         if is_staged() or not _are_of_one_program(bound.args):
             return fun(*args, **kwargs)
-        return carried(program(tuple(bound.kwargs.items()), carry_facts(bound.args)))
+        args = carry_facts(bound.args)
+        arrays = jax.tree.leaves(args)
+        result = jax.tree.map(
+            lambda x: arrays[x.number] if isinstance(x, _Argument) else x,
+            program(tuple(bound.kwargs.items()), args),
+            is_leaf=lambda x: isinstance(x, _Argument),
+        )
+        return carried(result)
 
     return run
 
 
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class _Argument:
+    """What stands in a program's result for one of its arguments."""
+
+    number: int
+
+
 def _are_of_one_program(args: PyTree) -> bool:
-    devices: set[Any] = set()
+    devices: set[tuple[jax.Device, ...]] = set()
     for x in jax.tree.leaves(args):
         if isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer):
             if x.committed:
-                devices.add(frozenset(x.sharding.device_set))
+                devices.add(_devices_in_order(x.sharding))
         elif not isinstance(x, jax.Array | np.ndarray | np.generic | int | float | complex):
             return False
     return len(devices) < 2
+
+
+def _devices_in_order(sharding: jax.sharding.Sharding) -> tuple[jax.Device, ...]:
+    if isinstance(sharding, jax.sharding.NamedSharding):
+        return tuple(sharding.mesh.devices.flat)
+    return tuple(sorted(sharding.device_set, key=lambda device: device.id))
 
 
 @one_program

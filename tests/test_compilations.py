@@ -102,3 +102,59 @@ def test_what_is_known_of_slices_passes_from_program_to_program():
     np.testing.assert_array_equal(twice.to_dense(), 2 * unique.to_dense())
     moved, _ = js.sgd(1.0).apply(twice, js.sgd(1.0).init(PARAMS["table"]), PARAMS["table"])
     np.testing.assert_array_equal(moved, -2 * unique.to_dense())
+
+
+def test_numbers_that_change_in_every_step_are_not_compiled_anew_for_ever():
+    table, rows = PARAMS["w"], GRADS["w"]
+    state = js.sgd(0.0).init(table)
+    rates = np.linspace(0.1, 0.2, 100).tolist()
+    with at_most(80):
+        for rate in rates:
+            updates, _ = js.sgd(rate).update(rows, state, table)
+            np.testing.assert_allclose(updates, -rate, rtol=1e-6)
+
+
+def test_a_method_is_one_function_for_jit():
+    tx, params = js.sgd(0.25), PARAMS["w"]
+    state = tx.init(params)
+    jax.jit(tx.apply)(GRADS["w"], state, params)
+    jax.jit(tx.flush)(params, state)
+    with at_most(0):
+        jax.jit(tx.apply)(GRADS["w"], state, params)
+        jax.jit(tx.flush)(params, state)
+
+
+@pytest.mark.parametrize("make", [js.adagrad, lambda rate: js.sgd(rate, momentum=0.5)])
+def test_a_step_takes_its_arguments_by_keyword(make):
+    tx = make(0.1)
+    state = tx.init(PARAMS)
+    wanted = tx.update(GRADS, state, PARAMS)
+    for got in (
+        tx.update(GRADS, state, params=PARAMS),
+        tx.update(grads=GRADS, state=state, params=PARAMS),
+    ):
+        jax.tree.map(np.testing.assert_array_equal, got, wanted)
+
+
+def test_schedules_and_masks_are_functions_of_values():
+    rates = [1.0, 0.5]
+    by_hand = iter([0.25, 0.125])
+    for schedule, wanted in (
+        (lambda step: rates[0] if step < 1 else rates[1], rates),
+        (lambda step: np.array(rates)[step], rates),
+        (lambda step: next(by_hand), [0.25, 0.125]),
+    ):
+        tx = js.sgd(schedule)
+        state = tx.init(PARAMS["w"])
+        for rate in wanted:
+            updates, state = tx.update(GRADS["w"], state, PARAMS["w"])
+            np.testing.assert_array_equal(updates, -rate * np.ones(5))
+    tx = js.adamw(0.5, mask=lambda params: bool((params > 0).any()))
+    tx.update(GRADS["w"], tx.init(PARAMS["w"]), PARAMS["w"])
+
+
+def test_state_that_no_gradient_touches_is_not_copied():
+    tx = js.adam(0.0625)
+    state = tx.init(PARAMS)
+    params, new = tx.apply({**GRADS, "table": None}, state, PARAMS)
+    assert params["table"] is PARAMS["table"] and new.mu["table"] is state.mu["table"]

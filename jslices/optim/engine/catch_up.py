@@ -15,7 +15,7 @@ from jax.tree_util import Partial
 from jax.typing import ArrayLike
 
 from jslices._jax import flatten
-from jslices._place.boundary import mesh_of, row_major_array
+from jslices._place.boundary import mesh_of, on_any_mesh, row_major_array
 from jslices._place.placement import placement_at_hand
 from jslices._rows.access import canonical_indices, index_dtype, where_rows
 from jslices._slices import IndexedSlices, one_program, rows_at, sent_to_owners
@@ -99,6 +99,7 @@ def refuse_stale(
 
 
 @one_program
+@on_any_mesh(lambda *args: None)
 def _late(
     tables: Sequence[tuple[Leaf, jax.Array]], count: jax.Array
 ) -> list[tuple[jax.Array, jax.Array]]:
