@@ -149,6 +149,12 @@ def test_schedules_and_masks_are_functions_of_values():
         for rate in wanted:
             updates, state = tx.update(GRADS["w"], state, PARAMS["w"])
             np.testing.assert_array_equal(updates, -rate * np.ones(5))
+    rate = np.array(0.5)
+    tx = js.sgd(rate)
+    tx.update(GRADS["w"], tx.init(PARAMS["w"]), PARAMS["w"])
+    rate[...] = 0.25
+    updates, _ = tx.update(GRADS["w"], tx.init(PARAMS["w"]), PARAMS["w"])
+    np.testing.assert_array_equal(updates, -0.25 * np.ones(5))
     tx = js.adamw(0.5, mask=lambda params: bool((params > 0).any()))
     tx.update(GRADS["w"], tx.init(PARAMS["w"]), PARAMS["w"])
 

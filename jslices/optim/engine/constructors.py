@@ -68,4 +68,4 @@ def optimizer(
 def _differs_by_step(argument: object) -> bool:
     """Whether it is a function, or an array, as optax.inject_hyperparams passes."""
     function = callable(argument) and not isinstance(argument, type)
-    return function or isinstance(argument, jax.Array)
+    return function or isinstance(argument, jax.Array | np.ndarray)
