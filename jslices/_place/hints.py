@@ -97,14 +97,15 @@ def keep_memory() -> None:
 def hint_large_step(num_bytes: int) -> None:
     """Says, once in a process, what a large step on a CPU loses without kept memory.
 
-    Silent below 16 MB, on accelerators, with any allocator but glibc's, after
-    ``keep_memory()``, and with large pages. The warning points at the user's line.
+    Silent on accelerators, with any allocator but glibc's, after ``keep_memory()``, and
+    with large pages. The warning points at the user's line.
 
     Args:
-      num_bytes: of the values of the gradient, ``K * D * itemsize``.
+      num_bytes: of the values of the gradient, ``K * D * itemsize``; from ``HINT_BYTES`` on
+        a step is large.
     """
     global _hinted
-    if _hinted or not _jax.definitely(lambda: num_bytes >= HINT_BYTES) or _memory_is_kept():
+    if _hinted or _memory_is_kept():
         return
     if platform_at_hand() != "cpu" or platform.libc_ver()[0] != "glibc":
         return

@@ -7,11 +7,17 @@ import jax
 import jax.numpy as jnp
 from jax.tree_util import PyTreeDef
 
-from jslices._jax import flatten
+from jslices._jax import definitely, flatten
 from jslices._place.boundary import laid_out_as, on_any_mesh, shardings_of
-from jslices._place.hints import hint_large_step, warn_of_columns
+from jslices._place.hints import HINT_BYTES, hint_large_step, warn_of_columns
 from jslices._rows.access import room_for_distinct
-from jslices._slices import IndexedSlices, check_slices, is_slices
+from jslices._slices import (
+    IndexedSlices,
+    carried,
+    carry_facts,
+    check_slices,
+    is_slices,
+)
 from jslices._typing import Gradients, Leaf, Params, PyTree, State
 from jslices.optim.engine import catch_up as exact
 from jslices.optim.engine.protocol import (
@@ -86,7 +92,9 @@ class _RuleOnTrees:
     def update(
         self, grads: Gradients, state: State, params: Params = None
     ) -> tuple[Gradients, State]:
-        return on_any_mesh(shardings_of_update)(self._update)(grads, state, params)
+        run = on_any_mesh(shardings_of_update)(self._update)
+        updates, state = run(grads, state, params)
+        return carried(updates), state
 
     def _update(
         self, grads: Gradients, state: State, params: Params
@@ -125,7 +133,7 @@ class _RuleOnTrees:
         ]
         new = self._with_arrays(state, tree, [arrays for _, arrays in results])
         updates = tree.unflatten([update for update, _ in results])
-        return updates, new._replace(count=next_count(state.count))
+        return carry_facts(updates), new._replace(count=next_count(state.count))
 
     def plan(self, grads: Gradients, params: Params, platform: str | None = None) -> PyTree:
         leaves, tree = flatten(grads, is_leaf=is_leaf)
@@ -389,7 +397,9 @@ def checked_gradient(
                 "sum it first: IndexedSlices(s.values.reshape(-1, *row_shape), "
                 "s.indices.reshape(-1), s.dense_shape)"
             )
-        hint_large_step(grad.values.nbytes)
+        num_bytes = grad.values.nbytes
+        if definitely(lambda: num_bytes >= HINT_BYTES):
+            hint_large_step(num_bytes)
         heights = [x.shape[0] for x in (*[param] * (param is not None), *state)]
         if grad.dense_shape is None and not heights:
             return grad
