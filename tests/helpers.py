@@ -44,7 +44,7 @@ def dense(tree):
     )
 
 
-def rest_in_ci(cases, quick):
+def slow_unless(cases, quick):
     """The cases; those for which ``quick`` is not true are slow: they run in CI alone."""
     return [
         pytest.param(*case, marks=[] if quick(case) else pytest.mark.slow) for case in cases
@@ -70,7 +70,7 @@ def cost_on(device, step, *args, donate_argnums=()):
         return cost_of(step.lower(*target(device).place(args)).compile())
 
 
-def quickly(f):
+def fast_jit(f):
     """``f`` compiled in half the time; what XLA does before machine code stays the same."""
     return jax.jit(f, compiler_options={"xla_backend_optimization_level": 0})
 
@@ -87,7 +87,7 @@ def as_users(f, **options):
 
 def all_at_once(functions, *args):
     """``{name: f(*args)}``, compiled as one program, which takes less than one for each."""
-    return quickly(lambda *args: {name: f(*args) for name, f in functions.items()})(*args)
+    return fast_jit(lambda *args: {name: f(*args) for name, f in functions.items()})(*args)
 
 
 def lists(elements, sizes):

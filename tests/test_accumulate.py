@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import assert_close, quickly
+from helpers import assert_close, fast_jit
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -46,8 +46,8 @@ def by_vmap(params, batches):
     )
 
 
-WAYS = {f.__name__: quickly(f) for f in (by_helper, by_own_scan, by_vmap)}
-dense_mean = quickly(jax.value_and_grad(lambda p, batches: loss(p, batches.reshape(-1))))
+WAYS = {f.__name__: fast_jit(f) for f in (by_helper, by_own_scan, by_vmap)}
+dense_mean = fast_jit(jax.value_and_grad(lambda p, batches: loss(p, batches.reshape(-1))))
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -71,7 +71,7 @@ def test_sum_eager_and_one_step_after_it():
     wanted = jax.tree.map(lambda x: T * x, dense_mean(params, batches))
     assert_close((value, grads), wanted)
     tx = js.adagrad(0.1)
-    step = quickly(lambda grads: tx.apply(grads, tx.init(params), params)[0])
+    step = fast_jit(lambda grads: tx.apply(grads, tx.init(params), params)[0])
     assert_close(step(grads), step(wanted[1]))
 
 
@@ -88,7 +88,7 @@ def test_dtypes_none_and_tuples():
     by_helper = lambda b, r: js.accumulate_gradients(f, b, r)  # noqa: E731
     by_vmap = lambda b, r: js.reduce_stacked(jax.vmap(f)(b), r)  # noqa: E731
     for way in (by_helper, by_vmap):
-        both = quickly(lambda b, way=way: {r: way(b, r) for r in ("mean", "sum")})(batches)
+        both = fast_jit(lambda b, way=way: {r: way(b, r) for r in ("mean", "sum")})(batches)
         (rows, nothing), hits, halves, yes = both["mean"]
         assert nothing is None and rows.dtype == jnp.bfloat16
         np.testing.assert_array_equal(rows.indices, [1, 2, 4, 4])
@@ -108,14 +108,14 @@ def test_no_rows_and_empty_rows(shape):
     empty = js.IndexedSlices.tree_unflatten(
         (5, shape[2]), (jnp.ones(shape), jnp.zeros(shape[:2], int))
     )
-    assert quickly(js.reduce_stacked)(empty).to_dense().shape == (5, shape[2])
-    measure = quickly(
+    assert fast_jit(js.reduce_stacked)(empty).to_dense().shape == (5, shape[2])
+    measure = fast_jit(
         lambda g: (js.per_example_norms(g), js.global_norm(g), js.all_finite(g))
     )
     norms, norm, finite = measure(empty)
     np.testing.assert_array_equal(norms, [0, 0])
     assert norm == 0 and finite
-    total, count = quickly(js.per_example_global_norm_clip)(empty, 1.0)
+    total, count = fast_jit(js.per_example_global_norm_clip)(empty, 1.0)
     assert total.to_dense().shape == (5, shape[2]) and count == 0
 
 
@@ -131,24 +131,24 @@ def test_16_bit_rows_are_added_in_float32():
     ones = jnp.ones((4096, 1, 1), jnp.bfloat16)
     stacked = js.IndexedSlices.tree_unflatten((3, 1), (ones, jnp.ones((4096, 1), int)))
     reduce = lambda tree: js.reduce_stacked(tree, "sum")  # noqa: E731
-    out = quickly(reduce)({"rows": stacked, "dense": ones[:, 0]})
+    out = fast_jit(reduce)({"rows": stacked, "dense": ones[:, 0]})
     assert out["rows"].values[0] == 4096 and out["dense"][0] == 4096
     f = lambda x: (js.IndexedSlices(x, jnp.array([1]), (3, 1)), x)  # noqa: E731
-    rows, dense = quickly(lambda x: js.accumulate_gradients(f, x, "sum"))(ones)
+    rows, dense = fast_jit(lambda x: js.accumulate_gradients(f, x, "sum"))(ones)
     assert rows.values[0] == 4096 and dense[0, 0] == 4096
     # A mean of float16 whose sum overflows is finite.
     big = jnp.full((8, 1, 1), 60_000, jnp.float16)
     stacked = js.IndexedSlices.tree_unflatten((3, 1), (big, jnp.ones((8, 1), int)))
-    assert quickly(js.reduce_stacked)(stacked).values[0] == 60_000
+    assert fast_jit(js.reduce_stacked)(stacked).values[0] == 60_000
 
 
 def test_several_leading_axes_lose_the_first():
     values = jnp.arange(24.0).reshape(2, 3, 4, 1)
     indices = jnp.arange(24).reshape(2, 3, 4) % 5
     stacked = js.IndexedSlices.tree_unflatten((5, 1), (values, indices))
-    out = quickly(lambda tree: js.reduce_stacked(tree, "sum"))(stacked)
+    out = fast_jit(lambda tree: js.reduce_stacked(tree, "sum"))(stacked)
     assert out.indices.shape == (3, 5)
-    both = quickly(lambda out, stacked: (out.to_dense(), stacked.to_dense().sum(0)))
+    both = fast_jit(lambda out, stacked: (out.to_dense(), stacked.to_dense().sum(0)))
     np.testing.assert_allclose(*both(out, stacked))
 
 
@@ -170,7 +170,7 @@ def big_arrays(f, *args):
                     visit(getattr(sub, "jaxpr", sub))
 
     visit(jax.make_jaxpr(f)(*args).jaxpr)
-    compiled = quickly(f).lower(*args).compile()
+    compiled = fast_jit(f).lower(*args).compile()
     made = re.findall(rf"= f32\[{ROWS},{D}\]\S* (\w[\w-]*)\(", compiled.as_text())
     # A loop names the table it only reads.
     handed_on = {"parameter", "get-tuple-element"}

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import assert_close, golden, numpy_dense, quickly
+from helpers import assert_close, fast_jit, golden, numpy_dense
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -74,7 +74,7 @@ def reduced(axis):
     """The reductions of slices, and of the array they stand for."""
     ours = lambda s: (s.sum(axis), s.mean(axis), s.square_sum())  # noqa: E731
     dense = lambda x: (x.sum(axis), x.mean(axis), (x**2).sum())  # noqa: E731
-    return quickly(lambda s, x: (ours(s), dense(x)))
+    return fast_jit(lambda s, x: (ours(s), dense(x)))
 
 
 @settings(max_examples=40)
@@ -101,7 +101,7 @@ def test_reductions_of_batches_and_narrow_floats():
     ours = lambda v: js.IndexedSlices(v, INDICES, (5, 2)).square_sum()  # noqa: E731
     plain = lambda v: (jnp.zeros((5, 2)).at[INDICES[:3]].add(v[:3]) ** 2).sum()  # noqa: E731
 
-    @quickly
+    @fast_jit
     def every(batch, half, large, whole, waves, values):
         return (
             (batch.sum(), batch.sum((1, 2)), batch.mean((0, 1)), batch.square_sum()),

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import assert_close, quickly
+from helpers import assert_close, fast_jit
 from optimizers import ALL, D, V, make, rng_tree, slices_of
 
 import jslices as js
@@ -77,8 +77,8 @@ def test_a_chain_applies_what_its_links_update(last):
     if last == "optax":
         grads["table"] = grads["table"].to_dense()
     state = tx.init(params)
-    updates, wanted = quickly(tx.update)(grads, state, params)
-    got, new = quickly(tx.apply)(grads, state, params)
+    updates, wanted = fast_jit(tx.update)(grads, state, params)
+    got, new = fast_jit(tx.apply)(grads, state, params)
     assert_close(got, js.apply_updates(params, updates), rtol=1e-6, atol=1e-7)
     assert_close(new, wanted, rtol=1e-6, atol=1e-7)
 

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import assert_close, golden, quickly
+from helpers import assert_close, fast_jit, golden
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.experimental import checkify
@@ -73,7 +73,7 @@ def compiled(lookup, combiner, shape, default=None):
         clipped = look(table, ids, weights, max_norm=0.8) if lookup == "plain" else None
         return grads, out, clipped
 
-    return quickly(run)
+    return fast_jit(run)
 
 
 @pytest.mark.parametrize("name", names("embedding_lookup_sparse"))
@@ -114,7 +114,7 @@ def test_no_ids_at_all(lookup):
     nothing = np.zeros((0, 2), np.int32)
     inputs = [(bcoo(np.zeros(0, np.int32), nothing, (3, 2)), 3), (nothing, 0)]
 
-    @quickly
+    @fast_jit
     def every(table):
         def grad(ids, combiner):
             def loss(table):
@@ -209,7 +209,7 @@ def wanted(weighted):
         return jax.grad(loss, (0, 1), has_aux=True)(table, weights)
 
     weights = WEIGHTS if weighted else np.ones_like(WEIGHTS)
-    every = quickly(lambda *args: {c: run(c, *args) for c in COMBINERS})
+    every = fast_jit(lambda *args: {c: run(c, *args) for c in COMBINERS})
     return every(TABLE, weights)
 
 
@@ -228,7 +228,7 @@ def test_every_combiner_and_its_gradients(weighted):
     bags = form("mask", weighted)
     data = jnp.asarray(bags[1]) if weighted else None
     run = functools.partial(run_all, bags, COMBINERS)
-    check_form(quickly(run)(TABLE, data), COMBINERS, weighted, lambda *both: both)
+    check_form(fast_jit(run)(TABLE, data), COMBINERS, weighted, lambda *both: both)
     if weighted:
         eager = run_all(bags, ["mean"], TABLE, data)
         check_form(eager, ["mean"], True, lambda *both: both)
@@ -239,7 +239,7 @@ def test_every_form_and_its_gradients(name):
     # A form says which bag an id and its weight are in; combiners do not see it.
     bags = form(name, True)
     data = jnp.asarray(bags[1].data if name == "bcoo" else bags[1])
-    results = quickly(functools.partial(run_all, bags, ["mean"]))(TABLE, data)
+    results = fast_jit(functools.partial(run_all, bags, ["mean"]))(TABLE, data)
 
     def pick(ours, theirs):
         if name == "mask=":
@@ -257,7 +257,7 @@ def test_padding_is_ignored_and_bad_ids_are_seen():
     ids = jnp.array([[1, 99], [2, 3], [-7, 0]])
     mask = jnp.array([[True, False], [True, True], [False, False]])
 
-    @quickly
+    @fast_jit
     def every(table, ids, mask):
         look = lambda c: lambda t: js.embedding_lookup_sparse(t, (ids, mask), None, c)  # noqa: E731
         grad = lambda f: js.grad(lambda t: f(t).sum())(table)  # noqa: E731
@@ -291,7 +291,7 @@ def test_bags_of_any_rank():
     ids = np.arange(12).reshape(2, 3, 2) % 6
     look = js.embedding_lookup_sparse
 
-    @quickly
+    @fast_jit
     def every(table):
         return (
             look(table, ids, None, "sum"),
@@ -317,7 +317,7 @@ def test_integer_weights_and_vmap():
     table = TABLE
     ids, weights = np.array([[1, 2], [3, 3]]), np.array([[1, 2], [3, 1]])
     look = lambda i, w: js.embedding_lookup_sparse(table, i, w)  # noqa: E731
-    both = quickly(lambda i, w: (look(i, w), jax.vmap(look)(i, w)))
+    both = fast_jit(lambda i, w: (look(i, w), jax.vmap(look)(i, w)))
     wanted = (np.asarray(table)[ids] * weights[..., None]).sum(1) / weights.sum(1)[:, None]
     for out in both(ids, weights):
         assert_close(out, wanted.astype(np.float32))
@@ -358,7 +358,7 @@ def test_safe_against_a_loop(combiner, data):
 def test_default_id_is_one_entry():
     table = jnp.arange(10.0).reshape(5, 2)
     lookup = lambda t, i: js.safe_embedding_lookup_sparse(t, i, default_id=3)  # noqa: E731
-    grad = quickly(lambda i: js.grad(lambda t: lookup(t, i).sum())(table))
+    grad = fast_jit(lambda i: js.grad(lambda t: lookup(t, i).sum())(table))
     slices = grad(jnp.array([[1, -1], [-1, -1], [-1, -1]]))
     assert slices.indices.tolist() == [1, 5, 5, 5, 5, 5, 3]
     np.testing.assert_array_equal(slices.values[-1], [2, 2])
@@ -376,7 +376,7 @@ def test_shards_give_what_the_table_gives(strategy):
     table = jax.random.normal(jax.random.key(0), (7, 2))
     ids = np.array([[0, 6, 2], [-1, -1, 4], [-1, -1, -1]])
 
-    @quickly
+    @fast_jit
     def both(params):
         def loss(params):
             out = js.safe_embedding_lookup_sparse(
@@ -457,7 +457,7 @@ def test_weights_that_are_not_used_get_no_gradient():
     table, ids = jnp.ones((4, 2)), (np.array([[1, 2]]), np.array([[True, False]]))
     look = js.embedding_lookup_sparse
     grad = lambda c: js.grad(lambda w: look(table, ids, w, c).sum())  # noqa: E731
-    every = quickly(lambda w: [grad(c)(w) for c in COMBINERS])
+    every = fast_jit(lambda w: [grad(c)(w) for c in COMBINERS])
     for of_weights in every(jnp.array([[2.0, jnp.nan]])):
         assert np.isfinite(np.asarray(of_weights)).all() and of_weights[0, 1] == 0
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import assert_close, golden, numpy_dense, quickly
+from helpers import assert_close, fast_jit, golden, numpy_dense
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -98,7 +98,7 @@ LIMITS = [0.5, 2, 1000]
 def results(name):
     """All that is compared with TensorFlow for a case, compiled together."""
 
-    @quickly
+    @fast_jit
     def compute(slices, other):
         tree = [slices, other, None]
         calls = {k: f(slices) for k, (f, _) in CALLS.items() if "error" not in case[k]}
@@ -174,7 +174,7 @@ def test_global_norm_equals_tensorflow(name, limit):
 def test_dense_arrays_equal_tensorflow(name):
     case = CLIP[name]
     x = jnp.asarray(case["dense"])
-    norm, clipped = quickly(lambda x: (js.global_norm(x), js.clip_by_norm(x, 2.0)))(x)
+    norm, clipped = fast_jit(lambda x: (js.global_norm(x), js.clip_by_norm(x, 2.0)))(x)
     np.testing.assert_allclose(norm, case["dense_global_norm"], 1e-6)
     for got in (clipped, as_dense(results(name)["clip_by_norm_2"])):
         np.testing.assert_allclose(got, case["dense_clip_by_norm_2"], 2e-6, 1e-7)
@@ -204,7 +204,7 @@ def special(kind):
     def weighted(x, limit, name):
         return (clipped(kind, x, limit)[name][0] * jnp.array([1.0, 2.0])).sum()
 
-    return quickly(
+    return fast_jit(
         lambda x, limit: (
             clipped(kind, x, limit),
             {name: jax.grad(weighted)(x, limit, name) for name in CLIPPERS},
@@ -271,7 +271,7 @@ CALLED = {
     "tx_rows": lambda t: js.optim.clip_row_norms(0.5).update(t["a"], ())[0],
     "tx_rms": lambda t: js.optim.clip_by_block_rms(0.1).update(t, ())[0],
 }
-call_all = quickly(lambda tree: {name: call(tree) for name, call in CALLED.items()})
+call_all = fast_jit(lambda tree: {name: call(tree) for name, call in CALLED.items()})
 
 
 @settings(max_examples=40)
@@ -330,7 +330,7 @@ def test_in_a_chain_of_optax():
     ours = optax.chain(js.optim.clip_global_norm(1.5), js.adagrad(0.1))
     theirs = optax.chain(optax.clip_by_global_norm(1.5), optax.adagrad(0.1))
     state, wanted_state = ours.init(params), theirs.init(params)
-    update, reference = quickly(ours.update), quickly(theirs.update)
+    update, reference = fast_jit(ours.update), fast_jit(theirs.update)
     for _ in range(2):
         updates, state = update(GRADS, state, params)
         wanted, wanted_state = reference(dense, wanted_state, params)
@@ -369,7 +369,7 @@ def test_none_passes_and_an_empty_tree_has_no_norm():
         assert tx.update([None], tx.init([None]))[0] == [None]
 
 
-@quickly
+@fast_jit
 def clipped_tree(tree):
     link = js.optim.clip_global_norm(1.0)
     rows = tree["rows"]
@@ -410,7 +410,7 @@ def test_16_bit_floats_are_squared_in_float32(dtype):
     )
     many = jnp.full((4096,), 0.25, dtype)
 
-    @quickly
+    @fast_jit
     def compute(rows, many):
         by_global_norm, norm = js.clip_by_global_norm(rows, 5.0)
         clipped = (
@@ -472,7 +472,7 @@ def test_in_scan_and_vmap():
     stacked = js.IndexedSlices.tree_unflatten((5, 2), (values, indices))
     one = lambda s: js.clip_by_global_norm({"s": s, "n": None}, 2.0)  # noqa: E731
 
-    @quickly
+    @fast_jit
     def in_each_way(stacked):
         dense = stacked.to_dense()
         return (
@@ -559,11 +559,11 @@ def test_errors():
 
 def test_complex_numbers_and_double_precision():
     z = jnp.array([3 + 4j, 0])
-    norm, clipped = quickly(lambda z: (js.global_norm(z), js.clip_by_norm(z, 1.0)))(z)
+    norm, clipped = fast_jit(lambda z: (js.global_norm(z), js.clip_by_norm(z, 1.0)))(z)
     assert norm == 5
     np.testing.assert_allclose(clipped, [0.6 + 0.8j, 0], 1e-6)
     with jax.enable_x64(True):
         single, double = np.ones(3, np.float32), np.ones(1)
-        norms = quickly(lambda a, b: (js.global_norm([a, b]), js.clip_by_norm(b, 1.0)))
+        norms = fast_jit(lambda a, b: (js.global_norm([a, b]), js.clip_by_norm(b, 1.0)))
         assert [x.dtype for x in norms(single, double)] == [jnp.float64, jnp.float64]
         assert norms(single, double * 1e100)[0] == 1e100  # float32 would give infinity

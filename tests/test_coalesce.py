@@ -5,7 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import golden, lists, numpy_dense, quickly
+from helpers import fast_jit, golden, lists, numpy_dense
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -27,7 +27,7 @@ def cases(draw):
     )
 
 
-COALESCE = quickly(lambda s: (s.coalesce(), s.coalesce().to_dense()))
+COALESCE = fast_jit(lambda s: (s.coalesce(), s.coalesce().to_dense()))
 
 
 @given(cases())
@@ -114,7 +114,7 @@ def test_differentiable_and_mappable():
 
     coalesce = lambda v, i: js.IndexedSlices(v, i, (4,)).coalesce()  # noqa: E731
 
-    @quickly
+    @fast_jit
     def every(*args):
         grads = [jax.vmap(jax.grad(f))(*args) for f in (total, plain)]
         many = [

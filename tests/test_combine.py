@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import assert_close, numpy_dense, quickly
+from helpers import assert_close, fast_jit, numpy_dense
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -13,7 +13,7 @@ import jslices as js
 
 V, D, K = 5, 2, 8
 WEIGHT = {"sum": lambda n: 1.0, "mean": lambda n: n, "sqrtn": np.sqrt}
-coalesce = quickly(lambda s: {how: s.coalesce(combine=how) for how in WEIGHT})
+coalesce = fast_jit(lambda s: {how: s.coalesce(combine=how) for how in WEIGHT})
 
 
 def loop(values, ids, how):
@@ -59,14 +59,14 @@ def test_together_with_a_size_and_a_batch():
     np.testing.assert_array_equal(out.indices, [2, 7, 9, 9, 9])
     np.testing.assert_array_equal(out.values, [4, 4, 0, 0, 0])
     batch = jax.tree.map(lambda x: jnp.stack([x, x]), slices)
-    many = quickly(lambda s: s.coalesce(combine="mean"))(batch)
+    many = fast_jit(lambda s: s.coalesce(combine="mean"))(batch)
     np.testing.assert_array_equal(many.values, [[4, 4, 0]] * 2)
 
     def mean(values):
         given = js.IndexedSlices(values, slices.indices, slices.dense_shape)
         return (given.coalesce(combine="mean").values ** 2).sum()
 
-    np.testing.assert_allclose(quickly(jax.grad(mean))(slices.values), [4, 8, 4])
+    np.testing.assert_allclose(fast_jit(jax.grad(mean))(slices.values), [4, 8, 4])
     empty = js.IndexedSlices(jnp.ones((0, 1)), jnp.zeros((0,), int), (9, 1))
     assert empty.coalesce(combine="mean").values.shape == (0, 1)
 
@@ -76,7 +76,7 @@ def test_the_transformation_stands_in_a_chain():
     ids = jnp.array([1, 1, 3, 1, 0])
     tx = optax.chain(js.optim.combine_duplicates("sqrtn"), js.sgd(0.5))
 
-    @quickly
+    @fast_jit
     def step(params, state):
         grads = js.grad(lambda p: (p["t"][ids] ** 2).sum() + p["b"] ** 2)(params)
         updates, state = tx.update(grads, state, params)

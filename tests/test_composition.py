@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import all_at_once, assert_close, quickly
+from helpers import all_at_once, assert_close, fast_jit
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -93,9 +93,9 @@ def test_per_example_gradients():
         squares = grads["table"].coalesce().values ** 2
         return grads, jnp.sqrt(squares.sum(axis=(1, 2)))
 
-    grads, norms = quickly(norms_too)(PARAMS, IDS)
+    grads, norms = fast_jit(norms_too)(PARAMS, IDS)
     assert grads["table"].values.shape == (8, 3, D)
-    wanted = quickly(jax.vmap(jax.grad(loss), (None, 0)))(PARAMS, IDS)
+    wanted = fast_jit(jax.vmap(jax.grad(loss), (None, 0)))(PARAMS, IDS)
     assert_close(grads, wanted, rtol=1e-4)
     wanted_norms = np.sqrt((np.asarray(wanted["table"]) ** 2).sum(axis=(1, 2)))
     np.testing.assert_allclose(norms, wanted_norms, rtol=1e-4)
@@ -111,8 +111,8 @@ def test_a_whole_training_loop_as_one_scan():
         return (js.apply_updates(params, updates), state), value
 
     start = PARAMS, tx.init(PARAMS)
-    (params, state), values = quickly(lambda c, xs: lax.scan(step, c, xs))(start, IDS)
-    carry, once = start, quickly(step)
+    (params, state), values = fast_jit(lambda c, xs: lax.scan(step, c, xs))(start, IDS)
+    carry, once = start, fast_jit(step)
     for ids, value in zip(IDS, values, strict=True):
         carry, wanted = once(carry, ids)
         np.testing.assert_allclose(value, wanted, rtol=1e-4)
@@ -129,7 +129,7 @@ def test_gradients_of_micro_batches_add_up_without_a_dense_buffer():
             per_batch.values.reshape(-1, D), per_batch.indices.reshape(-1), (V, D)
         ).coalesce()
 
-    wanted = quickly(jax.grad(lambda p: sum(loss(p, ids) for ids in IDS)))(PARAMS)["table"]
+    wanted = fast_jit(jax.grad(lambda p: sum(loss(p, ids) for ids in IDS)))(PARAMS)["table"]
     assert_close(accumulated(PARAMS, IDS), wanted, rtol=1e-4)
 
 
@@ -162,7 +162,7 @@ def test_callables_of_any_kind():
         def method(self, params, ids):
             return loss(params, ids)
 
-    wanted = quickly(jax.grad(loss))(PARAMS, IDS)
+    wanted = fast_jit(jax.grad(loss))(PARAMS, IDS)
     for fun in (
         Model(),
         Model().method,
@@ -174,7 +174,7 @@ def test_callables_of_any_kind():
             if isinstance(fun, functools.partial) and fun.keywords
             else (PARAMS, IDS)
         )
-        assert_close(quickly(js.grad(fun))(*args), wanted, rtol=1e-4)
+        assert_close(fast_jit(js.grad(fun))(*args), wanted, rtol=1e-4)
 
 
 def test_effects_and_random_keys():

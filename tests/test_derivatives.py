@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import quickly, rest_in_ci
+from helpers import fast_jit, slow_unless
 from optimizers import ALL, D, label, make
 
 import jslices as js
@@ -41,13 +41,13 @@ def derivatives(tx, num_rows):
         results = tx.apply({"table": rows, "w": jnp.ones(2)}, state, params)
         return sum((x**2).sum() for x in jax.tree.leaves(results) if is_float(x))
 
-    grad = quickly(jax.grad(size, (0, 1, 2), allow_int=True))
+    grad = fast_jit(jax.grad(size, (0, 1, 2), allow_int=True))
     return lambda ids, values: grad(params, values, tx.init(params), ids)
 
 
 @pytest.mark.parametrize(
     "name, kwargs, way",
-    rest_in_ci(
+    slow_unless(
         [
             *((*case, way) for case in ALL for way in SIZES),
             *((*FROM_OPTAX, way) for way in SIZES),
@@ -74,7 +74,7 @@ def test_they_are_finite_whatever_is_empty(name, kwargs, way):
 
 
 @pytest.mark.parametrize(
-    "name, kwargs", rest_in_ci(QUICK, lambda case: case == QUICK[-1]), ids=label
+    "name, kwargs", slow_unless(QUICK, lambda case: case == QUICK[-1]), ids=label
 )
 def test_they_are_those_without_empty_entries(name, kwargs):
     derivatives_at = derivatives(optimizer(name, kwargs), 9)

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import rest_in_ci
+from helpers import slow_unless
 from jax import export, lax
 
 import jslices as js
@@ -65,7 +65,7 @@ OPTIMIZERS = {
 
 @pytest.mark.parametrize(
     "name, num_ids",
-    rest_in_ci(
+    slow_unless(
         [(name, n) for name in OPTIMIZERS for n in (300, 1500, 4000)],
         lambda case: case in (("adam", 1500), ("sgd", 1500), ("clipped", 300)),
     ),
@@ -96,7 +96,7 @@ SIZES = [1, ONE_BLOCK, ONE_BLOCK + 1, ONE_BLOCK * BLOCK + 5]
 
 
 @pytest.mark.parametrize(
-    "count", rest_in_ci([(n,) for n in SIZES], lambda case: case[0] > ONE_BLOCK)
+    "count", slow_unless([(n,) for n in SIZES], lambda case: case[0] > ONE_BLOCK)
 )
 def test_sums_of_runs(count):
     rng = np.random.default_rng(count)
@@ -123,7 +123,7 @@ def test_what_is_not_finite_stays_in_its_run():
 
 @pytest.mark.parametrize(
     "dtype",
-    rest_in_ci(
+    slow_unless(
         [(x,) for x in (jnp.float32, jnp.bfloat16, jnp.int32, jnp.complex64)],
         lambda case: case == (jnp.float32,),
     ),

@@ -5,7 +5,7 @@ import functools
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import lists, numpy_dense, quickly
+from helpers import fast_jit, lists, numpy_dense
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -18,7 +18,7 @@ def compiled(mode):
         look = lambda t: js.embedding_lookup(t, ids, mode=mode)  # noqa: E731
         return look(table), js.grad(lambda t: jnp.nansum(look(t)))(table)
 
-    return quickly(run)
+    return fast_jit(run)
 
 
 @given(

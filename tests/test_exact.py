@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import assert_close, golden, quickly, rest_in_ci
+from helpers import assert_close, fast_jit, golden, slow_unless
 from optimizers import label
 
 import jslices as js
@@ -67,7 +67,7 @@ def train_dense(tx, start=START):
         return (optax.apply_updates(params, updates), state), None
 
     run = lambda: jax.lax.scan(step, (start, tx.init(start)), (IDS, ROWS))[0]  # noqa: E731
-    return quickly(run)()[0]
+    return fast_jit(run)()[0]
 
 
 def catch_up_and_step(tx, params, state, ids, rows):
@@ -82,13 +82,13 @@ def catch_up_and_step(tx, params, state, ids, rows):
 def compiled(tx):
     """That step, and ``tx.flush``."""
     step = lambda *args: catch_up_and_step(tx, *args)  # noqa: E731
-    return quickly(step), quickly(tx.flush)
+    return fast_jit(step), fast_jit(tx.flush)
 
 
 ADAM = js.adam(0.1, untouched="exact")
 
 
-def train_rows(tx, jit=quickly):
+def train_rows(tx, jit=fast_jit):
     step = lambda carry, batch: (catch_up_and_step(tx, *carry, *batch), None)  # noqa: E731
     run = lambda: jax.lax.scan(step, (START, tx.init(START)), (IDS, ROWS))[0]  # noqa: E731
     return jit(run)()
@@ -99,14 +99,14 @@ def relative_error(got, wanted):
 
 
 @pytest.mark.parametrize(
-    "name, kwargs, tolerance, rate", rest_in_ci(RATES, QUICK.__contains__), ids=label
+    "name, kwargs, tolerance, rate", slow_unless(RATES, QUICK.__contains__), ids=label
 )
 def test_equals_dense_optax(name, kwargs, tolerance, rate):
     if name == "adadelta":
         rate = 10.0  # its steps are tiny
     tx = getattr(js, name)(rate, untouched="exact", **kwargs)
     # Good machine code for three of them: the rest is compiled in half the time.
-    jit = jax.jit if (name, kwargs) in THREE and not callable(rate) else quickly
+    jit = jax.jit if (name, kwargs) in THREE and not callable(rate) else fast_jit
     flush = jit(tx.flush)
     params, state = flush(*train_rows(tx, jit))
     wanted = train_dense(getattr(optax, name)(rate, **kwargs))
@@ -128,7 +128,7 @@ def test_lazy_does_not():
 
 def test_partial_rowwise_adam_equals_itself_on_dense_gradients():
     tx = js.partial_rowwise_adam(0.1, untouched="exact")
-    params, _ = quickly(tx.flush)(*train_rows(tx))
+    params, _ = fast_jit(tx.flush)(*train_rows(tx))
     wanted = train_dense(js.partial_rowwise_adam(0.1))
     assert relative_error(params, wanted) < 1e-5
 
@@ -137,7 +137,7 @@ def test_partial_rowwise_adam_equals_itself_on_dense_gradients():
 def test_proximal_adagrad_equals_itself_on_dense_gradients(l2):
     strengths = {"l1_regularization_strength": 0.02, "l2_regularization_strength": l2}
     tx = js.proximal_adagrad(0.1, untouched="exact", **strengths)
-    params, _ = quickly(tx.flush)(*train_rows(tx))
+    params, _ = fast_jit(tx.flush)(*train_rows(tx))
     wanted = train_dense(js.proximal_adagrad(0.1, **strengths))
     assert relative_error(params, wanted) < 2e-5
     assert (np.asarray(wanted) == 0).any()  # the pull reaches zero, and stays
@@ -155,7 +155,7 @@ def test_proximal_adagrad_equals_tensorflow_on_dense_gradients():
     params = jnp.asarray(section["_w0"])
     state = tx.init(params)
 
-    @quickly
+    @fast_jit
     def train(params, state):
         for inputs in section["_steps"]:
             params, state = tx.catch_up(params, state, inputs["indices"])
@@ -173,7 +173,7 @@ def test_closer_to_the_truth_than_float32_optax():
     with jax.enable_x64(True):
         truth = np.asarray(train_dense(optax.adamw(0.01), START.astype(jnp.float64)))
     tx = js.adamw(0.01, untouched="exact")
-    ours = relative_error(quickly(tx.flush)(*train_rows(tx))[0], truth)
+    ours = relative_error(fast_jit(tx.flush)(*train_rows(tx))[0], truth)
     assert ours < 2e-5
     assert ours < 2 * relative_error(train_dense(optax.adamw(0.01)), truth)
 
@@ -195,7 +195,7 @@ def test_weight_decay_of_all_rows_with_lazy_movement(scheduled):
 
 def test_weight_decay_of_touched_rows_with_exact_movement():
     tx = js.adamw(0.1, weight_decay=0.05, untouched="exact", weight_decay_mode="touched")
-    params, _ = quickly(tx.flush)(*train_rows(tx))
+    params, _ = fast_jit(tx.flush)(*train_rows(tx))
     never = np.setdiff1d(np.arange(V), np.asarray(IDS))
     assert len(never)
     np.testing.assert_array_equal(params[never], START[never])
@@ -210,7 +210,7 @@ def test_a_mask_keeps_weights_from_decaying_while_they_wait():
     dense_tx = optax.adamw(0.1, **kwargs)
     state, dense_state, wanted = tx.init(params), dense_tx.init(params), params
 
-    @quickly
+    @fast_jit
     def step(params, state, ids, rows):
         params, state = tx.catch_up(params, state, {"table": ids, "other": ids})
         grads = js.IndexedSlices(rows, ids, (V, D))
@@ -224,7 +224,7 @@ def test_a_mask_keeps_weights_from_decaying_while_they_wait():
             {"table": dense, "other": dense}, dense_state, wanted
         )
         wanted = optax.apply_updates(wanted, updates)
-    params, _ = quickly(tx.flush)(params, state)
+    params, _ = fast_jit(tx.flush)(params, state)
     for name in mask:
         np.testing.assert_allclose(params[name], wanted[name], rtol=2e-5, atol=2e-6)
 
@@ -262,7 +262,7 @@ def test_gaps_beyond_the_window():
 
             return jax.lax.scan(step, (start, tx.init(start)), jnp.arange(5001))[0][0]
 
-        got, wanted = quickly(ours)(), quickly(theirs)()
+        got, wanted = fast_jit(ours)(), fast_jit(theirs)()
         move = np.abs(wanted[3] - START[3]).max()
         assert np.abs(got[3] - wanted[3]).max() < 1e-4 * move
 
@@ -287,7 +287,7 @@ def test_rows_that_did_not_catch_up_are_noticed():
     with pytest.raises(ValueError, match=message):
         ADAM.update(slices(7, 4), state, params)
     # Under jit nothing can be raised: the row becomes NaN.
-    updates, _ = quickly(ADAM.update)(slices(7, 4), state, params)
+    updates, _ = fast_jit(ADAM.update)(slices(7, 4), state, params)
     new = js.apply_updates(params, updates)
     assert np.isnan(new[7]).all() and not np.isnan(new[jnp.array([1, 4])]).any()
     with pytest.raises(ValueError, match="row 0 did its last step at 0"):
@@ -301,7 +301,7 @@ def test_a_step_on_known_numbers_inside_of_a_trace():
     """As optax.apply_if_finite runs it, in a branch of lax.cond."""
     grads, state = js.IndexedSlices(ROWS[0], IDS[0], (V, D)), ADAM.init(START)
     got = jax.lax.cond(True, lambda: ADAM.update(grads, state, START)[0], lambda: grads)
-    wanted, _ = quickly(ADAM.update)(grads, state, START)
+    wanted, _ = fast_jit(ADAM.update)(grads, state, START)
     np.testing.assert_allclose(got.to_dense(), wanted.to_dense(), rtol=1e-5)
     guarded = optax.apply_if_finite(ADAM, 3)
     updates, _ = guarded.update(grads, guarded.init(START), START)
@@ -312,7 +312,7 @@ def test_ids_of_any_shape_and_out_of_range_ones():
     tx = js.sgd(0.1, momentum=0.9, untouched="exact")
     params = {"table": START, "w": jnp.ones(2)}
     state = tx.init(params)
-    catch_up = quickly(tx.catch_up)
+    catch_up = fast_jit(tx.catch_up)
     grads = {"table": js.IndexedSlices(ROWS[0], IDS[0], (V, D)), "w": jnp.ones(2)}
     _, state = tx.update(grads, state, params)
     _, state = tx.update({"table": None, "w": jnp.ones(2)}, state, params)
@@ -390,7 +390,7 @@ KINDS = {
 
 
 @pytest.mark.parametrize(
-    "kind", rest_in_ci([(kind,) for kind in KINDS], lambda case: case[0] == "exact")
+    "kind", slow_unless([(kind,) for kind in KINDS], lambda case: case[0] == "exact")
 )
 def test_masked_gradients_alone_do_not_freeze_rows_that_catch_up(kind):
     """They decay, as the docstring of mask_rows says; freeze_rows holds them."""
@@ -405,7 +405,7 @@ def test_masked_gradients_alone_do_not_freeze_rows_that_catch_up(kind):
             return (js.apply_updates(params, updates), state), None
 
         batches = IDS[:3], ROWS[:3]
-        run = quickly(lambda carry: tx.flush(*jax.lax.scan(step, carry, batches)[0])[0])
+        run = fast_jit(lambda carry: tx.flush(*jax.lax.scan(step, carry, batches)[0])[0])
         return run((START, tx.init(START)))
 
     masked = train(tx)
@@ -425,7 +425,7 @@ def one_row_waits(tx, steps=6):
         updates, state = tx.update(grads, state, params)
         return (js.apply_updates(params, updates), state), None
 
-    @quickly
+    @fast_jit
     def train(*carry):
         return tx.flush(*jax.lax.scan(step, carry, jnp.arange(steps))[0])[0]
 
@@ -449,7 +449,7 @@ def waves(step):
 
 @pytest.mark.parametrize(
     "name, rate, kwargs",
-    rest_in_ci(
+    slow_unless(
         [
             ("adam", -0.1, {}),
             ("adamw", -0.1, {"weight_decay": 0.1}),
@@ -579,7 +579,7 @@ def test_a_learning_rate_that_is_known_in_the_step_alone(name, kwargs, tolerance
     make = lambda rate: getattr(js, name)(rate, untouched="exact", **kwargs)  # noqa: E731
     half = STEPS // 2
 
-    @quickly
+    @fast_jit
     def some_steps(params, state, rate, ids, rows):
         step = lambda carry, batch: (  # noqa: E731
             catch_up_and_step(make(rate), *carry, *batch),
@@ -604,7 +604,7 @@ def test_places_without_a_parameter_stay_without_state():
     grads = {"table": js.IndexedSlices(jnp.ones((1, 2)), [1], (4, 2)), "activation": None}
     first = tx.init(params)
 
-    @quickly
+    @fast_jit
     def step(params, state):
         params, state = tx.flush(params, state)
         return tx.apply(grads, state, params)
@@ -623,9 +623,9 @@ def test_masks_where_parameters_are_none(name):
     dense_tx = getattr(optax, name)(0.1, **kwargs)
     params = {"activation": None, "bias": START[:8, 0], "table": START[:8]}
     state, dense_state, wanted = tx.init(params), dense_tx.init(params), params
-    kept, flush = jax.tree.structure(state), quickly(tx.flush)
+    kept, flush = jax.tree.structure(state), fast_jit(tx.flush)
 
-    @quickly
+    @fast_jit
     def step(params, state, grads):
         touched = jax.tree.map(lambda g: g.indices, grads, is_leaf=js.is_slices)
         return tx.apply(grads, *tx.catch_up(params, state, touched)[::-1])

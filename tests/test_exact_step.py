@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import assert_close, quickly
+from helpers import assert_close, fast_jit
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jslices as js
@@ -57,7 +57,7 @@ def trained_densely():
         return (optax.apply_updates(params, updates), state), value
 
     run = lambda p: jax.lax.scan(step, (p, tx.init(p)), (IDS, LABELS))  # noqa: E731
-    (params, _), values = quickly(run)(PARAMS)
+    (params, _), values = fast_jit(run)(PARAMS)
     return params, values
 
 
@@ -79,7 +79,7 @@ def test_scanned_it_equals_dense_optax():
         params, state, value, aux = step(*carry, *batch)
         return (params, state), (value, aux)
 
-    @quickly
+    @fast_jit
     def run(params):
         carry = params, EXACT.init(params)
         (params, state), found = jax.lax.scan(scanned, carry, (IDS, LABELS))
@@ -132,8 +132,8 @@ def test_two_losses_take_turns():
     tx, wanted = optax.adam(0.03), PARAMS
     state, truth = EXACT.init(PARAMS), tx.init(PARAMS)
     params = PARAMS
-    steps = [quickly(js.optim.exact_step(each, EXACT)) for each in losses]
-    dense = [quickly(jax.value_and_grad(each)) for each in losses]
+    steps = [fast_jit(js.optim.exact_step(each, EXACT)) for each in losses]
+    dense = [fast_jit(jax.value_and_grad(each)) for each in losses]
     with pytest.warns(js.DensificationWarning, match=r"'a'"):
         for n, batch in enumerate(zip(IDS[:12], LABELS, strict=False)):
             params, state, value = steps[n % 3](params, state, *batch)
@@ -146,7 +146,7 @@ def test_two_losses_take_turns():
 
 def test_small_tables_may_be_dense_in_some_batches():
     step = js.optim.exact_step(loss, EXACT, sparse="if_smaller")
-    compiled, params, state = quickly(step), PARAMS, EXACT.init(PARAMS)
+    compiled, params, state = fast_jit(step), PARAMS, EXACT.init(PARAMS)
     wide = jnp.tile(jnp.arange(V), 2)
     for ids in (IDS[0], wide, IDS[1], wide):
         params, state, value = compiled(params, state, ids, jnp.zeros(ids.shape))
@@ -161,7 +161,7 @@ def test_chains_and_partitions_catch_up():
     )
     for tx in (chained, apart):
         params, state = PARAMS, tx.init(PARAMS)
-        step = quickly(js.optim.exact_step(loss, tx))
+        step = fast_jit(js.optim.exact_step(loss, tx))
         for batch in zip(IDS[:4], LABELS, strict=False):
             params, state, value = step(params, state, *batch)
         assert np.isfinite(value) and tx.catches_up
@@ -192,11 +192,11 @@ def test_on_a_mesh(kind):
         carry, values = jax.lax.scan(scanned, carry, (ids, labels))
         return EXACT.flush(*carry)[0], values
 
-    wanted = quickly(run)(start, IDS[:5], LABELS[:5])
+    wanted = fast_jit(run)(start, IDS[:5], LABELS[:5])
     params = {"table": put(start["table"], "x"), "w": put(start["w"])}
     exchange = {"table": js.Exchange("x")}
     with jax.set_mesh(mesh):
-        run_there = quickly(functools.partial(run, exchange=exchange))
+        run_there = fast_jit(functools.partial(run, exchange=exchange))
         found = run_there(params, put(IDS[:5], None, "x"), put(LABELS[:5], None, "x"))
     assert found[0]["table"].sharding.spec[0] == "x"
     assert_close(jax.device_get(found), jax.device_get(wanted), rtol=1e-4, atol=1e-5)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optimizers
 import pytest
-from helpers import all_at_once, assert_close, quickly, rest_in_ci
+from helpers import all_at_once, assert_close, fast_jit, slow_unless
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jslices as js
@@ -79,7 +79,7 @@ def params_on_one():
 @functools.cache
 def trained_on_one(name, ids):
     tx, params = OPTIMIZERS[name], params_on_one()
-    run = quickly(functools.partial(train, tx, None))
+    run = fast_jit(functools.partial(train, tx, None))
     return run(params, tx.init(params), jnp.asarray(IDS[ids], jnp.int32))
 
 
@@ -104,7 +104,7 @@ EXCHANGES = [
 @pytest.mark.parametrize("ids", IDS)
 @pytest.mark.parametrize(
     "mesh, exchange",
-    rest_in_ci(
+    slow_unless(
         [(mesh, exchange) for mesh in ROWS for exchange in EXCHANGES],
         lambda case: case[0] == "2x4" and case[1].capacity == 2,
     ),
@@ -118,7 +118,7 @@ def test_training_is_the_same_whatever_the_ids(mesh, exchange, ids):
     params = split(mesh, params_on_one(), spec)
     state = split(mesh, tx.init(params), spec)
     given = on(mesh, jnp.asarray(IDS[ids], jnp.int32), P(None, *batch))
-    run = quickly(functools.partial(train, tx, {"table": exchange}))
+    run = fast_jit(functools.partial(train, tx, {"table": exchange}))
     assert_close(run(params, state, given), trained_on_one("adam", ids), rtol=1e-4)
 
 
@@ -129,7 +129,7 @@ def test_what_does_not_fit_shows():
 
     def run(ids):
         look_up = js.value_and_grad(lambda t, i: (t[i] ** 2).sum(), exchange=exchange)
-        return quickly(look_up)(table, on(mesh, ids.astype(np.int32), P("x")))
+        return fast_jit(look_up)(table, on(mesh, ids.astype(np.int32), P("x")))
 
     fits = np.tile(np.arange(8) * 8, 4)  # one id for each pair of devices
     value, grad = run(fits)
@@ -204,7 +204,7 @@ PLACES = [
 @pytest.mark.filterwarnings("ignore::jslices.DensificationWarning")
 @pytest.mark.parametrize(
     "kind, shape, names, spec",
-    rest_in_ci(PLACES, lambda case: case in (PLACES[2], PLACES[4])),
+    slow_unless(PLACES, lambda case: case in (PLACES[2], PLACES[4])),
 )
 def test_lookups_in_every_form(kind, shape, names, spec):
     if jax.device_count() < 8:
@@ -249,14 +249,14 @@ def test_around_the_optimizer_nothing_but_numbers_travels():
     def loss(table, ids):
         return (table[ids] ** 2).sum()
 
-    grads = quickly(js.grad(loss, exchange=exchange))(placed, ids)
+    grads = fast_jit(js.grad(loss, exchange=exchange))(placed, ids)
 
     def around(g):
         clipped = js.clip_by_global_norm(g, 1.0)[0]
         rows = js.clip_rows_by_norm(clipped, 0.1)
         return rows, js.global_norm(rows), js.all_finite(rows), rows + g, g.coalesce()
 
-    compiled = quickly(around).lower(grads).compile()
+    compiled = fast_jit(around).lower(grads).compile()
     sent = [c for c in js.proof.cost.cost_of(compiled).collectives]
     assert all(c.nbytes <= 16 for c in sent), sent
     wanted = around(js.grad(loss)(jnp.asarray(TABLE), jnp.asarray(ids)))
@@ -275,10 +275,10 @@ def test_without_an_exchange_no_table_travels_either(name, spec):
         grads = js.grad(loss)(params, ids, LABELS)
         return tx.apply(grads, state, params)
 
-    compiled = quickly(step).lower(params, state, ids).compile()
+    compiled = fast_jit(step).lower(params, state, ids).compile()
     most = max(c.nbytes for c in js.proof.cost.cost_of(compiled).collectives)
     assert most <= 3 * K * D * 4  # of rows looked up: of Adam's three arrays at a time
-    wanted = quickly(step)(params_on_one(), tx.init(params_on_one()), IDS["any"][0])
+    wanted = fast_jit(step)(params_on_one(), tx.init(params_on_one()), IDS["any"][0])
     assert_close(jax.device_get(compiled(params, state, ids)), jax.device_get(wanted))
 
 

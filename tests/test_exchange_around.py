@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import all_at_once, assert_close, dense, quickly, rest_in_ci
+from helpers import all_at_once, assert_close, dense, fast_jit, slow_unless
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -108,7 +108,7 @@ def on_one_device():
 
 @pytest.mark.parametrize(
     "kind, split",
-    rest_in_ci(
+    slow_unless(
         [(k, s) for k in ("Auto", "Explicit") for s in (P("x"), P(None, "x"), P())],
         lambda case: case == ("Explicit", P("x")),
     ),
@@ -129,7 +129,7 @@ def test_no_table_is_sent(kind, split):
         return {name: run_with(exchange, run)(table, ids) for name, run in DONE.items()}
 
     with jax.set_mesh(mesh):
-        compiled = quickly(everything).lower(table, ids).compile()
+        compiled = fast_jit(everything).lower(table, ids).compile()
         found = compiled(table, ids)
     sent = cost_of(compiled).collectives
     assert max(x.nbytes for x in sent) < V // 4, sent  # not a byte for each row of a device

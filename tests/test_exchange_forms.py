@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import assert_close, quickly
+from helpers import assert_close, fast_jit
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jslices as js
@@ -71,7 +71,7 @@ def test_axes_of_both_kinds(kinds):
     mesh, table = placed((2, 4), kinds)
     exchange = js.Exchange("x") if kinds[1] == "Auto" else None
     with jax.set_mesh(mesh):
-        found = quickly(js.grad(scanned, exchange=exchange))(table)
+        found = fast_jit(js.grad(scanned, exchange=exchange))(table)
     assert_close(on_host(found), jax.grad(scanned)(jnp.asarray(TABLE)), rtol=1e-5)
 
 
@@ -79,8 +79,8 @@ def test_axes_of_both_kinds(kinds):
 def test_loops_on_explicit_axes(is_set):
     mesh, table = placed((8,), ["Explicit"])
     with jax.set_mesh(mesh) if is_set else contextlib.nullcontext():
-        found = quickly(js.grad(scanned))(table)
-        rows = quickly(lambda t: (js.lookup_ids(scanned)(t), t.sum()))(table)[0]
+        found = fast_jit(js.grad(scanned))(table)
+        rows = fast_jit(lambda t: (js.lookup_ids(scanned)(t), t.sum()))(table)[0]
     assert_close(on_host(found), jax.grad(scanned)(jnp.asarray(TABLE)), rtol=1e-5)
     held = np.asarray(rows.indices)
     assert set(held[held < V].tolist()) == set(IDS.ravel().tolist())
@@ -105,7 +105,7 @@ def test_safe_bags_on_explicit_axes():
 
     with jax.set_mesh(mesh):
         split = jax.device_put(ids, NamedSharding(mesh, P("x")))
-        found = quickly(js.grad(loss))(table, split)
+        found = fast_jit(js.grad(loss))(table, split)
     wanted = jax.grad(loss)(jnp.asarray(TABLE), jnp.asarray(ids))
     assert_close(on_host(found), wanted, rtol=1e-5)
 
@@ -120,5 +120,5 @@ def test_rows_are_masked_and_frozen_where_they_are():
         masked = js.mask_rows(grads, jnp.asarray(odd))
         return masked.to_dense(), tx.apply(grads, tx.init(table), table)[0]
 
-    found = quickly(lambda t: stepped(t, js.Exchange("x")))(table)
+    found = fast_jit(lambda t: stepped(t, js.Exchange("x")))(table)
     assert_close(found, stepped(jnp.asarray(TABLE), None), rtol=1e-5)

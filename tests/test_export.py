@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 import pytest
-from helpers import assert_close, rest_in_ci
+from helpers import assert_close, slow_unless
 from jax import export, lax
 from optimizers import FIRST, THREE
 
@@ -49,7 +49,7 @@ FORMS = [read, normalized, looped, bags, two_tables, below_another, js.embedding
 
 @pytest.mark.parametrize(
     "form",
-    rest_in_ci([(form,) for form in FORMS], lambda case: case[0] in (looped, bags)),
+    slow_unless([(form,) for form in FORMS], lambda case: case[0] in (looped, bags)),
     ids=lambda form: form.__name__,
 )
 def test_gradients(form):
@@ -80,7 +80,7 @@ CASES += [("adam", {}, {"untouched": "exact"})]
 
 
 @pytest.mark.parametrize(
-    "name, kwargs, more", rest_in_ci(CASES, lambda case: case[:2] in THREE or case[2])
+    "name, kwargs, more", slow_unless(CASES, lambda case: case[:2] in THREE or case[2])
 )
 def test_steps(name, kwargs, more):
     step = step_of(name, {**kwargs, **more})

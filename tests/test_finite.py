@@ -7,14 +7,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import assert_close, quickly
+from helpers import assert_close, fast_jit
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import jslices as js
 
 V, K = 4, 6
-finite = quickly(js.all_finite)
+finite = fast_jit(js.all_finite)
 
 
 @settings(max_examples=40)
@@ -55,7 +55,7 @@ def test_empty_entries_other_leaves_and_batches():
     assert not js.all_finite((jnp.ones(2), jnp.array([1.0, jnp.inf])))
     batch = jax.tree.map(lambda x: jnp.stack([x, x]), bad)
     assert js.all_finite(batch) and js.all_finite(batch).shape == ()
-    each = quickly(jax.vmap(js.all_finite))(
+    each = fast_jit(jax.vmap(js.all_finite))(
         js.IndexedSlices.tree_unflatten((V,), (batch.values, jnp.array([[0, 9], [9, 9]])))
     )
     np.testing.assert_array_equal(each, [False, True])
@@ -72,7 +72,7 @@ def scaled_step(tx, good_steps_before_growth=2):
         updates, state = tx.update(grads, state, params)
         return js.apply_updates(params, updates), state
 
-    @quickly
+    @fast_jit
     def step(params, state, scale, good, ids):
         # The gradient of the scaled float16 loss, as it is in float16.
         scaled = lambda p: loss(p, ids).astype(jnp.float32) * scale  # noqa: E731
@@ -107,7 +107,7 @@ def test_dynamic_loss_scaling_skips_a_step(make):
     # Now the steps are taken, and are those without any scale.
     wanted, wanted_state = start, tx.init(start)
 
-    @quickly
+    @fast_jit
     def plain(params, state):
         grads = js.grad(lambda p: (p["table"][ids].sum(-1) * p["w"]).sum())(params)
         return tx.apply(grads, state, params)

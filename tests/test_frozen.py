@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import assert_close, quickly, rest_in_ci
+from helpers import assert_close, fast_jit, slow_unless
 from optimizers import ALL, THREE, D, V, label, make, rng_tree, slices_of
 
 import jslices as js
@@ -77,7 +77,7 @@ def rows_of(state):
 def train(tx, kinds):
     """The parameters and state after each step, on slices or arrays, then flushed."""
 
-    @quickly
+    @fast_jit
     def run(params, state):
         seen = []
         for seed, dense in enumerate(kinds):
@@ -113,7 +113,7 @@ def check(tx, kinds):
 
 @pytest.mark.parametrize(
     "name, kwargs, dense",
-    rest_in_ci(
+    slow_unless(
         [(*case, dense) for case in [*ALL, *EXACT] for dense in (False, True)],
         lambda case: case[2] and case[:2] in [*THREE, FACTORED],
     ),
@@ -127,7 +127,7 @@ def test_frozen_rows_keep_their_bits(name, kwargs, dense):
 
 @pytest.mark.parametrize(
     "wrap, dense",
-    rest_in_ci(
+    slow_unless(
         [
             (wrap, dense)
             for wrap in WRAPPED
@@ -149,9 +149,9 @@ def test_whatever_stands_around_the_optimizer(wrap, dense):
 def test_free_rows_move_as_if_the_others_had_no_gradient(tx, dense):
     params, grads = start(), grads_of(0, dense)
     masked = {**grads, "table": js.mask_rows(grads["table"], ~FROZEN)}
-    wanted, wanted_state = quickly(tx.apply)(masked, tx.init(params), params)
+    wanted, wanted_state = fast_jit(tx.apply)(masked, tx.init(params), params)
     frozen = freeze(tx)
-    got, state = quickly(frozen.apply)(grads, frozen.init(params), params)
+    got, state = fast_jit(frozen.apply)(grads, frozen.init(params), params)
     np.testing.assert_array_equal(got["table"][~FROZEN], wanted["table"][~FROZEN])
     assert_close((got["w"], state), (wanted["w"], wanted_state), 0, 0)
 
@@ -164,7 +164,7 @@ def test_rows_are_frozen_later(tx, dense):
     params, state = train(tx, [False])[1]
     frozen = freeze(tx)
 
-    @quickly
+    @fast_jit
     def step(grads, params, state, ids):
         params, state = frozen.catch_up(params, state, ids)
         return frozen.flush(*frozen.apply(grads, state, params))
@@ -219,7 +219,7 @@ def test_the_state_of_an_exact_optimizer(dense):
     before = start()
     chained = js.optim.chain(js.optim.clip(9.0), EXACTLY)
 
-    @quickly
+    @fast_jit
     def run(params, state):
         ids = {"table": True if dense else jnp.asarray(IDS), "w": None}
         params, state = chained.catch_up(params, state, ids)

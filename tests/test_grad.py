@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import all_at_once, assert_close, dense, golden, numpy_dense, quickly
+from helpers import all_at_once, assert_close, dense, fast_jit, golden, numpy_dense
 from jax import lax
 
 import jslices as js
@@ -110,7 +110,7 @@ def gradients(request):
 def compiled():
     names = [(name, look) for name in PROGRAMS for look in LOOKUPS]
     return [
-        quickly(lambda *args, g=g: {str(n): g(program(*n))(*args) for n in names})
+        fast_jit(lambda *args, g=g: {str(n): g(program(*n))(*args) for n in names})
         for g in (js.grad, jax.grad)
     ]
 
@@ -276,9 +276,9 @@ def test_dtypes(dtype):
         if dtype == jnp.complex64:
             fun = lambda t: (t[ids] ** 2).sum()  # noqa: E731
         how = {"holomorphic": dtype == jnp.complex64}
-        grad = quickly(js.grad(fun, **how))(table)
+        grad = fast_jit(js.grad(fun, **how))(table)
         assert grad.dtype == dtype and js.is_slices(grad)
-        assert_close(grad, quickly(jax.grad(fun, **how))(table), rtol=1e-2)
+        assert_close(grad, fast_jit(jax.grad(fun, **how))(table), rtol=1e-2)
 
 
 def test_second_derivatives():
@@ -369,14 +369,14 @@ def test_rows_if_they_are_smaller():
 
     for count, smaller in [(23, True), (24, False)]:
         ids = jnp.arange(count)
-        grads = quickly(js.grad(loss, sparse="if_smaller"))(params, ids)
+        grads = fast_jit(js.grad(loss, sparse="if_smaller"))(params, ids)
         assert (js.is_slices(grads["wide"]), js.is_slices(grads["tiny"])) == (
             smaller,
             False,
         )
         assert_close(grads, jax.grad(loss)(params, ids))
         sparse = {"wide": "if_smaller", "tiny": None, "w": None}
-        grads = quickly(js.grad(loss, sparse=sparse))(params, ids)
+        grads = fast_jit(js.grad(loss, sparse=sparse))(params, ids)
         assert (js.is_slices(grads["wide"]), js.is_slices(grads["tiny"])) == (smaller, True)
 
 
@@ -467,7 +467,7 @@ def test_a_mutable_array_may_take_up_the_table():
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", js.DensificationWarning)
-        assert_close(quickly(js.grad(fun))(TABLE), quickly(jax.grad(fun))(TABLE))
+        assert_close(fast_jit(js.grad(fun))(TABLE), fast_jit(jax.grad(fun))(TABLE))
         with pytest.raises(js.DenseUseError):
             js.grad(fun, sparse=True)(TABLE)
 
@@ -582,7 +582,7 @@ def test_the_published_model_gives_the_published_slices(name):
     params = {k: jnp.asarray(case[k]) for k in ("embeddings", "kernel", "bias")}
     tx = js.sgd(float(case["lr"]))
 
-    @quickly
+    @fast_jit
     def train(params, state):
         found = js.value_and_grad(loss, has_aux=True)(params)
         updates, state = tx.update(found[1], state, params)

@@ -17,7 +17,7 @@ import numpy as np
 import optax
 import optimizers
 import pytest
-from helpers import rest_in_ci
+from helpers import slow_unless
 from hypothesis import strategies as st
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -103,7 +103,7 @@ def optimizer(name, options):
 
 @pytest.mark.parametrize(
     "name, options",
-    rest_in_ci(CASES, lambda case: case[0] in QUICK and not case[1]),
+    slow_unless(CASES, lambda case: case[0] in QUICK and not case[1]),
     ids=optimizers.label,
 )
 def test_trained_as_in_memory(name, options):
@@ -157,7 +157,7 @@ def step_adding(rows, places):
 
 @pytest.mark.parametrize(
     "row, dtype",
-    rest_in_ci(
+    slow_unless(
         itertools.product([(), (1,), (2, 3)], ["float32", "bfloat16", "float16"]),
         lambda case: case in [((), "float16"), ((2, 3), "bfloat16")],
     ),

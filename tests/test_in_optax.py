@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import assert_close, dense, quickly
+from helpers import assert_close, dense, fast_jit
 
 import jslices as js
 
@@ -30,7 +30,7 @@ def grads_of(seed):
 
 
 def train(tx, steps=3):
-    @quickly
+    @fast_jit
     def step(params, state, grads):
         updates, state = tx.update(grads, state, params)
         return optax.apply_updates(params, updates), state
@@ -84,7 +84,7 @@ def test_apply_if_finite_leaves_a_bad_step_out():
     bad = grads_of(0)
     bad["table"] = js.IndexedSlices(bad["table"].values * jnp.nan, [1, 7, 1, 2], (V, D))
     state = tx.init(PARAMS)
-    updates, after = quickly(tx.update)(bad, state, PARAMS)
+    updates, after = fast_jit(tx.update)(bad, state, PARAMS)
     assert not js.is_slices(updates["table"]) or not updates["table"].values.any()
     jax.tree.map(np.testing.assert_array_equal, after.inner_state, state.inner_state)
 
@@ -94,12 +94,12 @@ def test_exact_with_an_injected_learning_rate():
     make = optax.inject_hyperparams(js.adam, static_args=("b1", "b2", "eps"))
     tx, alone = make(learning_rate=0.1, untouched="exact"), js.adam(0.1, untouched="exact")
     grads = grads_of(0)
-    updates, state = quickly(tx.update)(grads, tx.init(PARAMS), PARAMS)
-    wanted, wanted_state = quickly(alone.update)(grads, alone.init(PARAMS), PARAMS)
+    updates, state = fast_jit(tx.update)(grads, tx.init(PARAMS), PARAMS)
+    wanted, wanted_state = fast_jit(alone.update)(grads, alone.init(PARAMS), PARAMS)
     assert_close(updates, wanted, rtol=1e-5)
     # The inner state is the optimizer's own: it catches up as usual.
     ids = {"table": jnp.arange(V), "w": None}
-    catch_up = quickly(alone.catch_up)
+    catch_up = fast_jit(alone.catch_up)
     got, _ = catch_up(PARAMS, state.inner_state, ids)
     assert_close(got, catch_up(PARAMS, wanted_state, ids)[0], rtol=1e-5)
 
@@ -141,7 +141,7 @@ def test_multi_steps_takes_dense_gradients_only():
 def train_dense(tx, state=None, steps=4):
     state = tx.init(PARAMS) if state is None else state
 
-    @quickly
+    @fast_jit
     def step(params, state, grads):
         updates, state = tx.update(dense(grads), state, params)
         return optax.apply_updates(params, updates), state

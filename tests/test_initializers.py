@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import golden, quickly
+from helpers import fast_jit, golden
 
 import jslices.tf1 as tf
 
@@ -44,7 +44,7 @@ def maker_and_shape(case):
 def statistics():
     """What the initializers of all cases draw, in one program."""
     made = {case: maker_and_shape(case) for case in STATISTICS}
-    draw = quickly(lambda key: {c: init(key, shape) for c, (init, shape) in made.items()})
+    draw = fast_jit(lambda key: {c: init(key, shape) for c, (init, shape) in made.items()})
     return draw(KEY)
 
 
@@ -227,7 +227,7 @@ def test_variance_scaling_is_that_of_jax():
         ((3, 3, 2, 4), "fan_out", "truncated_normal", "truncated_normal"),
     ]
 
-    @quickly
+    @fast_jit
     def both(key):
         return [
             (
@@ -251,7 +251,7 @@ def test_orthogonal():
     """Square, wide, high, and of more axes than two."""
     shapes = [(4, 4), (3, 6), (6, 3), (2, 3, 5)]
     init = tf.orthogonal_initializer(2.0)
-    drawn = quickly(lambda key: [init(key, shape) for shape in shapes])(KEY)
+    drawn = fast_jit(lambda key: [init(key, shape) for shape in shapes])(KEY)
     for made, shape in zip(drawn, shapes, strict=True):
         assert made.shape == shape
         q = np.asarray(made).reshape(-1, shape[-1])

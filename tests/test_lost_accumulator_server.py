@@ -17,7 +17,7 @@ import time
 
 import numpy as np
 import pytest
-from helpers import rest_in_ci
+from helpers import slow_unless
 
 import jslices as js
 from jslices.accumulators import (
@@ -119,7 +119,7 @@ class Call(threading.Thread):
 
 def quick_but(cases, *slow):
     """Names as cases of a test, some of which are slow."""
-    return rest_in_ci([(name,) for name in cases], lambda case: case[0] not in slow)
+    return slow_unless([(name,) for name in cases], lambda case: case[0] not in slow)
 
 
 def assert_lost(call, address, timeout):

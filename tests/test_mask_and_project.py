@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import as_users, numpy_dense, quickly
+from helpers import as_users, fast_jit, numpy_dense
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -28,8 +28,8 @@ FORMS = {
     "function": lambda ids: lambda indices: (indices == 0) | (indices // 2 == 1),
     "by_entry": lambda ids: np.isin(ids, np.flatnonzero(KEEP)),
 }
-mask = quickly(js.mask_rows)
-mask_by_function = quickly(lambda s: js.mask_rows(s, FORMS["function"](None)))
+mask = fast_jit(js.mask_rows)
+mask_by_function = fast_jit(lambda s: js.mask_rows(s, FORMS["function"](None)))
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -57,7 +57,7 @@ def test_masked_rows_are_empty_entries(form, ids):
 def test_frozen_rows_cannot_move(tx):
     table = jnp.asarray(np.random.default_rng(1).normal(size=(V, D)), jnp.float32)
 
-    @quickly
+    @fast_jit
     def step(table, state, ids, keep):
         grads = js.mask_rows(js.grad(lambda t: (t[ids] ** 3).sum())(table), keep)
         updates, state = tx.update(grads, state, table)
@@ -83,7 +83,7 @@ def test_mask_of_other_things():
     batch = jax.tree.map(lambda *x: jnp.stack(x), slices_of([1, 2]), slices_of([9, 0], 1))
     out = js.mask_rows(batch, KEEP)
     np.testing.assert_array_equal(out.indices, [[V, 2], [V, 0]])
-    mapped = quickly(jax.vmap(lambda s: js.mask_rows(s, KEEP)))(batch)
+    mapped = fast_jit(jax.vmap(lambda s: js.mask_rows(s, KEEP)))(batch)
     np.testing.assert_array_equal(mapped.indices, out.indices)
     np.testing.assert_array_equal(mapped.values, out.values)
     # With an unknown number of rows an array goes by row number.
@@ -124,7 +124,7 @@ def test_errors_of_mask():
         js.mask_rows(jnp.float32(1), KEEP)
 
 
-project = quickly(js.project_rows)
+project = fast_jit(js.project_rows)
 
 
 @settings(max_examples=30)
@@ -171,7 +171,7 @@ def test_projection_in_vmap_scan_and_bad_rows():
     touched = slices_of([1, 1, 2])
     stacked = jax.tree.map(lambda x: jnp.stack([x, x]), touched)
 
-    @quickly
+    @fast_jit
     def in_each_way(tables, touched, stacked):
         once = lambda table: js.project_rows(table, touched, 1.0)  # noqa: E731
         again = lambda table, s: (js.project_rows(table, s, 1.0), None)  # noqa: E731
@@ -218,7 +218,7 @@ def test_projection_keeps_the_limit_over_training():
     table = jnp.zeros((V, D))
     tx = js.sgd(1.0)
 
-    @quickly
+    @fast_jit
     def step(table, ids):
         grads = js.grad(lambda t: -(t[ids] + 0.3 * t[ids] ** 2).sum())(table)
         updates, _ = tx.update(grads, tx.init(table), table)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import rest_in_ci
+from helpers import slow_unless
 from optimizers import ALL, FIRST, D, V, label, make, rng_tree, slices_of
 
 import jslices as js
@@ -49,7 +49,7 @@ def refused(call):
 
 @pytest.mark.parametrize(
     "name, kwargs",
-    rest_in_ci([*ALL, *EXACT], lambda case: case in [*FIRST, *EXACT]),
+    slow_unless([*ALL, *EXACT], lambda case: case in [*FIRST, *EXACT]),
     ids=label,
 )
 def test_gradients_of_another_array(name, kwargs):
@@ -63,7 +63,7 @@ def test_gradients_of_another_array(name, kwargs):
 
 
 @pytest.mark.parametrize(
-    "name, kwargs", rest_in_ci(ALL, lambda case: case in FIRST), ids=label
+    "name, kwargs", slow_unless(ALL, lambda case: case in FIRST), ids=label
 )
 def test_gradients_of_another_array_than_the_state(name, kwargs):
     """Without parameters. One number for each row goes with rows of any width."""

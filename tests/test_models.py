@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import assert_close, quickly
+from helpers import assert_close, fast_jit
 from jax import lax
 
 import jslices as js
@@ -27,9 +27,9 @@ def check(loss, params, *args, sparse, rtol=1e-5):
     """Row gradients for exactly the named arrays, and right; no warning."""
     with warnings.catch_warnings():
         warnings.simplefilter("error", js.DensificationWarning)
-        found = quickly(js.value_and_grad(loss))(params, *args)
+        found = fast_jit(js.value_and_grad(loss))(params, *args)
     assert sparse_paths(found[1]) == set(sparse)
-    wanted = quickly(jax.value_and_grad(loss))(params, *args)
+    wanted = fast_jit(jax.value_and_grad(loss))(params, *args)
     assert_close(found, wanted, rtol=rtol, atol=1e-5)
 
 
@@ -39,7 +39,7 @@ class TestFlaxLinen:
         self.nn = pytest.importorskip("flax.linen")
 
     def init_and_loss(self, model):
-        params = quickly(model.init)(jax.random.key(0), IDS)
+        params = fast_jit(model.init)(jax.random.key(0), IDS)
         return params, lambda p, ids: (model.apply(p, ids).astype(jnp.float32) ** 2).sum()
 
     @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
@@ -109,10 +109,10 @@ class TestFlaxLinen:
 
         params, loss = self.init_and_loss(Model())
         with pytest.warns(js.DensificationWarning) as caught:
-            grads = quickly(js.grad(loss))(params, IDS)
+            grads = fast_jit(js.grad(loss))(params, IDS)
         assert len(caught) == 1 and caught[0].filename == __file__
         assert "self.embed.attend(rows)  # the dense use" in str(caught[0].message)
-        assert_close(grads, quickly(jax.grad(loss))(params, IDS))
+        assert_close(grads, fast_jit(jax.grad(loss))(params, IDS))
 
 
 class TestFlaxNnx:
@@ -132,10 +132,10 @@ class TestFlaxNnx:
         def loss(state, ids):
             return (nnx.merge(graph, state)(ids) ** 2).sum()
 
-        grads = quickly(js.grad(loss))(state, IDS)
+        grads = fast_jit(js.grad(loss))(state, IDS)
         (path,) = sparse_paths(grads)
         assert "embed" in path
-        assert_close(grads, quickly(jax.grad(loss))(state, IDS))
+        assert_close(grads, fast_jit(jax.grad(loss))(state, IDS))
 
 
 class TestEquinox:
@@ -187,7 +187,7 @@ class TestHaiku:
             return hk.scan(lambda c, i: (c + embed(i).sum(), c), 0.0, ids.reshape(-1))[1]
 
         model = hk.without_apply_rng(hk.transform(forward))
-        params = quickly(model.init)(jax.random.key(0), IDS)
+        params = fast_jit(model.init)(jax.random.key(0), IDS)
         loss = lambda p, ids: (model.apply(p, ids) ** 2).sum()  # noqa: E731
         check(loss, params, IDS, sparse=["['embed']['embeddings']"], rtol=1e-4)
 

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import assert_close, golden, quickly, rest_in_ci
+from helpers import assert_close, fast_jit, golden, slow_unless
 from jax.sharding import NamedSharding, PartitionSpec
 from safetensors.numpy import load_file, save_file
 
@@ -56,7 +56,7 @@ def check_goes_on(tx, params, state, batches, wanted):
 @functools.cache
 def compiled(tx):
     """A step of an optimizer, and its flush."""
-    return quickly(js.optim.exact_step(loss, tx)), quickly(tx.flush)
+    return fast_jit(js.optim.exact_step(loss, tx)), fast_jit(tx.flush)
 
 
 def batches_of(arrays):
@@ -65,7 +65,7 @@ def batches_of(arrays):
 
 def in_ci(names, *quick):
     """All names; those that are not ``quick`` are slow."""
-    return rest_in_ci([(name,) for name in names], lambda case: case[0] in quick)
+    return slow_unless([(name,) for name in names], lambda case: case[0] in quick)
 
 
 FROM_TORCH = {
@@ -240,7 +240,7 @@ def test_the_next_step_is_that_of_torchs_centered_rmsprop():
     tx = js.rmsprop(0.1, 0.99, eps_in_sqrt=False, centered=True, momentum=0.9)
     state = import_state(tx, params, {"table": slots}, 1)
     grads = {"table": jnp.arange(6.0).reshape(3, 2) - 2}
-    after, _ = quickly(tx.apply)(grads, state, params)
+    after, _ = fast_jit(tx.apply)(grads, state, params)
     assert_close(after["table"], step(), rtol=2e-5, atol=2e-6)
 
 
@@ -504,8 +504,8 @@ def test_multi_steps_is_filled_from_within():
     (advice,) = re.findall(r"type (tx\.init.*)", str(error.value))
     state = eval(advice, globals() | locals())
     inner = import_state(opt, params, slots, count)
-    wanted, _ = quickly(opt.apply)(grads, inner, params)
-    step = quickly(tx.apply)
+    wanted, _ = fast_jit(opt.apply)(grads, inner, params)
+    step = fast_jit(tx.apply)
     between, state = step(grads, state, params)
     with pytest.raises(ValueError, match=r"1 gradients wait .* when mini_step is 0"):
         export_state(between, state, "torch")
@@ -660,7 +660,7 @@ def test_the_page_with_torch_itself(sparse, tmp_path, monkeypatch):
         )
     found = run(here)
     params, state, tx = found["params"], found["state"], found["tx"]
-    step = quickly(js.optim.exact_step(loss, tx))
+    step = fast_jit(js.optim.exact_step(loss, tx))
     for batch in batches:
         params, state, _ = step(params, state, *batch)
     run(TO_TORCH_HERE, params=params, state=state, tx=tx)

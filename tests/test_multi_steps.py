@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import assert_close, quickly, rest_in_ci
+from helpers import assert_close, fast_jit, slow_unless
 
 import jslices as js
 
@@ -40,9 +40,9 @@ OPTIMIZERS = {
     "chain": js.optim.chain(js.optim.clip_global_norm(0.1), js.adagrad(0.1)),
     "exact": js.adamw(0.1, weight_decay=0.1, untouched="exact"),
 }
-grads_of = quickly(grad)
+grads_of = fast_jit(grad)
 QUICKLY = {"xla_backend_optimization_level": 0}
-flush = functools.cache(lambda tx: quickly(tx.flush))
+flush = functools.cache(lambda tx: fast_jit(tx.flush))
 
 
 @functools.cache
@@ -65,7 +65,7 @@ def stepping(tx, how):
     if how == "scan":
         return step
     chex.clear_trace_counter()
-    return quickly(chex.assert_max_traces(n=1)(step))
+    return fast_jit(chex.assert_max_traces(n=1)(step))
 
 
 @functools.cache
@@ -74,7 +74,7 @@ def train(tx, how):
     step, carry = stepping(tx, how), (PARAMS, tx.init(PARAMS))
     if how == "scan":
         body = lambda carry, ids: (step(*carry, ids),) * 2  # noqa: E731
-        stacked = quickly(lambda carry, batches: jax.lax.scan(body, carry, batches)[1])
+        stacked = fast_jit(lambda carry, batches: jax.lax.scan(body, carry, batches)[1])
         after = stacked(carry, BATCHES)
         return [jax.tree.map(lambda x, k=k: x[k], after) for k in range(len(BATCHES))]
     return [carry := step(*carry, ids) for ids in BATCHES]
@@ -85,7 +85,7 @@ def wanted(name, reduction="mean"):
     """Parameters after each step on the mean gradient of three micro-batches at once."""
     tx = OPTIMIZERS[name]
 
-    @quickly
+    @fast_jit
     def step(params, state, batches):
         params, state = tx.catch_up(params, state, {"table": batches, "w": None})
         batch_grad = lambda ids: grad(params, ids)  # noqa: E731
@@ -105,7 +105,7 @@ RUNS += [("adam", "apply"), ("exact", "apply"), ("lifted", "scan")]
 
 @pytest.mark.parametrize(
     "name, how",
-    rest_in_ci(sorted(RUNS), lambda run: run[1] == "apply" or run[0] == "chain"),
+    slow_unless(sorted(RUNS), lambda run: run[1] == "apply" or run[0] == "chain"),
 )
 def test_equals_a_step_on_the_mean_gradient(name, how):
     tx = wrapped(name)
@@ -134,12 +134,12 @@ def test_a_step_that_takes_all_rows():
     ids = jnp.arange(8 * V) % (V - 1)
     shapes = jax.eval_shape(grad, PARAMS, ids)
     tx, alone = js.optim.multi_steps(js.adam(0.1), 2, shapes), js.adam(0.1)
-    update, params, state = quickly(tx.update), PARAMS, tx.init(PARAMS)
+    update, params, state = fast_jit(tx.update), PARAMS, tx.init(PARAMS)
     grads = grads_of(PARAMS, ids)
     for _ in range(2):
         updates, state = update(grads, state, params)
         params = js.apply_updates(params, updates)
-    updates, _ = quickly(alone.update)(grads, alone.init(PARAMS), PARAMS)
+    updates, _ = fast_jit(alone.update)(grads, alone.init(PARAMS), PARAMS)
     assert_close(params, js.apply_updates(PARAMS, updates))
 
 
@@ -154,8 +154,8 @@ def test_equals_multi_steps_of_optax_on_dense_gradients():
     tx = wrapped("exact")
     params, _ = flush(tx)(*train(tx, "jit")[-1])
     theirs = optax.MultiSteps(optax.adamw(0.1, weight_decay=0.1), K)
-    there, state, update = PARAMS, theirs.init(PARAMS), quickly(theirs.update)
-    dense_grad = quickly(jax.grad(loss))
+    there, state, update = PARAMS, theirs.init(PARAMS), fast_jit(theirs.update)
+    dense_grad = fast_jit(jax.grad(loss))
     for ids in BATCHES:
         updates, state = update(dense_grad(there, ids), state, there)
         there = optax.apply_updates(there, updates)
@@ -164,7 +164,7 @@ def test_equals_multi_steps_of_optax_on_dense_gradients():
 
 def test_updates_between_steps_are_empty():
     tx = js.optim.multi_steps(js.adam(0.1), K, SHAPES)
-    state, update = tx.init(PARAMS), quickly(tx.update)
+    state, update = tx.init(PARAMS), fast_jit(tx.update)
     shapes = jax.eval_shape(tx.update, SHAPES, state, PARAMS)[0]
     for run in (tx.update, update):
         updates, _ = run(grads_of(PARAMS, BATCHES[0]), state, PARAMS)
@@ -209,7 +209,7 @@ def test_padding_none_narrow_indices_and_16_bits():
         gradient([1, 1], [5, 9]),
     ]
     tx = js.optim.multi_steps(js.sgd(-1.0), 3, parts[0], use_grad_mean=False)
-    state, update = tx.init(params), quickly(tx.update)
+    state, update = tx.init(params), fast_jit(tx.update)
     for part in parts:
         updates, state = update(part, state, params)
         params = js.apply_updates(params, updates)
@@ -220,7 +220,7 @@ def test_padding_none_narrow_indices_and_16_bits():
 
 def test_a_step_on_rows_that_did_not_catch_up_is_refused():
     tx = js.optim.multi_steps(js.adam(0.1, untouched="exact"), 1, SHAPES)
-    first = quickly(tx.update)
+    first = fast_jit(tx.update)
     _, state = first(grads_of(PARAMS, BATCHES[0]), tx.init(PARAMS), PARAMS)
     with pytest.raises(ValueError, match=r"row 5 did its last step at 0"):
         tx.update(grads_of(PARAMS, BATCHES[1]), state, PARAMS)

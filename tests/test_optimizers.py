@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import assert_close, golden, quickly, rest_in_ci, ulps
+from helpers import assert_close, fast_jit, golden, slow_unless, ulps
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from optimizers import (
@@ -43,7 +43,7 @@ three = pytest.mark.parametrize("name, kwargs", THREE, ids=label)
 
 @pytest.mark.parametrize(
     "name, kwargs, rate, jit",
-    rest_in_ci(
+    slow_unless(
         [
             *((*case, 0.1, jit) for jit in (True, False) for case in DENSE),
             *((*case, SCHEDULE, True) for case in FIRST if case in DENSE),
@@ -66,7 +66,7 @@ def test_dense_leaves_equal_optax(name, kwargs, rate, jit):
 
 @pytest.mark.parametrize(
     "name, kwargs, jit",
-    rest_in_ci(
+    slow_unless(
         [
             *((*case, False) for case in DENSE),
             *(
@@ -140,7 +140,7 @@ def compiled_step(number, dtype="float32"):
     tx = make(js, ALL[number][0], 0.1, ALL[number][1])
     chex.clear_trace_counter()
 
-    @quickly
+    @fast_jit
     @chex.assert_max_traces(n=1)  # one compilation for all kinds of ids and all steps
     def step(params, state, grads):
         updates, new = tx.update(grads, state, params)
@@ -190,7 +190,7 @@ TOLERANCES = {"float32": (1e-5, 1e-6), "bfloat16": (1e-2, 1e-2)}
 
 @pytest.mark.parametrize(
     "name, kwargs, dtype",
-    rest_in_ci(
+    slow_unless(
         [
             *((*case, "float32") for case in ROWS_ALONE),
             *((*case, "bfloat16") for case in FIRST),
@@ -232,10 +232,10 @@ def test_lazy_is_optax_however_it_is_run(name, kwargs, how):
     if how == "eager":
         got = stack([stack(eagerly(step, carry, at(grads, k))) for k in range(len(IDS))])
     elif how == "scan":
-        scan = quickly(lambda grads: jax.lax.scan(step, carry, grads)[1])
+        scan = fast_jit(lambda grads: jax.lax.scan(step, carry, grads)[1])
         got = stack([scan(at(grads, k)) for k in range(len(IDS))])
     else:
-        mapped, got = quickly(jax.vmap(step)), []
+        mapped, got = fast_jit(jax.vmap(step)), []
         carry = stack([carry] * len(IDS))
         for k in range(3):
             carry, params = mapped(carry, at(grads, (slice(None), k)))
@@ -268,7 +268,7 @@ def test_tables_of_any_rank(name, kwargs, shape):
     theirs = make(js if (name, kwargs) in OWN else optax, name, 0.1, kwargs)
     table = wanted = jnp.asarray(rng.normal(size=shape), jnp.float32)
     state, wanted_state = ours.init(table), theirs.init(table)
-    update = quickly(ours.update)
+    update = fast_jit(ours.update)
     for _ in range(2):
         grads = slices_of(rng, ids, shape)
         updates, state = update(grads, state, table)
@@ -326,7 +326,7 @@ def test_adafactor_keeps_its_factors_from_rows_alone(shape, momentum):
     ours, theirs = js.adafactor(**kwargs), optax.adafactor(**kwargs)
     table = jnp.asarray(rng.normal(size=shape), jnp.float32)
     state, wanted_state = ours.init(table), theirs.init(table)
-    update = quickly(ours.update)
+    update = fast_jit(ours.update)
     for _ in range(3):
         grads = slices_of(rng, [*range(shape[0]), 2, 2], shape)
         updates, state = update(grads, state, table)
@@ -336,7 +336,7 @@ def test_adafactor_keeps_its_factors_from_rows_alone(shape, momentum):
 
 @pytest.mark.parametrize(
     "name, kwargs, bad",
-    rest_in_ci(
+    slow_unless(
         [(*case, bad) for case in [*FIRST, *FACTORED] for bad in (np.nan, 1e20)],
         lambda case: case[:2] == ("adam", {}) or case[:2] in FACTORED,
     ),
@@ -348,7 +348,7 @@ def test_a_bad_row_stays_alone_unless_rows_share_a_moment(name, kwargs, bad):
     grads, *_ = three_steps_of("unique")
     values = grads["table"].values
     hit, other = IDS["unique"][:2]
-    apply, carries = quickly(tx.apply), []
+    apply, carries = fast_jit(tx.apply), []
     for rows in (values, values.at[0].set(bad)):
         table = js.IndexedSlices(rows, grads["table"].indices, (V, D))
         carries.append(apply({**grads, "table": table}, tx.init(params), params))
@@ -371,7 +371,7 @@ def test_adafactor_knows_the_columns_of_the_whole_gradient():
     table = rng_tree(rng)["table"]
     grads = slices_of(rng, [3, 7, 3])
     ours, theirs = js.adafactor(0.1, **kwargs), optax.adafactor(0.1, **kwargs)
-    updates, state = quickly(ours.update)(grads, ours.init(table), table)
+    updates, state = fast_jit(ours.update)(grads, ours.init(table), table)
     wanted, wanted_state = theirs.update(grads.to_dense(), theirs.init(table), table)
     np.testing.assert_allclose(updates.to_dense(), wanted, rtol=1e-5)
     np.testing.assert_allclose(state.v_row, wanted_state[0].v_row, rtol=1e-6)
@@ -381,7 +381,7 @@ def test_adafactor_clips_and_scales_each_row_by_itself():
     table = jnp.array([[3.0, 4.0], [0.0, 0.0]]) * jnp.ones((2, 2))
     grads = js.IndexedSlices(jnp.array([[1.0, -1.0]] * 2), jnp.array([0, 1]), (2, 2))
     tx = js.adafactor(0.1, factored=False)
-    updates, _ = quickly(tx.update)(grads, tx.init(table), table)
+    updates, _ = fast_jit(tx.update)(grads, tx.init(table), table)
     scales = np.array([[np.sqrt(12.5)], [1e-3]])  # of the row, and the least one
     np.testing.assert_allclose(updates.values, scales * [[-0.1, 0.1]] * 1, rtol=1e-5)
 
@@ -504,7 +504,7 @@ def after_each_step(tx, section):
     params = jnp.asarray(section["_w0"])
     state = tx.init(params)
 
-    @quickly
+    @fast_jit
     def step(params, state, grads):
         params, state = tx.catch_up(params, state, grads.indices)
         updates, state = tx.update(grads, state, params)
@@ -661,7 +661,7 @@ def test_one_compilation_for_all_steps(name, kwargs):
     chex.clear_trace_counter()
     tx = make(js, name, SCHEDULE, kwargs)
 
-    @quickly
+    @fast_jit
     @chex.assert_max_traces(n=1)
     def step(params, state, ids):
         grads = js.grad(lambda p: (p["table"][ids] ** 2).sum() + (p["w"] ** 2).sum())(
@@ -738,7 +738,7 @@ def test_mu_dtype(name):
 
 
 @pytest.mark.parametrize(  # together, and in chunks
-    "num_ids", rest_in_ci([(6,), (3000,)], (3000,).__eq__)
+    "num_ids", slow_unless([(6,), (3000,)], (3000,).__eq__)
 )
 def test_a_learned_learning_rate(num_ids):
     rng = np.random.default_rng(6)
@@ -752,9 +752,13 @@ def test_a_learned_learning_rate(num_ids):
         return (module.apply_updates(table, updates)[ids] ** 2).sum()
 
     rate = jnp.float32(0.1)
-    wanted = quickly(jax.grad(lambda rate: after(rate, jax.grad, optax)))(rate)
+    wanted = fast_jit(jax.grad(lambda rate: after(rate, jax.grad, optax)))(rate)
     ours = lambda rate: after(rate, js.grad, js)  # noqa: E731
-    for derivative in (jax.grad(ours), quickly(jax.grad(ours)), quickly(jax.jacfwd(ours))):
+    for derivative in (
+        jax.grad(ours),
+        fast_jit(jax.grad(ours)),
+        fast_jit(jax.jacfwd(ours)),
+    ):
         np.testing.assert_allclose(derivative(rate), wanted, rtol=1e-3)
 
 

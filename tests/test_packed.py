@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import all_at_once, assert_close, needs_device, quickly
+from helpers import all_at_once, assert_close, fast_jit, needs_device
 from jax import lax
 from test_lookup_forms import ROWS
 from test_programs import ID_FORMS
@@ -158,7 +158,7 @@ def test_rows_that_are_too_wide_and_single_ones_stay_dense(shape):
 def trained(tx, table, batches, exact=False):
     """``table``, packed or not, as ``[V, D]`` after a step for each batch of ids."""
 
-    @quickly
+    @fast_jit
     def step(table, state, ids):
         if exact:
             table, state = tx.catch_up(table, state, ids * len(table) // V)
@@ -191,7 +191,7 @@ def test_exact_steps_are_those_of_the_unpacked_table():
 def test_lazy_steps_are_dense_for_the_whole_row_that_holds_an_id():
     batches = [[0, 5], [1, 5], [4, 1], [2, 4]]  # each has an id in both rows
 
-    @quickly
+    @fast_jit
     def step(table, state, ids):
         grad = jax.grad(lambda t: (jnp.sin(t[ids]) ** 3).sum())(table)
         updates, state = dense.update(grad, state, table)

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import assert_close, golden, numpy_dense, quickly
+from helpers import assert_close, fast_jit, golden, numpy_dense
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.experimental import checkify
@@ -32,7 +32,7 @@ def test_equals_tensorflow(name):
             shards, ids, partition_strategy=strategy, max_norm=m
         )
         loss = lambda shards, f=lookup: (f(shards) * case["w"]).sum()  # noqa: E731
-        both = quickly(lambda s, f=lookup, g=loss: (f(s), js.grad(g)(s)))
+        both = fast_jit(lambda s, f=lookup, g=loss: (f(s), js.grad(g)(s)))
         out, grads = both(shards)
         assert_close(out, case[key or "out"])
         for grad, wanted in zip(
@@ -97,9 +97,9 @@ def test_a_shard_without_rows_gets_an_empty_gradient(strategy):
     assert not len(shards[-1])
     keywords = {"partition_strategy": strategy, "max_norm": 3.0}
     loss = lambda p: (js.embedding_lookup(p, [6, 0, 6], **keywords) ** 2).sum()  # noqa: E731
-    grads = quickly(js.grad(loss))(shards)
+    grads = fast_jit(js.grad(loss))(shards)
     assert all(js.is_slices(grad) for grad in grads)
-    whole = quickly(lambda t: js.grad(loss)(t).to_dense())(TABLE)
+    whole = fast_jit(lambda t: js.grad(loss)(t).to_dense())(TABLE)
     for grad, part in zip(grads, split(np.asarray(whole), 9, strategy), strict=True):
         dense = numpy_dense(np.asarray(grad.values), np.asarray(grad.indices), grad.shape)
         assert_close(dense, np.asarray(part))
@@ -116,11 +116,11 @@ def test_nothing_leaks_from_foreign_shards(nan):
     shards = [jnp.full((2, 2), nan), jnp.ones((2, 2))]
     ids = jnp.array([1, 3])  # both of the second shard
     loss = lambda p: (js.embedding_lookup(p, ids, max_norm=1.0) ** 2).sum()  # noqa: E731
-    value, grads = quickly(js.value_and_grad(loss))(shards)
+    value, grads = fast_jit(js.value_and_grad(loss))(shards)
     assert value == 2 or abs(value - 2) < 1e-6
     assert np.isfinite(grads[0].values).all() and np.isfinite(grads[1].values).all()
     with pytest.warns(js.DensificationWarning):
-        dense = quickly(jax.grad(loss))(shards)
+        dense = fast_jit(jax.grad(loss))(shards)
     assert np.isfinite(dense[0]).all()
 
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import assert_close, dense, quickly, rest_in_ci
+from helpers import assert_close, dense, fast_jit, slow_unless
 
 import jslices as js
 
@@ -45,7 +45,7 @@ OPTAX = {"table": optax.adagrad(0.1), "dense": optax.adam(0.1)}
 
 
 def train(tx, grad, way="update", steps=IDS):
-    @quickly
+    @fast_jit
     def step(params, state, ids):
         if hasattr(tx, "catch_up"):
             ids_of = {"table": ids, "mlp": None}
@@ -113,7 +113,7 @@ def test_states_have_the_key_paths_and_leaves_of_optax():
 
 @pytest.mark.parametrize(
     "wrap, way",
-    rest_in_ci(
+    slow_unless(
         [
             ("partition", "update"),
             ("partition", "apply"),
@@ -142,7 +142,7 @@ def test_exact_rows_catch_up_inside(wrap, way):
     assert tx.catches_up
     params, state = train(tx, grad, way)
     late = params["table"]
-    params, _ = quickly(tx.flush)(params, state)
+    params, _ = fast_jit(tx.flush)(params, state)
     assert (late != params["table"]).any()
     wanted, _ = train(reference, jax.grad(loss))
     assert_close(params, wanted, rtol=1e-4, atol=1e-5)
@@ -151,7 +151,7 @@ def test_exact_rows_catch_up_inside(wrap, way):
 def test_inside_a_chain_of_optax_and_a_scan():
     tx = optax.chain(js.optim.partition(INNER, FORMS["function"]), optax.identity())
 
-    @quickly
+    @fast_jit
     def run(carry):
         def body(carry, ids):
             params, state = carry

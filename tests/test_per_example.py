@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import assert_close, dense, quickly
+from helpers import assert_close, dense, fast_jit
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -29,15 +29,15 @@ def make_params():
 
 
 def per_example(grad):
-    return quickly(jax.vmap(grad(loss), in_axes=(None, 0)))
+    return fast_jit(jax.vmap(grad(loss), in_axes=(None, 0)))
 
 
 rows_of, dense_of = per_example(js.grad), per_example(jax.grad)
-norms = quickly(js.per_example_norms)
-clip = quickly(js.per_example_global_norm_clip)
-dense_norms = quickly(jax.vmap(optax.tree.norm))
-dense_clip = quickly(optax.per_example_global_norm_clip)
-to_dense = quickly(js.IndexedSlices.to_dense)
+norms = fast_jit(js.per_example_norms)
+clip = fast_jit(js.per_example_global_norm_clip)
+dense_norms = fast_jit(jax.vmap(optax.tree.norm))
+dense_clip = fast_jit(optax.per_example_global_norm_clip)
+to_dense = fast_jit(js.IndexedSlices.to_dense)
 many_ids = st.lists(st.integers(0, V - 1), min_size=B * K, max_size=B * K)
 
 
@@ -73,7 +73,7 @@ def test_a_dp_sgd_step():
     grads, _ = clip(rows_of(params, batch), 0.5)
     tx = js.sgd(1.0)
 
-    @quickly
+    @fast_jit
     def step(params, grads):
         mean = jax.tree.map(lambda g: g / B, grads, is_leaf=js.is_slices)
         return tx.apply(mean, tx.init(params), params)[0]
@@ -121,7 +121,7 @@ def test_no_dense_gradient_per_example():
         return js.per_example_global_norm_clip(grads, 1.0)
 
     batch = jax.ShapeDtypeStruct((B, K), jnp.int32)
-    compiled = quickly(clipped).lower(params, batch).compile()
+    compiled = fast_jit(clipped).lower(params, batch).compile()
     assert f"[{B},{rows}" not in compiled.as_text()
     assert compiled.memory_analysis().temp_size_in_bytes < 30_000
     out = jax.eval_shape(clipped, params, batch)[0]

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import all_at_once, assert_close, quickly
+from helpers import all_at_once, assert_close, fast_jit
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax import lax
@@ -206,9 +206,9 @@ def test_what_leads_to_no_gradient_does_not_count():
 
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        ours = quickly(js.value_and_grad(fun, argnums=(0, 1), has_aux=True))
+        ours = fast_jit(js.value_and_grad(fun, argnums=(0, 1), has_aux=True))
         (value, aux), grads = ours(TABLE, SCALE)
-    theirs = quickly(jax.value_and_grad(fun, argnums=(0, 1), has_aux=True))
+    theirs = fast_jit(jax.value_and_grad(fun, argnums=(0, 1), has_aux=True))
     (wanted, wanted_aux), wanted_grads = theirs(TABLE, SCALE)
     assert js.is_slices(grads[0])
     np.testing.assert_array_equal(grads[0].indices, IDS)  # no row of the metrics
@@ -234,9 +234,9 @@ def test_a_row_is_read_once_however_often_it_is_used():
         table = jax.nn.softmax(jnp.nan_to_num(table))
         return (table[IDS] ** 2).sum()
 
-    grad = quickly(js.grad(fun))(TABLE)
+    grad = fast_jit(js.grad(fun))(TABLE)
     assert grad.indices.shape == IDS.shape
-    assert_close(grad, quickly(jax.grad(fun))(TABLE), rtol=1e-4)
+    assert_close(grad, fast_jit(jax.grad(fun))(TABLE), rtol=1e-4)
 
 
 def test_what_is_needed_whole_is_computed_once():
@@ -251,8 +251,8 @@ def test_what_is_needed_whole_is_computed_once():
         total = lax.scan(lambda c, _: (c + table.mean(), None), 0.0, length=2)[0]
         return (table[IDS] ** 2).sum(), (table.mean(), total)
 
-    grad, aux = quickly(js.grad(fun, has_aux=True))(TABLE)
-    wanted, wanted_aux = quickly(jax.grad(fun, has_aux=True))(TABLE)
+    grad, aux = fast_jit(js.grad(fun, has_aux=True))(TABLE)
+    wanted, wanted_aux = fast_jit(jax.grad(fun, has_aux=True))(TABLE)
     assert js.is_slices(grad)
     assert_close((grad, aux), (wanted, wanted_aux), rtol=1e-4)
     assert str(jax.make_jaxpr(js.grad(fun, has_aux=True))(TABLE)).count(" sin ") <= 3 * 40
@@ -411,7 +411,7 @@ def test_named_for_a_checkpoint_policy():
 
     policy = jax.checkpoint_policies.save_only_these_names("rows")
     for f in (fun, jax.checkpoint(fun, policy=policy)):
-        grad = quickly(js.grad(f))(TABLE)
+        grad = fast_jit(js.grad(f))(TABLE)
         assert js.is_slices(grad)
         assert_close(grad, jax.grad(fun)(TABLE))
 
@@ -427,9 +427,9 @@ def test_a_checkpoint_guards_some_arguments(prevent_cse):
         return jax.checkpoint(read, prevent_cse=prevent_cse)(table, x)
 
     args = TABLE, (jnp.float32(2), jnp.float32(3))
-    got = quickly(js.grad(fun, (0, 1)))(*args)
+    got = fast_jit(js.grad(fun, (0, 1)))(*args)
     assert js.is_slices(got[0])
-    assert_close(got, quickly(jax.grad(fun, (0, 1)))(*args))
+    assert_close(got, fast_jit(jax.grad(fun, (0, 1)))(*args))
 
 
 def test_a_gradient_inside_the_function():
@@ -442,9 +442,9 @@ def test_a_gradient_inside_the_function():
 
         return jax.grad(inner)(1.1) ** 2
 
-    grad = quickly(js.grad(fun))(TABLE)
+    grad = fast_jit(js.grad(fun))(TABLE)
     assert js.is_slices(grad)
-    assert_close(grad, quickly(jax.grad(fun))(TABLE), rtol=1e-4)
+    assert_close(grad, fast_jit(jax.grad(fun))(TABLE), rtol=1e-4)
 
 
 def test_a_loop_may_carry_the_table():
@@ -470,7 +470,7 @@ def random_lookup(num_rows, row):
             table[ids.reshape(-1)[0]] ** 2
         ).sum()
 
-    return table, quickly(js.grad(fun)), quickly(jax.grad(fun))
+    return table, fast_jit(js.grad(fun)), fast_jit(jax.grad(fun))
 
 
 SHAPES = [(1, (), (4,)), (2, (1,), (2, 2)), (6, (), (1,)), (6, (2, 2), (2, 2))]

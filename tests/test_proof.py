@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from helpers import rest_in_ci
+from helpers import slow_unless
 from optimizers import ALL, FIRST, label, make
 
 import jslices as js
@@ -87,7 +87,7 @@ def prove(step, args):
 
 @pytest.mark.parametrize(
     "name, kwargs, num_ids, adds",
-    rest_in_ci(
+    slow_unless(
         [
             *((*case, FEW, "jslices") for case in FIRST),
             *((*case, MANY, "jslices") for case in OPTIMIZERS),
@@ -107,7 +107,7 @@ def test_step_is_in_place_and_without_dense_temporaries(name, kwargs, num_ids, a
 
 @pytest.mark.parametrize(
     "name, kwargs, num_ids",
-    rest_in_ci(
+    slow_unless(
         [*((*case, MANY) for case in EXACT), (*EXACT[1], FEW)],
         lambda case: case[0] in ("adam", "lion"),
     ),

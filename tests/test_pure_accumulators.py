@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import assert_close, dense, golden, quickly
+from helpers import assert_close, dense, fast_jit, golden
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
@@ -38,8 +38,8 @@ NOT_PLAYED = {
 
 
 # An accumulator is static: these are compiled once for each one and each size of gradient.
-apply_grad = quickly(lambda accumulator, *args: accumulator.apply_grad(*args))
-take_grad = quickly(lambda accumulator, *args: accumulator.take_grad(*args))
+apply_grad = fast_jit(lambda accumulator, *args: accumulator.apply_grad(*args))
+take_grad = fast_jit(lambda accumulator, *args: accumulator.take_grad(*args))
 
 
 @pytest.mark.parametrize("name", [name for name in GOLDEN if name not in NOT_PLAYED])
@@ -259,7 +259,7 @@ def test_a_step_whenever_enough_have_come():
         state, slices = accumulator.take_grad(state, 2)
         return (js.apply_updates(table, -0.1 * slices), state), slices.indices
 
-    run = quickly(lambda carry, ids: lax.scan(round_, carry, ids)[0])
+    run = fast_jit(lambda carry, ids: lax.scan(round_, carry, ids)[0])
     table, state = run((TABLE, accumulator.init()), IDS_OF)
     wanted = np.array(TABLE)
     for one, two in (IDS_OF[:2], IDS_OF[2:4]):
@@ -281,8 +281,8 @@ def test_many_accumulators_under_vmap():
         return accumulator.take_grad(state, 1), accepted
 
     states = jax.vmap(lambda _: accumulator.init())(steps)
-    many = quickly(jax.vmap(round_))(states, rows, steps)
-    one = quickly(round_)
+    many = fast_jit(jax.vmap(round_))(states, rows, steps)
+    one = fast_jit(round_)
     one_by_one = [one(accumulator.init(), *each) for each in zip(rows, steps, strict=True)]
     chex.assert_trees_all_equal(many, jax.tree.map(lambda *x: jnp.stack(x), *one_by_one))
     np.testing.assert_array_equal(many[1], [True, True, False])
@@ -299,7 +299,7 @@ def test_the_accumulator_passes_through_jit():
 def hundred_times(accumulator, grad):
     """A hundred equal gradients, and what is taken then."""
 
-    @quickly
+    @fast_jit
     def run(grad):
         def add(state, _):
             return accumulator.apply_grad(state, grad)[0], None

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import assert_close, quickly
+from helpers import assert_close, fast_jit
 from jax import lax
 from jax.extend.core import Primitive
 from jax.extend.core.primitives import sin_p
@@ -50,8 +50,8 @@ def make(name, f):
 def gradients(loss, *args):
     """Ours of all arguments, checked against JAX's."""
     argnums = tuple(range(len(args)))
-    found = quickly(js.grad(loss, argnums))(*args)
-    assert_close(found, quickly(jax.grad(loss, argnums))(*args))
+    found = fast_jit(js.grad(loss, argnums))(*args)
+    assert_close(found, fast_jit(jax.grad(loss, argnums))(*args))
     return found
 
 

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import rest_in_ci
+from helpers import slow_unless
 
 import jslices as js
 
@@ -48,7 +48,7 @@ def run_twice(tx, num_rows, dim, num_ids):
 
 @pytest.mark.parametrize(
     "name, way",
-    rest_in_ci(
+    slow_unless(
         [(name, way) for name in ("adam", "sgd") for way in SIZES],
         lambda case: case[0] == "adam",
     ),

@@ -9,7 +9,7 @@ import ml_dtypes
 import numpy as np
 import optax
 import pytest
-from helpers import all_at_once, quickly, rest_in_ci
+from helpers import all_at_once, fast_jit, slow_unless
 from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import NamedSharding, PartitionSpec
@@ -134,7 +134,7 @@ def table_of(dtype, rng=None):
     return jnp.asarray(rng.normal(size=(V, D)), dtype)
 
 
-BOTH = rest_in_ci([(BFLOAT16,), (FLOAT16,)], lambda case: case[0] == BFLOAT16)
+BOTH = slow_unless([(BFLOAT16,), (FLOAT16,)], lambda case: case[0] == BFLOAT16)
 
 
 @pytest.mark.parametrize("dtype", BOTH)
@@ -265,7 +265,7 @@ def test_rows_that_no_entry_names_keep_their_bits(ids):
     # (Where XLA makes bfloat16 tables float32 to write, every NaN becomes the same.)
     table, tx = jnp.asarray(patterns.view(FLOAT16)), js.adagrad(0.1)
     grads = slices(ids, rng.normal(size=(len(ids), D)).astype(np.float32))
-    new, _ = quickly(tx.apply)(grads, tx.init(table), table, KEY)
+    new, _ = fast_jit(tx.apply)(grads, tx.init(table), table, KEY)
     untouched = ~np.isin(np.arange(V), ids)
     assert (bits(new)[untouched] == patterns[untouched]).all()
 
@@ -290,7 +290,7 @@ def test_other_parameters_get_the_bits_that_they_get_without_a_key():
     assert_same_bits(got, wanted)
     floats = {k: params[k] for k in ("table", "w")}
     grads, tx = {k: updates[k] for k in floats}, js.adam(0.1)
-    step = quickly(tx.apply)
+    step = fast_jit(tx.apply)
     state = tx.init(floats)
     assert_same_bits(step(grads, state, floats, KEY), step(grads, state, floats))
 
@@ -302,7 +302,7 @@ WIDE = 64
 
 @pytest.mark.parametrize(
     "name, kwargs",
-    rest_in_ci(FIRST, lambda case: case[0] == "adam"),
+    slow_unless(FIRST, lambda case: case[0] == "adam"),
     ids=label,
 )
 def test_the_mean_of_many_steps_is_the_step_of_float32(name, kwargs):
@@ -327,8 +327,8 @@ def test_the_mean_of_many_steps_is_the_step_of_float32(name, kwargs):
         )
 
     keys = jax.random.split(KEY, count)
-    wanted = quickly(lambda: moved(jnp.float32))()
-    got = quickly(jax.vmap(functools.partial(moved, jnp.bfloat16)))(keys)
+    wanted = fast_jit(lambda: moved(jnp.float32))()
+    got = fast_jit(jax.vmap(functools.partial(moved, jnp.bfloat16)))(keys)
     for x, w in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
         x, w = np.asarray(x, np.float64), np.asarray(w, np.float64)
         noise = SIGMAS * np.sqrt(np.abs(w) * 2**-7 / count) + np.abs(w).max() * 0.01
@@ -363,7 +363,7 @@ def test_what_stands_round_an_optimizer_hands_the_key_on():
         for name, x in given.items()
     }
     new = {name: params for name, (params, _) in all_at_once(steps).items()}
-    nearest, _ = quickly(tx.apply)(grads, tx.init(params), params)
+    nearest, _ = fast_jit(tx.apply)(grads, tx.init(params), params)
     assert (bits(nearest["table"]) != bits(new["bare"]["table"])).any()
     for got in new.values():
         assert_same_bits(got, new["bare"])

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import assert_close, golden, quickly, rest_in_ci
+from helpers import assert_close, fast_jit, golden, slow_unless
 
 import jslices as js
 
@@ -70,8 +70,8 @@ def test_value_and_gradients_are_those_of_the_formula(name, num_true, remove):
         return (out * weight).sum(), out
 
     args = WEIGHTS, BIASES, INPUTS
-    grads, out = quickly(js.grad(ours, (0, 1, 2), has_aux=True))(*args)
-    wanted, expected = quickly(jax.grad(theirs, (0, 1, 2), has_aux=True))(*args)
+    grads, out = fast_jit(js.grad(ours, (0, 1, 2), has_aux=True))(*args)
+    wanted, expected = fast_jit(jax.grad(theirs, (0, 1, 2), has_aux=True))(*args)
     assert_close(out, expected, rtol=1e-4)
     assert js.is_slices(grads[0]) and js.is_slices(grads[1])
     assert grads[0].indices.shape == grads[1].indices.shape == (B * num_true + S,)
@@ -98,7 +98,9 @@ def test_a_class_drawn_twice(name):
 
 
 def test_shards_keys_and_one_label():
-    loss = quickly(functools.partial(js.sampled_softmax_loss, num_sampled=S, num_classes=V))
+    loss = fast_jit(
+        functools.partial(js.sampled_softmax_loss, num_sampled=S, num_classes=V)
+    )
     key = jax.random.key(7)
     whole = loss(WEIGHTS, BIASES, LABELS[:, 0], INPUTS, key=key)
     column = loss(WEIGHTS, BIASES, LABELS[:, :1], INPUTS, key=key)
@@ -156,7 +158,7 @@ def test_draws_follow_the_distribution():
     np.testing.assert_allclose(of_sampled[0], 50 * wanted[sampled[0]], rtol=1e-5)
 
 
-@pytest.mark.parametrize("count", rest_in_ci([(1,), (12,)], (12,).__eq__))
+@pytest.mark.parametrize("count", slow_unless([(1,), (12,)], (12,).__eq__))
 def test_unique_draws_and_their_expected_counts(count):
     sampled, expected, of_sampled = draws(True, count)
     ordered = np.sort(sampled, 1)
@@ -248,7 +250,7 @@ def test_tables_and_samples_that_do_not_fit():
         js.log_uniform_candidate_sampler([0.5], 2, 10, key=KEYS[0])
     # A class that 32 bits would cut to 1 stays none.
     beyond = np.array([2**32 + 1, 2])
-    wide = quickly(lambda n: loss(sampled_values=(beyond, jnp.ones(4), n)))(count)
+    wide = fast_jit(lambda n: loss(sampled_values=(beyond, jnp.ones(4), n)))(count)
     assert np.isnan(wide).all()
     more = js.log_uniform_candidate_sampler(np.array([2**40]), 2, 10, key=KEYS[0])
     assert more.true_expected_count.shape == (1,)
@@ -259,7 +261,7 @@ def test_labels_of_a_dtype_too_narrow_for_the_classes():
     inputs, key = jnp.full((3, 2), 1e-3), jax.random.key(0)
     loss = lambda i: js.nce_loss(table, bias, i, inputs, 20, 1000, key=key)  # noqa: E731
     dtypes = ("int32", "uint8", "int8", "int16")
-    every = quickly(lambda i: [loss(i.astype(dtype)) for dtype in dtypes])
+    every = fast_jit(lambda i: [loss(i.astype(dtype)) for dtype in dtypes])
     wanted, *others = every(np.array([3, 7, 100], np.int32))
     assert np.isfinite(wanted).all()
     for got in others:
@@ -270,4 +272,4 @@ def test_an_empty_batch():
     loss = functools.partial(js.nce_loss, num_sampled=3, num_classes=20)
     tables = jnp.ones((20, 2)), jnp.zeros(20)
     nothing = np.zeros((0, 1), np.int32), jnp.zeros((0, 2))
-    assert quickly(loss)(*tables, *nothing, key=jax.random.key(0)).shape == (0,)
+    assert fast_jit(loss)(*tables, *nothing, key=jax.random.key(0)).shape == (0,)

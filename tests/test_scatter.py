@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import golden, quickly
+from helpers import fast_jit, golden
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.experimental import checkify
@@ -67,7 +67,7 @@ def loop(op, ref, indices, updates, mode="drop"):
 
 @functools.cache
 def compiled(ops):
-    return quickly(lambda *args: {op: SCATTER[op](*args) for op in ops})
+    return fast_jit(lambda *args: {op: SCATTER[op](*args) for op in ops})
 
 
 def scatter_all(ops, *args):
@@ -246,7 +246,7 @@ def test_vmap_and_scan():
     indices = jnp.array([[0, 4, 0], [1, -1, 7], [2, 2, 2]])
     updates = jax.random.normal(jax.random.key(1), (3, 3, 2)) + 3
 
-    @quickly
+    @fast_jit
     def every(refs, indices, updates):
         def both(scatter):
             step = lambda ref, x: (scatter(ref, *x), None)  # noqa: E731
@@ -299,7 +299,7 @@ def test_gradients_are_those_of_the_dense_form(op):
 
     def both_ways(f):
         run = lambda *x: (jax.grad(f, (0, 1))(*x), jax.jvp(f, x, x)[1])  # noqa: E731
-        return quickly(run)(ref, updates)
+        return fast_jit(run)(ref, updates)
 
     (grads, tangent), (wanted, wanted_tangent) = both_ways(ours), both_ways(plain)
     for a, b in zip(grads, wanted, strict=True):
@@ -311,7 +311,7 @@ def test_gradient_of_nd_update():
     ref, updates = jnp.ones((3, 2)), jnp.array([2.0, 3.0, 4.0])
     indices = np.array([[0, 1], [2, 0], [0, 1]])
     f = lambda r, u: (js.scatter_nd_update(r, indices, u) ** 2).sum()  # noqa: E731
-    of_ref, of_updates = quickly(jax.grad(f, (0, 1)))(ref, updates)
+    of_ref, of_updates = fast_jit(jax.grad(f, (0, 1)))(ref, updates)
     np.testing.assert_array_equal(of_ref, [[2, 0], [2, 2], [0, 2]])
     np.testing.assert_array_equal(of_updates, [0, 6, 8])
 
@@ -323,8 +323,8 @@ def test_a_scatter_into_a_table_is_a_dense_use_and_named():
 
     table = jnp.arange(10.0).reshape(5, 2)
     with pytest.warns(js.DensificationWarning, match="# this line"):
-        gradient = quickly(js.grad(loss))(table)
-    np.testing.assert_array_equal(gradient, quickly(jax.grad(loss))(table))
+        gradient = fast_jit(js.grad(loss))(table)
+    np.testing.assert_array_equal(gradient, fast_jit(jax.grad(loss))(table))
 
 
 def test_rows_beside_one_that_was_replaced():
@@ -333,9 +333,9 @@ def test_rows_beside_one_that_was_replaced():
         return (changed[jnp.array([0, 1])] ** 2).sum() + table[jnp.array([2])].sum()
 
     table = jnp.arange(10.0).reshape(5, 2)
-    gradient = quickly(js.grad(loss))(table)
+    gradient = fast_jit(js.grad(loss))(table)
     assert js.is_slices(gradient)
-    np.testing.assert_array_equal(gradient.to_dense(), quickly(jax.grad(loss))(table))
+    np.testing.assert_array_equal(gradient.to_dense(), fast_jit(jax.grad(loss))(table))
 
 
 def test_a_scatter_alone_looks_nothing_up():
@@ -346,7 +346,7 @@ def test_a_scatter_alone_looks_nothing_up():
     def every(grad):
         loss = lambda op: lambda t, u: (SCATTER[op](t, ids, u) ** 2).sum()  # noqa: E731
         run = lambda *args: [grad(loss(op), (0, 1))(*args) for op in OPS]  # noqa: E731
-        return quickly(run)(table, updates)
+        return fast_jit(run)(table, updates)
 
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -4,13 +4,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import quickly
+from helpers import fast_jit
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jslices._rows.access import UNROLLED, leading, where_rows
 
-LEADING, WHERE_ROWS = quickly(leading), quickly(where_rows)
+LEADING, WHERE_ROWS = fast_jit(leading), fast_jit(where_rows)
 SHAPES = [(7, 1), (7, 2), (7, 23), (7, 24), (7, 4, 3), (7,), (7, 0), (0, 4)]
 
 

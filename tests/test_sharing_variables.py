@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import quickly
+from helpers import fast_jit
 
 import jslices as js
 import jslices.tf1 as tf
@@ -105,9 +105,9 @@ def run(*texts, **given):
     model = transformed(*texts)
     # By default JAX adds a vector to an image, as TensorFlow does.
     with jax.numpy_rank_promotion("allow"):
-        variables = quickly(model.init)(KEY, given)
+        variables = fast_jit(model.init)(KEY, given)
         assert list(jax.eval_shape(model.init, KEY, given)) == list(variables)
-        out, after = quickly(model.apply)(variables, given)
+        out, after = fast_jit(model.apply)(variables, given)
     jax.tree.map(np.testing.assert_array_equal, variables, after)
     return out, variables
 
@@ -127,7 +127,7 @@ def test_a_filter_is_shared():
     results, variables = run(FILTER, SHARED, image1=IMAGE, image2=2 * IMAGE)
     assert list(variables) == NAMES
     for factor, result in zip((1, 2), results, strict=True):
-        wanted = quickly(filtered)(factor * IMAGE, *variables.values())
+        wanted = fast_jit(filtered)(factor * IMAGE, *variables.values())
         np.testing.assert_allclose(result, wanted, rtol=1e-5)
         assert float(result.max()) > 0
 
@@ -143,7 +143,7 @@ def test_the_filters_with_variables_of_their_own(texts):
     sets = [OWN, [f"{name}_1" for name in OWN]] if PROBLEM in texts else [OWN, OWN]
     assert list(variables) == list(dict.fromkeys([*sets[0], *sets[1]]))
     for result, image, names in zip(results, images.values(), sets, strict=True):
-        wanted = quickly(filtered)(image, *(variables[name] for name in names))
+        wanted = fast_jit(filtered)(image, *(variables[name] for name in names))
         np.testing.assert_allclose(result, wanted, rtol=1e-5)
         assert float(result.max()) > 0
     weights = [variables[name] for name in variables if "weights" in name]
@@ -168,16 +168,16 @@ def test_the_filters_are_trained(texts):
         return jnp.sum(filtered(IMAGE, *first)) + jnp.sum(filtered(2 * IMAGE, *second))
 
     with jax.numpy_rank_promotion("allow"):
-        variables = quickly(model.init)(KEY, images)
-        wanted = quickly(jax.grad(by_jax))(dict(variables))
+        variables = fast_jit(model.init)(KEY, images)
+        wanted = fast_jit(jax.grad(by_jax))(dict(variables))
         for grad in (js.grad, jax.grad):
-            got = quickly(grad(loss))(variables)
+            got = fast_jit(grad(loss))(variables)
             for name in wanted:
                 np.testing.assert_allclose(got[name], wanted[name], rtol=1e-4, atol=1e-2)
                 assert jnp.any(wanted[name])
         # What TensorFlow's programs do next.
         declared = model.abstract_init(images)
-        again = quickly(lambda key: tf.initialize_all_variables(declared, key))(KEY)
+        again = fast_jit(lambda key: tf.initialize_all_variables(declared, key))(KEY)
     for name in variables:
         np.testing.assert_allclose(again[name], variables[name], rtol=1e-6)
 

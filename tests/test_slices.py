@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import assert_close, golden, lists, numpy_dense, quickly
+from helpers import assert_close, fast_jit, golden, lists, numpy_dense
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -143,7 +143,7 @@ def test_sixteen_bits_are_summed_in_thirty_two():
     ones = jnp.ones((1000, 1), jnp.bfloat16)
     slices = js.IndexedSlices(ones, jnp.zeros(1000, int), (1, 1))
     # Adding one at a time in bfloat16 stops at 256.
-    dense, rows = quickly(lambda s: (s.to_dense(), s.coalesce().values))(slices)
+    dense, rows = fast_jit(lambda s: (s.to_dense(), s.coalesce().values))(slices)
     assert dense[0, 0] == 1000 and rows[0, 0] == 1000
     assert dense.dtype == jnp.bfloat16
 
@@ -204,7 +204,7 @@ def test_vmapped_slices_keep_the_shape_of_one_example(slices):
     )
     assert batch.dense_shape == (5, 2) and batch.shape == (3, 5, 2)
     wanted = np.stack([DENSE, 2 * DENSE, 0 * DENSE])
-    several = quickly(
+    several = fast_jit(
         lambda s: (s.to_dense(), s.coalesce().to_dense(), (s + s).to_dense() / 2)
     )
     for dense in several(batch):
@@ -225,7 +225,7 @@ def test_indices_changed_by_a_foreign_tree_map_are_refused(slices):
             use()
 
 
-@quickly
+@fast_jit
 def several_ways(slices):
     zeros = jnp.zeros(slices.shape)
     return (

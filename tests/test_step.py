@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import assert_close, numpy_dense, quickly, rest_in_ci
+from helpers import assert_close, fast_jit, numpy_dense, slow_unless
 from hypothesis import given
 from hypothesis import strategies as st
 from optimizers import BY_ROW, FIRST, THREE, label, make, slices_of
@@ -62,7 +62,7 @@ def arrays_of(kernel):
 def compiled(name, plan):
     """``(indices, values, *arrays) -> (indices, update, *new)`` by that plan."""
     kernel = KERNELS[name]
-    return quickly(
+    return fast_jit(
         lambda indices, values, *arrays: execute(
             plan, kernel.step, indices, values, V, arrays, kernel.num_read
         )
@@ -152,7 +152,7 @@ def test_dtypes_of_the_arrays_are_kept(plan):
     kernel = lambda g, m: (g.astype(jnp.float32) + m, m + g.astype(jnp.float32))  # noqa: E731
     ids = jnp.arange(K) % 4
     values, m = jnp.ones((K, D), jnp.bfloat16), jnp.ones((V, D), jnp.bfloat16)
-    step = quickly(lambda *x: execute(plan, kernel, *x[:2], V, x[2:]))
+    step = fast_jit(lambda *x: execute(plan, kernel, *x[:2], V, x[2:]))
     _, update, new = step(ids, values, m)
     assert (update.dtype, new.dtype) == (jnp.float32, jnp.bfloat16)
     np.testing.assert_array_equal(new[:, 0].astype(int), [7] * 4 + [1] * 6)
@@ -212,7 +212,7 @@ def test_derivatives_by_what_a_kernel_closes_over_and_by_rows(plan):
         return (rate * g[:V] / (1 + m) * (m + rate * g[:V] ** 2)).sum()
 
     for derivative in (jax.jacrev, jax.jacfwd):
-        of = lambda f, d=derivative: quickly(d(f, (0, 1, 2)))(0.1, values, m)  # noqa: E731
+        of = lambda f, d=derivative: fast_jit(d(f, (0, 1, 2)))(0.1, values, m)  # noqa: E731
         assert_close(of(after), of(wanted), rtol=1e-4, atol=1e-5)
 
 
@@ -239,7 +239,7 @@ REPRESENTATIVE = ("sgd", "adam", "ftrl", "rowwise_adagrad", "lamb", "adafactor")
 
 @pytest.mark.parametrize(
     "name, kwargs, way",
-    rest_in_ci(
+    slow_unless(
         [
             *((*case, "all rows") for case in FIRST),
             *((*case, "in chunks") for case in FIRST if case[0] in REPRESENTATIVE),
@@ -257,7 +257,7 @@ def test_every_optimizer_steps_rows_as_whole_arrays(name, kwargs, way):
     tx = make(js, name, 0.1, kwargs)
     _, state = tx.update(history, tx.init(table), table)
 
-    @quickly
+    @fast_jit
     def both(grads, state, table):
         updates, new = tx.update(grads, state, table)
         return (js.apply_updates(table, updates), new), tx.apply(grads, state, table)
@@ -282,7 +282,7 @@ def dense_step(tx, by_row, grads, state, table):
     update = tx.update
     if by_row:  # norms and means are those of a row
         axes = jax.tree.map(lambda x: 0 if x.shape[:1] == table.shape[:1] else None, state)
-        update = quickly(jax.vmap(tx.update, (0, axes, 0), (0, axes)))
+        update = fast_jit(jax.vmap(tx.update, (0, axes, 0), (0, axes)))
     updates, state = update(grads, state, table)
     return table + updates, state
 
@@ -382,7 +382,7 @@ def test_a_cond_may_choose_between_an_update_and_zeros(num_rows):
     params = jnp.zeros((num_rows, 2))
     tx = js.adam(0.5)
 
-    @quickly
+    @fast_jit
     def step(params, keep):
         updates, _ = tx.update(grads, tx.init(params), params)
         zeros = jnp.zeros_like(updates.values)
@@ -398,10 +398,10 @@ def test_updates_of_all_rows_are_slices_like_others():
     grads = js.IndexedSlices(jnp.ones((600, 2)), jnp.arange(600) % 7, (1000, 2))
     tx = js.adam(0.5)
     params = jnp.zeros((1000, 2))
-    updates, _ = quickly(tx.update)(grads, tx.init(params), params)
+    updates, _ = fast_jit(tx.update)(grads, tx.init(params), params)
     assert type(updates) is js.IndexedSlices
 
-    @quickly
+    @fast_jit
     def added(params, updates):
         return (
             js.apply_updates(params, updates),
@@ -420,7 +420,7 @@ def test_many_entries_of_sgd_stay_as_they_are():
     ids = jnp.asarray([1] * 300 + [-1] * 300 + [2] * 300)
     values = jnp.ones((900, 2)).at[300:600].set(jnp.nan)
     tx = js.sgd(0.5)
-    update = quickly(tx.update)
+    update = fast_jit(tx.update)
     tall = js.IndexedSlices(values, ids, (500, 2))
     updates, _ = update(tall, tx.init(jnp.zeros((500, 2))))
     assert updates.values.shape == (900, 2)

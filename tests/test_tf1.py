@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import assert_close, golden, quickly
+from helpers import assert_close, fast_jit, golden
 
 import jslices as js
 import jslices.tf1 as tf
@@ -57,7 +57,7 @@ def test_the_published_model_is_trained(name):
         return value, out, grads
 
     program = tf.transform(step)
-    variables, apply = program.init(None), quickly(program.apply)
+    variables, apply = program.init(None), fast_jit(program.apply)
     for wanted in case["steps"]:
         (value, out, grads), variables = apply(variables)
         np.testing.assert_allclose(value, wanted["loss"], rtol=1e-5)
@@ -102,7 +102,7 @@ def test_word_vectors_with_a_sampled_softmax():
     program, tx = tf.transform(model), js.adagrad(1.0)
     data = words, jnp.array([[7], [3], [9], [3]])
 
-    @quickly
+    @fast_jit
     def step(variables, state, key):
         loss, grads = js.value_and_grad(lambda v: program.apply(v, *data, key)[0])(
             variables
@@ -112,7 +112,7 @@ def test_word_vectors_with_a_sampled_softmax():
         updates, state = tx.update(grads, state, variables)
         return js.apply_updates(variables, updates), state, loss, norm, clipped
 
-    first = variables = quickly(program.init)(KEY, *data, KEY)
+    first = variables = fast_jit(program.init)(KEY, *data, KEY)
     state, losses = tx.init(variables), []
     for i in range(30):
         key = jax.random.fold_in(KEY, i)
@@ -355,7 +355,7 @@ def test_clipping_and_masks_take_names_and_variables():
         return norm, known, clipped, tf.clip_by_norm(v, 1.0), cut
 
     given = {"v": jnp.array([3.0, 4.0]), "w": jnp.zeros(1)}
-    norm, known, clipped, same, cut = quickly(tf.transform(model).apply)(given)[0]
+    norm, known, clipped, same, cut = fast_jit(tf.transform(model).apply)(given)[0]
     assert norm == known == 5
     np.testing.assert_allclose(clipped, [0.6, 0.8], rtol=1e-6)
     np.testing.assert_allclose(same, clipped, rtol=1e-6)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import assert_close, quickly
+from helpers import assert_close, fast_jit
 
 import jslices as js
 import jslices.tf1 as tf
@@ -53,7 +53,7 @@ def loss(params, rest, ids, labels):
 
 @functools.cache
 def initial():
-    return quickly(MODEL.init)(KEY, IDS)
+    return fast_jit(MODEL.init)(KEY, IDS)
 
 
 def train(value_and_grad, tx, apply_updates, steps=20):
@@ -106,7 +106,7 @@ def test_lazy_adam_leaves_other_rows_alone():
 
 def test_gradients_mirror_the_variables():
     variables = initial()
-    grads, _ = quickly(js.grad(loss, has_aux=True))(
+    grads, _ = fast_jit(js.grad(loss, has_aux=True))(
         variables.trainable, variables.non_trainable, IDS, LABELS
     )
     assert isinstance(grads, tf.Variables) and list(grads) == list(variables.trainable)
@@ -116,7 +116,7 @@ def test_gradients_mirror_the_variables():
     )
     dense = jax.grad(lambda p: loss(p, variables.non_trainable, IDS, LABELS)[0])
     with pytest.warns(js.DensificationWarning):
-        wanted = quickly(dense)(variables.trainable)
+        wanted = fast_jit(dense)(variables.trainable)
     assert_close(dict(grads), dict(wanted))
 
 
@@ -142,8 +142,8 @@ def test_every_way_to_look_up_a_handle_is_sparse(how):
     def whole(variables):  # all variables come back as well, which is no dense use
         return one.apply(variables, ids)
 
-    grads, _ = quickly(js.grad(whole, has_aux=True))(variables)
-    wanted, _ = quickly(jax.grad(whole, has_aux=True))(variables)
+    grads, _ = fast_jit(js.grad(whole, has_aux=True))(variables)
+    wanted, _ = fast_jit(jax.grad(whole, has_aux=True))(variables)
     assert js.is_slices(grads["t"])
     assert_close(grads["t"], wanted["t"])
 
@@ -173,7 +173,7 @@ def test_a_dense_use_names_the_users_line():
     one = tf.transform(tied)
     variables = tf.Variables({"table": jnp.ones((V, D))})
     with pytest.warns(js.DensificationWarning) as caught:
-        grads = quickly(js.grad(lambda p: one.apply(p, IDS)[0]))(variables)
+        grads = fast_jit(js.grad(lambda p: one.apply(p, IDS)[0]))(variables)
     assert not js.is_slices(grads["table"])
     assert caught[0].filename == __file__
 
@@ -187,11 +187,11 @@ def test_regularizers_are_asked_for_or_not_computed():
         return table[ids].sum() + sum(losses), losses
 
     m = tf.transform(one)
-    variables = quickly(functools.partial(m.init, asked=True))(KEY, IDS)
+    variables = fast_jit(functools.partial(m.init, asked=True))(KEY, IDS)
     (_, losses), _ = m.apply(variables, IDS, True)
     assert len(losses) == 2 and losses[1] == 1.0
     np.testing.assert_allclose(losses[0], jnp.sum(variables["table"] ** 2), rtol=1e-6)
-    grads = quickly(js.grad(lambda p: m.apply(p, IDS, False)[0][0]))(variables)
+    grads = fast_jit(js.grad(lambda p: m.apply(p, IDS, False)[0][0]))(variables)
     assert js.is_slices(grads["table"])
 
 

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import assert_close, rest_in_ci
+from helpers import assert_close, slow_unless
 from jax import lax
 
 import jslices as js
@@ -98,7 +98,7 @@ LOSSES = [
 
 @pytest.mark.parametrize(
     "loss",
-    rest_in_ci(
+    slow_unless(
         [(loss,) for loss in LOSSES], lambda case: case[0] not in (jitted, out_of_a_call)
     ),
     ids=lambda loss: loss.__name__,
@@ -143,7 +143,7 @@ def test_sparse_and_dense_by_turns():
 
 @pytest.mark.parametrize(
     "loss",
-    rest_in_ci([(twice_jitted,), (branched,)], lambda case: case[0] is twice_jitted),
+    slow_unless([(twice_jitted,), (branched,)], lambda case: case[0] is twice_jitted),
     ids=lambda loss: loss.__name__,
 )
 def test_under_vmap_and_vjp(loss):
