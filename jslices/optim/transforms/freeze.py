@@ -56,8 +56,8 @@ def freeze_rows(tx: Transformation, frozen: PyTree) -> Any:
     Returns:
       A :class:`GradientTransformation`. Its state is that of ``tx``, so that it can also be
       put round an optimizer that has taken steps; with ``untouched="exact"`` call
-      ``tx.flush`` before, as what frozen rows have missed is not made up. For a state that
-      state, by which the same rows never move.
+      ``tx.flush`` before, as what frozen rows have missed is not made up. Given a state:
+      that state, by which the same rows never move.
 
     Raises:
       TypeError: for the state of an optimizer that is not exact, and for anything but
