@@ -742,16 +742,22 @@ _add = on_any_mesh(like_first)(add_rows)
 
 
 @on_any_mesh(lambda slices: everywhere(slices.values, slices.indices))
+def _sums(
+    slices: IndexedSlices, *, size: int | None, combine: str, order: Order
+) -> tuple[jax.Array, jax.Array]:
+    values, indices, _ = sum_duplicates(
+        slices.values, slices.indices, slices._num_rows, size, combine, order
+    )
+    return values, indices
+
+
 def _summed(
     slices: IndexedSlices,
-    *,
     size: int | None = None,
     combine: str = "sum",
     order: Order = "sorted",
 ) -> IndexedSlices:
-    values, indices, _ = sum_duplicates(
-        slices.values, slices.indices, slices._num_rows, size, combine, order
-    )
+    values, indices = _sums(slices, size=size, combine=combine, order=order)
     return slices_of(values, indices, slices.dense_shape, DISTINCT)
 
 
