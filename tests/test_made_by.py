@@ -9,9 +9,15 @@ from optimizers import FIRST, label, make
 
 import jslices as js
 
-description = pytest.importorskip("jslices.keras.description")
-learning_rates = description.learning_rates
-with_learning_rate = description.with_learning_rate
+
+@pytest.fixture
+def rates():
+    """What Keras does with learning rates, where it is there."""
+    pytest.importorskip("keras")
+    from jslices.keras import description
+
+    return description
+
 
 PARAMS = {"table": jnp.ones((6, 2)), "w": jnp.ones(2)}
 GRADS = {
@@ -29,7 +35,7 @@ def test_every_optimizer(name, kwargs):
     assert_close(again.apply(GRADS, again.init(PARAMS), PARAMS), wanted, rtol=0, atol=0)
 
 
-def test_another_learning_rate_reaches_what_stands_inside():
+def test_another_learning_rate_reaches_what_stands_inside(rates):
     def of(rate):
         return js.optim.chain(
             js.optim.clip_global_norm(1.0),
@@ -43,27 +49,33 @@ def test_another_learning_rate_reaches_what_stands_inside():
         )
 
     tx, wanted = of(0.1), of(0.5)
-    assert learning_rates(tx) == [0.1, 0.1] and not learning_rates(js.optim.clip(1.0))
+    assert rates.learning_rates(tx) == [0.1, 0.1] and not rates.learning_rates(
+        js.optim.clip(1.0)
+    )
 
     @jax.jit
     def step(rate):
-        changed = with_learning_rate(tx, rate)
+        changed = rates.with_learning_rate(tx, rate)
         return changed.apply(GRADS, changed.init(PARAMS), PARAMS)[0]
 
     assert_close(step(0.5), wanted.apply(GRADS, wanted.init(PARAMS), PARAMS)[0])
 
 
 def test_what_was_put_together_from_functions_has_none():
+    assert js.GradientTransformation(*js.sgd(0.1)).made_by is None
+
+
+def test_what_knows_no_learning_rate_stays(rates):
     tx = js.GradientTransformation(*js.sgd(0.1))
-    assert tx.made_by is None and with_learning_rate(tx, 1.0) is tx
-    assert not learning_rates(js.from_optax(optax.sgd(0.1)))
+    assert rates.with_learning_rate(tx, 1.0) is tx
+    assert not rates.learning_rates(js.from_optax(optax.sgd(0.1)))
 
 
-def test_what_stands_around_an_optimizer_hands_its_learning_rate_on():
+def test_what_stands_around_an_optimizer_hands_its_learning_rate_on(rates):
     for tx in (
         js.optim.freeze_rows(js.sgd(0.1), None),
         js.optim.multi_steps(js.sgd(0.1), 2, GRADS),
         js.optim.with_state_dtype(js.sgd(0.1), "float32"),
     ):
-        assert learning_rates(tx) == [0.1]
-        assert learning_rates(with_learning_rate(tx, 0.5)) == [0.5]
+        assert rates.learning_rates(tx) == [0.1]
+        assert rates.learning_rates(rates.with_learning_rate(tx, 0.5)) == [0.5]
