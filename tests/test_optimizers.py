@@ -56,12 +56,9 @@ three = pytest.mark.parametrize("name, kwargs", THREE, ids=label)
     ids=label,
 )
 def test_dense_leaves_equal_optax(name, kwargs, rate, jit):
-    """Updates and state, over five steps: to one ulp if both are compiled.
-
-    Without jit ours is compiled all the same, and Optax's runs operation by operation.
-    """
+    """Updates and state, over five steps."""
     for ours, theirs in five_steps(name, kwargs, rate, jit, rng_tree):
-        assert ulps(ours, theirs) <= (1 if jit else 8)
+        assert ulps(ours, theirs) <= most_ulps(rate, kwargs, jit)
 
 
 @pytest.mark.parametrize(
@@ -80,23 +77,33 @@ def test_dense_leaves_equal_optax(name, kwargs, rate, jit):
     ids=label,
 )
 def test_a_single_dense_array_equals_optax(name, kwargs, jit):
-    """Not in a tree: without jit Optax takes reciprocals in its bias correction."""
+    """Not in a tree."""
     mask = kwargs.get("mask")
     if mask:
         kwargs = {**kwargs, "mask": (mask(None) if callable(mask) else mask)["table"]}
     for ours, theirs in five_steps(
         name, kwargs, 0.1, jit, lambda rng: rng_tree(rng)["table"]
     ):
-        assert ulps(ours, theirs) <= (1 if jit else 8)
+        assert ulps(ours, theirs) <= most_ulps(0.1, kwargs, jit)
+
+
+def is_compiled(rate, kwargs, jit):
+    """Without ``jit`` ours is compiled all the same, if no argument is a function."""
+    return jit or not any(map(callable, (rate, *kwargs.values())))
+
+
+def most_ulps(rate, kwargs, jit):
+    """One; a few where both run operation by operation, ours in another order."""
+    return 1 if is_compiled(rate, kwargs, jit) else 4
 
 
 def five_steps(name, kwargs, rate, jit, draw):
     """After each step our update and state, and Optax's; the parameters are Optax's."""
     rng = np.random.default_rng(0)
     ours, theirs = make(js, name, rate, kwargs), make(optax, name, rate, kwargs)
-    update, wanted_update = ours.update, theirs.update
-    if jit:
-        update, wanted_update = jax.jit(update), jax.jit(wanted_update)
+    update = jax.jit(ours.update) if jit else ours.update
+    compiled = is_compiled(rate, kwargs, jit)
+    wanted_update = jax.jit(theirs.update) if compiled else theirs.update
     params = draw(rng)
     state, wanted_state = ours.init(params), theirs.init(params)
     for _ in range(5):
