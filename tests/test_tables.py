@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import assert_close
+from helpers import assert_close, fast_jit
 from jax.experimental import checkify
 
 import jslices as js
@@ -124,27 +124,39 @@ def test_bags(kind, weighed, combiner):
     def loss(of, params):
         return sum((x**2).sum() for x in of(params).values())
 
-    assert_close(together(STACKED), alone(PARTS), rtol=1e-6)
-    ours = js.grad(functools.partial(loss, together))(STACKED)
-    theirs = js.grad(functools.partial(loss, alone))(PARTS)
-    parts = {name: g.to_dense() for name, g in theirs.items()}
-    assert_close(TABLES.split(ours.to_dense()), parts, rtol=1e-6)
+    @fast_jit
+    def both(stacked, parts):
+        ours = js.grad(functools.partial(loss, together))(stacked)
+        theirs = js.grad(functools.partial(loss, alone))(parts)
+        theirs = {name: g.to_dense() for name, g in theirs.items()}
+        ours = together(stacked), TABLES.split(ours.to_dense())
+        return ours, (alone(parts), theirs)
+
+    assert_close(*both(STACKED, PARTS), rtol=1e-6)
 
 
 def ids_of_step(seed, rows):
     return np.random.default_rng(seed).integers(0, rows, 6)
 
 
-def loss_of(look_up, params, seed):
-    ids = {name: ids_of_step(seed, rows) for name, (rows, _) in SHAPES.items()}
+def all_ids(seed):
+    return {name: ids_of_step(seed, rows) for name, (rows, _) in SHAPES.items()}
+
+
+def loss_of(look_up, params, ids):
     return sum(((x - i) ** 2).sum() for i, x in enumerate(look_up(params, ids).values()))
 
 
 def trained(look_up, tx, params, steps=3):
     state = tx.init(params)
+
+    @fast_jit
+    def step(params, state, ids):
+        grads = js.grad(functools.partial(loss_of, look_up))(params, ids)
+        return tx.apply(grads, state, params)
+
     for seed in range(steps):
-        grads = js.grad(functools.partial(loss_of, look_up))(params, seed)
-        params, state = tx.apply(grads, state, params)
+        params, state = step(params, state, all_ids(seed))
     return params, state
 
 
@@ -164,17 +176,18 @@ def test_exact_training_is_that_of_all_rows():
     tx = js.adam(0.1, untouched="exact")
     loss = functools.partial(loss_of, TABLES.lookup)
 
-    def with_bad_ids(params, seed):
+    def with_bad_ids(params, ids):
         bad = jnp.array([-1, 4, 99])
         rows = js.embedding_lookup(params, TABLES.rows(bad, "shop"))
-        return loss(params, seed) + jnp.where(jnp.isnan(rows), 0, rows).sum()
+        return loss(params, ids) + jnp.where(jnp.isnan(rows), 0, rows).sum()
 
-    step = js.optim.exact_step(with_bad_ids, tx)
+    step = fast_jit(js.optim.exact_step(with_bad_ids, tx))
+    gradient = fast_jit(lambda params, ids: js.grad(loss)(params, ids).to_dense())
     params, state = STACKED, tx.init(STACKED)
     dense, dense_state = STACKED, js.adam(0.1).init(STACKED)
     for seed in range(3):
-        params, state, _ = step(params, state, seed)
-        grads = js.grad(loss)(dense, seed).to_dense()
+        params, state, _ = step(params, state, all_ids(seed))
+        grads = gradient(dense, all_ids(seed))
         dense, dense_state = js.adam(0.1).apply(grads, dense_state, dense)
     assert_close(tx.flush(params, state)[0], dense, rtol=1e-5)
 
@@ -182,9 +195,9 @@ def test_exact_training_is_that_of_all_rows():
 def test_tables_in_use_by_name():
     """For a model that is already written: ``split`` inside of the loss."""
     look_up = lambda params, ids: each(TABLES.split(params), ids)  # noqa: E731
-    grads = js.grad(functools.partial(loss_of, look_up))(STACKED, 0)
+    grads = js.grad(functools.partial(loss_of, look_up))(STACKED, all_ids(0))
     assert js.is_slices(grads)
-    expected = js.grad(functools.partial(loss_of, TABLES.lookup))(STACKED, 0)
+    expected = js.grad(functools.partial(loss_of, TABLES.lookup))(STACKED, all_ids(0))
     assert_close(grads.to_dense(), expected.to_dense(), rtol=1e-6)
 
 
@@ -235,7 +248,7 @@ def test_over_devices(kind, axes):
     exchange = js.Exchange("x") if axes == "Auto" else None
     split = jax.jit(js.value_and_grad(loss, exchange=exchange))
     value, grads = split(*jax.device_put((table, ids), by_rows))
-    expected, dense = js.value_and_grad(loss)(table, ids)
+    expected, dense = fast_jit(js.value_and_grad(loss))(table, ids)
     assert_close(value, expected, rtol=1e-6)
     assert_close(grads.to_dense(), dense.to_dense(), rtol=1e-6)
     assert_close(tables.split(table), PARTS, rtol=0)
