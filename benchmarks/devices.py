@@ -1,6 +1,6 @@
 """Steps compiled for TPUs and GPUs that are not here: the table of docs/devices.md.
 
-    pip install "jslices[tpu,gpu]"
+    pip install ".[tpu,gpu]"
     python benchmarks/devices.py --update docs/devices.md
 
 A line for every device, optimizer and length of a row, V = 1e6 rows, K = 1e4 ids: what the

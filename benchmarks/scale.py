@@ -1,6 +1,6 @@
 """What a step of a table that is split over devices sends, on paper and compiled.
 
-    pip install "jslices[tpu,gpu]"
+    pip install ".[tpu,gpu]"
     python benchmarks/scale.py
     python benchmarks/scale.py --devices cpu:8 --rows 1e6
 

@@ -8,6 +8,9 @@ TensorFlow's names, Keras) need beyond that is here, and nothing else.
 # Sizes in messages: "1.5 GiB".
 from jslices._densify import human_bytes as human_bytes
 
+# The command that installs an optional part.
+from jslices._install import install_command as install_command
+
 # Whether an operator of a JAX array asks for `__jax_array__`, and could wait.
 from jslices._jax import called_by_any_jax_operator as called_by_any_jax_operator
 
@@ -56,6 +59,7 @@ __all__ = [
     "empty_index",
     "human_bytes",
     "index_dtype",
+    "install_command",
     "refuse_bad_ids",
     "rows_at",
     "settle",

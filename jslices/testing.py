@@ -319,8 +319,8 @@ def devices(name: str) -> tuple[jax.Device, ...]:
 
     Raises:
       ValueError: for any other name; lists the good ones.
-      ModuleNotFoundError: if the compiler is not installed: ``pip install "jslices[tpu]"``
-        or ``"jslices[gpu]"``.
+      ModuleNotFoundError: if the compiler is not installed, which comes with the extra
+        ``tpu`` or ``gpu``.
 
     Cost: the first time for each name, a tenth of a second or so.
 

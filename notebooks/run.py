@@ -25,6 +25,8 @@ import tomllib
 import nbclient
 import nbformat
 
+from jslices.extend import install_command
+
 FOLDER = pathlib.Path(__file__).resolve().parent
 ROOT = FOLDER.parent
 with open(ROOT / "pyproject.toml", "rb") as file:
@@ -35,7 +37,7 @@ INSTALL = f"""\
 import importlib.util
 
 if importlib.util.find_spec("jslices") is None:
-    %pip install -q "jslices[notebooks] @ git+{REPOSITORY}"\
+    %{install_command("notebooks").replace("install", "install -q")}\
 """
 
 

@@ -66,13 +66,14 @@ def test_more_than_a_host_of_gpus_are_whole_hosts():
 def test_without_a_compiler_one_line_says_what_to_type(monkeypatch):
     monkeypatch.setitem(sys.modules, "libtpu", None)
     with pytest.raises(
-        ModuleNotFoundError, match=r'for v6e:4x2, .* type: pip install "jslices\[tpu\]"'
+        ModuleNotFoundError,
+        match=r'for v6e:4x2, .* type: pip install "jslices\[tpu\] @ git',
     ):
         js.testing.devices("v6e:4x2")
     if importlib.util.find_spec("jax_cuda13_plugin") is not None:
         pytest.skip("the CUDA plugin is installed")
     with pytest.raises(
-        ModuleNotFoundError, match=r'for b200:4, .* type: pip install "jslices\[gpu\]"'
+        ModuleNotFoundError, match=r'for b200:4, .* type: pip install "jslices\[gpu\] @ git'
     ):
         js.testing.devices("b200:4")
 

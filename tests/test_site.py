@@ -19,6 +19,7 @@ import jslices as js
 import jslices.extend  # imported by itself, as the next one
 import jslices.tables
 import jslices.tf1 as tf
+from jslices.extend import install_command
 
 ROOT = pathlib.Path(__file__).parent.parent
 DOCS = ROOT / "docs"
@@ -120,9 +121,25 @@ def test_the_address_is_that_of_the_package():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     address = project["urls"]["Repository"]
     assert f"\nrepo_url: {address}\n" in CONFIG
+    assert install_command().endswith(f' @ git+{address}"')
     for page in (*PAGES, *(ROOT / "notebooks").glob("*.ipynb")):
         for link in re.findall(r"https://github.com/\w+/jslices\b", page.read_text()):
             assert link == address, page
+
+
+def test_lines_that_install_work():
+    """From a checkout, or as all messages say it; never from a registry that has it not."""
+    pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *PAGES]
+    sources = [*ROOT.glob("benchmarks/*.py"), *ROOT.glob("examples/*.py")]
+    sources += (ROOT / "jslices").rglob("*.py")
+    count = 0
+    for path in [*pages, *sources, *ROOT.glob("notebooks/*.ipynb")]:
+        text = path.read_text().replace('\\"', '"')
+        for extra in re.findall(r"pip install [^\n`]*[\"']jslices(\[\w+\])?", text):
+            count += 1
+            command = install_command(extra.strip("[]")).removeprefix("pip install ")
+            assert command in text, f"{path}: type pip install {command}"
+    assert count >= 12
 
 
 def test_numbers_of_the_version_agree():

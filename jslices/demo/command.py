@@ -15,7 +15,7 @@ import jslices as js
 from jslices.demo import picture, skipgram
 from jslices.demo.picture import refused
 from jslices.demo.skipgram import Corpus, read_corpus
-from jslices.extend import human_bytes
+from jslices.extend import human_bytes, install_command
 
 SHOWN = ("append", "width", "open", "int", "lock", "socket", "month", "encode")
 RARE = 50  # words seen less often have not been trained much
@@ -105,7 +105,7 @@ def _progress(total: int) -> Any:
     try:
         from tqdm import tqdm
     except ImportError:
-        raise refused("the demo needs tqdm: pip install 'jslices[demo]'") from None
+        raise refused(f"the demo needs tqdm: {install_command('demo')}") from None
     return tqdm(total=total, unit="step", desc="training")
 
 

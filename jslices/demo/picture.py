@@ -8,6 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from jslices.extend import install_command
+
 WORDS, GROUPS, LABELS = 1_000, 10, 100
 refused = functools.partial(argparse.ArgumentError, None)
 
@@ -19,7 +21,7 @@ def check(file: Path) -> None:
         from matplotlib.backend_bases import FigureCanvasBase
     except ImportError:
         raise refused(
-            "--plot needs matplotlib and scikit-learn: pip install 'jslices[demo]'"
+            f"--plot needs matplotlib and scikit-learn: {install_command('demo')}"
         ) from None
     suffixes = sorted(FigureCanvasBase.filetypes.keys() - {"pgf"})  # which needs LaTeX
     if file.suffix.lower().lstrip(".") not in suffixes:

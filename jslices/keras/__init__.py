@@ -10,11 +10,13 @@ read and write all of it at every step. Two calls change that::
 variables; :mod:`jslices.keras.training` is the train step.
 """
 
+from jslices.extend import install_command
+
 try:
     import keras
 except ImportError as error:  # Keras itself, or TensorFlow, its default backend
     raise ImportError(
-        'jslices.keras needs Keras 3 on its JAX backend: pip install "jslices[keras]", and '
+        f"jslices.keras needs Keras 3 on its JAX backend: {install_command('keras')}, and "
         "set the environment variable KERAS_BACKEND=jax before Keras is imported"
     ) from error
 

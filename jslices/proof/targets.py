@@ -26,6 +26,7 @@ from jax.sharding import (
     SingleDeviceSharding,
 )
 
+from jslices._install import install_command
 from jslices._place.boundary import compiling_for
 
 AXIS = "devices"  #: of a target's mesh
@@ -184,7 +185,7 @@ def _gpus(name: str, gpu: Gpu, count: int) -> tuple[jax.Device, ...]:
 def _missing(name: str, what: str, extra: str) -> ModuleNotFoundError:
     return ModuleNotFoundError(
         f"to compile for {name}, JAX needs {what}, and does not find it; type: "
-        f'pip install "jslices[{extra}]"'
+        f"{install_command(extra)}"
     )
 
 
