@@ -143,6 +143,8 @@ def from_steps(table):
         "custom_jvp": soft(jnp.sin(table))[IDS],
         "custom_jvp_of_two": shrink(table, ROW[0])[0][IDS],
         "custom_vjp": straight_through(table * 2)[IDS],
+        "custom_vjp_of_zeros": (with_backward(lambda x, g: 0 * g)(table) + table)[IDS],
+        "custom_vjp_of_no_gradient": (with_backward(lambda x, g: None)(table) * table)[IDS],
         "custom_vjp_with_a_number": reverse_gradient(table, 0.3)[IDS],
         "custom_of_a_row": soft(table[0])[None] * table[IDS],
         "rfft": jnp.abs(jnp.fft.rfft(table)[IDS]),
@@ -220,22 +222,29 @@ def test_forms_that_give_rows(rows):
 # --- no rows, and a warning -------------------------------------------------------------
 
 
-@jax.custom_vjp
-def clipped_gradient(x):
-    return x
+def with_backward(backward):
+    """A function with ``backward(x, cotangent)`` for its derivative."""
+    function = jax.custom_vjp(lambda x: x * 2)
+    function.defvjp(lambda x: (x * 2, x), lambda x, g: (backward(x, g),))
+    return function
 
 
-clipped_gradient.defvjp(lambda x: (x, None), lambda _, g: (jnp.clip(g, -0.1, 0.1),))
+# Linear, or wrong for rows: JAX gives the backward the sum of what comes from all lookups,
+# zero for rows that are not looked up.
+NOT_LINEAR = {
+    "clipped": lambda x, g: jnp.clip(g, -0.1, 0.1),
+    "clipped_norms": lambda x, g: g / jnp.maximum(jnp.linalg.norm(g, axis=-1)[:, None], 1),
+    "integers": lambda x, g: (g * 4).astype(jnp.int32).astype(jnp.float32),
+    "ones": lambda x, g: jnp.ones_like(x),
+    "ones_of_a_call": lambda x, g: jax.jit(jnp.ones_like)(g),
+    "of_the_input_alone": lambda x, g: jnp.sin(x),
+    "plus_one": lambda x, g: g + 1,
+    "one_where": lambda x, g: jnp.where(x > 0, g, 1.0),
+}
 
 
-@jax.custom_vjp
-def whole_gradient(x):
-    return x
-
-
-whole_gradient.defvjp(
-    lambda x: (x, None), lambda _, g: ((g * 4).astype(jnp.int32).astype(jnp.float32),)
-)
+def own(backward):
+    return lambda t: with_backward(backward)(t)[IDS]
 
 
 def solved(table):
@@ -264,8 +273,7 @@ WARNS = {
     "flat": (TABLE, lambda t: t.reshape(-1)[IDS], WHOLE),
     "scaled_row": (TABLE, lambda t: t.at[0].mul(0.0)[IDS], "before this step"),
     "mixed_rows": (TABLE, lambda t: jax.nn.softmax(t, axis=0)[IDS], "penalise the rows"),
-    "clipped": (TABLE, lambda t: clipped_gradient(t)[IDS], "f(table[ids])"),
-    "integers": (TABLE, lambda t: whole_gradient(t)[IDS], "f(table[ids])"),
+    **{n: (TABLE, own(backward), "their sum") for n, backward in NOT_LINEAR.items()},
     "added_row": (TABLE, lambda t: t.at[IDS[0]].add(1.0)[IDS], "before this step"),
     "in_a_solver": (TABLE, solved, "before the solver"),
     "in_a_root": (TABLE, root, "table[ids]"),

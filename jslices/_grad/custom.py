@@ -214,9 +214,11 @@ class _WithVjp(_Function):
         operands = [_Dependence.NONE] * len(self._avals)
         cotangents = [_Dependence.LINEAR] * len(self._eqn.outvars)
         try:
-            _Linearity().program(self.back.program, [*operands, *cotangents])
+            outputs = _Linearity().program(self.back.program, [*operands, *cotangents])
         except _NotLinearError:
             raise _MixesRowsError from None
+        if _Dependence.NONE in outputs:  # not zero where the cotangent is
+            raise _MixesRowsError
 
     @functools.cached_property
     def ahead(self) -> "_RowProgram":

@@ -345,7 +345,8 @@ DENSE_USES = {
     "transpose": "table.T is mostly the output layer of tied weights: score only some "
     "rows, h @ table[candidates].T, or keep a separate output matrix",
     "custom_jvp_call": _AFTER,
-    "custom_vjp_call": _AFTER,
+    "custom_vjp_call": f"{_AFTER}; a backward that is not linear then gets the cotangent "
+    "of each lookup instead of their sum",
     "gather": _WHOLE_ROWS,
     "dynamic_slice": _WHOLE_ROWS,
     "squeeze": _WHOLE_ROWS,
