@@ -133,6 +133,16 @@ def test_partial_rowwise_adam_equals_itself_on_dense_gradients():
     assert relative_error(params, wanted) < 1e-5
 
 
+@pytest.mark.parametrize(
+    "kwargs", [{"eps": 1e-8}, {"eps": 0.1}, {"b1": 0.8, "b2": 0.95, "eps_root": 1e-4}]
+)
+def test_adam_with_epsilon_hat_equals_itself_on_dense_gradients(kwargs):
+    tx = js.adam(0.1, eps_hat=True, untouched="exact", **kwargs)
+    params, _ = fast_jit(tx.flush)(*train_rows(tx))
+    wanted = train_dense(js.adam(0.1, eps_hat=True, **kwargs))
+    assert relative_error(params, wanted) < (1e-5 if kwargs == {"eps": 1e-8} else 1e-3)
+
+
 @pytest.mark.parametrize("l2", [0.0, 0.05])
 def test_proximal_adagrad_equals_itself_on_dense_gradients(l2):
     strengths = {"l1_regularization_strength": 0.02, "l2_regularization_strength": l2}

@@ -69,7 +69,7 @@ def in_ci(names, *quick):
 
 
 FROM_TORCH = {
-    "sparse_adam": js.adam(0.1),
+    "sparse_adam": js.adam(0.1, eps_hat=True),
     "adam": ADAM,
     "adamw": ADAMW,
     "adagrad": js.adagrad(0.1, initial_accumulator_value=0.0, eps=0.0),
@@ -104,7 +104,7 @@ def test_the_next_steps_are_those_of_torch(name):
 
 
 FROM_TENSORFLOW = {
-    "adam": ADAM,  # TensorFlow 1's moves every row
+    "adam": js.adam(0.1, eps_hat=True, **EXACT),  # TensorFlow 1's moves every row
     "adagrad": js.adagrad(0.1, eps=0.0),
     "momentum": js.sgd(0.1, momentum=0.9),
     "rmsprop": js.rmsprop(0.1, eps=1e-10, initial_scale=1.0),
@@ -145,7 +145,10 @@ def test_the_next_steps_are_those_of_tensorflow_1(name):
 def keras_rows(name):
     """An optimizer of Keras 3 and ours, and for which the other has dense gradients."""
     return {
-        "Adam": (dict(learning_rate=0.1), ADAM),
+        "Adam": (
+            dict(learning_rate=0.1),
+            js.adam(0.1, eps=1e-7, eps_hat=True, **EXACT),
+        ),
         "AdamW": (dict(learning_rate=0.1, weight_decay=0.05), ADAMW),
         "Adagrad": (dict(learning_rate=0.1), js.adagrad(0.1)),
         "RMSprop": (dict(learning_rate=0.1), js.rmsprop(0.1, eps=1e-7, **EXACT)),

@@ -445,9 +445,14 @@ TENSORFLOW = [
         js.adagrad(0.1, eps=0.0),
         lambda s: {"accumulator": s.sum_of_squares},
     ),
-    ("LazyAdam(0.1)", js.adam(0.1), _adam_states),
+    ("LazyAdam(0.1)", js.adam(0.1, eps_hat=True), _adam_states),
     # TensorFlow's Adam and Keras' move every row at every step, as exact ones do.
     ("Adam(0.1)", js.adam(0.1, untouched="exact"), _adam_states),
+    (
+        "Adam(0.01,beta1=.8,beta2=.95,epsilon=1e-3)",
+        js.adam(0.01, 0.8, 0.95, 1e-3, eps_hat=True, untouched="exact"),
+        _adam_states,
+    ),
     (
         "RMSProp(0.1)",
         js.rmsprop(0.1, eps=1e-10, initial_scale=1.0),
@@ -489,7 +494,6 @@ TENSORFLOW = [
 ]
 # Runs of TensorFlow that have no optimizer here, and why.
 NOT_HERE = {
-    "Adam(0.01,beta1=.8,beta2=.95,epsilon=1e-3)": "epsilon beside the uncorrected root",
     "ProximalGradientDescent(0.1,l1=.01,l2=.02)": "proximal Adagrad is the one kept",
     "AdagradDA(0.1,gs,l1=.01,l2=.02)": "removed from TensorFlow 2",
 }
@@ -500,7 +504,6 @@ def test_equal_tensorflow_with_duplicates_and_untouched_rows(number):
     (name, tx, slots), section = TENSORFLOW[number], golden("optimizers")
     wanted = section[name]["sparse"]
     for step, (now, there) in zip(wanted, after_each_step(tx, section), strict=True):
-        # LazyAdam puts its epsilon of 1e-8 elsewhere; float32 hardly sees it.
         np.testing.assert_allclose(now, step["w"], rtol=3e-5, atol=3e-6)
         for slot, values in slots(there).items():
             np.testing.assert_allclose(values, step["slots"][slot], rtol=2e-5, atol=1e-6)
@@ -535,6 +538,9 @@ def test_every_run_of_tensorflow_is_compared_or_named():
 KERAS = {
     "tf_keras.SGD(learning_rate=0.1)": js.sgd(0.1),
     "tf_keras.Adagrad(learning_rate=0.1)": js.adagrad(0.1, eps=1e-7),
+    "tf_keras.Adam(learning_rate=0.1)": js.adam(
+        0.1, eps=1e-7, eps_hat=True, untouched="exact"
+    ),
     "tf_keras.RMSprop(learning_rate=0.1)": js.rmsprop(0.1, eps=1e-7, untouched="exact"),
     "tf_keras.Adadelta(learning_rate=1.0)": js.adadelta(1.0, 0.95, 1e-7, untouched="exact"),
     "keras.Lion(learning_rate=0.1)": js.lion(0.1, weight_decay=0.0, untouched="exact"),
@@ -553,6 +559,39 @@ def test_equal_keras(name):
     section, (steps,) = golden("optimizers"), golden("keras_optimizers")[name].values()
     for after, (now, _) in zip(steps, after_each_step(KERAS[name], section), strict=True):
         np.testing.assert_allclose(now, after, rtol=3e-5, atol=3e-6)
+
+
+@pytest.mark.parametrize("name, decay", [("adam", 0.0), ("adamw", 0.1)])
+@pytest.mark.parametrize("eps_root", [0.0, 1e-14])
+def test_epsilon_hat_is_where_sparse_adam_has_it(name, decay, eps_root):
+    """In float64, as torch/optim/_functional.py has it, of a loss that is a mean."""
+    gradients = 1e-7 * np.random.default_rng(5).normal(size=(6, 2, D))
+    w, mu, nu = np.ones((V, D)), np.zeros((V, D)), np.zeros((V, D))
+    settings = {"weight_decay": decay} if decay else {}
+    make_one = functools.partial(getattr(js, name), 0.1, eps_root=eps_root, **settings)
+    ends = {}
+    for hat in (True, False):
+        tx, ends[hat] = make_one(eps_hat=hat), jnp.ones((V, D))
+        state, step = tx.init(ends[hat]), fast_jit(tx.apply)
+        for g in gradients:
+            rows = js.IndexedSlices(jnp.asarray(g, "float32"), jnp.array([1, 4]), (V, D))
+            ends[hat], state = step(rows, state, ends[hat])
+    for t, g in enumerate(gradients, 1):
+        mu[[1, 4]] += 0.1 * (g - mu[[1, 4]])
+        nu[[1, 4]] += 0.001 * (g**2 - nu[[1, 4]])
+        size = 0.1 * np.sqrt(1 - 0.999**t) / (1 - 0.9**t)
+        moved = size * mu / (np.sqrt(nu + eps_root) + 1e-8)
+        w[[1, 4]] -= moved[[1, 4]] + 0.1 * decay * w[[1, 4]]
+    np.testing.assert_allclose(ends[True], w, rtol=2e-5)
+    assert np.abs(ends[False] - w).max() > 0.03  # a third of a step
+
+
+def test_epsilon_hat_is_no_number():
+    for make_one in (js.adam, js.adamw):
+        with pytest.raises(
+            TypeError, match=r"type adamw?\(\.\.\., eps=1e-07, eps_hat=True"
+        ):
+            make_one(0.1, eps_hat=1e-7)
 
 
 def test_amsgrad_of_keras_is_another():

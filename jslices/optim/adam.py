@@ -4,6 +4,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import DTypeLike
 
 from jslices.optim.engine.constructors import optimizer
@@ -44,6 +45,7 @@ def adam(
     mu_dtype: DTypeLike | None = None,
     *,
     nesterov: bool = False,
+    eps_hat: bool = False,
     untouched: str = "lazy",
 ) -> GradientTransformation:
     """Adam. At step t (from 1), for every touched row::
@@ -64,6 +66,11 @@ def adam(
       eps_root: added inside the root.
       mu_dtype: dtype of ``mu``; None means that of the parameter.
       nesterov: whether to look ahead (NAdam).
+      eps_hat: whether ``eps`` (and ``eps_root``) is the paper's "epsilon hat", beside the
+        uncorrected root, ``p -= lr * sqrt(1 - b2**t) / (1 - b1**t) * mu / (sqrt(nu +
+        eps_root) + eps)``, as in ``torch.optim.SparseAdam``, TensorFlow's ``Adam`` and
+        ``LazyAdam``, and Keras. At step t it counts as much as an ``eps`` that is larger by
+        ``1 / sqrt(1 - b2**t)``, at first 32 times: the steps of small gradients differ.
       untouched: ``"lazy"`` or ``"exact"`` (see :mod:`jslices.optim`).
 
     Returns:
@@ -86,16 +93,17 @@ def adam(
 
     Source: Kingma and Ba, 2015; ``optax.adam``, with its names and defaults; dense
     gradients give its result. Lazy as ``tfa.optimizers.LazyAdam`` and
-    ``torch.optim.SparseAdam``; TensorFlow's core Adam moves every row at every step, and
-    puts ``eps`` beside the uncorrected root. Exact has no model elsewhere: the sum over the
+    ``torch.optim.SparseAdam``, with ``eps_hat=True``; TensorFlow's core Adam moves every
+    row at every step. Exact has no model elsewhere: the sum over the
     missed steps is closed but for ``eps``, and taken by Gauss' quadrature with two nodes.
     """
     check_learning_rate("adam", learning_rate)
+    check_eps_hat("adam", eps_hat)
     exact = is_exact("adam", untouched)
 
     def update(step: Step) -> Kernel:
         size = step.size(learning_rate)
-        direction = adam_direction(step, b1, b2, eps, eps_root, nesterov)
+        direction = adam_direction(step, b1, b2, eps, eps_root, nesterov, eps_hat)
 
         def kernel(g: jax.Array, mu: jax.Array, nu: jax.Array) -> tuple[jax.Array, ...]:
             u, mu, nu = direction(g, mu, nu)
@@ -105,24 +113,44 @@ def adam(
 
     missed = None
     if exact:
-        missed = adam_missed("adam", learning_rate, b1, b2, eps, eps_root, nesterov)
+        missed = adam_missed(
+            "adam", learning_rate, b1, b2, eps, eps_root, nesterov, eps_hat
+        )
     rule = Rule({"mu": zeros(mu_dtype), "nu": zeros()}, update, missed=missed)
     return transformation(AdamState, rule)
 
 
+def check_eps_hat(name: str, eps_hat: bool) -> None:
+    """Refuse the number that ``eps`` is."""
+    if not isinstance(eps_hat, bool | np.bool_):
+        raise TypeError(
+            f"{name}(eps_hat={eps_hat!r}): wanted True or False, for which root eps stands "
+            f"beside; for the number type {name}(..., eps={eps_hat!r}, eps_hat=True)"
+        )
+
+
 def adam_direction(
-    step: Step, b1: Scalar, b2: Scalar, eps: Scalar, eps_root: Scalar, nesterov: bool
+    step: Step,
+    b1: Scalar,
+    b2: Scalar,
+    eps: Scalar,
+    eps_root: Scalar,
+    nesterov: bool = False,
+    eps_hat: bool = False,
 ) -> Kernel:
     """``(g, mu, nu) -> (direction, mu, nu)`` of one step."""
-    correct_mu, correct_nu = step.correction(b1), step.correction(b2)
+    correct_mu, correct_nu = step.correction(b1), step.correction(b2, root=eps_hat)
     correct_next = step.correction(b1, ahead=True) if nesterov else None
 
     def direction(g: jax.Array, mu: jax.Array, nu: jax.Array) -> tuple[jax.Array, ...]:
         new_mu, new_nu = decayed(mu, g, b1), decayed(nu, g**2, b2)
-        mu_hat, nu_hat = correct_mu(new_mu), correct_nu(new_nu)
+        mu_hat = correct_mu(new_mu)
         if correct_next is not None:
             mu_hat = b1 * correct_next(new_mu) + (1 - b1) * correct_mu(g)
-        u = mu_hat / (jnp.sqrt(nu_hat + eps_root) + eps)
+        if eps_hat:
+            u = mu_hat / correct_nu(jnp.sqrt(new_nu + eps_root) + eps)
+        else:
+            u = mu_hat / (jnp.sqrt(correct_nu(new_nu) + eps_root) + eps)
         return u, new_mu.astype(mu.dtype), new_nu.astype(nu.dtype)
 
     return direction
@@ -136,6 +164,7 @@ def adam_missed(
     eps: Scalar,
     eps_root: Scalar,
     nesterov: bool = False,
+    eps_hat: bool = False,
     weight_decay: Scalar | Schedule = 0.0,
 ) -> MissedSteps:
     """The missed steps of Adam."""
@@ -159,5 +188,5 @@ def adam_missed(
             moved = moved - size * shrunk * mu / bottom
         return moved, fading(first, missed) * mu, fading(second, missed) * nu
 
-    series = step_moments(first, second, nesterov)
+    series = step_moments(first, second, nesterov, eps_hat)
     return MissedSteps(advance, learning_rate, series, weight_decay)

@@ -6,7 +6,7 @@ import jax
 from jax.typing import DTypeLike
 
 from jslices._typing import PyTree
-from jslices.optim.adam import AdamState, adam_direction, adam_missed
+from jslices.optim.adam import AdamState, adam_direction, adam_missed, check_eps_hat
 from jslices.optim.engine.constructors import optimizer
 from jslices.optim.engine.missed import Missed, MissedSteps
 from jslices.optim.engine.protocol import GradientTransformation
@@ -39,6 +39,7 @@ def adamw(
     mask: PyTree = None,
     *,
     nesterov: bool = False,
+    eps_hat: bool = False,
     untouched: str = "lazy",
     weight_decay_mode: str | None = None,
 ) -> GradientTransformation:
@@ -59,6 +60,8 @@ def adamw(
       mask: bools in the structure of params or a prefix of it, or a function from params to
         that: which of them decay.
       nesterov: whether to look ahead (NAdamW).
+      eps_hat: whether ``eps`` stands beside the uncorrected root, as in Keras; see
+        :func:`jslices.adam`.
       untouched: ``"lazy"`` or ``"exact"``, for the movement (see :mod:`jslices.optim`).
       weight_decay_mode: ``"touched"``, a row decays in the steps that touch it, or
         ``"all"``, every row decays in every step, once it catches up. None means touched
@@ -87,13 +90,14 @@ def adamw(
     PyTorch's decays by 1e-2 and refuses sparse gradients, Keras' by 4e-3.
     """
     check_learning_rate("adamw", learning_rate)
+    check_eps_hat("adamw", eps_hat)
     exact = is_exact("adamw", untouched)
     everywhere = decays_missed_steps("adamw", weight_decay_mode, exact)
 
     def rule(rate: Scalar | Schedule) -> Rule:
         def update(step: Step) -> Kernel:
             size = step.size(learning_rate)
-            direction = adam_direction(step, b1, b2, eps, eps_root, nesterov)
+            direction = adam_direction(step, b1, b2, eps, eps_root, nesterov, eps_hat)
 
             def kernel(g: jax.Array, p: jax.Array, *moments: jax.Array) -> Any:
                 u, mu, nu = direction(g, *moments)
@@ -105,7 +109,15 @@ def adamw(
         check_decay("adamw", learning_rate, missed_rate)
         if exact:
             missed = adam_missed(
-                "adamw", learning_rate, b1, b2, eps, eps_root, nesterov, missed_rate
+                "adamw",
+                learning_rate,
+                b1,
+                b2,
+                eps,
+                eps_root,
+                nesterov,
+                eps_hat,
+                missed_rate,
             )
         elif everywhere:
             missed = MissedSteps(only_decay, learning_rate, (), missed_rate)

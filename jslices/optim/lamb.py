@@ -95,7 +95,7 @@ def lamb(
     def rule(rate: Scalar | Schedule) -> Rule:
         def update(step: Step, by_row: bool = False) -> Kernel:
             size = step.size(learning_rate)
-            direction = adam_direction(step, b1, b2, eps, eps_root, False)
+            direction = adam_direction(step, b1, b2, eps, eps_root)
 
             def kernel(g: jax.Array, p: jax.Array, *moments: jax.Array) -> Any:
                 u, mu, nu = direction(g, *moments)

@@ -270,17 +270,21 @@ def momentum_series(b1: float, nesterov: bool = False, corrected: bool = True) -
     return Series(b1, weight, settles=b1 if corrected else 0.0)
 
 
-def step_moments(b1: float, b2: float, nesterov: bool = False) -> tuple[Series, ...]:
+def step_moments(
+    b1: float, b2: float, nesterov: bool = False, eps_hat: bool = False
+) -> tuple[Series, ...]:
     """Sums over the missed steps of Adam, of ``w/q``, ``w``, ``w*q`` and ``w*q**2``.
 
-    ``w`` is how far a step goes, and ``q`` how far the root of the corrected second moment
-    has shrunk: a step moves by ``w * m / (sqrt(v) * q + eps)``.
+    ``w`` is how far a step goes, ``q`` how far the root of the second moment has shrunk,
+    of the corrected one without ``eps_hat``: a step moves by
+    ``w * m / (sqrt(v) * q + eps)``.
     """
     first = momentum_series(b1, nesterov)
 
     def power(of: int) -> Series:
         def weight(step: Steps) -> Any:
-            return first.weight(step) * weight_seen(b2, step) ** (-of / 2)
+            exponent = 0.5 if eps_hat else -of / 2
+            return first.weight(step) * weight_seen(b2, step) ** exponent
 
         return Series(b1 * b2 ** (of / 2), weight, settles=max(b1, b2))
 

@@ -51,11 +51,12 @@ class Step:
         return -1 * learning_rate
 
     def correction(
-        self, decay: Scalar, ahead: bool = False
+        self, decay: Scalar, ahead: bool = False, root: bool = False
     ) -> Callable[[jax.Array], jax.Array]:
         """Divides a decaying mean that started from zero by the weight it has seen.
 
         To be called outside of the kernel. ``ahead``: by the weight seen in the next step.
+        ``root``: by the root of it, for the root of such a mean.
 
         The weight is broadcast by a step of its own, or XLA makes a product with the
         reciprocal, which rounds otherwise than Optax's division.
@@ -67,7 +68,7 @@ class Step:
         whole = self._weights[key][1]
 
         def corrected(mean: jax.Array) -> jax.Array:
-            weight = whole.astype(mean.dtype)
+            weight = (jnp.sqrt(whole) if root else whole).astype(mean.dtype)
             return mean / jnp.broadcast_to(weight, mean.shape)
 
         return corrected
