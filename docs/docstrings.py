@@ -7,11 +7,16 @@ paragraphs that begin with ``Cost:`` or ``Source:``; ``help()`` shows them as th
 
 import pathlib
 import re
+import tomllib
 from typing import Any
 
 import griffe
 
-PAGES = pathlib.Path(__file__).parent / "api"
+ROOT = pathlib.Path(__file__).parent.parent
+PAGES = ROOT / "docs" / "api"
+REPOSITORY = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["urls"][
+    "Repository"
+]
 PARAGRAPHS = "Cost|Source|Untouched rows|Reference"
 
 
@@ -68,6 +73,12 @@ def fenced(text: str) -> str:
     return "\n".join(out)
 
 
+def source_of(obj: griffe.Object) -> str:
+    """The address of the lines that define a name."""
+    path = pathlib.Path(str(obj.filepath)).relative_to(ROOT)
+    return f"{REPOSITORY}/blob/main/{path}#L{obj.lineno}-L{obj.endlineno}"
+
+
 class Docstrings(griffe.Extension):
     """Rewrites every docstring once it is read."""
 
@@ -79,4 +90,6 @@ class Docstrings(griffe.Extension):
         text = re.sub(r":(\w+):`([\w.]+)`", lambda match: link(match, owner), text)
         text = re.sub(rf"^({PARAGRAPHS}): ", r"**\1:** ", text, flags=re.M)
         text = re.sub(r"^Example:$", "Examples:", text, flags=re.M)
+        if not obj.is_module:
+            text += f"\n\n[[source]]({source_of(obj)}){{.source}}"
         obj.docstring.value = text

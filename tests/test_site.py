@@ -108,13 +108,15 @@ def test_names_in_the_text_exist():
 
 def test_every_notebook_is_listed():
     page = (DOCS / "notebooks.md").read_text()
-    listed = re.findall(r"/notebooks/(\w+\.ipynb)", page)
-    assert {*listed} >= {path.name for path in ROOT.glob("notebooks/*.ipynb")}
+    listed = re.findall(r"\(notebooks/(\w+)\.md\)", page)
+    assert sorted(listed) == sorted(path.stem for path in ROOT.glob("notebooks/*.ipynb"))
 
 
 def test_pages_and_navigation_agree():
     linked = re.findall(r"([\w/]+\.md)$", CONFIG[CONFIG.index("\nnav:") :], re.M)
-    assert sorted(linked) == sorted(str(page.relative_to(DOCS)) for page in PAGES)
+    pages = [str(page.relative_to(DOCS)) for page in PAGES]
+    pages += [f"notebooks/{path.stem}.md" for path in ROOT.glob("notebooks/*.ipynb")]
+    assert sorted(linked) == sorted(pages)
 
 
 def test_the_address_is_that_of_the_package():
@@ -144,6 +146,7 @@ def test_lines_that_install_work():
 
 def test_numbers_of_the_version_agree():
     assert f"version = {{{js.__version__}}}" in (DOCS / "cite.md").read_text()
+    assert f"\nversion: {js.__version__}\n" in (ROOT / "CITATION.cff").read_text()
 
 
 def test_pictures_and_tables_are_those_of_the_command(tmp_path):

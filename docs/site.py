@@ -1,0 +1,46 @@
+"""What the site is made of besides its pages: notebooks, and mathematics as MathML.
+
+Hooks of MkDocs. Nothing here is fetched when a page is read.
+"""
+
+import html
+import pathlib
+import re
+from typing import Any
+
+import latex2mathml.converter
+import nbformat
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+from nbconvert import MarkdownExporter
+
+NOTEBOOKS = pathlib.Path(__file__).parent.parent / "notebooks"
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Adds the notebooks, which stand beside docs/, as pages with what they showed."""
+    for path in sorted(NOTEBOOKS.glob("*.ipynb")):
+        notebook = nbformat.read(path, as_version=4)
+        del notebook.cells[0]  # which installs
+        text, resources = MarkdownExporter().from_notebook_node(notebook)
+        for picture, data in resources["outputs"].items():
+            name = f"notebooks/{path.stem}_{picture}"
+            text = text.replace(f"({picture})", f"({path.stem}_{picture})")
+            files.append(File.generated(config, name, content=data))
+        text = re.sub(r"!\[Open in Colab\]\([^)]*\)", "Open in Colab", text)
+        files.append(File.generated(config, f"notebooks/{path.stem}.md", content=text))
+    return files
+
+
+def on_page_content(content: str, **_: Any) -> str:
+    """Formulas, which pymdownx.arithmatex has marked, as browsers show them by themselves."""
+
+    def formula(match: re.Match[str]) -> str:
+        block = match["open"] == "\\["
+        source = html.unescape(match["formula"])
+        return latex2mathml.converter.convert(
+            source, display="block" if block else "inline"
+        )
+
+    marked = r'<(span|div) class="arithmatex">(?P<open>\\[(\[])(?P<formula>.*?)\\[)\]]</\1>'
+    return re.sub(marked, formula, content, flags=re.S)
