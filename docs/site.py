@@ -33,7 +33,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_content(content: str, **_: Any) -> str:
-    """Formulas, which pymdownx.arithmatex has marked, as browsers show them by themselves."""
+    """Formulas that pymdownx.arithmatex has marked, as browsers show them unaided."""
 
     def formula(match: re.Match[str]) -> str:
         block = match["open"] == "\\["
