@@ -16,7 +16,8 @@ IndexedSlices and the states of optimizers are pytrees, which ``restore`` rebuil
 their shapes.
 
 ``import_state`` and ``export_state`` carry the state of an optimizer from PyTorch and
-TensorFlow to here, and back.
+TensorFlow to here, and back; ``load_word_vectors`` and ``save_word_vectors`` vectors in
+the files of word2vec, GloVe and fastText.
 """
 
 from jslices import DataLossError as DataLossError
@@ -29,3 +30,6 @@ from jslices.checkpoint.state_file import CheckpointState as CheckpointState
 from jslices.checkpoint.state_file import get_checkpoint_state as get_checkpoint_state
 from jslices.checkpoint.state_file import latest_checkpoint as latest_checkpoint
 from jslices.checkpoint.state_file import update_checkpoint_state as update_checkpoint_state
+from jslices.checkpoint.word_vectors import WordVectors as WordVectors
+from jslices.checkpoint.word_vectors import load_word_vectors as load_word_vectors
+from jslices.checkpoint.word_vectors import save_word_vectors as save_word_vectors

@@ -1,0 +1,95 @@
+"""Files of word vectors: what is written comes back, other programs' forms are read."""
+
+import gzip
+
+import hypothesis
+import numpy as np
+import pytest
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+import jslices as js
+
+load, save = js.checkpoint.load_word_vectors, js.checkpoint.save_word_vectors
+FORMS = ["word2vec", "word2vec_binary", "glove"]
+letters = st.characters(codec="utf-8", exclude_categories=["Z", "C"])
+tables = st.integers(1, 5).flatmap(
+    lambda rows: st.tuples(
+        st.lists(st.text(letters, min_size=1), min_size=rows, max_size=rows),
+        hnp.arrays(
+            np.float32,
+            st.tuples(st.just(rows), st.integers(1, 4)),
+            elements=st.floats(width=32, allow_nan=False),
+        ),
+    )
+)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@hypothesis.given(table=tables)
+def test_what_is_written_comes_back(tmp_path_factory, form, table):
+    words, vectors = table
+    # Two numbers alone in a first line are sizes.
+    hypothesis.assume(form != "glove" or not (words[0].isdigit() and vectors.shape[1] == 1))
+    # Bytes that happen to be a line of numbers are taken for text.
+    hypothesis.assume(form != "word2vec_binary" or vectors.shape[1] > 1)
+    path = tmp_path_factory.mktemp("vectors") / "file"
+    save(path, words, vectors, form=form)
+    again = load(path)
+    assert again.words == words and again.vectors.dtype == np.float32
+    np.testing.assert_array_equal(again.vectors, vectors)
+    first = load(path, limit=1)
+    assert first.words == words[:1] and len(first.vectors) == 1
+
+
+def test_forms_of_other_programs(tmp_path):
+    path = tmp_path / "vectors"
+    path.write_text("2 2 \nthe 1 2 \n, -3e-2 .5 \n")  # fastText ends lines by a space
+    words, vectors = load(path)
+    assert words == ["the", ","]
+    np.testing.assert_array_equal(vectors, np.float32([[1, 2], [-0.03, 0.5]]))
+    path.write_text("the 1 2\n. . 3 4\n")  # a word of GloVe's with a space
+    assert load(path).words == ["the", ". ."]
+    row = np.float32([1.5, -2]).tobytes()  # gensim writes no line ends
+    path.write_bytes(b"2 2\n" + b"the " + row + b"caf\xc3 " + row)
+    words, vectors = load(path)
+    assert words == ["the", "caf\ufffd"] and vectors.tolist() == [[1.5, -2.0]] * 2
+    packed = tmp_path / "vectors.gz"
+    packed.write_bytes(gzip.compress(b"the 1 2\n"))
+    assert load(packed).words == ["the"]
+    packed.write_bytes(gzip.compress(b"the 1 2\n" * 99)[:-9])
+    with pytest.raises(js.DataLossError, match=r"vectors\.gz cannot be decompressed"):
+        load(packed)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (b"", "line 1 of .* has 0 numbers|holds 0 rows"),
+        (b"3 2\na 1 2\nb 3 4\n", "holds 2 rows, not 3"),
+        (b"a 1 2\nb 3\n", "line 2 of .* has 1 numbers, not 2"),
+        (b"2 2\na 1 2\nb 3 x\n", "line 3 of .* could not convert"),
+        (b"2 2\na \x00\x00\x00\x80\x00\x00\x00\x00b \x00", "ends in row 1 of 2"),
+        (b"word\n", "line 1 of .* has 0 numbers, not one or more"),
+    ],
+)
+def test_broken_files_are_refused(tmp_path, text, message):
+    (tmp_path / "broken").write_bytes(text)
+    with pytest.raises(js.DataLossError, match=message):
+        load(tmp_path / "broken")
+
+
+def test_bad_arguments_write_nothing(tmp_path):
+    path, good = tmp_path / "out", np.ones((2, 3))
+    with pytest.raises(js.NotFoundError, match="out: no such file"):
+        load(path)
+    for words, form, message in [
+        (["a", "b c"], "glove", "word 1 is 'b c'"),
+        (["a"], "glove", r"V = 1, the number of words; got \[2, 3\]"),
+        (["a", "b"], "text", "form must be one of word2vec, "),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            save(path, words, good, form=form)
+    with pytest.raises(ValueError, match="limit must be None or at least 1, got 0"):
+        load(path, limit=0)
+    assert not list(tmp_path.iterdir())
