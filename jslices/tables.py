@@ -271,7 +271,7 @@ class StackedTables:
         stacked: jax.Array,
         sp_ids: Mapping[str, Any],
         sp_weights: Mapping[str, Any] | None = None,
-        combiner: str | None = "mean",
+        combiner: str | Mapping[str, str] | None = "mean",
         *,
         mode: str = "fill",
     ) -> dict[str, jax.Array]:
@@ -283,7 +283,7 @@ class StackedTables:
             :func:`jslices.embedding_lookup_sparse`. Padded bags of one length are the
             fastest; for these also see :meth:`rows`.
           sp_weights: weights in the shapes of the ids, by name; 1 for names without.
-          combiner: as there.
+          combiner: as there; or one for each table, by name: one lookup for each of them.
           mode: as in :meth:`rows`; ids of padding are ignored.
 
         Returns:
@@ -300,6 +300,8 @@ class StackedTables:
             raise InvalidArgumentError(
                 f"{caller} got weights for {list(weights)}, and bags for {list(sp_ids)}"
             )
+        if isinstance(combiner, Mapping):
+            return self._lookup_by_combiner(stacked, sp_ids, weights, combiner, mode)
         bags = {n: as_bags(x, weights.get(n), None, caller) for n, x in sp_ids.items()}
         ends = np.cumsum([bag.num_bags for bag in bags.values()]).tolist()
         rows, segments, parts = [], [], []
@@ -321,6 +323,27 @@ class StackedTables:
             w = None if w is None else w.reshape(-1, length)
         combined = embedding_lookup_sparse(stacked, ids, w, combiner, mode=_settled(mode))
         return _divided(combined, {name: bag.shape for name, bag in bags.items()})
+
+    def _lookup_by_combiner(
+        self,
+        stacked: jax.Array,
+        sp_ids: Mapping[str, Any],
+        weights: Mapping[str, Any],
+        combiners: Mapping[str, str],
+        mode: str,
+    ) -> dict[str, jax.Array]:
+        if combiners.keys() != sp_ids.keys():
+            raise InvalidArgumentError(
+                f"lookup_sparse got combiners for {list(combiners)}, and bags for "
+                f"{list(sp_ids)}; give one for each, or one string for all"
+            )
+        rows: dict[str, jax.Array] = {}
+        for combiner in dict.fromkeys(combiners.values()):
+            names = [name for name in sp_ids if combiners[name] == combiner]
+            ids = {name: sp_ids[name] for name in names}
+            own = {name: weights[name] for name in names if name in weights}
+            rows |= self.lookup_sparse(stacked, ids, own, combiner, mode=mode)
+        return {name: rows[name] for name in sp_ids}
 
     def per_row(
         self, values: Mapping[str, float], default: float | None = None

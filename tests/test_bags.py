@@ -1,6 +1,7 @@
 """Bags of ids: TensorFlow's numbers, every form, gradients against dense formulations."""
 
 import functools
+import types
 
 import jax
 import jax.numpy as jnp
@@ -463,9 +464,80 @@ def test_weights_that_are_not_used_get_no_gradient():
 
 
 def test_row_splits_are_checked():
-    for splits in ([1, 2], [0, 2, 1, 3], [0, 9], np.array([1, 1, 0])):
-        with pytest.raises(ValueError, match=r"row_splits .* must begin with 0"):
+    for splits in ([-1, 2], [0, 2, 1, 3], [0, 9], np.array([2, 1, 0])):
+        with pytest.raises(ValueError, match=r"row_splits .* lie within the values and n"):
             js.embedding_lookup_sparse(jnp.ones((4, 2)), ([1, 2, 3], splits))
+
+
+def test_values_before_the_first_split_are_not_used():
+    table, bags = jnp.arange(8.0).reshape(4, 2), ([3, 1, 2, 0], jnp.array([1, 2, 3]))
+    for look in (js.embedding_lookup_sparse, fast_jit(js.embedding_lookup_sparse)):
+        np.testing.assert_array_equal(look(table, bags), table[1:3])
+
+
+class Foreign:
+    """A tensor of PyTorch, as far as NumPy and JAX see it."""
+
+    def __init__(self, array):
+        self.data, self.shape, self.dtype = memoryview(array), array.shape, "torch.int64"
+
+    def indices(self):
+        raise RuntimeError("indices expected sparse coordinate tensor layout")
+
+    def __array__(self, dtype=None, copy=None):
+        return np.asarray(self.data, dtype)
+
+
+def test_tensors_of_others():
+    ids, table = np.array([[1, 3], [2, 2**32 + 1]]), jnp.arange(8.0).reshape(4, 2)
+    for more in ({}, {"sp_weights": Foreign(np.ones((2, 2)))}):
+        out = js.embedding_lookup_sparse(table, Foreign(ids), combiner="sum", **more)
+        np.testing.assert_array_equal(out, [[8, 10], [np.nan, np.nan]])
+    splits = Foreign(np.array([0, 2, 2]))
+    out = js.embedding_lookup_sparse(table, (Foreign(ids[0]), splits))
+    np.testing.assert_array_equal(out, [[4, 5], [0, 0]])
+
+
+CSR = types.SimpleNamespace(data=1, indices=1, indptr=1, shape=(2, 2))
+FEATURES = bcoo([0.5, 2.0], [[0, 3], [1, 1]], (2, 5))
+FORMS_REFUSED = {
+    "features": (FEATURES, r"BCOO matrix of float32, .*m.indices\[:, 0\], m.shape\[0\]"),
+    "csr": (CSR, r"pass \(x.indices, x.indptr\), and x.data as sp_weights"),
+    "slices": (js.IndexedSlices(ONES, jnp.arange(5), (9, 2)), r"x.indices\[:, 0\]"),
+    "dict": ({"a": [1]}, r"wants ids as an array .*; got dict"),
+    "ragged": ([[1, 2], []], r"np.concatenate\(lists\).astype\(int\), np.cumsum\(\[0,"),
+    "integer mask": (([[1, 2]], [[1, 0]]), r"mask int32\[1, 2\]: a mask is bool, type"),
+    "flat mask": (([3, 2], np.array([0, 1])), r"type \(ids, mask != 0\); weights are"),
+    "float mask": (([3, 2], [1.0, 0.5]), r"float32\[2\]: a mask is bool"),
+}
+
+
+@pytest.mark.parametrize("name", FORMS_REFUSED)
+def test_other_forms_are_refused(name):
+    sp_ids, text = FORMS_REFUSED[name]
+    with pytest.raises(
+        TypeError, match=f"^embedding_lookup_sparse {text}".replace(" ", " .*", 1)
+    ):
+        js.embedding_lookup_sparse(ONES, sp_ids)
+
+
+def test_what_is_told_of_refused_forms_works():
+    m, b = FEATURES, 2
+    out = js.embedding_lookup_sparse(
+        ONES, (m.indices[:, 1], m.indices[:, 0], b), m.data, "sum"
+    )
+    assert_close(out, m @ ONES)
+    lists = [[1, 2], []]
+    bags = np.concatenate(lists).astype(int), np.cumsum([0, *map(len, lists)])
+    np.testing.assert_array_equal(
+        js.embedding_lookup_sparse(ONES, bags, None, "sum"), [[2, 2], [0, 0]]
+    )
+    ids, weights = (
+        bcoo(data, at, (2, 2))
+        for data, at in (([1, 2], [[0, 0], [1, 0]]), ([1.0, 5.0], [[1, 0], [0, 0]]))
+    )
+    with pytest.raises(ValueError, match="BCOO matrices of different indices"):
+        js.embedding_lookup_sparse(ONES, ids, weights)
 
 
 def test_a_default_id_beyond_the_dtype_of_the_ids():

@@ -105,7 +105,17 @@ def bags(kind):
     return {"shop": ragged, "user": padded["user"], "item": segments}
 
 
-@pytest.mark.parametrize("combiner", ["mean", "max"])
+def test_combiners_are_of_all_tables_or_one_for_each():
+    with pytest.raises(
+        ValueError, match=r"combiners for \['user'\], and bags for \['item'"
+    ):
+        TABLES.lookup_sparse(STACKED, {"item": [[1]]}, combiner={"user": "sum"})
+
+
+EACH = {"user": "max", "item": "sqrtn", "shop": "max"}
+
+
+@pytest.mark.parametrize("combiner", ["mean", "max", EACH])
 @pytest.mark.parametrize("weighed", [False, True])
 @pytest.mark.parametrize("kind", ["padded", "mixed"])
 def test_bags(kind, weighed, combiner):
@@ -117,7 +127,12 @@ def test_bags(kind, weighed, combiner):
 
     def alone(parts):
         return {
-            name: js.embedding_lookup_sparse(parts[name], x, weights.get(name), combiner)
+            name: js.embedding_lookup_sparse(
+                parts[name],
+                x,
+                weights.get(name),
+                combiner if isinstance(combiner, str) else combiner[name],
+            )
             for name, x in given.items()
         }
 

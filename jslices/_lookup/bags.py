@@ -1,6 +1,7 @@
 """Bags: several rows of a table looked up and combined into one."""
 
 import math
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
@@ -54,7 +55,9 @@ def embedding_lookup_sparse(
         ``(values [K], row_splits [B + 1])``, bag b from ``row_splits[b]`` to
         ``row_splits[b + 1]``, the rest unused;
         a ``jax.experimental.sparse.BCOO`` ``[*B, L]`` whose ``data`` are the ids (make it
-        from ``(data, indices)``: ``BCOO.fromdense`` leaves out id 0).
+        from ``(data, indices)``: ``BCOO.fromdense`` leaves out id 0). Of a matrix ``m``
+        ``[B, V]`` of features, whose columns are the ids, pass ``(m.indices[:, 1],
+        m.indices[:, 0], B)``, and ``m.data`` as ``sp_weights``.
       sp_weights: numbers in the shape of the ids, or a BCOO of them, matched by position.
       combiner: ``"mean"`` (also None), ``"sum"``, ``"sqrtn"`` or ``"max"``.
       max_norm: longer rows are scaled down to this L2 norm before they are combined.
@@ -241,6 +244,7 @@ def as_bags(
     if isinstance(sp_ids, tuple) and mask is not None:
         raise ValueError(f"{caller}: mask= goes with an array [*B, L] of ids, not a tuple")
     padded = False
+    _check_form(sp_ids, caller)
     if _is_bcoo(sp_ids):
         ids, segments, shape, original = _from_bcoo(sp_ids, caller)
     elif not isinstance(sp_ids, tuple):
@@ -252,10 +256,11 @@ def as_bags(
         padded = True
         ids, segments, shape, original = _from_padded(*sp_ids, caller)
     elif len(sp_ids) == 2:
+        _refuse_mask(*sp_ids, caller)
         ids, segments, shape, original = _from_splits(*sp_ids, caller)
     else:
         raise TypeError(f"{caller} wants ids as {FORMS}; got a tuple of {len(sp_ids)}")
-    weights = _weights(sp_weights, ids.shape, caller)
+    weights = _weights(sp_weights, ids.shape, sp_ids, caller)
     bags = Bags(ids.reshape(-1), segments.reshape(-1), weights, shape, original, padded)
     return bags._replace(segments=canonical_indices(bags.segments, bags.num_bags))
 
@@ -264,7 +269,47 @@ _Form = tuple[jax.Array, jax.Array, tuple[int, ...], Any]
 
 
 def _is_bcoo(x: object) -> bool:
-    return all(hasattr(x, name) for name in ("data", "indices", "shape"))
+    sparse = sys.modules.get("jax.experimental.sparse")  # which takes long to import
+    return sparse is not None and isinstance(x, sparse.BCOO)
+
+
+def _check_form(sp_ids: BagsOfIds, caller: str) -> None:
+    """Refuses lists of bags of different lengths, and others' sparse matrices."""
+    if isinstance(sp_ids, list):
+        bags = [
+            x for x in sp_ids if isinstance(x, list | tuple) or getattr(x, "ndim", 0) > 0
+        ]
+        if len({len(bag) for bag in bags}) < 2:
+            return
+        help = "; of lists of different lengths make (np.concatenate(lists).astype(int), "
+        help += "np.cumsum([0, *map(len, lists)])), values and row_splits"
+    elif hasattr(sp_ids, "dense_shape"):
+        help = "; pass (x.values, x.indices[:, 0], x.dense_shape[0])"
+    elif hasattr(sp_ids, "indptr"):
+        help = "; of a matrix x of features by rows (CSR), whose columns are the ids, pass "
+        help += "(x.indices, x.indptr), and x.data as sp_weights"
+    elif isinstance(sp_ids, dict | set | str):
+        help = ""
+    else:
+        return
+    raise TypeError(f"{caller} wants ids as {FORMS}; got {type(sp_ids).__name__}{help}")
+
+
+def _refuse_mask(ids: ArrayLike, mask: ArrayLike, caller: str) -> None:
+    """Refuses a mask that is not bool, which would be read as row splits."""
+    array = jnp.asarray(mask)
+    if array.ndim < 2:
+        if array.shape != as_ids(ids, caller).shape:
+            return
+        if jnp.issubdtype(array.dtype, jnp.integer):
+            known = not isinstance(array, jax.core.Tracer) and array.size > 1
+            if not known or not np.isin(array, (0, 1)).all():
+                return
+    raise TypeError(
+        f"{caller} got (ids, mask) with a mask {array.dtype}{list(array.shape)}: a mask is "
+        "bool, type (ids, mask != 0); weights are sp_weights=, and row_splits [B + 1] go "
+        "with values [K]"
+    )
 
 
 def _from_padded(original: ArrayLike, mask: ArrayLike | None, caller: str) -> _Form:
@@ -314,11 +359,10 @@ def _from_splits(original: ArrayLike, row_splits: ArrayLike, caller: str) -> _Fo
         )
     if not isinstance(splits, jax.core.Tracer):
         ends = np.asarray(splits)
-        if ends[0] != 0 or (np.diff(ends) < 0).any() or ends[-1] > ids.shape[0]:
+        if ends[0] < 0 or (np.diff(ends) < 0).any() or ends[-1] > ids.shape[0]:
             raise ValueError(
                 f"{caller} got row_splits {ends.tolist()} for {ids.shape[0]} values; they "
-                "must begin with 0, never fall, and end within the values (and a mask must "
-                "be bool)"
+                "must lie within the values and never fall"
             )
     count = splits.shape[0] - 1
     places = jnp.arange(ids.shape[0], dtype=splits.dtype)
@@ -328,6 +372,13 @@ def _from_splits(original: ArrayLike, row_splits: ArrayLike, caller: str) -> _Fo
 
 
 def _from_bcoo(matrix: Bcoo, caller: str) -> _Form:
+    if not jnp.issubdtype(matrix.data.dtype, jnp.integer):
+        raise TypeError(
+            f"{caller} got a BCOO matrix of {matrix.data.dtype}, and wants one whose data "
+            "are the ids; if they are values of features, whose columns are the ids, pass "
+            "((m.indices[:, 1], m.indices[:, 0], m.shape[0]), m.data): ids, bags, and the "
+            "values as weights"
+        )
     ids, indices = as_ids(matrix.data, caller), jnp.asarray(matrix.indices)
     shape = tuple(matrix.shape)
     if ids.ndim != 1 or indices.shape != (ids.shape[0], len(shape)):
@@ -344,9 +395,16 @@ def _from_bcoo(matrix: Bcoo, caller: str) -> _Form:
     return ids, jnp.where(good, segments, -1), shape[:-1], matrix.data
 
 
-def _weights(original: BagsOfIds, shape: tuple[int, ...], caller: str) -> jax.Array | None:
+def _weights(
+    original: BagsOfIds, shape: tuple[int, ...], sp_ids: BagsOfIds, caller: str
+) -> jax.Array | None:
     if original is None:
         return None
+    if _is_bcoo(original) and _is_bcoo(sp_ids) and _differ(original, sp_ids):
+        raise ValueError(
+            f"{caller} got ids and weights in BCOO matrices of different indices, and "
+            "matches them by position; make both of the same indices"
+        )
     weights = jnp.asarray(original.data if _is_bcoo(original) else original)
     if weights.shape != tuple(shape):
         raise ValueError(
@@ -356,6 +414,16 @@ def _weights(original: BagsOfIds, shape: tuple[int, ...], caller: str) -> jax.Ar
     if not jnp.issubdtype(weights.dtype, jnp.number):
         raise TypeError(f"{caller} wants numbers as weights, got {weights.dtype}")
     return weights.reshape(-1)
+
+
+def _differ(one: Bcoo, other: Bcoo) -> bool:
+    """Whether matrices have other elements, as far as can be told while tracing."""
+    if one.indices is other.indices:
+        return False
+    pair = one.indices, other.indices
+    if any(isinstance(x, jax.core.Tracer) for x in pair):
+        return False
+    return not np.array_equal(*pair)
 
 
 def _combine(rows: jax.Array, bags: Bags, combiner: str) -> jax.Array:

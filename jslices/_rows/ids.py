@@ -147,6 +147,9 @@ def on_host(ids: ArrayLike) -> np.ndarray | None:
     if isinstance(ids, list | tuple):
         if not any(isinstance(x, jax.Array) for x in jax.tree.leaves(ids)):
             return np.asarray(ids)
+    elif hasattr(ids, "__array__") and not isinstance(ids, jax.Array):
+        # A tensor of PyTorch, say, which JAX would truncate to 32 bits.
+        return None if hasattr(ids, "__jax_array__") else np.asarray(ids)
     return None
 
 
