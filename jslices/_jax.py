@@ -138,6 +138,15 @@ def as_varying_as(others: Iterable[jax.Array], *arrays: jax.Array) -> list[jax.A
     return [as_varying(x, axes) for x in arrays]
 
 
+def one_for(out: jax.Array) -> jax.Array:
+    """The cotangent 1 of a scalar; what is unreduced over mesh axes in one is reduced in
+    the other.
+    """
+    sharding = jax.typeof(out).to_ct_aval().sharding
+    one: jax.Array = lax.full_like(out, 1, shape=(), sharding=sharding)
+    return one
+
+
 def bind(eqn: Equation, operands: Sequence[Any], **changed: Any) -> list[Any]:
     """Runs one equation on ``operands``, its name stack and source line preserved.
 

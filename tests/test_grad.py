@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 from helpers import all_at_once, assert_close, dense, fast_jit, golden, numpy_dense
 from jax import lax
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 
 import jslices as js
 
@@ -281,6 +283,50 @@ def test_dtypes(dtype):
         assert_close(grad, fast_jit(jax.grad(fun, **how))(table), rtol=1e-2)
 
 
+def test_a_real_loss_of_complex_arrays():
+    """Of tables, and of a weight beside one of real numbers."""
+    ids, waves = jnp.array([1, 1, 0]), TABLE + 1j * TABLE[::-1]
+    losses = {
+        "table": (lambda t: (jnp.abs(t[ids]) ** 2).sum(), waves),
+        "steps_before": (lambda t: (jnp.conj(t * 2j).imag[ids] ** 3).sum(), waves),
+        "scan": (lambda t: lax.map(lambda i: (t[i] ** 2).real, ids).sum(), waves),
+        "weight": (
+            lambda p: jnp.abs((p["t"][ids] @ p["w"]).sum()),
+            {"t": TABLE, "w": waves[:D]},
+        ),
+    }
+    found, wanted = (
+        all_at_once({n: functools.partial(grad(f), x) for n, (f, x) in losses.items()})
+        for grad in (js.value_and_grad, jax.value_and_grad)
+    )
+    assert_close(found, wanted, rtol=1e-4)
+    assert all(js.is_slices(found[name][1]) for name in losses if name != "weight")
+    assert js.is_slices(found["weight"][1]["t"])
+
+
+def test_weak_types_are_those_of_jax():
+    """A Python float among the parameters has a gradient that promotes as it does."""
+    fun = lambda p: (p["t"][jnp.array([0])] * p["s"]).sum() + p["u"]  # noqa: E731
+    for scale in (2.0, np.float32(2), jnp.float32(2), np.float64(2)):
+        params = {"t": TABLE, "s": scale, "u": 1.0}
+        value, found = js.value_and_grad(fun)(params)
+        wanted_value, wanted = jax.value_and_grad(fun)(params)
+        for name in "su":
+            assert jax.typeof(found[name]) == jax.typeof(wanted[name])
+        assert value.weak_type == wanted_value.weak_type
+    weak = js.grad(lambda t: t[jnp.array([1])].sum())(jnp.full((V, D), 1.0))
+    assert not weak.values.weak_type
+
+
+def test_the_seed_of_a_result_that_is_unreduced_over_a_mesh():
+    mesh = jax.make_mesh((jax.device_count(),), ("x",), axis_types=(AxisType.Explicit,))
+    with jax.set_mesh(mesh):
+        x = jax.device_put(jnp.ones((jax.device_count(), D)), P("x"))
+        spec = P(unreduced={"x"})
+        fun = lambda w: jnp.einsum("bd,bd->", w, x, out_sharding=spec)  # noqa: E731
+        assert_close(fast_jit(js.grad(fun))(x), fast_jit(jax.grad(fun))(x))
+
+
 def test_second_derivatives():
     ids = jnp.array([1, 1, 4])
     cube = lambda t: (t[ids] ** 3).sum()  # noqa: E731
@@ -384,8 +430,14 @@ def loss_of_two(table, scale):
     return (table[jnp.array([0])] * scale).sum()
 
 
-def test_argnums_may_be_a_numpy_integer():
-    assert js.is_slices(js.grad(loss_of_two, argnums=np.int64(0))(TABLE, 1.0))
+def choosing(table, sign):
+    total = sign * table[jnp.array([0])].sum()
+    return total if total > 0 else -total
+
+
+@pytest.mark.parametrize("number", [np.int64(0), jnp.array(0)])
+def test_argnums_may_be_an_integer_of_another_type(number):
+    assert js.is_slices(js.grad(loss_of_two, argnums=number)(TABLE, 1.0))
 
 
 @pytest.mark.parametrize(
@@ -414,10 +466,26 @@ def test_argnums_may_be_a_numpy_integer():
         ),
         (
             lambda: js.grad(lambda t: t.sum(), argnums=1)(TABLE),
-            ValueError,
+            TypeError,
             "argnums=1 needs",
         ),
         (lambda: js.grad(lambda t: t.sum())(1j * TABLE), TypeError, "holomorphic=True"),
+        (
+            lambda: js.grad(lambda p: p["t"].sum(), holomorphic=True)({"t": TABLE}),
+            TypeError,
+            r"complex inputs, got float32 for p\['t'\]",
+        ),
+        (
+            lambda: js.grad(lambda p: 1.0)({"model": {"rng": jax.random.key(0)}}),
+            TypeError,
+            r"p\['model'\]\['rng'\], an array of dtype key<fry>; .*nnx.split",
+        ),
+        (lambda: js.grad(lambda t: "x")(TABLE), TypeError, "return arrays, got 'x'"),
+        (
+            lambda: js.grad(functools.partial(choosing, sign=1))(TABLE),
+            jax.errors.TracerBoolConversionError,
+            r"tracing the function choosing at .*test_grad.py:\d+(.|\n)*jnp.where",
+        ),
         (lambda: js.grad(lambda t: (t > 0).sum())(TABLE), TypeError, "floating scalar"),
         (lambda: js.grad(3), TypeError, "expected a function"),
         (

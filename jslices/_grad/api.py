@@ -57,7 +57,8 @@ def value_and_grad(
       fun: a function with a scalar result (or ``(result, aux)``).
       argnums: which positional argument or arguments to differentiate.
       has_aux: whether ``fun`` returns ``(result, aux)``.
-      holomorphic: whether ``fun`` is holomorphic; then complex in and out.
+      holomorphic: whether ``fun`` is holomorphic; then complex in and out. Of a complex
+        array the gradient of a real result is JAX's, the conjugate of the steepest ascent.
       allow_int: whether integer arrays may be differentiated (their gradient is of
         dtype float0).
       sparse: None decides by the program alone: the kind of a gradient then never depends
@@ -108,7 +109,7 @@ def value_and_grad(
     @functools.wraps(fun)
     def value_and_grad_fun(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
         call = Call(fun, chosen_arguments(argnums, args), args, kwargs, has_aux)
-        check_inputs(call.primals, holomorphic, allow_int)
+        check_inputs(call, holomorphic, allow_int)
         single = is_number(argnums)
         planned = plan_call(call, single, sparse, exchange)
         value, aux, grads = differentiated(call, planned, holomorphic)
@@ -291,30 +292,35 @@ def _slices(aval: Aval, parts: list[IndexedSlices]) -> IndexedSlices:
 # --- checks ------------------------------------------------------------------------
 
 
-def check_inputs(primals: Sequence[Any], holomorphic: bool, allow_int: bool) -> None:
-    for x in primals:
+def check_inputs(call: Call, holomorphic: bool, allow_int: bool) -> None:
+    """Raises TypeError for an argument that JAX does not differentiate either."""
+    for i, x in enumerate(call.primals):
         dtype = getattr(x, "dtype", None)
         if dtype is None:
             if not isinstance(x, int | float | complex | np.generic):
                 raise TypeError(
-                    f"cannot differentiate {x!r} of type {type(x).__name__}: the "
-                    "differentiated arguments must consist of arrays. Split the model "
-                    "first (equinox.partition, nnx.split), or pass the rest as another "
-                    "argument"
+                    f"cannot differentiate {call.leaf_names[i]}, {x!r} of type "
+                    f"{type(x).__name__}: the differentiated arguments must consist of "
+                    f"arrays. {_SPLIT}, or pass the rest as another argument"
                 )
             dtype = jnp.result_type(x)
         if holomorphic and not jnp.issubdtype(dtype, jnp.complexfloating):
-            raise TypeError(f"holomorphic=True wants complex inputs, got {dtype}")
-        if jnp.issubdtype(dtype, jnp.inexact):
-            if jnp.issubdtype(dtype, jnp.complexfloating) and not holomorphic:
-                raise TypeError(
-                    f"cannot differentiate a {dtype} array unless holomorphic=True"
-                )
-        elif not allow_int:
             raise TypeError(
-                f"cannot differentiate an array of dtype {dtype}; pass it as another "
-                "argument, or set allow_int=True (its gradient is then of dtype float0)"
+                f"holomorphic=True wants complex inputs, got {dtype} for "
+                f"{call.leaf_names[i]}"
             )
+        if not (allow_int or jnp.issubdtype(dtype, jnp.inexact)):
+            raise TypeError(
+                f"cannot differentiate {call.leaf_names[i]}, an array of dtype {dtype}; "
+                f"pass it as another argument. {_SPLIT}, or set allow_int=True (its "
+                "gradient is then of dtype float0)"
+            )
+
+
+_SPLIT = (
+    "Split a model that holds more than parameters, nnx.split(model, nnx.Param, ...), "
+    "eqx.partition(model, eqx.is_inexact_array)"
+)
 
 
 def _seed(value: Any, holomorphic: bool) -> jax.Array:
@@ -335,6 +341,7 @@ def _seed(value: Any, holomorphic: bool) -> jax.Array:
     kind = jnp.complexfloating if holomorphic else jnp.floating
     if not jnp.issubdtype(dtype, kind):
         raise TypeError(
-            f"the function must return a {kind.__name__} scalar, got dtype {dtype}"
+            f"the function must return a {kind.__name__} scalar, got dtype {dtype}; of a "
+            "complex one return .real or jnp.abs(...), or set holomorphic=True if it is"
         )
-    return jnp.ones_like(out, dtype)
+    return _jax.one_for(out)

@@ -8,6 +8,7 @@ same reads in the same order.
 import contextlib
 import copy
 import dataclasses
+import functools
 import inspect
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -485,6 +486,12 @@ def part_key(
 
 # --- the call ---------------------------------------------------------------------------
 
+_NEEDS_VALUES = (
+    jax.errors.ConcretizationTypeError,
+    jax.errors.TracerArrayConversionError,
+    jax.errors.TracerIntegerConversionError,
+)
+
 
 class Call:
     """One call of the user's function, as a function of the differentiated arrays.
@@ -538,6 +545,18 @@ class Call:
             positional[i] if i < len(positional) else f"args[{i}]" for i in self._chosen
         ]
 
+    @property
+    def paths(self) -> list[tuple[Any, ...]]:
+        """The key path of every differentiated array in the tuple of arguments."""
+        tree = self.tree.unflatten(self.primals)
+        return [path for path, _ in jax.tree_util.tree_flatten_with_path(tree)[0]]
+
+    @property
+    def leaf_names(self) -> list[str]:
+        """What the user calls every differentiated array."""
+        roots = self.names
+        return [roots[x[0].idx] + jax.tree_util.keystr(x[1:]) for x in self.paths]
+
     def trace(self) -> tuple[Program, "Outputs"]:
         """The traced program (inputs: the arrays), and how to read its outputs."""
         structures: list[Outputs] = []
@@ -556,6 +575,7 @@ class Call:
                 args.insert(i, arg)
             out, aux = _split_aux(self._fun(*args, **kwargs), self._has_aux)
             results, out_tree = flatten(out)
+            _check_results(results)
             aux_leaves, aux_tree = flatten(aux)
             # Only arrays can leave a traced program; names, None, numbers stay outside.
             arrays = [x for x in aux_leaves if isinstance(x, jax.Array)]
@@ -564,7 +584,17 @@ class Call:
             return [*results, *arrays]
 
         described = [x for x, d in zip(self._rest, self._described, strict=True) if d]
-        program = jax.make_jaxpr(flat)(*self.primals, *described)
+        # JAX's errors name what a function wraps.
+        wrapped = {"__wrapped__": _definition(self._fun)}
+        vars(flat).update(wrapped, __signature__=inspect.signature(flat))
+        try:
+            program = jax.make_jaxpr(flat)(*self.primals, *described)
+        except _NEEDS_VALUES as error:
+            error.add_note(
+                "jslices differentiates a function as jax.jit compiles it, traced, without "
+                "values: for if, while and int() use jnp.where, jax.lax.cond, while_loop"
+            )
+            raise
         return program, structures[-1]
 
 
@@ -604,6 +634,24 @@ def _split_aux(out: Any, has_aux: bool) -> tuple[Any, Any]:
     return out[0], out[1]
 
 
+def _definition(fun: Any) -> Any:
+    """What defines a function: the method of an object that can be called, say."""
+    while isinstance(fun, functools.partial):
+        fun = fun.func
+    return fun if hasattr(fun, "__name__") else type(fun).__call__
+
+
+def _check_results(results: Sequence[Any]) -> None:
+    for x in results:
+        try:
+            jax.typeof(x)
+        except TypeError:
+            raise TypeError(
+                f"the function must return arrays, got {x!r} of type {type(x).__name__}; "
+                "return the rest as an auxiliary part, (result, aux) with has_aux=True"
+            ) from None
+
+
 def check_callable(fun: Any) -> None:
     if not callable(fun):
         raise TypeError(f"expected a function to differentiate, got {fun!r}")
@@ -616,7 +664,8 @@ def chosen_arguments(argnums: int | Sequence[int], args: Sequence[Any]) -> tuple
         raise TypeError(f"argnums must be an integer or several, got {argnums!r}")
     for number in numbers:
         if not -len(args) <= number < len(args):
-            raise ValueError(
+            error = TypeError if number >= 0 else ValueError  # as JAX's
+            raise error(
                 f"argnums={argnums} needs at least "
                 f"{max(n + 1 if n >= 0 else -n for n in numbers)} positional "
                 f"arguments, got {len(args)}; differentiated arguments cannot be "
@@ -630,15 +679,14 @@ def chosen_arguments(argnums: int | Sequence[int], args: Sequence[Any]) -> tuple
 
 def is_number(argnums: Any) -> bool:
     """True for one argument, False for several."""
-    return isinstance(argnums, int | np.integer)
+    return np.ndim(argnums) == 0
 
 
 def _describe_leaves(
     call: Call, single: bool, spec: SparseSpec, exchange: ExchangeSpec
 ) -> list[Leaf]:
     """A Leaf for every differentiated array."""
-    tree, roots = call.tree.unflatten(call.primals), call.names
-    paths, _ = jax.tree_util.tree_flatten_with_path(tree)
+    tree = call.tree.unflatten(call.primals)
     mode_prefix, exchange_prefix = (None if callable(spec) else spec), exchange
     if single:
         mode_prefix, exchange_prefix = (mode_prefix,), (exchange,)
@@ -653,8 +701,8 @@ def _describe_leaves(
         "exchange= must be a jslices.Exchange, or a pytree",
     )
     leaves = []
-    for (path, x), mode, exchange in zip(paths, modes, exchanges, strict=True):
-        name = roots[path[0].idx] + jax.tree_util.keystr(path[1:])
+    columns = call.leaf_names, call.paths, call.primals, modes, exchanges
+    for name, path, x, mode, exchange in zip(*columns, strict=True):
         if callable(spec):
             mode = spec(path[1:] if single else path, x)
         if not (mode is None or isinstance(mode, bool) or mode == "if_smaller"):

@@ -93,7 +93,8 @@ def gradient_of(
     if site.exchange is not None:
         facts = Facts(placement=site.exchange.placement)
         return slices_of(values, indices, shape, facts)._flattened()
-    values, indices = values.reshape(indices.size, *shape[1:]), indices.reshape(-1)
+    values = values.reshape(indices.size, *shape[1:]).astype(site.dtype)  # not weak
+    indices = indices.reshape(-1)
     return IndexedSlices(*on_all_devices(values, indices), shape)
 
 

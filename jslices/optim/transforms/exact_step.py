@@ -83,7 +83,7 @@ def exact_step(
 
     def step(params: Params, state: State, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         call = Call(fun, (0,), (params, *args), kwargs, has_aux)
-        check_inputs(call.primals, holomorphic=False, allow_int=False)
+        check_inputs(call, holomorphic=False, allow_int=False)
         planned = plan_call(call, True, sparse, exchange)
         if tx.catches_up:
             (rows,) = call.tree.unflatten(_rows_to_read(call, planned))
