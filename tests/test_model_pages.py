@@ -26,18 +26,18 @@ OURS, THEIRS = js.adagrad(0.1), optax.adagrad(0.1)
 
 
 @pytest.mark.parametrize(
-    "page, library, count",
+    "page, library",
     [
-        ("nnx.md", "flax.nnx", 3),
-        ("linen.md", "flax.linen", 2),
-        ("equinox.md", "equinox", 2),
-        ("haiku.md", "haiku", 2),
+        ("nnx.md", "flax.nnx"),
+        ("linen.md", "flax.linen"),
+        ("equinox.md", "equinox"),
+        ("haiku.md", "haiku"),
     ],
 )
-def test_code_runs(page, library, count):
+def test_code_runs(page, library):
     pytest.importorskip(library)
     blocks = re.findall(r"^```python\n(.*?)^```", (PAGES / page).read_text(), re.M | re.S)
-    assert len(blocks) == count
+    assert len(blocks) >= 2
     names = {"__name__": "page"}
     with jax.numpy_rank_promotion("allow"):  # which the libraries rely on
         for block in blocks:
