@@ -48,6 +48,9 @@ NAMES: dict[type, dict[str, tuple[str | None, ...]]] = {
     RowwiseAdagradState: {},
 }
 
+#: State arrays of squares, which are never negative.
+SQUARES = ("nu", "sum_of_squares", "e_g", "e_x", "accum", "nu_max", "v", "v_row", "v_col")
+
 #: Slots that mean something else than the array they resemble, and what to do.
 OTHERWISE: dict[type, dict[str, str]] = {
     SgdState: {

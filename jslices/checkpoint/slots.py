@@ -5,51 +5,31 @@ arrays with a name, most of them of the variable's shape. Here they are one tree
 state array. ``slot_names`` says which slot is which array.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jax.typing import ArrayLike
 
 from jslices import GradientTransformation
-from jslices.checkpoint.slot_names import LIBRARIES, NAMES, OTHERWISE
+from jslices.checkpoint.slot_counts import Slots, counts_of_states, short
+from jslices.checkpoint.slot_names import LIBRARIES, NAMES, OTHERWISE, SQUARES
+from jslices.checkpoint.state_walk import (
+    StateArray,
+    after_empty_steps,
+    has_rows_behind,
+    map_optimizer_states,
+    walk_state,
+)
 from jslices.extend import Params, PyTree, State
 from jslices.optim import SgdState
 
-#: What to type where one call can't fill the state.
-BY_GROUP = (
-    "call import_state for each optimizer of jslices alone, and put what it returns into "
-    "tx.init(params): in a chain at its place, in a jslices.optim.partition at "
-    "inner_states[label].inner_state, with jslices.optim.MaskedNode() in params and slots "
-    "for the parameters of other labels"
-)
-
-_MAX_COUNT = np.iinfo(np.int32).max
-
-#: The dict of slots of one parameter.
-Slots = Mapping[str, Any]
-
-
-class _StateArray(NamedTuple):
-    """A state array of one parameter."""
-
-    owner: int  #: the number of the optimizer state that holds it.
-    state: type  #: the type of that.
-    field: str  #: its field there.
-    value: jax.Array
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The names that its slot may have."""
-        slots = NAMES[self.state].get(self.field, ())
-        return tuple(dict.fromkeys((self.field, *filter(None, slots))))
-
 
 def import_state(
-    tx: GradientTransformation, params: Params, slots: PyTree, count: ArrayLike
+    tx: GradientTransformation, params: Params, slots: PyTree, count: PyTree = None
 ) -> State:
     """The state of ``tx`` that goes on where another library's optimizer stopped.
 
@@ -77,7 +57,11 @@ def import_state(
 
         PyTorch's ``step`` may be among them. An empty dict, or None: never stepped; the
         state is that of ``tx.init`` after ``count`` steps without a gradient.
-      count: how many steps were taken.
+      count: how many steps were taken: a number; or numbers in the structure of ``params``
+        or a prefix of it; or None, each is the ``step`` of its slots. PyTorch counts no
+        step for a parameter without a gradient. An optimizer of jslices counts all, for
+        all of its parameters, so that those with other counts want optimizers of their
+        own, in :func:`jslices.optim.partition`. One that keeps no arrays gets the largest.
 
     Returns:
       What ``tx.init(params)`` would return, with ``count`` steps taken, shapes, dtypes and
@@ -85,16 +69,16 @@ def import_state(
       ``untouched="exact"`` no row is behind, as after ``tx.flush``.
 
     Raises:
-      ValueError: if slots are missing, unknown, of other shapes or dtypes, or were stepped
-        more or less often than ``count``, all of them in one message; if they mirror other
-        parameters.
+      ValueError: if slots are missing, unknown, of other shapes or dtypes, if they hold NaN
+        or negative means of squares, or were stepped more or less often than ``count`` or
+        than one another, all of them in one message; if they mirror other parameters.
       TypeError: for an optimizer whose state jslices does not know, and for one in
         :func:`jslices.optim.multi_steps` or beside a transformation that takes no step
         without gradients, as most of Optax's do. The message says what to type instead.
 
-    Cost: one copy of each slot; ``count`` empty steps on the scalars of the state, in one
-    compiled loop, so that schedules are where they were. For a moment the state is there
-    twice.
+    Cost: one pass over each slot and one copy; ``count`` empty steps on the scalars of the
+    state, in one compiled loop, so that schedules are where they were. For a moment the
+    state is there twice.
 
     Example:
       >>> import jax.numpy as jnp, jslices as js, numpy as np
@@ -108,9 +92,8 @@ def import_state(
     Source: the names are those of PyTorch 2.13, TensorFlow 2.21 and Keras 3.15, whose next
     step the tests compare with the next one here.
     """
-    steps = _checked_count(count)
     state = tx.init(params)
-    walk = _walk(params, state)
+    walk = walk_state(params, state)
     if walk.gathering:
         raise TypeError(
             "import_state: tx gathers the gradients of several calls (multi_steps), and no "
@@ -121,10 +104,11 @@ def import_state(
     problems: list[str] = []
     assigned: list[dict[tuple[int, str], jax.Array]] = []
     slots_of_each = [_checked_slots(x) for x in _flattened_up_to(walk.tree, slots)]
+    counts = counts_of_states(walk, params, slots_of_each, count, problems)
     for label, arrays, its_slots in zip(
         walk.labels, walk.arrays, slots_of_each, strict=True
     ):
-        assigned.append(_assign(label, arrays, its_slots, steps, problems))
+        assigned.append(_assign(label, arrays, its_slots, problems))
     if problems:
         raise ValueError("import_state: " + "; ".join(problems))
 
@@ -140,7 +124,7 @@ def import_state(
             )
         return part._replace(**columns)
 
-    return _map_optimizer_states(fill, _after_empty_steps(tx, params, state, steps))
+    return map_optimizer_states(fill, after_empty_steps(tx, params, state, counts))
 
 
 def export_state(params: Params, state: State, names: str) -> PyTree:
@@ -175,14 +159,14 @@ def export_state(params: Params, state: State, names: str) -> PyTree:
     """
     if names not in LIBRARIES:
         raise ValueError(f"export_state(names={names!r}): wanted one of {LIBRARIES}")
-    walk = _walk(params, state)
+    walk = walk_state(params, state)
     for gathering in walk.gathering:
         if (gathered := int(gathering.mini_step)) > 0:
             raise ValueError(
                 f"export_state: {gathered} gradients wait in the state for the next step, "
                 "and no slot can hold them; export it when mini_step is 0"
             )
-    if any(map(_has_rows_behind, walk.states)):
+    if any(map(has_rows_behind, walk.states)):
         raise ValueError(
             "export_state: rows are behind, as the state is of an exact optimizer; "
             "type params, state = tx.flush(params, state) before"
@@ -206,131 +190,7 @@ def export_state(params: Params, state: State, names: str) -> PyTree:
     return walk.tree.unflatten(result)
 
 
-# --- the tree of a state --------------------------------------------------------------
-
-
-class _Walk(NamedTuple):
-    """The parts of the state of an optimizer.
-
-    Attributes:
-      tree: the structure of the parameters.
-      labels: where each parameter is, for messages: `` at ['table']``.
-      states: the states of jslices' optimizers in it, in order.
-      arrays: the state arrays of each parameter, whichever optimizer keeps them.
-      gathering: the states of ``multi_steps``, or of ``optax.MultiSteps``, in it.
-    """
-
-    tree: Any
-    labels: list[str]
-    states: list[Any]
-    arrays: list[list[_StateArray]]
-    gathering: list[Any]
-
-
-def _walk(params: Params, state: State) -> _Walk:
-    """Lists the state arrays of each parameter.
-
-    Raises:
-      TypeError: for a state without one of jslices' optimizers.
-    """
-    tree: Any
-    paths, tree = jax.tree_util.tree_flatten_with_path(params, is_leaf=lambda x: x is None)
-    labels = [f" at {jax.tree_util.keystr(path)}" if path else "" for path, _ in paths]
-    states = _nodes(state, _is_optimizer_state)
-    if not states:
-        raise TypeError(
-            "import_state and export_state know the states of jslices' own optimizers, got "
-            f"{type(state).__name__}; for one of Optax, replace arrays in what "
-            "tx.init(params) returns, by optax.tree.set(state, mu=...)"
-        )
-    arrays: list[list[_StateArray]] = [[] for _ in labels]
-    for number, part in enumerate(states):
-        for field, column in part._asdict().items():
-            if field in ("count", "clock") or column is None:
-                continue
-            for its_arrays, x in zip(arrays, tree.flatten_up_to(column), strict=True):
-                # A parameter of another optimizer has a node without leaves here.
-                for array in jax.tree.leaves(x):
-                    its_arrays.append(_StateArray(number, type(part), field, array))
-    return _Walk(tree, labels, states, arrays, _nodes(state, _gathers_gradients))
-
-
-def _nodes(state: State, is_node: Callable[[Any], bool]) -> list[Any]:
-    return list(filter(is_node, jax.tree.leaves(state, is_leaf=is_node)))
-
-
-def _is_optimizer_state(x: Any) -> bool:
-    return type(x) in NAMES
-
-
-def _gathers_gradients(x: Any) -> bool:
-    return "mini_step" in getattr(type(x), "_fields", ())
-
-
-def _has_rows_behind(part: Any) -> bool:
-    if part._asdict().get("clock") is None:
-        return False
-    return any(bool((x < part.count).any()) for x in jax.tree.leaves(part.clock.last))
-
-
-def _map_optimizer_states(change: Callable[[int, Any], Any], state: State) -> State:
-    leaves, tree = jax.tree.flatten(state, is_leaf=_is_optimizer_state)
-    states = iter(range(len(leaves)))
-    changed = [change(next(states), x) if _is_optimizer_state(x) else x for x in leaves]
-    return jax.tree.unflatten(tree, changed)
-
-
-def _after_empty_steps(
-    tx: GradientTransformation, params: Params, state: State, count: int
-) -> State:
-    """The state after ``count`` steps in which nothing had a gradient.
-
-    They move schedules, and the clock of an exact optimizer, to where they were.
-    """
-    nothing = jax.tree.map(lambda _: None, params)
-    has_flush = isinstance(tx, GradientTransformation)
-
-    @jax.jit
-    def steps(state: State, params: Params, count: jax.Array) -> State:
-        state = lax.fori_loop(
-            0, count, lambda _, now: tx.update(nothing, now, params)[1], state
-        )
-        return tx.flush(params, state)[1] if has_flush else state
-
-    # Nothing is donated: what tx.init returns may hold the user's parameters themselves.
-    try:
-        return steps(state, params, jnp.int32(count))
-    except (TypeError, ValueError) as error:
-        raise TypeError(
-            "import_state: a transformation in tx takes no step without gradients, as most "
-            f"of Optax's do; {BY_GROUP}"
-        ) from error
-
-
 # --- slots and state arrays -----------------------------------------------------------
-
-
-def _as_count(x: ArrayLike) -> int | None:
-    """``x`` as a number of steps; None if it is not one."""
-    try:
-        array = np.asarray(x)
-        if array.ndim == 0 and array.dtype.kind in "iuf":
-            count = int(array)
-            return count if count == array and 0 <= count <= _MAX_COUNT else None
-    except (TypeError, ValueError, OverflowError):  # no array, infinite or not a number
-        pass
-    return None
-
-
-def _checked_count(count: ArrayLike) -> int:
-    steps = _as_count(count)
-    if steps is None:
-        raise ValueError(
-            f"import_state(count={count!r}): wanted the number of steps taken, an integer "
-            f"from 0 to {_MAX_COUNT}; PyTorch has it as step, TensorFlow as global_step or "
-            "iterations"
-        )
-    return steps
 
 
 def _flattened_up_to(tree: Any, slots: PyTree) -> list[Any]:
@@ -354,30 +214,19 @@ def _checked_slots(slots: Slots | None) -> Slots:
 
 
 def _assign(
-    label: str, arrays: Sequence[_StateArray], slots: Slots, count: int, problems: list[str]
+    label: str, arrays: Sequence[StateArray], slots: Slots, problems: list[str]
 ) -> dict[tuple[int, str], jax.Array]:
     """The slots of one parameter as state arrays, by owner and field; appends problems."""
-    rest = {name: _array(x) for name, x in slots.items()}
-    if not rest:
+    if not slots:
         return {}
-    step = rest.pop("step", np.asarray(count))
-    if (taken := _as_count(step)) is None:
-        problems.append(
-            f"the slot step{label} is {_short(step)}, wanted the number of steps taken, or "
-            "leave it out of these slots"
-        )
-    elif taken != count:
-        problems.append(
-            f"{taken} steps were taken{label}, and count={count}, which is one for all "
-            "parameters: leave the step out of these slots if it does not matter, or give "
-            "those that were stepped together an optimizer of their own; " + BY_GROUP
-        )
+    rest = {name: _array(x) for name, x in slots.items() if name != "step"}
     assigned = {}
     for array in arrays:
         names = [name for name in array.names if name in rest]
         if len(names) == 1:
             x = rest.pop(names[0])
-            problem = _misfit(f"the slot {names[0]}{label}", x, array.value)
+            what = f"the slot {names[0]}{label}"
+            problem = _misfit(what, x, array.value) or _spoilt(what, x, array.field)
             if problem:
                 problems.append(problem)
             else:
@@ -400,16 +249,11 @@ def _array(x: ArrayLike) -> jax.Array | np.ndarray:
     return x if isinstance(x, jax.Array) else np.asarray(x)
 
 
-def _short(x: jax.Array | np.ndarray) -> str:
-    """A number as it is, an array by its shape and dtype."""
-    return str(x) if np.ndim(x) == 0 else f"an array {x.shape} of {x.dtype}"
-
-
 def _misfit(what: str, x: jax.Array | np.ndarray, old: jax.Array) -> str | None:
     """The reason why a slot cannot replace the state array ``old``; None if it can."""
     if isinstance(x, np.ndarray) and x.dtype.kind in "OSU":  # None among them
         return (
-            f"{what} is {_short(x)}, wanted {old.shape} of {old.dtype}: give the array, or "
+            f"{what} is {short(x)}, wanted {old.shape} of {old.dtype}: give the array, or "
             "None instead of all slots of a parameter that was never stepped"
         )
     if x.shape != old.shape:
@@ -433,6 +277,22 @@ def _misfit(what: str, x: jax.Array | np.ndarray, old: jax.Array) -> str | None:
         if jnp.issubdtype(x.dtype, jnp.floating):
             help += f', or jslices.optim.with_state_dtype(tx, "{x.dtype}")'
         return f"{what} is {x.dtype}, and the state keeps {old.dtype}: {help}"
+    return None
+
+
+def _spoilt(what: str, x: jax.Array | np.ndarray, field: str) -> str | None:
+    """The reason why nothing can go on from a slot; None if something can."""
+    xp: Any = jnp if isinstance(x, jax.Array) else np
+    for bad, kind, help in (
+        (xp.isnan(x), "NaN", "training had failed: take an earlier checkpoint"),
+        (x < 0, "negative", "it is of squares: are two slots exchanged?"),
+    ):
+        if (kind == "NaN" or field in SQUARES) and bool(bad.any()):
+            row = int(xp.argmax(bad)) // max(math.prod(x.shape[1:]), 1)
+            number = int(bad.sum())
+            return (
+                f"{what} has {number} elements that are {kind}, first in row {row}: {help}"
+            )
     return None
 
 

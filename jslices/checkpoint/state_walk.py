@@ -1,0 +1,159 @@
+"""The states of jslices' optimizers in the state of a tree of transformations."""
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jslices import GradientTransformation
+from jslices.checkpoint.slot_names import NAMES
+from jslices.extend import Params, State
+
+#: What to type where one call can't fill the state.
+BY_GROUP = (
+    "call import_state for each optimizer of jslices alone, and put what it returns into "
+    "tx.init(params): in a chain at its place, in a jslices.optim.partition at "
+    "inner_states[label].inner_state, with jslices.optim.MaskedNode() in params and slots "
+    "for the parameters of other labels"
+)
+
+
+class StateArray(NamedTuple):
+    """A state array of one parameter."""
+
+    owner: int  #: the number of the optimizer state that holds it.
+    state: type  #: the type of that.
+    field: str  #: its field there.
+    value: jax.Array
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names that its slot may have."""
+        slots = NAMES[self.state].get(self.field, ())
+        return tuple(dict.fromkeys((self.field, *filter(None, slots))))
+
+
+class Walk(NamedTuple):
+    """The parts of the state of an optimizer.
+
+    Attributes:
+      tree: the structure of the parameters.
+      labels: where each parameter is, for messages: `` at ['table']``.
+      states: the states of jslices' optimizers in it, in order.
+      arrays: the state arrays of each parameter, whichever optimizer keeps them.
+      gathering: the states of ``multi_steps``, or of ``optax.MultiSteps``, in it.
+    """
+
+    tree: Any
+    labels: list[str]
+    states: list[Any]
+    arrays: list[list[StateArray]]
+    gathering: list[Any]
+
+
+def walk_state(params: Params, state: State) -> Walk:
+    """Lists the state arrays of each parameter.
+
+    Raises:
+      TypeError: for a state without one of jslices' optimizers.
+    """
+    tree: Any
+    paths, tree = jax.tree_util.tree_flatten_with_path(params, is_leaf=lambda x: x is None)
+    labels = [f" at {jax.tree_util.keystr(path)}" if path else "" for path, _ in paths]
+    states = _nodes(state, _is_optimizer_state)
+    if not states:
+        raise TypeError(
+            "import_state and export_state know the states of jslices' own optimizers, got "
+            f"{type(state).__name__}; for one of Optax, replace arrays in what "
+            "tx.init(params) returns, by optax.tree.set(state, mu=...)"
+        )
+    arrays: list[list[StateArray]] = [[] for _ in labels]
+    for number, part in enumerate(states):
+        for field, column in part._asdict().items():
+            if field in ("count", "clock") or column is None:
+                continue
+            for its_arrays, x in zip(arrays, tree.flatten_up_to(column), strict=True):
+                # A parameter of another optimizer has a node without leaves here.
+                for array in jax.tree.leaves(x):
+                    its_arrays.append(StateArray(number, type(part), field, array))
+    return Walk(tree, labels, states, arrays, _nodes(state, _gathers_gradients))
+
+
+def _nodes(state: State, is_node: Callable[[Any], bool]) -> list[Any]:
+    return list(filter(is_node, jax.tree.leaves(state, is_leaf=is_node)))
+
+
+def _is_optimizer_state(x: Any) -> bool:
+    return type(x) in NAMES
+
+
+def _gathers_gradients(x: Any) -> bool:
+    return "mini_step" in getattr(type(x), "_fields", ())
+
+
+def has_rows_behind(part: Any) -> bool:
+    if part._asdict().get("clock") is None:
+        return False
+    return any(bool((x < part.count).any()) for x in jax.tree.leaves(part.clock.last))
+
+
+def map_optimizer_states(change: Callable[[int, Any], Any], state: State) -> State:
+    leaves, tree = jax.tree.flatten(state, is_leaf=_is_optimizer_state)
+    states = iter(range(len(leaves)))
+    changed = [change(next(states), x) if _is_optimizer_state(x) else x for x in leaves]
+    return jax.tree.unflatten(tree, changed)
+
+
+def after_empty_steps(
+    tx: GradientTransformation, params: Params, state: State, counts: Sequence[int]
+) -> State:
+    """The state after steps in which nothing had a gradient, so many of each optimizer.
+
+    They move schedules, and the clock of an exact optimizer, to where they were.
+    """
+    nothing = jax.tree.map(lambda _: None, params)
+    has_flush = isinstance(tx, GradientTransformation)
+
+    @jax.jit
+    def steps(state: State, params: Params, count: jax.Array) -> State:
+        state = lax.fori_loop(
+            0, count, lambda _, now: tx.update(nothing, now, params)[1], state
+        )
+        return tx.flush(params, state)[1] if has_flush else state
+
+    # Nothing is donated: what tx.init returns may hold the user's parameters themselves.
+    try:
+        after = {count: steps(state, params, jnp.int32(count)) for count in {*counts}}
+        return _merged(after, counts)
+    except (TypeError, ValueError) as error:
+        raise TypeError(
+            "import_state: a transformation in tx takes no step without gradients, as most "
+            f"of Optax's do; {BY_GROUP}"
+        ) from error
+
+
+def _merged(after: Mapping[int, State], counts: Sequence[int]) -> State:
+    """Each optimizer's state after as many steps as it took.
+
+    What else is in the state goes with the optimizer whose path in it is the nearest.
+    """
+    flat = {
+        count: jax.tree_util.tree_flatten_with_path(state, is_leaf=_is_optimizer_state)
+        for count, state in after.items()
+    }
+    pairs: Any
+    tree: Any
+    pairs, tree = flat[counts[0]]
+    owners = [path for path, x in pairs if _is_optimizer_state(x)]
+
+    def nearest(path: tuple[Any, ...]) -> int:
+        shared = [
+            sum(1 for _ in itertools.takewhile(lambda keys: keys[0] == keys[1], pair))
+            for pair in (zip(path, owner, strict=False) for owner in owners)
+        ]
+        return max(zip(shared, counts, strict=True))[1]
+
+    return tree.unflatten(flat[nearest(path)][0][i][1] for i, (path, _) in enumerate(pairs))
