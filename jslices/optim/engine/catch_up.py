@@ -18,7 +18,14 @@ from jslices._jax import flatten
 from jslices._place.boundary import mesh_of, on_any_mesh, row_major_array
 from jslices._place.placement import placement_at_hand
 from jslices._rows.access import canonical_indices, index_dtype, where_rows
-from jslices._slices import IndexedSlices, one_program, rows_at, sent_to_owners
+from jslices._slices import (
+    Facts,
+    IndexedSlices,
+    one_program,
+    rows_at,
+    sent_to_owners,
+    slices_of,
+)
 from jslices._typing import Leaf, Params, PyTree
 from jslices.optim.engine.missed import Missed, MissedSteps
 from jslices.optim.engine.rule import Kernel, Rule, next_count, per_row, row_like
@@ -156,7 +163,8 @@ def _entries(
         )
     ids, placement = ids.reshape(-1), placement_at_hand(param)
     if placement is not None:
-        return sent_to_owners(placement, param.shape[0], ids)
+        entries = sent_to_owners(placement, param.shape[0], ids)
+        return slices_of(*entries, (param.shape[0], 0), Facts(placement=placement))
     return IndexedSlices(jnp.zeros((ids.shape[0], 0)), ids, (param.shape[0], 0))
 
 

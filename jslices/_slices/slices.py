@@ -1,43 +1,21 @@
-"""IndexedSlices: some rows of an array, and what arithmetic on them means."""
+"""IndexedSlices and their arithmetic."""
 
-import dataclasses
-import functools
-import inspect
 import math
 import operator
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, ParamSpec, TypeVar
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike, DTypeLike
 
 from jslices._densify import human_bytes, warn_dense
-from jslices._jax import (
-    called_by_jax_operator,
-    is_staged,
-    is_symbolic,
-    refuse_misuse,
-)
-from jslices._place.boundary import (
-    drop_sharding,
-    everywhere,
-    explicit_part,
-    like_first,
-    looked_up,
-    mesh_of,
-    on_any_mesh,
-    restore_sharding,
-    shardings_of,
-    with_auto_axes,
-)
-from jslices._place.placement import Placement, on_each_device
+from jslices._jax import called_by_jax_operator
+from jslices._place.boundary import everywhere, like_first, looked_up, on_any_mesh
 from jslices._rows.access import (
     canonical_indices,
     empty_index,
-    in_32_bits,
     index_dtype,
     kept_positions,
     per_row,
@@ -45,11 +23,19 @@ from jslices._rows.access import (
     take_rows,
 )
 from jslices._rows.sums import Order, add_rows, check_combine, sum_duplicates
-from jslices._typing import Aval, Index, Leaf, Operand, PyTree, Size
+from jslices._slices.carry import one_program
+from jslices._slices.entries import DISTINCT, NO_FACTS, Entries, Facts
+from jslices._slices.parts import (
+    as_array,
+    as_indices,
+    check_batch_index,
+    check_parts,
+    static_shape,
+)
+from jslices._slices.shards import each_shard, join_entries
+from jslices._typing import Index, Operand
 
 Axis = int | Sequence[int] | None
-P = ParamSpec("P")
-R = TypeVar("R")
 
 _FACTORS = (
     "a number, slices.scale_rows(factors) with one factor for each row held, or factors "
@@ -57,43 +43,8 @@ _FACTORS = (
 )
 
 
-class Facts(NamedTuple):
-    """What is known of slices while tracing, besides shapes and dtypes.
-
-    Attributes:
-      distinct: whether no row is held twice, so that adding the rows takes no sort.
-      every_row: whether there are V entries, and entry v is of row v, or empty: adding them
-        is one pass over the array.
-      placement: on which devices of a mesh the rows of the array stand; each of them holds
-        the entries of its own rows. ``indices`` are row numbers of the whole array as ever.
-        What reads or writes rows of the array then needs nothing from other devices.
-
-    Slices keep their placement wherever JAX takes them apart and puts them together. They
-    forget that rows are distinct, or are all rows: what a ``tree.map`` makes of ``values``
-    and ``indices`` may hold other rows, and a ``lax.cond`` wants the same type of an update
-    and of zeros. To tell them to a program of its own, use :func:`carry_facts`.
-    """
-
-    distinct: bool = False
-    every_row: bool = False
-    placement: Placement | None = None
-
-
-NO_FACTS = Facts()
-#: No row is held twice.
-DISTINCT = Facts(distinct=True)
-
-
-class _Static(NamedTuple):
-    """The static part of slices as a pytree."""
-
-    dense_shape: tuple[int, ...] | None
-    placement: Placement | None = None
-
-
 @jax.tree_util.register_pytree_with_keys_class
-@dataclasses.dataclass(frozen=True, eq=False, repr=False, init=False)
-class IndexedSlices:
+class IndexedSlices(Entries):
     """Some rows of an array of shape ``dense_shape``; all others are zero.
 
     They stand for ``zeros(dense_shape).at[indices].add(values)``: **duplicates add**. An
@@ -125,14 +76,8 @@ class IndexedSlices:
     indices but refuses those of V or more, and has no arithmetic but ``-s``.
     """
 
-    values: jax.Array
-    indices: jax.Array
-    dense_shape: tuple[int, ...] | None
-
     # NumPy arrays then leave `array + slices` to `__radd__`.
     __array_ufunc__ = None
-    # No field: nobody passes it, and each way of making slices says what is known of them.
-    facts = NO_FACTS
 
     def __init__(
         self,
@@ -140,114 +85,20 @@ class IndexedSlices:
         indices: ArrayLike,
         dense_shape: Sequence[int] | None = None,
     ) -> None:
-        rows, numbers = as_array(values), _as_indices(indices)
-        shape = _static_shape(dense_shape)
-        _check_parts(rows, numbers, shape)
-        object.__setattr__(self, "values", rows)
-        object.__setattr__(self, "indices", numbers)
-        object.__setattr__(self, "dense_shape", shape)
-
-    # --- pytree -------------------------------------------------------------------
-
-    def tree_flatten_with_keys(self) -> tuple[Any, _Static]:
-        key = jax.tree_util.GetAttrKey
-        children = ((key("values"), self.values), (key("indices"), self.indices))
-        return children, _Static(self.dense_shape, self.facts.placement)
-
-    def tree_flatten(self) -> tuple[Any, _Static]:
-        refuse_misuse(self)
-        static = _Static(self.dense_shape, self.facts.placement)
-        return (self.values, self.indices), static
-
-    @classmethod
-    def tree_unflatten(
-        cls, static: _Static | tuple[int, ...] | None, children: Sequence[Any]
-    ) -> "IndexedSlices":
-        # JAX unflattens with placeholders, too, so nothing is checked here. A shape alone
-        # will do: slices with the axes of a batch are made so.
-        shape, placement = static if isinstance(static, _Static) else (static, None)
-        values, indices = children
-        return slices_of(values, indices, shape, Facts(placement=placement))
-
-    def with_values(self, values: jax.Array) -> "IndexedSlices":
-        """The same indices with other ``values`` ``[K, *D]``, and what is known of them."""
-        return slices_of(values, self.indices, self.dense_shape, self.facts)
+        rows, numbers = as_array(values), as_indices(indices)
+        shape = static_shape(dense_shape)
+        check_parts(rows, numbers, shape)
+        self._set(rows, numbers, shape, NO_FACTS)
 
     def _flattened(self) -> "IndexedSlices":
         """The sum over the leading axes that ``vmap`` or ``scan`` added."""
         placement = self.facts.placement
         if self.is_placed and placement is not None:
-            entries = [(self.values, self.indices)]
-            return join_entries(placement, self.dense_shape, entries)
+            entries = join_entries(placement, [(self.values, self.indices)])
+            return slices_of(*entries, self.dense_shape, Facts(placement=placement))
         row = self.values.shape[self.indices.ndim :]
         values = self.values.reshape(self.indices.size, *row)
         return slices_of(values, self.indices.reshape(-1), self.dense_shape)
-
-    # --- what it is ---------------------------------------------------------------
-
-    @property
-    def shape(self) -> tuple[int | None, ...]:
-        """The shape of :meth:`to_dense`; V is None if ``dense_shape`` is unknown."""
-        batch = tuple(self.indices.shape[:-1])
-        if self.dense_shape is not None:
-            return batch + self.dense_shape
-        return (*batch, None, *self.values.shape[self.indices.ndim :])
-
-    @property
-    def ndim(self) -> int:
-        """The number of axes of :meth:`to_dense`."""
-        return self.values.ndim
-
-    @property
-    def dtype(self) -> np.dtype:
-        """The dtype of ``values``."""
-        return np.dtype(self.values.dtype)
-
-    @property
-    def device(self) -> Any:
-        """The device of ``values``."""
-        return self.values.device
-
-    @property
-    def sharding(self) -> Any:
-        """The sharding of ``values``."""
-        return self.values.sharding
-
-    @property
-    def is_placed(self) -> bool:
-        """Whether the devices of a mesh hold the entries of their own rows.
-
-        Not on the host, nor inside of a ``shard_map``.
-        """
-        placement = self.facts.placement
-        return placement is not None and mesh_of(jax.typeof(self.values)) is not None
-
-    @property
-    def _num_rows(self) -> int | None:
-        return None if self.dense_shape is None else self.dense_shape[0]
-
-    def __repr__(self) -> str:
-        try:
-            rows = "x".join(map(str, self.indices.shape))
-            shape = ", ".join("?" if n is None else str(n) for n in self.shape)
-            held_bytes = _num_bytes(self.values) + _num_bytes(self.indices)
-            size = human_bytes(held_bytes)
-            if self.dense_shape is not None:
-                dense = math.prod(self.indices.shape[:-1]) * math.prod(self.dense_shape)
-                dense *= self.dtype.itemsize
-                size += f", dense {human_bytes(dense)}"
-                if dense > held_bytes:
-                    size += f", saves {human_bytes(dense - held_bytes)}"
-            return (
-                f"IndexedSlices({rows} rows of {self.dtype}[{shape}], indices "
-                f"{self.indices.dtype}[{', '.join(map(str, self.indices.shape))}]: "
-                f"{size})"
-            )
-        except (AttributeError, TypeError):  # placeholders that JAX unflattened
-            return (
-                f"IndexedSlices(values={self.values!r}, indices={self.indices!r}, "
-                f"dense_shape={self.dense_shape})"
-            )
 
     # --- conversions ----------------------------------------------------------------
 
@@ -571,7 +422,7 @@ class IndexedSlices:
                 "and .indices"
             )
         for number, length in zip(keys, self.indices.shape, strict=False):
-            _check_batch_index(number, length)
+            check_batch_index(number, length)
         return slices_of(self.values[key], self.indices[key], self.dense_shape)
 
     def __iter__(self) -> Iterator["IndexedSlices"]:
@@ -605,6 +456,10 @@ class IndexedSlices:
                 f"{instead}; to silence this convert on purpose with slices.to_dense()."
             )
         return self.to_dense()
+
+
+#: IndexedSlices of parts that fit together, and what is known of them.
+slices_of = IndexedSlices.of
 
 
 def is_slices(x: object) -> bool:
@@ -692,33 +547,10 @@ def concat_slices(slices: Sequence[IndexedSlices | None]) -> IndexedSlices:
         and all(s.facts.placement == placement and s.is_placed for s in parts)
         and parts[0].indices.ndim == 1
     ):
-        return join_entries(placement, shape, list(zip(values, indices, strict=True)))
+        entries = join_entries(placement, list(zip(values, indices, strict=True)))
+        return slices_of(*entries, shape, Facts(placement=placement))
     axis = parts[0].indices.ndim - 1
     return slices_of(jnp.concatenate(values, axis), jnp.concatenate(indices, axis), shape)
-
-
-def as_array(x: ArrayLike) -> jax.Array:
-    """Lists, numbers and NumPy arrays as JAX arrays; anything that has a dtype as it is."""
-    if isinstance(x, np.ndarray | np.generic) or not hasattr(x, "dtype"):
-        return jnp.asarray(x)
-    return x  # type: ignore[return-value]
-
-
-def slices_of(
-    values: jax.Array,
-    indices: jax.Array,
-    shape: tuple[int, ...] | None,
-    facts: Facts = NO_FACTS,
-) -> IndexedSlices:
-    """IndexedSlices of parts that fit together, and what is known of them."""
-    new = object.__new__(IndexedSlices)
-    for name, part in zip(
-        ("values", "indices", "dense_shape", "facts"),
-        (values, indices, shape, facts),
-        strict=True,
-    ):
-        object.__setattr__(new, name, part)
-    return new
 
 
 def deduplicated(slices: IndexedSlices) -> IndexedSlices:
@@ -769,106 +601,6 @@ def _nonzero_rows(array: jax.Array, *, size: int | None) -> tuple[jax.Array, jax
     return pick(array, positions, too_many), positions
 
 
-# --- facts from one program to the next -------------------------------------------------
-
-
-@jax.tree_util.register_pytree_node_class
-class _Carried:
-    """Slices, or a bool, as a pytree of which all but arrays is the static part."""
-
-    def __init__(self, whole: "IndexedSlices | bool") -> None:
-        self.whole = whole
-
-    def tree_flatten(self) -> tuple[Any, Any]:
-        x = self.whole
-        if isinstance(x, bool):
-            return (), x
-        return (x.values, x.indices), (x.dense_shape, x.facts)
-
-    @classmethod
-    def tree_unflatten(cls, static: Any, children: Sequence[Any]) -> "_Carried":
-        return cls(static if isinstance(static, bool) else slices_of(*children, *static))
-
-
-def carry_facts(tree: PyTree) -> PyTree:
-    """The tree with all facts of its slices, and bools, in its structure.
-
-    So they pass the arguments and results of ``jit`` and ``shard_map``; :func:`carried`
-    gives the tree back.
-    """
-
-    def is_whole(x: object) -> bool:
-        return is_slices(x) or isinstance(x, bool)
-
-    return jax.tree.map(lambda x: _Carried(x) if is_whole(x) else x, tree, is_leaf=is_whole)
-
-
-def carried(tree: PyTree) -> PyTree:
-    """The tree that was given to :func:`carry_facts`."""
-
-    def is_carried(x: object) -> bool:
-        return isinstance(x, _Carried)
-
-    return jax.tree.map(lambda x: x.whole if is_carried(x) else x, tree, is_leaf=is_carried)
-
-
-def one_program(fun: Callable[P, R]) -> Callable[P, R]:
-    """``fun``, compiled as a whole outside of ``jax.jit``, not operation by operation.
-
-    Its arguments are pytrees of arrays and slices, those that must be keywords static. With
-    anything else than arrays, or arrays on different devices, it runs as it is. An array
-    that it returns as it came is not copied.
-    """
-    signature = inspect.signature(fun)
-
-    @functools.partial(jax.jit, static_argnums=0)
-    def program(static: tuple[tuple[str, Any], ...], args: PyTree) -> Any:
-        numbers = {id(x): _Argument(n) for n, x in enumerate(jax.tree.leaves(args))}
-        result = carry_facts(fun(*carried(args), **dict(static)))
-        return jax.tree.map(lambda x: numbers.get(id(x), x), result)
-
-    @functools.wraps(fun)
-    def run(*args: P.args, **kwargs: P.kwargs) -> R:
-        bound = signature.bind(*args, **kwargs)
-        if is_staged() or not _are_of_one_program(bound.args):
-            return fun(*args, **kwargs)
-        args = carry_facts(bound.args)
-        arrays = jax.tree.leaves(args)
-        result = jax.tree.map(
-            lambda x: arrays[x.number] if isinstance(x, _Argument) else x,
-            program(tuple(bound.kwargs.items()), args),
-            is_leaf=lambda x: isinstance(x, _Argument),
-        )
-        return carried(result)
-
-    return run
-
-
-@jax.tree_util.register_static
-@dataclasses.dataclass(frozen=True)
-class _Argument:
-    """What stands in a program's result for one of its arguments."""
-
-    number: int
-
-
-def _are_of_one_program(args: PyTree) -> bool:
-    devices: set[tuple[jax.Device, ...]] = set()
-    for x in jax.tree.leaves(args):
-        if isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer):
-            if x.committed:
-                devices.add(_devices_in_order(x.sharding))
-        elif not isinstance(x, jax.Array | np.ndarray | np.generic | int | float | complex):
-            return False
-    return len(devices) < 2
-
-
-def _devices_in_order(sharding: jax.sharding.Sharding) -> tuple[jax.Device, ...]:
-    if isinstance(sharding, jax.sharding.NamedSharding):
-        return tuple(sharding.mesh.devices.flat)
-    return tuple(sorted(sharding.device_set, key=lambda device: device.id))
-
-
 @one_program
 def _dense(slices: IndexedSlices) -> jax.Array:
     if slices.indices.ndim > 1:
@@ -889,188 +621,6 @@ def _added_to_zeros(slices: IndexedSlices, *, distinct: bool) -> jax.Array:
     return add_rows(jnp.zeros(shape, slices.dtype), indices, slices.values, distinct)
 
 
-# --- slices on a mesh -------------------------------------------------------------------
-
-
-def join_entries(
-    placement: Placement,
-    shape: tuple[int, ...] | None,
-    parts: Sequence[tuple[jax.Array, jax.Array]],
-) -> IndexedSlices:
-    """Entries ``[..., n, *D]`` and ``[..., n]`` of several lookups, as those of one.
-
-    Only ``n`` is split over devices; each device joins what it has.
-    """
-    facts = Facts(placement=placement)
-
-    def local(parts: Sequence[tuple[jax.Array, jax.Array]]) -> list[jax.Array]:
-        values = [v.reshape(i.size, *v.shape[i.ndim :]) for v, i in parts]
-        indices = [i.reshape(-1) for _, i in parts]
-        widest = max((i.dtype for i in indices), key=lambda dtype: dtype.itemsize)
-        return [
-            jnp.concatenate(values),
-            jnp.concatenate([i.astype(widest) for i in indices]),
-        ]
-
-    if len(parts) == 1 and parts[0][1].ndim == 1:
-        ((values, indices),) = parts
-        return slices_of(values, indices, shape, facts)
-    specs = [
-        (PartitionSpec(*(None,) * (i.ndim - 1), placement.rows or None),) * 2
-        for _, i in parts
-    ]
-    run = on_each_device(placement, local, (specs,), placement.by_rows)
-    values, indices = run(parts)
-    return slices_of(values, indices, shape, facts)
-
-
-def sent_to_owners(placement: Placement, num_rows: int, ids: jax.Array) -> IndexedSlices:
-    """Entries without elements for ``ids`` ``[K]``, each on the device that has its row."""
-
-    def own(number: jax.Array, ids: jax.Array) -> tuple[jax.Array, jax.Array]:
-        height = num_rows // placement.shards
-        first = number[0].astype(ids.dtype) * height
-        mine = (ids >= first) & (ids < first + height)
-        return jnp.zeros((*ids.shape, 0)), jnp.where(mine, ids, num_rows)
-
-    mesh = placement.mesh if placement.mesh.explicit_axes else None
-    with with_auto_axes(mesh):
-        specs = placement.by_rows, PartitionSpec()
-        run = on_each_device(placement, own, specs, placement.by_rows)
-        entries = run(placement.numbers(), canonical_indices(drop_sharding(ids), num_rows))
-    if mesh is not None:
-        entries = restore_sharding(entries, explicit_part(mesh, placement.by_rows))
-    none, indices = entries
-    return slices_of(none, indices, (num_rows, 0), Facts(placement=placement))
-
-
-def each_shard(
-    fun: Callable[..., Any], slices: IndexedSlices, *arrays: PyTree, shared: PyTree = ()
-) -> Any:
-    """``fun(slices, *arrays)``, each device for its own rows, without communication.
-
-    Args:
-      fun: gets slices of this device's rows, numbered from 0, and its rows of the arrays.
-        Returns a pytree of slices and arrays whose first axis goes by rows or by entries.
-      slices: with a placement.
-      *arrays: pytrees of arrays ``[V, ...]``, placed as the table.
-      shared: arrays that ``fun`` gets whole, after the others.
-    """
-    placement, dense_shape = slices.facts.placement, slices.dense_shape
-    here = slices.facts._replace(placement=None)
-    if placement is None or dense_shape is None or not slices.is_placed:
-        plain = slices_of(slices.values, slices.indices, dense_shape, here)
-        return fun(plain, *arrays, *shared)
-    height = dense_shape[0] // placement.shards
-
-    def local(
-        shared: PyTree,
-        number: jax.Array,
-        values: jax.Array,
-        indices: jax.Array,
-        *arrays: PyTree,
-    ) -> Any:
-        first = number[0].astype(indices.dtype) * height
-        mine = slices_of(values, indices - first, (height, *dense_shape[1:]), here)
-        result = fun(mine, *arrays, *shared)
-
-        def of_all(x: Leaf) -> Any:
-            return _of_all_shards(placement, x, first) if is_slices(x) else x
-
-        return carry_facts(jax.tree.map(of_all, result, is_leaf=is_slices))
-
-    operands = placement.numbers(), slices.values, slices.indices, *arrays
-    specs = PartitionSpec(), *(placement.by_rows for _ in operands)
-    run = on_each_device(placement, local, specs, placement.by_rows)
-    run = on_any_mesh(lambda shared, numbers, values, *rest: shardings_of(values))(run)
-    return carried(run(shared, *operands))
-
-
-def _of_all_shards(
-    placement: Placement, x: IndexedSlices, first: jax.Array
-) -> IndexedSlices:
-    """Slices of the rows from ``first`` on as slices of the whole table."""
-    assert x.dense_shape is not None
-    height, *row = x.dense_shape
-    indices = canonical_indices(x.indices, height)
-    shape = (height * placement.shards, *row)
-    indices = jnp.where(indices < height, indices + first, shape[0])
-    return slices_of(x.values, indices, shape, x.facts._replace(placement=placement))
-
-
-def _as_indices(x: ArrayLike) -> Any:
-    """:func:`as_array` for row numbers, none of which turns into another."""
-    if isinstance(x, list | tuple) and all(type(n) is int for n in x):
-        x = np.asarray(x, np.int64)
-    return as_array(in_32_bits(x) if isinstance(x, np.ndarray) and x.size else x)
-
-
-def _static_shape(shape: Sequence[Size] | None) -> tuple[int, ...] | None:
-    """``dense_shape`` as a tuple of ints."""
-    if shape is None:
-        return None
-    try:
-        return tuple(n if is_symbolic(n) else operator.index(n) for n in shape)
-    except (jax.errors.ConcretizationTypeError, TypeError, ValueError) as error:
-        raise TypeError(
-            f"dense_shape must be a tuple of ints known before tracing, got {shape!r}; "
-            "pass the shape of the table: dense_shape=table.shape"
-        ) from error
-
-
-def _check_parts(
-    values: jax.Array, indices: jax.Array, shape: tuple[int, ...] | None
-) -> None:
-    """Refuses parts that do not fit together, with all that is wrong in one message."""
-    got = (
-        f"values {values.dtype}[{', '.join(map(str, values.shape))}], indices "
-        f"{indices.dtype}[{', '.join(map(str, indices.shape))}], dense_shape {shape}"
-    )
-    if not jnp.issubdtype(indices.dtype, jnp.integer):
-        hint = (
-            "; the order is IndexedSlices(values, indices, dense_shape)"
-            if jnp.issubdtype(values.dtype, jnp.integer)
-            else "; cast them: indices.astype('int32')"
-        )
-        raise TypeError(f"IndexedSlices wants integer indices, got {got}{hint}")
-    problems = []
-    if indices.ndim != 1:
-        problems.append(
-            f"indices must have one axis, not {indices.ndim}: flatten both with "
-            "values.reshape(-1, *row_shape) and indices.reshape(-1)"
-        )
-    elif values.ndim < 1 or values.shape[0] != indices.shape[0]:
-        problems.append("values and indices must have equally many rows")
-    if shape is not None:
-        if len(shape) < 1 or any(n < 0 for n in shape):
-            problems.append("dense_shape must be (V, *row_shape), none negative")
-        elif indices.ndim == 1 and tuple(values.shape[1:]) != shape[1:]:
-            rows = (shape[0], *values.shape[1:])
-            problems.append(
-                f"the rows of values have shape {tuple(values.shape[1:])}, those of "
-                f"dense_shape {shape[1:]}: did you mean dense_shape={rows}?"
-            )
-    if problems:
-        raise ValueError(f"IndexedSlices got {got}; " + "; ".join(problems))
-
-
-def _check_batch_index(key: Index, length: int) -> None:
-    """Refuses known numbers out of range, which JAX would clamp."""
-    if isinstance(key, slice | jax.core.Tracer):
-        return
-    numbers = np.asarray(key)
-    if numbers.dtype == np.bool_ and numbers.ndim != 1:
-        # JAX would add an axis for it, or merge a batch axis with the rows.
-        raise TypeError(
-            f"a mask of a batch axis has one axis, got bool{list(numbers.shape)}"
-        )
-    if not np.issubdtype(numbers.dtype, np.integer):
-        return
-    bad = numbers[(numbers < -length) | (numbers >= length)]
-    if bad.size:
-        raise IndexError(f"batch index {bad[0]} is out of range for {length}")
-
-
 def _sum(x: jax.Array, axes: tuple[int, ...], dtype: DTypeLike | None) -> jax.Array:
     if dtype is None and jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize < 4:
         return jnp.sum(x.astype(jnp.float32), axes).astype(x.dtype)
@@ -1087,7 +637,3 @@ def _broadcasts(shape: tuple[int, ...], onto: tuple[int | None, ...]) -> bool:
     return len(shape) <= len(onto) and all(
         n in (1, size) for n, size in zip(shape, trailing, strict=True)
     )
-
-
-def _num_bytes(x: Aval) -> int:
-    return math.prod(x.shape) * np.dtype(x.dtype).itemsize

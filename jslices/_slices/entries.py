@@ -1,0 +1,183 @@
+"""Values and row numbers of an array, and what is known of them while tracing."""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Self
+
+import jax
+import numpy as np
+
+from jslices._densify import human_bytes
+from jslices._jax import refuse_misuse
+from jslices._place.boundary import mesh_of
+from jslices._place.placement import Placement
+from jslices._typing import Aval
+
+
+class Facts(NamedTuple):
+    """What is known of slices while tracing, besides shapes and dtypes.
+
+    Attributes:
+      distinct: whether no row is held twice, so that adding the rows takes no sort.
+      every_row: whether there are V entries, and entry v is of row v, or empty: adding them
+        is one pass over the array.
+      placement: on which devices of a mesh the rows of the array stand; each of them holds
+        the entries of its own rows. ``indices`` are row numbers of the whole array as ever.
+        What reads or writes rows of the array then needs nothing from other devices.
+
+    Slices keep their placement wherever JAX takes them apart and puts them together. They
+    forget that rows are distinct, or are all rows: what a ``tree.map`` makes of ``values``
+    and ``indices`` may hold other rows, and a ``lax.cond`` wants the same type of an update
+    and of zeros. To tell them to a program of its own, use :func:`carry_facts`.
+    """
+
+    distinct: bool = False
+    every_row: bool = False
+    placement: Placement | None = None
+
+
+NO_FACTS = Facts()
+#: No row is held twice.
+DISTINCT = Facts(distinct=True)
+
+
+class _Static(NamedTuple):
+    """The static part of slices as a pytree."""
+
+    dense_shape: tuple[int, ...] | None
+    placement: Placement | None = None
+
+
+@dataclasses.dataclass(frozen=True, eq=False, repr=False, init=False)
+class Entries:
+    """Slices without arithmetic: rows ``values``, their numbers, and facts about them.
+
+    What compiles or places slices needs no more of them.
+    """
+
+    values: jax.Array
+    indices: jax.Array
+    dense_shape: tuple[int, ...] | None
+
+    # No field: nobody passes it, and each way of making slices says what is known of them.
+    facts = NO_FACTS
+
+    @classmethod
+    def of(
+        cls,
+        values: jax.Array,
+        indices: jax.Array,
+        shape: tuple[int, ...] | None,
+        facts: Facts = NO_FACTS,
+    ) -> Self:
+        """Slices of parts that fit together, and what is known of them."""
+        new = object.__new__(cls)
+        new._set(values, indices, shape, facts)
+        return new
+
+    def _set(
+        self, values: Any, indices: Any, shape: tuple[int, ...] | None, facts: Facts
+    ) -> None:
+        for name, part in zip(
+            ("values", "indices", "dense_shape", "facts"),
+            (values, indices, shape, facts),
+            strict=True,
+        ):
+            object.__setattr__(self, name, part)
+
+    # --- pytree -------------------------------------------------------------------
+
+    def tree_flatten_with_keys(self) -> tuple[Any, _Static]:
+        key = jax.tree_util.GetAttrKey
+        children = ((key("values"), self.values), (key("indices"), self.indices))
+        return children, _Static(self.dense_shape, self.facts.placement)
+
+    def tree_flatten(self) -> tuple[Any, _Static]:
+        refuse_misuse(self)
+        static = _Static(self.dense_shape, self.facts.placement)
+        return (self.values, self.indices), static
+
+    @classmethod
+    def tree_unflatten(
+        cls, static: _Static | tuple[int, ...] | None, children: Sequence[Any]
+    ) -> Self:
+        # JAX unflattens with placeholders, too, so nothing is checked here. A shape alone
+        # will do: slices with the axes of a batch are made so.
+        shape, placement = static if isinstance(static, _Static) else (static, None)
+        values, indices = children
+        return cls.of(values, indices, shape, Facts(placement=placement))
+
+    def with_values(self, values: jax.Array) -> Self:
+        """The same indices with other ``values`` ``[K, *D]``, and what is known of them."""
+        return self.of(values, self.indices, self.dense_shape, self.facts)
+
+    # --- what it is ---------------------------------------------------------------
+
+    @property
+    def shape(self) -> tuple[int | None, ...]:
+        """The shape of :meth:`to_dense`; V is None if ``dense_shape`` is unknown."""
+        batch = tuple(self.indices.shape[:-1])
+        if self.dense_shape is not None:
+            return batch + self.dense_shape
+        return (*batch, None, *self.values.shape[self.indices.ndim :])
+
+    @property
+    def ndim(self) -> int:
+        """The number of axes of :meth:`to_dense`."""
+        return self.values.ndim
+
+    @property
+    def dtype(self) -> np.dtype:
+        """The dtype of ``values``."""
+        return np.dtype(self.values.dtype)
+
+    @property
+    def device(self) -> Any:
+        """The device of ``values``."""
+        return self.values.device
+
+    @property
+    def sharding(self) -> Any:
+        """The sharding of ``values``."""
+        return self.values.sharding
+
+    @property
+    def is_placed(self) -> bool:
+        """Whether the devices of a mesh hold the entries of their own rows.
+
+        Not on the host, nor inside of a ``shard_map``.
+        """
+        placement = self.facts.placement
+        return placement is not None and mesh_of(jax.typeof(self.values)) is not None
+
+    @property
+    def _num_rows(self) -> int | None:
+        return None if self.dense_shape is None else self.dense_shape[0]
+
+    def __repr__(self) -> str:
+        try:
+            rows = "x".join(map(str, self.indices.shape))
+            shape = ", ".join("?" if n is None else str(n) for n in self.shape)
+            held_bytes = _num_bytes(self.values) + _num_bytes(self.indices)
+            size = human_bytes(held_bytes)
+            if self.dense_shape is not None:
+                dense = math.prod(self.indices.shape[:-1]) * math.prod(self.dense_shape)
+                dense *= self.dtype.itemsize
+                size += f", dense {human_bytes(dense)}"
+                if dense > held_bytes:
+                    size += f", saves {human_bytes(dense - held_bytes)}"
+            return (
+                f"IndexedSlices({rows} rows of {self.dtype}[{shape}], indices "
+                f"{self.indices.dtype}[{', '.join(map(str, self.indices.shape))}]: "
+                f"{size})"
+            )
+        except (AttributeError, TypeError):  # placeholders that JAX unflattened
+            return (
+                f"IndexedSlices(values={self.values!r}, indices={self.indices!r}, "
+                f"dense_shape={self.dense_shape})"
+            )
+
+
+def _num_bytes(x: Aval) -> int:
+    return math.prod(x.shape) * np.dtype(x.dtype).itemsize

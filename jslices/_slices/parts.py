@@ -1,0 +1,94 @@
+"""What the parts of IndexedSlices must be."""
+
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import ArrayLike
+
+from jslices._jax import is_symbolic
+from jslices._rows.access import in_32_bits
+from jslices._typing import Index, Size
+
+
+def as_array(x: ArrayLike) -> jax.Array:
+    """Lists, numbers and NumPy arrays as JAX arrays; anything that has a dtype as it is."""
+    if isinstance(x, np.ndarray | np.generic) or not hasattr(x, "dtype"):
+        return jnp.asarray(x)
+    return x  # type: ignore[return-value]
+
+
+def as_indices(x: ArrayLike) -> Any:
+    """:func:`as_array` for row numbers, none of which turns into another."""
+    if isinstance(x, list | tuple) and all(type(n) is int for n in x):
+        x = np.asarray(x, np.int64)
+    return as_array(in_32_bits(x) if isinstance(x, np.ndarray) and x.size else x)
+
+
+def static_shape(shape: Sequence[Size] | None) -> tuple[int, ...] | None:
+    """``dense_shape`` as a tuple of ints."""
+    if shape is None:
+        return None
+    try:
+        return tuple(n if is_symbolic(n) else operator.index(n) for n in shape)
+    except (jax.errors.ConcretizationTypeError, TypeError, ValueError) as error:
+        raise TypeError(
+            f"dense_shape must be a tuple of ints known before tracing, got {shape!r}; "
+            "pass the shape of the table: dense_shape=table.shape"
+        ) from error
+
+
+def check_parts(
+    values: jax.Array, indices: jax.Array, shape: tuple[int, ...] | None
+) -> None:
+    """Refuses parts that do not fit together, with all that is wrong in one message."""
+    got = (
+        f"values {values.dtype}[{', '.join(map(str, values.shape))}], indices "
+        f"{indices.dtype}[{', '.join(map(str, indices.shape))}], dense_shape {shape}"
+    )
+    if not jnp.issubdtype(indices.dtype, jnp.integer):
+        hint = (
+            "; the order is IndexedSlices(values, indices, dense_shape)"
+            if jnp.issubdtype(values.dtype, jnp.integer)
+            else "; cast them: indices.astype('int32')"
+        )
+        raise TypeError(f"IndexedSlices wants integer indices, got {got}{hint}")
+    problems = []
+    if indices.ndim != 1:
+        problems.append(
+            f"indices must have one axis, not {indices.ndim}: flatten both with "
+            "values.reshape(-1, *row_shape) and indices.reshape(-1)"
+        )
+    elif values.ndim < 1 or values.shape[0] != indices.shape[0]:
+        problems.append("values and indices must have equally many rows")
+    if shape is not None:
+        if len(shape) < 1 or any(n < 0 for n in shape):
+            problems.append("dense_shape must be (V, *row_shape), none negative")
+        elif indices.ndim == 1 and tuple(values.shape[1:]) != shape[1:]:
+            rows = (shape[0], *values.shape[1:])
+            problems.append(
+                f"the rows of values have shape {tuple(values.shape[1:])}, those of "
+                f"dense_shape {shape[1:]}: did you mean dense_shape={rows}?"
+            )
+    if problems:
+        raise ValueError(f"IndexedSlices got {got}; " + "; ".join(problems))
+
+
+def check_batch_index(key: Index, length: int) -> None:
+    """Refuses known numbers out of range, which JAX would clamp."""
+    if isinstance(key, slice | jax.core.Tracer):
+        return
+    numbers = np.asarray(key)
+    if numbers.dtype == np.bool_ and numbers.ndim != 1:
+        # JAX would add an axis for it, or merge a batch axis with the rows.
+        raise TypeError(
+            f"a mask of a batch axis has one axis, got bool{list(numbers.shape)}"
+        )
+    if not np.issubdtype(numbers.dtype, np.integer):
+        return
+    bad = numbers[(numbers < -length) | (numbers >= length)]
+    if bad.size:
+        raise IndexError(f"batch index {bad[0]} is out of range for {length}")
