@@ -86,10 +86,11 @@ def test_one_result_for_two_variables_is_drawn_once():
         )
         np.testing.assert_allclose(variables["c"], 3 * variables["a"], rtol=1e-6)
     # However few are made again, and in whatever order.
-    again = tf.initialize_variables(model.abstract_init(), ["b"], KEY)
+    again = tf.initialize_variables(["b"], variables=model.abstract_init(), key=KEY)
     assert equal(again["b"], model.init(KEY)["b"])
     _, after = model.apply(dict(model.init(KEY)))
-    assert equal(tf.initialize_variables(after, ["d"], KEY)["d"], model.init(KEY)["d"])
+    again = tf.initialize_variables(["d"], variables=after, key=KEY)
+    assert equal(again["d"], model.init(KEY)["d"])
 
 
 @pytest.mark.parametrize("name", DRAWN)
@@ -353,8 +354,8 @@ def test_an_array_is_remembered_only_as_itself():
     variables = init(model)
     for name in ("computed", "of_an_array"):
         with pytest.raises(ValueError, match=f"the initial value of {name} was computed"):
-            tf.initialize_variables(variables, [name], KEY)
-    assert not tf.initialize_variables(variables, ["zeros"], KEY)["zeros"].any()
+            tf.initialize_variables([name], variables=variables)
+    assert not tf.initialize_variables(["zeros"], variables=variables)["zeros"].any()
 
 
 def test_mean_may_be_an_array():

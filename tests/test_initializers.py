@@ -124,27 +124,38 @@ def test_refused(call, error, words):
         call()
 
 
+INITIALIZERS = [tf.random_normal_initializer(), tf.zeros_initializer(), tf.ones_initializer]
+
+
 @pytest.mark.parametrize(
-    "call",
+    "call, shape, dtype",
     [
-        lambda init: init([2, 3]), lambda init: init((2, 3), jnp.float32),
-        lambda init: init([2, 3], dtype=jnp.float32), lambda init: init(5),
-        lambda init: init(5, "int32"), lambda init: init([2], (3,)),
+        (lambda init: init([2, 3]), (2, 3), "float32"),
+        (lambda init: init((2, 3), jnp.bfloat16), (2, 3), "bfloat16"),
+        (lambda init: init([2], dtype="float16", partition_info=None), (2,), "float16"),
+        (lambda init: init(5), (5,), "float32"),
+        (lambda init: init(tf.shape([[1, 2]])), (1, 2), "float32"),
+        (lambda init: init(shape=[2]), (2,), "float32"),
     ],
-)  # fmt: skip
-@pytest.mark.parametrize(
-    "init", [tf.random_normal_initializer(), tf.zeros_initializer(), tf.zeros_initializer]
 )
-def test_the_order_of_tensorflow_is_refused_with_advice(init, call):
-    words = r"shape .* first, .* init\(key, shape, dtype\): init\(jax.random.key\(0\), .*\)"
-    with pytest.raises(TypeError, match=words):
-        call(init)
+def test_the_order_of_tensorflow(call, shape, dtype):
+    """A shape first; random numbers are drawn as those of ``tf.random_normal``."""
 
+    def model():
+        for init in INITIALIZERS:
+            value = call(init)
+            assert value.shape == shape and value.dtype == dtype
+            tf.Variable(value)
+        tf.Variable(lambda: call(INITIALIZERS[0]), name="within")
 
-def test_a_shape_by_name():
-    assert tf.zeros_initializer()(shape=[2]).tolist() == [0, 0]
-    with pytest.raises(ValueError, match=r"draws random numbers and got no key"):
-        tf.random_normal_initializer()(shape=[2])
+    variables = tf.transform(model).init(KEY)
+    drawn, zeros, ones, within = variables.values()
+    assert not zeros.any() and (ones == 1).all()
+    assert drawn.any() and within.any() and (drawn != within).any()
+    with pytest.raises(
+        ValueError, match=r"got no key; call init\(jax.random.key\(0\), shape"
+    ):
+        call(INITIALIZERS[0])
 
 
 def shape_and_dtype(init, *args):

@@ -170,12 +170,12 @@ def test_a_saver_saves_and_restores(tmp_path):
     state = tf.train.get_checkpoint_state(tmp_path)
     assert state.model_checkpoint_path == path and len(saver.last_checkpoints) == 2
     for wanted in (variables, program.abstract_init()):
-        restored = saver.restore(path, wanted)
+        restored = saver.restore(wanted, path)
         assert isinstance(restored, tf.Variables)
         jax.tree.map(np.testing.assert_array_equal, restored, variables)
     assert (program.apply(restored)[0][0] == variables["v1"] + 1).all()
     with pytest.raises(tf.errors.NotFoundError):
-        tf.train.Saver(["v3"]).restore(path, {"v3": jnp.zeros(3)})
+        tf.train.Saver(["v3"]).restore({"v3": jnp.zeros(3)}, path)
 
 
 def test_a_saver_takes_handles(tmp_path):
@@ -189,8 +189,8 @@ def test_a_saver_takes_handles(tmp_path):
         path["all"] = tf.train.Saver({"renamed": v2}).save(tree, str(tmp_path / "all"))
 
     run(model)
-    assert tf.train.Saver().restore(path["one"]) == {"v1": 1.0}
-    assert tf.train.Saver().restore(path["all"]) == {"renamed": 2.0}
+    assert tf.train.Saver().restore(None, path["one"]) == {"v1": 1.0}
+    assert tf.train.Saver().restore(None, path["all"]) == {"renamed": 2.0}
 
 
 def test_an_input_queue_ends():
@@ -374,5 +374,7 @@ def test_dtypes_and_modules():
     assert tf.initializers.zeros is tf.zeros_initializer
     assert tf.global_variables is tf.all_variables
     assert tf.random.log_uniform_candidate_sampler is tf.nn.log_uniform_candidate_sampler
-    assert tf.train.Saver is js.Saver and tf.errors.DataLossError is js.DataLossError
+    assert (
+        issubclass(tf.train.Saver, js.Saver) and tf.errors.DataLossError is js.DataLossError
+    )
     assert tf.zeros(tf.shape(jnp.ones((2, 1)))).shape == (2, 1)

@@ -336,7 +336,7 @@ def test_what_a_handle_is_not(use):
 @pytest.mark.parametrize("name, instead", [
     ("scatter_nd_max", r"and the array it holds has none either; it has assign"),
     ("load", r"use assign\(value\) in the function, variables.replace\("),
-    ("initializer", r"model.init\(key, ...\) makes all .*initialize_variables\(variables"),
+    ("initializer", r"model.init\(key, ...\) makes all .*initialize_variables\(\[name\]"),
     ("initial_value", r"use initialized_value\(\)"),
     ("graph", r"the function given to tf.transform takes its place"),
 ])  # fmt: skip
@@ -761,12 +761,10 @@ def test_helpers_on_explicit_state():
     for start in (declared, MODEL.apply(variables, X)[1]):
         again = tf.initialize_all_variables(start, KEY)
         jax.tree.map(np.testing.assert_array_equal, again, variables)
-    some = tf.initialize_variables(declared, ["n:0"], KEY)
+    some = tf.initialize_variables(["n:0"], variables=declared, key=KEY)
     assert tf.report_uninitialized_variables(some) == ["foo/w"] and some["n"] == 0
-    assert tf.initialize_variables(variables, [], KEY).keys() == variables.keys()
-    assert list(tf.all_variables(variables)) == ["foo/w"]  # "n" is in "counts" only
-    assert list(tf.trainable_variables(variables, scope="foo")) == ["foo/w"]
-    assert list(tf.trainable_variables(variables, scope="oo")) == []
+    assert tf.initialize_variables([], variables=variables).keys() == variables.keys()
+    assert list(variables.collection("variables")) == ["foo/w"]  # "n" is in "counts" only
     compiled = jax.jit(tf.initialize_all_variables)(variables, KEY)
     jax.tree.map(np.testing.assert_array_equal, compiled, variables)
 
@@ -792,14 +790,19 @@ def test_helpers_inside():
     "call, error, words",
     [
         (
-            lambda v: tf.initialize_variables(v, "n", KEY),
+            lambda v: tf.initialize_variables("n", variables=v),
             TypeError,
             "wants a list of names",
         ),
-        (lambda v: tf.initialize_variables(v, 3, KEY), TypeError, "wants a list of names"),
-        (lambda v: tf.initialize_variables(v, ["m"], KEY), KeyError, "no variable 'm'"),
+        (lambda v: tf.initialize_variables(3), TypeError, "wants a list of names"),
+        (lambda v: tf.initialize_variables(v), TypeError, "list of names first"),
+        (
+            lambda v: tf.initialize_variables(["m"], variables=v),
+            KeyError,
+            "no variable 'm'",
+        ),
         (lambda v: tf.initialize_all_variables({}, KEY), TypeError, "wants the Variables"),
-        (lambda v: tf.all_variables(3), TypeError, "wants the Variables"),
+        (lambda v: tf.all_variables(v), TypeError, r"wants a scope.*variables\.trainable"),
         (lambda v: tf.report_uninitialized_variables(3), TypeError, "wants the Variables"),
     ],
 )

@@ -11,6 +11,9 @@ from jslices import InvalidArgumentError as InvalidArgumentError
 from jslices import UnavailableError as UnavailableError
 from jslices.accumulators.blocking import ConditionalAccumulator as ConditionalAccumulator
 from jslices.accumulators.blocking import (
+    ConditionalAccumulatorBase as ConditionalAccumulatorBase,
+)
+from jslices.accumulators.blocking import (
     SparseConditionalAccumulator as SparseConditionalAccumulator,
 )
 from jslices.accumulators.pure import DenseAccumulator as DenseAccumulator

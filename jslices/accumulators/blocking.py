@@ -41,8 +41,12 @@ _shared: weakref.WeakValueDictionary[tuple[str, str], Turns] = weakref.WeakValue
 _shared_lock = threading.Lock()
 
 
-class _Accumulator:
-    """Steps, counts, closing and sharing by name: the same for rows and whole arrays."""
+class ConditionalAccumulatorBase:
+    """Steps, counts, closing and sharing by name: the same for rows and whole arrays.
+
+    Their base class, not made by itself. ``name=`` of a method is ignored everywhere: there
+    are no operations to name.
+    """
 
     dtype: np.dtype  #: of the gradients
     shape: PartialShape  #: as declared, None for unknown lengths
@@ -69,7 +73,12 @@ class _Accumulator:
         new_store = functools.partial(store, self.dtype)
         self._turns = _turns(kind, shared_name, new_store, terms)
 
-    def num_accumulated(self) -> int:
+    @property
+    def accumulator_ref(self) -> object:
+        """The state: the same object for all accumulators of one ``shared_name``."""
+        return self._turns
+
+    def num_accumulated(self, name: str | None = None) -> int:
         """How many gradients have been accepted since the last take."""
         return self._turns.count
 
@@ -85,7 +94,7 @@ class _Accumulator:
         """The step below which a gradient's ``local_step`` is stale."""
         return self._turns.step
 
-    def set_global_step(self, new_global_step: ArrayLike) -> None:
+    def set_global_step(self, new_global_step: ArrayLike, name: str | None = None) -> None:
         """Sets the step; what is accumulated stays.
 
         A step lower than the current one is set too, with a warning in the log (logger
@@ -183,7 +192,7 @@ class Limits(NamedTuple):
             )
 
 
-class SparseConditionalAccumulator(_Accumulator):
+class SparseConditionalAccumulator(ConditionalAccumulatorBase):
     """Collects row gradients from many threads until enough have come to take their mean.
 
     It holds the sum of every row, a count, and a step. :meth:`apply_grad` adds a gradient
@@ -250,6 +259,7 @@ class SparseConditionalAccumulator(_Accumulator):
         grad_values: ArrayLike,
         grad_shape: Sequence[int] | None = None,
         local_step: int = 0,
+        name: str | None = None,
     ) -> None:
         """Adds a gradient, or drops it when ``local_step`` is below the step.
 
@@ -279,7 +289,9 @@ class SparseConditionalAccumulator(_Accumulator):
 
         self._turns.apply(whole_number("local_step", local_step), prepare)
 
-    def apply_indexed_slices_grad(self, grad: IndexedSlices, local_step: int = 0) -> None:
+    def apply_indexed_slices_grad(
+        self, grad: IndexedSlices, local_step: int = 0, name: str | None = None
+    ) -> None:
         """Like :meth:`apply_grad`, for slices ``values`` ``[K, *D]``, ``indices`` ``[K]``.
 
         Entries that are empty on purpose (negative indices, and the canonical index V
@@ -290,7 +302,7 @@ class SparseConditionalAccumulator(_Accumulator):
         self.apply_grad(*gradient_of_slices(grad), local_step)
 
     def take_grad(
-        self, num_required: int, *, timeout: float | None = None
+        self, num_required: int, name: str | None = None, *, timeout: float | None = None
     ) -> SparseAccumulatorTakeGradient:
         """Waits for ``num_required`` gradients and takes the mean (or sum) of all.
 
@@ -312,7 +324,12 @@ class SparseConditionalAccumulator(_Accumulator):
         return self._take_within(Limits(), num_required, timeout)
 
     def take_indexed_slices_grad(
-        self, num_required: int, *, timeout: float | None = None, size: int | None = None
+        self,
+        num_required: int,
+        name: str | None = None,
+        *,
+        timeout: float | None = None,
+        size: int | None = None,
     ) -> IndexedSlices:
         """Like :meth:`take_grad`, as IndexedSlices on JAX's default device.
 
@@ -388,7 +405,7 @@ def taken_as_slices(
 # --- whole arrays ---------------------------------------------------------------------
 
 
-class ConditionalAccumulator(_Accumulator):
+class ConditionalAccumulator(ConditionalAccumulatorBase):
     """Collects dense gradients from many threads until enough have come to take the mean.
 
     Everything is as in :class:`SparseConditionalAccumulator`, except that a gradient is one
@@ -426,7 +443,9 @@ class ConditionalAccumulator(_Accumulator):
     ) -> None:
         super().__init__(ArraySum, dtype, shape, shared_name, name, reduction_type)
 
-    def apply_grad(self, grad: ArrayLike, local_step: int = 0) -> None:
+    def apply_grad(
+        self, grad: ArrayLike, local_step: int = 0, name: str | None = None
+    ) -> None:
         """Adds ``grad``, of the accumulator's shape and dtype, unless it is stale.
 
         Raises:
@@ -441,7 +460,9 @@ class ConditionalAccumulator(_Accumulator):
 
         self._turns.apply(whole_number("local_step", local_step), prepare)
 
-    def take_grad(self, num_required: int, *, timeout: float | None = None) -> np.ndarray:
+    def take_grad(
+        self, num_required: int, name: str | None = None, *, timeout: float | None = None
+    ) -> np.ndarray:
         """Waits for ``num_required`` gradients; the mean (or sum) of all that came.
 
         Takers are served in the order in which they came. Empties the accumulator and

@@ -107,7 +107,9 @@ class RemoteAccumulator(RemoteObject):
     def __dir__(self) -> list[str]:
         return [*super().__dir__(), *RemoteAccumulator.methods]
 
-    def take_grad(self, num_required: int, *, timeout: float | None = None) -> Any:
+    def take_grad(
+        self, num_required: int, name: str | None = None, *, timeout: float | None = None
+    ) -> Any:
         """As in the accumulator."""
         return self._call("take_grad", num_required, timeout=timeout, _within=timeout)
 
@@ -122,12 +124,19 @@ class RemoteSparseAccumulator(RemoteAccumulator):
 
     methods = (*RemoteAccumulator.methods, "_take_within")
 
-    def apply_indexed_slices_grad(self, grad: IndexedSlices, local_step: int = 0) -> None:
+    def apply_indexed_slices_grad(
+        self, grad: IndexedSlices, local_step: int = 0, name: str | None = None
+    ) -> None:
         """As in the accumulator; K rows are sent."""
         self._call("apply_grad", *gradient_of_slices(grad), local_step)
 
     def take_indexed_slices_grad(
-        self, num_required: int, *, timeout: float | None = None, size: int | None = None
+        self,
+        num_required: int,
+        name: str | None = None,
+        *,
+        timeout: float | None = None,
+        size: int | None = None,
     ) -> IndexedSlices:
         """As in the accumulator; U rows are sent."""
         limits = Limits.here(size)

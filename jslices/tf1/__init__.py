@@ -14,12 +14,17 @@ What differs from TensorFlow, on purpose:
 * A variable keeps its shape: ``assign(..., validate_shape=False)`` cannot give it another.
 * What ``variable_scope`` or ``name_scope`` returned is entered once; open another one, with
   the scope that it gave.
-* Initializers take a PRNG key; a value depends on the key and the variable's name.
+* A value depends on the key given to ``init`` and on the variable's name; initializers
+  take a key, as in JAX, or only TensorFlow's ``init(shape, dtype)``.
+* ``initialize_variables`` and the like do nothing in a function, as no session runs them.
 * A float variable without an initializer gets ``glorot_uniform_initializer``, as from
   TensorFlow 1.0 on (before, it was ``uniform_unit_scaling_initializer``).
 * Sampled losses take ``key=`` or ``seed=``; there is no global generator.
-* ``Saver`` is given variables, not a session, and ``restore`` returns them; it has no
-  ``builder``, ``defer_build``, ``write_version`` and ``filename``.
+* ``train.Saver`` is given variables where TensorFlow has a session, and ``restore`` returns
+  them. A dict of arrays is no ``var_list``: arrays do not know which variable they are of.
+* The order of ``get_variable`` ends ``initializer, trainable, collections, regularizer``,
+  that of ``conv2d`` ``padding, data_format, name``; use keywords.
+* Arrays have NumPy's dtypes; ``tf.float32`` and ``v.dtype`` have TensorFlow's attributes.
 * ``update_checkpoint_state`` refuses a checkpoint that would be the state file, however the
   two paths are written.
 * Row numbers out of range are dropped by scatters and read NaN in lookups; TensorFlow
@@ -30,12 +35,18 @@ What differs from TensorFlow, on purpose:
 * A shared variable may be asked for by a constant of its own dtype; TensorFlow compares
   with float32.
 * ``bool(variable)`` and a name of None are errors; there are no custom getters, no
-  partitioners and no caching devices.
+  partitioners, no constraints and no caching devices: those keywords take None.
+* A name that is not here raises an AttributeError that says what to type instead.
 """
+
+from typing import NoReturn as _NoReturn
 
 from jslices import DensificationWarning as DensificationWarning
 from jslices import IndexedSlices as IndexedSlices
 from jslices.accumulators import ConditionalAccumulator as ConditionalAccumulator
+from jslices.accumulators import (
+    ConditionalAccumulatorBase as ConditionalAccumulatorBase,
+)
 from jslices.accumulators import (
     SparseConditionalAccumulator as SparseConditionalAccumulator,
 )
@@ -67,8 +78,11 @@ from jslices.tf1._initial_values import constant as constant
 from jslices.tf1._initial_values import ones as ones
 from jslices.tf1._initial_values import random_normal as random_normal
 from jslices.tf1._initial_values import random_uniform as random_uniform
+from jslices.tf1._initial_values import set_random_seed as set_random_seed
 from jslices.tf1._initial_values import truncated_normal as truncated_normal
 from jslices.tf1._initial_values import zeros as zeros
+from jslices.tf1._initial_values import zeros_like as zeros_like
+from jslices.tf1._instead import missing as _missing
 from jslices.tf1._ops import assign as assign
 from jslices.tf1._ops import assign_add as assign_add
 from jslices.tf1._ops import assign_sub as assign_sub
@@ -84,6 +98,7 @@ from jslices.tf1._ops import (
 from jslices.tf1._ops import count_up_to as count_up_to
 from jslices.tf1._ops import gather as gather
 from jslices.tf1._ops import global_norm as global_norm
+from jslices.tf1._ops import matmul as matmul
 from jslices.tf1._ops import scatter_add as scatter_add
 from jslices.tf1._ops import scatter_div as scatter_div
 from jslices.tf1._ops import scatter_max as scatter_max
@@ -95,6 +110,7 @@ from jslices.tf1._ops import scatter_nd_update as scatter_nd_update
 from jslices.tf1._ops import scatter_sub as scatter_sub
 from jslices.tf1._ops import scatter_update as scatter_update
 from jslices.tf1._ops import shape as shape
+from jslices.tf1._ops import sigmoid as sigmoid
 from jslices.tf1._ops import sparse_mask as sparse_mask
 from jslices.tf1._scopes import AUTO_REUSE as AUTO_REUSE
 from jslices.tf1._scopes import VariableScope as VariableScope
@@ -107,6 +123,8 @@ from jslices.tf1._state import Variables as Variables
 from jslices.tf1._transform import Transformed as Transformed
 from jslices.tf1._transform import transform as transform
 from jslices.tf1._variable import Variable as Variable
+from jslices.tf1.dtypes import DType as DType
+from jslices.tf1.dtypes import as_dtype as as_dtype
 from jslices.tf1.dtypes import bfloat16 as bfloat16
 from jslices.tf1.dtypes import bool as bool
 from jslices.tf1.dtypes import complex64 as complex64
@@ -148,3 +166,7 @@ from jslices.tf1.initializers import zeros_initializer as zeros_initializer
 from jslices.tf1.sparse import SparseTensor as SparseTensor
 
 __all__ = [name for name in dir() if not name.startswith("_")]
+
+
+def __getattr__(name: str) -> _NoReturn:
+    raise _missing(__name__, name)

@@ -142,6 +142,31 @@ class ArrayOperators:
     __round__ = _unary(round)
 
 
+class TensorShape(tuple[int, ...]):
+    """A shape that equals lists too; for what ``get_shape()`` returns."""
+
+    def as_list(self) -> list[int]:
+        """The shape as a list."""
+        return list(self)
+
+    @property
+    def ndims(self) -> int:
+        """The number of axes."""
+        return len(self)
+
+    def __eq__(self, other: object) -> bool:
+        return tuple(self) == (tuple(other) if isinstance(other, list) else other)
+
+    __hash__ = tuple.__hash__
+
+
+def device_of(array: jax.Array) -> str | None:
+    """The name of the device of an array; None for a traced or a spread one."""
+    if isinstance(array, jax.core.Tracer) or len(array.devices()) != 1:
+        return None
+    return str(*array.devices())
+
+
 # --- shapes and dtypes ------------------------------------------------------------------
 
 _KINDS = (np.bool_, np.integer, np.floating, np.complexfloating)
@@ -165,7 +190,11 @@ def dtype_of(value: TensorLike) -> np.dtype:
         return canonical_dtype(value.dtype)
     if _contains_arrays(value):
         return np.dtype(jnp.result_type(*jax.tree.leaves(value)))
-    return canonical_dtype(np.asarray(value).dtype)
+    array = np.asarray(value)
+    if array.dtype == np.int64 and (array != array.astype(np.int32)).any():
+        return canonical_dtype(np.int64)  # as in TensorFlow
+    narrow = {np.dtype(np.float64): np.float32, np.dtype(np.int64): np.int32}
+    return canonical_dtype(narrow.get(array.dtype, array.dtype))
 
 
 def kind_of(dtype: DTypeLike) -> int:
@@ -173,17 +202,23 @@ def kind_of(dtype: DTypeLike) -> int:
     return next((i for i, kind in enumerate(_KINDS) if jnp.issubdtype(dtype, kind)), 4)
 
 
-def as_value(value: TensorLike, dtype: np.dtype, what: str) -> jax.Array:
+def as_value(value: TensorLike, dtype: DTypeLike, what: str) -> jax.Array:
     """``value`` as an array of ``dtype``.
 
-    Python's numbers are converted where nothing is lost; arrays must have the dtype.
+    Python's numbers are converted where nothing is lost, and NumPy's arrays of 64 bits, its
+    default, within their kind; other arrays must have the dtype.
 
     Raises:
       TypeError: naming both dtypes, and ``what``.
     """
-    value = plain(value)
+    value, dtype = plain(value), np.dtype(dtype)
     if isinstance(value, IndexedSlices):
         value = jnp.asarray(value)
+    if is_numpys_default(value) and kind_of(value.dtype) == kind_of(dtype):
+        cast = value.astype(dtype)
+        if kind_of(dtype) == 1 and (cast != value).any():
+            raise TypeError(f"{what} wants {dtype}, which cannot hold {value!r}")
+        return jnp.asarray(cast)
     if is_array(value):
         weak = getattr(value, "weak_type", False)
         fits = jnp.result_type(value, dtype) == dtype if weak else False
@@ -196,6 +231,12 @@ def as_value(value: TensorLike, dtype: np.dtype, what: str) -> jax.Array:
     if theirs > ours or (theirs == 0) != (ours == 0):
         raise TypeError(f"{what} wants {dtype}, got {value!r}")
     return jnp.asarray(value, dtype)
+
+
+def is_numpys_default(value: object) -> bool:
+    """True for arrays of the dtypes of 64 bits that NumPy makes of Python's numbers."""
+    defaults = (np.float64, np.int64, np.complex128)
+    return isinstance(value, np.ndarray | np.generic) and value.dtype in defaults
 
 
 def check_dtype(theirs: DTypeLike, dtype: np.dtype, what: str) -> None:

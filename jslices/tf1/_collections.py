@@ -1,7 +1,8 @@
 """Collections of variables, and TensorFlow's functions of many variables at once.
 
 Inside of a transformed function they speak of the variables of this run, as TensorFlow's
-speak of the graph. Given :class:`jslices.tf1.Variables` they are pure functions of these.
+speak of the graph. Those that make or check values are pure functions of
+:class:`jslices.tf1.Variables` too.
 """
 
 import re
@@ -13,7 +14,7 @@ import jax
 from jslices import FailedPreconditionError
 from jslices.tf1._names import bare_name
 from jslices.tf1._run import LiveCell, current_run, initial_value
-from jslices.tf1._state import Value, VariableInfo, Variables, is_initialized
+from jslices.tf1._state import Value, Variables, is_initialized
 from jslices.tf1._variable import Variable
 
 #: Variables, a list of handles, or None for all of the run.
@@ -23,13 +24,44 @@ SomeVariables: TypeAlias = Mapping[str, Value] | Sequence[Variable] | None
 class GraphKeys:
     """The names of TensorFlow's own collections.
 
+    Only variables and their regularizers come into collections by themselves.
+
     Source: ``tf.GraphKeys``.
     """
 
     VARIABLES = "variables"
     GLOBAL_VARIABLES = "variables"
+    LOCAL_VARIABLES = "local_variables"
+    METRIC_VARIABLES = "metric_variables"
+    MODEL_VARIABLES = "model_variables"
     TRAINABLE_VARIABLES = "trainable_variables"
+    MOVING_AVERAGE_VARIABLES = "moving_average_variables"
+    CONCATENATED_VARIABLES = "concatenated_variables"
+    TRAINABLE_RESOURCE_VARIABLES = "trainable_resource_variables"
     REGULARIZATION_LOSSES = "regularization_losses"
+    LOSSES = "losses"
+    WEIGHTS = "weights"
+    BIASES = "biases"
+    ACTIVATIONS = "activations"
+    UPDATE_OPS = "update_ops"
+    GLOBAL_STEP = "global_step"
+    EVAL_STEP = "eval_step"
+    TRAIN_OP = "train_op"
+    INIT_OP = "init_op"
+    LOCAL_INIT_OP = "local_init_op"
+    READY_OP = "ready_op"
+    READY_FOR_LOCAL_INIT_OP = "ready_for_local_init_op"
+    SUMMARY_OP = "summary_op"
+    SUMMARIES = "summaries"
+    SAVERS = "savers"
+    SAVEABLE_OBJECTS = "saveable_objects"
+    RESOURCES = "resources"
+    LOCAL_RESOURCES = "local_resources"
+    QUEUE_RUNNERS = "queue_runners"
+    TABLE_INITIALIZERS = "table_initializer"
+    ASSET_FILEPATHS = "asset_filepaths"
+    COND_CONTEXT = "cond_context"
+    WHILE_CONTEXT = "while_context"
 
 
 def get_collection(key: str, scope: str | None = None) -> list[Any]:
@@ -73,29 +105,27 @@ def get_collection(key: str, scope: str | None = None) -> list[Any]:
 
 def _handles(caller: str, key: str | None, scope: str | None) -> list[Variable]:
     """The variables of a run, of the collection ``key``, in the order of creation."""
-    handles: list[Variable] = list(current_run(caller).handles.values())
-    return [v for v in handles if _is_in(v.info, key, scope)]
+    if scope is not None and not isinstance(scope, str):
+        raise TypeError(
+            f"{caller} wants a scope, a string, got {type(scope).__name__}; of the "
+            "Variables that init returned take variables.trainable or variables.collection"
+        )
+    return [
+        v
+        for v in current_run(caller).handles.values()
+        if (scope is None or re.match(scope, v.name))
+        and (key is None or key in v.info.collections)
+    ]
 
 
-def _is_in(info: VariableInfo, key: str | None, scope: str | None) -> bool:
-    """True for the collection ``key``, if the beginning of the name matches ``scope``."""
-    in_scope = scope is None or re.match(scope, f"{info.name}:0") is not None
-    return in_scope and (key is None or key in info.collections)
+def all_variables(scope: str | None = None) -> list[Variable]:
+    """The variables of the collection ``"variables"`` so far, in the order of creation.
 
-
-def all_variables(variables: Variables | None = None, scope: str | None = None) -> Any:
-    """The variables of the collection ``"variables"``, in the order of creation.
-
-    Args:
-      variables: what ``init`` or ``apply`` returned; None, inside of a transformed
-        function, means those that were created so far.
-      scope: a regular expression that the beginning of the name must match.
-
-    Returns:
-      A list of :class:`jslices.tf1.Variable`; given ``variables``, a part of these.
+    ``scope``: a regular expression that the beginning of the name must match. Outside of a
+    transformed function ``variables.collection("variables")`` gives them with their values.
 
     Raises:
-      RuntimeError: without ``variables``, outside of a transformed function.
+      RuntimeError: outside of a transformed function.
 
     Example:
       >>> import jax, jslices.tf1 as tf
@@ -104,55 +134,38 @@ def all_variables(variables: Variables | None = None, scope: str | None = None) 
       ...     tf.get_variable("b", [], trainable=False)
       ...     return [v.name for v in tf.all_variables()]
       >>> model = tf.transform(model)
-      >>> variables = model.init(jax.random.key(0))
-      >>> model.apply(variables)[0], list(tf.trainable_variables(variables))
-      (['a:0', 'b:0'], ['a'])
+      >>> model.apply(model.init(jax.random.key(0)))[0]
+      ['a:0', 'b:0']
 
     Source: ``tf.all_variables``, later ``tf.global_variables``.
     """
-    return _of_collection("all_variables", GraphKeys.VARIABLES, variables, scope)
+    return _handles("all_variables", GraphKeys.VARIABLES, scope)
 
 
-def trainable_variables(
-    variables: Variables | None = None, scope: str | None = None
-) -> Any:
-    """The variables that are trained, in the order of creation.
+def trainable_variables(scope: str | None = None) -> list[Variable]:
+    """The variables that are trained, as :func:`jslices.tf1.all_variables` gives all.
 
-    Arguments and errors are those of :func:`jslices.tf1.all_variables`; given ``variables``
-    without a scope, the result is ``variables.trainable``.
-
-    Example:
-      >>> import jax, jslices.tf1 as tf
-      >>> model = tf.transform(lambda: [tf.Variable(1.0), tf.Variable(2, trainable=False)])
-      >>> tf.trainable_variables(model.init(None))
-      Variables(Variable: float32[])
+    Outside of a transformed function ``variables.trainable`` has them with their values.
 
     Source: ``tf.trainable_variables``.
     """
-    key = GraphKeys.TRAINABLE_VARIABLES
-    return _of_collection("trainable_variables", key, variables, scope)
+    return _handles("trainable_variables", GraphKeys.TRAINABLE_VARIABLES, scope)
 
 
-def _of_collection(
-    caller: str, key: str, variables: Variables | None, scope: str | None
-) -> list[Variable] | Variables:
-    if variables is None:
-        return _handles(caller, key, scope)
-    return _checked(caller, variables).where(lambda info: _is_in(info, key, scope))
-
-
-def report_uninitialized_variables(variables: SomeVariables = None) -> list[str]:
+def report_uninitialized_variables(
+    var_list: SomeVariables = None, name: str | None = None
+) -> list[str]:
     """The names of variables that are declared and have no value.
 
     Args:
-      variables: what ``init``, ``apply`` or ``abstract_init`` returned, or a list of
+      var_list: what ``init``, ``apply`` or ``abstract_init`` returned, or a list of
         handles; None, inside of a transformed function, means all that it created.
 
     Returns:
       Names without ``:0``, in the order of creation.
 
     Raises:
-      RuntimeError: without ``variables``, outside of a transformed function.
+      RuntimeError: without ``var_list``, outside of a transformed function.
 
     Example:
       >>> import jax, jslices.tf1 as tf
@@ -166,17 +179,17 @@ def report_uninitialized_variables(variables: SomeVariables = None) -> list[str]
 
     Source: ``tf.report_uninitialized_variables``.
     """
-    return _uninitialized(_values_of("report_uninitialized_variables", variables))
+    return _uninitialized(_values_of("report_uninitialized_variables", var_list))
 
 
-def assert_variables_initialized(variables: SomeVariables = None) -> SomeVariables:
+def assert_variables_initialized(var_list: SomeVariables = None) -> SomeVariables:
     """Return the variables, or raise an error if some have no value.
 
     Args:
-      variables: as for :func:`report_uninitialized_variables`.
+      var_list: as for :func:`report_uninitialized_variables`.
 
     Returns:
-      ``variables``; None if there are none, as in TensorFlow.
+      ``var_list``; None if there are none, as in TensorFlow.
 
     Raises:
       FailedPreconditionError: naming every variable that has no value.
@@ -190,7 +203,7 @@ def assert_variables_initialized(variables: SomeVariables = None) -> SomeVariabl
 
     Source: ``tf.assert_variables_initialized``, which names one of these variables.
     """
-    values = _values_of("assert_variables_initialized", variables)
+    values = _values_of("assert_variables_initialized", var_list)
     missing = _uninitialized(values)
     if missing:
         raise FailedPreconditionError(
@@ -199,13 +212,16 @@ def assert_variables_initialized(variables: SomeVariables = None) -> SomeVariabl
         )
     if not values:
         return None
-    return values if variables is None else variables
+    return values if var_list is None else var_list
 
 
-def initialize_all_variables(variables: Variables, key: jax.Array) -> Variables:
+def initialize_all_variables(
+    variables: Variables | None = None, key: jax.Array | None = None
+) -> Variables | None:
     """All variables with their initial values, whether they had values or not.
 
-    As :func:`jslices.tf1.initialize_variables`, errors included, for every name.
+    As :func:`jslices.tf1.initialize_variables`, errors included, for every name; inside of
+    a transformed function, without ``variables``, it does nothing.
 
     Example:
       >>> import jax, jslices.tf1 as tf
@@ -218,41 +234,58 @@ def initialize_all_variables(variables: Variables, key: jax.Array) -> Variables:
 
     Source: ``tf.initialize_all_variables``, an operation to run in a session.
     """
-    return initialize_variables(variables, list(variables), key)
+    names = () if variables is None else _checked("initialize_all_variables", variables)
+    return initialize_variables(names, variables=variables, key=key)
 
 
 def initialize_variables(
-    variables: Variables, var_list: Iterable[str | Variable], key: jax.Array
-) -> Variables:
+    var_list: Iterable[str | Variable],
+    name: str = "init",
+    *,
+    variables: Variables | None = None,
+    key: jax.Array | None = None,
+) -> Variables | None:
     """Some of the variables with their initial values, the others unchanged.
 
     Args:
-      variables: what ``abstract_init``, ``init`` or ``apply`` returned.
-      var_list: names; an empty list changes nothing.
-      key: a PRNG key; the same key gives what ``init`` gives.
+      var_list: names or handles; an empty list changes nothing.
+      name: ignored; operations have no names here.
+      variables: what ``abstract_init``, ``init`` or ``apply`` returned. None, inside of a
+        transformed function: nothing is done and None is returned, as TensorFlow's
+        operation does nothing until a session runs it; ``model.init`` is that session.
+      key: a PRNG key; the same key gives what ``init`` gives. None if nothing is random.
 
     Raises:
       TypeError: if ``var_list`` is not a list.
       KeyError: for a name that is not in ``variables``.
       ValueError: for variables whose initial value was an array that the function
         computed, naming them; only ``model.init(key, *args)`` can make those.
+      RuntimeError: without ``variables``, outside of a transformed function.
 
     Example:
       >>> import jax, jslices.tf1 as tf
       >>> model = tf.transform(lambda: tf.Variable(3, name="n").assign_add(1))
       >>> _, variables = model.apply(model.init(jax.random.key(0)))
-      >>> int(tf.initialize_variables(variables, ["n"], jax.random.key(0))["n"])
+      >>> int(tf.initialize_variables(["n"], variables=variables)["n"])
       3
 
     Source: ``tf.initialize_variables``, later ``tf.variables_initializer``.
     """
-    checked = _checked("initialize_variables", variables)
+    if isinstance(var_list, Mapping) and variables is None and var_list:
+        raise TypeError(
+            "initialize_variables wants the list of names first: "
+            "initialize_variables(names, variables=variables, key=key)"
+        )
     if isinstance(var_list, str | Variable) or not isinstance(var_list, Iterable):
         raise TypeError(
             f"initialize_variables wants a list of names, got {var_list!r}; put the name "
             "into a list"
         )
     names = [bare_name(v.name if isinstance(v, Variable) else v) for v in var_list]
+    if variables is None:
+        current_run("initialize_variables")
+        return None
+    checked = _checked("initialize_variables", variables)
     for name in names:
         checked[name]  # a KeyError says which there are
     infos = [info for info in checked.infos if info.name in names]

@@ -1,10 +1,8 @@
 """Initial values of variables: ``zeros``, ``random_normal``, ...
 
-``tf.Variable(tf.random_normal([5, 5]))`` draws when ``init`` makes the variable, with the
-key given to ``init``. ``apply``, which has the variable and no key, never draws: there
-``tf.random_normal`` is a lazy value that has a shape and a dtype, and nothing more.
-``zeros``, ``ones`` and ``constant`` give ordinary arrays; how they were made is remembered,
-so that ``initialize_all_variables`` can make them again without running the function.
+``random_normal`` and the like are drawn by ``init`` (see ``_draws``). ``zeros``, ``ones``
+and ``constant`` give ordinary arrays; how they were made is remembered, so that
+``initialize_all_variables`` can make them again without running the function.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,171 +12,21 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
-from jslices import is_slices
-from jslices.extend import called_by_any_jax_operator
 from jslices.tf1._arrays import (
-    ArrayOperators,
     MaybeLazy,
     TensorLike,
     canonical_dtype,
     dtype_of,
     is_array,
-    plain,
     static_shape,
 )
-from jslices.tf1._run import (
-    DrawId,
-    Initialization,
-    current_initialization,
-    current_run_or_none,
-)
+from jslices.tf1._run import current_run, current_run_or_none
 from jslices.tf1.initializers import (
-    Initializer,
     constant_initializer,
     random_normal_initializer,
     random_uniform_initializer,
     truncated_normal_initializer,
 )
-
-
-class Draw:
-    """One draw of random numbers: the same numbers throughout a run.
-
-    Which numbers, is decided by the first variable that begins with it.
-    """
-
-    def __init__(
-        self, what: str, sample: Callable[[jax.Array], jax.Array], seed: int | None
-    ) -> None:
-        self._what, self._sample, self._seed = what, sample, seed
-        self._id: DrawId | None = None
-
-    def bind(self, variable: Initialization) -> DrawId:
-        """Bind the draw to a variable, unless it is bound."""
-        if self._id is None:
-            self._id = variable.next_lazy_draw()
-        return self._id
-
-    def __call__(self) -> jax.Array:
-        if self._seed is not None:
-            return self._sample(jax.random.key(self._seed))
-        variable = current_initialization()
-        if variable is None:  # in init as in apply, which has no key
-            raise RuntimeError(
-                f"{self._what} draws only the initial value of a variable, to which "
-                "operators may be applied. Here its value was needed for something else, "
-                "and apply has no key to draw with. To initialize a variable with another "
-                "function of it, write tf.Variable(lambda: ...) with the call of "
-                f"{self._what} inside. For new numbers in every call, take a key as an "
-                f"argument and write {of_jax(self._what)}(key, ...); for the same numbers "
-                "always, pass seed="
-            )
-        return self._sample(some_key(self._what, variable, self.bind(variable)))
-
-
-def of_jax(what: str) -> str:
-    """The name of JAX's function, which takes a key."""
-    return f"jax.random.{what.removeprefix('random_')}"
-
-
-def some_key(what: str, variable: Initialization, draw: DrawId) -> jax.Array:
-    """The key of a draw, or an error if the run has no key."""
-    key = variable.key_of(draw)
-    if key is None:
-        raise ValueError(
-            f"{what} draws random numbers and got no key; pass jax.random.key(0) to init "
-            "instead of None, or seed= to the call"
-        )
-    return key
-
-
-class LazyValue(ArrayOperators):
-    """An array that will be made later, of this shape and dtype.
-
-    Operators, indexing, ``astype`` and ``reshape`` give another lazy value; everything
-    else, the functions of ``jax.numpy`` included, needs the array itself. ``again``: it was
-    computed from numbers only, so that it can be made again.
-    """
-
-    is_lazy = True
-
-    def __init__(
-        self,
-        make: Callable[[], jax.Array],
-        draws: Sequence[Draw],
-        shape: tuple[int, ...],
-        dtype: np.dtype,
-        again: bool = True,
-    ) -> None:
-        self._make, self._draws = make, tuple(dict.fromkeys(draws))
-        self.shape, self.dtype, self.again = shape, dtype, again
-
-    @property
-    def ndim(self) -> int:
-        """The number of axes."""
-        return len(self.shape)
-
-    def get_shape(self) -> tuple[int, ...]:
-        """The shape, by TensorFlow's older name."""
-        return self.shape
-
-    def value(self) -> jax.Array:
-        """The array.
-
-        Raises:
-          RuntimeError: unless a variable begins with it, or it was made with a seed.
-        """
-        return self._make()
-
-    def bind(self, name: str) -> None:
-        """Make it the initial value of this variable, in ``init`` and in ``apply``."""
-        variable = Initialization(None, name)
-        for draw in self._draws:
-            draw.bind(variable)
-
-    def astype(self, dtype: DTypeLike) -> "LazyValue":
-        """The same values in another dtype."""
-        return self._operate(lambda x: x.astype(dtype), self)
-
-    def reshape(self, *shape: int | Sequence[int]) -> "LazyValue":
-        """The same values in another shape."""
-        return self._operate(lambda x: x.reshape(*shape), self)
-
-    def __repr__(self) -> str:
-        return f"<js value made by init, shape={self.shape} dtype={self.dtype}>"
-
-    def __jax_array__(self) -> MaybeLazy:
-        # `array * lazy` must reach __rmul__.
-        return self if called_by_any_jax_operator() else self.value()
-
-    def _operate(
-        self, function: Callable[..., MaybeLazy], *operands: TensorLike
-    ) -> MaybeLazy:
-        if any(map(is_slices, operands)):
-            return NotImplemented
-        operands = tuple(x if isinstance(x, LazyValue) else plain(x) for x in operands)
-        lazy = [x for x in operands if isinstance(x, LazyValue)]
-
-        def run(arrays: Sequence[jax.Array]) -> jax.Array:
-            rest = iter(arrays)
-            values = [next(rest) if isinstance(x, LazyValue) else x for x in operands]
-            return function(*values)
-
-        out = jax.eval_shape(run, [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in lazy])
-        others = [x for x in operands if not isinstance(x, LazyValue)]
-        again = all(x.again for x in lazy) and not any(
-            isinstance(x, jax.Array | np.ndarray) for x in jax.tree.leaves(others)
-        )
-        draws = [draw for x in lazy for draw in x._draws]
-        make = lambda: run([x.value() for x in lazy])  # noqa: E731
-        return LazyValue(make, draws, tuple(out.shape), np.dtype(out.dtype), again)
-
-
-# So that jnp.sum(x) and jax.jit(f)(x) accept one: they see the array.
-jax.tree_util.register_pytree_node(
-    LazyValue, lambda x: ((x.value(),), None), lambda _, children: children[0]
-)
-
 
 # --- constants --------------------------------------------------------------------------
 
@@ -271,6 +119,25 @@ def _remembered(make: Callable[[], jax.Array]) -> jax.Array:
     return array
 
 
+def zeros_like(
+    tensor: TensorLike, dtype: DTypeLike | None = None, name: str | None = None
+) -> jax.Array:
+    """Zeros of the shape, and unless ``dtype`` is given the dtype, of something else.
+
+    ``tensor``: an array, a list, a variable or IndexedSlices with a ``dense_shape``, for
+    which the result is dense; see :func:`jslices.tf1.zeros`.
+
+    Example:
+      >>> import jslices.tf1 as tf
+      >>> tf.zeros_like([1.5, 2.5])
+      Array([0., 0.], dtype=float32)
+
+    Source: ``tf.zeros_like``.
+    """
+    dims = tensor.shape if is_array(tensor) else np.shape(tensor)
+    return zeros(dims, dtype_of(tensor) if dtype is None else dtype)
+
+
 # --- random numbers ---------------------------------------------------------------------
 
 
@@ -320,8 +187,8 @@ def random_normal(
 
     Source: ``tf.random_normal``, which draws new numbers whenever it is run.
     """
-    draws = random_normal_initializer(mean, stddev)  # type: ignore[arg-type]
-    return _drawn("random_normal", draws, shape, dtype, seed)
+    initializer = random_normal_initializer(mean, stddev, seed)  # type: ignore[arg-type]
+    return initializer.draw("random_normal", shape, dtype)
 
 
 def truncated_normal(
@@ -345,8 +212,8 @@ def truncated_normal(
 
     Source: ``tf.truncated_normal``.
     """
-    draws = truncated_normal_initializer(mean, stddev)  # type: ignore[arg-type]
-    return _drawn("truncated_normal", draws, shape, dtype, seed)
+    initializer = truncated_normal_initializer(mean, stddev, seed)  # type: ignore[arg-type]
+    return initializer.draw("truncated_normal", shape, dtype)
 
 
 def random_uniform(
@@ -376,38 +243,29 @@ def random_uniform(
 
     Source: ``tf.random_uniform``.
     """
-    draws = random_uniform_initializer(minval, maxval)  # type: ignore[arg-type]
-    return _drawn("random_uniform", draws, shape, dtype, seed)
+    initializer = random_uniform_initializer(minval, maxval, seed)  # type: ignore[arg-type]
+    return initializer.draw("random_uniform", shape, dtype)
 
 
-def _drawn(
-    what: str,
-    draws: Initializer,
-    shape: int | Sequence[int],
-    dtype: DTypeLike,
-    seed: int | None,
-) -> MaybeLazy:
-    dims, result = static_shape(shape, what), canonical_dtype(dtype)
+def set_random_seed(seed: int) -> None:
+    """Draw the numbers of this transformed function with ``seed`` from here on.
 
-    def sample(key: jax.Array) -> jax.Array:
-        return draws.make(key, dims, result)
+    ``init`` then draws initial values with ``jax.random.key(seed)`` instead of the key that
+    it is given, which may be None. Draws that no variable begins with are the same in every
+    call, each differing from the others; without a seed they are refused.
 
-    try:  # here, not when drawing: apply, which never draws, must refuse the same arguments
-        jax.eval_shape(lambda: sample(jax.random.key(0)))
-    except (TypeError, ValueError) as error:
-        words = str(error).replace(type(draws).__name__, what)
-        raise (TypeError if isinstance(error, TypeError) else ValueError)(words) from None
-    variable = current_initialization()
-    if variable is None and current_run_or_none() is not None:
-        draw = Draw(what, sample, seed)
-        of_numbers = not any(map(is_array, draws.get_config().values()))
-        return LazyValue(draw, (draw,), dims, result, of_numbers)
-    if seed is not None:
-        return sample(jax.random.key(seed))
-    if variable is not None:
-        return sample(some_key(what, variable, variable.next_draw()))
-    raise RuntimeError(
-        f"{what} was called outside of a transformed function, where there is no key. Put "
-        "the call into the function that you give to jslices.tf1.transform; or pass seed=; "
-        f"or draw with {of_jax(what)}(key, ...)"
-    )
+    Raises:
+      RuntimeError: outside of a transformed function, where no generator is shared.
+
+    Example:
+      >>> import jax, jslices.tf1 as tf
+      >>> def model():
+      ...     tf.set_random_seed(1234)
+      ...     return tf.Variable(tf.random_normal([2])) + tf.random_uniform([2])
+      >>> model = tf.transform(model)
+      >>> model.apply(model.init(None))[0].shape
+      (2,)
+
+    Source: ``tf.set_random_seed``; the bits are JAX's.
+    """
+    current_run("set_random_seed").set_seed(seed)

@@ -5,8 +5,7 @@ arguments ``name``, which shows in profiles, and ``use_locking``, which is ignor
 """
 
 import functools
-import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -16,12 +15,14 @@ from jax.typing import ArrayLike, DTypeLike
 
 import jslices as js
 from jslices import IndexedSlices
+from jslices.extend import PyTree
 from jslices.tf1._arrays import (
     TensorLike,
     as_value,
     canonical_dtype,
     dtype_of,
     is_array,
+    is_numpys_default,
     operation,
     plain_tree,
 )
@@ -62,7 +63,7 @@ def convert_to_tensor(
     """
     theirs = dtype_of(value)
     result = theirs if dtype is None else canonical_dtype(dtype)
-    if is_array(value) and theirs != result:
+    if is_array(value) and theirs != result and not is_numpys_default(value):
         raise ValueError(
             f"convert_to_tensor: dtype {result} was requested for a value of {theirs}; "
             f"cast it: value.astype('{result}')"
@@ -298,23 +299,116 @@ scatter_nd_update = _scatter(js.scatter_nd_update)
 batch_scatter_update = _scatter(js.batch_scatter_update)
 
 
-def _named(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function of jslices with TensorFlow's argument ``name``, for handles too."""
+@operation
+def global_norm(t_list: PyTree, name: str | None = None) -> jax.Array:
+    """:func:`jslices.global_norm` of a list of arrays, variables, slices and None.
 
-    def with_name(*args: object, name: str | None = None, **kwargs: object) -> object:
-        del name
-        return function(*args, **kwargs)
-
-    name = inspect.Parameter("name", inspect.Parameter.KEYWORD_ONLY, default=None)
-    signature = inspect.signature(function)
-    signature = signature.replace(parameters=[*signature.parameters.values(), name])
-    functools.update_wrapper(with_name, function).__signature__ = signature  # type: ignore[attr-defined]
-    return operation(with_name)
+    Source: ``tf.global_norm``.
+    """
+    return js.global_norm(t_list)
 
 
-clip_by_average_norm = _named(js.clip_by_average_norm)
-clip_by_global_norm = _named(js.clip_by_global_norm)
-clip_by_norm = _named(js.clip_by_norm)
-clip_by_value = _named(js.clip_by_value)
-global_norm = _named(js.global_norm)
-sparse_mask = _named(js.sparse_mask)
+@operation
+def clip_by_global_norm(
+    t_list: PyTree,
+    clip_norm: ArrayLike,
+    use_norm: ArrayLike | None = None,
+    name: str | None = None,
+) -> tuple[Any, jax.Array]:
+    """:func:`jslices.clip_by_global_norm`: the clipped list, and its norm.
+
+    Source: ``tf.clip_by_global_norm``.
+    """
+    return js.clip_by_global_norm(t_list, clip_norm, use_norm)
+
+
+@operation
+def clip_by_norm(
+    t: TensorLike,
+    clip_norm: ArrayLike,
+    axes: int | Sequence[int] | None = None,
+    name: str | None = None,
+) -> Any:
+    """:func:`jslices.clip_by_norm` of an array, a variable or IndexedSlices.
+
+    Source: ``tf.clip_by_norm``.
+    """
+    return js.clip_by_norm(t, clip_norm, axes)
+
+
+@operation
+def clip_by_average_norm(
+    t: TensorLike, clip_norm: ArrayLike, name: str | None = None
+) -> Any:
+    """:func:`jslices.clip_by_average_norm` of an array, a variable or IndexedSlices.
+
+    Source: ``tf.clip_by_average_norm``.
+    """
+    return js.clip_by_average_norm(t, clip_norm)
+
+
+@operation
+def clip_by_value(
+    t: TensorLike,
+    clip_value_min: ArrayLike,
+    clip_value_max: ArrayLike,
+    name: str | None = None,
+) -> Any:
+    """:func:`jslices.clip_by_value` of an array, a variable or IndexedSlices.
+
+    Source: ``tf.clip_by_value``.
+    """
+    return js.clip_by_value(t, clip_value_min, clip_value_max)
+
+
+@operation
+def sparse_mask(
+    a: IndexedSlices,
+    mask_indices: ArrayLike,
+    name: str | None = None,
+    *,
+    size: int | None = None,
+) -> IndexedSlices:
+    """:func:`jslices.sparse_mask`: the slices whose index is not in ``mask_indices``.
+
+    Source: ``tf.sparse_mask``, later ``tf.sparse.mask``.
+    """
+    return js.sparse_mask(a, mask_indices, size)
+
+
+# --- what the programs on TensorFlow's pages use as well --------------------------------
+
+
+@operation
+def matmul(
+    a: TensorLike,
+    b: TensorLike,
+    transpose_a: bool = False,
+    transpose_b: bool = False,
+    name: str | None = None,
+) -> jax.Array:
+    """The matrix product ``a @ b``, by ``jax.numpy.matmul``.
+
+    Example:
+      >>> import jslices.tf1 as tf
+      >>> tf.matmul([[1.0, 2.0]], [[3.0, 4.0]], transpose_b=True)
+      Array([[11.]], dtype=float32)
+
+    Source: ``tf.matmul``.
+    """
+    a, b = convert_to_tensor(a), convert_to_tensor(b)
+    return (a.mT if transpose_a else a) @ (b.mT if transpose_b else b)
+
+
+@operation
+def sigmoid(x: TensorLike, name: str | None = None) -> jax.Array:
+    """``1 / (1 + exp(-x))``, by ``jax.nn.sigmoid``.
+
+    Example:
+      >>> import jslices.tf1 as tf
+      >>> tf.sigmoid(0.0)
+      Array(0.5, dtype=float32)
+
+    Source: ``tf.sigmoid``.
+    """
+    return jax.nn.sigmoid(convert_to_tensor(x))

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jslices import FailedPreconditionError
-from jslices.tf1._arrays import canonical_dtype, is_array
+from jslices.tf1._arrays import canonical_dtype, dtype_of, is_array
 from jslices.tf1._names import Names
 from jslices.tf1._state import (
     Initial,
@@ -120,6 +120,8 @@ class Run:
         self.scopes: list[Any] = []
         self.scope_counts: dict[str, int] = {}
         self.names = Names()
+        self._seed: jax.Array | None = None
+        self._seeded_draws = 0
         self._recipes: dict[int, tuple[weakref.ref[Any], Callable[[], jax.Array]]] = {}
         self._trace = _trace_state()
 
@@ -127,6 +129,19 @@ class Run:
     def phase(self) -> str:
         """``"init"``, which only finds out what variables there are, or ``"apply"``."""
         return "init" if self.passed is None else "apply"
+
+    def set_seed(self, seed: int) -> None:
+        """Draw with this seed from here on, whatever key ``init`` was given."""
+        self.key = self._seed = jax.random.key(seed)
+
+    def next_seeded_key(self) -> jax.Array | None:
+        """The key of a draw that no variable begins with; None if there is no seed."""
+        self._seeded_draws += 1
+        return (
+            None
+            if self._seed is None
+            else jax.random.fold_in(self._seed, self._seeded_draws)
+        )
 
     def remember(self, array: jax.Array, make: Callable[[], jax.Array]) -> None:
         """Remember how an array was made, for as long as the array is alive."""
@@ -373,8 +388,7 @@ def _made(key: jax.Array | None, request: Request) -> jax.Array:
 
 def _strong(value: jax.Array) -> jax.Array:
     """An array that is not weakly typed: a weak dtype would change with use."""
-    dtype = value.dtype if is_array(value) else np.asarray(value).dtype
-    return jnp.asarray(value, canonical_dtype(dtype))
+    return jnp.asarray(value, dtype_of(value))
 
 
 def _passed(variables: Mapping[str, Value], request: Request) -> Value:

@@ -19,9 +19,11 @@ from jslices.tf1._arrays import (
     dtype_of,
     static_shape,
 )
+from jslices.tf1._collections import GraphKeys, get_collection
+from jslices.tf1._instead import check_defaults
 from jslices.tf1._names import check_name, join
 from jslices.tf1._run import Request, Run, current_run
-from jslices.tf1._variable import Variable, request_of_value
+from jslices.tf1._variable import Variable, request_of, request_of_value
 from jslices.tf1.initializers import glorot_uniform_initializer, zeros_initializer
 
 Regularizer: TypeAlias = Callable[[jax.Array], jax.Array | None]
@@ -82,6 +84,18 @@ class VariableScope:
         """Set the default dtype of new variables."""
         self.dtype = dtype
 
+    def get_collection(self, name: str) -> list[Any]:
+        """What of the collection ``name`` is in this scope, in the order of creation."""
+        return get_collection(name, f"{self.name}/" if self.name else None)
+
+    def global_variables(self) -> list[Variable]:
+        """The variables in this scope."""
+        return self.get_collection(GraphKeys.GLOBAL_VARIABLES)
+
+    def trainable_variables(self) -> list[Variable]:
+        """The variables in this scope that are trained."""
+        return self.get_collection(GraphKeys.TRAINABLE_VARIABLES)
+
     def __repr__(self) -> str:
         return f"VariableScope({self.name!r}, reuse={self.reuse})"
 
@@ -122,6 +136,7 @@ def variable_scope(
     *,
     default_name: str | None = None,
     auxiliary_name_scope: bool = True,
+    **theirs: object,
 ) -> Iterator[VariableScope]:
     """Put a prefix before the names of variables, and set defaults for them.
 
@@ -137,6 +152,7 @@ def variable_scope(
       default_name: with ``name_or_scope=None``, a name to make unique: ``d``, ``d_1``, ...
       auxiliary_name_scope: False opens no name scope, so that :class:`jslices.tf1.Variable`
         gets its name as outside.
+      theirs: as for :func:`jslices.tf1.get_variable`.
 
     Yields:
       The :class:`VariableScope`. What is set on it lasts until the end of the block.
@@ -161,6 +177,7 @@ def variable_scope(
     Operations have no names in JAX; ``jax.named_scope`` shows the scope's in profiles.
     """
     run = current_run("variable_scope")
+    check_defaults("variable_scope", theirs)
     _check_flags(reuse, auxiliary_name_scope)
     outer, names = current_scope(run), run.names
     reopened = isinstance(name_or_scope, VariableScope)
@@ -289,6 +306,7 @@ def get_variable(
     trainable: bool = True,
     collections: Sequence[str] | None = None,
     regularizer: Regularizer | None = None,
+    **theirs: object,
 ) -> Variable:
     """The variable of this name in the current scope: a new one, or the one to share.
 
@@ -298,12 +316,16 @@ def get_variable(
         for an axis of any length.
       dtype: None means that of a constant initializer, else the scope's (float32).
       initializer: a function ``init(key, shape, dtype)``, such as those of jslices or of
-        ``jax.nn.initializers``; or a constant, which then decides on shape and dtype. None
-        means the scope's, else ``glorot_uniform_initializer`` (zeros for integers).
+        ``jax.nn.initializers``, TensorFlow's ``init(shape, dtype)``, whose first parameter
+        is called ``shape``, or one without parameters; or a constant, which then decides on
+        shape and dtype. None means the scope's, else ``glorot_uniform_initializer`` (zeros
+        for integers).
       trainable: whether it belongs to ``variables.trainable``.
       collections: keys of the collections to put it into; None means ``["variables"]``.
       regularizer: a function of the array, whose result is in
         ``get_collection("regularization_losses")``. None means the scope's.
+      theirs: ``partitioner=None`` and the like: TensorFlow's other keywords, if they have
+        its defaults.
 
     Returns:
       The handle; the same object each time the variable is shared.
@@ -330,6 +352,7 @@ def get_variable(
     variable's name, so that a value depends on no other variable.
     """
     run = current_run("get_variable")
+    check_defaults("get_variable", theirs)
     scope = current_scope(run)
     full = join(scope.name, check_name(name, "get_variable", scope.name))
     existing: Variable | None = run.shared.get(full)
@@ -420,7 +443,12 @@ def _request(
         initializer = scope.initializer
     if initializer is not None and not _is_function(initializer):
         return _request_of_constant(name, unique, shape, dtype, initializer)
-    if shape is None:
+    dims = None if shape is None else _static_shape(shape, name)
+    result = _dtype(dtype, scope)
+    names = None if initializer is None else _parameters(initializer)
+    if names == []:
+        return dataclasses.replace(request_of(unique, initializer, result), shape=dims)
+    if dims is None:
         raise ValueError(
             f"Variable {name} did not get an initializer, so its `shape` argument must be "
             "specified."
@@ -428,14 +456,24 @@ def _request(
             else f"Shape of a new variable ({name}) must be fully defined, but instead was "
             "<unknown>."
         )
-    dims, result = _static_shape(shape, name), _dtype(dtype, scope)
     if initializer is None:
         floating = jnp.issubdtype(result, jnp.inexact)
         initializer = glorot_uniform_initializer if floating else zeros_initializer
     initialize: Any = initializer() if inspect.isclass(initializer) else initializer
 
-    make = lambda key: initialize(key, dims, result)  # noqa: E731
+    def make(key: jax.Array | None) -> jax.Array:
+        args = (dims, result) if names and names[0] == "shape" else (key, dims, result)
+        return initialize(*args)  # type: ignore[no-any-return]
+
     return Request(unique, make, dims, result, initial=make)
+
+
+def _parameters(initializer: InitializerLike) -> list[str] | None:
+    """The names of the parameters of a function, which tell how TensorFlow calls it."""
+    try:
+        return list(inspect.signature(initializer).parameters)
+    except (TypeError, ValueError):  # some of those written in C
+        return None
 
 
 def _request_of_constant(

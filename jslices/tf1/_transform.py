@@ -9,7 +9,7 @@ import numpy as np
 
 from jslices.extend import PyTree
 from jslices.tf1._arrays import is_array
-from jslices.tf1._initial_values import LazyValue
+from jslices.tf1._draws import LazyValue
 from jslices.tf1._names import bare_name
 from jslices.tf1._run import Run, running
 from jslices.tf1._state import Value, Variables

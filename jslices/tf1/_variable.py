@@ -27,24 +27,30 @@ from jslices.extend import check_slices
 from jslices.tf1._arrays import (
     ArrayOperators,
     TensorLike,
+    TensorShape,
     as_value,
     canonical_dtype,
     check_dtype,
     check_shape,
+    device_of,
     dtype_of,
+    is_array,
+    is_numpys_default,
     plain,
 )
-from jslices.tf1._initial_values import LazyValue
+from jslices.tf1._draws import LazyValue
+from jslices.tf1._instead import check_defaults
 from jslices.tf1._names import bare_name
 from jslices.tf1._run import CopyCell, LiveCell, Request, Run, create, current_run
 from jslices.tf1._state import VariableInfo
+from jslices.tf1.dtypes import DType
 
 #: What belongs to a graph and its sessions, and what there is instead.
 _INSTEAD = {
     "graph": "the function given to tf.transform takes its place",
     "initial_value": "use initialized_value()",
     "initializer": "model.init(key, ...) makes all initial values, and "
-    "tf.initialize_variables(variables, [name], key) makes one of them again",
+    "tf.initialize_variables([name], variables=variables, key=key) one of them",
     "load": "use assign(value) in the function, variables.replace({name: value}) outside",
 }
 
@@ -67,9 +73,11 @@ class Variable(ArrayOperators):
         uses it.
       trainable: whether it belongs to ``variables.trainable``.
       collections: keys of the collections to put it into; None means ``["variables"]``.
-      validate_shape: as in TensorFlow; here every shape is known.
+      validate_shape: changes nothing; here every shape is known.
       name: None means ``"Variable"``; the name scope is put before it.
       dtype: None means that of the value (float32 and int32 for Python's numbers).
+      theirs: ``caching_device=None`` and the like: TensorFlow's other keywords, if they
+        have its defaults.
 
     Raises:
       RuntimeError: outside of a transformed function.
@@ -101,14 +109,16 @@ class Variable(ArrayOperators):
         validate_shape: bool = True,
         name: str | None = None,
         dtype: DTypeLike | None = None,
+        **theirs: object,
     ) -> None:
         run = current_run("Variable")
+        check_defaults("Variable", theirs)
         if initial_value is None:
             raise ValueError("initial_value must be specified: Variable(jnp.zeros(3))")
         declared = None if dtype is None else canonical_dtype(dtype)
         with run.names.released_on_error():
             unique = run.names.unique("Variable" if name is None else name, "Variable")
-            request = _request(unique, initial_value, declared)
+            request = request_of(unique, initial_value, declared)
             request = dataclasses.replace(
                 request, trainable=trainable, collections=collections
             )
@@ -129,18 +139,23 @@ class Variable(ArrayOperators):
         return f"{self._cell.name}:0"
 
     @property
-    def dtype(self) -> np.dtype:
-        """The dtype of the value."""
-        return self._cell.dtype
+    def dtype(self) -> DType:
+        """The dtype of the value: NumPy's, with the attributes of TensorFlow's."""
+        return DType(self._cell.dtype)
 
     @property
     def shape(self) -> tuple[int, ...]:
         """The shape of the value."""
         return self._cell.shape
 
-    def get_shape(self) -> tuple[int, ...]:
-        """The shape, by TensorFlow's older name."""
-        return self.shape
+    def get_shape(self) -> TensorShape:
+        """The shape, by TensorFlow's older name; it equals lists too."""
+        return TensorShape(self.shape)
+
+    @property
+    def device(self) -> str | None:
+        """The device that holds the value; None where it is traced, or spread."""
+        return device_of(self.value())
 
     @property
     def info(self) -> VariableInfo:
@@ -178,9 +193,18 @@ class Variable(ArrayOperators):
         """The same as :meth:`value`, by TensorFlow's name for resource variables."""
         return self.value()
 
-    def eval(self, session: object = None) -> Array:
-        """The same as :meth:`value`; TensorFlow needs a session for it."""
-        return self.value()
+    def eval(self, session: object = None) -> np.ndarray:
+        """The value as a NumPy array; no session is needed.
+
+        Raises:
+          RuntimeError: where it is traced, under ``jit`` and the like.
+        """
+        if isinstance(value := self.value(), jax.core.Tracer):
+            raise RuntimeError(
+                f"eval() of {self.name} wants numbers, and under jit or another "
+                "transformation there are none yet; use value()"
+            )
+        return np.asarray(value)
 
     def initialized_value(self) -> Array:
         """The value, or the initial one if there is none yet.
@@ -203,18 +227,31 @@ class Variable(ArrayOperators):
 
     # --- assigning ----------------------------------------------------------------------
 
-    def assign(self, value: TensorLike, use_locking: bool = False) -> Array:
+    def assign(
+        self,
+        value: TensorLike,
+        use_locking: bool = False,
+        name: str | None = None,
+        read_value: bool = True,
+    ) -> Array:
         """Replace the value, and return the new one.
 
-        ``value``: of exactly this shape and dtype (Python's numbers are converted); nothing
-        is broadcast. IndexedSlices become dense, with a warning.
+        ``value``: of exactly this shape and dtype (Python's numbers are converted, NumPy's
+        64 bits cast); nothing is broadcast. IndexedSlices become dense, with a warning.
+        The other arguments change nothing.
 
         Raises:
           ValueError, TypeError: for another shape or dtype, naming the variable.
         """
         return self._assign("assign", value, lambda old, new: new)
 
-    def assign_add(self, delta: TensorLike, use_locking: bool = False) -> Array:
+    def assign_add(
+        self,
+        delta: TensorLike,
+        use_locking: bool = False,
+        name: str | None = None,
+        read_value: bool = True,
+    ) -> Array:
         """Add ``delta``, and return the new value; see :meth:`assign`.
 
         IndexedSlices are added row by row: duplicates add, empty entries are dropped.
@@ -223,7 +260,13 @@ class Variable(ArrayOperators):
             return self._scatter("assign_add", "add", delta, whole=True)
         return self._assign("assign_add", delta, operator.add)
 
-    def assign_sub(self, delta: TensorLike, use_locking: bool = False) -> Array:
+    def assign_sub(
+        self,
+        delta: TensorLike,
+        use_locking: bool = False,
+        name: str | None = None,
+        read_value: bool = True,
+    ) -> Array:
         """Subtract ``delta``, and return the new value; see :meth:`assign_add`."""
         if is_slices(delta):
             return self._scatter("assign_sub", "sub", delta, whole=True)
@@ -274,7 +317,12 @@ class Variable(ArrayOperators):
 
     # --- rows ---------------------------------------------------------------------------
 
-    def scatter_add(self, sparse_delta: IndexedSlices, use_locking: bool = False) -> Array:
+    def scatter_add(
+        self,
+        sparse_delta: IndexedSlices,
+        use_locking: bool = False,
+        name: str | None = None,
+    ) -> Array:
         """Add rows, ``v[indices[k]] += values[k]``; duplicates accumulate.
 
         As in all scatter methods: ``sparse_delta`` holds K rows ``[K, *D]`` for a variable
@@ -289,28 +337,56 @@ class Variable(ArrayOperators):
         """
         return self._scatter("scatter_add", "add", sparse_delta)
 
-    def scatter_sub(self, sparse_delta: IndexedSlices, use_locking: bool = False) -> Array:
+    def scatter_sub(
+        self,
+        sparse_delta: IndexedSlices,
+        use_locking: bool = False,
+        name: str | None = None,
+    ) -> Array:
         """Subtract rows; duplicates accumulate. See :meth:`scatter_add`."""
         return self._scatter("scatter_sub", "sub", sparse_delta)
 
-    def scatter_mul(self, sparse_delta: IndexedSlices, use_locking: bool = False) -> Array:
+    def scatter_mul(
+        self,
+        sparse_delta: IndexedSlices,
+        use_locking: bool = False,
+        name: str | None = None,
+    ) -> Array:
         """Multiply by rows; duplicates compound. See :meth:`scatter_add`."""
         return self._scatter("scatter_mul", "mul", sparse_delta)
 
-    def scatter_div(self, sparse_delta: IndexedSlices, use_locking: bool = False) -> Array:
+    def scatter_div(
+        self,
+        sparse_delta: IndexedSlices,
+        use_locking: bool = False,
+        name: str | None = None,
+    ) -> Array:
         """Divide by rows; duplicates compound, integers truncate towards zero."""
         return self._scatter("scatter_div", "div", sparse_delta)
 
-    def scatter_min(self, sparse_delta: IndexedSlices, use_locking: bool = False) -> Array:
+    def scatter_min(
+        self,
+        sparse_delta: IndexedSlices,
+        use_locking: bool = False,
+        name: str | None = None,
+    ) -> Array:
         """Take the smaller of old and new, elementwise. See :meth:`scatter_add`."""
         return self._scatter("scatter_min", "min", sparse_delta)
 
-    def scatter_max(self, sparse_delta: IndexedSlices, use_locking: bool = False) -> Array:
+    def scatter_max(
+        self,
+        sparse_delta: IndexedSlices,
+        use_locking: bool = False,
+        name: str | None = None,
+    ) -> Array:
         """Take the larger of old and new, elementwise. See :meth:`scatter_add`."""
         return self._scatter("scatter_max", "max", sparse_delta)
 
     def scatter_update(
-        self, sparse_delta: IndexedSlices, use_locking: bool = False
+        self,
+        sparse_delta: IndexedSlices,
+        use_locking: bool = False,
+        name: str | None = None,
     ) -> Array:
         """Replace rows; of duplicates the last wins. See :meth:`scatter_add`."""
         return self._scatter("scatter_update", "update", sparse_delta)
@@ -408,8 +484,11 @@ class Variable(ArrayOperators):
     ) -> Array:
         """Assign ``function(value, indices, updates)``; its errors name the variable."""
         what, old = f"{verb} to {self.name}", self.value()
+        updates = plain(updates)
+        if not is_array(updates) or is_numpys_default(updates):
+            updates = as_value(updates, self.dtype, what)
         try:
-            new = function(old, plain(indices), plain(updates))
+            new = function(old, plain(indices), updates)
         except (TypeError, ValueError) as error:
             kind = TypeError if isinstance(error, TypeError) else ValueError
             raise kind(f"{what}: {error}") from None
@@ -443,7 +522,7 @@ jax.tree_util.register_pytree_node(Variable, _flatten, _unflatten)
 # --- initial values ---------------------------------------------------------------------
 
 
-def _request(name: str, value: TensorLike, dtype: np.dtype | None) -> Request:
+def request_of(name: str, value: TensorLike, dtype: np.dtype | None) -> Request:
     """The variable that ``Variable(value)`` creates."""
     if not callable(value) or isinstance(value, ArrayOperators):
         return request_of_value(name, value, dtype or dtype_of(value))

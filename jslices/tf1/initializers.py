@@ -1,4 +1,4 @@
-"""Initializers by TensorFlow's names, called as ``init(key, shape, dtype)``, JAX's way.
+"""Initializers by TensorFlow's names: ``init(shape, dtype)`` or JAX's ``init(key, ...)``.
 
 ``tf.initializers.zeros()`` is ``tf.zeros_initializer()``, and so on. They serve
 :func:`jslices.tf1.get_variable`, and Flax, Haiku or anything else that takes an initializer
@@ -17,44 +17,79 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from jslices.tf1._arrays import TensorLike, canonical_dtype, dtype_of, kind_of
+from jslices.tf1._arrays import (
+    MaybeLazy,
+    TensorLike,
+    canonical_dtype,
+    dtype_of,
+    is_array,
+    kind_of,
+    static_shape,
+)
+from jslices.tf1._draws import can_draw, drawn
 
 #: A PRNG key; None where nothing is random, or a seed takes its place.
 Key: TypeAlias = jax.Array | None
+ShapeLike: TypeAlias = int | Sequence[int]
 
 
-def refuse_shape_first(caller: str, key: object, shape: object) -> None:
-    """Raise a TypeError for a shape as first argument, which is TensorFlow's order."""
-    no_shape = not isinstance(shape, list | tuple | int | np.integer)
-    if isinstance(key, list | tuple) or (no_shape and isinstance(key, int | np.integer)):
-        raise TypeError(
-            f"{caller} was called with the shape {key!r} first, as in TensorFlow; here, as "
-            f"in JAX, it is init(key, shape, dtype): init(jax.random.key(0), {key!r})"
-        )
+def _is_shape(x: object) -> bool:
+    """True for a shape, which TensorFlow passes first; False for a key or a dtype."""
+    is_int = isinstance(x, np.ndarray | np.generic) and x.dtype.kind == "i"
+    return is_int or isinstance(x, list | tuple | int)
 
 
 class Initializer:
     """The base of all initializers; ``dtype`` is that of calls that name none.
 
     A ``seed`` replaces the key: the same values in every call, as in TensorFlow (the bits
-    are JAX's). Without a seed a random initializer needs a key.
+    are JAX's). Without key and seed the numbers are drawn as those of ``tf.random_normal``:
+    lazily, and in a transformed function only.
     """
 
+    draws = True  #: random numbers, so that a key is needed
     seed: int | None = None
     dtype: DTypeLike = jnp.float32
 
     def __call__(
         self,
-        key: Key = None,
-        shape: int | Sequence[int] | None = None,
+        key: Key | ShapeLike = None,
+        shape: ShapeLike | DTypeLike | None = None,
         dtype: DTypeLike | None = None,
-    ) -> jax.Array:
-        """An array of this shape; ``dtype=None`` means that of the initializer."""
-        refuse_shape_first(type(self).__name__, key, shape)
+        partition_info: None = None,
+    ) -> MaybeLazy:
+        """An array: ``init(key, shape, dtype)`` as in JAX, or ``init(shape, dtype)``.
+
+        ``dtype=None`` means that of the initializer.
+        """
+        name = type(self).__name__
+        if _is_shape(key):
+            dtype = shape if dtype is None else dtype  # type: ignore[assignment]
+            key, shape = None, key  # type: ignore[assignment]
         if shape is None:
-            raise ValueError(f"{type(self).__name__} needs a shape, got None")
-        dims = (shape,) if isinstance(shape, int | np.integer) else tuple(shape)
-        return self.make(key, dims, canonical_dtype(dtype or self.dtype))
+            raise ValueError(f"{name} needs a shape, got None")
+        if self.draws and key is None and self.seed is None and can_draw():
+            return self.draw(name, shape, dtype)  # type: ignore[arg-type]
+        dims = static_shape(shape, name)
+        return self.make(key, dims, canonical_dtype(dtype or self.dtype))  # type: ignore[arg-type]
+
+    def draw(
+        self, what: str, shape: ShapeLike, dtype: DTypeLike | None = None
+    ) -> MaybeLazy:
+        """The values as those of the function ``what``, such as ``tf.random_normal``."""
+        dims, result = static_shape(shape, what), canonical_dtype(dtype or self.dtype)
+
+        def sample(key: jax.Array) -> jax.Array:
+            return self.make(key, dims, result)
+
+        try:  # here: apply, which never draws, must refuse the same arguments
+            jax.eval_shape(lambda: sample(jax.random.key(0)))
+        except (TypeError, ValueError) as error:
+            words = str(error).replace(type(self).__name__, what)
+            kind = TypeError if isinstance(error, TypeError) else ValueError
+            raise kind(words) from None
+        of_numbers = not any(map(is_array, self.get_config().values()))
+        return drawn(what, sample, dims, result, self.seed, of_numbers)
 
     def make(self, key: Key, shape: tuple[int, ...], dtype: np.dtype) -> jax.Array:
         raise NotImplementedError
@@ -69,8 +104,8 @@ class Initializer:
             return jax.random.key(self.seed)
         if key is None:
             raise ValueError(
-                f"{type(self).__name__} draws random numbers and got no key; pass "
-                "jax.random.key(0), or make it with seed="
+                f"{type(self).__name__} draws random numbers and got no key; call "
+                "init(jax.random.key(0), shape), or make it with seed="
             )
         return key
 
@@ -80,16 +115,15 @@ class Initializer:
 
 
 class _Filled(Initializer):
-    """One number everywhere; called with a key and a shape, the class fills at once."""
+    """One number everywhere; called with a shape, the class fills at once."""
 
+    draws = False
     number: int
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         new = object.__new__(cls)
-        if len(args) >= 2 or "shape" in kwargs:
-            return new(*args, **kwargs)
-        refuse_shape_first(cls.__name__, args[0] if args else None, None)
-        return new
+        at_once = len(args) >= 2 or "shape" in kwargs or any(map(_is_shape, args))
+        return new(*args, **kwargs) if at_once else new
 
     def make(self, key: Key, shape: tuple[int, ...], dtype: np.dtype) -> jax.Array:
         return jnp.full(shape, self.number, dtype)
@@ -100,8 +134,8 @@ class zeros_initializer(_Filled):
     """Zeros of any dtype.
 
     ``zeros_initializer()`` makes the initializer, as in TensorFlow 1;
-    ``zeros_initializer(key, shape, dtype)`` calls it at once, as in TensorFlow's first
-    releases and like ``jax.nn.initializers.zeros``.
+    ``zeros_initializer(shape, dtype)`` calls it at once, as in TensorFlow's first releases,
+    and so does ``zeros_initializer(key, shape, dtype)``, as ``jax.nn.initializers.zeros``.
 
     Example:
       >>> import jslices.tf1 as tf
@@ -148,6 +182,7 @@ class constant_initializer(Initializer):
              [2., 2.]], dtype=float32)
     """
 
+    draws = False
     value: TensorLike = 0
     dtype: DTypeLike = jnp.float32
     verify_shape: bool = False
@@ -178,7 +213,26 @@ class constant_initializer(Initializer):
 
 
 @dataclasses.dataclass(frozen=True)
-class random_normal_initializer(Initializer):
+class _Normal(Initializer):
+    """Numbers of a standard distribution, times ``stddev`` plus ``mean``."""
+
+    mean: float = 0.0
+    stddev: float = 1.0
+    seed: int | None = None
+    dtype: DTypeLike = jnp.float32
+
+    def make(self, key: Key, shape: tuple[int, ...], dtype: np.dtype) -> jax.Array:
+        self.check_is_float(dtype)
+        standard = self.standard(self.random_key(key), shape, dtype)
+        return (self.mean + self.stddev * standard).astype(dtype)
+
+    def standard(
+        self, key: jax.Array, shape: tuple[int, ...], dtype: np.dtype
+    ) -> jax.Array:
+        raise NotImplementedError
+
+
+class random_normal_initializer(_Normal):
     """Normal numbers.
 
     Example:
@@ -188,19 +242,10 @@ class random_normal_initializer(Initializer):
       True
     """
 
-    mean: float = 0.0
-    stddev: float = 1.0
-    seed: int | None = None
-    dtype: DTypeLike = jnp.float32
-
-    def make(self, key: Key, shape: tuple[int, ...], dtype: np.dtype) -> jax.Array:
-        self.check_is_float(dtype)
-        drawn = jax.random.normal(self.random_key(key), shape, dtype)
-        return (self.mean + self.stddev * drawn).astype(dtype)
+    standard = staticmethod(jax.random.normal)
 
 
-@dataclasses.dataclass(frozen=True)
-class truncated_normal_initializer(Initializer):
+class truncated_normal_initializer(_Normal):
     """Normal numbers no further than two standard deviations from the mean.
 
     Those beyond are drawn again, not clipped. ``stddev`` is that of the normal
@@ -213,15 +258,10 @@ class truncated_normal_initializer(Initializer):
       (Array(0.88, dtype=float32), True)
     """
 
-    mean: float = 0.0
-    stddev: float = 1.0
-    seed: int | None = None
-    dtype: DTypeLike = jnp.float32
-
-    def make(self, key: Key, shape: tuple[int, ...], dtype: np.dtype) -> jax.Array:
-        self.check_is_float(dtype)
-        drawn = jax.random.truncated_normal(self.random_key(key), -2, 2, shape, dtype)
-        return (self.mean + self.stddev * drawn).astype(dtype)
+    def standard(
+        self, key: jax.Array, shape: tuple[int, ...], dtype: np.dtype
+    ) -> jax.Array:
+        return jax.random.truncated_normal(key, -2, 2, shape, dtype)
 
 
 @dataclasses.dataclass(frozen=True)

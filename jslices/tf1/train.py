@@ -1,13 +1,129 @@
-"""Saving and restoring, as in ``tf.train``.
+"""Saving and restoring, as in ``tf.train``."""
 
-TensorFlow's ``Saver`` is given a session; this one is given the variables, a pytree::
+import os
+from collections.abc import Mapping, Sequence
+from typing import NoReturn
 
-    saver.save(variables, path, global_step)
-    variables = saver.restore(path)
-"""
+import jax
 
-from jslices.checkpoint import Saver as Saver
+import jslices as js
 from jslices.checkpoint import SaverDef as SaverDef
 from jslices.checkpoint import get_checkpoint_state as get_checkpoint_state
 from jslices.checkpoint import latest_checkpoint as latest_checkpoint
 from jslices.checkpoint import update_checkpoint_state as update_checkpoint_state
+from jslices.extend import PyTree
+from jslices.tf1._instead import missing
+
+
+class Saver(js.Saver):
+    """:class:`jslices.Saver` with TensorFlow's arguments in TensorFlow's order.
+
+    Where TensorFlow is given a session, ``save`` and ``restore`` are given the variables,
+    any pytree, and ``restore`` returns them.
+
+    Args:
+      builder, defer_build, write_version, filename: only TensorFlow's defaults.
+      allow_empty: True allows nothing to be saved; then nothing is, and ``save`` returns
+        None.
+
+    The other arguments are those of :class:`jslices.Saver`.
+
+    Example:
+      >>> import tempfile, jax.numpy as jnp, jslices.tf1 as tf
+      >>> variables = {"v1": jnp.ones(2), "v2": jnp.zeros(3)}
+      >>> saver = tf.train.Saver(["v1"])
+      >>> path = saver.save(variables, f"{tempfile.mkdtemp()}/my-model", global_step=0)
+      >>> saver.restore({"v1": jnp.zeros(2)}, path)
+      {'v1': Array([1., 1.], dtype=float32)}
+
+    Source: ``tf.train.Saver``.
+    """
+
+    def __init__(
+        self,
+        var_list: Sequence[str] | Mapping[str, str] | None = None,
+        reshape: bool = False,
+        sharded: bool = False,
+        max_to_keep: int | None = 5,
+        keep_checkpoint_every_n_hours: float = 10000.0,
+        name: str | None = None,
+        restore_sequentially: bool = False,
+        saver_def: SaverDef | None = None,
+        builder: None = None,
+        defer_build: bool = False,
+        allow_empty: bool = False,
+        write_version: int = 2,
+        pad_step_number: bool = False,
+        save_relative_paths: bool = False,
+        filename: None = None,
+    ) -> None:
+        theirs = {
+            "builder": builder,
+            "defer_build": defer_build,
+            "write_version": None if write_version in (1, 2) else write_version,
+            "filename": filename,
+        }
+        super().__init__(
+            var_list,
+            reshape,
+            sharded,
+            max_to_keep,
+            keep_checkpoint_every_n_hours,
+            saver_def=saver_def,
+            allow_empty=allow_empty,
+            pad_step_number=pad_step_number,
+            save_relative_paths=save_relative_paths,
+            **{key: value for key, value in theirs.items() if value},  # type: ignore[arg-type]
+        )
+        self._may_be_empty = allow_empty
+        self._holds_nothing = var_list is not None and not var_list
+
+    def save(  # type: ignore[override]
+        self,
+        sess: PyTree,
+        save_path: str | os.PathLike[str],
+        global_step: int | str | jax.Array | None = None,
+        latest_filename: str | None = None,
+        meta_graph_suffix: str = "meta",
+        write_meta_graph: bool = True,
+        write_state: bool = True,
+    ) -> str | None:
+        """Save the variables ``sess``; see :meth:`jslices.Saver.save`.
+
+        There is no graph, and so no file of it: the arguments for it change nothing.
+
+        Returns:
+          The path for :meth:`restore`; None if ``allow_empty`` and there are no variables.
+        """
+        nothing = self._holds_nothing or not jax.tree.leaves(sess)
+        if self._may_be_empty and nothing:
+            return None
+        options = global_step, latest_filename, write_state
+        return super().save(sess, save_path, *options)
+
+    def restore(  # type: ignore[override]
+        self, sess: PyTree, save_path: str | os.PathLike[str]
+    ) -> PyTree:
+        """The variables saved at ``save_path``; see :meth:`jslices.Saver.restore`.
+
+        Args:
+          sess: the variables to restore into, as for :meth:`save`; None for all that were
+            saved.
+          save_path: what :meth:`save` or ``latest_checkpoint`` returned.
+
+        Returns:
+          The restored variables, like ``sess``, which is unchanged.
+
+        Raises:
+          TypeError: if the path comes first.
+        """
+        if isinstance(sess, str | os.PathLike):
+            raise TypeError(
+                "tf.train.Saver.restore wants the variables first, where TensorFlow has "
+                f"the session: restore(variables, {os.fspath(sess)!r})"
+            )
+        return super().restore(save_path, sess)
+
+
+def __getattr__(name: str) -> NoReturn:
+    raise missing(__name__, name)

@@ -1,0 +1,204 @@
+"""Random numbers that ``init`` draws, and ``apply`` never does.
+
+``tf.Variable(tf.random_normal([5, 5]))`` draws when ``init`` makes the variable, with the
+key given to ``init``. ``apply``, which has the variable and no key, never draws: there
+``tf.random_normal`` is a lazy value that has a shape and a dtype, and nothing more.
+"""
+
+from collections.abc import Callable, Sequence
+
+import jax
+import numpy as np
+from jax.typing import DTypeLike
+
+from jslices import is_slices
+from jslices.extend import called_by_any_jax_operator
+from jslices.tf1._arrays import ArrayOperators, MaybeLazy, TensorLike, TensorShape, plain
+from jslices.tf1._run import (
+    DrawId,
+    Initialization,
+    current_initialization,
+    current_run_or_none,
+)
+
+
+class Draw:
+    """One draw of random numbers: the same numbers throughout a run.
+
+    Which numbers, is decided by the first variable that begins with it.
+    """
+
+    def __init__(
+        self,
+        what: str,
+        sample: Callable[[jax.Array], jax.Array],
+        seed: int | None,
+        seeded_key: jax.Array | None,
+    ) -> None:
+        self._what, self._sample = what, sample
+        self._seed, self._seeded_key = seed, seeded_key
+        self._id: DrawId | None = None
+
+    def bind(self, variable: Initialization) -> DrawId:
+        """Bind the draw to a variable, unless it is bound."""
+        if self._id is None:
+            self._id = variable.next_lazy_draw()
+        return self._id
+
+    def __call__(self) -> jax.Array:
+        if self._seed is not None:
+            return self._sample(jax.random.key(self._seed))
+        variable = current_initialization()
+        if variable is None and self._seeded_key is not None:
+            return self._sample(self._seeded_key)
+        if variable is None:  # in init as in apply, which has no key
+            raise RuntimeError(
+                f"{self._what} draws only the initial value of a variable, to which "
+                "operators may be applied. Here its value was needed for something else, "
+                "and apply has no key to draw with. To initialize a variable with another "
+                "function of it, write tf.Variable(lambda: ...) with the call of "
+                f"{self._what} inside. For new numbers in every call, take a key as an "
+                f"argument and write {of_jax(self._what)}(key, ...); for the same numbers "
+                "always, pass seed="
+            )
+        return self._sample(some_key(self._what, variable, self.bind(variable)))
+
+
+def of_jax(what: str) -> str:
+    """The name of JAX's function, which takes a key."""
+    name = what.removeprefix("random_").removesuffix("_initializer")
+    return f"jax.random.{name}" if hasattr(jax.random, name) else "jax.random.normal"
+
+
+def some_key(what: str, variable: Initialization, draw: DrawId) -> jax.Array:
+    """The key of a draw, or an error if the run has no key."""
+    key = variable.key_of(draw)
+    if key is None:
+        raise ValueError(
+            f"{what} draws random numbers and got no key; pass jax.random.key(0) to init "
+            "instead of None, or seed= to the call"
+        )
+    return key
+
+
+class LazyValue(ArrayOperators):
+    """An array that will be made later, of this shape and dtype.
+
+    Operators, indexing, ``astype`` and ``reshape`` give another lazy value; everything
+    else, the functions of ``jax.numpy`` included, needs the array itself. ``again``: it was
+    computed from numbers only, so that it can be made again.
+    """
+
+    is_lazy = True
+
+    def __init__(
+        self,
+        make: Callable[[], jax.Array],
+        draws: Sequence[Draw],
+        shape: tuple[int, ...],
+        dtype: np.dtype,
+        again: bool = True,
+    ) -> None:
+        self._make, self._draws = make, tuple(dict.fromkeys(draws))
+        self.shape, self.dtype, self.again = shape, dtype, again
+
+    @property
+    def ndim(self) -> int:
+        """The number of axes."""
+        return len(self.shape)
+
+    def get_shape(self) -> TensorShape:
+        """The shape, by TensorFlow's older name."""
+        return TensorShape(self.shape)
+
+    def value(self) -> jax.Array:
+        """The array.
+
+        Raises:
+          RuntimeError: unless a variable begins with it, or it was made with a seed.
+        """
+        return self._make()
+
+    def bind(self, name: str) -> None:
+        """Make it the initial value of this variable, in ``init`` and in ``apply``."""
+        variable = Initialization(None, name)
+        for draw in self._draws:
+            draw.bind(variable)
+
+    def astype(self, dtype: DTypeLike) -> "LazyValue":
+        """The same values in another dtype."""
+        return self._operate(lambda x: x.astype(dtype), self)
+
+    def reshape(self, *shape: int | Sequence[int]) -> "LazyValue":
+        """The same values in another shape."""
+        return self._operate(lambda x: x.reshape(*shape), self)
+
+    def __repr__(self) -> str:
+        return f"<js value made by init, shape={self.shape} dtype={self.dtype}>"
+
+    def __jax_array__(self) -> MaybeLazy:
+        # `array * lazy` must reach __rmul__.
+        return self if called_by_any_jax_operator() else self.value()
+
+    def _operate(
+        self, function: Callable[..., MaybeLazy], *operands: TensorLike
+    ) -> MaybeLazy:
+        if any(map(is_slices, operands)):
+            return NotImplemented
+        operands = tuple(x if isinstance(x, LazyValue) else plain(x) for x in operands)
+        lazy = [x for x in operands if isinstance(x, LazyValue)]
+
+        def run(arrays: Sequence[jax.Array]) -> jax.Array:
+            rest = iter(arrays)
+            values = [next(rest) if isinstance(x, LazyValue) else x for x in operands]
+            return function(*values)
+
+        out = jax.eval_shape(run, [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in lazy])
+        others = [x for x in operands if not isinstance(x, LazyValue)]
+        again = all(x.again for x in lazy) and not any(
+            isinstance(x, jax.Array | np.ndarray) for x in jax.tree.leaves(others)
+        )
+        draws = [draw for x in lazy for draw in x._draws]
+        make = lambda: run([x.value() for x in lazy])  # noqa: E731
+        return LazyValue(make, draws, tuple(out.shape), np.dtype(out.dtype), again)
+
+
+# So that jnp.sum(x) and jax.jit(f)(x) accept one: they see the array.
+jax.tree_util.register_pytree_node(
+    LazyValue, lambda x: ((x.value(),), None), lambda _, children: children[0]
+)
+
+
+def can_draw() -> bool:
+    """True in a transformed function, and where the initial value of a variable is made."""
+    return current_initialization() is not None or current_run_or_none() is not None
+
+
+def drawn(
+    what: str,
+    sample: Callable[[jax.Array], jax.Array],
+    shape: tuple[int, ...],
+    dtype: np.dtype,
+    seed: int | None,
+    again: bool,
+) -> MaybeLazy:
+    """The result of ``what``: lazy in a transformed function, elsewhere an array.
+
+    ``again``: the numbers can be drawn again, as ``sample`` holds no arrays.
+
+    Raises:
+      RuntimeError: outside of a transformed function, without a seed.
+    """
+    variable, run = current_initialization(), current_run_or_none()
+    if variable is None and run is not None:
+        draw = Draw(what, sample, seed, run.next_seeded_key())
+        return LazyValue(draw, (draw,), shape, dtype, again)
+    if seed is not None:
+        return sample(jax.random.key(seed))
+    if variable is not None:
+        return sample(some_key(what, variable, variable.next_draw()))
+    raise RuntimeError(
+        f"{what} was called outside of a transformed function, where there is no key. Put "
+        "the call into the function that you give to jslices.tf1.transform; or pass seed=; "
+        f"or draw with {of_jax(what)}(key, ...)"
+    )
