@@ -4,21 +4,20 @@ What moves is in ``_exchange/rows.py``.
 """
 
 import dataclasses
+import inspect
 import math
-from typing import Literal
+from typing import Annotated, Literal
 
 import numpy as np
 from jax.sharding import AxisType
 
+from jslices._arguments import Number, OneOf, check_arguments
 from jslices._errors import InvalidArgumentError
 from jslices._place.boundary import mesh_of, split_along
 from jslices._place.placement import Placement
 from jslices._typing import Aval
 
 Way = Literal["all_to_all", "gather"]
-
-PLANS = ("auto", "all_to_all", "gather")
-OVERFLOWS = ("gather", "nan")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,7 +47,7 @@ class Exchange:
 
     Raises:
       InvalidArgumentError: for an unknown ``plan`` or ``overflow``, no axis, or a
-        ``capacity`` that is not positive.
+        ``capacity`` that is not a positive, finite number.
 
     Cost: each device receives ``(N - 1) * C`` ids and twice as many rows, C being k for
     ``"gather"``, and ``capacity * k / N`` for ``"all_to_all"``. Where rows are repeated
@@ -64,28 +63,18 @@ class Exchange:
     """
 
     axis: str | tuple[str, ...]
-    plan: str = "auto"
-    capacity: float = 2.0
-    overflow: str = "gather"
+    plan: Annotated[str, OneOf("auto", "all_to_all", "gather")] = "auto"
+    capacity: Annotated[float, Number(above=0)] = 2.0
+    overflow: Annotated[str, OneOf("gather", "nan")] = "gather"
 
     def __post_init__(self) -> None:
-        if not self.axes or not all(isinstance(name, str) for name in self.axes):
+        check_arguments("Exchange", inspect.get_annotations(Exchange), vars(self))
+        several = isinstance(self.axis, str | tuple | list)
+        names = several and all(isinstance(name, str) and name for name in self.axes)
+        if not names or not self.axes or len(set(self.axes)) < len(self.axes):
             raise InvalidArgumentError(
                 f"Exchange(axis={self.axis!r}): it must be the name of a mesh axis, or "
-                "several, along which the rows of the table are split"
-            )
-        if self.plan not in PLANS:
-            raise InvalidArgumentError(
-                f"Exchange(plan={self.plan!r}): it must be one of {PLANS}"
-            )
-        if self.overflow not in OVERFLOWS:
-            raise InvalidArgumentError(
-                f"Exchange(overflow={self.overflow!r}): it must be one of {OVERFLOWS}"
-            )
-        if not self.capacity > 0:
-            raise InvalidArgumentError(
-                f"Exchange(capacity={self.capacity!r}): it must be positive; 2 is room for "
-                "twice the ids that each pair of devices has in the mean"
+                "several, each once, along which the rows of the table are split"
             )
 
     @property

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
+from jslices._arguments import OneOf
 from jslices._lookup.embedding import Tables, as_tables, check_strategy, read_rows
 from jslices._place.boundary import by_first_axis, looked_up, on_any_mesh
 from jslices._rows.access import canonical_indices, per_row, static_int, where_rows
@@ -22,7 +23,7 @@ BagsOfIds: TypeAlias = Any
 #: A matrix of ``jax.experimental.sparse``, which takes long to import.
 Bcoo: TypeAlias = Any
 
-COMBINERS = ("mean", "sum", "sqrtn", "max")
+COMBINER = OneOf("mean", "sum", "sqrtn", "max")
 FORMS = (
     "an array [*B, L] (with a mask: (ids, mask)), (values, segment_ids, num_segments), "
     "(values, row_splits), or a BCOO matrix of ids"
@@ -469,10 +470,7 @@ def _largest(rows: jax.Array, segments: jax.Array, count: int) -> jax.Array:
 
 def _check(combiner: str | None, strategy: str, mode: str, caller: str) -> str:
     combiner = "mean" if combiner is None else combiner
-    if combiner not in COMBINERS:
-        raise ValueError(
-            f"{caller} got combiner={combiner!r}; it must be one of {COMBINERS}"
-        )
+    COMBINER.check(caller, "combiner", combiner)
     check_mode(mode, caller)
     check_strategy(strategy, caller)
     return combiner

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
+from jslices._arguments import OneOf
 from jslices._densify import current_user_line
 from jslices._lookup.mark import mark_table
 from jslices._place.boundary import looked_up, on_any_mesh
@@ -19,7 +20,7 @@ from jslices._rows.ids import as_ids, check_mode, on_host, refuse_bad_ids, settl
 #: A table, or its shards.
 Tables = jax.Array | Sequence[jax.Array]
 
-STRATEGIES = ("mod", "div")
+STRATEGY = OneOf("mod", "div")
 
 
 def embedding_lookup(
@@ -251,10 +252,7 @@ def as_tables(params: Tables, caller: str) -> list[jax.Array]:
 
 
 def check_strategy(strategy: str, caller: str) -> None:
-    if strategy not in STRATEGIES:
-        raise ValueError(
-            f"{caller} got partition_strategy={strategy!r}; it must be one of {STRATEGIES}"
-        )
+    STRATEGY.check(caller, "partition_strategy", strategy)
 
 
 def _num_ids(heights: Sequence[int], strategy: str, caller: str, mode: str) -> int:

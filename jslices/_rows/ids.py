@@ -9,11 +9,12 @@ import numpy as np
 from jax.experimental import checkify
 from jax.typing import ArrayLike
 
+from jslices._arguments import OneOf
 from jslices._rows.access import canonical_indices, in_32_bits, index_dtype, static_int
 
 #: What becomes of an id outside ``[0, V)``. As in JAX, "fill" and "drop" are one mode: a
 #: read fills, a write drops.
-MODES = ("fill", "drop", "clip", "promise_in_bounds", "check")
+MODE = OneOf("fill", "drop", "clip", "promise_in_bounds", "check")
 
 
 class IdOutOfRangeError(IndexError, ValueError):
@@ -58,8 +59,7 @@ def check_ids(ids: ArrayLike, num_rows: int) -> Any:
 
 
 def check_mode(mode: str, caller: str) -> None:
-    if mode not in MODES:
-        raise ValueError(f"{caller} got mode={mode!r}; it must be one of {MODES}")
+    MODE.check(caller, "mode", mode)
 
 
 def as_ids(ids: ArrayLike, caller: str, name: str = "ids") -> jax.Array:

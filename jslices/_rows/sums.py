@@ -24,6 +24,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 
 from jslices import _jax
+from jslices._arguments import OneOf
 from jslices._rows.access import (
     add_distinct_rows,
     canonical_indices,
@@ -44,6 +45,7 @@ COMBINERS: dict[str, Callable[[jax.Array], jax.Array] | None] = {
     "mean": lambda n: n,
     "sqrtn": jnp.sqrt,
 }
+COMBINER = OneOf(*COMBINERS)
 
 #: Entries of a run are summed within blocks of so many. So few or fewer make one block.
 BLOCK, ONE_BLOCK = 16, 1024
@@ -142,8 +144,7 @@ _compiled_sum = jax.jit(_sum_duplicates, static_argnums=(2, 3, 4, 5))
 
 def check_combine(combine: str, dtype: jnp.dtype) -> None:
     """Refuses an unknown way to combine, and fractions of integers."""
-    if combine not in COMBINERS:
-        raise ValueError(f"combine={combine!r}: it must be one of {tuple(COMBINERS)}")
+    COMBINER.check("coalesce", "combine", combine)
     if combine != "sum" and not jnp.issubdtype(dtype, jnp.inexact):
         raise TypeError(
             f"combine={combine!r} divides, and these rows are {dtype}; cast them first: "

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
+from jslices._arguments import OneOf
 from jslices._place.boundary import like_first, on_any_mesh, row_major_array
 from jslices._rows.ids import as_ids, check_mode, refuse_bad_ids, settle
 from jslices._scatter.kernels import KERNELS
@@ -228,8 +229,7 @@ def apply_slices(
             f"apply_slices wants IndexedSlices, got {type(slices).__name__}; for arrays "
             "there is scatter_add(ref, indices, updates)"
         )
-    if op not in KERNELS:
-        raise ValueError(f"apply_slices got op={op!r}; it must be one of {list(KERNELS)}")
+    OneOf(*KERNELS).check("apply_slices", "op", op)
     caller = f"apply_slices(op={op!r})"
     check_slices(slices)
     ref = as_ref(ref, caller)

@@ -6,6 +6,13 @@ import jax
 import jax.numpy as jnp
 
 from jslices._typing import PyTree
+from jslices.optim.engine.arguments import (
+    Decay,
+    LearningRate,
+    NotNegative,
+    Untouched,
+    WeightDecay,
+)
 from jslices.optim.engine.constructors import optimizer
 from jslices.optim.engine.missed import Missed, MissedSteps, fading
 from jslices.optim.engine.protocol import GradientTransformation
@@ -16,10 +23,8 @@ from jslices.optim.engine.rule import (
     Schedule,
     Step,
     check_fading,
-    check_learning_rate,
     decayed,
     decays,
-    is_exact,
     scaled,
     with_decay,
     zeros,
@@ -38,13 +43,13 @@ class AdadeltaState(NamedTuple):
 
 @optimizer
 def adadelta(
-    learning_rate: Scalar | Schedule,
-    rho: Scalar = 0.9,
-    eps: Scalar = 1e-6,
-    weight_decay: Scalar | Schedule = 0.0,
+    learning_rate: LearningRate = 1.0,
+    rho: Decay = 0.9,
+    eps: NotNegative = 1e-6,
+    weight_decay: WeightDecay = 0.0,
     weight_decay_mask: PyTree = None,
     *,
-    untouched: str = "lazy",
+    untouched: Untouched = "lazy",
 ) -> GradientTransformation:
     """Adadelta, for every touched row::
 
@@ -88,11 +93,11 @@ def adadelta(
       Array([0. , 0. , 0. , 0.1, 0. ], dtype=float32)
 
     Source: Zeiler, 2012; ``optax.adadelta``, with its names and defaults; dense gradients
-    give its result. TensorFlow's defaults are ``rho=0.95``, ``eps=1e-8`` and a learning
-    rate of 0.001.
+    give its result. Its default for the learning rate, None, is 1 as well, but without the
+    minus sign: ``optax.adadelta()`` climbs. TensorFlow's defaults are ``rho=0.95``,
+    ``eps=1e-8`` and a learning rate of 0.001.
     """
-    check_learning_rate("adadelta", learning_rate)
-    exact = is_exact("adadelta", untouched)
+    exact = untouched == "exact"
     if exact and decays(weight_decay):
         raise ValueError(
             'adadelta(untouched="exact") takes no weight_decay: it is part of the gradient '

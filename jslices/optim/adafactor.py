@@ -13,6 +13,17 @@ from jax.typing import DTypeLike
 from jslices._place.boundary import filled_like
 from jslices._slices import IndexedSlices
 from jslices._typing import Leaf, PyTree
+from jslices.optim.engine.arguments import (
+    Count,
+    Decay,
+    LearningRate,
+    NotNegative,
+    Positive,
+    StateDtype,
+    Untouched,
+    WeightDecay,
+    Whole,
+)
 from jslices.optim.engine.constructors import optimizer
 from jslices.optim.engine.protocol import GradientTransformation
 from jslices.optim.engine.rule import (
@@ -21,7 +32,6 @@ from jslices.optim.engine.rule import (
     Schedule,
     Step,
     check_lazy,
-    check_learning_rate,
     decayed,
     per_row,
     row_mean,
@@ -45,20 +55,20 @@ class AdafactorState(NamedTuple):
 
 @optimizer
 def adafactor(
-    learning_rate: Scalar | Schedule | None = None,
-    min_dim_size_to_factor: int = 128,
-    decay_rate: float = 0.8,
-    decay_offset: int = 0,
+    learning_rate: LearningRate | None = None,
+    min_dim_size_to_factor: Count = 128,
+    decay_rate: NotNegative = 0.8,
+    decay_offset: Whole = 0,
     multiply_by_parameter_scale: bool = True,
-    clipping_threshold: float | None = 1.0,
-    momentum: float | None = None,
-    dtype_momentum: DTypeLike = jnp.float32,
-    weight_decay_rate: Scalar | Schedule | None = None,
-    eps: float = 1e-30,
+    clipping_threshold: Positive | None = 1.0,
+    momentum: Decay | None = None,
+    dtype_momentum: StateDtype = jnp.float32,
+    weight_decay_rate: WeightDecay | None = None,
+    eps: NotNegative = 1e-30,
     factored: bool = True,
     weight_decay_mask: PyTree = None,
     *,
-    untouched: str = "lazy",
+    untouched: Untouched = "lazy",
 ) -> GradientTransformation:
     """Adafactor: gradients divided by the root of a second moment that is kept in factors.
 
@@ -117,8 +127,6 @@ def adafactor(
     Source: Shazeer and Stern, 2018; ``optax.adafactor``, with its names and defaults; dense
     gradients give its result.
     """
-    if learning_rate is not None:
-        check_learning_rate("adafactor", learning_rate)
     check_lazy("adafactor", untouched, "as what a row misses depends on all the others")
     axes_of = partial(factored_axes, factored, min_dim_size_to_factor)
     starts: dict[str, Callable[[jax.Array], jax.Array]] = {
@@ -157,14 +165,14 @@ class _Arithmetic:
 
     axes_of: Callable[[tuple[int, ...]], tuple[int, int] | None]
     learning_rate: Scalar | Schedule | None
-    decay_rate: float
+    decay_rate: Scalar
     decay_offset: int
     multiply_by_parameter_scale: bool
-    clipping_threshold: float | None
-    momentum: float | None
+    clipping_threshold: Scalar | None
+    momentum: Scalar | None
     dtype_momentum: DTypeLike
     weight_decay_rate: Scalar | Schedule | None
-    eps: float
+    eps: Scalar
 
     def rule(self, state: Mapping[str, Callable[[jax.Array], jax.Array]]) -> Rule:
         return Rule(

@@ -6,17 +6,14 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jslices.optim.engine.arguments import LearningRate, NotNegative, Untouched
 from jslices.optim.engine.constructors import optimizer
 from jslices.optim.engine.protocol import GradientTransformation
 from jslices.optim.engine.rule import (
     Kernel,
     Rule,
-    Scalar,
-    Schedule,
     Step,
-    check_learning_rate,
     full,
-    is_exact,
     scaled,
 )
 from jslices.optim.engine.transformation import transformation
@@ -31,11 +28,11 @@ class AdagradState(NamedTuple):
 
 @optimizer
 def adagrad(
-    learning_rate: Scalar | Schedule,
-    initial_accumulator_value: Scalar = 0.1,
-    eps: Scalar = 1e-7,
+    learning_rate: LearningRate,
+    initial_accumulator_value: NotNegative = 0.1,
+    eps: NotNegative = 1e-7,
     *,
-    untouched: str = "lazy",
+    untouched: Untouched = "lazy",
 ) -> GradientTransformation:
     """Adagrad: ``s += g**2``, then ``p -= lr * g / sqrt(s + eps)``.
 
@@ -66,8 +63,7 @@ def adagrad(
     TensorFlow's ``AdagradOptimizer`` has no ``eps``, PyTorch's starts from 0 and adds
     1e-10 outside the root.
     """
-    check_learning_rate("adagrad", learning_rate)
-    is_exact("adagrad", untouched)
+    del untouched  # the same in both forms
 
     def update(step: Step) -> Kernel:
         size = step.size(learning_rate)

@@ -4,9 +4,15 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax.typing import DTypeLike
 
+from jslices.optim.engine.arguments import (
+    Decay,
+    EpsHat,
+    LearningRate,
+    NotNegative,
+    StateDtype,
+    Untouched,
+)
 from jslices.optim.engine.constructors import optimizer
 from jslices.optim.engine.missed import Missed, MissedSteps, fading, step_moments, two_steps
 from jslices.optim.engine.protocol import GradientTransformation
@@ -17,9 +23,7 @@ from jslices.optim.engine.rule import (
     Schedule,
     Step,
     check_fading,
-    check_learning_rate,
     decayed,
-    is_exact,
     scaled,
     zeros,
 )
@@ -37,16 +41,16 @@ class AdamState(NamedTuple):
 
 @optimizer
 def adam(
-    learning_rate: Scalar | Schedule,
-    b1: Scalar = 0.9,
-    b2: Scalar = 0.999,
-    eps: Scalar = 1e-8,
-    eps_root: Scalar = 0.0,
-    mu_dtype: DTypeLike | None = None,
+    learning_rate: LearningRate,
+    b1: Decay = 0.9,
+    b2: Decay = 0.999,
+    eps: NotNegative = 1e-8,
+    eps_root: NotNegative = 0.0,
+    mu_dtype: StateDtype | None = None,
     *,
     nesterov: bool = False,
-    eps_hat: bool = False,
-    untouched: str = "lazy",
+    eps_hat: EpsHat = False,
+    untouched: Untouched = "lazy",
 ) -> GradientTransformation:
     """Adam. At step t (from 1), for every touched row::
 
@@ -97,9 +101,7 @@ def adam(
     row at every step. Exact has no model elsewhere: the sum over the
     missed steps is closed but for ``eps``, and taken by Gauss' quadrature with two nodes.
     """
-    check_learning_rate("adam", learning_rate)
-    check_eps_hat("adam", eps_hat)
-    exact = is_exact("adam", untouched)
+    exact = untouched == "exact"
 
     def update(step: Step) -> Kernel:
         size = step.size(learning_rate)
@@ -118,15 +120,6 @@ def adam(
         )
     rule = Rule({"mu": zeros(mu_dtype), "nu": zeros()}, update, missed=missed)
     return transformation(AdamState, rule)
-
-
-def check_eps_hat(name: str, eps_hat: bool) -> None:
-    """Refuse the number that ``eps`` is."""
-    if not isinstance(eps_hat, bool | np.bool_):
-        raise TypeError(
-            f"{name}(eps_hat={eps_hat!r}): wanted True or False, for which root eps stands "
-            f"beside; for the number type {name}(..., eps={eps_hat!r}, eps_hat=True)"
-        )
 
 
 def adam_direction(

@@ -3,10 +3,19 @@
 from typing import Any
 
 import jax
-from jax.typing import DTypeLike
 
 from jslices._typing import PyTree
-from jslices.optim.adam import AdamState, adam_direction, adam_missed, check_eps_hat
+from jslices.optim.adam import AdamState, adam_direction, adam_missed
+from jslices.optim.engine.arguments import (
+    Decay,
+    DecayMode,
+    EpsHat,
+    LearningRate,
+    NotNegative,
+    StateDtype,
+    Untouched,
+    WeightDecay,
+)
 from jslices.optim.engine.constructors import optimizer
 from jslices.optim.engine.missed import Missed, MissedSteps
 from jslices.optim.engine.protocol import GradientTransformation
@@ -17,9 +26,7 @@ from jslices.optim.engine.rule import (
     Schedule,
     Step,
     check_decay,
-    check_learning_rate,
     decays_missed_steps,
-    is_exact,
     scaled,
     with_decay,
     zeros,
@@ -29,19 +36,19 @@ from jslices.optim.engine.transformation import transformation
 
 @optimizer
 def adamw(
-    learning_rate: Scalar | Schedule,
-    b1: Scalar = 0.9,
-    b2: Scalar = 0.999,
-    eps: Scalar = 1e-8,
-    eps_root: Scalar = 0.0,
-    mu_dtype: DTypeLike | None = None,
-    weight_decay: Scalar | Schedule = 1e-4,
+    learning_rate: LearningRate,
+    b1: Decay = 0.9,
+    b2: Decay = 0.999,
+    eps: NotNegative = 1e-8,
+    eps_root: NotNegative = 0.0,
+    mu_dtype: StateDtype | None = None,
+    weight_decay: WeightDecay = 1e-4,
     mask: PyTree = None,
     *,
     nesterov: bool = False,
-    eps_hat: bool = False,
-    untouched: str = "lazy",
-    weight_decay_mode: str | None = None,
+    eps_hat: EpsHat = False,
+    untouched: Untouched = "lazy",
+    weight_decay_mode: DecayMode | None = None,
 ) -> GradientTransformation:
     """AdamW: the step of :func:`jslices.adam`, and ``p -= lr * weight_decay * p``.
 
@@ -89,10 +96,8 @@ def adamw(
     gradients give its result. The modes are FBGEMM's ``DECOUPLE`` and ``DECOUPLE_GLOBAL``.
     PyTorch's decays by 1e-2 and refuses sparse gradients, Keras' by 4e-3.
     """
-    check_learning_rate("adamw", learning_rate)
-    check_eps_hat("adamw", eps_hat)
-    exact = is_exact("adamw", untouched)
-    everywhere = decays_missed_steps("adamw", weight_decay_mode, exact)
+    exact = untouched == "exact"
+    everywhere = decays_missed_steps(weight_decay_mode, exact)
 
     def rule(rate: Scalar | Schedule) -> Rule:
         def update(step: Step) -> Kernel:

@@ -4,21 +4,23 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.typing import DTypeLike
 
+from jslices.optim.engine.arguments import (
+    Decay,
+    LearningRate,
+    NotNegative,
+    StateDtype,
+    Untouched,
+)
 from jslices.optim.engine.constructors import optimizer
 from jslices.optim.engine.missed import Missed, MissedSteps, fading, momentum_series
 from jslices.optim.engine.protocol import GradientTransformation
 from jslices.optim.engine.rule import (
     Kernel,
     Rule,
-    Scalar,
-    Schedule,
     Step,
     check_fading,
-    check_learning_rate,
     decayed,
-    is_exact,
     scaled,
     zeros,
 )
@@ -37,16 +39,16 @@ class AmsgradState(NamedTuple):
 
 @optimizer
 def amsgrad(
-    learning_rate: Scalar | Schedule,
-    b1: Scalar = 0.9,
-    b2: Scalar = 0.999,
-    eps: Scalar = 1e-8,
-    eps_root: Scalar = 0.0,
-    mu_dtype: DTypeLike | None = None,
+    learning_rate: LearningRate,
+    b1: Decay = 0.9,
+    b2: Decay = 0.999,
+    eps: NotNegative = 1e-8,
+    eps_root: NotNegative = 0.0,
+    mu_dtype: StateDtype | None = None,
     bias_correction_mu: bool = True,
     bias_correction_nu: bool = True,
     *,
-    untouched: str = "lazy",
+    untouched: Untouched = "lazy",
 ) -> GradientTransformation:
     """AMSGrad. At step t (from 1), for every touched row::
 
@@ -89,8 +91,7 @@ def amsgrad(
     dense gradients give its result. PyTorch's keeps the largest *uncorrected* ``nu``, and
     its ``SparseAdam`` has no AMSGrad; nor has TensorFlow's ``LazyAdam``.
     """
-    check_learning_rate("amsgrad", learning_rate)
-    exact = is_exact("amsgrad", untouched)
+    exact = untouched == "exact"
 
     def update(step: Step) -> Kernel:
         size = step.size(learning_rate)

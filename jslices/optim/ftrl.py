@@ -5,16 +5,14 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jslices.optim.engine.arguments import NotNegative, NotPositive, PositiveRate, Untouched
 from jslices.optim.engine.constructors import optimizer
 from jslices.optim.engine.protocol import GradientTransformation
 from jslices.optim.engine.rule import (
     Kernel,
     Rule,
-    Scalar,
-    Schedule,
     Step,
     check_lazy,
-    check_learning_rate,
     full,
     value_at,
     zeros,
@@ -32,14 +30,14 @@ class FtrlState(NamedTuple):
 
 @optimizer
 def ftrl(
-    learning_rate: Scalar | Schedule,
-    learning_rate_power: float = -0.5,
-    initial_accumulator_value: float = 0.1,
-    l1_regularization_strength: float = 0.0,
-    l2_regularization_strength: float = 0.0,
-    l2_shrinkage_regularization_strength: float = 0.0,
+    learning_rate: PositiveRate,
+    learning_rate_power: NotPositive = -0.5,
+    initial_accumulator_value: NotNegative = 0.1,
+    l1_regularization_strength: NotNegative = 0.0,
+    l2_regularization_strength: NotNegative = 0.0,
+    l2_shrinkage_regularization_strength: NotNegative = 0.0,
     *,
-    untouched: str = "lazy",
+    untouched: Untouched = "lazy",
 ) -> GradientTransformation:
     """FTRL-Proximal, for every touched row, with ``y = -learning_rate_power``::
 
@@ -85,22 +83,7 @@ def ftrl(
     Source: McMahan et al., 2013; TensorFlow's ``FtrlOptimizer``, with its names, defaults
     and results. Optax has none.
     """
-    check_learning_rate("ftrl", learning_rate)
     check_lazy("ftrl", untouched, "as a dense step computes rows anew from linear")
-    not_negative = {
-        "initial_accumulator_value": initial_accumulator_value,
-        "l1_regularization_strength": l1_regularization_strength,
-        "l2_regularization_strength": l2_regularization_strength,
-        "l2_shrinkage_regularization_strength": l2_shrinkage_regularization_strength,
-    }
-    wrong = [f"{name}={value}" for name, value in not_negative.items() if not value >= 0]
-    if not learning_rate_power <= 0:
-        wrong.insert(0, f"learning_rate_power={learning_rate_power}")
-    if wrong:
-        raise ValueError(
-            f"ftrl got {', '.join(wrong)}; learning_rate_power must be at most 0, the "
-            "others at least 0"
-        )
     l1, l2 = l1_regularization_strength, l2_regularization_strength
     shrinkage, power = l2_shrinkage_regularization_strength, -learning_rate_power
 

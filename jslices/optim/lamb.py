@@ -8,6 +8,13 @@ import jax.numpy as jnp
 
 from jslices._typing import PyTree
 from jslices.optim.adam import adam_direction
+from jslices.optim.engine.arguments import (
+    Decay,
+    LearningRate,
+    NotNegative,
+    Untouched,
+    WeightDecay,
+)
 from jslices.optim.engine.constructors import optimizer
 from jslices.optim.engine.protocol import GradientTransformation
 from jslices.optim.engine.rule import (
@@ -17,7 +24,6 @@ from jslices.optim.engine.rule import (
     Schedule,
     Step,
     check_lazy,
-    check_learning_rate,
     per_row,
     scaled,
     with_decay,
@@ -36,15 +42,15 @@ class LambState(NamedTuple):
 
 @optimizer
 def lamb(
-    learning_rate: Scalar | Schedule,
-    b1: Scalar = 0.9,
-    b2: Scalar = 0.999,
-    eps: Scalar = 1e-6,
-    eps_root: Scalar = 0.0,
-    weight_decay: Scalar | Schedule = 0.0,
+    learning_rate: LearningRate,
+    b1: Decay = 0.9,
+    b2: Decay = 0.999,
+    eps: NotNegative = 1e-6,
+    eps_root: NotNegative = 0.0,
+    weight_decay: WeightDecay = 0.0,
     mask: PyTree = None,
     *,
-    untouched: str = "lazy",
+    untouched: Untouched = "lazy",
 ) -> GradientTransformation:
     """LAMB: with Adam's direction ``u`` plus ``weight_decay * p``, ``p -= lr * r * u``.
 
@@ -89,7 +95,6 @@ def lamb(
     give its result. A ratio for each row is ``PARTIAL_ROWWISE_LAMB`` of FBGEMM (which also
     keeps one second moment for each row).
     """
-    check_learning_rate("lamb", learning_rate)
     check_lazy("lamb", untouched, "as what a row misses depends on its own path")
 
     def rule(rate: Scalar | Schedule) -> Rule:

@@ -4,9 +4,17 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.typing import DTypeLike
 
 from jslices._typing import PyTree
+from jslices.optim.engine.arguments import (
+    Decay,
+    DecayMode,
+    LearningRate,
+    Momentum,
+    StateDtype,
+    Untouched,
+    WeightDecay,
+)
 from jslices.optim.engine.constructors import optimizer
 from jslices.optim.engine.missed import Missed, MissedSteps, fading
 from jslices.optim.engine.protocol import GradientTransformation
@@ -18,11 +26,9 @@ from jslices.optim.engine.rule import (
     Step,
     check_decay,
     check_fading,
-    check_learning_rate,
     decayed,
     decays,
     decays_missed_steps,
-    is_exact,
     scaled,
     with_decay,
     zeros,
@@ -40,15 +46,15 @@ class LionState(NamedTuple):
 
 @optimizer
 def lion(
-    learning_rate: Scalar | Schedule,
-    b1: Scalar = 0.9,
-    b2: Scalar = 0.99,
-    mu_dtype: DTypeLike | None = None,
-    weight_decay: Scalar | Schedule = 1e-3,
+    learning_rate: LearningRate,
+    b1: Momentum = 0.9,
+    b2: Decay = 0.99,
+    mu_dtype: StateDtype | None = None,
+    weight_decay: WeightDecay = 1e-3,
     mask: PyTree = None,
     *,
-    untouched: str = "lazy",
-    weight_decay_mode: str | None = None,
+    untouched: Untouched = "lazy",
+    weight_decay_mode: DecayMode | None = None,
 ) -> GradientTransformation:
     """Lion, for every touched row::
 
@@ -91,9 +97,8 @@ def lion(
     give its result. In exact a row goes on for as long as its mean has a sign; a dense
     optimizer stops when the mean underflows, after some 8,000 steps without gradient.
     """
-    check_learning_rate("lion", learning_rate)
-    exact = is_exact("lion", untouched)
-    everywhere = decays_missed_steps("lion", weight_decay_mode, exact)
+    exact = untouched == "exact"
+    everywhere = decays_missed_steps(weight_decay_mode, exact)
     if (exact or everywhere) and callable(weight_decay):
         raise ValueError(
             'lion with rows that catch up (untouched="exact", or weight_decay_mode="all") '

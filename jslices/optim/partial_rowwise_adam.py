@@ -5,21 +5,23 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.typing import DTypeLike
 
 from jslices.optim.adam import adam_missed
+from jslices.optim.engine.arguments import (
+    Decay,
+    LearningRate,
+    NotNegative,
+    StateDtype,
+    Untouched,
+)
 from jslices.optim.engine.constructors import optimizer
 from jslices.optim.engine.missed import Missed
 from jslices.optim.engine.protocol import GradientTransformation
 from jslices.optim.engine.rule import (
     Kernel,
     Rule,
-    Scalar,
-    Schedule,
     Step,
-    check_learning_rate,
     decayed,
-    is_exact,
     per_row,
     row_mean,
     row_of,
@@ -40,13 +42,13 @@ class PartialRowwiseAdamState(NamedTuple):
 
 @optimizer
 def partial_rowwise_adam(
-    learning_rate: Scalar | Schedule,
-    b1: Scalar = 0.9,
-    b2: Scalar = 0.999,
-    eps: Scalar = 1e-8,
-    mu_dtype: DTypeLike | None = None,
+    learning_rate: LearningRate,
+    b1: Decay = 0.9,
+    b2: Decay = 0.999,
+    eps: NotNegative = 1e-8,
+    mu_dtype: StateDtype | None = None,
     *,
-    untouched: str = "lazy",
+    untouched: Untouched = "lazy",
 ) -> GradientTransformation:
     """Adam with one second moment for each row: ``nu = b2 * nu + (1 - b2) * mean(g**2)``.
 
@@ -85,8 +87,7 @@ def partial_rowwise_adam(
 
     Source: ``PARTIAL_ROWWISE_ADAM`` of FBGEMM; Optax and TensorFlow have none.
     """
-    check_learning_rate("partial_rowwise_adam", learning_rate)
-    exact = is_exact("partial_rowwise_adam", untouched)
+    exact = untouched == "exact"
 
     def update(step: Step) -> Kernel:
         size = step.size(learning_rate)

@@ -5,18 +5,15 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jslices.optim.engine.arguments import LearningRate, NotNegative, Positive, Untouched
 from jslices.optim.engine.constructors import optimizer
 from jslices.optim.engine.missed import Missed, MissedSteps
 from jslices.optim.engine.protocol import GradientTransformation
 from jslices.optim.engine.rule import (
     Kernel,
     Rule,
-    Scalar,
-    Schedule,
     Step,
-    check_learning_rate,
     full,
-    is_exact,
     value_at,
 )
 from jslices.optim.engine.transformation import transformation
@@ -32,12 +29,12 @@ class ProximalAdagradState(NamedTuple):
 
 @optimizer
 def proximal_adagrad(
-    learning_rate: Scalar | Schedule,
-    initial_accumulator_value: float = 0.1,
-    l1_regularization_strength: float = 0.0,
-    l2_regularization_strength: float = 0.0,
+    learning_rate: LearningRate,
+    initial_accumulator_value: Positive = 0.1,
+    l1_regularization_strength: NotNegative = 0.0,
+    l2_regularization_strength: NotNegative = 0.0,
     *,
-    untouched: str = "lazy",
+    untouched: Untouched = "lazy",
 ) -> GradientTransformation:
     """Proximal Adagrad, for every touched row::
 
@@ -79,14 +76,8 @@ def proximal_adagrad(
     Source: Duchi and Singer, 2009; TensorFlow's ``ProximalAdagradOptimizer``, with its
     names, defaults and results (lazy on IndexedSlices). Optax has none.
     """
-    check_learning_rate("proximal_adagrad", learning_rate)
-    exact = is_exact("proximal_adagrad", untouched)
+    exact = untouched == "exact"
     l1, l2 = l1_regularization_strength, l2_regularization_strength
-    if not (initial_accumulator_value > 0 and l1 >= 0 and l2 >= 0):
-        raise ValueError(
-            "proximal_adagrad wants initial_accumulator_value above 0 and regularization "
-            f"strengths of at least 0, got {initial_accumulator_value}, l1={l1}, l2={l2}"
-        )
     if exact and callable(learning_rate):
         raise ValueError(
             'proximal_adagrad(untouched="exact") takes a number as learning_rate, got a '

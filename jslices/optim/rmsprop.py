@@ -7,6 +7,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jslices.optim.engine.arguments import (
+    Decay,
+    LearningRate,
+    Momentum,
+    NotNegative,
+    Untouched,
+)
 from jslices.optim.engine.constructors import optimizer
 from jslices.optim.engine.missed import Missed, MissedSteps, Series, fading
 from jslices.optim.engine.protocol import GradientTransformation
@@ -17,10 +24,8 @@ from jslices.optim.engine.rule import (
     Schedule,
     Step,
     check_fading,
-    check_learning_rate,
     decayed,
     full,
-    is_exact,
     scaled,
     zeros,
 )
@@ -39,17 +44,17 @@ class RmspropState(NamedTuple):
 
 @optimizer
 def rmsprop(
-    learning_rate: Scalar | Schedule,
-    decay: Scalar = 0.9,
-    eps: Scalar = 1e-8,
-    initial_scale: Scalar = 0.0,
+    learning_rate: LearningRate,
+    decay: Decay = 0.9,
+    eps: NotNegative = 1e-8,
+    initial_scale: NotNegative = 0.0,
     eps_in_sqrt: bool = True,
     centered: bool = False,
-    momentum: Scalar | None = None,
+    momentum: Momentum | None = None,
     nesterov: bool = False,
     bias_correction: bool = False,
     *,
-    untouched: str = "lazy",
+    untouched: Untouched = "lazy",
 ) -> GradientTransformation:
     """RMSProp: ``nu = decay * nu + (1 - decay) * g**2``, ``p -= lr * g / sqrt(nu + eps)``.
 
@@ -92,8 +97,7 @@ def rmsprop(
     give its result. TensorFlow's ``nu`` starts from 1 and its ``eps`` is 1e-10; PyTorch's
     ``eps`` stands outside the root and its ``decay`` is 0.99.
     """
-    check_learning_rate("rmsprop", learning_rate)
-    exact = is_exact("rmsprop", untouched)
+    exact = untouched == "exact"
     starts = {"nu": full(initial_scale)}
     if centered:
         starts["mu"] = zeros()

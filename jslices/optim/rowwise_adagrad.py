@@ -5,16 +5,13 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jslices.optim.engine.arguments import LearningRate, NotNegative, Untouched
 from jslices.optim.engine.constructors import optimizer
 from jslices.optim.engine.protocol import GradientTransformation
 from jslices.optim.engine.rule import (
     Kernel,
     Rule,
-    Scalar,
-    Schedule,
     Step,
-    check_learning_rate,
-    is_exact,
     per_row,
     row_mean,
     row_of,
@@ -32,11 +29,11 @@ class RowwiseAdagradState(NamedTuple):
 
 @optimizer
 def rowwise_adagrad(
-    learning_rate: Scalar | Schedule,
-    initial_accumulator_value: Scalar = 0.0,
-    eps: Scalar = 1e-8,
+    learning_rate: LearningRate,
+    initial_accumulator_value: NotNegative = 0.0,
+    eps: NotNegative = 1e-8,
     *,
-    untouched: str = "lazy",
+    untouched: Untouched = "lazy",
 ) -> GradientTransformation:
     """Row-wise Adagrad: ``s += mean(g**2)`` of the row, ``p -= lr * g / (sqrt(s) + eps)``.
 
@@ -72,8 +69,7 @@ def rowwise_adagrad(
     Source: ``EXACT_ROWWISE_ADAGRAD`` of FBGEMM, with its default ``eps``; Optax and
     TensorFlow have none.
     """
-    check_learning_rate("rowwise_adagrad", learning_rate)
-    is_exact("rowwise_adagrad", untouched)
+    del untouched  # the same in both forms
 
     def update(step: Step) -> Kernel:
         size = step.size(learning_rate)

@@ -3,20 +3,16 @@
 from typing import Any, NamedTuple
 
 import jax
-from jax.typing import DTypeLike
 
+from jslices.optim.engine.arguments import LearningRate, Momentum, StateDtype, Untouched
 from jslices.optim.engine.constructors import optimizer
 from jslices.optim.engine.missed import Missed, MissedSteps, fading, momentum_series
 from jslices.optim.engine.protocol import GradientTransformation
 from jslices.optim.engine.rule import (
     Kernel,
     Rule,
-    Scalar,
-    Schedule,
     Step,
     check_fading,
-    check_learning_rate,
-    is_exact,
     scaled,
     zeros,
 )
@@ -33,12 +29,12 @@ class SgdState(NamedTuple):
 
 @optimizer
 def sgd(
-    learning_rate: Scalar | Schedule,
-    momentum: Scalar | None = None,
+    learning_rate: LearningRate,
+    momentum: Momentum | None = None,
     nesterov: bool = False,
-    accumulator_dtype: DTypeLike | None = None,
+    accumulator_dtype: StateDtype | None = None,
     *,
-    untouched: str = "lazy",
+    untouched: Untouched = "lazy",
 ) -> GradientTransformation:
     """Gradient descent: ``p -= lr * g``, or with momentum ``t = g + momentum * t``.
 
@@ -75,8 +71,7 @@ def sgd(
     TensorFlow's ``MomentumOptimizer`` multiplies the learning rate in the same place and
     is lazy on IndexedSlices; PyTorch's has ``dampening`` and makes sparse rows dense.
     """
-    check_learning_rate("sgd", learning_rate)
-    exact = is_exact("sgd", untouched)
+    exact = untouched == "exact"
 
     def update(step: Step) -> Kernel:
         size = step.size(learning_rate)

@@ -8,6 +8,7 @@ from typing import ParamSpec
 import jax
 import numpy as np
 
+from jslices._arguments import check_arguments
 from jslices.optim.engine.protocol import GradientTransformation, MadeBy
 
 P = ParamSpec("P")
@@ -22,15 +23,22 @@ HASHED = (bool, int, float, str, type, np.dtype)
 def combinator(
     make: Callable[P, GradientTransformation],
 ) -> Callable[P, GradientTransformation]:
-    """Note in transformations how ``make`` was called: their :class:`MadeBy`."""
-    signature = inspect.signature(make)
+    """Check arguments, and note in transformations how they were made: ``made_by``.
+
+    What an argument may be stands in its annotation (:mod:`jslices._arguments`).
+    """
+    signature, annotations = inspect.signature(make), inspect.get_annotations(make)
 
     @functools.wraps(make)
     def made(*args: P.args, **kwargs: P.kwargs) -> GradientTransformation:
+        try:
+            arguments = dict(signature.bind(*args, **kwargs).arguments)
+        except TypeError:  # of which Python says more
+            return make(*args, **kwargs)
+        check_arguments(make.__name__, annotations, arguments)
         tx = make(*args, **kwargs)
         if not isinstance(tx, GradientTransformation):  # the state of one: freeze_rows
             return tx
-        arguments = dict(signature.bind(*args, **kwargs).arguments)
         return tx.replace(made_by=MadeBy(made, arguments))
 
     return made

@@ -8,7 +8,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.typing import DTypeLike
 
 from jslices._place.boundary import filled_like
@@ -117,21 +116,6 @@ def row_mean(x: jax.Array) -> jax.Array:
     return jnp.mean(x, axis=tuple(range(1, x.ndim))) if x.ndim > 1 else x
 
 
-def check_learning_rate(name: str, learning_rate: Any) -> None:
-    """Refuse anything but a number or a function of the step."""
-    number = isinstance(learning_rate, int | float | np.generic | np.ndarray | jax.Array)
-    if callable(learning_rate) or (number and np.ndim(learning_rate) == 0):
-        return
-    raise TypeError(
-        f"{name}(learning_rate=...) wants a number or a schedule (a function of the "
-        f"step), got {learning_rate!r}"
-    )
-
-
-#: As FBGEMM's users say: ``DECOUPLE`` and ``DECOUPLE_GLOBAL``.
-DECAY_MODES = ("touched", "all")
-
-
 def decays(weight_decay: Scalar | Schedule) -> bool:
     """Whether there is weight decay: False for a constant zero."""
     return not isinstance(weight_decay, int | float) or weight_decay != 0
@@ -147,17 +131,9 @@ def with_decay(
     return direction + rate * p
 
 
-def decays_missed_steps(name: str, mode: str | None, exact: bool) -> bool:
+def decays_missed_steps(mode: str | None, exact: bool) -> bool:
     """Whether rows decay in the steps that they miss; by default those of ``exact`` do."""
-    if mode is None:
-        return exact
-    if mode not in DECAY_MODES:
-        raise ValueError(
-            f'{name}(weight_decay_mode={mode!r}): wanted "touched" (a row decays in the '
-            'steps that touch it) or "all" (every row decays in every step, as it does in '
-            "a dense optimizer, once it catches up)"
-        )
-    return mode == "all"
+    return exact if mode is None else mode == "all"
 
 
 def check_decay(name: str, learning_rate: Any, weight_decay: Any) -> None:
@@ -228,19 +204,9 @@ def row_like(p: jax.Array, value: Any, dtype: DTypeLike | None = None) -> jax.Ar
     return filled_like(p, value, dtype, range(min(jnp.ndim(p), 1)))
 
 
-def is_exact(name: str, untouched: str) -> bool:
-    """Whether rows without gradient are caught up later; refuses what is neither."""
-    if untouched not in ("lazy", "exact"):
-        raise ValueError(
-            f'{name}(untouched={untouched!r}): wanted "lazy" (rows without gradient wait) '
-            'or "exact" (they are caught up later, as a dense optimizer moves them)'
-        )
-    return untouched == "exact"
-
-
 def check_lazy(name: str, untouched: str, why: str) -> None:
     """Refuses ``"exact"`` for an optimizer that has no such form."""
-    if is_exact(name, untouched):
+    if untouched == "exact":
         raise ValueError(
             f'{name}(untouched="exact"): there is no exact form, {why}; leave '
             'untouched="lazy", and rows without gradient wait where they are'

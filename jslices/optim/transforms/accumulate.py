@@ -8,13 +8,14 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
+from jslices._arguments import OneOf
 from jslices._jax import flatten
 from jslices._slices import IndexedSlices, as_array, check_slices, is_slices
 from jslices._typing import Leaf, PyTree
 from jslices.optim.engine.protocol import is_leaf
 from jslices.optim.transforms.norms import as_leaf, widened
 
-REDUCTIONS = ("mean", "sum")
+REDUCTION = OneOf("mean", "sum")
 
 
 def accumulate_gradients(
@@ -59,7 +60,7 @@ def accumulate_gradients(
     Source: ours; ``optax.MultiSteps`` keeps a dense accumulator ``[V, *D]``. For
     micro-batches that come one by one: :func:`jslices.optim.multi_steps`.
     """
-    _check_reduction("accumulate_gradients", reduction)
+    REDUCTION.check("accumulate_gradients", "reduction", reduction)
     batches = jax.tree.map(as_array, batches)
     shapes = [x.shape for x in jax.tree.leaves(batches)]
     lengths = {shape[:1] for shape in shapes}
@@ -126,7 +127,7 @@ def reduce_stacked(tree: PyTree, reduction: str = "mean") -> Any:
 
     Source: ours. TensorFlow's accumulators do this between steps.
     """
-    _check_reduction("reduce_stacked", reduction)
+    REDUCTION.check("reduce_stacked", "reduction", reduction)
     leaves, structure = flatten(tree, is_leaf=is_leaf)
     leaves = [as_leaf(x) for x in leaves]
     count = leading_axis("reduce_stacked", leaves)
@@ -161,13 +162,6 @@ def merge_leaf(x: Leaf, divisor: int | None) -> Any:
     unique = wide._flattened().coalesce()
     values = _divided(unique.values, x.dtype, divisor)
     return unique.with_values(values)
-
-
-def _check_reduction(caller: str, reduction: str) -> None:
-    if reduction not in REDUCTIONS:
-        raise ValueError(
-            f"{caller}(reduction={reduction!r}): it must be one of {REDUCTIONS}"
-        )
 
 
 def _wide(x: jax.Array) -> jax.Array:

@@ -17,6 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
+from jslices._arguments import Number, is_real, refused
+from jslices._errors import InvalidArgumentError
 from jslices._jax import flatten
 from jslices._slices import IndexedSlices, deduplicated, is_slices, one_program
 from jslices._typing import Leaf, PyTree
@@ -469,20 +471,19 @@ def _within(x: jax.Array, low: jax.Array, high: jax.Array) -> jax.Array:
 
 # --- Limits ---------------------------------------------------------------------------
 
+#: Infinity limits nothing.
+LIMIT = Number(at_least=0, infinite=True)
+
 
 def check_limit(name: str, what: str, limit: Any, single: bool = False) -> jax.Array:
     """``limit`` as an array; refuses anything but numbers, and negative ones if known."""
-    if not isinstance(limit, int | float | np.generic | np.ndarray | jax.Array):
-        raise TypeError(f"{name}({what}=...) wants a number, got {limit!r}")
+    if single or np.ndim(limit) == 0 or not is_real(limit.dtype):
+        LIMIT.check(name, what, limit)
     array = jnp.asarray(limit)
     if jnp.issubdtype(array.dtype, jnp.integer):
         array = array.astype(jnp.float32)
-    if not jnp.issubdtype(array.dtype, jnp.floating):
-        raise TypeError(f"{name}({what}=...) wants a real number, got {array.dtype}")
-    if single and array.ndim:
-        raise ValueError(f"{name}({what}=...) wants one number, got shape {array.shape}")
-    if not isinstance(array, jax.core.Tracer) and np.any(np.asarray(array) < 0):
-        raise ValueError(f"{name}({what}={limit}): it must not be negative")
+    if not isinstance(array, jax.core.Tracer) and not np.all(np.asarray(array) >= 0):
+        raise refused(InvalidArgumentError, name, what, limit, f"{LIMIT} everywhere")
     return widened(array)
 
 

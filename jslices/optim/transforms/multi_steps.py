@@ -28,6 +28,7 @@ from jslices._typing import (
     State,
     Transformation,
 )
+from jslices.optim.engine.arguments import PositiveCount
 from jslices.optim.engine.constructors import combinator
 from jslices.optim.engine.protocol import GradientTransformation, is_leaf
 from jslices.optim.engine.rule import next_count, zero_count
@@ -50,7 +51,10 @@ class MultiStepsState(NamedTuple):
 
 @combinator
 def multi_steps(
-    opt: Transformation, every_k_schedule: int, grads: Gradients, use_grad_mean: bool = True
+    opt: Transformation,
+    every_k_schedule: PositiveCount,
+    grads: Gradients,
+    use_grad_mean: bool = True,
 ) -> GradientTransformation:
     """Takes a step of ``opt`` at every k-th call, on the mean of the last k gradients.
 
@@ -101,7 +105,7 @@ def multi_steps(
     there. Its schedules of k and its skipping of steps are not offered.
     """
     opt = as_transformation("multi_steps", opt)
-    buffers = _Buffers(grads, _checked_number(every_k_schedule), use_grad_mean)
+    buffers = _Buffers(grads, int(every_k_schedule), use_grad_mean)
 
     def init(params: Params) -> MultiStepsState:
         inner = opt.init(params)
@@ -161,18 +165,6 @@ def _counted(
     n = jnp.where(due, 0, state.mini_step + 1)
     steps = jnp.where(due, next_count(state.gradient_step), state.gradient_step)
     return MultiStepsState(n, steps, inner, acc)
-
-
-def _checked_number(k: int) -> int:
-    """The number of gradients to a step; refuses schedules of it."""
-    if not isinstance(k, int) or isinstance(k, bool):
-        raise TypeError(
-            f"multi_steps wants an int for every_k_schedule, got {k!r}: the buffer for the "
-            "rows of k gradients has a static size"
-        )
-    if k < 1:
-        raise ValueError(f"multi_steps wants every_k_schedule to be at least 1, got {k}")
-    return k
 
 
 class _Buffers:

@@ -5,7 +5,7 @@ a step. ``combine_duplicates`` says what several entries of one row add up to.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Annotated, Any
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,7 @@ from jax.typing import ArrayLike
 
 from jslices._place.boundary import like_first, on_any_mesh
 from jslices._rows.access import canonical_indices, empty_index, set_rows, take_rows
-from jslices._rows.sums import check_combine, sort_ids
+from jslices._rows.sums import COMBINER, sort_ids
 from jslices._slices import IndexedSlices, check_slices, is_slices, rows_at
 from jslices._typing import Leaf, Params, PyTree
 from jslices.optim.engine.constructors import combinator
@@ -198,7 +198,7 @@ def _projected(param: jax.Array, touched: IndexedSlices, limit: jax.Array) -> ja
 
 
 @combinator
-def combine_duplicates(combine: str) -> GradientTransformation:
+def combine_duplicates(combine: Annotated[str, COMBINER]) -> GradientTransformation:
     """Merges duplicate rows, optionally so that frequent rows weigh less.
 
     Untouched rows stay untouched. Dense arrays pass unchanged: their duplicates have been
@@ -226,5 +226,4 @@ def combine_duplicates(combine: str) -> GradientTransformation:
     Source: PyTorch's ``scale_grad_by_freq``, there for dense gradients only. See
     :meth:`jslices.IndexedSlices.coalesce`.
     """
-    check_combine(combine, jnp.dtype("float32"))
     return each_leaf(lambda g: g.coalesce(combine=combine) if is_slices(g) else g)

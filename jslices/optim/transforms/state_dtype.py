@@ -1,9 +1,12 @@
 """The dtype of an optimizer's state, where it is not that of the parameters."""
 
+from typing import Annotated
+
 import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike, DTypeLike
 
+from jslices._arguments import StateDtype
 from jslices._typing import Gradients, Params, PyTree, State, Transformation
 from jslices.optim.engine.constructors import combinator
 from jslices.optim.engine.protocol import GradientTransformation
@@ -11,7 +14,9 @@ from jslices.optim.transforms.base import as_transformation, inside_of, wrapped
 
 
 @combinator
-def with_state_dtype(tx: Transformation, dtype: DTypeLike) -> GradientTransformation:
+def with_state_dtype(
+    tx: Transformation, dtype: Annotated[DTypeLike, StateDtype(complex=False)]
+) -> GradientTransformation:
     """Give the state of an optimizer a dtype of its own.
 
     For tables of 16 bits: means and sums of many steps need more. In bfloat16 a mean that
@@ -46,11 +51,6 @@ def with_state_dtype(tx: Transformation, dtype: DTypeLike) -> GradientTransforma
     Source: ours; ``optax.adam`` has ``mu_dtype``, for the first of its two means.
     """
     tx, wide = as_transformation("with_state_dtype", tx), jnp.dtype(dtype)
-    if not jnp.issubdtype(wide, jnp.floating):
-        raise TypeError(
-            f"with_state_dtype wants a floating dtype, got {wide}; type "
-            'with_state_dtype(tx, "float32")'
-        )
 
     def cast(x: ArrayLike) -> ArrayLike:
         floating = jnp.issubdtype(jnp.asarray(x).dtype, jnp.floating)

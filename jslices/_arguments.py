@@ -1,0 +1,226 @@
+"""Checks of arguments: what one may be stands once, in the annotation of its type.
+
+``Decay = Annotated[float, Number(at_least=0, below=1)]`` is a type for the reader and the
+type checker, and :func:`check_arguments` refuses what it does not describe.
+"""
+
+import dataclasses
+import math
+import reprlib
+import types
+from collections.abc import Mapping
+from typing import Annotated, Any, Protocol, Union, get_args, get_origin
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jslices._errors import InvalidArgumentError
+
+
+class Domain(Protocol):
+    """The values that an argument may have; ``str`` names them."""
+
+    def check(self, call: str, argument: str, value: object) -> None:
+        """Raise a TypeError or ValueError that names the argument, if it is not that."""
+
+
+def check_arguments(
+    call: str, annotations: Mapping[str, object], arguments: Mapping[str, object]
+) -> None:
+    """Refuse arguments that are not what their annotations say.
+
+    Args:
+      call: the name of the function, for errors.
+      annotations: of its parameters; what is neither ``bool`` nor ``Annotated`` with a
+        :class:`Domain` is not checked.
+      arguments: the values, by name.
+    """
+    for argument, value in arguments.items():
+        domain, optional = _domain(annotations.get(argument))
+        if domain is not None and not (optional and value is None):
+            domain.check(call, argument, value)
+
+
+def refused(
+    error: type[Exception], call: str, argument: str, value: object, domain: object
+) -> Exception:
+    """The error for one argument: what came and what was wanted."""
+    return error(f"{call}({argument}={shown(value)}): wanted {domain}")
+
+
+def shown(value: object) -> str:
+    """A short text for any value: shapes stand for large arrays."""
+    if isinstance(value, np.ndarray | jax.Array):
+        traced = np.ndim(value) or isinstance(value, jax.core.Tracer)
+        return f"{value.dtype}{list(value.shape)}" if traced else f"{value}"
+    return getattr(value, "__qualname__", None) or reprlib.repr(value)
+
+
+@dataclasses.dataclass(frozen=True)
+class Number:
+    """A real number, or an array ``[]`` of one; what is traced passes with any value.
+
+    Attributes:
+      at_least: the least value.
+      above: what every value is above.
+      at_most: the largest value.
+      below: what every value is below.
+      integer: whether it must be an int.
+      infinite: whether infinity is a value.
+      schedule: whether it may also be a function of the step.
+      if_negative: what to type instead of a negative value.
+    """
+
+    at_least: float | None = None
+    above: float | None = None
+    at_most: float | None = None
+    below: float | None = None
+    integer: bool = False
+    infinite: bool = False
+    schedule: bool = False
+    if_negative: str = ""
+
+    def check(self, call: str, argument: str, value: object) -> None:
+        if self.schedule and callable(value) and not isinstance(value, type):
+            return
+        if not self._is_number(value):
+            advice = ""
+            if callable(value) and not self.integer and not isinstance(value, type):
+                advice = f"; for one that changes: optax.inject_hyperparams({call})"
+            raise refused(TypeError, call, argument, value, f"{self}{advice}")
+        if isinstance(value, jax.core.Tracer):
+            return
+        if isinstance(value, jax.Array) and not value.is_fully_addressable:
+            return
+        number = float(value)  # type: ignore[arg-type]
+        if not self._holds(number):
+            advice = f"; {self.if_negative}" if self.if_negative and number < 0 else ""
+            raise refused(InvalidArgumentError, call, argument, value, f"{self}{advice}")
+
+    def _is_number(self, value: object) -> bool:
+        if isinstance(value, bool):
+            return False
+        if self.integer:
+            return isinstance(value, int | np.integer)
+        if isinstance(value, np.generic | np.ndarray | jax.Array):
+            return is_real(value.dtype) and np.ndim(value) == 0
+        return isinstance(value, int | float)
+
+    def _holds(self, number: float) -> bool:
+        if math.isnan(number) or (math.isinf(number) and not self.infinite):
+            return False
+        return (
+            (self.at_least is None or number >= self.at_least)
+            and (self.above is None or number > self.above)
+            and (self.at_most is None or number <= self.at_most)
+            and (self.below is None or number < self.below)
+        )
+
+    def __str__(self) -> str:
+        bounds = [
+            f"{words} {bound:g}"
+            for words, bound in (
+                ("of at least", self.at_least),
+                ("above", self.above),
+                ("of at most", self.at_most),
+                ("below", self.below),
+            )
+            if bound is not None
+        ]
+        bounded = self.infinite or (self.at_most, self.below) != (None, None)
+        noun = "an int" if self.integer else "a number" if bounded else "a finite number"
+        schedule = ", or a schedule (a function of the step)" if self.schedule else ""
+        return f"{noun} {' and '.join(bounds)}".rstrip() + schedule
+
+    __repr__ = __str__  # as `help` shows it in a signature
+
+
+@dataclasses.dataclass(frozen=True)
+class Flag:
+    """True or False.
+
+    Attributes:
+      means: what they choose between.
+    """
+
+    means: str = ""
+
+    def check(self, call: str, argument: str, value: object) -> None:
+        if not isinstance(value, bool | np.bool_):
+            raise refused(TypeError, call, argument, value, self)
+
+    def __str__(self) -> str:
+        return f"True or False{self.means and ', '}{self.means}"
+
+    __repr__ = __str__
+
+
+class OneOf:
+    """One of some strings.
+
+    Args:
+      names: strings that explain themselves.
+      explained: others, and what each means.
+    """
+
+    def __init__(self, *names: str, **explained: str) -> None:
+        self.names, self.explained = (*names, *explained), explained
+
+    def check(self, call: str, argument: str, value: object) -> None:
+        if not isinstance(value, str):
+            raise refused(TypeError, call, argument, value, self)
+        if value not in self.names:
+            raise refused(InvalidArgumentError, call, argument, value, self)
+
+    def __str__(self) -> str:
+        means = {name: f" ({text})" for name, text in self.explained.items()}
+        *first, last = (f'"{name}"{means.get(name, "")}' for name in self.names)
+        return f"{', '.join(first)} or {last}"
+
+    def __repr__(self) -> str:
+        return str(OneOf(*self.names))
+
+
+def is_real(dtype: Any) -> bool:
+    """Whether it is a dtype of real numbers, which bools are not."""
+    return jnp.issubdtype(dtype, jnp.integer) or jnp.issubdtype(dtype, jnp.floating)
+
+
+@dataclasses.dataclass(frozen=True)
+class StateDtype:
+    """A dtype for numbers that are added up: floating, of 16 bits or more.
+
+    Attributes:
+      complex: whether it may be complex as well.
+    """
+
+    complex: bool = True
+
+    def check(self, call: str, argument: str, value: Any) -> None:
+        try:
+            dtype = jnp.dtype(value)
+        except TypeError:
+            raise refused(TypeError, call, argument, value, self) from None
+        kind = jnp.inexact if self.complex else jnp.floating
+        if not jnp.issubdtype(dtype, kind) or dtype.itemsize < 2:
+            raise refused(TypeError, call, argument, value, self)
+
+    def __str__(self) -> str:
+        return 'a floating dtype of 16 bits or more, such as "float32"'
+
+    __repr__ = __str__
+
+
+def _domain(annotation: object) -> tuple[Domain | None, bool]:
+    """The values that an annotation allows, and whether None is one as well."""
+    if annotation is bool:
+        return Flag(), False
+    if get_origin(annotation) in (Union, types.UnionType):
+        parts = get_args(annotation)
+        each = [_domain(part)[0] for part in parts]
+        return next((x for x in each if x is not None), None), type(None) in parts
+    if get_origin(annotation) is Annotated:
+        _, *notes = get_args(annotation)
+        return next((x for x in notes if hasattr(x, "check")), None), False
+    return None, False
