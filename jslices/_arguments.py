@@ -6,6 +6,7 @@ type checker, and :func:`check_arguments` refuses what it does not describe.
 
 import dataclasses
 import math
+import numbers
 import reprlib
 import types
 from collections.abc import Mapping
@@ -84,7 +85,7 @@ class Number:
     def check(self, call: str, argument: str, value: object) -> None:
         if self.schedule and callable(value) and not isinstance(value, type):
             return
-        if not self._is_number(value):
+        if not is_number(value, self.integer):
             advice = ""
             if callable(value) and not self.integer and not isinstance(value, type):
                 advice = f"; for one that changes: optax.inject_hyperparams({call})"
@@ -97,15 +98,6 @@ class Number:
         if not self._holds(number):
             advice = f"; {self.if_negative}" if self.if_negative and number < 0 else ""
             raise refused(InvalidArgumentError, call, argument, value, f"{self}{advice}")
-
-    def _is_number(self, value: object) -> bool:
-        if isinstance(value, bool):
-            return False
-        if self.integer:
-            return isinstance(value, int | np.integer)
-        if isinstance(value, np.generic | np.ndarray | jax.Array):
-            return is_real(value.dtype) and np.ndim(value) == 0
-        return isinstance(value, int | float)
 
     def _holds(self, number: float) -> bool:
         if math.isnan(number) or (math.isinf(number) and not self.infinite):
@@ -182,6 +174,27 @@ class OneOf:
         return str(OneOf(*self.names))
 
 
+def check_array(name: str, value: object, wanted: str = "an array") -> None:
+    """Refuse what JAX makes no array of: strings, None, objects."""
+    kind = getattr(getattr(value, "dtype", None), "kind", "")
+    likely = isinstance(value, numbers.Number | list | tuple) or any(
+        hasattr(value, name) for name in ("dtype", "__jax_array__", "__array__")
+    )
+    if not likely or kind in tuple("OSUMm"):
+        raise TypeError(f"{name}: wanted {wanted}, got {shown(value)}")
+
+
+def is_number(value: object, integer: bool = False) -> bool:
+    """Whether it is one real number, or an array ``[]`` of one; an int, if ``integer``."""
+    if isinstance(value, bool):
+        return False
+    if integer:
+        return isinstance(value, int | np.integer)
+    if isinstance(value, np.generic | np.ndarray | jax.Array):
+        return is_real(value.dtype) and np.ndim(value) == 0
+    return isinstance(value, int | float)
+
+
 def is_real(dtype: Any) -> bool:
     """Whether it is a dtype of real numbers, which bools are not."""
     return jnp.issubdtype(dtype, jnp.integer) or jnp.issubdtype(dtype, jnp.floating)
@@ -198,12 +211,16 @@ class StateDtype:
     complex: bool = True
 
     def check(self, call: str, argument: str, value: Any) -> None:
-        try:
-            dtype = jnp.dtype(value)
-        except TypeError:
-            raise refused(TypeError, call, argument, value, self) from None
         kind = jnp.inexact if self.complex else jnp.floating
-        if not jnp.issubdtype(dtype, kind) or dtype.itemsize < 2:
+        try:
+            # NumPy would take that of an array.
+            array = isinstance(value, np.ndarray | jax.Array)
+            dtype = None if array else jnp.dtype(value)
+        except TypeError:
+            dtype = None
+        if value is None or dtype is None or not jnp.issubdtype(dtype, kind):
+            raise refused(TypeError, call, argument, value, self)
+        if dtype.itemsize < 2:
             raise refused(TypeError, call, argument, value, self)
 
     def __str__(self) -> str:

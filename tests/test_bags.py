@@ -408,8 +408,8 @@ ONES = jnp.ones((5, 2))
 @pytest.mark.parametrize(
     "args, keywords, error, text",
     [
-        ((ONES, [[1]], None, "median"), {}, ValueError, r"combiner='median'; it must be"),
-        ((ONES, [[1]]), {"mode": "wrap"}, ValueError, r"mode='wrap'; it must be one of"),
+        ((ONES, [[1]], None, "median"), {}, ValueError, r"combiner='median'\): wanted"),
+        ((ONES, [[1]]), {"mode": "wrap"}, ValueError, r"mode='wrap'\): wanted"),
         ((ONES, 3), {}, TypeError, r"wants ids as an array \[\*B, L\].*; got a scalar"),
         ((ONES, (1, 2, 3, 4)), {}, TypeError, r"or a BCOO matrix .*; got a tuple of 4"),
         ((ONES, [[1.5]]), {}, TypeError, r"integer ids, got float32\[1, 1\]"),

@@ -229,7 +229,7 @@ def test_special_numbers_as_tensorflow(key, kind):
     x, limit = jnp.array(POINTS[point], jnp.float32), float(*limit) if limit else 1.0
     ours, _ = SPECIAL.get(key, (None, None))
     if ours == REFUSED:
-        with pytest.raises(ValueError, match=r"clip_norm=-1.0\): it must not be negative"):
+        with pytest.raises(ValueError, match=r"clip_norm=-1.0\): wanted a number of at"):
             clipped(kind, x, limit)
         return
     values, gradients = special(kind)(x, limit)
@@ -539,9 +539,9 @@ def test_errors():
         js.clip_by_norm(jnp.arange(3), 1.0)
     with pytest.raises(ValueError, match=r"axes=\[2\]\): an array of shape \(9, 2\)"):
         js.clip_by_norm(rows, 1.0, axes=[2])
-    with pytest.raises(TypeError, match=r"clip_norm=...\) wants a number, got '1'"):
+    with pytest.raises(TypeError, match=r"clip_norm='1'\): wanted a number"):
         js.clip_by_norm(rows, "1")
-    with pytest.raises(ValueError, match=r"one number, got shape \(2,\)"):
+    with pytest.raises(TypeError, match=r"clip_norm=float32\[2\]\): wanted a number"):
         js.clip_by_global_norm(rows, jnp.ones(2))
     with pytest.raises(ValueError, match="got a scalar"):
         js.clip_rows_by_norm(jnp.float32(1), 1.0)
@@ -550,7 +550,7 @@ def test_errors():
     with pytest.raises(TypeError, match="cannot order complex numbers"):
         js.clip_by_value(jnp.ones(3, complex), -1, 1)
     for name in LINKS:
-        with pytest.raises(ValueError, match=rf"{name}\(.*must not be negative"):
+        with pytest.raises(ValueError, match=rf"{name}\(.*wanted a number of at"):
             getattr(js.optim, name)(-1.0)
     unknown = js.IndexedSlices(jnp.ones((1, 2)), jnp.array([3]))
     with pytest.raises(ValueError, match="mean over the dense array"):

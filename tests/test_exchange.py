@@ -339,9 +339,13 @@ def test_explain_tells_bytes_and_what_does_not_fit():
 def test_bad_exchanges_say_what_to_type():
     for wrong, message in [
         ({"axis": ()}, "the name of a mesh axis"),
-        ({"axis": "x", "plan": "all2all"}, "must be one of"),
-        ({"axis": "x", "overflow": "drop"}, "must be one of"),
-        ({"axis": "x", "capacity": 0}, "must be positive"),
+        ({"axis": "x", "plan": "all2all"}, "wanted .auto.,"),
+        ({"axis": "x", "overflow": "drop"}, "wanted .gather. or"),
+        ({"axis": "x", "capacity": 0}, "wanted a finite number above 0"),
+        ({"axis": "x", "capacity": float("inf")}, "wanted a finite number above 0"),
+        ({"axis": ""}, "the name of a mesh axis"),
+        ({"axis": None}, "the name of a mesh axis"),
+        ({"axis": ("x", "x")}, "or several, each once"),
     ]:
         with pytest.raises(js.InvalidArgumentError, match=message):
             js.Exchange(**wrong)

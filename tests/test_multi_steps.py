@@ -208,7 +208,8 @@ def test_padding_none_narrow_indices_and_16_bits():
         gradient([1, 7], [5, 9]),
         gradient([1, 1], [5, 9]),
     ]
-    tx = js.optim.multi_steps(js.sgd(-1.0), 3, parts[0], use_grad_mean=False)
+    add = js.optim.chain(js.sgd(1.0), js.optim.scale(-1.0))
+    tx = js.optim.multi_steps(add, 3, parts[0], use_grad_mean=False)
     state, update = tx.init(params), fast_jit(tx.update)
     for part in parts:
         updates, state = update(part, state, params)
@@ -231,11 +232,9 @@ def test_errors():
     with pytest.raises(TypeError, match=r"wants transformations \(.*, got 0.1"):
         make(0.1, 2, SHAPES)
     for k in (lambda step: 2, 2.0, True):
-        with pytest.raises(
-            TypeError, match=r"wants an int for every_k_schedule, got .*static size"
-        ):
+        with pytest.raises(TypeError, match=r"every_k_schedule=.*\): wanted an int of at"):
             make(js.sgd(0.1), k, SHAPES)
-    with pytest.raises(ValueError, match=r"every_k_schedule to be at least 1, got 0"):
+    with pytest.raises(ValueError, match=r"every_k_schedule=0\): wanted an int"):
         make(js.sgd(0.1), 0, SHAPES)
     tx = make(js.sgd(0.1), 2, SHAPES)
     state = tx.init(PARAMS)

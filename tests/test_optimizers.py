@@ -849,32 +849,3 @@ def test_errors():
     tx = js.adafactor(min_dim_size_to_factor=1)
     with pytest.raises(ValueError, match=r"slices of a factored parameter of shape \(9, 3"):
         tx.update(cube, tx.init(jnp.ones((V, D, D))), jnp.ones((V, D, D)))
-
-
-@pytest.mark.parametrize("name", sorted({name for name, _ in ALL}))
-def test_learning_rates_are_checked(name):
-    with pytest.raises(TypeError, match=f"{name}.*wants a number or a schedule"):
-        getattr(js, name)("0.1")
-
-
-@pytest.mark.parametrize(
-    "make, message",
-    [
-        (lambda: js.ftrl(0.1, 0.5), "ftrl got learning_rate_power=0.5; "),
-        (
-            lambda: js.ftrl(0.1, l1_regularization_strength=-1.0),
-            "ftrl got l1_regularization_strength=-1.0; learning_rate_power must be",
-        ),
-        (
-            lambda: js.proximal_adagrad(0.1, 0.0),
-            "wants initial_accumulator_value above 0 and regularization strengths",
-        ),
-        (
-            lambda: js.adamw(0.1, weight_decay_mode="some"),
-            r"adamw\(weight_decay_mode='some'\): wanted \"touched\" .* or \"all\"",
-        ),
-    ],
-)
-def test_hyperparameters_are_checked(make, message):
-    with pytest.raises(ValueError, match=message):
-        make()

@@ -403,7 +403,7 @@ def test_a_state_in_float32_catches_up_and_has_a_plan():
 
 
 def test_a_state_that_is_not_floating_is_refused():
-    wanted = r'wants a floating dtype, got int32; type with_state_dtype\(tx, "float32"\)'
+    wanted = r"with_state_dtype\(dtype='int32'\): wanted a floating dtype of 16 bits"
     with pytest.raises(TypeError, match=wanted):
         js.optim.with_state_dtype(js.adam(0.1), "int32")
 

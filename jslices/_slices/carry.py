@@ -108,6 +108,8 @@ def _are_of_one_program(args: PyTree) -> bool:
                 devices.add(_devices_in_order(x.sharding))
         elif not isinstance(x, jax.Array | np.ndarray | np.generic | int | float | complex):
             return False
+        elif isinstance(x, np.ndarray) and x.dtype.kind in "OSU":  # which is then refused
+            return False
     return len(devices) < 2
 
 

@@ -25,7 +25,7 @@ def learning_rates(tx: PyTree) -> list[Any]:
 
 def _rates(x: PyTree) -> Iterator[Any]:
     for made_by in filter(None, map(_made_by, jax.tree.leaves(x, is_leaf=_tells))):
-        for name, argument in made_by.arguments.items():
+        for name, argument in _arguments(made_by).items():
             yield from [argument] if name == "learning_rate" else _rates(argument)
 
 
@@ -38,7 +38,7 @@ def with_learning_rate(tx: PyTree, rate: jax.typing.ArrayLike) -> PyTree:
             return x
         arguments = {
             name: rate if name == "learning_rate" else with_learning_rate(argument, rate)
-            for name, argument in made_by.arguments.items()
+            for name, argument in _arguments(made_by).items()
         }
         return made_by._replace(arguments=arguments)()
 
@@ -94,6 +94,14 @@ def deserialize(description: PlainData) -> Any:
     if "class_name" in description:
         return keras.saving.deserialize_keras_object(description)
     return {key: deserialize(value) for key, value in description.items()}
+
+
+def _arguments(made_by: MadeBy) -> dict[str, Any]:
+    """What an optimizer was made with, and a learning rate that is the default."""
+    rate = inspect.signature(made_by.function).parameters.get("learning_rate")
+    if rate is None or rate.default is rate.empty:
+        return made_by.arguments
+    return {rate.name: rate.default, **made_by.arguments}
 
 
 def _tells(x: PyTree) -> bool:

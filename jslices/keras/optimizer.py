@@ -19,7 +19,7 @@ from jslices import (
     is_slices,
     tree,
 )
-from jslices.extend import PyTree, State
+from jslices.extend import Number, PyTree, State
 from jslices.keras.description import (
     PlainData,
     deserialize,
@@ -97,6 +97,15 @@ class Optimizer(keras.optimizers.Optimizer):  # type: ignore[misc]
         **options: Any,
     ) -> None:
         _refuse(options)
+        for argument, limit in (
+            ("clipnorm", clipnorm),
+            ("clipvalue", clipvalue),
+            ("global_clipnorm", global_clipnorm),
+        ):
+            if limit is not None:
+                Number(at_least=0).check("jk.Optimizer", argument, limit)
+        if loss_scale_factor is not None:
+            Number(above=0).check("jk.Optimizer", "loss_scale_factor", loss_scale_factor)
         rate = _learning_rate(tx)
         super().__init__(
             rate if callable(rate) else float(rate),

@@ -10,7 +10,6 @@ from jslices.optim.engine.arguments import (
     Decay,
     DecayMode,
     LearningRate,
-    Momentum,
     StateDtype,
     Untouched,
     WeightDecay,
@@ -47,7 +46,7 @@ class LionState(NamedTuple):
 @optimizer
 def lion(
     learning_rate: LearningRate,
-    b1: Momentum = 0.9,
+    b1: Decay = 0.9,
     b2: Decay = 0.99,
     mu_dtype: StateDtype | None = None,
     weight_decay: WeightDecay = 1e-3,

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jslices._arguments import check_array
 from jslices._place.boundary import like_first, on_any_mesh, row_major_array, shardings_of
 from jslices._rows.access import canonical_indices, where_rows
 from jslices._rows.rounding import (
@@ -164,6 +165,7 @@ class GradientTransformation:
           ValueError: without params, or with slices of an array of another shape.
           TypeError: for a key that is none.
         """
+        refuse_nothing("tx.apply", grads, params)
         if params is None and grads is not None:
             raise ValueError(
                 "tx.apply steps the parameters, but these are None: "
@@ -206,6 +208,15 @@ class GradientTransformation:
         if self._plan is None:
             return jax.tree.map(lambda g: None, grads, is_leaf=is_leaf)
         return self._plan(grads, params, platform)
+
+
+def refuse_nothing(call: str, grads: Gradients, params: PyTree) -> None:
+    """Refuse None for all gradients, unless there is no parameter."""
+    if grads is None and jax.tree.leaves(params):
+        raise TypeError(
+            f"{call} got None for all gradients, where None stands for those of single "
+            "parameters; pass what js.grad or js.value_and_grad returned"
+        )
 
 
 def in_two(update: Callable[..., tuple[Any, Any]]) -> Callable[..., tuple[Any, Any]]:
@@ -342,8 +353,9 @@ def _add(
     first_row: Any = 0,
 ) -> Any:
     """One array plus its update; ``first_row`` is the number of its first row."""
-    if update is None or param is None:
+    if update is None or param is None or is_float0(update):
         return param
+    _check_kinds(path, update, param)
     if not isinstance(update, IndexedSlices):
         if jnp.shape(update) not in ((), jnp.shape(param)):
             raise _misfit(path, f"an array of shape {jnp.shape(update)}", param)
@@ -375,6 +387,27 @@ def _add(
     return row_major_array(add_rows_rounding(param, *how, bits, first_row))
 
 
+def is_float0(x: Leaf) -> bool:
+    """Whether it is JAX's gradient of integers, which holds nothing."""
+    return getattr(x, "dtype", None) == jax.dtypes.float0
+
+
+def _check_kinds(path: tuple[Any, ...], update: Leaf, param: jax.Array) -> None:
+    """Refuse what is no array, and updates that the dtype of a parameter would cut off."""
+    name = _at(path)
+    if not is_slices(update):
+        check_array(f"apply_updates: an update{name}", update, "an array or IndexedSlices")
+    check_array(f"apply_updates: a parameter{name}", param)
+    new, old = jnp.result_type(update), jnp.result_type(param)
+    for kind in (jnp.complexfloating, jnp.inexact):
+        if jnp.issubdtype(new, kind) and not jnp.issubdtype(old, kind):
+            raise TypeError(
+                f"the update{name} is {new}, and the parameter {old}, which cannot hold "
+                "it: no step would move it as it should. Leave it out of what is trained "
+                "(its gradient is None then), or make it floating before tx.init(params)"
+            )
+
+
 def shardings_of_update(grads: Gradients, state: State, *rest: Any) -> tuple[Any, Any]:
     """How the results of ``update`` are split over devices, where types tell."""
     del rest
@@ -384,9 +417,12 @@ def shardings_of_update(grads: Gradients, state: State, *rest: Any) -> tuple[Any
     return updates, shardings_of(state)
 
 
+def _at(path: tuple[Any, ...]) -> str:
+    return f" at {jax.tree_util.keystr(path)}" if path else ""
+
+
 def _misfit(path: tuple[Any, ...], update: Leaf, param: jax.Array) -> ValueError:
-    place = f" at {jax.tree_util.keystr(path)}" if path else ""
     return ValueError(
-        f"cannot add {update} to a parameter of shape {jnp.shape(param)}{place}; the "
+        f"cannot add {update} to a parameter of shape {jnp.shape(param)}{_at(path)}; the "
         "shapes must be equal"
     )

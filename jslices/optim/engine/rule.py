@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from jslices._arguments import is_number, shown
 from jslices._place.boundary import filled_like
 from jslices._rows.access import per_row as per_row
 from jslices._typing import Scalar as Scalar
@@ -46,7 +47,7 @@ class Step:
         array it multiplies; what a schedule returns is cast to it by :func:`scaled`.
         """
         if callable(learning_rate):
-            return jnp.asarray(-1 * learning_rate(self.count))
+            return jnp.asarray(-1 * value_at(learning_rate, self.count))
         return -1 * learning_rate
 
     def correction(
@@ -108,7 +109,15 @@ def zero_count() -> jax.Array:
 
 def value_at(value: Scalar | Schedule, count: jax.Array) -> Any:
     """A hyperparameter at step ``count``: a number, or what its schedule returns."""
-    return value(count) if callable(value) else value
+    if not callable(value):
+        return value
+    number = value(count)
+    if not is_number(number):
+        raise TypeError(
+            f"the schedule {shown(value)} returned {shown(number)}: wanted one number, [], "
+            "for each step"
+        )
+    return number
 
 
 def row_mean(x: jax.Array) -> jax.Array:

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax.tree_util import PyTreeDef
 
+from jslices._arguments import check_array
 from jslices._jax import definitely, flatten
 from jslices._place.boundary import laid_out_as, on_any_mesh, shardings_of
 from jslices._place.hints import HINT_BYTES, hint_large_step, warn_of_columns
@@ -22,7 +23,9 @@ from jslices._typing import Gradients, Leaf, Params, PyTree, State
 from jslices.optim.engine import catch_up as exact
 from jslices.optim.engine.protocol import (
     GradientTransformation,
+    is_float0,
     is_leaf,
+    refuse_nothing,
     shardings_of_update,
 )
 from jslices.optim.engine.rule import Kernel, Rule, Step, next_count, zero_count
@@ -75,6 +78,7 @@ class _RuleOnTrees:
         leaves, tree = flatten(params)
         rules = self._rules(params, tree)
         for path, p in zip(paths_of(tree), leaves, strict=True):
+            check_array(f"tx.init(params): the parameter{path}", p)
             warn_of_columns(path, p)
         state = {
             name: tree.unflatten(
@@ -106,6 +110,7 @@ class _RuleOnTrees:
                 "norms: tx.update(grads, state, params)"
             )
         check_state(state, self.state_type, self.fields)
+        refuse_nothing("tx.update", grads, (params, state._replace(count=None)))
         leaves, tree = flatten(grads, is_leaf=is_leaf)
         rules = self._rules(params, tree)
         arrays = _parameters(tree, params, reads_params)
@@ -385,9 +390,10 @@ def checked_gradient(
       TypeError: for slices whose indices a foreign ``tree.map`` has changed.
       ValueError: for slices with a batch axis, and where the shapes do not belong together.
     """
-    if grad is None:
+    if grad is None or is_float0(grad):
         return None
     if not isinstance(grad, IndexedSlices):
+        check_array(f"the gradient{path}", grad, "an array, IndexedSlices or None")
         shape = jnp.shape(grad)
     else:
         check_slices(grad)

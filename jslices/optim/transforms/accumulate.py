@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
-from jslices._arguments import OneOf
+from jslices._arguments import OneOf, check_array
 from jslices._jax import flatten
 from jslices._slices import IndexedSlices, as_array, check_slices, is_slices
 from jslices._typing import Leaf, PyTree
@@ -61,6 +61,8 @@ def accumulate_gradients(
     micro-batches that come one by one: :func:`jslices.optim.multi_steps`.
     """
     REDUCTION.check("accumulate_gradients", "reduction", reduction)
+    for path, x in jax.tree_util.tree_leaves_with_path(batches):
+        check_array(f"accumulate_gradients: batches{jax.tree_util.keystr(path)}", x)
     batches = jax.tree.map(as_array, batches)
     shapes = [x.shape for x in jax.tree.leaves(batches)]
     lengths = {shape[:1] for shape in shapes}

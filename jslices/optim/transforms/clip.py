@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
-from jslices._arguments import Number, is_real, refused
+from jslices._arguments import Number, check_array, is_real, refused
 from jslices._errors import InvalidArgumentError
 from jslices._jax import flatten
 from jslices._slices import IndexedSlices, deduplicated, is_slices, one_program
@@ -26,9 +26,9 @@ from jslices.optim.engine.constructors import combinator
 from jslices.optim.engine.protocol import GradientTransformation, is_leaf
 from jslices.optim.transforms.base import each_leaf, stateless
 from jslices.optim.transforms.norms import (
-    as_leaf,
     coalesced_leaves,
     norm_of_leaves,
+    one_leaf,
     safe_sqrt,
     sum_of_squares,
     values_of,
@@ -125,7 +125,8 @@ def clip_by_norm(
 
     Source: ``tf.clip_by_norm``.
     """
-    t, limit = as_leaf(t), check_limit("clip_by_norm", "clip_norm", clip_norm)
+    limit = check_limit("clip_by_norm", "clip_norm", clip_norm)
+    t = one_leaf(t, "clip_by_norm")
     axes = _normalized_axes("clip_by_norm", t, axes)
     return _clip_over(t, limit, name="clip_by_norm", axes=axes)
 
@@ -163,7 +164,7 @@ def clip_rows_by_norm(t: Leaf, max_norm: ArrayLike) -> Any:
     """
     name = "clip_rows_by_norm"
     limit = check_limit(name, "max_norm", max_norm, single=True)
-    t = as_leaf(t)
+    t = one_leaf(t, name)
     if t.ndim == 0:
         raise ValueError(f"{name} wants rows [V, *D], got a scalar")
     first = t.indices.ndim if is_slices(t) else 1
@@ -202,7 +203,7 @@ def clip_by_average_norm(t: Leaf, clip_norm: ArrayLike) -> Any:
     """
     name = "clip_by_average_norm"
     limit = check_limit(name, "clip_norm", clip_norm, single=True)
-    t = as_leaf(t)
+    t = one_leaf(t, name)
     if is_slices(t) and t.dense_shape is None:
         raise ValueError(
             f"{name} divides by the size of the dense array, and these slices have "
@@ -249,10 +250,12 @@ def clip_by_value(t: Leaf, clip_value_min: ArrayLike, clip_value_max: ArrayLike)
     0.5 at the bounds.
     """
     name = "clip_by_value"
-    t = as_leaf(t)
+    t = one_leaf(t, name)
     t = deduplicated(t) if is_slices(t) else t
     bounds = {"clip_value_min": clip_value_min, "clip_value_max": clip_value_max}
     dtype = values_of(t).dtype
+    for what, bound in bounds.items():
+        check_array(f"{name}({what}=...)", bound)
     low, high = (
         _fitting(name, what, _comparable(name, what, jnp.asarray(bound), dtype), t, dtype)
         for what, bound in bounds.items()

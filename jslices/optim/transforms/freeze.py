@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
+from jslices._arguments import check_array
 from jslices._jax import flatten
 from jslices._slices import IndexedSlices, is_slices
 from jslices._typing import Gradients, Params, PyTree, State, Transformation
@@ -163,6 +164,7 @@ def _check(bits: Frozen, shape: tuple[int | None, ...]) -> None:
     """Refuses anything but a function, or bools of the right length."""
     if callable(bits):
         return
+    check_array(ARGUMENT, bits, "bools for each row, or a function of row numbers")
     array = jnp.asarray(bits)
     if array.dtype != bool:
         raise TypeError(

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jslices._arguments import check_array
 from jslices._slices import (
     IndexedSlices,
     as_array,
@@ -127,14 +128,26 @@ def _all_finite(tree: PyTree) -> jax.Array:
 # --- The leaves of a tree of gradients ------------------------------------------------
 
 
-def as_leaf(x: Leaf) -> Any:
-    """The leaf in JAX arrays, also where ``jax.vmap`` returned NumPy arrays."""
+def as_leaf(x: Leaf, name: str = "a tree of gradients") -> Any:
+    """The leaf in JAX arrays, also where ``jax.vmap`` returned NumPy arrays.
+
+    ``name`` says in errors what it is.
+    """
     if x is None:
         return x
     if not is_slices(x):
+        check_array(name, x, "arrays, IndexedSlices or None")
         return as_array(x)
     values, indices = jnp.asarray(x.values), jnp.asarray(x.indices)
     return slices_of(values, indices, x.dense_shape, x.facts)
+
+
+def one_leaf(x: Leaf, call: str, argument: str = "t") -> Any:
+    """An argument that is one array or one IndexedSlices, in JAX arrays."""
+    name = f"{call}({argument}=...)"
+    if not is_slices(x):
+        check_array(name, x, "an array or IndexedSlices")
+    return as_leaf(x, name)
 
 
 def values_of(x: Leaf) -> jax.Array:

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
+from jslices._arguments import check_array
 from jslices._place.boundary import like_first, on_any_mesh
 from jslices._rows.access import canonical_indices, empty_index, set_rows, take_rows
 from jslices._rows.sums import COMBINER, sort_ids
@@ -180,6 +181,7 @@ def project_rows(params: Params, touched: PyTree, max_norm: ArrayLike) -> Any:
 def _projected(param: jax.Array, touched: IndexedSlices, limit: jax.Array) -> jax.Array:
     touched = as_leaf(touched)
     check_slices(touched)
+    check_array("project_rows(params=...)", param)
     table = jnp.asarray(param)
     rows = touched.values.shape[touched.indices.ndim :]
     shape = touched.dense_shape or (*table.shape[:1], *rows)

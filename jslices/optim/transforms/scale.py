@@ -5,6 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jslices._arguments import is_number, shown
 from jslices._rows.access import canonical_indices, per_row
 from jslices._slices import IndexedSlices, check_slices
 from jslices._typing import Gradients, Leaf, PyTree
@@ -57,16 +58,15 @@ def scale(factors: PyTree) -> GradientTransformation:
     parameter groups of PyTorch, ``[{"params": ..., "lr": ...}]``.
     """
     for factor in jax.tree.leaves(factors):
-        number = hasattr(factor, "dtype") or isinstance(factor, (int, float))
-        if not callable(factor) and not number:
-            raise TypeError(
-                "scale wants a number, a function of rows or None for each array, got "
-                f"{factor!r}"
-            )
-        if not callable(factor) and jnp.ndim(factor):
+        if not callable(factor) and hasattr(factor, "dtype") and jnp.ndim(factor):
             raise ValueError(
                 f"scale wants one number for an array, got {jnp.shape(factor)}; for a "
                 "number for each row: lambda rows: factors[rows]"
+            )
+        if not callable(factor) and not is_number(factor):
+            raise TypeError(
+                "scale wants a number, a function of rows or None for each array, got "
+                f"{shown(factor)}"
             )
 
     def update(grads: Gradients) -> Any:
