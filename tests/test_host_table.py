@@ -337,26 +337,6 @@ def test_save_and_restore(tmp_path):
         other.save(tmp_path / "no" / "directory")
 
 
-def test_a_step_in_the_journal_is_in_the_table(tmp_path):
-    """As after a kill between the two: the file of before, and the journal of after."""
-    tx = js.adam(0.1)
-    path, copy = str(tmp_path / "table"), str(tmp_path / "copy")
-    table = js.HostTable((V, D), tx, path, init=beginning)
-    train(table, tx, BATCHES[:2])
-    shutil.copy(path, tmp_path / "two")
-    read = [table.read(np.arange(V))]
-    for number in (2, 3):
-        train(table, tx, BATCHES[number : number + 1])
-        read.append(table.read(np.arange(V)))
-        shutil.copy(tmp_path / "two", copy)
-        shutil.copy(f"{path}-journal", f"{copy}-journal")
-        with js.HostTable((V, D), tx, copy, init=beginning) as found:
-            # That of a later step is not taken for the next one.
-            steps = 3 if number == 2 else 2
-            assert found.steps == steps
-            np.testing.assert_array_equal(found.read(np.arange(V)), read[steps - 2])
-
-
 def train_until_killed(path):
     """Run by the test below, in a process of its own."""
     tx = js.adam(0.1)

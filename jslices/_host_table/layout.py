@@ -157,58 +157,6 @@ def _state(tx: GradientTransformation, shape: Sequence[int], dtype: DTypeLike) -
     return jax.tree_util.tree_flatten_with_path(state)
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class HostRows:
-    """Rows of a :class:`jslices.HostTable` on a device, with their rows of the state.
-
-    A pytree of arrays, for a jitted step, which may donate it. Its arrays have room for U
-    rows; those that no id of the batch names are empty.
-
-    Attributes:
-      words: ``[U, words]``, the records.
-      shared: the values that the optimizer keeps for all rows together.
-      ticket: int32 ``[]``, the number of the call of ``fetch``.
-      layout: the layout of a record.
-    """
-
-    words: Any  # like the next two of NumPy until they are put on a device
-    shared: tuple[Any, ...]
-    ticket: Any
-    layout: Layout = dataclasses.field(metadata={"static": True})
-
-    def unpack(self) -> tuple[jax.Array, State]:
-        """The rows and the optimizer's state of them, as arrays; for use under ``jit``.
-
-        Returns:
-          ``(table, state)``: an array ``[U, *D]`` in which the ids that ``fetch`` returned
-          number the rows, and what ``tx.init`` would keep for it. Rows of an optimizer with
-          ``untouched="exact"`` have caught up.
-        """
-        table, state = self.layout.unpack(self.words, self.shared)
-        if self.layout.tx.catches_up:
-            table, state = self.layout.tx.flush(table, state)
-        return table, state
-
-    def pack(self, table: jax.Array, state: State) -> "HostRows":
-        """The same rows with other contents, for ``store``.
-
-        Args:
-          table: ``[U, *D]``, of the dtype that it had.
-          state: the optimizer's state of it.
-
-        Raises:
-          InvalidArgumentError: for arrays of other shapes or dtypes.
-        """
-        words, shared = self.layout.pack(table, state)
-        if words.shape != self.words.shape:
-            raise InvalidArgumentError(
-                f"rows.pack(table, state) got {words.shape[0]} rows, and these are "
-                f"{self.words.shape[0]}"
-            )
-        return dataclasses.replace(self, words=words, shared=tuple(shared))
-
-
 def _as_words(x: jax.Array, word: np.dtype[Any]) -> jax.Array:
     """Reinterpret the bits of ``[n, *shape]`` as words ``[n, k]``."""
     if x.dtype == bool:

@@ -1,17 +1,33 @@
-"""Records in the memory of this process, or in a file that no other process has open."""
+"""Records of a table in the memory of this process, or in a file, and the file's format.
 
+    description   whole pages: a magic line, then rows and fields in JSON
+    state         whole pages: ``done``, the values that all rows share; at the end a mark,
+                  the file's ``id`` and ``begun``
+    records       ``[V, words]``; those of rows that never began are zero
+
+``done`` counts the writes that are in the records, and ``begun`` is one more while one goes
+on. ``id`` is random, and a new one whenever the file is made or opened: it tells which
+journal belongs to the file (``journal.py``). A file gets its name when all of it is
+written, so its length is always the one that its description says.
+"""
+
+import contextlib
 import errno
+import io
 import json
 import mmap
 import os
 import shutil
+import stat
+import struct
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from jslices import FailedPreconditionError, InvalidArgumentError
+from jslices import DataLossError, FailedPreconditionError, InvalidArgumentError
 from jslices._host_table.layout import Field, Layout
+from jslices.checkpoint import files
 from jslices.extend import human_bytes
 
 try:
@@ -19,14 +35,20 @@ try:
 except ImportError:  # Windows: nobody is kept from opening a file twice
     fcntl = None  # type: ignore[assignment]
 
-_MAGIC = b"jslices host table 1\n"
-_PAGE = 4096
+PAGE = 4096
+_MAGIC = b"jslices host table 2\n"
+#: Of files that have neither a mark nor an id, which they get when they are opened.
+_FIRST_MAGIC = b"jslices host table 1\n"
+#: The end of the state: ``id`` and ``begun``.
+_MARK = struct.Struct("<16sq")
 
 
-class Changes(NamedTuple):
-    """Changes that are stored at once."""
+class Part(NamedTuple):
+    """A write to one table."""
 
-    numbers: np.ndarray  #: int64 ``[n]``, distinct rows.
+    records: "Records"
+    number: int  #: of the write, counted from 1.
+    rows: np.ndarray  #: int64 ``[n]``, distinct rows.
     words: np.ndarray  #: ``[n, words]``, their records.
     shared: Sequence[np.ndarray]  #: the values that all rows share.
 
@@ -37,20 +59,31 @@ class Records:
     Attributes:
       array: the records; those that were never written are zero.
       shared: the values that all rows share.
-      counter: int64 ``[]``, the number of calls of ``store``.
+      done: int64 ``[]``, the number of the last write.
     """
 
     def __init__(self, layout: Layout, num_rows: int, shared: Sequence[np.ndarray]) -> None:
         self.array = np.zeros((num_rows, layout.words), layout.word)
         self.shared = [x.copy() for x in shared]
-        self.counter = np.zeros((), np.int64)
+        self.done = np.zeros((), np.int64)
 
-    def store(self, changes: Changes) -> None:
-        """Write some rows, and the values that all rows share."""
-        self.array[changes.numbers] = changes.words
-        for old, new in zip(self.shared, changes.shared, strict=True):
+    def reserve(self, rows: np.ndarray) -> None:
+        """Make room for the records of some rows."""
+
+    def apply(self, part: Part) -> None:
+        """Write some rows, and the values that all rows share; the same if done again."""
+        self.array[part.rows] = part.words
+        self.set_shared(part.shared)
+        self.done[...] = part.number
+
+    def set_shared(self, shared: Sequence[np.ndarray]) -> None:
+        """Write the values that all rows share."""
+        for old, new in zip(self.shared, shared, strict=True):
             old[...] = new
-        self.counter += 1  # last, for FileRecords
+
+    def put(self, start: int, words: np.ndarray) -> None:
+        """Write records of rows that follow one another."""
+        self.array[start : start + len(words)] = words
 
     def flush(self) -> None:
         """Wait until everything is on the disk, if there is a file."""
@@ -59,90 +92,255 @@ class Records:
         """Let others open the file."""
 
 
+class FileForm:
+    """Offsets in a file of a layout with so many rows.
+
+    Attributes:
+      head: the description.
+      like: shapes and dtypes in the state: ``done``, then the values that all rows share.
+      first: offset of the records.
+      record: bytes of one.
+      rows: V.
+    """
+
+    def __init__(self, layout: Layout, num_rows: int, shared: Sequence[np.ndarray]) -> None:
+        self.head = _description(layout, num_rows)
+        self.like = [((), np.dtype(np.int64)), *((x.shape, x.dtype) for x in shared)]
+        self.state = sum(np.dtype(t).itemsize * int(np.prod(s)) for s, t in self.like)
+        self.first = whole_pages(len(self.head) + self.state + _MARK.size)
+        self.record = layout.words * layout.word.itemsize
+        self.words, self.word, self.rows = layout.words, layout.word, num_rows
+
+    @property
+    def mark(self) -> int:
+        """Offset of the mark."""
+        return self.first - _MARK.size
+
+    @property
+    def size(self) -> int:
+        """Bytes of the file."""
+        return self.first + self.rows * self.record
+
+    def check(self, path: str, file: io.FileIO) -> None:
+        """Refuse a file of another table, or of another length; update an old one.
+
+        Raises:
+          InvalidArgumentError: for a file of another table, or of another kind.
+          DataLossError: for one that was truncated or extended.
+        """
+        start = read_at(file, 0, len(self.head))
+        magic = start[: len(_MAGIC)]
+        if len(start) < PAGE and any(x.startswith(magic) for x in (_MAGIC, _FIRST_MAGIC)):
+            raise DataLossError(
+                f"{path} is cut off after {len(start)} bytes, and a HostTable has at least "
+                f"{self.first}: put a copy in its place, or delete it to begin a new table"
+            )
+        if magic not in (_MAGIC, _FIRST_MAGIC):
+            raise InvalidArgumentError(
+                f"{path} is no file of a HostTable; give the path of one, or of none yet"
+            )
+        if start[len(_MAGIC) :] != self.head[len(_MAGIC) :]:
+            texts = [x[len(_MAGIC) :].split(b"\n")[0] for x in (start, self.head)]
+            holds, asked = (text.decode(errors="replace") for text in texts)
+            raise InvalidArgumentError(
+                f"{path} holds a table with {holds}, and HostTable was asked for one with "
+                f"{asked}; open it with the shape, dtype and optimizer that it was made "
+                "with. table.grow(rows) gives it more rows"
+            )
+        length = os.fstat(file.fileno()).st_size
+        if length != self.size:
+            raise DataLossError(
+                f"{path} is {length} bytes long, and its {self.rows} rows take {self.size}:"
+                " it was cut off or written by something else. Put a copy in its place"
+            )
+        if magic == _FIRST_MAGIC:
+            self._update(path, file)
+
+    def _update(self, path: str, file: io.FileIO) -> None:
+        """Give a file of the first format what it lacks, which is room that it has."""
+        (done,) = struct.unpack("<q", read_at(file, len(self.head), 8))
+        journal = journal_of(path)
+        with contextlib.suppress(FileNotFoundError), open(journal, "rb") as old:
+            start = old.read(8)
+            if len(start) == 8 and struct.unpack("<q", start)[0] > done:
+                raise FailedPreconditionError(
+                    f"{path} was killed while jslices 0.1 wrote a step, which is in "
+                    f"{journal}: open and close it with that version, or delete "
+                    f"{journal} to take rows of which some may be one step ahead"
+                )
+        if whole_pages(len(self.head) + self.state) != self.first:
+            raise InvalidArgumentError(
+                f"{path} was made by jslices 0.1, and its first page has no room for what "
+                "is new: read its rows with that version, and begin a new table with "
+                "init=lambda ids: rows[ids]"
+            )
+        files.remove(journal)
+        write_at(file, self.mark, _MARK.pack(bytes(16), done), path)
+        os.fsync(file.fileno())
+        write_at(file, 0, _MAGIC, path)
+
+
 class FileRecords(Records):
     """Records in a file, which the operating system caches in memory.
 
-    Changes are written to a journal beside the file first, so that they are in the file
-    whole or not at all when the process is killed.
+    Attributes:
+      path: of the file.
+      form: offsets in it.
+      id: uint8 ``[16]``.
+      begun: int64 ``[]``, ``done``, or one more while a write goes on.
     """
 
     def __init__(
-        self, path: str, layout: Layout, num_rows: int, shared: Sequence[np.ndarray]
+        self, path: str, lock: io.FileIO, form: FileForm, *, temporary: bool = False
     ) -> None:
-        head = _description(layout, num_rows)
-        state = b"".join(x.tobytes() for x in (np.zeros((), np.int64), *shared))
-        first = _whole_pages(len(head) + len(state))
-        size = first + num_rows * layout.words * layout.word.itemsize
-        self._journal_path = f"{path}-journal"
-        self._file = _opened(path, buffering=0)
+        self.path, self.form = path, form
+        self._temporary = path if temporary else None
+        # The map and its descriptor may outlive the table; the lock has a file of its own.
+        self._lock = lock
+        self._file = _open(path)
         try:
-            descriptor = self._file.fileno()
-            _lock(descriptor, path)
-            if not os.fstat(descriptor).st_size:
-                _check_room(path, size)
-                self._file.write(head + state)
-            self._file.seek(0)
-            _check_description(path, self._file.read(len(head)), head)
-            if os.fstat(descriptor).st_size < size:  # new, or killed when it was
-                os.ftruncate(descriptor, size)
-            self._map = mmap.mmap(descriptor, size)
-            self._journal = _opened(self._journal_path)
+            self._map = mmap.mmap(self._file.fileno(), form.size)
         except BaseException:
             self._file.close()
             raise
         if hasattr(mmap, "MADV_RANDOM"):  # read one page, not those around it
             self._map.madvise(mmap.MADV_RANDOM)
-        like = [((), np.int64), *((x.shape, x.dtype) for x in shared)]
-        self.counter, *self.shared = _arrays(self._map, len(head), like)
-        records = (num_rows, layout.words), layout.word
-        (self.array,) = _arrays(self._map, first, [records])
-        self._replay_journal()
+        self.done, *self.shared = _arrays(self._map, len(form.head), form.like)
+        (self.array,) = _arrays(
+            self._map, form.first, [((form.rows, form.words), form.word)]
+        )
+        mark = [((16,), np.dtype(np.uint8)), ((), np.dtype(np.int64))]
+        self.id, self.begun = _arrays(self._map, form.mark, mark)
 
-    def store(self, changes: Changes) -> None:
-        self._write_journal(_PAGE, changes.numbers, changes.words, *changes.shared)
-        head = np.array([self.counter + 1, len(changes.numbers)], np.int64)
-        self._write_journal(0, head)  # from here on the changes count
-        super().store(changes)
+    def renew(self) -> None:
+        """Give the file a new id, so that journals of before are not its own."""
+        self.id[...] = np.frombuffer(os.urandom(16), np.uint8)
 
-    def _write_journal(self, offset: int, *arrays: np.ndarray) -> None:
-        self._journal.seek(offset)
-        for x in arrays:
-            self._journal.write(np.ascontiguousarray(x).view(np.uint8).data)
-        self._journal.flush()
+    def reserve(self, rows: np.ndarray) -> None:
+        # What is written by the map has no error for a full disk but SIGBUS, so that new
+        # rows, which may be holes in the file, are filled with zeros by a call first.
+        new = rows[self.array[rows, -1] == 0]
+        starts = np.flatnonzero(np.diff(new, prepend=-2) != 1)
+        lengths = np.diff(starts, append=len(new))
+        zeros = np.zeros((max(lengths, default=0), self.form.words), self.form.word)
+        for start, length in zip(new[starts].tolist(), lengths.tolist(), strict=True):
+            self.put(start, zeros[:length])
 
-    def _replay_journal(self) -> None:
-        """Store the changes that a killed process left in the journal alone."""
-        head = np.frombuffer(self._journal.read(16), np.int64)
-        if len(head) < 2 or head[0] != self.counter + 1:
-            return
-        self._journal.seek(_PAGE)
-        like = [((head[1],), np.int64), ((head[1], self.array.shape[1]), self.array.dtype)]
-        like += [(x.shape, x.dtype) for x in self.shared]
-        numbers, words, *shared = _arrays(self._journal.read(), 0, like)
-        super().store(Changes(numbers, words, shared))
+    def apply(self, part: Part) -> None:
+        self.begun[...] = part.number
+        super().apply(part)
+
+    def put(self, start: int, words: np.ndarray) -> None:
+        offset = self.form.first + start * self.form.record
+        write_at(self._file, offset, words, self.path)
 
     def flush(self) -> None:
         self._map.flush()
         os.fsync(self._file.fileno())
 
+    def check_path(self) -> None:
+        """Refuse to go on where another file, or none, has taken the place of this one.
+
+        Raises:
+          DataLossError: in that case.
+        """
+        with contextlib.suppress(FileNotFoundError):
+            if os.path.samestat(os.stat(self.path), os.fstat(self._file.fileno())):
+                return
+        raise DataLossError(
+            f"{self.path} was deleted or replaced while a HostTable had it open, and what "
+            "was stored since is in no file: table.save(path) writes it to another"
+        )
+
+    def publish(self, path: str) -> None:
+        """Give a file that was made its name; the same if done again."""
+        if self._temporary is not None:
+            if os.path.lexists(self._temporary):
+                os.replace(self._temporary, path)  # while it is open, and so locked
+            files.sync_directory(os.path.dirname(path))
+            self.path = path
+            self._temporary = None
+
     def close(self) -> None:
-        if not self._file.closed:
-            self._journal.close()
-            os.unlink(self._journal_path)
-            _unlock(self._file.fileno())
-            self._file.close()
+        if self._temporary is not None:
+            files.remove(self._temporary)
+        self._file.close()
+        self.unlock()
+
+    def unlock(self) -> None:
+        """Unlock the file; in a forked process, leave the lock to the parent."""
+        self._lock.close()
 
 
-def _opened(path: str, buffering: int = -1) -> Any:
-    """Open a file to read and write, or create it."""
-    return os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o666), "r+b", buffering)
+def make(
+    path: str, layout: Layout, num_rows: int, shared: Sequence[np.ndarray]
+) -> FileRecords:
+    """Make a file under a temporary name, locked; ``publish`` gives it its own.
+
+    Raises:
+      OSError: where there is no room for it.
+    """
+    form = FileForm(layout, num_rows, shared)
+    clean(path)
+    _check_room(path, form.size)
+    temporary = files.temporary_path(path, files.new_id())
+    lock = io.FileIO(files.open_new(temporary), "r+")
+    try:
+        os.ftruncate(lock.fileno(), form.size)
+        state = b"".join(x.tobytes() for x in (np.zeros((), np.int64), *shared))
+        write_at(lock, len(form.head), state, temporary)
+        write_at(lock, form.mark, _MARK.pack(os.urandom(16), 0), temporary)
+        write_at(lock, 0, form.head, temporary)
+        return FileRecords(temporary, lock, form, temporary=True)
+    except BaseException:
+        lock.close()
+        files.remove(temporary)
+        raise
 
 
-def _lock(descriptor: int, path: str) -> None:
+def clean(path: str) -> None:
+    """Delete what killed processes left of files that were to get this name."""
+    for temporary, _ in files.temporaries_of(path):
+        with contextlib.suppress(FailedPreconditionError):  # of one that is alive
+            if (file := locked(temporary)) is not None:
+                with file:
+                    files.remove(temporary)
+
+
+def locked(path: str) -> io.FileIO | None:
+    """Open a file and lock it for as long as it is open; None if there is none.
+
+    Raises:
+      InvalidArgumentError: for a directory, a pipe or a device.
+      FailedPreconditionError: for a file that is open as a HostTable.
+    """
+    while True:
+        try:
+            if not stat.S_ISREG(os.stat(path).st_mode):
+                raise InvalidArgumentError(
+                    f"{path} is no file but a directory, a pipe or a device; give the path "
+                    "of a HostTable's file, or of none yet"
+                )
+            file = _open(path)
+        except FileNotFoundError:
+            return None
+        try:
+            _lock(file, path)
+            # Another may have been renamed to it between the two.
+            with contextlib.suppress(FileNotFoundError):
+                if os.path.samestat(os.stat(path), os.fstat(file.fileno())):
+                    return file
+        except BaseException:
+            file.close()
+            raise
+        file.close()
+
+
+def _lock(file: io.FileIO, path: str) -> None:
     if fcntl is None:
         return
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
         raise FailedPreconditionError(
             f"{path} is open as a HostTable, in another process or in this one, and only "
@@ -150,19 +348,47 @@ def _lock(descriptor: int, path: str) -> None:
         ) from error
 
 
-def _unlock(descriptor: int) -> None:
-    """Unlock a file now: the map keeps a descriptor until the last array is gone."""
-    if fcntl is not None:
-        fcntl.flock(descriptor, fcntl.LOCK_UN)
+def journal_of(path: str) -> str:
+    """The path of a file's journal."""
+    return f"{path}-journal"
+
+
+def _open(path: str) -> io.FileIO:
+    return io.FileIO(path, "r+")
+
+
+def read_at(file: io.FileIO, offset: int, size: int) -> bytes:
+    """Read bytes at an offset, fewer at the end of the file."""
+    os.lseek(file.fileno(), offset, os.SEEK_SET)
+    parts = []
+    while size and (part := os.read(file.fileno(), size)):
+        parts.append(part)
+        size -= len(part)
+    return b"".join(parts)
+
+
+def write_at(file: Any, offset: int, data: bytes | np.ndarray, path: str) -> None:
+    """Write bytes at an offset.
+
+    Raises:
+      OSError: where there is no room, with the path.
+    """
+    if isinstance(data, np.ndarray):
+        view = np.ascontiguousarray(data).reshape(-1).view(np.uint8).data
+    else:
+        view = memoryview(data)
+    descriptor = file.fileno()
+    try:
+        os.lseek(descriptor, offset, os.SEEK_SET)
+        while view:
+            view = view[os.write(descriptor, view) :]
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, path) from error
 
 
 def _check_room(path: str, size: int) -> None:
-    """Refuse to begin a file for which the disk has no room.
-
-    Its pages take room as they are written, and a process that writes one for which there
-    is none is killed without a message.
-    """
-    free = shutil.disk_usage(os.path.dirname(path) or ".").free
+    """Refuse to begin a file for which the disk has no room, as its pages come later."""
+    free = shutil.disk_usage(os.path.dirname(path)).free
     if free < size:
         raise OSError(
             errno.ENOSPC,
@@ -184,25 +410,11 @@ def _description(layout: Layout, num_rows: int) -> bytes:
         "shared": described(layout.shared),
     }
     text = _MAGIC + json.dumps(description).encode() + b"\n"
-    return text.ljust(_whole_pages(len(text)))
-
-
-def _check_description(path: str, actual: bytes, expected: bytes) -> None:
-    if actual == expected:
-        return
-    if not actual.startswith(_MAGIC):
-        raise InvalidArgumentError(
-            f"{path} is no file of a HostTable; give the path of one, or of none yet"
-        )
-    texts = [x.removeprefix(_MAGIC).split(b"\n")[0].decode() for x in (actual, expected)]
-    raise InvalidArgumentError(
-        f"{path} holds a table with {texts[0]}, and HostTable was asked for one with "
-        f"{texts[1]}; open it with the shape, dtype and optimizer that it was made with"
-    )
+    return text.ljust(whole_pages(len(text)))
 
 
 def _arrays(
-    buffer: bytes | mmap.mmap, offset: int, like: Sequence[tuple[Any, Any]]
+    buffer: mmap.mmap, offset: int, like: Sequence[tuple[Any, Any]]
 ) -> list[np.ndarray]:
     """View arrays of some shapes and dtypes that follow one another in a buffer."""
     arrays = []
@@ -212,5 +424,6 @@ def _arrays(
     return arrays
 
 
-def _whole_pages(size: int) -> int:
-    return -(-size // _PAGE) * _PAGE
+def whole_pages(size: int) -> int:
+    """Round up to whole pages."""
+    return -(-size // PAGE) * PAGE

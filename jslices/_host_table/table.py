@@ -3,19 +3,24 @@
 import contextlib
 import functools
 import itertools
+import operator
 import os
 from collections.abc import Callable, Iterator
 from types import TracebackType
-from typing import Any
+from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
-from jslices import FailedPreconditionError, InvalidArgumentError, NotFoundError
-from jslices._host_table.layout import HostRows, Layout, layout_of
-from jslices._host_table.records import Changes, FileRecords, Records
+from jslices import FailedPreconditionError, InvalidArgumentError
+from jslices._host_table import records as stored
+from jslices._host_table.journal import Journal
+from jslices._host_table.layout import layout_of
+from jslices._host_table.opening import open_file
+from jslices._host_table.records import FileRecords, Part, Records
+from jslices._host_table.rows import HostRows, begun, caught_up, with_pending
 from jslices.checkpoint import files
 from jslices.extend import PyTree, as_transformation
 
@@ -23,6 +28,24 @@ from jslices.extend import PyTree, as_transformation
 _CHUNK = 1 << 26
 #: Numbers of all tables' fetches, so that none takes the rows of another for its own.
 _TICKETS = itertools.count(1)
+
+
+_Args = ParamSpec("_Args")
+_Result = TypeVar("_Result")
+
+
+def _one_at_a_time(
+    method: Callable[Concatenate["HostTable", _Args], _Result],
+) -> Callable[Concatenate["HostTable", _Args], _Result]:
+    """A method that one thread calls at a time, while the table is open."""
+
+    def call(self: "HostTable", /, *args: _Args.args, **kwargs: _Args.kwargs) -> _Result:
+        self._journal.check_usable(self)
+        with self._journal.lock:
+            return method(self, *args, **kwargs)
+
+    functools.update_wrapper(call, method)
+    return call
 
 
 class HostTable:
@@ -114,44 +137,60 @@ class HostTable:
         device: jax.Device | jax.sharding.Sharding | None = None,
         overlap: bool | None = None,
     ) -> None:
-        self.shape, self.dtype = tuple(shape), jnp.dtype(dtype)
-        if not self.shape or min(self.shape) < 1:
-            raise InvalidArgumentError(
-                f"HostTable(shape={shape}): wanted (V, *D), so many rows of such a shape"
-            )
+        rows, *self._row = _checked_shape(shape)
+        self.dtype = jnp.dtype(dtype)
         if not jnp.issubdtype(self.dtype, jnp.floating):
             raise InvalidArgumentError(
                 f"HostTable(dtype={self.dtype}): an optimizer trains floating-point numbers"
             )
-        if size is not None and size < 1:
-            raise InvalidArgumentError(
-                f"HostTable(size={size}): wanted room for the distinct rows of a batch"
-            )
+        _check_options(size, device, overlap)
         self._init, self._size, self._room = init, size, 1
         self._device = jax.devices()[0] if device is None else device
         self._overlap = _has_own_memory(self._device) if overlap is None else overlap
         tx = as_transformation("HostTable", tx)
-        self._layout = layout_of(self.shape, self.dtype, tx)
-        self._path = None if path is None else os.fspath(path)
-        self._records, self._closed = self._new_records(self._path), False
+        self._layout = layout_of((rows, *self._row), self.dtype, tx)
+        one = jnp.zeros((1, *self._row), self.dtype)
+        #: The values that all rows share at the beginning, the number of steps first.
+        self._shared = [np.asarray(x) for x in (np.int64(0), *begun(self._layout, one)[1])]
+        self._path = None if path is None else _real(path)
+        records = (
+            Records(self._layout, rows, self._shared)
+            if self._path is None
+            else open_file(self._path, self._layout, rows, self._shared, make=True)
+        )
+        self._join(Journal([records]), 0)
         #: The ticket and the rows of the last fetch, until these are stored.
         self._fetched: tuple[int, np.ndarray] | None = None
-        #: The same, and the stored rows, until they are written.
-        self._pending: tuple[int, np.ndarray, HostRows] | None = None
 
-    def _new_records(self, path: str | None) -> Records:
-        one = jnp.zeros((1, *self.shape[1:]), self.dtype)
-        shared = [np.int64(0), *_begun(self._layout, one)[1]]
-        arguments = self._layout, self.shape[0], [np.asarray(x) for x in shared]
-        return Records(*arguments) if path is None else FileRecords(path, *arguments)
+    def _join(self, journal: Journal, index: int) -> None:
+        """Write by a journal, of whose tables this is one."""
+        self._seat = journal, index, journal.keeper()
+
+    @property
+    def _journal(self) -> Journal:
+        return self._seat[0]
+
+    @property
+    def _records(self) -> Records:
+        journal, index, _ = self._seat
+        return journal.members[index]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return len(self._records.array), *self._row
 
     @property
     def steps(self) -> int:
-        self._write_pending()
-        return int(self._open().shared[0])
+        return self._steps()
+
+    @_one_at_a_time
+    def _steps(self) -> int:
+        self._journal.finish()
+        return int(self._records.shared[0])
 
     # --- a step -----------------------------------------------------------------------
 
+    @_one_at_a_time
     def fetch(self, ids: PyTree) -> tuple[HostRows, PyTree]:
         """Brings the rows that some ids name to the device.
 
@@ -169,27 +208,30 @@ class HostTable:
           InvalidArgumentError: for more distinct rows than ``size``.
           FailedPreconditionError: after ``close``.
         """
-        records = self._open()
         leaves, tree = jax.tree.flatten(ids, is_leaf=_is_list)
+        if not leaves:
+            raise TypeError(f"a HostTable wants ids that are integers, got {ids!r}")
         arrays = [_checked_ids(x) for x in leaves]
-        flat = np.concatenate([x.reshape(-1) for x in arrays] or [np.zeros(0, np.int64)])
+        flat = np.concatenate([x.reshape(-1) for x in arrays])
         numbers, places = _numbered(flat, self.shape[0])
         room = self._room_for(len(numbers), flat.size)
         words = np.empty((room, self._layout.words), self._layout.word)
         words[len(numbers) :] = 0
         self._read_into(words[: len(numbers)], numbers)
         ticket = next(_TICKETS) % 2**31
-        shared = tuple(np.array(x) for x in records.shared[1:])
+        shared = tuple(np.array(x) for x in self._records.shared[1:])
         rows = HostRows(words, shared, np.int32(ticket), self._layout)
         rows = jax.device_put(rows, self._device)
-        if self._pending is not None:
-            rows = _with_pending(rows, numbers, *self._pending[1:])
+        for coming in self._journal.coming:
+            if isinstance(coming, _Stored) and coming.is_coming_to(self._records):
+                rows = with_pending(rows, numbers, coming.rows, coming.words)
         self._fetched = ticket, numbers
         places[places < 0] = room
         parts = np.split(places, np.cumsum([x.size for x in arrays])[:-1])
         shaped = [part.reshape(x.shape) for part, x in zip(parts, arrays, strict=True)]
         return rows, jax.tree.unflatten(tree, shaped)
 
+    @_one_at_a_time
     def store(self, rows: HostRows) -> None:
         """Writes back the rows that were fetched last.
 
@@ -202,7 +244,13 @@ class HostTable:
           FailedPreconditionError: for rows that are not those of the last ``fetch``.
             Nothing is written. Where writing overlaps, the next call says so.
         """
-        self._open()
+        self._journal.finish()
+        self._journal.coming = [self._take(rows)]
+        if not self._overlap:
+            self._journal.finish()
+
+    def _take(self, rows: HostRows) -> "_Stored":
+        """What is to be written of the rows that were fetched last."""
         if not isinstance(rows, HostRows) or rows.layout != self._layout:
             raise TypeError(
                 f"store wants the rows that fetch gave and a step packed, got {rows!r:.80}"
@@ -212,27 +260,12 @@ class HostTable:
                 "store(rows) writes the rows of the last fetch, once; nothing was fetched "
                 "since the last store"
             )
-        self._write_pending()
-        self._pending, self._fetched = (*self._fetched, rows), None
+        (ticket, numbers), self._fetched = self._fetched, None
         if self._overlap:
             for x in jax.tree.leaves(rows):
                 x.copy_to_host_async()
-        else:
-            self._write_pending()
-
-    def _write_pending(self) -> None:
-        if self._pending is None:
-            return
-        (ticket, numbers, rows), self._pending = self._pending, None
-        if int(rows.ticket) != ticket:
-            raise FailedPreconditionError(
-                "store(rows) got the rows of an earlier fetch, or of another table: store "
-                "those of a batch before the next one is fetched. They were not written"
-            )
-        records = self._open()
-        words = np.asarray(rows.words)[: len(numbers)]
-        shared = [records.shared[0] + 1, *(np.asarray(x) for x in rows.shared)]
-        records.store(Changes(numbers, words, shared))
+        records = self._records
+        return _Stored(records, int(records.done) + 1, ticket, numbers, rows)
 
     def _room_for(self, rows: int, ids: int) -> int:
         """U: room for some rows, of as many ids."""
@@ -251,7 +284,7 @@ class HostTable:
 
     def _read_into(self, words: np.ndarray, numbers: np.ndarray) -> None:
         """Read the records of some rows, initializing those that are new."""
-        np.take(self._open().array, numbers, axis=0, out=words, mode="clip")
+        np.take(self._records.array, numbers, axis=0, out=words, mode="clip")
         new = np.flatnonzero(words[:, -1] == 0)
         if len(new):
             words[new] = self._initial_records(numbers[new])
@@ -261,21 +294,22 @@ class HostTable:
             return self._constant_record
         padded = np.resize(numbers, _power_of_two(len(numbers)))
         start = jnp.asarray(self._init(padded), self.dtype)
-        if start.shape != (len(padded), *self.shape[1:]):
+        if start.shape != (len(padded), *self._row):
             raise InvalidArgumentError(
                 f"HostTable(init=...) got row numbers {list(padded.shape)} and returned "
-                f"{list(start.shape)}; wanted {[len(padded), *self.shape[1:]]}"
+                f"{list(start.shape)}; wanted {[len(padded), *self._row]}"
             )
-        return np.asarray(_begun(self._layout, start)[0])[: len(numbers)]
+        return np.asarray(begun(self._layout, start)[0])[: len(numbers)]
 
     @functools.cached_property
     def _constant_record(self) -> np.ndarray:
         number: Any = self._init
-        start = jnp.full((1, *self.shape[1:]), number, self.dtype)
-        return np.asarray(_begun(self._layout, start)[0])
+        start = jnp.full((1, *self._row), number, self.dtype)
+        return np.asarray(begun(self._layout, start)[0])
 
     # --- the whole table --------------------------------------------------------------
 
+    @_one_at_a_time
     def read(self, ids: ArrayLike) -> np.ndarray:
         """The parameters of some rows as they are now, those of exact optimizers caught up.
 
@@ -288,17 +322,18 @@ class HostTable:
         Raises:
           TypeError: for ids that are no integers.
         """
-        self._write_pending()
+        self._journal.finish()
         ids = _checked_ids(ids)
         numbers, places = _numbered(ids.reshape(-1), self.shape[0])
         room = _power_of_two(len(numbers))
         words = np.zeros((room, self._layout.words), self._layout.word)
         self._read_into(words[: len(numbers)], numbers)
-        table = np.asarray(_caught_up(self._rows_of(words))[0])[: len(numbers)]
-        rows = np.full((len(places), *self.shape[1:]), np.nan, self.dtype)
+        table = np.asarray(caught_up(self._rows_of(words))[0])[: len(numbers)]
+        rows = np.full((len(places), *self._row), np.nan, self.dtype)
         rows[places >= 0] = table[places[places >= 0]]
-        return rows.reshape(*ids.shape, *self.shape[1:])
+        return rows.reshape(*ids.shape, *self._row)
 
+    @_one_at_a_time
     def catch_up(self) -> None:
         """Makes up the steps that rows of an exact optimizer have missed, in all rows.
 
@@ -306,21 +341,23 @@ class HostTable:
         replaced by one with another learning rate. Cost: reads and writes all records that
         have begun.
         """
-        self._write_pending()
-        records = self._open()
+        self._journal.finish()
+        records = self._records
         if not self._layout.tx.catches_up:
             return
-        for part in self._parts():
+        for part in _parts(len(records.array), self._part_rows):
             words = records.array[part]
             written = np.flatnonzero(words[:, -1])
             if len(written):
                 padded = np.zeros((self._part_rows, words.shape[1]), words.dtype)
                 padded[: len(words)] = words
-                _, rows = _caught_up(self._rows_of(padded))
+                _, rows = caught_up(self._rows_of(padded))
                 new = np.asarray(rows.words)[written]
                 numbers = written + part.start
-                records.store(Changes(numbers, new, records.shared))
+                number = int(records.done) + 1
+                self._journal.write([Part(records, number, numbers, new, records.shared)])
 
+    @_one_at_a_time
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes a copy to a file: :meth:`restore` reads it, and HostTable opens it.
 
@@ -330,22 +367,19 @@ class HostTable:
           InvalidArgumentError: for the file of this table itself.
           OSError: if it cannot be written.
         """
-        self._write_pending()
-        path = os.fspath(path)
-        records = self._open()
-        own = None if self._path is None else os.path.realpath(self._path)
-        if os.path.realpath(path) == own:
+        self._journal.finish()
+        path = _real(path)
+        if path == self._path:
             raise InvalidArgumentError(f"{path} is the file of this table; give another")
-        temporary = files.temporary_path(path, files.new_id())
-        try:
-            with contextlib.closing(self._new_records(temporary)) as copy:
-                self._copy(records, copy)
-                copy.flush()
-                os.replace(temporary, path)  # while it is open, and so locked
-        finally:
-            files.remove(temporary)
-        files.sync_directory(os.path.dirname(path))
+        with contextlib.ExitStack() as stack:
+            if (replaced := stored.locked(path)) is not None:
+                stack.enter_context(replaced)
+            copy = self._copied_to(path, self._records)
+            with contextlib.closing(copy):
+                copy.publish(path)
+        files.remove(stored.journal_of(path))  # of a table that was there and is no more
 
+    @_one_at_a_time
     def restore(self, path: str | os.PathLike[str]) -> None:
         """Takes over all rows, and how many steps were stored, from a file.
 
@@ -354,24 +388,60 @@ class HostTable:
           InvalidArgumentError: if it is of another table or optimizer.
           FailedPreconditionError: if it is open.
         """
-        path = os.fspath(path)
-        records = self._open()
-        if not os.path.exists(path):
-            raise NotFoundError(f"{path} is not there; give what save(path) wrote")
-        with contextlib.closing(self._new_records(path)) as saved:
-            self._fetched = self._pending = None
-            self._copy(saved, records)
+        path = _real(path)
+        records, rows = self._records, self.shape[0]
+        saved = open_file(path, self._layout, rows, self._shared, make=False)
+        with contextlib.closing(saved):
+            self._fetched = None
+            if self._path is None:
+                self._journal.do(functools.partial(_copy, saved, records, self._part_rows))
+            else:
+                new = self._copied_to(self._path, saved)
+                self._journal.do(functools.partial(self._journal.replace, records, new))
 
-    def _copy(self, source: Records, target: Records) -> None:
-        for part in self._parts():
-            words = source.array[part]
-            if words.any() or target.array[part].any():
-                target.array[part] = words
-        for old, new in zip(target.shared, source.shared, strict=True):
-            old[...] = new
+    @_one_at_a_time
+    def grow(self, num_rows: int) -> None:
+        """Gives the table more rows, which begin anew; those that it has keep their state.
+
+        A file is copied to a new one, which takes its place when it is whole: the disk
+        needs room for both until then.
+
+        Args:
+          num_rows: V from now on.
+
+        Raises:
+          InvalidArgumentError: for fewer rows than there are.
+          OSError: for a file for which there is no room; the table is as it was.
+        """
+        records = self._records
+        if num_rows < len(records.array):
+            raise InvalidArgumentError(
+                f"grow({num_rows}) of a table with {len(records.array)} rows: wanted more"
+            )
+        self._journal.finish()
+        if self._path is None:
+            new = Records(self._layout, num_rows, self._shared)
+            _copy(records, new, self._part_rows)
+        else:
+            new = self._copied_to(self._path, records, num_rows)
+        self._journal.do(functools.partial(self._journal.replace, records, new))
+
+    def _copied_to(
+        self, path: str, source: Records, num_rows: int | None = None
+    ) -> FileRecords:
+        """A new file, on the disk, that is to be at a path."""
+        rows = num_rows or len(source.array)
+        copy = stored.make(path, self._layout, rows, self._shared)
+        try:
+            _copy(source, copy, self._part_rows)
+            copy.flush()
+        except BaseException:
+            copy.close()
+            raise
+        return copy
 
     def _rows_of(self, words: np.ndarray) -> HostRows:
-        shared = tuple(np.array(x) for x in self._open().shared[1:])
+        shared = tuple(np.array(x) for x in self._records.shared[1:])
         return HostRows(words, shared, np.int32(0), self._layout)
 
     @functools.cached_property
@@ -379,25 +449,17 @@ class HostTable:
         record = self._layout.words * self._layout.word.itemsize
         return min(self.shape[0], max(1, _CHUNK // record))
 
-    def _parts(self) -> Iterator[slice]:
-        """Ranges of rows that together are all of them."""
-        for start in range(0, self.shape[0], self._part_rows):
-            yield slice(start, min(start + self._part_rows, self.shape[0]))
-
     # --- the file ---------------------------------------------------------------------
 
+    @_one_at_a_time
     def flush(self) -> None:
         """Returns once all that was stored is written, and in a file on the disk."""
-        self._write_pending()
-        self._open().flush()
+        self._journal.flush()
 
     def close(self) -> None:
         """Writes what was stored, and lets others open the file. Does nothing twice."""
-        if self._closed:
-            return
-        self._write_pending()
-        self._records.close()
-        self._closed = True
+        with self._journal.lock:
+            self._journal.close()
 
     def __enter__(self) -> "HostTable":
         return self
@@ -410,57 +472,53 @@ class HostTable:
     ) -> None:
         self.close()
 
-    def _open(self) -> Records:
-        if self._closed:
-            raise FailedPreconditionError(f"{self!r} is closed; make another HostTable")
-        return self._records
-
     def __repr__(self) -> str:
         where = "in memory" if self._path is None else f"path={self._path!r}"
         return f"HostTable({self.shape}, {self.dtype}, {where})"
 
 
-# --- on the device --------------------------------------------------------------------
+class _Stored(NamedTuple):
+    """Rows that were stored: what the device may still be computing."""
 
+    records: Records
+    number: int  #: of the write
+    ticket: int  #: of the fetch
+    rows: np.ndarray  #: int64 ``[n]``
+    words: HostRows
 
-@functools.partial(jax.jit, static_argnums=0)
-def _begun(layout: Layout, start: jax.Array) -> tuple[jax.Array, list[jax.Array]]:
-    """Records of rows ``[n, *D]`` that were never stepped, and the shared values."""
-    return layout.pack(start, layout.tx.init(start))
+    def is_coming_to(self, records: Records) -> bool:
+        """True if it is not in the records of a table, and is for them."""
+        return self.records is records and self.number > int(records.done)
 
-
-@jax.jit
-def _caught_up(rows: HostRows) -> tuple[jax.Array, HostRows]:
-    """Make up the steps that rows have missed; returns their parameters and the rows."""
-    table, state = rows.unpack()
-    return table, rows.pack(table, state)
-
-
-def _with_pending(
-    rows: HostRows, numbers: np.ndarray, others: np.ndarray, pending: HostRows
-) -> HostRows:
-    """Update rows by those of a step that is not written yet.
-
-    ``numbers`` ``[n]`` are those of the rows, ``others`` those of the step.
-    """
-    _, of_step, here = np.intersect1d(others, numbers, True, return_indices=True)
-    source = np.full(len(rows.words), len(pending.words), np.int32)
-    source[here] = of_step
-    words, shared = _patched(rows.words, source, pending.words, pending.shared)
-    return HostRows(words, shared, rows.ticket, rows.layout)
-
-
-@jax.jit
-def _patched(
-    words: jax.Array, source: jax.Array, pending: jax.Array, shared: tuple[jax.Array, ...]
-) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-    """Replace records that have a source; copies all, as a step may donate them."""
-    changed = (source < pending.shape[0])[:, None]
-    new = pending.at[source].get(mode="fill", fill_value=0)
-    return jnp.where(changed, new, words), tuple(map(jnp.copy, shared))
+    def part(self) -> Part:
+        if int(self.words.ticket) != self.ticket:
+            raise FailedPreconditionError(
+                "store(rows) got the rows of an earlier fetch, or of another table: store "
+                "those of a batch before the next one is fetched, by this thread or by "
+                "another. They were not written"
+            )
+        words = np.asarray(self.words.words)[: len(self.rows)]
+        steps = np.asarray(self.records.shared[0] + 1)
+        shared = [steps, *(np.asarray(x) for x in self.words.shared)]
+        return Part(self.records, self.number, self.rows, words, shared)
 
 
 # --- on the host ----------------------------------------------------------------------
+
+
+def _copy(source: Records, target: Records, rows: int) -> None:
+    """Copy records, so many at a time, except those that never began in both."""
+    for part in _parts(len(source.array), rows):
+        words = source.array[part]
+        if words.any() or target.array[part].any():
+            target.put(part.start, words)
+    target.set_shared(source.shared)
+
+
+def _parts(num_rows: int, rows: int) -> Iterator[slice]:
+    """Ranges of so many rows that together are all of them."""
+    for start in range(0, num_rows, rows):
+        yield slice(start, min(start + rows, num_rows))
 
 
 def _numbered(ids: np.ndarray, num_rows: int) -> tuple[np.ndarray, np.ndarray]:
@@ -494,6 +552,39 @@ def _checked_ids(ids: ArrayLike) -> np.ndarray:
 def _is_list(x: object) -> bool:
     """True for nested lists of numbers, which are one array."""
     return isinstance(x, list) and all(isinstance(y, int | list) for y in x)
+
+
+def _real(path: str | bytes | os.PathLike[Any]) -> str:
+    """An absolute path without links, as the process may change its directory."""
+    return os.path.realpath(os.fsdecode(path))
+
+
+def _checked_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
+    try:
+        sizes = tuple(operator.index(x) for x in shape)
+    except TypeError:
+        sizes = ()
+    if not sizes or min(sizes) < 1:
+        raise InvalidArgumentError(
+            f"HostTable(shape={shape}): wanted (V, *D), so many rows of such a shape"
+        )
+    return sizes
+
+
+def _check_options(size: object, device: object, overlap: object) -> None:
+    is_int = isinstance(size, int | np.integer) and not isinstance(size, bool)
+    if size is not None and (not is_int or size < 1):  # type: ignore[operator]
+        raise InvalidArgumentError(
+            f"HostTable(size={size!r}): wanted room for the distinct rows of a batch, an "
+            "integer of 1 at least, or None"
+        )
+    if device is not None and not isinstance(device, jax.Device | jax.sharding.Sharding):
+        raise TypeError(
+            f"HostTable(device={device!r}): wanted a device or a sharding; type "
+            "device=jax.devices('cpu')[0]"
+        )
+    if overlap is not None and not isinstance(overlap, bool | np.bool_):
+        raise TypeError(f"HostTable(overlap={overlap!r}): wanted True, False or None")
 
 
 def _power_of_two(count: int) -> int:

@@ -1,0 +1,428 @@
+"""The journal that keeps the steps of host tables whole.
+
+A journal lies beside the file, ``PATH-journal``, from the first write after opening to
+``close``. Tables that are stored together share that of the first of them, to which the
+journals of the others are symbolic links. Its first bytes are the head, the body comes a
+page later: for each table of the last write a line of JSON (the file, its id, the number of
+the write), then rows, records and shared values.
+
+A write goes through these states, and each action may be done again from its start:
+
+  1. room for new rows is reserved, the body written     killed: the step is lost, whole
+  2. head: *started*, and the checksum of the body       from here on the step counts
+  3. ``begun`` in each file; records, values; ``done``   killed: the next opening writes it
+  4. head: *finished*
+
+Ctrl-C between 2 and 4 leaves the action in ``Journal._started``, for tables in memory too,
+and whatever is called next does it first. The same holds while a file takes the place of
+another (``restore``, ``grow``).
+
+A disk takes pages in any order, so before the first write since a flush the head says
+*unflushed*, with the id of this start of the machine, and is on the disk. Opening checks
+in this order (``settle``):
+
+  * *unflushed*, and the machine was started anew: DataLossError, delete the journal to
+    take the rows as they are
+  * *finished*, or none: ``begun`` must be ``done``; the journal is deleted
+  * *started*: the file's id must be in the body, whose checksum must be right, and the
+    number one more than ``done`` (or equal): it is written. Else DataLossError
+  * no such head: DataLossError
+
+and then flushes the file and gives it a new id.
+"""
+
+import atexit
+import contextlib
+import functools
+import io
+import json
+import os
+import struct
+import threading
+import uuid
+import warnings
+import weakref
+import zlib
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+from jslices import DataLossError, FailedPreconditionError
+from jslices._host_table import records as stored
+from jslices._host_table.records import PAGE, FileRecords, Part, Records
+from jslices.checkpoint import files
+
+_MAGIC = b"jsrows 2"
+_HEAD = struct.Struct("<8sIIIIQ16s")
+_CHECKSUM = struct.Struct("<I")
+
+
+class Head(NamedTuple):
+    """The head of a journal."""
+
+    started: bool
+    unflushed: bool
+    tables: int  #: that share the journal
+    checksum: int = 0  #: of the body
+    length: int = 0  #: bytes of the body
+    boot: bytes = b""  #: of this start of the machine
+
+    def to_bytes(self) -> bytes:
+        data = _HEAD.pack(_MAGIC, *self[:-1], self.boot or this_boot())
+        return data + _CHECKSUM.pack(zlib.crc32(data))
+
+
+class FilePart(NamedTuple):
+    """What a journal says of a write to one file."""
+
+    file: str  #: its path, from the folder of the journal
+    id: str
+    number: int
+    height: int  #: of the write, in rows
+    state: int  #: offset of ``done`` and what follows
+    mark: int  #: offset of the id and ``begun``
+    first: int  #: offset of the records
+    record: int  #: bytes of one
+    rows: int  #: V
+    shared: int  #: bytes of the values that all rows share
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in the body."""
+        return self.height * (8 + self.record) + self.shared
+
+
+class Coming(Protocol):
+    """Rows of a step that the device may still be computing."""
+
+    @property
+    def records(self) -> Records:
+        """Of which table."""
+
+    @property
+    def number(self) -> int:
+        """Of the write."""
+
+    def part(self) -> Part:
+        """Wait for them."""
+
+
+class Journal:
+    """Writes to some tables: each write is in all of them, or in none.
+
+    Attributes:
+      members: the records of the tables.
+      lock: for one call at a time.
+      coming: a write that was stored but not begun.
+    """
+
+    def __init__(self, members: Sequence[Records]) -> None:
+        self.members = list(members)
+        self.lock = threading.RLock()
+        self.coming: Sequence[Coming] = ()
+        self.closed = False
+        self._started: Callable[[], None] | None = None
+        self._file: io.FileIO | None = None
+        self._unflushed = False
+        self._pid = os.getpid()
+        _JOURNALS.add(self)
+
+    @property
+    def _files(self) -> list[FileRecords]:
+        return [x for x in self.members if isinstance(x, FileRecords)]
+
+    def check_usable(self, table: object) -> None:
+        """Refuse to go on after ``close``, and in a forked process.
+
+        Raises:
+          FailedPreconditionError: in these cases.
+        """
+        if self._files and os.getpid() != self._pid:
+            raise FailedPreconditionError(
+                f"{table!r} is open in the process that this one was forked from, and only "
+                "that may use it: fetch rows there, or open a copy that save(path) made"
+            )
+        if self.closed:
+            raise FailedPreconditionError(f"{table!r} is closed; make another HostTable")
+
+    # --- writing ----------------------------------------------------------------------
+
+    def finish(self) -> None:
+        """Do what an interrupt has left, and write what was stored."""
+        self._resume()
+        if self.coming and self.coming[0].number > self.coming[0].records.done:
+            try:
+                parts = [x.part() for x in self.coming]
+            except Exception:  # not KeyboardInterrupt, after which they are still to come
+                self.coming = ()
+                raise
+            self.write(parts)
+        self.coming = ()
+
+    def write(self, parts: Sequence[Part]) -> None:
+        """Write to some tables. Nothing may be unfinished."""
+        for part in parts:
+            part.records.reserve(part.rows)
+        of_files = [part for part in parts if isinstance(part.records, FileRecords)]
+        head = self._write_body(of_files) if of_files else None
+        self.do(functools.partial(self._apply, head, parts))
+
+    def do(self, action: Callable[[], None]) -> None:
+        """Do what may be done again from its start, after an interrupt at the next call."""
+        self._started = action
+        self._resume()
+
+    def _resume(self) -> None:
+        if self._started is not None:
+            self._started()
+            self._started = None
+
+    def _apply(self, head: Head | None, parts: Sequence[Part]) -> None:
+        if head is not None:
+            self._write_head(head)  # from here on the step counts
+        for part in parts:
+            part.records.apply(part)
+        if head is not None:
+            self._write_head(head._replace(started=False))
+
+    def replace(self, old: Records, new: Records) -> None:
+        """Let a table have other records, and its path another file."""
+        if isinstance(old, FileRecords) and isinstance(new, FileRecords):
+            new.publish(old.path)
+        self.members[:] = [new if x is old else x for x in self.members]
+        old.close()
+
+    def flush(self) -> None:
+        """Bring everything that was stored to the disk."""
+        self.finish()
+        for member in self._files:
+            member.check_path()
+            member.flush()
+        if self._unflushed:
+            self._unflushed = False
+            self._write_head(Head(False, False, len(self._files)))
+            os.fsync(self._opened().fileno())
+
+    # --- the file ---------------------------------------------------------------------
+
+    def _opened(self) -> io.FileIO:
+        """The file, made before the first write."""
+        if self._file is None:
+            first, *others = (stored.journal_of(x.path) for x in self._files)
+            self._file = io.FileIO(first, "x+")
+            for link in others:
+                folder = os.path.dirname(link)
+                os.symlink(os.path.relpath(first, folder), link)
+            for path in (first, *others):
+                files.sync_directory(os.path.dirname(path))
+        return self._file
+
+    def _write_head(self, head: Head) -> None:
+        file = self._opened()
+        stored.write_at(file, 0, head.to_bytes(), str(file.name))
+
+    def _write_body(self, parts: Sequence[Part]) -> Head:
+        """Write all but the head; returns the head that makes the write count."""
+        file = self._opened()
+        if not self._unflushed:
+            self._write_head(Head(False, True, len(self._files)))
+            os.fsync(file.fileno())
+            self._unflushed = True
+        folder = os.path.dirname(str(file.name))
+        index = json.dumps([_described(part, folder) for part in parts]).encode() + b"\n"
+        arrays = [np.frombuffer(index, np.uint8)]
+        for part in parts:
+            arrays += [part.rows, part.words, *part.shared]
+        body = np.concatenate([_as_bytes(x) for x in arrays])
+        stored.write_at(file, PAGE, body, str(file.name))
+        return Head(True, True, len(self._files), _checksum(body), len(body))
+
+    def close(self) -> None:
+        """Finish, flush, delete the journal and let others open the files.
+
+        Raises:
+          Exception: where a write cannot be finished; the tables stay open. Where they
+            cannot be flushed they are closed, and the journal remains.
+        """
+        if os.getpid() != self._pid and self._files:
+            return  # the files are the parent's
+        if not self.closed:
+            self.finish()
+        try:
+            if not self.closed:
+                self.flush()
+                self._delete()
+        finally:
+            self.release()
+
+    def release(self) -> None:
+        """Let others open the files, without a flush."""
+        self.closed = True
+        if self._file is not None:
+            self._file.close()
+        for member in self.members:
+            member.close()
+
+    def _delete(self) -> None:
+        if self._file is None:
+            return
+        first = str(self._file.name)
+        for member in self._files[1:]:
+            link = stored.journal_of(member.path)
+            if os.path.islink(link) and os.path.realpath(link) == first:
+                files.remove(link)
+        with contextlib.suppress(FileNotFoundError):
+            if os.path.samestat(os.stat(first), os.fstat(self._file.fileno())):
+                os.unlink(first)
+
+    # --- the end of the process -------------------------------------------------------
+
+    def keeper(self) -> object:
+        """An object for the tables to keep: when it is gone, what was stored is written."""
+        keeper = _Keeper()
+        weakref.finalize(keeper, self.abandon).atexit = False
+        return keeper
+
+    def abandon(self) -> None:
+        """Write what was stored, at the end of the process or of the last table."""
+        if self.closed or not self._files or os.getpid() != self._pid:
+            return
+        try:
+            self.finish()
+        except Exception as error:
+            paths = ", ".join(x.path for x in self._files)
+            warnings.warn(
+                f"the last step of {paths} is not written: {error}",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+        finally:
+            self.release()
+
+    def forget(self) -> None:
+        """In a forked process: leave the files, and their locks, to the parent."""
+        self.lock = threading.RLock()
+        if self._files:
+            self.coming, self._started = (), None
+        for member in self._files:
+            member.unlock()
+
+
+class _Keeper:
+    """Gone with the last table of a journal."""
+
+
+#: Of all tables that are there.
+_JOURNALS: "weakref.WeakSet[Journal]" = weakref.WeakSet()
+
+
+@atexit.register
+def _finish_all() -> None:
+    # Before JAX, which was imported and so registered earlier, lets its devices go.
+    for journal in list(_JOURNALS):
+        if journal.lock.acquire(timeout=10):  # a thread may be in a call for ever
+            journal.abandon()
+
+
+def _forget_all() -> None:
+    for journal in list(_JOURNALS):
+        journal.forget()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_all)
+
+
+def read_head(journal: str) -> Head | None:
+    """The head of a journal; None if there is none, or nothing was written to it.
+
+    Raises:
+      DataLossError: for a damaged one.
+    """
+    try:
+        with io.FileIO(journal) as file:
+            data = file.read(_HEAD.size + _CHECKSUM.size) or b""
+    except FileNotFoundError:
+        return None
+    if not data:
+        return None
+    if len(data) == _HEAD.size + _CHECKSUM.size:
+        magic, started, unflushed, *rest = _HEAD.unpack(data[: _HEAD.size])
+        head = Head(bool(started), bool(unflushed), *rest)
+        if magic == _MAGIC and head.to_bytes() == data:
+            return head
+    raise DataLossError(
+        f"{journal} is damaged, or no journal of a HostTable, and may have a step that the "
+        f"table lacks: put a copy of the table in its place and delete {journal}; or "
+        "delete only that, to take the rows as they are"
+    )
+
+
+def read_body(
+    path: str, journal: str, head: Head
+) -> tuple[list[str], list[FilePart], list[np.ndarray]]:
+    """Paths of the files, what is said of each, and rows, records and values as bytes."""
+    with io.FileIO(journal) as source:
+        body = np.frombuffer(stored.read_at(source, PAGE, head.length), np.uint8)
+    damaged = DataLossError(
+        f"{journal} is damaged, and may have a step that {path} lacks: put a copy that "
+        f"save(path) made in its place and delete {journal}"
+    )
+    if len(body) != head.length or _checksum(body) != head.checksum:
+        raise damaged
+    folder = os.path.dirname(os.path.realpath(journal))
+    try:
+        index, _, _ = body.tobytes().partition(b"\n")
+        parts = [FilePart(*x) for x in json.loads(index)]
+        ends = np.cumsum([len(index) + 1, *(x.nbytes for x in parts)])
+    except (ValueError, TypeError) as error:
+        raise damaged from error
+    if ends[-1] != len(body):
+        raise damaged
+    pieces = np.split(body, ends[:-1])[1:]
+    for part, piece in zip(parts, pieces, strict=True):
+        rows = piece[: 8 * part.height].view(np.int64)
+        if ((rows < 0) | (rows >= part.rows)).any():
+            raise damaged
+    paths = [os.path.realpath(os.path.join(folder, x.file)) for x in parts]
+    return paths, parts, pieces
+
+
+def _described(part: Part, folder: str) -> FilePart:
+    records = part.records
+    assert isinstance(records, FileRecords)
+    form = records.form
+    return FilePart(
+        file=os.path.relpath(records.path, folder),
+        id=records.id.tobytes().hex(),
+        number=part.number,
+        height=len(part.rows),
+        state=len(form.head),
+        mark=form.mark,
+        first=form.first,
+        record=form.record,
+        rows=form.rows,
+        shared=sum(x.nbytes for x in part.shared),
+    )
+
+
+def _as_bytes(array: np.ndarray) -> np.ndarray:
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+
+
+def _checksum(body: np.ndarray) -> int:
+    """Sums of the pages, and the CRC-32 of these, which is fast and sees swapped pages."""
+    pages = len(body) // PAGE * PAGE
+    sums = body[:pages].view(np.uint64).reshape(-1, PAGE // 8).sum(axis=1)
+    return zlib.crc32(body[pages:].data, zlib.crc32(sums.data))
+
+
+@functools.cache
+def this_boot() -> bytes:
+    """An id of this start of the machine; zeros where the system has none."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id") as file:
+            return uuid.UUID(file.read().strip()).bytes
+    except OSError:
+        return bytes(16)

@@ -1,0 +1,184 @@
+"""Opening the file of a host table: locked, and brought to a whole step."""
+
+import contextlib
+import io
+import os
+import struct
+from collections.abc import Sequence
+
+import numpy as np
+
+from jslices import DataLossError, NotFoundError
+from jslices._host_table import records as stored
+from jslices._host_table.journal import FilePart, Head, read_body, read_head, this_boot
+from jslices._host_table.layout import Layout
+from jslices._host_table.records import FileForm, FileRecords
+from jslices.checkpoint import files
+
+
+def open_file(
+    path: str,
+    layout: Layout,
+    num_rows: int,
+    shared: Sequence[np.ndarray],
+    *,
+    make: bool,
+) -> FileRecords:
+    """Open a file, whole, and lock it.
+
+    Args:
+      path: absolute and without links.
+      layout: of a record.
+      num_rows: V.
+      shared: the values that all rows share at the beginning.
+      make: whether to make a file if there is none.
+
+    Raises:
+      NotFoundError: if there is none.
+      InvalidArgumentError: for a file of another table, or of another kind.
+      FailedPreconditionError: for one that is open.
+      DataLossError: for a file, or a journal beside it, that is damaged or another's.
+    """
+    form = FileForm(layout, num_rows, shared)
+    while (lock := stored.locked(path)) is None:
+        if not make:
+            raise NotFoundError(f"{path} is not there; give what save(path) wrote")
+        _refuse_orphan(path)
+        new = stored.make(path, layout, num_rows, shared)
+        try:
+            with files.directory_lock(os.path.dirname(path), exclusive=True):
+                if not os.path.lexists(path):
+                    new.publish(path)
+                    files.remove(stored.journal_of(path))
+                    return new
+        except BaseException:
+            new.close()
+            raise
+        new.close()  # another process was faster
+    try:
+        stored.clean(path)
+        form.check(path, lock)
+        settle(path, lock, form)
+        records = FileRecords(path, lock, form)
+    except BaseException:
+        lock.close()
+        raise
+    records.renew()
+    return records
+
+
+def _refuse_orphan(path: str) -> None:
+    """Refuse to begin a file beside the journal of a write to another."""
+    journal = stored.journal_of(path)
+    head = read_head(journal)
+    if head is not None and head.started:
+        raise DataLossError(
+            f"{journal} has a step that was to be written to {path}, which is not there: "
+            f"put the file back beside it, or delete {journal} to begin a new table"
+        )
+
+
+def settle(path: str, file: io.FileIO, form: FileForm) -> None:
+    """Bring a locked file to a whole step by the journal beside it, and delete that.
+
+    Raises:
+      DataLossError: where that is impossible.
+    """
+    journal = stored.journal_of(path)
+    head = read_head(journal)
+    if head is not None and head.unflushed and head.boot != this_boot():
+        raise DataLossError(
+            f"{path} was open when its machine failed or was shut down, after steps that "
+            "no flush() had brought to the disk: rows of several steps may be mixed. Put a "
+            f"copy that save(path) made in its place and delete {journal}; or delete only "
+            "that, to take the rows as they are"
+        )
+    replayed = head is not None and head.started and _replay(path, file, form, head)
+    done, begun = _numbers(file, len(form.head), form.mark)
+    if begun != done or done < 0:
+        raise DataLossError(
+            f"{path} was left in the middle of write {begun}, with {done} that are whole, "
+            f"and {journal} does not have it: put that journal back beside it, or a copy "
+            "that save(path) made in its place"
+        )
+    if head is not None and head.tables > 1:
+        os.sync()  # of the other tables as well, whose journal it is
+    elif head is not None:
+        os.fsync(file.fileno())
+    if replayed:
+        files.remove(os.path.realpath(journal))
+    files.remove(journal)
+
+
+def _replay(path: str, file: io.FileIO, form: FileForm, head: Head) -> bool:
+    """Write the step that is in a journal to all of its files; False if not of this one."""
+    journal = stored.journal_of(path)
+    paths, parts, pieces = read_body(path, journal, head)
+    own = stored.read_at(file, form.mark, 16).hex()
+    if own not in [part.id for part in parts]:
+        if path not in paths and os.path.islink(journal):
+            return False
+        raise DataLossError(
+            f"{journal} has a step of {', '.join(paths)}, and {path} is another table (a "
+            f"copy that was put back, a new one, or one that was moved): delete {journal} "
+            "to take it as it is, or put back the one that the step is of"
+        )
+    with contextlib.ExitStack() as stack:
+        todo = []
+        for part, piece, each in zip(parts, pieces, paths, strict=True):
+            other = file if part.id == own else stored.locked(each)
+            if other is None:
+                raise DataLossError(
+                    f"{journal} has a step of {path} and {each}, which is not there: put "
+                    "it back, as the step is written to both or to none"
+                )
+            if other is not file:
+                stack.enter_context(other)
+            if _lacks(other, part, journal, each):
+                todo.append((other, part, piece, each))
+        for target in todo:
+            _write_part(*target)
+    return True
+
+
+def _lacks(file: io.FileIO, part: FilePart, journal: str, path: str) -> bool:
+    """Whether a file lacks a part, which must be of it.
+
+    Raises:
+      DataLossError: for a part of another file.
+    """
+    id_ = stored.read_at(file, part.mark, 16).hex()
+    size = part.first + part.rows * part.record
+    if id_ != part.id or os.fstat(file.fileno()).st_size != size:
+        raise DataLossError(
+            f"{journal} has a step of a table that was at {path}, and {path} is another "
+            f"now (a copy that was put back, or a new one): delete {journal} to take that "
+            "one as it is, or put the first table back"
+        )
+    done, begun = _numbers(file, part.state, part.mark)
+    if part.number <= done == begun:
+        return False
+    if part.number != done + 1 or begun not in (done, part.number):
+        raise DataLossError(
+            f"{journal} has write {part.number} of {path}, which has only {done}: it was "
+            f"replaced by an older copy. Delete {journal} to take that one as it is"
+        )
+    return True
+
+
+def _write_part(file: io.FileIO, part: FilePart, data: np.ndarray, path: str) -> None:
+    rows = data[: 8 * part.height].view(np.int64).tolist()
+    end = 8 * part.height + part.record * part.height
+    records = data[8 * part.height : end].reshape(part.height, part.record)
+    stored.write_at(file, part.mark + 16, struct.pack("<q", part.number), path)
+    for row, record in zip(rows, records, strict=True):
+        stored.write_at(file, part.first + row * part.record, record, path)
+    stored.write_at(file, part.state + 8, data[end:], path)
+    stored.write_at(file, part.state, struct.pack("<q", part.number), path)
+
+
+def _numbers(file: io.FileIO, state: int, mark: int) -> tuple[int, int]:
+    """``done`` and ``begun`` of a file."""
+    (done,) = struct.unpack("<q", stored.read_at(file, state, 8))
+    (begun,) = struct.unpack("<q", stored.read_at(file, mark + 16, 8))
+    return done, begun

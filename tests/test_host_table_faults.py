@@ -1,0 +1,654 @@
+"""Faults of real machines: whole steps in host tables, or an error that names the file.
+
+Functions are interrupted at each of their lines by a tracing hook; a copy of the files at
+each line is what a kill would leave there.
+"""
+
+import contextlib
+import functools
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import uuid
+import zlib
+
+import jax
+import numpy as np
+import pytest
+
+import jslices as js
+
+V, D = 20, 3
+TX = js.sgd(0.5)
+FOLDER = os.path.join(os.path.dirname(js.__file__), "_host_table")
+EVERY = np.arange(V)
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def add(rows, amount=1):
+    """Adds an amount to all rows that were fetched."""
+    table, state = rows.unpack()
+    return rows.pack(table + amount, state)
+
+
+def step(table, ids=(2, 3, 5), amount=1):
+    rows, _ = table.fetch(np.array(ids))
+    table.store(add(rows, amount))
+
+
+def opened(path, rows=V, **options):
+    return js.HostTable((rows, D), TX, path, **options)
+
+
+def check_whole(table, ids=(2, 3, 5)):
+    """What every step adds to is the number of steps; returns that."""
+    steps, rows = table.steps, table.read(EVERY)
+    assert (rows[list(ids)] == steps).all()
+    assert not np.delete(rows, list(ids), 0).any()
+    return steps
+
+
+class Lines:
+    """Calls a function at each line that the library's own files run."""
+
+    def __init__(self, action, only=None):
+        self.action, self.only, self.count = action, only, 0
+
+    def _line(self, frame, event, _):
+        if event == "line":
+            self.count += 1
+            if self.only is None or self.count == self.only:
+                with suspended():
+                    self.action()
+        return self._line
+
+    def _call(self, frame, event, argument):
+        name = frame.f_code.co_filename
+        return self._line if name.startswith(FOLDER) else None
+
+    def __enter__(self):
+        self.before = sys.gettrace()
+        sys.settrace(self._call)
+        return self
+
+    def __exit__(self, *_):
+        sys.settrace(self.before)
+
+
+@contextlib.contextmanager
+def suspended():
+    trace = sys.gettrace()
+    sys.settrace(None)
+    try:
+        yield
+    finally:
+        sys.settrace(trace)
+
+
+@pytest.fixture
+def fast_disk(monkeypatch):
+    """Not for what a power failure leaves."""
+    monkeypatch.setattr(os, "fsync", lambda _: None)
+
+
+#: All lines, or some of them.
+STRIDES = pytest.mark.parametrize("stride", [19, pytest.param(1, marks=pytest.mark.slow)])
+
+
+def interrupt():
+    raise KeyboardInterrupt
+
+
+def interruptions(do, stride):
+    """Runs ``do(interrupted)`` with an interrupt at each line (or some) that runs in it."""
+    for line in range(1, 10_000, stride):
+        lines = Lines(interrupt, line)
+
+        @contextlib.contextmanager
+        def interrupted(lines=lines):
+            with contextlib.suppress(KeyboardInterrupt), lines:
+                yield
+
+        do(interrupted)
+        if lines.count < line:
+            return
+    raise AssertionError("no end")
+
+
+# --- Ctrl-C ---------------------------------------------------------------------------
+
+
+@STRIDES
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("file", [False, True])
+def test_interrupted_steps_are_whole(fast_disk, stride, tmp_path, file, overlap):
+    numbers = iter(range(10_000))
+
+    def do(interrupted):
+        path = tmp_path / str(next(numbers)) if file else None
+        table = opened(path, overlap=overlap)
+        step(table)
+        with interrupted():
+            step(table)
+        assert (steps := check_whole(table)) in (1, 2)
+        step(table)
+        if file:
+            table.close()
+            table = opened(path)
+        assert check_whole(table) == steps + 1
+        table.close()
+
+    interruptions(do, stride)
+
+
+@STRIDES
+@pytest.mark.parametrize("overlap", [False, True])
+def test_interrupted_close(fast_disk, stride, tmp_path, overlap):
+    numbers = iter(range(10_000))
+
+    def do(interrupted):
+        path = tmp_path / str(next(numbers))
+        table = opened(path, overlap=overlap)
+        step(table)
+        step(table)
+        with interrupted():
+            table.close()
+        table.close()
+        with opened(path) as table:
+            assert check_whole(table) == 2
+
+    interruptions(do, stride)
+
+
+@STRIDES
+def test_a_with_block_that_is_interrupted_closes_whole(fast_disk, stride, tmp_path):
+    numbers = iter(range(10_000))
+
+    def do(interrupted):
+        path = tmp_path / str(next(numbers))
+        with interrupted(), opened(path) as table:
+            step(table)
+            step(table)
+        with contextlib.suppress(UnboundLocalError):
+            del table  # where an interrupt hit before it could be closed
+        with opened(path) as table:
+            check_whole(table)
+
+    interruptions(do, stride)
+
+
+@STRIDES
+@pytest.mark.parametrize("name", ["save", "restore", "grow", "flush"])
+@pytest.mark.parametrize("file", [False, True])
+def test_interrupted_copies(fast_disk, stride, tmp_path, name, file):
+    folders = iter(range(10_000))
+    if name == "flush" and not file:
+        pytest.skip("nothing to flush")
+
+    def do(interrupted):
+        folder = tmp_path / str(next(folders))
+        folder.mkdir()
+        with opened(folder / "copy") as table:
+            step(table)
+            step(table)
+        path = folder / "table" if file else None
+        table = opened(path)
+        step(table)
+        with interrupted():
+            match name:
+                case "save" | "restore":
+                    getattr(table, name)(folder / "copy")
+                case "grow":
+                    table.grow(V + 5)
+                case "flush":
+                    table.flush()
+        assert table.shape[0] in (V, V + 5)
+        steps = check_whole(table)
+        assert steps in ((1, 2) if name == "restore" else (1,))
+        step(table)
+        rows = table.shape[0]
+        assert check_whole(table) == steps + 1
+        table.save(folder / "last")  # cleans up after an interrupted one
+        table.close()
+        with opened(folder / "copy") as copy:
+            assert check_whole(copy) in ((1, 2) if name == "save" else (2,))
+        if file:
+            with opened(path, rows) as table:
+                assert check_whole(table) == steps + 1
+
+    interruptions(do, stride)
+
+
+# --- kills ----------------------------------------------------------------------------
+
+
+@STRIDES
+@pytest.mark.parametrize("name", ["step", "close", "save", "restore", "grow", "flush"])
+def test_killed_at_any_line(fast_disk, stride, tmp_path, name):
+    """A copy of the folder at each line, as kills leave what was written."""
+    folder, copies = tmp_path / "now", []
+    folder.mkdir()
+    with opened(folder / "copy") as table:
+        step(table)
+        step(table)
+    table = opened(folder / "table")
+    step(table)
+
+    def snapshot():
+        if len(copies) % stride:
+            copies.append(None)
+        else:
+            copies.append(tmp_path / f"{len(copies)}")
+            shutil.copytree(folder, copies[-1], symlinks=True)
+
+    with Lines(snapshot):
+        match name:
+            case "step":
+                step(table)
+            case "save" | "restore":
+                getattr(table, name)(folder / "copy")
+            case "grow":
+                table.grow(V + 5)
+            case _:
+                getattr(table, name)()
+    table.close()
+    seen = set()
+    for copy in filter(None, copies):
+        size = V
+        if name == "grow":
+            size = max(V, V + 5 - (b'"rows": 25' not in (copy / "table").read_bytes()) * 5)
+        with opened(copy / "table", size) as table:
+            seen.add(check_whole(table))
+            table.save(copy / "copy")
+        # Nothing is left of saves that were killed.
+        assert sorted(os.listdir(copy)) == ["copy", "table"]
+    assert seen <= ({1, 2} if name in ("step", "restore") else {1})
+    if stride == 1:
+        assert len(seen) == (2 if name in ("step", "restore") else 1)
+
+
+@pytest.mark.slow
+def test_killed_savers_leave_nothing(tmp_path):
+    """Of 25 there were 44 files."""
+    for _ in range(3):
+        kill(f"table.save({str(tmp_path / 'saved')!r})", "replace")
+    assert len(os.listdir(tmp_path)) == 1
+    opened(None).save(tmp_path / "saved")
+    assert os.listdir(tmp_path) == ["saved"]
+
+
+def kill(code, where):
+    """Runs code in a process that kills itself when it calls a function of os."""
+    setup = f"""
+import os, signal, sys
+sys.path.insert(0, {os.path.dirname(__file__)!r})
+from test_host_table_faults import *
+os.{where} = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+table = opened(None)
+{code}
+"""
+    run = subprocess.run([sys.executable, "-c", setup], capture_output=True, text=True)
+    assert run.returncode == -9, run.stderr
+
+
+# --- files and journals that do not belong together -----------------------------------
+
+
+def moments(folder, amount=1):
+    """What a file and its journal hold at each line of a step; killed there."""
+    folder.mkdir()
+    pairs = {}
+
+    def snapshot():
+        pairs[path.read_bytes(), journal.read_bytes()] = None
+
+    path, journal = folder / "table", folder / "table-journal"
+    with opened(path) as table:
+        step(table, amount=amount)
+        with Lines(snapshot):
+            step(table, amount=amount)
+        saved = folder / "saved"
+        table.save(saved)
+    return list(pairs), saved.read_bytes()
+
+
+@pytest.fixture(scope="module")
+def killed(tmp_path_factory):
+    return moments(tmp_path_factory.mktemp("killed") / "one")
+
+
+def put(folder, file, journal):
+    """Writes a file and a journal, those that are not None."""
+    for path, data in ((folder / "table", file), (folder / "table-journal", journal)):
+        path.unlink(missing_ok=True)
+        if data is not None:
+            path.write_bytes(data)
+    return folder / "table"
+
+
+def outcomes(folder, pairs, whole=(1, 2)):
+    """How many pairs are opened, whole, and what errors the others raise."""
+    count, errors = 0, []
+    for file, journal in pairs:
+        path = put(folder, file, journal)
+        try:
+            with opened(path) as table:
+                assert check_whole(table) in whole
+            assert os.listdir(folder) == ["table"]
+            count += 1
+        except js.DataLossError as error:
+            assert str(path) in str(error)
+            assert (path.read_bytes() if path.exists() else None) == file
+            errors.append(str(error))
+    return count, errors
+
+
+def test_a_step_in_the_journal_is_in_the_table(killed, tmp_path):
+    pairs, _ = killed
+    assert len(pairs) > 6
+    assert outcomes(tmp_path, pairs) == (len(pairs), [])
+
+
+def test_a_journal_that_is_gone(killed, tmp_path):
+    pairs, _ = killed
+    count, errors = outcomes(tmp_path, [(file, None) for file, _ in pairs])
+    assert count and errors and all("in the middle of write 2" in e for e in errors)
+
+
+def test_journals_of_other_tables(killed, tmp_path):
+    """Of one started over, of a copy that was put back, of another optimizer."""
+    pairs, saved = killed
+    others, _ = moments(tmp_path / "other", amount=7)
+    folder = tmp_path / "mixed"
+    folder.mkdir()
+    for wrong in (
+        [(file, journal) for (file, _), (_, journal) in zip(pairs, others, strict=False)],
+        [(saved, journal) for _, journal in pairs],
+    ):
+        count, errors = outcomes(folder, wrong)
+        assert count and errors
+        assert any("is another table" in error for error in errors)
+    adam = tmp_path / "adam"
+    with js.HostTable((V, D), js.adam(0.1), adam):
+        pass
+    _, errors = outcomes(folder, [(None, journal) for _, journal in pairs], whole=(0,))
+    assert errors and all("which is not there" in error for error in errors)
+    put(folder, adam.read_bytes(), pairs[-3][1])
+    with pytest.raises(js.DataLossError, match=r"table-journal.*another table"):
+        js.HostTable((V, D), js.adam(0.1), folder / "table")
+
+
+def test_an_older_copy_beside_a_later_journal(tmp_path):
+    path = tmp_path / "table"
+    with opened(path) as table:
+        step(table)
+        first = path.read_bytes()
+        step(table)
+        pairs = {}
+        with Lines(lambda: pairs.setdefault((tmp_path / "table-journal").read_bytes())):
+            step(table)
+    folder = tmp_path / "mixed"
+    folder.mkdir()
+    count, errors = outcomes(folder, [(first, journal) for journal in pairs])
+    assert count and errors and all("an older copy" in error for error in errors)
+
+
+@pytest.mark.parametrize("step_", [397, pytest.param(1, marks=pytest.mark.slow)])
+def test_every_truncation(killed, tmp_path, step_):
+    pairs, saved = killed
+    for size in range(0, len(saved), step_):
+        _, errors = outcomes(tmp_path, [(saved[:size], None)], whole=())
+        assert "cut off" in errors[0]
+    with pytest.raises(js.DataLossError, match="written by something else"):
+        opened(put(tmp_path, saved + bytes(8), None))
+    for size in range(1, max(len(journal) for _, journal in pairs), 8 * step_):
+        outcomes(tmp_path, [(file, journal[:size]) for file, journal in pairs])
+
+
+@pytest.mark.parametrize("step_", [977, pytest.param(11, marks=pytest.mark.slow)])
+def test_flipped_bits_of_journals(killed, tmp_path, step_):
+    pairs, _ = killed
+    damaged = 0
+    for bit in range(0, 8 * max(len(journal) for _, journal in pairs), 3 * step_):
+        file, journal = pairs[bit // step_ % len(pairs)]
+        data = bytearray(journal)
+        if bit < 8 * len(data):
+            data[bit // 8] ^= 1 << bit % 8
+            damaged += len(outcomes(tmp_path, [(file, bytes(data))])[1])
+    assert damaged
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/sys/kernel/random"), reason="needs Linux")
+def test_a_failure_of_the_machine_is_seen(killed, tmp_path):
+    pairs, _ = killed
+    boot = uuid.UUID(open("/proc/sys/kernel/random/boot_id").read().strip()).bytes
+    for file, journal in pairs:
+        end = journal.index(boot) + 16
+        head = journal[: end - 16] + bytes(range(16))
+        other = head + zlib.crc32(head).to_bytes(4, "little") + journal[end + 4 :]
+        path = put(tmp_path, file, other)
+        with pytest.raises(js.DataLossError, match=r"its machine failed.*delete only"):
+            opened(path)
+    path.unlink()
+    (tmp_path / "table-journal").unlink()
+    with opened(path) as table:
+        step(table)
+        table.flush()  # from here on nothing is lost
+        journal = (tmp_path / "table-journal").read_bytes()
+        file = path.read_bytes()
+    end = journal.index(boot) + 16
+    head = journal[: end - 16] + bytes(range(16))
+    other = head + zlib.crc32(head).to_bytes(4, "little") + journal[end + 4 :]
+    assert outcomes(tmp_path, [(file, other)]) == (1, [])
+
+
+# --- files ----------------------------------------------------------------------------
+
+
+def test_files_of_the_first_format(killed, tmp_path):
+    """As jslices 0.1 made them: no mark at the end of the state, and its own journal."""
+    _, saved = killed
+    old = saved.replace(b"host table 2", b"host table 1")
+    for journal, count in ((None, 1), (bytes(16), 1)):
+        assert outcomes(tmp_path, [(old, journal)], whole=(2,)) == (count, [])
+        assert (tmp_path / "table").read_bytes().startswith(b"jslices host table 2")
+    ahead = np.array([1000, 3], np.int64).tobytes()
+    path = put(tmp_path, old, ahead)
+    with pytest.raises(js.FailedPreconditionError, match=r"jslices 0\.1.*table-journal"):
+        opened(path)
+
+
+def test_relative_paths_and_links(tmp_path, monkeypatch):
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+    monkeypatch.chdir(tmp_path / "a")
+    table = opened("table")
+    step(table)
+    monkeypatch.chdir(tmp_path / "b")
+    other = opened(b"table")
+    step(other)
+    table.close()
+    assert (tmp_path / "b" / "table-journal").exists()
+    other.close()
+    os.symlink(tmp_path / "a" / "table", "link")
+    with opened("link") as table:
+        step(table)
+        assert sorted(os.listdir()) == ["link", "table"]
+        assert (tmp_path / "a" / "table-journal").exists()
+        with pytest.raises(js.FailedPreconditionError, match="is open as a HostTable"):
+            opened(tmp_path / "a" / "table")
+        with pytest.raises(js.InvalidArgumentError, match="file of this table"):
+            table.save(tmp_path / "a" / "table")
+
+
+def test_what_is_refused_names_the_file(tmp_path):
+    path = tmp_path / "table"
+    with opened(path) as table:
+        step(table)
+        saver = opened(None)
+        with pytest.raises(js.FailedPreconditionError, match=r"table is open.*close\(\)"):
+            saver.save(path)
+        assert check_whole(table) == 1
+    os.mkfifo(tmp_path / "pipe")
+    for wrong in (tmp_path, tmp_path / "pipe", "/dev/null"):
+        for act in (opened, saver.save, saver.restore):
+            with pytest.raises(js.InvalidArgumentError, match="is no file but a directory"):
+                act(wrong)
+    (tmp_path / "empty").touch()
+    for act in (opened, saver.restore):
+        with pytest.raises(js.DataLossError, match=r"empty is cut off after 0 bytes"):
+            act(tmp_path / "empty")
+    assert not (tmp_path / "empty").read_bytes()
+    with pytest.raises(js.InvalidArgumentError, match=r"\"rows\": 20.*table\.grow"):
+        opened(path, V + 1)
+    for call, error, message in [
+        (lambda: saver.fetch(None), TypeError, "wants ids that are integers, got None"),
+        (lambda: opened(None, device="cpu"), TypeError, r"device='cpu'.*jax\.devices"),
+        (lambda: opened(None, size="3"), js.InvalidArgumentError, "size='3'"),
+        (lambda: opened(None, overlap="no"), TypeError, "overlap='no'"),
+        (lambda: js.HostTable(5, TX), js.InvalidArgumentError, r"shape=5.*\(V, \*D\)"),
+        (lambda: saver.grow(V - 1), js.InvalidArgumentError, r"grow\(19\).*20 rows"),
+    ]:
+        with pytest.raises(error, match=message):
+            call()
+
+
+def test_a_file_that_is_deleted_or_replaced_while_it_is_open(tmp_path):
+    for act in ("flush", "close"):
+        path = tmp_path / act
+        table = opened(path)
+        step(table)
+        os.unlink(path)
+        with pytest.raises(js.DataLossError, match=rf"{act} was deleted or replaced"):
+            getattr(table, act)()
+        other = opened(path)
+        step(other)
+        with contextlib.suppress(js.DataLossError):
+            table.close()
+        step(other)
+        assert (tmp_path / f"{act}-journal").exists()
+        other.close()
+
+
+def test_grow(tmp_path):
+    for path in (None, tmp_path / "table"):
+        table = opened(path)
+        step(table)
+        table.grow(V + 4)
+        assert table.shape == (V + 4, D) and table.steps == 1
+        step(table, [2, 3, 5, V + 3])
+        assert table.read([2, V + 3, V + 4])[:, 0].tolist()[:2] == [2, 1]
+        table.close()
+    with opened(path, V + 4) as table:
+        assert table.read([2, V + 3])[:, 0].tolist() == [2, 1]
+    assert os.listdir(tmp_path) == ["table"]
+
+
+# --- processes and threads ------------------------------------------------------------
+
+
+def run(code, *arguments):
+    """What a process says that ends in an ordinary way."""
+    setup = f"import sys; sys.path.insert(0, {os.path.dirname(__file__)!r})\n"
+    setup += f"from test_host_table_faults import *\n{code}"
+    command = [sys.executable, "-c", setup, *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True)
+
+
+@pytest.mark.slow
+def test_the_end_of_a_process_writes_what_was_stored(tmp_path):
+    path = tmp_path / "table"
+    done = run("table = opened(sys.argv[1], overlap=True); step(table); step(table)", path)
+    assert done.returncode == 0 and not done.stderr
+    with opened(path) as table:
+        assert check_whole(table) == 2
+    table = opened(path, overlap=True)
+    step(table)
+    del table  # the last reference, not closed
+    with opened(path) as table:
+        assert check_whole(table) == 3
+    broken = "table = opened(sys.argv[1], overlap=True); a, _ = table.fetch([1]); "
+    broken += "table.fetch([2]); table.store(a)"
+    said = run(broken, path)
+    assert "RuntimeWarning" in said.stderr and f"{path} is not written" in said.stderr
+
+
+FORK = """
+import time
+table = opened(sys.argv[1], overlap=True)
+step(table)
+if not (child := os.fork()):
+    for act in (lambda: step(table), lambda: table.steps, lambda: table.save("copy")):
+        try:
+            act()
+        except js.FailedPreconditionError as error:
+            assert "forked" in str(error)
+            print("refused", flush=True)
+    table.close()
+    del table
+    if sys.argv[2] == "exit":
+        sys.exit()
+    time.sleep(30)
+if sys.argv[2] == "exit":
+    os.waitpid(child, 0)
+    step(table)
+    table.close()
+    print("closed")
+else:
+    time.sleep(1)
+    print("child", child, flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_forked_process_leaves_the_file_alone(tmp_path):
+    path = tmp_path / "table"
+    said = run(f"import warnings; warnings.simplefilter('ignore')\n{FORK}", path, "exit")
+    assert said.stdout.split() == [*["refused"] * 3, "closed"], said.stderr
+    with opened(path) as table:
+        assert check_whole(table) == 2
+    code = f"import warnings; warnings.simplefilter('ignore')\n{FORK}"
+    setup = f"import sys; sys.path.insert(0, {os.path.dirname(__file__)!r})\n"
+    setup += f"from test_host_table_faults import *\n{code}"
+    log = tmp_path / "log"
+    with open(log, "w") as out:  # the child keeps it open
+        command = [sys.executable, "-c", setup, str(path), "kill"]
+        assert subprocess.run(command, stdout=out, stderr=out).returncode == -9
+    try:
+        with opened(path) as table:  # the child has no lock
+            assert check_whole(table) in (2, 3)
+    finally:
+        os.kill(int(log.read_text().split()[-1]), signal.SIGKILL)
+
+
+def test_threads():
+    table, errors, counts = opened(None), [], [0, 0]
+    start = threading.Barrier(2)
+
+    def train(number):
+        start.wait()
+        for _ in range(40):
+            try:
+                step(table)
+                counts[number] += 1
+            except js.FailedPreconditionError as error:
+                errors.append(str(error))
+
+    threads = [threading.Thread(target=train, args=(i,)) for i in range(2)]
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(before)
+    assert table.steps == sum(counts)
+    assert (table.read([2]) <= sum(counts)).all()
+    assert all("earlier fetch" in e or "nothing was fetched" in e for e in errors)
