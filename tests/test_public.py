@@ -3,6 +3,7 @@
 import ast
 import importlib
 import inspect
+import os
 import pathlib
 import pickle
 import pkgutil
@@ -115,6 +116,23 @@ def test_satellites_load_when_they_are_used():
     for loaded, satellites in zip(loaded_after(*steps), steps.values(), strict=True):
         names = (*SATELLITES, *IMPORTED_BY_THEMSELVES)
         assert {name for name in names if f"jslices.{name}" in loaded} == satellites
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="starts a process for each name")
+def test_every_name_may_be_the_first():
+    """Imported alone, in a process that has JAX and nothing of jslices."""
+    script = """
+import os, sys
+import jax
+for name in sys.argv[1:]:
+    if not os.fork():
+        exec(f"from jslices import {name}")
+        os._exit(0)
+    if os.wait()[1]:
+        sys.exit(name)
+"""
+    subprocess.run([sys.executable, "-c", script, *js.__all__], check=True)
 
 
 def test_lazy_names_are_those_of_their_modules():
