@@ -1,5 +1,7 @@
 """The call forms of TensorFlow's pages: each works, or says what to type instead."""
 
+import pickle
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -151,6 +153,10 @@ REFUSED = {
     "too large an integer": (
         lambda: tf.Variable(0).assign(np.int64(2**40)), TypeError, "which cannot hold",
     ),
+    "a constant too large": (
+        lambda: tf.constant(np.int64(2**40)), TypeError, "which cannot hold",
+    ),
+    "nn.softmax": (lambda: tf.nn.softmax, AttributeError, "jax.nn"),
     "another kind": (
         lambda: tf.Variable(0).assign(np.array(1.5)), TypeError, "wants int32",
     ),
@@ -220,6 +226,8 @@ def test_a_seed_for_the_whole_program():
         return [v.value(), tf.random.uniform([2]) + 0, tf.random.uniform([2]) + 0]
 
     model = tf.transform(model)
+    with jax.checking_leaks():
+        jax.eval_shape(model.init, KEY)
     first, again = model.apply(model.init(None))[0], model.apply(model.init(KEY))[0]
     for a, b in zip(first, again, strict=True):
         np.testing.assert_array_equal(a, b)
@@ -257,6 +265,15 @@ def test_numbers_are_of_32_bits_where_jax_has_64(make, dtype):
         out = []
         run(lambda: out.append(make().dtype))
         assert set(out) == {np.dtype(dtype)}
+
+
+def test_dtypes_are_those_of_numpy():
+    for theirs, ours in ((jnp.bfloat16, tf.bfloat16), (np.float64, tf.double)):
+        dtype = np.dtype(theirs)
+        assert ours == dtype == ours and hash(ours) == hash(dtype) and ours == ours.name
+        assert np.zeros(2, ours).dtype == dtype == jnp.promote_types(ours, ours)
+        assert ours.itemsize == ours.size and pickle.loads(pickle.dumps(ours)) == ours
+    assert tf.float64 != None and tf.float32 != "no dtype"  # noqa: E711
 
 
 ROWS = tf.IndexedSlices([[1.0]], [0], (2, 1))

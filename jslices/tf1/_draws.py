@@ -33,10 +33,10 @@ class Draw:
         what: str,
         sample: Callable[[jax.Array], jax.Array],
         seed: int | None,
-        seeded_key: jax.Array | None,
+        seeded: tuple[int, int] | None,
     ) -> None:
         self._what, self._sample = what, sample
-        self._seed, self._seeded_key = seed, seeded_key
+        self._seed, self._seeded = seed, seeded
         self._id: DrawId | None = None
 
     def bind(self, variable: Initialization) -> DrawId:
@@ -49,8 +49,9 @@ class Draw:
         if self._seed is not None:
             return self._sample(jax.random.key(self._seed))
         variable = current_initialization()
-        if variable is None and self._seeded_key is not None:
-            return self._sample(self._seeded_key)
+        if variable is None and self._seeded is not None:
+            seed, number = self._seeded
+            return self._sample(jax.random.fold_in(jax.random.key(seed), number))
         if variable is None:  # in init as in apply, which has no key
             raise RuntimeError(
                 f"{self._what} draws only the initial value of a variable, to which "
@@ -191,7 +192,7 @@ def drawn(
     """
     variable, run = current_initialization(), current_run_or_none()
     if variable is None and run is not None:
-        draw = Draw(what, sample, seed, run.next_seeded_key())
+        draw = Draw(what, sample, seed, run.next_seeded_draw())
         return LazyValue(draw, (draw,), shape, dtype, again)
     if seed is not None:
         return sample(jax.random.key(seed))

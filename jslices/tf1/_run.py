@@ -120,7 +120,7 @@ class Run:
         self.scopes: list[Any] = []
         self.scope_counts: dict[str, int] = {}
         self.names = Names()
-        self._seed: jax.Array | None = None
+        self._seed: int | None = None
         self._seeded_draws = 0
         self._recipes: dict[int, tuple[weakref.ref[Any], Callable[[], jax.Array]]] = {}
         self._trace = _trace_state()
@@ -132,16 +132,12 @@ class Run:
 
     def set_seed(self, seed: int) -> None:
         """Draw with this seed from here on, whatever key ``init`` was given."""
-        self.key = self._seed = jax.random.key(seed)
+        self.key, self._seed = jax.random.key(seed), seed
 
-    def next_seeded_key(self) -> jax.Array | None:
-        """The key of a draw that no variable begins with; None if there is no seed."""
+    def next_seeded_draw(self) -> tuple[int, int] | None:
+        """Seed and number of a draw that no variable begins with; None without a seed."""
         self._seeded_draws += 1
-        return (
-            None
-            if self._seed is None
-            else jax.random.fold_in(self._seed, self._seeded_draws)
-        )
+        return None if self._seed is None else (self._seed, self._seeded_draws)
 
     def remember(self, array: jax.Array, make: Callable[[], jax.Array]) -> None:
         """Remember how an array was made, for as long as the array is alive."""

@@ -2,25 +2,23 @@
 
 import builtins
 import dataclasses
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
-
-from jslices.tf1._arrays import kind_of
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class DType:
     """A dtype that NumPy and JAX accept, with the attributes of TensorFlow's.
 
-    Attributes:
-      dtype: that of NumPy, which it equals.
+    ``dtype`` is that of NumPy, which it equals, and whose attributes it has too.
 
     Example:
       >>> import numpy as np, jslices.tf1 as tf
-      >>> tf.float32 == np.dtype("float32"), tf.float32.as_numpy_dtype(1.5)
-      (True, np.float32(1.5))
+      >>> tf.float32 == np.dtype("float32"), tf.float32.as_numpy_dtype is np.float32
+      (True, True)
 
     Source: ``tf.DType``. Arrays have dtypes of NumPy, without these attributes.
     """
@@ -38,35 +36,18 @@ class DType:
         return self
 
     @property
-    def name(self) -> str:
-        """``"float32"``."""
-        return self.dtype.name
-
-    @property
     def size(self) -> int:
         """The bytes of one element."""
         return self.dtype.itemsize
 
-    itemsize = size
-
-    @property
-    def kind(self) -> str:
-        """The letter of NumPy for it."""
-        return self.dtype.kind
-
-    @property
-    def is_integer(self) -> builtins.bool:
-        """True for integers."""
-        return kind_of(self.dtype) == 1
-
-    @property
-    def is_floating(self) -> builtins.bool:
-        """True for real floats."""
-        return kind_of(self.dtype) == 2
+    def __getattr__(self, name: str) -> Any:
+        if name in ("dtype", "shape") or name.startswith("_"):  # not yet made; no array
+            raise AttributeError(name)
+        return getattr(self.dtype, name)
 
     def __eq__(self, other: object) -> builtins.bool:
-        try:
-            return self.dtype == np.dtype(other)  # type: ignore[call-overload,no-any-return]
+        try:  # for NumPy None is a dtype, too
+            return other is not None and self.dtype == np.dtype(other)  # type: ignore[call-overload,no-any-return]
         except TypeError:
             return NotImplemented
 
@@ -74,10 +55,10 @@ class DType:
         return hash(self.dtype)
 
     def __str__(self) -> str:
-        return self.name
+        return self.dtype.name
 
     def __repr__(self) -> str:
-        return f"tf.{self.name}"
+        return f"tf.{self.dtype}"
 
 
 def as_dtype(type_value: DTypeLike) -> DType:

@@ -20,6 +20,7 @@ from jax.typing import DTypeLike
 from jslices.tf1._arrays import (
     MaybeLazy,
     TensorLike,
+    as_value,
     canonical_dtype,
     dtype_of,
     is_array,
@@ -189,7 +190,7 @@ class constant_initializer(Initializer):
 
     def make(self, key: Key, shape: tuple[int, ...], dtype: np.dtype) -> jax.Array:
         theirs = dtype_of(self.value)
-        value = jnp.asarray(self.value)
+        value = as_value(self.value, theirs, "constant_initializer")
         if kind_of(theirs) > kind_of(dtype):
             raise TypeError(
                 f"constant_initializer({self.value!r}) cannot make {dtype}: that would "

@@ -11,7 +11,7 @@ Source: ``tf.nn`` of TensorFlow 1.
 """
 
 from collections.abc import Sequence
-from typing import Any, TypeAlias
+from typing import Any, NoReturn, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +19,7 @@ from jax.typing import ArrayLike
 
 import jslices as js
 from jslices.tf1._arrays import TensorLike, operation
+from jslices.tf1._instead import missing
 from jslices.tf1.sparse import SparseTensor
 
 #: A table ``[V, *D]``, an array or a variable, or a list of its shards.
@@ -332,3 +333,7 @@ def relu(features: TensorLike, name: str | None = None) -> jax.Array:
     Source: ``tf.nn.relu``.
     """
     return jax.nn.relu(features)
+
+
+def __getattr__(name: str) -> NoReturn:
+    raise missing(__name__, name)
