@@ -180,6 +180,20 @@ class StackedTables:
         spans = zip(self.names, self.offsets, self.sizes, strict=True)
         return {name: stacked[first : first + size] for name, first, size in spans}
 
+    def rows_of(self, old: "StackedTables") -> np.ndarray:
+        """For each row here the one that it was in ``old``, -1 for new ones: ``[V]``.
+
+        Tables are the same by name, and keep their first rows; for
+        :func:`jslices.checkpoint.resize_rows`.
+        """
+        rows = np.full(self.num_rows, -1)
+        before = dict(zip(old.names, zip(old.offsets, old.sizes, strict=True), strict=True))
+        for name, first, size in zip(self.names, self.offsets, self.sizes, strict=True):
+            start, height = before.get(name, (0, 0))
+            count = min(size, height)
+            rows[first : first + count] = np.arange(start, start + count)
+        return rows
+
     def rows(
         self, ids: ArrayLike, which: str | ArrayLike | None = None, *, mode: str = "fill"
     ) -> jax.Array:

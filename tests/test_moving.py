@@ -359,7 +359,7 @@ WRONG = {
     "fewer rows": (
         dict(exp_avg=ones(4, 3)),
         r"the slot exp_avg at \['table'\] has shape \(4, 3\), wanted \(6, 3\): 2 rows are "
-        r"missing: append them, for new rows as tx.init\(params\) has them, or give",
+        r"missing: import it with a parameter of the rows given here, then .*resize_rows",
     ),
     "more rows": (
         dict(exp_avg_sq=ones(8, 3)),
@@ -647,7 +647,9 @@ BLOCKS = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.M | re.S)
     FROM_TORCH_HERE,
     FROM_TENSORFLOW_THERE,
     FROM_TENSORFLOW_HERE,
+    MOD_SHARDS,
     GROW,
+    REORDER,
     TO_TORCH_HERE,
     TO_TORCH_THERE,
     ORBAX,
@@ -678,9 +680,21 @@ def test_the_page_moves_states(tmp_path, monkeypatch):
     batches = batches_of(TENSORFLOW["batches"])
     check_goes_on(found["tx"], found["params"], found["state"], batches, wanted)
 
-    found = run(FROM_TORCH_HERE, GROW, TO_TORCH_HERE, OPTAX_TREE)
+    found = run(FROM_TORCH_HERE, GROW, REORDER, TO_TORCH_HERE, OPTAX_TREE)
     assert load_file("ours.safetensors")["optimizer.0.exp_avg"].shape == (1006, 3)
     assert found["state"].count == 0 and found["scale"].shape == (1006, 3)
+
+
+@pytest.mark.parametrize("height", [8, 9, 10, 11, 3])
+def test_the_page_joins_shards(height):
+    """TensorFlow's mod shards of any height, as the lookup reads them."""
+    table = np.random.default_rng(0).normal(size=(height, 2)).astype("float32")
+    shards = [table[s::4] for s in range(4)]
+    joined = run(MOD_SHARDS)["from_mod_shards"](shards)
+    np.testing.assert_array_equal(joined, table)
+    if height > 3:
+        ids = np.arange(height)
+        np.testing.assert_array_equal(js.embedding_lookup(shards, ids), joined)
 
 
 def test_the_page_averages_rows():

@@ -264,6 +264,8 @@ def filled_like(
     the dtype of ``p``.
     """
     if axes is None:
+        # Without a dtype JAX leaves what is like a weakly typed array on one device.
+        dtype = jnp.result_type(p) if dtype is None else dtype
         return placed_as(p, jnp.full_like(p, value, dtype=dtype))
     p, axes = jnp.asarray(p), tuple(axes)
     shape, dtype = tuple(p.shape[n] for n in axes), p.dtype if dtype is None else dtype

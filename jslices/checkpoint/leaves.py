@@ -420,7 +420,12 @@ def misfit(name: str, spec: Spec, template: Template, reshape: bool) -> str | No
         return f"{saved}, but the dtype {target.dtype} is wanted; convert it afterwards"
     if spec.is_string or spec.shape == target.shape:
         return None
-    if not reshape:
+    if len(spec.shape) == len(target.shape) > 0 and spec.shape[1:] == target.shape[1:]:
+        advice = (
+            "for a table of more rows or fewer restore(path) without variables, and then "
+            "js.checkpoint.resize_rows(tx, params, state, fresh)"
+        )
+    elif not reshape:
         advice = "Saver(reshape=True) allows another shape of as many elements"
     elif math.prod(spec.shape) != math.prod(target.shape):
         advice = "the number of elements differs"

@@ -22,6 +22,7 @@ from jslices.checkpoint.state_walk import (
     after_empty_steps,
     has_rows_behind,
     map_optimizer_states,
+    placed,
     walk_state,
 )
 from jslices.extend import Params, PyTree, State
@@ -230,7 +231,7 @@ def _assign(
             if problem:
                 problems.append(problem)
             else:
-                assigned[array.owner, array.field] = _placed(x, array.value)
+                assigned[array.owner, array.field] = placed(x, array.value)
         else:
             received = " and ".join(names) or ", ".join(slots) or "nothing"
             problems.append(
@@ -268,8 +269,8 @@ def _misfit(what: str, x: jax.Array | np.ndarray, old: jax.Array) -> str | None:
             )
         else:
             help = (
-                f"{rows - x.shape[0]} rows are missing: append them, for new rows as "
-                "tx.init(params) has them, or give the parameter only the rows given here"
+                f"{rows - x.shape[0]} rows are missing: import it with a parameter of the "
+                "rows given here, then jslices.checkpoint.resize_rows"
             )
         return f"{what} has shape {x.shape}, wanted {old.shape}: {help}"
     if x.dtype != old.dtype:
@@ -294,11 +295,3 @@ def _spoilt(what: str, x: jax.Array | np.ndarray, field: str) -> str | None:
                 f"{what} has {number} elements that are {kind}, first in row {row}: {help}"
             )
     return None
-
-
-def _placed(x: jax.Array | np.ndarray, old: Any) -> jax.Array:
-    """A copy of ``x`` on the devices of ``old``, in its layout."""
-    if not isinstance(x, jax.Array):
-        x = np.array(x)  # on a CPU JAX keeps NumPy's memory, whatever may_alias says
-    new = jax.device_put(x, old.sharding, may_alias=False)
-    return new if new.format == old.format else jax.device_put(new, old.format)

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from jslices import GradientTransformation
@@ -63,7 +64,7 @@ def walk_state(params: Params, state: State) -> Walk:
     tree: Any
     paths, tree = jax.tree_util.tree_flatten_with_path(params, is_leaf=lambda x: x is None)
     labels = [f" at {jax.tree_util.keystr(path)}" if path else "" for path, _ in paths]
-    states = _nodes(state, _is_optimizer_state)
+    states = optimizer_states(state)
     if not states:
         raise TypeError(
             "import_state and export_state know the states of jslices' own optimizers, got "
@@ -80,6 +81,11 @@ def walk_state(params: Params, state: State) -> Walk:
                 for array in jax.tree.leaves(x):
                     its_arrays.append(StateArray(number, type(part), field, array))
     return Walk(tree, labels, states, arrays, _nodes(state, _gathers_gradients))
+
+
+def optimizer_states(state: State) -> list[Any]:
+    """The states of jslices' optimizers in it, in order."""
+    return _nodes(state, _is_optimizer_state)
 
 
 def _nodes(state: State, is_node: Callable[[Any], bool]) -> list[Any]:
@@ -157,3 +163,14 @@ def _merged(after: Mapping[int, State], counts: Sequence[int]) -> State:
         return max(zip(shared, counts, strict=True))[1]
 
     return tree.unflatten(flat[nearest(path)][0][i][1] for i, (path, _) in enumerate(pairs))
+
+
+def placed(x: jax.Array | np.ndarray, like: Any) -> Any:
+    """A copy of ``x`` where ``like`` is, in its layout."""
+    if not isinstance(like, jax.Array):
+        return np.array(x)
+    old: Any = like
+    if not isinstance(x, jax.Array):
+        x = np.array(x)  # on a CPU JAX keeps NumPy's memory, whatever may_alias says
+    new: Any = jax.device_put(x, old.sharding, may_alias=False)
+    return new if new.format == old.format else jax.device_put(new, old.format)

@@ -1,0 +1,217 @@
+"""Tables with more rows, fewer, or others, and the state of the optimizer with them."""
+
+import re
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import ArrayLike
+
+from jslices import GradientTransformation, is_slices
+from jslices.checkpoint.state_walk import map_optimizer_states, optimizer_states, placed
+from jslices.checkpoint.trees import brief, matching, named_leaves
+from jslices.extend import Params, PyTree, State, as_transformation
+
+
+class _Source(NamedTuple):
+    """Where the rows of a resized parameter come from."""
+
+    height: int  #: V, its old number of rows.
+    rows: np.ndarray  #: ``[V']``: the old row of each new one, -1 for what is new.
+
+
+_Sources = dict[str, _Source]
+
+
+def resize_rows(
+    tx: GradientTransformation,
+    params: Params,
+    state: State,
+    fresh: Params,
+    rows: Mapping[str, ArrayLike] | None = None,
+) -> tuple[Params, State]:
+    """Takes parameters and the state of their optimizer to tables of more rows, or fewer.
+
+    For a vocabulary that has grown, lost words or changed its order. A row goes on as it
+    was, with all that the optimizer keeps for it; a new one begins as it does in ``fresh``
+    and ``tx.init(fresh)``, and with ``untouched="exact"`` has missed no step.
+
+    Args:
+      tx: the optimizer, of jslices or of Optax, made for the new tables.
+      params: the old parameters, tables ``[V, *D]``.
+      state: the old state of the optimizer. Both may be what ``js.Saver().restore(path)``
+        returns without variables to restore into, in which states are dicts.
+      fresh: the parameters in their new shapes: tables ``[V', *D]`` in which new rows have
+        the values to begin from, others like those in ``params``, which are taken.
+      rows: ``{name or pattern: numbers}``, for each of the V' new rows the number of the
+        old one, or -1 for a new one; duplicates are copies. Names are paths, ``"table"``,
+        ``"embed/embedding"``, and patterns such as ``"*/embedding"``. Other tables keep
+        their first rows: new ones stand at the end, and fewer rows are the first.
+
+    Returns:
+      ``(params, state)`` in the structure of ``fresh`` and of ``tx.init(fresh)``, arrays
+      placed as they are there. Steps taken, and all that does not depend on V, are the old.
+
+    Raises:
+      ValueError: for arrays that differ in more than their rows or in dtype, states of
+        another optimizer, ``rows`` of another length or that V has not, and gradients that
+        :func:`jslices.optim.multi_steps` has gathered for its next step. All arrays that do
+        not fit are named.
+      NotFoundError: if ``rows`` names no parameter.
+
+    Cost: what is resized goes through the memory of the host, one array at a time; one of
+    an old, a new and a fresh state are there for a moment.
+
+    Example:
+      >>> import jax.numpy as jnp, jslices as js
+      >>> tx, table = js.adagrad(0.5), jnp.zeros((2, 1))
+      >>> grads = js.IndexedSlices(jnp.ones((1, 1)), jnp.array([1]), (2, 1))
+      >>> table, state = tx.apply(grads, tx.init(table), table)
+      >>> table, state = js.checkpoint.resize_rows(tx, table, state, jnp.full((4, 1), 9.0))
+      >>> table.ravel().round(2)
+      Array([ 0.  , -0.48,  9.  ,  9.  ], dtype=float32)
+      >>> state.sum_of_squares.ravel().round(1)
+      Array([0.1, 1.1, 0.1, 0.1], dtype=float32)
+
+    Source: ours. TensorFlow's warm start remaps rows by vocabularies
+    (``tf.train.VocabInfo``) and drops the slots of the optimizer; in PyTorch
+    ``resize_token_embeddings`` of Transformers keeps no state either.
+    """
+    tx = as_transformation("resize_rows", tx)
+    start = tx.init(fresh)
+    old, new = _by_name(params), _by_name(fresh)
+    _check_names("params", old, new, "fresh has")
+    sources = _sources(old, new, rows or {})
+    alone = "" if jax.tree_util.treedef_is_leaf(jax.tree.structure(fresh)) else None
+    before, begin = _by_name(state), _by_name(start)
+    _check_names("state", before, begin, "tx.init(fresh) has")
+    if any(name.endswith("mini_step") and int(x) > 0 for name, x in before.items()):
+        raise ValueError(
+            "resize_rows: gradients of the old tables wait in the state for the next step "
+            "of multi_steps; resize it when mini_step is 0"
+        )
+    owners = {name: _owner(name, new, alone) for name in begin}
+    problems: list[str] = []
+    now = [
+        _resized(name, old[name], x, sources.get(name), problems) for name, x in new.items()
+    ]
+    kept = [
+        x if is_slices(x) else _resized(n, before[n], x, sources.get(owners[n]), problems)
+        for n, x in begin.items()
+    ]
+    if problems:
+        raise ValueError("resize_rows: " + "; ".join(problems))
+    params = jax.tree.unflatten(jax.tree.structure(fresh), now)
+    state = jax.tree.unflatten(jax.tree.structure(start, is_leaf=is_slices), kept)
+    return params, _new_rows_up_to_date(tx, params, state, sources)
+
+
+def _by_name(tree: PyTree) -> dict[str, Any]:
+    names, leaves, _ = named_leaves(tree, is_leaf=is_slices)
+    return dict(zip(names, leaves, strict=True))
+
+
+def _check_names(
+    what: str, old: Mapping[str, Any], new: Mapping[str, Any], whose: str
+) -> None:
+    missing, other = new.keys() - old.keys(), old.keys() - new.keys()
+    if missing or other:
+        parts = [f"no {brief(missing)}"] * bool(missing)
+        parts += [f"{brief(other)} as well"] * bool(other)
+        raise ValueError(
+            f"resize_rows: {what} must hold the arrays that {whose}, got "
+            f"{' and '.join(parts)}; it must be what the same model and tx had with the "
+            "old number of rows"
+        )
+
+
+def _sources(
+    old: Mapping[str, Any], new: Mapping[str, Any], rows: Mapping[str, ArrayLike]
+) -> _Sources:
+    sources = {}
+    heights = {
+        name: (jnp.shape(old[name])[0], jnp.shape(x)[0])
+        for name, x in new.items()
+        if jnp.ndim(old[name]) and jnp.ndim(x)
+    }
+    for name, (before, now) in heights.items():
+        if before != now:
+            numbers = np.arange(now)
+            sources[name] = _Source(before, np.where(numbers < before, numbers, -1))
+    for pattern, ids in rows.items():
+        numbers = np.asarray(ids)
+        for name in matching(pattern, heights, "resize_rows(rows=...)"):
+            before, now = heights[name]
+            fits = numbers.dtype.kind in "iu" and numbers.shape == (now,)
+            if not fits or not ((numbers >= -1) & (numbers < before)).all():
+                raise ValueError(
+                    f"resize_rows: rows of {name!r} must be {now} integers, for each new "
+                    f"row an old one of {before}, or -1, got {numbers.dtype}"
+                    f"{list(numbers.shape)}"
+                    + (f" from {numbers.min()} to {numbers.max()}" if fits else "")
+                )
+            sources[name] = _Source(before, numbers)
+    return sources
+
+
+def _owner(name: str, params: Mapping[str, Any], alone: str | None) -> str:
+    """The parameter that a state array belongs to: the path in the state ends with its."""
+    if alone is not None:
+        return next(iter(params))
+    # A clock keeps several numbers for each row, in a tuple.
+    name = re.sub(r"((?:^|/)clock/snapshot/.*)/\d+$", r"\1", name)
+    owners = [p for p in params if f"/{name}".endswith(f"/{p}")]
+    return max(owners, key=len, default="")
+
+
+def _resized(
+    name: str, old: Any, new: Any, source: _Source | None, problems: list[str]
+) -> Any:
+    """``new`` with what ``old`` has of it: all, or rows; appends problems."""
+    was, wanted = jnp.shape(old), jnp.shape(new)
+    before, after = jnp.asarray(old).dtype, jnp.asarray(new).dtype
+    moved = source is not None and (was[:1], wanted[:1]) == (
+        (source.height,),
+        source.rows.shape,
+    )
+    if len(was) != len(wanted) or was[moved:] != wanted[moved:]:
+        problems.append(
+            f"{name} was {before}{list(was)}, {after}{list(wanted)} is wanted: only the "
+            "number of rows, along axis 0, can change"
+        )
+    elif before != after:
+        problems.append(f'{name} was {before}, {after} is wanted: type x.astype("{after}")')
+    elif source is not None and moved:
+        array, goes_on = np.array(new), source.rows >= 0
+        array[goes_on] = np.asarray(old)[source.rows[goes_on]]
+        return placed(array, new)
+    else:
+        return old if _lies_as(old, new) else placed(old, new)
+    return new
+
+
+def _lies_as(old: Any, new: Any) -> bool:
+    """Whether an array lies where the new one does."""
+    if isinstance(old, jax.Array) and isinstance(new, jax.Array):
+        return old.sharding.is_equivalent_to(new.sharding, old.ndim)
+    return not isinstance(new, jax.Array)
+
+
+def _new_rows_up_to_date(
+    tx: GradientTransformation, params: Params, state: State, sources: _Sources
+) -> State:
+    """The state of an exact optimizer, in which new rows have missed no step."""
+    if not getattr(tx, "catches_up", False):
+        return state
+    new = {name: np.flatnonzero(source.rows < 0) for name, source in sources.items()}
+    names, _, structure = named_leaves(params)
+    ids = structure.unflatten(
+        [new[name] if name in new and new[name].size else None for name in names]
+    )
+    _, later = jax.jit(tx.catch_up)(params, state, ids)
+    clocks = [part._asdict().get("clock") for part in optimizer_states(later)]
+    return map_optimizer_states(
+        lambda i, part: part if clocks[i] is None else part._replace(clock=clocks[i]), state
+    )

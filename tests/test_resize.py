@@ -1,0 +1,238 @@
+"""Tables of other rows: what the old ones were, new ones begin, and the optimizer knows."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from helpers import assert_close, fast_jit, slow_unless
+from jax.sharding import NamedSharding, PartitionSpec
+from optimizers import FIRST, make
+
+import jslices as js
+from jslices.checkpoint import resize_rows
+from jslices.tables import StackedTables
+
+V, D = 6, 2
+EXACT = {"untouched": "exact"}
+RATE = optax.exponential_decay(0.1, 2, 0.9)
+SLICES = js.IndexedSlices(jnp.zeros((2, D)), jnp.zeros(2, jnp.int32), (V, D))
+BITS = np.arange(9) == 7
+
+
+def labelled(**settings):
+    return js.optim.partition(
+        {"rows": js.adam(0.1, **settings), "rest": optax.sgd(0.1, momentum=0.9)},
+        {"table": "rows", "w": "rest"},
+    )
+
+
+# From a number of rows to an optimizer.
+OPTIMIZERS = {name: lambda v, n=name, k=kw: make(js, n, 0.1, k) for name, kw in FIRST} | {
+    "sgd_exact": lambda v: js.sgd(RATE, momentum=0.9, **EXACT),
+    "adamw_exact": lambda v: js.adamw(0.1, weight_decay=0.1, **EXACT),
+    "rmsprop_exact": lambda v: js.rmsprop(0.1, initial_scale=1.0, **EXACT),
+    "partition_exact": lambda v: labelled(**EXACT),
+    "chain": lambda v: js.optim.chain(js.optim.clip_global_norm(1.0), labelled()),
+    "frozen": lambda v: js.optim.freeze_rows(
+        js.adamw(0.1, **EXACT), {"table": BITS[:v], "w": None}
+    ),
+    "in_float32": lambda v: js.optim.with_state_dtype(js.adam(0.1), "float32"),
+    "rowwise": lambda v: js.adafactor(0.1, min_dim_size_to_factor=1),
+    "from_optax": lambda v: js.from_optax(optax.adam(0.1)),
+}
+QUICK = ("rowwise_adagrad", "adamw_exact", "rowwise")
+
+
+def start(v, seed=0):
+    rng = np.random.default_rng(seed)
+    table = jnp.asarray(rng.normal(size=(v, D)), jnp.float32)
+    return {"table": table, "w": jnp.ones(3)}
+
+
+def grads_of(v, rows):
+    values = jnp.asarray(np.random.default_rng(9).normal(size=(len(rows), D)), jnp.float32)
+    return {"table": js.IndexedSlices(values, jnp.asarray(rows), (v, D)), "w": jnp.ones(3)}
+
+
+def trained(tx, params, state, *steps):
+    exact = tx.catches_up
+
+    def step(params, state, rows, grads):
+        if exact:
+            params, state = tx.catch_up(params, state, {"table": rows, "w": True})
+        return tx.apply(grads, state, params)
+
+    step = fast_jit(step)
+    for rows in steps:
+        grads = grads_of(len(params["table"]), rows)
+        params, state = step(params, state, jnp.asarray(rows), grads)
+    return params, state
+
+
+def flushed(tx, params, state):
+    return tx.flush(params, state) if tx.catches_up else (params, state)
+
+
+def rows_of(tree, v):
+    """The arrays ``[v, ...]`` of a tree."""
+    return [np.asarray(x) for x in jax.tree.leaves(tree) if jnp.shape(x)[:1] == (v,)]
+
+
+@pytest.mark.parametrize(
+    "name", [*slow_unless([(n,) for n in OPTIMIZERS], lambda case: case[0] in QUICK)]
+)
+def test_old_rows_go_on_and_new_ones_begin(name):
+    """Grown, and with the rows in another order; then a step with old rows and new."""
+    small, large = OPTIMIZERS[name](V), OPTIMIZERS[name](9)
+    params, state = trained(small, start(V), small.init(start(V)), [1, 4], [4, 0])
+    fresh = start(9, seed=1)
+    rows = np.array([1, -1, 0, 4, 5, -1, 2, -1, 3])
+    new, after = resize_rows(large, params, state, fresh, rows={"table": rows})
+    begin = large.init(fresh)
+    assert jax.tree.structure(after) == jax.tree.structure(begin)
+    assert_close(
+        new["table"], np.where(rows[:, None] < 0, fresh["table"], params["table"][rows])
+    )
+    for old, now, first in zip(
+        rows_of(state, V), rows_of(after, 9), rows_of(begin, 9), strict=True
+    ):
+        np.testing.assert_array_equal(now[rows >= 0], old[rows[rows >= 0]])
+        if now.ndim > 1:
+            np.testing.assert_array_equal(now[rows < 0], first[rows < 0])
+    # New rows have missed no step.
+    up_to_date, _ = flushed(large, new, after)
+    np.testing.assert_array_equal(up_to_date["table"][rows < 0], fresh["table"][rows < 0])
+    # And what was there takes the next steps as it would have.
+    params, state = trained(small, params, state, [1, 4], [2, 4])
+    at = {int(old): int(i) for i, old in enumerate(rows)}
+    new, after = trained(large, new, after, [at[1], at[4]], [at[2], at[4]])
+    params, now = flushed(small, params, state)[0], flushed(large, new, after)[0]
+    np.testing.assert_array_equal(now["table"][rows >= 0], params["table"][rows[rows >= 0]])
+    np.testing.assert_array_equal(now["w"], params["w"])
+    # Fewer rows: the first.
+    tx = OPTIMIZERS[name](4)
+    few, less = resize_rows(tx, new, after, start(4))
+    for old, x in zip(rows_of((new, after), 9), rows_of((few, less), 4), strict=True):
+        np.testing.assert_array_equal(x, old[:4])
+
+
+@pytest.mark.parametrize("name", ["adamw_exact", "chain", "optax"])
+def test_of_a_checkpoint(name, tmp_path):
+    """Without variables to restore into, states are dicts."""
+    tx = optax.adam(0.1) if name == "optax" else OPTIMIZERS[name](V)
+    params = start(V)
+    state = tx.init(params)
+    if name != "optax":
+        params, state = trained(tx, params, state, [1, 4])
+    path = js.Saver().save({"params": params, "state": state}, tmp_path / "model")
+    saved = js.Saver().restore(path)
+    fresh = start(9, seed=1)
+    with pytest.raises(
+        js.InvalidArgumentError, match=r"js.checkpoint.resize_rows\(tx, par"
+    ):
+        js.Saver().restore(path, {"params": fresh, "state": tx.init(fresh)})
+    tree = resize_rows(tx, saved["params"], saved["state"], fresh)
+    again = resize_rows(tx, params, state, fresh)
+    assert jax.tree.structure(tree) == jax.tree.structure(again)
+    jax.tree.map(np.testing.assert_array_equal, tree, again)
+
+
+def test_one_array_is_all():
+    tx, table = js.adam(RATE, **EXACT), jnp.ones((2, 2))
+    state = tx.init(table)
+    new, after = resize_rows(tx, table, state, jnp.zeros((3, 2)), {"value": [1, -1, 0]})
+    np.testing.assert_array_equal(new[:, 0], [1, 0, 1])
+    assert after.clock.run.shape == (2,) and after.mu.shape == (3, 2)
+
+
+@pytest.mark.parametrize("explicit", [False, True])
+def test_of_tables_over_devices(explicit):
+    kind = jax.sharding.AxisType.Explicit if explicit else jax.sharding.AxisType.Auto
+    rows = NamedSharding(jax.make_mesh((8,), ("x",), (kind,)), PartitionSpec("x"))
+    tx = js.adamw(0.1, **EXACT)
+    old, fresh = (jax.device_put(jnp.full((v, D), float(v)), rows) for v in (8, 16))
+    state = tx.init({"table": old})
+    state = state._replace(count=state.count + 3)  # rows are behind
+    params, state = resize_rows(tx, {"table": old}, state, {"table": fresh})
+    for x in (params["table"], state.mu["table"], state.clock.last["table"]):
+        assert x.sharding.is_equivalent_to(rows, x.ndim) and x.shape[0] == 16
+    np.testing.assert_array_equal(params["table"][:, 0], [8] * 8 + [16] * 8)
+    np.testing.assert_array_equal(state.clock.last["table"], [0] * 8 + [3] * 8)
+
+
+def test_stacked_tables_grow_one_by_one():
+    old = StackedTables({"user": (3, 1), "item": (2, 1)})
+    new = StackedTables({"item": (3, 1), "shop": (2, 1), "user": (2, 1)}, devices=4)
+    rows = new.rows_of(old)
+    np.testing.assert_array_equal(rows, [3, 4, -1, -1, -1, 0, 1, -1])
+    table, fresh, tx = jnp.arange(5.0)[:, None], jnp.full((8, 1), 9.0), js.adagrad(0.1)
+    params, _ = resize_rows(
+        tx, {"t": table}, tx.init({"t": table}), {"t": fresh}, {"t": rows}
+    )
+    assert params["t"].ravel().tolist() == [3, 4, 9, 9, 9, 0, 1, 9]
+
+
+def test_gradients_that_wait():
+    grads = {"table": SLICES, "w": jnp.ones(3)}
+    tx, params = js.optim.multi_steps(js.adam(0.1), 2, grads), start(V)
+    larger = {"table": js.IndexedSlices(SLICES.values, SLICES.indices, (9, D))}
+    tx_after = js.optim.multi_steps(js.adam(0.1), 2, grads | larger)
+    step = fast_jit(tx.apply)
+    params, state = step(grads_of(V, [1, 4]), tx.init(params), params)
+    with pytest.raises(ValueError, match=r"wait in the state .* when mini_step is 0"):
+        resize_rows(tx_after, params, state, start(9))
+    params, state = step(grads_of(V, [1, 4]), state, params)
+    params, state = resize_rows(tx_after, params, state, start(9))
+    assert int(state.gradient_step) == 1
+    params, state = fast_jit(tx_after.apply)(grads_of(9, [1, 8]), state, params)
+
+
+def wrong(message, error=ValueError, **changes):
+    return pytest.param(changes, error, message, id=message[:20])
+
+
+@pytest.mark.parametrize(
+    "changes, error, message",
+    [
+        wrong(
+            r"table was float32\[6, 2\], float32\[9, 3\] is wanted: only the number",
+            fresh={"table": jnp.ones((9, 3)), "w": jnp.ones(3)},
+        ),
+        wrong(
+            r"w was float32\[3\], float32\[1, 3\] is wanted",
+            fresh={"table": jnp.ones((9, 2)), "w": jnp.ones((1, 3))},
+        ),
+        wrong(
+            r'table was float32, bfloat16 is wanted: type x.astype\("bfloat16"\)',
+            fresh={"table": jnp.ones((9, 2), "bfloat16"), "w": jnp.ones(3)},
+        ),
+        wrong(
+            r"params must hold the arrays that fresh has, got no \['b'\] and \['w'\] as",
+            fresh={"table": jnp.ones((9, 2)), "b": jnp.ones(3)},
+        ),
+        wrong(
+            r"state must hold the arrays that tx.init\(fresh\) has, got no \['nu_max/tab",
+            tx=js.amsgrad(0.1),
+        ),
+        wrong(
+            r"rows of 'table' must be 9 integers, .* old one of 6, or -1, got int64\[9\]",
+            rows={"table": np.arange(9)},
+        ),
+        wrong(
+            r"rows of 'table' must be 9 integers, .* got float64\[9\]",
+            rows={"*": np.ones(9)},
+        ),
+        wrong(
+            r"names no variable with 'tabel'; there are \['table', 'w'\]",
+            js.NotFoundError,
+            rows={"tabel": np.arange(9)},
+        ),
+        wrong(r"resize_rows wants transformations \(with init", TypeError, tx={}),
+    ],
+)
+def test_what_does_not_fit_is_named(changes, error, message):
+    tx, params = js.adam(0.1), start(V)
+    arguments = {"tx": tx, "params": params, "state": tx.init(params), "fresh": start(9)}
+    with pytest.raises(error, match=message):
+        resize_rows(**arguments | changes)
