@@ -59,7 +59,7 @@ def test_figures(report):
     assert table.dense_line is None and table.suggestion is None
     assert leaves["params['unused']"].kind == "unused"
     assert report.dense_bytes == sum(leaf.dense_bytes for leaf in report.leaves)
-    assert report.sparse_bytes == table.sparse_bytes + 5000 * 8 * 2 + 7 * 4 + 128 * 8 * 4
+    assert report.sparse_bytes == table.sparse_bytes + 5000 * 8 * 2 + 128 * 8 * 4
 
 
 def test_what_made_it_dense(report):

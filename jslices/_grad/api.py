@@ -48,8 +48,10 @@ def value_and_grad(
     ``jnp.take``, :func:`jslices.embedding_lookup`, anywhere inside ``jit``, ``vmap``,
     ``scan``, ``cond`` or ``checkpoint``) is an :class:`jslices.IndexedSlices` with
     ``values`` ``[K, *D]`` of the array's dtype and int32 ``indices`` ``[K]``, K being the
-    number of rows read, duplicates counted. Untouched rows do not appear. Every other
-    gradient is what JAX gives.
+    number of rows read, duplicates counted. Untouched rows do not appear. Nor does any row
+    of an array ``[V, *D]`` into which no gradient comes (unused, looked up with no ids,
+    behind ``stop_gradient``): K is 0, and a lazy optimizer leaves it. Every other gradient
+    is what JAX gives.
 
     ``fun`` is traced as under ``jax.jit``: its control flow may not depend on values.
 
@@ -62,7 +64,7 @@ def value_and_grad(
       allow_int: whether integer arrays may be differentiated (their gradient is of
         dtype float0).
       sparse: None decides by the program alone: the kind of a gradient then never depends
-        on sizes. False makes a gradient dense, True insists on rows, and ``"if_smaller"``
+        on sizes. False makes a gradient dense, zeros if there is none, True insists on rows, and ``"if_smaller"``
         makes those dense whose rows with their indices, K counted with duplicates, would
         take no fewer bytes than the array: tables of a few rows, whose rows cost time to
         compile and to step. (Given a dense gradient, a lazy optimizer steps all rows.) One
@@ -250,10 +252,7 @@ class _Assemble:
         self, planned: Planned, kinds: Sequence[str], tree: jax.tree_util.PyTreeDef
     ) -> None:
         self.avals = [leaf.aval for leaf in planned.leaves]
-        self.kinds = [
-            "sparse" if kind == "unused" and leaf.mode is True else kind
-            for leaf, kind in zip(planned.leaves, kinds, strict=True)
-        ]
+        self.kinds = kinds
         self.sites = jax.tree.leaves(planned.plan)
         self.tree = tree
 
@@ -271,12 +270,9 @@ class _Assemble:
         left = iter(dense)
         gradients: list[Any] = []
         for i, kind in enumerate(self.kinds):
-            if kind == "dense":
-                gradients.append(next(left))
-            elif kind == "sparse":
-                gradients.append(_slices(self.avals[i], parts.get(i, [])))
-            else:
-                gradients.append(jnp.zeros(self.avals[i].shape, self.avals[i].dtype))
+            is_dense = kind == "dense"
+            slices = None if is_dense else _slices(self.avals[i], parts.get(i, []))
+            gradients.append(next(left) if is_dense else slices)
         return self.tree.unflatten(gradients)
 
 
@@ -284,7 +280,7 @@ def _slices(aval: Aval, parts: list[IndexedSlices]) -> IndexedSlices:
     """The gradient of one leaf, from those of its reads."""
     if parts:
         return parts[0] if len(parts) == 1 else concat_slices(parts)
-    # Insisted on, and never looked up.
+    # No gradient comes in.
     none = jnp.zeros((0, *aval.shape[1:]), aval.dtype)
     return IndexedSlices(none, jnp.zeros((0,), jnp.int32), tuple(aval.shape))
 

@@ -58,7 +58,8 @@ class LeafReport(NamedTuple):
       path: the array's name, such as ``params['table']``.
       shape: its shape.
       dtype: its dtype.
-      kind: ``"sparse"`` (IndexedSlices), ``"dense"``, or ``"unused"`` (dense zeros).
+      kind: ``"sparse"`` (IndexedSlices), ``"dense"``, or ``"unused"``: no gradient comes
+        in (IndexedSlices without rows).
       lookups: the places that look up its rows, also where the gradient is dense.
       rows: K, the rows read in one run, duplicates counted.
       sparse_bytes: of a gradient of these rows and their int32 indices.
@@ -105,7 +106,7 @@ class Explanation(NamedTuple):
     def sparse_bytes(self) -> int:
         """The bytes of all gradients as jslices gives them."""
         return sum(
-            x.sparse_bytes if x.kind == "sparse" else x.dense_bytes for x in self.leaves
+            x.dense_bytes if x.kind == "dense" else x.sparse_bytes for x in self.leaves
         )
 
     @property
@@ -230,7 +231,7 @@ def _steps(
     """The optimizer's plan for each leaf; None for a gradient that is not sparse."""
 
     def gradient(leaf: LeafReport) -> Any:
-        if leaf.kind != "sparse":
+        if leaf.kind == "dense":
             return jnp.zeros(leaf.shape, leaf.dtype)
         values = jnp.zeros((leaf.rows, *leaf.shape[1:]), leaf.dtype)
         return IndexedSlices(values, jnp.zeros((leaf.rows,), jnp.int32), leaf.shape)
@@ -408,6 +409,8 @@ def _notes(leaf: LeafReport, width: int = 98) -> list[str]:
         # An ordinary weight has a dense gradient, and should.
         if leaf.lookups or leaf.unread:
             lines.append(f"  instead: {leaf.suggestion}")
+    if leaf.kind == "unused":
+        lines.append("  no gradient comes in: no rows, not stepped")
     if leaf.kind == "sparse" and leaf.sparse_bytes >= leaf.dense_bytes:
         lines.append("  fewer bytes if dense: sparse='if_smaller' makes it so")
     if leaf.exchange is not None:

@@ -39,9 +39,11 @@ def lookup_ids(
     Returns:
       A function of the same arguments that mirrors the chosen ones: for an array of which
       rows are looked up, and nothing else, their numbers, int32 ``[K]`` in the order of the
-      program, duplicates and those out of range (no row is read) included; None for every
-      other array. With ``exchange``, for an array that is split over devices, IndexedSlices
-      without elements whose ``indices`` stand on the devices that hold the rows.
+      program, duplicates and those out of range (no row is read) included; True for an
+      array that is used whole, or behind ``stop_gradient``; None for one that is not used,
+      and for scalars. With ``exchange``, for an array that is split over devices,
+      IndexedSlices without elements whose ``indices`` stand on the devices that hold the
+      rows.
 
     Raises:
       ValueError: if the rows that are read depend on the values of the array itself; they
@@ -55,7 +57,7 @@ def lookup_ids(
       ...     return (params["table"][ids] @ params["w"]).sum()
       >>> params = {"table": jnp.ones((9, 2)), "w": jnp.ones(2)}
       >>> js.lookup_ids(loss)(params, jnp.array([3, 8, 3]))
-      {'table': Array([3, 8, 3], dtype=int32), 'w': None}
+      {'table': Array([3, 8, 3], dtype=int32), 'w': True}
       >>> tx = js.adam(0.1, untouched="exact")
       >>> state, batch = tx.init(params), jnp.array([3, 8, 3])
       >>> rows = js.lookup_ids(loss)(params, batch)
@@ -77,7 +79,7 @@ def lookup_ids(
 
 
 def rows_read(call: Call, planned: Planned) -> list[Any]:
-    """For each leaf the rows that :func:`lookup_ids` returns.
+    """For each leaf what :func:`lookup_ids` returns.
 
     Raises:
       ValueError: for rows that depend on the values of the array itself.
@@ -97,7 +99,10 @@ def rows_read(call: Call, planned: Planned) -> list[Any]:
         shape = (site.table_shape[0], 0)
         part = gradient_of(site, shape, jnp.zeros((*index.shape, 0)), index)
         parts.setdefault(site.leaf, []).append(part)
-    by_leaf: list[Any] = [None] * len(call.primals)
+    by_leaf: list[Any] = [
+        True if leaf.has_rows and i in planned.read_whole else None
+        for i, leaf in enumerate(planned.leaves)
+    ]
     for leaf, several in parts.items():
         rows: Any = several[0] if len(several) == 1 else concat_slices(several)
         by_leaf[leaf] = rows if rows.facts.placement is not None else rows.indices

@@ -187,6 +187,18 @@ class Planned(NamedTuple):
         """The leaves whose gradients are not dense, by number."""
         return {i: x for i, x in enumerate(self.leaves) if self.kind(i) != "dense"}
 
+    @property
+    def read_whole(self) -> set[int]:
+        """The leaves of which more is read than the rows of the plan."""
+        live = Scope(self.program, []).live_equations()
+        used = {v for eqn in live for v in eqn.invars if not isinstance(v, _jax.Literal)}
+        used.update(v for v in self.program.outvars if not isinstance(v, _jax.Literal))
+        return {
+            i
+            for i, v in zip(range(len(self.leaves)), self.program.invars, strict=False)
+            if v in used and self.kind(i) != "sparse"
+        }
+
     def triggers_warning(self, leaf: int) -> bool:
         """Whether a leaf is looked up, or forced to rows, and its gradient is dense.
 

@@ -258,6 +258,8 @@ class IndexedSlices(Entries):
             return concat_slices([self, other])
         if isinstance(other, int) and other == 0:  # the start of Python's sum()
             return self
+        if self.indices.shape == (0,):  # nothing to add: no gradient came in
+            return self.__radd__(other)
         return self._densely("slices + array", "array + slices") + other
 
     def __radd__(self, other: Operand) -> Any:

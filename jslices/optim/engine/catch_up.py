@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.tree_util import Partial
 from jax.typing import ArrayLike
 
@@ -155,6 +156,8 @@ def _entries(
             "are those of a gradient)"
         )
     ids = jnp.asarray(ids)
+    if ids.dtype == bool and ids.ndim == 0:  # True of lookup_ids in a program of its own
+        return True
     if not jnp.issubdtype(ids.dtype, jnp.integer) or not jnp.ndim(param):
         raise TypeError(
             f"catch_up wants integer row numbers of a table, got {ids.dtype}"
@@ -169,13 +172,24 @@ def _entries(
 
 
 def step(
-    kernel: Kernel, behind: IndexedSlices | bool, arrays: Sequence[ArrayLike]
+    kernel: Kernel,
+    behind: IndexedSlices | bool,
+    arrays: Sequence[ArrayLike],
+    late: jax.Array,
 ) -> tuple[jax.Array, ...]:
-    """A parameter and what is kept with it, after the missed steps of some rows or all."""
-    old = [jnp.asarray(x) for x in arrays]
+    """A parameter and what is kept with it, after the missed steps of some rows or all.
+
+    Where all rows are meant, and none is ``late`` (bool ``[V]``), as in an array that each
+    step moves as a whole, nothing is done.
+    """
+    old = tuple(jnp.asarray(x) for x in arrays)
     if isinstance(behind, IndexedSlices):
         return step_slices(kernel, behind, (), old)[1:]
-    return tuple(_every_row(kernel, old))
+    every_row = lambda *arrays: tuple(_every_row(kernel, list(arrays)))  # noqa: E731
+    caught_up: tuple[jax.Array, ...] = lax.cond(
+        jnp.any(late), every_row, lambda *arrays: arrays, *old
+    )
+    return caught_up
 
 
 def missed_steps(rule: Rule, count: jax.Array, run: jax.Array) -> Kernel:

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from jslices._arguments import check_array
+from jslices._jax import definitely
 from jslices._place.boundary import like_first, on_any_mesh, row_major_array, shardings_of
 from jslices._rows.access import canonical_indices, where_rows
 from jslices._rows.rounding import (
@@ -318,11 +319,11 @@ def apply_updates(params: Params, updates: Any, key: Key | None = None) -> Any:
 
 
 def _if_updated(update: Leaf, param: PyTree) -> PyTree:
-    return None if update is None else param
+    return None if update is None or has_no_rows(update) else param
 
 
 def _moved(update: Leaf, param: PyTree, moved: PyTree) -> PyTree:
-    return param if update is None else moved
+    return param if moved is None else moved
 
 
 @one_program
@@ -343,6 +344,11 @@ def _apply_updates(params: Params, updates: Any, key: Key | None) -> Any:
 def is_leaf(x: Leaf) -> bool:
     """True for what stands in a tree of gradients where the parameters have an array."""
     return x is None or is_slices(x)
+
+
+def has_no_rows(x: Leaf) -> bool:
+    """True for the gradient of an array into which no gradient comes."""
+    return isinstance(x, IndexedSlices) and definitely(lambda: x.indices.shape == (0,))
 
 
 def _add(

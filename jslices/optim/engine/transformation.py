@@ -23,6 +23,7 @@ from jslices._typing import Gradients, Leaf, Params, PyTree, State
 from jslices.optim.engine import catch_up as exact
 from jslices.optim.engine.protocol import (
     GradientTransformation,
+    has_no_rows,
     is_float0,
     is_leaf,
     refuse_nothing,
@@ -178,10 +179,13 @@ class _RuleOnTrees:
             for rule, rows in zip(rules, behind, strict=True)
             if rows is not False
         }
+        lasts = tree.flatten_up_to(state.clock.last)
         new = [
-            None if rows is False else exact.step(kernels[rule], rows, [p, *arrays])
-            for rule, rows, p, arrays in zip(
-                rules, behind, leaves, self._arrays(state, tree), strict=True
+            None
+            if rows is False
+            else exact.step(kernels[rule], rows, [p, *arrays], last < state.count)
+            for rule, rows, p, arrays, last in zip(
+                rules, behind, leaves, self._arrays(state, tree), lasts, strict=True
             )
         ]
         pairs = zip(leaves, new, strict=True)
@@ -301,12 +305,12 @@ def _update_leaf(
     param: Leaf,
     arrays: Sequence[jax.Array],
 ) -> tuple[Leaf, tuple[jax.Array, ...] | None]:
-    """The update and the new state arrays; None and None without gradient.
+    """The update and the new state arrays, None where these stay as they are.
 
     ``param`` may be None where the rule does not read it.
     """
-    if grad is None:
-        return None, None
+    if grad is None or has_no_rows(grad):
+        return grad, None
     read, by_row = (param,) if rule.reads_params else (), is_slices(grad)
     if by_row and rule.sums_first is not None and rule.sums_first(param):
         grad = grad.coalesce()
@@ -318,8 +322,8 @@ def _update_leaf(
 
 
 def _plan_of(rule: Rule, grad: Leaf, param: jax.Array, platform: str) -> Plan | None:
-    """How the rows of one gradient are stepped; None if it is not IndexedSlices."""
-    if not isinstance(grad, IndexedSlices):
+    """How the rows of one gradient are stepped; None if it is an array, or has none."""
+    if not isinstance(grad, IndexedSlices) or has_no_rows(grad):
         return None
     state = jax.eval_shape(lambda p: [start(p) for start in rule.state.values()], param)
     by_row = [x for x in state if x.shape[:1] == param.shape[:1]]

@@ -7,7 +7,7 @@ from typing import Protocol
 import jax
 
 from jslices._typing import Gradients, Key, Leaf, Params, PyTree, State, Transformation
-from jslices.optim.engine.protocol import GradientTransformation, is_leaf
+from jslices.optim.engine.protocol import GradientTransformation, has_no_rows, is_leaf
 
 #: From a tree that mirrors all parameters (or None) to a held transformation's share.
 Share = Callable[[PyTree], PyTree]
@@ -130,14 +130,29 @@ def wrapped(
 
 
 def as_transformation(caller: str, tx: Transformation) -> GradientTransformation:
-    """A transformation of jslices or of Optax as one of jslices; refuses anything else."""
+    """A transformation of jslices or of Optax as one of jslices; refuses anything else.
+
+    One of Optax gets zeros for an array into which no gradient comes.
+    """
     if isinstance(tx, GradientTransformation):
         return tx
     if not (hasattr(tx, "init") and hasattr(tx, "update")):
         raise TypeError(
             f"{caller} wants transformations (with init and update), got {tx!r}"
         )
-    return GradientTransformation(tx.init, tx.update)
+
+    @functools.wraps(tx.update)
+    def update(
+        grads: Gradients, state: State, params: Params = None, **extra_args: PyTree
+    ) -> tuple[Gradients, State]:
+        arrays = jax.tree.map(_zeros_for_no_rows, grads, is_leaf=is_leaf)
+        return tx.update(arrays, state, params, **extra_args)
+
+    return GradientTransformation(tx.init, update)
+
+
+def _zeros_for_no_rows(grad: Leaf) -> Leaf:
+    return grad.to_dense() if has_no_rows(grad) else grad
 
 
 def stateless(f: Callable[[Gradients], Gradients]) -> GradientTransformation:

@@ -8,7 +8,6 @@ from jslices._grad.ids import rows_read
 from jslices._grad.plan import (
     Call,
     ExchangeSpec,
-    Planned,
     SparseSpec,
     check_callable,
     plan_call,
@@ -46,9 +45,10 @@ def exact_step(
       with all its rows up to date. Of a table ``[V, *D]`` that is only looked up, the rows
       that the call reads are read and written, duplicates once, out-of-range ids not at
       all; other rows stay, and go on missing steps: ``tx.flush(params, state)`` before
-      parameters are saved or evaluated. A table that the call uses as a whole as well, or
-      leaves unused, catches up as a whole. To be jitted by the caller, in place with
-      ``donate_argnums=(0, 1)``, and to be scanned.
+      parameters are saved or evaluated. An array that the call uses as a whole, or behind
+      ``stop_gradient``, catches up as a whole; one that it does not use stays, and misses
+      the step. To be jitted by the caller, in place with ``donate_argnums=(0, 1)``, and to
+      be scanned.
 
     Raises:
       ValueError: if the rows that are read depend on the values of the table itself, with
@@ -86,7 +86,7 @@ def exact_step(
         check_inputs(call, holomorphic=False, allow_int=False)
         planned = plan_call(call, True, sparse, exchange)
         if tx.catches_up:
-            (rows,) = call.tree.unflatten(_rows_to_read(call, planned))
+            (rows,) = call.tree.unflatten(rows_read(call, planned))
             params, state = tx.catch_up(params, state, rows)
             call = call.at(params)
         value, aux, (grads,) = differentiated(call, planned)
@@ -94,17 +94,3 @@ def exact_step(
         return (params, state, value, aux) if has_aux else (params, state, value)
 
     return step
-
-
-def _rows_to_read(call: Call, planned: Planned) -> list[Any]:
-    """The ids for ``tx.catch_up`` before the call, for each parameter.
-
-    An array that is never looked up is stepped as a whole, and so never behind. One that
-    another call, or this one, may look up has a gradient that steps all of its rows.
-    """
-    rows = rows_read(call, planned)
-    for i in range(len(rows)):
-        looked_up = planned.looked_up.get(i) or planned.unread.get(i)
-        if planned.kind(i) == "unused" or (planned.kind(i) == "dense" and looked_up):
-            rows[i] = True
-    return rows

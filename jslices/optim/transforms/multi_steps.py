@@ -30,7 +30,7 @@ from jslices._typing import (
 )
 from jslices.optim.engine.arguments import PositiveCount
 from jslices.optim.engine.constructors import combinator
-from jslices.optim.engine.protocol import GradientTransformation, is_leaf
+from jslices.optim.engine.protocol import GradientTransformation, has_no_rows, is_leaf
 from jslices.optim.engine.rule import next_count, zero_count
 from jslices.optim.engine.transformation import check_fields, paths_of
 from jslices.optim.transforms.accumulate import merge_leaf
@@ -83,7 +83,8 @@ def multi_steps(
 
     Raises:
       TypeError: for a schedule instead of k, or if ``opt`` is not a transformation.
-      ValueError: for k below 1; from ``update``, for a gradient of other shapes.
+      ValueError: for k below 1; from ``update``, for a gradient of other shapes, unless it
+        is one without rows (no gradient comes in), which fits everywhere.
 
     Cost: memory for ``k * K * D`` elements a table and one array for each dense leaf;
     a call between the steps writes ``K * D``, the k-th one is a step of ``opt`` on
@@ -184,6 +185,11 @@ class _Buffers:
         """The buffers with ``grads`` as well, and whether a step is due."""
         check_fields("multi_steps", state, MultiStepsState)
         leaves, structure = flatten(grads, is_leaf=is_leaf)
+        if structure == self.structure:
+            leaves = [
+                _nothing(example) if has_no_rows(x) and example is not None else x
+                for x, example in zip(leaves, self.examples, strict=True)
+            ]
         self._check(leaves, structure)
         n, old = state.mini_step, structure.flatten_up_to(state.acc_grads)
         new = [_put(x, buffer, n) for x, buffer in zip(leaves, old, strict=True)]
