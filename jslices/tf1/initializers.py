@@ -48,7 +48,7 @@ class Initializer:
     lazily, and in a transformed function only.
     """
 
-    draws = True  #: random numbers, so that a key is needed
+    needs_key = True  #: as it draws random numbers
     seed: int | None = None
     dtype: DTypeLike = jnp.float32
 
@@ -69,7 +69,7 @@ class Initializer:
             key, shape = None, key  # type: ignore[assignment]
         if shape is None:
             raise ValueError(f"{name} needs a shape, got None")
-        if self.draws and key is None and self.seed is None and can_draw():
+        if self.needs_key and key is None and self.seed is None and can_draw():
             return self.draw(name, shape, dtype)  # type: ignore[arg-type]
         dims = static_shape(shape, name)
         return self.make(key, dims, canonical_dtype(dtype or self.dtype))  # type: ignore[arg-type]
@@ -118,7 +118,7 @@ class Initializer:
 class _Filled(Initializer):
     """One number everywhere; called with a shape, the class fills at once."""
 
-    draws = False
+    needs_key = False
     number: int
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
@@ -183,7 +183,7 @@ class constant_initializer(Initializer):
              [2., 2.]], dtype=float32)
     """
 
-    draws = False
+    needs_key = False
     value: TensorLike = 0
     dtype: DTypeLike = jnp.float32
     verify_shape: bool = False
@@ -406,7 +406,20 @@ class variance_scaling_initializer(Initializer):
 
 
 @dataclasses.dataclass(frozen=True)
-class glorot_uniform_initializer(Initializer):
+class _Glorot(Initializer):
+    """Numbers of variance ``2 / (fan_in + fan_out)``, of a distribution of TensorFlow's."""
+
+    seed: int | None = None
+    dtype: DTypeLike = jnp.float32
+
+    distribution = "uniform"
+
+    def make(self, key: Key, shape: tuple[int, ...], dtype: np.dtype) -> jax.Array:
+        scaled = variance_scaling_initializer(1.0, "fan_avg", self.distribution)
+        return scaled.make(self.random_key(key), shape, dtype)
+
+
+class glorot_uniform_initializer(_Glorot):
     """Uniform numbers in ``(-b, b)``, ``b = sqrt(6 / (fan_in + fan_out))``.
 
     The default of :func:`jslices.tf1.get_variable` for floats.
@@ -421,16 +434,8 @@ class glorot_uniform_initializer(Initializer):
     difficulty of training deep feedforward neural networks", 2010.
     """
 
-    seed: int | None = None
-    dtype: DTypeLike = jnp.float32
 
-    def make(self, key: Key, shape: tuple[int, ...], dtype: np.dtype) -> jax.Array:
-        scaled = variance_scaling_initializer(1.0, "fan_avg", "uniform")
-        return scaled.make(self.random_key(key), shape, dtype)
-
-
-@dataclasses.dataclass(frozen=True)
-class glorot_normal_initializer(Initializer):
+class glorot_normal_initializer(_Glorot):
     """Truncated normal numbers of standard deviation ``sqrt(2 / (fan_in + fan_out))``.
 
     Example:
@@ -440,12 +445,7 @@ class glorot_normal_initializer(Initializer):
       Array(0.082, dtype=float32)
     """
 
-    seed: int | None = None
-    dtype: DTypeLike = jnp.float32
-
-    def make(self, key: Key, shape: tuple[int, ...], dtype: np.dtype) -> jax.Array:
-        scaled = variance_scaling_initializer(1.0, "fan_avg")
-        return scaled.make(self.random_key(key), shape, dtype)
+    distribution = "truncated_normal"
 
 
 @dataclasses.dataclass(frozen=True)
