@@ -39,6 +39,8 @@ FORMS = {
     "clip_by_average_norm": (lambda: tf.clip_by_average_norm(V, 1.0, "n"), [1.2, 1.6]),
     "sparse_mask": (lambda: tf.sparse_mask(SLICES, [12, 45], "name").indices, [26, 37]),
     "sparse.mask": (lambda: tf.sparse.mask(SLICES, [12, 26, 45]).indices, [37]),
+    "name and op": (lambda: [SLICES.name, SLICES.op], [None, None]),
+    "device of slices": (lambda: SLICES.device == jax.devices()[0], True),
     # what the pages' programs use
     "matmul": (lambda: tf.matmul([[1.0, 2]], [[3.0, 4]], False, True, "name"), [[11]]),
     "sigmoid": (lambda: tf.sigmoid(0.0, name="s"), 0.5),
@@ -195,7 +197,8 @@ def test_under_jit_there_are_no_values():
         jax.jit(model.init)(KEY)
     devices = []
     jax.eval_shape(tf.transform(lambda: devices.append(variable().device)).init, KEY)
-    assert devices == [None]
+    jax.eval_shape(lambda slices: devices.append(slices.device), SLICES)
+    assert devices == [None, None]
 
 
 def test_the_saver_of_the_page(tmp_path):

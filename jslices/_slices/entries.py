@@ -132,10 +132,12 @@ class Entries:
         """The dtype of ``values``."""
         return np.dtype(self.values.dtype)
 
+    name = op = None  #: TensorFlow's; there is no graph in which things have names
+
     @property
     def device(self) -> Any:
-        """The device of ``values``."""
-        return self.values.device
+        """The device of ``values``; None where they are traced."""
+        return None if isinstance(self.values, jax.core.Tracer) else self.values.device
 
     @property
     def sharding(self) -> Any:
