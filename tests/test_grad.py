@@ -248,8 +248,13 @@ def test_vjp():
     assert js.is_slices(pull(cotangent)[0])
     _, pull, aux = js.vjp(lambda t: (t[ids], t.shape), TABLE, has_aux=True)
     assert aux == (V, D) and js.is_slices(pull(jnp.ones((3, D)))[0])
-    with pytest.raises(TypeError, match="structure of the result"):
+    with pytest.raises(ValueError, match="structure of the result"):
         pull((jnp.ones((3, D)),))
+    with pytest.raises(TypeError, match="one cotangent.* got 2 arguments"):
+        pull(jnp.ones((3, D)), jnp.ones(()))
+    for name in ("with_refs", "args_res", "opaque_residuals"):
+        with pytest.raises(AttributeError, match=f"jslices.vjp has no {name}: "):
+            getattr(pull, name)
 
 
 def test_several_lookups_meet_in_one_gradient():

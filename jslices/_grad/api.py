@@ -180,7 +180,8 @@ def vjp(
     Returns:
       ``(result, vjp_fun)`` or ``(result, vjp_fun, aux)``. ``vjp_fun(cotangent)`` returns
       a tuple like ``primals``, with an IndexedSlices for each array that is only looked
-      up. It is a pytree and can leave a ``jit``.
+      up. It is a pytree and can leave a ``jit``; the attributes of ``jax.vjp``'s
+      (``with_refs``, ``args_res``, ``opaque_residuals``) it refuses by name.
 
     Example:
       >>> import jax.numpy as jnp, jslices as js
@@ -223,26 +224,57 @@ def _linearize(call: Call, planned: Planned) -> tuple[Any, Callable[[Any], Any],
     with without_dense_warning():
         results, pullback, (aux, indices) = jax.vjp(run, dense, slots, has_aux=True)
     assemble = _Assemble(planned, kinds, call.tree)
-    pull = functools.partial(_pull_back, assemble, planned.outputs.tree)
-    vjp_fun = jax.tree_util.Partial(pull, pullback, jax.tree.leaves(indices))
+    row_numbers = jax.tree.leaves(indices)
+    vjp_fun = _VjpFun((assemble, planned.outputs.tree), (pullback, row_numbers))
     return planned.outputs.result(results), vjp_fun, planned.outputs.aux(aux)
 
 
-def _pull_back(
-    assemble: "_Assemble",
-    tree: jax.tree_util.PyTreeDef,
-    pullback: Callable[[list[jax.Array]], tuple[list[jax.Array], Slots]],
-    indices: list[jax.Array],
-    cotangent: PyTree,
-) -> PyTree:
-    leaves, structure = _jax.flatten(cotangent)
-    if structure != tree:
-        raise TypeError(
-            f"the cotangent must have the structure of the result, {tree}, got {structure}"
-        )
-    with without_dense_warning():
-        dense, slots = pullback(leaves)
-    return assemble(dense, jax.tree.leaves(slots, is_leaf=is_slices), indices)
+@jax.tree_util.register_pytree_node_class
+class _VjpFun:
+    """What leads from the result's cotangent to the gradients."""
+
+    def __init__(
+        self,
+        static: tuple["_Assemble", jax.tree_util.PyTreeDef],
+        arrays: tuple[Callable[[Any], Any], list[jax.Array]],
+    ) -> None:
+        self._static, self._arrays = static, arrays
+
+    def __call__(self, out_ct: PyTree, *others: PyTree) -> PyTree:
+        (assemble, tree), (pullback, indices) = self._static, self._arrays
+        if others:
+            raise TypeError(
+                "a function of jslices.vjp takes one cotangent, of the structure of the "
+                f"result, {tree}, got {1 + len(others)} arguments"
+            )
+        leaves, structure = _jax.flatten(out_ct)
+        if structure != tree:
+            raise ValueError(
+                f"the cotangent must have the structure of the result, {tree}, got "
+                f"{structure}"
+            )
+        with without_dense_warning():
+            dense, slots = pullback(leaves)
+        return assemble(dense, jax.tree.leaves(slots, is_leaf=is_slices), indices)
+
+    def __getattr__(self, name: str) -> Any:
+        instead = _INSTEAD_OF.get(name, "call it with the cotangent")
+        raise AttributeError(f"a function of jslices.vjp has no {name}: {instead}")
+
+    def tree_flatten(self) -> tuple[tuple[Any, ...], Any]:
+        return self._arrays, self._static
+
+    @classmethod
+    def tree_unflatten(cls, static: Any, arrays: Any) -> "_VjpFun":
+        return cls(static, tuple(arrays))
+
+
+#: What a function of ``jax.vjp`` has besides.
+_INSTEAD_OF = {
+    "with_refs": "gradients are values here, which slices + slices adds up",
+    "args_res": "it is a pytree, whose leaves are what the backward needs",
+    "opaque_residuals": "it is a pytree, whose leaves are what the backward needs",
+}
 
 
 class _Assemble:
