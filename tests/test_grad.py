@@ -250,7 +250,7 @@ def test_vjp():
     assert aux == (V, D) and js.is_slices(pull(jnp.ones((3, D)))[0])
     with pytest.raises(ValueError, match="structure of the result"):
         pull((jnp.ones((3, D)),))
-    with pytest.raises(TypeError, match="one cotangent.* got 2 arguments"):
+    with pytest.raises(TypeError, match="got 2 arguments"):
         pull(jnp.ones((3, D)), jnp.ones(()))
     for name in ("with_refs", "args_res", "opaque_residuals"):
         with pytest.raises(AttributeError, match=f"jslices.vjp has no {name}: "):

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from helpers import assert_close
 
 import jslices as js
 
@@ -98,19 +99,12 @@ def test_nnx_models_with_other_state():
         model = nnx_model(nnx, normed=True)
         optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
 
+        by = nnx.value_and_grad if value_and_grad is jax.value_and_grad else value_and_grad
+
         @nnx.jit
         def step(model, optimizer, ids):
-            graph, params, rest = nnx.split(model, nnx.Param, ...)
-
-            def of_params(params):
-                merged = nnx.merge(graph, params, rest, copy=True)
-                return mean_square(merged(ids)), nnx.state(merged, nnx.Not(nnx.Param))
-
-            if value_and_grad is js.value_and_grad:
-                (value, rest), grads = js.value_and_grad(of_params, has_aux=True)(params)
-                nnx.update(model, rest)
-            else:  # as Flax has it
-                value, grads = nnx.value_and_grad(lambda m: mean_square(m(ids)))(model)
+            loss = lambda m, ids: mean_square(m(ids))  # noqa: E731
+            value, grads = by(loss, argnums=nnx.DiffState(0, nnx.Param))(model, ids)
             optimizer.update(model, grads)
             return value
 
@@ -123,6 +117,41 @@ def test_nnx_models_with_other_state():
     np.testing.assert_allclose(*means, rtol=1e-5)
 
 
+def test_nnx_states_of_several_models():
+    """What is changed in a model stays so, whether it is differentiated or not."""
+    nnx = pytest.importorskip("flax.nnx")
+
+    def loss(x, scale, y, ids):
+        return scale * mean_square(x(ids) + y(ids)), {"mean": x(ids).mean()}
+
+    def results(grad):
+        x, y = (nnx_model(nnx, normed=True) for _ in range(2))
+        of = nnx.All(nnx.Param, nnx.PathContains("words"))
+        found = grad(loss, argnums=(nnx.DiffState(2, of), 1), has_aux=True)(x, 2.0, y, IDS)
+        rest = nnx.filter_state(nnx.state([x, y]), nnx.Not(nnx.RngKey))
+        return *found, rest
+
+    with jax.numpy_rank_promotion("allow"):
+        ours, theirs = results(js.grad), results(nnx.grad)
+    assert js.is_slices(ours[0][0]["words"]["embedding"][...])
+    assert_close(ours, theirs, rtol=1e-3, atol=1e-5)
+
+
+def test_nnx_models_given_whole():
+    """What cannot be differentiated is named; what would be lost is warned of."""
+    nnx = pytest.importorskip("flax.nnx")
+    model, loss = nnx_model(nnx, normed=True), lambda model: mean_square(model(IDS))
+    with jax.numpy_rank_promotion("allow"):
+        text = r"model.dropout.rngs.count.*uint32.*nnx.split\(model, nnx.Param, \.\.\.\)"
+        with pytest.raises(TypeError, match=text):
+            js.value_and_grad(loss)(model)
+        norm, loss = model.norm, lambda norm: mean_square(norm(jnp.ones((3, D))))
+        with pytest.warns(UserWarning, match=r"changes norm.mean.*DiffState\(0"):
+            js.value_and_grad(loss)(norm)
+        norm.eval()
+        js.value_and_grad(loss)(norm)  # changes nothing, and triggers no warning
+
+
 def test_nnx_in_place():
     """With donation nothing of a table's size is copied; without it all of them are."""
     nnx = pytest.importorskip("flax.nnx")
@@ -130,7 +159,8 @@ def test_nnx_in_place():
     optimizer = nnx.Optimizer(model, js.adam(0.1), wrt=nnx.Param)
 
     def step(model, optimizer, ids):
-        value, grads = js.value_and_grad(lambda m: mean_square(m(ids)))(model)
+        by = js.value_and_grad(lambda m: mean_square(m(ids)), nnx.DiffState(0, nnx.Param))
+        value, grads = by(model)
         optimizer.update(model, grads)
         return value
 

@@ -10,6 +10,7 @@ import numpy as np
 
 from jslices import _jax
 from jslices._grad.explain import report_dense
+from jslices._grad.nnx import Argnums, names_states, value_and_grad_of_states
 from jslices._grad.plan import (
     Call,
     ExchangeSpec,
@@ -34,7 +35,7 @@ from jslices._typing import Aval, PyTree
 
 def value_and_grad(
     fun: Callable[..., Any],
-    argnums: int | Sequence[int] = 0,
+    argnums: Argnums = 0,
     has_aux: bool = False,
     holomorphic: bool = False,
     allow_int: bool = False,
@@ -57,7 +58,9 @@ def value_and_grad(
 
     Args:
       fun: a function with a scalar result (or ``(result, aux)``).
-      argnums: which positional argument or arguments to differentiate.
+      argnums: which positional argument or arguments to differentiate. ``nnx.DiffState``
+        takes these states of a Flax model, as in ``nnx.value_and_grad``; what ``fun``
+        changes in the rest of the model is then changed.
       has_aux: whether ``fun`` returns ``(result, aux)``.
       holomorphic: whether ``fun`` is holomorphic; then complex in and out. Of a complex
         array the gradient of a real result is JAX's, the conjugate of the steepest ascent.
@@ -107,6 +110,15 @@ def value_and_grad(
     with a lookup (a cast, a scaling, any row-wise function) may stand in between.
     """  # noqa: E501
     check_callable(fun)
+    if names_states(argnums):
+        one = functools.partial(
+            value_and_grad,
+            holomorphic=holomorphic,
+            allow_int=allow_int,
+            sparse=sparse,
+            exchange=exchange,
+        )
+        return value_and_grad_of_states(one, fun, argnums, has_aux)
 
     @functools.wraps(fun)
     def value_and_grad_fun(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
@@ -122,7 +134,7 @@ def value_and_grad(
 
 def grad(
     fun: Callable[..., Any],
-    argnums: int | Sequence[int] = 0,
+    argnums: Argnums = 0,
     has_aux: bool = False,
     holomorphic: bool = False,
     allow_int: bool = False,
@@ -346,8 +358,8 @@ def check_inputs(call: Call, holomorphic: bool, allow_int: bool) -> None:
 
 
 _SPLIT = (
-    "Split a model that holds more than parameters, nnx.split(model, nnx.Param, ...), "
-    "eqx.partition(model, eqx.is_inexact_array)"
+    "Split a model that holds more than parameters: nnx.split(model, nnx.Param, ...) or "
+    "argnums=nnx.DiffState(0, nnx.Param), eqx.partition(model, eqx.is_inexact_array)"
 )
 
 

@@ -23,6 +23,7 @@ from jslices import _jax
 from jslices._exchange.plan import Exchange, ExchangePlan, plan_exchange
 from jslices._grad import custom  # noqa: F401  (it registers rules)
 from jslices._grad.memo import Memo
+from jslices._grad.nnx import arrays_of_models, warn_of_lost_changes
 from jslices._grad.reads import Read, is_one_row, only_row, tables_read
 from jslices._grad.unread import unread_lookups
 from jslices._grad.views import Table, Values, View
@@ -585,7 +586,10 @@ class Call:
                 zip(self._chosen, chosen, strict=True), key=lambda x: x[0]
             ):
                 args.insert(i, arg)
+            before = arrays_of_models(self.names, chosen)
             out, aux = _split_aux(self._fun(*args, **kwargs), self._has_aux)
+            if before:
+                warn_of_lost_changes(before, arrays_of_models(self.names, chosen))
             results, out_tree = flatten(out)
             _check_results(results)
             aux_leaves, aux_tree = flatten(aux)
