@@ -251,6 +251,8 @@ def test_a_seed_for_the_whole_program():
         (lambda: tf.get_variable("a", initializer=0.5, dtype=tf.float32), "float32"),
         (lambda: tf.get_variable("a", [2], initializer=lambda k, s, d: [0.5] * 2),
          "float32"),
+        (lambda: tf.get_variable("a", [2], initializer=lambda k, s, d: jnp.full(s, 0.5)),
+         "float32"),
         (lambda: tf.Variable([1.0]).assign([1.5]), "float32"),
         (lambda: tf.Variable([1.0]).assign_add(np.array([1.5])), "float32"),
         (lambda: tf.scatter_add(tf.Variable([1.0]), [0], [1.5]), "float32"),

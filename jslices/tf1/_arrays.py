@@ -187,7 +187,9 @@ def dtype_of(value: TensorLike) -> np.dtype:
     if isinstance(value, str | bytes):
         raise TypeError(f"a variable cannot hold a string, got {value!r}")
     if is_array(value):
-        return canonical_dtype(value.dtype)
+        of_numbers = isinstance(value, jax.Array) and value.weak_type
+        float64 = value.dtype == np.float64
+        return canonical_dtype(np.float32 if of_numbers and float64 else value.dtype)
     if _contains_arrays(value):
         return np.dtype(jnp.result_type(*jax.tree.leaves(value)))
     array = np.asarray(value)

@@ -78,16 +78,9 @@ def constant(
 ) -> jax.Array:
     """An array of these values, row by row.
 
-    Args:
-      value: a number, or a list or array of any shape.
-      dtype: None means that of the value (float32 and int32 for Python's numbers).
-      shape: None means that of the value; a list that is too short for it is continued
-        with its last element.
-      name: ignored; operations have no names here.
-
-    Raises:
-      ValueError: for more values than the shape takes.
-      TypeError: for values that the dtype cannot hold, such as 3.7 and int32.
+    Values and errors are as in :class:`jslices.tf1.constant_initializer`. A ``dtype`` of
+    None means that of the value (float32 and int32 for Python's numbers), a ``shape`` of
+    None its own; ``name`` is ignored.
 
     Example:
       >>> import jslices.tf1 as tf
@@ -201,8 +194,8 @@ def truncated_normal(
 ) -> MaybeLazy:
     """Normal numbers no further than two standard deviations from the mean.
 
-    Numbers beyond that are drawn again; ``stddev`` is that before the truncation, 0.8796 of
-    it after. Everything else is as in :func:`jslices.tf1.random_normal`.
+    As in :class:`jslices.tf1.truncated_normal_initializer`; everything else is as in
+    :func:`jslices.tf1.random_normal`.
 
     Example:
       >>> import jax, jslices.tf1 as tf
@@ -226,14 +219,8 @@ def random_uniform(
 ) -> MaybeLazy:
     """Uniform numbers of ``[minval, maxval)``; whole numbers for an integer dtype.
 
-    Everything else is as in :func:`jslices.tf1.random_normal`.
-
-    Args:
-      minval: the lower bound, included.
-      maxval: the upper bound, never reached. None means 1; integers need a number.
-
-    Raises:
-      ValueError: for integers, without ``maxval`` or with an empty range.
+    Bounds and their errors are as in :class:`jslices.tf1.random_uniform_initializer`,
+    everything else as in :func:`jslices.tf1.random_normal`.
 
     Example:
       >>> import jax, jslices.tf1 as tf
