@@ -369,9 +369,9 @@ WRONG = {
     "transposed": (dict(exp_avg=ones(3, 6)), r"\(3, 6\), wanted \(6, 3\): transpose it"),
     "another row": (dict(exp_avg=ones(6, 2)), r"\(6, 2\), wanted \(6, 3\): reshape it"),
     "another dtype": (
-        dict(exp_avg=ones(6, 3, dtype="float64")),
-        r'is float64, and the state keeps float32: type x.astype\("float32"\), or '
-        r'jslices.optim.with_state_dtype\(tx, "float64"\)',
+        dict(exp_avg=ones(6, 3, dtype="float16")),
+        r'is float16, and the state keeps float32: type x.astype\("float32"\), or '
+        r'jslices.optim.with_state_dtype\(tx, "float16"\)',
     ),
     "integers": (
         dict(exp_avg=ones(6, 3, dtype="int32")),
@@ -451,6 +451,13 @@ def test_other_errors_of_import_state():
             start({"table": {}}, count)
     with pytest.raises(ValueError, match="slots must mirror params, with a dict of arrays"):
         start({"other": {}}, 1)
+    for saved in ({0: {}}, {"state": {0: {}}, "param_groups": []}):
+        with pytest.raises(ValueError, match=r'type \{"table": state_dict\["state"\]\[0\]'):
+            start(saved, 1)
+    with pytest.raises(TypeError, match=r"tx is dict, wanted an optimizer"):
+        import_state(params, js.adam(0.1), {"table": {}}, 1)
+    nothing = {"table": {"momentum_buffer": None}}
+    assert import_state(js.sgd(0.1), params, nothing, 1).count == 1
     with pytest.raises(TypeError, match=r"a dict for each parameter.*got Array|ndarray"):
         start({"table": np.ones((3, 2))}, 1)
     with pytest.raises(TypeError, match=r"jslices' own optimizers.*optax.tree.set"):

@@ -188,6 +188,16 @@ def test_gradients_that_wait():
     params, state = fast_jit(tx_after.apply)(grads_of(9, [1, 8]), state, params)
 
 
+def test_names_of_state_arrays_that_are_names_of_parameters():
+    params = {"mu": jnp.arange(8.0).reshape(4, 2), "w": jnp.arange(4.0)}
+    tx = js.adam(0.1)
+    state = tx.init(params)._replace(mu=params, nu=params)
+    _, new = resize_rows(tx, params, state, params, rows={"mu": [3, 2, 1, 0]})
+    for array in (new.mu, new.nu):
+        np.testing.assert_array_equal(array["mu"], params["mu"][::-1])
+        np.testing.assert_array_equal(array["w"], params["w"])
+
+
 def wrong(message, error=ValueError, **changes):
     return pytest.param(changes, error, message, id=message[:20])
 
@@ -227,6 +237,19 @@ def wrong(message, error=ValueError, **changes):
             r"names no variable with 'tabel'; there are \['table', 'w'\]",
             js.NotFoundError,
             rows={"tabel": np.arange(9)},
+        ),
+        wrong(
+            r"rows=...\) wants a dict from names .* got list; there are \['table', 'w'\]",
+            TypeError,
+            rows=[0, 1],
+        ),
+        wrong(r"fresh are arrays", TypeError, fresh=jax.eval_shape(lambda: start(9))),
+        wrong(
+            r"0/diff_params_memory/table is float32\[10, 6, 2\]: its rows are not along",
+            tx=(lbfgs := optax.lbfgs()),
+            state=lbfgs.init(start(V)),
+            fresh=start(V),
+            rows={"table": np.arange(V)[::-1]},
         ),
         wrong(r"resize_rows wants transformations \(with init", TypeError, tx={}),
     ],

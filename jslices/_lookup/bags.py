@@ -28,6 +28,11 @@ FORMS = (
     "an array [*B, L] (with a mask: (ids, mask)), (values, segment_ids, num_segments), "
     "(values, row_splits), or a BCOO matrix of ids"
 )
+#: What to type for a matrix of features.
+FEATURES = (
+    "pass ((m.indices[:, 1], m.indices[:, 0], m.shape[0]), m.data): ids, bags, and the "
+    "values as weights"
+)
 
 
 def embedding_lookup_sparse(
@@ -104,6 +109,7 @@ def embedding_lookup_sparse(
         mask: ArrayLike | None,
     ) -> jax.Array:
         tables = _float_tables(params, caller)
+        _refuse_features(sp_ids, sum(map(len, tables)), caller)
         bags = as_bags(sp_ids, sp_weights, mask, caller)
         rows = read_rows(
             tables,
@@ -178,6 +184,7 @@ def safe_embedding_lookup_sparse(
         mask: ArrayLike | None,
     ) -> jax.Array:
         tables = _float_tables(params, caller)
+        _refuse_features(sp_ids, sum(map(len, tables)), caller)
         bags = as_bags(sp_ids, sp_weights, mask, caller)
         good = bags.ids >= 0
         if bags.weights is not None and combiner != "sum":
@@ -275,25 +282,45 @@ def _is_bcoo(x: object) -> bool:
 
 
 def _check_form(sp_ids: BagsOfIds, caller: str) -> None:
-    """Refuses lists of bags of different lengths, and others' sparse matrices."""
-    if isinstance(sp_ids, list):
-        bags = [
-            x for x in sp_ids if isinstance(x, list | tuple) or getattr(x, "ndim", 0) > 0
-        ]
-        if len({len(bag) for bag in bags}) < 2:
-            return
+    """Refuses lists of bags of different lengths, masks, and others' sparse matrices."""
+    dtype, help = getattr(sp_ids, "dtype", None), ""
+    if dtype == np.object_ or _is_ragged(sp_ids):
         help = "; of lists of different lengths make (np.concatenate(lists).astype(int), "
         help += "np.cumsum([0, *map(len, lists)])), values and row_splits"
     elif hasattr(sp_ids, "dense_shape"):
         help = "; pass (x.values, x.indices[:, 0], x.dense_shape[0])"
-    elif hasattr(sp_ids, "indptr"):
-        help = "; of a matrix x of features by rows (CSR), whose columns are the ids, pass "
-        help += "(x.indices, x.indptr), and x.data as sp_weights"
-    elif isinstance(sp_ids, dict | set | str):
-        help = ""
-    else:
+    elif hasattr(sp_ids, "indptr") or hasattr(sp_ids, "tocsr"):
+        help = "; of a matrix x of features, by rows (x.tocsr()), whose columns are the "
+        help += "ids, pass (x.indices, x.indptr), and x.data as sp_weights"
+    elif dtype == np.bool_ and not _is_bcoo(sp_ids):
+        help = "; where m says which columns are the ids of a row, bags, ids = "
+        help += "np.nonzero(m), pass (ids, bags, len(m))"
+    elif not isinstance(sp_ids, dict | set | str):
         return
-    raise TypeError(f"{caller} wants ids as {FORMS}; got {type(sp_ids).__name__}{help}")
+    kind = type(sp_ids).__name__ if dtype != np.bool_ else "bools"
+    raise TypeError(f"{caller} wants ids as {FORMS}; got {kind}{help}")
+
+
+def _is_ragged(x: object) -> bool:
+    if not isinstance(x, list):
+        return False
+    bags: list[Any] = [
+        y for y in x if isinstance(y, list | tuple) or getattr(y, "ndim", 0) > 0
+    ]
+    return len({len(bag) for bag in bags}) > 1
+
+
+def _refuse_features(sp_ids: BagsOfIds, num_rows: int, caller: str) -> None:
+    """Refuses a matrix ``[*B, V]`` of ones, whose columns are the ids."""
+    if not _is_bcoo(sp_ids) or sp_ids.shape[-1:] != (num_rows,):
+        return
+    data = sp_ids.data
+    if isinstance(data, jax.core.Tracer) or data.size < 2 or not (data == 1).all():
+        return
+    raise TypeError(
+        f"{caller} got a BCOO matrix [..., {num_rows}] whose data are ones, and takes the "
+        f"data for the ids; if the columns are, {FEATURES}"
+    )
 
 
 def _refuse_mask(ids: ArrayLike, mask: ArrayLike, caller: str) -> None:
@@ -376,9 +403,7 @@ def _from_bcoo(matrix: Bcoo, caller: str) -> _Form:
     if not jnp.issubdtype(matrix.data.dtype, jnp.integer):
         raise TypeError(
             f"{caller} got a BCOO matrix of {matrix.data.dtype}, and wants one whose data "
-            "are the ids; if they are values of features, whose columns are the ids, pass "
-            "((m.indices[:, 1], m.indices[:, 0], m.shape[0]), m.data): ids, bags, and the "
-            "values as weights"
+            f"are the ids; if they are values of features, whose columns are, {FEATURES}"
         )
     ids, indices = as_ids(matrix.data, caller), jnp.asarray(matrix.indices)
     shape = tuple(matrix.shape)
@@ -405,6 +430,11 @@ def _weights(
         raise ValueError(
             f"{caller} got ids and weights in BCOO matrices of different indices, and "
             "matches them by position; make both of the same indices"
+        )
+    if isinstance(original, str):
+        raise TypeError(
+            f"{caller}(sp_weights={original!r}): wanted a number for each id; for the "
+            f"combiner type combiner={original!r}"
         )
     weights = jnp.asarray(original.data if _is_bcoo(original) else original)
     if weights.shape != tuple(shape):

@@ -76,9 +76,11 @@ def as_ids(ids: ArrayLike, caller: str, name: str = "ids") -> jax.Array:
     foreign = array.dtype.kind in "OSU"  # not numbers, which jnp.issubdtype would refuse
     if foreign or not jnp.issubdtype(array.dtype, jnp.integer):
         dtype = array.dtype if foreign else jnp.asarray(array).dtype
+        help = f"cast them: {name}.astype('int32')"
+        if dtype == np.bool_:
+            help = f"of a mask take np.flatnonzero(mask) for {name}"
         raise TypeError(
-            f"{caller} wants integer {name}, got {dtype}{list(array.shape)}; cast them: "
-            f"{name}.astype('int32')"
+            f"{caller} wants integer {name}, got {dtype}{list(array.shape)}; {help}"
         )
     return jnp.asarray(array)
 

@@ -80,10 +80,11 @@ def resize_rows(
     ``resize_token_embeddings`` of Transformers keeps no state either.
     """
     tx = as_transformation("resize_rows", tx)
+    _check_arrays(params, state, fresh)
     start = tx.init(fresh)
     old, new = _by_name(params), _by_name(fresh)
     _check_names("params", old, new, "fresh has")
-    sources = _sources(old, new, rows or {})
+    sources = _sources(old, new, {} if rows is None else rows)
     alone = "" if jax.tree_util.treedef_is_leaf(jax.tree.structure(fresh)) else None
     before, begin = _by_name(state), _by_name(start)
     _check_names("state", before, begin, "tx.init(fresh) has")
@@ -102,7 +103,8 @@ def resize_rows(
         for n, x in begin.items()
     ]
     if problems:
-        raise ValueError("resize_rows: " + "; ".join(problems))
+        more = f"; and {len(problems) - 8} more" if len(problems) > 8 else ""
+        raise ValueError("resize_rows: " + "; ".join(problems[:8]) + more)
     params = jax.tree.unflatten(jax.tree.structure(fresh), now)
     state = jax.tree.unflatten(jax.tree.structure(start, is_leaf=is_slices), kept)
     return params, _new_rows_up_to_date(tx, params, state, sources)
@@ -111,6 +113,17 @@ def resize_rows(
 def _by_name(tree: PyTree) -> dict[str, Any]:
     names, leaves, _ = named_leaves(tree, is_leaf=is_slices)
     return dict(zip(names, leaves, strict=True))
+
+
+def _check_arrays(params: Params, state: State, fresh: Params) -> None:
+    leaves = jax.tree.leaves((params, state, fresh))
+    if any(isinstance(x, jax.core.Tracer) for x in leaves):
+        raise TypeError("resize_rows goes through the host: call it outside of jit")
+    if any(isinstance(x, jax.ShapeDtypeStruct) for x in leaves):
+        raise TypeError(
+            "resize_rows got shapes; params, state and fresh are arrays, as new rows have "
+            "the values of fresh"
+        )
 
 
 def _check_names(
@@ -130,6 +143,11 @@ def _check_names(
 def _sources(
     old: Mapping[str, Any], new: Mapping[str, Any], rows: Mapping[str, ArrayLike]
 ) -> _Sources:
+    if not isinstance(rows, Mapping):
+        raise TypeError(
+            "resize_rows(rows=...) wants a dict from names of parameters to row numbers, "
+            f"got {type(rows).__name__}; there are {brief(new)}"
+        )
     sources = {}
     heights = {
         name: (jnp.shape(old[name])[0], jnp.shape(x)[0])
@@ -158,6 +176,8 @@ def _sources(
 
 def _owner(name: str, params: Mapping[str, Any], alone: str | None) -> str:
     """The parameter that a state array belongs to: the path in the state ends with its."""
+    if re.search("(?:^|/)clock/run$", name):
+        return ""
     if alone is not None:
         return next(iter(params))
     # A clock keeps several numbers for each row, in a tuple.
@@ -181,6 +201,8 @@ def _resized(
             f"{name} was {before}{list(was)}, {after}{list(wanted)} is wanted: only the "
             "number of rows, along axis 0, can change"
         )
+    elif source is not None and not moved and source.height in was:
+        problems.append(f"{name} is {before}{list(was)}: its rows are not along axis 0")
     elif before != after:
         problems.append(f'{name} was {before}, {after} is wanted: type x.astype("{after}")')
     elif source is not None and moved:

@@ -461,10 +461,12 @@ class Saver:
             if name in saved_as
         ]
         problems = [misfit(n, spec, x, self._reshape) for n, _, spec, x in targets]
-        if any(problems):
+        if bad := list(filter(None, problems)):
+            more = f"; and {len(bad) - 8} more" if len(bad) > 8 else ""
             raise InvalidArgumentError(
                 f"Restoring from checkpoint failed: in {archive.prefix} "
-                + "; ".join(problem for problem in problems if problem)
+                + "; ".join(bad[:8])
+                + more
             )
         restored = {
             name: restore_like(saved, spec, _reader(archive, saved), template)

@@ -53,6 +53,11 @@ SQUARES = ("nu", "sum_of_squares", "e_g", "e_x", "accum", "nu_max", "v", "v_row"
 
 #: Slots that mean something else than the array they resemble, and what to do.
 OTHERWISE: dict[type, dict[str, str]] = {
+    AmsgradState: {
+        name: "of AMSGrad here the largest mean of squares is that of the corrected ones, "
+        "elsewhere of the uncorrected: start anew, or go on with jslices.adam"
+        for name in ("max_exp_avg_sq", "vhat", "velocity_hat")
+    },
     SgdState: {
         "momentum": 'it is -learning_rate * trace: pass "trace": -x / learning_rate'
     },

@@ -93,6 +93,11 @@ def import_state(
     Source: the names are those of PyTorch 2.13, TensorFlow 2.21 and Keras 3.15, whose next
     step the tests compare with the next one here.
     """
+    if not hasattr(tx, "init"):
+        raise TypeError(
+            f"import_state(tx, params, slots, count): tx is {type(tx).__name__}, wanted an "
+            "optimizer"
+        )
     state = tx.init(params)
     walk = walk_state(params, state)
     if walk.gathering:
@@ -111,7 +116,8 @@ def import_state(
     ):
         assigned.append(_assign(label, arrays, its_slots, problems))
     if problems:
-        raise ValueError("import_state: " + "; ".join(problems))
+        more = f"; and {len(problems) - 8} more" if len(problems) > 8 else ""
+        raise ValueError("import_state: " + "; ".join(problems[:8]) + more)
 
     def fill(number: int, part: Any) -> Any:
         columns = {}
@@ -198,9 +204,16 @@ def _flattened_up_to(tree: Any, slots: PyTree) -> list[Any]:
     try:
         return list(tree.flatten_up_to(slots))
     except ValueError as error:
+        help = str(error)[:200]
+        keys = slots.keys() if isinstance(slots, Mapping) else ()
+        if "param_groups" in keys or (keys and all(isinstance(k, int) for k in keys)):
+            help = (
+                "they are those of PyTorch's state_dict, which numbers parameters in the "
+                'order of model.parameters(): type {"table": state_dict["state"][0], ...}'
+            )
         raise ValueError(
             "import_state(tx, params, slots, count): slots must mirror params, with a dict "
-            f"of arrays for each parameter, None for what has no state; {error}"
+            f"of arrays for each parameter, None for what has no state; {help}"
         ) from error
 
 
@@ -238,7 +251,9 @@ def _assign(
                 f"{array.field}{label} wants one slot, named {' or '.join(array.names)}, "
                 f"got {received}"
             )
-    for name in rest:
+    for name, x in rest.items():
+        if x.dtype == object and x.ndim == 0 and x.item() is None:
+            continue  # as PyTorch saves the momentum of an SGD without one
         notes = [OTHERWISE.get(array.state, {}).get(name) for array in arrays]
         slot_names = ", ".join(" or ".join(array.names) for array in arrays) or "none"
         help = next(filter(None, notes), f"it keeps {slot_names}; leave this one out")
@@ -275,7 +290,8 @@ def _misfit(what: str, x: jax.Array | np.ndarray, old: jax.Array) -> str | None:
         return f"{what} has shape {x.shape}, wanted {old.shape}: {help}"
     if x.dtype != old.dtype:
         help = f'type x.astype("{old.dtype}")'
-        if jnp.issubdtype(x.dtype, jnp.floating):
+        has_dtype = jax.dtypes.canonicalize_dtype(x.dtype) == x.dtype
+        if has_dtype and jnp.issubdtype(x.dtype, jnp.floating):
             help += f', or jslices.optim.with_state_dtype(tx, "{x.dtype}")'
         return f"{what} is {x.dtype}, and the state keeps {old.dtype}: {help}"
     return None
