@@ -20,6 +20,8 @@ os.environ["XLA_FLAGS"] = f"{quick_flags()} {os.environ.get('XLA_FLAGS', '')}"
 import hypothesis
 import jax
 import pytest
+from jax._src import pjit
+from jax._src.interpreters import pxla
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
@@ -39,7 +41,7 @@ KEPT = "jslices_compiled"
 #: From so many bytes on a worker forgets what was compiled, between any two tests.
 ROOM = 8 * 10**8
 #: And again after so many more.
-GROWTH = 3 * 10**8
+GROWTH = 2 * 10**8
 
 
 def pytest_configure(config):
@@ -70,32 +72,49 @@ def _forget_shown_warnings():
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _forget_what_was_compiled():
-    """A worker's memory does not grow with the modules that it has run."""
+def _forget_what_was_lowered():
+    """Two thirds of what a program holds, and read by its compilation alone."""
     yield
-    forget_what_was_compiled()
+    forget_what_was_lowered()
 
 
 class ForgetWhatNoLongerFits:
-    """Nor within a long module: what is needed again is read from the session's folder.
+    """A worker's memory stays small: what is needed again is read from the folder.
 
     A plugin, as fixtures of this file do not reach the doctests of the package.
     """
 
     room = ROOM
 
+    def pytest_collection_finish(self):
+        """What was imported stays, so that the garbage collector need not look at it."""
+        gc.collect()
+        gc.freeze()
+        gc.set_threshold(20_000, 20, 20)
+
     def pytest_runtest_logfinish(self):
-        if resident_bytes() > self.room:
-            forget_what_was_compiled()
+        if resident_bytes() < self.room:
+            return
+        forget_what_was_lowered()
+        if resident_bytes() > 0.8 * self.room:
+            jax.clear_caches()
+            gc.collect()
+            give_back()
             # What stays is that of libraries: to forget after every test frees no more.
             self.room = max(ROOM, resident_bytes() + GROWTH)
 
 
-def forget_what_was_compiled():
-    jax.clear_caches()
-    gc.collect()
+def forget_what_was_lowered():
+    """Without JAX's other caches, the programs themselves among them."""
+    for function in (pjit._pjit_lower, pxla._cached_lowering_to_hlo):
+        function.cache_clear()
+    give_back()
+
+
+def give_back():
+    """What was freed goes back to the system."""
     if sys.platform == "linux" and platform.libc_ver()[0] == "glibc":
-        ctypes.CDLL(None).malloc_trim(0)  # what was freed goes back to the system
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def resident_bytes():

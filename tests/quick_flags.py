@@ -17,6 +17,7 @@ def quick_flags():
     if os.environ.get("JSLICES_AS_USERS", "0") == "0":
         flags += ["--xla_backend_optimization_level=0"]
         flags += ["--xla_cpu_parallel_codegen_split_count=1"]
+        flags += ["--xla_llvm_disable_expensive_passes=true"]
         if importlib.metadata.version("jaxlib").startswith("0.10."):
             flags += [WITHOUT_FUSION_EMITTERS]  # where XLA does not know it, it aborts
     return " ".join(flags)
