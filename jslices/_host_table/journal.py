@@ -54,6 +54,8 @@ from jslices._host_table.records import PAGE, FileRecords, Part, Records
 from jslices.checkpoint import files
 
 _MAGIC = b"jsrows 2"
+#: Bytes of a body that are summed and written at a time.
+_CHUNK = 1 << 19
 _HEAD = struct.Struct("<8sIIIIQ16s")
 _CHECKSUM = struct.Struct("<I")
 
@@ -229,14 +231,21 @@ class Journal:
             self._write_head(Head(False, True, len(self._files)))
             os.fsync(file.fileno())
             self._unflushed = True
-        folder = os.path.dirname(str(file.name))
-        index = json.dumps([_described(part, folder) for part in parts]).encode() + b"\n"
-        arrays = [np.frombuffer(index, np.uint8)]
+        path = str(file.name)
+        index = [_described(part, os.path.dirname(path)) for part in parts]
+        pieces = [np.frombuffer(json.dumps(index).encode() + b"\n", np.uint8)]
         for part in parts:
-            arrays += [part.rows, part.words, *part.shared]
-        body = np.concatenate([_as_bytes(x) for x in arrays])
-        stored.write_at(file, PAGE, body, str(file.name))
-        return Head(True, True, len(self._files), _checksum(body), len(body))
+            shared = b"".join(x.tobytes() for x in part.shared)
+            pieces += [part.rows, part.words, np.frombuffer(shared, np.uint8)]
+        offset, checksum = PAGE, 0
+        for piece in pieces:
+            data = np.ascontiguousarray(piece).reshape(-1).view(np.uint8)
+            for start in range(0, len(data), _CHUNK):  # is in the cache for both
+                chunk = data[start : start + _CHUNK]
+                checksum = _checksum(chunk, checksum)
+                stored.write_at(file, offset, chunk, path)
+                offset += len(chunk)
+        return Head(True, True, len(self._files), checksum, offset - PAGE)
 
     def close(self) -> None:
         """Finish, flush, delete the journal and let others open the files.
@@ -369,7 +378,7 @@ def read_body(
         f"{journal} is damaged, and may have a step that {path} lacks: put a copy that "
         f"save(path) made in its place and delete {journal}"
     )
-    if len(body) != head.length or _checksum(body) != head.checksum:
+    if len(body) != head.length:
         raise damaged
     folder = os.path.dirname(os.path.realpath(journal))
     try:
@@ -380,11 +389,18 @@ def read_body(
         raise damaged from error
     if ends[-1] != len(body):
         raise damaged
-    pieces = np.split(body, ends[:-1])[1:]
+    first, *pieces = np.split(body, ends[:-1])
+    checksum = _checksum(first)
     for part, piece in zip(parts, pieces, strict=True):
+        ends = np.cumsum([8 * part.height, part.record * part.height])
+        for each in np.split(piece, ends):
+            for start in range(0, len(each), _CHUNK):
+                checksum = _checksum(each[start : start + _CHUNK], checksum)
         rows = piece[: 8 * part.height].view(np.int64)
         if ((rows < 0) | (rows >= part.rows)).any():
             raise damaged
+    if checksum != head.checksum:
+        raise damaged
     paths = [os.path.realpath(os.path.join(folder, x.file)) for x in parts]
     return paths, parts, pieces
 
@@ -407,15 +423,11 @@ def _described(part: Part, folder: str) -> FilePart:
     )
 
 
-def _as_bytes(array: np.ndarray) -> np.ndarray:
-    return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-
-
-def _checksum(body: np.ndarray) -> int:
-    """Sums of the pages, and the CRC-32 of these, which is fast and sees swapped pages."""
-    pages = len(body) // PAGE * PAGE
-    sums = body[:pages].view(np.uint64).reshape(-1, PAGE // 8).sum(axis=1)
-    return zlib.crc32(body[pages:].data, zlib.crc32(sums.data))
+def _checksum(data: np.ndarray, before: int = 0) -> int:
+    """Checksum of bytes and those before: CRC-32 of the sums of pages, which is fast."""
+    pages = len(data) // PAGE * PAGE
+    sums = data[:pages].view(np.uint64).reshape(-1, PAGE // 8).sum(axis=1)
+    return zlib.crc32(data[pages:].data, zlib.crc32(sums.data, before))
 
 
 @functools.cache
