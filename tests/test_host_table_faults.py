@@ -88,10 +88,11 @@ def suspended():
         sys.settrace(trace)
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def fast_disk(monkeypatch):
-    """Not for what a power failure leaves."""
+    """Kills lose nothing that was written."""
     monkeypatch.setattr(os, "fsync", lambda _: None)
+    monkeypatch.setattr(os, "sync", lambda: None)
 
 
 #: All lines, or some of them.
@@ -124,7 +125,7 @@ def interruptions(do, stride):
 @STRIDES
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("file", [False, True])
-def test_interrupted_steps_are_whole(fast_disk, stride, tmp_path, file, overlap):
+def test_interrupted_steps_are_whole(stride, tmp_path, file, overlap):
     numbers = iter(range(10_000))
 
     def do(interrupted):
@@ -146,7 +147,7 @@ def test_interrupted_steps_are_whole(fast_disk, stride, tmp_path, file, overlap)
 
 @STRIDES
 @pytest.mark.parametrize("overlap", [False, True])
-def test_interrupted_close(fast_disk, stride, tmp_path, overlap):
+def test_interrupted_close(stride, tmp_path, overlap):
     numbers = iter(range(10_000))
 
     def do(interrupted):
@@ -164,7 +165,7 @@ def test_interrupted_close(fast_disk, stride, tmp_path, overlap):
 
 
 @STRIDES
-def test_a_with_block_that_is_interrupted_closes_whole(fast_disk, stride, tmp_path):
+def test_a_with_block_that_is_interrupted_closes_whole(stride, tmp_path):
     numbers = iter(range(10_000))
 
     def do(interrupted):
@@ -183,7 +184,7 @@ def test_a_with_block_that_is_interrupted_closes_whole(fast_disk, stride, tmp_pa
 @STRIDES
 @pytest.mark.parametrize("name", ["save", "restore", "grow", "flush"])
 @pytest.mark.parametrize("file", [False, True])
-def test_interrupted_copies(fast_disk, stride, tmp_path, name, file):
+def test_interrupted_copies(stride, tmp_path, name, file):
     folders = iter(range(10_000))
     if name == "flush" and not file:
         pytest.skip("nothing to flush")
@@ -227,7 +228,7 @@ def test_interrupted_copies(fast_disk, stride, tmp_path, name, file):
 
 @STRIDES
 @pytest.mark.parametrize("name", ["step", "close", "save", "restore", "grow", "flush"])
-def test_killed_at_any_line(fast_disk, stride, tmp_path, name):
+def test_killed_at_any_line(stride, tmp_path, name):
     """A copy of the folder at each line, as kills leave what was written."""
     folder, copies = tmp_path / "now", []
     folder.mkdir()
@@ -652,3 +653,146 @@ def test_threads():
     assert table.steps == sum(counts)
     assert (table.read([2]) <= sum(counts)).all()
     assert all("earlier fetch" in e or "nothing was fetched" in e for e in errors)
+
+
+# --- tables together ------------------------------------------------------------------
+
+
+def both(folder, **options):
+    """Two tables with a file each, in folders of their own."""
+    tables = {}
+    for name in ("user", "item"):
+        path = None if folder is None else folder / name / "table"
+        tables[name] = js.HostTable((V, D), TX, path, **options)
+    return js.HostTable.together(tables)
+
+
+def step_both(tables):
+    ids = np.array([2, 3, 5])
+    rows, _ = tables.fetch({"user": ids, "item": ids})
+    tables.store({name: add(x) for name, x in rows.items()})
+
+
+def check_both(tables):
+    steps = tables.steps  # raises where they differ
+    assert {check_whole(tables[name]) for name in ("user", "item")} == {steps}
+    return steps
+
+
+@pytest.fixture
+def two(tmp_path):
+    for name in ("user", "item"):
+        (tmp_path / "now" / name).mkdir(parents=True)
+    return tmp_path / "now"
+
+
+@STRIDES
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("file", [False, True])
+def test_interrupted_steps_of_two_tables_are_whole(stride, two, file, overlap):
+    def do(interrupted):
+        shutil.rmtree(two)
+        for name in ("user", "item"):
+            (two / name).mkdir(parents=True)
+        tables = both(two if file else None, overlap=overlap)
+        step_both(tables)
+        with interrupted():
+            step_both(tables)
+        steps = check_both(tables)
+        assert steps in (1, 2)
+        step_both(tables)
+        if file:
+            tables.close()
+            assert os.listdir(two / "user") == os.listdir(two / "item") == ["table"]
+            tables = both(two)
+        assert check_both(tables) == steps + 1
+        tables.close()
+
+    interruptions(do, stride)
+
+
+@STRIDES
+@pytest.mark.parametrize("first", ["user", "item", "both"])
+def test_two_tables_killed_at_any_line(stride, tmp_path, two, first):
+    """Whichever is opened first, alone or together."""
+    copies = []
+
+    def snapshot():
+        copies.append(tmp_path / f"{len(copies)}")
+        if len(copies) % stride == 0:
+            shutil.copytree(two, copies[-1], symlinks=True)
+
+    tables = both(two)
+    step_both(tables)
+    with Lines(snapshot):
+        step_both(tables)
+    tables.close()
+    seen = set()
+    for copy in copies[stride - 1 :: stride]:
+        if first != "both":
+            with opened(copy / first / "table") as table:
+                steps = check_whole(table)
+                with opened(copy / ("item", "user")[first == "item"] / "table") as other:
+                    assert check_whole(other) == steps
+        with both(copy) as tables:
+            seen.add(check_both(tables))
+            step_both(tables)
+        assert os.listdir(copy / "user") == os.listdir(copy / "item") == ["table"]
+    assert seen <= {1, 2}
+    if stride == 1:
+        assert seen == {1, 2}
+
+
+def test_tables_together(tmp_path, two):
+    user, item = opened(two / "user" / "table", overlap=True), opened(None, overlap=True)
+    step(user)
+    tables = js.HostTable.together({"user": user, "item": item})
+    with pytest.raises(js.FailedPreconditionError, match=r"different.*'user': 1, 'item'"):
+        tables.steps  # noqa: B018
+    step(item)  # they can be used one by one
+    assert check_both(tables) == 1
+    step_both(tables)
+    rows, places = tables.fetch({"user": [4, V], "item": {"a": [7]}})
+    assert places["user"].tolist() == [0, 3] and places["item"]["a"].tolist() == [0]
+    with pytest.raises(js.InvalidArgumentError, match=r"fetch got \['user'\].*'item'"):
+        tables.fetch({"user": [4]})
+    with pytest.raises(js.InvalidArgumentError, match=r"store got \[\].*'user'"):
+        tables.store({})
+    item.fetch([3])
+    tables.store(rows)  # of the user, but not of the item
+    with pytest.raises(js.FailedPreconditionError, match="earlier fetch"):
+        tables.flush()
+    assert check_both(tables) == 2
+    with pytest.raises(js.InvalidArgumentError, match="together with other tables already"):
+        js.HostTable.together({"user": user})
+    with pytest.raises(TypeError, match="wants HostTables, got 3"):
+        js.HostTable.together({"user": 3})
+    del user, item  # the tables are there as long as one of them is
+    item = tables["item"]
+    step_both(tables)
+    tables.close()
+    with pytest.raises(js.FailedPreconditionError, match="is closed"):
+        item.fetch([1])
+    with opened(two / "user" / "table") as user:
+        assert check_whole(user) == 3
+
+
+def test_a_step_of_two_tables_of_which_one_is_gone(tmp_path, two):
+    copies, errors = [], []
+
+    def snapshot():
+        copies.append(tmp_path / f"{len(copies)}")
+        shutil.copytree(two, copies[-1], symlinks=True)
+
+    with both(two) as tables:
+        step_both(tables)
+        with Lines(snapshot):
+            step_both(tables)
+    for copy in copies:
+        os.unlink(copy / "item" / "table")
+        try:
+            with opened(copy / "user" / "table") as table:
+                assert check_whole(table) in (1, 2)
+        except js.DataLossError as error:
+            errors.append(str(error))
+    assert errors and all("is not there: put it back" in error for error in errors)

@@ -117,6 +117,7 @@ class Journal:
       members: the records of the tables.
       lock: for one call at a time.
       coming: a write that was stored but not begun.
+      retired: whether its tables have another journal now.
     """
 
     def __init__(self, members: Sequence[Records]) -> None:
@@ -124,6 +125,7 @@ class Journal:
         self.lock = threading.RLock()
         self.coming: Sequence[Coming] = ()
         self.closed = False
+        self.retired = False
         self._started: Callable[[], None] | None = None
         self._file: io.FileIO | None = None
         self._unflushed = False
@@ -161,6 +163,12 @@ class Journal:
                 raise
             self.write(parts)
         self.coming = ()
+
+    def store(self, coming: Sequence[Coming], *, at_once: bool) -> None:
+        """Write to some tables, now or at the next call. Nothing may be unfinished."""
+        self.coming = coming
+        if at_once:
+            self.finish()
 
     def write(self, parts: Sequence[Part]) -> None:
         """Write to some tables. Nothing may be unfinished."""
@@ -273,6 +281,14 @@ class Journal:
         for member in self.members:
             member.close()
 
+    def end(self) -> None:
+        """Finish, flush and delete the journal; the tables stay open, for another one."""
+        self.flush()
+        self._delete()
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
     def _delete(self) -> None:
         if self._file is None:
             return
@@ -295,7 +311,7 @@ class Journal:
 
     def abandon(self) -> None:
         """Write what was stored, at the end of the process or of the last table."""
-        if self.closed or not self._files or os.getpid() != self._pid:
+        if self.closed or self.retired or not self._files or os.getpid() != self._pid:
             return
         try:
             self.finish()

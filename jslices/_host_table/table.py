@@ -3,9 +3,8 @@
 import contextlib
 import functools
 import itertools
-import operator
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from types import TracebackType
 from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
@@ -16,11 +15,22 @@ from jax.typing import ArrayLike, DTypeLike
 
 from jslices import FailedPreconditionError, InvalidArgumentError
 from jslices._host_table import records as stored
+from jslices._host_table.arguments import (
+    check_options,
+    checked_ids,
+    checked_shape,
+    has_own_memory,
+    is_list,
+    numbered,
+    power_of_two,
+    real,
+)
 from jslices._host_table.journal import Journal
 from jslices._host_table.layout import layout_of
 from jslices._host_table.opening import open_file
 from jslices._host_table.records import FileRecords, Part, Records
 from jslices._host_table.rows import HostRows, begun, caught_up, with_pending
+from jslices._host_table.together import HostTables
 from jslices.checkpoint import files
 from jslices.extend import PyTree, as_transformation
 
@@ -137,34 +147,32 @@ class HostTable:
         device: jax.Device | jax.sharding.Sharding | None = None,
         overlap: bool | None = None,
     ) -> None:
-        rows, *self._row = _checked_shape(shape)
+        rows, *self._row = checked_shape(shape)
         self.dtype = jnp.dtype(dtype)
         if not jnp.issubdtype(self.dtype, jnp.floating):
             raise InvalidArgumentError(
                 f"HostTable(dtype={self.dtype}): an optimizer trains floating-point numbers"
             )
-        _check_options(size, device, overlap)
+        check_options(size, device, overlap)
         self._init, self._size, self._room = init, size, 1
         self._device = jax.devices()[0] if device is None else device
-        self._overlap = _has_own_memory(self._device) if overlap is None else overlap
+        self._overlap = has_own_memory(self._device) if overlap is None else overlap
         tx = as_transformation("HostTable", tx)
         self._layout = layout_of((rows, *self._row), self.dtype, tx)
         one = jnp.zeros((1, *self._row), self.dtype)
         #: The values that all rows share at the beginning, the number of steps first.
         self._shared = [np.asarray(x) for x in (np.int64(0), *begun(self._layout, one)[1])]
-        self._path = None if path is None else _real(path)
+        self._path = None if path is None else real(path)
         records = (
             Records(self._layout, rows, self._shared)
             if self._path is None
             else open_file(self._path, self._layout, rows, self._shared, make=True)
         )
-        self._join(Journal([records]), 0)
+        journal = Journal([records])
+        #: Of a journal, the number of the table in it, and what keeps it open.
+        self._seat = journal, 0, journal.keeper()
         #: The ticket and the rows of the last fetch, until these are stored.
         self._fetched: tuple[int, np.ndarray] | None = None
-
-    def _join(self, journal: Journal, index: int) -> None:
-        """Write by a journal, of whose tables this is one."""
-        self._seat = journal, index, journal.keeper()
 
     @property
     def _journal(self) -> Journal:
@@ -208,12 +216,12 @@ class HostTable:
           InvalidArgumentError: for more distinct rows than ``size``.
           FailedPreconditionError: after ``close``.
         """
-        leaves, tree = jax.tree.flatten(ids, is_leaf=_is_list)
+        leaves, tree = jax.tree.flatten(ids, is_leaf=is_list)
         if not leaves:
             raise TypeError(f"a HostTable wants ids that are integers, got {ids!r}")
-        arrays = [_checked_ids(x) for x in leaves]
+        arrays = [checked_ids(x) for x in leaves]
         flat = np.concatenate([x.reshape(-1) for x in arrays])
-        numbers, places = _numbered(flat, self.shape[0])
+        numbers, places = numbered(flat, self.shape[0])
         room = self._room_for(len(numbers), flat.size)
         words = np.empty((room, self._layout.words), self._layout.word)
         words[len(numbers) :] = 0
@@ -245,9 +253,7 @@ class HostTable:
             Nothing is written. Where writing overlaps, the next call says so.
         """
         self._journal.finish()
-        self._journal.coming = [self._take(rows)]
-        if not self._overlap:
-            self._journal.finish()
+        self._journal.store([self._take(rows)], at_once=not self._overlap)
 
     def _take(self, rows: HostRows) -> "_Stored":
         """What is to be written of the rows that were fetched last."""
@@ -292,7 +298,7 @@ class HostTable:
     def _initial_records(self, numbers: np.ndarray) -> np.ndarray:
         if not callable(self._init):
             return self._constant_record
-        padded = np.resize(numbers, _power_of_two(len(numbers)))
+        padded = np.resize(numbers, power_of_two(len(numbers)))
         start = jnp.asarray(self._init(padded), self.dtype)
         if start.shape != (len(padded), *self._row):
             raise InvalidArgumentError(
@@ -323,9 +329,9 @@ class HostTable:
           TypeError: for ids that are no integers.
         """
         self._journal.finish()
-        ids = _checked_ids(ids)
-        numbers, places = _numbered(ids.reshape(-1), self.shape[0])
-        room = _power_of_two(len(numbers))
+        ids = checked_ids(ids)
+        numbers, places = numbered(ids.reshape(-1), self.shape[0])
+        room = power_of_two(len(numbers))
         words = np.zeros((room, self._layout.words), self._layout.word)
         self._read_into(words[: len(numbers)], numbers)
         table = np.asarray(caught_up(self._rows_of(words))[0])[: len(numbers)]
@@ -368,7 +374,7 @@ class HostTable:
           OSError: if it cannot be written.
         """
         self._journal.finish()
-        path = _real(path)
+        path = real(path)
         if path == self._path:
             raise InvalidArgumentError(f"{path} is the file of this table; give another")
         with contextlib.ExitStack() as stack:
@@ -388,7 +394,7 @@ class HostTable:
           InvalidArgumentError: if it is of another table or optimizer.
           FailedPreconditionError: if it is open.
         """
-        path = _real(path)
+        path = real(path)
         records, rows = self._records, self.shape[0]
         saved = open_file(path, self._layout, rows, self._shared, make=False)
         with contextlib.closing(saved):
@@ -461,6 +467,74 @@ class HostTable:
         with self._journal.lock:
             self._journal.close()
 
+    @staticmethod
+    def together(tables: Mapping[str, "HostTable"]) -> HostTables["HostTable"]:
+        """Tables that are fetched and stored as one, in steps that all files have or none.
+
+        Args:
+          tables: names and tables. From now on they are closed together, and they can
+            still be used one by one.
+
+        Returns:
+          An object with ``fetch(ids)`` and ``store(rows)``, which take and give dicts of
+          these names, ``steps``, ``flush()`` and ``close()``.
+
+        Raises:
+          InvalidArgumentError: for a table that is in there twice, or together with others.
+          TypeError: for anything but tables.
+
+        Example:
+          >>> import jax, numpy as np, jslices as js
+          >>> tx = js.sgd(0.1)
+          >>> tables = js.HostTable.together(
+          ...     {"user": js.HostTable((1000, 2), tx), "item": js.HostTable((50, 2), tx)}
+          ... )
+          >>> @jax.jit
+          ... def step(rows, places):
+          ...     def loss(user, item):
+          ...         return (user[places["user"]] * item[places["item"]] + 1).sum()
+          ...     user, user_state = rows["user"].unpack()
+          ...     item, item_state = rows["item"].unpack()
+          ...     grads = js.grad(loss, (0, 1))(user, item)
+          ...     user, user_state = tx.apply(grads[0], user_state, user)
+          ...     item, item_state = tx.apply(grads[1], item_state, item)
+          ...     return {
+          ...         "user": rows["user"].pack(user, user_state),
+          ...         "item": rows["item"].pack(item, item_state),
+          ...     }
+          >>> ids = {"user": np.array([7, 7]), "item": np.array([3, 4])}
+          >>> rows, places = tables.fetch(ids)
+          >>> tables.store(step(rows, places))
+          >>> tables.steps
+          1
+        """
+        members = list(tables.values())
+        for table in members:
+            if not isinstance(table, HostTable):
+                raise TypeError(f"HostTable.together wants HostTables, got {table!r:.80}")
+            table._journal.check_usable(table)
+            if len(table._journal.members) > 1 or members.count(table) > 1:
+                raise InvalidArgumentError(
+                    f"{table!r} is together with other tables already, or twice in these"
+                )
+        before = [table._seat for table in members]
+        for old, _, _ in before:
+            old.end()
+        journal = Journal([table._records for table in members])
+        keeper = journal.keeper()
+        try:
+            for index, (table, (old, _, _)) in enumerate(zip(members, before, strict=True)):
+                old.retired = True
+                table._seat = journal, index, keeper
+        except BaseException:
+            journal.retired = True
+            for table, seat in zip(members, before, strict=True):
+                table._seat, seat[0].retired = seat, False
+            raise
+        at_once = not all(table._overlap for table in members)
+        takes = {name: table._take for name, table in tables.items()}
+        return HostTables(tables, takes, journal, at_once)
+
     def __enter__(self) -> "HostTable":
         return self
 
@@ -503,9 +577,6 @@ class _Stored(NamedTuple):
         return Part(self.records, self.number, self.rows, words, shared)
 
 
-# --- on the host ----------------------------------------------------------------------
-
-
 def _copy(source: Records, target: Records, rows: int) -> None:
     """Copy records, so many at a time, except those that never began in both."""
     for part in _parts(len(source.array), rows):
@@ -519,81 +590,3 @@ def _parts(num_rows: int, rows: int) -> Iterator[slice]:
     """Ranges of so many rows that together are all of them."""
     for start in range(0, num_rows, rows):
         yield slice(start, min(start + rows, num_rows))
-
-
-def _numbered(ids: np.ndarray, num_rows: int) -> tuple[np.ndarray, np.ndarray]:
-    """Number distinct rows: their ids int64 ``[n]``, sorted, and each id's number or -1.
-
-    The numbers are int32 ``[K]``.
-    """
-    inside = (ids >= 0) & (ids < num_rows)
-    distinct, inverse = np.unique(ids[inside], return_inverse=True)
-    numbers = np.full(ids.shape, -1, np.int32)
-    numbers[inside] = inverse
-    return distinct.astype(np.int64), numbers
-
-
-def _checked_ids(ids: ArrayLike) -> np.ndarray:
-    if isinstance(ids, jax.core.Tracer):
-        raise TypeError(
-            "a HostTable is read outside of jit: fetch the rows of a batch first, and pass "
-            "them to the jitted step"
-        )
-    array = np.asarray(ids)
-    if not array.size and not isinstance(ids, np.ndarray | jax.Array):
-        array = array.astype(np.int64)
-    if array.dtype.kind not in "iu":
-        raise TypeError(
-            f"a HostTable wants ids that are integers, got {array.dtype}{list(array.shape)}"
-        )
-    return array
-
-
-def _is_list(x: object) -> bool:
-    """True for nested lists of numbers, which are one array."""
-    return isinstance(x, list) and all(isinstance(y, int | list) for y in x)
-
-
-def _real(path: str | bytes | os.PathLike[Any]) -> str:
-    """An absolute path without links, as the process may change its directory."""
-    return os.path.realpath(os.fsdecode(path))
-
-
-def _checked_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
-    try:
-        sizes = tuple(operator.index(x) for x in shape)
-    except TypeError:
-        sizes = ()
-    if not sizes or min(sizes) < 1:
-        raise InvalidArgumentError(
-            f"HostTable(shape={shape}): wanted (V, *D), so many rows of such a shape"
-        )
-    return sizes
-
-
-def _check_options(size: object, device: object, overlap: object) -> None:
-    is_int = isinstance(size, int | np.integer) and not isinstance(size, bool)
-    if size is not None and (not is_int or size < 1):  # type: ignore[operator]
-        raise InvalidArgumentError(
-            f"HostTable(size={size!r}): wanted room for the distinct rows of a batch, an "
-            "integer of 1 at least, or None"
-        )
-    if device is not None and not isinstance(device, jax.Device | jax.sharding.Sharding):
-        raise TypeError(
-            f"HostTable(device={device!r}): wanted a device or a sharding; type "
-            "device=jax.devices('cpu')[0]"
-        )
-    if overlap is not None and not isinstance(overlap, bool | np.bool_):
-        raise TypeError(f"HostTable(overlap={overlap!r}): wanted True, False or None")
-
-
-def _power_of_two(count: int) -> int:
-    """The next power of two, as each size is compiled."""
-    return 1 << max(0, count - 1).bit_length()
-
-
-def _has_own_memory(device: jax.Device | jax.sharding.Sharding) -> bool:
-    """True if a device, or one of a sharding, has memory of its own."""
-    is_sharding = isinstance(device, jax.sharding.Sharding)
-    devices: set[jax.Device] = device.device_set if is_sharding else {device}
-    return any(x.platform != "cpu" for x in devices)
