@@ -31,6 +31,10 @@ from jslices._rows.ids import check_mode as check_mode
 from jslices._rows.ids import refuse_bad_ids as refuse_bad_ids
 from jslices._rows.ids import settle as settle
 
+# Rounding rows stochastically, to 16 or 8 bits.
+from jslices._rows.rounding import key_bits as key_bits
+from jslices._rows.rounding import round_rows as round_rows
+
 # A sort of row numbers that is fast on every platform.
 from jslices._rows.sums import sort_ids as sort_ids
 
@@ -64,7 +68,9 @@ __all__ = [
     "human_bytes",
     "index_dtype",
     "install_command",
+    "key_bits",
     "refuse_bad_ids",
+    "round_rows",
     "rows_at",
     "settle",
     "sort_ids",

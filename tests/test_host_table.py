@@ -174,6 +174,61 @@ def test_rows_of_any_shape_and_dtype(row, dtype):
     assert np.isnan(found[1, 1].astype("f4")).all()
 
 
+SLOWLY = [
+    pytest.param(dtype, marks=pytest.mark.slow)
+    for dtype in ("bfloat16", "float16", "float8_e5m2")
+]
+
+
+@pytest.mark.parametrize("stored", ["float8_e4m3fn", *SLOWLY])
+def test_narrow_rows_are_rounded_without_bias(stored, tmp_path):
+    """Updates that nearest rounding would lose add up in the mean, whatever the batches."""
+    tx, ids, steps = js.adam(0.1, untouched="exact"), np.arange(400), 60
+    update = np.float32(jnp.finfo(stored).eps) / 20  # at 1.0
+
+    @jax.jit
+    def step(rows, key):
+        table, state = rows.unpack()
+        return rows.pack(table + update, state, key)
+
+    tables = []
+    for order in (ids, ids[::-1]):
+        table = js.HostTable((400, D), tx, tmp_path / "t", init=1.0, stored=stored)
+        with table:
+            for number in range(steps):
+                for part in np.split(order, 2) if order[0] else [order]:
+                    rows, _ = table.fetch(part)
+                    table.store(step(rows, jax.random.fold_in(jax.random.key(3), number)))
+            tables.append(table.read(ids))
+        (tmp_path / "t").unlink()
+    np.testing.assert_array_equal(*tables)  # the same bits in batches of another size
+    assert tables[0].dtype == np.float32
+    assert (tables[0] == tables[0].astype(stored).astype(np.float32)).all()
+    # An element moves by eps in one step of 20.
+    deviation = float(jnp.finfo(stored).eps) * (steps / 20 / tables[0].size) ** 0.5
+    assert abs(tables[0].mean() - 1 - steps * update) < 4 * deviation
+
+
+def test_narrow_rows_that_have_a_value_keep_it():
+    table = js.HostTable((V, D), SGD, init=1.0, stored="float8_e4m3fn")
+    key = jax.random.key(0)
+    values = np.float32([[448, 1e6, -1e6], [0, -(2.0**-9), 2.0**-6], [0.5, -2, 240]])
+    rows, _ = table.fetch([1, 2, 3])
+    state = rows.unpack()[1]
+    full = jnp.zeros(rows.unpack()[0].shape).at[:3].set(values)
+    table.store(rows.pack(full, state, key))
+    np.testing.assert_array_equal(table.read([1, 2, 3]), np.clip(values, -448, 448))
+    rows, _ = table.fetch([1])
+    with pytest.raises(js.InvalidArgumentError, match=r"needs a random key.*fold_in"):
+        rows.pack(rows.unpack()[0], state)
+    rows, _ = js.HostTable((V, D), SGD).fetch([1])
+    with pytest.raises(js.InvalidArgumentError, match=r"as float32 rounds nothing"):
+        rows.pack(*rows.unpack(), key)
+    for options in ({"stored": "int8"}, {"stored": "float16", "dtype": "bfloat16"}):
+        with pytest.raises(js.InvalidArgumentError, match=r"stored=.*one of bfloat16"):
+            js.HostTable((V, D), SGD, **options)
+
+
 def test_float64():
     with jax.enable_x64(True):
         tx = js.adam(0.1)

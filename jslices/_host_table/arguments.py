@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.typing import ArrayLike
+from jax.typing import ArrayLike, DTypeLike
 
 from jslices import InvalidArgumentError
 
@@ -59,6 +59,22 @@ def checked_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
             f"HostTable(shape={shape}): wanted (V, *D), so many rows of such a shape"
         )
     return sizes
+
+
+#: Dtypes of rows that a step has as float32.
+_NARROW = ("bfloat16", "float16", "float8_e4m3fn", "float8_e5m2")
+
+
+def check_stored(stored: DTypeLike | None, dtype: np.dtype[Any]) -> None:
+    """Refuse dtypes to which rows cannot be rounded."""
+    if stored is None:
+        return
+    name = np.dtype(stored).name
+    if name not in _NARROW or dtype != np.float32:
+        raise InvalidArgumentError(
+            f"HostTable(dtype={dtype}, stored={name}): wanted rows of float32 stored as one"
+            f" of {', '.join(_NARROW)}; leave stored out to keep the dtype"
+        )
 
 
 def check_options(size: object, device: object, overlap: object) -> None:

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -34,6 +34,7 @@ class Layout:
 
     Attributes:
       tx: the optimizer.
+      dtype: of the table in a step; that of its field may be narrower.
       fields: those of a record: the row of the table, then its rows of the state.
       shared: the values that the optimizer keeps once for all rows, such as a step count.
       by_row: for each leaf of the state, whether it is kept row by row.
@@ -41,10 +42,16 @@ class Layout:
     """
 
     tx: GradientTransformation
+    dtype: np.dtype[Any]
     fields: tuple[Field, ...]
     shared: tuple[Field, ...]
     by_row: tuple[bool, ...]
     tree: Any
+
+    @property
+    def is_narrow(self) -> bool:
+        """True if records hold fewer bits of the table than a step computes."""
+        return self.fields[0].dtype != self.dtype
 
     @property
     def word(self) -> np.dtype[Any]:
@@ -57,8 +64,15 @@ class Layout:
         """Words in a record: those of the fields, and one that is 1 once it is written."""
         return sum(field.nbytes for field in self.fields) // self.word.itemsize + 1
 
-    def pack(self, table: jax.Array, state: State) -> tuple[jax.Array, list[jax.Array]]:
+    def pack(
+        self, table: jax.Array, state: State, narrow: Callable[[jax.Array], jax.Array]
+    ) -> tuple[jax.Array, list[jax.Array]]:
         """Pack a table ``[n, *D]`` and its state into records ``[n, words]``.
+
+        Args:
+          table: in the dtype of a step.
+          state: its state.
+          narrow: rounds the table to the dtype of the records.
 
         Returns:
           The records, and the values that all rows share.
@@ -76,15 +90,16 @@ class Layout:
         rest = [x for x, by_row in zip(leaves, self.by_row, strict=True) if not by_row]
         arrays = [table, *rows]
         height = jnp.shape(table)[0]
-        for field, x in zip(self.fields, arrays, strict=True):
-            if (jnp.shape(x), x.dtype) != ((height, *field.shape), field.dtype):
+        dtypes = [self.dtype, *(field.dtype for field in self.fields[1:])]
+        for field, x, dtype in zip(self.fields, arrays, dtypes, strict=True):
+            if (jnp.shape(x), x.dtype) != ((height, *field.shape), dtype):
                 raise InvalidArgumentError(
                     f"rows.pack(table, state) got {field.name} as {x.dtype}"
-                    f"{list(jnp.shape(x))}, and the rows hold it as {field.dtype}"
+                    f"{list(jnp.shape(x))}, and the rows hold it as {dtype}"
                     f"{[height, *field.shape]}: pass what tx.apply returned for the arrays "
                     "of rows.unpack()"
                 )
-        columns = [_as_words(x, self.word) for x in arrays]
+        columns = [_as_words(x, self.word) for x in (narrow(table), *rows)]
         written = jnp.ones((height, 1), self.word)
         return jnp.concatenate([*columns, written], axis=1), rest
 
@@ -99,13 +114,18 @@ class Layout:
         )
         rows, rest = iter(of_rows), iter(shared)
         leaves = [next(rows) if by_row else next(rest) for by_row in self.by_row]
-        return table, self.tree.unflatten(leaves)
+        return table.astype(self.dtype), self.tree.unflatten(leaves)
 
 
 def layout_of(
-    shape: tuple[int, ...], dtype: DTypeLike, tx: GradientTransformation
+    shape: tuple[int, ...],
+    dtype: DTypeLike,
+    tx: GradientTransformation,
+    stored: DTypeLike | None = None,
 ) -> Layout:
     """Find out from ``tx.init`` what is kept for a table of this shape.
+
+    Records hold the rows of the table as ``stored``, None for the dtype of the table.
 
     The optimizer keeps for each row what grows with the number of rows.
 
@@ -125,7 +145,7 @@ def layout_of(
     by_row = tuple(x.shape != y.shape for (_, x), (_, y) in zip(leaves, more, strict=True))
     narrower = shape if not row else (V, *row[:-1], row[-1] - 1 or 2)
     less, _ = _state(tx, narrower, dtype)
-    fields = [Field("table", np.dtype(dtype), tuple(row))]
+    fields = [Field("table", np.dtype(dtype if stored is None else stored), tuple(row))]
     shared: list[Field] = []
     for is_by_row, (path, x), (_, y) in zip(by_row, leaves, less, strict=True):
         name = jax.tree_util.keystr(path, simple=True, separator="/")
@@ -142,7 +162,7 @@ def layout_of(
             )
         field = Field(name, np.dtype(x.dtype), x.shape[1:] if is_by_row else x.shape)
         (fields if is_by_row else shared).append(field)
-    return Layout(tx, tuple(fields), tuple(shared), by_row, tree)
+    return Layout(tx, np.dtype(dtype), tuple(fields), tuple(shared), by_row, tree)
 
 
 def _state(tx: GradientTransformation, shape: Sequence[int], dtype: DTypeLike) -> Any:

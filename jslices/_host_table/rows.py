@@ -10,7 +10,7 @@ import numpy as np
 
 from jslices import InvalidArgumentError
 from jslices._host_table.layout import Layout
-from jslices.extend import State
+from jslices.extend import State, key_bits, round_rows
 
 
 @jax.tree_util.register_dataclass
@@ -25,12 +25,14 @@ class HostRows:
       words: ``[U, words]``, the records.
       shared: the values that the optimizer keeps for all rows together.
       ticket: int32 ``[]``, the number of the call of ``fetch``.
+      numbers: uint32 ``[U]``, the numbers of the rows, where they are rounded; else None.
       layout: the layout of a record.
     """
 
-    words: Any  # like the next two of NumPy until they are put on a device
+    words: Any  # like the next three of NumPy until they are put on a device
     shared: tuple[Any, ...]
     ticket: Any
+    numbers: Any
     layout: Layout = dataclasses.field(metadata={"static": True})
 
     def unpack(self) -> tuple[jax.Array, State]:
@@ -46,17 +48,42 @@ class HostRows:
             table, state = self.layout.tx.flush(table, state)
         return table, state
 
-    def pack(self, table: jax.Array, state: State) -> "HostRows":
+    def pack(
+        self, table: jax.Array, state: State, key: jax.Array | None = None
+    ) -> "HostRows":
         """The same rows with other contents, for ``store``.
 
         Args:
           table: ``[U, *D]``, of the dtype that it had.
           state: the optimizer's state of it.
+          key: where rows are stored in fewer bits (``HostTable(stored=...)``), a random
+            key, another one in each step. Elements are rounded up or down at random, right
+            in the mean, by bits that follow from the key, the number of the row and the
+            place in it, and from nothing else.
 
         Raises:
-          InvalidArgumentError: for arrays of other shapes or dtypes.
+          InvalidArgumentError: for arrays of other shapes or dtypes; without a key where
+            one is needed, or with one where none is.
         """
-        words, shared = self.layout.pack(table, state)
+        narrow = self.layout.fields[0].dtype
+        if self.layout.is_narrow == (key is None):
+            raise InvalidArgumentError(
+                f"rows.pack(table, state, key) of rows that are stored as {narrow} "
+                + (
+                    "needs a random key to round them; type "
+                    "key=jax.random.fold_in(jax.random.key(0), step)"
+                    if key is None
+                    else "rounds nothing: leave the key out"
+                )
+            )
+
+        def rounded(table: jax.Array) -> jax.Array:
+            if key is None:
+                return table
+            bits = key_bits(key, "rows.pack(table, state, key)")
+            return round_rows(table, self.numbers, bits, narrow)
+
+        words, shared = self.layout.pack(table, state, rounded)
         if words.shape != self.words.shape:
             raise InvalidArgumentError(
                 f"rows.pack(table, state) got {words.shape[0]} rows, and these are "
@@ -68,14 +95,16 @@ class HostRows:
 @functools.partial(jax.jit, static_argnums=0)
 def begun(layout: Layout, start: jax.Array) -> tuple[jax.Array, list[jax.Array]]:
     """Records of rows ``[n, *D]`` that were never stepped, and the shared values."""
-    return layout.pack(start, layout.tx.init(start))
+    narrow = layout.fields[0].dtype
+    return layout.pack(start, layout.tx.init(start), lambda table: table.astype(narrow))
 
 
 @jax.jit
-def caught_up(rows: HostRows) -> tuple[jax.Array, HostRows]:
+def caught_up(rows: HostRows, steps: jax.Array) -> tuple[jax.Array, HostRows]:
     """Make up the steps that rows have missed; returns their parameters and the rows."""
     table, state = rows.unpack()
-    return table, rows.pack(table, state)
+    key = jax.random.fold_in(jax.random.key(0), steps) if rows.layout.is_narrow else None
+    return table, rows.pack(table, state, key)
 
 
 def with_pending(
@@ -89,7 +118,7 @@ def with_pending(
     source = np.full(len(rows.words), len(pending.words), np.int32)
     source[here] = of_step
     words, shared = _patched(rows.words, source, pending.words, pending.shared)
-    return HostRows(words, shared, rows.ticket, rows.layout)
+    return dataclasses.replace(rows, words=words, shared=shared)
 
 
 @jax.jit

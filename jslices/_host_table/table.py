@@ -17,6 +17,7 @@ from jslices import FailedPreconditionError, InvalidArgumentError
 from jslices._host_table import records as stored
 from jslices._host_table.arguments import (
     check_options,
+    check_stored,
     checked_ids,
     checked_shape,
     has_own_memory,
@@ -82,7 +83,12 @@ class HostTable:
       path: of the file, made if there is none; None for a table in memory.
       init: what rows begin with: a number, or ``init(ids) -> [n, *D]``, which gets row
         numbers int64 ``[n]``, and should give a row the same values at any time.
-      dtype: of the table.
+      dtype: of the table, in a step.
+      stored: None, or a dtype of fewer bits for the rows in memory or in the file, so that
+        they take less room and less time to move: bfloat16, float16, float8_e4m3fn (numbers
+        from 2**-9 to 448) or float8_e5m2 (2**-16 to 57344). A step has them as ``dtype``,
+        which must be float32, and ``rows.pack(table, state, key)`` rounds them
+        stochastically. The state is stored as the optimizer has it.
       size: U, room for the distinct rows of a batch. None makes room for those of the first
         batch and some more, and more still when a batch needs it; the step is then compiled
         anew.
@@ -143,6 +149,7 @@ class HostTable:
         *,
         init: float | Callable[[np.ndarray], ArrayLike] = 0.0,
         dtype: DTypeLike = jnp.float32,
+        stored: DTypeLike | None = None,
         size: int | None = None,
         device: jax.Device | jax.sharding.Sharding | None = None,
         overlap: bool | None = None,
@@ -158,7 +165,8 @@ class HostTable:
         self._device = jax.devices()[0] if device is None else device
         self._overlap = has_own_memory(self._device) if overlap is None else overlap
         tx = as_transformation("HostTable", tx)
-        self._layout = layout_of((rows, *self._row), self.dtype, tx)
+        check_stored(stored, self.dtype)
+        self._layout = layout_of((rows, *self._row), self.dtype, tx, stored)
         one = jnp.zeros((1, *self._row), self.dtype)
         #: The values that all rows share at the beginning, the number of steps first.
         self._shared = [np.asarray(x) for x in (np.int64(0), *begun(self._layout, one)[1])]
@@ -227,9 +235,7 @@ class HostTable:
         words[len(numbers) :] = 0
         self._read_into(words[: len(numbers)], numbers)
         ticket = next(_TICKETS) % 2**31
-        shared = tuple(np.array(x) for x in self._records.shared[1:])
-        rows = HostRows(words, shared, np.int32(ticket), self._layout)
-        rows = jax.device_put(rows, self._device)
+        rows = jax.device_put(self._rows_of(words, numbers, ticket), self._device)
         for coming in self._journal.coming:
             if isinstance(coming, _Stored) and coming.is_coming_to(self._records):
                 rows = with_pending(rows, numbers, coming.rows, coming.words)
@@ -334,7 +340,8 @@ class HostTable:
         room = power_of_two(len(numbers))
         words = np.zeros((room, self._layout.words), self._layout.word)
         self._read_into(words[: len(numbers)], numbers)
-        table = np.asarray(caught_up(self._rows_of(words))[0])[: len(numbers)]
+        rows_now = self._rows_of(words, numbers)
+        table = np.asarray(caught_up(rows_now, 0)[0])[: len(numbers)]
         rows = np.full((len(places), *self._row), np.nan, self.dtype)
         rows[places >= 0] = table[places[places >= 0]]
         return rows.reshape(*ids.shape, *self._row)
@@ -357,7 +364,8 @@ class HostTable:
             if len(written):
                 padded = np.zeros((self._part_rows, words.shape[1]), words.dtype)
                 padded[: len(words)] = words
-                _, rows = caught_up(self._rows_of(padded))
+                rows = self._rows_of(padded, np.arange(part.start, part.stop))
+                _, rows = caught_up(rows, np.int32(records.shared[0] % 2**31))
                 new = np.asarray(rows.words)[written]
                 numbers = written + part.start
                 number = int(records.done) + 1
@@ -446,9 +454,14 @@ class HostTable:
             raise
         return copy
 
-    def _rows_of(self, words: np.ndarray) -> HostRows:
+    def _rows_of(self, words: np.ndarray, numbers: np.ndarray, ticket: int = 0) -> HostRows:
+        """Records of some rows, and empty ones, with the values that all rows share."""
         shared = tuple(np.array(x) for x in self._records.shared[1:])
-        return HostRows(words, shared, np.int32(0), self._layout)
+        of_records = None
+        if self._layout.is_narrow:
+            of_records = np.zeros(len(words), np.uint32)
+            of_records[: len(numbers)] = numbers.astype(np.uint32)
+        return HostRows(words, shared, np.int32(ticket), of_records, self._layout)
 
     @functools.cached_property
     def _part_rows(self) -> int:

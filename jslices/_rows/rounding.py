@@ -1,4 +1,4 @@
-"""Adding to rows of 16 bits, rounded stochastically by bits that belong to each element.
+"""Rows of 16 or 8 bits, rounded stochastically by bits that belong to each element.
 
 The bits of an element follow from the key, the number of its row and its place in the row,
 and from nothing else: they are the same whether the row stands alone or among others, in
@@ -63,7 +63,7 @@ def add_rounding(param: jax.Array, update: jax.Array, bits: KeyBits) -> jax.Arra
     """``param`` ``[V, *D]`` plus ``update``, every element rounded stochastically."""
     total = jnp.atleast_1d(param.astype(jnp.float32) + update.astype(jnp.float32))
     numbers = jnp.arange(total.shape[0])
-    return _round_rows(total, numbers, bits, param.dtype).reshape(param.shape)
+    return round_rows(total, numbers, bits, param.dtype).reshape(param.shape)
 
 
 def add_rows_rounding(
@@ -85,32 +85,34 @@ def add_rows_rounding(
         rows, indices, _ = sum_duplicates(rows, indices, table.shape[0], None, order="any")
     total = take_rows(table, indices, mode="clip").astype(jnp.float32) + rows
     return set_rows(
-        table, indices, _round_rows(total, indices + first_row, bits, table.dtype)
+        table, indices, round_rows(total, indices + first_row, bits, table.dtype)
     )
 
 
 @functools.partial(jax.jit, static_argnums=3, inline=True)
-def _round_rows(
+def round_rows(
     rows: jax.Array, numbers: jax.Array, bits: KeyBits, dtype: DTypeLike
 ) -> jax.Array:
-    """``rows`` in 16 bits, each element one of its two neighbours, right in the mean.
+    """``rows`` in 16 or 8 bits, each element one of its two neighbours, right in the mean.
 
     Args:
       rows: float32 ``[n, *D]``.
       numbers: integers ``[n]``, the number of each row in its table.
       bits: of the key.
-      dtype: bfloat16 or float16.
+      dtype: bfloat16, float16, float8_e4m3fn or float8_e5m2.
 
     Returns:
       ``[n, *D]``. A number that ``dtype`` has stays as it is; of two neighbours the farther
       from zero is taken with a probability that is the share of the gap that lies below, in
       units of 2**-16. NaN and infinities stay; finite numbers become infinite only where
-      nearest rounding makes them so.
+      nearest rounding makes them so. In float8_e4m3fn, which has no infinities, what is
+      beyond the largest number becomes that.
 
     Cost: ``n * D / 4`` hashes, of about 80 integer operations each.
     """
     stored, narrow = jnp.finfo(jnp.float32), jnp.finfo(dtype)
     dropped = stored.nmant - narrow.nmant
+    deepest = min(16, 32 - dropped)  # bits more that are dropped of subnormals
     # The exponents of both, as they are stored, from that of the subnormals on.
     lowest = int(narrow.minexp - stored.minexp) + 1
     word = lax.bitcast_convert_type(rows, jnp.uint32)
@@ -120,18 +122,21 @@ def _round_rows(
     exponent = jnp.maximum(exponent, 1)
     # A subnormal has fewer bits; those that the random ones cannot resolve go first.
     below = jnp.maximum(exponent, lowest) - exponent
-    fraction >>= jnp.minimum(jnp.maximum(below, 16) - 16, 31)
-    shift = dropped + jnp.minimum(below, 16)
+    fraction >>= jnp.minimum(jnp.maximum(below, deepest) - deepest, 31)
+    shift = dropped + jnp.minimum(below, deepest)
     # What is dropped, as a share of 2**32, is compared with 16 random bits and a half.
     random = (_random16(numbers, rows.shape, bits) << 16) | 0x8000
     up = fraction << (32 - shift) > random
     magnitude = (exponent + below - lowest) << narrow.nmant
     magnitude += (fraction >> shift) + up.astype(jnp.uint32)
-    rounded = ((word >> 31) << 15) | magnitude
-    infinity = (1 << (narrow.bits - 1)) - (1 << narrow.nmant)
+    rounded = ((word >> 31) << (narrow.bits - 1)) | magnitude
+    bits_of = jnp.dtype(f"uint{narrow.bits}")
+    largest = int(np.asarray(narrow.max, dtype).view(bits_of))
+    if jnp.dtype(dtype) == jnp.float8_e4m3fn:
+        rows = jnp.where(jnp.isnan(rows), rows, jnp.clip(rows, -448, 448))
     return jnp.where(
-        magnitude < infinity,
-        lax.bitcast_convert_type(rounded.astype(jnp.uint16), dtype),
+        magnitude <= largest,
+        lax.bitcast_convert_type(rounded.astype(bits_of), dtype),
         rows.astype(dtype),
     )
 
