@@ -39,11 +39,11 @@ def lookup_ids(
     Returns:
       A function of the same arguments that mirrors the chosen ones: for an array of which
       rows are looked up, and nothing else, their numbers, int32 ``[K]`` in the order of the
-      program, duplicates and those out of range (no row is read) included; True for an
-      array that is used whole, or behind ``stop_gradient``; None for one that is not used,
-      and for scalars. With ``exchange``, for an array that is split over devices,
-      IndexedSlices without elements whose ``indices`` stand on the devices that hold the
-      rows.
+      program, duplicates and those out of range (no row is read) included; None for every
+      other array. (``tx.catch_up`` wants True for one that is read whole, if another loss
+      leaves it without gradient: :func:`jslices.optim.exact_step` knows.) With
+      ``exchange``, for an array that is split over devices, IndexedSlices without elements
+      whose ``indices`` stand on the devices that hold the rows.
 
     Raises:
       ValueError: if the rows that are read depend on the values of the array itself; they
@@ -57,7 +57,7 @@ def lookup_ids(
       ...     return (params["table"][ids] @ params["w"]).sum()
       >>> params = {"table": jnp.ones((9, 2)), "w": jnp.ones(2)}
       >>> js.lookup_ids(loss)(params, jnp.array([3, 8, 3]))
-      {'table': Array([3, 8, 3], dtype=int32), 'w': True}
+      {'table': Array([3, 8, 3], dtype=int32), 'w': None}
       >>> tx = js.adam(0.1, untouched="exact")
       >>> state, batch = tx.init(params), jnp.array([3, 8, 3])
       >>> rows = js.lookup_ids(loss)(params, batch)
@@ -72,14 +72,15 @@ def lookup_ids(
         call = Call(fun, chosen_arguments(argnums, args), args, kwargs, has_aux)
         single = is_number(argnums)
         planned = plan_call(call, single, None, exchange)
-        mirrored = call.tree.unflatten(rows_read(call, planned))
+        rows = [None if x is True else x for x in rows_read(call, planned)]
+        mirrored = call.tree.unflatten(rows)
         return mirrored[0] if single else mirrored
 
     return ids_fun
 
 
 def rows_read(call: Call, planned: Planned) -> list[Any]:
-    """For each leaf what :func:`lookup_ids` returns.
+    """For each leaf what :func:`lookup_ids` returns; True if it is read whole.
 
     Raises:
       ValueError: for rows that depend on the values of the array itself.

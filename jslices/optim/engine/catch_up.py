@@ -156,8 +156,6 @@ def _entries(
             "are those of a gradient)"
         )
     ids = jnp.asarray(ids)
-    if ids.dtype == bool and ids.ndim == 0:  # True of lookup_ids in a program of its own
-        return True
     if not jnp.issubdtype(ids.dtype, jnp.integer) or not jnp.ndim(param):
         raise TypeError(
             f"catch_up wants integer row numbers of a table, got {ids.dtype}"
