@@ -53,6 +53,7 @@ FORMS = {
         lambda: variable().scatter_sub(tf.IndexedSlices([1.0], [0]), False, "name"),
         [2, 4],
     ),
+    "scatter_nd_add": (lambda: variable().scatter_nd_add([[0]], [1.0], "name"), [4, 4]),
     "NumPy's 64 bits": (lambda: variable().assign(np.array([1.5, 2.5])), [1.5, 2.5]),
     "get_shape": (lambda: variable().get_shape() == [2], True),
     "as_list": (lambda: variable().get_shape().as_list(), [2]),
@@ -98,6 +99,8 @@ FORMS = {
     "initializer of a shape": (
         lambda: tf.get_variable("w", [2], initializer=full_of_sevens), [7, 7],
     ),
+    "name_scope": (lambda: op_name(None, "op", [V]) + op_name("own", "op"), "op/own/"),
+    "constant": (lambda: tf.constant([1], tf.int32, [1], "name", verify_shape=True), [1]),
     "zeros_initializer": (lambda: tf.zeros_initializer([2], tf.int32), [0, 0]),
     "init(shape)": (lambda: tf.constant_initializer(3)([2]), [3, 3]),
     "init(shape) of random numbers": (
@@ -108,6 +111,11 @@ FORMS = {
 
 def full_of_sevens(shape, dtype=None, partition_info=None):
     return jnp.full(shape, 7, dtype)
+
+
+def op_name(*args):
+    with tf.name_scope(*args) as name:
+        return name
 
 
 def scope_contents():
@@ -161,6 +169,16 @@ REFUSED = {
     "nn.softmax": (lambda: tf.nn.softmax, AttributeError, "jax.nn"),
     "another kind": (
         lambda: tf.Variable(0).assign(np.array(1.5)), TypeError, "wants int32",
+    ),
+    "verify_shape": (
+        lambda: tf.constant([1, 2], shape=[3], verify_shape=True), TypeError, "expected",
+    ),
+    "to_proto": (
+        lambda: tf.train.Saver().to_proto(), AttributeError, r"a Saver .* as_saver_def\(\)",
+    ),
+    "scope.get_variable": (
+        lambda: tf.get_variable_scope().get_variable("v"), AttributeError,
+        r"with tf\.variable_scope\(scope\): tf\.get_variable",
     ),
     "restore": (
         lambda: tf.train.Saver().restore("path", {}), TypeError,

@@ -75,6 +75,7 @@ def constant(
     dtype: DTypeLike | None = None,
     shape: int | Sequence[int] | None = None,
     name: str | None = None,
+    verify_shape: bool = False,
 ) -> jax.Array:
     """An array of these values, row by row.
 
@@ -92,7 +93,8 @@ def constant(
     """
     result = dtype_of(value) if dtype is None else canonical_dtype(dtype)
     dims = jnp.asarray(value).shape if shape is None else static_shape(shape, "constant")
-    make = lambda: constant_initializer(value).make(None, dims, result)  # noqa: E731
+    filled = constant_initializer(value, result, verify_shape)
+    make = lambda: filled.make(None, dims, result)  # noqa: E731
     # An array may be as large as a table: what it was made from is not remembered.
     of_arrays = any(map(is_array, jax.tree.leaves(value)))
     return make() if of_arrays else _remembered(make)

@@ -5,7 +5,7 @@ import dataclasses
 import enum
 import inspect
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeAlias
+from typing import Any, NoReturn, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +20,7 @@ from jslices.tf1._arrays import (
     static_shape,
 )
 from jslices.tf1._collections import GraphKeys, get_collection
-from jslices.tf1._instead import check_defaults
+from jslices.tf1._instead import check_defaults, missing
 from jslices.tf1._names import check_name, join
 from jslices.tf1._run import Request, Run, current_run
 from jslices.tf1._variable import Variable, request_of, request_of_value
@@ -68,6 +68,8 @@ class VariableScope:
     regularizer: Regularizer | None = None
     original_name_scope: str = ""
 
+    caching_device = custom_getter = partitioner = None  #: of TensorFlow only
+
     def reuse_variables(self) -> None:
         """Let get_variable in this scope share, and never create, from here on."""
         self.reuse = True
@@ -95,6 +97,9 @@ class VariableScope:
     def trainable_variables(self) -> list[Variable]:
         """The variables in this scope that are trained."""
         return self.get_collection(GraphKeys.TRAINABLE_VARIABLES)
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise missing("a VariableScope", name)
 
     def __repr__(self) -> str:
         return f"VariableScope({self.name!r}, reuse={self.reuse})"
@@ -263,12 +268,16 @@ def _counted(run: Run, path: str, reopened: bool) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def name_scope(name: str | None) -> Iterator[str]:
+def name_scope(
+    name: str | None, default_name: str | None = None, values: Sequence[Any] = ()
+) -> Iterator[str]:
     """Put a prefix before the names of :class:`jslices.tf1.Variable`, not of get_variable.
 
     Args:
       name: is made unique: opened twice it is ``ns`` and ``ns_1``. ``"ns/"`` enters that
         very scope again, None leaves all scopes.
+      default_name: the name if ``name`` is None.
+      values: ignored; there is no graph that they could be from.
 
     Yields:
       The unique name, with a slash.
@@ -287,7 +296,7 @@ def name_scope(name: str | None) -> Iterator[str]:
 
     Source: ``tf.name_scope``; ``jax.named_scope`` shows the name in profiles, too.
     """
-    run = current_run("name_scope")
+    run, name = current_run("name_scope"), name or default_name
     with contextlib.ExitStack() as stack:
         unique = stack.enter_context(run.names.scope(name or ""))
         if name:

@@ -420,7 +420,7 @@ class Variable(ArrayOperators):
     # --- elements, by indices given as arrays -------------------------------------------
 
     def scatter_nd_add(
-        self, indices: ArrayLike, updates: ArrayLike, use_locking: bool = False
+        self, indices: ArrayLike, updates: ArrayLike, name: str | None = None
     ) -> Array:
         """Add to elements or slices: ``v[tuple(indices[k])] += updates[k]``.
 
@@ -435,13 +435,13 @@ class Variable(ArrayOperators):
         return self._apply("scatter_nd_add", scatter_nd_add, indices, updates)
 
     def scatter_nd_sub(
-        self, indices: ArrayLike, updates: ArrayLike, use_locking: bool = False
+        self, indices: ArrayLike, updates: ArrayLike, name: str | None = None
     ) -> Array:
         """Subtract from elements or slices; see :meth:`scatter_nd_add`."""
         return self._apply("scatter_nd_sub", scatter_nd_sub, indices, updates)
 
     def scatter_nd_update(
-        self, indices: ArrayLike, updates: ArrayLike, use_locking: bool = True
+        self, indices: ArrayLike, updates: ArrayLike, name: str | None = None
     ) -> Array:
         """Replace elements or slices; of duplicates the last wins.
 
@@ -453,6 +453,7 @@ class Variable(ArrayOperators):
         self,
         sparse_delta: IndexedSlices | tuple[ArrayLike, ArrayLike],
         use_locking: bool = True,
+        name: str | None = None,
     ) -> Array:
         """Replace rows in every example: ``v[b, indices[b, k]] = updates[b, k]``.
 

@@ -87,6 +87,8 @@ class Saver(js.Saver):
         meta_graph_suffix: str = "meta",
         write_meta_graph: bool = True,
         write_state: bool = True,
+        strip_default_attrs: bool = False,
+        save_debug_info: bool = False,
     ) -> str | None:
         """Save the variables ``sess``; see :meth:`jslices.Saver.save`.
 
@@ -123,6 +125,9 @@ class Saver(js.Saver):
                 f"the session: restore(variables, {os.fspath(sess)!r})"
             )
         return super().restore(save_path, sess)
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise missing("a Saver", name)
 
 
 def __getattr__(name: str) -> NoReturn:
