@@ -56,7 +56,9 @@ class GradientTransformation:
 
     Args:
       init: ``init(params) -> state``.
-      update: ``update(grads, state, params=None) -> (updates, state)``. ``grads`` mirrors
+      update: ``update(grads, state, params=None, **extra_args) -> (updates, state)``, with
+        extra arguments as Optax has them (``value=loss`` for ``reduce_on_plateau``), of
+        which each transformation takes those that it names. ``grads`` mirrors
         ``params``, with an IndexedSlices where the gradient is sparse, None where there
         is none; so do the updates, which :func:`jslices.apply_updates` (or, without None,
         ``optax.apply_updates``) adds.
@@ -104,9 +106,10 @@ class GradientTransformation:
         made_by: MadeBy | None = None,
         check: Callable[[Gradients, State], None] | None = None,
     ) -> None:
-        self.init, self.update, self.made_by, self.check = init, update, made_by, check
+        self.init, self.update = init, with_extra_args(update)
+        self.made_by, self.check = made_by, check
         self._catch_up, self._flush, self._plan = catch_up, flush, plan
-        self._apply = apply or in_two(update)
+        self._apply = with_extra_args(apply or in_two(self.update))
         # One object each, not one per use: jax.jit(tx.apply) then finds its program again.
         vars(self).update(apply=self.apply, catch_up=self.catch_up, flush=self.flush)
 
@@ -119,10 +122,17 @@ class GradientTransformation:
         """The same, compiled as a whole outside of ``jax.jit`` as well.
 
         ``apply`` is ``update`` and :func:`jslices.apply_updates`: two programs, of which
-        the second serves all optimizers, and neither copies what does not move.
+        the second serves all optimizers, and neither copies what does not move. Extra
+        arguments of ``update`` are left out.
         """
+
+        def update(
+            grads: Gradients, state: State, params: Params = None
+        ) -> tuple[Gradients, State]:
+            return self.update(grads, state, params)  # type: ignore[no-any-return]
+
         return self.replace(
-            update=one_program(self.update),
+            update=one_program(update),
             apply=None,
             catch_up=self._catch_up and one_program(self._catch_up),
             flush=self._flush and one_program(self._flush),
@@ -135,10 +145,10 @@ class GradientTransformation:
             return self
 
         def checked_update(
-            grads: Gradients, state: State, params: Params = None
+            grads: Gradients, state: State, params: Params = None, **extra_args: PyTree
         ) -> tuple[Gradients, State]:
             check(grads, state)
-            return update(grads, state, params)
+            return update(grads, state, params, **extra_args)
 
         return self.replace(update=checked_update, apply=None, check=None)
 
@@ -152,7 +162,12 @@ class GradientTransformation:
         return (self.init, self.update)[number]
 
     def apply(
-        self, grads: Gradients, state: State, params: Params, key: Key | None = None
+        self,
+        grads: Gradients,
+        state: State,
+        params: Params,
+        key: Key | None = None,
+        **extra_args: PyTree,
     ) -> tuple[Params, State]:
         """``update`` and :func:`jslices.apply_updates` in one call, with the same result.
 
@@ -161,6 +176,7 @@ class GradientTransformation:
         where ``params`` and ``state`` are donated. With ``key``, parameters of 16 bits are
         rounded stochastically, and their gradients are float32 from the start, so that
         updates are, too: nothing is lost before it is added. The dtypes of the state stay.
+        ``extra_args`` are those of ``update``.
 
         Raises:
           ValueError: without params, or with slices of an array of another shape.
@@ -173,9 +189,9 @@ class GradientTransformation:
                 "params, state = tx.apply(grads, state, params)"
             )
         if key is None:
-            return self._apply(grads, state, params)
+            return self._apply(grads, state, params, **extra_args)
         key_bits(key, "tx.apply")  # before anything is done
-        return self._apply(grads, state, params, key)
+        return self._apply(grads, state, params, key, **extra_args)
 
     @property
     def catches_up(self) -> bool:
@@ -220,11 +236,31 @@ def refuse_nothing(call: str, grads: Gradients, params: PyTree) -> None:
         )
 
 
+def with_extra_args(step: Callable[..., Any]) -> Callable[..., Any]:
+    """``step``, an ``update`` or ``apply`` that ignores extra arguments it does not name.
+
+    As ``optax.with_extra_args_support``.
+    """
+    parameters = inspect.signature(step).parameters
+    if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+        return step
+
+    def taking(*args: PyTree, **extra_args: PyTree) -> Any:
+        return step(*args, **{k: x for k, x in extra_args.items() if k in parameters})
+
+    taking.__name__ = getattr(step, "__name__", "step")  # which names the program in jit
+    return taking
+
+
 def in_two(update: Callable[..., tuple[Any, Any]]) -> Callable[..., tuple[Any, Any]]:
     def apply(
-        grads: Gradients, state: State, params: Params, key: Key | None = None
+        grads: Gradients,
+        state: State,
+        params: Params,
+        key: Key | None = None,
+        **extra_args: PyTree,
     ) -> tuple[Any, Any]:
-        updates, state = widening(update, key)(grads, state, params)
+        updates, state = widening(update, key)(grads, state, params, **extra_args)
         return apply_updates(params, updates, key), state
 
     return apply
@@ -249,9 +285,11 @@ def widening(
         narrow = is_narrow(jnp.result_type(old))
         return new.astype(old.dtype) if narrow else new
 
-    def widened(grads: Gradients, state: State, params: Params) -> tuple[Any, Any]:
+    def widened(
+        grads: Gradients, state: State, params: Params, **extra_args: PyTree
+    ) -> tuple[Any, Any]:
         grads = jax.tree.map(wide, grads, params, is_leaf=is_leaf)
-        updates, new = update(grads, state, params)
+        updates, new = update(grads, state, params, **extra_args)
         return updates, jax.tree.map(restored, state, new)
 
     return widened

@@ -60,6 +60,7 @@ def wrapped(
     inside: Inside,
     *,
     catches_up: bool,
+    share_extra_args: bool = False,
     update: Callable[..., tuple[Gradients, State]] | None = None,
     apply: Callable[..., tuple[Params, State]] | None = None,
     catch_up: Callable[[Params, State, PyTree], tuple[Params, State]] | None = None,
@@ -72,6 +73,8 @@ def wrapped(
       init: makes the state.
       inside: how it calls what it holds.
       catches_up: whether any of these does.
+      share_extra_args: whether each gets its share of those extra arguments that mirror
+        the parameters.
       update: what it does other than calling theirs.
       apply: likewise.
       catch_up: likewise.
@@ -79,23 +82,34 @@ def wrapped(
       plan: likewise.
     """
 
+    def shares(share: Share, extra_args: dict[str, PyTree]) -> dict[str, PyTree]:
+        if not share_extra_args:
+            return extra_args
+        return {name: _share_of(share, x) for name, x in extra_args.items()}
+
     def update_all(
         grads: Gradients, state: State, params: Params = None, **extra_args: PyTree
     ) -> tuple[Gradients, State]:
         def call(
             tx: GradientTransformation, share: Share, state: State
         ) -> tuple[PyTree, State]:
-            return tx.update(share(grads), state, share(params), **extra_args)
+            extra = shares(share, extra_args)
+            return tx.update(share(grads), state, share(params), **extra)
 
         return inside(call, state, params, grads)
 
     def apply_all(
-        grads: Gradients, state: State, params: Params, key: Key | None = None
+        grads: Gradients,
+        state: State,
+        params: Params,
+        key: Key | None = None,
+        **extra_args: PyTree,
     ) -> tuple[Params, State]:
         def call(
             tx: GradientTransformation, share: Share, state: State
         ) -> tuple[PyTree, State]:
-            return tx.apply(share(grads), state, share(params), key)
+            extra = shares(share, extra_args)
+            return tx.apply(share(grads), state, share(params), key, **extra)
 
         return inside(call, state, params)
 
@@ -127,6 +141,14 @@ def wrapped(
         apply or apply_all,
         plan or plan_all,
     )
+
+
+def _share_of(share: Share, x: PyTree) -> PyTree:
+    """The share of what mirrors the parameters; anything else as it is."""
+    try:
+        return share(x)
+    except ValueError:
+        return x
 
 
 def as_transformation(caller: str, tx: Transformation) -> GradientTransformation:

@@ -21,7 +21,8 @@ from jslices.optim.transforms.base import (
 def chain(*transformations: Transformation) -> GradientTransformation:
     """Runs transformations in turn, each on what the one before it returned.
 
-    As ``optax.chain``, which takes our transformations as well. This one also offers the
+    As ``optax.chain``, which takes our transformations as well, but passes them no extra
+    arguments of ``update`` (the ``value`` of ``reduce_on_plateau``). This one also offers the
     ``apply``, ``catch_up`` and ``flush`` of its last transformation, and plans.
 
     Args:
@@ -65,18 +66,22 @@ def chain(*transformations: Transformation) -> GradientTransformation:
         return state[-1]
 
     def update(
-        grads: Gradients, state: State, params: Params = None
+        grads: Gradients, state: State, params: Params = None, **extra_args: PyTree
     ) -> tuple[Gradients, State]:
         check_links(state, len(links))
-        return _in_turn(links, grads, state, params)
+        return _in_turn(links, grads, state, params, **extra_args)
 
     def apply(
-        grads: Gradients, state: State, params: Params, key: Key | None = None
+        grads: Gradients,
+        state: State,
+        params: Params,
+        key: Key | None = None,
+        **extra_args: PyTree,
     ) -> tuple[Params, State]:
         check_links(state, len(links))
         first = widening(functools.partial(_in_turn, before), key)
-        grads, new = first(grads, state[:-1], params)
-        params, part = last.apply(grads, state[-1], params, key)
+        grads, new = first(grads, state[:-1], params, **extra_args)
+        params, part = last.apply(grads, state[-1], params, key, **extra_args)
         return params, (*new, part)
 
     def plan(grads: Gradients, params: Params, platform: str | None = None) -> PyTree:
@@ -103,9 +108,10 @@ def _in_turn(
     grads: Gradients,
     states: Sequence[State],
     params: Params,
+    **extra_args: PyTree,
 ) -> tuple[Gradients, tuple[State, ...]]:
     new = []
     for tx, state in zip(links, states, strict=True):
-        grads, state = tx.update(grads, state, params)
+        grads, state = tx.update(grads, state, params, **extra_args)
         new.append(state)
     return grads, tuple(new)

@@ -56,6 +56,8 @@ def exact_step(
       TypeError: for what is no optimizer of jslices. Otherwise as
         :func:`jslices.value_and_grad`, and nothing has changed then.
 
+    ``tx`` gets the value as well, as ``optax.contrib.reduce_on_plateau`` wants it.
+
     Cost: that of the three calls by hand, and ``fun`` is traced once for all of them.
 
     Example:
@@ -90,7 +92,7 @@ def exact_step(
             params, state = tx.catch_up(params, state, rows)
             call = call.at(params)
         value, aux, (grads,) = differentiated(call, planned)
-        params, state = tx.apply(grads, state, params)
+        params, state = tx.apply(grads, state, params, value=value)
         return (params, state, value, aux) if has_aux else (params, state, value)
 
     return step

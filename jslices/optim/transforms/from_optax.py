@@ -87,7 +87,7 @@ class _Lifted:
     """A transformation of Optax, run on the rows that have a gradient."""
 
     def __init__(self, tx: Transformation) -> None:
-        self.tx = tx
+        self.tx = GradientTransformation(tx.init, tx.update)  # which takes extra arguments
         self.tried: set[Hashable] = set()  #: kinds of gradients that it was tried on
 
     def init(self, params: Params) -> State:
@@ -115,7 +115,7 @@ class _Lifted:
         kind = (tree, *((g.shape, g.dtype, is_slices(g)) for g in touched if g is not None))
         if any(map(is_slices, touched)) and kind not in self.tried:
             self.tried.add(kind)
-            _refuse_mixing(self, touched, tree)
+            _refuse_mixing(self, touched, tree, extra_args)
         return self.step(tree.unflatten(touched), state, params, extra_args)
 
     def step(
@@ -310,7 +310,12 @@ def _update(update: jax.Array, grad: Leaf) -> Leaf:
 HEIGHT, TOUCHED = 7, (1, 4)
 
 
-def _refuse_mixing(lifted: _Lifted, grads: Sequence[Leaf], tree: PyTreeDef) -> None:
+def _refuse_mixing(
+    lifted: _Lifted,
+    grads: Sequence[Leaf],
+    tree: PyTreeDef,
+    extra_args: dict[str, PyTree],
+) -> None:
     """Refuses a transformation that is not the same on rows as on the whole array.
 
     It is tried on tables of a few rows: on the dense gradient of two of them, and, lifted,
@@ -320,13 +325,15 @@ def _refuse_mixing(lifted: _Lifted, grads: Sequence[Leaf], tree: PyTreeDef) -> N
       lifted: the transformation.
       grads: the gradients that came, for their kinds, shapes and dtypes.
       tree: their structure.
+      extra_args: those of ``update``, of which zeros stand for traced arrays.
 
     Raises:
       ValueError: if the updates of the two rows differ.
     """
     try:
         with jax.ensure_compile_time_eval():
-            difference = float(jax.jit(lambda: _difference(lifted, grads, tree))())
+            extra = jax.tree.map(_untraced, extra_args)
+            difference = float(jax.jit(lambda: _difference(lifted, grads, tree, extra))())
     except (ArithmeticError, TypeError, ValueError, IndexError, KeyError):
         return  # It does not run on tables this small, which says nothing.
     if difference > 1e-3:
@@ -340,7 +347,13 @@ def _refuse_mixing(lifted: _Lifted, grads: Sequence[Leaf], tree: PyTreeDef) -> N
         )
 
 
-def _difference(lifted: _Lifted, grads: Sequence[Leaf], tree: PyTreeDef) -> jax.Array:
+def _untraced(x: PyTree) -> PyTree:
+    return np.zeros(x.shape, x.dtype) if isinstance(x, jax.core.Tracer) else x
+
+
+def _difference(
+    lifted: _Lifted, grads: Sequence[Leaf], tree: PyTreeDef, extra: dict[str, PyTree]
+) -> jax.Array:
     """How far the updates of the two rows differ, relative to the largest."""
     tx, rng = lifted.tx, np.random.default_rng(0)
 
@@ -363,9 +376,9 @@ def _difference(lifted: _Lifted, grads: Sequence[Leaf], tree: PyTreeDef) -> jax.
             now = rows.to_dense()
         columns.append((param, before, now, rows))
     params, before, whole, rows = map(tree.unflatten, zip(*columns, strict=True))
-    _, state = tx.update(before, tx.init(params), params)
-    expected, _ = tx.update(whole, state, params)
-    got, _ = lifted.step(rows, state, params, {})
+    _, state = tx.update(before, tx.init(params), params, **extra)
+    expected, _ = tx.update(whole, state, params, **extra)
+    got, _ = lifted.step(rows, state, params, extra)
     worst = jnp.zeros(())
     for u, w in zip(tree.flatten_up_to(got), tree.flatten_up_to(expected), strict=True):
         if is_slices(u):

@@ -128,12 +128,16 @@ def multi_steps(
         return updates, _counted(state, due, inner, acc)
 
     def apply(
-        grads: Gradients, state: MultiStepsState, params: Params, key: Key | None = None
+        grads: Gradients,
+        state: MultiStepsState,
+        params: Params,
+        key: Key | None = None,
+        **extra: PyTree,
     ) -> tuple[Params, MultiStepsState]:
         acc, due = buffers.gather(grads, state)
 
         def step(params: Params, inner: State) -> tuple[Params, State]:
-            return opt.apply(buffers.total(acc), inner, params, key)
+            return opt.apply(buffers.total(acc), inner, params, key, **extra)
 
         def wait(params: Params, inner: State) -> tuple[Params, State]:
             return params, inner

@@ -7,7 +7,6 @@ every parameter that is not its own.
 """
 
 import functools
-import inspect
 from collections.abc import Callable, Hashable, Mapping
 from typing import Any, NamedTuple
 
@@ -20,7 +19,6 @@ from jslices.optim.engine.protocol import GradientTransformation, is_leaf
 from jslices.optim.engine.transformation import check_fields
 from jslices.optim.transforms.base import (
     Call,
-    Share,
     as_transformation,
     stateless,
     wrapped,
@@ -197,23 +195,8 @@ def _split(
         new = pack({label: state for label, (_, state) in done.items()})
         return parts.joined(results), new
 
-    def update(
-        grads: Gradients, state: State, params: Params = None, **extra_args: PyTree
-    ) -> tuple[Gradients, State]:
-        parts = _Parts(argument, transforms, labels, params, grads)
-
-        def call(
-            tx: GradientTransformation, share: Share, state: State
-        ) -> tuple[PyTree, State]:
-            extra = extra_args if _takes_extra_args(tx) else {}
-            if mask_extra_args:
-                extra = {k: share(x) if parts.fits(x) else x for k, x in extra.items()}
-            return tx.update(share(grads), state, share(params), **extra)
-
-        return inside(call, state, params, grads)
-
     catches_up = any(tx.catches_up for tx in transforms.values())
-    return wrapped(init, inside, catches_up=catches_up, update=update)
+    return wrapped(init, inside, catches_up=catches_up, share_extra_args=mask_extra_args)
 
 
 class _Parts:
@@ -290,10 +273,6 @@ class _Parts:
             ]
         )
 
-    def fits(self, tree: PyTree) -> bool:
-        """Whether ``tree`` mirrors the parameters."""
-        return bool(flatten(tree, is_leaf=is_leaf)[1] == self.tree)
-
 
 def _shapes(argument: str, grads: list[Any]) -> list[jax.ShapeDtypeStruct]:
     """Shapes for a label function, in place of parameters."""
@@ -309,8 +288,3 @@ def _is_function(labels: PyTree) -> bool:
     """True for a function; not for a module of labels that can be called."""
     leaves = jax.tree.leaves(labels)
     return callable(labels) and all(map(callable, leaves))
-
-
-def _takes_extra_args(tx: GradientTransformation) -> bool:
-    kinds = (p.kind for p in inspect.signature(tx.update).parameters.values())
-    return inspect.Parameter.VAR_KEYWORD in kinds
