@@ -11,7 +11,7 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import CodeType, FrameType
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.extend.core.primitives
@@ -26,6 +26,8 @@ from jaxlib.mlir.dialects import sdy
 
 from jslices._densify import JAX_FOLDER, OUR_FOLDER, UserLine, pick_user_line
 from jslices._typing import Aval, PyTree, Size
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 # A jaxpr, closed or not, and one of its equations. JAX exports the classes but not
 # their fields, so a type checker learns nothing from naming them.
@@ -330,6 +332,16 @@ def has_started_devices() -> bool:
     """Whether JAX has started its backends; False where it does not tell."""
     started = getattr(xla_bridge, "backends_are_initialized", None)
     return started is not None and bool(started())
+
+
+def usual_promotion(fun: F) -> F:
+    """``fun``, in which dtypes promote one another though the user's program be strict.
+
+    That is for what a program says of its own arrays: Optax's arithmetic, which ours is, to
+    the bit, multiplies float32 by an int32 step (``jax_numpy_dtype_promotion="strict"``).
+    """
+    usual: F = jax.numpy_dtype_promotion("standard")(fun)
+    return usual
 
 
 def flatten(

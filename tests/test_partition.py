@@ -241,7 +241,7 @@ def test_mode_check():
     [
         (([], 0), {}, ValueError, r"wants a table or a list of shards, got \[\]"),
         ((None, 0), {}, ValueError, "wants a table or a list of shards, got None"),
-        ((TABLE, 0), {"partition_strategy": "hash"}, ValueError, r"'hash'; it must be one"),
+        ((TABLE, 0), {"partition_strategy": "hash"}, ValueError, r"'hash'\): wanted"),
         (
             ([TABLE, TABLE[:, :1]], 0),
             {},

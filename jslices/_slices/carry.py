@@ -9,7 +9,7 @@ from typing import Any, ParamSpec, TypeVar
 import jax
 import numpy as np
 
-from jslices._jax import is_staged
+from jslices._jax import is_staged, usual_promotion
 from jslices._slices.entries import Entries
 from jslices._typing import PyTree
 
@@ -65,7 +65,8 @@ def one_program(fun: Callable[P, R]) -> Callable[P, R]:
 
     Its arguments are pytrees of arrays and slices, those that must be keywords static. With
     anything else than arrays, or arrays on different devices, it runs as it is. An array
-    that it returns as it came is not copied.
+    that it returns as it came is not copied. Dtypes are promoted in JAX's usual way, though
+    the user's program may be strict.
     """
     signature = inspect.signature(fun)
 
@@ -75,6 +76,7 @@ def one_program(fun: Callable[P, R]) -> Callable[P, R]:
         result = carry_facts(fun(*carried(args), **dict(static)))
         return jax.tree.map(lambda x: numbers.get(id(x), x), result)
 
+    @usual_promotion
     @functools.wraps(fun)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
         bound = signature.bind(*args, **kwargs)

@@ -24,9 +24,12 @@ read::
 
     params, state = tx.flush(params, state)  # before saving or evaluating
 
+``js.optim.exact_step(loss, tx)`` is this step, which reads the ids from the program.
+
 ``ids`` must hold every row that gets a gradient in this step. An update of a row that has
 not caught up raises a ValueError that names the row, and under ``jit`` makes its parameters
-NaN, so that the loss shows it. Hyperparameters other than the learning rate must be numbers
+NaN, so that the loss shows it; a process that traces such steps and never catches up is
+warned. Hyperparameters other than the learning rate must be numbers
 known while tracing; where the learning rate is a number that changes (by
 ``optax.inject_hyperparams``, say), missed steps use the newest; a schedule is followed step
 by step. What Optax's combinators return has no ``catch_up``: use those of ``jslices.optim``

@@ -5,6 +5,7 @@ closed form (``catch_up``), and before parameters are saved or evaluated all row
 (``flush``).
 """
 
+import warnings
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -15,6 +16,7 @@ from jax import lax
 from jax.tree_util import Partial
 from jax.typing import ArrayLike
 
+from jslices._densify import current_user_line
 from jslices._jax import flatten
 from jslices._place.boundary import mesh_of, on_any_mesh, row_major_array
 from jslices._place.placement import placement_at_hand
@@ -37,6 +39,10 @@ CHUNK_ELEMENTS = 1 << 18
 
 #: The last step of a row that shall never move: it has missed nothing, ever.
 FROZEN = np.iinfo(np.int32).max
+
+
+#: Kinds of state of which some rows have caught up in this process, or a warning said so.
+_caught_up: set[type] = set()
 
 
 class Clock(NamedTuple):
@@ -84,13 +90,37 @@ def keeping_time(kernel: Kernel, rule: Rule, count: jax.Array, run: jax.Array) -
     return timed
 
 
+def note_catch_up(state_type: type) -> None:
+    """Note that the program knows of catching up, for :func:`warn_of_stale`."""
+    _caught_up.add(state_type)
+
+
+def warn_of_stale(state_type: type, grads: Sequence[Leaf]) -> None:
+    """Warn, once, of a traced step of rows in a process in which none has caught up.
+
+    Its rows become NaN when they are stepped after a step that they missed. By kind of
+    state, as ``optax.inject_hyperparams`` makes another optimizer in each step.
+    """
+    if state_type in _caught_up or not any(isinstance(g, IndexedSlices) for g in grads):
+        return
+    _caught_up.add(state_type)
+    line = current_user_line()
+    warnings.warn_explicit(
+        'a step of rows that must catch up (untouched="exact", or weight_decay_mode="all") '
+        "is traced, and no row has caught up before: a row that misses a step becomes NaN "
+        "in the next that reads it. Type step = jax.jit(js.optim.exact_step(loss, tx)), "
+        "or, before the gradient is taken, params, state = tx.catch_up(params, state, ids)",
+        UserWarning,
+        filename=line.file,
+        lineno=line.line,
+    )
+
+
 def refuse_stale(
     grads: Sequence[Leaf], last: Sequence[jax.Array], count: jax.Array
 ) -> None:
-    """Raise for rows that have not caught up, if no value is traced."""
+    """Raise for rows that have not caught up; no value may be traced."""
     tables = [(g, steps) for g, steps in zip(grads, last, strict=True) if g is not None]
-    if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((tables, count))):
-        return
     for (_, steps), (rows, late) in zip(tables, _late(tables, count), strict=True):
         if isinstance(late, jax.core.Tracer):  # all is known, but something is traced
             continue

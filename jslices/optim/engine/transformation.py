@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax.tree_util import PyTreeDef
 
 from jslices._arguments import check_array
-from jslices._jax import definitely, flatten
+from jslices._jax import definitely, flatten, usual_promotion
 from jslices._place.boundary import laid_out_as, on_any_mesh, shardings_of
 from jslices._place.hints import HINT_BYTES, hint_large_step, warn_of_columns
 from jslices._rows.access import room_for_distinct
@@ -75,6 +75,7 @@ class _RuleOnTrees:
         self.fields = self.names if rule.missed is None else (*self.names, "clock")
         self.state_shapes = functools.cache(_state_shapes)
 
+    @usual_promotion
     def init(self, params: Params) -> State:
         leaves, tree = flatten(params)
         rules = self._rules(params, tree)
@@ -101,6 +102,7 @@ class _RuleOnTrees:
         updates, state = run(grads, state, params)
         return carried(updates), state
 
+    @usual_promotion
     def _update(
         self, grads: Gradients, state: State, params: Params
     ) -> tuple[Gradients, State]:
@@ -154,15 +156,18 @@ class _RuleOnTrees:
     # --- rows that catch up ---------------------------------------------------------------
 
     def catch_up(self, params: Params, state: State, ids: PyTree) -> tuple[Params, State]:
+        exact.note_catch_up(self.state_type)
         self._check_shapes(params, state)
         advance = on_any_mesh(_shardings_of_params)(self._advance)
         return advance(params, state, exact.rows_behind(params, ids))
 
     def flush(self, params: Params, state: State) -> tuple[Params, State]:
+        exact.note_catch_up(self.state_type)
         self._check_shapes(params, state)
         every_row = [True] * len(flatten(params)[0])
         return on_any_mesh(_shardings_of_params)(self._advance)(params, state, every_row)
 
+    @usual_promotion
     def _advance(
         self, params: Params, state: State, behind: Sequence[IndexedSlices | bool]
     ) -> tuple[Params, State]:
@@ -194,10 +199,14 @@ class _RuleOnTrees:
         return params, self._with_arrays(state, tree, arrays)
 
     def check(self, grads: Gradients, state: State) -> None:
-        """Refuses a step of rows that are behind, where values are there to tell."""
+        """Refuses a step of rows that are behind; traced, warns where they must be."""
         check_state(state, self.state_type, self.fields)
         leaves, tree = flatten(grads, is_leaf=is_leaf)
-        exact.refuse_stale(leaves, arrays_of(state.clock, "last", tree), state.count)
+        last = arrays_of(state.clock, "last", tree)
+        if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((grads, state))):
+            exact.warn_of_stale(self.state_type, leaves)
+        else:
+            exact.refuse_stale(leaves, last, state.count)
 
     def _check_shapes(self, params: Params, state: State) -> None:
         check_state(state, self.state_type, self.fields)

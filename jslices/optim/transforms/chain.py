@@ -22,8 +22,8 @@ def chain(*transformations: Transformation) -> GradientTransformation:
     """Runs transformations in turn, each on what the one before it returned.
 
     As ``optax.chain``, which takes our transformations as well, but passes them no extra
-    arguments of ``update`` (the ``value`` of ``reduce_on_plateau``). This one also offers the
-    ``apply``, ``catch_up`` and ``flush`` of its last transformation, and plans.
+    arguments of ``update`` (the ``value`` of ``reduce_on_plateau``). This one does, and
+    offers the ``apply``, ``catch_up`` and ``flush`` of its last transformation, and plans.
 
     Args:
       transformations: of jslices or of Optax. An optimizer with ``untouched="exact"`` must

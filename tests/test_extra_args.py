@@ -1,0 +1,198 @@
+"""Extra arguments of `update`, strict dtypes, and exact steps that do not catch up."""
+
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from optimizers import FIRST, SCHEDULE, D, V, label, make
+
+import jslices as js
+
+PARAMS = {"table": jnp.ones((V, D)), "w": jnp.ones(4)}
+ROWS = js.IndexedSlices(jnp.ones((3, D)), jnp.array([5, 2, 5]), (V, D))
+GRADS = {"table": ROWS, "w": jnp.ones(4)}
+#: Which halves the rate where the value does not fall, and fails without ``value=``.
+PLATEAU = optax.contrib.reduce_on_plateau(0.5, patience=1, cooldown=0)
+SLOWER = js.from_optax(optax.chain(optax.sgd(0.5), PLATEAU))
+LABELS = {"table": "rows", "w": "dense"}
+
+
+@pytest.mark.parametrize(
+    "tx",
+    [
+        SLOWER,
+        js.optim.chain(js.optim.clip(9.0), js.sgd(0.5), js.from_optax(PLATEAU)),
+        js.optim.partition({"rows": SLOWER, "dense": optax.sgd(0.5)}, "rows"),
+        js.optim.partition({"rows": js.sgd(0.5), "dense": SLOWER}, LABELS),
+        js.optim.masked(SLOWER, {"table": False, "w": True}),
+        js.optim.multi_steps(SLOWER, 1, GRADS),
+        js.optim.freeze_rows(SLOWER, {"table": lambda rows: rows < 1, "w": None}),
+        js.optim.with_state_dtype(SLOWER, "float32"),
+    ],
+    ids=[
+        "from_optax",
+        "chain",
+        "prefix",
+        "partition",
+        "masked",
+        "multi",
+        "freeze",
+        "dtype",
+    ],
+)
+def test_the_value_of_the_loss_arrives(tx):
+    @jax.jit
+    def step(params, state, value):
+        return tx.apply(GRADS, state, params, value=value, other=None)
+
+    params, state = PARAMS, tx.init(PARAMS)
+    for _ in range(4):
+        params, state = step(params, state, 1.0)
+    assert params["w"][0] == 1 - 0.5 - 0.25 - 0.125 - 0.0625  # halved at each step
+    updates, _ = tx.update(GRADS, state, params, value=1.0, other=None)
+    assert js.is_slices(updates["table"])
+    with pytest.raises(TypeError, match="required keyword-only argument: 'value'"):
+        tx.update(GRADS, state, params)
+
+
+def test_extra_arguments_outside_of_jit():
+    for name, kwargs in [("sgd", {}), ("adam", {"untouched": "exact"}), ("lamb", {})]:
+        for rate in (0.1, SCHEDULE):
+            tx = make(js, name, rate, kwargs) if kwargs or rate == 0.1 else js.sgd(rate)
+            updates, _ = tx.update(
+                ROWS, tx.init(PARAMS["table"]), PARAMS["table"], value=1.0
+            )
+            assert js.is_slices(updates)
+
+
+def test_exact_steps_hand_the_loss_over():
+    tx = js.optim.chain(js.from_optax(PLATEAU), js.adam(0.1, untouched="exact"))
+    step = js.optim.exact_step(lambda params, ids: params[ids].sum(), tx)
+    _, state, value = step(PARAMS["table"], tx.init(PARAMS["table"]), jnp.array([1, 1]))
+    assert state[0].best_value == value == 6.0
+
+
+def test_extra_arguments_that_mirror_parameters_are_divided():
+    seen = {}
+
+    def update(grads, state, params=None, *, like, other):
+        seen.update(like=jax.tree.leaves(like), other=other)
+        return grads, state
+
+    link = js.GradientTransformation(lambda params: (), update)
+    for mask, count in ((True, 1), (False, 2)):
+        tx = js.optim.masked(
+            link, {"table": False, "w": True}, mask_compatible_extra_args=mask
+        )
+        for call in (tx.update, tx.apply):
+            call(GRADS, tx.init(PARAMS), PARAMS, like=PARAMS, other=7, more=0)
+            assert len(seen["like"]) == count and seen["other"] == 7
+
+
+@pytest.mark.parametrize("name, kwargs", FIRST, ids=label)
+def test_strict_promotion(name, kwargs):
+    """As Optax's own arithmetic is not: optax.adam fails."""
+    for untouched in ("lazy", "exact"):
+        if untouched == "exact" and name in ("ftrl", "lamb", "adafactor"):
+            continue
+        tx = make(js, name, 0.1, {**kwargs, "untouched": untouched})
+
+        def step(params, state, grads, tx=tx):
+            params, state = tx.catch_up(params, state, {"table": jnp.arange(2), "w": None})
+            return tx.flush(*tx.apply(grads, state, params))
+
+        with jax.numpy_dtype_promotion("strict"):
+            for dtype in ("float32", "bfloat16"):
+                cast = lambda tree: js.tree.map(lambda x: x.astype(dtype), tree)  # noqa: B023, E731
+                params, _ = jax.eval_shape(
+                    lambda: step(cast(PARAMS), tx.init(cast(PARAMS)), cast(GRADS))  # noqa: B023
+                )
+                assert params["table"].dtype == dtype
+
+
+def test_strict_promotion_around_an_optimizer():
+    table, adam = PARAMS["table"], js.adam(0.1)
+    with jax.numpy_dtype_promotion("strict"):
+        for link in (
+            js.optim.clip(1.0),
+            js.optim.clip_global_norm(1.0),
+            js.optim.clip_row_norms(1.0),
+            js.optim.clip_by_block_rms(1.0),
+            js.optim.combine_duplicates("sqrtn"),
+            js.optim.scale(lambda rows: jnp.where(rows < 2, 0.1, 1.0)),
+        ):
+            for grads in (ROWS, table):
+                jax.eval_shape(lambda g, tx=link: tx.update(g, ()), grads)
+        for tx in (
+            js.optim.multi_steps(adam, 2, ROWS),
+            js.optim.freeze_rows(adam, lambda rows: rows < 2),
+            js.optim.with_state_dtype(adam, "bfloat16"),
+            js.optim.partition({"rows": adam}, "rows"),
+            js.from_optax(optax.rmsprop(0.1)),
+        ):
+            jax.eval_shape(lambda t, tx=tx: tx.apply(ROWS, tx.init(t), t), table)
+        jax.eval_shape(lambda: js.accumulate_gradients(lambda i: ROWS, jnp.arange(3)))
+        js.sgd(0.1).apply(ROWS, js.sgd(0.1).init(table), table)  # without jit
+
+
+# --- Steps of rows that did not catch up ------------------------------------------------
+
+PROGRAMS = """
+import warnings, jax, jax.numpy as jnp, optax, jslices as js
+
+params = {"table": jnp.ones((6, 2)), "w": jnp.ones(2)}
+loss = lambda p, ids: ((p["table"][ids] @ p["w"]) ** 2).sum()
+
+def texts(tx, step):
+    p, state = params, tx.init(params)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for i in range(3):
+            p, state = step(p, state, jnp.array([i % 2]))
+    lines = {(w.filename, "exact_step(loss, tx)" in str(w.message)) for w in caught}
+    print(len(caught), lines, bool(jnp.isfinite(p["table"]).all()))
+
+def naive(tx):
+    return jax.jit(lambda p, s, ids: tx.apply(js.grad(loss)(p, ids), s, p))
+
+def dense(tx):
+    return jax.jit(lambda p, s, ids: tx.apply(jax.grad(loss)(p, ids), s, p))
+
+def by_hand(tx):
+    @jax.jit
+    def step(p, s, ids):
+        p, s = tx.catch_up(p, s, {"table": ids, "w": None})
+        return tx.apply(js.grad(loss)(p, ids), s, p)
+    return step
+
+def exact(tx):
+    step = jax.jit(js.optim.exact_step(loss, tx))
+    return lambda *args: step(*args)[:2]
+
+def flushing(tx):
+    flush, step = jax.jit(tx.flush), naive(tx)
+    return lambda p, s, ids: step(*flush(p, s), ids)
+
+make = dict(untouched="exact")
+texts(js.sgd(0.1, momentum=0.9, **make), dense(js.sgd(0.1, momentum=0.9, **make)))
+texts(js.rmsprop(0.1, **make), by_hand(js.rmsprop(0.1, **make)))
+texts(js.lion(0.1, **make), exact(js.lion(0.1, **make)))
+texts(js.amsgrad(0.1, **make), flushing(js.amsgrad(0.1, **make)))
+tx = js.optim.chain(js.optim.clip(1.0), js.adam(0.1, **make))
+texts(tx, naive(tx))
+tx = js.sgd(0.1, momentum=0.9, **make)
+tx = js.optim.partition({"table": tx, "w": js.sgd(0.1)}, {"table": "table", "w": "w"})
+texts(tx, naive(tx))
+"""
+
+
+def test_steps_that_do_not_catch_up_are_warned_of():
+    run = [sys.executable, "-c", PROGRAMS]
+    done = subprocess.run(run, capture_output=True, text=True)
+    assert not done.stderr or "Traceback" not in done.stderr, done.stderr
+    *right, chain, parts = done.stdout.splitlines()
+    assert right == ["0 set() True"] * 4
+    assert chain == parts == "1 {('<string>', True)} False"
