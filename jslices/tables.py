@@ -316,7 +316,11 @@ class StackedTables:
             )
         if isinstance(combiner, Mapping):
             return self._lookup_by_combiner(stacked, sp_ids, weights, combiner, mode)
-        bags = {n: as_bags(x, weights.get(n), None, caller) for n, x in sp_ids.items()}
+        heights = dict(zip(self.names, self.sizes, strict=True))
+        bags = {
+            n: as_bags(x, weights.get(n), None, caller, heights[n])
+            for n, x in sp_ids.items()
+        }
         ends = np.cumsum([bag.num_bags for bag in bags.values()]).tolist()
         rows, segments, parts = [], [], []
         for (name, bag), end in zip(bags.items(), ends, strict=True):
@@ -346,7 +350,8 @@ class StackedTables:
         combiners: Mapping[str, str],
         mode: str,
     ) -> dict[str, jax.Array]:
-        if combiners.keys() != sp_ids.keys():
+        self._check_names(combiners, "lookup_sparse(combiner=...)")
+        if not sp_ids.keys() <= combiners.keys():
             raise InvalidArgumentError(
                 f"lookup_sparse got combiners for {list(combiners)}, and bags for "
                 f"{list(sp_ids)}; give one for each, or one string for all"
@@ -424,10 +429,12 @@ class StackedTables:
         return jnp.where(inside, row + first, missing.astype(row.dtype))
 
     def _check_stacked(self, stacked: jax.Array, caller: str) -> None:
-        if jnp.shape(stacked)[:1] != (self.num_rows,):
+        shape = getattr(stacked, "shape", None)
+        if shape is None or shape[:1] != (self.num_rows,):
             raise InvalidArgumentError(
                 f"{caller} wants the array of all tables, of {self.num_rows} rows, got "
-                f"{jnp.shape(stacked)}; tables.stack(arrays) makes it"
+                f"{type(stacked).__name__ if shape is None else shape}; "
+                "tables.stack(arrays) makes it"
             )
 
     def _check_by_name(self, values: object, caller: str, what: str) -> None:

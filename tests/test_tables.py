@@ -105,6 +105,11 @@ def bags(kind):
     return {"shop": ragged, "user": padded["user"], "item": segments}
 
 
+def test_tables_by_name_are_not_stacked():
+    with pytest.raises(ValueError, match=r"wants the array .* got dict; tables.stack\(arr"):
+        TABLES.lookup(PARTS, {"user": [1]})
+
+
 def test_combiners_are_of_all_tables_or_one_for_each():
     with pytest.raises(
         ValueError, match=r"combiners for \['user'\], and bags for \['item'"

@@ -109,8 +109,7 @@ def embedding_lookup_sparse(
         mask: ArrayLike | None,
     ) -> jax.Array:
         tables = _float_tables(params, caller)
-        _refuse_features(sp_ids, sum(map(len, tables)), caller)
-        bags = as_bags(sp_ids, sp_weights, mask, caller)
+        bags = as_bags(sp_ids, sp_weights, mask, caller, sum(map(len, tables)))
         rows = read_rows(
             tables,
             bags.ids,
@@ -184,8 +183,7 @@ def safe_embedding_lookup_sparse(
         mask: ArrayLike | None,
     ) -> jax.Array:
         tables = _float_tables(params, caller)
-        _refuse_features(sp_ids, sum(map(len, tables)), caller)
-        bags = as_bags(sp_ids, sp_weights, mask, caller)
+        bags = as_bags(sp_ids, sp_weights, mask, caller, sum(map(len, tables)))
         good = bags.ids >= 0
         if bags.weights is not None and combiner != "sum":
             good &= bags.weights > 0
@@ -246,13 +244,18 @@ class Bags(NamedTuple):
 
 
 def as_bags(
-    sp_ids: BagsOfIds, sp_weights: ArrayLike | None, mask: ArrayLike | None, caller: str
+    sp_ids: BagsOfIds,
+    sp_weights: ArrayLike | None,
+    mask: ArrayLike | None,
+    caller: str,
+    num_rows: int,
 ) -> Bags:
-    """Ids in any form, with or without weights, as :class:`Bags`."""
+    """Ids in any form of a table of so many rows, with or without weights."""
     if isinstance(sp_ids, tuple) and mask is not None:
         raise ValueError(f"{caller}: mask= goes with an array [*B, L] of ids, not a tuple")
     padded = False
     _check_form(sp_ids, caller)
+    _refuse_features(sp_ids, num_rows, caller)
     if _is_bcoo(sp_ids):
         ids, segments, shape, original = _from_bcoo(sp_ids, caller)
     elif not isinstance(sp_ids, tuple):
