@@ -338,7 +338,7 @@ def test_what_a_handle_is_not(use):
     ("load", r"use assign\(value\) in the function, variables.replace\("),
     ("initializer", r"model.init\(key, ...\) makes all .*initialize_variables\(\[name\]"),
     ("initial_value", r"use initialized_value\(\)"),
-    ("graph", r"the function given to tf.transform takes its place"),
+    ("graph", r"the function given to tf.transform takes the place"),
 ])  # fmt: skip
 def test_what_a_handle_lacks_is_said_of_the_handle(name, instead):
     def model():

@@ -11,7 +11,7 @@ _SESSION = (
 )
 _GRAPH = "the function given to tf.transform takes the place of a graph"
 
-_INSTEAD = {
+INSTEAD = {
     "GradientTape": _GRADIENT,
     "gradients": _GRADIENT,
     "Session": _SESSION,
@@ -19,6 +19,11 @@ _INSTEAD = {
     "Graph": _GRAPH,
     "get_default_graph": _GRAPH,
     "reset_default_graph": _GRAPH,
+    "graph": _GRAPH,
+    "initial_value": "use initialized_value()",
+    "initializer": "model.init(key, ...) makes all initial values, and "
+    "tf.initialize_variables([name], variables=variables, key=key) one of them",
+    "load": "use assign(value) in the function, variables.replace({name: value}) outside",
     "placeholder": "make it an argument of the function given to tf.transform",
     "function": "jax.jit",
     "keras": "jslices.keras gives the layers of Keras 3 row gradients",
@@ -45,7 +50,6 @@ _INSTEAD = {
     "import_meta_graph": "there is no graph to load; restore the variables",
 }
 
-
 _OPTIMIZERS = {
     "Adadelta": "adadelta(rate)",
     "Adagrad": "adagrad(rate)",
@@ -56,7 +60,7 @@ _OPTIMIZERS = {
     "ProximalAdagrad": "proximal_adagrad(rate)",
     "RMSProp": "rmsprop(rate)",
 }
-_INSTEAD |= {f"{name}Optimizer": f"jslices.{call}" for name, call in _OPTIMIZERS.items()}
+INSTEAD |= {f"{name}Optimizer": f"jslices.{call}" for name, call in _OPTIMIZERS.items()}
 
 #: Keywords that change nothing as long as they have TensorFlow's default, and advice.
 _KEYWORDS = {
@@ -87,5 +91,8 @@ def check_defaults(caller: str, theirs: Mapping[str, object]) -> None:
 
 def missing(module: str, name: str) -> AttributeError:
     """The error for a name of TensorFlow that ``module`` has not, saying what to type."""
-    advice = _INSTEAD.get(name, "jax.numpy, jax.nn and jax.lax have what is not here")
+    others = "jax.numpy, jax.nn and jax.lax have what is not here"
+    if name.endswith("Optimizer"):
+        others = "help(jslices.optim) lists the optimizers"
+    advice = INSTEAD.get(name, others)
     return AttributeError(f"{module} has no {name!r}: {advice}", name=name)

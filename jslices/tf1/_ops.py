@@ -76,9 +76,6 @@ def convert_to_tensor_or_indexed_slices(
 ) -> jax.Array | IndexedSlices:
     """Convert as :func:`convert_to_tensor` does, but return IndexedSlices themselves.
 
-    Raises:
-      ValueError, TypeError: as :func:`convert_to_tensor`.
-
     Example:
       >>> import jax.numpy as jnp, jslices.tf1 as tf
       >>> slices = tf.IndexedSlices(jnp.array([1.0, 2.0]), jnp.array([3, 0]))
@@ -135,23 +132,10 @@ def gather(
 ) -> jax.Array:
     """``params[indices]``, along the first axis or another one.
 
-    Along the first axis this is :func:`jslices.embedding_lookup`, so the gradient of
-    ``params`` is IndexedSlices, in which duplicates add.
-
-    Args:
-      indices: ``[*B]`` integers. One that is out of range reads NaN (the smallest integer
-        in an integer array) and has no gradient; negative ones do not wrap.
-      validate_indices: ignored, as in TensorFlow.
-      axis: known before tracing.
-
-    Returns:
-      ``[*B, *D]``; ``[..., *B, ...]`` with ``*B`` in the place of another ``axis``.
-
-    Raises:
-      TypeError: if ``indices`` are not integers.
-      ValueError: if ``params`` is a scalar or has no such axis.
-
-    Cost: reads the elements of the result.
+    Along the first axis this is :func:`jslices.embedding_lookup`, errors included, so the
+    gradient of ``params`` is IndexedSlices. Along another ``axis``, known before tracing,
+    it gives ``[..., *B, ...]`` for ``indices`` ``[*B]``, which mean the same; the gradient
+    is dense. ``validate_indices`` is ignored, as in TensorFlow.
 
     Example:
       >>> import jax.numpy as jnp, jslices as js, jslices.tf1 as tf

@@ -39,20 +39,11 @@ from jslices.tf1._arrays import (
     plain,
 )
 from jslices.tf1._draws import LazyValue
-from jslices.tf1._instead import check_defaults
+from jslices.tf1._instead import INSTEAD, check_defaults, missing
 from jslices.tf1._names import bare_name
 from jslices.tf1._run import CopyCell, LiveCell, Request, Run, create, current_run
 from jslices.tf1._state import VariableInfo
 from jslices.tf1.dtypes import DType
-
-#: What belongs to a graph and its sessions, and what there is instead.
-_INSTEAD = {
-    "graph": "the function given to tf.transform takes its place",
-    "initial_value": "use initialized_value()",
-    "initializer": "model.init(key, ...) makes all initial values, and "
-    "tf.initialize_variables([name], variables=variables, key=key) one of them",
-    "load": "use assign(value) in the function, variables.replace({name: value}) outside",
-}
 
 
 class Variable(ArrayOperators):
@@ -173,8 +164,8 @@ class Variable(ArrayOperators):
         return self.info.trainable
 
     def __getattr__(self, name: str) -> Any:
-        if name in _INSTEAD:
-            raise AttributeError(f"a Variable has no {name!r}: {_INSTEAD[name]}")
+        if name in INSTEAD:
+            raise missing("a Variable", name)
         return super().__getattr__(name)
 
     def __repr__(self) -> str:
@@ -214,13 +205,9 @@ class Variable(ArrayOperators):
         return self._cell.read_or_initial()
 
     def sparse_read(self, indices: ArrayLike, name: str | None = None) -> Array:
-        """The rows ``v[indices]``, by :func:`jslices.embedding_lookup`.
+        """The rows ``v[indices]`` by :func:`jslices.embedding_lookup`, errors included.
 
-        ``indices``: integers ``[*B]``; one that is out of range reads NaN (TensorFlow
-        raises). The gradient of the variable is then IndexedSlices.
-
-        Raises:
-          TypeError: if ``indices`` are not integers.
+        An index that is out of range reads NaN; TensorFlow raises.
         """
         with jax.named_scope(name or "sparse_read"):
             return embedding_lookup(self.value(), plain(indices))
@@ -424,13 +411,9 @@ class Variable(ArrayOperators):
     ) -> Array:
         """Add to elements or slices: ``v[tuple(indices[k])] += updates[k]``.
 
-        As in the other ``scatter_nd`` methods: ``indices`` are integers ``[*B, d]``,
-        ``updates`` is ``[*B, *v.shape[d:]]`` of the variable's dtype or one number. It is
-        :func:`jslices.scatter_nd_add`: duplicates accumulate, coordinates out of range
-        are dropped (TensorFlow raises), and the new value is returned.
-
-        Raises:
-          TypeError, ValueError: for shapes or dtypes that do not fit, naming the variable.
+        As the other ``scatter_nd`` methods it is the function of this name,
+        :func:`jslices.scatter_nd_add`, whose errors name the variable; the new value is
+        returned.
         """
         return self._apply("scatter_nd_add", scatter_nd_add, indices, updates)
 
@@ -458,13 +441,8 @@ class Variable(ArrayOperators):
         """Replace rows in every example: ``v[b, indices[b, k]] = updates[b, k]``.
 
         ``sparse_delta``: IndexedSlices, for which this is ``scatter_update``; or, since
-        they have one axis of indices here, a pair ``(indices, updates)`` of ``[*B, K]``
-        and ``[*B, K, *D]`` for a variable ``[*B, V, *D]``, the arguments of
-        :func:`jslices.batch_scatter_update`.
-
-        Raises:
-          ValueError: for anything else, or shapes that do not fit.
-          TypeError: for another dtype.
+        they have one axis of indices here, the pair ``(indices, updates)`` that
+        :func:`jslices.batch_scatter_update` takes, whose errors name the variable.
         """
         what = "batch_scatter_update"
         if isinstance(sparse_delta, tuple) and len(sparse_delta) == 2:

@@ -155,11 +155,7 @@ def sampled_softmax_loss(
 ) -> jax.Array:
     """Softmax cross entropy over some classes: :func:`jslices.sampled_softmax_loss`.
 
-    With ``seed``, or with a JAX ``key``, classes are drawn here. Returns ``[B]``.
-
-    Raises:
-      ValueError: without ``sampled_values``, ``key`` and ``seed``, or for shapes that do
-        not fit.
+    Without ``sampled_values`` classes are drawn here, with ``seed`` or a JAX ``key``.
 
     Example:
       >>> import jax, jax.numpy as jnp, jslices.tf1 as tf
@@ -223,12 +219,8 @@ def log_uniform_candidate_sampler(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Draw classes, low numbers more often: :func:`jslices.log_uniform_candidate_sampler`.
 
-    ``seed`` draws the same classes in every call. Returns the named tuple
-    ``(sampled_candidates, true_expected_count, sampled_expected_count)``.
-
-    Raises:
-      ValueError: without ``key`` and ``seed``, for ``true_classes`` of a shape other than
-        ``[B, num_true]``, or for more distinct classes than there are.
+    ``seed`` draws the same classes in every call; it or ``key`` is needed, and
+    ``true_classes`` are ``[B, num_true]``: a ValueError otherwise.
 
     Example:
       >>> import jslices.tf1 as tf
