@@ -213,6 +213,7 @@ while True:
 """
 
 
+@pytest.mark.slow
 def test_a_killed_process_takes_nothing_and_applies_wholly_or_not_at_all(served):
     server, sums, means = served
     worker = Worker()

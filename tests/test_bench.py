@@ -42,6 +42,7 @@ def number(text):
     return float(text.replace(",", ""))
 
 
+@pytest.mark.slow
 def test_all_figures(bench):
     code, out, err = bench(*TINY, "--steps", "23")
     assert code == 0, err

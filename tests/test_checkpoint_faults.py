@@ -34,17 +34,11 @@ def assert_holds(path, variables):
         np.testing.assert_array_equal(restored[name], value)
 
 
-KILLS = [
-    ("steps+shards", 5),
-    ("deltas", 20),
-    pytest.param("steps", 200, marks=pytest.mark.slow),
-    pytest.param("shards", 60, marks=pytest.mark.slow),
-    pytest.param("deltas", 200, marks=pytest.mark.slow),
-    pytest.param("steps+shards", 30, marks=pytest.mark.slow),
-]
-
-
-@pytest.mark.parametrize(("kind", "kills"), KILLS)
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "kills"),
+    [("steps", 200), ("shards", 60), ("deltas", 200), ("steps+shards", 30)],
+)
 def test_killed_processes(kind, kills, tmp_path):
     command = [sys.executable, TESTS / "kill_savers.py", tmp_path, kind, str(kills)]
     path = os.pathsep.join([str(TESTS.parent), *sys.path])
@@ -149,6 +143,7 @@ def tiny_disk(tmp_path):
     subprocess.run(["umount", tmp_path], check=True)
 
 
+@pytest.mark.slow
 def test_a_process_is_killed_on_a_disk_that_is_nearly_full(tiny_disk):
     command = [sys.executable, "-c", KILLED, tiny_disk]
     path = os.pathsep.join([str(TESTS.parent), *sys.path])

@@ -81,10 +81,11 @@ def test_the_average_is_that_of_all_rows():
     step = dlrm.make_step(tables, tx, 0.8)
     draw = dlrm.synthetic(tables, 0)
     average = jax.tree.map(jnp.copy, run.params)
+    decayed = jax.jit(lambda a, b: jax.tree.map(lambda x, y: 0.8 * x + 0.2 * y, a, b))
     for number in range(4):
         clicks = jax.tree.map(lambda x: x[None], draw(3, number))
         run, _ = step(run, clicks)
-        average = jax.tree.map(lambda a, p: 0.8 * a + 0.2 * p, average, run.params)
+        average = decayed(average, run.params)
     assert (run.last < 4).any()
     assert_close(dlrm.averaged(run, 0.8), average, rtol=1e-5)
 

@@ -110,6 +110,7 @@ def hints(how, **environment):
 
 
 @glibc
+@pytest.mark.slow
 def test_a_large_step_without_kept_memory_is_told_once():
     said = hints("default")
     assert "hints 0 1 0" in said

@@ -411,6 +411,7 @@ def test_a_state_that_is_not_floating_is_refused():
 # --- Learning ---------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_word_vectors_learn_as_in_float32():
     topics, size, steps = 10, 20, 600
     rng = np.random.default_rng(0)

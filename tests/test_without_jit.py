@@ -99,7 +99,8 @@ LOSSES = [
 @pytest.mark.parametrize(
     "loss",
     slow_unless(
-        [(loss,) for loss in LOSSES], lambda case: case[0] not in (jitted, out_of_a_call)
+        [(loss,) for loss in LOSSES],
+        lambda case: case[0] in (in_a_view, branched, looked_up_twice),
     ),
     ids=lambda loss: loss.__name__,
 )
