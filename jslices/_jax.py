@@ -7,19 +7,28 @@ Tested on jax 0.10.2 and 0.12. What moved so far: sub-programs are ``ClosedJaxpr
 """
 
 import itertools
-import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import CodeType, FrameType
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import jax
 import jax.extend.core.primitives
 import numpy as np
 from jax import lax
-from jax._src import hijax, pjit, source_info_util, xla_bridge
+from jax._src import hijax, pjit, source_info_util, tree_util, xla_bridge
+from jax._src.interpreters import pxla
+from jax._src.random import prng
+from jax._src.random.prng import PRNGKeyArray as KeyArray
 from jax.export import is_symbolic_dim
-from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Primitive
+from jax.extend.core import (
+    ClosedJaxpr,
+    Jaxpr,
+    Literal,
+    Primitive,
+    get_opaque_trace_state,
+)
+from jax.extend.random import define_prng_impl
 from jax.interpreters import ad, batching, mlir
 from jax.interpreters import partial_eval as pe
 from jaxlib.mlir.dialects import sdy
@@ -39,7 +48,7 @@ Atom = Any  # a variable or a literal
 #: The classes of sub-programs.
 PROGRAMS = (Jaxpr, ClosedJaxpr)
 
-__all__ = ["Literal"]
+__all__ = ["KeyArray", "Literal"]
 
 #: To write into a bfloat16 array, XLA:CPU of these releases makes all of it float32 and
 #: back: better once a step than once a chunk. (jax 0.10.2 does, 0.12 does not.)
@@ -90,6 +99,50 @@ PRIMITIVES: dict[str, Primitive] = {
 def is_staged() -> bool:
     """Whether a program is being traced, so that nothing runs yet."""
     return isinstance(jax.numpy.zeros(()), jax.core.Tracer)
+
+
+def trace_state() -> object:
+    """What is being traced: equal as long as it is the same, or nothing, in eager mode."""
+    return get_opaque_trace_state()
+
+
+def define_keys(name: str, tag: str, words: int) -> tuple[Any, Any]:
+    """A kind of random keys without randomness, and its dtype, which prints as ``tag``.
+
+    Each is ``words`` of uint32. ``jax.random.key_impl``, and so Orbax, gives its name.
+    """
+
+    def refuse(*_: object) -> NoReturn:
+        raise TypeError(f"these are {tag}")
+
+    options = {"seed": refuse, "split": refuse, "random_bits": refuse, "fold_in": refuse}
+    spec = define_prng_impl(key_shape=(words,), **options, name=name, tag=tag)
+    impl = spec._impl  # type: ignore[attr-defined]
+    prng.register_prng(impl)
+    return spec, prng.KeyTy(impl)
+
+
+def key_parts(keys: KeyArray) -> tuple[Any, Any]:
+    """The kind of an array of random keys, and the integers that it stands on."""
+    return keys._impl, keys._base_array
+
+
+def register_key_arrays(
+    kind: type[KeyArray], on_host: Callable[[Any, np.ndarray], np.ndarray]
+) -> None:
+    """Make a class of random keys one that compiled programs take without delay.
+
+    ``on_host(impl, integers)`` is what ``jax.device_get`` returns for them.
+    """
+
+    def unflatten(impl: Any, children: Sequence[Any]) -> Any:
+        (base,) = children
+        return on_host(impl, base) if isinstance(base, np.ndarray) else kind(impl, base)
+
+    tree_util.dispatch_registry.register_node(
+        kind, lambda x: ((x._base_array,), x._impl), unflatten
+    )
+    pxla.shard_arg_handlers[kind] = pxla.shard_arg_handlers[KeyArray]
 
 
 def constants(program: Program) -> Sequence[Any]:
@@ -375,36 +428,21 @@ def called_by_any_jax_operator() -> bool:
     return name.startswith("_operator_") or name == "deferring_binary_op"
 
 
-# To a function that maps over trees slices are a node with two children. It calls nothing
-# of ours but ``tree_flatten``, so it is there that slices say what to type instead. The
-# names are those of JAX 0.10 and 0.12 and of Optax 0.2; should they change, JAX's own error
-# comes back, and tests fail.
-_NORMS = frozenset({"tree_norm", "tree_l2_norm", "global_norm"})
-_OPTAX = f"{os.sep}optax{os.sep}"
+# Where two trees differ JAX's error says nothing of slices. It calls nothing of ours but
+# ``tree_flatten``, so it is there that slices say what to type instead. The name is that of
+# JAX 0.10 and 0.12; should it change, JAX's own error comes back, and tests fail.
 
 
-def refuse_misuse(slices: Any) -> None:
-    """Raise in callers of ``slices.tree_flatten`` that see slices as two arrays.
+def refuse_other_tree(slices: Any) -> None:
+    """Raise in ``slices.tree_flatten`` if JAX is about to say that another tree differs.
 
     Raises:
-      ValueError: where JAX is about to say that another tree has an array in their place.
-      TypeError: in a norm of Optax, which counts row numbers without any error.
+      ValueError: where that has an array in place of the slices.
     """
     frame: FrameType | None = sys._getframe(2)  # JAX's tree_flatten, then who called it
-    for distance in range(5):
-        if frame is None:
-            return
-        name = frame.f_code.co_name
-        if name == "_prefix_error" and distance == 1:
-            _refuse_other_tree(slices, frame.f_locals)
-        elif name in _NORMS and _OPTAX in frame.f_code.co_filename:
-            raise TypeError(
-                "Optax's norms count the row numbers of IndexedSlices; type "
-                "jslices.global_norm(grads) for optax.tree.norm, "
-                "jslices.optim.clip_global_norm for optax.clip_by_global_norm, and "
-                "jslices.from_optax(tx) for any other transformation"
-            )
-        frame = frame.f_back
+    frame = frame and frame.f_back
+    if frame is not None and frame.f_code.co_name == "_prefix_error":
+        _refuse_other_tree(slices, frame.f_locals)
 
 
 def _refuse_other_tree(slices: Any, variables: Mapping[str, Any]) -> None:
@@ -416,8 +454,9 @@ def _refuse_other_tree(slices: Any, variables: Mapping[str, Any]) -> None:
     instead = "an array" if hasattr(other, "shape") else f"a {type(other).__name__}"
     raise ValueError(
         f"different types at key path {path or '[]'}: IndexedSlices, where another tree "
-        f"has {instead}. Functions that map over gradients take slices for two arrays; "
-        "type jslices.apply_updates for eqx.apply_updates, "
+        f"has {instead}; "
+        "type jslices.adam for optax.adam (and so on), "
+        "jslices.apply_updates for eqx.apply_updates, "
         "jslices.optim.partition and masked for those of Optax with a function, "
         "jslices.optim.multi_steps for optax.MultiSteps, jslices.tree.map for "
         "jax.tree.map, and jslices.from_optax(tx) for any other transformation"

@@ -106,20 +106,16 @@ def test_exact_with_an_injected_learning_rate():
 
 @pytest.mark.parametrize(
     "tx",
-    [optax.chain(optax.clip(0.5), ADAM), optax.chain(optax.scale(2.0), ADAM)],
-    ids=["clip", "scale"],
+    [
+        optax.chain(optax.clip(0.5), ADAM),
+        optax.chain(optax.scale(2.0), ADAM),
+        optax.chain(ADAM, optax.scale(0.5)),
+    ],
+    ids=["clip", "scale", "scale after"],
 )
 def test_what_changes_the_indices_is_refused(tx):
-    with pytest.raises(TypeError, match=r"not row numbers any more.*jslices.from_optax"):
+    with pytest.raises(TypeError, match=r"row numbers.*jslices.from_optax"):
         tx.update(grads_of(0), tx.init(PARAMS), PARAMS)
-
-
-def test_updates_scaled_by_optax_are_refused():
-    tx = optax.chain(ADAM, optax.scale(0.5))
-    updates, _ = tx.update(grads_of(0), tx.init(PARAMS), PARAMS)
-    for apply in (js.apply_updates, optax.apply_updates):
-        with pytest.raises(TypeError, match="not row numbers any more"):
-            apply(PARAMS, updates)
 
 
 def test_multi_steps_takes_dense_gradients_only():
@@ -181,7 +177,8 @@ def test_functions_that_map_over_two_trees_say_what_to_type(name, jit):
     with pytest.raises(ValueError, match=r"key path .'table'.: IndexedSlices") as caught:
         call(grads_of(0))
     instead = (
-        "jslices.apply_updates for eqx.apply_updates, jslices.optim.partition and masked "
+        "type jslices.adam for optax.adam (and so on), jslices.apply_updates for "
+        "eqx.apply_updates, jslices.optim.partition and masked "
         "for those of Optax with a function, jslices.optim.multi_steps for "
     )
     assert instead in str(caught.value)
@@ -206,10 +203,7 @@ def test_other_trees_that_differ_have_the_error_of_jax():
     ],
 )
 def test_norms_of_optax_are_refused(call):
-    message = (
-        r"count the row numbers.*jslices.global_norm\(grads\) for optax.tree.norm, "
-        "jslices.optim.clip_global_norm for optax.clip_by_global_norm"
-    )
+    message = "row numbers of IndexedSlices.*jslices.global_norm for a norm"
     for f in (call, jax.jit(call)):
         with pytest.raises(TypeError, match=message):
             f(grads_of(0))

@@ -213,7 +213,7 @@ def test_vmapped_slices_keep_the_shape_of_one_example(slices):
 
 
 def test_indices_changed_by_a_foreign_tree_map_are_refused(slices):
-    scaled = jax.tree.map(lambda x: x * 0.5, slices)
+    scaled = jax.tree.map(lambda x: jnp.zeros(x.shape), slices)
     for use in (
         lambda: scaled.to_dense(),
         lambda: scaled.coalesce(),

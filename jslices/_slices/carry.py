@@ -80,13 +80,15 @@ def one_program(fun: Callable[P, R]) -> Callable[P, R]:
     @functools.wraps(fun)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
         bound = signature.bind(*args, **kwargs)
-        if is_staged() or not _are_of_one_program(bound.args):
+        if is_staged():
             return fun(*args, **kwargs)
-        args = carry_facts(bound.args)
-        arrays = jax.tree.leaves(args)
+        carriers = carry_facts(bound.args)
+        arrays = jax.tree.leaves(carriers)
+        if not _are_of_one_program(arrays):
+            return fun(*args, **kwargs)
         result = jax.tree.map(
             lambda x: arrays[x.number] if isinstance(x, _Argument) else x,
-            program(tuple(bound.kwargs.items()), args),
+            program(tuple(bound.kwargs.items()), carriers),
             is_leaf=lambda x: isinstance(x, _Argument),
         )
         return carried(result)
@@ -102,9 +104,9 @@ class _Argument:
     number: int
 
 
-def _are_of_one_program(args: PyTree) -> bool:
+def _are_of_one_program(arrays: Sequence[Any]) -> bool:
     devices: set[tuple[jax.Device, ...]] = set()
-    for x in jax.tree.leaves(args):
+    for x in arrays:
         if isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer):
             if x.committed:
                 devices.add(_devices_in_order(x.sharding))

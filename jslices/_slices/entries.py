@@ -9,9 +9,10 @@ import jax
 import numpy as np
 
 from jslices._densify import human_bytes
-from jslices._jax import refuse_misuse
+from jslices._jax import refuse_other_tree, trace_state
 from jslices._place.boundary import mesh_of
 from jslices._place.placement import Placement
+from jslices._slices.opaque import is_sealed, opened, sealed
 from jslices._typing import Aval
 
 
@@ -49,19 +50,19 @@ class _Static(NamedTuple):
     placement: Placement | None = None
 
 
-@dataclasses.dataclass(frozen=True, eq=False, repr=False, init=False)
 class Entries:
     """Slices without arithmetic: rows ``values``, their numbers, and facts about them.
 
-    What compiles or places slices needs no more of them.
+    What compiles or places slices needs no more of them. Row numbers are integers, but
+    sealed as leaves of a pytree; either form is made of the other when asked for.
     """
 
     values: jax.Array
-    indices: jax.Array
     dense_shape: tuple[int, ...] | None
-
-    # No field: nobody passes it, and each way of making slices says what is known of them.
-    facts = NO_FACTS
+    facts: Facts
+    _indices: Any  # None as long as nobody asked what the leaf holds
+    _leaf: Any  # None as long as nobody took the slices apart
+    _trace: object  # in which these slices were made
 
     @classmethod
     def of(
@@ -77,26 +78,63 @@ class Entries:
         return new
 
     def _set(
-        self, values: Any, indices: Any, shape: tuple[int, ...] | None, facts: Facts
+        self,
+        values: Any,
+        indices: Any,
+        shape: tuple[int, ...] | None,
+        facts: Facts,
+        leaf: Any = None,
     ) -> None:
-        for name, part in zip(
-            ("values", "indices", "dense_shape", "facts"),
-            (values, indices, shape, facts),
-            strict=True,
-        ):
-            object.__setattr__(self, name, part)
+        vars(self).update(
+            values=values,
+            dense_shape=shape,
+            facts=facts,
+            _indices=indices,
+            _leaf=leaf,
+            _trace=trace_state(),
+        )
+
+    def __setattr__(self, name: str, value: object = None) -> None:
+        raise dataclasses.FrozenInstanceError(
+            f"cannot assign to {name!r}: IndexedSlices do not change; type "
+            "slices.with_values(values) or IndexedSlices(values, indices, dense_shape)"
+        )
+
+    def __delattr__(self, name: str) -> None:
+        self.__setattr__(name)
+
+    def __reduce__(self) -> Any:
+        return type(self).of, (self.values, self.indices, self.dense_shape, self.facts)
+
+    @property
+    def indices(self) -> jax.Array:
+        """``[K]``, the row numbers."""
+        if self._indices is not None:
+            return self._indices  # type: ignore[no-any-return]
+        return self._remember(_indices=opened(self._leaf))  # type: ignore[no-any-return]
+
+    def _remember(self, **form: Any) -> Any:
+        """Keeps a form of the row numbers, unless it belongs to a trace within."""
+        if self._trace == trace_state():
+            vars(self).update(form)
+        (numbers,) = form.values()
+        return numbers
 
     # --- pytree -------------------------------------------------------------------
 
     def tree_flatten_with_keys(self) -> tuple[Any, _Static]:
+        (values, leaf), static = self._children()
         key = jax.tree_util.GetAttrKey
-        children = ((key("values"), self.values), (key("indices"), self.indices))
-        return children, _Static(self.dense_shape, self.facts.placement)
+        return ((key("values"), values), (key("indices"), leaf)), static
 
     def tree_flatten(self) -> tuple[Any, _Static]:
-        refuse_misuse(self)
+        refuse_other_tree(self)
+        return self._children()
+
+    def _children(self) -> tuple[tuple[Any, Any], _Static]:
         static = _Static(self.dense_shape, self.facts.placement)
-        return (self.values, self.indices), static
+        numbers = self._indices if self._leaf is None else self._leaf
+        return (self.values, self._remember(_leaf=sealed(numbers))), static
 
     @classmethod
     def tree_unflatten(
@@ -105,12 +143,17 @@ class Entries:
         # JAX unflattens with placeholders, too, so nothing is checked here. A shape alone
         # will do: slices with the axes of a batch are made so.
         shape, placement = static if isinstance(static, _Static) else (static, None)
-        values, indices = children
-        return cls.of(values, indices, shape, Facts(placement=placement))
+        values, leaf = children
+        new = object.__new__(cls)
+        indices = None if is_sealed(leaf) else leaf
+        new._set(values, indices, shape, Facts(placement=placement), leaf)
+        return new
 
     def with_values(self, values: jax.Array) -> Self:
         """The same indices with other ``values`` ``[K, *D]``, and what is known of them."""
-        return self.of(values, self.indices, self.dense_shape, self.facts)
+        new = object.__new__(type(self))
+        new._set(values, self._indices, self.dense_shape, self.facts, self._leaf)
+        return new
 
     # --- what it is ---------------------------------------------------------------
 

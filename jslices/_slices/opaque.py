@@ -1,0 +1,159 @@
+"""Row numbers as leaves of a pytree: arrays to move, cut and join, and nothing else.
+
+JAX has dtypes that it carries through every transformation and refuses to add, negate or
+sum, while tracing: those of random keys. Row numbers get one of their own; its name, which
+JAX's errors quote, says what to type.
+"""
+
+from typing import Any, NoReturn
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jslices._jax import KeyArray, define_keys, key_parts, register_key_arrays, trace_state
+from jslices._rows.access import in_32_bits
+from jslices._typing import Leaf
+
+_ADVICE = (
+    "row numbers of IndexedSlices: type jslices.sgd for optax.sgd, jslices.from_optax(tx) "
+    "for another transformation, jslices.global_norm for a norm, jslices.tree.map for "
+    "jax.tree.map, g1 + g2 for a sum, jslices.accumulate_gradients for one over steps, "
+    "jslices.all_reduce_slices for lax.psum"
+)
+_ABSTRACT = jax.ShapeDtypeStruct | jax.core.ShapedArray
+_IN_EAGER_MODE = trace_state()
+
+
+_NAMES = "int32", "int64", "uint32", "uint64", "int16", "int8", "uint16", "uint8"
+_PLAIN = tuple(np.dtype(name) for name in _NAMES)
+
+
+def _words(dtype: np.dtype) -> int:
+    """How many uint32 hold a number."""
+    return 2 if dtype.itemsize == 8 else 1
+
+
+#: For each of them a kind of random keys, and its dtype: what JAX moves, and nothing else.
+_KINDS = {
+    dtype: define_keys(f"{dtype} row numbers", f"{dtype} {_ADVICE}", _words(dtype))
+    for dtype in _PLAIN
+}
+#: A dtype that NumPy moves, and nothing else.
+_ON_HOST = {
+    dtype: np.dtype([(f"{dtype} {_ADVICE}", f"V{dtype.itemsize}")]) for dtype in _PLAIN
+}
+#: From both to integers.
+_DTYPES: dict[Any, np.dtype] = {
+    **{opaque: dtype for dtype, (_, opaque) in _KINDS.items()},
+    **{opaque: dtype for dtype, opaque in _ON_HOST.items()},
+}
+
+
+def _wrap(numbers: jax.Array, dtype: np.dtype) -> jax.Array:
+    wide = numbers if dtype.itemsize >= 4 else numbers.astype(jnp.int32)
+    bits = lax.bitcast_convert_type(wide, jnp.uint32)
+    if _words(dtype) == 1:
+        bits = lax.expand_dims(bits, [bits.ndim])
+    return jax.random.wrap_key_data(bits, impl=_KINDS[dtype][0])
+
+
+def _unwrap(keys: jax.Array, dtype: np.dtype) -> jax.Array:
+    bits = jax.random.key_data(keys)
+    if _words(dtype) == 1:
+        bits = lax.squeeze(bits, [bits.ndim - 1])
+    wide = dtype if dtype.itemsize >= 4 else np.dtype(np.int32)
+    return lax.bitcast_convert_type(bits, wide).astype(dtype)
+
+
+_wrap_at_once = jax.jit(_wrap, static_argnums=1)
+_unwrap_at_once = jax.jit(_unwrap, static_argnums=1)
+
+
+def is_sealed(x: Leaf) -> bool:
+    """Whether nobody can add these row numbers."""
+    return getattr(x, "dtype", None) in _DTYPES
+
+
+def sealed(x: Leaf) -> Any:
+    """Row numbers that nobody can add, abstract ones too; other things as they are."""
+    dtype = getattr(x, "dtype", None)
+    if isinstance(x, KeyArray):
+        return x if type(x) is RowNumbers else RowNumbers(*key_parts(x))
+    if not isinstance(dtype, np.dtype):
+        return x
+    if dtype in _DTYPES:
+        x, dtype = opened(x), _DTYPES[dtype]
+    if not np.issubdtype(dtype, np.integer):
+        return x
+    if isinstance(x, _ABSTRACT):
+        return x.update(dtype=_KINDS[dtype][1])
+    if isinstance(x, np.ndarray | np.generic):
+        x = jnp.asarray(in_32_bits(np.asarray(x)))
+    if not isinstance(x, jax.Array):
+        return x
+    if isinstance(x, jax.core.Tracer) or trace_state() != _IN_EAGER_MODE:
+        return _wrap(x, x.dtype)
+    return x if x.is_deleted() else sealed(_wrap_at_once(x, x.dtype))
+
+
+def opened(x: Leaf) -> Any:
+    """The integers that were sealed."""
+    dtype = _DTYPES[x.dtype]
+    if isinstance(x, _ABSTRACT):
+        return x.update(dtype=dtype)
+    if isinstance(x, np.ndarray | np.generic):
+        return x.view(dtype)
+    if isinstance(x, jax.core.Tracer) or trace_state() != _IN_EAGER_MODE:
+        return _unwrap(x, dtype)
+    return _unwrap_at_once(x, dtype)
+
+
+def _refuse(*_: object, **__: object) -> NoReturn:
+    raise TypeError(f"these are {_ADVICE}")
+
+
+class RowNumbers(KeyArray):
+    """Row numbers outside of traced programs, where NumPy, too, must not add them.
+
+    ``np.asarray`` gives a dtype without arithmetic, ``jax.device_get`` integers.
+    """
+
+    def __array__(
+        self, dtype: Any = None, context: None = None, copy: bool | None = None
+    ) -> np.ndarray:
+        numbers = np.asarray(opened(self))
+        return numbers.view(_ON_HOST[numbers.dtype])
+
+    def __array_ufunc__(
+        self, ufunc: np.ufunc, method: str, *inputs: object, **kwargs: Any
+    ) -> Any:
+        if ufunc is np.isfinite:
+            return np.ones(self.shape, bool)
+        if ufunc in (np.isnan, np.isinf):
+            return np.zeros(self.shape, bool)
+        if ufunc in (np.equal, np.not_equal):
+            return getattr(ufunc, method)(*map(np.asarray, inputs), **kwargs)
+        raise TypeError(f"np.{ufunc.__name__} got {_ADVICE}")
+
+    def __reduce__(self) -> Any:
+        return sealed, (np.asarray(opened(self)),)
+
+    def __repr__(self) -> str:
+        return f"RowNumbers({np.asarray(opened(self)).tolist()})"
+
+
+for _name in dir(jax.Array):
+    _method = getattr(jax.Array, _name)
+    if getattr(KeyArray, _name) is _method and not _name.startswith("_"):
+        # What random keys leave open: `astype`, `sum`, `real`, and so on.
+        setattr(RowNumbers, _name, _refuse if callable(_method) else property(_refuse))
+
+
+def _on_host(impl: Any, bits: np.ndarray) -> np.ndarray:
+    """The integers that ``jax.device_get`` has fetched."""
+    return np.asarray(opened(RowNumbers(impl, bits)))
+
+
+register_key_arrays(RowNumbers, _on_host)
