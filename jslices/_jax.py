@@ -6,6 +6,7 @@ Tested on jax 0.10.2 and 0.12. What moved so far: sub-programs are ``ClosedJaxpr
 0.10.
 """
 
+import contextlib
 import itertools
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -16,7 +17,7 @@ import jax
 import jax.extend.core.primitives
 import numpy as np
 from jax import lax
-from jax._src import hijax, pjit, source_info_util, tree_util, xla_bridge
+from jax._src import core, hijax, pjit, source_info_util, tree_util, xla_bridge
 from jax._src.interpreters import pxla
 from jax._src.random import prng
 from jax._src.random.prng import PRNGKeyArray as KeyArray
@@ -103,7 +104,18 @@ def is_staged() -> bool:
 
 def trace_state() -> object:
     """What is being traced: equal as long as it is the same, or nothing, in eager mode."""
-    return get_opaque_trace_state()
+    return None if core.trace_ctx.trace is None else get_opaque_trace_state()
+
+
+@contextlib.contextmanager
+def trace_at_hand(x: jax.Array) -> Iterator[None]:
+    """A context for operations on ``x`` where JAX has set none: around transformations."""
+    if core.trace_ctx.trace is not None:
+        yield
+        return
+    trace = x._trace if isinstance(x, jax.core.Tracer) else core.eval_trace
+    with core.set_current_trace(trace):
+        yield
 
 
 def define_keys(name: str, tag: str, words: int) -> tuple[Any, Any]:
@@ -128,16 +140,18 @@ def key_parts(keys: KeyArray) -> tuple[Any, Any]:
 
 
 def register_key_arrays(
-    kind: type[KeyArray], on_host: Callable[[Any, np.ndarray], np.ndarray]
+    kind: type[KeyArray], on_host: Callable[[np.ndarray, Any], np.ndarray]
 ) -> None:
     """Make a class of random keys one that compiled programs take without delay.
 
-    ``on_host(impl, integers)`` is what ``jax.device_get`` returns for them.
+    ``on_host(integers, dtype)`` is what ``jax.device_get`` returns for them.
     """
 
     def unflatten(impl: Any, children: Sequence[Any]) -> Any:
         (base,) = children
-        return on_host(impl, base) if isinstance(base, np.ndarray) else kind(impl, base)
+        if isinstance(base, np.ndarray):
+            return on_host(base, prng.KeyTy(impl))
+        return kind(impl, base)
 
     tree_util.dispatch_registry.register_node(
         kind, lambda x: ((x._base_array,), x._impl), unflatten

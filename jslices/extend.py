@@ -41,6 +41,9 @@ from jslices._rows.sums import sort_ids as sort_ids
 # Refuses slices that a foreign tree.map has changed.
 from jslices._slices import check_slices as check_slices
 
+# The integers of row numbers that are leaves of a pytree; other leaves as they are.
+from jslices._slices import opened as opened
+
 # Rows of an array at indices of any shape; empty entries read a fill value.
 from jslices._slices import rows_at as rows_at
 
@@ -69,6 +72,7 @@ __all__ = [
     "index_dtype",
     "install_command",
     "key_bits",
+    "opened",
     "refuse_bad_ids",
     "round_rows",
     "rows_at",

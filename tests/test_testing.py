@@ -344,7 +344,7 @@ def test_a_dense_weight_is_no_table():
 
     def train(params, ids):
         grads = js.grad(layers)(params, ids)
-        return js.apply_updates(params, jax.tree.map(lambda g: -g, grads))
+        return js.apply_updates(params, js.tree.map(lambda g: -g, grads))
 
     params = {"table": S((V, 1024), jnp.float32), "v": S((1024, 1024), jnp.float32)}
     memory = assert_in_place(train, params, IDS, donate_argnums=0)

@@ -12,7 +12,7 @@ from jslices._densify import human_bytes
 from jslices._jax import refuse_other_tree, trace_state
 from jslices._place.boundary import mesh_of
 from jslices._place.placement import Placement
-from jslices._slices.opaque import is_sealed, opened, sealed
+from jslices._slices.opaque import from_bits, is_sealed, opened, sealed
 from jslices._typing import Aval
 
 
@@ -145,6 +145,9 @@ class Entries:
         shape, placement = static if isinstance(static, _Static) else (static, None)
         values, leaf = children
         new = object.__new__(cls)
+        if shape is not None and getattr(leaf, "dtype", None) == np.uint32:
+            if leaf.ndim > np.ndim(values) - len(shape) + 1:
+                leaf = from_bits(np.asarray(leaf))  # what JAX gives to a callback
         indices = None if is_sealed(leaf) else leaf
         new._set(values, indices, shape, Facts(placement=placement), leaf)
         return new

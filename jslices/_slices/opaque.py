@@ -5,6 +5,8 @@ sum, while tracing: those of random keys. Row numbers get one of their own; its 
 JAX's errors quote, says what to type.
 """
 
+import functools
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 import jax
@@ -12,7 +14,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jslices._jax import KeyArray, define_keys, key_parts, register_key_arrays, trace_state
+from jslices._jax import (
+    KeyArray,
+    define_keys,
+    key_parts,
+    register_key_arrays,
+    trace_at_hand,
+    trace_state,
+)
 from jslices._rows.access import in_32_bits
 from jslices._typing import Leaf
 
@@ -67,8 +76,17 @@ def _unwrap(keys: jax.Array, dtype: np.dtype) -> jax.Array:
     return lax.bitcast_convert_type(bits, wide).astype(dtype)
 
 
-_wrap_at_once = jax.jit(_wrap, static_argnums=1)
-_unwrap_at_once = jax.jit(_unwrap, static_argnums=1)
+@functools.partial(jax.jit, static_argnums=(0, 2))
+def _program(fun: Callable[..., jax.Array], x: jax.Array, dtype: np.dtype) -> jax.Array:
+    return fun(x, dtype)
+
+
+def _at_once(fun: Callable[..., jax.Array], x: jax.Array, dtype: np.dtype) -> jax.Array:
+    """``fun(x, dtype)``, compiled once; 64 bits also where they are not enabled (now)."""
+    if _words(dtype) == 1:
+        return _program(fun, x, dtype)
+    with jax.enable_x64(True):
+        return _program(fun, x, dtype)
 
 
 def is_sealed(x: Leaf) -> bool:
@@ -94,24 +112,64 @@ def sealed(x: Leaf) -> Any:
     if not isinstance(x, jax.Array):
         return x
     if isinstance(x, jax.core.Tracer) or trace_state() != _IN_EAGER_MODE:
-        return _wrap(x, x.dtype)
-    return x if x.is_deleted() else sealed(_wrap_at_once(x, x.dtype))
+        with trace_at_hand(x):
+            return _wrap(x, x.dtype)
+    return x if x.is_deleted() else sealed(_at_once(_wrap, x, x.dtype))
 
 
 def opened(x: Leaf) -> Any:
-    """The integers that were sealed."""
+    """The integers that were sealed; other things as they are."""
+    if not is_sealed(x):
+        return x
     dtype = _DTYPES[x.dtype]
     if isinstance(x, _ABSTRACT):
         return x.update(dtype=dtype)
     if isinstance(x, np.ndarray | np.generic):
-        return x.view(dtype)
+        return np.asarray(x).view(dtype)
     if isinstance(x, jax.core.Tracer) or trace_state() != _IN_EAGER_MODE:
-        return _unwrap(x, dtype)
-    return _unwrap_at_once(x, dtype)
+        with trace_at_hand(x):
+            return _unwrap(x, dtype)
+    return _at_once(_unwrap, x, dtype)
+
+
+def from_bits(bits: np.ndarray, dtype: np.dtype | None = None) -> np.ndarray:
+    """The integers that stand on ``[..., 1]``, or ``[..., 2]``, uint32."""
+    wide = bits.view(np.int32 if bits.shape[-1] == 1 else np.int64)[..., 0]
+    return wide if dtype is None else wide.astype(dtype)
 
 
 def _refuse(*_: object, **__: object) -> NoReturn:
     raise TypeError(f"these are {_ADVICE}")
+
+
+def _compare(
+    numbers: Any, ufunc: np.ufunc, method: str, *inputs: Any, **kwargs: Any
+) -> Any:
+    """What NumPy may ask of row numbers: whether they are finite, or the same."""
+    if ufunc in (np.isfinite, np.isnan, np.isinf):
+        return np.full(numbers.shape, ufunc is np.isfinite)
+    if ufunc not in (np.equal, np.not_equal):
+        raise TypeError(f"np.{ufunc.__name__} got {_ADVICE}")
+    plain = (opened(np.asarray(x)) for x in inputs)
+    return getattr(ufunc, method)(*plain, **kwargs)
+
+
+def _is_close(
+    numbers: Any, func: Callable[..., Any], types: object, args: Any, kwargs: Any
+) -> Any:
+    """Whether row numbers are close means whether they are the same."""
+    bare = jax.tree.map(lambda x: np.asarray(x) if isinstance(x, _NUMBERS) else x, args)
+    if func not in (np.isclose, np.allclose):
+        return func(*bare, **kwargs)
+    same = np.equal(*map(opened, bare[:2]))
+    return same if func is np.isclose else bool(same.all())
+
+
+class _HostNumbers(np.ndarray):
+    """Row numbers that ``np.testing.assert_allclose`` compares."""
+
+    __array_ufunc__ = _compare  # type: ignore[assignment]
+    __array_function__ = _is_close  # type: ignore[assignment]
 
 
 class RowNumbers(KeyArray):
@@ -120,30 +178,26 @@ class RowNumbers(KeyArray):
     ``np.asarray`` gives a dtype without arithmetic, ``jax.device_get`` integers.
     """
 
+    __array_ufunc__ = _compare
+    __array_function__ = _is_close
+
     def __array__(
         self, dtype: Any = None, context: None = None, copy: bool | None = None
     ) -> np.ndarray:
-        numbers = np.asarray(opened(self))
-        return numbers.view(_ON_HOST[numbers.dtype])
+        numbers = self._integers()
+        return numbers.view(_ON_HOST[numbers.dtype]).view(_HostNumbers)
 
-    def __array_ufunc__(
-        self, ufunc: np.ufunc, method: str, *inputs: object, **kwargs: Any
-    ) -> Any:
-        if ufunc is np.isfinite:
-            return np.ones(self.shape, bool)
-        if ufunc in (np.isnan, np.isinf):
-            return np.zeros(self.shape, bool)
-        if ufunc in (np.equal, np.not_equal):
-            return getattr(ufunc, method)(*map(np.asarray, inputs), **kwargs)
-        raise TypeError(f"np.{ufunc.__name__} got {_ADVICE}")
+    def _integers(self) -> np.ndarray:
+        return from_bits(np.asarray(key_parts(self)[1]), _DTYPES[self.dtype])
 
     def __reduce__(self) -> Any:
-        return sealed, (np.asarray(opened(self)),)
+        return sealed, (self._integers(),)
 
     def __repr__(self) -> str:
-        return f"RowNumbers({np.asarray(opened(self)).tolist()})"
+        return f"RowNumbers({self._integers().tolist()})"
 
 
+_NUMBERS = (_HostNumbers, RowNumbers)
 for _name in dir(jax.Array):
     _method = getattr(jax.Array, _name)
     if getattr(KeyArray, _name) is _method and not _name.startswith("_"):
@@ -151,9 +205,4 @@ for _name in dir(jax.Array):
         setattr(RowNumbers, _name, _refuse if callable(_method) else property(_refuse))
 
 
-def _on_host(impl: Any, bits: np.ndarray) -> np.ndarray:
-    """The integers that ``jax.device_get`` has fetched."""
-    return np.asarray(opened(RowNumbers(impl, bits)))
-
-
-register_key_arrays(RowNumbers, _on_host)
+register_key_arrays(RowNumbers, lambda bits, dtype: from_bits(bits, _DTYPES[dtype]))

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from jslices import IndexedSlices, InvalidArgumentError, NotFoundError, is_slices
-from jslices.extend import PyTree
+from jslices.extend import PyTree, opened
 
 #: Names of variables, or ``{name in the checkpoint: name in the variables}``; None: all.
 VarList: TypeAlias = Sequence[str] | Mapping[str, str] | None
@@ -45,7 +45,7 @@ def named_leaves(
             f"two variables would be saved under one name: {twice}. A key that contains a "
             "'/' means the same as a dict within a dict; rename one of them"
         )
-    return names, [leaf for _, leaf in pairs], structure
+    return names, [opened(leaf) for _, leaf in pairs], structure
 
 
 def _path_text(path: tuple[Any, ...]) -> str:
