@@ -130,12 +130,12 @@ def scope_contents():
 
 @pytest.mark.parametrize("form", FORMS)
 def test_works(form):
-    call, wanted = FORMS[form]
+    call, expected = FORMS[form]
     out = run(lambda: getattr(out := call(), "value", lambda: out)())
-    if isinstance(out, str | None | list) or isinstance(wanted, bool):
-        assert out == wanted
+    if isinstance(out, str | None | list) or isinstance(expected, bool):
+        assert out == expected
     else:
-        np.testing.assert_allclose(out, wanted, rtol=1e-6)
+        np.testing.assert_allclose(out, expected, rtol=1e-6)
 
 
 REFUSED = {
