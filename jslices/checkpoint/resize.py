@@ -206,7 +206,8 @@ def _resized(
     elif before != after:
         problems.append(f'{name} was {before}, {after} is wanted: type x.astype("{after}")')
     elif source is not None and moved:
-        array, goes_on = np.array(new), source.rows >= 0
+        array: Any = np.array(new)
+        goes_on = np.flatnonzero(source.rows >= 0)
         array[goes_on] = np.asarray(old)[source.rows[goes_on]]
         return placed(array, new)
     else:
@@ -232,8 +233,13 @@ def _new_rows_up_to_date(
     ids = structure.unflatten(
         [new[name] if name in new and new[name].size else None for name in names]
     )
-    _, later = jax.jit(tx.catch_up)(params, state, ids)
-    clocks = [part._asdict().get("clock") for part in optimizer_states(later)]
+
+    @jax.jit  # which leaves out all but the clocks
+    def clocks_of(params: Params, state: State, ids: PyTree) -> list[Any]:
+        _, later = tx.catch_up(params, state, ids)
+        return [part._asdict().get("clock") for part in optimizer_states(later)]
+
+    clocks = clocks_of(params, state, ids)
     return map_optimizer_states(
         lambda i, part: part if clocks[i] is None else part._replace(clock=clocks[i]), state
     )
