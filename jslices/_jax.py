@@ -419,6 +419,29 @@ def flatten(
     return leaves, structure
 
 
+def broadcast_prefix(
+    prefix: PyTree,
+    tree: PyTree,
+    wanted: str,
+    is_leaf: Callable[[Any], bool] | None = None,
+) -> list[Any]:
+    """The value of a pytree prefix, in which None is one, for each leaf of ``tree``.
+
+    ``wanted`` is the text of the error for another structure. ``jax.tree.broadcast`` counts
+    the leaves of ``tree`` without ``is_leaf``.
+    """
+    values: list[Any] = []
+
+    def spread(value: Any, part: PyTree) -> None:
+        values.extend([value] * len(flatten(part, is_leaf=is_leaf)[0]))
+
+    try:
+        jax.tree.map(spread, prefix, tree, is_leaf=lambda x: x is None)
+    except ValueError as error:
+        raise ValueError(f"{wanted}; {error}") from None
+    return values
+
+
 # ``jnp.sum(slices)`` and ``array + slices`` both ask the slices for an array through
 # ``__jax_array__``. The first must get one; the second must not, or Python never reaches
 # ``IndexedSlices.__radd__``, which adds the rows in place. JAX calls it straight from the

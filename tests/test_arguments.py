@@ -162,6 +162,15 @@ def test_what_is_no_array_is_refused(value):
             call()
 
 
+def test_floats_of_8_bits_are_refused():
+    tiny = jnp.ones((4, 2), "float8_e4m3fn")
+    with pytest.raises(TypeError, match=r"parameter at \['t'\] is float8.* bfloat16"):
+        TX.init({"t": tiny})
+    for tx in (js.sgd(0.1), js.from_optax(optax.sgd(0.1))):
+        with pytest.raises(TypeError, match=r"gradient is float8.*HostTable\(..., stored="):
+            tx.apply(TABLE.astype("float8_e4m3fn"), tx.init(jnp.ones((4, 2))), tiny)
+
+
 def test_none_for_all_gradients_is_refused():
     for call in ("update", "apply"):
         with pytest.raises(TypeError, match=f"tx.{call} got None for all gradients"):

@@ -136,6 +136,12 @@ def test_a_step_takes_its_arguments_by_keyword(make):
         jax.tree.map(np.testing.assert_array_equal, got, wanted)
 
 
+def test_equal_masks_are_compiled_once():
+    """Made anew in every step, an optimizer with a mask does not wait for its program."""
+    make = lambda bit: js.adamw(0.1, mask={"table": True, "w": [bit, None]})  # noqa: E731
+    assert make(False).update is make(False).update is not make(True).update
+
+
 def test_schedules_and_masks_are_functions_of_values():
     rates = [1.0, 0.5]
     by_hand = iter([0.25, 0.125])

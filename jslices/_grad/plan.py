@@ -28,7 +28,7 @@ from jslices._grad.reads import Read, is_one_row, only_row, tables_read
 from jslices._grad.unread import unread_lookups
 from jslices._grad.views import Table, Values, View
 from jslices._grad.walk import Scope, Turn, ViewWalk
-from jslices._jax import Equation, Program, Source, flatten
+from jslices._jax import Equation, Program, Source, broadcast_prefix, flatten
 from jslices._place.boundary import explicit_mesh, explicit_part, mesh_of
 from jslices._rows.access import index_dtype
 from jslices._typing import Aval, PyTree
@@ -706,15 +706,16 @@ def _describe_leaves(
     mode_prefix, exchange_prefix = (None if callable(spec) else spec), exchange
     if single:
         mode_prefix, exchange_prefix = (mode_prefix,), (exchange,)
-    modes = _broadcast(
+    of_these = "or a pytree of these that is a prefix of the differentiated argument"
+    modes = broadcast_prefix(
         mode_prefix,
         tree,
-        "sparse= must be a bool, 'if_smaller', a function of (path, leaf), or a pytree",
+        f"sparse= must be a bool, 'if_smaller', a function of (path, leaf), {of_these}",
     )
-    exchanges = _broadcast(
+    exchanges = broadcast_prefix(
         _filled(exchange_prefix, tree),
         tree,
-        "exchange= must be a jslices.Exchange, or a pytree",
+        f"exchange= must be a jslices.Exchange, {of_these}",
     )
     leaves = []
     columns = call.leaf_names, call.paths, call.primals, modes, exchanges
@@ -742,20 +743,3 @@ def _filled(prefix: PyTree, tree: PyTree) -> PyTree:
     if not isinstance(prefix, dict) or not isinstance(tree, dict) or prefix.keys() - tree:
         return prefix
     return {key: _filled(prefix.get(key), tree[key]) for key in tree}
-
-
-def _broadcast(prefix: PyTree, tree: PyTree, what: str) -> Values:
-    """The entry of a pytree prefix for every leaf."""
-    entries: list[Any] = []
-
-    def add(x: Any, subtree: PyTree) -> None:
-        entries.extend([x] * len(jax.tree.leaves(subtree)))
-
-    try:
-        jax.tree.map(add, prefix, tree, is_leaf=lambda x: x is None)
-    except ValueError as error:
-        raise ValueError(
-            f"{what} of these whose structure is that of the differentiated argument or a "
-            f"prefix of it: {error}"
-        ) from None
-    return entries

@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jslices._rows.sums import widened
 from jslices.optim.engine.arguments import NotNegative, NotPositive, PositiveRate, Untouched
 from jslices.optim.engine.constructors import optimizer
 from jslices.optim.engine.protocol import GradientTransformation
@@ -93,12 +94,16 @@ def ftrl(
         def kernel(
             g: jax.Array, p: jax.Array, accum: jax.Array, linear: jax.Array
         ) -> tuple[jax.Array, ...]:
+            dtypes = g.dtype, accum.dtype, linear.dtype
+            # In 16 bits the differences below would lose up to four units of the result.
+            g, p, accum, linear = map(widened, (g, p, accum, linear))
             new = accum + g**2
             sigma = (new**power - accum**power) / rate
             linear = linear + g + 2 * shrinkage * p - sigma * p
             curvature = new**power / rate + 2 * l2
             new_p = (jnp.clip(linear, -l1, l1) - linear) / curvature
-            return (new_p - p).astype(g.dtype), new, linear
+            results = new_p - p, new, linear
+            return tuple(x.astype(d) for x, d in zip(results, dtypes, strict=True))
 
         return kernel
 

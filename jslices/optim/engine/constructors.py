@@ -2,13 +2,15 @@
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import ParamSpec
 
 import jax
 import numpy as np
+from jax.tree_util import PyTreeDef
 
 from jslices._arguments import check_arguments
+from jslices._jax import flatten
 from jslices.optim.engine.protocol import GradientTransformation, MadeBy
 
 P = ParamSpec("P")
@@ -59,16 +61,19 @@ def optimizer(
         tx, number = make(*args, **kwargs), remembered.cache_info().misses
         return tx if number > REMEMBERED else tx.as_programs()
 
-    remembered = functools.lru_cache(REMEMBERED, typed=True)(compiled)
+    @functools.lru_cache(REMEMBERED, typed=True)
+    def remembered(tree: PyTreeDef, *leaves: Hashable) -> GradientTransformation:
+        args, kwargs = tree.unflatten(leaves)
+        return compiled(*args, **kwargs)
 
     @functools.wraps(make)
     def made(*args: P.args, **kwargs: P.kwargs) -> GradientTransformation:
-        arguments = (*args, *kwargs.values())
-        if any(map(_differs_by_step, arguments)):
+        leaves, tree = flatten((args, kwargs))  # a mask is a tree
+        if any(map(_differs_by_step, leaves)):
             return make(*args, **kwargs).checked()
-        if not all(x is None or isinstance(x, HASHED) for x in arguments):
+        if not all(isinstance(x, HASHED) for x in leaves):
             return compiled(*args, **kwargs).checked()
-        return remembered(*args, **kwargs).checked()  # type: ignore[arg-type]
+        return remembered(tree, *leaves).checked()
 
     return combinator(made)
 

@@ -436,6 +436,17 @@ def is_float0(x: Leaf) -> bool:
     return getattr(x, "dtype", None) == jax.dtypes.float0
 
 
+def check_width(name: str, x: Leaf) -> None:
+    """Refuse floats of 8 bits, which neither moments nor steps fit into."""
+    dtype = jnp.result_type(x)
+    if jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 2:
+        raise TypeError(
+            f"{name} is {dtype}, in which most steps are lost and moments overflow; keep "
+            "the table in bfloat16, where tx.apply(grads, state, params, key) rounds "
+            f'stochastically, or in jslices.HostTable(..., stored="{dtype}")'
+        )
+
+
 def _check_kinds(path: tuple[Any, ...], update: Leaf, param: jax.Array) -> None:
     """Refuse what is no array, and updates that the dtype of a parameter would cut off."""
     name = _at(path)

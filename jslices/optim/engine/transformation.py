@@ -23,6 +23,7 @@ from jslices._typing import Gradients, Leaf, Params, PyTree, State
 from jslices.optim.engine import catch_up as exact
 from jslices.optim.engine.protocol import (
     GradientTransformation,
+    check_width,
     has_no_rows,
     is_float0,
     is_leaf,
@@ -81,6 +82,7 @@ class _RuleOnTrees:
         rules = self._rules(params, tree)
         for path, p in zip(paths_of(tree), leaves, strict=True):
             check_array(f"tx.init(params): the parameter{path}", p)
+            check_width(f"tx.init(params): the parameter{path}", p)
             warn_of_columns(path, p)
         state = {
             name: tree.unflatten(
@@ -429,6 +431,7 @@ def checked_gradient(
             f"has shape {jnp.shape(param)}; pass tx.update(grads, state, params) the "
             "gradients of these params"
         )
+    check_width(f"the gradient{path}", grad)
     check_shapes(path, shape, state, state_shapes(shape))
     if isinstance(grad, IndexedSlices) and grad.dense_shape is None:
         return IndexedSlices(grad.values, grad.indices, shape)

@@ -18,9 +18,9 @@ from jslices.optim.engine.constructors import combinator
 from jslices.optim.engine.protocol import in_two
 from jslices.optim.transforms.base import as_transformation, inside_of, wrapped
 from jslices.optim.transforms.prefix import (
-    broadcast_prefix,
     is_leaf_or_masked,
     map_with_prefix,
+    values_of_prefix,
 )
 from jslices.optim.transforms.rows import only_rows
 
@@ -101,7 +101,7 @@ def freeze_rows(tx: Transformation, frozen: PyTree) -> Any:
         if any(
             bits is not None and not is_leaf_or_masked(g)
             for g, bits in zip(
-                leaves, broadcast_prefix(ARGUMENT, frozen, grads), strict=True
+                leaves, values_of_prefix(ARGUMENT, frozen, grads), strict=True
             )
         ):
             state = marked(state)  # of arrays, rows that did not catch up would be refused
@@ -112,7 +112,7 @@ def freeze_rows(tx: Transformation, frozen: PyTree) -> Any:
 
     def catch_up(params: Params, state: State, ids: PyTree) -> tuple[Params, State]:
         leaves, structure = flatten(params, is_leaf=is_leaf_or_masked)
-        columns = structure.flatten_up_to(ids), broadcast_prefix(ARGUMENT, frozen, params)
+        columns = structure.flatten_up_to(ids), values_of_prefix(ARGUMENT, frozen, params)
         if any(x is True for x in columns[0]):
             state = marked(state)
         rows = [

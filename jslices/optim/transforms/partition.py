@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from jslices._jax import flatten
+from jslices._jax import broadcast_prefix, flatten
 from jslices._typing import Gradients, Params, PyTree, State, Transformation
 from jslices.optim.engine.constructors import combinator
 from jslices.optim.engine.protocol import GradientTransformation, is_leaf
@@ -222,18 +222,8 @@ class _Parts:
             if params is None:
                 reference = self.tree.unflatten(_shapes(argument, leaves))
             labels = labels(reference)
-        self.labels: list[Hashable] = []
-
-        def spread(label: Hashable, part: PyTree) -> None:
-            self.labels.extend([label] * len(flatten(part, is_leaf=is_leaf)[0]))
-
-        try:
-            jax.tree.map(spread, labels, reference, is_leaf=lambda x: x is None)
-        except ValueError as error:
-            raise ValueError(
-                f"{argument} must have the structure of the parameters or a prefix of it; "
-                f"{error}"
-            ) from error
+        text = f"{argument} must have the structure of the parameters or a prefix of it"
+        self.labels = broadcast_prefix(labels, reference, text, is_leaf)
         self._refuse_unknown(argument, transforms, leaves)
 
     def _refuse_unknown(

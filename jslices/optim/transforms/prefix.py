@@ -3,9 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-import jax
-
-from jslices._jax import flatten
+from jslices._jax import broadcast_prefix, flatten
 from jslices._typing import Leaf, PyTree
 from jslices.optim.engine.protocol import is_leaf
 from jslices.optim.transforms.norms import as_leaf
@@ -19,7 +17,7 @@ def map_with_prefix(
     Where the value is None the leaf stays; so do None and the nodes of ``partition``.
     """
     leaves, structure = flatten(tree, is_leaf=is_leaf_or_masked)
-    values = broadcast_prefix(argument, prefix, tree)
+    values = values_of_prefix(argument, prefix, tree)
     return structure.unflatten(
         [
             x if value is None or x is None or _is_masked(x) else f(as_leaf(x), value)
@@ -28,21 +26,13 @@ def map_with_prefix(
     )
 
 
-def broadcast_prefix(argument: str, prefix: PyTree, tree: PyTree) -> list[Any]:
+def values_of_prefix(argument: str, prefix: PyTree, tree: PyTree) -> list[Any]:
     """The value of ``prefix`` for each leaf of ``tree``, None for nothing."""
-    values: list[Any] = []
-
-    def spread(value: Any, part: PyTree) -> None:
-        values.extend([value] * len(flatten(part, is_leaf=is_leaf_or_masked)[0]))
-
-    try:
-        jax.tree.map(spread, prefix, tree, is_leaf=lambda x: x is None)
-    except ValueError as error:
-        raise ValueError(
-            f"{argument} must have the structure of the parameters or a prefix of it, with "
-            f"None for what it does not concern; {error}"
-        ) from error
-    return values
+    text = (
+        f"{argument} must have the structure of the parameters or a prefix of it, with "
+        "None for what it does not concern"
+    )
+    return broadcast_prefix(prefix, tree, text, is_leaf_or_masked)
 
 
 def is_leaf_or_masked(x: Leaf) -> bool:
