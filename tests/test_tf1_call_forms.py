@@ -180,10 +180,6 @@ REFUSED = {
         lambda: tf.get_variable_scope().get_variable("v"), AttributeError,
         r"with tf\.variable_scope\(scope\): tf\.get_variable",
     ),
-    "restore": (
-        lambda: tf.train.Saver().restore("path", {}), TypeError,
-        r"variables first.*restore\(variables, 'path'\)",
-    ),
     "js.Saver.restore": (
         lambda: js.Saver().restore({"v": V}, "path"), TypeError,
         r"path first: restore\(path, variables\)",
@@ -232,6 +228,7 @@ def test_the_saver_of_the_page(tmp_path):
     cleared = jax.tree.map(jnp.zeros_like, variables)
     restored = saver.restore(sess=cleared, save_path=path)
     assert restored["v1"].tolist() == [1, 1]
+    assert saver.restore(path, cleared)["v1"].tolist() == [1, 1]  # as js.Saver's
     nothing = tf.train.Saver(allow_empty=True)
     assert nothing.save({}, str(tmp_path / "empty")) is None
     assert tf.train.Saver([], allow_empty=True).save(variables, "empty") is None

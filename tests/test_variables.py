@@ -795,14 +795,13 @@ def test_helpers_inside():
             "wants a list of names",
         ),
         (lambda v: tf.initialize_variables(3), TypeError, "wants a list of names"),
-        (lambda v: tf.initialize_variables(v), TypeError, "list of names first"),
         (
             lambda v: tf.initialize_variables(["m"], variables=v),
             KeyError,
             "no variable 'm'",
         ),
         (lambda v: tf.initialize_all_variables({}, KEY), TypeError, "wants the Variables"),
-        (lambda v: tf.all_variables(v), TypeError, r"wants a scope.*variables\.trainable"),
+        (lambda v: tf.all_variables(3), TypeError, "wants a scope, a string, got int"),
         (lambda v: tf.report_uninitialized_variables(3), TypeError, "wants the Variables"),
     ],
 )
@@ -820,3 +819,14 @@ def test_computed_initial_values_are_only_made_by_init():
 def test_errors_are_pythons_own_too():
     assert issubclass(js.OutOfRangeError, IndexError)
     assert issubclass(js.FailedPreconditionError, RuntimeError)
+
+
+def test_helpers_take_variables_in_the_order_of_functions():
+    model = tf.transform(lambda: [tf.Variable(1.0), tf.Variable(2, trainable=False)])
+    variables = model.init(None)
+    assert list(tf.trainable_variables(variables)) == ["Variable"]
+    assert [*tf.all_variables(variables)] == [*variables]
+    moved = variables.replace({"Variable": jnp.float32(7)})
+    again = tf.initialize_variables(moved, ["Variable"], None)
+    assert again["Variable"] == tf.initialize_variables(["Variable"], "", moved)["Variable"]
+    assert again["Variable"] == 1

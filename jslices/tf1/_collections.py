@@ -103,13 +103,18 @@ def get_collection(key: str, scope: str | None = None) -> list[Any]:
     return [loss for loss in losses if loss is not None]
 
 
+def _of_collection(
+    caller: str, key: str, scope: str | Variables | None
+) -> list[Variable] | Variables:
+    if isinstance(scope, Variables):
+        return scope.where(lambda info: key in info.collections)
+    return _handles(caller, key, scope)
+
+
 def _handles(caller: str, key: str | None, scope: str | None) -> list[Variable]:
     """The variables of a run, of the collection ``key``, in the order of creation."""
     if scope is not None and not isinstance(scope, str):
-        raise TypeError(
-            f"{caller} wants a scope, a string, got {type(scope).__name__}; of the "
-            "Variables that init returned take variables.trainable or variables.collection"
-        )
+        raise TypeError(f"{caller} wants a scope, a string, got {type(scope).__name__}")
     return [
         v
         for v in current_run(caller).handles.values()
@@ -118,14 +123,16 @@ def _handles(caller: str, key: str | None, scope: str | None) -> list[Variable]:
     ]
 
 
-def all_variables(scope: str | None = None) -> list[Variable]:
+def all_variables(scope: str | Variables | None = None) -> list[Variable] | Variables:
     """The variables of the collection ``"variables"`` so far, in the order of creation.
 
-    ``scope``: a regular expression that the beginning of the name must match. Outside of a
-    transformed function ``variables.collection("variables")`` gives them with their values.
+    Args:
+      scope: a regular expression that the beginning of the name must match; or what
+        ``init`` or ``apply`` returned, of which those of the collection are returned, with
+        their values.
 
     Raises:
-      RuntimeError: outside of a transformed function.
+      RuntimeError: outside of a transformed function, without :class:`Variables`.
 
     Example:
       >>> import jax, jslices.tf1 as tf
@@ -139,17 +146,17 @@ def all_variables(scope: str | None = None) -> list[Variable]:
 
     Source: ``tf.all_variables``, later ``tf.global_variables``.
     """
-    return _handles("all_variables", GraphKeys.VARIABLES, scope)
+    return _of_collection("all_variables", GraphKeys.VARIABLES, scope)
 
 
-def trainable_variables(scope: str | None = None) -> list[Variable]:
+def trainable_variables(
+    scope: str | Variables | None = None,
+) -> list[Variable] | Variables:
     """The variables that are trained, as :func:`jslices.tf1.all_variables` gives all.
-
-    Outside of a transformed function ``variables.trainable`` has them with their values.
 
     Source: ``tf.trainable_variables``.
     """
-    return _handles("trainable_variables", GraphKeys.TRAINABLE_VARIABLES, scope)
+    return _of_collection("trainable_variables", GraphKeys.TRAINABLE_VARIABLES, scope)
 
 
 def report_uninitialized_variables(
@@ -235,17 +242,18 @@ def initialize_all_variables(
     Source: ``tf.initialize_all_variables``, an operation to run in a session.
     """
     names = () if variables is None else _checked("initialize_all_variables", variables)
-    return initialize_variables(names, variables=variables, key=key)
+    return initialize_variables(list(names), variables=variables, key=key)
 
 
 def initialize_variables(
     var_list: Iterable[str | Variable],
     name: str = "init",
-    *,
     variables: Variables | None = None,
     key: jax.Array | None = None,
 ) -> Variables | None:
     """Some of the variables with their initial values, the others unchanged.
+
+    Also in the order of functions, ``initialize_variables(variables, names, key)``.
 
     Args:
       var_list: names or handles; an empty list changes nothing.
@@ -271,11 +279,8 @@ def initialize_variables(
 
     Source: ``tf.initialize_variables``, later ``tf.variables_initializer``.
     """
-    if isinstance(var_list, Mapping) and variables is None and var_list:
-        raise TypeError(
-            "initialize_variables wants the list of names first: "
-            "initialize_variables(names, variables=variables, key=key)"
-        )
+    if isinstance(var_list, Variables):
+        return initialize_variables(name, "init", var_list, variables)  # type: ignore[arg-type]
     if isinstance(var_list, str | Variable) or not isinstance(var_list, Iterable):
         raise TypeError(
             f"initialize_variables wants a list of names, got {var_list!r}; put the name "

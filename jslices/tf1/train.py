@@ -104,27 +104,22 @@ class Saver(js.Saver):
         return super().save(sess, save_path, *options)
 
     def restore(  # type: ignore[override]
-        self, sess: PyTree, save_path: str | os.PathLike[str]
+        self, sess: PyTree, save_path: str | os.PathLike[str] | None = None
     ) -> PyTree:
         """The variables saved at ``save_path``; see :meth:`jslices.Saver.restore`.
 
         Args:
           sess: the variables to restore into, as for :meth:`save`; None for all that were
             saved.
-          save_path: what :meth:`save` or ``latest_checkpoint`` returned.
+          save_path: what :meth:`save` or ``latest_checkpoint`` returned. The order of
+            ``jslices.Saver``, the path first, is accepted too.
 
         Returns:
           The restored variables, like ``sess``, which is unchanged.
-
-        Raises:
-          TypeError: if the path comes first.
         """
         if isinstance(sess, str | os.PathLike):
-            raise TypeError(
-                "tf.train.Saver.restore wants the variables first, where TensorFlow has "
-                f"the session: restore(variables, {os.fspath(sess)!r})"
-            )
-        return super().restore(save_path, sess)
+            sess, save_path = save_path, sess
+        return super().restore(save_path, sess)  # type: ignore[arg-type]
 
     def __getattr__(self, name: str) -> NoReturn:
         raise missing("a Saver", name)
