@@ -242,6 +242,18 @@ def test_value_aux_and_argnums():
     assert js.is_slices(grads["table"]) and aux["label"] == "x"
 
 
+def test_other_arguments_are_the_objects_themselves():
+    """As in JAX: what the function appends to a list is there when it returns."""
+
+    def fun(table, log, *, seen):
+        log.append(seen)
+        return table[jnp.array([0])].sum()
+
+    log = []
+    js.grad(fun)(TABLE, log, seen=log)
+    assert log == [log]
+
+
 def test_vjp():
     ids = jnp.array([2, 2, 0])
 

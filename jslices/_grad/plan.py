@@ -526,8 +526,8 @@ class Call:
         self.primals, self.tree = flatten(tuple(args[i] for i in chosen))
         # What is only described (`explain` may be asked about arrays that do not exist)
         # becomes an input of the program; everything else is a constant of it.
-        rest = ([x for i, x in enumerate(args) if i not in chosen], kwargs)
-        self._rest, self._rest_tree = flatten(rest)
+        self._others = [x for i, x in enumerate(args) if i not in chosen], kwargs
+        self._rest, self._rest_tree = flatten(self._others)
         self._described = [isinstance(x, jax.ShapeDtypeStruct) for x in self._rest]
 
     def at(self, *args: Any) -> "Call":
@@ -577,10 +577,12 @@ class Call:
         def flat(*inputs: Any) -> Values:
             left = iter(inputs)
             chosen = self.tree.unflatten([next(left) for _ in self.primals])
-            rest, kwargs = self._rest_tree.unflatten(
-                next(left) if described else x
-                for x, described in zip(self._rest, self._described, strict=True)
-            )
+            rest, kwargs = self._others  # the objects themselves: they may be changed
+            if self.is_described:
+                rest, kwargs = self._rest_tree.unflatten(
+                    next(left) if described else x
+                    for x, described in zip(self._rest, self._described, strict=True)
+                )
             args = list(rest)
             for i, arg in sorted(
                 zip(self._chosen, chosen, strict=True), key=lambda x: x[0]
