@@ -637,10 +637,15 @@ def test_optax_tree_on_states(name):
 
 def test_optax_tree_on_row_gradients_is_as_the_page_says():
     grads = {"table": js.IndexedSlices(jnp.ones((1, 2)), [1], (3, 2))}
-    assert optax.tree.add(grads, grads)["table"].indices == 2
-    assert optax.tree.sum(grads) == 3
-    with pytest.raises(TypeError, match=r"jslices.global_norm"):
-        optax.tree.norm(grads)
+    trees = optax.tree
+    for refused in (
+        lambda: trees.add(grads, grads),
+        lambda: trees.scale(2.0, grads),
+        *(functools.partial(f, grads) for f in (trees.sum, trees.max, trees.norm)),
+        lambda: trees.cast(grads, "bfloat16"),
+    ):
+        with pytest.raises(TypeError, match="row numbers of IndexedSlices: type jslices"):
+            refused()
     tx, params = js.from_optax(optax.ema(0.9)), {"table": jnp.ones((3, 2))}
     updates, _ = tx.update(grads, tx.init(params), params)
     assert js.is_slices(updates["table"])
@@ -657,6 +662,7 @@ BLOCKS = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.M | re.S)
     MOD_SHARDS,
     GROW,
     REORDER,
+    SPREAD,
     TO_TORCH_HERE,
     TO_TORCH_THERE,
     ORBAX,
@@ -702,6 +708,17 @@ def test_the_page_joins_shards(height):
     if height > 3:
         ids = np.arange(height)
         np.testing.assert_array_equal(js.embedding_lookup(shards, ids), joined)
+
+
+def test_the_page_resizes_spread_tables():
+    spread = {v: np.asarray(js.spread_ids(np.arange(v), v)) for v in (16, 24)}
+    assert (spread[16] != spread[24][:16]).any()
+    old = jnp.zeros((16, 1)).at[spread[16], 0].set(jnp.arange(16.0))
+    rows = {"t": run(SPREAD)["spread_rows"](16, 24)}
+    tx, fresh = js.sgd(0.1), {"t": jnp.full((24, 1), -1.0)}
+    new, _ = js.checkpoint.resize_rows(tx, {"t": old}, tx.init({"t": old}), fresh, rows)
+    by_id = new["t"][spread[24], 0]
+    np.testing.assert_array_equal(by_id, [*range(16), *[-1] * 8])
 
 
 def test_the_page_averages_rows():

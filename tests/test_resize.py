@@ -161,6 +161,24 @@ def test_of_tables_over_devices(explicit):
     np.testing.assert_array_equal(state.clock.last["table"], [0] * 8 + [3] * 8)
 
 
+def test_of_a_model_of_nnx():
+    """By the line of docs/models/nnx.md."""
+    nnx = pytest.importorskip("flax.nnx")
+    tx = js.adam(0.1)
+    model, larger = (nnx.Embed(v, D, rngs=nnx.Rngs(v)) for v in (V, 9))
+    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+    old, fresh = (nnx.as_pure(nnx.state(m, nnx.Param)) for m in (model, larger))
+    optimizer.update(model, jax.tree.map(jnp.ones_like, nnx.state(model, nnx.Param)))
+    old = nnx.as_pure(nnx.state(model, nnx.Param))
+    params, state = resize_rows(tx, old, nnx.as_pure(optimizer.opt_state), fresh)
+    after = nnx.Optimizer(larger, tx, wrt=nnx.Param)
+    nnx.update(larger, params)
+    nnx.update(after.opt_state, nnx.state(state))
+    np.testing.assert_array_equal(larger.embedding[:V], model.embedding[...])
+    nu = after.opt_state.nu["embedding"][:, 0]
+    assert_close(nu, jnp.array([1e-3] * V + [0.0] * 3), rtol=1e-3)
+
+
 def test_stacked_tables_grow_one_by_one():
     old = StackedTables({"user": (3, 1), "item": (2, 1)})
     new = StackedTables({"item": (3, 1), "shop": (2, 1), "user": (2, 1)}, devices=4)
