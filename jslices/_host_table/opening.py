@@ -113,7 +113,8 @@ def settle(path: str, file: io.FileIO, form: FileForm) -> None:
 def _replay(path: str, file: io.FileIO, form: FileForm, head: Head) -> bool:
     """Write the step that is in a journal to all of its files; False if not of this one."""
     journal = stored.journal_of(path)
-    paths, parts, pieces = read_body(path, journal, head)
+    parts = read_body(path, journal, head)
+    paths = [part.file for part in parts]
     own = stored.read_at(file, form.mark, 16).hex()
     if own not in [part.id for part in parts]:
         if path not in paths and os.path.islink(journal):
@@ -125,17 +126,17 @@ def _replay(path: str, file: io.FileIO, form: FileForm, head: Head) -> bool:
         )
     with contextlib.ExitStack() as stack:
         todo = []
-        for part, piece, each in zip(parts, pieces, paths, strict=True):
-            other = file if part.id == own else stored.locked(each)
+        for part in parts:
+            other = file if part.id == own else stored.locked(part.file)
             if other is None:
                 raise DataLossError(
-                    f"{journal} has a step of {path} and {each}, which is not there: put "
-                    "it back, as the step is written to both or to none"
+                    f"{journal} has a step of {path} and {part.file}, which is not there: "
+                    "put it back, as the step is written to both or to none"
                 )
             if other is not file:
                 stack.enter_context(other)
-            if _lacks(other, part, journal, each):
-                todo.append((other, part, piece, each))
+            if _lacks(other, part, journal, path if other is file else part.file):
+                todo.append((other, part))
         for target in todo:
             _write_part(*target)
     return True
@@ -148,7 +149,7 @@ def _lacks(file: io.FileIO, part: FilePart, journal: str, path: str) -> bool:
       DataLossError: for a part of another file.
     """
     id_ = stored.read_at(file, part.mark, 16).hex()
-    size = part.first + part.rows * part.record
+    size = part.first + part.num_rows * part.record
     if id_ != part.id or os.fstat(file.fileno()).st_size != size:
         raise DataLossError(
             f"{journal} has a step of a table that was at {path}, and {path} is another "
@@ -166,15 +167,13 @@ def _lacks(file: io.FileIO, part: FilePart, journal: str, path: str) -> bool:
     return True
 
 
-def _write_part(file: io.FileIO, part: FilePart, data: np.ndarray, path: str) -> None:
-    rows = data[: 8 * part.height].view(np.int64).tolist()
-    end = 8 * part.height + part.record * part.height
-    records = data[8 * part.height : end].reshape(part.height, part.record)
-    stored.write_at(file, part.mark + 16, struct.pack("<q", part.number), path)
-    for row, record in zip(rows, records, strict=True):
-        stored.write_at(file, part.first + row * part.record, record, path)
-    stored.write_at(file, part.state + 8, data[end:], path)
-    stored.write_at(file, part.state, struct.pack("<q", part.number), path)
+def _write_part(file: io.FileIO, part: FilePart) -> None:
+    number = struct.pack("<q", part.number)
+    stored.write_at(file, part.mark + 16, number, part.file)
+    for row, record in zip(part.rows.tolist(), part.words, strict=True):
+        stored.write_at(file, part.first + row * part.record, record, part.file)
+    stored.write_at(file, part.state + 8, part.values, part.file)
+    stored.write_at(file, part.state, number, part.file)
 
 
 def _numbers(file: io.FileIO, state: int, mark: int) -> tuple[int, int]:

@@ -223,9 +223,11 @@ class FileRecords(Records):
         # What is written by the map has no error for a full disk but SIGBUS, so that new
         # rows, which may be holes in the file, are filled with zeros by a call first.
         new = rows[self.array[rows, -1] == 0]
+        if not len(new):
+            return
         starts = np.flatnonzero(np.diff(new, prepend=-2) != 1)
         lengths = np.diff(starts, append=len(new))
-        zeros = np.zeros((max(lengths, default=0), self.form.words), self.form.word)
+        zeros = np.zeros((max(lengths), self.form.words), self.form.word)
         for start, length in zip(new[starts].tolist(), lengths.tolist(), strict=True):
             self.put(start, zeros[:length])
 
@@ -383,7 +385,7 @@ def write_at(file: Any, offset: int, data: bytes | np.ndarray, path: str) -> Non
     descriptor = file.fileno()
     try:
         os.lseek(descriptor, offset, os.SEEK_SET)
-        while view:
+        while len(view):
             view = view[os.write(descriptor, view) :]
     except OSError as error:
         raise OSError(error.errno, error.strerror, path) from error
