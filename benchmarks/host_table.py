@@ -53,18 +53,20 @@ def on_the_host(shape, tx, wanted, **options):
     """The same with a HostTable."""
 
     @functools.partial(jax.jit, donate_argnums=0)
-    def step(rows, w, ids):
+    def step(rows, w, ids, key):
         table, state = rows.unpack()
         value, (grads, dw) = js.value_and_grad(loss, (0, 1))(table, w, ids, wanted)
         table, state = tx.apply(grads, state, table)
-        return rows.pack(table, state), w - 0.001 * dw, value
+        key = key if "stored" in options else None
+        return rows.pack(table, state, key), w - 0.001 * dw, value
 
     table, w = js.HostTable(shape, tx, **options), [jnp.ones(shape[1])]
+    key = jax.random.key(0)
 
     def train(batches):
         for ids in batches:
             rows, places = table.fetch(ids)
-            rows, w[0], _ = step(rows, w[0], places)
+            rows, w[0], _ = step(rows, w[0], places, key)
             table.store(rows)
         assert table.steps  # everything is written
 
@@ -80,6 +82,8 @@ def measure(shape, count, tx, folder, turns):
         "in memory": in_memory(shape, tx, wanted),
         "RAM": host(overlap=False),
         "RAM, overlapping": host(overlap=True),
+        "RAM, bfloat16": host(overlap=False, stored="bfloat16"),
+        "RAM, float8": host(overlap=False, stored="float8_e4m3fn"),
         "file": host(path=f"{folder}/a", overlap=False),
         "file, overlapping": host(path=f"{folder}/b", overlap=True),
     }

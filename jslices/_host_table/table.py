@@ -69,11 +69,11 @@ class HostTable:
     row and its state are one record, so that a row costs one access.
 
     Rows begin when they are first fetched: until then a file takes no room on the disk.
-    Only one process at a time can have a file open. When it is killed the file holds all
-    steps that were stored; :attr:`steps` says how many, so that training can go on with the
-    next batch. After a failure of the machine that is certain only of what was there at the
-    last :meth:`flush`, and only if nothing was stored since: keep a copy
-    (:meth:`save`).
+    Only one process at a time can have a file open. After a kill, Ctrl-C or the end of the
+    process it holds all steps that were stored, whole; :attr:`steps` says how many, so that
+    training can go on with the next batch. After a failure of the machine that is certain
+    only of what was there at the last :meth:`flush`, and only if nothing was stored since;
+    otherwise opening raises DataLossError: keep a copy (:meth:`save`).
 
     Args:
       shape: ``(V, *D)``.
@@ -105,8 +105,10 @@ class HostTable:
     Raises:
       InvalidArgumentError: for an optimizer that steps rows together; a file of another
         table, or of another optimizer; a shape without rows; a ``size`` that is not
-        positive.
+        positive; a ``stored`` that rows cannot be rounded to.
       FailedPreconditionError: for a file that is open already.
+      DataLossError: for a file that was cut off, one that a failure of the machine has left
+        with rows of several steps, or a journal beside it that is another's.
       OSError: for a file that cannot be made, or for which the disk has no room.
 
     Untouched rows: as the optimizer has it. With ``untouched="exact"`` rows catch up on the
@@ -379,6 +381,7 @@ class HostTable:
 
         Raises:
           InvalidArgumentError: for the file of this table itself.
+          FailedPreconditionError: for a file that is open as another table.
           OSError: if it cannot be written.
         """
         self._journal.finish()
@@ -397,10 +400,14 @@ class HostTable:
     def restore(self, path: str | os.PathLike[str]) -> None:
         """Takes over all rows, and how many steps were stored, from a file.
 
+        A table in a file has the new rows when all of them are copied to another file, for
+        which the disk needs room; that takes the place of the old one.
+
         Raises:
           NotFoundError: if there is none.
           InvalidArgumentError: if it is of another table or optimizer.
           FailedPreconditionError: if it is open.
+          DataLossError: if it was cut off.
         """
         path = real(path)
         records, rows = self._records, self.shape[0]
@@ -472,11 +479,19 @@ class HostTable:
 
     @_one_at_a_time
     def flush(self) -> None:
-        """Returns once all that was stored is written, and in a file on the disk."""
+        """Returns once all that was stored is written, and in a file on the disk.
+
+        Raises:
+          DataLossError: where the file was deleted or replaced.
+        """
         self._journal.flush()
 
     def close(self) -> None:
-        """Writes what was stored, and lets others open the file. Does nothing twice."""
+        """Writes what was stored, flushes and lets others open the file. Nothing twice.
+
+        Raises:
+          DataLossError: where the file was deleted or replaced.
+        """
         with self._journal.lock:
             self._journal.close()
 
