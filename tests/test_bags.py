@@ -324,6 +324,12 @@ def test_integer_weights_and_vmap():
         assert_close(out, wanted.astype(np.float32))
 
 
+@functools.cache
+def safe_lookup(combiner, default):
+    look = js.safe_embedding_lookup_sparse
+    return fast_jit(lambda t, i, s, w: look(t, (i, s, 4), w, combiner, default))
+
+
 @settings(max_examples=25)
 @given(st.data())
 @pytest.mark.parametrize("combiner", COMBINERS)
@@ -333,9 +339,8 @@ def test_safe_against_a_loop(combiner, data):
     segments = data.draw(st.lists(st.integers(-1, 4), min_size=6, max_size=6))
     default = data.draw(st.sampled_from([None, 3]))
     table = np.arange(1, 11, dtype=np.float32).reshape(5, 2)
-    bags = (np.array(ids), np.array(segments), 4)
-    got = js.safe_embedding_lookup_sparse(
-        table, bags, np.array(weights, np.float32), combiner, default
+    got = safe_lookup(combiner, default)(
+        table, np.array(ids), np.array(segments), np.array(weights, np.float32)
     )
     for bag in range(4):
         entries = [

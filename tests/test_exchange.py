@@ -201,6 +201,22 @@ PLACES = [
 ]
 
 
+FORM_IDS = RNG.integers(0, V, (16, 4)).astype(np.int32)
+
+
+def grad_of(form, exchange, grad=js.grad):
+    def whole(t, i):
+        return (form(t, i).astype(jnp.float32) ** 2).sum()
+
+    return grad(whole) if exchange is None else js.grad(whole, exchange=exchange)
+
+
+@functools.cache
+def forms_on_one():
+    forms = {name: grad_of(form, None, jax.grad) for name, form in FORMS.items()}
+    return all_at_once(forms, jnp.asarray(TABLE), jnp.asarray(FORM_IDS))
+
+
 @pytest.mark.filterwarnings("ignore::jslices.DensificationWarning")
 @pytest.mark.parametrize(
     "kind, shape, names, spec",
@@ -213,14 +229,7 @@ def test_lookups_in_every_form(kind, shape, names, spec):
     devices = devices[: int(np.prod(shape))]
     mesh = jax.make_mesh(shape, names, axis_types=kinds, devices=devices)
     exchange = js.Exchange("x") if kind == "Auto" else None
-    ids = RNG.integers(0, V, (16, 4)).astype(np.int32)
-
-    def grad_of(form, exchange, grad=js.grad):
-        def whole(t, i):
-            return (form(t, i).astype(jnp.float32) ** 2).sum()
-
-        return grad(whole) if exchange is None else js.grad(whole, exchange=exchange)
-
+    ids = FORM_IDS
     with jax.set_mesh(mesh):
         batch = P(names) if "x" not in spec[1:] else P(names[:-1] or None)
         found = all_at_once(
@@ -228,11 +237,7 @@ def test_lookups_in_every_form(kind, shape, names, spec):
             on(mesh, TABLE, spec),
             on(mesh, ids, batch),
         )
-    wanted = all_at_once(
-        {name: grad_of(form, None, jax.grad) for name, form in FORMS.items()},
-        jnp.asarray(TABLE),
-        jnp.asarray(ids),
-    )
+    wanted = forms_on_one()
     for name, slices in found.items():
         assert js.is_slices(slices), name
         slices = js.IndexedSlices(*jax.device_get((slices.values, slices.indices)), (V, D))

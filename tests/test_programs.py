@@ -341,10 +341,14 @@ def in_a_branch():
 
         return lambda table, scale: jax.vmap(lambda k: one(table, scale, k))(IDS).sum()
 
-    return both({name: make(step) for name, step in STEPS.items()}, TABLE, SCALE)
+    return both({name: make(STEPS[name]) for name in IN_A_BRANCH}, TABLE, SCALE)
 
 
-@pytest.mark.parametrize("step", STEPS)
+# One of each kind: a branch does not ask which step it is.
+IN_A_BRANCH = ["scale", "reshape", "softmax", "window", "concatenate", "add_array", "mask"]
+
+
+@pytest.mark.parametrize("step", IN_A_BRANCH)
 def test_step_in_a_branch_for_each_example(step, in_a_branch):
     got, wanted = in_a_branch
     assert js.is_slices(got[step][0])
