@@ -194,10 +194,47 @@ def test_a_training_step_over_devices(mesh):
     assert sent and not [shape for _, shape in sent if shape.startswith(f"{V},")]
 
 
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_a_tree_of_gradients(mesh, reduction, check_vma):
+    """The step of the page on sharding: that of one device with the whole batch."""
+    params = {
+        "table": TABLE,
+        "w": jnp.ones(D),
+        "b": jnp.ones(()),
+        "unused": jnp.ones((9, 2)),
+    }
+    axes, tx = ("x", "y"), js.sgd(1.0)
+
+    def loss(params, ids):
+        reduce = jnp.mean if reduction == "mean" else jnp.sum
+        return reduce((params["table"][ids] @ params["w"] + params["b"]) ** 2)
+
+    def step(params, ids, differ=True):
+        mine = lax.pcast(params, axes, to="varying") if differ else params
+        grads = js.all_reduce_slices(js.grad(loss)(mine, ids), axes, reduction)
+        return tx.apply(grads, tx.init(params), params)[0]
+
+    def mapped(step):
+        specs = PartitionSpec(), PartitionSpec(axes)
+        return jax.shard_map(
+            step, mesh=mesh, in_specs=specs, out_specs=PartitionSpec(), check_vma=check_vma
+        )
+
+    grads = js.grad(loss)(params, IDS)
+    wanted = tx.apply(grads, tx.init(params), params)[0]
+    assert_close(jax.jit(mapped(step))(params, IDS), wanted, rtol=1e-4, atol=1e-5)
+    if check_vma:
+        same = mapped(functools.partial(step, differ=False))
+        message = r"at \['b'\] is the same along 'x'.*pcast\(params"
+        with pytest.raises(js.InvalidArgumentError, match=message):
+            jax.eval_shape(same, params, IDS)
+
+
 def test_errors():
     row = js.IndexedSlices(jnp.ones((1, 1)), [0], (9, 1))
-    with pytest.raises(TypeError, match=r"jax\.lax\.pmean"):
-        js.all_reduce_slices(jnp.ones(3), "d")
+    with pytest.raises(TypeError, match=r"arrays, got a str at \['w'\]"):
+        js.all_reduce_slices({"w": "a"}, "d")
     with pytest.raises(js.InvalidArgumentError, match=r"'MEAN'\): it must be 'mean' or"):
         js.all_reduce_slices(row, "d", "MEAN")
     with pytest.raises(js.InvalidArgumentError, match=r"capacity=0\): it must be at le"):

@@ -2,55 +2,62 @@
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.typing import ArrayLike
 
 from jslices._errors import InvalidArgumentError
+from jslices._jax import varying_axes
 from jslices._slices import IndexedSlices, check_slices, is_slices
+from jslices._typing import Leaf, PyTree
 
 AxisName = str | Sequence[str]
 
 
 def all_reduce_slices(
-    slices: IndexedSlices,
+    slices: PyTree,
     axis_name: AxisName,
     reduction: str = "mean",
     *,
     capacity: int | None = None,
-) -> IndexedSlices:
-    """The mean or sum over devices of row gradients, the same on all of them.
+) -> Any:
+    """The **mean** (or ``"sum"``) over devices of gradients, the same on all of them.
 
     What ``lax.pmean`` and ``lax.psum`` are for arrays, inside ``shard_map`` (or ``vmap``
-    with an ``axis_name``), one leaf at a time. Every device sums its duplicates into U
-    entries, all gather the rows and row numbers of all N devices, and each sums what it
-    got. Where that would move more bytes than an all-reduce of ``[V, *D]``, which the
-    shapes alone decide, the all-reduce is done; the result is the same, in V entries.
+    with an ``axis_name``). The default is a mean; that of Horovod is, too. Every device
+    sums its duplicates into U entries, all gather the rows and row numbers of all N
+    devices, and each sums what it got. Where that would move more bytes than an all-reduce
+    of ``[V, *D]``, which the shapes alone decide, the all-reduce is done; the result is the
+    same, in V entries.
 
-    A table that is the same on all devices (``in_specs=P()``) has a gradient that JAX has
-    summed already, and dense; under ``check_vma`` let it differ first, ``table =
-    jax.lax.pcast(table, axis_name, to="varying")``, to get each device's own slices.
+    Parameters that are the same on all devices (``in_specs=P()``) have gradients that JAX
+    has summed already, and dense. Let them differ first, ``params = jax.lax.pcast(params,
+    axis_name, to="varying")``, to get each device's own.
 
     Args:
-      slices: this device's, ``values`` ``[K, *D]`` and ``indices`` ``[K]``; a device
-        without any rows passes empty entries.
+      slices: this device's IndexedSlices, ``values`` ``[K, *D]``, ``indices`` ``[K]``, or a
+        pytree of them, arrays and None. A device without any rows passes empty entries.
       axis_name: name of the mesh axis, or several.
       reduction: "mean" divides by N, the number of devices, as a mean over the whole
         batch does (an accumulator's "MEAN" divides by those that held the row); "sum"
-        does not.
+        does not, as ``lax.psum``.
       capacity: U, the distinct rows of one device; None means ``min(K, V)``, which always
         suffices. If a device has more, the floating values it sends become NaN.
 
     Returns:
-      IndexedSlices with unique ``indices``: ``min(N * U, V)`` entries, ascending and then
-      the empty ones; after an all-reduce V entries, empty where no device had the row.
-      Optimizers touch the rows that some device had, and no others.
+      The tree, in which slices have unique ``indices``: ``min(N * U, V)`` entries,
+      ascending and then the empty ones; after an all-reduce V entries, empty where no
+      device had the row. Optimizers touch the rows that some device had, and no others.
+      Arrays are those of ``lax.pmean`` or ``lax.psum``.
 
     Raises:
-      TypeError: for anything but IndexedSlices.
-      InvalidArgumentError: for an unknown ``reduction``, or a ``capacity`` below 1.
+      TypeError: for a leaf that is neither slices nor an array.
+      InvalidArgumentError: for an unknown ``reduction``, a ``capacity`` below 1, and for
+        gradients that are the same on all devices already.
 
     Cost: each device receives ``(N - 1) * U`` rows and integers, or, where that is less,
     ``2 (N - 1) / N * V`` rows. Two sorts, of K and of ``N * U`` integers.
@@ -69,12 +76,6 @@ def all_reduce_slices(
     larger with every device; the choice of the dense way is Horovod's ``sparse_as_dense``,
     made here by counting bytes.
     """
-    if not is_slices(slices):
-        raise TypeError(
-            f"all_reduce_slices wants IndexedSlices, got a {type(slices).__name__}; for "
-            "arrays there are jax.lax.pmean and jax.lax.psum"
-        )
-    check_slices(slices)
     if reduction not in ("mean", "sum"):
         raise InvalidArgumentError(
             f"all_reduce_slices(reduction={reduction!r}): it must be 'mean' or 'sum'"
@@ -84,6 +85,43 @@ def all_reduce_slices(
             f"all_reduce_slices(capacity={capacity}): it must be at least 1"
         )
     axes = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
+
+    def reduced(path: tuple[Any, ...], x: Leaf) -> Any:
+        if is_slices(x):
+            check_slices(x)
+            if not x.indices.size:
+                return x  # no rows on any device, as shapes are the same
+            _refuse_summed(path, x.values, axes)
+            return _reduced_rows(x, axes, reduction, capacity)
+        if not isinstance(x, jax.Array | np.ndarray | np.number | float | int | complex):
+            raise TypeError(
+                "all_reduce_slices wants IndexedSlices and arrays, got a "
+                f"{type(x).__name__} at {jax.tree_util.keystr(path) or 'the top'}"
+            )
+        _refuse_summed(path, x, axes)
+        return lax.pmean(x, axes) if reduction == "mean" else lax.psum(x, axes)
+
+    return jax.tree_util.tree_map_with_path(reduced, slices, is_leaf=is_slices)
+
+
+def _refuse_summed(path: tuple[Any, ...], x: ArrayLike, axes: tuple[str, ...]) -> None:
+    """Refuses what ``shard_map`` knows to be the same on all devices."""
+    tracked = varying_axes(jax.typeof(lax.axis_index(axes)))
+    same = sorted(tracked.intersection(axes) - varying_axes(jax.typeof(x)))
+    if same:
+        axis = axes[0] if len(axes) == 1 else axes
+        raise InvalidArgumentError(
+            f"all_reduce_slices: the gradient at {jax.tree_util.keystr(path) or 'the top'} "
+            f"is the same along {', '.join(map(repr, same))} already: where parameters are "
+            "the same, JAX has summed their gradients. Let parameters differ before you "
+            "differentiate: params = jax.lax.pcast(params, "
+            f"{axis!r}, to='varying')"
+        )
+
+
+def _reduced_rows(
+    slices: IndexedSlices, axes: tuple[str, ...], reduction: str, capacity: int | None
+) -> IndexedSlices:
     num_devices = math.prod(lax.axis_size(axis) for axis in axes)
     local = slices.coalesce(capacity)
     dtype, wide = local.dtype, _sum_dtype(local.dtype)
