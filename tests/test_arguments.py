@@ -45,7 +45,7 @@ WRONG = {
         ("factors", ["2", object(), 1j, jnp.ones(2)]),
         ("frozen", ["2", object(), 1j, jnp.ones(2), jnp.ones(3, bool)]),
         ("tx transformations inner opt", [0.1, "adam", jnp.ones(2)]),
-        ("transforms", [{"table": 0.1}, {"table": "adam"}]),
+        ("transforms", [{"table": 0.1}, {"table": "adam"}, [js.sgd(0.1)], None]),
     ]
     for argument in arguments.split()
 }
@@ -169,6 +169,28 @@ def test_floats_of_8_bits_are_refused():
     for tx in (js.sgd(0.1), js.from_optax(optax.sgd(0.1))):
         with pytest.raises(TypeError, match=r"gradient is float8.*HostTable\(..., stored="):
             tx.apply(TABLE.astype("float8_e4m3fn"), tx.init(jnp.ones((4, 2))), tiny)
+
+
+def test_masks_of_weight_decay_are_bools():
+    for mask in ("t", {"table": jnp.ones(4, bool), "w": False}, {"table": None, "w": True}):
+        with pytest.raises(TypeError, match="mask of the weight decay must be bools"):
+            js.adamw(0.1, mask=mask).init(PARAMS)
+    for mask in ({"table": True}, lambda params: [True, False]):
+        with pytest.raises(ValueError, match=r"must be bools .* a prefix of it; pytree"):
+            js.lion(0.1, mask=mask).init(PARAMS)
+
+
+def test_slices_as_parameters_are_refused():
+    for call in (
+        lambda: TX.apply(PARAMS, STATE, GRADS),  # in another order
+        lambda: TX.update(PARAMS, STATE, GRADS),
+        lambda: js.apply_updates(GRADS, PARAMS),
+        lambda: js.from_optax(optax.sgd(0.1)).apply(
+            PARAMS, optax.sgd(0.1).init(1.0), GRADS
+        ),
+    ):
+        with pytest.raises(TypeError, match=r"parameter.* IndexedSlices\(.*, as gradients"):
+            call()
 
 
 def test_none_for_all_gradients_is_refused():

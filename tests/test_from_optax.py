@@ -154,8 +154,22 @@ def test_what_mixes_rows_is_refused(tx):
         optax.contrib.prodigy(1.0),
         optax.contrib.dadapt_adamw(1.0),
         optax.contrib.dog(1.0),
+        optax.contrib.mechanize(optax.sgd(1.0)),
+        optax.contrib.momo(1.0),
+        optax.lbfgs(),
+        optax.chain(optax.sgd(1.0), optax.scale_by_backtracking_linesearch(5)),
     ],
-    ids=["apply_every", "sam", "prodigy", "dadapt", "dog"],
+    ids=[
+        "every",
+        "sam",
+        "prodigy",
+        "dadapt",
+        "dog",
+        "mechanize",
+        "momo",
+        "lbfgs",
+        "search",
+    ],
 )
 def test_what_acts_on_all_rows_in_some_step_is_refused(tx):
     with pytest.raises(ValueError, match=r"cannot lift optax.* all rows together"):

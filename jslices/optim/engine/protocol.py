@@ -436,6 +436,16 @@ def is_float0(x: Leaf) -> bool:
     return getattr(x, "dtype", None) == jax.dtypes.float0
 
 
+def refuse_slices(path: str, param: Leaf) -> None:
+    """Refuse parameters that are gradients."""
+    if is_slices(param):
+        raise TypeError(
+            f"the parameter{path} is {param}, as gradients are; the order is "
+            "tx.apply(grads, state, params), tx.update(grads, state, params) and "
+            "apply_updates(params, updates)"
+        )
+
+
 def check_width(name: str, x: Leaf) -> None:
     """Refuse floats of 8 bits, which neither moments nor steps fit into."""
     dtype = jnp.result_type(x)
@@ -452,6 +462,7 @@ def _check_kinds(path: tuple[Any, ...], update: Leaf, param: jax.Array) -> None:
     name = _at(path)
     if not is_slices(update):
         check_array(f"apply_updates: an update{name}", update, "an array or IndexedSlices")
+    refuse_slices(name, param)
     check_array(f"apply_updates: a parameter{name}", param)
     new, old = jnp.result_type(update), jnp.result_type(param)
     for kind in (jnp.complexfloating, jnp.inexact):

@@ -5,10 +5,11 @@ from collections.abc import Callable, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.tree_util import PyTreeDef
 
-from jslices._arguments import check_array
-from jslices._jax import definitely, flatten, usual_promotion
+from jslices._arguments import check_array, shown
+from jslices._jax import broadcast_prefix, definitely, flatten, usual_promotion
 from jslices._place.boundary import laid_out_as, on_any_mesh, shardings_of
 from jslices._place.hints import HINT_BYTES, hint_large_step, warn_of_columns
 from jslices._rows.access import room_for_distinct
@@ -28,6 +29,7 @@ from jslices.optim.engine.protocol import (
     is_float0,
     is_leaf,
     refuse_nothing,
+    refuse_slices,
     shardings_of_update,
 )
 from jslices.optim.engine.rule import Kernel, Rule, Step, next_count, zero_count
@@ -82,6 +84,7 @@ class _RuleOnTrees:
         rules = self._rules(params, tree)
         for path, p in zip(paths_of(tree), leaves, strict=True):
             check_array(f"tx.init(params): the parameter{path}", p)
+            refuse_slices(path, p)
             check_width(f"tx.init(params): the parameter{path}", p)
             warn_of_columns(path, p)
         state = {
@@ -227,11 +230,12 @@ class _RuleOnTrees:
         if self.mask is None:
             return [self.rule] * tree.num_leaves
         mask = self.mask(params) if callable(self.mask) else self.mask
-
-        def spread(bit: bool, part: PyTree) -> PyTree:
-            return jax.tree.map(lambda _: self.rule if bit else self.other, part)
-
-        rules = tree.flatten_up_to(jax.tree.map(spread, mask, params))
+        text = "the mask of the weight decay must be bools in the structure of params"
+        bits = broadcast_prefix(mask, params, f"{text}, or a prefix of it")
+        if not all(isinstance(bit, bool | np.bool_ | int) for bit in bits):
+            raise TypeError(f"{text}, got {', '.join(map(shown, bits))}")
+        by_leaf = [self.rule if bit else self.other for bit in bits]
+        rules = tree.flatten_up_to(flatten(params)[1].unflatten(by_leaf))
         # A None gradient stands for None or any part of the parameters: none is stepped.
         return [r if isinstance(r, Rule) else self.rule for r in rules]
 
@@ -407,6 +411,7 @@ def checked_gradient(
     """
     if grad is None or is_float0(grad):
         return None
+    refuse_slices(path, param)
     if not isinstance(grad, IndexedSlices):
         check_array(f"the gradient{path}", grad, "an array, IndexedSlices or None")
         shape = jnp.shape(grad)

@@ -105,7 +105,6 @@ class _Lifted:
             )
         structure = jax.tree.structure(jax.eval_shape(self.tx.init, params))
         check_structure("from_optax", state, structure)
-        _refuse_accumulation(state)
         leaves, tree = flatten(grads, is_leaf=is_leaf)
         arrays = tree.flatten_up_to(params)
         touched = [
@@ -113,9 +112,11 @@ class _Lifted:
             for place, g, p in zip(paths_of(tree), leaves, arrays, strict=True)
         ]
         kind = (tree, *((g.shape, g.dtype, is_slices(g)) for g in touched if g is not None))
-        if any(map(is_slices, touched)) and kind not in self.tried:
-            self.tried.add(kind)
-            _refuse_mixing(self, touched, tree, extra_args)
+        if any(map(is_slices, touched)):
+            _refuse_accumulation(state)
+            if kind not in self.tried:
+                self.tried.add(kind)
+                _refuse_mixing(self, touched, tree, extra_args)
         return self.step(tree.unflatten(touched), state, params, extra_args)
 
     def step(
@@ -249,9 +250,15 @@ ACT_ON_ALL_ROWS = {
     "contrib.dadapt_adamw": "contrib.DAdaptAdamWState",
     "contrib.dog": "contrib.DoGState",
     "contrib.dowg": "contrib.DoWGState",
-    "lookahead": "LookaheadState",
+    "contrib.mechanize": "contrib.MechanicState",
+    "contrib.momo": "contrib.MomoState",
+    "contrib.momo_adam": "contrib.MomoAdamState",
     "contrib.prodigy": "contrib.ProdigyState",
     "contrib.sam": "contrib.SAMState",
+    "lbfgs": "ScaleByLBFGSState",
+    "lookahead": "LookaheadState",
+    "scale_by_backtracking_linesearch": "ScaleByBacktrackingLinesearchState",
+    "scale_by_zoom_linesearch": "ScaleByZoomLinesearchState",
 }
 
 
@@ -325,7 +332,7 @@ def _refuse_mixing(
       lifted: the transformation.
       grads: the gradients that came, for their kinds, shapes and dtypes.
       tree: their structure.
-      extra_args: those of ``update``, of which zeros stand for traced arrays.
+      extra_args: those of ``update``, of which ones stand for traced arrays.
 
     Raises:
       ValueError: if the updates of the two rows differ.
@@ -348,7 +355,7 @@ def _refuse_mixing(
 
 
 def _untraced(x: PyTree) -> PyTree:
-    return np.zeros(x.shape, x.dtype) if isinstance(x, jax.core.Tracer) else x
+    return np.ones(x.shape, x.dtype) if isinstance(x, jax.core.Tracer) else x
 
 
 def _difference(

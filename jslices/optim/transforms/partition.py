@@ -92,6 +92,11 @@ def partition(
     Source: ``optax.partition``. It calls label functions with the gradients; mapped over
     slices, their labels end in "different types at key path".
     """
+    if not isinstance(transforms, Mapping):
+        raise TypeError(
+            "partition(transforms=...) wants a dict from labels to transformations, got a "
+            f"{type(transforms).__name__}"
+        )
     return _split(
         "partition(param_labels=...)",
         {label: as_transformation("partition", tx) for label, tx in transforms.items()},
