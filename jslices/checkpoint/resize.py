@@ -52,7 +52,8 @@ def resize_rows(
 
     Returns:
       ``(params, state)`` in the structure of ``fresh`` and of ``tx.init(fresh)``, arrays
-      placed as they are there. Steps taken, and all that does not depend on V, are the old.
+      placed as they are there. Steps taken, and all that does not depend on V, are the old
+      arrays themselves: do not use the old ones once the new are donated.
 
     Raises:
       ValueError: for arrays that differ in more than their rows or in dtype, states of
@@ -85,15 +86,15 @@ def resize_rows(
     old, new = _by_name(params), _by_name(fresh)
     _check_names("params", old, new, "fresh has")
     sources = _sources(old, new, {} if rows is None else rows)
-    alone = "" if jax.tree_util.treedef_is_leaf(jax.tree.structure(fresh)) else None
     before, begin = _by_name(state), _by_name(start)
     _check_names("state", before, begin, "tx.init(fresh) has")
-    if any(name.endswith("mini_step") and int(x) > 0 for name, x in before.items()):
+    if any(_is_under_way(name, x) for name, x in before.items()):
         raise ValueError(
             "resize_rows: gradients of the old tables wait in the state for the next step "
             "of multi_steps; resize it when mini_step is 0"
         )
-    owners = {name: _owner(name, new, alone) for name in begin}
+    is_bare = jax.tree_util.treedef_is_leaf(jax.tree.structure(fresh))
+    owners = {name: _owner(name, new, is_bare) for name in begin}
     problems: list[str] = []
     now = [
         _resized(name, old[name], x, sources.get(name), problems) for name, x in new.items()
@@ -174,11 +175,17 @@ def _sources(
     return sources
 
 
-def _owner(name: str, params: Mapping[str, Any], alone: str | None) -> str:
+def _is_under_way(name: str, x: Any) -> bool:
+    """Whether it is the count of gradients that wait for a step, and some do."""
+    counts = name.split("/")[-1] == "mini_step" and jnp.issubdtype(_dtype(x), jnp.integer)
+    return counts and jnp.ndim(x) == 0 and int(x) > 0
+
+
+def _owner(name: str, params: Mapping[str, Any], is_bare: bool) -> str:
     """The parameter that a state array belongs to: the path in the state ends with its."""
     if re.search("(?:^|/)clock/run$", name):
         return ""
-    if alone is not None:
+    if is_bare:
         return next(iter(params))
     # A clock keeps several numbers for each row, in a tuple.
     name = re.sub(r"((?:^|/)clock/snapshot/.*)/\d+$", r"\1", name)
@@ -191,7 +198,7 @@ def _resized(
 ) -> Any:
     """``new`` with what ``old`` has of it: all, or rows; appends problems."""
     was, wanted = jnp.shape(old), jnp.shape(new)
-    before, after = jnp.asarray(old).dtype, jnp.asarray(new).dtype
+    before, after = _dtype(old), _dtype(new)
     moved = source is not None and (was[:1], wanted[:1]) == (
         (source.height,),
         source.rows.shape,
@@ -213,6 +220,10 @@ def _resized(
     else:
         return old if _lies_as(old, new) else placed(old, new)
     return new
+
+
+def _dtype(x: Any) -> Any:
+    return getattr(x, "dtype", None) or jnp.asarray(x).dtype
 
 
 def _lies_as(old: Any, new: Any) -> bool:
