@@ -338,6 +338,22 @@ def test_weak_types_are_those_of_jax():
     assert not weak.values.weak_type
 
 
+def test_a_program_of_strict_promotion():
+    def fun(params, ids):
+        table = jax.nn.gelu(params["t"].at[0].set(0))[::-1].astype(jnp.float32)
+        rows = lax.map(lambda i: jnp.take(table, i, axis=0, mode="fill"), ids)
+        return (rows * params["s"]).sum() + params["t"][3].sum().astype(jnp.float32)
+
+    params = {"t": TABLE.astype(jnp.bfloat16), "s": 2.0}
+    with jax.numpy_dtype_promotion("strict"):
+        found, wanted = (
+            fast_jit(by(fun))(params, jnp.array([1, 5, 1], jnp.int8))
+            for by in (js.value_and_grad, jax.value_and_grad)
+        )
+    assert js.is_slices(found[1]["t"])
+    assert_close(found, wanted, rtol=1e-2)
+
+
 def test_the_seed_of_a_result_that_is_unreduced_over_a_mesh():
     mesh = jax.make_mesh((jax.device_count(),), ("x",), axis_types=(AxisType.Explicit,))
     with jax.set_mesh(mesh):
@@ -358,6 +374,8 @@ def test_second_derivatives():
     np.testing.assert_allclose(sparse.to_dense(), wanted, rtol=1e-5)
     _, tangent = jax.jvp(js.grad(cube), (TABLE,), (TABLE,))
     np.testing.assert_allclose(tangent.values, 6 * TABLE[ids] ** 2, rtol=1e-5)
+    with pytest.raises(TypeError, match="whose row numbers have none"):
+        tangent.to_dense()
 
 
 def test_derivatives_of_a_value_and_its_gradient():

@@ -558,7 +558,7 @@ class Call:
             positional[i] if i < len(positional) else f"args[{i}]" for i in self._chosen
         ]
 
-    @property
+    @functools.cached_property
     def paths(self) -> list[tuple[Any, ...]]:
         """The key path of every differentiated array in the tuple of arguments."""
         tree = self.tree.unflatten(self.primals)

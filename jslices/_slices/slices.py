@@ -477,6 +477,12 @@ def is_slices(x: object) -> bool:
 
 def check_slices(slices: "IndexedSlices") -> None:
     """Refuses slices whose indices a ``tree.map`` over their children has changed."""
+    if slices.indices.dtype == jax.dtypes.float0:
+        raise TypeError(
+            "these IndexedSlices are a derivative that JAX took of slices, whose row "
+            "numbers have none: type jslices.IndexedSlices(derivative.values, "
+            "slices.indices, slices.dense_shape), or differentiate slices.to_dense()"
+        )
     if not jnp.issubdtype(slices.indices.dtype, jnp.integer):
         raise TypeError(
             f"these IndexedSlices have indices of dtype {slices.indices.dtype}, which "
