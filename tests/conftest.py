@@ -28,6 +28,7 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 # Compilation makes single examples slow, and that says nothing about the code.
 hypothesis.settings.register_profile(
     "default",
+    max_examples=30,  # of 100; more find nothing that new numbers the next time do not
     deadline=None,
     derandomize=bool(os.environ.get("CI")),
     suppress_health_check=[hypothesis.HealthCheck.too_slow],

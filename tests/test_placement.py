@@ -9,6 +9,7 @@ import numpy as np
 import optax
 import optimizers
 import pytest
+from helpers import slow_unless
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -73,8 +74,14 @@ def inits(params):
     return {name: tx.init(params) for name, tx in OPTIMIZERS.items()}
 
 
-@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
-@pytest.mark.parametrize("spec", SPLITS, ids=str)
+@pytest.mark.parametrize(
+    "kind, spec",
+    slow_unless(
+        [(kind, spec) for kind in ("Auto", "Explicit") for spec in SPLITS],
+        lambda case: case[0] == "Explicit" or case[1] == P("x"),
+    ),
+    ids=str,
+)
 def test_state_is_split_as_its_table(kind, spec):
     _, params = on_mesh(kind, spec)
     eager, compiled = inits(params), jax.jit(inits).lower(params).compile()
