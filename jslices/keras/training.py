@@ -136,7 +136,9 @@ def train_step(
                 new, state = outer.stateless_apply(state, arrays, values)
         return optimizer.by_path(new), state
 
-    unused: Any = None
+    def unused(*_: Any) -> Any:
+        raise NotImplementedError("a whole step calls apply alone")
+
     catching_up = catch_up if optimizer.catches_up else None
     tx = GradientTransformation(unused, unused, catching_up, apply=apply)
     whole_step = exact_step(loss, tx, has_aux=True, sparse=sparse)
