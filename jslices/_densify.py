@@ -100,18 +100,18 @@ def current_user_line() -> UserLine:
     return pick_user_line(frames())
 
 
-def warn_dense(message: str, line: UserLine | None = None) -> None:
-    """Issues a DensificationWarning that Python attributes to the user's line."""
+def warn_dense(
+    message: str,
+    line: UserLine | None = None,
+    category: type[UserWarning] = DensificationWarning,
+) -> None:
+    """Issues a warning that Python attributes to the user's line."""
     line = line or current_user_line()
     try:
         warnings.warn_explicit(
-            message,
-            DensificationWarning,
-            filename=line.file,
-            lineno=line.line,
-            registry=_registry,
+            message, category, filename=line.file, lineno=line.line, registry=_registry
         )
-    except DensificationWarning as warning:
+    except category as warning:
         raise_at(line, warning)
 
 

@@ -292,7 +292,7 @@ def remat_options(params: dict[str, Any], passed: Sequence[bool]) -> dict[str, A
 
 def user_line(source: Source) -> UserLine:
     """The line of the user's program that made an equation with this ``source_info``."""
-    return pick_user_line(_frames(source.traceback))
+    return pick_user_line(_frames(getattr(source, "traceback", None)))
 
 
 def _frames(traceback: Any) -> Iterable[tuple[CodeType, int]]:

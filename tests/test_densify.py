@@ -13,6 +13,7 @@ import pytest
 import jslices as js
 
 TABLE = jnp.ones((6, 2))
+LARGE = jnp.ones((9000, 2))  # of small arrays js.grad does not warn
 IDS = jnp.array([1, 4])
 
 
@@ -73,13 +74,13 @@ def test_tied_weights_warn_once_with_the_dense_line():
 
     dense_line = loss.__code__.co_firstlineno + 2
     with pytest.warns(js.DensificationWarning) as caught:
-        grads = js.grad(loss)({"table": TABLE})
+        grads = js.grad(loss)({"table": LARGE})
     (warning,) = caught
     assert (warning.filename, warning.lineno) == (__file__, dense_line)
     text = str(warning.message)
-    assert "params['table'] (float32[6,2]) is dense" in text
+    assert "params['table'] (float32[9000,2]) is dense" in text
     assert "hidden @ params" in text and "2 rows, 16 B" in text
-    np.testing.assert_allclose(grads["table"], jax.grad(loss)({"table": TABLE})["table"])
+    np.testing.assert_allclose(grads["table"], jax.grad(loss)({"table": LARGE})["table"])
 
 
 def test_the_line_is_that_of_this_call_of_a_jitted_library_function():
@@ -92,7 +93,7 @@ def test_the_line_is_that_of_this_call_of_a_jitted_library_function():
 
     line = loss.__code__.co_firstlineno
     with pytest.warns(js.DensificationWarning) as caught:
-        js.grad(loss)(TABLE)
+        js.grad(loss)(LARGE)
     assert (caught[0].filename, caught[0].lineno) == (__file__, line + 2)
     assert f"{__file__}:{line + 1} (rows = jnp.take" in str(caught[0].message)
 
@@ -153,7 +154,7 @@ def test_a_fatal_warning_ends_at_the_users_line():
     with warnings.catch_warnings():
         warnings.simplefilter("error", js.DensificationWarning)
         with pytest.raises(js.DensificationWarning) as caught:
-            js.grad(loss)(TABLE)
+            js.grad(loss)(LARGE)
     frame = last_frame(caught.value)
     assert (frame.filename, frame.lineno) == (__file__, line)
     assert frame.line == "return (hidden @ table.T).sum()"

@@ -539,7 +539,7 @@ def test_constraints():
 
 def test_a_regularizer_makes_the_gradient_dense_and_says_so():
     def make():
-        table = layers.Embedding(V, D, embeddings_regularizer="l2", name="words")
+        table = layers.Embedding(9000, D, embeddings_regularizer="l2", name="words")
         return keras.Sequential([table, *head()])
 
     with pytest.warns(js.DensificationWarning, match="words/embeddings"):

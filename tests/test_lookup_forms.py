@@ -259,24 +259,27 @@ def root(table):
 
 STACK = "one array [F * V, D]"
 WHOLE = "whole rows of a table [V, D]"
+# Of small arrays none is warned of.
+LARGE, LARGE_STACK = jnp.tile(TABLE, (700, 1)), jnp.tile(STACKED, (1, 700, 1))
 # By name: what is looked up, how, and what the warning advises.
 WARNS = {
-    "field": (STACKED, lambda s: s[1][IDS], STACK),
-    "field_cast": (STACKED, lambda s: jnp.take(s[-1] * 2, IDS, axis=0), STACK),
-    "each_field": (STACKED, lambda s: s[jnp.arange(F)[:, None], FIELD_IDS], STACK),
-    "fields_outer": (STACKED, lambda s: s[jnp.arange(F)[None], IDS[:, None]], STACK),
-    "vmapped": (STACKED, lambda s: jax.vmap(lambda t, i: t[i])(s, FIELD_IDS), STACK),
-    "fields_share_ids": (STACKED, lambda s: jax.vmap(lambda t: t[IDS])(s), STACK),
-    "scanned": (STACKED, lambda s: lax.map(lambda t: jnp.sin(t)[IDS], s), "outside"),
-    "elements": (TABLE, lambda t: t[IDS, jnp.array([0, 1, 1, 2])], WHOLE),
-    "columns": (TABLE, lambda t: t[:, IDS % D], WHOLE),
-    "flat": (TABLE, lambda t: t.reshape(-1)[IDS], WHOLE),
-    "scaled_row": (TABLE, lambda t: t.at[0].mul(0.0)[IDS], "before this step"),
-    "mixed_rows": (TABLE, lambda t: jax.nn.softmax(t, axis=0)[IDS], "penalise the rows"),
-    **{n: (TABLE, own(backward), "their sum") for n, backward in NOT_LINEAR.items()},
-    "added_row": (TABLE, lambda t: t.at[IDS[0]].add(1.0)[IDS], "before this step"),
-    "in_a_solver": (TABLE, solved, "before the solver"),
-    "in_a_root": (TABLE, root, "table[ids]"),
+    "field": (LARGE_STACK, lambda s: s[1][IDS], STACK),
+    "field_cast": (LARGE_STACK, lambda s: jnp.take(s[-1] * 2, IDS, axis=0), STACK),
+    "each_field": (LARGE_STACK, lambda s: s[jnp.arange(F)[:, None], FIELD_IDS], STACK),
+    "fields_outer": (LARGE_STACK, lambda s: s[jnp.arange(F)[None], IDS[:, None]], STACK),
+    "vmapped": (LARGE_STACK, lambda s: jax.vmap(lambda t, i: t[i])(s, FIELD_IDS), STACK),
+    "fields_share_ids": (LARGE_STACK, lambda s: jax.vmap(lambda t: t[IDS])(s), STACK),
+    "scanned": (LARGE_STACK, lambda s: lax.map(lambda t: jnp.sin(t)[IDS], s), "outside"),
+    "elements": (LARGE, lambda t: t[IDS, jnp.array([0, 1, 1, 2])], WHOLE),
+    "columns": (LARGE, lambda t: t[:, IDS % D], WHOLE),
+    "flat": (LARGE, lambda t: t.reshape(-1)[IDS], WHOLE),
+    "scaled_row": (LARGE, lambda t: t.at[0].mul(0.0)[IDS], "before this step"),
+    "mixed_rows": (LARGE, lambda t: jax.nn.softmax(t, axis=0)[IDS], "of each of them"),
+    "beside_norms": (LARGE, lambda t: jax.nn.log_softmax(t)[IDS, IDS % D], WHOLE),
+    **{n: (LARGE, own(backward), "their sum") for n, backward in NOT_LINEAR.items()},
+    "added_row": (LARGE, lambda t: t.at[IDS[0]].add(1.0)[IDS], "before this step"),
+    "in_a_solver": (LARGE, solved, "before the solver"),
+    "in_a_root": (LARGE, root, "table[ids]"),
 }
 
 

@@ -101,7 +101,7 @@ class TestFlaxLinen:
 
         class Model(nn.Module):
             def setup(self):
-                self.embed = nn.Embed(V, D)
+                self.embed = nn.Embed(9000, D)
 
             def __call__(self, ids):
                 rows = self.embed(ids)

@@ -167,8 +167,7 @@ def test_id_forms(form, through_a_step, forms):
     (value, grad), (wanted, wanted_grad) = (
         found[str((form, through_a_step))] for found in forms
     )
-    # Windows of several rows that overlap are read row by row only from a plain slice.
-    assert js.is_slices(grad) == (form != "vmapped_slices")
+    assert js.is_slices(grad)
     assert_close(grad, wanted_grad, rtol=1e-5)
     assert_close(value, wanted, rtol=1e-6)
 

@@ -167,11 +167,11 @@ def test_explain_names_the_users_line():
 
 def test_a_dense_use_names_the_users_line():
     def tied(ids):
-        table = tf.get_variable("table", [V, D])
+        table = tf.get_variable("table", [9000, D])
         return jnp.sum(table[ids]) + jnp.sum(table**2)
 
     one = tf.transform(tied)
-    variables = tf.Variables({"table": jnp.ones((V, D))})
+    variables = tf.Variables({"table": jnp.ones((9000, D))})
     with pytest.warns(js.DensificationWarning) as caught:
         grads = fast_jit(js.grad(lambda p: one.apply(p, IDS)[0]))(variables)
     assert not js.is_slices(grads["table"])

@@ -14,6 +14,7 @@ import jslices as js
 
 IDS = jnp.array([3, 1, 3, 7, -1])
 PARAMS = {"t": jnp.linspace(-1, 1, 80).reshape(10, 8), "w": jnp.linspace(0, 1, 8)[None]}
+LARGE = {**PARAMS, "t": jnp.tile(PARAMS["t"], (300, 1))}
 
 compiled = []
 jax.monitoring.register_event_duration_secs_listener(
@@ -138,8 +139,8 @@ def test_sparse_and_dense_by_turns():
         assert js.is_slices(got) == (kind is not False)
         assert_close(got, jax.grad(jitted)(PARAMS, IDS)["t"])
     with pytest.warns(js.DensificationWarning, match=r"\.sum\(\)"):
-        grads = js.grad(used_whole)(PARAMS, IDS)
-    assert_close(grads, jax.grad(used_whole)(PARAMS, IDS))
+        grads = js.grad(used_whole)(LARGE, IDS)
+    assert_close(grads, jax.grad(used_whole)(LARGE, IDS))
 
 
 @pytest.mark.parametrize(
@@ -184,6 +185,6 @@ def test_lines_are_those_of_the_call_at_hand():
 
     for fun, text in [(here, "+ table.sum"), (there, "* table.mean"), (here, "+ table.")]:
         with pytest.warns(js.DensificationWarning) as caught:
-            js.grad(fun)(PARAMS["t"])
+            js.grad(fun)(LARGE["t"])
         line = fun.__code__.co_firstlineno + 1
         assert text and f":{line}" in str(caught[0].message)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jslices import _jax
-from jslices._grad.explain import report_dense
+from jslices._grad.explain import hint_smaller, report_dense
 from jslices._grad.nnx import Argnums, names_states, value_and_grad_of_states
 from jslices._grad.plan import (
     Call,
@@ -66,8 +66,9 @@ def value_and_grad(
         array the gradient of a real result is JAX's, the conjugate of the steepest ascent.
       allow_int: whether integer arrays may be differentiated (their gradient is of
         dtype float0).
-      sparse: None decides by the program alone: the kind of a gradient then never depends
-        on sizes. False makes a gradient dense, zeros if there is none, True insists on rows, and ``"if_smaller"``
+      sparse: None decides by the program alone: the kind of a gradient then depends on
+        sizes only where the numbers of all rows stand in the program, ``table[7]``,
+        ``table[:n]`` (rows if they are at most half of an array of 64 KB or more). False makes a gradient dense, zeros if there is none, True insists on rows, and ``"if_smaller"``
         makes those dense whose rows with their indices, K counted with duplicates, would
         take no fewer bytes than the array: tables of a few rows, whose rows cost time to
         compile and to step. (Given a dense gradient, a lazy optimizer steps all rows.) One
@@ -89,9 +90,12 @@ def value_and_grad(
       TypeError: for a result that is not a scalar, or integer arguments.
 
     Warns:
-      DensificationWarning: for an array that is looked up and also used whole (tied
-        weights), or not looked up by whole rows (``table[rows, columns]``, several tables
-        in one array); its gradient is dense and right, and the warning names the line.
+      DensificationWarning: for an array of 64 KB or more that is looked up and also used
+        whole (tied weights), or not looked up by whole rows (``table[rows, columns]``,
+        several tables in one array); its gradient is dense and right, and the warning names
+        the line.
+      PerformanceHint: for an array of 64 KB or more whose rows are eight times the bytes
+        of a dense gradient, or more.
 
     Cost: that of ``jax.value_and_grad`` without writing ``[V, *D]``, and tracing once
     more. Without ``jax.jit`` around it ``fun`` is traced at every call, as by JAX; the
@@ -219,6 +223,8 @@ def _linearize(call: Call, planned: Planned) -> tuple[Any, Callable[[Any], Any],
     for i in range(len(planned.leaves)):
         if planned.triggers_warning(i):
             report_dense(planned, i)
+        elif planned.triggers_hint(i):
+            hint_smaller(planned, i)
     kinds = [planned.kind(i) for i in range(len(call.primals))]
     dense = [x for x, kind in zip(call.primals, kinds, strict=True) if kind == "dense"]
     slots = jax.tree.map(slot_of, planned.plan)

@@ -33,6 +33,7 @@ from jslices._grad.plan import (
 )
 from jslices._grad.rules import WIDEST_PACKED
 from jslices._jax import Source
+from jslices._place.hints import PerformanceHint
 from jslices._slices import IndexedSlices
 
 # Adam reads and writes the parameter and two arrays of state.
@@ -268,7 +269,7 @@ def _report(leaf: Leaf, planned: Planned, number: int) -> LeafReport:
         adam_bytes=0 if kind == "unused" else 2 * _ADAM_ARRAYS * moved,
         dense_line=None if use is None else _line_of(use),
         dense_use=None if use is None else use.what,
-        suggestion=None if use is None else instead_of(use.what),
+        suggestion=None if use is None else instead_of(use),
         unread=_lines(planned.unread.get(number, [])),
     )
 
@@ -296,7 +297,7 @@ def report_dense(planned: Planned, number: int) -> None:
     if leaf.mode is True:
         message = (
             f"sparse= asks for a sparse gradient of {leaf}, but it is used whole "
-            f"({use.what}) at {line}. Instead: {instead_of(use.what)}"
+            f"({use.what}) at {line}. Instead: {instead_of(use)}"
         )
         raise_at(line, DenseUseError(message))
     sites = planned.looked_up.get(number)
@@ -314,7 +315,21 @@ def _mixed_use(leaf: Leaf, use: DenseUse, line: UserLine, sites: list[Site]) -> 
         f"the gradient of {leaf} is dense, {human_bytes(leaf.num_bytes)}, because it is "
         f"used whole ({use.what}) at {line}. Its lookups alone ({places}) would give "
         f"{rows} rows, {human_bytes(rows * row_bytes)}. Instead: "
-        f"{instead_of(use.what)}. To accept it: sparse=False"
+        f"{instead_of(use)}. To accept it: sparse=False"
+    )
+
+
+def hint_smaller(planned: Planned, number: int) -> None:
+    """Says that the rows of a leaf are many times what its dense gradient is."""
+    leaf, sites = planned.leaves[number], planned.looked_up[number]
+    warn_dense(
+        f"the gradient of {leaf} has {sum(site.total for site in sites):,} rows, "
+        f"{human_bytes(planned.bytes_of_rows(number))}, and would have "
+        f"{human_bytes(leaf.num_bytes)} if it were dense, which is mostly faster. Type "
+        f'sparse="if_smaller" in jslices.grad or value_and_grad; to keep the rows: '
+        "sparse=True for this array",
+        _jax.user_line(sites[0].source),
+        PerformanceHint,
     )
 
 
@@ -322,7 +337,7 @@ def _unread(leaf: Leaf, use: DenseUse, line: UserLine, unread: Sequence[UserLine
     return (
         f"the gradient of {leaf} is dense, {human_bytes(leaf.num_bytes)}, although it is "
         f"looked up ({', '.join(map(str, unread))}): {use.what} at {line} needs more than "
-        f"rows of it. Instead: {instead_of(use.what)}. To accept it: sparse=False"
+        f"rows of it. Instead: {instead_of(use)}. To accept it: sparse=False"
     )
 
 
@@ -353,7 +368,6 @@ DENSE_USES = {
     "squeeze": _WHOLE_ROWS,
     "reshape": f"{_WHOLE_ROWS}; a packed table, packed.reshape(V, D)[ids], has at least "
     f"two rows, of at most {WIDEST_PACKED} numbers each",
-    "slice": "look the rows up with an array of ids, table[jnp.arange(n)], if they are few",
     "scan": "let the loop's body read the table from outside, instead of carrying it or "
     "looping over its rows",
     "while": "a while loop hides the lookup; jax.lax.fori_loop with a fixed number of "
@@ -365,9 +379,14 @@ DENSE_USES = {
     "pcast": _REPLICATED,
     "shard_map": "call jslices.grad inside the shard_map, not around it",
 }
-_REDUCTION = (
+_PENALTY = (
     "penalise the rows that were looked up, (rows**2).sum(), or put "
     "jax.lax.stop_gradient around a mere measurement"
+)
+_STATISTIC = (
+    "a mean, a norm or the like over all rows is a function of each of them: take it of "
+    "the rows that were looked up, rows - rows.mean(0), or put jax.lax.stop_gradient "
+    "around it"
 )
 _OTHERWISE = (
     "look up the rows that are needed, table[ids], before this step, or put "
@@ -375,11 +394,11 @@ _OTHERWISE = (
 )
 
 
-def instead_of(primitive: str) -> str:
-    """A suggestion for a use by the primitive of this name."""
-    if primitive.startswith("reduce_") or primitive in ("argmax", "argmin", "cumsum"):
-        return _REDUCTION
-    return DENSE_USES.get(primitive, _OTHERWISE)
+def instead_of(use: DenseUse) -> str:
+    """A suggestion for a use of a whole table."""
+    if use.what.startswith("reduce_") or use.what in ("argmax", "argmin", "cumsum"):
+        return _PENALTY if use.to_scalar else _STATISTIC
+    return DENSE_USES.get(use.what, _OTHERWISE)
 
 
 # --- layout ------------------------------------------------------------------------

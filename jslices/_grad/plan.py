@@ -11,6 +11,7 @@ import dataclasses
 import functools
 import inspect
 import math
+from collections import ChainMap
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -24,7 +25,7 @@ from jslices._exchange.plan import Exchange, ExchangePlan, plan_exchange
 from jslices._grad import custom  # noqa: F401  (it registers rules)
 from jslices._grad.memo import Memo
 from jslices._grad.nnx import arrays_of_models, warn_of_lost_changes
-from jslices._grad.reads import Read, is_one_row, only_row, tables_read
+from jslices._grad.reads import Read, every_row, fixed_rows, tables_read
 from jslices._grad.unread import unread_lookups
 from jslices._grad.views import Table, Values, View
 from jslices._grad.walk import Scope, Turn, ViewWalk
@@ -43,6 +44,12 @@ SparseSpec = Any | Callable[[Any, Any], SparseMode] | None
 #: ``exchange=``: one Exchange for all arrays, or a pytree prefix of them, in which None and
 #: what a dict leaves out mean: as the array's type says.
 ExchangeSpec = Any | None
+
+#: Arrays of fewer bytes are stepped as fast whole as by rows.
+SMALL_BYTES = 1 << 16
+#: Rows of so many times the bytes of a dense gradient take longer, up to 4 times (13 to 250
+#: times the bytes: experts, transition matrices and adapters of 64 x 64).
+MANY_BYTES = 8
 
 #: Per read its sites, one after the other; per loop, checkpoint or branch a list of what is
 #: inside; in the order of the program.
@@ -74,6 +81,11 @@ class Leaf(NamedTuple):
     @property
     def may_be_sparse(self) -> bool:
         return self.has_rows and self.mode is not False
+
+    @property
+    def is_small(self) -> bool:
+        """Whether it makes no difference to a step how its gradient is kept."""
+        return _jax.definitely(lambda: self.num_bytes < SMALL_BYTES)
 
     @property
     def num_bytes(self) -> int:
@@ -111,8 +123,9 @@ class Site:
       varying: mesh axes along which the rows differ, inside a ``shard_map``.
       exchange: how rows get from device to device; None if that is left to XLA.
       sharding: of the gradient's values, on a mesh of Explicit axes; else None.
-      source: of the equation, or of the call of a library function that contains it.
-      by_ids: False for a row whose number stands in the program, ``table[0]``.
+      source: of the equation, or of the call of a library function that contains it; None
+        for what the function returns as it is.
+      by_ids: False for rows whose numbers stand in the program, ``table[5:8]``.
     """
 
     leaf: int
@@ -124,7 +137,7 @@ class Site:
     varying: frozenset[str]
     exchange: ExchangePlan | None
     sharding: NamedSharding | None
-    source: Source
+    source: Source | None
     by_ids: bool
 
     @property
@@ -148,10 +161,17 @@ class Site:
 
 @dataclasses.dataclass(frozen=True)
 class DenseUse:
-    """The first place that needs a whole leaf: an equation's, or None for the result."""
+    """The first place that needs a whole leaf: an equation's, or None for the result.
+
+    Attributes:
+      what: the name of the primitive.
+      source: of the equation.
+      to_scalar: whether it makes one number of it.
+    """
 
     what: str
     source: Source | None
+    to_scalar: bool = False
 
 
 class Planned(NamedTuple):
@@ -208,7 +228,18 @@ class Planned(NamedTuple):
         forced = self.leaves[leaf].mode is True
         if leaf not in self.dense:
             return forced and not self.leaves[leaf].has_rows
-        return forced or bool(self.looked_up.get(leaf) or self.unread.get(leaf))
+        seen = self.looked_up.get(leaf) or self.unread.get(leaf)
+        return forced or bool(seen and not self.leaves[leaf].is_small)
+
+    def triggers_hint(self, leaf: int) -> bool:
+        """Whether rows cost several times what a dense gradient does."""
+        of = self.leaves[leaf]
+        if of.mode is not None or of.is_small or self.kind(leaf) != "sparse":
+            return False
+        if any(site.exchange for site in self.looked_up[leaf]):
+            return False
+        many = lambda: self.bytes_of_rows(leaf) >= MANY_BYTES * of.num_bytes  # noqa: E731
+        return _jax.definitely(many)
 
     def bytes_of_rows(self, leaf: int) -> int:
         """The size of the sparse gradient: rows and row numbers."""
@@ -263,14 +294,14 @@ class Uses(NamedTuple):
 
     Attributes:
       whole: by an equation that needs the whole array.
-      one_row: of one row, whose number stands in the program.
+      fixed: of rows whose numbers stand in the program, ``table[5:8]``.
       products: in a product that is a view, ``table @ w``.
       moves: by an equation that may move or pick its elements, so that the leaf may yet be
         looked up, though not by whole rows.
     """
 
     whole: dict[int, DenseUse]
-    one_row: dict[int, DenseUse]
+    fixed: dict[int, DenseUse]
     products: dict[int, DenseUse]
     moves: dict[int, DenseUse]
 
@@ -297,6 +328,8 @@ class Planner(ViewWalk):
         self.uses = Uses({}, {}, {}, {})
         self._leaves = leaves
         self._loops: tuple[int, ...] = ()
+        #: Views of fixed rows that were read already. A body may use those read outside.
+        self._rows_read: ChainMap[View, None] = ChainMap()
 
     def constant(self, value: Any) -> None:
         return None
@@ -314,24 +347,35 @@ class Planner(ViewWalk):
     def whole(self, value: Any, eqn: Equation | None) -> Any:
         if not isinstance(value, View):
             return None
-        if eqn is None:
-            use = DenseUse("the function's own result", self.caller)
+        use = DenseUse("the function's own result", self.caller)
+        if eqn is not None:
+            to_scalar = not any(map(_jax.shape_of, eqn.outvars))
+            use = DenseUse(_jax.kind(eqn), self.source(eqn), to_scalar)
+        if eqn is not None and use.what not in _PRODUCTS:
+            _note(self.uses.moves, value, use)
+        views = fixed_rows(value)
+        if views is None or not self._may_be_read(value):
             _note(self.uses.whole, value, use)
             return None
-        use = DenseUse(_jax.kind(eqn), self.source(eqn))
-        if use.what not in _PRODUCTS:
-            _note(self.uses.moves, value, use)
-        if is_one_row(value):
-            _note(self.uses.one_row, value, use)
-            self._plan(eqn, only_row(value), by_ids=False)
-        else:
-            _note(self.uses.whole, value, use)
+        _note(self.uses.fixed, value, use)
+        for view in views:
+            if view not in self._rows_read:
+                self._plan(use.source, every_row(view), by_ids=False)
+                self._rows_read[view] = None
         return None
 
-    def read(self, eqn: Equation, read: Read, values: Values) -> None:
-        self._plan(eqn, read, by_ids=True)
+    def _may_be_read(self, value: View) -> bool:
+        """Whether the runner knows the type of what it reads.
 
-    def _plan(self, eqn: Equation, read: Read, by_ids: bool) -> None:
+        On a mesh of Explicit axes it does where the tables are not split.
+        """
+        avals = [self._leaves[leaf].aval for leaf in tables_read(value)]
+        return all(explicit_mesh(x) is None or not any(x.sharding.spec) for x in avals)
+
+    def read(self, eqn: Equation, read: Read, values: Values) -> None:
+        self._plan(self.source(eqn), read, by_ids=True)
+
+    def _plan(self, source: Source | None, read: Read, by_ids: bool) -> None:
         for number in read.leaves:
             leaf = self._leaves[number]
             aval, exchange = leaf.aval, leaf.exchange_of(read.count)
@@ -345,7 +389,7 @@ class Planner(ViewWalk):
                 varying=_jax.varying_axes(aval, read.numbers),
                 exchange=exchange,
                 sharding=leaf.sharding(exchange),
-                source=self.source(eqn),
+                source=source,
                 by_ids=by_ids,
             )
             self.plan.append(site)
@@ -354,7 +398,9 @@ class Planner(ViewWalk):
         part = plan_part(eqn, operands, needs_grad, self._leaves)
         self.plan.append(part.plan)
         self.uses.add(part.uses)
-        return part.outputs
+        # Each a view of its own, as they come out of a jitted function.
+        outputs: Values = jax.tree.map(lambda x: x, part.outputs)
+        return outputs
 
     def loop(
         self, eqn: Equation, turn: Turn, carry: Values, xs: Values
@@ -382,9 +428,10 @@ class Planner(ViewWalk):
     def _inside(self) -> Iterator[None]:
         """A context whose reads become one entry of the plan."""
         outer, self.plan = self.plan, []
+        self._rows_read = self._rows_read.new_child()
         yield
         outer.append(self.plan)
-        self.plan = outer
+        self.plan, self._rows_read = outer, self._rows_read.parents
 
 
 def _note(uses: dict[int, DenseUse], view: View, use: DenseUse) -> None:
@@ -423,22 +470,44 @@ def _plan_reads(
         outputs = planner.program(program, inputs, needs_grad)
         for value in outputs[:num_results]:
             planner.whole(value, None)
-        sites = jax.tree.leaves(planner.plan)
-        by_ids = {site.leaf for site in sites if site.by_ids}
-        for leaf, use in uses.one_row.items():
-            if leaf not in by_ids:  # `w[0]` alone does not make a table of a weight
+        sites: dict[int, list[Site]] = {}
+        for site in jax.tree.leaves(planner.plan):
+            sites.setdefault(site.leaf, []).append(site)
+        by_ids = {leaf for leaf in sites if any(site.by_ids for site in sites[leaf])}
+        alone = list(uses.fixed.keys() & uses.moves.keys() - by_ids)
+        picked = unread_lookups(program, alone, needs_grad) if alone else {}
+        for leaf, use in uses.fixed.items():  # `tables[1][ids]` picks elements of a row
+            if picked.get(leaf) or not _are_few(sites[leaf], leaves[leaf]):
                 uses.whole.setdefault(leaf, use)
         for leaf in uses.whole.keys() & uses.products.keys() - by_ids:
             uses.whole[leaf] = uses.products[leaf]  # not what follows the layer
         if not dense:
-            looked_up = {leaf: [x for x in sites if x.leaf == leaf] for leaf in by_ids}
+            looked_up = {leaf: sites[leaf] for leaf in by_ids}
         moves |= uses.moves
         if not uses.whole:
             break
         dense |= uses.whole
+    looked_up = sites | looked_up
     never = [leaf for leaf in dense if leaf in moves and leaf not in looked_up]
     unread = unread_lookups(program, never, needs_grad) if never else {}
     return planner.plan, dense, looked_up, unread
+
+
+def _are_few(sites: Sequence[Site], leaf: Leaf) -> bool:
+    """Whether rows whose numbers stand in the program have a gradient of rows.
+
+    At most half of the rows, or no more than those looked up by ids: weights that are cut
+    into parts, or layers in one array, have a dense gradient. So has a small array,
+    ``w[0]``, unless it is looked up by ids as well.
+    """
+    if leaf.mode in (True, "if_smaller"):
+        return True
+    fixed = sum(site.total for site in sites if not site.by_ids)
+    by_ids = sum(site.total for site in sites if site.by_ids)
+    if by_ids and _jax.definitely(lambda: fixed <= by_ids):
+        return True
+    few = _jax.definitely(lambda: 2 * fixed <= leaf.aval.shape[0])
+    return few and bool(by_ids or not leaf.is_small)
 
 
 def output_needs_grad(program: Program, num_results: int) -> list[bool]:

@@ -9,6 +9,7 @@ one more form. A :class:`Reader` then goes from the rows of a view to those of i
 import dataclasses
 import functools
 import math
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -22,12 +23,13 @@ from jslices import _jax
 from jslices._grad.views import (
     Ids,
     Repeated,
+    Rowwise,
+    Stacked,
     Table,
     Transposed,
     Unslotted,
     Values,
     View,
-    flat,
 )
 from jslices._jax import Atom, Equation, Literal, Program
 from jslices._place.boundary import drop_sharding
@@ -170,24 +172,29 @@ def tables_read(view: View) -> list[int]:
     return leaves
 
 
-def is_one_row(value: Any) -> bool:
-    """True for a single row of larger tables, ``table[5:6]``, that takes a gradient."""
-    if not isinstance(value, View) or isinstance(value, Transposed):
-        return False
-    if math.prod(value.shape[: value.lead]) != 1:
-        return False
+def fixed_rows(value: Any) -> list[View] | None:
+    """The views ``table[5:8]`` that a value is made of, and of no more of any table.
+
+    None for what is made of as many rows as a table has.
+    """
+    if not isinstance(value, View) or isinstance(value, Unslotted):
+        return []
+    if isinstance(value, Repeated | Rowwise | Stacked | Transposed):
+        each = [fixed_rows(part) for part, _ in value.parts(Ids())]
+        return None if None in each else [view for views in each for view in views or ()]
     heights: list[int] = []
-    Reader(lambda table, ids: heights.append(table.shape[0])).rows(flat(value), Ids())
-    return bool(heights) and 1 not in heights
+    Reader(lambda table, ids: heights.append(table.shape[0])).rows(value, Ids())
+    count = value.shape[0]
+    fewer = [_jax.definitely(functools.partial(operator.lt, count, n)) for n in heights]
+    return [value] * bool(heights) if all(fewer) else None
 
 
-def only_row(view: View) -> Read:
-    """The read of the row of a view that has one, ``table[5:6]``."""
-    shape, inner = view.shape, flat(view)
-    zero = jax.ShapeDtypeStruct((1,), jnp.int32)
-    ids = lambda values: jnp.zeros(1, jnp.int32)  # noqa: E731
-    arrange = lambda rows, values: rows.reshape(shape)  # noqa: E731
-    return Read(inner, 1, Mode.CLIP, None, zero, ids, arrange)
+def every_row(view: View) -> Read:
+    """The read of all rows of a view."""
+    count = view.shape[0]
+    numbers = jax.ShapeDtypeStruct((count,), jnp.int32)
+    ids = lambda values: jnp.arange(count, dtype=jnp.int32)  # noqa: E731
+    return Read(view, count, Mode.CLIP, None, numbers, ids, lambda rows, values: rows)
 
 
 class Origins:
@@ -291,9 +298,11 @@ def _gather_rows(eqn: Equation, view: View, origins: Origins) -> Read | None:
     mode, fill_value, shape = eqn.params["mode"], eqn.params["fill_value"], view.shape
     axes, aval = tuple(numbers.start_index_map), eqn.invars[1].aval
     batched = numbers.operand_batching_dims or numbers.start_indices_batching_dims
-    if sizes[:1] != (1,) or 0 not in axes or batched:
+    if not sizes or 0 not in axes or batched:
         return None
     column, height = axes.index(0), shape[0]
+    if sizes[0] != 1:
+        return _gather_windows(eqn, view, column)
     # Starts other than 0 on axes that are read whole are clamped; a promise that they are 0
     # may be broken, and JAX then drops the gradient of a row that it reads.
     trusting = mode == Mode.PROMISE_IN_BOUNDS and len(axes) > 1
@@ -312,6 +321,26 @@ def _gather_rows(eqn: Equation, view: View, origins: Origins) -> Read | None:
         return rows
 
     return Read(view, count, mode, fill_value, aval, ids, _arrangement(eqn))
+
+
+def _gather_windows(eqn: Equation, view: View, column: int) -> Read | None:
+    """Consecutive whole rows for each start, which ``vmap`` makes of ``dynamic_slice``."""
+    sizes, aval, height = (
+        tuple(eqn.params["slice_sizes"]),
+        eqn.invars[1].aval,
+        view.shape[0],
+    )
+    some = _jax.definitely(lambda: sizes[0] < height)
+    if sizes[1:] != view.shape[1:] or not some or eqn.params["mode"] != Mode.CLIP:
+        return None
+    count = math.prod(aval.shape[:-1]) * sizes[0]
+
+    def ids(values: Values) -> jax.Array:
+        starts = jnp.clip(_wide(values[1])[..., column], 0, height - sizes[0])
+        within = jnp.arange(sizes[0], dtype=starts.dtype)[None]
+        return (starts.reshape(-1, 1) + within).reshape(count)
+
+    return Read(view, count, Mode.CLIP, None, aval, ids, _arrangement(eqn))
 
 
 def _gather_columns(

@@ -24,8 +24,8 @@ from jslices._grad.plan import (
     plan_part,
     without_arrays,
 )
-from jslices._grad.reads import Mode, Read, is_one_row, only_row
-from jslices._grad.views import Ids, Table, Values, View
+from jslices._grad.reads import Mode, Read, every_row, fixed_rows
+from jslices._grad.views import Ids, Table, Unslotted, Values, View
 from jslices._grad.walk import Turn, ViewWalk
 from jslices._jax import Equation
 from jslices._lookup.mark import dense_is_intended
@@ -39,6 +39,7 @@ from jslices._place.boundary import (
 )
 from jslices._rows.access import canonical_indices, gathered_once, take_rows
 from jslices._slices import Facts, IndexedSlices, slices_of
+from jslices._typing import Aval
 
 #: Both mirror a plan: an IndexedSlices of zeros, and the row numbers, for every site.
 Slots = list[Any]
@@ -139,13 +140,17 @@ class _Body:
     Attributes:
       entries: what is left of its plan and its slots.
       indices: the row numbers of its reads so far.
-      wholes: the arrays behind views. A body may use what was computed outside of it.
+      arrays: those behind views, with cotangent slots (True) and without. A body may use
+        what was computed outside of it.
     """
 
-    def __init__(self, plan: Plan, slots: Slots, wholes: ChainMap[View, jax.Array]) -> None:
+    def __init__(self, plan: Plan, slots: Slots, outer: "_Body | None" = None) -> None:
         self.entries = zip(plan, slots, strict=True)
         self.indices: Indices = []
-        self.wholes = wholes
+        self.arrays: dict[bool, ChainMap[View, jax.Array]] = {
+            slotted: outer.arrays[slotted].new_child() if outer else ChainMap()
+            for slotted in (True, False)
+        }
 
 
 class Runner(ViewWalk):
@@ -162,7 +167,7 @@ class Runner(ViewWalk):
     ) -> None:
         self.eager = eager
         self._leaves = leaves
-        self._body = _Body(plan, slots, ChainMap())
+        self._body = _Body(plan, slots)
 
     @property
     def indices(self) -> Indices:
@@ -176,20 +181,27 @@ class Runner(ViewWalk):
         return _jax.bind(eqn, operands)
 
     def whole(self, value: Any, eqn: Equation | None) -> Any:
-        if eqn is not None and is_one_row(value):
-            return self.read(eqn, only_row(value), [])
-        # No gradient comes this way, or the plan would have made the table dense.
-        return self._whole(value)
+        views, slotted = fixed_rows(value) or (), self._body.arrays[True]
+        for view in views:
+            if view not in slotted:
+                slotted[view] = self._read(every_row(view), [], None)
+        # No gradient comes in elsewhere, or the plan would have made the table dense.
+        return self._array(value, bool(views))
 
-    def _whole(self, value: Any) -> Any:
-        wholes = self._body.wholes
+    def _array(self, value: Any, slotted: bool) -> Any:
+        """The array behind a view, made of rows that have been read if it is slotted."""
         if not isinstance(value, View):
             return value
-        if value not in wholes:
-            wholes[value] = value.whole(self._whole)
-        return wholes[value]
+        slotted = slotted and not isinstance(value, Unslotted)
+        arrays = self._body.arrays[slotted]
+        if value not in arrays:
+            arrays[value] = value.whole(lambda part: self._array(part, slotted))
+        return arrays[value]
 
     def read(self, eqn: Equation, read: Read, values: Values) -> jax.Array:
+        return self._read(read, values, eqn.outvars[0].aval)
+
+    def _read(self, read: Read, values: Values, aval: Aval | None) -> jax.Array:
         def take(table: Table, ids: Ids, mode: Mode, fill_value: Any) -> jax.Array:
             site, slot = next(self._body.entries)
             assert site.leaf == table.leaf
@@ -207,11 +219,10 @@ class Runner(ViewWalk):
             self._body.indices.append(restore_sharding(record, split))
             return rows
 
-        aval = eqn.outvars[0].aval
         tables = [self._leaves[leaf].aval for leaf in read.leaves]
         with with_auto_axes(explicit_mesh([aval, *tables])):
             rows = read.output(drop_sharding(values), take)
-        return restore_sharding(rows, shardings_of(aval))
+        return restore_sharding(rows, shardings_of(tables[0] if aval is None else aval))
 
     def part(self, eqn: Equation, operands: Values, needs_grad: list[bool]) -> Values:
         run = _compiled_part(eqn, operands, needs_grad, self._leaves)
@@ -274,7 +285,7 @@ class Runner(ViewWalk):
     ) -> tuple[Any, Indices]:
         """``run(*args)`` and the row numbers of its reads, with a state of its own."""
         outer = self._body
-        self._body = inner = _Body(plan, slots, outer.wholes.new_child())
+        self._body = inner = _Body(plan, slots, outer)
         try:
             return run(*args), inner.indices
         finally:

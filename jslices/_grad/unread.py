@@ -3,11 +3,12 @@
 ``tables[field, ids]`` of several tables in one array, ``table[rows, columns]``, and a
 lookup inside a ``while`` loop or a solver take few elements of an array, but the gradient
 is dense. They are looked for in the program alone: the elements of an array are followed
-through steps that move or scale them, and into what is called, until ids pick some.
+through steps that move or scale them, or set them against numbers of the same array
+(``log_softmax``), and into what is called, until ids pick some.
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from jslices import _jax
 from jslices._grad.reads import Origins
@@ -17,13 +18,25 @@ from jslices._jax import Equation, Program, Source
 
 # They put the elements of their first operand elsewhere.
 _MOVES = frozenset(
-    "dynamic_update_slice jslices_table layout_constraint pad reshape rev scatter "
-    "scatter-add scatter-mul sharding_constraint slice split squeeze transpose".split()
+    "dynamic_update_slice jslices_table layout_constraint pad pcast pvary reshape rev "
+    "scatter scatter-add scatter-mul sharding_constraint slice split squeeze "
+    "transpose".split()
 )
 
-#: The numbers of the leaves whose elements a variable holds.
-Held = frozenset[int]
-_NOTHING: Held = frozenset()
+
+class Held(NamedTuple):
+    """What a variable holds of the leaves, by their numbers.
+
+    Attributes:
+      elements: those whose elements it holds.
+      made_of: those that it is computed from, and from nothing else but constants.
+    """
+
+    elements: frozenset[int] = frozenset()
+    made_of: frozenset[int] = frozenset()
+
+
+_NOTHING = Held()
 
 
 def unread_lookups(
@@ -37,8 +50,8 @@ def unread_lookups(
       output_needs_grad: for each output whether a gradient comes in there.
     """
     search = _UnreadSearch(leaves)
-    held = [frozenset({i} & {*leaves}) for i in range(len(program.invars))]
-    search.program(program, held, output_needs_grad)
+    sets = [frozenset({i} & {*leaves}) for i in range(len(program.invars))]
+    search.program(program, [Held(x, x) for x in sets], output_needs_grad)
     return search.lookups
 
 
@@ -58,14 +71,16 @@ class _UnreadSearch(Walk[Held]):
     def equation(
         self, eqn: Equation, operands: Sequence[Held], scope: Scope
     ) -> Sequence[Held]:
-        if not any(operands) or not scope.passes_gradient(eqn):
-            return [_NOTHING] * len(eqn.outvars)
-        return super().equation(eqn, operands, scope)
+        made_of = Held(made_of=_made_of(eqn, operands, scope.origins))
+        if not any(x.elements for x in operands) or not scope.passes_gradient(eqn):
+            return [made_of] * len(eqn.outvars)
+        outputs = super().equation(eqn, operands, scope)
+        return [made_of if x is _NOTHING else x for x in outputs]
 
     def step(self, eqn: Equation, operands: Sequence[Held], scope: Scope) -> Sequence[Held]:
         if eqn.primitive.name in ("gather", "dynamic_slice"):
             if _picks_by_ids(eqn, scope.origins):
-                for leaf in operands[0]:
+                for leaf in operands[0].elements:
                     self.lookups[leaf].append(self.source(eqn))
             return [_NOTHING]
         return _moved(eqn, operands, scope.origins) or self._inside(eqn, operands, scope)
@@ -90,18 +105,29 @@ def _moved(
 ) -> Sequence[Held] | None:
     """The outputs of a step that moves or scales elements; None for other steps."""
     name, shape = eqn.primitive.name, _jax.shape_of(eqn.outvars[0])
+    pairs = list(zip(eqn.invars, operands, strict=True))
+    union = Held(
+        frozenset().union(*(x.elements for x in operands)), _made_of(eqn, operands, origins)
+    )
     if name == "optimization_barrier":
         return operands
-    if is_elementwise(eqn):  # with numbers, or with elements of other tables
-        pairs = list(zip(eqn.invars, operands, strict=True))
-        numbers = not any(origins.axes(x) for x, held in pairs if not held)
-        full = all(_jax.shape_of(x) == shape for x, held in pairs if held)
-        return [_NOTHING.union(*operands)] if numbers and full else [_NOTHING]
+    if is_elementwise(eqn):  # with numbers, or with what is made of the same tables
+        alone = all(x.made_of or not origins.axes(atom) for atom, x in pairs)
+        full = all(_jax.shape_of(atom) == shape for atom, x in pairs if x.elements)
+        return [union if alone and full else _NOTHING]
     if name == "concatenate":
-        return [_NOTHING.union(*operands) if all(operands) else _NOTHING]
+        return [union if all(x.elements for x in operands) else _NOTHING]
     if name in _MOVES or (name == "broadcast_in_dim" and _repeats_whole(eqn)):
-        return [operands[0]] * len(eqn.outvars)
+        return [Held(operands[0].elements, union.made_of)] * len(eqn.outvars)
     return None
+
+
+def _made_of(eqn: Equation, operands: Sequence[Held], origins: Origins) -> frozenset[int]:
+    """The leaves that the outputs are computed from, if from nothing else."""
+    pairs = zip(eqn.invars, operands, strict=True)
+    if not all(x.made_of or not origins.axes(atom) for atom, x in pairs):
+        return frozenset()
+    return frozenset().union(*(x.made_of for x in operands))
 
 
 def _repeats_whole(eqn: Equation) -> bool:

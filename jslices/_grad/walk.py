@@ -238,7 +238,9 @@ def programs_inside(
     outputs are those of the equation.
     """
     name, params = eqn.primitive.name, eqn.params
-    if name == "while":
+    if name == "shard_map":
+        yield params["jaxpr"], operands, True
+    elif name == "while":
         yield params["body_jaxpr"], operands[params["cond_nconsts"] :], False
     elif name == "cond":
         for branch in params["branches"]:
@@ -298,6 +300,8 @@ class ViewWalk(Walk[Any]):
             return self.bind(eqn, operands)
         if not scope.passes_gradient(eqn):
             operands = [without_slots(value) for value in operands]
+        if eqn.primitive.name == "while":
+            operands = _with_gradient(eqn, operands)
         if self.eager and is_kept(eqn):
             return self.part(eqn, operands, scope.outputs_need_grad(eqn))
         return super().equation(eqn, operands, scope)
@@ -401,6 +405,17 @@ class ViewWalk(Walk[Any]):
         self, eqn: Equation, function: Callable[[Values], Values], operands: Values
     ) -> Values:
         """``jax.checkpoint(function)(values)`` for the operands that are no views."""
+
+
+def _with_gradient(eqn: Equation, operands: Values) -> Values:
+    """The operands of a while loop, without slots where no gradient leaves its body."""
+    first, body = eqn.params["cond_nconsts"], eqn.params["body_jaxpr"]
+    grad_vars = Scope(body, [True] * len(body.outvars)).grad_vars
+    inside = [None] * first + list(body.invars)
+    return [
+        x if v in grad_vars else without_slots(x)
+        for x, v in zip(operands, inside, strict=True)
+    ]
 
 
 def is_kept(eqn: Equation) -> bool:
