@@ -225,7 +225,9 @@ def loss(params, ids):
 
 
 @pytest.mark.parametrize(
-    "tx, spec", [(js.sgd(0.1), ("x",)), (js.adam(0.1), ("x",)), (js.adam(0.1), ())], ids=str
+    "tx, spec",
+    [(js.sgd(0.1), ("x",)), (js.adam(0.1), ("x",)), (js.adam(0.1), ())],
+    ids=["sgd, split", "adam, split", "adam, whole"],
 )
 def test_row_gradients_do_not_send_tables(mesh, tx, spec):
     exchange = {"t": js.Exchange("x", overflow="nan")} if spec else None
