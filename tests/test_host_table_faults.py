@@ -183,8 +183,8 @@ def test_a_with_block_that_is_interrupted_closes_whole(stride, tmp_path):
 
 @STRIDES
 @pytest.mark.parametrize("name", ["save", "restore", "grow", "flush"])
-@pytest.mark.parametrize("file", [False, True])
-def test_interrupted_copies(stride, tmp_path, name, file):
+@pytest.mark.parametrize("file, overlap", [(False, False), (True, False), (True, True)])
+def test_interrupted_copies(stride, tmp_path, name, file, overlap):
     folders = iter(range(10_000))
     if name == "flush" and not file:
         pytest.skip("nothing to flush")
@@ -196,7 +196,7 @@ def test_interrupted_copies(stride, tmp_path, name, file):
             step(table)
             step(table)
         path = folder / "table" if file else None
-        table = opened(path)
+        table = opened(path, overlap=overlap)
         step(table)
         with interrupted():
             match name:

@@ -170,7 +170,7 @@ class Journal:
     def write(self, parts: Sequence[Part]) -> None:
         """Write to some tables. Nothing may be unfinished."""
         for part in parts:
-            part.records.reserve(part.rows)
+            part.records.reserve(part.new)
         of_files = [part for part in parts if isinstance(part.records, FileRecords)]
         head = self._write_body(of_files) if of_files else None
         self.do(functools.partial(self._apply, head, parts))

@@ -51,6 +51,7 @@ class Part(NamedTuple):
     rows: np.ndarray  #: int64 ``[n]``, distinct rows.
     words: np.ndarray  #: ``[n, words]``, their records.
     shared: Sequence[np.ndarray]  #: the values that all rows share.
+    new: np.ndarray  #: those of ``rows`` that may never have been written.
 
 
 class Records:
@@ -68,7 +69,7 @@ class Records:
         self.done = np.zeros((), np.int64)
 
     def reserve(self, rows: np.ndarray) -> None:
-        """Make room for the records of some rows."""
+        """Make room for the records of rows that may be new."""
 
     def apply(self, part: Part) -> None:
         """Write some rows, and the values that all rows share; the same if done again."""
@@ -222,7 +223,7 @@ class FileRecords(Records):
     def reserve(self, rows: np.ndarray) -> None:
         # What is written by the map has no error for a full disk but SIGBUS, so that new
         # rows, which may be holes in the file, are filled with zeros by a call first.
-        new = rows[self.array[rows, -1] == 0]
+        new = rows[self.array[rows, -1] == 0] if len(rows) else rows
         if not len(new):
             return
         starts = np.flatnonzero(np.diff(new, prepend=-2) != 1)

@@ -181,8 +181,8 @@ class HostTable:
         journal = Journal([records])
         #: Of a journal, the number of the table in it, and what keeps it open.
         self._seat = journal, 0, journal.keeper()
-        #: The ticket and the rows of the last fetch, until these are stored.
-        self._fetched: tuple[int, np.ndarray] | None = None
+        #: Of the last fetch, until its rows are stored.
+        self._fetched: _Fetched | None = None
 
     @property
     def _journal(self) -> Journal:
@@ -235,13 +235,13 @@ class HostTable:
         room = self._room_for(len(numbers), flat.size)
         words = np.empty((room, self._layout.words), self._layout.word)
         words[len(numbers) :] = 0
-        self._read_into(words[: len(numbers)], numbers)
+        new = self._read_into(words[: len(numbers)], numbers)
         ticket = next(_TICKETS) % 2**31
         rows = jax.device_put(self._rows_of(words, numbers, ticket), self._device)
         for coming in self._journal.coming:
             if isinstance(coming, _Stored) and coming.is_coming_to(self._records):
-                rows = with_pending(rows, numbers, coming.rows, coming.words)
-        self._fetched = ticket, numbers
+                rows = with_pending(rows, numbers, coming.fetched.rows, coming.words)
+        self._fetched = _Fetched(ticket, numbers, new)
         places[places < 0] = room
         parts = np.split(places, np.cumsum([x.size for x in arrays])[:-1])
         shaped = [part.reshape(x.shape) for part, x in zip(parts, arrays, strict=True)]
@@ -274,12 +274,12 @@ class HostTable:
                 "store(rows) writes the rows of the last fetch, once; nothing was fetched "
                 "since the last store"
             )
-        (ticket, numbers), self._fetched = self._fetched, None
+        fetched, self._fetched = self._fetched, None
         if self._overlap:
             for x in jax.tree.leaves(rows):
                 x.copy_to_host_async()
         records = self._records
-        return _Stored(records, int(records.done) + 1, ticket, numbers, rows)
+        return _Stored(records, int(records.done) + 1, fetched, rows)
 
     def _room_for(self, rows: int, ids: int) -> int:
         """U: room for some rows, of as many ids."""
@@ -296,12 +296,13 @@ class HostTable:
             self._room = min(ids, -(-(rows + rows // 16) // grain) * grain)
         return self._room
 
-    def _read_into(self, words: np.ndarray, numbers: np.ndarray) -> None:
-        """Read the records of some rows, initializing those that are new."""
+    def _read_into(self, words: np.ndarray, numbers: np.ndarray) -> np.ndarray:
+        """Read the records of some rows, initializing those that are new: returns these."""
         np.take(self._records.array, numbers, axis=0, out=words, mode="clip")
         new = np.flatnonzero(words[:, -1] == 0)
         if len(new):
             words[new] = self._initial_records(numbers[new])
+        return numbers[new]
 
     def _initial_records(self, numbers: np.ndarray) -> np.ndarray:
         if not callable(self._init):
@@ -371,7 +372,9 @@ class HostTable:
                 new = np.asarray(rows.words)[written]
                 numbers = written + part.start
                 number = int(records.done) + 1
-                self._journal.write([Part(records, number, numbers, new, records.shared)])
+                self._journal.write(
+                    [Part(records, number, numbers, new, records.shared, numbers[:0])]
+                )
 
     @_one_at_a_time
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -409,6 +412,7 @@ class HostTable:
           FailedPreconditionError: if it is open.
           DataLossError: if it was cut off.
         """
+        self._journal.finish()
         path = real(path)
         records, rows = self._records, self.shape[0]
         saved = open_file(path, self._layout, rows, self._shared, make=False)
@@ -579,13 +583,20 @@ class HostTable:
         return f"HostTable({self.shape}, {self.dtype}, {where})"
 
 
+class _Fetched(NamedTuple):
+    """Rows that are on the device."""
+
+    ticket: int  #: of the fetch
+    rows: np.ndarray  #: int64 ``[n]``, distinct
+    new: np.ndarray  #: those that were never written
+
+
 class _Stored(NamedTuple):
     """Rows that were stored: what the device may still be computing."""
 
     records: Records
     number: int  #: of the write
-    ticket: int  #: of the fetch
-    rows: np.ndarray  #: int64 ``[n]``
+    fetched: _Fetched
     words: HostRows
 
     def is_coming_to(self, records: Records) -> bool:
@@ -593,16 +604,17 @@ class _Stored(NamedTuple):
         return self.records is records and self.number > int(records.done)
 
     def part(self) -> Part:
-        if int(self.words.ticket) != self.ticket:
+        if int(self.words.ticket) != self.fetched.ticket:
             raise FailedPreconditionError(
                 "store(rows) got the rows of an earlier fetch, or of another table: store "
                 "those of a batch before the next one is fetched, by this thread or by "
                 "another. They were not written"
             )
-        words = np.asarray(self.words.words)[: len(self.rows)]
+        words = np.asarray(self.words.words)[: len(self.fetched.rows)]
         steps = np.asarray(self.records.shared[0] + 1)
         shared = [steps, *(np.asarray(x) for x in self.words.shared)]
-        return Part(self.records, self.number, self.rows, words, shared)
+        _, rows, new = self.fetched
+        return Part(self.records, self.number, rows, words, shared, new)
 
 
 def _copy(source: Records, target: Records, rows: int) -> None:
