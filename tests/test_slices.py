@@ -263,3 +263,16 @@ def test_indices_of_64_bits_stay_out_of_range():
     for indices in (np.array([2**32 + 3, 1]), [2**32 + 3, 1], np.array([-(2**40), 1])):
         s = js.IndexedSlices(jnp.ones((2, 1)), indices, (9, 1))
         np.testing.assert_array_equal(np.flatnonzero(s.to_dense()), [1])
+
+
+def test_zeros_like_slices_have_no_rows():
+    """Row 0 is not meant, which momentum would move."""
+    slices = js.IndexedSlices(jnp.ones((3, 2)), jnp.array([0, 5, 3]), (20, 2))
+    shapes = jax.eval_shape(lambda: slices)
+    for zeros in (
+        jax.tree.map(jnp.zeros_like, slices),
+        jax.tree.map(np.zeros_like, jax.tree.map(np.asarray, slices)),
+        jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes),
+    ):
+        assert (np.asarray(zeros.indices) < 0).all()
+        assert (zeros + slices).coalesce().indices.tolist() == [0, 3, 5, 20, 20, 20]

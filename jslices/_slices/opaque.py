@@ -3,6 +3,9 @@
 JAX has dtypes that it carries through every transformation and refuses to add, negate or
 sum, while tracing: those of random keys. Row numbers get one of their own; its name, which
 JAX's errors quote, says what to type.
+
+They are held as their complement, ``~n``: so zeros are the row -1, an empty entry, and
+``jax.tree.map(jnp.zeros_like, slices)`` has no rows, where row 0 would be touched.
 """
 
 import functools
@@ -62,7 +65,7 @@ _DTYPES: dict[Any, np.dtype] = {
 
 def _wrap(numbers: jax.Array, dtype: np.dtype) -> jax.Array:
     wide = numbers if dtype.itemsize >= 4 else numbers.astype(jnp.int32)
-    bits = lax.bitcast_convert_type(wide, jnp.uint32)
+    bits = lax.bitcast_convert_type(~wide, jnp.uint32)
     if _words(dtype) == 1:
         bits = lax.expand_dims(bits, [bits.ndim])
     return jax.random.wrap_key_data(bits, impl=_KINDS[dtype][0])
@@ -73,7 +76,7 @@ def _unwrap(keys: jax.Array, dtype: np.dtype) -> jax.Array:
     if _words(dtype) == 1:
         bits = lax.squeeze(bits, [bits.ndim - 1])
     wide = dtype if dtype.itemsize >= 4 else np.dtype(np.int32)
-    return lax.bitcast_convert_type(bits, wide).astype(dtype)
+    return (~lax.bitcast_convert_type(bits, wide)).astype(dtype)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 2))
@@ -125,7 +128,7 @@ def opened(x: Leaf) -> Any:
     if isinstance(x, _ABSTRACT):
         return x.update(dtype=dtype)
     if isinstance(x, np.ndarray | np.generic):
-        return np.asarray(x).view(dtype)
+        return np.bitwise_not(np.asarray(x).view(dtype))
     if isinstance(x, jax.core.Tracer) or trace_state() != _IN_EAGER_MODE:
         with trace_at_hand(x):
             return _unwrap(x, dtype)
@@ -134,7 +137,7 @@ def opened(x: Leaf) -> Any:
 
 def from_bits(bits: np.ndarray, dtype: np.dtype | None = None) -> np.ndarray:
     """The integers that stand on ``[..., 1]``, or ``[..., 2]``, uint32."""
-    wide = bits.view(np.int32 if bits.shape[-1] == 1 else np.int64)[..., 0]
+    wide = np.bitwise_not(bits.view(np.int32 if bits.shape[-1] == 1 else np.int64)[..., 0])
     return wide if dtype is None else wide.astype(dtype)
 
 
@@ -185,7 +188,7 @@ class RowNumbers(KeyArray):
         self, dtype: Any = None, context: None = None, copy: bool | None = None
     ) -> np.ndarray:
         numbers = self._integers()
-        return numbers.view(_ON_HOST[numbers.dtype]).view(_HostNumbers)
+        return (~numbers).view(_ON_HOST[numbers.dtype]).view(_HostNumbers)
 
     def _integers(self) -> np.ndarray:
         return from_bits(np.asarray(key_parts(self)[1]), _DTYPES[self.dtype])
