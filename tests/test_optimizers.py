@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import assert_close, fast_jit, golden, slow_unless, ulps
+from helpers import all_at_once, assert_close, fast_jit, golden, slow_unless, ulps
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from optimizers import (
@@ -864,3 +864,25 @@ def test_errors():
     tx = js.adafactor(min_dim_size_to_factor=1)
     with pytest.raises(ValueError, match=r"slices of a factored parameter of shape \(9, 3"):
         tx.update(cube, tx.init(jnp.ones((V, D, D))), jnp.ones((V, D, D)))
+
+
+def test_complex_parameters_are_stepped_by_the_size_of_their_gradients():
+    """If parameters and gradients are turned by one phase, so are the steps."""
+    rng = np.random.default_rng(3)
+    params, rows = rng_tree(rng), slices_of(rng, [5, 2, 5])
+    ordering = ("ftrl", "proximal_adagrad")
+    for name in ordering:
+        tx = getattr(js, name)(0.1)
+        with pytest.raises(TypeError, match=f"{name} orders numbers"):
+            tx.apply(1j * params["w"], tx.init(1j * params["w"]), 1j * params["w"])
+    # Optax's adadelta, and so ours, adds squares without their sizes.
+    without = (*ordering, "adadelta", "sgd", "adamw", "lion")
+    cases = [case for case in FIRST if case[0] not in without]
+
+    def stepped(case, phase):
+        tx, p = make(js, case[0], 0.1, case[1]), jax.tree.map(lambda x: x * phase, params)
+        return tx.apply({"table": rows * phase, "w": p["w"]}, tx.init(p), p)[0]
+
+    found = all_at_once({case[0]: functools.partial(stepped, case, 1j) for case in cases})
+    wanted = all_at_once({case[0]: functools.partial(stepped, case, 1.0) for case in cases})
+    assert_close(found, jax.tree.map(lambda x: x * 1j, wanted), rtol=1e-4)

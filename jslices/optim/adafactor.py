@@ -35,6 +35,7 @@ from jslices.optim.engine.rule import (
     decayed,
     per_row,
     row_mean,
+    squared,
     value_at,
     with_decay,
     zeros,
@@ -187,7 +188,7 @@ class _Arithmetic:
         """A step of a whole array."""
         v_row, v_col, v, *mean = state
         axes = self.axes_of(p.shape)
-        squares = g**2 + self.eps
+        squares = squared(g) + self.eps
         if axes is None:
             v = self._mixed(step, v, squares)
             u = g * v**-0.5
@@ -227,7 +228,7 @@ class _Arithmetic:
     ) -> Arrays:
         """A step of rows whose second moment is whole."""
         b = self._forgetting(step)
-        v = b * v + (1.0 - b) * (g**2 + self.eps)
+        v = b * v + (1.0 - b) * (squared(g) + self.eps)
         u, *mean_now = self._finished(step, g * v**-0.5, p, mean, True)
         return u, v, *mean_now
 
@@ -241,7 +242,7 @@ class _Arithmetic:
         columns = self._mixed(step, columns, total / p.shape[0] + self.eps)
 
         def remember(g: jax.Array, row: jax.Array) -> Arrays:
-            return g, b * row + (1.0 - b) * row_mean(g**2 + self.eps)
+            return g, b * row + (1.0 - b) * row_mean(squared(g) + self.eps)
 
         _, rows = step_slices(remember, g, [], [rows], unique=True)
         some = jnp.any(g.indices < p.shape[0])
@@ -320,4 +321,5 @@ def _moment(
 
 def _size(x: jax.Array, by_row: bool) -> jax.Array:
     """The root mean square, of all or of each row."""
-    return jnp.sqrt(per_row(row_mean(x**2), x) if by_row else jnp.mean(x**2))
+    squares = squared(x)
+    return jnp.sqrt(per_row(row_mean(squares), x) if by_row else jnp.mean(squares))

@@ -15,6 +15,7 @@ from jslices.optim.engine.rule import (
     Step,
     full,
     scaled,
+    squared,
 )
 from jslices.optim.engine.transformation import transformation
 
@@ -69,7 +70,7 @@ def adagrad(
         size = step.size(learning_rate)
 
         def kernel(g: jax.Array, total: jax.Array) -> tuple[jax.Array, ...]:
-            total = g**2 + total
+            total = squared(g) + total
             scale = jnp.where(total > 0, lax.rsqrt(total + eps), 0.0)
             return scaled(size, scale * g), total
 

@@ -25,6 +25,7 @@ from jslices.optim.engine.rule import (
     check_fading,
     decayed,
     scaled,
+    squared,
     zeros,
 )
 from jslices.optim.engine.transformation import transformation
@@ -136,7 +137,7 @@ def adam_direction(
     correct_next = step.correction(b1, ahead=True) if nesterov else None
 
     def direction(g: jax.Array, mu: jax.Array, nu: jax.Array) -> tuple[jax.Array, ...]:
-        new_mu, new_nu = decayed(mu, g, b1), decayed(nu, g**2, b2)
+        new_mu, new_nu = decayed(mu, g, b1), decayed(nu, squared(g), b2)
         mu_hat = correct_mu(new_mu)
         if correct_next is not None:
             mu_hat = b1 * correct_next(new_mu) + (1 - b1) * correct_mu(g)

@@ -22,6 +22,7 @@ from jslices.optim.engine.rule import (
     check_fading,
     decayed,
     scaled,
+    squared,
     zeros,
 )
 from jslices.optim.engine.transformation import transformation
@@ -100,7 +101,7 @@ def amsgrad(
         def kernel(
             g: jax.Array, mu: jax.Array, nu: jax.Array, nu_max: jax.Array
         ) -> tuple[jax.Array, ...]:
-            new_mu, new_nu = decayed(mu, g, b1), decayed(nu, g**2, b2)
+            new_mu, new_nu = decayed(mu, g, b1), decayed(nu, squared(g), b2)
             mu_hat = correct_mu(new_mu) if bias_correction_mu else new_mu
             nu_hat = correct_nu(new_nu) if bias_correction_nu else new_nu
             nu_max = jnp.maximum(nu_max, nu_hat)

@@ -14,6 +14,7 @@ from jslices.optim.engine.rule import (
     Rule,
     Step,
     check_lazy,
+    check_real,
     full,
     value_at,
     zeros,
@@ -97,6 +98,7 @@ def ftrl(
             dtypes = g.dtype, accum.dtype, linear.dtype
             # In 16 bits the differences below would lose up to four units of the result.
             g, p, accum, linear = map(widened, (g, p, accum, linear))
+            check_real("ftrl", g)
             new = accum + g**2
             sigma = (new**power - accum**power) / rate
             linear = linear + g + 2 * shrinkage * p - sigma * p

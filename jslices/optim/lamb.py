@@ -26,6 +26,7 @@ from jslices.optim.engine.rule import (
     check_lazy,
     per_row,
     scaled,
+    squared,
     with_decay,
     zeros,
 )
@@ -130,5 +131,5 @@ def trust_ratio(p: jax.Array, update: jax.Array, by_row: bool) -> jax.Array:
 def _norm(x: jax.Array, by_row: bool) -> jax.Array:
     if not by_row:
         return jnp.linalg.norm(x)
-    squares = jnp.sum(x**2, axis=tuple(range(1, x.ndim)))
+    squares = jnp.sum(squared(x), axis=tuple(range(1, x.ndim)))
     return per_row(jnp.sqrt(squares), x)

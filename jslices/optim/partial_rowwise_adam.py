@@ -26,6 +26,7 @@ from jslices.optim.engine.rule import (
     row_mean,
     row_of,
     scaled,
+    squared,
     zeros,
 )
 from jslices.optim.engine.transformation import transformation
@@ -94,7 +95,7 @@ def partial_rowwise_adam(
         correct_mu, correct_nu = step.correction(b1), step.correction(b2)
 
         def kernel(g: jax.Array, mu: jax.Array, nu: jax.Array) -> tuple[jax.Array, ...]:
-            new_mu, new_nu = decayed(mu, g, b1), decayed(nu, row_mean(g**2), b2)
+            new_mu, new_nu = decayed(mu, g, b1), decayed(nu, row_mean(squared(g)), b2)
             root = per_row(jnp.sqrt(correct_nu(new_nu)), g) + eps
             u = correct_mu(new_mu) / root
             return scaled(size, u), new_mu.astype(mu.dtype), new_nu.astype(nu.dtype)

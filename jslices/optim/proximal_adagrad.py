@@ -13,6 +13,7 @@ from jslices.optim.engine.rule import (
     Kernel,
     Rule,
     Step,
+    check_real,
     full,
     value_at,
 )
@@ -88,6 +89,7 @@ def proximal_adagrad(
         rate: Any = value_at(learning_rate, step.count)
 
         def kernel(g: jax.Array, p: jax.Array, accum: jax.Array) -> tuple[jax.Array, ...]:
+            check_real("proximal_adagrad", g)
             accum = accum + g**2
             size = rate / jnp.sqrt(accum)
             q = p - size * g

@@ -27,6 +27,7 @@ from jslices.optim.engine.rule import (
     decayed,
     full,
     scaled,
+    squared,
     zeros,
 )
 from jslices.optim.engine.transformation import transformation
@@ -110,11 +111,11 @@ def rmsprop(
 
         def kernel(g: jax.Array, *state: jax.Array) -> tuple[jax.Array, ...]:
             old = dict(zip(starts, state, strict=True))
-            new = {"nu": decayed(old["nu"], g**2, decay)}
+            new = {"nu": decayed(old["nu"], squared(g), decay)}
             square = correct(new["nu"])
             if centered:
                 new["mu"] = decayed(old["mu"], g, decay)
-                square = square - correct(new["mu"]) ** 2
+                square = square - squared(correct(new["mu"]))
             if eps_in_sqrt:
                 scale = lax.rsqrt(square + eps)
             else:

@@ -16,6 +16,7 @@ from jslices.optim.engine.rule import (
     row_mean,
     row_of,
     scaled,
+    squared,
 )
 from jslices.optim.engine.transformation import transformation
 
@@ -75,7 +76,7 @@ def rowwise_adagrad(
         size = step.size(learning_rate)
 
         def kernel(g: jax.Array, total: jax.Array) -> tuple[jax.Array, ...]:
-            total = total + row_mean(g**2)
+            total = total + row_mean(squared(g))
             root = per_row(jnp.sqrt(total), g) + eps
             return scaled(size, jnp.where(root > 0, g / root, 0.0)), total
 

@@ -84,6 +84,20 @@ def _weight_seen(decay: Scalar, count: jax.Array) -> jax.Array:
     return 1 - decay**count
 
 
+def squared(x: jax.Array) -> jax.Array:
+    """The square of the size of each element, in its dtype; of a complex one it is real."""
+    return x * x.conj() if jnp.iscomplexobj(x) else x**2
+
+
+def check_real(name: str, x: jax.Array) -> None:
+    """Refuse complex numbers, which an optimizer that orders numbers does not step."""
+    if jnp.iscomplexobj(x):
+        raise TypeError(
+            f"{name} orders numbers, and cannot step {x.dtype} parameters; jslices.adam "
+            "and jslices.adagrad can"
+        )
+
+
 def decayed(mean: jax.Array, new: jax.Array, decay: Scalar) -> jax.Array:
     """``decay * mean + (1 - decay) * new``."""
     return (1 - decay) * new + decay * mean
