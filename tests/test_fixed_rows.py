@@ -144,6 +144,10 @@ WORDS = {
         r"rows - rows.mean\(0\)",
     ),
     "elements": (lambda t: t[IDS, COLUMNS].sum(), r"whole rows of a table"),
+    "windows": (
+        lambda t: jax.vmap(lambda s: lax.dynamic_slice(t, (s, 1), (2, 2)))(IDS).sum(),
+        r"whole rows of a table",
+    ),
     "of_row_functions": (
         lambda t: jax.nn.log_softmax(t, -1)[IDS, COLUMNS].sum(),
         r"whole rows of a table",

@@ -7,6 +7,8 @@ through steps that move or scale them, or set them against numbers of the same a
 (``log_softmax``), and into what is called, until ids pick some.
 """
 
+import functools
+import operator
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -137,7 +139,10 @@ def _repeats_whole(eqn: Equation) -> bool:
 
 
 def _picks_by_ids(eqn: Equation, origins: Origins) -> bool:
-    """True if numbers that the program gets pick single elements along some axis."""
+    """True if numbers that the program gets pick single elements along some axis.
+
+    Or several along that of the rows: those that are whole rows are rows.
+    """
     shape, sizes = _jax.shape_of(eqn.invars[0]), eqn.params["slice_sizes"]
     if eqn.primitive.name == "gather":
         axes = eqn.params["dimension_numbers"].start_index_map
@@ -145,6 +150,8 @@ def _picks_by_ids(eqn: Equation, origins: Origins) -> bool:
     else:
         axes, ids = range(len(shape)), eqn.invars[1:]
     return any(
-        sizes[axis] == 1 != shape[axis] and not origins.is_fixed(atom)
+        (axis == 0 or sizes[axis] == 1)
+        and _jax.definitely(functools.partial(operator.lt, sizes[axis], shape[axis]))
+        and not origins.is_fixed(atom)
         for axis, atom in zip(axes, ids, strict=True)
     )
