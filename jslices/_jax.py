@@ -485,13 +485,15 @@ def refuse_other_tree(slices: Any) -> None:
 def _refuse_other_tree(slices: Any, variables: Mapping[str, Any]) -> None:
     """Raises if it is the slices where two trees differ."""
     other = variables.get("full_tree")
+    has_no_rows = getattr(slices.values, "shape", None) == (0, *slices.shape[1:])
     if variables.get("prefix_tree") is not slices or hasattr(other, "dense_shape"):
         return
     path = jax.tree_util.keystr(variables.get("key_path", ()))
     instead = "an array" if hasattr(other, "shape") else f"a {type(other).__name__}"
+    zeros = "; no gradient comes into it: sparse=False in jslices.grad gives zeros"
     raise ValueError(
         f"different types at key path {path or '[]'}: IndexedSlices, where another tree "
-        f"has {instead}; "
+        f"has {instead}{zeros if has_no_rows else ''}; "
         "type jslices.adam for optax.adam (and so on), "
         "jslices.apply_updates for eqx.apply_updates, "
         "jslices.optim.partition and masked for those of Optax with a function, "
