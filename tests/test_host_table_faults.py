@@ -96,7 +96,7 @@ def fast_disk(monkeypatch):
 
 
 #: All lines, or some of them.
-STRIDES = pytest.mark.parametrize("stride", [19, pytest.param(1, marks=pytest.mark.slow)])
+STRIDES = pytest.mark.parametrize("stride", [43, pytest.param(1, marks=pytest.mark.slow)])
 
 
 def interrupt():
@@ -532,6 +532,50 @@ def test_a_file_that_is_deleted_or_replaced_while_it_is_open(tmp_path):
         step(other)
         assert (tmp_path / f"{act}-journal").exists()
         other.close()
+
+
+FULL = """
+folder = sys.argv[1]
+table = js.HostTable((20_000, 32), TX, f"{folder}/table")
+step(table, range(100))
+with open(f"{folder}/other", "wb", 0) as file, contextlib.suppress(OSError):
+    while True:
+        file.write(bytes(4096))
+for act in (
+    lambda: step(table, range(5000, 15000, 7)),
+    lambda: table.steps,
+    lambda: table.save(f"{folder}/copy"),
+    table.close,
+):
+    try:
+        act()
+    except OSError as error:
+        assert "No space left" in str(error) and f"{folder}/table" in error.filename
+        print("refused")
+os.unlink(f"{folder}/other")
+assert table.steps == 2 and table.read([0, 1, 5000, 5001])[:, 0].tolist() == [1, 1, 1, 0]
+table.close()
+with js.HostTable((20_000, 32), TX, f"{folder}/table") as table:
+    assert table.steps == 2 and table.read([0, 1, 5000, 5001])[:, 0].tolist() == [1, 1, 1, 0]
+print(*os.listdir(folder))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    subprocess.run(["unshare", "-rm", "true"], capture_output=True, check=False).returncode
+    if shutil.which("unshare")
+    else True,
+    reason="needs to mount a file system",
+)
+def test_a_disk_that_is_full(tmp_path):
+    """A tmpfs, whose memory would end with SIGBUS where the map writes or reads a hole."""
+    setup = f"import sys; sys.path.insert(0, {os.path.dirname(__file__)!r})\n"
+    setup += f"from test_host_table_faults import *\n{FULL}"
+    mount = 'mount -t tmpfs -o size=4m none "$1" && exec "$2" -c "$3" "$1"'
+    command = ["unshare", "-rm", "sh", "-c", mount, "sh", tmp_path, sys.executable, setup]
+    said = subprocess.run(command, capture_output=True, text=True)
+    assert said.stdout.split() == [*["refused"] * 4, "table"], said.stderr
 
 
 def test_grow(tmp_path):

@@ -20,7 +20,7 @@ import os
 import shutil
 import stat
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -94,6 +94,21 @@ class Records:
 
     def close(self) -> None:
         """Let others open the file."""
+
+
+def copy_records(source: Records, target: Records, rows: int) -> None:
+    """Copy records, so many at a time, except those that never began in both."""
+    for part in parts_of(len(source.array), rows):
+        words = source.array[part]
+        if words.any() or target.array[part].any():
+            target.put(part.start, words)
+    target.set_shared(source.shared)
+
+
+def parts_of(num_rows: int, rows: int) -> Iterator[slice]:
+    """Ranges of so many rows that together are all of them."""
+    for start in range(0, num_rows, rows):
+        yield slice(start, min(start + rows, num_rows))
 
 
 class FileForm:
@@ -203,6 +218,8 @@ class FileRecords(Records):
         self._lock = lock
         self._file = _open(path)
         try:
+            if _is_in_memory(self._file):  # where reading a hole takes room as well
+                _allocate(self._file, form.size, path)
             self._map = mmap.mmap(self._file.fileno(), form.size)
         except BaseException:
             self._file.close()
@@ -388,6 +405,29 @@ def write_at(file: Any, offset: int, data: bytes | np.ndarray, path: str) -> Non
         os.lseek(descriptor, offset, os.SEEK_SET)
         while len(view):
             view = view[os.write(descriptor, view) :]
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, path) from error
+
+
+def _is_in_memory(file: io.FileIO) -> bool:
+    """True on Linux's tmpfs."""
+    device = os.fstat(file.fileno()).st_dev
+    with contextlib.suppress(OSError), open("/proc/self/mountinfo") as mounts:
+        for line in mounts:
+            fields = line.split()
+            if fields[2] == f"{os.major(device)}:{os.minor(device)}":
+                return fields[fields.index("-") + 1] == "tmpfs"
+    return False
+
+
+def _allocate(file: io.FileIO, size: int, path: str) -> None:
+    """Take the room for a whole file; what it holds stays.
+
+    Raises:
+      OSError: where there is none, with the path.
+    """
+    try:
+        os.posix_fallocate(file.fileno(), 0, size)
     except OSError as error:
         raise OSError(error.errno, error.strerror, path) from error
 

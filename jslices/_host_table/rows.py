@@ -2,14 +2,15 @@
 
 import dataclasses
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jslices import InvalidArgumentError
+from jslices import FailedPreconditionError, InvalidArgumentError
 from jslices._host_table.layout import Layout
+from jslices._host_table.records import Part, Records
 from jslices.extend import State, key_bits, round_rows
 
 
@@ -90,6 +91,40 @@ class HostRows:
                 f"{self.words.shape[0]}"
             )
         return dataclasses.replace(self, words=words, shared=tuple(shared))
+
+
+class Fetched(NamedTuple):
+    """Rows that are on the device."""
+
+    ticket: int  #: of the fetch
+    rows: np.ndarray  #: int64 ``[n]``, distinct
+    new: np.ndarray  #: those that were never written
+
+
+class Stored(NamedTuple):
+    """Rows that were stored: what the device may still be computing."""
+
+    records: Records
+    number: int  #: of the write
+    fetched: Fetched
+    words: HostRows
+
+    def is_coming_to(self, records: Records) -> bool:
+        """True if it is not in the records of a table, and is for them."""
+        return self.records is records and self.number > int(records.done)
+
+    def part(self) -> Part:
+        if int(self.words.ticket) != self.fetched.ticket:
+            raise FailedPreconditionError(
+                "store(rows) got the rows of an earlier fetch, or of another table: store "
+                "those of a batch before the next one is fetched, by this thread or by "
+                "another. They were not written"
+            )
+        words = np.asarray(self.words.words)[: len(self.fetched.rows)]
+        steps = np.asarray(self.records.shared[0] + 1)
+        shared = [steps, *(np.asarray(x) for x in self.words.shared)]
+        _, rows, new = self.fetched
+        return Part(self.records, self.number, rows, words, shared, new)
 
 
 @functools.partial(jax.jit, static_argnums=0)

@@ -4,9 +4,9 @@ import contextlib
 import functools
 import itertools
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from types import TracebackType
-from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -29,8 +29,15 @@ from jslices._host_table.arguments import (
 from jslices._host_table.journal import Journal
 from jslices._host_table.layout import layout_of
 from jslices._host_table.opening import open_file
-from jslices._host_table.records import FileRecords, Part, Records
-from jslices._host_table.rows import HostRows, begun, caught_up, with_pending
+from jslices._host_table.records import FileRecords, Part, Records, copy_records, parts_of
+from jslices._host_table.rows import (
+    Fetched,
+    HostRows,
+    Stored,
+    begun,
+    caught_up,
+    with_pending,
+)
 from jslices._host_table.together import HostTables
 from jslices.checkpoint import files
 from jslices.extend import PyTree, as_transformation
@@ -182,7 +189,7 @@ class HostTable:
         #: Of a journal, the number of the table in it, and what keeps it open.
         self._seat = journal, 0, journal.keeper()
         #: Of the last fetch, until its rows are stored.
-        self._fetched: _Fetched | None = None
+        self._fetched: Fetched | None = None
 
     @property
     def _journal(self) -> Journal:
@@ -239,9 +246,9 @@ class HostTable:
         ticket = next(_TICKETS) % 2**31
         rows = jax.device_put(self._rows_of(words, numbers, ticket), self._device)
         for coming in self._journal.coming:
-            if isinstance(coming, _Stored) and coming.is_coming_to(self._records):
+            if isinstance(coming, Stored) and coming.is_coming_to(self._records):
                 rows = with_pending(rows, numbers, coming.fetched.rows, coming.words)
-        self._fetched = _Fetched(ticket, numbers, new)
+        self._fetched = Fetched(ticket, numbers, new)
         places[places < 0] = room
         parts = np.split(places, np.cumsum([x.size for x in arrays])[:-1])
         shaped = [part.reshape(x.shape) for part, x in zip(parts, arrays, strict=True)]
@@ -263,7 +270,7 @@ class HostTable:
         self._journal.finish()
         self._journal.store([self._take(rows)], at_once=not self._overlap)
 
-    def _take(self, rows: HostRows) -> "_Stored":
+    def _take(self, rows: HostRows) -> "Stored":
         """What is to be written of the rows that were fetched last."""
         if not isinstance(rows, HostRows) or rows.layout != self._layout:
             raise TypeError(
@@ -279,7 +286,7 @@ class HostTable:
             for x in jax.tree.leaves(rows):
                 x.copy_to_host_async()
         records = self._records
-        return _Stored(records, int(records.done) + 1, fetched, rows)
+        return Stored(records, int(records.done) + 1, fetched, rows)
 
     def _room_for(self, rows: int, ids: int) -> int:
         """U: room for some rows, of as many ids."""
@@ -361,7 +368,7 @@ class HostTable:
         records = self._records
         if not self._layout.tx.catches_up:
             return
-        for part in _parts(len(records.array), self._part_rows):
+        for part in parts_of(len(records.array), self._part_rows):
             words = records.array[part]
             written = np.flatnonzero(words[:, -1])
             if len(written):
@@ -419,7 +426,9 @@ class HostTable:
         with contextlib.closing(saved):
             self._fetched = None
             if self._path is None:
-                self._journal.do(functools.partial(_copy, saved, records, self._part_rows))
+                self._journal.do(
+                    functools.partial(copy_records, saved, records, self._part_rows)
+                )
             else:
                 new = self._copied_to(self._path, saved)
                 self._journal.do(functools.partial(self._journal.replace, records, new))
@@ -446,7 +455,7 @@ class HostTable:
         self._journal.finish()
         if self._path is None:
             new = Records(self._layout, num_rows, self._shared)
-            _copy(records, new, self._part_rows)
+            copy_records(records, new, self._part_rows)
         else:
             new = self._copied_to(self._path, records, num_rows)
         self._journal.do(functools.partial(self._journal.replace, records, new))
@@ -458,7 +467,7 @@ class HostTable:
         rows = num_rows or len(source.array)
         copy = stored.make(path, self._layout, rows, self._shared)
         try:
-            _copy(source, copy, self._part_rows)
+            copy_records(source, copy, self._part_rows)
             copy.flush()
         except BaseException:
             copy.close()
@@ -581,52 +590,3 @@ class HostTable:
     def __repr__(self) -> str:
         where = "in memory" if self._path is None else f"path={self._path!r}"
         return f"HostTable({self.shape}, {self.dtype}, {where})"
-
-
-class _Fetched(NamedTuple):
-    """Rows that are on the device."""
-
-    ticket: int  #: of the fetch
-    rows: np.ndarray  #: int64 ``[n]``, distinct
-    new: np.ndarray  #: those that were never written
-
-
-class _Stored(NamedTuple):
-    """Rows that were stored: what the device may still be computing."""
-
-    records: Records
-    number: int  #: of the write
-    fetched: _Fetched
-    words: HostRows
-
-    def is_coming_to(self, records: Records) -> bool:
-        """True if it is not in the records of a table, and is for them."""
-        return self.records is records and self.number > int(records.done)
-
-    def part(self) -> Part:
-        if int(self.words.ticket) != self.fetched.ticket:
-            raise FailedPreconditionError(
-                "store(rows) got the rows of an earlier fetch, or of another table: store "
-                "those of a batch before the next one is fetched, by this thread or by "
-                "another. They were not written"
-            )
-        words = np.asarray(self.words.words)[: len(self.fetched.rows)]
-        steps = np.asarray(self.records.shared[0] + 1)
-        shared = [steps, *(np.asarray(x) for x in self.words.shared)]
-        _, rows, new = self.fetched
-        return Part(self.records, self.number, rows, words, shared, new)
-
-
-def _copy(source: Records, target: Records, rows: int) -> None:
-    """Copy records, so many at a time, except those that never began in both."""
-    for part in _parts(len(source.array), rows):
-        words = source.array[part]
-        if words.any() or target.array[part].any():
-            target.put(part.start, words)
-    target.set_shared(source.shared)
-
-
-def _parts(num_rows: int, rows: int) -> Iterator[slice]:
-    """Ranges of so many rows that together are all of them."""
-    for start in range(0, num_rows, rows):
-        yield slice(start, min(start + rows, num_rows))
