@@ -223,12 +223,14 @@ def test_a_tree_of_gradients(mesh, reduction, check_vma):
 
     grads = js.grad(loss)(params, IDS)
     wanted = tx.apply(grads, tx.init(params), params)[0]
-    assert_close(jax.jit(mapped(step))(params, IDS), wanted, rtol=1e-4, atol=1e-5)
+    params, ids = jax.device_put((params, IDS), NamedSharding(mesh, PartitionSpec()))
+    ids = jax.device_put(ids, NamedSharding(mesh, PartitionSpec(axes)))
+    assert_close(jax.jit(mapped(step))(params, ids), wanted, rtol=1e-4, atol=1e-5)
     if check_vma:
         same = mapped(functools.partial(step, differ=False))
         message = r"at \['b'\] is the same along 'x'.*pcast\(params"
         with pytest.raises(js.InvalidArgumentError, match=message):
-            jax.eval_shape(same, params, IDS)
+            jax.eval_shape(same, params, ids)
 
 
 def test_errors():
