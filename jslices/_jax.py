@@ -109,12 +109,17 @@ def trace_state() -> object:
 
 @contextlib.contextmanager
 def trace_at_hand(x: jax.Array) -> Iterator[None]:
-    """A context for operations on ``x`` where JAX has set none: around transformations."""
-    if core.trace_ctx.trace is not None:
-        yield
-        return
-    trace = x._trace if isinstance(x, jax.core.Tracer) else core.eval_trace
-    with core.set_current_trace(trace):
+    """A context for operations on ``x`` where none is set, or that of another mesh.
+
+    JAX sets none around some transformations, while it takes results apart.
+    """
+    with contextlib.ExitStack() as contexts:
+        if core.trace_ctx.trace is None:
+            trace = x._trace if isinstance(x, jax.core.Tracer) else core.eval_trace
+            contexts.enter_context(core.set_current_trace(trace))
+        mesh = jax.typeof(x).sharding.mesh
+        if not mesh.empty and mesh != jax.sharding.get_abstract_mesh():
+            contexts.enter_context(jax.sharding.use_abstract_mesh(mesh))
         yield
 
 
