@@ -41,6 +41,7 @@ from jslices._lookup import (
     safe_embedding_lookup_sparse,
     sampled_softmax_loss,
 )
+from jslices._names import no_such_name as _no_such_name
 from jslices._place.boundary import row_major
 from jslices._place.hints import keep_memory
 from jslices._place.placement import padded_rows
@@ -203,7 +204,7 @@ __all__ = [
 
 def __getattr__(name: str) -> _t.Any:
     if name not in _LAZY:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        _no_such_name(__name__, name)
     module = _importlib.import_module(_LAZY[name])
     value = globals()[name] = getattr(module, name, module)
     return value

@@ -493,6 +493,8 @@ def _refuse_other_tree(slices: Any, variables: Mapping[str, Any]) -> None:
     has_no_rows = getattr(slices.values, "shape", None) == (0, *slices.shape[1:])
     if variables.get("prefix_tree") is not slices or hasattr(other, "dense_shape"):
         return
+    if type(other) in (tuple, list, dict):  # a prefix of arguments, of in_specs
+        return
     path = jax.tree_util.keystr(variables.get("key_path", ()))
     instead = "an array" if hasattr(other, "shape") else f"a {type(other).__name__}"
     zeros = "; no gradient comes into it: sparse=False in jslices.grad gives zeros"

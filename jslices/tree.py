@@ -22,6 +22,7 @@ from typing import Any
 import jax
 from jax.tree_util import PyTreeDef
 
+from jslices._names import no_such_name as _no_such_name
 from jslices._slices import is_slices
 from jslices._typing import PyTree
 
@@ -97,3 +98,7 @@ def flatten_with_path(tree: PyTree, is_leaf: IsLeaf = None) -> tuple[list[Any], 
 def to_dense(tree: PyTree) -> Any:
     """The tree with every IndexedSlices replaced by the array it stands for."""
     return map(lambda x: x.to_dense() if is_slices(x) else x, tree)
+
+
+def __getattr__(name: str) -> Any:
+    _no_such_name(__name__, name)

@@ -107,7 +107,7 @@ def value_and_grad(
       ...     return (table[ids] ** 2).sum()
       >>> value, grad = js.value_and_grad(loss)(jnp.ones((1000, 2)), jnp.array([3, 9, 3]))
       >>> grad
-      IndexedSlices(3 rows of float32[1000, 2], indices int32[3]: 36 B, dense 8.0 KB, saves 8.0 KB)
+      IndexedSlices(3 rows of float32[1000, 2], indices int32[3] (3, 9, 3): 36 B, dense 8.0 KB, saves 8.0 KB)
 
     Source: TensorFlow's ``tf.gradients`` gives IndexedSlices where the gradient function
     of the lookup itself is reached; here any program is read, and the steps that commute

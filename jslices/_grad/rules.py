@@ -171,7 +171,7 @@ def register_rowwise(
 
       >>> table, ids = jnp.ones((1000, 2)), jnp.array([3, 9])
       >>> js.grad(lambda t: double_p.bind(shift_p.bind(t, axis=1))[ids].sum())(table)
-      IndexedSlices(2 rows of float32[1000, 2], indices int32[2]: 24 B, dense 8.0 KB, saves 8.0 KB)
+      IndexedSlices(2 rows of float32[1000, 2], indices int32[2] (3, 9): 24 B, dense 8.0 KB, saves 8.0 KB)
 
     Source: after ``quax.register`` and ``jax.interpreters.batching``.
     """  # noqa: E501

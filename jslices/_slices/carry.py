@@ -79,7 +79,10 @@ def one_program(fun: Callable[P, R]) -> Callable[P, R]:
     @usual_promotion
     @functools.wraps(fun)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
-        bound = signature.bind(*args, **kwargs)
+        try:
+            bound = signature.bind(*args, **kwargs)
+        except TypeError as error:
+            raise TypeError(f"{fun.__name__}(): {error}") from None
         if is_staged():
             return fun(*args, **kwargs)
         carriers = carry_facts(bound.args)

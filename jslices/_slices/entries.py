@@ -199,6 +199,15 @@ class Entries:
         placement = self.facts.placement
         return placement is not None and mesh_of(jax.typeof(self.values)) is not None
 
+    def _first_rows(self) -> str:
+        """The first row numbers in words, where they are at hand."""
+        x = self.indices
+        at_hand = isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer)
+        if not at_hand or x.is_deleted() or not x.is_fully_addressable or not x.size:
+            return ""
+        first = np.asarray(x).reshape(-1)[:4]
+        return f" ({', '.join(map(str, first))}{', ...' if x.size > len(first) else ''})"
+
     @property
     def _num_rows(self) -> int | None:
         return None if self.dense_shape is None else self.dense_shape[0]
@@ -217,8 +226,8 @@ class Entries:
                     size += f", saves {human_bytes(dense - held_bytes)}"
             return (
                 f"IndexedSlices({rows} rows of {self.dtype}[{shape}], indices "
-                f"{self.indices.dtype}[{', '.join(map(str, self.indices.shape))}]: "
-                f"{size})"
+                f"{self.indices.dtype}[{', '.join(map(str, self.indices.shape))}]"
+                f"{self._first_rows()}: {size})"
             )
         except (AttributeError, TypeError):  # placeholders that JAX unflattened
             return (

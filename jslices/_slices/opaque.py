@@ -109,7 +109,7 @@ def sealed(x: Leaf) -> Any:
     if not np.issubdtype(dtype, np.integer):
         return x
     if isinstance(x, _ABSTRACT):
-        return x.update(dtype=_KINDS[dtype][1])
+        return x.update(dtype=_KINDS[jax.dtypes.canonicalize_dtype(dtype)][1])
     if isinstance(x, np.ndarray | np.generic):
         x = jnp.asarray(in_32_bits(np.asarray(x)))
     if not isinstance(x, jax.Array):

@@ -3,7 +3,7 @@
 import math
 import operator
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -37,6 +37,32 @@ from jslices._typing import Index, Operand
 
 Axis = int | Sequence[int] | None
 
+#: What to type for what arrays have, and slices have not.
+_INSTEAD = {
+    "size": "math.prod(slices.shape), or slices.values.size for what is held",
+    "nbytes": "slices.values.nbytes + slices.indices.nbytes",
+    "at": "jslices.scatter_update(table, ids, rows) and its relatives",
+    "if slices": "grad is None, or slices.to_dense().any()",
+    "len(slices)": "slices.shape[0], or slices.indices.size for the rows held",
+    "slices ** x": "slices.square_sum() or jslices.global_norm(grads)",
+    "abs(slices)": "abs(slices.coalesce().values)",
+}
+_OPERATORS = {
+    "__bool__": "if slices",
+    "__len__": "len(slices)",
+    "__float__": "float(slices)",
+    "__int__": "int(slices)",
+    "__abs__": "abs(slices)",
+    "__pow__": "slices ** x",
+    "__rpow__": "x ** slices",
+    "__mod__": "slices % x",
+    "__floordiv__": "slices // x",
+    "__rtruediv__": "x / slices",
+    "__lt__": "slices < x",
+    "__le__": "slices <= x",
+    "__gt__": "slices > x",
+    "__ge__": "slices >= x",
+}
 _FACTORS = (
     "a number, slices.scale_rows(factors) with one factor for each row held, or factors "
     "of shape [V, 1, ...]"
@@ -68,7 +94,8 @@ class IndexedSlices(Entries):
       >>> import jax.numpy as jnp, jslices as js
       >>> s = js.IndexedSlices(jnp.ones((3, 2)), jnp.array([1, 1, 4]), (5, 2))
       >>> s
-      IndexedSlices(3 rows of float32[5, 2], indices int32[3]: 36 B, dense 40 B, saves 4 B)
+      IndexedSlices(3 rows of float32[5, 2], indices int32[3] (1, 1, 4): 36 B, dense 40 B,
+      saves 4 B)
       >>> s.to_dense()[1]
       Array([2., 2.], dtype=float32)
 
@@ -285,6 +312,22 @@ class IndexedSlices(Entries):
     def __rsub__(self, other: Operand) -> Any:
         return other + (-self)
 
+    # --- what arrays have, and slices have not ----------------------------------------
+
+    def __getattr__(self, name: str) -> NoReturn:
+        if name.startswith("_") or not hasattr(jax.Array, name):
+            raise AttributeError(f"'IndexedSlices' object has no attribute {name!r}")
+        instead = f"slices.to_dense().{name}"
+        raise AttributeError(self._have_no(f"slices.{name}", _INSTEAD.get(name, instead)))
+
+    def _have_no(self, what: str, instead: str) -> str:
+        shape = ", ".join("?" if n is None else str(n) for n in self.shape)
+        return (
+            f"IndexedSlices have no {what}: they are {self.indices.shape[-1]} rows of an "
+            f"array {self.dtype}[{shape}] that is zero elsewhere; type {instead}, or take "
+            "slices.values and slices.indices"
+        )
+
     # --- reductions -----------------------------------------------------------------
 
     def sum(
@@ -458,6 +501,20 @@ class IndexedSlices(Entries):
                 f"{instead}; to silence this convert on purpose with slices.to_dense()."
             )
         return self.to_dense()
+
+
+def _refuse_operator(name: str, expression: str) -> None:
+    """Make an operator say what to type."""
+
+    def refuse(self: IndexedSlices, *_: object) -> NoReturn:
+        instead = _INSTEAD.get(expression, "slices.to_dense() first")
+        raise TypeError(self._have_no(expression, instead))
+
+    setattr(IndexedSlices, name, refuse)
+
+
+for _name, _expression in _OPERATORS.items():
+    _refuse_operator(_name, _expression)
 
 
 #: IndexedSlices of parts that fit together, and what is known of them.

@@ -38,6 +38,9 @@ state. ``jax.jit(tx.flush, donate_argnums=(0, 1))`` flushes in place, tables tha
 sharded over devices as well: each device steps its own rows.
 """
 
+from typing import Any as _Any
+
+from jslices._names import no_such_name as _no_such_name
 from jslices._place.hints import PerformanceHint as PerformanceHint
 from jslices._typing import Schedule as Schedule
 from jslices.optim.adadelta import AdadeltaState as AdadeltaState
@@ -91,3 +94,7 @@ from jslices.optim.transforms.partition import partition as partition
 from jslices.optim.transforms.rows import combine_duplicates as combine_duplicates
 from jslices.optim.transforms.scale import scale as scale
 from jslices.optim.transforms.state_dtype import with_state_dtype as with_state_dtype
+
+
+def __getattr__(name: str) -> _Any:
+    _no_such_name(__name__, name)

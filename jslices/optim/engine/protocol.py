@@ -183,6 +183,7 @@ class GradientTransformation:
           TypeError: for a key that is none.
         """
         refuse_nothing("tx.apply", grads, params)
+        refuse_alone("tx.apply", grads, params)
         if params is None and grads is not None:
             raise ValueError(
                 "tx.apply steps the parameters, but these are None: "
@@ -233,6 +234,16 @@ def refuse_nothing(call: str, grads: Gradients, params: PyTree) -> None:
         raise TypeError(
             f"{call} got None for all gradients, where None stands for those of single "
             "parameters; pass what js.grad or js.value_and_grad returned"
+        )
+
+
+def refuse_alone(call: str, grads: Gradients, params: PyTree) -> None:
+    """Refuse slices where parameters are a tree."""
+    if is_slices(grads) and isinstance(params, dict | list | tuple):
+        raise TypeError(
+            f"{call} got {grads} alone, where parameters are a {type(params).__name__}; "
+            "pass the whole tree that js.grad or js.value_and_grad returned, or the one "
+            "array as parameters"
         )
 
 
@@ -350,6 +361,7 @@ def apply_updates(params: Params, updates: Any, key: Key | None = None) -> Any:
     Source: ``optax.apply_updates``, which gives the same result on these updates (but takes
     no None, and no key).
     """
+    refuse_alone("apply_updates", updates, params)
     # What no update moves stays out of the program, which would copy it.
     moved = jax.tree.map(_if_updated, updates, params, is_leaf=is_leaf)
     moved = _apply_updates(moved, updates, key)

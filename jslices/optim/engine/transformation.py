@@ -28,6 +28,7 @@ from jslices.optim.engine.protocol import (
     has_no_rows,
     is_float0,
     is_leaf,
+    refuse_alone,
     refuse_nothing,
     refuse_slices,
     shardings_of_update,
@@ -80,11 +81,12 @@ class _RuleOnTrees:
 
     @usual_promotion
     def init(self, params: Params) -> State:
-        leaves, tree = flatten(params)
+        leaves, tree = flatten(params, is_leaf=is_slices)
+        for path, p in zip(paths_of(tree), leaves, strict=True):
+            refuse_slices(path, p)
         rules = self._rules(params, tree)
         for path, p in zip(paths_of(tree), leaves, strict=True):
             check_array(f"tx.init(params): the parameter{path}", p)
-            refuse_slices(path, p)
             check_width(f"tx.init(params): the parameter{path}", p)
             warn_of_columns(path, p)
         state = {
@@ -119,6 +121,7 @@ class _RuleOnTrees:
             )
         check_state(state, self.state_type, self.fields)
         refuse_nothing("tx.update", grads, (params, state._replace(count=None)))
+        refuse_alone("tx.update", grads, params)
         leaves, tree = flatten(grads, is_leaf=is_leaf)
         rules = self._rules(params, tree)
         arrays = _parameters(tree, params, reads_params)

@@ -8,9 +8,11 @@ A NaN or infinite norm makes every stored row NaN, as in TensorFlow since 1.15, 
 is noticed; untouched rows are not stored and stay as they are.
 """
 
+import functools
+import inspect
 import math
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, ParamSpec, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -38,6 +40,30 @@ from jslices.optim.transforms.norms import (
 # --- Functions ------------------------------------------------------------------------
 
 
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def _for_gradients(transformation: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Let a function of gradients say what goes into a chain in its place."""
+
+    def decorate(fun: Callable[P, R]) -> Callable[P, R]:
+        @functools.wraps(fun)
+        def run(*args: P.args, **kwargs: P.kwargs) -> R:
+            if len(args) + len(kwargs) == 1:
+                raise TypeError(
+                    f"jslices.{fun.__name__}{inspect.signature(fun)} clips gradients; a "
+                    f"transformation, for jslices.optim.chain, is "
+                    f"jslices.optim.{transformation}"
+                )
+            return fun(*args, **kwargs)
+
+        return run
+
+    return decorate
+
+
+@_for_gradients("clip_global_norm(max_norm)")
 def clip_by_global_norm(
     tree: PyTree, clip_norm: ArrayLike, use_norm: ArrayLike | None = None
 ) -> tuple[Any, jax.Array]:
@@ -131,6 +157,7 @@ def clip_by_norm(
     return _clip_over(t, limit, name="clip_by_norm", axes=axes)
 
 
+@_for_gradients("clip_row_norms(max_norm)")
 def clip_rows_by_norm(t: Leaf, max_norm: ArrayLike) -> Any:
     """Scales down the rows of ``t`` whose own norm exceeds a limit.
 
@@ -212,6 +239,7 @@ def clip_by_average_norm(t: Leaf, clip_norm: ArrayLike) -> Any:
     return _clip_over(t, limit * float(math.prod(t.shape)), name=name, axes=None)
 
 
+@_for_gradients("clip(max_delta)")
 def clip_by_value(t: Leaf, clip_value_min: ArrayLike, clip_value_max: ArrayLike) -> Any:
     """Brings every element of ``t`` between two bounds.
 
