@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from helpers import assert_close
 
 import jslices as js
 
@@ -134,6 +135,20 @@ def test_a_step_takes_its_arguments_by_keyword(make):
         tx.update(grads=GRADS, state=state, params=PARAMS),
     ):
         jax.tree.map(np.testing.assert_array_equal, got, wanted)
+
+
+@pytest.mark.parametrize("name", ["adam", "adafactor", "ftrl"])
+def test_the_number_of_a_schedule_is_an_argument_of_one_program(name):
+    tx = getattr(js, name)(
+        lambda step: 0.5 / (1 + float(step))
+    )  # no function that JAX traces
+    constants = [getattr(js, name)(0.5 / (1 + step)) for step in range(4)]
+    params, state = PARAMS, tx.init(PARAMS)
+    for step, constant in enumerate(constants):
+        wanted = constant.apply(GRADS, state, params)
+        with at_most(np.inf if step == 0 else 0):
+            params, state = tx.apply(GRADS, state, params)
+        jax.tree.map(assert_close, (params, state), wanted)
 
 
 def test_equal_masks_are_compiled_once():

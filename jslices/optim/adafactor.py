@@ -273,8 +273,8 @@ class _Arithmetic:
             u = u / jnp.maximum(1.0, _size(u, by_row) / self.clipping_threshold)
         if self.learning_rate is not None:
             rate = value_at(self.learning_rate, step.count)
-            scheduled = callable(self.learning_rate)
-            u = u * jnp.asarray(rate, u.dtype) if scheduled else rate * u
+            constant = isinstance(self.learning_rate, int | float)
+            u = rate * u if constant else u * jnp.asarray(rate, u.dtype)
         if self.multiply_by_parameter_scale:
             u = u * jnp.maximum(_size(p, by_row), 1e-3)
         if self.momentum is not None:

@@ -3,7 +3,7 @@
 import functools
 import inspect
 from collections.abc import Callable, Hashable
-from typing import ParamSpec
+from typing import Any, ParamSpec
 
 import jax
 import numpy as np
@@ -11,7 +11,10 @@ from jax.tree_util import PyTreeDef
 
 from jslices._arguments import check_arguments
 from jslices._jax import flatten
+from jslices._slices import one_program
+from jslices._typing import Gradients, Params, Scalar, State
 from jslices.optim.engine.protocol import GradientTransformation, MadeBy
+from jslices.optim.engine.rule import value_at
 
 P = ParamSpec("P")
 
@@ -20,6 +23,9 @@ REMEMBERED = 64
 
 #: Types of arguments that they are remembered by.
 HASHED = (bool, int, float, str, type, np.dtype)
+
+#: Arguments that may be schedules.
+SCHEDULED = ("learning_rate", "weight_decay", "weight_decay_rate")
 
 
 def combinator(
@@ -51,34 +57,68 @@ def optimizer(
 ) -> Callable[P, GradientTransformation]:
     """The same, and compile optimizers as a whole outside of ``jax.jit``.
 
-    Equal arguments give the same functions, so that they are compiled once. Some run
-    operation by operation: a program would ask a schedule or a mask that is a function
-    only once; and who makes an optimizer in every step, of other numbers, would wait for a
-    program each time (0.2 s, instead of 5 ms for the operations).
+    Equal arguments give the same functions, so that they are compiled once. A schedule is
+    asked in each step, and its number an argument of the program, as arrays are. Some run
+    operation by operation: those with a mask that is a function, and the exact ones with a
+    schedule, whose future they ask for; and who makes an optimizer in every step, of other
+    numbers, would wait for a program each time (0.2 s, instead of 5 ms).
     """
-
-    def compiled(*args: P.args, **kwargs: P.kwargs) -> GradientTransformation:
-        tx, number = make(*args, **kwargs), remembered.cache_info().misses
-        return tx if number > REMEMBERED else tx.as_programs()
+    signature = inspect.signature(make)
+    by_name: Callable[..., GradientTransformation] = make
 
     @functools.lru_cache(REMEMBERED, typed=True)
     def remembered(tree: PyTreeDef, *leaves: Hashable) -> GradientTransformation:
-        args, kwargs = tree.unflatten(leaves)
-        return compiled(*args, **kwargs)
+        tx, number = by_name(**tree.unflatten(leaves)), remembered.cache_info().misses
+        return tx if number > REMEMBERED else tx.as_programs()
+
+    @functools.lru_cache(REMEMBERED, typed=True)
+    def program(tree: PyTreeDef, *leaves: Hashable) -> Callable[..., Any]:
+        """An update of which some arguments are numbers of the step."""
+
+        def update(
+            numbers: dict[str, Scalar], grads: Gradients, state: State, params: Params
+        ) -> tuple[Gradients, State]:
+            return by_name(**tree.unflatten(leaves), **numbers).update(grads, state, params)
+
+        several = program.cache_info().misses > REMEMBERED
+        return update if several else one_program(update)
+
+    def asked_in_each_step(
+        tx: GradientTransformation, numbers: dict[str, Any], *rest: Any
+    ) -> GradientTransformation:
+        def update(
+            grads: Gradients, state: State, params: Params = None
+        ) -> tuple[Gradients, State]:
+            if not hasattr(state, "count"):  # of another optimizer, which is refused
+                return tx.update(grads, state, params)  # type: ignore[no-any-return]
+            now = {name: value_at(x, state.count) for name, x in numbers.items()}
+            return program(*rest)(now, grads, state, params)  # type: ignore[no-any-return]
+
+        return tx.replace(update=update, apply=None)
 
     @functools.wraps(make)
     def made(*args: P.args, **kwargs: P.kwargs) -> GradientTransformation:
-        leaves, tree = flatten((args, kwargs))  # a mask is a tree
-        if any(map(_differs_by_step, leaves)):
-            return make(*args, **kwargs).checked()
-        if not all(isinstance(x, HASHED) for x in leaves):
-            return compiled(*args, **kwargs).checked()
-        return remembered(tree, *leaves).checked()
+        arguments = signature.bind(*args, **kwargs).arguments
+        numbers = {name: x for name, x in arguments.items() if _differs_by_step(name, x)}
+        leaves, tree = flatten({k: x for k, x in arguments.items() if k not in numbers})
+        hashed = all(isinstance(x, HASHED) for x in leaves)  # a mask may be a tree of them
+        if hashed and not numbers:
+            return remembered(tree, *leaves).checked()
+        tx = make(*args, **kwargs)
+        if hashed and not tx.catches_up:
+            tx = asked_in_each_step(tx, numbers, tree, *leaves)
+        elif not numbers and not any(map(_is_function, leaves)):
+            tx = tx.as_programs()
+        return tx.checked()
 
     return combinator(made)
 
 
-def _differs_by_step(argument: object) -> bool:
-    """Whether it is a function, or an array, as optax.inject_hyperparams passes."""
-    function = callable(argument) and not isinstance(argument, type)
-    return function or isinstance(argument, jax.Array | np.ndarray)
+def _differs_by_step(name: str, argument: object) -> bool:
+    """Whether it is a schedule, or an array, as optax.inject_hyperparams passes."""
+    schedule = name in SCHEDULED and _is_function(argument)
+    return schedule or isinstance(argument, jax.Array | np.ndarray)
+
+
+def _is_function(argument: object) -> bool:
+    return callable(argument) and not isinstance(argument, type)
