@@ -322,6 +322,10 @@ def test_a_real_loss_of_complex_arrays():
     assert_close(found, wanted, rtol=1e-4)
     assert all(js.is_slices(found[name][1]) for name in losses if name != "weight")
     assert js.is_slices(found["weight"][1]["t"])
+    value, grads = found["weight"]  # a step takes their conjugates, rows as they are
+    tx, (loss, params) = js.sgd(1e-3), losses["weight"]
+    grads = jax.tree.map(jnp.conj, grads)
+    assert loss(tx.apply(grads, tx.init(params), params)[0]) < value
 
 
 def test_weak_types_are_those_of_jax():

@@ -63,7 +63,8 @@ def value_and_grad(
         changes in the rest of the model is then changed.
       has_aux: whether ``fun`` returns ``(result, aux)``.
       holomorphic: whether ``fun`` is holomorphic; then complex in and out. Of a complex
-        array the gradient of a real result is JAX's, the conjugate of the steepest ascent.
+        array the gradient of a real result is JAX's, the conjugate of the steepest ascent:
+        a step takes ``jax.tree.map(jnp.conj, grads)``.
       allow_int: whether integer arrays may be differentiated (their gradient is of
         dtype float0).
       sparse: None decides by the program alone: the kind of a gradient then depends on

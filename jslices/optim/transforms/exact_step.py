@@ -3,6 +3,8 @@
 from collections.abc import Callable
 from typing import Any
 
+import jax.numpy as jnp
+
 from jslices._grad.api import check_inputs, differentiated
 from jslices._grad.ids import rows_read
 from jslices._grad.plan import (
@@ -86,6 +88,13 @@ def exact_step(
     def step(params: Params, state: State, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         call = Call(fun, (0,), (params, *args), kwargs, has_aux)
         check_inputs(call, holomorphic=False, allow_int=False)
+        for name, x in zip(call.leaf_names, call.primals, strict=True):
+            if jnp.iscomplexobj(x):
+                raise TypeError(
+                    f"exact_step differentiates no complex numbers, got {name}: their "
+                    "gradient in JAX is the conjugate of what a step follows. Call "
+                    "tx.catch_up, jslices.grad, jax.tree.map(jnp.conj, grads) and tx.apply"
+                )
         planned = plan_call(call, True, sparse, exchange)
         if tx.catches_up:
             (rows,) = call.tree.unflatten(rows_read(call, planned))
