@@ -177,16 +177,29 @@ def fixed_rows(value: Any) -> list[View] | None:
 
     None for what is made of as many rows as a table has.
     """
-    if not isinstance(value, View) or isinstance(value, Unslotted):
-        return []
-    if isinstance(value, Repeated | Rowwise | Stacked | Transposed):
-        each = [fixed_rows(part) for part, _ in value.parts(Ids())]
-        return None if None in each else [view for views in each for view in views or ()]
+    views: list[View] = []
+    left, visited = [value], set()
+    while left:
+        view = left.pop()
+        if not isinstance(view, View) or isinstance(view, Unslotted) or view in visited:
+            continue
+        visited.add(view)
+        if isinstance(view, Repeated | Rowwise | Stacked | Transposed):
+            left.extend(part for part, _ in view.parts(Ids()))
+        elif (few := _has_fewer_rows(view)) is None:
+            return None
+        elif few:
+            views.append(view)
+    return views
+
+
+def _has_fewer_rows(view: View) -> bool | None:
+    """True if it has fewer rows than its tables, False without any, None otherwise."""
     heights: list[int] = []
-    Reader(lambda table, ids: heights.append(table.shape[0])).rows(value, Ids())
-    count = value.shape[0]
+    Reader(lambda table, ids: heights.append(table.shape[0])).rows(view, Ids())
+    count = view.shape[0]
     fewer = [_jax.definitely(functools.partial(operator.lt, count, n)) for n in heights]
-    return [value] * bool(heights) if all(fewer) else None
+    return bool(heights) if all(fewer) else None
 
 
 def every_row(view: View) -> Read:
