@@ -34,7 +34,6 @@ and then flushes the file and gives it a new id.
 import atexit
 import contextlib
 import functools
-import io
 import json
 import os
 import struct
@@ -50,7 +49,7 @@ import numpy as np
 
 from jslices import DataLossError, FailedPreconditionError
 from jslices._host_table import records as stored
-from jslices._host_table.records import PAGE, FileRecords, Part, Records
+from jslices._host_table.records import PAGE, File, FileRecords, Part, Records
 from jslices.checkpoint import files
 
 _MAGIC = b"jsrows 2"
@@ -124,7 +123,7 @@ class Journal:
         self.closed = False
         self.retired = False
         self._started: Callable[[], None] | None = None
-        self._file: io.FileIO | None = None
+        self._file: File | None = None
         self._unflushed = False
         self._pid = os.getpid()
         _JOURNALS.add(self)
@@ -213,11 +212,11 @@ class Journal:
 
     # --- the file ---------------------------------------------------------------------
 
-    def _opened(self) -> io.FileIO:
+    def _opened(self) -> File:
         """The file, made before the first write."""
         if self._file is None:
             first, *others = (stored.journal_of(x.path) for x in self._files)
-            self._file = io.FileIO(first, "x+")
+            self._file = File(first, "x+")
             for link in others:
                 folder = os.path.dirname(link)
                 os.symlink(os.path.relpath(first, folder), link)
@@ -359,7 +358,7 @@ def read_head(journal: str) -> Head | None:
       DataLossError: for a damaged one.
     """
     try:
-        with io.FileIO(journal) as file:
+        with File(journal) as file:
             data = file.read(_HEAD.size + _CHECKSUM.size) or b""
     except FileNotFoundError:
         return None
@@ -379,7 +378,7 @@ def read_head(journal: str) -> Head | None:
 
 def read_body(path: str, journal: str, head: Head) -> list[FilePart]:
     """The parts of a write that is in the journal of a file."""
-    with io.FileIO(journal) as source:
+    with File(journal) as source:
         body = np.frombuffer(stored.read_at(source, PAGE, head.length), np.uint8)
     folder = os.path.dirname(os.path.realpath(journal))
     with contextlib.suppress(ValueError, TypeError):

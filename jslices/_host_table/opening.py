@@ -1,7 +1,6 @@
 """Opening the file of a host table: locked, and brought to a whole step."""
 
 import contextlib
-import io
 import os
 import struct
 from collections.abc import Sequence
@@ -12,7 +11,7 @@ from jslices import DataLossError, NotFoundError
 from jslices._host_table import records as stored
 from jslices._host_table.journal import FilePart, Head, read_body, read_head, this_boot
 from jslices._host_table.layout import Layout
-from jslices._host_table.records import FileForm, FileRecords
+from jslices._host_table.records import File, FileForm, FileRecords
 from jslices.checkpoint import files
 
 
@@ -78,7 +77,7 @@ def _refuse_orphan(path: str) -> None:
         )
 
 
-def settle(path: str, file: io.FileIO, form: FileForm) -> None:
+def settle(path: str, file: File, form: FileForm) -> None:
     """Bring a locked file to a whole step by the journal beside it, and delete that.
 
     Raises:
@@ -110,7 +109,7 @@ def settle(path: str, file: io.FileIO, form: FileForm) -> None:
     files.remove(journal)
 
 
-def _replay(path: str, file: io.FileIO, form: FileForm, head: Head) -> bool:
+def _replay(path: str, file: File, form: FileForm, head: Head) -> bool:
     """Write the step that is in a journal to all of its files; False if not of this one."""
     journal = stored.journal_of(path)
     parts = read_body(path, journal, head)
@@ -142,7 +141,7 @@ def _replay(path: str, file: io.FileIO, form: FileForm, head: Head) -> bool:
     return True
 
 
-def _lacks(file: io.FileIO, part: FilePart, journal: str, path: str) -> bool:
+def _lacks(file: File, part: FilePart, journal: str, path: str) -> bool:
     """Whether a file lacks a part, which must be of it.
 
     Raises:
@@ -167,7 +166,7 @@ def _lacks(file: io.FileIO, part: FilePart, journal: str, path: str) -> bool:
     return True
 
 
-def _write_part(file: io.FileIO, part: FilePart) -> None:
+def _write_part(file: File, part: FilePart) -> None:
     number = struct.pack("<q", part.number)
     stored.write_at(file, part.mark + 16, number, part.file)
     for row, record in zip(part.rows.tolist(), part.words, strict=True):
@@ -176,7 +175,7 @@ def _write_part(file: io.FileIO, part: FilePart) -> None:
     stored.write_at(file, part.state, number, part.file)
 
 
-def _numbers(file: io.FileIO, state: int, mark: int) -> tuple[int, int]:
+def _numbers(file: File, state: int, mark: int) -> tuple[int, int]:
     """``done`` and ``begun`` of a file."""
     (done,) = struct.unpack("<q", stored.read_at(file, state, 8))
     (begun,) = struct.unpack("<q", stored.read_at(file, mark + 16, 8))

@@ -43,6 +43,13 @@ _FIRST_MAGIC = b"jslices host table 1\n"
 _MARK = struct.Struct("<16sq")
 
 
+class File(io.FileIO):
+    """A file that an interrupt may leave to the garbage collector, without a warning."""
+
+    def __del__(self) -> None:
+        self.close()
+
+
 class Part(NamedTuple):
     """A write to one table."""
 
@@ -140,7 +147,7 @@ class FileForm:
         """Bytes of the file."""
         return self.first + self.rows * self.record
 
-    def check(self, path: str, file: io.FileIO) -> None:
+    def check(self, path: str, file: File) -> None:
         """Refuse a file of another table, or of another length; update an old one.
 
         Raises:
@@ -175,7 +182,7 @@ class FileForm:
         if magic == _FIRST_MAGIC:
             self._update(path, file)
 
-    def _update(self, path: str, file: io.FileIO) -> None:
+    def _update(self, path: str, file: File) -> None:
         """Give a file of the first format what it lacks, which is room that it has."""
         (done,) = struct.unpack("<q", read_at(file, len(self.head), 8))
         journal = journal_of(path)
@@ -210,7 +217,7 @@ class FileRecords(Records):
     """
 
     def __init__(
-        self, path: str, lock: io.FileIO, form: FileForm, *, temporary: bool = False
+        self, path: str, lock: File, form: FileForm, *, temporary: bool = False
     ) -> None:
         self.path, self.form = path, form
         self._temporary = path if temporary else None
@@ -287,8 +294,8 @@ class FileRecords(Records):
     def close(self) -> None:
         if self._temporary is not None:
             files.remove(self._temporary)
-        self._file.close()
         self.unlock()
+        self._file.close()
 
     def unlock(self) -> None:
         """Unlock the file; in a forked process, leave the lock to the parent."""
@@ -307,7 +314,7 @@ def make(
     clean(path)
     _check_room(path, form.size)
     temporary = files.temporary_path(path, files.new_id())
-    lock = io.FileIO(files.open_new(temporary), "r+")
+    lock = File(files.open_new(temporary), "r+")
     try:
         os.ftruncate(lock.fileno(), form.size)
         state = b"".join(x.tobytes() for x in (np.zeros((), np.int64), *shared))
@@ -330,7 +337,7 @@ def clean(path: str) -> None:
                     files.remove(temporary)
 
 
-def locked(path: str) -> io.FileIO | None:
+def locked(path: str) -> File | None:
     """Open a file and lock it for as long as it is open; None if there is none.
 
     Raises:
@@ -359,7 +366,7 @@ def locked(path: str) -> io.FileIO | None:
         file.close()
 
 
-def _lock(file: io.FileIO, path: str) -> None:
+def _lock(file: File, path: str) -> None:
     if fcntl is None:
         return
     try:
@@ -376,11 +383,11 @@ def journal_of(path: str) -> str:
     return f"{path}-journal"
 
 
-def _open(path: str) -> io.FileIO:
-    return io.FileIO(path, "r+")
+def _open(path: str) -> File:
+    return File(path, "r+")
 
 
-def read_at(file: io.FileIO, offset: int, size: int) -> bytes:
+def read_at(file: File, offset: int, size: int) -> bytes:
     """Read bytes at an offset, fewer at the end of the file."""
     os.lseek(file.fileno(), offset, os.SEEK_SET)
     parts = []
@@ -409,7 +416,7 @@ def write_at(file: Any, offset: int, data: bytes | np.ndarray, path: str) -> Non
         raise OSError(error.errno, error.strerror, path) from error
 
 
-def _is_in_memory(file: io.FileIO) -> bool:
+def _is_in_memory(file: File) -> bool:
     """True on Linux's tmpfs."""
     device = os.fstat(file.fileno()).st_dev
     with contextlib.suppress(OSError), open("/proc/self/mountinfo") as mounts:
@@ -420,7 +427,7 @@ def _is_in_memory(file: io.FileIO) -> bool:
     return False
 
 
-def _allocate(file: io.FileIO, size: int, path: str) -> None:
+def _allocate(file: File, size: int, path: str) -> None:
     """Take the room for a whole file; what it holds stays.
 
     Raises:
