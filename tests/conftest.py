@@ -89,7 +89,9 @@ class ForgetWhatNoLongerFits:
 
     def pytest_collection_finish(self):
         """What was imported stays, so that the garbage collector need not look at it."""
+        jax.clear_caches()
         gc.collect()
+        give_back()
         gc.freeze()
         gc.set_threshold(20_000, 20, 20)
 
