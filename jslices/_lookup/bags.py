@@ -109,7 +109,7 @@ def embedding_lookup_sparse(
         mask: ArrayLike | None,
     ) -> jax.Array:
         tables = _float_tables(params, caller)
-        bags = as_bags(sp_ids, sp_weights, mask, caller, sum(map(len, tables)))
+        bags = as_bags(sp_ids, sp_weights, mask, caller, sum(t.shape[0] for t in tables))
         rows = read_rows(
             tables,
             bags.ids,
@@ -183,7 +183,7 @@ def safe_embedding_lookup_sparse(
         mask: ArrayLike | None,
     ) -> jax.Array:
         tables = _float_tables(params, caller)
-        bags = as_bags(sp_ids, sp_weights, mask, caller, sum(map(len, tables)))
+        bags = as_bags(sp_ids, sp_weights, mask, caller, sum(t.shape[0] for t in tables))
         good = bags.ids >= 0
         if bags.weights is not None and combiner != "sum":
             good &= bags.weights > 0
