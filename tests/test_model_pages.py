@@ -145,6 +145,8 @@ def test_nnx_models_given_whole():
         text = r"model.dropout.rngs.count.*uint32.*nnx.split\(model, nnx.Param, \.\.\.\)"
         with pytest.raises(TypeError, match=text):
             js.value_and_grad(loss)(model)
+        with pytest.raises(TypeError, match="needs at least 6 positional arguments"):
+            js.value_and_grad(loss, argnums=nnx.DiffState(5, nnx.Param))(model)
         norm, loss = model.norm, lambda norm: mean_square(norm(jnp.ones((3, D))))
         with pytest.warns(UserWarning, match=r"changes norm.mean.*DiffState\(0"):
             js.value_and_grad(loss)(norm)

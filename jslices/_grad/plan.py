@@ -23,8 +23,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jslices import _jax
 from jslices._exchange.plan import Exchange, ExchangePlan, plan_exchange
 from jslices._grad import custom  # noqa: F401  (it registers rules)
+from jslices._grad.changes import arrays_of_models, warn_of_lost_changes
 from jslices._grad.memo import Memo
-from jslices._grad.nnx import arrays_of_models, warn_of_lost_changes
 from jslices._grad.reads import Read, every_row, fixed_rows, tables_read
 from jslices._grad.unread import unread_lookups
 from jslices._grad.views import Table, Values, View
@@ -658,7 +658,7 @@ class Call:
             ):
                 args.insert(i, arg)
             before = arrays_of_models(self.names, chosen)
-            out, aux = _split_aux(self._fun(*args, **kwargs), self._has_aux)
+            out, aux = split_aux(self._fun(*args, **kwargs), self._has_aux)
             if before:
                 warn_of_lost_changes(before, arrays_of_models(self.names, chosen))
             results, out_tree = flatten(out)
@@ -709,7 +709,8 @@ class Outputs(NamedTuple):
         return self.aux_tree.unflatten(leaves)
 
 
-def _split_aux(out: Any, has_aux: bool) -> tuple[Any, Any]:
+def split_aux(out: Any, has_aux: bool) -> tuple[Any, Any]:
+    """The result and aux of what the user's function returns."""
     if not has_aux:
         return out, ()
     if not isinstance(out, tuple | list) or len(out) != 2:
