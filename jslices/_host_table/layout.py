@@ -55,14 +55,23 @@ class Layout:
 
     @property
     def word(self) -> np.dtype[Any]:
-        """The unsigned integers that records consist of, as wide as the narrowest field."""
-        narrowest = min(field.dtype.itemsize for field in self.fields)
-        return np.dtype(f"uint{8 * min(narrowest, 4)}")
+        """The unsigned integers that records consist of, as wide as the narrowest field.
+
+        Where the table is stored in fewer bits they are as wide as the widest one, and rows
+        are padded, as a step takes three times as long on bytes.
+        """
+        sizes = [field.dtype.itemsize for field in self.fields]
+        return np.dtype(f"uint{8 * min(4, (max if self.is_narrow else min)(sizes))}")
 
     @property
     def words(self) -> int:
         """Words in a record: those of the fields, and one that is 1 once it is written."""
-        return sum(field.nbytes for field in self.fields) // self.word.itemsize + 1
+        return sum(self._widths) + 1
+
+    @property
+    def _widths(self) -> list[int]:
+        """Words of each field."""
+        return [-(-field.nbytes // self.word.itemsize) for field in self.fields]
 
     def pack(
         self, table: jax.Array, state: State, narrow: Callable[[jax.Array], jax.Array]
@@ -107,8 +116,7 @@ class Layout:
         self, words: jax.Array, shared: Sequence[jax.Array]
     ) -> tuple[jax.Array, State]:
         """Unpack records ``[n, words]`` into a table ``[n, *D]`` and its state."""
-        ends = np.cumsum([field.nbytes // self.word.itemsize for field in self.fields])
-        columns = jnp.split(words[:, :-1], ends[:-1], axis=1)
+        columns = jnp.split(words[:, :-1], np.cumsum(self._widths)[:-1], axis=1)
         table, *of_rows = (
             _from_words(x, field) for x, field in zip(columns, self.fields, strict=True)
         )
@@ -181,12 +189,19 @@ def _as_words(x: jax.Array, word: np.dtype[Any]) -> jax.Array:
     """Reinterpret the bits of ``[n, *shape]`` as words ``[n, k]``."""
     if x.dtype == bool:
         x = x.astype(np.uint8)
+    if (per_word := word.itemsize // x.dtype.itemsize) > 1:
+        x = x.reshape(x.shape[0], -1)
+        x = jnp.pad(x, ((0, 0), (0, -x.shape[1] % per_word)))
+        x = x.reshape(x.shape[0], -1, per_word)
     return lax.bitcast_convert_type(x, word).reshape(x.shape[0], -1)
 
 
 def _from_words(words: jax.Array, field: Field) -> jax.Array:
     """Reinterpret words ``[n, k]`` as ``[n, *shape]``."""
     dtype = np.dtype(np.uint8) if field.dtype == bool else field.dtype
+    if words.dtype.itemsize > dtype.itemsize:
+        x = lax.bitcast_convert_type(words, dtype).reshape(words.shape[0], -1)
+        return x[:, : math.prod(field.shape)].reshape(-1, *field.shape).astype(field.dtype)
     parts = dtype.itemsize // words.dtype.itemsize
     shape = (words.shape[0], *field.shape, *((parts,) if parts > 1 else ()))
     x = lax.bitcast_convert_type(words.reshape(shape), dtype)
