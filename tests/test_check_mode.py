@@ -135,7 +135,7 @@ def test_other_errors_of_apply_slices_name_it():
             "drop",
             r"^apply_slices\(op='mul'\) cannot calc.* bool",
         ),
-        (TABLE, "add", "wrap", r"^apply_slices\(op='add'\) got mode='wrap'; it must be"),
+        (TABLE, "add", "wrap", r"^apply_slices\(mode='wrap'\): wanted \"fill\", "),
         (TABLE[:4], "add", "drop", r"^apply_slices\(op='add'\) got slices of an array of"),
         (1.0, "add", "drop", r"^apply_slices\(op='add'\) wants ref \[V, \*D\], got a sca"),
     ]:

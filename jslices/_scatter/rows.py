@@ -239,7 +239,7 @@ def apply_slices(
             f"{caller} got slices of an array of shape {slices.shape} for ref of shape "
             f"{ref.shape}"
         )
-    check_mode(mode, caller)
+    check_mode(mode, "apply_slices")
     check_dtype(ref, op, caller)
     indices = as_ids(slices.indices, caller, "slices.indices")
     values = as_updates(slices.values, ref, slices.values.shape, caller, "slices")

@@ -204,7 +204,9 @@ class Saver:
         Cost: reads every element once; 64 MiB of additional memory for variables that are
         sharded or not on the host.
         """
-        if isinstance(variables, str | os.PathLike) and not isinstance(path, str):
+        if isinstance(variables, str | os.PathLike) and not isinstance(
+            path, str | os.PathLike
+        ):
             raise TypeError("save wants the variables first: save(variables, path)")
         variables = without_handles(variables)
         processes = processes_of(variables)
@@ -399,7 +401,9 @@ class Saver:
         Source: ``tf.train.Saver.restore``; ``rows`` is the slice of a partitioned
         variable, which TensorFlow writes as ``"6 2 2,2:0,2"``.
         """
-        if isinstance(variables, str | os.PathLike):
+        if isinstance(variables, str | os.PathLike) and not isinstance(
+            path, str | os.PathLike
+        ):
             raise TypeError(
                 "restore wants the path first: restore(path, variables); the order of "
                 "TensorFlow is that of jslices.tf1.train.Saver"
