@@ -315,7 +315,9 @@ class IndexedSlices(Entries):
     # --- what arrays have, and slices have not ----------------------------------------
 
     def __getattr__(self, name: str) -> NoReturn:
-        if name.startswith("_") or not hasattr(jax.Array, name):
+        # A property of ours comes here where it failed, as where values are no arrays.
+        ours = name.startswith("_") or hasattr(IndexedSlices, name)
+        if ours or not hasattr(jax.Array, name):
             raise AttributeError(f"'IndexedSlices' object has no attribute {name!r}")
         instead = f"slices.to_dense().{name}"
         raise AttributeError(self._have_no(f"slices.{name}", _INSTEAD.get(name, instead)))
