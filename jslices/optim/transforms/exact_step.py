@@ -81,8 +81,8 @@ def exact_step(
     check_callable(fun)
     if not isinstance(tx, GradientTransformation):
         raise TypeError(
-            f"exact_step wants an optimizer of jslices, got {tx!r}; of Optax's, type "
-            "jslices.from_optax(tx)"
+            f"exact_step wants an optimizer of jslices, got {tx!r}; type "
+            "jslices.optim.chain for optax.chain, jslices.from_optax(tx) for others"
         )
 
     def step(params: Params, state: State, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
