@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import jslices as js
 
-V, D = 4200, 4  # 67 KB: of smaller arrays no word is said
+V, D = 4200, 4  # 67 KB: of elements of smaller arrays no word is said
 RNG = np.random.default_rng(0)
 TABLE = jnp.asarray(RNG.normal(size=(V, D)), jnp.float32)
 SMALL = TABLE[:20]
@@ -119,11 +119,11 @@ def test_vjp_of_fixed_rows_as_they_are():
     assert site.rows == 1
 
 
-def test_small_arrays_are_weights_unless_rows_are_asked_for():
-    loss = loss_of(lambda t: t[7])
-    assert not js.is_slices(js.grad(loss)(SMALL))
-    for mode in (True, "if_smaller"):
-        assert js.grad(loss, sparse=mode)(SMALL).indices.tolist() == [7]
+def test_at_most_half_of_the_rows():
+    for count in (1, 10, 11):
+        grad = js.grad(loss_of(lambda t, n=count: t[:n]))(SMALL)
+        assert js.is_slices(grad) == (count <= 10)
+    assert js.is_slices(js.grad(loss_of(lambda t: t[:11]), sparse=True)(SMALL))
 
 
 # --- words -------------------------------------------------------------------------------
@@ -160,13 +160,14 @@ WORDS = {
 
 
 @pytest.mark.parametrize("name", WORDS)
-def test_advice_by_what_is_done_and_none_for_small_arrays(name):
+def test_advice_by_what_is_done_and_none_for_elements_of_small_arrays(name):
     loss, advice = WORDS[name]
     is_rows, ((kind, text),) = warned(loss, TABLE)
     assert not is_rows and kind is js.DensificationWarning
     with pytest.warns(js.DensificationWarning, match=advice):
         warnings.warn(text, kind, stacklevel=1)
-    assert warned(loss, SMALL) == (False, [])
+    if "whole rows" in advice:
+        assert warned(loss, SMALL) == (False, [])
 
 
 @pytest.mark.parametrize("where", ["inside", "around"])

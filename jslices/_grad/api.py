@@ -69,7 +69,8 @@ def value_and_grad(
         dtype float0).
       sparse: None decides by the program alone: the kind of a gradient then depends on
         sizes only where the numbers of all rows stand in the program, ``table[7]``,
-        ``table[:n]`` (rows if they are at most half of an array of 64 KB or more). False makes a gradient dense, zeros if there is none, True insists on rows, and ``"if_smaller"``
+        ``table[:n]`` (rows if they are at most half of the array). False makes a gradient
+        dense, zeros if there is none, True insists on rows, and ``"if_smaller"``
         makes those dense whose rows with their indices, K counted with duplicates, would
         take no fewer bytes than the array: tables of a few rows, whose rows cost time to
         compile and to step. (Given a dense gradient, a lazy optimizer steps all rows.) One
@@ -91,10 +92,10 @@ def value_and_grad(
       TypeError: for a result that is not a scalar, or integer arguments.
 
     Warns:
-      DensificationWarning: for an array of 64 KB or more that is looked up and also used
-        whole (tied weights), or not looked up by whole rows (``table[rows, columns]``,
-        several tables in one array); its gradient is dense and right, and the warning names
-        the line.
+      DensificationWarning: for an array that is looked up and also used whole (tied
+        weights), and for one of 64 KB or more that is not looked up by whole rows
+        (``table[rows, columns]``, several tables in one array); its gradient is dense and
+        right, and the warning names the line.
       PerformanceHint: for an array of 64 KB or more whose rows are eight times the bytes
         of a dense gradient, or more.
 

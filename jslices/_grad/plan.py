@@ -228,8 +228,8 @@ class Planned(NamedTuple):
         forced = self.leaves[leaf].mode is True
         if leaf not in self.dense:
             return forced and not self.leaves[leaf].has_rows
-        seen = self.looked_up.get(leaf) or self.unread.get(leaf)
-        return forced or bool(seen and not self.leaves[leaf].is_small)
+        picked = self.unread.get(leaf) and not self.leaves[leaf].is_small
+        return forced or bool(self.looked_up.get(leaf) or picked)
 
     def triggers_hint(self, leaf: int) -> bool:
         """Whether rows cost several times what a dense gradient does."""
@@ -497,17 +497,14 @@ def _are_few(sites: Sequence[Site], leaf: Leaf) -> bool:
     """Whether rows whose numbers stand in the program have a gradient of rows.
 
     At most half of the rows, or no more than those looked up by ids: weights that are cut
-    into parts, or layers in one array, have a dense gradient. So has a small array,
-    ``w[0]``, unless it is looked up by ids as well.
+    into parts, or layers in one array, have a dense gradient.
     """
     if leaf.mode in (True, "if_smaller"):
         return True
     fixed = sum(site.total for site in sites if not site.by_ids)
     by_ids = sum(site.total for site in sites if site.by_ids)
-    if by_ids and _jax.definitely(lambda: fixed <= by_ids):
-        return True
-    few = _jax.definitely(lambda: 2 * fixed <= leaf.aval.shape[0])
-    return few and bool(by_ids or not leaf.is_small)
+    half = lambda: 2 * fixed <= leaf.aval.shape[0]  # noqa: E731
+    return _jax.definitely(lambda: 0 < fixed <= by_ids) or _jax.definitely(half)
 
 
 def output_needs_grad(program: Program, num_results: int) -> list[bool]:
