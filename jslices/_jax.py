@@ -490,7 +490,7 @@ def refuse_other_tree(slices: Any) -> None:
 def _refuse_other_tree(slices: Any, variables: Mapping[str, Any]) -> None:
     """Raises if it is the slices where two trees differ."""
     other = variables.get("full_tree")
-    has_no_rows = getattr(slices.values, "shape", None) == (0, *slices.shape[1:])
+    has_no_rows = getattr(slices.values, "shape", ())[:1] == (0,)
     if variables.get("prefix_tree") is not slices or hasattr(other, "dense_shape"):
         return
     if type(other) in (tuple, list, dict):  # a prefix of arguments, of in_specs
