@@ -127,6 +127,15 @@ def test_good_steps_pass(good):
     assert str(memory).startswith("arguments 2.6 MB, outputs 2.6 MB, of these in place")
 
 
+def test_arguments_in_another_order_than_results_are_copied():
+    grads = jax.eval_shape(js.grad(loss), PARAMS, IDS)
+    apply = jax.jit(TX.apply, donate_argnums=(1, 2))
+    problem = fails(apply, grads, STATE, PARAMS)[0]
+    assert "donated arguments come in the order of the results" in problem
+    turned = lambda params, state, grads: TX.apply(grads, state, params)  # noqa: E731
+    assert_in_place(donated(turned), PARAMS, STATE, grads)
+
+
 def test_takes_a_jitted_step_and_runs_nothing():
     params = {"table": jnp.zeros((V, D)), "w": jnp.ones(D)}
     state, ids = TX.init(params), jnp.arange(K)

@@ -357,7 +357,8 @@ def _elsewhere(module: Module, copy: Instruction) -> str:
         )
     return (
         f"the program does not show why; the copy is made {_place(module, copy)}. Look for "
-        "uses of the old value beside the update"
+        "uses of the old value beside the update, and whether donated arguments come in "
+        "the order of the results: JAX pairs them as they come"
     )
 
 

@@ -173,7 +173,10 @@ class GradientTransformation:
 
         Parameters of the shapes and dtypes that came, duplicates summed before the step,
         out-of-range ids dropped, rows that no id names neither read nor written. In place
-        where ``params`` and ``state`` are donated. With ``key``, parameters of 16 bits are
+        where ``params`` and ``state`` are donated *in this order* (JAX pairs donated
+        arguments with results as they come; ``jax.jit(tx.apply, donate_argnums=(1, 2))``
+        copies all of them): ``jax.jit(lambda p, s, g: tx.apply(g, s, p),
+        donate_argnums=(0, 1))``. With ``key``, parameters of 16 bits are
         rounded stochastically, and their gradients are float32 from the start, so that
         updates are, too: nothing is lost before it is added. The dtypes of the state stay.
         ``extra_args`` are those of ``update``.
