@@ -115,6 +115,9 @@ class Explanation(NamedTuple):
         """The bytes of all gradients as ``jax.grad`` gives them."""
         return sum(x.dense_bytes for x in self.leaves)
 
+    def __repr__(self) -> str:
+        return str(self)  # as a notebook shows it
+
     def __str__(self) -> str:
         rows = [_HEADER, *self._rows()]
         widths = [max(len(row[i]) for row in rows) for i in range(len(_HEADER))]

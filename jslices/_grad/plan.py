@@ -45,6 +45,8 @@ SparseSpec = Any | Callable[[Any, Any], SparseMode] | None
 #: what a dict leaves out mean: as the array's type says.
 ExchangeSpec = Any | None
 
+#: What reads elements and windows that are no whole rows, ``table[i, j]``.
+_PICKS_ELEMENTS = frozenset({"dynamic_slice", "gather", "reshape", "squeeze"})
 #: Arrays of fewer bytes are stepped as fast whole as by rows.
 SMALL_BYTES = 1 << 16
 #: Rows of so many times the bytes of a dense gradient take longer, up to 4 times (13 to 250
@@ -228,8 +230,9 @@ class Planned(NamedTuple):
         forced = self.leaves[leaf].mode is True
         if leaf not in self.dense:
             return forced and not self.leaves[leaf].has_rows
-        picked = self.unread.get(leaf) and not self.leaves[leaf].is_small
-        return forced or bool(self.looked_up.get(leaf) or picked)
+        if self.leaves[leaf].is_small and self.dense[leaf].what in _PICKS_ELEMENTS:
+            return forced or bool(self.looked_up.get(leaf))
+        return forced or bool(self.looked_up.get(leaf) or self.unread.get(leaf))
 
     def triggers_hint(self, leaf: int) -> bool:
         """Whether rows cost several times what a dense gradient does."""
