@@ -186,6 +186,8 @@ texts(tx, naive(tx))
 tx = js.sgd(0.1, momentum=0.9, **make)
 tx = js.optim.partition({"table": tx, "w": js.sgd(0.1)}, {"table": "table", "w": "w"})
 texts(tx, naive(tx))
+tx = js.adamw(0.1, **make)  # whose state is of the kind of adam's
+texts(tx, naive(tx))
 """
 
 
@@ -193,6 +195,6 @@ def test_steps_that_do_not_catch_up_are_warned_of():
     run = [sys.executable, "-c", PROGRAMS]
     done = subprocess.run(run, capture_output=True, text=True)
     assert not done.stderr or "Traceback" not in done.stderr, done.stderr
-    *right, chain, parts = done.stdout.splitlines()
+    *right, chain, parts, other = done.stdout.splitlines()
     assert right == ["0 set() True"] * 4
-    assert chain == parts == "1 {('<string>', True)} False"
+    assert chain == parts == other == "1 {('<string>', True)} False"

@@ -147,6 +147,8 @@ def test_nnx_models_given_whole():
             js.value_and_grad(loss)(model)
         with pytest.raises(TypeError, match="needs at least 6 positional arguments"):
             js.value_and_grad(loss, argnums=nnx.DiffState(5, nnx.Param))(model)
+        with pytest.raises(TypeError, match=r"here split the model, graph, params, rest"):
+            js.explain(loss, argnums=nnx.DiffState(0, nnx.Param))(model)
         norm, loss = model.norm, lambda norm: mean_square(norm(jnp.ones((3, D))))
         with pytest.warns(UserWarning, match=r"changes norm.mean.*DiffState\(0"):
             js.value_and_grad(loss)(norm)

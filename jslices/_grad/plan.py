@@ -749,7 +749,14 @@ def chosen_arguments(argnums: int | Sequence[int], args: Sequence[Any]) -> tuple
     """The positions of the differentiated arguments, counted from the front."""
     numbers = np.atleast_1d(np.asarray(argnums)).tolist()
     if not all(isinstance(number, int) for number in numbers):
-        raise TypeError(f"argnums must be an integer or several, got {argnums!r}")
+        advice = ""
+        if any(hasattr(x, "filter") for x in numbers):  # a nnx.DiffState
+            advice = (
+                ", which jslices.grad and value_and_grad take; here split the model, "
+                "graph, params, rest = nnx.split(model, nnx.Param, ...), and pass a "
+                "function of params"
+            )
+        raise TypeError(f"argnums must be an integer or several, got {argnums!r}{advice}")
     for number in numbers:
         if not -len(args) <= number < len(args):
             error = TypeError if number >= 0 else ValueError  # as JAX's

@@ -7,6 +7,7 @@ closed form (``catch_up``), and before parameters are saved or evaluated all row
 
 import warnings
 from collections.abc import Sequence
+from types import CodeType
 from typing import Any, NamedTuple
 
 import jax
@@ -41,8 +42,8 @@ CHUNK_ELEMENTS = 1 << 18
 FROZEN = np.iinfo(np.int32).max
 
 
-#: Kinds of state of which some rows have caught up in this process, or a warning said so.
-_caught_up: set[type] = set()
+#: Optimizers of which some rows have caught up in this process, or a warning said so.
+_caught_up: set[CodeType] = set()
 
 
 class Clock(NamedTuple):
@@ -90,20 +91,22 @@ def keeping_time(kernel: Kernel, rule: Rule, count: jax.Array, run: jax.Array) -
     return timed
 
 
-def note_catch_up(state_type: type) -> None:
+def note_catch_up(rule: Rule) -> None:
     """Note that the program knows of catching up, for :func:`warn_of_stale`."""
-    _caught_up.add(state_type)
+    _caught_up.add(rule.update.__code__)
 
 
-def warn_of_stale(state_type: type, grads: Sequence[Leaf]) -> None:
+def warn_of_stale(rule: Rule, grads: Sequence[Leaf]) -> None:
     """Warn, once, of a traced step of rows in a process in which none has caught up.
 
-    Its rows become NaN when they are stepped after a step that they missed. By kind of
-    state, as ``optax.inject_hyperparams`` makes another optimizer in each step.
+    Its rows become NaN when they are stepped after a step that they missed. Adam counts as
+    one optimizer whatever its arguments, as ``optax.inject_hyperparams`` makes another one
+    in each step.
     """
-    if state_type in _caught_up or not any(isinstance(g, IndexedSlices) for g in grads):
+    code = rule.update.__code__
+    if code in _caught_up or not any(isinstance(g, IndexedSlices) for g in grads):
         return
-    _caught_up.add(state_type)
+    _caught_up.add(code)
     line = current_user_line()
     warnings.warn_explicit(
         'a step of rows that must catch up (untouched="exact", or weight_decay_mode="all") '

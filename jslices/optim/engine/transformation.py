@@ -164,13 +164,13 @@ class _RuleOnTrees:
     # --- rows that catch up ---------------------------------------------------------------
 
     def catch_up(self, params: Params, state: State, ids: PyTree) -> tuple[Params, State]:
-        exact.note_catch_up(self.state_type)
+        exact.note_catch_up(self.rule)
         self._check_shapes(params, state)
         advance = on_any_mesh(_shardings_of_params)(self._advance)
         return advance(params, state, exact.rows_behind(params, ids))
 
     def flush(self, params: Params, state: State) -> tuple[Params, State]:
-        exact.note_catch_up(self.state_type)
+        exact.note_catch_up(self.rule)
         self._check_shapes(params, state)
         every_row = [True] * len(flatten(params)[0])
         return on_any_mesh(_shardings_of_params)(self._advance)(params, state, every_row)
@@ -212,7 +212,7 @@ class _RuleOnTrees:
         leaves, tree = flatten(grads, is_leaf=is_leaf)
         last = arrays_of(state.clock, "last", tree)
         if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((grads, state))):
-            exact.warn_of_stale(self.state_type, leaves)
+            exact.warn_of_stale(self.rule, leaves)
         else:
             exact.refuse_stale(leaves, last, state.count)
 
