@@ -197,7 +197,7 @@ NOT_UNDERSTOOD = [
     lambda t: t[:, jnp.array([0, 0])].sum() ** 2,
     lambda t: jax.vmap(lambda row, i: row[i])(t, jnp.arange(V) % D).sum(),
     lambda t: t.T[jnp.array([0, 0])].sum() ** 2,
-    lambda t: t[1:3].sum() ** 2,
+    lambda t: t[1:].sum() ** 2,
     lambda t: lax.cond(t[0, 0] > 9, lambda: t, lambda: t * 2).sum() ** 2,
     lambda t: (
         lax.while_loop(lambda c: c[0] < 3, lambda c: (c[0] + 1, c[1]), (0, 1.0))[1]

@@ -231,7 +231,7 @@ SAYS = {
     "bool": (lambda: 1 if EAGER else 2, "grad is None"),
     "plot": (lambda: EAGER[:, 0], "to_dense"),
     "assign": (lambda: setattr(EAGER, "values", 1), "with_values"),
-    "update": (lambda: js.sgd(0.1).update(G1), r"update\(\): missing.*'state'"),
+    "update": (lambda: js.sgd(0.1).update(G1), r"update\(\):? missing .*'state'"),
     "slices alone": (
         lambda: js.sgd(0.1).update(ROWS, js.sgd(0.1).init(PARAMS), PARAMS),
         "alone, where parameters are a dict",
