@@ -20,8 +20,9 @@ _LIBRARIES = tuple(
         for name in ("stdlib", "platstdlib", "purelib", "platlib")
     }
 )
-# Python's own "once per line" memory for the warnings that are issued here.
-_registry: dict[Any, Any] = {}
+# Python's own "once per line" memory for the warnings that are issued here, of each file: a
+# cell of a notebook is one.
+_registry: dict[str, dict[Any, Any]] = {}
 
 
 class DensificationWarning(UserWarning):
@@ -109,7 +110,11 @@ def warn_dense(
     line = line or current_user_line()
     try:
         warnings.warn_explicit(
-            message, category, filename=line.file, lineno=line.line, registry=_registry
+            message,
+            category,
+            filename=line.file,
+            lineno=line.line,
+            registry=_registry.setdefault(line.file, {}),
         )
     except category as warning:
         raise_at(line, warning)

@@ -13,8 +13,16 @@ import pytest
 import jslices as js
 
 TABLE = jnp.ones((6, 2))
-LARGE = jnp.ones((9000, 2))  # of small arrays js.grad does not warn
 IDS = jnp.array([1, 4])
+
+
+def test_each_cell_of_a_notebook_is_warned_of(slices):
+    """Cells have the same line numbers, and files of their own."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("default")
+        for cell in ("one", "two", "one"):
+            exec(compile("np.asarray(slices)", cell, "exec"), {"np": np, "slices": slices})
+    assert [w.filename for w in caught] == ["one", "two"]
 
 
 @pytest.fixture
@@ -74,13 +82,13 @@ def test_tied_weights_warn_once_with_the_dense_line():
 
     dense_line = loss.__code__.co_firstlineno + 2
     with pytest.warns(js.DensificationWarning) as caught:
-        grads = js.grad(loss)({"table": LARGE})
+        grads = js.grad(loss)({"table": TABLE})
     (warning,) = caught
     assert (warning.filename, warning.lineno) == (__file__, dense_line)
     text = str(warning.message)
-    assert "params['table'] (float32[9000,2]) is dense" in text
+    assert "params['table'] (float32[6,2]) is dense" in text
     assert "hidden @ params" in text and "2 rows, 16 B" in text
-    np.testing.assert_allclose(grads["table"], jax.grad(loss)({"table": LARGE})["table"])
+    np.testing.assert_allclose(grads["table"], jax.grad(loss)({"table": TABLE})["table"])
 
 
 def test_the_line_is_that_of_this_call_of_a_jitted_library_function():
@@ -93,7 +101,7 @@ def test_the_line_is_that_of_this_call_of_a_jitted_library_function():
 
     line = loss.__code__.co_firstlineno
     with pytest.warns(js.DensificationWarning) as caught:
-        js.grad(loss)(LARGE)
+        js.grad(loss)(TABLE)
     assert (caught[0].filename, caught[0].lineno) == (__file__, line + 2)
     assert f"{__file__}:{line + 1} (rows = jnp.take" in str(caught[0].message)
 
@@ -154,7 +162,7 @@ def test_a_fatal_warning_ends_at_the_users_line():
     with warnings.catch_warnings():
         warnings.simplefilter("error", js.DensificationWarning)
         with pytest.raises(js.DensificationWarning) as caught:
-            js.grad(loss)(LARGE)
+            js.grad(loss)(TABLE)
     frame = last_frame(caught.value)
     assert (frame.filename, frame.lineno) == (__file__, line)
     assert frame.line == "return (hidden @ table.T).sum()"
