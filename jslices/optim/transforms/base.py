@@ -12,7 +12,8 @@ from jslices.optim.engine.protocol import GradientTransformation, has_no_rows, i
 #: From a tree that mirrors all parameters (or None) to a held transformation's share.
 Share = Callable[[PyTree], PyTree]
 #: ``call(tx, share, state) -> (result, state)``: a function of a held transformation.
-Call = Callable[[GradientTransformation, Share, State], tuple[PyTree, State]]
+_Result = tuple[PyTree, State]
+Call = Callable[[GradientTransformation, Share, State], _Result]
 
 
 class Inside(Protocol):
@@ -82,18 +83,11 @@ def wrapped(
       plan: likewise.
     """
 
-    def shares(share: Share, extra_args: dict[str, PyTree]) -> dict[str, PyTree]:
-        if not share_extra_args:
-            return extra_args
-        return {name: _share_of(share, x) for name, x in extra_args.items()}
-
     def update_all(
         grads: Gradients, state: State, params: Params = None, **extra_args: PyTree
     ) -> tuple[Gradients, State]:
-        def call(
-            tx: GradientTransformation, share: Share, state: State
-        ) -> tuple[PyTree, State]:
-            extra = shares(share, extra_args)
+        def call(tx: GradientTransformation, share: Share, state: State) -> _Result:
+            extra = _shares_of(share, extra_args) if share_extra_args else extra_args
             return tx.update(share(grads), state, share(params), **extra)
 
         return inside(call, state, params, grads)
@@ -105,30 +99,24 @@ def wrapped(
         key: Key | None = None,
         **extra_args: PyTree,
     ) -> tuple[Params, State]:
-        def call(
-            tx: GradientTransformation, share: Share, state: State
-        ) -> tuple[PyTree, State]:
-            extra = shares(share, extra_args)
+        def call(tx: GradientTransformation, share: Share, state: State) -> _Result:
+            extra = _shares_of(share, extra_args) if share_extra_args else extra_args
             return tx.apply(share(grads), state, share(params), key, **extra)
 
         return inside(call, state, params)
 
     def catch_up_all(params: Params, state: State, ids: PyTree) -> tuple[Params, State]:
-        return inside(
-            lambda tx, share, state: tx.catch_up(share(params), state, share(ids)),
-            state,
-            params,
-        )
+        def call(tx: GradientTransformation, share: Share, state: State) -> _Result:
+            return tx.catch_up(share(params), state, share(ids))
+
+        return inside(call, state, params)
 
     def flush_all(params: Params, state: State) -> tuple[Params, State]:
-        return inside(
-            lambda tx, share, state: tx.flush(share(params), state), state, params
-        )
+        call = lambda tx, share, state: tx.flush(share(params), state)  # noqa: E731
+        return inside(call, state, params)
 
     def plan_all(grads: Gradients, params: Params, platform: str | None = None) -> PyTree:
-        def call(
-            tx: GradientTransformation, share: Share, state: State
-        ) -> tuple[PyTree, State]:
+        def call(tx: GradientTransformation, share: Share, state: State) -> _Result:
             return tx.plan(share(grads), share(params), platform), state
 
         return inside(call, jax.eval_shape(init, params), params)[0]
@@ -141,6 +129,10 @@ def wrapped(
         apply or apply_all,
         plan or plan_all,
     )
+
+
+def _shares_of(share: Share, extra_args: dict[str, PyTree]) -> dict[str, PyTree]:
+    return {name: _share_of(share, x) for name, x in extra_args.items()}
 
 
 def _share_of(share: Share, x: PyTree) -> PyTree:

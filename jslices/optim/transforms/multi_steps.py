@@ -139,10 +139,7 @@ def multi_steps(
         def step(params: Params, inner: State) -> tuple[Params, State]:
             return opt.apply(buffers.total(acc), inner, params, key, **extra)
 
-        def wait(params: Params, inner: State) -> tuple[Params, State]:
-            return params, inner
-
-        params, inner = _cond(due, step, wait, params, state.inner_opt_state)
+        params, inner = _cond(due, step, _unchanged, params, state.inner_opt_state)
         return params, _counted(state, due, inner, acc)
 
     def part(state: State) -> State:
@@ -162,6 +159,10 @@ def multi_steps(
         apply=apply,
         plan=plan,
     )
+
+
+def _unchanged(params: Params, inner: State) -> tuple[Params, State]:
+    return params, inner
 
 
 def _counted(
