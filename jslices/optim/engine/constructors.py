@@ -41,8 +41,9 @@ def combinator(
     def made(*args: P.args, **kwargs: P.kwargs) -> GradientTransformation:
         try:
             arguments = dict(signature.bind(*args, **kwargs).arguments)
-        except TypeError:  # of which Python says more
-            return make(*args, **kwargs)
+        except TypeError as error:
+            names = ", ".join(signature.parameters)
+            raise TypeError(f"{make.__name__}: {error}; it takes {names}") from None
         check_arguments(make.__name__, annotations, arguments)
         tx = make(*args, **kwargs)
         if not isinstance(tx, GradientTransformation):  # the state of one: freeze_rows
