@@ -3,7 +3,8 @@
 Read from the top:
 
     api         ``grad``, ``value_and_grad``, ``vjp``: plan a call, run it, assemble
-    plan        one call: its traced program, its leaves, which of them are sparse
+    call        the arguments of a call, and the program that is traced of it
+    plan        what is read of its arrays, and which of them are sparse
     run         the planned call, with a cotangent slot in every read
     walk        the one walk over programs, that planner, runner and other checks visit by
     reads       the forms of a read of rows, keyed by primitive
@@ -11,6 +12,7 @@ Read from the top:
     custom      functions with derivatives of their own, as such steps
     views       variables in terms of the tables that they were computed from
     memo        what is kept from call to call where there is no ``jax.jit``
+    nnx, changes  models of Flax NNX: states differentiated, changes lost
     unread      the search for lookups that are not read as rows
     ids         ``lookup_ids``: the rows that a call is about to read
     explain     the report of a plan, the warning, the error

@@ -9,18 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from jslices import _jax
+from jslices._grad.call import Call, check_callable, chosen_arguments, is_number
 from jslices._grad.explain import hint_smaller, report_dense
 from jslices._grad.nnx import Argnums, names_states, value_and_grad_of_states
-from jslices._grad.plan import (
-    Call,
-    ExchangeSpec,
-    Planned,
-    SparseSpec,
-    check_callable,
-    chosen_arguments,
-    is_number,
-    plan_call,
-)
+from jslices._grad.plan import ExchangeSpec, Planned, SparseSpec, plan_call
 from jslices._grad.run import (
     Slots,
     gradient_of,

@@ -9,8 +9,9 @@ import numpy as np
 
 from jslices._densify import human_bytes
 from jslices._exchange.plan import ExchangePlan, Way
+from jslices._grad.call import Call
 from jslices._grad.ids import eval_ids
-from jslices._grad.plan import Call, Planned, Site
+from jslices._grad.plan import Planned, Site
 
 
 class ExchangeReport(NamedTuple):

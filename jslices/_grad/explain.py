@@ -18,17 +18,15 @@ from jslices._densify import (
     raise_at,
     warn_dense,
 )
+from jslices._grad.call import Call, chosen_arguments, is_number
 from jslices._grad.exchange_report import ExchangeReport, exchange_reports
 from jslices._grad.plan import (
-    Call,
     DenseUse,
     ExchangeSpec,
     Leaf,
     Planned,
     Site,
     SparseSpec,
-    chosen_arguments,
-    is_number,
     plan_call,
 )
 from jslices._grad.rules import WIDEST_PACKED

@@ -4,7 +4,7 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from jslices._grad.plan import chosen_arguments, split_aux
+from jslices._grad.call import chosen_arguments, split_aux
 
 #: ``argnums=``: numbers of arguments, or ``nnx.DiffState``, which has one and a filter.
 Argnums = int | Sequence[int] | Any

@@ -333,8 +333,8 @@ def _refuse_mask(ids: ArrayLike, mask: ArrayLike, caller: str) -> None:
         if array.shape != as_ids(ids, caller).shape:
             return
         if jnp.issubdtype(array.dtype, jnp.integer):
-            known = not isinstance(array, jax.core.Tracer) and array.size > 1
-            if not known or not np.isin(array, (0, 1)).all():
+            is_concrete = not isinstance(array, jax.core.Tracer)
+            if not is_concrete or array.size < 2 or not np.isin(array, (0, 1)).all():
                 return
     raise TypeError(
         f"{caller} got (ids, mask) with a mask {array.dtype}{list(array.shape)}: a mask is "

@@ -34,8 +34,8 @@ class _Carried:
     def tree_unflatten(cls, static: Any, children: Sequence[Any]) -> "_Carried":
         if isinstance(static, bool):
             return cls(static)
-        kind, *known = static
-        return cls(kind.of(*children, *known))
+        kind, *shape_and_facts = static
+        return cls(kind.of(*children, *shape_and_facts))
 
 
 def carry_facts(tree: PyTree) -> PyTree:

@@ -96,18 +96,18 @@ def resize_rows(
     is_bare = jax.tree_util.treedef_is_leaf(jax.tree.structure(fresh))
     owners = {name: _owner(name, new, is_bare) for name in begin}
     problems: list[str] = []
-    now = [
+    resized_params = [
         _resized(name, old[name], x, sources.get(name), problems) for name, x in new.items()
     ]
-    kept = [
+    resized_state = [
         x if is_slices(x) else _resized(n, before[n], x, sources.get(owners[n]), problems)
         for n, x in begin.items()
     ]
     if problems:
         more = f"; and {len(problems) - 8} more" if len(problems) > 8 else ""
         raise ValueError("resize_rows: " + "; ".join(problems[:8]) + more)
-    params = jax.tree.unflatten(jax.tree.structure(fresh), now)
-    state = jax.tree.unflatten(jax.tree.structure(start, is_leaf=is_slices), kept)
+    params = jax.tree.unflatten(jax.tree.structure(fresh), resized_params)
+    state = jax.tree.unflatten(jax.tree.structure(start, is_leaf=is_slices), resized_state)
     return params, _new_rows_up_to_date(tx, params, state, sources)
 
 
@@ -197,19 +197,21 @@ def _resized(
     name: str, old: Any, new: Any, source: _Source | None, problems: list[str]
 ) -> Any:
     """``new`` with what ``old`` has of it: all, or rows; appends problems."""
-    was, wanted = jnp.shape(old), jnp.shape(new)
+    old_shape, new_shape = jnp.shape(old), jnp.shape(new)
     before, after = _dtype(old), _dtype(new)
-    moved = source is not None and (was[:1], wanted[:1]) == (
+    moved = source is not None and (old_shape[:1], new_shape[:1]) == (
         (source.height,),
         source.rows.shape,
     )
-    if len(was) != len(wanted) or was[moved:] != wanted[moved:]:
+    if len(old_shape) != len(new_shape) or old_shape[moved:] != new_shape[moved:]:
         problems.append(
-            f"{name} was {before}{list(was)}, {after}{list(wanted)} is wanted: only the "
-            "number of rows, along axis 0, can change"
+            f"{name} was {before}{list(old_shape)}, {after}{list(new_shape)} is wanted: "
+            "only the number of rows, along axis 0, can change"
         )
-    elif source is not None and not moved and source.height in was:
-        problems.append(f"{name} is {before}{list(was)}: its rows are not along axis 0")
+    elif source is not None and not moved and source.height in old_shape:
+        problems.append(
+            f"{name} is {before}{list(old_shape)}: its rows are not along axis 0"
+        )
     elif before != after:
         problems.append(f'{name} was {before}, {after} is wanted: type x.astype("{after}")')
     elif source is not None and moved:

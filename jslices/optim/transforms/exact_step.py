@@ -6,14 +6,9 @@ from typing import Any
 import jax.numpy as jnp
 
 from jslices._grad.api import check_inputs, differentiated
+from jslices._grad.call import Call, check_callable
 from jslices._grad.ids import rows_read
-from jslices._grad.plan import (
-    Call,
-    ExchangeSpec,
-    SparseSpec,
-    check_callable,
-    plan_call,
-)
+from jslices._grad.plan import ExchangeSpec, SparseSpec, plan_call
 from jslices._typing import Params, State
 from jslices.optim.engine.protocol import GradientTransformation
 
