@@ -44,6 +44,7 @@ from jslices._lookup import (
 from jslices._names import no_such_name as _no_such_name
 from jslices._place.boundary import row_major
 from jslices._place.hints import keep_memory
+from jslices._place.hints import keep_memory_if_set as _keep_memory_if_set
 from jslices._place.placement import padded_rows
 from jslices._rows.ids import IdOutOfRangeError, check_ids
 from jslices._scatter import (
@@ -102,6 +103,8 @@ if _t.TYPE_CHECKING:
     from jslices.checkpoint import Saver
 
 __version__ = "0.1.0"
+
+_keep_memory_if_set()
 
 #: What is loaded when it is first used, and the module that it is or is in.
 _LAZY = {

@@ -16,8 +16,6 @@ glibc = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="needs glib
 PROGRAM = """
 import functools, resource, sys
 import jslices as js
-if sys.argv[1] == "keep":
-    js.keep_memory()
 import jax, jax.numpy as jnp
 tx = js.adagrad(0.1)
 loss = lambda table, ids: (table[ids] ** 2).mean()
@@ -38,13 +36,14 @@ print("faults", sorted(counts[20:])[5])
 """
 
 
-def faults(how):
+def faults(kept):
+    environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, how],
+        [sys.executable, "-c", PROGRAM],
         capture_output=True,
         text=True,
         check=True,
-        env={k: v for k, v in os.environ.items() if k != "XLA_FLAGS"},
+        env=environment | {"JSLICES_KEEP_MEMORY": kept},
     )
     return int(re.search(r"faults (\d+)", done.stdout)[1])
 
@@ -52,11 +51,11 @@ def faults(how):
 @pytest.mark.slow
 @glibc
 def test_a_large_step_makes_no_page_faults():
-    kept = faults("keep")
+    kept = faults("1")
     assert kept < 500
     setting = pathlib.Path("/sys/kernel/mm/transparent_hugepage/enabled")
     if setting.exists() and "[always]" not in setting.read_text():
-        assert faults("default") > 20 * max(kept, 50)
+        assert faults("0") > 20 * max(kept, 50)
 
 
 @glibc
@@ -70,6 +69,24 @@ def test_other_allocators(monkeypatch):
     monkeypatch.setattr(platform, "libc_ver", lambda: ("", ""))
     with pytest.raises(RuntimeError, match=r"glibc's malloc, which this .* leave it out"):
         js.keep_memory()
+
+
+def imported(before, value):
+    return subprocess.run(
+        [sys.executable, "-c", f"{before}; import jslices"],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "JSLICES_KEEP_MEMORY": value},
+    ).stderr
+
+
+@glibc
+@pytest.mark.slow
+def test_a_variable_that_comes_too_late_or_is_misspelt_is_told():
+    late = imported("import jax; jax.devices()", "1")
+    assert re.search(r"Hint: JSLICES_KEEP_MEMORY=1 has no effect.*start of", late)
+    wrong = imported("pass", "yes")
+    assert "ValueError: JSLICES_KEEP_MEMORY is 'yes'; set it to 1, or to 0" in wrong
 
 
 HINT = """
@@ -115,15 +132,17 @@ def test_a_large_step_without_kept_memory_is_told_once():
     said = hints("default")
     assert "hints 0 1 0" in said
     assert re.search(
-        r"<string> 12 .*gradient of 16 MB.*1\.5 times as long.*"
-        r"jslices\.keep_memory\(\) at the start.*GLIBC_TUNABLES=glibc\.malloc\.hugetlb=1",
+        r"<string> 12 .*gradient of 16 MB.*twice as long.*"
+        r"jslices\.keep_memory\(\) at the start.*JSLICES_KEEP_MEMORY=1 in the environment",
         said,
     )
 
 
 @pytest.mark.slow
 @glibc
-@pytest.mark.parametrize("how", ["keep", "other", "large pages"])
+@pytest.mark.parametrize("how", ["keep", "other", "large pages", "variable"])
 def test_nothing_is_said_where_kept_memory_would_not_help(how):
     tunables = "glibc.malloc.hugetlb=1" if how == "large pages" else ""
-    assert "hints 0 0 0" in hints(how, GLIBC_TUNABLES=tunables)
+    variable = "1" if how == "variable" else ""
+    environment = {"GLIBC_TUNABLES": tunables, "JSLICES_KEEP_MEMORY": variable}
+    assert "hints 0 0 0" in hints(how, **environment)

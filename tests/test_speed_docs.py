@@ -9,17 +9,18 @@ ROOT = pathlib.Path(__file__).parent.parent
 PAGE = (ROOT / "docs" / "speed.md").read_text()
 OURS = {"jslices", "jslices, memory kept"}
 DENSE = "Optax dense"
+OPTIMIZERS = ["sgd", "adagrad", "adam"]
 
 
 def cells():
-    """``((rows, dim, ids), {contender: ms})`` of each cell."""
+    """``(optimizer, (rows, dim, ids), {contender: ms})`` of each cell."""
     found = {}
     with open(ROOT / "benchmarks" / "results" / "cpu.csv") as file:
         for row in csv.DictReader(file):
             sizes = tuple(int(row[key]) for key in ("rows", "dim", "ids"))
             cell = found.setdefault((row["optimizer"], sizes, row["kind"]), {})
             cell[row["contender"]] = float(row["ms"])
-    return [(sizes, ms) for (_, sizes, _), ms in found.items()]
+    return [(optimizer, sizes, ms) for (optimizer, sizes, _), ms in found.items()]
 
 
 CELLS = cells()
@@ -31,7 +32,7 @@ def of(ratios):
 
 def against_peers(name, wanted):
     ratios = []
-    for (rows, dim, ids), ms in CELLS:
+    for _, (rows, dim, ids), ms in CELLS:
         peers = [ms[peer] for peer in {*ms} - OURS - {DENSE}]
         if peers and rows >= 1e5 and ids <= rows and wanted(ids * dim * 4):
             ratios.append(min(peers) / ms[name])
@@ -41,7 +42,7 @@ def against_peers(name, wanted):
 def against_dense(wanted):
     return [
         ms[DENSE] / ms["jslices"]
-        for (rows, _, ids), ms in CELLS
+        for _, (rows, _, ids), ms in CELLS
         if DENSE in ms and wanted(ids / rows)
     ]
 
@@ -77,6 +78,21 @@ def test_the_table_of_dense_gradients():
     for line, wanted in zip(table("| ids a step |"), (few, some, many), strict=True):
         ratios = against_dense(wanted)
         assert_said(line, [len(ratios), *of(ratios)])
+
+
+def test_the_table_of_what_is_lost_without_memory_kept():
+    lost = [
+        (name, dim * ids * 4 >= 16e6, ms["jslices"] / ms["jslices, memory kept"])
+        for name, (_, dim, ids), ms in CELLS
+    ]
+    small = [times for _, large, times in lost if not large]
+    large = [[t for n, big, t in lost if big and n == name] for name in OPTIMIZERS]
+    for line, times in zip(table("| step | cells |"), [small, *large], strict=True):
+        assert_said(line, [len(times), *of(times)])
+    hint = (ROOT / "jslices" / "_place" / "hints.py").read_text()
+    every = of([times for some in large for times in some])
+    assert "{:.1f} to {:.1f} times)".format(*every[::2]) in hint
+    assert f"{every[1]:.1f} times as long" in hint
 
 
 def test_what_the_readme_says():

@@ -16,21 +16,21 @@ OURS, KEPT, DENSE = "jslices", "jslices, memory kept", "Optax dense"
 
 
 def cells():
-    """``((rows, dim, ids), {contender: ms})`` of every cell of the grid."""
+    """``(optimizer, (rows, dim, ids), {contender: ms})`` of every cell of the grid."""
     found = {}
     with open(ROOT / "benchmarks" / "results" / "cpu.csv") as file:
         for row in csv.DictReader(file):
             sizes = tuple(int(row[key]) for key in ("rows", "dim", "ids"))
             cell = found.setdefault((row["optimizer"], sizes, row["kind"]), {})
             cell[row["contender"]] = float(row["ms"])
-    return [(sizes, ms) for (_, sizes, _), ms in found.items()]
+    return [(optimizer, sizes, ms) for (optimizer, sizes, _), ms in found.items()]
 
 
 def against_dense():
     """Times as fast as dense JAX, with the ids of a step for each row of the table."""
     return [
         (ids / rows, ms[DENSE] / ms[OURS])
-        for (rows, _, ids), ms in cells()
+        for _, (rows, _, ids), ms in cells()
         if DENSE in ms and OURS in ms
     ]
 
@@ -38,7 +38,7 @@ def against_dense():
 def against_peers(name):
     """Times as fast as the faster of PyTorch and TensorFlow, with the gradient's MB."""
     found = []
-    for (rows, dim, ids), ms in cells():
+    for _, (rows, dim, ids), ms in cells():
         peers = [ms[peer] for peer in {*ms} - {OURS, KEPT, DENSE}]
         if peers and rows >= 1e5 and ids <= rows:
             found.append((ids * dim * 4 / 1e6, min(peers) / ms[name]))
@@ -84,9 +84,22 @@ def peers():
     return "\n".join(lines)
 
 
+def unkept():
+    """What a step takes without memory kept, in steps with it."""
+    points = [(kind, k * d * 4 / 1e6, x[OURS] / x[KEPT]) for kind, (_, d, k), x in cells()]
+    lines = ["| step | cells | least | median | most |", "|---|---:|---:|---:|---:|"]
+    labels = {"sgd": "SGD", "adagrad": "Adagrad", "adam": "Adam"}
+    below = [(size, times) for _, size, times in points]
+    rows = [("any, below 16 MB", spread(below, lambda size: size < 16))]
+    for name, label in labels.items():
+        own = [(size, times) for kind, size, times in points if kind == name]
+        rows.append((f"{label}, 16 MB or more", spread(own, lambda size: size >= 16)))
+    return "\n".join(lines + [f"| {label} | {n} | {times} |" for label, (n, times) in rows])
+
+
 def fill(page):
     """The page with the tables between its marks."""
-    for table in (machine, dense, peers):
+    for table in (machine, dense, peers, unkept):
         begin = f"<!-- made by docs/figures/speed.py: {table.__name__} -->\n"
         before, rest = page.split(begin)
         after = rest.partition("<!-- end -->")[2]

@@ -20,9 +20,11 @@ from jslices._typing import Leaf
 # From glibc's <malloc.h>.
 _TRIM_THRESHOLD, _MMAP_MAX, _ARENA_MAX = -1, -4, -8
 
-#: From gradients of so many bytes on a step without kept memory takes about 1.5 times as
-#: long as with it (1.2 to 2.1 over optimizers, widths and ids; V = 1e6 and 1e5).
+#: From gradients of so many bytes on a step without kept memory takes 2.2 times as long as
+#: with it in the median (1.4 to 3.3 in the 24 cells of docs/speed.md; V = 1e6 and 1e5).
 HINT_BYTES = 16 * 10**6
+#: Set to 1 in the environment it calls :func:`keep_memory` at the import of jslices.
+VARIABLE = "JSLICES_KEEP_MEMORY"
 
 _called = False
 _hinted = False
@@ -59,8 +61,10 @@ def keep_memory() -> None:
     whole process, NumPy and other libraries included: the process keeps the most memory
     that it ever used until it ends.
 
-    To get the same without changing the program, run it with larger pages:
-    ``GLIBC_TUNABLES=glibc.malloc.hugetlb=1 python train.py``.
+    To get the same without changing the program, run it with
+    ``JSLICES_KEEP_MEMORY=1 python train.py``, which the import of jslices reads; or, for a
+    process that does not import it, with larger pages:
+    ``GLIBC_TUNABLES=glibc.malloc.hugetlb=1``.
 
     Raises:
       RuntimeError: if JAX has started its devices, whose threads then have their memory
@@ -94,6 +98,27 @@ def keep_memory() -> None:
     _called = True
 
 
+def keep_memory_if_set() -> None:
+    """Calls :func:`keep_memory` if the environment says so; warns where that is in vain.
+
+    Raises:
+      ValueError: for a value of ``JSLICES_KEEP_MEMORY`` other than 1, 0 and none.
+    """
+    value = os.environ.get(VARIABLE, "")
+    if value in ("", "0"):
+        return
+    if value != "1":
+        raise ValueError(f"{VARIABLE} is {value!r}; set it to 1, or to 0 for the default")
+    try:
+        keep_memory()
+    except RuntimeError as error:
+        warnings.warn(
+            f"{VARIABLE}=1 has no effect: {error}; or import jslices there",
+            PerformanceHint,
+            stacklevel=2,
+        )
+
+
 def hint_large_step(num_bytes: int) -> None:
     """Says, once in a process, what a large step on a CPU loses without kept memory.
 
@@ -113,9 +138,9 @@ def hint_large_step(num_bytes: int) -> None:
     line = current_user_line()
     warnings.warn_explicit(
         f"this step has a gradient of {num_bytes / 1e6:.0f} MB, and the operating system "
-        "maps the temporaries of such a step anew each time: it takes about 1.5 times as "
-        "long as it could (1.2 to 2.1). Call jslices.keep_memory() at the start of the "
-        "program, or run it with GLIBC_TUNABLES=glibc.malloc.hugetlb=1",
+        "maps the temporaries of such a step anew each time: it takes about twice as long "
+        "as it could (1.4 to 3.3 times). Call jslices.keep_memory() at the start of the "
+        f"program, or run it with {VARIABLE}=1 in the environment",
         PerformanceHint,
         filename=line.file,
         lineno=line.line,
