@@ -66,9 +66,9 @@ def sparse_mask(
         size = a.indices.shape[-1] if size is None else size
         return jax.vmap(lambda s: sparse_mask(s, masked, size))(a)
     values, indices = _not_masked(
-        a.values, a.indices, masked, num_rows=a._num_rows, size=size
+        a.values, a.indices, masked, num_rows=a.num_rows, size=size
     )
-    return IndexedSlices(values, indices, a.dense_shape)
+    return IndexedSlices(values, indices, a.dense_shape, a.row_axes)
 
 
 @on_any_mesh(everywhere)

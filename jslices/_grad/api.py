@@ -12,7 +12,7 @@ from jslices import _jax
 from jslices._grad.call import Call, check_callable, chosen_arguments, is_number
 from jslices._grad.explain import hint_smaller, report_dense
 from jslices._grad.nnx import Argnums, names_states, value_and_grad_of_states
-from jslices._grad.plan import ExchangeSpec, Planned, SparseSpec, plan_call
+from jslices._grad.plan import ExchangeSpec, Leaf, Planned, SparseSpec, plan_call
 from jslices._grad.run import (
     Slots,
     gradient_of,
@@ -22,7 +22,7 @@ from jslices._grad.run import (
 )
 from jslices._grad.views import Values
 from jslices._slices import IndexedSlices, concat_slices, is_slices
-from jslices._typing import Aval, PyTree
+from jslices._typing import PyTree
 
 
 def value_and_grad(
@@ -295,7 +295,7 @@ class _Assemble:
     def __init__(
         self, planned: Planned, kinds: Sequence[str], tree: jax.tree_util.PyTreeDef
     ) -> None:
-        self.avals = [leaf.aval for leaf in planned.leaves]
+        self.leaves = planned.leaves
         self.kinds = kinds
         self.sites = jax.tree.leaves(planned.plan)
         self.tree = tree
@@ -308,25 +308,26 @@ class _Assemble:
     ) -> Any:
         parts: dict[int, list[IndexedSlices]] = {}
         for site, slot, index in zip(self.sites, slots, indices, strict=True):
-            shape = tuple(self.avals[site.leaf].shape)
-            part = gradient_of(site, shape, slot.values, index)
+            part = gradient_of(site, site.table_shape, slot.values, index)
             parts.setdefault(site.leaf, []).append(part)
         left = iter(dense)
         gradients: list[Any] = []
         for i, kind in enumerate(self.kinds):
             is_dense = kind == "dense"
-            slices = None if is_dense else _slices(self.avals[i], parts.get(i, []))
+            slices = None if is_dense else _slices(self.leaves[i], parts.get(i, []))
             gradients.append(next(left) if is_dense else slices)
         return self.tree.unflatten(gradients)
 
 
-def _slices(aval: Aval, parts: list[IndexedSlices]) -> IndexedSlices:
+def _slices(leaf: Leaf, parts: list[IndexedSlices]) -> IndexedSlices:
     """The gradient of one leaf, from those of its reads."""
+    shape = tuple(leaf.aval.shape)
     if parts:
-        return parts[0] if len(parts) == 1 else concat_slices(parts)
+        flat = parts[0] if len(parts) == 1 else concat_slices(parts)
+        return flat.numbered_as(shape, leaf.row_axes)
     # No gradient comes in.
-    none = jnp.zeros((0, *aval.shape[1:]), aval.dtype)
-    return IndexedSlices(none, jnp.zeros((0,), jnp.int32), tuple(aval.shape))
+    none = jnp.zeros((0, *shape[1:]), leaf.aval.dtype)
+    return IndexedSlices(none, jnp.zeros((0,), jnp.int32), shape)
 
 
 # --- checks ------------------------------------------------------------------------

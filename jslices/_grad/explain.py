@@ -2,6 +2,7 @@
 
 import functools
 import html
+import math
 import textwrap
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -73,6 +74,7 @@ class LeafReport(NamedTuple):
         whole rows.
       exchange: how rows get from device to device, an :class:`ExchangeReport` to print;
         None where they do not, or XLA decides.
+      row_axes: how many leading axes number the rows: 2 for ``[L, V, *D]``.
     """
 
     path: str
@@ -90,6 +92,7 @@ class LeafReport(NamedTuple):
     step: Any = None
     unread: tuple[UserLine, ...] = ()
     exchange: ExchangeReport | None = None
+    row_axes: int = 1
 
 
 class Explanation(NamedTuple):
@@ -235,8 +238,9 @@ def _steps(
     def gradient(leaf: LeafReport) -> Any:
         if leaf.kind == "dense":
             return jnp.zeros(leaf.shape, leaf.dtype)
-        values = jnp.zeros((leaf.rows, *leaf.shape[1:]), leaf.dtype)
-        return IndexedSlices(values, jnp.zeros((leaf.rows,), jnp.int32), leaf.shape)
+        axes = leaf.row_axes
+        values = jnp.zeros((leaf.rows, *leaf.shape[axes:]), leaf.dtype)
+        return IndexedSlices(values, jnp.zeros((leaf.rows,), jnp.int32), leaf.shape, axes)
 
     grads = jax.eval_shape(lambda: call.tree.unflatten(map(gradient, leaves)))
     params = call.tree.unflatten(
@@ -251,7 +255,7 @@ def _report(leaf: Leaf, planned: Planned, number: int) -> LeafReport:
     shape, itemsize = tuple(leaf.aval.shape), leaf.aval.dtype.itemsize
     kind, dense_bytes = planned.kind(number), leaf.num_bytes
     use, sites = planned.dense.get(number), planned.looked_up.get(number, [])
-    row_bytes = dense_bytes // shape[0] if shape and shape[0] else itemsize
+    row_bytes = itemsize * math.prod(shape[leaf.row_axes :])
     by_line: dict[UserLine, int] = {}
     for site in sites:
         where = _jax.user_line(site.source)
@@ -272,6 +276,7 @@ def _report(leaf: Leaf, planned: Planned, number: int) -> LeafReport:
         dense_use=None if use is None else use.what,
         suggestion=None if use is None else instead_of(use),
         unread=_lines(planned.unread.get(number, [])),
+        row_axes=leaf.row_axes,
     )
 
 
@@ -310,7 +315,7 @@ def report_dense(planned: Planned, number: int) -> None:
 
 def _mixed_use(leaf: Leaf, use: DenseUse, line: UserLine, sites: list[Site]) -> str:
     rows = sum(site.total for site in sites)
-    row_bytes = leaf.num_bytes // max(leaf.aval.shape[0], 1)
+    row_bytes = leaf.aval.dtype.itemsize * math.prod(leaf.aval.shape[leaf.row_axes :])
     places = ", ".join(map(str, _lines([site.source for site in sites])))
     return (
         f"the gradient of {leaf} is dense, {human_bytes(leaf.num_bytes)}, because it is "
@@ -349,10 +354,7 @@ _REPLICATED = (
     "jax.lax.pcast(table, axis, to='varying'), and add the slices up with "
     "jslices.all_reduce_slices(slices, axis, 'sum')"
 )
-_WHOLE_ROWS = (
-    "look up whole rows of a table [V, D], table[ids][..., columns]; keep several tables "
-    "[F, V, D] as one array [F * V, D], and look up V * field + ids"
-)
+_WHOLE_ROWS = "look up whole rows of a table [V, D], table[ids][..., columns]"
 _AFTER = "apply the function after the lookup, f(table[ids]), not before or around it"
 #: Uses that make a gradient dense, by primitive, and what to write instead. Any other
 #: primitive without a rule makes it dense as well.

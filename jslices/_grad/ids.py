@@ -36,7 +36,8 @@ def lookup_ids(
       other array. (``tx.catch_up`` wants True for one that is read whole, if another loss
       leaves it without gradient: :func:`jslices.optim.exact_step` knows.) With
       ``exchange``, for an array that is split over devices, IndexedSlices without elements
-      whose ``indices`` stand on the devices that hold the rows.
+      whose ``indices`` stand on the devices that hold the rows; without elements also for
+      an array whose rows several axes number.
 
     Raises:
       ValueError: if the rows that are read depend on the values of the array itself; they
@@ -99,7 +100,10 @@ def rows_read(call: Call, planned: Planned) -> list[Any]:
     ]
     for leaf, several in parts.items():
         rows: Any = several[0] if len(several) == 1 else concat_slices(several)
-        by_leaf[leaf] = rows if rows.facts.placement is not None else rows.indices
+        shape, axes = planned.leaves[leaf].aval.shape, planned.leaves[leaf].row_axes
+        rows = rows.numbered_as((*shape[:axes], 0), axes)
+        alone = axes == 1 and rows.facts.placement is None
+        by_leaf[leaf] = rows.indices if alone else rows
     return by_leaf
 
 

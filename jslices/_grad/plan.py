@@ -24,11 +24,12 @@ from jslices._grad.call import Call, Outputs
 from jslices._grad.memo import Memo
 from jslices._grad.reads import Read, every_row, fixed_rows, tables_read
 from jslices._grad.unread import unread_lookups
-from jslices._grad.views import Table, Values, View
+from jslices._grad.views import Table, Values, View, folded
 from jslices._grad.walk import Scope, Turn, ViewWalk
 from jslices._jax import Equation, Program, Source, broadcast_prefix
 from jslices._place.boundary import explicit_mesh, explicit_part, mesh_of
-from jslices._rows.access import index_dtype
+from jslices._rows.access import INT32_MAX, index_dtype
+from jslices._slices import flat_rows, rows_numbered
 from jslices._typing import Aval, PyTree
 
 #: What ``sparse=`` says of one array: True insists on rows, False on a dense gradient,
@@ -66,12 +67,14 @@ class Leaf(NamedTuple):
       aval: its abstract value.
       mode: what ``sparse=`` says of it.
       exchange: what ``exchange=`` does.
+      row_axes: how many leading axes number its rows, if it has rows.
     """
 
     name: str
     aval: Aval
     mode: SparseMode
     exchange: Exchange | None = None
+    row_axes: int = 1
 
     @property
     def has_rows(self) -> bool:
@@ -80,6 +83,19 @@ class Leaf(NamedTuple):
     @property
     def may_be_sparse(self) -> bool:
         return self.has_rows and self.mode is not False
+
+    @property
+    def table_shape(self) -> tuple[int, ...]:
+        """Its shape with one axis of rows, ``(V, *D)``."""
+        shape, axes = tuple(self.aval.shape), self.row_axes
+        return (rows_numbered(shape, axes), *shape[axes:])
+
+    def view(self, number: int, array: jax.Array | None = None) -> View:
+        """The view of it, as the leaf with this number."""
+        if array is not None:
+            array = flat_rows(array, self.row_axes)
+        table = Table(self.table_shape, self.aval.dtype, number, array)
+        return folded(table, tuple(self.aval.shape[: self.row_axes]))
 
     @property
     def is_small(self) -> bool:
@@ -102,7 +118,7 @@ class Leaf(NamedTuple):
             return None
         rows = None if exchange is None else exchange.placement.rows or None
         mesh, spec = self.aval.sharding.mesh, self.aval.sharding.spec
-        return explicit_part(mesh, PartitionSpec(rows, *spec[1:]))
+        return explicit_part(mesh, PartitionSpec(rows, *spec[self.row_axes :]))
 
     def __str__(self) -> str:
         return f"{self.name} ({self.aval.str_short()})"
@@ -114,7 +130,7 @@ class Site:
 
     Attributes:
       leaf: the number of the differentiated array.
-      table_shape: its shape ``[V, *D]``.
+      table_shape: its shape with one axis of rows, ``[V, *D]``.
       dtype: its dtype.
       count: rows at each execution.
       loops: the lengths of the loops around it, outermost first.
@@ -243,8 +259,8 @@ class Planned(NamedTuple):
 
     def bytes_of_rows(self, leaf: int) -> int:
         """The size of the sparse gradient: rows and row numbers."""
-        aval, sites = self.leaves[leaf].aval, self.looked_up.get(leaf, [])
-        row = math.prod(aval.shape[1:]) * aval.dtype.itemsize
+        table, sites = self.leaves[leaf], self.looked_up.get(leaf, [])
+        row = math.prod(table.aval.shape[table.row_axes :]) * table.aval.dtype.itemsize
         return sum(site.total * (row + site.index_dtype.itemsize) for site in sites)
 
 
@@ -264,18 +280,62 @@ def plan_call(
     program, outputs = call.trace()
     eager = not _jax.is_staged()
 
-    def planned() -> Planned:
+    def planned(leaves: list[Leaf]) -> Planned:
         candidates = {i: leaf for i, leaf in enumerate(leaves) if leaf.may_be_sparse}
         plan = _plan_reads(program, candidates, outputs.num_results, eager)
         return Planned(program, outputs, leaves, *plan, eager)
 
-    first = planned()
-    larger = [i for i in range(len(leaves)) if _is_dense_as_smaller(first, i)]
+    best = _with_row_axes(planned(leaves), planned)
+    larger = [i for i in range(len(leaves)) if _is_dense_as_smaller(best, i)]
     if not larger:
-        return first
+        return best
+    leaves = list(best.leaves)
     for i in larger:
         leaves[i] = leaves[i]._replace(mode=False)
-    return planned()._replace(looked_up=first.looked_up)
+    return planned(leaves)._replace(looked_up=best.looked_up)
+
+
+def _with_row_axes(first: Planned, planned: Callable[[list[Leaf]], Planned]) -> Planned:
+    """The plan in which each leaf has the rows of the fewest bytes.
+
+    The reads of an array ``[L, V, D]`` may be of rows ``[V, D]``, of rows ``[D]``, or of
+    both, which the finer ones then serve. If none serve all reads, the leaf is dense.
+    """
+    plans = [first]
+    while deeper := {
+        i: leaf._replace(row_axes=leaf.row_axes + 1)
+        for i, leaf in enumerate(plans[-1].leaves)
+        if leaf.row_axes == len(plans) and _may_have_finer_rows(plans[-1], i)
+    }:
+        leaves = [deeper.get(i, leaf) for i, leaf in enumerate(plans[-1].leaves)]
+        plans.append(planned(leaves))
+    if len(plans) == 1:
+        return first
+    best = [
+        min(
+            (plan for plan in plans if plan.kind(i) == "sparse"),
+            key=lambda plan: plan.bytes_of_rows(i),
+            default=first,
+        ).leaves[i]
+        for i in range(len(first.leaves))
+    ]
+    same = (plan for plan in plans if plan.leaves == best)
+    return next(same, None) or planned(best)
+
+
+def _may_have_finer_rows(planned: Planned, number: int) -> bool:
+    """True for an array with more axes, which is looked up, or picked apart."""
+    leaf, use = planned.leaves[number], planned.dense.get(number)
+    if leaf.aval.ndim < leaf.row_axes + 2 or planned.kind(number) == "unused":
+        return False
+    if explicit_mesh(leaf.aval) is not None and any(leaf.aval.sharding.spec):
+        return False
+    finer = leaf._replace(row_axes=leaf.row_axes + 1).table_shape[0]
+    many = _jax.definitely(lambda: finer > INT32_MAX)
+    if many and planned.kind(number) == "sparse":
+        # Their numbers may not fit; an error says so, unless these rows do.
+        return _jax.definitely(lambda: planned.bytes_of_rows(number) >= leaf.num_bytes)
+    return leaf.may_be_sparse and (use is None or use.what not in _PRODUCTS)
 
 
 def _is_dense_as_smaller(planned: Planned, leaf: int) -> bool:
@@ -381,11 +441,11 @@ class Planner(ViewWalk):
             aval, exchange = leaf.aval, leaf.exchange_of(read.count)
             site = Site(
                 leaf=number,
-                table_shape=aval.shape,
+                table_shape=leaf.table_shape,
                 dtype=aval.dtype,
                 count=read.count,
                 loops=self._loops,
-                index_dtype=index_dtype(aval.shape[0], np.dtype(read.numbers.dtype)),
+                index_dtype=index_dtype(leaf.table_shape[0], np.dtype(read.numbers.dtype)),
                 varying=_jax.varying_axes(aval, read.numbers),
                 exchange=exchange,
                 sharding=leaf.sharding(exchange),
@@ -464,8 +524,7 @@ def _plan_reads(
         planner = Planner(leaves, eager)
         uses = planner.uses
         inputs = [
-            Table(leaves[i].aval.shape, leaves[i].aval.dtype, i) if i in leaves else None
-            for i in range(len(program.invars))
+            leaves[i].view(i) if i in leaves else None for i in range(len(program.invars))
         ]
         outputs = planner.program(program, inputs, needs_grad)
         for value in outputs[:num_results]:
@@ -503,7 +562,7 @@ def _are_few(sites: Sequence[Site], leaf: Leaf) -> bool:
         return True
     fixed = sum(site.total for site in sites if not site.by_ids)
     by_ids = sum(site.total for site in sites if site.by_ids)
-    half = lambda: 2 * fixed <= leaf.aval.shape[0]  # noqa: E731
+    half = lambda: 2 * fixed <= leaf.table_shape[0]  # noqa: E731
     return _jax.definitely(lambda: 0 < fixed <= by_ids) or _jax.definitely(half)
 
 

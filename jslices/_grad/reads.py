@@ -30,6 +30,9 @@ from jslices._grad.views import (
     Unslotted,
     Values,
     View,
+    Window,
+    flat,
+    window,
 )
 from jslices._jax import Atom, Equation, Literal, Program
 from jslices._place.boundary import drop_sharding
@@ -300,10 +303,9 @@ def _dynamic_slice(eqn: Equation, operands: Values, origins: Origins) -> Read | 
     view = operands[0]
     if isinstance(view, Transposed):
         return _slice_transposed(eqn, view)
-    # Of tables repeated for each example, vmap makes a gather.
-    if not isinstance(view, View) or isinstance(view, Repeated):
+    if not isinstance(view, View):
         return None
-    return _slice_rows(eqn, view)
+    return _slice_repeated(eqn, operands) if view.lead > 1 else _slice_rows(eqn, view)
 
 
 def _gather_rows(eqn: Equation, view: View, origins: Origins) -> Read | None:
@@ -528,6 +530,23 @@ def _slice_rows(eqn: Equation, view: View) -> Read | None:
         return lax.dynamic_slice(rows, [jnp.zeros_like(values[1]), *values[2:]], sizes)
 
     return Read(view, count, Mode.CLIP, None, eqn.invars[1].aval, ids, arrange)
+
+
+def _slice_repeated(eqn: Equation, operands: Values) -> Read | None:
+    """``tables[layer, i]``: few rows at each place of the other axes."""
+    view, lead, sizes = operands[0], operands[0].lead, tuple(eqn.params["slice_sizes"])
+    count = math.prod(sizes[:lead])
+    if sizes[lead:] != view.shape[lead:] or not count:
+        return None
+
+    def ids(values: Values) -> jax.Array:
+        starts = [_wide(start) for start in values[1 : 1 + lead]]
+        part = flat(window(view, starts, sizes[:lead]))
+        assert isinstance(part, Window)
+        return part.number(jnp.arange(count, dtype=starts[0].dtype))
+
+    arrange = lambda rows, values: rows.reshape(sizes)  # noqa: E731
+    return Read(view.flat, count, Mode.CLIP, None, eqn.invars[1].aval, ids, arrange)
 
 
 def _wide(ids: Any) -> jax.Array:

@@ -32,6 +32,7 @@ from jslices._grad.views import (
     View,
     flat,
     folded,
+    window,
     without_slots,
 )
 from jslices._jax import Atom, Equation
@@ -379,7 +380,7 @@ def _along(parameter: str) -> Rule:
     return rule
 
 
-rule_for("cumlogsumexp", "cummax", "cummin", "cumprod", "cumsum", "stack")(_along("axis"))
+rule_for("cumlogsumexp", "cummax", "cummin", "cumprod", "cumsum")(_along("axis"))
 rule_for("reduce_max", "reduce_min", "reduce_prod", "reduce_sum")(_along("axes"))
 rule_for("reduce_and", "reduce_or", "reduce_xor", "argmax", "argmin")(_along("axes"))
 rule_for("sort")(_along("dimension"))
@@ -498,6 +499,17 @@ def _split(eqn: Equation, operands: Values, lead: int) -> Result:
     return parts
 
 
+@rule_for("dynamic_slice")
+def _dynamic_slice(eqn: Equation, operands: Values, lead: int) -> Result:
+    """``tables[layer]``: some of the tables in an array. Single rows are read."""
+    view, sizes = operands[0], tuple(eqn.params["slice_sizes"])
+    if lead == 1 or not isinstance(view, View):
+        return None
+    if sizes[lead - 1 :] != view.shape[lead - 1 :]:
+        return None
+    return [window(view, operands[1 : 1 + lead], sizes[:lead])]
+
+
 @rule_for("rev")
 def _rev(eqn: Equation, operands: Values, lead: int) -> Result:
     dimensions, (view,) = eqn.params["dimensions"], operands
@@ -584,6 +596,12 @@ def _transpose(eqn: Equation, operands: Values, lead: int) -> Result:
         return [view]
     if order[:lead] == tuple(range(lead)) and view is operands[0]:
         return _views(eqn, operands, lead)
+    if set(order[:lead]) == set(range(lead)) and order[lead:] == tuple(
+        range(lead, len(order))
+    ):
+        rows = tuple(view.shape[d] for d in order[:lead])
+        numbering = [(order.index(d), 0, 1) for d in range(lead)]
+        return [_renumbered(view, lead, rows, numbering, lambda x: x.transpose(order))]
     if lead > 1:
         return None
     shape = _jax.shape_of(eqn.outvars[0])
@@ -640,16 +658,34 @@ def _concatenate(eqn: Equation, operands: Values, lead: int) -> Result:
     axis, rows = eqn.params["dimension"], _jax.shape_of(eqn.outvars[0])[:lead]
     if axis >= lead:
         return _views(eqn, operands, lead)
-    if axis < lead - 1 or not rows[-1]:
+    if not math.prod(rows):
         return None
     out = eqn.outvars[0].aval
-    heights = tuple(_jax.shape_of(atom)[axis] for atom in eqn.invars)
+    each = [_jax.shape_of(atom)[:lead] for atom in eqn.invars]
     arrays = [
-        _flat(x, atom, (*rows[:-1], height))
-        for x, atom, height in zip(operands, eqn.invars, heights, strict=True)
+        _flat(x, atom, own) for x, atom, own in zip(operands, eqn.invars, each, strict=True)
     ]
+    # Arrays below one another, each for every example of the axes before.
+    heights = tuple(math.prod(own[axis:]) for own in each)
     shape = (math.prod(rows), *out.shape[lead:])
     return [folded(Stacked(shape, out.dtype, tuple(arrays), heights), rows)]
+
+
+@rule_for("stack")
+def _stack(eqn: Equation, operands: Values, lead: int) -> Result:
+    """``jnp.stack([a, b])``: the rows of one table below those of the other."""
+    axis, rows = eqn.params["axis"], _jax.shape_of(eqn.invars[0])[:lead]
+    if axis >= lead:
+        return _views(eqn, operands, lead)
+    if not math.prod(rows):
+        return None
+    out = eqn.outvars[0].aval
+    arrays = tuple(
+        _flat(x, atom, rows) for x, atom in zip(operands, eqn.invars, strict=True)
+    )
+    shape = (math.prod(out.shape[: lead + 1]), *out.shape[lead + 1 :])
+    heights = (math.prod(rows[axis:]),) * len(arrays)
+    return [folded(Stacked(shape, out.dtype, arrays, heights), out.shape[: lead + 1])]
 
 
 # --- the same rows ----------------------------------------------------------------------

@@ -51,10 +51,7 @@ def run_planned(
 ) -> tuple[Values, Indices]:
     """The outputs of the traced call, and the row numbers of its reads."""
     leaves = planned.sparse_leaves
-    operands = [
-        Table(leaves[i].aval.shape, leaves[i].aval.dtype, i, x) if i in leaves else x
-        for i, x in enumerate(primals)
-    ]
+    operands = [leaves[i].view(i, x) if i in leaves else x for i, x in enumerate(primals)]
     runner = Runner(planned.plan, slots, leaves, planned.eager)
     needs_grad = output_needs_grad(planned.program, planned.outputs.num_results)
     outputs = runner.program(planned.program, operands, needs_grad)

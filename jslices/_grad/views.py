@@ -9,6 +9,7 @@ arrays and row numbers are None, and reading a view only tells which tables it r
 """
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
@@ -138,6 +139,52 @@ class Renumbered(View):
 
     def whole(self, of: Callable[[Any], Any]) -> jax.Array:
         return self.take(of(self.inner)).reshape(self.shape)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Window(View):
+    """Some rows of another view, from starts that the program computes.
+
+    The table of one layer among those of all layers, in a loop over these.
+
+    Attributes:
+      inner: the other view, whose rows axes of the sizes ``rows`` number.
+      starts: one for each of these axes, ``[]``, all in range.
+      rows: see ``inner``.
+      sizes: of the window along these axes.
+    """
+
+    inner: View
+    starts: tuple[Any, ...]
+    rows: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    def number(self, x: jax.Array) -> jax.Array:
+        """The number of a row in ``inner``."""
+        result, below = jnp.zeros_like(x), 1
+        for size, rows, start in list(zip(self.sizes, self.rows, self.starts, strict=True))[
+            ::-1
+        ]:
+            result = result + (x % size + start.astype(x.dtype)) * below
+            x, below = x // size, below * rows
+        return result
+
+    def parts(self, ids: Ids) -> Sequence[tuple[Any, Ids | None]]:
+        def inside(read: jax.Array, record: jax.Array) -> tuple[jax.Array, jax.Array]:
+            good = (record >= 0) & (record < self.shape[0])
+            record = jnp.where(good, self.number(record), self.inner.shape[0])
+            return self.number(read), record
+
+        return [(self.inner, ids.renumbered(("window", self), inside))]
+
+    def combine(self, parts: Sequence[Any], ids: Ids) -> jax.Array:
+        return parts[0]
+
+    def whole(self, of: Callable[[Any], Any]) -> jax.Array:
+        row = self.shape[1:]
+        starts = [*self.starts, *(jnp.zeros_like(self.starts[0]) for _ in row)]
+        array = of(self.inner).reshape(*self.rows, *row)
+        return lax.dynamic_slice(array, starts, (*self.sizes, *row)).reshape(self.shape)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -354,6 +401,7 @@ def _register(kind: type[View], *parts: str) -> None:
 _register(Table, "array")
 _register(Rowwise, "operands")
 _register(Renumbered, "inner")
+_register(Window, "inner", "starts")
 _register(Replaced, "inner", "at", "row")
 _register(Stacked, "arrays")
 _register(Unpacked, "inner")
@@ -376,6 +424,28 @@ def folded(view: View, rows: tuple[int, ...]) -> View:
     if len(rows) == 1:
         return view
     return Repeated((*rows, *view.shape[1:]), view.dtype, lead=len(rows), flat=view)
+
+
+def window(view: View, starts: Sequence[Any], sizes: Sequence[int]) -> View:
+    """The view of some rows: ``sizes`` of them along each of its axes of rows.
+
+    ``starts`` are as for ``dynamic_slice``, clipped to what fits; None while planning.
+    """
+    rows, sizes = view.shape[: view.lead], tuple(sizes)
+    if not any(start is None for start in starts):
+        limits = zip(starts, rows, sizes, strict=True)
+        starts = [jnp.clip(start, 0, n - size) for start, n, size in limits]
+    inner = flat(view)
+    shape = (math.prod(sizes), *inner.shape[1:])
+    cut = Window(shape, view.dtype, inner, tuple(starts), rows, sizes)
+    return folded(cut, sizes)
+
+
+def layer(view: Repeated, number: Any) -> View:
+    """The view of the part ``[V, *D]`` of ``[L, V, *D]`` that a number tells."""
+    rest = view.shape[1 : view.lead]
+    starts = [number, *(None if number is None else jnp.zeros_like(number) for _ in rest)]
+    return folded(flat(window(view, starts, (1, *rest))), rest)
 
 
 def without_slots(value: Any) -> Any:

@@ -29,12 +29,13 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Generic, TypeVar
 
 import jax
+import numpy as np
 
 from jslices import _jax
 from jslices._grad.memo import first_program
 from jslices._grad.reads import READS, Origins, Read
 from jslices._grad.rules import RULES, rowwise
-from jslices._grad.views import Values, View, without_slots
+from jslices._grad.views import Repeated, Values, View, layer, without_slots
 from jslices._jax import Atom, Equation, Literal, Program, Source
 
 Value = TypeVar("Value")
@@ -342,7 +343,11 @@ class ViewWalk(Walk[Any]):
         return self.switch(self.whole(index, eqn), branches)
 
     def scan(self, eqn: Equation, operands: Values, needs_grad: list[bool]) -> Values:
-        """Views go into a loop as constants, and as what it carries on unchanged."""
+        """Views go into a loop as constants, and as what it carries on unchanged.
+
+        Of an array whose rows several axes number, such as a table for each layer, each
+        turn gets the view of its own part.
+        """
         body, (num_consts, num_carried) = _jax.body(eqn), _jax.scan_counts(eqn.params)
         consts = operands[:num_consts]
         carried = operands[num_consts : num_consts + num_carried]
@@ -352,7 +357,10 @@ class ViewWalk(Walk[Any]):
             if isinstance(value, View) and body.outvars[i] is body.invars[num_consts + i]
         }
         changing = [self.whole(x, eqn) for i, x in enumerate(carried) if i not in unchanged]
-        xs = [self.whole(x, eqn) for x in operands[num_consts + num_carried :]]
+        xs = list(operands[num_consts + num_carried :])
+        layers = {i: x for i, x in enumerate(xs) if isinstance(x, Repeated)}
+        number = self.constant(np.arange(eqn.params["length"], dtype=np.int32))
+        xs = [number if i in layers else self.whole(x, eqn) for i, x in enumerate(xs)]
         # What is carried may feed anything in the next turn: if a gradient comes in at all,
         # it is taken to come through everything that is carried.
         inside_need_grad = [any(needs_grad)] * num_carried + needs_grad[num_carried:]
@@ -363,7 +371,8 @@ class ViewWalk(Walk[Any]):
             return [unchanged[i] if i in unchanged else next(left) for i in every]
 
         def turn(changing: Values, xs: Values) -> tuple[Values, Values]:
-            inputs = [*consts, *with_unchanged(changing), *xs]
+            per_turn = [layer(layers[i], x) if i in layers else x for i, x in enumerate(xs)]
+            inputs = [*consts, *with_unchanged(changing), *per_turn]
             outputs = self.program(body, inputs, inside_need_grad)
             new = [x for i, x in enumerate(outputs[:num_carried]) if i not in unchanged]
             return (

@@ -208,7 +208,7 @@ def where_rows(selected: jax.Array, rows: jax.Array, rest: jax.Array) -> jax.Arr
     """``jnp.where`` with one bool for each row.
 
     Args:
-      selected: bool ``[n]``.
+      selected: bool ``[n]``; or for parts of rows, ``[n, m]`` for ``[n, m, *D]``.
       rows: ``[n, *D]``.
       rest: an array that broadcasts to that.
 
@@ -216,10 +216,11 @@ def where_rows(selected: jax.Array, rows: jax.Array, rest: jax.Array) -> jax.Arr
       ``[n, *D]``: the selected ones of ``rows``, and ``rest``. The other rows may hold
       anything, NaN included.
     """
-    length = math.prod(rows.shape[1:])
+    axes = selected.ndim
+    length = math.prod(rows.shape[axes:])
     if length not in UNROLLED:
         return jnp.where(per_row(selected, rows), rows, rest)
-    number = lax.broadcasted_iota(jnp.int32, (rows.shape[0], length), 1)
+    number = lax.broadcasted_iota(jnp.int32, (*selected.shape, length), axes)
     stop = jnp.where(selected, jnp.int32(length), jnp.int32(0))
     return jnp.where(number.reshape(rows.shape) < per_row(stop, rows), rows, rest)
 

@@ -28,14 +28,14 @@ class _Carried:
         x = self.whole
         if isinstance(x, bool):
             return (), x
-        return (x.values, x.indices), (type(x), x.dense_shape, x.facts)
+        return (x.values, x.indices), (type(x), x.dense_shape, x.facts, x.row_axes)
 
     @classmethod
     def tree_unflatten(cls, static: Any, children: Sequence[Any]) -> "_Carried":
         if isinstance(static, bool):
             return cls(static)
-        kind, *shape_and_facts = static
-        return cls(kind.of(*children, *shape_and_facts))
+        kind, *shape_and_more = static
+        return cls(kind.of(*children, *shape_and_more))
 
 
 def carry_facts(tree: PyTree) -> PyTree:

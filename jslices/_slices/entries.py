@@ -48,6 +48,7 @@ class _Static(NamedTuple):
 
     dense_shape: tuple[int, ...] | None
     placement: Placement | None = None
+    row_axes: int = 1
 
 
 class Entries:
@@ -59,6 +60,7 @@ class Entries:
 
     values: jax.Array
     dense_shape: tuple[int, ...] | None
+    row_axes: int
     facts: Facts
     _indices: Any  # None as long as nobody asked what the leaf holds
     _leaf: Any  # None as long as nobody took the slices apart
@@ -71,10 +73,11 @@ class Entries:
         indices: jax.Array,
         shape: tuple[int, ...] | None,
         facts: Facts = NO_FACTS,
+        row_axes: int = 1,
     ) -> Self:
         """Slices of parts that fit together, and what is known of them."""
         new = object.__new__(cls)
-        new._set(values, indices, shape, facts)
+        new._set(values, indices, shape, facts, row_axes)
         return new
 
     def _set(
@@ -83,11 +86,13 @@ class Entries:
         indices: Any,
         shape: tuple[int, ...] | None,
         facts: Facts,
+        row_axes: int,
         leaf: Any = None,
     ) -> None:
         vars(self).update(
             values=values,
             dense_shape=shape,
+            row_axes=row_axes,
             facts=facts,
             _indices=indices,
             _leaf=leaf,
@@ -104,7 +109,8 @@ class Entries:
         self.__setattr__(name)
 
     def __reduce__(self) -> Any:
-        return type(self).of, (self.values, self.indices, self.dense_shape, self.facts)
+        parts = self.values, self.indices, self.dense_shape, self.facts, self.row_axes
+        return type(self).of, parts
 
     @property
     def indices(self) -> jax.Array:
@@ -132,7 +138,7 @@ class Entries:
         return self._children()
 
     def _children(self) -> tuple[tuple[Any, Any], _Static]:
-        static = _Static(self.dense_shape, self.facts.placement)
+        static = _Static(self.dense_shape, self.facts.placement, self.row_axes)
         numbers = self._indices if self._leaf is None else self._leaf
         return (self.values, self._remember(_leaf=sealed(numbers))), static
 
@@ -142,36 +148,39 @@ class Entries:
     ) -> Self:
         # JAX unflattens with placeholders, too, so nothing is checked here. A shape alone
         # will do: slices with the axes of a batch are made so.
-        shape, placement = static if isinstance(static, _Static) else (static, None)
+        shape, placement, row_axes = (
+            static if isinstance(static, _Static) else _Static(static)
+        )
         values, leaf = children
         new = object.__new__(cls)
         if shape is not None and getattr(leaf, "dtype", None) == np.uint32:
-            if leaf.ndim > np.ndim(values) - len(shape) + 1:
+            if leaf.ndim > np.ndim(values) - len(shape) + row_axes:
                 leaf = from_bits(np.asarray(leaf))  # what JAX gives to a callback
         indices = None if is_sealed(leaf) else leaf
-        new._set(values, indices, shape, Facts(placement=placement), leaf)
+        new._set(values, indices, shape, Facts(placement=placement), row_axes, leaf)
         return new
 
     def with_values(self, values: jax.Array) -> Self:
         """The same indices with other ``values`` ``[K, *D]``, and what is known of them."""
         new = object.__new__(type(self))
-        new._set(values, self._indices, self.dense_shape, self.facts, self._leaf)
+        vars(new).update(vars(self), values=values)
         return new
 
     # --- what it is ---------------------------------------------------------------
 
     @property
     def shape(self) -> tuple[int | None, ...]:
-        """The shape of :meth:`to_dense`; V is None if ``dense_shape`` is unknown."""
+        """The shape of :meth:`to_dense`; None for what an unknown ``dense_shape`` hides."""
         batch = tuple(self.indices.shape[:-1])
         if self.dense_shape is not None:
             return batch + self.dense_shape
-        return (*batch, None, *self.values.shape[self.indices.ndim :])
+        unknown = (None,) * self.row_axes
+        return (*batch, *unknown, *self.values.shape[self.indices.ndim :])
 
     @property
     def ndim(self) -> int:
         """The number of axes of :meth:`to_dense`."""
-        return self.values.ndim
+        return self.values.ndim + self.row_axes - 1
 
     @property
     def dtype(self) -> np.dtype:
@@ -209,8 +218,26 @@ class Entries:
         return f" ({', '.join(map(str, first))}{', ...' if x.size > len(first) else ''})"
 
     @property
-    def _num_rows(self) -> int | None:
-        return None if self.dense_shape is None else self.dense_shape[0]
+    def num_rows(self) -> int | None:
+        """The rows of the array, which the leading ``row_axes`` number; None if unknown."""
+        shape = self.dense_shape
+        return None if shape is None else rows_numbered(shape, self.row_axes)
+
+    def numbered_as(self, shape: tuple[int, ...] | None, row_axes: int) -> Self:
+        """The same rows of the same array in another shape, ``[L, V, *D]``, say."""
+        new = object.__new__(type(self))
+        vars(new).update(vars(self), dense_shape=shape, row_axes=row_axes)
+        return new
+
+    @property
+    def flat(self) -> Self:
+        """The same rows of the array ``[L * V, *D]``, numbered by one axis."""
+        if self.row_axes == 1:
+            return self
+        shape = self.dense_shape
+        if shape is not None:
+            shape = (rows_numbered(shape, self.row_axes), *shape[self.row_axes :])
+        return self.numbered_as(shape, 1)
 
     def __repr__(self) -> str:
         try:
@@ -234,6 +261,20 @@ class Entries:
                 f"IndexedSlices(values={self.values!r}, indices={self.indices!r}, "
                 f"dense_shape={self.dense_shape})"
             )
+
+
+def rows_numbered(shape: Sequence[int], row_axes: int) -> int:
+    """How many rows the first ``row_axes`` axes of an array number."""
+    return shape[0] if row_axes == 1 else math.prod(shape[:row_axes])
+
+
+def flat_rows(x: jax.Array, row_axes: int) -> jax.Array:
+    """``[L, V, ...]`` as ``[L * V, ...]``: the first ``row_axes`` axes as one.
+
+    Nothing is moved, but on a TPU, whose tiles of 8 or 16 rows must not cross from one
+    table to the next: there it copies the array unless the tables have full tiles.
+    """
+    return x if row_axes == 1 else x.reshape(-1, *x.shape[row_axes:])
 
 
 def _num_bytes(x: Aval) -> int:

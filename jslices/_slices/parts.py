@@ -42,7 +42,10 @@ def static_shape(shape: Sequence[Size] | None) -> tuple[int, ...] | None:
 
 
 def check_parts(
-    values: jax.Array, indices: jax.Array, shape: tuple[int, ...] | None
+    values: jax.Array,
+    indices: jax.Array,
+    shape: tuple[int, ...] | None,
+    row_axes: int,
 ) -> None:
     """Refuses parts that do not fit together, with all that is wrong in one message."""
     got = (
@@ -65,16 +68,38 @@ def check_parts(
     elif values.ndim < 1 or values.shape[0] != indices.shape[0]:
         problems.append("values and indices must have equally many rows")
     if shape is not None:
-        if len(shape) < 1 or any(n < 0 for n in shape):
-            problems.append("dense_shape must be (V, *row_shape), none negative")
-        elif indices.ndim == 1 and tuple(values.shape[1:]) != shape[1:]:
-            rows = (shape[0], *values.shape[1:])
+        if len(shape) < row_axes or any(n < 0 for n in shape):
+            rows = "V" if row_axes == 1 else f"{row_axes} axes of rows"
+            problems.append(f"dense_shape must be ({rows}, *row_shape), none negative")
+        elif indices.ndim == 1 and tuple(values.shape[1:]) != shape[row_axes:]:
             problems.append(
                 f"the rows of values have shape {tuple(values.shape[1:])}, those of "
-                f"dense_shape {shape[1:]}: did you mean dense_shape={rows}?"
+                f"dense_shape {shape[row_axes:]}: {_suggestion(values, shape, row_axes)}"
             )
     if problems:
         raise ValueError(f"IndexedSlices got {got}; " + "; ".join(problems))
+
+
+def _suggestion(values: jax.Array, shape: tuple[int, ...], row_axes: int) -> str:
+    row = tuple(values.shape[1:])
+    axes = len(shape) - len(row)
+    if 0 < axes != row_axes and shape[axes:] == row:
+        return f"if {axes} axes number the rows, type row_axes={axes}"
+    return f"did you mean dense_shape={(*shape[:row_axes], *row)}?"
+
+
+def static_row_axes(row_axes: int) -> int:
+    """``row_axes`` as an int of at least 1."""
+    try:
+        count = operator.index(row_axes)
+    except TypeError:
+        count = 0
+    if count < 1:
+        raise ValueError(
+            f"row_axes must be how many leading axes number the rows, at least 1, got "
+            f"{row_axes!r}"
+        )
+    return count
 
 
 def check_batch_index(key: Index, length: int) -> None:

@@ -18,7 +18,7 @@ from jslices._place.boundary import (
 from jslices._place.placement import Placement, on_each_device
 from jslices._rows.access import canonical_indices
 from jslices._slices.carry import carried, carry_facts
-from jslices._slices.entries import Entries
+from jslices._slices.entries import Entries, rows_numbered
 from jslices._typing import Leaf, PyTree
 
 S = TypeVar("S", bound=Entries)
@@ -88,11 +88,13 @@ def each_shard(
       shared: arrays that ``fun`` gets whole, after the others.
     """
     placement, dense_shape = slices.facts.placement, slices.dense_shape
+    row_axes = slices.row_axes
     here = slices.facts._replace(placement=None)
     if placement is None or dense_shape is None or not slices.is_placed:
-        plain = slices.of(slices.values, slices.indices, dense_shape, here)
+        plain = slices.of(slices.values, slices.indices, dense_shape, here, row_axes)
         return fun(plain, *arrays, *shared)
-    height = dense_shape[0] // placement.shards
+    shape = (dense_shape[0] // placement.shards, *dense_shape[1:])
+    height = rows_numbered(shape, row_axes)
 
     def local(
         shared: PyTree,
@@ -102,7 +104,7 @@ def each_shard(
         *arrays: PyTree,
     ) -> Any:
         first = number[0].astype(indices.dtype) * height
-        mine = slices.of(values, indices - first, (height, *dense_shape[1:]), here)
+        mine = slices.of(values, indices - first, shape, here, row_axes)
         result = fun(mine, *arrays, *shared)
 
         def of_all(x: Leaf) -> Any:
@@ -120,11 +122,14 @@ def each_shard(
 def _of_all_shards(placement: Placement, x: S, first: jax.Array) -> S:
     """Slices of the rows from ``first`` on as slices of the whole table."""
     assert x.dense_shape is not None
-    height, *row = x.dense_shape
+    longest, *rest = x.dense_shape
+    height = rows_numbered(x.dense_shape, x.row_axes)
+    shape = (longest * placement.shards, *rest)
     indices = canonical_indices(x.indices, height)
-    shape = (height * placement.shards, *row)
-    indices = jnp.where(indices < height, indices + first, shape[0])
-    return x.of(x.values, indices, shape, x.facts._replace(placement=placement))
+    beyond = rows_numbered(shape, x.row_axes)
+    indices = jnp.where(indices < height, indices + first, beyond)
+    facts = x.facts._replace(placement=placement)
+    return x.of(x.values, indices, shape, facts, x.row_axes)
 
 
 def is_entries(x: object) -> bool:

@@ -24,12 +24,13 @@ from jslices._rows.access import (
 )
 from jslices._rows.sums import Order, add_rows, check_combine, sum_duplicates
 from jslices._slices.carry import one_program
-from jslices._slices.entries import DISTINCT, NO_FACTS, Entries, Facts
+from jslices._slices.entries import DISTINCT, NO_FACTS, Entries, Facts, rows_numbered
 from jslices._slices.parts import (
     as_array,
     as_indices,
     check_batch_index,
     check_parts,
+    static_row_axes,
     static_shape,
 )
 from jslices._slices.shards import each_shard, join_entries
@@ -77,14 +78,17 @@ class IndexedSlices(Entries):
     index outside ``[0, V)``, a negative one included, marks an *empty entry*, which every
     operation drops.
 
-    A pytree with the children ``values`` and ``indices``; ``dense_shape`` is static. Under
-    ``vmap`` the children gain leading axes and ``dense_shape`` stays that of one example.
+    A pytree with the children ``values`` and ``indices``; the rest is static. Under
+    ``vmap`` the children gain leading axes, and ``dense_shape`` is that of one example.
     ``facts`` are what else is known of them while tracing: :class:`Facts`.
 
     Args:
       values: ``[K, *D]``, the rows, of any dtype.
       indices: ``[K]`` of any integer dtype, their row numbers.
       dense_shape: ``(V, *D)``, static; None when unknown.
+      row_axes: how many leading axes number the rows, static. With 2, ``dense_shape`` is
+        ``(L, V, *D)`` (a table for each of L layers, in one array), and row v of layer l
+        has the number ``l * V + v``; the indices then lie in ``[0, L * V)``.
 
     Raises:
       TypeError: if ``indices`` are not integers or ``dense_shape`` is not static.
@@ -100,7 +104,8 @@ class IndexedSlices(Entries):
       Array([2., 2.], dtype=float32)
 
     Source: ``tf.IndexedSlices``, which checks nothing when constructed, drops negative
-    indices but refuses those of V or more, and has no arithmetic but ``-s``.
+    indices but refuses those of V or more, has no arithmetic but ``-s``, and rows numbered
+    by the first axis alone.
     """
 
     # NumPy arrays then leave `array + slices` to `__radd__`.
@@ -111,21 +116,28 @@ class IndexedSlices(Entries):
         values: ArrayLike,
         indices: ArrayLike,
         dense_shape: Sequence[int] | None = None,
+        row_axes: int = 1,
     ) -> None:
         rows, numbers = as_array(values), as_indices(indices)
-        shape = static_shape(dense_shape)
-        check_parts(rows, numbers, shape)
-        self._set(rows, numbers, shape, NO_FACTS)
+        shape, row_axes = static_shape(dense_shape), static_row_axes(row_axes)
+        check_parts(rows, numbers, shape, row_axes)
+        self._set(rows, numbers, shape, NO_FACTS, row_axes)
 
     def _flattened(self) -> "IndexedSlices":
         """The sum over the leading axes that ``vmap`` or ``scan`` added."""
         placement = self.facts.placement
         if self.is_placed and placement is not None:
             entries = join_entries(placement, [(self.values, self.indices)])
-            return slices_of(*entries, self.dense_shape, Facts(placement=placement))
+            return self._like(*entries, Facts(placement=placement))
         row = self.values.shape[self.indices.ndim :]
         values = self.values.reshape(self.indices.size, *row)
-        return slices_of(values, self.indices.reshape(-1), self.dense_shape)
+        return self._like(values, self.indices.reshape(-1))
+
+    def _like(
+        self, values: jax.Array, indices: jax.Array, facts: Facts = NO_FACTS
+    ) -> "IndexedSlices":
+        """Other entries of the same array."""
+        return slices_of(values, indices, self.dense_shape, facts, self.row_axes)
 
     # --- conversions ----------------------------------------------------------------
 
@@ -151,7 +163,8 @@ class IndexedSlices(Entries):
                 "not known; give it: IndexedSlices(s.values, s.indices, (num_rows, "
                 f"{', '.join(map(str, self.values.shape[self.indices.ndim :]))}))"
             )
-        return _dense(self)
+        dense: jax.Array = _dense(self)
+        return dense
 
     def coalesce(self, size: int | None = None, combine: str = "sum") -> "IndexedSlices":
         """The same array with every row at most once, in a static number of entries.
@@ -265,17 +278,18 @@ class IndexedSlices(Entries):
         """
         if isinstance(other, IndexedSlices):
             return None
-        shape, held = np.shape(other), self.indices.shape
+        shape, held, axes = np.shape(other), self.indices.shape, self.row_axes
         if shape == ():
             return other
         ones = (1,) * (self.values.ndim - len(held))
         if len(held) > 1:
             return None
-        fits = self.shape[0] in (None, shape[0])
-        if ones and fits and shape == (shape[0], *ones):
+        fits = self.dense_shape is None or shape[:axes] == self.dense_shape[:axes]
+        if ones and fits and shape == (*shape[:axes], *ones) and len(shape) == self.ndim:
             # Empty entries are scaled by one, which leaves them as they are.
-            indices = canonical_indices(self.indices, shape[0])
-            return rows_at(jnp.asarray(other), indices, fill_value=1)
+            factors = jnp.asarray(other).reshape(-1, *ones)
+            indices = canonical_indices(self.indices, factors.shape[0])
+            return rows_at(factors, indices, fill_value=1)
         if shape == held and not _broadcasts(shape, self.shape):
             return jnp.asarray(other).reshape(*held, *ones)
         return None
@@ -294,17 +308,16 @@ class IndexedSlices(Entries):
             return self
         other = jnp.asarray(other)
         if self.indices.ndim > 1 or other.shape != self.dense_shape:
-            if other.ndim and self.dense_shape is None:
-                shape = (other.shape[0], *self.values.shape[1:])
-                return other + slices_of(self.values, self.indices, shape)
+            if other.ndim >= self.row_axes and self.dense_shape is None:
+                shape = (*other.shape[: self.row_axes], *self.values.shape[1:])
+                facts, axes = NO_FACTS, self.row_axes
+                return other + slices_of(self.values, self.indices, shape, facts, axes)
             return other + self._densely("array + slices", "equal shapes")
         check_slices(self)
         if self.is_placed:
             return each_shard(lambda rows, array: array + rows, self, other)
         table = other.astype(jnp.result_type(other, self.values))
-        indices = canonical_indices(self.indices, table.shape[0])
-        values = self.values.astype(table.dtype)
-        return _add(table, indices, values, distinct=self.facts.distinct)
+        return _add(table, self.with_values(self.values.astype(table.dtype)))
 
     def __sub__(self, other: Operand) -> Any:
         return self + (-other)
@@ -344,9 +357,9 @@ class IndexedSlices(Entries):
           out: must be None; ``np.sum(slices)`` passes it.
 
         Returns:
-          An array without ``axis`` if the rows' own axis 0 is among them; otherwise
-          IndexedSlices with the same ``indices`` and smaller rows. Duplicates add, empty
-          entries drop.
+          An array without ``axis`` if all axes that number rows are among them; otherwise
+          IndexedSlices of as many entries, of smaller rows or of rows that fewer axes
+          number. Duplicates add, empty entries drop.
 
         Cost: one pass over ``K * D`` elements.
 
@@ -360,20 +373,26 @@ class IndexedSlices(Entries):
         _refuse_out(out)
         check_slices(self)
         axes, batch = self._axes(axis), self.indices.ndim - 1
-        if batch in axes:
-            return _sum(self._present(), axes, dtype)
-        moved = tuple(a for a in axes if a > batch)
-        if len(moved) < len(axes):
+        numbering = set(range(batch, batch + self.row_axes))
+        # Of `values` all the axes that number rows are one.
+        more = self.row_axes - 1
+        within = tuple(a - more for a in axes if a > batch + more)
+        of_batch = tuple(a for a in axes if a < batch)
+        if numbering <= set(axes):
+            return _sum(self._present(), (*of_batch, batch, *within), dtype)
+        if of_batch:
             raise ValueError(
                 f"cannot sum slices over the batch axis alone (axis={axis}); sum their "
                 "rows as well, or use IndexedSlices(s.values.reshape(-1, ...), "
                 "s.indices.reshape(-1), s.dense_shape)"
             )
-        shape = self.dense_shape
+        rows = self._without_row_axes([a - batch for a in numbering.intersection(axes)])
+        shape = rows.dense_shape
         if shape is not None:
-            shape = tuple(n for i, n in enumerate(shape) if i + batch not in axes)
-        values = _sum(self.values, moved, dtype)
-        return slices_of(values, self.indices, shape)
+            moved = {a - batch - 1 + rows.row_axes for a in within}
+            shape = tuple(n for i, n in enumerate(shape) if i not in moved)
+        values = _sum(self.values, within, dtype)
+        return slices_of(values, rows.indices, shape, row_axes=rows.row_axes)
 
     def mean(
         self, axis: Axis = None, dtype: DTypeLike | None = None, out: None = None
@@ -392,14 +411,14 @@ class IndexedSlices(Entries):
           Array(0.4, dtype=float32)
         """
         axes, batch = self._axes(axis), self.indices.ndim - 1
-        if self.dense_shape is None and batch in axes:
+        if self.dense_shape is None and any(
+            batch <= a < batch + self.row_axes for a in axes
+        ):
             raise ValueError(
                 "the mean of slices with dense_shape=None is not known, as the number of "
                 "rows is not; give it: IndexedSlices(s.values, s.indices, table.shape)"
             )
-        counts = [self.values.shape[a] for a in axes if a != batch]
-        if batch in axes and self.dense_shape is not None:
-            counts.append(self.dense_shape[0])
+        counts = [n for n in map(self.shape.__getitem__, axes) if n is not None]
         dtype_in = np.dtype(self.values.dtype)
         if dtype is None and not jnp.issubdtype(dtype_in, jnp.inexact):
             dtype = jnp.result_type(float)
@@ -444,10 +463,27 @@ class IndexedSlices(Entries):
                 raise ValueError(f"axis {a} is out of range for {self.ndim} axes")
         return tuple(sorted({a % self.ndim for a in axes}))
 
+    def _without_row_axes(self, axes: Sequence[int]) -> "IndexedSlices":
+        """The sum over some of the axes that number rows: rows have other numbers."""
+        shape = self.dense_shape
+        if not axes or shape is None:
+            return self
+        sizes = shape[: self.row_axes]
+        left = [a for a in range(self.row_axes) if a not in axes]
+        num_rows = rows_numbered(shape, self.row_axes)
+        indices = canonical_indices(self.indices, num_rows)
+        number, below = jnp.zeros_like(indices), 1
+        for a in reversed(left):
+            along = indices // math.prod(sizes[a + 1 :]) % sizes[a]
+            number, below = number + along * below, below * sizes[a]
+        number = jnp.where(indices < num_rows, number, below)
+        shape = (*(sizes[a] for a in left), *shape[self.row_axes :])
+        return slices_of(self.values, number, shape, row_axes=len(left))
+
     def _present(self) -> jax.Array:
         """``values`` with zeros in the empty entries."""
-        indices = canonical_indices(self.indices, self._num_rows)
-        present = indices != empty_index(self._num_rows, indices.dtype)
+        indices = canonical_indices(self.indices, self.num_rows)
+        present = indices != empty_index(self.num_rows, indices.dtype)
         zero = jnp.zeros((), self.values.dtype)
         return jnp.where(per_row(present, self.values), self.values, zero)
 
@@ -470,7 +506,7 @@ class IndexedSlices(Entries):
             )
         for number, length in zip(keys, self.indices.shape, strict=False):
             check_batch_index(number, length)
-        return slices_of(self.values[key], self.indices[key], self.dense_shape)
+        return self._like(self.values[key], self.indices[key])
 
     def __iter__(self) -> Iterator["IndexedSlices"]:
         """The examples of a batch; slices without a batch axis are not iterable."""
@@ -601,7 +637,14 @@ def concat_slices(slices: Sequence[IndexedSlices | None]) -> IndexedSlices:
             f"cannot add slices of arrays of different shapes: {shapes_in_words}"
         )
     shape = shapes.pop() if shapes else None
-    num_rows = None if shape is None else shape[0]
+    axes = {s.row_axes for s in parts}
+    if len(axes) > 1:
+        raise ValueError(
+            f"cannot add slices whose rows are numbered by {sorted(axes)} axes: make them "
+            "with the same row_axes"
+        )
+    (row_axes,) = axes
+    num_rows = None if shape is None else rows_numbered(shape, row_axes)
     dtype = jnp.result_type(*(s.values for s in parts))
     dtypes = [index_dtype(num_rows, np.dtype(s.indices.dtype)) for s in parts]
     widest = max(dtypes, key=lambda d: d.itemsize)
@@ -615,9 +658,10 @@ def concat_slices(slices: Sequence[IndexedSlices | None]) -> IndexedSlices:
         and parts[0].indices.ndim == 1
     ):
         entries = join_entries(placement, list(zip(values, indices, strict=True)))
-        return slices_of(*entries, shape, Facts(placement=placement))
+        return slices_of(*entries, shape, Facts(placement=placement), row_axes)
     axis = parts[0].indices.ndim - 1
-    return slices_of(jnp.concatenate(values, axis), jnp.concatenate(indices, axis), shape)
+    together = jnp.concatenate(values, axis), jnp.concatenate(indices, axis)
+    return slices_of(*together, shape, row_axes=row_axes)
 
 
 def deduplicated(slices: IndexedSlices) -> IndexedSlices:
@@ -637,7 +681,15 @@ def deduplicated(slices: IndexedSlices) -> IndexedSlices:
 
 #: Rows of an array at indices of any shape, split as these are.
 rows_at = on_any_mesh(looked_up)(take_rows)
-_add = on_any_mesh(like_first)(add_rows)
+
+
+@on_any_mesh(like_first)
+def _add(table: jax.Array, slices: IndexedSlices) -> jax.Array:
+    distinct, slices = slices.facts.distinct, slices.flat
+    assert slices.dense_shape is not None
+    indices = canonical_indices(slices.indices, slices.num_rows)
+    flat = table.reshape(slices.dense_shape)
+    return add_rows(flat, indices, slices.values, distinct).reshape(table.shape)
 
 
 @on_any_mesh(lambda slices: everywhere(slices.values, slices.indices))
@@ -645,7 +697,7 @@ def _sums(
     slices: IndexedSlices, *, size: int | None, combine: str, order: Order
 ) -> tuple[jax.Array, jax.Array]:
     values, indices, _ = sum_duplicates(
-        slices.values, slices.indices, slices._num_rows, size, combine, order
+        slices.values, slices.indices, slices.num_rows, size, combine, order
     )
     return values, indices
 
@@ -657,7 +709,7 @@ def _summed(
     order: Order = "sorted",
 ) -> IndexedSlices:
     values, indices = _sums(slices, size=size, combine=combine, order=order)
-    return slices_of(values, indices, slices.dense_shape, DISTINCT)
+    return slices_of(values, indices, slices.dense_shape, DISTINCT, slices.row_axes)
 
 
 @on_any_mesh(everywhere)
@@ -680,12 +732,13 @@ def _dense(slices: IndexedSlices) -> jax.Array:
 
 @on_any_mesh(lambda slices: everywhere(slices.values, slices.indices))
 def _added_to_zeros(slices: IndexedSlices, *, distinct: bool) -> jax.Array:
-    shape = slices.dense_shape
-    assert shape is not None
+    shape, slices = slices.dense_shape, slices.flat
+    assert shape is not None and slices.dense_shape is not None
     if slices.dtype.itemsize < 4:
         slices, distinct = slices.coalesce(), True
-    indices = canonical_indices(slices.indices, shape[0])
-    return add_rows(jnp.zeros(shape, slices.dtype), indices, slices.values, distinct)
+    indices = canonical_indices(slices.indices, slices.num_rows)
+    zeros = jnp.zeros(slices.dense_shape, slices.dtype)
+    return add_rows(zeros, indices, slices.values, distinct).reshape(shape)
 
 
 def _sum(x: jax.Array, axes: tuple[int, ...], dtype: DTypeLike | None) -> jax.Array:

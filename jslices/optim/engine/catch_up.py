@@ -25,6 +25,7 @@ from jslices._rows.access import canonical_indices, index_dtype, where_rows
 from jslices._slices import (
     Facts,
     IndexedSlices,
+    flat_rows,
     one_program,
     rows_at,
     sent_to_owners,
@@ -49,7 +50,7 @@ _caught_up: set[CodeType] = set()
 class Clock(NamedTuple):
     """The last step of each row, and what it has to remember of it."""
 
-    last: Any  #: like params, int32 ``[V]``: the last step that each row did.
+    last: Any  #: like params, int32 ``[V]`` (``row_like``): the last step of each row.
     snapshot: Any  #: like params, some of float32 ``[V]``: see :class:`MissedSteps`.
     run: jax.Array  #: float32 ``[2]``: how far a schedule has run.
 
@@ -129,9 +130,9 @@ def refuse_stale(
             continue
         behind = np.asarray(late)
         if behind.any():
-            row = int(rows[int(np.argmax(behind))])
+            row = int(rows.reshape(-1)[int(np.argmax(behind))])
             raise ValueError(
-                f"row {row} did its last step at {int(jnp.atleast_1d(steps)[row])}, the "
+                f"row {row} did its last step at {int(jnp.ravel(steps)[row])}, the "
                 f"optimizer has done {int(count)}: with "
                 'untouched="exact" rows catch up before they are read: '
                 "params, state = tx.catch_up(params, state, ids), or all of them by "
@@ -148,11 +149,14 @@ def _late(
     results = []
     for grad, last in tables:
         steps = jnp.atleast_1d(last)
-        rows = jnp.arange(steps.shape[0])
         if isinstance(grad, IndexedSlices):
-            rows = canonical_indices(grad.indices, steps.shape[0])
-        last_step = rows_at(steps, rows, fill_value=FROZEN)
-        results.append((rows, (last_step != count) & (last_step != FROZEN)))
+            steps = flat_rows(steps, grad.row_axes)
+        # A row of several numbers, of which each has a step of its own.
+        rows = jnp.arange(steps.size).reshape(steps.shape)
+        if isinstance(grad, IndexedSlices):
+            at = canonical_indices(grad.indices, steps.shape[0])
+            rows, steps = (rows_at(x, at, fill_value=FROZEN) for x in (rows, steps))
+        results.append((rows, (steps != count) & (steps != FROZEN)))
     return results
 
 
@@ -181,7 +185,8 @@ def _entries(
     if ids is None or ids is True:
         return bool(ids)
     if isinstance(ids, IndexedSlices):
-        if ids.facts.placement and ids.shape == (*jnp.shape(param)[:1], 0):
+        shape = jnp.shape(param)
+        if ids.shape == (*shape[: ids.row_axes], 0) and ids.row_axes < max(2, len(shape)):
             return ids  # as lookup_ids gives them
         raise TypeError(
             f"catch_up wants row numbers, got {ids}; rows catch up before their gradient "
@@ -279,17 +284,19 @@ def _every_row(kernel: Kernel, arrays: list[jax.Array]) -> list[jax.Array]:
     others for its rows.
     """
     p = arrays[0]
+    axes = max(1, p.ndim - 1)
     mesh = mesh_of(jax.typeof(p))
     on_mesh = mesh is not None and mesh.size > 1
     if p.ndim == 0 or p.size <= CHUNK_ELEMENTS or on_mesh:
         return list(kernel(jnp.zeros((*p.shape[:1], 0)), *arrays))[1:]
-    height = p.shape[0]
+    flat = [flat_rows(x, axes) for x in arrays]
+    height = flat[0].shape[0]
     chunk = max(1, CHUNK_ELEMENTS * height // p.size)
     plan = Plan("in chunks", height, height, sums=False, chunk=chunk, why="all catch up")
     rows = jnp.arange(height, dtype=index_dtype(height, np.dtype(np.int32)))
     nothing = jnp.zeros((height, 0))
-    new = execute(plan, kernel, rows, nothing, height, arrays)[2:]
-    return [row_major_array(x) for x in new]
+    new = execute(plan, kernel, rows, nothing, height, flat)[2:]
+    return [row_major_array(x.reshape(p.shape[: x.ndim + axes - 1])) for x in new]
 
 
 def _missed(rule: Rule) -> MissedSteps:

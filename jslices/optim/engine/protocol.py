@@ -25,8 +25,10 @@ from jslices._slices import (
     IndexedSlices,
     check_slices,
     each_shard,
+    flat_rows,
     is_slices,
     one_program,
+    rows_numbered,
 )
 from jslices._typing import Gradients, Key, Leaf, Params, PyTree, State
 
@@ -423,27 +425,36 @@ def _add(
         return jnp.asarray(param + update).astype(jnp.asarray(param).dtype)
     param = jnp.asarray(param)
     check_slices(update)
-    rows = update.values.shape[update.indices.ndim :]
-    expected = param.shape[:1] if update.dense_shape is None else update.dense_shape
-    if param.shape != (*expected[:1], *rows) or update.indices.ndim != 1:
+    axes, shape = update.row_axes, update.dense_shape or param.shape
+    rows = (*shape[:axes], *update.values.shape[update.indices.ndim :])
+    if param.shape != rows or update.indices.ndim != 1:
         raise _misfit(path, update, param)
     placement = update.facts.placement
     if placement is not None and update.is_placed:
 
         def add(rows: IndexedSlices, param: jax.Array, number: jax.Array) -> Any:
-            return _add(path, rows, param, bits, number[0] * param.shape[0])
+            above = number[0] * rows_numbered(param.shape, axes)
+            return _add(path, rows, param, bits, above)
 
         return each_shard(add, update, param, placement.numbers())
+    added = _add_rows(update, flat_rows(param, axes), bits, first_row)
+    return row_major_array(added.reshape(param.shape))
+
+
+def _add_rows(
+    update: IndexedSlices, param: jax.Array, bits: KeyBits | None, first_row: Any
+) -> jax.Array:
+    """``param`` ``[V, *D]`` plus the rows of an update, whatever axes number these."""
     indices = canonical_indices(update.indices, param.shape[0])
     if update.facts.every_row:
         if bits is None:
-            return row_major_array(param + update.values.astype(param.dtype))
+            return param + update.values.astype(param.dtype)
         new = add_rounding(param, update.values, bits)
-        return row_major_array(where_rows(indices < len(param), new, param))
+        return where_rows(indices < len(param), new, param)
     how = indices, update.values, update.facts.distinct
     if bits is None:
-        return row_major_array(add_rows(param, *how))
-    return row_major_array(add_rows_rounding(param, *how, bits, first_row))
+        return add_rows(param, *how)
+    return add_rows_rounding(param, *how, bits, first_row)
 
 
 def is_float0(x: Leaf) -> bool:

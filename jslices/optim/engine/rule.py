@@ -135,8 +135,8 @@ def value_at(value: Scalar | Schedule, count: jax.Array) -> Any:
 
 
 def row_mean(x: jax.Array) -> jax.Array:
-    """``[n]``, the mean of each row of ``[n, *D]``."""
-    return jnp.mean(x, axis=tuple(range(1, x.ndim))) if x.ndim > 1 else x
+    """``[n]``, the mean of each row of ``[n, D]``; of more axes, along the last."""
+    return jnp.mean(x, axis=-1) if x.ndim > 1 else x
 
 
 def decays(weight_decay: Scalar | Schedule) -> bool:
@@ -215,16 +215,18 @@ def full(value: Any) -> Callable[[jax.Array], jax.Array]:
 
 
 def row_of(value: Any) -> Callable[[jax.Array], jax.Array]:
-    """A state array of one number for each row, ``[V]``."""
+    """A state array of one number for each row: :func:`row_like`."""
     return lambda p: row_like(p, value)
 
 
 def row_like(p: jax.Array, value: Any, dtype: DTypeLike | None = None) -> jax.Array:
-    """``[V]`` of ``value`` for rows of ``p`` ``[V, *D]``, on the devices where they are.
+    """``[V]`` of ``value`` for rows of ``p`` ``[V, D]``, on the devices where they are.
 
-    One number for a scalar.
+    ``[L, V]`` for ``[L, V, D]``: one number for each vector along the last axis, whichever
+    of the other axes number rows. One for each number of a vector, and for a scalar.
     """
-    return filled_like(p, value, dtype, range(min(jnp.ndim(p), 1)))
+    axes = jnp.ndim(p)
+    return filled_like(p, value, dtype, range(axes - 1 if axes > 1 else axes))
 
 
 def check_lazy(name: str, untouched: str, why: str) -> None:

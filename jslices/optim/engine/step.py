@@ -30,7 +30,14 @@ from jslices._rows.access import (
     where_rows,
 )
 from jslices._rows.sums import add_rows, sum_duplicates, widened
-from jslices._slices import Facts, IndexedSlices, each_shard, slices_of
+from jslices._slices import (
+    Facts,
+    IndexedSlices,
+    each_shard,
+    flat_rows,
+    rows_numbered,
+    slices_of,
+)
 from jslices._typing import Leaf, PyTree, State
 from jslices.optim.engine.rule import Kernel
 
@@ -208,7 +215,8 @@ def step_slices(
     Args:
       kernel: ``kernel(gradient, *read, *state) -> (update, *new_state)``; arrays that it
         gathers from are the arguments of a ``jax.tree_util.Partial``.
-      grad: of an array ``[V, *D]``, K entries.
+      grad: of an array ``[V, *D]``, K entries; or of ``[L, V, *D]`` whose rows L and V
+        number, and then all arrays have these axes.
       read: arrays ``[V, ...]`` whose rows are only read.
       state: arrays ``[V, ...]`` whose rows are written back.
       linear: whether the update of a sum is the sum of the updates.
@@ -231,10 +239,11 @@ def step_slices(
             step, grad, tuple(read), tuple(state), shared=shared
         )
         return stepped
-    arrays, num_read = (*read, *state), len(read)
+    row_axes, num_read = grad.row_axes, len(read)
+    shape = (*read, *state)[0].shape if read or state else grad.dense_shape
+    arrays = [flat_rows(x, row_axes) for x in (*read, *state)]
     indices, values = grad.indices, grad.values
-    shape = arrays[0].shape if arrays else grad.dense_shape
-    num_rows = None if shape is None else shape[0]
+    num_rows = None if shape is None else rows_numbered(shape, row_axes)
     cpu, other = (
         _sparing(
             choose_plan(
@@ -263,10 +272,12 @@ def step_slices(
             indices, values, *arrays, cpu=run(cpu), default=run(other)
         )
     indices, update, *new = result
-    new = [row_major_array(x) for x in new]
-    shape = None if num_rows is None else (num_rows, *update.shape[1:])
+    new = [
+        row_major_array(x.reshape(*old.shape)) for x, old in zip(new, state, strict=True)
+    ]
+    shape = None if shape is None else (*shape[:row_axes], *update.shape[1:])
     facts = Facts(cpu.sums or grad.facts.distinct, cpu.way == "all rows")
-    return slices_of(update, indices, shape, facts), *new
+    return slices_of(update, indices, shape, facts, row_axes), *new
 
 
 def _sparing(plan: Plan, grad: IndexedSlices) -> Plan:

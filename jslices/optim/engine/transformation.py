@@ -18,7 +18,9 @@ from jslices._slices import (
     carried,
     carry_facts,
     check_slices,
+    flat_rows,
     is_slices,
+    rows_numbered,
 )
 from jslices._typing import Gradients, Leaf, Params, PyTree, State
 from jslices.optim.engine import catch_up as exact
@@ -344,10 +346,14 @@ def _plan_of(rule: Rule, grad: Leaf, param: jax.Array, platform: str) -> Plan | 
     if not isinstance(grad, IndexedSlices) or has_no_rows(grad):
         return None
     state = jax.eval_shape(lambda p: [start(p) for start in rule.state.values()], param)
-    by_row = [x for x in state if x.shape[:1] == param.shape[:1]]
-    arrays = [*[param] * rule.reads_params, *by_row]
+    axes = grad.row_axes
+    by_row = [x for x in state if x.shape[:axes] == param.shape[:axes]]
+    arrays = [
+        jax.eval_shape(functools.partial(flat_rows, row_axes=axes), x)
+        for x in (*[param] * rule.reads_params, *by_row)
+    ]
     values: jax.Array | jax.ShapeDtypeStruct = grad.values
-    num_rows = param.shape[0]
+    num_rows = rows_numbered(param.shape, axes)
     unique = rule.sums_first is not None and rule.sums_first(param)
     if unique:
         distinct = (room_for_distinct(values.shape[0], num_rows), *values.shape[1:])
@@ -429,10 +435,12 @@ def checked_gradient(
         num_bytes = grad.values.nbytes
         if definitely(lambda: num_bytes >= HINT_BYTES):
             hint_large_step(num_bytes)
-        heights = [x.shape[0] for x in (*[param] * (param is not None), *state)]
+        heights = [
+            x.shape[: grad.row_axes] for x in (*[param] * (param is not None), *state)
+        ]
         if grad.dense_shape is None and not heights:
             return grad
-        shape = grad.dense_shape or (heights[0], *grad.values.shape[1:])
+        shape = grad.dense_shape or (*heights[0], *grad.values.shape[1:])
     if param is not None and shape != jnp.shape(param):
         raise ValueError(
             f"the gradient{path} belongs to an array of shape {shape}, and the parameter "
@@ -441,9 +449,24 @@ def checked_gradient(
         )
     check_width(f"the gradient{path}", grad)
     check_shapes(path, shape, state, state_shapes(shape))
-    if isinstance(grad, IndexedSlices) and grad.dense_shape is None:
-        return IndexedSlices(grad.values, grad.indices, shape)
+    if isinstance(grad, IndexedSlices):
+        _check_row_axes(path, grad.row_axes, shape, state)
+        if grad.dense_shape is None:
+            return IndexedSlices(grad.values, grad.indices, shape, grad.row_axes)
     return grad
+
+
+def _check_row_axes(
+    path: str, row_axes: int, shape: tuple[int, ...], state: Sequence[jax.Array]
+) -> None:
+    """Refuses rows that are finer than those for which the state has a number each."""
+    of_rows = any(x.shape == shape[:-1] for x in state)
+    if row_axes > 1 and row_axes == len(shape) and of_rows:
+        raise ValueError(
+            f"the gradient{path} has rows numbered by {row_axes} axes of {shape}, and this "
+            f"optimizer keeps a number for each vector along the last axis; give it rows "
+            f"of at least that: row_axes={len(shape) - 1}"
+        )
 
 
 def check_shapes(
