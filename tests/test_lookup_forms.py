@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 from helpers import all_at_once, assert_close, dense
 from jax import lax
+from jax.experimental import sparse
 
 import jslices as js
 
@@ -222,12 +223,117 @@ def from_stacked(tables):
         "scanned_twice": loop(lambda t: loop(lambda u: u[IDS % 3], t), halves),
         "scanned_second": loop(lambda t: t[IDS % F], jnp.moveaxis(tables, 0, 1)),
         "in_a_branch": lax.cond(IDS[0] > 2, lambda: tables[0][IDS], lambda: tables[1][IDS]),
+        "one_hots": jax.vmap(lambda t, i: one_hot(i, t) @ t)(tables, FIELD_IDS + 4),
+        "scanned_one_hots": loop(lambda t, i: one_hot(i, t) @ t, tables, FIELD_IDS),
+        "bcoo": jax.vmap(lambda t: BCOO @ t)(tables),
+        "scanned_bcoo": loop(lambda t: BCOO @ t, tables),
+    }
+
+
+def one_hot(ids, like, **how):
+    return jax.nn.one_hot(ids, like.shape[0], **how)
+
+
+def from_one_hots(table):
+    """Products with a one-hot array; of ids out of range it holds zeros."""
+    ids, bad, every = IDS.reshape(2, 2), IDS.reshape(2, 2) + 3, jnp.arange(V)
+    bf16 = table.astype(jnp.bfloat16)
+    pair = table.reshape(F, 2, D)
+    return {
+        "matmul": one_hot(ids, table) @ table,
+        "beyond": one_hot(bad, table) @ table,
+        "below": one_hot(ids - 3, table) @ table,
+        "dot": jnp.dot(one_hot(bad, table), table, precision="highest"),
+        "einsum": jnp.einsum("bsv,vd->dsb", one_hot(ids, table), table),
+        "table_first": jnp.einsum("vd,bsv->dsb", table, one_hot(ids, table)),
+        "transposed": table.T @ one_hot(IDS + 3, table, axis=0),
+        "both_transposed": jnp.einsum("dv,bsv->bsd", table.T, one_hot(bad, table)),
+        "moved_back": jnp.swapaxes(one_hot(IDS, table, axis=0), 0, 1) @ table,
+        "tensordot": jnp.tensordot(one_hot(ids, table), table.reshape(V, 2, 2), 1),
+        "compared": (bad[..., None] == every[None, None]).astype(table.dtype) @ table,
+        "the_other_way": (every[None] == IDS[:, None]).astype(table.dtype) @ table,
+        "of_lists": (
+            lax.broadcasted_iota(jnp.int8, (4, V), 1) == IDS.astype(jnp.int8)[:, None]
+        ).astype(jnp.int8)
+        @ table,
+        "an_id": one_hot(IDS[0], table) @ table,
+        "as_bfloat16": one_hot(bad, table, dtype=jnp.bfloat16) @ bf16,
+        "as_integers": one_hot(bad, table, dtype=jnp.int8).astype(table.dtype) @ table,
+        "into_float32": jnp.matmul(
+            one_hot(ids, table, dtype=jnp.bfloat16), bf16, preferred_element_type="float32"
+        ),
+        "flattened": one_hot(bad, table).reshape(-1, V) @ table,
+        "elsewhere_too": one_hot(bad, table) @ table * one_hot(bad, table).sum(),
+        "after_steps": one_hot(bad, table) @ jnp.sin(table * 2),
+        "of_other_rows": one_hot(ids, table[::2]) @ table[::2],
+        "column": one_hot(ids, table) @ table[:, 1],
+        "vmapped": jax.vmap(jax.vmap(lambda i: one_hot(i, table) @ table))(bad),
+        "each_field": jax.vmap(lambda t, i: one_hot(i, t) @ t)(pair, FIELD_IDS),
+        "fields": jnp.einsum("flv,fvd->lfd", one_hot(FIELD_IDS, pair[0]), pair),
+    }
+
+
+MATRICES = jnp.where(RNG.random((2, 3, V)) < 0.5, RNG.normal(size=(2, 3, V)), 0.0)
+STACK_OF_BCOO = sparse.BCOO.fromdense(MATRICES, n_batch=1)
+STACK_OF_BCSR = sparse.BCSR.fromdense(MATRICES, n_batch=1)
+THREE_AXES = sparse.BCOO.fromdense(MATRICES)
+PADDED_BCSR = sparse.BCSR.fromdense(MATRICES[0], nse=15)
+VECTOR = sparse.BCOO.fromdense(MATRICES[0, 0])
+NARROW = sparse.BCOO.fromdense(MATRICES[..., :3], n_batch=1)
+NUMBERS = jnp.asarray(RNG.normal(size=8), jnp.float32)
+# Unsorted, with duplicates and padding: a row, a column or both out of range.
+PLACES = jnp.array([[2, 5], [0, 1], [2, 5], [1, V], [3, V], [3, 2], [0, 0], [-1, -2]])
+BCOO = sparse.BCOO((NUMBERS, PLACES), shape=(3, V))
+
+
+def from_sparse_matrices(table):
+    over, pair = (((2,), (0,)), ((), ())), table.reshape(2, 3, D)
+    return {
+        "bcoo": BCOO @ table,
+        "after_a_step": BCOO @ jnp.sin(table),
+        "of_one_number": BCOO @ table[:, 1],
+        "bcsr": PADDED_BCSR @ table,
+        "bcsr_of_numbers": PADDED_BCSR @ table[:, 1],
+        "table_first": table.T @ BCOO.T,
+        "transposed": BCOO.T @ table[:3],
+        "of_three_axes": THREE_AXES @ table,
+        "batched": STACK_OF_BCOO @ table,
+        "batched_bcsr": sparse.bcsr_dot_general(
+            STACK_OF_BCSR, table, dimension_numbers=over
+        ),
+        "vmapped": jax.vmap(lambda m: m @ table)(STACK_OF_BCOO),
+        "each_field": jax.vmap(lambda m, t: m @ t)(NARROW, pair),
+        "vector": VECTOR @ table,
+        "einsum": sparse.sparsify(lambda m, t: jnp.einsum("vd,bv->db", t, m))(BCOO, table),
+        "empty": sparse.empty((3, V)) @ table,
+    }
+
+
+def nested_products(table):
+    """The same inside loops, branches and checkpoints."""
+
+    def one(i):
+        row = sparse.BCOO((NUMBERS[:2] * i, jnp.stack([i, i + 4])[:, None]), shape=(V,))
+        return (one_hot(i, table) @ table * (row @ jnp.tanh(table))).sum()
+
+    return {
+        "vmap": jax.vmap(one)(IDS),
+        "scan": lax.scan(lambda c, i: (c * 0.5 + one(i), None), 0.0, IDS)[0],
+        "cond": lax.cond(IDS[0] > 2, lambda: one(IDS[0]), lambda: 0.0),
+        "checkpoint": jax.checkpoint(lambda t: one_hot(IDS, t) @ t + one(IDS[1]))(table),
+        "jit": jax.jit(lambda t, ids: one_hot(ids, t) @ t)(table, IDS),
+        "vmapped_cond": jax.vmap(
+            lambda i: lax.cond(i > 0, lambda: one_hot(i, table) @ soft(table), lambda: ROW)
+        )(IDS),
     }
 
 
 ROWS = {
     f.__name__: (f, TABLE)
-    for f in (from_columns, from_other_numbers, from_steps, from_single_rows, nested)
+    for f in (
+        *(from_columns, from_other_numbers, from_steps, from_single_rows, nested),
+        *(from_one_hots, from_sparse_matrices, nested_products),
+    )
 }
 ROWS["from_stacked"] = from_stacked, STACKED
 
@@ -305,6 +411,7 @@ def root(table):
 WHOLE = "whole rows of a table [V, D]"
 # Of small arrays none is warned of.
 LARGE = jnp.tile(TABLE, (700, 1))
+M, WEIGHED = (IDS > 1)[:, None], "weights[..., None] * table[ids]"
 # By name: what is looked up, how, and what the warning advises.
 WARNS = {
     "scanned": (LARGE, lambda t: lax.map(lambda row: jnp.sin(row)[IDS % D], t), "outside"),
@@ -315,6 +422,10 @@ WARNS = {
     "mixed_rows": (LARGE, lambda t: jax.nn.softmax(t, axis=0)[IDS], "of each of them"),
     "beside_norms": (LARGE, lambda t: jax.nn.log_softmax(t)[IDS, IDS % D], WHOLE),
     **{n: (LARGE, own(backward), "their sum") for n, backward in NOT_LINEAR.items()},
+    "weighted": (LARGE, lambda t: (one_hot(IDS, t) * 0.5) @ t, WEIGHED),
+    "smoothed": (LARGE, lambda t: (one_hot(IDS, t) * 0.9 + 0.1) @ t, WEIGHED),
+    "masked": (LARGE, lambda t: jnp.where(M, one_hot(IDS, t), 0.0) @ t, WEIGHED),
+    "words": (LARGE, lambda t: one_hot(FIELD_IDS, t).sum(1) @ t, WEIGHED),
     "added_row": (LARGE, lambda t: t.at[IDS[0]].add(1.0)[IDS], "before this step"),
     "in_a_solver": (LARGE, solved, "before the solver"),
     "in_a_root": (LARGE, root, "table[ids]"),
@@ -406,13 +517,21 @@ def knots(w, x):
     return jnp.cumsum(jax.nn.softplus(w), axis=0)[jnp.array([0, 2])]
 
 
+def products(w, x):
+    """One-hot arrays that pick no rows of a weight."""
+    kinds = jnp.array([0, 2, 1])
+    labels = jax.nn.one_hot(kinds, D)
+    experts = jnp.einsum("te,td->ed", jax.nn.one_hot(kinds, 2), x)  # tokens by expert
+    return (x @ w) * labels, labels * 0.9 + w[0][None], jnp.eye(D) @ w, experts @ w
+
+
 def matrix(w, x):
     return jnp.diag(w), jnp.trace(w), jnp.tril(w), jnp.linalg.cholesky(w @ w.T + jnp.eye(D))
 
 
 WEIGHTS = [
     *(sliced, one_row, layers, scanned_layers, heads, norm, features_first, restored),
-    *(knots, matrix),
+    *(knots, products, matrix),
 ]
 
 
@@ -506,6 +625,8 @@ def test_the_whole_table_is_not_computed():
         *(lambda t: jax.nn.softplus(t)[IDS], lambda t: straight_through(t)[IDS]),
         *(lambda t: (t @ WEIGHT)[IDS], lambda t: t.T[:, IDS], lambda t: t[-1]),
         lambda t: t.reshape(2, -1, D)[1][IDS],
+        *(lambda t: one_hot(IDS, t) @ t, lambda t: jnp.sin(t).T @ one_hot(IDS, t, axis=0)),
+        *(lambda t: BCOO @ t[:V], lambda t: PADDED_BCSR @ t[2 : V + 2]),
     ]
     grads = [js.grad(lambda t, f=f: (f(t) ** 3).sum() + t[IDS].sum()) for f in forms]
     table = jax.ShapeDtypeStruct((rows, D), jnp.float32)

@@ -19,6 +19,7 @@ import jslices as js
 PREAMBLE = """\
 import jax, jax.numpy as jnp, jslices as js, numpy as np
 from jax import lax
+from jax.experimental import sparse
 rng = np.random.default_rng(0)
 V, D = 6, 3
 P = {
@@ -29,6 +30,19 @@ P = {
     "s": jnp.float32(0.7),
 }
 IDS = jnp.array([4, 1, 4, 0], jnp.int32)
+
+def equal(ids):
+    ids = jnp.expand_dims(ids, -1)
+    counts = lax.broadcasted_iota(ids.dtype, (*ids.shape[:-1], V), ids.ndim - 1)
+    return (counts == ids).astype(jnp.float32)
+
+def matrix(ids):  # two numbers for each id, one of them padding
+    ids = jnp.atleast_1d(ids)
+    n = ids.shape[0]
+    ids = jnp.concatenate([ids, ids // 2])
+    rows = jnp.concatenate([jnp.arange(n), n - jnp.arange(n)])
+    places = jnp.stack([rows, ids], axis=1)
+    return sparse.BCOO((jnp.cos(ids * 1.0), places), shape=(n, V))
 
 @jax.custom_jvp
 def soft(x):
@@ -76,6 +90,9 @@ def lookups(draw, ids):
                 f"js.embedding_lookup({table}, {ids}, mode='clip')",
                 f"jnp.take({table}, {ids}, axis=0, mode='clip')",
                 f"({table}).at[{ids}].get(mode='fill', fill_value=0)",
+                f"(jax.nn.one_hot({ids}, V) @ {table})",
+                f"(equal({ids}) @ {table})",
+                f"(matrix({ids}) @ {table})",
             ]
         )
     )

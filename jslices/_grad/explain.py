@@ -361,6 +361,8 @@ _AFTER = "apply the function after the lookup, f(table[ids]), not before or arou
 DENSE_USES = {
     "dot_general": "a product with the whole table has a dense gradient: score only "
     "some rows, h @ table[candidates].T, or keep a separate output matrix",
+    "one_hot": "look the rows up, and weigh them: weights[..., None] * table[ids] for "
+    "(weights[..., None] * jax.nn.one_hot(ids, V)) @ table",
     "transpose": "table.T is mostly the output layer of tied weights: score only some "
     "rows, h @ table[candidates].T, or keep a separate output matrix",
     "custom_jvp_call": _AFTER,

@@ -22,6 +22,7 @@ from jslices._exchange.plan import Exchange, ExchangePlan, plan_exchange
 from jslices._grad import custom  # noqa: F401  (it registers rules)
 from jslices._grad.call import Call, Outputs
 from jslices._grad.memo import Memo
+from jslices._grad.products import picks_rows
 from jslices._grad.reads import Read, every_row, fixed_rows, tables_read
 from jslices._grad.unread import unread_lookups
 from jslices._grad.views import Table, Values, View, folded
@@ -43,8 +44,10 @@ SparseSpec = Any | Callable[[Any, Any], SparseMode] | None
 #: what a dict leaves out mean: as the array's type says.
 ExchangeSpec = Any | None
 
-#: What reads elements and windows that are no whole rows, ``table[i, j]``.
-_PICKS_ELEMENTS = frozenset({"dynamic_slice", "gather", "reshape", "squeeze"})
+#: The name of a product with a one-hot array that is not read as rows.
+ONE_HOT = "one_hot"
+#: What reads elements and windows that are no whole rows, ``table[i, j]``, or weighs them.
+_PICKS_ELEMENTS = frozenset({"dynamic_slice", "gather", ONE_HOT, "reshape", "squeeze"})
 #: Arrays of fewer bytes are stepped as fast whole as by rows.
 SMALL_BYTES = 1 << 16
 #: Rows of so many times the bytes of a dense gradient take longer, up to 4 times (13 to 250
@@ -179,7 +182,7 @@ class DenseUse:
     """The first place that needs a whole leaf: an equation's, or None for the result.
 
     Attributes:
-      what: the name of the primitive.
+      what: the name of the primitive, or :data:`ONE_HOT`.
       source: of the equation.
       to_scalar: whether it makes one number of it.
     """
@@ -388,6 +391,8 @@ class Planner(ViewWalk):
         self.uses = Uses({}, {}, {}, {})
         self._leaves = leaves
         self._loops: tuple[int, ...] = ()
+        #: Whether the step is a product with a one-hot array, which may have weights.
+        self._is_one_hot = False
         #: Views of fixed rows that were read already. A body may use those read outside.
         self._rows_read: ChainMap[View, None] = ChainMap()
 
@@ -398,6 +403,8 @@ class Planner(ViewWalk):
         return [None] * len(eqn.outvars)
 
     def step(self, eqn: Equation, operands: Values, scope: Scope) -> Values:
+        held = [isinstance(x, View) for x in operands]
+        self._is_one_hot = picks_rows(eqn, held, scope.origins)
         outputs = super().step(eqn, operands, scope)
         if eqn.primitive.name == "dot_general" and isinstance(outputs[0], View):
             use = DenseUse(eqn.primitive.name, self.source(eqn))
@@ -410,7 +417,8 @@ class Planner(ViewWalk):
         use = DenseUse("the function's own result", self.caller)
         if eqn is not None:
             to_scalar = not any(map(_jax.shape_of, eqn.outvars))
-            use = DenseUse(_jax.kind(eqn), self.source(eqn), to_scalar)
+            what = ONE_HOT if self._is_one_hot else _jax.kind(eqn)
+            use = DenseUse(what, self.source(eqn), to_scalar)
         if eqn is not None and use.what not in _PRODUCTS:
             _note(self.uses.moves, value, use)
         views = fixed_rows(value)

@@ -1,9 +1,9 @@
 """Reads of rows: which equations look up whole rows of a view, in every form of JAX's.
 
-The forms stand in one table, :data:`READS`, keyed by primitive. A form says, as a
+The forms stand in one table, :data:`READS`, by the names of primitives. A form says, as a
 :class:`Read`, which view an equation reads, the numbers of which rows, and how its output
-is made of these rows. What else looks up rows, such as a product with a one-hot matrix, is
-one more form. A :class:`Reader` then goes from the rows of a view to those of its tables.
+is made of these rows. Gathers and slices are here, products with one-hot arrays and sparse
+matrices in products.py. A :class:`Reader` goes from the rows of a view to those of tables.
 """
 
 import dataclasses
@@ -17,9 +17,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.extend.core import Primitive
 
 from jslices import _jax
+from jslices._grad.origins import Origins
 from jslices._grad.views import (
     Ids,
     Repeated,
@@ -34,7 +34,7 @@ from jslices._grad.views import (
     flat,
     window,
 )
-from jslices._jax import Atom, Equation, Literal, Program
+from jslices._jax import Atom, Equation
 from jslices._place.boundary import drop_sharding
 from jslices._rows.access import take_rows
 from jslices._typing import Aval
@@ -63,6 +63,7 @@ class Read:
       good: from the operands' values to which ids are good; None: those in range.
       operand: which operand of the equation the view is. Its value is None for ``ids``,
         ``arrange`` and ``good``.
+      beside: a variable whose value comes after those of the operands.
     """
 
     view: View
@@ -74,6 +75,7 @@ class Read:
     arrange: Callable[[jax.Array, Sequence[Any]], jax.Array]
     good: Callable[[Sequence[Any]], jax.Array] | None = None
     operand: int = 0
+    beside: Atom | None = None
 
     @property
     def leaves(self) -> list[int]:
@@ -213,55 +215,6 @@ def every_row(view: View) -> Read:
     return Read(view, count, Mode.CLIP, None, numbers, ids, lambda rows, values: rows)
 
 
-class Origins:
-    """The origins of the variables of a program."""
-
-    def __init__(self, program: Program) -> None:
-        self._program = program
-
-    @functools.cached_property
-    def _makers(self) -> dict[Any, Equation]:
-        return {v: eqn for eqn in self._program.eqns for v in eqn.outvars}
-
-    @functools.cached_property
-    def _fixed(self) -> set[Any]:
-        fixed: set[Any] = set()
-        for eqn in self._program.eqns:
-            if all(isinstance(x, Literal) or x in fixed for x in eqn.invars):
-                fixed.update(eqn.outvars)
-        return fixed
-
-    def is_fixed(self, atom: Atom) -> bool:
-        """True for constants such as ``jnp.arange(3)``: no input decides on them."""
-        return isinstance(atom, Literal) or atom in self._fixed
-
-    def columns(self, atom: Atom) -> list[Any] | None:
-        """The pieces ``[..., 1]`` of which an array ``[..., n]`` was concatenated.
-
-        So indexing puts row numbers and column numbers together. None for any other array.
-        """
-        eqn, last = self._makers.get(atom), len(atom.aval.shape) - 1
-        if eqn is None or eqn.primitive.name != "concatenate":
-            return None
-        if eqn.params["dimension"] != last or any(
-            _jax.shape_of(x)[last] != 1 for x in eqn.invars
-        ):
-            return None
-        return list(eqn.invars)
-
-    def axes(self, atom: Atom) -> set[int]:
-        """The axes along which an array may differ: it was not repeated along them."""
-        eqn = None if isinstance(atom, Literal) else self._makers.get(atom)
-        name = None if eqn is None else eqn.primitive.name
-        if eqn is not None and name == "convert_element_type":
-            return self.axes(eqn.invars[0])
-        if eqn is not None and name == "broadcast_in_dim":
-            inside = self.axes(eqn.invars[0])
-            dims = enumerate(eqn.params["broadcast_dimensions"])
-            return {axis for i, axis in dims if i in inside}
-        return {axis for axis, size in enumerate(_jax.shape_of(atom)) if size != 1}
-
-
 # --- the forms --------------------------------------------------------------------------
 
 #: ``form(eqn, operands, origins)`` gives the read that an equation is, or None. Operands
@@ -269,14 +222,15 @@ class Origins:
 #: of the program's variables.
 Form = Callable[[Equation, Sequence[Any], Origins], Read | None]
 
-READS: dict[Primitive, Form] = {}
+#: By name, as ``jax.experimental.sparse`` takes long to import.
+READS: dict[str, Form] = {}
 
 
-def _form(name: str) -> Callable[[Form], Form]:
-    """Registers the form of a read for the primitive of this name."""
+def form_for(*names: str) -> Callable[[Form], Form]:
+    """Registers the form of a read for the primitives of these names."""
 
     def register(form: Form) -> Form:
-        READS[_jax.PRIMITIVES[name]] = form
+        READS.update(dict.fromkeys(names, form))
         return form
 
     return register
@@ -286,7 +240,7 @@ def _is_defined(mode: Any) -> bool:
     return mode in (Mode.CLIP, Mode.FILL_OR_DROP, Mode.PROMISE_IN_BOUNDS)
 
 
-@_form("gather")
+@form_for("gather")
 def _gather(eqn: Equation, operands: Values, origins: Origins) -> Read | None:
     view = operands[0]
     if not isinstance(view, View) or not _is_defined(eqn.params["mode"]):
@@ -298,7 +252,7 @@ def _gather(eqn: Equation, operands: Values, origins: Origins) -> Read | None:
     return _gather_rows(eqn, view, origins)
 
 
-@_form("dynamic_slice")
+@form_for("dynamic_slice")
 def _dynamic_slice(eqn: Equation, operands: Values, origins: Origins) -> Read | None:
     view = operands[0]
     if isinstance(view, Transposed):
@@ -327,7 +281,7 @@ def _gather_rows(eqn: Equation, view: View, origins: Origins) -> Read | None:
     count = math.prod(batch)
 
     def ids(values: Values) -> jax.Array:
-        starts = _wide(values[1]).reshape(count, len(axes))
+        starts = wide(values[1]).reshape(count, len(axes))
         rows = starts[:, column]
         if mode == Mode.FILL_OR_DROP and len(axes) > 1:
             # The other axes are read whole, so any start but 0 is out of range.
@@ -351,7 +305,7 @@ def _gather_windows(eqn: Equation, view: View, column: int) -> Read | None:
     count = math.prod(aval.shape[:-1]) * sizes[0]
 
     def ids(values: Values) -> jax.Array:
-        starts = jnp.clip(_wide(values[1])[..., column], 0, height - sizes[0])
+        starts = jnp.clip(wide(values[1])[..., column], 0, height - sizes[0])
         within = jnp.arange(sizes[0], dtype=starts.dtype)[None]
         return (starts.reshape(-1, 1) + within).reshape(count)
 
@@ -385,7 +339,7 @@ def _gather_columns(
     rows, first = tuple(batch[axis] for axis in own), len(own)
 
     def ids(values: Values) -> jax.Array:
-        starts = _wide(values[1])[..., column]
+        starts = wide(values[1])[..., column]
         once = tuple(slice(None) if axis in own else 0 for axis in range(len(batch)))
         return starts[once].reshape(math.prod(rows))
 
@@ -423,7 +377,7 @@ def _gather_transposed(eqn: Equation, view: Transposed) -> Read | None:
     if not one_id or sizes != one_row or numbers.operand_batching_dims:
         return None
     count, inner, column = math.prod(aval.shape[:-1]), view.inner, axes.index(axis)
-    ids = lambda values: _wide(values[1])[..., column].reshape(count)  # noqa: E731
+    ids = lambda values: wide(values[1])[..., column].reshape(count)  # noqa: E731
     put = _arrangement(eqn)
 
     def arrange(rows: jax.Array, values: Values) -> jax.Array:
@@ -455,7 +409,7 @@ def _slice_transposed(eqn: Equation, view: Transposed) -> Read | None:
     axis, sizes = view.order.index(0), tuple(eqn.params["slice_sizes"])
     if sizes != tuple(1 if d == axis else n for d, n in enumerate(view.shape)):
         return None
-    ids = lambda values: _wide(values[1 + axis]).reshape(1)  # noqa: E731
+    ids = lambda values: wide(values[1 + axis]).reshape(1)  # noqa: E731
     arrange = lambda rows, values: jnp.transpose(rows, view.order)  # noqa: E731
     aval = eqn.invars[1 + axis].aval
     return Read(view.inner, 1, Mode.CLIP, None, aval, ids, arrange)
@@ -489,7 +443,7 @@ def _gather_repeated(eqn: Equation, view: Repeated) -> Read | None:
         return jnp.broadcast_to(x, order).reshape(count)
 
     def ids(values: Values) -> jax.Array:
-        starts = _wide(values[1])
+        starts = wide(values[1])
         number = jnp.zeros((), starts.dtype)
         for d, height in enumerate(shape[:lead]):
             if d in by_id:
@@ -501,7 +455,7 @@ def _gather_repeated(eqn: Equation, view: Repeated) -> Read | None:
         return number.reshape(count)
 
     def good(values: Values) -> jax.Array:
-        starts = _wide(values[1])
+        starts = wide(values[1])
         limits = [shape[d] if d in by_id else 1 for d in axes]
         beyond = jnp.broadcast_to(jnp.array(limits, starts.dtype), starts.shape)
         return spread(jnp.all((starts >= 0) & (starts < beyond), axis=-1))
@@ -521,7 +475,7 @@ def _slice_rows(eqn: Equation, view: View) -> Read | None:
         return None
 
     def ids(values: Values) -> jax.Array:
-        start = jnp.clip(_wide(values[1]), 0, height - count)
+        start = jnp.clip(wide(values[1]), 0, height - count)
         return start + jnp.arange(count, dtype=start.dtype)
 
     def arrange(rows: jax.Array, values: Values) -> jax.Array:
@@ -540,7 +494,7 @@ def _slice_repeated(eqn: Equation, operands: Values) -> Read | None:
         return None
 
     def ids(values: Values) -> jax.Array:
-        starts = [_wide(start) for start in values[1 : 1 + lead]]
+        starts = [wide(start) for start in values[1 : 1 + lead]]
         part = flat(window(view, starts, sizes[:lead]))
         assert isinstance(part, Window)
         return part.number(jnp.arange(count, dtype=starts[0].dtype))
@@ -549,7 +503,7 @@ def _slice_repeated(eqn: Equation, operands: Values) -> Read | None:
     return Read(view.flat, count, Mode.CLIP, None, eqn.invars[1].aval, ids, arrange)
 
 
-def _wide(ids: Any) -> jax.Array:
+def wide(ids: Any) -> jax.Array:
     """Row numbers of at least 32 bits: V need not fit into an int8."""
     ids = jnp.asarray(ids)
     return ids.astype(jnp.int32) if ids.dtype.itemsize < 4 else ids

@@ -104,7 +104,7 @@ def _serving_all(rule: Rule, views: dict[int, View], lead: int) -> list[int]:
         sizes = {i: math.prod(x.shape) for i, x in views.items()}
         smaller = [i for i, size in sizes.items() if size < max(sizes.values())]
         others = smaller or others
-    if rule is not _transpose:
+    if rule not in (_transpose, _dot_general):
         others += [i for i, x in views.items() if isinstance(x, Transposed)]
     return others
 
@@ -407,6 +407,7 @@ def _dot_general(eqn: Equation, operands: Values, lead: int) -> Result:
     (contracted, inside), batch = eqn.params["dimension_numbers"]
     left, right = operands
     rows_stay = isinstance(left, View) and lead == 1 and 0 not in contracted
+    rows_stay = rows_stay and not isinstance(left, Transposed)
     scores = len(_jax.shape_of(eqn.invars[1])) == len(inside)
     if not rows_stay or any(batch) or scores:
         return None

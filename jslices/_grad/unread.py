@@ -1,10 +1,11 @@
 """The search for lookups that are not read as rows, to warn of them.
 
-``tables[field, ids]`` of several tables in one array, ``table[rows, columns]``, and a
-lookup inside a ``while`` loop or a solver take few elements of an array, but the gradient
-is dense. They are looked for in the program alone: the elements of an array are followed
-through steps that move or scale them, or set them against numbers of the same array
-(``log_softmax``), and into what is called, until ids pick some.
+``tables[field, ids]`` of several tables in one array, ``table[rows, columns]``, a lookup
+inside a ``while`` loop or a solver, and a product with a weighted one-hot array take few
+elements of an array, but the gradient is dense. They are looked for in the program alone:
+the elements of an array are followed through steps that move or scale them, or set them
+against numbers of the same array (``log_softmax``), and into what is called, until ids pick
+some.
 """
 
 import functools
@@ -13,7 +14,8 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from jslices import _jax
-from jslices._grad.reads import Origins
+from jslices._grad.origins import Origins
+from jslices._grad.products import picks_rows
 from jslices._grad.rules import is_elementwise
 from jslices._grad.walk import CUSTOM, Scope, Walk, programs_inside
 from jslices._jax import Equation, Program, Source
@@ -85,6 +87,9 @@ class _UnreadSearch(Walk[Held]):
                 for leaf in operands[0].elements:
                     self.lookups[leaf].append(self.source(eqn))
             return [_NOTHING]
+        if picks_rows(eqn, [bool(x.elements) for x in operands], scope.origins):
+            for leaf in frozenset().union(*(x.elements for x in operands)):
+                self.lookups[leaf].append(self.source(eqn))
         return _moved(eqn, operands, scope.origins) or self._inside(eqn, operands, scope)
 
     def _inside(

@@ -16,7 +16,7 @@ four things, tried in this order:
 
     a call, a loop, a branch ...    the walk goes inside
     a row-wise step                 gives views                (rules.py, custom.py)
-    a read                          gives rows                 (reads.py)
+    a read                          gives rows                 (reads.py, products.py)
     anything else                   needs the whole array: a dense use
 
 As it is the same walk, planner and runner meet the same reads in the same order.
@@ -33,7 +33,8 @@ import numpy as np
 
 from jslices import _jax
 from jslices._grad.memo import first_program
-from jslices._grad.reads import READS, Origins, Read
+from jslices._grad.origins import Origins
+from jslices._grad.reads import READS, Read
 from jslices._grad.rules import RULES, rowwise
 from jslices._grad.views import Repeated, Values, View, layer, without_slots
 from jslices._jax import Atom, Equation, Literal, Program, Source
@@ -70,6 +71,8 @@ class Scope:
 
     def __init__(self, program: Program, output_needs_grad: Sequence[bool]) -> None:
         self.program = program
+        #: From a variable of the program to its value on the walk, as far as that has come.
+        self.read: Callable[[Atom], Any]
         self._output_needs_grad = output_needs_grad or [False] * len(program.outvars)
 
     def live_equations(self) -> list[Equation]:
@@ -157,6 +160,7 @@ class Walk(abc.ABC, Generic[Value]):
                 return self.constant(atom.val)
             return values[atom]
 
+        scope.read = read
         for eqn in scope.live_equations():
             outputs = self.equation(eqn, [read(atom) for atom in eqn.invars], scope)
             values.update(zip(eqn.outvars, outputs, strict=True))
@@ -313,12 +317,14 @@ class ViewWalk(Walk[Any]):
             views = rowwise(eqn, operands, whole)
             if views is not None:
                 return views
-        form = READS.get(eqn.primitive)
+        form = READS.get(eqn.primitive.name)
         read = None if form is None else form(eqn, operands, scope.origins)
         if read is not None:
             values = [
                 None if i == read.operand else whole(x) for i, x in enumerate(operands)
             ]
+            if read.beside is not None:
+                values.append(whole(scope.read(read.beside)))
             with eqn.ctx.manager:
                 return [self.read(eqn, read, values)]
         return self.bind(eqn, [whole(value) for value in operands])
