@@ -506,15 +506,16 @@ def test_tensors_of_others():
 
 CSR = types.SimpleNamespace(data=1, indices=1, indptr=1, shape=(2, 2))
 FEATURES = bcoo([0.5, 2.0], [[0, 3], [1, 1]], (2, 5))
+AS_WEIGHTS = r"pass it as the weights, without ids: \(table, None, m\)"
 FORMS_REFUSED = {
-    "features": (FEATURES, r"BCOO matrix of float32, .*m.indices\[:, 0\], m.shape\[0\]"),
-    "csr": (CSR, r"pass \(x.indices, x.indptr\), and x.data as sp_weights"),
+    "features": (FEATURES, r"BCOO matrix of float32, .*if its columns are, " + AS_WEIGHTS),
+    "csr": (CSR, AS_WEIGHTS),
     "slices": (js.IndexedSlices(ONES, jnp.arange(5), (9, 2)), r"x.indices\[:, 0\]"),
     "objects": (np.array([[1, 2], [3]], object), r"np.concatenate\(lists\)"),
     "bools": (np.ones((2, 5), bool), r"np.nonzero\(m\), pass \(ids, bags, len\(m\)\)"),
     "ones": (
         bcoo([1, 1], [[0, 3], [1, 1]], (2, 5)),
-        r"BCOO matrix \[..., 5\] whose data are ones, .*m.shape\[0\]\), m.data\): ids",
+        r"BCOO matrix \[..., 5\] whose data are ones, .*" + AS_WEIGHTS,
     ),
     "dict": ({"a": [1]}, r"wants ids as an array .*; got dict"),
     "ragged": ([[1, 2], []], r"np.concatenate\(lists\).astype\(int\), np.cumsum\(\[0,"),
@@ -534,11 +535,8 @@ def test_other_forms_are_refused(name):
 
 
 def test_what_is_told_of_refused_forms_works():
-    m, b = FEATURES, 2
-    out = js.embedding_lookup_sparse(
-        ONES, (m.indices[:, 1], m.indices[:, 0], b), m.data, "sum"
-    )
-    assert_close(out, m @ ONES)
+    out = js.embedding_lookup_sparse(ONES, None, FEATURES, "sum")
+    assert_close(out, FEATURES @ ONES)
     lists = [[1, 2], []]
     bags = np.concatenate(lists).astype(int), np.cumsum([0, *map(len, lists)])
     np.testing.assert_array_equal(
@@ -557,3 +555,80 @@ def test_a_default_id_beyond_the_dtype_of_the_ids():
     ids = np.array([[1, -1], [-1, -1]], np.int8)
     got = js.safe_embedding_lookup_sparse(table, ids, default_id=999)
     np.testing.assert_array_equal(got.ravel(), [1, 999])
+
+
+@pytest.fixture(scope="module")
+def matrices():
+    """Weights by column number in every form, and as NumPy's arrays."""
+    scipy = pytest.importorskip("scipy.sparse")
+    from jax.experimental import sparse
+
+    rng = np.random.default_rng(4)
+    m = np.where(rng.random((3, 5)) < 0.5, rng.normal(size=(3, 5)), 0).astype(np.float32)
+    stack, at = np.stack([m, 2 * m[::-1]]), np.argwhere
+    by_example = np.stack([np.arange(15) // 5, np.arange(15) % 5], 1)[None]
+    padded = [[2, 1], [0, 4], [2, 1], [1, 5], [3, 2], [0, 0]]
+    of_padded = np.array([[6, 0, 0, 0, 2], [0] * 5, [0, 4, 0, 0, 0]], np.float32)
+    return {
+        "bcoo": (bcoo(m[m != 0], at(m), (3, 5)), m),
+        "padded": (bcoo(np.arange(1.0, 7.0), padded, (3, 5)), of_padded),
+        "three_axes": (bcoo(stack[stack != 0], at(stack), (2, 3, 5)), stack),
+        "batched": (bcoo(stack.reshape(2, 15), by_example, (2, 3, 5)), stack),
+        "vector": (bcoo(m[0], np.arange(5)[:, None], (5,)), m[0]),
+        "bcsr": (sparse.BCSR.fromdense(m, nse=13), m),
+        "scipy": (scipy.csr_matrix(m), m),
+        "counts": (scipy.csc_array((m > 0) * 3), (m > 0) * 3),
+        "bools": (scipy.coo_array(m > 0), (m > 0) * 1),
+    }
+
+
+def test_weights_by_column_number(matrices):
+    table = jnp.arange(12.0).reshape(6, 2) / 7  # which may have more rows
+    look = js.embedding_lookup_sparse
+
+    def ours(table):
+        return {name: look(table, None, m, "sum") for name, (m, _) in matrices.items()}
+
+    def wanted(table):
+        return {name: jnp.matmul(m, table[:5]) for name, (_, m) in matrices.items()}
+
+    def loss(rows):
+        return lambda table: sum((x**3).sum() for x in rows(table).values())
+
+    rows, grad = fast_jit(lambda table: (ours(table), js.grad(loss(ours))(table)))(table)
+    assert_close(rows, wanted(table), rtol=1e-4)
+    assert js.is_slices(grad)
+    assert_close(grad, jax.grad(loss(wanted))(table), rtol=1e-4)
+
+
+def test_means_by_column_number(matrices):
+    matrix, whole = matrices["padded"]
+    table = jnp.arange(10.0).reshape(5, 2) / 7
+    means = whole @ table / np.maximum(whole.sum(1, keepdims=True), 1)
+    for lookup, more in (LOOKUPS["plain"], {}), (LOOKUPS["safe"], {"default_id": 3}):
+        wanted = np.where(whole.any(1)[:, None], means, table[3] if more else 0)
+        assert_close(lookup(table, None, matrix, **more), wanted)
+
+
+def test_matrices_of_weights_are_checked(matrices):
+    matrix = matrices["bcoo"][0]
+    refused = [
+        (None, TypeError, r"without ids wants as weights a BCOO .*; got NoneType"),
+        (np.eye(5), TypeError, r"whose column numbers are the ids; got ndarray"),
+        (
+            bcoo([[1.0]], [[0]], (3, 1)),
+            ValueError,
+            r"last axis is sparse, got data \[1, 1\]",
+        ),
+        (
+            bcoo([1.0], [[0, 0]], (3, 9)),
+            ValueError,
+            r"weights \[3, 9\], .* table of 5 rows",
+        ),
+    ]
+    for weights, error, text in refused:
+        for lookup in LOOKUPS.values():
+            with pytest.raises(error, match=text):
+                lookup(ONES, None, weights)
+    with pytest.raises(ValueError, match="not a tuple"):
+        js.embedding_lookup_sparse(ONES, None, matrix, mask=jnp.ones((3, 5), bool))

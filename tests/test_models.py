@@ -214,3 +214,39 @@ def test_rows_of_any_rank_and_several_tables():
     grads = jax.eval_shape(js.grad(loss), params, IDS)
     assert grads["table"].indices.shape == (3 * 3 + 3,)
     assert grads["matrices"].values.shape == (9, D, 2)
+
+
+def test_a_factorization_machine_over_a_sparse_matrix():
+    """Rendle (2010), of BCOO features; their values are differentiated as well."""
+    from jax.experimental import sparse
+
+    rng = np.random.default_rng(1)
+    shapes = {"weights": (V,), "factors": (V, D)}
+    params = {k: jnp.asarray(rng.normal(size=n), jnp.float32) for k, n in shapes.items()}
+    params["values"] = jnp.asarray(rng.normal(size=6), jnp.float32)
+    indices = jnp.array([[1, 2], [0, 7], [1, 2], [0, 10], [2, 0], [3, V]])  # the last pads
+
+    def loss(params, indices):
+        x = sparse.BCOO((params["values"], indices), shape=(3, V))
+        square = sparse.BCOO((x.data**2, indices), shape=(3, V))
+        pairs = (x @ params["factors"]) ** 2 - square @ params["factors"] ** 2
+        scores = x @ params["weights"] + pairs.sum(axis=1) / 2
+        return jax.nn.softplus(scores).sum()
+
+    check(loss, params, indices, sparse=["['factors']", "['weights']"])
+    grads = js.grad(loss)(params, indices)
+    np.testing.assert_array_equal(grads["weights"].indices, [2, 7, 2, 10, 0, V])
+    assert grads["factors"].values.shape == (2 * 6, D)
+
+
+def test_an_embedding_by_one_hot_products():
+    """As T5X and MaxText have it, with parameters of another dtype."""
+
+    def loss(params, ids):
+        counts = lax.iota(jnp.int32, V)
+        one_hot = jnp.array(ids[..., None] == counts[None, None], jnp.bfloat16)
+        hidden = jnp.dot(one_hot, jnp.asarray(params["embedding"], jnp.bfloat16))
+        return (jnp.tanh(hidden @ params["w"]).astype(jnp.float32) ** 2).sum()
+
+    params = {"embedding": jnp.ones((V, D)) / 3, "w": jnp.ones((D, 2), jnp.bfloat16) / 4}
+    check(loss, params, IDS, sparse=["['embedding']"], rtol=2e-2)

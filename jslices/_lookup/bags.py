@@ -1,7 +1,6 @@
 """Bags: several rows of a table looked up and combined into one."""
 
 import math
-import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
@@ -11,6 +10,7 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from jslices._arguments import OneOf
+from jslices._lookup.columns import Matrix, bags_of, columns_of, is_of_kind
 from jslices._lookup.embedding import Tables, as_tables, check_strategy, read_rows
 from jslices._place.boundary import by_first_axis, looked_up, on_any_mesh
 from jslices._rows.access import canonical_indices, per_row, static_int, where_rows
@@ -29,16 +29,13 @@ FORMS = (
     "(values, row_splits), or a BCOO matrix of ids"
 )
 #: What to type for a matrix of features.
-FEATURES = (
-    "pass ((m.indices[:, 1], m.indices[:, 0], m.shape[0]), m.data): ids, bags, and the "
-    "values as weights"
-)
+FEATURES = "pass it as the weights, without ids: (table, None, m)"
 
 
 def embedding_lookup_sparse(
     params: jax.Array | Sequence[jax.Array],
-    sp_ids: BagsOfIds,
-    sp_weights: ArrayLike | None = None,
+    sp_ids: BagsOfIds | None = None,
+    sp_weights: ArrayLike | Matrix | None = None,
     combiner: str | None = "mean",
     max_norm: float | jax.Array | None = None,
     *,
@@ -61,10 +58,11 @@ def embedding_lookup_sparse(
         ``(values [K], row_splits [B + 1])``, bag b from ``row_splits[b]`` to
         ``row_splits[b + 1]``, the rest unused;
         a ``jax.experimental.sparse.BCOO`` ``[*B, L]`` whose ``data`` are the ids (make it
-        from ``(data, indices)``: ``BCOO.fromdense`` leaves out id 0). Of a matrix ``m``
-        ``[B, V]`` of features, whose columns are the ids, pass ``(m.indices[:, 1],
-        m.indices[:, 0], B)``, and ``m.data`` as ``sp_weights``.
-      sp_weights: numbers in the shape of the ids, or a BCOO of them, matched by position.
+        from ``(data, indices)``: ``BCOO.fromdense`` leaves out id 0).
+        None for a matrix of weights by column number.
+      sp_weights: numbers in the shape of the ids, or a BCOO of them, matched by position;
+        without ids a sparse matrix ``[*B, V]``, BCOO, BCSR or SciPy's, whose column numbers
+        are the ids: then ``combiner="sum"`` gives ``matrix @ params``.
       combiner: ``"mean"`` (also None), ``"sum"``, ``"sqrtn"`` or ``"max"``.
       max_norm: longer rows are scaled down to this L2 norm before they are combined.
       mask: ``[*B, L]`` bool, for ids given as an array.
@@ -101,6 +99,7 @@ def embedding_lookup_sparse(
     """
     caller = "embedding_lookup_sparse"
     combiner = _check(combiner, partition_strategy, mode, caller)
+    sp_ids, sp_weights, shape = _by_columns(params, sp_ids, sp_weights, caller)
 
     def look_up(
         params: Tables,
@@ -120,15 +119,15 @@ def embedding_lookup_sparse(
             keep=bags.segments < bags.num_bags,
             original=bags.original,
         )
-        return _shaped(_combine(rows, bags, combiner), bags)
+        return _shaped(_combine(rows, bags, combiner), bags.shape)
 
-    return _looked_up(look_up, params, sp_ids, sp_weights, mask)
+    return _shaped(_looked_up(look_up, params, sp_ids, sp_weights, mask), shape)
 
 
 def safe_embedding_lookup_sparse(
     embedding_weights: jax.Array | Sequence[jax.Array],
-    sparse_ids: BagsOfIds,
-    sparse_weights: ArrayLike | None = None,
+    sparse_ids: BagsOfIds | None = None,
+    sparse_weights: ArrayLike | Matrix | None = None,
     combiner: str | None = "mean",
     default_id: int | None = None,
     *,
@@ -146,7 +145,7 @@ def safe_embedding_lookup_sparse(
     Args:
       embedding_weights: ``[V, *D]``, the table, or a list of its shards.
       sparse_ids: integers, as ``sp_ids`` of :func:`embedding_lookup_sparse`.
-      sparse_weights: in the shape of the ids, or None.
+      sparse_weights: in the shape of the ids, or None; a matrix without ids, as there.
       combiner: as there.
       default_id: the row for empty bags.
       mask: ``[*B, L]`` bool, for ids given as an array.
@@ -175,6 +174,9 @@ def safe_embedding_lookup_sparse(
     """
     caller = "safe_embedding_lookup_sparse"
     combiner = _check(combiner, partition_strategy, mode, caller)
+    sparse_ids, sparse_weights, shape = _by_columns(
+        embedding_weights, sparse_ids, sparse_weights, caller
+    )
 
     def look_up(
         params: Tables,
@@ -209,9 +211,10 @@ def safe_embedding_lookup_sparse(
         combined = _combine(rows[: bags.ids.shape[0]], bags, combiner)
         if default_id is not None:
             combined = jnp.where(per_row(filled, combined), combined, rows[-1:])
-        return _shaped(combined, bags)
+        return _shaped(combined, bags.shape)
 
-    return _looked_up(look_up, embedding_weights, sparse_ids, sparse_weights, mask)
+    combined = _looked_up(look_up, embedding_weights, sparse_ids, sparse_weights, mask)
+    return _shaped(combined, shape)
 
 
 def _looked_up(
@@ -256,7 +259,7 @@ def as_bags(
     padded = False
     _check_form(sp_ids, caller)
     _refuse_features(sp_ids, num_rows, caller)
-    if _is_bcoo(sp_ids):
+    if is_of_kind(sp_ids, "BCOO"):
         ids, segments, shape, original = _from_bcoo(sp_ids, caller)
     elif not isinstance(sp_ids, tuple):
         padded = True
@@ -279,11 +282,6 @@ def as_bags(
 _Form = tuple[jax.Array, jax.Array, tuple[int, ...], Any]
 
 
-def _is_bcoo(x: object) -> bool:
-    sparse = sys.modules.get("jax.experimental.sparse")  # which takes long to import
-    return sparse is not None and isinstance(x, sparse.BCOO)
-
-
 def _check_form(sp_ids: BagsOfIds, caller: str) -> None:
     """Refuses lists of bags of different lengths, masks, and others' sparse matrices."""
     dtype, help = getattr(sp_ids, "dtype", None), ""
@@ -293,9 +291,8 @@ def _check_form(sp_ids: BagsOfIds, caller: str) -> None:
     elif hasattr(sp_ids, "dense_shape"):
         help = "; pass (x.values, x.indices[:, 0], x.dense_shape[0])"
     elif hasattr(sp_ids, "indptr") or hasattr(sp_ids, "tocsr"):
-        help = "; of a matrix x of features, by rows (x.tocsr()), whose columns are the "
-        help += "ids, pass (x.indices, x.indptr), and x.data as sp_weights"
-    elif dtype == np.bool_ and not _is_bcoo(sp_ids):
+        help = f"; if its columns are the ids, {FEATURES}"
+    elif dtype == np.bool_ and not is_of_kind(sp_ids, "BCOO"):
         help = "; where m says which columns are the ids of a row, bags, ids = "
         help += "np.nonzero(m), pass (ids, bags, len(m))"
     elif not isinstance(sp_ids, dict | set | str):
@@ -315,7 +312,7 @@ def _is_ragged(x: object) -> bool:
 
 def _refuse_features(sp_ids: BagsOfIds, num_rows: int, caller: str) -> None:
     """Refuses a matrix ``[*B, V]`` of ones, whose columns are the ids."""
-    if not _is_bcoo(sp_ids) or sp_ids.shape[-1:] != (num_rows,):
+    if not is_of_kind(sp_ids, "BCOO") or sp_ids.shape[-1:] != (num_rows,):
         return
     data = sp_ids.data
     if isinstance(data, jax.core.Tracer) or data.size < 2 or not (data == 1).all():
@@ -406,7 +403,7 @@ def _from_bcoo(matrix: Bcoo, caller: str) -> _Form:
     if not jnp.issubdtype(matrix.data.dtype, jnp.integer):
         raise TypeError(
             f"{caller} got a BCOO matrix of {matrix.data.dtype}, and wants one whose data "
-            f"are the ids; if they are values of features, whose columns are, {FEATURES}"
+            f"are the ids; if its columns are, {FEATURES}"
         )
     ids, indices = as_ids(matrix.data, caller), jnp.asarray(matrix.indices)
     shape = tuple(matrix.shape)
@@ -415,13 +412,8 @@ def _from_bcoo(matrix: Bcoo, caller: str) -> _Form:
             f"{caller} wants a BCOO matrix without batch or dense axes, got data "
             f"{list(ids.shape)}, indices {list(indices.shape)} and shape {list(shape)}"
         )
-    good, segments = jnp.ones(ids.shape, bool), jnp.zeros(ids.shape, jnp.int32)
-    for axis, size in enumerate(shape):
-        at = canonical_indices(indices[:, axis], size)
-        good &= at < size  # BCOO pads with indices out of range, on any axis
-        if axis < len(shape) - 1:
-            segments = segments * size + at.astype(jnp.int32)
-    return ids, jnp.where(good, segments, -1), shape[:-1], matrix.data
+    places = [indices[:, axis] for axis in range(len(shape))]
+    return ids, bags_of(places, shape), shape[:-1], matrix.data
 
 
 def _weights(
@@ -429,7 +421,11 @@ def _weights(
 ) -> jax.Array | None:
     if original is None:
         return None
-    if _is_bcoo(original) and _is_bcoo(sp_ids) and _differ(original, sp_ids):
+    if (
+        is_of_kind(original, "BCOO")
+        and is_of_kind(sp_ids, "BCOO")
+        and _differ(original, sp_ids)
+    ):
         raise ValueError(
             f"{caller} got ids and weights in BCOO matrices of different indices, and "
             "matches them by position; make both of the same indices"
@@ -439,7 +435,7 @@ def _weights(
             f"{caller}(sp_weights={original!r}): wanted a number for each id; for the "
             f"combiner type combiner={original!r}"
         )
-    weights = jnp.asarray(original.data if _is_bcoo(original) else original)
+    weights = jnp.asarray(original.data if is_of_kind(original, "BCOO") else original)
     if weights.shape != tuple(shape):
         raise ValueError(
             f"{caller} wants one weight for each id, {list(shape)}, got "
@@ -526,5 +522,17 @@ def _row_number(default_id: int, num_rows: int, caller: str) -> int:
     return number
 
 
-def _shaped(combined: jax.Array, bags: Bags) -> jax.Array:
-    return combined.reshape(*bags.shape, *combined.shape[1:])
+def _by_columns(
+    params: Tables, ids: BagsOfIds | None, weights: ArrayLike | Matrix | None, caller: str
+) -> tuple[BagsOfIds, ArrayLike | None, tuple[int, ...] | None]:
+    """Ids, weights and the shape of all bags, None for that of the ids."""
+    if ids is not None:
+        return ids, weights, None
+    ids, weights, shape = columns_of(weights, params, caller)
+    return ids, weights, shape
+
+
+def _shaped(combined: jax.Array, shape: tuple[int, ...] | None) -> jax.Array:
+    if shape is None:
+        return combined
+    return combined.reshape(*shape, *combined.shape[1:])
