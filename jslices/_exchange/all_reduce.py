@@ -123,7 +123,7 @@ def _reduced_rows(
     slices: IndexedSlices, axes: tuple[str, ...], reduction: str, capacity: int | None
 ) -> IndexedSlices:
     num_devices = math.prod(lax.axis_size(axis) for axis in axes)
-    local = slices.coalesce(capacity)
+    local = slices.flat.coalesce(capacity)
     dtype, wide = local.dtype, _sum_dtype(local.dtype)
     if _gathering_is_cheaper(local, wide, num_devices):
         total = _gathered(local, axes).astype(wide).coalesce()
@@ -131,6 +131,7 @@ def _reduced_rows(
         total = _summed_densely(local, axes, wide)
     if reduction == "mean":
         total = total / num_devices
+    total = total.numbered_as(slices.dense_shape, slices.row_axes)
     return total.astype(dtype) if jnp.issubdtype(dtype, jnp.inexact) else total
 
 

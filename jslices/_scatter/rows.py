@@ -13,7 +13,14 @@ from jslices._arguments import OneOf
 from jslices._place.boundary import like_first, on_any_mesh, row_major_array
 from jslices._rows.ids import as_ids, check_mode, refuse_bad_ids, settle
 from jslices._scatter.kernels import KERNELS
-from jslices._slices import IndexedSlices, check_slices, each_shard, is_slices, one_program
+from jslices._slices import (
+    IndexedSlices,
+    check_slices,
+    each_shard,
+    flat_rows,
+    is_slices,
+    one_program,
+)
 
 
 def scatter_update(
@@ -233,7 +240,10 @@ def apply_slices(
     caller = f"apply_slices(op={op!r})"
     check_slices(slices)
     ref = as_ref(ref, caller)
-    rows_fit = slices.shape[1:] == ref.shape[1:] and slices.shape[0] in (None, ref.shape[0])
+    axes, shape = slices.indices.ndim - 1, slices.shape
+    first = axes + slices.row_axes  # the first axis within a row
+    sizes = zip(shape[:first], ref.shape, strict=False)
+    rows_fit = shape[first:] == ref.shape[first:] and all(n in (None, m) for n, m in sizes)
     if not rows_fit:
         raise ValueError(
             f"{caller} got slices of an array of shape {slices.shape} for ref of shape "
@@ -243,22 +253,26 @@ def apply_slices(
     check_dtype(ref, op, caller)
     indices = as_ids(slices.indices, caller, "slices.indices")
     values = as_updates(slices.values, ref, slices.values.shape, caller, "slices")
-    axes = indices.ndim - 1
     scatter: Callable[..., jax.Array] = functools.partial(scatter_rows, op=op, mode=mode)
     if slices.is_placed and axes == 0 and mode in ("drop", "fill"):
         placed: jax.Array = each_shard(
-            lambda rows, ref: scatter(ref, rows.indices, rows.values),
+            lambda rows, ref: scatter(
+                flat_rows(ref, rows.row_axes), rows.indices, rows.values
+            ).reshape(ref.shape),
             slices.with_values(values),
             ref,
         )
         return placed
+    flat = (
+        ref.reshape(*ref.shape[:axes], -1, *ref.shape[first:]) if first > 1 + axes else ref
+    )
     if mode == "check":
         indices = refuse_bad_rows(
-            slices.indices, indices, ref.shape[axes], caller, "slices.indices"
+            slices.indices, indices, flat.shape[axes], caller, "slices.indices"
         )
     for _ in range(axes):
         scatter = jax.vmap(scatter)
-    return scatter(ref, indices, values)
+    return scatter(flat, indices, values).reshape(ref.shape)
 
 
 def _scatter(

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
-from jslices import InvalidArgumentError
+from jslices import IndexedSlices, InvalidArgumentError
 
 #: An array in memory, or traced.
 Array: TypeAlias = np.ndarray | jax.Array
@@ -127,6 +127,15 @@ def _on_host(name: str, value: ArrayLike) -> np.ndarray:
         return np.asarray(value)
     except (TypeError, ValueError) as error:
         raise InvalidArgumentError(f"{name} is not an array: {error}") from None
+
+
+def check_row_axes(grad: IndexedSlices) -> None:
+    """Refuses rows that several axes number: TensorFlow has one."""
+    if grad.row_axes > 1:
+        raise InvalidArgumentError(
+            f"an accumulator of rows numbers them by one axis, got {grad}, "
+            f"row_axes={grad.row_axes}; pass slices.flat, of shape {grad.flat.shape}"
+        )
 
 
 def check_sparse(

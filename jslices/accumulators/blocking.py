@@ -16,6 +16,7 @@ from jslices.accumulators._gradients import (
     PartialShape,
     check_dense,
     check_reduction,
+    check_row_axes,
     check_rows,
     check_sparse,
     float_dtype,
@@ -375,6 +376,7 @@ def gradient_of_slices(
         )
     refuse_tracer("grad", grad.values)
     refuse_tracer("grad", grad.indices)
+    check_row_axes(grad)
     values, indices = np.asarray(grad.values), np.asarray(grad.indices)
     shape = grad.dense_shape
     if indices.ndim == 1 and np.issubdtype(indices.dtype, np.integer):

@@ -15,6 +15,7 @@ from jslices import IndexedSlices, InvalidArgumentError, is_slices, scatter_add
 from jslices.accumulators._gradients import (
     check_dense,
     check_reduction,
+    check_row_axes,
     check_sparse,
     float_dtype,
     partial_shape,
@@ -222,6 +223,7 @@ class SparseAccumulator(_PureAccumulator):
                 "jslices.accumulators.dense_accumulator"
             )
         check_slices(grad)
+        check_row_axes(grad)
         check_sparse(grad.indices, grad.values, grad.dense_shape, self.shape, self.dtype)
         if grad.values.ndim != len(self.shape):
             raise InvalidArgumentError(

@@ -123,11 +123,11 @@ def _advice(program: Program, large: list[Instruction]) -> list[str]:
 def _crowded(program: Program) -> list[str]:
     """A line for each table of which as many rows are looked up as it has."""
     tables: dict[tuple[int, ...], str] = {}
-    for leaf, rows in _looked_up(program).items():
-        if len(leaf.shape) > 1 and rows >= leaf.shape[0]:  # state arrays come later
+    for leaf, (rows, height) in _looked_up(program).items():
+        if len(leaf.shape) > 1 and rows >= height:  # state arrays come later
             tables.setdefault(
                 leaf.shape,
-                f"{leaf.path} has {leaf.shape[0]:,} rows, and {rows:,} are looked up in a "
+                f"{leaf.path} has {height:,} rows, and {rows:,} are looked up in a "
                 "step: the rows of its gradient alone are as large as the table. If that "
                 "is meant, leave the table out: a higher min_bytes",
             )
@@ -171,23 +171,25 @@ def tables_of(program: Program, min_bytes: int, instead: str = "") -> dict[Leaf,
     return tables
 
 
-def _looked_up(program: Program) -> dict[Leaf, int]:
-    """The arguments whose rows are gathered, and how many rows at most at a time."""
+def _looked_up(program: Program) -> dict[Leaf, tuple[int, int]]:
+    """The arguments whose rows are gathered: how many at most at a time, and of how many."""
     jaxpr = program.jaxpr.jaxpr
-    rows: dict[int, int] = {}
+    rows: dict[int, tuple[int, int]] = {}
     _walk(jaxpr, list(range(len(jaxpr.invars))), rows)
     return {program.leaves[number]: rows[number] for number in sorted(rows)}
 
 
-def _walk(jaxpr: Any, numbers: list[int | None], most: dict[int, int]) -> list[int | None]:
+def _walk(
+    jaxpr: Any, numbers: list[int | None], most: dict[int, tuple[int, int]]
+) -> list[int | None]:
     """Follows arguments, by number, to gathers; returns the numbers of the results."""
     of = {id(v): n for v, n in zip(jaxpr.invars, numbers, strict=True)}
     for eqn in jaxpr.eqns:
         sources = [of.get(id(v)) for v in eqn.invars]
         if eqn.primitive.name in ("gather", "dynamic_slice") and sources[0] is not None:
-            row = math.prod(eqn.invars[0].aval.shape[1:])
-            rows = eqn.outvars[0].aval.size // max(row, 1)
-            most[sources[0]] = max(most.get(sources[0], 0), rows)
+            height, *row = eqn.invars[0].aval.shape
+            rows = eqn.outvars[0].aval.size // max(math.prod(row), 1)
+            most[sources[0]] = max(most.get(sources[0], (0, 1)), (rows, height))
         results: list[int | None] = [None] * len(eqn.outvars)
         for inner in _inner(eqn.params):
             # Loops and conditionals have additional operands, before those of the body.
@@ -198,17 +200,23 @@ def _walk(jaxpr: Any, numbers: list[int | None], most: dict[int, int]) -> list[i
                 results = returned
         for out, number in zip(eqn.outvars, results, strict=True):
             if number is None:
-                # A result of the same shape is the table cast, scaled or updated.
+                # A result of the same shape is the table cast, scaled or updated; rows
+                # that several axes number are numbered by one to be read.
                 number = next(
                     (
                         n
                         for v, n in zip(eqn.invars, sources, strict=True)
-                        if n is not None and v.aval.shape == out.aval.shape
+                        if n is not None and _is_same(eqn, v, out)
                     ),
                     None,
                 )
             of[id(out)] = number
     return [of.get(id(v)) for v in jaxpr.outvars]
+
+
+def _is_same(eqn: Any, operand: Any, result: Any) -> bool:
+    same_shape = bool(operand.aval.shape == result.aval.shape)
+    return same_shape or eqn.primitive.name == "reshape"
 
 
 def _inner(params: dict[str, Any]) -> Iterator[Any]:

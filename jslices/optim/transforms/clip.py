@@ -194,7 +194,7 @@ def clip_rows_by_norm(t: Leaf, max_norm: ArrayLike) -> Any:
     t = one_leaf(t, name)
     if t.ndim == 0:
         raise ValueError(f"{name} wants rows [V, *D], got a scalar")
-    first = t.indices.ndim if is_slices(t) else 1
+    first = t.indices.ndim - 1 + t.row_axes if is_slices(t) else 1
     return _clip_over(t, limit, name=name, axes=tuple(range(first, t.ndim)))
 
 
@@ -472,8 +472,22 @@ def _clip_over(
 ) -> Any:
     """``t`` with each norm over ``axes`` at most ``limit``."""
     (t,) = coalesced_leaves(name, t)
+    if isinstance(t, IndexedSlices) and axes is not None and t.row_axes > 1:
+        axes = _axes_of_values(name, t, axes)
     norm = safe_sqrt(sum_of_squares(values_of(t), axes, keepdims=True))
     return shrunk(t, norm, _fitting(name, "clip_norm", limit, t, dtype=norm.dtype))
+
+
+def _axes_of_values(name: str, t: IndexedSlices, axes: tuple[int, ...]) -> tuple[int, ...]:
+    """Axes of the dense array as those of ``values``."""
+    among = [axis for axis in axes if axis < t.row_axes]
+    if among and len(among) < t.row_axes:
+        raise ValueError(
+            f"{name}(axes={axes}) got slices {t.shape} whose rows {t.row_axes} axes "
+            "number: a norm is over all of these axes or none"
+        )
+    within = tuple(axis - t.row_axes + 1 for axis in axes if axis >= t.row_axes)
+    return (0, *within) if among else within
 
 
 def _normalized_axes(

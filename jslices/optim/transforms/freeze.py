@@ -11,6 +11,7 @@ from jax.typing import ArrayLike
 
 from jslices._arguments import check_array
 from jslices._jax import flatten
+from jslices._rows.access import per_row
 from jslices._slices import IndexedSlices, is_slices
 from jslices._typing import Gradients, Params, PyTree, State, Transformation
 from jslices.optim.engine.catch_up import FROZEN, Clock
@@ -116,7 +117,7 @@ def freeze_rows(tx: Transformation, frozen: PyTree) -> Any:
         if any(x is True for x in columns[0]):
             state = marked(state)
         rows = [
-            x if bits is None or x is None or x is True else _left_out(x, bits, p.shape[0])
+            x if bits is None or x is None or x is True else _left_out(x, bits, p.shape)
             for p, x, bits in zip(leaves, *columns, strict=True)
         ]
         return tx.catch_up(params, state, structure.unflatten(rows))
@@ -171,7 +172,12 @@ def _check(bits: Frozen, shape: tuple[int | None, ...]) -> None:
             f"freeze_rows wants bools, got {array.dtype}{list(array.shape)}; for row "
             "numbers: lambda rows: jnp.isin(rows, numbers)"
         )
-    if array.ndim != 1 or shape[:1] not in (array.shape, (None,)):
+    sizes = shape[: array.ndim]
+    if (
+        not array.ndim
+        or len(sizes) < array.ndim
+        or any(n not in (None, m) for n, m in zip(sizes, array.shape, strict=True))
+    ):
         raise ValueError(
             f"freeze_rows got bools of shape {array.shape} for a table of shape {shape}; "
             "it wants one for each row"
@@ -193,15 +199,24 @@ def _frozen(bits: Frozen, rows: jax.Array) -> jax.Array:
 
 
 def _marked(last: jax.Array, bits: Frozen) -> jax.Array:
+    if not callable(bits):
+        return jnp.where(per_row(jnp.asarray(bits), last), FROZEN, last)
+    if last.ndim > 1:
+        raise ValueError(
+            "freeze_rows got a function of row numbers for a table whose rows may be "
+            f"numbered by {last.ndim} axes; give bools of shape {last.shape}"
+        )
     rows = jnp.arange(last.shape[0], dtype=jnp.int32)
-    return jnp.where(_frozen(bits, rows), FROZEN, last)
+    return jnp.where(bits(rows), FROZEN, last)
 
 
-def _left_out(ids: IndexedSlices | ArrayLike, bits: Frozen, num_rows: int) -> Any:
+def _left_out(ids: IndexedSlices | ArrayLike, bits: Frozen, shape: tuple[int, ...]) -> Any:
     """Row numbers, out of range where the row is frozen."""
+    if isinstance(ids, IndexedSlices) and ids.row_axes > 1:  # as lookup_ids gives them
+        return only_rows(ids, _free(bits), 0.0)
     if is_slices(ids) or not jnp.issubdtype(jnp.asarray(ids).dtype, jnp.integer):
         return ids  # which catch_up refuses
-    ids = jnp.asarray(ids).reshape(-1)
+    num_rows, ids = shape[0], jnp.asarray(ids).reshape(-1)
     near = jnp.clip(ids, 0, max(num_rows - 1, 0))
     return jnp.where(_frozen(bits, near), num_rows, ids)
 

@@ -14,7 +14,13 @@ from jax.typing import DTypeLike
 from jslices._jax import flatten, is_symbolic
 from jslices._place.boundary import on_any_mesh, placed_as, row_major_array
 from jslices._rows.access import room_for_distinct, set_rows, where_rows
-from jslices._slices import IndexedSlices, deduplicated, is_slices
+from jslices._slices import (
+    IndexedSlices,
+    deduplicated,
+    flat_rows,
+    is_slices,
+    rows_numbered,
+)
 from jslices._typing import Gradients, Leaf, Params, PyTree, State, Transformation
 from jslices.optim.engine.constructors import combinator
 from jslices.optim.engine.protocol import (
@@ -142,7 +148,8 @@ class _Lifted:
             if not is_slices(grad):
                 return None
             entries = grad.values.shape[0]
-            capacity = room_for_distinct(entries, jnp.shape(param)[0])
+            num_rows = rows_numbered(jnp.shape(param), grad.row_axes)
+            capacity = room_for_distinct(entries, num_rows)
             return Plan(
                 "together", entries, capacity, why="Optax steps all of them at once"
             )
@@ -157,7 +164,7 @@ class _Rows:
         self, tree: PyTreeDef, arrays: Sequence[jax.Array], touched: Sequence[Leaf]
     ) -> None:
         self.tree, self.arrays, self.touched = tree, arrays, touched
-        self.heights = {g.dense_shape[0] for g in touched if is_slices(g)}
+        self.sizes = {g.dense_shape[: g.row_axes] for g in touched if is_slices(g)}
 
     def mirrors(self, subtree: PyTree) -> bool:
         """True for a part of the state that has the structure and shapes of params.
@@ -177,7 +184,7 @@ class _Rows:
         def rows(x: PyTree, g: Leaf) -> PyTree:
             if not is_slices(g) or _left_out(x):
                 return x
-            return derivable(_present(g), read_rows(x, g.indices))
+            return derivable(_present(g), read_rows(flat_rows(x, g.row_axes), g.indices))
 
         return self._map(rows, subtree)
 
@@ -188,7 +195,9 @@ class _Rows:
             new = next(parts)
             if not is_slices(g) or _left_out(x):
                 return new
-            return row_major_array(set_rows(x, g.indices, new.astype(x.dtype)))
+            flat = flat_rows(x, g.row_axes)
+            flat = set_rows(flat, g.indices, new.astype(x.dtype))
+            return row_major_array(flat.reshape(x.shape))
 
         return self._map(written, subtree)
 
@@ -230,7 +239,7 @@ class _Rows:
         return self.tree.unflatten(map(f, parts, self.touched))
 
     def _refuse_rows(self, x: jax.Array) -> jax.Array:
-        if jnp.ndim(x) and jnp.shape(x)[0] in self.heights:
+        if any(jnp.shape(x)[: len(sizes)] == sizes for sizes in self.sizes):
             raise ValueError(
                 "from_optax cannot tell the rows of a state array of shape "
                 f"{jnp.shape(x)}, which does not mirror the parameters; use an optimizer "
@@ -297,8 +306,8 @@ def _coalesced(grad: Leaf) -> Leaf:
 
 def _present(grad: IndexedSlices) -> jax.Array:
     """bool ``[U]``: which entries are of a row."""
-    assert grad.dense_shape is not None
-    return grad.indices < grad.dense_shape[0]
+    assert grad.num_rows is not None
+    return grad.indices < grad.num_rows
 
 
 def _values(grad: IndexedSlices) -> jax.Array:

@@ -17,7 +17,7 @@ from jax.tree_util import PyTreeDef
 from jslices._jax import flatten
 from jslices._place.boundary import filled_like, row_major_tables, split_by
 from jslices._rows.access import canonical_indices, empty_index, index_dtype
-from jslices._slices import Facts, check_slices, is_slices, slices_of
+from jslices._slices import Facts, check_slices, is_slices, rows_numbered, slices_of
 from jslices._typing import (
     Aval,
     Gradients,
@@ -242,8 +242,7 @@ def _nothing(shape: Aval | None) -> Leaf:
     if not is_slices(shape):
         return jnp.zeros(shape.shape, shape.dtype)
     values, indices = shape.values, shape.indices
-    num_rows = None if shape.dense_shape is None else shape.dense_shape[0]
-    empty = empty_index(num_rows, indices.dtype)
+    empty = empty_index(shape.num_rows, indices.dtype)
     # Both branches of a cond return the same type, with the same placement.
     values = jnp.zeros(values.shape, values.dtype)
     indices = jnp.full(indices.shape, empty, indices.dtype)
@@ -259,20 +258,21 @@ def _buffer(example: Leaf, param: jax.Array, k: int) -> Leaf:
     values, indices = example.values, example.indices
     if indices.ndim != 1:
         raise ValueError(f"multi_steps got {example}, which carries a batch axis from vmap")
-    shape = jnp.shape(param)
-    if example.dense_shape not in (None, shape) or values.shape[1:] != shape[1:]:
+    shape, axes = jnp.shape(param), example.row_axes
+    if example.dense_shape not in (None, shape) or values.shape[1:] != shape[axes:]:
         raise ValueError(
             f"multi_steps was made for slices with values {list(values.shape)} of an array "
             f"of shape {example.dense_shape}, and tx.init got one of shape {shape}"
         )
     rows = jnp.zeros((k, *values.shape), values.dtype)
-    dtype = index_dtype(shape[0], np.dtype(indices.dtype))
-    entries = jnp.full((k, *indices.shape), shape[0], dtype)
+    num_rows = rows_numbered(shape, axes)
+    dtype = index_dtype(num_rows, np.dtype(indices.dtype))
+    entries = jnp.full((k, *indices.shape), num_rows, dtype)
     placement = example.facts.placement
     if placement is not None:
         split = PartitionSpec(None, *placement.by_rows)
         rows, entries = split_by(param, (rows, entries), split)
-    return slices_of(rows, entries, shape, Facts(placement=placement))
+    return slices_of(rows, entries, shape, Facts(placement=placement), axes)
 
 
 def _put(grad: Leaf, buffer: Leaf, n: jax.Array) -> Leaf:
@@ -281,12 +281,14 @@ def _put(grad: Leaf, buffer: Leaf, n: jax.Array) -> Leaf:
         return None
     if not is_slices(buffer):
         return jnp.where(n == 0, 0, buffer) + grad.astype(buffer.dtype)
-    if grad.dense_shape not in (None, buffer.dense_shape):
+    alike = grad.row_axes == buffer.row_axes
+    if grad.dense_shape not in (None, buffer.dense_shape) or not alike:
         raise ValueError(
             f"multi_steps got slices of an array of shape {grad.dense_shape} where the "
-            f"parameter has shape {buffer.dense_shape}"
+            f"parameter has shape {buffer.dense_shape}, and row_axes are {grad.row_axes} "
+            f"and {buffer.row_axes}"
         )
-    indices = canonical_indices(grad.indices, buffer.dense_shape[0])
+    indices = canonical_indices(grad.indices, buffer.num_rows)
     put = lambda old, new: lax.dynamic_update_index_in_dim(old, new, n, 0)  # noqa: E731
     parts = put(buffer.values, grad.values), put(buffer.indices, indices)
     return jax.tree.unflatten(jax.tree.structure(buffer), parts)

@@ -4,6 +4,7 @@
 a step. ``combine_duplicates`` says what several entries of one row add up to.
 """
 
+import math
 from collections.abc import Callable
 from typing import Annotated, Any
 
@@ -16,7 +17,7 @@ from jslices._arguments import check_array
 from jslices._place.boundary import like_first, on_any_mesh
 from jslices._rows.access import canonical_indices, empty_index, set_rows, take_rows
 from jslices._rows.sums import COMBINER, sort_ids
-from jslices._slices import IndexedSlices, check_slices, is_slices, rows_at
+from jslices._slices import IndexedSlices, check_slices, flat_rows, is_slices, rows_at
 from jslices._typing import Leaf, Params, PyTree
 from jslices.optim.engine.constructors import combinator
 from jslices.optim.engine.protocol import GradientTransformation, is_leaf
@@ -44,7 +45,8 @@ def mask_rows(slices: Leaf, keep: Keep) -> Any:
 
     Args:
       slices: IndexedSlices with values ``[K, *D]``, or an array ``[V, *D]``.
-      keep: which rows may move. bool ``[V]``, by row number; or a function that is given
+      keep: which rows may move. bool ``[V]`` (``[L, V]`` where two axes number rows), by
+        row number; or a function that is given
         the indices ``[K]`` (``V`` in empty entries) and returns bool ``[K]``; or bool
         ``[K]``, entry by entry, where ``K`` is not ``V`` (where it is, or ``dense_shape``
         is None, an array goes by row number: pass a function).
@@ -85,21 +87,26 @@ def only_rows(slices: Leaf, keep: Keep, rest: float) -> Any:
         array = slices
         if array.ndim == 0:
             raise ValueError("mask_rows wants rows [V, *D], got a scalar")
-        rows = jnp.arange(array.shape[0], dtype=jnp.int32)
-        return _where(_allowed(keep, rows, array.shape[0]), array, rest)
+        axes = 1 if callable(keep) else max(1, min(jnp.ndim(keep), array.ndim))
+        rows = jnp.arange(math.prod(array.shape[:axes])).reshape(array.shape[:axes])
+        return _where(_allowed(keep, rows, array.shape[:axes]), array, rest)
     check_slices(slices)
-    num_rows = None if slices.dense_shape is None else slices.dense_shape[0]
+    num_rows, shape = slices.num_rows, slices.dense_shape
     indices = canonical_indices(slices.indices, num_rows)
     empty = empty_index(num_rows, indices.dtype)
-    allowed = _allowed(keep, indices, num_rows) & (indices != empty)
+    sizes = None if shape is None else shape[: slices.row_axes]
+    allowed = _allowed(keep, indices, sizes) & (indices != empty)
     # Of the type that came: entries stay where they are.
     values = _where(allowed, slices.values, rest)
     indices = jnp.where(allowed, indices, jnp.array(empty, indices.dtype))
     return jax.tree.unflatten(jax.tree.structure(slices), (values, indices))
 
 
-def _allowed(keep: Keep, indices: jax.Array, num_rows: int | None) -> jax.Array:
-    """bool, of the shape of ``indices``: whether the row of each entry may move."""
+def _allowed(keep: Keep, indices: jax.Array, sizes: tuple[int, ...] | None) -> jax.Array:
+    """bool, of the shape of ``indices``: whether the row of each entry may move.
+
+    ``sizes`` are those of the axes that number the rows, None if unknown.
+    """
     by_entry = callable(keep)
     mask = jnp.asarray(keep(indices) if callable(keep) else keep)
     if mask.dtype != bool:
@@ -107,12 +114,14 @@ def _allowed(keep: Keep, indices: jax.Array, num_rows: int | None) -> jax.Array:
             f"mask_rows wants keep to be bool, got {mask.dtype}{list(mask.shape)}; to keep "
             "rows by their numbers: keep=lambda indices: jnp.isin(indices, ids)"
         )
-    if not by_entry and mask.ndim == 1 and num_rows in (None, mask.shape[0]):
-        return rows_at(mask, indices, fill_value=False)
+    of_rows = mask.ndim == 1 if sizes is None else mask.shape == sizes
+    if not by_entry and of_rows:
+        return rows_at(mask.reshape(-1), indices, fill_value=False)
     if mask.shape != indices.shape:
         wanted = f"{list(indices.shape)} (one for each entry)"
         if not by_entry:
-            wanted = f"[{num_rows}] (one for each row of the table) or {wanted}"
+            rows = None if sizes is None else ", ".join(map(str, sizes))
+            wanted = f"[{rows}] (one for each row of the table) or {wanted}"
         raise ValueError(f"mask_rows wants keep of shape {wanted}, got {list(mask.shape)}")
     return mask
 
@@ -183,17 +192,19 @@ def _projected(param: jax.Array, touched: IndexedSlices, limit: jax.Array) -> ja
     check_slices(touched)
     check_array("project_rows(params=...)", param)
     table = jnp.asarray(param)
-    rows = touched.values.shape[touched.indices.ndim :]
-    shape = touched.dense_shape or (*table.shape[:1], *rows)
+    axes, rows = touched.row_axes, touched.values.shape[touched.indices.ndim :]
+    shape = touched.dense_shape or (*table.shape[:axes], *rows)
     if table.shape != shape:
         raise ValueError(
             f"project_rows got {touched} for a parameter of shape {table.shape}; the "
             "shapes must be equal"
         )
+    table = flat_rows(table, axes)
     ids, _ = sort_ids(canonical_indices(touched.indices.reshape(-1), table.shape[0]))
     again = jnp.concatenate([jnp.zeros((1,), bool), ids[1:] == ids[:-1]])[: ids.shape[0]]
     once = jnp.where(again, jnp.array(table.shape[0], ids.dtype), ids)
-    return set_rows(table, once, clip_rows_by_norm(take_rows(table, once), limit))
+    rows = clip_rows_by_norm(take_rows(table, once), limit)
+    return set_rows(table, once, rows).reshape(shape)
 
 
 # --- Frequent rows --------------------------------------------------------------------

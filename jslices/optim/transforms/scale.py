@@ -89,8 +89,7 @@ def _scaled(update: Leaf, factor: Any) -> Any:
     elif not isinstance(update, IndexedSlices):
         scaled = wide * per_row(_factors(factor, jnp.arange(len(update)), wide), wide)
     else:
-        num_rows = None if update.dense_shape is None else update.dense_shape[0]
-        indices = canonical_indices(update.indices, num_rows)
+        indices = canonical_indices(update.indices, update.num_rows)
         scaled = wide.scale_rows(_factors(factor, indices, wide))
     return scaled.astype(update.dtype)
 

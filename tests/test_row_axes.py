@@ -1,0 +1,292 @@
+"""Arrays whose rows several axes number: a table for each layer, in one array [L, V, D]."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from helpers import assert_close
+from jax import lax
+from optimizers import FIRST, make
+
+import jslices as js
+import jslices.testing
+
+L, V, D, K = 3, 7, 4, 5
+RNG = np.random.default_rng(5)
+TABLE = jnp.asarray(RNG.normal(size=(L, V, D)), jnp.float32)
+IDS = jnp.asarray(RNG.integers(0, V, (4, L, K)))
+
+
+def scanned(tables, ids):
+    """Layers in a loop, each with its own table."""
+
+    def layer(x, of_layer):
+        table, ids = of_layer
+        return x + jnp.sin(table[ids] * 2).sum(), None
+
+    return lax.scan(layer, 0.0, (tables, ids))[0]
+
+
+def blocks(tables, ids):
+    """Whole tables [V, D] of some layers."""
+    return jnp.sin(tables[ids[0, :1] % L] * 2).sum()
+
+
+# --- slices -----------------------------------------------------------------------------
+
+VALUES = jnp.asarray(RNG.normal(size=(4, D)), jnp.float32)
+SLICES = js.IndexedSlices(VALUES, jnp.array([1, 13, 1, 99]), (L, V, D), row_axes=2)
+DENSE = np.zeros((L * V, D), np.float32)
+np.add.at(DENSE, [1, 13, 1], VALUES[:3])
+DENSE = DENSE.reshape(L, V, D)
+
+
+def test_slices_of_such_an_array():
+    assert (SLICES.shape, SLICES.ndim, SLICES.num_rows) == ((L, V, D), 3, L * V)
+    factors = RNG.normal(size=(L, V, 1)).astype(np.float32)
+    batch = jax.vmap(lambda x: SLICES * x)(jnp.arange(2.0))
+    same = {
+        "to_dense": (SLICES, DENSE),
+        "coalesce": (SLICES.coalesce(), DENSE),
+        "jit": (jax.jit(lambda s: s)(SLICES), DENSE),
+        "sum": (SLICES + SLICES, 2 * DENSE),
+        "array": (jnp.ones((L, V, D)) + SLICES, 1 + DENSE),
+        "factors": (SLICES * factors, DENSE * factors),
+        "flat": (SLICES.flat, DENSE.reshape(L * V, D)),
+        "batch": (batch, np.stack([0 * DENSE, DENSE])),
+        "example": (batch[1], DENSE),
+        "clip": (js.clip_by_global_norm(SLICES, 0.5)[0], DENSE * 0.5 / norm(DENSE)),
+        "mask": (
+            js.mask_rows(SLICES, jnp.arange(L * V).reshape(L, V) > 1),
+            DENSE * above(1),
+        ),
+        "sparse_mask": (js.sparse_mask(SLICES, [1]), DENSE * above(1)),
+        "apply": (js.apply_slices(jnp.ones((L, V, D)), SLICES, "add"), 1 + DENSE),
+        "pickled": (jax.tree.map(lambda x: x, SLICES), DENSE),
+    }
+    for axis in (None, 0, 1, 2, (0, 1), (0, 2), (1, 2), -1, (0, 1, 2)):
+        same[f"sum over {axis}"] = SLICES.sum(axis), DENSE.sum(axis)
+        same[f"mean over {axis}"] = SLICES.mean(axis), DENSE.mean(axis)
+    for name, (ours, expected) in same.items():
+        ours = ours.to_dense() if js.is_slices(ours) else ours
+        assert_close({name: ours}, {name: jnp.asarray(expected)})
+
+
+def norm(x):
+    return np.sqrt((x**2).sum())
+
+
+def above(number):
+    return (np.arange(L * V) > number).reshape(L, V, 1)
+
+
+@pytest.mark.parametrize(
+    "shape, row_axes, message",
+    [
+        ((L, V, D), 1, "if 2 axes number the rows, type row_axes=2"),
+        ((V, D + 1), 1, "did you mean dense_shape="),
+        ((L, V, D), 0, "at least 1, got 0"),
+        ((D,), 2, "2 axes of rows"),
+    ],
+)
+def test_a_shape_that_does_not_fit_is_refused(shape, row_axes, message):
+    with pytest.raises(ValueError, match=message):
+        js.IndexedSlices(jnp.ones((2, D)), jnp.array([1, 2]), shape, row_axes)
+
+
+def test_slices_of_different_rows_are_not_added():
+    coarse = js.IndexedSlices(jnp.ones((1, V, D)), jnp.array([1]), (L, V, D))
+    with pytest.raises(ValueError, match=r"numbered by|different shapes"):
+        SLICES + coarse
+
+
+# --- which axes -------------------------------------------------------------------------
+
+
+def test_the_rows_of_the_fewest_bytes_are_chosen():
+    def some(table):
+        return jnp.sin(table[jnp.array([1])]).sum()
+
+    def both(table):
+        return some(table) + jnp.sin(table[0, IDS[0, 0]]).sum()
+
+    table = jnp.ones((40, V, D))
+    grads = jax.jit(lambda t: (js.grad(some)(t), js.grad(both)(t)))(table)
+    assert [g.row_axes for g in grads] == [1, 2]
+    assert [g.indices.size for g in grads] == [1, V + K]
+    assert_close(grads[1].to_dense(), jax.grad(both)(table), rtol=1e-6)
+
+
+def test_an_ordinary_stacked_weight_stays_dense():
+    def layers(weights):
+        return lax.scan(lambda x, w: (jnp.tanh(x @ w), None), jnp.ones((2, D)), weights)[
+            0
+        ].sum()
+
+    assert not js.is_slices(js.grad(layers)(jnp.ones((L, D, D))))
+
+
+def test_as_many_rows_as_an_index_holds():
+    table = jax.ShapeDtypeStruct((2**8, 2**24, 2), jnp.float32)
+    with pytest.raises(ValueError, match="jax_enable_x64"):
+        js.explain(lambda t: t[3, jnp.array([5])].sum())(table)
+
+
+# --- steps ------------------------------------------------------------------------------
+
+
+def steps(tx, loss, table, batches=IDS):
+    """Some steps; the table and the state after them."""
+    state = tx.init(table)
+    for ids in batches:
+        updates, state = tx.update(js.grad(loss)(table, ids), state, table)
+        table = js.apply_updates(table, updates)
+    return table, state
+
+
+def test_a_step_is_that_of_rows_numbered_by_one_axis():
+    optimizers = {name: make(js, name, 0.1, kwargs) for name, kwargs in FIRST}
+
+    @jax.jit
+    def step(arrays, states, ids):
+        grads = js.grad(scanned)(TABLE, ids)
+        results = {}
+        for name, tx in optimizers.items():
+            stacked, flat = arrays[name]
+            together, state = tx.apply(grads, states[name][0], stacked)
+            by_one_axis, flat_state = tx.apply(grads.flat, states[name][1], flat)
+            results[name] = (together, by_one_axis), (state, flat_state)
+        arrays = {name: result[0] for name, result in results.items()}
+        return arrays, {name: result[1] for name, result in results.items()}
+
+    pair = TABLE, TABLE.reshape(L * V, D)
+    arrays = dict.fromkeys(optimizers, pair)
+    states = {name: tuple(map(tx.init, pair)) for name, tx in optimizers.items()}
+    for ids in IDS[:2]:
+        arrays, states = step(arrays, states, ids)
+    for name, (stacked, flat) in arrays.items():
+        assert_close(stacked.reshape(L * V, D), flat, rtol=1e-6)
+        shapes = {x.shape for x in jax.tree.leaves(states[name][0]) if x.size > 1}
+        assert shapes <= {(L, V, D), (L, V)}, name
+
+
+EXACT = {
+    "adam": (js.adam(0.1, untouched="exact"), optax.adam(0.1)),
+    "momentum": (
+        js.sgd(0.1, momentum=0.9, untouched="exact"),
+        optax.sgd(0.1, momentum=0.9),
+    ),
+    "adamw": (
+        js.adamw(0.1, weight_decay=0.1, untouched="exact"),
+        optax.adamw(0.1, weight_decay=0.1),
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    "name, loss",
+    [("adam", scanned), ("momentum", scanned), ("adamw", blocks)],
+    ids=["rows", "rows of sgd", "coarser rows"],
+)
+def test_exact_steps_are_those_of_optax(name, loss):
+    """Of coarser rows, too, than those for which the clock has a number each."""
+    tx, dense = EXACT[name]
+
+    @jax.jit
+    def run(table):
+        by_hand, once, state, state_once = table, table, tx.init(table), tx.init(table)
+        whole, optax_state = table, dense.init(table)
+        step = js.optim.exact_step(loss, tx)
+        for ids in IDS[:3]:
+            rows = js.lookup_ids(loss)(by_hand, ids)
+            by_hand, state = tx.catch_up(by_hand, state, rows)
+            updates, state = tx.update(js.grad(loss)(by_hand, ids), state, by_hand)
+            by_hand = js.apply_updates(by_hand, updates)
+            once, state_once, _ = step(once, state_once, ids)
+            grads = jax.grad(loss)(whole, ids)
+            updates, optax_state = dense.update(grads, optax_state, whole)
+            whole = optax.apply_updates(whole, updates)
+        return tx.flush(by_hand, state), tx.flush(once, state_once), whole
+
+    (by_hand, state), (once, _), whole = run(TABLE)
+    assert_close(by_hand, whole, rtol=1e-4, atol=2e-6)
+    assert_close(once, whole, rtol=1e-4, atol=2e-6)
+    assert state.clock.last.shape == (L, V)
+
+
+def test_a_row_that_is_behind_is_named():
+    tx = EXACT["adam"][0]
+    table, state = steps(tx, scanned, TABLE, IDS[:1])
+    ids = (IDS[0, :, :1] + 1) % V
+    with pytest.raises(ValueError, match="did its last step at"):
+        for _ in range(2):
+            _, state = tx.update(js.grad(scanned)(table, ids), state, table)
+            ids = (ids + 1) % V
+
+
+def test_what_stands_around_a_step():
+    grads = [js.grad(scanned)(TABLE, ids) for ids in IDS]
+    frozen = jnp.arange(L * V).reshape(L, V) % 3 == 0
+    wholes = [g.to_dense() for g in grads]
+
+    mean = js.accumulate_gradients(lambda ids: js.grad(scanned)(TABLE, ids), IDS)
+    assert_close(mean.to_dense(), sum(wholes) / len(IDS), rtol=1e-5)
+    limited = js.clip_rows_by_norm(grads[0], 0.5).to_dense()
+    norms = np.linalg.norm(wholes[0], axis=-1, keepdims=True)
+    assert_close(
+        limited, wholes[0] * np.minimum(1, 0.5 / np.maximum(norms, 1e-9)), rtol=1e-5
+    )
+    assert_close(js.global_norm(grads[0]), norm(np.asarray(wholes[0])), rtol=1e-6)
+
+    def after(tx, gradients):
+        table, state = TABLE, tx.init(TABLE)
+        for g in gradients:
+            updates, state = tx.update(g, state, table)
+            table = js.apply_updates(table, updates)
+        return table
+
+    lifted = js.from_optax(optax.adagrad(0.1))
+    assert_close(after(lifted, grads), after(js.adagrad(0.1), grads), rtol=1e-5)
+    pairs = js.optim.multi_steps(js.adagrad(0.1), 2, grads[0])
+    means = [(a + b) / 2 for a, b in zip(wholes[::2], wholes[1::2], strict=True)]
+    assert_close(after(pairs, grads), after(js.adagrad(0.1), means), rtol=1e-5, atol=1e-6)
+    for tx in (js.adam(0.1), js.rowwise_adagrad(0.1)):
+        kept = after(js.optim.freeze_rows(tx, frozen), grads)
+        expected = jnp.where(frozen[..., None], TABLE, after(tx, grads))
+        assert_close(kept, expected, rtol=1e-6)
+    inside = js.project_rows(TABLE, grads[0], 0.5)
+    touched = norms > 0
+    assert (np.linalg.norm(inside, axis=-1)[touched[..., 0]] < 0.5001).all()
+    assert_close(jnp.where(touched, 0, inside), jnp.where(touched, 0, TABLE))
+
+
+def test_a_step_of_16_bits_is_rounded_stochastically():
+    table = jnp.ones((L, V, D), jnp.bfloat16)
+    tx = js.sgd(1e-3)
+    grads = js.grad(lambda t: scanned(t.astype(jnp.float32), IDS[0]))(table)
+    new, _ = tx.apply(grads, tx.init(table), table, key=jax.random.key(0))
+    flat, _ = tx.apply(
+        grads.flat, tx.init(table), table.reshape(L * V, D), key=jax.random.key(0)
+    )
+    assert (new.reshape(L * V, D) == flat).all()
+    assert (new != 1).any()
+
+
+# --- the compiled program ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize("exact", [False, True], ids=["lazy", "exact"])
+def test_no_array_of_the_size_of_the_tables_is_made(exact):
+    table = jnp.ones((4, 20_000, 8))
+    tx = js.adam(0.1, untouched="exact" if exact else "lazy")
+    step = js.optim.exact_step(scanned, tx)
+
+    def lazily(table, state, ids):
+        value, grads = js.value_and_grad(scanned)(table, ids)
+        return *tx.apply(grads, state, table), value
+
+    run = jax.jit(step if exact else lazily, donate_argnums=(0, 1))
+    args = table, tx.init(table), jnp.ones((4, K), jnp.int32)
+    js.testing.assert_in_place(run, *args)
+    js.testing.assert_no_dense_temporary(run, *args, min_bytes=table.nbytes // 4)
