@@ -172,7 +172,7 @@ def tables_of(program: Program, min_bytes: int, instead: str = "") -> dict[Leaf,
 
 
 def _looked_up(program: Program) -> dict[Leaf, tuple[int, int]]:
-    """The arguments whose rows are gathered: how many at most at a time, and of how many."""
+    """The arguments whose rows are gathered: how many at a time, of how many."""
     jaxpr = program.jaxpr.jaxpr
     rows: dict[int, tuple[int, int]] = {}
     _walk(jaxpr, list(range(len(jaxpr.invars))), rows)
