@@ -1,9 +1,11 @@
 """What devices send one another, as it is read from compiled programs."""
 
+import functools
 import pathlib
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax import lax
 from jax.sharding import AxisType, NamedSharding
@@ -247,9 +249,47 @@ def test_row_gradients_do_not_send_tables(mesh, tx, spec):
     assert 0 < found.most < 8 * K * (4 * D + 4)
 
 
-@pytest.mark.parametrize(
+LAZY_AND_EXACT = pytest.mark.parametrize(
     "tx", [js.adam(0.1), js.adam(0.1, untouched="exact")], ids=["lazy", "exact"]
 )
+
+
+@LAZY_AND_EXACT
+def test_moments_split_beside_a_table_on_every_device(mesh, tx):
+    """Each device has the table and a part of the moments, and steps as one device does."""
+
+    @functools.partial(jax.jit, donate_argnums=(0, 1))
+    def step(params, state, ids):
+        params, state = tx.catch_up(params, state, js.lookup_ids(loss)(params, ids))
+        return tx.apply(js.grad(loss)(params, ids), state, params)
+
+    params = {"t": np.arange(V * D, dtype=np.float32).reshape(V, D) % 7}
+    ids = jnp.arange(2 * K).reshape(2, K) * 9_001 % V
+    everywhere, split = (NamedSharding(mesh, P(*spec)) for spec in ((), ("x",)))
+    here = jax.device_put(params, everywhere)
+    state = jax.tree.map(
+        lambda x: jax.device_put(x, split if x.shape[:1] == (V,) else everywhere),
+        tx.init(params),
+    )
+    batches = [jax.device_put(x, split) for x in ids]
+    with jax.set_mesh(mesh):
+        sent = assert_no_table_on_wire(step, here, state, batches[0])
+        memory = js.testing.assert_in_place(step, here, state, batches[0])
+        for batch in batches:
+            here, state = step(here, state, batch)
+    assert 0 < sent.most < 6 * K * (4 * D + 4) * tx.catches_up + 6 * K * (4 * D + 4)
+    moments = 2 * D + tx.catches_up  # and of exact ones when a row was last stepped
+    assert memory.argument_bytes < 1.01 * V * 4 * (D + moments / 8)
+    assert state.mu["t"].sharding.is_equivalent_to(split, 2)
+    params = jax.tree.map(jnp.asarray, params)
+    alone = params, tx.init(params)
+    for batch in ids:
+        alone = step(*alone, batch)
+    np.testing.assert_allclose(here["t"], alone[0]["t"], rtol=1e-6)
+    np.testing.assert_allclose(state.nu["t"], alone[1].nu["t"], rtol=1e-6)
+
+
+@LAZY_AND_EXACT
 def test_columns_stay_where_they_are(tx):
     """On Auto axes nobody says how columns are split; ids may be split along that axis."""
     mesh = mesh_of((2, 4), ("a", "x"))

@@ -77,6 +77,11 @@ def shardings_of(tree: PyTree) -> Any:
     return jax.tree.map(_type_of, tree)
 
 
+def split_rows(x: Aval) -> tuple[str, ...]:
+    """The mesh axes along which the first axis of an array is split, if its type tells."""
+    return _spec(x)[0] if jnp.ndim(x) else ()
+
+
 def everywhere(x: Aval, *others: PyTree) -> Any:
     """How arrays are split that have rows of ``x``, each on all devices."""
     mesh, spec = explicit_mesh(x, others), PartitionSpec(None, *_named(x)[1:])

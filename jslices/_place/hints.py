@@ -149,7 +149,9 @@ def hint_large_step(num_bytes: int) -> None:
 
 def warn_of_columns(place: str, x: Leaf) -> None:
     """Says, once for each table, what one that is laid out by columns costs."""
-    if isinstance(x, jax.core.Tracer) or not isinstance(x, jax.Array) or is_row_major(x):
+    if isinstance(x, jax.core.Tracer) or not isinstance(x, jax.Array):
+        return
+    if x.is_deleted() or is_row_major(x):  # JAX says what is wrong with a deleted one
         return
     key = place, x.shape, x.dtype
     if not is_tall(x) or key in _warned:

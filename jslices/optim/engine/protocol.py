@@ -10,7 +10,13 @@ import jax.numpy as jnp
 
 from jslices._arguments import check_array
 from jslices._jax import definitely
-from jslices._place.boundary import like_first, on_any_mesh, row_major_array, shardings_of
+from jslices._place.boundary import (
+    like_first,
+    on_any_mesh,
+    row_major_array,
+    shardings_of,
+    split_rows,
+)
 from jslices._rows.access import canonical_indices, where_rows
 from jslices._rows.rounding import (
     KeyBits,
@@ -29,6 +35,7 @@ from jslices._slices import (
     is_slices,
     one_program,
     rows_numbered,
+    slices_of,
 )
 from jslices._typing import Gradients, Key, Leaf, Params, PyTree, State
 
@@ -507,6 +514,24 @@ def shardings_of_update(grads: Gradients, state: State, *rest: Any) -> tuple[Any
         lambda g: shardings_of(g.values if is_slices(g) else g), grads, is_leaf=is_leaf
     )
     return updates, shardings_of(state)
+
+
+def left_to_xla(tree: PyTree, state: State) -> PyTree:
+    """Slices of tables that all devices have, to be stepped with state that is split.
+
+    Without a placement XLA sends the rows of the state that a step reads; with it each
+    device would step all of them, and be sent the whole state.
+    """
+    if not any(split_rows(x) for x in jax.tree.leaves(state)):
+        return tree
+
+    def changed(g: Leaf) -> Leaf:
+        if not is_slices(g) or g.facts.placement is None or g.facts.placement.rows:
+            return g
+        facts = g.facts._replace(placement=None)
+        return slices_of(g.values, g.indices, g.dense_shape, facts, g.row_axes)
+
+    return jax.tree.map(changed, tree, is_leaf=is_leaf)
 
 
 def _at(path: tuple[Any, ...]) -> str:

@@ -30,6 +30,7 @@ from jslices.optim.engine.protocol import (
     has_no_rows,
     is_float0,
     is_leaf,
+    left_to_xla,
     refuse_alone,
     refuse_nothing,
     refuse_slices,
@@ -108,7 +109,7 @@ class _RuleOnTrees:
         self, grads: Gradients, state: State, params: Params = None
     ) -> tuple[Gradients, State]:
         run = on_any_mesh(shardings_of_update)(self._update)
-        updates, state = run(grads, state, params)
+        updates, state = run(left_to_xla(grads, state), state, params)
         return carried(updates), state
 
     @usual_promotion
@@ -169,7 +170,8 @@ class _RuleOnTrees:
         exact.note_catch_up(self.rule)
         self._check_shapes(params, state)
         advance = on_any_mesh(_shardings_of_params)(self._advance)
-        return advance(params, state, exact.rows_behind(params, ids))
+        behind = left_to_xla(exact.rows_behind(params, ids), state)
+        return advance(params, state, behind)
 
     def flush(self, params: Params, state: State) -> tuple[Params, State]:
         exact.note_catch_up(self.rule)
