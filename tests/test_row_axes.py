@@ -127,10 +127,31 @@ def test_an_ordinary_stacked_weight_stays_dense():
     assert not js.is_slices(js.grad(layers)(jnp.ones((L, D, D))))
 
 
-def test_as_many_rows_as_an_index_holds():
+def test_more_rows_than_an_index_holds():
     table = jax.ShapeDtypeStruct((2**8, 2**24, 2), jnp.float32)
     with pytest.raises(ValueError, match="jax_enable_x64"):
         js.explain(lambda t: t[3, jnp.array([5])].sum())(table)
+
+
+def test_row_numbers_that_need_64_bits():
+    shape = (2**8, 2**24, 2)
+    ids, layers = jnp.array([5, 7]), jnp.array([200, 255])
+    body = lambda table: lambda n: table[n][ids]  # noqa: E731
+    forms = {
+        "by both": (lambda t: t[layers, ids], [(200, 5), (255, 7)]),
+        "in a loop": (lambda t: lax.map(body(t), layers[1:]), [(255, 5), (255, 7)]),
+        "of one": (lambda t: t[255][ids], [(255, 5), (255, 7)]),
+        "second axis": (lambda t: jnp.moveaxis(t, 0, 1)[ids, layers], [(200, 5), (255, 7)]),
+        "scanned": (
+            lambda t: lax.map(lambda u: u[ids[:1]], t),
+            [(n, 5) for n in range(256)],
+        ),
+    }
+    with jax.enable_x64(True):
+        table = jax.ShapeDtypeStruct(shape, jnp.float32)
+        for form, rows in forms.values():
+            numbers = js.lookup_ids(lambda t, form=form: form(t).sum())(table).indices
+            assert numbers.tolist() == [layer * shape[1] + row for layer, row in rows]
 
 
 # --- steps ------------------------------------------------------------------------------

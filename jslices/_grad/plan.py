@@ -335,7 +335,8 @@ def _may_have_finer_rows(planned: Planned, number: int) -> bool:
         return False
     finer = leaf._replace(row_axes=leaf.row_axes + 1).table_shape[0]
     many = _jax.definitely(lambda: finer > INT32_MAX)
-    if many and planned.kind(number) == "sparse":
+    no_room = many and not jax.config.read("jax_enable_x64")
+    if no_room and planned.kind(number) == "sparse":
         # Their numbers may not fit; an error says so, unless these rows do.
         return _jax.definitely(lambda: planned.bytes_of_rows(number) >= leaf.num_bytes)
     return leaf.may_be_sparse and (use is None or use.what not in _PRODUCTS)

@@ -16,9 +16,10 @@ from jax import lax
 
 from jslices import _jax
 from jslices._grad.origins import Origins
-from jslices._grad.reads import Mode, Read, form_for, wide
+from jslices._grad.reads import Mode, Read, form_for
 from jslices._grad.views import Transposed, Values, View, flat
 from jslices._jax import Equation
+from jslices._rows.access import wide
 from jslices._rows.sums import add_rows
 
 
@@ -37,7 +38,7 @@ class _Factor(NamedTuple):
     def numbers(self, examples: Sequence[jax.Array], ids: jax.Array) -> jax.Array:
         """The numbers ``[n]`` of the rows with these ids in these examples of a batch."""
         *sizes, height = self.view.shape[: self.view.lead]
-        ids = wide(ids)
+        ids = wide(ids, math.prod(sizes) * height)
         first = jnp.zeros((), ids.dtype)
         for size, example in zip(sizes, examples, strict=True):
             first = first * size + example.astype(ids.dtype)

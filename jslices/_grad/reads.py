@@ -36,7 +36,7 @@ from jslices._grad.views import (
 )
 from jslices._jax import Atom, Equation
 from jslices._place.boundary import drop_sharding
-from jslices._rows.access import take_rows
+from jslices._rows.access import take_rows, wide
 from jslices._typing import Aval
 
 Mode = lax.GatherScatterMode
@@ -443,7 +443,7 @@ def _gather_repeated(eqn: Equation, view: Repeated) -> Read | None:
         return jnp.broadcast_to(x, order).reshape(count)
 
     def ids(values: Values) -> jax.Array:
-        starts = wide(values[1])
+        starts = wide(values[1], view.flat.shape[0])
         number = jnp.zeros((), starts.dtype)
         for d, height in enumerate(shape[:lead]):
             if d in by_id:
@@ -494,16 +494,10 @@ def _slice_repeated(eqn: Equation, operands: Values) -> Read | None:
         return None
 
     def ids(values: Values) -> jax.Array:
-        starts = [wide(start) for start in values[1 : 1 + lead]]
+        starts = [wide(start, view.flat.shape[0]) for start in values[1 : 1 + lead]]
         part = flat(window(view, starts, sizes[:lead]))
         assert isinstance(part, Window)
         return part.number(jnp.arange(count, dtype=starts[0].dtype))
 
     arrange = lambda rows, values: rows.reshape(sizes)  # noqa: E731
     return Read(view.flat, count, Mode.CLIP, None, eqn.invars[1].aval, ids, arrange)
-
-
-def wide(ids: Any) -> jax.Array:
-    """Row numbers of at least 32 bits: V need not fit into an int8."""
-    ids = jnp.asarray(ids)
-    return ids.astype(jnp.int32) if ids.dtype.itemsize < 4 else ids

@@ -37,7 +37,7 @@ from jslices._grad.views import (
 )
 from jslices._jax import Atom, Equation
 from jslices._lookup.mark import mark_p
-from jslices._rows.access import INT32_MAX
+from jslices._rows.access import INT32_MAX, wide
 
 
 class NeedsWhole(NamedTuple):
@@ -439,6 +439,7 @@ def _renumbered(
     old, inner = view.shape, flat(view)
 
     def number(x: jax.Array) -> jax.Array:
+        x = wide(x, inner.shape[0])
         result = jnp.zeros_like(x)
         for height, (axis, start, step) in zip(old[:lead], numbering, strict=True):
             below = math.prod(rows[axis + 1 :])

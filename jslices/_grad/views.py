@@ -17,6 +17,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jslices._rows.access import wide
+
 #: For each operand, or output, a view or an array. None stands for arrays while reads are
 #: planned.
 Values: TypeAlias = Sequence[Any]
@@ -161,6 +163,7 @@ class Window(View):
 
     def number(self, x: jax.Array) -> jax.Array:
         """The number of a row in ``inner``."""
+        x = wide(x, self.inner.shape[0])
         result, below = jnp.zeros_like(x), 1
         for size, rows, start in list(zip(self.sizes, self.rows, self.starts, strict=True))[
             ::-1

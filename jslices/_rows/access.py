@@ -65,6 +65,14 @@ def index_dtype(num_rows: int | None, dtype: np.dtype) -> np.dtype:
     return np.dtype(np.int32)
 
 
+def wide(ids: ArrayLike, num_rows: Size = 0) -> jax.Array:
+    """``ids`` in a dtype of at least 32 bits that holds all of so many row numbers."""
+    ids = jnp.asarray(ids)
+    if ids.dtype.itemsize < 8 and _jax.definitely(lambda: num_rows > INT32_MAX):
+        return ids.astype(index_dtype(num_rows, np.dtype(ids.dtype)))
+    return ids.astype(jnp.int32) if ids.dtype.itemsize < 4 else ids
+
+
 def empty_index(num_rows: int | None, dtype: np.dtype) -> int:
     """The canonical index of an empty entry: V, or the largest integer if V is unknown."""
     return int(np.iinfo(dtype).max) if num_rows is None else num_rows
