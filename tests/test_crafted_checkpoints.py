@@ -190,8 +190,9 @@ def wanted_bytes(directory, prefix, names=None):
             array = wanted_bytes(directory, delta["base"], [name])[name]
             _, rows = tensor(parsed[0], delta["rows"][name])
             _, values = tensor(parsed[0], name)
-            values = values.reshape(len(values), *array.shape[1:])
-            array[rows.reshape(-1, 8).view(np.int64)[:, 0]] = values
+            width = math.prod(values.shape[1:])
+            flat = array.reshape(-1, width)
+            flat[rows.reshape(-1, 8).view(np.int64)[:, 0]] = values.reshape(-1, width)
         else:
             array, given = np.zeros((*shape, size), np.uint8), np.zeros(shape, int)
             for part in parsed:
@@ -227,6 +228,7 @@ def bytes_of(leaf):
 
 FULL = {
     "t": jnp.arange(8.0).reshape(4, 2),
+    "layers": jnp.arange(12.0).reshape(2, 3, 2),
     "numbers": np.arange(6, dtype=np.float32).reshape(2, 3),
     "complex": np.array([1, 2j], np.complex64),
     "half": jnp.ones((2, 2), jnp.bfloat16),
@@ -256,6 +258,7 @@ def saved(tmp_path_factory):
     changed = {**FULL, "t": FULL["t"].at[1].set(9), "half": FULL["half"].at[1].set(9)}
     saver.save_delta(changed, directory / "delta" / "m", 1)
     changed["t"] = FULL["t"].at[jnp.array([0, 3])].set(7)
+    changed["layers"] = FULL["layers"].at[1, 2].set(7)
     saver.save_delta(changed, directory / "delta" / "m", 2)
     return directory
 

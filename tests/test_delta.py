@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import jslices as js
 from jslices.checkpoint import DataLossError, NotFoundError
 from jslices.checkpoint.archive import Archive
-from jslices.checkpoint.leaves import as_leaf
+from jslices.checkpoint.leaves import Rows, as_leaf
 from jslices.checkpoint.tensors import TensorFile
 from jslices.checkpoint.writing import write_checkpoint
 
@@ -160,6 +160,80 @@ def test_any_chain(tmp_path_factory, batches, compare):
         js.Saver().restore(path)
 
 
+L, H = 3, 5
+FINE = [(0, 1), (2, 4)]  # rows by layer and number
+
+
+def fine(ids=(1, 14, 14, 99), shape=(L, H, 2), row_axes=2):
+    return js.IndexedSlices(jnp.ones((4, 2)), jnp.array(ids), shape, row_axes)
+
+
+def looked_up():
+    table = jnp.zeros((L, H, 2))
+    at = tuple(jnp.array(FINE).T)
+    return js.lookup_ids(lambda t: t[at].sum())(table)
+
+
+def fine_mask():
+    return np.isin(np.arange(L * H), [1, 14]).reshape(L, H)
+
+
+# By name: what is touched, and the shape of what a delta of the table holds.
+STACKED = {
+    "slices": (lambda: {"*t": fine()}, (2, 2)),
+    "slices without a shape": (lambda: {"*t": fine(shape=None)}, (2, 2)),
+    "lookup_ids": (lambda: {"*t": looked_up()}, (2, 2)),
+    "mask": (lambda: {"*t": fine_mask()}, (2, 2)),
+    "compared": (lambda: None, (2, 2)),
+    "layers": (lambda: {"*t": [0, 2]}, (2, H, 2)),
+    "both": (lambda: {"*t": fine(), "*t*": [2]}, (1 + H, 2)),
+    "both, the other way": (lambda: {"*t": [2], "*t*": fine()}, (1 + H, 2)),
+    "numbers": (lambda: {"*t": fine_mask()[..., None].repeat(2, 2)}, (4,)),
+}
+
+
+@pytest.mark.parametrize("kind", STACKED)
+def test_rows_that_several_axes_number(kind, tmp_path):
+    touched, shape = STACKED[kind]
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), "x")
+    spec = jax.sharding.PartitionSpec(None, None, "x")
+    split = jax.sharding.NamedSharding(mesh, spec)
+    changed = np.arange(L * H * 2.0, dtype=np.float32).reshape(L, H, 2)
+
+    def variables():
+        whole = changed.copy()
+        return {
+            "t": jnp.asarray(whole),
+            "mu": {"t": jax.device_put(whole, split)},
+            "raw_t": whole.astype(np.complex64),
+        }
+
+    saver = js.Saver()
+    saver.save(variables(), tmp_path / "m", 0)
+    for step in (1, 2):
+        changed[tuple(np.array(FINE).T)] += step
+        path = saver.save_delta(variables(), tmp_path / "m", step, touched=touched())
+    shapes = TensorFile(path).shapes
+    assert shapes["t"] == shapes["mu/t"] == shapes["raw_t"][: len(shape)] == shape
+    for template in (None, variables()):
+        assert_same(js.Saver().restore(path, template), variables())
+    for part in (slice(0, 1), slice(1, 3), slice(1, 1)):
+        rows = js.Saver().restore(path, rows={"*t": part})
+        assert_same(rows, jax.tree.map(lambda x, part=part: x[part], variables()))
+
+
+def test_a_comparison_takes_the_rows_of_the_fewest_bytes(tmp_path):
+    saver, table = js.Saver(), np.zeros((4, 3, 2), np.float32)
+    state = {"table": table, "rows": table[..., 0].copy(), "empty": table[:, :0]}
+    saver.save(state, tmp_path / "m", 0)
+    table[2] = 1
+    state["rows"][1, 1] = 1
+    path = saver.save_delta(state, tmp_path / "m", 1)
+    shapes = TensorFile(path).shapes
+    assert shapes["table"] == (1, 3, 2) and shapes["rows"] == (1, 3)
+    assert_same(js.Saver().restore(path), state)
+
+
 # --- the chain ------------------------------------------------------------------------
 
 
@@ -252,7 +326,7 @@ def test_a_long_chain(tmp_path):
         table[rows] = step
         leaf = as_leaf("t", table)
         part = {
-            "t": (leaf.rows_tensor(rows), (0, 0)),
+            "t": (leaf.rows_tensor(Rows(rows, 1)), (0, 0)),
             "r": (as_leaf("r", rows).tensor(), (0,)),
         }
         delta = {"base": f"m-{step - 1}", "base_id": last, "rows": {"t": "r"}}
@@ -305,9 +379,15 @@ def test_a_delta_that_an_earlier_run_kept_for_good_can_be_restored(tmp_path):
 
 ERRORS = [
     ({"zz": [1]}, NotFoundError, r"no variable with 'zz'; there are .*'mu/table'"),
-    ({"table": np.ones(3, bool)}, ValueError, "is a mask of 3 rows for a table of 64"),
+    (
+        {"table": np.ones(3, bool)},
+        ValueError,
+        r"is a mask of rows \(3,\) for a table of \(64,\)",
+    ),
     ({"table": "abc"}, ValueError, "ids are integers"),
     ({"*": [1]}, ValueError, "covers tables of different numbers of rows"),
+    ({"table": fine()}, ValueError, r"slices whose rows axes \(3, 5\) number, for a table"),
+    ({"w": fine(shape=None)}, ValueError, r"whose first axes are \(3,\)"),
 ]
 
 

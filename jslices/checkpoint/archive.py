@@ -18,7 +18,7 @@ import numpy as np
 from jslices import DataLossError, NotFoundError
 from jslices.checkpoint import files
 from jslices.checkpoint.info import INFO_KEY, Delta, Info, parse_info
-from jslices.checkpoint.leaves import Index, Spec, check_values
+from jslices.checkpoint.leaves import Index, Spec, check_values, rows_within
 from jslices.checkpoint.tensors import CODES, TensorFile, dtype_named, empty_array
 from jslices.checkpoint.text_format import parse_text
 from jslices.checkpoint.trees import bad_names, brief
@@ -185,7 +185,7 @@ class _Layer:
         specs = {name: spec.in_file for name, spec in self.specs.items()}
         for name, row_name in self.rows.items():
             count = next(iter(self._first.shapes.get(row_name, ())), 0)
-            shape = (count, *specs[name].shape[1:])
+            shape = (count, *specs[name].shape[self._row_axes(name) :])
             specs[name] = dataclasses.replace(specs[name], shape=shape)
             specs[row_name] = Spec("numpy", "int64", (count,))
         if set(self._pieces) != set(specs):
@@ -236,21 +236,26 @@ class _Layer:
 
     def replay(self, name: str, bounds: Box, out: np.ndarray) -> None:
         """Write the rows of a delta over what it builds on."""
-        rows = self._first.view(self.rows[name])
-        (start, stop), *others = bounds
+        rows, axes = self._first.view(self.rows[name]), self._row_axes(name)
+        shape = self.specs[name].shape[:axes]
         in_order = (np.diff(rows) > 0).all()
-        if len(rows) and not (in_order and 0 <= rows[0] <= rows[-1] < self._num_rows(name)):
+        if len(rows) and not (in_order and 0 <= rows[0] <= rows[-1] < math.prod(shape)):
             raise DataLossError(
                 f"{self.prefix} holds rows of {name!r} out of order or beyond its end"
             )
-        inside = np.flatnonzero((rows >= start) & (rows < stop))
+        box = tuple(slice(a, b) for a, b in bounds)
+        inside, local = rows_within(np.unravel_index(rows, shape), box[:axes])
         if len(inside):  # in order, hence close to each other
             span = slice(int(inside[0]), int(inside[-1]) + 1)
-            box: Any = (inside - span.start, *(slice(a, b) for a, b in others))
-            out[rows[inside] - start] = self._first.view(name, span)[box]
+            held: Any = (inside - span.start, *box[axes:])
+            out[local] = self._first.view(name, span)[held]
 
-    def _num_rows(self, name: str) -> int:
-        return self.specs[name].shape[0]
+    def _row_axes(self, name: str) -> int:
+        """How many axes of a variable number the rows of it that a delta holds."""
+        axes = (
+            len(self.specs[name].tensor_shape) - len(self._first.shapes.get(name, ())) + 1
+        )
+        return min(max(axes, 1), len(self.specs[name].shape))
 
 
 def is_partition(boxes: list[Box], shape: tuple[int, ...]) -> bool:

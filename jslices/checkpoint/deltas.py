@@ -1,5 +1,6 @@
 """Deltas: their base, and the rows of tables that changed since."""
 
+import math
 import os
 from collections.abc import Sequence
 from typing import TypeAlias
@@ -10,7 +11,7 @@ import numpy as np
 from jslices import IndexedSlices, InvalidArgumentError, NotFoundError, is_slices
 from jslices.checkpoint import files
 from jslices.checkpoint.archive import Archive
-from jslices.checkpoint.leaves import Array, Leaf, as_leaf, row_blocks
+from jslices.checkpoint.leaves import Array, Leaf, Rows, as_leaf, row_blocks
 from jslices.checkpoint.trees import matching, named_leaves
 from jslices.checkpoint.writing import Part
 from jslices.extend import PyTree
@@ -84,8 +85,8 @@ def delta_part(
         while row_name in leaves:
             row_name += "_"
         row_names[name] = row_name
-        part[name] = leaf.rows_tensor(rows), start
-        part[row_name] = as_leaf("rows", rows).tensor(), (0,)
+        part[name] = leaf.rows_tensor(rows), start[rows.row_axes - 1 :]
+        part[row_name] = as_leaf("rows", rows.numbers).tensor(), (0,)
     return part, row_names
 
 
@@ -100,21 +101,24 @@ def _fits(name: str, leaf: Leaf, base: Archive) -> bool:
 # --- rows that changed, from ids ------------------------------------------------------
 
 
-def _touched_rows(leaves: dict[str, Leaf], touched: PyTree) -> dict[str, np.ndarray | None]:
-    rows_of: dict[str, np.ndarray | None] = {}
+def _touched_rows(leaves: dict[str, Leaf], touched: PyTree) -> dict[str, Rows | None]:
+    rows_of: dict[str, Rows | None] = {}
     names, values, _ = named_leaves(touched, is_leaf=_is_ids)
     for pattern, ids in zip(names, values, strict=True):
         covered = matching(pattern, leaves, "touched")
-        tables = {n: leaves[n].spec.shape[0] for n in covered if leaves[n].spec.shape}
+        shapes = {n: leaves[n].spec.shape for n in covered if leaves[n].spec.shape}
+        axes = _row_axes(ids)
+        tables = {n: shape[:axes] for n, shape in shapes.items()}
         if len(set(tables.values())) > 1:
             raise InvalidArgumentError(
                 f"touched[{pattern!r}] covers tables of different numbers of rows: "
                 f"{tables}; give each its own ids"
             )
-        for name, num_rows in tables.items():
-            rows, others = _rows(pattern, ids, num_rows), rows_of.get(name)
-            if rows is not None:
-                rows_of[name] = rows if others is None else np.union1d(others, rows)
+        for name, shape in shapes.items():
+            numbers, others = _numbers(pattern, ids, shape[:axes]), rows_of.get(name)
+            if numbers is not None:
+                rows = Rows(numbers, axes)
+                rows_of[name] = rows if others is None else _union(rows, others, shape)
     return rows_of
 
 
@@ -127,20 +131,33 @@ def _is_ids(node: object) -> bool:
     return is_slices(node)
 
 
-def _rows(pattern: str, ids: Ids, num_rows: int) -> np.ndarray | None:
-    """The rows that ids, a mask, or the slices of a gradient name; None for all."""
+def _row_axes(ids: Ids) -> int:
+    """How many axes of a table number the rows that ids, a mask, or slices name."""
     if isinstance(ids, IndexedSlices):
+        return ids.row_axes
+    mask = isinstance(ids, jax.Array | np.ndarray) and ids.dtype.kind == "b"
+    return max(1, np.ndim(ids)) if mask else 1
+
+
+def _numbers(pattern: str, ids: Ids, shape: tuple[int, ...]) -> np.ndarray | None:
+    """The rows of those that axes of this shape number; None for all."""
+    if isinstance(ids, IndexedSlices):
+        table = shape if ids.dense_shape is None else ids.dense_shape[: ids.row_axes]
+        if len(shape) < ids.row_axes or table != shape:
+            raise InvalidArgumentError(
+                f"touched[{pattern!r}] are slices whose rows axes {table} number, for a "
+                f"table whose first axes are {shape}"
+            )
         ids = ids.indices
     elif isinstance(ids, jax.Array | np.ndarray) and ids.dtype.kind in "fcV":
         return None  # a dense gradient
-    ids = np.asarray(ids).reshape(-1)
+    ids = np.asarray(ids)
     if ids.size == 0:
         return np.zeros(0, np.int64)
     if ids.dtype == bool:
-        if ids.shape != (num_rows,):
+        if ids.shape != shape:
             raise InvalidArgumentError(
-                f"touched[{pattern!r}] is a mask of {ids.size} rows for a table of "
-                f"{num_rows}"
+                f"touched[{pattern!r}] is a mask of rows {ids.shape} for a table of {shape}"
             )
         return np.flatnonzero(ids)
     if ids.dtype.kind not in "iu":
@@ -148,27 +165,55 @@ def _rows(pattern: str, ids: Ids, num_rows: int) -> np.ndarray | None:
             f"touched[{pattern!r}] has the dtype {ids.dtype}; ids are integers, and a mask "
             "is of bools"
         )
-    return np.unique(ids[(ids >= 0) & (ids < num_rows)]).astype(np.int64)
+    return np.unique(ids[(ids >= 0) & (ids < math.prod(shape))]).astype(np.int64)
+
+
+def _union(a: Rows, b: Rows, shape: tuple[int, ...]) -> Rows:
+    """The rows of both, numbered by the axes of the finer ones."""
+    axes = max(a.row_axes, b.row_axes)
+
+    def finer(rows: Rows) -> np.ndarray:
+        per = math.prod(shape[rows.row_axes : axes])
+        return (rows.numbers[:, None] * per + np.arange(per)).reshape(-1)
+
+    return Rows(np.union1d(finer(a), finer(b)), axes)
 
 
 # --- rows that changed, by comparison -------------------------------------------------
 
 
-def _changed_rows(name: str, leaf: Leaf, base: Archive) -> np.ndarray | None:
+def _changed_rows(name: str, leaf: Leaf, base: Archive) -> Rows | None:
+    """The rows of the fewest bytes that hold all that changed."""
     shape = leaf.spec.shape
     if not _fits(name, leaf, base) or not shape or not shape[0]:
         return None
-    changed = np.zeros(shape[0], bool)
+    finest = max(1, len(shape) - 1)
+    changed = np.zeros(shape[:finest], bool)
     for piece in leaf.pieces:
         first, *others = piece.index()
         for rows in row_blocks(piece.data.shape, piece.data.dtype.itemsize):
-            at = slice(first.start + rows.start, first.start + rows.stop)
-            old = base.read(name, (at, *others))
+            at = (slice(first.start + rows.start, first.start + rows.stop), *others)
             new = np.ascontiguousarray(np.asarray(piece.data[rows]))
-            # Bytes, so that NaN equals itself and -0.0 is not 0.0.
-            changed[at] |= (_bytes_of_rows(old) != _bytes_of_rows(new)).any(axis=1)
-    return np.flatnonzero(changed)
+            changed[at[:finest]] |= _differs(base.read(name, at), new, finest)
+    itemsize = leaf.pieces[0].data.dtype.itemsize
+    numbers = [
+        np.flatnonzero(changed.any(axis=tuple(range(axes, finest))))
+        for axes in range(1, finest + 1)
+    ]
+    num_bytes = [
+        len(rows) * (rows.itemsize + math.prod(shape[axes:]) * itemsize)
+        for axes, rows in enumerate(numbers, 1)
+    ]
+    best = int(np.argmin(num_bytes))
+    return Rows(numbers[best], best + 1)
 
 
-def _bytes_of_rows(block: np.ndarray) -> np.ndarray:
-    return block.reshape(-1).view(np.uint8).reshape(len(block), -1)
+def _differs(old: np.ndarray, new: np.ndarray, axes: int) -> np.ndarray:
+    """Whether blocks differ, in each of the rows that so many axes number.
+
+    In their bytes, so that NaN equals itself and -0.0 is not 0.0.
+    """
+    width = math.prod(old.shape[axes:]) * old.itemsize
+    count = math.prod(old.shape[:axes])
+    as_bytes = [x.reshape(-1).view(np.uint8).reshape(count, width) for x in (old, new)]
+    return (as_bytes[0] != as_bytes[1]).any(axis=1).reshape(old.shape[:axes])

@@ -3,8 +3,8 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any, TypeAlias
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -156,6 +156,18 @@ class Piece:
         return tuple(slice(a, a + n) for a, n in zip(self.start, sizes, strict=True))
 
 
+class Rows(NamedTuple):
+    """Rows of a table.
+
+    Attributes:
+      numbers: int64 ``[n]``, ascending.
+      row_axes: how many leading axes of the table they number.
+    """
+
+    numbers: np.ndarray
+    row_axes: int
+
+
 @dataclasses.dataclass(frozen=True)
 class Leaf:
     """A variable to be saved."""
@@ -178,9 +190,10 @@ class Leaf:
         """A piece as a tensor."""
         return self._tensor(piece.data.shape, lambda: _host_blocks(piece.data, block_bytes))
 
-    def rows_tensor(self, rows: np.ndarray) -> Tensor:
-        """Some rows, whose numbers ascend."""
-        return self._tensor((len(rows), *self.spec.shape[1:]), lambda: [self._rows(rows)])
+    def rows_tensor(self, rows: Rows) -> Tensor:
+        """Some rows."""
+        shape = (len(rows.numbers), *self.spec.shape[rows.row_axes :])
+        return self._tensor(shape, lambda: [self._rows(rows, shape)])
 
     def _tensor(
         self, shape: tuple[int, ...], blocks: Callable[[], Iterable[np.ndarray]]
@@ -201,14 +214,26 @@ class Leaf:
                     block[(target, *others)] = np.asarray(part)
             yield block
 
-    def _rows(self, rows: np.ndarray) -> np.ndarray:
-        out: Any = np.empty((len(rows), *self.spec.shape[1:]), self.pieces[0].data.dtype)
+    def _rows(self, rows: Rows, shape: tuple[int, ...]) -> np.ndarray:
+        axes = rows.row_axes
+        at = np.unravel_index(rows.numbers, self.spec.shape[:axes])
+        out: Any = np.empty(shape, self.pieces[0].data.dtype)
         for piece in self.pieces:
-            first, *others = piece.index()
-            inside = np.flatnonzero((rows >= first.start) & (rows < first.stop))
+            inside, local = rows_within(at, piece.index()[:axes])
             if len(inside):
-                out[(inside, *others)] = _take(piece.data, rows[inside] - first.start)
+                out[(inside, *piece.index()[axes:])] = _take(piece.data, local)
         return out
+
+
+def rows_within(
+    at: Sequence[np.ndarray], box: Index
+) -> tuple[np.ndarray, tuple[np.ndarray, ...]]:
+    """Which of the rows at these coordinates lie in a box, and where in it."""
+    pairs = list(zip(at, box, strict=True))
+    inside = np.flatnonzero(
+        np.all([(n >= part.start) & (n < part.stop) for n, part in pairs], axis=0)
+    )
+    return inside, tuple(n[inside] - part.start for n, part in pairs)
 
 
 def row_blocks(
@@ -233,13 +258,13 @@ def _host_blocks(data: Array, block_bytes: int) -> Iterator[np.ndarray]:
         yield np.ascontiguousarray(np.asarray(data[rows]))
 
 
-def _take(data: Array, rows: np.ndarray) -> np.ndarray:
+def _take(data: Array, at: tuple[np.ndarray, ...]) -> np.ndarray:
     if _is_on_host(data):
-        return np.asarray(data)[rows]
+        return np.asarray(data)[at]
     # A power of two at a time: few programs are compiled for many numbers of rows.
-    padded = np.zeros(1 << (len(rows) - 1).bit_length(), rows.dtype)
-    padded[: len(rows)] = rows
-    return np.asarray(data[padded])[: len(rows)]
+    count = len(at[0])
+    more = (1 << (count - 1).bit_length()) - count
+    return np.asarray(data[tuple(np.pad(numbers, (0, more)) for numbers in at)])[:count]
 
 
 def _is_on_host(data: Array) -> bool:

@@ -250,7 +250,9 @@ class Saver:
           touched: ids of the rows that changed since then. A dict whose keys are names of
             tables or patterns (``{"*/table": ids}``), or a tree like ``variables`` with
             None for the others. Ids are integers (duplicates, and those out of range, are
-            ignored), a mask ``[V]`` of bools, or IndexedSlices. Variables that are not
+            ignored), a mask ``[V]`` of bools, or IndexedSlices. Ids number the first axis
+            of a table; slices and :func:`jslices.lookup_ids` as many as their
+            ``row_axes``, and a mask ``[L, V]`` the first two. Variables that are not
             mentioned are saved whole. None compares all variables with the base.
           latest_filename: as for :meth:`save`.
           write_state: as for :meth:`save`.
@@ -259,7 +261,8 @@ class Saver:
           The path of the delta, for :meth:`restore`.
 
         Raises:
-          ValueError: if there is no base, and as :meth:`save`.
+          ValueError: if there is no base, and as :meth:`save`; for slices of tables of
+            other sizes.
           NotFoundError: if the base is gone, or ``touched`` names an unknown variable.
           DataLossError: if the base is damaged or has been overwritten.
 
