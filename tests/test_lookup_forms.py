@@ -43,6 +43,7 @@ def from_columns(table):
         "reversed": table[IDS, ::-1],
         "every_other": table[IDS, ::2],
         "outer": table[IDS[:, None], jnp.array([0, 2])],
+        "along_axis": jnp.take_along_axis(table, IDS[:, None], axis=0),
         "traced": table[IDS, IDS[1]],
         "of_two_axes": table[IDS.reshape(2, 2), 1:3],
         "of_one_row": table[IDS[0], 1:],
@@ -411,12 +412,14 @@ def root(table):
 WHOLE = "whole rows of a table [V, D]"
 # Of small arrays none is warned of.
 LARGE = jnp.tile(TABLE, (700, 1))
+FULL = jnp.broadcast_to(IDS[:, None], (4, D))
 M, WEIGHED = (IDS > 1)[:, None], "weights[..., None] * table[ids]"
 # By name: what is looked up, how, and what the warning advises.
 WARNS = {
     "scanned": (LARGE, lambda t: lax.map(lambda row: jnp.sin(row)[IDS % D], t), "outside"),
-    "elements": (LARGE, lambda t: t[IDS, jnp.array([0, 1, 1, 2])], WHOLE),
+    "elements": (LARGE, lambda t: t[IDS, jnp.array([0, 1, 1, 2])], "t[i * n + j]"),
     "columns": (LARGE, lambda t: t[:, IDS % D], WHOLE),
+    "torch_gather": (LARGE, lambda t: jnp.take_along_axis(t, FULL, axis=0), WHOLE),
     "flat": (LARGE, lambda t: t.reshape(-1)[IDS], WHOLE),
     "scaled_row": (LARGE, lambda t: t.at[0].mul(0.0)[IDS], "before this step"),
     "mixed_rows": (LARGE, lambda t: jax.nn.softmax(t, axis=0)[IDS], "of each of them"),
@@ -465,6 +468,15 @@ def test_the_report_names_lookups_that_give_no_rows():
     assert leaf.kind == "dense" and leaf.rows == 0 and not leaf.lookups
     assert [line.file for line in leaf.unread] == [__file__]
     assert "looked up, but no rows: " in str(report) and WHOLE in str(report)
+
+
+def test_single_numbers_of_a_flat_parameter_are_rows():
+    """What the warning advises for ``t[i, j]``."""
+    i, j = IDS, jnp.array([0, 1, 1, 2])
+    grad = js.grad(lambda t: (t[i * D + j] ** 3).sum())(TABLE.reshape(-1))
+    assert js.is_slices(grad) and grad.values.shape == (4,)
+    wanted = jax.grad(lambda t: (t[i, j] ** 3).sum())(TABLE)
+    assert_close(grad.to_dense().reshape(V, D), wanted)
 
 
 # --- no lookup --------------------------------------------------------------------------

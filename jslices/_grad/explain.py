@@ -354,7 +354,10 @@ _REPLICATED = (
     "jax.lax.pcast(table, axis, to='varying'), and add the slices up with "
     "jslices.all_reduce_slices(slices, axis, 'sum')"
 )
-_WHOLE_ROWS = "look up whole rows of a table [V, D], table[ids][..., columns]"
+_WHOLE_ROWS = (
+    "look up whole rows of a table [V, D], table[ids][..., columns]; single numbers, "
+    "t[i, j], of a parameter that is kept flat, t.reshape(-1), as t[i * n + j]"
+)
 _AFTER = "apply the function after the lookup, f(table[ids]), not before or around it"
 #: Uses that make a gradient dense, by primitive, and what to write instead. Any other
 #: primitive without a rule makes it dense as well.
