@@ -117,6 +117,17 @@ def test_a_cpu_reads_rows_in_one_loop_with_the_instructions(length):
         assert " xor(" in computation
 
 
+def test_a_lookup_has_the_instructions_once():
+    def count(lookup):
+        grad = jax.make_jaxpr(js.grad(lambda t: jnp.sin(lookup(t)).sum()))
+        return str(grad(jnp.zeros((20, 64)))).count("row_loop")
+
+    ids = jnp.array([[3, 1]])
+    lookups = [lambda t: t[ids], lambda t: js.embedding_lookup(t, ids)]
+    lookups.append(lambda t: js.embedding_lookup_sparse(t, ids))
+    assert {count(lookup) for lookup in lookups} == {1}
+
+
 @pytest.mark.parametrize("platform", ("cuda", "rocm", "tpu"))
 def test_other_platforms_are_given_no_instructions(platform):
     step, args = step_program(64, js.adam)

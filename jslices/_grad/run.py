@@ -37,7 +37,7 @@ from jslices._place.boundary import (
     shardings_of,
     with_auto_axes,
 )
-from jslices._rows.access import canonical_indices, gathered_once, take_rows
+from jslices._rows.access import canonical_indices, gathered_once, row_loop_p, take_rows
 from jslices._slices import Facts, IndexedSlices, slices_of
 from jslices._typing import Aval
 
@@ -165,6 +165,7 @@ class Runner(ViewWalk):
         self.eager = eager
         self._leaves = leaves
         self._body = _Body(plan, slots)
+        self._rows: jax.Array | None = None  # of the last read
 
     @property
     def indices(self) -> Indices:
@@ -175,6 +176,10 @@ class Runner(ViewWalk):
         return value
 
     def bind(self, eqn: Equation, operands: Values) -> Values:
+        # That of `embedding_lookup`, whose rows a read has taken with one of its own: two
+        # make a gather of rows of 64 three times as slow (jax 0.10.2).
+        if eqn.primitive is row_loop_p and operands[0] is self._rows:
+            return [operands[0]]
         return _jax.bind(eqn, operands)
 
     def whole(self, value: Any, eqn: Equation | None) -> Any:
@@ -196,7 +201,8 @@ class Runner(ViewWalk):
         return arrays[value]
 
     def read(self, eqn: Equation, read: Read, values: Values) -> jax.Array:
-        return self._read(read, values, eqn.outvars[0].aval)
+        self._rows = self._read(read, values, eqn.outvars[0].aval)
+        return self._rows
 
     def _read(self, read: Read, values: Values, aval: Aval | None) -> jax.Array:
         def take(table: Table, ids: Ids, mode: Mode, fill_value: Any) -> jax.Array:
