@@ -1,5 +1,6 @@
 """The programs in examples/ do what they say, on small sizes."""
 
+import functools
 import gzip
 import importlib.util
 import pathlib
@@ -26,6 +27,7 @@ def example(name):
 
 
 dlrm = example("dlrm")
+chunked = example("chunked_cross_entropy")
 
 
 @pytest.fixture(autouse=True)
@@ -107,3 +109,46 @@ def test_area_under_the_curve():
     pairs = scores[clicked][:, None] - scores[~clicked]
     expected = (pairs > 0).mean() + (pairs == 0).mean() / 2
     assert np.isclose(dlrm.auc(scores, clicked), expected)
+
+
+# --- A cross-entropy over a large vocabulary ------------------------------------------
+
+
+@pytest.mark.parametrize("chunk", [7, 10, 64])
+def test_cross_entropy_in_chunks(chunk):
+    rng = np.random.default_rng(0)
+    hidden, words = rng.normal(size=(6, 3)), 3 * rng.normal(size=(20, 3))
+    arrays = hidden.astype("float32"), words.astype("float32")
+    targets = np.array([0, 19, 13, 14, -1, 13])
+
+    def both(losses, dtype="float32"):
+        def weighted(hidden, words):
+            return losses(hidden, words, targets) @ jnp.arange(1.0, 7)
+
+        return jax.jit(jax.value_and_grad(weighted, (0, 1)))(
+            *(x.astype(dtype) for x in arrays)
+        )
+
+    in_chunks = functools.partial(chunked.cross_entropy, chunk=chunk)
+    assert_close(both(in_chunks), both(chunked.plain), rtol=1e-5, atol=1e-6)
+    value, grads = both(in_chunks, jnp.bfloat16)
+    assert {x.dtype for x in grads} == {jnp.dtype("bfloat16")}
+    assert_close(value, both(chunked.plain)[0], rtol=2e-2)
+    assert not grads[0][4].any()
+
+
+def test_cross_entropy_in_chunks_never_holds_all_logits():
+    shapes = (256, 8), (50_001, 8), (256,)
+    arrays = [jax.ShapeDtypeStruct(x, t) for x, t in zip(shapes, "ffi", strict=True)]
+
+    def temporaries(losses):
+        def mean(hidden, words, targets):
+            return losses(hidden, words, targets).mean()
+
+        step = jax.jit(jax.value_and_grad(mean, (0, 1))).lower(*arrays).compile()
+        return step.memory_analysis().temp_size_in_bytes
+
+    logits = 4 * 256 * 50_001
+    in_chunks = functools.partial(chunked.cross_entropy, chunk=1000)
+    assert temporaries(chunked.plain) >= logits
+    assert temporaries(in_chunks) < logits / 10
