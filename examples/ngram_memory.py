@@ -3,7 +3,7 @@
     python examples/ngram_memory.py                            Python's standard library
     python examples/ngram_memory.py --data folder --rows 1e6   any text
     python examples/ngram_memory.py --host                     tables in host memory
-    python examples/ngram_memory.py --directory run            go on from the last checkpoint
+    python examples/ngram_memory.py --directory run            with checkpoints, goes on
     python examples/ngram_memory.py --quick                    seconds, to see it work
 
 Beside each layer of a small transformer stand tables ``[layers, heads, V, D]``. Hashes of
@@ -109,7 +109,7 @@ class Sizes(NamedTuple):
 
 
 class Layer(nnx.Module):
-    """Memory, attention and two dense layers, each added to the stream ``[B, T, width]``."""
+    """Memory, attention and dense layers, each added to the stream ``[B, T, width]``."""
 
     def __init__(self, sizes, rngs):
         width, read = sizes.width, sizes.heads * sizes.dim
@@ -171,6 +171,15 @@ def entropy(model, rows, tokens):
     return cross_entropy(hidden, model.out[...], tokens[:, 1:].reshape(-1), 2048).mean()
 
 
+def loss(graph, sizes, params, tokens):
+    """The entropy of a model whose tables are parameters, too."""
+    rows = None
+    if sizes.rows:
+        numbers = hashed_ngrams(tokens[:, :-1], *sizes.memory[:3])
+        rows = read(params["memory"], numbers)
+    return entropy(nnx.merge(graph, params["model"]), rows, tokens)
+
+
 # --- Text -----------------------------------------------------------------------------
 
 
@@ -188,17 +197,16 @@ def read_text(path, most, files=None):
     Every tenth file is held out.
     """
     root = Path(path or sysconfig.get_paths()["stdlib"])
-    skipped = {"site-packages", "test", "tests", "idlelib", "__pycache__"}
+    skipped = {"site-packages", "test", "tests", "__pycache__"}
     names = sorted(
         p
         for p in ([root] if root.is_file() else root.rglob("*.py" if path is None else "*"))
         if p.is_file() and skipped.isdisjoint(p.relative_to(root).parts)
     )[:files]
-    texts = [p.read_text("utf-8", errors="ignore") for p in names]
-    pieces = [re.findall(r"\w+|[^\w\s]|\n\s*", text) for text in texts]
-    held_out = [len(pieces) > 1 and n % 10 == 9 for n in range(len(pieces))]
-    train = [word for part, held in zip(pieces, held_out) if not held for word in part]
-    other = [word for part, held in zip(pieces, held_out) if held for word in part]
+    train, other = [], []
+    for number, name in enumerate(names):
+        pieces = re.findall(r"\w+|[^\w\s]|\n\s*", name.read_text("utf-8", errors="ignore"))
+        (other if number % 10 == 9 else train).extend(pieces)
     if not other:  # a few files, or one
         cut = -(-len(train) // 10)
         train, other = train[:-cut], train[-cut:]
@@ -211,9 +219,9 @@ def read_text(path, most, files=None):
     return Text(words, *tokens)
 
 
-def batch_of(tokens, options, number):
-    """Windows ``[B, T + 1]`` of a text, the same for the same number."""
-    rng = np.random.default_rng([options.seed, number])
+def batch_of(tokens, options, *numbers):
+    """Windows ``[B, T + 1]`` of a text, the same for the same numbers."""
+    rng = np.random.default_rng(numbers)
     first = rng.integers(0, len(tokens) - options.length, (options.batch, 1))
     return tokens[first + np.arange(options.length + 1)]
 
@@ -259,10 +267,15 @@ def optimizers(options):
 
 
 def sparse(optimizer, path, _):
-    """Which gradients are dense: that of the softmax over all words, by nature."""
+    """Which gradients are rows.
+
+    That of the softmax is dense by nature; that of the words where a batch has more tokens
+    than there are words, over many devices.
+    """
     name = jax.tree_util.keystr(path)
-    dense = "'out'" in name or (optimizer == "dense_adam" and "memory" in name)
-    return False if dense else None
+    if "memory" in name:
+        return optimizer != "dense_adam"
+    return False if "'out'" in name else "if_smaller"
 
 
 class OnDevice:
@@ -282,24 +295,17 @@ class OnDevice:
         self.saver, self.seed = js.Saver(), options.seed
         self.sparse = functools.partial(sparse, options.optimizer)
 
-        def loss(params, tokens):
-            rows = None
-            if sizes.rows:
-                numbers = hashed_ngrams(tokens[:, :-1], *sizes.memory[:3])
-                rows = read(params["memory"], numbers)
-            return entropy(nnx.merge(graph, params["model"]), rows, tokens)
-
-        self._loss = loss
+        self.loss = functools.partial(loss, graph, sizes)
         self._step = jax.jit(self.stepped, donate_argnums=0)
-        self._held_out = jax.jit(loss)
+        self._held_out = jax.jit(self.loss)
 
     def stepped(self, run, tokens):
         """The run after a step, and its loss before."""
         params, state = run.params, run.state
         if self.tx.catches_up:
-            rows = js.lookup_ids(self._loss)(params, tokens)
+            rows = js.lookup_ids(self.loss)(params, tokens)
             params, state = self.tx.catch_up(params, state, rows)
-        grad = js.value_and_grad(self._loss, sparse=self.sparse)
+        grad = js.value_and_grad(self.loss, sparse=self.sparse)
         value, grads = grad(params, tokens)
         key = jax.random.fold_in(jax.random.key(self.seed), run.step)
         params, state = self.tx.apply(grads, state, params, key)
@@ -341,18 +347,19 @@ class OnHost:
 
         @functools.partial(jax.jit, donate_argnums=(0, 1))
         def stepped(rows, run, places, tokens):
-            def loss(memory, model):
-                return entropy(nnx.merge(graph, model), memory[places], tokens)
+            def loss(params):
+                return entropy(
+                    nnx.merge(graph, params["model"]), params["memory"][places], tokens
+                )
 
-            memory_now, memory_state = rows.unpack()
-            model = run.params["model"]
+            table, table_state = rows.unpack()
+            params = {**run.params, "memory": table}
             which = functools.partial(sparse, options.optimizer)
-            grad = js.value_and_grad(loss, (0, 1), sparse=which)
-            value, grads = grad(memory_now, model)
-            memory_now, memory_state = memory.apply(grads[0], memory_state, memory_now)
-            model, state = other.apply(grads[1], run.state, model)
+            value, grads = js.value_and_grad(loss, sparse=which)(params)
+            table, table_state = memory.apply(grads["memory"], table_state, table)
+            model, state = other.apply(grads["model"], run.state, params["model"])
             key = jax.random.fold_in(jax.random.key(self.seed), run.step)
-            rows = rows.pack(memory_now, memory_state, *([key] if stored else []))
+            rows = rows.pack(table, table_state, *([key] if stored else []))
             return rows, Run({"model": model}, state, run.step + 1), value
 
         self._step = stepped
@@ -449,7 +456,7 @@ def main(arguments=None):
     first = int(training.run.step)
     with tqdm(total=options.steps, initial=first, unit="step") as bar:
         for number in range(first, options.steps):
-            value = training.step(batch_of(text.train, options, number))
+            value = training.step(batch_of(text.train, options, options.seed, number))
             bar.update()
             if (done := number + 1) % options.every == 0 or done == options.steps:
                 losses[done] = float(training.held_out(held_out))
