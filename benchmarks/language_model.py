@@ -48,12 +48,8 @@ def losses(quick):
     for seed in range(1 if quick else 3):
         for name in VARIANTS:
             memory = ["--rows", 0] if name == "none" else ["--optimizer", name]
-            arguments = [
-                *memory,
-                "--seed",
-                seed,
-                *(["--quick"] if quick else ["--every", 100]),
-            ]
+            size = ["--quick"] if quick else TRAINING.split()
+            arguments = [*memory, "--seed", seed, *size]
             training, held_out = example.main(list(map(str, arguments)))
             each = results.setdefault(name, {"losses": {}})
             each["state_bytes"] = state_bytes(training)

@@ -31,66 +31,10 @@ import jax.numpy as jnp
 import numpy as np
 from chunked_cross_entropy import cross_entropy
 from flax import nnx
+from ngram_hashes import hashed_ngrams
 from tqdm import tqdm
 
 import jslices as js
-
-# --- Hashes: the same 64 bits in NumPy and under jit ----------------------------------
-
-NGRAMS = 2, 3  # tokens that a head hashes, in turn
-MULTIPLIER = 0xD6E8FEB86659FD93
-SEED = 0x9E3779B97F4A7C15
-HALF = np.uint32(0xFFFF)
-
-
-def high_half(a, b):
-    """The upper 32 of the 64 bits of ``a * b``, of uint32."""
-    a0, a1, b0, b1 = a & HALF, a >> 16, b & HALF, b >> 16
-    middle = a1 * b0 + (a0 * b0 >> 16)
-    other = a0 * b1 + (middle & HALF)
-    return a1 * b1 + (middle >> 16) + (other >> 16)
-
-
-def pair(number):
-    """Upper and lower half of 64 bits: uint32 of the same shape."""
-    number = np.asarray(number, np.uint64)
-    return (number >> np.uint64(32)).astype("uint32"), number.astype("uint32")
-
-
-def multiplied(x, y):
-    """The product of pairs, modulo 2**64."""
-    (x1, x0), (y1, y0) = x, y
-    return high_half(x0, y0) + x0 * y1 + x1 * y0, x0 * y0
-
-
-def hashed_ngrams(tokens, layers, heads, num_rows):
-    """The row of each table that each position reads: int32 ``[layers, heads, B, T]``.
-
-    ``tokens`` are integers ``[B, T]``, NumPy's or JAX's, and so is the result; the numbers
-    are the same, and need no 64-bit types. Head h hashes the last ``NGRAMS[h % 2]`` tokens;
-    what stands before the first one is the token 2**32 - 1. ``num_rows`` below 2**31.
-
-    The state begins with a number of the table. Each token, the oldest first, is xored into
-    its lower half; it is multiplied by an odd number modulo 2**64; and its upper half is
-    xored into the lower. The row is ``num_rows * upper half / 2**32``, rounded down.
-    """
-    xp = jnp if isinstance(tokens, jax.Array) else np
-    shape = layers, heads, 1, 1
-    numbers = np.arange(1, layers * heads + 1, dtype=object).reshape(shape)
-    upper, lower = pair((numbers * SEED % 2**64).astype(np.uint64))
-    length = np.resize(NGRAMS, heads)[:, None, None]  # tokens of each head
-    farthest, count = max(NGRAMS) - 1, tokens.shape[1]
-    before = ((0, 0), (farthest, 0))
-    tokens = xp.pad(tokens.astype("uint32"), before, constant_values=np.uint32(2**32 - 1))
-    for back in range(farthest, -1, -1):
-        token = tokens[:, farthest - back :][:, :count]
-        new = multiplied((upper, lower ^ token), pair([MULTIPLIER]))
-        used = back < length
-        upper = xp.where(used, new[0], upper)
-        lower = xp.where(used, new[1] ^ new[0], lower)
-    upper, _ = multiplied((upper, lower), pair([MULTIPLIER]))
-    return high_half(upper, np.full(1, num_rows, "uint32")).astype("int32")
-
 
 # --- The model ------------------------------------------------------------------------
 
@@ -159,9 +103,8 @@ class Model(nnx.Module):
 
 def read(memory, rows):
     """Rows ``[layers, heads, B, T, D]`` of all tables."""
-    layers, heads = rows.shape[:2]
-    tables = np.arange(layers * heads).reshape(layers, heads, 1, 1)
-    return memory[tables * (len(memory) // tables.size) + rows]
+    layer, head = np.ogrid[: rows.shape[0], : rows.shape[1]]
+    return memory[layer[..., None, None], head[..., None, None], rows]
 
 
 def entropy(model, rows, tokens):
@@ -250,11 +193,11 @@ def falling(rate, steps):
 
 #: Optimizers of the memory, and their rates beside the model's.
 OPTIMIZERS = {
-    "dense_adam": (js.adam, 3.0),
-    "lazy_adam": (js.adam, 3.0),
-    "exact_adam": (functools.partial(js.adam, untouched="exact"), 3.0),
-    "rowwise_adagrad": (js.rowwise_adagrad, 3.0),
-    "partial_rowwise_adam": (js.partial_rowwise_adam, 3.0),
+    "dense_adam": (js.adam, 30.0),
+    "lazy_adam": (js.adam, 30.0),
+    "exact_adam": (functools.partial(js.adam, untouched="exact"), 30.0),
+    "rowwise_adagrad": (js.rowwise_adagrad, 100.0),
+    "partial_rowwise_adam": (js.partial_rowwise_adam, 30.0),
 }
 
 
@@ -284,9 +227,7 @@ class OnDevice:
     def __init__(self, sizes, options, graph, model):
         params = {"model": model}
         if sizes.rows:
-            params["memory"] = jnp.zeros(
-                (np.prod(sizes.memory[:3]), sizes.dim), options.dtype
-            )
+            params["memory"] = jnp.zeros(sizes.memory, options.dtype)
         memory, other = optimizers(options)
         self.tx = js.optim.partition(
             {"memory": memory, "model": other}, {name: name for name in params}
@@ -412,6 +353,7 @@ def parsed(arguments):
     add("--batch", type=int, default=16, help="windows of text")
     add("--length", type=int, default=64, help="tokens of a window")
     add("--steps", type=int, default=1000, help="in all, those of earlier runs included")
+    add("--stop", type=int, help="the step to stop at; the rate falls over all --steps")
     add("--optimizer", choices=OPTIMIZERS, default="rowwise_adagrad", help="of the memory")
     add("--learning-rate", type=float, default=3e-3, help="of the model")
     add("--memory-rate", type=float, help="(default: as suits the optimizer)")
@@ -453,12 +395,12 @@ def main(arguments=None):
 
     held_out = [batch_of(text.held_out, options, number) for number in range(16)]
     losses = {}
-    first = int(training.run.step)
-    with tqdm(total=options.steps, initial=first, unit="step") as bar:
-        for number in range(first, options.steps):
+    first, last = int(training.run.step), options.stop or options.steps
+    with tqdm(total=last, initial=first, unit="step") as bar:
+        for number in range(first, last):
             value = training.step(batch_of(text.train, options, options.seed, number))
             bar.update()
-            if (done := number + 1) % options.every == 0 or done == options.steps:
+            if (done := number + 1) % options.every == 0 or done == last:
                 losses[done] = float(training.held_out(held_out))
                 tqdm.write(
                     f"step {done}: loss {float(value):.4f}, held out {losses[done]:.4f}"

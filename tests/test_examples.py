@@ -3,6 +3,7 @@
 import functools
 import gzip
 import importlib.util
+import io
 import pathlib
 import re
 
@@ -28,6 +29,7 @@ def example(name):
 
 dlrm = example("dlrm")
 chunked = example("chunked_cross_entropy")
+hashes = example("ngram_hashes")
 
 
 @pytest.fixture(autouse=True)
@@ -152,3 +154,51 @@ def test_cross_entropy_in_chunks_never_holds_all_logits():
     in_chunks = functools.partial(chunked.cross_entropy, chunk=1000)
     assert temporaries(chunked.plain) >= logits
     assert temporaries(in_chunks) < logits / 10
+
+
+# --- Hashes of n-grams ----------------------------------------------------------------
+
+#: Rows of the tokens 0, 1, 4095, 4095 of 2 layers, 4 heads, 1,000,003 rows.
+ROWS = """\
+232307 346194 863418 507500
+792749 976466 614160 163703
+739596 40215 276090 42465
+49526 31285 480314 372196
+988817 281319 208702 194300
+307314 657006 50687 563374
+510182 904229 695302 552821
+957506 375588 379006 33932
+"""
+
+
+def test_hashes_of_ngrams_are_these_numbers():
+    tokens, stored = (
+        np.array([[0, 1, 4095, 4095]]),
+        np.loadtxt(io.StringIO(ROWS), dtype=int),
+    )
+    hashed = functools.partial(hashes.hashed_ngrams, layers=2, heads=4, num_rows=1_000_003)
+    assert np.array_equal(hashed(tokens).reshape(8, 4), stored)
+    assert np.array_equal(jax.jit(hashed)(jnp.asarray(tokens)), hashed(tokens))
+
+    def by_big_numbers(table, tokens):
+        state = table * hashes.SEED % 2**64
+        for token in tokens:
+            state = (state ^ token) * hashes.MULTIPLIER % 2**64
+            state ^= state >> 32
+        return (state * hashes.MULTIPLIER % 2**64 >> 32) * 1_000_003 >> 32
+
+    before = [2**32 - 1] * 2 + tokens[0].tolist()
+    for (table, position), row in np.ndenumerate(stored):
+        length = hashes.NGRAMS[table % 2]
+        read = before[position + 3 - length : position + 3]
+        assert row == by_big_numbers(table + 1, read)
+
+
+def test_hashes_of_ngrams_are_uniform_and_independent():
+    pairs = np.stack(np.divmod(np.arange(40_000), 200), axis=1)
+    first, second = hashes.hashed_ngrams(pairs, 2, 1, 4096)[:, 0, :, 1].astype(int)
+    counts = np.bincount(first, minlength=4096)
+    chi_square = ((counts - counts.mean()) ** 2 / counts.mean()).sum() / 4095
+    assert abs(chi_square - 1) < 6 * np.sqrt(2 / 4095)
+    both = len(np.unique(first * 4096 + second))  # 47.6 pairs of pairs collide by chance
+    assert 40_000 - 100 < both < 40_000

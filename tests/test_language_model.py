@@ -1,0 +1,52 @@
+"""The language model of examples/ngram_memory.py, resumed, and on the host."""
+
+import pathlib
+import sys
+
+import jax
+import numpy as np
+import pytest
+from helpers import assert_close
+
+import jslices as js
+
+pytest.importorskip("flax")
+sys.path.append(str(pathlib.Path(__file__).parent.parent / "examples"))
+import ngram_memory
+
+SMALL = "--quick --steps 8 --every 4 --files 10"
+
+
+@pytest.fixture(autouse=True)
+def _as_users_have_it():
+    with jax.numpy_rank_promotion("allow"):
+        yield
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("where", ["--dtype bfloat16", "--host"])
+def test_a_language_model_goes_on_to_the_same_bits(tmp_path, where):
+    command = f"{SMALL} {where}"
+    whole, losses = ngram_memory.main(command.split())
+    ngram_memory.main(f"{command} --stop 4 --directory {tmp_path}".split())
+    again, last = ngram_memory.main(f"{command} --directory {tmp_path}".split())
+    assert losses[8] == last[8] < losses[4] and list(last) == [8]
+    same = jax.tree.map(lambda a, b: bool((a == b).all()), whole.run, again.run)
+    assert jax.tree.all(same)
+
+
+@pytest.mark.slow
+def test_memories_learn_alike_wherever_they_are():
+    losses = {}
+    for how in ("lazy_adam", "lazy_adam --host", "dense_adam", "exact_adam"):
+        training, held_out = ngram_memory.main(
+            f"{SMALL} --rows 2e4 --optimizer {how}".split()
+        )
+        losses[how] = np.array([*held_out.values()])
+    assert_close(losses["lazy_adam --host"], losses["lazy_adam"], rtol=1e-5)
+    assert_close(losses["exact_adam"], losses["dense_adam"], rtol=1e-5)
+    assert (losses["lazy_adam"] != losses["dense_adam"]).any()
+    tokens = np.zeros((4, 33), np.int32)
+    step = jax.jit(training.stepped, donate_argnums=0)
+    js.testing.assert_in_place(step, training.run, tokens)
+    js.testing.assert_no_dense_temporary(step, training.run, tokens)
