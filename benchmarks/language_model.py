@@ -1,6 +1,6 @@
 """What examples/ngram_memory.py shows: losses, state, times, and programs for pods.
 
-    python benchmarks/language_model.py losses     every optimizer, three seeds: an hour
+    python benchmarks/language_model.py losses     every optimizer, three seeds: half an hour
     python benchmarks/language_model.py times      a step beside dense Optax: minutes
     python benchmarks/language_model.py v5e:16x16  bytes on the wire: pip install ".[tpu]"
     python benchmarks/language_model.py h100:8     pip install ".[gpu]"
@@ -32,7 +32,7 @@ import ngram_memory as example
 RESULTS = pathlib.Path(__file__).parent / "results" / "language_model.json"
 VARIANTS = ["none", *example.OPTIMIZERS]
 DEVICES = {"v5e:16x16": 256, "h100:8": 8}
-TRAINING = "--steps 500 --batch 8 --every 100"
+TRAINING = "--steps 300 --batch 8 --every 100"
 
 
 def setting(*arguments):
