@@ -1,6 +1,6 @@
 """What examples/ngram_memory.py shows: losses, state, times, and programs for pods.
 
-    python benchmarks/language_model.py losses     every optimizer, three seeds: half an hour
+    python benchmarks/language_model.py losses     every optimizer, 3 seeds: half an hour
     python benchmarks/language_model.py times      a step beside dense Optax: minutes
     python benchmarks/language_model.py v5e:16x16  bytes on the wire: pip install ".[tpu]"
     python benchmarks/language_model.py h100:8     pip install ".[gpu]"
