@@ -4,6 +4,7 @@
     python benchmarks/compare.py --quick            two sizes
     python benchmarks/compare.py --dense            dense steps in more of the cells
     python benchmarks/compare.py --before ../old    another checkout of jslices as well
+    python benchmarks/compare.py --reads            rows read by other programs
     python benchmarks/compare.py --processes 8      of each contender, instead of two
 
 Each contender has a process of its own, and they take turns of some hundredths of a second,
@@ -32,7 +33,7 @@ import subprocess
 import sys
 import time
 
-from contenders import CONTENDERS, OPTIMIZERS, STATE_ARRAYS
+from contenders import CONTENDERS, OPTIMIZERS, OTHER_READS, STATE_ARRAYS
 from contenders.ids import batches
 from contenders.process import Contender
 from contenders.report import lines, plot, summary, table
@@ -209,7 +210,9 @@ def main():
     parser.add_argument("--ids", type=float, nargs="+", default=[1e3, 1e4, 1e5])
     parser.add_argument("--kind", nargs="+", default=["zipf", "uniform"])
     parser.add_argument("--optimizer", nargs="+", default=OPTIMIZERS, choices=OPTIMIZERS)
-    parser.add_argument("--contender", nargs="+", default=list(CONTENDERS))
+    usual = [name for name in CONTENDERS if name not in OTHER_READS]
+    parser.add_argument("--contender", nargs="+", default=usual)
+    parser.add_argument("--reads", action="store_true", help="rows read by other programs")
     parser.add_argument("--dense", action="store_true", help="dense steps in more cells")
     parser.add_argument(
         "--processes", type=int, help="of each contender, one after another"
@@ -224,6 +227,8 @@ def main():
     if options.quick:
         options.rows, options.dim, options.kind = [1e4, 1e6], [64], ["zipf"]
         options.ids, options.optimizer = [1e4], ["adam"]
+    if options.reads:
+        options.contender = ["jslices", *OTHER_READS]
     everyone = [Contender(name) for name in options.contender]
     if options.before:
         if not (options.before / "jslices").is_dir():

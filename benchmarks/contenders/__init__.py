@@ -35,4 +35,10 @@ CONTENDERS = {
     "Optax dense": Kind("with_optax", {}, True),
     "PyTorch dense": Kind("with_torch", {"sparse": False}, True),
     "Keras": Kind("with_tensorflow", {"keras": True}, True),
+    # The same rows, read otherwise (--reads).
+    "jslices, one-hot": Kind("with_jslices", {"read": "one_hot"}, False),
+    "jslices, BCOO": Kind("with_jslices", {"read": "bcoo"}, False),
+    "jslices, lookup": Kind("with_jslices", {"read": "lookup"}, False),
+    "jslices, bags of 20": Kind("with_jslices", {"read": "bags"}, False),
 }
+OTHER_READS = [name for name, kind in CONTENDERS.items() if "read" in kind.arguments]

@@ -7,18 +7,34 @@ import jslices as js
 VERSION = f"jslices {js.__version__}"
 
 
-def make(optimizer, num_rows, dim, rate, keep=False):
+def make(optimizer, num_rows, dim, rate, keep=False, read="gather"):
     tx = getattr(js, optimizer)(rate)
-    return jitted(js.value_and_grad, tx, js.apply_updates, num_rows, dim)
+    return jitted(js.value_and_grad, tx, js.apply_updates, num_rows, dim, read)
 
 
-def jitted(value_and_grad, tx, apply_updates, num_rows, dim):
+def rows_of(table, ids, read):
+    """The rows of the ids, by one of the programs that read rows, or their sums."""
+    import jax
+    import jax.numpy as jnp
+    from jax.experimental.sparse import BCOO
+
+    if read == "one_hot":
+        return jax.nn.one_hot(ids, len(table)) @ table
+    if read == "bcoo":
+        places = jnp.stack([jnp.arange(len(ids)), ids], axis=1)
+        return BCOO((jnp.ones(len(ids)), places), shape=(len(ids), len(table))) @ table
+    if read == "bags":
+        return js.embedding_lookup_sparse(table, ids.reshape(-1, 20), None, "sum")
+    return js.embedding_lookup(table, ids) if read == "lookup" else table[ids]
+
+
+def jitted(value_and_grad, tx, apply_updates, num_rows, dim, read="gather"):
     """A step of JAX with these three, and the state that it is run on."""
     import jax
     import jax.numpy as jnp
 
     def loss(table, ids):
-        return 0.5 / ids.shape[0] * jnp.sum(table[ids] ** 2)
+        return 0.5 / ids.shape[0] * jnp.sum(rows_of(table, ids, read) ** 2)
 
     @functools.partial(jax.jit, donate_argnums=(0, 1))
     def step(table, state, ids):
@@ -29,7 +45,7 @@ def jitted(value_and_grad, tx, apply_updates, num_rows, dim):
     return runner(step, tx, num_rows, dim)
 
 
-def prepare(keep=False):
+def prepare(keep=False, read=None):
     if keep:
         js.keep_memory()
 
