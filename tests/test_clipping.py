@@ -439,7 +439,7 @@ def test_limits_that_broadcast():
     got = js.clip_by_value(rows, -limit, limit).to_dense()
     np.testing.assert_array_equal(got, [[1, 1], [0, 0], [1, 1]])
     with pytest.raises(ValueError, match="cannot have limits of their own"):
-        js.clip_by_norm(rows, jnp.ones((2, 1)), axes=1)
+        js.clip_by_norm(rows, jnp.ones((3, 1)), axes=1)
     for call in (
         lambda: js.clip_by_norm(jnp.ones(2), jnp.ones((3, 2))),
         lambda: js.clip_by_value(x, jnp.zeros(3), 1.0),

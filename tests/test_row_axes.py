@@ -11,6 +11,7 @@ from optimizers import FIRST, make
 
 import jslices as js
 import jslices.testing
+import jslices.tf1 as tf
 
 L, V, D, K = 3, 7, 4, 5
 RNG = np.random.default_rng(5)
@@ -62,6 +63,11 @@ def test_slices_of_such_an_array():
             DENSE * above(1),
         ),
         "sparse_mask": (js.sparse_mask(SLICES, [1]), DENSE * above(1)),
+        "limits": (
+            js.clip_by_value(SLICES, -0.5, jnp.full((1, 1, D), 0.5)),
+            np.clip(DENSE, -0.5, 0.5),
+        ),
+        "tf1": (tf1_scatter_add(jnp.ones((L, V, D)), SLICES), 1 + DENSE),
         "apply": (js.apply_slices(jnp.ones((L, V, D)), SLICES, "add"), 1 + DENSE),
         "pickled": (jax.tree.map(lambda x: x, SLICES), DENSE),
     }
@@ -71,6 +77,11 @@ def test_slices_of_such_an_array():
     for name, (ours, expected) in same.items():
         ours = ours.to_dense() if js.is_slices(ours) else ours
         assert_close({name: ours}, {name: jnp.asarray(expected)})
+
+
+def tf1_scatter_add(value, slices):
+    model = tf.transform(lambda: tf.Variable(value, name="table").scatter_add(slices))
+    return model.apply(model.init(jax.random.key(0)))[0]
 
 
 def norm(x):
@@ -93,6 +104,11 @@ def above(number):
 def test_a_shape_that_does_not_fit_is_refused(shape, row_axes, message):
     with pytest.raises(ValueError, match=message):
         js.IndexedSlices(jnp.ones((2, D)), jnp.array([1, 2]), shape, row_axes)
+
+
+def test_limits_of_rows_are_refused():
+    with pytest.raises(ValueError, match="rows cannot have limits of their own"):
+        js.clip_by_value(SLICES, -0.5, jnp.full((L, V, 1), 0.5))
 
 
 def test_slices_of_different_rows_are_not_added():

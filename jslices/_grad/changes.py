@@ -11,13 +11,24 @@ from jslices._typing import PyTree
 
 
 def arrays_of_models(names: Sequence[str], args: Sequence[PyTree]) -> dict[str, Any]:
-    """The arrays of the NNX models among the differentiated arguments, by name."""
+    """The arrays of the NNX models among the differentiated arguments, by name.
+
+    Without parameters, which ``nnx.remat`` hands back as they were, in new arrays.
+    """
     arrays = {}
     for name, arg in zip(names, args, strict=True):
         if any(base.__module__.startswith("flax.nnx.") for base in type(arg).__mro__):
-            for path, x in jax.tree_util.tree_flatten_with_path(arg)[0]:
-                arrays[name + jax.tree_util.keystr(path)] = x
+            for path, x in jax.tree_util.tree_flatten_with_path(arg, _is_parameter)[0]:
+                if not _is_parameter(x):
+                    arrays[name + jax.tree_util.keystr(path)] = x
     return arrays
+
+
+def _is_parameter(x: object) -> bool:
+    return any(
+        base.__name__ == "Param" and base.__module__.startswith("flax.nnx.")
+        for base in type(x).__mro__
+    )
 
 
 def warn_of_lost_changes(before: dict[str, Any], after: dict[str, Any]) -> None:

@@ -314,7 +314,8 @@ class Variable(ArrayOperators):
 
         As in all scatter methods: ``sparse_delta`` holds K rows ``[K, *D]`` for a variable
         ``[V, *D]``, of its dtype; a row number outside ``[0, V)`` is dropped (TensorFlow
-        raises); ``dense_shape`` is ignored; the new value is returned.
+        raises); ``dense_shape`` is ignored, unless several axes number the rows; the new
+        value is returned.
 
         Raises:
           ValueError: for anything but IndexedSlices, or rows of another shape.
@@ -384,13 +385,13 @@ class Variable(ArrayOperators):
         what = f"{verb} to {self.name}"
         _check_is_slices(delta, what)
         check_slices(delta)
-        rows, shape = tuple(delta.values.shape[1:]), self.shape
-        if delta.indices.ndim != 1 or not shape or rows != shape[1:]:
+        rows, shape, axes = tuple(delta.values.shape[1:]), self.shape, delta.row_axes
+        if delta.indices.ndim != 1 or len(shape) < axes or rows != shape[axes:]:
             raise ValueError(
-                f"{what}: a variable of shape {shape} takes rows of shape {shape[1:]}, "
+                f"{what}: a variable of shape {shape} takes rows of shape {shape[axes:]}, "
                 f"got values {tuple(delta.values.shape)}"
             )
-        if whole and delta.dense_shape not in (None, shape):
+        if (whole or axes > 1) and delta.dense_shape not in (None, shape):
             raise ValueError(
                 f"{what}: the variable has shape {shape}, the slices {delta.dense_shape}"
             )
@@ -400,7 +401,7 @@ class Variable(ArrayOperators):
                 f"cast them: slices.astype('{self.dtype}')"
             )
         # TensorFlow's scatters ignore the shape that the slices claim to have.
-        rows_only = IndexedSlices(delta.values, delta.indices)
+        rows_only = IndexedSlices(delta.values, delta.indices, None, axes)
         self._cell.write(apply_slices(self.value(), rows_only, how), what)
         return self.value()
 

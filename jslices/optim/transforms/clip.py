@@ -536,21 +536,23 @@ def _fitting(
     name: str, what: str, limit: jax.Array, t: Leaf, dtype: DTypeLike
 ) -> jax.Array:
     """``limit`` with the rank of the values of ``t``; refuses one that enlarges them."""
-    x = values_of(t)
-    shape = (1,) * (x.ndim - limit.ndim) + limit.shape
-    fits = len(shape) == x.ndim and all(
-        n in (1, m) for n, m in zip(shape, x.shape, strict=True)
+    shape = (1,) * (t.ndim - limit.ndim) + limit.shape
+    fits = len(shape) == t.ndim and all(
+        n == 1 or m in (n, None) for n, m in zip(shape, t.shape, strict=True)
     )
     if not fits:
         raise ValueError(
             f"{name} got {what} of shape {limit.shape}, which does not broadcast to the "
             f"shape {t.shape} of what is clipped"
         )
-    if isinstance(t, IndexedSlices) and any(n > 1 for n in shape[: t.indices.ndim]):
-        raise ValueError(
-            f"{name} got {what} of shape {limit.shape} for {t}: rows cannot have limits of "
-            "their own, because slices are sorted by row first"
-        )
+    if isinstance(t, IndexedSlices):
+        first = t.indices.ndim - 1 + t.row_axes
+        if any(n > 1 for n in shape[:first]):
+            raise ValueError(
+                f"{name} got {what} of shape {limit.shape} for {t}: rows cannot have "
+                "limits of their own, because slices are sorted by row first"
+            )
+        shape = (1,) * t.indices.ndim + shape[first:]
     return limit.reshape(shape).astype(dtype)
 
 
