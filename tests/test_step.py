@@ -64,7 +64,7 @@ def compiled(name, plan):
     kernel = KERNELS[name]
     return fast_jit(
         lambda indices, values, *arrays: execute(
-            plan, kernel.step, indices, values, V, arrays, kernel.num_read
+            plan, kernel.step, indices, values, (V,), arrays, kernel.num_read
         )
     )
 
@@ -152,7 +152,7 @@ def test_dtypes_of_the_arrays_are_kept(plan):
     kernel = lambda g, m: (g.astype(jnp.float32) + m, m + g.astype(jnp.float32))  # noqa: E731
     ids = jnp.arange(K) % 4
     values, m = jnp.ones((K, D), jnp.bfloat16), jnp.ones((V, D), jnp.bfloat16)
-    step = fast_jit(lambda *x: execute(plan, kernel, *x[:2], V, x[2:]))
+    step = fast_jit(lambda *x: execute(plan, kernel, *x[:2], (V,), x[2:]))
     _, update, new = step(ids, values, m)
     assert (update.dtype, new.dtype) == (jnp.float32, jnp.bfloat16)
     np.testing.assert_array_equal(new[:, 0].astype(int), [7] * 4 + [1] * 6)
@@ -189,7 +189,7 @@ def test_a_pass_over_all_rows_keeps_those_without_a_gradient(kernel):
     rows, ids = jnp.ones((5, 4)), jnp.array([1, 4, 4, V, 1])
     wanted = kernel(jnp.zeros((V, 4)).at[ids].add(rows, mode="drop"), a, b)
     named = jnp.isin(jnp.arange(V), ids)[:, None]
-    indices, *new = execute(Plan("all rows", 5, V), kernel, ids, rows, V, (a, b))
+    indices, *new = execute(Plan("all rows", 5, V), kernel, ids, rows, (V,), (a, b))
     check_entries(indices, new[0], [1, 4])
     for got, each, old in zip(new, wanted, (0 * a, a, b), strict=True):
         np.testing.assert_allclose(got, jnp.where(named, each, old), rtol=1e-6)
@@ -204,7 +204,7 @@ def test_derivatives_by_what_a_kernel_closes_over_and_by_rows(plan):
 
     def after(rate, values, m):
         kernel = lambda g, m: (rate * g / (1 + m), m + rate * g * g)  # noqa: E731
-        indices, update, new = execute(plan, kernel, ids, values, V, [m])
+        indices, update, new = execute(plan, kernel, ids, values, (V,), [m])
         return (jnp.zeros((V, D)).at[indices].add(update, mode="drop") * new).sum()
 
     def wanted(rate, values, m):

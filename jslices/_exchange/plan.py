@@ -9,7 +9,7 @@ import math
 from typing import Annotated, Literal
 
 import numpy as np
-from jax.sharding import AxisType
+from jax.sharding import AxisType, PartitionSpec
 
 from jslices._arguments import Number, OneOf, check_arguments
 from jslices._errors import InvalidArgumentError
@@ -36,7 +36,8 @@ class Exchange:
     Args:
       axis: the mesh axis along which the rows are split, or several, as they stand in the
         table's PartitionSpec: ``"x"`` for ``P("x", None)``, ``("x", "y")`` for
-        ``P(("x", "y"), None)``.
+        ``P(("x", "y"), None)``. For a table ``[L, V, *D]`` whose rows two axes number it
+        may be a PartitionSpec: ``jax.P(None, "x")`` if V is split.
       plan: ``"all_to_all"``, ``"gather"``, or ``"auto"``: the one with fewer bytes.
       capacity: in the plan ``"all_to_all"`` each pair of devices has room for
         ``capacity * k / N`` distinct ids. :func:`jslices.spread_ids` evens out the pairs.
@@ -62,14 +63,14 @@ class Exchange:
     which have capacities as well, and drop what does not fit.
     """
 
-    axis: str | tuple[str, ...]
+    axis: str | tuple[str, ...] | PartitionSpec
     plan: Annotated[str, OneOf("auto", "all_to_all", "gather")] = "auto"
     capacity: Annotated[float, Number(above=0)] = 2.0
     overflow: Annotated[str, OneOf("gather", "nan")] = "gather"
 
     def __post_init__(self) -> None:
         check_arguments("Exchange", inspect.get_annotations(Exchange), vars(self))
-        several = isinstance(self.axis, str | tuple | list)
+        several = isinstance(self.axis, str | tuple | list | PartitionSpec)
         names = several and all(isinstance(name, str) and name for name in self.axes)
         if not names or not self.axes or len(set(self.axes)) < len(self.axes):
             raise InvalidArgumentError(
@@ -80,16 +81,24 @@ class Exchange:
     @property
     def axes(self) -> tuple[str, ...]:
         """The mesh axes along which rows are split."""
-        return (self.axis,) if isinstance(self.axis, str) else tuple(self.axis)
+        return tuple(axis for axes in self.by_axis for axis in axes)
+
+    @property
+    def by_axis(self) -> tuple[tuple[str, ...], ...]:
+        """The same for each of the first axes of the table."""
+        if isinstance(self.axis, PartitionSpec):
+            return split_along(self.axis, len(self.axis))
+        return ((self.axis,) if isinstance(self.axis, str) else tuple(self.axis),)
 
 
 def plan_exchange(
-    table: Aval, exchange: Exchange | None, name: str, count: int
+    table: Aval, exchange: Exchange | None, name: str, count: int, row_axes: int = 1
 ) -> "ExchangePlan | None":
     """Plan the exchange of a lookup of ``count`` rows; None where it is left to XLA.
 
     Args:
       table: the type of an array ``[V, *D]``.
+      row_axes: how many of its axes number rows.
       exchange: what the user says of it.
       name: what messages call the table.
       count: rows looked up; some ids may be added so that devices divide them.
@@ -98,11 +107,12 @@ def plan_exchange(
       InvalidArgumentError: for an axis that the mesh does not have, rows that it does not
         divide, and an ``exchange`` that contradicts the type.
     """
-    placement = _placement_of(table, exchange, name)
+    placement = _placement_of(table, exchange, name, row_axes)
     if placement is None:
         return None
     exchange = exchange or Exchange(placement.rows or placement.batch)
-    num_rows, shards = table.shape[0], placement.shards
+    sizes, shards = tuple(table.shape[:row_axes]), placement.shards
+    num_rows = math.prod(sizes)
     devices = math.prod(placement.mesh.shape[axis] for axis in placement.batch)
     ids = max(1, -(-count // devices))
     enough = min(ids, num_rows // shards)
@@ -116,10 +126,12 @@ def plan_exchange(
         way = "all_to_all"
     crowds = way == "all_to_all" and capacity < enough
     falls_back = crowds and exchange.overflow == "gather"
-    return ExchangePlan(placement, num_rows, ids, capacity, way, falls_back)
+    return ExchangePlan(placement, sizes, ids, capacity, way, falls_back)
 
 
-def _placement_of(table: Aval, exchange: Exchange | None, name: str) -> Placement | None:
+def _placement_of(
+    table: Aval, exchange: Exchange | None, name: str, row_axes: int
+) -> Placement | None:
     """The placement of a table's rows, as far as its type or ``exchange`` tell."""
     mesh = mesh_of(table)
     if mesh is not None and mesh.size == 1:
@@ -138,7 +150,7 @@ def _placement_of(table: Aval, exchange: Exchange | None, name: str) -> Placemen
     if exchange is None:
         if typed is None:
             return None
-        placement = Placement(mesh, typed[0], typed[1:])
+        placement = Placement(mesh, typed[:row_axes], typed[row_axes:])
     else:
         unknown = [axis for axis in exchange.axes if axis not in mesh.axis_names]
         if unknown:
@@ -146,21 +158,42 @@ def _placement_of(table: Aval, exchange: Exchange | None, name: str) -> Placemen
                 f"{exchange} of {name}: its mesh has the axes {mesh.axis_names}, and not "
                 f"{unknown[0]!r}"
             )
-        if typed is not None and any(typed) and typed[0] != exchange.axes:
+        last = max(1, table.ndim - 1)  # no row is a single element, but of a vector
+        if len(exchange.by_axis) > last:
             raise InvalidArgumentError(
-                f"{exchange} of {name}: its type {table.str_short()} says that rows are "
-                f"split along {typed[0] or 'no axis'}"
+                f"{exchange} of {name}: at most {last} axes of {table.str_short()} number "
+                "rows"
             )
-        placement = Placement(mesh, exchange.axes, (typed or ())[1:])
-    num_rows, shards = table.shape[0], placement.shards
-    if num_rows % shards:
-        raise InvalidArgumentError(
-            f"{name} has {num_rows} rows, which {shards} devices do not divide; give it "
-            f"jslices.padded_rows({num_rows}, {shards}) rows"
-        )
+        said = (*exchange.by_axis, *((),) * table.ndim)[: table.ndim]
+        if typed is not None and any(typed):
+            rows = [sum(typed[:n], ()) for n in range(1, last + 1)]
+            if exchange.axes not in rows:
+                raise InvalidArgumentError(
+                    f"{exchange} of {name}: its type {table.str_short()} says that rows "
+                    f"are split along {rows[-1] or 'no axis'}"
+                )
+            said = typed
+        columns = said[row_axes:] if typed is not None or any(said[row_axes:]) else ()
+        placement = Placement(mesh, said[:row_axes], columns)
+    for number, parts in enumerate(placement.parts()):
+        size = table.shape[number]
+        if size % parts:
+            raise InvalidArgumentError(_indivisible(table, number, parts, name))
     if not placement.batch:  # only columns are split, and every device has all ids
         return None
     return placement
+
+
+def _indivisible(table: Aval, number: int, parts: int, name: str) -> str:
+    size = table.shape[number]
+    what = f"{size} rows" if table.ndim < 3 else f"{size} along axis {number}"
+    message = (
+        f"{name} has {what}, which {parts} devices do not divide; give it "
+        f"jslices.padded_rows({size}, {parts})"
+    )
+    if number or table.ndim < 3:
+        return message + " rows" * (table.ndim < 3)
+    return message + "; or, if axis 1 is split, type Exchange(jax.P(None, axis))"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -169,7 +202,7 @@ class ExchangePlan:
 
     Attributes:
       placement: where the rows stand.
-      num_rows: V.
+      sizes: ``(V,)``, of the axes that number rows.
       ids: k, how many each device looks up; those added to divide them count.
       capacity: C, for how many distinct ids of a pair of devices there is room.
       way: how rows are sent.
@@ -177,11 +210,16 @@ class ExchangePlan:
     """
 
     placement: Placement
-    num_rows: int
+    sizes: tuple[int, ...]
     ids: int
     capacity: int
     way: Way
     falls_back: bool
+
+    @property
+    def num_rows(self) -> int:
+        """V, of all axes that number rows."""
+        return math.prod(self.sizes)
 
     @property
     def shard_rows(self) -> int:
@@ -214,6 +252,7 @@ class ExchangePlan:
         loads = np.zeros((self.devices, shards), np.int64)
         for load, mine in zip(loads, per_device.reshape(self.devices, -1), strict=True):
             rows = np.unique(mine[(mine >= 0) & (mine < self.num_rows)])
+            rows = self.placement.by_device(rows, self.sizes)
             load += np.bincount(rows // self.shard_rows, minlength=shards)
         return loads
 

@@ -66,7 +66,7 @@ def rows_from_elsewhere(
 
     Args:
       plan: the exchange.
-      table: ``[V, *D]``.
+      table: ``[V, *D]``, or of more axes that number rows.
       read: ``[n]``, the rows to read.
       record: ``[n]``, the indices of the gradient; out of range means none.
       slot: the cotangent slot, see ``_grad/run.py``.
@@ -102,6 +102,7 @@ def locate(
     beyond = (0, total - ids.shape[0])
     ids = jnp.pad(ids, beyond, constant_values=height)
     learns = jnp.pad(record, beyond, constant_values=height) < height
+    ids = placement.by_device(ids, plan.sizes)
     batch = placement.by_batch
     find = functools.partial(_locate, plan)
     specs = _split(placement), placement.by_rows
@@ -117,6 +118,8 @@ def exchanged_rows(
 ) -> jax.Array:
     """Rows ``[n, *D]`` of ``table`` ``[V, *D]``, some perhaps at the end for no id.
 
+    In the exchange rows are numbered device by device: :meth:`Placement.by_device`.
+
     The gradient goes to the cotangent slot, as in ``lookup_rows``: its entries stand on the
     devices that hold their rows. What did not fit reads NaN.
     """
@@ -126,7 +129,7 @@ def exchanged_rows(
     read = on_each_device(
         placement,
         functools.partial(_read, plan),
-        (placement.by_rows, placement.by_rows, placement.apart_as_known),
+        (placement.by_rows, placement.as_table, placement.apart_as_known),
         placement.apart_as_known,
     )
 
@@ -210,6 +213,7 @@ def _locate(
 
     asked = _either_way(plan, crowded, swapped, gathered)
     indices = jnp.where(_own(plan, number, asked), asked, height)
+    indices = placement.in_whole(indices, plan.sizes)
     asked = asked.reshape((*(1,) * len(placement.batch), -1))
     located = Located(places, learns, asked, crowded)
     return located, _gathered(placement.repeated, indices)
@@ -221,7 +225,7 @@ def _read(
     """The rows ``[*devices, n, *D]`` that this device has, zeros for others."""
     asked = jnp.where(asked < 0, -1 - asked, asked)
     first = number[0].astype(asked.dtype) * plan.shard_rows
-    return take_rows(table, asked - first, fill_value=0)
+    return take_rows(table, asked - first, fill_value=0, row_axes=len(plan.sizes))
 
 
 def _swapped_rows(plan: ExchangePlan, rows: jax.Array, places: jax.Array) -> jax.Array:

@@ -29,8 +29,7 @@ from jslices._grad.views import Table, Values, View, folded
 from jslices._grad.walk import Scope, Turn, ViewWalk
 from jslices._jax import Equation, Program, Source, broadcast_prefix
 from jslices._place.boundary import explicit_mesh, explicit_part, mesh_of
-from jslices._rows.access import INT32_MAX, index_dtype
-from jslices._slices import flat_rows, rows_numbered
+from jslices._rows.access import INT32_MAX, index_dtype, rows_numbered
 from jslices._typing import Aval, PyTree
 
 #: What ``sparse=`` says of one array: True insists on rows, False on a dense gradient,
@@ -95,8 +94,6 @@ class Leaf(NamedTuple):
 
     def view(self, number: int, array: jax.Array | None = None) -> View:
         """The view of it, as the leaf with this number."""
-        if array is not None:
-            array = flat_rows(array, self.row_axes)
         table = Table(self.table_shape, self.aval.dtype, number, array)
         return folded(table, tuple(self.aval.shape[: self.row_axes]))
 
@@ -113,7 +110,7 @@ class Leaf(NamedTuple):
         """The exchange of a read of ``count`` rows; None where it is left to XLA."""
         if self.exchange is None and mesh_of(self.aval) is None:
             return None
-        return plan_exchange(self.aval, self.exchange, self.name, count)
+        return plan_exchange(self.aval, self.exchange, self.name, count, self.row_axes)
 
     def sharding(self, exchange: ExchangePlan | None) -> NamedSharding | None:
         """The sharding of the gradient's values on a mesh of Explicit axes; else None."""
@@ -330,8 +327,6 @@ def _may_have_finer_rows(planned: Planned, number: int) -> bool:
     """True for an array with more axes, which is looked up, or picked apart."""
     leaf, use = planned.leaves[number], planned.dense.get(number)
     if leaf.aval.ndim < leaf.row_axes + 2 or planned.kind(number) == "unused":
-        return False
-    if explicit_mesh(leaf.aval) is not None and any(leaf.aval.sharding.spec):
         return False
     finer = leaf._replace(row_axes=leaf.row_axes + 1).table_shape[0]
     many = _jax.definitely(lambda: finer > INT32_MAX)

@@ -167,7 +167,7 @@ class Reader:
 def _just_take(table: Table, ids: Ids) -> Any:
     if ids.read is None:
         return None
-    return take_rows(table.array, ids.read, mode="clip")
+    return table.take(ids.read, "clip")
 
 
 def tables_read(view: View) -> list[int]:

@@ -725,11 +725,12 @@ def _barrier(eqn: Equation, operands: Values, lead: int) -> Result:
 @rule_for("sharding_constraint")
 def _sharding_constraint(eqn: Equation, operands: Values, lead: int) -> Result:
     """A constraint speaks of the whole table, so it stays on the table."""
-    (view,) = operands
-    if not isinstance(view, Table):
+    table = flat(operands[0])
+    if not isinstance(table, Table):
         return None
-    array = None if view.array is None else _jax.bind(eqn, [view.array])[0]
-    return [dataclasses.replace(view, array=array)]
+    array = None if table.array is None else _jax.bind(eqn, [table.array])[0]
+    table = dataclasses.replace(table, array=array)
+    return [folded(table, operands[0].shape[:lead])]
 
 
 @rule_for("reshard")

@@ -102,11 +102,14 @@ def lookup_rows(
 ) -> jax.Array:
     """Rows ``[n, *D]`` of ``table`` ``[V, *D]`` at ``ids`` ``[n]``.
 
-    The gradient goes to the cotangent slot: IndexedSlices with ``values`` ``[n, *D]`` and
-    ``indices`` None. Integers have no cotangent, so the ids are returned separately.
+    Several axes may number the rows; the slot has the shape with one. The gradient goes to
+    the cotangent slot: IndexedSlices with ``values`` ``[n, *D]`` and ``indices`` None.
+    Integers have no cotangent, so the ids are returned separately.
     """
-    del slot
-    return gathered_once(take_rows(table, ids, mode=mode, fill_value=fill_value))
+    assert slot.dense_shape is not None
+    row_axes = 1 + table.ndim - len(slot.dense_shape)
+    how = {"mode": mode, "fill_value": fill_value, "row_axes": row_axes}
+    return gathered_once(take_rows(table, ids, **how))
 
 
 def _forward(

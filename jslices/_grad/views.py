@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jslices._rows.access import wide
+from jslices._rows.access import take_rows, wide
 
 #: For each operand, or output, a view or an array. None stands for arrays while reads are
 #: planned.
@@ -79,13 +79,23 @@ class View:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Table(View):
-    """A differentiated array as it is: the leaf with this number."""
+    """A differentiated array as it is: the leaf with this number.
+
+    Several axes of ``array`` may number the rows; it stays so, as :func:`places` says why.
+    """
 
     leaf: int
     array: Any = None
 
+    def take(self, ids: jax.Array, mode: Any, fill_value: Any = None) -> jax.Array:
+        """The rows ``[n, *D]``, without a gradient."""
+        row_axes = 1 + self.array.ndim - len(self.shape)
+        how = {"mode": mode, "fill_value": fill_value, "row_axes": row_axes}
+        return take_rows(self.array, ids, **how)
+
     def whole(self, of: Callable[[Any], Any]) -> jax.Array:
-        return self.array
+        array: jax.Array = self.array
+        return array if array.shape == self.shape else array.reshape(self.shape)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

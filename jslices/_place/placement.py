@@ -4,15 +4,18 @@ import dataclasses
 import math
 import operator
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from jslices._errors import InvalidArgumentError
 from jslices._place.boundary import mesh_of, on_one_mesh, split_along
 from jslices._typing import PyTree
+
+Numbers = TypeVar("Numbers", jax.Array, np.ndarray)
 
 
 def padded_rows(
@@ -93,19 +96,57 @@ class Placement:
 
     Attributes:
       mesh: the mesh.
-      rows: the axes along which rows are split, V / N to each of N devices in this order.
-      columns: for each other axis of the table the axes along which that is split, as far
-        as is known.
+      by_axis: for each axis of the table that numbers rows, mostly one, the axes of the
+        mesh along which it is split.
+      columns: the same for the other axes of the table, as far as is known.
     """
 
     mesh: AbstractMesh
-    rows: tuple[str, ...]
+    by_axis: tuple[tuple[str, ...], ...]
     columns: tuple[tuple[str, ...], ...] = ()
+
+    @property
+    def rows(self) -> tuple[str, ...]:
+        """The axes along which rows are split, V / N to each of N devices in this order."""
+        return tuple(axis for axes in self.by_axis for axis in axes)
 
     @property
     def shards(self) -> int:
         """N, into how many parts rows are split."""
         return math.prod(self.mesh.shape[axis] for axis in self.rows)
+
+    def parts(self) -> tuple[int, ...]:
+        """Into how many parts each axis that numbers rows is split."""
+        size = self.mesh.shape
+        return tuple(math.prod(size[axis] for axis in axes) for axes in self.by_axis)
+
+    def part_of(self, sizes: Sequence[int]) -> tuple[int, ...]:
+        """What each device has of axes that number rows, ``(V,)`` or ``(L, V)``."""
+        return tuple(n // parts for n, parts in zip(sizes, self.parts(), strict=True))
+
+    def by_device(self, numbers: Numbers, sizes: Sequence[int]) -> Numbers:
+        """Row numbers in ``[0, V]`` if those of one device came after those of another.
+
+        They are others where ``sizes``, ``(L, V)``, number the rows, and V is split.
+        """
+        if not any(self.by_axis[1:]):
+            return numbers
+        radices, order = self._digits(sizes)
+        return _reordered(numbers, radices, order)
+
+    def in_whole(self, numbers: Numbers, sizes: Sequence[int]) -> Numbers:
+        """The row numbers of which :meth:`by_device` gives these."""
+        if not any(self.by_axis[1:]):
+            return numbers
+        radices, order = self._digits(sizes)
+        back = [order.index(i) for i in range(len(order))]
+        return _reordered(numbers, [radices[i] for i in order], back)
+
+    def _digits(self, sizes: Sequence[int]) -> tuple[list[int], list[int]]:
+        """Of a row number: part and place along each axis; and first all the parts."""
+        pairs = zip(self.parts(), self.part_of(sizes), strict=True)
+        radices = [radix for pair in pairs for radix in pair]
+        return radices, [*range(0, len(radices), 2), *range(1, len(radices), 2)]
 
     @property
     def batch(self) -> tuple[str, ...]:
@@ -152,8 +193,13 @@ class Placement:
         return jnp.arange(self.shards, dtype=jnp.int32)
 
     @property
+    def as_table(self) -> PartitionSpec:
+        """Of arrays ``[V, ...]`` whose rows are split as those of the table."""
+        return PartitionSpec(*(axes or None for axes in self.by_axis))
+
+    @property
     def by_rows(self) -> PartitionSpec:
-        """Of arrays whose first axis is split as the rows of the table."""
+        """Of entries, whose only axis is split as the rows of the table."""
         return PartitionSpec(self.rows or None)
 
     @property
@@ -170,6 +216,21 @@ class Placement:
     def by_batch(self) -> PartitionSpec:
         """Of arrays whose first axis is split over all devices that hold different ids."""
         return PartitionSpec(self.batch)
+
+
+def _reordered(numbers: Numbers, radices: Sequence[int], order: Sequence[int]) -> Numbers:
+    """Numbers with digits of these radices, with the digits in another order.
+
+    The first digit stays the first. So the first number that is too large does, too.
+    """
+    digits: list[Any] = []
+    for radix in radices[:0:-1]:
+        digits, numbers = [numbers % radix, *digits], numbers // radix
+    digits = [numbers, *digits]
+    result = digits[0]
+    for i in order[1:]:
+        result = result * radices[i] + digits[i]
+    return result  # type: ignore[no-any-return]
 
 
 def on_each_device(
@@ -216,5 +277,5 @@ def placement_at_hand(x: jax.Array) -> Placement | None:
     if not isinstance(sharding, NamedSharding):
         return None
     rows, *columns = split_along(sharding.spec, x.ndim)
-    placement = Placement(mesh, rows, tuple(columns))
+    placement = Placement(mesh, (rows,), tuple(columns))
     return placement if placement.batch and not x.shape[0] % placement.shards else None

@@ -133,37 +133,64 @@ def in_32_bits(ids: np.ndarray) -> np.ndarray:
     return ids.astype(np.int32)
 
 
+def rows_numbered(shape: Sequence[int], row_axes: int) -> int:
+    """How many rows the first ``row_axes`` axes of an array number."""
+    return shape[0] if row_axes == 1 else math.prod(shape[:row_axes])
+
+
+def places(
+    indices: jax.Array, shape: Sequence[int], row_axes: int
+) -> tuple[jax.Array, ...]:
+    """Where rows are along each of the ``row_axes`` axes that number them.
+
+    A number out of range is so along one axis at least. An array ``[L, V, *D]`` is thus
+    read and written as it is: as ``[L * V, *D]`` it would have to be copied on a TPU, where
+    V does not fill its tiles, and sent over the devices of a mesh that divide it along V.
+    """
+    along: list[jax.Array] = []
+    for length in shape[row_axes - 1 : 0 : -1]:
+        size = jnp.asarray(length, indices.dtype)
+        along, indices = [lax.rem(indices, size), *along], lax.div(indices, size)
+    return indices, *along
+
+
 def take_rows(
     table: jax.Array,
     indices: jax.Array,
     *,
     mode: str | lax.GatherScatterMode = "fill",
     fill_value: ArrayLike | None = None,
+    row_axes: int = 1,
 ) -> jax.Array:
     """Rows ``[..., *D]`` of ``table`` ``[V, *D]``; negative indices never wrap.
 
     With ``mode="fill"`` an index out of range reads ``fill_value`` (by default NaN, or the
     smallest integer); with ``"clip"`` it reads the nearest row; with
     ``"promise_in_bounds"`` the caller knows that there is none. Cost: one gather of
-    ``K * D`` elements.
+    ``K * D`` elements. ``row_axes``: how many axes of ``table`` number its rows.
 
     Traced as a ``gather`` even without any indices, where ``table[indices]`` is not.
     """
-    row = table.shape[1:]
-    if table.shape[0] == 0:  # XLA refuses to gather from nothing
+    row, num_rows = table.shape[row_axes:], rows_numbered(table.shape, row_axes)
+    if num_rows == 0:  # XLA refuses to gather from nothing
         missing: Any = missing_value(table.dtype) if fill_value is None else fill_value
         return jnp.full((*indices.shape, *row), missing, table.dtype)
     if indices.dtype.itemsize < 4:
         indices = indices.astype(jnp.int32)
+    starts = indices[..., None]
+    if row_axes > 1:
+        clips = lax.GatherScatterMode.from_any(mode) == lax.GatherScatterMode.CLIP
+        near = jnp.clip(indices, 0, num_rows - 1) if clips else indices
+        starts = jnp.stack(places(near, table.shape, row_axes), axis=-1)
     rows = lax.gather(
         table,
-        indices[..., None],
+        starts,
         lax.GatherDimensionNumbers(
             offset_dims=tuple(range(indices.ndim, indices.ndim + len(row))),
-            collapsed_slice_dims=(0,),
-            start_index_map=(0,),
+            collapsed_slice_dims=tuple(range(row_axes)),
+            start_index_map=tuple(range(row_axes)),
         ),
-        slice_sizes=(1, *row),
+        slice_sizes=(*(1,) * row_axes, *row),
         mode=mode,
         fill_value=fill_value,
     )
@@ -175,8 +202,8 @@ def add_distinct_rows(table: jax.Array, indices: jax.Array, rows: jax.Array) -> 
 
     As :func:`set_rows`.
     """
-    places, how = _distinct_places(table, indices)
-    return places.add(rows, **how)
+    at, how = _distinct_places(table, indices, rows)
+    return at.add(rows, **how)
 
 
 def set_rows(table: jax.Array, indices: jax.Array, rows: jax.Array) -> jax.Array:
@@ -184,15 +211,29 @@ def set_rows(table: jax.Array, indices: jax.Array, rows: jax.Array) -> jax.Array
 
     In place when ``table`` is donated. XLA is told that no two writes collide: on a GPU a
     scatter that may collide is lowered to slow atomics (jax-ml/jax#38806).
+
+    ``table`` ``[V, *D]`` may have several axes that number its rows ``[K, *D]``.
     """
-    places, how = _distinct_places(table, indices)
-    return places.set(rows, **how)
+    at, how = _distinct_places(table, indices, rows)
+    return at.set(rows, **how)
 
 
-def _distinct_places(table: jax.Array, indices: jax.Array) -> tuple[Any, dict[str, Any]]:
-    indices, unique = _spread(indices, table.shape[0])
+def places_of(table: jax.Array, indices: jax.Array, rows: jax.Array) -> Any:
+    """``table.at[...]`` for rows ``[K, *D]``, whatever axes of ``table`` number them."""
+    return table.at[places(indices, table.shape, 1 + table.ndim - rows.ndim)]
+
+
+def height_of(table: jax.Array, rows: jax.Array) -> int:
+    """V of a table, whatever axes number its rows, which are like ``rows`` ``[K, *D]``."""
+    return rows_numbered(table.shape, 1 + table.ndim - rows.ndim)
+
+
+def _distinct_places(
+    table: jax.Array, indices: jax.Array, rows: jax.Array
+) -> tuple[Any, dict[str, Any]]:
+    indices, unique = _spread(indices, height_of(table, rows))
     how = {"mode": "drop", "wrap_negative_indices": False, "unique_indices": unique}
-    return table.at[indices], how
+    return places_of(table, indices, rows), how
 
 
 def _spread(indices: jax.Array, num_rows: int) -> tuple[jax.Array, bool]:

@@ -7,6 +7,7 @@ whatever order, on every platform and however the table is divided among devices
 
 import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -17,7 +18,7 @@ from jax.extend.random import threefry2x32_p
 from jax.typing import DTypeLike
 
 from jslices import _jax
-from jslices._rows.access import set_rows, take_rows
+from jslices._rows.access import height_of, set_rows, take_rows
 from jslices._rows.sums import sum_duplicates
 from jslices._typing import Key
 
@@ -59,10 +60,15 @@ def fold_in(bits: KeyBits, number: int) -> KeyBits:
     return jnp.stack(_hash(bits, jnp.uint32(number), jnp.uint32(0x524F554E)))
 
 
-def add_rounding(param: jax.Array, update: jax.Array, bits: KeyBits) -> jax.Array:
-    """``param`` ``[V, *D]`` plus ``update``, every element rounded stochastically."""
+def add_rounding(
+    param: jax.Array, update: jax.Array, bits: KeyBits, numbers: jax.Array | None = None
+) -> jax.Array:
+    """``param`` ``[V, *D]`` plus ``update``, every element rounded stochastically.
+
+    ``numbers`` are those of the rows, ``[V]``, or ``[L, V]`` where two axes number them.
+    """
     total = jnp.atleast_1d(param.astype(jnp.float32) + update.astype(jnp.float32))
-    numbers = jnp.arange(total.shape[0])
+    numbers = jnp.arange(total.shape[0]) if numbers is None else numbers
     return round_rows(total, numbers, bits, param.dtype).reshape(param.shape)
 
 
@@ -72,21 +78,21 @@ def add_rows_rounding(
     rows: jax.Array,
     distinct: bool,
     bits: KeyBits,
-    first_row: jax.Array | int = 0,
+    number: Callable[[jax.Array], jax.Array] = lambda indices: indices,
 ) -> jax.Array:
     """``table`` with rows added, each row named rounded once, after its sum.
 
-    As :func:`jslices._rows.sums.add_rows`; for random bits rows are counted from
-    ``first_row``, as the table may be a part of a larger one. Cost: a sort of K integers
+    As :func:`jslices._rows.sums.add_rows`; random bits are those of ``number(indices)``, as
+    the table may be a part of a larger one. Cost: a sort of K integers
     (unless the rows are distinct), a gather and a scatter of ``K * D`` elements.
     """
     rows = rows.astype(jnp.float32)
     if not distinct:
-        rows, indices, _ = sum_duplicates(rows, indices, table.shape[0], None, order="any")
-    total = take_rows(table, indices, mode="clip").astype(jnp.float32) + rows
-    return set_rows(
-        table, indices, round_rows(total, indices + first_row, bits, table.dtype)
-    )
+        num_rows = height_of(table, rows)
+        rows, indices, _ = sum_duplicates(rows, indices, num_rows, None, order="any")
+    axes = 1 + table.ndim - rows.ndim
+    total = take_rows(table, indices, mode="clip", row_axes=axes).astype(jnp.float32) + rows
+    return set_rows(table, indices, round_rows(total, number(indices), bits, table.dtype))
 
 
 @functools.partial(jax.jit, static_argnums=3, inline=True)
@@ -97,7 +103,8 @@ def round_rows(
 
     Args:
       rows: float32 ``[n, *D]``.
-      numbers: integers ``[n]``, the number of each row in its table.
+      numbers: integers ``[n]``, the number of each row in its table. More axes may number
+        the rows of both.
       bits: of the key.
       dtype: bfloat16, float16, float8_e4m3fn or float8_e5m2.
 
@@ -143,12 +150,13 @@ def round_rows(
 
 def _random16(numbers: jax.Array, shape: tuple[int, ...], bits: KeyBits) -> jax.Array:
     """Random numbers of 16 bits, uint32 ``[n, *D]``."""
-    length = math.prod(shape[1:])
-    blocks = (shape[0], -(-length // 4))
-    rows = lax.broadcast_in_dim(numbers.astype(jnp.uint32), blocks, (0,))
-    words = _hash(bits, rows, lax.broadcasted_iota(jnp.uint32, blocks, 1))
+    axes = numbers.ndim
+    length = math.prod(shape[axes:])
+    blocks = (*numbers.shape, -(-length // 4))
+    rows = lax.broadcast_in_dim(numbers.astype(jnp.uint32), blocks, range(axes))
+    words = _hash(bits, rows, lax.broadcasted_iota(jnp.uint32, blocks, axes))
     quarters = [part for word in words for part in (word & 0xFFFF, word >> 16)]
-    return jnp.concatenate(quarters, axis=1)[:, :length].reshape(shape)
+    return jnp.concatenate(quarters, axis=axes)[..., :length].reshape(shape)
 
 
 def _hash(bits: KeyBits, first: jax.Array, second: jax.Array) -> tuple[Any, Any]:

@@ -29,8 +29,10 @@ from jslices._rows.access import (
     add_distinct_rows,
     canonical_indices,
     empty_index,
+    height_of,
     index_dtype,
     per_row,
+    places_of,
     room_for_distinct,
     set_rows,
     where_rows,
@@ -221,7 +223,7 @@ def add_rows(
     """``table`` with ``rows`` added at ``indices``: duplicates add, empty entries drop.
 
     Args:
-      table: ``[V, *D]``.
+      table: ``[V, *D]``; several of its axes may number the rows.
       indices: ``[K]`` in ``[0, V]``; V marks an empty entry.
       rows: ``[K, *D]``, cast to the dtype of ``table``.
       distinct: whether no row is known to be named twice.
@@ -235,11 +237,14 @@ def add_rows(
         return add_distinct_rows(table, indices, rows)
 
     def in_turn(table: jax.Array, indices: jax.Array, rows: jax.Array) -> jax.Array:
-        return table.at[indices].add(rows, mode="drop", wrap_negative_indices=False)
+        at = places_of(table, indices, rows)
+        added: jax.Array = at.add(rows, mode="drop", wrap_negative_indices=False)
+        return added
 
     def by_runs(table: jax.Array, indices: jax.Array, rows: jax.Array) -> jax.Array:
         capacity = indices.shape[0]
-        indices, rows, _ = _by_runs(table.shape[0], capacity, None, "any", indices, rows)
+        num_rows = height_of(table, rows)
+        indices, rows, _ = _by_runs(num_rows, capacity, None, "any", indices, rows)
         return add_distinct_rows(table, indices, rows)
 
     inexact = jnp.issubdtype(table.dtype, jnp.inexact)

@@ -1,7 +1,8 @@
 """What a scatter does to rows, given settled row numbers.
 
-In every function ``ref`` is ``[V, *D]``, ``indices`` ``[K]`` in ``[0, V]``, where V drops,
-and ``rows`` ``[K, *D]`` of the dtype of ``ref``. The meaning is that of a loop over K, in
+In every function ``ref`` is ``[V, *D]`` (of which several axes may number the rows),
+``indices`` ``[K]`` in ``[0, V]``, where V drops, and ``rows`` ``[K, *D]`` of the dtype of
+``ref``. The meaning is that of a loop over K, in
 order. All work in place when ``ref`` is donated, and give the same on every backend (sums
 and products up to rounding).
 """
@@ -12,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jslices._rows.access import set_rows, take_rows
+from jslices._rows.access import height_of, places, places_of, set_rows, take_rows
 from jslices._rows.sums import add_rows, sort_ids
 
 Arrays = tuple[jax.Array, ...]
@@ -25,7 +26,7 @@ def update(ref: jax.Array, indices: jax.Array, rows: jax.Array) -> jax.Array:
     XLA leaves open which of several writes wins, so all but the last are dropped first.
     Cost: a sort of K integers, one scatter.
     """
-    return set_rows(ref, last_of_each(indices, ref.shape[0]), rows)
+    return set_rows(ref, last_of_each(indices, height_of(ref, rows)), rows)
 
 
 def subtract(ref: jax.Array, indices: jax.Array, rows: jax.Array) -> jax.Array:
@@ -36,7 +37,9 @@ def subtract(ref: jax.Array, indices: jax.Array, rows: jax.Array) -> jax.Array:
 @jax.custom_jvp
 def multiply(ref: jax.Array, indices: jax.Array, rows: jax.Array) -> jax.Array:
     """Products compound. Cost: one scatter; its derivative also sorts K integers."""
-    return ref.at[indices].multiply(rows, mode="drop", wrap_negative_indices=False)
+    return places_of(ref, indices, rows).multiply(
+        rows, mode="drop", wrap_negative_indices=False
+    )
 
 
 @multiply.defjvp
@@ -47,8 +50,8 @@ def _multiply_jvp(primals: Arrays, tangents: Arrays) -> tuple[jax.Array, jax.Arr
 
 
 def _multiply_by_products(ref: jax.Array, indices: jax.Array, rows: jax.Array) -> jax.Array:
-    unique, products = _products(indices, rows, ref.shape[0])
-    return set_rows(ref, unique, take_rows(ref, unique, fill_value=1) * products)
+    unique, products = _products(indices, rows, height_of(ref, rows))
+    return set_rows(ref, unique, _ones_or_rows(ref, unique, rows) * products)
 
 
 def divide(ref: jax.Array, indices: jax.Array, rows: jax.Array) -> jax.Array:
@@ -65,8 +68,8 @@ def divide(ref: jax.Array, indices: jax.Array, rows: jax.Array) -> jax.Array:
 @jax.custom_jvp
 def _divide_floats(ref: jax.Array, indices: jax.Array, rows: jax.Array) -> jax.Array:
     wide = rows.astype(jnp.promote_types(rows.dtype, jnp.float32))
-    unique, products = _products(indices, wide, ref.shape[0])
-    quotients = take_rows(ref, unique, fill_value=1) / products
+    unique, products = _products(indices, wide, height_of(ref, rows))
+    quotients = _ones_or_rows(ref, unique, rows) / products
     return set_rows(ref, unique, quotients.astype(ref.dtype))
 
 
@@ -79,12 +82,12 @@ def _divide_jvp(primals: Arrays, tangents: Arrays) -> tuple[jax.Array, jax.Array
 
 def minimum(ref: jax.Array, indices: jax.Array, rows: jax.Array) -> jax.Array:
     """The smallest stays; a NaN wins, as in ``jnp.minimum``."""
-    return ref.at[indices].min(rows, mode="drop", wrap_negative_indices=False)
+    return places_of(ref, indices, rows).min(rows, mode="drop", wrap_negative_indices=False)
 
 
 def maximum(ref: jax.Array, indices: jax.Array, rows: jax.Array) -> jax.Array:
     """The largest stays; a NaN wins, as in ``jnp.maximum``."""
-    return ref.at[indices].max(rows, mode="drop", wrap_negative_indices=False)
+    return places_of(ref, indices, rows).max(rows, mode="drop", wrap_negative_indices=False)
 
 
 KERNELS: dict[str, Kernel] = {
@@ -96,6 +99,11 @@ KERNELS: dict[str, Kernel] = {
     "min": minimum,
     "max": maximum,
 }
+
+
+def _ones_or_rows(ref: jax.Array, unique: jax.Array, rows: jax.Array) -> jax.Array:
+    """The rows of ``ref`` that ``unique`` names, ones for V; ``rows`` are like them."""
+    return take_rows(ref, unique, fill_value=1, row_axes=1 + ref.ndim - rows.ndim)
 
 
 def last_of_each(indices: jax.Array, num_rows: int) -> jax.Array:
@@ -138,15 +146,17 @@ def _products(
 def _divide_integers(ref: jax.Array, indices: jax.Array, rows: jax.Array) -> jax.Array:
     # Not one division by the product of the divisors, which may overflow. XLA defines
     # x / 0 as -1, all bits set; in TensorFlow it kills the process.
-    num_rows = ref.shape[0]
+    num_rows, row_axes = height_of(ref, rows), 1 + ref.ndim - rows.ndim
     if num_rows == 0 or indices.shape[0] == 0:
         return ref
+    size = (*(1,) * row_axes, *rows.shape[1:])
 
     def body(k: jax.Array, ref: jax.Array) -> jax.Array:
         index = indices[k]
-        near = jnp.minimum(index, num_rows - 1)
-        row = lax.dynamic_index_in_dim(ref, near, 0, keepdims=False)
-        row = jnp.where(index < num_rows, lax.div(row, rows[k]), row)
-        return lax.dynamic_update_index_in_dim(ref, row, near, 0)
+        near = places(jnp.minimum(index, num_rows - 1), ref.shape, row_axes)
+        start = (*near, *(jnp.zeros_like(index) for _ in rows.shape[1:]))
+        row = lax.dynamic_slice(ref, start, size)
+        row = jnp.where(index < num_rows, lax.div(row, rows[k].reshape(size)), row)
+        return lax.dynamic_update_slice(ref, row, start)
 
     return lax.fori_loop(0, indices.shape[0], body, ref)

@@ -11,16 +11,10 @@ from jax.typing import ArrayLike
 
 from jslices._arguments import OneOf
 from jslices._place.boundary import like_first, on_any_mesh, row_major_array
+from jslices._rows.access import height_of, rows_numbered
 from jslices._rows.ids import as_ids, check_mode, refuse_bad_ids, settle
 from jslices._scatter.kernels import KERNELS
-from jslices._slices import (
-    IndexedSlices,
-    check_slices,
-    each_shard,
-    flat_rows,
-    is_slices,
-    one_program,
-)
+from jslices._slices import IndexedSlices, check_slices, each_shard, is_slices, one_program
 
 
 def scatter_update(
@@ -256,23 +250,19 @@ def apply_slices(
     scatter: Callable[..., jax.Array] = functools.partial(scatter_rows, op=op, mode=mode)
     if slices.is_placed and axes == 0 and mode in ("drop", "fill"):
         placed: jax.Array = each_shard(
-            lambda rows, ref: scatter(
-                flat_rows(ref, rows.row_axes), rows.indices, rows.values
-            ).reshape(ref.shape),
+            lambda rows, ref: scatter(ref, rows.indices, rows.values),
             slices.with_values(values),
             ref,
         )
         return placed
-    flat = (
-        ref.reshape(*ref.shape[:axes], -1, *ref.shape[first:]) if first > 1 + axes else ref
-    )
     if mode == "check":
+        num_rows = rows_numbered(ref.shape[axes:], slices.row_axes)
         indices = refuse_bad_rows(
-            slices.indices, indices, flat.shape[axes], caller, "slices.indices"
+            slices.indices, indices, num_rows, caller, "slices.indices"
         )
     for _ in range(axes):
         scatter = jax.vmap(scatter)
-    return scatter(flat, indices, values).reshape(ref.shape)
+    return scatter(ref, indices, values)
 
 
 def _scatter(
@@ -307,8 +297,8 @@ def scatter_rows(
     ref: jax.Array, indices: jax.Array, updates: jax.Array, *, op: str, mode: str
 ) -> jax.Array:
     """The scatter of checked arguments: ``indices`` ``[*B]``, ``updates`` ``[*B, *D]``."""
-    flat = settle(indices.reshape(-1), ref.shape[0], mode)
-    updates = updates.reshape(flat.shape[0], *ref.shape[1:])
+    updates = updates.reshape(indices.size, *updates.shape[indices.ndim :])
+    flat = settle(indices.reshape(-1), height_of(ref, updates), mode)
     return row_major_array(KERNELS[op](ref, flat, updates))
 
 

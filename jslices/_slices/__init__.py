@@ -5,8 +5,6 @@ from jslices._slices.carry import carry_facts as carry_facts
 from jslices._slices.carry import one_program as one_program
 from jslices._slices.entries import DISTINCT as DISTINCT
 from jslices._slices.entries import Facts as Facts
-from jslices._slices.entries import flat_rows as flat_rows
-from jslices._slices.entries import rows_numbered as rows_numbered
 from jslices._slices.opaque import opened as opened
 from jslices._slices.parts import as_array as as_array
 from jslices._slices.shards import each_shard as each_shard

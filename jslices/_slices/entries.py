@@ -12,6 +12,7 @@ from jslices._densify import human_bytes
 from jslices._jax import refuse_other_tree, trace_state
 from jslices._place.boundary import mesh_of
 from jslices._place.placement import Placement
+from jslices._rows.access import rows_numbered
 from jslices._slices.opaque import from_bits, is_sealed, opened, sealed
 from jslices._typing import Aval
 
@@ -261,20 +262,6 @@ class Entries:
                 f"IndexedSlices(values={self.values!r}, indices={self.indices!r}, "
                 f"dense_shape={self.dense_shape})"
             )
-
-
-def rows_numbered(shape: Sequence[int], row_axes: int) -> int:
-    """How many rows the first ``row_axes`` axes of an array number."""
-    return shape[0] if row_axes == 1 else math.prod(shape[:row_axes])
-
-
-def flat_rows(x: jax.Array, row_axes: int) -> jax.Array:
-    """``[L, V, ...]`` as ``[L * V, ...]``: the first ``row_axes`` axes as one.
-
-    Nothing is moved, but on a TPU, whose tiles of 8 or 16 rows must not cross from one
-    table to the next: there it copies the array unless the tables have full tiles.
-    """
-    return x if row_axes == 1 else x.reshape(-1, *x.shape[row_axes:])
 
 
 def _num_bytes(x: Aval) -> int:

@@ -1,5 +1,7 @@
 """Slices on a mesh, whose devices hold the entries of their own rows."""
 
+import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -18,8 +20,8 @@ from jslices._place.boundary import (
 from jslices._place.placement import Placement, on_each_device
 from jslices._rows.access import canonical_indices
 from jslices._slices.carry import carried, carry_facts
-from jslices._slices.entries import Entries, rows_numbered
-from jslices._typing import Leaf, PyTree
+from jslices._slices.entries import Entries
+from jslices._typing import PyTree
 
 S = TypeVar("S", bound=Entries)
 
@@ -56,7 +58,10 @@ def join_entries(
 def sent_to_owners(
     placement: Placement, num_rows: int, ids: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Entries without elements for ``ids`` ``[K]``, each on the device that has its row."""
+    """Entries without elements for ``ids`` ``[K]``, each on the device that has its row.
+
+    One axis numbers the rows.
+    """
 
     def own(number: jax.Array, ids: jax.Array) -> tuple[jax.Array, jax.Array]:
         height = num_rows // placement.shards
@@ -76,25 +81,35 @@ def sent_to_owners(
 
 
 def each_shard(
-    fun: Callable[..., Any], slices: Entries, *arrays: PyTree, shared: PyTree = ()
+    fun: Callable[..., Any],
+    slices: Entries,
+    *arrays: PyTree,
+    shared: PyTree = (),
+    with_numbers: bool = False,
 ) -> Any:
     """``fun(slices, *arrays)``, each device for its own rows, without communication.
 
     Args:
       fun: gets slices of this device's rows, numbered from 0, and its rows of the arrays.
-        Returns a pytree of slices and arrays whose first axis goes by rows or by entries.
+        Returns a pytree of slices, and of arrays ``[V, ...]`` of these rows.
       slices: with a placement.
       *arrays: pytrees of arrays ``[V, ...]``, placed as the table.
       shared: arrays that ``fun`` gets whole, after the others.
+      with_numbers: whether ``fun`` gets another argument, the last: a function from numbers
+        of this device's rows to those of the same rows in the table.
     """
     placement, dense_shape = slices.facts.placement, slices.dense_shape
-    row_axes = slices.row_axes
+    row_axes, structure = (
+        slices.row_axes,
+        list[tuple[jax.tree_util.PyTreeDef, list[bool]]](),
+    )
     here = slices.facts._replace(placement=None)
     if placement is None or dense_shape is None or not slices.is_placed:
         plain = slices.of(slices.values, slices.indices, dense_shape, here, row_axes)
-        return fun(plain, *arrays, *shared)
-    shape = (dense_shape[0] // placement.shards, *dense_shape[1:])
-    height = rows_numbered(shape, row_axes)
+        return fun(plain, *arrays, *shared, *[lambda numbers: numbers] * with_numbers)
+    sizes, row = dense_shape[:row_axes], dense_shape[row_axes:]
+    own = placement.part_of(sizes)
+    height, beyond = math.prod(own), math.prod(sizes)
 
     def local(
         shared: PyTree,
@@ -104,32 +119,46 @@ def each_shard(
         *arrays: PyTree,
     ) -> Any:
         first = number[0].astype(indices.dtype) * height
-        mine = slices.of(values, indices - first, shape, here, row_axes)
-        result = fun(mine, *arrays, *shared)
+        numbers = placement.by_device(canonical_indices(indices, beyond), sizes) - first
+        mine = slices.of(values, numbers, (*own, *row), here, row_axes)
 
-        def of_all(x: Leaf) -> Any:
-            return _of_all_shards(placement, x, first) if is_entries(x) else x
+        def in_whole(numbers: jax.Array) -> jax.Array:
+            return placement.in_whole(numbers + first.astype(numbers.dtype), sizes)
 
-        return carry_facts(jax.tree.map(of_all, result, is_leaf=is_entries))
+        def of_all(x: S) -> S:
+            """Slices of this device's rows as slices of the whole table."""
+            assert x.dense_shape is not None
+            numbers = canonical_indices(x.indices, height)
+            numbers = jnp.where(numbers < height, in_whole(numbers), beyond)
+            shape = (*sizes, *x.dense_shape[row_axes:])
+            facts = x.facts._replace(placement=placement)
+            return x.of(x.values, numbers, shape, facts, row_axes)
+
+        result = fun(mine, *arrays, *shared, *[in_whole] * with_numbers)
+        leaves, tree = jax.tree.flatten(result, is_leaf=is_entries)
+        structure[:] = [(tree, [is_entries(x) for x in leaves])]
+        entries = [of_all(x) for x in leaves if is_entries(x)]
+        return carry_facts(entries), [x for x in leaves if not is_entries(x)]
 
     operands = placement.numbers(), slices.values, slices.indices, *arrays
-    specs = PartitionSpec(), *(placement.by_rows for _ in operands)
-    run = on_each_device(placement, local, specs, placement.by_rows)
-    run = on_any_mesh(lambda shared, numbers, values, *rest: shardings_of(values))(run)
-    return carried(run(shared, *operands))
+    split = placement.by_rows, placement.as_table
+    specs = PartitionSpec(), *(split[0],) * 3, *(split[1] for _ in arrays)
+    run = on_each_device(placement, local, specs, split)
+    run = on_any_mesh(functools.partial(_shardings, placement))(run)
+    entries, others = map(iter, carried(run(shared, *operands)))
+    ((tree, kinds),) = structure
+    return tree.unflatten(next(entries if kind else others) for kind in kinds)
 
 
-def _of_all_shards(placement: Placement, x: S, first: jax.Array) -> S:
-    """Slices of the rows from ``first`` on as slices of the whole table."""
-    assert x.dense_shape is not None
-    longest, *rest = x.dense_shape
-    height = rows_numbered(x.dense_shape, x.row_axes)
-    shape = (longest * placement.shards, *rest)
-    indices = canonical_indices(x.indices, height)
-    beyond = rows_numbered(shape, x.row_axes)
-    indices = jnp.where(indices < height, indices + first, beyond)
-    facts = x.facts._replace(placement=placement)
-    return x.of(x.values, indices, shape, facts, x.row_axes)
+def _shardings(
+    placement: Placement, shared: PyTree, numbers: jax.Array, values: jax.Array, *rest: Any
+) -> tuple[Any, Any]:
+    """How entries are split over devices, and arrays placed as the table."""
+    of_values = shardings_of(values)
+    if of_values is None:
+        return None, None
+    spec = PartitionSpec(*placement.as_table, *of_values.spec[1:])
+    return of_values, explicit_part(of_values.mesh, spec)
 
 
 def is_entries(x: object) -> bool:

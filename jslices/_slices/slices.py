@@ -20,11 +20,12 @@ from jslices._rows.access import (
     kept_positions,
     per_row,
     pick,
+    rows_numbered,
     take_rows,
 )
 from jslices._rows.sums import Order, add_rows, check_combine, sum_duplicates
 from jslices._slices.carry import one_program
-from jslices._slices.entries import DISTINCT, NO_FACTS, Entries, Facts, rows_numbered
+from jslices._slices.entries import DISTINCT, NO_FACTS, Entries, Facts
 from jslices._slices.parts import (
     as_array,
     as_indices,
@@ -685,11 +686,8 @@ rows_at = on_any_mesh(looked_up)(take_rows)
 
 @on_any_mesh(like_first)
 def _add(table: jax.Array, slices: IndexedSlices) -> jax.Array:
-    distinct, slices = slices.facts.distinct, slices.flat
-    assert slices.dense_shape is not None
     indices = canonical_indices(slices.indices, slices.num_rows)
-    flat = table.reshape(slices.dense_shape)
-    return add_rows(flat, indices, slices.values, distinct).reshape(table.shape)
+    return add_rows(table, indices, slices.values, slices.facts.distinct)
 
 
 @on_any_mesh(lambda slices: everywhere(slices.values, slices.indices))
@@ -732,13 +730,12 @@ def _dense(slices: IndexedSlices) -> jax.Array:
 
 @on_any_mesh(lambda slices: everywhere(slices.values, slices.indices))
 def _added_to_zeros(slices: IndexedSlices, *, distinct: bool) -> jax.Array:
-    shape, slices = slices.dense_shape, slices.flat
-    assert shape is not None and slices.dense_shape is not None
+    assert slices.dense_shape is not None
     if slices.dtype.itemsize < 4:
         slices, distinct = slices.coalesce(), True
     indices = canonical_indices(slices.indices, slices.num_rows)
     zeros = jnp.zeros(slices.dense_shape, slices.dtype)
-    return add_rows(zeros, indices, slices.values, distinct).reshape(shape)
+    return add_rows(zeros, indices, slices.values, distinct)
 
 
 def _sum(x: jax.Array, axes: tuple[int, ...], dtype: DTypeLike | None) -> jax.Array:

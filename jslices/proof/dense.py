@@ -187,8 +187,11 @@ def _walk(
     for eqn in jaxpr.eqns:
         sources = [of.get(id(v)) for v in eqn.invars]
         if eqn.primitive.name in ("gather", "dynamic_slice") and sources[0] is not None:
-            height, *row = eqn.invars[0].aval.shape
-            rows = eqn.outvars[0].aval.size // max(math.prod(row), 1)
+            # An array whose rows several axes number is gathered from as it is.
+            row = max(math.prod(eqn.params["slice_sizes"]), 1)
+            if eqn.primitive.name == "dynamic_slice":
+                row = max(math.prod(eqn.invars[0].aval.shape[1:]), 1)
+            rows, height = (x.aval.size // row for x in (eqn.outvars[0], eqn.invars[0]))
             most[sources[0]] = max(most.get(sources[0], (0, 1)), (rows, height))
         results: list[int | None] = [None] * len(eqn.outvars)
         for inner in _inner(eqn.params):

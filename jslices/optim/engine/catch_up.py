@@ -21,11 +21,15 @@ from jslices._densify import current_user_line
 from jslices._jax import flatten
 from jslices._place.boundary import mesh_of, on_any_mesh, row_major_array
 from jslices._place.placement import placement_at_hand
-from jslices._rows.access import canonical_indices, index_dtype, where_rows
+from jslices._rows.access import (
+    canonical_indices,
+    index_dtype,
+    rows_numbered,
+    where_rows,
+)
 from jslices._slices import (
     Facts,
     IndexedSlices,
-    flat_rows,
     one_program,
     rows_at,
     sent_to_owners,
@@ -149,13 +153,14 @@ def _late(
     results = []
     for grad, last in tables:
         steps = jnp.atleast_1d(last)
-        if isinstance(grad, IndexedSlices):
-            steps = flat_rows(steps, grad.row_axes)
         # A row of several numbers, of which each has a step of its own.
         rows = jnp.arange(steps.size).reshape(steps.shape)
         if isinstance(grad, IndexedSlices):
-            at = canonical_indices(grad.indices, steps.shape[0])
-            rows, steps = (rows_at(x, at, fill_value=FROZEN) for x in (rows, steps))
+            at = canonical_indices(grad.indices, rows_numbered(steps.shape, grad.row_axes))
+            rows, steps = (
+                rows_at(x, at, fill_value=FROZEN, row_axes=grad.row_axes)
+                for x in (rows, steps)
+            )
         results.append((rows, (steps != count) & (steps != FROZEN)))
     return results
 
@@ -289,14 +294,13 @@ def _every_row(kernel: Kernel, arrays: list[jax.Array]) -> list[jax.Array]:
     on_mesh = mesh is not None and mesh.size > 1
     if p.ndim == 0 or p.size <= CHUNK_ELEMENTS or on_mesh:
         return list(kernel(jnp.zeros((*p.shape[:1], 0)), *arrays))[1:]
-    flat = [flat_rows(x, axes) for x in arrays]
-    height = flat[0].shape[0]
+    height = rows_numbered(p.shape, axes)
     chunk = max(1, CHUNK_ELEMENTS * height // p.size)
     plan = Plan("in chunks", height, height, sums=False, chunk=chunk, why="all catch up")
     rows = jnp.arange(height, dtype=index_dtype(height, np.dtype(np.int32)))
     nothing = jnp.zeros((height, 0))
-    new = execute(plan, kernel, rows, nothing, height, flat)[2:]
-    return [row_major_array(x.reshape(p.shape[: x.ndim + axes - 1])) for x in new]
+    new = execute(plan, kernel, rows, nothing, p.shape[:axes], arrays)[2:]
+    return [row_major_array(x) for x in new]
 
 
 def _missed(rule: Rule) -> MissedSteps:

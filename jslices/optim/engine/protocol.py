@@ -17,7 +17,7 @@ from jslices._place.boundary import (
     shardings_of,
     split_rows,
 )
-from jslices._rows.access import canonical_indices, where_rows
+from jslices._rows.access import canonical_indices, rows_numbered, where_rows
 from jslices._rows.rounding import (
     KeyBits,
     add_rounding,
@@ -31,10 +31,8 @@ from jslices._slices import (
     IndexedSlices,
     check_slices,
     each_shard,
-    flat_rows,
     is_slices,
     one_program,
-    rows_numbered,
     slices_of,
 )
 from jslices._typing import Gradients, Key, Leaf, Params, PyTree, State
@@ -418,9 +416,9 @@ def _add(
     update: Leaf,
     param: jax.Array,
     bits: KeyBits | None = None,
-    first_row: Any = 0,
+    number: Callable[[jax.Array], jax.Array] = lambda rows: rows,
 ) -> Any:
-    """One array plus its update; ``first_row`` is the number of its first row."""
+    """One array plus its update; ``number(rows)`` are the rows that random bits go by."""
     if update is None or param is None or is_float0(update):
         return param
     _check_kinds(path, update, param)
@@ -439,29 +437,34 @@ def _add(
     placement = update.facts.placement
     if placement is not None and update.is_placed:
 
-        def add(rows: IndexedSlices, param: jax.Array, number: jax.Array) -> Any:
-            above = number[0] * rows_numbered(param.shape, axes)
-            return _add(path, rows, param, bits, above)
+        def add(rows: IndexedSlices, param: jax.Array, number: Any) -> Any:
+            return _add(path, rows, param, bits, number)
 
-        return each_shard(add, update, param, placement.numbers())
-    added = _add_rows(update, flat_rows(param, axes), bits, first_row)
-    return row_major_array(added.reshape(param.shape))
+        return each_shard(add, update, param, with_numbers=True)
+    return row_major_array(_add_rows(update, param, bits, number))
 
 
 def _add_rows(
-    update: IndexedSlices, param: jax.Array, bits: KeyBits | None, first_row: Any
+    update: IndexedSlices,
+    param: jax.Array,
+    bits: KeyBits | None,
+    number: Callable[[jax.Array], jax.Array],
 ) -> jax.Array:
     """``param`` ``[V, *D]`` plus the rows of an update, whatever axes number these."""
-    indices = canonical_indices(update.indices, param.shape[0])
+    sizes = param.shape[: update.row_axes]
+    num_rows = rows_numbered(sizes, len(sizes))
+    indices = canonical_indices(update.indices, num_rows)
     if update.facts.every_row:
+        change = update.values.reshape(param.shape)
         if bits is None:
-            return param + update.values.astype(param.dtype)
-        new = add_rounding(param, update.values, bits)
-        return where_rows(indices < len(param), new, param)
+            return param + change.astype(param.dtype)
+        every = number(jnp.arange(num_rows, dtype=indices.dtype)).reshape(sizes)
+        new = add_rounding(param, change, bits, every)
+        return where_rows((indices < num_rows).reshape(sizes), new, param)
     how = indices, update.values, update.facts.distinct
     if bits is None:
         return add_rows(param, *how)
-    return add_rows_rounding(param, *how, bits, first_row)
+    return add_rows_rounding(param, *how, bits, number)
 
 
 def is_float0(x: Leaf) -> bool:

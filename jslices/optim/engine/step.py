@@ -24,7 +24,9 @@ from jslices._rows.access import (
     canonical_indices,
     empty_index,
     leading,
+    places,
     room_for_distinct,
+    rows_numbered,
     set_rows,
     take_rows,
     where_rows,
@@ -34,8 +36,6 @@ from jslices._slices import (
     Facts,
     IndexedSlices,
     each_shard,
-    flat_rows,
-    rows_numbered,
     slices_of,
 )
 from jslices._typing import Leaf, PyTree, State
@@ -113,6 +113,7 @@ def choose_plan(
     linear: bool = False,
     unique: bool = False,
     at_hand: str | None = None,
+    row_axes: int = 1,
 ) -> Plan:
     """Choose the way of a step, by the first line that holds:
 
@@ -137,6 +138,7 @@ def choose_plan(
       linear: whether the rule is (:attr:`Rule.linear`).
       unique: whether no row is named twice, so that there is nothing to sum.
       at_hand: the platform of the process; None: ``platform``.
+      row_axes: how many axes of ``arrays`` number the V rows.
     """
     entries, sums = gradient.shape[0], not unique
     if _jax.is_symbolic(entries) or _jax.is_symbolic(num_rows):
@@ -144,10 +146,11 @@ def choose_plan(
         return Plan("together", entries, entries, sums, why=why)
     enough = room_for_distinct(entries, num_rows)
     capacity = entries if unique else enough
-    sizes = [_row_bytes(x) for x in (gradient, *arrays)]
+    row_bytes = _row_bytes(gradient, 1)
+    row_bytes = max(row_bytes, *(_row_bytes(x, row_axes) for x in arrays), 0)
     adds_up = linear and not arrays and gradient.dtype.itemsize >= 4
     if num_rows is not None and not unique:
-        limit = _enough_for_all_rows(num_rows, max(sizes), adds_up, at_hand or platform)
+        limit = _enough_for_all_rows(num_rows, row_bytes, adds_up, at_hand or platform)
         if entries >= limit:
             why = f"from {limit:,} entries on a pass over {num_rows:,} rows is faster"
             return Plan("all rows", entries, num_rows, why=why)
@@ -160,7 +163,7 @@ def choose_plan(
     if not arrays:
         why = "there is no array whose rows a chunk could keep in the cache"
         return Plan("together", entries, capacity, sums, why=why)
-    if capacity <= TOGETHER_ROWS or capacity * max(sizes) <= TOGETHER_BYTES:
+    if capacity <= TOGETHER_ROWS or capacity * row_bytes <= TOGETHER_BYTES:
         why = f"at most {TOGETHER_ROWS:,} rows, or {TOGETHER_BYTES / 1e6:g} MB of them"
         return Plan("together", entries, capacity, sums, why=why)
     if _jax.WIDENS_BFLOAT16 and any(x.dtype == jnp.bfloat16 for x in arrays):
@@ -191,8 +194,8 @@ def _count(n: Any) -> str:
     return str(n) if _jax.is_symbolic(n) else f"{n:,}"
 
 
-def _row_bytes(x: jax.ShapeDtypeStruct | jax.Array) -> int:
-    return math.prod(x.shape[1:]) * x.dtype.itemsize
+def _row_bytes(x: jax.ShapeDtypeStruct | jax.Array, row_axes: int) -> int:
+    return math.prod(x.shape[row_axes:]) * x.dtype.itemsize
 
 
 # --- Running a plan ---------------------------------------------------------------------
@@ -240,10 +243,11 @@ def step_slices(
         )
         return stepped
     row_axes, num_read = grad.row_axes, len(read)
-    shape = (*read, *state)[0].shape if read or state else grad.dense_shape
-    arrays = [flat_rows(x, row_axes) for x in (*read, *state)]
+    arrays = (*read, *state)
+    shape = arrays[0].shape if arrays else grad.dense_shape
     indices, values = grad.indices, grad.values
-    num_rows = None if shape is None else rows_numbered(shape, row_axes)
+    sizes = None if shape is None else shape[:row_axes]
+    num_rows = None if sizes is None else math.prod(sizes)
     cpu, other = (
         _sparing(
             choose_plan(
@@ -254,6 +258,7 @@ def step_slices(
                 linear=linear,
                 unique=unique,
                 at_hand=platform_at_hand(),
+                row_axes=row_axes,
             ),
             grad,
         )
@@ -262,7 +267,7 @@ def step_slices(
 
     def run(plan: Plan) -> Callable[..., Any]:
         return lambda indices, values, *arrays: execute(
-            plan, kernel, indices, values, num_rows, arrays, num_read
+            plan, kernel, indices, values, sizes, arrays, num_read
         )
 
     if cpu == other:
@@ -272,10 +277,8 @@ def step_slices(
             indices, values, *arrays, cpu=run(cpu), default=run(other)
         )
     indices, update, *new = result
-    new = [
-        row_major_array(x.reshape(*old.shape)) for x, old in zip(new, state, strict=True)
-    ]
-    shape = None if shape is None else (*shape[:row_axes], *update.shape[1:])
+    new = [row_major_array(x) for x in new]
+    shape = None if sizes is None else (*sizes, *update.shape[1:])
     facts = Facts(cpu.sums or grad.facts.distinct, cpu.way == "all rows")
     return slices_of(update, indices, shape, facts, row_axes), *new
 
@@ -292,7 +295,7 @@ def execute(
     kernel: Kernel,
     indices: jax.Array,
     values: jax.Array,
-    num_rows: int | None,
+    sizes: tuple[int, ...] | None,
     arrays: Sequence[jax.Array],
     num_read: int = 0,
 ) -> tuple[jax.Array, ...]:
@@ -303,7 +306,8 @@ def execute(
       kernel: the arithmetic, elementwise or within a row.
       indices: ``[K]`` of any integer dtype: duplicates, and empty entries out of range.
       values: ``[K, *D]``, the gradient.
-      num_rows: V, or None where it is not known; there are no arrays then.
+      sizes: ``(V,)``, of all axes that number rows; None where V is not known, and there
+        are no arrays then.
       arrays: ``[V, ...]``, of which the first ``num_read`` are only read.
       num_read: see ``arrays``.
 
@@ -314,8 +318,9 @@ def execute(
     every = (indices, values, *arrays)
     indices, values, *arrays = _jax.as_varying_as(every, *every)
     if plan.way == "all rows":
-        assert num_rows is not None
-        return _all_rows(plan, kernel, indices, values, num_rows, arrays, num_read)
+        assert sizes is not None
+        return _all_rows(plan, kernel, indices, values, sizes, arrays, num_read)
+    num_rows = None if sizes is None else math.prod(sizes)
     if plan.sums:
         values, indices, present = sum_duplicates(
             values, indices, num_rows, plan.capacity, order="any"
@@ -327,23 +332,25 @@ def execute(
             jnp.where(indices < empty_index(num_rows, indices.dtype), here, 0), initial=0
         )
     if plan.way == "together":
-        return indices, *_together(kernel, indices, values, num_rows, arrays, num_read)
-    assert plan.chunk is not None
+        return indices, *_together(kernel, indices, values, sizes, arrays, num_read)
+    assert plan.chunk is not None and sizes is not None
     rows = (values, *arrays)
-    return indices, *_in_chunks(kernel, indices, present, rows, num_read, plan.chunk)
+    return indices, *_in_chunks(kernel, indices, present, rows, sizes, num_read, plan.chunk)
 
 
 def _together(
     kernel: Kernel,
     indices: jax.Array,
     values: jax.Array,
-    num_rows: int | None,
+    sizes: tuple[int, ...] | None,
     arrays: Sequence[jax.Array],
     num_read: int,
 ) -> tuple[jax.Array, ...]:
     """Gather, step, scatter."""
+    row_axes = 1 if sizes is None else len(sizes)
+    num_rows = None if sizes is None else math.prod(sizes)
     empty = empty_index(num_rows, indices.dtype)
-    read = (values, *(read_rows(x, indices) for x in arrays))
+    read = (values, *(read_rows(x, indices, row_axes) for x in arrays))
     update, *new_rows = kernel(*(derivable(indices < empty, x) for x in read))
     # XLA gathers the gradient as [K, 1, *D]. In this shape the update overwrites it;
     # another would keep a second array of that size.
@@ -381,11 +388,11 @@ def derivable(named: jax.Array, rows: jax.Array) -> jax.Array:
     return result
 
 
-def read_rows(x: jax.Array, indices: jax.Array) -> jax.Array:
+def read_rows(x: jax.Array, indices: jax.Array, row_axes: int = 1) -> jax.Array:
     """The rows ``[U, ...]`` of ``x`` ``[V, ...]``; empty entries read the last one."""
-    last = x.shape[0] - 1
+    last = rows_numbered(x.shape, row_axes) - 1
     near = jnp.minimum(indices, 0 if last == -1 else last)
-    return take_rows(x, near, mode="promise_in_bounds")
+    return take_rows(x, near, mode="promise_in_bounds", row_axes=row_axes)
 
 
 def _in_chunks(
@@ -393,6 +400,7 @@ def _in_chunks(
     indices: jax.Array,
     present: jax.Array,
     rows: Sequence[jax.Array],
+    sizes: tuple[int, ...],
     num_read: int,
     chunk: int,
 ) -> tuple[jax.Array, ...]:
@@ -403,13 +411,14 @@ def _in_chunks(
     function closes over (a learning rate that is itself learned, say), and a converted
     function has fixed shapes, hence two: of all entries, and of a chunk of them.
     """
-    whole, whole_consts = jax.closure_convert(kernel, *_like(rows, len(indices)))
-    part, part_consts = jax.closure_convert(kernel, *_like(rows, chunk))
-    height = rows[1].shape[0]
+    like = lambda count: _like(rows, len(sizes), count)  # noqa: E731
+    whole, whole_consts = jax.closure_convert(kernel, *like(len(indices)))
+    part, part_consts = jax.closure_convert(kernel, *like(chunk))
+    height = math.prod(sizes)
 
     def together(consts: PyTree, values: jax.Array, *arrays: jax.Array) -> Any:
         kernel = lambda *x: whole(*x, *consts[0])  # noqa: E731
-        return _together(kernel, indices, values, height, arrays, num_read)
+        return _together(kernel, indices, values, sizes, arrays, num_read)
 
     @jax.custom_jvp
     def step(consts: PyTree, values: jax.Array, *arrays: jax.Array) -> Any:
@@ -424,13 +433,13 @@ def _in_chunks(
             cut = lambda x: lax.dynamic_slice_in_dim(x, start, chunk)  # noqa: E731
             ids = jnp.where(fresh, cut(indices), height)
             arrays_now = (*arrays[:num_read], *state)
-            new, *state = _together(kernel, ids, cut(values), height, arrays_now, num_read)
+            new, *state = _together(kernel, ids, cut(values), sizes, arrays_now, num_read)
             new = leading(cut(update), chunk - jnp.sum(fresh, dtype=jnp.int32), new)
             update = lax.dynamic_update_slice_in_dim(update, new, start, 0)
             return [done + chunk, update, *state]
 
         # In the kernel's own dtype, which need not be that of the gradient.
-        shape = jax.eval_shape(kernel, *_like((values, *arrays), chunk))[0]
+        shape = jax.eval_shape(kernel, *like(chunk))[0]
         update = jnp.zeros((len(indices), *shape.shape[1:]), shape.dtype)
         (update,) = _jax.as_varying_as(arrays, update)
         start = [jnp.zeros((), jnp.int32), update, *arrays[num_read:]]
@@ -441,10 +450,16 @@ def _in_chunks(
     return new
 
 
-def _like(arrays: Sequence[jax.Array], count: int) -> list[jax.Array]:
-    """Zeros as ``count`` rows of each array, varying as these do inside a ``shard_map``."""
-    zeros = (jnp.zeros((count, *x.shape[1:]), x.dtype) for x in arrays)
-    return _jax.as_varying_as(arrays, *zeros)
+def _like(rows: Sequence[jax.Array], row_axes: int, count: int) -> list[jax.Array]:
+    """Zeros as ``count`` rows of ``[K, *D]`` and of each array ``[V, ...]``.
+
+    They vary as these do inside a ``shard_map``.
+    """
+    shapes = [x.shape[row_axes if number else 1 :] for number, x in enumerate(rows)]
+    zeros = (
+        jnp.zeros((count, *shape), x.dtype) for x, shape in zip(rows, shapes, strict=True)
+    )
+    return _jax.as_varying_as(rows, *zeros)
 
 
 def _all_rows(
@@ -452,20 +467,22 @@ def _all_rows(
     kernel: Kernel,
     indices: jax.Array,
     values: jax.Array,
-    num_rows: int,
+    sizes: tuple[int, ...],
     arrays: Sequence[jax.Array],
     num_read: int,
 ) -> tuple[jax.Array, ...]:
     """One pass over the table; what it did to rows that are not named is dropped."""
+    num_rows = math.prod(sizes)
     indices = canonical_indices(indices, num_rows)
-    named = jnp.zeros((num_rows,), bool)
-    named = named.at[indices].set(True, mode="drop", wrap_negative_indices=False)
+    at = jnp.zeros(sizes, bool).at[places(indices, sizes, len(sizes))]
+    named = at.set(True, mode="drop", wrap_negative_indices=False)
     wide = widened(values)
-    sums = jnp.zeros((num_rows, *values.shape[1:]), wide.dtype)
+    sums = jnp.zeros((*sizes, *values.shape[1:]), wide.dtype)
     sums = add_rows(sums, indices, wide, distinct=not plan.sums).astype(values.dtype)
     update, *new = _keeping_unnamed(kernel, named, sums, arrays, num_read)
     every = jnp.arange(num_rows, dtype=indices.dtype)
-    return jnp.where(named, every, num_rows), update, *new
+    update = update.reshape(num_rows, *update.shape[len(sizes) :])
+    return jnp.where(named.reshape(-1), every, num_rows), update, *new
 
 
 def _keeping_unnamed(

@@ -12,15 +12,13 @@ from jslices._arguments import check_array, shown
 from jslices._jax import broadcast_prefix, definitely, flatten, usual_promotion
 from jslices._place.boundary import laid_out_as, on_any_mesh, shardings_of
 from jslices._place.hints import HINT_BYTES, hint_large_step, warn_of_columns
-from jslices._rows.access import room_for_distinct
+from jslices._rows.access import room_for_distinct, rows_numbered
 from jslices._slices import (
     IndexedSlices,
     carried,
     carry_facts,
     check_slices,
-    flat_rows,
     is_slices,
-    rows_numbered,
 )
 from jslices._typing import Gradients, Leaf, Params, PyTree, State
 from jslices.optim.engine import catch_up as exact
@@ -350,10 +348,7 @@ def _plan_of(rule: Rule, grad: Leaf, param: jax.Array, platform: str) -> Plan | 
     state = jax.eval_shape(lambda p: [start(p) for start in rule.state.values()], param)
     axes = grad.row_axes
     by_row = [x for x in state if x.shape[:axes] == param.shape[:axes]]
-    arrays = [
-        jax.eval_shape(functools.partial(flat_rows, row_axes=axes), x)
-        for x in (*[param] * rule.reads_params, *by_row)
-    ]
+    arrays = [*[param] * rule.reads_params, *by_row]
     values: jax.Array | jax.ShapeDtypeStruct = grad.values
     num_rows = rows_numbered(param.shape, axes)
     unique = rule.sums_first is not None and rule.sums_first(param)
@@ -361,7 +356,13 @@ def _plan_of(rule: Rule, grad: Leaf, param: jax.Array, platform: str) -> Plan | 
         distinct = (room_for_distinct(values.shape[0], num_rows), *values.shape[1:])
         values = jax.ShapeDtypeStruct(distinct, values.dtype)
     return choose_plan(
-        values, arrays, num_rows, platform, linear=rule.linear, unique=unique
+        values,
+        arrays,
+        num_rows,
+        platform,
+        linear=rule.linear,
+        unique=unique,
+        row_axes=axes,
     )
 
 

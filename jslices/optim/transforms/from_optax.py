@@ -13,13 +13,16 @@ from jax.typing import DTypeLike
 
 from jslices._jax import flatten, is_symbolic
 from jslices._place.boundary import on_any_mesh, placed_as, row_major_array
-from jslices._rows.access import room_for_distinct, set_rows, where_rows
+from jslices._rows.access import (
+    room_for_distinct,
+    rows_numbered,
+    set_rows,
+    where_rows,
+)
 from jslices._slices import (
     IndexedSlices,
     deduplicated,
-    flat_rows,
     is_slices,
-    rows_numbered,
 )
 from jslices._typing import Gradients, Leaf, Params, PyTree, State, Transformation
 from jslices.optim.engine.constructors import combinator
@@ -184,7 +187,7 @@ class _Rows:
         def rows(x: PyTree, g: Leaf) -> PyTree:
             if not is_slices(g) or _left_out(x):
                 return x
-            return derivable(_present(g), read_rows(flat_rows(x, g.row_axes), g.indices))
+            return derivable(_present(g), read_rows(x, g.indices, g.row_axes))
 
         return self._map(rows, subtree)
 
@@ -195,9 +198,7 @@ class _Rows:
             new = next(parts)
             if not is_slices(g) or _left_out(x):
                 return new
-            flat = flat_rows(x, g.row_axes)
-            flat = set_rows(flat, g.indices, new.astype(x.dtype))
-            return row_major_array(flat.reshape(x.shape))
+            return row_major_array(set_rows(x, g.indices, new.astype(x.dtype)))
 
         return self._map(written, subtree)
 

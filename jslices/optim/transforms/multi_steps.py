@@ -16,8 +16,13 @@ from jax.tree_util import PyTreeDef
 
 from jslices._jax import flatten
 from jslices._place.boundary import filled_like, row_major_tables, split_by
-from jslices._rows.access import canonical_indices, empty_index, index_dtype
-from jslices._slices import Facts, check_slices, is_slices, rows_numbered, slices_of
+from jslices._rows.access import (
+    canonical_indices,
+    empty_index,
+    index_dtype,
+    rows_numbered,
+)
+from jslices._slices import Facts, check_slices, is_slices, slices_of
 from jslices._typing import (
     Aval,
     Gradients,

@@ -15,9 +15,15 @@ from jax.typing import ArrayLike
 
 from jslices._arguments import check_array
 from jslices._place.boundary import like_first, on_any_mesh
-from jslices._rows.access import canonical_indices, empty_index, set_rows, take_rows
+from jslices._rows.access import (
+    canonical_indices,
+    empty_index,
+    rows_numbered,
+    set_rows,
+    take_rows,
+)
 from jslices._rows.sums import COMBINER, sort_ids
-from jslices._slices import IndexedSlices, check_slices, flat_rows, is_slices, rows_at
+from jslices._slices import IndexedSlices, check_slices, is_slices, rows_at
 from jslices._typing import Leaf, Params, PyTree
 from jslices.optim.engine.constructors import combinator
 from jslices.optim.engine.protocol import GradientTransformation, is_leaf
@@ -199,12 +205,12 @@ def _projected(param: jax.Array, touched: IndexedSlices, limit: jax.Array) -> ja
             f"project_rows got {touched} for a parameter of shape {table.shape}; the "
             "shapes must be equal"
         )
-    table = flat_rows(table, axes)
-    ids, _ = sort_ids(canonical_indices(touched.indices.reshape(-1), table.shape[0]))
+    num_rows = rows_numbered(shape, axes)
+    ids, _ = sort_ids(canonical_indices(touched.indices.reshape(-1), num_rows))
     again = jnp.concatenate([jnp.zeros((1,), bool), ids[1:] == ids[:-1]])[: ids.shape[0]]
-    once = jnp.where(again, jnp.array(table.shape[0], ids.dtype), ids)
-    rows = clip_rows_by_norm(take_rows(table, once), limit)
-    return set_rows(table, once, rows).reshape(shape)
+    once = jnp.where(again, jnp.array(num_rows, ids.dtype), ids)
+    rows = clip_rows_by_norm(take_rows(table, once, row_axes=axes), limit)
+    return set_rows(table, once, rows)
 
 
 # --- Frequent rows --------------------------------------------------------------------
