@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jslices._place.boundary import drop_sharding
 from jslices._rows.access import take_rows, wide
 
 #: For each operand, or output, a view or an array. None stands for arrays while reads are
@@ -178,7 +179,8 @@ class Window(View):
         for size, rows, start in list(zip(self.sizes, self.rows, self.starts, strict=True))[
             ::-1
         ]:
-            result = result + (x % size + start.astype(x.dtype)) * below
+            # While rows are read, all axes of a mesh are Auto.
+            result = result + (x % size + drop_sharding(start).astype(x.dtype)) * below
             x, below = x // size, below * rows
         return result
 
