@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import all_at_once, assert_close, dense
+from helpers import all_at_once, assert_close, dense, fast_jit
 from jax import lax
 from jax.experimental import sparse
 
@@ -225,6 +225,8 @@ def from_stacked(tables):
         "scanned_second": loop(lambda t: t[IDS % F], jnp.moveaxis(tables, 0, 1)),
         "in_a_branch": lax.cond(IDS[0] > 2, lambda: tables[0][IDS], lambda: tables[1][IDS]),
         "one_hots": jax.vmap(lambda t, i: one_hot(i, t) @ t)(tables, FIELD_IDS + 4),
+        "one_hots_alike": jax.vmap(lambda t: one_hot(IDS + 3, t) @ t)(tables),
+        "one_hots_last": jnp.einsum("fvd,kv->kdf", tables, one_hot(IDS, tables[0])),
         "scanned_one_hots": loop(lambda t, i: one_hot(i, t) @ t, tables, FIELD_IDS),
         "bcoo": jax.vmap(lambda t: BCOO @ t)(tables),
         "scanned_bcoo": loop(lambda t: BCOO @ t, tables),
@@ -477,6 +479,21 @@ def test_single_numbers_of_a_flat_parameter_are_rows():
     assert js.is_slices(grad) and grad.values.shape == (4,)
     wanted = jax.grad(lambda t: (t[i, j] ** 3).sum())(TABLE)
     assert_close(grad.to_dense().reshape(V, D), wanted)
+
+
+@pytest.mark.parametrize("rows", [None, True])
+def test_products_of_many_more_rows_than_the_table_has(rows):
+    """Types of tokens, of which there are few, or all edges of a graph: dense as ever."""
+    kinds, wide = jnp.arange(8 * V) % V, jnp.tile(TABLE, (1, 1000))
+    edges = jnp.stack([kinds // 3, kinds], axis=1)
+    graph = sparse.BCOO((jnp.cos(1.0 * kinds), edges), shape=(2, V))
+    for form in (lambda t: one_hot(kinds, t) @ t, lambda t: graph @ t):
+        loss = lambda t, form=form: (form(t) ** 3).sum()  # noqa: E731
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore" if rows else "error")
+            grad = fast_jit(js.grad(loss, sparse=rows))(wide)
+        assert js.is_slices(grad) == bool(rows)
+        assert_close(grad, fast_jit(jax.grad(loss))(wide), rtol=1e-4)
 
 
 # --- no lookup --------------------------------------------------------------------------

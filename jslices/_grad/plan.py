@@ -437,7 +437,21 @@ class Planner(ViewWalk):
         return all(explicit_mesh(x) is None or not any(x.sharding.spec) for x in avals)
 
     def read(self, eqn: Equation, read: Read, values: Values) -> None:
-        self._plan(self.source(eqn), read, by_ids=True)
+        use = DenseUse(_jax.kind(eqn), self.source(eqn))
+        leaves = read.leaves if use.what.endswith("dot_general") else []
+        many = [x for x in leaves if self._multiplies_many(self._leaves[x], read.count)]
+        self.uses.whole.update((x, use) for x in many if x not in self.uses.whole)
+        if not many:
+            self._plan(use.source, read, by_ids=True)
+
+    def _multiplies_many(self, leaf: Leaf, count: int) -> bool:
+        """Whether a product with so many rows of a leaf remains one with all of it.
+
+        Those of tokens of few kinds, or of a graph with all its nodes, were meant to be.
+        """
+        rows = math.prod(self._loops) * count
+        many = lambda: rows >= MANY_BYTES * leaf.table_shape[0]  # noqa: E731
+        return leaf.mode is None and _jax.definitely(many)
 
     def _plan(self, source: Source | None, read: Read, by_ids: bool) -> None:
         for number in read.leaves:

@@ -24,30 +24,48 @@ from jslices._rows.sums import add_rows
 
 
 class _Factor(NamedTuple):
-    """A view in a product along the axis of its rows.
+    """A view in a product along an axis that numbers its rows.
 
     Attributes:
-      view: the view; all but the last of the axes that number its rows are those of a batch
-        of products.
-      columns: the axes of its rows ``[*D]`` in the order of the product.
+      view: the view, with as many such axes as there are.
+      axis: the one of the product.
+      batch: those of a batch of products, in its order. The others have the same ids.
+      columns: the axes of a row ``[*D]`` in the order of the product.
     """
 
     view: View
+    axis: int
+    batch: tuple[int, ...]
     columns: tuple[int, ...]
+
+    @property
+    def alike(self) -> list[int]:
+        """The sizes of the axes that have the same ids everywhere."""
+        sizes = enumerate(self.view.shape[: self.view.lead])
+        return [n for axis, n in sizes if axis != self.axis and axis not in self.batch]
 
     def numbers(self, examples: Sequence[jax.Array], ids: jax.Array) -> jax.Array:
         """The numbers ``[n]`` of the rows with these ids in these examples of a batch."""
-        *sizes, height = self.view.shape[: self.view.lead]
-        ids = wide(ids, math.prod(sizes) * height)
-        first = jnp.zeros((), ids.dtype)
-        for size, example in zip(sizes, examples, strict=True):
-            first = first * size + example.astype(ids.dtype)
-        good, beyond = (ids >= 0) & (ids < height), math.prod(sizes) * height
-        return jnp.where(good, first * height + ids, beyond).reshape(-1)
+        rows = self.view.shape[: self.view.lead]
+        shape, alike = (*ids.shape, *self.alike), ids.ndim
+        ids = wide(ids, math.prod(rows))
+        number = jnp.zeros(shape, ids.dtype)
+        for axis, size in enumerate(rows):
+            if axis != self.axis and axis not in self.batch:
+                place = lax.broadcasted_iota(ids.dtype, shape, alike)
+                alike += 1
+            else:
+                here = ids if axis == self.axis else examples[self.batch.index(axis)]
+                place = here.reshape(*here.shape, *(1 for _ in self.alike))
+            number = number * size + place.astype(ids.dtype)
+        good = (ids >= 0) & (ids < rows[self.axis])
+        good = good.reshape(*good.shape, *(1 for _ in self.alike))
+        return jnp.where(good, number, math.prod(rows)).reshape(-1)
 
     def arranged(self, rows: jax.Array) -> jax.Array:
-        """Rows ``[n, *D]`` with their axes in the order of the product."""
-        return jnp.transpose(rows, (0, *(1 + axis for axis in self.columns)))
+        """Rows ``[n, *D]`` for each id, with their axes in the order of the product."""
+        rows = jnp.transpose(rows, (0, *(1 + axis for axis in self.columns)))
+        return rows.reshape(-1, *self.alike, *rows.shape[1:])
 
 
 def _factor(view: View, contracted: Sequence[int], batch: Sequence[int]) -> _Factor | None:
@@ -55,10 +73,11 @@ def _factor(view: View, contracted: Sequence[int], batch: Sequence[int]) -> _Fac
     order, inner = tuple(range(len(view.shape))), view
     if isinstance(view, Transposed):
         order, inner = view.order, view.inner
-    lead = inner.lead
-    if [order[axis] for axis in (*batch, *contracted)] != list(range(lead)):
+    axes, first = [order[axis] for axis in contracted], tuple(order[x] for x in batch)
+    if len(axes) != 1 or max(*axes, *first, 0) >= inner.lead:
         return None
-    return _Factor(inner, tuple(axis - lead for axis in order if axis >= lead))
+    columns = tuple(axis - inner.lead for axis in order if axis >= inner.lead)
+    return _Factor(inner, axes[0], first, columns)
 
 
 @form_for("dot_general")
@@ -95,7 +114,7 @@ def _one_hot_product(eqn: Equation, operands: Values, origins: Origins) -> Read 
 
     return Read(
         flat(factor.view),
-        math.prod(outer),
+        math.prod((*outer, *factor.alike)),
         Mode.FILL_OR_DROP,
         0,
         made.numbers.aval,
@@ -150,7 +169,7 @@ def _sparse_product(eqn: Equation, operands: Values, origins: Origins) -> Read |
         zeros = jnp.zeros((math.prod(outer), *rows.shape[1:]), out.dtype)
         return add_rows(zeros, number, scaled).reshape(out.shape)
 
-    numbers, count = eqn.invars[1].aval, math.prod(every)
+    numbers, count = eqn.invars[1].aval, math.prod((*every, *factor.alike))
     last = len(operands) - 1
     how = Mode.FILL_OR_DROP, 0, numbers, ids, arrange
     return Read(flat(factor.view), count, *how, operand=last)
