@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import jax
 
 from jslices._densify import human_bytes
-from jslices.proof import dense, in_place, program, wire
+from jslices.proof import cost, dense, in_place, program, wire
 from jslices.proof.targets import target
 from jslices.proof.wire import Collective, Traffic
 
@@ -34,6 +34,7 @@ __all__ = [
     "assert_no_table_on_wire",
     "collectives",
     "devices",
+    "offloads",
 ]
 
 #: Smaller arrays are ignored.
@@ -301,6 +302,49 @@ def collectives(
     Source: the text of the compiled program; XLA has no such list.
     """
     return wire.traffic(program.compiled(step, args, donate_argnums, device).module)
+
+
+def offloads(
+    step: Callable[..., Any],
+    *args: Any,
+    donate_argnums: int | Sequence[int] = (),
+    device: str | None = None,
+) -> dict[str, int]:
+    """What XLA sends to the SparseCores of a TPU: how many pieces of work, by kind.
+
+    TPUs v5p, v6e and tpu7x have these cores beside the main ones. XLA sends plain
+    ``table[ids]`` there by itself, and on tpu7x what adds rows to a table as well, but
+    nothing that sets rows.
+
+    Args:
+      step: the training step, a function or what ``jax.jit`` made of one.
+      *args: its arguments: pytrees of arrays or of ``jax.ShapeDtypeStruct``, of any shapes
+        and dtypes.
+      donate_argnums: as in ``jax.jit``; a step that is jitted already has its own.
+      device: compiles for this device, as :func:`assert_no_dense_temporary` does.
+
+    Returns:
+      A dict, the most frequent kind first: ``gather``, ``scatter``, ``copy`` or ``other``;
+      empty where nothing is sent, so on every device without SparseCores.
+
+    Raises:
+      ValueError: for ``donate_argnums`` of a step that is jitted already, and for an
+        unknown ``device``.
+      ModuleNotFoundError: if the compiler for ``device`` is not installed.
+
+    Cost: one compilation; nothing is run.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, jslices.testing
+      >>> args = jax.ShapeDtypeStruct((10**6, 128), "float32"), jnp.arange(10_000)
+      >>> jslices.testing.offloads(lambda t, i: t[i], *args, device="v5p")  # doctest: +SKIP
+      {'gather': 1}
+      >>> jslices.testing.offloads(lambda t, i: t[i], jnp.ones((9, 2)), jnp.arange(3))
+      {}
+
+    Source: the text of the compiled program.
+    """
+    return cost.offloads(program.compiled(step, args, donate_argnums, device).module)
 
 
 def devices(name: str) -> tuple[jax.Device, ...]:

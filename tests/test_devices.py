@@ -22,6 +22,7 @@ from jslices.proof.cost import (
     accessed,
     cost_of,
     kernels,
+    offloads,
     table_copies,
 )
 from jslices.proof.program import Module
@@ -250,6 +251,7 @@ def test_a_program_that_copies_on_another_core():
     assert module.maker(written)[0].name == "copy.1"
     assert table_copies(module) == 2
     assert kernels(module) == {"copy": 2, "copy-start": 1, "fusion": 1}
+    assert offloads(module) == {"copy": 1}
     # Columns as rows, and back: [64, 1000 padded to 1024], [1000, 64 padded to 128]. The
     # rows are moved to fast memory, read, and read and written in the table.
     relaid, rows, ids = (64 * 1024 + 1000 * 128) * 4, 16 * 128 * 4, 128 * 4
@@ -410,11 +412,43 @@ def test_bench_for_several_devices(bench):
     sizes = ("--rows", "100001", "--dim", "64", "--ids", "1e3", "--optimizer", "sgd")
     code, out, err = bench(*sizes, "--device", "h100:8")
     assert code == 0, err
-    assert "table 100,008 x 64" in out and "on each of 8 devices" in out
+    assert "table 100,008 x 64" in out and "on each of 8 devices 12,501 rows" in out
     assert figures(out)["arguments"][0] == "3.2 MB"  # 100,008 / 8 * 64 * 4 bytes
     count = int(figures(out)["collectives"][0])
     shown = re.search(r"row gradients: collectives: (.*)", out)[1]
     assert sum(int(x) for x in re.findall(r"(\d+) [a-z]", shown)) == count > 0
+
+
+@pytest.mark.devices
+@pytest.mark.parametrize("untouched", ["lazy", "exact"])
+def test_bench_for_several_devices_sends_rows_to_their_owners(bench, untouched):
+    needs_device("v5e:2x4")
+    sizes = ("--rows", "1e5", "--dim", "128", "--ids", "1e3", "--untouched", untouched)
+    code, out, err = bench(*sizes, "--device", "v5e:2x4")
+    assert code == 0, err
+    assert "125 of the ids" in out and 'jslices.Exchange("devices", overflow="nan")' in out
+    # Room for 32 ids of each pair: 7 * 32 * (4 + 2 * 512) bytes, and the weights' gradient.
+    received = figures(out)["a device receives"][0]
+    assert received.endswith(" KB") and 230 < float(received[:-3]) < 240
+
+
+@pytest.mark.devices
+@pytest.mark.parametrize(
+    "device, sent", [("v5p", {"gather": 1}), ("tpu7x", {"gather": 1, "scatter": 1})]
+)
+def test_what_is_sent_to_sparse_cores(device, sent):
+    """Reading and adding rows, by itself; never what sets them."""
+    needs_device(device)
+
+    def add(table, ids, rows):
+        return table[ids], table.at[ids].add(rows)
+
+    def write(table, ids, rows):
+        return table.at[ids].set(rows)
+
+    args = S((10**6, 128), "float32"), S((10**4,), "int32"), S((10**4, 128), "float32")
+    assert js.testing.offloads(add, *args, device=device) == sent
+    assert js.testing.offloads(write, *args, device=device) == {}
 
 
 @pytest.mark.devices

@@ -13,7 +13,7 @@ from jslices.bench.sizes import Sizes
 from jslices.bench.table import NONE, aligned, cell
 from jslices.extend import human_bytes
 from jslices.proof.cost import Cost, cost_of
-from jslices.proof.targets import Target, target
+from jslices.proof.targets import AXIS, Target, target
 
 ROWS, DENSE = "row gradients", "dense gradients"
 
@@ -33,11 +33,18 @@ LINES = [
     Line("bytes accessed", lambda cost: cost.accessed_bytes),
     Line("by XLA's count", lambda cost: cost.xla_accessed_bytes),
     Line("kernels", lambda cost: sum(cost.kernels.values()), "d"),
+    Line("sent to SparseCores", lambda cost: sum(cost.offloads.values()), "d"),
     Line("loops", lambda cost: len(cost.loops), "d"),
     Line("collectives", lambda cost: len(cost.collectives), "d"),
     Line("a device receives", lambda cost: cost.traffic.most),
     Line("ms by XLA's estimate", lambda cost: cost.seconds and cost.seconds * 1e3, ".3f"),
 ]
+
+
+LEGEND = """\
+arguments: what a device holds of table, state, weights and batch, padded: on a TPU rows
+of fewer than 128 numbers lie by columns, or as 128 numbers each (jslices.row_major)
+temporaries: what it needs besides while the step runs"""
 
 
 def run(sizes: Sizes, device: str) -> None:
@@ -57,13 +64,15 @@ def run(sizes: Sizes, device: str) -> None:
             print(f"{name}: cannot be compiled: {reason}")
     if costs:
         print(table(costs))
+        print(LEGEND)
         for name, cost in costs.items():
             print(details(name, cost))
 
 
 def whole(sizes: Sizes, device: Target) -> Sizes:
-    """The sizes with as many rows more as it takes to divide them among all devices."""
-    return sizes.but(rows=sizes.rows + -sizes.rows % len(device.devices))
+    """The sizes with as many rows and ids more as it takes to divide them among devices."""
+    rows, ids = (js.padded_rows(n, len(device.devices)) for n in (sizes.rows, sizes.ids))
+    return sizes.but(rows=rows, ids=ids)
 
 
 def sides(sizes: Sizes) -> Mapping[str, Callable[[Target], jax.stages.Compiled]]:
@@ -85,10 +94,12 @@ def heading(sizes: Sizes, device: Target) -> str:
         f"({several}); nothing was run",
     ]
     if count > 1:
-        lines.append(
-            f"on each of {count} devices; table and state are divided by rows among them, "
-            "the rest is replicated"
-        )
+        lines += [
+            f"on each of {count} devices {sizes.rows // count:,} rows of table and state, "
+            f"and {sizes.ids // count:,} of the ids; the rest is replicated",
+            f'row gradients with exchange={{"table": jslices.Exchange("{AXIS}", '
+            'overflow="nan")}',
+        ]
     return "\n".join(lines)
 
 
@@ -108,6 +119,9 @@ def details(name: str, cost: Cost) -> str:
     """The kernels, loops and collectives by kind."""
     kinds = ", ".join(f"{count} {kind}" for kind, count in cost.kernels.items())
     lines = [f"{name}: kernels: {kinds}"]
+    if cost.offloads:
+        sent = ", ".join(f"{count} {kind}" for kind, count in cost.offloads.items())
+        lines.append(f"{name}: sent to SparseCores: {sent}")
     if cost.loops:
         lines.append(f"{name}: loops, whose kernels count once: {', '.join(cost.loops)}")
     if cost.collectives:

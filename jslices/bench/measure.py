@@ -18,7 +18,7 @@ import numpy as np
 import jslices as js
 from jslices.bench.sizes import BATCHES, Sizes
 from jslices.optim import PerformanceHint
-from jslices.proof.targets import Target
+from jslices.proof.targets import AXIS, Target
 
 WARM, TIMED = 4, 10  # steps a turn
 #: The size of each of the two arrays by which the bandwidth is measured.
@@ -130,17 +130,25 @@ def compile_step(
 ) -> jax.stages.Compiled:
     """Compiles a step from shapes, so that nothing is in memory yet.
 
-    On several devices arrays with as many rows as the table are divided by rows, which the
-    devices must divide; the rest is replicated.
+    On several devices, which must divide rows and ids, the table and its state are divided
+    by rows and the batch by ids; rows then travel by an exchange. The rest is replicated.
     """
     tx = sizes.make_optimizer()
+    by_rows = value_and_grad is js.value_and_grad
+    several = target is not None and len(target.devices) > 1
+    exchange = {"table": js.Exchange(AXIS, overflow="nan")} if several and by_rows else None
+    if exchange is not None:
+        value_and_grad = functools.partial(value_and_grad, exchange=exchange)
 
     def loss(params: Any, ids: jax.Array, target: jax.Array) -> jax.Array:
         return jnp.mean((params["table"][ids] @ params["w"] - target) ** 2)
 
     def step(params: Any, state: Any, ids: jax.Array, target: jax.Array) -> Any:
         if sizes.untouched == "exact":
-            params, state = tx.catch_up(params, state, {"table": ids, "w": None})
+            rows = {"table": ids}
+            if exchange is not None:
+                rows = js.lookup_ids(loss, exchange=exchange)(params, ids, target)
+            params, state = tx.catch_up(params, state, {**rows, "w": None})
         value, grads = value_and_grad(loss)(params, ids, target)
         updates, state = tx.update(grads, state, params)
         return js.apply_updates(params, updates), state, value
@@ -150,14 +158,14 @@ def compile_step(
     batch = jax.ShapeDtypeStruct((sizes.ids,), jnp.int32)
     labels = jax.ShapeDtypeStruct((sizes.ids,), table.dtype)
     args: Any = (params, jax.eval_shape(tx.init, params), batch, labels)
-    here: Any = contextlib.nullcontext()
-    if target is not None:
-        here, trained = target.compiling(), args[:2]
-        if value_and_grad is js.value_and_grad:
-            trained = js.row_major(trained)
-        rows = jax.tree.map(lambda x: x.shape[:1] == table.shape[:1], trained)
-        args = (*target.place(trained, rows), *target.place(args[2:]))
-    with here, warnings.catch_warnings():
+    with contextlib.ExitStack() as here, warnings.catch_warnings():
+        if target is not None:
+            here.enter_context(target.compiling())
+            if exchange is not None:
+                here.enter_context(jax.set_mesh(target.mesh))
+            trained = js.row_major(args[:2]) if by_rows else args[:2]
+            rows = jax.tree.map(lambda x: x.shape[:1] == table.shape[:1], trained)
+            args = (*target.place(trained, rows), *target.place(args[2:], several))
         warnings.simplefilter("ignore", PerformanceHint)  # its effect is measured here
         return jax.jit(step, donate_argnums=(0, 1)).lower(*args).compile()
 

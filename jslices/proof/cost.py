@@ -45,6 +45,8 @@ class Cost(NamedTuple):
       xla_accessed_bytes: the same by XLA's count, which GPUs lack. It takes what the
         SparseCores of a TPU gather or scatter for reading and writing the whole table.
       kernels: how many instructions do something, by what they do.
+      offloads: how many pieces of work the SparseCores of a TPU do, by what it is:
+        ``gather``, ``scatter``, or else what it consists of.
       loops: JAX's names of the loops.
       traffic: the exchanges between devices, which ``kernels`` leaves out.
       seconds: XLA's estimate of the time, if it has one. What it cannot estimate, such as
@@ -57,6 +59,7 @@ class Cost(NamedTuple):
     accessed_bytes: int
     xla_accessed_bytes: int | None
     kernels: dict[str, int]
+    offloads: dict[str, int]
     loops: list[str]
     traffic: Traffic
     seconds: float | None
@@ -79,6 +82,7 @@ def cost_of(compiled: Any) -> Cost:
         accessed(module),
         int(figures.get("bytes accessed", 0)) or None,
         kernels(module),
+        offloads(module),
         [each.op_name or each.name for each in module.run() if each.opcode == "while"],
         traffic(module),
         _seconds(figures),
@@ -118,6 +122,45 @@ def _working(module: Module) -> Iterator[Instruction]:
             continue
         if each.opcode in _LAUNCHED or any(array.dims for array in each.arrays):
             yield each
+
+
+def offloads(module: Module) -> dict[str, int]:
+    """How many pieces of work XLA sends to SparseCores, by opcode, the most frequent first.
+
+    A piece that contains others is one.
+    """
+    starts = [each for each in module.run() if _SPARSE_CORE in each.rest]
+    inside = {each.name: _all_inside(module, each) for each in starts}
+    nested = {name for names in inside.values() for name in names}
+    counts = collections.Counter(
+        _work(module, inside[each.name]) for each in starts if each.where not in nested
+    )
+    return dict(counts.most_common())
+
+
+_SPARSE_CORE = 'async_execution_thread="sparsecore"'
+_KINDS = ("scatter", "gather", "copy")  # a scatter may gather what it writes
+
+
+def _all_inside(module: Module, each: Instruction) -> set[str]:
+    """The computations that an instruction runs, and those that these run, by name."""
+    names, left = set[str](), module.called(each)
+    while left:
+        name = left.pop()
+        if name not in names:
+            names.add(name)
+            for inner in module.computations[name].instructions.values():
+                left.extend(module.called(inner))
+    return names
+
+
+def _work(module: Module, names: set[str]) -> str:
+    opcodes = {
+        each.opcode
+        for name in names
+        for each in module.computations[name].instructions.values()
+    }
+    return next((kind for kind in _KINDS if kind in opcodes), "other")
 
 
 # --- bytes -------------------------------------------------------------------------
