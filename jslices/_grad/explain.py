@@ -436,6 +436,9 @@ def _notes(leaf: LeafReport, width: int = 98) -> list[str]:
         # An ordinary weight has a dense gradient, and should.
         if leaf.lookups or leaf.unread:
             lines.append(f"  instead: {leaf.suggestion}")
+    if leaf.kind == "sparse" and leaf.row_axes > 1:
+        row = list(leaf.shape[leaf.row_axes :])
+        lines.insert(0, f"  rows {row}, numbered by the first {leaf.row_axes} axes")
     if leaf.kind == "unused":
         lines.append("  no gradient comes in: no rows, not stepped")
     if leaf.kind == "sparse" and leaf.sparse_bytes >= leaf.dense_bytes:

@@ -213,9 +213,10 @@ class _Arithmetic:
             u, v, *mean_now = step_slices(kernel, g, [p], [v, *mean])
             return u, v_row, v_col, v, *mean_now
         if p.ndim != 2:
+            rows = "" if g.row_axes == 1 else f"; or keep the table as {list(g.flat.shape)}"
             raise ValueError(
-                f"adafactor got slices of a factored parameter of shape {p.shape}; it "
-                "factors tables [V, D]: reshape it, or pass factored=False"
+                f"adafactor got slices of a factored parameter of shape {p.shape}, and "
+                f"factors tables [V, D]: type factored=False{rows}"
             )
         if axes == (1, 0):  # a tall table: v_col has a number for each row
             u, v_col, v_row, *mean_now = self._in_factors(step, g, p, v_col, v_row, *mean)
