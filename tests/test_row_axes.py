@@ -143,6 +143,11 @@ def test_an_ordinary_stacked_weight_stays_dense():
     assert not js.is_slices(js.grad(layers)(jnp.ones((L, D, D))))
 
 
+def test_the_report_tells_which_axes_number_rows():
+    report = str(js.explain(scanned)(TABLE, IDS[0]))
+    assert f"rows [{D}], numbered by the first 2 axes" in report
+
+
 def test_more_rows_than_an_index_holds():
     table = jax.ShapeDtypeStruct((2**8, 2**24, 2), jnp.float32)
     with pytest.raises(ValueError, match="jax_enable_x64"):
@@ -250,6 +255,12 @@ def test_exact_steps_are_those_of_optax(name, loss):
     assert_close(by_hand, whole, rtol=1e-4, atol=2e-6)
     assert_close(once, whole, rtol=1e-4, atol=2e-6)
     assert state.clock.last.shape == (L, V)
+
+
+def test_what_adafactor_does_not_factor():
+    tx = js.adafactor(0.1, min_dim_size_to_factor=1)
+    with pytest.raises(ValueError, match=r"type factored=False; or keep .* \[21, 4\]"):
+        tx.apply(SLICES, tx.init(TABLE), TABLE)
 
 
 def test_a_row_that_is_behind_is_named():
