@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import assert_close, fast_jit
+from jax.experimental.sparse import BCOO
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jslices as js
@@ -107,6 +108,24 @@ def test_safe_bags_on_explicit_axes():
         split = jax.device_put(ids, NamedSharding(mesh, P("x")))
         found = fast_jit(js.grad(loss))(table, split)
     wanted = jax.grad(loss)(jnp.asarray(TABLE), jnp.asarray(ids))
+    assert_close(on_host(found), wanted, rtol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
+def test_products_that_read_rows(kind):
+    """Of a sparse matrix on Explicit axes, too, of which JAX tells no type."""
+    mesh, table = placed((8,), [kind])
+    places = jnp.stack([jnp.arange(8) % 5, jnp.asarray(IDS[:, 1])], axis=1)
+    matrix = BCOO((jnp.arange(8.0), places), shape=(5, V))
+
+    def loss(table, ids):
+        rows = jnp.tanh(jax.nn.one_hot(ids, V) @ table).sum(1) ** 2
+        return rows.sum() + (jnp.tanh(matrix @ table) ** 2).sum()
+
+    wanted = jax.grad(loss)(jnp.asarray(TABLE), jnp.asarray(IDS))
+    with jax.set_mesh(mesh):
+        ids = jax.device_put(IDS, NamedSharding(mesh, P("x")))
+        found = fast_jit(js.grad(loss, exchange=js.Exchange("x")))(table, ids)
     assert_close(on_host(found), wanted, rtol=1e-5)
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jslices import _jax
 from jslices._exchange.rows import rows_from_elsewhere
@@ -226,9 +227,13 @@ class Runner(ViewWalk):
             return rows
 
         tables = [self._leaves[leaf].aval for leaf in read.leaves]
-        with with_auto_axes(explicit_mesh([aval, *tables])):
+        mesh = explicit_mesh([aval, *tables])
+        with with_auto_axes(mesh):
             rows = read.output(drop_sharding(values), take)
-        return restore_sharding(rows, shardings_of(tables[0] if aval is None else aval))
+        split = shardings_of(tables[0] if aval is None else aval)
+        if split is None and mesh is not None:  # products of sparse matrices tell no type
+            split = NamedSharding(mesh, PartitionSpec())
+        return restore_sharding(rows, split)
 
     def part(self, eqn: Equation, operands: Values, needs_grad: list[bool]) -> Values:
         run = _compiled_part(eqn, operands, needs_grad, self._leaves)
