@@ -151,6 +151,34 @@ def test_two_losses_take_turns():
     assert_close(EXACT.flush(params, state)[0], wanted, rtol=1e-3, atol=1e-4)
 
 
+def test_rows_that_no_gradient_comes_into_catch_up_too():
+    """A table is looked up, and looked up once more behind stop_gradient, or for aux."""
+
+    def loss(params, ids, labels):
+        stopped = jax.lax.stop_gradient(params["a"])[ids[::-1] + 1]
+        value = jnp.mean(((params["a"][ids] * stopped).sum(1) - labels) ** 2)
+        value += jnp.mean(params["b"][ids])
+        return value, params["b"][ids + 2].sum()
+
+    def dense_step(carry, batch):
+        params, state = carry
+        (value, aux), grads = jax.value_and_grad(loss, has_aux=True)(params, *batch)
+        updates, state = tx.update(grads, state, params)
+        return (optax.apply_updates(params, updates), state), (value, aux)
+
+    def exact_step(carry, batch):
+        *carry, value, aux = js.optim.exact_step(loss, EXACT, has_aux=True)(*carry, *batch)
+        return tuple(carry), (value, aux)
+
+    @fast_jit
+    def both(params, *batches):
+        exact = jax.lax.scan(exact_step, (params, EXACT.init(params)), batches)[1]
+        return exact, jax.lax.scan(dense_step, (params, tx.init(params)), batches)[1]
+
+    tx = optax.adam(0.03)
+    assert_close(*both(PARAMS, IDS[:9], LABELS[:9]), rtol=1e-4)
+
+
 def test_small_tables_may_be_dense_in_some_batches():
     step = js.optim.exact_step(loss, EXACT, sparse="if_smaller")
     compiled, params, state = fast_jit(step), PARAMS, EXACT.init(PARAMS)

@@ -104,6 +104,8 @@ def rows_read(call: Call, planned: Planned) -> list[Any]:
         rows = rows.numbered_as((*shape[:axes], 0), axes)
         alone = axes == 1 and rows.facts.placement is None
         by_leaf[leaf] = rows.indices if alone else rows
+        if leaf in planned.plain:
+            by_leaf[leaf] = True
     return by_leaf
 
 

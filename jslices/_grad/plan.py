@@ -200,6 +200,7 @@ class Planned(NamedTuple):
       dense: why a leaf that could have been sparse is not.
       looked_up: for every leaf, sparse or not, the places that look up rows of it.
       unread: for dense leaves without any the places that look them up otherwise.
+      plain: the leaves of which something is read that no gradient comes into.
       eager: whether there is no ``jax.jit`` around the call.
     """
 
@@ -210,6 +211,7 @@ class Planned(NamedTuple):
     dense: dict[int, DenseUse]
     looked_up: dict[int, list[Site]]
     unread: dict[int, list[Source]]
+    plain: dict[int, DenseUse]
     eager: bool
 
     def kind(self, leaf: int) -> str:
@@ -357,12 +359,14 @@ class Uses(NamedTuple):
       products: in a product that is a view, ``table @ w``.
       moves: by an equation that may move or pick its elements, so that the leaf may yet be
         looked up, though not by whole rows.
+      plain: of rows, or of the whole array, into which no gradient comes.
     """
 
     whole: dict[int, DenseUse]
     fixed: dict[int, DenseUse]
     products: dict[int, DenseUse]
     moves: dict[int, DenseUse]
+    plain: dict[int, DenseUse]
 
     def add(self, later: "Uses") -> None:
         for uses, more in zip(self, later, strict=True):
@@ -384,7 +388,7 @@ class Planner(ViewWalk):
     def __init__(self, leaves: dict[int, Leaf], eager: bool = False) -> None:
         self.eager = eager
         self.plan: Plan = []
-        self.uses = Uses({}, {}, {}, {})
+        self.uses = Uses({}, {}, {}, {}, {})
         self._leaves = leaves
         self._loops: tuple[int, ...] = ()
         #: Whether the step is a product with a one-hot array, which may have weights.
@@ -415,6 +419,7 @@ class Planner(ViewWalk):
             to_scalar = not any(map(_jax.shape_of, eqn.outvars))
             what = ONE_HOT if self._is_one_hot else _jax.kind(eqn)
             use = DenseUse(what, self.source(eqn), to_scalar)
+        _note(self.uses.plain, value, use, slotted=False)
         if eqn is not None and use.what not in _PRODUCTS:
             _note(self.uses.moves, value, use)
         views = fixed_rows(value)
@@ -438,6 +443,7 @@ class Planner(ViewWalk):
 
     def read(self, eqn: Equation, read: Read, values: Values) -> None:
         use = DenseUse(_jax.kind(eqn), self.source(eqn))
+        _note(self.uses.plain, read.view, use, slotted=False)
         leaves = read.leaves if use.what.endswith("dot_general") else []
         many = [x for x in leaves if self._multiplies_many(self._leaves[x], read.count)]
         self.uses.whole.update((x, use) for x in many if x not in self.uses.whole)
@@ -512,14 +518,22 @@ class Planner(ViewWalk):
         self.plan, self._rows_read = outer, self._rows_read.parents
 
 
-def _note(uses: dict[int, DenseUse], view: View, use: DenseUse) -> None:
-    for leaf in tables_read(view):
+def _note(
+    uses: dict[int, DenseUse], view: View, use: DenseUse, slotted: bool = True
+) -> None:
+    for leaf in tables_read(view, slotted):
         uses.setdefault(leaf, use)
 
 
 def _plan_reads(
     program: Program, candidates: dict[int, Leaf], num_results: int, eager: bool
-) -> tuple[Plan, dict[int, DenseUse], dict[int, list[Site]], dict[int, list[Source]]]:
+) -> tuple[
+    Plan,
+    dict[int, DenseUse],
+    dict[int, list[Site]],
+    dict[int, list[Source]],
+    dict[int, DenseUse],
+]:
     """Plans the reads of those leaves among ``candidates`` that are only looked up.
 
     Args:
@@ -530,7 +544,7 @@ def _plan_reads(
       eager: whether no ``jax.jit`` is around the call; see :class:`Part`.
 
     Returns:
-      ``(plan, dense, looked_up, unread)``, as in :class:`Planned`.
+      ``(plan, dense, looked_up, unread, plain)``, as in :class:`Planned`.
     """
     dense: dict[int, DenseUse] = {}
     moves: dict[int, DenseUse] = {}
@@ -567,7 +581,7 @@ def _plan_reads(
     looked_up = sites | looked_up
     never = [leaf for leaf in dense if leaf in moves and leaf not in looked_up]
     unread = unread_lookups(program, never, needs_grad) if never else {}
-    return planner.plan, dense, looked_up, unread
+    return planner.plan, dense, looked_up, unread, uses.plain
 
 
 def _are_few(sites: Sequence[Site], leaf: Leaf) -> bool:

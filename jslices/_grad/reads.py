@@ -93,7 +93,7 @@ class Read:
     def _rows(self, operands: Values, take: Take) -> jax.Array:
         view, ids, mode = self.view, self.ids(operands), self.mode
         height = view.shape[0]
-        reader = Reader(lambda table, ids: take(table, ids, "clip", None))
+        reader = Reader(lambda table, ids: take(table, ids, "clip", None), _just_take)
         if self.good is not None and mode != Mode.CLIP:
             good = self.good(operands)  # and then all ids are in range
             rows = reader.rows(view, Ids((), ids, jnp.where(good, ids, height)))
@@ -136,11 +136,16 @@ class Reader:
     Args:
       take: ``take(table, ids)`` reads the rows of a :class:`Table`, or notes the read while
         reads are planned.
+      plainly: the same without cotangent slots; None if ``take`` is.
     """
 
-    def __init__(self, take: Callable[[Table, Ids], Any], slotted: bool = True) -> None:
+    def __init__(
+        self,
+        take: Callable[[Table, Ids], Any],
+        plainly: Callable[[Table, Ids], Any] | None = None,
+    ) -> None:
         self._take = take
-        self._without_slots = Reader(_just_take, slotted=False) if slotted else self
+        self._without_slots = self if plainly is None else Reader(plainly)
         self._rows: dict[tuple[Any, ...], Any] = {}
 
     def rows(self, value: Any, ids: Ids | None) -> Any:
@@ -170,10 +175,15 @@ def _just_take(table: Table, ids: Ids) -> Any:
     return table.take(ids.read, "clip")
 
 
-def tables_read(view: View) -> list[int]:
-    """The leaves whose rows a read of ``view`` takes with cotangent slots, in order."""
+def tables_read(view: View, slotted: bool = True) -> list[int]:
+    """The leaves whose rows a read of ``view`` takes with cotangent slots, in order.
+
+    Or of which it takes rows without one.
+    """
     leaves: list[int] = []
-    Reader(lambda table, ids: leaves.append(table.leaf)).rows(view, Ids())
+    note = lambda table, ids: leaves.append(table.leaf)  # noqa: E731
+    takes = (note, _just_take) if slotted else (_just_take, note)
+    Reader(*takes).rows(view, Ids())
     return leaves
 
 
@@ -201,7 +211,8 @@ def fixed_rows(value: Any) -> list[View] | None:
 def _has_fewer_rows(view: View) -> bool | None:
     """True if it has fewer rows than its tables, False without any, None otherwise."""
     heights: list[int] = []
-    Reader(lambda table, ids: heights.append(table.shape[0])).rows(view, Ids())
+    note = lambda table, ids: heights.append(table.shape[0])  # noqa: E731
+    Reader(note, _just_take).rows(view, Ids())
     count = view.shape[0]
     fewer = [_jax.definitely(functools.partial(operator.lt, count, n)) for n in heights]
     return bool(heights) if all(fewer) else None
