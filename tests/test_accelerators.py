@@ -30,10 +30,10 @@ def training(tx, value_and_grad=js.value_and_grad, apply=False, clip=None):
             return jnp.mean(jnp.tanh(rows) ** 2)
         return jnp.mean((rows @ params["w"] - 1) ** 2)
 
+    if getattr(tx, "catches_up", False):
+        return js.optim.exact_step(loss, tx)
+
     def step(params, state, ids):
-        if getattr(tx, "catches_up", False):
-            which = {name: ids if name == "table" else True for name in params}
-            params, state = tx.catch_up(params, state, which)
         value, grads = value_and_grad(loss)(params, ids)
         if clip is not None:
             grads, _ = js.clip_by_global_norm(grads, clip)
@@ -130,14 +130,30 @@ EXACT = [
 
 @pytest.mark.parametrize("name, more", EXACT, ids=str)
 def test_no_exact_optimizer_copies_a_table_on_a_tpu(name, more):
-    """Rows are read and written twice, so that a quarter of dense is out of reach."""
     needs_device("v5e")
     tx = getattr(js, name)(0.1, untouched="exact", **more)
     cost = row_cost("v5e", tx, (64,))
     assert cost.copies == 0 and cost.temp_bytes < 8e6
     dense = dense_cost("v5e", "adam", (64,), jnp.float32)
-    assert cost.accessed_bytes <= dense.accessed_bytes / 8
+    assert cost.accessed_bytes <= dense.accessed_bytes / 12
     assert cost.xla_accessed_bytes <= dense.xla_accessed_bytes * 0.43
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("device", ["v5e", "h100"])
+def test_an_exact_step_reads_and_writes_its_state_once(device, dim):
+    lazy, exact = (
+        row_cost(device, js.adam(0.1, untouched=untouched), (dim,), layer=True)
+        for untouched in ("lazy", "exact")
+    )
+    assert exact.accessed_bytes <= 1.42 * lazy.accessed_bytes
+
+
+def test_short_rows_of_exact_optimizers_are_copied_once_on_a_tpu():
+    needs_device("v5e")
+    cost = row_cost("v5e", js.adam(0.1, untouched="exact"), (16,))
+    dense = dense_cost("v5e", "adam", (16,), jnp.float32)
+    assert cost.copies <= 1 and cost.accessed_bytes <= dense.accessed_bytes / 2
 
 
 def test_a_schedule_keeps_vectors_that_no_tpu_pads():
@@ -206,7 +222,7 @@ def test_kernels_of_exact_optimizers_clipping_and_bags_on_a_gpu():
     count = lambda cost: sum(cost.kernels.values())  # noqa: E731
     adam, exact = js.adam(0.1), js.adam(0.1, untouched="exact")
     cost = row(exact)
-    assert count(cost) <= 40 and cost.copies == 0
+    assert count(cost) <= 26 and cost.copies == 0
     assert count(row(adam, clip=1.0)) <= count(row(adam)) + 6
 
     def bags(table, state, ids):

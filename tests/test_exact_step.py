@@ -1,13 +1,14 @@
 """A whole step: rows catch up by themselves before it reads them."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import assert_close, fast_jit
+from helpers import as_users, assert_close, fast_jit
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jslices as js
@@ -22,6 +23,7 @@ PARAMS = {
 IDS = jnp.asarray(RNG.zipf(1.3, size=(STEPS, K)) % V, jnp.int32)
 LABELS = jnp.asarray(RNG.normal(size=(STEPS, K)), jnp.float32)
 EXACT = js.adam(0.03, untouched="exact")
+APART, NOWHERE = {"a": "x", "b": "x", "w": "y"}, {"b": None, "w": None}
 
 
 def loss(params, ids, labels):
@@ -188,18 +190,63 @@ def test_small_tables_may_be_dense_in_some_batches():
         assert np.isfinite(value)
 
 
-def test_chains_and_partitions_catch_up():
-    chained = js.optim.chain(js.optim.clip_global_norm(0.5), EXACT)
-    apart = js.optim.partition(
-        {"tables": EXACT, "other": js.sgd(0.1)},
-        {"a": "tables", "b": "tables", "w": "other"},
-    )
-    for tx in (chained, apart):
-        params, state = PARAMS, tx.init(PARAMS)
-        step = fast_jit(js.optim.exact_step(loss, tx))
-        for batch in zip(IDS[:4], LABELS, strict=False):
-            params, state, value = step(params, state, *batch)
-        assert np.isfinite(value) and tx.catches_up
+optim = js.optim
+#: An optimizer, and how often the rows of arrays as large as the table are written.
+HELD = {
+    "alone": (EXACT, 4),
+    "reads params": (js.adamw(0.03, weight_decay=0.1, untouched="exact"), 4),
+    "clipped": (optim.chain(optim.clip_global_norm(0.5), EXACT), 4),
+    "averaged": (optim.chain(optim.combine_duplicates("mean"), EXACT), 4),
+    "apart": (optim.partition({"x": EXACT, "y": js.sgd(0.1)}, APART), 4),
+    "frozen": (optim.freeze_rows(EXACT, {"a": lambda rows: rows < 9, **NOWHERE}), 6),
+}
+
+
+@pytest.mark.parametrize("name", HELD)
+def test_rows_of_the_state_are_written_once(name):
+    """The table is written when it catches up and when it is stepped, its state once.
+
+    Where others than the step change which rows a gradient holds, all catch up at first.
+    """
+    tx, writes = HELD[name]
+    step = as_users(optim.exact_step(loss, tx), donate_argnums=(0, 1))
+    mine, other = copied((PARAMS, tx.init(PARAMS))), (PARAMS, tx.init(PARAMS))
+    step = step.lower(*mine, IDS[0], LABELS[0]).compile()
+    written = re.findall(rf"= f32\[{V},{D}\]\S* scatter\(", step.as_text())
+    assert len(written) == writes
+    hand = fast_jit(functools.partial(by_hand, tx))
+    for batch in zip(IDS[:6], LABELS, strict=False):
+        mine, other = step(*mine, *batch)[:2], hand(*other, *batch)[:2]
+    assert_close(mine, other, rtol=1e-5)
+
+
+def test_the_state_of_any_optimizer_catches_up_in_the_step():
+    names = {
+        "partial_rowwise_adam": {},
+        "rmsprop": {"momentum": 0.9, "centered": True},
+        "proximal_adagrad": {"l1_regularization_strength": 0.01},
+        "lion": {"learning_rate": optax.linear_schedule(0.1, 0.0, 9)},
+    }
+    one_table = lambda table, ids: (table[ids] ** 2).sum()  # noqa: E731
+
+    def hand(tx, table, state, ids):
+        table, state = tx.catch_up(table, state, ids)
+        return tx.apply(js.grad(one_table)(table, ids), state, table)
+
+    @fast_jit
+    def run(ids):
+        results = []
+        for name, options in names.items():
+            options = {"learning_rate": 0.1, "untouched": "exact", **options}
+            tx = getattr(js, name)(**options)
+            start = PARAMS["b"], tx.init(PARAMS["b"])
+            for step in (optim.exact_step(one_table, tx), functools.partial(hand, tx)):
+                body = lambda x, ids: (step(*x, ids)[:2], None)  # noqa: E731, B023
+                results.append(jax.lax.scan(body, start, ids)[0])
+        return results
+
+    results = run(IDS[:9])
+    assert_close(results[::2], results[1::2], rtol=1e-6)
 
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=lambda k: k.name)

@@ -278,7 +278,7 @@ class _RowProgram:
     def __call__(self, values: Values, count: int) -> tuple[jax.Array, ...]:
         """The outputs of n rows."""
         outputs = self._outputs(values, None)
-        reader = Reader(lambda table, ids: values[table.leaf], slotted=False)
+        reader = Reader(lambda table, ids: values[table.leaf])
         ids = Ids((), jnp.arange(count))
         return tuple(
             reader.rows(flat(x), ids) if isinstance(x, View) else x for x in outputs

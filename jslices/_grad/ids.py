@@ -11,7 +11,7 @@ from jslices import _jax
 from jslices._grad.call import Call, check_callable, chosen_arguments, is_number
 from jslices._grad.plan import ExchangeSpec, Planned, plan_call
 from jslices._grad.run import gradient_of, run_planned, slot_of, without_dense_warning
-from jslices._slices import concat_slices
+from jslices._slices import IndexedSlices, concat_slices
 
 
 def lookup_ids(
@@ -66,15 +66,23 @@ def lookup_ids(
         call = Call(fun, chosen_arguments(argnums, args), args, kwargs, has_aux)
         single = is_number(argnums)
         planned = plan_call(call, single, None, exchange)
-        rows = [None if x is True else x for x in rows_read(call, planned)]
-        mirrored = call.tree.unflatten(rows)
+        mirrored = call.tree.unflatten(map(_as_ids, rows_read(call, planned)))
         return mirrored[0] if single else mirrored
 
     return ids_fun
 
 
-def rows_read(call: Call, planned: Planned) -> list[Any]:
-    """For each leaf what :func:`lookup_ids` returns; True if it is read whole.
+def _as_ids(rows: IndexedSlices | bool | None) -> jax.Array | IndexedSlices | None:
+    if not isinstance(rows, IndexedSlices):
+        return None
+    alone = rows.row_axes == 1 and rows.facts.placement is None
+    return rows.indices if alone else rows
+
+
+def rows_read(call: Call, planned: Planned) -> list[IndexedSlices | bool | None]:
+    """For each leaf the rows that are read, as slices without elements.
+
+    True if it is read whole, or also where no gradient comes in; None if not at all.
 
     Raises:
       ValueError: for rows that depend on the values of the array itself.
@@ -89,23 +97,20 @@ def rows_read(call: Call, planned: Planned) -> list[Any]:
                 "before it has caught up: tx.flush(params, state) brings all rows up "
                 "to date"
             )
-    parts: dict[int, list[Any]] = {}
+    parts: dict[int, list[IndexedSlices]] = {}
     for site, index in zip(sites, indices, strict=True):
         shape = (site.table_shape[0], 0)
         part = gradient_of(site, shape, jnp.zeros((*index.shape, 0)), index)
         parts.setdefault(site.leaf, []).append(part)
-    by_leaf: list[Any] = [
-        True if leaf.has_rows and i in planned.read_whole else None
+    whole = planned.read_whole | planned.plain.keys()
+    by_leaf: list[IndexedSlices | bool | None] = [
+        True if leaf.has_rows and i in whole else None
         for i, leaf in enumerate(planned.leaves)
     ]
-    for leaf, several in parts.items():
-        rows: Any = several[0] if len(several) == 1 else concat_slices(several)
-        shape, axes = planned.leaves[leaf].aval.shape, planned.leaves[leaf].row_axes
-        rows = rows.numbered_as((*shape[:axes], 0), axes)
-        alone = axes == 1 and rows.facts.placement is None
-        by_leaf[leaf] = rows.indices if alone else rows
-        if leaf in planned.plain:
-            by_leaf[leaf] = True
+    for i in parts.keys() - planned.plain.keys():
+        shape, axes = planned.leaves[i].aval.shape, planned.leaves[i].row_axes
+        rows = parts[i][0] if len(parts[i]) == 1 else concat_slices(parts[i])
+        by_leaf[i] = rows.numbered_as((*shape[:axes], 0), axes)
     return by_leaf
 
 

@@ -3,7 +3,6 @@
 from jslices._slices.carry import carried as carried
 from jslices._slices.carry import carry_facts as carry_facts
 from jslices._slices.carry import one_program as one_program
-from jslices._slices.entries import DISTINCT as DISTINCT
 from jslices._slices.entries import Facts as Facts
 from jslices._slices.opaque import opened as opened
 from jslices._slices.parts import as_array as as_array

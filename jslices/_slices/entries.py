@@ -27,9 +27,10 @@ class Facts(NamedTuple):
       placement: on which devices of a mesh the rows of the array stand; each of them holds
         the entries of its own rows. ``indices`` are row numbers of the whole array as ever.
         What reads or writes rows of the array then needs nothing from other devices.
+      note: what an optimizer noted of these rows, for itself.
 
     Slices keep their placement wherever JAX takes them apart and puts them together. They
-    forget that rows are distinct, or are all rows: what a ``tree.map`` makes of ``values``
+    forget the other facts: what a ``tree.map`` makes of ``values``
     and ``indices`` may hold other rows, and a ``lax.cond`` wants the same type of an update
     and of zeros. To tell them to a program of its own, use :func:`carry_facts`.
     """
@@ -37,11 +38,10 @@ class Facts(NamedTuple):
     distinct: bool = False
     every_row: bool = False
     placement: Placement | None = None
+    note: object = None
 
 
 NO_FACTS = Facts()
-#: No row is held twice.
-DISTINCT = Facts(distinct=True)
 
 
 class _Static(NamedTuple):

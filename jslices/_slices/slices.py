@@ -25,7 +25,7 @@ from jslices._rows.access import (
 )
 from jslices._rows.sums import Order, add_rows, check_combine, sum_duplicates
 from jslices._slices.carry import one_program
-from jslices._slices.entries import DISTINCT, NO_FACTS, Entries, Facts
+from jslices._slices.entries import NO_FACTS, Entries, Facts
 from jslices._slices.parts import (
     as_array,
     as_indices,
@@ -707,7 +707,8 @@ def _summed(
     order: Order = "sorted",
 ) -> IndexedSlices:
     values, indices = _sums(slices, size=size, combine=combine, order=order)
-    return slices_of(values, indices, slices.dense_shape, DISTINCT, slices.row_axes)
+    facts = Facts(distinct=True, note=slices.facts.note if size is None else None)
+    return slices_of(values, indices, slices.dense_shape, facts, slices.row_axes)
 
 
 @on_any_mesh(everywhere)

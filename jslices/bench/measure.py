@@ -145,10 +145,8 @@ def compile_step(
 
     def step(params: Any, state: Any, ids: jax.Array, target: jax.Array) -> Any:
         if sizes.untouched == "exact":
-            rows = {"table": ids}
-            if exchange is not None:
-                rows = js.lookup_ids(loss, exchange=exchange)(params, ids, target)
-            params, state = tx.catch_up(params, state, {**rows, "w": None})
+            step = js.optim.exact_step(loss, tx, exchange=exchange)
+            return step(params, state, ids, target)
         value, grads = value_and_grad(loss)(params, ids, target)
         updates, state = tx.update(grads, state, params)
         return js.apply_updates(params, updates), state, value

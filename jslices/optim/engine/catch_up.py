@@ -8,7 +8,7 @@ closed form (``catch_up``), and before parameters are saved or evaluated all row
 import warnings
 from collections.abc import Sequence
 from types import CodeType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -165,7 +165,62 @@ def _late(
     return results
 
 
-def rows_behind(params: Params, ids: PyTree) -> list[IndexedSlices | bool]:
+class HalfCaughtUp:
+    """Rows of a table that catch up, while the state kept with them does not yet.
+
+    A step that follows, of gradients of these rows and no others, lets the state catch up
+    as it steps it, and so reads and writes it once. Arrays of the state are traced as if
+    they had caught up: whatever else may read them finds them so, and XLA drops what is
+    never read.
+
+    Attributes:
+      rows: which rows, as slices without elements.
+    """
+
+    def __init__(self, rows: IndexedSlices) -> None:
+        self.rows = rows
+        self.param: jax.Array | None = None  #: as it is after :meth:`run`
+        self._kernel: Kernel
+        self._behind: Sequence[jax.Array] = ()
+        self._caught_up: Sequence[jax.Array] = ()
+
+    def run(self, kernel: Kernel, arrays: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
+        """:func:`step` with these rows."""
+        param, *state = arrays
+
+        def moved(nothing: jax.Array, *rest: jax.Array) -> tuple[jax.Array, ...]:
+            return kernel(nothing, rest[-1], *rest[:-1])[:2]
+
+        self._kernel, self._behind = kernel, state
+        self.param = step_slices(moved, self.rows, state, [param])[1]
+        self._caught_up = step_slices(kernel, self.rows, (), arrays)[2:]
+        return self.param, *self._caught_up
+
+    def in_step(
+        self, kernel: Kernel, state: Sequence[jax.Array]
+    ) -> tuple[Kernel, Sequence[jax.Array]]:
+        """The kernel of a step, which lets state catch up first, and that state.
+
+        What they were if the state is not that of these rows.
+        """
+        if [id(x) for x in state] != [id(x) for x in self._caught_up]:
+            return kernel, state
+        width, catch_up = len(state), self._kernel
+
+        def stepped(g: jax.Array, *rest: jax.Array) -> tuple[jax.Array, ...]:
+            read, state = rest[:-width], rest[-width:]
+            # What becomes of the state follows from the state alone.
+            now = catch_up(jnp.zeros((g.shape[0], 0)), jnp.zeros_like(g), *state)
+            return kernel(g, *read, *now[2:])
+
+        return stepped, self._behind
+
+
+#: The rows of a parameter that catch up; True for all of them, False for none.
+Behind: TypeAlias = IndexedSlices | HalfCaughtUp | bool
+
+
+def rows_behind(params: Params, ids: PyTree) -> list[Behind]:
     """For each parameter the rows that ``ids`` name, as :func:`step` takes them.
 
     Raises:
@@ -183,12 +238,12 @@ def rows_behind(params: Params, ids: PyTree) -> list[IndexedSlices | bool]:
     return [_entries(i, p) for i, p in zip(each, leaves, strict=True)]
 
 
-def _entries(
-    ids: ArrayLike | IndexedSlices | None, param: jax.Array
-) -> IndexedSlices | bool:
-    """Row numbers as a gradient without elements; True for all rows, False for none."""
+def _entries(ids: ArrayLike | Behind | None, param: jax.Array) -> Behind:
+    """Row numbers as a gradient without elements."""
     if ids is None or ids is True:
         return bool(ids)
+    if isinstance(ids, HalfCaughtUp):
+        return ids
     if isinstance(ids, IndexedSlices):
         shape = jnp.shape(param)
         if ids.shape == (*shape[: ids.row_axes], 0) and ids.row_axes < max(2, len(shape)):
@@ -214,7 +269,7 @@ def _entries(
 
 def step(
     kernel: Kernel,
-    behind: IndexedSlices | bool,
+    behind: Behind,
     arrays: Sequence[ArrayLike],
     late: jax.Array,
 ) -> tuple[jax.Array, ...]:
@@ -224,11 +279,20 @@ def step(
     step moves as a whole, nothing is done.
     """
     old = tuple(jnp.asarray(x) for x in arrays)
+    if isinstance(behind, HalfCaughtUp):
+        return behind.run(kernel, old)
     if isinstance(behind, IndexedSlices):
         return step_slices(kernel, behind, (), old)[1:]
     every_row = lambda *arrays: tuple(_every_row(kernel, list(arrays)))  # noqa: E731
-    caught_up: tuple[jax.Array, ...] = lax.cond(
-        jnp.any(late), every_row, lambda *arrays: arrays, *old
+
+    def if_late(*arrays: jax.Array) -> tuple[jax.Array, ...]:
+        return lax.cond(jnp.any(late), every_row, lambda *x: x, *arrays)  # type: ignore[no-any-return]
+
+    if old[0].size > CHUNK_ELEMENTS:
+        return if_late(*old)
+    # But for a CPU it takes longer to wait for what has been computed than to compute.
+    caught_up: tuple[jax.Array, ...] = lax.platform_dependent(
+        *old, cpu=if_late, default=every_row
     )
     return caught_up
 

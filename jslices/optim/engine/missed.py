@@ -36,6 +36,8 @@ NEGLIGIBLE = 1e-9
 MOST_STEPS = 1 << 17
 
 
+#: Vectors of the same length.
+Columns = tuple[jax.Array, ...]
 #: Numbers of steps, counted from 1: of JAX in a program, of NumPy for what is a constant.
 Steps = jax.Array | np.ndarray
 
@@ -66,7 +68,8 @@ class MissedSteps:
     """The missed steps of an optimizer, and the numbers that they take.
 
     Attributes:
-      advance: ``advance(missed, p, *state) -> (p, *state)``, what missed steps do to rows.
+      advance: ``advance(missed, p, *state) -> (p, *state)``, what missed steps do to rows;
+        the state that it returns follows from the state that it was given, not from ``p``.
       learning_rate: a number or a schedule.
       series: the sums it needs.
       weight_decay: of decoupled weight decay, which missed steps have applied as well.
@@ -142,13 +145,12 @@ class MissedSteps:
         return jax.jit(snapshot, inline=True)
 
     @functools.cached_property
-    def table(self) -> Callable[[jax.Array], jax.Array]:
-        """``table(count)``: the sums of each series over the last 0, 1, ... steps,
-        ``[steps, series]``."""
+    def table(self) -> Callable[[jax.Array], Columns]:
+        """``table(count)``: for each series its sums ``[steps]`` over the last 0, 1, ...
+        steps."""
 
-        def table(count: jax.Array) -> jax.Array:
-            sums = [self._head_sums(series, count) for series in self.series]
-            return jnp.stack(sums, 1) if sums else jnp.zeros((1, 0))
+        def table(count: jax.Array) -> Columns:
+            return tuple(self._head_sums(count)) if self.series else ()
 
         return jax.jit(table, inline=True)
 
@@ -156,7 +158,7 @@ class MissedSteps:
         self,
         count: jax.Array,
         run: jax.Array,
-        tables: tuple[jax.Array, jax.Array],
+        tables: tuple[Columns, Columns],
         last: jax.Array,
         snapshot: Sequence[jax.Array],
     ) -> Missed:
@@ -210,14 +212,18 @@ class MissedSteps:
         """The step from which on the weights of the series no longer change."""
         return max((_steps_to_vanish(series.settles) for series in self.series), default=0)
 
-    def after_each(self) -> Any:
-        """:meth:`_tail_sum` after 0, 1, ... steps unscheduled: ``[steps, series]``."""
+    def after_each(self) -> Columns:
+        """For each series :meth:`_tail_sum` after 0, 1, ... steps unscheduled: ``[steps]``.
+
+        Columns of their own, as a TPU pads rows to 128 numbers.
+        """
         if self.keeps_series or not self.series:
-            return jnp.zeros((1, 0))
+            return ()
         numbers = (self.learning_rate, self.weight_decay)
         traced = any(isinstance(x, jax.core.Tracer) for x in numbers)
         traced = traced and not self._is_factor
-        return self._suffix_sums() if traced else self._after_each_constant
+        sums = self._suffix_sums() if traced else self._after_each_constant
+        return tuple(jnp.asarray(column) for column in sums.T)
 
     @functools.cached_property
     def _after_each_constant(self) -> np.ndarray:
@@ -249,15 +255,21 @@ class MissedSteps:
         _, sums = lax.associative_scan(join, (ratios, ratios * terms), reverse=True)
         return sums[: self._settled + 1]
 
-    def _head_sums(self, series: Series, count: jax.Array) -> jax.Array:
+    def _head_sums(self, count: jax.Array) -> jax.Array:
+        """``[series, steps]``, by one cumulative sum."""
         back = jnp.arange(self._window, dtype=jnp.int32)
         steps = jnp.maximum(count - back, 1)
-        terms = self._terms(series, steps) * _powers(series.ratio, -back)
+        left = jnp.where(back < count, 1.0, 0.0)
         if self.decays:
             paces = self.pace(steps)
-            terms = terms * jnp.exp(jnp.cumsum(paces) - paces)
-        sums = jnp.cumsum(jnp.where(back < count, terms, 0.0))
-        return jnp.concatenate([jnp.zeros(1), sums * _powers(series.ratio, back + 1)])
+            left = left * jnp.exp(jnp.cumsum(paces) - paces)
+        terms = [
+            self._terms(series, steps) * _powers(series.ratio, -back)
+            for series in self.series
+        ]
+        factors = [_powers(series.ratio, back + 1) for series in self.series]
+        sums = jnp.cumsum(jnp.stack(terms) * left[None], axis=1) * jnp.stack(factors)
+        return jnp.pad(sums, ((0, 0), (1, 0)))
 
 
 def momentum_series(b1: float, nesterov: bool = False, corrected: bool = True) -> Series:
@@ -336,11 +348,12 @@ def _at(value: Scalar | Schedule, steps: Steps) -> Any:
     return jnp.broadcast_to(jnp.asarray(value, jnp.float32), steps.shape)
 
 
-def _read(table: PyTree, rows: jax.Array) -> tuple[jax.Array, ...]:
-    """The numbers ``[n]`` in each column of a table, whose last row goes on for ever."""
-    near = jnp.minimum(rows, table.shape[0] - 1)
-    rows_read = jnp.asarray(table).at[near].get(mode="promise_in_bounds")
-    return tuple(jnp.moveaxis(rows_read, -1, 0))
+def _read(columns: Columns, rows: jax.Array) -> tuple[jax.Array, ...]:
+    """The numbers ``[n]`` in each of some columns, whose last number goes on for ever."""
+    return tuple(
+        column.at[jnp.minimum(rows, column.shape[0] - 1)].get(mode="promise_in_bounds")
+        for column in columns
+    )
 
 
 def _steps_to_vanish(ratio: float) -> int:

@@ -179,7 +179,7 @@ class _RuleOnTrees:
 
     @usual_promotion
     def _advance(
-        self, params: Params, state: State, behind: Sequence[IndexedSlices | bool]
+        self, params: Params, state: State, behind: Sequence[exact.Behind]
     ) -> tuple[Params, State]:
         """Does the missed steps of some rows of each parameter, of all rows, or of none.
 
@@ -286,7 +286,7 @@ def _state_shapes(rule: Rule, shape: tuple[int, ...]) -> Shapes:
 
 
 def _shardings_of_params(
-    params: Params, state: State, behind: Sequence[IndexedSlices | bool]
+    params: Params, state: State, behind: Sequence[exact.Behind]
 ) -> tuple[PyTree, PyTree]:
     del behind
     return shardings_of(params), shardings_of(state)
@@ -332,6 +332,8 @@ def _update_leaf(
     if grad is None or has_no_rows(grad):
         return grad, None
     read, by_row = (param,) if rule.reads_params else (), is_slices(grad)
+    if by_row and isinstance(grad.facts.note, exact.HalfCaughtUp):
+        kernel, arrays = grad.facts.note.in_step(kernel, arrays)
     if by_row and rule.sums_first is not None and rule.sums_first(param):
         grad = grad.coalesce()
     if by_row and rule.update_slices is None:

@@ -3,13 +3,17 @@
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from jslices._grad.api import check_inputs, differentiated
 from jslices._grad.call import Call, check_callable
 from jslices._grad.ids import rows_read
-from jslices._grad.plan import ExchangeSpec, SparseSpec, plan_call
-from jslices._typing import Params, State
+from jslices._grad.plan import ExchangeSpec, Planned, SparseSpec, plan_call
+from jslices._place.boundary import mesh_of
+from jslices._slices import IndexedSlices
+from jslices._typing import Leaf, Params, State
+from jslices.optim.engine.catch_up import Behind, HalfCaughtUp
 from jslices.optim.engine.protocol import GradientTransformation
 
 
@@ -91,12 +95,38 @@ def exact_step(
                     "tx.catch_up, jslices.grad, jax.tree.map(jnp.conj, grads) and tx.apply"
                 )
         planned = plan_call(call, True, sparse, exchange)
+        behind: list[Behind | None] = [None] * len(call.primals)
         if tx.catches_up:
-            (rows,) = call.tree.unflatten(rows_read(call, planned))
-            params, state = tx.catch_up(params, state, rows)
+            behind = [
+                _half(rows) if _is_seen_whole(planned, i) else rows
+                for i, rows in enumerate(rows_read(call, planned))
+            ]
+            params, state = tx.catch_up(params, state, *call.tree.unflatten(behind))
             call = call.at(params)
-        value, aux, (grads,) = differentiated(call, planned)
+        value, aux, grads = differentiated(call, planned)
+        leaves = call.tree.flatten_up_to(grads)
+        (grads,) = call.tree.unflatten(map(_noted, leaves, call.primals, behind))
         params, state = tx.apply(grads, state, params, value=value)
         return (params, state, value, aux) if has_aux else (params, state, value)
 
     return step
+
+
+def _is_seen_whole(planned: Planned, leaf: int) -> bool:
+    """Whether XLA sees all that the call does to a leaf, which is on one device."""
+    return not planned.eager and mesh_of(planned.leaves[leaf].aval) is None
+
+
+def _half(rows: IndexedSlices | bool | None) -> Behind | None:
+    """The rows, of which the parameter catches up at first, and the state in the step."""
+    if not isinstance(rows, IndexedSlices) or rows.facts.placement is not None:
+        return rows
+    return HalfCaughtUp(rows)
+
+
+def _noted(grad: Leaf, param: jax.Array, behind: Behind | None) -> Leaf:
+    """The gradient, with what is noted of its rows if those of ``param`` have caught up."""
+    if not isinstance(behind, HalfCaughtUp) or behind.param is not param:
+        return grad
+    facts = grad.facts._replace(note=behind)
+    return grad.of(grad.values, grad.indices, grad.dense_shape, facts, grad.row_axes)

@@ -14,7 +14,7 @@ from jslices._jax import flatten
 from jslices._rows.access import per_row
 from jslices._slices import IndexedSlices, is_slices
 from jslices._typing import Gradients, Params, PyTree, State, Transformation
-from jslices.optim.engine.catch_up import FROZEN, Clock
+from jslices.optim.engine.catch_up import FROZEN, Clock, HalfCaughtUp
 from jslices.optim.engine.constructors import combinator
 from jslices.optim.engine.protocol import in_two
 from jslices.optim.transforms.base import as_transformation, inside_of, wrapped
@@ -210,11 +210,15 @@ def _marked(last: jax.Array, bits: Frozen) -> jax.Array:
     return jnp.where(bits(rows), FROZEN, last)
 
 
-def _left_out(ids: IndexedSlices | ArrayLike, bits: Frozen, shape: tuple[int, ...]) -> Any:
+def _left_out(
+    ids: IndexedSlices | HalfCaughtUp | ArrayLike, bits: Frozen, shape: tuple[int, ...]
+) -> Any:
     """Row numbers, out of range where the row is frozen."""
-    if isinstance(ids, IndexedSlices) and ids.row_axes > 1:  # as lookup_ids gives them
+    if isinstance(ids, HalfCaughtUp):
+        ids = ids.rows
+    if isinstance(ids, IndexedSlices):
         return only_rows(ids, _free(bits), 0.0)
-    if is_slices(ids) or not jnp.issubdtype(jnp.asarray(ids).dtype, jnp.integer):
+    if not jnp.issubdtype(jnp.asarray(ids).dtype, jnp.integer):
         return ids  # which catch_up refuses
     num_rows, ids = shape[0], jnp.asarray(ids).reshape(-1)
     near = jnp.clip(ids, 0, max(num_rows - 1, 0))
