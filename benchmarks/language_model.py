@@ -4,6 +4,7 @@
     python benchmarks/language_model.py times      a step beside dense Optax: minutes
     python benchmarks/language_model.py v5e:16x16  bytes on the wire: pip install ".[tpu]"
     python benchmarks/language_model.py h100:8     pip install ".[gpu]"
+    python benchmarks/language_model.py page       docs/language_models.md, from the results
 
 Each writes its part of results/language_model.json, and with ``--quick`` only prints. Times
 are medians of turns: believe only the ratios.
@@ -29,7 +30,10 @@ import jslices.testing
 sys.path.append(str(pathlib.Path(__file__).parent.parent / "examples"))
 import ngram_memory as example
 
-RESULTS = pathlib.Path(__file__).parent / "results" / "language_model.json"
+ROOT = pathlib.Path(__file__).parent.parent
+RESULTS = ROOT / "benchmarks" / "results" / "language_model.json"
+PAGE = ROOT / "docs" / "language_models.md"
+BEGIN, END = "<!-- made by benchmarks/language_model.py: {} -->\n\n", "\n<!-- end -->\n"
 VARIANTS = ["none", *example.OPTIMIZERS]
 DEVICES = {"v5e:16x16": 256, "h100:8": 8}
 TRAINING = "--steps 300 --batch 8 --every 100"
@@ -68,8 +72,9 @@ def state_bytes(training):
 
 
 def times(quick):
-    """``{rows: {way: seconds}}``: medians of steps in turns, on the same tokens."""
-    return {rows: times_of(rows, quick) for rows in ([1e3] if quick else [1e5, 1e6, 1e7])}
+    """``{rows: {way: ...}}``: seconds, and multiples of row-wise Adagrad's in each turn."""
+    sizes = [1_000] if quick else [100_000, 1_000_000, 10_000_000]
+    return {rows: times_of(rows, quick) for rows in sizes}
 
 
 def times_of(rows, quick):
@@ -100,16 +105,23 @@ def times_of(rows, quick):
     steps["dense optax.adam"] = optax_step
     seconds = {name: [] for name in steps}
     rng = np.random.default_rng(0)
-    for turn in range(3 if quick else 12):
+    for turn in range(3 if quick else 10):
         drawn = options.vocabulary ** rng.random((options.batch, options.length + 1))
         for name, step in steps.items():
             start = time.perf_counter()
             jax.block_until_ready(step(drawn.astype(np.int32)))
             if turn > 1:
                 seconds[name].append(time.perf_counter() - start)
-    medians = {name: statistics.median(each) for name, each in seconds.items()}
-    print(rows, medians, flush=True)
-    return medians
+    ours = seconds["rowwise_adagrad"]
+    result = {
+        name: {
+            "seconds": statistics.median(each),
+            "times": statistics.median(x / y for x, y in zip(each, ours, strict=True)),
+        }
+        for name, each in seconds.items()
+    }
+    print(rows, result, flush=True)
+    return result
 
 
 def on_devices(name, quick):
@@ -166,17 +178,76 @@ def on_devices(name, quick):
     }
 
 
+# --- The page -------------------------------------------------------------------------
+
+
+def losses_table(results):
+    lines = [
+        "| memory | loss, held out | state, MB | of dense Adam's |",
+        "|---|---:|---:|---:|",
+    ]
+    dense = results["losses"]["dense_adam"]["state_bytes"]
+    for name in VARIANTS:
+        each = results["losses"][name]
+        last = [list(curve.values())[-1] for curve in each["losses"].values()]
+        state = each["state_bytes"]
+        share = f"1/{dense / state:.0f}" if state else "0"
+        loss = f"{np.mean(last):.3f} ± {np.std(last, ddof=1):.3f}"
+        lines.append(f"| {name.replace('_', ' ')} | {loss} | {state / 1e6:.1f} | {share} |")
+    return lines
+
+
+def times_table(results):
+    times = {rows: x for rows, x in results["times"].items() if rows != "jax"}
+    ways = list(next(iter(times.values())))
+    lines = [f"| rows | {' | '.join(way.replace('_', ' ') for way in ways)} |"]
+    lines.append(f"|---:|{'---:|' * len(ways)}")
+    for rows, each in times.items():
+        cells = (f"{each[way]['times']:.1f}" for way in ways)
+        lines.append(f"| {int(rows):,} | {' | '.join(cells)} |")
+    return lines
+
+
+def devices_table(results):
+    names = {
+        "argument_bytes": "tables, state and weights",
+        "temp_bytes": "temporaries",
+        "received_rows_bytes": "received: ids, rows, gradients",
+        "received_bytes": "received in all",
+    }
+    lines = [f"| MB on each of | {' | '.join(names.values())} |", f"|---|{'---:|' * 4}"]
+    for device in filter(results.get, DEVICES):
+        cells = (f"{results[device][name] / 1e6:,.1f}" for name in names)
+        lines.append(f"| `{device}` | {' | '.join(cells)} |")
+    return lines
+
+
+def page(text, results):
+    """The page with its tables as the results have them."""
+    tables = {"losses": losses_table, "times": times_table, "devices": devices_table}
+    for name, table in tables.items():
+        before, rest = text.split(BEGIN.format(name))
+        after = rest.split(END, 1)[1]
+        shown = "\n".join(table(results))
+        text = f"{before}{BEGIN.format(name)}{shown}\n{END}{after}"
+    return text
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("part", choices=["losses", "times", *DEVICES])
+    parser.add_argument("part", choices=["losses", "times", *DEVICES, "page"])
     parser.add_argument("--quick", action="store_true")
     options = parser.parse_args()
+    results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    if options.part == "page":
+        PAGE.write_text(page(PAGE.read_text(), results))
+        return
     parts = {"losses": losses, "times": times}
     part = parts.get(options.part, functools.partial(on_devices, options.part))
     result = {"jax": jax.__version__, **part(options.quick)}
     if not options.quick:
-        results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
-        RESULTS.write_text(json.dumps({**results, options.part: result}, indent=1) + "\n")
+        results[options.part] = result
+        RESULTS.write_text(json.dumps(results, indent=1) + "\n")
 
 
 if __name__ == "__main__":

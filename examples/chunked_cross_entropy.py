@@ -74,8 +74,8 @@ def _forward(hidden, words, targets, chunk):
         total *= jnp.exp(largest - higher)
         return higher, total + jnp.exp(logits - higher[:, None]).sum(axis=1), right
 
-    zeros = jnp.zeros(len(hidden))
-    carry = jnp.full(len(hidden), -jnp.inf), zeros, zeros
+    zeros = jnp.zeros(len(hidden), jnp.float32)
+    carry = zeros - jnp.inf, zeros, zeros
     largest, total, right = jax.lax.fori_loop(0, count, add, carry)
     log_total = largest + jnp.log(total)
     losses = jnp.where(targets < 0, 0, log_total - right)
@@ -98,7 +98,7 @@ def _backward(chunk, saved, cotangents):
         of_rows += _product(by_logits.T, hidden).astype(words.dtype)
         return of_hidden, jax.lax.dynamic_update_slice_in_dim(of_words, of_rows, start, 0)
 
-    start = jnp.zeros(hidden.shape), jnp.zeros_like(words)
+    start = jnp.zeros(hidden.shape, jnp.float32), jnp.zeros_like(words)
     of_hidden, of_words = jax.lax.fori_loop(0, count, add, start)
     return of_hidden.astype(hidden.dtype), of_words, None
 

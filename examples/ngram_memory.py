@@ -378,6 +378,8 @@ def main(arguments=None):
     """Trains; returns the training, and ``{step: loss on held-out text}``."""
     options = parsed(arguments)
     text = read_text(options.data, options.vocabulary, options.files)
+    if (tokens := min(map(len, text[1:]))) <= options.length:
+        raise ValueError(f"windows of {options.length + 1} tokens from a text of {tokens}")
     sizes = Sizes(
         vocabulary=len(text.words),
         width=options.width,

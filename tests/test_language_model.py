@@ -1,5 +1,7 @@
 """The language model of examples/ngram_memory.py, resumed, and on the host."""
 
+import importlib
+import json
 import pathlib
 import sys
 
@@ -11,8 +13,9 @@ from helpers import assert_close
 import jslices as js
 
 pytest.importorskip("flax")
-sys.path.append(str(pathlib.Path(__file__).parent.parent / "examples"))
-import ngram_memory
+ROOT = pathlib.Path(__file__).parent.parent
+sys.path.append(str(ROOT / "examples"))
+ngram_memory = importlib.import_module("ngram_memory")
 
 SMALL = "--quick --steps 8 --every 4 --files 10"
 
@@ -21,6 +24,25 @@ SMALL = "--quick --steps 8 --every 4 --files 10"
 def _as_users_have_it():
     with jax.numpy_rank_promotion("allow"):
         yield
+
+
+def test_tables_of_the_page_are_the_stored_results():
+    pytest.importorskip("optax")
+    sys.path.append(str(ROOT / "benchmarks"))
+    language_model = importlib.import_module("language_model")
+
+    text = language_model.PAGE.read_text()
+    results = json.loads(language_model.RESULTS.read_text())
+    assert language_model.page(text, results) == text
+    losses = {
+        name: np.array([list(curve.values())[-1] for curve in each["losses"].values()])
+        for name, each in results["losses"].items()
+        if isinstance(each, dict)
+    }
+    noise = np.std(losses["dense_adam"], ddof=1)
+    assert losses["rowwise_adagrad"].mean() < losses["dense_adam"].mean() + noise
+    state = {name: results["losses"][name]["state_bytes"] for name in losses}
+    assert state["rowwise_adagrad"] * 64 <= state["dense_adam"]
 
 
 @pytest.mark.slow
