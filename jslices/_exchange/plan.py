@@ -87,7 +87,8 @@ class Exchange:
     def by_axis(self) -> tuple[tuple[str, ...], ...]:
         """The same for each of the first axes of the table."""
         if isinstance(self.axis, PartitionSpec):
-            return split_along(self.axis, len(self.axis))
+            axes = split_along(self.axis, len(self.axis))
+            return axes[: max((n for n, some in enumerate(axes, 1) if some), default=0)]
         return ((self.axis,) if isinstance(self.axis, str) else tuple(self.axis),)
 
 

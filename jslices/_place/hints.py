@@ -11,6 +11,7 @@ import warnings
 from typing import Any
 
 import jax
+from jax.typing import DTypeLike
 
 from jslices import _jax
 from jslices._densify import current_user_line, human_bytes
@@ -23,6 +24,8 @@ _TRIM_THRESHOLD, _MMAP_MAX, _ARENA_MAX = -1, -4, -8
 #: From gradients of so many bytes on a step without kept memory takes 2.2 times as long as
 #: with it in the median (1.4 to 3.3 in the 24 cells of docs/speed.md; V = 1e6 and 1e5).
 HINT_BYTES = 16 * 10**6
+#: Rows of a tile on a TPU. Of 16-bit numbers 16 fill one, yet 8 suffice.
+TILE_ROWS = 8
 #: Set to 1 in the environment it calls :func:`keep_memory` at the import of jslices.
 VARIABLE = "JSLICES_KEEP_MEMORY"
 
@@ -35,7 +38,8 @@ class PerformanceHint(UserWarning):
     """A program is right, but one line would make it faster: the text says which.
 
     Issued at most once in a process for steps that :func:`jslices.keep_memory` would make
-    faster, and once for each table that :func:`jslices.row_major` would. Silence it with
+    faster, and once for each table that :func:`jslices.row_major` or other sizes would.
+    Silence it with
     ``warnings.simplefilter("ignore", jslices.optim.PerformanceHint)``.
     """
 
@@ -141,6 +145,32 @@ def hint_large_step(num_bytes: int) -> None:
         "maps the temporaries of such a step anew each time: it takes about twice as long "
         "as it could (1.4 to 3.3 times). Call jslices.keep_memory() at the start of the "
         f"program, or run it with {VARIABLE}=1 in the environment",
+        PerformanceHint,
+        filename=line.file,
+        lineno=line.line,
+    )
+
+
+def hint_tiles(place: str, shape: tuple[int, ...], row_axes: int, dtype: DTypeLike) -> None:
+    """Says, once for each table, what rows cost that do not fill the tiles of a TPU.
+
+    ``[L, V, D]`` is stored in tiles of 8 rows of one table, so that XLA:TPU cannot take it
+    for ``[L * V, D]`` unless these are full, and copies it to write some thousand rows.
+    """
+    num_rows, key = shape[row_axes - 1], (place, shape, dtype)
+    if row_axes == 1 or len(shape) != row_axes + 1 or platform_at_hand() != "tpu":
+        return
+    if key in _warned or not _jax.definitely(lambda: num_rows % TILE_ROWS > 0):
+        return
+    _warned.add(key)
+    line = current_user_line()
+    warnings.warn_explicit(
+        f"the table{place} of shape {shape} has {num_rows} rows along axis {row_axes - 1}, "
+        f"which the {TILE_ROWS} rows of a TPU's tile do not divide: each step of more than "
+        "a few rows copies all of it, there and back. Give it "
+        f"jslices.padded_rows({num_rows}, {TILE_ROWS}) = "
+        f"{-(-num_rows // TILE_ROWS) * TILE_ROWS}; on a mesh, {TILE_ROWS} for each device "
+        "that divides them",
         PerformanceHint,
         filename=line.file,
         lineno=line.line,

@@ -99,10 +99,8 @@ def each_shard(
         of this device's rows to those of the same rows in the table.
     """
     placement, dense_shape = slices.facts.placement, slices.dense_shape
-    row_axes, structure = (
-        slices.row_axes,
-        list[tuple[jax.tree_util.PyTreeDef, list[bool]]](),
-    )
+    row_axes = slices.row_axes
+    structure: list[tuple[jax.tree_util.PyTreeDef, list[bool]]] = []
     here = slices.facts._replace(placement=None)
     if placement is None or dense_shape is None or not slices.is_placed:
         plain = slices.of(slices.values, slices.indices, dense_shape, here, row_axes)

@@ -11,7 +11,7 @@ from jax.tree_util import PyTreeDef
 from jslices._arguments import check_array, shown
 from jslices._jax import broadcast_prefix, definitely, flatten, usual_promotion
 from jslices._place.boundary import laid_out_as, on_any_mesh, shardings_of
-from jslices._place.hints import HINT_BYTES, hint_large_step, warn_of_columns
+from jslices._place.hints import HINT_BYTES, hint_large_step, hint_tiles, warn_of_columns
 from jslices._rows.access import room_for_distinct, rows_numbered
 from jslices._slices import (
     IndexedSlices,
@@ -446,6 +446,7 @@ def checked_gradient(
         if grad.dense_shape is None and not heights:
             return grad
         shape = grad.dense_shape or (*heights[0], *grad.values.shape[1:])
+        hint_tiles(path, shape, grad.row_axes, grad.dtype)
     if param is not None and shape != jnp.shape(param):
         raise ValueError(
             f"the gradient{path} belongs to an array of shape {shape}, and the parameter "

@@ -1,0 +1,233 @@
+"""Arrays [L, V, D] whose rows two axes number, split over devices along V, L or both."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from helpers import assert_close, cost_on, dense, fast_jit, slow_unless
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jslices as js
+import jslices.testing
+from jslices.proof.cost import cost_of
+
+L, V, D, K = 4, 100_000, 4, 8
+RNG = np.random.default_rng(3)
+TABLE = RNG.normal(size=(L, V, D)).astype(np.float32)
+IDS = RNG.integers(0, V, (2, L, K)).astype(np.int32)
+IDS[:, :, :2] = 3
+IDS[0, 1, 4:6] = -1, V + 3  # the last row in JAX, and out of range
+KEY = jax.random.key(0)
+QUICK = ("exact adam",)
+OPTIMIZERS = {
+    "adam": js.adam(0.1),
+    "rowwise_adagrad": js.rowwise_adagrad(0.1),
+    "exact adam": js.adam(0.1, untouched="exact"),
+    "from_optax": js.from_optax(optax.sgd(0.1, momentum=0.9)),
+    "multi_steps": None,
+}
+
+
+class Run:
+    """Losses, gradients and steps of tables that stand somewhere."""
+
+    def __init__(self, exchange, rows, layers, names):
+        self.exchange, self.rows, self.layers, self.names = exchange, rows, layers, names
+
+    def loss(self, table, ids):
+        numbers, row = jnp.arange(L)[:, None], self.rows and P(*self.rows[1:])
+        rows = table.at[numbers, ids].get(
+            mode="fill", fill_value=0.5, out_sharding=self.rows
+        )
+        one = table.at[1, ids[2]].get(out_sharding=row)
+        total = (jnp.tanh(rows).sum(0) ** 2).sum() + (one**3).sum()
+        if not self.layers:  # JAX refuses to take apart what is split along L
+            return total
+
+        def layer(x, of_layer):
+            table, ids = of_layer
+            return x + jnp.tanh(js.embedding_lookup(table, ids)).sum(-1), None
+
+        x = jnp.zeros_like(ids[0], dtype=table.dtype)
+        return total + (jax.lax.scan(layer, x, (table, jnp.abs(ids) % V))[0] ** 2).sum()
+
+    def grad(self, table, ids):
+        grad = js.grad(self.loss, exchange=self.exchange)(table, ids)
+        assert js.is_slices(grad) and grad.row_axes == 2
+        return grad
+
+    def steps(self, name, table, batches):
+        tx = OPTIMIZERS[name]
+        if name == "multi_steps":
+            shapes = jax.eval_shape(lambda: self.grad(table, batches[0]))
+            tx = js.optim.multi_steps(js.adam(0.1), 2, shapes)
+        catches_up = getattr(tx, "catches_up", False)
+
+        def step(carry, ids):
+            table, state = carry
+            if catches_up:
+                rows = js.lookup_ids(self.loss, exchange=self.exchange)(table, ids)
+                assert js.is_slices(rows)
+                table, state = tx.catch_up(table, state, rows)
+            return tx.apply(self.grad(table, ids), state, table), None
+
+        table, state = jax.lax.scan(step, (table, tx.init(table)), batches)[0]
+        return tx.flush(table, state)[0] if catches_up else table
+
+    def around(self, table, batches):
+        grad = self.grad(table, batches[0])
+        narrow = table.astype(jnp.bfloat16)
+        return {
+            "coalesce": grad.coalesce() * 2.0,
+            "clip": js.clip_by_global_norm(grad, 0.5)[0],
+            "sum": grad + grad,
+            "array": table + grad,
+            "apply_slices": js.apply_slices(table, grad, "min"),
+            "project_rows": js.project_rows(table, grad, 1.0),
+            "rounded": js.apply_updates(narrow, grad.astype("float32"), KEY),
+        }
+
+    def everything(self, table, batches):
+        return dense(
+            {name: self.steps(name, table, batches) for name in self.names}
+            | self.around(table, batches)
+        )
+
+
+@functools.cache
+def on_one_device(layers, names):
+    return fast_jit(Run(None, None, layers, names).everything)(
+        jnp.asarray(TABLE), jnp.asarray(IDS)
+    )
+
+
+def mesh_of(kind):
+    if jax.device_count() < 8:
+        pytest.skip("needs eight devices")
+    return jax.make_mesh((2, 4), ("a", "x"), axis_types=(getattr(AxisType, kind),) * 2)
+
+
+KINDS = [("Auto", True), ("Auto", False), ("Explicit", False)]
+SPLITS = [P(None, "x"), P("x"), P("a", "x"), P(None, ("a", "x")), P(None, "x", "a")]
+
+
+@pytest.mark.parametrize(
+    "names, kind, exchanged, split",
+    slow_unless(
+        [
+            (QUICK, "Auto", True, P("a", "x")),
+            *((tuple(OPTIMIZERS), *kind, split) for kind in KINDS for split in SPLITS),
+        ],
+        lambda case: case[0] == QUICK,
+    ),
+    ids=str,
+)
+def test_the_same_on_a_mesh_and_no_table_is_sent(names, kind, exchanged, split):
+    mesh = mesh_of(kind)
+    left = tuple(axis for axis in ("a", "x") if axis not in split[2:])
+    how = {"overflow": "nan", "capacity": 8.0}
+    exchange = js.Exchange(P(*split[:2]), **how) if exchanged else None
+    rows = P(None, left, *split[2:]) if kind == "Explicit" else None
+    layers = kind == "Auto" or split[0] is None
+    with jax.set_mesh(mesh):
+        table = jax.device_put(TABLE, NamedSharding(mesh, split))
+        ids = jax.device_put(IDS, NamedSharding(mesh, P(None, None, left)))
+        run = Run(exchange, rows, layers, names)
+        compiled = fast_jit(run.everything).lower(table, ids).compile()
+        found = compiled(table, ids)
+    for name, wanted in on_one_device(layers, names).items():
+        tolerance = {"rtol": 0, "atol": 0} if name == "rounded" else {"rtol": 1e-4}
+        assert_close({name: found[name]}, {name: wanted}, **tolerance)
+        assert found[name].sharding.is_equivalent_to(table.sharding, 3), name
+    sent = cost_of(compiled).collectives
+    assert max(x.nbytes for x in sent) < L * V // 8, (
+        sent
+    )  # no byte for each row of a device
+
+
+def test_a_step_of_all_rows_on_a_mesh():
+    mesh, (many, few) = mesh_of("Auto"), (48, 16)
+    table = RNG.normal(size=(L, few, D)).astype(np.float32)
+    ids = RNG.integers(0, few, (L, many)).astype(np.int32)
+
+    def step(table, exchange=None):
+        def loss(table):
+            return (jnp.sin(table[jnp.arange(L)[:, None], ids]) ** 2).sum() + table[0].sum()
+
+        grads = js.grad(loss, sparse=True, exchange=exchange)(table)
+        new, _ = js.adam(0.1).apply(grads, js.adam(0.1).init(table), table)
+        return new, js.apply_updates(table.astype(jnp.bfloat16), grads, KEY)
+
+    wanted = fast_jit(step)(jnp.asarray(table))
+    for split, exchange in [(P(None, "x"), None), (P("a", "x"), js.Exchange(P("a", "x")))]:
+        placed = jax.device_put(table, NamedSharding(mesh, split))
+        found = fast_jit(functools.partial(step, exchange=exchange))(placed)
+        assert_close(found, wanted, rtol=1e-5)
+
+
+def test_a_shard_map_of_ones_own():
+    """Every device has some layers, or some rows of all; the gradients are its own."""
+    mesh = mesh_of("Auto")
+
+    def stepped(table, ids):
+        grads = js.grad(lambda t: jnp.sin(t[:, ids]).sum())(table)
+        assert grads.row_axes == 2
+        return js.apply_updates(
+            table, js.sgd(0.1).update(grads, js.sgd(0.1).init(table))[0]
+        )
+
+    table, ids = TABLE[:, :16], np.array([0, 1, 1], np.int32)
+    for split, parts in [(P("x"), 1), (P(None, "x"), 4)]:
+        found = jax.jit(
+            jax.shard_map(stepped, mesh=mesh, in_specs=(split, P()), out_specs=split)
+        )(table, ids)
+        every = (ids + 16 // parts * np.arange(parts)[:, None]).reshape(-1)
+        assert_close(found, stepped(jnp.asarray(table), every), rtol=1e-5)
+
+
+def test_explain_and_what_does_not_fit():
+    mesh = mesh_of("Auto")
+    table = jax.device_put(TABLE[:, :16], NamedSharding(mesh, P(None, "x")))
+
+    def report(axis, table=table):
+        look_up = js.explain(lambda t: t[2, jnp.arange(8) % 4].sum(), exchange=axis)
+        return look_up(table).leaves[0]
+
+    assert report(js.Exchange(P(None, "x"), "all_to_all")).exchange.fullest == 1
+    assert report(js.Exchange(P(None, "x"))).row_axes == 2
+    for axis, message in [
+        (js.Exchange(P("a", None, "x")), "at most 2 axes of"),
+        (js.Exchange(("a", "x")), r"4 along axis 0, which 8 devices .*P\(None, axis\)"),
+        (js.Exchange(P(None, "y")), "and not 'y'"),
+    ]:
+        with pytest.raises(js.InvalidArgumentError, match=message):
+            report(axis)
+    odd = jax.device_put(TABLE[:, :18], NamedSharding(mesh, P()))
+    with pytest.raises(js.InvalidArgumentError, match=r"padded_rows\(18, 4\)"):
+        report(js.Exchange(P(None, "x")), odd)
+
+
+@pytest.mark.devices
+@pytest.mark.parametrize("rows", [2**17 + 8, 2**17 + 3])
+def test_tiles_of_a_tpu(rows):
+    table = jax.ShapeDtypeStruct((6, rows, 128), jnp.float32)
+
+    def step(table, ids):
+        grads = js.grad(lambda t: jnp.sin(t[jnp.arange(6)[:, None], ids]).sum())(table)
+        return js.adam(0.1).apply(grads, js.adam(0.1).init(table), table)[0]
+
+    def cost():
+        ids = jax.ShapeDtypeStruct((6, 1000), jnp.int32)
+        return cost_on("v5e", step, js.row_major(table), ids, donate_argnums=0)
+
+    if rows % 8:
+        with pytest.warns(
+            js.optim.PerformanceHint, match=r"padded_rows\(131075, 8\) = 131080"
+        ):
+            cost()
+    else:
+        assert not cost().copies
