@@ -231,8 +231,8 @@ class Runner(ViewWalk):
         with with_auto_axes(mesh):
             rows = read.output(drop_sharding(values), take)
         split = shardings_of(tables[0] if aval is None else aval)
-        if split is None and mesh is not None:  # products of sparse matrices tell no type
-            split = NamedSharding(mesh, PartitionSpec())
+        if mesh is not None and aval is not None and aval.sharding.mesh.empty:
+            split = NamedSharding(mesh, PartitionSpec())  # a sparse matrix tells no mesh
         return restore_sharding(rows, split)
 
     def part(self, eqn: Equation, operands: Values, needs_grad: list[bool]) -> Values:
