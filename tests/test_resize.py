@@ -277,3 +277,36 @@ def test_what_does_not_fit_is_named(changes, error, message):
     arguments = {"tx": tx, "params": params, "state": tx.init(params), "fresh": start(9)}
     with pytest.raises(error, match=message):
         resize_rows(**arguments | changes)
+
+
+@pytest.mark.parametrize(
+    "optimizer", [js.rowwise_adagrad(0.1), js.adam(0.1, **EXACT)], ids=["lazy", "exact"]
+)
+def test_tables_of_layers_grow_together(optimizer):
+    """``[L, V, D]`` to ``[L, V', D]``: as the same rows numbered by one axis."""
+    layers, rng, sources = 3, np.random.default_rng(4), np.array([4, -1, 0, 1, -1, 5, 2, 3])
+    old = jnp.asarray(rng.normal(size=(layers, V, D)), jnp.float32)
+    fresh = jnp.asarray(rng.normal(size=(layers, len(sources), D)), jnp.float32)
+    above = np.arange(layers)[:, None] * V
+    by_one_axis = np.where(sources < 0, -1, above + sources).reshape(-1)
+
+    def step(table, state, rows):
+        axes = table.ndim - 1
+        if optimizer.catches_up:
+            none = jnp.zeros((len(rows), 0))
+            ids = js.IndexedSlices(none, rows, (*table.shape[:axes], 0), axes)
+            table, state = optimizer.catch_up(table, state, ids)
+        grads = js.IndexedSlices(jnp.ones((len(rows), D)), rows, table.shape, axes)
+        return optimizer.apply(grads, state, table)
+
+    def grown(old, fresh, sources):
+        table, state = step(old, optimizer.init(old), jnp.array([1, V + 4, 2 * V]))
+        table, state = resize_rows(optimizer, table, state, fresh, {"value": sources})
+        new = table
+        table, state = step(table, state, jnp.array([3, 9, 10]))
+        return new, optimizer.flush(table, state)[0] if optimizer.catches_up else table
+
+    stacked = grown(old, fresh, sources)
+    flat = grown(old.reshape(-1, D), fresh.reshape(-1, D), by_one_axis)
+    for one, other in zip(stacked, flat, strict=True):
+        assert_close(one.reshape(-1, D), other)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from jslices import GradientTransformation, is_slices
+from jslices import GradientTransformation, IndexedSlices, is_slices
 from jslices.checkpoint.state_walk import map_optimizer_states, optimizer_states, placed
 from jslices.checkpoint.trees import brief, matching, named_leaves
 from jslices.extend import Params, PyTree, State, as_transformation
@@ -20,6 +20,7 @@ class _Source(NamedTuple):
 
     height: int  #: V, its old number of rows.
     rows: np.ndarray  #: ``[V']``: the old row of each new one, -1 for what is new.
+    axis: int = 0  #: that of the rows: 1 for tables ``[L, V, D]`` that all grow.
 
 
 _Sources = dict[str, _Source]
@@ -44,9 +45,11 @@ def resize_rows(
       state: the old state of the optimizer. Both may be what ``js.Saver().restore(path)``
         returns without variables to restore into, in which states are dicts.
       fresh: the parameters in their new shapes: tables ``[V', *D]`` in which new rows have
-        the values to begin from, others like those in ``params``, which are taken.
+        the values to begin from, others like those in ``params``, which are taken. Tables
+        of layers ``[L, V, D]`` become ``[L, V', D]``, or ``[L', V, D]``.
       rows: ``{name or pattern: numbers}``, for each of the V' new rows the number of the
-        old one, or -1 for a new one; duplicates are copies. Names are paths, ``"table"``,
+        old one, or -1 for a new one, along the axis that changes, or the first; duplicates
+        are copies. Names are paths, ``"table"``,
         ``"embed/embedding"``, and patterns such as ``"*/embedding"``. Other tables keep
         their first rows: new ones stand at the end, and fewer rows are the first.
 
@@ -151,18 +154,19 @@ def _sources(
         )
     sources = {}
     heights = {
-        name: (jnp.shape(old[name])[0], jnp.shape(x)[0])
+        name: _heights(jnp.shape(old[name]), jnp.shape(x))
         for name, x in new.items()
         if jnp.ndim(old[name]) and jnp.ndim(x)
     }
-    for name, (before, now) in heights.items():
+    for name, (before, now, axis) in heights.items():
         if before != now:
             numbers = np.arange(now)
-            sources[name] = _Source(before, np.where(numbers < before, numbers, -1))
+            numbers = np.where(numbers < before, numbers, -1)
+            sources[name] = _Source(before, numbers, axis)
     for pattern, ids in rows.items():
         numbers = np.asarray(ids)
         for name in matching(pattern, heights, "resize_rows(rows=...)"):
-            before, now = heights[name]
+            before, now, axis = heights[name]
             fits = numbers.dtype.kind in "iu" and numbers.shape == (now,)
             if not fits or not ((numbers >= -1) & (numbers < before)).all():
                 raise ValueError(
@@ -171,8 +175,15 @@ def _sources(
                     f"{list(numbers.shape)}"
                     + (f" from {numbers.min()} to {numbers.max()}" if fits else "")
                 )
-            sources[name] = _Source(before, numbers)
+            sources[name] = _Source(before, numbers, axis)
     return sources
+
+
+def _heights(old: tuple[int, ...], new: tuple[int, ...]) -> tuple[int, int, int]:
+    """The old and the new number of rows, and their axis: the one that changes."""
+    pairs = list(zip(old, new, strict=False))[: max(1, len(new) - 1)]
+    axis = next((i for i, (before, now) in enumerate(pairs) if before != now), 0)
+    return *pairs[axis], axis
 
 
 def _is_under_way(name: str, x: Any) -> bool:
@@ -199,25 +210,29 @@ def _resized(
     """``new`` with what ``old`` has of it: all, or rows; appends problems."""
     old_shape, new_shape = jnp.shape(old), jnp.shape(new)
     before, after = _dtype(old), _dtype(new)
-    moved = source is not None and (old_shape[:1], new_shape[:1]) == (
+    axis = 0 if source is None else source.axis
+    rows = slice(axis, axis + 1)
+    moved = source is not None and (old_shape[rows], new_shape[rows]) == (
         (source.height,),
         source.rows.shape,
     )
-    if len(old_shape) != len(new_shape) or old_shape[moved:] != new_shape[moved:]:
+    others = [shape[:axis] + shape[axis + moved :] for shape in (old_shape, new_shape)]
+    if len(old_shape) != len(new_shape) or others[0] != others[1]:
         problems.append(
             f"{name} was {before}{list(old_shape)}, {after}{list(new_shape)} is wanted: "
-            "only the number of rows, along axis 0, can change"
+            f"only the number of rows, along axis {axis}, can change"
         )
     elif source is not None and not moved and source.height in old_shape:
         problems.append(
-            f"{name} is {before}{list(old_shape)}: its rows are not along axis 0"
+            f"{name} is {before}{list(old_shape)}: its rows are not along axis {axis}"
         )
     elif before != after:
         problems.append(f'{name} was {before}, {after} is wanted: type x.astype("{after}")')
     elif source is not None and moved:
         array: Any = np.array(new)
         goes_on = np.flatnonzero(source.rows >= 0)
-        array[goes_on] = np.asarray(old)[source.rows[goes_on]]
+        rows_first = np.moveaxis(array, axis, 0)
+        rows_first[goes_on] = np.moveaxis(np.asarray(old), axis, 0)[source.rows[goes_on]]
         return placed(array, new)
     else:
         return old if _lies_as(old, new) else placed(old, new)
@@ -241,10 +256,10 @@ def _new_rows_up_to_date(
     """The state of an exact optimizer, in which new rows have missed no step."""
     if not getattr(tx, "catches_up", False):
         return state
-    new = {name: np.flatnonzero(source.rows < 0) for name, source in sources.items()}
-    names, _, structure = named_leaves(params)
+    names, leaves, structure = named_leaves(params)
     ids = structure.unflatten(
-        [new[name] if name in new and new[name].size else None for name in names]
+        _new_rows(sources[name], x.shape) if name in sources else None
+        for name, x in zip(names, leaves, strict=True)
     )
 
     @jax.jit  # which leaves out all but the clocks
@@ -256,3 +271,12 @@ def _new_rows_up_to_date(
     return map_optimizer_states(
         lambda i, part: part if clocks[i] is None else part._replace(clock=clocks[i]), state
     )
+
+
+def _new_rows(source: _Source, shape: tuple[int, ...]) -> Any:
+    """The rows that are new, as ``catch_up`` takes them; None without any."""
+    axes = source.axis + 1
+    numbers = np.flatnonzero(np.broadcast_to(source.rows < 0, shape[:axes]))
+    if axes == 1 or not numbers.size:
+        return numbers if numbers.size else None
+    return IndexedSlices(jnp.zeros((numbers.size, 0)), numbers, (*shape[:axes], 0), axes)
