@@ -2,9 +2,11 @@
 
 import re
 
+import numpy as np
 import pytest
 
 from jslices.__main__ import main
+from jslices.demo import skipgram
 
 # Two kinds of sentence that share no word.
 TEXT = "sun sky cloud rain " * 300 + "fork knife spoon plate " * 300
@@ -36,6 +38,7 @@ def test_trains_shows_and_compares(capsys, text):
     assert code == 0, err
     assert f"{len(TEXT.split()):,} words of text, 8 distinct" in out
     assert "loss=" in err and "step/s" in err
+    assert re.search(r"300 steps in \d+ s: [\d,]+ pairs of words a second", out)
     # Each word's neighbours are of its own kind of sentence.
     nearest = re.search(r"rain: (.*)", out).group(1)
     first_three = [item.split()[0] for item in nearest.split(", ")[:3]]
@@ -44,6 +47,23 @@ def test_trains_shows_and_compares(capsys, text):
         r"with dense Optax Adam: .* ms.*\n.* row gradients: .* ms.* as fast", out
     )
     assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_loss_is_that_of_word2vec_over_all_pairs():
+    """A pair counts as often as word2vec takes it, and each has five negatives."""
+    rng = np.random.default_rng(0)
+    params = {name: rng.normal(size=(9, 4)).astype(np.float32) for name in ("near", "far")}
+    centres, around, noise = np.array([2, 7]), rng.integers(0, 9, (2, 6)), np.array([1, 4])
+    log_sigmoid = lambda x: -np.log1p(np.exp(-x))  # noqa: E731
+    total = 0.0
+    for centre, neighbours in zip(centres, around, strict=True):
+        near = params["near"][centre]
+        for distance, word in zip((3, 2, 1, 1, 2, 3), neighbours, strict=True):
+            pair = log_sigmoid(near @ params["far"][word])
+            pair += 5 * log_sigmoid(-(params["far"][noise] @ near)).mean()
+            total -= pair * (4 - distance) / 3
+    value = skipgram.loss(params, centres, around, noise)
+    np.testing.assert_allclose(value, total / (2 * 4), rtol=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -41,7 +41,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--dim", type=_positive, default=64, help="length of a vector (default: 64)")
     add("--steps", type=_positive, default=20_000, help="(default: 20000)")
-    add("--batch", type=_positive, default=1024, help="pairs a step (default: 1024)")
+    add(
+        "--batch",
+        type=_positive,
+        default=1024,
+        help="windows of 6 pairs a step (default: 1024)",
+    )
     add("--learning-rate", type=float, default=3e-3, help="it falls to 2%% of that")
     add("--seed", type=int, default=0)
     add("--plot", type=Path, metavar="FILE", help="write a picture of the vectors")
@@ -68,7 +73,11 @@ def run(options: argparse.Namespace) -> None:
 
     contender = skipgram.sparse_step(falling, options.batch)
     params, spent = _train(contender, corpus, data, options)
-    print(f"{options.steps:,} steps in {spent:.0f} s")
+    pairs = options.steps * options.batch * len(skipgram.OFFSETS)
+    print(
+        f"{options.steps:,} steps in {spent:.0f} s: {pairs / spent:,.0f} pairs of words a "
+        f"second, each with {skipgram.NEGATIVES} negatives"
+    )
     near = np.asarray(params["near"])
     among = np.flatnonzero(corpus.counts >= RARE)
     for number in shown:
@@ -167,10 +176,10 @@ def gradient_bytes(
 ) -> tuple[int, int]:
     """``(sparse, dense)``: the size of all gradients of one step, without running it."""
     key = jax.random.key(0)
-    centres, others = jax.eval_shape(lambda: skipgram.draw(data, key, batch))
+    drawn = jax.eval_shape(lambda: skipgram.draw(data, key, batch))
 
     def total(grad: Any) -> int:
-        leaves = jax.tree.leaves(jax.eval_shape(grad, params, centres, others))
+        leaves = jax.tree.leaves(jax.eval_shape(grad, params, *drawn))
         return sum(x.size * x.dtype.itemsize for x in leaves)
 
     return total(js.grad(skipgram.loss)), total(jax.grad(skipgram.loss))

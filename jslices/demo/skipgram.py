@@ -1,7 +1,9 @@
 """Skip-gram word vectors with negative sampling: a text, two tables, one jitted step.
 
 Each word learns to tell the words that stand near it from words drawn at random
-(Mikolov et al., 2013). A step reads a few thousand rows of two tables of V rows.
+(Mikolov et al., 2013). A step takes whole windows, a word with the three on each side of
+it, and all of them share the words drawn at random: for 6 pairs it reads little more than
+7 rows of two tables of V rows.
 """
 
 import functools
@@ -21,7 +23,8 @@ import jslices as js
 Params = dict[str, jax.Array]
 
 WINDOW = 3
-NEGATIVES = 5
+NEGATIVES = 5  # for each pair
+SHARED = 128  # words that a step draws as negatives of all its pairs
 FREQUENT = 1e-3  # words more frequent than this share of the text are thinned out
 NOISE_DRAWS = 1 << 20
 WORD = re.compile(r"[A-Za-z_]\w*")
@@ -141,24 +144,34 @@ def init_params(num_words: int, dim: int, seed: int) -> Params:
     return {"near": near, "far": jnp.zeros((num_words, dim))}
 
 
-def draw(data: Data, key: jax.Array, batch: int) -> tuple[jax.Array, jax.Array]:
-    """``(centres [B], others [B, 1 + NEGATIVES])``; the first other is the neighbour."""
-    place_key, offset_key, noise_key = jax.random.split(key, 3)
+#: Where the neighbours of a word stand, and how much each counts: as often as word2vec
+#: takes it, which draws how far a window reaches.
+OFFSETS = np.array([n for n in range(-WINDOW, WINDOW + 1) if n])
+WEIGHTS = 1 - (np.abs(OFFSETS) - 1) / WINDOW
+
+
+def draw(data: Data, key: jax.Array, batch: int) -> tuple[jax.Array, ...]:
+    """``(centres [B], neighbours [B, 2 * WINDOW], noise [SHARED])``."""
+    place_key, noise_key = jax.random.split(key)
     place = jax.random.randint(place_key, (batch,), WINDOW, data.tokens.shape[0] - WINDOW)
-    # Nearer words are drawn more often, as with word2vec's random window.
-    reach = jax.random.randint(offset_key, (2, batch), 1, WINDOW + 1).min(axis=0)
-    offset = jnp.where(jax.random.bernoulli(offset_key, shape=(batch,)), reach, -reach)
-    drawn = jax.random.randint(noise_key, (batch, NEGATIVES), 0, NOISE_DRAWS)
-    others = [data.tokens[place + offset][:, None], data.noise[drawn]]
-    return data.tokens[place], jnp.concatenate(others, axis=1)
+    drawn = jax.random.randint(noise_key, (SHARED,), 0, NOISE_DRAWS)
+    return (
+        data.tokens[place],
+        data.tokens[place[:, None] + OFFSETS[None]],
+        data.noise[drawn],
+    )
 
 
-def loss(params: Params, centres: jax.Array, others: jax.Array) -> jax.Array:
-    """How badly the real neighbours are told from the noise: the mean of ``[B]``."""
-    near, far = params["near"][centres], params["far"][others]
-    scores = jnp.einsum("bd,bkd->bk", near, far)
-    signs = jnp.where(jnp.arange(others.shape[1]) == 0, 1.0, -1.0)
-    return -jax.nn.log_sigmoid(signs[None] * scores).sum(axis=1).mean()
+def loss(
+    params: Params, centres: jax.Array, neighbours: jax.Array, noise: jax.Array
+) -> jax.Array:
+    """How badly neighbours are told from the noise: the mean over pairs."""
+    near, far = params["near"][centres], params["far"]
+    real = jnp.einsum("bd,bkd->bk", near, far[neighbours])
+    false = near @ far[noise].T
+    weights = (WEIGHTS / WEIGHTS.sum()).astype(np.float32)
+    told = (weights[None] * jax.nn.log_sigmoid(real)).sum(axis=1)
+    return -(told + NEGATIVES * jax.nn.log_sigmoid(-false).mean(axis=1)).mean()
 
 
 def make_step(
@@ -172,8 +185,8 @@ def make_step(
 
     @functools.partial(jax.jit, donate_argnums=(0, 1))
     def step(params: Params, state: Any, data: Data, key: jax.Array) -> Any:
-        centres, others = draw(data, jax.random.fold_in(key, count_of(state)), batch)
-        value, grads = value_and_grad(loss)(params, centres, others)
+        drawn = draw(data, jax.random.fold_in(key, count_of(state)), batch)
+        value, grads = value_and_grad(loss)(params, *drawn)
         updates, state = tx.update(grads, state, params)
         return apply_updates(params, updates), state, value
 

@@ -1,0 +1,124 @@
+"""Word vectors of the demo beside gensim's word2vec, on the same text, in turns.
+
+    pip install ".[demo]" gensim
+    python benchmarks/word_vectors.py
+
+The text is the source of Python's standard library, and the question to which there is an
+answer: of the five nearest neighbours of a name that mostly stands in one module, how many
+are at home in the same one. Both see the text as often, with 64 numbers a word, a window of
+three and five negatives; gensim has two workers. Compare ratios. gensim is optional.
+"""
+
+import argparse
+import statistics
+import sysconfig
+import time
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jslices.demo import skipgram
+
+DIM, BATCH, RATE = 64, 1024, 3e-3
+PAIRS = 4  # that word2vec takes of a word in the mean, of its six neighbours
+OFTEN, MOSTLY, NEAREST = 30, 0.5, 5
+
+
+def homes(corpus):
+    """``(names that mostly stand in one module, that module)``, both ``[n]``."""
+    number = {word: i for i, word in enumerate(corpus.words)}
+    most, home = (np.zeros(len(corpus.words), np.int64) for _ in range(2))
+    root = Path(sysconfig.get_paths()["stdlib"])
+    for module, file in enumerate(sorted(root.rglob("*.py"))):
+        if not skipgram.SKIPPED.isdisjoint(file.relative_to(root).parts):
+            continue
+        try:
+            own = skipgram.read_corpus(file, None)
+        except ValueError:  # without words
+            continue
+        numbers = np.array([number[word] for word in own.words])
+        more = own.counts > most[numbers]
+        most[numbers[more]], home[numbers[more]] = own.counts[more], module
+    names = np.flatnonzero((corpus.counts >= OFTEN) & (most >= MOSTLY * corpus.counts))
+    return names, home[names]
+
+
+def precision(table, names, home):
+    """The share of the nearest neighbours that are at home where the name is."""
+    unit = table[names] / np.maximum(np.linalg.norm(table[names], axis=1), 1e-12)[:, None]
+    cosine = unit @ unit.T
+    np.fill_diagonal(cosine, -2)
+    nearest = np.argpartition(-cosine, NEAREST, axis=1)[:, :NEAREST]
+    return float((home[nearest] == home[:, None]).mean())
+
+
+def train_jslices(corpus, data, epochs):
+    """``(vectors, seconds, seconds of all cores)``; compiling is left out, as in gensim."""
+    steps = epochs * data.tokens.shape[0] // BATCH
+
+    def falling(count):
+        return RATE * jnp.maximum(1 - count / steps, 0.02)
+
+    tx, step = skipgram.sparse_step(falling, BATCH)
+    params = skipgram.init_params(len(corpus.words), DIM, 0)
+    key = jax.random.key(1)
+    params, state, _ = jax.block_until_ready(step(params, tx.init(params), data, key))
+    start, used = time.perf_counter(), time.process_time()
+    for number in range(steps):
+        params, state, value = step(params, state, data, key)
+        if number % 100 == 99:
+            float(value)
+    jax.block_until_ready(params)
+    spent = time.perf_counter() - start, time.process_time() - used
+    return np.asarray(params["near"]), *spent
+
+
+def train_gensim(corpus, data, epochs):
+    from gensim.models import Word2Vec
+
+    words = [corpus.words[i] for i in corpus.tokens]
+    text = [words[i : i + 1000] for i in range(0, len(words), 1000)]
+    same = {"vector_size": DIM, "window": skipgram.WINDOW, "negative": skipgram.NEGATIVES}
+    rest = {"sg": 1, "min_count": 1, "sample": skipgram.FREQUENT, "workers": 2, "seed": 1}
+    model = Word2Vec(**same, **rest)
+    model.build_vocab(text)
+    start, used = time.perf_counter(), time.process_time()
+    model.train(text, total_examples=len(text), epochs=epochs)
+    spent = time.perf_counter() - start, time.process_time() - used
+    return np.stack([model.wv[word] for word in corpus.words]), *spent
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--epochs", type=int, default=2)
+    parser.add_argument("--turns", type=int, default=3)
+    options = parser.parse_args()
+    contenders = {"jslices": train_jslices, "gensim": train_gensim}
+    try:
+        import gensim  # noqa: F401
+    except ImportError:
+        print("left out: gensim is not installed")
+        del contenders["gensim"]
+    corpus = skipgram.read_corpus(None, None)
+    data = skipgram.make_data(corpus, 0)
+    names, home = homes(corpus)
+    words = options.epochs * data.tokens.shape[0]
+    print(f"{words:,} words (frequent ones thinned out), {len(names)} names with a home")
+    runs = {name: [] for name in contenders}
+    for _ in range(options.turns):
+        for name, train in contenders.items():
+            table, *seconds = train(corpus, data, options.epochs)
+            runs[name].append((*seconds, precision(table, names, home)))
+    for name, each in runs.items():
+        wall, cores, right = (statistics.median(x) for x in zip(*each, strict=True))
+        print(
+            f"{name}: {words / wall:,.0f} words a second ({PAIRS * words / wall:,.0f} "
+            f"pairs), {words / cores:,.0f} a second of a core; {right:.3f} of the "
+            "neighbours are of the same module"
+        )
+
+
+if __name__ == "__main__":
+    main()
