@@ -96,7 +96,11 @@ class Table(View):
 
     def whole(self, of: Callable[[Any], Any]) -> jax.Array:
         array: jax.Array = self.array
-        return array if array.shape == self.shape else array.reshape(self.shape)
+        if array.shape == self.shape:
+            return array
+        # On Explicit axes JAX merges no axes of which the second is split.
+        merged: jax.Array = drop_sharding(array).reshape(self.shape)
+        return merged
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -336,6 +340,12 @@ class Repeated(View):
         return parts[0]
 
     def whole(self, of: Callable[[Any], Any]) -> jax.Array:
+        inner, stops = self.flat, False
+        while isinstance(inner, Unslotted):
+            inner, stops = inner.inner, stops or isinstance(inner, Stopped)
+        if isinstance(inner, Table) and inner.array.shape == self.shape:
+            array: jax.Array = inner.array  # which is never as `flat` says
+            return lax.stop_gradient(array) if stops else array
         return of(self.flat).reshape(self.shape)
 
 
