@@ -37,6 +37,9 @@ SCALAR = range(32, 80)
 #: the number of each element with that of the first one not selected costs next to nothing.
 UNROLLED = range(2, 24)
 _INT32_ELEMENTS = 2**31
+#: How rows are written at indices of which none is negative. JAX would look whether one is,
+#: which takes a kernel.
+DROP: dict[str, Any] = {"mode": "drop", "wrap_negative_indices": False}
 
 
 def static_int(value: Size, refusal: str) -> int:
@@ -85,12 +88,15 @@ def room_for_distinct(num_ids: int, num_rows: int | None) -> int:
     return num_rows
 
 
-def canonical_indices(indices: jax.Array, num_rows: int | None) -> jax.Array:
+def canonical_indices(
+    indices: jax.Array, num_rows: int | None, empties: jax.Array | None = None
+) -> jax.Array:
     """``indices`` with the canonical empty index in place of every one out of range.
 
     Args:
       indices: ``[...]`` of any integer dtype.
       num_rows: V, or None when unknown (then only negative indices are out of range).
+      empties: what is put there instead.
 
     Returns:
       ``[...]`` int32 (int64 where that came in or V needs it), each in ``[0, V]``.
@@ -106,7 +112,9 @@ def canonical_indices(indices: jax.Array, num_rows: int | None) -> jax.Array:
     wide = indices.astype(dtype)
     if num_rows is not None:
         in_range = in_range & (wide < empty)
-    return jnp.where(in_range, wide, jnp.array(empty, dtype))
+    return jnp.where(
+        in_range, wide, jnp.array(empty, dtype) if empties is None else empties
+    )
 
 
 def missing_value(dtype: np.dtype) -> Any:
@@ -198,7 +206,7 @@ def take_rows(
 
 
 def add_distinct_rows(table: jax.Array, indices: jax.Array, rows: jax.Array) -> jax.Array:
-    """``table`` with ``rows`` added at ``indices``, which are unique or V (dropped).
+    """``table`` with ``rows`` added at ``indices``, which are unique or out of range.
 
     As :func:`set_rows`.
     """
@@ -207,7 +215,7 @@ def add_distinct_rows(table: jax.Array, indices: jax.Array, rows: jax.Array) -> 
 
 
 def set_rows(table: jax.Array, indices: jax.Array, rows: jax.Array) -> jax.Array:
-    """``table`` with ``rows`` written at ``indices``, which are unique or V (dropped).
+    """``table`` with ``rows`` written at ``indices``: unique, or out of range and dropped.
 
     In place when ``table`` is donated. XLA is told that no two writes collide: on a GPU a
     scatter that may collide is lowered to slow atomics (jax-ml/jax#38806).
@@ -231,18 +239,13 @@ def height_of(table: jax.Array, rows: jax.Array) -> int:
 def _distinct_places(
     table: jax.Array, indices: jax.Array, rows: jax.Array
 ) -> tuple[Any, dict[str, Any]]:
-    indices, unique = _spread(indices, height_of(table, rows))
-    how = {"mode": "drop", "wrap_negative_indices": False, "unique_indices": unique}
-    return places_of(table, indices, rows), how
-
-
-def _spread(indices: jax.Array, num_rows: int) -> tuple[jax.Array, bool]:
-    """``indices`` made unique where they are V, too; and whether the dtype allows it."""
-    count = indices.shape[0]
-    if not _jax.definitely(lambda: num_rows + count <= np.iinfo(indices.dtype).max):
-        return indices, False
-    beyond = num_rows + jnp.arange(count, dtype=indices.dtype)
-    return jnp.where(indices == num_rows, beyond, indices), True
+    """``table.at[...]``, with each empty entry at a row of its own beyond the table."""
+    num_rows, count = height_of(table, rows), indices.shape[0]
+    dtype = index_dtype(num_rows, np.dtype(indices.dtype))
+    unique = _jax.definitely(lambda: num_rows + count <= np.iinfo(dtype).max)
+    beyond = num_rows + jnp.arange(count, dtype=dtype) if unique else None
+    indices = canonical_indices(indices, num_rows, beyond)
+    return places_of(table, indices, rows), {**DROP, "unique_indices": unique}
 
 
 # --- selecting ---

@@ -18,7 +18,7 @@ from jax.extend.random import threefry2x32_p
 from jax.typing import DTypeLike
 
 from jslices import _jax
-from jslices._rows.access import height_of, set_rows, take_rows
+from jslices._rows.access import canonical_indices, height_of, set_rows, take_rows
 from jslices._rows.sums import sum_duplicates
 from jslices._typing import Key
 
@@ -87,8 +87,9 @@ def add_rows_rounding(
     (unless the rows are distinct), a gather and a scatter of ``K * D`` elements.
     """
     rows = rows.astype(jnp.float32)
+    num_rows = height_of(table, rows)
+    indices = canonical_indices(indices, num_rows)
     if not distinct:
-        num_rows = height_of(table, rows)
         rows, indices, _ = sum_duplicates(rows, indices, num_rows, None, order="any")
     axes = 1 + table.ndim - rows.ndim
     total = take_rows(table, indices, mode="clip", row_axes=axes).astype(jnp.float32) + rows

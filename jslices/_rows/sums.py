@@ -6,9 +6,10 @@ each run of equal indices are summed by blocks (:func:`sums_of_runs`). No floati
 then written where another may be.
 
 On a CPU each distinct row gets a number. The general way sorts the indices. Where the order
-of the rows is free, the first place of each is found in a map: one of V integers if the
-table is small enough, else a hash map of 2 to 8 K integers, in which rows that collide try
-again with another hash.
+of the rows is free, its number is the entry at which it first occurs. A few entries are
+compared in pairs. Many look it up in a map: one of V integers if the table is small enough,
+else a hash map of 2 to 8 K integers, in which rows that collide try again with another
+hash. XLA:CPU takes some 10 ms to compile each kernel, so there are as few as possible.
 """
 
 import functools
@@ -26,6 +27,7 @@ from jax.interpreters import batching, mlir
 from jslices import _jax
 from jslices._arguments import OneOf
 from jslices._rows.access import (
+    DROP,
     add_distinct_rows,
     canonical_indices,
     empty_index,
@@ -35,11 +37,13 @@ from jslices._rows.access import (
     places_of,
     room_for_distinct,
     set_rows,
+    take_rows,
     where_rows,
 )
 
-#: The order of the distinct rows.
-Order = Literal["sorted", "any"]
+#: The order of the distinct rows: sorted, or as is fastest, with all empty entries at the
+#: end or between them.
+Order = Literal["sorted", "packed", "any"]
 
 #: What the sum of ``n`` occurrences of a row is divided by.
 COMBINERS: dict[str, Callable[[jax.Array], jax.Array] | None] = {
@@ -57,8 +61,8 @@ Numbered = tuple[jax.Array, jax.Array, jax.Array]
 #: The map of all rows pays off up to so many rows of the table for each index: a step of
 #: Adam with 1e5 ids then takes 0.6 to 0.8 of the time, with 1e4 ids 0.7 to 0.9.
 ROWS_PER_ID = 32
-#: With fewer ids than this a sort is as fast.
-FEW = 512
+#: Up to so many ids are compared in pairs, as fast as a map.
+FEW = 256
 #: The hash map has so many places for each id, or up to twice that. Where rows have fewer
 #: than 16 elements half as many do, as fast: the map would be larger than the rows.
 SPREAD = 4
@@ -82,12 +86,12 @@ def sum_duplicates(
       size: U, the static number of entries returned; None means ``min(K, V)``, which
         always suffices.
       combine: a key of ``COMBINERS``.
-      order: "any" if the rows may come in any order, which can be faster.
+      order: the order of the rows, ``"any"`` of which is the fastest.
 
     Returns:
-      ``(values [U, *D], indices [U], distinct [])``: distinct rows, sorted unless another
-      ``order`` is allowed, then empty entries (index V, zero values). ``distinct``, int32,
-      is how many distinct rows there are, which may be more than U.
+      ``(values [U, *D], indices [U], distinct [])``: distinct rows, and empty entries
+      (index V, zero values). ``distinct``, int32, is how many distinct rows there are,
+      which may be more than U.
 
     Raises:
       ValueError: if more than ``size`` distinct rows are present and the indices are
@@ -168,17 +172,19 @@ def _in_turn(
     """Each row is added to those before it, at the number of its index."""
     indices = canonical_indices(indices, num_rows)
     row_bytes = math.prod(values.shape[1:]) * values.dtype.itemsize
-    if order == "sorted" or num_rows is None:
+    is_open = _jax.is_symbolic(indices.shape[0])
+    if order == "sorted" or num_rows is None or is_open:
         numbered = number_rows(indices, num_rows, capacity)
     else:
-        numbered = number_rows_in_any_order(indices, num_rows, capacity, row_bytes)
+        packed = order == "packed"
+        numbered = number_by_first(indices, num_rows, capacity, row_bytes, packed)
     unique, numbers, distinct = numbered
     wide = widened(values)
     summed = jnp.zeros((capacity, *values.shape[1:]), wide.dtype)
-    summed = summed.at[numbers].add(wide, mode="drop")
+    summed = summed.at[numbers].add(wide, **DROP)
     if divisor is not None:
         # Counted in integers: exact beyond 2^24 occurrences.
-        counts = jnp.zeros((capacity,), jnp.int32).at[numbers].add(1, mode="drop")
+        counts = jnp.zeros((capacity,), jnp.int32).at[numbers].add(1, **DROP)
         summed = _divided(summed, jnp.maximum(counts, 1), divisor)
     return unique, summed.astype(values.dtype), distinct
 
@@ -207,7 +213,7 @@ def _by_runs(
     unique = jnp.where(named, rows_named, empty)
     summed = where_rows(named, summed, jnp.zeros((), summed.dtype)).astype(values.dtype)
     distinct = jnp.sum(named, dtype=jnp.int32)
-    if order == "sorted" or _jax.definitely(lambda: capacity < indices.shape[0]):
+    if order != "any" or _jax.definitely(lambda: capacity < indices.shape[0]):
         numbers = jnp.cumsum(named, dtype=jnp.int32) - 1
         numbers = jnp.where(named, jnp.minimum(numbers, capacity), capacity)
         unique = set_rows(jnp.full((capacity,), empty, unique.dtype), numbers, unique)
@@ -224,7 +230,7 @@ def add_rows(
 
     Args:
       table: ``[V, *D]``; several of its axes may number the rows.
-      indices: ``[K]`` in ``[0, V]``; V marks an empty entry.
+      indices: ``[K]`` of any integer dtype.
       rows: ``[K, *D]``, cast to the dtype of ``table``.
       distinct: whether no row is known to be named twice.
 
@@ -235,10 +241,10 @@ def add_rows(
     rows = rows.astype(table.dtype)
     if distinct:
         return add_distinct_rows(table, indices, rows)
+    indices = canonical_indices(indices, height_of(table, rows))
 
     def in_turn(table: jax.Array, indices: jax.Array, rows: jax.Array) -> jax.Array:
-        at = places_of(table, indices, rows)
-        added: jax.Array = at.add(rows, mode="drop", wrap_negative_indices=False)
+        added: jax.Array = places_of(table, indices, rows).add(rows, **DROP)
         return added
 
     def by_runs(table: jax.Array, indices: jax.Array, rows: jax.Array) -> jax.Array:
@@ -363,7 +369,7 @@ def number_rows(indices: jax.Array, num_rows: int | None, capacity: int) -> Numb
     unique = (
         jnp.full((capacity,), empty, indices.dtype)
         .at[numbers]
-        .set(ordered, mode="drop", indices_are_sorted=True)
+        .set(ordered, indices_are_sorted=True, **DROP)
     )
     # Back to the order of `indices`: moving K integers is cheaper than moving K rows.
     # The empty index got a number as well, which is sent out of range.
@@ -373,37 +379,61 @@ def number_rows(indices: jax.Array, num_rows: int | None, capacity: int) -> Numb
     return unique, numbers, distinct
 
 
-def number_rows_in_any_order(
-    indices: jax.Array, num_rows: int, capacity: int, row_bytes: int
+def number_by_first(
+    indices: jax.Array, num_rows: int, capacity: int, row_bytes: int, packed: bool
 ) -> Numbered:
-    """:func:`number_rows`, with the distinct rows in whatever order is fastest on a CPU.
+    """:func:`number_rows`, with the distinct rows where they first occur, for a CPU.
 
-    ``row_bytes`` is the size of a row: the map takes about as much memory as K rows.
-    Cost: O(K), plus V integers written if V is small; or a sort of K integers.
+    If they shall be ``packed``, or there is no room for empty entries between them, they
+    stand in this order one after the other. ``row_bytes`` is the size of a row: a map takes
+    about as much memory as K rows. Cost: O(K), plus V integers written if V is small.
     """
+    here = jnp.arange(indices.shape[0], dtype=jnp.int32)
+    first = first_entries(indices, num_rows, row_bytes)
+    is_first = first == here
+    distinct = jnp.sum(is_first, dtype=jnp.int32)
+    if not packed and capacity == indices.shape[0]:
+        return jnp.where(is_first, indices, num_rows), first, distinct
+    counted = jnp.cumsum(is_first, dtype=jnp.int32) - 1
+    numbers = take_rows(counted, first, fill_value=capacity)
+    unique = (
+        jnp.full((capacity,), num_rows, indices.dtype)
+        .at[jnp.where(is_first, counted, capacity)]
+        .set(indices, **DROP)
+    )
+    return unique, numbers, distinct
+
+
+def first_entries(indices: jax.Array, num_rows: int, row_bytes: int) -> jax.Array:
+    """The entry at which the row of each entry first occurs: int32 ``[K]``, K if empty."""
     num_ids, elements = indices.shape[0], row_bytes // 4
-    if not _jax.definitely(lambda: num_ids >= FEW):
-        return number_rows(indices, num_rows, capacity)
-    # The map may take as much memory as the rows, or twice that where they are short.
+    # A map may take as much memory as the rows, or twice that where they are short.
     room = max(elements, min(2 * elements, 16))
-    spread = SPREAD if elements >= 16 else SPREAD // 2
+    if _jax.definitely(lambda: num_ids <= FEW):
+        return _by_pairs(indices, num_rows)
     if _jax.definitely(lambda: num_rows <= num_ids * min(ROWS_PER_ID, room)):
-        first = _by_map(indices, num_rows)
-    else:
-        first = _by_hash(indices, num_rows, spread)
-    return _number_firsts(indices, first, num_rows, capacity)
+        return _by_map(indices, num_rows)
+    return _by_hash(indices, num_rows, SPREAD if elements >= 16 else SPREAD // 2)
+
+
+def _by_pairs(indices: jax.Array, num_rows: int) -> jax.Array:
+    count = indices.shape[0]
+    here = jnp.arange(count, dtype=jnp.int32)
+    # The minimum over the first axis is a loop over whole rows, which is vectorized.
+    same = indices[:, None] == indices[None]
+    first = jnp.min(jnp.where(same, here[:, None], count), 0, initial=count)
+    return jnp.where(indices < num_rows, first, count)
 
 
 def _by_map(indices: jax.Array, num_rows: int) -> jax.Array:
-    """Where each row occurs first: int32 ``[K]``, K for the empty index."""
     count = indices.shape[0]
     here = jnp.arange(count, dtype=jnp.int32)
-    places = jnp.full((num_rows,), count, jnp.int32).at[indices].min(here, mode="drop")
-    return places.at[indices].get(mode="fill", fill_value=count)
+    places = jnp.full((num_rows,), count, jnp.int32).at[indices].min(here, **DROP)
+    return take_rows(places, indices, fill_value=count)
 
 
 def _by_hash(indices: jax.Array, num_rows: int, spread: int) -> jax.Array:
-    """The same. Rows that collide try again: 1e5 random ids need three rounds.
+    """Rows that collide try again: 1e5 random ids need three rounds.
 
     Each round settles the first row in every place, hence the loop ends.
     """
@@ -411,44 +441,29 @@ def _by_hash(indices: jax.Array, num_rows: int, spread: int) -> jax.Array:
     bits = (spread * count - 1).bit_length()
     here = jnp.arange(count, dtype=jnp.int32)
     unknown = count + 1
-    key = indices.astype(jnp.uint32)
+    key = indices.astype(jnp.int32)
     if indices.dtype.itemsize == 8:
-        key ^= (indices >> 32).astype(jnp.uint32) * jnp.uint32(0x85EBCA6B)
+        key ^= (indices >> 32).astype(jnp.int32) * jnp.int32(0x45EBCA6B)
 
     def again(carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         first, multiplier = carry
         # Multiplicative hashing (Knuth): the high bits of a product with an odd number.
-        place = (key * multiplier >> (32 - bits)).astype(jnp.int32)
+        place = lax.shift_right_logical(key * multiplier, jnp.int32(32 - bits))
         searching = first == unknown
         winner = (
             jnp.full((1 << bits,), count, jnp.int32)
             .at[jnp.where(searching, place, 1 << bits)]
-            .min(here, mode="drop")
-            .at[place]
-            .get(mode="promise_in_bounds")
+            .min(here, **DROP)
         )
-        named = indices.at[jnp.minimum(winner, count - 1)].get(mode="promise_in_bounds")
+        winner = take_rows(winner, place, mode="promise_in_bounds")
+        last = jnp.minimum(winner, count - 1)
+        named = take_rows(indices, last, mode="promise_in_bounds")
         first = jnp.where(searching & (named == indices), winner, first)
-        return first, multiplier + jnp.uint32(0x5BD1E996)
+        return first, multiplier + jnp.int32(0x5BD1E996)
 
     start = jnp.where(indices < num_rows, unknown, count).astype(jnp.int32)
-    searching = lambda carry: jnp.any(carry[0] == unknown)  # noqa: E731
-    return lax.while_loop(searching, again, (start, jnp.uint32(2654435769)))[0]
-
-
-def _number_firsts(
-    indices: jax.Array, first: jax.Array, num_rows: int, capacity: int
-) -> Numbered:
-    """Numbers the distinct rows in the order of their first occurrences ``[K]``."""
-    is_first = first == jnp.arange(indices.shape[0], dtype=jnp.int32)
-    counted = jnp.cumsum(is_first, dtype=jnp.int32) - 1
-    numbers = counted.at[first].get(mode="fill", fill_value=capacity)
-    unique = (
-        jnp.full((capacity,), num_rows, indices.dtype)
-        .at[jnp.where(is_first, counted, capacity)]
-        .set(indices, mode="drop")
-    )
-    return unique, numbers, jnp.sum(is_first, dtype=jnp.int32)
+    searching = lambda carry: jnp.max(carry[0]) == unknown  # noqa: E731
+    return lax.while_loop(searching, again, (start, jnp.int32(-1640531527)))[0]
 
 
 @jax.jit

@@ -453,15 +453,15 @@ def _add_rows(
     """``param`` ``[V, *D]`` plus the rows of an update, whatever axes number these."""
     sizes = param.shape[: update.row_axes]
     num_rows = rows_numbered(sizes, len(sizes))
-    indices = canonical_indices(update.indices, num_rows)
     if update.facts.every_row:
         change = update.values.reshape(param.shape)
         if bits is None:
             return param + change.astype(param.dtype)
+        indices = canonical_indices(update.indices, num_rows)
         every = number(jnp.arange(num_rows, dtype=indices.dtype)).reshape(sizes)
         new = add_rounding(param, change, bits, every)
         return where_rows((indices < num_rows).reshape(sizes), new, param)
-    how = indices, update.values, update.facts.distinct
+    how = update.indices, update.values, update.facts.distinct
     if bits is None:
         return add_rows(param, *how)
     return add_rows_rounding(param, *how, bits, number)
