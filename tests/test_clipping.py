@@ -390,11 +390,12 @@ def test_a_norm_that_is_not_finite_makes_everything_nan(bad):
     rows = js.IndexedSlices(values, jnp.array([4, 1, 2]), (6, 1))
     out = clipped_tree({"rows": rows, "w": jnp.ones(2)})
     for name in ("global", "link"):
-        np.testing.assert_array_equal(out[name]["rows"].indices, [1, 2, 4])
+        assert set(out[name]["rows"].indices.tolist()) == {1, 2, 4}
         assert np.isnan(out[name]["rows"].values).all() and np.isnan(out[name]["w"]).all()
     assert np.isnan(out["norm"].values).all() and np.isnan(out["average"].values).all()
     # A norm for each row spoils that row only.
-    np.testing.assert_array_equal(out["rows"].values.ravel(), [np.nan, 1, 1])
+    by_row = out["rows"].values.ravel()[np.argsort(out["rows"].indices)]
+    np.testing.assert_array_equal(by_row, [np.nan, 1, 1])
     if bad != -np.inf:  # whose sum is a negative use_norm
         assert np.isnan(out["use_norm"][0][0]).all()
     # What an empty entry holds does not count.
