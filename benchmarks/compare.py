@@ -15,8 +15,9 @@ a process can double a step, for any of the contenders. Those that do not fit in
 together are loaded one after the other, three times over.
 
 Steps of less than a millisecond are timed up to ten at a time, waiting for the last loss,
-as a training loop does: waiting for each would time how a thread is woken. PyTorch and
-TensorFlow are optional: what is not installed is left out, and named. With ``--name`` a run
+as a training loop does: waiting for each would time how a thread is woken. PyTorch,
+TensorFlow and FBGEMM (``fbgemm-gpu-cpu``) are optional: what is not installed is left out,
+and named. With ``--name`` a run
 writes ``benchmarks/results/NAME.csv``, a table ``NAME.md`` and a plot ``NAME.png``.
 """
 

@@ -31,6 +31,7 @@ CONTENDERS = {
     "jslices, memory kept": Kind("with_jslices", {"keep": True}, False),
     "JAX refs": Kind("with_refs", {}, False, ("sgd",)),
     "PyTorch sparse": Kind("with_torch", {"sparse": True}, False),
+    "FBGEMM": Kind("with_fbgemm", {}, False, ("sgd", "adagrad")),  # no Adam on a CPU
     "TensorFlow sparse": Kind("with_tensorflow", {"keras": False}, False),
     "Optax dense": Kind("with_optax", {}, True),
     "PyTorch dense": Kind("with_torch", {"sparse": False}, True),
