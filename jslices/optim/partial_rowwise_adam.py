@@ -37,7 +37,8 @@ class PartialRowwiseAdamState(NamedTuple):
 
     count: jax.Array  # type: ignore[assignment]  #: int32 ``[]``, the steps taken.
     mu: Any  #: like params, the mean of the gradients.
-    nu: Any  #: for each parameter ``[V, *D]`` an array ``[V]``, the mean of squares.
+    #: The mean of squares: ``[V]`` for a parameter ``[V, D]``, ``[L, V]`` for ``[L, V, D]``.
+    nu: Any
     clock: Any = None  #: how far each row is; None unless ``untouched="exact"``.
 
 

@@ -25,7 +25,8 @@ class RowwiseAdagradState(NamedTuple):
     """State of :func:`rowwise_adagrad`."""
 
     count: jax.Array  # type: ignore[assignment]  #: int32 ``[]``, the steps taken.
-    sum_of_squares: Any  #: for each parameter ``[V, *D]`` an array ``[V]``.
+    #: For each parameter ``[V, D]`` an array ``[V]``; for ``[L, V, D]`` ``[L, V]``.
+    sum_of_squares: Any
 
 
 @optimizer
@@ -51,7 +52,8 @@ def rowwise_adagrad(
       untouched: ``"lazy"`` or ``"exact"``, which are the same here.
 
     Returns:
-      A :class:`GradientTransformation`. State per row: one number.
+      A :class:`GradientTransformation`. State per row: one number; a
+      row is a vector along the last axis, whichever of the others number the rows of slices.
 
     Cost: a step reads and writes ``U * D`` elements of the parameter and ``U`` numbers of
     state.
