@@ -148,6 +148,21 @@ def test_the_report_tells_which_axes_number_rows():
     assert f"rows [{D}], numbered by the first 2 axes" in report
 
 
+def test_tables_that_are_used_as_wholes_too_are_dense_and_warn():
+    def tied(tables):
+        """By layer, which alone would be rows of whole tables, twice."""
+
+        def layer(x, number):
+            hidden = tables[number][IDS[0, 0]]
+            return x + jax.nn.logsumexp(hidden @ tables[number].T), None
+
+        return lax.scan(layer, 0.0, jnp.arange(L))[0]
+
+    with pytest.warns(js.DensificationWarning, match="used whole .dot_general."):
+        grad = js.grad(tied)(TABLE)
+    assert_close(grad, jax.grad(tied)(TABLE), rtol=1e-5)
+
+
 def test_more_rows_than_an_index_holds():
     table = jax.ShapeDtypeStruct((2**8, 2**24, 2), jnp.float32)
     with pytest.raises(ValueError, match="jax_enable_x64"):

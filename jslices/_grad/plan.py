@@ -7,7 +7,9 @@ same reads in the same order.
 
 import contextlib
 import dataclasses
+import functools
 import math
+import operator
 from collections import ChainMap
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, NamedTuple
@@ -313,16 +315,27 @@ def _with_row_axes(first: Planned, planned: Callable[[list[Leaf]], Planned]) -> 
         plans.append(planned(leaves))
     if len(plans) == 1:
         return first
-    best = [
-        min(
-            (plan for plan in plans if plan.kind(i) == "sparse"),
-            key=lambda plan: plan.bytes_of_rows(i),
-            default=first,
-        ).leaves[i]
-        for i in range(len(first.leaves))
-    ]
+    best = [_best_plan(plans, i).leaves[i] for i in range(len(first.leaves))]
     same = (plan for plan in plans if plan.leaves == best)
     return next(same, None) or planned(best)
+
+
+def _best_plan(plans: Sequence[Planned], number: int) -> Planned:
+    """The plan, of several with ever finer rows, in which a leaf has the fewest bytes."""
+    sparse = [plan for plan in plans if plan.kind(number) == "sparse"]
+    if not sparse:
+        return plans[0]
+    best, leaf = sparse[0], plans[0].leaves[number]
+    for plan in sparse[1:]:
+        sizes = plan.bytes_of_rows(number), best.bytes_of_rows(number)
+        best = plan if _jax.definitely(functools.partial(operator.lt, *sizes)) else best
+    # Rows as large as the array are those of tables that are also looked up by finer ones,
+    # and used as wholes: that is said, as of any table used so.
+    mixed = [x for x in plans if x.kind(number) == "dense" and x.looked_up.get(number)]
+    as_large = lambda: best.bytes_of_rows(number) >= leaf.num_bytes  # noqa: E731
+    if mixed and leaf.mode is None and _jax.definitely(as_large):
+        return mixed[0]
+    return best
 
 
 def _may_have_finer_rows(planned: Planned, number: int) -> bool:
