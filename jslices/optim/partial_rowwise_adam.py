@@ -37,7 +37,7 @@ class PartialRowwiseAdamState(NamedTuple):
 
     count: jax.Array  # type: ignore[assignment]  #: int32 ``[]``, the steps taken.
     mu: Any  #: like params, the mean of the gradients.
-    #: The mean of squares: ``[V]`` for a parameter ``[V, D]``, ``[L, V]`` for ``[L, V, D]``.
+    #: The mean of squares: ``[V]`` of a parameter ``[V, D]``, ``[L, V]`` of ``[L, V, D]``.
     nu: Any
     clock: Any = None  #: how far each row is; None unless ``untouched="exact"``.
 

@@ -52,8 +52,8 @@ def rowwise_adagrad(
       untouched: ``"lazy"`` or ``"exact"``, which are the same here.
 
     Returns:
-      A :class:`GradientTransformation`. State per row: one number; a
-      row is a vector along the last axis, whichever of the others number the rows of slices.
+      A :class:`GradientTransformation`. State per row: one number. A
+      row is a vector along the last axis, whichever axes number the rows of slices.
 
     Cost: a step reads and writes ``U * D`` elements of the parameter and ``U`` numbers of
     state.
