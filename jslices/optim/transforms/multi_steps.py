@@ -275,8 +275,8 @@ def _buffer(example: Leaf, param: jax.Array, k: int) -> Leaf:
     entries = jnp.full((k, *indices.shape), num_rows, dtype)
     placement = example.facts.placement
     if placement is not None:
-        split = PartitionSpec(None, *placement.by_rows)
-        rows, entries = split_by(param, (rows, entries), split)
+        rows = split_by(param, rows, PartitionSpec(None, *placement.by_rows_and_columns))
+        entries = split_by(param, entries, PartitionSpec(None, *placement.by_rows))
     return slices_of(rows, entries, shape, Facts(placement=placement), axes)
 
 
