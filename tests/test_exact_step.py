@@ -316,3 +316,19 @@ def test_refuses_what_is_no_loss_and_no_optimizer():
     step = js.optim.exact_step(lambda p, i, y: p["a"][i], EXACT)
     with pytest.raises(TypeError, match="must return a scalar"):
         step(PARAMS, EXACT.init(PARAMS), IDS[0], LABELS[0])
+
+
+def test_an_own_optimizer_gets_the_ids_that_lookup_ids_gives():
+    tx, seen = js.adam(0.1, untouched="exact"), []
+
+    def catch_up(params, state, ids):
+        seen.append(ids)
+        return tx.catch_up(params, state, ids)
+
+    own = js.GradientTransformation(tx.init, tx.update, catch_up, tx.flush)
+    table, ids = jnp.ones((5, 2)), jnp.array([1, 3])
+    step = jax.jit(js.optim.exact_step(lambda table, ids: (table[ids] ** 2).sum(), own))
+    ours = jax.jit(js.optim.exact_step(lambda table, ids: (table[ids] ** 2).sum(), tx))
+    new, expected = step(table, tx.init(table), ids), ours(table, tx.init(table), ids)
+    assert [x.shape for x in seen] == [(2,)] and seen[0].dtype == jnp.int32
+    assert_close(new[0], expected[0])

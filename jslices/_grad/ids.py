@@ -66,13 +66,14 @@ def lookup_ids(
         call = Call(fun, chosen_arguments(argnums, args), args, kwargs, has_aux)
         single = is_number(argnums)
         planned = plan_call(call, single, None, exchange)
-        mirrored = call.tree.unflatten(map(_as_ids, rows_read(call, planned)))
+        mirrored = call.tree.unflatten(map(as_ids, rows_read(call, planned)))
         return mirrored[0] if single else mirrored
 
     return ids_fun
 
 
-def _as_ids(rows: IndexedSlices | bool | None) -> jax.Array | IndexedSlices | None:
+def as_ids(rows: IndexedSlices | bool | None) -> jax.Array | IndexedSlices | None:
+    """What :func:`lookup_ids` gives for a leaf."""
     if not isinstance(rows, IndexedSlices):
         return None
     alone = rows.row_axes == 1 and rows.facts.placement is None

@@ -1,6 +1,6 @@
 """A whole training step, in which rows catch up before they are read."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from jslices._grad.api import check_inputs, differentiated
 from jslices._grad.call import Call, check_callable
-from jslices._grad.ids import rows_read
+from jslices._grad.ids import as_ids, rows_read
 from jslices._grad.plan import ExchangeSpec, Planned, SparseSpec, plan_call
 from jslices._place.boundary import mesh_of
 from jslices._slices import IndexedSlices
@@ -99,12 +99,9 @@ def exact_step(
                     "tx.catch_up, jslices.grad, jax.tree.map(jnp.conj, grads) and tx.apply"
                 )
         planned = plan_call(call, True, sparse, exchange)
-        behind: list[Behind | None] = [None] * len(call.primals)
+        behind: list[Any] = [None] * len(call.primals)
         if tx.catches_up:
-            behind = [
-                _half(rows) if _is_seen_whole(planned, i) else rows
-                for i, rows in enumerate(rows_read(call, planned))
-            ]
+            behind = _behind(tx, planned, rows_read(call, planned))
             params, state = tx.catch_up(params, state, *call.tree.unflatten(behind))
             call = call.at(params)
         value, aux, grads = differentiated(call, planned)
@@ -114,6 +111,17 @@ def exact_step(
         return (params, state, value, aux) if has_aux else (params, state, value)
 
     return step
+
+
+def _behind(
+    tx: GradientTransformation,
+    planned: Planned,
+    rows: Sequence[IndexedSlices | bool | None],
+) -> list[Any]:
+    """What catches up of each leaf, as the ``catch_up`` of ``tx`` takes it."""
+    if tx.made_by is None:  # the user's own, which takes what lookup_ids gives
+        return [as_ids(x) if isinstance(x, IndexedSlices) else x for x in rows]
+    return [_half(x) if _is_seen_whole(planned, i) else x for i, x in enumerate(rows)]
 
 
 def _is_seen_whole(planned: Planned, leaf: int) -> bool:
@@ -128,7 +136,7 @@ def _half(rows: IndexedSlices | bool | None) -> Behind | None:
     return HalfCaughtUp(rows)
 
 
-def _noted(grad: Leaf, param: jax.Array, behind: Behind | None) -> Leaf:
+def _noted(grad: Leaf, param: jax.Array, behind: Any) -> Leaf:
     """The gradient, with what is noted of its rows if those of ``param`` have caught up."""
     if not isinstance(behind, HalfCaughtUp) or behind.param is not param:
         return grad
