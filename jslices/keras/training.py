@@ -120,8 +120,7 @@ def train_step(
             *zip(outer.variables, state, strict=True),
         ]
         with keras.StatelessScope(state_mapping=mapping) as scope:
-            # Rows whose state might catch up in the step: here it does with them.
-            optimizer.catch_up({name: getattr(x, "rows", x) for name, x in rows.items()})
+            optimizer.catch_up(rows)
         now = scope.get_current_value
         values = optimizer.by_path([now(v) for v in model.trainable_variables])
         return values, [now(v) for v in outer.variables]
