@@ -91,7 +91,7 @@ class Run:
             "clip": js.clip_by_global_norm(grad, 0.5)[0],
             "sum": grad + grad,
             "array": table + grad,
-            "apply_slices": js.apply_slices(table, grad, "min"),
+            "apply_slices": js.apply_slices(table, grad, "sub"),
             "project_rows": js.project_rows(table, grad, 1.0),
             "rounded": js.apply_updates(narrow, grad.astype("float32"), KEY),
         }
@@ -147,7 +147,9 @@ def test_the_same_on_a_mesh_and_no_table_is_sent(names, kind, exchanged, split):
     for name, wanted in on_one_device(layers, names).items():
         tolerance = {"rtol": 0, "atol": 0} if name == "rounded" else {"rtol": 1e-4}
         assert_close({name: found[name]}, {name: wanted}, **tolerance)
-        assert found[name].sharding.is_equivalent_to(table.sharding, 3), name
+        # On Auto axes nobody tells how columns are split.
+        if kind == "Explicit" or not split[2:]:
+            assert found[name].sharding.is_equivalent_to(table.sharding, 3), name
     sent = cost_of(compiled).collectives
     assert max(x.nbytes for x in sent) < L * V // 8, (
         sent
