@@ -29,6 +29,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Generic, TypeVar
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jslices import _jax
@@ -365,7 +366,9 @@ class ViewWalk(Walk[Any]):
         changing = [self.whole(x, eqn) for i, x in enumerate(carried) if i not in unchanged]
         xs = list(operands[num_consts + num_carried :])
         layers = {i: x for i, x in enumerate(xs) if isinstance(x, Repeated)}
-        number = self.constant(np.arange(eqn.params["length"], dtype=np.int32))
+        length = eqn.params["length"]
+        count = jnp.arange if _jax.is_symbolic(length) else np.arange
+        number = self.constant(count(length, dtype=np.int32)) if layers else None
         xs = [number if i in layers else self.whole(x, eqn) for i, x in enumerate(xs)]
         # What is carried may feed anything in the next turn: if a gradient comes in at all,
         # it is taken to come through everything that is carried.
