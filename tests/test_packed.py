@@ -64,12 +64,17 @@ def test_values_are_zero_outside_the_row_that_was_read():
     np.testing.assert_array_equal(grad.values, values.reshape(6, PER * D))
 
 
+# Products of sparse matrices read eight times as many rows as this small table has packed.
+OF_ONE_TABLE = [x for x in ROWS if x not in ("from_stacked", "from_sparse_matrices")]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ROWS)
+@pytest.mark.parametrize("name", OF_ONE_TABLE)
 def test_forms_that_give_rows(name):
+    of, _ = ROWS[name]
     forms = {
-        form: lambda packed, form=form: ROWS[name](packed.reshape(V, D))[form]
-        for form in jax.eval_shape(ROWS[name], S((V, D), jnp.float32))
+        form: lambda packed, form=form: of(packed.reshape(V, D))[form]
+        for form in jax.eval_shape(of, S((V, D), jnp.float32))
     }
     check(forms, PACKED)
 

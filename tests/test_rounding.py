@@ -413,7 +413,7 @@ def test_a_state_that_is_not_floating_is_refused():
 
 @pytest.mark.slow
 def test_word_vectors_learn_as_in_float32():
-    topics, size, steps = 10, 20, 600
+    topics, size, steps = 10, 20, 1500
     rng = np.random.default_rng(0)
     text = rng.integers(0, topics, (4000, 1)) * size + rng.integers(0, size, (4000, 10))
     counts = np.bincount(text.ravel(), minlength=topics * size)
@@ -445,7 +445,8 @@ def test_word_vectors_learn_as_in_float32():
         }
     )
     last = {kind: float(x[-100:].mean()) for kind, x in curves.items()}
-    assert last["float32"] < 3.8 < float(curves["float32"][:10].mean())
+    first = float(curves["float32"][:10].mean())
+    assert last["float32"] < 0.9 * first
     assert abs(last["stochastic"] - last["float32"]) < 0.01
     assert last["nearest"] > last["float32"] + 0.1
 
