@@ -657,37 +657,43 @@ def _scatter(eqn: Equation, operands: Values, lead: int) -> Result:
 
 @rule_for("concatenate")
 def _concatenate(eqn: Equation, operands: Values, lead: int) -> Result:
-    axis, rows = eqn.params["dimension"], _jax.shape_of(eqn.outvars[0])[:lead]
+    axis, each = eqn.params["dimension"], [_jax.shape_of(x)[:lead] for x in eqn.invars]
     if axis >= lead:
         return _views(eqn, operands, lead)
-    if not math.prod(rows):
-        return None
-    out = eqn.outvars[0].aval
-    each = [_jax.shape_of(atom)[:lead] for atom in eqn.invars]
-    arrays = [
-        _flat(x, atom, own) for x, atom, own in zip(operands, eqn.invars, each, strict=True)
-    ]
-    # Arrays below one another, each for every example of the axes before.
-    heights = tuple(math.prod(own[axis:]) for own in each)
-    shape = (math.prod(rows), *out.shape[lead:])
-    return [folded(Stacked(shape, out.dtype, tuple(arrays), heights), rows)]
+    return _below_one_another(eqn, operands, axis, each, lead)
 
 
 @rule_for("stack")
 def _stack(eqn: Equation, operands: Values, lead: int) -> Result:
     """``jnp.stack([a, b])``: the rows of one table below those of the other."""
-    axis, rows = eqn.params["axis"], _jax.shape_of(eqn.invars[0])[:lead]
+    axis, each = eqn.params["axis"], [_jax.shape_of(x)[:lead] for x in eqn.invars]
     if axis >= lead:
         return _views(eqn, operands, lead)
+    return _below_one_another(eqn, operands, axis, each, lead + 1)
+
+
+def _below_one_another(
+    eqn: Equation,
+    operands: Values,
+    axis: int,
+    each: Sequence[tuple[int, ...]],
+    lead: int,
+) -> Result:
+    """The view of several arrays, joined for every example of the axes before ``axis``.
+
+    ``each`` are the sizes of the axes that number the rows of each array, and ``lead`` is
+    how many axes number those of the output.
+    """
+    out = eqn.outvars[0].aval
+    rows, row = out.shape[:lead], out.shape[lead:]
     if not math.prod(rows):
         return None
-    out = eqn.outvars[0].aval
     arrays = tuple(
-        _flat(x, atom, rows) for x, atom in zip(operands, eqn.invars, strict=True)
+        _flat(x, atom, own) for x, atom, own in zip(operands, eqn.invars, each, strict=True)
     )
-    shape = (math.prod(out.shape[: lead + 1]), *out.shape[lead + 1 :])
-    heights = (math.prod(rows[axis:]),) * len(arrays)
-    return [folded(Stacked(shape, out.dtype, arrays, heights), out.shape[: lead + 1])]
+    heights = tuple(math.prod(own[axis:]) for own in each)
+    shape = (math.prod(rows), *row)
+    return [folded(Stacked(shape, out.dtype, arrays, heights), rows)]
 
 
 # --- the same rows ----------------------------------------------------------------------

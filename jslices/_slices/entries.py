@@ -220,19 +220,32 @@ class Entries:
 
     @property
     def num_rows(self) -> int | None:
-        """The rows of the array, which the leading ``row_axes`` number; None if unknown."""
+        """``V``, or ``L * V`` where two axes number the rows; None without dense_shape."""
         shape = self.dense_shape
         return None if shape is None else rows_numbered(shape, self.row_axes)
 
     def numbered_as(self, shape: tuple[int, ...] | None, row_axes: int) -> Self:
-        """The same rows of the same array in another shape, ``[L, V, *D]``, say."""
+        """The same entries as rows of an array of as many rows in another shape, unchecked.
+
+        Of ``[L * V, *D]`` with one axis of rows: ``(L, V, *D)`` and 2. No cost.
+        """
         new = object.__new__(type(self))
         vars(new).update(vars(self), dense_shape=shape, row_axes=row_axes)
         return new
 
     @property
     def flat(self) -> Self:
-        """The same rows of the array ``[L * V, *D]``, numbered by one axis."""
+        """The same entries as rows of ``[L * V, *D]``, numbered by one axis. No cost.
+
+        ``values`` ``[K, *D]`` and ``indices`` ``[K]`` stay, duplicates and empty entries,
+        too; for what takes one axis of rows alone, such as accumulators.
+
+        Example:
+          >>> import jax.numpy as jnp, jslices as js
+          >>> s = js.IndexedSlices(jnp.ones((1, 2)), jnp.array([7]), (2, 5, 2), row_axes=2)
+          >>> s.flat.shape, s.to_dense()[1, 2]
+          ((10, 2), Array([1., 1.], dtype=float32))
+        """
         if self.row_axes == 1:
             return self
         shape = self.dense_shape
