@@ -143,10 +143,10 @@ def _sparse_product(eqn: Equation, operands: Values, origins: Origins) -> Read |
 
     def places(values: Values) -> tuple[dict[int, jax.Array], jax.Array]:
         """Where the elements are along each axis, and which are no padding."""
-        found = _coordinates(values[1:-1], shape[first:])
+        coordinates = _coordinates(values[1:-1], shape[first:])
         good = jnp.ones((), bool)
         along = {d: lax.broadcasted_iota(jnp.int32, every, d) for d in range(first)}
-        for d, at in enumerate(found, first):
+        for d, at in enumerate(coordinates, first):
             along[d] = jnp.broadcast_to(at, every)
             good &= (along[d] >= 0) & (along[d] < shape[d])
         return along, good
