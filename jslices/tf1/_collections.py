@@ -13,7 +13,7 @@ import jax
 
 from jslices import FailedPreconditionError
 from jslices.tf1._names import bare_name
-from jslices.tf1._run import LiveCell, current_run, initial_value
+from jslices.tf1._run import current_run, initial_value
 from jslices.tf1._state import Value, Variables, is_initialized
 from jslices.tf1._variable import Variable
 
@@ -97,7 +97,7 @@ def get_collection(key: str, scope: str | None = None) -> list[Any]:
         return list(_handles("get_collection", key, scope))
     losses = []
     for handle in _handles("get_collection", None, scope):
-        regularizer = handle._cell.request.regularizer  # type: ignore[union-attr]
+        regularizer = handle._request.regularizer
         if regularizer is not None:
             losses.append(regularizer(handle.value()))
     return [loss for loss in losses if loss is not None]
@@ -117,7 +117,7 @@ def _handles(caller: str, key: str | None, scope: str | None) -> list[Variable]:
         raise TypeError(f"{caller} wants a scope, a string, got {type(scope).__name__}")
     return [
         v
-        for v in current_run(caller).handles.values()
+        for v in current_run(caller).variables.values()
         if (scope is None or re.match(scope, v.name))
         and (key is None or key in v.info.collections)
     ]
@@ -326,13 +326,12 @@ def _uninitialized(values: Mapping[str, Value]) -> list[str]:
 
 
 def _values_of(caller: str, variables: SomeVariables) -> dict[str, Value]:
-    if variables is None:
-        return {name: cell.value for name, cell in current_run(caller).cells.items()}
     if isinstance(variables, Mapping):
         return dict(variables)
+    if variables is None:
+        variables = list(current_run(caller).variables.values())
     if isinstance(variables, list | tuple):
-        cells = [v._cell for v in variables]
-        return {c.name: c.value for c in cells if isinstance(c, LiveCell)}
+        return {v.info.name: v._value for v in variables}
     raise TypeError(
         f"{caller} wants the Variables that init or apply returned, or a list of handles, "
         f"got {type(variables).__name__}"

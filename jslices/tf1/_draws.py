@@ -42,7 +42,7 @@ class Draw:
     def bind(self, variable: Initialization) -> DrawId:
         """Bind the draw to a variable, unless it is bound."""
         if self._id is None:
-            self._id = variable.next_lazy_draw()
+            self._id = variable.next_draw(":")
         return self._id
 
     def __call__(self) -> jax.Array:

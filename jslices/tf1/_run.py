@@ -4,6 +4,7 @@ A :class:`Run` is TensorFlow's graph and session in one, for as long as it lasts
 stand on a stack that is a context variable, so every thread (and every task) has its own.
 """
 
+import collections
 import contextlib
 import contextvars
 import dataclasses
@@ -14,19 +15,9 @@ from typing import Any
 
 import jax
 import jax.extend.core
-import jax.numpy as jnp
-import numpy as np
 
-from jslices import FailedPreconditionError
-from jslices.tf1._arrays import canonical_dtype, dtype_of, is_array
 from jslices.tf1._names import Names
-from jslices.tf1._state import (
-    Initial,
-    Value,
-    VariableInfo,
-    Variables,
-    is_initialized,
-)
+from jslices.tf1._state import Initial, Value, Variables
 
 # --- random numbers of initial values ---------------------------------------------------
 
@@ -45,18 +36,19 @@ class Initialization:
 
     key: jax.Array | None
     name: str
-    draws: int = 0
-    lazy_draws: int = 0
+    _draws: collections.Counter[str] = dataclasses.field(
+        default_factory=collections.Counter
+    )
 
-    def next_draw(self) -> DrawId:
-        """A draw that happens now, every time the value is made."""
-        self.draws += 1
-        return self.name, self.draws - 1
+    def next_draw(self, prefix: str = "") -> DrawId:
+        """The next of the draws that are counted together under this prefix.
 
-    def next_lazy_draw(self) -> DrawId:
-        """A draw of a lazy value, for whichever variable needs it first."""
-        self.lazy_draws += 1
-        return f":{self.name}", self.lazy_draws - 1
+        ``""``: a draw that happens now, every time the value is made. ``":"``: that of a
+        lazy value, for whichever variable needs it first.
+        """
+        name = prefix + self.name
+        self._draws[name] += 1
+        return name, self._draws[name] - 1
 
     def key_of(self, draw: DrawId) -> jax.Array | None:
         """The key of a draw, even another variable's; None if the run has no key."""
@@ -103,8 +95,7 @@ class Run:
     Attributes:
       key: the key passed to ``init``.
       passed: the variables passed to ``apply``; None in ``init``.
-      cells: name -> :class:`LiveCell`, in the order of creation.
-      handles: name -> ``Variable``, likewise.
+      variables: name -> ``Variable``, in the order of creation.
       shared: name -> ``Variable`` for ``get_variable``, by the name it was called with.
       scopes: the open ``VariableScope`` objects, the innermost last.
       scope_counts: how often a scope was opened, for ``default_name``.
@@ -114,8 +105,7 @@ class Run:
         self, key: jax.Array | None = None, passed: Mapping[str, Value] | None = None
     ) -> None:
         self.key, self.passed = key, passed
-        self.cells: dict[str, LiveCell] = {}
-        self.handles: dict[str, Any] = {}
+        self.variables: dict[str, Any] = {}
         self.shared: dict[str, Any] = {}
         self.scopes: list[Any] = []
         self.scope_counts: dict[str, int] = {}
@@ -152,17 +142,22 @@ class Run:
         """False inside a ``scan``, ``cond``, ``jit``, ... that began within this run."""
         return bool(_trace_state() == self._trace)
 
+    def is_open(self) -> bool:
+        """False after the run, and in another thread."""
+        return self in _runs.get()
+
     def initial_state(self) -> Variables:
         """What ``init`` returns: initial values, whatever the function assigned."""
-        cells = self.cells.values()
-        return Variables({c.name: c.initial for c in cells}, [c.info for c in cells])
+        variables = self.variables.values()
+        infos = [v.info for v in variables]
+        return Variables({v.info.name: v._first for v in variables}, infos)
 
     def final_state(self) -> Variables:
         """What ``apply`` returns: all variables passed to it, with their new values."""
-        values = {name: cell.value for name, cell in self.cells.items()}
+        values = {name: v._value for name, v in self.variables.items()}
         if isinstance(self.passed, Variables):
             return self.passed.replace(values)
-        infos = [cell.info for cell in self.cells.values()]
+        infos = [v.info for v in self.variables.values()]
         return Variables({**(self.passed or {}), **values}, infos)
 
 
@@ -198,221 +193,3 @@ def current_run(caller: str) -> Run:
             "thread is outside, too"
         )
     return run
-
-
-# --- variables of the run ---------------------------------------------------------------
-
-DEFAULT_COLLECTIONS = ("variables",)
-TRAINABLE = "trainable_variables"
-
-
-@dataclasses.dataclass(frozen=True)
-class Request:
-    """A variable to create.
-
-    Attributes:
-      make: makes its initial value from a key.
-      shape, dtype: None where only ``make`` can tell.
-      collections: as the user passed them.
-      initial: makes the initial value again outside of the run; None if nothing can.
-    """
-
-    name: str
-    make: Initial
-    shape: tuple[int, ...] | None = None
-    dtype: np.dtype | None = None
-    trainable: bool = True
-    collections: Any = None
-    initial: Initial | None = None
-    regularizer: Callable[[jax.Array], Any] | None = None
-
-
-class LiveCell:
-    """A variable of a run, which a handle reads and writes while that run lasts.
-
-    Attributes:
-      dtype: that of the value. What the function asked for is ``declared_dtype``; they
-        differ where the caller has cast the variables to another precision.
-      initial: the first value.
-    """
-
-    def __init__(self, run: Run, request: Request, info: VariableInfo, value: Value):
-        self.run, self.request, self.info = run, request, info
-        self.value = self.initial = value
-        self.name = request.name
-        if is_array(value):
-            self.shape, self.dtype = tuple(value.shape), np.dtype(value.dtype)
-        else:  # None was passed for it: all there is is what the function asked for
-            self.shape = request.shape or ()
-            self.dtype = request.dtype or np.dtype(np.float32)
-        self.declared_dtype = request.dtype or self.dtype
-
-    @property
-    def is_computed(self) -> bool:
-        """False in ``init``, where values say nothing about a step."""
-        return self.run.passed is not None
-
-    def _check_running(self) -> None:
-        if self.run not in _runs.get():
-            raise RuntimeError(
-                f"the Variable {self.name}:0 was used outside of the {self.run.phase} that "
-                "made it: a handle leaked out of the transformed function, or into another "
-                "thread. Return what is needed from the function, or read variables["
-                f"'{self.name}'] from what apply returns"
-            )
-
-    def read(self) -> jax.Array:
-        self._check_running()
-        if not is_initialized(self.value):
-            raise FailedPreconditionError(
-                f"Attempting to use uninitialized value {self.name}; these variables are "
-                "only declared: make them with model.init(key, *args)"
-            )
-        return self.value
-
-    def read_or_initial(self) -> jax.Array:
-        if is_initialized(self.value):
-            return self.read()
-        self._check_running()
-        return initial_value(self.request.make, self.run.key, self.name)
-
-    def write(self, value: jax.Array, what: str) -> None:
-        self._check_running()
-        if not self.run.in_own_trace():
-            raise RuntimeError(
-                f"{what} inside of a scan, cond, while_loop, vmap, jit, grad or checkpoint "
-                "that began within the transformed function: the value would leak out of "
-                "it. Return the new value from the inner function, and assign it outside"
-            )
-        self.value = value
-
-
-class CopyCell:
-    """The value that a JAX transformation put in the place of a handle; read-only."""
-
-    is_computed = True
-
-    def __init__(self, name: str, value: jax.Array) -> None:
-        self.name, self._value = name, value
-
-    @property
-    def info(self) -> VariableInfo:
-        return VariableInfo(self.name)
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return tuple(np.shape(self._value))
-
-    @property
-    def dtype(self) -> np.dtype:
-        return np.dtype(self._value.dtype)
-
-    def read(self) -> jax.Array:
-        return self._value
-
-    read_or_initial = read
-
-    def write(self, value: jax.Array, what: str) -> None:
-        del value
-        raise RuntimeError(
-            f"{what} on a copy: the handle went through jit, vmap, grad or another "
-            "transformation as an argument. Return the new value from the inner function, "
-            "and assign it outside"
-        )
-
-
-def create(run: Run, request: Request, handle: object) -> LiveCell:
-    """A new variable of ``run``: made in ``init``, looked up in ``apply``.
-
-    Nothing is added to the run if this raises.
-
-    Raises:
-      TypeError, ValueError: for collections, a shape or a dtype that are not right.
-      RuntimeError: within an inner ``scan``, ``jit``, ... of the transformed function.
-    """
-    name = request.name
-    if not run.in_own_trace():
-        raise RuntimeError(
-            f"the Variable {name} would be created inside of a scan, cond, vmap, "
-            "jit, grad or checkpoint that began within the transformed function; create it "
-            "before that, and use it inside"
-        )
-    if name in run.cells:
-        raise ValueError(
-            f"there is a Variable {name} already; without a slash at its end the "
-            "name would be made unique"
-        )
-    info = VariableInfo(
-        name,
-        bool(request.trainable),
-        _collections(request),
-        position=len(run.cells),
-        initial=request.initial,
-    )
-    passed = run.passed
-    value = _made(run.key, request) if passed is None else _passed(passed, request)
-    cell = LiveCell(run, request, info, value)
-    run.cells[name], run.handles[name] = cell, handle
-    return cell
-
-
-def _collections(request: Request) -> tuple[str, ...]:
-    keys = DEFAULT_COLLECTIONS if request.collections is None else request.collections
-    if not isinstance(keys, list | tuple | set | frozenset):
-        raise ValueError(
-            f"collections of {request.name} must be a list, tuple or set of keys, got "
-            f"{keys!r}"
-        )
-    keys = tuple(sorted(keys)) if isinstance(keys, set | frozenset) else tuple(keys)
-    return (*keys, TRAINABLE) if request.trainable and TRAINABLE not in keys else keys
-
-
-def _made(key: jax.Array | None, request: Request) -> jax.Array:
-    """The initial value, of the shape and dtype requested."""
-    value = _strong(initial_value(request.make, key, request.name))
-    if request.shape is not None and tuple(value.shape) != request.shape:
-        raise ValueError(
-            f"the initializer of {request.name} gave shape {tuple(value.shape)}, wanted "
-            f"{request.shape}"
-        )
-    if request.dtype is not None and canonical_dtype(value.dtype) != request.dtype:
-        raise ValueError(
-            f"the initializer of {request.name} gave {value.dtype}, wanted {request.dtype}"
-        )
-    return value
-
-
-def _strong(value: jax.Array) -> jax.Array:
-    """An array that is not weakly typed: a weak dtype would change with use."""
-    return jnp.asarray(value, dtype_of(value))
-
-
-def _passed(variables: Mapping[str, Value], request: Request) -> Value:
-    """The value passed to ``apply``, if it fits the request."""
-    name = request.name
-    if name not in variables:
-        raise ValueError(
-            f"Variable {name} is not among those given to apply, which are "
-            f"{', '.join(variables) or 'none'}; run init with the same function and "
-            "the same flags"
-        )
-    value = variables[name]
-    if value is None:
-        return None
-    if is_initialized(value):
-        value = _strong(value)
-    if request.shape is not None and tuple(value.shape) != request.shape:
-        raise ValueError(
-            f"Variable {name} has shape {request.shape}, apply got one of shape "
-            f"{tuple(value.shape)}"
-        )
-    # Another float dtype is a choice of precision; a float for an int is a mistake.
-    kinds = (jnp.integer, jnp.inexact, jnp.bool_)
-    if request.dtype is not None and not any(
-        jnp.issubdtype(value.dtype, kind) and jnp.issubdtype(request.dtype, kind)
-        for kind in kinds
-    ):
-        raise ValueError(
-            f"Variable {name} has dtype {request.dtype}, apply got one of {value.dtype}"
-        )
-    return value

@@ -3,34 +3,28 @@
 import contextlib
 import dataclasses
 import enum
-import inspect
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NoReturn, TypeAlias
+from collections.abc import Iterator, Sequence
+from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from jslices.tf1._arrays import (
-    ArrayOperators,
-    TensorLike,
-    canonical_dtype,
-    dtype_of,
-    static_shape,
-)
+from jslices.tf1._arrays import canonical_dtype, dtype_of
 from jslices.tf1._collections import GraphKeys, get_collection
+from jslices.tf1._creation import (
+    InitializerLike,
+    Regularizer,
+    ShapeLike,
+    as_axes,
+    is_function,
+    request_of_initializer,
+)
 from jslices.tf1._instead import check_defaults, missing
 from jslices.tf1._names import check_name, join
-from jslices.tf1._run import Request, Run, current_run
-from jslices.tf1._variable import Variable, request_of, request_of_value
-from jslices.tf1.initializers import glorot_uniform_initializer, zeros_initializer
-
-Regularizer: TypeAlias = Callable[[jax.Array], jax.Array | None]
-#: A function ``init(key, shape, dtype)``, or a constant.
-InitializerLike: TypeAlias = Any
-#: A shape; of a shared variable None stands for an axis of any length.
-ShapeLike: TypeAlias = int | Sequence[int | None]
+from jslices.tf1._run import Run, current_run
+from jslices.tf1._variable import Variable
 
 
 class _AutoReuse(enum.Enum):
@@ -381,8 +375,10 @@ def get_variable(
     with run.names.released_on_error(), run.names.scope(""):
         # Where a Variable has the name already, this one becomes v_1, as in TensorFlow.
         unique = run.names.unique(full, "get_variable")
+        if initializer is None:
+            initializer = scope.initializer
         request = dataclasses.replace(
-            _request(full, unique, shape, dtype, initializer, scope),
+            request_of_initializer(full, unique, shape, dtype, initializer, scope.dtype),
             trainable=trainable,
             collections=collections,
             regularizer=scope.regularizer if regularizer is None else regularizer,
@@ -391,28 +387,20 @@ def get_variable(
     return new
 
 
-def _is_function(initializer: InitializerLike) -> bool:
-    return callable(initializer) and not isinstance(initializer, ArrayOperators)
-
-
-def _dtype(dtype: DTypeLike | None, scope: VariableScope) -> np.dtype:
-    return canonical_dtype(scope.dtype if dtype is None else dtype)
-
-
 def _shared_dtype(
     dtype: DTypeLike | None, initializer: InitializerLike, scope: VariableScope
 ) -> np.dtype:
     """The dtype that a shared variable must have; a constant has one of its own."""
-    if dtype is None and initializer is not None and not _is_function(initializer):
+    if dtype is None and initializer is not None and not is_function(initializer):
         return dtype_of(initializer)
-    return _dtype(dtype, scope)
+    return canonical_dtype(scope.dtype if dtype is None else dtype)
 
 
 def _check_shared(
     existing: Variable, name: str, shape: ShapeLike | None, dtype: np.dtype
 ) -> None:
     if shape is not None:
-        dims = tuple(shape) if isinstance(shape, list | tuple) else (shape,)
+        dims = as_axes(shape)
         fits = len(dims) == len(existing.shape) and all(
             n is None or n == length for n, length in zip(dims, existing.shape, strict=True)
         )
@@ -421,85 +409,9 @@ def _check_shared(
                 f"Trying to share variable {name}, but specified shape {dims} and found "
                 f"shape {existing.shape}."
             )
-    declared = existing._cell.declared_dtype  # type: ignore[union-attr]
+    declared = existing._request.dtype
     if dtype != declared:
         raise ValueError(
             f"Trying to share variable {name}, but specified dtype {dtype} and found "
             f"dtype {declared}."
         )
-
-
-def _static_shape(shape: ShapeLike, name: str) -> tuple[int, ...]:
-    dims = tuple(shape) if isinstance(shape, list | tuple | np.ndarray) else (shape,)
-    if any(n is None for n in dims):
-        raise ValueError(
-            f"Shape of a new variable ({name}) must be fully defined, but instead was "
-            f"{dims}."
-        )
-    return static_shape(shape, name)
-
-
-def _request(
-    name: str,
-    unique: str,
-    shape: ShapeLike | None,
-    dtype: DTypeLike | None,
-    initializer: InitializerLike,
-    scope: VariableScope,
-) -> Request:
-    """The variable ``unique`` that get_variable creates when asked for ``name``."""
-    if initializer is None:
-        initializer = scope.initializer
-    if initializer is not None and not _is_function(initializer):
-        return _request_of_constant(name, unique, shape, dtype, initializer)
-    dims = None if shape is None else _static_shape(shape, name)
-    result = _dtype(dtype, scope)
-    names = None if initializer is None else _parameters(initializer)
-    if names == []:
-        return dataclasses.replace(request_of(unique, initializer, result), shape=dims)
-    if dims is None:
-        raise ValueError(
-            f"Variable {name} did not get an initializer, so its `shape` argument must be "
-            "specified."
-            if initializer is None
-            else f"Shape of a new variable ({name}) must be fully defined, but instead was "
-            "<unknown>."
-        )
-    if initializer is None:
-        floating = jnp.issubdtype(result, jnp.inexact)
-        initializer = glorot_uniform_initializer if floating else zeros_initializer
-    initialize: Any = initializer() if inspect.isclass(initializer) else initializer
-
-    def make(key: jax.Array | None) -> jax.Array:
-        args = (dims, result) if names and names[0] == "shape" else (key, dims, result)
-        return initialize(*args)  # type: ignore[no-any-return]
-
-    return Request(unique, make, dims, result, initial=make)
-
-
-def _parameters(initializer: InitializerLike) -> list[str] | None:
-    """The names of the parameters of a function, which tell how TensorFlow calls it."""
-    try:
-        return list(inspect.signature(initializer).parameters)
-    except (TypeError, ValueError):  # some of those written in C
-        return None
-
-
-def _request_of_constant(
-    name: str,
-    unique: str,
-    shape: ShapeLike | None,
-    dtype: DTypeLike | None,
-    constant: TensorLike,
-) -> Request:
-    if shape is not None:
-        raise ValueError(
-            f"If initializer is a constant, do not specify shape. Variable {name} got both."
-        )
-    theirs = dtype_of(constant)
-    if dtype is not None and canonical_dtype(dtype) != theirs:
-        raise ValueError(
-            f"Initializer type '{theirs}' and explicit dtype '{canonical_dtype(dtype)}' of "
-            f"Variable {name} don't match."
-        )
-    return request_of_value(unique, constant, theirs)

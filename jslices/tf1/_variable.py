@@ -1,7 +1,6 @@
 """Variable: a handle on a piece of state, inside of a transformed function."""
 
 import dataclasses
-import inspect
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -13,6 +12,7 @@ from jax import Array
 from jax.typing import ArrayLike, DTypeLike
 
 from jslices import (
+    FailedPreconditionError,
     IndexedSlices,
     OutOfRangeError,
     apply_slices,
@@ -30,20 +30,49 @@ from jslices.tf1._arrays import (
     TensorShape,
     as_value,
     canonical_dtype,
-    check_dtype,
     check_shape,
     device_of,
-    dtype_of,
     is_array,
     is_numpys_default,
     plain,
 )
-from jslices.tf1._draws import LazyValue
+from jslices.tf1._creation import Request, create, request_of
 from jslices.tf1._instead import INSTEAD, check_defaults, missing
 from jslices.tf1._names import bare_name
-from jslices.tf1._run import CopyCell, LiveCell, Request, Run, create, current_run
-from jslices.tf1._state import VariableInfo
+from jslices.tf1._run import Run, current_run, initial_value
+from jslices.tf1._state import Value, VariableInfo, is_initialized
 from jslices.tf1.dtypes import DType
+
+
+def _scattering(how: str, meaning: str) -> Callable[..., Array]:
+    """A method that changes rows as :func:`jslices.apply_slices` does."""
+    verb = f"scatter_{how}"
+
+    def scatter(
+        self: "Variable",
+        sparse_delta: IndexedSlices,
+        use_locking: bool = False,
+        name: str | None = None,
+    ) -> Array:
+        return self._scatter(verb, how, sparse_delta)
+
+    scatter.__name__, scatter.__qualname__ = verb, f"Variable.{verb}"
+    scatter.__doc__ = f"{meaning} See :meth:`scatter_add`."
+    return scatter
+
+
+def _scattering_nd(function: Callable[..., Array]) -> Callable[..., Array]:
+    """A method that assigns the result of ``function``, its errors naming the variable."""
+    verb = function.__name__
+
+    def scatter(
+        self: "Variable", indices: ArrayLike, updates: ArrayLike, name: str | None = None
+    ) -> Array:
+        return self._apply(verb, function, indices, updates)
+
+    scatter.__name__, scatter.__qualname__ = verb, f"Variable.{verb}"
+    scatter.__doc__ = f""":func:`jslices.{verb}`, assigned; the new value is returned."""
+    return scatter
 
 
 class Variable(ArrayOperators):
@@ -90,7 +119,11 @@ class Variable(ArrayOperators):
     decides.
     """
 
-    _cell: LiveCell | CopyCell
+    info: VariableInfo  #: its static properties
+    _request: Request
+    _run: Run | None  # None for the copy that a JAX transformation put in its place
+    _first: Value
+    _value: Value
 
     def __init__(
         self,
@@ -110,34 +143,46 @@ class Variable(ArrayOperators):
         with run.names.released_on_error():
             unique = run.names.unique("Variable" if name is None else name, "Variable")
             request = request_of(unique, initial_value, declared)
-            request = dataclasses.replace(
-                request, trainable=trainable, collections=collections
+            self._begin(
+                run,
+                dataclasses.replace(request, trainable=trainable, collections=collections),
             )
-            self._cell = create(run, request, self)
 
     @classmethod
     def _new(cls, run: Run, request: Request) -> "Variable":
         """For get_variable, which decides on the name itself."""
         new = object.__new__(cls)
-        new._cell = create(run, request, new)
+        new._begin(run, request)
         return new
+
+    def _begin(self, run: Run, request: Request) -> None:
+        self.info, self._value = create(run, request)
+        self._first, self._run, self._request = self._value, run, request
+        run.variables[self.info.name] = self
 
     # --- describing and reading ---------------------------------------------------------
 
     @property
     def name(self) -> str:
         """The whole name with ``:0``, as in TensorFlow: ``"foo/bar/v:0"``."""
-        return f"{self._cell.name}:0"
+        return f"{self.info.name}:0"
 
     @property
     def dtype(self) -> DType:
-        """The dtype of the value: NumPy's, with the attributes of TensorFlow's."""
-        return DType(self._cell.dtype)
+        """The dtype of the value: NumPy's, with the attributes of TensorFlow's.
+
+        It differs from what the function asked for where the caller of ``apply`` has cast
+        the variables to another precision.
+        """
+        # None was passed for it: all there is is what the function asked for.
+        asked = self._request.dtype or np.float32
+        return DType(np.dtype(self._value.dtype if is_array(self._value) else asked))
 
     @property
     def shape(self) -> tuple[int, ...]:
         """The shape of the value."""
-        return self._cell.shape
+        asked = self._request.shape or ()
+        return tuple(self._value.shape) if is_array(self._value) else asked
 
     def get_shape(self) -> TensorShape:
         """The shape, by TensorFlow's older name; it equals lists too."""
@@ -147,11 +192,6 @@ class Variable(ArrayOperators):
     def device(self) -> str | None:
         """The device that holds the value; None where it is traced, or spread."""
         return device_of(self.value())
-
-    @property
-    def info(self) -> VariableInfo:
-        """The static properties of the variable."""
-        return self._cell.info
 
     @property
     def op(self) -> VariableInfo:
@@ -178,7 +218,14 @@ class Variable(ArrayOperators):
           FailedPreconditionError: if it is only declared.
           RuntimeError: after the run that made the handle.
         """
-        return self._cell.read()
+        if self._run is not None:
+            self._check_open(self._run)
+            if not is_initialized(self._value):
+                raise FailedPreconditionError(
+                    f"Attempting to use uninitialized value {self.info.name}; these "
+                    "variables are only declared: make them with model.init(key, *args)"
+                )
+        return self._value
 
     def read_value(self) -> Array:
         """The same as :meth:`value`, by TensorFlow's name for resource variables."""
@@ -202,7 +249,19 @@ class Variable(ArrayOperators):
 
         With it another variable's initial value can be computed from this one.
         """
-        return self._cell.read_or_initial()
+        if self._run is None or is_initialized(self._value):
+            return self.value()
+        self._check_open(self._run)
+        return initial_value(self._request.make, self._run.key, self.info.name)
+
+    def _check_open(self, run: Run) -> None:
+        if not run.is_open():
+            raise RuntimeError(
+                f"the Variable {self.name} was used outside of the {run.phase} that "
+                "made it: a handle leaked out of the transformed function, or into another "
+                "thread. Return what is needed from the function, or read variables["
+                f"'{self.info.name}'] from what apply returns"
+            )
 
     def sparse_read(self, indices: ArrayLike, name: str | None = None) -> Array:
         """The rows ``v[indices]`` by :func:`jslices.embedding_lookup`, errors included.
@@ -230,7 +289,8 @@ class Variable(ArrayOperators):
         Raises:
           ValueError, TypeError: for another shape or dtype, naming the variable.
         """
-        return self._assign("assign", value, lambda old, new: new)
+        what = f"assign to {self.name}"
+        return self._write(self._fitting(value, what), what)
 
     def assign_add(
         self,
@@ -243,9 +303,7 @@ class Variable(ArrayOperators):
 
         IndexedSlices are added row by row: duplicates add, empty entries are dropped.
         """
-        if is_slices(delta):
-            return self._scatter("assign_add", "add", delta, whole=True)
-        return self._assign("assign_add", delta, operator.add)
+        return self._accumulate("add", operator.add, delta)
 
     def assign_sub(
         self,
@@ -255,9 +313,42 @@ class Variable(ArrayOperators):
         read_value: bool = True,
     ) -> Array:
         """Subtract ``delta``, and return the new value; see :meth:`assign_add`."""
+        return self._accumulate("sub", operator.sub, delta)
+
+    def _accumulate(
+        self, how: str, combine: Callable[[Any, Any], Any], delta: TensorLike
+    ) -> Array:
+        what = f"assign_{how} to {self.name}"
         if is_slices(delta):
-            return self._scatter("assign_sub", "sub", delta, whole=True)
-        return self._assign("assign_sub", delta, operator.sub)
+            return self._scatter(f"assign_{how}", how, delta, whole=True)
+        if self.dtype == jnp.bool_:
+            raise TypeError(f"{what} wants numbers, the variable is bool")
+        fitting = self._fitting(delta, what)
+        return self._write(combine(self.value(), fitting), what)
+
+    def _fitting(self, value: TensorLike, what: str) -> Array:
+        """``value`` as an array of this very shape and dtype."""
+        value = as_value(value, self.dtype, what)
+        check_shape(value, self.shape, what)
+        return value
+
+    def _write(self, value: Array, what: str) -> Array:
+        """Make ``value`` the value; and return it."""
+        if self._run is None:
+            raise RuntimeError(
+                f"{what} on a copy: the handle went through jit, vmap, grad or another "
+                "transformation as an argument. Return the new value from the inner "
+                "function, and assign it outside"
+            )
+        self._check_open(self._run)
+        if not self._run.in_own_trace():
+            raise RuntimeError(
+                f"{what} inside of a scan, cond, while_loop, vmap, jit, grad or checkpoint "
+                "that began within the transformed function: the value would leak out of "
+                "it. Return the new value from the inner function, and assign it outside"
+            )
+        self._value = value
+        return value
 
     def count_up_to(self, limit: int) -> Array:
         """Increment an integer scalar until it reaches ``limit``.
@@ -281,26 +372,11 @@ class Variable(ArrayOperators):
         if not jnp.iinfo(self.dtype).min <= limit <= jnp.iinfo(self.dtype).max:
             raise ValueError(f"{what}: the limit {limit} is no {self.dtype}")
         before = self.value()
-        concrete = self._cell.is_computed and not isinstance(before, jax.core.Tracer)
-        if concrete and int(before) >= limit:
+        in_init = self._run is not None and self._run.phase == "init"
+        if not (in_init or isinstance(before, jax.core.Tracer)) and int(before) >= limit:
             raise OutOfRangeError(f"Reached limit of {limit}: {self.name}")
-        self._cell.write(jnp.where(before < limit, before + 1, before), what)
+        self._write(jnp.where(before < limit, before + 1, before), what)
         return before
-
-    def _assign(
-        self,
-        verb: str,
-        value: TensorLike,
-        combine: Callable[[Any, jax.Array], jax.Array],
-    ) -> Array:
-        what = f"{verb} to {self.name}"
-        if verb != "assign" and self.dtype == jnp.bool_:
-            raise TypeError(f"{what} wants numbers, the variable is bool")
-        value = as_value(value, self.dtype, what)
-        check_shape(value, self.shape, what)
-        old = self.value() if verb != "assign" else None
-        self._cell.write(combine(old, value), what)
-        return self.value()
 
     # --- rows ---------------------------------------------------------------------------
 
@@ -312,10 +388,12 @@ class Variable(ArrayOperators):
     ) -> Array:
         """Add rows, ``v[indices[k]] += values[k]``; duplicates accumulate.
 
-        As in all scatter methods: ``sparse_delta`` holds K rows ``[K, *D]`` for a variable
-        ``[V, *D]``, of its dtype; a row number outside ``[0, V)`` is dropped (TensorFlow
-        raises); ``dense_shape`` is ignored, unless several axes number the rows; the new
-        value is returned.
+        As in all scatter methods (``scatter_sub``, ``scatter_mul``, ``scatter_div``,
+        ``scatter_min``, ``scatter_max``, ``scatter_update``): ``sparse_delta`` holds K rows
+        ``[K, *D]`` for a variable ``[V, *D]``, of its dtype; a row number outside ``[0,
+        V)`` is dropped (TensorFlow raises); ``dense_shape`` is ignored, unless several axes
+        number the rows; the new value is returned. What duplicates do is as in the function
+        of that name.
 
         Raises:
           ValueError: for anything but IndexedSlices, or rows of another shape.
@@ -325,59 +403,14 @@ class Variable(ArrayOperators):
         """
         return self._scatter("scatter_add", "add", sparse_delta)
 
-    def scatter_sub(
-        self,
-        sparse_delta: IndexedSlices,
-        use_locking: bool = False,
-        name: str | None = None,
-    ) -> Array:
-        """Subtract rows; duplicates accumulate. See :meth:`scatter_add`."""
-        return self._scatter("scatter_sub", "sub", sparse_delta)
-
-    def scatter_mul(
-        self,
-        sparse_delta: IndexedSlices,
-        use_locking: bool = False,
-        name: str | None = None,
-    ) -> Array:
-        """Multiply by rows; duplicates compound. See :meth:`scatter_add`."""
-        return self._scatter("scatter_mul", "mul", sparse_delta)
-
-    def scatter_div(
-        self,
-        sparse_delta: IndexedSlices,
-        use_locking: bool = False,
-        name: str | None = None,
-    ) -> Array:
-        """Divide by rows; duplicates compound, integers truncate towards zero."""
-        return self._scatter("scatter_div", "div", sparse_delta)
-
-    def scatter_min(
-        self,
-        sparse_delta: IndexedSlices,
-        use_locking: bool = False,
-        name: str | None = None,
-    ) -> Array:
-        """Take the smaller of old and new, elementwise. See :meth:`scatter_add`."""
-        return self._scatter("scatter_min", "min", sparse_delta)
-
-    def scatter_max(
-        self,
-        sparse_delta: IndexedSlices,
-        use_locking: bool = False,
-        name: str | None = None,
-    ) -> Array:
-        """Take the larger of old and new, elementwise. See :meth:`scatter_add`."""
-        return self._scatter("scatter_max", "max", sparse_delta)
-
-    def scatter_update(
-        self,
-        sparse_delta: IndexedSlices,
-        use_locking: bool = False,
-        name: str | None = None,
-    ) -> Array:
-        """Replace rows; of duplicates the last wins. See :meth:`scatter_add`."""
-        return self._scatter("scatter_update", "update", sparse_delta)
+    scatter_sub = _scattering("sub", "Subtract rows; duplicates accumulate.")
+    scatter_mul = _scattering("mul", "Multiply by rows; duplicates compound.")
+    scatter_div = _scattering(
+        "div", "Divide by rows; duplicates compound, integers truncate towards zero."
+    )
+    scatter_min = _scattering("min", "Take the smaller of old and new, elementwise.")
+    scatter_max = _scattering("max", "Take the larger of old and new, elementwise.")
+    scatter_update = _scattering("update", "Replace rows; of duplicates the last wins.")
 
     def _scatter(
         self, verb: str, how: str, delta: IndexedSlices, whole: bool = False
@@ -402,36 +435,13 @@ class Variable(ArrayOperators):
             )
         # TensorFlow's scatters ignore the shape that the slices claim to have.
         rows_only = IndexedSlices(delta.values, delta.indices, None, axes)
-        self._cell.write(apply_slices(self.value(), rows_only, how), what)
-        return self.value()
+        return self._write(apply_slices(self.value(), rows_only, how), what)
 
     # --- elements, by indices given as arrays -------------------------------------------
 
-    def scatter_nd_add(
-        self, indices: ArrayLike, updates: ArrayLike, name: str | None = None
-    ) -> Array:
-        """Add to elements or slices: ``v[tuple(indices[k])] += updates[k]``.
-
-        As the other ``scatter_nd`` methods it is the function of this name,
-        :func:`jslices.scatter_nd_add`, whose errors name the variable; the new value is
-        returned.
-        """
-        return self._apply("scatter_nd_add", scatter_nd_add, indices, updates)
-
-    def scatter_nd_sub(
-        self, indices: ArrayLike, updates: ArrayLike, name: str | None = None
-    ) -> Array:
-        """Subtract from elements or slices; see :meth:`scatter_nd_add`."""
-        return self._apply("scatter_nd_sub", scatter_nd_sub, indices, updates)
-
-    def scatter_nd_update(
-        self, indices: ArrayLike, updates: ArrayLike, name: str | None = None
-    ) -> Array:
-        """Replace elements or slices; of duplicates the last wins.
-
-        See :meth:`scatter_nd_add`.
-        """
-        return self._apply("scatter_nd_update", scatter_nd_update, indices, updates)
+    scatter_nd_add = _scattering_nd(scatter_nd_add)
+    scatter_nd_sub = _scattering_nd(scatter_nd_sub)
+    scatter_nd_update = _scattering_nd(scatter_nd_update)
 
     def batch_scatter_update(
         self,
@@ -458,7 +468,7 @@ class Variable(ArrayOperators):
     def _apply(
         self,
         verb: str,
-        function: Callable[..., jax.Array],
+        function: Callable[..., Array],
         indices: ArrayLike,
         updates: ArrayLike,
     ) -> Array:
@@ -472,8 +482,7 @@ class Variable(ArrayOperators):
         except (TypeError, ValueError) as error:
             kind = TypeError if isinstance(error, TypeError) else ValueError
             raise kind(f"{what}: {error}") from None
-        self._cell.write(new, what)
-        return self.value()
+        return self._write(new, what)
 
 
 def _check_is_slices(delta: object, what: str, advice: str = "") -> None:
@@ -485,60 +494,17 @@ def _check_is_slices(delta: object, what: str, advice: str = "") -> None:
         )
 
 
-def _flatten(variable: Variable) -> tuple[tuple[jax.Array], str]:
-    return (variable.value(),), variable._cell.name
+def _flatten(variable: Variable) -> tuple[tuple[Array], str]:
+    return (variable.value(),), variable.info.name
 
 
-def _unflatten(name: str, children: Sequence[jax.Array]) -> Variable:
-    new = object.__new__(Variable)
-    new._cell = CopyCell(bare_name(name), children[0])
-    return new
+def _unflatten(name: str, children: Sequence[Array]) -> Variable:
+    copy = object.__new__(Variable)
+    copy.info, copy._run = VariableInfo(bare_name(name)), None
+    copy._request = Request(name, lambda key: copy._value)
+    copy._first = copy._value = children[0]
+    return copy
 
 
 # So that jnp.sum(v) and jax.jit(f)(v) accept a handle: they see a read-only copy.
 jax.tree_util.register_pytree_node(Variable, _flatten, _unflatten)
-
-
-# --- initial values ---------------------------------------------------------------------
-
-
-def request_of(name: str, value: TensorLike, dtype: np.dtype | None) -> Request:
-    """The variable that ``Variable(value)`` creates."""
-    if not callable(value) or isinstance(value, ArrayOperators):
-        return request_of_value(name, value, dtype or dtype_of(value))
-    takes_key = any(
-        p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
-        for p in inspect.signature(value).parameters.values()
-    )
-
-    def make(key: jax.Array | None) -> Array:
-        made = value(key) if takes_key else value()
-        return _own(as_value(made, dtype or dtype_of(made), f"the initial value of {name}"))
-
-    return Request(name, make, None, dtype, initial=make)
-
-
-def request_of_value(name: str, value: TensorLike, dtype: np.dtype) -> Request:
-    """A variable that begins with this very value.
-
-    It can be made again if it was computed from numbers and draws: an array may be as large
-    as a table, and is not remembered.
-    """
-    if isinstance(value, LazyValue):
-        check_dtype(value.dtype, dtype, f"the initial value of {name}")
-        value.bind(name)
-        draw = lambda key: value.value()  # noqa: E731 - each draw has a key of its own
-        return Request(
-            name, draw, value.shape, dtype, initial=draw if value.again else None
-        )
-    array = as_value(value, dtype, f"the initial value of {name}")
-    recipe = current_run("Variable").recipe_of(value)
-    if recipe is None and isinstance(value, bool | int | float | complex):
-        recipe = lambda: jnp.asarray(value, dtype)  # noqa: E731
-    again = None if recipe is None else lambda key: recipe()
-    return Request(name, lambda key: _own(array), tuple(array.shape), dtype, initial=again)
-
-
-def _own(array: jax.Array) -> Array:
-    """A copy: donating the variables must not delete an array that someone still uses."""
-    return jnp.array(array, copy=True)
