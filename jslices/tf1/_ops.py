@@ -5,7 +5,8 @@ arguments ``name``, which shows in profiles, and ``use_locking``, which is ignor
 """
 
 import functools
-from collections.abc import Callable, Sequence
+import inspect
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -15,7 +16,6 @@ from jax.typing import ArrayLike, DTypeLike
 
 import jslices as js
 from jslices import IndexedSlices
-from jslices.extend import PyTree
 from jslices.tf1._arrays import (
     TensorLike,
     as_value,
@@ -168,10 +168,9 @@ def assign(
     use_locking: bool | None = None,
     name: str | None = None,
 ) -> jax.Array:
-    """``ref.assign(value)``: replace the value of a variable, and return the new one.
+    """:meth:`jslices.tf1.Variable.assign` of ``ref``, whose shape stays.
 
-    As :meth:`jslices.tf1.Variable.assign`, errors included; ``validate_shape=False`` cannot
-    give the variable another shape, and the other arguments are ignored.
+    ``validate_shape=False`` cannot give it another; the other arguments are ignored.
 
     Example:
       >>> import jslices.tf1 as tf
@@ -283,66 +282,37 @@ scatter_nd_update = _scatter(js.scatter_nd_update)
 batch_scatter_update = _scatter(js.batch_scatter_update)
 
 
-@operation
-def global_norm(t_list: PyTree, name: str | None = None) -> jax.Array:
-    """:func:`jslices.global_norm` of a list of arrays, variables, slices and None.
+def _named(function: Callable[..., Any], **theirs: str) -> Callable[..., Any]:
+    """A function of jslices of handles too, with a last argument ``name``.
 
-    Source: ``tf.global_norm``.
+    ``theirs``: TensorFlow's names for some of its parameters.
     """
-    return js.global_norm(t_list)
+    ours = inspect.signature(function).parameters.values()
+    parameters = [p.replace(name=theirs.get(p.name, p.name)) for p in ours]
+    named = inspect.Parameter("name", inspect.Parameter.POSITIONAL_OR_KEYWORD, default=None)
+    signature = inspect.Signature([*parameters, named])
 
+    def call(*args: Any, **kwargs: Any) -> Any:
+        given = signature.bind(*args, **kwargs)
+        given.apply_defaults()
+        *arguments, name = given.args
+        with jax.named_scope(name or function.__name__):
+            return function(*plain_tree(arguments))
 
-@operation
-def clip_by_global_norm(
-    t_list: PyTree,
-    clip_norm: ArrayLike,
-    use_norm: ArrayLike | None = None,
-    name: str | None = None,
-) -> tuple[Any, jax.Array]:
-    """:func:`jslices.clip_by_global_norm`: the clipped list, and its norm.
+    call.__name__ = call.__qualname__ = function.__name__
+    call.__signature__ = signature  # type: ignore[attr-defined]
+    call.__doc__ = f""":func:`jslices.{function.__name__}` of arrays, variables and slices.
 
-    Source: ``tf.clip_by_global_norm``.
+    Source: ``tf.{function.__name__}``.
     """
-    return js.clip_by_global_norm(t_list, clip_norm, use_norm)
+    return call
 
 
-@operation
-def clip_by_norm(
-    t: TensorLike,
-    clip_norm: ArrayLike,
-    axes: int | Sequence[int] | None = None,
-    name: str | None = None,
-) -> Any:
-    """:func:`jslices.clip_by_norm` of an array, a variable or IndexedSlices.
-
-    Source: ``tf.clip_by_norm``.
-    """
-    return js.clip_by_norm(t, clip_norm, axes)
-
-
-@operation
-def clip_by_average_norm(
-    t: TensorLike, clip_norm: ArrayLike, name: str | None = None
-) -> Any:
-    """:func:`jslices.clip_by_average_norm` of an array, a variable or IndexedSlices.
-
-    Source: ``tf.clip_by_average_norm``.
-    """
-    return js.clip_by_average_norm(t, clip_norm)
-
-
-@operation
-def clip_by_value(
-    t: TensorLike,
-    clip_value_min: ArrayLike,
-    clip_value_max: ArrayLike,
-    name: str | None = None,
-) -> Any:
-    """:func:`jslices.clip_by_value` of an array, a variable or IndexedSlices.
-
-    Source: ``tf.clip_by_value``.
-    """
-    return js.clip_by_value(t, clip_value_min, clip_value_max)
+global_norm = _named(js.global_norm, tree="t_list")
+clip_by_global_norm = _named(js.clip_by_global_norm, tree="t_list")
+clip_by_norm = _named(js.clip_by_norm)
+clip_by_average_norm = _named(js.clip_by_average_norm)
+clip_by_value = _named(js.clip_by_value)
 
 
 @operation

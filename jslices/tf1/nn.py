@@ -10,7 +10,7 @@ with ``seed=``, which draws the same classes in every call.
 Source: ``tf.nn`` of TensorFlow 1.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, TypeAlias
 
 import jax
@@ -136,73 +136,52 @@ def _weights(weights: Bags | None) -> Bags | None:
 # --- sampled losses ---------------------------------------------------------------------
 
 
-@operation
-def sampled_softmax_loss(
-    weights: Table,
-    biases: Table,
-    labels: ArrayLike,
-    inputs: ArrayLike,
-    num_sampled: int,
-    num_classes: int,
-    num_true: int = 1,
-    sampled_values: tuple[jax.Array, jax.Array, jax.Array] | None = None,
-    remove_accidental_hits: bool = True,
-    partition_strategy: str = "mod",
-    name: str | None = None,
-    seed: int | None = None,
-    *,
-    key: jax.Array | None = None,
-) -> jax.Array:
-    """Softmax cross entropy over some classes: :func:`jslices.sampled_softmax_loss`.
+def _sampled_loss(
+    function: Callable[..., jax.Array], meaning: str, hits_are_removed: bool
+) -> Callable[..., jax.Array]:
+    """A sampled loss of jslices with TensorFlow's arguments."""
+    what = function.__name__
+
+    def loss(
+        weights: Table,
+        biases: Table,
+        labels: ArrayLike,
+        inputs: ArrayLike,
+        num_sampled: int,
+        num_classes: int,
+        num_true: int = 1,
+        sampled_values: tuple[jax.Array, jax.Array, jax.Array] | None = None,
+        remove_accidental_hits: bool = hits_are_removed,
+        partition_strategy: str = "mod",
+        name: str | None = None,
+        seed: int | None = None,
+        *,
+        key: jax.Array | None = None,
+    ) -> jax.Array:
+        args = weights, biases, labels, inputs, num_sampled, num_classes, num_true
+        options = sampled_values, remove_accidental_hits, partition_strategy
+        return function(*args, *options, key=_key(key, seed))
+
+    loss.__name__ = loss.__qualname__ = what
+    loss.__doc__ = f"""{meaning}: :func:`jslices.{what}`.
 
     Without ``sampled_values`` classes are drawn here, with ``seed`` or a JAX ``key``.
 
     Example:
-      >>> import jax, jax.numpy as jnp, jslices.tf1 as tf
-      >>> weights, biases, inputs = jnp.ones((100, 4)), jnp.zeros(100), jnp.ones((2, 4))
-      >>> tf.nn.sampled_softmax_loss(weights, biases, [[3], [7]], inputs, 5, 100,
-      ...                            key=jax.random.key(0)).shape
-      (2,)
-
-    Source: ``tf.nn.sampled_softmax_loss``.
-    """
-    args = weights, biases, labels, inputs, num_sampled, num_classes, num_true
-    options = sampled_values, remove_accidental_hits, partition_strategy
-    return js.sampled_softmax_loss(*args, *options, key=_key(key, seed))
-
-
-@operation
-def nce_loss(
-    weights: Table,
-    biases: Table,
-    labels: ArrayLike,
-    inputs: ArrayLike,
-    num_sampled: int,
-    num_classes: int,
-    num_true: int = 1,
-    sampled_values: tuple[jax.Array, jax.Array, jax.Array] | None = None,
-    remove_accidental_hits: bool = False,
-    partition_strategy: str = "mod",
-    name: str | None = None,
-    *,
-    seed: int | None = None,
-    key: jax.Array | None = None,
-) -> jax.Array:
-    """Noise-contrastive estimation: :func:`jslices.nce_loss`.
-
-    ``seed``, ``key`` and errors are as in :func:`jslices.tf1.nn.sampled_softmax_loss`.
-
-    Example:
       >>> import jax.numpy as jnp, jslices.tf1 as tf
       >>> weights, biases, inputs = jnp.ones((100, 4)), jnp.zeros(100), jnp.ones((2, 4))
-      >>> tf.nn.nce_loss(weights, biases, [[3], [7]], inputs, 5, 100, seed=0).shape
+      >>> tf.nn.{what}(weights, biases, [[3], [7]], inputs, 5, 100, seed=0).shape
       (2,)
 
-    Source: ``tf.nn.nce_loss``.
+    Source: ``tf.nn.{what}``.
     """
-    args = weights, biases, labels, inputs, num_sampled, num_classes, num_true
-    options = sampled_values, remove_accidental_hits, partition_strategy
-    return js.nce_loss(*args, *options, key=_key(key, seed))
+    return operation(loss)
+
+
+sampled_softmax_loss = _sampled_loss(
+    js.sampled_softmax_loss, "Softmax cross entropy over some classes", True
+)
+nce_loss = _sampled_loss(js.nce_loss, "Noise-contrastive estimation", False)
 
 
 @operation
