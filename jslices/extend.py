@@ -5,8 +5,9 @@ programs. What the parts around the core (checkpoints, accumulators, tables in h
 TensorFlow's names, Keras) need beyond that is here, and nothing else.
 """
 
-# The numbers that an argument may be, and the error for others.
+# The numbers, and the strings, that an argument may be, and the error for others.
 from jslices._arguments import Number as Number
+from jslices._arguments import OneOf as OneOf
 
 # Sizes in messages: "1.5 GiB".
 from jslices._densify import human_bytes as human_bytes
@@ -57,6 +58,7 @@ from jslices.optim.transforms.base import as_transformation as as_transformation
 
 __all__ = [
     "Number",
+    "OneOf",
     "Params",
     "PyTree",
     "State",

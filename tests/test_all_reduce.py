@@ -238,9 +238,9 @@ def test_errors():
     row = js.IndexedSlices(jnp.ones((1, 1)), [0], (9, 1))
     with pytest.raises(TypeError, match=r"arrays, got a str at \['w'\]"):
         js.all_reduce_slices({"w": "a"}, "d")
-    with pytest.raises(js.InvalidArgumentError, match=r"'MEAN'\): it must be 'mean' or"):
+    with pytest.raises(js.InvalidArgumentError, match=r"'MEAN'\): wanted .mean. or"):
         js.all_reduce_slices(row, "d", "MEAN")
-    with pytest.raises(js.InvalidArgumentError, match=r"capacity=0\): it must be at le"):
+    with pytest.raises(js.InvalidArgumentError, match=r"capacity=0\): wanted an int of"):
         js.all_reduce_slices(row, "d", capacity=0)
     with pytest.raises(TypeError, match="from_optax"):
         js.all_reduce_slices(jax.tree.map(lambda x: jnp.zeros(x.shape), row), "d")

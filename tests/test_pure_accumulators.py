@@ -366,7 +366,7 @@ def test_the_dense_form(reduction, wanted):
         ({"shape": (9, None)}, "where V alone may be None"),
         ({"capacity": 0}, r"capacity=0\): it must be a whole number from 1"),
         ({"capacity": 2.5}, r"capacity=2\.5"),
-        ({"reduction_type": "max"}, "it must be 'MEAN' or 'SUM'"),
+        ({"reduction_type": "max"}, 'wanted "MEAN" or "SUM"'),
     ],
 )
 def test_bad_arguments(change, message):

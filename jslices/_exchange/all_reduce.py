@@ -10,6 +10,7 @@ import numpy as np
 from jax import lax
 from jax.typing import ArrayLike
 
+from jslices._arguments import Number, OneOf
 from jslices._errors import InvalidArgumentError
 from jslices._jax import varying_axes
 from jslices._slices import IndexedSlices, check_slices, is_slices
@@ -76,14 +77,9 @@ def all_reduce_slices(
     larger with every device; the choice of the dense way is Horovod's ``sparse_as_dense``,
     made here by counting bytes.
     """
-    if reduction not in ("mean", "sum"):
-        raise InvalidArgumentError(
-            f"all_reduce_slices(reduction={reduction!r}): it must be 'mean' or 'sum'"
-        )
-    if capacity is not None and capacity < 1:
-        raise InvalidArgumentError(
-            f"all_reduce_slices(capacity={capacity}): it must be at least 1"
-        )
+    OneOf("mean", "sum").check("all_reduce_slices", "reduction", reduction)
+    if capacity is not None:
+        Number(at_least=1, integer=True).check("all_reduce_slices", "capacity", capacity)
     axes = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
 
     def reduced(path: tuple[Any, ...], x: Leaf) -> Any:

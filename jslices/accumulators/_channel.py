@@ -5,6 +5,7 @@ import selectors
 import socket
 import struct
 import time
+from collections.abc import Callable
 
 import numpy as np
 
@@ -65,9 +66,6 @@ class Channel:
         self._patience = patience
         self._end = min(time.monotonic() + patience, until)
 
-    def _moved(self, size: int) -> None:
-        self._end = min(time.monotonic() + self._patience, self._end + size / _SLOWEST)
-
     def wait(self, event: int = _READ) -> None:
         """Wait until the socket is readable, or writable, as long as the clock allows."""
         left = max(0.0, self._end - time.monotonic())
@@ -86,16 +84,7 @@ class Channel:
         """Send a message."""
         header = _MESSAGE + _LENGTH.pack(len(message))
         for part in [header + message] if len(message) < _CHUNK else [header, message]:
-            rest = memoryview(part)
-            while rest:
-                sent = 0
-                with contextlib.suppress(BlockingIOError):
-                    sent = self._socket.send(rest[:_CHUNK])
-                if sent:
-                    self._moved(sent)
-                    rest = rest[sent:]
-                else:
-                    self.wait(_WRITE)
+            self._move(_WRITE, self._socket.send, memoryview(part))
 
     def receive(self, limit: int | None = None) -> memoryview | None:
         """Receive a message; None stands for a beat.
@@ -123,19 +112,24 @@ class Channel:
     def _exactly(self, size: int) -> memoryview:
         """Receive so many bytes; memory is used only as they arrive."""
         buffer = np.empty(size, np.uint8).data
-        rest = buffer
-        while rest:
-            got = None
-            with contextlib.suppress(BlockingIOError):
-                got = self._socket.recv_into(rest[:_CHUNK])
-            if got == 0:
-                raise EOFError("it has hung up")
-            if got:
-                self._moved(got)
-                rest = rest[got:]
-            else:
-                self.wait()
+        self._move(_READ, self._socket.recv_into, buffer)
         return buffer
+
+    def _move(
+        self, event: int, move: Callable[[memoryview], int], rest: memoryview
+    ) -> None:
+        """Send, or receive, all these bytes."""
+        while rest:
+            try:
+                size = move(rest[:_CHUNK])
+            except BlockingIOError:
+                self.wait(event)
+                continue
+            if not size:
+                raise EOFError("it has hung up")
+            left = self._end + size / _SLOWEST
+            self._end = min(time.monotonic() + self._patience, left)
+            rest = rest[size:]
 
     # --- signs of life
 

@@ -13,11 +13,15 @@ import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
 from jslices import IndexedSlices, InvalidArgumentError
+from jslices.extend import OneOf
 
 #: An array in memory, or traced.
 Array: TypeAlias = np.ndarray | jax.Array
 #: A shape with None for unknown lengths; None if not even the rank is known.
 PartialShape: TypeAlias = tuple[int | None, ...] | None
+
+#: How what has been accumulated is reduced.
+REDUCTIONS = OneOf("MEAN", "SUM")
 
 
 def float_dtype(owner: str, dtype: DTypeLike) -> np.dtype:
@@ -50,14 +54,6 @@ def partial_shape(
             "one is not known: (num_rows, 64) or (None, 64)"
         )
     return tuple(None if n == -1 else n for n in sizes)
-
-
-def check_reduction(owner: str, reduction_type: str) -> None:
-    """Refuse everything but "MEAN" and "SUM"."""
-    if reduction_type not in ("MEAN", "SUM"):
-        raise InvalidArgumentError(
-            f"{owner}(reduction_type={reduction_type!r}): it must be 'MEAN' or 'SUM'"
-        )
 
 
 def whole_number(name: str, value: ArrayLike) -> int:

@@ -13,9 +13,9 @@ from jax.typing import ArrayLike, DTypeLike
 
 from jslices import IndexedSlices, InvalidArgumentError, is_slices
 from jslices.accumulators._gradients import (
+    REDUCTIONS,
     PartialShape,
     check_dense,
-    check_reduction,
     check_row_axes,
     check_rows,
     check_sparse,
@@ -66,7 +66,7 @@ class ConditionalAccumulatorBase:
         kind = type(self).__name__
         self.dtype = float_dtype(kind, dtype)
         self.shape = partial_shape(kind, shape)
-        check_reduction(kind, reduction_type)
+        REDUCTIONS.check(kind, "reduction_type", reduction_type)
         self.reduction_type = reduction_type
         self.name = name
         terms = (self.dtype, self.shape, reduction_type)
@@ -193,7 +193,55 @@ class Limits(NamedTuple):
             )
 
 
-class SparseConditionalAccumulator(ConditionalAccumulatorBase):
+class SlicesMethods:
+    """Applying and taking IndexedSlices, in whichever process the accumulator is."""
+
+    apply_grad: Callable[..., None]
+    _take_within: Callable[..., SparseAccumulatorTakeGradient]
+
+    def apply_indexed_slices_grad(
+        self, grad: IndexedSlices, local_step: int = 0, name: str | None = None
+    ) -> None:
+        """Like :meth:`apply_grad`, for slices ``values`` ``[K, *D]``, ``indices`` ``[K]``.
+
+        Entries that are empty on purpose (negative indices, and the canonical index V
+        with which ``coalesce`` fills up) are left out. An index beyond V comes from a
+        wrong id and is refused, as in TensorFlow. ``dense_shape`` counts as
+        ``grad_shape``.
+        """
+        self.apply_grad(*gradient_of_slices(grad), local_step)
+
+    def take_indexed_slices_grad(
+        self,
+        num_required: int,
+        name: str | None = None,
+        *,
+        timeout: float | None = None,
+        size: int | None = None,
+    ) -> IndexedSlices:
+        """Like :meth:`take_grad`, as IndexedSlices on JAX's default device.
+
+        Args:
+          num_required: at least 1.
+          timeout: seconds to wait; None waits for ever.
+          size: U, the number of entries; those that are left over are empty. None means
+            as many as there are rows, which differs from take to take, so that a jitted
+            function of the slices is compiled again and again: give one there.
+
+        Returns:
+          ``values`` ``[U, *D]`` and ``indices`` ``[U]`` ascending, in the widest dtypes
+          that JAX has switched on: without ``jax_enable_x64`` float32 and int32.
+          ``dense_shape`` is None when V is not known.
+
+        Raises:
+          InvalidArgumentError: (nothing is taken) for more than ``size`` rows, or a row
+            number that needs ``jax_enable_x64``; and as in :meth:`take_grad`.
+        """
+        taken = self._take_within(Limits.here(size), num_required, timeout)
+        return taken_as_slices(taken, size)
+
+
+class SparseConditionalAccumulator(SlicesMethods, ConditionalAccumulatorBase):
     """Collects row gradients from many threads until enough have come to take their mean.
 
     It holds the sum of every row, a count, and a step. :meth:`apply_grad` adds a gradient
@@ -290,18 +338,6 @@ class SparseConditionalAccumulator(ConditionalAccumulatorBase):
 
         self._turns.apply(whole_number("local_step", local_step), prepare)
 
-    def apply_indexed_slices_grad(
-        self, grad: IndexedSlices, local_step: int = 0, name: str | None = None
-    ) -> None:
-        """Like :meth:`apply_grad`, for slices ``values`` ``[K, *D]``, ``indices`` ``[K]``.
-
-        Entries that are empty on purpose (negative indices, and the canonical index V
-        with which ``coalesce`` fills up) are left out. An index beyond V comes from a
-        wrong id and is refused, as in TensorFlow. ``dense_shape`` counts as
-        ``grad_shape``.
-        """
-        self.apply_grad(*gradient_of_slices(grad), local_step)
-
     def take_grad(
         self, num_required: int, name: str | None = None, *, timeout: float | None = None
     ) -> SparseAccumulatorTakeGradient:
@@ -323,35 +359,6 @@ class SparseConditionalAccumulator(ConditionalAccumulatorBase):
           CancelledError: when it is closed, also by another thread meanwhile.
         """
         return self._take_within(Limits(), num_required, timeout)
-
-    def take_indexed_slices_grad(
-        self,
-        num_required: int,
-        name: str | None = None,
-        *,
-        timeout: float | None = None,
-        size: int | None = None,
-    ) -> IndexedSlices:
-        """Like :meth:`take_grad`, as IndexedSlices on JAX's default device.
-
-        Args:
-          num_required: at least 1.
-          timeout: seconds to wait; None waits for ever.
-          size: U, the number of entries; those that are left over are empty. None means
-            as many as there are rows, which differs from take to take, so that a jitted
-            function of the slices is compiled again and again: give one there.
-
-        Returns:
-          ``values`` ``[U, *D]`` and ``indices`` ``[U]`` ascending, in the widest dtypes
-          that JAX has switched on: without ``jax_enable_x64`` float32 and int32.
-          ``dense_shape`` is None when V is not known.
-
-        Raises:
-          InvalidArgumentError: (nothing is taken) for more than ``size`` rows, or a row
-            number that needs ``jax_enable_x64``; and as in :meth:`take_grad`.
-        """
-        taken = self._take_within(Limits.here(size), num_required, timeout)
-        return taken_as_slices(taken, size)
 
     def _take_within(
         self, limits: Limits, num_required: int, timeout: float | None
@@ -467,13 +474,7 @@ class ConditionalAccumulator(ConditionalAccumulatorBase):
     ) -> np.ndarray:
         """Waits for ``num_required`` gradients; the mean (or sum) of all that came.
 
-        Takers are served in the order in which they came. Empties the accumulator and
-        adds one to the step.
-
-        Raises:
-          InvalidArgumentError: for ``num_required < 1``, at once.
-          DeadlineExceededError: (a ``TimeoutError``) after ``timeout``; nothing is taken.
-          CancelledError: when it is closed, also by another thread meanwhile.
+        As :meth:`SparseConditionalAccumulator.take_grad`, errors included.
         """
         store, count = self._turns.take(positive(num_required), timeout)
         return divided(store.total, count) if self.reduction_type == "MEAN" else store.total

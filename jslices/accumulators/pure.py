@@ -13,8 +13,8 @@ from jax.typing import ArrayLike, DTypeLike
 
 from jslices import IndexedSlices, InvalidArgumentError, is_slices, scatter_add
 from jslices.accumulators._gradients import (
+    REDUCTIONS,
     check_dense,
-    check_reduction,
     check_row_axes,
     check_sparse,
     float_dtype,
@@ -332,7 +332,7 @@ def sparse_accumulator(
             f"{owner}(shape={shape!r}): its state has a static size; give (V, *D), where "
             "V alone may be None"
         )
-    check_reduction(owner, reduction_type)
+    REDUCTIONS.check(owner, "reduction_type", reduction_type)
     try:
         room = operator.index(capacity)
     except TypeError:
@@ -436,6 +436,6 @@ def dense_accumulator(
             f"{owner}(shape={shape!r}): its state has a static size; give the shape of "
             "the gradients"
         )
-    check_reduction(owner, reduction_type)
+    REDUCTIONS.check(owner, "reduction_type", reduction_type)
     all_sizes = tuple(n for n in sizes if n is not None)
     return DenseAccumulator(_device_dtype(owner, dtype), all_sizes, reduction_type)

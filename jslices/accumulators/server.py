@@ -7,6 +7,7 @@ for lost. So nothing waits without end for a process that is frozen.
 """
 
 import contextlib
+import enum
 import functools
 import logging
 import os
@@ -15,22 +16,22 @@ import socket
 import threading
 import time
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from multiprocessing import AuthenticationError, connection, process
 from typing import Any
 
 import numpy as np
 
-from jslices import IndexedSlices, InvalidArgumentError, UnavailableError
+from jslices import InvalidArgumentError, UnavailableError
 from jslices.accumulators._channel import Channel
 from jslices.accumulators._gradients import refuse_tracer
 from jslices.accumulators._state import peer
 from jslices.accumulators.blocking import (
     ConditionalAccumulator,
     Limits,
+    SlicesMethods,
+    SparseAccumulatorTakeGradient,
     SparseConditionalAccumulator,
-    gradient_of_slices,
-    taken_as_slices,
 )
 
 _log = logging.getLogger("jslices.accumulators")
@@ -119,29 +120,15 @@ class RemoteAccumulator(RemoteObject):
         return np.asarray(argument) if hasattr(argument, "dtype") else argument
 
 
-class RemoteSparseAccumulator(RemoteAccumulator):
+class RemoteSparseAccumulator(SlicesMethods, RemoteAccumulator):
     """The same for a :class:`jslices.accumulators.SparseConditionalAccumulator`."""
 
     methods = (*RemoteAccumulator.methods, "_take_within")
 
-    def apply_indexed_slices_grad(
-        self, grad: IndexedSlices, local_step: int = 0, name: str | None = None
-    ) -> None:
-        """As in the accumulator; K rows are sent."""
-        self._call("apply_grad", *gradient_of_slices(grad), local_step)
-
-    def take_indexed_slices_grad(
-        self,
-        num_required: int,
-        name: str | None = None,
-        *,
-        timeout: float | None = None,
-        size: int | None = None,
-    ) -> IndexedSlices:
-        """As in the accumulator; U rows are sent."""
-        limits = Limits.here(size)
-        taken = self._call("_take_within", limits, num_required, timeout, _within=timeout)
-        return taken_as_slices(taken, size)
+    def _take_within(
+        self, limits: Limits, num_required: int, timeout: float | None
+    ) -> SparseAccumulatorTakeGradient:
+        return self._call("_take_within", limits, num_required, timeout, _within=timeout)
 
 
 #: The stand-in for each kind of object.
@@ -169,6 +156,14 @@ def _method_of(thing: object, method: str) -> Any:
 # --- the process that serves ----------------------------------------------------------
 
 
+class _Phase(enum.Enum):
+    """What a connection does."""
+
+    GREETING = enum.auto()  # both sides prove that they know the key
+    WAITING = enum.auto()  # for a call
+    WORKING = enum.auto()  # on a call, whose answer the client waits for
+
+
 class AccumulatorServer:
     """Objects of this process that other processes may use; made by :func:`serve`.
 
@@ -185,10 +180,8 @@ class AccumulatorServer:
         self._listener = _listening_socket(address)
         self.address: Address = self._listener.getsockname()
         self._handshakes = threading.Semaphore(_HANDSHAKES)
-        self._lock = threading.Lock()  # of the three sets
-        self._open: set[Channel] = set()
-        self._greeting: set[Channel] = set()  # those in their handshake
-        self._working: set[Channel] = set()  # those whose clients wait for an answer
+        self._lock = threading.Lock()  # of the phases
+        self._phases: dict[Channel, _Phase] = {}
         self._closing = False
         if isinstance(address, str) and not address.startswith("\0"):
             self._remove_file = weakref.finalize(self, _remove, address, os.getpid())
@@ -204,7 +197,7 @@ class AccumulatorServer:
         self._closing = True
         self._accepting.join()
         self._listener.close()
-        self._hang_up(self._open)
+        self._for_each(Channel.hang_up, *_Phase)
         if hasattr(self, "_remove_file"):
             self._remove_file()
 
@@ -217,98 +210,72 @@ class AccumulatorServer:
     def _accept_connections(self) -> None:
         """Start a thread for each connection, and give signs of life meanwhile."""
         while not self._closing:
-            with self._lock:
-                for channel in self._working:
-                    channel.beat()
+            self._for_each(Channel.beat, _Phase.WORKING)
             try:
-                end, address = self._listener.accept()
-                channel = Channel(end)
+                channel = Channel(self._listener.accept()[0])
             except TimeoutError:
                 continue
             except OSError:  # such as too many open files
                 time.sleep(0.1)
                 continue
             while not self._handshakes.acquire(timeout=_HURRY_SECONDS):
-                self._hang_up(
-                    self._greeting
-                )  # they say nothing: none has ended for so long
-            with self._lock:
-                self._open.add(channel)
-                self._greeting.add(channel)
+                # They say nothing: none has ended for so long.
+                self._for_each(Channel.hang_up, _Phase.GREETING)
+            self._enter(channel, _Phase.GREETING)
             try:
                 threading.Thread(
-                    target=self._converse, args=(channel, address), daemon=True
+                    target=self._converse, args=(channel,), daemon=True
                 ).start()
             except RuntimeError:  # no more threads
-                self._end_handshake(channel)
-                self._forget(channel)
+                self._end(channel)
 
-    def _converse(self, channel: Channel, address: Address) -> None:
+    def _converse(self, channel: Channel) -> None:
         """Answer the calls of one connection until it ends."""
         try:
-            try:
-                channel.allow(_HANDSHAKE_SECONDS)
-                connection.deliver_challenge(channel, self.authkey)  # type: ignore[arg-type]
-                connection.answer_challenge(channel, self.authkey)  # type: ignore[arg-type]
-            finally:
-                self._end_handshake(channel)
+            channel.allow(_HANDSHAKE_SECONDS)
+            connection.deliver_challenge(channel, self.authkey)  # type: ignore[arg-type]
+            connection.answer_challenge(channel, self.authkey)  # type: ignore[arg-type]
+            self._enter(channel, _Phase.WAITING)
+            self._handshakes.release()
             # A client that waits for an answer sends nothing: what can be read is the end.
             peer.gone = channel.readable
             while self._answer_call(channel):
                 pass
         except Exception:
-            _log.debug("A connection from %s ended.", address or "here", exc_info=True)
+            _log.debug("A connection has ended.", exc_info=True)
         finally:
-            self._forget(channel)
+            self._end(channel)
 
     def _answer_call(self, channel: Channel) -> bool:
         """Wait for a call and answer it; False if the client has given it up."""
         channel.allow(float("inf"))
         channel.wait()
-        with self._lock:
-            self._working.add(channel)
-        try:
-            channel.allow(_STALL_SECONDS)
-            request = channel.receive()
-            if request is None or channel.readable():  # it may have asked again elsewhere
-                return False
-            answer = self._pickled_answer(request)
-        finally:
-            with self._lock:
-                self._working.discard(channel)
+        self._enter(channel, _Phase.WORKING)
+        channel.allow(_STALL_SECONDS)
+        request = channel.receive()
+        if request is None or channel.readable():  # it may have asked again elsewhere
+            return False
+        answer = _answer(self._objects, request)
+        self._enter(channel, _Phase.WAITING)  # for the next one: the answer is on its way
         channel.allow(_STALL_SECONDS)
         channel.send_bytes(answer)
         return True
 
-    def _pickled_answer(self, request: memoryview) -> bytes:
-        """``(True, result)`` or ``(False, error)``, pickled."""
-        objects = self._objects
-        try:
-            name, method, arguments, options = pickle.loads(request)
-            if name is None:  # the client asks which objects are served
-                result: Any = {name: _kind_of(thing) for name, thing in objects.items()}
-            elif name not in objects:
-                raise KeyError(f"{name!r} is not served; there are {sorted(objects)}")
-            else:
-                result = _method_of(objects[name], method)(*arguments, **options)
-            return pickle.dumps((True, result), _PROTOCOL)
-        except Exception as error:
-            return _pickled_error(error)
-
-    def _end_handshake(self, channel: Channel) -> None:
+    def _enter(self, channel: Channel, phase: _Phase) -> None:
         with self._lock:
-            self._greeting.discard(channel)
-        self._handshakes.release()
+            self._phases[channel] = phase
 
-    def _forget(self, channel: Channel) -> None:
+    def _end(self, channel: Channel) -> None:
         with self._lock:
-            self._open.discard(channel)
+            if self._phases.pop(channel) is _Phase.GREETING:
+                self._handshakes.release()
         channel.close()
 
-    def _hang_up(self, channels: set[Channel]) -> None:
+    def _for_each(self, do: Callable[[Channel], None], *phases: _Phase) -> None:
         with self._lock:
-            for channel in channels:
-                channel.hang_up()
+            for channel, phase in self._phases.items():
+                if phase in phases:
+                    do(channel)
 
 
 def _listening_socket(address: Address) -> socket.socket:
@@ -336,15 +303,25 @@ def _remove(path: str, creator: int) -> None:
             os.unlink(path)
 
 
-def _pickled_error(error: Exception) -> bytes:
-    """An error for the client; some cannot be pickled or unpickled and become text."""
+def _answer(objects: Mapping[str, object], request: memoryview) -> bytes:
+    """Carry out a call: ``(True, result)`` or ``(False, error)``, pickled."""
     try:
-        answer = pickle.dumps((False, error), _PROTOCOL)
-        pickle.loads(answer)
-        return answer
-    except Exception:
-        text = f"{type(error).__name__}: {error}"
-        return pickle.dumps((False, RuntimeError(text)), _PROTOCOL)
+        name, method, arguments, options = pickle.loads(request)
+        if name is None:  # the client asks which objects are served
+            result: Any = {name: _kind_of(thing) for name, thing in objects.items()}
+        elif name not in objects:
+            raise KeyError(f"{name!r} is not served; there are {sorted(objects)}")
+        else:
+            result = _method_of(objects[name], method)(*arguments, **options)
+        return pickle.dumps((True, result), _PROTOCOL)
+    except Exception as error:
+        try:
+            answer = pickle.dumps((False, error), _PROTOCOL)
+            pickle.loads(answer)
+            return answer
+        except Exception:  # some errors cannot be pickled or unpickled and become text
+            text = f"{type(error).__name__}: {error}"
+            return pickle.dumps((False, RuntimeError(text)), _PROTOCOL)
 
 
 def serve(
