@@ -267,7 +267,7 @@ def test_blocks_of_any_size(tmp_path):
         with open(tmp_path / "t", "wb+") as file:
             tensor = Tensor("uint8", whole.shape, lambda: blocks)
             write_tensors(file.fileno(), {"t": tensor}, {})
-        np.testing.assert_array_equal(TensorFile(str(tmp_path / "t")).read("t"), whole)
+        np.testing.assert_array_equal(TensorFile(str(tmp_path / "t")).view("t"), whole)
         return (tmp_path / "t").read_bytes()
 
     wanted = written([whole])

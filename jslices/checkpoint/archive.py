@@ -17,14 +17,22 @@ import numpy as np
 
 from jslices import DataLossError, NotFoundError
 from jslices.checkpoint import files
+from jslices.checkpoint.boxes import (
+    Box,
+    box_at,
+    intersection,
+    is_partition,
+    row_blocks,
+    rows_within,
+    shape_of,
+    whole,
+    within,
+)
 from jslices.checkpoint.info import INFO_KEY, Delta, Info, parse_info
-from jslices.checkpoint.leaves import Index, Spec, check_values, rows_within
-from jslices.checkpoint.tensors import CODES, TensorFile, dtype_named, empty_array
+from jslices.checkpoint.leaves import Spec, check_values
+from jslices.checkpoint.tensors import CHUNK, CODES, TensorFile, dtype_named, empty_array
 from jslices.checkpoint.text_format import parse_text
 from jslices.checkpoint.trees import bad_names, brief
-
-#: A box of an array: start and stop along each axis.
-Box = list[tuple[int, int]]
 
 
 def is_published(temporary: str, path: str, save_id: str) -> bool:
@@ -102,7 +110,7 @@ class Archive:
         self.specs[name] = dataclasses.replace(spec, shape=shape)
         self._offsets[name] = rows.start
 
-    def read(self, name: str, index: Index | None = None) -> np.ndarray:
+    def read(self, name: str, box: Box | None = None) -> np.ndarray:
         """Read a variable, or a box of it, as a new array of the saved dtype."""
         spec = self.specs[name]
         if not self.save_id and spec.dtype not in CODES:
@@ -110,17 +118,18 @@ class Archive:
                 f"{name!r} in {self.prefix} has the dtype {spec.dtype}, which NumPy does "
                 "not have"
             )
-        if index is None:
-            index = (slice(None),) * len(spec.shape)
-        bounds = [part.indices(n)[:2] for part, n in zip(index, spec.shape, strict=True)]
-        bounds += [(0, n) for n in spec.tensor_shape[len(bounds) :]]
+        parts = whole(spec.shape) if box is None else box
+        parts = tuple(
+            slice(*part.indices(n)[:2]) for part, n in zip(parts, spec.shape, strict=True)
+        )
         if name in self._offsets:
-            (start, stop), *others = bounds
-            bounds = [(start + self._offsets[name], stop + self._offsets[name]), *others]
-        array = self._read(name, bounds)
+            first, *others = parts
+            offset = self._offsets[name]
+            parts = (slice(first.start + offset, first.stop + offset), *others)
+        array = self._read(name, parts + whole(spec.tensor_shape[len(parts) :]))
         if spec.is_raw:
-            whole = array.reshape(-1).view(dtype_named(spec.dtype))
-            array = whole.reshape(array.shape[:-1])
+            flat = array.reshape(-1).view(dtype_named(spec.dtype))
+            array = flat.reshape(array.shape[:-1])
         try:
             check_values(spec, array)
         except ValueError as error:
@@ -129,12 +138,12 @@ class Archive:
             ) from error
         return array
 
-    def _read(self, name: str, bounds: Box) -> np.ndarray:
+    def _read(self, name: str, box: Box) -> np.ndarray:
         """Read the newest layer that holds it whole, and replay the rows of deltas."""
         deltas = list(itertools.takewhile(lambda layer: name in layer.rows, self._layers))
-        out = self._layers[len(deltas)].read(name, bounds)
+        out = self._layers[len(deltas)].read(name, box)
         for layer in reversed(deltas):
-            layer.replay(name, bounds, out)
+            layer.replay(name, box, out)
         return out
 
 
@@ -143,6 +152,11 @@ class _StoredPiece(NamedTuple):
 
     file: TensorFile
     start: tuple[int, ...]
+    shape: tuple[int, ...]
+
+    @property
+    def box(self) -> Box:
+        return box_at(self.start, self.shape)
 
 
 class _Layer:
@@ -175,8 +189,9 @@ class _Layer:
                 raise DataLossError(f"{file.path} does not hold the tensors that it names")
             for name, start in its_info.starts.items():
                 # The last axis of raw bytes, and that of keys, is held whole.
-                start += (0,) * (len(file.shapes[name]) - len(start))
-                self._pieces.setdefault(name, []).append(_StoredPiece(file, start))
+                shape = file.shapes[name]
+                start += (0,) * (len(shape) - len(start))
+                self._pieces.setdefault(name, []).append(_StoredPiece(file, start, shape))
         if self.save_id:
             self._check_pieces()
 
@@ -194,47 +209,40 @@ class _Layer:
                 f"{brief(set(self._pieces) ^ set(specs))}"
             )
         for name, spec in specs.items():
-            boxes = []
-            for file, start in self._pieces[name]:
-                stored = Spec("numpy", file.dtypes[name], file.shapes[name])
-                ranks = {len(start), len(stored.shape), len(spec.shape)}
+            for file, start, shape in self._pieces[name]:
+                stored = Spec("numpy", file.dtypes[name], shape)
+                ranks = {len(start), len(shape), len(spec.shape)}
                 if stored.dtype != spec.dtype or len(ranks) > 1:
                     raise DataLossError(
                         f"{file.path} holds {stored} at {start} of {name!r}, which is "
                         f"described as {spec}"
                     )
-                boxes.append([(a, a + n) for a, n in zip(start, stored.shape, strict=True)])
-            if not is_partition(boxes, spec.shape):
+            if not is_partition([piece.box for piece in self._pieces[name]], spec.shape):
                 raise DataLossError(
                     f"{self.prefix} does not hold every element of {name!r}, which is "
                     f"described as {spec}, once"
                 )
 
-    def read(self, name: str, bounds: Box) -> np.ndarray:
+    def read(self, name: str, box: Box) -> np.ndarray:
         """Read a box of a variable as a new array of the dtype in the file."""
         dtype = dtype_named(self.specs[name].tensor_dtype)
-        out = empty_array(tuple(b - a for a, b in bounds), dtype)
-        for file, start in self._pieces[name]:
-            shape = file.shapes[name]
-            common = [
-                (max(a, s), min(b, s + n))
-                for (a, b), s, n in zip(bounds, start, shape, strict=True)
-            ]
-            if any(b <= a for a, b in common):
+        out = empty_array(shape_of(box), dtype)
+        for piece in self._pieces[name]:
+            part = intersection(box, piece.box)
+            if part is None:
                 continue
-            into = tuple(
-                slice(a - first, b - first)
-                for (a, b), (first, _) in zip(common, bounds, strict=True)
-            )
-            part = [slice(a - s, b - s) for (a, b), s in zip(common, start, strict=True)]
-            rows, others = part[0] if part else None, part[1:]
-            if all(p.stop - p.start == n for p, n in zip(others, shape[1:], strict=True)):
-                file.read(name, out[into] if into else out, rows)
-            else:
-                out[into] = file.view(name, rows)[(slice(None), *others)]
+            target: Any = out[(..., *within(part, box))]  # type: ignore[arg-type]
+            if not piece.shape:
+                target[...] = piece.file.view(name)
+                continue
+            # By chunks, which are in the cache when they are copied.
+            rows, *others = within(part, piece.box)
+            for block in row_blocks((len(target), *piece.shape[1:]), dtype.itemsize, CHUNK):
+                span = slice(rows.start + block.start, rows.start + block.stop)
+                target[block] = piece.file.view(name, span)[(slice(None), *others)]
         return out
 
-    def replay(self, name: str, bounds: Box, out: np.ndarray) -> None:
+    def replay(self, name: str, box: Box, out: np.ndarray) -> None:
         """Write the rows of a delta over what it builds on."""
         rows, axes = self._first.view(self.rows[name]), self._row_axes(name)
         shape = self.specs[name].shape[:axes]
@@ -243,7 +251,6 @@ class _Layer:
             raise DataLossError(
                 f"{self.prefix} holds rows of {name!r} out of order or beyond its end"
             )
-        box = tuple(slice(a, b) for a, b in bounds)
         inside, local = rows_within(np.unravel_index(rows, shape), box[:axes])
         if len(inside):  # in order, hence close to each other
             span = slice(int(inside[0]), int(inside[-1]) + 1)
@@ -256,20 +263,6 @@ class _Layer:
             len(self.specs[name].tensor_shape) - len(self._first.shapes.get(name, ())) + 1
         )
         return min(max(axes, 1), len(self.specs[name].shape))
-
-
-def is_partition(boxes: list[Box], shape: tuple[int, ...]) -> bool:
-    """True if boxes hold every element of an array of this shape once."""
-    if any(b > n for box in boxes for (_, b), n in zip(box, shape, strict=True)):
-        return False
-    sizes = [math.prod(b - a for a, b in box) for box in boxes]
-    solid = np.array([box for box, size in zip(boxes, sizes, strict=True) if size])
-    for i in range(1, len(solid) if shape else 0):
-        starts, stops = solid[:i, :, 0], solid[:i, :, 1]
-        meet = (starts < solid[i, :, 1]) & (solid[i, :, 0] < stops)
-        if meet.all(axis=1).any():
-            return False
-    return sum(sizes) == math.prod(shape)
 
 
 def base_of(prefix: str) -> str | None:

@@ -11,7 +11,8 @@ import numpy as np
 from jslices import IndexedSlices, InvalidArgumentError, NotFoundError, is_slices
 from jslices.checkpoint import files
 from jslices.checkpoint.archive import Archive
-from jslices.checkpoint.leaves import Array, Leaf, Rows, as_leaf, row_blocks
+from jslices.checkpoint.boxes import row_blocks
+from jslices.checkpoint.leaves import Array, Leaf, Rows, as_leaf
 from jslices.checkpoint.trees import matching, named_leaves
 from jslices.checkpoint.writing import Part
 from jslices.extend import PyTree
@@ -190,7 +191,7 @@ def _changed_rows(name: str, leaf: Leaf, base: Archive) -> Rows | None:
     finest = max(1, len(shape) - 1)
     changed = np.zeros(shape[:finest], bool)
     for piece in leaf.pieces:
-        first, *others = piece.index()
+        first, *others = piece.box
         for rows in row_blocks(piece.data.shape, piece.data.dtype.itemsize):
             at = (slice(first.start + rows.start, first.start + rows.stop), *others)
             new = np.ascontiguousarray(np.asarray(piece.data[rows]))

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
@@ -11,19 +11,26 @@ import jax.numpy as jnp
 import numpy as np
 
 from jslices import InvalidArgumentError
+from jslices.checkpoint.boxes import (
+    BLOCK_BYTES,
+    Box,
+    box_at,
+    intersection,
+    row_blocks,
+    rows_within,
+    whole,
+    within,
+)
 from jslices.checkpoint.processes import is_spread
 from jslices.checkpoint.tensors import CODES, Tensor, dtype_named
 
-#: A box of an array.
-Index = tuple[slice, ...]
 #: Reads a saved array, or a box of it.
-Read = Callable[[Index | None], np.ndarray]
+Read = Callable[[Box | None], np.ndarray]
 #: An array in memory.
 Array: TypeAlias = np.ndarray | jax.Array
 #: What a leaf is restored into: an array, a ShapeDtypeStruct, a number or a string.
 Template: TypeAlias = Any
 
-_BLOCK = 1 << 26  # bytes of an array that are copied to the host at a time
 _NUMBERS = {"bool": "b", "int": "iu", "float": "f", "complex": "c"}
 
 
@@ -150,10 +157,10 @@ class Piece:
     data: Any
     holders: tuple[int, ...] = (0,)
 
-    def index(self) -> Index:
-        """The box as an index of the array."""
-        sizes = self.data.shape
-        return tuple(slice(a, a + n) for a, n in zip(self.start, sizes, strict=True))
+    @property
+    def box(self) -> Box:
+        """Where it is in the array."""
+        return box_at(self.start, self.data.shape)
 
 
 class Rows(NamedTuple):
@@ -180,13 +187,13 @@ class Leaf:
         """True if processes other than the first hold a piece of it."""
         return any(piece.holders != (0,) for piece in self.pieces)
 
-    def tensor(self, block_bytes: int = _BLOCK) -> Tensor:
+    def tensor(self, block_bytes: int = BLOCK_BYTES) -> Tensor:
         """The whole array; one on several devices is gathered block by block."""
         if len(self.pieces) == 1:
             return self.piece_tensor(self.pieces[0], block_bytes)
         return self._tensor(self.spec.shape, lambda: self._merged(block_bytes))
 
-    def piece_tensor(self, piece: Piece, block_bytes: int = _BLOCK) -> Tensor:
+    def piece_tensor(self, piece: Piece, block_bytes: int = BLOCK_BYTES) -> Tensor:
         """A piece as a tensor."""
         return self._tensor(piece.data.shape, lambda: _host_blocks(piece.data, block_bytes))
 
@@ -204,14 +211,13 @@ class Leaf:
     def _merged(self, block_bytes: int) -> Iterator[np.ndarray]:
         shape, dtype = self.spec.shape, self.pieces[0].data.dtype
         for rows in row_blocks(shape, dtype.itemsize, block_bytes):
+            box = (rows, *whole(shape[1:]))
             block = np.empty((rows.stop - rows.start, *shape[1:]), dtype)
             for piece in self.pieces:
-                first, *others = piece.index()
-                start, stop = max(rows.start, first.start), min(rows.stop, first.stop)
-                if start < stop:
-                    part = piece.data[start - first.start : stop - first.start]
-                    target = slice(start - rows.start, stop - rows.start)
-                    block[(target, *others)] = np.asarray(part)
+                part = intersection(box, piece.box)
+                if part is not None:
+                    first, *_ = within(part, piece.box)
+                    block[within(part, box)] = np.asarray(piece.data[first])
             yield block
 
     def _rows(self, rows: Rows, shape: tuple[int, ...]) -> np.ndarray:
@@ -219,30 +225,10 @@ class Leaf:
         at = np.unravel_index(rows.numbers, self.spec.shape[:axes])
         out: Any = np.empty(shape, self.pieces[0].data.dtype)
         for piece in self.pieces:
-            inside, local = rows_within(at, piece.index()[:axes])
+            inside, local = rows_within(at, piece.box[:axes])
             if len(inside):
-                out[(inside, *piece.index()[axes:])] = _take(piece.data, local)
+                out[(inside, *piece.box[axes:])] = _take(piece.data, local)
         return out
-
-
-def rows_within(
-    at: Sequence[np.ndarray], box: Index
-) -> tuple[np.ndarray, tuple[np.ndarray, ...]]:
-    """Which of the rows at these coordinates lie in a box, and where in it."""
-    pairs = list(zip(at, box, strict=True))
-    inside = np.flatnonzero(
-        np.all([(n >= part.start) & (n < part.stop) for n, part in pairs], axis=0)
-    )
-    return inside, tuple(n[inside] - part.start for n, part in pairs)
-
-
-def row_blocks(
-    shape: tuple[int, ...], itemsize: int, block_bytes: int = _BLOCK
-) -> Iterator[slice]:
-    """Divide rows into blocks of at most so many bytes."""
-    size = max(1, block_bytes // max(1, math.prod(shape[1:]) * itemsize))
-    for start in range(0, shape[0], size):
-        yield slice(start, min(start + size, shape[0]))
 
 
 def _host_blocks(data: Array, block_bytes: int) -> Iterator[np.ndarray]:
@@ -407,15 +393,15 @@ def restore_like(name: str, spec: Spec, read: Read, template: Template) -> Any:
 
 def _reading_once(read: Read) -> Read:
     """Read each box of a replicated array once."""
-    boxes: dict[str, np.ndarray] = {}
+    arrays: dict[str, np.ndarray] = {}
 
-    def box(index: Index | None) -> np.ndarray:
-        key = str(index)
-        if key not in boxes:
-            boxes[key] = read(index)
-        return boxes[key]
+    def read_once(box: Box | None) -> np.ndarray:
+        key = str(box)  # slices are not hashable
+        if key not in arrays:
+            arrays[key] = read(box)
+        return arrays[key]
 
-    return box
+    return read_once
 
 
 def _check_width(name: str, spec: Spec) -> None:
