@@ -17,6 +17,7 @@ import warnings
 import numpy as np
 
 import jslices as js
+from jslices.checkpoint import files
 from jslices.checkpoint.leaves import Leaf, Piece, as_leaf
 from jslices.checkpoint.writing import in_shards, write_checkpoint
 
@@ -42,7 +43,9 @@ def write_shards(prefix, variables, count, whole=()):
         for name, value in variables.items()
     }
     specs = {n: (s.spec.kind, s.spec.dtype, s.spec.shape) for n, s in leaves.items()}
-    write_checkpoint(str(prefix), in_shards(leaves), {"variables": specs}, True)
+    write_checkpoint(
+        str(prefix), files.new_id(), in_shards(leaves), {"variables": specs}, True
+    )
 
 
 def save_forever(directory, kind, first):

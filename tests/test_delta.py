@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import jslices as js
-from jslices.checkpoint import DataLossError, NotFoundError
+from jslices.checkpoint import DataLossError, NotFoundError, files
 from jslices.checkpoint.archive import Archive
 from jslices.checkpoint.leaves import Rows, as_leaf
 from jslices.checkpoint.tensors import TensorFile
@@ -278,7 +278,8 @@ def test_a_hostile_link_is_not_followed(tmp_path):
     js.Saver().save({"t": jnp.ones((4, 2))}, tmp_path / "outside")
     path = str(tmp_path / "d" / "n")
     delta = {"base": "../outside", "base_id": "", "rows": {}}
-    write_checkpoint(path, [{}], {"variables": {}, "delta": delta}, False)
+    info = {"variables": {}, "delta": delta}
+    write_checkpoint(path, files.new_id(), [{}], info, False)
     with pytest.raises(DataLossError, match=r"names '../outside' as its base; .* not foll"):
         js.Saver().restore(path)
 
@@ -331,7 +332,8 @@ def test_a_long_chain(tmp_path):
         }
         delta = {"base": f"m-{step - 1}", "base_id": last, "rows": {"t": "r"}}
         info = {"variables": {"t": ("numpy", "float64", (4, 2))}, "delta": delta}
-        last = write_checkpoint(str(tmp_path / f"m-{step}"), [part], info, False)
+        last = files.new_id()
+        write_checkpoint(str(tmp_path / f"m-{step}"), last, [part], info, False)
     np.testing.assert_array_equal(js.Saver().restore(tmp_path / "m-499")["t"], table)
 
 

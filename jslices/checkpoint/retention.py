@@ -6,11 +6,20 @@ import math
 import os
 import time
 from collections.abc import Iterable, Iterator, Mapping
+from typing import NamedTuple
 
 from jslices.checkpoint import files
 from jslices.checkpoint.archive import base_of, saved_id
 
 _log = logging.getLogger("jslices.checkpoint")
+
+
+class _Saved(NamedTuple):
+    """A checkpoint; without the id of its save it is never deleted."""
+
+    path: str
+    time: float
+    save_id: str | None
 
 
 class Retention:
@@ -23,58 +32,53 @@ class Retention:
         self.max_to_keep = max(max_to_keep or 0, 0)
         self.every_n_hours = every_n_hours
         self._next_keep_time = time.time() + every_n_hours * 3600
-        self._last: list[tuple[str, float]] = []  # path, and when it was saved
+        self._last: list[_Saved] = []
         self._permanent: list[str] = []
-        self._doomed: list[str] = []  # to be deleted, unless a delta needs it
-        self._ids: dict[str, str | None] = {}  # the save of each path when it was noted
+        #: To be deleted, unless a delta needs it: the id of the save by path.
+        self._doomed: dict[str, str] = {}
 
     @property
     def paths(self) -> list[str]:
         """The paths of the last checkpoints, the oldest first."""
-        return [path for path, _ in self._last]
+        return [each.path for each in self._last]
 
-    def record(self, path: str) -> None:
-        """Append a path to the list; the first of it may have to go."""
-        self._spare(path)
+    def record(self, path: str, save_id: str) -> None:
+        """Append a checkpoint to the list; the first of it may have to go."""
+        self._doomed.pop(path, None)
         if not self.max_to_keep:
             return
-        self._last = [entry for entry in self._last if entry[0] != path]
-        self._last.append((path, time.time()))
+        self._last = [each for each in self._last if each.path != path]
+        self._last.append(_Saved(path, time.time(), save_id))
         if len(self._last) <= self.max_to_keep:
             return
-        oldest, saved_at = self._last.pop(0)
-        if saved_at > self._next_keep_time:
+        oldest = self._last.pop(0)
+        if oldest.time > self._next_keep_time:
             self._next_keep_time += self.every_n_hours * 3600
-            self._permanent.append(oldest)
-        elif saved_at < math.inf:
-            self._doomed.append(oldest)
+            self._permanent.append(oldest.path)
+        elif oldest.save_id is not None:
+            self._doomed[oldest.path] = oldest.save_id
 
-    def keep(self, path: str) -> None:
-        """Retain a path permanently, unless it is in the list."""
-        self._spare(path)
+    def keep(self, path: str, save_id: str) -> None:
+        """Retain a checkpoint permanently, unless it is in the list."""
+        self._doomed.pop(path, None)
         if path not in [*self.paths, *self._permanent]:
             self._permanent.append(path)
-
-    def _spare(self, path: str) -> None:
-        self._doomed = [other for other in self._doomed if other != path]
-
-    def note(self, path: str, save_id: str | None) -> None:
-        """Remember the save of a path that may be deleted one day."""
-        if path in [*self.paths, *self._doomed]:
-            self._ids[path] = save_id
+        self._last = [
+            each._replace(save_id=save_id) if each.path == path else each
+            for each in self._last
+        ]
 
     def replace(self, paths: Iterable[str]) -> None:
         """Take over a list; its entries will not be deleted."""
-        self._last = [(path, math.inf) for path in paths]
+        self._last = [_Saved(path, math.inf, None) for path in paths]
 
     def recover(self, paths: Iterable[str]) -> None:
         """Take over those checkpoints that exist, with the times of their files."""
-        self._last = []
-        for path in paths:
-            families = files.families(path)
-            if families:
-                self._last.append((path, os.path.getmtime(families[0][0])))
-                self.note(path, saved_id(families[0][0]))
+        self._last = [
+            _Saved(path, os.path.getmtime(first), saved_id(first))
+            for path in paths
+            for first, *_ in files.families(path)[:1]
+        ]
 
     def needed_bases(self) -> set[str]:
         """The absolute paths of all checkpoints on which the retained deltas build."""
@@ -84,12 +88,11 @@ class Retention:
 
     def doomed_in(self, directory: str) -> dict[str, str]:
         """The names of checkpoints to be deleted in a directory, and their saves' ids."""
-        ids = {path: self._ids.get(path) for path in self._doomed}
         here = os.path.abspath(directory)
         return {
             os.path.basename(path): save_id
-            for path, save_id in ids.items()
-            if save_id and os.path.dirname(os.path.abspath(path)) == here
+            for path, save_id in self._doomed.items()
+            if os.path.dirname(os.path.abspath(path)) == here
         }
 
     def take_over_doomed(self, directory: str, doomed: Mapping[str, str]) -> None:
@@ -97,9 +100,8 @@ class Retention:
         retained = {os.path.abspath(path) for path in [*self.paths, *self._permanent]}
         for name, save_id in doomed.items():
             path = os.path.join(directory, name)
-            if os.path.abspath(path) not in retained and path not in self._doomed:
-                self._doomed.append(path)
-                self.note(path, save_id)
+            if os.path.abspath(path) not in retained:
+                self._doomed.setdefault(path, save_id)
 
     def delete_old(self) -> None:
         """Delete old checkpoints; call it once the state file does not name them.
@@ -111,7 +113,7 @@ class Retention:
                 _logged("the old checkpoints in", directory),
                 files.directory_lock(directory, exclusive=True),
             ):
-                needed = _bases(set(files.unsharded_in(directory)) - set(self._doomed))
+                needed = _bases(set(files.unsharded_in(directory)) - {*self._doomed})
                 here = [p for p in self._doomed if os.path.dirname(p) == directory]
                 for path in here:
                     if os.path.abspath(path) not in needed:
@@ -123,13 +125,12 @@ class Retention:
         self._doomed.clear()
 
     def _delete(self, path: str) -> None:
-        families, save_id = files.families(path), self._ids.get(path)
+        families = files.families(path)
         # It may not be a checkpoint, or be one that another process has saved since.
-        if families and save_id is not None and save_id == saved_id(families[0][0]):
+        if families and self._doomed[path] == saved_id(families[0][0]):
             for family in families:
                 files.remove_family(family)
-        self._doomed.remove(path)
-        self._ids.pop(path, None)
+        del self._doomed[path]
 
 
 @contextlib.contextmanager

@@ -320,18 +320,18 @@ class Saver:
     ) -> str:
         retention = copy.deepcopy(self._retention)  # a save that fails changes nothing
         directory, state = os.path.dirname(prefix), None
+        save_id = processes.allgather_text(files.new_id())[0]
         with processes.barrier():
             if write_state:
                 doomed = doomed_in(directory, latest_filename)
                 retention.take_over_doomed(directory, doomed)
-                retention.record(prefix)
+                retention.record(prefix, save_id)
                 state_path, text = self._new_state(prefix, retention.paths, latest_filename)
                 notes = doomed_text(retention.doomed_in(directory))
                 state = state_path, text + notes
             else:
-                retention.keep(prefix)
-        save_id = write_checkpoint(prefix, parts, info, sharded, state, processes)
-        retention.note(prefix, save_id)
+                retention.keep(prefix, save_id)
+        write_checkpoint(prefix, save_id, parts, info, sharded, state, processes)
         self._previous, self._retention = (prefix, save_id), retention
         with processes.barrier():  # then the directory is the same for all of them
             if not processes.is_first:

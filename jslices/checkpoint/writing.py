@@ -94,16 +94,18 @@ def _files(
 
 def write_checkpoint(
     prefix: str,
+    save_id: str,
     parts: Sequence[Part | None],
     info: dict[str, Any],
     sharded: bool,
     state: tuple[str, str] | None = None,
     processes: Processes = ALONE,
-) -> str:
+) -> None:
     """Write the files of a checkpoint, which replaces an older one at once.
 
     Args:
       prefix: its path.
+      save_id: the id of this save, the same in all processes.
       parts: the contents of each file; None for those that other processes write.
       info: what the first file says about the variables.
       sharded: whether the files are shards.
@@ -112,15 +114,12 @@ def write_checkpoint(
         one gives the files of all their names. If one fails, the first deletes the files
         of all before any process raises.
 
-    Returns:
-      The id of this save.
-
     Raises:
       OSError: if that cannot be done. It says whether the checkpoint was saved; if not,
         what was there before is unchanged.
       InvalidArgumentError: if the processes have other paths than the first.
     """
-    save = _Save(prefix, len(parts), sharded, state, processes)
+    save = _Save(prefix, save_id, len(parts), sharded, state, processes)
     try:
         with save.stage():
             save.make_room()
@@ -131,7 +130,6 @@ def write_checkpoint(
     finally:
         save.tidy()
         save.release_locks()
-    return save.save_id
 
 
 class _Save:
@@ -140,18 +138,18 @@ class _Save:
     def __init__(
         self,
         prefix: str,
+        save_id: str,
         num_files: int,
         sharded: bool,
         state: tuple[str, str] | None,
         processes: Processes,
     ) -> None:
-        self.prefix, self.directory = prefix, os.path.dirname(prefix)
+        self.prefix, self.save_id, self.directory = prefix, save_id, os.path.dirname(prefix)
         self.state, self.processes = state, processes
         processes.check_agreement(
             f"{os.path.basename(prefix)!r} to save",
             "give all processes one path and global_step",
         )
-        self.save_id = processes.allgather_text(files.new_id())[0]
         shards = [files.shard_path(prefix, i, num_files) for i in range(num_files)]
         self.paths = shards if sharded else [prefix]
         published = self.paths if state is None else [*self.paths, state[0]]
