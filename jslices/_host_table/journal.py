@@ -31,6 +31,7 @@ in this order (``settle``):
 and then flushes the file and gives it a new id.
 """
 
+import abc
 import atexit
 import contextlib
 import functools
@@ -43,13 +44,15 @@ import warnings
 import weakref
 import zlib
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from types import TracebackType
+from typing import Concatenate, NamedTuple, ParamSpec, Self, TypeVar
 
 import numpy as np
 
 from jslices import DataLossError, FailedPreconditionError
 from jslices._host_table import records as stored
 from jslices._host_table.records import PAGE, File, FileRecords, Part, Records
+from jslices._host_table.rows import Stored
 from jslices.checkpoint import files
 
 _MAGIC = b"jsrows 2"
@@ -91,37 +94,23 @@ class FilePart(NamedTuple):
     values: np.ndarray = _NOTHING  #: uint8 ``[shared]``
 
 
-class Coming(Protocol):
-    """Rows of a step that the device may still be computing."""
-
-    @property
-    def records(self) -> Records:
-        """Of which table."""
-
-    @property
-    def number(self) -> int:
-        """Of the write."""
-
-    def part(self) -> Part:
-        """Wait for them."""
-
-
 class Journal:
     """Writes to some tables: each write is in all of them, or in none.
+
+    When the last table is gone that has it, what was stored is written.
 
     Attributes:
       members: the records of the tables.
       lock: for one call at a time.
-      coming: a write that was stored but not begun.
-      retired: whether its tables have another journal now.
+      coming: a write that was stored but not begun: rows of each table.
+      closed: whether others may open the files, or the tables have another journal.
     """
 
     def __init__(self, members: Sequence[Records]) -> None:
         self.members = list(members)
         self.lock = threading.RLock()
-        self.coming: Sequence[Coming] = ()
+        self.coming: Sequence[Stored] = ()
         self.closed = False
-        self.retired = False
         self._started: Callable[[], None] | None = None
         self._file: File | None = None
         self._unflushed = False
@@ -151,16 +140,15 @@ class Journal:
     def finish(self) -> None:
         """Do what an interrupt has left, and write what was stored."""
         self._resume()
-        if self.coming and self.coming[0].number > self.coming[0].records.done:
+        if self.coming:
             try:
-                parts = [x.part() for x in self.coming]
+                parts = [rows.part() for rows in self.coming]
             except Exception:  # not KeyboardInterrupt, after which they are still to come
                 self.coming = ()
                 raise
             self.write(parts)
-        self.coming = ()
 
-    def store(self, coming: Sequence[Coming], *, at_once: bool) -> None:
+    def store(self, coming: Sequence[Stored], *, at_once: bool) -> None:
         """Write to some tables, now or at the next call. Nothing may be unfinished."""
         self.coming = coming
         if at_once:
@@ -191,6 +179,7 @@ class Journal:
             part.records.apply(part)
         if head is not None:
             self._write_head(head._replace(started=False))
+        self.coming = ()
 
     def replace(self, old: Records, new: Records) -> None:
         """Let a table have other records, and its path another file."""
@@ -260,8 +249,7 @@ class Journal:
             self.finish()
         try:
             if not self.closed:
-                self.flush()
-                self._delete()
+                self.end()
         finally:
             self.release()
 
@@ -276,12 +264,6 @@ class Journal:
     def end(self) -> None:
         """Finish, flush and delete the journal; the tables stay open, for another one."""
         self.flush()
-        self._delete()
-        if self._file is not None:
-            self._file.close()
-            self._file = None
-
-    def _delete(self) -> None:
         if self._file is None:
             return
         first = str(self._file.name)
@@ -292,18 +274,17 @@ class Journal:
         with contextlib.suppress(FileNotFoundError):
             if os.path.samestat(os.stat(first), os.fstat(self._file.fileno())):
                 os.unlink(first)
+        self._file.close()
+        self._file = None
 
     # --- the end of the process -------------------------------------------------------
 
-    def keeper(self) -> object:
-        """An object for the tables to keep: when it is gone, what was stored is written."""
-        keeper = _Keeper()
-        weakref.finalize(keeper, self.abandon).atexit = False
-        return keeper
+    def __del__(self) -> None:
+        self.abandon()
 
     def abandon(self) -> None:
         """Write what was stored, at the end of the process or of the last table."""
-        if self.closed or self.retired or not self._files or os.getpid() != self._pid:
+        if self.closed or not self._files or os.getpid() != self._pid:
             return
         try:
             self.finish()
@@ -326,10 +307,6 @@ class Journal:
             member.unlock()
 
 
-class _Keeper:
-    """Gone with the last table of a journal."""
-
-
 #: Of all tables that are there.
 _JOURNALS: "weakref.WeakSet[Journal]" = weakref.WeakSet()
 
@@ -349,6 +326,62 @@ def _forget_all() -> None:
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_forget_all)
+
+
+_Args = ParamSpec("_Args")
+_Result = TypeVar("_Result")
+_Owner = TypeVar("_Owner", bound="Journaled")
+
+
+def one_at_a_time(
+    method: Callable[Concatenate[_Owner, _Args], _Result],
+) -> Callable[Concatenate[_Owner, _Args], _Result]:
+    """A method that one thread calls at a time, before ``close``."""
+
+    def call(self: _Owner, /, *args: _Args.args, **kwargs: _Args.kwargs) -> _Result:
+        self._journal.check_usable(self)
+        with self._journal.lock:
+            return method(self, *args, **kwargs)
+
+    functools.update_wrapper(call, method)
+    return call
+
+
+class Journaled(abc.ABC):
+    """A table, or some, that a journal writes to."""
+
+    @property
+    @abc.abstractmethod
+    def _journal(self) -> Journal: ...
+
+    @one_at_a_time
+    def flush(self) -> None:
+        """Returns once all that was stored is written, and in files on the disk.
+
+        Raises:
+          DataLossError: where a file was deleted or replaced.
+        """
+        self._journal.flush()
+
+    def close(self) -> None:
+        """Writes what was stored, flushes and lets others open the files. Nothing twice.
+
+        Raises:
+          DataLossError: where a file was deleted or replaced.
+        """
+        with self._journal.lock:
+            self._journal.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
 
 
 def read_head(journal: str) -> Head | None:

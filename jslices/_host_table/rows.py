@@ -105,13 +105,8 @@ class Stored(NamedTuple):
     """Rows that were stored: what the device may still be computing."""
 
     records: Records
-    number: int  #: of the write
     fetched: Fetched
     words: HostRows
-
-    def is_coming_to(self, records: Records) -> bool:
-        """True if it is not in the records of a table, and is for them."""
-        return self.records is records and self.number > int(records.done)
 
     def part(self) -> Part:
         if int(self.words.ticket) != self.fetched.ticket:
@@ -124,7 +119,8 @@ class Stored(NamedTuple):
         steps = np.asarray(self.records.shared[0] + 1)
         shared = [steps, *(np.asarray(x) for x in self.words.shared)]
         _, rows, new = self.fetched
-        return Part(self.records, self.number, rows, words, shared, new)
+        number = int(self.records.done) + 1
+        return Part(self.records, number, rows, words, shared, new)
 
 
 @functools.partial(jax.jit, static_argnums=0)

@@ -5,8 +5,7 @@ import functools
 import itertools
 import os
 from collections.abc import Callable, Mapping
-from types import TracebackType
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +25,7 @@ from jslices._host_table.arguments import (
     power_of_two,
     real,
 )
-from jslices._host_table.journal import Journal
+from jslices._host_table.journal import Journal, Journaled, one_at_a_time
 from jslices._host_table.layout import layout_of
 from jslices._host_table.opening import open_file
 from jslices._host_table.records import FileRecords, Part, Records, copy_records, parts_of
@@ -38,9 +37,11 @@ from jslices._host_table.rows import (
     caught_up,
     with_pending,
 )
-from jslices._host_table.together import HostTables
 from jslices.checkpoint import files
 from jslices.extend import PyTree, as_transformation
+
+if TYPE_CHECKING:
+    from jslices._host_table.together import HostTables
 
 #: Bytes of records that are copied, or caught up, at a time.
 _CHUNK = 1 << 26
@@ -48,25 +49,7 @@ _CHUNK = 1 << 26
 _TICKETS = itertools.count(1)
 
 
-_Args = ParamSpec("_Args")
-_Result = TypeVar("_Result")
-
-
-def _one_at_a_time(
-    method: Callable[Concatenate["HostTable", _Args], _Result],
-) -> Callable[Concatenate["HostTable", _Args], _Result]:
-    """A method that one thread calls at a time, while the table is open."""
-
-    def call(self: "HostTable", /, *args: _Args.args, **kwargs: _Args.kwargs) -> _Result:
-        self._journal.check_usable(self)
-        with self._journal.lock:
-            return method(self, *args, **kwargs)
-
-    functools.update_wrapper(call, method)
-    return call
-
-
-class HostTable:
+class HostTable(Journaled):
     """A table that is larger than a device's memory, with the state of its optimizer.
 
     The table ``[V, *D]`` is in the memory of the host, or in a file that may be larger than
@@ -185,9 +168,8 @@ class HostTable:
             if self._path is None
             else open_file(self._path, self._layout, rows, self._shared, make=True)
         )
-        journal = Journal([records])
-        #: Of a journal, the number of the table in it, and what keeps it open.
-        self._seat = journal, 0, journal.keeper()
+        #: The journal, and the number of the table in it.
+        self._seat = Journal([records]), 0
         #: Of the last fetch, until its rows are stored.
         self._fetched: Fetched | None = None
 
@@ -197,7 +179,7 @@ class HostTable:
 
     @property
     def _records(self) -> Records:
-        journal, index, _ = self._seat
+        journal, index = self._seat
         return journal.members[index]
 
     @property
@@ -208,14 +190,14 @@ class HostTable:
     def steps(self) -> int:
         return self._steps()
 
-    @_one_at_a_time
+    @one_at_a_time
     def _steps(self) -> int:
         self._journal.finish()
         return int(self._records.shared[0])
 
     # --- a step -----------------------------------------------------------------------
 
-    @_one_at_a_time
+    @one_at_a_time
     def fetch(self, ids: PyTree) -> tuple[HostRows, PyTree]:
         """Brings the rows that some ids name to the device.
 
@@ -246,7 +228,7 @@ class HostTable:
         ticket = next(_TICKETS) % 2**31
         rows = jax.device_put(self._rows_of(words, numbers, ticket), self._device)
         for coming in self._journal.coming:
-            if isinstance(coming, Stored) and coming.is_coming_to(self._records):
+            if coming.records is self._records:
                 rows = with_pending(rows, numbers, coming.fetched.rows, coming.words)
         self._fetched = Fetched(ticket, numbers, new)
         places[places < 0] = room
@@ -254,7 +236,7 @@ class HostTable:
         shaped = [part.reshape(x.shape) for part, x in zip(parts, arrays, strict=True)]
         return rows, jax.tree.unflatten(tree, shaped)
 
-    @_one_at_a_time
+    @one_at_a_time
     def store(self, rows: HostRows) -> None:
         """Writes back the rows that were fetched last.
 
@@ -285,8 +267,7 @@ class HostTable:
         if self._overlap:
             for x in jax.tree.leaves(rows):
                 x.copy_to_host_async()
-        records = self._records
-        return Stored(records, int(records.done) + 1, fetched, rows)
+        return Stored(self._records, fetched, rows)
 
     def _room_for(self, rows: int, ids: int) -> int:
         """U: room for some rows, of as many ids."""
@@ -331,7 +312,7 @@ class HostTable:
 
     # --- the whole table --------------------------------------------------------------
 
-    @_one_at_a_time
+    @one_at_a_time
     def read(self, ids: ArrayLike) -> np.ndarray:
         """The parameters of some rows as they are now, those of exact optimizers caught up.
 
@@ -356,7 +337,7 @@ class HostTable:
         rows[places >= 0] = table[places[places >= 0]]
         return rows.reshape(*ids.shape, *self._row)
 
-    @_one_at_a_time
+    @one_at_a_time
     def catch_up(self) -> None:
         """Makes up the steps that rows of an exact optimizer have missed, in all rows.
 
@@ -383,7 +364,7 @@ class HostTable:
                     [Part(records, number, numbers, new, records.shared, numbers[:0])]
                 )
 
-    @_one_at_a_time
+    @one_at_a_time
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes a copy to a file: :meth:`restore` reads it, and HostTable opens it.
 
@@ -406,7 +387,7 @@ class HostTable:
                 copy.publish(path)
         files.remove(stored.journal_of(path))  # of a table that was there and is no more
 
-    @_one_at_a_time
+    @one_at_a_time
     def restore(self, path: str | os.PathLike[str]) -> None:
         """Takes over all rows, and how many steps were stored, from a file.
 
@@ -433,7 +414,7 @@ class HostTable:
                 new = self._copied_to(self._path, saved)
                 self._journal.do(functools.partial(self._journal.replace, records, new))
 
-    @_one_at_a_time
+    @one_at_a_time
     def grow(self, num_rows: int) -> None:
         """Gives the table more rows, which begin anew; those that it has keep their state.
 
@@ -490,26 +471,8 @@ class HostTable:
 
     # --- the file ---------------------------------------------------------------------
 
-    @_one_at_a_time
-    def flush(self) -> None:
-        """Returns once all that was stored is written, and in a file on the disk.
-
-        Raises:
-          DataLossError: where the file was deleted or replaced.
-        """
-        self._journal.flush()
-
-    def close(self) -> None:
-        """Writes what was stored, flushes and lets others open the file. Nothing twice.
-
-        Raises:
-          DataLossError: where the file was deleted or replaced.
-        """
-        with self._journal.lock:
-            self._journal.close()
-
     @staticmethod
-    def together(tables: Mapping[str, "HostTable"]) -> HostTables["HostTable"]:
+    def together(tables: Mapping[str, "HostTable"]) -> "HostTables":
         """Tables that are fetched and stored as one, in steps that all files have or none.
 
         Args:
@@ -549,43 +512,9 @@ class HostTable:
           >>> tables.steps
           1
         """
-        members = list(tables.values())
-        for table in members:
-            if not isinstance(table, HostTable):
-                raise TypeError(f"HostTable.together wants HostTables, got {table!r:.80}")
-            table._journal.check_usable(table)
-            if len(table._journal.members) > 1 or members.count(table) > 1:
-                raise InvalidArgumentError(
-                    f"{table!r} is together with other tables already, or twice in these"
-                )
-        before = [table._seat for table in members]
-        for old, _, _ in before:
-            old.end()
-        journal = Journal([table._records for table in members])
-        keeper = journal.keeper()
-        try:
-            for index, (table, (old, _, _)) in enumerate(zip(members, before, strict=True)):
-                old.retired = True
-                table._seat = journal, index, keeper
-        except BaseException:
-            journal.retired = True
-            for table, seat in zip(members, before, strict=True):
-                table._seat, seat[0].retired = seat, False
-            raise
-        at_once = not all(table._overlap for table in members)
-        takes = {name: table._take for name, table in tables.items()}
-        return HostTables(tables, takes, journal, at_once)
+        from jslices._host_table.together import HostTables
 
-    def __enter__(self) -> "HostTable":
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
+        return HostTables(tables)
 
     def __repr__(self) -> str:
         where = "in memory" if self._path is None else f"path={self._path!r}"

@@ -1,43 +1,53 @@
-"""Several host tables that are stored as one."""
+"""Several host tables that are fetched and stored as one."""
 
-from collections.abc import Callable, Mapping
-from types import TracebackType
-from typing import Generic, Protocol, TypeVar
+from collections.abc import Mapping
 
 from jslices import FailedPreconditionError, InvalidArgumentError
-from jslices._host_table.journal import Coming, Journal
+from jslices._host_table.journal import Journal, Journaled, one_at_a_time
 from jslices._host_table.rows import HostRows
+from jslices._host_table.table import HostTable
 from jslices.extend import PyTree
 
 
-class _Table(Protocol):
-    @property
-    def steps(self) -> int: ...
-
-    def fetch(self, ids: PyTree) -> tuple[HostRows, PyTree]: ...
-
-
-_T = TypeVar("_T", bound=_Table)
-
-
-class HostTables(Generic[_T]):
+class HostTables(Journaled):
     """Host tables by name, made by :meth:`jslices.HostTable.together`.
 
     A step is in the files of all of them or in none, whatever kills the process. They lie
     together in one journal, that of the first file, to which the others have links.
     """
 
-    def __init__(
-        self,
-        tables: Mapping[str, _T],
-        takes: Mapping[str, Callable[[HostRows], Coming]],
-        journal: Journal,
-        at_once: bool,
-    ) -> None:
-        self._tables, self._takes = dict(tables), takes
-        self._journal, self._at_once = journal, at_once
+    def __init__(self, tables: Mapping[str, HostTable]) -> None:
+        members = list(tables.values())
+        for table in members:
+            if not isinstance(table, HostTable):
+                raise TypeError(f"HostTable.together wants HostTables, got {table!r:.80}")
+            table._journal.check_usable(table)
+            if len(table._journal.members) > 1 or members.count(table) > 1:
+                raise InvalidArgumentError(
+                    f"{table!r} is together with other tables already, or twice in these"
+                )
+        before = [table._seat for table in members]
+        for journal, _ in before:
+            journal.end()
+        self._tables = dict(tables)
+        self._shared_journal = Journal([table._records for table in members])
+        try:
+            for index, (table, (journal, _)) in enumerate(
+                zip(members, before, strict=True)
+            ):
+                journal.closed = True
+                table._seat = self._shared_journal, index
+        except BaseException:
+            self._shared_journal.closed = True
+            for table, seat in zip(members, before, strict=True):
+                table._seat, seat[0].closed = seat, False
+            raise
 
-    def __getitem__(self, name: str) -> _T:
+    @property
+    def _journal(self) -> Journal:
+        return self._shared_journal
+
+    def __getitem__(self, name: str) -> HostTable:
         return self._tables[name]
 
     @property
@@ -55,6 +65,7 @@ class HostTables(Generic[_T]):
             )
         return next(iter(steps.values()))
 
+    @one_at_a_time
     def fetch(
         self, ids: Mapping[str, PyTree]
     ) -> tuple[dict[str, HostRows], dict[str, PyTree]]:
@@ -70,11 +81,11 @@ class HostTables(Generic[_T]):
           InvalidArgumentError: for other names than those of the tables.
         """
         self._check("fetch", ids)
-        with self._journal.lock:
-            both = {name: table.fetch(ids[name]) for name, table in self._tables.items()}
+        both = {name: table.fetch(ids[name]) for name, table in self._tables.items()}
         rows = {name: rows for name, (rows, _) in both.items()}
         return rows, {name: places for name, (_, places) in both.items()}
 
+    @one_at_a_time
     def store(self, rows: Mapping[str, HostRows]) -> None:
         """Writes back the rows that were fetched last, to all tables or to none.
 
@@ -83,33 +94,10 @@ class HostTables(Generic[_T]):
           FailedPreconditionError: for rows that are not those of the last ``fetch``.
         """
         self._check("store", rows)
-        self._journal.check_usable(self)
-        with self._journal.lock:
-            self._journal.finish()
-            coming = [take(rows[name]) for name, take in self._takes.items()]
-            self._journal.store(coming, at_once=self._at_once)
-
-    def flush(self) -> None:
-        """Returns once all that was stored is written, and in files on the disk."""
-        self._journal.check_usable(self)
-        with self._journal.lock:
-            self._journal.flush()
-
-    def close(self) -> None:
-        """Writes what was stored, and lets others open the files. Does nothing twice."""
-        with self._journal.lock:
-            self._journal.close()
-
-    def __enter__(self) -> "HostTables[_T]":
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
+        self._journal.finish()
+        coming = [table._take(rows[name]) for name, table in self._tables.items()]
+        overlaps = all(table._overlap for table in self._tables.values())
+        self._journal.store(coming, at_once=not overlaps)
 
     def __repr__(self) -> str:
         return f"HostTables({self._tables})"

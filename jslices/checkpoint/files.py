@@ -58,19 +58,19 @@ def open_new(path: str) -> int:
     return descriptor
 
 
-def write_text(path: str, text: str) -> None:
-    """Replace a small file."""
+@contextlib.contextmanager
+def replacing(path: str) -> Iterator[int]:
+    """A new file, locked, that takes the place of ``path`` unless the block raises."""
     temporary = temporary_path(path, new_id())
     descriptor = open_new(temporary)
     try:
-        write_and_flush(descriptor, text)
+        yield descriptor
         os.replace(temporary, path)  # while it is open, and so locked
     except BaseException:
         remove(temporary)
         raise
     finally:
         os.close(descriptor)
-    sync_directory(os.path.dirname(path))
 
 
 def write_and_flush(descriptor: int, text: str) -> None:

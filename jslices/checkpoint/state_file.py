@@ -170,7 +170,10 @@ def update_checkpoint_state(
     directory = os.path.dirname(filename)
     with files.directory_lock(directory, exclusive=True):
         files.clean(directory, is_published)
-    files.write_text(filename, text + doomed_text(doomed_in(directory, latest_filename)))
+    notes = doomed_text(doomed_in(directory, latest_filename))
+    with files.replacing(filename) as descriptor:
+        files.write_and_flush(descriptor, text + notes)
+    files.sync_directory(directory)
 
 
 def new_state(

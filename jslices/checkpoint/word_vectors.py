@@ -17,7 +17,7 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from jslices import DataLossError, NotFoundError
-from jslices.checkpoint.files import Path, new_id, temporary_path
+from jslices.checkpoint.files import Path, replacing
 
 _SIZES = re.compile(rb"\s*(\d+)\s+(\d+)\s*")
 #: Bytes of a line of text: one of a binary file may be all of it.
@@ -134,21 +134,15 @@ def save_word_vectors(
     for row, word in enumerate(words):
         if not word or word.split() != [word]:
             raise ValueError(f"word {row} is {word!r}: words hold no white space in files")
-    temporary = temporary_path(path, new_id())
-    try:
-        with open(temporary, "wb") as file:
-            if form != "glove":
-                file.write(b"%d %d\n" % table.shape)
-            text = " %.9g" * table.shape[1]
-            for word, row in zip(words, table, strict=True):
-                numbers = (text % tuple(row.tolist())).encode()
-                if form == "word2vec_binary":
-                    numbers = b" " + row.tobytes()
-                file.write(word.encode() + numbers + b"\n")
-        os.replace(temporary, path)
-    finally:
-        if os.path.exists(temporary):
-            os.remove(temporary)
+    with replacing(path) as descriptor, open(descriptor, "wb", closefd=False) as file:
+        if form != "glove":
+            file.write(b"%d %d\n" % table.shape)
+        text = " %.9g" * table.shape[1]
+        for word, row in zip(words, table, strict=True):
+            numbers = (text % tuple(row.tolist())).encode()
+            if form == "word2vec_binary":
+                numbers = b" " + row.tobytes()
+            file.write(word.encode() + numbers + b"\n")
 
 
 _File = io.BufferedIOBase
