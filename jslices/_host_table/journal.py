@@ -50,8 +50,14 @@ from typing import Concatenate, NamedTuple, ParamSpec, Self, TypeVar
 import numpy as np
 
 from jslices import DataLossError, FailedPreconditionError
-from jslices._host_table import records as stored
-from jslices._host_table.records import PAGE, File, FileRecords, Part, Records
+from jslices._host_table.records import (
+    PAGE,
+    File,
+    FileRecords,
+    Part,
+    Records,
+    journal_of,
+)
 from jslices._host_table.rows import Stored
 from jslices.checkpoint import files
 
@@ -106,16 +112,18 @@ class Journal:
       closed: whether others may open the files, or the tables have another journal.
     """
 
+    closed = True  # until it is made: an interrupt may come before
+
     def __init__(self, members: Sequence[Records]) -> None:
         self.members = list(members)
         self.lock = threading.RLock()
         self.coming: Sequence[Stored] = ()
-        self.closed = False
         self._started: Callable[[], None] | None = None
         self._file: File | None = None
         self._unflushed = False
         self._pid = os.getpid()
         _JOURNALS.add(self)
+        self.closed = False
 
     @property
     def _files(self) -> list[FileRecords]:
@@ -204,7 +212,7 @@ class Journal:
     def _opened(self) -> File:
         """The file, made before the first write."""
         if self._file is None:
-            first, *others = (stored.journal_of(x.path) for x in self._files)
+            first, *others = (journal_of(x.path) for x in self._files)
             self._file = File(first, "x+")
             for link in others:
                 folder = os.path.dirname(link)
@@ -214,8 +222,7 @@ class Journal:
         return self._file
 
     def _write_head(self, head: Head) -> None:
-        file = self._opened()
-        stored.write_at(file, 0, head.to_bytes(), str(file.name))
+        self._opened().write_at(0, head.to_bytes())
 
     def _write_body(self, parts: Sequence[Part]) -> Head:
         """Write all but the head; returns the head that makes the write count."""
@@ -224,15 +231,14 @@ class Journal:
             self._write_head(Head(False, True, len(self._files)))
             os.fsync(file.fileno())
             self._unflushed = True
-        path = str(file.name)
-        folder = os.path.dirname(path)
+        folder = os.path.dirname(file.path)
         index = json.dumps([_described(part, folder) for part in parts]).encode()
         start = b"".join([index, b"\n", *(_start_of(part) for part in parts)])
-        stored.write_at(file, PAGE, start, path)
+        file.write_at(PAGE, start)
         offset, checksum = PAGE + len(start), zlib.crc32(start)
         for part in parts:
             words = np.ascontiguousarray(part.words).reshape(-1).view(np.uint8)
-            stored.write_at(file, offset, words, path)
+            file.write_at(offset, words)
             offset, checksum = offset + len(words), _checksum(words, checksum)
         return Head(True, True, len(self._files), checksum, offset - PAGE)
 
@@ -266,9 +272,9 @@ class Journal:
         self.flush()
         if self._file is None:
             return
-        first = str(self._file.name)
+        first = self._file.path
         for member in self._files[1:]:
-            link = stored.journal_of(member.path)
+            link = journal_of(member.path)
             if os.path.islink(link) and os.path.realpath(link) == first:
                 files.remove(link)
         with contextlib.suppress(FileNotFoundError):
@@ -391,8 +397,8 @@ def read_head(journal: str) -> Head | None:
       DataLossError: for a damaged one.
     """
     try:
-        with File(journal) as file:
-            data = file.read(_HEAD.size + _CHECKSUM.size) or b""
+        with File(journal, "r") as file:
+            data = file.read_at(0, _HEAD.size + _CHECKSUM.size)
     except FileNotFoundError:
         return None
     if not data:
@@ -411,8 +417,8 @@ def read_head(journal: str) -> Head | None:
 
 def read_body(path: str, journal: str, head: Head) -> list[FilePart]:
     """The parts of a write that is in the journal of a file."""
-    with File(journal) as source:
-        body = np.frombuffer(stored.read_at(source, PAGE, head.length), np.uint8)
+    with File(journal, "r") as source:
+        body = np.frombuffer(source.read_at(PAGE, head.length), np.uint8)
     folder = os.path.dirname(os.path.realpath(journal))
     with contextlib.suppress(ValueError, TypeError):
         index, _, _ = body.tobytes().partition(b"\n")

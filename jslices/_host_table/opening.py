@@ -56,8 +56,8 @@ def open_file(
         new.close()  # another process was faster
     try:
         stored.clean(path)
-        form.check(path, lock)
-        settle(path, lock, form)
+        form.check(lock)
+        settle(lock, form)
         records = FileRecords(path, lock, form)
     except BaseException:
         lock.close()
@@ -77,13 +77,13 @@ def _refuse_orphan(path: str) -> None:
         )
 
 
-def settle(path: str, file: File, form: FileForm) -> None:
+def settle(file: File, form: FileForm) -> None:
     """Bring a locked file to a whole step by the journal beside it, and delete that.
 
     Raises:
       DataLossError: where that is impossible.
     """
-    journal = stored.journal_of(path)
+    path, journal = file.path, stored.journal_of(file.path)
     head = read_head(journal)
     if head is not None and head.unflushed and head.boot != this_boot():
         raise DataLossError(
@@ -92,7 +92,7 @@ def settle(path: str, file: File, form: FileForm) -> None:
             f"copy that save(path) made in its place and delete {journal}; or delete only "
             "that, to take the rows as they are"
         )
-    replayed = head is not None and head.started and _replay(path, file, form, head)
+    replayed = head is not None and head.started and _replay(file, form, head)
     done, begun = _numbers(file, len(form.head), form.mark)
     if begun != done or done < 0:
         raise DataLossError(
@@ -109,12 +109,12 @@ def settle(path: str, file: File, form: FileForm) -> None:
     files.remove(journal)
 
 
-def _replay(path: str, file: File, form: FileForm, head: Head) -> bool:
+def _replay(file: File, form: FileForm, head: Head) -> bool:
     """Write the step that is in a journal to all of its files; False if not of this one."""
-    journal = stored.journal_of(path)
+    path, journal = file.path, stored.journal_of(file.path)
     parts = read_body(path, journal, head)
     paths = [part.file for part in parts]
-    own = stored.read_at(file, form.mark, 16).hex()
+    own = file.read_at(form.mark, 16).hex()
     if own not in [part.id for part in parts]:
         if path not in paths and os.path.islink(journal):
             return False
@@ -134,20 +134,20 @@ def _replay(path: str, file: File, form: FileForm, head: Head) -> bool:
                 )
             if other is not file:
                 stack.enter_context(other)
-            if _lacks(other, part, journal, path if other is file else part.file):
+            if _lacks(other, part, journal):
                 todo.append((other, part))
-        for target in todo:
-            _write_part(*target)
+        for other, part in todo:
+            _write_part(other, part)
     return True
 
 
-def _lacks(file: File, part: FilePart, journal: str, path: str) -> bool:
+def _lacks(file: File, part: FilePart, journal: str) -> bool:
     """Whether a file lacks a part, which must be of it.
 
     Raises:
       DataLossError: for a part of another file.
     """
-    id_ = stored.read_at(file, part.mark, 16).hex()
+    path, id_ = file.path, file.read_at(part.mark, 16).hex()
     size = part.first + part.num_rows * part.record
     if id_ != part.id or os.fstat(file.fileno()).st_size != size:
         raise DataLossError(
@@ -168,15 +168,15 @@ def _lacks(file: File, part: FilePart, journal: str, path: str) -> bool:
 
 def _write_part(file: File, part: FilePart) -> None:
     number = struct.pack("<q", part.number)
-    stored.write_at(file, part.mark + 16, number, part.file)
+    file.write_at(part.mark + 16, number)
     for row, record in zip(part.rows.tolist(), part.words, strict=True):
-        stored.write_at(file, part.first + row * part.record, record, part.file)
-    stored.write_at(file, part.state + 8, part.values, part.file)
-    stored.write_at(file, part.state, number, part.file)
+        file.write_at(part.first + row * part.record, record)
+    file.write_at(part.state + 8, part.values)
+    file.write_at(part.state, number)
 
 
 def _numbers(file: File, state: int, mark: int) -> tuple[int, int]:
     """``done`` and ``begun`` of a file."""
-    (done,) = struct.unpack("<q", stored.read_at(file, state, 8))
-    (begun,) = struct.unpack("<q", stored.read_at(file, mark + 16, 8))
+    (done,) = struct.unpack("<q", file.read_at(state, 8))
+    (begun,) = struct.unpack("<q", file.read_at(mark + 16, 8))
     return done, begun

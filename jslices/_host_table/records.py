@@ -44,10 +44,47 @@ _MARK = struct.Struct("<16sq")
 
 
 class File(io.FileIO):
-    """A file that an interrupt may leave to the garbage collector, without a warning."""
+    """A file that is read and written at offsets.
+
+    An interrupt may leave it to the garbage collector, without a warning.
+
+    Attributes:
+      path: of the file; errors name it.
+    """
+
+    def __init__(self, path: str, mode: str = "r+", descriptor: int | None = None) -> None:
+        super().__init__(path if descriptor is None else descriptor, mode)
+        self.path = path
 
     def __del__(self) -> None:
         self.close()
+
+    def read_at(self, offset: int, size: int) -> bytes:
+        """Read bytes, fewer at the end of the file."""
+        self.seek(offset)
+        parts = []
+        while size and (part := self.read(size)):
+            parts.append(part)
+            size -= len(part)
+        return b"".join(parts)
+
+    def write_at(self, offset: int, data: bytes | np.ndarray) -> None:
+        """Write bytes, or the bytes of an array.
+
+        Raises:
+          OSError: where there is no room, with the path.
+        """
+        if isinstance(data, bytes):
+            view = memoryview(data)
+        else:
+            view = np.ascontiguousarray(data).reshape(-1).view(np.uint8).data
+        descriptor = self.fileno()
+        try:
+            os.lseek(descriptor, offset, os.SEEK_SET)
+            while len(view):
+                view = view[os.write(descriptor, view) :]
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, self.path) from error
 
 
 class Part(NamedTuple):
@@ -147,14 +184,14 @@ class FileForm:
         """Bytes of the file."""
         return self.first + self.rows * self.record
 
-    def check(self, path: str, file: File) -> None:
+    def check(self, file: File) -> None:
         """Refuse a file of another table, or of another length; update an old one.
 
         Raises:
           InvalidArgumentError: for a file of another table, or of another kind.
           DataLossError: for one that was truncated or extended.
         """
-        start = read_at(file, 0, len(self.head))
+        path, start = file.path, file.read_at(0, len(self.head))
         magic = start[: len(_MAGIC)]
         if len(start) < PAGE and any(x.startswith(magic) for x in (_MAGIC, _FIRST_MAGIC)):
             raise DataLossError(
@@ -180,12 +217,12 @@ class FileForm:
                 " it was cut off or written by something else. Put a copy in its place"
             )
         if magic == _FIRST_MAGIC:
-            self._update(path, file)
+            self._update(file)
 
-    def _update(self, path: str, file: File) -> None:
+    def _update(self, file: File) -> None:
         """Give a file of the first format what it lacks, which is room that it has."""
-        (done,) = struct.unpack("<q", read_at(file, len(self.head), 8))
-        journal = journal_of(path)
+        (done,) = struct.unpack("<q", file.read_at(len(self.head), 8))
+        path, journal = file.path, journal_of(file.path)
         with contextlib.suppress(FileNotFoundError), open(journal, "rb") as old:
             start = old.read(8)
             if len(start) == 8 and struct.unpack("<q", start)[0] > done:
@@ -201,9 +238,9 @@ class FileForm:
                 "init=lambda ids: rows[ids]"
             )
         files.remove(journal)
-        write_at(file, self.mark, _MARK.pack(bytes(16), done), path)
+        file.write_at(self.mark, _MARK.pack(bytes(16), done))
         os.fsync(file.fileno())
-        write_at(file, 0, _MAGIC, path)
+        file.write_at(0, _MAGIC)
 
 
 class FileRecords(Records):
@@ -223,10 +260,10 @@ class FileRecords(Records):
         self._temporary = path if temporary else None
         # The map and its descriptor may outlive the table; the lock has a file of its own.
         self._lock = lock
-        self._file = _open(path)
+        self._file = File(path)
         try:
             if _is_in_memory(self._file):  # where reading a hole takes room as well
-                _allocate(self._file, form.size, path)
+                _allocate(self._file, form.size)
             self._map = mmap.mmap(self._file.fileno(), form.size)
         except BaseException:
             self._file.close()
@@ -262,7 +299,7 @@ class FileRecords(Records):
 
     def put(self, start: int, words: np.ndarray) -> None:
         offset = self.form.first + start * self.form.record
-        write_at(self._file, offset, words, self.path)
+        self._file.write_at(offset, words)
 
     def flush(self) -> None:
         self._map.flush()
@@ -288,7 +325,7 @@ class FileRecords(Records):
             if os.path.lexists(self._temporary):
                 os.replace(self._temporary, path)  # while it is open, and so locked
             files.sync_directory(os.path.dirname(path))
-            self.path = path
+            self.path = self._file.path = path
             self._temporary = None
 
     def close(self) -> None:
@@ -314,13 +351,13 @@ def make(
     clean(path)
     _check_room(path, form.size)
     temporary = files.temporary_path(path, files.new_id())
-    lock = File(files.open_new(temporary), "r+")
+    lock = File(temporary, "r+", files.open_new(temporary))
     try:
         os.ftruncate(lock.fileno(), form.size)
         state = b"".join(x.tobytes() for x in (np.zeros((), np.int64), *shared))
-        write_at(lock, len(form.head), state, temporary)
-        write_at(lock, form.mark, _MARK.pack(os.urandom(16), 0), temporary)
-        write_at(lock, 0, form.head, temporary)
+        lock.write_at(len(form.head), state)
+        lock.write_at(form.mark, _MARK.pack(os.urandom(16), 0))
+        lock.write_at(0, form.head)
         return FileRecords(temporary, lock, form, temporary=True)
     except BaseException:
         lock.close()
@@ -351,11 +388,11 @@ def locked(path: str) -> File | None:
                     f"{path} is no file but a directory, a pipe or a device; give the path "
                     "of a HostTable's file, or of none yet"
                 )
-            file = _open(path)
+            file = File(path)
         except FileNotFoundError:
             return None
         try:
-            _lock(file, path)
+            _lock(file)
             # Another may have been renamed to it between the two.
             with contextlib.suppress(FileNotFoundError):
                 if os.path.samestat(os.stat(path), os.fstat(file.fileno())):
@@ -366,54 +403,21 @@ def locked(path: str) -> File | None:
         file.close()
 
 
-def _lock(file: File, path: str) -> None:
+def _lock(file: File) -> None:
     if fcntl is None:
         return
     try:
         fcntl.flock(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
         raise FailedPreconditionError(
-            f"{path} is open as a HostTable, in another process or in this one, and only "
-            "one can train it. Call close() there, or open a copy that save(path) made"
+            f"{file.path} is open as a HostTable, in another process or in this one, and "
+            "only one can train it. Call close() there, or open a copy that save(path) made"
         ) from error
 
 
 def journal_of(path: str) -> str:
     """The path of a file's journal."""
     return f"{path}-journal"
-
-
-def _open(path: str) -> File:
-    return File(path, "r+")
-
-
-def read_at(file: File, offset: int, size: int) -> bytes:
-    """Read bytes at an offset, fewer at the end of the file."""
-    os.lseek(file.fileno(), offset, os.SEEK_SET)
-    parts = []
-    while size and (part := os.read(file.fileno(), size)):
-        parts.append(part)
-        size -= len(part)
-    return b"".join(parts)
-
-
-def write_at(file: Any, offset: int, data: bytes | np.ndarray, path: str) -> None:
-    """Write bytes at an offset.
-
-    Raises:
-      OSError: where there is no room, with the path.
-    """
-    if isinstance(data, np.ndarray):
-        view = np.ascontiguousarray(data).reshape(-1).view(np.uint8).data
-    else:
-        view = memoryview(data)
-    descriptor = file.fileno()
-    try:
-        os.lseek(descriptor, offset, os.SEEK_SET)
-        while len(view):
-            view = view[os.write(descriptor, view) :]
-    except OSError as error:
-        raise OSError(error.errno, error.strerror, path) from error
 
 
 def _is_in_memory(file: File) -> bool:
@@ -427,7 +431,7 @@ def _is_in_memory(file: File) -> bool:
     return False
 
 
-def _allocate(file: File, size: int, path: str) -> None:
+def _allocate(file: File, size: int) -> None:
     """Take the room for a whole file; what it holds stays.
 
     Raises:
@@ -436,7 +440,7 @@ def _allocate(file: File, size: int, path: str) -> None:
     try:
         os.posix_fallocate(file.fileno(), 0, size)
     except OSError as error:
-        raise OSError(error.errno, error.strerror, path) from error
+        raise OSError(error.errno, error.strerror, file.path) from error
 
 
 def _check_room(path: str, size: int) -> None:

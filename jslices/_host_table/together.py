@@ -32,10 +32,8 @@ class HostTables(Journaled):
         self._tables = dict(tables)
         self._shared_journal = Journal([table._records for table in members])
         try:
-            for index, (table, (journal, _)) in enumerate(
-                zip(members, before, strict=True)
-            ):
-                journal.closed = True
+            for index, table in enumerate(members):
+                before[index][0].closed = True
                 table._seat = self._shared_journal, index
         except BaseException:
             self._shared_journal.closed = True
