@@ -21,7 +21,6 @@ from jslices._place.boundary import on_one_mesh
 from jslices._place.placement import Placement, on_each_device
 from jslices._rows.access import canonical_indices, missing_value, take_rows, where_rows
 from jslices._rows.sums import add_rows, number_rows, widened
-from jslices._slices import IndexedSlices
 
 
 class Located(NamedTuple):
@@ -58,7 +57,7 @@ def rows_from_elsewhere(
     table: jax.Array,
     read: jax.Array,
     record: jax.Array,
-    slot: IndexedSlices,
+    slot: jax.Array,
     mode: str | lax.GatherScatterMode | None,
     fill_value: ArrayLike | None,
 ) -> tuple[jax.Array, jax.Array]:
@@ -114,14 +113,14 @@ def locate(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
 def exchanged_rows(
-    table: jax.Array, located: Located, slot: IndexedSlices, plan: ExchangePlan
+    table: jax.Array, located: Located, slot: jax.Array, plan: ExchangePlan
 ) -> jax.Array:
     """Rows ``[n, *D]`` of ``table`` ``[V, *D]``, some perhaps at the end for no id.
 
     In the exchange rows are numbered device by device: :meth:`Placement.by_device`.
 
-    The gradient goes to the cotangent slot, as in ``lookup_rows``: its entries stand on the
-    devices that hold their rows. What did not fit reads NaN.
+    The gradient goes to the cotangent slot: its entries stand on the devices that hold
+    their rows. What did not fit reads NaN.
     """
     del slot
     placement, room = plan.placement, plan.placement.shards * plan.capacity
@@ -152,17 +151,12 @@ def exchanged_rows(
 
 
 def _forward(
-    table: jax.Array, located: Located, slot: IndexedSlices, plan: ExchangePlan
+    table: jax.Array, located: Located, slot: jax.Array, plan: ExchangePlan
 ) -> Any:
-    rows = exchanged_rows.fun(table, located, slot, plan)
-    shape_only = IndexedSlices.tree_unflatten(slot.dense_shape, (None, None))
-    return rows, (located, shape_only)
+    return exchanged_rows.fun(table, located, slot, plan), located
 
 
-def _backward(
-    plan: ExchangePlan, residuals: tuple[Located, IndexedSlices], rows: jax.Array
-) -> Any:
-    located, shape_only = residuals
+def _backward(plan: ExchangePlan, located: Located, rows: jax.Array) -> Any:
     placement = plan.placement
     send = on_each_device(
         placement,
@@ -171,9 +165,7 @@ def _backward(
         placement.by_rows_and_columns,
         whole_rows=False,
     )
-    values = send(placement.numbers(), rows, located)
-    slices = IndexedSlices.tree_unflatten(shape_only.dense_shape, (values, None))
-    return None, None, slices
+    return None, None, send(placement.numbers(), rows, located)
 
 
 exchanged_rows.defvjp(_forward, _backward)

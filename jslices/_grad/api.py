@@ -21,7 +21,7 @@ from jslices._grad.run import (
     without_dense_warning,
 )
 from jslices._grad.views import Values
-from jslices._slices import IndexedSlices, concat_slices, is_slices
+from jslices._slices import IndexedSlices, concat_slices
 from jslices._typing import PyTree
 
 
@@ -267,7 +267,7 @@ class _VjpFun:
             )
         with without_dense_warning():
             dense, slots = pullback(leaves)
-        return assemble(dense, jax.tree.leaves(slots, is_leaf=is_slices), indices)
+        return assemble(dense, jax.tree.leaves(slots), indices)
 
     def __getattr__(self, name: str) -> Any:
         instead = _INSTEAD_OF.get(name, "call it with the cotangent")
@@ -303,12 +303,12 @@ class _Assemble:
     def __call__(
         self,
         dense: Sequence[jax.Array],
-        slots: Sequence[IndexedSlices],
+        slots: Sequence[jax.Array],
         indices: Sequence[jax.Array],
     ) -> Any:
         parts: dict[int, list[IndexedSlices]] = {}
         for site, slot, index in zip(self.sites, slots, indices, strict=True):
-            part = gradient_of(site, site.table_shape, slot.values, index)
+            part = gradient_of(site, site.table_shape, slot, index)
             parts.setdefault(site.leaf, []).append(part)
         left = iter(dense)
         gradients: list[Any] = []

@@ -412,7 +412,7 @@ class Planner(ViewWalk):
     def constant(self, value: Any) -> None:
         return None
 
-    def bind(self, eqn: Equation, operands: Values) -> Values:
+    def bind(self, eqn: Equation, operands: Values, scope: Scope) -> Values:
         return [None] * len(eqn.outvars)
 
     def step(self, eqn: Equation, operands: Values, scope: Scope) -> Values:

@@ -292,9 +292,11 @@ def _gather_rows(eqn: Equation, view: View, origins: Origins) -> Read | None:
     count = math.prod(batch)
 
     def ids(values: Values) -> jax.Array:
+        if len(axes) == 1:
+            return lax.reshape(wide(values[1]), (count,))
         starts = wide(values[1]).reshape(count, len(axes))
         rows = starts[:, column]
-        if mode == Mode.FILL_OR_DROP and len(axes) > 1:
+        if mode == Mode.FILL_OR_DROP:
             # The other axes are read whole, so any start but 0 is out of range.
             others = jnp.delete(starts, column, axis=1, assume_unique_indices=True)
             rows = jnp.where(jnp.all(others == 0, axis=1), rows, height)
@@ -407,10 +409,10 @@ def _arrangement(eqn: Equation) -> Callable[[jax.Array, Sequence[Any]], jax.Arra
     window = [n for d, n in enumerate(sizes) if d not in left_out]
 
     def arrange(rows: jax.Array, values: Values) -> jax.Array:
-        out = rows.reshape(*batch, *window)
-        if out.ndim == len(numbers.offset_dims):
-            return out
+        out = lax.reshape(rows, (*batch, *window))
         others = [d for d in range(out.ndim) if d not in numbers.offset_dims]
+        if others == list(range(len(batch))):
+            return out
         return jnp.moveaxis(out, range(out.ndim), [*others, *numbers.offset_dims])
 
     return arrange

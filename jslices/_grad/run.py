@@ -10,6 +10,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jslices import _jax
@@ -27,7 +29,7 @@ from jslices._grad.plan import (
 )
 from jslices._grad.reads import Mode, Read, every_row, fixed_rows
 from jslices._grad.views import Ids, Table, Unslotted, Values, View
-from jslices._grad.walk import Turn, ViewWalk
+from jslices._grad.walk import Scope, Turn, ViewWalk
 from jslices._jax import Equation
 from jslices._lookup.mark import dense_is_intended
 from jslices._place.boundary import (
@@ -38,13 +40,17 @@ from jslices._place.boundary import (
     shardings_of,
     with_auto_axes,
 )
-from jslices._rows.access import canonical_indices, gathered_once, row_loop_p, take_rows
+from jslices._rows.access import canonical_indices, gathered_once, row_loop_p
 from jslices._slices import Facts, IndexedSlices, slices_of
 from jslices._typing import Aval
 
-#: Both mirror a plan: an IndexedSlices of zeros, and the row numbers, for every site.
+#: Both mirror a plan: zeros ``[entries, *D]``, and the row numbers, for every site.
 Slots = list[Any]
 Indices = list[Any]
+
+#: From so many equations alike on it takes less time to linearize one function for all
+#: (twelve layers: 0.6 of the time to trace them, jax 0.10.2).
+MANY_ALIKE = 3
 
 
 def run_planned(
@@ -72,16 +78,15 @@ def without_dense_warning() -> Iterator[None]:
 # --- cotangent slots --------------------------------------------------------------------
 
 # JAX insists that the cotangent of an array has the shape of the array, so a table cannot
-# get slices. A read therefore takes one more argument, a *cotangent slot*: an IndexedSlices
-# of zeros that is never read. Its cotangent is the row gradient, and the table gets none.
+# get slices. To the rows of a read a *cotangent slot* is therefore added: zeros of their
+# shape. Its cotangent is the row gradient, and the table gets none.
 
 
-def slot_of(site: Site) -> IndexedSlices:
+def slot_of(site: Site) -> jax.Array:
     """The cotangent slot of one read."""
     shape = (*site.loops, site.entries, *site.table_shape[1:])
     zeros = jnp.zeros(shape, site.dtype, out_sharding=site.split)
-    values = _jax.as_varying(zeros, site.varying)
-    return IndexedSlices.tree_unflatten(site.table_shape, (values, None))
+    return _jax.as_varying(zeros, site.varying)
 
 
 def gradient_of(
@@ -97,39 +102,17 @@ def gradient_of(
     return IndexedSlices(*on_all_devices(values, indices), shape)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
-def lookup_rows(
-    table: jax.Array, ids: jax.Array, slot: IndexedSlices, mode: Any, fill_value: Any
-) -> jax.Array:
-    """Rows ``[n, *D]`` of ``table`` ``[V, *D]`` at ``ids`` ``[n]``.
-
-    Several axes may number the rows; the slot has the shape with one. The gradient goes to
-    the cotangent slot: IndexedSlices with ``values`` ``[n, *D]`` and ``indices`` None.
-    Integers have no cotangent, so the ids are returned separately.
-    """
-    assert slot.dense_shape is not None
-    row_axes = 1 + table.ndim - len(slot.dense_shape)
-    how = {"mode": mode, "fill_value": fill_value, "row_axes": row_axes}
-    return gathered_once(take_rows(table, ids, **how))
+def _slotted_jvp(primals: Values, tangents: Values) -> tuple[Any, Any]:
+    return primals[0], ad.add_tangents(*tangents)
 
 
-def _forward(
-    table: jax.Array, ids: jax.Array, slot: IndexedSlices, mode: Any, fill_value: Any
-) -> tuple[jax.Array, IndexedSlices]:
-    rows = lookup_rows.fun(table, ids, slot, mode, fill_value)
-    shape_only = IndexedSlices.tree_unflatten(slot.dense_shape, (None, None))
-    return rows, shape_only
-
-
-def _backward(
-    mode: Any, fill_value: Any, shape_only: IndexedSlices, rows: jax.Array
-) -> tuple[None, None, IndexedSlices]:
-    del mode, fill_value
-    slices = IndexedSlices.tree_unflatten(shape_only.dense_shape, (rows, None))
-    return None, None, slices
-
-
-lookup_rows.defvjp(_forward, _backward)
+#: ``rows + slot``, for which nothing has to be added.
+slotted_p = Primitive("slotted")
+slotted_p.def_impl(lambda rows, slot: rows)
+slotted_p.def_abstract_eval(lambda rows, slot: rows)
+ad.primitive_jvps[slotted_p] = _slotted_jvp
+batching.primitive_batchers[slotted_p] = lambda args, dims: (args[0], dims[0])
+mlir.register_lowering(slotted_p, lambda _, rows, slot: [rows])
 
 
 # --- the walk ---------------------------------------------------------------------------
@@ -179,11 +162,15 @@ class Runner(ViewWalk):
     def constant(self, value: Any) -> Any:
         return value
 
-    def bind(self, eqn: Equation, operands: Values) -> Values:
+    def bind(self, eqn: Equation, operands: Values, scope: Scope) -> Values:
         # That of `embedding_lookup`, whose rows a read has taken with one of its own: two
         # make a gather of rows of 64 three times as slow (jax 0.10.2).
         if eqn.primitive is row_loop_p and operands[0] is self._rows:
             return [operands[0]]
+        if scope.passes_gradient(eqn):
+            operation = _jax.operation(eqn)
+            if operation and (self.eager or scope.operations[operation] >= MANY_ALIKE):
+                return _jax.bind_as_function(eqn, operands)
         return _jax.bind(eqn, operands)
 
     def whole(self, value: Any, eqn: Equation | None) -> Any:
@@ -215,11 +202,12 @@ class Runner(ViewWalk):
             record = ids.record
             if record.dtype != site.index_dtype:
                 record = canonical_indices(record, table.shape[0]).astype(site.index_dtype)
-            split = shardings_of(slot.values)
-            array, slot = drop_sharding((table.array, slot))
+            split, slot = shardings_of(slot), drop_sharding(slot)
             if site.exchange is None:
-                rows = lookup_rows(array, ids.read, slot, mode, fill_value)
+                rows = gathered_once(table.take(ids.read, mode, fill_value))
+                rows = slotted_p.bind(rows, slot)
             else:
+                array = drop_sharding(table.array)
                 rows, record = rows_from_elsewhere(
                     site.exchange, array, ids.read, record, slot, mode, fill_value
                 )
@@ -303,11 +291,11 @@ class Runner(ViewWalk):
             self._body = outer
 
 
-def _nowhere(site: Site, slot: IndexedSlices) -> jax.Array:
+def _nowhere(site: Site, slot: jax.Array) -> jax.Array:
     """Row numbers out of range, for a read in a branch that is not taken."""
-    rows = slot.values.shape[: slot.values.ndim - len(site.table_shape) + 1]
+    rows = slot.shape[: slot.ndim - len(site.table_shape) + 1]
     indices = jnp.full(rows, site.table_shape[0], site.index_dtype)
-    indices = restore_sharding(indices, shardings_of(slot.values))
+    indices = restore_sharding(indices, shardings_of(slot))
     return _jax.as_varying(indices, site.varying)
 
 

@@ -92,7 +92,7 @@ class Table(View):
         """The rows ``[n, *D]``, without a gradient."""
         row_axes = 1 + self.array.ndim - len(self.shape)
         how = {"mode": mode, "fill_value": fill_value, "row_axes": row_axes}
-        return take_rows(self.array, ids, **how)
+        return take_rows(drop_sharding(self.array), ids, **how)
 
     def whole(self, of: Callable[[Any], Any]) -> jax.Array:
         array: jax.Array = self.array

@@ -25,7 +25,8 @@ As it is the same walk, planner and runner meet the same reads in the same order
 import abc
 import functools
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any, Generic, TypeVar
 
 import jax
@@ -111,6 +112,11 @@ class Scope:
     def outputs_need_grad(self, eqn: Equation) -> list[bool]:
         """For each output of an equation whether a gradient comes in there."""
         return [v in self.grad_vars for v in eqn.outvars]
+
+    @functools.cached_property
+    def operations(self) -> Counter[Hashable]:
+        """How many of its equations do what."""
+        return Counter(map(_jax.operation, self.program.eqns))
 
     @functools.cached_property
     def origins(self) -> Origins:
@@ -303,7 +309,7 @@ class ViewWalk(Walk[Any]):
 
     def equation(self, eqn: Equation, operands: Values, scope: Scope) -> Values:
         if not any(isinstance(value, View) for value in operands):
-            return self.bind(eqn, operands)
+            return self.bind(eqn, operands, scope)
         if not scope.passes_gradient(eqn):
             operands = [without_slots(value) for value in operands]
         if eqn.primitive.name == "while":
@@ -328,7 +334,7 @@ class ViewWalk(Walk[Any]):
                 values.append(whole(scope.read(read.beside)))
             with eqn.ctx.manager:
                 return [self.read(eqn, read, values)]
-        return self.bind(eqn, [whole(value) for value in operands])
+        return self.bind(eqn, [whole(value) for value in operands], scope)
 
     def checkpoint(self, eqn: Equation, operands: Values, needs_grad: list[bool]) -> Values:
         def function(values: Values) -> Values:
@@ -393,7 +399,7 @@ class ViewWalk(Walk[Any]):
         return [*with_unchanged(final), *ys]
 
     @abc.abstractmethod
-    def bind(self, eqn: Equation, operands: Values) -> Values:
+    def bind(self, eqn: Equation, operands: Values, scope: Scope) -> Values:
         """The outputs of an equation that no view goes into."""
 
     @abc.abstractmethod

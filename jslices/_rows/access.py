@@ -185,7 +185,7 @@ def take_rows(
         return jnp.full((*indices.shape, *row), missing, table.dtype)
     if indices.dtype.itemsize < 4:
         indices = indices.astype(jnp.int32)
-    starts = indices[..., None]
+    starts = lax.expand_dims(indices, (indices.ndim,))
     if row_axes > 1:
         clips = lax.GatherScatterMode.from_any(mode) == lax.GatherScatterMode.CLIP
         near = jnp.clip(indices, 0, num_rows - 1) if clips else indices
