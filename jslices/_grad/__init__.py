@@ -3,16 +3,18 @@
 Read from the top:
 
     api         ``grad``, ``value_and_grad``, ``vjp``: plan a call, run it, assemble
-    call        the arguments of a call, and the program that is traced of it
-    plan        what is read of its arrays, and which of them are sparse
+    call        the arguments of a call, its leaves, and the program that is traced of it
+    plan        what is read of the leaves, and which of them are sparse
     run         the planned call, with a cotangent slot in every read
     walk        the one walk over programs, that planner, runner and other checks visit by
     reads       the forms of a read of rows, keyed by primitive
+    products    of them those that are products with one-hot and sparse matrices
+    origins     how variables came about, where that tells what is read
     rules       the steps that commute with a read, keyed by primitive; ``register_rowwise``
     custom      functions with derivatives of their own, as such steps
     views       variables in terms of the tables that they were computed from
     memo        what is kept from call to call where there is no ``jax.jit``
-    nnx, changes  models of Flax NNX: states differentiated, changes lost
+    nnx         models of Flax NNX: states differentiated, changes lost
     unread      the search for lookups that are not read as rows
     ids         ``lookup_ids``: the rows that a call is about to read
     explain     the report of a plan, the warning, the error

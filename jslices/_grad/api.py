@@ -6,13 +6,23 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from jslices import _jax
-from jslices._grad.call import Call, check_callable, chosen_arguments, is_number
+from jslices._grad.call import (
+    Argnums,
+    Call,
+    ExchangeSpec,
+    Leaf,
+    SparseSpec,
+    check_callable,
+    check_inputs,
+    chosen_arguments,
+    is_number,
+    names_states,
+)
 from jslices._grad.explain import hint_smaller, report_dense
-from jslices._grad.nnx import Argnums, names_states, value_and_grad_of_states
-from jslices._grad.plan import ExchangeSpec, Leaf, Planned, SparseSpec, plan_call
+from jslices._grad.nnx import value_and_grad_of_states
+from jslices._grad.plan import Planned, plan_call
 from jslices._grad.run import (
     Slots,
     gradient_of,
@@ -328,40 +338,6 @@ def _slices(leaf: Leaf, parts: list[IndexedSlices]) -> IndexedSlices:
     # No gradient comes in.
     none = jnp.zeros((0, *shape[1:]), leaf.aval.dtype)
     return IndexedSlices(none, jnp.zeros((0,), jnp.int32), shape)
-
-
-# --- checks ------------------------------------------------------------------------
-
-
-def check_inputs(call: Call, holomorphic: bool, allow_int: bool) -> None:
-    """Raises TypeError for an argument that JAX does not differentiate either."""
-    for i, x in enumerate(call.primals):
-        dtype = getattr(x, "dtype", None)
-        if dtype is None:
-            if not isinstance(x, int | float | complex | np.generic):
-                raise TypeError(
-                    f"cannot differentiate {call.leaf_names[i]}, {x!r} of type "
-                    f"{type(x).__name__}: the differentiated arguments must consist of "
-                    f"arrays. {_SPLIT}, or pass the rest as another argument"
-                )
-            dtype = jnp.result_type(x)
-        if holomorphic and not jnp.issubdtype(dtype, jnp.complexfloating):
-            raise TypeError(
-                f"holomorphic=True wants complex inputs, got {dtype} for "
-                f"{call.leaf_names[i]}"
-            )
-        if not (allow_int or jnp.issubdtype(dtype, jnp.inexact)):
-            raise TypeError(
-                f"cannot differentiate {call.leaf_names[i]}, an array of dtype {dtype}; "
-                f"pass it as another argument. {_SPLIT}, or set allow_int=True (its "
-                "gradient is then of dtype float0)"
-            )
-
-
-_SPLIT = (
-    "Split a model that holds more than parameters: nnx.split(model, nnx.Param, ...) or "
-    "argnums=nnx.DiffState(0, nnx.Param), eqx.partition(model, eqx.is_inexact_array)"
-)
 
 
 def _seed(value: Any, holomorphic: bool) -> jax.Array:

@@ -1,16 +1,45 @@
-"""One call of the user's function: its arguments, and the program that is traced of it."""
+"""One call of the user's function: its arguments, and the program that is traced of it.
 
+The arrays by which it is differentiated are its *leaves*.
+"""
+
+import contextlib
 import copy
 import functools
 import inspect
+import sys
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 
-from jslices._grad.changes import arrays_of_models, warn_of_lost_changes
-from jslices._jax import Program, flatten
+from jslices import _jax
+from jslices._exchange.plan import Exchange, ExchangePlan, plan_exchange
+from jslices._grad.views import Table, View, folded
+from jslices._jax import Program, broadcast_prefix, flatten
+from jslices._place.boundary import explicit_mesh, explicit_part, mesh_of
+from jslices._rows.access import rows_numbered
+from jslices._typing import Aval, PyTree
+
+#: What ``sparse=`` says of one array: True insists on rows, False on a dense gradient,
+#: None leaves it to the program, and "if_smaller" takes rows where they are fewer bytes.
+SparseMode = bool | Literal["if_smaller"] | None
+
+#: ``sparse=``: one mode for all arrays, a pytree prefix of them, or a function of a leaf.
+SparseSpec = Any | Callable[[Any, Any], SparseMode] | None
+
+#: ``exchange=``: one Exchange for all arrays, or a pytree prefix of them, in which None and
+#: what a dict leaves out mean: as the array's type says.
+ExchangeSpec = Any | None
+
+#: ``argnums=``: numbers of arguments, or ``nnx.DiffState``, which has one and a filter.
+Argnums = int | Sequence[int] | Any
+
+#: Arrays of fewer bytes are stepped as fast whole as by rows.
+SMALL_BYTES = 1 << 16
 
 _NEEDS_VALUES = (
     jax.errors.ConcretizationTypeError,
@@ -101,10 +130,8 @@ class Call:
                 zip(self._chosen, chosen, strict=True), key=lambda x: x[0]
             ):
                 args.insert(i, arg)
-            before = arrays_of_models(self.names, chosen)
-            out, aux = split_aux(self._fun(*args, **kwargs), self._has_aux)
-            if before:
-                warn_of_lost_changes(before, arrays_of_models(self.names, chosen))
+            with _watched_models(self.names, chosen):
+                out, aux = split_aux(self._fun(*args, **kwargs), self._has_aux)
             results, out_tree = flatten(out)
             _check_results(results)
             aux_leaves, aux_tree = flatten(aux)
@@ -151,6 +178,15 @@ class Outputs(NamedTuple):
         left = iter(arrays)
         leaves = [next(left) if fixed is None else fixed[0] for fixed in self.aux_fixed]
         return self.aux_tree.unflatten(leaves)
+
+
+def _watched_models(names: Sequence[str], args: Sequence[Any]) -> Any:
+    """A context that warns of changes in Flax models among these arguments."""
+    if "flax.nnx" not in sys.modules:
+        return contextlib.nullcontext()
+    from jslices._grad.nnx import lost_changes
+
+    return lost_changes(names, args)
 
 
 def split_aux(out: Any, has_aux: bool) -> tuple[Any, Any]:
@@ -219,3 +255,156 @@ def chosen_arguments(argnums: int | Sequence[int], args: Sequence[Any]) -> tuple
 def is_number(argnums: Any) -> bool:
     """True for one argument, False for several."""
     return np.ndim(argnums) == 0
+
+
+def names_states(argnums: Any) -> bool:
+    """Whether one of ``argnums`` is a ``nnx.DiffState``."""
+    return any(map(is_state, argnums if isinstance(argnums, Sequence) else [argnums]))
+
+
+def is_state(argnum: Any) -> bool:
+    return hasattr(argnum, "argnum") and hasattr(argnum, "filter")
+
+
+def check_inputs(call: Call, holomorphic: bool, allow_int: bool) -> None:
+    """Raises TypeError for an argument that JAX does not differentiate either."""
+    for i, x in enumerate(call.primals):
+        dtype = getattr(x, "dtype", None)
+        if dtype is None:
+            if not isinstance(x, int | float | complex | np.generic):
+                raise TypeError(
+                    f"cannot differentiate {call.leaf_names[i]}, {x!r} of type "
+                    f"{type(x).__name__}: the differentiated arguments must consist of "
+                    f"arrays. {_SPLIT}, or pass the rest as another argument"
+                )
+            dtype = jnp.result_type(x)
+        if holomorphic and not jnp.issubdtype(dtype, jnp.complexfloating):
+            raise TypeError(
+                f"holomorphic=True wants complex inputs, got {dtype} for "
+                f"{call.leaf_names[i]}"
+            )
+        if not (allow_int or jnp.issubdtype(dtype, jnp.inexact)):
+            raise TypeError(
+                f"cannot differentiate {call.leaf_names[i]}, an array of dtype {dtype}; "
+                f"pass it as another argument. {_SPLIT}, or set allow_int=True (its "
+                "gradient is then of dtype float0)"
+            )
+
+
+_SPLIT = (
+    "Split a model that holds more than parameters: nnx.split(model, nnx.Param, ...) or "
+    "argnums=nnx.DiffState(0, nnx.Param), eqx.partition(model, eqx.is_inexact_array)"
+)
+
+
+# --- leaves -----------------------------------------------------------------------------
+
+
+class Leaf(NamedTuple):
+    """One differentiated array.
+
+    Attributes:
+      name: what the user calls it, such as ``params['table']``.
+      aval: its abstract value.
+      mode: what ``sparse=`` says of it.
+      exchange: what ``exchange=`` does.
+      row_axes: how many leading axes number its rows, if it has rows.
+    """
+
+    name: str
+    aval: Aval
+    mode: SparseMode
+    exchange: Exchange | None = None
+    row_axes: int = 1
+
+    @property
+    def has_rows(self) -> bool:
+        return self.aval.ndim > 0 and jnp.issubdtype(self.aval.dtype, jnp.inexact)
+
+    @property
+    def may_be_sparse(self) -> bool:
+        return self.has_rows and self.mode is not False
+
+    @property
+    def table_shape(self) -> tuple[int, ...]:
+        """Its shape with one axis of rows, ``(V, *D)``."""
+        shape, axes = tuple(self.aval.shape), self.row_axes
+        return (rows_numbered(shape, axes), *shape[axes:])
+
+    def view(self, number: int, array: jax.Array | None = None) -> View:
+        """The view of it, as the leaf with this number."""
+        table = Table(self.table_shape, self.aval.dtype, number, array)
+        return folded(table, tuple(self.aval.shape[: self.row_axes]))
+
+    @property
+    def is_small(self) -> bool:
+        """Whether it makes no difference to a step how its gradient is kept."""
+        return _jax.definitely(lambda: self.num_bytes < SMALL_BYTES)
+
+    @property
+    def num_bytes(self) -> int:
+        return self.aval.size * self.aval.dtype.itemsize
+
+    def exchange_of(self, count: int) -> ExchangePlan | None:
+        """The exchange of a read of ``count`` rows; None where it is left to XLA."""
+        if self.exchange is None and mesh_of(self.aval) is None:
+            return None
+        return plan_exchange(self.aval, self.exchange, self.name, count, self.row_axes)
+
+    def sharding(self, exchange: ExchangePlan | None) -> NamedSharding | None:
+        """The sharding of the gradient's values on a mesh of Explicit axes; else None."""
+        if explicit_mesh(self.aval) is None:
+            return None
+        rows = None if exchange is None else exchange.placement.rows or None
+        mesh, spec = self.aval.sharding.mesh, self.aval.sharding.spec
+        return explicit_part(mesh, PartitionSpec(rows, *spec[self.row_axes :]))
+
+    def __str__(self) -> str:
+        return f"{self.name} ({self.aval.str_short()})"
+
+
+def describe_leaves(
+    call: Call, single: bool, spec: SparseSpec, exchange: ExchangeSpec
+) -> list[Leaf]:
+    """A Leaf for every differentiated array."""
+    tree = call.tree.unflatten(call.primals)
+    mode_prefix, exchange_prefix = (None if callable(spec) else spec), exchange
+    if single:
+        mode_prefix, exchange_prefix = (mode_prefix,), (exchange,)
+    of_these = "or a pytree of these that is a prefix of the differentiated argument"
+    modes = broadcast_prefix(
+        mode_prefix,
+        tree,
+        f"sparse= must be a bool, 'if_smaller', a function of (path, leaf), {of_these}",
+    )
+    exchanges = broadcast_prefix(
+        _filled(exchange_prefix, tree),
+        tree,
+        f"exchange= must be a jslices.Exchange, {of_these}",
+    )
+    leaves = []
+    columns = call.leaf_names, call.paths, call.primals, modes, exchanges
+    for name, path, x, mode, exchange in zip(*columns, strict=True):
+        if callable(spec):
+            mode = spec(path[1:] if single else path, x)
+        if not (mode is None or isinstance(mode, bool) or mode == "if_smaller"):
+            raise TypeError(
+                "sparse= must give True, False, None or 'if_smaller' for each array, got "
+                f"{mode!r} for {name}"
+            )
+        if not (exchange is None or isinstance(exchange, Exchange)):
+            raise TypeError(
+                "exchange= must give a jslices.Exchange or None for each array, got "
+                f"{exchange!r} for {name}"
+            )
+        leaves.append(Leaf(name, jax.typeof(x), mode, exchange))
+    return leaves
+
+
+def _filled(prefix: PyTree, tree: PyTree) -> PyTree:
+    """``prefix`` with None for what its dicts do not name."""
+    if isinstance(prefix, tuple) and isinstance(tree, tuple) and len(prefix) == len(tree):
+        return tuple(map(_filled, prefix, tree))
+    if not isinstance(prefix, dict) or not isinstance(tree, dict) or prefix.keys() - tree:
+        return prefix
+    return {key: _filled(prefix.get(key), tree[key]) for key in tree}

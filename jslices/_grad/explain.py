@@ -19,17 +19,16 @@ from jslices._densify import (
     raise_at,
     warn_dense,
 )
-from jslices._grad.call import Call, chosen_arguments, is_number
-from jslices._grad.exchange_report import ExchangeReport, exchange_reports
-from jslices._grad.plan import (
-    DenseUse,
+from jslices._grad.call import (
+    Call,
     ExchangeSpec,
     Leaf,
-    Planned,
-    Site,
     SparseSpec,
-    plan_call,
+    chosen_arguments,
+    is_number,
 )
+from jslices._grad.exchange_report import ExchangeReport, exchange_reports
+from jslices._grad.plan import DenseUse, Planned, Site, plan_call
 from jslices._grad.rules import WIDEST_PACKED
 from jslices._jax import Source
 from jslices._place.hints import PerformanceHint

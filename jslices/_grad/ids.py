@@ -8,8 +8,14 @@ import jax
 import jax.numpy as jnp
 
 from jslices import _jax
-from jslices._grad.call import Call, check_callable, chosen_arguments, is_number
-from jslices._grad.plan import ExchangeSpec, Planned, plan_call
+from jslices._grad.call import (
+    Call,
+    ExchangeSpec,
+    check_callable,
+    chosen_arguments,
+    is_number,
+)
+from jslices._grad.plan import Planned, plan_call
 from jslices._grad.run import gradient_of, run_planned, slot_of, without_dense_warning
 from jslices._slices import IndexedSlices, concat_slices
 

@@ -1,22 +1,16 @@
 """Flax NNX: parts of models differentiated, by ``nnx.DiffState``, and changes kept."""
 
+import contextlib
 import functools
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from jslices._grad.call import chosen_arguments, split_aux
+import jax
 
-#: ``argnums=``: numbers of arguments, or ``nnx.DiffState``, which has one and a filter.
-Argnums = int | Sequence[int] | Any
-
-
-def names_states(argnums: Any) -> bool:
-    """Whether one of ``argnums`` is a ``nnx.DiffState``."""
-    return any(map(_is_state, argnums if isinstance(argnums, Sequence) else [argnums]))
-
-
-def _is_state(argnum: Any) -> bool:
-    return hasattr(argnum, "argnum") and hasattr(argnum, "filter")
+from jslices._densify import current_user_line
+from jslices._grad.call import chosen_arguments, is_state, split_aux
+from jslices._typing import PyTree
 
 
 def value_and_grad_of_states(
@@ -46,7 +40,7 @@ def value_and_grad_of_states(
     def value_and_grad_fun(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
         numbers = chosen_arguments([getattr(x, "argnum", x) for x in chosen], args)
         pairs = zip(numbers, chosen, strict=True)
-        filters = {i: x.filter for i, x in pairs if _is_state(x)}
+        filters = {i: x.filter for i, x in pairs if is_state(x)}
         for i, x in enumerate(args):
             if i not in numbers and isinstance(x, nnx.Module | nnx.Rngs):
                 filters[i] = nnx.Nothing()
@@ -70,3 +64,47 @@ def value_and_grad_of_states(
         return (value, aux) if has_aux else value, grads
 
     return value_and_grad_fun
+
+
+# --- changes that are lost ---
+
+
+def _arrays_of_models(names: Sequence[str], args: Sequence[PyTree]) -> dict[str, Any]:
+    """The arrays of the NNX models among the differentiated arguments, by name.
+
+    Without parameters, which ``nnx.remat`` hands back as they were, in new arrays.
+    """
+    arrays = {}
+    for name, arg in zip(names, args, strict=True):
+        if any(base.__module__.startswith("flax.nnx.") for base in type(arg).__mro__):
+            for path, x in jax.tree_util.tree_flatten_with_path(arg, _is_parameter)[0]:
+                if not _is_parameter(x):
+                    arrays[name + jax.tree_util.keystr(path)] = x
+    return arrays
+
+
+def _is_parameter(x: object) -> bool:
+    return any(
+        base.__name__ == "Param" and base.__module__.startswith("flax.nnx.")
+        for base in type(x).__mro__
+    )
+
+
+@contextlib.contextmanager
+def lost_changes(names: Sequence[str], args: Sequence[PyTree]) -> Iterator[None]:
+    """A context that warns of what a function changes in the models that it gets.
+
+    They are copies of the user's, which stay as they were, as with ``jax.grad``.
+    """
+    before = _arrays_of_models(names, args)
+    yield
+    after = _arrays_of_models(names, args) if before else {}
+    changed = [name for name, x in before.items() if after.get(name) is not x]
+    if changed:
+        line = current_user_line()
+        message = (
+            f"the function changes {', '.join(changed[:3])}, and the model that was passed "
+            "stays as it was; argnums=nnx.DiffState(0, nnx.Param) keeps changes, and "
+            "differentiates the parameters alone"
+        )
+        warnings.warn_explicit(message, UserWarning, line.file, line.line)

@@ -1,5 +1,6 @@
 """How the variables of a program came about, where that tells what is read."""
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -36,21 +37,21 @@ _SAME = ("convert_element_type", "copy", "stop_gradient", "sharding_constraint")
 _WEIGHTED = ("add", "div", "mul", "select_n", "sub")
 
 
+@dataclasses.dataclass(eq=False)
 class Origins:
     """The origins of the variables of a program.
 
-    Args:
+    Attributes:
       program: the program.
-      weighted: the axes of its inputs that hold weighted one-hot arrays.
+      weighted: those of its inputs that are one-hot arrays, weighted perhaps.
     """
 
-    def __init__(self, program: Program, weighted: dict[Any, OneHot] | None = None) -> None:
-        self._program = program
-        self._weighted = weighted or {}
+    program: Program
+    weighted: dict[Any, OneHot] = dataclasses.field(default_factory=dict)
 
     @functools.cached_property
     def _makers(self) -> dict[Any, Equation]:
-        return {v: eqn for eqn in self._program.eqns for v in eqn.outvars}
+        return {v: eqn for eqn in self.program.eqns for v in eqn.outvars}
 
     def _maker(self, atom: Atom) -> Equation | None:
         return None if isinstance(atom, Literal) else self._makers.get(atom)
@@ -58,7 +59,7 @@ class Origins:
     @functools.cached_property
     def _fixed(self) -> set[Any]:
         fixed: set[Any] = set()
-        for eqn in self._program.eqns:
+        for eqn in self.program.eqns:
             if all(isinstance(x, Literal) or x in fixed for x in eqn.invars):
                 fixed.update(eqn.outvars)
         return fixed
@@ -101,8 +102,8 @@ class Origins:
 
     @functools.cached_property
     def _one_hots(self) -> dict[Any, OneHot]:
-        one_hots = dict(self._weighted)
-        for eqn in self._program.eqns:
+        one_hots = dict(self.weighted)
+        for eqn in self.program.eqns:
             name = eqn.primitive.name
             if name == "eq":
                 made = self._compared(eqn)

@@ -12,45 +12,37 @@ import math
 import operator
 from collections import ChainMap
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jslices import _jax
-from jslices._exchange.plan import Exchange, ExchangePlan, plan_exchange
+from jslices._exchange.plan import ExchangePlan
 from jslices._grad import custom  # noqa: F401  (it registers rules)
-from jslices._grad.call import Call, Outputs
+from jslices._grad.call import (
+    Call,
+    ExchangeSpec,
+    Leaf,
+    Outputs,
+    SparseSpec,
+    describe_leaves,
+)
 from jslices._grad.memo import Memo
 from jslices._grad.products import picks_rows
 from jslices._grad.reads import Read, every_row, fixed_rows, tables_read
 from jslices._grad.unread import unread_lookups
-from jslices._grad.views import Table, Values, View, folded
+from jslices._grad.views import Values, View
 from jslices._grad.walk import Scope, Turn, ViewWalk
-from jslices._jax import Equation, Program, Source, broadcast_prefix
-from jslices._place.boundary import explicit_mesh, explicit_part, mesh_of
-from jslices._rows.access import INT32_MAX, index_dtype, rows_numbered
-from jslices._typing import Aval, PyTree
-
-#: What ``sparse=`` says of one array: True insists on rows, False on a dense gradient,
-#: None leaves it to the program, and "if_smaller" takes rows where they are fewer bytes.
-SparseMode = bool | Literal["if_smaller"] | None
-
-#: ``sparse=``: one mode for all arrays, a pytree prefix of them, or a function of a leaf.
-SparseSpec = Any | Callable[[Any, Any], SparseMode] | None
-
-#: ``exchange=``: one Exchange for all arrays, or a pytree prefix of them, in which None and
-#: what a dict leaves out mean: as the array's type says.
-ExchangeSpec = Any | None
+from jslices._jax import Equation, Program, Source
+from jslices._place.boundary import explicit_mesh
+from jslices._rows.access import INT32_MAX, index_dtype
 
 #: The name of a product with a one-hot array that is not read as rows.
 ONE_HOT = "one_hot"
 #: What reads elements and windows that are no whole rows, ``table[i, j]``, or weighs them.
 _PICKS_ELEMENTS = frozenset({"dynamic_slice", "gather", ONE_HOT, "reshape", "squeeze"})
-#: Arrays of fewer bytes are stepped as fast whole as by rows.
-SMALL_BYTES = 1 << 16
 #: Rows of so many times the bytes of a dense gradient take longer, up to 4 times (13 to 250
 #: times the bytes: experts, transition matrices and adapters of 64 x 64).
 MANY_BYTES = 8
@@ -60,70 +52,7 @@ MANY_BYTES = 8
 Plan = list[Any]
 
 
-# --- leaves and what becomes of them ----------------------------------------------------
-
-
-class Leaf(NamedTuple):
-    """One differentiated array.
-
-    Attributes:
-      name: what the user calls it, such as ``params['table']``.
-      aval: its abstract value.
-      mode: what ``sparse=`` says of it.
-      exchange: what ``exchange=`` does.
-      row_axes: how many leading axes number its rows, if it has rows.
-    """
-
-    name: str
-    aval: Aval
-    mode: SparseMode
-    exchange: Exchange | None = None
-    row_axes: int = 1
-
-    @property
-    def has_rows(self) -> bool:
-        return self.aval.ndim > 0 and jnp.issubdtype(self.aval.dtype, jnp.inexact)
-
-    @property
-    def may_be_sparse(self) -> bool:
-        return self.has_rows and self.mode is not False
-
-    @property
-    def table_shape(self) -> tuple[int, ...]:
-        """Its shape with one axis of rows, ``(V, *D)``."""
-        shape, axes = tuple(self.aval.shape), self.row_axes
-        return (rows_numbered(shape, axes), *shape[axes:])
-
-    def view(self, number: int, array: jax.Array | None = None) -> View:
-        """The view of it, as the leaf with this number."""
-        table = Table(self.table_shape, self.aval.dtype, number, array)
-        return folded(table, tuple(self.aval.shape[: self.row_axes]))
-
-    @property
-    def is_small(self) -> bool:
-        """Whether it makes no difference to a step how its gradient is kept."""
-        return _jax.definitely(lambda: self.num_bytes < SMALL_BYTES)
-
-    @property
-    def num_bytes(self) -> int:
-        return self.aval.size * self.aval.dtype.itemsize
-
-    def exchange_of(self, count: int) -> ExchangePlan | None:
-        """The exchange of a read of ``count`` rows; None where it is left to XLA."""
-        if self.exchange is None and mesh_of(self.aval) is None:
-            return None
-        return plan_exchange(self.aval, self.exchange, self.name, count, self.row_axes)
-
-    def sharding(self, exchange: ExchangePlan | None) -> NamedSharding | None:
-        """The sharding of the gradient's values on a mesh of Explicit axes; else None."""
-        if explicit_mesh(self.aval) is None:
-            return None
-        rows = None if exchange is None else exchange.placement.rows or None
-        mesh, spec = self.aval.sharding.mesh, self.aval.sharding.spec
-        return explicit_part(mesh, PartitionSpec(rows, *spec[self.row_axes :]))
-
-    def __str__(self) -> str:
-        return f"{self.name} ({self.aval.str_short()})"
+# --- what is read of leaves, and what becomes of them -----------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
@@ -230,7 +159,7 @@ class Planned(NamedTuple):
     @property
     def read_whole(self) -> set[int]:
         """The leaves of which more is read than the rows of the plan."""
-        live = Scope(self.program, []).live_equations()
+        live = Scope(self.program).live
         used = {v for eqn in live for v in eqn.invars if not isinstance(v, _jax.Literal)}
         used.update(v for v in self.program.outvars if not isinstance(v, _jax.Literal))
         return {
@@ -280,7 +209,7 @@ def plan_call(
       spec: ``sparse=``.
       exchange: ``exchange=``.
     """
-    leaves = _describe_leaves(call, single, spec, exchange)
+    leaves = describe_leaves(call, single, spec, exchange)
     program, outputs = call.trace()
     eager = not _jax.is_staged()
 
@@ -388,6 +317,7 @@ class Uses(NamedTuple):
 
 #: Nothing of the elements of an array remains in their outputs.
 _PRODUCTS = ("dot_general", "conv_general_dilated")
+_REDUCTIONS = ("argmax", "argmin", "reduce_max", "reduce_min", "reduce_prod", "reduce_sum")
 
 
 class Planner(ViewWalk):
@@ -416,10 +346,13 @@ class Planner(ViewWalk):
         return [None] * len(eqn.outvars)
 
     def step(self, eqn: Equation, operands: Values, scope: Scope) -> Values:
+        if eqn.primitive.name != "dot_general":
+            return super().step(eqn, operands, scope)
         held = [isinstance(x, View) for x in operands]
-        self._is_one_hot = picks_rows(eqn, held, scope.origins)
+        self._is_one_hot = picks_rows(eqn, held, scope)
         outputs = super().step(eqn, operands, scope)
-        if eqn.primitive.name == "dot_general" and isinstance(outputs[0], View):
+        self._is_one_hot = False
+        if isinstance(outputs[0], View):
             use = DenseUse(eqn.primitive.name, self.source(eqn))
             _note(self.uses.products, outputs[0], use)
         return outputs
@@ -433,7 +366,7 @@ class Planner(ViewWalk):
             what = ONE_HOT if self._is_one_hot else _jax.kind(eqn)
             use = DenseUse(what, self.source(eqn), to_scalar)
         _note(self.uses.plain, value, use, slotted=False)
-        if eqn is not None and use.what not in _PRODUCTS:
+        if eqn is not None and use.what not in (*_PRODUCTS, *_REDUCTIONS):
             _note(self.uses.moves, value, use)
         views = fixed_rows(value)
         if views is None or not self._may_be_read(value):
@@ -665,50 +598,3 @@ def part_key(
 ) -> tuple[Any, ...]:
     """The key of a part besides its equation."""
     return jax.tree.structure(bare), tuple(needs_grad), tuple(leaves.items())
-
-
-def _describe_leaves(
-    call: Call, single: bool, spec: SparseSpec, exchange: ExchangeSpec
-) -> list[Leaf]:
-    """A Leaf for every differentiated array."""
-    tree = call.tree.unflatten(call.primals)
-    mode_prefix, exchange_prefix = (None if callable(spec) else spec), exchange
-    if single:
-        mode_prefix, exchange_prefix = (mode_prefix,), (exchange,)
-    of_these = "or a pytree of these that is a prefix of the differentiated argument"
-    modes = broadcast_prefix(
-        mode_prefix,
-        tree,
-        f"sparse= must be a bool, 'if_smaller', a function of (path, leaf), {of_these}",
-    )
-    exchanges = broadcast_prefix(
-        _filled(exchange_prefix, tree),
-        tree,
-        f"exchange= must be a jslices.Exchange, {of_these}",
-    )
-    leaves = []
-    columns = call.leaf_names, call.paths, call.primals, modes, exchanges
-    for name, path, x, mode, exchange in zip(*columns, strict=True):
-        if callable(spec):
-            mode = spec(path[1:] if single else path, x)
-        if not (mode is None or isinstance(mode, bool) or mode == "if_smaller"):
-            raise TypeError(
-                "sparse= must give True, False, None or 'if_smaller' for each array, got "
-                f"{mode!r} for {name}"
-            )
-        if not (exchange is None or isinstance(exchange, Exchange)):
-            raise TypeError(
-                "exchange= must give a jslices.Exchange or None for each array, got "
-                f"{exchange!r} for {name}"
-            )
-        leaves.append(Leaf(name, jax.typeof(x), mode, exchange))
-    return leaves
-
-
-def _filled(prefix: PyTree, tree: PyTree) -> PyTree:
-    """``prefix`` with None for what its dicts do not name."""
-    if isinstance(prefix, tuple) and isinstance(tree, tuple) and len(prefix) == len(tree):
-        return tuple(map(_filled, prefix, tree))
-    if not isinstance(prefix, dict) or not isinstance(tree, dict) or prefix.keys() - tree:
-        return prefix
-    return {key: _filled(prefix.get(key), tree[key]) for key in tree}

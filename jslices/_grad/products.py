@@ -15,8 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jslices import _jax
-from jslices._grad.origins import Origins
-from jslices._grad.reads import Mode, Read, form_for
+from jslices._grad.reads import Mode, Read, Scope, form_for
 from jslices._grad.views import Transposed, Values, View, flat
 from jslices._jax import Equation
 from jslices._rows.access import wide
@@ -81,14 +80,14 @@ def _factor(view: View, contracted: Sequence[int], batch: Sequence[int]) -> _Fac
 
 
 @form_for("dot_general")
-def _one_hot_product(eqn: Equation, operands: Values, origins: Origins) -> Read | None:
+def _one_hot_product(eqn: Equation, operands: Values, scope: Scope) -> Read | None:
     contracted, batch = eqn.params["dimension_numbers"]
     side = 0 if isinstance(operands[0], View) else 1
     view, one_hot = operands[side], eqn.invars[1 - side]
     if isinstance(operands[1 - side], View):
         return None
     factor = _factor(view, contracted[side], batch[side])
-    made = None if factor is None else origins.one_hot(one_hot)
+    made = None if factor is None else scope.origins.one_hot(one_hot)
     if factor is None or made is None or made.numbers is None:
         return None
     if tuple(contracted[1 - side]) != (made.axis,):
@@ -126,7 +125,7 @@ def _one_hot_product(eqn: Equation, operands: Values, origins: Origins) -> Read 
 
 
 @form_for("bcoo_dot_general", "bcsr_dot_general")
-def _sparse_product(eqn: Equation, operands: Values, origins: Origins) -> Read | None:
+def _sparse_product(eqn: Equation, operands: Values, scope: Scope) -> Read | None:
     (contracted, along), (batch, along_batch) = eqn.params["dimension_numbers"]
     view, shape = operands[-1], tuple(eqn.params["lhs_spinfo"].shape)
     is_bcoo = eqn.primitive.name == "bcoo_dot_general"
@@ -190,19 +189,17 @@ def _coordinates(indices: Values, shape: Sequence[int]) -> list[jax.Array]:
     return [jnp.vectorize(row_of, signature="(m)->(n)")(splits), columns]
 
 
-def picks_rows(eqn: Equation, held: Sequence[bool], origins: Origins) -> bool:
+def picks_rows(eqn: Equation, held: Sequence[bool], scope: Scope) -> bool:
     """True for a product with a one-hot array, weighted or not, along what it counts.
 
     Args:
-      eqn: any equation.
+      eqn: a ``dot_general``.
       held: which of its operands hold a table.
-      origins: those of the program's variables.
+      scope: its program.
     """
-    if eqn.primitive.name != "dot_general":
-        return False
     contracted, _ = eqn.params["dimension_numbers"]
     for side in (0, 1):
-        made = origins.one_hot(eqn.invars[1 - side]) if held[side] else None
+        made = scope.origins.one_hot(eqn.invars[1 - side]) if held[side] else None
         if made is not None and made.axis in contracted[1 - side]:
             return True
     return False

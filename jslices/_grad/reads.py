@@ -11,7 +11,7 @@ import functools
 import math
 import operator
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -228,10 +228,18 @@ def every_row(view: View) -> Read:
 
 # --- the forms --------------------------------------------------------------------------
 
-#: ``form(eqn, operands, origins)`` gives the read that an equation is, or None. Operands
-#: are views, at least one, and values (None while reads are planned); ``origins`` are those
-#: of the program's variables.
-Form = Callable[[Equation, Sequence[Any], Origins], Read | None]
+
+class Scope(Protocol):
+    """One program on a walk, as far as forms need to know it."""
+
+    @property
+    def origins(self) -> Origins:
+        """How its variables came about."""
+
+
+#: ``form(eqn, operands, scope)`` gives the read that an equation is, or None. Operands are
+#: views, at least one, and values (None while reads are planned).
+Form = Callable[[Equation, Sequence[Any], Scope], Read | None]
 
 #: By name, as ``jax.experimental.sparse`` takes long to import.
 READS: dict[str, Form] = {}
@@ -252,7 +260,7 @@ def _is_defined(mode: Any) -> bool:
 
 
 @form_for("gather")
-def _gather(eqn: Equation, operands: Values, origins: Origins) -> Read | None:
+def _gather(eqn: Equation, operands: Values, scope: Scope) -> Read | None:
     view = operands[0]
     if not isinstance(view, View) or not _is_defined(eqn.params["mode"]):
         return None
@@ -260,11 +268,11 @@ def _gather(eqn: Equation, operands: Values, origins: Origins) -> Read | None:
         return _gather_transposed(eqn, view)
     if isinstance(view, Repeated):
         return _gather_repeated(eqn, view)
-    return _gather_rows(eqn, view, origins)
+    return _gather_rows(eqn, view, scope)
 
 
 @form_for("dynamic_slice")
-def _dynamic_slice(eqn: Equation, operands: Values, origins: Origins) -> Read | None:
+def _dynamic_slice(eqn: Equation, operands: Values, scope: Scope) -> Read | None:
     view = operands[0]
     if isinstance(view, Transposed):
         return _slice_transposed(eqn, view)
@@ -273,7 +281,7 @@ def _dynamic_slice(eqn: Equation, operands: Values, origins: Origins) -> Read | 
     return _slice_repeated(eqn, operands) if view.lead > 1 else _slice_rows(eqn, view)
 
 
-def _gather_rows(eqn: Equation, view: View, origins: Origins) -> Read | None:
+def _gather_rows(eqn: Equation, view: View, scope: Scope) -> Read | None:
     numbers, sizes = eqn.params["dimension_numbers"], tuple(eqn.params["slice_sizes"])
     mode, fill_value, shape = eqn.params["mode"], eqn.params["fill_value"], view.shape
     axes, aval = tuple(numbers.start_index_map), eqn.invars[1].aval
@@ -287,7 +295,7 @@ def _gather_rows(eqn: Equation, view: View, origins: Origins) -> Read | None:
     # may be broken, and JAX then drops the gradient of a row that it reads.
     trusting = mode == Mode.PROMISE_IN_BOUNDS and len(axes) > 1
     if sizes[1:] != shape[1:] or trusting:
-        return _gather_columns(eqn, view, column, origins)
+        return _gather_columns(eqn, view, column, scope.origins)
     batch = tuple(aval.shape[:-1])
     count = math.prod(batch)
 

@@ -1,7 +1,6 @@
 """The runner of a planned call, with a cotangent slot for each read."""
 
 import contextlib
-import functools
 import itertools
 from collections import ChainMap
 from collections.abc import Callable, Iterator, Sequence
@@ -16,9 +15,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jslices import _jax
 from jslices._exchange.rows import rows_from_elsewhere
+from jslices._grad.call import Leaf
 from jslices._grad.memo import Memo, weak_equation
 from jslices._grad.plan import (
-    Leaf,
     Plan,
     Planned,
     Site,
@@ -99,7 +98,7 @@ def gradient_of(
         return slices_of(values, indices, shape, facts)._flattened()
     values = values.reshape(indices.size, *shape[1:]).astype(site.dtype)  # not weak
     indices = indices.reshape(-1)
-    return IndexedSlices(*on_all_devices(values, indices), shape)
+    return IndexedSlices.of(*on_all_devices(values, indices), shape)
 
 
 def _slotted_jvp(primals: Values, tangents: Values) -> tuple[Any, Any]:

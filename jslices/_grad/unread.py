@@ -87,7 +87,8 @@ class _UnreadSearch(Walk[Held]):
                 for leaf in operands[0].elements:
                     self.lookups[leaf].append(self.source(eqn))
             return [_NOTHING]
-        if picks_rows(eqn, [bool(x.elements) for x in operands], scope.origins):
+        held = [bool(x.elements) for x in operands]
+        if eqn.primitive.name == "dot_general" and picks_rows(eqn, held, scope):
             for leaf in frozenset().union(*(x.elements for x in operands)):
                 self.lookups[leaf].append(self.source(eqn))
         return _moved(eqn, operands, scope.origins) or self._inside(eqn, operands, scope)

@@ -71,43 +71,43 @@ class Scope:
         None at all does for walks that do not ask.
     """
 
-    def __init__(self, program: Program, output_needs_grad: Sequence[bool]) -> None:
+    def __init__(self, program: Program, output_needs_grad: Sequence[bool] = ()) -> None:
         self.program = program
         #: From a variable of the program to its value on the walk, as far as that has come.
         self.read: Callable[[Atom], Any]
-        self._output_needs_grad = output_needs_grad or [False] * len(program.outvars)
-
-    def live_equations(self) -> list[Equation]:
-        """The equations that an output or a side effect depends on, in order."""
-        used = {v for v in self.program.outvars if not isinstance(v, Literal)}
-        live = []
-        for eqn in reversed(self.program.eqns):
-            if eqn.effects or not used.isdisjoint(eqn.outvars):
-                used.update(v for v in eqn.invars if not isinstance(v, Literal))
-                live.append(eqn)
-        return live[::-1]
-
-    @functools.cached_property
-    def grad_vars(self) -> set[Any]:
-        """The variables through which a gradient reaches the inputs."""
-        outputs = zip(self.program.outvars, self._output_needs_grad, strict=True)
-        grad_vars = {
+        #: The equations that an output or a side effect depends on, in order.
+        self.live: list[Equation] = []
+        #: The variables through which a gradient reaches the inputs.
+        self.grad_vars: set[Any] = {
             v
-            for v, needs_grad in outputs
+            for v, needs_grad in zip(program.outvars, output_needs_grad, strict=False)
             if needs_grad and not isinstance(v, Literal) and _jax.carries_gradient(v)
         }
-        for eqn in reversed(self.program.eqns):
-            if _passes_gradient(eqn, grad_vars):
-                grad_vars.update(
-                    v
-                    for v in eqn.invars
-                    if not isinstance(v, Literal) and _jax.carries_gradient(v)
-                )
-        return grad_vars
+        self._passing: set[int] = set()
+        used = {v for v in program.outvars if not isinstance(v, Literal)}
+        for eqn in reversed(program.eqns):
+            if not eqn.effects and used.isdisjoint(eqn.outvars):
+                continue
+            self.live.append(eqn)
+            variables = [v for v in eqn.invars if not isinstance(v, Literal)]
+            used.update(variables)
+            if output_needs_grad and self._takes_gradient(eqn):
+                self._passing.add(id(eqn))
+                self.grad_vars.update(filter(_jax.carries_gradient, variables))
+        self.live.reverse()
+
+    def _takes_gradient(self, eqn: Equation) -> bool:
+        if eqn.primitive.name == "stop_gradient":
+            return False
+        if not self.grad_vars.isdisjoint(eqn.outvars):
+            return True
+        # A mutable array (`jax.new_ref`) may hand a gradient to whoever reads it later.
+        kinds = {type(atom.aval).__name__ for atom in (*eqn.invars, *eqn.outvars)}
+        return "AbstractRef" in kinds
 
     def passes_gradient(self, eqn: Equation) -> bool:
         """True if a gradient may come to this equation, through its outputs or a ref."""
-        return _passes_gradient(eqn, self.grad_vars)
+        return id(eqn) in self._passing
 
     def outputs_need_grad(self, eqn: Equation) -> list[bool]:
         """For each output of an equation whether a gradient comes in there."""
@@ -122,16 +122,6 @@ class Scope:
     def origins(self) -> Origins:
         """How its variables came about."""
         return Origins(self.program)
-
-
-def _passes_gradient(eqn: Equation, grad_vars: set[Any]) -> bool:
-    if eqn.primitive.name == "stop_gradient":
-        return False
-    if not grad_vars.isdisjoint(eqn.outvars):
-        return True
-    # A mutable array (`jax.new_ref`) may hand a gradient to whoever reads it later.
-    atoms = (*eqn.invars, *eqn.outvars)
-    return any(type(atom.aval).__name__ == "AbstractRef" for atom in atoms)
 
 
 # --- the walk ---------------------------------------------------------------------------
@@ -168,7 +158,7 @@ class Walk(abc.ABC, Generic[Value]):
             return values[atom]
 
         scope.read = read
-        for eqn in scope.live_equations():
+        for eqn in scope.live:
             outputs = self.equation(eqn, [read(atom) for atom in eqn.invars], scope)
             values.update(zip(eqn.outvars, outputs, strict=True))
         return [read(atom) for atom in program.outvars]
@@ -325,7 +315,7 @@ class ViewWalk(Walk[Any]):
             if views is not None:
                 return views
         form = READS.get(eqn.primitive.name)
-        read = None if form is None else form(eqn, operands, scope.origins)
+        read = None if form is None else form(eqn, operands, scope)
         if read is not None:
             values = [
                 None if i == read.operand else whole(x) for i, x in enumerate(operands)

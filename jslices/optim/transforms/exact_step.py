@@ -6,10 +6,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jslices._grad.api import check_inputs, differentiated
-from jslices._grad.call import Call, check_callable
+from jslices._grad.api import differentiated
+from jslices._grad.call import (
+    Call,
+    ExchangeSpec,
+    SparseSpec,
+    check_callable,
+    check_inputs,
+)
 from jslices._grad.ids import as_ids, rows_read
-from jslices._grad.plan import ExchangeSpec, Planned, SparseSpec, plan_call
+from jslices._grad.plan import Planned, plan_call
 from jslices._place.boundary import mesh_of
 from jslices._slices import IndexedSlices
 from jslices._typing import Leaf, Params, State
