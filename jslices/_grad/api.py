@@ -1,7 +1,7 @@
 """``grad``, ``value_and_grad`` and ``vjp``: JAX's own, with rows for looked-up arrays."""
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -229,7 +229,7 @@ def _linearize(call: Call, planned: Planned) -> tuple[Any, Callable[[Any], Any],
             report_dense(planned, i)
         elif planned.triggers_hint(i):
             hint_smaller(planned, i)
-    kinds = [planned.kind(i) for i in range(len(call.primals))]
+    kinds = tuple(planned.kind(i) for i in range(len(call.primals)))
     dense = [x for x, kind in zip(call.primals, kinds, strict=True) if kind == "dense"]
     slots = jax.tree.map(slot_of, planned.plan)
 
@@ -245,39 +245,51 @@ def _linearize(call: Call, planned: Planned) -> tuple[Any, Callable[[Any], Any],
 
     with without_dense_warning():
         results, pullback, (aux, indices) = jax.vjp(run, dense, slots, has_aux=True)
-    assemble = _Assemble(planned, kinds, call.tree)
-    row_numbers = jax.tree.leaves(indices)
-    vjp_fun = _VjpFun((assemble, planned.outputs.tree), (pullback, row_numbers))
+    sites = tuple(jax.tree.leaves(planned.plan))
+    static = tuple(planned.leaves), sites, kinds, call.tree, planned.outputs.tree
+    vjp_fun = _VjpFun(static, (pullback, jax.tree.leaves(indices)))
     return planned.outputs.result(results), vjp_fun, planned.outputs.aux(aux)
 
 
 @jax.tree_util.register_pytree_node_class
 class _VjpFun:
-    """What leads from the result's cotangent to the gradients."""
+    """What leads from the result's cotangent to the gradients.
 
-    def __init__(
-        self,
-        static: tuple["_Assemble", jax.tree_util.PyTreeDef],
-        arrays: tuple[Callable[[Any], Any], list[jax.Array]],
-    ) -> None:
+    Args:
+      static: the leaves, the sites of the plan, the kinds of the leaves, the structures of
+        the arguments and of the result.
+      arrays: from the results' cotangents to those of dense leaves and slots; the row
+        numbers of each site.
+    """
+
+    def __init__(self, static: Any, arrays: Any) -> None:
         self._static, self._arrays = static, arrays
 
     def __call__(self, out_ct: PyTree, *others: PyTree) -> PyTree:
-        (assemble, tree), (pullback, indices) = self._static, self._arrays
+        leaves, sites, kinds, arguments, result = self._static
+        pullback, indices = self._arrays
         if others:
             raise TypeError(
                 "a function of jslices.vjp takes one cotangent, of the structure of the "
-                f"result, {tree}, got {1 + len(others)} arguments"
+                f"result, {result}, got {1 + len(others)} arguments"
             )
-        leaves, structure = _jax.flatten(out_ct)
-        if structure != tree:
+        cotangents, structure = _jax.flatten(out_ct)
+        if structure != result:
             raise ValueError(
-                f"the cotangent must have the structure of the result, {tree}, got "
+                f"the cotangent must have the structure of the result, {result}, got "
                 f"{structure}"
             )
         with without_dense_warning():
-            dense, slots = pullback(leaves)
-        return assemble(dense, jax.tree.leaves(slots), indices)
+            dense, slots = pullback(cotangents)
+        parts: dict[int, list[IndexedSlices]] = {}
+        for site, slot, index in zip(sites, jax.tree.leaves(slots), indices, strict=True):
+            part = gradient_of(site, site.table_shape, slot, index)
+            parts.setdefault(site.leaf, []).append(part)
+        left = iter(dense)
+        return arguments.unflatten(
+            next(left) if kind == "dense" else _slices(leaf, parts.get(i, []))
+            for i, (leaf, kind) in enumerate(zip(leaves, kinds, strict=True))
+        )
 
     def __getattr__(self, name: str) -> Any:
         instead = _INSTEAD_OF.get(name, "call it with the cotangent")
@@ -297,36 +309,6 @@ _INSTEAD_OF = {
     "args_res": "it is a pytree, whose leaves are what the backward needs",
     "opaque_residuals": "it is a pytree, whose leaves are what the backward needs",
 }
-
-
-class _Assemble:
-    """Puts the cotangents of slots and dense leaves back into the argument's tree."""
-
-    def __init__(
-        self, planned: Planned, kinds: Sequence[str], tree: jax.tree_util.PyTreeDef
-    ) -> None:
-        self.leaves = planned.leaves
-        self.kinds = kinds
-        self.sites = jax.tree.leaves(planned.plan)
-        self.tree = tree
-
-    def __call__(
-        self,
-        dense: Sequence[jax.Array],
-        slots: Sequence[jax.Array],
-        indices: Sequence[jax.Array],
-    ) -> Any:
-        parts: dict[int, list[IndexedSlices]] = {}
-        for site, slot, index in zip(self.sites, slots, indices, strict=True):
-            part = gradient_of(site, site.table_shape, slot, index)
-            parts.setdefault(site.leaf, []).append(part)
-        left = iter(dense)
-        gradients: list[Any] = []
-        for i, kind in enumerate(self.kinds):
-            is_dense = kind == "dense"
-            slices = None if is_dense else _slices(self.leaves[i], parts.get(i, []))
-            gradients.append(next(left) if is_dense else slices)
-        return self.tree.unflatten(gradients)
 
 
 def _slices(leaf: Leaf, parts: list[IndexedSlices]) -> IndexedSlices:

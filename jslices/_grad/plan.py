@@ -212,12 +212,7 @@ def plan_call(
     leaves = describe_leaves(call, single, spec, exchange)
     program, outputs = call.trace()
     eager = not _jax.is_staged()
-
-    def planned(leaves: list[Leaf]) -> Planned:
-        candidates = {i: leaf for i, leaf in enumerate(leaves) if leaf.may_be_sparse}
-        plan = _plan_reads(program, candidates, outputs.num_results, eager)
-        return Planned(program, outputs, leaves, *plan, eager)
-
+    planned = functools.partial(_planned, program, outputs, eager)
     best = _with_row_axes(planned(leaves), planned)
     larger = [i for i in range(len(leaves)) if _is_dense_as_smaller(best, i)]
     if not larger:
@@ -471,41 +466,29 @@ def _note(
         uses.setdefault(leaf, use)
 
 
-def _plan_reads(
-    program: Program, candidates: dict[int, Leaf], num_results: int, eager: bool
-) -> tuple[
-    Plan,
-    dict[int, DenseUse],
-    dict[int, list[Site]],
-    dict[int, list[Source]],
-    dict[int, DenseUse],
-]:
-    """Plans the reads of those leaves among ``candidates`` that are only looked up.
+def _planned(
+    program: Program, outputs: Outputs, eager: bool, leaves: list[Leaf]
+) -> Planned:
+    """The plan in which those leaves are sparse that are only looked up.
 
-    Args:
-      program: the traced function; its first inputs are the leaves.
-      candidates: leaves by number.
-      num_results: how many of the program's outputs are differentiated; no gradient comes
-        in through the others.
-      eager: whether no ``jax.jit`` is around the call; see :class:`Part`.
-
-    Returns:
-      ``(plan, dense, looked_up, unread, plain)``, as in :class:`Planned`.
+    For the arguments see :class:`Planned`.
     """
+    candidates = {i: leaf for i, leaf in enumerate(leaves) if leaf.may_be_sparse}
+    num_results = outputs.num_results
     dense: dict[int, DenseUse] = {}
     moves: dict[int, DenseUse] = {}
     looked_up: dict[int, list[Site]] = {}
     needs_grad = output_needs_grad(program, num_results)
     while True:
         # A leaf that turns out dense is an ordinary array in the next round.
-        leaves = {i: leaf for i, leaf in candidates.items() if i not in dense}
-        planner = Planner(leaves, eager)
+        tables = {i: leaf for i, leaf in candidates.items() if i not in dense}
+        planner = Planner(tables, eager)
         uses = planner.uses
         inputs = [
-            leaves[i].view(i) if i in leaves else None for i in range(len(program.invars))
+            tables[i].view(i) if i in tables else None for i in range(len(program.invars))
         ]
-        outputs = planner.program(program, inputs, needs_grad)
-        for value in outputs[:num_results]:
+        values = planner.program(program, inputs, needs_grad)
+        for value in values[:num_results]:
             planner.whole(value, None)
         sites: dict[int, list[Site]] = {}
         for site in jax.tree.leaves(planner.plan):
@@ -514,7 +497,7 @@ def _plan_reads(
         alone = list(uses.fixed.keys() & uses.moves.keys() - by_ids)
         picked = unread_lookups(program, alone, needs_grad) if alone else {}
         for leaf, use in uses.fixed.items():  # `tables[1][ids]` picks elements of a row
-            if picked.get(leaf) or not _are_few(sites[leaf], leaves[leaf]):
+            if picked.get(leaf) or not _are_few(sites[leaf], tables[leaf]):
                 uses.whole.setdefault(leaf, use)
         for leaf in uses.whole.keys() & uses.products.keys() - by_ids:
             uses.whole[leaf] = uses.products[leaf]  # not what follows the layer
@@ -527,7 +510,8 @@ def _plan_reads(
     looked_up = sites | looked_up
     never = [leaf for leaf in dense if leaf in moves and leaf not in looked_up]
     unread = unread_lookups(program, never, needs_grad) if never else {}
-    return planner.plan, dense, looked_up, unread, uses.plain
+    reads = planner.plan, dense, looked_up, unread, uses.plain
+    return Planned(program, outputs, leaves, *reads, eager)
 
 
 def _are_few(sites: Sequence[Site], leaf: Leaf) -> bool:

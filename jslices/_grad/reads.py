@@ -464,7 +464,7 @@ def _gather_repeated(eqn: Equation, view: Repeated) -> Read | None:
         return jnp.broadcast_to(x, order).reshape(count)
 
     def ids(values: Values) -> jax.Array:
-        starts = wide(values[1], view.flat.shape[0])
+        starts = wide(values[1], view.inner.shape[0])
         number = jnp.zeros((), starts.dtype)
         for d, height in enumerate(shape[:lead]):
             if d in by_id:
@@ -482,7 +482,7 @@ def _gather_repeated(eqn: Equation, view: Repeated) -> Read | None:
         return spread(jnp.all((starts >= 0) & (starts < beyond), axis=-1))
 
     arrange, fill_value = _arrangement(eqn), eqn.params["fill_value"]
-    return Read(view.flat, count, mode, fill_value, aval, ids, arrange, good)
+    return Read(view.inner, count, mode, fill_value, aval, ids, arrange, good)
 
 
 def _slice_rows(eqn: Equation, view: View) -> Read | None:
@@ -515,10 +515,10 @@ def _slice_repeated(eqn: Equation, operands: Values) -> Read | None:
         return None
 
     def ids(values: Values) -> jax.Array:
-        starts = [wide(start, view.flat.shape[0]) for start in values[1 : 1 + lead]]
+        starts = [wide(start, view.inner.shape[0]) for start in values[1 : 1 + lead]]
         part = flat(window(view, starts, sizes[:lead]))
         assert isinstance(part, Window)
         return part.number(jnp.arange(count, dtype=starts[0].dtype))
 
     arrange = lambda rows, values: rows.reshape(sizes)  # noqa: E731
-    return Read(view.flat, count, Mode.CLIP, None, eqn.invars[1].aval, ids, arrange)
+    return Read(view.inner, count, Mode.CLIP, None, eqn.invars[1].aval, ids, arrange)

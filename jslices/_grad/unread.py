@@ -10,14 +10,14 @@ some.
 
 import functools
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from jslices import _jax
 from jslices._grad.origins import Origins
 from jslices._grad.products import picks_rows
 from jslices._grad.rules import is_elementwise
-from jslices._grad.walk import CUSTOM, Scope, Walk, programs_inside
+from jslices._grad.walk import CUSTOM, Scope, Walk
 from jslices._jax import Equation, Program, Source
 
 # They put the elements of their first operand elsewhere.
@@ -100,12 +100,51 @@ class _UnreadSearch(Walk[Held]):
         outputs: Sequence[Held] = [_NOTHING] * len(eqn.outvars)
         if _jax.kind(eqn) in CUSTOM and _jax.is_call_of_ours(eqn):
             return outputs  # a scatter
-        for program, inputs, same_outputs in programs_inside(eqn, operands):
+        for program, inputs, same_outputs in _programs_inside(eqn, operands):
             every = [True] * len(program.outvars)
             needs_grad = scope.outputs_need_grad(eqn) if same_outputs else every
             inside = self.program(program, inputs, needs_grad)
             outputs = inside if same_outputs else outputs
         return outputs
+
+
+def _programs_inside(
+    eqn: Equation, operands: Sequence[Held]
+) -> Iterator[tuple[Program, Sequence[Held], bool]]:
+    """The sub-programs of any equation whose inputs are known.
+
+    Each with those of the equation's ``operands`` that are its inputs, and True if its
+    outputs are those of the equation.
+    """
+    name, params = eqn.primitive.name, eqn.params
+    if name == "shard_map":
+        yield params["jaxpr"], operands, True
+    elif name == "while":
+        yield params["body_jaxpr"], operands[params["cond_nconsts"] :], False
+    elif name == "cond":
+        for branch in params["branches"]:
+            yield branch, operands[1:], True
+    elif name == "custom_linear_solve":
+        first = 0
+        functions = zip(params["const_lengths"], params["jaxprs"], strict=True)
+        for count, program in functions:
+            consts, first = operands[first : first + count], first + count
+            more = len(program.invars) - count if program is not None else 0
+            if program is not None and more <= len(operands[first:]):
+                yield program, [*consts, *operands[len(operands) - more :]], False
+    else:
+        for program in _jax.programs_among(eqn):
+            if _may_take(program, eqn) or (name == "scan" and program is _jax.body(eqn)):
+                outputs = len(program.outvars) == len(eqn.outvars) and name != "scan"
+                yield program, operands[: len(program.invars)], outputs
+
+
+def _may_take(program: Program, eqn: Equation) -> bool:
+    """True if the first operands of an equation may be the inputs of a program."""
+    if len(program.invars) > len(eqn.invars):
+        return False
+    shapes = map(_jax.shape_of, program.invars), map(_jax.shape_of, eqn.invars)
+    return all(map(operator.eq, *shapes))
 
 
 def _moved(

@@ -128,50 +128,65 @@ class Rowwise(View):
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Renumbered(View):
+class Derived(View):
+    """The rows of another view, ``inner``: here the same ones."""
+
+    inner: View
+
+    def parts(self, ids: Ids) -> Sequence[tuple[Any, Ids | None]]:
+        return [(self.inner, ids)]
+
+    def combine(self, parts: Sequence[Any], ids: Ids) -> jax.Array:
+        return parts[0]
+
+    def whole(self, of: Callable[[Any], Any]) -> jax.Array:
+        return of(self.inner)
+
+    def renumbered(
+        self, ids: Ids, key: tuple[Any, ...], number: Callable[[jax.Array], jax.Array]
+    ) -> Sequence[tuple[Any, Ids | None]]:
+        """The parts where row i is row ``number(i)`` of ``inner``."""
+
+        def inside(read: jax.Array, record: jax.Array) -> tuple[jax.Array, jax.Array]:
+            good = (record >= 0) & (record < self.shape[0])
+            return number(read), jnp.where(good, number(record), self.inner.shape[0])
+
+        return [(self.inner, ids.renumbered(key, inside))]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Renumbered(Derived):
     """Rows of another view under other numbers, such as consecutive ones: ``table[1:]``.
 
     Attributes:
-      inner: the other view.
       number: from the number of a row to its number in ``inner``.
       key: equal keys mean equal numberings.
       take: from the whole of ``inner`` to the whole of this.
     """
 
-    inner: View
     number: Callable[[jax.Array], jax.Array] = dataclasses.field(compare=False)
     key: tuple[Any, ...]
     take: Callable[[jax.Array], jax.Array] = dataclasses.field(compare=False)
 
     def parts(self, ids: Ids) -> Sequence[tuple[Any, Ids | None]]:
-        def inside(read: jax.Array, record: jax.Array) -> tuple[jax.Array, jax.Array]:
-            good = (record >= 0) & (record < self.shape[0])
-            record = jnp.where(good, self.number(record), self.inner.shape[0])
-            return self.number(read), record
-
-        return [(self.inner, ids.renumbered(self.key, inside))]
-
-    def combine(self, parts: Sequence[Any], ids: Ids) -> jax.Array:
-        return parts[0]
+        return self.renumbered(ids, self.key, self.number)
 
     def whole(self, of: Callable[[Any], Any]) -> jax.Array:
         return self.take(of(self.inner)).reshape(self.shape)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Window(View):
+class Window(Derived):
     """Some rows of another view, from starts that the program computes.
 
     The table of one layer among those of all layers, in a loop over these.
 
     Attributes:
-      inner: the other view, whose rows axes of the sizes ``rows`` number.
-      starts: one for each of these axes, ``[]``, all in range.
-      rows: see ``inner``.
-      sizes: of the window along these axes.
+      starts: one for each axis that numbers the rows of ``inner``, ``[]``, all in range.
+      rows: the sizes of these axes.
+      sizes: of the window along them.
     """
 
-    inner: View
     starts: tuple[Any, ...]
     rows: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -189,15 +204,7 @@ class Window(View):
         return result
 
     def parts(self, ids: Ids) -> Sequence[tuple[Any, Ids | None]]:
-        def inside(read: jax.Array, record: jax.Array) -> tuple[jax.Array, jax.Array]:
-            good = (record >= 0) & (record < self.shape[0])
-            record = jnp.where(good, self.number(record), self.inner.shape[0])
-            return self.number(read), record
-
-        return [(self.inner, ids.renumbered(("window", self), inside))]
-
-    def combine(self, parts: Sequence[Any], ids: Ids) -> jax.Array:
-        return parts[0]
+        return self.renumbered(ids, ("window", self), self.number)
 
     def whole(self, of: Callable[[Any], Any]) -> jax.Array:
         row = self.shape[1:]
@@ -207,10 +214,9 @@ class Window(View):
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Replaced(View):
+class Replaced(Derived):
     """Another view with an array ``row`` in the place of row number ``at``."""
 
-    inner: View
     at: Any
     row: Any
 
@@ -289,14 +295,12 @@ class Stacked(View):
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Unpacked(View):
+class Unpacked(Derived):
     """The rows of another view cut into equal parts: ``packed.reshape(V, D)``.
 
     Reading a part reads the row that holds it, so the rest of that row gets a gradient of
     zeros.
     """
-
-    inner: View
 
     @property
     def per(self) -> int:
@@ -321,65 +325,43 @@ class Unpacked(View):
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Repeated(View):
+class Repeated(Derived):
     """An array ``[*B, V, *D]``, a table for every example of a batch.
 
     ``vmap`` of a ``cond`` whose predicate differs between examples makes one: it repeats
     what the branches read, and selects. So does ``table.reshape(F, V, D)``, of F tables
-    below one another. ``flat`` is the same as ``[prod(B) * V, *D]``, and ``lead`` the
+    below one another. ``inner`` is the same as ``[prod(B) * V, *D]``, and ``lead`` the
     number of axes of ``[*B, V]``.
     """
 
-    flat: View
     lead: int = dataclasses.field()
 
-    def parts(self, ids: Ids) -> Sequence[tuple[Any, Ids | None]]:
-        return [(self.flat, ids)]
-
-    def combine(self, parts: Sequence[Any], ids: Ids) -> jax.Array:
-        return parts[0]
-
     def whole(self, of: Callable[[Any], Any]) -> jax.Array:
-        inner, stops = self.flat, False
+        inner, stops = self.inner, False
         while isinstance(inner, Unslotted):
             inner, stops = inner.inner, stops or isinstance(inner, Stopped)
         if isinstance(inner, Table) and inner.array.shape == self.shape:
-            array: jax.Array = inner.array  # which is never as `flat` says
+            array: jax.Array = inner.array  # which is never of the shape of `inner`
             return lax.stop_gradient(array) if stops else array
-        return of(self.flat).reshape(self.shape)
+        return of(self.inner).reshape(self.shape)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Transposed(View):
+class Transposed(Derived):
     """Another view with its axes in another order, so that the first numbers no rows.
 
     Axis ``i`` is axis ``order[i]`` of ``inner``. Only reads know what to do with it.
     """
 
-    inner: View
     order: tuple[int, ...]
-
-    def parts(self, ids: Ids) -> Sequence[tuple[Any, Ids | None]]:
-        return [(self.inner, ids)]
 
     def whole(self, of: Callable[[Any], Any]) -> jax.Array:
         return lax.transpose(of(self.inner), self.order)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Unslotted(View):
+class Unslotted(Derived):
     """A view without cotangent slots: no gradient is asked for."""
-
-    inner: View
-
-    def parts(self, ids: Ids) -> Sequence[tuple[Any, Ids | None]]:
-        return [(self.inner, ids)]
-
-    def combine(self, parts: Sequence[Any], ids: Ids) -> jax.Array:
-        return parts[0]
-
-    def whole(self, of: Callable[[Any], Any]) -> jax.Array:
-        return of(self.inner)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -430,7 +412,7 @@ _register(Window, "inner", "starts")
 _register(Replaced, "inner", "at", "row")
 _register(Stacked, "arrays")
 _register(Unpacked, "inner")
-_register(Repeated, "flat")
+_register(Repeated, "inner")
 _register(Transposed, "inner")
 _register(Unslotted, "inner")
 _register(Stopped, "inner")
@@ -441,14 +423,14 @@ _register(Stopped, "inner")
 
 def flat(view: View) -> View:
     """The view with one axis of rows."""
-    return view.flat if isinstance(view, Repeated) else view
+    return view.inner if isinstance(view, Repeated) else view
 
 
 def folded(view: View, rows: tuple[int, ...]) -> View:
     """A view whose axes ``rows`` number its rows, from one with a single such axis."""
     if len(rows) == 1:
         return view
-    return Repeated((*rows, *view.shape[1:]), view.dtype, lead=len(rows), flat=view)
+    return Repeated((*rows, *view.shape[1:]), view.dtype, lead=len(rows), inner=view)
 
 
 def window(view: View, starts: Sequence[Any], sizes: Sequence[int]) -> View:
@@ -475,9 +457,7 @@ def layer(view: Repeated, number: Any) -> View:
 
 def without_slots(value: Any) -> Any:
     """A view without cotangent slots; anything else as it is."""
-    if isinstance(value, Repeated):
-        return dataclasses.replace(value, flat=without_slots(value.flat))
-    if isinstance(value, Transposed):
+    if isinstance(value, Repeated | Transposed):
         return dataclasses.replace(value, inner=without_slots(value.inner))
     if isinstance(value, View) and not isinstance(value, Unslotted):
         return Unslotted(value.shape, value.dtype, value)

@@ -24,9 +24,8 @@ As it is the same walk, planner and runner meet the same reads in the same order
 
 import abc
 import functools
-import operator
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, Generic, TypeVar
 
 import jax
@@ -229,45 +228,6 @@ class _Evaluation(Walk[Any]):
         return list(map(self._replace, eqn.outvars, outputs))
 
     step = equation
-
-
-def programs_inside(
-    eqn: Equation, operands: Sequence[Value]
-) -> Iterator[tuple[Program, Sequence[Value], bool]]:
-    """The sub-programs of any equation whose inputs are known.
-
-    Each with those of the equation's ``operands`` that are its inputs, and True if its
-    outputs are those of the equation.
-    """
-    name, params = eqn.primitive.name, eqn.params
-    if name == "shard_map":
-        yield params["jaxpr"], operands, True
-    elif name == "while":
-        yield params["body_jaxpr"], operands[params["cond_nconsts"] :], False
-    elif name == "cond":
-        for branch in params["branches"]:
-            yield branch, operands[1:], True
-    elif name == "custom_linear_solve":
-        first = 0
-        functions = zip(params["const_lengths"], params["jaxprs"], strict=True)
-        for count, program in functions:
-            consts, first = operands[first : first + count], first + count
-            more = len(program.invars) - count if program is not None else 0
-            if program is not None and more <= len(operands[first:]):
-                yield program, [*consts, *operands[len(operands) - more :]], False
-    else:
-        for program in _jax.programs_among(eqn):
-            if _may_take(program, eqn) or (name == "scan" and program is _jax.body(eqn)):
-                outputs = len(program.outvars) == len(eqn.outvars) and name != "scan"
-                yield program, operands[: len(program.invars)], outputs
-
-
-def _may_take(program: Program, eqn: Equation) -> bool:
-    """True if the first operands of an equation may be the inputs of a program."""
-    if len(program.invars) > len(eqn.invars):
-        return False
-    shapes = map(_jax.shape_of, program.invars), map(_jax.shape_of, eqn.invars)
-    return all(map(operator.eq, *shapes))
 
 
 # --- with views of tables ---------------------------------------------------------------
