@@ -273,9 +273,16 @@ def _function(primitive: Primitive, params: tuple[tuple[str, Any], ...]) -> Any:
 
 
 def operation(eqn: Equation) -> Hashable:
-    """What JAX's own primitives without programs inside do; None for other equations."""
+    """Equal for equations that do the same to arrays of the same types.
+
+    None for all but JAX's own primitives without functions or programs inside.
+    """
+    values = itertools.chain.from_iterable(
+        x if isinstance(x, tuple) else (x,) for x in eqn.params.values()
+    )
+    has_inside = any(callable(x) or isinstance(x, PROGRAMS) for x in values)
     is_own = PRIMITIVES.get(eqn.primitive.name) is eqn.primitive
-    if not is_own or eqn.effects or programs_among(eqn):
+    if has_inside or not is_own or eqn.effects or "_prim" in eqn.params:
         return None
     key = eqn.primitive, *eqn.params.items(), *(x.aval for x in eqn.invars)
     try:
