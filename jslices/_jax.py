@@ -2,8 +2,7 @@
 
 Tested on jax 0.10.2 and 0.12. What moved so far: sub-programs are ``ClosedJaxpr`` or
 ``Jaxpr`` in 0.10 and always ``Jaxpr`` in 0.12; ``scan`` counts its operands in
-``num_consts``/``num_carry`` or in ``ft_in``; ``get_bind_params`` returned a tuple before
-0.10.
+``num_consts``/``num_carry`` or in ``ft_in``.
 """
 
 import contextlib
@@ -222,44 +221,32 @@ def one_for(out: jax.Array) -> jax.Array:
     return one
 
 
-def bind(eqn: Equation, operands: Sequence[Any], **changed: Any) -> list[Any]:
+def bind(
+    eqn: Equation, operands: Sequence[Any], as_function: bool = False, **changed: Any
+) -> list[Any]:
     """Runs one equation on ``operands``, its name stack and source line preserved.
 
     Where all axes of a mesh are Auto they stay so, though the types of the equation that
     was traced say more.
+
+    With ``as_function``, for equations that have an :func:`operation`, as the call of a
+    jitted function. JAX linearizes a primitive anew each time, which takes twice as long as
+    to trace it, but a function once for all calls with the same types.
     """
-    params = {**eqn.params, **changed}
-    bind_params = eqn.primitive.get_bind_params(params)
-    subfuns: Sequence[Any] = ()
-    if isinstance(bind_params, tuple):
-        subfuns, bind_params = bind_params
-    with _as_traced(eqn):
-        out = eqn.primitive.bind(*subfuns, *operands, **bind_params)
-    return list(out) if eqn.primitive.multiple_results else [out]
-
-
-@contextlib.contextmanager
-def _as_traced(eqn: Equation) -> Iterator[None]:
+    params = eqn.primitive.get_bind_params({**eqn.params, **changed})
     stack = source_info_util.current_name_stack() + eqn.source_info.name_stack
     traceback = eqn.source_info.traceback
     around = jax.sharding.get_abstract_mesh()
     mesh = around if _is_auto(around) else eqn.ctx.cur_abstract_mesh
+    run: Any = functools.partial(eqn.primitive.bind, **params)
+    if as_function:
+        run = _function(eqn.primitive, tuple(params.items()))
     with (
         source_info_util.user_context(traceback, name_stack=stack),
         eqn.ctx.manager,
         jax.sharding.use_abstract_mesh(mesh),
     ):
-        yield
-
-
-def bind_as_function(eqn: Equation, operands: Sequence[Any]) -> list[Any]:
-    """As :func:`bind`, for equations that have an :func:`operation`.
-
-    JAX linearizes a primitive anew each time, which takes twice as long as to trace it, but
-    a jitted function once for all calls with the same shapes.
-    """
-    with _as_traced(eqn):
-        out = _function(eqn.primitive, tuple(eqn.params.items()))(*operands)
+        out = run(*operands)
     return list(out) if eqn.primitive.multiple_results else [out]
 
 

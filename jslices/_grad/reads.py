@@ -315,11 +315,8 @@ def _gather_rows(eqn: Equation, view: View, scope: Scope) -> Read | None:
 
 def _gather_windows(eqn: Equation, view: View, column: int) -> Read | None:
     """Consecutive whole rows for each start, which ``vmap`` makes of ``dynamic_slice``."""
-    sizes, aval, height = (
-        tuple(eqn.params["slice_sizes"]),
-        eqn.invars[1].aval,
-        view.shape[0],
-    )
+    sizes, aval = tuple(eqn.params["slice_sizes"]), eqn.invars[1].aval
+    height = view.shape[0]
     some = _jax.definitely(lambda: sizes[0] < height)
     if sizes[1:] != view.shape[1:] or not some or eqn.params["mode"] != Mode.CLIP:
         return None
@@ -342,11 +339,8 @@ def _gather_columns(
     a whole row read for each element.
     """
     numbers, sizes = eqn.params["dimension_numbers"], tuple(eqn.params["slice_sizes"])
-    mode, fill_value, aval = (
-        eqn.params["mode"],
-        eqn.params["fill_value"],
-        eqn.invars[1].aval,
-    )
+    mode, fill_value = eqn.params["mode"], eqn.params["fill_value"]
+    aval = eqn.invars[1].aval
     axes, batch = tuple(numbers.start_index_map), tuple(aval.shape[:-1])
     columns = origins.columns(eqn.invars[1])
     # With numbers that stand in the program, as in tables[jnp.arange(3), ids], it is not

@@ -655,37 +655,18 @@ def _scatter(eqn: Equation, operands: Values, lead: int) -> Result:
     return [Replaced(view.shape, view.dtype, view, at, row)]
 
 
-@rule_for("concatenate")
-def _concatenate(eqn: Equation, operands: Values, lead: int) -> Result:
-    axis, each = eqn.params["dimension"], [_jax.shape_of(x)[:lead] for x in eqn.invars]
-    if axis >= lead:
-        return _views(eqn, operands, lead)
-    return _below_one_another(eqn, operands, axis, each, lead)
+@rule_for("concatenate", "stack")
+def _joined(eqn: Equation, operands: Values, lead: int) -> Result:
+    """``jnp.stack([a, b])``: the rows of one table below those of the other.
 
-
-@rule_for("stack")
-def _stack(eqn: Equation, operands: Values, lead: int) -> Result:
-    """``jnp.stack([a, b])``: the rows of one table below those of the other."""
-    axis, each = eqn.params["axis"], [_jax.shape_of(x)[:lead] for x in eqn.invars]
-    if axis >= lead:
-        return _views(eqn, operands, lead)
-    return _below_one_another(eqn, operands, axis, each, lead + 1)
-
-
-def _below_one_another(
-    eqn: Equation,
-    operands: Values,
-    axis: int,
-    each: Sequence[tuple[int, ...]],
-    lead: int,
-) -> Result:
-    """The view of several arrays, joined for every example of the axes before ``axis``.
-
-    ``each`` are the sizes of the axes that number the rows of each array, and ``lead`` is
-    how many axes number those of the output.
+    So for every example, if there are other axes before.
     """
-    out = eqn.outvars[0].aval
-    rows, row = out.shape[:lead], out.shape[lead:]
+    stacks = _jax.kind(eqn) == "stack"
+    axis = eqn.params["axis" if stacks else "dimension"]
+    if axis >= lead:
+        return _views(eqn, operands, lead)
+    out, each = eqn.outvars[0].aval, [_jax.shape_of(x)[:lead] for x in eqn.invars]
+    rows, row = out.shape[: lead + stacks], out.shape[lead + stacks :]
     if not math.prod(rows):
         return None
     arrays = tuple(

@@ -169,7 +169,7 @@ class Runner(ViewWalk):
         if scope.passes_gradient(eqn):
             operation = _jax.operation(eqn)
             if operation and (self.eager or scope.operations[operation] >= MANY_ALIKE):
-                return _jax.bind_as_function(eqn, operands)
+                return _jax.bind(eqn, operands, as_function=True)
         return _jax.bind(eqn, operands)
 
     def whole(self, value: Any, eqn: Equation | None) -> Any:
