@@ -1,4 +1,4 @@
-"""Slices that pass from one compiled program to the next with all that is known of them."""
+"""Slices as arguments and results of compiled programs, their facts included."""
 
 import dataclasses
 import functools

@@ -1,4 +1,4 @@
-"""What the parts of IndexedSlices must be."""
+"""Checks of what IndexedSlices are made of."""
 
 import operator
 from collections.abc import Sequence
@@ -11,6 +11,7 @@ from jax.typing import ArrayLike
 
 from jslices._jax import is_symbolic
 from jslices._rows.access import in_32_bits
+from jslices._slices.entries import Entries
 from jslices._typing import Index, Size
 
 
@@ -86,6 +87,30 @@ def _suggestion(values: jax.Array, shape: tuple[int, ...], row_axes: int) -> str
     if 0 < axes != row_axes and shape[axes:] == row:
         return f"if {axes} axes number the rows, type row_axes={axes}"
     return f"did you mean dense_shape={(*shape[:row_axes], *row)}?"
+
+
+def common_array(parts: Sequence[Entries]) -> tuple[tuple[int, ...] | None, int]:
+    """``dense_shape`` and ``row_axes`` of slices to be added, which are of one array."""
+    batches = {tuple(s.indices.shape[:-1]) for s in parts}
+    if len(batches) > 1:
+        raise ValueError(
+            f"concat_slices got slices of different batches {sorted(batches)}; make the "
+            "axes of a batch alike with vmap, or take examples out of it: slices[0]"
+        )
+    shapes = {s.dense_shape for s in parts if s.dense_shape is not None}
+    rows = {s.values.shape[s.indices.ndim :] for s in parts}
+    if len(shapes) > 1 or len(rows) > 1:
+        shapes_in_words = ", ".join(str(s.shape) for s in parts)
+        raise ValueError(
+            f"cannot add slices of arrays of different shapes: {shapes_in_words}"
+        )
+    axes = {s.row_axes for s in parts}
+    if len(axes) > 1:
+        raise ValueError(
+            f"cannot add slices whose rows are numbered by {sorted(axes)} axes: make them "
+            "with the same row_axes"
+        )
+    return (shapes.pop() if shapes else None), axes.pop()
 
 
 def static_row_axes(row_axes: int) -> int:

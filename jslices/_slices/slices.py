@@ -25,46 +25,22 @@ from jslices._rows.access import (
 )
 from jslices._rows.sums import Order, add_rows, check_combine, sum_duplicates
 from jslices._slices.carry import one_program
-from jslices._slices.entries import NO_FACTS, Entries, Facts
+from jslices._slices.entries import NO_FACTS, Facts
 from jslices._slices.parts import (
     as_array,
     as_indices,
     check_batch_index,
     check_parts,
+    common_array,
     static_row_axes,
     static_shape,
 )
+from jslices._slices.refusals import Refusals
 from jslices._slices.shards import each_shard, join_entries
 from jslices._typing import Index, Operand
 
 Axis = int | Sequence[int] | None
 
-#: What to type for what arrays have, and slices have not.
-_INSTEAD = {
-    "size": "math.prod(slices.shape), or slices.values.size for what is held",
-    "nbytes": "slices.values.nbytes + slices.indices.nbytes",
-    "at": "jslices.scatter_update(table, ids, rows) and its relatives",
-    "if slices": "grad is None, or slices.to_dense().any()",
-    "len(slices)": "slices.shape[0], or slices.indices.size for the rows held",
-    "slices ** x": "slices.square_sum() or jslices.global_norm(grads)",
-    "abs(slices)": "abs(slices.coalesce().values)",
-}
-_OPERATORS = {
-    "__bool__": "if slices",
-    "__len__": "len(slices)",
-    "__float__": "float(slices)",
-    "__int__": "int(slices)",
-    "__abs__": "abs(slices)",
-    "__pow__": "slices ** x",
-    "__rpow__": "x ** slices",
-    "__mod__": "slices % x",
-    "__floordiv__": "slices // x",
-    "__rtruediv__": "x / slices",
-    "__lt__": "slices < x",
-    "__le__": "slices <= x",
-    "__gt__": "slices > x",
-    "__ge__": "slices >= x",
-}
 _FACTORS = (
     "a number, slices.scale_rows(factors) with one factor for each row held, or factors "
     "of shape [V, 1, ...]"
@@ -72,7 +48,7 @@ _FACTORS = (
 
 
 @jax.tree_util.register_pytree_with_keys_class
-class IndexedSlices(Entries):
+class IndexedSlices(Refusals):
     """Some rows of an array of shape ``dense_shape``; all others are zero.
 
     They stand for ``zeros(dense_shape).at[indices].add(values)``: **duplicates add**. An
@@ -326,23 +302,12 @@ class IndexedSlices(Entries):
     def __rsub__(self, other: Operand) -> Any:
         return other + (-self)
 
-    # --- what arrays have, and slices have not ----------------------------------------
-
     def __getattr__(self, name: str) -> NoReturn:
         # A property of ours comes here where it failed, as where values are no arrays.
         ours = name.startswith("_") or hasattr(IndexedSlices, name)
         if ours or not hasattr(jax.Array, name):
             raise AttributeError(f"'IndexedSlices' object has no attribute {name!r}")
-        instead = f"slices.to_dense().{name}"
-        raise AttributeError(self._have_no(f"slices.{name}", _INSTEAD.get(name, instead)))
-
-    def _have_no(self, what: str, instead: str) -> str:
-        shape = ", ".join("?" if n is None else str(n) for n in self.shape)
-        return (
-            f"IndexedSlices have no {what}: they are {self.indices.shape[-1]} rows of an "
-            f"array {self.dtype}[{shape}] that is zero elsewhere; type {instead}, or take "
-            "slices.values and slices.indices"
-        )
+        raise self._no_attribute(name)
 
     # --- reductions -----------------------------------------------------------------
 
@@ -542,20 +507,6 @@ class IndexedSlices(Entries):
         return self.to_dense()
 
 
-def _refuse_operator(name: str, expression: str) -> None:
-    """Make an operator say what to type."""
-
-    def refuse(self: IndexedSlices, *_: object) -> NoReturn:
-        instead = _INSTEAD.get(expression, "slices.to_dense() first")
-        raise TypeError(self._have_no(expression, instead))
-
-    setattr(IndexedSlices, name, refuse)
-
-
-for _name, _expression in _OPERATORS.items():
-    _refuse_operator(_name, _expression)
-
-
 #: IndexedSlices of parts that fit together, and what is known of them.
 slices_of = IndexedSlices.of
 
@@ -624,27 +575,7 @@ def concat_slices(slices: Sequence[IndexedSlices | None]) -> IndexedSlices:
                 f"concat_slices wants IndexedSlices, got {type(s).__name__}; to add an "
                 "array: array + slices"
             )
-    batches = {tuple(s.indices.shape[:-1]) for s in parts}
-    if len(batches) > 1:
-        raise ValueError(
-            f"concat_slices got slices of different batches {sorted(batches)}; make the "
-            "axes of a batch alike with vmap, or take examples out of it: slices[0]"
-        )
-    shapes = {s.dense_shape for s in parts if s.dense_shape is not None}
-    rows = {s.values.shape[s.indices.ndim :] for s in parts}
-    if len(shapes) > 1 or len(rows) > 1:
-        shapes_in_words = ", ".join(str(s.shape) for s in parts)
-        raise ValueError(
-            f"cannot add slices of arrays of different shapes: {shapes_in_words}"
-        )
-    shape = shapes.pop() if shapes else None
-    axes = {s.row_axes for s in parts}
-    if len(axes) > 1:
-        raise ValueError(
-            f"cannot add slices whose rows are numbered by {sorted(axes)} axes: make them "
-            "with the same row_axes"
-        )
-    (row_axes,) = axes
+    shape, row_axes = common_array(parts)
     num_rows = None if shape is None else rows_numbered(shape, row_axes)
     dtype = jnp.result_type(*(s.values for s in parts))
     dtypes = [index_dtype(num_rows, np.dtype(s.indices.dtype)) for s in parts]

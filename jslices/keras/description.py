@@ -1,7 +1,7 @@
 """Optimizers of jslices made again: for another learning rate, and from a file of Keras."""
 
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, TypeAlias
 
 import jax
@@ -20,13 +20,11 @@ PlainData: TypeAlias = Any
 
 def learning_rates(tx: PyTree) -> list[Any]:
     """The learning rates of an optimizer and of all that it was made from."""
-    return list(_rates(tx))
-
-
-def _rates(x: PyTree) -> Iterator[Any]:
-    for made_by in filter(None, map(_made_by, jax.tree.leaves(x, is_leaf=_tells))):
+    rates: list[Any] = []
+    for made_by in filter(None, map(_made_by, jax.tree.leaves(tx, is_leaf=_tells))):
         for name, argument in _arguments(made_by).items():
-            yield from [argument] if name == "learning_rate" else _rates(argument)
+            rates += [argument] if name == "learning_rate" else learning_rates(argument)
+    return rates
 
 
 def with_learning_rate(tx: PyTree, rate: jax.typing.ArrayLike) -> PyTree:

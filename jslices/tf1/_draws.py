@@ -5,6 +5,7 @@ key given to ``init``. ``apply``, which has the variable and no key, never draws
 ``tf.random_normal`` is a lazy value that has a shape and a dtype, and nothing more.
 """
 
+import dataclasses
 from collections.abc import Callable, Sequence
 
 import jax
@@ -22,47 +23,46 @@ from jslices.tf1._run import (
 )
 
 
+@dataclasses.dataclass(eq=False)
 class Draw:
     """One draw of random numbers: the same numbers throughout a run.
 
     Which numbers, is decided by the first variable that begins with it.
     """
 
-    def __init__(
-        self,
-        what: str,
-        sample: Callable[[jax.Array], jax.Array],
-        seed: int | None,
-        seeded: tuple[int, int] | None,
-    ) -> None:
-        self._what, self._sample = what, sample
-        self._seed, self._seeded = seed, seeded
-        self._id: DrawId | None = None
+    what: str
+    sample: Callable[[jax.Array], jax.Array]
+    seed: int | None
+    #: After ``set_random_seed``: that seed and a number, if no variable begins with it.
+    of_program: tuple[int, int] | None
+    id: DrawId | None = None
 
     def bind(self, variable: Initialization) -> DrawId:
         """Bind the draw to a variable, unless it is bound."""
-        if self._id is None:
-            self._id = variable.next_draw(":")
-        return self._id
+        if self.id is None:
+            self.id = variable.next_draw(":")
+        return self.id
 
     def __call__(self) -> jax.Array:
-        if self._seed is not None:
-            return self._sample(jax.random.key(self._seed))
         variable = current_initialization()
-        if variable is None and self._seeded is not None:
-            seed, number = self._seeded
-            return self._sample(jax.random.fold_in(jax.random.key(seed), number))
-        if variable is None:  # in init as in apply, which has no key
+        if self.seed is not None:
+            key = jax.random.key(self.seed)
+        elif variable is not None:
+            key = some_key(self.what, variable, self.bind(variable))
+        elif self.of_program is not None:
+            seed, number = self.of_program
+            key = jax.random.fold_in(jax.random.key(seed), number)
+        else:  # in init as in apply, which has no key
             raise RuntimeError(
-                f"{self._what} draws only the initial value of a variable, to which "
+                f"{self.what} draws only the initial value of a variable, to which "
                 "operators may be applied. Here its value was needed for something else, "
                 "and apply has no key to draw with. To initialize a variable with another "
                 "function of it, write tf.Variable(lambda: ...) with the call of "
-                f"{self._what} inside. For new numbers in every call, take a key as an "
-                f"argument and write {of_jax(self._what)}(key, ...); for the same numbers "
+                f"{self.what} inside. For new numbers in every call, take a key as an "
+                f"argument and write {of_jax(self.what)}(key, ...); for the same numbers "
                 "always, pass seed="
             )
-        return self._sample(some_key(self._what, variable, self.bind(variable)))
+        return self.sample(key)
 
 
 def of_jax(what: str) -> str:

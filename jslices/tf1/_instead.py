@@ -1,4 +1,4 @@
-"""What to type for TensorFlow's names that are not here."""
+"""Advice for TensorFlow's names that are not here."""
 
 from collections.abc import Mapping
 

@@ -1,0 +1,62 @@
+"""What arrays have and slices have not, and what to type instead."""
+
+from typing import NoReturn
+
+from jslices._slices.entries import Entries
+
+#: What to type for what arrays have, and slices have not.
+_INSTEAD = {
+    "size": "math.prod(slices.shape), or slices.values.size for what is held",
+    "nbytes": "slices.values.nbytes + slices.indices.nbytes",
+    "at": "jslices.scatter_update(table, ids, rows) and its relatives",
+    "if slices": "grad is None, or slices.to_dense().any()",
+    "len(slices)": "slices.shape[0], or slices.indices.size for the rows held",
+    "slices ** x": "slices.square_sum() or jslices.global_norm(grads)",
+    "abs(slices)": "abs(slices.coalesce().values)",
+}
+_OPERATORS = {
+    "__bool__": "if slices",
+    "__len__": "len(slices)",
+    "__float__": "float(slices)",
+    "__int__": "int(slices)",
+    "__abs__": "abs(slices)",
+    "__pow__": "slices ** x",
+    "__rpow__": "x ** slices",
+    "__mod__": "slices % x",
+    "__floordiv__": "slices // x",
+    "__rtruediv__": "x / slices",
+    "__lt__": "slices < x",
+    "__le__": "slices <= x",
+    "__gt__": "slices > x",
+    "__ge__": "slices >= x",
+}
+
+
+class Refusals(Entries):
+    """Slices whose errors, where they are taken for arrays, say what to type."""
+
+    def _no_attribute(self, name: str) -> AttributeError:
+        instead = f"slices.to_dense().{name}"
+        return AttributeError(self._have_no(f"slices.{name}", _INSTEAD.get(name, instead)))
+
+    def _have_no(self, what: str, instead: str) -> str:
+        shape = ", ".join("?" if n is None else str(n) for n in self.shape)
+        return (
+            f"IndexedSlices have no {what}: they are {self.indices.shape[-1]} rows of an "
+            f"array {self.dtype}[{shape}] that is zero elsewhere; type {instead}, or take "
+            "slices.values and slices.indices"
+        )
+
+
+def _refuse_operator(name: str, expression: str) -> None:
+    """Make an operator say what to type."""
+
+    def refuse(self: Refusals, *_: object) -> NoReturn:
+        instead = _INSTEAD.get(expression, "slices.to_dense() first")
+        raise TypeError(self._have_no(expression, instead))
+
+    setattr(Refusals, name, refuse)
+
+
+for _name, _expression in _OPERATORS.items():
+    _refuse_operator(_name, _expression)
