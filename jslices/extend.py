@@ -36,8 +36,9 @@ from jslices._rows.ids import settle as settle
 from jslices._rows.rounding import key_bits as key_bits
 from jslices._rows.rounding import round_rows as round_rows
 
-# A sort of row numbers that is fast on every platform.
+# A sort of row numbers that is fast on every platform; in which dtype rows are summed.
 from jslices._rows.sums import sort_ids as sort_ids
+from jslices._rows.sums import sum_dtype as sum_dtype
 
 # Refuses slices that a foreign tree.map has changed.
 from jslices._slices import check_slices as check_slices
@@ -80,4 +81,5 @@ __all__ = [
     "rows_at",
     "settle",
     "sort_ids",
+    "sum_dtype",
 ]

@@ -13,6 +13,7 @@ from jax.typing import ArrayLike
 from jslices._arguments import Number, OneOf
 from jslices._errors import InvalidArgumentError
 from jslices._jax import varying_axes
+from jslices._rows.sums import sum_dtype
 from jslices._slices import IndexedSlices, check_slices, is_slices
 from jslices._typing import Leaf, PyTree
 
@@ -120,7 +121,7 @@ def _reduced_rows(
 ) -> IndexedSlices:
     num_devices = math.prod(lax.axis_size(axis) for axis in axes)
     local = slices.flat.coalesce(capacity)
-    dtype, wide = local.dtype, _sum_dtype(local.dtype)
+    dtype, wide = local.dtype, sum_dtype(local.dtype)
     if _gathering_is_cheaper(local, wide, num_devices):
         total = _gathered(local, axes).astype(wide).coalesce()
     else:
@@ -129,11 +130,6 @@ def _reduced_rows(
         total = total / num_devices
     total = total.numbered_as(slices.dense_shape, slices.row_axes)
     return total.astype(dtype) if jnp.issubdtype(dtype, jnp.inexact) else total
-
-
-def _sum_dtype(dtype: np.dtype) -> np.dtype:
-    narrow = jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4
-    return np.dtype(np.float32) if narrow else dtype
 
 
 def _gathering_is_cheaper(local: IndexedSlices, wide: np.dtype, num_devices: int) -> bool:

@@ -6,10 +6,10 @@ What moves is in ``_exchange/rows.py``.
 import dataclasses
 import inspect
 import math
-from typing import Annotated, Literal
+from typing import Annotated, Literal, TypeAlias
 
 import numpy as np
-from jax.sharding import AxisType, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
 from jslices._arguments import Number, OneOf, check_arguments
 from jslices._errors import InvalidArgumentError
@@ -18,6 +18,8 @@ from jslices._place.placement import Placement
 from jslices._typing import Aval
 
 Way = Literal["all_to_all", "gather"]
+#: For each axis of an array the mesh axes along which it is split.
+Axes: TypeAlias = tuple[tuple[str, ...], ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -145,44 +147,48 @@ def _placement_of(
                 f"jax.P({exchange.axis!r}))), outside of shard_map"
             )
         return None
-    typed = None
+    explicit = None
     if AxisType.Explicit in mesh.axis_types:
-        typed = split_along(table.sharding.spec, table.ndim)
-    if exchange is None:
-        if typed is None:
-            return None
-        placement = Placement(mesh, typed[:row_axes], typed[row_axes:])
+        explicit = split_along(table.sharding.spec, table.ndim)
+    if exchange is not None:
+        split = _split_as_said(table, exchange, name, mesh, explicit)
+    elif explicit is not None:
+        split = explicit
     else:
-        unknown = [axis for axis in exchange.axes if axis not in mesh.axis_names]
-        if unknown:
-            raise InvalidArgumentError(
-                f"{exchange} of {name}: its mesh has the axes {mesh.axis_names}, and not "
-                f"{unknown[0]!r}"
-            )
-        last = max(1, table.ndim - 1)  # no row is a single element, but of a vector
-        if len(exchange.by_axis) > last:
-            raise InvalidArgumentError(
-                f"{exchange} of {name}: at most {last} axes of {table.str_short()} number "
-                "rows"
-            )
-        said = (*exchange.by_axis, *((),) * table.ndim)[: table.ndim]
-        if typed is not None and any(typed):
-            rows = [sum(typed[:n], ()) for n in range(1, last + 1)]
-            if exchange.axes not in rows:
-                raise InvalidArgumentError(
-                    f"{exchange} of {name}: its type {table.str_short()} says that rows "
-                    f"are split along {rows[-1] or 'no axis'}"
-                )
-            said = typed
-        columns = said[row_axes:] if typed is not None or any(said[row_axes:]) else ()
-        placement = Placement(mesh, said[:row_axes], columns)
-    for number, parts in enumerate(placement.parts()):
-        size = table.shape[number]
-        if size % parts:
-            raise InvalidArgumentError(_indivisible(table, number, parts, name))
-    if not placement.batch:  # only columns are split, and every device has all ids
         return None
-    return placement
+    columns = split[row_axes:] if explicit is not None or any(split[row_axes:]) else ()
+    placement = Placement(mesh, split[:row_axes], columns)
+    for number, parts in enumerate(placement.parts()):
+        if table.shape[number] % parts:
+            raise InvalidArgumentError(_indivisible(table, number, parts, name))
+    # Otherwise only columns are split, and every device has all ids.
+    return placement if placement.batch else None
+
+
+def _split_as_said(
+    table: Aval, exchange: Exchange, name: str, mesh: AbstractMesh, explicit: Axes | None
+) -> Axes:
+    """How ``exchange`` says that a table is split, if its type agrees."""
+    unknown = [axis for axis in exchange.axes if axis not in mesh.axis_names]
+    if unknown:
+        raise InvalidArgumentError(
+            f"{exchange} of {name}: its mesh has the axes {mesh.axis_names}, and not "
+            f"{unknown[0]!r}"
+        )
+    last = max(1, table.ndim - 1)  # no row is a single element, but of a vector
+    if len(exchange.by_axis) > last:
+        raise InvalidArgumentError(
+            f"{exchange} of {name}: at most {last} axes of {table.str_short()} number rows"
+        )
+    if explicit is None or not any(explicit):
+        return (*exchange.by_axis, *((),) * table.ndim)[: table.ndim]
+    rows = [sum(explicit[:n], ()) for n in range(1, last + 1)]
+    if exchange.axes not in rows:
+        raise InvalidArgumentError(
+            f"{exchange} of {name}: its type {table.str_short()} says that rows are split "
+            f"along {rows[-1] or 'no axis'}"
+        )
+    return explicit
 
 
 def _indivisible(table: Aval, number: int, parts: int, name: str) -> str:

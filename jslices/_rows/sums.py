@@ -318,9 +318,15 @@ def starts_of_runs(ids: jax.Array) -> jax.Array:
 
 
 def widened(values: jax.Array) -> jax.Array:
-    """16-bit floats as float32, in which they are summed and rounded once."""
-    narrow = jnp.issubdtype(values.dtype, jnp.floating) and values.dtype.itemsize < 4
-    return values.astype(jnp.float32) if narrow else values
+    """Values in the dtype in which they are summed."""
+    dtype = sum_dtype(values.dtype)
+    return values if dtype == values.dtype else values.astype(dtype)
+
+
+def sum_dtype(dtype: np.dtype) -> np.dtype:
+    """The dtype of sums: float32 for 16-bit floats, so that these are rounded once."""
+    narrow = jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4
+    return np.dtype(np.float32 if narrow else dtype)
 
 
 def _divided(

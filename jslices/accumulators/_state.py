@@ -11,6 +11,7 @@ from typing import Any, Protocol, TypeAlias
 import numpy as np
 
 from jslices import CancelledError, DeadlineExceededError, InvalidArgumentError
+from jslices.extend import sum_dtype
 
 _log = logging.getLogger("jslices.accumulators")
 
@@ -126,7 +127,7 @@ class ArraySum:
 
 def divided(values: np.ndarray, counts: np.ndarray | int) -> np.ndarray:
     """``values / counts`` in the dtype of ``values``; 16-bit floats are rounded once."""
-    wide = np.float32 if values.dtype.itemsize < 4 else values.dtype
+    wide = sum_dtype(values.dtype)
     with np.errstate(all="ignore"):
         quotient = values.astype(wide) / np.asarray(counts, wide)
     return np.asarray(quotient, values.dtype)
@@ -142,7 +143,7 @@ def merged(indices: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndar
     order = np.argsort(indices, kind="stable")
     ordered = indices[order]
     starts = np.flatnonzero(np.r_[True, ordered[1:] != ordered[:-1]])
-    wide = values.astype(np.float32) if values.dtype.itemsize < 4 else values
+    wide = values.astype(sum_dtype(values.dtype), copy=False)
     with np.errstate(all="ignore"):
         sums = np.add.reduceat(wide[order], starts, axis=0)
     return ordered[starts], sums.astype(values.dtype)

@@ -27,6 +27,7 @@ from jslices.extend import (
     empty_index,
     index_dtype,
     sort_ids,
+    sum_dtype,
 )
 
 _State = TypeVar("_State", "SparseAccumulatorState", "DenseAccumulatorState")
@@ -76,11 +77,6 @@ def _device_dtype(owner: str, dtype: DTypeLike) -> np.dtype:
     return result
 
 
-def _sum_dtype(dtype: np.dtype) -> np.dtype:
-    """The dtype of sums: float32 for 16-bit floats, which are rounded once."""
-    return np.dtype(np.float32) if dtype.itemsize < 4 else dtype
-
-
 # --- rows -----------------------------------------------------------------------------
 
 
@@ -111,7 +107,7 @@ class SparseAccumulator(_PureAccumulator):
     def init(self) -> SparseAccumulatorState:
         """The state that holds nothing, at step 0."""
         rows = jnp.full(self.capacity, self._empty, self._index_dtype)
-        sums = jnp.zeros((self.capacity, *self._row_shape), _sum_dtype(self.dtype))
+        sums = jnp.zeros((self.capacity, *self._row_shape), sum_dtype(self.dtype))
         counts = jnp.zeros(self.capacity, jnp.int32)
         return SparseAccumulatorState(
             rows, sums, counts, jnp.int32(0), jnp.int32(0), jnp.int32(0)
@@ -367,7 +363,7 @@ class DenseAccumulator(_PureAccumulator):
 
     def init(self) -> DenseAccumulatorState:
         """The state that holds nothing, at step 0."""
-        total = jnp.zeros(self.shape, _sum_dtype(self.dtype))
+        total = jnp.zeros(self.shape, sum_dtype(self.dtype))
         return DenseAccumulatorState(total, jnp.int32(0), jnp.int32(0))
 
     def apply_grad(

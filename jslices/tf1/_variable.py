@@ -71,7 +71,7 @@ def _scattering_nd(function: Callable[..., Array]) -> Callable[..., Array]:
         return self._apply(verb, function, indices, updates)
 
     scatter.__name__, scatter.__qualname__ = verb, f"Variable.{verb}"
-    scatter.__doc__ = f""":func:`jslices.{verb}`, assigned; the new value is returned."""
+    scatter.__doc__ = f"""Assign what :func:`jslices.{verb}` returns, and return it."""
     return scatter
 
 
@@ -85,6 +85,8 @@ class Variable(ArrayOperators):
     Operators, indexing, ``jax.numpy``, ``jax.nn`` and array methods accept a handle. The
     functions of ``jax.lax`` accept arrays only: pass them ``v.value()``; for a convolution
     there is :func:`jslices.tf1.nn.conv2d`. ``==`` compares handles, not values.
+    The methods ``scatter_nd_add``, ``scatter_nd_sub`` and ``scatter_nd_update`` assign what
+    the functions of these names return.
 
     Args:
       initial_value: an array, number or list, the result of
