@@ -43,7 +43,7 @@ class Request:
     Attributes:
       make: makes its first value from a key.
       shape, dtype: None where only ``make`` can tell.
-      again: whether ``make`` also works after the run, as it holds no arrays of it.
+      repeatable: whether ``make`` also works after the run, as it holds no arrays of it.
       collections: as the user passed them.
     """
 
@@ -51,7 +51,7 @@ class Request:
     make: Initial
     shape: tuple[int, ...] | None = None
     dtype: np.dtype | None = None
-    again: bool = True
+    repeatable: bool = True
     trainable: bool = True
     collections: Any = None
     regularizer: Regularizer | None = None
@@ -90,14 +90,15 @@ def _request_of_value(name: str, value: TensorLike, dtype: np.dtype) -> Request:
     if isinstance(value, LazyValue):
         check_dtype(value.dtype, dtype, f"the initial value of {name}")
         value.bind(name)  # each draw has a key of its own
-        return Request(name, lambda key: value.value(), value.shape, dtype, value.again)
+        make = lambda key: value.value()  # noqa: E731
+        return Request(name, make, value.shape, dtype, value.repeatable)
     array = as_value(value, dtype, f"the initial value of {name}")
     recipe = current_run("Variable").recipe_of(value)
     if recipe is not None:
         return Request(name, lambda key: recipe(), tuple(array.shape), dtype)
     if isinstance(value, bool | int | float | complex):
         return Request(name, lambda key: jnp.asarray(value, dtype), (), dtype)
-    return Request(name, lambda key: _own(array), tuple(array.shape), dtype, again=False)
+    return Request(name, lambda key: _own(array), tuple(array.shape), dtype, False)
 
 
 def _own(array: jax.Array) -> jax.Array:
@@ -214,7 +215,7 @@ def create(run: Run, request: Request) -> tuple[VariableInfo, Value]:
         bool(request.trainable),
         _collections(request),
         position=len(run.variables),
-        initial=request.make if request.again else None,
+        initial=request.make if request.repeatable else None,
     )
     passed = run.passed
     value = _made(run.key, request) if passed is None else _passed(passed, request)

@@ -86,8 +86,8 @@ class LazyValue(ArrayOperators):
     """An array that will be made later, of this shape and dtype.
 
     Operators, indexing, ``astype`` and ``reshape`` give another lazy value; everything
-    else, the functions of ``jax.numpy`` included, needs the array itself. ``again``: it was
-    computed from numbers only, so that it can be made again.
+    else, the functions of ``jax.numpy`` included, needs the array itself. It is
+    ``repeatable`` if it was computed from numbers only.
     """
 
     is_lazy = True
@@ -98,10 +98,10 @@ class LazyValue(ArrayOperators):
         draws: Sequence[Draw],
         shape: tuple[int, ...],
         dtype: np.dtype,
-        again: bool = True,
+        repeatable: bool = True,
     ) -> None:
         self._make, self._draws = make, tuple(dict.fromkeys(draws))
-        self.shape, self.dtype, self.again = shape, dtype, again
+        self.shape, self.dtype, self.repeatable = shape, dtype, repeatable
 
     @property
     def ndim(self) -> int:
@@ -156,12 +156,12 @@ class LazyValue(ArrayOperators):
 
         out = jax.eval_shape(run, [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in lazy])
         others = [x for x in operands if not isinstance(x, LazyValue)]
-        again = all(x.again for x in lazy) and not any(
+        repeatable = all(x.repeatable for x in lazy) and not any(
             isinstance(x, jax.Array | np.ndarray) for x in jax.tree.leaves(others)
         )
         draws = [draw for x in lazy for draw in x._draws]
         make = lambda: run([x.value() for x in lazy])  # noqa: E731
-        return LazyValue(make, draws, tuple(out.shape), np.dtype(out.dtype), again)
+        return LazyValue(make, draws, tuple(out.shape), np.dtype(out.dtype), repeatable)
 
 
 # So that jnp.sum(x) and jax.jit(f)(x) accept one: they see the array.
@@ -181,11 +181,11 @@ def drawn(
     shape: tuple[int, ...],
     dtype: np.dtype,
     seed: int | None,
-    again: bool,
+    repeatable: bool,
 ) -> MaybeLazy:
     """The result of ``what``: lazy in a transformed function, elsewhere an array.
 
-    ``again``: the numbers can be drawn again, as ``sample`` holds no arrays.
+    ``repeatable``: the numbers can be drawn again, as ``sample`` holds no arrays.
 
     Raises:
       RuntimeError: outside of a transformed function, without a seed.
@@ -193,7 +193,7 @@ def drawn(
     variable, run = current_initialization(), current_run_or_none()
     if variable is None and run is not None:
         draw = Draw(what, sample, seed, run.next_seeded_draw())
-        return LazyValue(draw, (draw,), shape, dtype, again)
+        return LazyValue(draw, (draw,), shape, dtype, repeatable)
     if seed is not None:
         return sample(jax.random.key(seed))
     if variable is not None:
