@@ -83,29 +83,29 @@ class StackedTables:
 
     def __init__(self, shapes: Mapping[str, Any], devices: int = 1) -> None:
         try:
-            known = {
+            shape_of = {
                 name: tuple(operator.index(n) for n in getattr(shape, "shape", shape))
                 for name, shape in shapes.items()
             }
         except (AttributeError, TypeError):
-            known = {}
-        if not known or not all(
+            shape_of = {}
+        if not shape_of or not all(
             isinstance(name, str) and shape and shape[0] > 0 and min(shape) >= 0
-            for name, shape in known.items()
+            for name, shape in shape_of.items()
         ):
             raise InvalidArgumentError(
                 "StackedTables wants tables of at least one row by their names, "
                 f'{{"user": (1000, 16)}}, got {shapes}'
             )
-        if len({shape[1:] for shape in known.values()}) > 1:
+        if len({shape[1:] for shape in shape_of.values()}) > 1:
             raise InvalidArgumentError(
-                f"StackedTables wants tables whose rows have one shape, got {known}; make "
-                "one StackedTables for each shape of rows"
+                f"StackedTables wants tables whose rows have one shape, got {shape_of}; "
+                "make one StackedTables for each shape of rows"
             )
-        sizes = tuple(shape[0] for shape in known.values())
-        object.__setattr__(self, "names", tuple(known))
+        sizes = tuple(shape[0] for shape in shape_of.values())
+        object.__setattr__(self, "names", tuple(shape_of))
         object.__setattr__(self, "sizes", sizes)
-        object.__setattr__(self, "row_shape", next(iter(known.values()))[1:])
+        object.__setattr__(self, "row_shape", next(iter(shape_of.values()))[1:])
         object.__setattr__(self, "num_rows", padded_rows(sum(sizes), devices))
 
     def __repr__(self) -> str:
@@ -392,8 +392,8 @@ class StackedTables:
 
         def of_rows(rows: jax.Array) -> jax.Array:
             starts = firsts.reshape((1,) * rows.ndim + (-1,))
-            found = jnp.sum(rows[..., None] >= starts, axis=-1, dtype=jnp.int32)
-            return rows_at(jnp.asarray(each), found)
+            tables = jnp.sum(rows[..., None] >= starts, axis=-1, dtype=jnp.int32)
+            return rows_at(jnp.asarray(each), tables)
 
         return of_rows
 

@@ -16,12 +16,12 @@ device that the step is for; it need not be there::
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 
-from jslices._densify import human_bytes
 from jslices.proof import cost, dense, in_place, program, wire
+from jslices.proof.program import Memory
 from jslices.proof.targets import target
 from jslices.proof.wire import Collective, Traffic
 
@@ -39,29 +39,6 @@ __all__ = [
 
 #: Smaller arrays are ignored.
 MIN_BYTES = 10**6
-
-
-class Memory(NamedTuple):
-    """The bytes that a compiled step takes on each device; ``print`` it.
-
-    Attributes:
-      argument_bytes: the arguments.
-      output_bytes: the results.
-      alias_bytes: the results that share the memory of donated arguments.
-      temp_bytes: everything else that it needs while it runs.
-    """
-
-    argument_bytes: int
-    output_bytes: int
-    alias_bytes: int
-    temp_bytes: int
-
-    def __str__(self) -> str:
-        return (
-            f"arguments {human_bytes(self.argument_bytes)}, outputs "
-            f"{human_bytes(self.output_bytes)}, of these in place "
-            f"{human_bytes(self.alias_bytes)}, temporaries {human_bytes(self.temp_bytes)}"
-        )
 
 
 def assert_in_place(
@@ -130,9 +107,8 @@ def assert_in_place(
         largest = max((leaf.nbytes for leaf in compiled.leaves), default=0)
         min_bytes = max(MIN_BYTES, largest // 8)
     problems = in_place.problems(compiled, min_bytes)
-    if problems:
-        raise AssertionError(_listed(f"{compiled.name} does not work in place", problems))
-    return Memory(*compiled.memory)
+    _refuse(problems, f"{compiled.name} does not work in place")
+    return compiled.memory
 
 
 def assert_no_dense_temporary(
@@ -196,10 +172,8 @@ def assert_no_dense_temporary(
     """
     compiled = program.compiled(step, args, donate_argnums, device)
     problems = dense.problems(compiled, table_bytes, min_bytes)
-    if problems:
-        title = f"{compiled.name} makes arrays as large as a table"
-        raise AssertionError(_listed(title, problems))
-    return Memory(*compiled.memory)
+    _refuse(problems, f"{compiled.name} makes arrays as large as a table")
+    return compiled.memory
 
 
 def assert_no_table_on_wire(
@@ -261,8 +235,7 @@ def assert_no_table_on_wire(
     """
     compiled = program.compiled(step, args, donate_argnums, device)
     problems = wire.problems(compiled, min_bytes)
-    if problems:
-        raise AssertionError(_listed(f"{compiled.name} sends whole tables", problems))
+    _refuse(problems, f"{compiled.name} sends whole tables")
     return wire.traffic(compiled.module)
 
 
@@ -382,5 +355,6 @@ def devices(name: str) -> tuple[jax.Device, ...]:
     return target(name).devices
 
 
-def _listed(title: str, problems: Sequence[str]) -> str:
-    return "\n- ".join([f"{title}:", *problems])
+def _refuse(problems: Sequence[str], title: str) -> None:
+    if problems:
+        raise AssertionError("\n- ".join([f"{title}:", *problems]))

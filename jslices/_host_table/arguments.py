@@ -1,4 +1,4 @@
-"""Arguments of host tables: ids, shapes, paths and options, checked."""
+"""Checks of the arguments of host tables: ids, shapes, paths and options."""
 
 import operator
 import os

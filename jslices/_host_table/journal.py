@@ -1,4 +1,4 @@
-"""The journal that keeps the steps of host tables whole.
+"""The journal of host tables, by which a step is written whole or not at all.
 
 A journal lies beside the file, ``PATH-journal``, from the first write after opening to
 ``close``. Tables that are stored together share that of the first of them, to which the

@@ -1,4 +1,4 @@
-"""A row of a table and its rows of the optimizer's state, as one record of words."""
+"""Layout of records: a row of a table and its rows of the optimizer's state, as words."""
 
 import dataclasses
 import math

@@ -3,33 +3,20 @@
 import contextlib
 import os
 import struct
-from collections.abc import Sequence
-
-import numpy as np
 
 from jslices import DataLossError, NotFoundError
 from jslices._host_table import records as stored
 from jslices._host_table.journal import FilePart, Head, read_body, read_head, this_boot
-from jslices._host_table.layout import Layout
 from jslices._host_table.records import File, FileForm, FileRecords
 from jslices.checkpoint import files
 
 
-def open_file(
-    path: str,
-    layout: Layout,
-    num_rows: int,
-    shared: Sequence[np.ndarray],
-    *,
-    make: bool,
-) -> FileRecords:
+def open_file(path: str, form: FileForm, *, make: bool) -> FileRecords:
     """Open a file, whole, and lock it.
 
     Args:
       path: absolute and without links.
-      layout: of a record.
-      num_rows: V.
-      shared: the values that all rows share at the beginning.
+      form: of the table that it must hold.
       make: whether to make a file if there is none.
 
     Raises:
@@ -38,12 +25,11 @@ def open_file(
       FailedPreconditionError: for one that is open.
       DataLossError: for a file, or a journal beside it, that is damaged or another's.
     """
-    form = FileForm(layout, num_rows, shared)
     while (lock := stored.locked(path)) is None:
         if not make:
             raise NotFoundError(f"{path} is not there; give what save(path) wrote")
         _refuse_orphan(path)
-        new = stored.make(path, layout, num_rows, shared)
+        new = stored.make(path, form)
         try:
             with files.directory_lock(os.path.dirname(path), exclusive=True):
                 if not os.path.lexists(path):

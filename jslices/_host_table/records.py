@@ -1,4 +1,4 @@
-"""Records of a table in the memory of this process, or in a file, and the file's format.
+"""Records of a host table, in memory or in a file, and the format of the file.
 
     description   whole pages: a magic line, then rows and fields in JSON
     state         whole pages: ``done``, the values that all rows share; at the end a mark,
@@ -159,6 +159,7 @@ class FileForm:
     """Offsets in a file of a layout with so many rows.
 
     Attributes:
+      shared: the values that all rows share at the beginning.
       head: the description.
       like: shapes and dtypes in the state: ``done``, then the values that all rows share.
       first: offset of the records.
@@ -167,7 +168,7 @@ class FileForm:
     """
 
     def __init__(self, layout: Layout, num_rows: int, shared: Sequence[np.ndarray]) -> None:
-        self.head = _description(layout, num_rows)
+        self.shared, self.head = shared, _description(layout, num_rows)
         self.like = [((), np.dtype(np.int64)), *((x.shape, x.dtype) for x in shared)]
         self.state = sum(np.dtype(t).itemsize * int(np.prod(s)) for s, t in self.like)
         self.first = whole_pages(len(self.head) + self.state + _MARK.size)
@@ -339,22 +340,19 @@ class FileRecords(Records):
         self._lock.close()
 
 
-def make(
-    path: str, layout: Layout, num_rows: int, shared: Sequence[np.ndarray]
-) -> FileRecords:
+def make(path: str, form: FileForm) -> FileRecords:
     """Make a file under a temporary name, locked; ``publish`` gives it its own.
 
     Raises:
       OSError: where there is no room for it.
     """
-    form = FileForm(layout, num_rows, shared)
     clean(path)
     _check_room(path, form.size)
     temporary = files.temporary_path(path, files.new_id())
     lock = File(temporary, "r+", files.open_new(temporary))
     try:
         os.ftruncate(lock.fileno(), form.size)
-        state = b"".join(x.tobytes() for x in (np.zeros((), np.int64), *shared))
+        state = b"".join(x.tobytes() for x in (np.zeros((), np.int64), *form.shared))
         lock.write_at(len(form.head), state)
         lock.write_at(form.mark, _MARK.pack(os.urandom(16), 0))
         lock.write_at(0, form.head)

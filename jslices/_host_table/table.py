@@ -1,4 +1,4 @@
-"""Tables in host memory or in a file, of which a batch's rows are trained on a device."""
+"""HostTable: a table in host memory or in a file, trained on a device batch by batch."""
 
 import contextlib
 import functools
@@ -28,7 +28,14 @@ from jslices._host_table.arguments import (
 from jslices._host_table.journal import Journal, Journaled, one_at_a_time
 from jslices._host_table.layout import layout_of
 from jslices._host_table.opening import open_file
-from jslices._host_table.records import FileRecords, Part, Records, copy_records, parts_of
+from jslices._host_table.records import (
+    FileForm,
+    FileRecords,
+    Part,
+    Records,
+    copy_records,
+    parts_of,
+)
 from jslices._host_table.rows import (
     Fetched,
     HostRows,
@@ -166,7 +173,7 @@ class HostTable(Journaled):
         records = (
             Records(self._layout, rows, self._shared)
             if self._path is None
-            else open_file(self._path, self._layout, rows, self._shared, make=True)
+            else open_file(self._path, self._form(rows), make=True)
         )
         #: The journal, and the number of the table in it.
         self._seat = Journal([records]), 0
@@ -402,8 +409,8 @@ class HostTable(Journaled):
         """
         self._journal.finish()
         path = real(path)
-        records, rows = self._records, self.shape[0]
-        saved = open_file(path, self._layout, rows, self._shared, make=False)
+        records = self._records
+        saved = open_file(path, self._form(self.shape[0]), make=False)
         with contextlib.closing(saved):
             self._fetched = None
             if self._path is None:
@@ -445,8 +452,7 @@ class HostTable(Journaled):
         self, path: str, source: Records, num_rows: int | None = None
     ) -> FileRecords:
         """A new file, on the disk, that is to be at a path."""
-        rows = num_rows or len(source.array)
-        copy = stored.make(path, self._layout, rows, self._shared)
+        copy = stored.make(path, self._form(num_rows or len(source.array)))
         try:
             copy_records(source, copy, self._part_rows)
             copy.flush()
@@ -454,6 +460,9 @@ class HostTable(Journaled):
             copy.close()
             raise
         return copy
+
+    def _form(self, num_rows: int) -> FileForm:
+        return FileForm(self._layout, num_rows, self._shared)
 
     def _rows_of(self, words: np.ndarray, numbers: np.ndarray, ticket: int = 0) -> HostRows:
         """Records of some rows, and empty ones, with the values that all rows share."""

@@ -1,4 +1,4 @@
-"""Several host tables that are fetched and stored as one."""
+"""HostTables: several host tables, fetched and stored as one."""
 
 from collections.abc import Mapping
 

@@ -1,1 +1,1 @@
-"""The measurement of a user's own sizes, row gradients against dense ones."""
+"""The command ``bench``: row gradients against dense ones, at a user's own sizes."""

@@ -28,21 +28,13 @@ from jslices.bench.sizes import (
     optimizer_names,
     plan_of,
 )
-from jslices.bench.table import NONE, aligned, cell
+from jslices.bench.table import Line, aligned, comparison
 from jslices.extend import human_bytes
 
 LEAST_STEPS = 20  # fewer make no median
-MOST = 2**31 - 1  # ids are 32-bit numbers
+MOST_ROWS = 2**31 - 1  # ids are 32-bit numbers
 ROWS, KEPT, DENSE = "row gradients", "memory kept", "dense gradients"
 TENTH = "a tenth of the rows"
-# The lines for which dense gradients are given as a multiple of row gradients.
-COMPARED = (
-    "median ms of a step",
-    "compile seconds",
-    "gradient",
-    "temporaries of the step",
-    "bytes that must move",
-)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -184,39 +176,36 @@ def measured(
     sparse = sides[ROWS]
     assert sparse is not None
     distinct = sparse.facts.distinct
-    lines = [["", *sides, "dense / rows"]]
-
-    def add(name: str, values: Sequence[float | None], form: str | None = None) -> None:
-        shown = [
-            None if side is None else value
-            for side, value in zip(sides.values(), values, strict=True)
-        ]
-        rows, dense = shown[0], shown[-1]
-        ratio = f"{dense / rows:.2f}" if name in COMPARED and rows and dense else NONE
-        lines.append([name, *(cell(value, form) for value in shown), ratio])
 
     def each(figure: Callable[[Side | KeptSide], float | None]) -> list[float | None]:
         return [None if side is None else figure(side) for side in sides.values()]
 
-    by_rows, by_dense = sizes.moved_by_rows(distinct), sizes.moved_by_dense()
-    moved = [by_rows, by_rows, by_dense]
-    gradients = [sizes.row_gradient_bytes] * 2 + [sizes.table_bytes]
-    add("median ms of a step", each(lambda side: side.median * 1e3), ".3f")
-    add("timed steps", each(lambda side: len(side.times)), ",.0f")
-    add("ids a second", each(lambda side: sizes.ids / side.median), ",.0f")
-    add("compile seconds", each(lambda side: side.facts.compile_seconds), ".2f")
-    add("table", [sizes.table_bytes] * 3)
-    add("optimizer state", [sizes.state_bytes] * 3)
-    add("gradient", gradients)
-    add("temporaries of the step", each(lambda side: side.facts.temp_bytes))
-    add("updated in place", each(lambda side: side.facts.alias_bytes))
-    add("bytes that must move", moved)
-    floors = [x / bandwidth for x in moved]
-    add("ms to move them", [x * 1e3 for x in floors], ".3f")
+    def in_bytes(by_rows: float, dense: float) -> list[float | None]:
+        figures = [by_rows, by_rows, dense]
+        return [
+            x if side else None for side, x in zip(sides.values(), figures, strict=True)
+        ]
+
+    table, state = sizes.table_bytes, sizes.state_bytes
+    moved = in_bytes(sizes.moved_by_rows(distinct), sizes.moved_by_dense())
+    floors = [x and x / bandwidth for x in moved]
     medians = each(lambda side: side.median)
-    ratios = [m and m / x for m, x in zip(medians, floors, strict=True)]
-    add("step / that", ratios, ".1f")
-    return aligned(lines) + (
+    slower = [m and x and m / x for m, x in zip(medians, floors, strict=True)]
+    lines = [
+        Line("median ms of a step", [m and m * 1e3 for m in medians], ".3f"),
+        Line("timed steps", each(lambda side: len(side.times)), ",.0f", False),
+        Line("ids a second", [m and sizes.ids / m for m in medians], ",.0f", False),
+        Line("compile seconds", each(lambda side: side.facts.compile_seconds), ".2f"),
+        Line("table", in_bytes(table, table), compared=False),
+        Line("optimizer state", in_bytes(state, state), compared=False),
+        Line("gradient", in_bytes(sizes.row_gradient_bytes, table)),
+        Line("temporaries of the step", each(lambda side: side.facts.temp_bytes)),
+        Line("updated in place", each(lambda side: side.facts.alias_bytes), None, False),
+        Line("bytes that must move", moved),
+        Line("ms to move them", [x and x * 1e3 for x in floors], ".3f", False),
+        Line("step / that", slower, ".1f", False),
+    ]
+    return comparison([*sides], lines) + (
         f"\n{distinct:,.0f} distinct ids a step; a copy of a large array moves "
         f"{bandwidth / 1e9:.1f} GB/s on this machine"
     )
@@ -265,9 +254,9 @@ def _count(text: str) -> int:
         raise argparse.ArgumentTypeError(
             f"{text!r} is not a positive whole number, such as 10000 or 1e4"
         )
-    if value > MOST:
+    if value > MOST_ROWS:
         raise argparse.ArgumentTypeError(
-            f"{text!r} is more than {MOST:,}, the most that 32-bit ids can tell apart"
+            f"{text!r} is more than {MOST_ROWS:,}, the most that 32-bit ids can tell apart"
         )
     return int(value)
 

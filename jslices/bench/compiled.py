@@ -1,16 +1,16 @@
-"""A step compiled for a device that need not be here: what can be read from the program."""
+"""The cost of a step on a device that need not be here, by its compiled program."""
 
 import argparse
 import collections
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 
 import jslices as js
 from jslices.bench.measure import compile_step
 from jslices.bench.sizes import Sizes
-from jslices.bench.table import NONE, aligned, cell
+from jslices.bench.table import Line, comparison
 from jslices.extend import human_bytes
 from jslices.proof.cost import Cost, cost_of
 from jslices.proof.targets import AXIS, Target, target
@@ -18,29 +18,20 @@ from jslices.proof.targets import AXIS, Target, target
 ROWS, DENSE = "row gradients", "dense gradients"
 
 
-class Line(NamedTuple):
-    """A line of the table; bytes where there is no format."""
-
-    name: str
-    figure: Callable[[Cost], float | None]
-    form: str | None = None
-
-
-LINES = [
-    Line("arguments", lambda cost: cost.argument_bytes),
-    Line("temporaries", lambda cost: cost.temp_bytes),
-    Line("table-sized copies", lambda cost: cost.copies, "d"),
-    Line("bytes accessed", lambda cost: cost.accessed_bytes),
-    Line("by XLA's count", lambda cost: cost.xla_accessed_bytes),
-    Line("kernels", lambda cost: sum(cost.kernels.values()), "d"),
-    Line("sent to SparseCores", lambda cost: sum(cost.offloads.values()), "d"),
-    Line("loops", lambda cost: len(cost.loops), "d"),
-    Line("collectives", lambda cost: len(cost.collectives), "d"),
-    Line("a device receives", lambda cost: cost.traffic.most),
-    Line("ms by XLA's estimate", lambda cost: cost.seconds and cost.seconds * 1e3, ".3f"),
+#: Name, figure, and format of each line; bytes where there is none.
+LINES: list[tuple[str, Callable[[Cost], float | None], str | None]] = [
+    ("arguments", lambda cost: cost.argument_bytes, None),
+    ("temporaries", lambda cost: cost.temp_bytes, None),
+    ("table-sized copies", lambda cost: cost.copies, "d"),
+    ("bytes accessed", lambda cost: cost.accessed_bytes, None),
+    ("by XLA's count", lambda cost: cost.xla_accessed_bytes, None),
+    ("kernels", lambda cost: sum(cost.kernels.values()), "d"),
+    ("sent to SparseCores", lambda cost: sum(cost.offloads.values()), "d"),
+    ("loops", lambda cost: len(cost.loops), "d"),
+    ("collectives", lambda cost: len(cost.collectives), "d"),
+    ("a device receives", lambda cost: cost.traffic.most, None),
+    ("ms by XLA's estimate", lambda cost: cost.seconds and cost.seconds * 1e3, ".3f"),
 ]
-
-
 LEGEND = """\
 arguments: what a device holds of table, state, weights and batch, padded: on a TPU rows
 of fewer than 128 numbers lie by columns, or as 128 numbers each (jslices.row_major)
@@ -105,14 +96,14 @@ def heading(sizes: Sizes, device: Target) -> str:
 
 def table(costs: Mapping[str, Cost]) -> str:
     """A column for each side, and one for what dense gradients cost in multiples."""
-    lines = [["", ROWS, DENSE, "dense / rows"]]
-    for name, figure, form in LINES:
-        rows, dense = (
-            None if side not in costs else figure(costs[side]) for side in (ROWS, DENSE)
-        )
-        ratio = f"{dense / rows:.2f}" if rows and dense else NONE
-        lines.append([name, cell(rows, form), cell(dense, form), ratio])
-    return aligned(lines)
+    sides = [costs.get(name) for name in (ROWS, DENSE)]
+    return comparison(
+        (ROWS, DENSE),
+        [
+            Line(name, [side and figure(side) for side in sides], form)
+            for name, figure, form in LINES
+        ],
+    )
 
 
 def details(name: str, cost: Cost) -> str:

@@ -1,4 +1,4 @@
-"""Times of steps with row gradients and with dense ones, in turn within one run."""
+"""Times of steps with row gradients and with dense ones, which take turns in one run."""
 
 import contextlib
 import functools

@@ -1,4 +1,4 @@
-"""What is measured: the sizes of a step, its ids, its bytes and its plan."""
+"""Sizes of a step, with its ids, bytes and plan."""
 
 import bisect
 import dataclasses

@@ -1,11 +1,38 @@
 """A table of text."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 from jslices.extend import human_bytes
 
 NONE = "-"
+
+
+class Line(NamedTuple):
+    """A line of a comparison.
+
+    Attributes:
+      name: of the figure.
+      values: one for each column; None where there is none.
+      form: their format; bytes without one.
+      compared: whether the last value is given as a multiple of the first.
+    """
+
+    name: str
+    values: Sequence[float | None]
+    form: str | None = None
+    compared: bool = True
+
+
+def comparison(columns: Sequence[str], lines: Iterable[Line]) -> str:
+    """A table of what row gradients, in the first column, and dense ones cost."""
+    rows = [["", *columns, "dense / rows"]]
+    for name, values, form, compared in lines:
+        first, last = values[0], values[-1]
+        ratio = f"{last / first:.2f}" if compared and first and last else NONE
+        rows.append([name, *(cell(value, form) for value in values), ratio])
+    return aligned(rows)
 
 
 def cell(value: float | None, form: str | None) -> str:

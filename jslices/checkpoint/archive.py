@@ -1,4 +1,4 @@
-"""Reading a checkpoint: a set of files, and the checkpoints that a delta builds on.
+"""Checkpoints open for reading: their files, and those that a delta builds on.
 
 Every file is a safetensors file whose metadata has the entry ``jslices``: the id of the
 save, which piece of every array the file holds, and in the first file what the variables

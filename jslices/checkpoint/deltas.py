@@ -43,8 +43,9 @@ def open_base(prefix: str, previous: tuple[str, str] | None) -> Archive:
             f"a delta at {prefix} would overwrite the checkpoint that it builds on; "
             "give another path or global_step"
         )
-    here, there = os.path.dirname(prefix) or ".", os.path.dirname(path) or "."
-    if not os.path.samefile(here, there) if os.path.isdir(there) else here != there:
+    folder, base_folder = (os.path.dirname(p) or "." for p in (prefix, path))
+    exists = os.path.isdir(base_folder)
+    if folder != base_folder and not (exists and os.path.samefile(folder, base_folder)):
         raise InvalidArgumentError(
             f"a delta must be in the directory of what it builds on, {path}; got {prefix}"
         )

@@ -1,4 +1,4 @@
-"""Files that appear whole or not at all, and the paths of the files of a checkpoint.
+"""Atomic files, their locks, and the paths of the files of a checkpoint.
 
 A file is written under a temporary name, flushed and renamed. While it is written it is
 locked by its process, so that the files of killed processes are recognised and cleaned up.

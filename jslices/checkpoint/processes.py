@@ -1,4 +1,4 @@
-"""The processes that save or restore one checkpoint, and how they agree.
+"""Agreement of the processes that save or restore one checkpoint.
 
 The first process decides what is decided from the file system: another one may see it a
 moment earlier or later. Every process calls ``barrier``, ``check_agreement`` and

@@ -1,4 +1,4 @@
-"""Tables with more rows, fewer, or others, and the state of the optimizer with them."""
+"""Resizing tables, with the state of their optimizer."""
 
 import re
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""The checkpoints that are retained, by the rules of TensorFlow's Saver."""
+"""Retention of checkpoints, by the rules of TensorFlow's Saver."""
 
 import contextlib
 import logging

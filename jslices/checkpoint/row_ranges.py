@@ -1,4 +1,4 @@
-"""Restoring ranges of the rows of tables."""
+"""Ranges of rows to restore, checked."""
 
 import operator
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""How many steps another library's optimizer took, parameter by parameter."""
+"""Step counts of another library's optimizer, parameter by parameter."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -1,4 +1,4 @@
-"""The names of slots: PyTorch's and TensorFlow's names of optimizers' state arrays."""
+"""Names of slots: what PyTorch and TensorFlow call the state arrays of optimizers."""
 
 from jslices.optim import (
     AdadeltaState,

@@ -1,4 +1,4 @@
-"""The states of jslices' optimizers in the state of a tree of transformations."""
+"""States of jslices' optimizers within the state of any transformation."""
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence

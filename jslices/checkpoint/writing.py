@@ -1,4 +1,4 @@
-"""Writing a checkpoint: what each file holds, and files that appear all at once."""
+"""Writing a checkpoint: the contents of its files, which appear all at once."""
 
 import contextlib
 import hashlib

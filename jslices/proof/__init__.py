@@ -1,1 +1,1 @@
-"""What a compiled training step does with its memory."""
+"""Analysis of compiled training steps: memory, copies, cost, traffic."""

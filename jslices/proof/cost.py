@@ -1,4 +1,4 @@
-"""The cost of a compiled program, read from its text and figures: nothing is run."""
+"""Cost of a compiled program, by its text and XLA's figures: nothing is run."""
 
 import collections
 import math

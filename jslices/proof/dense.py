@@ -1,4 +1,4 @@
-"""Temporaries as large as a table, and the lines of the program that make them."""
+"""Table-sized temporaries, and the lines of the program that make them."""
 
 import math
 from collections.abc import Iterator
@@ -27,7 +27,7 @@ def problems(program: Program, table_bytes: int | None, min_bytes: int) -> list[
         (each, array)
         for each, array in temporaries(program.module)
         if (_sides(array) in shapes or array.nbytes >= table_bytes)
-        and array.nbytes <= program.memory[3]  # what is larger is no temporary
+        and array.nbytes <= program.memory.temp_bytes  # what is larger is no temporary
     ]
     lines = [_line(program.module, each, array) for each, array in large]
     return list(dict.fromkeys(lines)) + _advice(program, [each for each, _ in large])

@@ -1,4 +1,4 @@
-"""Arrays of a step that are not updated in place: causes and remedies."""
+"""Donated arrays that are not updated in place: causes and remedies."""
 
 from collections.abc import Iterable, Iterator
 from typing import Any

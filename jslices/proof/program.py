@@ -476,6 +476,29 @@ class Leaf(NamedTuple):
         return f"{self.path} {kind} ({human_bytes(self.nbytes)})"
 
 
+class Memory(NamedTuple):
+    """The bytes that a compiled step takes on each device; ``print`` it.
+
+    Attributes:
+      argument_bytes: the arguments.
+      output_bytes: the results.
+      alias_bytes: the results that share the memory of donated arguments.
+      temp_bytes: everything else that it needs while it runs.
+    """
+
+    argument_bytes: int
+    output_bytes: int
+    alias_bytes: int
+    temp_bytes: int
+
+    def __str__(self) -> str:
+        return (
+            f"arguments {human_bytes(self.argument_bytes)}, outputs "
+            f"{human_bytes(self.output_bytes)}, of these in place "
+            f"{human_bytes(self.alias_bytes)}, temporaries {human_bytes(self.temp_bytes)}"
+        )
+
+
 class Program(NamedTuple):
     """A compiled step."""
 
@@ -484,7 +507,7 @@ class Program(NamedTuple):
     module: Module
     leaves: list[Leaf]
     outputs: list[Leaf]
-    memory: tuple[int, int, int, int]  #: bytes of arguments, outputs, aliases, temporaries
+    memory: Memory
     densified: list[str]  #: the DensificationWarnings of its tracing
 
     def name_of(self, leaf: Leaf) -> str:
@@ -548,7 +571,7 @@ def compiled(
             Leaf(f"result{jax.tree_util.keystr(path)}", x.shape, x.dtype)
             for path, x in jax.tree_util.tree_leaves_with_path(traced.out_info)
         ],
-        (
+        Memory(
             memory.argument_size_in_bytes,
             memory.output_size_in_bytes,
             memory.alias_size_in_bytes,

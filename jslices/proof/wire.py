@@ -1,4 +1,4 @@
-"""What a compiled program sends between devices: nothing is run."""
+"""Traffic between devices in a compiled program."""
 
 import collections
 import dataclasses
