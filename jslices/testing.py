@@ -128,18 +128,14 @@ def assert_no_dense_temporary(
     (``print(tx.plan(grads, params))`` says so), is left out where there are others.
 
     Args:
-      step: the training step, a function or what ``jax.jit`` made of one.
-      *args: its arguments: pytrees of arrays or of ``jax.ShapeDtypeStruct``, of any shapes
-        and dtypes.
+      step: as for :func:`assert_in_place`.
+      *args: likewise.
       donate_argnums: as in ``jax.jit``; a step that is jitted already has its own. Without
         donation results take new memory, but are not temporaries.
       table_bytes: no temporary may have this many bytes, whatever its shape; replaces the
         search for tables.
       min_bytes: smaller arrays are not tables (1 MB by default).
-      device: compiles for this device, which need not be here: see :func:`devices`. On
-        several an argument keeps its sharding over a mesh of as many devices, which may be
-        a ``jax.sharding.AbstractMesh``, and is replicated if it has none. The default is
-        where the arguments are.
+      device: as for :func:`assert_in_place`.
 
     Returns:
       The :class:`Memory` of the step.
@@ -191,12 +187,11 @@ def assert_no_table_on_wire(
     about sizes of which a device holds more rows than all devices look up together.
 
     Args:
-      step: the training step, a function or what ``jax.jit`` made of one.
-      *args: its arguments: pytrees of arrays or of ``jax.ShapeDtypeStruct``, of any shapes
-        and dtypes, with their shardings.
-      donate_argnums: as in ``jax.jit``; a step that is jitted already has its own.
+      step: as for :func:`assert_in_place`.
+      *args: likewise, with their shardings.
+      donate_argnums: likewise.
       min_bytes: smaller arrays are not tables (1 MB by default).
-      device: compiles for this device, as :func:`assert_no_dense_temporary` does.
+      device: as for :func:`assert_in_place`.
 
     Returns:
       The :class:`Traffic` of the step.
@@ -248,11 +243,10 @@ def collectives(
     """What devices send each other in a step, and where in the program: ``print`` it.
 
     Args:
-      step: the training step, a function or what ``jax.jit`` made of one.
-      *args: its arguments: pytrees of arrays or of ``jax.ShapeDtypeStruct``, of any shapes
-        and dtypes, with their shardings.
-      donate_argnums: as in ``jax.jit``; a step that is jitted already has its own.
-      device: compiles for this device, as :func:`assert_no_dense_temporary` does.
+      step: as for :func:`assert_in_place`.
+      *args: likewise, with their shardings.
+      donate_argnums: likewise.
+      device: likewise.
 
     Returns:
       The :class:`Traffic`: bytes that each device receives, and every
@@ -290,11 +284,10 @@ def offloads(
     nothing that sets rows.
 
     Args:
-      step: the training step, a function or what ``jax.jit`` made of one.
-      *args: its arguments: pytrees of arrays or of ``jax.ShapeDtypeStruct``, of any shapes
-        and dtypes.
-      donate_argnums: as in ``jax.jit``; a step that is jitted already has its own.
-      device: compiles for this device, as :func:`assert_no_dense_temporary` does.
+      step: as for :func:`assert_in_place`.
+      *args: likewise.
+      donate_argnums: likewise.
+      device: likewise.
 
     Returns:
       A dict, the most frequent kind first: ``gather``, ``scatter``, ``copy`` or ``other``;

@@ -321,14 +321,14 @@ def test_going_on_after_a_restart(tmp_path):
 def test_a_long_chain(tmp_path):
     """As many deltas as a day may bring: more than Python would follow one by one."""
     table = np.zeros((4, 2))
-    last = Archive(js.Saver().save({"t": table}, tmp_path / "m-0")).save_id
+    last = Archive(js.Saver().save({"t": table}, tmp_path / "m-0")).info.save_id
     for step in range(1, 500):
         rows = np.array([step % 4])
         table[rows] = step
         leaf = as_leaf("t", table)
         part = {
-            "t": (leaf.rows_tensor(Rows(rows, 1)), (0, 0)),
-            "r": (as_leaf("r", rows).tensor(), (0,)),
+            "t": leaf.rows_tensor(Rows(rows, 1)),
+            "r": as_leaf("r", rows).tensor(),
         }
         delta = {"base": f"m-{step - 1}", "base_id": last, "rows": {"t": "r"}}
         info = {"variables": {"t": ("numpy", "float64", (4, 2))}, "delta": delta}

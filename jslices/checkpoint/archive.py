@@ -84,18 +84,15 @@ class Archive:
 
     Attributes:
       prefix: its path.
-      save_id: which save wrote it; empty for a file that another tool wrote.
+      info: its description.
       specs: the spec of every variable, or of the rows that :meth:`narrow` left of it.
-      structure: the description of the tree in which the variables came.
-      has_structure: whether that is known.
     """
 
     def __init__(self, prefix: str) -> None:
         first = _Layer(prefix)
-        self.prefix, self.save_id, self.specs = prefix, first.save_id, dict(first.specs)
-        self.structure, self.has_structure = first.structure, first.has_structure
+        self.prefix, self.info, self.specs = prefix, first.info, dict(first.info.specs)
         self._layers = [first]
-        while self._layers[-1].delta is not None:
+        while self._layers[-1].info.delta is not None:
             self._layers.append(_open_base(self._layers[-1], self.chain()))
         self._offsets: dict[str, int] = {}
 
@@ -105,7 +102,7 @@ class Archive:
 
     def narrow(self, name: str, rows: slice) -> None:
         """Restrict a variable to a range of its rows; the others are never read."""
-        spec = self._layers[0].specs[name]
+        spec = self.info.specs[name]
         shape = (rows.stop - rows.start, *spec.shape[1:])
         self.specs[name] = dataclasses.replace(spec, shape=shape)
         self._offsets[name] = rows.start
@@ -113,7 +110,7 @@ class Archive:
     def read(self, name: str, box: Box | None = None) -> np.ndarray:
         """Read a variable, or a box of it, as a new array of the saved dtype."""
         spec = self.specs[name]
-        if not self.save_id and spec.dtype not in CODES:
+        if not self.info.save_id and spec.dtype not in CODES:
             raise TypeError(
                 f"{name!r} in {self.prefix} has the dtype {spec.dtype}, which NumPy does "
                 "not have"
@@ -164,11 +161,7 @@ class _Layer:
 
     Attributes:
       prefix: its path.
-      save_id: the save that wrote it; empty for a file that another tool wrote.
-      specs: the spec of every variable.
-      structure: the description of the tree in which they came.
-      has_structure: whether that is known.
-      delta: what it builds on, if it is a delta.
+      info: its description.
       rows: the variables of which it holds some rows, and the tensors with the numbers of
         these.
     """
@@ -179,10 +172,8 @@ class _Layer:
         lockable = directory if os.path.isdir(directory or ".") else "."
         with files.directory_lock(lockable, exclusive=False):
             opened = _open_family(prefix)
-        self._first, info = opened[0]
-        self.save_id, self.specs, self.delta = info.save_id, info.specs, info.delta
-        self.structure, self.has_structure = info.structure, info.has_structure
-        self.rows = {} if info.delta is None else info.delta.rows
+        self._first, self.info = opened[0]
+        self.rows = {} if self.info.delta is None else self.info.delta.rows
         self._pieces: dict[str, list[_StoredPiece]] = {}
         for file, its_info in opened:
             if set(its_info.starts) != set(file.shapes):
@@ -192,12 +183,12 @@ class _Layer:
                 shape = file.shapes[name]
                 start += (0,) * (len(shape) - len(start))
                 self._pieces.setdefault(name, []).append(_StoredPiece(file, start, shape))
-        if self.save_id:
+        if self.info.save_id:
             self._check_pieces()
 
     def _check_pieces(self) -> None:
         """Refuses files that do not hold every element of every variable once."""
-        specs = {name: spec.in_file for name, spec in self.specs.items()}
+        specs = {name: spec.in_file for name, spec in self.info.specs.items()}
         for name, row_name in self.rows.items():
             count = next(iter(self._first.shapes.get(row_name, ())), 0)
             shape = (count, *specs[name].shape[self._row_axes(name) :])
@@ -225,7 +216,7 @@ class _Layer:
 
     def read(self, name: str, box: Box) -> np.ndarray:
         """Read a box of a variable as a new array of the dtype in the file."""
-        dtype = dtype_named(self.specs[name].tensor_dtype)
+        dtype = dtype_named(self.info.specs[name].tensor_dtype)
         out = empty_array(shape_of(box), dtype)
         for piece in self._pieces[name]:
             part = intersection(box, piece.box)
@@ -245,7 +236,7 @@ class _Layer:
     def replay(self, name: str, box: Box, out: np.ndarray) -> None:
         """Write the rows of a delta over what it builds on."""
         rows, axes = self._first.view(self.rows[name]), self._row_axes(name)
-        shape = self.specs[name].shape[:axes]
+        shape = self.info.specs[name].shape[:axes]
         in_order = (np.diff(rows) > 0).all()
         if len(rows) and not (in_order and 0 <= rows[0] <= rows[-1] < math.prod(shape)):
             raise DataLossError(
@@ -259,10 +250,8 @@ class _Layer:
 
     def _row_axes(self, name: str) -> int:
         """How many axes of a variable number the rows of it that a delta holds."""
-        axes = (
-            len(self.specs[name].tensor_shape) - len(self._first.shapes.get(name, ())) + 1
-        )
-        return min(max(axes, 1), len(self.specs[name].shape))
+        spec, axes = self.info.specs[name], len(self._first.shapes.get(name, ()))
+        return min(max(len(spec.tensor_shape) - axes + 1, 1), len(spec.shape))
 
 
 def base_of(prefix: str) -> str | None:
@@ -294,8 +283,9 @@ def _base_path(prefix: str, delta: Delta) -> str:
 
 
 def _open_base(layer: _Layer, chain: list[str]) -> _Layer:
-    assert layer.delta is not None
-    path = _base_path(layer.prefix, layer.delta)
+    delta = layer.info.delta
+    assert delta is not None
+    path = _base_path(layer.prefix, delta)
     link = f"{layer.prefix} is a delta that builds on {path}, "
     if path in chain:
         raise DataLossError(f"{link}which builds on it")
@@ -307,11 +297,11 @@ def _open_base(layer: _Layer, chain: list[str]) -> _Layer:
         raise NotFoundError(f"{link}of which something is missing: {error}") from error
     except DataLossError as error:
         raise DataLossError(f"{link}which is damaged: {error}") from error
-    if base.save_id != layer.delta.base_id:
+    if base.info.save_id != delta.base_id:
         raise DataLossError(f"{link}which was overwritten after the delta was saved")
     for name in layer.rows:
-        spec, old = layer.specs[name], base.specs.get(name)
-        if old is None or (old.dtype, old.shape) != (spec.dtype, spec.shape):
+        spec, old = layer.info.specs[name], base.info.specs.get(name)
+        if not spec.is_like(old):
             raise DataLossError(f"{link}but {name!r} is {spec} here and {old} there")
     return base
 

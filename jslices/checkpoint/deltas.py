@@ -52,7 +52,7 @@ def open_base(prefix: str, previous: tuple[str, str] | None) -> Archive:
     if not files.checkpoint_exists(path):
         raise NotFoundError(f"{path}, on which a delta would build, is not there")
     base = Archive(path)
-    if base.save_id != save_id or not save_id:
+    if base.info.save_id != save_id or not save_id:
         raise InvalidArgumentError(
             f"{path} is not what this Saver saved or restored; call save once more"
         )
@@ -79,25 +79,17 @@ def delta_part(
     part: Part = {}
     row_names: dict[str, str] = {}
     for name, leaf in leaves.items():
-        rows, start = changed.get(name), (0,) * len(leaf.spec.shape)
-        if rows is None or not _fits(name, leaf, base):
-            part[name] = leaf.tensor(), start
+        rows = changed.get(name)
+        if rows is None or not leaf.spec.is_like(base.specs.get(name)):
+            part[name] = leaf.tensor()
             continue
         row_name = f"{name}@rows"
         while row_name in leaves:
             row_name += "_"
         row_names[name] = row_name
-        part[name] = leaf.rows_tensor(rows), start[rows.row_axes - 1 :]
-        part[row_name] = as_leaf("rows", rows.numbers).tensor(), (0,)
+        part[name] = leaf.rows_tensor(rows)
+        part[row_name] = as_leaf("rows", rows.numbers).tensor()
     return part, row_names
-
-
-def _fits(name: str, leaf: Leaf, base: Archive) -> bool:
-    spec = base.specs.get(name)
-    return spec is not None and (spec.dtype, spec.shape) == (
-        leaf.spec.dtype,
-        leaf.spec.shape,
-    )
 
 
 # --- rows that changed, from ids ------------------------------------------------------
@@ -187,7 +179,7 @@ def _union(a: Rows, b: Rows, shape: tuple[int, ...]) -> Rows:
 def _changed_rows(name: str, leaf: Leaf, base: Archive) -> Rows | None:
     """The rows of the fewest bytes that hold all that changed."""
     shape = leaf.spec.shape
-    if not _fits(name, leaf, base) or not shape or not shape[0]:
+    if not leaf.spec.is_like(base.specs.get(name)) or not shape or not shape[0]:
         return None
     finest = max(1, len(shape) - 1)
     changed = np.zeros(shape[:finest], bool)

@@ -80,6 +80,11 @@ class Spec:
         """The tensor in the file."""
         return Spec("numpy", self.tensor_dtype, self.tensor_shape)
 
+    def is_like(self, other: "Spec | None") -> bool:
+        """True if arrays of both have one dtype and shape."""
+        array = (self.dtype, self.shape)
+        return other is not None and array == (other.dtype, other.shape)
+
     def __str__(self) -> str:
         if self.is_key:
             return f"random keys ({self.kind.removeprefix('key:') or 'of any kind'})"
@@ -195,7 +200,9 @@ class Leaf:
 
     def piece_tensor(self, piece: Piece, block_bytes: int = BLOCK_BYTES) -> Tensor:
         """A piece as a tensor."""
-        return self._tensor(piece.data.shape, lambda: _host_blocks(piece.data, block_bytes))
+        return self._tensor(
+            piece.data.shape, lambda: _host_blocks(piece.data, block_bytes), piece.start
+        )
 
     def rows_tensor(self, rows: Rows) -> Tensor:
         """Some rows."""
@@ -203,10 +210,14 @@ class Leaf:
         return self._tensor(shape, lambda: [self._rows(rows, shape)])
 
     def _tensor(
-        self, shape: tuple[int, ...], blocks: Callable[[], Iterable[np.ndarray]]
+        self,
+        shape: tuple[int, ...],
+        blocks: Callable[[], Iterable[np.ndarray]],
+        start: tuple[int, ...] | None = None,
     ) -> Tensor:
         spec = dataclasses.replace(self.spec, shape=shape)
-        return Tensor(spec.tensor_dtype, spec.tensor_shape, blocks)
+        start = (0,) * len(shape) if start is None else start
+        return Tensor(spec.tensor_dtype, spec.tensor_shape, blocks, start)
 
     def _merged(self, block_bytes: int) -> Iterator[np.ndarray]:
         shape, dtype = self.spec.shape, self.pieces[0].data.dtype

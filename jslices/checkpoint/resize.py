@@ -11,7 +11,7 @@ from jax.typing import ArrayLike
 
 from jslices import GradientTransformation, IndexedSlices, is_slices
 from jslices.checkpoint.state_walk import map_optimizer_states, optimizer_states, placed
-from jslices.checkpoint.trees import brief, matching, named_leaves
+from jslices.checkpoint.trees import brief, listed, matching, named_leaves
 from jslices.extend import Params, PyTree, State, as_transformation
 
 
@@ -107,8 +107,7 @@ def resize_rows(
         for n, x in begin.items()
     ]
     if problems:
-        more = f"; and {len(problems) - 8} more" if len(problems) > 8 else ""
-        raise ValueError("resize_rows: " + "; ".join(problems[:8]) + more)
+        raise ValueError(f"resize_rows: {listed(problems)}")
     params = jax.tree.unflatten(jax.tree.structure(fresh), resized_params)
     state = jax.tree.unflatten(jax.tree.structure(start, is_leaf=is_slices), resized_state)
     return params, _new_rows_up_to_date(tx, params, state, sources)

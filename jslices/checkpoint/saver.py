@@ -5,6 +5,7 @@ import dataclasses
 import operator
 import os
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, TypeAlias
 
 import jax
@@ -16,7 +17,7 @@ from jslices.checkpoint import files
 from jslices.checkpoint.archive import Archive
 from jslices.checkpoint.deltas import delta_part, open_base
 from jslices.checkpoint.files import Path
-from jslices.checkpoint.leaves import Leaf, Read, as_leaf, misfit, restore, restore_like
+from jslices.checkpoint.leaves import Leaf, as_leaf, misfit, restore, restore_like
 from jslices.checkpoint.processes import ALONE, Processes, processes_of
 from jslices.checkpoint.retention import Retention
 from jslices.checkpoint.row_ranges import narrow_to_rows
@@ -26,6 +27,7 @@ from jslices.checkpoint.trees import (
     check_var_list,
     choose,
     describe,
+    listed,
     named_leaves,
     rebuild,
     resolve_name,
@@ -280,7 +282,7 @@ class Saver:
         base = open_base(prefix, self._previous)
         part, row_names = delta_part(leaves, touched, base)
         name = os.path.basename(base.prefix)
-        info["delta"] = {"base": name, "base_id": base.save_id, "rows": row_names}
+        info["delta"] = {"base": name, "base_id": base.info.save_id, "rows": row_names}
         return self._commit(prefix, [part], info, False, latest_filename, write_state)
 
     def _leaves(self, variables: PyTree) -> tuple[dict[str, Leaf], dict[str, Any]]:
@@ -422,10 +424,10 @@ class Saver:
             else:
                 restored = self._restore_into(archive, variables, rows)
         processes.check_agreement(
-            f"{os.path.basename(archive.prefix)!r} of the save {archive.save_id!r}",
+            f"{os.path.basename(archive.prefix)!r} of the save {archive.info.save_id!r}",
             "give all processes the path of one checkpoint in a directory that they share",
         )
-        self._previous = (archive.prefix, archive.save_id)
+        self._previous = (archive.prefix, archive.info.save_id)
         return restored
 
     def _restore_all(self, archive: Archive, rows: RowRanges | None) -> PyTree:
@@ -436,12 +438,12 @@ class Saver:
         if rows is not None:
             narrow_to_rows(archive, rows, saved_as)
         leaves = {
-            name: restore(saved, archive.specs[saved], _reader(archive, saved))
+            name: restore(saved, archive.specs[saved], partial(archive.read, saved))
             for name, saved in saved_as.items()
         }
-        whole = self._var_list is None and archive.has_structure
+        whole = self._var_list is None and archive.info.has_structure
         try:
-            return rebuild(archive.structure, leaves) if whole else leaves
+            return rebuild(archive.info.structure, leaves) if whole else leaves
         except RecursionError as error:
             raise DataLossError(
                 f"{archive.prefix} cannot be read: its structure is nested too deeply; "
@@ -469,14 +471,11 @@ class Saver:
         ]
         problems = [misfit(n, spec, x, self._reshape) for n, _, spec, x in targets]
         if bad := list(filter(None, problems)):
-            more = f"; and {len(bad) - 8} more" if len(bad) > 8 else ""
             raise InvalidArgumentError(
-                f"Restoring from checkpoint failed: in {archive.prefix} "
-                + "; ".join(bad[:8])
-                + more
+                f"Restoring from checkpoint failed: in {archive.prefix} {listed(bad)}"
             )
         restored = {
-            name: restore_like(saved, spec, _reader(archive, saved), template)
+            name: restore_like(saved, spec, partial(archive.read, saved), template)
             for name, saved, spec, template in targets
         }
         leaves = [restored.get(n, x) for n, x in zip(names, templates, strict=True)]
@@ -538,7 +537,3 @@ def _step_number(step: Any, variables: PyTree) -> int:
             "global_step must be an integer, an array of one, or the name of a variable, "
             f"not {step!r}"
         ) from None
-
-
-def _reader(archive: Archive, name: str) -> Read:
-    return lambda index: archive.read(name, index)

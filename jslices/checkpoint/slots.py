@@ -25,6 +25,7 @@ from jslices.checkpoint.state_walk import (
     placed,
     walk_state,
 )
+from jslices.checkpoint.trees import listed
 from jslices.extend import Params, PyTree, State
 from jslices.optim import SgdState
 
@@ -116,8 +117,7 @@ def import_state(
     ):
         assigned.append(_assign(label, arrays, its_slots, problems))
     if problems:
-        more = f"; and {len(problems) - 8} more" if len(problems) > 8 else ""
-        raise ValueError("import_state: " + "; ".join(problems[:8]) + more)
+        raise ValueError(f"import_state: {listed(problems)}")
 
     def fill(number: int, part: Any) -> Any:
         columns = {}

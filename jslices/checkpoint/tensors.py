@@ -105,11 +105,13 @@ class Tensor:
       dtype: the name of one of the dtypes in ``CODES``.
       shape: its shape.
       blocks: returns its elements in order, as arrays, which may be views.
+      start: where it begins in the variable that it is a piece of.
     """
 
     dtype: str
     shape: tuple[int, ...]
     blocks: Callable[[], Iterable[np.ndarray]]
+    start: tuple[int, ...] = ()
 
     @property
     def num_bytes(self) -> int:

@@ -77,6 +77,12 @@ def brief(names: Iterable[str], most: int = 12) -> str:
     return f"{names[:most]}{more}"
 
 
+def listed(problems: Sequence[str], most: int = 8) -> str:
+    """Problems, or the first of them, for an error message."""
+    more = f"; and {len(problems) - most} more" if len(problems) > most else ""
+    return "; ".join(problems[:most]) + more
+
+
 # --- handles --------------------------------------------------------------------------
 
 

@@ -14,8 +14,8 @@ from jslices.checkpoint.leaves import Leaf, Piece
 from jslices.checkpoint.processes import ALONE, Processes
 from jslices.checkpoint.tensors import Tensor, write_tensors
 
-#: The contents of one file: for each name a tensor, and its start in the whole array.
-Part = dict[str, tuple[Tensor, tuple[int, ...]]]
+#: The contents of one file: a tensor of each variable, by name.
+Part = dict[str, Tensor]
 
 
 # --- what each file holds -------------------------------------------------------------
@@ -23,7 +23,7 @@ Part = dict[str, tuple[Tensor, tuple[int, ...]]]
 
 def in_one_file(leaves: dict[str, Leaf]) -> list[Part]:
     """Put all variables into one file."""
-    return [{n: (leaf.tensor(), (0,) * len(leaf.spec.shape)) for n, leaf in leaves.items()}]
+    return [{name: leaf.tensor() for name, leaf in leaves.items()}]
 
 
 def in_shards(leaves: dict[str, Leaf], processes: Processes = ALONE) -> list[Part | None]:
@@ -84,7 +84,7 @@ def _files(
             if len(pieces) == 1:
                 number = sizes.index(min(sizes))
             tensor = leaves[name].piece_tensor(piece)
-            parts[number][name] = (tensor, piece.start)
+            parts[number][name] = tensor
             sizes[number] += tensor.num_bytes
     return parts
 
@@ -187,11 +187,10 @@ class _Save:
         for number, (part, path) in enumerate(zip(parts, self.paths, strict=True)):
             if part is None:
                 continue
-            tensors = {name: tensor for name, (tensor, _) in part.items()}
-            starts = {name: start for name, (_, start) in part.items()}
+            starts = {name: tensor.start for name, tensor in part.items()}
             extra = {} if number else info
             metadata = dump_info(self.save_id, number, len(parts), starts, extra)
-            write_tensors(self._open(path), tensors, {INFO_KEY: metadata})
+            write_tensors(self._open(path), part, {INFO_KEY: metadata})
         if self.state is not None and self.processes.is_first:
             path, text = self.state
             files.write_and_flush(self._open(path), text)

@@ -5,7 +5,7 @@ import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from jslices.proof.program import Array, Instruction, Layout, Module, number_of
+from jslices.proof.program import Array, Instruction, Layout, Module
 from jslices.proof.wire import COLLECTIVES, Collective, Traffic, traffic
 
 #: What moves nothing, or is counted by what it runs.
@@ -175,13 +175,12 @@ def accessed(module: Module) -> int:
 
 
 def _bytes(module: Module, each: Instruction) -> int:
-    if each.opcode.endswith("-start"):
-        return 2 * _size(_done(module, each))
+    if each.opcode.endswith("-start") and (done := module.done(each)) is not None:
+        return 2 * _size(done)
     operands = [module.operand(each, n) for n in range(len(each.operands))]
     called = module.called(each)
     if each.opcode == "fusion" and called:
-        inside = module.computations[called[0]].instructions.values()
-        read = sum(_read(module, x) for x in inside if x.opcode == "parameter")
+        read = sum(_read(module, x) for x in module.parameters(called[0]).values())
         results = [maker for maker, _ in module.elements(called[0])]
         return read + sum(_written(module, x) for x in results)
     if each.opcode in _READ_BY_ROWS:
@@ -189,12 +188,6 @@ def _bytes(module: Module, each: Instruction) -> int:
     if each.opcode in _WRITTEN_BY_ROWS:
         return 3 * _size(operands[_WRITTEN_BY_ROWS[each.opcode]]) + _size(operands[1])
     return _size(each) + sum(map(_size, operands))
-
-
-def _done(module: Module, start: Instruction) -> Instruction:
-    """Where the result of what began at ``start`` is there, and nothing but it."""
-    done = start.opcode.removesuffix("start") + "done"
-    return next(user for user in module.users([start]) if user.opcode == done)
 
 
 def _read(module: Module, value: Instruction) -> int:
@@ -209,17 +202,10 @@ def _read(module: Module, value: Instruction) -> int:
         elif first and user.opcode in _WRITTEN_BY_ROWS:
             total += _rows_written(module, user)
         elif user.opcode == "fusion":  # one inside another
-            total += sum(_read(module, x) for x in _inside(module, user, value))
+            total += sum(_read(module, x) for x in module.inside(user, [value]))
         else:
             return _size(value)
     return min(total, _size(value))
-
-
-def _inside(module: Module, fusion: Instruction, value: Instruction) -> list[Instruction]:
-    """What ``value`` is inside a fusion."""
-    instructions = module.computations[module.called(fusion)[0]].instructions.values()
-    parameters = (x for x in instructions if x.opcode == "parameter")
-    return [x for x in parameters if fusion.operands[number_of(x)] == value.name]
 
 
 def _written(module: Module, result: Instruction) -> int:

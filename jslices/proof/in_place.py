@@ -11,7 +11,6 @@ from jslices.proof.program import (
     Module,
     Program,
     Value,
-    number_of,
 )
 
 #: Operations that only hand values on.
@@ -275,12 +274,9 @@ def _reads(module: Module, copy: Instruction, targets: set[str]) -> Iterator[str
 
 def _inside(module: Module, user: Instruction, old: list[Instruction]) -> Instruction:
     """The part of a fusion that uses one of the values."""
-    if user.opcode != "fusion" or not (called := module.called(user)):
+    if user.opcode != "fusion" or not module.called(user):
         return user
-    names = {each.name for each in old}
-    numbers = {n for n, name in enumerate(user.operands) if name in names}
-    inside = module.computations[called[0]].instructions.values()
-    parameters = [x for x in inside if x.opcode == "parameter" and number_of(x) in numbers]
+    parameters = module.inside(user, old)
     parts = [x for p in parameters for x in module.users([p]) if module.user_line(x)]
     return (parts or [user])[0]
 

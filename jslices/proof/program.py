@@ -301,13 +301,27 @@ class Module:
         _, instructions, root = self.computations[computation]
         return instructions[root]
 
-    def parameters(self) -> dict[int, Instruction]:
-        """The parameters of the program, by number."""
+    def parameters(self, computation: str | None = None) -> dict[int, Instruction]:
+        """The parameters of a computation, or of the program, by number."""
+        name = self.entry if computation is None else computation
         return {
             number_of(each): each
-            for each in self.computations[self.entry].instructions.values()
+            for each in self.computations[name].instructions.values()
             if each.opcode == "parameter"
         }
+
+    def inside(
+        self, fusion: Instruction, values: Iterable[Instruction]
+    ) -> list[Instruction]:
+        """The parameters of a fusion that have some of its operands as values."""
+        names = {each.name for each in values}
+        parameters = self.parameters(self.called(fusion)[0])
+        return [x for n, x in parameters.items() if fusion.operands[n] in names]
+
+    def done(self, start: Instruction) -> Instruction | None:
+        """Where the result of what began at ``start`` is there, if in its computation."""
+        opcode = start.opcode.removesuffix("start") + "done"
+        return next((x for x in self.users([start]) if x.opcode == opcode), None)
 
     def outputs(self) -> list[Value]:
         """The outputs of the program, in order."""

@@ -154,10 +154,8 @@ def _results(module: Module, each: Instruction) -> tuple[Array, ...]:
     """What it makes; what starts one lists the operands as well."""
     if not each.opcode.endswith("-start"):
         return each.arrays
-    done = each.opcode.removesuffix("start") + "done"
-    for user in module.users([each]):
-        if user.opcode == done:
-            return user.arrays
+    if (done := module.done(each)) is not None:
+        return done.arrays
     count = len(each.operands)  # done elsewhere, in the next turn of a loop
     return each.arrays[count : 2 * count] or each.arrays
 
