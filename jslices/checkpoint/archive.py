@@ -231,6 +231,7 @@ class _Layer:
             for block in row_blocks((len(target), *piece.shape[1:]), dtype.itemsize, CHUNK):
                 span = slice(rows.start + block.start, rows.start + block.stop)
                 target[block] = piece.file.view(name, span)[(slice(None), *others)]
+            piece.file.release()
         return out
 
     def replay(self, name: str, box: Box, out: np.ndarray) -> None:

@@ -310,6 +310,11 @@ class TensorFile:
         flat = np.frombuffer(data[first:last], np.uint8)
         return flat.view(dtype_named(self.dtypes[name])).reshape(shape)
 
+    def release(self) -> None:
+        """Drop what was viewed from this process's memory; views stay valid."""
+        if hasattr(mmap, "MADV_DONTNEED"):
+            self._bytes.madvise(mmap.MADV_DONTNEED)
+
     def _check(self, name: str, start: int, chunk: memoryview) -> None:
         sums = self.metadata.get(f"crc32:{name}", "")
         if sums[start // CHUNK * _DIGITS :][:_DIGITS] != _hexadecimal(zlib.crc32(chunk)):
