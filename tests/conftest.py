@@ -8,6 +8,7 @@ import platform
 import shutil
 import sys
 import tempfile
+import threading
 
 from quick_flags import quick_flags
 
@@ -21,7 +22,7 @@ import hypothesis
 import jax
 import pytest
 from jax._src import pjit
-from jax._src.interpreters import pxla
+from jax._src.interpreters import mlir, pxla
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
@@ -36,8 +37,9 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile("default")
 
 # Many tests trace anew what XLA has compiled for another one, or for another worker of
-# pytest-xdist: what it compiles is kept for the session. Processes that tests start do not
-# take part, as some are killed in the middle of something.
+# pytest-xdist: what it compiles is kept for the session, or in the folder that
+# JSLICES_COMPILED names, for the next one. Processes that tests start do not take part, as
+# some are killed in the middle of something.
 KEPT = "jslices_compiled"
 #: From so many bytes on a worker forgets what was compiled, between any two tests.
 ROOM = 8 * 10**8
@@ -46,8 +48,12 @@ GROWTH = 2 * 10**8
 
 
 def pytest_configure(config):
+    if jax.__version_info__ < (0, 11):
+        mlir.make_ir_context = ReusedContext(mlir.make_ir_context)
     if hasattr(config, "workerinput"):
         folder = config.workerinput[KEPT]
+    elif folder := os.environ.get("JSLICES_COMPILED"):
+        pass
     else:
         folder = tempfile.mkdtemp(prefix=KEPT)
         config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
@@ -61,6 +67,12 @@ def pytest_configure(config):
 @pytest.hookimpl(optionalhook=True)
 def pytest_configure_node(node):
     node.workerinput[KEPT] = node.config.jslices_compiled
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collect_file():
+    """No test has a doctest, and to look for them takes a second."""
+    return [found for found in (yield) if type(found) is pytest.Module]
 
 
 @pytest.fixture(autouse=True)
@@ -77,6 +89,25 @@ def _forget_what_was_lowered():
     """Two thirds of what a program holds, and read by its compilation alone."""
     yield
     forget_what_was_lowered()
+
+
+class ReusedContext(threading.local):
+    """A context for ten programs one after another, as later releases of JAX have it.
+
+    To make one takes a fifth of what a program of one operation does.
+    """
+
+    programs = 10
+
+    def __init__(self, make):
+        self.make = make
+        self.left = 0
+
+    def __call__(self):
+        if not self.left:
+            self.context, self.left = self.make(), self.programs
+        self.left -= 1
+        return self.context
 
 
 class ForgetWhatNoLongerFits:

@@ -250,7 +250,11 @@ def test_row_gradients_do_not_send_tables(mesh, tx, spec):
 
 
 LAZY_AND_EXACT = pytest.mark.parametrize(
-    "tx", [js.adam(0.1), js.adam(0.1, untouched="exact")], ids=["lazy", "exact"]
+    "tx",
+    [
+        pytest.param(js.adam(0.1), id="lazy"),
+        pytest.param(js.adam(0.1, untouched="exact"), id="exact", marks=pytest.mark.slow),
+    ],
 )
 
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import assert_close
+from helpers import assert_close, slow_unless
 
 import jslices as js
 
@@ -40,7 +40,7 @@ def test_the_count_counts():
         jax.jit(lambda x: x * V)(jnp.ones(3)).block_until_ready()
 
 
-@pytest.mark.parametrize("b2", [0.99, 0.9])
+@pytest.mark.parametrize("b2", [0.99, pytest.param(0.9, marks=pytest.mark.slow)])
 def test_the_first_use_of_an_exact_optimizer(b2):
     tx = js.adam(0.01, b2=b2, untouched="exact")
     state = tx.init(PARAMS)
@@ -137,7 +137,10 @@ def test_a_step_takes_its_arguments_by_keyword(make):
         jax.tree.map(np.testing.assert_array_equal, got, wanted)
 
 
-@pytest.mark.parametrize("name", ["adam", "adafactor", "ftrl"])
+@pytest.mark.parametrize(
+    ["name"],
+    slow_unless([("adam",), ("adafactor",), ("ftrl",)], lambda case: case[0] == "adam"),
+)
 def test_the_number_of_a_schedule_is_an_argument_of_one_program(name):
     tx = getattr(js, name)(
         lambda step: 0.5 / (1 + float(step))

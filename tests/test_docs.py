@@ -14,6 +14,7 @@ import test_algebra
 import test_bags
 import test_clipping
 import test_scatter
+from helpers import slow_unless
 
 ROOT = pathlib.Path(__file__).parent.parent
 DOCS = ROOT / "docs"
@@ -31,6 +32,8 @@ ELSEWHERE = {
     "moving.md": "tests/test_moving.py",
 }
 ALONE = {"speed.md": "keep_memory is for the whole process"}
+# Half of the time of all pages: in CI alone.
+LONG = ["data_parallel", "host_tables", "language_models", "recipes", "sharding"]
 TEXT = (DOCS / "operations.md").read_text()
 
 
@@ -46,7 +49,13 @@ def plain(text):
     return re.sub(r"[\s-]+", " ", text).strip()
 
 
-@pytest.mark.parametrize("page", sorted({*PYTHON} - {*ELSEWHERE} - {*ALONE}))
+@pytest.mark.parametrize(
+    ["page"],
+    slow_unless(
+        [(page,) for page in sorted({*PYTHON} - {*ELSEWHERE} - {*ALONE})],
+        lambda case: pathlib.Path(case[0]).stem not in LONG,
+    ),
+)
 def test_code_runs(page, tmp_path, monkeypatch):
     """All blocks are one file, by whose name and lines explain and warnings speak."""
     monkeypatch.chdir(tmp_path)

@@ -134,7 +134,11 @@ def test_partial_rowwise_adam_equals_itself_on_dense_gradients():
 
 
 @pytest.mark.parametrize(
-    "kwargs", [{"eps": 1e-8}, {"eps": 0.1}, {"b1": 0.8, "b2": 0.95, "eps_root": 1e-4}]
+    ["kwargs"],
+    slow_unless(
+        [({"eps": 1e-8},), ({"eps": 0.1},), ({"b1": 0.8, "b2": 0.95, "eps_root": 1e-4},)],
+        lambda case: "b1" in case[0],
+    ),
 )
 def test_adam_with_epsilon_hat_equals_itself_on_dense_gradients(kwargs):
     tx = js.adam(0.1, eps_hat=True, untouched="exact", **kwargs)
@@ -637,7 +641,7 @@ def to_dense(grads):
     return jax.tree.map(js.IndexedSlices.to_dense, grads, is_leaf=js.is_slices)
 
 
-@pytest.mark.parametrize("name", ["adamw", "lion"])
+@pytest.mark.parametrize("name", ["adamw", pytest.param("lion", marks=pytest.mark.slow)])
 def test_masks_where_parameters_are_none(name):
     mask = lambda params: jax.tree.map(lambda p: p.ndim > 1, params)  # noqa: E731
     kwargs = {"weight_decay": 0.1, "mask": mask}

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import as_users, assert_close, fast_jit
+from helpers import as_users, assert_close, fast_jit, slow_unless
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jslices as js
@@ -23,12 +23,15 @@ PARAMS = {
 IDS = jnp.asarray(RNG.zipf(1.3, size=(STEPS, K)) % V, jnp.int32)
 LABELS = jnp.asarray(RNG.normal(size=(STEPS, K)), jnp.float32)
 EXACT = js.adam(0.03, untouched="exact")
-APART, NOWHERE = {"a": "x", "b": "x", "w": "y"}, {"b": None, "w": None}
 
 
 def loss(params, ids, labels):
     rows = params["a"][ids] @ params["w"] + params["b"][ids[::-1]][:, 0]
     return jnp.mean((rows - labels) ** 2)
+
+
+def of_one_table(params, ids, labels):
+    return jnp.mean((params["a"][ids] @ params["w"] - labels) ** 2)
 
 
 def with_aux(params, ids, labels):
@@ -40,7 +43,7 @@ def copied(tree):
     return jax.tree.map(jnp.copy, tree)
 
 
-def by_hand(tx, params, state, ids, labels):
+def by_hand(loss, tx, params, state, ids, labels):
     rows = js.lookup_ids(loss)(params, ids, labels)
     params, state = tx.catch_up(params, state, rows)
     value, grads = js.value_and_grad(loss)(params, ids, labels)
@@ -66,7 +69,7 @@ def trained_densely():
 @pytest.mark.parametrize("tx", [EXACT, js.adam(0.03)], ids=["exact", "lazy"])
 def test_is_the_calls_by_hand_to_the_bit(tx):
     step = jax.jit(js.optim.exact_step(loss, tx), donate_argnums=(0, 1))
-    hand = jax.jit(functools.partial(by_hand, tx), donate_argnums=(0, 1))
+    hand = jax.jit(functools.partial(by_hand, loss, tx), donate_argnums=(0, 1))
     mine, other = copied((PARAMS, tx.init(PARAMS))), copied((PARAMS, tx.init(PARAMS)))
     for batch in zip(IDS[:6], LABELS, strict=False):
         *mine, value = step(*mine, *batch)
@@ -191,35 +194,41 @@ def test_small_tables_may_be_dense_in_some_batches():
 
 
 optim = js.optim
+FROZEN = {"a": lambda rows: rows < 9, "w": None}
+QUICK = "alone", "clipped", "apart"
 #: An optimizer, and how often the rows of arrays as large as the table are written.
 HELD = {
     "alone": (EXACT, 4),
     "reads params": (js.adamw(0.03, weight_decay=0.1, untouched="exact"), 4),
     "clipped": (optim.chain(optim.clip_global_norm(0.5), EXACT), 4),
     "averaged": (optim.chain(optim.combine_duplicates("mean"), EXACT), 4),
-    "apart": (optim.partition({"x": EXACT, "y": js.sgd(0.1)}, APART), 4),
-    "frozen": (optim.freeze_rows(EXACT, {"a": lambda rows: rows < 9, **NOWHERE}), 6),
+    "apart": (optim.partition({"x": EXACT, "y": js.sgd(0.1)}, {"a": "x", "w": "y"}), 4),
+    "frozen": (optim.freeze_rows(EXACT, FROZEN), 6),
 }
 
 
-@pytest.mark.parametrize("name", HELD)
+@pytest.mark.parametrize(
+    ["name"], slow_unless([(name,) for name in HELD], lambda case: case[0] in QUICK)
+)
 def test_rows_of_the_state_are_written_once(name):
     """The table is written when it catches up and when it is stepped, its state once.
 
     Where others than the step change which rows a gradient holds, all catch up at first.
     """
     tx, writes = HELD[name]
-    step = as_users(optim.exact_step(loss, tx), donate_argnums=(0, 1))
-    mine, other = copied((PARAMS, tx.init(PARAMS))), (PARAMS, tx.init(PARAMS))
+    step = as_users(optim.exact_step(of_one_table, tx), donate_argnums=(0, 1))
+    params = {name: PARAMS[name] for name in ("a", "w")}
+    mine, other = copied((params, tx.init(params))), (params, tx.init(params))
     step = step.lower(*mine, IDS[0], LABELS[0]).compile()
     written = re.findall(rf"= f32\[{V},{D}\]\S* scatter\(", step.as_text())
     assert len(written) == writes
-    hand = fast_jit(functools.partial(by_hand, tx))
+    hand = fast_jit(functools.partial(by_hand, of_one_table, tx))
     for batch in zip(IDS[:6], LABELS, strict=False):
         mine, other = step(*mine, *batch)[:2], hand(*other, *batch)[:2]
     assert_close(mine, other, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_the_state_of_any_optimizer_catches_up_in_the_step():
     names = {
         "partial_rowwise_adam": {},
@@ -249,7 +258,11 @@ def test_the_state_of_any_optimizer_catches_up_in_the_step():
     assert_close(results[::2], results[1::2], rtol=1e-6)
 
 
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=lambda k: k.name)
+@pytest.mark.parametrize(
+    "kind",
+    [pytest.param(AxisType.Auto, marks=pytest.mark.slow), AxisType.Explicit],
+    ids=lambda kind: kind.name,
+)
 def test_on_a_mesh(kind):
     if jax.device_count() < 8:
         pytest.skip("needs eight devices")

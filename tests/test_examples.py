@@ -80,6 +80,7 @@ def small_run():
     return tables, tx, dlrm.start(params, tx)
 
 
+@pytest.mark.slow
 def test_the_average_is_that_of_all_rows():
     tables, tx, run = small_run()
     step = dlrm.make_step(tables, tx, 0.8)
@@ -94,6 +95,7 @@ def test_the_average_is_that_of_all_rows():
     assert_close(dlrm.averaged(run, 0.8), average, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_step_writes_rows_in_place():
     tables = StackedTables({"a": (40_000, 8), "b": (20_000, 8)})
     params = dlrm.init(jax.random.key(0), tables, (4,), (4,))

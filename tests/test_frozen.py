@@ -213,7 +213,7 @@ def test_a_step_is_in_place_and_without_temporaries(grad):
     assert memory.temp_bytes < (1.1 * rows if grad is jax.grad else 8 * count) * 16 * 4
 
 
-@pytest.mark.parametrize("dense", [False, True])
+@pytest.mark.parametrize("dense", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_the_state_of_an_exact_optimizer(dense):
     """It knows when each row did its last step: never, if it is frozen."""
     before = start()

@@ -30,7 +30,7 @@ STACKED = jnp.asarray(RNG.normal(size=(F, V, D)), jnp.float32)
 WEIGHT = jnp.asarray(RNG.normal(size=(D, 3)), jnp.float32)
 IDS = jnp.array([4, 1, 4, 0])
 FIELD_IDS = jnp.array([[4, 1], [0, 0], [5, 2]])
-ROW = jnp.linspace(0.5, 1.0, D)
+ROW = jnp.asarray(np.linspace(0.5, 1.0, D), jnp.float32)
 
 
 def from_columns(table):
@@ -276,13 +276,40 @@ def from_one_hots(table):
     }
 
 
-MATRICES = jnp.where(RNG.random((2, 3, V)) < 0.5, RNG.normal(size=(2, 3, V)), 0.0)
-STACK_OF_BCOO = sparse.BCOO.fromdense(MATRICES, n_batch=1)
-STACK_OF_BCSR = sparse.BCSR.fromdense(MATRICES, n_batch=1)
-THREE_AXES = sparse.BCOO.fromdense(MATRICES)
-PADDED_BCSR = sparse.BCSR.fromdense(MATRICES[0], nse=15)
-VECTOR = sparse.BCOO.fromdense(MATRICES[0, 0])
-NARROW = sparse.BCOO.fromdense(MATRICES[..., :3], n_batch=1)
+def bcoo(matrix, nse=None):
+    """``BCOO.fromdense``, of which each operation would be compiled by itself."""
+    places = np.argwhere(matrix)
+    empty = ((nse or len(places)) - len(places)) * [matrix.shape]
+    numbers = np.append(matrix[tuple(places.T)], len(empty) * [0.0])
+    places = np.concatenate([places, np.reshape(empty, (-1, matrix.ndim))])
+    return sparse.BCOO(
+        (numbers.astype(np.float32), places.astype(np.int32)), shape=matrix.shape
+    )
+
+
+def stack_of_bcoo(matrices):
+    each = [bcoo(matrix, np.count_nonzero(matrices, (1, 2)).max()) for matrix in matrices]
+    parts = [
+        np.stack(part) for part in zip(*((m.data, m.indices) for m in each), strict=True)
+    ]
+    return sparse.BCOO(parts, shape=matrices.shape)
+
+
+def bcsr(matrix):
+    """``BCSR`` of a BCOO in order."""
+    counts = [np.sum(matrix.indices[..., 0] == row, -1) for row in range(matrix.shape[-2])]
+    starts = np.cumsum([np.zeros_like(counts[0]), *counts], axis=0).T
+    parts = matrix.data, matrix.indices[..., 1], jnp.asarray(starts, jnp.int32)
+    return sparse.BCSR(parts, shape=matrix.shape)
+
+
+MATRICES = np.where(RNG.random((2, 3, V)) < 0.5, RNG.normal(size=(2, 3, V)), 0.0)
+STACK_OF_BCOO = stack_of_bcoo(MATRICES)
+STACK_OF_BCSR = bcsr(STACK_OF_BCOO)
+THREE_AXES = bcoo(MATRICES)
+PADDED_BCSR = bcsr(bcoo(MATRICES[0], nse=15))
+VECTOR = bcoo(MATRICES[0, 0])
+NARROW = stack_of_bcoo(MATRICES[..., :3])
 NUMBERS = jnp.asarray(RNG.normal(size=8), jnp.float32)
 # Unsorted, with duplicates and padding: a row, a column or both out of range.
 PLACES = jnp.array([[2, 5], [0, 1], [2, 5], [1, V], [3, V], [3, 2], [0, 0], [-1, -2]])
@@ -413,9 +440,9 @@ def root(table):
 
 WHOLE = "whole rows of a table [V, D]"
 # Of small arrays none is warned of.
-LARGE = jnp.tile(TABLE, (700, 1))
-FULL = jnp.broadcast_to(IDS[:, None], (4, D))
-M, WEIGHED = (IDS > 1)[:, None], "weights[..., None] * table[ids]"
+LARGE = jnp.asarray(np.tile(TABLE, (700, 1)))
+FULL = jnp.asarray(np.broadcast_to(IDS, (D, 4)).T)
+M, WEIGHED = jnp.asarray(np.asarray(IDS) > 1)[:, None], "weights[..., None] * table[ids]"
 # By name: what is looked up, how, and what the warning advises.
 WARNS = {
     "scanned": (LARGE, lambda t: lax.map(lambda row: jnp.sin(row)[IDS % D], t), "outside"),

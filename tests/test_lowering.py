@@ -7,10 +7,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers import slow_unless
 
 import jslices as js
 
 PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
+platforms = pytest.mark.parametrize(
+    ["platform"],
+    slow_unless([(name,) for name in PLATFORMS], lambda case: case[0] in ("cpu", "tpu")),
+)
 OPS = ("update", "add", "sub", "mul", "div", "min", "max")
 REF, IDS, ROWS = jnp.zeros((5, 2)), jnp.array([1, 1, 9, -1, 1]), jnp.ones((5, 2))
 ELEMENTS = jnp.array([[1, 0], [1, 0], [9, 9]])
@@ -54,7 +59,7 @@ UPDATES = {
 }
 
 
-@pytest.mark.parametrize("platform", PLATFORMS)
+@platforms
 @pytest.mark.parametrize("name", UPDATES)
 def test_the_last_write_wins_on_every_platform(name, platform):
     # XLA leaves the order of colliding writes open, so a platform could choose another
@@ -79,7 +84,7 @@ def test_such_a_program_could_collide_and_would_be_found():
     assert "is_stable = false" in attributes(text, "sort")[0]
 
 
-@pytest.mark.parametrize("platform", PLATFORMS)
+@platforms
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int32", "uint8"])
 def test_every_operation_lowers_for_every_platform(platform, dtype):
     ref, rows = REF.astype(dtype), ROWS.astype(dtype)
@@ -161,7 +166,7 @@ LARGE = {
 }
 
 
-@pytest.mark.parametrize("platform", ["cpu", "cuda", "tpu"])
+@platforms
 @pytest.mark.parametrize("name", LARGE)
 def test_no_number_of_an_element_is_formed(name, platform):
     # Elements are numbered by (row, column), of which each fits into 32 bits.

@@ -280,7 +280,11 @@ def test_what_does_not_fit_is_named(changes, error, message):
 
 
 @pytest.mark.parametrize(
-    "optimizer", [js.rowwise_adagrad(0.1), js.adam(0.1, **EXACT)], ids=["lazy", "exact"]
+    "optimizer",
+    [
+        pytest.param(js.rowwise_adagrad(0.1), id="lazy"),
+        pytest.param(js.adam(0.1, **EXACT), id="exact", marks=pytest.mark.slow),
+    ],
 )
 def test_tables_of_layers_grow_together(optimizer):
     """``[L, V, D]`` to ``[L, V', D]``: as the same rows numbered by one axis."""

@@ -250,21 +250,28 @@ def test_exact_steps_are_those_of_optax(name, loss):
     """Of coarser rows, too, than those for which the clock has a number each."""
     tx, dense = EXACT[name]
 
+    def with_catch_up(table, state, ids):
+        table, state = tx.catch_up(table, state, js.lookup_ids(loss)(table, ids))
+        updates, state = tx.update(js.grad(loss)(table, ids), state, table)
+        return js.apply_updates(table, updates), state
+
+    def densely(table, state, ids):
+        updates, state = dense.update(jax.grad(loss)(table, ids), state, table)
+        return optax.apply_updates(table, updates), state
+
+    def in_turn(step, table, state):
+        step_of = lambda carry, ids: (step(*carry, ids)[:2], None)  # noqa: E731
+        return lax.scan(step_of, (table, state), IDS[:3])[0]
+
     @jax.jit
     def run(table):
-        by_hand, once, state, state_once = table, table, tx.init(table), tx.init(table)
-        whole, optax_state = table, dense.init(table)
-        step = js.optim.exact_step(loss, tx)
-        for ids in IDS[:3]:
-            rows = js.lookup_ids(loss)(by_hand, ids)
-            by_hand, state = tx.catch_up(by_hand, state, rows)
-            updates, state = tx.update(js.grad(loss)(by_hand, ids), state, by_hand)
-            by_hand = js.apply_updates(by_hand, updates)
-            once, state_once, _ = step(once, state_once, ids)
-            grads = jax.grad(loss)(whole, ids)
-            updates, optax_state = dense.update(grads, optax_state, whole)
-            whole = optax.apply_updates(whole, updates)
-        return tx.flush(by_hand, state), tx.flush(once, state_once), whole
+        once = in_turn(js.optim.exact_step(loss, tx), table, tx.init(table))
+        whole, _ = in_turn(densely, table, dense.init(table))
+        return (
+            tx.flush(*in_turn(with_catch_up, table, tx.init(table))),
+            tx.flush(*once),
+            whole,
+        )
 
     (by_hand, state), (once, _), whole = run(TABLE)
     assert_close(by_hand, whole, rtol=1e-4, atol=2e-6)
@@ -303,10 +310,9 @@ def test_what_stands_around_a_step():
     assert_close(js.global_norm(grads[0]), norm(np.asarray(wholes[0])), rtol=1e-6)
 
     def after(tx, gradients):
-        table, state = TABLE, tx.init(TABLE)
+        table, state, step = TABLE, tx.init(TABLE), jax.jit(tx.apply)
         for g in gradients:
-            updates, state = tx.update(g, state, table)
-            table = js.apply_updates(table, updates)
+            table, state = step(g, state, table)
         return table
 
     lifted = js.from_optax(optax.adagrad(0.1))

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import assert_close, fast_jit
+from helpers import assert_close, fast_jit, slow_unless
 from jax.experimental import checkify
 
 import jslices as js
@@ -253,8 +253,13 @@ LOOKUPS = {
 }
 
 
-@pytest.mark.parametrize("axes", ["Auto", "Explicit"])
-@pytest.mark.parametrize("kind", LOOKUPS)
+@pytest.mark.parametrize(
+    "kind, axes",
+    slow_unless(
+        [(kind, axes) for kind in LOOKUPS for axes in ("Auto", "Explicit")],
+        lambda case: case in (("lookup", "Explicit"), ("bags of two kinds", "Auto")),
+    ),
+)
 def test_over_devices(kind, axes):
     tables = StackedTables(SHAPES, devices=8)
     assert tables.shape == (16, 3)
