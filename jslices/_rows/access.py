@@ -205,6 +205,8 @@ def take_rows(
     return row_loop(rows, indices)
 
 
+# Traced once for all arrays of one shape.
+@functools.partial(jax.jit, inline=True)
 def add_distinct_rows(table: jax.Array, indices: jax.Array, rows: jax.Array) -> jax.Array:
     """``table`` with ``rows`` added at ``indices``, which are unique or out of range.
 
@@ -214,6 +216,8 @@ def add_distinct_rows(table: jax.Array, indices: jax.Array, rows: jax.Array) -> 
     return at.add(rows, **how)
 
 
+# Traced once for all arrays of one shape.
+@functools.partial(jax.jit, inline=True)
 def set_rows(table: jax.Array, indices: jax.Array, rows: jax.Array) -> jax.Array:
     """``table`` with ``rows`` written at ``indices``: unique, or out of range and dropped.
 

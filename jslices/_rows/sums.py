@@ -106,13 +106,16 @@ def sum_duplicates(
     capacity = enough if size is None else size
     if capacity < 0:
         raise ValueError(f"coalesce(size={size}): size must not be negative")
-    run = _sum_duplicates if _jax.is_staged() else _compiled_sum
-    unique, summed, distinct = run(values, indices, num_rows, capacity, combine, order)
+    unique, summed, distinct = _sum_duplicates(
+        values, indices, num_rows, capacity, combine, order
+    )
     if not _jax.definitely(lambda: capacity >= enough):
         summed = _refuse_overflow(summed, distinct, capacity)
     return summed, unique, distinct
 
 
+# Traced once for all gradients of one shape, and one program outside of ``jax.jit``.
+@functools.partial(jax.jit, static_argnums=(2, 3, 4, 5))
 def _sum_duplicates(
     values: jax.Array,
     indices: jax.Array,
@@ -134,18 +137,16 @@ def _sum_duplicates(
         unique = jnp.full((capacity,), empty, indices.dtype)
         summed = jnp.zeros((capacity, *values.shape[1:]), values.dtype)
     else:
-        how = num_rows, capacity, COMBINERS[combine], order
-        in_turn, by_runs = (functools.partial(f, *how) for f in (_in_turn, _by_runs))
-        if _jax.is_symbolic(num_ids):
-            by_runs = in_turn
+        how = capacity, COMBINERS[combine], order
+        in_turn = functools.partial(_in_turn, num_rows, *how)
+        by_runs = functools.partial(_by_runs, jnp.array(empty, indices.dtype), *how)
         unique, summed, distinct = lax.platform_dependent(
-            indices, values, cpu=in_turn, default=by_runs
+            indices,
+            values,
+            cpu=in_turn,
+            default=in_turn if _jax.is_symbolic(num_ids) else by_runs,
         )
     return unique, summed, distinct
-
-
-# Outside of ``jax.jit`` its operations would be compiled one by one.
-_compiled_sum = jax.jit(_sum_duplicates, static_argnums=(2, 3, 4, 5))
 
 
 def check_combine(combine: str, dtype: jnp.dtype) -> None:
@@ -189,8 +190,10 @@ def _in_turn(
     return unique, summed.astype(values.dtype), distinct
 
 
+# Traced once for all tables, of whatever height.
+@functools.partial(jax.jit, static_argnums=(1, 2, 3))
 def _by_runs(
-    num_rows: int | None,
+    empty: jax.Array,
     capacity: int,
     divisor: Divisor,
     order: Order,
@@ -202,15 +205,13 @@ def _by_runs(
     In any order, a sum stands where its row occurs first among the sorted indices, and the
     other entries are empty: there is nothing to move.
     """
-    empty = empty_index(num_rows, indices.dtype)
     ordered, positions = sort_ids(indices)
     summed = sums_of_runs(ordered, _in_order(widened(values), positions))
     if divisor is not None:
         counts = sums_of_runs(ordered, jnp.ones(ordered.shape, jnp.int32))
         summed = _divided(summed, counts, divisor)
-    rows_named = canonical_indices(ordered, num_rows)
-    named = starts_of_runs(ordered) & (rows_named != empty)
-    unique = jnp.where(named, rows_named, empty)
+    named = starts_of_runs(ordered) & (ordered >= 0) & (ordered < empty)
+    unique = jnp.where(named, ordered, empty)
     summed = where_rows(named, summed, jnp.zeros((), summed.dtype)).astype(values.dtype)
     distinct = jnp.sum(named, dtype=jnp.int32)
     if order != "any" or _jax.definitely(lambda: capacity < indices.shape[0]):
@@ -248,9 +249,8 @@ def add_rows(
         return added
 
     def by_runs(table: jax.Array, indices: jax.Array, rows: jax.Array) -> jax.Array:
-        capacity = indices.shape[0]
-        num_rows = height_of(table, rows)
-        indices, rows, _ = _by_runs(num_rows, capacity, None, "any", indices, rows)
+        empty = jnp.array(height_of(table, rows), indices.dtype)
+        indices, rows, _ = _by_runs(empty, indices.shape[0], None, "any", indices, rows)
         return add_distinct_rows(table, indices, rows)
 
     inexact = jnp.issubdtype(table.dtype, jnp.inexact)
@@ -262,6 +262,7 @@ def add_rows(
     return result
 
 
+@jax.jit
 def sums_of_runs(ids: jax.Array, rows: jax.Array) -> jax.Array:
     """For each entry the sum of its row and the later ones of its run.
 

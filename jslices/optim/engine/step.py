@@ -351,8 +351,8 @@ def _together(
     row_axes = 1 if sizes is None else len(sizes)
     num_rows = None if sizes is None else math.prod(sizes)
     empty = empty_index(num_rows, indices.dtype)
-    read = (values, *(read_rows(x, indices, row_axes) for x in arrays))
-    update, *new_rows = kernel(*(derivable(indices < empty, x) for x in read))
+    read = (read_rows(x, indices, row_axes) for x in arrays)
+    update, *new_rows = kernel(derivable(indices < empty, values), *read)
     # XLA gathers the gradient as [K, 1, *D]. In this shape the update overwrites it;
     # another would keep a second array of that size.
     tall = update.reshape(indices.shape[0], 1, *update.shape[1:])
@@ -389,11 +389,17 @@ def derivable(named: jax.Array, rows: jax.Array) -> jax.Array:
     return result
 
 
+# Traced once for all arrays of one shape.
+@functools.partial(jax.jit, static_argnums=2)
 def read_rows(x: jax.Array, indices: jax.Array, row_axes: int = 1) -> jax.Array:
-    """The rows ``[U, ...]`` of ``x`` ``[V, ...]``; empty entries read the last one."""
-    last = rows_numbered(x.shape, row_axes) - 1
-    near = jnp.minimum(indices, 0 if last == -1 else last)
-    return take_rows(x, near, mode="promise_in_bounds", row_axes=row_axes)
+    """The rows ``[U, ...]`` of ``x`` ``[V, ...]``, for a kernel: see :func:`derivable`.
+
+    Empty entries read the last row.
+    """
+    num_rows = rows_numbered(x.shape, row_axes)
+    near = jnp.minimum(indices, 0 if num_rows == 0 else num_rows - 1)
+    rows = take_rows(x, near, mode="promise_in_bounds", row_axes=row_axes)
+    return derivable(indices < num_rows, rows)
 
 
 def _in_chunks(

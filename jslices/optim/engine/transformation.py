@@ -9,7 +9,7 @@ import numpy as np
 from jax.tree_util import PyTreeDef
 
 from jslices._arguments import check_array, shown
-from jslices._jax import broadcast_prefix, definitely, flatten, usual_promotion
+from jslices._jax import broadcast_prefix, definitely, flatten, is_staged, usual_promotion
 from jslices._place.boundary import laid_out_as, on_any_mesh, shardings_of
 from jslices._place.hints import HINT_BYTES, hint_large_step, hint_tiles, warn_of_columns
 from jslices._rows.access import room_for_distinct, rows_numbered
@@ -293,15 +293,20 @@ def _shardings_of_params(
 
 
 def _kernels(step: Step, rules: Sequence[Rule], grads: Sequence[Leaf]) -> list[Kernel]:
-    """The arithmetic for each leaf: one kernel for all that are of one rule and kind."""
+    """The arithmetic for each leaf: one kernel for all that are of one rule and kind.
+
+    In a program it is traced once for all arrays, or rows of them, of one shape.
+    """
     kinds = [(rule, is_slices(grad)) for rule, grad in zip(rules, grads, strict=True)]
-    kernels = {
-        (rule, by_row): (
-            (by_row and (rule.update_slices or rule.update_rows)) or rule.update
-        )(step)
-        for rule, by_row in dict.fromkeys(kinds)
-    }
+    kernels = {kind: _kernel(step, *kind) for kind in dict.fromkeys(kinds)}
     return [kernels[kind] for kind in kinds]
+
+
+def _kernel(step: Step, rule: Rule, by_row: bool) -> Kernel:
+    if by_row and rule.update_slices is not None:
+        return rule.update_slices(step)
+    kernel = ((by_row and rule.update_rows) or rule.update)(step)
+    return jax.jit(kernel, inline=True) if is_staged() else kernel
 
 
 def _parameters(tree: PyTreeDef, params: Params, needed: bool) -> list[jax.Array | None]:

@@ -31,7 +31,7 @@ from jslices.optim.engine.protocol import (
     is_leaf,
     shardings_of_update,
 )
-from jslices.optim.engine.step import Plan, derivable, read_rows
+from jslices.optim.engine.step import Plan, read_rows
 from jslices.optim.engine.transformation import check_structure, checked_gradient, paths_of
 
 
@@ -187,7 +187,7 @@ class _Rows:
         def rows(x: PyTree, g: Leaf) -> PyTree:
             if not is_slices(g) or _left_out(x):
                 return x
-            return derivable(_present(g), read_rows(x, g.indices, g.row_axes))
+            return read_rows(x, g.indices, g.row_axes)
 
         return self._map(rows, subtree)
 
