@@ -5,6 +5,7 @@
     python benchmarks/compare.py --dense            dense steps in more of the cells
     python benchmarks/compare.py --before ../old    another checkout of jslices as well
     python benchmarks/compare.py --reads            rows read by other programs
+    python benchmarks/compare.py --bags             sums of the rows of 20 ids each
     python benchmarks/compare.py --processes 8      of each contender, instead of two
 
 Each contender has a process of its own, and they take turns of some hundredths of a second,
@@ -34,7 +35,7 @@ import subprocess
 import sys
 import time
 
-from contenders import CONTENDERS, OPTIMIZERS, OTHER_READS, STATE_ARRAYS
+from contenders import BAGS, CONTENDERS, OPTIMIZERS, OTHER_READS, READS, STATE_ARRAYS
 from contenders.ids import batches
 from contenders.process import Contender
 from contenders.report import lines, plot, summary, table
@@ -210,10 +211,11 @@ def main():
     parser.add_argument("--dim", type=int, nargs="+", default=[16, 64, 128])
     parser.add_argument("--ids", type=float, nargs="+", default=[1e3, 1e4, 1e5])
     parser.add_argument("--kind", nargs="+", default=["zipf", "uniform"])
-    parser.add_argument("--optimizer", nargs="+", default=OPTIMIZERS, choices=OPTIMIZERS)
-    usual = [name for name in CONTENDERS if name not in OTHER_READS]
+    parser.add_argument("--optimizer", nargs="+", default=OPTIMIZERS, choices=STATE_ARRAYS)
+    usual = [name for name in CONTENDERS if name not in READS]
     parser.add_argument("--contender", nargs="+", default=usual)
     parser.add_argument("--reads", action="store_true", help="rows read by other programs")
+    parser.add_argument("--bags", action="store_true", help="sums of the rows of bags")
     parser.add_argument("--dense", action="store_true", help="dense steps in more cells")
     parser.add_argument(
         "--processes", type=int, help="of each contender, one after another"
@@ -230,6 +232,8 @@ def main():
         options.ids, options.optimizer = [1e4], ["adam"]
     if options.reads:
         options.contender = ["jslices", *OTHER_READS]
+    if options.bags:
+        options.contender = BAGS
     everyone = [Contender(name) for name in options.contender]
     if options.before:
         if not (options.before / "jslices").is_dir():

@@ -1,7 +1,10 @@
 """The command line: the demonstration on a small text, and every bad request."""
 
+import itertools
 import re
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -53,17 +56,32 @@ def test_the_loss_is_that_of_word2vec_over_all_pairs():
     """A pair counts as often as word2vec takes it, and each has five negatives."""
     rng = np.random.default_rng(0)
     params = {name: rng.normal(size=(9, 4)).astype(np.float32) for name in ("near", "far")}
-    centres, around, noise = np.array([2, 7]), rng.integers(0, 9, (2, 6)), np.array([1, 4])
+    spans, noise = rng.integers(0, 9, (2, 10)), np.array([1, 4])  # four windows in each
     log_sigmoid = lambda x: -np.log1p(np.exp(-x))  # noqa: E731
     total = 0.0
-    for centre, neighbours in zip(centres, around, strict=True):
-        near = params["near"][centre]
-        for distance, word in zip((3, 2, 1, 1, 2, 3), neighbours, strict=True):
-            pair = log_sigmoid(near @ params["far"][word])
+    for span, centre in itertools.product(spans, range(3, 7)):
+        near = params["near"][span[centre]]
+        for away in (-3, -2, -1, 1, 2, 3):
+            pair = log_sigmoid(near @ params["far"][span[centre + away]])
             pair += 5 * log_sigmoid(-(params["far"][noise] @ near)).mean()
-            total -= pair * (4 - distance) / 3
-    value = skipgram.loss(params, centres, around, noise)
-    np.testing.assert_allclose(value, total / (2 * 4), rtol=1e-5)
+            total -= pair * (4 - abs(away)) / 3
+    value = skipgram.loss(params, spans, noise)
+    np.testing.assert_allclose(value, total / (2 * 4 * 4), rtol=1e-5)
+
+
+def test_spans_are_running_text():
+    text = np.arange(100)
+    data = skipgram.make_data(
+        skipgram.Corpus([str(i) for i in text], np.ones(100, np.int64), text), seed=0
+    )
+    data = data._replace(tokens=jnp.arange(23))  # two spans of 22 words fit
+    starts = set()
+    for seed in range(8):
+        spans, noise = skipgram.draw(data, jax.random.key(seed), 17)
+        assert spans.shape == (2, 22) and noise.shape == (skipgram.SHARED,)
+        np.testing.assert_array_equal(spans - spans[:, :1], [range(22)] * 2)
+        starts |= set(np.asarray(spans[:, 0]).tolist())
+    assert starts == {0, 1}
 
 
 @pytest.mark.parametrize(

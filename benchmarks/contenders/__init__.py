@@ -11,7 +11,9 @@ from typing import NamedTuple
 
 RATE = 1e-3
 OPTIMIZERS = ("sgd", "adagrad", "adam")
-STATE_ARRAYS = {"sgd": 0, "adagrad": 1, "adam": 2}
+FUSED = ("sgd", "adagrad", "rowwise_adagrad")  # FBGEMM's on a CPU
+STATE_ARRAYS = {"sgd": 0, "rowwise_adagrad": 0, "adagrad": 1, "adam": 2}
+BAG = 20  # ids a bag, where rows are read as sums of bags
 
 
 class Kind(NamedTuple):
@@ -26,12 +28,13 @@ class Kind(NamedTuple):
     optimizers: tuple = OPTIMIZERS
 
 
+OURS = (*OPTIMIZERS, "rowwise_adagrad")
 CONTENDERS = {
-    "jslices": Kind("with_jslices", {}, False),
-    "jslices, memory kept": Kind("with_jslices", {"keep": True}, False),
+    "jslices": Kind("with_jslices", {}, False, OURS),
+    "jslices, memory kept": Kind("with_jslices", {"keep": True}, False, OURS),
     "JAX refs": Kind("with_refs", {}, False, ("sgd",)),
     "PyTorch sparse": Kind("with_torch", {"sparse": True}, False),
-    "FBGEMM": Kind("with_fbgemm", {}, False, ("sgd", "adagrad")),  # no Adam on a CPU
+    "FBGEMM": Kind("with_fbgemm", {}, False, FUSED),
     "TensorFlow sparse": Kind("with_tensorflow", {"keras": False}, False),
     "Optax dense": Kind("with_optax", {}, True),
     "PyTorch dense": Kind("with_torch", {"sparse": False}, True),
@@ -40,6 +43,14 @@ CONTENDERS = {
     "jslices, one-hot": Kind("with_jslices", {"read": "one_hot"}, False),
     "jslices, BCOO": Kind("with_jslices", {"read": "bcoo"}, False),
     "jslices, lookup": Kind("with_jslices", {"read": "lookup"}, False),
-    "jslices, bags of 20": Kind("with_jslices", {"read": "bags"}, False),
+    "jslices, bags of 20": Kind("with_jslices", {"read": "bags"}, False, OURS),
+    "PyTorch, bags of 20": Kind("with_torch", {"sparse": True, "read": "bags"}, False),
+    "FBGEMM, bags of 20": Kind("with_fbgemm", {"read": "bags"}, False, FUSED),
 }
-OTHER_READS = [name for name, kind in CONTENDERS.items() if "read" in kind.arguments]
+READS = {
+    name: kind.arguments["read"]
+    for name, kind in CONTENDERS.items()
+    if "read" in kind.arguments
+}
+OTHER_READS = [name for name in READS if CONTENDERS[name].module == "with_jslices"]
+BAGS = [name for name, read in READS.items() if read == "bags"]

@@ -3,6 +3,7 @@
 import functools
 
 import jslices as js
+from contenders import BAG
 
 VERSION = f"jslices {js.__version__}"
 
@@ -24,7 +25,7 @@ def rows_of(table, ids, read):
         places = jnp.stack([jnp.arange(len(ids)), ids], axis=1)
         return BCOO((jnp.ones(len(ids)), places), shape=(len(ids), len(table))) @ table
     if read == "bags":
-        return js.embedding_lookup_sparse(table, ids.reshape(-1, 20), None, "sum")
+        return js.embedding_lookup_sparse(table, ids.reshape(-1, BAG), None, "sum")
     return js.embedding_lookup(table, ids) if read == "lookup" else table[ids]
 
 

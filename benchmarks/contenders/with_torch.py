@@ -2,6 +2,8 @@
 
 import torch
 
+from contenders import BAG
+
 VERSION = f"torch {torch.__version__}"
 
 
@@ -9,9 +11,10 @@ def wait(loss):
     loss.item()
 
 
-def make(optimizer, num_rows, dim, rate, sparse):
-    layer = torch.nn.Embedding(
-        num_rows, dim, sparse=sparse, _weight=torch.ones(num_rows, dim)
+def make(optimizer, num_rows, dim, rate, sparse, read="gather"):
+    bags = {"mode": "sum"} if read == "bags" else {}
+    layer = (torch.nn.EmbeddingBag if bags else torch.nn.Embedding)(
+        num_rows, dim, sparse=sparse, _weight=torch.ones(num_rows, dim), **bags
     )
     kinds = {
         "sgd": torch.optim.SGD,
@@ -22,9 +25,10 @@ def make(optimizer, num_rows, dim, rate, sparse):
 
     def step(ids):
         tx.zero_grad()
-        loss = 0.5 / len(ids) * (layer(ids) ** 2).sum()
+        loss = 0.5 / ids.numel() * (layer(ids) ** 2).sum()
         loss.backward()
         tx.step()
         return loss
 
-    return step, lambda ids: torch.from_numpy(ids.astype("int64"))
+    shape = (-1, BAG) if bags else -1
+    return step, lambda ids: torch.from_numpy(ids.astype("int64")).reshape(shape)

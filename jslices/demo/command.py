@@ -45,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--batch",
         type=_positive,
         default=1024,
-        help="windows of 6 pairs a step (default: 1024)",
+        help="windows of 6 pairs a step, in spans of 16 (default: 1024)",
     )
     add("--learning-rate", type=float, default=3e-3, help="it falls to 2%% of that")
     add("--seed", type=int, default=0)
@@ -73,7 +73,8 @@ def run(options: argparse.Namespace) -> None:
 
     contender = skipgram.sparse_step(falling, options.batch)
     params, spent = _train(contender, corpus, data, options)
-    pairs = options.steps * options.batch * len(skipgram.OFFSETS)
+    windows = skipgram.num_spans(options.batch) * skipgram.SPAN
+    pairs = options.steps * windows * len(skipgram.OFFSETS)
     print(
         f"{options.steps:,} steps in {spent:.0f} s: {pairs / spent:,.0f} pairs of words a "
         f"second, each with {skipgram.NEGATIVES} negatives"

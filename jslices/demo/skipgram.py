@@ -1,9 +1,9 @@
 """Skip-gram word vectors with negative sampling: a text, two tables, one jitted step.
 
 Each word learns to tell the words that stand near it from words drawn at random
-(Mikolov et al., 2013). A step takes whole windows, a word with the three on each side of
-it, and all of them share the words drawn at random: for 6 pairs it reads little more than
-7 rows of two tables of V rows.
+(Mikolov et al., 2013). A step takes spans of running text. A word is read once as itself
+and once as context, for all windows in which it stands, and all pairs share the words drawn
+at random: for the 6 pairs of a window a step reads 2.4 rows of two tables of V rows.
 """
 
 import functools
@@ -23,8 +23,9 @@ import jslices as js
 Params = dict[str, jax.Array]
 
 WINDOW = 3
+SPAN = 16  # words of a span that have their whole window in it
 NEGATIVES = 5  # for each pair
-SHARED = 128  # words that a step draws as negatives of all its pairs
+SHARED = 64  # words that a step draws as negatives of all its pairs
 FREQUENT = 1e-3  # words more frequent than this share of the text are thinned out
 NOISE_DRAWS = 1 << 20
 WORD = re.compile(r"[A-Za-z_]\w*")
@@ -127,8 +128,8 @@ def make_data(corpus: Corpus, seed: int) -> Data:
     share = corpus.counts / corpus.counts.sum()
     keep = np.minimum(1.0, np.sqrt(FREQUENT / share) + FREQUENT / share)
     tokens = corpus.tokens[rng.random(corpus.tokens.size) < keep[corpus.tokens]]
-    if tokens.size <= 2 * WINDOW:
-        tokens = np.resize(corpus.tokens, max(corpus.tokens.size, 2 * WINDOW + 2))
+    if tokens.size < SPAN + 2 * WINDOW:
+        tokens = np.resize(corpus.tokens, max(corpus.tokens.size, SPAN + 2 * WINDOW))
     weights = corpus.counts**0.75
     edges = np.cumsum(weights / weights.sum())
     places = (np.arange(NOISE_DRAWS) + 0.5) / NOISE_DRAWS
@@ -146,32 +147,42 @@ def init_params(num_words: int, dim: int, seed: int) -> Params:
 
 #: Where the neighbours of a word stand, and how much each counts: as often as word2vec
 #: takes it, which draws how far a window reaches.
-OFFSETS = np.array([n for n in range(-WINDOW, WINDOW + 1) if n])
+OFFSETS = [n for n in range(-WINDOW, WINDOW + 1) if n]
 WEIGHTS = 1 - (np.abs(OFFSETS) - 1) / WINDOW
 
 
-def draw(data: Data, key: jax.Array, batch: int) -> tuple[jax.Array, ...]:
-    """``(centres [B], neighbours [B, 2 * WINDOW], noise [SHARED])``."""
+def num_spans(batch: int) -> int:
+    """How many spans a step takes for so many windows, or a few more."""
+    return -(-batch // SPAN)
+
+
+def draw(data: Data, key: jax.Array, batch: int) -> tuple[jax.Array, jax.Array]:
+    """``(spans [num_spans(batch), SPAN + 2 * WINDOW], noise [SHARED])``."""
     place_key, noise_key = jax.random.split(key)
-    place = jax.random.randint(place_key, (batch,), WINDOW, data.tokens.shape[0] - WINDOW)
+    length = SPAN + 2 * WINDOW
+    last = data.tokens.shape[0] - length
+    place = jax.random.randint(place_key, (num_spans(batch),), 0, last + 1)
     drawn = jax.random.randint(noise_key, (SHARED,), 0, NOISE_DRAWS)
-    return (
-        data.tokens[place],
-        data.tokens[place[:, None] + OFFSETS[None]],
-        data.noise[drawn],
-    )
+    spans = data.tokens[place[:, None] + jnp.arange(length)[None]]
+    return spans, data.noise[drawn]
 
 
-def loss(
-    params: Params, centres: jax.Array, neighbours: jax.Array, noise: jax.Array
-) -> jax.Array:
-    """How badly neighbours are told from the noise: the mean over pairs."""
-    near, far = params["near"][centres], params["far"]
-    real = jnp.einsum("bd,bkd->bk", near, far[neighbours])
-    false = near @ far[noise].T
+def loss(params: Params, spans: jax.Array, noise: jax.Array) -> jax.Array:
+    """How badly neighbours are told from the noise: the mean over pairs.
+
+    Args:
+      params: as ``init_params`` makes them.
+      spans: ``[S, L + 2 * WINDOW]`` words as they follow one another: L windows each.
+      noise: ``[N]``, the negatives of all pairs.
+    """
+    length = spans.shape[1] - 2 * WINDOW
+    near = params["near"][spans[:, WINDOW : WINDOW + length]]
+    far, false = params["far"][spans], near @ params["far"][noise].T
+    shifted = (far[:, WINDOW + n : WINDOW + n + length] for n in OFFSETS)
+    real = jnp.stack([(near * context).sum(axis=-1) for context in shifted], axis=-1)
     weights = (WEIGHTS / WEIGHTS.sum()).astype(np.float32)
-    told = (weights[None] * jax.nn.log_sigmoid(real)).sum(axis=1)
-    return -(told + NEGATIVES * jax.nn.log_sigmoid(-false).mean(axis=1)).mean()
+    told = jax.nn.log_sigmoid(real) @ weights
+    return -(told + NEGATIVES * jax.nn.log_sigmoid(-false).mean(axis=-1)).mean()
 
 
 def make_step(
