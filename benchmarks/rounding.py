@@ -89,7 +89,7 @@ def main():
     optimizer = getattr(js, options.optimizer)(options.learning_rate)
     print(
         f"{len(corpus.words):,} words, {corpus.tokens.size:,} tokens, {options.optimizer}, "
-        f"learning rate {options.learning_rate:g}, {options.batch} pairs a step\n"
+        f"learning rate {options.learning_rate:g}, {options.batch} windows a step\n"
     )
     curves = {kind: curve(kind, corpus, data, optimizer, options) for kind in KINDS}
     print(f"| steps | {' | '.join(curves)} |\n|---:|{'---:|' * len(curves)}")

@@ -158,7 +158,7 @@ def main():
     add("--words", type=int, default=2000, help="the most frequent words")
     add("--dim", type=int, default=32)
     add("--steps", type=int, default=1000)
-    add("--batch", type=int, default=512, help="pairs of one worker")
+    add("--batch", type=int, default=512, help="windows of one worker")
     add("--workers", type=int, default=2)
     add("--learning-rate", type=float, default=3e-3)
     add("--seed", type=int, default=0)
