@@ -149,11 +149,15 @@ def test_an_exact_step_reads_and_writes_its_state_once(device, dim):
     assert exact.accessed_bytes <= 1.42 * lazy.accessed_bytes
 
 
-def test_short_rows_of_exact_optimizers_are_copied_once_on_a_tpu():
-    needs_device("v5e")
-    cost = row_cost("v5e", js.adam(0.1, untouched="exact"), (16,))
-    dense = dense_cost("v5e", "adam", (16,), jnp.float32)
-    assert cost.copies <= 1 and cost.accessed_bytes <= dense.accessed_bytes / 2
+@pytest.mark.parametrize("device, dim", [("v5e", 8), ("v5e", 16), ("v5e", 48), ("v6e", 16)])
+def test_no_exact_step_of_short_rows_copies_a_table_on_a_tpu(device, dim):
+    """The loss reads a table that was just written, as rows have caught up."""
+    needs_device(device)
+    cost = row_cost(device, js.adam(0.1, untouched="exact"), (dim,))
+    dense = dense_cost(device, "adam", (dim,), jnp.float32)
+    assert cost.copies == 0 and cost.accessed_bytes <= dense.accessed_bytes / 5
+    if device == "v5e":  # elsewhere tables that are gathered from count as read whole
+        assert cost.seconds <= dense.seconds / 2
 
 
 def test_a_schedule_keeps_vectors_that_no_tpu_pads():
@@ -193,9 +197,10 @@ def test_what_stands_round_an_optimizer_copies_no_table_on_a_tpu(name):
     assert cost.copies == 0
 
 
-def test_loops_and_scatters_copy_no_table_on_a_tpu():
+@pytest.mark.parametrize("dim", [16, 64])
+def test_loops_and_scatters_copy_no_table_on_a_tpu(dim):
     tx = js.adam(0.1)
-    *kept, ids = arguments(tx, (64,))
+    *kept, ids = arguments(tx, (dim,))
     args = *js.row_major(tuple(kept)), S((10, K), jnp.int32)
 
     def steps(params, state, ids):
@@ -203,9 +208,9 @@ def test_loops_and_scatters_copy_no_table_on_a_tpu():
         return js.row_major(jax.lax.scan(body, (params, state), ids)[0])
 
     assert cost_on("v5e", steps, *args, donate_argnums=(0, 1)).copies == 0
-    table = js.row_major(S((V, 64), jnp.float32))
+    table = js.row_major(S((V, dim), jnp.float32))
     for scatter in (js.scatter_add, js.scatter_update, js.scatter_max):
-        write = lambda table, ids, f=scatter: f(table, ids, jnp.ones((K, 64)))  # noqa: E731
+        write = lambda table, ids, f=scatter: f(table, ids, jnp.ones((K, dim)))  # noqa: E731
         assert cost_on("v5e", write, table, ids, donate_argnums=0).copies == 0
 
 

@@ -109,6 +109,36 @@ def test_traces_the_loss_once():
     assert len(calls) == 1
 
 
+def test_traces_what_missed_steps_do_once_for_each_shape():
+    calls = []
+
+    def rate(step):
+        calls.append(1)
+        return 0.1 / (1 + step)
+
+    tx = js.adam(rate, untouched="exact")
+    params = {"table": jax.ShapeDtypeStruct((60_000, 64), jnp.float32)}
+    ids = jax.ShapeDtypeStruct((9_000,), jnp.int32)
+    state = jax.eval_shape(tx.init, params)
+    step = js.optim.exact_step(lambda params, ids: params["table"][ids].sum(), tx)
+    calls.clear()
+    jax.make_jaxpr(step)(params, state, ids)
+    # All rows that are named and a chunk of them; the rest is the table of missed steps.
+    assert len(calls) <= 8
+
+
+def test_rows_are_numbered_once():
+    """Catching up and the step name the same rows; where there are many, by a hash map."""
+    table, ids = jnp.ones((50_000, 16)), jnp.arange(300)
+
+    def loops(tx):
+        step = js.optim.exact_step(lambda table, ids: (table[ids] ** 2).sum(), tx)
+        step = as_users(step, donate_argnums=(0, 1))
+        return step.lower(table, tx.init(table), ids).compile().as_text().count(" while(")
+
+    assert loops(EXACT) == loops(js.adam(0.03)) == 1
+
+
 def test_without_jit_and_with_keywords():
     step = js.optim.exact_step(loss, EXACT)
     params, state = PARAMS, EXACT.init(PARAMS)

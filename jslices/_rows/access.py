@@ -25,6 +25,7 @@ from jax.interpreters import ad, batching, mlir
 from jax.typing import ArrayLike
 
 from jslices import _jax
+from jslices._place.boundary import platform_at_hand
 from jslices._typing import Size
 
 INT32_MAX = np.iinfo(np.int32).max
@@ -37,6 +38,11 @@ SCALAR = range(32, 80)
 #: the number of each element with that of the first one not selected costs next to nothing.
 UNROLLED = range(2, 24)
 _INT32_ELEMENTS = 2**31
+#: Rows of so many elements XLA:TPU would pad to more than twice their size, and wants a
+#: table that is not an argument (but was just written, or is carried by a loop) by columns
+#: to gather from: it copies the whole of it (libtpu 0.0.50). It does not if the gather is
+#: told as well at which element, the first one, of a row to begin.
+SHORT = range(2, 64)
 #: How rows are written at indices of which none is negative. JAX would look whether one is,
 #: which takes a kernel.
 DROP: dict[str, Any] = {"mode": "drop", "wrap_negative_indices": False}
@@ -185,18 +191,25 @@ def take_rows(
         return jnp.full((*indices.shape, *row), missing, table.dtype)
     if indices.dtype.itemsize < 4:
         indices = indices.astype(jnp.int32)
-    starts = lax.expand_dims(indices, (indices.ndim,))
+    starts, mode = (
+        lax.expand_dims(indices, (indices.ndim,)),
+        lax.GatherScatterMode.from_any(mode),
+    )
     if row_axes > 1:
-        clips = lax.GatherScatterMode.from_any(mode) == lax.GatherScatterMode.CLIP
+        clips = mode == lax.GatherScatterMode.CLIP
         near = jnp.clip(indices, 0, num_rows - 1) if clips else indices
         starts = jnp.stack(places(near, table.shape, row_axes), axis=-1)
+    if len(row) == 1 and row[0] in SHORT and platform_at_hand() == "tpu":
+        starts = jnp.concatenate([starts, jnp.zeros_like(starts[..., :1])], axis=-1)
+        if mode == lax.GatherScatterMode.PROMISE_IN_BOUNDS:
+            mode = lax.GatherScatterMode.CLIP  # or no planner would trust the zeros
     rows = lax.gather(
         table,
         starts,
         lax.GatherDimensionNumbers(
             offset_dims=tuple(range(indices.ndim, indices.ndim + len(row))),
             collapsed_slice_dims=tuple(range(row_axes)),
-            start_index_map=tuple(range(row_axes)),
+            start_index_map=tuple(range(starts.shape[-1])),
         ),
         slice_sizes=(*(1,) * row_axes, *row),
         mode=mode,

@@ -172,7 +172,8 @@ def _in_turn(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Each row is added to those before it, at the number of its index."""
     indices = canonical_indices(indices, num_rows)
-    row_bytes = math.prod(values.shape[1:]) * values.dtype.itemsize
+    # Slices without elements name rows of a table, which are larger than a map of them.
+    row_bytes = math.prod(values.shape[1:]) * values.dtype.itemsize or 4 * ROWS_PER_ID
     is_open = _jax.is_symbolic(indices.shape[0])
     if order == "sorted" or num_rows is None or is_open:
         numbered = number_rows(indices, num_rows, capacity)

@@ -5,6 +5,7 @@ closed form (``catch_up``), and before parameters are saved or evaluated all row
 (``flush``).
 """
 
+import functools
 import warnings
 from collections.abc import Sequence
 from types import CodeType
@@ -303,9 +304,12 @@ def missed_steps(rule: Rule, count: jax.Array, run: jax.Array) -> Kernel:
     tables = steps.table(count), steps.after_each()
     now = steps.snapshot(count, run)
 
+    # A step of rows calls it in several places: it is traced once for each shape.
+    @functools.partial(jax.jit, inline=True)
     def kernel(
-        tables: PyTree, nothing: jax.Array, p: jax.Array, *rest: jax.Array
+        shared: PyTree, nothing: jax.Array, p: jax.Array, *rest: jax.Array
     ) -> tuple[jax.Array, ...]:
+        count, run, tables, now = shared
         arrays, last, snapshot = _clock_apart(rest, len(now))
         missed = steps.missed(count, run, tables, last, snapshot)
         missed = jax.tree.map(lambda x: per_row(x, p), missed)
@@ -318,7 +322,7 @@ def missed_steps(rule: Rule, count: jax.Array, run: jax.Array) -> Kernel:
         ]
         return nothing, *moved, *_now(count, now, last, snapshot)
 
-    return Partial(kernel, tables)
+    return Partial(kernel, (count, run, tables, now))
 
 
 def _clock_apart(

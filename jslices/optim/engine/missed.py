@@ -234,11 +234,13 @@ class MissedSteps:
         steps = np.arange(1, self._settled + self._window + 1)
         ratios = np.array([series.ratio for series in self.series])
         terms = np.stack([self._terms(series, steps) for series in self.series], 1)
-        factors = np.exp(-self.pace(steps).astype(float)) if self.decays else np.ones(1)
-        factors = np.broadcast_to(factors[:, None] * ratios, terms.shape)
-        sums = np.zeros((len(steps) + 1, len(self.series)))
-        for i in reversed(range(len(steps))):
-            sums[i] = factors[i] * (terms[i] + sums[i + 1])
+        left = np.exp(-self.pace(steps).astype(float)) if self.decays else np.ones(1)
+        factors = np.broadcast_to(left[:, None] * ratios, terms.shape).copy()
+        sums, reach = factors * terms, 1
+        while reach < len(steps):  # sums over the next 1, 2, 4, ... steps
+            sums[:-reach] += factors[:-reach] * sums[reach:]
+            factors[:-reach] *= factors[reach:]
+            reach *= 2
         return sums[: self._settled + 1].astype(np.float32)
 
     def _suffix_sums(self) -> jax.Array:
