@@ -46,15 +46,17 @@ _MARK = struct.Struct("<16sq")
 class File(io.FileIO):
     """A file that is read and written at offsets.
 
-    An interrupt may leave it to the garbage collector, without a warning.
-
-    Attributes:
-      path: of the file; errors name it.
+    An interrupt may leave it to the garbage collector, without a warning. It is made by
+    one call, so that no interrupt comes between the file and what refers to it.
     """
 
-    def __init__(self, path: str, mode: str = "r+", descriptor: int | None = None) -> None:
-        super().__init__(path if descriptor is None else descriptor, mode)
-        self.path = path
+    #: Where it is now, unless that is the name by which it was opened.
+    renamed: str | None = None
+
+    @property
+    def path(self) -> str:
+        """Of the file; errors name it."""
+        return str(self.name) if self.renamed is None else self.renamed
 
     def __del__(self) -> None:
         self.close()
@@ -261,7 +263,7 @@ class FileRecords(Records):
         self._temporary = path if temporary else None
         # The map and its descriptor may outlive the table; the lock has a file of its own.
         self._lock = lock
-        self._file = File(path)
+        self._file = File(path, "r+")
         try:
             if _is_in_memory(self._file):  # where reading a hole takes room as well
                 _allocate(self._file, form.size)
@@ -326,7 +328,7 @@ class FileRecords(Records):
             if os.path.lexists(self._temporary):
                 os.replace(self._temporary, path)  # while it is open, and so locked
             files.sync_directory(os.path.dirname(path))
-            self.path = self._file.path = path
+            self.path = self._file.renamed = path
             self._temporary = None
 
     def close(self) -> None:
@@ -349,8 +351,9 @@ def make(path: str, form: FileForm) -> FileRecords:
     clean(path)
     _check_room(path, form.size)
     temporary = files.temporary_path(path, files.new_id())
-    lock = File(temporary, "r+", files.open_new(temporary))
+    lock = File(files.open_new(temporary), "r+")
     try:
+        lock.renamed = temporary
         os.ftruncate(lock.fileno(), form.size)
         state = b"".join(x.tobytes() for x in (np.zeros((), np.int64), *form.shared))
         lock.write_at(len(form.head), state)
@@ -386,7 +389,7 @@ def locked(path: str) -> File | None:
                     f"{path} is no file but a directory, a pipe or a device; give the path "
                     "of a HostTable's file, or of none yet"
                 )
-            file = File(path)
+            file = File(path, "r+")
         except FileNotFoundError:
             return None
         try:
