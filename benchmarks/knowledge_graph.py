@@ -126,7 +126,8 @@ CONTENDERS = {"jslices": step_of_jslices, "PyKEEN": step_of_pykeen}
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", nargs="+", default=list(QUERIES), choices=QUERIES)
-    parser.add_argument("--turns", type=int, default=10)
+    parser.add_argument("--turns", type=int, default=5)
+    parser.add_argument("--timed", type=int, default=5, help="steps in a turn")
     options = parser.parse_args()
     for model in options.model:
         steps = {}
@@ -138,7 +139,8 @@ def main():
         losses = {name: step() for name, step in steps.items()}
         np.testing.assert_allclose(list(losses.values()), losses["jslices"], rtol=1e-4)
         print(f"{model}, first loss {losses['jslices']:.4f}")
-        print("\n".join(report(time_steps(steps, options.turns), "jslices")))
+        seconds = time_steps(steps, options.turns, options.timed)
+        print("\n".join(report(seconds, "jslices")))
 
 
 if __name__ == "__main__":

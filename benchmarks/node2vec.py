@@ -136,7 +136,7 @@ def main():
     losses = {name: step() for name, step in steps.items()}
     np.testing.assert_allclose(list(losses.values()), losses["jslices"], rtol=1e-4)
     print(f"first loss {losses['jslices']:.4f}")
-    seconds = time_steps(steps, options.turns, warm=1, timed=options.timed)
+    seconds = time_steps(steps, options.turns, options.timed)
     print("\n".join(report(seconds, "jslices")))
 
 

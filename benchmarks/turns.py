@@ -39,7 +39,7 @@ def medians(runs):
     return [statistics.median(each) for each in zip(*runs, strict=True)]
 
 
-def time_steps(steps, turns, warm=3, timed=20):
+def time_steps(steps, turns, timed, warm=1):
     """``{name: Seconds}`` of one step each, the medians of all turns.
 
     A step is a function without arguments that waits for its loss, and returns it. The
