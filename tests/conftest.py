@@ -23,6 +23,7 @@ import jax
 import pytest
 from jax._src import pjit
 from jax._src.interpreters import mlir, pxla
+from jax._src.lib.mlir import ir
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
@@ -94,7 +95,8 @@ def _forget_what_was_lowered():
 class ReusedContext(threading.local):
     """A context for ten programs one after another, as later releases of JAX have it.
 
-    To make one takes a fifth of what a program of one operation does.
+    To make one takes a fifth of what a program of one operation does. A program that is
+    compiled while another one is lowered (the noise of a key) has its own.
     """
 
     programs = 10
@@ -104,6 +106,8 @@ class ReusedContext(threading.local):
         self.left = 0
 
     def __call__(self):
+        if ir.Context.current is not None:
+            return self.make()
         if not self.left:
             self.context, self.left = self.make(), self.programs
         self.left -= 1
