@@ -18,7 +18,7 @@ import itertools
 import jax
 import jax.numpy as jnp
 import numpy as np
-from turns import report, time_steps
+from turns import compare
 
 import jslices as js
 
@@ -130,17 +130,11 @@ def main():
     parser.add_argument("--timed", type=int, default=5, help="steps in a turn")
     options = parser.parse_args()
     for model in options.model:
-        steps = {}
-        for name, make in CONTENDERS.items():
-            try:
-                steps[name] = make(model, *drawn(np.random.default_rng(0)))
-            except ImportError as error:
-                print(f"left out: {name} ({error})")
-        losses = {name: step() for name, step in steps.items()}
-        np.testing.assert_allclose(list(losses.values()), losses["jslices"], rtol=1e-4)
-        print(f"{model}, first loss {losses['jslices']:.4f}")
-        seconds = time_steps(steps, options.turns, options.timed)
-        print("\n".join(report(seconds, "jslices")))
+        data = drawn(np.random.default_rng(0))
+        makers = {
+            name: functools.partial(make, model, *data) for name, make in CONTENDERS.items()
+        }
+        compare(model, makers, options)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from contenders.ids import batches as drawn
-from turns import report, time_steps
+from turns import compare
 
 import jslices as js
 
@@ -127,17 +127,11 @@ def main():
         for _ in range(BATCHES)
     ]
     table = rng.normal(0, 0.3, (NODES, DIM)).astype(np.float32)
-    steps = {}
-    for name, (make, form) in CONTENDERS.items():
-        try:
-            steps[name] = make(table, [tuple(map(form, each)) for each in walks])
-        except ImportError as error:
-            print(f"left out: {name} ({error})")
-    losses = {name: step() for name, step in steps.items()}
-    np.testing.assert_allclose(list(losses.values()), losses["jslices"], rtol=1e-4)
-    print(f"first loss {losses['jslices']:.4f}")
-    seconds = time_steps(steps, options.turns, options.timed)
-    print("\n".join(report(seconds, "jslices")))
+    makers = {
+        name: functools.partial(make, table, [tuple(map(form, each)) for each in walks])
+        for name, (make, form) in CONTENDERS.items()
+    }
+    compare("node2vec", makers, options)
 
 
 if __name__ == "__main__":

@@ -5,6 +5,8 @@ import statistics
 import time
 from typing import NamedTuple
 
+import numpy as np
+
 
 class Seconds(NamedTuple):
     """Of the clock, and of all cores together."""
@@ -68,3 +70,20 @@ def report(seconds, mine):
             wall, cores = (x / y for x, y in zip(each, seconds[mine], strict=True))
             line += f": {wall:.2f} and {cores:.2f} times those of {mine}"
         yield line
+
+
+def compare(title, makers, options, mine="jslices"):
+    """Prints the steps that are made beside those of ``mine``; first losses are equal.
+
+    What is not installed is left out, and named.
+    """
+    steps = {}
+    for name, make in makers.items():
+        try:
+            steps[name] = make()
+        except ImportError as error:
+            print(f"left out: {name} ({error})")
+    losses = {name: step() for name, step in steps.items()}
+    np.testing.assert_allclose(list(losses.values()), losses[mine], rtol=1e-4)
+    print(f"{title}, first loss {losses[mine]:.4f}")
+    print("\n".join(report(time_steps(steps, options.turns, options.timed), mine)))
