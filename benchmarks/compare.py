@@ -7,6 +7,7 @@
     python benchmarks/compare.py --reads            rows read by other programs
     python benchmarks/compare.py --bags             sums of the rows of 20 ids each
     python benchmarks/compare.py --processes 8      of each contender, instead of two
+    python benchmarks/compare.py --device gpu       on a GPU
 
 Each contender has a process of its own, and they take turns of some hundredths of a second,
 six each, in random order: what disturbs the machine for longer falls on all of them. All
@@ -26,6 +27,7 @@ import argparse
 import csv
 import datetime
 import itertools
+import json
 import os
 import pathlib
 import platform
@@ -35,7 +37,15 @@ import subprocess
 import sys
 import time
 
-from contenders import BAGS, CONTENDERS, OPTIMIZERS, OTHER_READS, READS, STATE_ARRAYS
+from contenders import (
+    BAGS,
+    DEVICES,
+    ON_GPU,
+    OPTIMIZERS,
+    OTHER_READS,
+    STATE_ARRAYS,
+    USUAL,
+)
 from contenders.ids import batches
 from contenders.process import Contender
 from contenders.report import lines, plot, summary, table
@@ -49,20 +59,48 @@ SHORT = 1e-3  # seconds: steps that take less are timed some at a time
 CALM, LARGE = 0.3, 4e8  # seconds of steps before one with a table of so many bytes is timed
 
 
-def memory():
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+class Machine:
+    """What a contender runs on.
+
+    ``name``; ``memory``, in bytes; ``bandwidth``, the bytes a second that a copy reads and
+    writes with all threads.
+    """
+
+    def __init__(self, device):
+        code = (
+            "import jax, jax.numpy as jnp, json, time\n"
+            "x, f = jnp.ones(2**27), jax.jit(lambda x: x + 1, donate_argnums=0)\n"
+            "best, device = 9.0, jax.devices()[0]\n"
+            "for _ in range(12):\n"
+            "    start = time.perf_counter()\n"
+            "    for _ in range(4): x = f(x)\n"
+            "    x.block_until_ready(); best = min(best, time.perf_counter() - start)\n"
+            "limit = (device.memory_stats() or {}).get('bytes_limit')\n"
+            "print(json.dumps([8 * x.nbytes / best, limit, device.device_kind]))\n"
+        )
+        self.bandwidth, self.memory, self.name = json.loads(
+            subprocess.run(
+                [sys.executable, "-c", code],
+                stdout=subprocess.PIPE,
+                env=os.environ | DEVICES[device],
+                check=True,
+            ).stdout
+        )
+        if device == "cpu":
+            self.memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+            self.name = f"{processor()}, {os.cpu_count()} cores"
 
 
-def groups(everyone, state_bytes):
+def groups(everyone, state_bytes, memory):
     """Which are in memory together: all, those with row gradients, or each alone."""
     need = {one: state_bytes * (2 if one.whole else 1) for one in everyone}
     together = []
     for some in (everyone, [one for one in everyone if not one.whole]):
-        if sum(need[one] for one in some) < 0.55 * memory():
+        if sum(need[one] for one in some) < 0.55 * memory:
             together = some
             break
     alone = [one for one in everyone if one not in together]
-    apart = [[one] for one in alone if need[one] < 0.7 * memory()]
+    apart = [[one] for one in alone if need[one] < 0.7 * memory]
     return [together, *apart] if together else apart
 
 
@@ -75,7 +113,7 @@ def takes_part(contender, rows, dim, count, kind, dense):
     return (dense and rows <= 1e6) or (count, kind) == (10_000, "zipf")
 
 
-def measure(everyone, optimizer, rows, dim, options):
+def measure(everyone, optimizer, rows, dim, options, machine):
     """Rows of results, one for each contender and kind of ids."""
     results, order = {}, random.Random(0)
     everyone = [c for c in everyone if optimizer in c.optimizers]
@@ -85,7 +123,8 @@ def measure(everyone, optimizer, rows, dim, options):
     if others:  # a cell without any of them compares nothing
         cells = [cell for cell in cells if any(joins(c, cell) for c in others)]
     everyone = [c for c in everyone if any(joins(c, cell) for cell in cells)]
-    visits = groups(everyone, rows * dim * 4 * (1 + STATE_ARRAYS[optimizer]))
+    state_bytes = rows * dim * 4 * (1 + STATE_ARRAYS[optimizer])
+    visits = groups(everyone, state_bytes, machine.memory)
     visits *= options.processes or (PROCESSES if len(visits) == 1 else APART)
     for visit, at_work in enumerate(visits):
         for contender in at_work:
@@ -173,20 +212,6 @@ def settle(contender):
         contender("run", 1, 0, 1)
 
 
-def bandwidth():
-    """Bytes a second that a copy reads and writes, with all threads."""
-    code = (
-        "import jax, jax.numpy as jnp, time\n"
-        "x, f = jnp.ones(2**27), jax.jit(lambda x: x + 1, donate_argnums=0)\n"
-        "best = 9.0\n"
-        "for _ in range(12):\n"
-        "    start = time.perf_counter(); x = f(x).block_until_ready()\n"
-        "    best = min(best, time.perf_counter() - start)\n"
-        "print(2 * x.nbytes / best)\n"
-    )
-    return float(subprocess.run([sys.executable, "-c", code], capture_output=True).stdout)
-
-
 def floor_ms(row, speed):
     """The rows read forward, and each distinct one of the arrays read and written."""
     sets = batches(row["rows"], row["ids"], row["kind"])
@@ -212,8 +237,8 @@ def main():
     parser.add_argument("--ids", type=float, nargs="+", default=[1e3, 1e4, 1e5])
     parser.add_argument("--kind", nargs="+", default=["zipf", "uniform"])
     parser.add_argument("--optimizer", nargs="+", default=OPTIMIZERS, choices=STATE_ARRAYS)
-    usual = [name for name in CONTENDERS if name not in READS]
-    parser.add_argument("--contender", nargs="+", default=usual)
+    parser.add_argument("--contender", nargs="+", help="which take part")
+    parser.add_argument("--device", choices=DEVICES, default="cpu")
     parser.add_argument("--reads", action="store_true", help="rows read by other programs")
     parser.add_argument("--bags", action="store_true", help="sums of the rows of bags")
     parser.add_argument("--dense", action="store_true", help="dense steps in more cells")
@@ -234,33 +259,35 @@ def main():
         options.contender = ["jslices", *OTHER_READS]
     if options.bags:
         options.contender = BAGS
-    everyone = [Contender(name) for name in options.contender]
+    device = options.device
+    names = options.contender or (ON_GPU if device == "gpu" else USUAL)
+    everyone = [Contender(name, device=device) for name in names]
     if options.before:
         if not (options.before / "jslices").is_dir():
             parser.error(f"--before {options.before}: no checkout of jslices")
         ours = [contender.name for contender in everyone if contender.ours]
-        everyone += [Contender(name, options.before) for name in ours]
+        everyone += [Contender(name, options.before, device) for name in ours]
     missing = [f"{c.name} ({c.missing})" for c in everyone if c.missing]
     everyone = [c for c in everyone if not c.missing]
     if not everyone:
         sys.exit("nothing to compare: " + "; ".join(missing))
-    speed = bandwidth()
+    machine = Machine(device)
     about = [
-        f"{datetime.date.today()}, {processor()}, {os.cpu_count()} cores, "
-        f"{memory() / 2**30:.0f} GiB, Python {platform.python_version()}, "
+        f"{datetime.date.today()}, {machine.name}, "
+        f"{machine.memory / 2**30:.0f} GiB, Python {platform.python_version()}, "
         f"GLIBC_TUNABLES={os.environ.get('GLIBC_TUNABLES', '')!r}"
         + (f", {options.processes} processes of each" if options.processes else ""),
         "; ".join(dict.fromkeys(c.version for c in everyone)),
-        f"copy bandwidth in this run: {speed / 1e9:.1f} GB/s read and written",
+        f"copy bandwidth in this run: {machine.bandwidth / 1e9:.1f} GB/s read and written",
     ] + [f"left out: {name}" for name in missing]
     print("\n".join(about))
     ours, results = [c.name for c in everyone if c.ours], []
     for optimizer, rows, dim in itertools.product(
         options.optimizer, map(int, options.rows), options.dim
     ):
-        new = measure(everyone, optimizer, rows, dim, options)
+        new = measure(everyone, optimizer, rows, dim, options, machine)
         for row in new:
-            row["floor_ms"] = floor_ms(row, speed)
+            row["floor_ms"] = floor_ms(row, machine.bandwidth)
         results += new
         print("\n".join(lines(new, ours)), flush=True)
         if options.name:

@@ -7,6 +7,7 @@ loss, which may not be there yet; ``convert`` makes the framework's ids of NumPy
 mean square sum.
 """
 
+import os
 from typing import NamedTuple
 
 RATE = 1e-3
@@ -29,6 +30,7 @@ class Kind(NamedTuple):
 
 
 OURS = (*OPTIMIZERS, "rowwise_adagrad")
+EXACT = "jslices, exact"
 CONTENDERS = {
     "jslices": Kind("with_jslices", {}, False, OURS),
     "jslices, memory kept": Kind("with_jslices", {"keep": True}, False, OURS),
@@ -39,6 +41,7 @@ CONTENDERS = {
     "Optax dense": Kind("with_optax", {}, True),
     "PyTorch dense": Kind("with_torch", {"sparse": False}, True),
     "Keras": Kind("with_tensorflow", {"keras": True}, True),
+    EXACT: Kind("with_jslices", {"untouched": "exact"}, False, ("adam",)),
     # The same rows, read otherwise (--reads).
     "jslices, one-hot": Kind("with_jslices", {"read": "one_hot"}, False),
     "jslices, BCOO": Kind("with_jslices", {"read": "bcoo"}, False),
@@ -54,3 +57,16 @@ READS = {
 }
 OTHER_READS = [name for name in READS if CONTENDERS[name].module == "with_jslices"]
 BAGS = [name for name, read in READS.items() if read == "bags"]
+USUAL = [name for name in CONTENDERS if name not in READS and name != EXACT]
+ON_GPU = ["jslices", EXACT, "PyTorch sparse", "Optax dense", "PyTorch dense"]
+
+#: What the environment of a contender has on each device. They share the memory of a GPU.
+DEVICES = {
+    "cpu": {},
+    "gpu": {"JAX_PLATFORMS": "cuda", "XLA_PYTHON_CLIENT_PREALLOCATE": "false"},
+}
+
+
+def on_gpu():
+    """Whether this process runs on a GPU."""
+    return DEVICES["gpu"].items() <= os.environ.items()

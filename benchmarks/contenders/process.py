@@ -6,7 +6,7 @@ import pathlib
 import subprocess
 import sys
 
-from contenders import CONTENDERS
+from contenders import CONTENDERS, DEVICES
 
 WORKER = pathlib.Path(__file__).parent / "worker.py"
 
@@ -17,14 +17,15 @@ class Contender:
     ``version`` says what it is, or ``missing`` why it cannot take part. ``ours``: whether
     it is jslices; ``whole``: whether its steps pass over the whole table; ``optimizers``:
     those that it has. With ``checkout``
-    jslices is imported from there, and the name says "before".
+    jslices is imported from there, and the name says "before". ``device`` is a key of
+    ``DEVICES``.
     """
 
-    def __init__(self, kind, checkout=None):
+    def __init__(self, kind, checkout=None, device="cpu"):
         made = CONTENDERS[kind]
         self.whole, self.optimizers = made.whole, made.optimizers
         self.kind, self.ours = kind, made.module == "with_jslices"
-        self.name, self.environment = kind, dict(os.environ)
+        self.name, self.environment = kind, os.environ | DEVICES[device]
         if checkout:
             self.name = kind.replace("jslices", "before")
             self.environment["PYTHONPATH"] = str(checkout.absolute())

@@ -24,6 +24,11 @@ def best_peer(by_name, ours):
     return min(others.items(), key=lambda x: x[1]) if others else None
 
 
+def shown_ms(ms):
+    """Steps on a GPU take less than a tenth of one."""
+    return f"{ms:.2f}" if ms >= 1 else f"{ms:.3f}"
+
+
 def lines(results, ours):
     """A line for each cell, with the ratios of the first of ours."""
     for (optimizer, rows, dim, ids, kind), by_name in cells(results).items():
@@ -33,7 +38,9 @@ def lines(results, ours):
             text += f" {best[1] / mine['ms']:.2f} x {best[0]},"
         if mine and DENSE in by_name:
             text += f" {by_name[DENSE]['ms'] / mine['ms']:.2f} x dense JAX,"
-        times = ", ".join(f"{name} {row['ms']:.2f} ms" for name, row in by_name.items())
+        times = ", ".join(
+            f"{name} {shown_ms(row['ms'])} ms" for name, row in by_name.items()
+        )
         yield f"{text} {times}"
 
 
@@ -103,7 +110,7 @@ def table(results, about, ours):
         some = next(iter(by_name.values()))
         shown = []
         for name in names:
-            text = f"{by_name[name]['ms']:.2f}" if name in by_name else "-"
+            text = shown_ms(by_name[name]["ms"]) if name in by_name else "-"
             shown.append(f"**{text}**" if best and name == best[0] else text)
         ratio = f"{best[1] / row['ms']:.2f}" if best and row else "-"
         dense = by_name.get(DENSE)
@@ -118,7 +125,7 @@ def table(results, about, ours):
         step = f"{optimizer} V={rows:.0e} D={dim} K={ids:.0e} {kind}{mark}"
         columns = [
             step,
-            f"{some['floor_ms']:.2f}",
+            shown_ms(some["floor_ms"]),
             *shown,
             ratio,
             dense,

@@ -8,8 +8,8 @@ from contenders import BAG
 VERSION = f"jslices {js.__version__}"
 
 
-def make(optimizer, num_rows, dim, rate, keep=False, read="gather"):
-    tx = getattr(js, optimizer)(rate)
+def make(optimizer, num_rows, dim, rate, keep=False, read="gather", **how):
+    tx = getattr(js, optimizer)(rate, **how)
     return jitted(js.value_and_grad, tx, js.apply_updates, num_rows, dim, read)
 
 
@@ -37,16 +37,17 @@ def jitted(value_and_grad, tx, apply_updates, num_rows, dim, read="gather"):
     def loss(table, ids):
         return 0.5 / ids.shape[0] * jnp.sum(rows_of(table, ids, read) ** 2)
 
-    @functools.partial(jax.jit, donate_argnums=(0, 1))
     def step(table, state, ids):
         value, grads = value_and_grad(loss)(table, ids)
         updates, state = tx.update(grads, state, table)
         return apply_updates(table, updates), state, value
 
-    return runner(step, tx, num_rows, dim)
+    if getattr(tx, "catches_up", False):
+        step = js.optim.exact_step(loss, tx)
+    return runner(jax.jit(step, donate_argnums=(0, 1)), tx, num_rows, dim)
 
 
-def prepare(keep=False, read=None):
+def prepare(keep=False, **_):
     if keep:
         js.keep_memory()
 

@@ -2,7 +2,7 @@
 
 import torch
 
-from contenders import BAG
+from contenders import BAG, on_gpu
 
 VERSION = f"torch {torch.__version__}"
 
@@ -13,8 +13,10 @@ def wait(loss):
 
 def make(optimizer, num_rows, dim, rate, sparse, read="gather"):
     bags = {"mode": "sum"} if read == "bags" else {}
+    device = "cuda" if on_gpu() else "cpu"
+    weight = torch.ones(num_rows, dim, device=device)
     layer = (torch.nn.EmbeddingBag if bags else torch.nn.Embedding)(
-        num_rows, dim, sparse=sparse, _weight=torch.ones(num_rows, dim), **bags
+        num_rows, dim, sparse=sparse, _weight=weight, **bags
     )
     kinds = {
         "sgd": torch.optim.SGD,
@@ -31,4 +33,4 @@ def make(optimizer, num_rows, dim, rate, sparse, read="gather"):
         return loss
 
     shape = (-1, BAG) if bags else -1
-    return step, lambda ids: torch.from_numpy(ids.astype("int64")).reshape(shape)
+    return step, lambda ids: torch.tensor(ids, dtype=torch.int64, device=device).view(shape)

@@ -5,7 +5,8 @@
 {"ids": [count, kind]}                  -> {"first": seconds}, of the first step with them
 {"temporaries": true}                   -> {"bytes": as its compiler tells, or null}
 {"run": [warm, timed, several]}         -> {"seconds": [...]}, of one step
-{"peak": true}                          -> {"bytes": beyond what was there and the state}
+{"peak": true}                          -> {"bytes": beyond what was there and the state,
+                                            null on a GPU}
 """
 
 import importlib
@@ -17,7 +18,7 @@ import time
 
 sys.path.insert(0, str(pathlib.Path(__file__).parent.parent))
 
-from contenders import CONTENDERS, RATE, STATE_ARRAYS
+from contenders import CONTENDERS, RATE, STATE_ARRAYS, on_gpu
 from contenders.ids import batches
 
 
@@ -76,7 +77,7 @@ class Worker:
         return {"seconds": seconds[warm:]}
 
     def peak(self, _):
-        known = self.expected is not None
+        known = self.expected is not None and not on_gpu()
         return {"bytes": status("VmHWM") - self.expected if known else None}
 
 
