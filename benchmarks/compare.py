@@ -68,15 +68,10 @@ class Machine:
 
     def __init__(self, device):
         code = (
-            "import jax, jax.numpy as jnp, json, time\n"
-            "x, f = jnp.ones(2**27), jax.jit(lambda x: x + 1, donate_argnums=0)\n"
-            "best, device = 9.0, jax.devices()[0]\n"
-            "for _ in range(12):\n"
-            "    start = time.perf_counter()\n"
-            "    for _ in range(4): x = f(x)\n"
-            "    x.block_until_ready(); best = min(best, time.perf_counter() - start)\n"
+            "import jax, json; from jslices.bench.measure import copy_bandwidth\n"
+            "device = jax.devices()[0]\n"
             "limit = (device.memory_stats() or {}).get('bytes_limit')\n"
-            "print(json.dumps([8 * x.nbytes / best, limit, device.device_kind]))\n"
+            "print(json.dumps([copy_bandwidth(), limit, device.device_kind]))\n"
         )
         self.bandwidth, self.memory, self.name = json.loads(
             subprocess.run(
