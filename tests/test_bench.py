@@ -13,7 +13,7 @@ import pytest
 import jslices as js
 from jslices.__main__ import main
 from jslices.bench.command import DENSE, KEPT, ROWS, TENTH, heading, what_fits
-from jslices.bench.measure import COPY_BYTES, PROCESS_BYTES, compile_step
+from jslices.bench.measure import COPY_BYTES, PROCESS_BYTES, Side, compile_step
 from jslices.bench.sizes import Sizes, available, optimizer_names, plan_of
 
 TINY = ("--rows", "2e3", "--dim", "8", "--ids", "1e2")
@@ -106,6 +106,15 @@ def test_dense_stops_in_time_and_nothing_tells_the_memory(bench, monkeypatch):
     assert "100 ids a step (uniform)" in out
     assert table["table"][0] == "32.0 KB"
     assert table["temporaries of the step"][::2] == ["-", "-"]
+
+
+def test_steps_of_an_accelerator_are_timed_together(monkeypatch):
+    side = Side(Sizes(200, 4, 50, "sgd"), js.value_and_grad)
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    side.burst(1, 0)
+    assert not side.times
+    side.burst(0, 4)
+    assert side.times == [side.median] * 4 and side.median > 0
 
 
 def test_what_does_not_fit_is_left_out():

@@ -34,7 +34,11 @@ def resolve(path):
     for name in names:
         # jslices.optim.adam is the function; the page says jslices.optim.adam.adam.
         again = inspect.isfunction(thing) and thing.__name__ == name
-        thing = thing if again else getattr(thing, name)
+        if again:
+            continue
+        if not hasattr(thing, name):  # a module that is loaded when it is first used
+            importlib.import_module(f"{thing.__name__}.{name}")
+        thing = getattr(thing, name)
     return thing
 
 

@@ -12,10 +12,10 @@ DENSE = "Optax dense"
 OPTIMIZERS = ["sgd", "adagrad", "adam"]
 
 
-def cells():
+def cells(name):
     """``(optimizer, (rows, dim, ids), {contender: ms})`` of each cell."""
     found = {}
-    with open(ROOT / "benchmarks" / "results" / "cpu.csv") as file:
+    with open(ROOT / "benchmarks" / "results" / f"{name}.csv") as file:
         for row in csv.DictReader(file):
             sizes = tuple(int(row[key]) for key in ("rows", "dim", "ids"))
             cell = found.setdefault((row["optimizer"], sizes, row["kind"]), {})
@@ -23,7 +23,7 @@ def cells():
     return [(optimizer, sizes, ms) for (optimizer, sizes, _), ms in found.items()]
 
 
-CELLS = cells()
+CELLS = cells("cpu")
 
 
 def of(ratios):
@@ -105,3 +105,28 @@ def test_what_the_readme_says():
     )
     wanted = [f(x) for x in (small, kept, large) for f in (statistics.median, min)]
     assert_said(shown, wanted)
+
+
+def test_the_table_of_a_gpu():
+    names = {"SGD": "sgd", "Adagrad": "adagrad", "Adam": "adam"}
+    found = {}
+    for optimizer, sizes, ms in cells("h100"):
+        found.setdefault((optimizer, sizes), []).append(ms)
+    begin = PAGE.index("| step, D, K |")
+    for line in PAGE[begin:].split("\n\n")[0].splitlines()[2:]:
+        step, *shown = (cell.strip() for cell in line.strip("|").split("|"))
+        label, *exact, dim, ids = step.replace("0,000", "0000").split(", ")
+        others = [DENSE, "PyTorch sparse", "PyTorch dense"]
+        for text, who in zip(shown, [", ".join(["jslices", *exact]), *others], strict=True):
+            both = found[names[label], (10**6, int(dim), int(ids))]
+            assert text == " / ".join(f"{ms[who] * 1e3:,.0f}" for ms in both)
+
+
+def test_what_is_said_of_a_gpu():
+    ms = [ms for _, (rows, *_), ms in cells("h100") if rows == 10**6]
+    ratios = [
+        of([x[peer] / x["jslices"] for x in ms]) for peer in ("PyTorch sparse", DENSE)
+    ]
+    peer, dense = ((f"{least:.1f}", f"{most:.0f}") for least, _, most in ratios)
+    said = "{} to {} times, and of Optax, {} to {} times".format(*peer, *dense)
+    assert said in PAGE

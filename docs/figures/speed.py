@@ -1,9 +1,10 @@
-"""The tables and the picture of docs/speed.md, from benchmarks/results/cpu.csv.
+"""The tables and the picture of docs/speed.md, from benchmarks/results.
 
 python docs/figures/speed.py
 """
 
 import csv
+import itertools
 import pathlib
 import re
 import statistics
@@ -13,17 +14,24 @@ from style import INKS, plain, save
 
 ROOT = pathlib.Path(__file__).parents[2]
 OURS, KEPT, DENSE = "jslices", "jslices, memory kept", "Optax dense"
+EXACT = "jslices, exact"
+NAMES = {"sgd": "SGD", "adagrad": "Adagrad", "adam": "Adam"}
 
 
-def cells():
-    """``(optimizer, (rows, dim, ids), {contender: ms})`` of every cell of the grid."""
+def measured(name):
+    """``{(optimizer, (rows, dim, ids), kind): {contender: ms}}`` of a file of results."""
     found = {}
-    with open(ROOT / "benchmarks" / "results" / "cpu.csv") as file:
+    with open(ROOT / "benchmarks" / "results" / f"{name}.csv") as file:
         for row in csv.DictReader(file):
             sizes = tuple(int(row[key]) for key in ("rows", "dim", "ids"))
             cell = found.setdefault((row["optimizer"], sizes, row["kind"]), {})
             cell[row["contender"]] = float(row["ms"])
-    return [(optimizer, sizes, ms) for (optimizer, sizes, _), ms in found.items()]
+    return found
+
+
+def cells():
+    """``(optimizer, (rows, dim, ids), {contender: ms})`` of every cell on a CPU."""
+    return [(optimizer, sizes, ms) for (optimizer, sizes, _), ms in measured("cpu").items()]
 
 
 def against_dense():
@@ -88,18 +96,35 @@ def unkept():
     """What a step takes without memory kept, in steps with it."""
     points = [(kind, k * d * 4 / 1e6, x[OURS] / x[KEPT]) for kind, (_, d, k), x in cells()]
     lines = ["| step | cells | least | median | most |", "|---|---:|---:|---:|---:|"]
-    labels = {"sgd": "SGD", "adagrad": "Adagrad", "adam": "Adam"}
     below = [(size, times) for _, size, times in points]
     rows = [("any, below 16 MB", spread(below, lambda size: size < 16))]
-    for name, label in labels.items():
+    for name, label in NAMES.items():
         own = [(size, times) for kind, size, times in points if kind == name]
         rows.append((f"{label}, 16 MB or more", spread(own, lambda size: size >= 16)))
     return "\n".join(lines + [f"| {label} | {n} | {times} |" for label, (n, times) in rows])
 
 
+def h100():
+    """Microseconds of a step on a GPU, with Zipf and with uniform ids."""
+    others = {"Optax": DENSE, "PyTorch sparse": "PyTorch sparse", "dense": "PyTorch dense"}
+    lines = ["| step, D, K | jslices | " + " | ".join(others) + " |", "|---|" + "---:|" * 4]
+    found = measured("h100")
+    for name, label in NAMES.items():
+        for dim, ids in itertools.product((64, 128), (10_000, 100_000)):
+            both = [found[name, (10**6, dim, ids), kind] for kind in ("zipf", "uniform")]
+            for ours in (OURS, EXACT)[: 1 + (EXACT in both[0])]:
+                times = [
+                    " / ".join(f"{ms[who] * 1e3:,.0f}" for ms in both)
+                    for who in (ours, *others.values())
+                ]
+                step = label + (", exact" if ours == EXACT else "")
+                lines.append(f"| {step}, {dim}, {ids:,} | {' | '.join(times)} |")
+    return "\n".join(lines)
+
+
 def fill(page):
     """The page with the tables between its marks."""
-    for table in (machine, dense, peers, unkept):
+    for table in (machine, dense, peers, unkept, h100):
         begin = f"<!-- made by docs/figures/speed.py: {table.__name__} -->\n"
         before, rest = page.split(begin)
         after = rest.partition("<!-- end -->")[2]

@@ -74,7 +74,7 @@ class Side:
         over while it works. To wait for each would double a step of 0.1 ms.
         """
         self._take(warm)
-        several = 1 if jax.default_backend() == "cpu" else timed
+        several = 1 if jax.default_backend() == "cpu" else max(timed, 1)
         for _ in range(timed // several):
             start = time.perf_counter()
             self._take(several)
