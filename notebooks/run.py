@@ -12,8 +12,10 @@ of the cell tagged ``cover`` (or the first one) also goes into pictures/, for RE
 """
 
 import argparse
+import ast
 import base64
 import hashlib
+import itertools
 import json
 import os
 import pathlib
@@ -52,8 +54,20 @@ def badge(name: str) -> str:
 
 def digest(notebook: nbformat.NotebookNode) -> str:
     """Of the code cells after the first: changes where outputs may."""
-    code = [cell.source for cell in notebook.cells[1:] if cell.cell_type == "code"]
+    code = [in_full(cell.source) for cell in notebook.cells[1:] if cell.cell_type == "code"]
     return hashlib.sha256(json.dumps(code).encode()).hexdigest()[:16]
+
+
+def in_full(source: str) -> str:
+    """The code without its quick sizes: ``40 if QUICK else 300`` becomes ``300``."""
+    code = re.sub("(?m)^%", "#", source).encode()  # lines of IPython are not Python
+    firsts = list(itertools.accumulate(map(len, code.splitlines(True)), initial=0))
+    for node in ast.walk(ast.parse(code)):
+        if isinstance(node, ast.IfExp) and ast.unparse(node.test) == "QUICK":
+            first = firsts[node.lineno - 1] + node.col_offset
+            last = firsts[node.orelse.lineno - 1] + node.orelse.col_offset
+            code = code[:first] + b"\0" * (last - first) + code[last:]
+    return code.replace(b"\0", b"").decode()
 
 
 def frame(notebook: nbformat.NotebookNode, name: str) -> None:

@@ -11,7 +11,7 @@ def quick_flags():
     """Flags that save time on machine code, which here runs once.
 
     With JSLICES_AS_USERS=1 programs are those that users get: ``.ci/run`` does so for tests
-    that read programs or compare bits.
+    that are marked ``as_users``: they read programs, compare bits or run for long.
     """
     flags = ["--xla_force_host_platform_device_count=8"]
     if os.environ.get("JSLICES_AS_USERS", "0") == "0":

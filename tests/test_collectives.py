@@ -18,6 +18,7 @@ from jslices.proof.program import Module
 from jslices.proof.wire import traffic
 from jslices.testing import assert_no_table_on_wire, collectives
 
+pytestmark = pytest.mark.as_users
 PROGRAMS = pathlib.Path(__file__).parent / "programs"
 V, D, K = 40_000, 16, 64
 OWN = 64 * 32 * 4  # bytes of a device's part of X

@@ -38,6 +38,7 @@ def _as_users_have_it():
         yield
 
 
+@pytest.mark.as_users
 @pytest.mark.slow
 def test_a_recommender_learns_and_goes_on_to_the_same_bits(tmp_path, capsys):
     whole, found = dlrm.main(f"{SMALL} --steps 40".split())
@@ -95,6 +96,7 @@ def test_the_average_is_that_of_all_rows():
     assert_close(dlrm.averaged(run, 0.8), average, rtol=1e-5)
 
 
+@pytest.mark.as_users
 @pytest.mark.slow
 def test_a_step_writes_rows_in_place():
     tables = StackedTables({"a": (40_000, 8), "b": (20_000, 8)})
@@ -141,6 +143,7 @@ def test_cross_entropy_in_chunks(chunk):
     assert not grads[0][4].any()
 
 
+@pytest.mark.as_users
 def test_cross_entropy_in_chunks_never_holds_all_logits():
     shapes = (256, 8), (50_001, 8), (256,)
     arrays = [jax.ShapeDtypeStruct(x, t) for x, t in zip(shapes, "ffi", strict=True)]

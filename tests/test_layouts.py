@@ -65,6 +65,7 @@ def test_lookups_of_a_table_placed_by_rows_give_rows():
     np.testing.assert_array_equal(gradient.to_dense(), jax.grad(loss)(table))
 
 
+@pytest.mark.as_users
 def test_a_donated_table_is_still_written_in_place():
     tx = js.adam(0.1)
 

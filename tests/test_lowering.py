@@ -201,6 +201,7 @@ def free_memory():
 NEEDS_8_GB = pytest.mark.skipif(free_memory() < 8e9, reason="needs 8 GB of free memory")
 
 
+@pytest.mark.as_users
 @pytest.mark.slow
 @NEEDS_8_GB
 def test_3e9_elements_for_real():
@@ -225,6 +226,7 @@ def test_3e9_elements_for_real():
     assert np.count_nonzero(np.asarray(table)) == np.count_nonzero(wanted)
 
 
+@pytest.mark.as_users
 @pytest.mark.slow
 @NEEDS_8_GB
 def test_3e9_rows_for_real():

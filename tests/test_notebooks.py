@@ -14,9 +14,8 @@ spec = importlib.util.spec_from_file_location("run_notebooks", FOLDER / "run.py"
 run = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(run)
 
-every_notebook = pytest.mark.parametrize(
-    "name", sorted(p.stem for p in FOLDER.glob("*.ipynb"))
-)
+NAMES = sorted(path.stem for path in FOLDER.glob("*.ipynb"))
+every_notebook = pytest.mark.parametrize("name", NAMES)
 
 
 def read(name):
@@ -40,6 +39,14 @@ def test_shows_what_its_code_shows_today(name):
     shown = str(outputs(notebook))
     assert "Traceback" not in shown
     assert not re.search(r"/(tmp|home|root|var|usr)/", shown), f"{name} shows a path"
+
+
+def test_only_quick_sizes_may_change_without_a_run():
+    def in_full(quick, whole):
+        return run.in_full(f"%magic é\nn, é = {quick} if QUICK else {whole}, 'é'\nprint(n)")
+
+    assert in_full("(1, 2)", "(3, 4)") == "#magic é\nn, é = (3, 4), 'é'\nprint(n)"
+    assert in_full(1, 3) == in_full(2, 3) != in_full(1, 4)
 
 
 @every_notebook
@@ -69,7 +76,13 @@ def test_the_folder_shows_it(name):
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
-@every_notebook
+@pytest.mark.parametrize(
+    "name",
+    [  # whose losses are compared to the bit
+        pytest.param(name, marks=pytest.mark.as_users) if name == "quickstart" else name
+        for name in NAMES
+    ],
+)
 def test_runs(name, tmp_path):
     notebook = read(name)
     if "from flax import" in str(notebook.cells):

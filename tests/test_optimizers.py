@@ -45,6 +45,7 @@ each = pytest.mark.parametrize(
 three = pytest.mark.parametrize("name, kwargs", THREE, ids=label)
 
 
+@pytest.mark.as_users
 @pytest.mark.parametrize(
     "name, kwargs, rate, jit",
     slow_unless(
@@ -65,6 +66,7 @@ def test_dense_leaves_equal_optax(name, kwargs, rate, jit):
         assert ulps(ours, theirs) <= most_ulps(kwargs, jit)
 
 
+@pytest.mark.as_users
 @pytest.mark.parametrize(
     "name, kwargs, jit",
     slow_unless(

@@ -13,6 +13,7 @@ from optimizers import ALL, FIRST, label, make
 import jslices as js
 from jslices.testing import assert_in_place, assert_no_dense_temporary
 
+pytestmark = pytest.mark.as_users
 V, D = 200_000, 80
 TABLE_BYTES = V * D * 4
 FEW, MANY = 64, 5_000  # ids: stepped together, and in chunks

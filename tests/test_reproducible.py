@@ -8,6 +8,7 @@ from helpers import slow_unless
 
 import jslices as js
 
+pytestmark = pytest.mark.as_users
 # Rows, their length, ids: sizes that are stepped each way.
 SIZES = {
     "together": (500, 16, 300),

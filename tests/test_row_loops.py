@@ -31,6 +31,7 @@ def same_bits(a, b):
     )
 
 
+@pytest.mark.as_users
 @pytest.mark.parametrize("length", (31, 32, 64, 79, 80))
 def test_rows_keep_every_bit(length):
     rows = {np.dtype(t).name: patterns(t, len(IDS), length) for t in DTYPES}
@@ -41,6 +42,7 @@ def test_rows_keep_every_bit(length):
             same_bits(row_loop(wanted, IDS), wanted)
 
 
+@pytest.mark.as_users
 @pytest.mark.parametrize("shape", ((64,), (4, 16), (2, 4, 8)))
 def test_rows_and_ids_of_any_rank(shape):
     rows = jnp.arange(6 * 64.0).reshape(2, 3, *shape)
@@ -49,6 +51,7 @@ def test_rows_and_ids_of_any_rank(shape):
     )
 
 
+@pytest.mark.as_users
 def test_64_bit_rows_stay():
     with jax.enable_x64(True):
         rows = jnp.arange(128.0).reshape(2, 64)

@@ -82,6 +82,7 @@ def test_misuse_is_refused(factors, error, text):
         js.optim.scale(factors).update(GRADS, ())
 
 
+@pytest.mark.as_users
 def test_products_are_rounded_once():
     half = jnp.array([2.0**15], jnp.float16)
     tiny, _ = js.optim.scale(2.0**-25).update(half, ())
