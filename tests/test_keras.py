@@ -56,7 +56,7 @@ def functional():
     shared = layers.Embedding(V, D, name="shared")
     rows = layers.Embedding(V, D, mask_zero=True, name="masked")(ids)
     rest = layers.Add()([shared(ids), shared(keras.ops.flip(ids, axis=1))])
-    out = layers.Concatenate()([layers.LSTM(3)(rows), layers.Flatten()(rest)])
+    out = layers.Concatenate()([layers.SimpleRNN(3)(rows), layers.Flatten()(rest)])
     return keras.Model(ids, layers.Dense(1)(out))
 
 
