@@ -1,9 +1,7 @@
 """What each of several processes does in ``test_processes.py``; the model, for one too.
 
-    python tests/several_processes.py NUMBER COUNT PORT FUNCTION ARGUMENTS OPTIONS
-
-The function is one of this file; its arguments and the options of
-``jax.distributed.initialize`` are JSON, and so are the lines that it prints.
+Each calls :func:`be_one` with the name of a function, whose arguments and what it prints
+are JSON.
 """
 
 import contextlib
@@ -15,7 +13,6 @@ import pathlib
 import re
 import resource
 import signal
-import sys
 import time
 
 import jax
@@ -25,6 +22,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jslices as js
+import jslices.checkpoint
 
 V, D, K = 48, 12, 24
 PLACEMENTS = {"replicated": P(), "rows": P("x"), "columns": P(None, "x")}
@@ -344,15 +342,10 @@ def resume(directory, plan, until, fate=None, process=0, step=0, patience=None):
         saver.save(tree, f"{directory}/m", "step")
 
 
-def main(number, count, port, function, arguments, options):
+def be_one(number, count, port, function, arguments, options):
+    """One of so many processes; the options are those of ``initialize``."""
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    jax.distributed.initialize(
-        f"127.0.0.1:{port}", int(count), int(number), **json.loads(options)
-    )
-    report = globals()[function](**json.loads(arguments))
+    jax.distributed.initialize(f"127.0.0.1:{port}", count, number, **options)
+    report = globals()[function](**arguments)
     if report is not None:
         print(json.dumps(report))
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

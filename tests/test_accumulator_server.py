@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from quick_flags import quick_flags
 
 import jslices as js
 from jslices.accumulators import (
@@ -249,6 +250,7 @@ def test_processes_apply_and_one_is_killed_while_it_does(served):
     assert len(set(taken.values.ravel().tolist())) == 1 and taken.values[0, 0] > 100
 
 
+ONE = "--xla_force_host_platform_device_count=1"
 TWO_TOPICS = "sun sky cloud rain wind storm ", "fork knife spoon plate cup bowl "
 
 
@@ -274,7 +276,7 @@ def test_the_example_trains_as_well_as_one_process_though_a_worker_dies(tmp_path
         cwd=ROOT,
         timeout=LONG,
         # One device is enough, and the program is run as from a checkout.
-        env={**os.environ, "XLA_FLAGS": "", "PYTHONPATH": str(ROOT)},
+        env={**os.environ, "XLA_FLAGS": f"{quick_flags()} {ONE}", "PYTHONPATH": str(ROOT)},
     )
     assert done.returncode == 0, done.stderr
     assert "step 40: worker 0 is killed" in done.stdout

@@ -5,7 +5,6 @@ import itertools
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -17,6 +16,7 @@ import numpy as np
 import optax
 import optimizers
 import pytest
+from forked import Origin
 from helpers import slow_unless
 from hypothesis import strategies as st
 from jax.sharding import NamedSharding
@@ -396,36 +396,29 @@ def train_until_killed(path):
     """Run by the test below, in a process of its own."""
     tx = js.adam(0.1)
     table = js.HostTable((V, D), tx, path, init=beginning)
-    for batch in list(batches_of(0, 10_000))[table.steps :]:
+    for batch in itertools.islice(batches_of(0, 10_000), table.steps, None):
         train(table, tx, [batch])
         print(table.steps, flush=True)
 
 
 @pytest.mark.parametrize("kills", [1, pytest.param(8, marks=pytest.mark.slow)])
 def test_a_killed_process_leaves_whole_steps(tmp_path, kills):
-    path = str(tmp_path / "table")
-    code = f"import test_host_table as t; t.train_until_killed({path!r})"
-    found = os.pathsep.join([os.path.dirname(__file__), *sys.path])
-    before = 0
-    for kill in range(kills):
-        process = subprocess.Popen(
-            [sys.executable, "-c", code],
-            stdout=subprocess.PIPE,
-            env={**os.environ, "PYTHONPATH": found},
-        )
-        for _ in range(3 + kill):
-            assert int(process.stdout.readline()) > before
-        time.sleep(0.00037 * kill)  # somewhere in a step
-        process.send_signal(signal.SIGKILL)
-        process.wait()
-        tx = js.adam(0.1)
-        with js.HostTable((V, D), tx, path, init=beginning) as table:
-            steps, rows = table.steps, table.read(np.arange(V))
-        assert steps >= before + 3 + kill
-        undisturbed = js.HostTable((V, D), tx, init=beginning)
-        train(undisturbed, tx, list(batches_of(0, steps)))
-        np.testing.assert_array_equal(rows, undisturbed.read(np.arange(V)))
-        before = steps
+    path, tx, before = str(tmp_path / "table"), js.adam(0.1), 0
+    undisturbed = js.HostTable((V, D), tx, init=beginning)
+    with Origin("test_host_table") as origin:
+        for kill in range(kills):
+            with origin.forked("train_until_killed", path=path) as process:
+                while len(done := process.lines()) < 3 + kill:
+                    assert not process.has_ended(), process.errors()
+                    time.sleep(0.001)
+                time.sleep(0.00037 * kill)  # somewhere in a step
+            assert int(done[0]) > before
+            with js.HostTable((V, D), tx, path, init=beginning) as table:
+                steps, rows = table.steps, table.read(np.arange(V))
+            assert steps >= before + 3 + kill
+            train(undisturbed, tx, list(batches_of(0, steps))[before:])
+            np.testing.assert_array_equal(rows, undisturbed.read(np.arange(V)))
+            before = steps
 
 
 FLAT = """

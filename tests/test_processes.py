@@ -4,76 +4,79 @@ And what becomes of the others where one of them fails, dies or stops.
 """
 
 import contextlib
+import functools
 import json
 import os
-import pathlib
 import signal
 import socket
-import subprocess
-import sys
-import tempfile
 import time
 
 import jax
 import numpy as np
 import pytest
+from forked import Origin
 from helpers import assert_close
+from quick_flags import quick_flags
 from several_processes import PLACEMENTS, on_one_device, page
 
 import jslices as js
 
-SCRIPT = pathlib.Path(__file__).with_name("several_processes.py")
 #: What ``jax.distributed.initialize`` is told where a process dies.
 HEARTBEAT = {"heartbeat_timeout_seconds": 6}
 WAYS = [*((placement, None) for placement in PLACEMENTS), ("rows", "all_to_all")]
 
 
+@functools.cache
+def origin():
+    """What the processes of all tests are forked from."""
+    return Origin("several_processes")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _origin_ends():
+    yield
+    if origin.cache_info().currsize:
+        with origin():
+            origin.cache_clear()
+
+
 @contextlib.contextmanager
 def started(count, devices, function, options=None, **arguments):
-    """So many processes with so many devices, each with files of what it prints."""
+    """So many processes with so many devices."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    flags = f"--xla_force_host_platform_device_count={devices}"
-    found = os.pathsep.join([os.getcwd(), *sys.path])
-    environment = {**os.environ, "PYTHONPATH": found, "XLA_FLAGS": flags}
-    command = [count, port, function, json.dumps(arguments), json.dumps(options or {})]
+    flags = f"{quick_flags()} --xla_force_host_platform_device_count={devices}"
     with contextlib.ExitStack() as stack:
-        running = []
-        for number in range(count):
-            out, errors = (
-                stack.enter_context(tempfile.TemporaryFile("w+")) for _ in range(2)
+        yield [
+            stack.enter_context(
+                origin().forked(
+                    "be_one",
+                    {"XLA_FLAGS": flags},
+                    number=number,
+                    count=count,
+                    port=port,
+                    function=function,
+                    arguments=arguments,
+                    options=options or {},
+                )
             )
-            process = subprocess.Popen(
-                [sys.executable, str(SCRIPT), str(number), *map(str, command)],
-                stdout=out,
-                stderr=errors,
-                env=environment,
-            )
-            stack.callback(process.wait)
-            stack.callback(process.kill)
-            running.append((process, out, errors))
-        yield running
+            for number in range(count)
+        ]
 
 
-def text(file):
-    """What is in a file of :func:`started`."""
-    file.seek(0)
-    return file.read()
-
-
-def lines(file):
+def printed(process):
     """What a process has printed; other lines are of Gloo."""
-    return [json.loads(line) for line in text(file).splitlines() if line[0] == "{"]
+    return [json.loads(line) for line in process.lines() if line[0] == "{"]
 
 
 def run(count, devices, function, **arguments):
     """What each of several processes prints."""
     with started(count, devices, function, **arguments) as running:
-        for process, _, errors in running:
+        for process in running:
             code = process.wait(timeout=120)
-            assert code == 0, text(errors)
-        return [lines(out) for _, out, _ in running]
+            assert code == 0, process.errors()
+        return [printed(process) for process in running]
 
 
 # --- training, saving, restoring ------------------------------------------------------
@@ -202,16 +205,16 @@ def others_end(directory, count, fate, process, options=None, **arguments):
     arguments |= {"directory": str(directory), "until": 1000, "step": 2}
     arguments |= {"fate": fate, "process": process}
     with started(count, 1, "resume", options, plan="all_to_all", **arguments) as running:
-        victim, said, _ = running.pop(process)
-        for other, _, _ in running:
+        victim = running.pop(process)
+        for other in running:
             assert other.wait(timeout=120) != 0
         ended = time.time()
         if fate in ("stopped", "asleep"):
             victim.kill()
         else:
             assert victim.wait(timeout=1) == -signal.SIGKILL
-        (met,) = (line["met"] for line in lines(said) if "met" in line)
-        return ended - met, [text(errors) for _, _, errors in running]
+        (met,) = (line["met"] for line in printed(victim) if "met" in line)
+        return ended - met, [other.errors() for other in running]
 
 
 @pytest.mark.slow
