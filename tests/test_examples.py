@@ -38,7 +38,6 @@ def _as_users_have_it():
         yield
 
 
-@pytest.mark.as_users
 @pytest.mark.slow
 def test_a_recommender_learns_and_goes_on_to_the_same_bits(tmp_path, capsys):
     whole, found = dlrm.main(f"{SMALL} --steps 40".split())
