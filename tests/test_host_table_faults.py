@@ -109,17 +109,17 @@ def fast_disk(monkeypatch):
 STRIDES = pytest.mark.parametrize("stride", [11, pytest.param(1, marks=pytest.mark.slow)])
 
 
-def interrupt(_):
-    raise KeyboardInterrupt
-
-
 def interruptions(do, stride, folder):
     """Runs ``do(interrupted)`` with an interrupt at each line in it (or some) that differs.
 
     At two lines in a row it has the same effect if between them nothing changes in the
     folder or in the library's objects, and if the same handlers of exceptions see it.
     """
-    differ, last = [], None
+    differ, last, hit = [], None, []
+
+    def interrupt(frame):
+        hit.append(frame.f_lineno)
+        raise KeyboardInterrupt
 
     def compare(frame):
         nonlocal last
@@ -133,6 +133,7 @@ def interruptions(do, stride, folder):
     do(lambda: lines)
     for line in differ[::stride]:
         do(functools.partial(Lines, interrupt, line))
+    assert len(hit) > 0.9 * len(differ[::stride])
 
 
 def contents(folder):
