@@ -62,7 +62,7 @@ ON_GPU = ["jslices", EXACT, "PyTorch sparse", "Optax dense", "PyTorch dense"]
 
 #: What the environment of a contender has on each device. They share the memory of a GPU.
 DEVICES = {
-    "cpu": {},
+    "cpu": {"JAX_PLATFORMS": "cpu"},
     "gpu": {"JAX_PLATFORMS": "cuda", "XLA_PYTHON_CLIENT_PREALLOCATE": "false"},
 }
 
