@@ -89,6 +89,22 @@ def from_other_numbers(table):
         "last_row": lambda: table.at[-1].set(ROW)[IDS + 2],
         "row_of_an_id": lambda: table.at[IDS[1]].set(ROW)[IDS],
         "no_row": lambda: table.at[V + 2].set(ROW)[IDS],
+        "row_of_each": lambda: jax.vmap(lambda i, row: table.at[i].set(row)[IDS[1:]])(
+            IDS, jnp.tile(ROW, (4, 1)) * IDS[:, None]
+        ),
+        "row_of_each_in_turn": lambda: jax.vmap(
+            lambda i: jax.vmap(lambda j: table.at[i].set(ROW * j).at[j].set(0.0)[IDS + 3])(
+                IDS[::-1] - 2
+            )
+        )(IDS),
+        "row_of_each_two": lambda: jax.vmap(
+            lambda i: jax.vmap(
+                lambda j: table.at[i * j % 9].set(ROW * j, mode="clip")[IDS]
+            )(IDS[:3])
+        )(IDS),
+        "same_row_of_each": lambda: jax.vmap(
+            lambda i: lax.cond(i > 1, lambda: table.at[1].set(ROW)[i], lambda: table[i + 1])
+        )(IDS),
     }
 
 
@@ -219,6 +235,10 @@ def from_stacked(tables):
         "filled": lambda: tables.at[IDS % F, IDS + 3].get(mode="fill", fill_value=0.5),
         "clipped": lambda: tables.at[IDS, IDS + 3].get(mode="clip"),
         "all": lambda: tables[:, IDS],
+        "padding_row_of_each": lambda: tables.at[:, 1].set(0.5)[layers, IDS[:F]],
+        "row_of_each": lambda: jax.vmap(lambda t, i: t.at[i].set(ROW * i)[IDS])(
+            tables, IDS[:F]
+        ),
         "flat": lambda: tables.reshape(F * V, D)[V * (IDS % F) + IDS],
         "vmapped": lambda: jax.vmap(lambda t, i: t[i])(tables, FIELD_IDS),
         "vmapped_second": lambda: jax.vmap(lambda t, i: t[i], (1, 0))(
@@ -485,6 +505,13 @@ WARNS = {
     "masked": (LARGE, lambda t: jnp.where(M, one_hot(IDS, t), 0.0) @ t, WEIGHED),
     "words": (LARGE, lambda t: one_hot(FIELD_IDS, t).sum(1) @ t, WEIGHED),
     "added_row": (LARGE, lambda t: t.at[IDS[0]].add(1.0)[IDS], "before this step"),
+    "added_row_in_a_branch": (
+        LARGE,
+        lambda t: jax.vmap(
+            lambda i: lax.cond(i > 1, lambda: t.at[1].add(1.0)[i].sum(), lambda: 0.0)
+        )(IDS),
+        "before this step",
+    ),
     "in_a_solver": (LARGE, solved, "before the solver"),
     "in_a_root": (LARGE, root, "table[ids]"),
 }

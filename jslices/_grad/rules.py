@@ -634,25 +634,62 @@ def _pad(eqn: Equation, operands: Values, lead: int) -> Result:
 
 @rule_for("scatter")
 def _scatter(eqn: Equation, operands: Values, lead: int) -> Result:
-    """``table.at[0].set(row)``: another row in the place of one."""
-    view, at, row = operands
-    numbers, mode = eqn.params["dimension_numbers"], eqn.params["mode"]
-    if not isinstance(view, View) or lead > 1:
+    """``table.at[0].set(row)``: another row in the place of one.
+
+    Of a table for each example it is one of each: the same for all, or one that each names.
+    """
+    view, at, rows = operands
+    if not isinstance(view, View):
         return None
-    if isinstance(row, View):
-        return NeedsWhole([2])
+    others = [i for i, x in enumerate(operands) if i and isinstance(x, View)]
+    if others:
+        return NeedsWhole(others)
+    numbers, mode, last = eqn.params["dimension_numbers"], eqn.params["mode"], lead - 1
+    height, row, examples = view.shape[last], view.shape[lead:], view.shape[:last]
+    at_shape, rows_shape = map(_jax.shape_of, eqn.invars[1:])
+    named = numbers.operand_batching_dims  # the axes whose examples name a row each
     one_row = (
-        tuple(numbers.scatter_dims_to_operand_dims) == (0,)
-        and math.prod(_jax.shape_of(eqn.invars[1])) == 1
-        and math.prod(_jax.shape_of(eqn.invars[2])) == math.prod(view.shape[1:])
-        and not numbers.operand_batching_dims
+        tuple(numbers.scatter_dims_to_operand_dims) == (last,)
+        and all(axis < last for axis in named)
+        and math.prod(at_shape) == math.prod(examples[axis] for axis in named)
+        and math.prod(rows_shape) == math.prod((*examples, *row))
     )
     if not one_row or mode not in (Mode.CLIP, Mode.FILL_OR_DROP, Mode.PROMISE_IN_BOUNDS):
         return None
     if at is not None:
-        at, row = at.reshape(()), row.reshape(view.shape[1:])
-        at = jnp.clip(at, 0, view.shape[0] - 1) if mode == Mode.CLIP else at
-    return [Replaced(view.shape, view.dtype, view, at, row)]
+        at, rows = _by_example(numbers, at, rows, examples)
+        at, rows = at.reshape(-1), rows.reshape(-1, *row)
+        at = jnp.clip(at, 0, height - 1) if mode == Mode.CLIP else at
+    inner = flat(view)
+    replaced = Replaced(inner.shape, view.dtype, inner, at, rows, height)
+    return [folded(replaced, view.shape[:lead])]
+
+
+def _by_example(
+    numbers: jax.lax.ScatterDimensionNumbers,
+    at: jax.Array,
+    rows: jax.Array,
+    examples: tuple[int, ...],
+) -> tuple[jax.Array, jax.Array]:
+    """The indices and updates of a scatter, the axes of ``examples`` first in both."""
+    axis_of_at = dict(
+        zip(
+            numbers.operand_batching_dims,
+            numbers.scatter_indices_batching_dims,
+            strict=True,
+        )
+    )
+    windows = numbers.update_window_dims
+    scattered = [axis for axis in range(rows.ndim) if axis not in windows]
+    axis_of_rows = {axis: scattered[its] for axis, its in axis_of_at.items()}
+    left_out = {*numbers.inserted_window_dims, *axis_of_at}
+    rest = (axis for axis in itertools.count() if axis not in left_out)
+    axis_of_rows |= dict(zip(rest, windows, strict=False))
+    each = range(len(examples))
+    at = jnp.moveaxis(at, [axis_of_at[i] for i in axis_of_at], range(len(axis_of_at)))
+    at = at.reshape([n if i in axis_of_at else 1 for i, n in enumerate(examples)])
+    rows = jnp.moveaxis(rows, [axis_of_rows[i] for i in each], each)
+    return jnp.broadcast_to(at, examples), rows
 
 
 @rule_for("concatenate", "stack")

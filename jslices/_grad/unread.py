@@ -158,6 +158,8 @@ def _moved(
     )
     if name == "optimization_barrier":
         return operands
+    if name == "select_n" and all(x.made_of for x in operands[1:]):
+        return [union]  # a branch for each example
     if is_elementwise(eqn):  # with numbers, or with what is made of the same tables
         alone = all(x.made_of or not origins.axes(atom) for atom, x in pairs)
         full = all(_jax.shape_of(atom) == shape for atom, x in pairs if x.elements)

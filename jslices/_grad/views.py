@@ -215,25 +215,39 @@ class Window(Derived):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Replaced(Derived):
-    """Another view with an array ``row`` in the place of row number ``at``."""
+    """Another view with an array in the place of one row.
+
+    Of a table for every example of a batch (see :class:`Repeated`) it is one row for each:
+    in table b row ``rows[b]`` in the place of number ``at[b]``.
+    """
 
     at: Any
-    row: Any
+    rows: Any
+    height: int
 
     def parts(self, ids: Ids) -> Sequence[tuple[Any, Ids | None]]:
         def others(read: jax.Array, record: jax.Array) -> tuple[jax.Array, jax.Array]:
-            here = self.at.astype(read.dtype) == read
-            return read, jnp.where(here, self.shape[0], record)
+            return read, jnp.where(self._here(read), self.shape[0], record)
 
-        return [(self.inner, ids.renumbered(("but", self), others)), (self.row, None)]
+        return [(self.inner, ids.renumbered(("but", self), others)), (self.rows, None)]
 
     def combine(self, parts: Sequence[Any], ids: Ids) -> jax.Array:
-        rows, row = parts
-        here = self.at.astype(ids.read.dtype) == ids.read
-        return jnp.where(here.reshape((-1,) + (1,) * row.ndim), row, rows)
+        others, rows = parts
+        here = self._here(ids.read).reshape((-1,) + (1,) * (rows.ndim - 1))
+        return jnp.where(here, self._for_each(rows, ids.read), others)
 
     def whole(self, of: Callable[[Any], Any]) -> jax.Array:
-        return self.combine([of(self.inner), self.row], Ids((), jnp.arange(self.shape[0])))
+        return self.combine([of(self.inner), self.rows], Ids((), jnp.arange(self.shape[0])))
+
+    def _here(self, numbers: jax.Array) -> jax.Array:
+        """Whether these are the numbers of the rows in whose place others are."""
+        here: jax.Array = self._for_each(self.at, numbers) == numbers % self.height
+        return here
+
+    def _for_each(self, x: jax.Array, numbers: jax.Array) -> Any:
+        """Of ``x``, one for each table, that for the table of each row number."""
+        x = x.astype(numbers.dtype) if x is self.at else x
+        return x if self.height == self.shape[0] else x[numbers // self.height]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -409,7 +423,7 @@ _register(Table, "array")
 _register(Rowwise, "operands")
 _register(Renumbered, "inner")
 _register(Window, "inner", "starts")
-_register(Replaced, "inner", "at", "row")
+_register(Replaced, "inner", "at", "rows")
 _register(Stacked, "arrays")
 _register(Unpacked, "inner")
 _register(Repeated, "inner")
