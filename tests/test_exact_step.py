@@ -139,6 +139,67 @@ def test_rows_are_numbered_once():
     assert loops(EXACT) == loops(js.adam(0.03)) == 1
 
 
+#: So many entries are stepped by a pass over a table of as many rows.
+ENOUGH = 600
+SCHEDULE = optax.exponential_decay(0.1, 3, 0.8)
+
+
+@pytest.mark.parametrize(
+    ["name", "options"],
+    [
+        ("adam", {"learning_rate": 0.1}),
+        ("adamw", {"learning_rate": SCHEDULE}),
+        pytest.param("lion", {"learning_rate": 0.1}, marks=pytest.mark.slow),
+        pytest.param(
+            "sgd", {"learning_rate": SCHEDULE, "momentum": 0.9}, marks=pytest.mark.slow
+        ),
+    ],
+)
+def test_a_pass_over_the_table_leaves_no_row_behind(name, options):
+    """Before and after steps of few rows, of which most rows miss some."""
+    tx, truth = getattr(js, name)(**options, untouched="exact"), getattr(optax, name)
+    truth = truth(**options)
+
+    def dense_step(table, state, ids):
+        updates, state = truth.update(jax.grad(squares)(table, ids), state, table)
+        return optax.apply_updates(table, updates), state
+
+    step, dense_step = fast_jit(js.optim.exact_step(squares, tx)), fast_jit(dense_step)
+    table = jnp.asarray(RNG.normal(size=(ENOUGH, D)), jnp.float32)
+    mine, wanted = (table, tx.init(table)), (table, truth.init(table))
+    many = jnp.asarray(RNG.zipf(1.3, size=ENOUGH) % ENOUGH, jnp.int32)
+    for ids in (many, many[:5], many[:5] + 3, many, many):
+        mine, wanted = step(*mine, ids)[:2], dense_step(*wanted, ids)
+        if ids is many:
+            np.testing.assert_array_equal(mine[1].clock.last, mine[1].count)
+            assert_close(mine[0], wanted[0], rtol=1e-4, atol=1e-5)
+    assert_close(tx.flush(*mine)[0], wanted[0], rtol=1e-4, atol=1e-5)
+
+
+def squares(table, ids):
+    return (table[ids] ** 2).sum()
+
+
+@pytest.mark.parametrize(["untouched", "decays"], [("exact", "touched"), ("lazy", "all")])
+def test_a_pass_over_the_table_does_no_more_than_missed_steps(untouched, decays):
+    """Where rows do not decay, or do not move, in the steps that they miss."""
+    tx = js.adamw(0.1, weight_decay=0.1, untouched=untouched, weight_decay_mode=decays)
+    by_step = fast_jit(js.optim.exact_step(squares, tx))
+
+    @fast_jit
+    def by_hand(table, state, ids):
+        table, state = tx.catch_up(table, state, ids)
+        return tx.apply(js.grad(squares)(table, ids), state, table)
+
+    table = jnp.asarray(RNG.normal(size=(ENOUGH, D)), jnp.float32)
+    mine = other = table, tx.init(table)
+    many = jnp.asarray(RNG.zipf(1.3, size=ENOUGH) % ENOUGH, jnp.int32)
+    for ids in (many, many[:5], many // 2):
+        mine, other = by_step(*mine, ids)[:2], by_hand(*other, ids)
+    assert_close(mine, other, rtol=1e-5)
+    assert (mine[1].clock.last < 3).any()
+
+
 def test_without_jit_and_with_keywords():
     step = js.optim.exact_step(loss, EXACT)
     params, state = PARAMS, EXACT.init(PARAMS)
@@ -332,6 +393,10 @@ def test_is_in_place():
     params = {"a": jnp.ones((V, D)), "b": jnp.ones((V, 1)), "w": jnp.ones(D)}
     step = js.optim.exact_step(loss, EXACT)
     args = params, EXACT.init(params), IDS[0], LABELS[0]
+    js.testing.assert_in_place(step, *args, donate_argnums=(0, 1))
+    table = jnp.ones((5000, 64))  # all rows do the step
+    args = table, EXACT.init(table), jnp.zeros(5000, jnp.int32)
+    step = js.optim.exact_step(squares, EXACT)
     js.testing.assert_in_place(step, *args, donate_argnums=(0, 1))
 
 

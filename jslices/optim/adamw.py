@@ -1,5 +1,6 @@
 """Adam with decoupled weight decay."""
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -124,8 +125,11 @@ def adamw(
                 eps_hat,
                 missed_rate,
             )
+            missed = dataclasses.replace(missed, zero_gradient=everywhere)
         elif everywhere:
-            missed = MissedSteps(only_decay, learning_rate, (), missed_rate)
+            missed = MissedSteps(
+                only_decay, learning_rate, (), missed_rate, zero_gradient=False
+            )
         state = {"mu": zeros(mu_dtype), "nu": zeros()}
         return Rule(state, update, reads_params=True, missed=missed)
 

@@ -74,6 +74,8 @@ class MissedSteps:
       series: the sums it needs.
       weight_decay: of decoupled weight decay, which missed steps have applied as well.
       run: whether :attr:`Missed.run` is needed though there is no weight decay.
+      zero_gradient: whether a missed step is that of a gradient of zeros; not where rows
+        only decay in it, or do not decay as they do in a step.
     """
 
     advance: Callable[..., tuple[jax.Array, ...]]
@@ -81,6 +83,7 @@ class MissedSteps:
     series: tuple[Series, ...] = ()
     weight_decay: Scalar | Schedule = 0.0
     run: bool = False
+    zero_gradient: bool = True
 
     @property
     def decays(self) -> bool:

@@ -41,7 +41,7 @@ from jslices._slices import (
 from jslices._typing import Leaf, PyTree, State
 from jslices.optim.engine.rule import Kernel
 
-Way = Literal["together", "in chunks", "all rows"]
+Way = Literal["together", "in chunks", "all rows", "as an array"]
 
 #: Rows in a chunk: those of Adam's three arrays, 64 elements each, fill 1.5 MB and are
 #: still in the cache, and in the table of pages, when they are written back. A fifth off a
@@ -76,7 +76,8 @@ class Plan:
     """The way one table is stepped; ``str(plan)`` says it in words.
 
     Attributes:
-      way: ``"together"``, ``"in chunks"`` or ``"all rows"``.
+      way: ``"together"``, ``"in chunks"`` or ``"all rows"``; or ``"as an array"``, where
+        rows that are not named do the step as well, with a gradient of zeros.
       entries: K, the entries of the gradient, duplicates counted.
       capacity: U, the entries of the update.
       sums: whether the entries of a row are summed first.
@@ -91,11 +92,17 @@ class Plan:
     chunk: int | None = None
     why: str = dataclasses.field(default="", compare=False)
 
+    @property
+    def is_pass(self) -> bool:
+        """Whether all rows of the table are read and written."""
+        return self.way in ("all rows", "as an array")
+
     def __str__(self) -> str:
         how = {
             "together": "all together",
             "in chunks": f"in chunks of {self.chunk} distinct rows",
             "all rows": "as one pass over all rows of the table",
+            "as an array": "as one pass over the table, whose rows all do the step",
         }[self.way]
         duplicates = "duplicates summed first" if self.sums else "each entry by itself"
         return (
@@ -209,6 +216,7 @@ def step_slices(
     *,
     linear: bool = False,
     unique: bool = False,
+    as_array: bool = False,
 ) -> tuple[Any, ...]:
     """Steps the rows that ``grad`` names by the plan for its sizes, on any platform.
 
@@ -224,6 +232,7 @@ def step_slices(
       state: arrays ``[V, ...]`` whose rows are written back.
       linear: whether the update of a sum is the sum of the updates.
       unique: whether no row is named twice, and all rows are not to be stepped.
+      as_array: whether rows that are not named do the step as well.
 
     Returns:
       ``(update, *state)``: IndexedSlices in which each row appears once (unless the plan
@@ -236,7 +245,9 @@ def step_slices(
 
         def step(grad: Leaf, read: Any, state: State, *shared: Any) -> tuple[Any, ...]:
             kernel = functools.partial(arithmetic, *shared)
-            return step_slices(kernel, grad, read, state, linear=linear, unique=unique)
+            return step_slices(
+                kernel, grad, read, state, linear=linear, unique=unique, as_array=as_array
+            )
 
         stepped: tuple[Any, ...] = each_shard(
             step, grad, tuple(read), tuple(state), shared=shared
@@ -248,22 +259,23 @@ def step_slices(
     indices, values = grad.indices, grad.values
     sizes = None if shape is None else shape[:row_axes]
     num_rows = None if sizes is None else math.prod(sizes)
-    cpu, other = (
-        _sparing(
-            choose_plan(
-                values,
-                arrays,
-                num_rows,
-                platform,
-                linear=linear,
-                unique=unique,
-                at_hand=platform_at_hand(),
-                row_axes=row_axes,
-            ),
-            grad,
+
+    def plan_for(platform: str) -> Plan:
+        if as_array:
+            assert num_rows is not None
+            return Plan("as an array", values.shape[0], num_rows, why="no row is behind")
+        return choose_plan(
+            values,
+            arrays,
+            num_rows,
+            platform,
+            linear=linear,
+            unique=unique,
+            at_hand=platform_at_hand(),
+            row_axes=row_axes,
         )
-        for platform in ("cpu", "gpu")
-    )
+
+    cpu, other = (_sparing(plan_for(platform), grad) for platform in ("cpu", "gpu"))
 
     def run(plan: Plan) -> Callable[..., Any]:
         return lambda indices, values, *arrays: execute(
@@ -279,14 +291,14 @@ def step_slices(
     indices, update, *new = result
     new = [row_major_array(x) for x in new]
     shape = None if sizes is None else (*sizes, *update.shape[1:])
-    facts = Facts(cpu.sums or grad.facts.distinct, cpu.way == "all rows")
+    facts = Facts(cpu.sums or grad.facts.distinct, cpu.is_pass)
     return slices_of(update, indices, shape, facts, row_axes), *new
 
 
 def _sparing(plan: Plan, grad: IndexedSlices) -> Plan:
     """The plan without sums where no row is held twice."""
     sums = plan.sums and not grad.facts.distinct
-    capacity = plan.capacity if sums or plan.way == "all rows" else plan.entries
+    capacity = plan.capacity if sums or plan.is_pass else plan.entries
     return dataclasses.replace(plan, sums=sums, capacity=capacity)
 
 
@@ -317,7 +329,7 @@ def execute(
     """
     every = (indices, values, *arrays)
     indices, values, *arrays = _jax.as_varying_as(every, *every)
-    if plan.way == "all rows":
+    if plan.is_pass:
         assert sizes is not None
         return _all_rows(plan, kernel, indices, values, sizes, arrays, num_read)
     num_rows = None if sizes is None else math.prod(sizes)
@@ -483,18 +495,21 @@ def _all_rows(
     arrays: Sequence[jax.Array],
     num_read: int,
 ) -> tuple[jax.Array, ...]:
-    """One pass over the table; what it did to rows that are not named is dropped."""
+    """One pass over the table; what it did to rows not named is dropped, if they stay."""
     num_rows = math.prod(sizes)
     indices = canonical_indices(indices, num_rows)
-    at = jnp.zeros(sizes, bool).at[places(indices, sizes, len(sizes))]
-    named = at.set(True, mode="drop", wrap_negative_indices=False)
     wide = widened(values)
     sums = jnp.zeros((*sizes, *values.shape[1:]), wide.dtype)
     sums = add_rows(sums, indices, wide, distinct=not plan.sums).astype(values.dtype)
-    update, *new = _keeping_unnamed(kernel, named, sums, arrays, num_read)
     every = jnp.arange(num_rows, dtype=indices.dtype)
-    update = update.reshape(num_rows, *update.shape[len(sizes) :])
-    return jnp.where(named.reshape(-1), every, num_rows), update, *new
+    if plan.way == "as an array":
+        update, *new = kernel(sums, *arrays)
+    else:
+        at = jnp.zeros(sizes, bool).at[places(indices, sizes, len(sizes))]
+        named = at.set(True, mode="drop", wrap_negative_indices=False)
+        update, *new = _keeping_unnamed(kernel, named, sums, arrays, num_read)
+        every = jnp.where(named.reshape(-1), every, num_rows)
+    return every, update.reshape(num_rows, *update.shape[len(sizes) :]), *new
 
 
 def _keeping_unnamed(

@@ -198,7 +198,7 @@ class _RuleOnTrees:
         new = [
             None
             if rows is False
-            else exact.step(kernels[rule], rows, [p, *arrays], last < state.count)
+            else exact.step(rule, kernels[rule], rows, [p, *arrays], last < state.count)
             for rule, rows, p, arrays, last in zip(
                 rules, behind, leaves, self._arrays(state, tree), lasts, strict=True
             )
@@ -337,12 +337,15 @@ def _update_leaf(
     if grad is None or has_no_rows(grad):
         return grad, None
     read, by_row = (param,) if rule.reads_params else (), is_slices(grad)
-    if by_row and isinstance(grad.facts.note, exact.HalfCaughtUp):
-        kernel, arrays = grad.facts.note.in_step(kernel, arrays)
+    as_array = False
+    if by_row and isinstance(grad.facts.note, exact.RowsOfStep):
+        kernel, arrays, as_array = grad.facts.note.in_step(kernel, arrays)
     if by_row and rule.sums_first is not None and rule.sums_first(param):
         grad = grad.coalesce()
     if by_row and rule.update_slices is None:
-        update, *new = step_slices(kernel, grad, read, arrays, linear=rule.linear)
+        update, *new = step_slices(
+            kernel, grad, read, arrays, linear=rule.linear, as_array=as_array
+        )
     else:
         update, *new = kernel(grad, *read, *arrays)
     return update, tuple(new)

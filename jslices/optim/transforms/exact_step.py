@@ -19,7 +19,7 @@ from jslices._grad.plan import Planned, plan_call
 from jslices._place.boundary import mesh_of
 from jslices._slices import IndexedSlices
 from jslices._typing import Leaf, Params, State
-from jslices.optim.engine.catch_up import Behind, HalfCaughtUp
+from jslices.optim.engine.catch_up import Behind, RowsOfStep
 from jslices.optim.engine.protocol import GradientTransformation
 
 
@@ -52,10 +52,11 @@ def exact_step(
       with all its rows up to date. Of a table ``[V, *D]`` that is only looked up, the rows
       that the call reads are read and written, duplicates once, out-of-range ids not at
       all; other rows stay, and go on missing steps: ``tx.flush(params, state)`` before
-      parameters are saved or evaluated. An array that the call uses as a whole, or behind
-      ``stop_gradient``, catches up as a whole; one that it does not use stays, and misses
-      the step. To be jitted by the caller, in place with ``donate_argnums=(0, 1)``, and to
-      be scanned.
+      parameters are saved or evaluated. Where the rows are so many that a pass over the
+      table is the faster way, all of them do the step. An array that the call uses as a
+      whole, or behind ``stop_gradient``, catches up as a whole; one that it does not use
+      stays, and misses the step. To be jitted by the caller, in place with
+      ``donate_argnums=(0, 1)``, and to be scanned.
 
     Raises:
       ValueError: if the rows that are read depend on the values of the table itself, with
@@ -67,9 +68,10 @@ def exact_step(
 
     Cost: a lazy step, and once more the rows of the tables written and those of the state
     read: 1.4 times its bytes. The three calls by hand, or an optimizer that leaves rows out
-    (``freeze_rows``, ``multi_steps``), write those of the state twice as well. ``fun`` is
-    traced once. An array that catches up as a whole is read and written if any of its rows
-    is behind.
+    (``freeze_rows``, ``multi_steps``), write those of the state twice as well. Where all
+    rows do the step, it takes as long as a lazy one, but for the first. ``fun`` is traced
+    once. An array that catches up as a whole is read and written if any of its rows is
+    behind.
 
     Example:
       >>> import jax, jax.numpy as jnp, jslices as js
@@ -127,7 +129,7 @@ def _behind(
     """What catches up of each leaf, as the ``catch_up`` of ``tx`` takes it."""
     if tx.made_by is None:  # the user's own, which takes what lookup_ids gives
         return [as_ids(x) if isinstance(x, IndexedSlices) else x for x in rows]
-    return [_half(x) if _is_seen_whole(planned, i) else x for i, x in enumerate(rows)]
+    return [_one_step(x) if _is_seen_whole(planned, i) else x for i, x in enumerate(rows)]
 
 
 def _is_seen_whole(planned: Planned, leaf: int) -> bool:
@@ -135,16 +137,16 @@ def _is_seen_whole(planned: Planned, leaf: int) -> bool:
     return not planned.eager and mesh_of(planned.leaves[leaf].aval) is None
 
 
-def _half(rows: IndexedSlices | bool | None) -> Behind | None:
-    """The rows, of which the parameter catches up at first, and the state in the step."""
+def _one_step(rows: IndexedSlices | bool | None) -> Behind | None:
+    """The rows, which catch up and are stepped in one program."""
     if not isinstance(rows, IndexedSlices) or rows.facts.placement is not None:
         return rows
-    return HalfCaughtUp(rows)
+    return RowsOfStep(rows)
 
 
 def _noted(grad: Leaf, param: jax.Array, behind: Any) -> Leaf:
     """The gradient, with what is noted of its rows if those of ``param`` have caught up."""
-    if not isinstance(behind, HalfCaughtUp) or behind.param is not param:
+    if not isinstance(behind, RowsOfStep) or behind.param is not param:
         return grad
     facts = grad.facts._replace(note=behind)
     return grad.of(grad.values, grad.indices, grad.dense_shape, facts, grad.row_axes)

@@ -14,7 +14,7 @@ from jslices._jax import flatten
 from jslices._rows.access import per_row
 from jslices._slices import IndexedSlices, is_slices
 from jslices._typing import Gradients, Params, PyTree, State, Transformation
-from jslices.optim.engine.catch_up import FROZEN, Clock, HalfCaughtUp
+from jslices.optim.engine.catch_up import FROZEN, Clock, RowsOfStep
 from jslices.optim.engine.constructors import combinator
 from jslices.optim.engine.protocol import in_two
 from jslices.optim.transforms.base import as_transformation, inside_of, wrapped
@@ -211,10 +211,10 @@ def _marked(last: jax.Array, bits: Frozen) -> jax.Array:
 
 
 def _left_out(
-    ids: IndexedSlices | HalfCaughtUp | ArrayLike, bits: Frozen, shape: tuple[int, ...]
+    ids: IndexedSlices | RowsOfStep | ArrayLike, bits: Frozen, shape: tuple[int, ...]
 ) -> Any:
     """Row numbers, out of range where the row is frozen."""
-    if isinstance(ids, HalfCaughtUp):
+    if isinstance(ids, RowsOfStep):
         ids = ids.rows
     if isinstance(ids, IndexedSlices):
         return only_rows(ids, _free(bits), 0.0)
