@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import PROGRAMS, all_at_once, assert_close
+from helpers import PROGRAMS, all_at_once, assert_close, fast_jit
 from hypothesis import given, note, settings
 from hypothesis import strategies as st
 
@@ -191,7 +191,7 @@ def test_random_program(code):
     loss, params = run(code)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", js.DensificationWarning)
-        wanted = jax.value_and_grad(loss)(params)
+        wanted = fast_jit(jax.value_and_grad(loss))(params)
         check(loss, params, js.value_and_grad(loss)(params), wanted)
 
 
