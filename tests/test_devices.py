@@ -146,7 +146,7 @@ def test_a_step_is_proved_for_a_device(device):
 
 
 @pytest.mark.devices
-@pytest.mark.parametrize("device", ["v5e", "h100"])
+@pytest.mark.parametrize("device", ["v5e", pytest.param("h100", marks=pytest.mark.slow)])
 def test_a_hidden_layer_reads_no_rows_after_they_are_written(device):
     needs_device(device)
     tx = js.adam(0.1)
@@ -387,7 +387,7 @@ def test_bench_of_an_optimizer_without_an_exact_form(bench):
 
 
 @pytest.mark.devices
-@pytest.mark.parametrize("device", ["v5e", "h100"])
+@pytest.mark.parametrize("device", ["v5e", pytest.param("h100", marks=pytest.mark.slow)])
 def test_bench_for_a_device(bench, device):
     needs_device(device)
     code, out, err = bench(

@@ -235,7 +235,7 @@ def test_no_array_is_as_large_as_the_table():
 
 
 @pytest.mark.devices
-@pytest.mark.parametrize("device", ["v5e", "h100"])
+@pytest.mark.parametrize("device", ["v5e", pytest.param("h100", marks=pytest.mark.slow)])
 def test_on_a_device_a_packed_table_is_not_padded(device):
     needs_device(device)
     rows, count = 500_000, 10_000  # v5e moves tables below 100 MB into its fast memory
