@@ -1,7 +1,7 @@
 """The recommender of examples/dlrm.py with jslices, Optax and PyTorch, in one run.
 
     python benchmarks/recommender.py            some minutes
-    python benchmarks/recommender.py --quick    small tables, a few steps
+    python benchmarks/recommender.py --quick    four small tables, a few steps
     taskset -c 0 python benchmarks/recommender.py    on one core, where others are at work
 
 26 tables of at most ``--rows`` rows, bags of one to three ids, float32, Adagrad. With
@@ -242,6 +242,11 @@ def main():
         options.rows, options.batch = 1e3, 128
         options.compilations, options.rounds, options.steps = 1, 1, 2
     tables = dlrm.of_criteo(int(options.rows), options.dim)
+    if options.quick:
+        sizes = dict(zip(tables.names[:4], tables.sizes, strict=False))
+        tables = js.tables.StackedTables(
+            {name: (n, options.dim) for name, n in sizes.items()}
+        )
     params = dlrm.init(jax.random.key(0), tables, (64, 32), (128, 64))
     draw = dlrm.synthetic(tables, 0)
     batches = [draw(options.batch, number) for number in range(4)]
@@ -256,8 +261,8 @@ def main():
     found = measure(contenders(tables, params, batches), options)
     compiling, stepping = found["Optax"][0], found["jslices"][1]
     print(
-        f"26 tables, {tables.num_rows:,} rows of {options.dim} in all, batches of "
-        f"{options.batch}, jax {jax.__version__}"
+        f"{len(tables.names)} tables, {tables.num_rows:,} rows of {options.dim} in all, "
+        f"batches of {options.batch}, jax {jax.__version__}"
     )
     print(f"{'':>22}{'compile s':>10}{'of Optax':>9}{'step ms':>10}{'of jslices':>11}")
     for name, (build, step) in found.items():
