@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from helpers import numpy_dense
 
 import jslices as js
 
@@ -69,6 +70,8 @@ OWN = [
 ALL = [*SHARED, *BY_ROW, *OWN]
 # The first settings of each optimizer.
 FIRST = [*{name: (name, kwargs) for name, kwargs in reversed(ALL)}.values()][::-1]
+# Settings with which an optimizer keeps other arrays than with its first ones.
+OTHER_STATE = [case for case in ALL if {"momentum", "min_dim_size_to_factor"} & {*case[1]}]
 # One without a second state array, one with two, one that reads the parameters.
 THREE = [("sgd", {"momentum": 0.9}), ("adam", {}), ("ftrl", {})]
 
@@ -95,35 +98,37 @@ def make(module, name, rate, kwargs):
 
 
 def rng_tree(rng, dtype=jnp.float32):
-    return {
-        "table": jnp.asarray(rng.normal(size=(V, D)), dtype),
-        "w": jnp.asarray(rng.normal(size=(4,)), dtype),
-    }
+    shapes = {"table": (V, D), "w": (4,)}
+    return {name: drawn(rng, shape, dtype) for name, shape in shapes.items()}
+
+
+def drawn(rng, shape, dtype=jnp.float32):
+    """Normal numbers; placed by ``device_put``, which compiles nothing."""
+    return jax.device_put(np.asarray(rng.normal(size=shape), dtype))
 
 
 def slices_of(rng, ids, shape=(V, D), dtype=jnp.float32):
-    values = rng.normal(size=(len(ids), *shape[1:]))
-    return js.IndexedSlices(
-        jnp.asarray(values, dtype), jnp.asarray(np.array(ids, np.int32)), shape
-    )
+    values = drawn(rng, (len(ids), *shape[1:]), dtype)
+    return js.IndexedSlices(values, jax.device_put(np.array(ids, np.int32)), shape)
 
 
 def only_touched(tx):
     """A step of ``tx`` on dense gradients, undone in the rows that no index names."""
 
     def step(params, state, grads):
-        indices = np.asarray(grads["table"].indices)
-        touched = np.zeros(V, bool)
-        touched[indices[(0 <= indices) & (indices < V)]] = True
-        given = {**grads, "table": grads["table"].coalesce().to_dense()}
-        updates, new_state = tx.update(given, state, params)
-        new = jax.tree.map(lambda p, u: (p + u).astype(p.dtype), params, updates)
+        table = jax.device_get(grads["table"])
+        dense = numpy_dense(table.values.astype(np.float32), table.indices, (V, D))
+        touched = np.isin(np.arange(V), table.indices)
+        given = {**grads, "table": dense.astype(table.values.dtype)}
+        updates, new_state = jax.device_get(tx.update(given, state, params))
+        params, state = jax.device_get((params, state))
+        new = jax.tree.map(np.add, params, updates)
 
         def kept(path, old, new):
             if jax.tree_util.DictKey("table") not in path or old.shape[:1] != (V,):
-                return new.astype(old.dtype)
+                return np.asarray(new, old.dtype)
             rows = touched.reshape(-1, *(1,) * (old.ndim - 1))
-            return jnp.where(rows, new, old).astype(old.dtype)
+            return np.where(rows, new, old).astype(old.dtype)
 
         keep = jax.tree_util.tree_map_with_path
         return keep(kept, params, new), keep(kept, state, new_state)

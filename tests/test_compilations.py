@@ -12,10 +12,11 @@ from helpers import assert_close, slow_unless
 import jslices as js
 
 V = 37  # no other test compiles for so many rows
-PARAMS = {"table": jnp.zeros((V, 3)), "w": jnp.zeros(5)}
+PARAMS = {"table": np.zeros((V, 3), np.float32), "w": np.zeros(5, np.float32)}
+PARAMS = jax.device_put(PARAMS)
 GRADS = {
-    "table": js.IndexedSlices(jnp.ones((6, 3)), jnp.array([1, 2, 2, 7, 9, V]), (V, 3)),
-    "w": jnp.ones(5),
+    "table": js.IndexedSlices(np.ones((6, 3), np.float32), [1, 2, 2, 7, 9, V], (V, 3)),
+    "w": jax.device_put(np.ones(5, np.float32)),
 }
 
 
@@ -40,9 +41,8 @@ def test_the_count_counts():
         jax.jit(lambda x: x * V)(jnp.ones(3)).block_until_ready()
 
 
-@pytest.mark.parametrize("b2", [0.99, pytest.param(0.9, marks=pytest.mark.slow)])
-def test_the_first_use_of_an_exact_optimizer(b2):
-    tx = js.adam(0.01, b2=b2, untouched="exact")
+def test_the_first_use_of_an_exact_optimizer():
+    tx = js.adam(0.01, b2=0.99, untouched="exact")
     state = tx.init(PARAMS)
     ids = {"table": jnp.array([1, 2, 7, 9]), "w": True}
     with at_most(3):
@@ -145,7 +145,7 @@ def test_the_number_of_a_schedule_is_an_argument_of_one_program(name):
     tx = getattr(js, name)(
         lambda step: 0.5 / (1 + float(step))
     )  # no function that JAX traces
-    constants = [getattr(js, name)(0.5 / (1 + step)) for step in range(4)]
+    constants = [getattr(js, name)(0.5 / (1 + step)) for step in range(2)]
     params, state = PARAMS, tx.init(PARAMS)
     for step, constant in enumerate(constants):
         wanted = constant.apply(GRADS, state, params)

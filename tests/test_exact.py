@@ -7,18 +7,18 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import assert_close, fast_jit, golden, slow_unless
+from helpers import assert_close, fast_jit, golden, numpy_dense, slow_unless
 from optimizers import label
 
 import jslices as js
 
 V, D, K, STEPS = 120, 3, 12, 250
 RNG = np.random.default_rng(0)
-START = jnp.asarray(RNG.normal(size=(V, D)), jnp.float32)
+START = jax.device_put(RNG.normal(size=(V, D)).astype(np.float32))
 ZIPF = 1 / np.arange(1, V + 1) ** 1.05
 ZIPF[-3:] = 0  # rows that are never touched
-IDS = jnp.asarray(RNG.choice(V, size=(STEPS, K), p=ZIPF / ZIPF.sum()), jnp.int32)
-ROWS = jnp.asarray(RNG.normal(size=(STEPS, K, D)), jnp.float32)
+IDS = RNG.choice(V, size=(STEPS, K), p=ZIPF / ZIPF.sum()).astype(np.int32)
+ROWS = RNG.normal(size=(STEPS, K, D)).astype(np.float32)
 COSINE = optax.cosine_decay_schedule(0.1, STEPS + 50)
 JUMPS = optax.piecewise_constant_schedule(0.1, {60: 0.1, 120: 5.0})
 
@@ -47,11 +47,14 @@ DECAYING = [case for case in CASES if case[1].get("weight_decay")]
 THREE = [("sgd", {"momentum": 0.9}), ("adam", {}), ("adamw", {})]
 
 
-# The schedule and the jumps are numbers of the clock that all optimizers share.
+# A schedule is numbers of the clock that all optimizers share: one setting of each has it.
+SMOOTH = [("adam", {"nesterov": True}), ("amsgrad", {"bias_correction_mu": False})]
+SMOOTH = [case for case in CASES if case[:2] in [*SMOOTH, ("rmsprop", {})]]
+JUMPING = [CASES[0], *DECAYING]
 RATES = [
-    *((*case, 0.1) for case in CASES),
-    *((*case, COSINE) for case in FIRST if case[0] != "adadelta"),
-    *((*case, JUMPS) for case in (CASES[0], *DECAYING)),
+    *((*case, 0.1) for case in CASES if case in FIRST or case not in SMOOTH + JUMPING),
+    *((*case, COSINE) for case in SMOOTH),
+    *((*case, JUMPS) for case in JUMPING),
 ]
 #: One optimizer of each kind, and a schedule.
 QUICK = [(*case, 0.1) for case in FIRST if case[0] in ("adam", "adamw", "lion")]
@@ -95,6 +98,7 @@ def train_rows(tx, jit=fast_jit):
 
 
 def relative_error(got, wanted):
+    got, wanted = np.asarray(got), np.asarray(wanted)
     return np.abs(got - wanted).max() / np.abs(wanted - START).max()
 
 
@@ -136,7 +140,7 @@ def test_partial_rowwise_adam_equals_itself_on_dense_gradients():
 @pytest.mark.parametrize(
     ["kwargs"],
     slow_unless(
-        [({"eps": 1e-8},), ({"eps": 0.1},), ({"b1": 0.8, "b2": 0.95, "eps_root": 1e-4},)],
+        [({"eps": 1e-8},), ({"eps": 0.1, "b1": 0.8, "b2": 0.95, "eps_root": 1e-4},)],
         lambda case: "b1" in case[0],
     ),
 )
@@ -200,19 +204,19 @@ def test_weight_decay_of_all_rows_with_lazy_movement(scheduled):
     params, state = START, tx.init(START)
     step, flush = compiled(tx)
     for k in range(4):
-        params, state = step(params, state, jnp.array([1, 2]), ROWS[k, :2])
-    params, state = flush(params, state)
+        params, state = step(params, state, np.array([1, 2]), ROWS[k, :2])
+    params, state, start = jax.device_get((*flush(params, state), START))
     left = np.prod([1 - (rate(k) if scheduled else rate) * 0.05 for k in range(4)])
-    np.testing.assert_allclose(params[3:], START[3:] * left, rtol=1e-6)
+    np.testing.assert_allclose(params[3:], start[3:] * left, rtol=1e-6)
     assert not state.mu[3:].any()
 
 
 def test_weight_decay_of_touched_rows_with_exact_movement():
     tx = js.adamw(0.1, weight_decay=0.05, untouched="exact", weight_decay_mode="touched")
-    params, _ = fast_jit(tx.flush)(*train_rows(tx))
-    never = np.setdiff1d(np.arange(V), np.asarray(IDS))
+    params, start = jax.device_get((fast_jit(tx.flush)(*train_rows(tx))[0], START))
+    never = np.setdiff1d(np.arange(V), IDS)
     assert len(never)
-    np.testing.assert_array_equal(params[never], START[never])
+    np.testing.assert_array_equal(params[never], start[never])
 
 
 @pytest.mark.slow
@@ -231,13 +235,15 @@ def test_a_mask_keeps_weights_from_decaying_while_they_wait():
         updates, state = tx.update({"table": grads, "other": grads}, state, params)
         return js.apply_updates(params, updates), state
 
+    @fast_jit
+    def dense_step(params, state, grad):
+        updates, state = dense_tx.update({"table": grad, "other": grad}, state, params)
+        return optax.apply_updates(params, updates), state
+
     for k in range(12):
         params, state = step(params, state, IDS[k], ROWS[k])
-        dense = js.IndexedSlices(ROWS[k], IDS[k], (V, D)).to_dense()
-        updates, dense_state = dense_tx.update(
-            {"table": dense, "other": dense}, dense_state, wanted
-        )
-        wanted = optax.apply_updates(wanted, updates)
+        dense = numpy_dense(ROWS[k], IDS[k], (V, D))
+        wanted, dense_state = dense_step(wanted, dense_state, dense)
     params, _ = fast_jit(tx.flush)(params, state)
     for name in mask:
         np.testing.assert_allclose(params[name], wanted[name], rtol=2e-5, atol=2e-6)
@@ -245,9 +251,9 @@ def test_a_mask_keeps_weights_from_decaying_while_they_wait():
 
 @pytest.mark.slow
 def test_gaps_beyond_the_window():
-    """Thousands of missed steps: what is left is what the row was told when it was last."""
-    ids, rows = jnp.array([3]), jnp.ones((1, D))
-    for rate in (0.01, optax.cosine_decay_schedule(0.01, 6000)):
+    """What is left is what the row was told when it was last; Adam's window: 197 steps."""
+    ids, rows, missed = jnp.array([3]), jnp.ones((1, D)), 1500
+    for rate in (0.01, optax.cosine_decay_schedule(0.01, missed + 300)):
         tx, dense_tx = js.adam(rate, untouched="exact"), optax.adam(rate)
 
         def ours(tx=tx):
@@ -262,7 +268,7 @@ def test_gaps_beyond_the_window():
                 updates, state = tx.update(other, state, params)
                 return (js.apply_updates(params, updates), state), None
 
-            carry, _ = jax.lax.scan(step, (params, state), None, length=5000)
+            carry, _ = jax.lax.scan(step, (params, state), None, length=missed)
             return tx.catch_up(*carry, ids)[0]
 
         def theirs(tx=dense_tx):
@@ -274,7 +280,7 @@ def test_gaps_beyond_the_window():
                 updates, state = tx.update(jnp.where(k == 0, dense, 0), state, params)
                 return (optax.apply_updates(params, updates), state), None
 
-            return jax.lax.scan(step, (start, tx.init(start)), jnp.arange(5001))[0][0]
+            return jax.lax.scan(step, (start, tx.init(start)), jnp.arange(missed + 1))[0][0]
 
         got, wanted = fast_jit(ours)(), fast_jit(theirs)()
         move = np.abs(wanted[3] - START[3]).max()
@@ -383,20 +389,21 @@ def test_errors():
         jax.jit(lambda b1: js.adam(0.1, b1, untouched="exact").init(START))(0.9)
 
 
+FROZEN = np.arange(V) % 3 == 0
+
+
 def test_frozen_rows_never_move():
-    frozen = jnp.arange(V) % 3 == 0
     tx = js.adamw(COSINE, weight_decay=0.1, untouched="exact")
-    tx = js.optim.freeze_rows(tx, frozen)
+    tx = js.optim.freeze_rows(tx, FROZEN)
     params, state = START, tx.init(START)
     step, flush = compiled(tx)
     for k in range(4):
         params, state = step(params, state, IDS[k], ROWS[k])
-    params, state = flush(params, state)
-    np.testing.assert_array_equal(params[frozen], START[frozen])
-    assert (np.asarray(params)[~frozen] != np.asarray(START)[~frozen]).any(1).all()
+    params, start = jax.device_get((flush(params, state)[0], START))
+    np.testing.assert_array_equal(params[FROZEN], start[FROZEN])
+    assert (params[~FROZEN] != start[~FROZEN]).any(1).all()
 
 
-FROZEN = np.arange(V) % 3 == 0
 KINDS = {
     "exact": {"untouched": "exact"},
     "decay of all rows": {"weight_decay_mode": "all"},
@@ -422,10 +429,10 @@ def test_masked_gradients_alone_do_not_freeze_rows_that_catch_up(kind):
         run = fast_jit(lambda carry: tx.flush(*jax.lax.scan(step, carry, batches)[0])[0])
         return run((START, tx.init(START)))
 
-    masked = train(tx)
-    np.testing.assert_allclose(masked[FROZEN], START[FROZEN] * 0.95**3, rtol=1e-5)
-    frozen = train(js.optim.freeze_rows(tx, FROZEN))
-    np.testing.assert_array_equal(frozen[FROZEN], START[FROZEN])
+    start, masked = np.asarray(START), np.asarray(train(tx))
+    np.testing.assert_allclose(masked[FROZEN], start[FROZEN] * 0.95**3, rtol=1e-5)
+    frozen = np.asarray(train(js.optim.freeze_rows(tx, FROZEN)))
+    np.testing.assert_array_equal(frozen[FROZEN], start[FROZEN])
     np.testing.assert_array_equal(frozen[~FROZEN], masked[~FROZEN])
 
 
@@ -470,14 +477,12 @@ def waves(step):
     "name, rate, kwargs",
     slow_unless(
         [
-            ("adam", climbing, {}),
             ("adamw", climbing, {"weight_decay": 0.1}),
             ("adam", waves, {}),
             ("adam", 0.1, {"b1": 0.0}),
             ("lion", 0.1, {"b1": 0.0}),
             ("lion", climbing, {"weight_decay": 0.1}),
             ("sgd", 0.1, {"momentum": 0.0}),
-            ("amsgrad", waves, {}),
         ],
         lambda case: case[0] == "lion",
     ),
@@ -592,7 +597,11 @@ def test_flush_is_in_place_and_goes_over_the_table_in_chunks():
 
 @pytest.mark.parametrize(
     "name, kwargs, tolerance",
-    slow_unless(FIRST, lambda case: case[0] in ("sgd", "adam", "lion")),
+    # AMSGrad moves as Adam does, and AdamW decays as Lion does.
+    slow_unless(
+        [case for case in FIRST if case[0] not in ("amsgrad", "adamw")],
+        lambda case: case[0] in ("sgd", "adam", "lion"),
+    ),
     ids=label,
 )
 def test_a_learning_rate_that_is_known_in_the_step_alone(name, kwargs, tolerance):
@@ -636,11 +645,6 @@ def test_places_without_a_parameter_stay_without_state():
     assert params["activation"] is None and state.count == 1
 
 
-@jax.jit
-def to_dense(grads):
-    return jax.tree.map(js.IndexedSlices.to_dense, grads, is_leaf=js.is_slices)
-
-
 @pytest.mark.parametrize("name", ["adamw", pytest.param("lion", marks=pytest.mark.slow)])
 def test_masks_where_parameters_are_none(name):
     mask = lambda params: jax.tree.map(lambda p: p.ndim > 1, params)  # noqa: E731
@@ -667,7 +671,9 @@ def test_masks_where_parameters_are_none(name):
             "bias": js.IndexedSlices(ROWS[k, :3, 0], IDS[k, :3] % 8, (8,)),
             "table": js.IndexedSlices(ROWS[k, :3], IDS[k, :3] % 8, (8, D)),
         }
-        dense = to_dense(grads)
+        rows = jax.tree.leaves(grads, is_leaf=js.is_slices)
+        bias, table = (numpy_dense(g.values, g.indices, g.shape) for g in rows)
+        dense = {"activation": None, "bias": bias, "table": table}
         if k < 3:
             params, state = step(params, state, grads)
         else:  # an array touches every row

@@ -15,8 +15,8 @@ import jslices as js
 
 V, D = 4200, 4  # 67 KB: of elements of smaller arrays no word is said
 RNG = np.random.default_rng(0)
-TABLE = jnp.asarray(RNG.normal(size=(V, D)), jnp.float32)
-SMALL = TABLE[:20]
+TABLE = RNG.normal(size=(V, D)).astype(np.float32)
+TABLE, SMALL = jax.device_put((TABLE, TABLE[:20]))
 IDS = jnp.array([3, 5, 3])
 COLUMNS = jnp.array([1, 0, 2])
 stop = lax.stop_gradient
@@ -105,7 +105,7 @@ def test_kinds_and_values(name):
         assert grad.indices.shape == (ROWS[name][1],)
 
 
-@pytest.mark.parametrize("name", ["in_bodies", "used_twice", "windows"])
+@pytest.mark.parametrize("name", ["in_bodies", "windows"])
 def test_without_jit(name):
     assert_close(js.grad(loss_of(ROWS[name][0]))(TABLE), gradients("jax")[name], 1e-4, 1e-5)
 
@@ -114,16 +114,17 @@ def test_vjp_of_fixed_rows_as_they_are():
     rows, pull = js.vjp(lambda t: t[5:10], TABLE)
     (grad,) = pull(rows)
     assert grad.indices.tolist() == [5, 6, 7, 8, 9]
-    assert_close(grad.to_dense()[5:10], TABLE[5:10])
+    np.testing.assert_array_equal(grad.values, np.asarray(TABLE)[5:10])
     (site,) = js.explain(loss_of(lambda t: t[7]))(TABLE).leaves[0].lookups
     assert site.rows == 1
 
 
 def test_at_most_half_of_the_rows():
     for count in (1, 10, 11):
-        grad = js.grad(loss_of(lambda t, n=count: t[:n]))(SMALL)
-        assert js.is_slices(grad) == (count <= 10)
-    assert js.is_slices(js.grad(loss_of(lambda t: t[:11]), sparse=True)(SMALL))
+        grad = js.grad(loss_of(lambda t, n=count: t[:n]))
+        assert js.is_slices(jax.eval_shape(grad, SMALL)) == (count <= 10)
+    grad = js.grad(loss_of(lambda t: t[:11]), sparse=True)
+    assert js.is_slices(jax.eval_shape(grad, SMALL))
 
 
 # --- words -------------------------------------------------------------------------------

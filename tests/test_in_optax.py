@@ -171,7 +171,10 @@ def step(tx, grads):
 
 
 @pytest.mark.parametrize("jit", [False, True])
-@pytest.mark.parametrize("name", FOREIGN)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=pytest.mark.interop if "eqx" in n else ()) for n in FOREIGN],
+)
 def test_functions_that_map_over_two_trees_say_what_to_type(name, jit):
     call = jax.jit(FOREIGN[name]) if jit else FOREIGN[name]
     with pytest.raises(ValueError, match=r"key path .'table'.: IndexedSlices") as caught:

@@ -34,6 +34,7 @@ def check(loss, params, *args, sparse, rtol=1e-5):
     return found[1]
 
 
+@pytest.mark.interop
 class TestFlaxLinen:
     @pytest.fixture(autouse=True)
     def _library(self):
@@ -116,6 +117,7 @@ class TestFlaxLinen:
         assert_close(grads, fast_jit(jax.grad(loss))(params, IDS))
 
 
+@pytest.mark.interop
 class TestFlaxNnx:
     def test_split_and_merge(self):
         nnx = pytest.importorskip("flax.nnx")
@@ -139,6 +141,7 @@ class TestFlaxNnx:
         assert_close(grads, fast_jit(jax.grad(loss))(state, IDS))
 
 
+@pytest.mark.interop
 class TestEquinox:
     @pytest.fixture(autouse=True)
     def _library(self):
@@ -175,6 +178,7 @@ class TestEquinox:
         np.testing.assert_array_equal(slices.indices, IDS[0])
 
 
+@pytest.mark.interop
 class TestHaiku:
     @pytest.mark.parametrize("inside_scan", [False, True])
     def test_embed(self, inside_scan):

@@ -43,10 +43,12 @@ def turned(slots):
     return {name: x.T for name, x in slots.items()}
 
 
-def check_goes_on(tx, params, state, batches, wanted):
-    """Steps from ``state`` give the parameters that were ``wanted`` after some of them."""
-    params = jax.tree.map(jnp.array, params)
-    step, flush = compiled(tx)
+def check_goes_on(tx, params, state, batches, wanted, sparse=True):
+    """Steps from ``state`` give the parameters that were ``wanted`` after some of them.
+
+    Where ``sparse`` is false they are steps on arrays, which move every row at once.
+    """
+    step, flush = compiled(tx, sparse)
     for number, (ids, labels) in enumerate(batches, 1):
         params, state, _ = step(params, state, ids, labels)
         if number in wanted:
@@ -54,9 +56,10 @@ def check_goes_on(tx, params, state, batches, wanted):
 
 
 @functools.cache
-def compiled(tx):
+def compiled(tx, sparse=True):
     """A step of an optimizer, and its flush."""
-    return fast_jit(js.optim.exact_step(loss, tx)), fast_jit(tx.flush)
+    step = js.optim.exact_step(loss, tx, sparse=None if sparse else False)
+    return fast_jit(step), fast_jit(tx.flush) if tx.catches_up else tx.flush
 
 
 def batches_of(arrays):
@@ -73,10 +76,12 @@ FROM_TORCH = {
     "adam": ADAM,
     "adamw": ADAMW,
     "adagrad": js.adagrad(0.1, initial_accumulator_value=0.0, eps=0.0),
-    "sgd": js.sgd(0.1, momentum=0.9, **EXACT),
-    "rmsprop": js.rmsprop(0.1, decay=0.99, eps_in_sqrt=False, **EXACT),
-    "adadelta": js.adadelta(0.5, rho=0.9, eps=1e-6, **EXACT),
+    "sgd": js.sgd(0.1, momentum=0.9),
+    "rmsprop": js.rmsprop(0.1, decay=0.99, eps_in_sqrt=False),
+    "adadelta": js.adadelta(0.5, rho=0.9, eps=1e-6),
 }
+#: Those that are not exact here although PyTorch's move every row.
+ON_ARRAYS = ("sgd", "rmsprop", "adadelta")
 
 
 def torch_params(arrays, prefix="model."):
@@ -100,7 +105,8 @@ def test_the_next_steps_are_those_of_torch(name):
     state = import_state(tx, params, torch_slots(arrays), STEPS)
     assert int(state.count) == STEPS
     wanted = {n: torch_params(arrays, f"after_{n}.") for n in (1, 3)}
-    check_goes_on(tx, params, state, batches_of(TORCH["batches"]), wanted)
+    batches = batches_of(TORCH["batches"])
+    check_goes_on(tx, params, state, batches, wanted, sparse=name not in ON_ARRAYS)
 
 
 FROM_TENSORFLOW = {
@@ -143,7 +149,7 @@ def test_the_next_steps_are_those_of_tensorflow_1(name):
 
 
 def keras_rows(name):
-    """An optimizer of Keras 3 and ours, and for which the other has dense gradients."""
+    """An optimizer of Keras 3, which moves every row, and ours."""
     return {
         "Adam": (
             dict(learning_rate=0.1),
@@ -151,19 +157,17 @@ def keras_rows(name):
         ),
         "AdamW": (dict(learning_rate=0.1, weight_decay=0.05), ADAMW),
         "Adagrad": (dict(learning_rate=0.1), js.adagrad(0.1)),
-        "RMSprop": (dict(learning_rate=0.1), js.rmsprop(0.1, eps=1e-7, **EXACT)),
+        "RMSprop": (dict(learning_rate=0.1), js.rmsprop(0.1, eps=1e-7)),
         "RMSprop centered": (
             dict(learning_rate=0.1, centered=True),
-            js.rmsprop(0.1, eps=1e-7, centered=True, **EXACT),
+            js.rmsprop(0.1, eps=1e-7, centered=True),
         ),
-        "Adadelta": (
-            dict(learning_rate=0.5),
-            js.adadelta(0.5, rho=0.95, eps=1e-7, **EXACT),
-        ),
-        "Lion": (dict(learning_rate=0.01), js.lion(0.01, weight_decay=0.0, **EXACT)),
+        "Adadelta": (dict(learning_rate=0.5), js.adadelta(0.5, rho=0.95, eps=1e-7)),
+        "Lion": (dict(learning_rate=0.01), js.lion(0.01, weight_decay=0.0)),
     }[name]
 
 
+@pytest.mark.interop
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize(
     "name",
@@ -196,7 +200,7 @@ def test_the_next_steps_are_those_of_keras_3(name):
         wanted = {n: step(*batch) for n, batch in enumerate(batches, 1)}
     slots = {"table": under(arrays, "table_"), "w": under(arrays, "w_")}
     state = import_state(tx, params, slots, arrays["iteration"])
-    check_goes_on(tx, params, state, batches, wanted)
+    check_goes_on(tx, params, state, batches, wanted, sparse=tx.catches_up)
 
 
 CENTERED = {
@@ -257,7 +261,7 @@ EVERY_STATE = {
     "adagrad": js.adagrad(0.1),
     "sgd": js.sgd(0.1),
     "momentum": js.sgd(0.1, momentum=0.9),
-    "chain": js.optim.chain(js.optim.clip_global_norm(1.0), ADAM),
+    "chain": js.optim.chain(js.optim.clip_global_norm(1.0), js.adam(0.1)),
     "partition": js.optim.partition(
         {"rows": ADAM, "rest": js.sgd(0.1, momentum=0.9)},
         {"table": "rows", "w": "rest"},
@@ -271,7 +275,7 @@ EVERY_STATE = {
 )
 def test_what_is_exported_is_imported(name):
     tx = EVERY_STATE[name]
-    params = jax.tree.map(jnp.array, torch_params(TORCH["adam"]))
+    params = torch_params(TORCH["adam"])
     if name == "in_float32":
         params = jax.tree.map(lambda p: p.astype(jnp.bfloat16), params)
     (step, flush), state = compiled(tx), tx.init(params)
@@ -647,7 +651,7 @@ def test_optax_tree_on_row_gradients_is_as_the_page_says():
         with pytest.raises(TypeError, match="row numbers of IndexedSlices: type jslices"):
             refused()
     tx, params = js.from_optax(optax.ema(0.9)), {"table": jnp.ones((3, 2))}
-    updates, _ = tx.update(grads, tx.init(params), params)
+    updates, _ = jax.eval_shape(tx.update, grads, tx.init(params), params)
     assert js.is_slices(updates["table"])
 
 
@@ -698,7 +702,7 @@ def test_the_page_moves_states(tmp_path, monkeypatch):
     assert found["state"].count == 0 and found["scale"].shape == (1006, 3)
 
 
-@pytest.mark.parametrize("height", [8, 9, 10, 11, 3])
+@pytest.mark.parametrize("height", [8, 9, 11, 3])
 def test_the_page_joins_shards(height):
     """TensorFlow's mod shards of any height, as the lookup reads them."""
     table = np.random.default_rng(0).normal(size=(height, 2)).astype("float32")
@@ -707,17 +711,19 @@ def test_the_page_joins_shards(height):
     np.testing.assert_array_equal(joined, table)
     if height > 3:
         ids = np.arange(height)
-        np.testing.assert_array_equal(js.embedding_lookup(shards, ids), joined)
+        read = fast_jit(lambda shards: js.embedding_lookup(shards, ids))
+        np.testing.assert_array_equal(read(shards), joined)
 
 
 def test_the_page_resizes_spread_tables():
     spread = {v: np.asarray(js.spread_ids(np.arange(v), v)) for v in (16, 24)}
     assert (spread[16] != spread[24][:16]).any()
-    old = jnp.zeros((16, 1)).at[spread[16], 0].set(jnp.arange(16.0))
-    rows = {"t": run(SPREAD)["spread_rows"](16, 24)}
-    tx, fresh = js.sgd(0.1), {"t": jnp.full((24, 1), -1.0)}
-    new, _ = js.checkpoint.resize_rows(tx, {"t": old}, tx.init({"t": old}), fresh, rows)
-    by_id = new["t"][spread[24], 0]
+    old, fresh = np.zeros((16, 1), np.float32), np.full((24, 1), -1, np.float32)
+    old[spread[16], 0] = np.arange(16)
+    rows, tx = {"t": run(SPREAD)["spread_rows"](16, 24)}, js.sgd(0.1)
+    state = tx.init({"t": old})
+    new, _ = js.checkpoint.resize_rows(tx, {"t": old}, state, {"t": fresh}, rows)
+    by_id = np.asarray(new["t"])[spread[24], 0]
     np.testing.assert_array_equal(by_id, [*range(16), *[-1] * 8])
 
 
@@ -731,6 +737,7 @@ def test_the_page_averages_rows():
     )
 
 
+@pytest.mark.interop
 @pytest.mark.filterwarnings("ignore")
 def test_the_page_saves_with_orbax(tmp_path):
     pytest.importorskip("orbax.checkpoint")

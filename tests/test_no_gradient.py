@@ -14,14 +14,10 @@ import jslices as js
 
 V, D = 20, 2
 RNG = np.random.default_rng(0)
-PARAMS = {
-    "a": jnp.asarray(RNG.normal(size=(V, D)), jnp.float32),
-    "b": jnp.asarray(RNG.normal(size=(V, D)), jnp.float32),
-    "wa": jnp.asarray(RNG.normal(size=(D, D)), jnp.float32),
-    "wb": jnp.asarray(RNG.normal(size=(D, D)), jnp.float32),
-    "scale": jnp.float32(1.5),
-}
-IDS = jnp.array([3, 5, 3])
+SHAPES = {"a": (V, D), "b": (V, D), "wa": (D, D), "wb": (D, D)}
+PARAMS = {k: RNG.normal(size=shape).astype(np.float32) for k, shape in SHAPES.items()}
+PARAMS = jax.device_put(PARAMS | {"scale": np.float32(1.5)})
+IDS = jax.device_put(np.array([3, 5, 3], np.int32))
 stop = jax.lax.stop_gradient
 
 
@@ -35,9 +31,11 @@ def task(name):
 
 
 TASK_A, TASK_B = task("a"), task("b")
+grad_a, grad_b = (fast_jit(js.grad(f)) for f in (TASK_A, TASK_B))
 
 
 FACTORED = ("adafactor", {"min_dim_size_to_factor": 1})
+DECAYING = ("adamw", "lion")
 
 
 def assert_same_bits(left, right):
@@ -74,18 +72,20 @@ def in_a_loop(p, ids):
     return jax.lax.scan(turn, 0.0, ids)[0]
 
 
-@pytest.mark.parametrize("jit", [fast_jit, lambda f: f], ids=["jit", "eager"])
 @pytest.mark.parametrize(
     "loss", [used_by_nobody, stopped, of_no_ids, in_a_branch, in_a_loop]
 )
-def test_no_gradient_no_rows(loss, jit):
-    grads = jit(js.grad(loss))(PARAMS, IDS)
-    for name in ("a", "b", "wa"):
-        g = grads[name]
-        assert js.is_slices(g) and g.values.shape == (0, D), name
-        assert g.dense_shape == PARAMS[name].shape and g.dtype == PARAMS[name].dtype
-    assert not js.is_slices(grads["scale"])
-    assert_close(dense(grads), jax.grad(loss)(PARAMS, IDS))
+def test_no_gradient_no_rows(loss):
+    """With jit and without."""
+    wanted = fast_jit(jax.grad(loss))(PARAMS, IDS)
+    for grad in (fast_jit(js.grad(loss)), js.grad(loss)):
+        grads = grad(PARAMS, IDS)
+        for name in ("a", "b", "wa"):
+            g = grads[name]
+            assert js.is_slices(g) and g.values.shape == (0, D), name
+            assert g.dense_shape == PARAMS[name].shape and g.dtype == PARAMS[name].dtype
+        assert not js.is_slices(grads["scale"])
+        assert_close(dense(grads), wanted)
 
 
 def test_vjp_and_tuples_of_arguments():
@@ -101,7 +101,7 @@ def test_sparse_false_gives_zeros(sparse):
     if isinstance(sparse, dict):
         sparse = {name: sparse.get(name) for name in PARAMS}
     grads = js.grad(TASK_A, sparse=sparse)(PARAMS, IDS)
-    assert_same_bits(grads["b"], jnp.zeros((V, D)))
+    assert_same_bits(grads["b"], np.zeros((V, D)))
     assert js.is_slices(grads["wb"]) == isinstance(sparse, dict)
 
 
@@ -119,7 +119,10 @@ def test_explain_says_so():
 
 @pytest.mark.parametrize(
     "name, kwargs",
-    slow_unless([*FIRST, FACTORED], lambda case: case in (FIRST[0], *THREE, FACTORED)),
+    slow_unless(
+        [FIRST[0], *THREE, FACTORED, *(case for case in FIRST if case[0] in DECAYING)],
+        lambda case: case[0] not in DECAYING,
+    ),
     ids=label,
 )
 def test_lazy_optimizers_move_no_bit(name, kwargs):
@@ -221,9 +224,9 @@ def test_around_a_step(name):
 
 
 def test_sums_norms_and_buffers():
-    one, two = js.grad(TASK_A)(PARAMS, IDS), js.grad(TASK_B)(PARAMS, IDS)
+    one, two = grad_a(PARAMS, IDS), grad_b(PARAMS, IDS)
     both = js.tree.map(operator.add, one, two)
-    wanted = jax.grad(lambda p: TASK_A(p, IDS) + TASK_B(p, IDS))(PARAMS)
+    wanted = fast_jit(jax.grad(lambda p: TASK_A(p, IDS) + TASK_B(p, IDS)))(PARAMS)
     assert js.is_slices(both["a"]) and both["a"].indices.shape == (3,)
     assert not js.is_slices(both["wa"])
     assert_close(dense(both), wanted)
@@ -242,11 +245,17 @@ def test_multi_steps_of_two_tasks_by_turns():
     )
     tx = js.optim.multi_steps(js.adam(0.1), 2, example, use_grad_mean=False)
     params, state = PARAMS, tx.init(PARAMS)
-    for f in (TASK_A, TASK_B):
-        params, state = fast_jit(tx.apply)(js.grad(f)(params, IDS), state, params)
-    wanted = js.adam(0.1)
-    grads = js.grad(lambda p: TASK_A(p, IDS) + TASK_B(p, IDS))(PARAMS)
-    assert_close(params, wanted.apply(grads, wanted.init(PARAMS), PARAMS)[0])
+    step = fast_jit(tx.apply)
+    for grad in (grad_a, grad_b):
+        params, state = step(grad(params, IDS), state, params)
+    alone = js.adam(0.1)
+
+    @fast_jit
+    def wanted(params):
+        grads = js.grad(lambda p: TASK_A(p, IDS) + TASK_B(p, IDS))(params)
+        return alone.apply(grads, alone.init(params), params)[0]
+
+    assert_close(params, wanted(PARAMS))
 
 
 def test_a_host_table():
@@ -278,7 +287,7 @@ def test_a_step_reads_and_writes_nothing_of_an_unused_table():
 
 def test_plain_optax_is_told_what_to_type():
     tx = optax.adam(0.1)
-    grads = js.grad(TASK_A)(PARAMS, IDS)
+    grads = grad_a(PARAMS, IDS)
     params = {name: PARAMS[name] for name in ("wa", "wb", "scale")}  # no table
     grads = {name: grads[name] for name in params}
     wanted = (
@@ -287,4 +296,5 @@ def test_plain_optax_is_told_what_to_type():
     with pytest.raises(ValueError, match=wanted):
         tx.update(grads, tx.init(params), params)
     zeros = js.grad(TASK_A, sparse=False)(PARAMS, IDS)
-    assert_same_bits(tx.update(zeros, tx.init(PARAMS))[0]["b"], jnp.zeros((V, D)))
+    updates, _ = fast_jit(tx.update)(zeros, tx.init(PARAMS))
+    assert_same_bits(updates["b"], np.zeros((V, D)))

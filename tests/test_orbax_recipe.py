@@ -10,6 +10,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import jslices as js
 
+pytestmark = pytest.mark.interop
+
 
 @pytest.fixture
 def checkpoint_module():

@@ -8,20 +8,18 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import assert_close, dense, fast_jit, slow_unless
+from helpers import assert_close, fast_jit, slow_unless
 
 import jslices as js
 
 V, D = 9, 3
 RNG = np.random.default_rng(0)
 PARAMS = {
-    "table": jnp.asarray(RNG.normal(size=(V, D)), jnp.float32),
-    "mlp": {
-        "w": jnp.asarray(RNG.normal(size=(D, 2)), jnp.float32),
-        "b": jnp.zeros(2),
-    },
+    "table": RNG.normal(size=(V, D)).astype(np.float32),
+    "mlp": {"w": RNG.normal(size=(D, 2)).astype(np.float32), "b": np.zeros(2, np.float32)},
 }
-IDS = jnp.array([[1, 7, 1, 2], [2, 2, 8, 0], [4, 1, 7, 7]])
+PARAMS = jax.device_put(PARAMS)
+IDS = np.array([[1, 7, 1, 2], [2, 2, 8, 0], [4, 1, 7, 7]])
 
 
 def loss(params, ids):
@@ -30,6 +28,7 @@ def loss(params, ids):
 
 
 grad = js.grad(loss)
+grads_of = fast_jit(grad)
 LABELS = {"table": "table", "mlp": "dense"}  # a prefix: of all that is in mlp
 MASK = {"table": True, "mlp": {"w": False, "b": True}}
 FORMS = {
@@ -98,10 +97,10 @@ def test_states_have_the_key_paths_and_leaves_of_optax():
         (js.optim.partition(OPTAX, LABELS), optax.partition(OPTAX, LABELS)),
         (js.optim.masked(optax.adam(0.1), MASK), optax.masked(optax.adam(0.1), MASK)),
     ]
-    grads = dense(grad(PARAMS, IDS[0]))
+    grads = fast_jit(jax.grad(loss))(PARAMS, IDS[0])
     for ours, theirs in pairs:
-        updates, state = ours.update(grads, ours.init(PARAMS), PARAMS)
-        wanted, wanted_state = theirs.update(grads, theirs.init(PARAMS), PARAMS)
+        updates, state = fast_jit(ours.update)(grads, ours.init(PARAMS), PARAMS)
+        wanted, wanted_state = fast_jit(theirs.update)(grads, theirs.init(PARAMS), PARAMS)
         assert_close(updates, wanted)
         assert key_paths(state) == key_paths(wanted_state)
         for x, y in zip(*map(jax.tree.leaves, (state, wanted_state)), strict=True):
@@ -116,12 +115,11 @@ def test_states_have_the_key_paths_and_leaves_of_optax():
     slow_unless(
         [
             ("partition", "update"),
-            ("partition", "apply"),
             ("masked", "apply"),
             ("chain", "update"),
-            ("multi_steps", "apply"),
+            ("multi_steps", "apply"),  # of a partition
         ],
-        lambda case: case in [("partition", "update"), ("masked", "apply")],
+        lambda case: case[0] in ("partition", "masked"),
     ),
 )
 def test_exact_rows_catch_up_inside(wrap, way):
@@ -141,9 +139,9 @@ def test_exact_rows_catch_up_inside(wrap, way):
         tx = js.optim.multi_steps(tx, 1, shapes)
     assert tx.catches_up
     params, state = train(tx, grad, way)
-    late = params["table"]
+    late = np.asarray(params["table"])
     params, _ = fast_jit(tx.flush)(params, state)
-    assert (late != params["table"]).any()
+    assert (late != np.asarray(params["table"])).any()
     wanted, _ = train(reference, jax.grad(loss))
     assert_close(params, wanted, rtol=1e-4, atol=1e-5)
 
@@ -166,9 +164,9 @@ def test_inside_a_chain_of_optax_and_a_scan():
 
 def test_without_parameters_none_gradients_and_untouched_leaves():
     tx = js.optim.partition({"table": js.sgd(1.0), "dense": js.sgd(0.5)}, FORMS["function"])
-    grads = grad(PARAMS, IDS[0])
+    grads = grads_of(PARAMS, IDS[0])
     updates, _ = tx.update(grads, tx.init(PARAMS))
-    assert_close(updates["mlp"]["b"], -0.5 * grads["mlp"]["b"])
+    assert_close(updates["mlp"]["b"], np.float32(-0.5) * np.asarray(grads["mlp"]["b"]))
     assert js.is_slices(updates["table"])
     missing = {**grads, "mlp": {"w": None, "b": grads["mlp"]["b"]}}
     updates, _ = tx.update(missing, tx.init(PARAMS), PARAMS)
@@ -201,7 +199,7 @@ def test_extra_arguments_reach_those_who_take_them():
 
     takes = optax.GradientTransformationExtraArgs(lambda params: (), update)
     inner = {"table": js.sgd(1.0), "dense": takes}
-    grads, tags = grad(PARAMS, IDS[0]), jax.tree.map(jnp.ones_like, PARAMS)
+    grads, tags = grads_of(PARAMS, IDS[0]), jax.tree.map(np.ones_like, PARAMS)
     for also in (False, True):
         tx = js.optim.partition(inner, LABELS, mask_compatible_extra_args=also)
         tx.update(grads, tx.init(PARAMS), PARAMS, value=3.0, tags=tags)
@@ -231,14 +229,14 @@ def test_errors():
         js.optim.chain(exact, js.optim.clip(1.0))
     old = js.optim.partition(INNER, LABELS)
     with pytest.raises(ValueError, match=r"params, state = tx.apply\(grads, state, params"):
-        old.apply(grad(PARAMS, IDS[0]), old.init(PARAMS), None)
+        old.apply(grads_of(PARAMS, IDS[0]), old.init(PARAMS), None)
 
 
 def test_label_functions_of_optax_die_on_slices_and_ours_do_not():
     """Why these exist: should Optax come to take slices, say so in docs/optimizers.md."""
     tx = optax.partition(INNER, FORMS["function"])
     with pytest.raises(ValueError, match="different types at key path"):
-        tx.update(grad(PARAMS, IDS[0]), tx.init(PARAMS), PARAMS)
+        tx.update(grads_of(PARAMS, IDS[0]), tx.init(PARAMS), PARAMS)
 
 
 def test_the_step_inside_is_explained():
