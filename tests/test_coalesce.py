@@ -17,31 +17,36 @@ from jslices.extend import sort_ids
 def cases(draw):
     num_rows = draw(st.sampled_from([1, 8]))
     indices = draw(lists(st.integers(-2, num_rows + 2), (0, 1, 12)))
-    row = draw(st.sampled_from([(), (2, 2)]))
     # Small integers add exactly in any order.
-    values = np.arange(len(indices) * int(np.prod(row)), dtype=np.float32)
-    return (
-        values.reshape(len(indices), *row),
-        np.array(indices, np.int32),
-        (num_rows, *row),
-    )
+    values = np.arange(4 * len(indices), dtype=np.float32).reshape(-1, 2, 2)
+    return values, np.array(indices, np.int32), num_rows
 
 
 COALESCE = fast_jit(lambda s: (s.coalesce(), s.coalesce().to_dense()))
 
 
+@fast_jit
+def of_rows_and_numbers(values, indices, zeros):
+    """Slices of rows ``[2, 2]``, and of single numbers."""
+    rows = (values, zeros.shape), (values[:, 0, 0], zeros.shape[:1])
+    slices = [js.IndexedSlices(x, indices, shape) for x, shape in rows]
+    return [(s.coalesce(), s.coalesce().to_dense()) for s in slices]
+
+
 @given(cases())
 def test_sorted_unique_then_empty(case):
-    values, indices, shape = case
-    out, dense = COALESCE(js.IndexedSlices(values, indices, shape))
-    present = np.unique(indices[(indices >= 0) & (indices < shape[0])])
-    capacity = min(len(indices), shape[0])
-    wanted = np.full(capacity, shape[0])
+    values, indices, num_rows = case
+    present = np.unique(indices[(indices >= 0) & (indices < num_rows)])
+    capacity = min(len(indices), num_rows)
+    wanted = np.full(capacity, num_rows)
     wanted[: len(present)] = present
-    np.testing.assert_array_equal(out.indices, wanted)
-    assert out.dense_shape == shape and out.values.shape == (capacity, *shape[1:])
-    assert not np.asarray(out.values)[len(present) :].any()
-    np.testing.assert_array_equal(dense, numpy_dense(values, indices, shape))
+    found = of_rows_and_numbers(values, indices, np.zeros((num_rows, 2, 2)))
+    for (out, dense), given_values in zip(found, (values, values[:, 0, 0]), strict=True):
+        shape = num_rows, *given_values.shape[1:]
+        np.testing.assert_array_equal(out.indices, wanted)
+        assert out.dense_shape == shape and out.values.shape == (capacity, *shape[1:])
+        assert not np.asarray(out.values)[len(present) :].any()
+        np.testing.assert_array_equal(dense, numpy_dense(given_values, indices, shape))
 
 
 @pytest.mark.parametrize("name", golden("deduplicate"))

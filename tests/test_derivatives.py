@@ -6,7 +6,7 @@ import numpy as np
 import optax
 import pytest
 from helpers import fast_jit, slow_unless
-from optimizers import ALL, D, label, make
+from optimizers import ALL, FIRST, D, label, make
 
 import jslices as js
 
@@ -45,13 +45,19 @@ def derivatives(tx, num_rows):
     return lambda ids, values: grad(params, values, tx.init(params), ids)
 
 
+# All rows: what is not named is guarded around the rule, whatever its settings. Chunks have
+# the derivative of rows together.
+SETTINGS = {
+    "together": ALL,
+    "all rows": [*FIRST, *(case for case in QUICK if case not in FIRST)],
+    "in chunks": QUICK,
+}
+
+
 @pytest.mark.parametrize(
     "name, kwargs, way",
     slow_unless(
-        [
-            *((*case, way) for case in ALL for way in SIZES),
-            *((*FROM_OPTAX, way) for way in SIZES),
-        ],
+        [(*case, way) for way in SIZES for case in (*SETTINGS[way], FROM_OPTAX)],
         lambda case: (
             (case[2] == "together" and case[:2] in QUICK)
             or (case[2] == "all rows" and case[0] == "adafactor" and len(case[1]) == 3)

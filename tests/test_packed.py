@@ -10,10 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import all_at_once, assert_close, fast_jit, needs_device
+import test_lookup_forms
+import test_programs
+from helpers import all_at_once, assert_close, fast_jit, gradients, needs_device
 from jax import lax
-from test_lookup_forms import ROWS
-from test_programs import ID_FORMS
 
 import jslices as js
 import jslices.testing
@@ -21,13 +21,13 @@ from jslices.proof.cost import cost_of
 
 V, D, PER = 6, 4, 3
 RNG = np.random.default_rng(27)
-PACKED = jnp.asarray(RNG.normal(size=(V // PER, PER * D)), jnp.float32)
-IDS = jnp.array([4, 1, 4, 0])
-ROW, REST = jnp.ones(D), jnp.ones((4, D))
+PACKED = RNG.normal(size=(V // PER, PER * D)).astype(np.float32)
+IDS = jnp.asarray(np.array([4, 1, 4, 0], np.int32))
+ROW, REST = np.ones(D, np.float32), np.ones((4, D), np.float32)
 S = jax.ShapeDtypeStruct
 
 
-def check(forms, packed, rtol=1e-4):
+def check(forms, packed, rtol=1e-4, wanted=None):
     """Each form of a lookup has JAX's value and gradient, as rows of ``packed``."""
 
     def make(form):
@@ -38,26 +38,40 @@ def check(forms, packed, rtol=1e-4):
         warnings.simplefilter("error")
         ours = {name: js.value_and_grad(loss) for name, loss in losses.items()}
         found = all_at_once(ours, packed)
-    theirs = {name: jax.value_and_grad(loss) for name, loss in losses.items()}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", js.DensificationWarning)
-        wanted = all_at_once(theirs, packed)
+    if wanted is None:
+        theirs = {name: jax.value_and_grad(loss) for name, loss in losses.items()}
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", js.DensificationWarning)
+            wanted = all_at_once(theirs, packed)
     assert not [name for name, (_, grad) in found.items() if not js.is_slices(grad)]
     assert_close(found, wanted, rtol=rtol, atol=1e-5)
     return {name: grad for name, (_, grad) in found.items()}
+
+
+def check_as_unpacked(forms, table, by_jax):
+    """The same, by what JAX gives for the table ``[V, D]`` with a row to a row."""
+    packed = table.reshape(V // PER, PER * D)
+    check(
+        {n: lambda t, form=form: form(t.reshape(V, D)) for n, form in forms.items()},
+        packed,
+        wanted={
+            name: (np.float32(by_jax[name][0]), by_jax[name][1].reshape(packed.shape))
+            for name in forms
+        },
+    )
 
 
 # --- lookups ----------------------------------------------------------------------------
 
 
 def test_values_are_zero_outside_the_row_that_was_read():
-    weights = jnp.arange(1.0, 6 * D + 1).reshape(6, D)
-    ids = jnp.array([4, 1, 4, 0, V, V + 7])  # and two that are out of range
+    weights = np.arange(1, 6 * D + 1, dtype=np.float32).reshape(6, D)
+    ids = np.array([4, 1, 4, 0, V, V + 7])  # and two that are out of range
 
     def loss(packed):
         return (jnp.take(packed.reshape(V, D), ids, axis=0, fill_value=0) * weights).sum()
 
-    grad = js.grad(loss)(PACKED)
+    grad = fast_jit(js.grad(loss))(PACKED)
     np.testing.assert_array_equal(grad.indices, [1, 0, 1, 0, 2, 4])
     values = np.zeros((6, PER, D), np.float32)
     values[range(4), np.array(IDS) % PER] = weights[:4]
@@ -65,29 +79,25 @@ def test_values_are_zero_outside_the_row_that_was_read():
 
 
 # Products of sparse matrices read eight times as many rows as this small table has packed.
-OF_ONE_TABLE = [x for x in ROWS if x not in ("from_stacked", "from_sparse_matrices")]
+OF_ONE_TABLE = {*test_lookup_forms.ROWS} - {"from_stacked", "from_sparse_matrices"}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", OF_ONE_TABLE)
+@pytest.mark.parametrize("name", sorted(OF_ONE_TABLE))
 def test_forms_that_give_rows(name):
-    of, table = ROWS[name]
-    forms = {
-        form: lambda packed, form=form: of(packed.reshape(V, D))[form]()
-        for form in of(table)
-    }
-    check(forms, PACKED)
+    of, table = test_lookup_forms.ROWS[name]
+    forms = {form: lambda t, form=form: of(t)[form]() for form in of(table)}
+    check_as_unpacked(forms, table, test_lookup_forms.by_jax(name))
 
 
 def test_forms_of_ids():
-    check(
-        {
-            name: lambda packed, form=form: form(packed.reshape(V, D), IDS)
-            for name, form in ID_FORMS.items()
-            if name != "vmapped_slices"  # is dense of any table
-        },
-        PACKED,
-    )
+    forms = {
+        name: lambda t, form=form: form(t, IDS)
+        for name, form in test_programs.ID_FORMS.items()
+        if name != "vmapped_slices"  # is dense of any table
+    }
+    by_jax = test_programs.by_jax(test_programs.unchanged)
+    check_as_unpacked(forms, test_programs.TABLE, by_jax)
 
 
 def test_lookups_of_ours():
@@ -116,11 +126,9 @@ def test_lookups_of_ours():
     assert good == [True, False, False, True, False, False]
 
 
-@pytest.mark.parametrize(
-    "dtype", [jnp.bfloat16, pytest.param(jnp.float16, marks=pytest.mark.slow)]
-)
-def test_views_of_every_kind(dtype):
+def test_views_of_every_kind():
     """Steps before and after, neighbours that are not finite, rows of several axes."""
+    dtype = jnp.bfloat16
     packed = jnp.asarray(RNG.normal(size=(4, 2, 6)), dtype)
     check(
         {
@@ -153,8 +161,7 @@ def test_rows_that_are_too_wide_and_single_ones_stay_dense(shape):
     loss = lambda table: (table.reshape(-1, 20)[IDS % 2] ** 2).sum()  # noqa: E731
     wanted = r"is dense.* at least two rows, of at most 1024 numbers each"
     with pytest.warns(js.DensificationWarning, match=wanted):
-        grad = js.grad(loss)(jnp.ones(shape))
-    assert_close(grad, jax.grad(loss)(jnp.ones(shape)))
+        assert_close(*gradients(loss, np.ones(shape, np.float32)))
 
 
 # --- steps ------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import all_at_once, assert_close, fast_jit
+from helpers import all_at_once, assert_close, fast_jit, gradients
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax import lax
@@ -146,27 +146,36 @@ ID_FORMS = {
 }
 
 
-@pytest.fixture(scope="module")
-def forms():
-    def make(form, step):
-        return lambda table: (form(step(table), IDS) ** 3).sum()
+def losses(through):
+    """A loss for each form of ids, of the table after a step."""
 
-    functions = {}
-    for name, form in ID_FORMS.items():
-        functions[name, False] = make(form, lambda table: table)
-        functions[name, True] = make(form, jnp.sin)
-    functions = {str(name): f for name, f in functions.items()}
-    ours = {name: js.value_and_grad(f) for name, f in functions.items()}
-    theirs = {name: jax.value_and_grad(f) for name, f in functions.items()}
-    return all_at_once(ours, TABLE), all_at_once(theirs, TABLE)
+    def make(form):
+        return lambda table: (form(through(table), IDS) ** 3).sum()
+
+    return {name: make(form) for name, form in ID_FORMS.items()}
 
 
-@pytest.mark.parametrize("through_a_step", [False, True])
-@pytest.mark.parametrize("form", ID_FORMS)
-def test_id_forms(form, through_a_step, forms):
-    (value, grad), (wanted, wanted_grad) = (
-        found[str((form, through_a_step))] for found in forms
+@functools.cache
+def by_jax(through):
+    """JAX's value and gradient of each; tests of packed tables compare with them, too."""
+    return all_at_once(
+        {n: jax.value_and_grad(f) for n, f in losses(through).items()}, TABLE
     )
+
+
+def unchanged(table):
+    return table
+
+
+@pytest.fixture(scope="module", params=[unchanged, jnp.sin])
+def forms(request):
+    ours = {n: js.value_and_grad(f) for n, f in losses(request.param).items()}
+    return all_at_once(ours, TABLE), by_jax(request.param)
+
+
+@pytest.mark.parametrize("form", ID_FORMS)
+def test_id_forms(form, forms):
+    (value, grad), (wanted, wanted_grad) = (found[form] for found in forms)
     assert js.is_slices(grad)
     assert_close(grad, wanted_grad, rtol=1e-5)
     assert_close(value, wanted, rtol=1e-6)
@@ -179,9 +188,9 @@ def test_stop_gradient_is_no_use_at_all():
 
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        grad = js.grad(fun)(TABLE)
+        grad, wanted = gradients(fun, TABLE)
     assert js.is_slices(grad) and grad.indices.shape == IDS.shape
-    assert_close(grad, jax.grad(fun)(TABLE))
+    assert_close(grad, wanted)
 
 
 def test_what_leads_to_no_gradient_does_not_count():
@@ -221,9 +230,9 @@ def test_what_leads_to_no_gradient_does_not_count():
 
 def test_a_bad_id_gives_no_gradient_to_the_steps_before_it():
     fun = lambda t, s: ((t * s)[IDS + 3] ** 2).sum()  # noqa: E731
-    grads = js.grad(fun, argnums=(0, 1))(TABLE, SCALE)
+    grads, wanted = gradients(fun, TABLE, SCALE, argnums=(0, 1))
     assert js.is_slices(grads[0])
-    assert_close(grads, jax.grad(fun, argnums=(0, 1))(TABLE, SCALE))
+    assert_close(grads, wanted)
 
 
 def test_a_row_is_read_once_however_often_it_is_used():
@@ -233,9 +242,9 @@ def test_a_row_is_read_once_however_often_it_is_used():
         table = jax.nn.softmax(jnp.nan_to_num(table))
         return (table[IDS] ** 2).sum()
 
-    grad = fast_jit(js.grad(fun))(TABLE)
+    grad, wanted = gradients(fun, TABLE)
     assert grad.indices.shape == IDS.shape
-    assert_close(grad, fast_jit(jax.grad(fun))(TABLE), rtol=1e-4)
+    assert_close(grad, wanted, rtol=1e-4)
 
 
 def test_what_is_needed_whole_is_computed_once():
@@ -250,10 +259,10 @@ def test_what_is_needed_whole_is_computed_once():
         total = lax.scan(lambda c, _: (c + table.mean(), None), 0.0, length=2)[0]
         return (table[IDS] ** 2).sum(), (table.mean(), total)
 
-    grad, aux = fast_jit(js.grad(fun, has_aux=True))(TABLE)
-    wanted, wanted_aux = fast_jit(jax.grad(fun, has_aux=True))(TABLE)
-    assert js.is_slices(grad)
-    assert_close((grad, aux), (wanted, wanted_aux), rtol=1e-4)
+    both = {"ours": js.grad(fun, has_aux=True), "theirs": jax.grad(fun, has_aux=True)}
+    found = all_at_once(both, TABLE)
+    assert js.is_slices(found["ours"][0])
+    assert_close(found["ours"], found["theirs"], rtol=1e-4)
     assert str(jax.make_jaxpr(js.grad(fun, has_aux=True))(TABLE)).count(" sin ") <= 3 * 40
 
 
@@ -414,25 +423,26 @@ def test_named_for_a_checkpoint_policy():
 
     policy = jax.checkpoint_policies.save_only_these_names("rows")
     for f in (fun, jax.checkpoint(fun, policy=policy)):
-        grad = fast_jit(js.grad(f))(TABLE)
+        grad, wanted = gradients(f, TABLE)
         assert js.is_slices(grad)
-        assert_close(grad, jax.grad(fun)(TABLE))
+        assert_close(grad, wanted)
 
 
-@pytest.mark.parametrize(
-    "prevent_cse", [False, (True, False), (False, True), (True, (False, True))], ids=str
-)
-def test_a_checkpoint_guards_some_arguments(prevent_cse):
+def test_a_checkpoint_guards_some_arguments():
     """The table may be one of them, or not; what is left is guarded as it was."""
 
-    def fun(table, x):
-        read = lambda table, x: (table[IDS] * x[0] + x[1]).sum()  # noqa: E731
-        return jax.checkpoint(read, prevent_cse=prevent_cse)(table, x)
+    def make(prevent_cse):
+        def fun(table, x):
+            read = lambda table, x: (table[IDS] * x[0] + x[1]).sum()  # noqa: E731
+            return jax.checkpoint(read, prevent_cse=prevent_cse)(table, x)
 
-    args = TABLE, (jnp.float32(2), jnp.float32(3))
-    got = fast_jit(js.grad(fun, (0, 1)))(*args)
-    assert js.is_slices(got[0])
-    assert_close(got, fast_jit(jax.grad(fun, (0, 1)))(*args))
+        return fun
+
+    choices = [False, (True, False), (False, True), (True, (False, True))]
+    functions = {str(prevent_cse): make(prevent_cse) for prevent_cse in choices}
+    got, wanted = both(functions, TABLE, (np.float32(2), np.float32(3)))
+    assert all(js.is_slices(of_table) for of_table, _ in got.values())
+    assert_close(got, wanted)
 
 
 def test_a_gradient_inside_the_function():
@@ -445,9 +455,9 @@ def test_a_gradient_inside_the_function():
 
         return jax.grad(inner)(1.1) ** 2
 
-    grad = fast_jit(js.grad(fun))(TABLE)
+    grad, wanted = gradients(fun, TABLE)
     assert js.is_slices(grad)
-    assert_close(grad, fast_jit(jax.grad(fun))(TABLE), rtol=1e-4)
+    assert_close(grad, wanted, rtol=1e-4)
 
 
 def test_a_loop_may_carry_the_table():
@@ -458,22 +468,22 @@ def test_a_loop_may_carry_the_table():
 
         return lax.fori_loop(0, 4, body, (0.0, table))[0]
 
-    grad = js.grad(fun)(TABLE)
+    grad, wanted = gradients(fun, TABLE)
     assert js.is_slices(grad)
-    assert_close(grad, jax.grad(fun)(TABLE))
+    assert_close(grad, wanted)
 
 
 @functools.cache
 def random_lookup(num_rows, row):
     size = num_rows * int(np.prod(row))
-    table = jnp.arange(size, dtype=jnp.float32).reshape(num_rows, *row)
+    table = np.arange(size, dtype=np.float32).reshape(num_rows, *row)
 
     def fun(table, ids):
         return (jnp.cos(table)[ids] * table[ids]).sum() + (
             table[ids.reshape(-1)[0]] ** 2
         ).sum()
 
-    return table, fast_jit(js.grad(fun)), fast_jit(jax.grad(fun))
+    return table, fast_jit(lambda *args: (js.grad(fun)(*args), jax.grad(fun)(*args)))
 
 
 SHAPES = [(1, (), (4,)), (2, (1,), (2, 2)), (6, (), (1,)), (6, (2, 2), (2, 2))]
@@ -483,8 +493,8 @@ SHAPES = [(1, (), (4,)), (2, (1,), (2, 2)), (6, (), (1,)), (6, (2, 2), (2, 2))]
 @given(st.sampled_from(SHAPES), st.lists(st.integers(-9, 9), min_size=4, max_size=4))
 def test_random_ids_and_shapes(shapes, ids):
     num_rows, row, shape = shapes
-    ids = jnp.array(ids[: int(np.prod(shape))], jnp.int32).reshape(shape)
-    table, ours, theirs = random_lookup(num_rows, row)
-    grad = ours(table, ids)
+    ids = np.array(ids[: int(np.prod(shape))], np.int32).reshape(shape)
+    table, both = random_lookup(num_rows, row)
+    grad, wanted = both(table, ids)
     assert js.is_slices(grad) and grad.dense_shape == table.shape
-    assert_close(grad, theirs(table, ids), rtol=1e-4, atol=1e-5)
+    assert_close(grad, wanted, rtol=1e-4, atol=1e-5)

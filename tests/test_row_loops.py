@@ -1,18 +1,17 @@
 """The instructions added to gathers on a CPU: they change nothing, and stay in the loop."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import as_users
+from helpers import all_at_once, as_users, assert_close, fast_jit
 
 import jslices as js
 from jslices._rows.access import SCALAR, row_loop, take_rows
 
 DTYPES = (jnp.float32, jnp.int32, jnp.uint32, jnp.float16, jnp.bfloat16, jnp.int16, bool)
-IDS = jnp.array([2**31 - 1, -(2**31), -1, 0, 3, 3, 2, 1, 5, 12])
+IDS = np.array([2**31 - 1, -(2**31), -1, 0, 3, 3, 2, 1, 5, 12], np.int32)
+TABLE = np.sin(np.arange(256, dtype=np.float32)).reshape(4, 64)
 
 
 def patterns(dtype, num_rows, length):
@@ -59,46 +58,47 @@ def test_64_bit_rows_stay():
         np.testing.assert_array_equal(jax.jit(row_loop)(rows, jnp.array([7, 2**40])), rows)
 
 
-@pytest.mark.parametrize(
-    "transform",
-    (
-        lambda f: jax.grad(f),
-        lambda f: jax.jit(jax.grad(f)),
-        lambda f: jax.jit(jax.hessian(f)),
-        lambda f: jax.jit(lambda t: jax.jvp(f, (t,), (jnp.cos(t),))),
-        lambda f: jax.jit(lambda t: jax.linearize(f, t)[1](t)),
-        lambda f: jax.jit(lambda t: jax.vmap(f)(jnp.stack([t, 2 * t]))),
-        lambda f: jax.jit(jax.checkpoint(jax.grad(f))),
-    ),
-)
-def test_transformations_pass_through(transform):
-    ids = jnp.array([1, 0, 1])
-    table = jnp.sin(jnp.arange(128.0)).reshape(2, 64)
-    ours = transform(lambda t: jnp.sum(jnp.square(take_rows(t, ids))))(table)
-    plain = transform(lambda t: jnp.sum(jnp.square(t[ids])))(table)
-    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-6), ours, plain)
+def test_transformations_pass_through():
+    ids = np.array([1, 0, 1], np.int32)
+
+    def transformed(f):
+        return {
+            "grad": jax.grad(f),
+            "hessian": jax.hessian(f),
+            "jvp": lambda t: jax.jvp(f, (t,), (jnp.cos(t),)),
+            "linearize": lambda t: jax.linearize(f, t)[1](t),
+            "vmap": lambda t: jax.vmap(f)(jnp.stack([t, 2 * t])),
+            "checkpoint": jax.checkpoint(jax.grad(f)),
+        }
+
+    ours, plain = (
+        all_at_once(transformed(lambda t, read=read: jnp.sum(read(t, ids) ** 2)), TABLE[:2])
+        for read in (take_rows, lambda t, ids: t[ids])
+    )
+    assert_close(ours, plain, rtol=1e-6)
 
 
 def test_vmap_over_ids():
-    table, ids = jnp.sin(jnp.arange(256.0)).reshape(4, 64), jnp.array([[1, 2], [3, 1]])
-    for out in (jax.vmap, lambda f: jax.jit(jax.vmap(f))):
-        np.testing.assert_array_equal(out(lambda i: take_rows(table, i))(ids), table[ids])
+    ids = np.array([[1, 2], [3, 1]], np.int32)
+    found = fast_jit(jax.vmap(take_rows, (None, 0)))(TABLE, ids)
+    np.testing.assert_array_equal(found, TABLE[ids])
 
 
 def test_gradients_inside_gradients_stay_slices():
-    table, ids = jnp.sin(jnp.arange(256.0)).reshape(4, 64), jnp.array([3, 1])
+    ids = np.array([3, 1])
 
     def inner(t, other):
         return jnp.sum(js.grad(lambda u: jnp.sum(jnp.sin(u[ids])))(t).values ** 2 * other)
 
-    got = js.grad(inner)(table, 2.0)
+    got = fast_jit(js.grad(inner))(TABLE, 2.0)
     assert js.is_slices(got)
-    want = jax.grad(lambda t: jnp.sum(2.0 * jnp.cos(t[ids]) ** 2))(table)
-    np.testing.assert_allclose(got.to_dense(), want, rtol=1e-5)
+    wanted = np.zeros_like(TABLE)
+    wanted[ids] = -4 * np.cos(TABLE[ids]) * np.sin(TABLE[ids])
+    assert_close(got, wanted)
 
 
 def step_program(length, optimizer):
-    table, ids = jnp.zeros((20000, length)), jnp.arange(3000)
+    table, ids = jax.ShapeDtypeStruct((20000, length), jnp.float32), np.arange(3000)
     tx = optimizer(0.1)
 
     def step(table, state, ids):
@@ -106,10 +106,11 @@ def step_program(length, optimizer):
         updates, state = tx.update(grads, state, table)
         return js.apply_updates(table, updates), state
 
-    return as_users(step, donate_argnums=(0, 1)), (table, tx.init(table), ids)
+    state = jax.eval_shape(tx.init, table)
+    return as_users(step, donate_argnums=(0, 1)), (table, state, ids)
 
 
-@pytest.mark.parametrize("length", (SCALAR.start, 64, SCALAR.stop - 1))
+@pytest.mark.parametrize("length", (SCALAR.start, SCALAR.stop - 1))
 def test_a_cpu_reads_rows_in_one_loop_with_the_instructions(length):
     # If XLA split them into a loop of their own, that would be one more pass.
     step, args = step_program(length, js.adam)
@@ -131,8 +132,9 @@ def test_a_lookup_has_the_instructions_once():
     assert {count(lookup) for lookup in lookups} == {1}
 
 
-@pytest.mark.parametrize("platform", ("cuda", "rocm", "tpu"))
-def test_other_platforms_are_given_no_instructions(platform):
+def test_other_platforms_are_given_no_instructions():
     step, args = step_program(64, js.adam)
-    text = step.trace(*args).lower(lowering_platforms=(platform,)).as_text()
-    assert "stablehlo.xor" not in text and "stablehlo.gather" in text
+    traced = step.trace(*args)
+    for platform in ("cuda", "rocm", "tpu"):
+        text = traced.lower(lowering_platforms=(platform,)).as_text()
+        assert "stablehlo.xor" not in text and "stablehlo.gather" in text

@@ -11,12 +11,11 @@ from helpers import assert_close, fast_jit, golden, slow_unless
 import jslices as js
 
 V, D, B, S = 30, 3, 4, 6
-KEYS = jax.random.split(jax.random.key(0), 3)
-WEIGHTS = jax.random.normal(KEYS[0], (V, D))
-BIASES = jax.random.normal(KEYS[1], (V,))
-INPUTS = jax.random.normal(KEYS[2], (B, D))
-LABELS = jnp.array([[3, 7], [0, 0], [29, 1], [5, 3]])
-SAMPLED = jnp.array([3, 0, 11, 20, 29, 3])
+RNG = np.random.default_rng(0)
+WEIGHTS, BIASES, INPUTS = (RNG.normal(size=n).astype("f") for n in [(V, D), V, (B, D)])
+LABELS = np.array([[3, 7], [0, 0], [29, 1], [5, 3]], np.int32)
+SAMPLED = np.array([3, 0, 11, 20, 29, 3], np.int32)
+KEY = jax.random.key(0)
 LOSSES = {"softmax": js.sampled_softmax_loss, "nce": js.nce_loss}
 
 
@@ -57,9 +56,8 @@ def plain(name, weights, biases, labels, inputs, values, remove):
 )
 def test_value_and_gradients_are_those_of_the_formula(name, num_true, remove):
     labels = LABELS[:, :num_true]
-    values = (SAMPLED, S * chance(np.asarray(labels)), S * chance(np.asarray(SAMPLED)))
-    values = tuple(jnp.asarray(x, jnp.float32) if i else x for i, x in enumerate(values))
-    weight = jnp.arange(1.0, B + 1)
+    values = (SAMPLED, *((S * chance(x)).astype("f") for x in (labels, SAMPLED)))
+    weight = np.arange(1, B + 1, dtype=np.float32)
 
     def ours(weights, biases, inputs):
         out = LOSSES[name](weights, biases, labels, inputs, S, V, num_true, values, remove)
@@ -98,42 +96,50 @@ def test_a_class_drawn_twice(name):
 
 
 def test_shards_keys_and_one_label():
-    loss = fast_jit(
-        functools.partial(js.sampled_softmax_loss, num_sampled=S, num_classes=V)
-    )
-    key = jax.random.key(7)
-    whole = loss(WEIGHTS, BIASES, LABELS[:, 0], INPUTS, key=key)
-    column = loss(WEIGHTS, BIASES, LABELS[:, :1], INPUTS, key=key)
-    np.testing.assert_array_equal(whole, column)
+    first, column = LABELS[:, 0], LABELS[:, :1]
     shards = [WEIGHTS[i::3] for i in range(3)], [BIASES[i::3] for i in range(3)]
-    assert_close(loss(*shards, LABELS[:, 0], INPUTS, key=key), whole)
-    other = loss(WEIGHTS, BIASES, LABELS[:, 0], INPUTS, key=jax.random.key(8))
-    assert (np.asarray(whole) != np.asarray(other)).all()
-    values = js.log_uniform_candidate_sampler(LABELS[:, :1], S, V, key=key)
-    given = loss(WEIGHTS, BIASES, LABELS[:, 0], INPUTS, sampled_values=values)
-    assert_close(given, whole)
-    bad = loss(WEIGHTS, BIASES, jnp.array([1, V, -1, 2]), INPUTS, key=key)
-    assert np.isnan(bad).tolist() == [False, True, True, False]
+
+    @fast_jit
+    def every(key, other):
+        loss = functools.partial(js.sampled_softmax_loss, num_sampled=S, num_classes=V)
+        values = js.log_uniform_candidate_sampler(column, S, V, key=key)
+        return {
+            "whole": loss(WEIGHTS, BIASES, first, INPUTS, key=key),
+            "column": loss(WEIGHTS, BIASES, column, INPUTS, key=key),
+            "shards": loss(*shards, first, INPUTS, key=key),
+            "another key": loss(WEIGHTS, BIASES, first, INPUTS, key=other),
+            "a sample": loss(WEIGHTS, BIASES, first, INPUTS, sampled_values=values),
+            "bad labels": loss(WEIGHTS, BIASES, np.array([1, V, -1, 2]), INPUTS, key=key),
+        }
+
+    losses = every(jax.random.key(7), jax.random.key(8))
+    whole = losses["whole"]
+    np.testing.assert_array_equal(whole, losses["column"])
+    assert_close(losses["shards"], whole)
+    assert_close(losses["a sample"], whole)
+    assert (np.asarray(whole) != np.asarray(losses["another key"])).all()
+    assert np.isnan(losses["bad labels"]).tolist() == [False, True, True, False]
 
 
 def test_training_with_few_classes_learns_all():
-    inputs, labels = jnp.eye(V), jnp.arange(V)
-    params = {"w": jnp.zeros((V, V)), "b": jnp.zeros(V)}
+    inputs, labels = np.eye(V, dtype=np.float32), np.arange(V)
     tx = js.adagrad(1.0)
 
-    @jax.jit
-    def step(state, key):
-        params, state = state
-        loss = lambda p: js.sampled_softmax_loss(  # noqa: E731
-            p["w"], p["b"], labels, inputs, 5, V, key=key
-        ).mean()
-        grads = js.grad(loss)(params)
-        updates, state = tx.update(grads, state, params)
-        return (js.apply_updates(params, updates), state), None
+    @fast_jit
+    def train(params, key):
+        def step(state, key):
+            params, state = state
+            loss = lambda p: js.sampled_softmax_loss(  # noqa: E731
+                p["w"], p["b"], labels, inputs, 5, V, key=key
+            ).mean()
+            return tx.apply(js.grad(loss)(params), state, params), None
 
-    keys = jax.random.split(jax.random.key(1), 100)
-    (params, _), _ = jax.lax.scan(step, (params, tx.init(params)), keys)
-    full = inputs @ params["w"].T + params["b"][None]
+        keys = jax.random.split(key, 100)
+        return jax.lax.scan(step, (params, tx.init(params)), keys)[0][0]
+
+    params = {"w": np.zeros((V, V), np.float32), "b": np.zeros(V, np.float32)}
+    params = jax.tree.map(np.asarray, train(params, jax.random.key(1)))
+    full = inputs @ params["w"].T + params["b"]
     assert (full.argmax(1) == labels).mean() > 0.95
 
 
@@ -174,18 +180,18 @@ def test_unique_draws_and_their_expected_counts(count):
 
 
 def test_all_classes_can_be_drawn():
-    every = js.log_uniform_candidate_sampler([0], 8, 8, key=jax.random.key(0))
+    draw = js.log_uniform_candidate_sampler
+    every, one = fast_jit(
+        lambda key: (draw([0], 8, 8, key=key), draw([0], 3, 1, key=key, unique=False))
+    )(KEY)
     assert sorted(every.sampled_candidates.tolist()) == list(range(8))
-    one = js.log_uniform_candidate_sampler([0], 3, 1, key=jax.random.key(0), unique=False)
     assert one.sampled_candidates.tolist() == [0, 0, 0]
     np.testing.assert_allclose(one.true_expected_count, [3])
 
 
 @pytest.mark.parametrize("classes", [10**6, 2**31 - 1])
 def test_rare_classes_are_drawn_evenly(classes):
-    drawn = js.log_uniform_candidate_sampler(
-        [0], 200_000, classes, key=jax.random.key(0), unique=False
-    )
+    drawn = js.log_uniform_candidate_sampler([0], 200_000, classes, key=KEY, unique=False)
     numbers = np.asarray(drawn.sampled_candidates).astype(np.int64)
     assert numbers.min() >= 0 and numbers.max() < classes
     # The logarithm of what log-uniform numbers are is uniform.
@@ -208,7 +214,7 @@ def test_rare_classes_are_drawn_evenly(classes):
     ],
 )
 def test_errors_of_the_sampler(keywords, text):
-    keywords = {"num_sampled": 2, "range_max": 10, "key": KEYS[0], **keywords}
+    keywords = {"num_sampled": 2, "range_max": 10, "key": KEY, **keywords}
     with pytest.raises(ValueError, match=text):
         js.log_uniform_candidate_sampler([0], **keywords)
 
@@ -219,14 +225,14 @@ def test_errors_of_the_losses(name):
     with pytest.raises(ValueError, match=r"needs key=jax.random.key\(...\), a new"):
         loss(WEIGHTS, BIASES, LABELS[:, 0], INPUTS, S, V)
     with pytest.raises(ValueError, match=r"num_true=1\], got inputs \[4, 3\] and lab"):
-        loss(WEIGHTS, BIASES, LABELS, INPUTS, S, V, key=KEYS[0])
+        loss(WEIGHTS, BIASES, LABELS, INPUTS, S, V, key=KEY)
     with pytest.raises(TypeError, match=r"integer labels, got float32\[4\]"):
-        loss(WEIGHTS, BIASES, LABELS[:, 0] * 0.5, INPUTS, S, V, key=KEYS[0])
+        loss(WEIGHTS, BIASES, LABELS[:, 0].astype(float), INPUTS, S, V, key=KEY)
 
 
 def test_tables_and_samples_that_do_not_fit():
     def loss(weights=WEIGHTS, biases=BIASES, classes=V, **keywords):
-        keywords = keywords or {"key": KEYS[0]}
+        keywords = keywords or {"key": KEY}
         return js.nce_loss(weights, biases, LABELS[:, 0], INPUTS, S, classes, **keywords)
 
     shapes = r"wants weights \[V, D=3\] and biases \[V\], got weights"
@@ -239,27 +245,27 @@ def test_tables_and_samples_that_do_not_fit():
             loss(*tables, 31)
     with pytest.raises(ValueError, match=r"num_classes=30, but weights .* of 29 rows"):
         loss(biases=BIASES[1:])
-    count = jnp.ones(2)
+    count = np.ones(2, np.float32)
     with pytest.raises(ValueError, match=r"true_expected_count \[4, 1\], .*, got 2 of"):
         loss(sampled_values=([1, 2], count))
     with pytest.raises(ValueError, match=r"got the shapes \[2\], \[2\] and \[2\]"):
         loss(sampled_values=([1, 2], count, count))
     with pytest.raises(TypeError, match=r"integer sampled_values\[0\], got float32\[2\]"):
-        loss(sampled_values=([1.0, 2], jnp.ones(4), count))
+        loss(sampled_values=([1.0, 2], np.ones(4), count))
     with pytest.raises(TypeError, match=r"integer true_classes, got float32\[1\]"):
-        js.log_uniform_candidate_sampler([0.5], 2, 10, key=KEYS[0])
+        js.log_uniform_candidate_sampler([0.5], 2, 10, key=KEY)
     # A class that 32 bits would cut to 1 stays none.
     beyond = np.array([2**32 + 1, 2])
-    wide = fast_jit(lambda n: loss(sampled_values=(beyond, jnp.ones(4), n)))(count)
+    wide = fast_jit(lambda n: loss(sampled_values=(beyond, np.ones(4), n)))(count)
     assert np.isnan(wide).all()
-    more = js.log_uniform_candidate_sampler(np.array([2**40]), 2, 10, key=KEYS[0])
+    more = js.log_uniform_candidate_sampler(np.array([2**40]), 2, 10, key=KEY)
     assert more.true_expected_count.shape == (1,)
 
 
 def test_labels_of_a_dtype_too_narrow_for_the_classes():
-    table, bias = jnp.arange(1000.0)[:, None] * jnp.ones((1, 2)), jnp.zeros(1000)
-    inputs, key = jnp.full((3, 2), 1e-3), jax.random.key(0)
-    loss = lambda i: js.nce_loss(table, bias, i, inputs, 20, 1000, key=key)  # noqa: E731
+    table, bias = np.float32(np.mgrid[:1000, :2][0]), np.zeros(1000, np.float32)
+    inputs = np.full((3, 2), 1e-3, np.float32)
+    loss = lambda i: js.nce_loss(table, bias, i, inputs, 20, 1000, key=KEY)  # noqa: E731
     dtypes = ("int32", "uint8", "int8", "int16")
     every = fast_jit(lambda i: [loss(i.astype(dtype)) for dtype in dtypes])
     wanted, *others = every(np.array([3, 7, 100], np.int32))
@@ -270,6 +276,6 @@ def test_labels_of_a_dtype_too_narrow_for_the_classes():
 
 def test_an_empty_batch():
     loss = functools.partial(js.nce_loss, num_sampled=3, num_classes=20)
-    tables = jnp.ones((20, 2)), jnp.zeros(20)
-    nothing = np.zeros((0, 1), np.int32), jnp.zeros((0, 2))
-    assert fast_jit(loss)(*tables, *nothing, key=jax.random.key(0)).shape == (0,)
+    tables = np.ones((20, 2), np.float32), np.zeros(20, np.float32)
+    nothing = np.zeros((0, 1), np.int32), np.zeros((0, 2), np.float32)
+    assert fast_jit(loss)(*tables, *nothing, key=KEY).shape == (0,)

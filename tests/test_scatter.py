@@ -201,17 +201,24 @@ def test_nd_means_what_a_loop_means(op, data):
 
 
 def test_an_integer_division_by_zero_is_survived():
-    ref = jnp.array([7, -7, 5, 5], jnp.int32)
-    got = js.scatter_div(ref, [0, 1, 3], jnp.array([0, 0, 2], jnp.int32))
-    np.testing.assert_array_equal(got, [-1, -1, 5, 2])
-    small = js.scatter_div(jnp.array([7], jnp.uint8), 0, jnp.array(0, jnp.uint8))
-    np.testing.assert_array_equal(small, [255])
-    lowest = jnp.array([np.iinfo(np.int32).min], jnp.int32)
-    np.testing.assert_array_equal(js.scatter_div(lowest, 0, -1), lowest)
-    assert np.isinf(js.scatter_div(jnp.ones(2), 1, 0.0)[1])
-    # Truncated one after the other, though the product of the divisors overflows.
-    tiny = js.scatter_div(jnp.array([100], jnp.int8), [0, 0], jnp.int8(20))
-    np.testing.assert_array_equal(tiny, [0])
+    lowest = np.array([np.iinfo(np.int32).min], np.int32)
+    cases = {
+        "several": (np.int32([7, -7, 5, 5]), [0, 1, 3], np.int32([0, 0, 2])),
+        "small": (np.uint8([7]), 0, np.uint8(0)),
+        "lowest": (lowest, 0, -1),
+        "floats": (np.ones(2, np.float32), 1, 0.0),
+        # Truncated one after the other, though the product of the divisors overflows.
+        "tiny": (np.int8([100]), [0, 0], np.int8(20)),
+    }
+    refs = {name: ref for name, (ref, *_) in cases.items()}
+    divided = fast_jit(
+        lambda refs: {n: js.scatter_div(refs[n], *cases[n][1:]) for n in cases}
+    )(refs)
+    np.testing.assert_array_equal(divided["several"], [-1, -1, 5, 2])
+    np.testing.assert_array_equal(divided["small"], [255])
+    np.testing.assert_array_equal(divided["lowest"], lowest)
+    assert np.isinf(divided["floats"]).tolist() == [False, True]
+    np.testing.assert_array_equal(divided["tiny"], [0])
 
 
 def test_bool_can_be_replaced_and_nothing_else():
@@ -228,11 +235,17 @@ def test_batches():
     indices = np.array([[0, 2, 0], [1, -1, 9]])
     updates = -np.arange(24, dtype=np.float32).reshape(2, 3, 4)
     wanted = np.stack([loop("update", *x) for x in zip(ref, indices, updates, strict=True)])
-    np.testing.assert_array_equal(js.batch_scatter_update(ref, indices, updates), wanted)
-    got = js.batch_scatter_update(ref, indices, 7)
-    assert (got[0, 0] == 7).all() and (got[1, 2] == ref[1, 2]).all()
-    plain = js.batch_scatter_update(ref[0], indices[0], updates[0])
-    np.testing.assert_array_equal(plain, wanted[0])
+    update = js.batch_scatter_update
+
+    @fast_jit
+    def every(ref, indices, updates):
+        one = update(ref[0], indices[0], updates[0])
+        return update(ref, indices, updates), update(ref, indices, 7), one
+
+    batch, sevens, one = map(np.asarray, every(ref, indices, updates))
+    np.testing.assert_array_equal(batch, wanted)
+    assert (sevens[0, 0] == 7).all() and (sevens[1, 2] == ref[1, 2]).all()
+    np.testing.assert_array_equal(one, wanted[0])
     with pytest.raises(IndexError, match=r"indices\[1, 1\] = -1 is not in \[0, 3\)"):
         js.batch_scatter_update(ref, indices, updates, mode="check")
     with pytest.raises(ValueError, match=r"of the same batch \*B, got ref \[2, 3, 4\]"):
@@ -240,9 +253,10 @@ def test_batches():
 
 
 def test_vmap_and_scan():
-    refs = jax.random.normal(jax.random.key(0), (3, 5, 2))
-    indices = jnp.array([[0, 4, 0], [1, -1, 7], [2, 2, 2]])
-    updates = jax.random.normal(jax.random.key(1), (3, 3, 2)) + 3
+    rng = np.random.default_rng(0)
+    refs = rng.normal(size=(3, 5, 2)).astype(np.float32)
+    indices = np.array([[0, 4, 0], [1, -1, 7], [2, 2, 2]], np.int32)
+    updates = rng.normal(size=(3, 3, 2)).astype(np.float32) + 3
 
     @fast_jit
     def every(refs, indices, updates):
@@ -253,7 +267,7 @@ def test_vmap_and_scan():
 
         return {op: both(SCATTER[op]) for op in OPS}
 
-    args = [np.asarray(x) for x in (refs, indices, updates)]
+    args = refs, indices, updates
     for op, (batch, final) in every(*args).items():
         wanted = [loop(op, *x) for x in zip(*args, strict=True)]
         np.testing.assert_allclose(batch, wanted, rtol=1e-5)
@@ -298,12 +312,14 @@ def test_gradients_are_those_of_the_dense_form():
 
 def gradients_of(op):
     """Functions that give them: of the scatter, and of the dense form."""
-    ref = jax.random.normal(jax.random.key(2), (5, 2)) + 4
+    rng = np.random.default_rng(2)
+    ref, updates, weight = (
+        (rng.normal(size=(rows, 2)) + shift).astype(np.float32)
+        for rows, shift in [(5, 4), (6, 4), (5, 0)]
+    )
     indices = np.array([3, 1, 3, -1, 9, 3])
-    updates = jax.random.normal(jax.random.key(3), (6, 2)) + 4
     if op == "mul":
-        updates = updates.at[0, 0].set(0).at[1].set(0)
-    weight = jax.random.normal(jax.random.key(4), (5, 2))
+        updates[0, 0] = updates[1] = 0
     ours = lambda r, u: (SCATTER[op](r, indices, u) * weight).sum()  # noqa: E731
     plain = lambda r, u: (dense_form(op, r, indices, u) * weight).sum()  # noqa: E731
 
@@ -315,7 +331,7 @@ def gradients_of(op):
 
 
 def test_gradient_of_nd_update():
-    ref, updates = jnp.ones((3, 2)), jnp.array([2.0, 3.0, 4.0])
+    ref, updates = np.ones((3, 2), np.float32), np.float32([2, 3, 4])
     indices = np.array([[0, 1], [2, 0], [0, 1]])
     f = lambda r, u: (js.scatter_nd_update(r, indices, u) ** 2).sum()  # noqa: E731
     of_ref, of_updates = fast_jit(jax.grad(f, (0, 1)))(ref, updates)
@@ -377,24 +393,26 @@ def test_no_two_writes_of_an_update_meet(nd):
 # --- in place ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "op, dtype", [*((op, "float32") for op in OPS), ("add", "int32"), ("div", "int32")]
-)
-def test_in_place_with_donation(op, dtype):
+def test_in_place_with_donation():
     shape = (100_000, 8)
-    step = jax.jit(SCATTER[op], donate_argnums=0)
-    compiled = step.lower(
-        jax.ShapeDtypeStruct(shape, dtype),
-        jax.ShapeDtypeStruct((16,), jnp.int32),
-        jax.ShapeDtypeStruct((16, 8), dtype),
-    ).compile()
-    memory = compiled.memory_analysis()
-    assert memory.alias_size_in_bytes == 100_000 * 8 * 4
+    cases = [*((op, "float32") for op in OPS), ("add", "int32"), ("div", "int32")]
+
+    @functools.partial(jax.jit, donate_argnums=0)
+    def step(refs, indices, rows):
+        return [
+            SCATTER[op](ref, indices, rows.astype(dtype))
+            for (op, dtype), ref in zip(cases, refs, strict=True)
+        ]
+
+    args = [jnp.ones(shape, dtype) for _, dtype in cases], np.zeros(16, np.int32)
+    args = *args, np.ones((16, 8), np.float32)
+    memory = step.lower(*args).compile().memory_analysis()
+    assert memory.alias_size_in_bytes == len(cases) * 100_000 * 8 * 4
     assert memory.temp_size_in_bytes < 100_000
-    ref = jnp.ones(shape, dtype)
-    where = ref.unsafe_buffer_pointer()
-    out = step(ref, jnp.zeros(16, jnp.int32), jnp.ones((16, 8), dtype))
-    assert ref.is_deleted() and out.unsafe_buffer_pointer() == where
+    places = [ref.unsafe_buffer_pointer() for ref in args[0]]
+    out = step(*args)
+    assert all(ref.is_deleted() for ref in args[0])
+    assert [x.unsafe_buffer_pointer() for x in out] == places
 
 
 # --- apply_slices -----------------------------------------------------------------------
