@@ -22,7 +22,7 @@ EXACT = [
 ]
 FACTORED = ("adafactor", {"min_dim_size_to_factor": 1})
 DECAYS = js.adamw(0.1, weight_decay=0.1)
-EXACTLY = make(js, "adamw", 0.1, EXACT[1][1])
+EXACTLY = make(js, "lion", 0.1, EXACT[-1][1])
 BITS = {"table": FROZEN, "w": None}
 freeze = functools.partial(js.optim.freeze_rows, frozen=BITS)
 

@@ -255,8 +255,8 @@ def test_the_next_step_is_that_of_torchs_centered_rmsprop():
 EVERY_STATE = {
     "adam": js.adam(0.1),
     "adam_exact": ADAM,
-    "adamw_exact_with_a_schedule": js.adamw(
-        optax.exponential_decay(0.1, 2, 0.9), weight_decay=0.1, **EXACT
+    "sgd_exact_with_a_schedule": js.sgd(
+        optax.exponential_decay(0.1, 2, 0.9), momentum=0.9, **EXACT
     ),
     "adagrad": js.adagrad(0.1),
     "sgd": js.sgd(0.1),
@@ -741,7 +741,7 @@ def test_the_page_averages_rows():
 @pytest.mark.filterwarnings("ignore")
 def test_the_page_saves_with_orbax(tmp_path):
     pytest.importorskip("orbax.checkpoint")
-    tx = EVERY_STATE["adamw_exact_with_a_schedule"]
+    tx = EVERY_STATE["sgd_exact_with_a_schedule"]
     params = jax.tree.map(jnp.array, torch_params(TORCH["adam"]))
     step, _ = compiled(tx)
     batches = batches_of(TORCH["batches"])

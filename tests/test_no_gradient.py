@@ -151,8 +151,8 @@ def _changes(before, after):
 
 
 def test_exact_ones_catch_up():
-    tx = js.adamw(0.1, weight_decay=0.1, untouched="exact")
-    other = optax.adamw(0.1, weight_decay=0.1)
+    tx = js.lion(0.1, weight_decay=0.1, untouched="exact")
+    other = optax.lion(0.1, weight_decay=0.1)
     tasks = [TASK_A, TASK_A, TASK_B, TASK_A, TASK_B, stopped]
     steps = {f: fast_jit(js.optim.exact_step(f, tx)) for f in set(tasks)}
 
