@@ -350,7 +350,11 @@ def _refuse_mixing(
     try:
         with jax.ensure_compile_time_eval():
             extra = jax.tree.map(_untraced, extra_args)
-            difference = float(jax.jit(lambda: _difference(lifted, grads, tree, extra))())
+            tried = jax.jit(lambda *x: _difference(lifted, grads, tree, extra, *x))
+            # Arguments, as what is computed of constants alone would be evaluated here an
+            # operation at a time, each compiled by itself.
+            arrays = _random_arrays(grads), np.array(TOUCHED, np.int32)
+            difference = float(tried(*arrays))
     except (ArithmeticError, TypeError, ValueError, IndexError, KeyError):
         return  # It does not run on tables this small, which says nothing.
     if difference > 1e-3:
@@ -368,28 +372,45 @@ def _untraced(x: PyTree) -> PyTree:
     return np.ones(x.shape, x.dtype) if isinstance(x, jax.core.Tracer) else x
 
 
+def _random_arrays(grads: Sequence[Leaf]) -> list[tuple[np.ndarray, ...]]:
+    """For each gradient a parameter and gradients of two steps; a parameter for None."""
+    rng = np.random.default_rng(0)
+
+    def random(
+        count: int, shape: Sequence[int], dtype: DTypeLike
+    ) -> tuple[np.ndarray, ...]:
+        return tuple(np.asarray(rng.normal(size=shape), dtype) for _ in range(count))
+
+    def of(g: Leaf) -> tuple[np.ndarray, ...]:
+        if g is None:
+            return random(1, (), jnp.float32)
+        if isinstance(g, IndexedSlices):
+            return random(3, (HEIGHT, *g.values.shape[1:]), g.dtype)
+        shape = [HEIGHT if is_symbolic(n) else min(n, HEIGHT) for n in g.shape]
+        return random(3, shape, g.dtype)
+
+    return [of(g) for g in grads]
+
+
 def _difference(
-    lifted: _Lifted, grads: Sequence[Leaf], tree: PyTreeDef, extra: dict[str, PyTree]
+    lifted: _Lifted,
+    grads: Sequence[Leaf],
+    tree: PyTreeDef,
+    extra: dict[str, PyTree],
+    arrays: Sequence[tuple[jax.Array, ...]],
+    touched: jax.Array,
 ) -> jax.Array:
     """How far the updates of the two rows differ, relative to the largest."""
-    tx, rng = lifted.tx, np.random.default_rng(0)
-
-    def random(shape: Sequence[int], dtype: DTypeLike) -> jax.Array:
-        return jnp.asarray(rng.normal(size=shape), dtype)
-
+    tx = lifted.tx
     columns: list[tuple[Leaf, Leaf, Leaf, Leaf]] = []
-    for g in grads:
+    for g, (param, *steps) in zip(grads, arrays, strict=True):
         if g is None:
-            columns.append((random((), jnp.float32), None, None, None))
+            columns.append((param, None, None, None))
             continue
-        by_row = is_slices(g)
-        shape = tuple(HEIGHT if is_symbolic(n) else min(n, HEIGHT) for n in g.shape)
-        shape = (HEIGHT, *g.values.shape[1:]) if by_row else shape
-        param, before, now = (random(shape, g.dtype) for _ in range(3))
+        before, now = steps
         rows: Leaf = now
-        if by_row:
-            touched = jnp.array(TOUCHED)
-            rows = IndexedSlices(now[touched], touched, shape)
+        if is_slices(g):
+            rows = IndexedSlices(now[touched], touched, now.shape)
             now = rows.to_dense()
         columns.append((param, before, now, rows))
     params, before, whole, rows = map(tree.unflatten, zip(*columns, strict=True))
