@@ -35,6 +35,7 @@ IDS = {
     "out of range": RNG.integers(-2 * V, 3 * V, (STEPS, K)),
     "none": np.full((STEPS, K), 5 * V),
 }
+IDS = {name: ids.astype(np.int32) for name, ids in IDS.items()}
 
 
 def mesh_of(shape, names, kind=AxisType.Auto):
@@ -88,7 +89,7 @@ def training(mesh, exchange):
     run = fast_jit(functools.partial(train, tx, {"table": exchange}))
 
     def call(ids):
-        given = on(mesh, jnp.asarray(IDS[ids], jnp.int32), P(None, *batch))
+        given = on(mesh, IDS[ids], P(None, *batch))
         return run(params, state, given)
 
     return call
@@ -98,7 +99,7 @@ def training(mesh, exchange):
 def training_on_one():
     tx, params = OPTIMIZERS["adam"], params_on_one()
     run = fast_jit(functools.partial(train, tx, None))
-    return lambda ids: run(params, tx.init(params), jnp.asarray(IDS[ids], jnp.int32))
+    return lambda ids: run(params, tx.init(params), IDS[ids])
 
 
 def step_each(which, exchange, params, states, ids):
@@ -130,19 +131,20 @@ OPTIMIZERS = {
         ("partial_rowwise_adam", 0.1),
     ]
 }
-EXCHANGES = [
-    js.Exchange("x", "all_to_all"),
-    js.Exchange("x", "gather"),
-    js.Exchange("x", "all_to_all", capacity=0.5),
-]
+TO_OWNERS, GATHER = js.Exchange("x", "all_to_all"), js.Exchange("x", "gather")
+CROWDED = js.Exchange("x", "all_to_all", capacity=0.5)  # has to gather for some ids
 
 
 @pytest.mark.parametrize("ids", IDS)
 @pytest.mark.parametrize(
     "mesh, exchange",
     slow_unless(
-        [(mesh, exchange) for mesh in ROWS for exchange in EXCHANGES],
-        lambda case: case[0] == "2x4" and case[1].capacity == 2,
+        [
+            *((mesh, TO_OWNERS) for mesh in ROWS),
+            *((mesh, GATHER) for mesh in ("2x4", "2x4, all axes", "2x4, columns")),
+            *((mesh, CROWDED) for mesh in ("8", "8x1", "2x4, columns")),
+        ],
+        lambda case: case[0] == "2x4",
     ),
     ids=str,
 )
@@ -168,17 +170,22 @@ def test_what_does_not_fit_shows():
 
 @functools.cache
 def stepped_on_one(which):
-    params, ids = params_on_one(), jnp.asarray(IDS["any"], jnp.int32)
+    params, ids = params_on_one(), IDS["any"]
     states = {name: OPTIMIZERS[name].init(params) for name in which}
     run = functools.partial(step_each, which, None)
     return jax.device_get(fast_jit(run)(params, states, ids))
 
 
-@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
+FEW = "sgd", "exact adam"  # with each kind of axes; the others with one of them
+OTHERS = [name for name in OPTIMIZERS if name not in FEW]
+ON_KINDS = [(FEW, "Auto"), (FEW, "Explicit")]
+ON_KINDS += [(tuple(OTHERS[::2]), "Auto"), (tuple(OTHERS[1::2]), "Explicit")]
+
+
 @pytest.mark.parametrize(
-    "which",
-    [("sgd", "exact adam"), pytest.param(tuple(OPTIMIZERS), marks=pytest.mark.slow)],
-    ids=["two", "all"],
+    "which, kind",
+    slow_unless(ON_KINDS, lambda case: case[0] == FEW),
+    ids=lambda x: x if type(x) is str else f"{len(x)} optimizers",
 )
 def test_every_optimizer_on_a_mesh(which, kind):
     shape, names, spec, batch = ROWS["2x4"]
@@ -186,7 +193,7 @@ def test_every_optimizer_on_a_mesh(which, kind):
     exchange = {"table": js.Exchange("x", overflow="nan", capacity=4.0)}
     with jax.set_mesh(mesh):
         params = split(mesh, params_on_one(), spec)
-        given = on(mesh, jnp.asarray(IDS["any"], jnp.int32), P(None, *batch))
+        given = on(mesh, IDS["any"], P(None, *batch))
         states = {name: OPTIMIZERS[name].init(params_on_one()) for name in which}
         states = split(mesh, states, spec)
         run = functools.partial(step_each, which, exchange)
@@ -243,15 +250,24 @@ def grad_of(form, exchange, grad=js.grad):
 @functools.cache
 def forms_on_one():
     forms = {name: grad_of(form, None, jax.grad) for name, form in FORMS.items()}
-    return all_at_once(forms, jnp.asarray(TABLE), jnp.asarray(FORM_IDS))
+    return all_at_once(forms, TABLE, FORM_IDS)
+
+
+# All forms at two of the places, a third of them at each other one.
+IN_PLACES = [(*place, tuple(FORMS)) for place in (PLACES[2], PLACES[4])]
+IN_PLACES += [
+    (*place, tuple(FORMS)[i % 3 :: 3])
+    for i, place in enumerate(PLACES)
+    if place not in (PLACES[2], PLACES[4])
+]
 
 
 @pytest.mark.filterwarnings("ignore::jslices.DensificationWarning")
 @pytest.mark.parametrize(
-    "kind, shape, names, spec",
-    slow_unless(PLACES, lambda case: case in (PLACES[2], PLACES[4])),
+    "kind, shape, names, spec, forms",
+    slow_unless(IN_PLACES, lambda case: len(case[-1]) == len(FORMS)),
 )
-def test_lookups_in_every_form(kind, shape, names, spec):
+def test_lookups_in_every_form(kind, shape, names, spec, forms):
     if jax.device_count() < 8:
         pytest.skip("needs eight devices")
     kinds, devices = (getattr(AxisType, kind),) * len(names), jax.devices()
@@ -262,7 +278,7 @@ def test_lookups_in_every_form(kind, shape, names, spec):
     with jax.set_mesh(mesh):
         batch = P(names) if "x" not in spec[1:] else P(names[:-1] or None)
         found = all_at_once(
-            {name: grad_of(form, exchange) for name, form in FORMS.items()},
+            {name: grad_of(FORMS[name], exchange) for name in forms},
             on(mesh, TABLE, spec),
             on(mesh, ids, batch),
         )
@@ -277,7 +293,7 @@ def test_lookups_in_every_form(kind, shape, names, spec):
 def test_around_the_optimizer_nothing_but_numbers_travels():
     mesh = mesh_of((8,), ("x",))
     placed = on(mesh, TABLE, P("x"))
-    ids = on(mesh, IDS["any"][0].astype(np.int32), P("x"))
+    ids = on(mesh, IDS["any"][0], P("x"))
     exchange = js.Exchange("x")
 
     def loss(table, ids):
@@ -293,7 +309,7 @@ def test_around_the_optimizer_nothing_but_numbers_travels():
     compiled = fast_jit(around).lower(grads).compile()
     sent = [c for c in js.proof.cost.cost_of(compiled).collectives]
     assert all(c.nbytes <= 16 for c in sent), sent
-    wanted = around(js.grad(loss)(jnp.asarray(TABLE), jnp.asarray(ids)))
+    wanted = fast_jit(lambda t, i: around(js.grad(loss)(t, i)))(TABLE, np.asarray(ids))
     assert_close(jax.device_get(compiled(grads)), jax.device_get(wanted), rtol=1e-4)
 
 
@@ -303,7 +319,7 @@ def test_without_an_exchange_no_table_travels_either(name, spec):
     mesh, tx = mesh_of((4,), ("x",)), OPTIMIZERS[name]
     params = split(mesh, params_on_one(), spec)
     state = tx.init(params)
-    ids = on(mesh, jnp.asarray(IDS["any"][0], jnp.int32), P("x"))
+    ids = on(mesh, IDS["any"][0], P("x"))
 
     def step(params, state, ids):
         grads = js.grad(loss)(params, ids, LABELS)
@@ -324,27 +340,27 @@ def test_lookup_ids_are_what_the_program_reads():
         total, _ = jax.lax.scan(body, 0.0, ids)
         return total + params["b"][ids[:2]].sum() + (params["a"][ids] ** 2).sum()
 
-    params = {"a": jnp.ones((9, 2)), "b": jnp.ones((7,)), "c": None}
-    found = js.lookup_ids(loss)(params, jnp.array([4, 8, 4]))
+    params = {"a": np.ones((9, 2), "f4"), "b": np.ones(7, "f4"), "c": None}
+    found = js.lookup_ids(loss)(params, np.array([4, 8, 4]))
     np.testing.assert_array_equal(found["a"], [4, 8, 4, 4, 8, 4])
     np.testing.assert_array_equal(found["b"], [4, 8])
     assert found["c"] is None
     both = js.lookup_ids(lambda a, b, i: a[i].sum() * b.sum(), argnums=(0, 1))
-    rows, dense = both(params["a"], jnp.ones(2), jnp.array([1]))
+    rows, dense = both(params["a"], np.ones(2, "f4"), np.array([1]))
     assert rows.tolist() == [1] and dense is None
 
     def chained(links, table, ids):
         return table[links[ids].astype(jnp.int32)[:, 0]].sum()
 
-    links = jnp.ones((5, 1))
-    rows = js.lookup_ids(chained, argnums=1)(links, params["a"], jnp.array([3]))
+    links = np.ones((5, 1), "f4")
+    rows = js.lookup_ids(chained, argnums=1)(links, params["a"], np.array([3]))
     assert rows.tolist() == [1]
 
     def walk(table, ids):
         return table[table[ids].astype(jnp.int32)[:, 0]].sum()
 
     with pytest.raises(ValueError, match=r"depend on its own values .*flush"):
-        js.lookup_ids(walk)(params["a"], jnp.array([3]))
+        js.lookup_ids(walk)(params["a"], np.array([3]))
 
 
 def test_explain_tells_bytes_and_what_does_not_fit():
@@ -383,7 +399,7 @@ def test_bad_exchanges_say_what_to_type():
     ]:
         with pytest.raises(js.InvalidArgumentError, match=message):
             js.Exchange(**wrong)
-    mesh, ids = mesh_of((8,), ("x",)), jnp.arange(4)
+    mesh, ids = mesh_of((8,), ("x",)), np.arange(4)
 
     def grad(table, exchange):
         def loss(p):

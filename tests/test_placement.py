@@ -77,8 +77,8 @@ def inits(params):
 @pytest.mark.parametrize(
     "kind, spec",
     slow_unless(
-        [(kind, spec) for kind in ("Auto", "Explicit") for spec in SPLITS],
-        lambda case: case[0] == "Explicit" or case[1] == P("x"),
+        [*(("Explicit", spec) for spec in SPLITS), ("Auto", P("x")), ("Auto", P("a", "x"))],
+        lambda case: case[1] == P("x"),
     ),
     ids=str,
 )
