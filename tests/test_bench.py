@@ -95,13 +95,15 @@ def test_all_figures(bench):
 
 
 @pytest.mark.slow
-def test_dense_stops_in_time_and_nothing_tells_the_memory(bench, monkeypatch):
+def test_dense_stops_in_time_and_nothing_tells_or_keeps_the_memory(bench, monkeypatch):
+    monkeypatch.setattr("jslices.bench.command.can_keep_memory", lambda device: False)
     monkeypatch.setattr(jax.stages.Compiled, "memory_analysis", lambda self: None)
     options = ["--optimizer", "sgd", "--dtype", "bfloat16", "--distribution", "uniform"]
     code, out, err = bench(*TINY, *options, "--dense-seconds", "1e-9")
     assert code == 0, err
     table = figures(out)
-    assert table["timed steps"] == ["20", "20", "1", "-"]
+    assert table["timed steps"] == ["20", "-", "1", "-"]
+    assert "to keep memory" not in out
     assert "dense steps timed: only 1, as they took 1e-09 s" in out
     assert "100 ids a step (uniform)" in out
     assert table["table"][0] == "32.0 KB"

@@ -37,7 +37,7 @@ def assert_holds(path, variables):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "kills"),
-    [("steps", 200), ("shards", 60), ("deltas", 200), ("steps+shards", 30)],
+    [("steps", 100), ("shards", 40), ("deltas", 100), ("steps+shards", 20)],
 )
 def test_killed_processes(kind, kills, tmp_path):
     command = [sys.executable, TESTS / "kill_savers.py", tmp_path, kind, str(kills)]

@@ -90,7 +90,10 @@ START = beginning(np.arange(V))
 EXACT = [("sgd", {"momentum": 0.9}), ("adam", {}), ("adamw", {"weight_decay": 0.1})]
 EXACT += [("amsgrad", {}), ("lion", {}), ("rmsprop", {}), ("adadelta", {"rho": 0.8})]
 EXACT += [("adamw", {"learning_rate": optimizers.SCHEDULE})]
-CASES = [case for case in optimizers.ALL if "mask" not in case[1]]
+# One case for each set of arrays that are kept of a row.
+CASES = [*optimizers.FIRST, ("sgd", {"momentum": 0.9})]
+CASES += [("rmsprop", {"centered": True, "momentum": 0.9})]
+CASES += [("adafactor", {"learning_rate": 0.1, "momentum": 0.9, "factored": False})]
 CASES += [(name, {**options, "untouched": "exact"}) for name, options in EXACT]
 QUICK = ("adam", "rowwise_adagrad")
 
@@ -158,8 +161,8 @@ def step_adding(rows, places):
 @pytest.mark.parametrize(
     "row, dtype",
     slow_unless(
-        itertools.product([(), (1,), (2, 3)], ["float32", "bfloat16", "float16"]),
-        lambda case: case in [((), "float16"), ((2, 3), "bfloat16")],
+        [((), "float16"), ((2, 3), "bfloat16"), ((1,), "float32"), ((1,), "float16")],
+        lambda case: len(case[0]) != 1,
     ),
 )
 def test_rows_of_any_shape_and_dtype(row, dtype):
@@ -401,7 +404,7 @@ def train_until_killed(path):
         print(table.steps, flush=True)
 
 
-@pytest.mark.parametrize("kills", [1, pytest.param(8, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kills", [1, pytest.param(5, marks=pytest.mark.slow)])
 def test_a_killed_process_leaves_whole_steps(tmp_path, kills):
     path, tx, before = str(tmp_path / "table"), js.adam(0.1), 0
     undisturbed = js.HostTable((V, D), tx, init=beginning)

@@ -105,8 +105,16 @@ def fast_disk(monkeypatch):
     monkeypatch.setattr(mmap, "mmap", UnflushedMap)
 
 
-#: All lines that differ, or some of them.
+#: All lines that differ, or some of them, of tables of each kind.
 STRIDES = pytest.mark.parametrize("stride", [11, pytest.param(1, marks=pytest.mark.slow)])
+STRIDES_AND_KINDS = pytest.mark.parametrize(
+    "stride, file, overlap",
+    [
+        (11, True, True),
+        pytest.param(1, True, True, marks=pytest.mark.slow),
+        pytest.param(1, False, False, marks=pytest.mark.slow),
+    ],
+)
 
 
 def interruptions(do, stride, folder):
@@ -192,9 +200,7 @@ def entries(code):
 # --- Ctrl-C ---------------------------------------------------------------------------
 
 
-@STRIDES
-@pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize("file", [False, True])
+@STRIDES_AND_KINDS
 def test_interrupted_steps_are_whole(stride, tmp_path, file, overlap):
     numbers = iter(range(10_000))
 
@@ -216,13 +222,12 @@ def test_interrupted_steps_are_whole(stride, tmp_path, file, overlap):
 
 
 @STRIDES
-@pytest.mark.parametrize("overlap", [False, True])
-def test_interrupted_close(stride, tmp_path, overlap):
+def test_interrupted_close(stride, tmp_path):
     numbers = iter(range(10_000))
 
     def do(interrupted):
         path = tmp_path / str(next(numbers))
-        table = opened(path, overlap=overlap)
+        table = opened(path, overlap=True)
         step(table)
         step(table)
         with interrupted():
@@ -251,9 +256,8 @@ def test_a_with_block_that_is_interrupted_closes_whole(stride, tmp_path):
     interruptions(do, stride, tmp_path)
 
 
-@STRIDES
+@STRIDES_AND_KINDS
 @pytest.mark.parametrize("name", ["save", "restore", "grow", "flush"])
-@pytest.mark.parametrize("file, overlap", [(False, False), (True, False), (True, True)])
 def test_interrupted_copies(stride, tmp_path, name, file, overlap):
     folders = iter(range(10_000))
     with opened(tmp_path / "copy") as table:
@@ -813,9 +817,7 @@ def two(tmp_path):
     return tmp_path / "now"
 
 
-@STRIDES
-@pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize("file", [False, True])
+@STRIDES_AND_KINDS
 def test_interrupted_steps_of_two_tables_are_whole(stride, two, file, overlap):
     def do(interrupted):
         shutil.rmtree(two)
