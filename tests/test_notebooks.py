@@ -5,6 +5,7 @@ import pathlib
 import re
 
 import pytest
+from forked import Origin
 
 nbformat = pytest.importorskip("nbformat")
 pytest.importorskip("nbclient")
@@ -75,17 +76,28 @@ def test_the_folder_shows_it(name):
 
 
 @pytest.mark.slow
+@pytest.mark.as_users  # its losses are compared to the bit
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(
-    "name",
-    [  # whose losses are compared to the bit
-        pytest.param(name, marks=pytest.mark.as_users) if name == "quickstart" else name
-        for name in NAMES
-    ],
-)
-def test_runs(name, tmp_path):
+def test_runs_in_a_kernel(tmp_path, name="quickstart"):
+    pytest.importorskip("flax")
     notebook = read(name)
-    if "from flax import" in str(notebook.cells):
-        pytest.importorskip("flax")
     run.execute(notebook, str(tmp_path), quick=True)
     assert pictures(notebook), f"{name} shows no plot"
+
+
+@pytest.fixture(scope="module")
+def origin():
+    with Origin("notebook_cells") as process:
+        yield process
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "quickstart"])
+def test_runs(name, origin, tmp_path):
+    cells = [cell.source for cell in read(name).cells if cell.cell_type == "code"]
+    if "from flax import" in str(cells):
+        pytest.importorskip("flax")
+    with origin.forked("run", cells=cells, folder=str(tmp_path)) as process:
+        assert process.wait(timeout=600) == 0, process.errors()
+        (shown,) = process.lines()
+    assert int(shown), f"{name} shows no plot"
