@@ -335,7 +335,6 @@ def test_the_state_of_any_optimizer_catches_up_in_the_step():
         "partial_rowwise_adam": {},
         "rmsprop": {"momentum": 0.9, "centered": True},
         "proximal_adagrad": {"l1_regularization_strength": 0.01},
-        "lion": {"learning_rate": optax.linear_schedule(0.1, 0.0, 9)},
     }
     one_table = lambda table, ids: (table[ids] ** 2).sum()  # noqa: E731
 

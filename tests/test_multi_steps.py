@@ -97,10 +97,10 @@ def wanted(name, reduction="mean"):
     return [carry := step(*carry, ids) for ids in BATCHES.reshape(2, K, B)]
 
 
-# The wrapping is the same for all, so that each is run in one way or another, and an exact
-# one in two; the docstring's example runs without jit.
-RUNS = [(name, "jit") for name in ("adafactor", "chain", "exact", "sgd")]
-RUNS += [("adam", "apply"), ("adamw", "apply"), ("exact", "apply"), ("lifted", "scan")]
+# The wrapping is the same for all, so that each is run in one way or another; the
+# docstring's example runs without jit.
+RUNS = [(name, "jit") for name in ("adafactor", "adamw", "chain", "sgd")]
+RUNS += [("adam", "apply"), ("exact", "apply"), ("lifted", "scan")]
 
 
 @pytest.mark.parametrize(
@@ -156,7 +156,7 @@ def test_the_sum_of_gradients():
 def test_equals_multi_steps_of_optax_on_dense_gradients():
     """Exact rows and a flush: every row, the ones without gradient too."""
     tx = wrapped("exact")
-    params, _ = flush(tx)(*train(tx, "jit")[-1])
+    params, _ = flush(tx)(*train(tx, "apply")[-1])
     theirs = optax.MultiSteps(optax.lion(0.1, weight_decay=0.1), K)
     there, state, update = PARAMS, theirs.init(PARAMS), fast_jit(theirs.update)
     dense_grad = fast_jit(jax.grad(loss))
