@@ -77,12 +77,7 @@ ROWS = [(16,), (48,), (64,), (100,), (128,), (200,), (256,), (300,), (8, 64)]
             *(("v6e", row, jnp.float32) for row in [(16,), (64,), (300,), (8, 64)]),
             ("v6e", (200,), jnp.bfloat16),
         ],
-        [
-            ("v5e", (16,), jnp.float32),
-            ("v5e", (64,), jnp.bfloat16),
-            ("v5e", (8, 64), jnp.float32),
-            ("v6e", (64,), jnp.float32),
-        ].__contains__,
+        [("v5e", (16,), jnp.float32), ("v6e", (64,), jnp.float32)].__contains__,
     ),
     ids=str,
 )
@@ -118,7 +113,7 @@ LAZY = {
     ["name"],
     slow_unless(
         [(name,) for name in LAZY],
-        [("adamw",), ("rowwise_adagrad",), ("adafactor",)].__contains__,
+        lambda case: case == ("adafactor",),
     ),
 )
 def test_no_optimizer_copies_a_table_on_a_tpu(name):
@@ -143,11 +138,8 @@ EXACT = [
 ]
 
 
-@pytest.mark.parametrize(
-    "name, more",
-    slow_unless(EXACT, lambda case: case[0] == "adam"),
-    ids=str,
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name, more", EXACT, ids=str)
 def test_no_exact_optimizer_copies_a_table_on_a_tpu(name, more):
     needs_device("v5e")
     tx = getattr(js, name)(0.1, untouched="exact", **more)
@@ -168,6 +160,7 @@ def test_an_exact_step_reads_and_writes_its_state_once(device, dim):
         for untouched in ("lazy", "exact")
     )
     assert exact.accessed_bytes <= 1.42 * lazy.accessed_bytes
+    assert exact.copies == lazy.copies == 0
 
 
 @pytest.mark.parametrize(
@@ -186,6 +179,7 @@ def test_no_exact_step_of_short_rows_copies_a_table_on_a_tpu(device, dim):
         assert cost.seconds <= dense.seconds / 2
 
 
+@pytest.mark.slow
 def test_a_schedule_keeps_vectors_that_no_tpu_pads():
     tx = js.adamw(optax.linear_schedule(0.1, 0.0, 9), untouched="exact")
     cost = row_cost("v5e", tx, (128,))
@@ -217,10 +211,8 @@ WRAPPED = {
 }
 
 
-@pytest.mark.parametrize(
-    ["name"],
-    slow_unless([(name,) for name in WRAPPED], lambda case: case == ("freeze_rows",)),
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", WRAPPED)
 def test_what_stands_round_an_optimizer_copies_no_table_on_a_tpu(name):
     cost = row_cost("v5e", WRAPPED[name], (64,), layer=True)
     assert cost.copies == 0
@@ -243,9 +235,8 @@ def test_loops_and_scatters_copy_no_table_on_a_tpu(dim):
         assert cost_on("v5e", write, table, ids, donate_argnums=0).copies == 0
 
 
-@pytest.mark.parametrize(
-    "name, most", slow_unless([("sgd", 16), ("adagrad", 18)], [("sgd", 16)].__contains__)
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name, most", [("sgd", 16), ("adagrad", 18)])
 def test_kernels_of_a_gpu(name, most):
     cost = row_cost("h100", getattr(js, name)(0.1), (64,), layer=True)
     assert cost.copies == 0 and count(cost) <= most
@@ -253,16 +244,19 @@ def test_kernels_of_a_gpu(name, most):
 
 
 def test_kernels_of_adam_on_a_gpu():
-    """Lazy, exact, with clipped gradients, and of bags."""
     row = functools.partial(row_cost, "h100", row=(64,), layer=True)
-    adam, exact = js.adam(0.1), js.adam(0.1, untouched="exact")
-    lazy = row(adam)
+    lazy, exact = row(js.adam(0.1)), row(js.adam(0.1, untouched="exact"))
     assert lazy.copies == 0 and count(lazy) <= 18
     assert lazy.temp_bytes <= 4.5 * K * 64 * 4
-    cost = row(exact)
-    assert cost.copies == 0 and count(cost) <= 26
-    assert cost.accessed_bytes <= 1.42 * lazy.accessed_bytes
-    assert count(row(adam, clip=1.0)) <= count(lazy) + 6
+    assert exact.copies == 0 and count(exact) <= 26
+    assert exact.accessed_bytes <= 1.42 * lazy.accessed_bytes
+
+
+@pytest.mark.slow
+def test_kernels_of_clipped_gradients_and_of_bags_on_a_gpu():
+    adam = js.adam(0.1)
+    clipped = row_cost("h100", adam, (64,), layer=True, clip=1.0)
+    assert clipped.copies == 0 and count(clipped) <= 24
 
     def bags(table, state, ids):
         def loss(table):
@@ -297,10 +291,8 @@ def float_additions(text):
             for rows in (V, K)
         ],
         [
-            ("v5e", "adam", K, V),
             ("v5e", "sgd", K, K),
             ("h100", "adam", K, V),
-            ("h100", "adam", 300, K),
         ].__contains__,
     ),
 )
@@ -330,13 +322,9 @@ def test_plain_additions_race_and_are_found(device):
     assert float_additions(add.lower(*args).compile().as_text())
 
 
-@pytest.mark.parametrize(
-    "device, dtype",
-    slow_unless(
-        [(name, x) for name in ("v5e", "h100") for x in (jnp.bfloat16, jnp.float16)],
-        [("v5e", jnp.bfloat16)].__contains__,
-    ),
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("device", ["v5e", "h100"])
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_rounding_stochastically_copies_no_table(device, dtype):
     tx = js.adam(0.1)
     *kept, ids = arguments(tx, (64,), dtype)
