@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import assert_close, dense, slow_unless
+from helpers import assert_close, slow_unless
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -73,7 +73,7 @@ def test_equals_the_dense_reduction_and_sends_no_table(
     held = (indices >= 0) & (indices < num_rows)
     np.add.at(wanted, indices[held], values[held])
     factor = np.float32(4 if reduction == "mean" else 1)
-    assert_close(jax.jit(dense)(out), wanted / factor)
+    assert_close(out, wanted / factor)
     # Rows that no device had stay untouched, whichever way it was done.
     touched = np.asarray(out.indices)
     touched = touched[touched < num_rows]
@@ -99,7 +99,7 @@ def test_over_one_axis_of_two(mesh):
     out = compile_(put(values), put(indices))(put(values), put(indices))
     wanted = np.zeros((V, 1), np.float32)
     wanted[3], wanted[7] = 3, 1
-    assert_close(jax.jit(dense)(out), wanted)
+    assert_close(out, wanted)
 
 
 @pytest.mark.parametrize(
