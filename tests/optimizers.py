@@ -72,6 +72,10 @@ ALL = [*SHARED, *BY_ROW, *OWN]
 FIRST = [*{name: (name, kwargs) for name, kwargs in reversed(ALL)}.values()][::-1]
 # Settings with which an optimizer keeps other arrays than with its first ones.
 OTHER_STATE = [case for case in ALL if {"momentum", "min_dim_size_to_factor"} & {*case[1]}]
+# One of each kind: without state, with arrays as large as the table, with numbers for each
+# row, with factors; and those that read parameters, or take norms of their rows.
+KINDS = ("sgd", "adam", "rowwise_adagrad", "adafactor", "ftrl", "lamb")
+KINDS = [case for case in FIRST if case[0] in KINDS]
 # One without a second state array, one with two, one that reads the parameters.
 THREE = [("sgd", {"momentum": 0.9}), ("adam", {}), ("ftrl", {})]
 

@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 from helpers import assert_close, fast_jit, numpy_dense, slow_unless
-from optimizers import FIRST, THREE, D, V, label, make, rng_tree
+from optimizers import KINDS, THREE, D, V, label, make, rng_tree
 
 import jslices as js
 
@@ -119,7 +119,7 @@ def check(tx, kinds):
 
 @pytest.mark.parametrize(
     "name, kwargs",
-    slow_unless([*FIRST, THREE[0], FACTORED, *EXACT], [*THREE, FACTORED].__contains__),
+    slow_unless([*KINDS, THREE[0], FACTORED, *EXACT], [*THREE, FACTORED].__contains__),
     ids=label,
 )
 def test_frozen_rows_keep_their_bits(name, kwargs):

@@ -600,8 +600,9 @@ def test_equal_keras(name):
         np.testing.assert_allclose(now, after, rtol=3e-5, atol=3e-6)
 
 
-@pytest.mark.parametrize("name, decay", [("adam", 0.0), ("adamw", 0.1)])
-@pytest.mark.parametrize("eps_root", [0.0, 1e-14])
+@pytest.mark.parametrize(
+    "name, decay, eps_root", [("adam", 0.0, 1e-14), ("adamw", 0.1, 0.0)]
+)
 def test_epsilon_hat_is_where_sparse_adam_has_it(name, decay, eps_root):
     """In float64, as torch/optim/_functional.py has it, of a loss that is a mean."""
     gradients = 1e-7 * np.random.default_rng(5).normal(size=(6, 2, D))
@@ -847,8 +848,7 @@ def test_mu_dtype(name):
 )
 def test_a_learned_learning_rate(num_ids):
     rng = np.random.default_rng(6)
-    table = jnp.asarray(rng.normal(size=(5000, D)), jnp.float32)
-    ids = jnp.asarray(rng.integers(0, 5000, num_ids))
+    table, ids = drawn(rng, (5000, D)), rng.integers(0, 5000, num_ids)
 
     def after(rate, grad, module):
         tx = module.adam(rate)
@@ -859,11 +859,10 @@ def test_a_learned_learning_rate(num_ids):
     rate = jnp.float32(0.1)
     wanted = fast_jit(jax.grad(lambda rate: after(rate, jax.grad, optax)))(rate)
     ours = lambda rate: after(rate, js.grad, js)  # noqa: E731
-    for derivative in (
-        jax.grad(ours),
-        fast_jit(jax.grad(ours)),
-        fast_jit(jax.jacfwd(ours)),
-    ):
+    derivatives = [fast_jit(jax.grad(ours)), fast_jit(jax.jacfwd(ours))]
+    if num_ids == 6:  # and without jit
+        derivatives += [jax.grad(ours)]
+    for derivative in derivatives:
         np.testing.assert_allclose(derivative(rate), wanted, rtol=1e-3)
 
 

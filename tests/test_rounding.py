@@ -13,7 +13,7 @@ from helpers import all_at_once, fast_jit, numpy_dense, slow_unless
 from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import NamedSharding, PartitionSpec
-from optimizers import FIRST, label, make
+from optimizers import KINDS, label, make
 
 import jslices as js
 import jslices.testing
@@ -302,15 +302,11 @@ def test_other_parameters_get_the_bits_that_they_get_without_a_key():
 # --- Optimizers -----------------------------------------------------------------------
 
 WIDE = 64
-#: No state, arrays [V, D], sums [V], factors; and movement that the norm of a row scales.
-EACH_STATE = "sgd", "adam", "ftrl", "lamb", "adafactor", "rowwise_adagrad"
 
 
 @pytest.mark.parametrize(
     "name, kwargs",
-    slow_unless(
-        [case for case in FIRST if case[0] in EACH_STATE], lambda case: case[0] == "adam"
-    ),
+    slow_unless(KINDS, lambda case: case[0] == "adam"),
     ids=label,
 )
 def test_the_mean_of_many_steps_is_the_step_of_float32(name, kwargs):

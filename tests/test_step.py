@@ -11,7 +11,7 @@ import pytest
 from helpers import assert_close, fast_jit, numpy_dense, slow_unless
 from hypothesis import given
 from hypothesis import strategies as st
-from optimizers import BY_ROW, FIRST, THREE, drawn, label, make, slices_of
+from optimizers import BY_ROW, KINDS, THREE, drawn, label, make, slices_of
 
 import jslices as js
 from jslices.optim.engine.step import Plan, choose_plan, execute
@@ -242,18 +242,10 @@ def sizes_of(way):
     return table, history, grads
 
 
-REPRESENTATIVE = ("sgd", "adam", "ftrl", "rowwise_adagrad", "lamb", "adafactor")
-
-
 @pytest.mark.parametrize(
     "name, kwargs, way",
     slow_unless(
-        [
-            (*case, way)
-            for case in [*FIRST, THREE[0]]
-            for way in SIZES
-            if case[0] in REPRESENTATIVE
-        ],
+        [(*case, way) for case in [*KINDS, THREE[0]] for way in SIZES],
         lambda case: (
             (case[0], case[2]) in [("adam", "in chunks"), ("adafactor", "all rows")]
         ),
