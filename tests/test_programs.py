@@ -146,35 +146,36 @@ ID_FORMS = {
 }
 
 
-def losses(through):
-    """A loss for each form of ids, of the table after a step."""
+# The numbers of rows are the same after a step: of each kind of form some.
+AFTER_A_STEP = ["fill", "beyond", "below", "clip_low", "dynamic_slice", "vmapped_slices"]
+FORMS = [*((name, False) for name in ID_FORMS), *((name, True) for name in AFTER_A_STEP)]
 
-    def make(form):
-        return lambda table: (form(through(table), IDS) ** 3).sum()
 
-    return {name: make(form) for name, form in ID_FORMS.items()}
+def losses():
+    """A loss for each form of ids, of the table or of a step."""
+
+    def make(name, after_a_step):
+        step = jnp.sin if after_a_step else lambda table: table
+        return lambda table: (ID_FORMS[name](step(table), IDS) ** 3).sum()
+
+    return {str(form): make(*form) for form in FORMS}
 
 
 @functools.cache
-def by_jax(through):
-    """JAX's value and gradient of each; tests of packed tables compare with them, too."""
-    return all_at_once(
-        {n: jax.value_and_grad(f) for n, f in losses(through).items()}, TABLE
-    )
+def by_jax():
+    """JAX's value and gradient of each; with them packed tables are compared, too."""
+    return all_at_once({n: jax.value_and_grad(f) for n, f in losses().items()}, TABLE)
 
 
-def unchanged(table):
-    return table
+@pytest.fixture(scope="module")
+def forms():
+    ours = {name: js.value_and_grad(f) for name, f in losses().items()}
+    return all_at_once(ours, TABLE), by_jax()
 
 
-@pytest.fixture(scope="module", params=[unchanged, jnp.sin])
-def forms(request):
-    ours = {n: js.value_and_grad(f) for n, f in losses(request.param).items()}
-    return all_at_once(ours, TABLE), by_jax(request.param)
-
-
-@pytest.mark.parametrize("form", ID_FORMS)
-def test_id_forms(form, forms):
+@pytest.mark.parametrize("name, after_a_step", FORMS)
+def test_id_forms(name, after_a_step, forms):
+    form = str((name, after_a_step))
     (value, grad), (wanted, wanted_grad) = (found[form] for found in forms)
     assert js.is_slices(grad)
     assert_close(grad, wanted_grad, rtol=1e-5)

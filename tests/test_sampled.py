@@ -265,7 +265,12 @@ def test_tables_and_samples_that_do_not_fit():
 def test_labels_of_a_dtype_too_narrow_for_the_classes():
     table, bias = np.float32(np.mgrid[:1000, :2][0]), np.zeros(1000, np.float32)
     inputs = np.full((3, 2), 1e-3, np.float32)
-    loss = lambda i: js.nce_loss(table, bias, i, inputs, 20, 1000, key=KEY)  # noqa: E731
+
+    def loss(labels):
+        labels = labels[:, None]
+        sample = js.log_uniform_candidate_sampler(labels, 20, 1000, key=KEY, unique=False)
+        return js.nce_loss(table, bias, labels, inputs, 20, 1000, sampled_values=sample)
+
     dtypes = ("int32", "uint8", "int8", "int16")
     every = fast_jit(lambda i: [loss(i.astype(dtype)) for dtype in dtypes])
     wanted, *others = every(np.array([3, 7, 100], np.int32))
