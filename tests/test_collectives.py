@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers import fast_jit
 from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -235,6 +236,7 @@ def loss(params, ids):
 def test_row_gradients_do_not_send_tables(mesh, tx, spec):
     exchange = {"t": js.Exchange("x", overflow="nan")} if spec else None
 
+    @fast_jit
     def step(params, state, ids):
         grads = js.grad(loss, exchange=exchange)(params, ids)
         return tx.apply(grads, state, params)
@@ -263,7 +265,7 @@ LAZY_AND_EXACT = pytest.mark.parametrize(
 def test_moments_split_beside_a_table_on_every_device(mesh, tx):
     """Each device has the table and a part of the moments, and steps as one device does."""
 
-    @functools.partial(jax.jit, donate_argnums=(0, 1))
+    @functools.partial(fast_jit, donate_argnums=(0, 1))
     def step(params, state, ids):
         params, state = tx.catch_up(params, state, js.lookup_ids(loss)(params, ids))
         return tx.apply(js.grad(loss)(params, ids), state, params)
@@ -300,6 +302,7 @@ def test_columns_stay_where_they_are(tx):
     mesh = mesh_of((2, 4), ("a", "x"))
     exchange = {"t": js.Exchange("x", overflow="nan")}
 
+    @fast_jit
     def step(params, state, ids):
         rows = js.lookup_ids(loss, exchange=exchange)(params, ids)
         params, state = tx.catch_up(params, state, rows)
@@ -314,7 +317,7 @@ def test_columns_stay_where_they_are(tx):
     )
     ids = placed(mesh, (K,), jnp.int32, ("a", "x"))
     assert_no_table_on_wire(step, params, state, ids)
-    new, changed = jax.jit(step).lower(params, state, ids).compile().output_shardings
+    new, changed = step.lower(params, state, ids).compile().output_shardings
     for x in (new["t"], changed.mu["t"], changed.nu["t"]):
         assert x.is_equivalent_to(split, 2), x
 
