@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import fast_jit
+from helpers import as_users
 from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -19,7 +19,6 @@ from jslices.proof.program import Module
 from jslices.proof.wire import traffic
 from jslices.testing import assert_no_table_on_wire, collectives
 
-pytestmark = pytest.mark.as_users
 PROGRAMS = pathlib.Path(__file__).parent / "programs"
 V, D, K = 40_000, 16, 64
 OWN = 64 * 32 * 4  # bytes of a device's part of X
@@ -236,7 +235,6 @@ def loss(params, ids):
 def test_row_gradients_do_not_send_tables(mesh, tx, spec):
     exchange = {"t": js.Exchange("x", overflow="nan")} if spec else None
 
-    @fast_jit
     def step(params, state, ids):
         grads = js.grad(loss, exchange=exchange)(params, ids)
         return tx.apply(grads, state, params)
@@ -265,13 +263,13 @@ LAZY_AND_EXACT = pytest.mark.parametrize(
 def test_moments_split_beside_a_table_on_every_device(mesh, tx):
     """Each device has the table and a part of the moments, and steps as one device does."""
 
-    @functools.partial(fast_jit, donate_argnums=(0, 1))
+    @functools.partial(as_users, donate_argnums=(0, 1))
     def step(params, state, ids):
         params, state = tx.catch_up(params, state, js.lookup_ids(loss)(params, ids))
         return tx.apply(js.grad(loss)(params, ids), state, params)
 
     params = {"t": np.arange(V * D, dtype=np.float32).reshape(V, D) % 7}
-    ids = jnp.arange(2 * K).reshape(2, K) * 9_001 % V
+    ids = np.arange(2 * K, dtype=np.int32).reshape(2, K) * 9_001 % V
     everywhere, split = (NamedSharding(mesh, P(*spec)) for spec in ((), ("x",)))
     here = jax.device_put(params, everywhere)
     state = jax.tree.map(
@@ -288,7 +286,6 @@ def test_moments_split_beside_a_table_on_every_device(mesh, tx):
     moments = 2 * D + tx.catches_up  # and of exact ones when a row was last stepped
     assert memory.argument_bytes < 1.01 * V * 4 * (D + moments / 8)
     assert state.mu["t"].sharding.is_equivalent_to(split, 2)
-    params = jax.tree.map(jnp.asarray, params)
     alone = params, tx.init(params)
     for batch in ids:
         alone = step(*alone, batch)
@@ -302,7 +299,7 @@ def test_columns_stay_where_they_are(tx):
     mesh = mesh_of((2, 4), ("a", "x"))
     exchange = {"t": js.Exchange("x", overflow="nan")}
 
-    @fast_jit
+    @jax.jit
     def step(params, state, ids):
         rows = js.lookup_ids(loss, exchange=exchange)(params, ids)
         params, state = tx.catch_up(params, state, rows)
