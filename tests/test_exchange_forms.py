@@ -18,6 +18,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::jslices.DensificationWarning")
 P = PartitionSpec
 V, D = 64, 4
 TABLE = np.random.default_rng(3).normal(size=(V, D)).astype(np.float32)
+ROOMY = js.Exchange("x", overflow="nan", capacity=8.0)  # has a third of the program
 IDS = np.array([[3, 9], [3, 63], [0, 1], [9, 9]] * 2, np.int32)
 
 
@@ -54,7 +55,7 @@ def squared(table):
 
 
 @pytest.mark.parametrize(
-    "exchange", [None, pytest.param(js.Exchange("x"), marks=pytest.mark.slow)], ids=str
+    "exchange", [None, pytest.param(ROOMY, marks=pytest.mark.slow)], ids=str
 )
 @pytest.mark.parametrize("loss", [squared, scanned])
 def test_without_jit_ids_may_be_on_one_device(loss, exchange):
@@ -66,7 +67,7 @@ def test_without_jit_ids_may_be_on_one_device(loss, exchange):
 @pytest.mark.parametrize("kind", ["Auto", "Explicit"])
 def test_set_mesh_tells_programs_of_ids_alone(kind):
     mesh, table = placed((8,), [kind])
-    exchange = js.Exchange("x") if kind == "Auto" else None
+    exchange = ROOMY if kind == "Auto" else None
     rows = js.lookup_ids(squared, exchange=exchange)
     with jax.set_mesh(mesh):
         held = np.asarray(jax.jit(rows)(table).indices)
@@ -131,7 +132,7 @@ def test_products_that_read_rows(kind):
     wanted = fast_jit(jax.grad(loss))(TABLE, IDS)
     with jax.set_mesh(mesh):
         ids = jax.device_put(IDS, NamedSharding(mesh, P("x")))
-        found = fast_jit(js.grad(loss, exchange=js.Exchange("x")))(table, ids)
+        found = fast_jit(js.grad(loss, exchange=ROOMY))(table, ids)
     assert_close(on_host(found), wanted, rtol=1e-5)
 
 
@@ -145,6 +146,6 @@ def test_rows_are_masked_and_frozen_where_they_are():
         masked = js.mask_rows(grads, odd)
         return masked.to_dense(), tx.apply(grads, tx.init(table), table)[0]
 
-    found = fast_jit(lambda t: stepped(t, js.Exchange("x")))(table)
+    found = fast_jit(lambda t: stepped(t, ROOMY))(table)
     wanted = fast_jit(lambda t: stepped(t, None))(TABLE)
     assert_close(found, wanted, rtol=1e-5)
