@@ -46,9 +46,10 @@ DECAYING = [case for case in CASES if case[1].get("weight_decay")]
 THREE = [("sgd", {"momentum": 0.9}), ("adam", {}), ("adamw", {})]
 
 
-# A schedule is numbers of the clock that all optimizers share: one setting of each has it.
-SMOOTH = ("amsgrad", {"bias_correction_mu": False}), ("rmsprop", {})
-SMOOTH = [case for case in CASES if case[:2] in SMOOTH]
+# A schedule is numbers of the clock that all optimizers share: some settings have one. Adam
+# does what AdamW does.
+SMOOTH = [case for case in FIRST if case[0] == "rmsprop"]
+SMOOTH += [case for case in CASES if "bias_correction_mu" in case[1]]
 JUMPING = [CASES[0], *DECAYING]
 RATES = [
     *((*case, 0.1) for case in CASES if case in FIRST or case not in SMOOTH + JUMPING),

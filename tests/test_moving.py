@@ -179,25 +179,26 @@ def test_the_next_steps_are_those_of_keras_3(name):
     before = TORCH["adam"]
     with jax.numpy_rank_promotion("allow"):  # which Keras relies on
         theirs = getattr(keras.optimizers, name.split()[0])(**settings)
-        variables = [
-            keras.Variable(x, name=key) for key, x in sorted(torch_params(before).items())
-        ]
-        theirs.build(variables)
+        there = torch_params(before)
+        theirs.build([keras.Variable(there[name], name=name) for name in sorted(there)])
+        paths = [v.path.partition("/")[2] for v in theirs.variables]
+        kept = [v.value for v in theirs.variables]
 
-        def step(ids, labels):
-            params = {v.name: v.value for v in variables}
+        @fast_jit
+        def step(params, kept, ids, labels):
             grads = jax.grad(loss)(params, ids, labels)
-            theirs.apply_gradients([(grads[v.name], v) for v in variables])
-            return {v.name: np.array(v.value) for v in variables}
+            both = ([tree[name] for name in sorted(tree)] for tree in (grads, params))
+            new, kept = theirs.stateless_apply(kept, *both)
+            return dict(zip(sorted(params), new, strict=True)), kept
 
         batches = batches_of(TORCH["batches"])
         for batch in batches:
-            params = step(*batch)
-        arrays = {
-            v.path.partition("/")[2]: keras.ops.convert_to_numpy(v)
-            for v in theirs.variables
-        }
-        wanted = {n: step(*batch) for n, batch in enumerate(batches, 1)}
+            there, kept = step(there, kept, *batch)
+        params, arrays = there, dict(zip(paths, map(np.asarray, kept), strict=True))
+        wanted = {}
+        for number, batch in enumerate(batches, 1):
+            there, kept = step(there, kept, *batch)
+            wanted[number] = there
     slots = {"table": under(arrays, "table_"), "w": under(arrays, "w_")}
     state = import_state(tx, params, slots, arrays["iteration"])
     check_goes_on(tx, params, state, batches, wanted, sparse=tx.catches_up)

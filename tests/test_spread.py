@@ -25,7 +25,7 @@ def wide():
 @pytest.mark.parametrize("shards", [1, 2, 3, 7, 8, 4096])
 def test_every_row_has_one_id(shards):
     ids = np.arange(-5, 75)
-    for num_rows in [*range(18), 31, 32, 33, 63, 64, 65, 70]:
+    for num_rows in [*range(10), 17, 31, 32, 33, 64, 70]:
         rows = np.asarray(js.spread_ids(ids, num_rows, shards))
         known = (ids >= 0) & (ids < num_rows)
         np.testing.assert_array_equal(np.sort(rows[known]), np.arange(num_rows))

@@ -9,7 +9,7 @@ import numpy as np
 import optax
 import pytest
 from helpers import assert_close, fast_jit, numpy_dense, slow_unless
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from optimizers import BY_ROW, KINDS, THREE, drawn, label, make, slices_of
 
@@ -104,6 +104,7 @@ def check_entries(indices, update, ids):
     ],
     ids=lambda x: x if isinstance(x, str) else x.way,
 )
+@settings(max_examples=12)
 @given(ids=IDS)
 def test_every_plan_is_the_plain_loop(name, plan, ids):
     """Duplicates, negative and out-of-range ids: as in NumPy, and the rest to the bit."""

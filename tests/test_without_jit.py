@@ -132,11 +132,10 @@ def test_tables_of_other_shapes_and_kinds():
     for rows, ids, dtype in [(10, IDS, "f4"), (12, IDS, "f4"), (10, IDS[:3], "bf16")]:
         dtype = jnp.bfloat16 if dtype == "bf16" else dtype
         p = {"t": jax.device_put(np.ones((rows, 8), dtype)), "w": PARAMS["w"]}
-        for loss in (jitted, looked_up_twice):
-            got = js.grad(loss)(p, ids)
-            assert js.is_slices(got["t"]) and got["t"].shape == (rows, 8)
-            wanted = fast_jit(jax.grad(loss))(p, ids)
-            assert_close(got, wanted, rtol=1e-2 * (dtype == jnp.bfloat16))
+        got = js.grad(looked_up_twice)(p, ids)
+        assert js.is_slices(got["t"]) and got["t"].shape == (rows, 8)
+        wanted = fast_jit(jax.grad(looked_up_twice))(p, ids)
+        assert_close(got, wanted, rtol=1e-2 * (dtype == jnp.bfloat16))
 
 
 def test_sparse_and_dense_by_turns():
