@@ -97,9 +97,13 @@ PRIMITIVES: dict[str, Primitive] = {
 }
 
 
+#: Of NumPy, as ``jnp`` compiles a program to make one.
+_NUMBER = np.zeros((), np.float32)
+
+
 def is_staged() -> bool:
     """Whether a program is being traced, so that nothing runs yet."""
-    return isinstance(jax.numpy.zeros(()), jax.core.Tracer)
+    return isinstance(jax.device_put(_NUMBER), jax.core.Tracer)
 
 
 def trace_state() -> object:

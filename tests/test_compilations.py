@@ -20,6 +20,12 @@ GRADS = {
 }
 
 
+@pytest.fixture(autouse=True)
+def _nothing_compiled():
+    """As in a process of its own, whatever other tests have compiled."""
+    jax.clear_caches()
+
+
 @contextlib.contextmanager
 def at_most(limit):
     """Fails if more programs are compiled, or read from the cache of compiled ones."""
