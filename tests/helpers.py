@@ -86,6 +86,11 @@ def as_users(f, **options):
     return jax.jit(f, compiler_options=users, **options)
 
 
+def array(x, dtype=np.float32):
+    """An array of JAX; ``jnp.asarray`` would compile a program for each new shape."""
+    return jax.device_put(np.asarray(x, dtype))
+
+
 def all_at_once(functions, *args):
     """``{name: f(*args)}``, compiled as one program, which takes less than one for each."""
     return fast_jit(lambda *args: {name: f(*args) for name, f in functions.items()})(*args)

@@ -33,7 +33,11 @@ DIFFERENCES = {
 def bcoo(data, indices, shape):
     from jax.experimental.sparse import BCOO
 
-    return BCOO((jnp.asarray(data), jnp.asarray(indices)), shape=tuple(shape))
+    traced = isinstance(data, jax.Array)
+    parts = (
+        (data, indices) if traced else map(jax.device_put, map(np.asarray, (data, indices)))
+    )
+    return BCOO(tuple(parts), shape=tuple(shape))
 
 
 def names(section):

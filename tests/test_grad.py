@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from helpers import (
     all_at_once,
+    array,
     assert_close,
     dense,
     fast_jit,
@@ -25,9 +26,7 @@ import jslices as js
 
 V, D = 7, 3
 RNG = np.random.default_rng(0)
-TABLE = jnp.asarray(RNG.normal(size=(V, D)), jnp.float32)
-BIAS = jnp.asarray(RNG.normal(size=V), jnp.float32)
-WEIGHT = jnp.asarray(RNG.normal(size=(D, D)), jnp.float32)
+TABLE, BIAS, WEIGHT = (array(RNG.normal(size=size)) for size in [(V, D), V, (D, D)])
 PARAMS = {"bias": BIAS, "table": TABLE, "weight": WEIGHT}
 
 IDS = {

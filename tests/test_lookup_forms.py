@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import all_at_once, assert_close, dense, fast_jit, gradients
+from helpers import all_at_once, array, assert_close, dense, fast_jit, gradients
 from jax import lax
 from jax.experimental import sparse
 
@@ -25,12 +25,12 @@ import jslices as js
 
 V, D, F = 6, 4, 3
 RNG = np.random.default_rng(11)
-TABLE = jnp.asarray(RNG.normal(size=(V, D)), jnp.float32)
-STACKED = jnp.asarray(RNG.normal(size=(F, V, D)), jnp.float32)
-WEIGHT = jnp.asarray(RNG.normal(size=(D, 3)), jnp.float32)
-IDS = jnp.array([4, 1, 4, 0])
-FIELD_IDS = jnp.array([[4, 1], [0, 0], [5, 2]])
-ROW = jnp.asarray(np.linspace(0.5, 1.0, D), jnp.float32)
+TABLE, STACKED, WEIGHT = (
+    array(RNG.normal(size=size)) for size in [(V, D), (F, V, D), (D, 3)]
+)
+IDS = array([4, 1, 4, 0], np.int32)
+FIELD_IDS = array([[4, 1], [0, 0], [5, 2]], np.int32)
+ROW = array(np.linspace(0.5, 1.0, D))
 
 
 def from_columns(table):
@@ -297,24 +297,21 @@ def bcoo(matrix, nse=None):
     empty = ((nse or len(places)) - len(places)) * [matrix.shape]
     numbers = np.append(matrix[tuple(places.T)], len(empty) * [0.0])
     places = np.concatenate([places, np.reshape(empty, (-1, matrix.ndim))])
-    return sparse.BCOO(
-        (numbers.astype(np.float32), places.astype(np.int32)), shape=matrix.shape
-    )
+    return sparse.BCOO((array(numbers), array(places, np.int32)), shape=matrix.shape)
 
 
 def stack_of_bcoo(matrices):
     each = [bcoo(matrix, np.count_nonzero(matrices, (1, 2)).max()) for matrix in matrices]
-    parts = [
-        np.stack(part) for part in zip(*((m.data, m.indices) for m in each), strict=True)
-    ]
-    return sparse.BCOO(parts, shape=matrices.shape)
+    data, indices = array([m.data for m in each]), array([m.indices for m in each], "i4")
+    return sparse.BCOO((data, indices), shape=matrices.shape)
 
 
 def bcsr(matrix):
     """``BCSR`` of a BCOO in order."""
-    counts = [np.sum(matrix.indices[..., 0] == row, -1) for row in range(matrix.shape[-2])]
+    rows, columns = np.moveaxis(np.asarray(matrix.indices), -1, 0)
+    counts = [np.sum(rows == row, -1) for row in range(matrix.shape[-2])]
     starts = np.cumsum([np.zeros_like(counts[0]), *counts], axis=0).T
-    parts = matrix.data, matrix.indices[..., 1], jnp.asarray(starts, jnp.int32)
+    parts = matrix.data, array(columns, np.int32), array(starts, np.int32)
     return sparse.BCSR(parts, shape=matrix.shape)
 
 
@@ -325,10 +322,10 @@ THREE_AXES = bcoo(MATRICES)
 PADDED_BCSR = bcsr(bcoo(MATRICES[0], nse=15))
 VECTOR = bcoo(MATRICES[0, 0])
 NARROW = stack_of_bcoo(MATRICES[..., :3])
-NUMBERS = jnp.asarray(RNG.normal(size=8), jnp.float32)
+NUMBERS = array(RNG.normal(size=8))
 # Unsorted, with duplicates and padding: a row, a column or both out of range.
-PLACES = jnp.array([[2, 5], [0, 1], [2, 5], [1, V], [3, V], [3, 2], [0, 0], [-1, -2]])
-BCOO = sparse.BCOO((NUMBERS, PLACES), shape=(3, V))
+PLACES = [[2, 5], [0, 1], [2, 5], [1, V], [3, V], [3, 2], [0, 0], [-1, -2]]
+BCOO = sparse.BCOO((NUMBERS, array(PLACES, np.int32)), shape=(3, V))
 
 
 def from_sparse_matrices(table):
@@ -479,9 +476,12 @@ def root(table):
 
 WHOLE = "whole rows of a table [V, D]"
 # Of small arrays none is warned of.
-LARGE = jnp.asarray(np.tile(TABLE, (700, 1)))
-FULL = jnp.asarray(np.broadcast_to(IDS, (D, 4)).T)
-M, WEIGHED = jnp.asarray(np.asarray(IDS) > 1)[:, None], "weights[..., None] * table[ids]"
+LARGE = array(np.tile(TABLE, (700, 1)))
+FULL = array(np.broadcast_to(IDS, (D, 4)).T, np.int32)
+M, WEIGHED = (
+    array([[True], [False], [True], [False]], bool),
+    "weights[..., None] * table[ids]",
+)
 # By name: what is looked up, how, and what the warning advises.
 WARNS = {
     "scanned": (LARGE, lambda t: lax.map(lambda row: jnp.sin(row)[IDS % D], t), "outside"),

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import all_at_once, assert_close, fast_jit, gradients
+from helpers import all_at_once, array, assert_close, fast_jit, gradients
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax import lax
@@ -20,10 +20,9 @@ import jslices as js
 
 V, D = 6, 4
 RNG = np.random.default_rng(5)
-TABLE = jnp.asarray(RNG.normal(size=(V, D)), jnp.float32)
-OTHER = jnp.asarray(RNG.normal(size=(V, D)), jnp.float32)
-SCALE = jnp.float32(1.7)
-IDS = jnp.array([4, 1, 4, 0])
+TABLE, OTHER = array(RNG.normal(size=(V, D))), array(RNG.normal(size=(V, D)))
+SCALE = array(1.7)
+IDS = array([4, 1, 4, 0], np.int32)
 
 STEPS = {
     "cast": lambda t, s: t.astype(jnp.bfloat16).astype(jnp.float32),
