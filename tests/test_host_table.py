@@ -404,7 +404,7 @@ def train_until_killed(path):
         print(table.steps, flush=True)
 
 
-@pytest.mark.parametrize("kills", [1, pytest.param(5, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kills", [1, pytest.param(3, marks=pytest.mark.slow)])
 def test_a_killed_process_leaves_whole_steps(tmp_path, kills):
     path, tx, before = str(tmp_path / "table"), js.adam(0.1), 0
     undisturbed = js.HostTable((V, D), tx, init=beginning)

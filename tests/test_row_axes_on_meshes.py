@@ -16,7 +16,7 @@ import jslices as js
 import jslices.testing
 from jslices.proof.cost import cost_of
 
-L, V, D, K = 4, 100_000, 4, 8
+L, V, D, K = 4, 20_000, 4, 8
 RNG = np.random.default_rng(3)
 TABLE = RNG.normal(size=(L, V, D)).astype(np.float32)
 IDS = RNG.integers(0, V, (2, L, K)).astype(np.int32)
