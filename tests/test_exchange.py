@@ -133,7 +133,7 @@ OPTIMIZERS = {
 }
 TO_OWNERS, GATHER = js.Exchange("x", "all_to_all"), js.Exchange("x", "gather")
 CROWDED = js.Exchange("x", "all_to_all", capacity=0.5)  # has to gather for some ids
-ROOMY = js.Exchange("x", overflow="nan", capacity=8.0)  # has a third of the program
+ROOMY = js.Exchange("x", "all_to_all", capacity=8.0)  # has room for all ids
 
 
 @pytest.mark.parametrize("ids", IDS)

@@ -142,8 +142,8 @@ def test_no_table_is_sent(kind, split, names):
     by_rows = NamedSharding(mesh, P("x"))
     table = jax.device_put(TABLE, by_rows)
     ids = jax.device_put(IDS, NamedSharding(mesh, split))
-    how = {} if split == P("x") else {"overflow": "nan", "capacity": 4.0}
-    exchange = js.Exchange("x", **how) if kind == "Auto" else None
+    room = 2.0 if split == P("x") else 4.0  # for all ids
+    exchange = js.Exchange("x", "all_to_all", room) if kind == "Auto" else None
     with jax.set_mesh(mesh):
         run = functools.partial(everything, names, exchange)
         compiled = fast_jit(run).lower(table, ids).compile()

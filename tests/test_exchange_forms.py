@@ -18,7 +18,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::jslices.DensificationWarning")
 P = PartitionSpec
 V, D = 64, 4
 TABLE = np.random.default_rng(3).normal(size=(V, D)).astype(np.float32)
-ROOMY = js.Exchange("x", overflow="nan", capacity=8.0)  # has a third of the program
+ROOMY = js.Exchange("x", "all_to_all", capacity=8.0)  # has room for all ids
 IDS = np.array([[3, 9], [3, 63], [0, 1], [9, 9]] * 2, np.int32)
 
 
