@@ -264,7 +264,7 @@ EVERY_STATE = {
     "momentum": js.sgd(0.1, momentum=0.9),
     "chain": js.optim.chain(js.optim.clip_global_norm(1.0), js.adam(0.1)),
     "partition": js.optim.partition(
-        {"rows": ADAM, "rest": js.sgd(0.1, momentum=0.9)},
+        {"rows": js.sgd(0.1, momentum=0.9, **EXACT), "rest": js.adam(0.1)},
         {"table": "rows", "w": "rest"},
     ),
     "in_float32": js.optim.with_state_dtype(js.adam(0.1), "float32"),
