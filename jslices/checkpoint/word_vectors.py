@@ -55,10 +55,12 @@ def load_word_vectors(path: Path, *, limit: int | None = None) -> WordVectors:
     Cost: one pass over the file, text at about 20 MB a second.
 
     Example:
+      >>> import tempfile
       >>> import jslices as js
-      >>> with open("tiny.txt", "w") as file:
+      >>> path = f"{tempfile.mkdtemp()}/tiny.txt"
+      >>> with open(path, "w") as file:
       ...     print("the 0.5 1", "of 2 -3.25", sep="\\n", file=file)
-      >>> words, vectors = js.checkpoint.load_word_vectors("tiny.txt")
+      >>> words, vectors = js.checkpoint.load_word_vectors(path)
       >>> words, vectors.tolist()
       (['the', 'of'], [[0.5, 1.0], [2.0, -3.25]])
 
