@@ -126,8 +126,8 @@ def test_products_that_read_rows(kind):
     matrix = BCOO((np.arange(8, dtype=np.float32), places), shape=(5, V))
 
     def loss(table, ids):
-        rows = jnp.tanh(jax.nn.one_hot(ids, V) @ table).sum(1) ** 2
-        return rows.sum() + (jnp.tanh(matrix @ table) ** 2).sum()
+        rows = jnp.sin(jax.nn.one_hot(ids, V) @ table).sum(1) ** 2
+        return rows.sum() + (jnp.sin(matrix @ table) ** 2).sum()
 
     wanted = fast_jit(jax.grad(loss))(TABLE, IDS)
     with jax.set_mesh(mesh):
