@@ -532,7 +532,7 @@ def check_limit(name: str, what: str, limit: Any, single: bool = False) -> jax.A
     return widened(array)
 
 
-def _array(limit: Any) -> Any:
+def _array(limit: ArrayLike) -> Any:
     """``limit`` or an array of NumPy, as JAX would compile a program to make its own."""
     if isinstance(limit, jax.Array):
         return limit
