@@ -7,6 +7,7 @@ module and ends as any process does.
 """
 
 import contextlib
+import gc
 import importlib
 import json
 import os
@@ -98,6 +99,8 @@ class Forked:
 
 def main(module):
     functions = importlib.import_module(module)
+    gc.collect()
+    gc.freeze()  # what was imported stays: a forked process neither visits nor copies it
     for line in sys.stdin:
         order = json.loads(line)
         if isinstance(order, int):  # what became of a process

@@ -6,6 +6,7 @@ are JSON.
 
 import contextlib
 import faulthandler
+import functools
 import io
 import json
 import os
@@ -52,8 +53,10 @@ def loss(params, ids, wanted):
     return ((rows @ params["w"] - wanted) ** 2).mean()
 
 
-def step_of(**options):
-    """One step; the options are those of ``value_and_grad``."""
+@functools.cache
+def step_of(plan=None):
+    """One step, of rows that travel by the plan of an ``Exchange``; None for none."""
+    options = {} if plan is None else {"exchange": {"t": js.Exchange("x", plan)}}
 
     @jax.jit
     def step(variables, ids, wanted):
@@ -88,8 +91,7 @@ class Run:
 
     def __init__(self, placement, plan=None):
         self.mesh = jax.make_mesh((jax.device_count(),), ("x",), (AxisType.Auto,))
-        options = {} if plan is None else {"exchange": {"t": js.Exchange("x", plan)}}
-        self.spec, self.step = PLACEMENTS[placement], step_of(**options)
+        self.spec, self.step = PLACEMENTS[placement], step_of(plan)
 
     def sharding(self, shape):
         """Of an array; the table's state lies as the table."""
