@@ -40,7 +40,8 @@ class Exchange:
         table's PartitionSpec: ``"x"`` for ``P("x", None)``, ``("x", "y")`` for
         ``P(("x", "y"), None)``. For a table ``[L, V, *D]`` whose rows two axes number it
         may be a PartitionSpec: ``jax.P(None, "x")`` if V is split.
-      plan: ``"all_to_all"``, ``"gather"``, or ``"auto"``: the one with fewer bytes.
+      plan: ``"all_to_all"``, ``"gather"``, or ``"auto"``: the one with fewer bytes, and the
+        gather where a ``capacity`` of N or more has room for all ids.
       capacity: in the plan ``"all_to_all"`` each pair of devices has room for
         ``capacity * k / N`` distinct ids. :func:`jslices.spread_ids` evens out the pairs.
       overflow: what happens in a step in which some pair has more: ``"gather"`` takes that
