@@ -396,7 +396,7 @@ def test_bench_of_an_optimizer_without_an_exact_form(bench):
 def test_bench_for_a_device(bench, device):
     needs_device(device)
     code, out, err = bench(
-        *("--rows", "1e6", "--dim", "128", "--ids", "1e4"),
+        *("--rows", "1e6", "--dim", "128", "--ids", "1e3"),
         *("--optimizer", "adagrad", "--device", device),
     )
     assert code == 0, err
