@@ -118,22 +118,25 @@ def test_nnx_models_with_other_state():
 
 
 def test_nnx_states_of_several_models():
-    """What is changed in a model stays so, whether it is differentiated or not."""
+    """What is changed in a model stays so, whether it is differentiated or not.
+
+    Without jit: :func:`test_nnx_models_given_whole`.
+    """
     nnx = pytest.importorskip("flax.nnx")
 
     def loss(x, scale, y, ids):
         return scale * mean_square(x(ids) + y(ids)), {"mean": x(ids).mean()}
 
-    def results(grad, jit=lambda f: f):
+    def results(grad):
         x, y = (nnx_model(nnx, normed=True) for _ in range(2))
         of = nnx.All(nnx.Param, nnx.PathContains("words"))
-        grads = jit(grad(loss, argnums=(nnx.DiffState(2, of), 1), has_aux=True))
+        grads = nnx.jit(grad(loss, argnums=(nnx.DiffState(2, of), 1), has_aux=True))
         found = grads(x, 2.0, y, IDS)
         rest = nnx.filter_state(nnx.state([x, y]), nnx.Not(nnx.RngKey))
         return *found, rest
 
     with jax.numpy_rank_promotion("allow"):
-        ours, theirs = results(js.grad), results(nnx.grad, nnx.jit)
+        ours, theirs = results(js.grad), results(nnx.grad)
     assert js.is_slices(ours[0][0]["words"]["embedding"][...])
     assert_close(ours, theirs, rtol=1e-3, atol=1e-5)
 
@@ -153,6 +156,9 @@ def test_nnx_models_given_whole():
         norm, loss = model.norm, lambda norm: mean_square(norm(jnp.ones((3, D))))
         with pytest.warns(UserWarning, match=r"changes norm.mean.*DiffState\(0"):
             js.value_and_grad(loss)(norm)
+        before = norm.mean[...]
+        js.value_and_grad(loss, argnums=nnx.DiffState(0, nnx.Param))(norm)
+        assert (norm.mean[...] != before).all()
         norm.eval()
         js.value_and_grad(loss)(norm)  # changes nothing, and triggers no warning
 
