@@ -17,7 +17,7 @@ from jslices.proof.cost import cost_of
 from jslices.proof.targets import target
 
 # Programs a run; JSLICES_PROGRAMS=1000 python -m pytest -m fuzz looks for longer.
-PROGRAMS = int(os.environ.get("JSLICES_PROGRAMS", "40"))
+PROGRAMS = int(os.environ.get("JSLICES_PROGRAMS", "20"))
 GOLDEN = pathlib.Path(__file__).parent / "golden"
 
 

@@ -43,6 +43,8 @@ OPERATIONS = {
     ),
 }
 
+EVERY = *OPTIMIZERS, *OPERATIONS
+
 
 class Run:
     """Gradients and steps of tables that stand somewhere."""
@@ -114,7 +116,7 @@ class Run:
 
 
 @functools.cache
-def on_one_device(layers, names):
+def on_one_device(names, layers=True):
     run = fast_jit(functools.partial(Run(layers=layers).everything, names))
     return run(jnp.asarray(TABLE), jnp.asarray(IDS))
 
@@ -125,50 +127,47 @@ def mesh_of(kind):
     return jax.make_mesh((2, 4), ("a", "x"), axis_types=(getattr(AxisType, kind),) * 2)
 
 
-KINDS = [("Auto", True), ("Auto", False), ("Explicit", False)]
-SPLITS = [P(None, "x"), P("x"), P("a", "x"), P(None, ("a", "x")), P(None, "x", "a")]
-
-
-def names_of(kind, split):
-    """Each optimizer and operation on each kind of mesh, but not with every split.
-
-    Where nobody tells XLA how gradients are split, it goes by what stands beside them:
-    there exact steps are in every case, whose state is split as the table is.
-    """
-    steps = {[*OPTIMIZERS][(split - kind + 3) % 5]}
-    if KINDS[kind] == ("Auto", False):
-        steps |= {"exact adam"}
-    return *sorted(steps), *[*OPERATIONS][(kind - split + 2) % 3 :: 3]
-
-
+# Optimizers and operations, the kind of axes, the plan of an exchange, and the split. Where
+# nobody tells XLA how gradients are split, it goes by what stands beside them: there exact
+# steps are in every case, whose state is split as the table is.
+FIRST, SECOND, THIRD = [[*OPERATIONS][i::3] for i in range(3)]
+EXACT = "exact adam"
 CASES = [
-    (names_of(i, j), *kind, split)
-    for i, kind in enumerate(KINDS)
-    for j, split in enumerate(SPLITS)
+    (["adam", *FIRST], "Auto", "auto", P("a", "x")),
+    ([EXACT, "from_optax", *SECOND], "Auto", "all_to_all", P(None, ("a", "x"))),
+    (["multi_steps", *THIRD], "Auto", "all_to_all", P(None, "x")),
+    ([EXACT, "rowwise_adagrad", *FIRST], "Auto", None, P(None, "x", "a")),
+    ([EXACT, "multi_steps", *SECOND], "Auto", None, P("x")),
+    ([EXACT, *THIRD], "Auto", None, P(None, ("a", "x"))),
+    ([EXACT, *FIRST], "Explicit", None, P(None, "x")),
+    (["adam", "rowwise_adagrad", *SECOND], "Explicit", None, P(None, "x", "a")),
+    (["from_optax", *THIRD], "Explicit", None, P("a", "x")),
 ]
-EVERY, QUICK = (*OPTIMIZERS, *OPERATIONS), CASES[2]  # exact steps, split along both axes
+QUICK = CASES[0]
 
 
 @pytest.mark.parametrize(
-    "names, kind, exchanged, split",
+    "names, kind, plan, split",
     slow_unless(CASES, lambda case: case is QUICK),
-    ids=lambda x: "-".join(x) if type(x) is tuple else str(x),
+    ids=lambda x: "-".join(x) if type(x) is list else str(x),
 )
-def test_the_same_on_a_mesh_and_no_table_is_sent(names, kind, exchanged, split):
+def test_the_same_on_a_mesh_and_no_table_is_sent(names, kind, plan, split):
     mesh = mesh_of(kind)
     left = tuple(axis for axis in ("a", "x") if axis not in split[2:])
-    how = {"overflow": "nan", "capacity": 8.0}
-    exchange = js.Exchange(P(*split[:2]), **how) if exchanged else None
+    how = {"plan": plan, "overflow": "nan", "capacity": 8.0}  # has room for all ids
+    exchange = js.Exchange(P(*split[:2]), **how) if plan else None
     rows = P(None, left, *split[2:]) if kind == "Explicit" else None
     layers = kind == "Auto" or split[0] is None
+    wanted, wanted_read = on_one_device(tuple(names) if names is QUICK[0] else EVERY)
+    if not layers:
+        gradient, wanted_read = on_one_device((), layers)
+        wanted = wanted | gradient
     with jax.set_mesh(mesh):
         table = jax.device_put(TABLE, NamedSharding(mesh, split))
         ids = jax.device_put(IDS, NamedSharding(mesh, P(None, None, left)))
         run = functools.partial(Run(exchange, rows, layers).everything, names)
         compiled = fast_jit(run).lower(table, ids).compile()
         found, read = compiled(table, ids)
-    together = EVERY if layers and names != QUICK[0] else names
-    wanted, wanted_read = on_one_device(layers, together)
     for name in found:
         tolerance = {"rtol": 0, "atol": 0} if name == "rounded" else {"rtol": 1e-4}
         assert_close({name: found[name]}, {name: wanted[name]}, **tolerance)
@@ -186,12 +185,12 @@ def rows_among(numbers):
     return {*numbers.tolist()} & {*range(L * V)}
 
 
-def test_a_step_of_all_rows_on_a_mesh():
-    mesh, (many, few) = mesh_of("Auto"), (48, 16)
-    table = RNG.normal(size=(L, few, D)).astype(np.float32)
-    ids = RNG.integers(0, few, (L, many)).astype(np.int32)
+@functools.cache
+def step_of_all_rows(exchange=None):
+    """A function of a table ``[L, 16, D]``."""
+    ids = np.random.default_rng(4).integers(0, 16, (L, 48)).astype(np.int32)
 
-    def step(table, exchange=None):
+    def step(table):
         def loss(table):
             return (jnp.sin(table[jnp.arange(L)[:, None], ids]) ** 2).sum() + table[0].sum()
 
@@ -199,11 +198,22 @@ def test_a_step_of_all_rows_on_a_mesh():
         new, _ = js.adam(0.1).apply(grads, js.adam(0.1).init(table), table)
         return new, js.apply_updates(table.astype(jnp.bfloat16), grads, KEY)
 
-    wanted = fast_jit(step)(jnp.asarray(table))
-    for split, exchange in [(P(None, "x"), None), (P("a", "x"), js.Exchange(P("a", "x")))]:
-        placed = jax.device_put(table, NamedSharding(mesh, split))
-        found = fast_jit(functools.partial(step, exchange=exchange))(placed)
-        assert_close(found, wanted, rtol=1e-5)
+    return fast_jit(step)
+
+
+@pytest.mark.parametrize(
+    "split, exchange",
+    slow_unless(
+        [(P("a", "x"), js.Exchange(P("a", "x"))), (P(None, "x"), None)],
+        lambda case: case[1] is not None,
+    ),
+    ids=str,
+)
+def test_a_step_of_all_rows_on_a_mesh(split, exchange):
+    table = TABLE[:, :16]
+    placed = jax.device_put(table, NamedSharding(mesh_of("Auto"), split))
+    wanted = step_of_all_rows()(table)
+    assert_close(step_of_all_rows(exchange)(placed), wanted, rtol=1e-5)
 
 
 def test_a_shard_map_of_ones_own():
