@@ -6,7 +6,7 @@ import numpy as np
 import optax
 import pytest
 from helpers import fast_jit, slow_unless
-from optimizers import ALL, FIRST, D, label, make
+from optimizers import FIRST, KINDS, OTHER_STATE, D, label, make
 
 import jslices as js
 
@@ -45,11 +45,11 @@ def derivatives(tx, num_rows):
     return lambda ids, values: grad(params, values, tx.init(params), ids)
 
 
-# All rows: what is not named is guarded around the rule, whatever its settings. Chunks have
-# the derivative of rows together.
+# Together each optimizer, with all the arrays that it may keep. All rows: what is not named
+# is guarded around the rule, whatever it is. Chunks have the derivative of rows together.
 SETTINGS = {
-    "together": ALL,
-    "all rows": [*FIRST, *(case for case in QUICK if case not in FIRST)],
+    "together": [*FIRST, *(case for case in OTHER_STATE if case not in FIRST)],
+    "all rows": [*KINDS, *(case for case in QUICK if case not in KINDS)],
     "in chunks": QUICK,
 }
 

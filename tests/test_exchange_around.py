@@ -105,25 +105,22 @@ def everything(names, exchange, table, ids):
 
 
 KEPT = [name for name in DONE if name not in ("coalesce", "sparse_mask")]
-# Each with each kind of axes and each split of ids, but not with all pairs of them.
+# Each with each kind of axes, and with two of the splits of ids.
 RELATED = ["nce", "scatter_nd_add", "scatter_add, float16"]
 RELATED += [f"scatter_{op}" for op in ("update", "sub", "div", "min", "max")]
 FIRST = [name for name in DONE if name not in RELATED]
-HALVES = [tuple(FIRST[::2]), tuple(FIRST[1::2])]
 CASES = [
-    (kind, split, HALVES[(i + j) % 2])
-    for i, kind in enumerate(("Explicit", "Auto"))
-    for j, split in enumerate((P("x"), P(None, "x"), P()))
-]
-CASES += [
-    ("Auto", P("x"), tuple(RELATED)),
-    ("Auto", P(), tuple(RELATED)),
-    ("Explicit", P(None, "x"), tuple(RELATED)),
+    ("Explicit", P("x"), FIRST[::2]),
+    ("Explicit", P(None, "x"), FIRST[1::2]),
+    ("Explicit", P(), RELATED),
+    ("Auto", P(), FIRST[::2]),
+    ("Auto", P("x"), FIRST[1::2]),
+    ("Auto", P("x"), RELATED),
 ]
 
 
 @functools.cache
-def on_one_device(names):
+def on_one_device(*names):
     run = functools.partial(everything, names, None)
     return fast_jit(run)(jnp.asarray(TABLE), jnp.asarray(IDS))
 
@@ -131,7 +128,7 @@ def on_one_device(names):
 @pytest.mark.parametrize(
     "kind, split, names",
     slow_unless(CASES, lambda case: case is CASES[0]),
-    ids=lambda x: f"{len(x)} operations" if type(x) is tuple else str(x),
+    ids=lambda x: f"{len(x)} operations" if type(x) is list else str(x),
 )
 def test_no_table_is_sent(kind, split, names):
     if jax.device_count() < 8:
@@ -150,7 +147,7 @@ def test_no_table_is_sent(kind, split, names):
         found = compiled(table, ids)
     sent = cost_of(compiled).collectives
     assert max(x.nbytes for x in sent) < V // 4, sent  # not a byte for each row of a device
-    for name, wanted in on_one_device(names).items():
+    for name, wanted in on_one_device(*names).items():
         assert_close(found[name], wanted, rtol=1e-4, atol=1e-4)
     for name in {*KEPT} & {*names}:
         for x in jax.tree.leaves(found[name]):
