@@ -139,12 +139,13 @@ def step_of(tx):
 def test_a_step_is_proved_for_a_device(device):
     needs_device(device)
     tx = js.adagrad(0.1)
-    params = {"table": S((V, 256), jnp.float32)}
+    table = S((1_000_000, 128), jnp.float32)
+    params = {"table": table}
     args = params, jax.eval_shape(tx.init, params), IDS
     memory = js.testing.assert_in_place(
         step_of(tx), *args, donate_argnums=(0, 1), device=device
     )
-    assert 2 * V * 256 * 4 <= memory.alias_bytes < 2 * V * 256 * 4 + 10_000
+    assert 0 <= memory.alias_bytes - 2 * table.size * 4 < 10_000
     js.testing.assert_no_dense_temporary(
         step_of(tx), *args, donate_argnums=(0, 1), device=device
     )
