@@ -16,6 +16,9 @@ def quick_flags():
     flags = ["--xla_force_host_platform_device_count=8"]
     if os.environ.get("JSLICES_AS_USERS", "0") == "0":
         flags += ["--xla_backend_optimization_level=0"]
+        # With it devices may take independent collectives in different orders, and wait for
+        # each other: seen of a step of a table on a mesh, with the other flags alone.
+        flags += ["--xla_cpu_enable_concurrency_optimized_scheduler=false"]
         flags += ["--xla_cpu_parallel_codegen_split_count=1"]
         flags += ["--xla_llvm_disable_expensive_passes=true"]
         if importlib.metadata.version("jaxlib").startswith("0.10."):

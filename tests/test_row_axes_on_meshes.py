@@ -141,7 +141,7 @@ CASES = [
     ([EXACT, *THIRD], "Auto", None, P(None, ("a", "x"))),
     ([EXACT, *FIRST], "Explicit", None, P(None, "x")),
     (["adam", "rowwise_adagrad", *SECOND], "Explicit", None, P(None, "x", "a")),
-    (["from_optax", *THIRD], "Explicit", None, P("a", "x")),
+    (["from_optax", "rowwise_adagrad", *THIRD], "Explicit", None, P("a", "x")),
 ]
 QUICK = CASES[0]
 
