@@ -17,7 +17,7 @@ import jslices as js
 from jslices.proof.targets import target
 
 V, K = 1_000_000, 2_000  # with more ids compilers take longer
-#: With fewer XLA lays short rows that are written twice out by columns.
+#: With few XLA lays short rows that are written twice out by columns, and copies the table.
 MANY = 10_000
 S = jax.ShapeDtypeStruct
 pytestmark = pytest.mark.devices
