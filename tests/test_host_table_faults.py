@@ -693,7 +693,9 @@ def run(code, *arguments):
 @pytest.mark.slow
 def test_the_end_of_a_process_writes_what_was_stored(tmp_path):
     path = tmp_path / "table"
-    done = run("table = opened(sys.argv[1], overlap=True); step(table); step(table)", path)
+    code = "table = opened(sys.argv[1], overlap=True); step(table); step(table); "
+    code += "js.in_memory = js.HostTable((9, 2), js.sgd(0.1))"  # goes when modules go
+    done = run(code, path)
     assert done.returncode == 0 and not done.stderr
     with opened(path) as table:
         assert check_whole(table) == 2

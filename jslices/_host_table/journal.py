@@ -38,6 +38,7 @@ import functools
 import json
 import os
 import struct
+import sys
 import threading
 import uuid
 import warnings
@@ -285,8 +286,10 @@ class Journal:
 
     # --- the end of the process -------------------------------------------------------
 
-    def __del__(self) -> None:
-        self.abandon()
+    def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
+        # At the end of the process all is written, and names of modules may be gone.
+        if not is_finalizing():
+            self.abandon()
 
     def abandon(self) -> None:
         """Write what was stored, at the end of the process or of the last table."""
