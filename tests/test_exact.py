@@ -181,6 +181,36 @@ def test_proximal_adagrad_equals_tensorflow_on_dense_gradients():
     np.testing.assert_allclose(params, wanted, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("name", ["adam", pytest.param("adamw", marks=pytest.mark.slow)])
+def test_derivatives_by_the_learning_rate_are_those_of_dense_optax(name):
+    """Also of rows that missed one step, all of whose quadrature is at one place."""
+    few, options = slice(6), {"eps_root": 1e-6}
+
+    def rows(rate):
+        tx = getattr(js, name)(rate, **options, untouched="exact")
+        step = functools.partial(catch_up_and_step, tx)
+        body = lambda carry, batch: (step(*carry, *batch), None)  # noqa: E731
+        carry = jax.lax.scan(body, (START, tx.init(START)), (IDS[few], ROWS[few]))[0]
+        return tx.flush(*carry)[0]
+
+    def dense(rate):
+        tx = getattr(optax, name)(rate, **options)
+
+        def body(carry, batch):
+            (params, state), (ids, rows) = carry, batch
+            grads = jnp.zeros_like(params).at[ids].add(rows)
+            updates, state = tx.update(grads, state, params)
+            return (optax.apply_updates(params, updates), state), None
+
+        return jax.lax.scan(body, (START, tx.init(START)), (IDS[few], ROWS[few]))[0][0]
+
+    @fast_jit
+    def both(rate):
+        return [jax.jvp(run, (rate,), (1.0,)) for run in (rows, dense)]
+
+    assert_close(*both(0.1), rtol=1e-4, atol=1e-5)
+
+
 def test_closer_to_the_truth_than_float32_optax():
     """A sum that is closed rounds less often than one that is stepped through."""
     with jax.enable_x64(True):

@@ -31,6 +31,8 @@ from jslices._typing import PyTree, Scalar, Schedule
 
 #: What is left of a term beyond the window, relative to the first.
 NEGLIGIBLE = 1e-9
+#: So much of a square is the rounding of what is taken from it in float32.
+ROUNDING = 1e-6
 #: A table of what is still to come has at most so many entries. That of Adam with
 #: ``b2=0.999`` has 21,000.
 MOST_STEPS = 1 << 17
@@ -323,11 +325,14 @@ def two_steps(sums: Sequence[jax.Array]) -> tuple[tuple[jax.Array, jax.Array], .
     """
     total = jnp.where(sums[0] != 0, sums[0], 1.0)
     mean, square, cube = (x / total for x in sums[1:])
-    variance = jnp.maximum(square - mean**2, 0.0)
+    variance = square - mean**2
+    # Of a single step it is rounding, and its root has an infinite derivative at zero.
+    varies = variance > ROUNDING * square
+    variance = jnp.where(varies, variance, 1.0)
     third = cube - 3 * mean * square + 2 * mean**3
-    skew = jnp.where(variance > 0, third / jnp.where(variance > 0, 2 * variance, 1), 0.0)
-    apart = jnp.sqrt(skew**2 + variance)
-    upper = jnp.where(apart > 0, (apart - skew) / jnp.where(apart > 0, 2 * apart, 1), 0.5)
+    skew = jnp.where(varies, third / (2 * variance), 0.0)
+    apart = jnp.where(varies, jnp.sqrt(skew**2 + variance), 0.0)
+    upper = jnp.where(varies, (apart - skew) / jnp.where(varies, 2 * apart, 1), 0.5)
     low, high = jnp.maximum(mean + skew - apart, 0.0), mean + skew + apart
     # Learning rates of both signs have no mean; the root is then taken as it was.
     usual = (mean > 0) & (square > 0)
