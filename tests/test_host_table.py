@@ -281,6 +281,23 @@ def test_a_step_is_compiled_once():
     assert step_of(tx)._cache_size() == 1
 
 
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_step_of_other_parameters_too_is_compiled_once(overlap):
+    """They are committed to no device before the first step, and nor are they after it."""
+    table, w = js.HostTable((V, D), SGD, overlap=overlap), jnp.ones(D)
+
+    @jax.jit
+    def step(rows, w, places):
+        return rows.pack(*rows.unpack()), w + rows.unpack()[0][places].sum()
+
+    for ids in ([1, 2], [2, 3], [5, 1]):
+        rows, places = table.fetch(ids)
+        rows, w = step(rows, w, places)
+        table.store(rows)
+    table.close()
+    assert step._cache_size() == 1
+
+
 def test_on_all_devices_of_a_mesh():
     mesh = jax.make_mesh((4,), ("x",), (jax.sharding.AxisType.Auto,))
     tx = js.adam(0.1)

@@ -161,8 +161,11 @@ class HostTable(Journaled):
             )
         check_options(size, device, overlap)
         self._init, self._size, self._room = init, size, 1
-        self._device = jax.devices()[0] if device is None else device
-        self._overlap = has_own_memory(self._device) if overlap is None else overlap
+        # None leaves rows to be moved where a step needs them, and compiles it once.
+        self._device = device
+        if overlap is None:
+            overlap = has_own_memory(jax.devices()[0] if device is None else device)
+        self._overlap = overlap
         tx = as_transformation("HostTable", tx)
         check_stored(stored, self.dtype)
         self._layout = layout_of((rows, *self._row), self.dtype, tx, stored)
