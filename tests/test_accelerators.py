@@ -155,23 +155,30 @@ def test_no_exact_optimizer_copies_a_table_on_a_tpu(name, more):
     slow_unless([("v5e", 64), ("v5e", 128), ("h100", 128)], [("v5e", 128)].__contains__),
 )
 def test_an_exact_step_reads_and_writes_its_state_once(device, dim):
+    """On a TPU its rows as well."""
     lazy, exact = (
         row_cost(device, js.adam(0.1, untouched=untouched), (dim,), layer=True)
         for untouched in ("lazy", "exact")
     )
-    assert exact.accessed_bytes <= 1.42 * lazy.accessed_bytes
+    most = 1.3 if device == "v5e" else 1.42
+    assert exact.accessed_bytes <= most * lazy.accessed_bytes
     assert exact.copies == lazy.copies == 0
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("device, dim", [("v5e", 8), ("v5e", 16), ("v5e", 48), ("v6e", 16)])
-def test_no_exact_step_of_short_rows_copies_a_table_on_a_tpu(device, dim):
-    """The loss reads a table that was just written, as rows have caught up."""
-    cost = row_cost(device, js.adam(0.1, untouched="exact"), (dim,), ids=MANY)
-    dense = dense_cost(device, "adam", (dim,), jnp.float32, ids=MANY)
-    assert cost.copies == 0 and cost.accessed_bytes <= dense.accessed_bytes / 5
+@pytest.mark.parametrize(
+    "device, dim, ids",
+    slow_unless(
+        [("v5e", dim, ids) for dim in (8, 16, 48) for ids in (1_000, K)] + [("v6e", 16, K)],
+        [("v5e", 16, 1_000)].__contains__,
+    ),
+)
+def test_no_exact_step_of_short_rows_copies_a_table_on_a_tpu(device, dim, ids):
+    """Were rows written when they catch up, and then stepped, XLA would copy the table."""
+    cost = row_cost(device, js.adam(0.1, untouched="exact"), (dim,), ids=ids)
+    dense = dense_cost(device, "adam", (dim,), jnp.float32, ids=ids)
+    assert cost.copies == 0 and cost.accessed_bytes <= dense.accessed_bytes / 8
     if device == "v5e":  # elsewhere tables that are gathered from count as read whole
-        assert cost.seconds <= dense.seconds / 2
+        assert cost.seconds <= dense.seconds / 3
 
 
 @pytest.mark.slow
@@ -203,6 +210,9 @@ WRAPPED = {
         js.adam(0.1), {"table": lambda r: r < 9, "w": None}
     ),
     "from_optax": js.optim.from_optax(optax.adam(0.1)),
+    "exact": js.optim.chain(
+        js.optim.clip_global_norm(1.0), js.adam(0.1, untouched="exact")
+    ),
 }
 
 

@@ -12,6 +12,7 @@ from helpers import as_users, assert_close, fast_jit, slow_unless
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jslices as js
+from jslices._place.boundary import compiling_for
 
 V, D, K, STEPS = 50, 3, 8, 40
 RNG = np.random.default_rng(1)
@@ -23,6 +24,9 @@ LABELS = RNG.normal(size=(STEPS, K)).astype(np.float32)
 # The smallest program of an exact optimizer; others are in test_exact.py.
 EXACT = js.sgd(0.03, momentum=0.9, untouched="exact")
 LAZY, OPTAX = js.sgd(0.03, momentum=0.9), optax.sgd(0.03, momentum=0.9)
+STEER = js.sgd(0.01, momentum=0.9, untouched="exact")
+STEER_DENSELY = optax.sgd(0.01, momentum=0.9)
+optim = js.optim
 
 
 def loss(params, ids, labels):
@@ -258,6 +262,40 @@ def test_two_losses_take_turns():
     assert_close(EXACT.flush(params, state)[0], wanted, rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.parametrize("platform", ["cpu", "tpu"])
+def test_what_row_numbers_follow_from_catches_up_first(platform):
+    """It misses steps in which it is not used, and some use it for row numbers alone."""
+
+    def steered(params, ids, labels):
+        ahead = jnp.argmax(jax.lax.stop_gradient(params["w"])).astype(jnp.int32)
+        return jnp.mean((params["a"][ids + 9 * ahead].sum(1) - labels) ** 2)
+
+    steer = lambda p, i, y: 3 * p["w"][0] + squares(p["a"], i)  # noqa: E731
+    losses = steer, lambda p, i, y: squares(p["a"], i), steered
+    params = wanted = {"a": PARAMS["a"], "w": jnp.array([1.0, 0.94, 0.9])}
+    state, truth = (tx.init(params) for tx in (STEER, STEER_DENSELY))
+
+    def dense_step(loss):
+        def step(params, state, *batch):
+            value, grads = jax.value_and_grad(loss)(params, *batch)
+            updates, state = STEER_DENSELY.update(grads, state, params)
+            return optax.apply_updates(params, updates), state, value
+
+        return fast_jit(step)
+
+    with compiling_for(platform):
+        steps = [fast_jit(optim.exact_step(loss, STEER)) for loss in losses]
+        turns = [0, 1, 1, 2, 2]
+        ahead = []
+        for n, batch in zip(turns, zip(IDS % 20, LABELS, strict=True), strict=False):
+            params, state, value = steps[n](params, state, *batch)
+            wanted, truth, value_now = dense_step(losses[n])(wanted, truth, *batch)
+            np.testing.assert_allclose(value, value_now, rtol=1e-4)
+            ahead.append(int(jnp.argmax(params["w"])))
+    assert ahead[:2] == [0, 0] and ahead[-1] > 0  # it has moved on in the steps it missed
+    assert_close(STEER.flush(params, state)[0], wanted, rtol=1e-4, atol=1e-5)
+
+
 def test_rows_that_no_gradient_comes_into_catch_up_too():
     """A table is looked up, and looked up once more behind stop_gradient, or for aux."""
 
@@ -294,10 +332,9 @@ def test_small_tables_may_be_dense_in_some_batches():
         assert np.isfinite(value)
 
 
-optim = js.optim
 FROZEN = {"a": lambda rows: rows < 9, "w": None}
-QUICK = "alone", "clipped", "apart"
-#: An optimizer, and how often the rows of arrays as large as the table are written.
+QUICK = {("alone", "cpu"), ("alone", "tpu"), ("clipped", "tpu"), ("apart", "tpu")}
+#: An optimizer, and how often a CPU writes the rows of arrays as large as the table.
 HELD = {
     "alone": (js.adam(0.03, untouched="exact"), 4),
     "reads params": (js.lion(0.03, weight_decay=0.1, untouched="exact"), 3),
@@ -309,24 +346,80 @@ HELD = {
 
 
 @pytest.mark.parametrize(
-    ["name"], slow_unless([(name,) for name in HELD], lambda case: case[0] in QUICK)
+    ["name", "platform"],
+    slow_unless(
+        [(name, each) for name in HELD for each in ("cpu", "tpu")], QUICK.__contains__
+    ),
 )
-def test_rows_of_the_state_are_written_once(name):
-    """The table is written when it catches up and when it is stepped, its state once.
+def test_rows_are_written_once(name, platform):
+    """The table's and its state's. A CPU writes the table when it catches up as well.
 
     Where others than the step change which rows a gradient holds, all catch up at first.
     """
     tx, writes = HELD[name]
+    writes -= platform != "cpu" and name != "frozen"
     step = as_users(optim.exact_step(of_one_table, tx), donate_argnums=(0, 1))
     params = {name: PARAMS[name] for name in ("a", "w")}
     mine, other = copied((params, tx.init(params))), (params, tx.init(params))
-    step = step.lower(*mine, IDS[0], LABELS[0]).compile()
+    with compiling_for(platform):
+        step = step.lower(*mine, IDS[0], LABELS[0]).compile()
     written = re.findall(rf"= f32\[{V},{D}\]\S* scatter\(", step.as_text())
     assert len(written) == writes
     hand = fast_jit(functools.partial(by_hand, of_one_table, tx))
     for batch in zip(IDS[:6], LABELS, strict=False):
         mine, other = step(*mine, *batch)[:2], hand(*other, *batch)[:2]
     assert_close(mine, other, rtol=1e-5)
+
+
+def reads_of_all_kinds(params, ids):
+    """Of tables, in loops, branches and checkpoints; some out of range."""
+    squares = lambda table, ids: (jnp.tanh(table[ids]) ** 2).sum()  # noqa: E731
+    value = jax.lax.cond(
+        ids[0] > 9, lambda: squares(params["a"], ids[1]), lambda: params["a"][ids[2]].sum()
+    )
+    value += jax.checkpoint(squares)(params["a"], ids[::-1] + 1) + squares(
+        2 * params["b"], ids
+    )
+    add = lambda total, layer: (total + squares(layer, ids), None)  # noqa: E731
+    value = jax.lax.scan(add, value, params["layers"])[0]
+    beyond = ids.at[3:].add(V)
+    for mode in ("fill", "clip"):
+        value += (params["b"].at[beyond].get(mode=mode, fill_value=0.5) ** 2).sum()
+    edges = jax.vmap(lambda layer: squares(layer, beyond))(params["layers"])
+    return value + squares(params["a"], beyond) + edges.sum()
+
+
+def as_on(platform, name, options, rate):
+    """The last parameters and the losses, and their derivative by the learning rate."""
+    part = PARAMS["a"][:48]  # which the tiles of a TPU divide
+    params = {**PARAMS, "layers": jnp.stack([part, 1 - part])}
+
+    def run(rate):
+        tx = getattr(js, name)(rate, **options, untouched="exact")
+        step = js.optim.exact_step(reads_of_all_kinds, tx)
+
+        def body(carry, ids):
+            *carry, value = step(*carry, ids)
+            return tuple(carry), value
+
+        end, values = jax.lax.scan(body, (params, tx.init(params)), IDS[:6] % (V - 10))
+        return tx.flush(*end)[0], values
+
+    with compiling_for(platform):
+        return fast_jit(lambda rate: jax.jvp(run, (rate,), (1.0,)))(rate)
+
+
+@pytest.mark.parametrize(
+    ["name", "options"],
+    [
+        ("sgd", {"momentum": 0.9}),
+        pytest.param("adamw", {"eps_root": 1e-6}, marks=pytest.mark.slow),
+    ],
+)
+def test_rows_that_are_read_aside_are_those_of_the_table(name, options):
+    """As on a TPU and as on a CPU, also what follows from the learning rate."""
+    found, wanted = (as_on(platform, name, options, 0.01) for platform in ("tpu", "cpu"))
+    assert_close(found, wanted, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.slow
@@ -395,6 +488,25 @@ def test_on_a_mesh(kind):
         found = run_there(params, put(IDS[:5], None, "x"), put(LABELS[:5], None, "x"))
     assert found[0]["table"].sharding.spec[0] == "x"
     assert_close(jax.device_get(found), jax.device_get(wanted), rtol=1e-4, atol=1e-5)
+
+
+def test_in_a_shard_map_with_tables_of_each_devices_own():
+    if jax.device_count() < 8:
+        pytest.skip("needs eight devices")
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))
+    tables, ids = np.stack([PARAMS["a"] + i for i in range(8)]), IDS[:8]
+    step = optim.exact_step(squares, EXACT)
+
+    def steps(table, ids):
+        state = jax.tree.map(lambda x: x + 0 * ids[0], EXACT.init(table))
+        table, state, _ = step(table, state, ids)
+        return step(table, state, ids + 1)[0]
+
+    of_one = lambda table, ids: steps(table[0], ids[0])[None]  # noqa: E731
+    split = PartitionSpec("x")
+    run = jax.shard_map(of_one, mesh=mesh, in_specs=(split, split), out_specs=split)
+    found = fast_jit(run)(tables, ids)
+    assert_close(found, np.stack(jax.lax.map(lambda x: steps(*x), (tables, ids))))
 
 
 def test_is_in_place():

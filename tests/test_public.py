@@ -149,6 +149,7 @@ def test_lazy_names_are_those_of_their_modules():
 PRIVATE = {
     "conftest.py": "forgets which warnings were shown, which users must not",
     "test_elsewhere.py": "sums by rows of a TPU, in float32 to the bit",
+    "test_exact_step.py": "runs on a CPU what is traced for a TPU",
     "test_row_loops.py": "reads rows by other means for some lengths of rows alone",
     "test_satellites.py": "an example of what it refuses",
     "test_row_numbers.py": "an order of rows that only some plans take",

@@ -24,10 +24,12 @@ from jslices._grad.explain import hint_smaller, report_dense
 from jslices._grad.nnx import value_and_grad_of_states
 from jslices._grad.plan import Planned, plan_call
 from jslices._grad.run import (
+    NOTHING_TAKEN,
     Slots,
+    Taken,
     gradient_of,
     run_planned,
-    slot_of,
+    slots_for,
     without_dense_warning,
 )
 from jslices._grad.views import Values
@@ -174,10 +176,13 @@ def grad(
 
 
 def differentiated(
-    call: Call, planned: Planned, holomorphic: bool = False
+    call: Call, planned: Planned, holomorphic: bool = False, taken: Taken = NOTHING_TAKEN
 ) -> tuple[Any, Any, Any]:
-    """``(value, aux, grads)`` of a planned call; ``grads`` is a tuple of its arguments."""
-    value, pullback, aux = _linearize(call, planned)
+    """``(value, aux, grads)`` of a planned call; ``grads`` is a tuple of its arguments.
+
+    Of leaves of which all rows are ``taken`` already, none is read.
+    """
+    value, pullback, aux = _linearize(call, planned, taken)
     return value, aux, pullback(_seed(value, holomorphic))
 
 
@@ -219,7 +224,9 @@ def vjp(
 # --- from a planned call to its gradient ------------------------------------------------
 
 
-def _linearize(call: Call, planned: Planned) -> tuple[Any, Callable[[Any], Any], Any]:
+def _linearize(
+    call: Call, planned: Planned, taken: Taken = NOTHING_TAKEN
+) -> tuple[Any, Callable[[Any], Any], Any]:
     """``(result, pullback, aux)``: runs the call with a cotangent slot in every read.
 
     ``pullback`` leads from the result's cotangent to the gradients.
@@ -231,7 +238,7 @@ def _linearize(call: Call, planned: Planned) -> tuple[Any, Callable[[Any], Any],
             hint_smaller(planned, i)
     kinds = tuple(planned.kind(i) for i in range(len(call.primals)))
     dense = [x for x, kind in zip(call.primals, kinds, strict=True) if kind == "dense"]
-    slots = jax.tree.map(slot_of, planned.plan)
+    slots = slots_for(planned.plan, taken)
 
     def run(dense: list[jax.Array], slots: Slots) -> tuple[Values, tuple[Values, Slots]]:
         left = iter(dense)
@@ -239,7 +246,7 @@ def _linearize(call: Call, planned: Planned) -> tuple[Any, Callable[[Any], Any],
             next(left) if kind == "dense" else x
             for x, kind in zip(call.primals, kinds, strict=True)
         ]
-        flat, indices = run_planned(planned, primals, slots)
+        flat, indices = run_planned(planned, primals, slots, taken)
         num_results = planned.outputs.num_results
         return flat[:num_results], (flat[num_results:], indices)
 

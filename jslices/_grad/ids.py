@@ -72,7 +72,8 @@ def lookup_ids(
         call = Call(fun, chosen_arguments(argnums, args), args, kwargs, has_aux)
         single = is_number(argnums)
         planned = plan_call(call, single, None, exchange)
-        mirrored = call.tree.unflatten(map(as_ids, rows_read(call, planned)))
+        rows, _ = rows_read(call, planned)
+        mirrored = call.tree.unflatten(map(as_ids, rows))
         return mirrored[0] if single else mirrored
 
     return ids_fun
@@ -86,10 +87,13 @@ def as_ids(rows: IndexedSlices | bool | None) -> jax.Array | IndexedSlices | Non
     return rows.indices if alone else rows
 
 
-def rows_read(call: Call, planned: Planned) -> list[IndexedSlices | bool | None]:
+def rows_read(
+    call: Call, planned: Planned
+) -> tuple[list[IndexedSlices | bool | None], list[bool]]:
     """For each leaf the rows that are read, as slices without elements.
 
-    True if it is read whole, or also where no gradient comes in; None if not at all.
+    True if it is read whole, or also where no gradient comes in; None if not at all. And
+    for each leaf whether the numbers of these rows follow from its values.
 
     Raises:
       ValueError: for rows that depend on the values of the array itself.
@@ -118,7 +122,7 @@ def rows_read(call: Call, planned: Planned) -> list[IndexedSlices | bool | None]
         shape, axes = planned.leaves[i].aval.shape, planned.leaves[i].row_axes
         rows = parts[i][0] if len(parts[i]) == 1 else concat_slices(parts[i])
         by_leaf[i] = rows.numbered_as((*shape[:axes], 0), axes)
-    return by_leaf
+    return by_leaf, needed
 
 
 def eval_ids(

@@ -36,7 +36,7 @@ from jslices._grad.views import (
 )
 from jslices._jax import Atom, Equation
 from jslices._place.boundary import drop_sharding
-from jslices._rows.access import take_rows, wide
+from jslices._rows.access import per_row, take_rows, wide
 from jslices._typing import Aval
 
 Mode = lax.GatherScatterMode
@@ -108,16 +108,19 @@ class Read:
         return self._masked(rows, (ids >= 0) & (ids < height))
 
     def _masked(self, rows: jax.Array, good: jax.Array) -> jax.Array:
-        good = good.reshape((-1,) + (1,) * (rows.ndim - 1))
         if self.mode == Mode.FILL_OR_DROP:
-            return jnp.where(good, rows, _fill(self.fill_value, rows.dtype))
+            return filled(rows, good, self.fill_value)
         # A bad id reads the edge row, but no gradient comes back, neither to the table nor
         # to whatever else the rows were made from.
-        return jnp.where(good, rows, lax.stop_gradient(rows))
+        return jnp.where(per_row(good, rows), rows, lax.stop_gradient(rows))
 
 
-def _fill(fill_value: Any, dtype: Any) -> Any:
-    """The fill value, JAX's default if None: NaN, smallest signed, largest unsigned."""
+def filled(rows: jax.Array, good: jax.Array, fill_value: Any) -> jax.Array:
+    """``rows`` ``[n, *D]`` where ``good`` ``[n]``, and else the fill value.
+
+    If that is None it is JAX's: NaN, smallest signed, largest unsigned.
+    """
+    dtype = rows.dtype
     if fill_value is None:
         if jnp.issubdtype(dtype, jnp.inexact):
             fill_value = np.nan
@@ -127,7 +130,7 @@ def _fill(fill_value: Any, dtype: Any) -> Any:
             limits = jnp.iinfo(dtype)
             fill_value = limits.min if limits.min < 0 else limits.max
     # NumPy's, because jax_debug_nans would refuse a NaN made by JAX.
-    return np.array(fill_value, dtype)
+    return jnp.where(per_row(good, rows), rows, np.array(fill_value, dtype))
 
 
 class Reader:

@@ -2,8 +2,9 @@
 
 import contextlib
 import itertools
+import math
 from collections import ChainMap
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -26,7 +27,7 @@ from jslices._grad.plan import (
     plan_part,
     without_arrays,
 )
-from jslices._grad.reads import Mode, Read, every_row, fixed_rows
+from jslices._grad.reads import Mode, Read, every_row, filled, fixed_rows
 from jslices._grad.views import Ids, Table, Unslotted, Values, View
 from jslices._grad.walk import Scope, Turn, ViewWalk
 from jslices._jax import Equation
@@ -39,7 +40,7 @@ from jslices._place.boundary import (
     shardings_of,
     with_auto_axes,
 )
-from jslices._rows.access import canonical_indices, gathered_once, row_loop_p
+from jslices._rows.access import canonical_indices, gathered_once, per_row, row_loop_p
 from jslices._slices import Facts, IndexedSlices, slices_of
 from jslices._typing import Aval
 
@@ -47,18 +48,24 @@ from jslices._typing import Aval
 Slots = list[Any]
 Indices = list[Any]
 
+#: By the number of a leaf ``[V, *D]`` the rows ``[K, *D]`` of all its reads, in the order
+#: of the plan. Where an id is out of range it may be anything.
+Taken = Mapping[int, jax.Array]
+
+NOTHING_TAKEN: Taken = {}
+
 #: From so many equations alike on it takes less time to linearize one function for all
 #: (twelve layers: 0.6 of the time to trace them, jax 0.10.2).
 MANY_ALIKE = 3
 
 
 def run_planned(
-    planned: Planned, primals: Sequence[Any], slots: Slots
+    planned: Planned, primals: Sequence[Any], slots: Slots, taken: Taken = NOTHING_TAKEN
 ) -> tuple[Values, Indices]:
     """The outputs of the traced call, and the row numbers of its reads."""
     leaves = planned.sparse_leaves
     operands = [leaves[i].view(i, x) if i in leaves else x for i, x in enumerate(primals)]
-    runner = Runner(planned.plan, slots, leaves, planned.eager)
+    runner = Runner(planned.plan, slots, leaves, planned.eager, taken)
     needs_grad = output_needs_grad(planned.program, planned.outputs.num_results)
     outputs = runner.program(planned.program, operands, needs_grad)
     return [runner.whole(value, None) for value in outputs], runner.indices
@@ -78,7 +85,8 @@ def without_dense_warning() -> Iterator[None]:
 
 # JAX insists that the cotangent of an array has the shape of the array, so a table cannot
 # get slices. To the rows of a read a *cotangent slot* is therefore added: zeros of their
-# shape. Its cotangent is the row gradient, and the table gets none.
+# shape. Its cotangent is the row gradient, and the table gets none. Rows that were taken
+# before the call are the slot themselves.
 
 
 def slot_of(site: Site) -> jax.Array:
@@ -86,6 +94,21 @@ def slot_of(site: Site) -> jax.Array:
     shape = (*site.loops, site.entries, *site.table_shape[1:])
     zeros = jnp.zeros(shape, site.dtype, out_sharding=site.split)
     return _jax.as_varying(zeros, site.varying)
+
+
+def slots_for(plan: Plan, taken: Taken) -> Slots:
+    """The cotangent slots of all reads; those of rows that are ``taken`` hold them."""
+    left = dict(taken)
+
+    def slot(site: Site) -> jax.Array:
+        if site.leaf not in left:
+            return slot_of(site)
+        shape = (*site.loops, site.entries)
+        rows, left[site.leaf] = jnp.split(left[site.leaf], [math.prod(shape)])
+        return rows.reshape(*shape, *site.table_shape[1:])
+
+    slots: Slots = jax.tree.map(slot, plan)
+    return slots
 
 
 def gradient_of(
@@ -146,9 +169,15 @@ class Runner(ViewWalk):
     """
 
     def __init__(
-        self, plan: Plan, slots: Slots, leaves: dict[int, Leaf], eager: bool = False
+        self,
+        plan: Plan,
+        slots: Slots,
+        leaves: dict[int, Leaf],
+        eager: bool = False,
+        taken: Taken = NOTHING_TAKEN,
     ) -> None:
         self.eager = eager
+        self._taken = taken
         self._leaves = leaves
         self._body = _Body(plan, slots)
         self._rows: jax.Array | None = None  # of the last read
@@ -202,7 +231,9 @@ class Runner(ViewWalk):
             if record.dtype != site.index_dtype:
                 record = canonical_indices(record, table.shape[0]).astype(site.index_dtype)
             split, slot = shardings_of(slot), drop_sharding(slot)
-            if site.exchange is None:
+            if site.leaf in self._taken:
+                rows = _or_read(slot, record, read, table, ids)
+            elif site.exchange is None:
                 rows = gathered_once(table.take(ids.read, mode, fill_value))
                 rows = slotted_p.bind(rows, slot)
             else:
@@ -288,6 +319,25 @@ class Runner(ViewWalk):
             return run(*args), inner.indices
         finally:
             self._body = outer
+
+
+def _or_read(
+    rows: jax.Array, record: jax.Array, read: Read, table: Table, ids: Ids
+) -> jax.Array:
+    """Rows that were taken before the call, and what ids out of range read."""
+    directly, height = isinstance(read.view, Table) and read.good is None, table.shape[0]
+    in_range = (record >= 0) & (record < height)
+    if read.mode == Mode.FILL_OR_DROP and directly:
+        return filled(rows, in_range, read.fill_value)
+    if read.mode != Mode.PROMISE_IN_BOUNDS:
+        return rows
+    # They break a promise and read the edge: of the table, or of a view, where it may be
+    # any row.
+    at = jnp.array([0, max(height - 1, 0)]) if directly else ids.read
+    others = lax.stop_gradient(table.take(at, read.mode))
+    if directly:
+        others = jnp.where(per_row(record < 0, rows), others[0], others[1])
+    return jnp.where(per_row(in_range, rows), rows, others)
 
 
 def _nowhere(site: Site, slot: jax.Array) -> jax.Array:

@@ -3,7 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple, Protocol, Self
 
 import jax
 import numpy as np
@@ -15,6 +15,13 @@ from jslices._place.placement import Placement
 from jslices._rows.access import rows_numbered
 from jslices._slices.opaque import from_bits, is_sealed, opened, sealed
 from jslices._typing import Aval
+
+
+class Note(Protocol):
+    """What an optimizer noted of the rows that slices hold."""
+
+    def added(self, update: Any, param: jax.Array) -> jax.Array | None:
+        """``param`` plus the rows of an update with this note; None: in the usual way."""
 
 
 class Facts(NamedTuple):
@@ -38,7 +45,7 @@ class Facts(NamedTuple):
     distinct: bool = False
     every_row: bool = False
     placement: Placement | None = None
-    note: object = None
+    note: Note | None = None
 
 
 NO_FACTS = Facts()

@@ -26,7 +26,7 @@ _FREE = {
 }
 #: What else is done to single numbers costs nothing.
 _LAUNCHED = {"copy", "fusion"}
-_READ_BY_ROWS = {"dynamic-slice", "gather"}
+_READ_BY_ROWS = {"dynamic-slice", "gather", "slice"}
 #: The position of the rows among the operands of what writes them in place.
 _WRITTEN_BY_ROWS = {"dynamic-update-slice": 1, "scatter": 2}
 
@@ -184,7 +184,7 @@ def _bytes(module: Module, each: Instruction) -> int:
         results = [maker for maker, _ in module.elements(called[0])]
         return read + sum(_written(module, x) for x in results)
     if each.opcode in _READ_BY_ROWS:
-        return 2 * _size(each) + _size(operands[1])
+        return 2 * _size(each) + sum(map(_size, operands[1:2]))
     if each.opcode in _WRITTEN_BY_ROWS:
         return 3 * _size(operands[_WRITTEN_BY_ROWS[each.opcode]]) + _size(operands[1])
     return _size(each) + sum(map(_size, operands))

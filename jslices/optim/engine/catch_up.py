@@ -23,7 +23,6 @@ from jslices._jax import flatten
 from jslices._place.boundary import (
     mesh_of,
     on_any_mesh,
-    platform_at_hand,
     row_major_array,
 )
 from jslices._place.placement import placement_at_hand
@@ -43,8 +42,9 @@ from jslices._slices import (
 )
 from jslices._typing import Leaf, Params, PyTree
 from jslices.optim.engine.missed import Missed, MissedSteps
+from jslices.optim.engine.rows_of_step import RowsOfStep
 from jslices.optim.engine.rule import Kernel, Rule, next_count, per_row, row_like
-from jslices.optim.engine.step import Plan, choose_plan, execute, step_slices
+from jslices.optim.engine.step import Plan, execute, step_slices
 
 #: Elements of a table that ``flush`` brings up to date at a time.
 CHUNK_ELEMENTS = 1 << 18
@@ -171,78 +171,6 @@ def _late(
     return results
 
 
-class RowsOfStep:
-    """Rows of a table that catch up, are read and then stepped, in one program.
-
-    What catching up leaves to the step of gradients of these rows, and no others:
-
-    *   The state catches up as it is stepped, and so is read and written once. Arrays of
-        the state are traced as if they had caught up: whatever else may read them finds
-        them so, and XLA drops what is never read.
-    *   Where the rows are so many that a pass over the table is the faster way, all of its
-        rows are up to date and all of them do the step, so that none is late in the next.
-
-    Attributes:
-      rows: which rows, as slices without elements.
-    """
-
-    def __init__(self, rows: IndexedSlices) -> None:
-        self.rows = rows
-        self.param: jax.Array | None = None  #: as it is after :meth:`run`
-        self._every_row = False
-        self._kernel: Kernel
-        self._behind: Sequence[jax.Array] = ()
-        self._caught_up: Sequence[jax.Array] = ()
-
-    def run(
-        self, rule: Rule, kernel: Kernel, arrays: Sequence[jax.Array], late: jax.Array
-    ) -> tuple[jax.Array, ...]:
-        """:func:`step` with these rows."""
-        if _missed(rule).zero_gradient and self._are_enough(arrays):
-            self._every_row = True
-            self.param, *self._caught_up = step(rule, kernel, True, arrays, late)
-            return self.param, *self._caught_up
-        param, *state = arrays
-
-        def moved(nothing: jax.Array, *rest: jax.Array) -> tuple[jax.Array, ...]:
-            return kernel(nothing, rest[-1], *rest[:-1])[:2]
-
-        self._kernel, self._behind = kernel, state
-        self.param = step_slices(moved, self.rows, state, [param])[1]
-        self._caught_up = step_slices(kernel, self.rows, (), arrays)[2:]
-        return self.param, *self._caught_up
-
-    def _are_enough(self, arrays: Sequence[jax.Array]) -> bool:
-        """Whether a step of these rows is a pass over all."""
-        axes = self.rows.row_axes
-        num_rows = rows_numbered(arrays[0].shape, axes)
-        platform = platform_at_hand()
-        plan = choose_plan(self.rows.values, arrays, num_rows, platform, row_axes=axes)
-        return plan.is_pass
-
-    def in_step(
-        self, kernel: Kernel, state: Sequence[jax.Array]
-    ) -> tuple[Kernel, Sequence[jax.Array], bool]:
-        """The kernel of a step, which lets state catch up first, and that state.
-
-        And whether all rows do the step. The kernel and state that were given, and rows
-        named alone, if the state is not that of these rows.
-        """
-        if [id(x) for x in state] != [id(x) for x in self._caught_up]:
-            return kernel, state, False
-        if self._every_row:
-            return kernel, state, True
-        width, catch_up = len(state), self._kernel
-
-        def stepped(g: jax.Array, *rest: jax.Array) -> tuple[jax.Array, ...]:
-            read, state = rest[:-width], rest[-width:]
-            # What becomes of the state follows from the state alone.
-            now = catch_up(jnp.zeros((g.shape[0], 0)), jnp.zeros_like(g), *state)
-            return kernel(g, *read, *now[2:])
-
-        return stepped, self._behind, False
-
-
 #: The rows of a parameter that catch up; True for all of them, False for none.
 Behind: TypeAlias = IndexedSlices | RowsOfStep | bool
 
@@ -308,7 +236,9 @@ def step(
     """
     old = tuple(jnp.asarray(x) for x in arrays)
     if isinstance(behind, RowsOfStep):
-        return behind.run(rule, kernel, old, late)
+        if _missed(rule).zero_gradient and behind.are_enough(old):
+            return behind.among_all(step(rule, kernel, True, old, late))
+        return behind.run(kernel, old)
     if isinstance(behind, IndexedSlices):
         return step_slices(kernel, behind, (), old)[1:]
     every_row = lambda *arrays: tuple(_every_row(kernel, list(arrays)))  # noqa: E731

@@ -441,7 +441,11 @@ def _add(
             return _add(path, rows, param, bits, number)
 
         return each_shard(add, update, param, with_numbers=True)
-    return row_major_array(_add_rows(update, param, bits, number))
+    note = update.facts.note
+    added = None if note is None or bits is not None else note.added(update, param)
+    if added is None:
+        added = _add_rows(update, param, bits, number)
+    return row_major_array(added)
 
 
 def _add_rows(

@@ -34,6 +34,7 @@ from jslices.optim.engine.protocol import (
     refuse_slices,
     shardings_of_update,
 )
+from jslices.optim.engine.rows_of_step import RowsOfStep
 from jslices.optim.engine.rule import Kernel, Rule, Step, next_count, zero_count
 from jslices.optim.engine.step import Plan, choose_plan, step_slices
 
@@ -336,16 +337,20 @@ def _update_leaf(
     """
     if grad is None or has_no_rows(grad):
         return grad, None
-    read, by_row = (param,) if rule.reads_params else (), is_slices(grad)
-    as_array = False
-    if by_row and isinstance(grad.facts.note, exact.RowsOfStep):
-        kernel, arrays, as_array = grad.facts.note.in_step(kernel, arrays)
+    read: Sequence[jax.Array] = (param,) if rule.reads_params else ()
+    by_row = is_slices(grad)
+    as_array, note = False, grad.facts.note if by_row else None
+    rows = note if isinstance(note, RowsOfStep) and note.have(arrays) else None
+    if rows is not None:
+        kernel, read, arrays, as_array = rows.in_step(kernel, read)
     if by_row and rule.sums_first is not None and rule.sums_first(param):
         grad = grad.coalesce()
     if by_row and rule.update_slices is None:
         update, *new = step_slices(
             kernel, grad, read, arrays, linear=rule.linear, as_array=as_array
         )
+        if rows is not None:
+            update = rows.updated(update)
     else:
         update, *new = kernel(grad, *read, *arrays)
     return update, tuple(new)

@@ -19,8 +19,9 @@ from jslices._grad.plan import Planned, plan_call
 from jslices._place.boundary import mesh_of
 from jslices._slices import IndexedSlices
 from jslices._typing import Leaf, Params, State
-from jslices.optim.engine.catch_up import Behind, RowsOfStep
+from jslices.optim.engine.catch_up import Behind
 from jslices.optim.engine.protocol import GradientTransformation
+from jslices.optim.engine.rows_of_step import RowsOfStep
 
 
 def exact_step(
@@ -67,11 +68,11 @@ def exact_step(
     ``tx`` gets the value as well, as ``optax.contrib.reduce_on_plateau`` wants it.
 
     Cost: a lazy step, and once more the rows of the tables written and those of the state
-    read: 1.4 times its bytes. The three calls by hand, or an optimizer that leaves rows out
-    (``freeze_rows``, ``multi_steps``), write those of the state twice as well. Where all
-    rows do the step, it takes as long as a lazy one, but for the first. ``fun`` is traced
-    once. An array that catches up as a whole is read and written if any of its rows is
-    behind.
+    read: 1.4 times its bytes. A TPU reads and writes them once. The three calls by hand, or
+    an optimizer that leaves rows out (``freeze_rows``, ``multi_steps``), write all of them
+    twice. Where all rows do the step, it takes as long as a lazy one, but for the first.
+    ``fun`` is traced once. An array that catches up as a whole is read and written if any
+    of its rows is behind.
 
     Example:
       >>> import jax, jax.numpy as jnp, jslices as js
@@ -107,14 +108,27 @@ def exact_step(
                     "tx.catch_up, jslices.grad, jax.tree.map(jnp.conj, grads) and tx.apply"
                 )
         planned = plan_call(call, True, sparse, exchange)
-        behind: list[Any] = [None] * len(call.primals)
+        of_step: list[RowsOfStep | None] = [None] * len(call.primals)
+        taken: dict[int, jax.Array] = {}
         if tx.catches_up:
-            behind = _behind(tx, planned, rows_read(call, planned))
+            rows, sources = rows_read(call, planned)
+            if any(sources):  # row numbers follow from these, which catch up before
+                whole = call.tree.unflatten(each or None for each in sources)
+                params, state = tx.catch_up(params, state, *whole)
+                call = call.at(params)
+                rows, _ = rows_read(call, planned)
+                rows = [None if each else x for each, x in zip(sources, rows, strict=True)]
+            old, behind = call.primals, _behind(tx, planned, rows)
             params, state = tx.catch_up(params, state, *call.tree.unflatten(behind))
-            call = call.at(params)
-        value, aux, grads = differentiated(call, planned)
+            new = call.at(params).primals
+            of_step = list(map(_of_step, behind, new))
+            taken = _taken(of_step)
+            # Nothing else is read of tables whose rows are taken: these stay as they came.
+            primals = [old[i] if i in taken else x for i, x in enumerate(new)]
+            call = call.at(*call.tree.unflatten(primals))
+        value, aux, grads = differentiated(call, planned, taken=taken)
         leaves = call.tree.flatten_up_to(grads)
-        (grads,) = call.tree.unflatten(map(_noted, leaves, call.primals, behind))
+        (grads,) = call.tree.unflatten(map(_noted, leaves, of_step))
         params, state = tx.apply(grads, state, params, value=value)
         return (params, state, value, aux) if has_aux else (params, state, value)
 
@@ -144,9 +158,21 @@ def _one_step(rows: IndexedSlices | bool | None) -> Behind | None:
     return RowsOfStep(rows)
 
 
-def _noted(grad: Leaf, param: jax.Array, behind: Any) -> Leaf:
-    """The gradient, with what is noted of its rows if those of ``param`` have caught up."""
-    if not isinstance(behind, RowsOfStep) or behind.param is not param:
+def _of_step(behind: Any, param: jax.Array) -> RowsOfStep | None:
+    """Rows that ``param`` has caught up in, and that the step may thus finish."""
+    is_caught_up = isinstance(behind, RowsOfStep) and behind.param is param
+    return behind if is_caught_up else None
+
+
+def _taken(of_step: Sequence[RowsOfStep | None]) -> dict[int, jax.Array]:
+    """What the call reads of the tables that are not written when rows catch up."""
+    rows = {i: x.read() for i, x in enumerate(of_step) if x is not None}
+    return {i: x for i, x in rows.items() if x is not None}
+
+
+def _noted(grad: Leaf, rows: RowsOfStep | None) -> Leaf:
+    """The gradient, with what is noted of its rows."""
+    if rows is None:
         return grad
-    facts = grad.facts._replace(note=behind)
+    facts = grad.facts._replace(note=rows)
     return grad.of(grad.values, grad.indices, grad.dense_shape, facts, grad.row_axes)

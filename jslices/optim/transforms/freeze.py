@@ -14,9 +14,10 @@ from jslices._jax import flatten
 from jslices._rows.access import per_row
 from jslices._slices import IndexedSlices, is_slices
 from jslices._typing import Gradients, Params, PyTree, State, Transformation
-from jslices.optim.engine.catch_up import FROZEN, Clock, RowsOfStep
+from jslices.optim.engine.catch_up import FROZEN, Clock
 from jslices.optim.engine.constructors import combinator
 from jslices.optim.engine.protocol import in_two
+from jslices.optim.engine.rows_of_step import RowsOfStep
 from jslices.optim.transforms.base import as_transformation, inside_of, wrapped
 from jslices.optim.transforms.prefix import (
     is_leaf_or_masked,
