@@ -638,7 +638,7 @@ def _summed(
     order: Order = "sorted",
 ) -> IndexedSlices:
     values, indices = _sums(slices, size=size, combine=combine, order=order)
-    facts = Facts(distinct=True, note=slices.facts.note if size is None else None)
+    facts = Facts(distinct=True)
     return slices_of(values, indices, slices.dense_shape, facts, slices.row_axes)
 
 
