@@ -69,14 +69,16 @@ def trained_densely():
 
 
 @pytest.mark.parametrize("tx", [EXACT, LAZY], ids=["exact", "lazy"])
-def test_is_the_calls_by_hand_to_the_bit(tx):
+def test_is_the_calls_by_hand(tx):
+    """To the bit, but that a row moves once where by hand it catches up and then steps."""
     step = jax.jit(js.optim.exact_step(loss, tx), donate_argnums=(0, 1))
     hand = jax.jit(functools.partial(by_hand, loss, tx), donate_argnums=(0, 1))
     mine, other = copied((PARAMS, tx.init(PARAMS))), copied((PARAMS, tx.init(PARAMS)))
     for batch in zip(IDS[:6], LABELS, strict=False):
         *mine, value = step(*mine, *batch)
         *other, wanted = hand(*other, *batch)
-        jax.tree.map(np.testing.assert_array_equal, (mine, value), (other, wanted))
+        bounds = {"rtol": 0, "atol": 0} if tx is LAZY else {}
+        assert_close((mine, value), (other, wanted), **bounds)
 
 
 def test_scanned_it_equals_dense_optax():
@@ -154,8 +156,8 @@ SCHEDULE = optax.exponential_decay(0.1, 3, 0.8)
         pytest.param("adamw", {"learning_rate": 0.1}, 1, marks=pytest.mark.slow),
     ],
 )
-def test_a_pass_over_the_table_leaves_no_row_behind(name, options, layers):
-    """Before and after steps of few rows, of which most rows miss some.
+def test_a_pass_over_the_table_between_steps_of_few_rows(name, options, layers):
+    """Most rows miss some of these.
 
     With a table for each of two layers, ``[2, V, D]``, as with one.
     """
@@ -178,9 +180,6 @@ def test_a_pass_over_the_table_leaves_no_row_behind(name, options, layers):
     for ids in (many, few, few + 3, many, many):
         counts = (ids[..., None, :] == np.arange(rows)[:, None]).sum(-1)
         mine, wanted = step(*mine, ids)[:2], dense_step(*wanted, np.float32(counts))
-        if ids is many:
-            np.testing.assert_array_equal(mine[1].clock.last, mine[1].count)
-            assert_close(mine[0], wanted[0], rtol=1e-4, atol=1e-5)
     assert_close(tx.flush(*mine)[0], wanted[0], rtol=1e-4, atol=1e-5)
 
 
@@ -334,14 +333,25 @@ def test_small_tables_may_be_dense_in_some_batches():
 
 FROZEN = {"a": lambda rows: rows < 9, "w": None}
 QUICK = {("alone", "cpu"), ("alone", "tpu"), ("clipped", "tpu"), ("apart", "tpu")}
-#: An optimizer, and how often a CPU writes the rows of arrays as large as the table.
+#: An optimizer, and how many arrays as large as the table it steps.
 HELD = {
-    "alone": (js.adam(0.03, untouched="exact"), 4),
-    "reads params": (js.lion(0.03, weight_decay=0.1, untouched="exact"), 3),
-    "clipped": (optim.chain(optim.clip_global_norm(0.5), EXACT), 3),
-    "averaged": (optim.chain(optim.combine_duplicates("mean"), EXACT), 3),
-    "apart": (optim.partition({"x": EXACT, "y": js.sgd(0.1)}, {"a": "x", "w": "y"}), 3),
-    "frozen": (optim.freeze_rows(EXACT, FROZEN), 4),
+    "alone": (js.adam(0.03, untouched="exact"), 3),
+    "reads params": (js.lion(0.03, weight_decay=0.1, untouched="exact"), 2),
+    "clipped": (optim.chain(optim.clip_global_norm(0.5), EXACT), 2),
+    "averaged": (optim.chain(optim.combine_duplicates("mean"), EXACT), 2),
+    "apart": (optim.partition({"x": EXACT, "y": js.sgd(0.1)}, {"a": "x", "w": "y"}), 2),
+    "frozen": (optim.freeze_rows(EXACT, FROZEN), 2),
+    "put together": (
+        js.GradientTransformation(
+            EXACT.init,
+            EXACT.update,
+            EXACT.catch_up,
+            EXACT.flush,
+            apply=EXACT.apply,
+            peek=EXACT.peek,
+        ),
+        2,
+    ),
 }
 
 
@@ -352,12 +362,8 @@ HELD = {
     ),
 )
 def test_rows_are_written_once(name, platform):
-    """The table's and its state's. A CPU writes the table when it catches up as well.
-
-    Where others than the step change which rows a gradient holds, all catch up at first.
-    """
+    """The table's and its state's, whatever stands around the optimizer."""
     tx, writes = HELD[name]
-    writes -= platform != "cpu" and name != "frozen"
     step = as_users(optim.exact_step(of_one_table, tx), donate_argnums=(0, 1))
     params = {name: PARAMS[name] for name in ("a", "w")}
     mine, other = copied((params, tx.init(params))), (params, tx.init(params))

@@ -40,7 +40,7 @@ from jslices.optim.engine.rule import (
     with_decay,
     zeros,
 )
-from jslices.optim.engine.step import Moved, derivable, step_rows
+from jslices.optim.engine.step import derivable, step_rows
 from jslices.optim.engine.transformation import transformation
 
 
@@ -226,12 +226,12 @@ class _Arithmetic:
 
     def _step_row(
         self, step: Step, g: jax.Array, p: jax.Array, v: jax.Array, *mean: jax.Array
-    ) -> Moved:
+    ) -> Arrays:
         """A step of rows whose second moment is whole."""
         b = self._forgetting(step)
         v = b * v + (1.0 - b) * (squared(g) + self.eps)
         u, *mean_now = self._finished(step, g * v**-0.5, p, mean, True)
-        return (u,), (v, *mean_now)
+        return u, v, *mean_now
 
     def _in_factors(
         self, step: Step, g: IndexedSlices, p: jax.Array, *state: jax.Array
@@ -242,8 +242,8 @@ class _Arithmetic:
         total = jnp.sum(g.values**2, axis=0, dtype=columns.dtype)
         columns = self._mixed(step, columns, total / p.shape[0] + self.eps)
 
-        def remember(g: jax.Array, p: None, row: jax.Array) -> Moved:
-            return (g,), (b * row + (1.0 - b) * row_mean(squared(g) + self.eps),)
+        def remember(g: jax.Array, p: None, row: jax.Array) -> Arrays:
+            return g, b * row + (1.0 - b) * row_mean(squared(g) + self.eps)
 
         _, rows = step_rows(remember, g, None, [rows], adds=False, unique=True)
         some = jnp.any(g.indices < p.shape[0])
@@ -254,10 +254,10 @@ class _Arithmetic:
         tall = self.axes_of(p.shape) == (1, 0)
         mean_square = jnp.mean(by_column if tall else by_row)
 
-        def kernel(g: jax.Array, p: jax.Array, row: jax.Array, *mean: jax.Array) -> Moved:
+        def kernel(g: jax.Array, p: jax.Array, row: jax.Array, *mean: jax.Array) -> Arrays:
             u = g * (by_column[None] * (per_row(row, g) / mean_square)) ** -0.5
             u, *mean_now = self._finished(step, u, p, mean, True)
-            return (u,), (row, *mean_now)
+            return u, row, *mean_now
 
         u, _, *mean_now = step_rows(kernel, g, p, [rows, *mean], adds=False, unique=True)
         return u, rows, columns, *mean_now

@@ -22,6 +22,7 @@ from jslices._jax import definitely, flatten
 from jslices._place.boundary import (
     mesh_of,
     on_any_mesh,
+    platform_at_hand,
     row_major_array,
 )
 from jslices._place.placement import placement_at_hand
@@ -32,6 +33,7 @@ from jslices._rows.access import (
     take_rows,
     where_rows,
 )
+from jslices._rows.sums import number_by_runs
 from jslices._slices import (
     Facts,
     IndexedSlices,
@@ -42,13 +44,9 @@ from jslices._slices import (
 )
 from jslices._typing import Leaf, Params, PyTree
 from jslices.optim.engine.missed import Missed, MissedSteps
-from jslices.optim.engine.rule import Rule, next_count, per_row, row_like
+from jslices.optim.engine.rule import Kernel, Rule, next_count, per_row, row_like
 from jslices.optim.engine.step import (
-    Moved,
     Plan,
-    RowKernel,
-    add_move,
-    adding,
     execute,
     read_rows,
     step_rows,
@@ -87,12 +85,12 @@ def ticked(clock: Clock, count: jax.Array, rule: Rule) -> Clock:
 
 
 def with_clock(
-    kernel: RowKernel,
+    kernel: Kernel,
     rule: Rule,
     count: jax.Array,
     run: jax.Array,
     missed: Partial | None,
-) -> RowKernel:
+) -> Kernel:
     """Extend a kernel by the arrays of a clock, in which rows remember the step.
 
     ``missed`` is what rows do before it; without it a row that has not caught up gets NaN:
@@ -102,17 +100,21 @@ def with_clock(
     step = next_count(count)
     snapshot = _missed(rule).snapshot(step, run)
 
-    def timed(shared: PyTree, g: jax.Array, p: Any, *rest: jax.Array) -> Moved:
-        moves: tuple[jax.Array, ...] = ()
+    def timed(
+        shared: PyTree, g: jax.Array, p: Any, *rest: jax.Array
+    ) -> tuple[jax.Array, ...]:
+        before = None
         if missed is not None:
-            moves, rest = missed.func(shared, g, p, *rest)
-            p = add_move(p, *moves)
+            before, *rest = missed.func(shared, g, p, *rest)  # type: ignore[assignment]
+            p = (p + before).astype(p.dtype)
         arrays, last, old = _clock_apart(rest, len(snapshot))
-        (move,), new = kernel(g, p, *arrays)
+        update, *new = kernel(g, p, *arrays)
+        if before is not None:
+            update = (before + update).astype(update.dtype)
         # x + -0.0 is x for every x, and 0.0 for -0.0 + 0.0.
-        wrong = jnp.where(per_row(last == FROZEN, move), -0.0, jnp.nan)
-        move = where_rows(last == count, move, wrong.astype(move.dtype))
-        return (*moves, move), (*new, *_now(step, snapshot, last, old))
+        wrong = jnp.where(per_row(last == FROZEN, update), -0.0, jnp.nan)
+        update = where_rows(last == count, update, wrong.astype(update.dtype))
+        return update, *new, *_now(step, snapshot, last, old)
 
     return Partial(timed, () if missed is None else missed.args[0])
 
@@ -225,7 +227,7 @@ def _entries(ids: ArrayLike | Behind | None, param: jax.Array) -> Behind:
 
 
 def caught_up(
-    kernel: RowKernel, behind: Behind, arrays: Sequence[ArrayLike], late: jax.Array
+    kernel: Kernel, behind: Behind, arrays: Sequence[ArrayLike], late: jax.Array
 ) -> tuple[jax.Array, ...]:
     """A parameter and what is kept with it, after the missed steps of some rows or all.
 
@@ -249,9 +251,7 @@ def caught_up(
     return result
 
 
-def peeked(
-    kernel: RowKernel, behind: Behind, arrays: Sequence[ArrayLike]
-) -> jax.Array | None:
+def peeked(kernel: Kernel, behind: Behind, arrays: Sequence[ArrayLike]) -> jax.Array | None:
     """The rows ``[K, *D]`` of a parameter after their missed steps; nothing is written.
 
     An entry that is empty reads any row. The whole array where all rows are meant.
@@ -259,18 +259,22 @@ def peeked(
     if behind is False:
         return None
     old = [jnp.asarray(x) for x in arrays]
-    after = lambda count, *rows: adding(kernel)(jnp.zeros((count, 0)), *rows)[0]  # noqa: E731
     if behind is True:
-        return after(len(old[0]) if old[0].ndim else 1, *old)
+        return _moved(kernel, old)[0]
     axes, count = behind.row_axes, behind.indices.shape[0]
     num_rows = rows_numbered(old[0].shape, axes)
     indices = canonical_indices(behind.indices, num_rows)
     if definitely(lambda: count >= num_rows):
-        return take_rows(after(len(old[0]), *old), indices, mode="clip", row_axes=axes)
+        return take_rows(_moved(kernel, old)[0], indices, mode="clip", row_axes=axes)
+    numbers = None
+    if platform_at_hand() == "tpu":  # reads each row once, as the step does that follows
+        indices, numbers = number_by_runs(indices, num_rows)
+    rows = _moved(kernel, [read_rows(x, indices, axes) for x in old])[0]
     # Kept, or XLA computes them again where they are read, from state written since.
-    return lax.optimization_barrier(  # type: ignore[no-any-return]
-        after(count, *(read_rows(x, indices, axes) for x in old))
-    )
+    rows = lax.optimization_barrier(rows)
+    if numbers is None:
+        return rows
+    return take_rows(rows, numbers, mode="promise_in_bounds")
 
 
 def missed_steps(rule: Rule, count: jax.Array, run: jax.Array) -> Partial:
@@ -281,7 +285,9 @@ def missed_steps(rule: Rule, count: jax.Array, run: jax.Array) -> Partial:
 
     # A step of rows calls it in several places: it is traced once for each shape.
     @functools.partial(jax.jit, inline=True)
-    def kernel(shared: PyTree, nothing: jax.Array, p: jax.Array, *rest: jax.Array) -> Moved:
+    def kernel(
+        shared: PyTree, nothing: jax.Array, p: jax.Array, *rest: jax.Array
+    ) -> tuple[jax.Array, ...]:
         count, run, tables, now = shared
         arrays, last, snapshot = _clock_apart(rest, len(now))
         missed = steps.missed(count, run, tables, last, snapshot)
@@ -294,9 +300,16 @@ def missed_steps(rule: Rule, count: jax.Array, run: jax.Array) -> Partial:
             where_rows(late, x, old).astype(old.dtype)
             for x, old in zip(new, arrays, strict=True)
         ]
-        return (move,), (*moved, *_now(count, now, last, snapshot))
+        return move, *moved, *_now(count, now, last, snapshot)
 
     return Partial(kernel, (count, run, tables, now))
+
+
+def _moved(kernel: Kernel, arrays: Sequence[jax.Array]) -> list[jax.Array]:
+    """A parameter and what is kept with it, or rows of them, after their missed steps."""
+    p = arrays[0]
+    move, *new = kernel(jnp.zeros((*p.shape[:1], 0)), *arrays)
+    return [(p + move).astype(p.dtype), *new]
 
 
 def _clock_apart(
@@ -323,7 +336,7 @@ def _now(
     return jnp.maximum(last, step), *news
 
 
-def _every_row(kernel: RowKernel, arrays: list[jax.Array]) -> list[jax.Array]:
+def _every_row(kernel: Kernel, arrays: list[jax.Array]) -> list[jax.Array]:
     """The kernel on all rows, as many at a time as stay in the cache.
 
     They are gathered and scattered: of slices that are read and written XLA copies the
@@ -335,13 +348,13 @@ def _every_row(kernel: RowKernel, arrays: list[jax.Array]) -> list[jax.Array]:
     mesh = mesh_of(jax.typeof(p))
     on_mesh = mesh is not None and mesh.size > 1
     if p.ndim == 0 or p.size <= CHUNK_ELEMENTS or on_mesh:
-        return list(adding(kernel)(jnp.zeros((*p.shape[:1], 0)), *arrays))
+        return _moved(kernel, arrays)
     height = rows_numbered(p.shape, axes)
     chunk = max(1, CHUNK_ELEMENTS * height // p.size)
     plan = Plan("in chunks", height, height, sums=False, chunk=chunk, why="all catch up")
     rows = jnp.arange(height, dtype=index_dtype(height, np.dtype(np.int32)))
     nothing = jnp.zeros((height, 0))
-    new = execute(plan, adding(kernel), rows, nothing, p.shape[:axes], arrays)[1:]
+    _, *new = execute(plan, kernel, rows, nothing, p.shape[:axes], arrays, 1, adds=True)
     return [row_major_array(x) for x in new]
 
 

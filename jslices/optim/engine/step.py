@@ -8,7 +8,6 @@ import dataclasses
 import functools
 import itertools
 import math
-import operator
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
@@ -202,16 +201,8 @@ def _row_bytes(x: jax.ShapeDtypeStruct | jax.Array, row_axes: int) -> int:
 # --- Running a plan ---------------------------------------------------------------------
 
 
-#: ``kernel(gradient, param, *state) -> (moves, new_state)``, of some rows or whole arrays:
-#: everything in it must be elementwise or within a row. ``moves`` are added to ``param``,
-#: one after the other; ``param`` is None where the step does not read it.
-RowKernel = Callable[..., "Moved"]
-#: Moves of the rows of a parameter, and the new rows of the state.
-Moved = tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]
-
-
 def step_rows(
-    kernel: RowKernel,
+    kernel: Kernel,
     grad: IndexedSlices,
     param: jax.Array | None,
     state: Sequence[jax.Array],
@@ -226,13 +217,13 @@ def step_rows(
     plans differ it holds both, of which JAX lowers one.
 
     Args:
-      kernel: the arithmetic; arrays that it gathers from are the arguments of a
-        ``jax.tree_util.Partial``.
+      kernel: ``kernel(gradient, param, *state) -> (update, *new_state)``; arrays that it
+        gathers from are the arguments of a ``jax.tree_util.Partial``.
       grad: of an array ``[V, *D]``, K entries; or of ``[L, V, *D]`` whose rows L and V
         number, and then all arrays have these axes.
       param: that array; None where the kernel does not read it and nothing is added.
       state: arrays ``[V, ...]`` whose rows are written back.
-      adds: whether the moves are added to ``param``, or returned.
+      adds: whether the update is added to ``param``, or returned.
       linear: whether the update of a sum is the sum of the updates.
       unique: whether no row is named twice, and all rows are not to be stepped.
 
@@ -274,58 +265,26 @@ def step_rows(
         )
         return _sparing(plan, grad)
 
-    def updated(g: jax.Array, *arrays: jax.Array) -> tuple[jax.Array, ...]:
-        row, state = (arrays[0], arrays[1:]) if params else (None, arrays)
-        moves, new = kernel(g, row, *state)
-        return sum_of(moves), *new
-
     def run(plan: Plan) -> Callable[..., tuple[jax.Array, ...]]:
-        def by_plan(
-            indices: jax.Array, values: jax.Array, *arrays: jax.Array
-        ) -> tuple[jax.Array, ...]:
-            how = indices, values, sizes, arrays
-            if not adds:
-                return execute(plan, updated, *how, num_read=len(params))
-            if _names_rows_once(plan, grad):
-                return execute(plan, adding(kernel), *how)[1:]
-            indices, update, *new = execute(plan, updated, *how, num_read=1)
-            return add_rows(arrays[0], indices, update), *new
+        step = kernel if params else lambda g, *state: kernel(g, None, *state)
+        return lambda indices, values, *arrays: execute(
+            plan, step, indices, values, sizes, arrays, len(params), adds, distinct
+        )
 
-        return by_plan
-
+    distinct = unique or grad.facts.distinct
     cpu, other = plan_for("cpu"), plan_for("gpu")
     operands = grad.indices, grad.values, *every
     if cpu == other:
         result = run(cpu)(*operands)
     else:
         result = lax.platform_dependent(*operands, cpu=run(cpu), default=run(other))
+    indices, first, *new = result
+    new = [row_major_array(x) for x in new]
     if adds:
-        return tuple(map(row_major_array, result))
-    indices, update, *new = result
-    shape = None if sizes is None else (*sizes, *update.shape[1:])
-    facts = Facts(distinct=unique or _names_rows_once(cpu, grad))
-    slices = slices_of(update, indices, shape, facts, row_axes)
-    return slices, *map(row_major_array, new)
-
-
-def add_move(rows: jax.Array, move: jax.Array) -> jax.Array:
-    """``rows + move`` in the dtype of ``rows``."""
-    return (rows + move).astype(rows.dtype)
-
-
-def sum_of(moves: Sequence[jax.Array]) -> jax.Array:
-    """What all moves add, in the dtype of the last one, which is that of the gradient."""
-    return functools.reduce(operator.add, moves).astype(moves[-1].dtype)
-
-
-def adding(kernel: RowKernel) -> Kernel:
-    """``(gradient, param, *state) -> (param, *state)``: the kernel, and its moves added."""
-
-    def moved(g: jax.Array, p: jax.Array, *state: jax.Array) -> tuple[jax.Array, ...]:
-        moves, new = kernel(g, p, *state)
-        return functools.reduce(add_move, moves, p), *new
-
-    return moved
+        return row_major_array(first), *new
+    shape = None if sizes is None else (*sizes, *first.shape[1:])
+    facts = Facts(distinct=distinct or cpu.sums or cpu.way == "all rows")
+    return slices_of(first, indices, shape, facts, row_axes), *new
 
 
 def _sparing(plan: Plan, grad: IndexedSlices) -> Plan:
@@ -333,10 +292,6 @@ def _sparing(plan: Plan, grad: IndexedSlices) -> Plan:
     sums = plan.sums and not grad.facts.distinct
     capacity = plan.capacity if sums or plan.way == "all rows" else plan.entries
     return dataclasses.replace(plan, sums=sums, capacity=capacity)
-
-
-def _names_rows_once(plan: Plan, grad: IndexedSlices) -> bool:
-    return plan.sums or plan.way == "all rows" or grad.facts.distinct
 
 
 def execute(
@@ -347,29 +302,34 @@ def execute(
     sizes: tuple[int, ...] | None,
     arrays: Sequence[jax.Array],
     num_read: int = 0,
+    adds: bool = False,
+    distinct: bool = False,
 ) -> tuple[jax.Array, ...]:
     """Runs ``kernel`` on the rows that ``indices`` name, as ``plan`` says.
 
     Args:
       plan: any plan for these sizes; all give the same rows.
-      kernel: ``kernel(gradient, *arrays) -> (*update, *new)``, elementwise or within a row:
-        new rows of the arrays that are written, and before them an update, or none.
+      kernel: the arithmetic, elementwise or within a row:
+        ``kernel(gradient, *arrays) -> (update, *new)``, without those only read.
       indices: ``[K]`` of any integer dtype: duplicates, and empty entries out of range.
       values: ``[K, *D]``, the gradient.
       sizes: ``(V,)``, of all axes that number rows; None where V is not known, and there
         are no arrays then.
       arrays: ``[V, ...]``, of which the first ``num_read`` are only read.
       num_read: see ``arrays``.
+      adds: whether the update is added to the first of the arrays, which is then read.
+      distinct: whether no row is named twice.
 
     Returns:
-      ``(indices, *update, *new)``: indices ``[U]``, canonical; update ``[U, ...]``, zero in
-      empty entries; and the new arrays, without those only read.
+      ``(indices, update, *new)``: indices ``[U]``, canonical; update ``[U, ...]``, zero in
+      empty entries, or the array that it was added to; and the new arrays, without those
+      only read.
     """
     every = (indices, values, *arrays)
     indices, values, *arrays = _jax.as_varying_as(every, *every)
     if plan.way == "all rows":
         assert sizes is not None
-        return _all_rows(plan, kernel, indices, values, sizes, arrays, num_read)
+        return _all_rows(plan, kernel, indices, values, sizes, arrays, num_read, adds)
     num_rows = None if sizes is None else math.prod(sizes)
     if plan.sums:
         order: Order = "packed" if plan.way == "in chunks" else "any"
@@ -383,10 +343,11 @@ def execute(
             jnp.where(indices < empty_index(num_rows, indices.dtype), here, 0), initial=0
         )
     if plan.way == "together":
-        return indices, *_together(kernel, indices, values, sizes, arrays, num_read)
+        how = sizes, arrays, num_read, adds, plan.sums or distinct
+        return indices, *_together(kernel, indices, values, *how)
     assert plan.chunk is not None and sizes is not None
-    rows = (values, *arrays)
-    return indices, *_in_chunks(kernel, indices, present, rows, sizes, num_read, plan.chunk)
+    chunks = (values, *arrays), sizes, num_read, adds, plan.chunk
+    return indices, *_in_chunks(kernel, indices, present, *chunks)
 
 
 def _together(
@@ -396,25 +357,26 @@ def _together(
     sizes: tuple[int, ...] | None,
     arrays: Sequence[jax.Array],
     num_read: int,
+    adds: bool,
+    distinct: bool = True,
 ) -> tuple[jax.Array, ...]:
     """Gather, step, scatter."""
     row_axes = 1 if sizes is None else len(sizes)
     num_rows = None if sizes is None else math.prod(sizes)
-    named = indices < empty_index(num_rows, indices.dtype)
+    empty = empty_index(num_rows, indices.dtype)
     read = (read_rows(x, indices, row_axes) for x in arrays)
-    *update, written = _apart(kernel(derivable(named, values), *read), arrays[num_read:])
+    update, *new_rows = kernel(derivable(indices < empty, values), *read)
+    new = (
+        set_rows(x, indices, rows.astype(x.dtype))
+        for x, rows in zip(arrays[num_read:], new_rows, strict=True)
+    )
+    if adds:
+        return add_rows(arrays[0], indices, update, distinct), *new
     # XLA gathers the gradient as [K, 1, *D]. In this shape the update overwrites it;
     # another would keep a second array of that size.
-    tall = [x.reshape(len(indices), 1, *x.shape[1:]) for x in update]
-    tall = [where_rows(named, x, jnp.zeros((), x.dtype)) for x in tall]
-    update = [x.reshape(y.shape) for x, y in zip(tall, update, strict=True)]
-    return *update, *(set_rows(x, indices, rows.astype(x.dtype)) for x, rows in written)
-
-
-def _apart(results: tuple[jax.Array, ...], written: Sequence[jax.Array]) -> tuple[Any, ...]:
-    """``(*update, pairs)``: what a kernel returned, with the arrays it is written to."""
-    first = len(results) - len(written)
-    return *results[:first], list(zip(written, results[first:], strict=True))
+    tall = update.reshape(indices.shape[0], 1, *update.shape[1:])
+    tall = where_rows(indices < empty, tall, jnp.zeros((), update.dtype))
+    return tall.reshape(update.shape), *new
 
 
 @jax.custom_jvp
@@ -467,6 +429,7 @@ def _in_chunks(
     rows: Sequence[jax.Array],
     sizes: tuple[int, ...],
     num_read: int,
+    adds: bool,
     chunk: int,
 ) -> tuple[jax.Array, ...]:
     """The same for a chunk of rows at a time, as many chunks as hold rows.
@@ -483,7 +446,7 @@ def _in_chunks(
 
     def together(consts: PyTree, values: jax.Array, *arrays: jax.Array) -> Any:
         kernel = lambda *x: whole(*x, *consts[0])  # noqa: E731
-        return _together(kernel, indices, values, sizes, arrays, num_read)
+        return _together(kernel, indices, values, sizes, arrays, num_read, adds)
 
     @jax.custom_jvp
     def step(consts: PyTree, values: jax.Array, *arrays: jax.Array) -> Any:
@@ -491,27 +454,27 @@ def _in_chunks(
         last = len(indices) - chunk
 
         def body(carry: PyTree) -> Any:
-            done, updates, written = carry
+            done, first, *state = carry
             # The last chunk begins early, so that it ends with the last entry.
             start = jnp.minimum(done, last)
             fresh = start + jnp.arange(chunk, dtype=jnp.int32) >= done
             cut = lambda x: lax.dynamic_slice_in_dim(x, start, chunk)  # noqa: E731
             ids = jnp.where(fresh, cut(indices), height)
-            arrays_now = (*arrays[:num_read], *written)
-            new = _together(kernel, ids, cut(values), sizes, arrays_now, num_read)
-            stale = chunk - jnp.sum(fresh, dtype=jnp.int32)
-            for number, update in enumerate(updates):
-                mine = leading(cut(update), stale, new[number])
-                updates[number] = lax.dynamic_update_slice_in_dim(update, mine, start, 0)
-            return [done + chunk, updates, list(new[len(updates) :])]
+            rows = (*([first] if adds else arrays[:num_read]), *state)
+            new, *state = _together(kernel, ids, cut(values), sizes, rows, num_read, adds)
+            if not adds:
+                new = leading(cut(first), chunk - jnp.sum(fresh, dtype=jnp.int32), new)
+                new = lax.dynamic_update_slice_in_dim(first, new, start, 0)
+            return [done + chunk, new, *state]
 
-        # In the kernel's own dtype, which need not be that of the gradient.
-        *shapes, _ = _apart(jax.eval_shape(kernel, *like(chunk)), arrays[num_read:])
-        updates = [jnp.zeros((len(indices), *x.shape[1:]), x.dtype) for x in shapes]
-        updates = _jax.as_varying_as(arrays, *updates)
-        carry: Any = [jnp.zeros((), jnp.int32), updates, list(arrays[num_read:])]
-        _, updates, new = lax.while_loop(lambda x: x[0] < present, body, carry)
-        return *updates, *new
+        if adds:
+            first = arrays[0]
+        else:  # in the kernel's own dtype, which need not be that of the gradient
+            shape = jax.eval_shape(kernel, *like(chunk))[0]
+            first = jnp.zeros((len(indices), *shape.shape[1:]), shape.dtype)
+            (first,) = _jax.as_varying_as(arrays, first)
+        start = [jnp.zeros((), jnp.int32), first, *arrays[num_read:]]
+        return tuple(lax.while_loop(lambda x: x[0] < present, body, start)[1:])
 
     step.defjvp(lambda primals, tangents: jax.jvp(together, primals, tangents))
     new: tuple[jax.Array, ...] = step((whole_consts, part_consts), *rows)
@@ -538,6 +501,7 @@ def _all_rows(
     sizes: tuple[int, ...],
     arrays: Sequence[jax.Array],
     num_read: int,
+    adds: bool,
 ) -> tuple[jax.Array, ...]:
     """One pass over the table; what it did to rows not named is dropped."""
     num_rows = math.prod(sizes)
@@ -547,13 +511,12 @@ def _all_rows(
     sums = add_rows(sums, indices, wide, distinct=not plan.sums).astype(values.dtype)
     at = jnp.zeros(sizes, bool).at[places(indices, sizes, len(sizes))]
     named = at.set(True, mode="drop", wrap_negative_indices=False)
-    *update, new = _apart(
-        _keeping_unnamed(kernel, named, sums, arrays, num_read), arrays[num_read:]
-    )
+    update, *new = _keeping_unnamed(kernel, named, sums, arrays, num_read)
     every = jnp.arange(num_rows, dtype=indices.dtype)
     every = jnp.where(named.reshape(-1), every, num_rows)
-    update = [x.reshape(num_rows, *x.shape[len(sizes) :]) for x in update]
-    return every, *update, *(x.astype(old.dtype) for old, x in new)
+    if adds:
+        return every, (arrays[0] + update).astype(arrays[0].dtype), *new
+    return every, update.reshape(num_rows, *update.shape[len(sizes) :]), *new
 
 
 def _keeping_unnamed(
@@ -562,7 +525,7 @@ def _keeping_unnamed(
     sums: jax.Array,
     arrays: Sequence[jax.Array],
     num_read: int,
-) -> tuple[jax.Array, ...]:
+) -> list[jax.Array]:
     """``kernel(sums, *arrays)``, whose new arrays keep the rows that are not named.
 
     Each keeps them as soon as it is computed, and the rest of the kernel reads the result;
@@ -572,16 +535,14 @@ def _keeping_unnamed(
     """
     operands = [derivable(named, x) for x in (sums, *arrays)]
     program = jax.make_jaxpr(kernel)(*operands)
-    results = program.jaxpr.outvars
-    *update, written = _apart(tuple(results), arrays[num_read:])
-    olds = [*(jnp.zeros((), x.aval.dtype) for x in update), *(old for old, _ in written)]
+    _, *new = program.jaxpr.outvars
+    olds = arrays[num_read:]
     computed = {var for eqn in program.jaxpr.eqns for var in eqn.outvars}
-    new = results[len(update) :]
     early = [
         not isinstance(var, _jax.Literal) and var in computed and new.count(var) == 1
         for var in new
     ]
-    old_of = dict(itertools.compress(((var, old) for old, var in written), early))
+    old_of = dict(itertools.compress(zip(new, olds, strict=True), early))
     selected: dict[Any, jax.Array] = {}
 
     def select(var: Any, x: jax.Array) -> jax.Array:
@@ -590,10 +551,12 @@ def _keeping_unnamed(
         selected[var] = where_rows(named, x, old_of[var].astype(x.dtype))
         return derivable(named, selected[var])
 
-    outputs = evaluate(program, operands, select)
-    return tuple(
+    changed, *outputs = evaluate(program, operands, select)
+    results = [
         selected[var] if is_early else where_rows(named, x, old.astype(x.dtype))
-        for is_early, var, x, old in zip(
-            [*[False] * len(update), *early], results, outputs, olds, strict=True
-        )
-    )
+        for is_early, var, x, old in zip(early, new, outputs, olds, strict=True)
+    ]
+    return [
+        where_rows(named, changed, jnp.zeros((), changed.dtype)),
+        *(x.astype(old.dtype) for x, old in zip(results, olds, strict=True)),
+    ]

@@ -33,14 +33,11 @@ from jslices.optim.engine.protocol import (
     refuse_slices,
     shardings_of_update,
 )
-from jslices.optim.engine.rule import Rule, Step, next_count, zero_count
+from jslices.optim.engine.rule import Kernel, Rule, Step, next_count, zero_count
 from jslices.optim.engine.step import (
-    Moved,
     Plan,
-    RowKernel,
     choose_plan,
     step_rows,
-    sum_of,
 )
 
 #: The names of state arrays, and their shapes.
@@ -150,15 +147,15 @@ class _RuleOnTrees:
         adds: bool,
     ) -> tuple[PyTree, State]:
         """``(params, state)`` after a step, or the updates where it ``adds`` nothing."""
+        check_state(state, self.state_type, self.fields)
+        refuse_nothing("tx.update", grads, (params, state._replace(count=None)))
+        refuse_alone("tx.update", grads, params)
         reads_params = self.rule.reads_params or adds or any(jax.tree.leaves(peeked))
         if params is None and (reads_params or self.mask is not None):
             raise ValueError(
                 "this optimizer needs the parameters as well, for its weight decay or its "
                 "norms: tx.update(grads, state, params)"
             )
-        check_state(state, self.state_type, self.fields)
-        refuse_nothing("tx.update", grads, (params, state._replace(count=None)))
-        refuse_alone("tx.update", grads, params)
         leaves, tree = flatten(grads, is_leaf=is_leaf)
         paths, rules = paths_of(tree), self._rules(params, tree)
         arrays = _parameters(tree, params, reads_params)
@@ -171,9 +168,14 @@ class _RuleOnTrees:
                 paths, leaves, arrays, rules, *columns, strict=True
             )
         ]
+        is_peeked = self._peeked(peeked, grads)
+        missed = self._missed(itertools.compress(rules, is_peeked), state)
         if self.rule.missed is not None:
             state = state._replace(clock=exact.ticked(state.clock, state.count, self.rule))
-        kernels = self._kernels(rules, leaves, state, self._peeked(peeked, grads))
+        before = [
+            missed.get(x) if y else None for x, y in zip(rules, is_peeked, strict=True)
+        ]
+        kernels = self._kernels(rules, leaves, state, before)
         old = self._arrays(state, tree)
         adders = adders_of(tree, arrays, key) if adds else [None] * len(leaves)
         results = list(map(_step_leaf, rules, kernels, leaves, arrays, old, adders))
@@ -186,24 +188,23 @@ class _RuleOnTrees:
         rules: Sequence[Rule],
         grads: Sequence[Leaf],
         state: State,
-        peeked: Sequence[bool],
-    ) -> list[RowKernel]:
+        missed: Sequence[Partial | None],
+    ) -> list[Kernel]:
         """The arithmetic for each leaf: one kernel for all that are of one rule and kind.
 
         In a program it is traced once for all arrays, or rows of them, of one shape.
+        ``missed`` is what rows do before it.
         """
-        step, by_row = Step(state.count), map(is_slices, grads)
-        missed = self._missed(itertools.compress(rules, peeked), state)
+        step = Step(state.count)
 
         @functools.cache
-        def kernel(rule: Rule, by_row: bool, is_peeked: bool) -> RowKernel:
+        def kernel(rule: Rule, by_row: bool, missed: Partial | None) -> Kernel:
             alone = _kernel(step, rule, by_row)
             if rule.missed is None:
                 return alone
-            before = missed[rule] if is_peeked else None
-            return exact.with_clock(alone, rule, state.count, state.clock.run, before)
+            return exact.with_clock(alone, rule, state.count, state.clock.run, missed)
 
-        return list(map(kernel, rules, by_row, peeked))
+        return list(map(kernel, rules, map(is_slices, grads), missed))
 
     def plan(self, grads: Gradients, params: Params, platform: str | None = None) -> PyTree:
         leaves, tree = flatten(grads, is_leaf=is_leaf)
@@ -259,8 +260,8 @@ class _RuleOnTrees:
         """
         leaves, tree = flatten(params)
         rules, lasts = self._rules(params, tree), tree.flatten_up_to(state.clock.last)
-        pairs = zip(rules, behind, strict=True)
-        kernels = self._missed((rule for rule, x in pairs if x is not False), state)
+        is_behind = [rows is not False for rows in behind]
+        kernels = self._missed(itertools.compress(rules, is_behind), state)
         new = [
             None
             if rows is False
@@ -377,19 +378,15 @@ def _state_shapes(rule: Rule, shape: tuple[int, ...]) -> Shapes:
     return {k: jax.eval_shape(start, p).shape for k, start in rule.state.items()}
 
 
-def _kernel(step: Step, rule: Rule, by_row: bool) -> RowKernel:
-    """The kernel of one step of a rule, for whole arrays or for rows."""
+def _kernel(step: Step, rule: Rule, by_row: bool) -> Kernel:
+    """``kernel(g, p, *state)`` of one step of a rule, for whole arrays or for rows."""
     if by_row and rule.update_slices is not None:
         kernel = rule.update_slices(step)
     else:
         kernel = ((by_row and rule.update_rows) or rule.update)(step)
         kernel = jax.jit(kernel, inline=True) if is_staged() else kernel
 
-    def moves(g: Leaf, p: jax.Array | None, *state: jax.Array) -> Moved:
-        move, *new = kernel(g, *[p] * rule.reads_params, *state)
-        return (move,), tuple(new)
-
-    return moves
+    return kernel if rule.reads_params else lambda g, p, *state: kernel(g, *state)
 
 
 def _parameters(tree: PyTreeDef, params: Params, needed: bool) -> list[jax.Array | None]:
@@ -408,7 +405,7 @@ def _parameters(tree: PyTreeDef, params: Params, needed: bool) -> list[jax.Array
 
 def _step_leaf(
     rule: Rule,
-    kernel: RowKernel,
+    kernel: Kernel,
     grad: Leaf,
     param: Leaf,
     arrays: Sequence[jax.Array],
@@ -419,7 +416,7 @@ def _step_leaf(
     None for these where they stay as they are. ``param`` may be None where neither the rule
     nor ``add`` reads it.
     """
-    if grad is None or has_no_rows(grad):
+    if grad is None or has_no_rows(grad) or (add is not None and param is None):
         return (grad if add is None else param), None
     if add is not None:
         grad = add.prepared(grad, param)
@@ -431,12 +428,12 @@ def _step_leaf(
             kernel, grad, param, arrays, adds=adds, linear=rule.linear
         )
         return stepped if adds or add is None else add(stepped, param), tuple(rest)
-    moves, new = kernel(grad, param, *arrays)
+    update, *rest = kernel(grad, param, *arrays)
     if add is None:
-        return sum_of(moves), new
+        return update, tuple(rest)
     if add.bits is not None:  # of a gradient that is wider than it came
-        new = tuple(x.astype(old.dtype) for x, old in zip(new, arrays, strict=True))
-    return functools.reduce(lambda p, move: add(move, p), moves, param), new
+        rest = [x.astype(old.dtype) for x, old in zip(rest, arrays, strict=True)]
+    return add(update, param), tuple(rest)
 
 
 def _plan_of(rule: Rule, grad: Leaf, param: jax.Array, platform: str) -> Plan | None:
