@@ -210,7 +210,7 @@ class _Arithmetic:
         axes = self.axes_of(p.shape)
         if axes is None:
             kernel = partial(self._step_row, step)
-            u, v, *mean_now = step_rows(kernel, g, p, [v, *mean], adds=False)
+            u, v, *mean_now = step_rows(kernel, g, [p], [v, *mean])
             return u, v_row, v_col, v, *mean_now
         if p.ndim != 2:
             rows = "" if g.row_axes == 1 else f"; or keep the table as {list(g.flat.shape)}"
@@ -242,10 +242,10 @@ class _Arithmetic:
         total = jnp.sum(g.values**2, axis=0, dtype=columns.dtype)
         columns = self._mixed(step, columns, total / p.shape[0] + self.eps)
 
-        def remember(g: jax.Array, p: None, row: jax.Array) -> Arrays:
+        def remember(g: jax.Array, row: jax.Array) -> Arrays:
             return g, b * row + (1.0 - b) * row_mean(squared(g) + self.eps)
 
-        _, rows = step_rows(remember, g, None, [rows], adds=False, unique=True)
+        _, rows = step_rows(remember, g, [], [rows], unique=True)
         some = jnp.any(g.indices < p.shape[0])
         by_row, by_column = (
             derivable(jnp.broadcast_to(some, x.shape), x) for x in (rows, columns)
@@ -256,10 +256,9 @@ class _Arithmetic:
 
         def kernel(g: jax.Array, p: jax.Array, row: jax.Array, *mean: jax.Array) -> Arrays:
             u = g * (by_column[None] * (per_row(row, g) / mean_square)) ** -0.5
-            u, *mean_now = self._finished(step, u, p, mean, True)
-            return u, row, *mean_now
+            return self._finished(step, u, p, mean, True)
 
-        u, _, *mean_now = step_rows(kernel, g, p, [rows, *mean], adds=False, unique=True)
+        u, *mean_now = step_rows(kernel, g, [p, rows], mean, unique=True)
         return u, rows, columns, *mean_now
 
     def _finished(

@@ -18,7 +18,7 @@ from jax.tree_util import Partial
 from jax.typing import ArrayLike
 
 from jslices._densify import current_user_line
-from jslices._jax import definitely, flatten
+from jslices._jax import flatten
 from jslices._place.boundary import (
     mesh_of,
     on_any_mesh,
@@ -236,7 +236,7 @@ def caught_up(
     """
     old = tuple(jnp.asarray(x) for x in arrays)
     if isinstance(behind, IndexedSlices):
-        return step_rows(kernel, behind, old[0], old[1:], adds=True)
+        return step_rows(kernel, behind, old[:1], old[1:], adds=True)
     every_row = lambda *arrays: tuple(_every_row(kernel, list(arrays)))  # noqa: E731
 
     def if_late(*arrays: jax.Array) -> tuple[jax.Array, ...]:
@@ -261,11 +261,9 @@ def peeked(kernel: Kernel, behind: Behind, arrays: Sequence[ArrayLike]) -> jax.A
     old = [jnp.asarray(x) for x in arrays]
     if behind is True:
         return _moved(kernel, old)[0]
-    axes, count = behind.row_axes, behind.indices.shape[0]
+    axes = behind.row_axes
     num_rows = rows_numbered(old[0].shape, axes)
     indices = canonical_indices(behind.indices, num_rows)
-    if definitely(lambda: count >= num_rows):
-        return take_rows(_moved(kernel, old)[0], indices, mode="clip", row_axes=axes)
     numbers = None
     if platform_at_hand() == "tpu":  # reads each row once, as the step does that follows
         indices, numbers = number_by_runs(indices, num_rows)

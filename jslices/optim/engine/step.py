@@ -204,10 +204,10 @@ def _row_bytes(x: jax.ShapeDtypeStruct | jax.Array, row_axes: int) -> int:
 def step_rows(
     kernel: Kernel,
     grad: IndexedSlices,
-    param: jax.Array | None,
+    read: Sequence[jax.Array],
     state: Sequence[jax.Array],
     *,
-    adds: bool,
+    adds: bool = False,
     linear: bool = False,
     unique: bool = False,
 ) -> tuple[Any, ...]:
@@ -217,18 +217,18 @@ def step_rows(
     plans differ it holds both, of which JAX lowers one.
 
     Args:
-      kernel: ``kernel(gradient, param, *state) -> (update, *new_state)``; arrays that it
+      kernel: ``kernel(gradient, *read, *state) -> (update, *new_state)``; arrays that it
         gathers from are the arguments of a ``jax.tree_util.Partial``.
       grad: of an array ``[V, *D]``, K entries; or of ``[L, V, *D]`` whose rows L and V
         number, and then all arrays have these axes.
-      param: that array; None where the kernel does not read it and nothing is added.
+      read: arrays ``[V, ...]`` whose rows are only read.
       state: arrays ``[V, ...]`` whose rows are written back.
-      adds: whether the update is added to ``param``, or returned.
+      adds: whether the update is added to the one array that is read, or returned.
       linear: whether the update of a sum is the sum of the updates.
       unique: whether no row is named twice, and all rows are not to be stepped.
 
     Returns:
-      ``(param, *state)``, the new arrays; or ``(update, *state)``: IndexedSlices in which
+      ``(read, *state)``, the new arrays; or ``(update, *state)``: IndexedSlices in which
       each row appears once (unless the plan sums nothing), its other entries empty and
       zero. It is what would have been added.
     """
@@ -237,17 +237,16 @@ def step_rows(
             (kernel.func, kernel.args) if isinstance(kernel, Partial) else (kernel, ())
         )
 
-        def step(grad: Leaf, param: Any, state: State, *shared: Any) -> tuple[Any, ...]:
+        def step(grad: Leaf, read: Any, state: State, *shared: Any) -> tuple[Any, ...]:
             kernel = functools.partial(arithmetic, *shared)
             how = {"adds": adds, "linear": linear, "unique": unique}
-            return step_rows(kernel, grad, param, state, **how)
+            return step_rows(kernel, grad, read, state, **how)
 
         stepped: tuple[Any, ...] = each_shard(
-            step, grad, param, tuple(state), shared=shared
+            step, grad, tuple(read), tuple(state), shared=shared
         )
         return stepped
-    row_axes, params = grad.row_axes, [] if param is None else [param]
-    every = (*params, *state)
+    row_axes, every = grad.row_axes, (*read, *state)
     shape = every[0].shape if every else grad.dense_shape
     sizes = None if shape is None else shape[:row_axes]
     num_rows = None if sizes is None else math.prod(sizes)
@@ -266,9 +265,8 @@ def step_rows(
         return _sparing(plan, grad)
 
     def run(plan: Plan) -> Callable[..., tuple[jax.Array, ...]]:
-        step = kernel if params else lambda g, *state: kernel(g, None, *state)
         return lambda indices, values, *arrays: execute(
-            plan, step, indices, values, sizes, arrays, len(params), adds, distinct
+            plan, kernel, indices, values, sizes, arrays, len(read), adds, distinct
         )
 
     distinct = unique or grad.facts.distinct

@@ -150,7 +150,8 @@ class _RuleOnTrees:
         check_state(state, self.state_type, self.fields)
         refuse_nothing("tx.update", grads, (params, state._replace(count=None)))
         refuse_alone("tx.update", grads, params)
-        reads_params = self.rule.reads_params or adds or any(jax.tree.leaves(peeked))
+        reads_params = self.rule.reads_params or any(jax.tree.leaves(peeked))
+        reads_params |= adds and grads is not None
         if params is None and (reads_params or self.mask is not None):
             raise ValueError(
                 "this optimizer needs the parameters as well, for its weight decay or its "
@@ -418,14 +419,18 @@ def _step_leaf(
     """
     if grad is None or has_no_rows(grad) or (add is not None and param is None):
         return (grad if add is None else param), None
+    whole = kernel
     if add is not None:
         grad = add.prepared(grad, param)
     if is_slices(grad) and rule.sums_first is not None and rule.sums_first(param):
         grad = grad.coalesce()
     if is_slices(grad) and rule.update_slices is None:
         adds = add is not None and add.bits is None
+        read = [param]
+        if param is None:
+            kernel, read = lambda g, *state: whole(g, None, *state), []
         stepped, *rest = step_rows(
-            kernel, grad, param, arrays, adds=adds, linear=rule.linear
+            kernel, grad, read, arrays, adds=adds, linear=rule.linear
         )
         return stepped if adds or add is None else add(stepped, param), tuple(rest)
     update, *rest = kernel(grad, param, *arrays)

@@ -16,6 +16,7 @@ from jslices._grad.call import (
 )
 from jslices._grad.ids import as_ids, rows_read
 from jslices._grad.plan import Planned, plan_call
+from jslices._jax import definitely
 from jslices._place.boundary import mesh_of
 from jslices._slices import IndexedSlices
 from jslices._typing import Params, PyTree, State
@@ -141,8 +142,14 @@ def _ids(tx: GradientTransformation, rows: IndexedSlices | bool | None) -> PyTre
 
 
 def _is_one_program(planned: Planned, leaf: int, rows: IndexedSlices | bool | None) -> bool:
-    """Whether XLA sees all that the call does to rows of a leaf, which is on one device."""
+    """Whether XLA sees all that the call does to a few rows of a leaf on one device.
+
+    Where they are so many that a step may pass over the table, it passes twice: all arrays
+    would be copied by a pass that reads what it overwrites.
+    """
     if not isinstance(rows, IndexedSlices) or rows.facts.placement is not None:
         return False
     on_mesh = mesh_of(planned.leaves[leaf].aval) is not None
-    return not planned.eager and not on_mesh and rows.indices.shape != (0,)
+    count, shape = rows.indices.shape[0], planned.leaves[leaf].table_shape
+    few = definitely(lambda: 0 < 4 * count < shape[0])
+    return few and not planned.eager and not on_mesh
