@@ -1,21 +1,14 @@
 """Summing the rows that share an index, in an order that is the same every time.
 
-A CPU adds them one after the other. On other platforms additions to one place happen in
-whatever order the hardware comes to them, so there the indices are sorted, and the rows of
-each run of equal indices are summed by blocks (:func:`sums_of_runs`). No floating number is
-then written where another may be.
-
-On a CPU each distinct row gets a number. The general way sorts the indices. Where the order
-of the rows is free, its number is the entry at which it first occurs. A few entries are
-compared in pairs. Many look it up in a map: one of V integers if the table is small enough,
-else a hash map of 2 to 8 K integers, in which rows that collide try again with another
-hash. XLA:CPU takes some 10 ms to compile each kernel, so there are as few as possible.
+Everywhere the indices are sorted. On a CPU that gives each distinct row a number, at which
+its occurrences are added one after the other. On other platforms additions to one place
+happen in whatever order the hardware comes to them, so there the rows of each run of equal
+indices are summed by blocks (:func:`sums_of_runs`). No floating number is then written
+where another may be.
 """
 
 import functools
-import math
 from collections.abc import Callable, Sequence
-from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -37,13 +30,8 @@ from jslices._rows.access import (
     places_of,
     room_for_distinct,
     set_rows,
-    take_rows,
     where_rows,
 )
-
-#: The order of the distinct rows: sorted, or as is fastest, with all empty entries at the
-#: end or between them.
-Order = Literal["sorted", "packed", "any"]
 
 #: What the sum of ``n`` occurrences of a row is divided by.
 COMBINERS: dict[str, Callable[[jax.Array], jax.Array] | None] = {
@@ -59,15 +47,6 @@ BLOCK, ONE_BLOCK = 16, 256
 
 Numbered = tuple[jax.Array, jax.Array, jax.Array]
 
-#: The map of all rows pays off up to so many rows of the table for each index: a step of
-#: Adam with 1e5 ids then takes 0.6 to 0.8 of the time, with 1e4 ids 0.7 to 0.9.
-ROWS_PER_ID = 32
-#: Up to so many ids are compared in pairs, as fast as a map.
-FEW = 256
-#: The hash map has so many places for each id, or up to twice that. Where rows have fewer
-#: than 16 elements half as many do, as fast: the map would be larger than the rows.
-SPREAD = 4
-
 
 def sum_duplicates(
     values: jax.Array,
@@ -75,7 +54,7 @@ def sum_duplicates(
     num_rows: int | None,
     size: int | None,
     combine: str = "sum",
-    order: Order = "sorted",
+    packed: bool = True,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Sums the rows that share an index.
 
@@ -87,20 +66,20 @@ def sum_duplicates(
       size: U, the static number of entries returned; None means ``min(K, V)``, which
         always suffices.
       combine: a key of ``COMBINERS``.
-      order: the order of the rows, ``"any"`` of which is the fastest.
+      packed: whether all empty entries are at the end. Otherwise they may be between the
+        rows, which saves other platforms than a CPU two scatters where U is K.
 
     Returns:
-      ``(values [U, *D], indices [U], distinct [])``: distinct rows, and empty entries
-      (index V, zero values). ``distinct``, int32, is how many distinct rows there are,
-      which may be more than U.
+      ``(values [U, *D], indices [U], distinct [])``: distinct rows, sorted, and empty
+      entries (index V, zero values). ``distinct``, int32, is how many distinct rows there
+      are, which may be more than U.
 
     Raises:
       ValueError: if more than ``size`` distinct rows are present and the indices are
         concrete. Under jit, where nothing can be raised, floating values become NaN, which
         then shows in the loss.
 
-    Cost: a sort of K integers (or less, unless sorted), one pass over ``[K, *D]`` and
-    one over ``[U, *D]``.
+    Cost: a sort of K integers, one pass over ``[K, *D]`` and one over ``[U, *D]``.
     """
     num_ids = indices.shape[0]
     enough = room_for_distinct(num_ids, num_rows)
@@ -108,7 +87,7 @@ def sum_duplicates(
     if capacity < 0:
         raise ValueError(f"coalesce(size={size}): size must not be negative")
     unique, summed, distinct = _sum_duplicates(
-        values, indices, num_rows, capacity, combine, order
+        values, indices, num_rows, capacity, combine, packed
     )
     if not _jax.definitely(lambda: capacity >= enough):
         summed = _refuse_overflow(summed, distinct, capacity)
@@ -123,7 +102,7 @@ def _sum_duplicates(
     num_rows: int | None,
     capacity: int,
     combine: str,
-    order: Order,
+    packed: bool,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """``(indices [U], sums [U, *D], distinct [])``, whether they fit or not."""
     num_ids = indices.shape[0]
@@ -138,9 +117,11 @@ def _sum_duplicates(
         unique = jnp.full((capacity,), empty, indices.dtype)
         summed = jnp.zeros((capacity, *values.shape[1:]), values.dtype)
     else:
-        how = capacity, COMBINERS[combine], order
-        in_turn = functools.partial(_in_turn, num_rows, *how)
-        by_runs = functools.partial(_by_runs, jnp.array(empty, indices.dtype), *how)
+        divisor = COMBINERS[combine]
+        in_turn = functools.partial(_in_turn, num_rows, capacity, divisor)
+        by_runs = functools.partial(
+            _by_runs, jnp.array(empty, indices.dtype), capacity, divisor, packed
+        )
         unique, summed, distinct = lax.platform_dependent(
             indices,
             values,
@@ -167,21 +148,12 @@ def _in_turn(
     num_rows: int | None,
     capacity: int,
     divisor: Divisor,
-    order: Order,
     indices: jax.Array,
     values: jax.Array,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Each row is added to those before it, at the number of its index."""
     indices = canonical_indices(indices, num_rows)
-    # Slices without elements name rows of a table, which are larger than a map of them.
-    row_bytes = math.prod(values.shape[1:]) * values.dtype.itemsize or 4 * ROWS_PER_ID
-    is_open = _jax.is_symbolic(indices.shape[0])
-    if order == "sorted" or num_rows is None or is_open:
-        numbered = number_rows(indices, num_rows, capacity)
-    else:
-        packed = order == "packed"
-        numbered = number_by_first(indices, num_rows, capacity, row_bytes, packed)
-    unique, numbers, distinct = numbered
+    unique, numbers, distinct = number_rows(indices, num_rows, capacity)
     wide = widened(values)
     zeros = jnp.zeros((capacity, *values.shape[1:]), wide.dtype)
     (zeros,) = _jax.as_varying_as([wide], zeros)  # JAX adds no rows without elements
@@ -199,14 +171,14 @@ def _by_runs(
     empty: jax.Array,
     capacity: int,
     divisor: Divisor,
-    order: Order,
+    packed: bool,
     indices: jax.Array,
     values: jax.Array,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """The indices are sorted, and the rows of equal ones summed.
 
-    In any order, a sum stands where its row occurs first among the sorted indices, and the
-    other entries are empty: there is nothing to move.
+    Each sum comes out where its row occurs first among the sorted indices, and the other
+    entries are empty: unless they shall be packed there is nothing to move.
     """
     ordered, positions = sort_ids(indices)
     summed = sums_of_runs(ordered, _in_order(widened(values), positions))
@@ -216,7 +188,7 @@ def _by_runs(
     named, unique = _first_of_runs(ordered, empty)
     summed = where_rows(named, summed, jnp.zeros((), summed.dtype)).astype(values.dtype)
     distinct = jnp.sum(named, dtype=jnp.int32)
-    if order != "any" or _jax.definitely(lambda: capacity < indices.shape[0]):
+    if packed or _jax.definitely(lambda: capacity < indices.shape[0]):
         numbers = jnp.cumsum(named, dtype=jnp.int32) - 1
         numbers = jnp.where(named, jnp.minimum(numbers, capacity), capacity)
         unique = set_rows(jnp.full((capacity,), empty, unique.dtype), numbers, unique)
@@ -252,7 +224,7 @@ def add_rows(
 
     def by_runs(table: jax.Array, indices: jax.Array, rows: jax.Array) -> jax.Array:
         empty = jnp.array(height_of(table, rows), indices.dtype)
-        indices, rows, _ = _by_runs(empty, indices.shape[0], None, "any", indices, rows)
+        indices, rows, _ = _by_runs(empty, indices.shape[0], None, False, indices, rows)
         return add_distinct_rows(table, indices, rows)
 
     inexact = jnp.issubdtype(table.dtype, jnp.inexact)
@@ -378,7 +350,7 @@ def number_rows(indices: jax.Array, num_rows: int | None, capacity: int) -> Numb
     """
     empty = empty_index(num_rows, indices.dtype)
     ordered, positions = sort_ids(indices)
-    is_first = jnp.concatenate([jnp.ones((1,), bool), ordered[1:] != ordered[:-1]])
+    is_first = starts_of_runs(ordered)
     numbers = jnp.cumsum(is_first, dtype=jnp.int32) - 1
     # Equal indices share a number, so writes that collide store the same row.
     unique = (
@@ -406,93 +378,6 @@ def number_by_runs(indices: jax.Array, num_rows: int) -> tuple[jax.Array, jax.Ar
     here = jnp.arange(ordered.shape[0], dtype=jnp.int32)
     numbers = lax.cummax(jnp.where(starts_of_runs(ordered), here, 0))
     return unique, jnp.zeros_like(here).at[positions].set(numbers, unique_indices=True)
-
-
-def number_by_first(
-    indices: jax.Array, num_rows: int, capacity: int, row_bytes: int, packed: bool
-) -> Numbered:
-    """:func:`number_rows`, with the distinct rows where they first occur, for a CPU.
-
-    If they shall be ``packed``, or there is no room for empty entries between them, they
-    stand in this order one after the other. ``row_bytes`` is the size of a row: a map takes
-    about as much memory as K rows. Cost: O(K), plus V integers written if V is small.
-    """
-    here = jnp.arange(indices.shape[0], dtype=jnp.int32)
-    first = first_entries(indices, num_rows, row_bytes)
-    is_first = first == here
-    distinct = jnp.sum(is_first, dtype=jnp.int32)
-    if not packed and capacity == indices.shape[0]:
-        return jnp.where(is_first, indices, num_rows), first, distinct
-    counted = jnp.cumsum(is_first, dtype=jnp.int32) - 1
-    numbers = take_rows(counted, first, fill_value=capacity)
-    unique = (
-        jnp.full((capacity,), num_rows, indices.dtype)
-        .at[jnp.where(is_first, counted, capacity)]
-        .set(indices, **DROP)
-    )
-    return unique, numbers, distinct
-
-
-def first_entries(indices: jax.Array, num_rows: int, row_bytes: int) -> jax.Array:
-    """The entry at which the row of each entry first occurs: int32 ``[K]``, K if empty."""
-    num_ids, elements = indices.shape[0], row_bytes // 4
-    # A map may take as much memory as the rows, or twice that where they are short.
-    room = max(elements, min(2 * elements, 16))
-    if _jax.definitely(lambda: num_ids <= FEW):
-        return _by_pairs(indices, num_rows)
-    if _jax.definitely(lambda: num_rows <= num_ids * min(ROWS_PER_ID, room)):
-        return _by_map(indices, num_rows)
-    return _by_hash(indices, num_rows, SPREAD if elements >= 16 else SPREAD // 2)
-
-
-def _by_pairs(indices: jax.Array, num_rows: int) -> jax.Array:
-    count = indices.shape[0]
-    here = jnp.arange(count, dtype=jnp.int32)
-    # The minimum over the first axis is a loop over whole rows, which is vectorized.
-    same = indices[:, None] == indices[None]
-    first = jnp.min(jnp.where(same, here[:, None], count), 0, initial=count)
-    return jnp.where(indices < num_rows, first, count)
-
-
-def _by_map(indices: jax.Array, num_rows: int) -> jax.Array:
-    count = indices.shape[0]
-    here = jnp.arange(count, dtype=jnp.int32)
-    places = jnp.full((num_rows,), count, jnp.int32).at[indices].min(here, **DROP)
-    return take_rows(places, indices, fill_value=count)
-
-
-def _by_hash(indices: jax.Array, num_rows: int, spread: int) -> jax.Array:
-    """Rows that collide try again: 1e5 random ids need three rounds.
-
-    Each round settles the first row in every place, hence the loop ends.
-    """
-    count = indices.shape[0]
-    bits = (spread * count - 1).bit_length()
-    here = jnp.arange(count, dtype=jnp.int32)
-    unknown = count + 1
-    key = indices.astype(jnp.int32)
-    if indices.dtype.itemsize == 8:
-        key ^= (indices >> 32).astype(jnp.int32) * jnp.int32(0x45EBCA6B)
-
-    def again(carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        first, multiplier = carry
-        # Multiplicative hashing (Knuth): the high bits of a product with an odd number.
-        place = lax.shift_right_logical(key * multiplier, jnp.int32(32 - bits))
-        searching = first == unknown
-        winner = (
-            jnp.full((1 << bits,), count, jnp.int32)
-            .at[jnp.where(searching, place, 1 << bits)]
-            .min(here, **DROP)
-        )
-        winner = take_rows(winner, place, mode="promise_in_bounds")
-        last = jnp.minimum(winner, count - 1)
-        named = take_rows(indices, last, mode="promise_in_bounds")
-        first = jnp.where(searching & (named == indices), winner, first)
-        return first, multiplier + jnp.int32(0x5BD1E996)
-
-    start = jnp.where(indices < num_rows, unknown, count).astype(jnp.int32)
-    searching = lambda carry: jnp.max(carry[0]) == unknown  # noqa: E731
-    return lax.while_loop(searching, again, (start, jnp.int32(-1640531527)))[0]
 
 
 @jax.jit

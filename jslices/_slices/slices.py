@@ -23,7 +23,7 @@ from jslices._rows.access import (
     rows_numbered,
     take_rows,
 )
-from jslices._rows.sums import Order, add_rows, check_combine, sum_duplicates
+from jslices._rows.sums import add_rows, check_combine, sum_duplicates
 from jslices._slices.carry import one_program
 from jslices._slices.entries import NO_FACTS, Facts
 from jslices._slices.parts import (
@@ -179,12 +179,7 @@ class IndexedSlices(Refusals):
         """
         check_slices(self)
         check_combine(combine, self.values.dtype)
-        if self.indices.ndim > 1:
-            return jax.vmap(lambda s: s.coalesce(size, combine))(self)
-        if self.is_placed and size is None:
-            unique: IndexedSlices = each_shard(lambda s: s.coalesce(None, combine), self)
-            return unique
-        return _summed(self, size=size, combine=combine)
+        return _summed(self, size, combine)
 
     def astype(self, dtype: DTypeLike) -> "IndexedSlices":
         """The same rows with ``values`` cast to ``dtype``."""
@@ -597,16 +592,9 @@ def concat_slices(slices: Sequence[IndexedSlices | None]) -> IndexedSlices:
 
 
 def deduplicated(slices: IndexedSlices) -> IndexedSlices:
-    """``slices.coalesce()``, with the rows in whatever order is fastest."""
+    """``slices.coalesce()``, in which empty entries may be between the rows."""
     check_slices(slices)
-    if slices.facts.distinct:
-        return slices
-    if slices.indices.ndim > 1:
-        return slices.coalesce()
-    if slices.is_placed:
-        unique: IndexedSlices = each_shard(deduplicated, slices)
-        return unique
-    return _summed(slices, order="any")
+    return slices if slices.facts.distinct else _summed(slices, packed=False)
 
 
 # --- on any mesh ------------------------------------------------------------------------
@@ -621,25 +609,31 @@ def _add(table: jax.Array, slices: IndexedSlices) -> jax.Array:
     return add_rows(table, indices, slices.values, slices.facts.distinct)
 
 
-@on_any_mesh(lambda slices: everywhere(slices.values, slices.indices))
-def _sums(
-    slices: IndexedSlices, *, size: int | None, combine: str, order: Order
-) -> tuple[jax.Array, jax.Array]:
-    values, indices, _ = sum_duplicates(
-        slices.values, slices.indices, slices.num_rows, size, combine, order
-    )
-    return values, indices
-
-
 def _summed(
     slices: IndexedSlices,
     size: int | None = None,
     combine: str = "sum",
-    order: Order = "sorted",
+    packed: bool = True,
 ) -> IndexedSlices:
-    values, indices = _sums(slices, size=size, combine=combine, order=order)
+    if slices.indices.ndim > 1:
+        return jax.vmap(lambda s: _summed(s, size, combine, packed))(slices)
+    if slices.is_placed and size is None:
+        run = lambda s: _summed(s, None, combine, packed)  # noqa: E731
+        unique: IndexedSlices = each_shard(run, slices)
+        return unique
+    values, indices = _sums(slices, size=size, combine=combine, packed=packed)
     facts = Facts(distinct=True, note=slices.facts.note if size is None else None)
-    return slices_of(values, indices, slices.dense_shape, facts, slices.row_axes)
+    return slices._like(values, indices, facts)
+
+
+@on_any_mesh(lambda slices: everywhere(slices.values, slices.indices))
+def _sums(
+    slices: IndexedSlices, *, size: int | None, combine: str, packed: bool
+) -> tuple[jax.Array, jax.Array]:
+    values, indices, _ = sum_duplicates(
+        slices.values, slices.indices, slices.num_rows, size, combine, packed
+    )
+    return values, indices
 
 
 @on_any_mesh(everywhere)

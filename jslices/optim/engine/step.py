@@ -31,7 +31,7 @@ from jslices._rows.access import (
     take_rows,
     where_rows,
 )
-from jslices._rows.sums import Order, add_rows, sum_duplicates, widened
+from jslices._rows.sums import add_rows, sum_duplicates, widened
 from jslices._slices import (
     Facts,
     IndexedSlices,
@@ -334,9 +334,9 @@ def execute(
         return _all_rows(plan, kernel, indices, values, sizes, arrays, num_read)
     num_rows = None if sizes is None else math.prod(sizes)
     if plan.sums:
-        order: Order = "packed" if plan.way == "in chunks" else "any"
+        packed = plan.way == "in chunks"
         values, indices, present = sum_duplicates(
-            values, indices, num_rows, plan.capacity, order=order
+            values, indices, num_rows, plan.capacity, packed=packed
         )
     else:
         indices = canonical_indices(indices, num_rows)
