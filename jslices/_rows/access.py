@@ -31,13 +31,6 @@ from jslices._typing import Size
 INT32_MAX = np.iinfo(np.int32).max
 #: Gathered rows of so many elements would be copied by a scalar loop (see ``row_loop``).
 SCALAR = range(32, 80)
-#: A select by one bool for each row is slow for rows of so many elements: LLVM unrolls the
-#: loop over such a row, finds no vector form for the selects, and everything that XLA
-#: fused with them stays scalar. An update of Adagrad takes 49 us for 2,048 rows of 8, and
-#: 9 without the select; for rows of 16 it takes 93 and 33 (jax 0.10.2 and 0.12). Comparing
-#: the number of each element with that of the first one not selected costs next to nothing.
-UNROLLED = range(2, 24)
-_INT32_ELEMENTS = 2**31
 #: Rows of so many elements XLA:TPU would pad to more than twice their size, and wants a
 #: table that is not an argument (but was just written, or is carried by a loop) by columns
 #: to gather from: it copies the whole of it (libtpu 0.0.50). It does not if the gather is
@@ -274,46 +267,11 @@ def per_row(numbers: jax.Array, like: jax.Array) -> jax.Array:
 
 
 def where_rows(selected: jax.Array, rows: jax.Array, rest: jax.Array) -> jax.Array:
-    """``jnp.where`` with one bool for each row.
+    """``jnp.where`` with a bool ``[n]`` for each of ``rows`` ``[n, *D]``.
 
-    Args:
-      selected: bool ``[n]``; or for parts of rows, ``[n, m]`` for ``[n, m, *D]``.
-      rows: ``[n, *D]``.
-      rest: an array that broadcasts to that.
-
-    Returns:
-      ``[n, *D]``: the selected ones of ``rows``, and ``rest``. The other rows may hold
-      anything, NaN included.
+    Or ``[n, m]``, for each part of rows ``[n, m, *D]``. Rows not selected may be NaN.
     """
-    axes = selected.ndim
-    length = math.prod(rows.shape[axes:])
-    if length not in UNROLLED:
-        return jnp.where(per_row(selected, rows), rows, rest)
-    number = lax.broadcasted_iota(jnp.int32, (*selected.shape, length), axes)
-    stop = jnp.where(selected, jnp.int32(length), jnp.int32(0))
-    return jnp.where(number.reshape(rows.shape) < per_row(stop, rows), rows, rest)
-
-
-def leading(rows: jax.Array, count: jax.Array, rest: jax.Array | None = None) -> jax.Array:
-    """The first ``count`` rows of ``rows``, then those of ``rest``.
-
-    Args:
-      rows: ``[n, *D]``.
-      count: integer ``[]``; 0 or less for none, n or more for all.
-      rest: ``[n, *D]`` of the same dtype, or None for zeros.
-
-    Returns:
-      ``[n, *D]``. Rows that are not selected may hold anything, NaN included.
-    """
-    length = math.prod(rows.shape[1:])
-    number = lax.broadcasted_iota(jnp.int32, rows.shape, 0)
-    stop = jnp.clip(count, 0, rows.shape[0]).astype(jnp.int32)
-    if length in UNROLLED and rows.size < _INT32_ELEMENTS:
-        number = lax.broadcasted_iota(jnp.int32, (rows.shape[0], length), 0) * length
-        number += lax.broadcasted_iota(jnp.int32, number.shape, 1)
-        number, stop = number.reshape(rows.shape), stop * length
-    zero = jnp.zeros((), rows.dtype)
-    return jnp.where(number < stop, rows, zero if rest is None else rest)
+    return jnp.where(per_row(selected, rows), rows, rest)
 
 
 def kept_positions(keep: jax.Array, size: int | None, caller: str) -> tuple[Any, Any]:

@@ -23,7 +23,6 @@ from jslices._place.boundary import platform_at_hand, row_major_array
 from jslices._rows.access import (
     canonical_indices,
     empty_index,
-    leading,
     places,
     room_for_distinct,
     rows_numbered,
@@ -458,7 +457,7 @@ def _in_chunks(
             ids = jnp.where(fresh, cut(indices), height)
             arrays_now = (*arrays[:num_read], *state)
             new, *state = _together(kernel, ids, cut(values), sizes, arrays_now, num_read)
-            new = leading(cut(update), chunk - jnp.sum(fresh, dtype=jnp.int32), new)
+            new = where_rows(fresh, new, cut(update))
             update = lax.dynamic_update_slice_in_dim(update, new, start, 0)
             return [done + chunk, update, *state]
 
