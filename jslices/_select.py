@@ -13,7 +13,7 @@ from jslices._rows.access import (
     take_rows,
 )
 from jslices._rows.ids import as_ids
-from jslices._slices import IndexedSlices, check_slices, is_slices
+from jslices._slices import IndexedSlices, check_slices, is_slices, slices_of
 
 
 def sparse_mask(
@@ -68,7 +68,7 @@ def sparse_mask(
     values, indices = _not_masked(
         a.values, a.indices, masked, num_rows=a.num_rows, size=size
     )
-    return IndexedSlices(values, indices, a.dense_shape, a.row_axes)
+    return slices_of(values, indices, a.dense_shape)
 
 
 @on_any_mesh(everywhere)

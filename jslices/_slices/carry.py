@@ -28,7 +28,7 @@ class _Carried:
         x = self.whole
         if isinstance(x, bool):
             return (), x
-        return (x.values, x.indices), (type(x), x.dense_shape, x.facts, x.row_axes)
+        return (x.values, x.indices), (type(x), x.dense_shape, x.facts)
 
     @classmethod
     def tree_unflatten(cls, static: Any, children: Sequence[Any]) -> "_Carried":

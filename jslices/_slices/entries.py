@@ -56,7 +56,6 @@ class _Static(NamedTuple):
 
     dense_shape: tuple[int, ...] | None
     placement: Placement | None = None
-    row_axes: int = 1
 
 
 class Entries:
@@ -68,7 +67,6 @@ class Entries:
 
     values: jax.Array
     dense_shape: tuple[int, ...] | None
-    row_axes: int
     facts: Facts
     _indices: Any  # None as long as nobody asked what the leaf holds
     _leaf: Any  # None as long as nobody took the slices apart
@@ -81,11 +79,10 @@ class Entries:
         indices: jax.Array,
         shape: tuple[int, ...] | None,
         facts: Facts = NO_FACTS,
-        row_axes: int = 1,
     ) -> Self:
         """Slices of parts that fit together, and what is known of them."""
         new = object.__new__(cls)
-        new._set(values, indices, shape, facts, row_axes)
+        new._set(values, indices, shape, facts)
         return new
 
     def _set(
@@ -94,13 +91,11 @@ class Entries:
         indices: Any,
         shape: tuple[int, ...] | None,
         facts: Facts,
-        row_axes: int,
         leaf: Any = None,
     ) -> None:
         vars(self).update(
             values=values,
             dense_shape=shape,
-            row_axes=row_axes,
             facts=facts,
             _indices=indices,
             _leaf=leaf,
@@ -117,8 +112,7 @@ class Entries:
         self.__setattr__(name)
 
     def __reduce__(self) -> Any:
-        parts = self.values, self.indices, self.dense_shape, self.facts, self.row_axes
-        return type(self).of, parts
+        return type(self).of, (self.values, self.indices, self.dense_shape, self.facts)
 
     @property
     def indices(self) -> jax.Array:
@@ -146,7 +140,7 @@ class Entries:
         return self._children()
 
     def _children(self) -> tuple[tuple[Any, Any], _Static]:
-        static = _Static(self.dense_shape, self.facts.placement, self.row_axes)
+        static = _Static(self.dense_shape, self.facts.placement)
         numbers = self._indices if self._leaf is None else self._leaf
         return (self.values, self._remember(_leaf=sealed(numbers))), static
 
@@ -156,16 +150,16 @@ class Entries:
     ) -> Self:
         # JAX unflattens with placeholders, too, so nothing is checked here. A shape alone
         # will do: slices with the axes of a batch are made so.
-        shape, placement, row_axes = (
-            static if isinstance(static, _Static) else _Static(static)
-        )
+        shape, placement = static if isinstance(static, _Static) else _Static(static)
         values, leaf = children
         new = object.__new__(cls)
-        if shape is not None and getattr(leaf, "dtype", None) == np.uint32:
-            if leaf.ndim > np.ndim(values) - len(shape) + row_axes:
+        if shape and getattr(leaf, "dtype", None) == np.uint32 and leaf.ndim > 1:
+            row = np.shape(values)[leaf.ndim - 1 :]
+            within = shape[len(shape) - len(row) :]
+            if leaf.shape[-1] <= 2 and len(row) < len(shape) and row == within:
                 leaf = from_bits(np.asarray(leaf))  # what JAX gives to a callback
         indices = None if is_sealed(leaf) else leaf
-        new._set(values, indices, shape, Facts(placement=placement), row_axes, leaf)
+        new._set(values, indices, shape, Facts(placement=placement), leaf)
         return new
 
     def with_values(self, values: jax.Array) -> Self:
@@ -182,8 +176,13 @@ class Entries:
         batch = tuple(self.indices.shape[:-1])
         if self.dense_shape is not None:
             return batch + self.dense_shape
-        unknown = (None,) * self.row_axes
-        return (*batch, *unknown, *self.values.shape[self.indices.ndim :])
+        return (*batch, None, *self.values.shape[self.indices.ndim :])
+
+    @property
+    def row_axes(self) -> int:
+        """How many leading axes of ``dense_shape`` number the rows; 1 if it is unknown."""
+        shape = self.dense_shape
+        return 1 if shape is None else len(shape) - self.values.ndim + self.indices.ndim
 
     @property
     def ndim(self) -> int:
@@ -231,13 +230,13 @@ class Entries:
         shape = self.dense_shape
         return None if shape is None else rows_numbered(shape, self.row_axes)
 
-    def numbered_as(self, shape: tuple[int, ...] | None, row_axes: int) -> Self:
+    def numbered_as(self, shape: tuple[int, ...] | None) -> Self:
         """The same entries as rows of an array of as many rows in another shape, unchecked.
 
-        Of ``[L * V, *D]`` with one axis of rows: ``(L, V, *D)`` and 2. No cost.
+        Of ``[L * V, *D]``: ``(L, V, *D)``. No cost.
         """
         new = object.__new__(type(self))
-        vars(new).update(vars(self), dense_shape=shape, row_axes=row_axes)
+        vars(new).update(vars(self), dense_shape=shape)
         return new
 
     @property
@@ -253,12 +252,10 @@ class Entries:
           >>> s.flat.shape, s.to_dense()[1, 2]
           ((10, 2), Array([1., 1.], dtype=float32))
         """
-        if self.row_axes == 1:
+        shape, axes = self.dense_shape, self.row_axes
+        if shape is None or axes == 1:
             return self
-        shape = self.dense_shape
-        if shape is not None:
-            shape = (rows_numbered(shape, self.row_axes), *shape[self.row_axes :])
-        return self.numbered_as(shape, 1)
+        return self.numbered_as((rows_numbered(shape, axes), *shape[axes:]))
 
     def __repr__(self) -> str:
         try:

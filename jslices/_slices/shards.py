@@ -103,7 +103,7 @@ def each_shard(
     structure: list[tuple[jax.tree_util.PyTreeDef, list[bool]]] = []
     here = slices.facts._replace(placement=None)
     if placement is None or dense_shape is None or not slices.is_placed:
-        plain = slices.of(slices.values, slices.indices, dense_shape, here, row_axes)
+        plain = slices.of(slices.values, slices.indices, dense_shape, here)
         return fun(plain, *arrays, *shared, *[lambda numbers: numbers] * with_numbers)
     sizes, row = dense_shape[:row_axes], dense_shape[row_axes:]
     own = placement.part_of(sizes)
@@ -118,7 +118,7 @@ def each_shard(
     ) -> Any:
         first = number[0].astype(indices.dtype) * height
         numbers = placement.by_device(canonical_indices(indices, beyond), sizes) - first
-        mine = slices.of(values, numbers, (*own, *row), here, row_axes)
+        mine = slices.of(values, numbers, (*own, *row), here)
 
         def in_whole(numbers: jax.Array) -> jax.Array:
             return placement.in_whole(numbers + first.astype(numbers.dtype), sizes)
@@ -130,7 +130,7 @@ def each_shard(
             numbers = jnp.where(numbers < height, in_whole(numbers), beyond)
             shape = (*sizes, *x.dense_shape[row_axes:])
             facts = x.facts._replace(placement=placement)
-            return x.of(x.values, numbers, shape, facts, row_axes)
+            return x.of(x.values, numbers, shape, facts)
 
         result = fun(mine, *arrays, *shared, *[in_whole] * with_numbers)
         leaves, tree = jax.tree.flatten(result, is_leaf=is_entries)

@@ -31,7 +31,7 @@ from jslices._slices.parts import (
     as_indices,
     check_batch_index,
     check_parts,
-    common_array,
+    common_shape,
     static_row_axes,
     static_shape,
 )
@@ -96,9 +96,9 @@ class IndexedSlices(Refusals):
         row_axes: int = 1,
     ) -> None:
         rows, numbers = as_array(values), as_indices(indices)
-        shape, row_axes = static_shape(dense_shape), static_row_axes(row_axes)
-        check_parts(rows, numbers, shape, row_axes)
-        self._set(rows, numbers, shape, NO_FACTS, row_axes)
+        shape = static_shape(dense_shape)
+        check_parts(rows, numbers, shape, static_row_axes(row_axes))
+        self._set(rows, numbers, shape, NO_FACTS)
 
     def _flattened(self) -> "IndexedSlices":
         """The sum over the leading axes that ``vmap`` or ``scan`` added."""
@@ -114,7 +114,7 @@ class IndexedSlices(Refusals):
         self, values: jax.Array, indices: jax.Array, facts: Facts = NO_FACTS
     ) -> "IndexedSlices":
         """Other entries of the same array."""
-        return slices_of(values, indices, self.dense_shape, facts, self.row_axes)
+        return slices_of(values, indices, self.dense_shape, facts)
 
     # --- conversions ----------------------------------------------------------------
 
@@ -280,10 +280,9 @@ class IndexedSlices(Refusals):
             return self
         other = jnp.asarray(other)
         if self.indices.ndim > 1 or other.shape != self.dense_shape:
-            if other.ndim >= self.row_axes and self.dense_shape is None:
-                shape = (*other.shape[: self.row_axes], *self.values.shape[1:])
-                facts, axes = NO_FACTS, self.row_axes
-                return other + slices_of(self.values, self.indices, shape, facts, axes)
+            if other.ndim and self.dense_shape is None:
+                row = self.values.shape[self.indices.ndim :]
+                return other + self.numbered_as((other.shape[0], *row))
             return other + self._densely("array + slices", "equal shapes")
         check_slices(self)
         if self.is_placed:
@@ -353,7 +352,7 @@ class IndexedSlices(Refusals):
             moved = {a - batch - 1 + rows.row_axes for a in within}
             shape = tuple(n for i, n in enumerate(shape) if i not in moved)
         values = _sum(self.values, within, dtype)
-        return slices_of(values, rows.indices, shape, row_axes=rows.row_axes)
+        return slices_of(values, rows.indices, shape)
 
     def mean(
         self, axis: Axis = None, dtype: DTypeLike | None = None, out: None = None
@@ -439,7 +438,7 @@ class IndexedSlices(Refusals):
             number, below = number + along * below, below * sizes[a]
         number = jnp.where(indices < num_rows, number, below)
         shape = (*(sizes[a] for a in left), *shape[self.row_axes :])
-        return slices_of(self.values, number, shape, row_axes=len(left))
+        return slices_of(self.values, number, shape)
 
     def _present(self) -> jax.Array:
         """``values`` with zeros in the empty entries."""
@@ -570,8 +569,8 @@ def concat_slices(slices: Sequence[IndexedSlices | None]) -> IndexedSlices:
                 f"concat_slices wants IndexedSlices, got {type(s).__name__}; to add an "
                 "array: array + slices"
             )
-    shape, row_axes = common_array(parts)
-    num_rows = None if shape is None else rows_numbered(shape, row_axes)
+    shape = common_shape(parts)
+    num_rows = parts[0].numbered_as(shape).num_rows
     dtype = jnp.result_type(*(s.values for s in parts))
     dtypes = [index_dtype(num_rows, np.dtype(s.indices.dtype)) for s in parts]
     widest = max(dtypes, key=lambda d: d.itemsize)
@@ -585,10 +584,10 @@ def concat_slices(slices: Sequence[IndexedSlices | None]) -> IndexedSlices:
         and parts[0].indices.ndim == 1
     ):
         entries = join_entries(placement, list(zip(values, indices, strict=True)))
-        return slices_of(*entries, shape, Facts(placement=placement), row_axes)
+        return slices_of(*entries, shape, Facts(placement=placement))
     axis = parts[0].indices.ndim - 1
     together = jnp.concatenate(values, axis), jnp.concatenate(indices, axis)
-    return slices_of(*together, shape, row_axes=row_axes)
+    return slices_of(*together, shape)
 
 
 def deduplicated(slices: IndexedSlices) -> IndexedSlices:

@@ -127,8 +127,8 @@ class RowsOfStep:
         if not (self._aside and update.facts.distinct):
             return update
         self._updated = update.indices
-        facts, axes = update.facts._replace(note=self), update.row_axes
-        return update.of(update.values, update.indices, update.dense_shape, facts, axes)
+        facts = update.facts._replace(note=self)
+        return update.of(update.values, update.indices, update.dense_shape, facts)
 
     def added(self, update: Leaf, param: jax.Array) -> jax.Array | None:
         """``param`` plus an update; None unless it is the one that was noted."""

@@ -291,7 +291,7 @@ def step_slices(
     new = [row_major_array(x) for x in new]
     shape = None if sizes is None else (*sizes, *update.shape[1:])
     facts = Facts(cpu.sums or grad.facts.distinct, cpu.is_pass)
-    return slices_of(update, indices, shape, facts, row_axes), *new
+    return slices_of(update, indices, shape, facts), *new
 
 
 def _sparing(plan: Plan, grad: IndexedSlices) -> Plan:

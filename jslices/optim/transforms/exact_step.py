@@ -175,4 +175,4 @@ def _noted(grad: Leaf, rows: RowsOfStep | None) -> Leaf:
     if rows is None:
         return grad
     facts = grad.facts._replace(note=rows)
-    return grad.of(grad.values, grad.indices, grad.dense_shape, facts, grad.row_axes)
+    return grad.of(grad.values, grad.indices, grad.dense_shape, facts)
