@@ -20,8 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.extend.core import Primitive
-from jax.interpreters import ad, batching, mlir
+from jax.interpreters import batching, mlir
 from jax.typing import ArrayLike
 
 from jslices import _jax
@@ -368,27 +367,12 @@ def gathered_once(rows: jax.Array) -> jax.Array:
     return gathered_once_p.bind(rows)
 
 
-def _jvp(
-    primitive: Primitive, primals: Sequence[Any], tangents: Sequence[Any]
-) -> tuple[Any, Any]:
-    return primitive.bind(*primals), tangents[0]
-
-
-row_loop_p = Primitive("row_loop")
-row_loop_p.def_impl(lambda rows, ids: rows)
-row_loop_p.def_abstract_eval(lambda rows, ids: rows)
-ad.primitive_jvps[row_loop_p] = functools.partial(_jvp, row_loop_p)
-batching.primitive_batchers[row_loop_p] = lambda args, dims: (args[0], dims[0])
-mlir.register_lowering(row_loop_p, lambda _, rows, ids: [rows])
+row_loop_p = _jax.identity_primitive("row_loop")
 _on_cpu = mlir.lower_fun(_more_instructions, multiple_results=False)
 mlir.register_lowering(row_loop_p, _on_cpu, platform="cpu")
 
-gathered_once_p = Primitive("gathered_once")
-gathered_once_p.def_impl(lambda rows: rows)
-gathered_once_p.def_abstract_eval(lambda rows: rows)
-ad.primitive_jvps[gathered_once_p] = functools.partial(_jvp, gathered_once_p)
+gathered_once_p = _jax.identity_primitive("gathered_once")
 batching.defvectorized(gathered_once_p)
-mlir.register_lowering(gathered_once_p, lambda _, rows: [rows])
 _on_gpu = mlir.lower_fun(lax.optimization_barrier, multiple_results=False)
 for _platform in ("cuda", "rocm"):
     mlir.register_lowering(gathered_once_p, _on_gpu, platform=_platform)

@@ -19,22 +19,12 @@ from jax.interpreters import batching, mlir
 
 from jslices import _jax
 from jslices._arguments import OneOf
-from jslices._rows.access import (
-    DROP,
-    add_distinct_rows,
-    canonical_indices,
-    empty_index,
-    height_of,
-    index_dtype,
-    per_row,
-    places_of,
-    room_for_distinct,
-    set_rows,
-    where_rows,
-)
+from jslices._rows import access
 
-#: What the sum of ``n`` occurrences of a row is divided by.
-COMBINERS: dict[str, Callable[[jax.Array], jax.Array] | None] = {
+#: What a sum is divided by, of how many occurrences it has.
+Divisor = Callable[[jax.Array], jax.Array]
+
+COMBINERS: dict[str, Divisor | None] = {
     "sum": None,
     "mean": lambda n: n,
     "sqrtn": jnp.sqrt,
@@ -44,8 +34,6 @@ COMBINER = OneOf(*COMBINERS)
 #: Entries of a run are summed within blocks of so many. So few or fewer make one block: its
 #: work is their square (on an H100, of 625 blocks of 64 numbers a fifth of Adam's step).
 BLOCK, ONE_BLOCK = 16, 256
-
-Numbered = tuple[jax.Array, jax.Array, jax.Array]
 
 
 def sum_duplicates(
@@ -82,13 +70,12 @@ def sum_duplicates(
     Cost: a sort of K integers, one pass over ``[K, *D]`` and one over ``[U, *D]``.
     """
     num_ids = indices.shape[0]
-    enough = room_for_distinct(num_ids, num_rows)
+    enough = access.room_for_distinct(num_ids, num_rows)
     capacity = enough if size is None else size
     if capacity < 0:
         raise ValueError(f"coalesce(size={size}): size must not be negative")
-    unique, summed, distinct = _sum_duplicates(
-        values, indices, num_rows, capacity, combine, packed
-    )
+    how = num_rows, capacity, combine, packed
+    unique, summed, distinct = _sum_duplicates(values, indices, *how)
     if not _jax.definitely(lambda: capacity >= enough):
         summed = _refuse_overflow(summed, distinct, capacity)
     return summed, unique, distinct
@@ -106,14 +93,11 @@ def _sum_duplicates(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """``(indices [U], sums [U, *D], distinct [])``, whether they fit or not."""
     num_ids = indices.shape[0]
-    indices = indices.astype(index_dtype(num_rows, np.dtype(indices.dtype)))
-    empty = empty_index(num_rows, indices.dtype)
+    indices = indices.astype(access.index_dtype(num_rows, np.dtype(indices.dtype)))
+    empty = access.empty_index(num_rows, indices.dtype)
     if _jax.definitely(lambda: num_ids == 0 or capacity == 0):
-        distinct = (
-            jnp.zeros((), jnp.int32)
-            if num_ids == 0
-            else jnp.any(canonical_indices(indices, num_rows) != empty).astype(jnp.int32)
-        )
+        named = access.canonical_indices(indices, num_rows) != empty
+        distinct = jnp.any(named).astype(jnp.int32)
         unique = jnp.full((capacity,), empty, indices.dtype)
         summed = jnp.zeros((capacity, *values.shape[1:]), values.dtype)
     else:
@@ -141,26 +125,23 @@ def check_combine(combine: str, dtype: jnp.dtype) -> None:
         )
 
 
-Divisor = Callable[[jax.Array], jax.Array] | None
-
-
 def _in_turn(
     num_rows: int | None,
     capacity: int,
-    divisor: Divisor,
+    divisor: Divisor | None,
     indices: jax.Array,
     values: jax.Array,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Each row is added to those before it, at the number of its index."""
-    indices = canonical_indices(indices, num_rows)
+    indices = access.canonical_indices(indices, num_rows)
     unique, numbers, distinct = number_rows(indices, num_rows, capacity)
     wide = widened(values)
     zeros = jnp.zeros((capacity, *values.shape[1:]), wide.dtype)
     (zeros,) = _jax.as_varying_as([wide], zeros)  # JAX adds no rows without elements
-    summed = zeros.at[numbers].add(wide, **DROP)
+    summed = zeros.at[numbers].add(wide, **access.DROP)
     if divisor is not None:
         # Counted in integers: exact beyond 2^24 occurrences.
-        counts = jnp.zeros((capacity,), jnp.int32).at[numbers].add(1, **DROP)
+        counts = jnp.zeros((capacity,), jnp.int32).at[numbers].add(1, **access.DROP)
         summed = _divided(summed, jnp.maximum(counts, 1), divisor)
     return unique, summed.astype(values.dtype), distinct
 
@@ -170,7 +151,7 @@ def _in_turn(
 def _by_runs(
     empty: jax.Array,
     capacity: int,
-    divisor: Divisor,
+    divisor: Divisor | None,
     packed: bool,
     indices: jax.Array,
     values: jax.Array,
@@ -186,15 +167,18 @@ def _by_runs(
         counts = sums_of_runs(ordered, jnp.ones(ordered.shape, jnp.int32))
         summed = _divided(summed, counts, divisor)
     named, unique = _first_of_runs(ordered, empty)
-    summed = where_rows(named, summed, jnp.zeros((), summed.dtype)).astype(values.dtype)
+    zero = jnp.zeros((), summed.dtype)
+    summed = access.where_rows(named, summed, zero).astype(values.dtype)
     distinct = jnp.sum(named, dtype=jnp.int32)
     if packed or _jax.definitely(lambda: capacity < indices.shape[0]):
         numbers = jnp.cumsum(named, dtype=jnp.int32) - 1
         numbers = jnp.where(named, jnp.minimum(numbers, capacity), capacity)
-        unique = set_rows(jnp.full((capacity,), empty, unique.dtype), numbers, unique)
-        summed = set_rows(
-            jnp.zeros((capacity, *summed.shape[1:]), summed.dtype), numbers, summed
-        )
+
+        def in_front(rows: jax.Array, rest: jax.Array | int) -> jax.Array:
+            all_empty = jnp.full((capacity, *rows.shape[1:]), rest, rows.dtype)
+            return access.set_rows(all_empty, numbers, rows)
+
+        unique, summed = in_front(unique, empty), in_front(summed, 0)
     return unique, summed, distinct
 
 
@@ -215,17 +199,17 @@ def add_rows(
     """
     rows = rows.astype(table.dtype)
     if distinct:
-        return add_distinct_rows(table, indices, rows)
-    indices = canonical_indices(indices, height_of(table, rows))
+        return access.add_distinct_rows(table, indices, rows)
+    indices = access.canonical_indices(indices, access.height_of(table, rows))
 
     def in_turn(table: jax.Array, indices: jax.Array, rows: jax.Array) -> jax.Array:
-        added: jax.Array = places_of(table, indices, rows).add(rows, **DROP)
+        added: jax.Array = access.places_of(table, indices, rows).add(rows, **access.DROP)
         return added
 
     def by_runs(table: jax.Array, indices: jax.Array, rows: jax.Array) -> jax.Array:
-        empty = jnp.array(height_of(table, rows), indices.dtype)
+        empty = jnp.array(access.height_of(table, rows), indices.dtype)
         indices, rows, _ = _by_runs(empty, indices.shape[0], None, False, indices, rows)
-        return add_distinct_rows(table, indices, rows)
+        return access.add_distinct_rows(table, indices, rows)
 
     inexact = jnp.issubdtype(table.dtype, jnp.inexact)
     if not inexact or _jax.is_symbolic(indices.shape[0]) or indices.shape[0] < 2:
@@ -244,9 +228,8 @@ def sums_of_runs(ids: jax.Array, rows: jax.Array) -> jax.Array:
       ids: ``[n]``; a run is neighbours that are equal, and no two runs are of one id.
       rows: ``[n, *D]``.
 
-    Returns:
-      ``[n, *D]``: at the start of a run, the sum of all of it. The order of the additions
-      depends on ``ids`` alone. Cost: about two passes over ``n * D`` elements.
+    The order of the additions depends on ``ids`` alone. Cost: about two passes over
+    ``n * D`` elements.
     """
     count, shape = rows.shape[0], rows.shape[1:]
     width = count if count <= ONE_BLOCK else BLOCK
@@ -310,11 +293,9 @@ def sum_dtype(dtype: np.dtype) -> np.dtype:
     return np.dtype(np.float32 if narrow else dtype)
 
 
-def _divided(
-    summed: jax.Array, counts: jax.Array, divisor: Callable[[jax.Array], jax.Array]
-) -> jax.Array:
+def _divided(summed: jax.Array, counts: jax.Array, divisor: Divisor) -> jax.Array:
     weight = divisor(counts.astype(jnp.finfo(summed.dtype).dtype))
-    return summed / per_row(weight, summed)
+    return summed / access.per_row(weight, summed)
 
 
 def _refuse_overflow(summed: jax.Array, distinct: jax.Array, size: int) -> jax.Array:
@@ -333,7 +314,9 @@ def _refuse_overflow(summed: jax.Array, distinct: jax.Array, size: int) -> jax.A
 # --- numbering distinct rows ---
 
 
-def number_rows(indices: jax.Array, num_rows: int | None, capacity: int) -> Numbered:
+def number_rows(
+    indices: jax.Array, num_rows: int | None, capacity: int
+) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Numbers the distinct rows in their order.
 
     Args:
@@ -348,7 +331,7 @@ def number_rows(indices: jax.Array, num_rows: int | None, capacity: int) -> Numb
 
     Cost: a sort of K integers.
     """
-    empty = empty_index(num_rows, indices.dtype)
+    empty = access.empty_index(num_rows, indices.dtype)
     ordered, positions = sort_ids(indices)
     is_first = starts_of_runs(ordered)
     numbers = jnp.cumsum(is_first, dtype=jnp.int32) - 1
@@ -356,7 +339,7 @@ def number_rows(indices: jax.Array, num_rows: int | None, capacity: int) -> Numb
     unique = (
         jnp.full((capacity,), empty, indices.dtype)
         .at[numbers]
-        .set(ordered, indices_are_sorted=True, **DROP)
+        .set(ordered, indices_are_sorted=True, **access.DROP)
     )
     # Back to the order of `indices`: moving K integers is cheaper than moving K rows.
     # The empty index got a number as well, which is sent out of range.
@@ -372,7 +355,7 @@ def number_by_runs(indices: jax.Array, num_rows: int) -> tuple[jax.Array, jax.Ar
     That is where sums over runs have them. Without the count: ``(unique [K], numbers
     [K])``, where empty entries have any number in ``[0, K)``.
     """
-    indices = indices.astype(index_dtype(num_rows, np.dtype(indices.dtype)))
+    indices = indices.astype(access.index_dtype(num_rows, np.dtype(indices.dtype)))
     ordered, positions = sort_ids(indices)
     _, unique = _first_of_runs(ordered, jnp.array(num_rows, ordered.dtype))
     here = jnp.arange(ordered.shape[0], dtype=jnp.int32)

@@ -13,16 +13,7 @@ from jax.typing import ArrayLike, DTypeLike
 from jslices._densify import human_bytes, warn_dense
 from jslices._jax import called_by_jax_operator
 from jslices._place.boundary import everywhere, like_first, looked_up, on_any_mesh
-from jslices._rows.access import (
-    canonical_indices,
-    empty_index,
-    index_dtype,
-    kept_positions,
-    per_row,
-    pick,
-    rows_numbered,
-    take_rows,
-)
+from jslices._rows import access
 from jslices._rows.sums import add_rows, check_combine, sum_duplicates
 from jslices._slices.carry import one_program
 from jslices._slices.entries import NO_FACTS, Facts
@@ -241,7 +232,7 @@ class IndexedSlices(Refusals):
                 f"scale_rows wants one factor for each row held, {self.indices.shape}, got "
                 f"{factors.shape}; for one per row of the array: slices * factors[:, None]"
             )
-        return self.with_values(self.values * per_row(factors, self.values))
+        return self.with_values(self.values * access.per_row(factors, self.values))
 
     def _row_factors(self, other: Operand) -> Any:
         """What to multiply ``values`` by; None unless ``other`` has one number for a row.
@@ -260,9 +251,9 @@ class IndexedSlices(Refusals):
         if ones and fits and shape == (*shape[:axes], *ones) and len(shape) == self.ndim:
             # Empty entries are scaled by one, which leaves them as they are.
             factors = jnp.asarray(other).reshape(-1, *ones)
-            indices = canonical_indices(self.indices, factors.shape[0])
+            indices = access.canonical_indices(self.indices, factors.shape[0])
             return rows_at(factors, indices, fill_value=1)
-        if shape == held and not _broadcasts(shape, self.shape):
+        if shape == held and shape[0] not in (1, self.shape[-1]):  # else it broadcasts
             return jnp.asarray(other).reshape(*held, *ones)
         return None
 
@@ -330,7 +321,8 @@ class IndexedSlices(Refusals):
           (Array(4., dtype=float32), Array([2., 2.], dtype=float32),
            Array([1, 1, 9], dtype=int32))
         """
-        _refuse_out(out)
+        if out is not None:
+            raise TypeError("out= is not supported: JAX arrays cannot be written to")
         check_slices(self)
         axes, batch = self._axes(axis), self.indices.ndim - 1
         numbering = set(range(batch, batch + self.row_axes))
@@ -405,14 +397,12 @@ class IndexedSlices(Refusals):
         Source: ``tf.linalg.global_norm`` squares the values as they are, which is wrong
         with duplicates.
         """
-        floats = jnp.issubdtype(self.values.dtype, jnp.floating)
         wide = self
-        if self.values.dtype.itemsize < 4:
-            dtype = jnp.float32 if floats else jnp.int32
-            wide = self.astype(dtype)
+        if self.dtype.itemsize < 4:
+            floats = jnp.issubdtype(self.dtype, jnp.floating)
+            wide = self.astype(jnp.float32 if floats else jnp.int32)
         rows = wide.coalesce()._present()
-        batch = self.indices.ndim - 1
-        return jnp.sum(jnp.abs(rows) ** 2, tuple(range(batch, rows.ndim)))
+        return jnp.sum(jnp.abs(rows) ** 2, tuple(range(self.indices.ndim - 1, rows.ndim)))
 
     def _axes(self, axis: Axis) -> tuple[int, ...]:
         if axis is None:
@@ -425,13 +415,12 @@ class IndexedSlices(Refusals):
 
     def _without_row_axes(self, axes: Sequence[int]) -> "IndexedSlices":
         """The sum over some of the axes that number rows: rows have other numbers."""
-        shape = self.dense_shape
-        if not axes or shape is None:
+        shape, num_rows = self.dense_shape, self.num_rows
+        if not axes or shape is None or num_rows is None:
             return self
         sizes = shape[: self.row_axes]
         left = [a for a in range(self.row_axes) if a not in axes]
-        num_rows = rows_numbered(shape, self.row_axes)
-        indices = canonical_indices(self.indices, num_rows)
+        indices = access.canonical_indices(self.indices, num_rows)
         number, below = jnp.zeros_like(indices), 1
         for a in reversed(left):
             along = indices // math.prod(sizes[a + 1 :]) % sizes[a]
@@ -442,10 +431,9 @@ class IndexedSlices(Refusals):
 
     def _present(self) -> jax.Array:
         """``values`` with zeros in the empty entries."""
-        indices = canonical_indices(self.indices, self.num_rows)
-        present = indices != empty_index(self.num_rows, indices.dtype)
-        zero = jnp.zeros((), self.values.dtype)
-        return jnp.where(per_row(present, self.values), self.values, zero)
+        indices = access.canonical_indices(self.indices, self.num_rows)
+        present = indices != access.empty_index(self.num_rows, indices.dtype)
+        return access.where_rows(present, self.values, jnp.zeros((), self.dtype))
 
     # --- the batch axes of vmap -----------------------------------------------------
 
@@ -572,7 +560,7 @@ def concat_slices(slices: Sequence[IndexedSlices | None]) -> IndexedSlices:
     shape = common_shape(parts)
     num_rows = parts[0].numbered_as(shape).num_rows
     dtype = jnp.result_type(*(s.values for s in parts))
-    dtypes = [index_dtype(num_rows, np.dtype(s.indices.dtype)) for s in parts]
+    dtypes = [access.index_dtype(num_rows, np.dtype(s.indices.dtype)) for s in parts]
     widest = max(dtypes, key=lambda d: d.itemsize)
     # Widening keeps negative numbers negative, hence empty entries empty.
     indices = [s.indices.astype(widest) for s in parts]
@@ -599,12 +587,12 @@ def deduplicated(slices: IndexedSlices) -> IndexedSlices:
 # --- on any mesh ------------------------------------------------------------------------
 
 #: Rows of an array at indices of any shape, split as these are.
-rows_at = on_any_mesh(looked_up)(take_rows)
+rows_at = on_any_mesh(looked_up)(access.take_rows)
 
 
 @on_any_mesh(like_first)
 def _add(table: jax.Array, slices: IndexedSlices) -> jax.Array:
-    indices = canonical_indices(slices.indices, slices.num_rows)
+    indices = access.canonical_indices(slices.indices, slices.num_rows)
     return add_rows(table, indices, slices.values, slices.facts.distinct)
 
 
@@ -639,8 +627,8 @@ def _sums(
 def _nonzero_rows(array: jax.Array, *, size: int | None) -> tuple[jax.Array, jax.Array]:
     """The rows that are not all zero, and their numbers."""
     nonzero = jnp.any(array != 0, tuple(range(1, array.ndim)))
-    positions, too_many = kept_positions(nonzero, size, "from_dense")
-    return pick(array, positions, too_many), positions
+    positions, too_many = access.kept_positions(nonzero, size, "from_dense")
+    return access.pick(array, positions, too_many), positions
 
 
 @one_program
@@ -658,7 +646,7 @@ def _added_to_zeros(slices: IndexedSlices, *, distinct: bool) -> jax.Array:
     assert slices.dense_shape is not None
     if slices.dtype.itemsize < 4:
         slices, distinct = slices.coalesce(), True
-    indices = canonical_indices(slices.indices, slices.num_rows)
+    indices = access.canonical_indices(slices.indices, slices.num_rows)
     zeros = jnp.zeros(slices.dense_shape, slices.dtype)
     return add_rows(zeros, indices, slices.values, distinct)
 
@@ -667,15 +655,3 @@ def _sum(x: jax.Array, axes: tuple[int, ...], dtype: DTypeLike | None) -> jax.Ar
     if dtype is None and jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize < 4:
         return jnp.sum(x.astype(jnp.float32), axes).astype(x.dtype)
     return jnp.sum(x, axes, dtype=dtype)
-
-
-def _refuse_out(out: object) -> None:
-    if out is not None:
-        raise TypeError("out= is not supported: JAX arrays cannot be written to")
-
-
-def _broadcasts(shape: tuple[int, ...], onto: tuple[int | None, ...]) -> bool:
-    trailing = onto[len(onto) - len(shape) :]
-    return len(shape) <= len(onto) and all(
-        n in (1, size) for n, size in zip(shape, trailing, strict=True)
-    )
