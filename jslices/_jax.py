@@ -10,7 +10,6 @@ import functools
 import itertools
 import sys
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from types import CodeType
 from typing import Any, NoReturn, TypeVar
 
 import jax
@@ -345,22 +344,9 @@ def remat_options(params: dict[str, Any], passed: Sequence[bool]) -> dict[str, A
 
 def user_line(source: Source) -> UserLine:
     """The line of the user's program that made an equation with this ``source_info``."""
-    return pick_user_line(_frames(getattr(source, "traceback", None)))
-
-
-def _frames(traceback: Any) -> Iterator[tuple[CodeType, int]]:
-    if traceback is not None:
-        for code, instruction in zip(*traceback.raw_frames(), strict=True):
-            yield code, _line_number(code, instruction)
-
-
-def _line_number(code: CodeType, instruction: int) -> int:
-    # Two bytes an instruction; a line table has few entries.
-    line = code.co_firstlineno
-    for start, end, number in code.co_lines():
-        if start <= instruction < end and number is not None:
-            line = number
-    return line
+    traceback: Any = getattr(source, "traceback", None)
+    frames = zip(*traceback.raw_frames(), strict=True) if traceback else ()
+    return pick_user_line((code, traceback.code_addr2line(code, at)) for code, at in frames)
 
 
 def is_library_call(eqn: Equation) -> bool:
@@ -443,9 +429,8 @@ def programs_among(eqn: Equation) -> list[Program]:
 
 
 def has_started_devices() -> bool:
-    """Whether JAX has started its backends; False where it does not tell."""
-    started = getattr(xla_bridge, "backends_are_initialized", None)
-    return started is not None and bool(started())
+    """Whether JAX has started its backends."""
+    return xla_bridge.backends_are_initialized()
 
 
 def usual_promotion(fun: F) -> F:

@@ -101,18 +101,14 @@ def canonical_indices(
     """
     dtype = index_dtype(num_rows, np.dtype(indices.dtype))
     empty = empty_index(num_rows, dtype)
-    if jnp.issubdtype(indices.dtype, jnp.unsignedinteger):
-        # An unsigned 32-bit value above 2^31 would turn negative in the cast below,
-        # and that is out of range as well: nothing is lost.
-        in_range = indices.astype(dtype) >= 0
-    else:
-        in_range = indices >= 0
+    # An unsigned 32-bit value above 2^31 turns negative, and is out of range as well.
     wide = indices.astype(dtype)
+    in_range = wide >= 0
     if num_rows is not None:
         in_range = in_range & (wide < empty)
-    return jnp.where(
-        in_range, wide, jnp.array(empty, dtype) if empties is None else empties
-    )
+    if empties is None:
+        empties = jnp.array(empty, dtype)
+    return jnp.where(in_range, wide, empties)
 
 
 def missing_value(dtype: np.dtype) -> Any:
@@ -183,10 +179,8 @@ def take_rows(
         return jnp.full((*indices.shape, *row), missing, table.dtype)
     if indices.dtype.itemsize < 4:
         indices = indices.astype(jnp.int32)
-    starts, mode = (
-        lax.expand_dims(indices, (indices.ndim,)),
-        lax.GatherScatterMode.from_any(mode),
-    )
+    starts = lax.expand_dims(indices, (indices.ndim,))
+    mode = lax.GatherScatterMode.from_any(mode)
     if row_axes > 1:
         clips = mode == lax.GatherScatterMode.CLIP
         near = jnp.clip(indices, 0, num_rows - 1) if clips else indices
@@ -274,17 +268,11 @@ def where_rows(selected: jax.Array, rows: jax.Array, rest: jax.Array) -> jax.Arr
 
 
 def kept_positions(keep: jax.Array, size: int | None, caller: str) -> tuple[Any, Any]:
-    """Where ``keep`` is True, in order.
+    """``(positions, too_many)``: where ``keep``, bool ``[K]``, is True, in order.
 
-    Args:
-      keep: bool ``[K]``.
-      size: U, the static number of positions; None for exactly as many as there are, or K
-        under jit, where that is not known.
-      caller: the public function, for messages.
-
-    Returns:
-      ``(positions, too_many)``: integers ``[U]``, K in unused entries; whether U were too
-      few, which under jit is a bool ``[]`` and otherwise an error.
+    The positions are integers ``[size]``, K in unused entries. With None there are exactly
+    as many as needed, or K under jit, where that is not known. Too many for ``size`` are an
+    error that names the ``caller``, and under jit a bool ``[]``.
     """
     count = keep.shape[0]
     if size is not None:

@@ -79,21 +79,11 @@ class Entries:
         indices: jax.Array,
         shape: tuple[int, ...] | None,
         facts: Facts = NO_FACTS,
+        leaf: Any = None,
     ) -> Self:
         """Slices of parts that fit together, and what is known of them."""
         new = object.__new__(cls)
-        new._set(values, indices, shape, facts)
-        return new
-
-    def _set(
-        self,
-        values: Any,
-        indices: Any,
-        shape: tuple[int, ...] | None,
-        facts: Facts,
-        leaf: Any = None,
-    ) -> None:
-        vars(self).update(
+        vars(new).update(
             values=values,
             dense_shape=shape,
             facts=facts,
@@ -101,6 +91,7 @@ class Entries:
             _leaf=leaf,
             _trace=trace_state(),
         )
+        return new
 
     def __setattr__(self, name: str, value: object = None) -> None:
         raise dataclasses.FrozenInstanceError(
@@ -152,20 +143,21 @@ class Entries:
         # will do: slices with the axes of a batch are made so.
         shape, placement = static if isinstance(static, _Static) else _Static(static)
         values, leaf = children
-        new = object.__new__(cls)
         if shape and getattr(leaf, "dtype", None) == np.uint32 and leaf.ndim > 1:
             row = np.shape(values)[leaf.ndim - 1 :]
             within = shape[len(shape) - len(row) :]
             if leaf.shape[-1] <= 2 and len(row) < len(shape) and row == within:
                 leaf = from_bits(np.asarray(leaf))  # what JAX gives to a callback
-        indices = None if is_sealed(leaf) else leaf
-        new._set(values, indices, shape, Facts(placement=placement), leaf)
-        return new
+        indices: Any = None if is_sealed(leaf) else leaf
+        return cls.of(values, indices, shape, Facts(placement=placement), leaf)
 
     def with_values(self, values: jax.Array) -> Self:
         """The same indices with other ``values`` ``[K, *D]``, and what is known of them."""
+        return self._changed(values=values)
+
+    def _changed(self, **parts: Any) -> Self:
         new = object.__new__(type(self))
-        vars(new).update(vars(self), values=values)
+        vars(new).update(vars(self), **parts)
         return new
 
     # --- what it is ---------------------------------------------------------------
@@ -181,8 +173,10 @@ class Entries:
     @property
     def row_axes(self) -> int:
         """How many leading axes of ``dense_shape`` number the rows; 1 if it is unknown."""
-        shape = self.dense_shape
-        return 1 if shape is None else len(shape) - self.values.ndim + self.indices.ndim
+        if self.dense_shape is None:
+            return 1
+        numbers = self._leaf if self._indices is None else self._indices
+        return len(self.dense_shape) - self.values.ndim + numbers.ndim
 
     @property
     def ndim(self) -> int:
@@ -215,6 +209,13 @@ class Entries:
         placement = self.facts.placement
         return placement is not None and mesh_of(jax.typeof(self.values)) is not None
 
+    @property
+    def _type(self) -> str:
+        """The type of the whole array, as ``float32[5, 2]``."""
+        return (
+            f"{self.dtype}[{', '.join('?' if n is None else str(n) for n in self.shape)}]"
+        )
+
     def _first_rows(self) -> str:
         """The first row numbers in words, where they are at hand."""
         x = self.indices
@@ -235,9 +236,7 @@ class Entries:
 
         Of ``[L * V, *D]``: ``(L, V, *D)``. No cost.
         """
-        new = object.__new__(type(self))
-        vars(new).update(vars(self), dense_shape=shape)
-        return new
+        return self._changed(dense_shape=shape)
 
     @property
     def flat(self) -> Self:
@@ -260,7 +259,6 @@ class Entries:
     def __repr__(self) -> str:
         try:
             rows = "x".join(map(str, self.indices.shape))
-            shape = ", ".join("?" if n is None else str(n) for n in self.shape)
             held_bytes = _num_bytes(self.values) + _num_bytes(self.indices)
             size = human_bytes(held_bytes)
             if self.dense_shape is not None:
@@ -270,7 +268,7 @@ class Entries:
                 if dense > held_bytes:
                     size += f", saves {human_bytes(dense - held_bytes)}"
             return (
-                f"IndexedSlices({rows} rows of {self.dtype}[{shape}], indices "
+                f"IndexedSlices({rows} rows of {self._type}, indices "
                 f"{self.indices.dtype}[{', '.join(map(str, self.indices.shape))}]"
                 f"{self._first_rows()}: {size})"
             )

@@ -9,14 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from jslices._place.boundary import (
-    drop_sharding,
-    explicit_part,
-    on_any_mesh,
-    restore_sharding,
-    shardings_of,
-    with_auto_axes,
-)
+from jslices._place import boundary
 from jslices._place.placement import Placement, on_each_device
 from jslices._rows.access import canonical_indices
 from jslices._slices.carry import carried, carry_facts
@@ -70,12 +63,16 @@ def sent_to_owners(
         return jnp.zeros((*ids.shape, 0)), jnp.where(mine, ids, num_rows)
 
     mesh = placement.mesh if placement.mesh.explicit_axes else None
-    with with_auto_axes(mesh):
+    with boundary.with_auto_axes(mesh):
         specs = placement.by_rows, PartitionSpec()
         run = on_each_device(placement, own, specs, placement.by_rows)
-        entries = run(placement.numbers(), canonical_indices(drop_sharding(ids), num_rows))
+        entries = run(
+            placement.numbers(), canonical_indices(boundary.drop_sharding(ids), num_rows)
+        )
     if mesh is not None:
-        entries = restore_sharding(entries, explicit_part(mesh, placement.by_rows))
+        entries = boundary.restore_sharding(
+            entries, boundary.explicit_part(mesh, placement.by_rows)
+        )
     none, indices = entries
     return none, indices
 
@@ -142,7 +139,7 @@ def each_shard(
     split = placement.by_rows, placement.as_table
     specs = PartitionSpec(), *(split[0],) * 3, *(split[1] for _ in arrays)
     run = on_each_device(placement, local, specs, split)
-    run = on_any_mesh(functools.partial(_shardings, placement))(run)
+    run = boundary.on_any_mesh(functools.partial(_shardings, placement))(run)
     entries, others = map(iter, carried(run(shared, *operands)))
     ((tree, kinds),) = structure
     return tree.unflatten(next(entries if kind else others) for kind in kinds)
@@ -152,11 +149,11 @@ def _shardings(
     placement: Placement, shared: PyTree, numbers: jax.Array, values: jax.Array, *rest: Any
 ) -> tuple[Any, Any]:
     """How entries are split over devices, and arrays placed as the table."""
-    of_values = shardings_of(values)
+    of_values = boundary.shardings_of(values)
     if of_values is None:
         return None, None
     spec = PartitionSpec(*placement.as_table, *of_values.spec[1:])
-    return of_values, explicit_part(of_values.mesh, spec)
+    return of_values, boundary.explicit_part(of_values.mesh, spec)
 
 
 def is_entries(x: object) -> bool:

@@ -15,17 +15,9 @@ from jslices._jax import called_by_jax_operator
 from jslices._place.boundary import everywhere, like_first, looked_up, on_any_mesh
 from jslices._rows import access
 from jslices._rows.sums import add_rows, check_combine, sum_duplicates
+from jslices._slices import parts
 from jslices._slices.carry import one_program
 from jslices._slices.entries import NO_FACTS, Facts
-from jslices._slices.parts import (
-    as_array,
-    as_indices,
-    check_batch_index,
-    check_parts,
-    common_shape,
-    static_row_axes,
-    static_shape,
-)
 from jslices._slices.refusals import Refusals
 from jslices._slices.shards import each_shard, join_entries
 from jslices._typing import Index, Operand
@@ -86,10 +78,10 @@ class IndexedSlices(Refusals):
         dense_shape: Sequence[int] | None = None,
         row_axes: int = 1,
     ) -> None:
-        rows, numbers = as_array(values), as_indices(indices)
-        shape = static_shape(dense_shape)
-        check_parts(rows, numbers, shape, static_row_axes(row_axes))
-        self._set(rows, numbers, shape, NO_FACTS)
+        rows, numbers = parts.as_array(values), parts.as_indices(indices)
+        shape = parts.static_shape(dense_shape)
+        parts.check_parts(rows, numbers, shape, parts.static_row_axes(row_axes))
+        vars(self).update(vars(self.of(rows, numbers, shape)))
 
     def _flattened(self) -> "IndexedSlices":
         """The sum over the leading axes that ``vmap`` or ``scan`` added."""
@@ -179,7 +171,7 @@ class IndexedSlices(Refusals):
     @classmethod
     def from_dense(cls, x: ArrayLike, size: int | None = None) -> "IndexedSlices":
         """The rows of ``x`` that are not zero; see :func:`jslices.from_dense`."""
-        array = as_array(x)
+        array = parts.as_array(x)
         if array.ndim < 1:
             raise ValueError("from_dense wants an array [V, *D], got a scalar")
         return cls(*_nonzero_rows(array, size=size), array.shape)
@@ -453,7 +445,7 @@ class IndexedSlices(Refusals):
                 "and .indices"
             )
         for number, length in zip(keys, self.indices.shape, strict=False):
-            check_batch_index(number, length)
+            parts.check_batch_index(number, length)
         return self._like(self.values[key], self.indices[key])
 
     def __iter__(self) -> Iterator["IndexedSlices"]:
@@ -548,32 +540,32 @@ def concat_slices(slices: Sequence[IndexedSlices | None]) -> IndexedSlices:
     Source: TensorFlow's aggregation of gradients, where an unknown ``dense_shape`` of
     the first wins; here a known one does.
     """
-    parts = [s for s in slices if s is not None]
-    if not parts:
+    given = [s for s in slices if s is not None]
+    if not given:
         raise ValueError("concat_slices got an empty sequence; it needs at least one")
-    for s in parts:
+    for s in given:
         if not isinstance(s, IndexedSlices):
             raise TypeError(
                 f"concat_slices wants IndexedSlices, got {type(s).__name__}; to add an "
                 "array: array + slices"
             )
-    shape = common_shape(parts)
-    num_rows = parts[0].numbered_as(shape).num_rows
-    dtype = jnp.result_type(*(s.values for s in parts))
-    dtypes = [access.index_dtype(num_rows, np.dtype(s.indices.dtype)) for s in parts]
+    shape = parts.common_shape(given)
+    num_rows = given[0].numbered_as(shape).num_rows
+    dtype = jnp.result_type(*(s.values for s in given))
+    dtypes = [access.index_dtype(num_rows, np.dtype(s.indices.dtype)) for s in given]
     widest = max(dtypes, key=lambda d: d.itemsize)
     # Widening keeps negative numbers negative, hence empty entries empty.
-    indices = [s.indices.astype(widest) for s in parts]
-    values = [s.values.astype(dtype) for s in parts]
-    placement = parts[0].facts.placement
+    indices = [s.indices.astype(widest) for s in given]
+    values = [s.values.astype(dtype) for s in given]
+    placement = given[0].facts.placement
     if (
         placement is not None
-        and all(s.facts.placement == placement and s.is_placed for s in parts)
-        and parts[0].indices.ndim == 1
+        and all(s.facts.placement == placement and s.is_placed for s in given)
+        and given[0].indices.ndim == 1
     ):
         entries = join_entries(placement, list(zip(values, indices, strict=True)))
         return slices_of(*entries, shape, Facts(placement=placement))
-    axis = parts[0].indices.ndim - 1
+    axis = given[0].indices.ndim - 1
     together = jnp.concatenate(values, axis), jnp.concatenate(indices, axis)
     return slices_of(*together, shape)
 
