@@ -80,10 +80,8 @@ def pytest_collect_file():
 def _forget_shown_warnings():
     """Every test sees a warning as if for the first time."""
     from jslices import _densify
-    from jslices.optim.engine import catch_up
 
     _densify._registry.clear()
-    catch_up._caught_up.clear()
     yield
 
 

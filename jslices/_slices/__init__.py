@@ -1,7 +1,5 @@
 """IndexedSlices: some rows of an array, and what arithmetic on them means."""
 
-from jslices._slices.carry import carried as carried
-from jslices._slices.carry import carry_facts as carry_facts
 from jslices._slices.carry import one_program as one_program
 from jslices._slices.entries import Facts as Facts
 from jslices._slices.opaque import opened as opened

@@ -1,4 +1,4 @@
-"""Slices as arguments and results of compiled programs, their facts included."""
+"""Functions as compiled programs, also outside of ``jax.jit``."""
 
 import dataclasses
 import functools
@@ -8,72 +8,34 @@ from typing import Any, ParamSpec, TypeVar
 
 import jax
 import numpy as np
+from jax.tree_util import PyTreeDef
 
 from jslices._jax import is_staged, usual_promotion
-from jslices._slices.entries import Entries
-from jslices._typing import PyTree
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 
-@jax.tree_util.register_pytree_node_class
-class _Carried:
-    """Slices, or a bool, as a pytree of which all but arrays is the static part."""
-
-    def __init__(self, whole: Entries | bool) -> None:
-        self.whole = whole
-
-    def tree_flatten(self) -> tuple[Any, Any]:
-        x = self.whole
-        if isinstance(x, bool):
-            return (), x
-        return (x.values, x.indices), (type(x), x.dense_shape, x.facts)
-
-    @classmethod
-    def tree_unflatten(cls, static: Any, children: Sequence[Any]) -> "_Carried":
-        if isinstance(static, bool):
-            return cls(static)
-        kind, *shape_and_more = static
-        return cls(kind.of(*children, *shape_and_more))
-
-
-def carry_facts(tree: PyTree) -> PyTree:
-    """The tree with all facts of its slices, and bools, in its structure.
-
-    So they pass the arguments and results of ``jit`` and ``shard_map``; :func:`carried`
-    gives the tree back.
-    """
-
-    def is_whole(x: object) -> bool:
-        return isinstance(x, Entries | bool)
-
-    return jax.tree.map(lambda x: _Carried(x) if is_whole(x) else x, tree, is_leaf=is_whole)
-
-
-def carried(tree: PyTree) -> PyTree:
-    """The tree that was given to :func:`carry_facts`."""
-
-    def is_carried(x: object) -> bool:
-        return isinstance(x, _Carried)
-
-    return jax.tree.map(lambda x: x.whole if is_carried(x) else x, tree, is_leaf=is_carried)
-
-
 def one_program(fun: Callable[P, R]) -> Callable[P, R]:
     """``fun``, compiled as a whole outside of ``jax.jit``, not operation by operation.
 
-    Its arguments are pytrees of arrays and slices, those that must be keywords static. With
-    anything else than arrays, or arrays on different devices, it runs as it is. An array
-    that it returns as it came is not copied. Dtypes are promoted in JAX's usual way, though
-    the user's program may be strict.
+    Its arguments are pytrees of arrays and slices. Bools in them, and arguments that must
+    be keywords, are static. With anything else, or arrays on different devices, it runs as
+    it is. An array that it returns as it came is not copied. Dtypes are promoted in JAX's
+    usual way, though the user's program may be strict.
     """
     signature = inspect.signature(fun)
 
-    @functools.partial(jax.jit, static_argnums=0)
-    def program(static: tuple[tuple[str, Any], ...], args: PyTree) -> Any:
-        numbers = {id(x): _Argument(n) for n, x in enumerate(jax.tree.leaves(args))}
-        result = carry_facts(fun(*carried(args), **dict(static)))
+    @functools.partial(jax.jit, static_argnums=(0, 1, 2))
+    def program(
+        tree: PyTreeDef,
+        bools: tuple[bool | None, ...],
+        kwargs: tuple[tuple[str, Any], ...],
+        arrays: Sequence[Any],
+    ) -> Any:
+        numbers = {id(x): _Argument(n) for n, x in enumerate(arrays)}
+        leaves = [x if y is None else y for x, y in zip(arrays, bools, strict=True)]
+        result = fun(*tree.unflatten(leaves), **dict(kwargs))
         return jax.tree.map(lambda x: numbers.get(id(x), x), result)
 
     @usual_promotion
@@ -85,16 +47,17 @@ def one_program(fun: Callable[P, R]) -> Callable[P, R]:
             raise TypeError(f"{fun.__name__}(): {error}") from None
         if is_staged():
             return fun(*args, **kwargs)
-        carriers = carry_facts(bound.args)
-        arrays = jax.tree.leaves(carriers)
+        leaves, tree = jax.tree.flatten(bound.args)
+        bools = tuple(x if isinstance(x, bool) else None for x in leaves)
+        arrays = [0 if isinstance(x, bool) else x for x in leaves]
         if not _are_of_one_program(arrays):
             return fun(*args, **kwargs)
-        result = jax.tree.map(
+        result: R = jax.tree.map(
             lambda x: arrays[x.number] if isinstance(x, _Argument) else x,
-            program(tuple(bound.kwargs.items()), carriers),
+            program(tree, bools, tuple(bound.kwargs.items()), arrays),
             is_leaf=lambda x: isinstance(x, _Argument),
         )
-        return carried(result)
+        return result
 
     return run
 

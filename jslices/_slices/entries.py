@@ -3,7 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol, Self
+from typing import Any, NamedTuple, Self
 
 import jax
 import numpy as np
@@ -17,35 +17,23 @@ from jslices._slices.opaque import from_bits, is_sealed, opened, sealed
 from jslices._typing import Aval
 
 
-class Note(Protocol):
-    """What an optimizer noted of the rows that slices hold."""
-
-    def added(self, update: Any, param: jax.Array) -> jax.Array | None:
-        """``param`` plus the rows of an update with this note; None: in the usual way."""
-
-
 class Facts(NamedTuple):
     """What is known of slices while tracing, besides shapes and dtypes.
 
     Attributes:
       distinct: whether no row is held twice, so that adding the rows takes no sort.
-      every_row: whether there are V entries, and entry v is of row v, or empty: adding them
-        is one pass over the array.
       placement: on which devices of a mesh the rows of the array stand; each of them holds
         the entries of its own rows. ``indices`` are row numbers of the whole array as ever.
         What reads or writes rows of the array then needs nothing from other devices.
-      note: what an optimizer noted of these rows, for itself.
 
     Slices keep their placement wherever JAX takes them apart and puts them together. They
-    forget the other facts: what a ``tree.map`` makes of ``values``
+    forget that they are distinct: what a ``tree.map`` makes of ``values``
     and ``indices`` may hold other rows, and a ``lax.cond`` wants the same type of an update
-    and of zeros. To tell them to a program of its own, use :func:`carry_facts`.
+    and of zeros.
     """
 
     distinct: bool = False
-    every_row: bool = False
     placement: Placement | None = None
-    note: Note | None = None
 
 
 NO_FACTS = Facts()
@@ -230,6 +218,10 @@ class Entries:
         """``V``, or ``L * V`` where two axes number the rows; None without dense_shape."""
         shape = self.dense_shape
         return None if shape is None else rows_numbered(shape, self.row_axes)
+
+    def with_facts(self, facts: Facts) -> Self:
+        """The same entries, of which this is known."""
+        return self._changed(facts=facts)
 
     def numbered_as(self, shape: tuple[int, ...] | None) -> Self:
         """The same entries as rows of an array of as many rows in another shape, unchecked.

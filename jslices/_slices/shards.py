@@ -12,8 +12,7 @@ from jax.sharding import PartitionSpec
 from jslices._place import boundary
 from jslices._place.placement import Placement, on_each_device
 from jslices._rows.access import canonical_indices
-from jslices._slices.carry import carried, carry_facts
-from jslices._slices.entries import Entries
+from jslices._slices.entries import Entries, Facts
 from jslices._typing import PyTree
 
 S = TypeVar("S", bound=Entries)
@@ -97,7 +96,7 @@ def each_shard(
     """
     placement, dense_shape = slices.facts.placement, slices.dense_shape
     row_axes = slices.row_axes
-    structure: list[tuple[jax.tree_util.PyTreeDef, list[bool]]] = []
+    structure: list[tuple[jax.tree_util.PyTreeDef, list[Facts | None]]] = []
     here = slices.facts._replace(placement=None)
     if placement is None or dense_shape is None or not slices.is_placed:
         plain = slices.of(slices.values, slices.indices, dense_shape, here)
@@ -131,18 +130,23 @@ def each_shard(
 
         result = fun(mine, *arrays, *shared, *[in_whole] * with_numbers)
         leaves, tree = jax.tree.flatten(result, is_leaf=is_entries)
-        structure[:] = [(tree, [is_entries(x) for x in leaves])]
-        entries = [of_all(x) for x in leaves if is_entries(x)]
-        return carry_facts(entries), [x for x in leaves if not is_entries(x)]
+        entries = [of_all(x) if is_entries(x) else x for x in leaves]
+        facts = [x.facts if is_entries(x) else None for x in entries]
+        structure[:] = [(tree, facts)]  # which does not pass a shard_map
+        placed = [x for x in entries if is_entries(x)]
+        return placed, [x for x in leaves if not is_entries(x)]
 
     operands = placement.numbers(), slices.values, slices.indices, *arrays
     split = placement.by_rows, placement.as_table
     specs = PartitionSpec(), *(split[0],) * 3, *(split[1] for _ in arrays)
     run = on_each_device(placement, local, specs, split)
     run = boundary.on_any_mesh(functools.partial(_shardings, placement))(run)
-    entries, others = map(iter, carried(run(shared, *operands)))
-    ((tree, kinds),) = structure
-    return tree.unflatten(next(entries if kind else others) for kind in kinds)
+    entries, others = map(iter, run(shared, *operands))
+    ((tree, every),) = structure
+    return tree.unflatten(
+        next(others) if facts is None else next(entries).with_facts(facts)
+        for facts in every
+    )
 
 
 def _shardings(

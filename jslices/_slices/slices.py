@@ -601,8 +601,7 @@ def _summed(
         unique: IndexedSlices = each_shard(run, slices)
         return unique
     values, indices = _sums(slices, size=size, combine=combine, packed=packed)
-    facts = Facts(distinct=True, note=slices.facts.note if size is None else None)
-    return slices._like(values, indices, facts)
+    return slices._like(values, indices, Facts(distinct=True))
 
 
 @on_any_mesh(lambda slices: everywhere(slices.values, slices.indices))

@@ -55,7 +55,6 @@ from jslices.optim.adamw import adamw as adamw
 from jslices.optim.amsgrad import AmsgradState as AmsgradState
 from jslices.optim.amsgrad import amsgrad as amsgrad
 from jslices.optim.engine.protocol import GradientTransformation as GradientTransformation
-from jslices.optim.engine.protocol import MadeBy as MadeBy
 from jslices.optim.engine.protocol import apply_updates as apply_updates
 from jslices.optim.engine.step import Plan as Plan
 from jslices.optim.ftrl import FtrlState as FtrlState

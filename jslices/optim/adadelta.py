@@ -111,7 +111,7 @@ def adadelta(
         fade: Any = rho
 
         def advance(missed: Missed, p: jax.Array, *means: jax.Array) -> tuple[Any, ...]:
-            return p, *(fading(fade, missed) * mean for mean in means)
+            return jnp.zeros_like(p), *(fading(fade, missed) * mean for mean in means)
 
         missed = MissedSteps(advance, learning_rate)
 

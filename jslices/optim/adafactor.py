@@ -40,7 +40,7 @@ from jslices.optim.engine.rule import (
     with_decay,
     zeros,
 )
-from jslices.optim.engine.step import derivable, step_slices
+from jslices.optim.engine.step import Moved, derivable, step_rows
 from jslices.optim.engine.transformation import transformation
 
 
@@ -210,7 +210,7 @@ class _Arithmetic:
         axes = self.axes_of(p.shape)
         if axes is None:
             kernel = partial(self._step_row, step)
-            u, v, *mean_now = step_slices(kernel, g, [p], [v, *mean])
+            u, v, *mean_now = step_rows(kernel, g, p, [v, *mean], adds=False)
             return u, v_row, v_col, v, *mean_now
         if p.ndim != 2:
             rows = "" if g.row_axes == 1 else f"; or keep the table as {list(g.flat.shape)}"
@@ -226,12 +226,12 @@ class _Arithmetic:
 
     def _step_row(
         self, step: Step, g: jax.Array, p: jax.Array, v: jax.Array, *mean: jax.Array
-    ) -> Arrays:
+    ) -> Moved:
         """A step of rows whose second moment is whole."""
         b = self._forgetting(step)
         v = b * v + (1.0 - b) * (squared(g) + self.eps)
         u, *mean_now = self._finished(step, g * v**-0.5, p, mean, True)
-        return u, v, *mean_now
+        return (u,), (v, *mean_now)
 
     def _in_factors(
         self, step: Step, g: IndexedSlices, p: jax.Array, *state: jax.Array
@@ -242,10 +242,10 @@ class _Arithmetic:
         total = jnp.sum(g.values**2, axis=0, dtype=columns.dtype)
         columns = self._mixed(step, columns, total / p.shape[0] + self.eps)
 
-        def remember(g: jax.Array, row: jax.Array) -> Arrays:
-            return g, b * row + (1.0 - b) * row_mean(squared(g) + self.eps)
+        def remember(g: jax.Array, p: None, row: jax.Array) -> Moved:
+            return (g,), (b * row + (1.0 - b) * row_mean(squared(g) + self.eps),)
 
-        _, rows = step_slices(remember, g, [], [rows], unique=True)
+        _, rows = step_rows(remember, g, None, [rows], adds=False, unique=True)
         some = jnp.any(g.indices < p.shape[0])
         by_row, by_column = (
             derivable(jnp.broadcast_to(some, x.shape), x) for x in (rows, columns)
@@ -254,11 +254,12 @@ class _Arithmetic:
         tall = self.axes_of(p.shape) == (1, 0)
         mean_square = jnp.mean(by_column if tall else by_row)
 
-        def kernel(g: jax.Array, p: jax.Array, row: jax.Array, *mean: jax.Array) -> Arrays:
+        def kernel(g: jax.Array, p: jax.Array, row: jax.Array, *mean: jax.Array) -> Moved:
             u = g * (by_column[None] * (per_row(row, g) / mean_square)) ** -0.5
-            return self._finished(step, u, p, mean, True)
+            u, *mean_now = self._finished(step, u, p, mean, True)
+            return (u,), (row, *mean_now)
 
-        u, *mean_now = step_slices(kernel, g, [p, rows], mean, unique=True)
+        u, _, *mean_now = step_rows(kernel, g, p, [rows, *mean], adds=False, unique=True)
         return u, rows, columns, *mean_now
 
     def _finished(

@@ -173,14 +173,14 @@ def adam_missed(
     def advance(
         missed: Missed, p: jax.Array, mu: jax.Array, nu: jax.Array
     ) -> tuple[jax.Array, ...]:
-        root, moved = jnp.sqrt(nu), missed.decay * p
+        root, move = jnp.sqrt(nu), missed.decay * p
         for size, shrunk in two_steps(missed.sums):
             if isinstance(eps_root, int | float) and eps_root == 0:
                 bottom = root * shrunk + eps
             else:
                 bottom = jnp.sqrt(nu * shrunk**2 + eps_root) + eps
-            moved = moved - size * shrunk * mu / bottom
-        return moved, fading(first, missed) * mu, fading(second, missed) * nu
+            move = move - size * shrunk * mu / bottom
+        return move, fading(first, missed) * mu, fading(second, missed) * nu
 
     series = step_moments(first, second, nesterov, eps_hat)
     return MissedSteps(advance, learning_rate, series, weight_decay)

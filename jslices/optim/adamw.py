@@ -1,6 +1,5 @@
 """Adam with decoupled weight decay."""
 
-import dataclasses
 from typing import Any
 
 import jax
@@ -125,11 +124,8 @@ def adamw(
                 eps_hat,
                 missed_rate,
             )
-            missed = dataclasses.replace(missed, zero_gradient=everywhere)
         elif everywhere:
-            missed = MissedSteps(
-                only_decay, learning_rate, (), missed_rate, zero_gradient=False
-            )
+            missed = MissedSteps(only_decay, learning_rate, (), missed_rate)
         state = {"mu": zeros(mu_dtype), "nu": zeros()}
         return Rule(state, update, reads_params=True, missed=missed)
 

@@ -120,8 +120,8 @@ def amsgrad(
             missed: Missed, p: jax.Array, mu: jax.Array, nu: jax.Array, nu_max: jax.Array
         ) -> tuple[Any, ...]:
             # Without gradients the corrected mean of squares only falls: its maximum stays.
-            p = p - missed.sums[0] * mu / (jnp.sqrt(nu_max + eps_root) + eps)
-            return p, fading(first, missed) * mu, fading(second, missed) * nu, nu_max
+            move = -missed.sums[0] * mu / (jnp.sqrt(nu_max + eps_root) + eps)
+            return move, fading(first, missed) * mu, fading(second, missed) * nu, nu_max
 
         series = momentum_series(first, corrected=bias_correction_mu)
         missed = MissedSteps(advance, learning_rate, (series,))

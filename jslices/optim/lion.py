@@ -137,6 +137,6 @@ def lion(
             far = -jnp.expm1(missed.run) / rate if decays(rate) else missed.run
             return missed.decay * p - far * jnp.sign(b1 * mu), fading(fade, missed) * mu
 
-        return MissedSteps(advance, learning_rate, (), rate, run=True, zero_gradient=exact)
+        return MissedSteps(advance, learning_rate, (), rate, run=True)
 
     return transformation(LionState, rule(weight_decay), other=rule(0.0), mask=mask)

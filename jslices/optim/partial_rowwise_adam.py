@@ -110,8 +110,8 @@ def partial_rowwise_adam(
         def advance(
             missed: Missed, p: jax.Array, mu: jax.Array, nu: jax.Array
         ) -> tuple[jax.Array, ...]:
-            p, mu, rows = adam.advance(missed, p, mu, per_row(nu, p))
-            return p, mu, rows.reshape(nu.shape)
+            move, mu, rows = adam.advance(missed, p, mu, per_row(nu, p))
+            return move, mu, rows.reshape(nu.shape)
 
         missed = dataclasses.replace(adam, advance=advance)
     rule = Rule({"mu": zeros(mu_dtype), "nu": row_of(0)}, update, missed=missed)

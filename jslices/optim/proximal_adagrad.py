@@ -105,11 +105,11 @@ def proximal_adagrad(
         def advance(missed: Missed, p: jax.Array, accum: jax.Array) -> tuple[Any, ...]:
             size = constant / jnp.sqrt(accum)
             if l2 == 0:
-                left = jnp.abs(p) - missed.steps * size * l1
+                longer = -missed.steps * size * l1
             else:
-                shrink = -missed.steps * jnp.log1p(l2 * size)
-                left = jnp.exp(shrink) * jnp.abs(p) + l1 / l2 * jnp.expm1(shrink)
-            return jnp.sign(p) * jnp.maximum(left, 0), accum
+                shrink = jnp.expm1(-missed.steps * jnp.log1p(l2 * size))
+                longer = shrink * (jnp.abs(p) + l1 / l2)
+            return jnp.sign(p) * jnp.maximum(longer, -jnp.abs(p)), accum
 
         missed = MissedSteps(advance, learning_rate)
     state = {"accum": full(initial_accumulator_value)}

@@ -150,10 +150,11 @@ def _missed(
     def advance(missed: Missed, p: jax.Array, *state: jax.Array) -> tuple[jax.Array, ...]:
         old = dict(zip(names, state, strict=True))
         new = {name: fading(decay, missed) * x for name, x in old.items()}
+        move = jnp.zeros_like(p)
         if momentum is not None:
-            p = p + missed.sums[0] * old["trace"]
+            move = missed.sums[0] * old["trace"]
             new["trace"] = fading(momentum, missed) * old["trace"]
-        return p, *(new[name] for name in names)
+        return move, *(new[name] for name in names)
 
     if momentum is None:
         return MissedSteps(advance, learning_rate)

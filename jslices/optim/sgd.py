@@ -94,7 +94,7 @@ def sgd(
         decay: Any = momentum
 
         def advance(missed: Missed, p: jax.Array, trace: jax.Array) -> tuple[Any, ...]:
-            return p - missed.sums[0] * trace, fading(decay, missed) * trace
+            return -missed.sums[0] * trace, fading(decay, missed) * trace
 
         series = momentum_series(decay, nesterov, corrected=False)
         missed = MissedSteps(advance, learning_rate, (series,))

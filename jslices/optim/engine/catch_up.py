@@ -8,7 +8,6 @@ closed form (``catch_up``), and before parameters are saved or evaluated all row
 import functools
 import warnings
 from collections.abc import Sequence
-from types import CodeType
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
@@ -19,7 +18,7 @@ from jax.tree_util import Partial
 from jax.typing import ArrayLike
 
 from jslices._densify import current_user_line
-from jslices._jax import flatten
+from jslices._jax import definitely, flatten
 from jslices._place.boundary import (
     mesh_of,
     on_any_mesh,
@@ -30,6 +29,7 @@ from jslices._rows.access import (
     canonical_indices,
     index_dtype,
     rows_numbered,
+    take_rows,
     where_rows,
 )
 from jslices._slices import (
@@ -42,19 +42,23 @@ from jslices._slices import (
 )
 from jslices._typing import Leaf, Params, PyTree
 from jslices.optim.engine.missed import Missed, MissedSteps
-from jslices.optim.engine.rows_of_step import RowsOfStep
-from jslices.optim.engine.rule import Kernel, Rule, next_count, per_row, row_like
-from jslices.optim.engine.step import Plan, execute, step_slices
+from jslices.optim.engine.rule import Rule, next_count, per_row, row_like
+from jslices.optim.engine.step import (
+    Moved,
+    Plan,
+    RowKernel,
+    add_move,
+    adding,
+    execute,
+    read_rows,
+    step_rows,
+)
 
 #: Elements of a table that ``flush`` brings up to date at a time.
 CHUNK_ELEMENTS = 1 << 18
 
 #: The last step of a row that shall never move: it has missed nothing, ever.
 FROZEN = np.iinfo(np.int32).max
-
-
-#: Optimizers of which some rows have caught up in this process, or a warning said so.
-_caught_up: set[CodeType] = set()
 
 
 class Clock(NamedTuple):
@@ -82,42 +86,42 @@ def ticked(clock: Clock, count: jax.Array, rule: Rule) -> Clock:
     return clock._replace(run=_missed(rule).advanced(clock.run, next_count(count)))
 
 
-def keeping_time(kernel: Kernel, rule: Rule, count: jax.Array, run: jax.Array) -> Kernel:
-    """Extend a kernel by the arrays of a clock: rows remember the step.
+def with_clock(
+    kernel: RowKernel,
+    rule: Rule,
+    count: jax.Array,
+    run: jax.Array,
+    missed: Partial | None,
+) -> RowKernel:
+    """Extend a kernel by the arrays of a clock, in which rows remember the step.
 
-    A row that has not caught up gets NaN: under jit nothing can be raised, and a step from
-    a stale row must not pass for a right one.
+    ``missed`` is what rows do before it; without it a row that has not caught up gets NaN:
+    under jit nothing can be raised, and a step from a stale row must not pass for a right
+    one.
     """
     step = next_count(count)
     snapshot = _missed(rule).snapshot(step, run)
 
-    def timed(g: jax.Array, *rest: jax.Array) -> tuple[jax.Array, ...]:
+    def timed(shared: PyTree, g: jax.Array, p: Any, *rest: jax.Array) -> Moved:
+        moves: tuple[jax.Array, ...] = ()
+        if missed is not None:
+            moves, rest = missed.func(shared, g, p, *rest)
+            p = add_move(p, *moves)
         arrays, last, old = _clock_apart(rest, len(snapshot))
-        update, *new = kernel(g, *arrays)
+        (move,), new = kernel(g, p, *arrays)
         # x + -0.0 is x for every x, and 0.0 for -0.0 + 0.0.
-        wrong = jnp.where(per_row(last == FROZEN, update), -0.0, jnp.nan)
-        update = where_rows(last == count, update, wrong.astype(update.dtype))
-        return update, *new, *_now(step, snapshot, last, old)
+        wrong = jnp.where(per_row(last == FROZEN, move), -0.0, jnp.nan)
+        move = where_rows(last == count, move, wrong.astype(move.dtype))
+        return (*moves, move), (*new, *_now(step, snapshot, last, old))
 
-    return timed
-
-
-def note_catch_up(rule: Rule) -> None:
-    """Note that the program knows of catching up, for :func:`warn_of_stale`."""
-    _caught_up.add(rule.update.__code__)
+    return Partial(timed, () if missed is None else missed.args[0])
 
 
-def warn_of_stale(rule: Rule, grads: Sequence[Leaf]) -> None:
-    """Warn, once, of a traced step of rows in a process in which none has caught up.
+def stale_warning() -> None:
+    """Warn of a traced step of rows none of which has caught up.
 
-    Its rows become NaN when they are stepped after a step that they missed. Adam counts as
-    one optimizer whatever its arguments, as ``optax.inject_hyperparams`` makes another one
-    in each step.
+    Its rows become NaN when they are stepped after a step that they missed.
     """
-    code = rule.update.__code__
-    if code in _caught_up or not any(isinstance(g, IndexedSlices) for g in grads):
-        return
-    _caught_up.add(code)
     line = current_user_line()
     warnings.warn_explicit(
         'a step of rows that must catch up (untouched="exact", or weight_decay_mode="all") '
@@ -172,11 +176,11 @@ def _late(
 
 
 #: The rows of a parameter that catch up; True for all of them, False for none.
-Behind: TypeAlias = IndexedSlices | RowsOfStep | bool
+Behind: TypeAlias = IndexedSlices | bool
 
 
 def rows_behind(params: Params, ids: PyTree) -> list[Behind]:
-    """For each parameter the rows that ``ids`` name, as :func:`step` takes them.
+    """For each parameter the rows that ``ids`` name, as :func:`caught_up` takes them.
 
     Raises:
       ValueError: if ``ids`` do not mirror ``params``.
@@ -197,8 +201,6 @@ def _entries(ids: ArrayLike | Behind | None, param: jax.Array) -> Behind:
     """Row numbers as a gradient without elements."""
     if ids is None or ids is True:
         return bool(ids)
-    if isinstance(ids, RowsOfStep):
-        return ids
     if isinstance(ids, IndexedSlices):
         shape = jnp.shape(param)
         if ids.shape == (*shape[: ids.row_axes], 0) and ids.row_axes < max(2, len(shape)):
@@ -222,12 +224,8 @@ def _entries(ids: ArrayLike | Behind | None, param: jax.Array) -> Behind:
     return IndexedSlices(jnp.zeros((ids.shape[0], 0)), ids, (param.shape[0], 0))
 
 
-def step(
-    rule: Rule,
-    kernel: Kernel,
-    behind: Behind,
-    arrays: Sequence[ArrayLike],
-    late: jax.Array,
+def caught_up(
+    kernel: RowKernel, behind: Behind, arrays: Sequence[ArrayLike], late: jax.Array
 ) -> tuple[jax.Array, ...]:
     """A parameter and what is kept with it, after the missed steps of some rows or all.
 
@@ -235,12 +233,8 @@ def step(
     step moves as a whole, nothing is done.
     """
     old = tuple(jnp.asarray(x) for x in arrays)
-    if isinstance(behind, RowsOfStep):
-        if _missed(rule).zero_gradient and behind.are_enough(old):
-            return behind.among_all(step(rule, kernel, True, old, late))
-        return behind.run(kernel, old)
     if isinstance(behind, IndexedSlices):
-        return step_slices(kernel, behind, (), old)[1:]
+        return step_rows(kernel, behind, old[0], old[1:], adds=True)
     every_row = lambda *arrays: tuple(_every_row(kernel, list(arrays)))  # noqa: E731
 
     def if_late(*arrays: jax.Array) -> tuple[jax.Array, ...]:
@@ -249,13 +243,37 @@ def step(
     if old[0].size > CHUNK_ELEMENTS:
         return if_late(*old)
     # But for a CPU it takes longer to wait for what has been computed than to compute.
-    caught_up: tuple[jax.Array, ...] = lax.platform_dependent(
+    result: tuple[jax.Array, ...] = lax.platform_dependent(
         *old, cpu=if_late, default=every_row
     )
-    return caught_up
+    return result
 
 
-def missed_steps(rule: Rule, count: jax.Array, run: jax.Array) -> Kernel:
+def peeked(
+    kernel: RowKernel, behind: Behind, arrays: Sequence[ArrayLike]
+) -> jax.Array | None:
+    """The rows ``[K, *D]`` of a parameter after their missed steps; nothing is written.
+
+    An entry that is empty reads any row. The whole array where all rows are meant.
+    """
+    if behind is False:
+        return None
+    old = [jnp.asarray(x) for x in arrays]
+    after = lambda count, *rows: adding(kernel)(jnp.zeros((count, 0)), *rows)[0]  # noqa: E731
+    if behind is True:
+        return after(len(old[0]) if old[0].ndim else 1, *old)
+    axes, count = behind.row_axes, behind.indices.shape[0]
+    num_rows = rows_numbered(old[0].shape, axes)
+    indices = canonical_indices(behind.indices, num_rows)
+    if definitely(lambda: count >= num_rows):
+        return take_rows(after(len(old[0]), *old), indices, mode="clip", row_axes=axes)
+    # Kept, or XLA computes them again where they are read, from state written since.
+    return lax.optimization_barrier(  # type: ignore[no-any-return]
+        after(count, *(read_rows(x, indices, axes) for x in old))
+    )
+
+
+def missed_steps(rule: Rule, count: jax.Array, run: jax.Array) -> Partial:
     """``kernel(nothing, p, *arrays, last, *snapshot)``: the missed steps of some rows."""
     steps = _missed(rule)
     tables = steps.table(count), steps.after_each()
@@ -263,21 +281,20 @@ def missed_steps(rule: Rule, count: jax.Array, run: jax.Array) -> Kernel:
 
     # A step of rows calls it in several places: it is traced once for each shape.
     @functools.partial(jax.jit, inline=True)
-    def kernel(
-        shared: PyTree, nothing: jax.Array, p: jax.Array, *rest: jax.Array
-    ) -> tuple[jax.Array, ...]:
+    def kernel(shared: PyTree, nothing: jax.Array, p: jax.Array, *rest: jax.Array) -> Moved:
         count, run, tables, now = shared
         arrays, last, snapshot = _clock_apart(rest, len(now))
         missed = steps.missed(count, run, tables, last, snapshot)
         missed = jax.tree.map(lambda x: per_row(x, p), missed)
-        new = steps.advance(Missed(*missed), p, *arrays)
+        move, *new = steps.advance(Missed(*missed), p, *arrays)
         # A row that missed nothing stays as it is, to the bit.
         late = last < count
+        move = where_rows(late, move, jnp.array(-0.0, move.dtype))
         moved = [
             where_rows(late, x, old).astype(old.dtype)
-            for x, old in zip(new, (p, *arrays), strict=True)
+            for x, old in zip(new, arrays, strict=True)
         ]
-        return nothing, *moved, *_now(count, now, last, snapshot)
+        return (move,), (*moved, *_now(count, now, last, snapshot))
 
     return Partial(kernel, (count, run, tables, now))
 
@@ -306,7 +323,7 @@ def _now(
     return jnp.maximum(last, step), *news
 
 
-def _every_row(kernel: Kernel, arrays: list[jax.Array]) -> list[jax.Array]:
+def _every_row(kernel: RowKernel, arrays: list[jax.Array]) -> list[jax.Array]:
     """The kernel on all rows, as many at a time as stay in the cache.
 
     They are gathered and scattered: of slices that are read and written XLA copies the
@@ -318,13 +335,13 @@ def _every_row(kernel: Kernel, arrays: list[jax.Array]) -> list[jax.Array]:
     mesh = mesh_of(jax.typeof(p))
     on_mesh = mesh is not None and mesh.size > 1
     if p.ndim == 0 or p.size <= CHUNK_ELEMENTS or on_mesh:
-        return list(kernel(jnp.zeros((*p.shape[:1], 0)), *arrays))[1:]
+        return list(adding(kernel)(jnp.zeros((*p.shape[:1], 0)), *arrays))
     height = rows_numbered(p.shape, axes)
     chunk = max(1, CHUNK_ELEMENTS * height // p.size)
     plan = Plan("in chunks", height, height, sums=False, chunk=chunk, why="all catch up")
     rows = jnp.arange(height, dtype=index_dtype(height, np.dtype(np.int32)))
     nothing = jnp.zeros((height, 0))
-    new = execute(plan, kernel, rows, nothing, p.shape[:axes], arrays)[2:]
+    new = execute(plan, adding(kernel), rows, nothing, p.shape[:axes], arrays)[1:]
     return [row_major_array(x) for x in new]
 
 

@@ -12,8 +12,8 @@ from jax.tree_util import PyTreeDef
 from jslices._arguments import check_arguments
 from jslices._jax import flatten
 from jslices._slices import one_program
-from jslices._typing import Gradients, Params, Scalar, State
-from jslices.optim.engine.protocol import GradientTransformation, MadeBy
+from jslices._typing import Gradients, Key, Params, PyTree, Scalar, State
+from jslices.optim.engine.protocol import GradientTransformation
 from jslices.optim.engine.rule import value_at
 
 P = ParamSpec("P")
@@ -31,10 +31,7 @@ SCHEDULED = ("learning_rate", "weight_decay", "weight_decay_rate")
 def combinator(
     make: Callable[P, GradientTransformation],
 ) -> Callable[P, GradientTransformation]:
-    """Check arguments, and note in transformations how they were made: ``made_by``.
-
-    What an argument may be stands in its annotation (:mod:`jslices._arguments`).
-    """
+    """Check arguments by their annotations (:mod:`jslices._arguments`)."""
     signature, annotations = inspect.signature(make), inspect.get_annotations(make)
 
     @functools.wraps(make)
@@ -45,10 +42,7 @@ def combinator(
             names = ", ".join(signature.parameters)
             raise TypeError(f"{make.__name__}: {error}; it takes {names}") from None
         check_arguments(make.__name__, annotations, arguments)
-        tx = make(*args, **kwargs)
-        if not isinstance(tx, GradientTransformation):  # the state of one: freeze_rows
-            return tx
-        return tx.replace(made_by=MadeBy(made, arguments))
+        return make(*args, **kwargs)
 
     return made
 
@@ -72,30 +66,33 @@ def optimizer(
         tx, number = by_name(**tree.unflatten(leaves)), remembered.cache_info().misses
         return tx if number > REMEMBERED else tx.as_programs()
 
-    @functools.lru_cache(REMEMBERED, typed=True)
-    def program(tree: PyTreeDef, *leaves: Hashable) -> Callable[..., Any]:
-        """An update of which some arguments are numbers of the step."""
+    @functools.lru_cache(2 * REMEMBERED, typed=True)
+    def program(name: str, tree: PyTreeDef, *leaves: Hashable) -> Callable[..., Any]:
+        """A step of which some arguments of the optimizer are numbers of the step."""
 
-        def update(
-            numbers: dict[str, Scalar], grads: Gradients, state: State, params: Params
-        ) -> tuple[Gradients, State]:
-            return by_name(**tree.unflatten(leaves), **numbers).update(grads, state, params)
+        def step(numbers: dict[str, Scalar], *operands: PyTree) -> tuple[PyTree, State]:
+            tx = by_name(**tree.unflatten(leaves), **numbers)
+            return getattr(tx, name)(*operands)  # type: ignore[no-any-return]
 
-        several = program.cache_info().misses > REMEMBERED
-        return update if several else one_program(update)
+        step.__name__ = name
+        several = program.cache_info().misses > 2 * REMEMBERED
+        return step if several else one_program(step)
 
     def asked_in_each_step(
         tx: GradientTransformation, numbers: dict[str, Any], *rest: Any
     ) -> GradientTransformation:
-        def update(
-            grads: Gradients, state: State, params: Params = None
-        ) -> tuple[Gradients, State]:
-            if not hasattr(state, "count"):  # of another optimizer, which is refused
-                return tx.update(grads, state, params)  # type: ignore[no-any-return]
-            now = {name: value_at(x, state.count) for name, x in numbers.items()}
-            return program(*rest)(now, grads, state, params)  # type: ignore[no-any-return]
+        def step(name: str) -> Callable[..., Any]:
+            def run(
+                grads: Gradients, state: State, params: Params = None, *key: Key
+            ) -> tuple[PyTree, State]:
+                if not hasattr(state, "count"):  # of another optimizer, which is refused
+                    return getattr(tx, name)(grads, state, params, *key)  # type: ignore[no-any-return]
+                now = {name: value_at(x, state.count) for name, x in numbers.items()}
+                return program(name, *rest)(now, grads, state, params, *key)  # type: ignore[no-any-return]
 
-        return tx.replace(update=update, apply=None)
+            return run
+
+        return tx.replace(update=step("update"), apply=step("apply"))
 
     @functools.wraps(make)
     def made(*args: P.args, **kwargs: P.kwargs) -> GradientTransformation:
@@ -104,13 +101,13 @@ def optimizer(
         leaves, tree = flatten({k: x for k, x in arguments.items() if k not in numbers})
         hashed = all(isinstance(x, HASHED) for x in leaves)  # a mask may be a tree of them
         if hashed and not numbers:
-            return remembered(tree, *leaves).checked()
+            return remembered(tree, *leaves)
         tx = make(*args, **kwargs)
         if hashed and not tx.catches_up:
             tx = asked_in_each_step(tx, numbers, tree, *leaves)
         elif not numbers and not any(map(_is_function, leaves)):
             tx = tx.as_programs()
-        return tx.checked()
+        return tx
 
     return combinator(made)
 

@@ -61,7 +61,7 @@ class Missed(NamedTuple):
 
     steps: jax.Array  #: the number of steps, int32.
     sums: tuple[jax.Array, ...]  #: one for each series.
-    decay: Any  #: what weight decay leaves of the row; 1.0 without.
+    decay: Any  #: what weight decay adds to the row, as a share of it; 0.0 without.
     run: Any  #: the sum of log(1 - lr * weight_decay), or of lr without weight decay.
 
 
@@ -70,14 +70,12 @@ class MissedSteps:
     """The missed steps of an optimizer, and the numbers that they take.
 
     Attributes:
-      advance: ``advance(missed, p, *state) -> (p, *state)``, what missed steps do to rows;
-        the state that it returns follows from the state that it was given, not from ``p``.
+      advance: ``advance(missed, p, *state) -> (move, *state)``: what missed steps add to
+        rows ``p``, and the state after them, which does not depend on ``p``.
       learning_rate: a number or a schedule.
       series: the sums it needs.
       weight_decay: of decoupled weight decay, which missed steps have applied as well.
       run: whether :attr:`Missed.run` is needed though there is no weight decay.
-      zero_gradient: whether a missed step is that of a gradient of zeros; not where rows
-        only decay in it, or do not decay as they do in a step.
     """
 
     advance: Callable[..., tuple[jax.Array, ...]]
@@ -85,7 +83,6 @@ class MissedSteps:
     series: tuple[Series, ...] = ()
     weight_decay: Scalar | Schedule = 0.0
     run: bool = False
-    zero_gradient: bool = True
 
     @property
     def decays(self) -> bool:
@@ -178,13 +175,13 @@ class MissedSteps:
             since = (run[0] - snapshot[-2]) + (run[1] - snapshot[-1])
         else:
             since = steps * self.pace(jnp.ones((1,), jnp.int32))[0]
-        decay = jnp.exp(since) if self.decays else jnp.ones_like(since)
+        decay = jnp.expm1(since) if self.decays else jnp.zeros_like(since)
         if not self.series:
             return Missed(steps, (), decay, since)
         near = _read(table, steps)
         tails = snapshot if self.keeps_series else _read(after_each, last)
         sums = [
-            jnp.where(steps <= self._window, sum_of_steps, decay * rest)
+            jnp.where(steps <= self._window, sum_of_steps, (1 + decay) * rest)
             for sum_of_steps, rest in zip(near, tails, strict=False)
         ]
         if self._is_factor:

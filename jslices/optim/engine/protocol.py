@@ -2,14 +2,15 @@
 
 import inspect
 import zlib
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
+from jax.tree_util import PyTreeDef
 
 from jslices._arguments import check_array
-from jslices._jax import definitely
+from jslices._jax import definitely, flatten
 from jslices._place.boundary import (
     like_first,
     on_any_mesh,
@@ -17,7 +18,6 @@ from jslices._place.boundary import (
     shardings_of,
     split_rows,
 )
-from jslices._rows.access import canonical_indices, rows_numbered, where_rows
 from jslices._rows.rounding import (
     KeyBits,
     add_rounding,
@@ -37,23 +37,7 @@ from jslices._slices import (
 )
 from jslices._typing import Gradients, Key, Leaf, Params, PyTree, State
 
-
-class MadeBy(NamedTuple):
-    """The call that made a transformation, to make it again with other arguments.
-
-    Attributes:
-      function: such as :func:`jslices.adam`.
-      arguments: what it was called with, by the names of its parameters.
-    """
-
-    function: "Callable[..., GradientTransformation]"
-    arguments: dict[str, Any]
-
-    def __call__(self) -> "GradientTransformation":
-        """Makes the transformation."""
-        bound = inspect.signature(self.function).bind_partial()
-        bound.arguments.update(self.arguments)
-        return self.function(*bound.args, **bound.kwargs)
+R = TypeVar("R")
 
 
 class GradientTransformation:
@@ -71,11 +55,11 @@ class GradientTransformation:
         ``optax.apply_updates``) adds.
       catch_up: for rows that catch up, see :meth:`catch_up`.
       flush: the same for all rows; both or neither.
-      apply: a step in one call, if not ``update`` and then ``apply_updates``.
+      apply: a step in one call; None for ``update`` and then ``apply_updates``.
       plan: see :meth:`plan`.
-      made_by: the call that made it, where it was not put together from functions.
+      peek: see :meth:`peek`; ``update`` and ``apply`` then take ``peeked=``.
       check: ``check(grads, state)``, which raises before a step, where values are there to
-        tell, what a program cannot.
+        tell, what a program cannot; also with ``peeked`` where there is ``peek``.
 
     Example:
       >>> import jslices as js
@@ -93,13 +77,13 @@ class GradientTransformation:
     #: The arguments of a call that makes the same, as attributes.
     _parts = (
         "init",
-        "update",
+        "_update",
         "_catch_up",
         "_flush",
         "_apply",
         "_plan",
-        "made_by",
-        "check",
+        "_peek",
+        "_check",
     )
 
     def __init__(
@@ -110,14 +94,15 @@ class GradientTransformation:
         flush: Callable[[Params, State], tuple[Params, State]] | None = None,
         apply: Callable[..., tuple[Params, State]] | None = None,
         plan: Callable[..., PyTree] | None = None,
-        made_by: MadeBy | None = None,
-        check: Callable[[Gradients, State], None] | None = None,
+        peek: Callable[[Params, State, PyTree], PyTree] | None = None,
+        check: Callable[..., None] | None = None,
     ) -> None:
-        self.init, self.update = init, with_extra_args(update)
-        self.made_by, self.check = made_by, check
-        self._catch_up, self._flush, self._plan = catch_up, flush, plan
-        self._apply = with_extra_args(apply or in_two(self.update))
-        # One object each, not one per use: jax.jit(tx.apply) then finds its program again.
+        self.init, self._update, self._apply, self._check = init, update, apply, check
+        self._catch_up, self._flush, self._peek = catch_up, flush, peek
+        self._plan = plan
+        self.update = _step_of(update, check)
+        self._step = _step_of(apply, check) if apply else in_two(self.update)
+        # Bound once, so that jax.jit(tx.apply) finds its program again.
         vars(self).update(apply=self.apply, catch_up=self.catch_up, flush=self.flush)
 
     def replace(self, **parts: PyTree) -> "GradientTransformation":
@@ -128,36 +113,18 @@ class GradientTransformation:
     def as_programs(self) -> "GradientTransformation":
         """The same, compiled as a whole outside of ``jax.jit`` as well.
 
-        ``apply`` is ``update`` and :func:`jslices.apply_updates`: two programs, of which
-        the second serves all optimizers, and neither copies what does not move. Extra
-        arguments of ``update`` are left out.
+        Extra arguments of ``update`` are left out; a step of rows that were peeked at runs
+        operation by operation.
         """
-
-        def update(
-            grads: Gradients, state: State, params: Params = None
-        ) -> tuple[Gradients, State]:
-            return self.update(grads, state, params)  # type: ignore[no-any-return]
-
+        compiled = {
+            name: step and one_program(step)
+            for name, step in (("catch_up", self._catch_up), ("flush", self._flush))
+        }
         return self.replace(
-            update=one_program(update),
-            apply=None,
-            catch_up=self._catch_up and one_program(self._catch_up),
-            flush=self._flush and one_program(self._flush),
+            update=_unless_peeked(self._update),
+            apply=self._apply and _unless_peeked(self._apply),
+            **compiled,
         )
-
-    def checked(self) -> "GradientTransformation":
-        """The same with ``check`` before each step."""
-        check, update = self.check, self.update
-        if check is None:
-            return self
-
-        def checked_update(
-            grads: Gradients, state: State, params: Params = None, **extra_args: PyTree
-        ) -> tuple[Gradients, State]:
-            check(grads, state)
-            return update(grads, state, params, **extra_args)
-
-        return self.replace(update=checked_update, apply=None, check=None)
 
     def __iter__(self) -> Iterator[Callable[..., PyTree]]:
         return iter((self.init, self.update))
@@ -200,14 +167,19 @@ class GradientTransformation:
                 "params, state = tx.apply(grads, state, params)"
             )
         if key is None:
-            return self._apply(grads, state, params, **extra_args)
+            return self._step(grads, state, params, **extra_args)
         key_bits(key, "tx.apply")  # before anything is done
-        return self._apply(grads, state, params, key, **extra_args)
+        return self._step(grads, state, params, key, **extra_args)
 
     @property
     def catches_up(self) -> bool:
         """Whether rows have to catch up before they are read."""
         return self._catch_up is not None
+
+    @property
+    def peeks(self) -> bool:
+        """Whether there is a :meth:`peek`."""
+        return self._peek is not None
 
     def catch_up(self, params: Params, state: State, ids: PyTree) -> tuple[Params, State]:
         """``(params, state)`` with the rows that are about to be read up to date.
@@ -223,6 +195,38 @@ class GradientTransformation:
     def flush(self, params: Params, state: State) -> tuple[Params, State]:
         """The same for every row, before parameters are saved or evaluated."""
         return (params, state) if self._flush is None else self._flush(params, state)
+
+    def peek(self, params: Params, state: State, rows: PyTree) -> PyTree:
+        """Rows after the steps that they missed; nothing is written.
+
+        For a gradient that is taken at these rows instead of those of the table. The step
+        that follows does the missed steps of its rows itself if it is told so:
+        ``tx.apply(grads, state, params, peeked=True)``, or bools that mirror ``params``.
+        Rows are then read and written once. :func:`jslices.optim.exact_step` does both.
+
+        Args:
+          params: the parameters.
+          state: the state of this optimizer.
+          rows: mirrors ``params``, as in :meth:`catch_up`: K row numbers of a table, True
+            for all rows, None for what is not read.
+
+        Returns:
+          A tree like ``params``: for a table the rows ``[K, *D]`` in the order of their
+          numbers, for True the array, None for None. An out-of-range number reads any row.
+
+        Raises:
+          TypeError: for an optimizer without: a lazy one, whose rows are up to date, or a
+            transformation that was put together without ``peek``.
+
+        Cost: reads ``K * D`` elements of the parameter and of each state array.
+        """
+        if self._peek is None:
+            raise TypeError(
+                "this optimizer has no peek: either no row of it is ever behind "
+                '(untouched="lazy"), and the parameters hold what is to be read, or it was '
+                "put together without; pass GradientTransformation(..., peek=tx.peek)"
+            )
+        return self._peek(params, state, rows)
 
     def plan(self, grads: Gradients, params: Params, platform: str | None = None) -> PyTree:
         """For every gradient that is IndexedSlices how its rows are stepped.
@@ -257,20 +261,46 @@ def refuse_alone(call: str, grads: Gradients, params: PyTree) -> None:
         )
 
 
-def with_extra_args(step: Callable[..., Any]) -> Callable[..., Any]:
-    """``step``, an ``update`` or ``apply`` that ignores extra arguments it does not name.
+def _step_of(
+    step: Callable[..., Any], check: Callable[..., None] | None
+) -> Callable[..., Any]:
+    """``step``, an ``update`` or ``apply``, with ``check`` before it.
 
-    As ``optax.with_extra_args_support``.
+    It ignores extra arguments that it does not name, as
+    ``optax.with_extra_args_support``.
     """
     parameters = inspect.signature(step).parameters
-    if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    if takes_any and check is None:
         return step
 
-    def taking(*args: PyTree, **extra_args: PyTree) -> Any:
-        return step(*args, **{k: x for k, x in extra_args.items() if k in parameters})
+    def checked(grads: Gradients, state: State, *args: PyTree, **extra_args: PyTree) -> Any:
+        if check is not None:
+            peeked = extra_args.get("peeked")
+            check(grads, state, *[] if peeked is None else [peeked])
+        named = {k: x for k, x in extra_args.items() if takes_any or k in parameters}
+        return step(grads, state, *args, **named)
 
-    taking.__name__ = getattr(step, "__name__", "step")  # which names the program in jit
-    return taking
+    checked.__name__ = getattr(step, "__name__", "step")  # which names the program in jit
+    return checked
+
+
+def _unless_peeked(step: Callable[..., R]) -> Callable[..., R]:
+    """``step`` as one program, but for rows that were peeked at."""
+
+    def plain(
+        grads: Gradients, state: State, params: Params = None, key: Key | None = None
+    ) -> R:
+        return step(grads, state, params, *[] if key is None else [key])
+
+    program = one_program(plain)
+
+    def run(*args: PyTree, peeked: PyTree = None) -> R:
+        if peeked is None:
+            return program(*args)
+        return step(*args, peeked=peeked)
+
+    return run
 
 
 def in_two(update: Callable[..., tuple[Any, Any]]) -> Callable[..., tuple[Any, Any]]:
@@ -389,16 +419,47 @@ def _moved(update: Leaf, param: PyTree, moved: PyTree) -> PyTree:
 @one_program
 @on_any_mesh(like_first)
 def _apply_updates(params: Params, updates: Any, key: Key | None) -> Any:
+    leaves, tree = flatten(updates, is_leaf=is_leaf)
+    arrays = tree.flatten_up_to(params)
+    adders = adders_of(tree, arrays, key)
+    return tree.unflatten(
+        [add(*each) for add, *each in zip(adders, leaves, arrays, strict=True)]
+    )
+
+
+class Adder(NamedTuple):
+    """Adds updates to one parameter."""
+
+    path: str  #: of the parameter, for errors.
+    bits: KeyBits | None  #: by which it is rounded stochastically, if it is.
+
+    def prepared(self, grad: Leaf, param: jax.Array) -> Leaf:
+        """The gradient, from which nothing is lost before its update is rounded."""
+        _check_kinds(self.path, grad, param)
+        narrow = self.bits is not None and is_narrow(grad.dtype)
+        return grad.astype(jnp.float32) if narrow else grad
+
+    def __call__(self, update: Leaf, param: jax.Array) -> jax.Array:
+        return _add(self.path, update, param, self.bits)
+
+
+def adders_of(tree: PyTreeDef, params: Sequence[Leaf], key: Key | None) -> list[Adder]:
+    """What adds updates to each of the parameters, the leaves of a tree."""
     bits = None if key is None else key_bits(key, "apply_updates")
 
-    def add(path: tuple[Any, ...], update: Leaf, param: jax.Array) -> Any:
+    def adder(path: str, param: Leaf) -> Adder:
         if bits is None or param is None or not is_narrow(jnp.result_type(param)):
-            return _add(path, update, param)
+            return Adder(path, None)
         # By its name, as parts of the tree may be stepped apart (jslices.optim.partition).
-        name = zlib.crc32(jax.tree_util.keystr(path).encode())
-        return _add(path, update, param, fold_in(bits, name))
+        return Adder(path, fold_in(bits, zlib.crc32(path.removeprefix(" at ").encode())))
 
-    return jax.tree_util.tree_map_with_path(add, updates, params, is_leaf=is_leaf)
+    return list(map(adder, paths_of(tree), params))
+
+
+def paths_of(tree: PyTreeDef) -> list[str]:
+    """`` at ['table']`` for each leaf of ``tree``; nothing for a tree that is a leaf."""
+    paths, _ = jax.tree_util.tree_flatten_with_path(tree.unflatten(range(tree.num_leaves)))
+    return [f" at {jax.tree_util.keystr(path)}" if path else "" for path, _ in paths]
 
 
 def is_leaf(x: Leaf) -> bool:
@@ -412,7 +473,7 @@ def has_no_rows(x: Leaf) -> bool:
 
 
 def _add(
-    path: tuple[Any, ...],
+    path: str,
     update: Leaf,
     param: jax.Array,
     bits: KeyBits | None = None,
@@ -441,34 +502,10 @@ def _add(
             return _add(path, rows, param, bits, number)
 
         return each_shard(add, update, param, with_numbers=True)
-    note = update.facts.note
-    added = None if note is None or bits is not None else note.added(update, param)
-    if added is None:
-        added = _add_rows(update, param, bits, number)
-    return row_major_array(added)
-
-
-def _add_rows(
-    update: IndexedSlices,
-    param: jax.Array,
-    bits: KeyBits | None,
-    number: Callable[[jax.Array], jax.Array],
-) -> jax.Array:
-    """``param`` ``[V, *D]`` plus the rows of an update, whatever axes number these."""
-    sizes = param.shape[: update.row_axes]
-    num_rows = rows_numbered(sizes, len(sizes))
-    if update.facts.every_row:
-        change = update.values.reshape(param.shape)
-        if bits is None:
-            return param + change.astype(param.dtype)
-        indices = canonical_indices(update.indices, num_rows)
-        every = number(jnp.arange(num_rows, dtype=indices.dtype)).reshape(sizes)
-        new = add_rounding(param, change, bits, every)
-        return where_rows((indices < num_rows).reshape(sizes), new, param)
     how = update.indices, update.values, update.facts.distinct
     if bits is None:
-        return add_rows(param, *how)
-    return add_rows_rounding(param, *how, bits, number)
+        return row_major_array(add_rows(param, *how))
+    return row_major_array(add_rows_rounding(param, *how, bits, number))
 
 
 def is_float0(x: Leaf) -> bool:
@@ -497,9 +534,8 @@ def check_width(name: str, x: Leaf) -> None:
         )
 
 
-def _check_kinds(path: tuple[Any, ...], update: Leaf, param: jax.Array) -> None:
-    """Refuse what is no array, and updates that the dtype of a parameter would cut off."""
-    name = _at(path)
+def _check_kinds(name: str, update: Leaf, param: jax.Array) -> None:
+    """Reject non-arrays, and updates that the parameter's dtype would truncate."""
     if not is_slices(update):
         check_array(f"apply_updates: an update{name}", update, "an array or IndexedSlices")
     refuse_slices(name, param)
@@ -541,12 +577,8 @@ def left_to_xla(tree: PyTree, state: State) -> PyTree:
     return jax.tree.map(changed, tree, is_leaf=is_leaf)
 
 
-def _at(path: tuple[Any, ...]) -> str:
-    return f" at {jax.tree_util.keystr(path)}" if path else ""
-
-
-def _misfit(path: tuple[Any, ...], update: Leaf, param: jax.Array) -> ValueError:
+def _misfit(path: str, update: Leaf, param: jax.Array) -> ValueError:
     return ValueError(
-        f"cannot add {update} to a parameter of shape {jnp.shape(param)}{_at(path)}; the "
+        f"cannot add {update} to a parameter of shape {jnp.shape(param)}{path}; the "
         "shapes must be equal"
     )

@@ -8,6 +8,7 @@ import dataclasses
 import functools
 import itertools
 import math
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
@@ -40,7 +41,7 @@ from jslices._slices import (
 from jslices._typing import Leaf, PyTree, State
 from jslices.optim.engine.rule import Kernel
 
-Way = Literal["together", "in chunks", "all rows", "as an array"]
+Way = Literal["together", "in chunks", "all rows"]
 
 #: Rows in a chunk: those of Adam's three arrays, 64 elements each, fill 1.5 MB and are
 #: still in the cache, and in the table of pages, when they are written back. A fifth off a
@@ -75,8 +76,7 @@ class Plan:
     """The way one table is stepped; ``str(plan)`` says it in words.
 
     Attributes:
-      way: ``"together"``, ``"in chunks"`` or ``"all rows"``; or ``"as an array"``, where
-        rows that are not named do the step as well, with a gradient of zeros.
+      way: ``"together"``, ``"in chunks"`` or ``"all rows"``.
       entries: K, the entries of the gradient, duplicates counted.
       capacity: U, the entries of the update.
       sums: whether the entries of a row are summed first.
@@ -91,17 +91,11 @@ class Plan:
     chunk: int | None = None
     why: str = dataclasses.field(default="", compare=False)
 
-    @property
-    def is_pass(self) -> bool:
-        """Whether all rows of the table are read and written."""
-        return self.way in ("all rows", "as an array")
-
     def __str__(self) -> str:
         how = {
             "together": "all together",
             "in chunks": f"in chunks of {self.chunk} distinct rows",
             "all rows": "as one pass over all rows of the table",
-            "as an array": "as one pass over the table, whose rows all do the step",
         }[self.way]
         duplicates = "duplicates summed first" if self.sums else "each entry by itself"
         return (
@@ -207,15 +201,23 @@ def _row_bytes(x: jax.ShapeDtypeStruct | jax.Array, row_axes: int) -> int:
 # --- Running a plan ---------------------------------------------------------------------
 
 
-def step_slices(
-    kernel: Kernel,
+#: ``kernel(gradient, param, *state) -> (moves, new_state)``, of some rows or whole arrays:
+#: everything in it must be elementwise or within a row. ``moves`` are added to ``param``,
+#: one after the other; ``param`` is None where the step does not read it.
+RowKernel = Callable[..., "Moved"]
+#: Moves of the rows of a parameter, and the new rows of the state.
+Moved = tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]
+
+
+def step_rows(
+    kernel: RowKernel,
     grad: IndexedSlices,
-    read: Sequence[jax.Array],
+    param: jax.Array | None,
     state: Sequence[jax.Array],
     *,
+    adds: bool,
     linear: bool = False,
     unique: bool = False,
-    as_array: bool = False,
 ) -> tuple[Any, ...]:
     """Steps the rows that ``grad`` names by the plan for its sizes, on any platform.
 
@@ -223,49 +225,45 @@ def step_slices(
     plans differ it holds both, of which JAX lowers one.
 
     Args:
-      kernel: ``kernel(gradient, *read, *state) -> (update, *new_state)``; arrays that it
-        gathers from are the arguments of a ``jax.tree_util.Partial``.
+      kernel: the arithmetic; arrays that it gathers from are the arguments of a
+        ``jax.tree_util.Partial``.
       grad: of an array ``[V, *D]``, K entries; or of ``[L, V, *D]`` whose rows L and V
         number, and then all arrays have these axes.
-      read: arrays ``[V, ...]`` whose rows are only read.
+      param: that array; None where the kernel does not read it and nothing is added.
       state: arrays ``[V, ...]`` whose rows are written back.
+      adds: whether the moves are added to ``param``, or returned.
       linear: whether the update of a sum is the sum of the updates.
       unique: whether no row is named twice, and all rows are not to be stepped.
-      as_array: whether rows that are not named do the step as well.
 
     Returns:
-      ``(update, *state)``: IndexedSlices in which each row appears once (unless the plan
-      sums nothing), its other entries empty and zero; and the new arrays.
+      ``(param, *state)``, the new arrays; or ``(update, *state)``: IndexedSlices in which
+      each row appears once (unless the plan sums nothing), its other entries empty and
+      zero. It is what would have been added.
     """
     if grad.facts.placement is not None:
         arithmetic, shared = (
             (kernel.func, kernel.args) if isinstance(kernel, Partial) else (kernel, ())
         )
 
-        def step(grad: Leaf, read: Any, state: State, *shared: Any) -> tuple[Any, ...]:
+        def step(grad: Leaf, param: Any, state: State, *shared: Any) -> tuple[Any, ...]:
             kernel = functools.partial(arithmetic, *shared)
-            return step_slices(
-                kernel, grad, read, state, linear=linear, unique=unique, as_array=as_array
-            )
+            how = {"adds": adds, "linear": linear, "unique": unique}
+            return step_rows(kernel, grad, param, state, **how)
 
         stepped: tuple[Any, ...] = each_shard(
-            step, grad, tuple(read), tuple(state), shared=shared
+            step, grad, param, tuple(state), shared=shared
         )
         return stepped
-    row_axes, num_read = grad.row_axes, len(read)
-    arrays = (*read, *state)
-    shape = arrays[0].shape if arrays else grad.dense_shape
-    indices, values = grad.indices, grad.values
+    row_axes, params = grad.row_axes, [] if param is None else [param]
+    every = (*params, *state)
+    shape = every[0].shape if every else grad.dense_shape
     sizes = None if shape is None else shape[:row_axes]
     num_rows = None if sizes is None else math.prod(sizes)
 
     def plan_for(platform: str) -> Plan:
-        if as_array:
-            assert num_rows is not None
-            return Plan("as an array", values.shape[0], num_rows, why="no row is behind")
-        return choose_plan(
-            values,
-            arrays,
+        plan = choose_plan(
+            grad.values,
+            every if state or not linear else (),
             num_rows,
             platform,
             linear=linear,
@@ -273,32 +271,71 @@ def step_slices(
             at_hand=platform_at_hand(),
             row_axes=row_axes,
         )
+        return _sparing(plan, grad)
 
-    cpu, other = (_sparing(plan_for(platform), grad) for platform in ("cpu", "gpu"))
+    def updated(g: jax.Array, *arrays: jax.Array) -> tuple[jax.Array, ...]:
+        row, state = (arrays[0], arrays[1:]) if params else (None, arrays)
+        moves, new = kernel(g, row, *state)
+        return sum_of(moves), *new
 
-    def run(plan: Plan) -> Callable[..., Any]:
-        return lambda indices, values, *arrays: execute(
-            plan, kernel, indices, values, sizes, arrays, num_read
-        )
+    def run(plan: Plan) -> Callable[..., tuple[jax.Array, ...]]:
+        def by_plan(
+            indices: jax.Array, values: jax.Array, *arrays: jax.Array
+        ) -> tuple[jax.Array, ...]:
+            how = indices, values, sizes, arrays
+            if not adds:
+                return execute(plan, updated, *how, num_read=len(params))
+            if _names_rows_once(plan, grad):
+                return execute(plan, adding(kernel), *how)[1:]
+            indices, update, *new = execute(plan, updated, *how, num_read=1)
+            return add_rows(arrays[0], indices, update), *new
 
+        return by_plan
+
+    cpu, other = plan_for("cpu"), plan_for("gpu")
+    operands = grad.indices, grad.values, *every
     if cpu == other:
-        result = run(cpu)(indices, values, *arrays)
+        result = run(cpu)(*operands)
     else:
-        result = lax.platform_dependent(
-            indices, values, *arrays, cpu=run(cpu), default=run(other)
-        )
+        result = lax.platform_dependent(*operands, cpu=run(cpu), default=run(other))
+    if adds:
+        return tuple(map(row_major_array, result))
     indices, update, *new = result
-    new = [row_major_array(x) for x in new]
     shape = None if sizes is None else (*sizes, *update.shape[1:])
-    facts = Facts(cpu.sums or grad.facts.distinct, cpu.is_pass)
-    return slices_of(update, indices, shape, facts), *new
+    facts = Facts(distinct=unique or _names_rows_once(cpu, grad))
+    slices = slices_of(update, indices, shape, facts)
+    return slices, *map(row_major_array, new)
+
+
+def add_move(rows: jax.Array, move: jax.Array) -> jax.Array:
+    """``rows + move`` in the dtype of ``rows``."""
+    return (rows + move).astype(rows.dtype)
+
+
+def sum_of(moves: Sequence[jax.Array]) -> jax.Array:
+    """What all moves add, in the dtype of the last one, which is that of the gradient."""
+    return functools.reduce(operator.add, moves).astype(moves[-1].dtype)
+
+
+def adding(kernel: RowKernel) -> Kernel:
+    """``(gradient, param, *state) -> (param, *state)``: the kernel, and its moves added."""
+
+    def moved(g: jax.Array, p: jax.Array, *state: jax.Array) -> tuple[jax.Array, ...]:
+        moves, new = kernel(g, p, *state)
+        return functools.reduce(add_move, moves, p), *new
+
+    return moved
 
 
 def _sparing(plan: Plan, grad: IndexedSlices) -> Plan:
     """The plan without sums where no row is held twice."""
     sums = plan.sums and not grad.facts.distinct
-    capacity = plan.capacity if sums or plan.is_pass else plan.entries
+    capacity = plan.capacity if sums or plan.way == "all rows" else plan.entries
     return dataclasses.replace(plan, sums=sums, capacity=capacity)
+
+
+def _names_rows_once(plan: Plan, grad: IndexedSlices) -> bool:
+    return plan.sums or plan.way == "all rows" or grad.facts.distinct
 
 
 def execute(
@@ -314,7 +351,8 @@ def execute(
 
     Args:
       plan: any plan for these sizes; all give the same rows.
-      kernel: the arithmetic, elementwise or within a row.
+      kernel: ``kernel(gradient, *arrays) -> (*update, *new)``, elementwise or within a row:
+        new rows of the arrays that are written, and before them an update, or none.
       indices: ``[K]`` of any integer dtype: duplicates, and empty entries out of range.
       values: ``[K, *D]``, the gradient.
       sizes: ``(V,)``, of all axes that number rows; None where V is not known, and there
@@ -323,12 +361,12 @@ def execute(
       num_read: see ``arrays``.
 
     Returns:
-      ``(indices, update, *new)``: indices ``[U]``, canonical; update ``[U, ...]``, zero in
+      ``(indices, *update, *new)``: indices ``[U]``, canonical; update ``[U, ...]``, zero in
       empty entries; and the new arrays, without those only read.
     """
     every = (indices, values, *arrays)
     indices, values, *arrays = _jax.as_varying_as(every, *every)
-    if plan.is_pass:
+    if plan.way == "all rows":
         assert sizes is not None
         return _all_rows(plan, kernel, indices, values, sizes, arrays, num_read)
     num_rows = None if sizes is None else math.prod(sizes)
@@ -361,18 +399,21 @@ def _together(
     """Gather, step, scatter."""
     row_axes = 1 if sizes is None else len(sizes)
     num_rows = None if sizes is None else math.prod(sizes)
-    empty = empty_index(num_rows, indices.dtype)
+    named = indices < empty_index(num_rows, indices.dtype)
     read = (read_rows(x, indices, row_axes) for x in arrays)
-    update, *new_rows = kernel(derivable(indices < empty, values), *read)
+    *update, written = _apart(kernel(derivable(named, values), *read), arrays[num_read:])
     # XLA gathers the gradient as [K, 1, *D]. In this shape the update overwrites it;
     # another would keep a second array of that size.
-    tall = update.reshape(indices.shape[0], 1, *update.shape[1:])
-    tall = where_rows(indices < empty, tall, jnp.zeros((), update.dtype))
-    new = (
-        set_rows(x, indices, rows.astype(x.dtype))
-        for x, rows in zip(arrays[num_read:], new_rows, strict=True)
-    )
-    return tall.reshape(update.shape), *new
+    tall = [x.reshape(len(indices), 1, *x.shape[1:]) for x in update]
+    tall = [where_rows(named, x, jnp.zeros((), x.dtype)) for x in tall]
+    update = [x.reshape(y.shape) for x, y in zip(tall, update, strict=True)]
+    return *update, *(set_rows(x, indices, rows.astype(x.dtype)) for x, rows in written)
+
+
+def _apart(results: tuple[jax.Array, ...], written: Sequence[jax.Array]) -> tuple[Any, ...]:
+    """``(*update, pairs)``: what a kernel returned, with the arrays it is written to."""
+    first = len(results) - len(written)
+    return *results[:first], list(zip(written, results[first:], strict=True))
 
 
 @jax.custom_jvp
@@ -449,24 +490,26 @@ def _in_chunks(
         last = len(indices) - chunk
 
         def body(carry: PyTree) -> Any:
-            done, update, *state = carry
+            done, updates, written = carry
             # The last chunk begins early, so that it ends with the last entry.
             start = jnp.minimum(done, last)
             fresh = start + jnp.arange(chunk, dtype=jnp.int32) >= done
             cut = lambda x: lax.dynamic_slice_in_dim(x, start, chunk)  # noqa: E731
             ids = jnp.where(fresh, cut(indices), height)
-            arrays_now = (*arrays[:num_read], *state)
-            new, *state = _together(kernel, ids, cut(values), sizes, arrays_now, num_read)
-            new = where_rows(fresh, new, cut(update))
-            update = lax.dynamic_update_slice_in_dim(update, new, start, 0)
-            return [done + chunk, update, *state]
+            arrays_now = (*arrays[:num_read], *written)
+            new = _together(kernel, ids, cut(values), sizes, arrays_now, num_read)
+            for number, update in enumerate(updates):
+                mine = where_rows(fresh, new[number], cut(update))
+                updates[number] = lax.dynamic_update_slice_in_dim(update, mine, start, 0)
+            return [done + chunk, updates, list(new[len(updates) :])]
 
         # In the kernel's own dtype, which need not be that of the gradient.
-        shape = jax.eval_shape(kernel, *like(chunk))[0]
-        update = jnp.zeros((len(indices), *shape.shape[1:]), shape.dtype)
-        (update,) = _jax.as_varying_as(arrays, update)
-        start = [jnp.zeros((), jnp.int32), update, *arrays[num_read:]]
-        return tuple(lax.while_loop(lambda x: x[0] < present, body, start)[1:])
+        *shapes, _ = _apart(jax.eval_shape(kernel, *like(chunk)), arrays[num_read:])
+        updates = [jnp.zeros((len(indices), *x.shape[1:]), x.dtype) for x in shapes]
+        updates = _jax.as_varying_as(arrays, *updates)
+        carry: Any = [jnp.zeros((), jnp.int32), updates, list(arrays[num_read:])]
+        _, updates, new = lax.while_loop(lambda x: x[0] < present, body, carry)
+        return *updates, *new
 
     step.defjvp(lambda primals, tangents: jax.jvp(together, primals, tangents))
     new: tuple[jax.Array, ...] = step((whole_consts, part_consts), *rows)
@@ -494,21 +537,21 @@ def _all_rows(
     arrays: Sequence[jax.Array],
     num_read: int,
 ) -> tuple[jax.Array, ...]:
-    """One pass over the table; what it did to rows not named is dropped, if they stay."""
+    """One pass over the table; what it did to rows not named is dropped."""
     num_rows = math.prod(sizes)
     indices = canonical_indices(indices, num_rows)
     wide = widened(values)
     sums = jnp.zeros((*sizes, *values.shape[1:]), wide.dtype)
     sums = add_rows(sums, indices, wide, distinct=not plan.sums).astype(values.dtype)
+    at = jnp.zeros(sizes, bool).at[places(indices, sizes, len(sizes))]
+    named = at.set(True, mode="drop", wrap_negative_indices=False)
+    *update, new = _apart(
+        _keeping_unnamed(kernel, named, sums, arrays, num_read), arrays[num_read:]
+    )
     every = jnp.arange(num_rows, dtype=indices.dtype)
-    if plan.way == "as an array":
-        update, *new = kernel(sums, *arrays)
-    else:
-        at = jnp.zeros(sizes, bool).at[places(indices, sizes, len(sizes))]
-        named = at.set(True, mode="drop", wrap_negative_indices=False)
-        update, *new = _keeping_unnamed(kernel, named, sums, arrays, num_read)
-        every = jnp.where(named.reshape(-1), every, num_rows)
-    return every, update.reshape(num_rows, *update.shape[len(sizes) :]), *new
+    every = jnp.where(named.reshape(-1), every, num_rows)
+    update = [x.reshape(num_rows, *x.shape[len(sizes) :]) for x in update]
+    return every, *update, *(x.astype(old.dtype) for old, x in new)
 
 
 def _keeping_unnamed(
@@ -517,7 +560,7 @@ def _keeping_unnamed(
     sums: jax.Array,
     arrays: Sequence[jax.Array],
     num_read: int,
-) -> list[jax.Array]:
+) -> tuple[jax.Array, ...]:
     """``kernel(sums, *arrays)``, whose new arrays keep the rows that are not named.
 
     Each keeps them as soon as it is computed, and the rest of the kernel reads the result;
@@ -527,14 +570,16 @@ def _keeping_unnamed(
     """
     operands = [derivable(named, x) for x in (sums, *arrays)]
     program = jax.make_jaxpr(kernel)(*operands)
-    _, *new = program.jaxpr.outvars
-    olds = arrays[num_read:]
+    results = program.jaxpr.outvars
+    *update, written = _apart(tuple(results), arrays[num_read:])
+    olds = [*(jnp.zeros((), x.aval.dtype) for x in update), *(old for old, _ in written)]
     computed = {var for eqn in program.jaxpr.eqns for var in eqn.outvars}
+    new = results[len(update) :]
     early = [
         not isinstance(var, _jax.Literal) and var in computed and new.count(var) == 1
         for var in new
     ]
-    old_of = dict(itertools.compress(zip(new, olds, strict=True), early))
+    old_of = dict(itertools.compress(((var, old) for old, var in written), early))
     selected: dict[Any, jax.Array] = {}
 
     def select(var: Any, x: jax.Array) -> jax.Array:
@@ -543,12 +588,10 @@ def _keeping_unnamed(
         selected[var] = where_rows(named, x, old_of[var].astype(x.dtype))
         return derivable(named, selected[var])
 
-    changed, *outputs = evaluate(program, operands, select)
-    results = [
+    outputs = evaluate(program, operands, select)
+    return tuple(
         selected[var] if is_early else where_rows(named, x, old.astype(x.dtype))
-        for is_early, var, x, old in zip(early, new, outputs, olds, strict=True)
-    ]
-    return [
-        where_rows(named, changed, jnp.zeros((), changed.dtype)),
-        *(x.astype(old.dtype) for x, old in zip(results, olds, strict=True)),
-    ]
+        for is_early, var, x, old in zip(
+            [*[False] * len(update), *early], results, outputs, olds, strict=True
+        )
+    )

@@ -1,42 +1,47 @@
 """Optimizers of trees of arrays, made from a rule."""
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.tree_util import PyTreeDef
+from jax.tree_util import Partial, PyTreeDef
 
 from jslices._arguments import check_array, shown
 from jslices._jax import broadcast_prefix, definitely, flatten, is_staged, usual_promotion
 from jslices._place.boundary import laid_out_as, on_any_mesh, shardings_of
 from jslices._place.hints import HINT_BYTES, hint_large_step, hint_tiles, warn_of_columns
 from jslices._rows.access import room_for_distinct, rows_numbered
-from jslices._slices import (
-    IndexedSlices,
-    carried,
-    carry_facts,
-    check_slices,
-    is_slices,
-)
-from jslices._typing import Gradients, Leaf, Params, PyTree, State
+from jslices._slices import IndexedSlices, check_slices, is_slices
+from jslices._typing import Gradients, Key, Leaf, Params, PyTree, State
 from jslices.optim.engine import catch_up as exact
 from jslices.optim.engine.protocol import (
+    Adder,
     GradientTransformation,
+    adders_of,
     check_width,
     has_no_rows,
     is_float0,
     is_leaf,
     left_to_xla,
+    paths_of,
     refuse_alone,
     refuse_nothing,
     refuse_slices,
     shardings_of_update,
 )
-from jslices.optim.engine.rows_of_step import RowsOfStep
-from jslices.optim.engine.rule import Kernel, Rule, Step, next_count, zero_count
-from jslices.optim.engine.step import Plan, choose_plan, step_slices
+from jslices.optim.engine.rule import Rule, Step, next_count, zero_count
+from jslices.optim.engine.step import (
+    Moved,
+    Plan,
+    RowKernel,
+    choose_plan,
+    step_rows,
+    sum_of,
+)
 
 #: The names of state arrays, and their shapes.
 Shapes = Mapping[str, tuple[int, ...]]
@@ -63,10 +68,11 @@ def transformation(
     that no gradient touches are neither read nor written.
     """
     run = _RuleOnTrees(state_type, rule, rule if other is None else other, mask)
+    tx = GradientTransformation(run.init, run.update, apply=run.apply, plan=run.plan)
     if rule.missed is None:
-        return GradientTransformation(run.init, run.update, plan=run.plan)
-    return GradientTransformation(
-        run.init, run.update, run.catch_up, run.flush, plan=run.plan, check=run.check
+        return tx
+    return tx.replace(
+        catch_up=run.catch_up, flush=run.flush, peek=run.peek, check=run.check
     )
 
 
@@ -80,6 +86,8 @@ class _RuleOnTrees:
         self.names = tuple(rule.state)
         self.fields = self.names if rule.missed is None else (*self.names, "clock")
         self.state_shapes = functools.cache(_state_shapes)
+        #: Whether rows have caught up, or a warning said that none has.
+        self.has_caught_up = False
 
     @usual_promotion
     def init(self, params: Params) -> State:
@@ -104,18 +112,45 @@ class _RuleOnTrees:
             state["clock"] = exact.new_clock(params, rules)
         return self.state_type(count=zero_count(), **state)
 
+    # --- a step ---------------------------------------------------------------------------
+
     def update(
-        self, grads: Gradients, state: State, params: Params = None
+        self,
+        grads: Gradients,
+        state: State,
+        params: Params = None,
+        *,
+        peeked: PyTree = None,
     ) -> tuple[Gradients, State]:
-        run = on_any_mesh(shardings_of_update)(self._update)
-        updates, state = run(left_to_xla(grads, state), state, params)
-        return carried(updates), state
+        """What :meth:`apply` adds, and the new state."""
+        run = on_any_mesh(shardings_of_update)(self._step)
+        return run(left_to_xla(grads, state), state, params, None, peeked, adds=False)
+
+    def apply(
+        self,
+        grads: Gradients,
+        state: State,
+        params: Params,
+        key: Key | None = None,
+        *,
+        peeked: PyTree = None,
+    ) -> tuple[Params, State]:
+        run = on_any_mesh(_shardings_of_step)(self._step)
+        return run(left_to_xla(grads, state), state, params, key, peeked, adds=True)
 
     @usual_promotion
-    def _update(
-        self, grads: Gradients, state: State, params: Params
-    ) -> tuple[Gradients, State]:
-        reads_params = self.rule.reads_params
+    def _step(
+        self,
+        grads: Gradients,
+        state: State,
+        params: Params,
+        key: Key | None,
+        peeked: PyTree,
+        *,
+        adds: bool,
+    ) -> tuple[PyTree, State]:
+        """``(params, state)`` after a step, or the updates where it ``adds`` nothing."""
+        reads_params = self.rule.reads_params or adds or any(jax.tree.leaves(peeked))
         if params is None and (reads_params or self.mask is not None):
             raise ValueError(
                 "this optimizer needs the parameters as well, for its weight decay or its "
@@ -125,7 +160,7 @@ class _RuleOnTrees:
         refuse_nothing("tx.update", grads, (params, state._replace(count=None)))
         refuse_alone("tx.update", grads, params)
         leaves, tree = flatten(grads, is_leaf=is_leaf)
-        rules = self._rules(params, tree)
+        paths, rules = paths_of(tree), self._rules(params, tree)
         arrays = _parameters(tree, params, reads_params)
         columns = [arrays_of(state, name, tree) for name in self.names]
         leaves = [
@@ -133,25 +168,42 @@ class _RuleOnTrees:
                 path, grad, param, old, functools.partial(self.state_shapes, r)
             )
             for path, grad, param, r, *old in zip(
-                paths_of(tree), leaves, arrays, rules, *columns, strict=True
+                paths, leaves, arrays, rules, *columns, strict=True
             )
         ]
-        kernels = _kernels(Step(state.count), rules, leaves)
         if self.rule.missed is not None:
             state = state._replace(clock=exact.ticked(state.clock, state.count, self.rule))
-            kernels = [
-                exact.keeping_time(kernel, rule, state.count, state.clock.run)
-                for kernel, rule in zip(kernels, rules, strict=True)
-            ]
-        results = [
-            _update_leaf(*leaf)
-            for leaf in zip(
-                rules, kernels, leaves, arrays, self._arrays(state, tree), strict=True
-            )
-        ]
+        kernels = self._kernels(rules, leaves, state, self._peeked(peeked, grads))
+        old = self._arrays(state, tree)
+        adders = adders_of(tree, arrays, key) if adds else [None] * len(leaves)
+        results = list(map(_step_leaf, rules, kernels, leaves, arrays, old, adders))
         new = self._with_arrays(state, tree, [arrays for _, arrays in results])
-        updates = tree.unflatten([update for update, _ in results])
-        return carry_facts(updates), new._replace(count=next_count(state.count))
+        stepped = tree.unflatten([x for x, _ in results])
+        return stepped, new._replace(count=next_count(state.count))
+
+    def _kernels(
+        self,
+        rules: Sequence[Rule],
+        grads: Sequence[Leaf],
+        state: State,
+        peeked: Sequence[bool],
+    ) -> list[RowKernel]:
+        """The arithmetic for each leaf: one kernel for all that are of one rule and kind.
+
+        In a program it is traced once for all arrays, or rows of them, of one shape.
+        """
+        step, by_row = Step(state.count), map(is_slices, grads)
+        missed = self._missed(itertools.compress(rules, peeked), state)
+
+        @functools.cache
+        def kernel(rule: Rule, by_row: bool, is_peeked: bool) -> RowKernel:
+            alone = _kernel(step, rule, by_row)
+            if rule.missed is None:
+                return alone
+            before = missed[rule] if is_peeked else None
+            return exact.with_clock(alone, rule, state.count, state.clock.run, before)
+
+        return list(map(kernel, rules, by_row, peeked))
 
     def plan(self, grads: Gradients, params: Params, platform: str | None = None) -> PyTree:
         leaves, tree = flatten(grads, is_leaf=is_leaf)
@@ -166,17 +218,34 @@ class _RuleOnTrees:
     # --- rows that catch up ---------------------------------------------------------------
 
     def catch_up(self, params: Params, state: State, ids: PyTree) -> tuple[Params, State]:
-        exact.note_catch_up(self.rule)
-        self._check_shapes(params, state)
-        advance = on_any_mesh(_shardings_of_params)(self._advance)
-        behind = left_to_xla(exact.rows_behind(params, ids), state)
-        return advance(params, state, behind)
+        behind = self._behind(params, state, ids)
+        return on_any_mesh(shardings_of_params)(self._advance)(params, state, behind)
 
     def flush(self, params: Params, state: State) -> tuple[Params, State]:
-        exact.note_catch_up(self.rule)
-        self._check_shapes(params, state)
-        every_row = [True] * len(flatten(params)[0])
-        return on_any_mesh(_shardings_of_params)(self._advance)(params, state, every_row)
+        return self.catch_up(params, state, jax.tree.map(lambda p: True, params))
+
+    def peek(self, params: Params, state: State, rows: PyTree) -> PyTree:
+        behind = self._behind(params, state, rows)
+        return on_any_mesh(lambda *args: None)(self._peek)(params, state, behind)
+
+    def _behind(self, params: Params, state: State, ids: PyTree) -> list[exact.Behind]:
+        """The rows that ``ids`` name, once it is clear that they can catch up."""
+        self.has_caught_up = True
+        check_state(state, self.state_type, self.fields)
+        leaves, tree = flatten(params)
+        columns = [arrays_of(state, name, tree) for name in self.names]
+        for path, p, rule, *old in zip(
+            paths_of(tree), leaves, self._rules(params, tree), *columns, strict=True
+        ):
+            check_shapes(path, jnp.shape(p), old, self.state_shapes(rule, jnp.shape(p)))
+        return left_to_xla(exact.rows_behind(params, ids), state)  # type: ignore[no-any-return]
+
+    def _missed(self, rules: Iterable[Rule], state: State) -> dict[Rule, Partial]:
+        """What rows of each rule do that are behind."""
+        return {
+            rule: exact.missed_steps(rule, state.count, state.clock.run)
+            for rule in dict.fromkeys(rules)
+        }
 
     @usual_promotion
     def _advance(
@@ -189,17 +258,13 @@ class _RuleOnTrees:
         rows at a time.
         """
         leaves, tree = flatten(params)
-        rules = self._rules(params, tree)
-        kernels = {
-            rule: exact.missed_steps(rule, state.count, state.clock.run)
-            for rule, rows in zip(rules, behind, strict=True)
-            if rows is not False
-        }
-        lasts = tree.flatten_up_to(state.clock.last)
+        rules, lasts = self._rules(params, tree), tree.flatten_up_to(state.clock.last)
+        pairs = zip(rules, behind, strict=True)
+        kernels = self._missed((rule for rule, x in pairs if x is not False), state)
         new = [
             None
             if rows is False
-            else exact.step(rule, kernels[rule], rows, [p, *arrays], last < state.count)
+            else exact.caught_up(kernels[rule], rows, [p, *arrays], last < state.count)
             for rule, rows, p, arrays, last in zip(
                 rules, behind, leaves, self._arrays(state, tree), lasts, strict=True
             )
@@ -209,25 +274,39 @@ class _RuleOnTrees:
         arrays = [None if mine is None else mine[1:] for mine in new]
         return params, self._with_arrays(state, tree, arrays)
 
-    def check(self, grads: Gradients, state: State) -> None:
+    @usual_promotion
+    def _peek(self, params: Params, state: State, rows: Sequence[exact.Behind]) -> PyTree:
+        leaves, tree = flatten(params)
+        rules = self._rules(params, tree)
+        kernels = self._missed(rules, state)
+        return tree.unflatten(
+            [
+                exact.peeked(kernels[rule], behind, [p, *arrays])
+                for rule, behind, p, arrays in zip(
+                    rules, rows, leaves, self._arrays(state, tree), strict=True
+                )
+            ]
+        )
+
+    def check(self, grads: Gradients, state: State, peeked: PyTree = None) -> None:
         """Refuses a step of rows that are behind; traced, warns where they must be."""
         check_state(state, self.state_type, self.fields)
         leaves, tree = flatten(grads, is_leaf=is_leaf)
         last = arrays_of(state.clock, "last", tree)
-        if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((grads, state))):
-            exact.warn_of_stale(self.rule, leaves)
-        else:
+        leaves = [
+            None if is_peeked else x
+            for x, is_peeked in zip(leaves, self._peeked(peeked, grads), strict=True)
+        ]
+        if not any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((grads, state))):
             exact.refuse_stale(leaves, last, state.count)
+        elif not self.has_caught_up and any(map(is_slices, leaves)):
+            self.has_caught_up = True
+            exact.stale_warning()
 
-    def _check_shapes(self, params: Params, state: State) -> None:
-        check_state(state, self.state_type, self.fields)
-        leaves, tree = flatten(params)
-        rules = self._rules(params, tree)
-        columns = [arrays_of(state, name, tree) for name in self.names]
-        for path, p, rule, *old in zip(
-            paths_of(tree), leaves, rules, *columns, strict=True
-        ):
-            check_shapes(path, jnp.shape(p), old, self.state_shapes(rule, jnp.shape(p)))
+    def _peeked(self, peeked: PyTree, grads: Gradients) -> list[bool]:
+        """For each gradient whether it was taken at rows after their missed steps."""
+        text = "peeked must be bools in the structure of params or a prefix of it"
+        return [bool(x) for x in broadcast_prefix(peeked, grads, text, is_leaf)]
 
     # --- trees as lists of leaves ---------------------------------------------------------
 
@@ -281,33 +360,36 @@ class _RuleOnTrees:
         return state._replace(**new)
 
 
+def _shardings_of_step(
+    grads: Gradients, state: State, params: Params, *rest: Any
+) -> tuple[PyTree, PyTree]:
+    return shardings_of_params(params, state, grads, rest)
+
+
+def shardings_of_params(params: Params, state: State, *rest: Any) -> tuple[PyTree, PyTree]:
+    """How ``(params, state)`` are split over devices, where types tell."""
+    del rest
+    return shardings_of(params), shardings_of(state)
+
+
 def _state_shapes(rule: Rule, shape: tuple[int, ...]) -> Shapes:
     p = jax.ShapeDtypeStruct(shape, jnp.float32)
     return {k: jax.eval_shape(start, p).shape for k, start in rule.state.items()}
 
 
-def _shardings_of_params(
-    params: Params, state: State, behind: Sequence[exact.Behind]
-) -> tuple[PyTree, PyTree]:
-    del behind
-    return shardings_of(params), shardings_of(state)
-
-
-def _kernels(step: Step, rules: Sequence[Rule], grads: Sequence[Leaf]) -> list[Kernel]:
-    """The arithmetic for each leaf: one kernel for all that are of one rule and kind.
-
-    In a program it is traced once for all arrays, or rows of them, of one shape.
-    """
-    kinds = [(rule, is_slices(grad)) for rule, grad in zip(rules, grads, strict=True)]
-    kernels = {kind: _kernel(step, *kind) for kind in dict.fromkeys(kinds)}
-    return [kernels[kind] for kind in kinds]
-
-
-def _kernel(step: Step, rule: Rule, by_row: bool) -> Kernel:
+def _kernel(step: Step, rule: Rule, by_row: bool) -> RowKernel:
+    """The kernel of one step of a rule, for whole arrays or for rows."""
     if by_row and rule.update_slices is not None:
-        return rule.update_slices(step)
-    kernel = ((by_row and rule.update_rows) or rule.update)(step)
-    return jax.jit(kernel, inline=True) if is_staged() else kernel
+        kernel = rule.update_slices(step)
+    else:
+        kernel = ((by_row and rule.update_rows) or rule.update)(step)
+        kernel = jax.jit(kernel, inline=True) if is_staged() else kernel
+
+    def moves(g: Leaf, p: jax.Array | None, *state: jax.Array) -> Moved:
+        move, *new = kernel(g, *[p] * rule.reads_params, *state)
+        return (move,), tuple(new)
+
+    return moves
 
 
 def _parameters(tree: PyTreeDef, params: Params, needed: bool) -> list[jax.Array | None]:
@@ -324,36 +406,37 @@ def _parameters(tree: PyTreeDef, params: Params, needed: bool) -> list[jax.Array
     return [None] * tree.num_leaves
 
 
-def _update_leaf(
+def _step_leaf(
     rule: Rule,
-    kernel: Kernel,
+    kernel: RowKernel,
     grad: Leaf,
     param: Leaf,
     arrays: Sequence[jax.Array],
+    add: Adder | None,
 ) -> tuple[Leaf, tuple[jax.Array, ...] | None]:
-    """The update and the new state arrays, None where these stay as they are.
+    """The parameter, or without ``add`` its update, and the new state arrays.
 
-    ``param`` may be None where the rule does not read it.
+    None for these where they stay as they are. ``param`` may be None where neither the rule
+    nor ``add`` reads it.
     """
     if grad is None or has_no_rows(grad):
-        return grad, None
-    read: Sequence[jax.Array] = (param,) if rule.reads_params else ()
-    by_row = is_slices(grad)
-    as_array, note = False, grad.facts.note if by_row else None
-    rows = note if isinstance(note, RowsOfStep) and note.have(arrays) else None
-    if rows is not None:
-        kernel, read, arrays, as_array = rows.in_step(kernel, read)
-    if by_row and rule.sums_first is not None and rule.sums_first(param):
+        return (grad if add is None else param), None
+    if add is not None:
+        grad = add.prepared(grad, param)
+    if is_slices(grad) and rule.sums_first is not None and rule.sums_first(param):
         grad = grad.coalesce()
-    if by_row and rule.update_slices is None:
-        update, *new = step_slices(
-            kernel, grad, read, arrays, linear=rule.linear, as_array=as_array
+    if is_slices(grad) and rule.update_slices is None:
+        adds = add is not None and add.bits is None
+        stepped, *rest = step_rows(
+            kernel, grad, param, arrays, adds=adds, linear=rule.linear
         )
-        if rows is not None:
-            update = rows.updated(update)
-    else:
-        update, *new = kernel(grad, *read, *arrays)
-    return update, tuple(new)
+        return stepped if adds or add is None else add(stepped, param), tuple(rest)
+    moves, new = kernel(grad, param, *arrays)
+    if add is None:
+        return sum_of(moves), new
+    if add.bits is not None:  # of a gradient that is wider than it came
+        new = tuple(x.astype(old.dtype) for x, old in zip(new, arrays, strict=True))
+    return functools.reduce(lambda p, move: add(move, p), moves, param), new
 
 
 def _plan_of(rule: Rule, grad: Leaf, param: jax.Array, platform: str) -> Plan | None:
@@ -363,7 +446,7 @@ def _plan_of(rule: Rule, grad: Leaf, param: jax.Array, platform: str) -> Plan | 
     state = jax.eval_shape(lambda p: [start(p) for start in rule.state.values()], param)
     axes = grad.row_axes
     by_row = [x for x in state if x.shape[:axes] == param.shape[:axes]]
-    arrays = [*[param] * rule.reads_params, *by_row]
+    arrays = [param, *by_row] if by_row or not rule.linear else []
     values: jax.Array | jax.ShapeDtypeStruct = grad.values
     num_rows = rows_numbered(param.shape, axes)
     unique = rule.sums_first is not None and rule.sums_first(param)
@@ -510,12 +593,6 @@ def arrays_of(state: State, name: str, tree: PyTreeDef) -> list[jax.Array]:
             f"the {name} of the optimizer state has another structure than the gradients "
             f"or parameters; was the state made with tx.init(params) for these? {error}"
         ) from error
-
-
-def paths_of(tree: PyTreeDef) -> list[str]:
-    """`` at ['table']`` for each leaf of ``tree``; nothing for a tree that is a leaf."""
-    paths, _ = jax.tree_util.tree_flatten_with_path(tree.unflatten(range(tree.num_leaves)))
-    return [f" at {jax.tree_util.keystr(path)}" if path else "" for path, _ in paths]
 
 
 def _other_state(caller: str, state: State, expected: str) -> str:

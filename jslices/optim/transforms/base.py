@@ -67,6 +67,8 @@ def wrapped(
     catch_up: Callable[[Params, State, PyTree], tuple[Params, State]] | None = None,
     flush: Callable[[Params, State], tuple[Params, State]] | None = None,
     plan: Callable[..., PyTree] | None = None,
+    peek: Callable[[Params, State, PyTree], PyTree] | None = None,
+    peeks: bool = False,
 ) -> GradientTransformation:
     """A transformation that holds others: what is not passed follows from these.
 
@@ -81,13 +83,15 @@ def wrapped(
       catch_up: likewise.
       flush: likewise.
       plan: likewise.
+      peek: likewise.
+      peeks: whether those that catch up can peek as well.
     """
 
     def update_all(
         grads: Gradients, state: State, params: Params = None, **extra_args: PyTree
     ) -> tuple[Gradients, State]:
         def call(tx: GradientTransformation, share: Share, state: State) -> _Result:
-            extra = _shares_of(share, extra_args) if share_extra_args else extra_args
+            extra = _shares_of(share, extra_args, share_extra_args)
             return tx.update(share(grads), state, share(params), **extra)
 
         return inside(call, state, params, grads)
@@ -100,7 +104,7 @@ def wrapped(
         **extra_args: PyTree,
     ) -> tuple[Params, State]:
         def call(tx: GradientTransformation, share: Share, state: State) -> _Result:
-            extra = _shares_of(share, extra_args) if share_extra_args else extra_args
+            extra = _shares_of(share, extra_args, share_extra_args)
             return tx.apply(share(grads), state, share(params), key, **extra)
 
         return inside(call, state, params)
@@ -115,6 +119,15 @@ def wrapped(
         call = lambda tx, share, state: tx.flush(share(params), state)  # noqa: E731
         return inside(call, state, params)
 
+    def peek_all(params: Params, state: State, rows: PyTree) -> PyTree:
+        def call(tx: GradientTransformation, share: Share, state: State) -> _Result:
+            mine = share(rows)
+            if not tx.peeks:
+                return jax.tree.map(lambda x: None, mine, is_leaf=is_leaf), state
+            return tx.peek(share(params), state, mine), state
+
+        return inside(call, state, params)[0]
+
     def plan_all(grads: Gradients, params: Params, platform: str | None = None) -> PyTree:
         def call(tx: GradientTransformation, share: Share, state: State) -> _Result:
             return tx.plan(share(grads), share(params), platform), state
@@ -128,11 +141,17 @@ def wrapped(
         (flush or flush_all) if catches_up else None,
         apply or apply_all,
         plan or plan_all,
+        (peek or peek_all) if catches_up and peeks else None,
     )
 
 
-def _shares_of(share: Share, extra_args: dict[str, PyTree]) -> dict[str, PyTree]:
-    return {name: _share_of(share, x) for name, x in extra_args.items()}
+def _shares_of(
+    share: Share, extra_args: dict[str, PyTree], shared: bool
+) -> dict[str, PyTree]:
+    return {
+        name: _share_of(share, x) if shared or name == "peeked" else x
+        for name, x in extra_args.items()
+    }
 
 
 def _share_of(share: Share, x: PyTree) -> PyTree:

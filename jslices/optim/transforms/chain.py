@@ -100,6 +100,7 @@ def chain(*transformations: Transformation) -> GradientTransformation:
         update=update,
         apply=apply,
         plan=plan,
+        peeks=last.peeks,
     )
 
 

@@ -1,6 +1,6 @@
 """A whole training step, in which rows catch up before they are read."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -18,10 +18,8 @@ from jslices._grad.ids import as_ids, rows_read
 from jslices._grad.plan import Planned, plan_call
 from jslices._place.boundary import mesh_of
 from jslices._slices import IndexedSlices
-from jslices._typing import Leaf, Params, State
-from jslices.optim.engine.catch_up import Behind
+from jslices._typing import Params, PyTree, State
 from jslices.optim.engine.protocol import GradientTransformation
-from jslices.optim.engine.rows_of_step import RowsOfStep
 
 
 def exact_step(
@@ -108,8 +106,8 @@ def exact_step(
                     "tx.catch_up, jslices.grad, jax.tree.map(jnp.conj, grads) and tx.apply"
                 )
         planned = plan_call(call, True, sparse, exchange)
-        of_step: list[RowsOfStep | None] = [None] * len(call.primals)
         taken: dict[int, jax.Array] = {}
+        peeked: dict[str, PyTree] = {}
         if tx.catches_up:
             rows, sources = rows_read(call, planned)
             if any(sources):  # row numbers follow from these, which catch up before
@@ -118,61 +116,33 @@ def exact_step(
                 call = call.at(params)
                 rows, _ = rows_read(call, planned)
                 rows = [None if each else x for each, x in zip(sources, rows, strict=True)]
-            old, behind = call.primals, _behind(tx, planned, rows)
+            aside = [
+                tx.peeks and _is_one_program(planned, i, x) for i, x in enumerate(rows)
+            ]
+            behind = [None if y else _ids(tx, x) for x, y in zip(rows, aside, strict=True)]
             params, state = tx.catch_up(params, state, *call.tree.unflatten(behind))
-            new = call.at(params).primals
-            of_step = list(map(_of_step, behind, new))
-            taken = _taken(of_step)
-            # Nothing else is read of tables whose rows are taken: these stay as they came.
-            primals = [old[i] if i in taken else x for i, x in enumerate(new)]
-            call = call.at(*call.tree.unflatten(primals))
-        value, aux, grads = differentiated(call, planned, taken=taken)
-        leaves = call.tree.flatten_up_to(grads)
-        (grads,) = call.tree.unflatten(map(_noted, leaves, of_step))
-        params, state = tx.apply(grads, state, params, value=value)
+            call = call.at(params)
+            if any(aside):
+                some = [x if y else None for x, y in zip(rows, aside, strict=True)]
+                now = tx.peek(params, state, *call.tree.unflatten(some))
+                leaves = call.tree.flatten_up_to((now,))
+                taken = {i: x for i, x in enumerate(leaves) if x is not None}
+                (peeked["peeked"],) = call.tree.unflatten(aside)
+        value, aux, (grads,) = differentiated(call, planned, taken=taken)
+        params, state = tx.apply(grads, state, params, value=value, **peeked)
         return (params, state, value, aux) if has_aux else (params, state, value)
 
     return step
 
 
-def _behind(
-    tx: GradientTransformation,
-    planned: Planned,
-    rows: Sequence[IndexedSlices | bool | None],
-) -> list[Any]:
-    """What catches up of each leaf, as the ``catch_up`` of ``tx`` takes it."""
-    if tx.made_by is None:  # the user's own, which takes what lookup_ids gives
-        return [as_ids(x) if isinstance(x, IndexedSlices) else x for x in rows]
-    return [_one_step(x) if _is_seen_whole(planned, i) else x for i, x in enumerate(rows)]
+def _ids(tx: GradientTransformation, rows: IndexedSlices | bool | None) -> PyTree:
+    """What catches up of a leaf; one that cannot peek takes what lookup_ids gives."""
+    return rows if tx.peeks or not isinstance(rows, IndexedSlices) else as_ids(rows)
 
 
-def _is_seen_whole(planned: Planned, leaf: int) -> bool:
-    """Whether XLA sees all that the call does to a leaf, which is on one device."""
-    return not planned.eager and mesh_of(planned.leaves[leaf].aval) is None
-
-
-def _one_step(rows: IndexedSlices | bool | None) -> Behind | None:
-    """The rows, which catch up and are stepped in one program."""
+def _is_one_program(planned: Planned, leaf: int, rows: IndexedSlices | bool | None) -> bool:
+    """Whether XLA sees all that the call does to rows of a leaf, which is on one device."""
     if not isinstance(rows, IndexedSlices) or rows.facts.placement is not None:
-        return rows
-    return RowsOfStep(rows)
-
-
-def _of_step(behind: Any, param: jax.Array) -> RowsOfStep | None:
-    """Rows that ``param`` has caught up in, and that the step may thus finish."""
-    is_caught_up = isinstance(behind, RowsOfStep) and behind.param is param
-    return behind if is_caught_up else None
-
-
-def _taken(of_step: Sequence[RowsOfStep | None]) -> dict[int, jax.Array]:
-    """What the call reads of the tables that are not written when rows catch up."""
-    rows = {i: x.read() for i, x in enumerate(of_step) if x is not None}
-    return {i: x for i, x in rows.items() if x is not None}
-
-
-def _noted(grad: Leaf, rows: RowsOfStep | None) -> Leaf:
-    """The gradient, with what is noted of its rows."""
-    if rows is None:
-        return grad
-    facts = grad.facts._replace(note=rows)
-    return grad.of(grad.values, grad.indices, grad.dense_shape, facts)
+        return False
+    on_mesh = mesh_of(planned.leaves[leaf].aval) is not None
+    return not planned.eager and not on_mesh and rows.indices.shape != (0,)

@@ -11,13 +11,11 @@ from jax.typing import ArrayLike
 
 from jslices._arguments import check_array
 from jslices._jax import flatten
-from jslices._rows.access import per_row
+from jslices._rows.access import per_row, rows_numbered, take_rows, where_rows
 from jslices._slices import IndexedSlices, is_slices
-from jslices._typing import Gradients, Params, PyTree, State, Transformation
+from jslices._typing import Gradients, Key, Params, PyTree, State, Transformation
 from jslices.optim.engine.catch_up import FROZEN, Clock
 from jslices.optim.engine.constructors import combinator
-from jslices.optim.engine.protocol import in_two
-from jslices.optim.engine.rows_of_step import RowsOfStep
 from jslices.optim.transforms.base import as_transformation, inside_of, wrapped
 from jslices.optim.transforms.prefix import (
     is_leaf_or_masked,
@@ -96,21 +94,50 @@ def freeze_rows(tx: Transformation, frozen: PyTree) -> Any:
         each(lambda p, bits: _check(bits, jnp.shape(p)), params)
         return marked(tx.init(params))
 
+    def prepared(grads: Gradients, state: State) -> tuple[Gradients, State, list[Any]]:
+        """Gradients without frozen rows, the state, and what is frozen of arrays."""
+        leaves = flatten(grads, is_leaf=is_leaf_or_masked)[0]
+        rows = values_of_prefix(ARGUMENT, frozen, grads)
+        of_arrays = [
+            None if is_leaf_or_masked(g) else x for g, x in zip(leaves, rows, strict=True)
+        ]
+        if any(bits is not None for bits in of_arrays):
+            state = marked(state)  # of arrays, rows that did not catch up would be refused
+        return each(_without_frozen, grads), state, of_arrays
+
     def update(
         grads: Gradients, state: State, params: Params = None, **extra_args: PyTree
     ) -> tuple[Gradients, State]:
-        leaves = flatten(grads, is_leaf=is_leaf_or_masked)[0]
-        if any(
-            bits is not None and not is_leaf_or_masked(g)
-            for g, bits in zip(
-                leaves, values_of_prefix(ARGUMENT, frozen, grads), strict=True
-            )
-        ):
-            state = marked(state)  # of arrays, rows that did not catch up would be refused
-        grads = each(_without_frozen, grads)
+        grads, state, _ = prepared(grads, state)
         updates, state = tx.update(grads, state, params, **extra_args)
         # x + -0.0 is x for every x, and 0.0 for -0.0 + 0.0.
         return each(lambda u, bits: only_rows(u, _free(bits), -0.0), updates), state
+
+    def apply(
+        grads: Gradients,
+        state: State,
+        params: Params,
+        key: Key | None = None,
+        **extra_args: PyTree,
+    ) -> tuple[Params, State]:
+        grads, state, of_arrays = prepared(grads, state)
+        new, state = tx.apply(grads, state, params, key, **extra_args)
+        leaves, structure = flatten(params, is_leaf=is_leaf_or_masked)
+        pairs = zip(of_arrays, leaves, structure.flatten_up_to(new), strict=True)
+        kept = [x if bits is None else _kept(x, True, bits, p) for bits, p, x in pairs]
+        return structure.unflatten(kept), state
+
+    def peek(params: Params, state: State, rows: PyTree) -> PyTree:
+        leaves, structure = flatten(params, is_leaf=is_leaf_or_masked)
+        now = structure.flatten_up_to(tx.peek(params, state, rows))
+        columns = structure.flatten_up_to(rows), values_of_prefix(ARGUMENT, frozen, params)
+        pairs = zip(now, *columns, leaves, strict=True)
+        return structure.unflatten(
+            [
+                x if x is None or bits is None else _kept(x, i, bits, p)
+                for x, i, bits, p in pairs
+            ]
+        )
 
     def catch_up(params: Params, state: State, ids: PyTree) -> tuple[Params, State]:
         leaves, structure = flatten(params, is_leaf=is_leaf_or_masked)
@@ -131,9 +158,11 @@ def freeze_rows(tx: Transformation, frozen: PyTree) -> Any:
         inside_of(tx),
         catches_up=tx.catches_up,
         update=update,
-        apply=in_two(update),
+        apply=apply,
         catch_up=catch_up,
         flush=flush,
+        peek=peek,
+        peeks=tx.peeks,
     )
 
 
@@ -196,7 +225,7 @@ def _free(bits: Frozen) -> Frozen:
 
 def _frozen(bits: Frozen, rows: jax.Array) -> jax.Array:
     """bool, of the shape of ``rows``, numbers in ``[0, V)``: whether they are frozen."""
-    return bits(rows) if callable(bits) else jnp.asarray(bits)[rows]
+    return bits(rows) if callable(bits) else jnp.asarray(bits).reshape(-1)[rows]
 
 
 def _marked(last: jax.Array, bits: Frozen) -> jax.Array:
@@ -211,12 +240,23 @@ def _marked(last: jax.Array, bits: Frozen) -> jax.Array:
     return jnp.where(bits(rows), FROZEN, last)
 
 
-def _left_out(
-    ids: IndexedSlices | RowsOfStep | ArrayLike, bits: Frozen, shape: tuple[int, ...]
-) -> Any:
+def _kept(
+    now: jax.Array, ids: IndexedSlices | ArrayLike | bool, bits: Frozen, param: jax.Array
+) -> jax.Array:
+    """Rows ``now`` of a parameter, all of them or those of ``ids``; frozen ones stay."""
+    axes = 1 if callable(bits) else max(1, min(jnp.ndim(bits), param.ndim))
+    num_rows = rows_numbered(param.shape, axes)
+    if ids is True:
+        rows, old = jnp.arange(num_rows).reshape(param.shape[:axes]), param
+    else:
+        rows = ids.indices if isinstance(ids, IndexedSlices) else jnp.asarray(ids)
+        rows = jnp.clip(rows.reshape(-1), 0, max(num_rows - 1, 0))
+        old = take_rows(param, rows, mode="clip", row_axes=axes)
+    return where_rows(_frozen(bits, rows), old, now)
+
+
+def _left_out(ids: IndexedSlices | ArrayLike, bits: Frozen, shape: tuple[int, ...]) -> Any:
     """Row numbers, out of range where the row is frozen."""
-    if isinstance(ids, RowsOfStep):
-        ids = ids.rows
     if isinstance(ids, IndexedSlices):
         return only_rows(ids, _free(bits), 0.0)
     if not jnp.issubdtype(jnp.asarray(ids).dtype, jnp.integer):

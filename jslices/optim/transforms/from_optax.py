@@ -29,10 +29,11 @@ from jslices.optim.engine.constructors import combinator
 from jslices.optim.engine.protocol import (
     GradientTransformation,
     is_leaf,
+    paths_of,
     shardings_of_update,
 )
 from jslices.optim.engine.step import Plan, read_rows
-from jslices.optim.engine.transformation import check_structure, checked_gradient, paths_of
+from jslices.optim.engine.transformation import check_structure, checked_gradient
 
 
 @combinator

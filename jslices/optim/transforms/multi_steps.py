@@ -35,9 +35,14 @@ from jslices._typing import (
 )
 from jslices.optim.engine.arguments import PositiveCount
 from jslices.optim.engine.constructors import combinator
-from jslices.optim.engine.protocol import GradientTransformation, has_no_rows, is_leaf
+from jslices.optim.engine.protocol import (
+    GradientTransformation,
+    has_no_rows,
+    is_leaf,
+    paths_of,
+)
 from jslices.optim.engine.rule import next_count, zero_count
-from jslices.optim.engine.transformation import check_fields, paths_of
+from jslices.optim.engine.transformation import check_fields
 from jslices.optim.transforms.accumulate import merge_leaf
 from jslices.optim.transforms.base import as_transformation, inside_of, wrapped
 from jslices.optim.transforms.norms import widened
@@ -163,6 +168,7 @@ def multi_steps(
         update=update,
         apply=apply,
         plan=plan,
+        peeks=opt.peeks,
     )
 
 

@@ -201,7 +201,13 @@ def _split(
         return parts.joined(results), new
 
     catches_up = any(tx.catches_up for tx in transforms.values())
-    return wrapped(init, inside, catches_up=catches_up, share_extra_args=mask_extra_args)
+    return wrapped(
+        init,
+        inside,
+        catches_up=catches_up,
+        share_extra_args=mask_extra_args,
+        peeks=all(tx.peeks for tx in transforms.values() if tx.catches_up),
+    )
 
 
 class _Parts:
