@@ -166,7 +166,8 @@ def _by_runs(
     if divisor is not None:
         counts = sums_of_runs(ordered, jnp.ones(ordered.shape, jnp.int32))
         summed = _divided(summed, counts, divisor)
-    named, unique = _first_of_runs(ordered, empty)
+    named = starts_of_runs(ordered) & (ordered >= 0) & (ordered < empty)
+    unique = jnp.where(named, ordered, empty)
     zero = jnp.zeros((), summed.dtype)
     summed = access.where_rows(named, summed, zero).astype(values.dtype)
     distinct = jnp.sum(named, dtype=jnp.int32)
@@ -270,12 +271,6 @@ def _(
     return _in_order(*primals), _in_order(tangents[0], primals[1])
 
 
-def _first_of_runs(ordered: jax.Array, empty: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Where runs of rows start, and sorted row numbers, of which the others are empty."""
-    named = starts_of_runs(ordered) & (ordered >= 0) & (ordered < empty)
-    return named, jnp.where(named, ordered, empty)
-
-
 def starts_of_runs(ids: jax.Array) -> jax.Array:
     """Which of ``ids`` ``[n]``, n at least 1, differ from the one before: bool ``[n]``."""
     return jnp.concatenate([jnp.ones((1,), bool), ids[1:] != ids[:-1]])
@@ -347,20 +342,6 @@ def number_rows(
     numbers = jnp.zeros_like(numbers).at[positions].set(numbers, unique_indices=True)
     distinct = jnp.sum(is_first & (ordered != empty), dtype=jnp.int32)
     return unique, numbers, distinct
-
-
-def number_by_runs(indices: jax.Array, num_rows: int) -> tuple[jax.Array, jax.Array]:
-    """:func:`number_rows`, with the distinct rows where they first occur when sorted.
-
-    That is where sums over runs have them. Without the count: ``(unique [K], numbers
-    [K])``, where empty entries have any number in ``[0, K)``.
-    """
-    indices = indices.astype(access.index_dtype(num_rows, np.dtype(indices.dtype)))
-    ordered, positions = sort_ids(indices)
-    _, unique = _first_of_runs(ordered, jnp.array(num_rows, ordered.dtype))
-    here = jnp.arange(ordered.shape[0], dtype=jnp.int32)
-    numbers = lax.cummax(jnp.where(starts_of_runs(ordered), here, 0))
-    return unique, jnp.zeros_like(here).at[positions].set(numbers, unique_indices=True)
 
 
 @jax.jit

@@ -261,8 +261,8 @@ class Entries:
                     size += f", saves {human_bytes(dense - held_bytes)}"
             return (
                 f"IndexedSlices({rows} rows of {self._type}, indices "
-                f"{self.indices.dtype}[{', '.join(map(str, self.indices.shape))}]"
-                f"{self._first_rows()}: {size})"
+                f"{self.indices.dtype}{list(self.indices.shape)}{self._first_rows()}: "
+                f"{size})"
             )
         except (AttributeError, TypeError):  # placeholders that JAX unflattened
             return (

@@ -50,8 +50,8 @@ def check_parts(
 ) -> None:
     """Refuses parts that do not fit together, with all that is wrong in one message."""
     got = (
-        f"values {values.dtype}[{', '.join(map(str, values.shape))}], indices "
-        f"{indices.dtype}[{', '.join(map(str, indices.shape))}], dense_shape {shape}"
+        f"values {values.dtype}{list(values.shape)}, indices {indices.dtype}"
+        f"{list(indices.shape)}, dense_shape {shape}"
     )
     if not jnp.issubdtype(indices.dtype, jnp.integer):
         hint = (

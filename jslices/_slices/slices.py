@@ -295,8 +295,8 @@ class IndexedSlices(Refusals):
 
         Args:
           axis: None for all; an int or several, counted in the dense array.
-          dtype: of the result and of the summing; None: as ``jnp.sum``, except that 16-bit
-            floats are summed in float32 and rounded once.
+          dtype: of the result and of the summing; None: as ``jnp.sum``, which sums 16-bit
+            floats in float32 and rounds once.
           out: must be None; ``np.sum(slices)`` passes it.
 
         Returns:
@@ -323,7 +323,7 @@ class IndexedSlices(Refusals):
         within = tuple(a - more for a in axes if a > batch + more)
         of_batch = tuple(a for a in axes if a < batch)
         if numbering <= set(axes):
-            return _sum(self._present(), (*of_batch, batch, *within), dtype)
+            return jnp.sum(self._present(), (*of_batch, batch, *within), dtype)
         if of_batch:
             raise ValueError(
                 f"cannot sum slices over the batch axis alone (axis={axis}); sum their "
@@ -335,7 +335,7 @@ class IndexedSlices(Refusals):
         if shape is not None:
             moved = {a - batch - 1 + rows.row_axes for a in within}
             shape = tuple(n for i, n in enumerate(shape) if i not in moved)
-        values = _sum(self.values, within, dtype)
+        values = jnp.sum(self.values, within, dtype)
         return slices_of(values, rows.indices, shape)
 
     def mean(
@@ -584,8 +584,7 @@ rows_at = on_any_mesh(looked_up)(access.take_rows)
 
 @on_any_mesh(like_first)
 def _add(table: jax.Array, slices: IndexedSlices) -> jax.Array:
-    indices = access.canonical_indices(slices.indices, slices.num_rows)
-    return add_rows(table, indices, slices.values, slices.facts.distinct)
+    return add_rows(table, slices.indices, slices.values, slices.facts.distinct)
 
 
 def _summed(
@@ -637,12 +636,5 @@ def _added_to_zeros(slices: IndexedSlices, *, distinct: bool) -> jax.Array:
     assert slices.dense_shape is not None
     if slices.dtype.itemsize < 4:
         slices, distinct = slices.coalesce(), True
-    indices = access.canonical_indices(slices.indices, slices.num_rows)
     zeros = jnp.zeros(slices.dense_shape, slices.dtype)
-    return add_rows(zeros, indices, slices.values, distinct)
-
-
-def _sum(x: jax.Array, axes: tuple[int, ...], dtype: DTypeLike | None) -> jax.Array:
-    if dtype is None and jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize < 4:
-        return jnp.sum(x.astype(jnp.float32), axes).astype(x.dtype)
-    return jnp.sum(x, axes, dtype=dtype)
+    return add_rows(zeros, slices.indices, slices.values, distinct)
