@@ -31,11 +31,8 @@ def check_arguments(
 ) -> None:
     """Refuse arguments that are not what their annotations say.
 
-    Args:
-      call: the name of the function, for errors.
-      annotations: of its parameters; what is neither ``bool`` nor ``Annotated`` with a
-        :class:`Domain` is not checked.
-      arguments: the values, by name.
+    ``call`` is the name of the function, for errors. What is annotated neither as ``bool``
+    nor by ``Annotated`` with a :class:`Domain` is not checked.
     """
     for argument, value in arguments.items():
         domain, optional = _domain(annotations.get(argument))
@@ -63,10 +60,7 @@ class Number:
     """A real number, or an array ``[]`` of one; what is traced passes with any value.
 
     Attributes:
-      at_least: the least value.
-      above: what every value is above.
-      at_most: the largest value.
-      below: what every value is below.
+      at_least, above, at_most, below: bounds, of which the first and third are values.
       integer: whether it must be an int.
       infinite: whether infinity is a value.
       schedule: whether it may also be a function of the step.
@@ -218,9 +212,8 @@ class StateDtype:
             dtype = None if array else jnp.dtype(value)
         except TypeError:
             dtype = None
-        if value is None or dtype is None or not jnp.issubdtype(dtype, kind):
-            raise refused(TypeError, call, argument, value, self)
-        if dtype.itemsize < 2:
+        wide = dtype is not None and jnp.issubdtype(dtype, kind) and dtype.itemsize >= 2
+        if value is None or not wide:
             raise refused(TypeError, call, argument, value, self)
 
     def __str__(self) -> str:

@@ -5,6 +5,7 @@ import os
 import re
 import sys
 import sysconfig
+import traceback
 import warnings
 from collections.abc import Iterable
 from types import CodeType
@@ -91,14 +92,8 @@ def pick_user_line(frames: Iterable[tuple[CodeType, int]]) -> UserLine:
 
 def current_user_line() -> UserLine:
     """The user's line that led here, read from the running stack."""
-
-    def frames() -> Iterable[tuple[CodeType, int]]:
-        frame = sys._getframe(2)
-        while frame is not None:
-            yield frame.f_code, frame.f_lineno
-            frame = frame.f_back  # type: ignore[assignment]
-
-    return pick_user_line(frames())
+    frames = traceback.walk_stack(sys._getframe(1))
+    return pick_user_line((frame.f_code, line) for frame, line in frames)
 
 
 def warn_dense(

@@ -9,8 +9,7 @@ import contextlib
 import functools
 import itertools
 import sys
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from types import CodeType, FrameType
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Any, NoReturn, TypeVar
 
 import jax
@@ -58,6 +57,23 @@ WIDENS_BFLOAT16 = jax.__version_info__ < (0, 12)
 CONSTRAINS_LAYOUTS = jax.__version_info__ >= (0, 11, 1)
 
 
+def identity_primitive(name: str, passed: int = 0) -> Primitive:
+    """A primitive that returns one of its operands unchanged.
+
+    Lowerings of some platforms may do more. Under ``vmap`` only the operand is left.
+    """
+    primitive = Primitive(name)
+    primitive.def_impl(lambda *operands: operands[passed])
+    primitive.def_abstract_eval(lambda *operands: operands[passed])
+    ad.primitive_jvps[primitive] = lambda primals, tangents: (
+        primitive.bind(*primals),
+        tangents[passed],
+    )
+    batching.primitive_batchers[primitive] = lambda args, axes: (args[passed], axes[passed])
+    mlir.register_lowering(primitive, lambda _, *operands: [operands[passed]])
+    return primitive
+
+
 def split_alike(pattern: jax.Array, x: jax.Array) -> jax.Array:
     """``x``, on a mesh of Auto axes split over devices as ``pattern``, of the same shape.
 
@@ -66,14 +82,7 @@ def split_alike(pattern: jax.Array, x: jax.Array) -> jax.Array:
     return _split_alike_p.bind(pattern, x)
 
 
-_split_alike_p = Primitive("split_alike")
-_split_alike_p.def_impl(lambda pattern, x: x)
-_split_alike_p.def_abstract_eval(lambda pattern, x: x)
-ad.primitive_jvps[_split_alike_p] = lambda primals, tangents: (
-    _split_alike_p.bind(*primals),
-    tangents[1],
-)
-batching.primitive_batchers[_split_alike_p] = lambda args, axes: (args[1], axes[1])
+_split_alike_p = identity_primitive("split_alike", passed=1)
 _groups = itertools.count()
 
 
@@ -335,28 +344,9 @@ def remat_options(params: dict[str, Any], passed: Sequence[bool]) -> dict[str, A
 
 def user_line(source: Source) -> UserLine:
     """The line of the user's program that made an equation with this ``source_info``."""
-    return pick_user_line(_frames(getattr(source, "traceback", None)))
-
-
-def _frames(traceback: Any) -> Iterable[tuple[CodeType, int]]:
-    if traceback is None:
-        return ()
-
-    def frames() -> Iterator[tuple[CodeType, int]]:
-        codes, instructions = traceback.raw_frames()
-        for code, instruction in zip(codes, instructions, strict=True):
-            yield code, _line_number(code, instruction)
-
-    return frames()
-
-
-def _line_number(code: CodeType, instruction: int) -> int:
-    # Two bytes an instruction; a line table has few entries.
-    line = code.co_firstlineno
-    for start, end, number in code.co_lines():
-        if start <= instruction < end and number is not None:
-            line = number
-    return line
+    traceback: Any = getattr(source, "traceback", None)
+    frames = zip(*traceback.raw_frames(), strict=True) if traceback else ()
+    return pick_user_line((code, traceback.code_addr2line(code, at)) for code, at in frames)
 
 
 def is_library_call(eqn: Equation) -> bool:
@@ -439,9 +429,8 @@ def programs_among(eqn: Equation) -> list[Program]:
 
 
 def has_started_devices() -> bool:
-    """Whether JAX has started its backends; False where it does not tell."""
-    started = getattr(xla_bridge, "backends_are_initialized", None)
-    return started is not None and bool(started())
+    """Whether JAX has started its backends."""
+    return xla_bridge.backends_are_initialized()
 
 
 def usual_promotion(fun: F) -> F:
@@ -517,23 +506,18 @@ def refuse_other_tree(slices: Any) -> None:
     """Raise in ``slices.tree_flatten`` if JAX is about to say that another tree differs.
 
     Raises:
-      ValueError: where that has an array in place of the slices.
+      ValueError: if that has something else in place of the slices.
     """
-    frame: FrameType | None = sys._getframe(2)  # JAX's tree_flatten, then who called it
-    frame = frame and frame.f_back
-    if frame is not None and frame.f_code.co_name == "_prefix_error":
-        _refuse_other_tree(slices, frame.f_locals)
-
-
-def _refuse_other_tree(slices: Any, variables: Mapping[str, Any]) -> None:
-    """Raises if it is the slices where two trees differ."""
-    other = variables.get("full_tree")
+    frame = sys._getframe(2).f_back  # who called JAX's tree_flatten
+    if frame is None or frame.f_code.co_name != "_prefix_error":
+        return
+    other = frame.f_locals.get("full_tree")
     has_no_rows = getattr(slices.values, "shape", ())[:1] == (0,)
-    if variables.get("prefix_tree") is not slices or hasattr(other, "dense_shape"):
+    if frame.f_locals.get("prefix_tree") is not slices or hasattr(other, "dense_shape"):
         return
     if type(other) in (tuple, list, dict):  # a prefix of arguments, of in_specs
         return
-    path = jax.tree_util.keystr(variables.get("key_path", ()))
+    path = jax.tree_util.keystr(frame.f_locals.get("key_path", ()))
     instead = "an array" if hasattr(other, "shape") else f"a {type(other).__name__}"
     zeros = "; no gradient comes into it: sparse=False in jslices.grad gives zeros"
     raise ValueError(

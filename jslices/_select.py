@@ -5,15 +5,9 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from jslices._place.boundary import everywhere, on_any_mesh
-from jslices._rows.access import (
-    canonical_indices,
-    empty_index,
-    kept_positions,
-    pick,
-    take_rows,
-)
+from jslices._rows import access
 from jslices._rows.ids import as_ids
-from jslices._slices import IndexedSlices, check_slices, is_slices
+from jslices._slices import IndexedSlices, check_slices, is_slices, slices_of
 
 
 def sparse_mask(
@@ -68,7 +62,7 @@ def sparse_mask(
     values, indices = _not_masked(
         a.values, a.indices, masked, num_rows=a.num_rows, size=size
     )
-    return IndexedSlices(values, indices, a.dense_shape, a.row_axes)
+    return slices_of(values, indices, a.dense_shape)
 
 
 @on_any_mesh(everywhere)
@@ -81,17 +75,17 @@ def _not_masked(
     size: int | None,
 ) -> tuple[jax.Array, jax.Array]:
     """The values and indices of the entries that are not masked."""
-    canonical = canonical_indices(indices, num_rows)
-    empty = empty_index(num_rows, canonical.dtype)
+    canonical = access.canonical_indices(indices, num_rows)
+    empty = access.empty_index(num_rows, canonical.dtype)
     keep = ~jnp.isin(indices, masked)
     exact = size is None and not isinstance(keep, jax.core.Tracer)
     keep = keep if exact else keep & (canonical != empty)
-    positions, too_many = kept_positions(keep, size, "sparse_mask")
+    positions, too_many = access.kept_positions(keep, size, "sparse_mask")
     if exact:
-        indices = take_rows(indices, positions, fill_value=0)
+        indices = access.take_rows(indices, positions, fill_value=0)
     else:
-        indices = take_rows(canonical, positions, fill_value=empty)
-    return pick(values, positions, too_many), indices
+        indices = access.take_rows(canonical, positions, fill_value=empty)
+    return access.pick(values, positions, too_many), indices
 
 
 def from_dense(x: ArrayLike, size: int | None = None) -> IndexedSlices:

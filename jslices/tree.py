@@ -14,7 +14,6 @@ Example:
   2
 """
 
-import builtins
 import functools
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -57,8 +56,7 @@ def leaves_with_path(tree: PyTree, is_leaf: IsLeaf = None) -> list[Any]:
 
 def flatten(tree: PyTree, is_leaf: IsLeaf = None) -> tuple[list[Any], Any]:
     """``jax.tree.flatten`` with slices as leaves; ``structure.unflatten`` undoes it."""
-    children, structure = jax.tree.flatten(tree, is_leaf=_or_slices(is_leaf))
-    return children, structure
+    return jax.tree.flatten(tree, is_leaf=_or_slices(is_leaf))
 
 
 def structure(tree: PyTree, is_leaf: IsLeaf = None) -> Any:
@@ -82,7 +80,7 @@ def reduce(
 
 def all(tree: PyTree, *, is_leaf: IsLeaf = None) -> bool:
     """``jax.tree.all`` with slices as leaves."""
-    return builtins.all(leaves(tree, is_leaf))
+    return jax.tree.all(tree, is_leaf=_or_slices(is_leaf))
 
 
 def unflatten(treedef: PyTreeDef, leaves: Iterable[PyTree]) -> Any:

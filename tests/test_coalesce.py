@@ -89,11 +89,13 @@ def test_unknown_number_of_rows():
 
 def test_wide_integers():
     with jax.enable_x64(True):
-        indices = jnp.array([2**40, 3, 2**40, -1], jnp.int64)
-        out = js.IndexedSlices(jnp.ones((4, 1)), indices, (2**41, 1)).coalesce()
+        # Two of them differ in their high halves only.
+        indices = jnp.array([2**40, 3, 2**40, -1, 2**32 + 3], jnp.int64)
+        out = js.IndexedSlices(jnp.ones((5, 1)), indices, (2**41, 1)).coalesce()
         assert out.indices.dtype == jnp.int64
-        np.testing.assert_array_equal(out.indices, [3, 2**40, 2**41, 2**41])
-        np.testing.assert_array_equal(out.values.ravel(), [1, 2, 0, 0])
+        wanted = [3, 2**32 + 3, 2**40, 2**41, 2**41]
+        np.testing.assert_array_equal(out.indices, wanted)
+        np.testing.assert_array_equal(out.values.ravel(), [1, 1, 2, 0, 0])
     with pytest.raises(ValueError, match=r"needs 64-bit indices.*jax_enable_x64"):
         js.IndexedSlices(jnp.ones((1, 1)), jnp.array([0]), (2**31, 1)).coalesce()
 

@@ -166,8 +166,12 @@ L, H = 3, 5
 FINE = [(0, 1), (2, 4)]  # rows by layer and number
 
 
-def fine(ids=(1, 14, 14, 99), shape=(L, H, 2), row_axes=2):
-    return js.IndexedSlices(jnp.ones((4, 2)), jnp.array(ids), shape, row_axes)
+def fine():
+    return js.IndexedSlices(jnp.ones((4, 2)), jnp.array([1, 14, 14, 99]), (L, H, 2), 2)
+
+
+def layers_without_a_shape():
+    return js.IndexedSlices(jnp.ones((2, H, 2)), jnp.array([0, 2]))
 
 
 def looked_up():
@@ -183,7 +187,7 @@ def fine_mask():
 # By name: what is touched, and the shape of what a delta of the table holds.
 STACKED = {
     "slices": (lambda: {"*t": fine()}, (2, 2)),
-    "slices without a shape": (lambda: {"*t": fine(shape=None)}, (2, 2)),
+    "slices without a shape": (lambda: {"*t": layers_without_a_shape()}, (2, H, 2)),
     "lookup_ids": (lambda: {"*t": looked_up()}, (2, 2)),
     "mask": (lambda: {"*t": fine_mask()}, (2, 2)),
     "compared": (lambda: None, (2, 2)),
@@ -397,7 +401,7 @@ ERRORS = [
     ({"table": "abc"}, ValueError, "ids are integers"),
     ({"*": [1]}, ValueError, "covers tables of different numbers of rows"),
     ({"table": fine()}, ValueError, r"slices whose rows axes \(3, 5\) number, for a table"),
-    ({"w": fine(shape=None)}, ValueError, r"whose first axes are \(3,\)"),
+    ({"w": fine()}, ValueError, r"whose first axes are \(3,\)"),
 ]
 
 

@@ -152,8 +152,6 @@ PRIVATE = {
     "test_exact_step.py": "runs on a CPU what is traced for a TPU",
     "test_row_loops.py": "reads rows by other means for some lengths of rows alone",
     "test_satellites.py": "an example of what it refuses",
-    "test_row_numbers.py": "an order of rows that only some plans take",
-    "test_select_rows.py": "where its loop over axes is unrolled",
 }
 
 

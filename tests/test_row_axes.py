@@ -110,6 +110,7 @@ def above(number):
         ((V, D + 1), 1, "did you mean dense_shape="),
         ((L, V, D), 0, "at least 1, got 0"),
         ((D,), 2, "2 axes of rows"),
+        (None, 2, "row_axes=2 wants dense_shape, whose first 2 axes"),
     ],
 )
 def test_a_shape_that_does_not_fit_is_refused(shape, row_axes, message):

@@ -128,7 +128,7 @@ def _reduced_rows(
         total = _summed_densely(local, axes, wide)
     if reduction == "mean":
         total = total / num_devices
-    total = total.numbered_as(slices.dense_shape, slices.row_axes)
+    total = total.numbered_as(slices.dense_shape)
     return total.astype(dtype) if jnp.issubdtype(dtype, jnp.inexact) else total
 
 

@@ -323,7 +323,7 @@ def _slices(leaf: Leaf, parts: list[IndexedSlices]) -> IndexedSlices:
     shape = tuple(leaf.aval.shape)
     if parts:
         flat = parts[0] if len(parts) == 1 else concat_slices(parts)
-        return flat.numbered_as(shape, leaf.row_axes)
+        return flat.numbered_as(shape)
     # No gradient comes in.
     none = jnp.zeros((0, *shape[1:]), leaf.aval.dtype)
     return IndexedSlices(none, jnp.zeros((0,), jnp.int32), shape)

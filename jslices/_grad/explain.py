@@ -32,7 +32,7 @@ from jslices._grad.plan import DenseUse, Planned, Site, plan_call
 from jslices._grad.rules import WIDEST_PACKED
 from jslices._jax import Source
 from jslices._place.hints import PerformanceHint
-from jslices._slices import IndexedSlices
+from jslices._slices import slices_of
 
 # Adam reads and writes the parameter and two arrays of state.
 _ADAM_ARRAYS = 3
@@ -237,9 +237,8 @@ def _steps(
     def gradient(leaf: LeafReport) -> Any:
         if leaf.kind == "dense":
             return jnp.zeros(leaf.shape, leaf.dtype)
-        axes = leaf.row_axes
-        values = jnp.zeros((leaf.rows, *leaf.shape[axes:]), leaf.dtype)
-        return IndexedSlices(values, jnp.zeros((leaf.rows,), jnp.int32), leaf.shape, axes)
+        values = jnp.zeros((leaf.rows, *leaf.shape[leaf.row_axes :]), leaf.dtype)
+        return slices_of(values, jnp.zeros((leaf.rows,), jnp.int32), leaf.shape)
 
     grads = jax.eval_shape(lambda: call.tree.unflatten(map(gradient, leaves)))
     params = call.tree.unflatten(

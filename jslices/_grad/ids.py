@@ -121,7 +121,7 @@ def rows_read(
     for i in parts.keys() - planned.plain.keys():
         shape, axes = planned.leaves[i].aval.shape, planned.leaves[i].row_axes
         rows = parts[i][0] if len(parts[i]) == 1 else concat_slices(parts[i])
-        by_leaf[i] = rows.numbered_as((*shape[:axes], 0), axes)
+        by_leaf[i] = rows.numbered_as((*shape[:axes], 0))
     return by_leaf, needed
 
 

@@ -20,8 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.extend.core import Primitive
-from jax.interpreters import ad, batching, mlir
+from jax.interpreters import batching, mlir
 from jax.typing import ArrayLike
 
 from jslices import _jax
@@ -31,13 +30,6 @@ from jslices._typing import Size
 INT32_MAX = np.iinfo(np.int32).max
 #: Gathered rows of so many elements would be copied by a scalar loop (see ``row_loop``).
 SCALAR = range(32, 80)
-#: A select by one bool for each row is slow for rows of so many elements: LLVM unrolls the
-#: loop over such a row, finds no vector form for the selects, and everything that XLA
-#: fused with them stays scalar. An update of Adagrad takes 49 us for 2,048 rows of 8, and
-#: 9 without the select; for rows of 16 it takes 93 and 33 (jax 0.10.2 and 0.12). Comparing
-#: the number of each element with that of the first one not selected costs next to nothing.
-UNROLLED = range(2, 24)
-_INT32_ELEMENTS = 2**31
 #: Rows of so many elements XLA:TPU would pad to more than twice their size, and wants a
 #: table that is not an argument (but was just written, or is carried by a loop) by columns
 #: to gather from: it copies the whole of it (libtpu 0.0.50). It does not if the gather is
@@ -109,18 +101,14 @@ def canonical_indices(
     """
     dtype = index_dtype(num_rows, np.dtype(indices.dtype))
     empty = empty_index(num_rows, dtype)
-    if jnp.issubdtype(indices.dtype, jnp.unsignedinteger):
-        # An unsigned 32-bit value above 2^31 would turn negative in the cast below,
-        # and that is out of range as well: nothing is lost.
-        in_range = indices.astype(dtype) >= 0
-    else:
-        in_range = indices >= 0
+    # An unsigned 32-bit value above 2^31 turns negative, and is out of range as well.
     wide = indices.astype(dtype)
+    in_range = wide >= 0
     if num_rows is not None:
         in_range = in_range & (wide < empty)
-    return jnp.where(
-        in_range, wide, jnp.array(empty, dtype) if empties is None else empties
-    )
+    if empties is None:
+        empties = jnp.array(empty, dtype)
+    return jnp.where(in_range, wide, empties)
 
 
 def missing_value(dtype: np.dtype) -> Any:
@@ -191,10 +179,8 @@ def take_rows(
         return jnp.full((*indices.shape, *row), missing, table.dtype)
     if indices.dtype.itemsize < 4:
         indices = indices.astype(jnp.int32)
-    starts, mode = (
-        lax.expand_dims(indices, (indices.ndim,)),
-        lax.GatherScatterMode.from_any(mode),
-    )
+    starts = lax.expand_dims(indices, (indices.ndim,))
+    mode = lax.GatherScatterMode.from_any(mode)
     if row_axes > 1:
         clips = mode == lax.GatherScatterMode.CLIP
         near = jnp.clip(indices, 0, num_rows - 1) if clips else indices
@@ -274,60 +260,19 @@ def per_row(numbers: jax.Array, like: jax.Array) -> jax.Array:
 
 
 def where_rows(selected: jax.Array, rows: jax.Array, rest: jax.Array) -> jax.Array:
-    """``jnp.where`` with one bool for each row.
+    """``jnp.where`` with a bool ``[n]`` for each of ``rows`` ``[n, *D]``.
 
-    Args:
-      selected: bool ``[n]``; or for parts of rows, ``[n, m]`` for ``[n, m, *D]``.
-      rows: ``[n, *D]``.
-      rest: an array that broadcasts to that.
-
-    Returns:
-      ``[n, *D]``: the selected ones of ``rows``, and ``rest``. The other rows may hold
-      anything, NaN included.
+    Or ``[n, m]``, for each part of rows ``[n, m, *D]``. Rows not selected may be NaN.
     """
-    axes = selected.ndim
-    length = math.prod(rows.shape[axes:])
-    if length not in UNROLLED:
-        return jnp.where(per_row(selected, rows), rows, rest)
-    number = lax.broadcasted_iota(jnp.int32, (*selected.shape, length), axes)
-    stop = jnp.where(selected, jnp.int32(length), jnp.int32(0))
-    return jnp.where(number.reshape(rows.shape) < per_row(stop, rows), rows, rest)
-
-
-def leading(rows: jax.Array, count: jax.Array, rest: jax.Array | None = None) -> jax.Array:
-    """The first ``count`` rows of ``rows``, then those of ``rest``.
-
-    Args:
-      rows: ``[n, *D]``.
-      count: integer ``[]``; 0 or less for none, n or more for all.
-      rest: ``[n, *D]`` of the same dtype, or None for zeros.
-
-    Returns:
-      ``[n, *D]``. Rows that are not selected may hold anything, NaN included.
-    """
-    length = math.prod(rows.shape[1:])
-    number = lax.broadcasted_iota(jnp.int32, rows.shape, 0)
-    stop = jnp.clip(count, 0, rows.shape[0]).astype(jnp.int32)
-    if length in UNROLLED and rows.size < _INT32_ELEMENTS:
-        number = lax.broadcasted_iota(jnp.int32, (rows.shape[0], length), 0) * length
-        number += lax.broadcasted_iota(jnp.int32, number.shape, 1)
-        number, stop = number.reshape(rows.shape), stop * length
-    zero = jnp.zeros((), rows.dtype)
-    return jnp.where(number < stop, rows, zero if rest is None else rest)
+    return jnp.where(per_row(selected, rows), rows, rest)
 
 
 def kept_positions(keep: jax.Array, size: int | None, caller: str) -> tuple[Any, Any]:
-    """Where ``keep`` is True, in order.
+    """``(positions, too_many)``: where ``keep``, bool ``[K]``, is True, in order.
 
-    Args:
-      keep: bool ``[K]``.
-      size: U, the static number of positions; None for exactly as many as there are, or K
-        under jit, where that is not known.
-      caller: the public function, for messages.
-
-    Returns:
-      ``(positions, too_many)``: integers ``[U]``, K in unused entries; whether U were too
-      few, which under jit is a bool ``[]`` and otherwise an error.
+    The positions are integers ``[size]``, K in unused entries. With None there are exactly
+    as many as needed, or K under jit, where that is not known. Too many for ``size`` are an
+    error that names the ``caller``, and under jit a bool ``[]``.
     """
     count = keep.shape[0]
     if size is not None:
@@ -410,27 +355,12 @@ def gathered_once(rows: jax.Array) -> jax.Array:
     return gathered_once_p.bind(rows)
 
 
-def _jvp(
-    primitive: Primitive, primals: Sequence[Any], tangents: Sequence[Any]
-) -> tuple[Any, Any]:
-    return primitive.bind(*primals), tangents[0]
-
-
-row_loop_p = Primitive("row_loop")
-row_loop_p.def_impl(lambda rows, ids: rows)
-row_loop_p.def_abstract_eval(lambda rows, ids: rows)
-ad.primitive_jvps[row_loop_p] = functools.partial(_jvp, row_loop_p)
-batching.primitive_batchers[row_loop_p] = lambda args, dims: (args[0], dims[0])
-mlir.register_lowering(row_loop_p, lambda _, rows, ids: [rows])
+row_loop_p = _jax.identity_primitive("row_loop")
 _on_cpu = mlir.lower_fun(_more_instructions, multiple_results=False)
 mlir.register_lowering(row_loop_p, _on_cpu, platform="cpu")
 
-gathered_once_p = Primitive("gathered_once")
-gathered_once_p.def_impl(lambda rows: rows)
-gathered_once_p.def_abstract_eval(lambda rows: rows)
-ad.primitive_jvps[gathered_once_p] = functools.partial(_jvp, gathered_once_p)
+gathered_once_p = _jax.identity_primitive("gathered_once")
 batching.defvectorized(gathered_once_p)
-mlir.register_lowering(gathered_once_p, lambda _, rows: [rows])
 _on_gpu = mlir.lower_fun(lax.optimization_barrier, multiple_results=False)
 for _platform in ("cuda", "rocm"):
     mlir.register_lowering(gathered_once_p, _on_gpu, platform=_platform)

@@ -97,10 +97,7 @@ def settle(ids: jax.Array, num_rows: int, mode: str) -> jax.Array:
     settled = canonical_indices(ids, num_rows)
     if mode != "clip" or num_rows == 0:
         return settled
-    settled = jnp.minimum(settled, num_rows - 1)
-    if jnp.issubdtype(ids.dtype, jnp.unsignedinteger):
-        return settled
-    return jnp.where(ids < 0, 0, settled)
+    return jnp.where(ids < 0, 0, jnp.minimum(settled, num_rows - 1))
 
 
 def refuse_bad_ids(
@@ -112,12 +109,8 @@ def refuse_bad_ids(
 ) -> jax.Array | None:
     """Raises for the first id outside ``[0, V)``, at once or through checkify.
 
-    Args:
-      ids: ``[*B]``, as the user passed them.
-      num_rows: V.
-      caller: the public function, for messages.
-      name: what it calls the ids.
-      exempt: ``[*B]`` bool, ids that may be anything.
+    ``caller`` is the public function, which calls the ids ``[*B]`` by this ``name``. Those
+    ``exempt``, bool ``[*B]``, may be anything.
 
     Returns:
       None when the ids are concrete (and good). Under jit a bool ``[]``, True if any is

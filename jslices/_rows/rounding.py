@@ -90,7 +90,7 @@ def add_rows_rounding(
     num_rows = height_of(table, rows)
     indices = canonical_indices(indices, num_rows)
     if not distinct:
-        rows, indices, _ = sum_duplicates(rows, indices, num_rows, None, order="any")
+        rows, indices, _ = sum_duplicates(rows, indices, num_rows, None, packed=False)
     axes = 1 + table.ndim - rows.ndim
     total = take_rows(table, indices, mode="clip", row_axes=axes).astype(jnp.float32) + rows
     return set_rows(table, indices, round_rows(total, number(indices), bits, table.dtype))

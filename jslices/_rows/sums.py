@@ -1,21 +1,14 @@
 """Summing the rows that share an index, in an order that is the same every time.
 
-A CPU adds them one after the other. On other platforms additions to one place happen in
-whatever order the hardware comes to them, so there the indices are sorted, and the rows of
-each run of equal indices are summed by blocks (:func:`sums_of_runs`). No floating number is
-then written where another may be.
-
-On a CPU each distinct row gets a number. The general way sorts the indices. Where the order
-of the rows is free, its number is the entry at which it first occurs. A few entries are
-compared in pairs. Many look it up in a map: one of V integers if the table is small enough,
-else a hash map of 2 to 8 K integers, in which rows that collide try again with another
-hash. XLA:CPU takes some 10 ms to compile each kernel, so there are as few as possible.
+Everywhere the indices are sorted. On a CPU that gives each distinct row a number, at which
+its occurrences are added one after the other. On other platforms additions to one place
+happen in whatever order the hardware comes to them, so there the rows of each run of equal
+indices are summed by blocks (:func:`sums_of_runs`). No floating number is then written
+where another may be.
 """
 
 import functools
-import math
 from collections.abc import Callable, Sequence
-from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -26,27 +19,12 @@ from jax.interpreters import batching, mlir
 
 from jslices import _jax
 from jslices._arguments import OneOf
-from jslices._rows.access import (
-    DROP,
-    add_distinct_rows,
-    canonical_indices,
-    empty_index,
-    height_of,
-    index_dtype,
-    per_row,
-    places_of,
-    room_for_distinct,
-    set_rows,
-    take_rows,
-    where_rows,
-)
+from jslices._rows import access
 
-#: The order of the distinct rows: sorted, or as is fastest, with all empty entries at the
-#: end or between them.
-Order = Literal["sorted", "packed", "any"]
+#: What a sum is divided by, of how many occurrences it has.
+Divisor = Callable[[jax.Array], jax.Array]
 
-#: What the sum of ``n`` occurrences of a row is divided by.
-COMBINERS: dict[str, Callable[[jax.Array], jax.Array] | None] = {
+COMBINERS: dict[str, Divisor | None] = {
     "sum": None,
     "mean": lambda n: n,
     "sqrtn": jnp.sqrt,
@@ -57,17 +35,6 @@ COMBINER = OneOf(*COMBINERS)
 #: work is their square (on an H100, of 625 blocks of 64 numbers a fifth of Adam's step).
 BLOCK, ONE_BLOCK = 16, 256
 
-Numbered = tuple[jax.Array, jax.Array, jax.Array]
-
-#: The map of all rows pays off up to so many rows of the table for each index: a step of
-#: Adam with 1e5 ids then takes 0.6 to 0.8 of the time, with 1e4 ids 0.7 to 0.9.
-ROWS_PER_ID = 32
-#: Up to so many ids are compared in pairs, as fast as a map.
-FEW = 256
-#: The hash map has so many places for each id, or up to twice that. Where rows have fewer
-#: than 16 elements half as many do, as fast: the map would be larger than the rows.
-SPREAD = 4
-
 
 def sum_duplicates(
     values: jax.Array,
@@ -75,7 +42,7 @@ def sum_duplicates(
     num_rows: int | None,
     size: int | None,
     combine: str = "sum",
-    order: Order = "sorted",
+    packed: bool = True,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Sums the rows that share an index.
 
@@ -87,29 +54,28 @@ def sum_duplicates(
       size: U, the static number of entries returned; None means ``min(K, V)``, which
         always suffices.
       combine: a key of ``COMBINERS``.
-      order: the order of the rows, ``"any"`` of which is the fastest.
+      packed: whether all empty entries are at the end. Otherwise they may be between the
+        rows, which saves other platforms than a CPU two scatters where U is K.
 
     Returns:
-      ``(values [U, *D], indices [U], distinct [])``: distinct rows, and empty entries
-      (index V, zero values). ``distinct``, int32, is how many distinct rows there are,
-      which may be more than U.
+      ``(values [U, *D], indices [U], distinct [])``: distinct rows, sorted, and empty
+      entries (index V, zero values). ``distinct``, int32, is how many distinct rows there
+      are, which may be more than U.
 
     Raises:
       ValueError: if more than ``size`` distinct rows are present and the indices are
         concrete. Under jit, where nothing can be raised, floating values become NaN, which
         then shows in the loss.
 
-    Cost: a sort of K integers (or less, unless sorted), one pass over ``[K, *D]`` and
-    one over ``[U, *D]``.
+    Cost: a sort of K integers, one pass over ``[K, *D]`` and one over ``[U, *D]``.
     """
     num_ids = indices.shape[0]
-    enough = room_for_distinct(num_ids, num_rows)
+    enough = access.room_for_distinct(num_ids, num_rows)
     capacity = enough if size is None else size
     if capacity < 0:
         raise ValueError(f"coalesce(size={size}): size must not be negative")
-    unique, summed, distinct = _sum_duplicates(
-        values, indices, num_rows, capacity, combine, order
-    )
+    how = num_rows, capacity, combine, packed
+    unique, summed, distinct = _sum_duplicates(values, indices, *how)
     if not _jax.definitely(lambda: capacity >= enough):
         summed = _refuse_overflow(summed, distinct, capacity)
     return summed, unique, distinct
@@ -123,24 +89,23 @@ def _sum_duplicates(
     num_rows: int | None,
     capacity: int,
     combine: str,
-    order: Order,
+    packed: bool,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """``(indices [U], sums [U, *D], distinct [])``, whether they fit or not."""
     num_ids = indices.shape[0]
-    indices = indices.astype(index_dtype(num_rows, np.dtype(indices.dtype)))
-    empty = empty_index(num_rows, indices.dtype)
+    indices = indices.astype(access.index_dtype(num_rows, np.dtype(indices.dtype)))
+    empty = access.empty_index(num_rows, indices.dtype)
     if _jax.definitely(lambda: num_ids == 0 or capacity == 0):
-        distinct = (
-            jnp.zeros((), jnp.int32)
-            if num_ids == 0
-            else jnp.any(canonical_indices(indices, num_rows) != empty).astype(jnp.int32)
-        )
+        named = access.canonical_indices(indices, num_rows) != empty
+        distinct = jnp.any(named).astype(jnp.int32)
         unique = jnp.full((capacity,), empty, indices.dtype)
         summed = jnp.zeros((capacity, *values.shape[1:]), values.dtype)
     else:
-        how = capacity, COMBINERS[combine], order
-        in_turn = functools.partial(_in_turn, num_rows, *how)
-        by_runs = functools.partial(_by_runs, jnp.array(empty, indices.dtype), *how)
+        divisor = COMBINERS[combine]
+        in_turn = functools.partial(_in_turn, num_rows, capacity, divisor)
+        by_runs = functools.partial(
+            _by_runs, jnp.array(empty, indices.dtype), capacity, divisor, packed
+        )
         unique, summed, distinct = lax.platform_dependent(
             indices,
             values,
@@ -160,35 +125,23 @@ def check_combine(combine: str, dtype: jnp.dtype) -> None:
         )
 
 
-Divisor = Callable[[jax.Array], jax.Array] | None
-
-
 def _in_turn(
     num_rows: int | None,
     capacity: int,
-    divisor: Divisor,
-    order: Order,
+    divisor: Divisor | None,
     indices: jax.Array,
     values: jax.Array,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Each row is added to those before it, at the number of its index."""
-    indices = canonical_indices(indices, num_rows)
-    # Slices without elements name rows of a table, which are larger than a map of them.
-    row_bytes = math.prod(values.shape[1:]) * values.dtype.itemsize or 4 * ROWS_PER_ID
-    is_open = _jax.is_symbolic(indices.shape[0])
-    if order == "sorted" or num_rows is None or is_open:
-        numbered = number_rows(indices, num_rows, capacity)
-    else:
-        packed = order == "packed"
-        numbered = number_by_first(indices, num_rows, capacity, row_bytes, packed)
-    unique, numbers, distinct = numbered
+    indices = access.canonical_indices(indices, num_rows)
+    unique, numbers, distinct = number_rows(indices, num_rows, capacity)
     wide = widened(values)
     zeros = jnp.zeros((capacity, *values.shape[1:]), wide.dtype)
     (zeros,) = _jax.as_varying_as([wide], zeros)  # JAX adds no rows without elements
-    summed = zeros.at[numbers].add(wide, **DROP)
+    summed = zeros.at[numbers].add(wide, **access.DROP)
     if divisor is not None:
         # Counted in integers: exact beyond 2^24 occurrences.
-        counts = jnp.zeros((capacity,), jnp.int32).at[numbers].add(1, **DROP)
+        counts = jnp.zeros((capacity,), jnp.int32).at[numbers].add(1, **access.DROP)
         summed = _divided(summed, jnp.maximum(counts, 1), divisor)
     return unique, summed.astype(values.dtype), distinct
 
@@ -198,15 +151,15 @@ def _in_turn(
 def _by_runs(
     empty: jax.Array,
     capacity: int,
-    divisor: Divisor,
-    order: Order,
+    divisor: Divisor | None,
+    packed: bool,
     indices: jax.Array,
     values: jax.Array,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """The indices are sorted, and the rows of equal ones summed.
 
-    In any order, a sum stands where its row occurs first among the sorted indices, and the
-    other entries are empty: there is nothing to move.
+    Each sum comes out where its row occurs first among the sorted indices, and the other
+    entries are empty: unless they shall be packed there is nothing to move.
     """
     ordered, positions = sort_ids(indices)
     summed = sums_of_runs(ordered, _in_order(widened(values), positions))
@@ -214,16 +167,25 @@ def _by_runs(
         counts = sums_of_runs(ordered, jnp.ones(ordered.shape, jnp.int32))
         summed = _divided(summed, counts, divisor)
     named, unique = _first_of_runs(ordered, empty)
-    summed = where_rows(named, summed, jnp.zeros((), summed.dtype)).astype(values.dtype)
+    zero = jnp.zeros((), summed.dtype)
+    summed = access.where_rows(named, summed, zero).astype(values.dtype)
     distinct = jnp.sum(named, dtype=jnp.int32)
-    if order != "any" or _jax.definitely(lambda: capacity < indices.shape[0]):
+    if packed or _jax.definitely(lambda: capacity < indices.shape[0]):
         numbers = jnp.cumsum(named, dtype=jnp.int32) - 1
         numbers = jnp.where(named, jnp.minimum(numbers, capacity), capacity)
-        unique = set_rows(jnp.full((capacity,), empty, unique.dtype), numbers, unique)
-        summed = set_rows(
-            jnp.zeros((capacity, *summed.shape[1:]), summed.dtype), numbers, summed
-        )
+
+        def in_front(rows: jax.Array, rest: jax.Array | int) -> jax.Array:
+            all_empty = jnp.full((capacity, *rows.shape[1:]), rest, rows.dtype)
+            return access.set_rows(all_empty, numbers, rows)
+
+        unique, summed = in_front(unique, empty), in_front(summed, 0)
     return unique, summed, distinct
+
+
+def _first_of_runs(ordered: jax.Array, empty: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Which sorted indices are the first of their row, and these, the others empty."""
+    named = starts_of_runs(ordered) & (ordered >= 0) & (ordered < empty)
+    return named, jnp.where(named, ordered, empty)
 
 
 def add_rows(
@@ -243,17 +205,17 @@ def add_rows(
     """
     rows = rows.astype(table.dtype)
     if distinct:
-        return add_distinct_rows(table, indices, rows)
-    indices = canonical_indices(indices, height_of(table, rows))
+        return access.add_distinct_rows(table, indices, rows)
+    indices = access.canonical_indices(indices, access.height_of(table, rows))
 
     def in_turn(table: jax.Array, indices: jax.Array, rows: jax.Array) -> jax.Array:
-        added: jax.Array = places_of(table, indices, rows).add(rows, **DROP)
+        added: jax.Array = access.places_of(table, indices, rows).add(rows, **access.DROP)
         return added
 
     def by_runs(table: jax.Array, indices: jax.Array, rows: jax.Array) -> jax.Array:
-        empty = jnp.array(height_of(table, rows), indices.dtype)
-        indices, rows, _ = _by_runs(empty, indices.shape[0], None, "any", indices, rows)
-        return add_distinct_rows(table, indices, rows)
+        empty = jnp.array(access.height_of(table, rows), indices.dtype)
+        indices, rows, _ = _by_runs(empty, indices.shape[0], None, False, indices, rows)
+        return access.add_distinct_rows(table, indices, rows)
 
     inexact = jnp.issubdtype(table.dtype, jnp.inexact)
     if not inexact or _jax.is_symbolic(indices.shape[0]) or indices.shape[0] < 2:
@@ -272,9 +234,8 @@ def sums_of_runs(ids: jax.Array, rows: jax.Array) -> jax.Array:
       ids: ``[n]``; a run is neighbours that are equal, and no two runs are of one id.
       rows: ``[n, *D]``.
 
-    Returns:
-      ``[n, *D]``: at the start of a run, the sum of all of it. The order of the additions
-      depends on ``ids`` alone. Cost: about two passes over ``n * D`` elements.
+    The order of the additions depends on ``ids`` alone. Cost: about two passes over
+    ``n * D`` elements.
     """
     count, shape = rows.shape[0], rows.shape[1:]
     width = count if count <= ONE_BLOCK else BLOCK
@@ -315,12 +276,6 @@ def _(
     return _in_order(*primals), _in_order(tangents[0], primals[1])
 
 
-def _first_of_runs(ordered: jax.Array, empty: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Where runs of rows start, and sorted row numbers, of which the others are empty."""
-    named = starts_of_runs(ordered) & (ordered >= 0) & (ordered < empty)
-    return named, jnp.where(named, ordered, empty)
-
-
 def starts_of_runs(ids: jax.Array) -> jax.Array:
     """Which of ``ids`` ``[n]``, n at least 1, differ from the one before: bool ``[n]``."""
     return jnp.concatenate([jnp.ones((1,), bool), ids[1:] != ids[:-1]])
@@ -338,11 +293,9 @@ def sum_dtype(dtype: np.dtype) -> np.dtype:
     return np.dtype(np.float32 if narrow else dtype)
 
 
-def _divided(
-    summed: jax.Array, counts: jax.Array, divisor: Callable[[jax.Array], jax.Array]
-) -> jax.Array:
+def _divided(summed: jax.Array, counts: jax.Array, divisor: Divisor) -> jax.Array:
     weight = divisor(counts.astype(jnp.finfo(summed.dtype).dtype))
-    return summed / per_row(weight, summed)
+    return summed / access.per_row(weight, summed)
 
 
 def _refuse_overflow(summed: jax.Array, distinct: jax.Array, size: int) -> jax.Array:
@@ -361,7 +314,9 @@ def _refuse_overflow(summed: jax.Array, distinct: jax.Array, size: int) -> jax.A
 # --- numbering distinct rows ---
 
 
-def number_rows(indices: jax.Array, num_rows: int | None, capacity: int) -> Numbered:
+def number_rows(
+    indices: jax.Array, num_rows: int | None, capacity: int
+) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Numbers the distinct rows in their order.
 
     Args:
@@ -376,15 +331,15 @@ def number_rows(indices: jax.Array, num_rows: int | None, capacity: int) -> Numb
 
     Cost: a sort of K integers.
     """
-    empty = empty_index(num_rows, indices.dtype)
+    empty = access.empty_index(num_rows, indices.dtype)
     ordered, positions = sort_ids(indices)
-    is_first = jnp.concatenate([jnp.ones((1,), bool), ordered[1:] != ordered[:-1]])
+    is_first = starts_of_runs(ordered)
     numbers = jnp.cumsum(is_first, dtype=jnp.int32) - 1
     # Equal indices share a number, so writes that collide store the same row.
     unique = (
         jnp.full((capacity,), empty, indices.dtype)
         .at[numbers]
-        .set(ordered, indices_are_sorted=True, **DROP)
+        .set(ordered, indices_are_sorted=True, **access.DROP)
     )
     # Back to the order of `indices`: moving K integers is cheaper than moving K rows.
     # The empty index got a number as well, which is sent out of range.
@@ -400,99 +355,12 @@ def number_by_runs(indices: jax.Array, num_rows: int) -> tuple[jax.Array, jax.Ar
     That is where sums over runs have them. Without the count: ``(unique [K], numbers
     [K])``, where empty entries have any number in ``[0, K)``.
     """
-    indices = indices.astype(index_dtype(num_rows, np.dtype(indices.dtype)))
+    indices = indices.astype(access.index_dtype(num_rows, np.dtype(indices.dtype)))
     ordered, positions = sort_ids(indices)
     _, unique = _first_of_runs(ordered, jnp.array(num_rows, ordered.dtype))
     here = jnp.arange(ordered.shape[0], dtype=jnp.int32)
     numbers = lax.cummax(jnp.where(starts_of_runs(ordered), here, 0))
     return unique, jnp.zeros_like(here).at[positions].set(numbers, unique_indices=True)
-
-
-def number_by_first(
-    indices: jax.Array, num_rows: int, capacity: int, row_bytes: int, packed: bool
-) -> Numbered:
-    """:func:`number_rows`, with the distinct rows where they first occur, for a CPU.
-
-    If they shall be ``packed``, or there is no room for empty entries between them, they
-    stand in this order one after the other. ``row_bytes`` is the size of a row: a map takes
-    about as much memory as K rows. Cost: O(K), plus V integers written if V is small.
-    """
-    here = jnp.arange(indices.shape[0], dtype=jnp.int32)
-    first = first_entries(indices, num_rows, row_bytes)
-    is_first = first == here
-    distinct = jnp.sum(is_first, dtype=jnp.int32)
-    if not packed and capacity == indices.shape[0]:
-        return jnp.where(is_first, indices, num_rows), first, distinct
-    counted = jnp.cumsum(is_first, dtype=jnp.int32) - 1
-    numbers = take_rows(counted, first, fill_value=capacity)
-    unique = (
-        jnp.full((capacity,), num_rows, indices.dtype)
-        .at[jnp.where(is_first, counted, capacity)]
-        .set(indices, **DROP)
-    )
-    return unique, numbers, distinct
-
-
-def first_entries(indices: jax.Array, num_rows: int, row_bytes: int) -> jax.Array:
-    """The entry at which the row of each entry first occurs: int32 ``[K]``, K if empty."""
-    num_ids, elements = indices.shape[0], row_bytes // 4
-    # A map may take as much memory as the rows, or twice that where they are short.
-    room = max(elements, min(2 * elements, 16))
-    if _jax.definitely(lambda: num_ids <= FEW):
-        return _by_pairs(indices, num_rows)
-    if _jax.definitely(lambda: num_rows <= num_ids * min(ROWS_PER_ID, room)):
-        return _by_map(indices, num_rows)
-    return _by_hash(indices, num_rows, SPREAD if elements >= 16 else SPREAD // 2)
-
-
-def _by_pairs(indices: jax.Array, num_rows: int) -> jax.Array:
-    count = indices.shape[0]
-    here = jnp.arange(count, dtype=jnp.int32)
-    # The minimum over the first axis is a loop over whole rows, which is vectorized.
-    same = indices[:, None] == indices[None]
-    first = jnp.min(jnp.where(same, here[:, None], count), 0, initial=count)
-    return jnp.where(indices < num_rows, first, count)
-
-
-def _by_map(indices: jax.Array, num_rows: int) -> jax.Array:
-    count = indices.shape[0]
-    here = jnp.arange(count, dtype=jnp.int32)
-    places = jnp.full((num_rows,), count, jnp.int32).at[indices].min(here, **DROP)
-    return take_rows(places, indices, fill_value=count)
-
-
-def _by_hash(indices: jax.Array, num_rows: int, spread: int) -> jax.Array:
-    """Rows that collide try again: 1e5 random ids need three rounds.
-
-    Each round settles the first row in every place, hence the loop ends.
-    """
-    count = indices.shape[0]
-    bits = (spread * count - 1).bit_length()
-    here = jnp.arange(count, dtype=jnp.int32)
-    unknown = count + 1
-    key = indices.astype(jnp.int32)
-    if indices.dtype.itemsize == 8:
-        key ^= (indices >> 32).astype(jnp.int32) * jnp.int32(0x45EBCA6B)
-
-    def again(carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        first, multiplier = carry
-        # Multiplicative hashing (Knuth): the high bits of a product with an odd number.
-        place = lax.shift_right_logical(key * multiplier, jnp.int32(32 - bits))
-        searching = first == unknown
-        winner = (
-            jnp.full((1 << bits,), count, jnp.int32)
-            .at[jnp.where(searching, place, 1 << bits)]
-            .min(here, **DROP)
-        )
-        winner = take_rows(winner, place, mode="promise_in_bounds")
-        last = jnp.minimum(winner, count - 1)
-        named = take_rows(indices, last, mode="promise_in_bounds")
-        first = jnp.where(searching & (named == indices), winner, first)
-        return first, multiplier + jnp.int32(0x5BD1E996)
-
-    start = jnp.where(indices < num_rows, unknown, count).astype(jnp.int32)
-    searching = lambda carry: jnp.max(carry[0]) == unknown  # noqa: E731
-    return lax.while_loop(searching, again, (start, jnp.int32(-1640531527)))[0]
 
 
 @jax.jit

@@ -44,7 +44,6 @@ class _Static(NamedTuple):
 
     dense_shape: tuple[int, ...] | None
     placement: Placement | None = None
-    row_axes: int = 1
 
 
 class Entries:
@@ -56,7 +55,6 @@ class Entries:
 
     values: jax.Array
     dense_shape: tuple[int, ...] | None
-    row_axes: int
     facts: Facts
     _indices: Any  # None as long as nobody asked what the leaf holds
     _leaf: Any  # None as long as nobody took the slices apart
@@ -69,31 +67,19 @@ class Entries:
         indices: jax.Array,
         shape: tuple[int, ...] | None,
         facts: Facts = NO_FACTS,
-        row_axes: int = 1,
+        leaf: Any = None,
     ) -> Self:
         """Slices of parts that fit together, and what is known of them."""
         new = object.__new__(cls)
-        new._set(values, indices, shape, facts, row_axes)
-        return new
-
-    def _set(
-        self,
-        values: Any,
-        indices: Any,
-        shape: tuple[int, ...] | None,
-        facts: Facts,
-        row_axes: int,
-        leaf: Any = None,
-    ) -> None:
-        vars(self).update(
+        vars(new).update(
             values=values,
             dense_shape=shape,
-            row_axes=row_axes,
             facts=facts,
             _indices=indices,
             _leaf=leaf,
             _trace=trace_state(),
         )
+        return new
 
     def __setattr__(self, name: str, value: object = None) -> None:
         raise dataclasses.FrozenInstanceError(
@@ -105,8 +91,7 @@ class Entries:
         self.__setattr__(name)
 
     def __reduce__(self) -> Any:
-        parts = self.values, self.indices, self.dense_shape, self.facts, self.row_axes
-        return type(self).of, parts
+        return type(self).of, (self.values, self.indices, self.dense_shape, self.facts)
 
     @property
     def indices(self) -> jax.Array:
@@ -134,7 +119,7 @@ class Entries:
         return self._children()
 
     def _children(self) -> tuple[tuple[Any, Any], _Static]:
-        static = _Static(self.dense_shape, self.facts.placement, self.row_axes)
+        static = _Static(self.dense_shape, self.facts.placement)
         numbers = self._indices if self._leaf is None else self._leaf
         return (self.values, self._remember(_leaf=sealed(numbers))), static
 
@@ -144,22 +129,23 @@ class Entries:
     ) -> Self:
         # JAX unflattens with placeholders, too, so nothing is checked here. A shape alone
         # will do: slices with the axes of a batch are made so.
-        shape, placement, row_axes = (
-            static if isinstance(static, _Static) else _Static(static)
-        )
+        shape, placement = static if isinstance(static, _Static) else _Static(static)
         values, leaf = children
-        new = object.__new__(cls)
-        if shape is not None and getattr(leaf, "dtype", None) == np.uint32:
-            if leaf.ndim > np.ndim(values) - len(shape) + row_axes:
+        if shape and getattr(leaf, "dtype", None) == np.uint32 and leaf.ndim > 1:
+            row = np.shape(values)[leaf.ndim - 1 :]
+            within = shape[len(shape) - len(row) :]
+            if leaf.shape[-1] <= 2 and len(row) < len(shape) and row == within:
                 leaf = from_bits(np.asarray(leaf))  # what JAX gives to a callback
-        indices = None if is_sealed(leaf) else leaf
-        new._set(values, indices, shape, Facts(placement=placement), row_axes, leaf)
-        return new
+        indices: Any = None if is_sealed(leaf) else leaf
+        return cls.of(values, indices, shape, Facts(placement=placement), leaf)
 
     def with_values(self, values: jax.Array) -> Self:
         """The same indices with other ``values`` ``[K, *D]``, and what is known of them."""
+        return self._changed(values=values)
+
+    def _changed(self, **parts: Any) -> Self:
         new = object.__new__(type(self))
-        vars(new).update(vars(self), values=values)
+        vars(new).update(vars(self), **parts)
         return new
 
     # --- what it is ---------------------------------------------------------------
@@ -170,8 +156,15 @@ class Entries:
         batch = tuple(self.indices.shape[:-1])
         if self.dense_shape is not None:
             return batch + self.dense_shape
-        unknown = (None,) * self.row_axes
-        return (*batch, *unknown, *self.values.shape[self.indices.ndim :])
+        return (*batch, None, *self.values.shape[self.indices.ndim :])
+
+    @property
+    def row_axes(self) -> int:
+        """How many leading axes of ``dense_shape`` number the rows; 1 if it is unknown."""
+        if self.dense_shape is None:
+            return 1
+        numbers = self._leaf if self._indices is None else self._indices
+        return len(self.dense_shape) - self.values.ndim + numbers.ndim
 
     @property
     def ndim(self) -> int:
@@ -204,6 +197,13 @@ class Entries:
         placement = self.facts.placement
         return placement is not None and mesh_of(jax.typeof(self.values)) is not None
 
+    @property
+    def _type(self) -> str:
+        """The type of the whole array, as ``float32[5, 2]``."""
+        return (
+            f"{self.dtype}[{', '.join('?' if n is None else str(n) for n in self.shape)}]"
+        )
+
     def _first_rows(self) -> str:
         """The first row numbers in words, where they are at hand."""
         x = self.indices
@@ -221,18 +221,14 @@ class Entries:
 
     def with_facts(self, facts: Facts) -> Self:
         """The same entries, of which this is known."""
-        new = object.__new__(type(self))
-        vars(new).update(vars(self), facts=facts)
-        return new
+        return self._changed(facts=facts)
 
-    def numbered_as(self, shape: tuple[int, ...] | None, row_axes: int) -> Self:
+    def numbered_as(self, shape: tuple[int, ...] | None) -> Self:
         """The same entries as rows of an array of as many rows in another shape, unchecked.
 
-        Of ``[L * V, *D]`` with one axis of rows: ``(L, V, *D)`` and 2. No cost.
+        Of ``[L * V, *D]``: ``(L, V, *D)``. No cost.
         """
-        new = object.__new__(type(self))
-        vars(new).update(vars(self), dense_shape=shape, row_axes=row_axes)
-        return new
+        return self._changed(dense_shape=shape)
 
     @property
     def flat(self) -> Self:
@@ -247,17 +243,14 @@ class Entries:
           >>> s.flat.shape, s.to_dense()[1, 2]
           ((10, 2), Array([1., 1.], dtype=float32))
         """
-        if self.row_axes == 1:
+        shape, axes = self.dense_shape, self.row_axes
+        if shape is None or axes == 1:
             return self
-        shape = self.dense_shape
-        if shape is not None:
-            shape = (rows_numbered(shape, self.row_axes), *shape[self.row_axes :])
-        return self.numbered_as(shape, 1)
+        return self.numbered_as((rows_numbered(shape, axes), *shape[axes:]))
 
     def __repr__(self) -> str:
         try:
             rows = "x".join(map(str, self.indices.shape))
-            shape = ", ".join("?" if n is None else str(n) for n in self.shape)
             held_bytes = _num_bytes(self.values) + _num_bytes(self.indices)
             size = human_bytes(held_bytes)
             if self.dense_shape is not None:
@@ -267,9 +260,9 @@ class Entries:
                 if dense > held_bytes:
                     size += f", saves {human_bytes(dense - held_bytes)}"
             return (
-                f"IndexedSlices({rows} rows of {self.dtype}[{shape}], indices "
-                f"{self.indices.dtype}[{', '.join(map(str, self.indices.shape))}]"
-                f"{self._first_rows()}: {size})"
+                f"IndexedSlices({rows} rows of {self._type}, indices "
+                f"{self.indices.dtype}{list(self.indices.shape)}{self._first_rows()}: "
+                f"{size})"
             )
         except (AttributeError, TypeError):  # placeholders that JAX unflattened
             return (

@@ -17,14 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jslices._jax import (
-    KeyArray,
-    define_keys,
-    key_parts,
-    register_key_arrays,
-    trace_at_hand,
-    trace_state,
-)
+from jslices import _jax
 from jslices._rows.access import in_32_bits
 from jslices._typing import Leaf
 
@@ -35,7 +28,7 @@ _ADVICE = (
     "jslices.all_reduce_slices for lax.psum"
 )
 _ABSTRACT = jax.ShapeDtypeStruct | jax.core.ShapedArray
-_IN_EAGER_MODE = trace_state()
+_IN_EAGER_MODE = _jax.trace_state()
 
 
 _NAMES = "int32", "int64", "uint32", "uint64", "int16", "int8", "uint16", "uint8"
@@ -49,7 +42,7 @@ def _words(dtype: np.dtype) -> int:
 
 #: For each of them a kind of random keys, and its dtype: what JAX moves, and nothing else.
 _KINDS = {
-    dtype: define_keys(f"{dtype} row numbers", f"{dtype} {_ADVICE}", _words(dtype))
+    dtype: _jax.define_keys(f"{dtype} row numbers", f"{dtype} {_ADVICE}", _words(dtype))
     for dtype in _PLAIN
 }
 #: A dtype that NumPy moves, and nothing else.
@@ -100,8 +93,8 @@ def is_sealed(x: Leaf) -> bool:
 def sealed(x: Leaf) -> Any:
     """Row numbers that nobody can add, abstract ones too; other things as they are."""
     dtype = getattr(x, "dtype", None)
-    if isinstance(x, KeyArray):
-        return x if type(x) is RowNumbers else RowNumbers(*key_parts(x))
+    if isinstance(x, _jax.KeyArray):
+        return x if type(x) is RowNumbers else RowNumbers(*_jax.key_parts(x))
     if not isinstance(dtype, np.dtype):
         return x
     if dtype in _DTYPES:
@@ -114,8 +107,8 @@ def sealed(x: Leaf) -> Any:
         x = jnp.asarray(in_32_bits(np.asarray(x)))
     if not isinstance(x, jax.Array):
         return x
-    if isinstance(x, jax.core.Tracer) or trace_state() != _IN_EAGER_MODE:
-        with trace_at_hand(x):
+    if isinstance(x, jax.core.Tracer) or _jax.trace_state() != _IN_EAGER_MODE:
+        with _jax.trace_at_hand(x):
             return _wrap(x, x.dtype)
     return x if x.is_deleted() else sealed(_at_once(_wrap, x, x.dtype))
 
@@ -129,8 +122,8 @@ def opened(x: Leaf) -> Any:
         return x.update(dtype=dtype)
     if isinstance(x, np.ndarray | np.generic):
         return np.bitwise_not(np.asarray(x).view(dtype))
-    if isinstance(x, jax.core.Tracer) or trace_state() != _IN_EAGER_MODE:
-        with trace_at_hand(x):
+    if isinstance(x, jax.core.Tracer) or _jax.trace_state() != _IN_EAGER_MODE:
+        with _jax.trace_at_hand(x):
             return _unwrap(x, dtype)
     return _at_once(_unwrap, x, dtype)
 
@@ -175,7 +168,7 @@ class _HostNumbers(np.ndarray):
     __array_function__ = _is_close  # type: ignore[assignment]
 
 
-class RowNumbers(KeyArray):
+class RowNumbers(_jax.KeyArray):
     """Row numbers outside of traced programs, where NumPy, too, must not add them.
 
     ``np.asarray`` gives a dtype without arithmetic, ``jax.device_get`` integers.
@@ -191,7 +184,7 @@ class RowNumbers(KeyArray):
         return (~numbers).view(_ON_HOST[numbers.dtype]).view(_HostNumbers)
 
     def _integers(self) -> np.ndarray:
-        return from_bits(np.asarray(key_parts(self)[1]), _DTYPES[self.dtype])
+        return from_bits(np.asarray(_jax.key_parts(self)[1]), _DTYPES[self.dtype])
 
     def __reduce__(self) -> Any:
         return sealed, (self._integers(),)
@@ -203,9 +196,9 @@ class RowNumbers(KeyArray):
 _NUMBERS = (_HostNumbers, RowNumbers)
 for _name in dir(jax.Array):
     _method = getattr(jax.Array, _name)
-    if getattr(KeyArray, _name) is _method and not _name.startswith("_"):
+    if getattr(_jax.KeyArray, _name) is _method and not _name.startswith("_"):
         # What random keys leave open: `astype`, `sum`, `real`, and so on.
         setattr(RowNumbers, _name, _refuse if callable(_method) else property(_refuse))
 
 
-register_key_arrays(RowNumbers, lambda bits, dtype: from_bits(bits, _DTYPES[dtype]))
+_jax.register_key_arrays(RowNumbers, lambda bits, dtype: from_bits(bits, _DTYPES[dtype]))

@@ -50,8 +50,8 @@ def check_parts(
 ) -> None:
     """Refuses parts that do not fit together, with all that is wrong in one message."""
     got = (
-        f"values {values.dtype}[{', '.join(map(str, values.shape))}], indices "
-        f"{indices.dtype}[{', '.join(map(str, indices.shape))}], dense_shape {shape}"
+        f"values {values.dtype}{list(values.shape)}, indices {indices.dtype}"
+        f"{list(indices.shape)}, dense_shape {shape}"
     )
     if not jnp.issubdtype(indices.dtype, jnp.integer):
         hint = (
@@ -68,6 +68,10 @@ def check_parts(
         )
     elif values.ndim < 1 or values.shape[0] != indices.shape[0]:
         problems.append("values and indices must have equally many rows")
+    if shape is None and row_axes > 1:
+        problems.append(
+            f"row_axes={row_axes} wants dense_shape, whose first {row_axes} axes these are"
+        )
     if shape is not None:
         if len(shape) < row_axes or any(n < 0 for n in shape):
             rows = "V" if row_axes == 1 else f"{row_axes} axes of rows"
@@ -89,8 +93,8 @@ def _suggestion(values: jax.Array, shape: tuple[int, ...], row_axes: int) -> str
     return f"did you mean dense_shape={(*shape[:row_axes], *row)}?"
 
 
-def common_array(parts: Sequence[Entries]) -> tuple[tuple[int, ...] | None, int]:
-    """``dense_shape`` and ``row_axes`` of slices to be added, which are of one array."""
+def common_shape(parts: Sequence[Entries]) -> tuple[int, ...] | None:
+    """``dense_shape`` of slices to be added, which are of one array."""
     batches = {tuple(s.indices.shape[:-1]) for s in parts}
     if len(batches) > 1:
         raise ValueError(
@@ -104,13 +108,7 @@ def common_array(parts: Sequence[Entries]) -> tuple[tuple[int, ...] | None, int]
         raise ValueError(
             f"cannot add slices of arrays of different shapes: {shapes_in_words}"
         )
-    axes = {s.row_axes for s in parts}
-    if len(axes) > 1:
-        raise ValueError(
-            f"cannot add slices whose rows are numbered by {sorted(axes)} axes: make them "
-            "with the same row_axes"
-        )
-    return (shapes.pop() if shapes else None), axes.pop()
+    return shapes.pop() if shapes else None
 
 
 def static_row_axes(row_axes: int) -> int:

@@ -40,10 +40,9 @@ class Refusals(Entries):
         return AttributeError(self._have_no(f"slices.{name}", _INSTEAD.get(name, instead)))
 
     def _have_no(self, what: str, instead: str) -> str:
-        shape = ", ".join("?" if n is None else str(n) for n in self.shape)
         return (
             f"IndexedSlices have no {what}: they are {self.indices.shape[-1]} rows of an "
-            f"array {self.dtype}[{shape}] that is zero elsewhere; type {instead}, or take "
+            f"array {self._type} that is zero elsewhere; type {instead}, or take "
             "slices.values and slices.indices"
         )
 

@@ -9,14 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from jslices._place.boundary import (
-    drop_sharding,
-    explicit_part,
-    on_any_mesh,
-    restore_sharding,
-    shardings_of,
-    with_auto_axes,
-)
+from jslices._place import boundary
 from jslices._place.placement import Placement, on_each_device
 from jslices._rows.access import canonical_indices
 from jslices._slices.entries import Entries, Facts
@@ -69,12 +62,16 @@ def sent_to_owners(
         return jnp.zeros((*ids.shape, 0)), jnp.where(mine, ids, num_rows)
 
     mesh = placement.mesh if placement.mesh.explicit_axes else None
-    with with_auto_axes(mesh):
+    with boundary.with_auto_axes(mesh):
         specs = placement.by_rows, PartitionSpec()
         run = on_each_device(placement, own, specs, placement.by_rows)
-        entries = run(placement.numbers(), canonical_indices(drop_sharding(ids), num_rows))
+        entries = run(
+            placement.numbers(), canonical_indices(boundary.drop_sharding(ids), num_rows)
+        )
     if mesh is not None:
-        entries = restore_sharding(entries, explicit_part(mesh, placement.by_rows))
+        entries = boundary.restore_sharding(
+            entries, boundary.explicit_part(mesh, placement.by_rows)
+        )
     none, indices = entries
     return none, indices
 
@@ -102,7 +99,7 @@ def each_shard(
     structure: list[tuple[jax.tree_util.PyTreeDef, list[Facts | None]]] = []
     here = slices.facts._replace(placement=None)
     if placement is None or dense_shape is None or not slices.is_placed:
-        plain = slices.of(slices.values, slices.indices, dense_shape, here, row_axes)
+        plain = slices.of(slices.values, slices.indices, dense_shape, here)
         return fun(plain, *arrays, *shared, *[lambda numbers: numbers] * with_numbers)
     sizes, row = dense_shape[:row_axes], dense_shape[row_axes:]
     own = placement.part_of(sizes)
@@ -117,7 +114,7 @@ def each_shard(
     ) -> Any:
         first = number[0].astype(indices.dtype) * height
         numbers = placement.by_device(canonical_indices(indices, beyond), sizes) - first
-        mine = slices.of(values, numbers, (*own, *row), here, row_axes)
+        mine = slices.of(values, numbers, (*own, *row), here)
 
         def in_whole(numbers: jax.Array) -> jax.Array:
             return placement.in_whole(numbers + first.astype(numbers.dtype), sizes)
@@ -129,7 +126,7 @@ def each_shard(
             numbers = jnp.where(numbers < height, in_whole(numbers), beyond)
             shape = (*sizes, *x.dense_shape[row_axes:])
             facts = x.facts._replace(placement=placement)
-            return x.of(x.values, numbers, shape, facts, row_axes)
+            return x.of(x.values, numbers, shape, facts)
 
         result = fun(mine, *arrays, *shared, *[in_whole] * with_numbers)
         leaves, tree = jax.tree.flatten(result, is_leaf=is_entries)
@@ -143,7 +140,7 @@ def each_shard(
     split = placement.by_rows, placement.as_table
     specs = PartitionSpec(), *(split[0],) * 3, *(split[1] for _ in arrays)
     run = on_each_device(placement, local, specs, split)
-    run = on_any_mesh(functools.partial(_shardings, placement))(run)
+    run = boundary.on_any_mesh(functools.partial(_shardings, placement))(run)
     entries, others = map(iter, run(shared, *operands))
     ((tree, every),) = structure
     return tree.unflatten(
@@ -156,11 +153,11 @@ def _shardings(
     placement: Placement, shared: PyTree, numbers: jax.Array, values: jax.Array, *rest: Any
 ) -> tuple[Any, Any]:
     """How entries are split over devices, and arrays placed as the table."""
-    of_values = shardings_of(values)
+    of_values = boundary.shardings_of(values)
     if of_values is None:
         return None, None
     spec = PartitionSpec(*placement.as_table, *of_values.spec[1:])
-    return of_values, explicit_part(of_values.mesh, spec)
+    return of_values, boundary.explicit_part(of_values.mesh, spec)
 
 
 def is_entries(x: object) -> bool:

@@ -13,28 +13,11 @@ from jax.typing import ArrayLike, DTypeLike
 from jslices._densify import human_bytes, warn_dense
 from jslices._jax import called_by_jax_operator
 from jslices._place.boundary import everywhere, like_first, looked_up, on_any_mesh
-from jslices._rows.access import (
-    canonical_indices,
-    empty_index,
-    index_dtype,
-    kept_positions,
-    per_row,
-    pick,
-    rows_numbered,
-    take_rows,
-)
-from jslices._rows.sums import Order, add_rows, check_combine, sum_duplicates
+from jslices._rows import access
+from jslices._rows.sums import add_rows, check_combine, sum_duplicates
+from jslices._slices import parts
 from jslices._slices.carry import one_program
 from jslices._slices.entries import NO_FACTS, Facts
-from jslices._slices.parts import (
-    as_array,
-    as_indices,
-    check_batch_index,
-    check_parts,
-    common_array,
-    static_row_axes,
-    static_shape,
-)
 from jslices._slices.refusals import Refusals
 from jslices._slices.shards import each_shard, join_entries
 from jslices._typing import Index, Operand
@@ -95,10 +78,10 @@ class IndexedSlices(Refusals):
         dense_shape: Sequence[int] | None = None,
         row_axes: int = 1,
     ) -> None:
-        rows, numbers = as_array(values), as_indices(indices)
-        shape, row_axes = static_shape(dense_shape), static_row_axes(row_axes)
-        check_parts(rows, numbers, shape, row_axes)
-        self._set(rows, numbers, shape, NO_FACTS, row_axes)
+        rows, numbers = parts.as_array(values), parts.as_indices(indices)
+        shape = parts.static_shape(dense_shape)
+        parts.check_parts(rows, numbers, shape, parts.static_row_axes(row_axes))
+        vars(self).update(vars(self.of(rows, numbers, shape)))
 
     def _flattened(self) -> "IndexedSlices":
         """The sum over the leading axes that ``vmap`` or ``scan`` added."""
@@ -114,7 +97,7 @@ class IndexedSlices(Refusals):
         self, values: jax.Array, indices: jax.Array, facts: Facts = NO_FACTS
     ) -> "IndexedSlices":
         """Other entries of the same array."""
-        return slices_of(values, indices, self.dense_shape, facts, self.row_axes)
+        return slices_of(values, indices, self.dense_shape, facts)
 
     # --- conversions ----------------------------------------------------------------
 
@@ -179,12 +162,7 @@ class IndexedSlices(Refusals):
         """
         check_slices(self)
         check_combine(combine, self.values.dtype)
-        if self.indices.ndim > 1:
-            return jax.vmap(lambda s: s.coalesce(size, combine))(self)
-        if self.is_placed and size is None:
-            unique: IndexedSlices = each_shard(lambda s: s.coalesce(None, combine), self)
-            return unique
-        return _summed(self, size=size, combine=combine)
+        return _summed(self, size, combine)
 
     def astype(self, dtype: DTypeLike) -> "IndexedSlices":
         """The same rows with ``values`` cast to ``dtype``."""
@@ -193,7 +171,7 @@ class IndexedSlices(Refusals):
     @classmethod
     def from_dense(cls, x: ArrayLike, size: int | None = None) -> "IndexedSlices":
         """The rows of ``x`` that are not zero; see :func:`jslices.from_dense`."""
-        array = as_array(x)
+        array = parts.as_array(x)
         if array.ndim < 1:
             raise ValueError("from_dense wants an array [V, *D], got a scalar")
         return cls(*_nonzero_rows(array, size=size), array.shape)
@@ -246,7 +224,7 @@ class IndexedSlices(Refusals):
                 f"scale_rows wants one factor for each row held, {self.indices.shape}, got "
                 f"{factors.shape}; for one per row of the array: slices * factors[:, None]"
             )
-        return self.with_values(self.values * per_row(factors, self.values))
+        return self.with_values(self.values * access.per_row(factors, self.values))
 
     def _row_factors(self, other: Operand) -> Any:
         """What to multiply ``values`` by; None unless ``other`` has one number for a row.
@@ -265,9 +243,9 @@ class IndexedSlices(Refusals):
         if ones and fits and shape == (*shape[:axes], *ones) and len(shape) == self.ndim:
             # Empty entries are scaled by one, which leaves them as they are.
             factors = jnp.asarray(other).reshape(-1, *ones)
-            indices = canonical_indices(self.indices, factors.shape[0])
+            indices = access.canonical_indices(self.indices, factors.shape[0])
             return rows_at(factors, indices, fill_value=1)
-        if shape == held and not _broadcasts(shape, self.shape):
+        if shape == held and shape[0] not in (1, self.shape[-1]):  # else it broadcasts
             return jnp.asarray(other).reshape(*held, *ones)
         return None
 
@@ -285,10 +263,9 @@ class IndexedSlices(Refusals):
             return self
         other = jnp.asarray(other)
         if self.indices.ndim > 1 or other.shape != self.dense_shape:
-            if other.ndim >= self.row_axes and self.dense_shape is None:
-                shape = (*other.shape[: self.row_axes], *self.values.shape[1:])
-                facts, axes = NO_FACTS, self.row_axes
-                return other + slices_of(self.values, self.indices, shape, facts, axes)
+            if other.ndim and self.dense_shape is None:
+                row = self.values.shape[self.indices.ndim :]
+                return other + self.numbered_as((other.shape[0], *row))
             return other + self._densely("array + slices", "equal shapes")
         check_slices(self)
         if self.is_placed:
@@ -318,8 +295,8 @@ class IndexedSlices(Refusals):
 
         Args:
           axis: None for all; an int or several, counted in the dense array.
-          dtype: of the result and of the summing; None: as ``jnp.sum``, except that 16-bit
-            floats are summed in float32 and rounded once.
+          dtype: of the result and of the summing; None: as ``jnp.sum``, which sums 16-bit
+            floats in float32 and rounds once.
           out: must be None; ``np.sum(slices)`` passes it.
 
         Returns:
@@ -336,7 +313,8 @@ class IndexedSlices(Refusals):
           (Array(4., dtype=float32), Array([2., 2.], dtype=float32),
            Array([1, 1, 9], dtype=int32))
         """
-        _refuse_out(out)
+        if out is not None:
+            raise TypeError("out= is not supported: JAX arrays cannot be written to")
         check_slices(self)
         axes, batch = self._axes(axis), self.indices.ndim - 1
         numbering = set(range(batch, batch + self.row_axes))
@@ -345,7 +323,7 @@ class IndexedSlices(Refusals):
         within = tuple(a - more for a in axes if a > batch + more)
         of_batch = tuple(a for a in axes if a < batch)
         if numbering <= set(axes):
-            return _sum(self._present(), (*of_batch, batch, *within), dtype)
+            return jnp.sum(self._present(), (*of_batch, batch, *within), dtype)
         if of_batch:
             raise ValueError(
                 f"cannot sum slices over the batch axis alone (axis={axis}); sum their "
@@ -357,8 +335,8 @@ class IndexedSlices(Refusals):
         if shape is not None:
             moved = {a - batch - 1 + rows.row_axes for a in within}
             shape = tuple(n for i, n in enumerate(shape) if i not in moved)
-        values = _sum(self.values, within, dtype)
-        return slices_of(values, rows.indices, shape, row_axes=rows.row_axes)
+        values = jnp.sum(self.values, within, dtype)
+        return slices_of(values, rows.indices, shape)
 
     def mean(
         self, axis: Axis = None, dtype: DTypeLike | None = None, out: None = None
@@ -411,14 +389,12 @@ class IndexedSlices(Refusals):
         Source: ``tf.linalg.global_norm`` squares the values as they are, which is wrong
         with duplicates.
         """
-        floats = jnp.issubdtype(self.values.dtype, jnp.floating)
         wide = self
-        if self.values.dtype.itemsize < 4:
-            dtype = jnp.float32 if floats else jnp.int32
-            wide = self.astype(dtype)
+        if self.dtype.itemsize < 4:
+            floats = jnp.issubdtype(self.dtype, jnp.floating)
+            wide = self.astype(jnp.float32 if floats else jnp.int32)
         rows = wide.coalesce()._present()
-        batch = self.indices.ndim - 1
-        return jnp.sum(jnp.abs(rows) ** 2, tuple(range(batch, rows.ndim)))
+        return jnp.sum(jnp.abs(rows) ** 2, tuple(range(self.indices.ndim - 1, rows.ndim)))
 
     def _axes(self, axis: Axis) -> tuple[int, ...]:
         if axis is None:
@@ -431,27 +407,25 @@ class IndexedSlices(Refusals):
 
     def _without_row_axes(self, axes: Sequence[int]) -> "IndexedSlices":
         """The sum over some of the axes that number rows: rows have other numbers."""
-        shape = self.dense_shape
-        if not axes or shape is None:
+        shape, num_rows = self.dense_shape, self.num_rows
+        if not axes or shape is None or num_rows is None:
             return self
         sizes = shape[: self.row_axes]
         left = [a for a in range(self.row_axes) if a not in axes]
-        num_rows = rows_numbered(shape, self.row_axes)
-        indices = canonical_indices(self.indices, num_rows)
+        indices = access.canonical_indices(self.indices, num_rows)
         number, below = jnp.zeros_like(indices), 1
         for a in reversed(left):
             along = indices // math.prod(sizes[a + 1 :]) % sizes[a]
             number, below = number + along * below, below * sizes[a]
         number = jnp.where(indices < num_rows, number, below)
         shape = (*(sizes[a] for a in left), *shape[self.row_axes :])
-        return slices_of(self.values, number, shape, row_axes=len(left))
+        return slices_of(self.values, number, shape)
 
     def _present(self) -> jax.Array:
         """``values`` with zeros in the empty entries."""
-        indices = canonical_indices(self.indices, self.num_rows)
-        present = indices != empty_index(self.num_rows, indices.dtype)
-        zero = jnp.zeros((), self.values.dtype)
-        return jnp.where(per_row(present, self.values), self.values, zero)
+        indices = access.canonical_indices(self.indices, self.num_rows)
+        present = indices != access.empty_index(self.num_rows, indices.dtype)
+        return access.where_rows(present, self.values, jnp.zeros((), self.dtype))
 
     # --- the batch axes of vmap -----------------------------------------------------
 
@@ -471,7 +445,7 @@ class IndexedSlices(Refusals):
                 "and .indices"
             )
         for number, length in zip(keys, self.indices.shape, strict=False):
-            check_batch_index(number, length)
+            parts.check_batch_index(number, length)
         return self._like(self.values[key], self.indices[key])
 
     def __iter__(self) -> Iterator["IndexedSlices"]:
@@ -566,88 +540,85 @@ def concat_slices(slices: Sequence[IndexedSlices | None]) -> IndexedSlices:
     Source: TensorFlow's aggregation of gradients, where an unknown ``dense_shape`` of
     the first wins; here a known one does.
     """
-    parts = [s for s in slices if s is not None]
-    if not parts:
+    given = [s for s in slices if s is not None]
+    if not given:
         raise ValueError("concat_slices got an empty sequence; it needs at least one")
-    for s in parts:
+    for s in given:
         if not isinstance(s, IndexedSlices):
             raise TypeError(
                 f"concat_slices wants IndexedSlices, got {type(s).__name__}; to add an "
                 "array: array + slices"
             )
-    shape, row_axes = common_array(parts)
-    num_rows = None if shape is None else rows_numbered(shape, row_axes)
-    dtype = jnp.result_type(*(s.values for s in parts))
-    dtypes = [index_dtype(num_rows, np.dtype(s.indices.dtype)) for s in parts]
+    shape = parts.common_shape(given)
+    num_rows = given[0].numbered_as(shape).num_rows
+    dtype = jnp.result_type(*(s.values for s in given))
+    dtypes = [access.index_dtype(num_rows, np.dtype(s.indices.dtype)) for s in given]
     widest = max(dtypes, key=lambda d: d.itemsize)
     # Widening keeps negative numbers negative, hence empty entries empty.
-    indices = [s.indices.astype(widest) for s in parts]
-    values = [s.values.astype(dtype) for s in parts]
-    placement = parts[0].facts.placement
+    indices = [s.indices.astype(widest) for s in given]
+    values = [s.values.astype(dtype) for s in given]
+    placement = given[0].facts.placement
     if (
         placement is not None
-        and all(s.facts.placement == placement and s.is_placed for s in parts)
-        and parts[0].indices.ndim == 1
+        and all(s.facts.placement == placement and s.is_placed for s in given)
+        and given[0].indices.ndim == 1
     ):
         entries = join_entries(placement, list(zip(values, indices, strict=True)))
-        return slices_of(*entries, shape, Facts(placement=placement), row_axes)
-    axis = parts[0].indices.ndim - 1
+        return slices_of(*entries, shape, Facts(placement=placement))
+    axis = given[0].indices.ndim - 1
     together = jnp.concatenate(values, axis), jnp.concatenate(indices, axis)
-    return slices_of(*together, shape, row_axes=row_axes)
+    return slices_of(*together, shape)
 
 
 def deduplicated(slices: IndexedSlices) -> IndexedSlices:
-    """``slices.coalesce()``, with the rows in whatever order is fastest."""
+    """``slices.coalesce()``, in which empty entries may be between the rows."""
     check_slices(slices)
-    if slices.facts.distinct:
-        return slices
-    if slices.indices.ndim > 1:
-        return slices.coalesce()
-    if slices.is_placed:
-        unique: IndexedSlices = each_shard(deduplicated, slices)
-        return unique
-    return _summed(slices, order="any")
+    return slices if slices.facts.distinct else _summed(slices, packed=False)
 
 
 # --- on any mesh ------------------------------------------------------------------------
 
 #: Rows of an array at indices of any shape, split as these are.
-rows_at = on_any_mesh(looked_up)(take_rows)
+rows_at = on_any_mesh(looked_up)(access.take_rows)
 
 
 @on_any_mesh(like_first)
 def _add(table: jax.Array, slices: IndexedSlices) -> jax.Array:
-    indices = canonical_indices(slices.indices, slices.num_rows)
-    return add_rows(table, indices, slices.values, slices.facts.distinct)
-
-
-@on_any_mesh(lambda slices: everywhere(slices.values, slices.indices))
-def _sums(
-    slices: IndexedSlices, *, size: int | None, combine: str, order: Order
-) -> tuple[jax.Array, jax.Array]:
-    values, indices, _ = sum_duplicates(
-        slices.values, slices.indices, slices.num_rows, size, combine, order
-    )
-    return values, indices
+    return add_rows(table, slices.indices, slices.values, slices.facts.distinct)
 
 
 def _summed(
     slices: IndexedSlices,
     size: int | None = None,
     combine: str = "sum",
-    order: Order = "sorted",
+    packed: bool = True,
 ) -> IndexedSlices:
-    values, indices = _sums(slices, size=size, combine=combine, order=order)
-    facts = Facts(distinct=True)
-    return slices_of(values, indices, slices.dense_shape, facts, slices.row_axes)
+    if slices.indices.ndim > 1:
+        return jax.vmap(lambda s: _summed(s, size, combine, packed))(slices)
+    if slices.is_placed and size is None:
+        run = lambda s: _summed(s, None, combine, packed)  # noqa: E731
+        unique: IndexedSlices = each_shard(run, slices)
+        return unique
+    values, indices = _sums(slices, size=size, combine=combine, packed=packed)
+    return slices._like(values, indices, Facts(distinct=True))
+
+
+@on_any_mesh(lambda slices: everywhere(slices.values, slices.indices))
+def _sums(
+    slices: IndexedSlices, *, size: int | None, combine: str, packed: bool
+) -> tuple[jax.Array, jax.Array]:
+    values, indices, _ = sum_duplicates(
+        slices.values, slices.indices, slices.num_rows, size, combine, packed
+    )
+    return values, indices
 
 
 @on_any_mesh(everywhere)
 def _nonzero_rows(array: jax.Array, *, size: int | None) -> tuple[jax.Array, jax.Array]:
     """The rows that are not all zero, and their numbers."""
     nonzero = jnp.any(array != 0, tuple(range(1, array.ndim)))
-    positions, too_many = kept_positions(nonzero, size, "from_dense")
-    return pick(array, positions, too_many), positions
+    positions, too_many = access.kept_positions(nonzero, size, "from_dense")
+    return access.pick(array, positions, too_many), positions
 
 
 @one_program
@@ -665,24 +636,5 @@ def _added_to_zeros(slices: IndexedSlices, *, distinct: bool) -> jax.Array:
     assert slices.dense_shape is not None
     if slices.dtype.itemsize < 4:
         slices, distinct = slices.coalesce(), True
-    indices = canonical_indices(slices.indices, slices.num_rows)
     zeros = jnp.zeros(slices.dense_shape, slices.dtype)
-    return add_rows(zeros, indices, slices.values, distinct)
-
-
-def _sum(x: jax.Array, axes: tuple[int, ...], dtype: DTypeLike | None) -> jax.Array:
-    if dtype is None and jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize < 4:
-        return jnp.sum(x.astype(jnp.float32), axes).astype(x.dtype)
-    return jnp.sum(x, axes, dtype=dtype)
-
-
-def _refuse_out(out: object) -> None:
-    if out is not None:
-        raise TypeError("out= is not supported: JAX arrays cannot be written to")
-
-
-def _broadcasts(shape: tuple[int, ...], onto: tuple[int | None, ...]) -> bool:
-    trailing = onto[len(onto) - len(shape) :]
-    return len(shape) <= len(onto) and all(
-        n in (1, size) for n, size in zip(shape, trailing, strict=True)
-    )
+    return add_rows(zeros, slices.indices, slices.values, distinct)

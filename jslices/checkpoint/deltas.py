@@ -137,7 +137,7 @@ def _numbers(pattern: str, ids: Ids, shape: tuple[int, ...]) -> np.ndarray | Non
     """The rows of those that axes of this shape number; None for all."""
     if isinstance(ids, IndexedSlices):
         table = shape if ids.dense_shape is None else ids.dense_shape[: ids.row_axes]
-        if len(shape) < ids.row_axes or table != shape:
+        if table != shape:
             raise InvalidArgumentError(
                 f"touched[{pattern!r}] are slices whose rows axes {table} number, for a "
                 f"table whose first axes are {shape}"

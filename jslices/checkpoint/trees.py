@@ -218,8 +218,7 @@ def describe(tree: PyTree, prefix: str = "") -> Description:
         return None
     if is_slices(tree):
         values, indices = _joined(prefix, "values"), _joined(prefix, "indices")
-        slices = {"slices": [values, indices], "dense_shape": tree.dense_shape}
-        return slices if tree.row_axes == 1 else {**slices, "row_axes": tree.row_axes}
+        return {"slices": [values, indices], "dense_shape": tree.dense_shape}
     children, _ = jax.tree_util.tree_flatten_with_path(
         tree, is_leaf=lambda node: node is not tree
     )
@@ -256,8 +255,7 @@ def names_in(description: Description, path: str = "") -> Iterator[tuple[str, st
             yield description, None
             return
         case {"slices": [values, indices], "dense_shape": shape} if (
-            list(description)[2:] in ([], ["row_axes"])
-            and type(description.get("row_axes", 1)) is int
+            len(description) == 2
             and values == _joined(path, "values")
             and indices == _joined(path, "indices")
             and (shape is None or _is_shape(shape))
@@ -287,11 +285,11 @@ def _is_shape(value: object) -> bool:
     return type(value) is list and all(type(n) is int and n >= 0 for n in value)
 
 
-def _slices_structure(dense_shape: tuple[int, ...] | None, row_axes: int) -> Any:
+def _slices_structure(dense_shape: tuple[int, ...] | None) -> Any:
     """The tree structure of IndexedSlices; its children need not be arrays of JAX."""
-    values = jnp.zeros((0, *(() if dense_shape is None else dense_shape[row_axes:])))
+    values = jnp.zeros((0, *(dense_shape or ())[1:]))
     indices = jnp.zeros(0, jnp.int32)
-    return jax.tree.structure(IndexedSlices(values, indices, dense_shape, row_axes))
+    return jax.tree.structure(IndexedSlices(values, indices, dense_shape))
 
 
 def rebuild(description: Description, leaves: Mapping[str, Any]) -> PyTree:
@@ -310,11 +308,7 @@ def rebuild(description: Description, leaves: Mapping[str, Any]) -> PyTree:
                 f"rows would leave {counts[0]} values and {counts[1]} indices of "
                 f"IndexedSlices; ask for the same rows of {parts[0]!r} and {parts[1]!r}"
             )
-        shape, axes = (
-            None if shape is None else tuple(shape),
-            description.get("row_axes", 1),
-        )
-        structure = _slices_structure(shape, axes)
+        structure = _slices_structure(None if shape is None else tuple(shape))
         return structure.unflatten(children)
     if kind == "dict":
         return {key: rebuild(part, leaves) for key, part in parts}

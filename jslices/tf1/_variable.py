@@ -436,8 +436,8 @@ class Variable(ArrayOperators):
                 f"cast them: slices.astype('{self.dtype}')"
             )
         # TensorFlow's scatters ignore the shape that the slices claim to have.
-        rows_only = IndexedSlices(delta.values, delta.indices, None, axes)
-        return self._write(apply_slices(self.value(), rows_only, how), what)
+        mine = IndexedSlices(delta.values, delta.indices, shape, axes)
+        return self._write(apply_slices(self.value(), mine, how), what)
 
     # --- elements, by indices given as arrays -------------------------------------------
 

@@ -263,10 +263,11 @@ def peeked(kernel: Kernel, behind: Behind, arrays: Sequence[ArrayLike]) -> jax.A
         return _moved(kernel, old)[0]
     axes = behind.row_axes
     num_rows = rows_numbered(old[0].shape, axes)
-    indices = canonical_indices(behind.indices, num_rows)
     numbers = None
     if platform_at_hand() == "tpu":  # reads each row once, as the step does that follows
-        indices, numbers = number_by_runs(indices, num_rows)
+        indices, numbers = number_by_runs(behind.indices, num_rows)
+    else:
+        indices = canonical_indices(behind.indices, num_rows)
     rows = _moved(kernel, [read_rows(x, indices, axes) for x in old])[0]
     # Kept, or XLA computes them again where they are read, from state written since.
     rows = lax.optimization_barrier(rows)

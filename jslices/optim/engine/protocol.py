@@ -572,7 +572,7 @@ def left_to_xla(tree: PyTree, state: State) -> PyTree:
         if not is_slices(g) or g.facts.placement is None or g.facts.placement.rows:
             return g
         facts = g.facts._replace(placement=None)
-        return slices_of(g.values, g.indices, g.dense_shape, facts, g.row_axes)
+        return slices_of(g.values, g.indices, g.dense_shape, facts)
 
     return jax.tree.map(changed, tree, is_leaf=is_leaf)
 

@@ -23,7 +23,6 @@ from jslices._place.boundary import platform_at_hand, row_major_array
 from jslices._rows.access import (
     canonical_indices,
     empty_index,
-    leading,
     places,
     room_for_distinct,
     rows_numbered,
@@ -31,7 +30,7 @@ from jslices._rows.access import (
     take_rows,
     where_rows,
 )
-from jslices._rows.sums import Order, add_rows, sum_duplicates, widened
+from jslices._rows.sums import add_rows, sum_duplicates, widened
 from jslices._slices import (
     Facts,
     IndexedSlices,
@@ -282,7 +281,7 @@ def step_rows(
         return row_major_array(first), *new
     shape = None if sizes is None else (*sizes, *first.shape[1:])
     facts = Facts(distinct=distinct or cpu.sums or cpu.way == "all rows")
-    return slices_of(first, indices, shape, facts, row_axes), *new
+    return slices_of(first, indices, shape, facts), *new
 
 
 def _sparing(plan: Plan, grad: IndexedSlices) -> Plan:
@@ -330,9 +329,9 @@ def execute(
         return _all_rows(plan, kernel, indices, values, sizes, arrays, num_read, adds)
     num_rows = None if sizes is None else math.prod(sizes)
     if plan.sums:
-        order: Order = "packed" if plan.way == "in chunks" else "any"
+        packed = plan.way == "in chunks"
         values, indices, present = sum_duplicates(
-            values, indices, num_rows, plan.capacity, order=order
+            values, indices, num_rows, plan.capacity, packed=packed
         )
     else:
         indices = canonical_indices(indices, num_rows)
@@ -461,7 +460,7 @@ def _in_chunks(
             rows = (*([first] if adds else arrays[:num_read]), *state)
             new, *state = _together(kernel, ids, cut(values), sizes, rows, num_read, adds)
             if not adds:
-                new = leading(cut(first), chunk - jnp.sum(fresh, dtype=jnp.int32), new)
+                new = where_rows(fresh, new, cut(first))
                 new = lax.dynamic_update_slice_in_dim(first, new, start, 0)
             return [done + chunk, new, *state]
 

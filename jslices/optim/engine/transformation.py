@@ -556,7 +556,7 @@ def checked_gradient(
     if isinstance(grad, IndexedSlices):
         _check_row_axes(path, grad.row_axes, shape, state)
         if grad.dense_shape is None:
-            return IndexedSlices(grad.values, grad.indices, shape, grad.row_axes)
+            return IndexedSlices(grad.values, grad.indices, shape)
     return grad
 
 

@@ -283,7 +283,7 @@ def _buffer(example: Leaf, param: jax.Array, k: int) -> Leaf:
     if placement is not None:
         rows = split_by(param, rows, PartitionSpec(None, *placement.by_rows_and_columns))
         entries = split_by(param, entries, PartitionSpec(None, *placement.by_rows))
-    return slices_of(rows, entries, shape, Facts(placement=placement), axes)
+    return slices_of(rows, entries, shape, Facts(placement=placement))
 
 
 def _put(grad: Leaf, buffer: Leaf, n: jax.Array) -> Leaf:

@@ -139,7 +139,7 @@ def as_leaf(x: Leaf, name: str = "a tree of gradients") -> Any:
         check_array(name, x, "arrays, IndexedSlices or None")
         return as_array(x)
     values, indices = jnp.asarray(x.values), jnp.asarray(x.indices)
-    return slices_of(values, indices, x.dense_shape, x.facts, x.row_axes)
+    return slices_of(values, indices, x.dense_shape, x.facts)
 
 
 def one_leaf(x: Leaf, call: str, argument: str = "t") -> Any:
