@@ -109,15 +109,12 @@ def current_scope(run: Run) -> VariableScope:
 def get_variable_scope() -> VariableScope:
     """The current scope; the outermost has the name ``""``.
 
-    Raises:
-      RuntimeError: outside of a transformed function.
-
     Example:
-      >>> import jax, jslices.tf1 as tf
+      >>> import jslices.tf1 as tf
       >>> def model():
       ...     with tf.variable_scope("foo"), tf.variable_scope("bar"):
       ...         print(tf.get_variable_scope())
-      >>> _ = tf.transform(model).init(jax.random.key(0))
+      >>> _ = tf.transform(model).init(None)
       VariableScope('foo/bar', reuse=False)
 
     Source: ``tf.get_variable_scope``.
@@ -139,29 +136,23 @@ def variable_scope(
 ) -> Iterator[VariableScope]:
     """Put a prefix before the names of variables, and set defaults for them.
 
+    Yields the :class:`VariableScope`. What is set on it lasts until the end of the block.
+
     Args:
       name_or_scope: a name, opened within the current scope (``"a/b"`` is ``b`` in ``a``),
         or a scope that was opened before, whose whole path then replaces the current one.
       reuse: True shares existing variables only, AUTO_REUSE also creates missing ones;
         False and None inherit from the enclosing scope (from the scope object, if one is
         given).
-      initializer: the default of variables and scopes within; None inherits.
-      dtype: likewise.
-      regularizer: likewise.
+      initializer, dtype, regularizer: the defaults of variables and scopes within; None
+        inherits.
       default_name: with ``name_or_scope=None``, a name to make unique: ``d``, ``d_1``, ...
       auxiliary_name_scope: False opens no name scope, so that :class:`jslices.tf1.Variable`
         gets its name as outside.
       theirs: as for :func:`jslices.tf1.get_variable`.
 
-    Yields:
-      The :class:`VariableScope`. What is set on it lasts until the end of the block.
-
-    Raises:
-      RuntimeError: outside of a transformed function.
-      TypeError, ValueError: for a scope, a flag or a name that is not right.
-
     Example:
-      >>> import jax, jslices.tf1 as tf
+      >>> import jslices.tf1 as tf
       >>> def model():
       ...     with tf.variable_scope("foo", initializer=tf.constant_initializer(0.5)):
       ...         v = tf.get_variable("v", [1])
@@ -169,7 +160,7 @@ def variable_scope(
       ...         assert tf.get_variable("v") is v
       ...     return v * 2
       >>> model = tf.transform(model)
-      >>> model.apply(model.init(jax.random.key(0)))
+      >>> model.apply(model.init(None))
       (Array([1.], dtype=float32), Variables(foo/v: float32[1]))
 
     Source: ``tf.variable_scope``; the order of arguments is that of its first releases.
@@ -267,26 +258,21 @@ def name_scope(
 ) -> Iterator[str]:
     """Put a prefix before the names of :class:`jslices.tf1.Variable`, not of get_variable.
 
+    Yields the unique name, with a slash.
+
     Args:
       name: is made unique: opened twice it is ``ns`` and ``ns_1``. ``"ns/"`` enters that
         very scope again, None leaves all scopes.
       default_name: the name if ``name`` is None.
       values: ignored; there is no graph that they could be from.
 
-    Yields:
-      The unique name, with a slash.
-
-    Raises:
-      RuntimeError: outside of a transformed function.
-      TypeError, ValueError: for a name that is not right.
-
     Example:
-      >>> import jax, jslices.tf1 as tf
+      >>> import jslices.tf1 as tf
       >>> def model():
       ...     with tf.variable_scope("foo"), tf.name_scope("bar"):
-      ...         print(tf.get_variable("v", [1]).name, tf.Variable(0.0, name="v").name)
-      >>> _ = tf.transform(model).init(jax.random.key(0))
-      foo/v:0 foo/bar/v:0
+      ...         print(tf.Variable(0.0, name="v").name)
+      >>> _ = tf.transform(model).init(None)
+      foo/bar/v:0
 
     Source: ``tf.name_scope``; ``jax.named_scope`` shows the name in profiles, too.
     """
@@ -337,22 +323,18 @@ def get_variable(
       ValueError: if the variable exists and the scope does not reuse, if it does not exist
         and the scope does, if a shared one has another shape or dtype, or if the shape of
         a new one is missing.
-      TypeError: for a name that is no string.
-      RuntimeError: outside of a transformed function.
 
     Example:
-      >>> import jax, jax.numpy as jnp, jslices.tf1 as tf
+      >>> import jax.numpy as jnp, jslices.tf1 as tf
       >>> def model(ids):
       ...     table = tf.get_variable("table", [100, 8], initializer=tf.ones_initializer())
       ...     return table[ids].sum()
-      >>> model = tf.transform(model)
-      >>> variables = model.init(jax.random.key(0), jnp.array([3, 3]))
-      >>> model.apply(variables, jnp.array([3, 3]))
+      >>> model, ids = tf.transform(model), jnp.array([3, 3])
+      >>> model.apply(model.init(None, ids), ids)
       (Array(16., dtype=float32), Variables(table: float32[100, 8]))
 
-    Source: ``tf.get_variable``. Its initializers take no key and are
-    ``init(shape, dtype)``; the key here is the one given to ``init`` folded with the
-    variable's name, so that a value depends on no other variable.
+    Source: ``tf.get_variable``. The key of an initializer is the one given to ``init``
+    folded with the variable's name, so that a value depends on no other variable.
     """
     run = current_run("get_variable")
     check_defaults("get_variable", theirs)

@@ -42,7 +42,7 @@ def transform(fn: Callable[..., Any]) -> Transformed:
     ``variable_scope``, ``Variable``, ``assign``. The results are ordinary pure functions
     for ``jax.jit`` (with the variables donated), ``jax.grad`` or
     :func:`jslices.value_and_grad`, which gives IndexedSlices for a table that is only
-    looked up.
+    looked up. The calls are resolved while JAX traces, and cost nothing at run time.
 
     Args:
       fn: any function that creates the same variables whenever it runs, and does not
@@ -54,12 +54,8 @@ def transform(fn: Callable[..., Any]) -> Transformed:
       assigns. ``apply`` accepts these, or any mapping of name -> array.
 
     Raises:
-      TypeError: if ``fn`` is not a function; from ``apply``, if its first argument is not
-        a mapping.
       ValueError: from ``apply``, for a variable that is missing or has another shape,
         naming it; or if ``fn`` returns a handle.
-
-    Cost: none at run time; the calls are resolved while JAX traces.
 
     Example:
       >>> import functools, jax, jax.numpy as jnp, jslices as js, jslices.tf1 as tf

@@ -91,30 +91,21 @@ class Variable(ArrayOperators):
     Args:
       initial_value: an array, number or list, the result of
         :func:`jslices.tf1.random_normal` and the like, or a function of nothing or of a
-        PRNG key that returns one; its shape ``[...]`` is the variable's. Only ``init``
-        uses it.
-      trainable: whether it belongs to ``variables.trainable``.
-      collections: keys of the collections to put it into; None means ``["variables"]``.
+        PRNG key that returns one; its shape is the variable's. Only ``init`` uses it.
+      trainable, collections: as for :func:`jslices.tf1.get_variable`.
       validate_shape: changes nothing; here every shape is known.
       name: None means ``"Variable"``; the name scope is put before it.
       dtype: None means that of the value (float32 and int32 for Python's numbers).
-      theirs: ``caching_device=None`` and the like: TensorFlow's other keywords, if they
-        have its defaults.
-
-    Raises:
-      RuntimeError: outside of a transformed function.
-      TypeError, ValueError: for a value, a name or collections that are not right.
+      theirs: TensorFlow's other keywords, such as ``caching_device``, if they are None.
 
     Example:
-      >>> import jax, jax.numpy as jnp, jslices.tf1 as tf
+      >>> import jslices.tf1 as tf
       >>> def count():
       ...     steps = tf.Variable(0, name="steps", trainable=False)
       ...     return steps.assign_add(1)
       >>> model = tf.transform(count)
-      >>> variables = model.init(jax.random.key(0))
-      >>> out, variables = model.apply(variables)
-      >>> int(out), variables
-      (1, Variables(steps: int32[] not trainable))
+      >>> model.apply(model.init(None))
+      (Array(1, dtype=int32), Variables(steps: int32[] not trainable))
 
     Source: ``tf.Variable`` of TensorFlow 1, whose state lives in a session. There, whether
     a read comes before or after an assignment is undefined; here the order of the program
@@ -234,11 +225,7 @@ class Variable(ArrayOperators):
         return self.value()
 
     def eval(self, session: object = None) -> np.ndarray:
-        """The value as a NumPy array; no session is needed.
-
-        Raises:
-          RuntimeError: where it is traced, under ``jit`` and the like.
-        """
+        """The value as a NumPy array, without a session; a RuntimeError if it is traced."""
         if isinstance(value := self.value(), jax.core.Tracer):
             raise RuntimeError(
                 f"eval() of {self.name} wants numbers, and under jit or another "
@@ -266,10 +253,7 @@ class Variable(ArrayOperators):
             )
 
     def sparse_read(self, indices: ArrayLike, name: str | None = None) -> Array:
-        """The rows ``v[indices]`` by :func:`jslices.embedding_lookup`, errors included.
-
-        An index that is out of range reads NaN; TensorFlow raises.
-        """
+        """The rows ``v[indices]`` by :func:`jslices.embedding_lookup`, errors included."""
         with jax.named_scope(name or "sparse_read"):
             return embedding_lookup(self.value(), plain(indices))
 
@@ -287,9 +271,6 @@ class Variable(ArrayOperators):
         ``value``: of exactly this shape and dtype (Python's numbers are converted, NumPy's
         64 bits cast); nothing is broadcast. IndexedSlices become dense, with a warning.
         The other arguments change nothing.
-
-        Raises:
-          ValueError, TypeError: for another shape or dtype, naming the variable.
         """
         what = f"assign to {self.name}"
         return self._write(self._fitting(value, what), what)
@@ -353,7 +334,7 @@ class Variable(ArrayOperators):
         return value
 
     def count_up_to(self, limit: int) -> Array:
-        """Increment an integer scalar until it reaches ``limit``.
+        """Increment an integer scalar until it reaches ``limit``, a Python int.
 
         Returns:
           ``[]``, the value before the increment.
@@ -362,7 +343,6 @@ class Variable(ArrayOperators):
           OutOfRangeError: at the limit; the variable is unchanged. Under ``jit``, where
             nothing can be raised, and in ``init``, it stays unchanged and is returned: a
             result of at least ``limit`` means that the limit was reached.
-          TypeError, ValueError: if the variable is no integer scalar or ``limit`` no int.
         """
         what = f"count_up_to of {self.name}"
         if not isinstance(limit, int | np.integer) or isinstance(limit, bool):
@@ -394,14 +374,8 @@ class Variable(ArrayOperators):
         ``scatter_min``, ``scatter_max``, ``scatter_update``): ``sparse_delta`` holds K rows
         ``[K, *D]`` for a variable ``[V, *D]``, of its dtype; a row number outside ``[0,
         V)`` is dropped (TensorFlow raises); ``dense_shape`` is ignored, unless several axes
-        number the rows; the new value is returned. What duplicates do is as in the function
-        of that name.
-
-        Raises:
-          ValueError: for anything but IndexedSlices, or rows of another shape.
-          TypeError: for another dtype.
-
-        Cost: reads and writes K rows, in place when the variables are donated.
+        number the rows; the new value is returned. What duplicates do, and the cost, is as
+        in the function of that name.
         """
         return self._scatter("scatter_add", "add", sparse_delta)
 
