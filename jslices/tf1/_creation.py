@@ -13,15 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from jslices.tf1._arrays import (
-    ArrayOperators,
-    TensorLike,
-    as_value,
-    canonical_dtype,
-    check_dtype,
-    dtype_of,
-    static_shape,
-)
+from jslices.tf1 import _arrays
+from jslices.tf1._arrays import ArrayOperators, TensorLike, canonical_dtype, dtype_of
 from jslices.tf1._draws import LazyValue
 from jslices.tf1._run import Run, current_run, initial_value
 from jslices.tf1._state import Initial, Value, VariableInfo, is_initialized
@@ -75,8 +68,8 @@ def request_of(name: str, value: TensorLike, dtype: np.dtype | None) -> Request:
     )
 
     def make(key: jax.Array | None) -> jax.Array:
-        made = value(key) if takes_key else value()
-        return _own(as_value(made, dtype or dtype_of(made), f"the initial value of {name}"))
+        made, what = value(key) if takes_key else value(), f"the initial value of {name}"
+        return _own(_arrays.as_value(made, dtype or dtype_of(made), what))
 
     return Request(name, make, None, dtype)
 
@@ -88,11 +81,11 @@ def _request_of_value(name: str, value: TensorLike, dtype: np.dtype) -> Request:
     as a table, and is not remembered.
     """
     if isinstance(value, LazyValue):
-        check_dtype(value.dtype, dtype, f"the initial value of {name}")
+        _arrays.check_dtype(value.dtype, dtype, f"the initial value of {name}")
         value.bind(name)  # each draw has a key of its own
         make = lambda key: value.value()  # noqa: E731
         return Request(name, make, value.shape, dtype, value.repeatable)
-    array = as_value(value, dtype, f"the initial value of {name}")
+    array = _arrays.as_value(value, dtype, f"the initial value of {name}")
     recipe = current_run("Variable").recipe_of(value)
     if recipe is not None:
         return Request(name, lambda key: recipe(), tuple(array.shape), dtype)
@@ -185,7 +178,7 @@ def _static_shape(shape: ShapeLike, name: str) -> tuple[int, ...]:
             f"Shape of a new variable ({name}) must be fully defined, but instead was "
             f"{axes}."
         )
-    return static_shape(shape, name)
+    return _arrays.static_shape(shape, name)
 
 
 # --- creating ---------------------------------------------------------------------------

@@ -13,21 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
-from jslices.tf1._arrays import (
-    MaybeLazy,
-    TensorLike,
-    canonical_dtype,
-    dtype_of,
-    is_array,
-    static_shape,
-)
+from jslices.tf1 import _arrays, initializers
+from jslices.tf1._arrays import MaybeLazy, TensorLike, canonical_dtype, static_shape
 from jslices.tf1._run import current_run, current_run_or_none
-from jslices.tf1.initializers import (
-    constant_initializer,
-    random_normal_initializer,
-    random_uniform_initializer,
-    truncated_normal_initializer,
-)
 
 # --- constants --------------------------------------------------------------------------
 
@@ -81,12 +69,12 @@ def constant(
 
     Source: ``tf.constant`` of TensorFlow 1.
     """
-    result = dtype_of(value) if dtype is None else canonical_dtype(dtype)
+    result = _arrays.dtype_of(value) if dtype is None else canonical_dtype(dtype)
     dims = jnp.asarray(value).shape if shape is None else static_shape(shape, "constant")
-    filled = constant_initializer(value, result, verify_shape)
+    filled = initializers.constant(value, result, verify_shape)
     make = lambda: filled.make(None, dims, result)  # noqa: E731
     # An array may be as large as a table: what it was made from is not remembered.
-    of_arrays = any(map(is_array, jax.tree.leaves(value)))
+    of_arrays = any(map(_arrays.is_array, jax.tree.leaves(value)))
     return make() if of_arrays else _remembered(make)
 
 
@@ -114,8 +102,8 @@ def zeros_like(
 
     Source: ``tf.zeros_like``.
     """
-    dims = tensor.shape if is_array(tensor) else np.shape(tensor)
-    return zeros(dims, dtype_of(tensor) if dtype is None else dtype)
+    dims = tensor.shape if _arrays.is_array(tensor) else np.shape(tensor)
+    return zeros(dims, _arrays.dtype_of(tensor) if dtype is None else dtype)
 
 
 # --- random numbers ---------------------------------------------------------------------
@@ -163,7 +151,7 @@ def random_normal(
 
     Source: ``tf.random_normal``, which draws new numbers whenever it is run.
     """
-    initializer = random_normal_initializer(mean, stddev, seed)  # type: ignore[arg-type]
+    initializer = initializers.random_normal(mean, stddev, seed)  # type: ignore[arg-type]
     return initializer.draw("random_normal", shape, dtype)
 
 
@@ -182,7 +170,7 @@ def truncated_normal(
 
     Source: ``tf.truncated_normal``.
     """
-    initializer = truncated_normal_initializer(mean, stddev, seed)  # type: ignore[arg-type]
+    initializer = initializers.truncated_normal(mean, stddev, seed)  # type: ignore[arg-type]
     return initializer.draw("truncated_normal", shape, dtype)
 
 
@@ -201,7 +189,7 @@ def random_uniform(
 
     Source: ``tf.random_uniform``.
     """
-    initializer = random_uniform_initializer(minval, maxval, seed)  # type: ignore[arg-type]
+    initializer = initializers.random_uniform(minval, maxval, seed)  # type: ignore[arg-type]
     return initializer.draw("random_uniform", shape, dtype)
 
 

@@ -15,16 +15,8 @@ from jax.typing import ArrayLike, DTypeLike
 
 import jslices as js
 from jslices import IndexedSlices
-from jslices.tf1._arrays import (
-    TensorLike,
-    as_value,
-    canonical_dtype,
-    dtype_of,
-    is_array,
-    is_numpys_default,
-    operation,
-    plain_tree,
-)
+from jslices.tf1 import _arrays
+from jslices.tf1._arrays import TensorLike, canonical_dtype, is_array, operation
 from jslices.tf1._variable import Variable
 
 
@@ -46,14 +38,14 @@ def convert_to_tensor(
 
     Source: ``tf.convert_to_tensor``.
     """
-    theirs = dtype_of(value)
+    theirs = _arrays.dtype_of(value)
     result = theirs if dtype is None else canonical_dtype(dtype)
-    if is_array(value) and theirs != result and not is_numpys_default(value):
+    if is_array(value) and theirs != result and not _arrays.is_numpys_default(value):
         raise ValueError(
             f"convert_to_tensor: dtype {result} was requested for a value of {theirs}; "
             f"cast it: value.astype('{result}')"
         )
-    return as_value(value, result, "convert_to_tensor")
+    return _arrays.as_value(value, result, "convert_to_tensor")
 
 
 def convert_to_tensor_or_indexed_slices(
@@ -149,7 +141,7 @@ def assign(
     variable = _variable(ref, "assign")
     if validate_shape is False:
         what = f"assign to {variable.name} with validate_shape=False"
-        value = as_value(value, variable.dtype, what)
+        value = _arrays.as_value(value, variable.dtype, what)
         if value.shape != variable.shape:
             raise ValueError(
                 f"{what}: a variable keeps its shape {variable.shape}, the value has "
@@ -222,7 +214,7 @@ def _scatter(function: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
         with jax.named_scope(name or verb):
             if isinstance(ref, Variable):
                 return ref._apply(verb, compute, indices, updates)
-            return compute(*plain_tree((ref, indices, updates)))
+            return compute(*_arrays.plain_tree((ref, indices, updates)))
 
     scatter.__name__ = scatter.__qualname__ = verb
     scatter.__doc__ = f"""``{verb}`` of a variable or an array.
@@ -263,7 +255,7 @@ def _named(function: Callable[..., Any], **theirs: str) -> Callable[..., Any]:
         given.apply_defaults()
         *arguments, name = given.args
         with jax.named_scope(name or function.__name__):
-            return function(*plain_tree(arguments))
+            return function(*_arrays.plain_tree(arguments))
 
     call.__name__ = call.__qualname__ = function.__name__
     call.__signature__ = signature  # type: ignore[attr-defined]

@@ -11,16 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
+from jslices.tf1 import _creation
 from jslices.tf1._arrays import canonical_dtype, dtype_of
 from jslices.tf1._collections import GraphKeys, get_collection
-from jslices.tf1._creation import (
-    InitializerLike,
-    Regularizer,
-    ShapeLike,
-    as_axes,
-    is_function,
-    request_of_initializer,
-)
+from jslices.tf1._creation import InitializerLike, Regularizer, ShapeLike
 from jslices.tf1._instead import check_defaults, missing
 from jslices.tf1._names import check_name, join
 from jslices.tf1._run import Run, current_run
@@ -360,7 +354,9 @@ def get_variable(
         if initializer is None:
             initializer = scope.initializer
         request = dataclasses.replace(
-            request_of_initializer(full, unique, shape, dtype, initializer, scope.dtype),
+            _creation.request_of_initializer(
+                full, unique, shape, dtype, initializer, scope.dtype
+            ),
             trainable=trainable,
             collections=collections,
             regularizer=scope.regularizer if regularizer is None else regularizer,
@@ -373,7 +369,7 @@ def _shared_dtype(
     dtype: DTypeLike | None, initializer: InitializerLike, scope: VariableScope
 ) -> np.dtype:
     """The dtype that a shared variable must have; a constant has one of its own."""
-    if dtype is None and initializer is not None and not is_function(initializer):
+    if dtype is None and initializer is not None and not _creation.is_function(initializer):
         return dtype_of(initializer)
     return canonical_dtype(scope.dtype if dtype is None else dtype)
 
@@ -382,7 +378,7 @@ def _check_shared(
     existing: Variable, name: str, shape: ShapeLike | None, dtype: np.dtype
 ) -> None:
     if shape is not None:
-        dims = as_axes(shape)
+        dims = _creation.as_axes(shape)
         fits = len(dims) == len(existing.shape) and all(
             n is None or n == length for n, length in zip(dims, existing.shape, strict=True)
         )

@@ -11,31 +11,11 @@ import numpy as np
 from jax import Array
 from jax.typing import ArrayLike, DTypeLike
 
-from jslices import (
-    FailedPreconditionError,
-    IndexedSlices,
-    OutOfRangeError,
-    apply_slices,
-    batch_scatter_update,
-    embedding_lookup,
-    is_slices,
-    scatter_nd_add,
-    scatter_nd_sub,
-    scatter_nd_update,
-)
+import jslices as js
+from jslices import IndexedSlices
 from jslices.extend import check_slices
-from jslices.tf1._arrays import (
-    ArrayOperators,
-    TensorLike,
-    TensorShape,
-    as_value,
-    canonical_dtype,
-    check_shape,
-    device_of,
-    is_array,
-    is_numpys_default,
-    plain,
-)
+from jslices.tf1 import _arrays
+from jslices.tf1._arrays import ArrayOperators, TensorLike, TensorShape, is_array, plain
 from jslices.tf1._creation import Request, create, request_of
 from jslices.tf1._instead import INSTEAD, check_defaults, missing
 from jslices.tf1._names import bare_name
@@ -132,7 +112,7 @@ class Variable(ArrayOperators):
         check_defaults("Variable", theirs)
         if initial_value is None:
             raise ValueError("initial_value must be specified: Variable(jnp.zeros(3))")
-        declared = None if dtype is None else canonical_dtype(dtype)
+        declared = None if dtype is None else _arrays.canonical_dtype(dtype)
         with run.names.released_on_error():
             unique = run.names.unique("Variable" if name is None else name, "Variable")
             request = request_of(unique, initial_value, declared)
@@ -184,7 +164,10 @@ class Variable(ArrayOperators):
     @property
     def device(self) -> str | None:
         """The device that holds the value; None where it is traced, or spread."""
-        return device_of(self.value())
+        value = self.value()
+        if isinstance(value, jax.core.Tracer) or len(value.devices()) != 1:
+            return None
+        return str(*value.devices())
 
     @property
     def op(self) -> VariableInfo:
@@ -214,7 +197,7 @@ class Variable(ArrayOperators):
         if self._run is not None:
             self._check_open(self._run)
             if not is_initialized(self._value):
-                raise FailedPreconditionError(
+                raise js.FailedPreconditionError(
                     f"Attempting to use uninitialized value {self.info.name}; these "
                     "variables are only declared: make them with model.init(key, *args)"
                 )
@@ -255,7 +238,7 @@ class Variable(ArrayOperators):
     def sparse_read(self, indices: ArrayLike, name: str | None = None) -> Array:
         """The rows ``v[indices]`` by :func:`jslices.embedding_lookup`, errors included."""
         with jax.named_scope(name or "sparse_read"):
-            return embedding_lookup(self.value(), plain(indices))
+            return js.embedding_lookup(self.value(), plain(indices))
 
     # --- assigning ----------------------------------------------------------------------
 
@@ -302,7 +285,7 @@ class Variable(ArrayOperators):
         self, how: str, combine: Callable[[Any, Any], Any], delta: TensorLike
     ) -> Array:
         what = f"assign_{how} to {self.name}"
-        if is_slices(delta):
+        if js.is_slices(delta):
             return self._scatter(f"assign_{how}", how, delta, whole=True)
         if self.dtype == jnp.bool_:
             raise TypeError(f"{what} wants numbers, the variable is bool")
@@ -311,8 +294,13 @@ class Variable(ArrayOperators):
 
     def _fitting(self, value: TensorLike, what: str) -> Array:
         """``value`` as an array of this very shape and dtype."""
-        value = as_value(value, self.dtype, what)
-        check_shape(value, self.shape, what)
+        value = _arrays.as_value(value, self.dtype, what)
+        if value.shape != self.shape:
+            raise ValueError(
+                f"{what} requires both shapes to match: the variable has {self.shape}, the "
+                f"value {value.shape}; nothing is broadcast, so pass "
+                f"jnp.broadcast_to(value, {self.shape}) if you want that"
+            )
         return value
 
     def _write(self, value: Array, what: str) -> Array:
@@ -356,7 +344,7 @@ class Variable(ArrayOperators):
         before = self.value()
         in_init = self._run is not None and self._run.phase == "init"
         if not (in_init or isinstance(before, jax.core.Tracer)) and int(before) >= limit:
-            raise OutOfRangeError(f"Reached limit of {limit}: {self.name}")
+            raise js.OutOfRangeError(f"Reached limit of {limit}: {self.name}")
         self._write(jnp.where(before < limit, before + 1, before), what)
         return before
 
@@ -392,8 +380,7 @@ class Variable(ArrayOperators):
         self, verb: str, how: str, delta: IndexedSlices, whole: bool = False
     ) -> Array:
         what = f"{verb} to {self.name}"
-        _check_is_slices(delta, what)
-        check_slices(delta)
+        _check_slices(delta, what)
         rows, shape, axes = tuple(delta.values.shape[1:]), self.shape, delta.row_axes
         if delta.indices.ndim != 1 or len(shape) < axes or rows != shape[axes:]:
             raise ValueError(
@@ -411,13 +398,13 @@ class Variable(ArrayOperators):
             )
         # TensorFlow's scatters ignore the shape that the slices claim to have.
         rows_only = IndexedSlices(delta.values, delta.indices, None, axes)
-        return self._write(apply_slices(self.value(), rows_only, how), what)
+        return self._write(js.apply_slices(self.value(), rows_only, how), what)
 
     # --- elements, by indices given as arrays -------------------------------------------
 
-    scatter_nd_add = _scattering_nd(scatter_nd_add)
-    scatter_nd_sub = _scattering_nd(scatter_nd_sub)
-    scatter_nd_update = _scattering_nd(scatter_nd_update)
+    scatter_nd_add = _scattering_nd(js.scatter_nd_add)
+    scatter_nd_sub = _scattering_nd(js.scatter_nd_sub)
+    scatter_nd_update = _scattering_nd(js.scatter_nd_update)
 
     def batch_scatter_update(
         self,
@@ -436,10 +423,9 @@ class Variable(ArrayOperators):
             indices, updates = sparse_delta
         else:
             advice = ", or as a pair (indices, updates) for a batch"
-            _check_is_slices(sparse_delta, f"{what} to {self.name}", advice)
-            check_slices(sparse_delta)
+            _check_slices(sparse_delta, f"{what} to {self.name}", advice)
             indices, updates = sparse_delta.indices, sparse_delta.values
-        return self._apply(what, batch_scatter_update, indices, updates)
+        return self._apply(what, js.batch_scatter_update, indices, updates)
 
     def _apply(
         self,
@@ -451,8 +437,8 @@ class Variable(ArrayOperators):
         """Assign ``function(value, indices, updates)``; its errors name the variable."""
         what, old = f"{verb} to {self.name}", self.value()
         updates = plain(updates)
-        if not is_array(updates) or is_numpys_default(updates):
-            updates = as_value(updates, self.dtype, what)
+        if not is_array(updates) or _arrays.is_numpys_default(updates):
+            updates = _arrays.as_value(updates, self.dtype, what)
         try:
             new = function(old, plain(indices), updates)
         except (TypeError, ValueError) as error:
@@ -461,13 +447,14 @@ class Variable(ArrayOperators):
         return self._write(new, what)
 
 
-def _check_is_slices(delta: object, what: str, advice: str = "") -> None:
+def _check_slices(delta: TensorLike, what: str, advice: str = "") -> None:
     """Raise a ValueError for anything but IndexedSlices, as TensorFlow 1 does."""
-    if not is_slices(delta):
+    if not js.is_slices(delta):
         raise ValueError(
             f"{what} wants IndexedSlices, got {type(delta).__name__}; make them with "
             f"jslices.IndexedSlices(values, indices){advice}"
         )
+    check_slices(delta)
 
 
 def _flatten(variable: Variable) -> tuple[tuple[Array], str]:

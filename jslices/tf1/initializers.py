@@ -29,16 +29,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from jslices.tf1._arrays import (
-    MaybeLazy,
-    TensorLike,
-    as_value,
-    canonical_dtype,
-    dtype_of,
-    is_array,
-    kind_of,
-    static_shape,
-)
+from jslices.tf1 import _arrays
+from jslices.tf1._arrays import MaybeLazy, TensorLike, canonical_dtype, static_shape
 from jslices.tf1._draws import can_draw, drawn
 
 #: A PRNG key; None where nothing is random, or a seed takes its place.
@@ -93,7 +85,7 @@ class Initializer:
             words = str(error).replace(type(self).__name__, what)
             kind = TypeError if isinstance(error, TypeError) else ValueError
             raise kind(words) from None
-        of_numbers = not any(map(is_array, self.get_config().values()))
+        of_numbers = not any(map(_arrays.is_array, self.get_config().values()))
         return drawn(what, sample, dims, result, self.seed, of_numbers)
 
     def make(self, key: Key, shape: tuple[int, ...], dtype: np.dtype) -> jax.Array:
@@ -184,9 +176,9 @@ class constant_initializer(Initializer):
     verify_shape: bool = False
 
     def make(self, key: Key, shape: tuple[int, ...], dtype: np.dtype) -> jax.Array:
-        theirs = dtype_of(self.value)
-        value = as_value(self.value, theirs, "constant_initializer")
-        if kind_of(theirs) > kind_of(dtype):
+        theirs = _arrays.dtype_of(self.value)
+        value = _arrays.as_value(self.value, theirs, "constant_initializer")
+        if _arrays.kind_of(theirs) > _arrays.kind_of(dtype):
             raise TypeError(
                 f"constant_initializer({self.value!r}) cannot make {dtype}: that would "
                 "round; give whole numbers"
