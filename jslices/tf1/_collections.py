@@ -103,7 +103,7 @@ def _of_collection(
     caller: str, key: str, scope: str | Variables | None
 ) -> list[Variable] | Variables:
     if isinstance(scope, Variables):
-        return scope.where(lambda info: key in info.collections)
+        return scope.collection(key)
     return _handles(caller, key, scope)
 
 
@@ -120,19 +120,10 @@ def _handles(caller: str, key: str | None, scope: str | None) -> list[Variable]:
 
 
 def all_variables(scope: str | Variables | None = None) -> list[Variable] | Variables:
-    """The variables of the collection ``"variables"``: handles, in a transformed function.
+    """:func:`jslices.tf1.get_collection` of the key ``"variables"``: the handles of a run.
 
     ``scope`` may also be :class:`jslices.tf1.Variables`; those of the collection are
     returned, with their values.
-
-    Example:
-      >>> import jslices.tf1 as tf
-      >>> def model():
-      ...     tf.Variable([1, 2], name="a"), tf.Variable(0, trainable=False, name="b")
-      ...     return [v.name for v in tf.all_variables()]
-      >>> model = tf.transform(model)
-      >>> model.apply(model.init(None))[0]
-      ['a:0', 'b:0']
 
     Source: ``tf.all_variables``, later ``tf.global_variables``.
     """

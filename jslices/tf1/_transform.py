@@ -69,14 +69,13 @@ def transform(fn: Callable[..., Any]) -> Transformed:
       ...     return out, variables.non_trainable
       >>> @functools.partial(jax.jit, donate_argnums=(0, 1))
       ... def step(variables, state, ids):
-      ...     params = variables.trainable
-      ...     (value, rest), grads = js.value_and_grad(loss, has_aux=True)(
-      ...         params, variables.non_trainable, ids)
+      ...     params, rest = variables.trainable, variables.non_trainable
+      ...     (out, rest), grads = js.value_and_grad(loss, has_aux=True)(params, rest, ids)
       ...     assert js.is_slices(grads["table"])
-      ...     updates, state = tx.update(grads, state, params)
-      ...     return js.apply_updates(params, updates) | rest, state, value
+      ...     params, state = tx.apply(grads, state, params)
+      ...     return params | rest, state, out
       >>> variables = model.init(jax.random.key(0), ids)
-      >>> variables, state, value = step(variables, tx.init(variables.trainable), ids)
+      >>> variables, state, out = step(variables, tx.init(variables.trainable), ids)
       >>> variables
       Variables(table: float32[1000, 8], steps: int32[] not trainable)
 
@@ -87,7 +86,10 @@ def transform(fn: Callable[..., Any]) -> Transformed:
         raise TypeError(f"transform wants a function, got {type(fn).__name__}")
 
     def init(key: jax.Array | None, *args: Any, **kwargs: Any) -> Variables:
-        _check_key(key)
+        if key is not None and not hasattr(key, "dtype"):
+            raise TypeError(
+                f"init wants a PRNG key first: init(jax.random.key(0), *args); got {key!r}"
+            )
         with running(Run(key)) as run:
             fn(*args, **kwargs)
             return run.initial_state()
@@ -121,13 +123,6 @@ def transform(fn: Callable[..., Any]) -> Transformed:
         return declared
 
     return Transformed(init, apply, abstract_init)
-
-
-def _check_key(key: object) -> None:
-    if key is not None and not hasattr(key, "dtype"):
-        raise TypeError(
-            f"init wants a PRNG key first: init(jax.random.key(0), *args); got {key!r}"
-        )
 
 
 def _is_key(x: Any) -> bool:

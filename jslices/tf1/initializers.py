@@ -16,13 +16,22 @@ The arguments of all of them and of their calls:
 All but ``zeros``, ``ones``, ``constant`` and ``random_uniform`` make floats only, and raise
 a TypeError for another dtype when called.
 
+Example:
+  >>> import jax, jslices.tf1 as tf
+  >>> init, key = tf.random_normal_initializer(mean=2.0), jax.random.key(0)
+  >>> init(key, (300, 100)).mean().round(1)
+  Array(2., dtype=float32)
+  >>> tf.glorot_uniform_initializer()(key, (200, 100)).std().round(3)  # sqrt(2 / 300)
+  Array(0.082, dtype=float32)
+
 Source: TensorFlow 1, whose statistics they have.
 """
 
 import dataclasses
+import functools
 import math
-from collections.abc import Sequence
-from typing import Any, Literal, TypeAlias
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar, Literal, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -111,11 +120,14 @@ class Initializer:
             raise TypeError(f"{type(self).__name__} makes floats, got dtype {dtype}")
 
 
+@dataclasses.dataclass(frozen=True)
 class _Filled(Initializer):
     """One number everywhere; called with a shape, the class fills at once."""
 
+    dtype: DTypeLike = jnp.float32
+
     needs_key = False
-    number: int
+    number: ClassVar[int]
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         new = object.__new__(cls)
@@ -126,7 +138,6 @@ class _Filled(Initializer):
         return jnp.full(shape, self.number, dtype)
 
 
-@dataclasses.dataclass(frozen=True)
 class zeros_initializer(_Filled):
     """Zeros of any dtype.
 
@@ -141,15 +152,12 @@ class zeros_initializer(_Filled):
     """
 
     number = 0
-    dtype: DTypeLike = jnp.float32
 
 
-@dataclasses.dataclass(frozen=True)
 class ones_initializer(_Filled):
     """Ones of any dtype; see :class:`zeros_initializer` for the two ways to call it."""
 
     number = 1
-    dtype: DTypeLike = jnp.float32
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -209,26 +217,16 @@ class _Normal(Initializer):
     seed: int | None = None
     dtype: DTypeLike = jnp.float32
 
+    standard: ClassVar[Callable[..., jax.Array]]
+
     def make(self, key: Key, shape: tuple[int, ...], dtype: np.dtype) -> jax.Array:
         self.check_is_float(dtype)
-        standard = self.standard(self.random_key(key), shape, dtype)
+        standard = self.standard(self.random_key(key), shape=shape, dtype=dtype)
         return (self.mean + self.stddev * standard).astype(dtype)
-
-    def standard(
-        self, key: jax.Array, shape: tuple[int, ...], dtype: np.dtype
-    ) -> jax.Array:
-        raise NotImplementedError
 
 
 class random_normal_initializer(_Normal):
-    """Normal numbers.
-
-    Example:
-      >>> import jax, jslices.tf1 as tf
-      >>> init = tf.random_normal_initializer(mean=2.0)
-      >>> init(jax.random.key(0), (100_000,)).mean().round(2)
-      Array(2., dtype=float32)
-    """
+    """Normal numbers."""
 
     standard = staticmethod(jax.random.normal)
 
@@ -246,10 +244,7 @@ class truncated_normal_initializer(_Normal):
       (Array(0.88, dtype=float32), True)
     """
 
-    def standard(
-        self, key: jax.Array, shape: tuple[int, ...], dtype: np.dtype
-    ) -> jax.Array:
-        return jax.random.truncated_normal(key, -2, 2, shape, dtype)
+    standard = functools.partial(jax.random.truncated_normal, lower=-2, upper=2)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -306,12 +301,6 @@ class uniform_unit_scaling_initializer(Initializer):
     They lie in ``(-b, b)``, ``b = factor * sqrt(3 / n)``, where n is the product of all
     axes of the shape but the last (as in TensorFlow's code; its documentation says the
     first axis).
-
-    Example:
-      >>> import jax, jslices.tf1 as tf
-      >>> init = tf.uniform_unit_scaling_initializer()
-      >>> init(jax.random.key(0), (300, 100)).std().round(3)  # 1 / sqrt(300)
-      Array(0.058, dtype=float32)
 
     Source: Sussillo and Abbott, "Random walk
     initialization for training very deep feedforward networks", 2014.
@@ -400,12 +389,6 @@ class glorot_uniform_initializer(_Glorot):
     """Uniform numbers in ``(-b, b)``, ``b = sqrt(6 / (fan_in + fan_out))``.
 
     The default of :func:`jslices.tf1.get_variable` for floats.
-
-    Example:
-      >>> import jax, jslices.tf1 as tf
-      >>> drawn = tf.glorot_uniform_initializer()(jax.random.key(0), (200, 100))
-      >>> drawn.std().round(3)  # sqrt(2 / 300)
-      Array(0.082, dtype=float32)
 
     Source: Glorot and Bengio, "Understanding the
     difficulty of training deep feedforward neural networks", 2010.
