@@ -143,12 +143,10 @@ class TensorShape(tuple[int, ...]):
     """A shape that equals lists too; for what ``get_shape()`` returns."""
 
     def as_list(self) -> list[int]:
-        """The shape as a list."""
         return list(self)
 
     @property
     def ndims(self) -> int:
-        """The number of axes."""
         return len(self)
 
     def __eq__(self, other: object) -> bool:

@@ -90,12 +90,10 @@ def get_collection(key: str, scope: str | None = None) -> list[Any]:
     keeps its row gradients.
     """
     if key != GraphKeys.REGULARIZATION_LOSSES:
-        return list(_handles("get_collection", key, scope))
-    losses = []
-    for handle in _handles("get_collection", None, scope):
-        regularizer = handle._request.regularizer
-        if regularizer is not None:
-            losses.append(regularizer(handle.value()))
+        return _handles("get_collection", key, scope)
+    handles = _handles("get_collection", None, scope)
+    pairs = [(v, v._request.regularizer) for v in handles]
+    losses = [regularizer(v.value()) for v, regularizer in pairs if regularizer is not None]
     return [loss for loss in losses if loss is not None]
 
 
@@ -160,7 +158,8 @@ def report_uninitialized_variables(
 
     Source: ``tf.report_uninitialized_variables``.
     """
-    return _uninitialized(_values_of("report_uninitialized_variables", var_list))
+    values = _values_of("report_uninitialized_variables", var_list)
+    return [name for name, value in values.items() if not is_initialized(value)]
 
 
 def assert_variables_initialized(var_list: SomeVariables = None) -> SomeVariables:
@@ -174,8 +173,7 @@ def assert_variables_initialized(var_list: SomeVariables = None) -> SomeVariable
     Source: ``tf.assert_variables_initialized``, which names one of these variables.
     """
     values = _values_of("assert_variables_initialized", var_list)
-    missing = _uninitialized(values)
-    if missing:
+    if missing := report_uninitialized_variables(values):
         raise FailedPreconditionError(
             f"Attempting to use uninitialized value {', '.join(missing)}; make them with "
             "model.init(key, *args) or initialize_all_variables(variables, key)"
@@ -271,10 +269,6 @@ def _checked(caller: str, variables: object) -> Variables:
             f"{type(variables).__name__}"
         )
     return variables
-
-
-def _uninitialized(values: Mapping[str, Value]) -> list[str]:
-    return [name for name, value in values.items() if not is_initialized(value)]
 
 
 def _values_of(caller: str, variables: SomeVariables) -> dict[str, Value]:
