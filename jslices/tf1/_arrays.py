@@ -3,7 +3,7 @@
 import functools
 import inspect
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, ParamSpec, TypeAlias, TypeVar
 
 import jax
@@ -17,6 +17,8 @@ from jslices.extend import PyTree
 
 #: What TensorFlow converts to a tensor: an array, a number, a list, a variable.
 TensorLike: TypeAlias = Any
+#: A shape that is known before tracing.
+ShapeLike: TypeAlias = int | Sequence[int]
 #: An array, or one that is made later (``LazyValue``).
 MaybeLazy: TypeAlias = Any
 

@@ -85,9 +85,8 @@ def get_collection(key: str, scope: str | None = None) -> list[Any]:
       >>> model.apply(model.init(None))[0]
       Array(1.5, dtype=float32)
 
-    Source: ``tf.get_collection``. TensorFlow calls a regularizer when the variable is
-    created; here, if you don't ask, nothing is computed, and a table that is only looked up
-    keeps its row gradients.
+    Source: ``tf.get_collection``. TensorFlow calls a regularizer when it creates the
+    variable; here a table that is only looked up keeps its row gradients if you don't ask.
     """
     if key != GraphKeys.REGULARIZATION_LOSSES:
         return _handles("get_collection", key, scope)

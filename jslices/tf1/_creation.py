@@ -23,7 +23,7 @@ from jslices.tf1.initializers import glorot_uniform_initializer, zeros_initializ
 #: A function ``init(key, shape, dtype)``, or a constant.
 InitializerLike: TypeAlias = Any
 #: A shape; of a shared variable None stands for an axis of any length.
-ShapeLike: TypeAlias = int | Sequence[int | None]
+PartialShape: TypeAlias = int | Sequence[int | None]
 Regularizer: TypeAlias = Callable[[jax.Array], jax.Array | None]
 
 TRAINABLE = "trainable_variables"
@@ -105,7 +105,7 @@ def _own(array: jax.Array) -> jax.Array:
 def request_of_initializer(
     name: str,
     unique: str,
-    shape: ShapeLike | None,
+    shape: PartialShape | None,
     dtype: DTypeLike | None,
     initializer: InitializerLike,
     default_dtype: DTypeLike,
@@ -149,7 +149,7 @@ def _parameters(initializer: InitializerLike) -> list[str] | None:
 def _request_of_constant(
     name: str,
     unique: str,
-    shape: ShapeLike | None,
+    shape: PartialShape | None,
     dtype: DTypeLike | None,
     constant: TensorLike,
 ) -> Request:
@@ -166,12 +166,12 @@ def _request_of_constant(
     return _request_of_value(unique, constant, theirs)
 
 
-def as_axes(shape: ShapeLike) -> tuple[int | None, ...]:
+def as_axes(shape: PartialShape) -> tuple[int | None, ...]:
     """A shape as a tuple, None standing for an axis of any length."""
     return tuple(shape) if isinstance(shape, list | tuple | np.ndarray) else (shape,)  # type: ignore[return-value]
 
 
-def _static_shape(shape: ShapeLike, name: str) -> tuple[int, ...]:
+def _static_shape(shape: PartialShape, name: str) -> tuple[int, ...]:
     axes = as_axes(shape)
     if None in axes:
         raise ValueError(

@@ -6,7 +6,7 @@ and ``constant`` give ordinary arrays; how they were made is remembered, so that
 is an int or ints, known before tracing.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -14,14 +14,14 @@ import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
 from jslices.tf1 import _arrays, initializers
-from jslices.tf1._arrays import MaybeLazy, TensorLike, canonical_dtype, static_shape
+from jslices.tf1._arrays import MaybeLazy, ShapeLike, TensorLike, static_shape
 from jslices.tf1._run import current_run, current_run_or_none
 
 # --- constants --------------------------------------------------------------------------
 
 
 def zeros(
-    shape: int | Sequence[int], dtype: DTypeLike = jnp.float32, name: str | None = None
+    shape: ShapeLike, dtype: DTypeLike = jnp.float32, name: str | None = None
 ) -> jax.Array:
     """An array of zeros, as by ``jnp.zeros``, also in ``apply``, where ``jit`` removes it.
 
@@ -40,7 +40,7 @@ def zeros(
 
 
 def ones(
-    shape: int | Sequence[int], dtype: DTypeLike = jnp.float32, name: str | None = None
+    shape: ShapeLike, dtype: DTypeLike = jnp.float32, name: str | None = None
 ) -> jax.Array:
     """An array of ones; as :func:`jslices.tf1.zeros`.
 
@@ -52,7 +52,7 @@ def ones(
 def constant(
     value: TensorLike,
     dtype: DTypeLike | None = None,
-    shape: int | Sequence[int] | None = None,
+    shape: ShapeLike | None = None,
     name: str | None = None,
     verify_shape: bool = False,
 ) -> jax.Array:
@@ -69,7 +69,7 @@ def constant(
 
     Source: ``tf.constant`` of TensorFlow 1.
     """
-    result = _arrays.dtype_of(value) if dtype is None else canonical_dtype(dtype)
+    result = _arrays.dtype_of(value) if dtype is None else _arrays.canonical_dtype(dtype)
     dims = jnp.asarray(value).shape if shape is None else static_shape(shape, "constant")
     filled = initializers.constant(value, result, verify_shape)
     make = lambda: filled.make(None, dims, result)  # noqa: E731
@@ -78,10 +78,8 @@ def constant(
     return make() if of_arrays else _remembered(make)
 
 
-def _filled(
-    what: str, value: int, shape: int | Sequence[int], dtype: DTypeLike
-) -> jax.Array:
-    dims, result = static_shape(shape, what), canonical_dtype(dtype)
+def _filled(what: str, value: int, shape: ShapeLike, dtype: DTypeLike) -> jax.Array:
+    dims, result = static_shape(shape, what), _arrays.canonical_dtype(dtype)
     return _remembered(lambda: jnp.full(dims, value, result))
 
 
@@ -110,7 +108,7 @@ def zeros_like(
 
 
 def random_normal(
-    shape: int | Sequence[int],
+    shape: ShapeLike,
     mean: ArrayLike = 0.0,
     stddev: ArrayLike = 1.0,
     dtype: DTypeLike = jnp.float32,
@@ -156,7 +154,7 @@ def random_normal(
 
 
 def truncated_normal(
-    shape: int | Sequence[int],
+    shape: ShapeLike,
     mean: ArrayLike = 0.0,
     stddev: ArrayLike = 1.0,
     dtype: DTypeLike = jnp.float32,
@@ -175,7 +173,7 @@ def truncated_normal(
 
 
 def random_uniform(
-    shape: int | Sequence[int],
+    shape: ShapeLike,
     minval: ArrayLike = 0,
     maxval: ArrayLike | None = None,
     dtype: DTypeLike = jnp.float32,

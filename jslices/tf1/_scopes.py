@@ -14,7 +14,7 @@ from jax.typing import DTypeLike
 from jslices.tf1 import _creation
 from jslices.tf1._arrays import canonical_dtype, dtype_of
 from jslices.tf1._collections import GraphKeys, get_collection
-from jslices.tf1._creation import InitializerLike, Regularizer, ShapeLike
+from jslices.tf1._creation import InitializerLike, PartialShape, Regularizer
 from jslices.tf1._instead import check_defaults, missing
 from jslices.tf1._names import check_name, join
 from jslices.tf1._run import Run, current_run
@@ -274,7 +274,7 @@ def name_scope(
 
 def get_variable(
     name: str,
-    shape: ShapeLike | None = None,
+    shape: PartialShape | None = None,
     dtype: DTypeLike | None = None,
     initializer: InitializerLike = None,
     trainable: bool = True,
@@ -366,7 +366,7 @@ def _shared_dtype(
 
 
 def _check_shared(
-    existing: Variable, name: str, shape: ShapeLike | None, dtype: np.dtype
+    existing: Variable, name: str, shape: PartialShape | None, dtype: np.dtype
 ) -> None:
     if shape is not None:
         dims = _creation.as_axes(shape)

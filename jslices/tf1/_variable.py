@@ -87,9 +87,8 @@ class Variable(ArrayOperators):
       >>> model.apply(model.init(None))
       (Array(1, dtype=int32), Variables(steps: int32[] not trainable))
 
-    Source: ``tf.Variable`` of TensorFlow 1, whose state lives in a session. There, whether
-    a read comes before or after an assignment is undefined; here the order of the program
-    decides.
+    Source: ``tf.Variable`` of TensorFlow 1, where the order of reads and assignments is
+    undefined; here it is that of the program.
     """
 
     info: VariableInfo  #: its static properties

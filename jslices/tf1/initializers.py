@@ -30,7 +30,7 @@ Source: TensorFlow 1, whose statistics they have.
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, ClassVar, Literal, TypeAlias
 
 import jax
@@ -39,12 +39,11 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from jslices.tf1 import _arrays
-from jslices.tf1._arrays import MaybeLazy, TensorLike, canonical_dtype, static_shape
+from jslices.tf1._arrays import MaybeLazy, ShapeLike, canonical_dtype, static_shape
 from jslices.tf1._draws import can_draw, drawn
 
 #: A PRNG key; None where nothing is random, or a seed takes its place.
 Key: TypeAlias = jax.Array | None
-ShapeLike: TypeAlias = int | Sequence[int]
 
 
 def _is_shape(x: object) -> bool:
@@ -179,7 +178,7 @@ class constant_initializer(Initializer):
     """
 
     needs_key = False
-    value: TensorLike = 0
+    value: _arrays.TensorLike = 0
     dtype: DTypeLike = jnp.float32
     verify_shape: bool = False
 
