@@ -2,7 +2,8 @@
 
 Variables, scopes and initializers work inside of a function given to :func:`transform`,
 which turns it into pure functions: ``init``, ``apply`` and a pytree of
-:class:`Variables`. Everything else works on arrays as well.
+:class:`Variables`; elsewhere they raise a RuntimeError. Everything else works on arrays as
+well. ``name=`` shows in profiles; ``use_locking`` and ``validate_indices`` change nothing.
 
 What differs from TensorFlow, on purpose:
 
@@ -18,7 +19,7 @@ What differs from TensorFlow, on purpose:
   take a key, as in JAX, or only TensorFlow's ``init(shape, dtype)``.
 * ``initialize_variables`` and the like do nothing in a function, as no session runs them.
 * A float variable without an initializer gets ``glorot_uniform_initializer``, as from
-  TensorFlow 1.0 on (before, it was ``uniform_unit_scaling_initializer``).
+  TensorFlow 1.0 on.
 * Sampled losses take ``key=`` or ``seed=``; there is no global generator.
 * ``train.Saver`` is given variables where TensorFlow has a session, and ``restore`` returns
   them. A dict of arrays is no ``var_list``: arrays do not know which variable they are of.

@@ -3,7 +3,7 @@
 import functools
 import inspect
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, ParamSpec, TypeAlias, TypeVar
 
 import jax
@@ -17,6 +17,8 @@ from jslices.extend import PyTree
 
 #: What TensorFlow converts to a tensor: an array, a number, a list, a variable.
 TensorLike: TypeAlias = Any
+#: A shape that is known before tracing.
+ShapeLike: TypeAlias = int | Sequence[int]
 #: An array, or one that is made later (``LazyValue``).
 MaybeLazy: TypeAlias = Any
 
@@ -65,10 +67,6 @@ def _number(function: Callable[..., T]) -> Callable[..., T]:
     return lambda self: function(self.value())
 
 
-def _methods(cls: type) -> str:
-    return ", ".join(name for name in dir(cls) if not name.startswith("_"))
-
-
 class ArrayOperators:
     """The base of handles: whatever an array does, done with ``self.value()``.
 
@@ -99,9 +97,10 @@ class ArrayOperators:
         try:
             return getattr(self.value(), name)
         except AttributeError:
+            methods = ", ".join(n for n in dir(type(self)) if not n.startswith("_"))
             raise AttributeError(
                 f"a {type(self).__name__} has no {name!r}, and the array it holds has none "
-                f"either; it has {_methods(type(self))}, and what arrays have"
+                f"either; it has {methods}, and what arrays have"
             ) from None
 
     def __getitem__(self, index: PyTree) -> MaybeLazy:
@@ -146,25 +145,16 @@ class TensorShape(tuple[int, ...]):
     """A shape that equals lists too; for what ``get_shape()`` returns."""
 
     def as_list(self) -> list[int]:
-        """The shape as a list."""
         return list(self)
 
     @property
     def ndims(self) -> int:
-        """The number of axes."""
         return len(self)
 
     def __eq__(self, other: object) -> bool:
         return tuple(self) == (tuple(other) if isinstance(other, list) else other)
 
     __hash__ = tuple.__hash__
-
-
-def device_of(array: jax.Array) -> str | None:
-    """The name of the device of an array; None for a traced or a spread one."""
-    if isinstance(array, jax.core.Tracer) or len(array.devices()) != 1:
-        return None
-    return str(*array.devices())
 
 
 # --- shapes and dtypes ------------------------------------------------------------------
@@ -254,16 +244,6 @@ def _contains_arrays(value: object) -> bool:
     if isinstance(value, list | tuple):
         return any(_contains_arrays(x) for x in value)
     return is_array(value) or isinstance(value, ArrayOperators)
-
-
-def check_shape(value: jax.Array, shape: tuple[int, ...], what: str) -> None:
-    """Raise a ValueError for another shape: assignment does not broadcast."""
-    if tuple(np.shape(value)) != shape:
-        raise ValueError(
-            f"{what} requires both shapes to match: the variable has {shape}, the value "
-            f"{tuple(np.shape(value))}; nothing is broadcast, so pass "
-            f"jnp.broadcast_to(value, {shape}) if you want that"
-        )
 
 
 def static_shape(shape: object, what: str) -> tuple[int, ...]:

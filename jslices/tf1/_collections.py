@@ -2,7 +2,9 @@
 
 Inside of a transformed function they speak of the variables of this run, as TensorFlow's
 speak of the graph. Those that make or check values are pure functions of
-:class:`jslices.tf1.Variables` too.
+:class:`jslices.tf1.Variables` too, which is what ``init`` and ``apply`` return. A ``scope``
+is a regular expression that the beginning of the name must match; all results are in the
+order of creation.
 """
 
 import re
@@ -65,41 +67,32 @@ class GraphKeys:
 
 
 def get_collection(key: str, scope: str | None = None) -> list[Any]:
-    """The contents of a collection so far, in the order of creation.
+    """The :class:`jslices.tf1.Variable` handles of a collection, or its losses.
 
     Args:
-      key: ``"variables"``, ``"trainable_variables"`` or another key that variables were
-        created with; or ``"regularization_losses"``, which calls the regularizer of every
-        variable that has one on its current value, and leaves out results of None.
+      key: what variables were created with; or ``"regularization_losses"``, which calls the
+        regularizer of every variable that has one on its current value, and leaves out
+        results of None.
       scope: a regular expression that the beginning of the name must match.
 
-    Returns:
-      A list of :class:`jslices.tf1.Variable`, or of losses.
-
-    Raises:
-      RuntimeError: outside of a transformed function.
-
     Example:
-      >>> import jax, jax.numpy as jnp, jslices.tf1 as tf
+      >>> import jax.numpy as jnp, jslices.tf1 as tf
       >>> def loss():
       ...     tf.get_variable("w", [3], initializer=tf.ones_initializer(),
       ...                     regularizer=lambda w: 0.5 * jnp.sum(w * w))
       ...     return sum(tf.get_collection("regularization_losses"))
       >>> model = tf.transform(loss)
-      >>> model.apply(model.init(jax.random.key(0)))[0]
+      >>> model.apply(model.init(None))[0]
       Array(1.5, dtype=float32)
 
-    Source: ``tf.get_collection``. TensorFlow calls a regularizer when the variable is
-    created; here, if you don't ask, nothing is computed, and a table that is only looked up
-    keeps its row gradients.
+    Source: ``tf.get_collection``. TensorFlow calls a regularizer when it creates the
+    variable; here a table that is only looked up keeps its row gradients if you don't ask.
     """
     if key != GraphKeys.REGULARIZATION_LOSSES:
-        return list(_handles("get_collection", key, scope))
-    losses = []
-    for handle in _handles("get_collection", None, scope):
-        regularizer = handle._request.regularizer
-        if regularizer is not None:
-            losses.append(regularizer(handle.value()))
+        return _handles("get_collection", key, scope)
+    handles = _handles("get_collection", None, scope)
+    pairs = [(v, v._request.regularizer) for v in handles]
+    losses = [regularizer(v.value()) for v, regularizer in pairs if regularizer is not None]
     return [loss for loss in losses if loss is not None]
 
 
@@ -107,7 +100,7 @@ def _of_collection(
     caller: str, key: str, scope: str | Variables | None
 ) -> list[Variable] | Variables:
     if isinstance(scope, Variables):
-        return scope.where(lambda info: key in info.collections)
+        return scope.collection(key)
     return _handles(caller, key, scope)
 
 
@@ -124,25 +117,10 @@ def _handles(caller: str, key: str | None, scope: str | None) -> list[Variable]:
 
 
 def all_variables(scope: str | Variables | None = None) -> list[Variable] | Variables:
-    """The variables of the collection ``"variables"`` so far, in the order of creation.
+    """:func:`jslices.tf1.get_collection` of the key ``"variables"``: the handles of a run.
 
-    Args:
-      scope: a regular expression that the beginning of the name must match; or what
-        ``init`` or ``apply`` returned, of which those of the collection are returned, with
-        their values.
-
-    Raises:
-      RuntimeError: outside of a transformed function, without :class:`Variables`.
-
-    Example:
-      >>> import jax, jslices.tf1 as tf
-      >>> def model():
-      ...     tf.get_variable("a", [2])
-      ...     tf.get_variable("b", [], trainable=False)
-      ...     return [v.name for v in tf.all_variables()]
-      >>> model = tf.transform(model)
-      >>> model.apply(model.init(jax.random.key(0)))[0]
-      ['a:0', 'b:0']
+    ``scope`` may also be :class:`jslices.tf1.Variables`; those of the collection are
+    returned, with their values.
 
     Source: ``tf.all_variables``, later ``tf.global_variables``.
     """
@@ -162,22 +140,15 @@ def trainable_variables(
 def report_uninitialized_variables(
     var_list: SomeVariables = None, name: str | None = None
 ) -> list[str]:
-    """The names of variables that are declared and have no value.
+    """The names, without ``:0``, of variables that are declared and have no value.
 
-    Args:
-      var_list: what ``init``, ``apply`` or ``abstract_init`` returned, or a list of
-        handles; None, inside of a transformed function, means all that it created.
-
-    Returns:
-      Names without ``:0``, in the order of creation.
-
-    Raises:
-      RuntimeError: without ``var_list``, outside of a transformed function.
+    ``var_list``: :class:`jslices.tf1.Variables` or a list of handles; None, inside of a
+    transformed function, means all that it created.
 
     Example:
       >>> import jax, jslices.tf1 as tf
       >>> model = tf.transform(lambda: tf.get_variable("w", [2]).value())
-      >>> declared = model.abstract_init(jax.random.key(0))
+      >>> declared = model.abstract_init()
       >>> tf.report_uninitialized_variables(declared)
       ['w']
       >>> tf.report_uninitialized_variables(tf.initialize_all_variables(
@@ -186,33 +157,22 @@ def report_uninitialized_variables(
 
     Source: ``tf.report_uninitialized_variables``.
     """
-    return _uninitialized(_values_of("report_uninitialized_variables", var_list))
+    values = _values_of("report_uninitialized_variables", var_list)
+    return [name for name, value in values.items() if not is_initialized(value)]
 
 
 def assert_variables_initialized(var_list: SomeVariables = None) -> SomeVariables:
-    """Return the variables, or raise an error if some have no value.
+    """Return the variables, None if there are none; or raise if some have no value.
 
-    Args:
-      var_list: as for :func:`report_uninitialized_variables`.
-
-    Returns:
-      ``var_list``; None if there are none, as in TensorFlow.
+    ``var_list`` is as for :func:`jslices.tf1.report_uninitialized_variables`.
 
     Raises:
       FailedPreconditionError: naming every variable that has no value.
 
-    Example:
-      >>> import jax, jslices.tf1 as tf
-      >>> model = tf.transform(lambda: tf.get_variable("w", [2]).value())
-      >>> tf.assert_variables_initialized(model.abstract_init(jax.random.key(0)))
-      Traceback (most recent call last):
-      jslices._errors.FailedPreconditionError: Attempting to use uninitialized value w; ...
-
     Source: ``tf.assert_variables_initialized``, which names one of these variables.
     """
     values = _values_of("assert_variables_initialized", var_list)
-    missing = _uninitialized(values)
-    if missing:
+    if missing := report_uninitialized_variables(values):
         raise FailedPreconditionError(
             f"Attempting to use uninitialized value {', '.join(missing)}; make them with "
             "model.init(key, *args) or initialize_all_variables(variables, key)"
@@ -225,19 +185,9 @@ def assert_variables_initialized(var_list: SomeVariables = None) -> SomeVariable
 def initialize_all_variables(
     variables: Variables | None = None, key: jax.Array | None = None
 ) -> Variables | None:
-    """All variables with their initial values, whether they had values or not.
+    """:func:`jslices.tf1.initialize_variables` of every name.
 
-    As :func:`jslices.tf1.initialize_variables`, errors included, for every name; inside of
-    a transformed function, without ``variables``, it does nothing.
-
-    Example:
-      >>> import jax, jslices.tf1 as tf
-      >>> model = tf.transform(lambda: tf.Variable(3, name="n").assign_add(1))
-      >>> _, variables = model.apply(model.init(jax.random.key(0)))
-      >>> int(variables["n"])
-      4
-      >>> int(tf.initialize_all_variables(variables, jax.random.key(0))["n"])
-      3
+    Inside of a transformed function, without ``variables``, it does nothing.
 
     Source: ``tf.initialize_all_variables``, an operation to run in a session.
     """
@@ -257,25 +207,24 @@ def initialize_variables(
 
     Args:
       var_list: names or handles; an empty list changes nothing.
-      name: ignored; operations have no names here.
+      name: ignored.
       variables: what ``abstract_init``, ``init`` or ``apply`` returned. None, inside of a
         transformed function: nothing is done and None is returned, as TensorFlow's
         operation does nothing until a session runs it; ``model.init`` is that session.
       key: a PRNG key; the same key gives what ``init`` gives. None if nothing is random.
 
     Raises:
-      TypeError: if ``var_list`` is not a list.
       KeyError: for a name that is not in ``variables``.
       ValueError: for variables whose initial value was an array that the function
         computed, naming them; only ``model.init(key, *args)`` can make those.
-      RuntimeError: without ``variables``, outside of a transformed function.
 
     Example:
-      >>> import jax, jslices.tf1 as tf
+      >>> import jslices.tf1 as tf
       >>> model = tf.transform(lambda: tf.Variable(3, name="n").assign_add(1))
-      >>> _, variables = model.apply(model.init(jax.random.key(0)))
-      >>> int(tf.initialize_variables(["n"], variables=variables)["n"])
-      3
+      >>> _, variables = model.apply(model.init(None))
+      >>> after = tf.initialize_variables(["n"], variables=variables)
+      >>> int(variables["n"]), int(after["n"])
+      (4, 3)
 
     Source: ``tf.initialize_variables``, later ``tf.variables_initializer``.
     """
@@ -319,10 +268,6 @@ def _checked(caller: str, variables: object) -> Variables:
             f"{type(variables).__name__}"
         )
     return variables
-
-
-def _uninitialized(values: Mapping[str, Value]) -> list[str]:
-    return [name for name, value in values.items() if not is_initialized(value)]
 
 
 def _values_of(caller: str, variables: SomeVariables) -> dict[str, Value]:

@@ -13,15 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from jslices.tf1._arrays import (
-    ArrayOperators,
-    TensorLike,
-    as_value,
-    canonical_dtype,
-    check_dtype,
-    dtype_of,
-    static_shape,
-)
+from jslices.tf1 import _arrays
+from jslices.tf1._arrays import ArrayOperators, TensorLike, canonical_dtype, dtype_of
 from jslices.tf1._draws import LazyValue
 from jslices.tf1._run import Run, current_run, initial_value
 from jslices.tf1._state import Initial, Value, VariableInfo, is_initialized
@@ -30,7 +23,7 @@ from jslices.tf1.initializers import glorot_uniform_initializer, zeros_initializ
 #: A function ``init(key, shape, dtype)``, or a constant.
 InitializerLike: TypeAlias = Any
 #: A shape; of a shared variable None stands for an axis of any length.
-ShapeLike: TypeAlias = int | Sequence[int | None]
+PartialShape: TypeAlias = int | Sequence[int | None]
 Regularizer: TypeAlias = Callable[[jax.Array], jax.Array | None]
 
 TRAINABLE = "trainable_variables"
@@ -75,8 +68,8 @@ def request_of(name: str, value: TensorLike, dtype: np.dtype | None) -> Request:
     )
 
     def make(key: jax.Array | None) -> jax.Array:
-        made = value(key) if takes_key else value()
-        return _own(as_value(made, dtype or dtype_of(made), f"the initial value of {name}"))
+        made, what = value(key) if takes_key else value(), f"the initial value of {name}"
+        return _own(_arrays.as_value(made, dtype or dtype_of(made), what))
 
     return Request(name, make, None, dtype)
 
@@ -88,11 +81,11 @@ def _request_of_value(name: str, value: TensorLike, dtype: np.dtype) -> Request:
     as a table, and is not remembered.
     """
     if isinstance(value, LazyValue):
-        check_dtype(value.dtype, dtype, f"the initial value of {name}")
+        _arrays.check_dtype(value.dtype, dtype, f"the initial value of {name}")
         value.bind(name)  # each draw has a key of its own
         make = lambda key: value.value()  # noqa: E731
         return Request(name, make, value.shape, dtype, value.repeatable)
-    array = as_value(value, dtype, f"the initial value of {name}")
+    array = _arrays.as_value(value, dtype, f"the initial value of {name}")
     recipe = current_run("Variable").recipe_of(value)
     if recipe is not None:
         return Request(name, lambda key: recipe(), tuple(array.shape), dtype)
@@ -112,7 +105,7 @@ def _own(array: jax.Array) -> jax.Array:
 def request_of_initializer(
     name: str,
     unique: str,
-    shape: ShapeLike | None,
+    shape: PartialShape | None,
     dtype: DTypeLike | None,
     initializer: InitializerLike,
     default_dtype: DTypeLike,
@@ -156,7 +149,7 @@ def _parameters(initializer: InitializerLike) -> list[str] | None:
 def _request_of_constant(
     name: str,
     unique: str,
-    shape: ShapeLike | None,
+    shape: PartialShape | None,
     dtype: DTypeLike | None,
     constant: TensorLike,
 ) -> Request:
@@ -173,19 +166,19 @@ def _request_of_constant(
     return _request_of_value(unique, constant, theirs)
 
 
-def as_axes(shape: ShapeLike) -> tuple[int | None, ...]:
+def as_axes(shape: PartialShape) -> tuple[int | None, ...]:
     """A shape as a tuple, None standing for an axis of any length."""
     return tuple(shape) if isinstance(shape, list | tuple | np.ndarray) else (shape,)  # type: ignore[return-value]
 
 
-def _static_shape(shape: ShapeLike, name: str) -> tuple[int, ...]:
+def _static_shape(shape: PartialShape, name: str) -> tuple[int, ...]:
     axes = as_axes(shape)
     if None in axes:
         raise ValueError(
             f"Shape of a new variable ({name}) must be fully defined, but instead was "
             f"{axes}."
         )
-    return static_shape(shape, name)
+    return _arrays.static_shape(shape, name)
 
 
 # --- creating ---------------------------------------------------------------------------

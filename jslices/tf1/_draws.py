@@ -14,13 +14,9 @@ from jax.typing import DTypeLike
 
 from jslices import is_slices
 from jslices.extend import called_by_any_jax_operator
+from jslices.tf1 import _run
 from jslices.tf1._arrays import ArrayOperators, MaybeLazy, TensorLike, TensorShape, plain
-from jslices.tf1._run import (
-    DrawId,
-    Initialization,
-    current_initialization,
-    current_run_or_none,
-)
+from jslices.tf1._run import DrawId, Initialization
 
 
 @dataclasses.dataclass(eq=False)
@@ -34,7 +30,7 @@ class Draw:
     sample: Callable[[jax.Array], jax.Array]
     seed: int | None
     #: After ``set_random_seed``: that seed and a number, if no variable begins with it.
-    of_program: tuple[int, int] | None
+    of_program: tuple[int, int] | None = None
     id: DrawId | None = None
 
     def bind(self, variable: Initialization) -> DrawId:
@@ -44,11 +40,17 @@ class Draw:
         return self.id
 
     def __call__(self) -> jax.Array:
-        variable = current_initialization()
+        key: jax.Array | None
+        variable = _run.current_initialization()
         if self.seed is not None:
             key = jax.random.key(self.seed)
         elif variable is not None:
-            key = some_key(self.what, variable, self.bind(variable))
+            key = variable.key_of(self.bind(variable))
+            if key is None:
+                raise ValueError(
+                    f"{self.what} draws random numbers and got no key; pass "
+                    "jax.random.key(0) to init instead of None, or seed= to the call"
+                )
         elif self.of_program is not None:
             seed, number = self.of_program
             key = jax.random.fold_in(jax.random.key(seed), number)
@@ -69,17 +71,6 @@ def of_jax(what: str) -> str:
     """The name of JAX's function, which takes a key."""
     name = what.removeprefix("random_").removesuffix("_initializer")
     return f"jax.random.{name}" if hasattr(jax.random, name) else "jax.random.normal"
-
-
-def some_key(what: str, variable: Initialization, draw: DrawId) -> jax.Array:
-    """The key of a draw, or an error if the run has no key."""
-    key = variable.key_of(draw)
-    if key is None:
-        raise ValueError(
-            f"{what} draws random numbers and got no key; pass jax.random.key(0) to init "
-            "instead of None, or seed= to the call"
-        )
-    return key
 
 
 class LazyValue(ArrayOperators):
@@ -172,7 +163,8 @@ jax.tree_util.register_pytree_node(
 
 def can_draw() -> bool:
     """True in a transformed function, and where the initial value of a variable is made."""
-    return current_initialization() is not None or current_run_or_none() is not None
+    variable, run = _run.current_initialization(), _run.current_run_or_none()
+    return variable is not None or run is not None
 
 
 def drawn(
@@ -190,16 +182,15 @@ def drawn(
     Raises:
       RuntimeError: outside of a transformed function, without a seed.
     """
-    variable, run = current_initialization(), current_run_or_none()
+    variable, run = _run.current_initialization(), _run.current_run_or_none()
     if variable is None and run is not None:
         draw = Draw(what, sample, seed, run.next_seeded_draw())
         return LazyValue(draw, (draw,), shape, dtype, repeatable)
-    if seed is not None:
-        return sample(jax.random.key(seed))
-    if variable is not None:
-        return sample(some_key(what, variable, variable.next_draw()))
-    raise RuntimeError(
-        f"{what} was called outside of a transformed function, where there is no key. Put "
-        "the call into the function that you give to jslices.tf1.transform; or pass seed=; "
-        f"or draw with {of_jax(what)}(key, ...)"
-    )
+    if seed is None and variable is None:
+        raise RuntimeError(
+            f"{what} was called outside of a transformed function, where there is no key. "
+            "Put the call into the function that you give to jslices.tf1.transform; or "
+            f"pass seed=; or draw with {of_jax(what)}(key, ...)"
+        )
+    now = variable.next_draw() if variable is not None and seed is None else None
+    return Draw(what, sample, seed, id=now)()

@@ -2,52 +2,36 @@
 
 ``random_normal`` and the like are drawn by ``init`` (see ``_draws``). ``zeros``, ``ones``
 and ``constant`` give ordinary arrays; how they were made is remembered, so that
-``initialize_all_variables`` can make them again without running the function.
+``initialize_all_variables`` can make them again without running the function. A ``shape``
+is an int or ints, known before tracing.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
-from jslices.tf1._arrays import (
-    MaybeLazy,
-    TensorLike,
-    canonical_dtype,
-    dtype_of,
-    is_array,
-    static_shape,
-)
+from jslices.tf1 import _arrays, initializers
+from jslices.tf1._arrays import MaybeLazy, ShapeLike, TensorLike, static_shape
 from jslices.tf1._run import current_run, current_run_or_none
-from jslices.tf1.initializers import (
-    constant_initializer,
-    random_normal_initializer,
-    random_uniform_initializer,
-    truncated_normal_initializer,
-)
 
 # --- constants --------------------------------------------------------------------------
 
 
 def zeros(
-    shape: int | Sequence[int], dtype: DTypeLike = jnp.float32, name: str | None = None
+    shape: ShapeLike, dtype: DTypeLike = jnp.float32, name: str | None = None
 ) -> jax.Array:
-    """An array of zeros, such as ``jnp.zeros`` gives; ``name`` is ignored.
+    """An array of zeros, as by ``jnp.zeros``, also in ``apply``, where ``jit`` removes it.
 
     A variable that begins with it can be initialized again by
     :func:`jslices.tf1.initialize_all_variables`.
 
-    Raises:
-      TypeError, ValueError: if ``shape`` is not a shape of ints, known before tracing.
-
-    Cost: that of ``jnp.zeros``, also in ``apply``, where ``jit`` removes it.
-
     Example:
-      >>> import jax, jslices.tf1 as tf
+      >>> import jslices.tf1 as tf
       >>> model = tf.transform(lambda: tf.Variable(tf.zeros([3]), name="biases") + 1)
-      >>> model.apply(model.init(jax.random.key(0)))
+      >>> model.apply(model.init(None))
       (Array([1., 1., 1.], dtype=float32), Variables(biases: float32[3]))
 
     Source: ``tf.zeros``.
@@ -56,14 +40,9 @@ def zeros(
 
 
 def ones(
-    shape: int | Sequence[int], dtype: DTypeLike = jnp.float32, name: str | None = None
+    shape: ShapeLike, dtype: DTypeLike = jnp.float32, name: str | None = None
 ) -> jax.Array:
-    """An array of ones; see :func:`jslices.tf1.zeros`.
-
-    Example:
-      >>> import jslices.tf1 as tf
-      >>> tf.ones([2], "int32")
-      Array([1, 1], dtype=int32)
+    """An array of ones; as :func:`jslices.tf1.zeros`.
 
     Source: ``tf.ones``.
     """
@@ -73,15 +52,14 @@ def ones(
 def constant(
     value: TensorLike,
     dtype: DTypeLike | None = None,
-    shape: int | Sequence[int] | None = None,
+    shape: ShapeLike | None = None,
     name: str | None = None,
     verify_shape: bool = False,
 ) -> jax.Array:
-    """An array of these values, row by row.
+    """An array of these values, as by :class:`jslices.tf1.constant_initializer`.
 
-    Values and errors are as in :class:`jslices.tf1.constant_initializer`. A ``dtype`` of
-    None means that of the value (float32 and int32 for Python's numbers), a ``shape`` of
-    None its own; ``name`` is ignored.
+    A ``dtype`` of None means that of the value (float32 and int32 for Python's numbers), a
+    ``shape`` of None its own.
 
     Example:
       >>> import jslices.tf1 as tf
@@ -91,19 +69,17 @@ def constant(
 
     Source: ``tf.constant`` of TensorFlow 1.
     """
-    result = dtype_of(value) if dtype is None else canonical_dtype(dtype)
+    result = _arrays.dtype_of(value) if dtype is None else _arrays.canonical_dtype(dtype)
     dims = jnp.asarray(value).shape if shape is None else static_shape(shape, "constant")
-    filled = constant_initializer(value, result, verify_shape)
+    filled = initializers.constant(value, result, verify_shape)
     make = lambda: filled.make(None, dims, result)  # noqa: E731
     # An array may be as large as a table: what it was made from is not remembered.
-    of_arrays = any(map(is_array, jax.tree.leaves(value)))
+    of_arrays = any(map(_arrays.is_array, jax.tree.leaves(value)))
     return make() if of_arrays else _remembered(make)
 
 
-def _filled(
-    what: str, value: int, shape: int | Sequence[int], dtype: DTypeLike
-) -> jax.Array:
-    dims, result = static_shape(shape, what), canonical_dtype(dtype)
+def _filled(what: str, value: int, shape: ShapeLike, dtype: DTypeLike) -> jax.Array:
+    dims, result = static_shape(shape, what), _arrays.canonical_dtype(dtype)
     return _remembered(lambda: jnp.full(dims, value, result))
 
 
@@ -122,22 +98,17 @@ def zeros_like(
     ``tensor``: an array, a list, a variable or IndexedSlices with a ``dense_shape``, for
     which the result is dense; see :func:`jslices.tf1.zeros`.
 
-    Example:
-      >>> import jslices.tf1 as tf
-      >>> tf.zeros_like([1.5, 2.5])
-      Array([0., 0.], dtype=float32)
-
     Source: ``tf.zeros_like``.
     """
-    dims = tensor.shape if is_array(tensor) else np.shape(tensor)
-    return zeros(dims, dtype_of(tensor) if dtype is None else dtype)
+    dims = tensor.shape if _arrays.is_array(tensor) else np.shape(tensor)
+    return zeros(dims, _arrays.dtype_of(tensor) if dtype is None else dtype)
 
 
 # --- random numbers ---------------------------------------------------------------------
 
 
 def random_normal(
-    shape: int | Sequence[int],
+    shape: ShapeLike,
     mean: ArrayLike = 0.0,
     stddev: ArrayLike = 1.0,
     dtype: DTypeLike = jnp.float32,
@@ -151,7 +122,8 @@ def random_normal(
     it for the first variable that begins with it, with the key folded with that variable's
     name; ``apply`` draws nothing. Two calls draw different numbers. Two variables that
     begin with the result of one call begin with the same numbers, as in TensorFlow when
-    one session initializes both.
+    one session initializes both. In ``tf.Variable(lambda: ...)``, and outside with a seed,
+    it is an array.
 
     Args:
       shape: any, known before tracing.
@@ -161,12 +133,7 @@ def random_normal(
         bits are JAX's); None: with the key of ``init``.
       name: ignored; the name of the variable decides.
 
-    Returns:
-      ``shape`` of ``dtype``: a lazy value in a transformed function, an array in
-      ``tf.Variable(lambda: ...)`` and, given a seed, outside.
-
     Raises:
-      TypeError, ValueError: for another dtype, or if ``shape`` is not a shape.
       RuntimeError: without a seed, outside of a transformed function; or inside, if
         something like ``jnp.abs`` needs the value itself, which ``apply`` could not draw.
 
@@ -182,12 +149,12 @@ def random_normal(
 
     Source: ``tf.random_normal``, which draws new numbers whenever it is run.
     """
-    initializer = random_normal_initializer(mean, stddev, seed)  # type: ignore[arg-type]
+    initializer = initializers.random_normal(mean, stddev, seed)  # type: ignore[arg-type]
     return initializer.draw("random_normal", shape, dtype)
 
 
 def truncated_normal(
-    shape: int | Sequence[int],
+    shape: ShapeLike,
     mean: ArrayLike = 0.0,
     stddev: ArrayLike = 1.0,
     dtype: DTypeLike = jnp.float32,
@@ -196,23 +163,17 @@ def truncated_normal(
 ) -> MaybeLazy:
     """Normal numbers no further than two standard deviations from the mean.
 
-    As in :class:`jslices.tf1.truncated_normal_initializer`; everything else is as in
+    As :class:`jslices.tf1.truncated_normal_initializer`, drawn as by
     :func:`jslices.tf1.random_normal`.
-
-    Example:
-      >>> import jax, jslices.tf1 as tf
-      >>> drawn = tf.truncated_normal([1000], stddev=0.1, seed=1)
-      >>> bool(abs(drawn).max() <= 0.2)
-      True
 
     Source: ``tf.truncated_normal``.
     """
-    initializer = truncated_normal_initializer(mean, stddev, seed)  # type: ignore[arg-type]
+    initializer = initializers.truncated_normal(mean, stddev, seed)  # type: ignore[arg-type]
     return initializer.draw("truncated_normal", shape, dtype)
 
 
 def random_uniform(
-    shape: int | Sequence[int],
+    shape: ShapeLike,
     minval: ArrayLike = 0,
     maxval: ArrayLike | None = None,
     dtype: DTypeLike = jnp.float32,
@@ -221,18 +182,12 @@ def random_uniform(
 ) -> MaybeLazy:
     """Uniform numbers of ``[minval, maxval)``; whole numbers for an integer dtype.
 
-    Bounds and their errors are as in :class:`jslices.tf1.random_uniform_initializer`,
-    everything else as in :func:`jslices.tf1.random_normal`.
-
-    Example:
-      >>> import jax, jslices.tf1 as tf
-      >>> drawn = tf.random_uniform([1000], -3, 4, "int32", seed=1)
-      >>> int(drawn.min()), int(drawn.max())
-      (-3, 3)
+    As :class:`jslices.tf1.random_uniform_initializer`, drawn as by
+    :func:`jslices.tf1.random_normal`.
 
     Source: ``tf.random_uniform``.
     """
-    initializer = random_uniform_initializer(minval, maxval, seed)  # type: ignore[arg-type]
+    initializer = initializers.random_uniform(minval, maxval, seed)  # type: ignore[arg-type]
     return initializer.draw("random_uniform", shape, dtype)
 
 
@@ -243,11 +198,8 @@ def set_random_seed(seed: int) -> None:
     it is given, which may be None. Draws that no variable begins with are the same in every
     call, each differing from the others; without a seed they are refused.
 
-    Raises:
-      RuntimeError: outside of a transformed function, where no generator is shared.
-
     Example:
-      >>> import jax, jslices.tf1 as tf
+      >>> import jslices.tf1 as tf
       >>> def model():
       ...     tf.set_random_seed(1234)
       ...     return tf.Variable(tf.random_normal([2])) + tf.random_uniform([2])

@@ -1,7 +1,6 @@
 """TensorFlow's operations on arrays, variables and IndexedSlices.
 
-They accept a :class:`jslices.tf1.Variable` wherever an array is wanted, and TensorFlow's
-arguments ``name``, which shows in profiles, and ``use_locking``, which is ignored.
+They accept a :class:`jslices.tf1.Variable` wherever an array is wanted.
 """
 
 import functools
@@ -16,16 +15,8 @@ from jax.typing import ArrayLike, DTypeLike
 
 import jslices as js
 from jslices import IndexedSlices
-from jslices.tf1._arrays import (
-    TensorLike,
-    as_value,
-    canonical_dtype,
-    dtype_of,
-    is_array,
-    is_numpys_default,
-    operation,
-    plain_tree,
-)
+from jslices.tf1 import _arrays
+from jslices.tf1._arrays import TensorLike, canonical_dtype, is_array, operation
 from jslices.tf1._variable import Variable
 
 
@@ -35,52 +26,32 @@ def convert_to_tensor(
 ) -> jax.Array:
     """An array of a number, a list, an array, a variable or IndexedSlices.
 
-    Args:
-      value: IndexedSlices ``[K, *D]`` become ``[V, *D]``: duplicates add, empty entries are
-        dropped.
-      dtype: None means that of the value (float32 and int32 for Python's numbers).
-
-    Warns:
-      DensificationWarning: for IndexedSlices, with the bytes of the result.
-
-    Raises:
-      ValueError: for an array, a variable or slices of another dtype, or slices without
-        ``dense_shape``.
-      TypeError: for numbers that the dtype cannot hold, such as 1.5 and int32.
-
-    Cost: for IndexedSlices it writes all of ``V * D`` elements.
+    A ``dtype`` of None means that of the value (float32 and int32 for Python's numbers); an
+    array, a variable or slices of another one are refused, and numbers that it cannot hold.
+    IndexedSlices ``[K, *D]`` become ``[V, *D]`` as by ``slices.to_dense()``, with a
+    :class:`jslices.DensificationWarning`.
 
     Example:
-      >>> import warnings, jax.numpy as jnp, jslices.tf1 as tf
-      >>> slices = tf.IndexedSlices(jnp.array([1.0, 2.0, 4.0]), jnp.array([3, 0, 3]), (4,))
-      >>> with warnings.catch_warnings(action="ignore"):
-      ...     tf.convert_to_tensor(slices)
-      Array([2., 0., 0., 5.], dtype=float32)
+      >>> import jslices.tf1 as tf
       >>> tf.convert_to_tensor([1, 2], tf.float32)
       Array([1., 2.], dtype=float32)
 
     Source: ``tf.convert_to_tensor``.
     """
-    theirs = dtype_of(value)
+    theirs = _arrays.dtype_of(value)
     result = theirs if dtype is None else canonical_dtype(dtype)
-    if is_array(value) and theirs != result and not is_numpys_default(value):
+    if is_array(value) and theirs != result and not _arrays.is_numpys_default(value):
         raise ValueError(
             f"convert_to_tensor: dtype {result} was requested for a value of {theirs}; "
             f"cast it: value.astype('{result}')"
         )
-    return as_value(value, result, "convert_to_tensor")
+    return _arrays.as_value(value, result, "convert_to_tensor")
 
 
 def convert_to_tensor_or_indexed_slices(
     value: TensorLike, dtype: DTypeLike | None = None, name: str | None = None
 ) -> jax.Array | IndexedSlices:
-    """Convert as :func:`convert_to_tensor` does, but return IndexedSlices themselves.
-
-    Example:
-      >>> import jax.numpy as jnp, jslices.tf1 as tf
-      >>> slices = tf.IndexedSlices(jnp.array([1.0, 2.0]), jnp.array([3, 0]))
-      >>> tf.convert_to_tensor_or_indexed_slices(slices) is slices
-      True
+    """IndexedSlices as they are, anything else by :func:`jslices.tf1.convert_to_tensor`.
 
     Source: ``tf.convert_to_tensor_or_indexed_slices``.
     """
@@ -100,11 +71,7 @@ def shape(
     """The shape as a vector of integers.
 
     It is a NumPy array, known while JAX traces, so that ``tf.zeros(tf.shape(x))`` works.
-
-    IndexedSlices stay sparse; ``name`` is ignored, as nothing is computed.
-
-    Raises:
-      ValueError: for IndexedSlices whose number of rows is not known.
+    IndexedSlices stay sparse, and need a ``dense_shape``.
 
     Example:
       >>> import jslices.tf1 as tf
@@ -130,19 +97,16 @@ def gather(
     name: str | None = None,
     axis: int = 0,
 ) -> jax.Array:
-    """``params[indices]``, along the first axis or another one.
+    """``params[indices]`` along an axis.
 
-    Along the first axis this is :func:`jslices.embedding_lookup`, errors included, so the
-    gradient of ``params`` is IndexedSlices. Along another ``axis``, known before tracing,
-    it gives ``[..., *B, ...]`` for ``indices`` ``[*B]``, which mean the same; the gradient
-    is dense. ``validate_indices`` is ignored, as in TensorFlow.
+    Along the first this is :func:`jslices.embedding_lookup`, errors included, and the
+    gradient of ``params`` IndexedSlices. Along another one, known before tracing,
+    ``indices`` ``[*B]`` mean the same and give ``[..., *B, ...]``; the gradient is dense.
 
     Example:
-      >>> import jax.numpy as jnp, jslices as js, jslices.tf1 as tf
+      >>> import jax.numpy as jnp, jslices.tf1 as tf
       >>> tf.gather(jnp.array([10.0, 20.0, 30.0]), [2, 0])
       Array([30., 10.], dtype=float32)
-      >>> js.grad(lambda table: tf.gather(table, [2, 0]).sum())(jnp.ones(3)).indices
-      Array([2, 0], dtype=int32)
 
     Source: ``tf.gather``, which raises for an index out of range on a CPU.
     """
@@ -168,22 +132,16 @@ def assign(
     use_locking: bool | None = None,
     name: str | None = None,
 ) -> jax.Array:
-    """:meth:`jslices.tf1.Variable.assign` of ``ref``, whose shape stays.
+    """:meth:`jslices.tf1.Variable.assign` of ``ref``.
 
-    ``validate_shape=False`` cannot give it another; the other arguments are ignored.
-
-    Example:
-      >>> import jslices.tf1 as tf
-      >>> model = tf.transform(lambda: tf.assign(tf.Variable(1.0), 2.0))
-      >>> model.apply(model.init(None))[0]
-      Array(2., dtype=float32)
+    Its shape stays: ``validate_shape=False`` cannot give it another.
 
     Source: ``tf.assign``.
     """
     variable = _variable(ref, "assign")
     if validate_shape is False:
         what = f"assign to {variable.name} with validate_shape=False"
-        value = as_value(value, variable.dtype, what)
+        value = _arrays.as_value(value, variable.dtype, what)
         if value.shape != variable.shape:
             raise ValueError(
                 f"{what}: a variable keeps its shape {variable.shape}, the value has "
@@ -199,7 +157,7 @@ def assign_add(
     use_locking: bool | None = None,
     name: str | None = None,
 ) -> jax.Array:
-    """``ref.assign_add(value)``: :meth:`jslices.tf1.Variable.assign_add`.
+    """:meth:`jslices.tf1.Variable.assign_add` of ``ref``.
 
     Source: ``tf.assign_add``.
     """
@@ -212,7 +170,7 @@ def assign_sub(
     use_locking: bool | None = None,
     name: str | None = None,
 ) -> jax.Array:
-    """``ref.assign_sub(value)``: :meth:`jslices.tf1.Variable.assign_sub`.
+    """:meth:`jslices.tf1.Variable.assign_sub` of ``ref``.
 
     Source: ``tf.assign_sub``.
     """
@@ -220,7 +178,7 @@ def assign_sub(
 
 
 def count_up_to(ref: Variable, limit: int, name: str | None = None) -> jax.Array:
-    """``ref.count_up_to(limit)``: :meth:`jslices.tf1.Variable.count_up_to`.
+    """:meth:`jslices.tf1.Variable.count_up_to` of ``ref``.
 
     Source: ``tf.count_up_to``.
     """
@@ -256,7 +214,7 @@ def _scatter(function: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
         with jax.named_scope(name or verb):
             if isinstance(ref, Variable):
                 return ref._apply(verb, compute, indices, updates)
-            return compute(*plain_tree((ref, indices, updates)))
+            return compute(*_arrays.plain_tree((ref, indices, updates)))
 
     scatter.__name__ = scatter.__qualname__ = verb
     scatter.__doc__ = f"""``{verb}`` of a variable or an array.
@@ -297,7 +255,7 @@ def _named(function: Callable[..., Any], **theirs: str) -> Callable[..., Any]:
         given.apply_defaults()
         *arguments, name = given.args
         with jax.named_scope(name or function.__name__):
-            return function(*plain_tree(arguments))
+            return function(*_arrays.plain_tree(arguments))
 
     call.__name__ = call.__qualname__ = function.__name__
     call.__signature__ = signature  # type: ignore[attr-defined]

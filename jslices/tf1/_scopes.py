@@ -11,16 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
+from jslices.tf1 import _creation
 from jslices.tf1._arrays import canonical_dtype, dtype_of
 from jslices.tf1._collections import GraphKeys, get_collection
-from jslices.tf1._creation import (
-    InitializerLike,
-    Regularizer,
-    ShapeLike,
-    as_axes,
-    is_function,
-    request_of_initializer,
-)
+from jslices.tf1._creation import InitializerLike, PartialShape, Regularizer
 from jslices.tf1._instead import check_defaults, missing
 from jslices.tf1._names import check_name, join
 from jslices.tf1._run import Run, current_run
@@ -107,18 +101,7 @@ def current_scope(run: Run) -> VariableScope:
 
 
 def get_variable_scope() -> VariableScope:
-    """The current scope; the outermost has the name ``""``.
-
-    Raises:
-      RuntimeError: outside of a transformed function.
-
-    Example:
-      >>> import jax, jslices.tf1 as tf
-      >>> def model():
-      ...     with tf.variable_scope("foo"), tf.variable_scope("bar"):
-      ...         print(tf.get_variable_scope())
-      >>> _ = tf.transform(model).init(jax.random.key(0))
-      VariableScope('foo/bar', reuse=False)
+    """The scope that :func:`jslices.tf1.variable_scope` opened last, at first ``""``.
 
     Source: ``tf.get_variable_scope``.
     """
@@ -139,38 +122,31 @@ def variable_scope(
 ) -> Iterator[VariableScope]:
     """Put a prefix before the names of variables, and set defaults for them.
 
+    Yields the :class:`VariableScope`. What is set on it lasts until the end of the block.
+
     Args:
       name_or_scope: a name, opened within the current scope (``"a/b"`` is ``b`` in ``a``),
         or a scope that was opened before, whose whole path then replaces the current one.
       reuse: True shares existing variables only, AUTO_REUSE also creates missing ones;
         False and None inherit from the enclosing scope (from the scope object, if one is
         given).
-      initializer: the default of variables and scopes within; None inherits.
-      dtype: likewise.
-      regularizer: likewise.
+      initializer, dtype, regularizer: the defaults of variables and scopes within; None
+        inherits.
       default_name: with ``name_or_scope=None``, a name to make unique: ``d``, ``d_1``, ...
       auxiliary_name_scope: False opens no name scope, so that :class:`jslices.tf1.Variable`
         gets its name as outside.
       theirs: as for :func:`jslices.tf1.get_variable`.
 
-    Yields:
-      The :class:`VariableScope`. What is set on it lasts until the end of the block.
-
-    Raises:
-      RuntimeError: outside of a transformed function.
-      TypeError, ValueError: for a scope, a flag or a name that is not right.
-
     Example:
-      >>> import jax, jslices.tf1 as tf
+      >>> import jslices.tf1 as tf
       >>> def model():
       ...     with tf.variable_scope("foo", initializer=tf.constant_initializer(0.5)):
       ...         v = tf.get_variable("v", [1])
       ...     with tf.variable_scope("foo", reuse=True):
-      ...         assert tf.get_variable("v") is v
-      ...     return v * 2
-      >>> model = tf.transform(model)
-      >>> model.apply(model.init(jax.random.key(0)))
-      (Array([1.], dtype=float32), Variables(foo/v: float32[1]))
+      ...         print(tf.get_variable_scope(), tf.get_variable("v") is v)
+      >>> tf.transform(model).init(None)
+      VariableScope('foo', reuse=True) True
+      Variables(foo/v: float32[1])
 
     Source: ``tf.variable_scope``; the order of arguments is that of its first releases.
     Operations have no names in JAX; ``jax.named_scope`` shows the scope's in profiles.
@@ -267,26 +243,21 @@ def name_scope(
 ) -> Iterator[str]:
     """Put a prefix before the names of :class:`jslices.tf1.Variable`, not of get_variable.
 
+    Yields the unique name, with a slash.
+
     Args:
       name: is made unique: opened twice it is ``ns`` and ``ns_1``. ``"ns/"`` enters that
         very scope again, None leaves all scopes.
       default_name: the name if ``name`` is None.
       values: ignored; there is no graph that they could be from.
 
-    Yields:
-      The unique name, with a slash.
-
-    Raises:
-      RuntimeError: outside of a transformed function.
-      TypeError, ValueError: for a name that is not right.
-
     Example:
-      >>> import jax, jslices.tf1 as tf
+      >>> import jslices.tf1 as tf
       >>> def model():
       ...     with tf.variable_scope("foo"), tf.name_scope("bar"):
-      ...         print(tf.get_variable("v", [1]).name, tf.Variable(0.0, name="v").name)
-      >>> _ = tf.transform(model).init(jax.random.key(0))
-      foo/v:0 foo/bar/v:0
+      ...         print(tf.Variable(0.0, name="v").name)
+      >>> _ = tf.transform(model).init(None)
+      foo/bar/v:0
 
     Source: ``tf.name_scope``; ``jax.named_scope`` shows the name in profiles, too.
     """
@@ -303,7 +274,7 @@ def name_scope(
 
 def get_variable(
     name: str,
-    shape: ShapeLike | None = None,
+    shape: PartialShape | None = None,
     dtype: DTypeLike | None = None,
     initializer: InitializerLike = None,
     trainable: bool = True,
@@ -337,22 +308,18 @@ def get_variable(
       ValueError: if the variable exists and the scope does not reuse, if it does not exist
         and the scope does, if a shared one has another shape or dtype, or if the shape of
         a new one is missing.
-      TypeError: for a name that is no string.
-      RuntimeError: outside of a transformed function.
 
     Example:
-      >>> import jax, jax.numpy as jnp, jslices.tf1 as tf
+      >>> import jax.numpy as jnp, jslices.tf1 as tf
       >>> def model(ids):
       ...     table = tf.get_variable("table", [100, 8], initializer=tf.ones_initializer())
       ...     return table[ids].sum()
-      >>> model = tf.transform(model)
-      >>> variables = model.init(jax.random.key(0), jnp.array([3, 3]))
-      >>> model.apply(variables, jnp.array([3, 3]))
+      >>> model, ids = tf.transform(model), jnp.array([3, 3])
+      >>> model.apply(model.init(None, ids), ids)
       (Array(16., dtype=float32), Variables(table: float32[100, 8]))
 
-    Source: ``tf.get_variable``. Its initializers take no key and are
-    ``init(shape, dtype)``; the key here is the one given to ``init`` folded with the
-    variable's name, so that a value depends on no other variable.
+    Source: ``tf.get_variable``. The key of an initializer is the one given to ``init``
+    folded with the variable's name, so that a value depends on no other variable.
     """
     run = current_run("get_variable")
     check_defaults("get_variable", theirs)
@@ -378,7 +345,9 @@ def get_variable(
         if initializer is None:
             initializer = scope.initializer
         request = dataclasses.replace(
-            request_of_initializer(full, unique, shape, dtype, initializer, scope.dtype),
+            _creation.request_of_initializer(
+                full, unique, shape, dtype, initializer, scope.dtype
+            ),
             trainable=trainable,
             collections=collections,
             regularizer=scope.regularizer if regularizer is None else regularizer,
@@ -391,16 +360,16 @@ def _shared_dtype(
     dtype: DTypeLike | None, initializer: InitializerLike, scope: VariableScope
 ) -> np.dtype:
     """The dtype that a shared variable must have; a constant has one of its own."""
-    if dtype is None and initializer is not None and not is_function(initializer):
+    if dtype is None and initializer is not None and not _creation.is_function(initializer):
         return dtype_of(initializer)
     return canonical_dtype(scope.dtype if dtype is None else dtype)
 
 
 def _check_shared(
-    existing: Variable, name: str, shape: ShapeLike | None, dtype: np.dtype
+    existing: Variable, name: str, shape: PartialShape | None, dtype: np.dtype
 ) -> None:
     if shape is not None:
-        dims = as_axes(shape)
+        dims = _creation.as_axes(shape)
         fits = len(dims) == len(existing.shape) and all(
             n is None or n == length for n, length in zip(dims, existing.shape, strict=True)
         )

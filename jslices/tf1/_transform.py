@@ -42,7 +42,7 @@ def transform(fn: Callable[..., Any]) -> Transformed:
     ``variable_scope``, ``Variable``, ``assign``. The results are ordinary pure functions
     for ``jax.jit`` (with the variables donated), ``jax.grad`` or
     :func:`jslices.value_and_grad`, which gives IndexedSlices for a table that is only
-    looked up.
+    looked up. The calls are resolved while JAX traces, and cost nothing at run time.
 
     Args:
       fn: any function that creates the same variables whenever it runs, and does not
@@ -54,12 +54,8 @@ def transform(fn: Callable[..., Any]) -> Transformed:
       assigns. ``apply`` accepts these, or any mapping of name -> array.
 
     Raises:
-      TypeError: if ``fn`` is not a function; from ``apply``, if its first argument is not
-        a mapping.
       ValueError: from ``apply``, for a variable that is missing or has another shape,
         naming it; or if ``fn`` returns a handle.
-
-    Cost: none at run time; the calls are resolved while JAX traces.
 
     Example:
       >>> import functools, jax, jax.numpy as jnp, jslices as js, jslices.tf1 as tf
@@ -73,14 +69,13 @@ def transform(fn: Callable[..., Any]) -> Transformed:
       ...     return out, variables.non_trainable
       >>> @functools.partial(jax.jit, donate_argnums=(0, 1))
       ... def step(variables, state, ids):
-      ...     params = variables.trainable
-      ...     (value, rest), grads = js.value_and_grad(loss, has_aux=True)(
-      ...         params, variables.non_trainable, ids)
+      ...     params, rest = variables.trainable, variables.non_trainable
+      ...     (out, rest), grads = js.value_and_grad(loss, has_aux=True)(params, rest, ids)
       ...     assert js.is_slices(grads["table"])
-      ...     updates, state = tx.update(grads, state, params)
-      ...     return js.apply_updates(params, updates) | rest, state, value
+      ...     params, state = tx.apply(grads, state, params)
+      ...     return params | rest, state, out
       >>> variables = model.init(jax.random.key(0), ids)
-      >>> variables, state, value = step(variables, tx.init(variables.trainable), ids)
+      >>> variables, state, out = step(variables, tx.init(variables.trainable), ids)
       >>> variables
       Variables(table: float32[1000, 8], steps: int32[] not trainable)
 
@@ -91,7 +86,10 @@ def transform(fn: Callable[..., Any]) -> Transformed:
         raise TypeError(f"transform wants a function, got {type(fn).__name__}")
 
     def init(key: jax.Array | None, *args: Any, **kwargs: Any) -> Variables:
-        _check_key(key)
+        if key is not None and not hasattr(key, "dtype"):
+            raise TypeError(
+                f"init wants a PRNG key first: init(jax.random.key(0), *args); got {key!r}"
+            )
         with running(Run(key)) as run:
             fn(*args, **kwargs)
             return run.initial_state()
@@ -125,13 +123,6 @@ def transform(fn: Callable[..., Any]) -> Transformed:
         return declared
 
     return Transformed(init, apply, abstract_init)
-
-
-def _check_key(key: object) -> None:
-    if key is not None and not hasattr(key, "dtype"):
-        raise TypeError(
-            f"init wants a PRNG key first: init(jax.random.key(0), *args); got {key!r}"
-        )
 
 
 def _is_key(x: Any) -> bool:

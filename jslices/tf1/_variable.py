@@ -11,31 +11,11 @@ import numpy as np
 from jax import Array
 from jax.typing import ArrayLike, DTypeLike
 
-from jslices import (
-    FailedPreconditionError,
-    IndexedSlices,
-    OutOfRangeError,
-    apply_slices,
-    batch_scatter_update,
-    embedding_lookup,
-    is_slices,
-    scatter_nd_add,
-    scatter_nd_sub,
-    scatter_nd_update,
-)
+import jslices as js
+from jslices import IndexedSlices
 from jslices.extend import check_slices
-from jslices.tf1._arrays import (
-    ArrayOperators,
-    TensorLike,
-    TensorShape,
-    as_value,
-    canonical_dtype,
-    check_shape,
-    device_of,
-    is_array,
-    is_numpys_default,
-    plain,
-)
+from jslices.tf1 import _arrays
+from jslices.tf1._arrays import ArrayOperators, TensorLike, TensorShape, is_array, plain
 from jslices.tf1._creation import Request, create, request_of
 from jslices.tf1._instead import INSTEAD, check_defaults, missing
 from jslices.tf1._names import bare_name
@@ -91,34 +71,24 @@ class Variable(ArrayOperators):
     Args:
       initial_value: an array, number or list, the result of
         :func:`jslices.tf1.random_normal` and the like, or a function of nothing or of a
-        PRNG key that returns one; its shape ``[...]`` is the variable's. Only ``init``
-        uses it.
-      trainable: whether it belongs to ``variables.trainable``.
-      collections: keys of the collections to put it into; None means ``["variables"]``.
+        PRNG key that returns one; its shape is the variable's. Only ``init`` uses it.
+      trainable, collections: as for :func:`jslices.tf1.get_variable`.
       validate_shape: changes nothing; here every shape is known.
       name: None means ``"Variable"``; the name scope is put before it.
       dtype: None means that of the value (float32 and int32 for Python's numbers).
-      theirs: ``caching_device=None`` and the like: TensorFlow's other keywords, if they
-        have its defaults.
-
-    Raises:
-      RuntimeError: outside of a transformed function.
-      TypeError, ValueError: for a value, a name or collections that are not right.
+      theirs: TensorFlow's other keywords, such as ``caching_device``, if they are None.
 
     Example:
-      >>> import jax, jax.numpy as jnp, jslices.tf1 as tf
+      >>> import jslices.tf1 as tf
       >>> def count():
       ...     steps = tf.Variable(0, name="steps", trainable=False)
       ...     return steps.assign_add(1)
       >>> model = tf.transform(count)
-      >>> variables = model.init(jax.random.key(0))
-      >>> out, variables = model.apply(variables)
-      >>> int(out), variables
-      (1, Variables(steps: int32[] not trainable))
+      >>> model.apply(model.init(None))
+      (Array(1, dtype=int32), Variables(steps: int32[] not trainable))
 
-    Source: ``tf.Variable`` of TensorFlow 1, whose state lives in a session. There, whether
-    a read comes before or after an assignment is undefined; here the order of the program
-    decides.
+    Source: ``tf.Variable`` of TensorFlow 1, where the order of reads and assignments is
+    undefined; here it is that of the program.
     """
 
     info: VariableInfo  #: its static properties
@@ -141,7 +111,7 @@ class Variable(ArrayOperators):
         check_defaults("Variable", theirs)
         if initial_value is None:
             raise ValueError("initial_value must be specified: Variable(jnp.zeros(3))")
-        declared = None if dtype is None else canonical_dtype(dtype)
+        declared = None if dtype is None else _arrays.canonical_dtype(dtype)
         with run.names.released_on_error():
             unique = run.names.unique("Variable" if name is None else name, "Variable")
             request = request_of(unique, initial_value, declared)
@@ -193,7 +163,10 @@ class Variable(ArrayOperators):
     @property
     def device(self) -> str | None:
         """The device that holds the value; None where it is traced, or spread."""
-        return device_of(self.value())
+        value = self.value()
+        if isinstance(value, jax.core.Tracer) or len(value.devices()) != 1:
+            return None
+        return str(*value.devices())
 
     @property
     def op(self) -> VariableInfo:
@@ -223,7 +196,7 @@ class Variable(ArrayOperators):
         if self._run is not None:
             self._check_open(self._run)
             if not is_initialized(self._value):
-                raise FailedPreconditionError(
+                raise js.FailedPreconditionError(
                     f"Attempting to use uninitialized value {self.info.name}; these "
                     "variables are only declared: make them with model.init(key, *args)"
                 )
@@ -234,11 +207,7 @@ class Variable(ArrayOperators):
         return self.value()
 
     def eval(self, session: object = None) -> np.ndarray:
-        """The value as a NumPy array; no session is needed.
-
-        Raises:
-          RuntimeError: where it is traced, under ``jit`` and the like.
-        """
+        """The value as a NumPy array, without a session; a RuntimeError if it is traced."""
         if isinstance(value := self.value(), jax.core.Tracer):
             raise RuntimeError(
                 f"eval() of {self.name} wants numbers, and under jit or another "
@@ -266,12 +235,9 @@ class Variable(ArrayOperators):
             )
 
     def sparse_read(self, indices: ArrayLike, name: str | None = None) -> Array:
-        """The rows ``v[indices]`` by :func:`jslices.embedding_lookup`, errors included.
-
-        An index that is out of range reads NaN; TensorFlow raises.
-        """
+        """The rows ``v[indices]`` by :func:`jslices.embedding_lookup`, errors included."""
         with jax.named_scope(name or "sparse_read"):
-            return embedding_lookup(self.value(), plain(indices))
+            return js.embedding_lookup(self.value(), plain(indices))
 
     # --- assigning ----------------------------------------------------------------------
 
@@ -287,9 +253,6 @@ class Variable(ArrayOperators):
         ``value``: of exactly this shape and dtype (Python's numbers are converted, NumPy's
         64 bits cast); nothing is broadcast. IndexedSlices become dense, with a warning.
         The other arguments change nothing.
-
-        Raises:
-          ValueError, TypeError: for another shape or dtype, naming the variable.
         """
         what = f"assign to {self.name}"
         return self._write(self._fitting(value, what), what)
@@ -321,7 +284,7 @@ class Variable(ArrayOperators):
         self, how: str, combine: Callable[[Any, Any], Any], delta: TensorLike
     ) -> Array:
         what = f"assign_{how} to {self.name}"
-        if is_slices(delta):
+        if js.is_slices(delta):
             return self._scatter(f"assign_{how}", how, delta, whole=True)
         if self.dtype == jnp.bool_:
             raise TypeError(f"{what} wants numbers, the variable is bool")
@@ -330,8 +293,13 @@ class Variable(ArrayOperators):
 
     def _fitting(self, value: TensorLike, what: str) -> Array:
         """``value`` as an array of this very shape and dtype."""
-        value = as_value(value, self.dtype, what)
-        check_shape(value, self.shape, what)
+        value = _arrays.as_value(value, self.dtype, what)
+        if value.shape != self.shape:
+            raise ValueError(
+                f"{what} requires both shapes to match: the variable has {self.shape}, the "
+                f"value {value.shape}; nothing is broadcast, so pass "
+                f"jnp.broadcast_to(value, {self.shape}) if you want that"
+            )
         return value
 
     def _write(self, value: Array, what: str) -> Array:
@@ -353,7 +321,7 @@ class Variable(ArrayOperators):
         return value
 
     def count_up_to(self, limit: int) -> Array:
-        """Increment an integer scalar until it reaches ``limit``.
+        """Increment an integer scalar until it reaches ``limit``, a Python int.
 
         Returns:
           ``[]``, the value before the increment.
@@ -362,7 +330,6 @@ class Variable(ArrayOperators):
           OutOfRangeError: at the limit; the variable is unchanged. Under ``jit``, where
             nothing can be raised, and in ``init``, it stays unchanged and is returned: a
             result of at least ``limit`` means that the limit was reached.
-          TypeError, ValueError: if the variable is no integer scalar or ``limit`` no int.
         """
         what = f"count_up_to of {self.name}"
         if not isinstance(limit, int | np.integer) or isinstance(limit, bool):
@@ -376,7 +343,7 @@ class Variable(ArrayOperators):
         before = self.value()
         in_init = self._run is not None and self._run.phase == "init"
         if not (in_init or isinstance(before, jax.core.Tracer)) and int(before) >= limit:
-            raise OutOfRangeError(f"Reached limit of {limit}: {self.name}")
+            raise js.OutOfRangeError(f"Reached limit of {limit}: {self.name}")
         self._write(jnp.where(before < limit, before + 1, before), what)
         return before
 
@@ -394,14 +361,8 @@ class Variable(ArrayOperators):
         ``scatter_min``, ``scatter_max``, ``scatter_update``): ``sparse_delta`` holds K rows
         ``[K, *D]`` for a variable ``[V, *D]``, of its dtype; a row number outside ``[0,
         V)`` is dropped (TensorFlow raises); ``dense_shape`` is ignored, unless several axes
-        number the rows; the new value is returned. What duplicates do is as in the function
-        of that name.
-
-        Raises:
-          ValueError: for anything but IndexedSlices, or rows of another shape.
-          TypeError: for another dtype.
-
-        Cost: reads and writes K rows, in place when the variables are donated.
+        number the rows; the new value is returned. What duplicates do, and the cost, is as
+        in the function of that name.
         """
         return self._scatter("scatter_add", "add", sparse_delta)
 
@@ -418,8 +379,7 @@ class Variable(ArrayOperators):
         self, verb: str, how: str, delta: IndexedSlices, whole: bool = False
     ) -> Array:
         what = f"{verb} to {self.name}"
-        _check_is_slices(delta, what)
-        check_slices(delta)
+        _check_slices(delta, what)
         rows, shape, axes = tuple(delta.values.shape[1:]), self.shape, delta.row_axes
         if delta.indices.ndim != 1 or len(shape) < axes or rows != shape[axes:]:
             raise ValueError(
@@ -437,13 +397,13 @@ class Variable(ArrayOperators):
             )
         # TensorFlow's scatters ignore the shape that the slices claim to have.
         mine = IndexedSlices(delta.values, delta.indices, shape, axes)
-        return self._write(apply_slices(self.value(), mine, how), what)
+        return self._write(js.apply_slices(self.value(), mine, how), what)
 
     # --- elements, by indices given as arrays -------------------------------------------
 
-    scatter_nd_add = _scattering_nd(scatter_nd_add)
-    scatter_nd_sub = _scattering_nd(scatter_nd_sub)
-    scatter_nd_update = _scattering_nd(scatter_nd_update)
+    scatter_nd_add = _scattering_nd(js.scatter_nd_add)
+    scatter_nd_sub = _scattering_nd(js.scatter_nd_sub)
+    scatter_nd_update = _scattering_nd(js.scatter_nd_update)
 
     def batch_scatter_update(
         self,
@@ -462,10 +422,9 @@ class Variable(ArrayOperators):
             indices, updates = sparse_delta
         else:
             advice = ", or as a pair (indices, updates) for a batch"
-            _check_is_slices(sparse_delta, f"{what} to {self.name}", advice)
-            check_slices(sparse_delta)
+            _check_slices(sparse_delta, f"{what} to {self.name}", advice)
             indices, updates = sparse_delta.indices, sparse_delta.values
-        return self._apply(what, batch_scatter_update, indices, updates)
+        return self._apply(what, js.batch_scatter_update, indices, updates)
 
     def _apply(
         self,
@@ -477,8 +436,8 @@ class Variable(ArrayOperators):
         """Assign ``function(value, indices, updates)``; its errors name the variable."""
         what, old = f"{verb} to {self.name}", self.value()
         updates = plain(updates)
-        if not is_array(updates) or is_numpys_default(updates):
-            updates = as_value(updates, self.dtype, what)
+        if not is_array(updates) or _arrays.is_numpys_default(updates):
+            updates = _arrays.as_value(updates, self.dtype, what)
         try:
             new = function(old, plain(indices), updates)
         except (TypeError, ValueError) as error:
@@ -487,13 +446,14 @@ class Variable(ArrayOperators):
         return self._write(new, what)
 
 
-def _check_is_slices(delta: object, what: str, advice: str = "") -> None:
+def _check_slices(delta: TensorLike, what: str, advice: str = "") -> None:
     """Raise a ValueError for anything but IndexedSlices, as TensorFlow 1 does."""
-    if not is_slices(delta):
+    if not js.is_slices(delta):
         raise ValueError(
             f"{what} wants IndexedSlices, got {type(delta).__name__}; make them with "
             f"jslices.IndexedSlices(values, indices){advice}"
         )
+    check_slices(delta)
 
 
 def _flatten(variable: Variable) -> tuple[tuple[Array], str]:

@@ -1,11 +1,9 @@
 """The functions of ``tf.nn`` for tables, sampled losses and small convolutional models.
 
 The lookups and losses are those of jslices, with TensorFlow's arguments in TensorFlow's
-order; further keywords, such as ``mode``, are passed on. All accept variables, and show
-their ``name`` in profiles.
-
-What TensorFlow draws from a global generator is drawn here with ``key=``, a JAX key, or
-with ``seed=``, which draws the same classes in every call.
+order; further keywords, such as ``mode``, are passed on. All accept variables. What
+TensorFlow draws from a global generator is drawn here with ``key=``, a JAX key, or with
+``seed=``, which draws the same classes in every call.
 
 Source: ``tf.nn`` of TensorFlow 1.
 """
@@ -40,15 +38,14 @@ def embedding_lookup(
 ) -> jax.Array:
     """The rows ``[*B, *D]`` of a table ``[V, *D]``: :func:`jslices.embedding_lookup`.
 
-    ``options`` are its ``padding_id`` and ``mode``; ``validate_indices`` is ignored, as in
-    TensorFlow, and an id that is out of range reads NaN (TensorFlow raises).
+    An id that is out of range reads NaN; ``options`` are ``padding_id`` and ``mode``.
 
     Example:
       >>> import jax.numpy as jnp, jslices.tf1 as tf
       >>> tf.nn.embedding_lookup(jnp.array([10.0, 20.0, 30.0]), [2, 0])
       Array([30., 10.], dtype=float32)
 
-    Source: ``tf.nn.embedding_lookup``.
+    Source: ``tf.nn.embedding_lookup``, which raises for an id out of range.
     """
     options |= {"partition_strategy": partition_strategy, "max_norm": max_norm}
     return js.embedding_lookup(params, ids, **options)
@@ -97,9 +94,7 @@ def safe_embedding_lookup_sparse(
 ) -> jax.Array:
     """The same for raw ids: :func:`jslices.safe_embedding_lookup_sparse`.
 
-    Negative ids, and ids without a positive weight, are left out; a bag that is then empty
-    gets the row ``default_id``, or zeros. The other arguments are as in
-    :func:`jslices.tf1.nn.embedding_lookup_sparse`.
+    Bags and options are those of :func:`jslices.tf1.nn.embedding_lookup_sparse`.
 
     Example:
       >>> import jax.numpy as jnp, jslices.tf1 as tf
@@ -198,8 +193,7 @@ def log_uniform_candidate_sampler(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Draw classes, low numbers more often: :func:`jslices.log_uniform_candidate_sampler`.
 
-    ``seed`` draws the same classes in every call; it or ``key`` is needed, and
-    ``true_classes`` are ``[B, num_true]``: a ValueError otherwise.
+    ``true_classes`` are ``[B, num_true]``, and ``seed`` or ``key`` is needed.
 
     Example:
       >>> import jslices.tf1 as tf
@@ -248,20 +242,14 @@ def conv2d(
 
     Args:
       input: images ``[batch, height, width, channels]``.
-      filter: ``[height, width, channels, out channels]``, of the same dtype; it may be a
-        ``Variable``, and so may ``input``.
+      filter: ``[height, width, channels, out channels]``, of the same dtype.
       strides: four integers, those of batch and channels being 1.
       padding: ``"SAME"`` or ``"VALID"``.
-      data_format: ``"NCHW"`` for images ``[batch, channels, height, width]``; the strides
-        are in that order too.
+      data_format: ``"NCHW"`` for images and strides in that order.
       name: a name scope for the profile.
 
     Returns:
       ``[batch, ceil(height / stride), ceil(width / stride), out channels]`` for ``"SAME"``.
-
-    Raises:
-      ValueError: for other strides, paddings or formats, or shapes that do not fit.
-      TypeError: if the dtypes differ.
 
     Example:
       >>> import jax.numpy as jnp, jslices.tf1 as tf
@@ -297,8 +285,8 @@ def relu(features: TensorLike, name: str | None = None) -> jax.Array:
     """``max(features, 0)`` by ``jax.nn.relu``, in the shape and dtype of ``features``.
 
     Example:
-      >>> import jax.numpy as jnp, jslices.tf1 as tf
-      >>> tf.nn.relu(jnp.array([-1.0, 2.0]))
+      >>> import jslices.tf1 as tf
+      >>> tf.nn.relu(tf.constant([-1.0, 2.0]))
       Array([0., 2.], dtype=float32)
 
     Source: ``tf.nn.relu``.

@@ -109,13 +109,10 @@ class Saver(js.Saver):
         """The variables saved at ``save_path``; see :meth:`jslices.Saver.restore`.
 
         Args:
-          sess: the variables to restore into, as for :meth:`save`; None for all that were
+          sess: the variables to restore into, which are unchanged; None for all that were
             saved.
           save_path: what :meth:`save` or ``latest_checkpoint`` returned. The order of
             ``jslices.Saver``, the path first, is accepted too.
-
-        Returns:
-          The restored variables, like ``sess``, which is unchanged.
         """
         if isinstance(sess, str | os.PathLike):
             sess, save_path = save_path, sess
