@@ -37,8 +37,6 @@ except ImportError:  # Windows: nobody is kept from opening a file twice
 
 PAGE = 4096
 _MAGIC = b"jslices host table 2\n"
-#: Of files that have neither a mark nor an id, which they get when they are opened.
-_FIRST_MAGIC = b"jslices host table 1\n"
 #: The end of the state: ``id`` and ``begun``.
 _MARK = struct.Struct("<16sq")
 
@@ -172,8 +170,8 @@ class FileForm:
     def __init__(self, layout: Layout, num_rows: int, shared: Sequence[np.ndarray]) -> None:
         self.shared, self.head = shared, _description(layout, num_rows)
         self.like = [((), np.dtype(np.int64)), *((x.shape, x.dtype) for x in shared)]
-        self.state = sum(np.dtype(t).itemsize * int(np.prod(s)) for s, t in self.like)
-        self.first = whole_pages(len(self.head) + self.state + _MARK.size)
+        state = sum(np.dtype(t).itemsize * int(np.prod(s)) for s, t in self.like)
+        self.first = whole_pages(len(self.head) + state + _MARK.size)
         self.record = layout.words * layout.word.itemsize
         self.words, self.word, self.rows = layout.words, layout.word, num_rows
 
@@ -188,7 +186,7 @@ class FileForm:
         return self.first + self.rows * self.record
 
     def check(self, file: File) -> None:
-        """Refuse a file of another table, or of another length; update an old one.
+        """Refuse a file of another table, or of another length.
 
         Raises:
           InvalidArgumentError: for a file of another table, or of another kind.
@@ -196,12 +194,12 @@ class FileForm:
         """
         path, start = file.path, file.read_at(0, len(self.head))
         magic = start[: len(_MAGIC)]
-        if len(start) < PAGE and any(x.startswith(magic) for x in (_MAGIC, _FIRST_MAGIC)):
+        if len(start) < PAGE and _MAGIC.startswith(magic):
             raise DataLossError(
                 f"{path} is cut off after {len(start)} bytes, and a HostTable has at least "
                 f"{self.first}: put a copy in its place, or delete it to begin a new table"
             )
-        if magic not in (_MAGIC, _FIRST_MAGIC):
+        if magic != _MAGIC:
             raise InvalidArgumentError(
                 f"{path} is no file of a HostTable; give the path of one, or of none yet"
             )
@@ -219,31 +217,6 @@ class FileForm:
                 f"{path} is {length} bytes long, and its {self.rows} rows take {self.size}:"
                 " it was cut off or written by something else. Put a copy in its place"
             )
-        if magic == _FIRST_MAGIC:
-            self._update(file)
-
-    def _update(self, file: File) -> None:
-        """Give a file of the first format what it lacks, which is room that it has."""
-        (done,) = struct.unpack("<q", file.read_at(len(self.head), 8))
-        path, journal = file.path, journal_of(file.path)
-        with contextlib.suppress(FileNotFoundError), open(journal, "rb") as old:
-            start = old.read(8)
-            if len(start) == 8 and struct.unpack("<q", start)[0] > done:
-                raise FailedPreconditionError(
-                    f"{path} was killed while jslices 0.1 wrote a step, which is in "
-                    f"{journal}: open and close it with that version, or delete "
-                    f"{journal} to take rows of which some may be one step ahead"
-                )
-        if whole_pages(len(self.head) + self.state) != self.first:
-            raise InvalidArgumentError(
-                f"{path} was made by jslices 0.1, and its first page has no room for what "
-                "is new: read its rows with that version, and begin a new table with "
-                "init=lambda ids: rows[ids]"
-            )
-        files.remove(journal)
-        file.write_at(self.mark, _MARK.pack(bytes(16), done))
-        os.fsync(file.fileno())
-        file.write_at(0, _MAGIC)
 
 
 class FileRecords(Records):
