@@ -12,15 +12,10 @@ from jslices.checkpoint import files
 
 
 def open_file(path: str, form: FileForm, *, make: bool) -> FileRecords:
-    """Open a file, whole, and lock it.
-
-    Args:
-      path: absolute and without links.
-      form: of the table that it must hold.
-      make: whether to make a file if there is none.
+    """Open a file at an absolute path without links, whole, and lock it.
 
     Raises:
-      NotFoundError: if there is none.
+      NotFoundError: if there is none, and ``make`` is False.
       InvalidArgumentError: for a file of another table, or of another kind.
       FailedPreconditionError: for one that is open.
       DataLossError: for a file, or a journal beside it, that is damaged or another's.
@@ -79,12 +74,12 @@ def settle(file: File, form: FileForm) -> None:
             "that, to take the rows as they are"
         )
     replayed = head is not None and head.started and _replay(file, form, head)
-    done, begun = _numbers(file, len(form.head), form.mark)
-    if begun != done or done < 0:
+    done, in_progress = _numbers(file, len(form.head), form.mark)
+    if in_progress != done or done < 0:
         raise DataLossError(
-            f"{path} was left in the middle of write {begun}, with {done} that are whole, "
-            f"and {journal} does not have it: put that journal back beside it, or a copy "
-            "that save(path) made in its place"
+            f"{path} was left in the middle of write {in_progress}, with {done} that are "
+            f"whole, and {journal} does not have it: put that journal back beside it, or a "
+            "copy that save(path) made in its place"
         )
     if head is not None and head.tables > 1:
         os.sync()  # of the other tables as well, whose journal it is
@@ -141,10 +136,10 @@ def _lacks(file: File, part: FilePart, journal: str) -> bool:
             f"now (a copy that was put back, or a new one): delete {journal} to take that "
             "one as it is, or put the first table back"
         )
-    done, begun = _numbers(file, part.state, part.mark)
-    if part.number <= done == begun:
+    done, in_progress = _numbers(file, part.state, part.mark)
+    if part.number <= done == in_progress:
         return False
-    if part.number != done + 1 or begun not in (done, part.number):
+    if part.number != done + 1 or in_progress not in (done, part.number):
         raise DataLossError(
             f"{journal} has write {part.number} of {path}, which has only {done}: it was "
             f"replaced by an older copy. Delete {journal} to take that one as it is"
@@ -162,7 +157,7 @@ def _write_part(file: File, part: FilePart) -> None:
 
 
 def _numbers(file: File, state: int, mark: int) -> tuple[int, int]:
-    """``done`` and ``begun`` of a file."""
+    """``done`` and ``in_progress`` of a file."""
     (done,) = struct.unpack("<q", file.read_at(state, 8))
-    (begun,) = struct.unpack("<q", file.read_at(mark + 16, 8))
-    return done, begun
+    (in_progress,) = struct.unpack("<q", file.read_at(mark + 16, 8))
+    return done, in_progress

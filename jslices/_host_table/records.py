@@ -2,11 +2,11 @@
 
     description   whole pages: a magic line, then rows and fields in JSON
     state         whole pages: ``done``, the values that all rows share; at the end a mark,
-                  the file's ``id`` and ``begun``
+                  the file's ``id`` and ``in_progress``
     records       ``[V, words]``; those of rows that never began are zero
 
-``done`` counts the writes that are in the records, and ``begun`` is one more while one goes
-on. ``id`` is random, and a new one whenever the file is made or opened: it tells which
+``done`` counts the writes that are in the records, and ``in_progress`` is one more during a
+write. ``id`` is random, and a new one whenever the file is made or opened: it tells which
 journal belongs to the file (``journal.py``). A file gets its name when all of it is
 written, so its length is always the one that its description says.
 """
@@ -37,7 +37,7 @@ except ImportError:  # Windows: nobody is kept from opening a file twice
 
 PAGE = 4096
 _MAGIC = b"jslices host table 2\n"
-#: The end of the state: ``id`` and ``begun``.
+#: The end of the state: ``id`` and ``in_progress``.
 _MARK = struct.Struct("<16sq")
 
 
@@ -53,7 +53,6 @@ class File(io.FileIO):
 
     @property
     def path(self) -> str:
-        """Of the file; errors name it."""
         return str(self.name) if self.renamed is None else self.renamed
 
     def __del__(self) -> None:
@@ -69,11 +68,7 @@ class File(io.FileIO):
         return b"".join(parts)
 
     def write_at(self, offset: int, data: bytes | np.ndarray) -> None:
-        """Write bytes, or the bytes of an array.
-
-        Raises:
-          OSError: where there is no room, with the path.
-        """
+        """Write bytes, or the bytes of an array; an error names the path."""
         if isinstance(data, bytes):
             view = memoryview(data)
         else:
@@ -125,7 +120,6 @@ class Records:
         self.done[...] = part.number
 
     def set_shared(self, shared: Sequence[np.ndarray]) -> None:
-        """Write the values that all rows share."""
         for old, new in zip(self.shared, shared, strict=True):
             old[...] = new
 
@@ -171,18 +165,16 @@ class FileForm:
         self.shared, self.head = shared, _description(layout, num_rows)
         self.like = [((), np.dtype(np.int64)), *((x.shape, x.dtype) for x in shared)]
         state = sum(np.dtype(t).itemsize * int(np.prod(s)) for s, t in self.like)
-        self.first = whole_pages(len(self.head) + state + _MARK.size)
+        self.first = _whole_pages(len(self.head) + state + _MARK.size)
         self.record = layout.words * layout.word.itemsize
         self.words, self.word, self.rows = layout.words, layout.word, num_rows
 
     @property
     def mark(self) -> int:
-        """Offset of the mark."""
         return self.first - _MARK.size
 
     @property
     def size(self) -> int:
-        """Bytes of the file."""
         return self.first + self.rows * self.record
 
     def check(self, file: File) -> None:
@@ -226,7 +218,7 @@ class FileRecords(Records):
       path: of the file.
       form: offsets in it.
       id: uint8 ``[16]``.
-      begun: int64 ``[]``, ``done``, or one more while a write goes on.
+      in_progress: int64 ``[]``, ``done``, or one more while a write goes on.
     """
 
     def __init__(
@@ -251,7 +243,7 @@ class FileRecords(Records):
             self._map, form.first, [((form.rows, form.words), form.word)]
         )
         mark = [((16,), np.dtype(np.uint8)), ((), np.dtype(np.int64))]
-        self.id, self.begun = _arrays(self._map, form.mark, mark)
+        self.id, self.in_progress = _arrays(self._map, form.mark, mark)
 
     def renew(self) -> None:
         """Give the file a new id, so that journals of before are not its own."""
@@ -270,7 +262,7 @@ class FileRecords(Records):
             self.put(start, zeros[:length])
 
     def apply(self, part: Part) -> None:
-        self.begun[...] = part.number
+        self.in_progress[...] = part.number
         super().apply(part)
 
     def put(self, start: int, words: np.ndarray) -> None:
@@ -282,11 +274,7 @@ class FileRecords(Records):
         os.fsync(self._file.fileno())
 
     def check_path(self) -> None:
-        """Refuse to go on where another file, or none, has taken the place of this one.
-
-        Raises:
-          DataLossError: in that case.
-        """
+        """Refuse to go on where another file, or none, has taken the place of this one."""
         with contextlib.suppress(FileNotFoundError):
             if os.path.samestat(os.stat(self.path), os.fstat(self._file.fileno())):
                 return
@@ -316,11 +304,7 @@ class FileRecords(Records):
 
 
 def make(path: str, form: FileForm) -> FileRecords:
-    """Make a file under a temporary name, locked; ``publish`` gives it its own.
-
-    Raises:
-      OSError: where there is no room for it.
-    """
+    """Make a file under a temporary name, locked; ``publish`` gives it its own."""
     clean(path)
     _check_room(path, form.size)
     temporary = files.temporary_path(path, files.new_id())
@@ -390,7 +374,6 @@ def _lock(file: File) -> None:
 
 
 def journal_of(path: str) -> str:
-    """The path of a file's journal."""
     return f"{path}-journal"
 
 
@@ -406,11 +389,7 @@ def _is_in_memory(file: File) -> bool:
 
 
 def _allocate(file: File, size: int) -> None:
-    """Take the room for a whole file; what it holds stays.
-
-    Raises:
-      OSError: where there is none, with the path.
-    """
+    """Take the room for a whole file; what it holds stays."""
     try:
         os.posix_fallocate(file.fileno(), 0, size)
     except OSError as error:
@@ -441,7 +420,7 @@ def _description(layout: Layout, num_rows: int) -> bytes:
         "shared": described(layout.shared),
     }
     text = _MAGIC + json.dumps(description).encode() + b"\n"
-    return text.ljust(whole_pages(len(text)))
+    return text.ljust(_whole_pages(len(text)))
 
 
 def _arrays(
@@ -455,6 +434,5 @@ def _arrays(
     return arrays
 
 
-def whole_pages(size: int) -> int:
-    """Round up to whole pages."""
+def _whole_pages(size: int) -> int:
     return -(-size // PAGE) * PAGE

@@ -93,9 +93,9 @@ class HostTables(Journaled):
         """
         self._check("store", rows)
         self._journal.finish()
-        coming = [table._take(rows[name]) for name, table in self._tables.items()]
+        pending = [table._take(rows[name]) for name, table in self._tables.items()]
         overlaps = all(table._overlap for table in self._tables.values())
-        self._journal.store(coming, at_once=not overlaps)
+        self._journal.store(pending, at_once=not overlaps)
 
     def __repr__(self) -> str:
         return f"HostTables({self._tables})"
