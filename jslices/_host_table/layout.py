@@ -29,23 +29,14 @@ class Field(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """The layout of the records of a table ``[V, *D]`` and its optimizer.
-
-    Attributes:
-      tx: the optimizer.
-      dtype: of the table in a step; that of its field may be narrower.
-      fields: of a record: the row of the table, then its rows of the state.
-      shared: the values that the optimizer keeps once for all rows, such as a step count.
-      by_row: for each leaf of the state, whether it is kept row by row.
-      tree: the structure of the state.
-    """
+    """The layout of the records of a table ``[V, *D]`` and its optimizer."""
 
     tx: GradientTransformation
-    dtype: np.dtype[Any]
-    fields: tuple[Field, ...]
-    shared: tuple[Field, ...]
-    by_row: tuple[bool, ...]
-    tree: Any
+    dtype: np.dtype[Any]  #: of the table in a step; that of its field may be narrower.
+    fields: tuple[Field, ...]  #: the row of the table, then its rows of the state.
+    shared: tuple[Field, ...]  #: values kept once for all rows, such as a step count.
+    by_row: tuple[bool, ...]  #: for each leaf of the state, whether it is kept row by row.
+    tree: Any  #: the structure of the state.
 
     @property
     def is_narrow(self) -> bool:

@@ -5,7 +5,7 @@ import os
 import struct
 
 from jslices import DataLossError, NotFoundError
-from jslices._host_table import records as stored
+from jslices._host_table import records as storage
 from jslices._host_table.journal import FilePart, Head, read_body, read_head, this_boot
 from jslices._host_table.records import File, FileForm, FileRecords
 from jslices.checkpoint import files
@@ -20,23 +20,23 @@ def open_file(path: str, form: FileForm, *, make: bool) -> FileRecords:
       FailedPreconditionError: for one that is open.
       DataLossError: for a file, or a journal beside it, that is damaged or another's.
     """
-    while (lock := stored.locked(path)) is None:
+    while (lock := storage.locked(path)) is None:
         if not make:
             raise NotFoundError(f"{path} is not there; give what save(path) wrote")
         _refuse_orphan(path)
-        new = stored.make(path, form)
+        new = storage.make(path, form)
         try:
             with files.directory_lock(os.path.dirname(path), exclusive=True):
                 if not os.path.lexists(path):
                     new.publish(path)
-                    files.remove(stored.journal_of(path))
+                    files.remove(storage.journal_of(path))
                     return new
         except BaseException:
             new.close()
             raise
         new.close()  # another process was faster
     try:
-        stored.clean(path)
+        storage.clean(path)
         form.check(lock)
         settle(lock, form)
         records = FileRecords(path, lock, form)
@@ -49,7 +49,7 @@ def open_file(path: str, form: FileForm, *, make: bool) -> FileRecords:
 
 def _refuse_orphan(path: str) -> None:
     """Refuse to begin a file beside the journal of a write to another."""
-    journal = stored.journal_of(path)
+    journal = storage.journal_of(path)
     head = read_head(journal)
     if head is not None and head.started:
         raise DataLossError(
@@ -59,12 +59,8 @@ def _refuse_orphan(path: str) -> None:
 
 
 def settle(file: File, form: FileForm) -> None:
-    """Bring a locked file to a whole step by the journal beside it, and delete that.
-
-    Raises:
-      DataLossError: where that is impossible.
-    """
-    path, journal = file.path, stored.journal_of(file.path)
+    """Bring a locked file to a whole step by the journal beside it, and delete that."""
+    path, journal = file.path, storage.journal_of(file.path)
     head = read_head(journal)
     if head is not None and head.unflushed and head.boot != this_boot():
         raise DataLossError(
@@ -92,7 +88,7 @@ def settle(file: File, form: FileForm) -> None:
 
 def _replay(file: File, form: FileForm, head: Head) -> bool:
     """Write the step that is in a journal to all of its files; False if not of this one."""
-    path, journal = file.path, stored.journal_of(file.path)
+    path, journal = file.path, storage.journal_of(file.path)
     parts = read_body(path, journal, head)
     paths = [part.file for part in parts]
     own = file.read_at(form.mark, 16).hex()
@@ -107,7 +103,7 @@ def _replay(file: File, form: FileForm, head: Head) -> bool:
     with contextlib.ExitStack() as stack:
         todo = []
         for part in parts:
-            other = file if part.id == own else stored.locked(part.file)
+            other = file if part.id == own else storage.locked(part.file)
             if other is None:
                 raise DataLossError(
                     f"{journal} has a step of {path} and {part.file}, which is not there: "
@@ -123,11 +119,7 @@ def _replay(file: File, form: FileForm, head: Head) -> bool:
 
 
 def _lacks(file: File, part: FilePart, journal: str) -> bool:
-    """Whether a file lacks a part, which must be of it.
-
-    Raises:
-      DataLossError: for a part of another file.
-    """
+    """True if a file lacks a part; refuses a part of another file."""
     path, id_ = file.path, file.read_at(part.mark, 16).hex()
     size = part.first + part.num_rows * part.record
     if id_ != part.id or os.fstat(file.fileno()).st_size != size:

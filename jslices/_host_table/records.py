@@ -152,38 +152,26 @@ def parts_of(num_rows: int, rows: int) -> Iterator[slice]:
 class FileForm:
     """Offsets in a file of a layout with so many rows.
 
-    Attributes:
-      shared: the values that all rows share at the beginning.
-      head: the description.
-      like: shapes and dtypes in the state: ``done``, then the values that all rows share.
-      first: offset of the records.
-      record: bytes of one.
-      rows: V.
+    ``shared`` are the values that all rows share at the beginning.
     """
 
     def __init__(self, layout: Layout, num_rows: int, shared: Sequence[np.ndarray]) -> None:
         self.shared, self.head = shared, _description(layout, num_rows)
+        #: Shapes and dtypes in the state: ``done``, then the values that all rows share.
         self.like = [((), np.dtype(np.int64)), *((x.shape, x.dtype) for x in shared)]
         state = sum(np.dtype(t).itemsize * int(np.prod(s)) for s, t in self.like)
+        #: Offset of the records, and before them of the mark; bytes of a record.
         self.first = _whole_pages(len(self.head) + state + _MARK.size)
+        self.mark = self.first - _MARK.size
         self.record = layout.words * layout.word.itemsize
         self.words, self.word, self.rows = layout.words, layout.word, num_rows
-
-    @property
-    def mark(self) -> int:
-        return self.first - _MARK.size
 
     @property
     def size(self) -> int:
         return self.first + self.rows * self.record
 
     def check(self, file: File) -> None:
-        """Refuse a file of another table, or of another length.
-
-        Raises:
-          InvalidArgumentError: for a file of another table, or of another kind.
-          DataLossError: for one that was truncated or extended.
-        """
+        """Refuse a file of another kind or table, and one that was cut off or extended."""
         path, start = file.path, file.read_at(0, len(self.head))
         magic = start[: len(_MAGIC)]
         if len(start) < PAGE and _MAGIC.startswith(magic):

@@ -14,18 +14,10 @@ from jax.typing import ArrayLike, DTypeLike
 
 from jslices import FailedPreconditionError, InvalidArgumentError
 from jslices._host_table import arguments
-from jslices._host_table import records as stored
+from jslices._host_table import records as storage
 from jslices._host_table.journal import Journal, Journaled, one_at_a_time
 from jslices._host_table.layout import layout_of
 from jslices._host_table.opening import open_file
-from jslices._host_table.records import (
-    FileForm,
-    FileRecords,
-    Part,
-    Records,
-    copy_records,
-    parts_of,
-)
 from jslices._host_table.rows import (
     Fetched,
     HostRows,
@@ -165,7 +157,7 @@ class HostTable(Journaled):
         self._shared = [np.zeros((), np.int64), *map(np.asarray, shared)]
         self._path = None if path is None else arguments.real(path)
         records = (
-            Records(self._layout, rows, self._shared)
+            storage.Records(self._layout, rows, self._shared)
             if self._path is None
             else open_file(self._path, self._form(rows), make=True)
         )
@@ -179,7 +171,7 @@ class HostTable(Journaled):
         return self._seat[0]
 
     @property
-    def _records(self) -> Records:
+    def _records(self) -> storage.Records:
         journal, index = self._seat
         return journal.members[index]
 
@@ -340,13 +332,13 @@ class HostTable(Journaled):
 
         Not needed for ``fetch``, ``read`` and ``save``; needed before the optimizer is
         replaced by one with another learning rate. Cost: reads and writes all records that
-        have begun.
+        were ever written.
         """
         self._journal.finish()
         records = self._records
         if not self._layout.tx.catches_up:
             return
-        for part in parts_of(len(records.array), self._part_rows):
+        for part in storage.parts_of(len(records.array), self._part_rows):
             words = records.array[part]
             written = np.flatnonzero(words[:, -1])
             if len(written):
@@ -357,9 +349,9 @@ class HostTable(Journaled):
                 new = np.asarray(rows.words)[written]
                 numbers = written + part.start
                 number = int(records.done) + 1
-                self._journal.write(
-                    [Part(records, number, numbers, new, records.shared, numbers[:0])]
-                )
+                shared, none_new = records.shared, numbers[:0]
+                write = storage.Part(records, number, numbers, new, shared, none_new)
+                self._journal.write([write])
 
     @one_at_a_time
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -377,12 +369,12 @@ class HostTable(Journaled):
         if path == self._path:
             raise InvalidArgumentError(f"{path} is the file of this table; give another")
         with contextlib.ExitStack() as stack:
-            if (replaced := stored.locked(path)) is not None:
+            if (replaced := storage.locked(path)) is not None:
                 stack.enter_context(replaced)
             copy = self._copied_to(path, self._records)
             with contextlib.closing(copy):
                 copy.publish(path)
-        files.remove(stored.journal_of(path))  # of a table that was there and is no more
+        files.remove(storage.journal_of(path))  # of a table that was there and is no more
 
     @one_at_a_time
     def restore(self, path: str | os.PathLike[str]) -> None:
@@ -404,7 +396,8 @@ class HostTable(Journaled):
         with contextlib.closing(saved):
             self._fetched = None
             if self._path is None:
-                take = functools.partial(copy_records, saved, records, self._part_rows)
+                copy = storage.copy_records
+                take = functools.partial(copy, saved, records, self._part_rows)
             else:
                 new = self._copied_to(self._path, saved)
                 take = functools.partial(self._journal.replace, records, new)
@@ -431,27 +424,27 @@ class HostTable(Journaled):
             )
         self._journal.finish()
         if self._path is None:
-            new = Records(self._layout, num_rows, self._shared)
-            copy_records(records, new, self._part_rows)
+            new = storage.Records(self._layout, num_rows, self._shared)
+            storage.copy_records(records, new, self._part_rows)
         else:
             new = self._copied_to(self._path, records, num_rows)
         self._journal.do(functools.partial(self._journal.replace, records, new))
 
     def _copied_to(
-        self, path: str, source: Records, num_rows: int | None = None
-    ) -> FileRecords:
+        self, path: str, source: storage.Records, num_rows: int | None = None
+    ) -> storage.FileRecords:
         """A new file, on the disk, that is to be at a path."""
-        copy = stored.make(path, self._form(num_rows or len(source.array)))
+        copy = storage.make(path, self._form(num_rows or len(source.array)))
         try:
-            copy_records(source, copy, self._part_rows)
+            storage.copy_records(source, copy, self._part_rows)
             copy.flush()
         except BaseException:
             copy.close()
             raise
         return copy
 
-    def _form(self, num_rows: int) -> FileForm:
-        return FileForm(self._layout, num_rows, self._shared)
+    def _form(self, num_rows: int) -> storage.FileForm:
+        return storage.FileForm(self._layout, num_rows, self._shared)
 
     def _rows_of(self, words: np.ndarray, numbers: np.ndarray, ticket: int = 0) -> HostRows:
         """Records of some rows, and empty ones, with the values that all rows share."""

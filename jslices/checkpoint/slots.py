@@ -110,9 +110,7 @@ def import_state(
 
     def fill(number: int, part: Any) -> Any:
         columns = {}
-        for field in part._fields:
-            if not any((number, field) in each for each in assigned):
-                continue
+        for field in {field for each in assigned for i, field in each if i == number}:
             column = walk.tree.flatten_up_to(getattr(part, field))
             columns[field] = walk.tree.unflatten(
                 each.get((number, field), old)

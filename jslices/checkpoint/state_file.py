@@ -88,16 +88,11 @@ def latest_checkpoint(
 ) -> str | None:
     """Return the newest checkpoint of a directory, for ``Saver.restore``.
 
-    Args:
-      checkpoint_dir: the directory.
-      latest_filename: the name of the state file; None means ``"checkpoint"``.
+    Takes the arguments of :func:`get_checkpoint_state`, and raises what it raises.
 
     Returns:
       The path that the state file names; None when there is no state file, or the
       checkpoint it names is not there (which is logged).
-
-    Raises:
-      ValueError: if the state file names no checkpoint at all.
 
     Example:
       >>> import os, tempfile, jax.numpy as jnp, jslices as js

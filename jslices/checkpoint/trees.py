@@ -28,10 +28,7 @@ def named_leaves(
     """Flatten a tree into the names of the leaves, the leaves, and the structure.
 
     A name is the path of the leaf, its parts joined by ``/``: ``"params/dense/w"``,
-    ``"state/0/mu/table"``.
-
-    Raises:
-      InvalidArgumentError: if two leaves have the same name, or a name cannot be stored.
+    ``"state/0/mu/table"``. Refuses two leaves of one name, and one that cannot be stored.
     """
     pairs, structure = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_leaf)
     names = [_path_text(path) or _ROOT for path, _ in pairs]
@@ -104,11 +101,7 @@ def resolve_name(name: str, available: Container[str]) -> str:
 
 
 def matching(pattern: str, names: Iterable[str], argument: str) -> list[str]:
-    """Expand a name, or a pattern such as ``*/table``.
-
-    Raises:
-      NotFoundError: if there are none.
-    """
+    """Expand a name, or a pattern such as ``*/table``, to one name at least."""
     names = list(names)
     exact = resolve_name(pattern, names)
     matches = [n for n in names if n == exact or fnmatch.fnmatchcase(n, pattern)]
@@ -121,12 +114,7 @@ def matching(pattern: str, names: Iterable[str], argument: str) -> list[str]:
 
 
 def check_var_list(var_list: object, allow_empty: bool) -> VarList:
-    """Copy a list or dict of names, replacing handles by theirs.
-
-    Raises:
-      TypeError: if it holds anything else.
-      ValueError: if it is empty, or names a variable twice.
-    """
+    """Copy a list or dict of names, replacing handles by theirs; refuse anything else."""
     if var_list is None:
         return None
     if not isinstance(var_list, list | tuple | Mapping):
@@ -164,10 +152,7 @@ def _name_of(variable: Any) -> Any:
 def choose(available: Sequence[str], var_list: VarList, where: str) -> dict[str, str]:
     """Choose variables: ``{name in the checkpoint: name in the variables}``.
 
-    A name stands for the leaf of that name, or for every leaf below it.
-
-    Raises:
-      NotFoundError: if there is no such variable.
+    A name means the leaf of that name, or every leaf below it.
     """
     if var_list is None:
         return {name: name for name in available}
@@ -232,9 +217,7 @@ def names_in(description: Any, path: str = "") -> Iterator[tuple[str, str | None
     """List the names of the leaves of a description.
 
     The values of IndexedSlices come with the name of their indices, other leaves with None.
-
-    Raises:
-      ValueError: if :func:`describe` never returns this.
+    ValueError if :func:`describe` never returns this.
     """
     match description:
         case None:
