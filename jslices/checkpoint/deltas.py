@@ -197,7 +197,7 @@ def _changed_rows(name: str, leaf: Leaf, base: Archive) -> Rows | None:
 
 
 def _differs(old: np.ndarray, new: np.ndarray, axes: int) -> np.ndarray:
-    """Whether blocks differ, in each of the rows that so many axes number.
+    """Where blocks differ, for each of the rows that so many axes number.
 
     In their bytes, so that NaN equals itself and -0.0 is not 0.0.
     """

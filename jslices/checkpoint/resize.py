@@ -183,7 +183,7 @@ def _heights(old: tuple[int, ...], new: tuple[int, ...]) -> tuple[int, int, int]
 
 
 def _is_under_way(name: str, x: Any) -> bool:
-    """Whether it is the count of gradients that wait for a step, and some do."""
+    """True for the count of gradients that wait for a step, if some do."""
     counts = name.split("/")[-1] == "mini_step" and jnp.issubdtype(_dtype(x), jnp.integer)
     return counts and jnp.ndim(x) == 0 and int(x) > 0
 
@@ -240,7 +240,7 @@ def _dtype(x: Any) -> Any:
 
 
 def _lies_as(old: Any, new: Any) -> bool:
-    """Whether an array lies where the new one does."""
+    """True if an array is placed as the new one is."""
     if isinstance(old, jax.Array) and isinstance(new, jax.Array):
         return old.sharding.is_equivalent_to(new.sharding, old.ndim)
     return not isinstance(new, jax.Array)

@@ -227,9 +227,8 @@ class Saver:
         its deltas are. Two processes that save deltas need paths of their own.
 
         Args:
-          variables: as for :meth:`save`.
+          variables: like the other arguments that are not mentioned, as for :meth:`save`.
           path: the path of the delta, other than that of its base.
-          global_step: as for :meth:`save`.
           touched: ids of the rows that changed since then. A dict whose keys are names of
             tables or patterns (``{"*/table": ids}``), or a tree like ``variables`` with
             None for the others. Ids are integers (duplicates, and those out of range, are
@@ -237,8 +236,6 @@ class Saver:
             of a table; slices and :func:`jslices.lookup_ids` as many as their
             ``row_axes``, and a mask ``[L, V]`` the first two. Variables that are not
             mentioned are saved whole. None compares all variables with the base.
-          latest_filename: as for :meth:`save`.
-          write_state: as for :meth:`save`.
 
         Returns:
           The path of the delta, for :meth:`restore`.
@@ -480,8 +477,7 @@ class Saver:
         Args:
           checkpoint_paths: the oldest first, for example
             ``get_checkpoint_state(directory).all_model_checkpoint_paths``. Those that
-            no longer exist are left out, and what is no checkpoint of a Saver is never
-            deleted.
+            no longer exist are left out, and files that no Saver wrote are never deleted.
         """
         self._retention.recover(os.fspath(path) for path in checkpoint_paths)
 

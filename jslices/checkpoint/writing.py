@@ -40,10 +40,7 @@ def in_shards(leaves: dict[str, Leaf], processes: Processes = ALONE) -> list[Par
 
 
 def check_equal(leaves: dict[str, Leaf], processes: Processes) -> None:
-    """Refuses variables that differ in more than what a process has on its own.
-
-    The processes would not write every piece of them once.
-    """
+    """Refuse variables that differ in more than what each process has on its own."""
     description = [
         (name, leaf.is_spread and (leaf.spec, [(p.start, p.holders) for p in leaf.pieces]))
         for name, leaf in leaves.items()
