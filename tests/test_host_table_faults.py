@@ -536,19 +536,6 @@ def test_a_failure_of_the_machine_is_seen(killed, tmp_path):
 # --- files ----------------------------------------------------------------------------
 
 
-def test_files_of_the_first_format(killed, tmp_path):
-    """As jslices 0.1 made them: no mark at the end of the state, and its own journal."""
-    _, saved = killed
-    old = saved.replace(b"host table 2", b"host table 1")
-    for journal, count in ((None, 1), (bytes(16), 1)):
-        assert outcomes(tmp_path, [(old, journal)], whole=(2,)) == (count, [])
-        assert (tmp_path / "table").read_bytes().startswith(b"jslices host table 2")
-    ahead = np.array([1000, 3], np.int64).tobytes()
-    path = put(tmp_path, old, ahead)
-    with pytest.raises(js.FailedPreconditionError, match=r"jslices 0\.1.*table-journal"):
-        opened(path)
-
-
 def test_relative_paths_and_links(tmp_path, monkeypatch):
     for name in ("a", "b"):
         (tmp_path / name).mkdir()

@@ -10,7 +10,8 @@ A write goes through these states, and each action may be done again from its st
 
   1. room for new rows is reserved, the body written     killed: the step is lost, whole
   2. head: *started*, and the checksum of the body       from here on the step counts
-  3. ``begun`` in each file; records, values; ``done``   killed: the next opening writes it
+  3. ``in_progress`` in each file; records, values;
+     ``done``                                            killed: the next opening writes it
   4. head: *finished*
 
 Ctrl-C between 2 and 4 leaves the action in ``Journal._started``, for tables in memory too,
@@ -23,7 +24,7 @@ in this order (``settle``):
 
   * *unflushed*, and the machine was started anew: DataLossError, delete the journal to
     take the rows as they are
-  * *finished*, or none: ``begun`` must be ``done``; the journal is deleted
+  * *finished*, or none: ``in_progress`` must be ``done``; the journal is deleted
   * *started*: the file's id must be in the body, whose checksum must be right, and the
     number one more than ``done`` (or equal): it is written. Else DataLossError
   * no such head: DataLossError
@@ -91,7 +92,7 @@ class FilePart(NamedTuple):
     number: int
     height: int  #: of the write, in rows
     state: int  #: offset of ``done`` and what follows
-    mark: int  #: offset of the id and ``begun``
+    mark: int  #: offset of the id and ``in_progress``
     first: int  #: offset of the records
     record: int  #: bytes of one
     num_rows: int  #: V
@@ -109,7 +110,7 @@ class Journal:
     Attributes:
       members: the records of the tables.
       lock: for one call at a time.
-      coming: a write that was stored but not begun: rows of each table.
+      pending: a write that was stored but not started: rows of each table.
       closed: whether others may open the files, or the tables have another journal.
     """
 
@@ -118,7 +119,7 @@ class Journal:
     def __init__(self, members: Sequence[Records]) -> None:
         self.members = list(members)
         self.lock = threading.RLock()
-        self.coming: Sequence[Stored] = ()
+        self.pending: Sequence[Stored] = ()
         self._started: Callable[[], None] | None = None
         self._file: File | None = None
         self._unflushed = False
@@ -149,17 +150,17 @@ class Journal:
     def finish(self) -> None:
         """Do what an interrupt has left, and write what was stored."""
         self._resume()
-        if self.coming:
+        if self.pending:
             try:
-                parts = [rows.part() for rows in self.coming]
+                parts = [rows.part() for rows in self.pending]
             except Exception:  # not KeyboardInterrupt, after which they are still to come
-                self.coming = ()
+                self.pending = ()
                 raise
             self.write(parts)
 
-    def store(self, coming: Sequence[Stored], *, at_once: bool) -> None:
+    def store(self, pending: Sequence[Stored], *, at_once: bool) -> None:
         """Write to some tables, now or at the next call. Nothing may be unfinished."""
-        self.coming = coming
+        self.pending = pending
         if at_once:
             self.finish()
 
@@ -188,7 +189,7 @@ class Journal:
             part.records.apply(part)
         if head is not None:
             self._write_head(head._replace(started=False))
-        self.coming = ()
+        self.pending = ()
 
     def replace(self, old: Records, new: Records) -> None:
         """Let a table have other records, and its path another file."""
@@ -311,7 +312,7 @@ class Journal:
         """In a forked process: leave the files, and their locks, to the parent."""
         self.lock = threading.RLock()
         if self._files:
-            self.coming, self._started = (), None
+            self.pending, self._started = (), None
         for member in self._files:
             member.unlock()
 
@@ -373,7 +374,7 @@ class Journaled(abc.ABC):
         self._journal.flush()
 
     def close(self) -> None:
-        """Writes what was stored, flushes and lets others open the files. Nothing twice.
+        """Writes what was stored, flushes and lets others open the files. Idempotent.
 
         Raises:
           DataLossError: where a file was deleted or replaced.

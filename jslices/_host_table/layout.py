@@ -24,29 +24,19 @@ class Field(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Bytes in a record."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """The layout of the records of a table ``[V, *D]`` and its optimizer.
-
-    Attributes:
-      tx: the optimizer.
-      dtype: of the table in a step; that of its field may be narrower.
-      fields: those of a record: the row of the table, then its rows of the state.
-      shared: the values that the optimizer keeps once for all rows, such as a step count.
-      by_row: for each leaf of the state, whether it is kept row by row.
-      tree: the structure of the state.
-    """
+    """The layout of the records of a table ``[V, *D]`` and its optimizer."""
 
     tx: GradientTransformation
-    dtype: np.dtype[Any]
-    fields: tuple[Field, ...]
-    shared: tuple[Field, ...]
-    by_row: tuple[bool, ...]
-    tree: Any
+    dtype: np.dtype[Any]  #: of the table in a step; that of its field may be narrower.
+    fields: tuple[Field, ...]  #: the row of the table, then its rows of the state.
+    shared: tuple[Field, ...]  #: values kept once for all rows, such as a step count.
+    by_row: tuple[bool, ...]  #: for each leaf of the state, whether it is kept row by row.
+    tree: Any  #: the structure of the state.
 
     @property
     def is_narrow(self) -> bool:
@@ -70,7 +60,6 @@ class Layout:
 
     @property
     def _widths(self) -> list[int]:
-        """Words of each field."""
         return [-(-field.nbytes // self.word.itemsize) for field in self.fields]
 
     def pack(
@@ -78,13 +67,8 @@ class Layout:
     ) -> tuple[jax.Array, list[jax.Array]]:
         """Pack a table ``[n, *D]`` and its state into records ``[n, words]``.
 
-        Args:
-          table: in the dtype of a step.
-          state: its state.
-          narrow: rounds the table to the dtype of the records.
-
-        Returns:
-          The records, and the values that all rows share.
+        ``narrow`` rounds the table to the dtype of the records. The values that all rows
+        share are returned beside them.
 
         Raises:
           InvalidArgumentError: for arrays of other shapes or dtypes than the records hold.
@@ -132,8 +116,6 @@ def layout_of(
     stored: DTypeLike | None = None,
 ) -> Layout:
     """Find out from ``tx.init`` what is kept for a table of this shape.
-
-    Records hold the rows of the table as ``stored``, None for the dtype of the table.
 
     The optimizer keeps for each row what grows with the number of rows.
 

@@ -5,43 +5,38 @@ import os
 import struct
 
 from jslices import DataLossError, NotFoundError
-from jslices._host_table import records as stored
+from jslices._host_table import records as storage
 from jslices._host_table.journal import FilePart, Head, read_body, read_head, this_boot
 from jslices._host_table.records import File, FileForm, FileRecords
 from jslices.checkpoint import files
 
 
 def open_file(path: str, form: FileForm, *, make: bool) -> FileRecords:
-    """Open a file, whole, and lock it.
-
-    Args:
-      path: absolute and without links.
-      form: of the table that it must hold.
-      make: whether to make a file if there is none.
+    """Open a file at an absolute path without links, whole, and lock it.
 
     Raises:
-      NotFoundError: if there is none.
+      NotFoundError: if there is none, and ``make`` is False.
       InvalidArgumentError: for a file of another table, or of another kind.
       FailedPreconditionError: for one that is open.
       DataLossError: for a file, or a journal beside it, that is damaged or another's.
     """
-    while (lock := stored.locked(path)) is None:
+    while (lock := storage.locked(path)) is None:
         if not make:
             raise NotFoundError(f"{path} is not there; give what save(path) wrote")
         _refuse_orphan(path)
-        new = stored.make(path, form)
+        new = storage.make(path, form)
         try:
             with files.directory_lock(os.path.dirname(path), exclusive=True):
                 if not os.path.lexists(path):
                     new.publish(path)
-                    files.remove(stored.journal_of(path))
+                    files.remove(storage.journal_of(path))
                     return new
         except BaseException:
             new.close()
             raise
         new.close()  # another process was faster
     try:
-        stored.clean(path)
+        storage.clean(path)
         form.check(lock)
         settle(lock, form)
         records = FileRecords(path, lock, form)
@@ -54,7 +49,7 @@ def open_file(path: str, form: FileForm, *, make: bool) -> FileRecords:
 
 def _refuse_orphan(path: str) -> None:
     """Refuse to begin a file beside the journal of a write to another."""
-    journal = stored.journal_of(path)
+    journal = storage.journal_of(path)
     head = read_head(journal)
     if head is not None and head.started:
         raise DataLossError(
@@ -64,12 +59,8 @@ def _refuse_orphan(path: str) -> None:
 
 
 def settle(file: File, form: FileForm) -> None:
-    """Bring a locked file to a whole step by the journal beside it, and delete that.
-
-    Raises:
-      DataLossError: where that is impossible.
-    """
-    path, journal = file.path, stored.journal_of(file.path)
+    """Bring a locked file to a whole step by the journal beside it, and delete that."""
+    path, journal = file.path, storage.journal_of(file.path)
     head = read_head(journal)
     if head is not None and head.unflushed and head.boot != this_boot():
         raise DataLossError(
@@ -79,12 +70,12 @@ def settle(file: File, form: FileForm) -> None:
             "that, to take the rows as they are"
         )
     replayed = head is not None and head.started and _replay(file, form, head)
-    done, begun = _numbers(file, len(form.head), form.mark)
-    if begun != done or done < 0:
+    done, in_progress = _numbers(file, len(form.head), form.mark)
+    if in_progress != done or done < 0:
         raise DataLossError(
-            f"{path} was left in the middle of write {begun}, with {done} that are whole, "
-            f"and {journal} does not have it: put that journal back beside it, or a copy "
-            "that save(path) made in its place"
+            f"{path} was left in the middle of write {in_progress}, with {done} that are "
+            f"whole, and {journal} does not have it: put that journal back beside it, or a "
+            "copy that save(path) made in its place"
         )
     if head is not None and head.tables > 1:
         os.sync()  # of the other tables as well, whose journal it is
@@ -97,7 +88,7 @@ def settle(file: File, form: FileForm) -> None:
 
 def _replay(file: File, form: FileForm, head: Head) -> bool:
     """Write the step that is in a journal to all of its files; False if not of this one."""
-    path, journal = file.path, stored.journal_of(file.path)
+    path, journal = file.path, storage.journal_of(file.path)
     parts = read_body(path, journal, head)
     paths = [part.file for part in parts]
     own = file.read_at(form.mark, 16).hex()
@@ -112,7 +103,7 @@ def _replay(file: File, form: FileForm, head: Head) -> bool:
     with contextlib.ExitStack() as stack:
         todo = []
         for part in parts:
-            other = file if part.id == own else stored.locked(part.file)
+            other = file if part.id == own else storage.locked(part.file)
             if other is None:
                 raise DataLossError(
                     f"{journal} has a step of {path} and {part.file}, which is not there: "
@@ -128,11 +119,7 @@ def _replay(file: File, form: FileForm, head: Head) -> bool:
 
 
 def _lacks(file: File, part: FilePart, journal: str) -> bool:
-    """Whether a file lacks a part, which must be of it.
-
-    Raises:
-      DataLossError: for a part of another file.
-    """
+    """True if a file lacks a part; refuses a part of another file."""
     path, id_ = file.path, file.read_at(part.mark, 16).hex()
     size = part.first + part.num_rows * part.record
     if id_ != part.id or os.fstat(file.fileno()).st_size != size:
@@ -141,10 +128,10 @@ def _lacks(file: File, part: FilePart, journal: str) -> bool:
             f"now (a copy that was put back, or a new one): delete {journal} to take that "
             "one as it is, or put the first table back"
         )
-    done, begun = _numbers(file, part.state, part.mark)
-    if part.number <= done == begun:
+    done, in_progress = _numbers(file, part.state, part.mark)
+    if part.number <= done == in_progress:
         return False
-    if part.number != done + 1 or begun not in (done, part.number):
+    if part.number != done + 1 or in_progress not in (done, part.number):
         raise DataLossError(
             f"{journal} has write {part.number} of {path}, which has only {done}: it was "
             f"replaced by an older copy. Delete {journal} to take that one as it is"
@@ -162,7 +149,7 @@ def _write_part(file: File, part: FilePart) -> None:
 
 
 def _numbers(file: File, state: int, mark: int) -> tuple[int, int]:
-    """``done`` and ``begun`` of a file."""
+    """``done`` and ``in_progress`` of a file."""
     (done,) = struct.unpack("<q", file.read_at(state, 8))
-    (begun,) = struct.unpack("<q", file.read_at(mark + 16, 8))
-    return done, begun
+    (in_progress,) = struct.unpack("<q", file.read_at(mark + 16, 8))
+    return done, in_progress

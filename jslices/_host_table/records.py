@@ -2,11 +2,11 @@
 
     description   whole pages: a magic line, then rows and fields in JSON
     state         whole pages: ``done``, the values that all rows share; at the end a mark,
-                  the file's ``id`` and ``begun``
+                  the file's ``id`` and ``in_progress``
     records       ``[V, words]``; those of rows that never began are zero
 
-``done`` counts the writes that are in the records, and ``begun`` is one more while one goes
-on. ``id`` is random, and a new one whenever the file is made or opened: it tells which
+``done`` counts the writes that are in the records, and ``in_progress`` is one more during a
+write. ``id`` is random, and a new one whenever the file is made or opened: it tells which
 journal belongs to the file (``journal.py``). A file gets its name when all of it is
 written, so its length is always the one that its description says.
 """
@@ -37,9 +37,7 @@ except ImportError:  # Windows: nobody is kept from opening a file twice
 
 PAGE = 4096
 _MAGIC = b"jslices host table 2\n"
-#: Of files that have neither a mark nor an id, which they get when they are opened.
-_FIRST_MAGIC = b"jslices host table 1\n"
-#: The end of the state: ``id`` and ``begun``.
+#: The end of the state: ``id`` and ``in_progress``.
 _MARK = struct.Struct("<16sq")
 
 
@@ -55,7 +53,6 @@ class File(io.FileIO):
 
     @property
     def path(self) -> str:
-        """Of the file; errors name it."""
         return str(self.name) if self.renamed is None else self.renamed
 
     def __del__(self) -> None:
@@ -71,11 +68,7 @@ class File(io.FileIO):
         return b"".join(parts)
 
     def write_at(self, offset: int, data: bytes | np.ndarray) -> None:
-        """Write bytes, or the bytes of an array.
-
-        Raises:
-          OSError: where there is no room, with the path.
-        """
+        """Write bytes, or the bytes of an array; an error names the path."""
         if isinstance(data, bytes):
             view = memoryview(data)
         else:
@@ -127,7 +120,6 @@ class Records:
         self.done[...] = part.number
 
     def set_shared(self, shared: Sequence[np.ndarray]) -> None:
-        """Write the values that all rows share."""
         for old, new in zip(self.shared, shared, strict=True):
             old[...] = new
 
@@ -160,48 +152,34 @@ def parts_of(num_rows: int, rows: int) -> Iterator[slice]:
 class FileForm:
     """Offsets in a file of a layout with so many rows.
 
-    Attributes:
-      shared: the values that all rows share at the beginning.
-      head: the description.
-      like: shapes and dtypes in the state: ``done``, then the values that all rows share.
-      first: offset of the records.
-      record: bytes of one.
-      rows: V.
+    ``shared`` are the values that all rows share at the beginning.
     """
 
     def __init__(self, layout: Layout, num_rows: int, shared: Sequence[np.ndarray]) -> None:
         self.shared, self.head = shared, _description(layout, num_rows)
+        #: Shapes and dtypes in the state: ``done``, then the values that all rows share.
         self.like = [((), np.dtype(np.int64)), *((x.shape, x.dtype) for x in shared)]
-        self.state = sum(np.dtype(t).itemsize * int(np.prod(s)) for s, t in self.like)
-        self.first = whole_pages(len(self.head) + self.state + _MARK.size)
+        state = sum(np.dtype(t).itemsize * int(np.prod(s)) for s, t in self.like)
+        #: Offset of the records, and before them of the mark; bytes of a record.
+        self.first = _whole_pages(len(self.head) + state + _MARK.size)
+        self.mark = self.first - _MARK.size
         self.record = layout.words * layout.word.itemsize
         self.words, self.word, self.rows = layout.words, layout.word, num_rows
 
     @property
-    def mark(self) -> int:
-        """Offset of the mark."""
-        return self.first - _MARK.size
-
-    @property
     def size(self) -> int:
-        """Bytes of the file."""
         return self.first + self.rows * self.record
 
     def check(self, file: File) -> None:
-        """Refuse a file of another table, or of another length; update an old one.
-
-        Raises:
-          InvalidArgumentError: for a file of another table, or of another kind.
-          DataLossError: for one that was truncated or extended.
-        """
+        """Refuse a file of another kind or table, and one that was cut off or extended."""
         path, start = file.path, file.read_at(0, len(self.head))
         magic = start[: len(_MAGIC)]
-        if len(start) < PAGE and any(x.startswith(magic) for x in (_MAGIC, _FIRST_MAGIC)):
+        if len(start) < PAGE and _MAGIC.startswith(magic):
             raise DataLossError(
                 f"{path} is cut off after {len(start)} bytes, and a HostTable has at least "
                 f"{self.first}: put a copy in its place, or delete it to begin a new table"
             )
-        if magic not in (_MAGIC, _FIRST_MAGIC):
+        if magic != _MAGIC:
             raise InvalidArgumentError(
                 f"{path} is no file of a HostTable; give the path of one, or of none yet"
             )
@@ -219,31 +197,6 @@ class FileForm:
                 f"{path} is {length} bytes long, and its {self.rows} rows take {self.size}:"
                 " it was cut off or written by something else. Put a copy in its place"
             )
-        if magic == _FIRST_MAGIC:
-            self._update(file)
-
-    def _update(self, file: File) -> None:
-        """Give a file of the first format what it lacks, which is room that it has."""
-        (done,) = struct.unpack("<q", file.read_at(len(self.head), 8))
-        path, journal = file.path, journal_of(file.path)
-        with contextlib.suppress(FileNotFoundError), open(journal, "rb") as old:
-            start = old.read(8)
-            if len(start) == 8 and struct.unpack("<q", start)[0] > done:
-                raise FailedPreconditionError(
-                    f"{path} was killed while jslices 0.1 wrote a step, which is in "
-                    f"{journal}: open and close it with that version, or delete "
-                    f"{journal} to take rows of which some may be one step ahead"
-                )
-        if whole_pages(len(self.head) + self.state) != self.first:
-            raise InvalidArgumentError(
-                f"{path} was made by jslices 0.1, and its first page has no room for what "
-                "is new: read its rows with that version, and begin a new table with "
-                "init=lambda ids: rows[ids]"
-            )
-        files.remove(journal)
-        file.write_at(self.mark, _MARK.pack(bytes(16), done))
-        os.fsync(file.fileno())
-        file.write_at(0, _MAGIC)
 
 
 class FileRecords(Records):
@@ -253,7 +206,7 @@ class FileRecords(Records):
       path: of the file.
       form: offsets in it.
       id: uint8 ``[16]``.
-      begun: int64 ``[]``, ``done``, or one more while a write goes on.
+      in_progress: int64 ``[]``, ``done``, or one more while a write goes on.
     """
 
     def __init__(
@@ -278,7 +231,7 @@ class FileRecords(Records):
             self._map, form.first, [((form.rows, form.words), form.word)]
         )
         mark = [((16,), np.dtype(np.uint8)), ((), np.dtype(np.int64))]
-        self.id, self.begun = _arrays(self._map, form.mark, mark)
+        self.id, self.in_progress = _arrays(self._map, form.mark, mark)
 
     def renew(self) -> None:
         """Give the file a new id, so that journals of before are not its own."""
@@ -297,7 +250,7 @@ class FileRecords(Records):
             self.put(start, zeros[:length])
 
     def apply(self, part: Part) -> None:
-        self.begun[...] = part.number
+        self.in_progress[...] = part.number
         super().apply(part)
 
     def put(self, start: int, words: np.ndarray) -> None:
@@ -309,11 +262,7 @@ class FileRecords(Records):
         os.fsync(self._file.fileno())
 
     def check_path(self) -> None:
-        """Refuse to go on where another file, or none, has taken the place of this one.
-
-        Raises:
-          DataLossError: in that case.
-        """
+        """Refuse to go on where another file, or none, has taken the place of this one."""
         with contextlib.suppress(FileNotFoundError):
             if os.path.samestat(os.stat(self.path), os.fstat(self._file.fileno())):
                 return
@@ -343,11 +292,7 @@ class FileRecords(Records):
 
 
 def make(path: str, form: FileForm) -> FileRecords:
-    """Make a file under a temporary name, locked; ``publish`` gives it its own.
-
-    Raises:
-      OSError: where there is no room for it.
-    """
+    """Make a file under a temporary name, locked; ``publish`` gives it its own."""
     clean(path)
     _check_room(path, form.size)
     temporary = files.temporary_path(path, files.new_id())
@@ -417,7 +362,6 @@ def _lock(file: File) -> None:
 
 
 def journal_of(path: str) -> str:
-    """The path of a file's journal."""
     return f"{path}-journal"
 
 
@@ -433,11 +377,7 @@ def _is_in_memory(file: File) -> bool:
 
 
 def _allocate(file: File, size: int) -> None:
-    """Take the room for a whole file; what it holds stays.
-
-    Raises:
-      OSError: where there is none, with the path.
-    """
+    """Take the room for a whole file; what it holds stays."""
     try:
         os.posix_fallocate(file.fileno(), 0, size)
     except OSError as error:
@@ -468,7 +408,7 @@ def _description(layout: Layout, num_rows: int) -> bytes:
         "shared": described(layout.shared),
     }
     text = _MAGIC + json.dumps(description).encode() + b"\n"
-    return text.ljust(whole_pages(len(text)))
+    return text.ljust(_whole_pages(len(text)))
 
 
 def _arrays(
@@ -482,6 +422,5 @@ def _arrays(
     return arrays
 
 
-def whole_pages(size: int) -> int:
-    """Round up to whole pages."""
+def _whole_pages(size: int) -> int:
     return -(-size // PAGE) * PAGE

@@ -124,7 +124,7 @@ class Stored(NamedTuple):
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def begun(layout: Layout, start: jax.Array) -> tuple[jax.Array, list[jax.Array]]:
+def initial_records(layout: Layout, start: jax.Array) -> tuple[jax.Array, list[jax.Array]]:
     """Records of rows ``[n, *D]`` that were never stepped, and the shared values."""
     narrow = layout.fields[0].dtype
     return layout.pack(start, layout.tx.init(start), lambda table: table.astype(narrow))

@@ -13,35 +13,17 @@ import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
 from jslices import FailedPreconditionError, InvalidArgumentError
-from jslices._host_table import records as stored
-from jslices._host_table.arguments import (
-    check_options,
-    check_stored,
-    checked_ids,
-    checked_shape,
-    has_own_memory,
-    is_list,
-    numbered,
-    power_of_two,
-    real,
-)
+from jslices._host_table import arguments
+from jslices._host_table import records as storage
 from jslices._host_table.journal import Journal, Journaled, one_at_a_time
 from jslices._host_table.layout import layout_of
 from jslices._host_table.opening import open_file
-from jslices._host_table.records import (
-    FileForm,
-    FileRecords,
-    Part,
-    Records,
-    copy_records,
-    parts_of,
-)
 from jslices._host_table.rows import (
     Fetched,
     HostRows,
     Stored,
-    begun,
     caught_up,
+    initial_records,
     with_pending,
 )
 from jslices.checkpoint import files
@@ -153,28 +135,29 @@ class HostTable(Journaled):
         device: jax.Device | jax.sharding.Sharding | None = None,
         overlap: bool | None = None,
     ) -> None:
-        rows, *self._row = checked_shape(shape)
+        rows, *self._row = arguments.checked_shape(shape)
         self.dtype = jnp.dtype(dtype)
         if not jnp.issubdtype(self.dtype, jnp.floating):
             raise InvalidArgumentError(
                 f"HostTable(dtype={self.dtype}): an optimizer trains floating-point numbers"
             )
-        check_options(size, device, overlap)
+        arguments.check_options(size, device, overlap)
         self._init, self._size, self._room = init, size, 1
         # None leaves rows to be moved where a step needs them, and compiles it once.
         self._device = device
         if overlap is None:
-            overlap = has_own_memory(jax.devices()[0] if device is None else device)
+            target = jax.devices()[0] if device is None else device
+            overlap = arguments.has_own_memory(target)
         self._overlap = overlap
         tx = as_transformation("HostTable", tx)
-        check_stored(stored, self.dtype)
+        arguments.check_stored(stored, self.dtype)
         self._layout = layout_of((rows, *self._row), self.dtype, tx, stored)
-        one = jnp.zeros((1, *self._row), self.dtype)
+        _, shared = initial_records(self._layout, jnp.zeros((1, *self._row), self.dtype))
         #: The values that all rows share at the beginning, the number of steps first.
-        self._shared = [np.asarray(x) for x in (np.int64(0), *begun(self._layout, one)[1])]
-        self._path = None if path is None else real(path)
+        self._shared = [np.zeros((), np.int64), *map(np.asarray, shared)]
+        self._path = None if path is None else arguments.real(path)
         records = (
-            Records(self._layout, rows, self._shared)
+            storage.Records(self._layout, rows, self._shared)
             if self._path is None
             else open_file(self._path, self._form(rows), make=True)
         )
@@ -188,7 +171,7 @@ class HostTable(Journaled):
         return self._seat[0]
 
     @property
-    def _records(self) -> Records:
+    def _records(self) -> storage.Records:
         journal, index = self._seat
         return journal.members[index]
 
@@ -197,11 +180,8 @@ class HostTable(Journaled):
         return len(self._records.array), *self._row
 
     @property
-    def steps(self) -> int:
-        return self._steps()
-
     @one_at_a_time
-    def _steps(self) -> int:
+    def steps(self) -> int:
         self._journal.finish()
         return int(self._records.shared[0])
 
@@ -225,21 +205,21 @@ class HostTable(Journaled):
           InvalidArgumentError: for more distinct rows than ``size``.
           FailedPreconditionError: after ``close``.
         """
-        leaves, tree = jax.tree.flatten(ids, is_leaf=is_list)
+        leaves, tree = jax.tree.flatten(ids, is_leaf=arguments.is_list)
         if not leaves:
             raise TypeError(f"a HostTable wants ids that are integers, got {ids!r}")
-        arrays = [checked_ids(x) for x in leaves]
+        arrays = [arguments.checked_ids(x) for x in leaves]
         flat = np.concatenate([x.reshape(-1) for x in arrays])
-        numbers, places = numbered(flat, self.shape[0])
+        numbers, places = arguments.numbered(flat, self.shape[0])
         room = self._room_for(len(numbers), flat.size)
         words = np.empty((room, self._layout.words), self._layout.word)
         words[len(numbers) :] = 0
         new = self._read_into(words[: len(numbers)], numbers)
         ticket = next(_TICKETS) % 2**31
         rows = jax.device_put(self._rows_of(words, numbers, ticket), self._device)
-        for coming in self._journal.coming:
-            if coming.records is self._records:
-                rows = with_pending(rows, numbers, coming.fetched.rows, coming.words)
+        for step in self._journal.pending:
+            if step.records is self._records:
+                rows = with_pending(rows, numbers, step.fetched.rows, step.words)
         self._fetched = Fetched(ticket, numbers, new)
         places[places < 0] = room
         parts = np.split(places, np.cumsum([x.size for x in arrays])[:-1])
@@ -262,8 +242,7 @@ class HostTable(Journaled):
         self._journal.finish()
         self._journal.store([self._take(rows)], at_once=not self._overlap)
 
-    def _take(self, rows: HostRows) -> "Stored":
-        """What is to be written of the rows that were fetched last."""
+    def _take(self, rows: HostRows) -> Stored:
         if not isinstance(rows, HostRows) or rows.layout != self._layout:
             raise TypeError(
                 f"store wants the rows that fetch gave and a step packed, got {rows!r:.80}"
@@ -305,20 +284,20 @@ class HostTable(Journaled):
     def _initial_records(self, numbers: np.ndarray) -> np.ndarray:
         if not callable(self._init):
             return self._constant_record
-        padded = np.resize(numbers, power_of_two(len(numbers)))
+        padded = np.resize(numbers, arguments.power_of_two(len(numbers)))
         start = jnp.asarray(self._init(padded), self.dtype)
         if start.shape != (len(padded), *self._row):
             raise InvalidArgumentError(
                 f"HostTable(init=...) got row numbers {list(padded.shape)} and returned "
                 f"{list(start.shape)}; wanted {[len(padded), *self._row]}"
             )
-        return np.asarray(begun(self._layout, start)[0])[: len(numbers)]
+        return np.asarray(initial_records(self._layout, start)[0])[: len(numbers)]
 
     @functools.cached_property
     def _constant_record(self) -> np.ndarray:
         number: Any = self._init
         start = jnp.full((1, *self._row), number, self.dtype)
-        return np.asarray(begun(self._layout, start)[0])
+        return np.asarray(initial_records(self._layout, start)[0])
 
     # --- the whole table --------------------------------------------------------------
 
@@ -336,9 +315,9 @@ class HostTable(Journaled):
           TypeError: for ids that are no integers.
         """
         self._journal.finish()
-        ids = checked_ids(ids)
-        numbers, places = numbered(ids.reshape(-1), self.shape[0])
-        room = power_of_two(len(numbers))
+        ids = arguments.checked_ids(ids)
+        numbers, places = arguments.numbered(ids.reshape(-1), self.shape[0])
+        room = arguments.power_of_two(len(numbers))
         words = np.zeros((room, self._layout.words), self._layout.word)
         self._read_into(words[: len(numbers)], numbers)
         rows_now = self._rows_of(words, numbers)
@@ -353,13 +332,13 @@ class HostTable(Journaled):
 
         Not needed for ``fetch``, ``read`` and ``save``; needed before the optimizer is
         replaced by one with another learning rate. Cost: reads and writes all records that
-        have begun.
+        were ever written.
         """
         self._journal.finish()
         records = self._records
         if not self._layout.tx.catches_up:
             return
-        for part in parts_of(len(records.array), self._part_rows):
+        for part in storage.parts_of(len(records.array), self._part_rows):
             words = records.array[part]
             written = np.flatnonzero(words[:, -1])
             if len(written):
@@ -370,9 +349,9 @@ class HostTable(Journaled):
                 new = np.asarray(rows.words)[written]
                 numbers = written + part.start
                 number = int(records.done) + 1
-                self._journal.write(
-                    [Part(records, number, numbers, new, records.shared, numbers[:0])]
-                )
+                shared, none_new = records.shared, numbers[:0]
+                write = storage.Part(records, number, numbers, new, shared, none_new)
+                self._journal.write([write])
 
     @one_at_a_time
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -386,16 +365,16 @@ class HostTable(Journaled):
           OSError: if it cannot be written.
         """
         self._journal.finish()
-        path = real(path)
+        path = arguments.real(path)
         if path == self._path:
             raise InvalidArgumentError(f"{path} is the file of this table; give another")
         with contextlib.ExitStack() as stack:
-            if (replaced := stored.locked(path)) is not None:
+            if (replaced := storage.locked(path)) is not None:
                 stack.enter_context(replaced)
             copy = self._copied_to(path, self._records)
             with contextlib.closing(copy):
                 copy.publish(path)
-        files.remove(stored.journal_of(path))  # of a table that was there and is no more
+        files.remove(storage.journal_of(path))  # of a table that was there and is no more
 
     @one_at_a_time
     def restore(self, path: str | os.PathLike[str]) -> None:
@@ -411,18 +390,18 @@ class HostTable(Journaled):
           DataLossError: if it was cut off.
         """
         self._journal.finish()
-        path = real(path)
+        path = arguments.real(path)
         records = self._records
         saved = open_file(path, self._form(self.shape[0]), make=False)
         with contextlib.closing(saved):
             self._fetched = None
             if self._path is None:
-                self._journal.do(
-                    functools.partial(copy_records, saved, records, self._part_rows)
-                )
+                copy = storage.copy_records
+                take = functools.partial(copy, saved, records, self._part_rows)
             else:
                 new = self._copied_to(self._path, saved)
-                self._journal.do(functools.partial(self._journal.replace, records, new))
+                take = functools.partial(self._journal.replace, records, new)
+            self._journal.do(take)
 
     @one_at_a_time
     def grow(self, num_rows: int) -> None:
@@ -445,27 +424,27 @@ class HostTable(Journaled):
             )
         self._journal.finish()
         if self._path is None:
-            new = Records(self._layout, num_rows, self._shared)
-            copy_records(records, new, self._part_rows)
+            new = storage.Records(self._layout, num_rows, self._shared)
+            storage.copy_records(records, new, self._part_rows)
         else:
             new = self._copied_to(self._path, records, num_rows)
         self._journal.do(functools.partial(self._journal.replace, records, new))
 
     def _copied_to(
-        self, path: str, source: Records, num_rows: int | None = None
-    ) -> FileRecords:
+        self, path: str, source: storage.Records, num_rows: int | None = None
+    ) -> storage.FileRecords:
         """A new file, on the disk, that is to be at a path."""
-        copy = stored.make(path, self._form(num_rows or len(source.array)))
+        copy = storage.make(path, self._form(num_rows or len(source.array)))
         try:
-            copy_records(source, copy, self._part_rows)
+            storage.copy_records(source, copy, self._part_rows)
             copy.flush()
         except BaseException:
             copy.close()
             raise
         return copy
 
-    def _form(self, num_rows: int) -> FileForm:
-        return FileForm(self._layout, num_rows, self._shared)
+    def _form(self, num_rows: int) -> storage.FileForm:
+        return storage.FileForm(self._layout, num_rows, self._shared)
 
     def _rows_of(self, words: np.ndarray, numbers: np.ndarray, ticket: int = 0) -> HostRows:
         """Records of some rows, and empty ones, with the values that all rows share."""

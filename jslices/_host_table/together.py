@@ -67,16 +67,10 @@ class HostTables(Journaled):
     def fetch(
         self, ids: Mapping[str, PyTree]
     ) -> tuple[dict[str, HostRows], dict[str, PyTree]]:
-        """Brings rows of all tables to the device.
-
-        Args:
-          ids: for each table what its ``fetch`` takes.
-
-        Returns:
-          ``(rows, places)``, dicts of what the tables give.
+        """Brings rows of all tables to the device: takes and gives dicts by their names.
 
         Raises:
-          InvalidArgumentError: for other names than those of the tables.
+          InvalidArgumentError: for other names, and as :meth:`HostTable.fetch`.
         """
         self._check("fetch", ids)
         both = {name: table.fetch(ids[name]) for name, table in self._tables.items()}
@@ -88,14 +82,13 @@ class HostTables(Journaled):
         """Writes back the rows that were fetched last, to all tables or to none.
 
         Raises:
-          InvalidArgumentError: for other names than those of the tables.
-          FailedPreconditionError: for rows that are not those of the last ``fetch``.
+          InvalidArgumentError: for other names, and as :meth:`HostTable.store`.
         """
         self._check("store", rows)
         self._journal.finish()
-        coming = [table._take(rows[name]) for name, table in self._tables.items()]
+        pending = [table._take(rows[name]) for name, table in self._tables.items()]
         overlaps = all(table._overlap for table in self._tables.values())
-        self._journal.store(coming, at_once=not overlaps)
+        self._journal.store(pending, at_once=not overlaps)
 
     def __repr__(self) -> str:
         return f"HostTables({self._tables})"

@@ -16,18 +16,7 @@ import jax
 import numpy as np
 
 from jslices import DataLossError, NotFoundError
-from jslices.checkpoint import files
-from jslices.checkpoint.boxes import (
-    Box,
-    box_at,
-    intersection,
-    is_partition,
-    row_blocks,
-    rows_within,
-    shape_of,
-    whole,
-    within,
-)
+from jslices.checkpoint import boxes, files
 from jslices.checkpoint.info import INFO_KEY, Delta, Info, parse_info
 from jslices.checkpoint.leaves import Spec, check_values
 from jslices.checkpoint.tensors import CHUNK, CODES, TensorFile, dtype_named, empty_array
@@ -54,11 +43,7 @@ def is_published(temporary: str, path: str, save_id: str) -> bool:
 
 
 def read_info(file: TensorFile) -> Info | None:
-    """The description of a file that this package wrote; None for one of another tool.
-
-    Raises:
-      DataLossError: if this package cannot have written it.
-    """
+    """The description of a file that this package wrote; None for one of another tool."""
     if INFO_KEY not in file.metadata:
         return None
     try:
@@ -82,10 +67,7 @@ def saved_id(path: str) -> str | None:
 class Archive:
     """A checkpoint open for reading, with all that it builds on.
 
-    Attributes:
-      prefix: its path.
-      info: its description.
-      specs: the spec of every variable, or of the rows that :meth:`narrow` left of it.
+    Its ``specs`` are those of the variables, or of the rows that :meth:`narrow` left.
     """
 
     def __init__(self, prefix: str) -> None:
@@ -107,7 +89,7 @@ class Archive:
         self.specs[name] = dataclasses.replace(spec, shape=shape)
         self._offsets[name] = rows.start
 
-    def read(self, name: str, box: Box | None = None) -> np.ndarray:
+    def read(self, name: str, box: boxes.Box | None = None) -> np.ndarray:
         """Read a variable, or a box of it, as a new array of the saved dtype."""
         spec = self.specs[name]
         if not self.info.save_id and spec.dtype not in CODES:
@@ -115,7 +97,7 @@ class Archive:
                 f"{name!r} in {self.prefix} has the dtype {spec.dtype}, which NumPy does "
                 "not have"
             )
-        parts = whole(spec.shape) if box is None else box
+        parts = boxes.whole(spec.shape) if box is None else box
         parts = tuple(
             slice(*part.indices(n)[:2]) for part, n in zip(parts, spec.shape, strict=True)
         )
@@ -123,7 +105,7 @@ class Archive:
             first, *others = parts
             offset = self._offsets[name]
             parts = (slice(first.start + offset, first.stop + offset), *others)
-        array = self._read(name, parts + whole(spec.tensor_shape[len(parts) :]))
+        array = self._read(name, parts + boxes.whole(spec.in_file.shape[len(parts) :]))
         if spec.is_raw:
             flat = array.reshape(-1).view(dtype_named(spec.dtype))
             array = flat.reshape(array.shape[:-1])
@@ -135,7 +117,7 @@ class Archive:
             ) from error
         return array
 
-    def _read(self, name: str, box: Box) -> np.ndarray:
+    def _read(self, name: str, box: boxes.Box) -> np.ndarray:
         """Read the newest layer that holds it whole, and replay the rows of deltas."""
         deltas = list(itertools.takewhile(lambda layer: name in layer.rows, self._layers))
         out = self._layers[len(deltas)].read(name, box)
@@ -152,18 +134,14 @@ class _StoredPiece(NamedTuple):
     shape: tuple[int, ...]
 
     @property
-    def box(self) -> Box:
-        return box_at(self.start, self.shape)
+    def box(self) -> boxes.Box:
+        return boxes.box_at(self.start, self.shape)
 
 
 class _Layer:
     """One full checkpoint or delta, its files open and checked against their description.
 
-    Attributes:
-      prefix: its path.
-      info: its description.
-      rows: the variables of which it holds some rows, and the tensors with the numbers of
-        these.
+    Its ``rows`` name the tensors with the row numbers of variables that it holds in part.
     """
 
     def __init__(self, prefix: str) -> None:
@@ -208,33 +186,35 @@ class _Layer:
                         f"{file.path} holds {stored} at {start} of {name!r}, which is "
                         f"described as {spec}"
                     )
-            if not is_partition([piece.box for piece in self._pieces[name]], spec.shape):
+            parts = [piece.box for piece in self._pieces[name]]
+            if not boxes.is_partition(parts, spec.shape):
                 raise DataLossError(
                     f"{self.prefix} does not hold every element of {name!r}, which is "
                     f"described as {spec}, once"
                 )
 
-    def read(self, name: str, box: Box) -> np.ndarray:
+    def read(self, name: str, box: boxes.Box) -> np.ndarray:
         """Read a box of a variable as a new array of the dtype in the file."""
-        dtype = dtype_named(self.info.specs[name].tensor_dtype)
-        out = empty_array(shape_of(box), dtype)
+        dtype = dtype_named(self.info.specs[name].in_file.dtype)
+        out = empty_array(boxes.shape_of(box), dtype)
         for piece in self._pieces[name]:
-            part = intersection(box, piece.box)
+            part = boxes.intersection(box, piece.box)
             if part is None:
                 continue
-            target: Any = out[(..., *within(part, box))]  # type: ignore[arg-type]
+            target: Any = out[(..., *boxes.within(part, box))]  # type: ignore[arg-type]
             if not piece.shape:
                 target[...] = piece.file.view(name)
                 continue
             # By chunks, which are in the cache when they are copied.
-            rows, *others = within(part, piece.box)
-            for block in row_blocks((len(target), *piece.shape[1:]), dtype.itemsize, CHUNK):
+            rows, *others = boxes.within(part, piece.box)
+            shape = len(target), *piece.shape[1:]
+            for block in boxes.row_blocks(shape, dtype.itemsize, CHUNK):
                 span = slice(rows.start + block.start, rows.start + block.stop)
                 target[block] = piece.file.view(name, span)[(slice(None), *others)]
             piece.file.release()
         return out
 
-    def replay(self, name: str, box: Box, out: np.ndarray) -> None:
+    def replay(self, name: str, box: boxes.Box, out: np.ndarray) -> None:
         """Write the rows of a delta over what it builds on."""
         rows, axes = self._first.view(self.rows[name]), self._row_axes(name)
         shape = self.info.specs[name].shape[:axes]
@@ -243,7 +223,7 @@ class _Layer:
             raise DataLossError(
                 f"{self.prefix} holds rows of {name!r} out of order or beyond its end"
             )
-        inside, local = rows_within(np.unravel_index(rows, shape), box[:axes])
+        inside, local = boxes.rows_within(np.unravel_index(rows, shape), box[:axes])
         if len(inside):  # in order, hence close to each other
             span = slice(int(inside[0]), int(inside[-1]) + 1)
             held: Any = (inside - span.start, *box[axes:])
@@ -252,7 +232,7 @@ class _Layer:
     def _row_axes(self, name: str) -> int:
         """How many axes of a variable number the rows of it that a delta holds."""
         spec, axes = self.info.specs[name], len(self._first.shapes.get(name, ()))
-        return min(max(len(spec.tensor_shape) - axes + 1, 1), len(spec.shape))
+        return min(max(len(spec.in_file.shape) - axes + 1, 1), len(spec.shape))
 
 
 def base_of(prefix: str) -> str | None:

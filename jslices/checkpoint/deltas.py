@@ -22,15 +22,9 @@ Ids: TypeAlias = Array | IndexedSlices | Sequence[int]
 
 
 def open_base(prefix: str, previous: tuple[str, str] | None) -> Archive:
-    """Open the checkpoint on which a delta at ``prefix`` builds.
+    """Open the checkpoint on which a delta at ``prefix`` builds, if it may.
 
-    Args:
-      prefix: the path of the delta.
-      previous: path and id of what was saved or restored last.
-
-    Raises:
-      ValueError: if there is none, or none that it may build on.
-      NotFoundError: if that is gone.
+    ``previous`` is the path and the id of what was saved or restored last.
     """
     if previous is None:
         raise ValueError(
@@ -203,7 +197,7 @@ def _changed_rows(name: str, leaf: Leaf, base: Archive) -> Rows | None:
 
 
 def _differs(old: np.ndarray, new: np.ndarray, axes: int) -> np.ndarray:
-    """Whether blocks differ, in each of the rows that so many axes number.
+    """Where blocks differ, for each of the rows that so many axes number.
 
     In their bytes, so that NaN equals itself and -0.0 is not 0.0.
     """

@@ -141,12 +141,8 @@ def _try_lock(descriptor: int) -> bool:
 def clean(directory: str, is_published: Callable[[str, str, str], bool]) -> None:
     """Delete the temporary files of killed processes. The directory must be locked.
 
-    Those of a completed save get their names instead.
-
-    Args:
-      directory: the directory.
-      is_published: whether a save is complete, from the path of a temporary file, its
-        final path and the id of its save.
+    Those of a completed save get their names instead; ``is_published`` tells which are,
+    from the path of a temporary file, its final path and the id of its save.
     """
     if fcntl is None:
         return
@@ -215,18 +211,13 @@ def families(prefix: str) -> list[list[str]]:
 
 
 def checkpoint_exists(prefix: str) -> bool:
-    """True if a path names a checkpoint."""
     return bool(families(prefix))
 
 
 def checkpoint_path(
     path: Path, step: int | None, latest_filename: str | None, pad: bool, sharded: bool
 ) -> str:
-    """The path of a new checkpoint, with its step.
-
-    Raises:
-      ValueError: if nothing can be saved there.
-    """
+    """The path of a new checkpoint, with its step, if it can be saved there."""
     prefix = os.fspath(path)
     if not isinstance(prefix, str):
         raise TypeError(f"path must be a str, not {type(prefix).__name__}")

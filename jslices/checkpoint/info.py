@@ -8,7 +8,7 @@ import json
 import re
 import reprlib
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeVar
 
 from jslices.checkpoint.leaves import Spec, check_spec
 from jslices.checkpoint.trees import bad_names, names_in
@@ -18,48 +18,29 @@ _VERSION = 1
 _ID = re.compile("[0-9a-f]{24}")
 
 _T = TypeVar("_T")
-#: What ``json.loads`` returns.
-Json: TypeAlias = Any
 
 
 @dataclasses.dataclass(frozen=True)
 class Delta:
-    """The base of a delta, and the tables of which it holds some rows.
+    """The base of a delta, and the tables that it holds in part."""
 
-    Attributes:
-      base: the name of the checkpoint that it builds on, in the same directory.
-      base_id: the id of the save that wrote that.
-      rows: for each of the tables the name of the tensor with the numbers of its rows.
-    """
-
-    base: str
-    base_id: str
-    rows: dict[str, str]
+    base: str  #: the name of the checkpoint that it builds on, in the same directory.
+    base_id: str  #: the id of the save that wrote that.
+    rows: dict[str, str]  #: by table the name of the tensor with the numbers of its rows.
 
 
 @dataclasses.dataclass(frozen=True)
 class Info:
-    """The description of one file of a checkpoint.
-
-    Attributes:
-      save_id: the id of the save.
-      shard: the number of the file.
-      shards: the number of files.
-      starts: the start of each tensor in its variable.
-      specs: the spec of every variable; empty in all files but the first, like the rest.
-      structure: the tree in which the variables came, from :func:`trees.describe`.
-      has_structure: whether that is known.
-      delta: None for a full checkpoint.
-    """
+    """The description of one file of a checkpoint."""
 
     save_id: str
-    shard: int
-    shards: int
-    starts: dict[str, tuple[int, ...]]
-    specs: dict[str, Spec]
-    structure: Any
-    has_structure: bool
-    delta: Delta | None
+    shard: int  #: the number of the file.
+    shards: int  #: how many files there are.
+    starts: dict[str, tuple[int, ...]]  #: of each tensor in its variable.
+    specs: dict[str, Spec]  #: of the variables; like the rest only in the first file.
+    structure: Any  #: the tree in which the variables came, from :func:`trees.describe`.
+    has_structure: bool  #: whether that is known.
+    delta: Delta | None  #: None for a full checkpoint.
 
 
 def dump_info(
@@ -67,7 +48,7 @@ def dump_info(
     shard: int,
     shards: int,
     starts: Mapping[str, Sequence[int]],
-    info: Mapping[str, Json],
+    info: Mapping[str, Any],
 ) -> str:
     """The metadata of one file, ``info`` among it."""
     own = {"id": save_id, "version": _VERSION, "shard": shard, "shards": shards}
@@ -75,18 +56,14 @@ def dump_info(
 
 
 def parse_info(text: str) -> Info:
-    """Read the metadata of one file.
-
-    Raises:
-      ValueError: if this package cannot have written it.
-    """
+    """Read the metadata of one file; ValueError if this package cannot have written it."""
     try:
         return _info(json.loads(text))
     except RecursionError:
         raise ValueError("its description is nested too deeply") from None
 
 
-def _info(raw: Json) -> Info:
+def _info(raw: Any) -> Info:
     version = _item(raw, "version", int)
     if version > _VERSION:
         raise ValueError("it was written by a later version of jslices; update jslices")
@@ -109,7 +86,7 @@ def _info(raw: Json) -> Info:
     return Info(save_id, shard, shards, starts, specs, structure, has_structure, delta)
 
 
-def _spec(name: str, raw: Json) -> Spec:
+def _spec(name: str, raw: Any) -> Spec:
     match raw:
         case [str(kind), str(dtype), shape]:
             spec = Spec(kind, dtype, _sizes(name, shape))
@@ -122,7 +99,7 @@ def _spec(name: str, raw: Json) -> Spec:
     return spec
 
 
-def _leaves(structure: Json, specs: dict[str, Spec]) -> Iterator[str]:
+def _leaves(structure: Any, specs: dict[str, Spec]) -> Iterator[str]:
     for name, indices in names_in(structure):
         yield name
         counts = {specs[n].shape[:1] for n in (name, indices) if n in specs}
@@ -130,7 +107,7 @@ def _leaves(structure: Json, specs: dict[str, Spec]) -> Iterator[str]:
             raise ValueError(f"{name!r} and {indices!r} differ in their numbers of rows")
 
 
-def _delta(raw: dict[str, Json], specs: dict[str, Spec]) -> Delta:
+def _delta(raw: dict[str, Any], specs: dict[str, Spec]) -> Delta:
     rows = _item(raw, "rows", dict)
     for name, row_name in rows.items():
         if type(row_name) is not str or name not in specs or not specs[name].shape:
@@ -140,14 +117,14 @@ def _delta(raw: dict[str, Json], specs: dict[str, Spec]) -> Delta:
     return Delta(_item(raw, "base", str), _item(raw, "base_id", str), rows)
 
 
-def _item(raw: Json, key: str, kind: type[_T]) -> _T:
+def _item(raw: Any, key: str, kind: type[_T]) -> _T:
     value = raw.get(key) if type(raw) is dict else None
     if type(value) is not kind:  # True is no int
         raise ValueError(f"its {key!r} is {_shown(value)}, not of the type {kind.__name__}")
     return value
 
 
-def _sizes(name: str, value: Json) -> tuple[int, ...]:
+def _sizes(name: str, value: Any) -> tuple[int, ...]:
     """A shape, or the start of a tensor."""
     if type(value) is not list or not all(type(n) is int and 0 <= n < 2**63 for n in value):
         raise ValueError(f"{_shown(value)} is no shape or place of {name!r}")

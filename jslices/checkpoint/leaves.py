@@ -11,25 +11,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from jslices import InvalidArgumentError
-from jslices.checkpoint.boxes import (
-    BLOCK_BYTES,
-    Box,
-    box_at,
-    intersection,
-    row_blocks,
-    rows_within,
-    whole,
-    within,
-)
+from jslices.checkpoint import boxes
 from jslices.checkpoint.processes import is_spread
 from jslices.checkpoint.tensors import CODES, Tensor, dtype_named
 
 #: Reads a saved array, or a box of it.
-Read = Callable[[Box | None], np.ndarray]
+Read = Callable[[boxes.Box | None], np.ndarray]
 #: An array in memory.
 Array: TypeAlias = np.ndarray | jax.Array
-#: What a leaf is restored into: an array, a ShapeDtypeStruct, a number or a string.
-Template: TypeAlias = Any
 
 _NUMBERS = {"bool": "b", "int": "iu", "float": "f", "complex": "c"}
 
@@ -38,25 +27,20 @@ _NUMBERS = {"bool": "b", "int": "iu", "float": "f", "complex": "c"}
 class Spec:
     """Kind, dtype and shape of a saved variable.
 
-    Attributes:
-      kind: what the array is restored as: ``"jax"``, ``"numpy"``, ``"key:"`` and the name
-        of a generator, or the name of one of Python's types.
-      dtype: the name of the array's dtype.
-      shape: the array's shape; that of the key data for keys.
+    Its kind is what the array is restored as: ``"jax"``, ``"numpy"``, ``"key:"`` and the
+    name of a generator, or the name of one of Python's types.
     """
 
     kind: str
     dtype: str
-    shape: tuple[int, ...]
+    shape: tuple[int, ...]  #: that of the key data for keys.
 
     @property
     def is_key(self) -> bool:
-        """True for random keys."""
         return self.kind.startswith("key:")
 
     @property
     def is_string(self) -> bool:
-        """True for a str or bytes."""
         return self.kind in ("str", "bytes")
 
     @property
@@ -65,20 +49,12 @@ class Spec:
         return self.dtype not in CODES
 
     @property
-    def tensor_dtype(self) -> str:
-        """The dtype in the file."""
-        return "uint8" if self.is_raw else self.dtype
-
-    @property
-    def tensor_shape(self) -> tuple[int, ...]:
-        """The shape in the file, where raw bytes are a last axis."""
-        width = (dtype_named(self.dtype).itemsize,) if self.is_raw else ()
-        return self.shape + width
-
-    @property
     def in_file(self) -> "Spec":
-        """The tensor in the file."""
-        return Spec("numpy", self.tensor_dtype, self.tensor_shape)
+        """The tensor in the file, where raw bytes are a last axis."""
+        if not self.is_raw:
+            return Spec("numpy", self.dtype, self.shape)
+        width = dtype_named(self.dtype).itemsize
+        return Spec("numpy", "uint8", (*self.shape, width))
 
     def is_like(self, other: "Spec | None") -> bool:
         """True if arrays of both have one dtype and shape."""
@@ -95,11 +71,7 @@ class Spec:
 
 @functools.lru_cache(4096)  # many variables are alike
 def check_spec(spec: Spec) -> None:
-    """Refuse a spec that no leaf has.
-
-    Raises:
-      ValueError: says why.
-    """
+    """Refuse a spec that no leaf has by a ValueError that says why."""
     dtype, shape = dtype_named(spec.dtype), spec.shape
     np.broadcast_to(np.zeros((), dtype), shape)  # fails if there are no such arrays
     if spec.is_key:
@@ -127,11 +99,7 @@ def check_spec(spec: Spec) -> None:
 
 
 def check_values(spec: Spec, array: np.ndarray) -> None:
-    """Refuse bytes that stand for no value.
-
-    Raises:
-      ValueError: says why.
-    """
+    """Refuse bytes that encode no value by a ValueError that says why."""
     flat: Any = array.reshape(-1)
     if array.dtype == bool and (flat.view(np.uint8) > 1).any():
         raise ValueError("it holds bools that are neither 0 nor 1")
@@ -149,35 +117,23 @@ def check_values(spec: Spec, array: np.ndarray) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Piece:
-    """A box of an array, held by one device.
+    """A box of an array, held by one device."""
 
-    Attributes:
-      start: the index of its first element along each axis.
-      data: a NumPy array, or a JAX array on one device; a ShapeDtypeStruct for what other
-        processes hold.
-      holders: the processes that hold it, or the first for what all have on their own.
-    """
-
-    start: tuple[int, ...]
-    data: Any
+    start: tuple[int, ...]  #: the index of its first element along each axis.
+    data: Any  #: of NumPy, or on one device; a ShapeDtypeStruct if other processes hold it.
+    #: The processes that hold it, or the first for what all have on their own.
     holders: tuple[int, ...] = (0,)
 
     @property
-    def box(self) -> Box:
-        """Where it is in the array."""
-        return box_at(self.start, self.data.shape)
+    def box(self) -> boxes.Box:
+        return boxes.box_at(self.start, self.data.shape)
 
 
 class Rows(NamedTuple):
-    """Rows of a table.
+    """Rows of a table."""
 
-    Attributes:
-      numbers: int64 ``[n]``, ascending.
-      row_axes: how many leading axes of the table they number.
-    """
-
-    numbers: np.ndarray
-    row_axes: int
+    numbers: np.ndarray  #: int64 ``[n]``, ascending.
+    row_axes: int  #: how many leading axes of the table they number.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -192,20 +148,18 @@ class Leaf:
         """True if processes other than the first hold a piece of it."""
         return any(piece.holders != (0,) for piece in self.pieces)
 
-    def tensor(self, block_bytes: int = BLOCK_BYTES) -> Tensor:
+    def tensor(self, block_bytes: int = boxes.BLOCK_BYTES) -> Tensor:
         """The whole array; one on several devices is gathered block by block."""
         if len(self.pieces) == 1:
             return self.piece_tensor(self.pieces[0], block_bytes)
         return self._tensor(self.spec.shape, lambda: self._merged(block_bytes))
 
-    def piece_tensor(self, piece: Piece, block_bytes: int = BLOCK_BYTES) -> Tensor:
-        """A piece as a tensor."""
+    def piece_tensor(self, piece: Piece, block_bytes: int = boxes.BLOCK_BYTES) -> Tensor:
         return self._tensor(
             piece.data.shape, lambda: _host_blocks(piece.data, block_bytes), piece.start
         )
 
     def rows_tensor(self, rows: Rows) -> Tensor:
-        """Some rows."""
         shape = (len(rows.numbers), *self.spec.shape[rows.row_axes :])
         return self._tensor(shape, lambda: [self._rows(rows, shape)])
 
@@ -215,20 +169,20 @@ class Leaf:
         blocks: Callable[[], Iterable[np.ndarray]],
         start: tuple[int, ...] | None = None,
     ) -> Tensor:
-        spec = dataclasses.replace(self.spec, shape=shape)
+        tensor = dataclasses.replace(self.spec, shape=shape).in_file
         start = (0,) * len(shape) if start is None else start
-        return Tensor(spec.tensor_dtype, spec.tensor_shape, blocks, start)
+        return Tensor(tensor.dtype, tensor.shape, blocks, start)
 
     def _merged(self, block_bytes: int) -> Iterator[np.ndarray]:
         shape, dtype = self.spec.shape, self.pieces[0].data.dtype
-        for rows in row_blocks(shape, dtype.itemsize, block_bytes):
-            box = (rows, *whole(shape[1:]))
+        for rows in boxes.row_blocks(shape, dtype.itemsize, block_bytes):
+            box = (rows, *boxes.whole(shape[1:]))
             block = np.empty((rows.stop - rows.start, *shape[1:]), dtype)
             for piece in self.pieces:
-                part = intersection(box, piece.box)
+                part = boxes.intersection(box, piece.box)
                 if part is not None:
-                    first, *_ = within(part, piece.box)
-                    block[within(part, box)] = np.asarray(piece.data[first])
+                    first, *_ = boxes.within(part, piece.box)
+                    block[boxes.within(part, box)] = np.asarray(piece.data[first])
             yield block
 
     def _rows(self, rows: Rows, shape: tuple[int, ...]) -> np.ndarray:
@@ -236,7 +190,7 @@ class Leaf:
         at = np.unravel_index(rows.numbers, self.spec.shape[:axes])
         out: Any = np.empty(shape, self.pieces[0].data.dtype)
         for piece in self.pieces:
-            inside, local = rows_within(at, piece.box[:axes])
+            inside, local = boxes.rows_within(at, piece.box[:axes])
             if len(inside):
                 out[(inside, *piece.box[axes:])] = _take(piece.data, local)
         return out
@@ -251,7 +205,7 @@ def _host_blocks(data: Array, block_bytes: int) -> Iterator[np.ndarray]:
     if data.ndim == 0:
         yield np.asarray(data)
         return
-    for rows in row_blocks(data.shape, data.dtype.itemsize, block_bytes):
+    for rows in boxes.row_blocks(data.shape, data.dtype.itemsize, block_bytes):
         yield np.ascontiguousarray(np.asarray(data[rows]))
 
 
@@ -269,12 +223,7 @@ def _is_on_host(data: Array) -> bool:
 
 
 def as_leaf(name: str, value: object) -> Leaf:
-    """Prepare a value for saving.
-
-    Raises:
-      TypeError: if it cannot be saved.
-      InvalidArgumentError: if it was donated.
-    """
+    """Prepare a value for saving; refuse one that cannot be saved, or was donated."""
     if isinstance(value, jax.core.Tracer):
         raise TypeError(
             f"{name!r} is being traced: save outside of jit, the values that it returns"
@@ -342,11 +291,7 @@ def _device_pieces(array: jax.Array) -> list[Piece]:
 
 
 def restore(name: str, spec: Spec, read: Read) -> Any:
-    """Restore a saved variable as the kind of value that was saved.
-
-    Raises:
-      InvalidArgumentError: if JAX cannot hold it as it was.
-    """
+    """Restore a saved variable as the kind of value that was saved."""
     array = read(None)
     if spec.kind == "numpy":
         return array
@@ -361,11 +306,10 @@ def restore(name: str, spec: Spec, read: Read) -> Any:
     return jax.device_put(array)
 
 
-def restore_like(name: str, spec: Spec, read: Read, template: Template) -> Any:
+def restore_like(name: str, spec: Spec, read: Read, template: Any) -> Any:
     """Restore a saved variable as the kind of value of ``template``, on its devices.
 
-    Raises:
-      InvalidArgumentError: if JAX cannot hold it as it was.
+    A template is an array, a ShapeDtypeStruct, a number or a string.
     """
     is_number = spec.kind in _NUMBERS
 
@@ -406,7 +350,7 @@ def _reading_once(read: Read) -> Read:
     """Read each box of a replicated array once."""
     arrays: dict[str, np.ndarray] = {}
 
-    def read_once(box: Box | None) -> np.ndarray:
+    def read_once(box: boxes.Box | None) -> np.ndarray:
         key = str(box)  # slices are not hashable
         if key not in arrays:
             arrays[key] = read(box)
@@ -430,7 +374,7 @@ def _check_width(name: str, spec: Spec) -> None:
         )
 
 
-def misfit(name: str, spec: Spec, template: Template, reshape: bool) -> str | None:
+def misfit(name: str, spec: Spec, template: Any, reshape: bool) -> str | None:
     """The reason why ``template`` cannot take a saved variable; None if it can."""
     target = _template_spec(name, template)
     saved = f"{name!r} was saved as {spec}"
@@ -456,7 +400,7 @@ def misfit(name: str, spec: Spec, template: Template, reshape: bool) -> str | No
     return f"{saved}, but the shape {target.shape} is wanted; {advice}"
 
 
-def _template_spec(name: str, template: Template) -> Spec:
+def _template_spec(name: str, template: Any) -> Spec:
     if isinstance(template, jax.Array) and template.is_deleted():  # donated: still a shape
         template = jax.ShapeDtypeStruct(template.shape, template.dtype)
     if not isinstance(template, jax.ShapeDtypeStruct):

@@ -22,15 +22,10 @@ _TEXT_BYTES = 1024  # of a text that processes exchange
 
 @dataclasses.dataclass(frozen=True)
 class Processes:
-    """This process alone, or all processes, each of which does the same.
-
-    Attributes:
-      count: the number of processes.
-      index: the number of this one.
-    """
+    """This process alone, or all processes, which all do the same."""
 
     count: int = 1
-    index: int = 0
+    index: int = 0  #: the number of this one.
 
     @property
     def is_first(self) -> bool:
@@ -41,12 +36,8 @@ class Processes:
     def barrier(self, undo: Callable[[], None] = lambda: None) -> Iterator[None]:
         """Let no process go on before all have left this block, or any if one has failed.
 
-        Args:
-          undo: is called in all of them if one has failed; none raises before all have
-            called it.
-
-        Raises:
-          OSError: where nothing failed, naming the process and what failed there.
+        Then all call ``undo``, and none raises before all have. Where nothing failed it
+        raises OSError, which names the process and what failed there.
         """
         failure = None
         try:
@@ -74,11 +65,7 @@ class Processes:
                 )
 
     def allgather_text(self, text: str) -> list[str]:
-        """The texts of all processes, cut off after 1024 bytes.
-
-        Raises:
-          ConnectionError: if a process has died.
-        """
+        """The texts of all processes, cut off after 1024 bytes."""
         if self.count == 1:
             return [text]
         encoded = text.encode(errors="backslashreplace")[:_TEXT_BYTES]
@@ -93,7 +80,6 @@ class Processes:
         return [bytes(row).rstrip(b"\0").decode(errors="ignore") for row in gathered]
 
 
-#: This process alone.
 ALONE: Processes = Processes()
 
 

@@ -23,9 +23,6 @@ class _Source(NamedTuple):
     axis: int = 0  #: that of the rows: 1 for tables ``[L, V, D]`` that all grow.
 
 
-_Sources = dict[str, _Source]
-
-
 def resize_rows(
     tx: GradientTransformation,
     params: Params,
@@ -51,7 +48,7 @@ def resize_rows(
         old one, or -1 for a new one, along the axis that changes, or the first; duplicates
         are copies. Names are paths, ``"table"``,
         ``"embed/embedding"``, and patterns such as ``"*/embedding"``. Other tables keep
-        their first rows: new ones stand at the end, and fewer rows are the first.
+        their first rows: new ones are appended, and fewer rows are the first.
 
     Returns:
       ``(params, state)`` in the structure of ``fresh`` and of ``tx.init(fresh)``, arrays
@@ -145,7 +142,7 @@ def _check_names(
 
 def _sources(
     old: Mapping[str, Any], new: Mapping[str, Any], rows: Mapping[str, ArrayLike]
-) -> _Sources:
+) -> dict[str, _Source]:
     if not isinstance(rows, Mapping):
         raise TypeError(
             "resize_rows(rows=...) wants a dict from names of parameters to row numbers, "
@@ -186,7 +183,7 @@ def _heights(old: tuple[int, ...], new: tuple[int, ...]) -> tuple[int, int, int]
 
 
 def _is_under_way(name: str, x: Any) -> bool:
-    """Whether it is the count of gradients that wait for a step, and some do."""
+    """True for the count of gradients that wait for a step, if some do."""
     counts = name.split("/")[-1] == "mini_step" and jnp.issubdtype(_dtype(x), jnp.integer)
     return counts and jnp.ndim(x) == 0 and int(x) > 0
 
@@ -243,14 +240,14 @@ def _dtype(x: Any) -> Any:
 
 
 def _lies_as(old: Any, new: Any) -> bool:
-    """Whether an array lies where the new one does."""
+    """True if an array is placed as the new one is."""
     if isinstance(old, jax.Array) and isinstance(new, jax.Array):
         return old.sharding.is_equivalent_to(new.sharding, old.ndim)
     return not isinstance(new, jax.Array)
 
 
 def _new_rows_up_to_date(
-    tx: GradientTransformation, params: Params, state: State, sources: _Sources
+    tx: GradientTransformation, params: Params, state: State, sources: dict[str, _Source]
 ) -> State:
     """The state of an exact optimizer, in which new rows have missed no step."""
     if not getattr(tx, "catches_up", False):

@@ -14,16 +14,8 @@ def narrow_to_rows(
 ) -> None:
     """Restrict tables of ``archive`` to ranges of their rows.
 
-    Args:
-      archive: will hold only these rows of them.
-      rows: ``{name or pattern: slice(start, stop)}``.
-      saved_as: the names of all variables, and their names in the archive.
-
-    Raises:
-      TypeError: if ``rows`` is not such a dict.
-      NotFoundError: if there is no such variable.
-      InvalidArgumentError: for a range that is not in the table, a variable without rows,
-        or two ranges for one.
+    ``rows`` are those that ``Saver.restore`` takes, ``saved_as`` the names of all variables
+    and their names in the archive.
     """
     if not isinstance(rows, Mapping):
         raise TypeError(

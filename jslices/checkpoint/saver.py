@@ -6,14 +6,14 @@ import operator
 import os
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any
 
 import jax
 import numpy as np
 from jax.typing import ArrayLike
 
 from jslices import DataLossError, InvalidArgumentError, NotFoundError
-from jslices.checkpoint import files
+from jslices.checkpoint import files, state_file, trees, writing
 from jslices.checkpoint.archive import Archive
 from jslices.checkpoint.deltas import delta_part, open_base
 from jslices.checkpoint.files import Path
@@ -21,31 +21,7 @@ from jslices.checkpoint.leaves import Leaf, as_leaf, misfit, restore, restore_li
 from jslices.checkpoint.processes import ALONE, Processes, processes_of
 from jslices.checkpoint.retention import Retention
 from jslices.checkpoint.row_ranges import narrow_to_rows
-from jslices.checkpoint.state_file import doomed_in, doomed_text, new_state
-from jslices.checkpoint.trees import (
-    brief,
-    check_var_list,
-    choose,
-    describe,
-    listed,
-    named_leaves,
-    rebuild,
-    resolve_name,
-    without_handles,
-)
-from jslices.checkpoint.writing import (
-    Part,
-    check_equal,
-    in_one_file,
-    in_shards,
-    write_checkpoint,
-)
 from jslices.extend import PyTree
-
-#: A step: an integer, an array of one, or the name of a variable that holds one.
-Step: TypeAlias = str | ArrayLike
-#: Ranges of the rows of tables, by name or pattern.
-RowRanges: TypeAlias = Mapping[str, slice]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -154,7 +130,7 @@ class Saver:
         if saver_def is not None:
             sharded, max_to_keep = saver_def.sharded, saver_def.max_to_keep
             keep_checkpoint_every_n_hours = saver_def.keep_checkpoint_every_n_hours
-        self._var_list = check_var_list(var_list, allow_empty)
+        self._var_list = trees.check_var_list(var_list, allow_empty)
         self._reshape, self._sharded = reshape, sharded
         self._allow_empty, self._pad = allow_empty, pad_step_number
         self._save_relative_paths = save_relative_paths
@@ -176,7 +152,7 @@ class Saver:
         self,
         variables: PyTree,
         path: Path,
-        global_step: Step | None = None,
+        global_step: str | ArrayLike | None = None,
         latest_filename: str | None = None,
         write_state: bool = True,
     ) -> str:
@@ -210,20 +186,25 @@ class Saver:
             path, str | os.PathLike
         ):
             raise TypeError("save wants the variables first: save(variables, path)")
-        variables = without_handles(variables)
+        variables = trees.without_handles(variables)
         processes = processes_of(variables)
         sharded = self._sharded or processes.count > 1
         with processes.barrier():
             leaves, info = self._leaves(variables)
-            prefix = self._path(variables, path, global_step, latest_filename, sharded)
+            step = _step_number(global_step, variables)
+            prefix = files.checkpoint_path(path, step, latest_filename, self._pad, sharded)
             if files.checkpoint_exists(prefix):
                 if os.path.abspath(prefix) in self._retention.needed_bases():
                     raise InvalidArgumentError(
                         f"saved deltas build on {prefix}, so it cannot be overwritten; "
                         "give another path or global_step"
                     )
-        check_equal(leaves, processes)
-        parts = in_shards(leaves, processes) if sharded else in_one_file(leaves)
+        writing.check_equal(leaves, processes)
+        parts: list[writing.Part | None]
+        if sharded:
+            parts = writing.in_shards(leaves, processes)
+        else:
+            parts = [{name: leaf.tensor() for name, leaf in leaves.items()}]
         return self._commit(
             prefix, parts, info, sharded, latest_filename, write_state, processes
         )
@@ -232,7 +213,7 @@ class Saver:
         self,
         variables: PyTree,
         path: Path,
-        global_step: Step | None = None,
+        global_step: str | ArrayLike | None = None,
         *,
         touched: PyTree = None,
         latest_filename: str | None = None,
@@ -246,9 +227,8 @@ class Saver:
         its deltas are. Two processes that save deltas need paths of their own.
 
         Args:
-          variables: as for :meth:`save`.
+          variables: like the other arguments that are not mentioned, as for :meth:`save`.
           path: the path of the delta, other than that of its base.
-          global_step: as for :meth:`save`.
           touched: ids of the rows that changed since then. A dict whose keys are names of
             tables or patterns (``{"*/table": ids}``), or a tree like ``variables`` with
             None for the others. Ids are integers (duplicates, and those out of range, are
@@ -256,8 +236,6 @@ class Saver:
             of a table; slices and :func:`jslices.lookup_ids` as many as their
             ``row_axes``, and a mask ``[L, V]`` the first two. Variables that are not
             mentioned are saved whole. None compares all variables with the base.
-          latest_filename: as for :meth:`save`.
-          write_state: as for :meth:`save`.
 
         Returns:
           The path of the delta, for :meth:`restore`.
@@ -271,14 +249,15 @@ class Saver:
         Cost: reads and writes the touched rows, and the variables that are saved whole;
         with ``touched=None`` reads everything, and the base. A delta is always one file.
         """
-        variables = without_handles(variables)
+        variables = trees.without_handles(variables)
         if processes_of(variables).count > 1:
             raise InvalidArgumentError(
                 "these variables are spread over several processes, and a delta is one "
                 "file of one process; call save in all of them"
             )
         leaves, info = self._leaves(variables)
-        prefix = self._path(variables, path, global_step, latest_filename, self._sharded)
+        step, sharded = _step_number(global_step, variables), self._sharded
+        prefix = files.checkpoint_path(path, step, latest_filename, self._pad, sharded)
         base = open_base(prefix, self._previous)
         part, row_names = delta_part(leaves, touched, base)
         name = os.path.basename(base.prefix)
@@ -287,8 +266,8 @@ class Saver:
 
     def _leaves(self, variables: PyTree) -> tuple[dict[str, Leaf], dict[str, Any]]:
         """The leaves to save, by name, and their description in the checkpoint."""
-        names, values, _ = named_leaves(variables)
-        chosen = choose(names, self._var_list, "the variables hold")
+        names, values, _ = trees.named_leaves(variables)
+        chosen = trees.choose(names, self._var_list, "the variables hold")
         if not chosen and not self._allow_empty:
             raise ValueError("No variables to save: the tree has no leaves")
         by_name = dict(zip(names, values, strict=True))
@@ -296,24 +275,13 @@ class Saver:
         specs = {n: dataclasses.astuple(leaf.spec) for n, leaf in leaves.items()}
         info: dict[str, Any] = {"variables": specs}
         if self._var_list is None:
-            info["structure"] = describe(variables)
+            info["structure"] = trees.describe(variables)
         return leaves, info
-
-    def _path(
-        self,
-        variables: PyTree,
-        path: Path,
-        global_step: Step | None,
-        latest_filename: str | None,
-        sharded: bool,
-    ) -> str:
-        step = None if global_step is None else _step_number(global_step, variables)
-        return files.checkpoint_path(path, step, latest_filename, self._pad, sharded)
 
     def _commit(
         self,
         prefix: str,
-        parts: Sequence[Part | None],
+        parts: Sequence[writing.Part | None],
         info: dict[str, Any],
         sharded: bool,
         latest_filename: str | None,
@@ -325,15 +293,15 @@ class Saver:
         save_id = processes.allgather_text(files.new_id())[0]
         with processes.barrier():
             if write_state:
-                doomed = doomed_in(directory, latest_filename)
+                doomed = state_file.doomed_in(directory, latest_filename)
                 retention.take_over_doomed(directory, doomed)
                 retention.record(prefix, save_id)
                 state_path, text = self._new_state(prefix, retention.paths, latest_filename)
-                notes = doomed_text(retention.doomed_in(directory))
+                notes = state_file.doomed_text(retention.doomed_in(directory))
                 state = state_path, text + notes
             else:
                 retention.keep(prefix, save_id)
-        write_checkpoint(prefix, save_id, parts, info, sharded, state, processes)
+        writing.write_checkpoint(prefix, save_id, parts, info, sharded, state, processes)
         self._previous, self._retention = (prefix, save_id), retention
         with processes.barrier():  # then the directory is the same for all of them
             if not processes.is_first:
@@ -352,7 +320,8 @@ class Saver:
             # To an absolute directory, or TensorFlow's rule would apply once more.
             directory = os.path.abspath(directory)
             newest, *paths = (os.path.relpath(p, directory) for p in (newest, *paths))
-        return new_state(directory, newest, paths, latest_filename)
+        named = state_file.CheckpointState(newest, paths)
+        return state_file.new_state(directory, named, latest_filename)
 
     # --- restoring --------------------------------------------------------------------
 
@@ -360,7 +329,7 @@ class Saver:
         self,
         path: Path,
         variables: PyTree = None,
-        rows: RowRanges | None = None,
+        rows: Mapping[str, slice] | None = None,
     ) -> PyTree:
         """Reads a checkpoint, checking every tensor it reads.
 
@@ -413,7 +382,7 @@ class Saver:
                 "restore wants the path first: restore(path, variables); the order of "
                 "TensorFlow is that of jslices.tf1.train.Saver"
             )
-        variables = without_handles(variables)
+        variables = trees.without_handles(variables)
         processes = processes_of(variables)
         with processes.barrier():
             if path is None:
@@ -430,11 +399,11 @@ class Saver:
         self._previous = (archive.prefix, archive.info.save_id)
         return restored
 
-    def _restore_all(self, archive: Archive, rows: RowRanges | None) -> PyTree:
+    def _restore_all(self, archive: Archive, rows: Mapping[str, slice] | None) -> PyTree:
         inverse = self._var_list
         if isinstance(inverse, Mapping):
             inverse = {name: saved for saved, name in inverse.items()}
-        saved_as = choose(list(archive.specs), inverse, f"{archive.prefix} holds")
+        saved_as = trees.choose(list(archive.specs), inverse, f"{archive.prefix} holds")
         if rows is not None:
             narrow_to_rows(archive, rows, saved_as)
         leaves = {
@@ -443,7 +412,7 @@ class Saver:
         }
         whole = self._var_list is None and archive.info.has_structure
         try:
-            return rebuild(archive.info.structure, leaves) if whole else leaves
+            return trees.rebuild(archive.info.structure, leaves) if whole else leaves
         except RecursionError as error:
             raise DataLossError(
                 f"{archive.prefix} cannot be read: its structure is nested too deeply; "
@@ -451,15 +420,15 @@ class Saver:
             ) from error
 
     def _restore_into(
-        self, archive: Archive, variables: PyTree, rows: RowRanges | None
+        self, archive: Archive, variables: PyTree, rows: Mapping[str, slice] | None
     ) -> PyTree:
-        names, templates, structure = named_leaves(variables)
-        chosen = choose(names, self._var_list, "the variables hold")
+        names, templates, structure = trees.named_leaves(variables)
+        chosen = trees.choose(names, self._var_list, "the variables hold")
         missing = sorted(saved for saved in chosen if saved not in archive.specs)
         if missing:
             raise NotFoundError(
                 f"Restoring from checkpoint failed: {archive.prefix} holds no {missing}; "
-                f"it holds {brief(archive.specs)}"
+                f"it holds {trees.brief(archive.specs)}"
             )
         saved_as = {name: saved for saved, name in chosen.items()}
         if rows is not None:
@@ -472,7 +441,7 @@ class Saver:
         problems = [misfit(n, spec, x, self._reshape) for n, _, spec, x in targets]
         if bad := list(filter(None, problems)):
             raise InvalidArgumentError(
-                f"Restoring from checkpoint failed: in {archive.prefix} {listed(bad)}"
+                f"Restoring from checkpoint failed: in {archive.prefix} {trees.listed(bad)}"
             )
         restored = {
             name: restore_like(saved, spec, partial(archive.read, saved), template)
@@ -508,8 +477,7 @@ class Saver:
         Args:
           checkpoint_paths: the oldest first, for example
             ``get_checkpoint_state(directory).all_model_checkpoint_paths``. Those that
-            no longer exist are left out, and what is no checkpoint of a Saver is never
-            deleted.
+            no longer exist are left out, and files that no Saver wrote are never deleted.
         """
         self._retention.recover(os.fspath(path) for path in checkpoint_paths)
 
@@ -518,14 +486,16 @@ class _NotAList(TypeError, AssertionError):
     """TensorFlow's AssertionError, which is a TypeError."""
 
 
-def _step_number(step: Any, variables: PyTree) -> int:
+def _step_number(step: Any, variables: PyTree) -> int | None:
     """The step as an integer; it may be the value of a variable."""
+    if step is None:
+        return None
     if isinstance(step, str):
-        names, values, _ = named_leaves(variables)
-        name = resolve_name(step, names)
+        names, values, _ = trees.named_leaves(variables)
+        name = trees.resolve_name(step, names)
         if name not in names:
             raise NotFoundError(
-                f"global_step={step!r} is not a variable; there are {brief(names)}"
+                f"global_step={step!r} is not a variable; there are {trees.brief(names)}"
             )
         step = values[names.index(name)]
     try:

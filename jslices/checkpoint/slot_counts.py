@@ -123,7 +123,11 @@ def _as_count(x: ArrayLike | None) -> int | None:
     return None
 
 
+def as_array(x: ArrayLike | None) -> jax.Array | np.ndarray:
+    return x if isinstance(x, jax.Array) else np.asarray(x)
+
+
 def short(x: ArrayLike | None) -> str:
     """A number as it is, an array by its shape and dtype."""
-    array = x if isinstance(x, jax.Array) else np.asarray(x)
+    array = as_array(x)
     return str(x) if array.ndim == 0 else f"an array {array.shape} of {array.dtype}"

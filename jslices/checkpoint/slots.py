@@ -12,19 +12,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.typing import ArrayLike
 
 from jslices import GradientTransformation
-from jslices.checkpoint.slot_counts import Slots, counts_of_states, short
+from jslices.checkpoint import state_walk
+from jslices.checkpoint.slot_counts import Slots, as_array, counts_of_states, short
 from jslices.checkpoint.slot_names import LIBRARIES, NAMES, OTHERWISE, SQUARES
-from jslices.checkpoint.state_walk import (
-    StateArray,
-    after_empty_steps,
-    has_rows_behind,
-    map_optimizer_states,
-    placed,
-    walk_state,
-)
 from jslices.checkpoint.trees import listed
 from jslices.extend import Params, PyTree, State
 from jslices.optim import SgdState
@@ -100,7 +92,7 @@ def import_state(
             "optimizer"
         )
     state = tx.init(params)
-    walk = walk_state(params, state)
+    walk = state_walk.walk_state(params, state)
     if walk.gathering:
         raise TypeError(
             "import_state: tx gathers the gradients of several calls (multi_steps), and no "
@@ -109,21 +101,16 @@ def import_state(
             "import_state(opt, params, slots, count), gradient_step=jnp.int32(count))"
         )
     problems: list[str] = []
-    assigned: list[dict[tuple[int, str], jax.Array]] = []
     slots_of_each = [_checked_slots(x) for x in _flattened_up_to(walk.tree, slots)]
     counts = counts_of_states(walk, params, slots_of_each, count, problems)
-    for label, arrays, its_slots in zip(
-        walk.labels, walk.arrays, slots_of_each, strict=True
-    ):
-        assigned.append(_assign(label, arrays, its_slots, problems))
+    of_each = zip(walk.labels, walk.arrays, slots_of_each, strict=True)
+    assigned = [_assign(*each, problems) for each in of_each]
     if problems:
         raise ValueError(f"import_state: {listed(problems)}")
 
     def fill(number: int, part: Any) -> Any:
         columns = {}
-        for field in part._fields:
-            if not any((number, field) in each for each in assigned):
-                continue
+        for field in {field for each in assigned for i, field in each if i == number}:
             column = walk.tree.flatten_up_to(getattr(part, field))
             columns[field] = walk.tree.unflatten(
                 each.get((number, field), old)
@@ -131,7 +118,8 @@ def import_state(
             )
         return part._replace(**columns)
 
-    return map_optimizer_states(fill, after_empty_steps(tx, params, state, counts))
+    state = state_walk.after_empty_steps(tx, params, state, counts)
+    return state_walk.map_optimizer_states(fill, state)
 
 
 def export_state(params: Params, state: State, names: str) -> PyTree:
@@ -166,14 +154,14 @@ def export_state(params: Params, state: State, names: str) -> PyTree:
     """
     if names not in LIBRARIES:
         raise ValueError(f"export_state(names={names!r}): wanted one of {LIBRARIES}")
-    walk = walk_state(params, state)
+    walk = state_walk.walk_state(params, state)
     for gathering in walk.gathering:
         if (gathered := int(gathering.mini_step)) > 0:
             raise ValueError(
                 f"export_state: {gathered} gradients wait in the state for the next step, "
                 "and no slot can hold them; export it when mini_step is 0"
             )
-    if any(map(has_rows_behind, walk.states)):
+    if any(map(state_walk.has_rows_behind, walk.states)):
         raise ValueError(
             "export_state: rows are behind, as the state is of an exact optimizer; "
             "type params, state = tx.flush(params, state) before"
@@ -228,23 +216,23 @@ def _checked_slots(slots: Slots | None) -> Slots:
 
 
 def _assign(
-    label: str, arrays: Sequence[StateArray], slots: Slots, problems: list[str]
+    label: str, arrays: Sequence[state_walk.StateArray], slots: Slots, problems: list[str]
 ) -> dict[tuple[int, str], jax.Array]:
     """The slots of one parameter as state arrays, by owner and field; appends problems."""
     if not slots:
         return {}
-    rest = {name: _array(x) for name, x in slots.items() if name != "step"}
+    rest = {name: as_array(x) for name, x in slots.items() if name != "step"}
     assigned = {}
     for array in arrays:
         names = [name for name in array.names if name in rest]
         if len(names) == 1:
             x = rest.pop(names[0])
             what = f"the slot {names[0]}{label}"
-            problem = _misfit(what, x, array.value) or _spoilt(what, x, array.field)
+            problem = _misfit(what, x, array.value) or _invalid_values(what, x, array.field)
             if problem:
                 problems.append(problem)
             else:
-                assigned[array.owner, array.field] = placed(x, array.value)
+                assigned[array.owner, array.field] = state_walk.placed(x, array.value)
         else:
             received = " and ".join(names) or ", ".join(slots) or "nothing"
             problems.append(
@@ -259,10 +247,6 @@ def _assign(
         help = next(filter(None, notes), f"it keeps {slot_names}; leave this one out")
         problems.append(f"the optimizer has no state for the slot {name}{label}: {help}")
     return assigned
-
-
-def _array(x: ArrayLike) -> jax.Array | np.ndarray:
-    return x if isinstance(x, jax.Array) else np.asarray(x)
 
 
 def _misfit(what: str, x: jax.Array | np.ndarray, old: jax.Array) -> str | None:
@@ -297,7 +281,7 @@ def _misfit(what: str, x: jax.Array | np.ndarray, old: jax.Array) -> str | None:
     return None
 
 
-def _spoilt(what: str, x: jax.Array | np.ndarray, field: str) -> str | None:
+def _invalid_values(what: str, x: jax.Array | np.ndarray, field: str) -> str | None:
     """The reason why nothing can go on from a slot; None if something can."""
     xp: Any = jnp if isinstance(x, jax.Array) else np
     for bad, kind, help in (

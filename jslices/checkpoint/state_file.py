@@ -88,16 +88,11 @@ def latest_checkpoint(
 ) -> str | None:
     """Return the newest checkpoint of a directory, for ``Saver.restore``.
 
-    Args:
-      checkpoint_dir: the directory.
-      latest_filename: the name of the state file; None means ``"checkpoint"``.
+    Takes the arguments of :func:`get_checkpoint_state`, and raises what it raises.
 
     Returns:
       The path that the state file names; None when there is no state file, or the
       checkpoint it names is not there (which is logged).
-
-    Raises:
-      ValueError: if the state file names no checkpoint at all.
 
     Example:
       >>> import os, tempfile, jax.numpy as jnp, jslices as js
@@ -136,11 +131,10 @@ def update_checkpoint_state(
     Args:
       save_dir: the directory. When it is relative, relative paths are rewritten to be
         relative to it.
-      model_checkpoint_path: the newest checkpoint.
-      all_model_checkpoint_paths: all retained checkpoints, the oldest first. The newest
-        is appended to them unless it is the last.
+      model_checkpoint_path: like the next ones of :class:`CheckpointState`.
+      all_model_checkpoint_paths: the newest is appended to them unless it is the last.
       latest_filename: the name of the state file; None means ``"checkpoint"``.
-      all_model_checkpoint_timestamps: seconds since 1970, one for each path.
+      all_model_checkpoint_timestamps: one for each path, or none.
       last_preserved_timestamp: written as it is.
 
     Raises:
@@ -159,14 +153,13 @@ def update_checkpoint_state(
 
     Source: ``tf.train.update_checkpoint_state``, which also appends to the caller's list.
     """
-    filename, text = new_state(
-        save_dir,
-        model_checkpoint_path,
-        all_model_checkpoint_paths,
-        latest_filename,
-        all_model_checkpoint_timestamps,
+    state = CheckpointState(
+        os.fspath(model_checkpoint_path),
+        list(all_model_checkpoint_paths or ()),
+        list(all_model_checkpoint_timestamps or ()),
         last_preserved_timestamp,
     )
+    filename, text = new_state(os.fspath(save_dir), state, latest_filename)
     directory = os.path.dirname(filename)
     with files.directory_lock(directory, exclusive=True):
         files.clean(directory, is_published)
@@ -177,20 +170,13 @@ def update_checkpoint_state(
 
 
 def new_state(
-    save_dir: Path,
-    model_checkpoint_path: Path,
-    all_model_checkpoint_paths: Sequence[str] | None = None,
-    latest_filename: str | None = None,
-    all_model_checkpoint_timestamps: Sequence[float] | None = None,
-    last_preserved_timestamp: float | None = None,
+    directory: str, state: CheckpointState, latest_filename: str | None
 ) -> tuple[str, str]:
     """The path and the text of the file that :func:`update_checkpoint_state` writes."""
-    directory = os.fspath(save_dir)
-    newest = os.fspath(model_checkpoint_path)
-    paths = [os.fspath(path) for path in all_model_checkpoint_paths or ()]
+    newest, times = state.model_checkpoint_path, state.all_model_checkpoint_timestamps
+    paths = [os.fspath(path) for path in state.all_model_checkpoint_paths]
     if not paths or paths[-1] != newest:
         paths.append(newest)
-    times = list(all_model_checkpoint_timestamps or ())
     if times and len(times) != len(paths):
         raise ValueError(
             f"there are {len(times)} timestamps for {len(paths)} checkpoints: {paths}"
@@ -206,7 +192,7 @@ def new_state(
         )
     if not os.path.isdir(directory or "."):
         raise NotFoundError(f"the directory {directory!r} does not exist; create it first")
-    state = CheckpointState(newest, paths, times, last_preserved_timestamp)
+    state = CheckpointState(newest, paths, times, state.last_preserved_timestamp)
     return filename, dump_text(_fields(state))
 
 

@@ -38,29 +38,17 @@ class StateArray(NamedTuple):
 
 
 class Walk(NamedTuple):
-    """The parts of the state of an optimizer.
+    """The parts of the state of an optimizer."""
 
-    Attributes:
-      tree: the structure of the parameters.
-      labels: where each parameter is, for messages: `` at ['table']``.
-      states: the states of jslices' optimizers in it, in order.
-      arrays: the state arrays of each parameter, whichever optimizer keeps them.
-      gathering: the states of ``multi_steps``, or of ``optax.MultiSteps``, in it.
-    """
-
-    tree: Any
-    labels: list[str]
-    states: list[Any]
-    arrays: list[list[StateArray]]
-    gathering: list[Any]
+    tree: Any  #: the structure of the parameters.
+    labels: list[str]  #: where each parameter is, for messages: `` at ['table']``.
+    states: list[Any]  #: those of jslices' optimizers in it, in order.
+    arrays: list[list[StateArray]]  #: of each parameter, whichever optimizer keeps them.
+    gathering: list[Any]  #: the states of ``multi_steps``, or of ``optax.MultiSteps``.
 
 
 def walk_state(params: Params, state: State) -> Walk:
-    """Lists the state arrays of each parameter.
-
-    Raises:
-      TypeError: for a state without one of jslices' optimizers.
-    """
+    """Lists the state arrays of each parameter."""
     tree: Any
     paths, tree = jax.tree_util.tree_flatten_with_path(params, is_leaf=lambda x: x is None)
     labels = [f" at {jax.tree_util.keystr(path)}" if path else "" for path, _ in paths]

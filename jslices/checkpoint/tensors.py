@@ -69,11 +69,7 @@ _OTHERS = re.compile(r"[|<>][SU][1-9]\d*|[<>][mM]8(\[\d*[A-Za-z]+\])?")
 
 
 def dtype_named(name: str) -> np.dtype[Any]:
-    """A dtype of NumPy or of ml_dtypes.
-
-    Raises:
-      ValueError: if there is none of this name.
-    """
+    """A dtype of NumPy or of ml_dtypes; ValueError if there is none of this name."""
     if name not in _NUMBERS and not _OTHERS.fullmatch(name):
         raise ValueError(f"there is no dtype {name!r}")
     try:
@@ -99,23 +95,16 @@ def _hexadecimal(checksum: int) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Tensor:
-    """A tensor to be written.
+    """A tensor to be written."""
 
-    Attributes:
-      dtype: the name of one of the dtypes in ``CODES``.
-      shape: its shape.
-      blocks: returns its elements in order, as arrays, which may be views.
-      start: where it begins in the variable that it is a piece of.
-    """
-
-    dtype: str
+    dtype: str  #: the name of one of the dtypes in ``CODES``.
     shape: tuple[int, ...]
+    #: Returns its elements in order, as arrays, which may be views.
     blocks: Callable[[], Iterable[np.ndarray]]
-    start: tuple[int, ...] = ()
+    start: tuple[int, ...] = ()  #: in the variable that it is a piece of.
 
     @property
     def num_bytes(self) -> int:
-        """The size of its elements."""
         return math.prod(self.shape) * dtype_named(self.dtype).itemsize
 
 
@@ -250,19 +239,9 @@ def _write_all(descriptor: int, data: memoryview, offset: int) -> None:
 
 
 class TensorFile:
-    """A safetensors file open for reading.
+    """A safetensors file open for reading, with shapes and names of dtypes by tensor.
 
     Files that this package wrote are checked; those of other tools have no checksums.
-
-    Attributes:
-      path: its path.
-      metadata: the strings that were written with it.
-      shapes: the shape of every tensor, by name.
-      dtypes: the name of the dtype of every tensor, by name.
-
-    Raises:
-      OSError: if it cannot be opened.
-      DataLossError: if its header is damaged.
     """
 
     def __init__(self, path: str) -> None:
@@ -292,9 +271,6 @@ class TensorFile:
         """View a tensor, or a range of its rows, in the mapped file.
 
         Each chunk of the file is checked the first time that it is viewed.
-
-        Raises:
-          DataLossError: if its checksum is not the one that was written.
         """
         begin, end = self._offsets[name]
         data = memoryview(self._bytes)[self._start + begin : self._start + end]

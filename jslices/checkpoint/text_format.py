@@ -20,11 +20,7 @@ _ESCAPED = {ord(k): v for k, v in zip("\n\r\t\"'\\", "nrt\"'\\", strict=True)}
 
 
 def parse_text(text: bytes) -> list[tuple[str, str | float]]:
-    """Parse the fields of a flat message, in order.
-
-    Raises:
-      ValueError: if this is not the text of one.
-    """
+    """Parse the fields of a flat message, in order; ValueError if it is none."""
     fields: list[tuple[str, str | float]] = []
     start = re.match(_GAP, text)
     position = start.end() if start else 0

@@ -3,7 +3,6 @@
 import fnmatch
 import re
 import reprlib
-import typing
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -15,8 +14,6 @@ from jslices.extend import PyTree, opened
 
 #: Names of variables, or ``{name in the checkpoint: name in the variables}``; None: all.
 VarList: TypeAlias = Sequence[str] | Mapping[str, str] | None
-#: JSON of :func:`describe`.
-Description: TypeAlias = Any
 
 _ODD = re.compile("[\0\ud800-\udfff]")  # safetensors keeps neither
 _ROOT = "value"  # the name of a tree that is a single leaf
@@ -31,10 +28,7 @@ def named_leaves(
     """Flatten a tree into the names of the leaves, the leaves, and the structure.
 
     A name is the path of the leaf, its parts joined by ``/``: ``"params/dense/w"``,
-    ``"state/0/mu/table"``.
-
-    Raises:
-      InvalidArgumentError: if two leaves have the same name, or a name cannot be stored.
+    ``"state/0/mu/table"``. Refuses two leaves of one name, and one that cannot be stored.
     """
     pairs, structure = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_leaf)
     names = [_path_text(path) or _ROOT for path, _ in pairs]
@@ -86,18 +80,9 @@ def listed(problems: Sequence[str], most: int = 8) -> str:
 # --- handles --------------------------------------------------------------------------
 
 
-@typing.runtime_checkable
-class _Handle(typing.Protocol):
-    """A handle on a variable, as ``jslices.tf1.Variable`` is one."""
-
-    name: str
-
-    def value(self) -> Any:
-        """The array."""
-
-
 def _is_handle(node: object) -> bool:
-    return callable(getattr(type(node), "value", None)) and isinstance(node, _Handle)
+    """True for what has a name and a value, as ``jslices.tf1.Variable`` does."""
+    return callable(getattr(type(node), "value", None)) and hasattr(node, "name")
 
 
 def without_handles(tree: PyTree) -> PyTree:
@@ -116,11 +101,7 @@ def resolve_name(name: str, available: Container[str]) -> str:
 
 
 def matching(pattern: str, names: Iterable[str], argument: str) -> list[str]:
-    """Expand a name, or a pattern such as ``*/table``.
-
-    Raises:
-      NotFoundError: if there are none.
-    """
+    """Expand a name, or a pattern such as ``*/table``, to one name at least."""
     names = list(names)
     exact = resolve_name(pattern, names)
     matches = [n for n in names if n == exact or fnmatch.fnmatchcase(n, pattern)]
@@ -133,12 +114,7 @@ def matching(pattern: str, names: Iterable[str], argument: str) -> list[str]:
 
 
 def check_var_list(var_list: object, allow_empty: bool) -> VarList:
-    """Copy a list or dict of names, replacing handles by theirs.
-
-    Raises:
-      TypeError: if it holds anything else.
-      ValueError: if it is empty, or names a variable twice.
-    """
+    """Copy a list or dict of names, replacing handles by theirs; refuse anything else."""
     if var_list is None:
         return None
     if not isinstance(var_list, list | tuple | Mapping):
@@ -168,19 +144,15 @@ def check_var_list(var_list: object, allow_empty: bool) -> VarList:
     return var_list
 
 
-def _name_of(variable: str | _Handle) -> str:
-    if isinstance(variable, str) or not _is_handle(variable):
-        return variable  # type: ignore[return-value]  # refused later
-    return variable.name.removesuffix(":0")
+def _name_of(variable: Any) -> Any:
+    is_handle = not isinstance(variable, str) and _is_handle(variable)
+    return variable.name.removesuffix(":0") if is_handle else variable
 
 
 def choose(available: Sequence[str], var_list: VarList, where: str) -> dict[str, str]:
     """Choose variables: ``{name in the checkpoint: name in the variables}``.
 
-    A name stands for the leaf of that name, or for every leaf below it.
-
-    Raises:
-      NotFoundError: if there is no such variable.
+    A name means the leaf of that name, or every leaf below it.
     """
     if var_list is None:
         return {name: name for name in available}
@@ -208,8 +180,8 @@ def choose(available: Sequence[str], var_list: VarList, where: str) -> dict[str,
 # --- structure ------------------------------------------------------------------------
 
 
-def describe(tree: PyTree, prefix: str = "") -> Description:
-    """Describe a tree in JSON, with names in place of its leaves.
+def describe(tree: PyTree, prefix: str = "") -> Any:
+    """Describe a tree in JSON (a description), with names in place of its leaves.
 
     Dicts, lists, tuples, None and IndexedSlices are told apart. Any other node, for
     example the state of an optimizer, becomes a dict of its parts.
@@ -240,13 +212,11 @@ def _joined(prefix: str, name: str) -> str:
     return f"{prefix}/{name}" if prefix else name
 
 
-def names_in(description: Description, path: str = "") -> Iterator[tuple[str, str | None]]:
+def names_in(description: Any, path: str = "") -> Iterator[tuple[str, str | None]]:
     """List the names of the leaves of a description.
 
     The values of IndexedSlices come with the name of their indices, other leaves with None.
-
-    Raises:
-      ValueError: if :func:`describe` never returns this.
+    ValueError if :func:`describe` never returns this.
     """
     match description:
         case None:
@@ -285,14 +255,7 @@ def _is_shape(value: object) -> bool:
     return type(value) is list and all(type(n) is int and n >= 0 for n in value)
 
 
-def _slices_structure(dense_shape: tuple[int, ...] | None) -> Any:
-    """The tree structure of IndexedSlices; its children need not be arrays of JAX."""
-    values = jnp.zeros((0, *(dense_shape or ())[1:]))
-    indices = jnp.zeros(0, jnp.int32)
-    return jax.tree.structure(IndexedSlices(values, indices, dense_shape))
-
-
-def rebuild(description: Description, leaves: Mapping[str, Any]) -> PyTree:
+def rebuild(description: Any, leaves: Mapping[str, Any]) -> PyTree:
     """Rebuild a tree from its description and its leaves."""
     if description is None:
         return None
@@ -300,7 +263,6 @@ def rebuild(description: Description, leaves: Mapping[str, Any]) -> PyTree:
         return leaves[description]
     kind, parts = next(iter(description.items()))
     if kind == "slices":
-        shape = description["dense_shape"]
         children = tuple(leaves[name] for name in parts)
         counts = [len(child) for child in children]
         if counts[0] != counts[1]:
@@ -308,7 +270,10 @@ def rebuild(description: Description, leaves: Mapping[str, Any]) -> PyTree:
                 f"rows would leave {counts[0]} values and {counts[1]} indices of "
                 f"IndexedSlices; ask for the same rows of {parts[0]!r} and {parts[1]!r}"
             )
-        structure = _slices_structure(None if shape is None else tuple(shape))
+        # By their structure, as the children need not be arrays of JAX.
+        shape = None if shape is None else tuple(shape)
+        empty = jnp.zeros((0, *(shape or ())[1:])), jnp.zeros(0, jnp.int32)
+        structure: Any = jax.tree.structure(IndexedSlices(*empty, shape))
         return structure.unflatten(children)
     if kind == "dict":
         return {key: rebuild(part, leaves) for key, part in parts}

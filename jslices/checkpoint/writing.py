@@ -21,11 +21,6 @@ Part = dict[str, Tensor]
 # --- what each file holds -------------------------------------------------------------
 
 
-def in_one_file(leaves: dict[str, Leaf]) -> list[Part]:
-    """Put all variables into one file."""
-    return [{name: leaf.tensor() for name, leaf in leaves.items()}]
-
-
 def in_shards(leaves: dict[str, Leaf], processes: Processes = ALONE) -> list[Part | None]:
     """Plan one file for each shard; None for the files of other processes.
 
@@ -45,11 +40,7 @@ def in_shards(leaves: dict[str, Leaf], processes: Processes = ALONE) -> list[Par
 
 
 def check_equal(leaves: dict[str, Leaf], processes: Processes) -> None:
-    """Refuses variables of which the processes would not write every piece once.
-
-    Raises:
-      InvalidArgumentError: if they differ in more than what a process has on its own.
-    """
+    """Refuse variables that differ in more than what each process has on its own."""
     description = [
         (name, leaf.is_spread and (leaf.spec, [(p.start, p.holders) for p in leaf.pieces]))
         for name, leaf in leaves.items()
@@ -103,16 +94,17 @@ def write_checkpoint(
 ) -> None:
     """Write the files of a checkpoint, which replaces an older one at once.
 
+    All processes write their files before the first one gives the files of all their names.
+    If one fails, the first deletes the files of all before any process raises.
+
     Args:
       prefix: its path.
-      save_id: the id of this save, the same in all processes.
+      save_id: the same in all processes.
       parts: the contents of each file; None for those that other processes write.
       info: what the first file says about the variables.
       sharded: whether the files are shards.
       state: path and text of a state file that is replaced at the same time.
-      processes: those that write the checkpoint. All write their files before the first
-        one gives the files of all their names. If one fails, the first deletes the files
-        of all before any process raises.
+      processes: those that write the checkpoint.
 
     Raises:
       OSError: if that cannot be done. It says whether the checkpoint was saved; if not,
@@ -224,7 +216,6 @@ class _Save:
                     files.remove(temporary)
 
     def release_locks(self) -> None:
-        """Close the files."""
         for descriptor in self.descriptors.values():
             os.close(descriptor)
 
