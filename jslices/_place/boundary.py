@@ -33,11 +33,7 @@ from jax.sharding import (
 )
 from jax.typing import ArrayLike, DTypeLike
 
-from jslices._jax import (
-    CONSTRAINS_LAYOUTS,
-    flatten,
-    split_alike,
-)
+from jslices._jax import CONSTRAINS_LAYOUTS, flatten, split_alike
 from jslices._typing import Aval, Leaf, PyTree
 
 Spec = PartitionSpec | tuple[None, ...]

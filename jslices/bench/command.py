@@ -21,13 +21,7 @@ from jslices.bench.measure import (
     copy_bandwidth,
     run_in_turns,
 )
-from jslices.bench.sizes import (
-    Sizes,
-    available,
-    largest_rows,
-    optimizer_names,
-    plan_of,
-)
+from jslices.bench.sizes import Sizes, available, largest_rows, optimizer_names, plan_of
 from jslices.bench.table import Line, aligned, comparison
 from jslices.extend import human_bytes
 

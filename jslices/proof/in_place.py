@@ -4,14 +4,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from jslices._densify import UserLine, human_bytes
-from jslices.proof.program import (
-    Instruction,
-    Layout,
-    Leaf,
-    Module,
-    Program,
-    Value,
-)
+from jslices.proof.program import Instruction, Layout, Leaf, Module, Program, Value
 
 #: Operations that only hand values on.
 _SILENT = {"bitcast", "copy", "copy-start", "copy-done", "tuple", "get-tuple-element"}
