@@ -7,7 +7,6 @@ import sys
 import sysconfig
 import warnings
 from collections.abc import Iterable
-from types import CodeType
 from typing import Any, NamedTuple, NoReturn
 
 import jax
@@ -71,16 +70,15 @@ class UserLine(NamedTuple):
 UNKNOWN_LINE = UserLine("<unknown>", 0)
 
 
-def pick_user_line(frames: Iterable[tuple[CodeType, int]]) -> UserLine:
-    """The innermost frame of the user's own program.
+def pick_user_line(frames: Iterable[tuple[str, int]]) -> UserLine:
+    """The innermost of frames, as file and line, that is of the user's own program.
 
     Frames of jslices and JAX never count. Frames of installed libraries count only when
     nothing else is on the stack: "your line that called ``nn.Embed``" helps, the line
     inside Flax does not.
     """
     library = None
-    for code, line in frames:
-        file = code.co_filename
+    for file, line in frames:
         if file.startswith((OUR_FOLDER, JAX_FOLDER)) or file.startswith("<frozen"):
             continue
         if not file.startswith(_LIBRARIES):
@@ -92,10 +90,10 @@ def pick_user_line(frames: Iterable[tuple[CodeType, int]]) -> UserLine:
 def current_user_line() -> UserLine:
     """The user's line that led here, read from the running stack."""
 
-    def frames() -> Iterable[tuple[CodeType, int]]:
+    def frames() -> Iterable[tuple[str, int]]:
         frame = sys._getframe(2)
         while frame is not None:
-            yield frame.f_code, frame.f_lineno
+            yield frame.f_code.co_filename, frame.f_lineno
             frame = frame.f_back  # type: ignore[assignment]
 
     return pick_user_line(frames())

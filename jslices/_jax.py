@@ -338,16 +338,11 @@ def user_line(source: Source) -> UserLine:
     return pick_user_line(_frames(getattr(source, "traceback", None)))
 
 
-def _frames(traceback: Any) -> Iterable[tuple[CodeType, int]]:
-    if traceback is None:
-        return ()
-
-    def frames() -> Iterator[tuple[CodeType, int]]:
+def _frames(traceback: Any) -> Iterator[tuple[str, int]]:
+    if traceback is not None:
         codes, instructions = traceback.raw_frames()
         for code, instruction in zip(codes, instructions, strict=True):
-            yield code, _line_number(code, instruction)
-
-    return frames()
+            yield code.co_filename, _line_number(code, instruction)
 
 
 def _line_number(code: CodeType, instruction: int) -> int:
