@@ -138,12 +138,13 @@ def hint_large_step(num_bytes: int) -> None:
       num_bytes: of the values of the gradient, ``K * D * itemsize``; from ``HINT_BYTES`` on
         a step is large.
     """
-    if _memory_is_kept() or platform_at_hand() != "cpu":
+    what = "kept memory"
+    if what in _hinted or _memory_is_kept() or platform_at_hand() != "cpu":
         return
     if platform.libc_ver()[0] != "glibc":
         return
     _hint_once(
-        "kept memory",
+        what,
         f"this step has a gradient of {num_bytes / 1e6:.0f} MB, and the operating system "
         "maps the temporaries of such a step anew each time: it takes about twice as long "
         "as it could (1.4 to 3.3 times). Call jslices.keep_memory() at the start of the "
