@@ -125,8 +125,8 @@ def assert_no_dense_temporary(
     array may have the shape of a table (in any dtype, or transposed), or as many bytes as
     the largest one.
     A table is an argument with at least two axes and ``min_bytes`` whose rows are gathered.
-    One of which the optimizer steps all rows, because its gradient has nearly as many
-    (``print(tx.plan(grads, params))`` says so), is left out where there are others.
+    If the optimizer steps all rows of one, because its gradient has nearly as many
+    (``print(tx.plan(grads, params))`` says so), it is left out where there are others.
 
     Args:
       table_bytes: no temporary may have this many bytes, whatever its shape; replaces the
@@ -173,10 +173,10 @@ def assert_no_table_on_wire(
 ) -> Traffic:
     """Asserts that what devices send each other does not grow with the tables.
 
-    Of no table that is looked up may a collective have an axis of as many rows as it has,
-    or as a device has of it, and none may be as large as what a device has of it. A table
-    is an argument with at least two axes and ``min_bytes`` whose rows are gathered. Ask
-    about sizes of which a device holds more rows than all devices look up together.
+    No collective may have an axis as long as a table that is looked up, or as a device's
+    part of it, or be as large as that part. A table is an argument with at least two axes
+    and ``min_bytes`` whose rows are gathered. Ask about tables of which each device holds
+    more rows than all devices look up together.
 
     Args:
       min_bytes: smaller arrays are not tables (1 MB by default).

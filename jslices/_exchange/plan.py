@@ -36,8 +36,8 @@ class Exchange:
       asked for them, and all get all gradients.
 
     Args:
-      axis: the mesh axis along which the rows are split, or several, as they stand in the
-        table's PartitionSpec: ``"x"`` for ``P("x", None)``, ``("x", "y")`` for
+      axis: the mesh axis along which the rows are split, or several, as in the table's
+        PartitionSpec: ``"x"`` for ``P("x", None)``, ``("x", "y")`` for
         ``P(("x", "y"), None)``. For a table ``[L, V, *D]`` whose rows two axes number it
         may be a PartitionSpec: ``jax.P(None, "x")`` if V is split.
       plan: ``"all_to_all"``, ``"gather"``, or ``"auto"``: the one with fewer bytes, and the
@@ -206,7 +206,7 @@ class ExchangePlan:
     """The sizes of the exchange of one lookup.
 
     Attributes:
-      placement: where the rows stand.
+      placement: which devices hold which rows.
       sizes: ``(V,)``, of the axes that number rows.
       ids: k, how many each device looks up; those added to divide them count.
       capacity: C, for how many distinct ids of a pair of devices there is room.

@@ -29,8 +29,8 @@ class Located(NamedTuple):
     :class:`ExchangePlan`.
 
     Attributes:
-      places: ``[k]``: where a row stands among the ``N * C`` that arrive; ``N * C`` if it
-        does not come, or comes by the other way.
+      places: ``[k]``: the position of a row among the ``N * C`` that arrive; ``N * C`` if
+        it does not come, or comes by the other way.
       has_grad: ``[k]`` bool, which ids get a gradient.
       requested: ``[*devices, entries]``, rows, ``-1 - row`` where no gradient will come
         back, and ``-1 - V`` for none: ``[N * C]`` rows of this device, or all ``[N * k]``,
@@ -118,7 +118,7 @@ def exchanged_rows(
 
     In the exchange rows are numbered device by device: :meth:`Placement.by_device`.
 
-    The gradient goes to the cotangent slot: its entries stand on the devices that hold
+    The gradient goes to the cotangent slot: its entries are on the devices that hold
     their rows. What did not fit reads NaN.
     """
     del slot

@@ -1,4 +1,4 @@
-"""Which rows of a table stand on which devices of a mesh."""
+"""Which devices of a mesh hold which rows of a table."""
 
 import dataclasses
 import math
@@ -92,7 +92,7 @@ def _count(devices: int | Mesh | AbstractMesh, axis: str | Sequence[str] | None)
 
 @dataclasses.dataclass(frozen=True)
 class Placement:
-    """On which devices of a mesh the rows of a table ``[V, *D]`` stand.
+    """Which devices of a mesh hold which rows of a table ``[V, *D]``.
 
     Attributes:
       mesh: the mesh.
@@ -132,7 +132,7 @@ class Placement:
         return self._reordered(numbers, sizes, back=False)
 
     def in_whole(self, numbers: Numbers, sizes: Sequence[int]) -> Numbers:
-        """The row numbers of which :meth:`by_device` gives these."""
+        """The inverse of :meth:`by_device`."""
         return self._reordered(numbers, sizes, back=True)
 
     def _reordered(self, numbers: Numbers, sizes: Sequence[int], back: bool) -> Numbers:
@@ -168,7 +168,7 @@ class Placement:
 
     @property
     def known(self) -> tuple[str, ...]:
-        """The axes of which it is known that they split no row.
+        """The axes that are known to split no row.
 
         What an Auto axis does to columns is left to XLA, which leaves them where they are.
         """
@@ -176,7 +176,7 @@ class Placement:
         return tuple(x for x in self.batch if x in self.rows or x in explicit)
 
     def numbers(self) -> jax.Array:
-        """``[N]``, of which each device gets the number of the part that it holds.
+        """``[N]``: each device gets the number of the part that it holds.
 
         ``lax.axis_index`` is refused by XLA in a loop if some axes are Auto
         ("PartitionId instruction is not supported").
@@ -242,7 +242,7 @@ def on_each_device(
 
 
 def placement_at_hand(x: jax.Array) -> Placement | None:
-    """Where the rows of an array stand, as its type or the array itself tells."""
+    """Where the rows of an array are, if its type or the array itself tells."""
     mesh = mesh_of(jax.typeof(x))
     if mesh is None or mesh.size == 1:
         return None

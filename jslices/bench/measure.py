@@ -29,7 +29,7 @@ PROCESS_BYTES = 400 << 20
 
 
 class Facts(NamedTuple):
-    """What is known of a compiled step; None on backends that do not tell."""
+    """Figures of a compiled step; None on backends that have none."""
 
     distinct: float  #: the median of distinct ids in a batch
     compile_seconds: float

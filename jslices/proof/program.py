@@ -71,7 +71,7 @@ class Instruction(NamedTuple):
     opcode: str
     operands: tuple[str, ...]
     rest: str  #: the operands and everything after them
-    where: str  #: the computation it stands in
+    where: str  #: its computation
     layouts: tuple[Layout, ...]
 
     @property

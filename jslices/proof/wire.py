@@ -32,7 +32,7 @@ class Collective(NamedTuple):
         ``ragged-all-to-all``, whose parts are known when it runs, the most.
       turns: how often the loops around it run it, 1 outside of loops; None if the program
         does not tell.
-      branch: the branches that it stands in, the outermost first: ``("branch 1 of 2 of
+      branch: the branches around it, the outermost first: ``("branch 1 of 2 of
         conditional.3",)``.
       op_name: JAX's name for it: ``jit(step)/scatter-add``.
       line: the line of the user's program.
@@ -211,6 +211,6 @@ def problems(program: Program, min_bytes: int) -> list[str]:
 
 
 def _depends(each: Collective, table: Leaf, part: Array) -> bool:
-    """Whether a collective is sized by ``table``, of which a device has ``part``."""
+    """Whether the size of a collective is that of ``table``, or of a device's ``part``."""
     long = {table.shape[0], part.dims[0]}
     return each.nbytes >= part.nbytes or any(long & set(x.dims) for x in each.arrays)
