@@ -8,7 +8,6 @@ import sysconfig
 import traceback
 import warnings
 from collections.abc import Iterable
-from types import CodeType
 from typing import Any, NamedTuple, NoReturn
 
 import jax
@@ -72,16 +71,15 @@ class UserLine(NamedTuple):
 UNKNOWN_LINE = UserLine("<unknown>", 0)
 
 
-def pick_user_line(frames: Iterable[tuple[CodeType, int]]) -> UserLine:
-    """The innermost frame of the user's own program.
+def pick_user_line(frames: Iterable[tuple[str, int]]) -> UserLine:
+    """The innermost of frames, as file and line, that is of the user's own program.
 
     Frames of jslices and JAX never count. Frames of installed libraries count only when
     nothing else is on the stack: "your line that called ``nn.Embed``" helps, the line
     inside Flax does not.
     """
     library = None
-    for code, line in frames:
-        file = code.co_filename
+    for file, line in frames:
         if file.startswith((OUR_FOLDER, JAX_FOLDER)) or file.startswith("<frozen"):
             continue
         if not file.startswith(_LIBRARIES):
@@ -93,7 +91,7 @@ def pick_user_line(frames: Iterable[tuple[CodeType, int]]) -> UserLine:
 def current_user_line() -> UserLine:
     """The user's line that led here, read from the running stack."""
     frames = traceback.walk_stack(sys._getframe(1))
-    return pick_user_line((frame.f_code, line) for frame, line in frames)
+    return pick_user_line((frame.f_code.co_filename, line) for frame, line in frames)
 
 
 def warn_dense(

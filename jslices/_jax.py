@@ -346,7 +346,9 @@ def user_line(source: Source) -> UserLine:
     """The line of the user's program that made an equation with this ``source_info``."""
     traceback: Any = getattr(source, "traceback", None)
     frames = zip(*traceback.raw_frames(), strict=True) if traceback else ()
-    return pick_user_line((code, traceback.code_addr2line(code, at)) for code, at in frames)
+    return pick_user_line(
+        (code.co_filename, traceback.code_addr2line(code, at)) for code, at in frames
+    )
 
 
 def is_library_call(eqn: Equation) -> bool:

@@ -121,21 +121,17 @@ def assert_no_dense_temporary(
 ) -> Memory:
     """Asserts that a step makes no temporary as large as a table that it looks up.
 
-    Arguments, results and what is written in place do not count. No other array may have
-    the shape of a table (in any dtype, or transposed), or as many bytes as the largest one.
+    Arguments, results, donated or not, and what is written in place do not count. No other
+    array may have the shape of a table (in any dtype, or transposed), or as many bytes as
+    the largest one.
     A table is an argument with at least two axes and ``min_bytes`` whose rows are gathered.
-    One of which the optimizer steps all rows, because its gradient has nearly as many
-    (``print(tx.plan(grads, params))`` says so), is left out where there are others.
+    If the optimizer steps all rows of one, because its gradient has nearly as many
+    (``print(tx.plan(grads, params))`` says so), it is left out where there are others.
 
     Args:
-      step: as for :func:`assert_in_place`.
-      *args: likewise.
-      donate_argnums: as in ``jax.jit``; a step that is jitted already has its own. Without
-        donation results take new memory, but are not temporaries.
       table_bytes: no temporary may have this many bytes, whatever its shape; replaces the
         search for tables.
       min_bytes: smaller arrays are not tables (1 MB by default).
-      device: as for :func:`assert_in_place`.
 
     Returns:
       The :class:`Memory` of the step.
@@ -143,14 +139,10 @@ def assert_no_dense_temporary(
     Raises:
       AssertionError: lists the temporaries, each with the operation and the line of the
         program that makes it, and what to write instead.
-      ValueError: if no table is looked up and ``table_bytes`` is not given; for
-        ``donate_argnums`` of a step that is jitted already; and for an unknown ``device``.
-      ModuleNotFoundError: if the compiler for ``device`` is not installed.
+      ValueError: if no table is looked up and ``table_bytes`` is not given.
 
-    The result does not depend on the ids: not on duplicates, on ids out of range, or on
-    how many rows stay untouched.
-
-    Cost: one compilation.
+    The other arguments and errors, and the cost, are those of :func:`assert_in_place`. This
+    result, too, is the same for all ids.
 
     Example:
       >>> import jax, jax.numpy as jnp, jslices as js, jslices.testing
@@ -181,17 +173,13 @@ def assert_no_table_on_wire(
 ) -> Traffic:
     """Asserts that what devices send each other does not grow with the tables.
 
-    Of no table that is looked up may a collective have an axis of as many rows as it has,
-    or as a device has of it, and none may be as large as what a device has of it. A table
-    is an argument with at least two axes and ``min_bytes`` whose rows are gathered. Ask
-    about sizes of which a device holds more rows than all devices look up together.
+    No collective may have an axis as long as a table that is looked up, or as a device's
+    part of it, or be as large as that part. A table is an argument with at least two axes
+    and ``min_bytes`` whose rows are gathered. Ask about tables of which each device holds
+    more rows than all devices look up together.
 
     Args:
-      step: as for :func:`assert_in_place`.
-      *args: likewise, with their shardings.
-      donate_argnums: likewise.
       min_bytes: smaller arrays are not tables (1 MB by default).
-      device: as for :func:`assert_in_place`.
 
     Returns:
       The :class:`Traffic` of the step.
@@ -199,15 +187,11 @@ def assert_no_table_on_wire(
     Raises:
       AssertionError: lists the collectives, each with its size, what a device receives by
         it, the operation and the line of the program, and what to write instead.
-      ValueError: if no table is looked up; for ``donate_argnums`` of a step that is jitted
-        already; and for an unknown ``device``.
-      ModuleNotFoundError: if the compiler for ``device`` is not installed.
+      ValueError: if no table is looked up.
       NotImplementedError: for a program whose groups of devices cannot be read.
 
-    The result does not depend on the ids: not on duplicates, on ids out of range, or on
-    how many rows stay untouched.
-
-    Cost: one compilation.
+    The other arguments and errors, and the cost, are those of :func:`assert_in_place`. This
+    result, too, is the same for all ids.
 
     Example:
       >>> import jax, jax.numpy as jnp, jslices as js, jslices.testing
@@ -242,23 +226,14 @@ def collectives(
 ) -> Traffic:
     """What devices send each other in a step, and where in the program: ``print`` it.
 
-    Args:
-      step: as for :func:`assert_in_place`.
-      *args: likewise, with their shardings.
-      donate_argnums: likewise.
-      device: likewise.
+    The arguments, their errors and the cost are those of :func:`assert_in_place`.
 
     Returns:
       The :class:`Traffic`: bytes that each device receives, and every
       :class:`Collective`. One in a loop counts as often as it runs, if the program tells.
 
     Raises:
-      ValueError: for ``donate_argnums`` of a step that is jitted already, and for an
-        unknown ``device``.
-      ModuleNotFoundError: if the compiler for ``device`` is not installed.
       NotImplementedError: for a program whose groups of devices cannot be read.
-
-    Cost: one compilation; nothing is run.
 
     Example:
       >>> import jax, jax.numpy as jnp, jslices.testing
@@ -283,22 +258,11 @@ def offloads(
     ``table[ids]`` there by itself, and on tpu7x what adds rows to a table as well, but
     nothing that sets rows.
 
-    Args:
-      step: as for :func:`assert_in_place`.
-      *args: likewise.
-      donate_argnums: likewise.
-      device: likewise.
+    The arguments, their errors and the cost are those of :func:`assert_in_place`.
 
     Returns:
       A dict, the most frequent kind first: ``gather``, ``scatter``, ``copy`` or ``other``;
       empty where nothing is sent, so on every device without SparseCores.
-
-    Raises:
-      ValueError: for ``donate_argnums`` of a step that is jitted already, and for an
-        unknown ``device``.
-      ModuleNotFoundError: if the compiler for ``device`` is not installed.
-
-    Cost: one compilation; nothing is run.
 
     Example:
       >>> import jax, jax.numpy as jnp, jslices.testing

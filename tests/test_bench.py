@@ -96,7 +96,7 @@ def test_all_figures(bench):
 
 @pytest.mark.slow
 def test_dense_stops_in_time_and_nothing_tells_or_keeps_the_memory(bench, monkeypatch):
-    monkeypatch.setattr("jslices.bench.command.can_keep_memory", lambda device: False)
+    monkeypatch.setattr("jslices.bench.measure.can_keep_memory", lambda device: False)
     monkeypatch.setattr(jax.stages.Compiled, "memory_analysis", lambda self: None)
     options = ["--optimizer", "sgd", "--dtype", "bfloat16", "--distribution", "uniform"]
     code, out, err = bench(*TINY, *options, "--dense-seconds", "1e-9")

@@ -36,8 +36,8 @@ class Exchange:
       asked for them, and all get all gradients.
 
     Args:
-      axis: the mesh axis along which the rows are split, or several, as they stand in the
-        table's PartitionSpec: ``"x"`` for ``P("x", None)``, ``("x", "y")`` for
+      axis: the mesh axis along which the rows are split, or several, as in the table's
+        PartitionSpec: ``"x"`` for ``P("x", None)``, ``("x", "y")`` for
         ``P(("x", "y"), None)``. For a table ``[L, V, *D]`` whose rows two axes number it
         may be a PartitionSpec: ``jax.P(None, "x")`` if V is split.
       plan: ``"all_to_all"``, ``"gather"``, or ``"auto"``: the one with fewer bytes, and the
@@ -90,7 +90,7 @@ class Exchange:
     def by_axis(self) -> tuple[tuple[str, ...], ...]:
         """The same for each of the first axes of the table."""
         if isinstance(self.axis, PartitionSpec):
-            axes = split_along(self.axis, len(self.axis))
+            axes = split_along(self.axis)
             return axes[: max((n for n, some in enumerate(axes, 1) if some), default=0)]
         return ((self.axis,) if isinstance(self.axis, str) else tuple(self.axis),)
 
@@ -123,13 +123,10 @@ def plan_exchange(
     capacity = enough
     if shards > 1:
         capacity = min(enough, math.ceil(exchange.capacity * ids / shards))
-    way: Way = "gather"
-    if shards == 1 or exchange.plan == "all_to_all":
-        way = "all_to_all"
-    elif exchange.plan == "auto" and capacity < ids:
-        way = "all_to_all"
-    crowds = way == "all_to_all" and capacity < enough
-    falls_back = crowds and exchange.overflow == "gather"
+    saves = exchange.plan == "auto" and capacity < ids
+    swaps = shards == 1 or exchange.plan == "all_to_all" or saves
+    way: Way = "all_to_all" if swaps else "gather"
+    falls_back = swaps and capacity < enough and exchange.overflow == "gather"
     return ExchangePlan(placement, sizes, ids, capacity, way, falls_back)
 
 
@@ -209,7 +206,7 @@ class ExchangePlan:
     """The sizes of the exchange of one lookup.
 
     Attributes:
-      placement: where the rows stand.
+      placement: which devices hold which rows.
       sizes: ``(V,)``, of the axes that number rows.
       ids: k, how many each device looks up; those added to divide them count.
       capacity: C, for how many distinct ids of a pair of devices there is room.

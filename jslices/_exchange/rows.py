@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike
 
 from jslices._exchange.plan import ExchangePlan
@@ -30,25 +29,25 @@ class Located(NamedTuple):
     :class:`ExchangePlan`.
 
     Attributes:
-      places: ``[k]``: where a row stands among the ``N * C`` that arrive; ``N * C`` if it
-        does not come, or comes by the other way.
-      learns: ``[k]`` bool, which ids get a gradient.
-      asked: ``[*devices, entries]``, the rows that the devices ask for, ``-1 - row`` where
-        no gradient will come back, and ``-1 - V`` for none: ``[N * C]`` rows of this
-        device, or all ``[N * k]``, whoever has them.
-      crowded: bool, whether some pair of devices had more ids than there is room.
+      places: ``[k]``: the position of a row among the ``N * C`` that arrive; ``N * C`` if
+        it does not come, or comes by the other way.
+      has_grad: ``[k]`` bool, which ids get a gradient.
+      requested: ``[*devices, entries]``, rows, ``-1 - row`` where no gradient will come
+        back, and ``-1 - V`` for none: ``[N * C]`` rows of this device, or all ``[N * k]``,
+        whoever has them.
+      overflowed: bool, whether some pair of devices had more ids than there is room.
     """
 
     places: jax.Array
-    learns: jax.Array
-    asked: jax.Array
-    crowded: jax.Array
+    has_grad: jax.Array
+    requested: jax.Array
+    overflowed: jax.Array
 
 
 def _split(placement: Placement) -> Any:
     """How what was located is split over devices."""
-    batch = placement.by_batch
-    specs: list[Any] = [batch, batch, placement.apart, PartitionSpec()]
+    batch, devices = placement.by_batch, jax.P(*placement.batch)
+    specs: list[Any] = [batch, batch, devices, jax.P()]
     return Located(*specs)
 
 
@@ -100,14 +99,14 @@ def locate(
     ids, record = (canonical_indices(x, height) for x in (read, record))
     beyond = (0, total - ids.shape[0])
     ids = jnp.pad(ids, beyond, constant_values=height)
-    learns = jnp.pad(record, beyond, constant_values=height) < height
+    has_grad = jnp.pad(record, beyond, constant_values=height) < height
     ids = placement.by_device(ids, plan.sizes)
     batch = placement.by_batch
     find = functools.partial(_locate, plan)
     specs = _split(placement), placement.by_rows
     result: tuple[Located, jax.Array] = on_each_device(
         placement, find, (placement.by_rows, batch, batch), specs, whole_rows=False
-    )(placement.numbers(), ids, learns)
+    )(placement.numbers(), ids, has_grad)
     return result
 
 
@@ -119,34 +118,37 @@ def exchanged_rows(
 
     In the exchange rows are numbered device by device: :meth:`Placement.by_device`.
 
-    The gradient goes to the cotangent slot: its entries stand on the devices that hold
+    The gradient goes to the cotangent slot: its entries are on the devices that hold
     their rows. What did not fit reads NaN.
     """
     del slot
     placement, room = plan.placement, plan.placement.shards * plan.capacity
     # Each reads its own rows where columns are left to XLA, and has them whole only then.
+    known = jax.P(*(x if x in placement.known else None for x in placement.batch))
     read = on_each_device(
         placement,
         functools.partial(_read, plan),
-        (placement.by_rows, placement.as_table, placement.apart_as_known),
-        placement.apart_as_known,
+        (placement.by_rows, placement.as_table, known),
+        known,
     )
+    # Rows ``[*devices, n, *D]``.
+    spec = jax.P(*placement.batch, None, *placement.columns)
 
-    def sent(send: Callable[..., jax.Array], asked: jax.Array) -> jax.Array:
+    def sent(send: Callable[..., jax.Array], requested: jax.Array) -> jax.Array:
         rows: jax.Array = on_each_device(
             placement,
             send,
-            (placement.apart_with_columns, placement.by_batch),
+            (spec, placement.by_batch),
             placement.by_batch_and_columns,
             whole_rows=False,
-        )(read(placement.numbers(), table, asked), located.places)
+        )(read(placement.numbers(), table, requested), located.places)
         return rows
 
     return _either_way(
         plan,
-        located.crowded,
-        lambda: sent(functools.partial(_swapped_rows, plan), located.asked[..., :room]),
-        lambda: sent(functools.partial(_summed_rows, plan), located.asked),
+        located.overflowed,
+        lambda: sent(functools.partial(_swapped_rows, plan), located.requested[..., :room]),
+        lambda: sent(functools.partial(_summed_rows, plan), located.requested),
     )
 
 
@@ -175,7 +177,7 @@ exchanged_rows.defvjp(_forward, _backward)
 
 
 def _locate(
-    plan: ExchangePlan, number: jax.Array, ids: jax.Array, learns: jax.Array
+    plan: ExchangePlan, number: jax.Array, ids: jax.Array, has_grad: jax.Array
 ) -> tuple[Located, jax.Array]:
     placement, capacity = plan.placement, plan.capacity
     shards, height, room = placement.shards, plan.num_rows, placement.shards * capacity
@@ -186,38 +188,38 @@ def _locate(
     column = numbers - start[owner]
     places = owner * capacity + column
     places = jnp.where((ids < height) & (column < capacity), places, room)
-    crowded = jnp.zeros((), bool)
+    overflowed = jnp.zeros((), bool)
     if plan.falls_back:
         most = lax.pmax(jnp.max(start[1:] - start[:-1]), placement.batch)
-        crowded = most > capacity
+        overflowed = most > capacity
 
     def swapped() -> jax.Array:
         at = start[:-1, None] + jnp.arange(capacity, dtype=jnp.int32)[None]
-        asked = unique.at[jnp.minimum(at, plan.ids - 1)].get(mode="promise_in_bounds")
-        asked = jnp.where(at < start[1:, None], asked, height).reshape(room)
+        requested = unique.at[jnp.minimum(at, plan.ids - 1)].get(mode="promise_in_bounds")
+        requested = jnp.where(at < start[1:, None], requested, height).reshape(room)
         named = jnp.zeros((room,), bool)
-        named = named.at[jnp.where(learns, places, room)].set(True, mode="drop")
-        asked = _swapped(placement, jnp.where(named, asked, -1 - asked))
-        return _lengthened(asked, plan.entries, -1 - height)
+        named = named.at[jnp.where(has_grad, places, room)].set(True, mode="drop")
+        requested = _swapped(placement, jnp.where(named, requested, -1 - requested))
+        return _lengthened(requested, plan.entries, -1 - height)
 
     def gathered() -> jax.Array:
-        return _gathered(placement.rows, jnp.where(learns, ids, -1 - ids))
+        return _gathered(placement.rows, jnp.where(has_grad, ids, -1 - ids))
 
-    asked = _either_way(plan, crowded, swapped, gathered)
-    indices = jnp.where(_own(plan, number, asked), asked, height)
+    requested = _either_way(plan, overflowed, swapped, gathered)
+    indices = jnp.where(_own(plan, number, requested), requested, height)
     indices = placement.in_whole(indices, plan.sizes)
-    asked = asked.reshape((*(1,) * len(placement.batch), -1))
-    located = Located(places, learns, asked, crowded)
+    requested = requested.reshape((*(1,) * len(placement.batch), -1))
+    located = Located(places, has_grad, requested, overflowed)
     return located, _gathered(placement.repeated, indices)
 
 
 def _read(
-    plan: ExchangePlan, number: jax.Array, table: jax.Array, asked: jax.Array
+    plan: ExchangePlan, number: jax.Array, table: jax.Array, requested: jax.Array
 ) -> jax.Array:
     """The rows ``[*devices, n, *D]`` that this device has, zeros for others."""
-    asked = jnp.where(asked < 0, -1 - asked, asked)
-    first = number[0].astype(asked.dtype) * plan.shard_rows
-    return take_rows(table, asked - first, fill_value=0, row_axes=len(plan.sizes))
+    requested = jnp.where(requested < 0, -1 - requested, requested)
+    first = number[0].astype(requested.dtype) * plan.shard_rows
+    return take_rows(table, requested - first, fill_value=0, row_axes=len(plan.sizes))
 
 
 def _swapped_rows(plan: ExchangePlan, rows: jax.Array, places: jax.Array) -> jax.Array:
@@ -246,33 +248,33 @@ def _send_back(
 
     def swapped() -> jax.Array:
         sums = jnp.zeros((room, *rows.shape[1:]), widened(rows).dtype)
-        places = jnp.where(located.learns, located.places, room)
+        places = jnp.where(located.has_grad, located.places, room)
         sums = add_rows(sums, places, widened(rows)).astype(rows.dtype)
         return _lengthened(_swapped(placement, sums), plan.entries)
 
     def gathered() -> jax.Array:
         every = _gathered(placement.rows, rows)
-        own = _own(plan, number, located.asked.reshape(-1))
+        own = _own(plan, number, located.requested.reshape(-1))
         return where_rows(own, every, jnp.zeros((), rows.dtype))
 
-    values = _either_way(plan, located.crowded, swapped, gathered)
+    values = _either_way(plan, located.overflowed, swapped, gathered)
     return _gathered(placement.repeated, values)
 
 
-def _own(plan: ExchangePlan, number: jax.Array, asked: jax.Array) -> jax.Array:
+def _own(plan: ExchangePlan, number: jax.Array, requested: jax.Array) -> jax.Array:
     """Which of the requested rows are of this device, and get a gradient."""
-    first = number[0].astype(asked.dtype) * plan.shard_rows
-    return (asked >= first) & (asked < first + plan.shard_rows)
+    first = number[0].astype(requested.dtype) * plan.shard_rows
+    return (requested >= first) & (requested < first + plan.shard_rows)
 
 
 def _either_way(
     plan: ExchangePlan,
-    crowded: jax.Array,
+    overflowed: jax.Array,
     swapped: Callable[[], jax.Array],
     gathered: Callable[[], jax.Array],
 ) -> jax.Array:
     if plan.falls_back:
-        result: jax.Array = lax.cond(crowded, gathered, swapped)
+        result: jax.Array = lax.cond(overflowed, gathered, swapped)
         return result
     return swapped() if plan.way == "all_to_all" else gathered()
 

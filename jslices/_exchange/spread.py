@@ -92,7 +92,7 @@ def _ids(rows: jax.Array, num_rows: int, shards: int) -> jax.Array:
 
 @functools.lru_cache(maxsize=32)
 def _parts(num_rows: int, shards: int) -> tuple[Any, Any]:
-    """The remainders of ids by ``shards``, as their parts stand, and where each starts."""
+    """The remainders of ids by ``shards`` in the order of their parts, and each start."""
     parts = np.arange(shards)
     bits = max((shards - 1).bit_length(), 1)
     backwards = sum(((parts >> n) & 1) << (bits - 1 - n) for n in range(bits))

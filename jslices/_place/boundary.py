@@ -21,26 +21,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental.layout import Format, Layout, with_layout_constraint
-from jax.sharding import (
-    AbstractMesh,
-    AxisType,
-    NamedSharding,
-    PartitionSpec,
-    Sharding,
-    SingleDeviceSharding,
-    reshard,
-    use_abstract_mesh,
-)
+from jax.sharding import AbstractMesh, AxisType, Sharding, SingleDeviceSharding
 from jax.typing import ArrayLike, DTypeLike
 
-from jslices._jax import (
-    CONSTRAINS_LAYOUTS,
-    flatten,
-    split_alike,
-)
+from jslices._jax import CONSTRAINS_LAYOUTS, flatten, split_alike
 from jslices._typing import Aval, Leaf, PyTree
 
-Spec = PartitionSpec | tuple[None, ...]
+Spec = jax.P | tuple[None, ...]
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -84,18 +71,12 @@ def split_rows(x: Aval) -> tuple[str, ...]:
 
 def everywhere(x: Aval, *others: PyTree) -> Any:
     """How arrays are split that have rows of ``x``, each on all devices."""
-    mesh, spec = explicit_mesh(x, others), PartitionSpec(None, *_named(x)[1:])
-    return None if mesh is None else NamedSharding(mesh, spec)
+    return _on_mesh_of((x, others), (), *_spec(x)[1:])
 
 
 def by_first_axis(x: Aval, *others: PyTree) -> Any:
     """How arrays are split whose first axis is that of ``x``, and no other axis is."""
-    mesh = explicit_mesh(x, others)
-    return None if mesh is None else NamedSharding(mesh, PartitionSpec(*_named(x)[:1]))
-
-
-def _named(x: Aval) -> list[Any]:
-    return [axes or None for axes in _spec(x)]
+    return _on_mesh_of((x, others), *_spec(x)[:1])
 
 
 def looked_up(table: Aval, indices: Aval, combined: int = 0) -> Any:
@@ -103,13 +84,16 @@ def looked_up(table: Aval, indices: Aval, combined: int = 0) -> Any:
 
     ``combined``: along how many of the last axes of ``indices`` rows are combined to one.
     """
-    mesh = explicit_mesh(table, indices)
     batch, row = (_spec(x) for x in (indices, table))
     batch = batch[: len(batch) - combined]
     taken = {axis for axes in batch for axis in axes}
     columns = (tuple(axis for axis in axes if axis not in taken) for axes in row[1:])
-    spec = (axes or None for axes in (*batch, *columns))
-    return None if mesh is None else NamedSharding(mesh, PartitionSpec(*spec))
+    return _on_mesh_of((table, indices), *batch, *columns)
+
+
+def _on_mesh_of(arrays: PyTree, *axes: tuple[str, ...]) -> jax.NamedSharding | None:
+    mesh = explicit_mesh(arrays)
+    return None if mesh is None else jax.NamedSharding(mesh, jax.P(*axes))
 
 
 def _spec(x: Aval) -> tuple[tuple[str, ...], ...]:
@@ -117,21 +101,17 @@ def _spec(x: Aval) -> tuple[tuple[str, ...], ...]:
     return split_along(sharding.spec if sharding is not None else (), jnp.ndim(x))
 
 
-def explicit_part(mesh: AbstractMesh, spec: PartitionSpec) -> NamedSharding:
+def explicit_part(mesh: AbstractMesh, spec: jax.P) -> jax.NamedSharding:
     """What types tell of arrays split so: nothing of axes that are Auto."""
     explicit = set(mesh.explicit_axes)
-    axes = (tuple(x for x in several if x in explicit) for several in _axes(spec))
-    return NamedSharding(mesh, PartitionSpec(*(several or None for several in axes)))
+    axes = (tuple(x for x in several if x in explicit) for several in split_along(spec))
+    return jax.NamedSharding(mesh, jax.P(*axes))
 
 
-def split_along(spec: Spec, ndim: int) -> tuple[tuple[str, ...], ...]:
+def split_along(spec: Spec, ndim: int = 0) -> tuple[tuple[str, ...], ...]:
     """For each axis of an array the mesh axes along which it is split."""
-    axes = _axes(spec)
+    axes = [() if x is None else (x,) if isinstance(x, str) else tuple(x) for x in spec]
     return (*axes, *((),) * (ndim - len(axes)))
-
-
-def _axes(spec: Spec) -> list[tuple[str, ...]]:
-    return [() if x is None else (x,) if isinstance(x, str) else tuple(x) for x in spec]
 
 
 @contextlib.contextmanager
@@ -141,7 +121,7 @@ def with_auto_axes(mesh: AbstractMesh | None) -> Iterator[None]:
         yield
         return
     auto = dict.fromkeys(mesh.explicit_axes, AxisType.Auto)
-    with use_abstract_mesh(mesh.update_axis_types(auto)):
+    with jax.sharding.use_abstract_mesh(mesh.update_axis_types(auto)):
         yield
 
 
@@ -149,7 +129,7 @@ def drop_sharding(tree: PyTree) -> Any:
     """The same arrays for use in a context :func:`with_auto_axes`; they stay in place."""
 
     def cast(x: Leaf) -> Any:
-        return x if _type_of(x) is None else reshard(x, PartitionSpec())
+        return x if _type_of(x) is None else jax.sharding.reshard(x, jax.P())
 
     return jax.tree.map(cast, tree)
 
@@ -157,17 +137,18 @@ def drop_sharding(tree: PyTree) -> Any:
 def restore_sharding(tree: PyTree, shardings: PyTree) -> Any:
     """Arrays with the types that a prefix of their tree names; None leaves them alone."""
 
-    def cast(sharding: NamedSharding | None, part: PyTree) -> Any:
+    def cast(sharding: jax.NamedSharding | None, part: PyTree) -> Any:
         if sharding is None:
             return part
-        with use_abstract_mesh(sharding.mesh):  # type: ignore[arg-type]
-            return jax.tree.map(lambda x: reshard(x, _fitting(sharding, x)), part)
+        with jax.sharding.use_abstract_mesh(sharding.mesh):  # type: ignore[arg-type]
+            return jax.tree.map(functools.partial(_typed, sharding), part)
 
     return jax.tree.map(cast, shardings, tree, is_leaf=lambda x: x is None)
 
 
-def _fitting(sharding: NamedSharding, x: Aval) -> NamedSharding:
-    return NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[: x.ndim]))
+def _typed(sharding: jax.NamedSharding, x: jax.Array) -> jax.Array:
+    spec = jax.P(*sharding.spec[: x.ndim])
+    return jax.sharding.reshard(x, jax.NamedSharding(sharding.mesh, spec))
 
 
 def on_any_mesh(types: Callable[..., PyTree]) -> Callable[[Callable[P, R]], Callable[P, R]]:
@@ -226,14 +207,14 @@ def on_one_mesh(arrays: PyTree) -> Any:
 
     def is_placed(x: Leaf) -> bool:
         return isinstance(x, jax.core.Tracer) or isinstance(
-            getattr(x, "sharding", None), NamedSharding
+            getattr(x, "sharding", None), jax.NamedSharding
         )
 
     leaves, tree = flatten(arrays)
     on_a_mesh = [x for x in leaves if is_placed(x) and not isinstance(x, jax.core.Tracer)]
     if not on_a_mesh or all(map(is_placed, leaves)):
         return arrays
-    everywhere = NamedSharding(on_a_mesh[0].sharding.mesh, PartitionSpec())
+    everywhere = jax.NamedSharding(on_a_mesh[0].sharding.mesh, jax.P())
     placed = [x if is_placed(x) else jax.device_put(x, everywhere) for x in leaves]
     return tree.unflatten(placed)
 
@@ -247,11 +228,11 @@ def on_all_devices(values: jax.Array, indices: jax.Array) -> tuple[jax.Array, ja
     mesh = mesh_of(jax.typeof(values))
     if mesh is None or mesh.size == 1 or not mesh.are_all_axes_auto:
         return values, indices
-    any_columns = (PartitionSpec.UNCONSTRAINED,) * (values.ndim - 1)
-    specs = PartitionSpec(None, *any_columns), PartitionSpec(None)
+    any_columns = (jax.P.UNCONSTRAINED,) * (values.ndim - 1)
+    specs = jax.P(None, *any_columns), jax.P(None)
     values, indices = on_one_mesh((values, indices))
     values, indices = (
-        lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
+        lax.with_sharding_constraint(x, jax.NamedSharding(mesh, spec))
         for x, spec in zip((values, indices), specs, strict=True)
     )
     return values, indices
@@ -278,14 +259,14 @@ def filled_like(
         return placed_as(p, jnp.full(shape, value, dtype), axes)
     where: Sharding | None = None
     if p.committed:
-        if isinstance(p.sharding, NamedSharding):
+        if isinstance(p.sharding, jax.NamedSharding):
             where = _of_axes(p.sharding, p.ndim, axes)
         else:
             where = _first(p, axes).sharding
     return jnp.full(shape, value, dtype, device=where)
 
 
-def split_by(p: jax.Array, tree: PyTree, spec: PartitionSpec) -> Any:
+def split_by(p: jax.Array, tree: PyTree, spec: jax.P) -> Any:
     """Arrays on the mesh of ``p``, split over its devices as ``spec`` says."""
     if isinstance(p, jax.core.Tracer):
         mesh = mesh_of(jax.typeof(p))
@@ -293,10 +274,10 @@ def split_by(p: jax.Array, tree: PyTree, spec: PartitionSpec) -> Any:
             return tree
         if AxisType.Explicit in mesh.axis_types:
             return restore_sharding(tree, explicit_part(mesh, spec))
-        return jax.lax.with_sharding_constraint(tree, NamedSharding(mesh, spec))
-    if not isinstance(p.sharding, NamedSharding):
+        return jax.lax.with_sharding_constraint(tree, jax.NamedSharding(mesh, spec))
+    if not isinstance(p.sharding, jax.NamedSharding):
         return tree
-    return jax.device_put(tree, NamedSharding(p.sharding.mesh, spec))
+    return jax.device_put(tree, jax.NamedSharding(p.sharding.mesh, spec))
 
 
 def placed_as(p: jax.Array, x: jax.Array, axes: Sequence[int] | None = None) -> jax.Array:
@@ -319,10 +300,12 @@ def _first(p: jax.Array, axes: Sequence[int]) -> jax.Array:
     return p[tuple(slice(None) if n in axes else 0 for n in range(p.ndim))]
 
 
-def _of_axes(sharding: NamedSharding, ndim: int, axes: Sequence[int]) -> NamedSharding:
+def _of_axes(
+    sharding: jax.NamedSharding, ndim: int, axes: Sequence[int]
+) -> jax.NamedSharding:
     split = split_along(sharding.spec, ndim)
-    spec = PartitionSpec(*(split[n] or None for n in axes))
-    return NamedSharding(sharding.mesh, spec, memory_kind=sharding.memory_kind)
+    spec = jax.P(*(split[n] for n in axes))
+    return jax.NamedSharding(sharding.mesh, spec, memory_kind=sharding.memory_kind)
 
 
 # --- layouts ---
@@ -419,13 +402,13 @@ def _by_rows(x: Aval) -> Layout:
 
 
 def platform_at_hand() -> str:
-    """``cpu``, ``gpu`` or ``tpu``: of the default device, or of one that is not here."""
+    """``cpu``, ``gpu`` or ``tpu``: the default device's, or the compilation target's."""
     return _compiling_for.get() or jax.default_backend()
 
 
 @contextlib.contextmanager
 def compiling_for(platform: str) -> Iterator[None]:
-    """Within this context programs are traced for devices that are not here."""
+    """Within this context programs are traced for a target that need not be here."""
     token = _compiling_for.set(platform)
     try:
         yield

@@ -8,7 +8,7 @@ import os
 import platform
 import re
 import warnings
-from typing import Any
+from collections.abc import Hashable
 
 import jax
 from jax.typing import DTypeLike
@@ -30,8 +30,7 @@ TILE_ROWS = 8
 VARIABLE = "JSLICES_KEEP_MEMORY"
 
 _called = False
-_hinted = False
-_warned: set[tuple[Any, ...]] = set()
+_hinted: set[Hashable] = set()
 
 
 class PerformanceHint(UserWarning):
@@ -42,6 +41,15 @@ class PerformanceHint(UserWarning):
     Silence it with
     ``warnings.simplefilter("ignore", jslices.optim.PerformanceHint)``.
     """
+
+
+def _hint_once(what: Hashable, message: str) -> None:
+    """Issues a hint at the user's line, the first time that it is about ``what``."""
+    if what in _hinted:
+        return
+    _hinted.add(what)
+    line = current_user_line()
+    warnings.warn_explicit(message, PerformanceHint, filename=line.file, lineno=line.line)
 
 
 def _memory_is_kept() -> bool:
@@ -103,7 +111,7 @@ def keep_memory() -> None:
 
 
 def keep_memory_if_set() -> None:
-    """Calls :func:`keep_memory` if the environment says so; warns where that is in vain.
+    """Calls :func:`keep_memory` if the environment says so; warns if it has no effect.
 
     Raises:
       ValueError: for a value of ``JSLICES_KEEP_MEMORY`` other than 1, 0 and none.
@@ -126,28 +134,21 @@ def keep_memory_if_set() -> None:
 def hint_large_step(num_bytes: int) -> None:
     """Says, once in a process, what a large step on a CPU loses without kept memory.
 
-    Silent on accelerators, with any allocator but glibc's, after ``keep_memory()``, and
-    with large pages. The warning points at the user's line.
-
     Args:
       num_bytes: of the values of the gradient, ``K * D * itemsize``; from ``HINT_BYTES`` on
         a step is large.
     """
-    global _hinted
-    if _hinted or _memory_is_kept():
+    what = "kept memory"
+    if what in _hinted or _memory_is_kept() or platform_at_hand() != "cpu":
         return
-    if platform_at_hand() != "cpu" or platform.libc_ver()[0] != "glibc":
+    if platform.libc_ver()[0] != "glibc":
         return
-    _hinted = True
-    line = current_user_line()
-    warnings.warn_explicit(
+    _hint_once(
+        what,
         f"this step has a gradient of {num_bytes / 1e6:.0f} MB, and the operating system "
         "maps the temporaries of such a step anew each time: it takes about twice as long "
         "as it could (1.4 to 3.3 times). Call jslices.keep_memory() at the start of the "
         f"program, or run it with {VARIABLE}=1 in the environment",
-        PerformanceHint,
-        filename=line.file,
-        lineno=line.line,
     )
 
 
@@ -157,23 +158,19 @@ def hint_tiles(place: str, shape: tuple[int, ...], row_axes: int, dtype: DTypeLi
     ``[L, V, D]`` is stored in tiles of 8 rows of one table, so that XLA:TPU cannot take it
     for ``[L * V, D]`` unless these are full, and copies it to write some thousand rows.
     """
-    num_rows, key = shape[row_axes - 1], (place, shape, dtype)
+    num_rows = shape[row_axes - 1]
     if row_axes == 1 or len(shape) != row_axes + 1 or platform_at_hand() != "tpu":
         return
-    if key in _warned or not _jax.definitely(lambda: num_rows % TILE_ROWS > 0):
+    if not _jax.definitely(lambda: num_rows % TILE_ROWS > 0):
         return
-    _warned.add(key)
-    line = current_user_line()
-    warnings.warn_explicit(
+    _hint_once(
+        (place, shape, dtype),
         f"the table{place} of shape {shape} has {num_rows} rows along axis {row_axes - 1}, "
         f"which the {TILE_ROWS} rows of a TPU's tile do not divide: each step of more than "
         "a few rows copies all of it, there and back. Give it "
         f"jslices.padded_rows({num_rows}, {TILE_ROWS}) = "
         f"{-(-num_rows // TILE_ROWS) * TILE_ROWS}; on a mesh, {TILE_ROWS} for each device "
         "that divides them",
-        PerformanceHint,
-        filename=line.file,
-        lineno=line.line,
     )
 
 
@@ -181,18 +178,12 @@ def warn_of_columns(place: str, x: Leaf) -> None:
     """Says, once for each table, what one that is laid out by columns costs."""
     if isinstance(x, jax.core.Tracer) or not isinstance(x, jax.Array):
         return
-    if x.is_deleted() or is_row_major(x):  # JAX says what is wrong with a deleted one
+    # JAX says what is wrong with a deleted one.
+    if x.is_deleted() or is_row_major(x) or not is_tall(x):
         return
-    key = place, x.shape, x.dtype
-    if not is_tall(x) or key in _warned:
-        return
-    _warned.add(key)
-    line = current_user_line()
-    warnings.warn_explicit(
+    _hint_once(
+        (place, x.shape, x.dtype),
         f"the table{place}, {x.dtype}{list(x.shape)}, is laid out by columns: each lookup, "
         f"and each step, copies all of it, {human_bytes(x.nbytes)}, to rows and back. "
         "Type params = jslices.row_major(params) before tx.init(params)",
-        PerformanceHint,
-        filename=line.file,
-        lineno=line.line,
     )

@@ -1,4 +1,4 @@
-"""Which rows of a table stand on which devices of a mesh."""
+"""Which devices of a mesh hold which rows of a table."""
 
 import dataclasses
 import math
@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh
 
 from jslices._errors import InvalidArgumentError
 from jslices._place.boundary import mesh_of, on_one_mesh, split_along
@@ -92,7 +92,7 @@ def _count(devices: int | Mesh | AbstractMesh, axis: str | Sequence[str] | None)
 
 @dataclasses.dataclass(frozen=True)
 class Placement:
-    """On which devices of a mesh the rows of a table ``[V, *D]`` stand.
+    """Which devices of a mesh hold which rows of a table ``[V, *D]``.
 
     Attributes:
       mesh: the mesh.
@@ -129,24 +129,31 @@ class Placement:
 
         They are others where ``sizes``, ``(L, V)``, number the rows, and V is split.
         """
-        if not any(self.by_axis[1:]):
-            return numbers
-        radices, order = self._digits(sizes)
-        return _reordered(numbers, radices, order)
+        return self._reordered(numbers, sizes, back=False)
 
     def in_whole(self, numbers: Numbers, sizes: Sequence[int]) -> Numbers:
-        """The row numbers of which :meth:`by_device` gives these."""
+        """The inverse of :meth:`by_device`."""
+        return self._reordered(numbers, sizes, back=True)
+
+    def _reordered(self, numbers: Numbers, sizes: Sequence[int], back: bool) -> Numbers:
         if not any(self.by_axis[1:]):
             return numbers
-        radices, order = self._digits(sizes)
-        back = [order.index(i) for i in range(len(order))]
-        return _reordered(numbers, [radices[i] for i in order], back)
-
-    def _digits(self, sizes: Sequence[int]) -> tuple[list[int], list[int]]:
-        """Of a row number: part and place along each axis; and first all the parts."""
+        # A row number has two digits for each axis, part and place. All the parts go first.
+        # The first digit stays the first: so the first number that is too large does, too.
         pairs = zip(self.parts(), self.part_of(sizes), strict=True)
-        radices = [radix for pair in pairs for radix in pair]
-        return radices, [*range(0, len(radices), 2), *range(1, len(radices), 2)]
+        radices: list[int] = [radix for pair in pairs for radix in pair]
+        order = [*range(0, len(radices), 2), *range(1, len(radices), 2)]
+        if back:
+            radices = [radices[i] for i in order]
+            order = [order.index(i) for i in range(len(order))]
+        digits: list[Any] = []
+        for radix in radices[:0:-1]:
+            digits, numbers = [numbers % radix, *digits], numbers // radix
+        digits = [numbers, *digits]
+        result = digits[0]
+        for i in order[1:]:
+            result = result * radices[i] + digits[i]
+        return result  # type: ignore[no-any-return]
 
     @property
     def batch(self) -> tuple[str, ...]:
@@ -161,31 +168,15 @@ class Placement:
 
     @property
     def known(self) -> tuple[str, ...]:
-        """The axes of which it is known that they split no row.
+        """The axes that are known to split no row.
 
         What an Auto axis does to columns is left to XLA, which leaves them where they are.
         """
         explicit = self.mesh.explicit_axes
         return tuple(x for x in self.batch if x in self.rows or x in explicit)
 
-    @property
-    def apart(self) -> PartitionSpec:
-        """Of arrays that have an axis for each one of the batch: ``[*devices, ...]``."""
-        return PartitionSpec(*self.batch)
-
-    @property
-    def apart_as_known(self) -> PartitionSpec:
-        """Of the same arrays where only :attr:`known` axes are told apart."""
-        return PartitionSpec(*(x if x in self.known else None for x in self.batch))
-
-    @property
-    def apart_with_columns(self) -> PartitionSpec:
-        """Of rows ``[*devices, n, *D]``."""
-        columns = (axes or None for axes in self.columns)
-        return PartitionSpec(*self.batch, None, *columns)
-
     def numbers(self) -> jax.Array:
-        """``[N]``, of which each device gets the number of the part that it holds.
+        """``[N]``: each device gets the number of the part that it holds.
 
         ``lax.axis_index`` is refused by XLA in a loop if some axes are Auto
         ("PartitionId instruction is not supported").
@@ -193,44 +184,29 @@ class Placement:
         return jnp.arange(self.shards, dtype=jnp.int32)
 
     @property
-    def as_table(self) -> PartitionSpec:
+    def as_table(self) -> jax.P:
         """Of arrays ``[V, ...]`` whose rows are split as those of the table."""
-        return PartitionSpec(*(axes or None for axes in self.by_axis))
+        return jax.P(*self.by_axis)
 
     @property
-    def by_rows(self) -> PartitionSpec:
+    def by_rows(self) -> jax.P:
         """Of entries, whose only axis is split as the rows of the table."""
-        return PartitionSpec(self.rows or None)
+        return jax.P(self.rows)
 
     @property
-    def by_rows_and_columns(self) -> PartitionSpec:
+    def by_rows_and_columns(self) -> jax.P:
         """Of the values of the gradient."""
-        return PartitionSpec(self.rows or None, *(axes or None for axes in self.columns))
+        return jax.P(self.rows, *self.columns)
 
     @property
-    def by_batch_and_columns(self) -> PartitionSpec:
-        """Of rows that were looked up."""
-        return PartitionSpec(self.batch, *(axes or None for axes in self.columns))
-
-    @property
-    def by_batch(self) -> PartitionSpec:
+    def by_batch(self) -> jax.P:
         """Of arrays whose first axis is split over all devices that hold different ids."""
-        return PartitionSpec(self.batch)
+        return jax.P(self.batch)
 
-
-def _reordered(numbers: Numbers, radices: Sequence[int], order: Sequence[int]) -> Numbers:
-    """Numbers with digits of these radices, with the digits in another order.
-
-    The first digit stays the first. So the first number that is too large does, too.
-    """
-    digits: list[Any] = []
-    for radix in radices[:0:-1]:
-        digits, numbers = [numbers % radix, *digits], numbers // radix
-    digits = [numbers, *digits]
-    result = digits[0]
-    for i in order[1:]:
-        result = result * radices[i] + digits[i]
-    return result  # type: ignore[no-any-return]
+    @property
+    def by_batch_and_columns(self) -> jax.P:
+        """Of rows that were looked up."""
+        return jax.P(self.batch, *self.columns)
 
 
 def on_each_device(
@@ -266,7 +242,7 @@ def on_each_device(
 
 
 def placement_at_hand(x: jax.Array) -> Placement | None:
-    """Where the rows of an array stand, as its type or the array itself tells."""
+    """Where the rows of an array are, if its type or the array itself tells."""
     mesh = mesh_of(jax.typeof(x))
     if mesh is None or mesh.size == 1:
         return None
@@ -274,7 +250,7 @@ def placement_at_hand(x: jax.Array) -> Placement | None:
     sharding = x.sharding if is_concrete else jax.typeof(x).sharding
     if not (is_concrete or mesh.are_all_axes_explicit):
         return None
-    if not isinstance(sharding, NamedSharding):
+    if not isinstance(sharding, jax.NamedSharding):
         return None
     rows, *columns = split_along(sharding.spec, x.ndim)
     placement = Placement(mesh, (rows,), tuple(columns))

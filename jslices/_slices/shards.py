@@ -39,8 +39,7 @@ def join_entries(
     if len(parts) == 1 and parts[0][1].ndim == 1:
         return parts[0]
     specs = [
-        (PartitionSpec(*(None,) * (i.ndim - 1), placement.rows or None),) * 2
-        for _, i in parts
+        (PartitionSpec(*(None,) * (i.ndim - 1), placement.rows),) * 2 for _, i in parts
     ]
     run = on_each_device(placement, local, (specs,), placement.by_rows)
     values, indices = run(parts)

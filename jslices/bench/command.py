@@ -11,23 +11,9 @@ from collections.abc import Callable, Mapping, Sequence
 import jax
 
 import jslices as js
-from jslices.bench import compiled
-from jslices.bench.measure import (
-    COPY_BYTES,
-    PROCESS_BYTES,
-    KeptSide,
-    Side,
-    can_keep_memory,
-    copy_bandwidth,
-    run_in_turns,
-)
-from jslices.bench.sizes import (
-    Sizes,
-    available,
-    largest_rows,
-    optimizer_names,
-    plan_of,
-)
+from jslices.bench import compiled, measure
+from jslices.bench.measure import KeptSide, Side
+from jslices.bench.sizes import Sizes, available, largest_rows, optimizer_names, plan_of
 from jslices.bench.table import Line, aligned, comparison
 from jslices.extend import human_bytes
 
@@ -85,16 +71,16 @@ def run(options: argparse.Namespace) -> None:
         return
     device = jax.devices()[0]
     platform, room = device.platform, available(device)
-    fits, left_out = what_fits(sizes, platform, room, can_keep_memory(device))
+    fits, left_out = what_fits(sizes, platform, room, measure.can_keep_memory(device))
     print(heading(sizes, device, room), flush=True)
-    bandwidth = copy_bandwidth()
+    bandwidth = measure.copy_bandwidth()
     sparse = Side(sizes, js.value_and_grad)
     kept = KeptSide(sizes) if KEPT in fits else None
     tenth = sizes.but(rows=max(sizes.rows // 10, 1))
     smaller = Side(tenth, js.value_and_grad) if TENTH in fits else None
     dense = Side(sizes.dense(), jax.value_and_grad) if DENSE in fits else None
     sides = [side for side in (sparse, kept, smaller) if side is not None]
-    run_in_turns(sides, dense, options.steps, options.dense_seconds)
+    measure.run_in_turns(sides, dense, options.steps, options.dense_seconds)
     if kept is not None:
         kept.close()
     print(measured(sizes, {ROWS: sparse, KEPT: kept, DENSE: dense}, bandwidth))
@@ -127,12 +113,12 @@ def what_fits(
     """``(the measurements that fit into memory together, what to say of the others)``."""
     needs = {ROWS: sizes.needed_by_rows(platform), DENSE: sizes.needed_by_dense()}
     if keeps:
-        needs[KEPT] = needs[ROWS] + PROCESS_BYTES
+        needs[KEPT] = needs[ROWS] + measure.PROCESS_BYTES
     if sizes.rows >= 10:
         needs[TENTH] = sizes.but(rows=sizes.rows // 10).needed_by_rows(platform)
     if room is None:
         return {*needs}, []
-    room = max(room - 2 * COPY_BYTES, 0)
+    room = max(room - 2 * measure.COPY_BYTES, 0)
     if needs[ROWS] > room:
         most = largest_rows(sizes, platform, room)
         advice = f"--rows {most} would fit" if most else "lower --ids or --dim"

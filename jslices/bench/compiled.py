@@ -3,7 +3,6 @@
 import argparse
 import collections
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import jax
 
@@ -116,11 +115,8 @@ def details(name: str, cost: Cost) -> str:
     if cost.loops:
         lines.append(f"{name}: loops, whose kernels count once: {', '.join(cost.loops)}")
     if cost.collectives:
-        shown = collections.Counter(map(_shown, cost.collectives))
-        each = ", ".join(f"{count} {kind}" for kind, count in shown.most_common())
+        shown = (f"{x.kind} of {human_bytes(x.nbytes)}" for x in cost.collectives)
+        counts = collections.Counter(shown).most_common()
+        each = ", ".join(f"{count} {kind}" for kind, count in counts)
         lines.append(f"{name}: collectives: {each}")
     return "\n".join(lines)
-
-
-def _shown(collective: Any) -> str:
-    return f"{collective.kind} of {human_bytes(collective.nbytes)}"

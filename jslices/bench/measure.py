@@ -29,7 +29,7 @@ PROCESS_BYTES = 400 << 20
 
 
 class Facts(NamedTuple):
-    """What is known of a compiled step; None on backends that do not tell."""
+    """Figures of a compiled step; None on backends that have none."""
 
     distinct: float  #: the median of distinct ids in a batch
     compile_seconds: float
@@ -181,14 +181,7 @@ def compile_step(
 def run_in_turns(
     sparse: Sequence[Side | KeptSide], dense: Side | None, steps: int, dense_seconds: float
 ) -> None:
-    """Fills in the times.
-
-    Args:
-      sparse: each is run for ``steps`` timed steps.
-      dense: is run as often, but not again once its steps took ``dense_seconds``.
-      steps: how many.
-      dense_seconds: the limit.
-    """
+    """Fills in the times of ``steps`` steps; dense ones stop after ``dense_seconds``."""
     # Several steps at a time: a dense step empties the caches of the processor, and a
     # training loop does not run one between two sparse steps.
     spent = 0.0

@@ -166,7 +166,7 @@ def plan_of(sizes: Sizes, platform: str) -> Plan:
 
 
 def available(device: jax.Device, meminfo: Path = MEMINFO) -> int | None:
-    """Bytes of memory that can still be taken; None if nothing tells."""
+    """Bytes of memory that can still be taken; None if unknown."""
     stats = device.memory_stats() if device.platform != "cpu" else None
     if stats and "bytes_limit" in stats:
         return int((stats["bytes_limit"] - stats.get("bytes_in_use", 0)) * USABLE)

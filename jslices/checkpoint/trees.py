@@ -271,7 +271,8 @@ def rebuild(description: Any, leaves: Mapping[str, Any]) -> PyTree:
                 f"IndexedSlices; ask for the same rows of {parts[0]!r} and {parts[1]!r}"
             )
         # By their structure, as the children need not be arrays of JAX.
-        shape = None if shape is None else tuple(shape)
+        dense_shape = description["dense_shape"]
+        shape = None if dense_shape is None else tuple(dense_shape)
         empty = jnp.zeros((0, *(shape or ())[1:])), jnp.zeros(0, jnp.int32)
         structure: Any = jax.tree.structure(IndexedSlices(*empty, shape))
         return structure.unflatten(children)

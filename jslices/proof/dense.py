@@ -51,7 +51,7 @@ def temporaries(module: Module) -> Iterator[tuple[Instruction, Array]]:
 
 
 def _stepped_whole(module: Module) -> set[tuple[int, ...]]:
-    """The sides of tables of which an optimizer steps all rows, as its plan says."""
+    """The sides of tables that an optimizer steps as a whole, as its plan says."""
     return {
         _sides(array)
         for each in module.run()
@@ -121,7 +121,7 @@ def _advice(program: Program, large: list[Instruction]) -> list[str]:
 
 
 def _crowded(program: Program) -> list[str]:
-    """A line for each table of which as many rows are looked up as it has."""
+    """A line for each table that has no more rows than are looked up."""
     tables: dict[tuple[int, ...], str] = {}
     for leaf, (rows, height) in _looked_up(program).items():
         if len(leaf.shape) > 1 and rows >= height:  # state arrays come later

@@ -3,15 +3,8 @@
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from jslices._densify import UserLine, human_bytes
-from jslices.proof.program import (
-    Instruction,
-    Layout,
-    Leaf,
-    Module,
-    Program,
-    Value,
-)
+from jslices._densify import human_bytes
+from jslices.proof.program import Instruction, Layout, Leaf, Module, Program, Value
 
 #: Operations that only hand values on.
 _SILENT = {"bitcast", "copy", "copy-start", "copy-done", "tuple", "get-tuple-element"}
@@ -82,11 +75,10 @@ def _not_aliased(program: Program, leaf: Leaf) -> str:
             "are new memory. Make them from it, or do not donate it"
         )
     cast = [x for x in program.outputs if x.shape == leaf.shape and x.dtype != leaf.dtype]
-    # Prefer the result of the same name in the tree.
-    tail = leaf.path[leaf.path.find("]") + 1 :]
-    same = [x for x in cast if tail and x.path.endswith(tail)]
-    if same or (cast and not alike):
-        out = (same or cast)[0]
+    out = _namesake(leaf, cast)
+    if out is None and cast and not alike:
+        out = cast[0]
+    if out is not None:
         return start + (
             f"the dtype has changed, {out.path} is {out.dtype}. Cast it back before it is "
             f"returned: .astype({leaf.dtype})"
@@ -122,15 +114,19 @@ def _other_layout(leaf: Leaf, layout: Layout, what: str, other: Layout) -> str:
     return f"the device lays it out as {layout}, {what} {other}{advice}"
 
 
+def _namesake(leaf: Leaf, results: Iterable[Leaf]) -> Leaf | None:
+    """The result that has an argument's name in the tree."""
+    tail = leaf.path[leaf.path.find("]") + 1 :]
+    return next((x for x in results if tail and x.path.endswith(tail)), None)
+
+
 def _not_donated(program: Program, leaves: Iterable[Leaf]) -> Iterator[str]:
     fresh = _unaliased(program)
     for leaf in leaves:
         alike = [x for x in fresh if _alike(x, leaf)]
         if not alike:
             continue
-        # Prefer the result of the same name in the tree.
-        tail = leaf.path[leaf.path.find("]") + 1 :]
-        out = next((x for x in alike if tail and x.path.endswith(tail)), alike[0])
+        out = _namesake(leaf, alike) or alike[0]
         fresh.remove(out)
         number = leaf.path.partition("[")[2].partition("]")[0]
         yield (
@@ -168,15 +164,13 @@ def copied(program: Program, leaves: list[Leaf], crossed: list[Leaf]) -> list[st
         leaf = owners.get((origin.name, index))
         if leaf is not None and each.arrays[0] == origin.arrays[index]:
             copies.setdefault(leaf, []).append(each)
-    return [
-        f"{leaf} is copied{_times(each)}: " + "; and ".join(reasons)
-        for leaf, each in copies.items()
-        if (reasons := _reasons(program, leaf, each, leaf not in crossed))
-    ]
-
-
-def _times(copies: list[Instruction]) -> str:
-    return "" if len(copies) == 1 else f", {len(copies)} times"
+    sentences = []
+    for leaf, several in copies.items():
+        reasons = _reasons(program, leaf, several, leaf not in crossed)
+        if reasons:
+            times = f", {len(several)} times" if len(several) > 1 else ""
+            sentences.append(f"{leaf} is copied{times}: " + "; and ".join(reasons))
+    return sentences
 
 
 def _reasons(
@@ -333,18 +327,12 @@ def _returned_as_is(module: Module, user: Instruction, index: int) -> bool:
 
 def _elsewhere(module: Module, copy: Instruction) -> str:
     """Advice for a copy whose cause the program does not show."""
-    around = [x for x in module.users([copy]) if x.opcode in _BODIES]
-    around += [
-        user
-        for each in module.users([copy])
-        if each.opcode == "tuple"
-        for user in module.users([each])
-        if user.opcode in _BODIES
-    ]
-    inside = module.caller(copy.where)
-    if around or inside is not None:
-        outer = around[0] if around else inside
-        assert outer is not None
+    users = list(module.users([copy]))
+    for each in list(users):
+        users += module.users([each]) if each.opcode == "tuple" else ()
+    around = (user for user in users if user.opcode in _BODIES)
+    outer = next(around, module.caller(copy.where))
+    if outer is not None:
         return (
             f"the {_BODIES.get(outer.opcode, outer.opcode)} {_place(module, outer)} keeps "
             "its old value beside the new one. Let each turn or branch read rows of it "
@@ -359,6 +347,5 @@ def _elsewhere(module: Module, copy: Instruction) -> str:
 
 
 def _place(module: Module, each: Instruction) -> str:
-    line: UserLine | None = module.user_line(each)
-    what = each.op_name or each.name
-    return f"by {what}" if line is None else f"by {what} at {line}"
+    line = module.user_line(each)
+    return f"by {each.op_name or each.name}" + (f" at {line}" if line else "")

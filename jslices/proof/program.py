@@ -18,12 +18,11 @@ from typing import Any, NamedTuple
 import jax
 
 from jslices._densify import (
-    _LIBRARIES,
-    JAX_FOLDER,
-    OUR_FOLDER,
+    UNKNOWN_LINE,
     DensificationWarning,
     UserLine,
     human_bytes,
+    pick_user_line,
 )
 from jslices.proof.targets import target
 
@@ -72,7 +71,7 @@ class Instruction(NamedTuple):
     opcode: str
     operands: tuple[str, ...]
     rest: str  #: the operands and everything after them
-    where: str  #: the computation it stands in
+    where: str  #: its computation
     layouts: tuple[Layout, ...]
 
     @property
@@ -90,48 +89,19 @@ class Instruction(NamedTuple):
 class Computation(NamedTuple):
     """Instructions by name; ``root`` names the one that is the result."""
 
-    name: str
     instructions: dict[str, Instruction]
     root: str
 
 
-class Text(NamedTuple):
-    """A program as it is printed.
-
-    Attributes:
-      computations: all of them, by name.
-      entry: the one that is run; empty if the text is not a compiled program.
-      aliases: for each output in the memory of a parameter, that parameter, as declared by
-        jit.
-      devices: how many run it together.
-      tables: source lines, see :func:`_tables`.
-    """
-
-    computations: dict[str, Computation]
-    entry: str
-    aliases: dict[int, int]
-    devices: int
-    tables: "Tables"
-
-
 #: Files, functions, places (file, function, line) and frames (place, parent), by number.
-Tables = tuple[
-    dict[int, str],
-    dict[int, str],
-    dict[int, tuple[int, int, int]],
-    dict[int, tuple[int, int]],
-]
+Tables = tuple[dict[int, str], dict[int, str], dict[int, list[int]], dict[int, list[int]]]
 
 
-def read(text: str) -> Text:
-    """Parses what ``compiled.as_text()`` returns."""
-    head = text.split("\n", 1)[0]
-    aliases = {
-        int(out or 0): int(parameter)
-        for out, parameter in re.findall(r"\{(\d*)\}: \((\d+), \{\}", head)
-    }
-    counts = re.findall(r"(?:num_partitions|replica_count)=(\d+)", head)
-    devices = math.prod(map(int, counts))
+def read(text: str) -> tuple[dict[str, Computation], str]:
+    """The computations of ``compiled.as_text()`` by name, and the name of the entry.
+
+    That is empty if the text is not a compiled program.
+    """
     computations: dict[str, Computation] = {}
     inside: dict[str, Instruction] = {}
     name = root = entry = ""
@@ -141,12 +111,12 @@ def read(text: str) -> Text:
             name, inside, root = start.group(2), {}, ""
             entry = name if start.group(1) else entry
         elif line.startswith("}") and name:
-            computations[name] = Computation(name, _joined(inside), root)
+            computations[name] = Computation(_joined(inside), root)
             name = ""
         elif name and (each := _instruction(line, name)) is not None:
             inside[each.name] = each
             root = each.name if "ROOT " in line[:8] or not root else root
-    return Text(computations, entry, aliases, devices, _tables(text))
+    return computations, entry
 
 
 def _instruction(line: str, where: str) -> Instruction | None:
@@ -219,6 +189,8 @@ def number_of(parameter: Instruction) -> int:
 
 
 def _tables(text: str) -> Tables:
+    """The source lines that a program names."""
+
     def part(name: str) -> str:
         table = re.search(rf"^{name}\n(.*?)\n\n", text, re.M | re.S)
         return "" if table is None else table.group(1)
@@ -226,22 +198,13 @@ def _tables(text: str) -> Tables:
     def names(name: str) -> dict[int, str]:
         return {int(n): s for n, s in re.findall(r'^(\d+) "(.*)"$', part(name), re.M)}
 
-    places = {
-        int(n): (int(file), int(function), int(line))
-        for n, file, function, line in re.findall(
-            r"^(\d+) \{file_name_id=(\d+) function_name_id=(\d+) line=(\d+)",
-            part("FileLocations"),
-            re.M,
-        )
-    }
-    parents = {
-        int(n): (int(place), int(parent))
-        for n, place, parent in re.findall(
-            r"^(\d+) \{file_location_id=(\d+) parent_frame_id=(\d+)",
-            part("StackFrames"),
-            re.M,
-        )
-    }
+    def numbers(name: str, *fields: str) -> dict[int, list[int]]:
+        pattern = r"^(\d+) \{" + " ".join(rf"{field}=(\d+)" for field in fields)
+        found = re.findall(pattern, part(name), re.M)
+        return {number: others for number, *others in (map(int, each) for each in found)}
+
+    places = numbers("FileLocations", "file_name_id", "function_name_id", "line")
+    parents = numbers("StackFrames", "file_location_id", "parent_frame_id")
     return names("FileNames"), names("FunctionNames"), places, parents
 
 
@@ -262,24 +225,33 @@ Value = tuple[Instruction, int]
 class Module:
     """A compiled program, and where each of its values lies.
 
-    ``computations``, ``entry``, ``aliases`` and ``devices`` are those of :class:`Text`.
+    Attributes:
+      computations: all of them, by name.
+      entry: the name of the one that is run.
+      aliases: for each output in the memory of a parameter, that parameter, as declared by
+        jit.
+      devices: how many run it together.
     """
 
     def __init__(self, text: str) -> None:
-        self.computations, self.entry, self.aliases, self.devices, self._tables = read(text)
+        head = text.split("\n", 1)[0]
+        pairs = re.findall(r"\{(\d*)\}: \((\d+), \{\}", head)
+        self.aliases = {int(out or 0): int(parameter) for out, parameter in pairs}
+        counts = re.findall(r"(?:num_partitions|replica_count)=(\d+)", head)
+        self.devices = math.prod(map(int, counts))
+        self.computations, self.entry = read(text)
+        self._tables = _tables(text)
         if not self.entry:
             raise NotImplementedError("this backend's compiled program cannot be read")
         self._callers: dict[str, tuple[Instruction, int]] = {}
         self._fused: set[str] = set()
-        for each in [
-            i for c in self.computations.values() for i in c.instructions.values()
-        ]:
-            called = self.called(each)
-            for number, name in enumerate(called):
-                self._callers.setdefault(name, (each, number))
-            if each.opcode in ("while", "call", "conditional"):
-                continue
-            self._fused.update(called)
+        for computation in self.computations.values():
+            for each in computation.instructions.values():
+                called = self.called(each)
+                for number, name in enumerate(called):
+                    self._callers.setdefault(name, (each, number))
+                if each.opcode not in ("while", "call", "conditional"):
+                    self._fused.update(called)
 
     def called(self, each: Instruction) -> list[str]:
         """The computations that an instruction runs, except the condition of a loop."""
@@ -292,13 +264,13 @@ class Module:
 
     def caller(self, computation: str) -> Instruction | None:
         """The instruction that runs a computation; None for the entry and conditions."""
-        return self._callers[computation][0] if computation in self._callers else None
+        return self._callers.get(computation, (None, 0))[0]
 
     def operand(self, each: Instruction, number: int) -> Instruction:
         return self.computations[each.where].instructions[each.operands[number]]
 
     def result(self, computation: str) -> Instruction:
-        _, instructions, root = self.computations[computation]
+        instructions, root = self.computations[computation]
         return instructions[root]
 
     def parameters(self, computation: str | None = None) -> dict[int, Instruction]:
@@ -336,8 +308,8 @@ class Module:
 
     def run(self) -> Iterator[Instruction]:
         """All instructions that are not part of a fusion."""
-        for computation in self.computations.values():
-            if computation.name not in self._fused:
+        for name, computation in self.computations.items():
+            if name not in self._fused:
                 yield from computation.instructions.values()
 
     def maker(self, each: Instruction, index: int = 0) -> Value:
@@ -367,21 +339,19 @@ class Module:
             return self.operand(caller, first), index
         if op in ("call", "conditional"):
             ways = [self.maker(self.result(name), index) for name in self.called(each)]
-            inner = [
-                way
-                for way in ways
-                if way[0].opcode != "parameter" and way[0].where != each.where
+            own = [
+                x for x in ways if x[0].opcode != "parameter" and x[0].where != each.where
             ]
-            return (inner or ways)[0]
+            return (own or ways)[0]
         if op == "fusion":
             return self._into_fusion(each, index)
         return None
 
     def _into_fusion(self, each: Instruction, index: int) -> Value | None:
-        (name,) = self.called(each)[:1] or [""]
-        if not name:
+        called = self.called(each)
+        if not called:
             return None
-        inner, _ = self.elements(name)[index]
+        inner, _ = self.elements(called[0])[index]
         wrote = False
         while inner.opcode in _RENAMES | _WRITES:
             wrote = wrote or inner.opcode in _WRITES
@@ -438,14 +408,8 @@ class Module:
 
     def user_line(self, each: Instruction) -> UserLine | None:
         """The innermost line outside JAX and jslices."""
-        library = None
-        for file, _, line in self.frames(each):
-            if file.startswith((OUR_FOLDER, JAX_FOLDER)):
-                continue
-            if not file.startswith(_LIBRARIES):
-                return UserLine(file, line)
-            library = library or UserLine(file, line)
-        return library
+        line = pick_user_line((file, line) for file, _, line in self.frames(each))
+        return None if line is UNKNOWN_LINE else line
 
     def before(self, each: Instruction) -> set[str]:
         """The names of all that an instruction depends on within its computation."""
@@ -530,17 +494,6 @@ class Program(NamedTuple):
         return "" if leaf.parameter is None else parameters[leaf.parameter].name
 
 
-def _traced(step: Any, args: Sequence[Any], elsewhere: bool) -> Any:
-    """The traced step. A trace for another platform is not left where JAX remembers it."""
-    if not elsewhere:
-        return step.trace(*args)
-    step.clear_cache()
-    try:
-        return step.trace(*args)
-    finally:
-        step.clear_cache()
-
-
 def compiled(
     step: Callable[..., Any],
     args: Sequence[Any],
@@ -551,30 +504,33 @@ def compiled(
     there = None if device is None else target(device)
     args = args if there is None else there.place(tuple(args))
     name = getattr(step, "__name__", "the step")
+    jitted: Any = step
     if not callable(getattr(step, "trace", None)):
-        step = jax.jit(step, donate_argnums=donate_argnums)
+        jitted = jax.jit(step, donate_argnums=donate_argnums)
     elif isinstance(donate_argnums, int) or tuple(donate_argnums):
         raise ValueError(
             f"{name} is jitted already, and donates what its own jax.jit says; leave out "
             f"donate_argnums={donate_argnums} here, or pass the function that is not jitted"
         )
-    for_device = contextlib.nullcontext() if there is None else there.compiling()
-    with for_device, warnings.catch_warnings(record=True) as caught:
+    with contextlib.ExitStack() as here, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        traced = _traced(step, args, elsewhere=there is not None)
+        if there is not None:
+            # JAX shall not remember a trace for another platform, nor take one for this.
+            here.enter_context(there.compiling())
+            jitted.clear_cache()
+            here.callback(jitted.clear_cache)
+        traced = jitted.trace(*args)
         lowered = traced.lower()
         executable = lowered.compile()
     densified = []
     for warning in caught:
-        # The proofs say this themselves, with the reason.
-        if "donated buffers were not usable" in str(warning.message):
-            continue
         if issubclass(warning.category, DensificationWarning):
             densified.append(str(warning.message))
-            continue
-        warnings.warn_explicit(
-            warning.message, warning.category, warning.filename, warning.lineno
-        )
+        # That donation did not work the proofs say themselves, with the reason.
+        elif "donated buffers were not usable" not in str(warning.message):
+            warnings.warn_explicit(
+                warning.message, warning.category, warning.filename, warning.lineno
+            )
     memory = executable.memory_analysis()
     return Program(
         name,

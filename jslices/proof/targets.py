@@ -17,14 +17,7 @@ import jax
 import numpy as np
 from jax.experimental import topologies
 from jax.experimental.layout import Format
-from jax.sharding import (
-    AxisType,
-    Mesh,
-    NamedSharding,
-    PartitionSpec,
-    Sharding,
-    SingleDeviceSharding,
-)
+from jax.sharding import AxisType, Mesh, Sharding, SingleDeviceSharding
 
 from jslices._install import install_command
 from jslices._place.boundary import compiling_for
@@ -121,10 +114,10 @@ class Target:
             return SingleDeviceSharding(self.devices[0])
         mesh = getattr(sharding, "mesh", None)
         if mesh is None or mesh.size != len(self.devices):
-            return NamedSharding(self.mesh, PartitionSpec(*[AXIS] * by_rows))
+            return jax.NamedSharding(self.mesh, jax.P(*[AXIS] * by_rows))
         devices = np.array(self.devices).reshape(mesh.axis_sizes)
         own = Mesh(devices, mesh.axis_names, axis_types=mesh.axis_types)
-        return NamedSharding(own, sharding.spec)
+        return jax.NamedSharding(own, sharding.spec)
 
 
 @functools.cache

@@ -1,9 +1,9 @@
 """Traffic between devices in a compiled program."""
 
 import collections
-import dataclasses
 import math
 import re
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from jslices._densify import UserLine, human_bytes
@@ -32,7 +32,7 @@ class Collective(NamedTuple):
         ``ragged-all-to-all``, whose parts are known when it runs, the most.
       turns: how often the loops around it run it, 1 outside of loops; None if the program
         does not tell.
-      branch: the branches that it stands in, the outermost first: ``("branch 1 of 2 of
+      branch: the branches around it, the outermost first: ``("branch 1 of 2 of
         conditional.3",)``.
       op_name: JAX's name for it: ``jit(step)/scatter-add``.
       line: the line of the user's program.
@@ -93,51 +93,39 @@ class Traffic(NamedTuple):
 def traffic(module: Module) -> Traffic:
     """The collectives of a program, also those that run while something else does."""
     collectives: list[Collective] = []
-    least, most = _Walk(module, collectives).computation(module.entry, 1, ())
-    return Traffic(least, most, tuple(collectives))
 
-
-@dataclasses.dataclass(frozen=True)
-class _Walk:
-    """From the entry of a program into all that it runs, as often as that is run."""
-
-    module: Module
-    collectives: list[Collective]
-
-    def computation(
-        self, name: str, turns: int | None, branch: tuple[str, ...]
+    def received(
+        names: Sequence[str], turns: int | None, branch: tuple[str, ...]
     ) -> tuple[int, int]:
-        """What a device receives in it, at least and at most, in all turns."""
+        """What a device receives in computations, at least and at most, in all turns."""
         totals = [
-            self.instruction(each, turns, branch)
-            for each in self.module.computations[name].instructions.values()
+            received_by(each, turns, branch)
+            for name in names
+            for each in module.computations[name].instructions.values()
         ]
         return sum(least for least, _ in totals), sum(most for _, most in totals)
 
-    def instruction(
-        self, each: Instruction, turns: int | None, branch: tuple[str, ...]
+    def received_by(
+        each: Instruction, turns: int | None, branch: tuple[str, ...]
     ) -> tuple[int, int]:
-        called = self.module.called(each)
+        called = module.called(each)
         if each.opcode.removesuffix("-start") in COLLECTIVES:
-            one = _collective(self.module, each, turns, branch)
-            self.collectives.append(one)
-            return (one.received * (turns or 1),) * 2
+            collectives.append(_collective(module, each, turns, branch))
+            return (collectives[-1].received * (turns or 1),) * 2
         if each.opcode == "conditional":
-            count = len(called)
+            name = f"of {len(called)} of {each.name}"
             ways = [
-                self.computation(
-                    name, turns, (*branch, f"branch {n} of {count} of {each.name}")
-                )
-                for n, name in enumerate(called, 1)
+                received([way], turns, (*branch, f"branch {n} {name}"))
+                for n, way in enumerate(called, 1)
             ]
             return min(least for least, _ in ways), max(most for _, most in ways)
         if each.opcode == "while":
             times = _trip_count(each)
             turns = None if turns is None or times is None else turns * times
-            condition = re.search(r"condition=%?([\w.-]+)", each.rest)
-            called += [condition.group(1)] if condition is not None else []
-        totals = [self.computation(name, turns, branch) for name in called]
-        return sum(least for least, _ in totals), sum(most for _, most in totals)
+            called += re.findall(r"condition=%?([\w.-]+)", each.rest)
+        return received(called, turns, branch)
+
+    return Traffic(*received([module.entry], 1, ()), tuple(collectives))
 
 
 def _collective(
@@ -223,6 +211,6 @@ def problems(program: Program, min_bytes: int) -> list[str]:
 
 
 def _depends(each: Collective, table: Leaf, part: Array) -> bool:
-    """Whether a collective is sized by ``table``, of which a device has ``part``."""
+    """Whether the size of a collective is that of ``table``, or of a device's ``part``."""
     long = {table.shape[0], part.dims[0]}
     return each.nbytes >= part.nbytes or any(long & set(x.dims) for x in each.arrays)
