@@ -3,7 +3,7 @@
 import dataclasses
 import operator
 from collections.abc import Sequence
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -106,7 +106,8 @@ class SparseAccumulator(_PureAccumulator):
     def init(self) -> SparseAccumulatorState:
         """The state that holds nothing, at step 0."""
         rows = jnp.full(self.capacity, self._empty, self._index_dtype)
-        sums = jnp.zeros((self.capacity, *self._row_shape), sum_dtype(self.dtype))
+        shape: Any = (self.capacity, *self.shape[1:])
+        sums = jnp.zeros(shape, sum_dtype(self.dtype))
         counts = jnp.zeros(self.capacity, jnp.int32)
         return SparseAccumulatorState(
             rows, sums, counts, jnp.int32(0), jnp.int32(0), jnp.int32(0)
@@ -207,10 +208,6 @@ class SparseAccumulator(_PureAccumulator):
         at = jnp.where(is_same & (held != self._empty), at, rows.size)
         entries = jnp.full(rows.size, self.capacity, jnp.int32)
         return entries.at[at].set(jnp.arange(held.size, dtype=jnp.int32), mode="drop")
-
-    @property
-    def _row_shape(self) -> tuple[int, ...]:
-        return self.shape[1:]  # type: ignore[return-value]
 
     @property
     def _index_dtype(self) -> np.dtype:
