@@ -1,7 +1,7 @@
 """Many tables of one row shape in one array: one lookup, one sort, one step for all.
 
 A model that looks up 26 arrays holds 26 lookups, sorts and steps, and is compiled as long.
-Here the tables stand below one another in one array ``[V, *D]``, which is one parameter
+Here the tables lie below one another in one array ``[V, *D]``, which is one parameter
 like any other: optimizers, clipping, ``exchange=`` and checkpoints need to know nothing.
 :class:`StackedTables` says which rows are whose. Import it by itself::
 
@@ -41,7 +41,7 @@ Initializer = Callable[..., jax.Array]
 
 @dataclasses.dataclass(frozen=True, init=False, repr=False)
 class StackedTables:
-    """Where the rows of each table stand in one array of all of them.
+    """Where the rows of each table are in one array of all of them.
 
     A description, without arrays: hashable, equal if all of it is equal, static under jit.
     Below, the array of all tables is ``[V, *D]``; table t has ``V_t`` of its rows.
@@ -202,7 +202,7 @@ class StackedTables:
 
         Args:
           ids: ``[...]`` integers, rows of their tables.
-          which: of which table each id is: a name, for all of them; numbers of tables, of a
+          which: the table of each id: a name, for all of them; numbers of tables, of a
             shape that broadcasts to that of ``ids``; or None for ids ``[..., T]``, those of
             table t at place t of the last axis. For padded bags ``[B, T, L]``:
             ``np.arange(T)[:, None]``.

@@ -269,8 +269,8 @@ class SparseConditionalAccumulator(SlicesMethods, ConditionalAccumulatorBase):
       reduction_type: "MEAN" or "SUM".
 
     Raises:
-      InvalidArgumentError: for arguments that are none of these, or a ``shared_name`` that
-        stands for an accumulator of another dtype, shape or reduction.
+      InvalidArgumentError: for other arguments, or a ``shared_name`` that is taken by an
+        accumulator of another dtype, shape or reduction.
 
     Example:
       >>> import numpy as np, jslices as js
@@ -431,7 +431,7 @@ class ConditionalAccumulator(ConditionalAccumulatorBase):
       reduction_type: "MEAN" or "SUM".
 
     Raises:
-      InvalidArgumentError: for arguments that are none of these.
+      InvalidArgumentError: for other arguments.
 
     Example:
       >>> import numpy as np, jslices as js

@@ -136,15 +136,14 @@ class SparseAccumulator(_PureAccumulator):
         """
         self._check(grad)
         rows, values = self._summed(grad, state.sums.dtype)
-        is_row = rows != self._empty
         entries = self._entries(state.rows, rows)
-        is_new = is_row & (entries == self.capacity)
+        is_new = (rows != self._empty) & (entries == self.capacity)
         used = jnp.sum(state.rows != self._empty, dtype=jnp.int32)
         entries = jnp.where(is_new, used + jnp.cumsum(is_new, dtype=jnp.int32) - 1, entries)
         fits = used + jnp.sum(is_new, dtype=jnp.int32) <= self.capacity
         fresh = jnp.asarray(local_step) >= state.global_step
         accepted = fresh & fits
-        to = jnp.where(is_row & accepted, entries, self.capacity)  # others drop out
+        to = jnp.where(accepted, entries, self.capacity)  # where nothing is written
         state = state._replace(
             rows=state.rows.at[to].set(rows, mode="drop"),
             sums=state.sums.at[to].add(values, mode="drop"),
@@ -202,7 +201,7 @@ class SparseAccumulator(_PureAccumulator):
         return rows.astype(self._index_dtype), unique.values
 
     def _entries(self, held: jax.Array, rows: jax.Array) -> jax.Array:
-        """The entry among ``held`` of each of ``rows`` ``[K]``, ascending; U if none."""
+        """The entry of each of ``rows``, ascending, in ``held``; U if new or empty."""
         at = jnp.searchsorted(rows, held)
         is_same = rows.at[at].get(mode="fill", fill_value=self._empty) == held
         at = jnp.where(is_same & (held != self._empty), at, rows.size)
@@ -262,7 +261,7 @@ def sparse_accumulator(
       ``set_global_step(state, step)``. It is static: close over it, or pass it along.
 
     Raises:
-      InvalidArgumentError: for arguments that are none of these.
+      InvalidArgumentError: for other arguments.
 
     Cost: the state has ``U * D`` elements and 2 U integers; see the methods.
 
@@ -361,7 +360,7 @@ def dense_accumulator(
 ) -> DenseAccumulator:
     """Dense gradients of several micro-batches, summed up under ``jit``.
 
-    The pure form of :class:`jslices.accumulators.ConditionalAccumulator`, to stand beside
+    The pure form of :class:`jslices.accumulators.ConditionalAccumulator`, for use beside
     :func:`sparse_accumulator` for the dense leaves of a model.
 
     Args:
@@ -373,7 +372,7 @@ def dense_accumulator(
       An accumulator with the same functions as :func:`sparse_accumulator` gives.
 
     Raises:
-      InvalidArgumentError: for arguments that are none of these.
+      InvalidArgumentError: for other arguments.
 
     Example:
       >>> import jax.numpy as jnp, jslices as js

@@ -35,7 +35,7 @@ def row_gradients(model: keras.Model, *, sparse: PyTree = None) -> keras.Model:
       model that is loaded, cloned or pickled is a plain one, ask for row gradients again.
 
     Raises:
-      TypeError: for what is no Keras model.
+      TypeError: if ``model`` is not a Keras model.
       ValueError: for a model whose class has a ``train_step`` of its own; where Keras uses
         Flax NNX; and, when training starts, for an optimizer of Keras.
 
