@@ -33,9 +33,9 @@ def model_of(rows: int) -> keras.Model:
 
 OPTIMIZERS = {
     "keras.optimizers.Adam": lambda: keras.optimizers.Adam(1e-3),
-    "js.adam": lambda: jk.Optimizer(js.adam(1e-3)),
-    'js.adam, "exact"': lambda: jk.Optimizer(js.adam(1e-3, untouched="exact")),
-    "js.adam, dense gradients": lambda: jk.Optimizer(js.adam(1e-3)),
+    "js.adam": lambda: jk.Optimizer(js.adam, 1e-3),
+    'js.adam, "exact"': lambda: jk.Optimizer(js.adam, 1e-3, untouched="exact"),
+    "js.adam, dense gradients": lambda: jk.Optimizer(js.adam, 1e-3),
 }
 
 

@@ -1,7 +1,7 @@
 """Many tables of one row shape in one array: one lookup, one sort, one step for all.
 
 A model that looks up 26 arrays holds 26 lookups, sorts and steps, and is compiled as long.
-Here the tables stand below one another in one array ``[V, *D]``, which is one parameter
+Here the tables lie below one another in one array ``[V, *D]``, which is one parameter
 like any other: optimizers, clipping, ``exchange=`` and checkpoints need to know nothing.
 :class:`StackedTables` says which rows are whose. Import it by itself::
 
@@ -41,7 +41,7 @@ Initializer = Callable[..., jax.Array]
 
 @dataclasses.dataclass(frozen=True, init=False, repr=False)
 class StackedTables:
-    """Where the rows of each table stand in one array of all of them.
+    """Where the rows of each table are in one array of all of them.
 
     A description, without arrays: hashable, equal if all of it is equal, static under jit.
     Below, the array of all tables is ``[V, *D]``; table t has ``V_t`` of its rows.
@@ -109,8 +109,8 @@ class StackedTables:
         object.__setattr__(self, "num_rows", padded_rows(sum(sizes), devices))
 
     def __repr__(self) -> str:
-        spans = zip(self.names, self.offsets, self.sizes, strict=True)
-        parts = (f"{name}: rows {first} to {first + n}" for name, first, n in spans)
+        spans = self._spans.items()
+        parts = (f"{name}: rows {first} to {first + n}" for name, (first, n) in spans)
         return f"StackedTables({', '.join(parts)}, of shape {self.row_shape})"
 
     @property
@@ -122,6 +122,12 @@ class StackedTables:
     def offsets(self) -> tuple[int, ...]:
         """The first row of each table."""
         return tuple((np.cumsum(self.sizes) - self.sizes).tolist())
+
+    @property
+    def _spans(self) -> dict[str, tuple[int, int]]:
+        """The first row of each table and its height, by name."""
+        spans = zip(self.offsets, self.sizes, strict=True)
+        return dict(zip(self.names, spans, strict=True))
 
     def init(
         self,
@@ -140,21 +146,14 @@ class StackedTables:
 
         Cost: twice the array while it is made.
         """
-        if isinstance(initializer, Mapping):
-            each = dict(initializer)
-        else:
-            each = dict.fromkeys(self.names, initializer)
-        self._check_names(each, "init", all_of_them=True)
-        return self.stack(
-            {
-                name: each[name](
-                    jax.random.fold_in(key, zlib.crc32(name.encode())),
-                    (size, *self.row_shape),
-                    dtype,
-                )
-                for name, size in zip(self.names, self.sizes, strict=True)
-            }
-        )
+        if not isinstance(initializer, Mapping):
+            initializer = dict.fromkeys(self.names, initializer)
+        self._check_names(initializer, "init", all_of_them=True)
+        arrays = {}
+        for name, (_, size) in self._spans.items():
+            own_key = jax.random.fold_in(key, zlib.crc32(name.encode()))
+            arrays[name] = initializer[name](own_key, (size, *self.row_shape), dtype)
+        return self.stack(arrays)
 
     def stack(self, arrays: Mapping[str, ArrayLike]) -> jax.Array:
         """One array ``[V, ...]`` of an array ``[V_t, ...]`` for each table, by name.
@@ -177,8 +176,8 @@ class StackedTables:
         For checkpoints and export: names, not offsets, are then what a file depends on.
         """
         self._check_stacked(stacked, "split")
-        spans = zip(self.names, self.offsets, self.sizes, strict=True)
-        return {name: stacked[first : first + size] for name, first, size in spans}
+        spans = self._spans.items()
+        return {name: stacked[first : first + size] for name, (first, size) in spans}
 
     def rows_of(self, old: "StackedTables") -> np.ndarray:
         """For each row here the one that it was in ``old``, -1 for new ones: ``[V]``.
@@ -187,8 +186,8 @@ class StackedTables:
         :func:`jslices.checkpoint.resize_rows`.
         """
         rows = np.full(self.num_rows, -1)
-        before = dict(zip(old.names, zip(old.offsets, old.sizes, strict=True), strict=True))
-        for name, first, size in zip(self.names, self.offsets, self.sizes, strict=True):
+        before = old._spans
+        for name, (first, size) in self._spans.items():
             start, height = before.get(name, (0, 0))
             count = min(size, height)
             rows[first : first + count] = np.arange(start, start + count)
@@ -203,7 +202,7 @@ class StackedTables:
 
         Args:
           ids: ``[...]`` integers, rows of their tables.
-          which: of which table each id is: a name, for all of them; numbers of tables, of a
+          which: the table of each id: a name, for all of them; numbers of tables, of a
             shape that broadcasts to that of ``ids``; or None for ids ``[..., T]``, those of
             table t at place t of the last axis. For padded bags ``[B, T, L]``:
             ``np.arange(T)[:, None]``.
@@ -243,7 +242,7 @@ class StackedTables:
         tables = tables.reshape((1,) * (numbers.ndim - tables.ndim) + tables.shape)
         if mode == "check":
             refuse_bad_ids(tables, count, "rows", "which")
-            for number, (name, size) in enumerate(zip(self.names, self.sizes, strict=True)):
+            for number, (name, (_, size)) in enumerate(self._spans.items()):
                 others = jnp.broadcast_to(tables != number, numbers.shape)
                 refuse_bad_ids(ids, size, "rows", f"ids of {name!r}", others)
         dtype = index_dtype(self.num_rows, np.dtype(numbers.dtype))
@@ -278,7 +277,7 @@ class StackedTables:
         }
         rows = jnp.concatenate([x.reshape(-1) for x in parts.values()])
         values = embedding_lookup(stacked, rows, mode=_settled(mode))
-        return _divided(values, {name: x.shape for name, x in parts.items()})
+        return _by_name(values, {name: x.shape for name, x in parts.items()})
 
     def lookup_sparse(
         self,
@@ -316,9 +315,9 @@ class StackedTables:
             )
         if isinstance(combiner, Mapping):
             return self._lookup_by_combiner(stacked, sp_ids, weights, combiner, mode)
-        heights = dict(zip(self.names, self.sizes, strict=True))
+        spans = self._spans
         bags = {
-            n: as_bags(x, weights.get(n), None, caller, heights[n])
+            n: as_bags(x, weights.get(n), None, caller, spans[n][1])
             for n, x in sp_ids.items()
         }
         ends = np.cumsum([bag.num_bags for bag in bags.values()]).tolist()
@@ -340,7 +339,7 @@ class StackedTables:
             ids = ids[0].reshape(-1, length), (ids[1] < ends[-1]).reshape(-1, length)
             w = None if w is None else w.reshape(-1, length)
         combined = embedding_lookup_sparse(stacked, ids, w, combiner, mode=_settled(mode))
-        return _divided(combined, {name: bag.shape for name, bag in bags.items()})
+        return _by_name(combined, {name: bag.shape for name, bag in bags.items()})
 
     def _lookup_by_combiner(
         self,
@@ -357,7 +356,7 @@ class StackedTables:
                 f"{list(sp_ids)}; give one for each, or one string for all"
             )
         rows: dict[str, jax.Array] = {}
-        for combiner in dict.fromkeys(combiners.values()):
+        for combiner in dict.fromkeys(combiners[name] for name in sp_ids):
             names = [name for name in sp_ids if combiners[name] == combiner]
             ids = {name: sp_ids[name] for name in names}
             own = {name: weights[name] for name in names if name in weights}
@@ -407,12 +406,12 @@ class StackedTables:
         exempt: jax.Array | None = None,
     ) -> jax.Array:
         """:meth:`rows` of one table; ``ids`` are the ``original`` ones, perhaps flat."""
-        at = self.names.index(name)
+        first, size = self._spans[name]
         if mode == "check":
             if exempt is not None:
                 exempt = exempt.reshape(as_ids(original, caller).shape)
-            refuse_bad_ids(original, self.sizes[at], caller, f"ids of {name!r}", exempt)
-        return self._settled_rows(ids, self.sizes[at], self.offsets[at], mode)
+            refuse_bad_ids(original, size, caller, f"ids of {name!r}", exempt)
+        return self._settled_rows(ids, size, first, mode)
 
     def _settled_rows(
         self, ids: jax.Array, size: jax.Array | int, first: jax.Array | int, mode: str
@@ -463,7 +462,7 @@ def _settled(mode: str) -> str:
     return mode if mode == "promise_in_bounds" else "fill"
 
 
-def _divided(
+def _by_name(
     rows: jax.Array, shapes: Mapping[str, tuple[int, ...]]
 ) -> dict[str, jax.Array]:
     """``rows`` ``[n, *D]`` as ``[*shape, *D]`` for each name, in order."""

@@ -2,14 +2,17 @@
 
 import doctest
 import importlib
+import json
 import pathlib
 import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from helpers import golden
+from optimizers import FIRST, label
 
 import jslices as js
 
@@ -86,11 +89,18 @@ def fit(make, optimizer, rows, x=X, y=Y, compile_with=None, seed=1, **kwargs):
 
 def lazy(**kwargs):
     """For what does not depend on missed steps: a program of half the size."""
-    return jk.Optimizer(js.sgd(RATE), **kwargs)
+    return jk.Optimizer(js.sgd, RATE, **kwargs)
 
 
 def exact(rate=RATE, **kwargs):
-    return jk.Optimizer(js.sgd(rate, **MOMENTUM), **kwargs)
+    return jk.Optimizer(js.sgd, rate, **MOMENTUM, **kwargs)
+
+
+@keras.saving.register_keras_serializable(package="tests")
+def clipped(learning_rate, norm, dtype):
+    """A function of a user, whose arguments Keras writes into files."""
+    adam = js.adam(learning_rate, mu_dtype=dtype, untouched="exact")
+    return js.optim.partition({"few": js.optim.chain(js.optim.clip(norm), adam)}, "few")
 
 
 def assert_same(one, other, tolerance=1e-4):
@@ -141,19 +151,22 @@ def test_exact_rows_are_as_dense_gradients(make):
 
 
 def test_exact_adam_is_within_one_percent_of_that_of_keras():
-    (_, history), _ = both(optimizer=lambda: jk.Optimizer(js.adam(RATE, **EXACT)))
+    (_, history), _ = both(optimizer=lambda: jk.Optimizer(js.adam, RATE, **EXACT))
     _, wanted = fit(sequential, keras.optimizers.Adam(RATE), False)
     np.testing.assert_allclose(history["loss"], wanted["loss"], rtol=1e-2)
 
 
 def test_optimizers_round_others():
-    rmsprop = js.optim.with_state_dtype(js.rmsprop(0.01, momentum=0.5, **EXACT), "float32")
-    tx = js.optim.chain(js.optim.clip_global_norm(0.1), rmsprop)
-    both(optimizer=lambda: jk.Optimizer(tx))
+    def make(rate):
+        rmsprop = js.rmsprop(rate, momentum=0.5, **EXACT)
+        wide = js.optim.with_state_dtype(rmsprop, "float32")
+        return js.optim.chain(js.optim.clip_global_norm(0.1), wide)
+
+    both(optimizer=lambda: jk.Optimizer(make, 0.01))
 
 
 def test_lazy_rows_stay():
-    model, _ = fit(sequential, jk.Optimizer(js.adam(RATE)), True, x=X[:16], y=Y[:16])
+    model, _ = fit(sequential, jk.Optimizer(js.adam, RATE), True, x=X[:16], y=Y[:16])
     keras.utils.set_random_seed(1)
     before = sequential()
     before.build((None, 5))
@@ -181,7 +194,7 @@ def test_the_model_of_the_golden_numbers():
     model = keras.Sequential([layers.Embedding(10, 4), layers.Flatten(), layers.Dense(1)])
     model.build((None, 5))
     model.set_weights([data["embeddings"], data["kernel"], data["bias"]])
-    jk.row_gradients(model).compile(jk.Optimizer(js.sgd(0.1)), "mse")
+    jk.row_gradients(model).compile(jk.Optimizer(js.sgd, 0.1), "mse")
 
     def loss(values):
         out, _ = model.stateless_call(values, [], data["data"])
@@ -414,18 +427,60 @@ def test_a_loaded_model_without_row_gradients_trains_densely(tmp_path):
     np.testing.assert_allclose(one["loss"], two["loss"], rtol=1e-4)
 
 
-def test_configs_of_chains_and_labels():
-    tx = js.optim.partition(
-        {"few": js.optim.chain(js.optim.clip(1.0), js.adam(0.1, mu_dtype=jnp.bfloat16))},
-        "few",
+@keras.saving.register_keras_serializable(package="tests")
+def halved(step):
+    return 0.5 ** (1 + step)
+
+
+def again(optimizer):
+    """As it comes out of a file."""
+    description = json.dumps(keras.saving.serialize_keras_object(optimizer))
+    made = keras.saving.deserialize_keras_object(json.loads(description))
+    assert made.get_config() == optimizer.get_config()
+    return made
+
+
+def test_configs_of_own_functions():
+    optimizer = jk.Optimizer(
+        clipped, 0.1, norm=1.0, dtype=jnp.bfloat16, clipnorm=2.0, name="clipped"
     )
-    optimizer = jk.Optimizer(tx, clipnorm=2.0, name="mine")
     optimizer.learning_rate = 0.25
-    description = keras.saving.serialize_keras_object(optimizer)
-    again = keras.saving.deserialize_keras_object(description)
-    assert again.get_config() == optimizer.get_config()
-    assert again.name == "mine" and again.clipnorm == 2.0
-    assert float(again.learning_rate) == 0.25
+    made = again(optimizer)
+    assert made.name == "clipped" and made.clipnorm == 2.0 and made.catches_up
+    assert float(made.learning_rate) == 0.25
+    by_name = {"clipped": clipped}  # as load_model(custom_objects=...) passes them
+    config = optimizer.get_config()
+    assert jk.Optimizer.from_config(config, by_name).name == "clipped"
+
+
+@pytest.mark.parametrize("name, kwargs", FIRST, ids=label)
+def test_configs_of_every_optimizer(name, kwargs):
+    made = again(jk.Optimizer(getattr(js, name), **{"learning_rate": 0.1, **kwargs}))
+    assert round(float(made.learning_rate), 6) == 0.1
+
+
+def test_configs_of_schedules():
+    for rate in (halved, keras.optimizers.schedules.CosineDecay(0.5, 12)):
+        made = again(jk.Optimizer(js.sgd, rate))
+        np.testing.assert_allclose(made.learning_rate, rate(0))
+
+
+def test_an_optimizer_that_is_made(tmp_path):
+    """It steps, and says what to type where Keras asks how it was made."""
+    tx = js.optim.partition({"a": js.adam(0.1), "b": js.sgd(RATE, **MOMENTUM)}, "b")
+    found = fit(sequential, jk.Optimizer(tx), True)
+    assert_same(found, fit(sequential, exact(), True))
+    model, _ = found
+    hint = r"type jk.Optimizer\(js.adam, learning_rate=1e-3\)"
+    with pytest.raises(ValueError, match=hint):
+        float(model.optimizer.learning_rate)
+    with pytest.raises(ValueError, match=hint):
+        model.optimizer.learning_rate = 0.1
+    with pytest.raises(ValueError, match=hint + r".*save_weights\(path\)"):
+        model.save(str(tmp_path / "m.keras"))
+    fit(sequential, jk.Optimizer(js.adafactor), True, epochs=1)  # has a rate of its own
+    with pytest.raises(ValueError, match=hint):
+        float(jk.Optimizer(js.adafactor).learning_rate)
 
 
 # --- mixed precision --------------------------------------------------------------------
@@ -486,16 +541,31 @@ def test_options_that_rows_can_honour(option):
 def test_options_that_are_refused(option, hint):
     with pytest.raises(ValueError, match=hint):
         exact(**option)
+    with pytest.raises(ValueError, match=hint):
+        jk.Optimizer(js.sgd(RATE), **option)
+
+
+def test_an_option_that_the_optimizer_takes():
+    """Weight decay is an argument of AdamW, and none of Keras' where it is zero."""
+    decays = jk.Optimizer(js.adamw, RATE, weight_decay=0.5)
+    variable = keras.Variable(np.ones((4, 1), "float32"))
+    rows = js.IndexedSlices(jnp.zeros((1, 1)), jnp.array([3]), (4, 1))
+    decays.apply([rows], [variable])
+    np.testing.assert_allclose(variable.numpy().ravel(), [1, 1, 1, 1 - RATE * 0.5])
+    lazy(weight_decay=0.0, use_ema=False)
 
 
 def test_refusals():
     with pytest.raises(TypeError, match="no option 'speed'"):
+        jk.Optimizer(js.sgd(RATE), speed=3)
+    with pytest.raises(TypeError, match=r"no option 'learning_rate'.*\(js.adam, "):
+        jk.Optimizer(js.sgd(RATE), 0.1)
+    with pytest.raises(TypeError, match="'speed'; it takes learning_rate, momentum"):
         exact(speed=3)
-    with pytest.raises(TypeError, match=r"js.adam\(1e-3\)"):
-        jk.Optimizer(keras.optimizers.Adam())
-    several = js.optim.partition({"a": js.adam(0.1), "b": js.sgd(0.2)}, "a")
-    for tx in (several, js.adafactor(), js.GradientTransformation(*js.sgd(0.1))):
-        with pytest.raises(ValueError, match="one learning rate"):
+    with pytest.raises(TypeError, match="missing a required argument: 'learning_rate'"):
+        jk.Optimizer(js.adam)
+    for tx in (keras.optimizers.Adam(), optax.adam(0.1), lambda: optax.adam(0.1)):
+        with pytest.raises(TypeError, match=r"js.adam\(1e-3\), or a function that"):
             jk.Optimizer(tx)
     with pytest.raises(ValueError, match="mask="):
         exact().exclude_from_weight_decay(var_names=["bias"])
@@ -525,7 +595,7 @@ def test_constraints():
     def make():
         return sequential(embeddings_constraint="non_neg")
 
-    both(make, lambda: jk.Optimizer(js.adagrad(0.1)))
+    both(make, lambda: jk.Optimizer(js.adagrad, 0.1))
     with pytest.raises(ValueError, match="has a constraint"):
         fit(make, exact(), True)
 
@@ -541,8 +611,11 @@ def test_a_regularizer_makes_the_gradient_dense_and_says_so():
 
 
 def test_frozen_rows():
-    tx = js.optim.freeze_rows(js.sgd(0.5), lambda rows: rows < 2)
-    optimizer, variable = jk.Optimizer(tx), keras.Variable(np.zeros((4, 1), "float32"))
+    def make(rate):
+        return js.optim.freeze_rows(js.sgd(rate), lambda rows: rows < 2)
+
+    optimizer = jk.Optimizer(make, 0.5)
+    variable = keras.Variable(np.zeros((4, 1), "float32"))
     optimizer.learning_rate = 1.0
     rows = js.IndexedSlices(jnp.ones((2, 1)), jnp.array([1, 3]), (4, 1))
     optimizer.apply([rows], [variable])
@@ -552,7 +625,7 @@ def test_frozen_rows():
 def test_the_optimizer_alone():
     """A step of a loop of one's own takes slices and arrays."""
     variables = [keras.Variable(np.ones((4, 1), "float32")), keras.Variable(np.ones(2))]
-    optimizer = jk.Optimizer(js.sgd(0.5))
+    optimizer = jk.Optimizer(js.sgd, 0.5)
     rows = js.IndexedSlices(jnp.ones((2, 1)), jnp.array([3, 3]), (4, 1))
     optimizer.apply([rows, jnp.ones(2)], variables)
     np.testing.assert_allclose(variables[0], [[1], [1], [1], [0]])
@@ -593,12 +666,12 @@ def test_other_backends_are_refused(monkeypatch):
         importlib.reload(jk)
 
 
-@pytest.mark.parametrize("name, count", [("keras.md", 3), ("coming_from/keras.md", 1)])
+@pytest.mark.parametrize("name, count", [("keras.md", 4), ("coming_from/keras.md", 1)])
 def test_the_page_runs(name, count, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     page = pathlib.Path(__file__).parent.parent / "docs" / name
     blocks = re.findall(r"^```python\n(.*?)^```", page.read_text(), re.M | re.S)
     assert len(blocks) == count
-    names = {}
+    names = {"__name__": "page"}
     for block in blocks:
         exec(block, names)

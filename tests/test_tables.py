@@ -127,6 +127,9 @@ def test_combiners_are_of_all_tables_or_one_for_each():
         ValueError, match=r"combiners for \['user'\], and bags for \['item'"
     ):
         TABLES.lookup_sparse(STACKED, {"item": [[1]]}, combiner={"user": "sum"})
+    few = TABLES.lookup_sparse(STACKED, {"item": [[1]]}, combiner=EACH)
+    wanted = TABLES.lookup_sparse(STACKED, {"item": [[1]]}, combiner=EACH["item"])
+    np.testing.assert_array_equal(few["item"], wanted["item"])
 
 
 EACH = {"user": "max", "item": "sqrtn", "shop": "max"}

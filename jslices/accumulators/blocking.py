@@ -53,15 +53,15 @@ class ConditionalAccumulatorBase:
     shape: PartialShape  #: as declared, None for unknown lengths
     name: str
     reduction_type: str  #: "MEAN" or "SUM"
+    _new_store: Callable[[np.dtype], Store]
 
     def __init__(
         self,
-        store: Callable[[np.dtype], Store],
         dtype: DTypeLike,
-        shape: Sequence[int | None] | None,
-        shared_name: str | None,
-        name: str,
-        reduction_type: str,
+        shape: Sequence[int | None] | None = None,
+        shared_name: str | None = None,
+        name: str = "conditional_accumulator",
+        reduction_type: str = "MEAN",
     ) -> None:
         kind = type(self).__name__
         self.dtype = float_dtype(kind, dtype)
@@ -71,7 +71,7 @@ class ConditionalAccumulatorBase:
         self.name = name
         terms = (self.dtype, self.shape, reduction_type)
         # Without a reference to self, which would keep a shared name alive.
-        new_store = functools.partial(store, self.dtype)
+        new_store = functools.partial(type(self)._new_store, self.dtype)
         self._turns = _turns(kind, shared_name, new_store, terms)
 
     @property
@@ -269,8 +269,8 @@ class SparseConditionalAccumulator(SlicesMethods, ConditionalAccumulatorBase):
       reduction_type: "MEAN" or "SUM".
 
     Raises:
-      InvalidArgumentError: for arguments that are none of these, or a ``shared_name`` that
-        stands for an accumulator of another dtype, shape or reduction.
+      InvalidArgumentError: for other arguments, or a ``shared_name`` that is taken by an
+        accumulator of another dtype, shape or reduction.
 
     Example:
       >>> import numpy as np, jslices as js
@@ -291,6 +291,8 @@ class SparseConditionalAccumulator(SlicesMethods, ConditionalAccumulatorBase):
     ``global_step``, ``num_stale`` and ``num_waiting`` are new.
     """
 
+    _new_store = RowSums
+
     def __init__(
         self,
         dtype: DTypeLike,
@@ -300,7 +302,7 @@ class SparseConditionalAccumulator(SlicesMethods, ConditionalAccumulatorBase):
         reduction_type: str = "MEAN",
     ) -> None:
         shape = partial_shape(type(self).__name__, shape) or None  # there must be rows
-        super().__init__(RowSums, dtype, shape, shared_name, name, reduction_type)
+        super().__init__(dtype, shape, shared_name, name, reduction_type)
 
     def apply_grad(
         self,
@@ -429,7 +431,7 @@ class ConditionalAccumulator(ConditionalAccumulatorBase):
       reduction_type: "MEAN" or "SUM".
 
     Raises:
-      InvalidArgumentError: for arguments that are none of these.
+      InvalidArgumentError: for other arguments.
 
     Example:
       >>> import numpy as np, jslices as js
@@ -442,15 +444,7 @@ class ConditionalAccumulator(ConditionalAccumulatorBase):
     Source: ``tf.compat.v1.ConditionalAccumulator``.
     """
 
-    def __init__(
-        self,
-        dtype: DTypeLike,
-        shape: Sequence[int | None] | None = None,
-        shared_name: str | None = None,
-        name: str = "conditional_accumulator",
-        reduction_type: str = "MEAN",
-    ) -> None:
-        super().__init__(ArraySum, dtype, shape, shared_name, name, reduction_type)
+    _new_store = ArraySum
 
     def apply_grad(
         self, grad: ArrayLike, local_step: int = 0, name: str | None = None

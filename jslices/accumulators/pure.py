@@ -3,15 +3,14 @@
 import dataclasses
 import operator
 from collections.abc import Sequence
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
-from jslices import IndexedSlices, InvalidArgumentError, is_slices, scatter_add
+from jslices import IndexedSlices, InvalidArgumentError, is_slices
 from jslices.accumulators._gradients import (
     REDUCTIONS,
     check_dense,
@@ -107,7 +106,8 @@ class SparseAccumulator(_PureAccumulator):
     def init(self) -> SparseAccumulatorState:
         """The state that holds nothing, at step 0."""
         rows = jnp.full(self.capacity, self._empty, self._index_dtype)
-        sums = jnp.zeros((self.capacity, *self._row_shape), sum_dtype(self.dtype))
+        shape: Any = (self.capacity, *self.shape[1:])
+        sums = jnp.zeros(shape, sum_dtype(self.dtype))
         counts = jnp.zeros(self.capacity, jnp.int32)
         return SparseAccumulatorState(
             rows, sums, counts, jnp.int32(0), jnp.int32(0), jnp.int32(0)
@@ -132,26 +132,22 @@ class SparseAccumulator(_PureAccumulator):
         Raises:
           InvalidArgumentError: for shapes and dtypes that do not fit.
 
-        Cost: a sort of U + K integers, a scatter of K rows.
+        Cost: a sort of K integers, a search of U in K, sums and a scatter of K rows.
         """
         self._check(grad)
-        empty = self._empty
-        indices = canonical_indices(grad.indices, self.shape[0]).astype(self._index_dtype)
-        entries = _find_entries(state.rows, indices, empty)
+        rows, values = self._summed(grad, state.sums.dtype)
+        entries = self._entries(state.rows, rows)
+        is_new = (rows != self._empty) & (entries == self.capacity)
+        used = jnp.sum(state.rows != self._empty, dtype=jnp.int32)
+        entries = jnp.where(is_new, used + jnp.cumsum(is_new, dtype=jnp.int32) - 1, entries)
+        fits = used + jnp.sum(is_new, dtype=jnp.int32) <= self.capacity
         fresh = jnp.asarray(local_step) >= state.global_step
-        fits = entries.used <= self.capacity
         accepted = fresh & fits
-
-        def where(chosen: jax.Array, numbers: jax.Array) -> jax.Array:
-            return jnp.where(chosen & accepted, numbers, self.capacity)  # others drop out
-
-        to = where(indices != empty, entries.of_indices)
-        new = where(entries.is_new, entries.of_rows)
-        held = where(entries.is_held, entries.of_rows)
+        to = jnp.where(accepted, entries, self.capacity)  # where nothing is written
         state = state._replace(
-            rows=state.rows.at[new].set(entries.rows, mode="drop"),
-            sums=scatter_add(state.sums, to, grad.values.astype(state.sums.dtype)),
-            counts=state.counts.at[held].add(1, mode="drop"),
+            rows=state.rows.at[to].set(rows, mode="drop"),
+            sums=state.sums.at[to].add(values, mode="drop"),
+            counts=state.counts.at[to].add(1, mode="drop"),
             num_accumulated=state.num_accumulated + accepted.astype(jnp.int32),
             overflow=state.overflow + (fresh & ~fits).astype(jnp.int32),
         )
@@ -198,9 +194,19 @@ class SparseAccumulator(_PureAccumulator):
         )
         return _after_take(ready, self.init(), state), slices
 
-    @property
-    def _row_shape(self) -> tuple[int, ...]:
-        return self.shape[1:]  # type: ignore[return-value]
+    def _summed(self, grad: IndexedSlices, dtype: np.dtype) -> tuple[jax.Array, jax.Array]:
+        """``(rows, values)`` with duplicates summed in ``dtype``: ascending, then empty."""
+        unique = grad.with_values(grad.values.astype(dtype)).coalesce()
+        rows = canonical_indices(unique.indices, self.shape[0])
+        return rows.astype(self._index_dtype), unique.values
+
+    def _entries(self, held: jax.Array, rows: jax.Array) -> jax.Array:
+        """The entry of each of ``rows``, ascending, in ``held``; U if new or empty."""
+        at = jnp.searchsorted(rows, held)
+        is_same = rows.at[at].get(mode="fill", fill_value=self._empty) == held
+        at = jnp.where(is_same & (held != self._empty), at, rows.size)
+        entries = jnp.full(rows.size, self.capacity, jnp.int32)
+        return entries.at[at].set(jnp.arange(held.size, dtype=jnp.int32), mode="drop")
 
     @property
     def _index_dtype(self) -> np.dtype:
@@ -226,54 +232,6 @@ class SparseAccumulator(_PureAccumulator):
                 f"Shape mismatch: expected values rank {len(self.shape)}, got "
                 f"{grad.values.ndim}"
             )
-
-
-class _Entries(NamedTuple):
-    """The entries of a gradient's K indices among the U that are held.
-
-    Attributes:
-      of_indices: int32 ``[K]``, the entry of each index; of no meaning for an empty one.
-      rows: ``[U + K]``, the held rows and those of the gradient, ascending.
-      of_rows: int32 ``[U + K]``, the entry of each of ``rows``.
-      is_new: bool ``[U + K]``, true once for every row that was not held.
-      is_held: bool ``[U + K]``, true once for every row of the gradient.
-      used: int32 ``[]``, the entries used with the new ones; may exceed U.
-    """
-
-    of_indices: jax.Array
-    rows: jax.Array
-    of_rows: jax.Array
-    is_new: jax.Array
-    is_held: jax.Array
-    used: jax.Array
-
-
-def _find_entries(held: jax.Array, indices: jax.Array, empty: int) -> _Entries:
-    """Find the entry of every index, giving new rows the next free ones.
-
-    Args:
-      held: ``[U]``, unique but for the free entries, which come last.
-      indices: ``[K]`` of the same dtype, with duplicates and empty ones.
-      empty: the index of free entries and empty indices; larger than every row number.
-
-    Cost: a sort of U + K integers.
-    """
-    capacity, num_ids = held.shape[0], indices.shape[0]
-    before = jnp.sum(held != empty, dtype=jnp.int32)
-    rows, positions = sort_ids(jnp.concatenate([held, indices]))
-    # The sort is stable: of equal numbers the held one, if any, comes first.
-    is_first = jnp.concatenate([jnp.ones(1, bool), rows[1:] != rows[:-1]])
-    order = jnp.arange(capacity + num_ids, dtype=jnp.int32)
-    first = positions[lax.cummax(jnp.where(is_first, order, 0))]
-    from_grad = (positions >= capacity) & (rows != empty)
-    is_new = is_first & from_grad
-    after_held = jnp.concatenate([jnp.zeros(1, bool), positions[:-1] < capacity])
-    number = jnp.cumsum(is_new, dtype=jnp.int32)
-    row_entries = jnp.where(first < capacity, first, before + number - 1)
-    to = jnp.where(from_grad, positions - capacity, num_ids)
-    entries = jnp.zeros(num_ids, jnp.int32).at[to].set(row_entries, mode="drop")
-    is_held = from_grad & (is_first | after_held)
-    return _Entries(entries, rows, row_entries, is_new, is_held, before + number[-1])
 
 
 def sparse_accumulator(
@@ -303,7 +261,7 @@ def sparse_accumulator(
       ``set_global_step(state, step)``. It is static: close over it, or pass it along.
 
     Raises:
-      InvalidArgumentError: for arguments that are none of these.
+      InvalidArgumentError: for other arguments.
 
     Cost: the state has ``U * D`` elements and 2 U integers; see the methods.
 
@@ -402,7 +360,7 @@ def dense_accumulator(
 ) -> DenseAccumulator:
     """Dense gradients of several micro-batches, summed up under ``jit``.
 
-    The pure form of :class:`jslices.accumulators.ConditionalAccumulator`, to stand beside
+    The pure form of :class:`jslices.accumulators.ConditionalAccumulator`, for use beside
     :func:`sparse_accumulator` for the dense leaves of a model.
 
     Args:
@@ -414,7 +372,7 @@ def dense_accumulator(
       An accumulator with the same functions as :func:`sparse_accumulator` gives.
 
     Raises:
-      InvalidArgumentError: for arguments that are none of these.
+      InvalidArgumentError: for other arguments.
 
     Example:
       >>> import jax.numpy as jnp, jslices as js

@@ -4,7 +4,7 @@ Keras' ``fit`` gives an ``Embedding`` a gradient as large as its table, and its 
 read and write all of it at every step. Two calls change that::
 
     model = jk.row_gradients(model)                      # a train step with row gradients
-    model.compile(jk.Optimizer(js.adam(1e-3)), "mse")    # an optimizer that takes them
+    model.compile(jk.Optimizer(js.adam, 1e-3), "mse")    # an optimizer that takes them
 
 :mod:`jslices.keras.optimizer` keeps the state of an optimizer of jslices in Keras'
 variables; :mod:`jslices.keras.training` is the train step.

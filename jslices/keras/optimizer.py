@@ -3,12 +3,14 @@
 import collections
 import contextlib
 import dataclasses
+import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any, NoReturn, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import keras
+import numpy as np
 from jax import lax
 
 from jslices import (
@@ -17,22 +19,22 @@ from jslices import (
     clip_by_norm,
     clip_by_value,
     is_slices,
+    optim,
     tree,
 )
 from jslices.extend import Number, PyTree, State
-from jslices.keras.description import (
-    PlainData,
-    deserialize,
-    learning_rates,
-    serialize,
-    with_learning_rate,
-)
 
 #: A value for each variable of the model, in their order, by their paths.
 ByPath: TypeAlias = Mapping[str, Any]
 Paths: TypeAlias = tuple[str, ...]
-#: A learning rate, float32 ``[]``; None if it is a schedule.
+#: A learning rate, float32 ``[]``; None if it cannot be set.
 Rate: TypeAlias = Any
+
+# Keras finds in its register what a file names: the class below, and what it makes.
+register = keras.saving.register_keras_serializable(package="jslices")
+for make in vars(optim).values():
+    if inspect.isfunction(make) and "learning_rate" in inspect.signature(make).parameters:
+        register(make)
 
 #: Options of Keras' optimizers that need a pass over the whole table, and the advice.
 REFUSED = {
@@ -45,7 +47,7 @@ REFUSED = {
 REFUSED["ema_momentum"] = REFUSED["ema_overwrite_frequency"] = REFUSED["use_ema"]
 
 
-@keras.saving.register_keras_serializable(package="jslices")
+@register
 class Optimizer(keras.optimizers.Optimizer):  # type: ignore[misc]
     """An optimizer of jslices for ``model.compile``.
 
@@ -59,25 +61,32 @@ class Optimizer(keras.optimizers.Optimizer):  # type: ignore[misc]
     a rate which changes at every step a schedule is the better way.
 
     Args:
-      tx: an optimizer of jslices, or what ``js.optim.chain`` and the like make of some,
-        with one learning rate: a number, a schedule of the step (from 0), or one of
-        ``keras.optimizers.schedules``. What it does to rows without gradient is said in its
-        own docstring.
+      tx: the function that makes the optimizer, such as ``js.adam``, or one of your own,
+        ``tx(learning_rate, **arguments)``; register that with
+        ``keras.saving.register_keras_serializable`` to save models. Or an optimizer that
+        is made already: its learning rate can be neither read nor set, and it cannot be
+        written into a ``.keras`` file. What happens to rows without gradient is said in
+        the docstring of each optimizer.
+      learning_rate: the first argument of the function: a number, a schedule of the step
+        (from 0), or one of ``keras.optimizers.schedules``; None leaves it out.
       clipnorm: clips each gradient by its norm, duplicates summed first.
       clipvalue: clips each element of a gradient.
       global_clipnorm: clips all gradients by their common norm.
       loss_scale_factor: multiplies the loss, and divides the gradients.
       name: of the optimizer, and before the names of its variables.
+      **arguments: the other arguments of the function, by their names.
 
     Raises:
-      TypeError: for what is no optimizer of jslices.
-      ValueError: for several learning rates, or none; for options of Keras that would read
-        whole tables at every step (``weight_decay``, ``use_ema``,
-        ``gradient_accumulation_steps``): each says what to type instead.
+      TypeError: for what is not an optimizer of jslices.
+      ValueError: for options of Keras that would read whole tables at every step
+        (``weight_decay``, ``use_ema``, ``gradient_accumulation_steps``), unless the
+        function takes an argument of that name; and, for an optimizer that was made
+        before, when its learning rate is read or set, or the model saved. Each says what
+        to type instead.
 
     Example:
       >>> import jslices as js, jslices.keras as jk
-      >>> optimizer = jk.Optimizer(js.adam(1e-3))
+      >>> optimizer = jk.Optimizer(js.adam, 1e-3, untouched="exact")
       >>> optimizer.learning_rate = 1e-4
       >>> round(float(optimizer.learning_rate.numpy()), 6)
       0.0001
@@ -87,16 +96,16 @@ class Optimizer(keras.optimizers.Optimizer):  # type: ignore[misc]
 
     def __init__(
         self,
-        tx: GradientTransformation,
+        tx: Callable[..., GradientTransformation] | GradientTransformation,
+        learning_rate: Any = None,
         *,
         clipnorm: float | None = None,
         clipvalue: float | None = None,
         global_clipnorm: float | None = None,
         loss_scale_factor: float | None = None,
         name: str | None = None,
-        **options: Any,
+        **arguments: Any,
     ) -> None:
-        _refuse(options)
         for argument, limit in (
             ("clipnorm", clipnorm),
             ("clipvalue", clipvalue),
@@ -106,9 +115,10 @@ class Optimizer(keras.optimizers.Optimizer):  # type: ignore[misc]
                 Number(at_least=0).check("jk.Optimizer", argument, limit)
         if loss_scale_factor is not None:
             Number(above=0).check("jk.Optimizer", "loss_scale_factor", loss_scale_factor)
-        rate = _learning_rate(tx)
+        arguments = _without_refused(tx, arguments)
+        made = _made(tx, learning_rate, arguments)
         super().__init__(
-            rate if callable(rate) else float(rate),
+            _rate_for_keras(learning_rate),
             clipnorm=clipnorm,
             clipvalue=clipvalue,
             global_clipnorm=global_clipnorm,
@@ -118,7 +128,7 @@ class Optimizer(keras.optimizers.Optimizer):  # type: ignore[misc]
         # Compiled even where Keras runs without `jit_compile`.
         caught_up = jax.jit(self._caught_up, static_argnames="whole")
         flushed = jax.jit(self._flushed, donate_argnums=(0, 1))
-        self._rows = _Rows(tx, not callable(rate), caught_up, flushed)
+        self._rows = _Rows(made, tx, learning_rate, arguments, caught_up, flushed)
 
     @property
     def catches_up(self) -> bool:
@@ -176,8 +186,8 @@ class Optimizer(keras.optimizers.Optimizer):  # type: ignore[misc]
         return self.learning_rate.value if self._rows.settable else None
 
     def _tx(self, rate: Rate) -> GradientTransformation:
-        tx = self._rows.tx
-        return tx if rate is None else with_learning_rate(tx, jnp.asarray(rate))
+        rows = self._rows
+        return rows.tx if rate is None else rows.make(jnp.asarray(rate), **rows.arguments)
 
     # --- a step -------------------------------------------------------------------------
 
@@ -318,22 +328,39 @@ class Optimizer(keras.optimizers.Optimizer):  # type: ignore[misc]
 
     def get_config(self) -> dict[str, Any]:
         """Plain data to make the optimizer from, without its state."""
-        config = super().get_config()
+        rows, rate = self._rows, self._rows.learning_rate
+        if rows.make is rows.tx:
+            raise ValueError(
+                "an optimizer that jk.Optimizer did not make cannot be written into a "
+                "file: type jk.Optimizer(js.adam, learning_rate=1e-3), or "
+                "model.save_weights(path)"
+            )
         names = ("name", "clipnorm", "clipvalue", "global_clipnorm", "loss_scale_factor")
-        tx = self._rows.tx
-        if self._rows.settable:
-            tx = with_learning_rate(tx, config["learning_rate"])
-        return {"tx": serialize(tx), **{name: config[name] for name in names}}
+        config = {
+            "tx": rows.make,
+            "learning_rate": float(self.learning_rate) if rows.settable else rate,
+            **{name: getattr(self, name) for name in names},
+            **rows.arguments,
+        }
+        return {
+            name: np.dtype(x).name
+            if isinstance(x, np.dtype | type)
+            else keras.saving.serialize_keras_object(x)
+            for name, x in config.items()
+        }
 
     @classmethod
     def from_config(
-        cls,
-        config: Mapping[str, PlainData],
-        custom_objects: Mapping[str, Any] | None = None,
+        cls, config: Mapping[str, Any], custom_objects: Mapping[str, Any] | None = None
     ) -> "Optimizer":
         """The inverse of :meth:`get_config`."""
-        with keras.saving.CustomObjectScope(custom_objects or {}):
-            return cls(**{**config, "tx": deserialize(config["tx"])})
+
+        def deserialize(x: Any) -> Any:
+            if isinstance(x, str):  # which Keras would look up among the custom objects
+                return x
+            return keras.saving.deserialize_keras_object(x, custom_objects)
+
+        return cls(**{name: deserialize(x) for name, x in config.items()})
 
 
 @dataclasses.dataclass
@@ -341,7 +368,9 @@ class _Rows:
     """Attributes that Keras need not track."""
 
     tx: GradientTransformation
-    settable: bool  #: whether callbacks may set the learning rate
+    make: Any  #: the function that made it; itself if it came made
+    learning_rate: Any  #: what came: a number, a schedule, or None
+    arguments: Mapping[str, Any]  #: of ``make``, beside the learning rate
     caught_up: Callable[..., tuple[ByPath, State]]
     flushed: Callable[..., tuple[ByPath, State]]
     variables: list[keras.Variable] = dataclasses.field(default_factory=list)
@@ -352,8 +381,12 @@ class _Rows:
     flushed_at: jax.Array | None = None  #: ``iterations`` when no row was behind
     whole_gradients: list[PyTree] | None = None  #: those that a step has taken apart
 
+    @property
+    def settable(self) -> bool:
+        """Whether callbacks may set the learning rate."""
+        return self.learning_rate is not None and not callable(self.learning_rate)
 
-@keras.saving.register_keras_serializable(package="jslices")
+
 class Schedule(keras.optimizers.schedules.LearningRateSchedule):  # type: ignore[misc]
     """A function of the step as a schedule of Keras."""
 
@@ -364,36 +397,56 @@ class Schedule(keras.optimizers.schedules.LearningRateSchedule):  # type: ignore
     def __call__(self, step: jax.Array) -> jax.Array:
         return self.function(jnp.asarray(step))
 
-    def get_config(self) -> dict[str, Any]:
-        return {"function": keras.saving.serialize_keras_object(self.function)}
 
+class _UnknownRate:
+    """A learning rate that only the optimizer knows; Keras calls it, or assigns to it."""
 
-def _learning_rate(tx: GradientTransformation) -> Any:
-    """The one learning rate: a number, or a schedule of Keras."""
-    if not isinstance(tx, GradientTransformation):
-        raise TypeError(
-            f"jk.Optimizer wants an optimizer of jslices, such as js.adam(1e-3), got {tx!r}"
-        )
-    rates = learning_rates(tx)
-    rate = rates[0] if rates else None
-    same = all(r is rate or not (callable(r) or callable(rate) or r != rate) for r in rates)
-    if rate is None or not same:
+    def __call__(self, *_: Any) -> NoReturn:
         raise ValueError(
-            "jk.Optimizer wants one learning rate, which it can read and callbacks can "
-            f"set, got {rates or 'none'}: type jk.Optimizer(js.adam(1e-3)), or "
-            "js.optim.chain(..., js.adam(1e-3))"
+            "jk.Optimizer did not get the learning rate, and can neither read nor set it: "
+            "type jk.Optimizer(js.adam, learning_rate=1e-3)"
         )
-    schedules = keras.optimizers.schedules.LearningRateSchedule
-    return Schedule(rate) if callable(rate) and not isinstance(rate, schedules) else rate
+
+    assign = __call__
 
 
-def _refuse(options: Mapping[str, Any]) -> None:
-    """Raise for options that only a dense step could honour, if they are set."""
+def _without_refused(tx: Any, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Refuse options that only a dense step could honour, unless ``tx`` takes them."""
+    takes = inspect.signature(tx).parameters if callable(tx) else {}
+    arguments = {k: x for k, x in options.items() if k not in REFUSED or k in takes}
     for name, value in options.items():
-        if name not in REFUSED:
-            raise TypeError(f"jk.Optimizer has no option {name!r}")
-        if value:
+        if value and name not in arguments:
             raise ValueError(f"jk.Optimizer(..., {name}={value!r}): {REFUSED[name]}")
+    return arguments
+
+
+def _made(tx: Any, rate: Any, arguments: Mapping[str, Any]) -> GradientTransformation:
+    """The optimizer that ``tx`` makes, or is."""
+    if isinstance(tx, GradientTransformation):
+        for name in arguments if rate is None else ("learning_rate", *arguments):
+            raise TypeError(
+                f"jk.Optimizer has no option {name!r} for an optimizer that is made: type "
+                "jk.Optimizer(js.adam, learning_rate=1e-3, ...)"
+            )
+        return tx
+    made = tx
+    if callable(tx):
+        made = tx(**arguments) if rate is None else tx(rate, **arguments)
+    if not isinstance(made, GradientTransformation):
+        raise TypeError(
+            "jk.Optimizer wants an optimizer of jslices, such as js.adam(1e-3), or a "
+            f"function that makes one, such as js.adam, got {made!r}"
+        )
+    return made
+
+
+def _rate_for_keras(rate: Any) -> Any:
+    if rate is None:
+        return _UnknownRate()
+    schedules = keras.optimizers.schedules.LearningRateSchedule
+    if callable(rate):
+        return rate if isinstance(rate, schedules) else Schedule(rate)
+    return float(rate)
 
 
 def _paths(variables: Sequence[keras.Variable]) -> list[str]:

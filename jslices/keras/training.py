@@ -35,7 +35,7 @@ def row_gradients(model: keras.Model, *, sparse: PyTree = None) -> keras.Model:
       model that is loaded, cloned or pickled is a plain one, ask for row gradients again.
 
     Raises:
-      TypeError: for what is no Keras model.
+      TypeError: if ``model`` is not a Keras model.
       ValueError: for a model whose class has a ``train_step`` of its own; where Keras uses
         Flax NNX; and, when training starts, for an optimizer of Keras.
 
@@ -44,7 +44,7 @@ def row_gradients(model: keras.Model, *, sparse: PyTree = None) -> keras.Model:
       >>> model = keras.Sequential([keras.layers.Embedding(1000, 4), keras.layers.Flatten(),
       ...                           keras.layers.Dense(1)])
       >>> model = jk.row_gradients(model)
-      >>> model.compile(jk.Optimizer(js.adam(1e-2)), loss="mse")
+      >>> model.compile(jk.Optimizer(js.adam, 1e-2), loss="mse")
       >>> ids = np.array([[3, 9], [9, 7]], "int32")
       >>> labels = np.array([[0.0], [1.0]], "float32")
       >>> history = model.fit(ids, labels, epochs=50, verbose=0)
@@ -158,7 +158,7 @@ def optimizer_of(model: keras.Model) -> Optimizer:
     if not isinstance(optimizer, Optimizer):
         raise ValueError(
             f"{type(optimizer).__name__} takes no row gradients: type "
-            "model.compile(jk.Optimizer(js.adam(1e-3)), ...)"
+            "model.compile(jk.Optimizer(js.adam, 1e-3), ...)"
         )
     return optimizer
 
