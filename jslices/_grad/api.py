@@ -10,29 +10,28 @@ import jax.numpy as jnp
 from jslices import _jax
 from jslices._grad.call import (
     Argnums,
-    Call,
     ExchangeSpec,
-    Leaf,
+    LeafSpec,
     SparseSpec,
+    UserCall,
     check_callable,
     check_inputs,
     chosen_arguments,
-    is_number,
+    is_single,
     names_states,
 )
 from jslices._grad.explain import hint_smaller, report_dense
 from jslices._grad.nnx import value_and_grad_of_states
 from jslices._grad.plan import Planned, plan_call
 from jslices._grad.run import (
-    NOTHING_TAKEN,
-    Slots,
-    Taken,
+    NO_PREFETCH,
+    Prefetched,
+    SlotTree,
     gradient_of,
     run_planned,
     slots_for,
     without_dense_warning,
 )
-from jslices._grad.views import Values
 from jslices._slices import IndexedSlices, concat_slices
 from jslices._typing import PyTree
 
@@ -53,10 +52,9 @@ def value_and_grad(
     ``jnp.take``, :func:`jslices.embedding_lookup`, anywhere inside ``jit``, ``vmap``,
     ``scan``, ``cond`` or ``checkpoint``) is an :class:`jslices.IndexedSlices` with
     ``values`` ``[K, *D]`` of the array's dtype and int32 ``indices`` ``[K]``, K being the
-    number of rows read, duplicates counted. Untouched rows do not appear. Nor does any row
-    of an array ``[V, *D]`` into which no gradient comes (unused, looked up with no ids,
-    behind ``stop_gradient``): K is 0, and a lazy optimizer leaves it. Every other gradient
-    is what JAX gives.
+    number of rows read, duplicates counted. Untouched rows do not appear. Arrays that
+    receive no gradient (unused, looked up with no ids, behind ``stop_gradient``) get no
+    rows: K is 0, and a lazy optimizer leaves them. Every other gradient is what JAX gives.
 
     ``fun`` is traced as under ``jax.jit``: its control flow may not depend on values.
 
@@ -132,9 +130,9 @@ def value_and_grad(
 
     @functools.wraps(fun)
     def value_and_grad_fun(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        call = Call(fun, chosen_arguments(argnums, args), args, kwargs, has_aux)
+        call = UserCall(fun, chosen_arguments(argnums, args), args, kwargs, has_aux)
         check_inputs(call, holomorphic, allow_int)
-        single = is_number(argnums)
+        single = is_single(argnums)
         planned = plan_call(call, single, sparse, exchange)
         value, aux, grads = differentiated(call, planned, holomorphic)
         return (value, aux) if has_aux else value, grads[0] if single else grads
@@ -176,11 +174,14 @@ def grad(
 
 
 def differentiated(
-    call: Call, planned: Planned, holomorphic: bool = False, taken: Taken = NOTHING_TAKEN
+    call: UserCall,
+    planned: Planned,
+    holomorphic: bool = False,
+    taken: Prefetched = NO_PREFETCH,
 ) -> tuple[Any, Any, Any]:
     """``(value, aux, grads)`` of a planned call; ``grads`` is a tuple of its arguments.
 
-    Of leaves of which all rows are ``taken`` already, none is read.
+    No row is read of the leaves whose rows are ``taken`` already.
     """
     value, pullback, aux = _linearize(call, planned, taken)
     return value, aux, pullback(_seed(value, holomorphic))
@@ -216,7 +217,7 @@ def vjp(
       Array([1, 1], dtype=int32)
     """
     check_callable(fun)
-    call = Call(fun, tuple(range(len(primals))), primals, {}, has_aux)
+    call = UserCall(fun, tuple(range(len(primals))), primals, {}, has_aux)
     result, pullback, aux = _linearize(call, plan_call(call, False, sparse, exchange))
     return (result, pullback, aux) if has_aux else (result, pullback)
 
@@ -225,7 +226,7 @@ def vjp(
 
 
 def _linearize(
-    call: Call, planned: Planned, taken: Taken = NOTHING_TAKEN
+    call: UserCall, planned: Planned, taken: Prefetched = NO_PREFETCH
 ) -> tuple[Any, Callable[[Any], Any], Any]:
     """``(result, pullback, aux)``: runs the call with a cotangent slot in every read.
 
@@ -240,7 +241,7 @@ def _linearize(
     dense = [x for x, kind in zip(call.primals, kinds, strict=True) if kind == "dense"]
     slots = slots_for(planned.plan, taken)
 
-    def run(dense: list[jax.Array], slots: Slots) -> tuple[Values, tuple[Values, Slots]]:
+    def run(dense: list[jax.Array], slots: SlotTree) -> tuple[Any, Any]:
         left = iter(dense)
         primals = [
             next(left) if kind == "dense" else x
@@ -260,20 +261,15 @@ def _linearize(
 
 @jax.tree_util.register_pytree_node_class
 class _VjpFun:
-    """What leads from the result's cotangent to the gradients.
-
-    Args:
-      static: the leaves, the sites of the plan, the kinds of the leaves, the structures of
-        the arguments and of the result.
-      arrays: from the results' cotangents to those of dense leaves and slots; the row
-        numbers of each site.
-    """
+    """The function from the result's cotangent to the gradients, a pytree."""
 
     def __init__(self, static: Any, arrays: Any) -> None:
         self._static, self._arrays = static, arrays
 
     def __call__(self, out_ct: PyTree, *others: PyTree) -> PyTree:
         leaves, sites, kinds, arguments, result = self._static
+        # From the results' cotangents to those of dense leaves and slots; the row numbers
+        # of each site.
         pullback, indices = self._arrays
         if others:
             raise TypeError(
@@ -294,7 +290,7 @@ class _VjpFun:
             parts.setdefault(site.leaf, []).append(part)
         left = iter(dense)
         return arguments.unflatten(
-            next(left) if kind == "dense" else _slices(leaf, parts.get(i, []))
+            next(left) if kind == "dense" else _leaf_gradient(leaf, parts.get(i, []))
             for i, (leaf, kind) in enumerate(zip(leaves, kinds, strict=True))
         )
 
@@ -310,7 +306,7 @@ class _VjpFun:
         return cls(static, tuple(arrays))
 
 
-#: What a function of ``jax.vjp`` has besides.
+#: Attributes of a function of ``jax.vjp`` that this one lacks.
 _INSTEAD_OF = {
     "with_refs": "gradients are values here, which slices + slices adds up",
     "args_res": "it is a pytree, whose leaves are what the backward needs",
@@ -318,14 +314,13 @@ _INSTEAD_OF = {
 }
 
 
-def _slices(leaf: Leaf, parts: list[IndexedSlices]) -> IndexedSlices:
+def _leaf_gradient(leaf: LeafSpec, parts: list[IndexedSlices]) -> IndexedSlices:
     """The gradient of one leaf, from those of its reads."""
     shape = tuple(leaf.aval.shape)
     if parts:
         flat = parts[0] if len(parts) == 1 else concat_slices(parts)
         return flat.numbered_as(shape, leaf.row_axes)
-    # No gradient comes in.
-    none = jnp.zeros((0, *shape[1:]), leaf.aval.dtype)
+    none = jnp.zeros((0, *shape[1:]), leaf.aval.dtype)  # no gradient reaches it
     return IndexedSlices(none, jnp.zeros((0,), jnp.int32), shape)
 
 

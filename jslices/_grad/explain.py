@@ -20,12 +20,12 @@ from jslices._densify import (
     warn_dense,
 )
 from jslices._grad.call import (
-    Call,
     ExchangeSpec,
-    Leaf,
+    LeafSpec,
     SparseSpec,
+    UserCall,
     chosen_arguments,
-    is_number,
+    is_single,
 )
 from jslices._grad.exchange_report import ExchangeReport, exchange_reports
 from jslices._grad.plan import DenseUse, Planned, Site, plan_call
@@ -216,21 +216,21 @@ def explain(
 
     @functools.wraps(fun)
     def explain_fun(*args: Any, **kwargs: Any) -> Explanation:
-        call = Call(fun, chosen_arguments(argnums, args), args, kwargs, has_aux)
-        planned = plan_call(call, is_number(argnums), sparse, exchange)
-        leaves = [_report(leaf, planned, n) for n, leaf in enumerate(planned.leaves)]
+        call = UserCall(fun, chosen_arguments(argnums, args), args, kwargs, has_aux)
+        planned = plan_call(call, is_single(argnums), sparse, exchange)
+        leaves = [_leaf_report(leaf, planned, n) for n, leaf in enumerate(planned.leaves)]
         for n, report in exchange_reports(planned, call).items():
             leaves[n] = leaves[n]._replace(exchange=report)
         if optimizer is not None:
-            steps = _steps(optimizer, call, is_number(argnums), leaves)
+            steps = _step_plans(optimizer, call, is_single(argnums), leaves)
             leaves = [x._replace(step=s) for x, s in zip(leaves, steps, strict=True)]
         return Explanation(tuple(leaves))
 
     return explain_fun
 
 
-def _steps(
-    optimizer: Any, call: Call, single: bool, leaves: Sequence[LeafReport]
+def _step_plans(
+    optimizer: Any, call: UserCall, single: bool, leaves: Sequence[LeafReport]
 ) -> list[Any]:
     """The optimizer's plan for each leaf; None for a gradient that is not sparse."""
 
@@ -250,7 +250,7 @@ def _steps(
     return jax.tree.leaves(optimizer.plan(grads, params), is_leaf=lambda x: x is None)
 
 
-def _report(leaf: Leaf, planned: Planned, number: int) -> LeafReport:
+def _leaf_report(leaf: LeafSpec, planned: Planned, number: int) -> LeafReport:
     shape, itemsize = tuple(leaf.aval.shape), leaf.aval.dtype.itemsize
     kind, dense_bytes = planned.kind(number), leaf.num_bytes
     use, sites = planned.dense.get(number), planned.looked_up.get(number, [])
@@ -312,7 +312,7 @@ def report_dense(planned: Planned, number: int) -> None:
         warn_dense(_unread(leaf, use, line, _lines(planned.unread[number])), line)
 
 
-def _mixed_use(leaf: Leaf, use: DenseUse, line: UserLine, sites: list[Site]) -> str:
+def _mixed_use(leaf: LeafSpec, use: DenseUse, line: UserLine, sites: list[Site]) -> str:
     rows = sum(site.total for site in sites)
     row_bytes = leaf.aval.dtype.itemsize * math.prod(leaf.aval.shape[leaf.row_axes :])
     places = ", ".join(map(str, _lines([site.source for site in sites])))
@@ -338,7 +338,9 @@ def hint_smaller(planned: Planned, number: int) -> None:
     )
 
 
-def _unread(leaf: Leaf, use: DenseUse, line: UserLine, unread: Sequence[UserLine]) -> str:
+def _unread(
+    leaf: LeafSpec, use: DenseUse, line: UserLine, unread: Sequence[UserLine]
+) -> str:
     return (
         f"the gradient of {leaf} is dense, {human_bytes(leaf.num_bytes)}, although it is "
         f"looked up ({', '.join(map(str, unread))}): {use.what} at {line} needs more than "
@@ -428,10 +430,10 @@ def _cells(leaf: LeafReport) -> tuple[str, ...]:
 
 def _notes(leaf: LeafReport, width: int = 98) -> list[str]:
     """Where an array is looked up, and what makes its gradient dense."""
-    lines = [f"  looked up, {rows:,} rows: {_where(line)}" for line, rows in leaf.lookups]
-    lines.extend(f"  looked up, but no rows: {_where(line)}" for line in leaf.unread)
+    lines = [f"  looked up, {rows:,} rows: {_at_line(line)}" for line, rows in leaf.lookups]
+    lines.extend(f"  looked up, but no rows: {_at_line(line)}" for line in leaf.unread)
     if leaf.dense_line is not None:
-        lines.append(f"  used whole ({leaf.dense_use}): {_where(leaf.dense_line)}")
+        lines.append(f"  used whole ({leaf.dense_use}): {_at_line(leaf.dense_line)}")
         # An ordinary weight has a dense gradient, and should.
         if leaf.lookups or leaf.unread:
             lines.append(f"  instead: {leaf.suggestion}")
@@ -448,16 +450,16 @@ def _notes(leaf: LeafReport, width: int = 98) -> list[str]:
         lines.append(f"  stepped: {leaf.step}")
     if lines:
         lines.insert(0, f"{leaf.path}:")
-    return [piece for line in lines for piece in _wrap(line, width)]
+    return [piece for line in lines for piece in _wrapped(line, width)]
 
 
-def _where(line: UserLine) -> str:
+def _at_line(line: UserLine) -> str:
     if line == UNKNOWN_LINE:
         return "the function's result"
     return line.place + (f": {line.text}" if line.text else "")
 
 
-def _wrap(line: str, width: int) -> list[str]:
+def _wrapped(line: str, width: int) -> list[str]:
     return textwrap.wrap(
         line, width, subsequent_indent="      ", break_on_hyphens=False
     ) or [line]

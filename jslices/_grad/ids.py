@@ -9,11 +9,11 @@ import jax.numpy as jnp
 
 from jslices import _jax
 from jslices._grad.call import (
-    Call,
     ExchangeSpec,
+    UserCall,
     check_callable,
     chosen_arguments,
-    is_number,
+    is_single,
 )
 from jslices._grad.plan import Planned, plan_call
 from jslices._grad.run import gradient_of, run_planned, slot_of, without_dense_warning
@@ -69,17 +69,17 @@ def lookup_ids(
 
     @functools.wraps(fun)
     def ids_fun(*args: Any, **kwargs: Any) -> Any:
-        call = Call(fun, chosen_arguments(argnums, args), args, kwargs, has_aux)
-        single = is_number(argnums)
+        call = UserCall(fun, chosen_arguments(argnums, args), args, kwargs, has_aux)
+        single = is_single(argnums)
         planned = plan_call(call, single, None, exchange)
         rows, _ = rows_read(call, planned)
-        mirrored = call.tree.unflatten(map(as_ids, rows))
+        mirrored = call.tree.unflatten(map(leaf_ids, rows))
         return mirrored[0] if single else mirrored
 
     return ids_fun
 
 
-def as_ids(rows: IndexedSlices | bool | None) -> jax.Array | IndexedSlices | None:
+def leaf_ids(rows: IndexedSlices | bool | None) -> jax.Array | IndexedSlices | None:
     """What :func:`lookup_ids` gives for a leaf."""
     if not isinstance(rows, IndexedSlices):
         return None
@@ -88,7 +88,7 @@ def as_ids(rows: IndexedSlices | bool | None) -> jax.Array | IndexedSlices | Non
 
 
 def rows_read(
-    call: Call, planned: Planned
+    call: UserCall, planned: Planned
 ) -> tuple[list[IndexedSlices | bool | None], list[bool]]:
     """For each leaf the rows that are read, as slices without elements.
 
@@ -113,12 +113,12 @@ def rows_read(
         shape = (site.table_shape[0], 0)
         part = gradient_of(site, shape, jnp.zeros((*index.shape, 0)), index)
         parts.setdefault(site.leaf, []).append(part)
-    whole = planned.read_whole | planned.plain.keys()
+    whole = planned.read_whole | planned.no_grad.keys()
     by_leaf: list[IndexedSlices | bool | None] = [
         True if leaf.has_rows and i in whole else None
         for i, leaf in enumerate(planned.leaves)
     ]
-    for i in parts.keys() - planned.plain.keys():
+    for i in parts.keys() - planned.no_grad.keys():
         shape, axes = planned.leaves[i].aval.shape, planned.leaves[i].row_axes
         rows = parts[i][0] if len(parts[i]) == 1 else concat_slices(parts[i])
         by_leaf[i] = rows.numbered_as((*shape[:axes], 0), axes)

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.extend.core import Primitive
+from jax.lax import GatherScatterMode as Mode
 
 from jslices import _jax
 from jslices._grad.views import (
@@ -25,7 +26,7 @@ from jslices._grad.views import (
     Rowwise,
     Stacked,
     Stopped,
-    Table,
+    TableView,
     Transposed,
     Unpacked,
     Values,
@@ -52,11 +53,9 @@ Result = list[Any] | NeedsWhole | None
 #: ``rule(eqn, operands, lead)`` gives a view per output, or None where the equation mixes
 #: rows. Operands are views, at least one, whose rows ``lead`` axes number, and values (None
 #: while reads are planned).
-Rule = Callable[[Equation, Values, int], Result]
+RowRule = Callable[[Equation, Values, int], Result]
 
-Mode = jax.lax.GatherScatterMode
-
-RULES: dict[Primitive, Rule] = {}
+RULES: dict[Primitive, RowRule] = {}
 
 #: Numbers in a row of a packed table, at most: all of them are read for each part.
 WIDEST_PACKED = 1024
@@ -82,7 +81,7 @@ def rowwise(
     # Rows are numbered by axis 0, or, in tables that vmap repeated for every example, by
     # the axes of the batch as well: the `lead` ones.
     lead = min(x.lead for x in views.values())
-    others = [] if rule in _FOR_ANY_VIEW else _serving_all(rule, views, lead)
+    others = [] if rule in _FOR_ANY_VIEW else _broadcast_operands(rule, views, lead)
     outputs = NeedsWhole(others) if others else rule(eqn, operands, lead)
     if not isinstance(outputs, NeedsWhole):
         return outputs
@@ -93,7 +92,7 @@ def rowwise(
     return rowwise(eqn, operands, whole)
 
 
-def _serving_all(rule: Rule, views: dict[int, View], lead: int) -> list[int]:
+def _broadcast_operands(rule: RowRule, views: dict[int, View], lead: int) -> list[int]:
     """The views that serve several rows of the others.
 
     Of views whose rows differ in the number of axes, small ones serve several rows of a
@@ -104,7 +103,7 @@ def _serving_all(rule: Rule, views: dict[int, View], lead: int) -> list[int]:
         sizes = {i: math.prod(x.shape) for i, x in views.items()}
         smaller = [i for i, size in sizes.items() if size < max(sizes.values())]
         others = smaller or others
-    if rule not in (_transpose, _dot_general):
+    if rule not in (_transpose_rows, _dot_general):
         others += [i for i, x in views.items() if isinstance(x, Transposed)]
     return others
 
@@ -324,10 +323,10 @@ def _flat(operand: Any, atom: Atom, rows: tuple[int, ...]) -> Any:
     return operand.reshape(-1, *rest)
 
 
-def rule_for(*names: str) -> Callable[[Rule], Rule]:
+def rule_for(*names: str) -> Callable[[RowRule], RowRule]:
     """Registers a rule of ours for the primitives of these names that this JAX has."""
 
-    def register(rule: Rule) -> Rule:
+    def register(rule: RowRule) -> RowRule:
         RULES.update((p, rule) for name in names if (p := _jax.PRIMITIVES.get(name)))
         return rule
 
@@ -368,7 +367,7 @@ def is_elementwise(eqn: Equation) -> bool:
 # --- along other axes -------------------------------------------------------------------
 
 
-def _along(parameter: str) -> Rule:
+def _along(parameter: str) -> RowRule:
     """The rule for primitives that work along the axes that a parameter names."""
 
     def rule(eqn: Equation, operands: Values, lead: int) -> Result:
@@ -484,7 +483,7 @@ def _slice(eqn: Equation, operands: Values, lead: int) -> Result:
 
 
 @rule_for("split")
-def _split(eqn: Equation, operands: Values, lead: int) -> Result:
+def _split_rows(eqn: Equation, operands: Values, lead: int) -> Result:
     axis, (view,) = eqn.params["axis"], operands
     if axis >= lead:
         return _views(eqn, operands, lead)
@@ -590,7 +589,7 @@ def _broadcast(eqn: Equation, operands: Values, lead: int) -> Result:
 
 
 @rule_for("transpose")
-def _transpose(eqn: Equation, operands: Values, lead: int) -> Result:
+def _transpose_rows(eqn: Equation, operands: Values, lead: int) -> Result:
     order, view = tuple(eqn.params["permutation"]), operands[0]
     if isinstance(view, Transposed):
         order, view = tuple(view.order[i] for i in order), view.inner
@@ -633,7 +632,7 @@ def _pad(eqn: Equation, operands: Values, lead: int) -> Result:
 
 
 @rule_for("scatter")
-def _scatter(eqn: Equation, operands: Values, lead: int) -> Result:
+def _replace_row(eqn: Equation, operands: Values, lead: int) -> Result:
     """``table.at[0].set(row)``: another row in the place of one.
 
     Of a table for each example it is one of each: the same for all, or one that each names.
@@ -693,7 +692,7 @@ def _by_example(
 
 
 @rule_for("concatenate", "stack")
-def _joined(eqn: Equation, operands: Values, lead: int) -> Result:
+def _concatenate(eqn: Equation, operands: Values, lead: int) -> Result:
     """``jnp.stack([a, b])``: the rows of one table below those of the other.
 
     So for every example, if there are other axes before.
@@ -718,16 +717,16 @@ def _joined(eqn: Equation, operands: Values, lead: int) -> Result:
 
 
 @rule_for("layout_constraint")
-def _same(eqn: Equation, operands: Values, lead: int) -> Result:
+def _same_rows(eqn: Equation, operands: Values, lead: int) -> Result:
     """A layout, which the table has anyway, or ``embedding_lookup``'s mark on its table."""
     return list(operands)
 
 
-RULES[mark_p] = _same
+RULES[mark_p] = _same_rows
 
 
 @rule_for("call_hi_primitive")
-def _called(eqn: Equation, operands: Values, lead: int) -> Result:
+def _hi_primitive(eqn: Equation, operands: Values, lead: int) -> Result:
     """Stand-ins of jax 0.12 for other primitives, and ``checkpoint_name``."""
     called = _jax.kind(eqn)
     if called == "CheckpointName":
@@ -750,7 +749,7 @@ def _barrier(eqn: Equation, operands: Values, lead: int) -> Result:
 def _sharding_constraint(eqn: Equation, operands: Values, lead: int) -> Result:
     """A constraint speaks of the whole table, so it stays on the table."""
     table = flat(operands[0])
-    if not isinstance(table, Table):
+    if not isinstance(table, TableView):
         return None
     array = None if table.array is None else _jax.bind(eqn, [table.array])[0]
     table = dataclasses.replace(table, array=array)
@@ -771,4 +770,4 @@ def _stop_gradient(eqn: Equation, operands: Values, lead: int) -> Result:
 
 
 #: They take views of any kind.
-_FOR_ANY_VIEW = (_same, _called, _barrier, _reshard, _sharding_constraint)
+_FOR_ANY_VIEW = (_same_rows, _hi_primitive, _barrier, _reshard, _sharding_constraint)

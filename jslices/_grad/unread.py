@@ -17,7 +17,7 @@ from jslices import _jax
 from jslices._grad.origins import Origins
 from jslices._grad.products import picks_rows
 from jslices._grad.rules import is_elementwise
-from jslices._grad.walk import CUSTOM, Scope, Walk
+from jslices._grad.walk import CUSTOM, ProgramWalk, Scope
 from jslices._jax import Equation, Program, Source
 
 # They put the elements of their first operand elsewhere.
@@ -40,7 +40,7 @@ class Held(NamedTuple):
     made_of: frozenset[int] = frozenset()
 
 
-_NOTHING = Held()
+_HOLDS_NOTHING = Held()
 
 
 def unread_lookups(
@@ -59,7 +59,7 @@ def unread_lookups(
     return search.lookups
 
 
-class _UnreadSearch(Walk[Held]):
+class _UnreadSearch(ProgramWalk[Held]):
     """Follows the elements of leaves.
 
     Attributes:
@@ -70,7 +70,7 @@ class _UnreadSearch(Walk[Held]):
         self.lookups: dict[int, list[Source]] = {leaf: [] for leaf in leaves}
 
     def constant(self, value: Any) -> Held:
-        return _NOTHING
+        return _HOLDS_NOTHING
 
     def equation(
         self, eqn: Equation, operands: Sequence[Held], scope: Scope
@@ -79,25 +79,27 @@ class _UnreadSearch(Walk[Held]):
         if not any(x.elements for x in operands) or not scope.passes_gradient(eqn):
             return [made_of] * len(eqn.outvars)
         outputs = super().equation(eqn, operands, scope)
-        return [made_of if x is _NOTHING else x for x in outputs]
+        return [made_of if x is _HOLDS_NOTHING else x for x in outputs]
 
     def step(self, eqn: Equation, operands: Sequence[Held], scope: Scope) -> Sequence[Held]:
         if eqn.primitive.name in ("gather", "dynamic_slice"):
             if _picks_by_ids(eqn, scope.origins):
                 for leaf in operands[0].elements:
                     self.lookups[leaf].append(self.source(eqn))
-            return [_NOTHING]
+            return [_HOLDS_NOTHING]
         held = [bool(x.elements) for x in operands]
-        if eqn.primitive.name == "dot_general" and picks_rows(eqn, held, scope):
+        if eqn.primitive.name == "dot_general" and picks_rows(eqn, held, scope.origins):
             for leaf in frozenset().union(*(x.elements for x in operands)):
                 self.lookups[leaf].append(self.source(eqn))
-        return _moved(eqn, operands, scope.origins) or self._inside(eqn, operands, scope)
+        return _follow_elements(eqn, operands, scope.origins) or self._inside(
+            eqn, operands, scope
+        )
 
     def _inside(
         self, eqn: Equation, operands: Sequence[Held], scope: Scope
     ) -> Sequence[Held]:
         """The outputs of a loop, a branch or a solver."""
-        outputs: Sequence[Held] = [_NOTHING] * len(eqn.outvars)
+        outputs: Sequence[Held] = [_HOLDS_NOTHING] * len(eqn.outvars)
         if _jax.kind(eqn) in CUSTOM and _jax.is_call_of_ours(eqn):
             return outputs  # a scatter
         for program, inputs, same_outputs in _programs_inside(eqn, operands):
@@ -147,7 +149,7 @@ def _may_take(program: Program, eqn: Equation) -> bool:
     return all(map(operator.eq, *shapes))
 
 
-def _moved(
+def _follow_elements(
     eqn: Equation, operands: Sequence[Held], origins: Origins
 ) -> Sequence[Held] | None:
     """The outputs of a step that moves or scales elements; None for other steps."""
@@ -163,9 +165,9 @@ def _moved(
     if is_elementwise(eqn):  # with numbers, or with what is made of the same tables
         alone = all(x.made_of or not origins.axes(atom) for atom, x in pairs)
         full = all(_jax.shape_of(atom) == shape for atom, x in pairs if x.elements)
-        return [union if alone and full else _NOTHING]
+        return [union if alone and full else _HOLDS_NOTHING]
     if name == "concatenate":
-        return [union if all(x.elements for x in operands) else _NOTHING]
+        return [union if all(x.elements for x in operands) else _HOLDS_NOTHING]
     if name in _MOVES or (name == "broadcast_in_dim" and _repeats_whole(eqn)):
         return [Held(operands[0].elements, union.made_of)] * len(eqn.outvars)
     return None

@@ -26,7 +26,7 @@ Values: TypeAlias = Sequence[Any]
 
 
 @dataclasses.dataclass(frozen=True)
-class Ids:
+class RowIds:
     """Row numbers ``[n]`` to read from a view.
 
     Attributes:
@@ -41,15 +41,15 @@ class Ids:
     read: Any = None
     record: Any = None
 
-    def renumbered(self, key: tuple[Any, ...], number: Callable[..., Any]) -> "Ids":
+    def renumbered(self, key: tuple[Any, ...], number: Callable[..., Any]) -> "RowIds":
         """The same rows by their numbers in another array.
 
         ``number(read, record)`` gives those; equal keys mean equal functions.
         """
         name = (*self.name, key)
         if self.read is None:
-            return Ids(name)
-        return Ids(name, *number(self.read, self.record))
+            return RowIds(name)
+        return RowIds(name, *number(self.read, self.record))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -61,7 +61,7 @@ class View:
     #: How many leading axes number the rows: 1, except for repeated tables.
     lead: int = dataclasses.field(default=1, init=False)
 
-    def parts(self, ids: Ids) -> Sequence[tuple[Any, Ids | None]]:
+    def parts(self, ids: RowIds) -> Sequence[tuple[Any, RowIds | None]]:
         """The parts that the rows at ``ids`` are made from.
 
         Views and arrays, each with the numbers of its rows, or with None for an array that
@@ -69,7 +69,7 @@ class View:
         """
         raise NotImplementedError
 
-    def combine(self, parts: Sequence[Any], ids: Ids) -> jax.Array:
+    def combine(self, parts: Sequence[Any], ids: RowIds) -> jax.Array:
         """The rows ``[n, *D]`` at ``ids``, from those of ``parts(ids)``."""
         raise NotImplementedError
 
@@ -79,7 +79,7 @@ class View:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Table(View):
+class TableView(View):
     """A differentiated array as it is: the leaf with this number.
 
     Several axes of ``array`` may number the rows; it stays so, as :func:`places` says why.
@@ -116,11 +116,11 @@ class Rowwise(View):
     shared: tuple[bool, ...]
     key: tuple[Any, ...]
 
-    def parts(self, ids: Ids) -> Sequence[tuple[Any, Ids | None]]:
+    def parts(self, ids: RowIds) -> Sequence[tuple[Any, RowIds | None]]:
         pairs = zip(self.operands, self.shared, strict=True)
         return [(operand, None if shared else ids) for operand, shared in pairs]
 
-    def combine(self, parts: Sequence[Any], ids: Ids) -> jax.Array:
+    def combine(self, parts: Sequence[Any], ids: RowIds) -> jax.Array:
         return self.apply(parts, ids.read.shape[0])
 
     def whole(self, of: Callable[[Any], Any]) -> jax.Array:
@@ -133,18 +133,18 @@ class Derived(View):
 
     inner: View
 
-    def parts(self, ids: Ids) -> Sequence[tuple[Any, Ids | None]]:
+    def parts(self, ids: RowIds) -> Sequence[tuple[Any, RowIds | None]]:
         return [(self.inner, ids)]
 
-    def combine(self, parts: Sequence[Any], ids: Ids) -> jax.Array:
+    def combine(self, parts: Sequence[Any], ids: RowIds) -> jax.Array:
         return parts[0]
 
     def whole(self, of: Callable[[Any], Any]) -> jax.Array:
         return of(self.inner)
 
     def renumbered(
-        self, ids: Ids, key: tuple[Any, ...], number: Callable[[jax.Array], jax.Array]
-    ) -> Sequence[tuple[Any, Ids | None]]:
+        self, ids: RowIds, key: tuple[Any, ...], number: Callable[[jax.Array], jax.Array]
+    ) -> Sequence[tuple[Any, RowIds | None]]:
         """The parts where row i is row ``number(i)`` of ``inner``."""
 
         def inside(read: jax.Array, record: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -168,7 +168,7 @@ class Renumbered(Derived):
     key: tuple[Any, ...]
     take: Callable[[jax.Array], jax.Array] = dataclasses.field(compare=False)
 
-    def parts(self, ids: Ids) -> Sequence[tuple[Any, Ids | None]]:
+    def parts(self, ids: RowIds) -> Sequence[tuple[Any, RowIds | None]]:
         return self.renumbered(ids, self.key, self.number)
 
     def whole(self, of: Callable[[Any], Any]) -> jax.Array:
@@ -203,7 +203,7 @@ class Window(Derived):
             x, below = x // size, below * rows
         return result
 
-    def parts(self, ids: Ids) -> Sequence[tuple[Any, Ids | None]]:
+    def parts(self, ids: RowIds) -> Sequence[tuple[Any, RowIds | None]]:
         return self.renumbered(ids, ("window", self), self.number)
 
     def whole(self, of: Callable[[Any], Any]) -> jax.Array:
@@ -225,19 +225,21 @@ class Replaced(Derived):
     rows: Any
     height: int
 
-    def parts(self, ids: Ids) -> Sequence[tuple[Any, Ids | None]]:
+    def parts(self, ids: RowIds) -> Sequence[tuple[Any, RowIds | None]]:
         def others(read: jax.Array, record: jax.Array) -> tuple[jax.Array, jax.Array]:
             return read, jnp.where(self._here(read), self.shape[0], record)
 
         return [(self.inner, ids.renumbered(("but", self), others)), (self.rows, None)]
 
-    def combine(self, parts: Sequence[Any], ids: Ids) -> jax.Array:
+    def combine(self, parts: Sequence[Any], ids: RowIds) -> jax.Array:
         others, rows = parts
         here = self._here(ids.read).reshape((-1,) + (1,) * (rows.ndim - 1))
         return jnp.where(here, self._for_each(rows, ids.read), others)
 
     def whole(self, of: Callable[[Any], Any]) -> jax.Array:
-        return self.combine([of(self.inner), self.rows], Ids((), jnp.arange(self.shape[0])))
+        return self.combine(
+            [of(self.inner), self.rows], RowIds((), jnp.arange(self.shape[0]))
+        )
 
     def _here(self, numbers: jax.Array) -> jax.Array:
         """Whether these are the numbers of the rows in whose place others are."""
@@ -261,13 +263,13 @@ class Stacked(View):
     arrays: tuple[Any, ...]
     heights: tuple[int, ...]
 
-    def parts(self, ids: Ids) -> Sequence[tuple[Any, Ids | None]]:
+    def parts(self, ids: RowIds) -> Sequence[tuple[Any, RowIds | None]]:
         return [
             (array, self._below(ids, above, height))
             for array, above, height in self._filled()
         ]
 
-    def combine(self, parts: Sequence[Any], ids: Ids) -> jax.Array:
+    def combine(self, parts: Sequence[Any], ids: RowIds) -> jax.Array:
         row, out = ids.read % sum(self.heights), parts[0]
         for rows, (_, above, height) in zip(parts[1:], self._filled()[1:], strict=True):
             here = (row >= above) & (row < above + height)
@@ -293,7 +295,7 @@ class Stacked(View):
             above += height
         return filled
 
-    def _below(self, ids: Ids, above: int, height: int) -> Ids:
+    def _below(self, ids: RowIds, above: int, height: int) -> RowIds:
         """The row numbers in the array that begins at ``above``, others out of range."""
         total = sum(self.heights)
         beyond = self.shape[0] // total * height
@@ -321,13 +323,13 @@ class Unpacked(Derived):
         """How many parts a row of ``inner`` has."""
         return self.shape[0] // self.inner.shape[0]
 
-    def parts(self, ids: Ids) -> Sequence[tuple[Any, Ids | None]]:
+    def parts(self, ids: RowIds) -> Sequence[tuple[Any, RowIds | None]]:
         def holding(read: jax.Array, record: jax.Array) -> tuple[jax.Array, jax.Array]:
             return read // self.per, record // self.per  # out of range remains so
 
         return [(self.inner, ids.renumbered(("holding", self.per), holding))]
 
-    def combine(self, parts: Sequence[Any], ids: Ids) -> jax.Array:
+    def combine(self, parts: Sequence[Any], ids: RowIds) -> jax.Array:
         # By a mask: to gather the parts, a TPU would access three times as many bytes.
         here = jax.nn.one_hot(ids.read % self.per, self.per, dtype=bool)
         rows = parts[0].reshape(*here.shape, *self.shape[1:])
@@ -354,7 +356,7 @@ class Repeated(Derived):
         inner, stops = self.inner, False
         while isinstance(inner, Unslotted):
             inner, stops = inner.inner, stops or isinstance(inner, Stopped)
-        if isinstance(inner, Table) and inner.array.shape == self.shape:
+        if isinstance(inner, TableView) and inner.array.shape == self.shape:
             array: jax.Array = inner.array  # which is never of the shape of `inner`
             return lax.stop_gradient(array) if stops else array
         return of(self.inner).reshape(self.shape)
@@ -382,7 +384,7 @@ class Unslotted(Derived):
 class Stopped(Unslotted):
     """A view behind ``stop_gradient``: no derivative of any kind goes through."""
 
-    def combine(self, parts: Sequence[Any], ids: Ids) -> jax.Array:
+    def combine(self, parts: Sequence[Any], ids: RowIds) -> jax.Array:
         return lax.stop_gradient(parts[0])
 
     def whole(self, of: Callable[[Any], Any]) -> jax.Array:
@@ -419,7 +421,7 @@ def _register(kind: type[View], *parts: str) -> None:
     jax.tree_util.register_pytree_node(kind, flatten, unflatten)
 
 
-_register(Table, "array")
+_register(TableView, "array")
 _register(Rowwise, "operands")
 _register(Renumbered, "inner")
 _register(Window, "inner", "starts")

@@ -19,7 +19,6 @@ from jax import lax
 from jax.tree_util import Partial
 
 from jslices import _jax
-from jslices._grad.walk import evaluate
 from jslices._place.boundary import platform_at_hand, row_major_array
 from jslices._rows.access import (
     canonical_indices,
@@ -590,7 +589,7 @@ def _keeping_unnamed(
         selected[var] = where_rows(named, x, old_of[var].astype(x.dtype))
         return derivable(named, selected[var])
 
-    outputs = evaluate(program, operands, select)
+    outputs = _jax.evaluate(program, operands, select)
     return tuple(
         selected[var] if is_early else where_rows(named, x, old.astype(x.dtype))
         for is_early, var, x, old in zip(
