@@ -16,8 +16,6 @@ from jslices._grad.call import (
     UserCall,
     check_callable,
     check_inputs,
-    chosen_arguments,
-    is_single,
     names_states,
 )
 from jslices._grad.explain import hint_smaller, report_dense
@@ -130,12 +128,11 @@ def value_and_grad(
 
     @functools.wraps(fun)
     def value_and_grad_fun(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        call = UserCall(fun, chosen_arguments(argnums, args), args, kwargs, has_aux)
+        call = UserCall(fun, argnums, args, kwargs, has_aux)
         check_inputs(call, holomorphic, allow_int)
-        single = is_single(argnums)
-        planned = plan_call(call, single, sparse, exchange)
+        planned = plan_call(call, sparse, exchange)
         value, aux, grads = differentiated(call, planned, holomorphic)
-        return (value, aux) if has_aux else value, grads[0] if single else grads
+        return (value, aux) if has_aux else value, grads[0] if call.single else grads
 
     return value_and_grad_fun
 
@@ -218,7 +215,7 @@ def vjp(
     """
     check_callable(fun)
     call = UserCall(fun, tuple(range(len(primals))), primals, {}, has_aux)
-    result, pullback, aux = _linearize(call, plan_call(call, False, sparse, exchange))
+    result, pullback, aux = _linearize(call, plan_call(call, sparse, exchange))
     return (result, pullback, aux) if has_aux else (result, pullback)
 
 

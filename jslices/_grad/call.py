@@ -7,8 +7,9 @@ import contextlib
 import copy
 import functools
 import inspect
+import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -54,12 +55,15 @@ class UserCall:
     def __init__(
         self,
         fun: Callable[..., Any],
-        chosen: Sequence[int],
+        argnums: int | Sequence[int],
         args: Sequence[Any],
         kwargs: dict[str, Any],
         has_aux: bool,
     ) -> None:
-        self._fun, self._chosen, self._has_aux = fun, chosen, has_aux
+        self._fun, self._has_aux = fun, has_aux
+        self._chosen = chosen = chosen_arguments(argnums, args)
+        #: True where ``argnums`` is one number, and gradients mirror that argument.
+        self.single = np.ndim(argnums) == 0
         #: The differentiated arrays, and the structure of the tuple of their arguments.
         self.primals, self.tree = flatten(tuple(args[i] for i in chosen))
         # What is only described (`explain` may be asked about arrays that do not exist)
@@ -74,6 +78,11 @@ class UserCall:
         new.primals, tree = flatten(args)
         assert tree == self.tree
         return new
+
+    def mirror(self, leaves: Iterable[Any]) -> Any:
+        """The differentiated argument, or the tuple of them, with other leaves."""
+        arguments = self.tree.unflatten(leaves)
+        return arguments[0] if self.single else arguments
 
     @property
     def is_described(self) -> bool:
@@ -242,11 +251,6 @@ def chosen_arguments(argnums: int | Sequence[int], args: Sequence[Any]) -> tuple
     return positions
 
 
-def is_single(argnums: Any) -> bool:
-    """True for one argument, False for several."""
-    return np.ndim(argnums) == 0
-
-
 def names_states(argnums: Any) -> bool:
     """True if one of ``argnums`` is a ``nnx.DiffState``."""
     return any(map(is_state, argnums if isinstance(argnums, Sequence) else [argnums]))
@@ -327,6 +331,10 @@ class LeafSpec(NamedTuple):
     def num_bytes(self) -> int:
         return self.aval.size * self.aval.dtype.itemsize
 
+    @property
+    def row_bytes(self) -> int:
+        return math.prod(self.aval.shape[self.row_axes :]) * self.aval.dtype.itemsize
+
     def exchange_of(self, count: int) -> ExchangePlan | None:
         """The exchange of a read of ``count`` rows; None if XLA decides."""
         if self.exchange is None and mesh_of(self.aval) is None:
@@ -346,12 +354,12 @@ class LeafSpec(NamedTuple):
 
 
 def describe_leaves(
-    call: UserCall, single: bool, spec: SparseSpec, exchange: ExchangeSpec
+    call: UserCall, spec: SparseSpec, exchange: ExchangeSpec
 ) -> list[LeafSpec]:
-    """A Leaf for every differentiated array."""
+    """A LeafSpec for every differentiated array."""
     tree = call.tree.unflatten(call.primals)
     mode_prefix, exchange_prefix = (None if callable(spec) else spec), exchange
-    if single:
+    if call.single:
         mode_prefix, exchange_prefix = (mode_prefix,), (exchange,)
     of_these = "or a pytree of these that is a prefix of the differentiated argument"
     modes = broadcast_prefix(
@@ -368,7 +376,7 @@ def describe_leaves(
     columns = call.leaf_names, call.paths, call.primals, modes, exchanges
     for name, path, x, mode, exchange in zip(*columns, strict=True):
         if callable(spec):
-            mode = spec(path[1:] if single else path, x)
+            mode = spec(path[1:] if call.single else path, x)
         if not (mode is None or isinstance(mode, bool) or mode == "if_smaller"):
             raise TypeError(
                 "sparse= must give True, False, None or 'if_smaller' for each array, got "

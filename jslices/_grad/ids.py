@@ -8,13 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from jslices import _jax
-from jslices._grad.call import (
-    ExchangeSpec,
-    UserCall,
-    check_callable,
-    chosen_arguments,
-    is_single,
-)
+from jslices._grad.call import ExchangeSpec, UserCall, check_callable
 from jslices._grad.plan import Planned, plan_call
 from jslices._grad.run import gradient_of, run_planned, slot_of, without_dense_warning
 from jslices._slices import IndexedSlices, concat_slices
@@ -69,12 +63,9 @@ def lookup_ids(
 
     @functools.wraps(fun)
     def ids_fun(*args: Any, **kwargs: Any) -> Any:
-        call = UserCall(fun, chosen_arguments(argnums, args), args, kwargs, has_aux)
-        single = is_single(argnums)
-        planned = plan_call(call, single, None, exchange)
-        rows, _ = rows_read(call, planned)
-        mirrored = call.tree.unflatten(map(leaf_ids, rows))
-        return mirrored[0] if single else mirrored
+        call = UserCall(fun, argnums, args, kwargs, has_aux)
+        rows, _ = rows_read(call, plan_call(call, None, exchange))
+        return call.mirror(map(leaf_ids, rows))
 
     return ids_fun
 

@@ -161,20 +161,16 @@ class Planned(NamedTuple):
 
     def bytes_of_rows(self, leaf: int) -> int:
         """The size of the sparse gradient: rows and row numbers."""
-        table, sites = self.leaves[leaf], self.looked_up.get(leaf, [])
-        row = math.prod(table.aval.shape[table.row_axes :]) * table.aval.dtype.itemsize
+        row, sites = self.leaves[leaf].row_bytes, self.looked_up.get(leaf, [])
         return sum(site.total * (row + site.index_dtype.itemsize) for site in sites)
 
 
-def plan_call(
-    call: "UserCall", single: bool, spec: SparseSpec, exchange: ExchangeSpec = None
-) -> Planned:
+def plan_call(call: UserCall, spec: SparseSpec, exchange: ExchangeSpec = None) -> Planned:
     """Traces a call and decides which of its leaves are sparse.
 
-    ``spec`` is ``sparse=``. With ``single``, where ``argnums`` was one number, it and
-    ``exchange`` are prefixes of that argument, otherwise of the tuple of arguments.
+    ``spec`` is ``sparse=``.
     """
-    leaves = describe_leaves(call, single, spec, exchange)
+    leaves = describe_leaves(call, spec, exchange)
     program, outputs = call.trace()
     eager = not _jax.is_staged()
     planned = functools.partial(_planned, program, outputs, eager)

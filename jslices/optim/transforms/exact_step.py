@@ -96,7 +96,7 @@ def exact_step(
         )
 
     def step(params: Params, state: State, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
-        call = UserCall(fun, (0,), (params, *args), kwargs, has_aux)
+        call = UserCall(fun, 0, (params, *args), kwargs, has_aux)
         check_inputs(call, holomorphic=False, allow_int=False)
         for name, x in zip(call.leaf_names, call.primals, strict=True):
             if jnp.iscomplexobj(x):
@@ -105,7 +105,7 @@ def exact_step(
                     "gradient in JAX is the conjugate of what a step follows. Call "
                     "tx.catch_up, jslices.grad, jax.tree.map(jnp.conj, grads) and tx.apply"
                 )
-        planned = plan_call(call, True, sparse, exchange)
+        planned = plan_call(call, sparse, exchange)
         taken: dict[int, jax.Array] = {}
         peeked: dict[str, PyTree] = {}
         if tx.catches_up:
