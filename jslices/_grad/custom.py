@@ -92,7 +92,7 @@ def with_own_derivative(
     return outputs
 
 
-#: Of the functions that JAX keeps: which were checked, and whether they passed.
+#: Whether a function that JAX keeps has passed its check.
 _program_checks: weakref.WeakKeyDictionary[Any, dict[Any, bool]] = (
     weakref.WeakKeyDictionary()
 )
@@ -101,10 +101,7 @@ _program_checks: weakref.WeakKeyDictionary[Any, dict[Any, bool]] = (
 class _Function:
     """A call of a function with a derivative of its own, for n rows.
 
-    Args:
-      eqn: the call.
-      shared: which operands serve all rows.
-      lead: how many axes number the rows of the others.
+    ``shared`` operands serve all rows; ``lead`` axes number the rows of the others.
     """
 
     def __init__(self, eqn: Equation, shared: Sequence[bool], lead: int) -> None:
@@ -257,10 +254,7 @@ def _aval(atom: Atom) -> jax.ShapeDtypeStruct:
 class _RowProgram:
     """A program of whole arrays, applied to n rows of them.
 
-    Args:
-      program: the program.
-      shared: which of its inputs serve all rows.
-      lead: how many axes number the rows of the others.
+    ``shared`` inputs serve all rows; ``lead`` axes number the rows of the others.
     """
 
     def __init__(self, program: Program, shared: Sequence[bool], lead: int) -> None:

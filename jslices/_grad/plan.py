@@ -328,7 +328,7 @@ class Planner(ViewWalk):
 
         On a mesh of Explicit axes it does if the tables are not split.
         """
-        avals = [self._leaves[leaf].aval for leaf in tables_read(value)]
+        avals = [self._leaves[table.leaf].aval for table in tables_read(value)]
         return all(explicit_mesh(x) is None or not any(x.sharding.spec) for x in avals)
 
     def read(self, eqn: Equation, read: RowRead, values: Values) -> None:
@@ -410,8 +410,8 @@ class Planner(ViewWalk):
 def _note(
     uses: dict[int, DenseUse], view: View, use: DenseUse, slotted: bool = True
 ) -> None:
-    for leaf in tables_read(view, slotted):
-        uses.setdefault(leaf, use)
+    for table in tables_read(view, slotted):
+        uses.setdefault(table.leaf, use)
 
 
 def _planned(
@@ -501,24 +501,24 @@ def plan_part(
     eqn: Equation, operands: Values, needs_grad: list[bool], leaves: dict[int, LeafSpec]
 ) -> PartPlan:
     """The kept plan of an equation with these operands."""
-    bare = without_arrays(operands)
 
     def make() -> PartPlan:
         planner = Planner(leaves)
-        outputs = planner.inside(eqn, bare, needs_grad)
+        outputs = planner.inside(eqn, _without_arrays(operands), needs_grad)
         return PartPlan(planner.plan, planner.uses, outputs)
 
-    return _part_plans.find(eqn, part_key(bare, needs_grad, leaves), make)
-
-
-def without_arrays(operands: Values) -> Values:
-    """The operands with each array, also in views, replaced by None."""
-    bare: list[Any] = jax.tree.map(lambda _: None, operands)
-    return bare
+    return _part_plans.find(eqn, part_key(operands, needs_grad, leaves), make)
 
 
 def part_key(
-    bare: Values, needs_grad: Sequence[bool], leaves: dict[int, LeafSpec]
+    operands: Values, needs_grad: Sequence[bool], leaves: dict[int, LeafSpec]
 ) -> tuple[Any, ...]:
     """The key of a part besides its equation."""
-    return jax.tree.structure(bare), tuple(needs_grad), tuple(leaves.items())
+    structure = jax.tree.structure(_without_arrays(operands))
+    return structure, tuple(needs_grad), tuple(leaves.items())
+
+
+def _without_arrays(operands: Values) -> Values:
+    """The operands with each array, also in views, replaced by None."""
+    bare: list[Any] = jax.tree.map(lambda _: None, operands)
+    return bare

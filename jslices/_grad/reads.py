@@ -69,8 +69,7 @@ class RowRead:
     @property
     def leaves(self) -> list[int]:
         """The leaves whose rows are read with cotangent slots, in order."""
-        view = self.view
-        return [view.leaf] if isinstance(view, TableView) else tables_read(view)
+        return [table.leaf for table in tables_read(self.view)]
 
     def output(self, operands: Values, take: Take) -> jax.Array:
         """The equation's output, from its operands' values.
@@ -168,16 +167,16 @@ def _just_take(table: TableView, ids: RowIds) -> Any:
     return table.take(ids.read, "clip")
 
 
-def tables_read(view: View, slotted: bool = True) -> list[int]:
-    """The leaves whose rows a read of ``view`` takes with cotangent slots, in order.
+def tables_read(view: View, slotted: bool = True) -> list[TableView]:
+    """The tables whose rows a read of ``view`` takes with, or without, cotangent slots.
 
-    Or of which it takes rows without one.
+    In the order of the reads.
     """
-    leaves: list[int] = []
-    note = lambda table, ids: leaves.append(table.leaf)  # noqa: E731
+    tables: list[TableView] = []
+    note = lambda table, ids: tables.append(table)  # noqa: E731
     takes = (note, _just_take) if slotted else (_just_take, note)
     Reader(*takes).rows(view, RowIds())
-    return leaves
+    return tables
 
 
 def fixed_rows(value: Any) -> list[View] | None:
@@ -203,10 +202,7 @@ def fixed_rows(value: Any) -> list[View] | None:
 
 def _has_fewer_rows(view: View) -> bool | None:
     """True if it has fewer rows than its tables, False without any, None otherwise."""
-    heights: list[int] = []
-    note = lambda table, ids: heights.append(table.shape[0])  # noqa: E731
-    Reader(note, _just_take).rows(view, RowIds())
-    count = view.shape[0]
+    count, heights = view.shape[0], [table.shape[0] for table in tables_read(view)]
     fewer = [_jax.definitely(functools.partial(operator.lt, count, n)) for n in heights]
     return bool(heights) if all(fewer) else None
 

@@ -1,9 +1,8 @@
 """Row-wise steps: primitives that commute with a lookup.
 
-``f(table)[ids] == f(table[ids])``. The rules stand in one table, keyed by primitive, to
-which :func:`register_rowwise` adds. A primitive without a rule, which is neither a read
-(reads.py) nor control flow (walk.py), needs the whole table: the gradient is then
-right, but dense.
+``f(table)[ids] == f(table[ids])``. :data:`RULES` has a rule for each primitive, and
+:func:`register_rowwise` adds to it. Any other primitive, unless it is a read (reads.py) or
+control flow (walk.py), needs the whole table: the gradient is then right, but dense.
 """
 
 import dataclasses
@@ -64,15 +63,9 @@ WIDEST_PACKED = 1024
 def rowwise(
     eqn: Equation, operands: Values, whole: Callable[[Any], Any]
 ) -> list[Any] | None:
-    """The outputs of an equation as views, if it treats all rows alike.
+    """The outputs of an equation as views, as a rule gives them; None if it mixes rows.
 
-    Args:
-      eqn: an equation with at least one view among its operands.
-      operands: for each operand a view, or its value (None while reads are planned).
-      whole: gives the array behind a view, or notes that it is needed.
-
-    Returns:
-      One view per output; None if the equation mixes rows.
+    ``whole`` gives the array behind a view, or notes that it is needed.
     """
     rule = RULES.get(eqn.primitive)
     if rule is None:
@@ -93,10 +86,9 @@ def rowwise(
 
 
 def _broadcast_operands(rule: RowRule, views: dict[int, View], lead: int) -> list[int]:
-    """The views that serve several rows of the others.
+    """The views that are broadcast, so that a row serves several rows of the others.
 
-    Of views whose rows differ in the number of axes, small ones serve several rows of a
-    large one.
+    If views differ in the number of axes of their rows, the smaller ones are.
     """
     others = [i for i, x in views.items() if x.lead > lead]
     if others:
@@ -264,14 +256,10 @@ def _views(
     params_for: Callable[[tuple[int, ...]], Any] = lambda rows: {},
     shared: Sequence[bool] | None = None,
 ) -> list[Any]:
-    """Views that run the equation on some of the rows.
+    """Views that run the equation on some of the rows, which ``lead`` axes number.
 
-    Args:
-      eqn: the equation.
-      operands: views, and values or None.
-      lead: how many axes number the rows.
-      params_for: from other sizes of these axes to the parameters that mention them.
-      shared: which operands serve all rows; None: those that have not as many.
+    ``params_for`` gives the parameters that mention the sizes of these axes, for others.
+    ``shared`` operands serve all rows; if it is None, those that have not as many.
     """
     rows = _jax.shape_of(eqn.outvars[0])[:lead]
     if shared is None:
@@ -425,15 +413,11 @@ def _renumbered(
     numbering: Sequence[tuple[int, int, int]],
     take: Callable[[jax.Array], jax.Array],
 ) -> View:
-    """A view of the rows of another, numbered by axes of these sizes.
+    """A view of the rows of another, numbered by axes of the sizes ``rows``.
 
-    Args:
-      view: the other view.
-      lead: how many axes number its rows.
-      rows: the sizes of the axes that number the rows of the result.
-      numbering: for each of the ``lead`` axes ``(axis, start, step)``: row number i along
-        ``axis`` of the result is row number ``start + step * i`` of ``view``.
-      take: from the whole of ``view`` to the whole of the result.
+    For each of the ``lead`` axes of ``view`` ``numbering`` has ``(axis, start, step)``: row
+    number i along ``axis`` of the result is row number ``start + step * i`` of ``view``.
+    ``take`` leads from the whole of ``view`` to the whole of the result.
     """
     old, inner = view.shape, flat(view)
 

@@ -26,7 +26,6 @@ from jslices._grad.plan import (
     output_needs_grad,
     part_key,
     plan_part,
-    without_arrays,
 )
 from jslices._grad.reads import RowRead, every_row, filled, fixed_rows
 from jslices._grad.views import RowIds, TableView, Unslotted, Values, View
@@ -376,4 +375,4 @@ def _compiled_part(
         run.__name__ = eqn.params.get("name", eqn.primitive.name)  # in profiles
         return jax.jit(run)
 
-    return _compiled.find(eqn, part_key(without_arrays(operands), needs_grad, leaves), make)
+    return _compiled.find(eqn, part_key(operands, needs_grad, leaves), make)

@@ -2,10 +2,9 @@
 
 ``tables[field, ids]`` of several tables in one array, ``table[rows, columns]``, a lookup
 inside a ``while`` loop or a solver, and a product with a weighted one-hot array take few
-elements of an array, but the gradient is dense. They are looked for in the program alone:
-the elements of an array are followed through steps that move or scale them, or set them
-against numbers of the same array (``log_softmax``), and into what is called, until ids pick
-some.
+elements of an array, but the gradient is dense. The search follows the elements of an array
+through steps that move or scale them, or compare them with numbers of the same array
+(``log_softmax``), and into called programs, until ids pick some.
 """
 
 import functools
@@ -29,15 +28,10 @@ _MOVES = frozenset(
 
 
 class Held(NamedTuple):
-    """What a variable holds of the leaves, by their numbers.
+    """What a variable holds of the leaves, by their numbers."""
 
-    Attributes:
-      elements: those whose elements it holds.
-      made_of: those that it is computed from, and from nothing else but constants.
-    """
-
-    elements: frozenset[int] = frozenset()
-    made_of: frozenset[int] = frozenset()
+    elements: frozenset[int] = frozenset()  # leaves whose elements it holds
+    made_of: frozenset[int] = frozenset()  # it is computed from these and constants alone
 
 
 _HOLDS_NOTHING = Held()
@@ -46,13 +40,7 @@ _HOLDS_NOTHING = Held()
 def unread_lookups(
     program: Program, leaves: Sequence[int], output_needs_grad: Sequence[bool]
 ) -> dict[int, list[Source]]:
-    """Sources of the lookups by ids in these leaves.
-
-    Args:
-      program: the traced function; its first inputs are the leaves.
-      leaves: their numbers.
-      output_needs_grad: for each output whether a gradient comes in there.
-    """
+    """Sources of the lookups by ids in these leaves, which are among the first inputs."""
     search = _UnreadSearch(leaves)
     sets = [frozenset({i} & {*leaves}) for i in range(len(program.invars))]
     search.program(program, [Held(x, x) for x in sets], output_needs_grad)
@@ -60,13 +48,10 @@ def unread_lookups(
 
 
 class _UnreadSearch(ProgramWalk[Held]):
-    """Follows the elements of leaves.
-
-    Attributes:
-      lookups: for each leaf where ids pick elements of it.
-    """
+    """Follows the elements of leaves."""
 
     def __init__(self, leaves: Sequence[int]) -> None:
+        #: For each leaf the sources of the equations in which ids pick elements of it.
         self.lookups: dict[int, list[Source]] = {leaf: [] for leaf in leaves}
 
     def constant(self, value: Any) -> Held:
@@ -113,10 +98,9 @@ class _UnreadSearch(ProgramWalk[Held]):
 def _programs_inside(
     eqn: Equation, operands: Sequence[Held]
 ) -> Iterator[tuple[Program, Sequence[Held], bool]]:
-    """The sub-programs of any equation whose inputs are known.
+    """The sub-programs of any equation whose inputs are known, with the inputs of each.
 
-    Each with those of the equation's ``operands`` that are its inputs, and True if its
-    outputs are those of the equation.
+    And True if its outputs are those of the equation.
     """
     name, params = eqn.primitive.name, eqn.params
     if name == "shard_map":
@@ -188,10 +172,7 @@ def _repeats_whole(eqn: Equation) -> bool:
 
 
 def _picks_by_ids(eqn: Equation, origins: Origins) -> bool:
-    """True if numbers that the program gets pick single elements along some axis.
-
-    Or several along that of the rows: those that are whole rows are rows.
-    """
+    """True if input numbers pick single elements along some axis, or several of axis 0."""
     shape, sizes = _jax.shape_of(eqn.invars[0]), eqn.params["slice_sizes"]
     if eqn.primitive.name == "gather":
         axes = eqn.params["dimension_numbers"].start_index_map

@@ -27,19 +27,11 @@ Values: TypeAlias = Sequence[Any]
 
 @dataclasses.dataclass(frozen=True)
 class RowIds:
-    """Row numbers ``[n]`` to read from a view.
+    """Row numbers ``[n]`` to read from a view; None while reads are planned."""
 
-    Attributes:
-      name: distinguishes these row numbers from others in the same lookup; equal names mean
-        equal numbers.
-      read: the rows to read, all in ``[0, V)``.
-      record: the indices of the gradient, where out of range means no gradient. Both are
-        None while reads are planned.
-    """
-
-    name: tuple[Any, ...] = ()
-    read: Any = None
-    record: Any = None
+    name: tuple[Any, ...] = ()  # in one lookup equal names mean equal numbers
+    read: Any = None  # the rows to read, all in ``[0, V)``
+    record: Any = None  # the indices of the gradient: none for those out of range
 
     def renumbered(self, key: tuple[Any, ...], number: Callable[..., Any]) -> "RowIds":
         """The same rows by their numbers in another array.
@@ -156,16 +148,12 @@ class Derived(View):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Renumbered(Derived):
-    """Rows of another view under other numbers, such as consecutive ones: ``table[1:]``.
+    """Rows of another view under other numbers, such as consecutive ones: ``table[1:]``."""
 
-    Attributes:
-      number: from the number of a row to its number in ``inner``.
-      key: equal keys mean equal numberings.
-      take: from the whole of ``inner`` to the whole of this.
-    """
-
+    #: From the number of a row to its number in ``inner``; equal keys mean equal functions.
     number: Callable[[jax.Array], jax.Array] = dataclasses.field(compare=False)
     key: tuple[Any, ...]
+    #: From the whole of ``inner`` to the whole of this.
     take: Callable[[jax.Array], jax.Array] = dataclasses.field(compare=False)
 
     def parts(self, ids: RowIds) -> Sequence[tuple[Any, RowIds | None]]:
@@ -180,16 +168,11 @@ class Window(Derived):
     """Some rows of another view, from starts that the program computes.
 
     The table of one layer among those of all layers, in a loop over these.
-
-    Attributes:
-      starts: one for each axis that numbers the rows of ``inner``, ``[]``, all in range.
-      rows: the sizes of these axes.
-      sizes: of the window along them.
     """
 
-    starts: tuple[Any, ...]
-    rows: tuple[int, ...]
-    sizes: tuple[int, ...]
+    starts: tuple[Any, ...]  # ``[]`` for each axis that numbers rows, all in range
+    rows: tuple[int, ...]  # the sizes of these axes
+    sizes: tuple[int, ...]  # of the window along them
 
     def number(self, x: jax.Array) -> jax.Array:
         """The number of a row in ``inner``."""
