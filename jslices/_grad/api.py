@@ -25,12 +25,12 @@ from jslices._grad.run import (
     NO_PREFETCH,
     Prefetched,
     SlotTree,
-    gradient_of,
+    gradients_of,
     run_planned,
     slots_for,
     without_dense_warning,
 )
-from jslices._slices import IndexedSlices, concat_slices
+from jslices._slices import IndexedSlices
 from jslices._typing import PyTree
 
 
@@ -281,13 +281,10 @@ class _VjpFun:
             )
         with without_dense_warning():
             dense, slots = pullback(cotangents)
-        parts: dict[int, list[IndexedSlices]] = {}
-        for site, slot, index in zip(sites, jax.tree.leaves(slots), indices, strict=True):
-            part = gradient_of(site, site.table_shape, slot, index)
-            parts.setdefault(site.leaf, []).append(part)
+        rows = gradients_of(sites, jax.tree.leaves(slots), indices)
         left = iter(dense)
         return arguments.unflatten(
-            next(left) if kind == "dense" else _leaf_gradient(leaf, parts.get(i, []))
+            next(left) if kind == "dense" else _leaf_gradient(leaf, rows.get(i))
             for i, (leaf, kind) in enumerate(zip(leaves, kinds, strict=True))
         )
 
@@ -311,13 +308,12 @@ _INSTEAD_OF = {
 }
 
 
-def _leaf_gradient(leaf: LeafSpec, parts: list[IndexedSlices]) -> IndexedSlices:
-    """The gradient of one leaf, from those of its reads."""
+def _leaf_gradient(leaf: LeafSpec, rows: IndexedSlices | None) -> IndexedSlices:
+    """The gradient of a leaf; without ``rows`` no gradient reaches it."""
     shape = tuple(leaf.aval.shape)
-    if parts:
-        flat = parts[0] if len(parts) == 1 else concat_slices(parts)
-        return flat.numbered_as(shape, leaf.row_axes)
-    none = jnp.zeros((0, *shape[1:]), leaf.aval.dtype)  # no gradient reaches it
+    if rows is not None:
+        return rows.numbered_as(shape, leaf.row_axes)
+    none = jnp.zeros((0, *shape[1:]), leaf.aval.dtype)
     return IndexedSlices(none, jnp.zeros((0,), jnp.int32), shape)
 
 

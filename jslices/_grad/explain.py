@@ -18,12 +18,7 @@ from jslices._densify import (
     raise_at,
     warn_dense,
 )
-from jslices._grad.call import (
-    ExchangeSpec,
-    LeafSpec,
-    SparseSpec,
-    UserCall,
-)
+from jslices._grad.call import ExchangeSpec, LeafSpec, SparseSpec, UserCall
 from jslices._grad.exchange_report import ExchangeReport, exchange_reports
 from jslices._grad.plan import DenseUse, Planned, plan_call
 from jslices._grad.rules import WIDEST_PACKED

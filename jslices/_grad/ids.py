@@ -10,8 +10,8 @@ import jax.numpy as jnp
 from jslices import _jax
 from jslices._grad.call import ExchangeSpec, UserCall, check_callable
 from jslices._grad.plan import Planned, plan_call
-from jslices._grad.run import gradient_of, run_planned, slot_of, without_dense_warning
-from jslices._slices import IndexedSlices, concat_slices
+from jslices._grad.run import gradients_of, run_planned, slot_of, without_dense_warning
+from jslices._slices import IndexedSlices
 
 
 def lookup_ids(
@@ -99,20 +99,15 @@ def rows_read(
                 "before it has caught up: tx.flush(params, state) brings all rows up "
                 "to date"
             )
-    parts: dict[int, list[IndexedSlices]] = {}
-    for site, index in zip(sites, indices, strict=True):
-        shape = (site.table_shape[0], 0)
-        part = gradient_of(site, shape, jnp.zeros((*index.shape, 0)), index)
-        parts.setdefault(site.leaf, []).append(part)
+    slices = gradients_of(sites, [jnp.zeros((*x.shape, 0)) for x in indices], indices)
     whole = planned.read_whole | planned.no_grad.keys()
     by_leaf: list[IndexedSlices | bool | None] = [
         True if leaf.has_rows and i in whole else None
         for i, leaf in enumerate(planned.leaves)
     ]
-    for i in parts.keys() - planned.no_grad.keys():
+    for i in slices.keys() - planned.no_grad.keys():
         shape, axes = planned.leaves[i].aval.shape, planned.leaves[i].row_axes
-        rows = parts[i][0] if len(parts[i]) == 1 else concat_slices(parts[i])
-        by_leaf[i] = rows.numbered_as((*shape[:axes], 0), axes)
+        by_leaf[i] = slices[i].numbered_as((*shape[:axes], 0), axes)
     return by_leaf, needed
 
 

@@ -32,16 +32,9 @@ from jslices._grad.views import RowIds, TableView, Unslotted, Values, View
 from jslices._grad.walk import Scope, Turn, ViewWalk
 from jslices._jax import Equation
 from jslices._lookup.mark import dense_is_intended
-from jslices._place.boundary import (
-    drop_sharding,
-    explicit_mesh,
-    on_all_devices,
-    restore_sharding,
-    shardings_of,
-    with_auto_axes,
-)
+from jslices._place import boundary
 from jslices._rows.access import canonical_indices, gathered_once, per_row, row_loop_p
-from jslices._slices import Facts, IndexedSlices, slices_of
+from jslices._slices import Facts, IndexedSlices, concat_slices, slices_of
 from jslices._typing import Aval
 
 #: Both mirror a plan: zeros ``[entries, *D]``, and the row numbers, for every site.
@@ -114,17 +107,26 @@ def slots_for(plan: SiteTree, taken: Prefetched) -> SlotTree:
     return slots
 
 
-def gradient_of(
-    site: Site, shape: tuple[int, ...], values: jax.Array, indices: jax.Array
-) -> IndexedSlices:
+def gradients_of(
+    sites: Sequence[Site], values: Sequence[jax.Array], indices: Sequence[jax.Array]
+) -> dict[int, IndexedSlices]:
+    """The gradients of leaves ``[V, *D]``, from the values and row numbers of all sites."""
+    parts: dict[int, list[IndexedSlices]] = {}
+    for site, rows, numbers in zip(sites, values, indices, strict=True):
+        parts.setdefault(site.leaf, []).append(_gradient_of(site, rows, numbers))
+    return {i: x[0] if len(x) == 1 else concat_slices(x) for i, x in parts.items()}
+
+
+def _gradient_of(site: Site, values: jax.Array, indices: jax.Array) -> IndexedSlices:
     """The gradient of one read, its executions joined."""
-    values, indices = restore_sharding((values, indices), site.split)
+    shape = (site.table_shape[0], *values.shape[indices.ndim :])
+    values, indices = boundary.restore_sharding((values, indices), site.split)
     if site.exchange is not None:
         facts = Facts(placement=site.exchange.placement)
         return slices_of(values, indices, shape, facts)._flattened()
     values = values.reshape(indices.size, *shape[1:]).astype(site.dtype)  # not weak
     indices = indices.reshape(-1)
-    return IndexedSlices.of(*on_all_devices(values, indices), shape)
+    return IndexedSlices.of(*boundary.on_all_devices(values, indices), shape)
 
 
 def _slotted_jvp(primals: Values, tangents: Values) -> tuple[Any, Any]:
@@ -230,28 +232,28 @@ class Runner(ViewWalk):
             record = ids.record
             if record.dtype != site.index_dtype:
                 record = canonical_indices(record, table.shape[0]).astype(site.index_dtype)
-            split, slot = shardings_of(slot), drop_sharding(slot)
+            split, slot = boundary.shardings_of(slot), boundary.drop_sharding(slot)
             if site.leaf in self._taken:
                 rows = _fill_out_of_range(slot, record, read, table, ids)
             elif site.exchange is None:
                 rows = gathered_once(table.take(ids.read, mode, fill_value))
                 rows = slotted_p.bind(rows, slot)
             else:
-                array = drop_sharding(table.array)
+                array = boundary.drop_sharding(table.array)
                 rows, record = rows_from_elsewhere(
                     site.exchange, array, ids.read, record, slot, mode, fill_value
                 )
-            self._body.indices.append(restore_sharding(record, split))
+            self._body.indices.append(boundary.restore_sharding(record, split))
             return rows
 
         tables = [self._leaves[leaf].aval for leaf in read.leaves]
-        mesh = explicit_mesh([aval, *tables])
-        with with_auto_axes(mesh):
-            rows = read.output(drop_sharding(values), take)
-        split = shardings_of(tables[0] if aval is None else aval)
+        mesh = boundary.explicit_mesh([aval, *tables])
+        with boundary.with_auto_axes(mesh):
+            rows = read.output(boundary.drop_sharding(values), take)
+        split = boundary.shardings_of(tables[0] if aval is None else aval)
         if mesh is not None and aval is not None and aval.sharding.mesh.empty:
             split = NamedSharding(mesh, PartitionSpec())  # a sparse matrix tells no mesh
-        return restore_sharding(rows, split)
+        return boundary.restore_sharding(rows, split)
 
     def part(self, eqn: Equation, operands: Values, needs_grad: list[bool]) -> Values:
         run = _compiled_part(eqn, operands, needs_grad, self._leaves)
@@ -347,7 +349,7 @@ def _nowhere(site: Site, slot: jax.Array) -> jax.Array:
     """Row numbers out of range, for a read in a branch that is not taken."""
     rows = slot.shape[: slot.ndim - len(site.table_shape) + 1]
     indices = jnp.full(rows, site.table_shape[0], site.index_dtype)
-    indices = restore_sharding(indices, shardings_of(slot))
+    indices = boundary.restore_sharding(indices, boundary.shardings_of(slot))
     return _jax.as_varying(indices, site.varying)
 
 
