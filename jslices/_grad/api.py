@@ -68,7 +68,7 @@ def value_and_grad(
       allow_int: whether integer arrays may be differentiated (their gradient is of
         dtype float0).
       sparse: None decides by the program alone: the kind of a gradient then depends on
-        sizes only where the numbers of all rows stand in the program, ``table[7]``,
+        sizes only where all row numbers are constants of the program, ``table[7]``,
         ``table[:n]`` (rows if they are at most half of the array). False makes a gradient
         dense, zeros if there is none, True insists on rows, and ``"if_smaller"``
         makes those dense whose rows with their indices, K counted with duplicates, would
@@ -79,7 +79,7 @@ def value_and_grad(
       exchange: for tables split by rows over the devices of a mesh: a
         :class:`jslices.Exchange` for all of them, or a pytree prefix (a dict may leave
         arrays out). Rows then travel between devices, and the table does not; the entries
-        of the gradient stand on the devices that hold their rows, and optimizers need
+        of the gradient are on the devices that hold their rows, and optimizers need
         nothing from other devices. On a mesh of Explicit axes the table's type says how it
         is split; without either XLA decides, and exchanges more.
 
@@ -113,7 +113,7 @@ def value_and_grad(
 
     Source: TensorFlow's ``tf.gradients`` gives IndexedSlices where the gradient function
     of the lookup itself is reached; here any program is read, and the steps that commute
-    with a lookup (a cast, a scaling, any row-wise function) may stand in between.
+    with a lookup (a cast, a scaling, any row-wise function) may come in between.
     """  # noqa: E501
     check_callable(fun)
     if names_states(argnums):

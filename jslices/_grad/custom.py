@@ -303,7 +303,7 @@ class _RowWalk(ProgramWalk[Any]):
     Args:
       rows: the sizes of the axes that number the rows of the views that go in.
       within: as in :func:`with_own_derivative`. None where there are values: the program
-        was checked. Otherwise None stands for each.
+        was checked. Otherwise each is None.
     """
 
     def __init__(self, rows: tuple[int, ...], within: frozenset[Any] | None) -> None:

@@ -171,7 +171,7 @@ def explain(
     optimizer: Any = None,
     exchange: ExchangeSpec = None,
 ) -> Callable[..., Explanation]:
-    """Tells which gradients of ``fun`` are sparse, what they cost, and why not.
+    """Reports which gradients of ``fun`` are sparse, what they cost, and why not.
 
     Nothing is computed: the function is traced, and arrays may be described by
     ``jax.ShapeDtypeStruct``, so that one can ask about a table of 100 GB.
@@ -183,7 +183,7 @@ def explain(
       has_aux: as in :func:`value_and_grad`.
       optimizer: a :class:`jslices.GradientTransformation`; the report then says how it
         steps each sparse array on the default device.
-      exchange: as in :func:`value_and_grad`; the report then tells the bytes that each
+      exchange: as in :func:`value_and_grad`; the report then has the bytes that each
         device receives by either plan, and, of ids that are given and not described, how
         full the fullest pair of devices is, and how many ids have no room.
 
@@ -438,7 +438,7 @@ def _at_line(line: UserLine) -> str:
 
 
 def _clip(text: str, width: int) -> str:
-    """Shorten a name from its beginning, as its end tells more."""
+    """Shorten a name from its beginning, as its end says more."""
     return text if len(text) <= width else "..." + text[3 - width :]
 
 

@@ -30,14 +30,14 @@ def lookup_ids(
       exchange: as in :func:`value_and_grad`.
 
     Returns:
-      A function of the same arguments that mirrors the chosen ones: for an array of which
-      rows are looked up, and nothing else, their numbers, int32 ``[K]`` in the order of the
-      program, duplicates and those out of range (no row is read) included; None for every
-      other array. (``tx.catch_up`` wants True for one that is read whole, if another loss
-      leaves it without gradient: :func:`jslices.optim.exact_step` knows.) With
-      ``exchange``, for an array that is split over devices, IndexedSlices without elements
-      whose ``indices`` stand on the devices that hold the rows; without elements also for
-      an array whose rows several axes number.
+      A function of the same arguments that mirrors the chosen ones: for an array that is
+      only looked up, the row numbers, int32 ``[K]`` in the order of the program, duplicates
+      and those out of range (no row is read) included; None for every other array.
+      (``tx.catch_up`` wants True for one that is read whole, if another loss leaves it
+      without gradient: :func:`jslices.optim.exact_step` knows.) With ``exchange``, for an
+      array that is split over devices, IndexedSlices without elements whose ``indices`` are
+      on the devices that hold the rows; without elements also for an array whose rows
+      several axes number.
 
     Raises:
       ValueError: if the rows that are read depend on the values of the array itself; they

@@ -112,7 +112,7 @@ class Planned(NamedTuple):
     looked_up: dict[int, list[Site]]  # for every leaf, sparse or not
     unread: dict[int, list[Source]]  # lookups by other than rows, of leaves without any
     no_grad: dict[int, DenseUse]  # reads that no gradient reaches
-    eager: bool  # whether there is no ``jax.jit`` around the call
+    eager: bool  # True if no ``jax.jit`` is around the call
 
     def kind(self, leaf: int) -> str:
         """``"sparse"``, ``"dense"``, or ``"unused"``: no gradient reaches it."""
@@ -278,7 +278,7 @@ class Planner(ViewWalk):
         self.uses = Uses({}, {}, {}, {}, {})  # all other uses
         self._leaves = leaves
         self._loops: tuple[int, ...] = ()
-        #: Whether the step is a product with a one-hot array, which may have weights.
+        #: True while the step is a product with a one-hot array, which may have weights.
         self._is_one_hot = False
         #: Views of fixed rows that were read already. A body may use those read outside.
         self._rows_read: ChainMap[View, None] = ChainMap()

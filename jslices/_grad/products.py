@@ -137,7 +137,7 @@ def _sparse_product(eqn: Equation, operands: Values, origins: Origins) -> RowRea
     outer = tuple(shape[d] for d in kept)
 
     def places(values: Values) -> tuple[dict[int, jax.Array], jax.Array]:
-        """Where the elements are along each axis, and which are no padding."""
+        """Where the elements are along each axis, and which are not padding."""
         coordinates = _coordinates(values[1:-1], shape[first:])
         good = jnp.ones((), bool)
         along = {d: lax.broadcasted_iota(jnp.int32, every, d) for d in range(first)}

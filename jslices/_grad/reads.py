@@ -321,8 +321,7 @@ def _gather_columns(
     aval = eqn.invars[1].aval
     axes, batch = tuple(numbers.start_index_map), tuple(aval.shape[:-1])
     columns = origins.columns(eqn.invars[1])
-    # With numbers that stand in the program, as in tables[jnp.arange(3), ids], it is not
-    # rows that are looked up.
+    # With constant numbers, as in tables[jnp.arange(3), ids], the reads are not of rows.
     if columns is None or origins.is_fixed(columns[column]) or not math.prod(batch):
         return None
     along = [origins.axes(x) - {len(batch)} for x in columns]

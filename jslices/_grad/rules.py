@@ -502,15 +502,14 @@ def _rev(eqn: Equation, operands: Values, lead: int) -> Result:
     inside = tuple(d for d in dimensions if d >= lead)
     rows = view.shape[:lead]
     if among:
+        take = lambda array: jax.lax.rev(array, among)  # noqa: E731
         numbering = [
             (d, n - 1, -1) if d in among else (d, 0, 1) for d, n in enumerate(rows)
         ]
-        view = _renumbered(
-            view, lead, rows, numbering, lambda array: jax.lax.rev(array, among)
-        )
-    return (
-        _views(eqn, [view], lead, lambda rows: {"dimensions": inside}) if inside else [view]
-    )
+        view = _renumbered(view, lead, rows, numbering, take)
+    if not inside:
+        return [view]
+    return _views(eqn, [view], lead, lambda rows: {"dimensions": inside})
 
 
 @rule_for("reshape", "squeeze")
@@ -581,9 +580,8 @@ def _transpose_rows(eqn: Equation, operands: Values, lead: int) -> Result:
         return [view]
     if order[:lead] == tuple(range(lead)) and view is operands[0]:
         return _views(eqn, operands, lead)
-    if set(order[:lead]) == set(range(lead)) and order[lead:] == tuple(
-        range(lead, len(order))
-    ):
+    rows_stay_rows = order[lead:] == tuple(range(lead, len(order)))
+    if set(order[:lead]) == set(range(lead)) and rows_stay_rows:
         rows = tuple(view.shape[d] for d in order[:lead])
         numbering = [(order.index(d), 0, 1) for d in range(lead)]
         return [_renumbered(view, lead, rows, numbering, lambda x: x.transpose(order))]
@@ -655,13 +653,8 @@ def _by_example(
     examples: tuple[int, ...],
 ) -> tuple[jax.Array, jax.Array]:
     """The indices and updates of a scatter, the axes of ``examples`` first in both."""
-    axis_of_at = dict(
-        zip(
-            numbers.operand_batching_dims,
-            numbers.scatter_indices_batching_dims,
-            strict=True,
-        )
-    )
+    named = numbers.operand_batching_dims, numbers.scatter_indices_batching_dims
+    axis_of_at = dict(zip(*named, strict=True))
     windows = numbers.update_window_dims
     scattered = [axis for axis in range(rows.ndim) if axis not in windows]
     axis_of_rows = {axis: scattered[its] for axis, its in axis_of_at.items()}

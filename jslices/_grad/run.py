@@ -252,7 +252,7 @@ class Runner(ViewWalk):
             rows = read.output(boundary.drop_sharding(values), take)
         split = boundary.shardings_of(tables[0] if aval is None else aval)
         if mesh is not None and aval is not None and aval.sharding.mesh.empty:
-            split = NamedSharding(mesh, PartitionSpec())  # a sparse matrix tells no mesh
+            split = NamedSharding(mesh, PartitionSpec())  # a sparse matrix has no mesh
         return boundary.restore_sharding(rows, split)
 
     def part(self, eqn: Equation, operands: Values, needs_grad: list[bool]) -> Values:

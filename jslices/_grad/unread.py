@@ -158,7 +158,7 @@ def _follow_elements(
 
 
 def _made_of(eqn: Equation, operands: Sequence[Held], origins: Origins) -> frozenset[int]:
-    """The leaves that the outputs are computed from, if from nothing else."""
+    """The leaves that the outputs are computed from, if from these alone."""
     pairs = zip(eqn.invars, operands, strict=True)
     if not all(x.made_of or not origins.axes(atom) for atom, x in pairs):
         return frozenset()

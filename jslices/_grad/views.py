@@ -5,7 +5,7 @@ which arrays its own rows are made from, and how: ``f(table)[ids] == f(table[ids
 row-wise ``f``. Reading rows of a view therefore ends in reading rows of tables.
 
 A program is walked twice (walk.py). While its reads are planned there are no values:
-arrays and row numbers are None, and reading a view only tells which tables it reads.
+arrays and row numbers are None, and a read of a view only lists the tables that it reads.
 """
 
 import dataclasses
@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jslices._place.boundary import drop_sharding
-from jslices._rows.access import take_rows, wide
+from jslices._rows.access import per_row, take_rows, wide
 
 #: For each operand, or output, a view or an array. None stands for arrays while reads are
 #: planned.
@@ -90,7 +90,7 @@ class TableView(View):
         array: jax.Array = self.array
         if array.shape == self.shape:
             return array
-        # On Explicit axes JAX merges no axes of which the second is split.
+        # On Explicit axes JAX does not merge axes if the second is split.
         merged: jax.Array = drop_sharding(array).reshape(self.shape)
         return merged
 
@@ -99,8 +99,8 @@ class TableView(View):
 class Rowwise(View):
     """The result of an operation that treats every row alike.
 
-    ``apply(operands, n)`` computes n rows from n rows of the operands, of which the
-    ``shared`` ones serve all rows. Equal keys mean equal functions.
+    ``apply(operands, n)`` computes n rows from n rows of the operands, except that
+    the ``shared`` ones serve all rows. Equal keys mean equal functions.
     """
 
     apply: Callable[[Sequence[Any], int], jax.Array] = dataclasses.field(compare=False)
@@ -216,7 +216,7 @@ class Replaced(Derived):
 
     def combine(self, parts: Sequence[Any], ids: RowIds) -> jax.Array:
         others, rows = parts
-        here = self._here(ids.read).reshape((-1,) + (1,) * (rows.ndim - 1))
+        here = per_row(self._here(ids.read), rows)
         return jnp.where(here, self._for_each(rows, ids.read), others)
 
     def whole(self, of: Callable[[Any], Any]) -> jax.Array:
@@ -225,7 +225,7 @@ class Replaced(Derived):
         )
 
     def _here(self, numbers: jax.Array) -> jax.Array:
-        """Whether these are the numbers of the rows in whose place others are."""
+        """True for the numbers of the rows that others replace."""
         here: jax.Array = self._for_each(self.at, numbers) == numbers % self.height
         return here
 
@@ -256,8 +256,7 @@ class Stacked(View):
         row, out = ids.read % sum(self.heights), parts[0]
         for rows, (_, above, height) in zip(parts[1:], self._filled()[1:], strict=True):
             here = (row >= above) & (row < above + height)
-            here = here.reshape((-1,) + (1,) * (len(self.shape) - 1))
-            out = jnp.where(here, rows, out)
+            out = jnp.where(per_row(here, rows), rows, out)
         return out
 
     def whole(self, of: Callable[[Any], Any]) -> jax.Array:
@@ -316,8 +315,7 @@ class Unpacked(Derived):
         # By a mask: to gather the parts, a TPU would access three times as many bytes.
         here = jax.nn.one_hot(ids.read % self.per, self.per, dtype=bool)
         rows = parts[0].reshape(*here.shape, *self.shape[1:])
-        here = here.reshape(*here.shape, *(1 for _ in self.shape[1:]))
-        return jnp.where(here, rows, 0).sum(axis=1, dtype=self.dtype)
+        return jnp.where(per_row(here, rows), rows, 0).sum(axis=1, dtype=self.dtype)
 
     def whole(self, of: Callable[[Any], Any]) -> jax.Array:
         return of(self.inner).reshape(self.shape)
@@ -448,7 +446,7 @@ def window(view: View, starts: Sequence[Any], sizes: Sequence[int]) -> View:
 
 
 def layer(view: Repeated, number: Any) -> View:
-    """The view of the part ``[V, *D]`` of ``[L, V, *D]`` that a number tells."""
+    """The view of the part ``[V, *D]`` of ``[L, V, *D]`` with this number."""
     rest = view.shape[1 : view.lead]
     starts = [number, *(None if number is None else jnp.zeros_like(number) for _ in rest)]
     return folded(flat(window(view, starts, (1, *rest))), rest)

@@ -61,7 +61,7 @@ _INSIDE = {
 class Scope:
     """One program on a walk: what is live, where gradients come through.
 
-    ``output_needs_grad`` tells for each output whether a gradient comes in there. None
+    ``output_needs_grad`` says for each output whether a gradient comes in there. None
     comes through an auxiliary output, say, and then nothing that only leads to it matters.
     It is empty for walks that do not ask.
     """
@@ -212,8 +212,8 @@ class ViewWalk(ProgramWalk[Any]):
     Subclasses receive control flow as calls of JAX's public functions.
     """
 
-    #: Whether plans and compiled programs of the programs inside equations are kept, as
-    #: there is no ``jax.jit`` around them that would do so.
+    #: True if plans and compiled programs of the programs inside equations are kept, as no
+    #: ``jax.jit`` is around them that would do so.
     eager: bool
 
     def program(
@@ -347,7 +347,7 @@ class ViewWalk(ProgramWalk[Any]):
     def rematerialise(
         self, eqn: Equation, function: Callable[[Values], Values], operands: Values
     ) -> Values:
-        """``jax.checkpoint(function)(values)`` for the operands that are no views."""
+        """``jax.checkpoint(function)(values)`` for the operands that are not views."""
 
 
 def _with_gradient(eqn: Equation, operands: Values) -> Values:
