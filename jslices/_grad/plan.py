@@ -128,9 +128,7 @@ class Planned(NamedTuple):
     @property
     def read_whole(self) -> set[int]:
         """The leaves that are read beyond the rows of the plan."""
-        live = Scope(self.program).live
-        used = {v for eqn in live for v in eqn.invars if not isinstance(v, _jax.Literal)}
-        used.update(v for v in self.program.outvars if not isinstance(v, _jax.Literal))
+        used = Scope(self.program).used
         return {
             i
             for i, v in zip(range(len(self.leaves)), self.program.invars, strict=False)

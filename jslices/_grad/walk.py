@@ -79,13 +79,14 @@ class Scope:
             if needs_grad and not isinstance(v, Literal) and _jax.carries_gradient(v)
         }
         self._passing: set[int] = set()
-        used = {v for v in program.outvars if not isinstance(v, Literal)}
+        #: The variables that a live equation or an output reads.
+        self.used: set[Any] = {v for v in program.outvars if not isinstance(v, Literal)}
         for eqn in reversed(program.eqns):
-            if not eqn.effects and used.isdisjoint(eqn.outvars):
+            if not eqn.effects and self.used.isdisjoint(eqn.outvars):
                 continue
             self.live.append(eqn)
             variables = [v for v in eqn.invars if not isinstance(v, Literal)]
-            used.update(variables)
+            self.used.update(variables)
             if output_needs_grad and self._takes_gradient(eqn):
                 self._passing.add(id(eqn))
                 self.grad_vars.update(filter(_jax.carries_gradient, variables))
