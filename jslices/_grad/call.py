@@ -68,7 +68,7 @@ class UserCall:
         self.primals, self.tree = flatten(tuple(args[i] for i in chosen))
         # What is only described (`explain` may be asked about arrays that do not exist)
         # becomes an input of the program; everything else is a constant of it.
-        self._others = [x for i, x in enumerate(args) if i not in chosen], kwargs
+        self._others = [None if i in chosen else x for i, x in enumerate(args)], kwargs
         self._rest, self._rest_tree = flatten(self._others)
         self._described = [isinstance(x, jax.ShapeDtypeStruct) for x in self._rest]
 
@@ -131,10 +131,8 @@ class UserCall:
                     for x, described in zip(self._rest, self._described, strict=True)
                 )
             args = list(rest)
-            for i, arg in sorted(
-                zip(self._chosen, chosen, strict=True), key=lambda x: x[0]
-            ):
-                args.insert(i, arg)
+            for i, arg in zip(self._chosen, chosen, strict=True):
+                args[i] = arg
             with _watched_models(self.names, chosen):
                 out, aux = split_aux(self._fun(*args, **kwargs), self._has_aux)
             results, out_tree = flatten(out)
