@@ -154,8 +154,12 @@ class Planned(NamedTuple):
             return False
         if any(site.exchange for site in self.looked_up[leaf]):
             return False
-        most = MANY_BYTES * of.num_bytes
-        return _jax.definitely(lambda: self.bytes_of_rows(leaf) >= most)
+        return self.rows_are_larger(leaf, MANY_BYTES)
+
+    def rows_are_larger(self, leaf: int, times: int = 1) -> bool:
+        """True if rows take ``times`` the bytes of a dense gradient, or more."""
+        dense = times * self.leaves[leaf].num_bytes
+        return _jax.definitely(lambda: self.bytes_of_rows(leaf) >= dense)
 
     def bytes_of_rows(self, leaf: int) -> int:
         """The size of the sparse gradient: rows and row numbers."""
@@ -173,7 +177,9 @@ def plan_call(call: UserCall, spec: SparseSpec, exchange: ExchangeSpec = None) -
     eager = not _jax.is_staged()
     planned = functools.partial(_planned, program, outputs, eager)
     best = _with_row_axes(planned(leaves), planned)
-    larger = [i for i in range(len(leaves)) if _is_dense_as_smaller(best, i)]
+    optional = [i for i, leaf in enumerate(best.leaves) if leaf.mode == "if_smaller"]
+    sparse = [i for i in optional if best.kind(i) == "sparse"]
+    larger = [i for i in sparse if best.rows_are_larger(i)]
     if not larger:
         return best
     leaves = list(best.leaves)
@@ -215,8 +221,7 @@ def _best_plan(plans: Sequence[Planned], number: int) -> Planned:
     # Rows as large as the array are those of tables that are also looked up by finer ones,
     # and used as wholes: that is said, as of any table used so.
     mixed = [x for x in plans if x.kind(number) == "dense" and x.looked_up.get(number)]
-    as_large = lambda: best.bytes_of_rows(number) >= leaf.num_bytes  # noqa: E731
-    if mixed and leaf.mode is None and _jax.definitely(as_large):
+    if mixed and leaf.mode is None and best.rows_are_larger(number):
         return mixed[0]
     return best
 
@@ -231,16 +236,8 @@ def _may_have_finer_rows(planned: Planned, number: int) -> bool:
     no_room = many and not jax.config.read("jax_enable_x64")
     if no_room and planned.kind(number) == "sparse":
         # Their numbers may not fit; an error says so, unless these rows do.
-        return _jax.definitely(lambda: planned.bytes_of_rows(number) >= leaf.num_bytes)
+        return planned.rows_are_larger(number)
     return leaf.may_be_sparse and (use is None or use.what not in _PRODUCTS)
-
-
-def _is_dense_as_smaller(planned: Planned, leaf: int) -> bool:
-    """True if ``"if_smaller"`` selects the dense gradient."""
-    if planned.leaves[leaf].mode != "if_smaller" or planned.kind(leaf) != "sparse":
-        return False
-    whole = planned.leaves[leaf].num_bytes
-    return _jax.definitely(lambda: planned.bytes_of_rows(leaf) >= whole)
 
 
 # --- planning ---------------------------------------------------------------------------
