@@ -292,6 +292,27 @@ def operation(eqn: Equation) -> Hashable:
     return key
 
 
+def evaluate(
+    program: Program,
+    operands: Sequence[jax.Array],
+    replace: Callable[[Atom, jax.Array], jax.Array],
+) -> list[jax.Array]:
+    """The outputs of a program whose every variable passes through ``replace``.
+
+    ``replace(variable, array)`` gives the array that the rest of the program reads.
+    """
+    values = dict(zip(program.invars, operands, strict=True))
+    values.update(zip(program.constvars, constants(program), strict=True))
+
+    def read(atom: Atom) -> Any:
+        return atom.val if isinstance(atom, Literal) else values[atom]
+
+    for eqn in program.eqns:
+        outputs = bind(eqn, list(map(read, eqn.invars)))
+        values.update(zip(eqn.outvars, map(replace, eqn.outvars, outputs), strict=True))
+    return list(map(read, program.outvars))
+
+
 def eval_minimal(
     fun: Callable[..., list[Any]], args: Sequence[Any]
 ) -> tuple[list[Any], list[bool]]:

@@ -8,17 +8,17 @@ Read from the top:
     run         the planned call, with a cotangent slot in every read
     walk        the one walk over programs, that planner, runner and other checks visit by
     reads       the forms of a read of rows, keyed by primitive
-    products    of them those that are products with one-hot and sparse matrices
-    origins     how variables came about, where that tells what is read
+    products    those that are products with one-hot and sparse matrices
+    origins     how variables were computed, where that tells what is read
     rules       the steps that commute with a read, keyed by primitive; ``register_rowwise``
     custom      functions with derivatives of their own, as such steps
     views       variables in terms of the tables that they were computed from
-    memo        what is kept from call to call where there is no ``jax.jit``
+    memo        plans and compiled programs, kept from call to call without ``jax.jit``
     nnx         models of Flax NNX: states differentiated, changes lost
     unread      the search for lookups that are not read as rows
     ids         ``lookup_ids``: the rows that a call is about to read
     explain     the report of a plan, the warning, the error
     exchange_report  its part on rows that go from device to device
 
-All that depends on the JAX release stands in ``jslices/_jax.py``.
+All that depends on the JAX release is in ``jslices/_jax.py``.
 """

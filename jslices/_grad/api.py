@@ -10,30 +10,27 @@ import jax.numpy as jnp
 from jslices import _jax
 from jslices._grad.call import (
     Argnums,
-    Call,
     ExchangeSpec,
-    Leaf,
+    LeafSpec,
     SparseSpec,
+    UserCall,
     check_callable,
     check_inputs,
-    chosen_arguments,
-    is_number,
     names_states,
 )
 from jslices._grad.explain import hint_smaller, report_dense
 from jslices._grad.nnx import value_and_grad_of_states
 from jslices._grad.plan import Planned, plan_call
 from jslices._grad.run import (
-    NOTHING_TAKEN,
-    Slots,
-    Taken,
-    gradient_of,
+    NO_PREFETCH,
+    Prefetched,
+    SlotTree,
+    gradients_of,
     run_planned,
     slots_for,
     without_dense_warning,
 )
-from jslices._grad.views import Values
-from jslices._slices import IndexedSlices, concat_slices
+from jslices._slices import IndexedSlices
 from jslices._typing import PyTree
 
 
@@ -53,10 +50,9 @@ def value_and_grad(
     ``jnp.take``, :func:`jslices.embedding_lookup`, anywhere inside ``jit``, ``vmap``,
     ``scan``, ``cond`` or ``checkpoint``) is an :class:`jslices.IndexedSlices` with
     ``values`` ``[K, *D]`` of the array's dtype and int32 ``indices`` ``[K]``, K being the
-    number of rows read, duplicates counted. Untouched rows do not appear. Nor does any row
-    of an array ``[V, *D]`` into which no gradient comes (unused, looked up with no ids,
-    behind ``stop_gradient``): K is 0, and a lazy optimizer leaves it. Every other gradient
-    is what JAX gives.
+    number of rows read, duplicates counted. Untouched rows do not appear. Arrays that
+    receive no gradient (unused, looked up with no ids, behind ``stop_gradient``) get no
+    rows: K is 0, and a lazy optimizer leaves them. Every other gradient is what JAX gives.
 
     ``fun`` is traced as under ``jax.jit``: its control flow may not depend on values.
 
@@ -72,7 +68,7 @@ def value_and_grad(
       allow_int: whether integer arrays may be differentiated (their gradient is of
         dtype float0).
       sparse: None decides by the program alone: the kind of a gradient then depends on
-        sizes only where the numbers of all rows stand in the program, ``table[7]``,
+        sizes only where all row numbers are constants of the program, ``table[7]``,
         ``table[:n]`` (rows if they are at most half of the array). False makes a gradient
         dense, zeros if there is none, True insists on rows, and ``"if_smaller"``
         makes those dense whose rows with their indices, K counted with duplicates, would
@@ -83,7 +79,7 @@ def value_and_grad(
       exchange: for tables split by rows over the devices of a mesh: a
         :class:`jslices.Exchange` for all of them, or a pytree prefix (a dict may leave
         arrays out). Rows then travel between devices, and the table does not; the entries
-        of the gradient stand on the devices that hold their rows, and optimizers need
+        of the gradient are on the devices that hold their rows, and optimizers need
         nothing from other devices. On a mesh of Explicit axes the table's type says how it
         is split; without either XLA decides, and exchanges more.
 
@@ -117,7 +113,7 @@ def value_and_grad(
 
     Source: TensorFlow's ``tf.gradients`` gives IndexedSlices where the gradient function
     of the lookup itself is reached; here any program is read, and the steps that commute
-    with a lookup (a cast, a scaling, any row-wise function) may stand in between.
+    with a lookup (a cast, a scaling, any row-wise function) may come in between.
     """  # noqa: E501
     check_callable(fun)
     if names_states(argnums):
@@ -132,12 +128,11 @@ def value_and_grad(
 
     @functools.wraps(fun)
     def value_and_grad_fun(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        call = Call(fun, chosen_arguments(argnums, args), args, kwargs, has_aux)
+        call = UserCall(fun, argnums, args, kwargs, has_aux)
         check_inputs(call, holomorphic, allow_int)
-        single = is_number(argnums)
-        planned = plan_call(call, single, sparse, exchange)
+        planned = plan_call(call, sparse, exchange)
         value, aux, grads = differentiated(call, planned, holomorphic)
-        return (value, aux) if has_aux else value, grads[0] if single else grads
+        return (value, aux) if has_aux else value, grads[0] if call.single else grads
 
     return value_and_grad_fun
 
@@ -176,11 +171,14 @@ def grad(
 
 
 def differentiated(
-    call: Call, planned: Planned, holomorphic: bool = False, taken: Taken = NOTHING_TAKEN
+    call: UserCall,
+    planned: Planned,
+    holomorphic: bool = False,
+    taken: Prefetched = NO_PREFETCH,
 ) -> tuple[Any, Any, Any]:
     """``(value, aux, grads)`` of a planned call; ``grads`` is a tuple of its arguments.
 
-    Of leaves of which all rows are ``taken`` already, none is read.
+    No row is read of the leaves whose rows are ``taken`` already.
     """
     value, pullback, aux = _linearize(call, planned, taken)
     return value, aux, pullback(_seed(value, holomorphic))
@@ -216,8 +214,8 @@ def vjp(
       Array([1, 1], dtype=int32)
     """
     check_callable(fun)
-    call = Call(fun, tuple(range(len(primals))), primals, {}, has_aux)
-    result, pullback, aux = _linearize(call, plan_call(call, False, sparse, exchange))
+    call = UserCall(fun, tuple(range(len(primals))), primals, {}, has_aux)
+    result, pullback, aux = _linearize(call, plan_call(call, sparse, exchange))
     return (result, pullback, aux) if has_aux else (result, pullback)
 
 
@@ -225,7 +223,7 @@ def vjp(
 
 
 def _linearize(
-    call: Call, planned: Planned, taken: Taken = NOTHING_TAKEN
+    call: UserCall, planned: Planned, taken: Prefetched = NO_PREFETCH
 ) -> tuple[Any, Callable[[Any], Any], Any]:
     """``(result, pullback, aux)``: runs the call with a cotangent slot in every read.
 
@@ -240,7 +238,7 @@ def _linearize(
     dense = [x for x, kind in zip(call.primals, kinds, strict=True) if kind == "dense"]
     slots = slots_for(planned.plan, taken)
 
-    def run(dense: list[jax.Array], slots: Slots) -> tuple[Values, tuple[Values, Slots]]:
+    def run(dense: list[jax.Array], slots: SlotTree) -> tuple[Any, Any]:
         left = iter(dense)
         primals = [
             next(left) if kind == "dense" else x
@@ -260,20 +258,15 @@ def _linearize(
 
 @jax.tree_util.register_pytree_node_class
 class _VjpFun:
-    """What leads from the result's cotangent to the gradients.
-
-    Args:
-      static: the leaves, the sites of the plan, the kinds of the leaves, the structures of
-        the arguments and of the result.
-      arrays: from the results' cotangents to those of dense leaves and slots; the row
-        numbers of each site.
-    """
+    """The function from the result's cotangent to the gradients, a pytree."""
 
     def __init__(self, static: Any, arrays: Any) -> None:
         self._static, self._arrays = static, arrays
 
     def __call__(self, out_ct: PyTree, *others: PyTree) -> PyTree:
         leaves, sites, kinds, arguments, result = self._static
+        # From the results' cotangents to those of dense leaves and slots; the row numbers
+        # of each site.
         pullback, indices = self._arrays
         if others:
             raise TypeError(
@@ -288,13 +281,10 @@ class _VjpFun:
             )
         with without_dense_warning():
             dense, slots = pullback(cotangents)
-        parts: dict[int, list[IndexedSlices]] = {}
-        for site, slot, index in zip(sites, jax.tree.leaves(slots), indices, strict=True):
-            part = gradient_of(site, site.table_shape, slot, index)
-            parts.setdefault(site.leaf, []).append(part)
+        rows = gradients_of(sites, jax.tree.leaves(slots), indices)
         left = iter(dense)
         return arguments.unflatten(
-            next(left) if kind == "dense" else _slices(leaf, parts.get(i, []))
+            next(left) if kind == "dense" else _leaf_gradient(leaf, rows.get(i))
             for i, (leaf, kind) in enumerate(zip(leaves, kinds, strict=True))
         )
 
@@ -310,7 +300,7 @@ class _VjpFun:
         return cls(static, tuple(arrays))
 
 
-#: What a function of ``jax.vjp`` has besides.
+#: Attributes of a function of ``jax.vjp`` that this one lacks.
 _INSTEAD_OF = {
     "with_refs": "gradients are values here, which slices + slices adds up",
     "args_res": "it is a pytree, whose leaves are what the backward needs",
@@ -318,13 +308,11 @@ _INSTEAD_OF = {
 }
 
 
-def _slices(leaf: Leaf, parts: list[IndexedSlices]) -> IndexedSlices:
-    """The gradient of one leaf, from those of its reads."""
+def _leaf_gradient(leaf: LeafSpec, rows: IndexedSlices | None) -> IndexedSlices:
+    """The gradient of a leaf; without ``rows`` no gradient reaches it."""
     shape = tuple(leaf.aval.shape)
-    if parts:
-        flat = parts[0] if len(parts) == 1 else concat_slices(parts)
-        return flat.numbered_as(shape)
-    # No gradient comes in.
+    if rows is not None:
+        return rows.numbered_as(shape)
     none = jnp.zeros((0, *shape[1:]), leaf.aval.dtype)
     return IndexedSlices(none, jnp.zeros((0,), jnp.int32), shape)
 

@@ -7,8 +7,9 @@ import contextlib
 import copy
 import functools
 import inspect
+import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -18,7 +19,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jslices import _jax
 from jslices._exchange.plan import Exchange, ExchangePlan, plan_exchange
-from jslices._grad.views import Table, View, folded
+from jslices._grad.views import TableView, View, folded
 from jslices._jax import Program, broadcast_prefix, flatten
 from jslices._place.boundary import explicit_mesh, explicit_part, mesh_of
 from jslices._rows.access import rows_numbered
@@ -48,40 +49,44 @@ _NEEDS_VALUES = (
 )
 
 
-class Call:
-    """One call of the user's function, as a function of the differentiated arrays.
-
-    Attributes:
-      primals: those arrays, the leaves of the differentiated arguments.
-      tree: the structure of the tuple of these arguments.
-    """
+class UserCall:
+    """One call of the user's function, as a function of the differentiated arrays."""
 
     def __init__(
         self,
         fun: Callable[..., Any],
-        chosen: Sequence[int],
+        argnums: int | Sequence[int],
         args: Sequence[Any],
         kwargs: dict[str, Any],
         has_aux: bool,
     ) -> None:
-        self._fun, self._chosen, self._has_aux = fun, chosen, has_aux
+        self._fun, self._has_aux = fun, has_aux
+        self._chosen = chosen = chosen_arguments(argnums, args)
+        #: True where ``argnums`` is one number, and gradients mirror that argument.
+        self.single = np.ndim(argnums) == 0
+        #: The differentiated arrays, and the structure of the tuple of their arguments.
         self.primals, self.tree = flatten(tuple(args[i] for i in chosen))
         # What is only described (`explain` may be asked about arrays that do not exist)
         # becomes an input of the program; everything else is a constant of it.
-        self._others = [x for i, x in enumerate(args) if i not in chosen], kwargs
+        self._others = [None if i in chosen else x for i, x in enumerate(args)], kwargs
         self._rest, self._rest_tree = flatten(self._others)
         self._described = [isinstance(x, jax.ShapeDtypeStruct) for x in self._rest]
 
-    def at(self, *args: Any) -> "Call":
+    def at(self, *args: Any) -> "UserCall":
         """The same call with other values of the differentiated arguments."""
         new = copy.copy(self)
         new.primals, tree = flatten(args)
         assert tree == self.tree
         return new
 
+    def mirror(self, leaves: Iterable[Any]) -> Any:
+        """The differentiated argument, or the tuple of them, with other leaves."""
+        arguments = self.tree.unflatten(leaves)
+        return arguments[0] if self.single else arguments
+
     @property
     def is_described(self) -> bool:
-        """Whether something besides the differentiated arrays is only described."""
+        """True if something besides the differentiated arrays is only described."""
         return any(self._described)
 
     @property
@@ -126,10 +131,8 @@ class Call:
                     for x, described in zip(self._rest, self._described, strict=True)
                 )
             args = list(rest)
-            for i, arg in sorted(
-                zip(self._chosen, chosen, strict=True), key=lambda x: x[0]
-            ):
-                args.insert(i, arg)
+            for i, arg in zip(self._chosen, chosen, strict=True):
+                args[i] = arg
             with _watched_models(self.names, chosen):
                 out, aux = split_aux(self._fun(*args, **kwargs), self._has_aux)
             results, out_tree = flatten(out)
@@ -157,18 +160,12 @@ class Call:
 
 
 class Outputs(NamedTuple):
-    """The structure of the user's result and aux in the outputs of the program.
-
-    Attributes:
-      tree: the structure of the result.
-      num_results: how many of the outputs are the result's; the others are aux's.
-      aux_tree: the structure of aux.
-      aux_fixed: ``(leaf,)`` for every leaf of aux; None for an array, which is an output.
-    """
+    """The structure of the user's result and aux in the outputs of the program."""
 
     tree: jax.tree_util.PyTreeDef
-    num_results: int
+    num_results: int  # the other outputs belong to aux
     aux_tree: jax.tree_util.PyTreeDef
+    #: ``(leaf,)`` for every leaf of aux; None for an array, which is an output.
     aux_fixed: list[Any]
 
     def result(self, flat: Sequence[jax.Array]) -> Any:
@@ -203,7 +200,7 @@ def split_aux(out: Any, has_aux: bool) -> tuple[Any, Any]:
 
 
 def _definition(fun: Any) -> Any:
-    """What defines a function: the method of an object that can be called, say."""
+    """The definition behind a function: the method of a callable object, say."""
     while isinstance(fun, functools.partial):
         fun = fun.func
     return fun if hasattr(fun, "__name__") else type(fun).__call__
@@ -252,13 +249,8 @@ def chosen_arguments(argnums: int | Sequence[int], args: Sequence[Any]) -> tuple
     return positions
 
 
-def is_number(argnums: Any) -> bool:
-    """True for one argument, False for several."""
-    return np.ndim(argnums) == 0
-
-
 def names_states(argnums: Any) -> bool:
-    """Whether one of ``argnums`` is a ``nnx.DiffState``."""
+    """True if one of ``argnums`` is a ``nnx.DiffState``."""
     return any(map(is_state, argnums if isinstance(argnums, Sequence) else [argnums]))
 
 
@@ -266,7 +258,7 @@ def is_state(argnum: Any) -> bool:
     return hasattr(argnum, "argnum") and hasattr(argnum, "filter")
 
 
-def check_inputs(call: Call, holomorphic: bool, allow_int: bool) -> None:
+def check_inputs(call: UserCall, holomorphic: bool, allow_int: bool) -> None:
     """Raises TypeError for an argument that JAX does not differentiate either."""
     for i, x in enumerate(call.primals):
         dtype = getattr(x, "dtype", None)
@@ -300,22 +292,14 @@ _SPLIT = (
 # --- leaves -----------------------------------------------------------------------------
 
 
-class Leaf(NamedTuple):
-    """One differentiated array.
+class LeafSpec(NamedTuple):
+    """One differentiated array, and what the user says of its gradient."""
 
-    Attributes:
-      name: what the user calls it, such as ``params['table']``.
-      aval: its abstract value.
-      mode: what ``sparse=`` says of it.
-      exchange: what ``exchange=`` does.
-      row_axes: how many leading axes number its rows, if it has rows.
-    """
-
-    name: str
+    name: str  # such as ``params['table']``
     aval: Aval
     mode: SparseMode
     exchange: Exchange | None = None
-    row_axes: int = 1
+    row_axes: int = 1  # how many leading axes number its rows, if it has rows
 
     @property
     def has_rows(self) -> bool:
@@ -333,20 +317,24 @@ class Leaf(NamedTuple):
 
     def view(self, number: int, array: jax.Array | None = None) -> View:
         """The view of it, as the leaf with this number."""
-        table = Table(self.table_shape, self.aval.dtype, number, array)
+        table = TableView(self.table_shape, self.aval.dtype, number, array)
         return folded(table, tuple(self.aval.shape[: self.row_axes]))
 
     @property
     def is_small(self) -> bool:
-        """Whether it makes no difference to a step how its gradient is kept."""
+        """Too small for sparse or dense to matter."""
         return _jax.definitely(lambda: self.num_bytes < SMALL_BYTES)
 
     @property
     def num_bytes(self) -> int:
         return self.aval.size * self.aval.dtype.itemsize
 
+    @property
+    def row_bytes(self) -> int:
+        return math.prod(self.aval.shape[self.row_axes :]) * self.aval.dtype.itemsize
+
     def exchange_of(self, count: int) -> ExchangePlan | None:
-        """The exchange of a read of ``count`` rows; None where it is left to XLA."""
+        """The exchange of a read of ``count`` rows; None if XLA decides."""
         if self.exchange is None and mesh_of(self.aval) is None:
             return None
         return plan_exchange(self.aval, self.exchange, self.name, count, self.row_axes)
@@ -364,12 +352,12 @@ class Leaf(NamedTuple):
 
 
 def describe_leaves(
-    call: Call, single: bool, spec: SparseSpec, exchange: ExchangeSpec
-) -> list[Leaf]:
-    """A Leaf for every differentiated array."""
+    call: UserCall, spec: SparseSpec, exchange: ExchangeSpec
+) -> list[LeafSpec]:
+    """A LeafSpec for every differentiated array."""
     tree = call.tree.unflatten(call.primals)
     mode_prefix, exchange_prefix = (None if callable(spec) else spec), exchange
-    if single:
+    if call.single:
         mode_prefix, exchange_prefix = (mode_prefix,), (exchange,)
     of_these = "or a pytree of these that is a prefix of the differentiated argument"
     modes = broadcast_prefix(
@@ -378,7 +366,7 @@ def describe_leaves(
         f"sparse= must be a bool, 'if_smaller', a function of (path, leaf), {of_these}",
     )
     exchanges = broadcast_prefix(
-        _filled(exchange_prefix, tree),
+        _fill_prefix(exchange_prefix, tree),
         tree,
         f"exchange= must be a jslices.Exchange, {of_these}",
     )
@@ -386,7 +374,7 @@ def describe_leaves(
     columns = call.leaf_names, call.paths, call.primals, modes, exchanges
     for name, path, x, mode, exchange in zip(*columns, strict=True):
         if callable(spec):
-            mode = spec(path[1:] if single else path, x)
+            mode = spec(path[1:] if call.single else path, x)
         if not (mode is None or isinstance(mode, bool) or mode == "if_smaller"):
             raise TypeError(
                 "sparse= must give True, False, None or 'if_smaller' for each array, got "
@@ -397,14 +385,14 @@ def describe_leaves(
                 "exchange= must give a jslices.Exchange or None for each array, got "
                 f"{exchange!r} for {name}"
             )
-        leaves.append(Leaf(name, jax.typeof(x), mode, exchange))
+        leaves.append(LeafSpec(name, jax.typeof(x), mode, exchange))
     return leaves
 
 
-def _filled(prefix: PyTree, tree: PyTree) -> PyTree:
+def _fill_prefix(prefix: PyTree, tree: PyTree) -> PyTree:
     """``prefix`` with None for what its dicts do not name."""
     if isinstance(prefix, tuple) and isinstance(tree, tuple) and len(prefix) == len(tree):
-        return tuple(map(_filled, prefix, tree))
+        return tuple(map(_fill_prefix, prefix, tree))
     if not isinstance(prefix, dict) or not isinstance(tree, dict) or prefix.keys() - tree:
         return prefix
-    return {key: _filled(prefix.get(key), tree[key]) for key in tree}
+    return {key: _fill_prefix(prefix.get(key), tree[key]) for key in tree}

@@ -22,9 +22,9 @@ from jslices import _jax
 from jslices._grad.reads import Reader
 from jslices._grad.rules import rowwise, rule_for
 from jslices._grad.views import (
-    Ids,
+    RowIds,
     Rowwise,
-    Table,
+    TableView,
     Transposed,
     Unslotted,
     Values,
@@ -32,7 +32,7 @@ from jslices._grad.views import (
     flat,
     folded,
 )
-from jslices._grad.walk import Scope, Walk
+from jslices._grad.walk import ProgramWalk, Scope
 from jslices._jax import Atom, Equation, Program
 
 
@@ -92,17 +92,16 @@ def with_own_derivative(
     return outputs
 
 
-#: Of the functions that JAX keeps: which were checked, and whether they passed.
-_checked: weakref.WeakKeyDictionary[Any, dict[Any, bool]] = weakref.WeakKeyDictionary()
+#: Whether a function that JAX keeps has passed its check.
+_program_checks: weakref.WeakKeyDictionary[Any, dict[Any, bool]] = (
+    weakref.WeakKeyDictionary()
+)
 
 
 class _Function:
     """A call of a function with a derivative of its own, for n rows.
 
-    Args:
-      eqn: the call.
-      shared: which operands serve all rows.
-      lead: how many axes number the rows of the others.
+    ``shared`` operands serve all rows; ``lead`` axes number the rows of the others.
     """
 
     def __init__(self, eqn: Equation, shared: Sequence[bool], lead: int) -> None:
@@ -127,7 +126,7 @@ class _Function:
             return
         if within:
             return self.check_programs(within | {source})
-        checked = _checked.setdefault(self.body.program, {})
+        checked = _program_checks.setdefault(self.body.program, {})
         key = (tuple(self.shared), self._lead)
         if key not in checked:
             checked[key] = False
@@ -255,10 +254,7 @@ def _aval(atom: Atom) -> jax.ShapeDtypeStruct:
 class _RowProgram:
     """A program of whole arrays, applied to n rows of them.
 
-    Args:
-      program: the program.
-      shared: which of its inputs serve all rows.
-      lead: how many axes number the rows of the others.
+    ``shared`` inputs serve all rows; ``lead`` axes number the rows of the others.
     """
 
     def __init__(self, program: Program, shared: Sequence[bool], lead: int) -> None:
@@ -279,33 +275,35 @@ class _RowProgram:
         """The outputs of n rows."""
         outputs = self._outputs(values, None)
         reader = Reader(lambda table, ids: values[table.leaf])
-        ids = Ids((), jnp.arange(count))
+        ids = RowIds((), jnp.arange(count))
         return tuple(
             reader.rows(flat(x), ids) if isinstance(x, View) else x for x in outputs
         )
 
     def _outputs(self, values: Values, within: frozenset[Any] | None) -> Values:
         invars, inputs = self.program.invars, list(values)
-        rows, _ = _split(_jax.shape_of(invars[self._shared.index(False)]), self._lead)
+        rows, _ = _split_shape(_jax.shape_of(invars[self._shared.index(False)]), self._lead)
         for i, atom in enumerate(invars):
             if not self._shared[i]:
-                _, row = _split(_jax.shape_of(atom), self._lead)
-                table = Table((math.prod(rows), *row), atom.aval.dtype, i)
+                _, row = _split_shape(_jax.shape_of(atom), self._lead)
+                table = TableView((math.prod(rows), *row), atom.aval.dtype, i)
                 inputs[i] = folded(table, rows)
         return _RowWalk(rows, within).program(self.program, inputs)
 
 
-def _split(shape: tuple[int, ...], lead: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def _split_shape(
+    shape: tuple[int, ...], lead: int
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return shape[:lead], shape[lead:]
 
 
-class _RowWalk(Walk[Any]):
+class _RowWalk(ProgramWalk[Any]):
     """A walk with views where a program has rows, and values where it has none.
 
     Args:
       rows: the sizes of the axes that number the rows of the views that go in.
       within: as in :func:`with_own_derivative`. None where there are values: the program
-        was checked. Otherwise None stands for each.
+        was checked. Otherwise each is None.
     """
 
     def __init__(self, rows: tuple[int, ...], within: frozenset[Any] | None) -> None:
@@ -328,7 +326,7 @@ class _RowWalk(Walk[Any]):
         return _or_mixed(with_own_derivative(eqn, operands, self._within))
 
     def step(self, eqn: Equation, operands: Values, scope: Scope) -> Values:
-        return _or_mixed(rowwise(eqn, operands, _refuse))
+        return _or_mixed(rowwise(eqn, operands, _refuse_whole))
 
 
 def _or_mixed(views: list[View] | None) -> list[View]:
@@ -342,7 +340,7 @@ def _repeated(eqn: Equation, operands: Values, rows: tuple[int, ...]) -> View | 
     if eqn.primitive.name != "broadcast_in_dim" or len(operands) > 1:
         return None
     dims = tuple(eqn.params["broadcast_dimensions"])
-    sizes, row = _split(_jax.shape_of(eqn.outvars[0]), len(rows))
+    sizes, row = _split_shape(_jax.shape_of(eqn.outvars[0]), len(rows))
     if sizes != rows or any(d < len(rows) for d in dims):
         return None
     inside = [1 + d - len(rows) for d in dims]
@@ -355,7 +353,7 @@ def _repeated(eqn: Equation, operands: Values, rows: tuple[int, ...]) -> View | 
     return folded(Rowwise(shape, dtype, apply, tuple(operands), (True,), key), rows)
 
 
-def _refuse(whole: Any) -> Any:
+def _refuse_whole(whole: Any) -> Any:
     raise _MixesRowsError
 
 
@@ -364,13 +362,13 @@ def _row_by_row(view: View, visited: set[View]) -> bool:
     if view in visited:
         return True
     visited.add(view)
-    if isinstance(view, Table):
+    if isinstance(view, TableView):
         return True
     if not isinstance(view, Rowwise | Unslotted):
         return False
     return all(
         at is None or (isinstance(part, View) and _row_by_row(part, visited))
-        for part, at in view.parts(Ids())
+        for part, at in view.parts(RowIds())
     )
 
 
@@ -386,7 +384,7 @@ class _Dependence(enum.Enum):
     LINEAR = enum.auto()
 
 
-class _Linearity(Walk[_Dependence]):
+class _Linearity(ProgramWalk[_Dependence]):
     """Raises _NotLinearError unless all that depends on the cotangents does so linearly."""
 
     def constant(self, value: Any) -> _Dependence:

@@ -1,6 +1,7 @@
 """The report on the exchange of rows between devices."""
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -8,8 +9,8 @@ import jax
 import numpy as np
 
 from jslices._densify import human_bytes
-from jslices._exchange.plan import ExchangePlan, Way
-from jslices._grad.call import Call
+from jslices._exchange.plan import Way
+from jslices._grad.call import UserCall
 from jslices._grad.ids import eval_ids
 from jslices._grad.plan import Planned, Site
 
@@ -50,7 +51,7 @@ class ExchangeReport(NamedTuple):
         return f"{first} to each device, all to all; gathered: {second}; {room}"
 
 
-def exchange_reports(planned: Planned, call: Call) -> dict[int, ExchangeReport]:
+def exchange_reports(planned: Planned, call: UserCall) -> dict[int, ExchangeReport]:
     """Reports for the leaves whose rows are exchanged, by number."""
     sites = jax.tree.leaves(planned.plan)
     if not any(site.exchange for site in sites):
@@ -60,51 +61,47 @@ def exchange_reports(planned: Planned, call: Call) -> dict[int, ExchangeReport]:
     for site, numbers in zip(sites, ids, strict=True):
         if site.exchange is not None:
             by_leaf.setdefault(site.leaf, []).append((site, numbers))
-    return {leaf: _report(lookups) for leaf, lookups in by_leaf.items()}
+    return {leaf: _exchange_report(lookups) for leaf, lookups in by_leaf.items()}
 
 
-def _concrete_ids(planned: Planned, call: Call, count: int) -> Sequence[Any]:
+def _concrete_ids(planned: Planned, call: UserCall, count: int) -> Sequence[Any]:
     """The ids of every lookup; None where they are described or traced."""
     if call.is_described:
         return [None] * count
-    alone = planned._replace(plan=jax.tree.map(_on_one_device, planned.plan), eager=False)
+
+    def on_one_device(site: Site) -> Site:
+        return dataclasses.replace(site, exchange=None, sharding=None)
+
+    alone = planned._replace(plan=jax.tree.map(on_one_device, planned.plan), eager=False)
     ids, needed = eval_ids(alone, call.primals)
     if any(needed) or any(isinstance(x, jax.core.Tracer) for x in ids):
         return [None] * count
     return [np.asarray(x) for x in ids]
 
 
-def _on_one_device(site: Site) -> Site:
-    return dataclasses.replace(site, exchange=None, sharding=None)
-
-
-def _report(lookups: Sequence[tuple[Site, Any]]) -> ExchangeReport:
+def _exchange_report(lookups: Sequence[tuple[Site, Any]]) -> ExchangeReport:
     plans = [site.exchange for site, _ in lookups if site.exchange is not None]
     way: Way = "all_to_all" if any(r.way == "all_to_all" for r in plans) else "gather"
     loads = [
-        (plan, plan.loads(run))
+        (plan.loads(run), plan.capacity)
         for plan, (site, ids) in zip(plans, lookups, strict=True)
         if ids is not None
         for run in ids.reshape(-1, site.count)
     ]
+    overflows = [int(np.maximum(load - room, 0).sum()) for load, room in loads]
     return ExchangeReport(
         way,
-        sum(_received(site, "all_to_all") for site, _ in lookups),
-        sum(_received(site, "gather") for site, _ in lookups),
+        sum(_received_bytes(site, "all_to_all") for site, _ in lookups),
+        sum(_received_bytes(site, "gather") for site, _ in lookups),
         min(plan.capacity for plan in plans),
-        max(int(load.max()) for _, load in loads) if loads else None,
-        sum(_beyond(plan, load) for plan, load in loads) if loads else None,
+        max(int(load.max()) for load, _ in loads) if loads else None,
+        sum(overflows) if loads else None,
         any(plan.falls_back for plan in plans),
     )
 
 
-def _received(site: Site, way: Way) -> int:
+def _received_bytes(site: Site, way: Way) -> int:
     assert site.exchange is not None
     plan = dataclasses.replace(site.exchange, way=way, falls_back=False)
-    row_bytes = int(np.prod(site.table_shape[1:])) * site.dtype.itemsize
-    runs = int(np.prod(site.loops))
-    return runs * plan.received(row_bytes, site.index_dtype.itemsize)
-
-
-def _beyond(plan: ExchangePlan, load: np.ndarray) -> int:
-    return int(np.maximum(load - plan.capacity, 0).sum())
+    row_bytes = math.prod(site.table_shape[1:]) * site.dtype.itemsize
+    return math.prod(site.loops) * plan.received(row_bytes, site.index_dtype.itemsize)

@@ -2,7 +2,6 @@
 
 import functools
 import html
-import math
 import textwrap
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -19,16 +18,9 @@ from jslices._densify import (
     raise_at,
     warn_dense,
 )
-from jslices._grad.call import (
-    Call,
-    ExchangeSpec,
-    Leaf,
-    SparseSpec,
-    chosen_arguments,
-    is_number,
-)
+from jslices._grad.call import ExchangeSpec, LeafSpec, SparseSpec, UserCall
 from jslices._grad.exchange_report import ExchangeReport, exchange_reports
-from jslices._grad.plan import DenseUse, Planned, Site, plan_call
+from jslices._grad.plan import DenseUse, Planned, plan_call
 from jslices._grad.rules import WIDEST_PACKED
 from jslices._jax import Source
 from jslices._place.hints import PerformanceHint
@@ -179,7 +171,7 @@ def explain(
     optimizer: Any = None,
     exchange: ExchangeSpec = None,
 ) -> Callable[..., Explanation]:
-    """Tells which gradients of ``fun`` are sparse, what they cost, and why not.
+    """Reports which gradients of ``fun`` are sparse, what they cost, and why not.
 
     Nothing is computed: the function is traced, and arrays may be described by
     ``jax.ShapeDtypeStruct``, so that one can ask about a table of 100 GB.
@@ -191,7 +183,7 @@ def explain(
       has_aux: as in :func:`value_and_grad`.
       optimizer: a :class:`jslices.GradientTransformation`; the report then says how it
         steps each sparse array on the default device.
-      exchange: as in :func:`value_and_grad`; the report then tells the bytes that each
+      exchange: as in :func:`value_and_grad`; the report then has the bytes that each
         device receives by either plan, and, of ids that are given and not described, how
         full the fullest pair of devices is, and how many ids have no room.
 
@@ -216,22 +208,20 @@ def explain(
 
     @functools.wraps(fun)
     def explain_fun(*args: Any, **kwargs: Any) -> Explanation:
-        call = Call(fun, chosen_arguments(argnums, args), args, kwargs, has_aux)
-        planned = plan_call(call, is_number(argnums), sparse, exchange)
-        leaves = [_report(leaf, planned, n) for n, leaf in enumerate(planned.leaves)]
+        call = UserCall(fun, argnums, args, kwargs, has_aux)
+        planned = plan_call(call, sparse, exchange)
+        leaves = [_leaf_report(leaf, planned, n) for n, leaf in enumerate(planned.leaves)]
         for n, report in exchange_reports(planned, call).items():
             leaves[n] = leaves[n]._replace(exchange=report)
         if optimizer is not None:
-            steps = _steps(optimizer, call, is_number(argnums), leaves)
+            steps = _step_plans(optimizer, call, leaves)
             leaves = [x._replace(step=s) for x, s in zip(leaves, steps, strict=True)]
         return Explanation(tuple(leaves))
 
     return explain_fun
 
 
-def _steps(
-    optimizer: Any, call: Call, single: bool, leaves: Sequence[LeafReport]
-) -> list[Any]:
+def _step_plans(optimizer: Any, call: UserCall, leaves: Sequence[LeafReport]) -> list[Any]:
     """The optimizer's plan for each leaf; None for a gradient that is not sparse."""
 
     def gradient(leaf: LeafReport) -> Any:
@@ -240,29 +230,22 @@ def _steps(
         values = jnp.zeros((leaf.rows, *leaf.shape[leaf.row_axes :]), leaf.dtype)
         return slices_of(values, jnp.zeros((leaf.rows,), jnp.int32), leaf.shape)
 
-    grads = jax.eval_shape(lambda: call.tree.unflatten(map(gradient, leaves)))
-    params = call.tree.unflatten(
-        [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves]
-    )
-    if single:
-        grads, params = grads[0], params[0]
+    grads = jax.eval_shape(lambda: call.mirror(map(gradient, leaves)))
+    params = call.mirror(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves)
     return jax.tree.leaves(optimizer.plan(grads, params), is_leaf=lambda x: x is None)
 
 
-def _report(leaf: Leaf, planned: Planned, number: int) -> LeafReport:
-    shape, itemsize = tuple(leaf.aval.shape), leaf.aval.dtype.itemsize
-    kind, dense_bytes = planned.kind(number), leaf.num_bytes
-    use, sites = planned.dense.get(number), planned.looked_up.get(number, [])
-    row_bytes = itemsize * math.prod(shape[leaf.row_axes :])
+def _leaf_report(leaf: LeafSpec, planned: Planned, number: int) -> LeafReport:
+    kind, use, dense_bytes = planned.kind(number), planned.dense.get(number), leaf.num_bytes
     by_line: dict[UserLine, int] = {}
-    for site in sites:
-        where = _jax.user_line(site.source)
-        by_line[where] = by_line.get(where, 0) + site.total
+    for site in planned.looked_up.get(number, []):
+        line = _jax.user_line(site.source)
+        by_line[line] = by_line.get(line, 0) + site.total
     rows = sum(by_line.values())
-    moved = min(rows * row_bytes, dense_bytes) if kind == "sparse" else dense_bytes
+    moved = min(rows * leaf.row_bytes, dense_bytes) if kind == "sparse" else dense_bytes
     return LeafReport(
         path=leaf.name,
-        shape=shape,
+        shape=tuple(leaf.aval.shape),
         dtype=str(leaf.aval.dtype),
         kind=kind,
         lookups=tuple(LookupSite(*item) for item in by_line.items()),
@@ -305,22 +288,24 @@ def report_dense(planned: Planned, number: int) -> None:
         )
         raise_at(line, DenseUseError(message))
     sites = planned.looked_up.get(number)
+    sources = [site.source for site in sites] if sites else planned.unread[number]
+    lookups = ", ".join(map(str, _lines(sources)))
     if sites:
-        warn_dense(_mixed_use(leaf, use, line, sites), line)
+        rows = sum(site.total for site in sites)
+        why = (
+            f"because it is used whole ({use.what}) at {line}. Its lookups alone "
+            f"({lookups}) would give {rows} rows, {human_bytes(rows * leaf.row_bytes)}"
+        )
     else:
-        warn_dense(_unread(leaf, use, line, _lines(planned.unread[number])), line)
-
-
-def _mixed_use(leaf: Leaf, use: DenseUse, line: UserLine, sites: list[Site]) -> str:
-    rows = sum(site.total for site in sites)
-    row_bytes = leaf.aval.dtype.itemsize * math.prod(leaf.aval.shape[leaf.row_axes :])
-    places = ", ".join(map(str, _lines([site.source for site in sites])))
-    return (
-        f"the gradient of {leaf} is dense, {human_bytes(leaf.num_bytes)}, because it is "
-        f"used whole ({use.what}) at {line}. Its lookups alone ({places}) would give "
-        f"{rows} rows, {human_bytes(rows * row_bytes)}. Instead: "
+        why = (
+            f"although it is looked up ({lookups}): {use.what} at {line} needs more than "
+            "rows of it"
+        )
+    message = (
+        f"the gradient of {leaf} is dense, {human_bytes(leaf.num_bytes)}, {why}. Instead: "
         f"{instead_of(use)}. To accept it: sparse=False"
     )
+    warn_dense(message, line)
 
 
 def hint_smaller(planned: Planned, number: int) -> None:
@@ -334,14 +319,6 @@ def hint_smaller(planned: Planned, number: int) -> None:
         "sparse=True for this array",
         _jax.user_line(sites[0].source),
         PerformanceHint,
-    )
-
-
-def _unread(leaf: Leaf, use: DenseUse, line: UserLine, unread: Sequence[UserLine]) -> str:
-    return (
-        f"the gradient of {leaf} is dense, {human_bytes(leaf.num_bytes)}, although it is "
-        f"looked up ({', '.join(map(str, unread))}): {use.what} at {line} needs more than "
-        f"rows of it. Instead: {instead_of(use)}. To accept it: sparse=False"
     )
 
 
@@ -427,10 +404,10 @@ def _cells(leaf: LeafReport) -> tuple[str, ...]:
 
 def _notes(leaf: LeafReport, width: int = 98) -> list[str]:
     """Where an array is looked up, and what makes its gradient dense."""
-    lines = [f"  looked up, {rows:,} rows: {_where(line)}" for line, rows in leaf.lookups]
-    lines.extend(f"  looked up, but no rows: {_where(line)}" for line in leaf.unread)
+    lines = [f"  looked up, {rows:,} rows: {_at_line(line)}" for line, rows in leaf.lookups]
+    lines.extend(f"  looked up, but no rows: {_at_line(line)}" for line in leaf.unread)
     if leaf.dense_line is not None:
-        lines.append(f"  used whole ({leaf.dense_use}): {_where(leaf.dense_line)}")
+        lines.append(f"  used whole ({leaf.dense_use}): {_at_line(leaf.dense_line)}")
         # An ordinary weight has a dense gradient, and should.
         if leaf.lookups or leaf.unread:
             lines.append(f"  instead: {leaf.suggestion}")
@@ -447,23 +424,20 @@ def _notes(leaf: LeafReport, width: int = 98) -> list[str]:
         lines.append(f"  stepped: {leaf.step}")
     if lines:
         lines.insert(0, f"{leaf.path}:")
-    return [piece for line in lines for piece in _wrap(line, width)]
+    wrapper = textwrap.TextWrapper(
+        width, subsequent_indent="      ", break_on_hyphens=False
+    )
+    return [piece for line in lines for piece in wrapper.wrap(line)]
 
 
-def _where(line: UserLine) -> str:
+def _at_line(line: UserLine) -> str:
     if line == UNKNOWN_LINE:
         return "the function's result"
     return line.place + (f": {line.text}" if line.text else "")
 
 
-def _wrap(line: str, width: int) -> list[str]:
-    return textwrap.wrap(
-        line, width, subsequent_indent="      ", break_on_hyphens=False
-    ) or [line]
-
-
 def _clip(text: str, width: int) -> str:
-    """Shorten a name from its beginning, as its end tells more."""
+    """Shorten a name from its beginning, as its end says more."""
     return text if len(text) <= width else "..." + text[3 - width :]
 
 

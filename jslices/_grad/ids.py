@@ -8,16 +8,10 @@ import jax
 import jax.numpy as jnp
 
 from jslices import _jax
-from jslices._grad.call import (
-    Call,
-    ExchangeSpec,
-    check_callable,
-    chosen_arguments,
-    is_number,
-)
+from jslices._grad.call import ExchangeSpec, UserCall, check_callable
 from jslices._grad.plan import Planned, plan_call
-from jslices._grad.run import gradient_of, run_planned, slot_of, without_dense_warning
-from jslices._slices import IndexedSlices, concat_slices
+from jslices._grad.run import gradients_of, run_planned, slot_of, without_dense_warning
+from jslices._slices import IndexedSlices
 
 
 def lookup_ids(
@@ -36,14 +30,14 @@ def lookup_ids(
       exchange: as in :func:`value_and_grad`.
 
     Returns:
-      A function of the same arguments that mirrors the chosen ones: for an array of which
-      rows are looked up, and nothing else, their numbers, int32 ``[K]`` in the order of the
-      program, duplicates and those out of range (no row is read) included; None for every
-      other array. (``tx.catch_up`` wants True for one that is read whole, if another loss
-      leaves it without gradient: :func:`jslices.optim.exact_step` knows.) With
-      ``exchange``, for an array that is split over devices, IndexedSlices without elements
-      whose ``indices`` stand on the devices that hold the rows; without elements also for
-      an array whose rows several axes number.
+      A function of the same arguments that mirrors the chosen ones: for an array that is
+      only looked up, the row numbers, int32 ``[K]`` in the order of the program, duplicates
+      and those out of range (no row is read) included; None for every other array.
+      (``tx.catch_up`` wants True for one that is read whole, if another loss leaves it
+      without gradient: :func:`jslices.optim.exact_step` knows.) With ``exchange``, for an
+      array that is split over devices, IndexedSlices without elements whose ``indices`` are
+      on the devices that hold the rows; without elements also for an array whose rows
+      several axes number.
 
     Raises:
       ValueError: if the rows that are read depend on the values of the array itself; they
@@ -69,17 +63,14 @@ def lookup_ids(
 
     @functools.wraps(fun)
     def ids_fun(*args: Any, **kwargs: Any) -> Any:
-        call = Call(fun, chosen_arguments(argnums, args), args, kwargs, has_aux)
-        single = is_number(argnums)
-        planned = plan_call(call, single, None, exchange)
-        rows, _ = rows_read(call, planned)
-        mirrored = call.tree.unflatten(map(as_ids, rows))
-        return mirrored[0] if single else mirrored
+        call = UserCall(fun, argnums, args, kwargs, has_aux)
+        rows, _ = rows_read(call, plan_call(call, None, exchange))
+        return call.mirror(map(leaf_ids, rows))
 
     return ids_fun
 
 
-def as_ids(rows: IndexedSlices | bool | None) -> jax.Array | IndexedSlices | None:
+def leaf_ids(rows: IndexedSlices | bool | None) -> jax.Array | IndexedSlices | None:
     """What :func:`lookup_ids` gives for a leaf."""
     if not isinstance(rows, IndexedSlices):
         return None
@@ -88,7 +79,7 @@ def as_ids(rows: IndexedSlices | bool | None) -> jax.Array | IndexedSlices | Non
 
 
 def rows_read(
-    call: Call, planned: Planned
+    call: UserCall, planned: Planned
 ) -> tuple[list[IndexedSlices | bool | None], list[bool]]:
     """For each leaf the rows that are read, as slices without elements.
 
@@ -108,20 +99,15 @@ def rows_read(
                 "before it has caught up: tx.flush(params, state) brings all rows up "
                 "to date"
             )
-    parts: dict[int, list[IndexedSlices]] = {}
-    for site, index in zip(sites, indices, strict=True):
-        shape = (site.table_shape[0], 0)
-        part = gradient_of(site, shape, jnp.zeros((*index.shape, 0)), index)
-        parts.setdefault(site.leaf, []).append(part)
-    whole = planned.read_whole | planned.plain.keys()
+    slices = gradients_of(sites, [jnp.zeros((*x.shape, 0)) for x in indices], indices)
+    whole = planned.read_whole | planned.no_grad.keys()
     by_leaf: list[IndexedSlices | bool | None] = [
         True if leaf.has_rows and i in whole else None
         for i, leaf in enumerate(planned.leaves)
     ]
-    for i in parts.keys() - planned.plain.keys():
+    for i in slices.keys() - planned.no_grad.keys():
         shape, axes = planned.leaves[i].aval.shape, planned.leaves[i].row_axes
-        rows = parts[i][0] if len(parts[i]) == 1 else concat_slices(parts[i])
-        by_leaf[i] = rows.numbered_as((*shape[:axes], 0))
+        by_leaf[i] = slices[i].numbered_as((*shape[:axes], 0))
     return by_leaf, needed
 
 

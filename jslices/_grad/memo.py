@@ -49,7 +49,7 @@ class Memo(Generic[Made]):
 
 
 def weak_equation(eqn: Equation) -> Callable[[], Equation]:
-    """A function that gives the equation, if something else holds the programs inside."""
+    """Thunk for the equation that references its sub-programs weakly."""
     hollow = eqn.replace(params=_with_programs(eqn.params, weakref.ref))
 
     def filled() -> Equation:
@@ -60,7 +60,7 @@ def weak_equation(eqn: Equation) -> Callable[[], Equation]:
 
 
 def first_program(eqn: Equation) -> Program | None:
-    """One of the programs inside an equation, if there are any."""
+    """One of the programs inside an equation, if there is any."""
     programs: list[Any] = []
     _with_programs(eqn.params, programs.append)
     return programs[0] if programs else None

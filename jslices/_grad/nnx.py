@@ -28,8 +28,8 @@ def value_and_grad_of_states(
       has_aux: whether ``fun`` returns ``(result, aux)``.
 
     Returns:
-      A function like ``fun``, whose gradients are ``nnx.State``. What ``fun`` changes in
-      the models, besides what is differentiated, is changed when it returns.
+      A function like ``fun``, whose gradients are ``nnx.State``. Changes that ``fun`` makes
+      to the rest of the models remain.
     """
     from flax import nnx
 
@@ -70,9 +70,9 @@ def value_and_grad_of_states(
 
 
 def _arrays_of_models(names: Sequence[str], args: Sequence[PyTree]) -> dict[str, Any]:
-    """The arrays of the NNX models among the differentiated arguments, by name.
+    """The arrays of NNX models among the differentiated arguments, by name.
 
-    Without parameters, which ``nnx.remat`` hands back as they were, in new arrays.
+    Without parameters, which ``nnx.remat`` returns unchanged in new arrays.
     """
     arrays = {}
     for name, arg in zip(names, args, strict=True):
@@ -92,10 +92,7 @@ def _is_parameter(x: object) -> bool:
 
 @contextlib.contextmanager
 def lost_changes(names: Sequence[str], args: Sequence[PyTree]) -> Iterator[None]:
-    """A context that warns of what a function changes in the models that it gets.
-
-    They are copies of the user's, which stay as they were, as with ``jax.grad``.
-    """
+    """A context that warns of changes to models, which are lost, as with ``jax.grad``."""
     before = _arrays_of_models(names, args)
     yield
     after = _arrays_of_models(names, args) if before else {}

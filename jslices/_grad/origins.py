@@ -1,4 +1,4 @@
-"""How the variables of a program came about, where that tells what is read."""
+"""How the variables of a program were computed, where that tells what is read."""
 
 import dataclasses
 import functools
@@ -12,23 +12,19 @@ from jslices import _jax
 from jslices._jax import Atom, Equation, Literal, Program
 
 #: From numbers to the same numbers in another shape or dtype.
-Step = Callable[[jax.Array], jax.Array]
+Reshape = Callable[[jax.Array], jax.Array]
 
 
 class OneHot(NamedTuple):
-    """An array of ones where a number is that of a place along an axis, and of zeros.
-
-    Attributes:
-      axis: the axis of the places.
-      numbers: the variable with the numbers; None for an array that was scaled, smoothed,
-        masked or summed since: it is no longer one-hot, but it picks rows as well.
-      step: from the numbers to an array that broadcasts to the one-hot array, and has one
-        element along ``axis``.
-    """
+    """An array of ones where a number is that of a place along an axis, and of zeros."""
 
     axis: int
+    #: The variable with the numbers; None for an array that was scaled, smoothed, masked or
+    #: summed since: it is no longer one-hot, but it picks rows as well.
     numbers: Atom | None = None
-    step: Step = lambda numbers: numbers
+    #: From the numbers to an array that broadcasts to the one-hot array, and has one
+    #: element along ``axis``.
+    reshape: Reshape = lambda numbers: numbers
 
 
 # One-hot arrays are cast and moved by these and remain so, ...
@@ -39,14 +35,10 @@ _WEIGHTED = ("add", "div", "mul", "select_n", "sub")
 
 @dataclasses.dataclass(eq=False)
 class Origins:
-    """The origins of the variables of a program.
-
-    Attributes:
-      program: the program.
-      weighted: those of its inputs that are one-hot arrays, weighted perhaps.
-    """
+    """The origins of the variables of a program."""
 
     program: Program
+    #: Those of its inputs that are one-hot arrays, weighted perhaps.
     weighted: dict[Any, OneHot] = dataclasses.field(default_factory=dict)
 
     @functools.cached_property
@@ -69,9 +61,9 @@ class Origins:
         return isinstance(atom, Literal) or atom in self._fixed
 
     def columns(self, atom: Atom) -> list[Any] | None:
-        """The pieces ``[..., 1]`` of which an array ``[..., n]`` was concatenated.
+        """The pieces ``[..., 1]`` that an array ``[..., n]`` was concatenated from.
 
-        So indexing puts row numbers and column numbers together. None for any other array.
+        Indexing puts row numbers and column numbers together so. None for other arrays.
         """
         eqn, last = self._maker(atom), len(atom.aval.shape) - 1
         if eqn is None or eqn.primitive.name != "concatenate":
@@ -164,15 +156,15 @@ class Origins:
         if made is None or made.numbers is None:
             return made
         outside = dict(pairs)
-        numbers, step = made.numbers, made.step
+        numbers, reshape = made.numbers, made.reshape
         while numbers not in outside:
             maker = origins._maker(numbers)
             if maker is None or len(maker.invars) != 1 or len(maker.outvars) != 1:
                 return None
-            numbers, step = maker.invars[0], _after(maker, step)
+            numbers, reshape = maker.invars[0], _after(maker, reshape)
         if self.is_fixed(outside[numbers]):
             return None
-        return OneHot(made.axis, outside[numbers], step)
+        return OneHot(made.axis, outside[numbers], reshape)
 
 
 def _from_one_hots(eqn: Equation, one_hots: dict[Any, OneHot]) -> OneHot | None:
@@ -186,15 +178,15 @@ def _from_one_hots(eqn: Equation, one_hots: dict[Any, OneHot]) -> OneHot | None:
         return made
     if name == "transpose":
         order = tuple(eqn.params["permutation"])
-        moved = lambda x: jax.lax.transpose(made.step(x), order)  # noqa: E731
-        return made._replace(axis=order.index(made.axis), step=moved)
+        moved = lambda x: jax.lax.transpose(made.reshape(x), order)  # noqa: E731
+        return made._replace(axis=order.index(made.axis), reshape=moved)
     if name == "reshape" and made.axis == len(shape) - 1 and new[-1:] == shape[-1:]:
 
         def reshaped(x: jax.Array) -> jax.Array:
-            numbers = jnp.broadcast_to(made.step(x), (*shape[:-1], 1))
+            numbers = jnp.broadcast_to(made.reshape(x), (*shape[:-1], 1))
             return numbers.reshape(*new[:-1], 1)
 
-        return made._replace(axis=len(new) - 1, step=reshaped)
+        return made._replace(axis=len(new) - 1, reshape=reshaped)
     if name in _WEIGHTED and new == shape:
         return OneHot(made.axis)
     if name == "reduce_sum" and made.axis not in eqn.params["axes"]:
@@ -209,6 +201,6 @@ def _one_along(axis: int, numbers: jax.Array) -> jax.Array:
     return jnp.asarray(numbers)
 
 
-def _after(eqn: Equation, step: Step) -> Step:
-    """A step that begins with an equation of one operand."""
-    return lambda numbers: step(_jax.bind(eqn, [numbers])[0])
+def _after(eqn: Equation, reshape: Reshape) -> Reshape:
+    """``reshape`` after an equation of one operand."""
+    return lambda numbers: reshape(_jax.bind(eqn, [numbers])[0])

@@ -22,16 +22,16 @@ from jslices import _jax
 from jslices._exchange.plan import ExchangePlan
 from jslices._grad import custom  # noqa: F401  (it registers rules)
 from jslices._grad.call import (
-    Call,
     ExchangeSpec,
-    Leaf,
+    LeafSpec,
     Outputs,
     SparseSpec,
+    UserCall,
     describe_leaves,
 )
 from jslices._grad.memo import Memo
 from jslices._grad.products import picks_rows
-from jslices._grad.reads import Read, every_row, fixed_rows, tables_read
+from jslices._grad.reads import RowRead, every_row, fixed_rows, tables_read
 from jslices._grad.unread import unread_lookups
 from jslices._grad.views import Values, View
 from jslices._grad.walk import Scope, Turn, ViewWalk
@@ -41,7 +41,7 @@ from jslices._rows.access import INT32_MAX, index_dtype
 
 #: The name of a product with a one-hot array that is not read as rows.
 ONE_HOT = "one_hot"
-#: What reads elements and windows that are no whole rows, ``table[i, j]``, or weighs them.
+#: Reads of elements and windows instead of whole rows, ``table[i, j]``, weighted or not.
 _PICKS_ELEMENTS = frozenset({"dynamic_slice", "gather", ONE_HOT, "reshape", "squeeze"})
 #: Rows of so many times the bytes of a dense gradient take longer, up to 4 times (13 to 250
 #: times the bytes: experts, transition matrices and adapters of 64 x 64).
@@ -49,7 +49,7 @@ MANY_BYTES = 8
 
 #: Per read its sites, one after the other; per loop, checkpoint or branch a list of what is
 #: inside; in the order of the program.
-Plan = list[Any]
+SiteTree = list[Any]
 
 
 # --- what is read of leaves, and what becomes of them -----------------------------------
@@ -57,34 +57,21 @@ Plan = list[Any]
 
 @dataclasses.dataclass(frozen=True)
 class Site:
-    """One place that looks up rows of one leaf.
-
-    Attributes:
-      leaf: the number of the differentiated array.
-      table_shape: its shape with one axis of rows, ``[V, *D]``.
-      dtype: its dtype.
-      count: rows at each execution.
-      loops: the lengths of the loops around it, outermost first.
-      index_dtype: of the row numbers.
-      varying: mesh axes along which the rows differ, inside a ``shard_map``.
-      exchange: how rows get from device to device; None if that is left to XLA.
-      sharding: of the gradient's values, on a mesh of Explicit axes; else None.
-      source: of the equation, or of the call of a library function that contains it; None
-        for what the function returns as it is.
-      by_ids: False for rows whose numbers stand in the program, ``table[5:8]``.
-    """
+    """One place that looks up rows of one leaf."""
 
     leaf: int
-    table_shape: tuple[int, ...]
+    table_shape: tuple[int, ...]  # with one axis of rows, ``[V, *D]``
     dtype: Any
-    count: int
-    loops: tuple[int, ...]
+    count: int  # rows at each execution
+    loops: tuple[int, ...]  # the lengths of the loops around it, outermost first
     index_dtype: np.dtype
-    varying: frozenset[str]
-    exchange: ExchangePlan | None
-    sharding: NamedSharding | None
+    varying: frozenset[str]  # mesh axes along which rows differ, inside a ``shard_map``
+    exchange: ExchangePlan | None  # None if XLA decides how rows get to devices
+    sharding: NamedSharding | None  # of the gradient's values, on Explicit axes
+    #: Of the equation, or of the call of a library function that contains it; None for what
+    #: the function returns as it is.
     source: Source | None
-    by_ids: bool
+    by_ids: bool  # False for rows whose numbers are constants, ``table[5:8]``
 
     @property
     def entries(self) -> int:
@@ -107,61 +94,41 @@ class Site:
 
 @dataclasses.dataclass(frozen=True)
 class DenseUse:
-    """The first place that needs a whole leaf: an equation's, or None for the result.
+    """The first place that needs a whole leaf."""
 
-    Attributes:
-      what: the name of the primitive, or :data:`ONE_HOT`.
-      source: of the equation.
-      to_scalar: whether it makes one number of it.
-    """
-
-    what: str
-    source: Source | None
-    to_scalar: bool = False
+    what: str  # the name of the primitive, or :data:`ONE_HOT`
+    source: Source | None  # None for the function's result
+    to_scalar: bool = False  # whether the equation reduces it to one number
 
 
 class Planned(NamedTuple):
-    """A traced call and what was decided about its leaves.
+    """A traced call and what was decided about its leaves."""
 
-    Attributes:
-      program: the traced call; its first inputs are the leaves.
-      outputs: how to read its outputs.
-      leaves: the differentiated arrays.
-      plan: the lookups of the sparse leaves.
-      dense: why a leaf that could have been sparse is not.
-      looked_up: for every leaf, sparse or not, the places that look up rows of it.
-      unread: for dense leaves without any the places that look them up otherwise.
-      plain: the leaves of which something is read that no gradient comes into.
-      eager: whether there is no ``jax.jit`` around the call.
-    """
-
-    program: Program
+    program: Program  # its first inputs are the leaves
     outputs: Outputs
-    leaves: list[Leaf]
-    plan: Plan
-    dense: dict[int, DenseUse]
-    looked_up: dict[int, list[Site]]
-    unread: dict[int, list[Source]]
-    plain: dict[int, DenseUse]
-    eager: bool
+    leaves: list[LeafSpec]
+    plan: SiteTree  # the lookups of the sparse leaves
+    dense: dict[int, DenseUse]  # why a leaf that could have been sparse is not
+    looked_up: dict[int, list[Site]]  # for every leaf, sparse or not
+    unread: dict[int, list[Source]]  # lookups by other than rows, of leaves without any
+    no_grad: dict[int, DenseUse]  # reads that no gradient reaches
+    eager: bool  # True if no ``jax.jit`` is around the call
 
     def kind(self, leaf: int) -> str:
-        """``"sparse"``, ``"dense"``, or ``"unused"``: nothing asks for its gradient."""
+        """``"sparse"``, ``"dense"``, or ``"unused"``: no gradient reaches it."""
         if leaf in self.dense or not self.leaves[leaf].may_be_sparse:
             return "dense"
         return "sparse" if self.looked_up.get(leaf) else "unused"
 
     @property
-    def sparse_leaves(self) -> dict[int, Leaf]:
+    def sparse_leaves(self) -> dict[int, LeafSpec]:
         """The leaves whose gradients are not dense, by number."""
         return {i: x for i, x in enumerate(self.leaves) if self.kind(i) != "dense"}
 
     @property
     def read_whole(self) -> set[int]:
-        """The leaves of which more is read than the rows of the plan."""
-        live = Scope(self.program).live
-        used = {v for eqn in live for v in eqn.invars if not isinstance(v, _jax.Literal)}
-        used.update(v for v in self.program.outvars if not isinstance(v, _jax.Literal))
+        """The leaves that are read beyond the rows of the plan."""
+        used = Scope(self.program).used
         return {
             i
             for i, v in zip(range(len(self.leaves)), self.program.invars, strict=False)
@@ -169,7 +136,7 @@ class Planned(NamedTuple):
         }
 
     def triggers_warning(self, leaf: int) -> bool:
-        """Whether a leaf is looked up, or forced to rows, and its gradient is dense.
+        """True if a leaf is looked up, or forced to rows, and its gradient is dense.
 
         An ordinary weight has a dense gradient, and should.
         """
@@ -181,40 +148,38 @@ class Planned(NamedTuple):
         return forced or bool(self.looked_up.get(leaf) or self.unread.get(leaf))
 
     def triggers_hint(self, leaf: int) -> bool:
-        """Whether rows cost several times what a dense gradient does."""
+        """True if rows cost several times what a dense gradient does."""
         of = self.leaves[leaf]
         if of.mode is not None or of.is_small or self.kind(leaf) != "sparse":
             return False
         if any(site.exchange for site in self.looked_up[leaf]):
             return False
-        many = lambda: self.bytes_of_rows(leaf) >= MANY_BYTES * of.num_bytes  # noqa: E731
-        return _jax.definitely(many)
+        return self.rows_are_larger(leaf, MANY_BYTES)
+
+    def rows_are_larger(self, leaf: int, times: int = 1) -> bool:
+        """True if rows take ``times`` the bytes of a dense gradient, or more."""
+        dense = times * self.leaves[leaf].num_bytes
+        return _jax.definitely(lambda: self.bytes_of_rows(leaf) >= dense)
 
     def bytes_of_rows(self, leaf: int) -> int:
         """The size of the sparse gradient: rows and row numbers."""
-        table, sites = self.leaves[leaf], self.looked_up.get(leaf, [])
-        row = math.prod(table.aval.shape[table.row_axes :]) * table.aval.dtype.itemsize
+        row, sites = self.leaves[leaf].row_bytes, self.looked_up.get(leaf, [])
         return sum(site.total * (row + site.index_dtype.itemsize) for site in sites)
 
 
-def plan_call(
-    call: "Call", single: bool, spec: SparseSpec, exchange: ExchangeSpec = None
-) -> Planned:
+def plan_call(call: UserCall, spec: SparseSpec, exchange: ExchangeSpec = None) -> Planned:
     """Traces a call and decides which of its leaves are sparse.
 
-    Args:
-      call: the call.
-      single: True where ``argnums`` was one number: ``spec`` then speaks of that argument,
-        otherwise of the tuple of arguments.
-      spec: ``sparse=``.
-      exchange: ``exchange=``.
+    ``spec`` is ``sparse=``.
     """
-    leaves = describe_leaves(call, single, spec, exchange)
+    leaves = describe_leaves(call, spec, exchange)
     program, outputs = call.trace()
     eager = not _jax.is_staged()
     planned = functools.partial(_planned, program, outputs, eager)
     best = _with_row_axes(planned(leaves), planned)
-    larger = [i for i in range(len(leaves)) if _is_dense_as_smaller(best, i)]
+    optional = [i for i, leaf in enumerate(best.leaves) if leaf.mode == "if_smaller"]
+    sparse = [i for i in optional if best.kind(i) == "sparse"]
+    larger = [i for i in sparse if best.rows_are_larger(i)]
     if not larger:
         return best
     leaves = list(best.leaves)
@@ -223,11 +188,11 @@ def plan_call(
     return planned(leaves)._replace(looked_up=best.looked_up)
 
 
-def _with_row_axes(first: Planned, planned: Callable[[list[Leaf]], Planned]) -> Planned:
+def _with_row_axes(first: Planned, planned: Callable[[list[LeafSpec]], Planned]) -> Planned:
     """The plan in which each leaf has the rows of the fewest bytes.
 
     The reads of an array ``[L, V, D]`` may be of rows ``[V, D]``, of rows ``[D]``, or of
-    both, which the finer ones then serve. If none serve all reads, the leaf is dense.
+    both, and then the finer ones serve all. If none do, the leaf is dense.
     """
     plans = [first]
     while deeper := {
@@ -256,8 +221,7 @@ def _best_plan(plans: Sequence[Planned], number: int) -> Planned:
     # Rows as large as the array are those of tables that are also looked up by finer ones,
     # and used as wholes: that is said, as of any table used so.
     mixed = [x for x in plans if x.kind(number) == "dense" and x.looked_up.get(number)]
-    as_large = lambda: best.bytes_of_rows(number) >= leaf.num_bytes  # noqa: E731
-    if mixed and leaf.mode is None and _jax.definitely(as_large):
+    if mixed and leaf.mode is None and best.rows_are_larger(number):
         return mixed[0]
     return best
 
@@ -272,38 +236,23 @@ def _may_have_finer_rows(planned: Planned, number: int) -> bool:
     no_room = many and not jax.config.read("jax_enable_x64")
     if no_room and planned.kind(number) == "sparse":
         # Their numbers may not fit; an error says so, unless these rows do.
-        return _jax.definitely(lambda: planned.bytes_of_rows(number) >= leaf.num_bytes)
+        return planned.rows_are_larger(number)
     return leaf.may_be_sparse and (use is None or use.what not in _PRODUCTS)
-
-
-def _is_dense_as_smaller(planned: Planned, leaf: int) -> bool:
-    """True if ``"if_smaller"`` selects the dense gradient."""
-    if planned.leaves[leaf].mode != "if_smaller" or planned.kind(leaf) != "sparse":
-        return False
-    whole = planned.leaves[leaf].num_bytes
-    return _jax.definitely(lambda: planned.bytes_of_rows(leaf) >= whole)
 
 
 # --- planning ---------------------------------------------------------------------------
 
 
 class Uses(NamedTuple):
-    """Uses of leaves besides reads by ids, the first of each kind for each leaf.
+    """Uses of leaves besides reads by ids, the first of each kind for each leaf."""
 
-    Attributes:
-      whole: by an equation that needs the whole array.
-      fixed: of rows whose numbers stand in the program, ``table[5:8]``.
-      products: in a product that is a view, ``table @ w``.
-      moves: by an equation that may move or pick its elements, so that the leaf may yet be
-        looked up, though not by whole rows.
-      plain: of rows, or of the whole array, into which no gradient comes.
-    """
-
-    whole: dict[int, DenseUse]
-    fixed: dict[int, DenseUse]
-    products: dict[int, DenseUse]
+    whole: dict[int, DenseUse]  # by an equation that needs the whole array
+    fixed: dict[int, DenseUse]  # of rows whose numbers are constants, ``table[5:8]``
+    products: dict[int, DenseUse]  # in a product that is a view, ``table @ w``
+    #: By an equation that may move or pick its elements, so that the leaf may yet be looked
+    #: up, though not by whole rows.
     moves: dict[int, DenseUse]
-    plain: dict[int, DenseUse]
+    no_grad: dict[int, DenseUse]  # of rows, or the whole, that no gradient reaches
 
     def add(self, later: "Uses") -> None:
         for uses, more in zip(self, later, strict=True):
@@ -316,20 +265,15 @@ _REDUCTIONS = ("argmax", "argmin", "reduce_max", "reduce_min", "reduce_prod", "r
 
 
 class Planner(ViewWalk):
-    """Walks without values, and notes what the tables are used for.
+    """Walks without values, and notes what the tables are used for."""
 
-    Attributes:
-      plan: the reads, in order.
-      uses: the other uses.
-    """
-
-    def __init__(self, leaves: dict[int, Leaf], eager: bool = False) -> None:
+    def __init__(self, leaves: dict[int, LeafSpec], eager: bool = False) -> None:
         self.eager = eager
-        self.plan: Plan = []
-        self.uses = Uses({}, {}, {}, {}, {})
+        self.plan: SiteTree = []  # the reads, in order
+        self.uses = Uses({}, {}, {}, {}, {})  # all other uses
         self._leaves = leaves
         self._loops: tuple[int, ...] = ()
-        #: Whether the step is a product with a one-hot array, which may have weights.
+        #: True while the step is a product with a one-hot array, which may have weights.
         self._is_one_hot = False
         #: Views of fixed rows that were read already. A body may use those read outside.
         self._rows_read: ChainMap[View, None] = ChainMap()
@@ -344,7 +288,7 @@ class Planner(ViewWalk):
         if eqn.primitive.name != "dot_general":
             return super().step(eqn, operands, scope)
         held = [isinstance(x, View) for x in operands]
-        self._is_one_hot = picks_rows(eqn, held, scope)
+        self._is_one_hot = picks_rows(eqn, held, scope.origins)
         outputs = super().step(eqn, operands, scope)
         self._is_one_hot = False
         if isinstance(outputs[0], View):
@@ -360,7 +304,7 @@ class Planner(ViewWalk):
             to_scalar = not any(map(_jax.shape_of, eqn.outvars))
             what = ONE_HOT if self._is_one_hot else _jax.kind(eqn)
             use = DenseUse(what, self.source(eqn), to_scalar)
-        _note(self.uses.plain, value, use, slotted=False)
+        _note(self.uses.no_grad, value, use, slotted=False)
         if eqn is not None and use.what not in (*_PRODUCTS, *_REDUCTIONS):
             _note(self.uses.moves, value, use)
         views = fixed_rows(value)
@@ -375,32 +319,31 @@ class Planner(ViewWalk):
         return None
 
     def _may_be_read(self, value: View) -> bool:
-        """Whether the runner knows the type of what it reads.
+        """True if the runner knows the type of what it reads.
 
-        On a mesh of Explicit axes it does where the tables are not split.
+        On a mesh of Explicit axes it does if the tables are not split.
         """
-        avals = [self._leaves[leaf].aval for leaf in tables_read(value)]
+        avals = [self._leaves[table.leaf].aval for table in tables_read(value)]
         return all(explicit_mesh(x) is None or not any(x.sharding.spec) for x in avals)
 
-    def read(self, eqn: Equation, read: Read, values: Values) -> None:
+    def read(self, eqn: Equation, read: RowRead, values: Values) -> None:
         use = DenseUse(_jax.kind(eqn), self.source(eqn))
-        _note(self.uses.plain, read.view, use, slotted=False)
+        _note(self.uses.no_grad, read.view, use, slotted=False)
         leaves = read.leaves if use.what.endswith("dot_general") else []
         many = [x for x in leaves if self._multiplies_many(self._leaves[x], read.count)]
         self.uses.whole.update((x, use) for x in many if x not in self.uses.whole)
         if not many:
             self._plan(use.source, read, by_ids=True)
 
-    def _multiplies_many(self, leaf: Leaf, count: int) -> bool:
-        """Whether a product with so many rows of a leaf remains one with all of it.
+    def _multiplies_many(self, leaf: LeafSpec, count: int) -> bool:
+        """True if a product with so many rows of a leaf remains one with all of it.
 
         Those of tokens of few kinds, or of a graph with all its nodes, were meant to be.
         """
-        rows = math.prod(self._loops) * count
-        many = lambda: rows >= MANY_BYTES * leaf.table_shape[0]  # noqa: E731
-        return leaf.mode is None and _jax.definitely(many)
+        rows, most = math.prod(self._loops) * count, MANY_BYTES * leaf.table_shape[0]
+        return leaf.mode is None and _jax.definitely(lambda: rows >= most)
 
-    def _plan(self, source: Source | None, read: Read, by_ids: bool) -> None:
+    def _plan(self, source: Source | None, read: RowRead, by_ids: bool) -> None:
         for number in read.leaves:
             leaf = self._leaves[number]
             aval, exchange = leaf.aval, leaf.exchange_of(read.count)
@@ -462,17 +405,14 @@ class Planner(ViewWalk):
 def _note(
     uses: dict[int, DenseUse], view: View, use: DenseUse, slotted: bool = True
 ) -> None:
-    for leaf in tables_read(view, slotted):
-        uses.setdefault(leaf, use)
+    for table in tables_read(view, slotted):
+        uses.setdefault(table.leaf, use)
 
 
 def _planned(
-    program: Program, outputs: Outputs, eager: bool, leaves: list[Leaf]
+    program: Program, outputs: Outputs, eager: bool, leaves: list[LeafSpec]
 ) -> Planned:
-    """The plan in which those leaves are sparse that are only looked up.
-
-    For the arguments see :class:`Planned`.
-    """
+    """The plan in which those leaves are sparse that are only looked up."""
     candidates = {i: leaf for i, leaf in enumerate(leaves) if leaf.may_be_sparse}
     num_results = outputs.num_results
     dense: dict[int, DenseUse] = {}
@@ -510,12 +450,12 @@ def _planned(
     looked_up = sites | looked_up
     never = [leaf for leaf in dense if leaf in moves and leaf not in looked_up]
     unread = unread_lookups(program, never, needs_grad) if never else {}
-    reads = planner.plan, dense, looked_up, unread, uses.plain
+    reads = planner.plan, dense, looked_up, unread, uses.no_grad
     return Planned(program, outputs, leaves, *reads, eager)
 
 
-def _are_few(sites: Sequence[Site], leaf: Leaf) -> bool:
-    """Whether rows whose numbers stand in the program have a gradient of rows.
+def _are_few(sites: Sequence[Site], leaf: LeafSpec) -> bool:
+    """True if reads of rows by constant numbers have a gradient of rows.
 
     At most half of the rows, or no more than those looked up by ids: weights that are cut
     into parts, or layers in one array, have a dense gradient.
@@ -524,8 +464,8 @@ def _are_few(sites: Sequence[Site], leaf: Leaf) -> bool:
         return True
     fixed = sum(site.total for site in sites if not site.by_ids)
     by_ids = sum(site.total for site in sites if site.by_ids)
-    half = lambda: 2 * fixed <= leaf.table_shape[0]  # noqa: E731
-    return _jax.definitely(lambda: 0 < fixed <= by_ids) or _jax.definitely(half)
+    fewer, rows = _jax.definitely(lambda: 0 < fixed <= by_ids), leaf.table_shape[0]
+    return fewer or _jax.definitely(lambda: 2 * fixed <= rows)
 
 
 def output_needs_grad(program: Program, num_results: int) -> list[bool]:
@@ -537,48 +477,43 @@ def output_needs_grad(program: Program, num_results: int) -> list[bool]:
 
 
 @dataclasses.dataclass(frozen=True)
-class Part:
-    """The plan of an equation with a program inside, around which there is no ``jax.jit``.
+class PartPlan:
+    """The plan of an equation with a program inside, where no ``jax.jit`` is around it.
 
     It is kept from call to call, as is what run.py compiles for it: JAX would compile what
     the runner makes of the program anew each time.
-
-    Attributes:
-      plan: its reads.
-      uses: the other uses in it.
-      outputs: its outputs: views, and None for values.
     """
 
-    plan: Plan
+    plan: SiteTree
     uses: Uses
-    outputs: Sequence[Any]
+    outputs: Sequence[Any]  # views, and None for values
 
 
-_parts: Memo[Part] = Memo()
+_part_plans: Memo[PartPlan] = Memo()
 
 
 def plan_part(
-    eqn: Equation, operands: Values, needs_grad: list[bool], leaves: dict[int, Leaf]
-) -> Part:
+    eqn: Equation, operands: Values, needs_grad: list[bool], leaves: dict[int, LeafSpec]
+) -> PartPlan:
     """The kept plan of an equation with these operands."""
-    bare = without_arrays(operands)
 
-    def make() -> Part:
+    def make() -> PartPlan:
         planner = Planner(leaves)
-        outputs = planner.inside(eqn, bare, needs_grad)
-        return Part(planner.plan, planner.uses, outputs)
+        outputs = planner.inside(eqn, _without_arrays(operands), needs_grad)
+        return PartPlan(planner.plan, planner.uses, outputs)
 
-    return _parts.find(eqn, part_key(bare, needs_grad, leaves), make)
-
-
-def without_arrays(operands: Values) -> Values:
-    """The operands with each array, also in views, replaced by None."""
-    bare: list[Any] = jax.tree.map(lambda _: None, operands)
-    return bare
+    return _part_plans.find(eqn, part_key(operands, needs_grad, leaves), make)
 
 
 def part_key(
-    bare: Values, needs_grad: Sequence[bool], leaves: dict[int, Leaf]
+    operands: Values, needs_grad: Sequence[bool], leaves: dict[int, LeafSpec]
 ) -> tuple[Any, ...]:
     """The key of a part besides its equation."""
-    return jax.tree.structure(bare), tuple(needs_grad), tuple(leaves.items())
+    structure = jax.tree.structure(_without_arrays(operands))
+    return structure, tuple(needs_grad), tuple(leaves.items())
+
+
+def _without_arrays(operands: Values) -> Values:
+    """The operands with each array, also in views, replaced by None."""
+    bare: list[Any] = jax.tree.map(lambda _: None, operands)
+    return bare

@@ -13,9 +13,11 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.lax import GatherScatterMode as Mode
 
 from jslices import _jax
-from jslices._grad.reads import Mode, Read, Scope, form_for
+from jslices._grad.origins import Origins
+from jslices._grad.reads import RowRead, form_for
 from jslices._grad.views import Transposed, Values, View, flat
 from jslices._jax import Equation
 from jslices._rows.access import wide
@@ -23,19 +25,13 @@ from jslices._rows.sums import add_rows
 
 
 class _Factor(NamedTuple):
-    """A view in a product along an axis that numbers its rows.
-
-    Attributes:
-      view: the view, with as many such axes as there are.
-      axis: the one of the product.
-      batch: those of a batch of products, in its order. The others have the same ids.
-      columns: the axes of a row ``[*D]`` in the order of the product.
-    """
+    """A view in a product along an axis that numbers its rows."""
 
     view: View
-    axis: int
+    axis: int  # that of the product
+    #: The axes of rows for a batch of products, in its order. Others have the same ids.
     batch: tuple[int, ...]
-    columns: tuple[int, ...]
+    columns: tuple[int, ...]  # the axes of a row ``[*D]`` in the order of the product
 
     @property
     def alike(self) -> list[int]:
@@ -80,25 +76,25 @@ def _factor(view: View, contracted: Sequence[int], batch: Sequence[int]) -> _Fac
 
 
 @form_for("dot_general")
-def _one_hot_product(eqn: Equation, operands: Values, scope: Scope) -> Read | None:
+def _one_hot_product(eqn: Equation, operands: Values, origins: Origins) -> RowRead | None:
     contracted, batch = eqn.params["dimension_numbers"]
     side = 0 if isinstance(operands[0], View) else 1
     view, one_hot = operands[side], eqn.invars[1 - side]
     if isinstance(operands[1 - side], View):
         return None
     factor = _factor(view, contracted[side], batch[side])
-    made = None if factor is None else scope.origins.one_hot(one_hot)
+    made = None if factor is None else origins.one_hot(one_hot)
     if factor is None or made is None or made.numbers is None:
         return None
     if tuple(contracted[1 - side]) != (made.axis,):
         return None
-    shape, first, step = _jax.shape_of(one_hot), tuple(batch[1 - side]), made.step
+    shape, first, reshape = _jax.shape_of(one_hot), tuple(batch[1 - side]), made.reshape
     rest = tuple(d for d in range(len(shape)) if d != made.axis and d not in first)
     outer = tuple(shape[d] for d in (*first, *rest))
 
     def ids(values: Values) -> jax.Array:
         once = tuple(1 if d == made.axis else n for d, n in enumerate(shape))
-        numbers = jnp.broadcast_to(step(values[-1]), once)
+        numbers = jnp.broadcast_to(reshape(values[-1]), once)
         numbers = numbers.transpose(*first, *rest, made.axis).reshape(outer)
         every = range(len(first))
         examples = [lax.broadcasted_iota(jnp.int32, outer, d) for d in every]
@@ -111,7 +107,7 @@ def _one_hot_product(eqn: Equation, operands: Values, scope: Scope) -> Read | No
             return rows
         return jnp.moveaxis(rows, range(len(first), len(outer)), range(-len(rest), 0))
 
-    return Read(
+    return RowRead(
         flat(factor.view),
         math.prod((*outer, *factor.alike)),
         Mode.FILL_OR_DROP,
@@ -125,7 +121,7 @@ def _one_hot_product(eqn: Equation, operands: Values, scope: Scope) -> Read | No
 
 
 @form_for("bcoo_dot_general", "bcsr_dot_general")
-def _sparse_product(eqn: Equation, operands: Values, scope: Scope) -> Read | None:
+def _sparse_product(eqn: Equation, operands: Values, origins: Origins) -> RowRead | None:
     (contracted, along), (batch, along_batch) = eqn.params["dimension_numbers"]
     view, shape = operands[-1], tuple(eqn.params["lhs_spinfo"].shape)
     is_bcoo = eqn.primitive.name == "bcoo_dot_general"
@@ -141,7 +137,7 @@ def _sparse_product(eqn: Equation, operands: Values, scope: Scope) -> Read | Non
     outer = tuple(shape[d] for d in kept)
 
     def places(values: Values) -> tuple[dict[int, jax.Array], jax.Array]:
-        """Where the elements are along each axis, and which are no padding."""
+        """Where the elements are along each axis, and which are not padding."""
         coordinates = _coordinates(values[1:-1], shape[first:])
         good = jnp.ones((), bool)
         along = {d: lax.broadcasted_iota(jnp.int32, every, d) for d in range(first)}
@@ -171,7 +167,7 @@ def _sparse_product(eqn: Equation, operands: Values, scope: Scope) -> Read | Non
     numbers, count = eqn.invars[1].aval, math.prod((*every, *factor.alike))
     last = len(operands) - 1
     how = Mode.FILL_OR_DROP, 0, numbers, ids, arrange
-    return Read(flat(factor.view), count, *how, operand=last)
+    return RowRead(flat(factor.view), count, *how, operand=last)
 
 
 def _coordinates(indices: Values, shape: Sequence[int]) -> list[jax.Array]:
@@ -189,17 +185,14 @@ def _coordinates(indices: Values, shape: Sequence[int]) -> list[jax.Array]:
     return [jnp.vectorize(row_of, signature="(m)->(n)")(splits), columns]
 
 
-def picks_rows(eqn: Equation, held: Sequence[bool], scope: Scope) -> bool:
+def picks_rows(eqn: Equation, held: Sequence[bool], origins: Origins) -> bool:
     """True for a product with a one-hot array, weighted or not, along what it counts.
 
-    Args:
-      eqn: a ``dot_general``.
-      held: which of its operands hold a table.
-      scope: its program.
+    ``held`` tells which operands of this ``dot_general`` hold a table.
     """
     contracted, _ = eqn.params["dimension_numbers"]
     for side in (0, 1):
-        made = scope.origins.one_hot(eqn.invars[1 - side]) if held[side] else None
+        made = origins.one_hot(eqn.invars[1 - side]) if held[side] else None
         if made is not None and made.axis in contracted[1 - side]:
             return True
     return False

@@ -1,7 +1,7 @@
 """Reads of rows: which equations look up whole rows of a view, in every form of JAX's.
 
-The forms stand in one table, :data:`READS`, by the names of primitives. A form says, as a
-:class:`Read`, which view an equation reads, the numbers of which rows, and how its output
+The table :data:`READS` has the forms by the names of primitives. A form describes, as a
+:class:`RowRead`, which view an equation reads, the numbers of its rows, and how its output
 is made of these rows. Gathers and slices are here, products with one-hot arrays and sparse
 matrices in products.py. A :class:`Reader` goes from the rows of a view to those of tables.
 """
@@ -11,21 +11,22 @@ import functools
 import math
 import operator
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.lax import GatherScatterMode as Mode
 
 from jslices import _jax
 from jslices._grad.origins import Origins
 from jslices._grad.views import (
-    Ids,
     Repeated,
+    RowIds,
     Rowwise,
     Stacked,
-    Table,
+    TableView,
     Transposed,
     Unslotted,
     Values,
@@ -39,8 +40,6 @@ from jslices._place.boundary import drop_sharding
 from jslices._rows.access import per_row, take_rows, wide
 from jslices._typing import Aval
 
-Mode = lax.GatherScatterMode
-
 #: ``take(table, ids, mode, fill_value)`` reads rows of a table.
 Take = Callable[..., jax.Array]
 
@@ -49,38 +48,28 @@ Take = Callable[..., jax.Array]
 
 
 @dataclasses.dataclass(frozen=True)
-class Read:
-    """An equation that reads ``count`` whole rows of ``view``.
+class RowRead:
+    """An equation that reads ``count`` whole rows of ``view``."""
 
-    Attributes:
-      view: what is read, with one axis of rows.
-      count: how many rows.
-      mode: what becomes of ids out of range.
-      fill_value: what they read in the mode that fills.
-      numbers: the abstract value of the operand that holds the row numbers.
-      ids: from the operands' values to the row numbers ``[count]``.
-      arrange: from the rows ``[count, *D]`` and the operands' values to the output.
-      good: from the operands' values to which ids are good; None: those in range.
-      operand: which operand of the equation the view is. Its value is None for ``ids``,
-        ``arrange`` and ``good``.
-      beside: a variable whose value comes after those of the operands.
-    """
-
-    view: View
+    view: View  # with one axis of rows
     count: int
-    mode: Mode
+    mode: Mode  # of ids out of range
     fill_value: Any
-    numbers: Aval
+    numbers: Aval  # of the operand that holds the row numbers
+    #: From the operands' values to the row numbers ``[count]``.
     ids: Callable[[Sequence[Any]], jax.Array]
+    #: From the rows ``[count, *D]`` and the operands' values to the output.
     arrange: Callable[[jax.Array, Sequence[Any]], jax.Array]
+    #: From the operands' values to which ids are good; None: those in range.
     good: Callable[[Sequence[Any]], jax.Array] | None = None
+    #: Which operand of the equation the view is; None stands for it in the values above.
     operand: int = 0
-    beside: Atom | None = None
+    beside: Atom | None = None  # a variable whose value comes after the operands'
 
     @property
     def leaves(self) -> list[int]:
         """The leaves whose rows are read with cotangent slots, in order."""
-        return [self.view.leaf] if isinstance(self.view, Table) else tables_read(self.view)
+        return [table.leaf for table in tables_read(self.view)]
 
     def output(self, operands: Values, take: Take) -> jax.Array:
         """The equation's output, from its operands' values.
@@ -96,15 +85,15 @@ class Read:
         reader = Reader(lambda table, ids: take(table, ids, "clip", None), _just_take)
         if self.good is not None and mode != Mode.CLIP:
             good = self.good(operands)  # and then all ids are in range
-            rows = reader.rows(view, Ids((), ids, jnp.where(good, ids, height)))
+            rows = reader.rows(view, RowIds((), ids, jnp.where(good, ids, height)))
             return self._masked(rows, good)
         near = functools.partial(jnp.clip, ids, 0, max(height - 1, 0))
         record = near() if mode == Mode.CLIP else ids
-        if isinstance(view, Table):
-            return take(view, Ids((), ids, record), mode, self.fill_value)
+        if isinstance(view, TableView):
+            return take(view, RowIds((), ids, record), mode, self.fill_value)
         if mode == Mode.CLIP:
-            return reader.rows(view, Ids((), record, record))
-        rows = reader.rows(view, Ids((), near(), record))
+            return reader.rows(view, RowIds((), record, record))
+        rows = reader.rows(view, RowIds((), near(), record))
         return self._masked(rows, (ids >= 0) & (ids < height))
 
     def _masked(self, rows: jax.Array, good: jax.Array) -> jax.Array:
@@ -137,21 +126,21 @@ class Reader:
     """Compute rows of views during one read, each once however often it is used.
 
     Args:
-      take: ``take(table, ids)`` reads the rows of a :class:`Table`, or notes the read while
-        reads are planned.
+      take: ``take(table, ids)`` reads the rows of a :class:`TableView`, or notes the read
+        while reads are planned.
       plainly: the same without cotangent slots; None if ``take`` is.
     """
 
     def __init__(
         self,
-        take: Callable[[Table, Ids], Any],
-        plainly: Callable[[Table, Ids], Any] | None = None,
+        take: Callable[[TableView, RowIds], Any],
+        plainly: Callable[[TableView, RowIds], Any] | None = None,
     ) -> None:
         self._take = take
         self._without_slots = self if plainly is None else Reader(plainly)
         self._rows: dict[tuple[Any, ...], Any] = {}
 
-    def rows(self, value: Any, ids: Ids | None) -> Any:
+    def rows(self, value: Any, ids: RowIds | None) -> Any:
         """The rows of a view or an array, or all of an array where ``ids`` is None."""
         if ids is None:
             return drop_sharding(value)
@@ -159,35 +148,35 @@ class Reader:
             there_are_none = value is None or ids.read is None
             return None if there_are_none else take_rows(value, ids.read, mode="clip")
         # Whatever array a table is by now, its rows are those of the leaf.
-        key = (value.leaf if isinstance(value, Table) else value, ids.name)
+        key = (value.leaf if isinstance(value, TableView) else value, ids.name)
         if key not in self._rows:
             self._rows[key] = self._compute(value, ids)
         return self._rows[key]
 
-    def _compute(self, view: View, ids: Ids) -> Any:
-        if isinstance(view, Table):
+    def _compute(self, view: View, ids: RowIds) -> Any:
+        if isinstance(view, TableView):
             return self._take(view, ids)
         reader = self._without_slots if isinstance(view, Unslotted) else self
         parts = [reader.rows(part, at) for part, at in view.parts(ids)]
         return None if ids.read is None else view.combine(parts, ids)
 
 
-def _just_take(table: Table, ids: Ids) -> Any:
+def _just_take(table: TableView, ids: RowIds) -> Any:
     if ids.read is None:
         return None
     return table.take(ids.read, "clip")
 
 
-def tables_read(view: View, slotted: bool = True) -> list[int]:
-    """The leaves whose rows a read of ``view`` takes with cotangent slots, in order.
+def tables_read(view: View, slotted: bool = True) -> list[TableView]:
+    """The tables whose rows a read of ``view`` takes with, or without, cotangent slots.
 
-    Or of which it takes rows without one.
+    In the order of the reads.
     """
-    leaves: list[int] = []
-    note = lambda table, ids: leaves.append(table.leaf)  # noqa: E731
+    tables: list[TableView] = []
+    note = lambda table, ids: tables.append(table)  # noqa: E731
     takes = (note, _just_take) if slotted else (_just_take, note)
-    Reader(*takes).rows(view, Ids())
-    return leaves
+    Reader(*takes).rows(view, RowIds())
+    return tables
 
 
 def fixed_rows(value: Any) -> list[View] | None:
@@ -203,7 +192,7 @@ def fixed_rows(value: Any) -> list[View] | None:
             continue
         visited.add(view)
         if isinstance(view, Repeated | Rowwise | Stacked | Transposed):
-            left.extend(part for part, _ in view.parts(Ids()))
+            left.extend(part for part, _ in view.parts(RowIds()))
         elif (few := _has_fewer_rows(view)) is None:
             return None
         elif few:
@@ -213,36 +202,25 @@ def fixed_rows(value: Any) -> list[View] | None:
 
 def _has_fewer_rows(view: View) -> bool | None:
     """True if it has fewer rows than its tables, False without any, None otherwise."""
-    heights: list[int] = []
-    note = lambda table, ids: heights.append(table.shape[0])  # noqa: E731
-    Reader(note, _just_take).rows(view, Ids())
-    count = view.shape[0]
+    count, heights = view.shape[0], [table.shape[0] for table in tables_read(view)]
     fewer = [_jax.definitely(functools.partial(operator.lt, count, n)) for n in heights]
     return bool(heights) if all(fewer) else None
 
 
-def every_row(view: View) -> Read:
+def every_row(view: View) -> RowRead:
     """The read of all rows of a view."""
     count = view.shape[0]
     numbers = jax.ShapeDtypeStruct((count,), jnp.int32)
     ids = lambda values: jnp.arange(count, dtype=jnp.int32)  # noqa: E731
-    return Read(view, count, Mode.CLIP, None, numbers, ids, lambda rows, values: rows)
+    return RowRead(view, count, Mode.CLIP, None, numbers, ids, lambda rows, values: rows)
 
 
 # --- the forms --------------------------------------------------------------------------
 
 
-class Scope(Protocol):
-    """One program on a walk, as far as forms need to know it."""
-
-    @property
-    def origins(self) -> Origins:
-        """How its variables came about."""
-
-
-#: ``form(eqn, operands, scope)`` gives the read that an equation is, or None. Operands are
-#: views, at least one, and values (None while reads are planned).
-Form = Callable[[Equation, Sequence[Any], Scope], Read | None]
+#: ``form(eqn, operands, origins)`` gives the read that an equation is, or None. Operands
+#: are views, at least one, and values (None while reads are planned).
+Form = Callable[[Equation, Sequence[Any], Origins], RowRead | None]
 
 #: By name, as ``jax.experimental.sparse`` takes long to import.
 READS: dict[str, Form] = {}
@@ -258,24 +236,21 @@ def form_for(*names: str) -> Callable[[Form], Form]:
     return register
 
 
-def _is_defined(mode: Any) -> bool:
-    return mode in (Mode.CLIP, Mode.FILL_OR_DROP, Mode.PROMISE_IN_BOUNDS)
-
-
 @form_for("gather")
-def _gather(eqn: Equation, operands: Values, scope: Scope) -> Read | None:
+def _gather_form(eqn: Equation, operands: Values, origins: Origins) -> RowRead | None:
     view = operands[0]
-    if not isinstance(view, View) or not _is_defined(eqn.params["mode"]):
+    defined = (Mode.CLIP, Mode.FILL_OR_DROP, Mode.PROMISE_IN_BOUNDS)
+    if not isinstance(view, View) or eqn.params["mode"] not in defined:
         return None
     if isinstance(view, Transposed):
         return _gather_transposed(eqn, view)
     if isinstance(view, Repeated):
         return _gather_repeated(eqn, view)
-    return _gather_rows(eqn, view, scope)
+    return _gather_rows(eqn, view, origins)
 
 
 @form_for("dynamic_slice")
-def _dynamic_slice(eqn: Equation, operands: Values, scope: Scope) -> Read | None:
+def _slice_form(eqn: Equation, operands: Values, origins: Origins) -> RowRead | None:
     view = operands[0]
     if isinstance(view, Transposed):
         return _slice_transposed(eqn, view)
@@ -284,7 +259,7 @@ def _dynamic_slice(eqn: Equation, operands: Values, scope: Scope) -> Read | None
     return _slice_repeated(eqn, operands) if view.lead > 1 else _slice_rows(eqn, view)
 
 
-def _gather_rows(eqn: Equation, view: View, scope: Scope) -> Read | None:
+def _gather_rows(eqn: Equation, view: View, origins: Origins) -> RowRead | None:
     numbers, sizes = eqn.params["dimension_numbers"], tuple(eqn.params["slice_sizes"])
     mode, fill_value, shape = eqn.params["mode"], eqn.params["fill_value"], view.shape
     axes, aval = tuple(numbers.start_index_map), eqn.invars[1].aval
@@ -298,7 +273,7 @@ def _gather_rows(eqn: Equation, view: View, scope: Scope) -> Read | None:
     # may be broken, and JAX then drops the gradient of a row that it reads.
     trusting = mode == Mode.PROMISE_IN_BOUNDS and len(axes) > 1
     if sizes[1:] != shape[1:] or trusting:
-        return _gather_columns(eqn, view, column, scope.origins)
+        return _gather_columns(eqn, view, column, origins)
     batch = tuple(aval.shape[:-1])
     count = math.prod(batch)
 
@@ -313,10 +288,10 @@ def _gather_rows(eqn: Equation, view: View, scope: Scope) -> Read | None:
             rows = jnp.where(jnp.all(others == 0, axis=1), rows, height)
         return rows
 
-    return Read(view, count, mode, fill_value, aval, ids, _arrangement(eqn))
+    return RowRead(view, count, mode, fill_value, aval, ids, _arrangement(eqn))
 
 
-def _gather_windows(eqn: Equation, view: View, column: int) -> Read | None:
+def _gather_windows(eqn: Equation, view: View, column: int) -> RowRead | None:
     """Consecutive whole rows for each start, which ``vmap`` makes of ``dynamic_slice``."""
     sizes, aval = tuple(eqn.params["slice_sizes"]), eqn.invars[1].aval
     height = view.shape[0]
@@ -330,12 +305,12 @@ def _gather_windows(eqn: Equation, view: View, column: int) -> Read | None:
         within = jnp.arange(sizes[0], dtype=starts.dtype)[None]
         return (starts.reshape(-1, 1) + within).reshape(count)
 
-    return Read(view, count, Mode.CLIP, None, aval, ids, _arrangement(eqn))
+    return RowRead(view, count, Mode.CLIP, None, aval, ids, _arrangement(eqn))
 
 
 def _gather_columns(
     eqn: Equation, view: View, column: int, origins: Origins
-) -> Read | None:
+) -> RowRead | None:
     """Rows, and the same columns of each: ``table[ids, 1:]``, ``table[ids, ::-1]``.
 
     Column numbers that go with the row numbers, as in ``table[rows, columns]``, would have
@@ -346,8 +321,7 @@ def _gather_columns(
     aval = eqn.invars[1].aval
     axes, batch = tuple(numbers.start_index_map), tuple(aval.shape[:-1])
     columns = origins.columns(eqn.invars[1])
-    # With numbers that stand in the program, as in tables[jnp.arange(3), ids], it is not
-    # rows that are looked up.
+    # With constant numbers, as in tables[jnp.arange(3), ids], the reads are not of rows.
     if columns is None or origins.is_fixed(columns[column]) or not math.prod(batch):
         return None
     along = [origins.axes(x) - {len(batch)} for x in columns]
@@ -381,10 +355,10 @@ def _gather_columns(
             fill_value=fill_value,
         )
 
-    return Read(view, math.prod(rows), mode, fill_value, aval, ids, arrange)
+    return RowRead(view, math.prod(rows), mode, fill_value, aval, ids, arrange)
 
 
-def _gather_transposed(eqn: Equation, view: Transposed) -> Read | None:
+def _gather_transposed(eqn: Equation, view: Transposed) -> RowRead | None:
     """``table.T[:, ids]``: whole rows, which then are columns."""
     numbers, sizes = eqn.params["dimension_numbers"], tuple(eqn.params["slice_sizes"])
     aval, mode, axis = eqn.invars[1].aval, eqn.params["mode"], view.order.index(0)
@@ -403,7 +377,7 @@ def _gather_transposed(eqn: Equation, view: Transposed) -> Read | None:
         rows = rows.reshape(count, 1, *inner.shape[1:])
         return put(jnp.transpose(rows, order), values)
 
-    return Read(inner, count, mode, eqn.params["fill_value"], aval, ids, arrange)
+    return RowRead(inner, count, mode, eqn.params["fill_value"], aval, ids, arrange)
 
 
 def _arrangement(eqn: Equation) -> Callable[[jax.Array, Sequence[Any]], jax.Array]:
@@ -423,17 +397,17 @@ def _arrangement(eqn: Equation) -> Callable[[jax.Array, Sequence[Any]], jax.Arra
     return arrange
 
 
-def _slice_transposed(eqn: Equation, view: Transposed) -> Read | None:
+def _slice_transposed(eqn: Equation, view: Transposed) -> RowRead | None:
     axis, sizes = view.order.index(0), tuple(eqn.params["slice_sizes"])
     if sizes != tuple(1 if d == axis else n for d, n in enumerate(view.shape)):
         return None
     ids = lambda values: wide(values[1 + axis]).reshape(1)  # noqa: E731
     arrange = lambda rows, values: jnp.transpose(rows, view.order)  # noqa: E731
     aval = eqn.invars[1 + axis].aval
-    return Read(view.inner, 1, Mode.CLIP, None, aval, ids, arrange)
+    return RowRead(view.inner, 1, Mode.CLIP, None, aval, ids, arrange)
 
 
-def _gather_repeated(eqn: Equation, view: Repeated) -> Read | None:
+def _gather_repeated(eqn: Equation, view: Repeated) -> RowRead | None:
     """A gather of rows that several axes number, such as tables repeated for each example.
 
     Along each of these axes either there are ids, or each example has a row of its own, or
@@ -479,10 +453,10 @@ def _gather_repeated(eqn: Equation, view: Repeated) -> Read | None:
         return spread(jnp.all((starts >= 0) & (starts < beyond), axis=-1))
 
     arrange, fill_value = _arrangement(eqn), eqn.params["fill_value"]
-    return Read(view.inner, count, mode, fill_value, aval, ids, arrange, good)
+    return RowRead(view.inner, count, mode, fill_value, aval, ids, arrange, good)
 
 
-def _slice_rows(eqn: Equation, view: View) -> Read | None:
+def _slice_rows(eqn: Equation, view: View) -> RowRead | None:
     sizes, shape = tuple(eqn.params["slice_sizes"]), view.shape
     count, height = sizes[0] if sizes else 0, shape[0] if shape else 0
     whole_rows = sizes[1:] == shape[1:]
@@ -501,10 +475,10 @@ def _slice_rows(eqn: Equation, view: View) -> Read | None:
             return rows
         return lax.dynamic_slice(rows, [jnp.zeros_like(values[1]), *values[2:]], sizes)
 
-    return Read(view, count, Mode.CLIP, None, eqn.invars[1].aval, ids, arrange)
+    return RowRead(view, count, Mode.CLIP, None, eqn.invars[1].aval, ids, arrange)
 
 
-def _slice_repeated(eqn: Equation, operands: Values) -> Read | None:
+def _slice_repeated(eqn: Equation, operands: Values) -> RowRead | None:
     """``tables[layer, i]``: few rows at each place of the other axes."""
     view, lead, sizes = operands[0], operands[0].lead, tuple(eqn.params["slice_sizes"])
     count = math.prod(sizes[:lead])
@@ -518,4 +492,4 @@ def _slice_repeated(eqn: Equation, operands: Values) -> Read | None:
         return part.number(jnp.arange(count, dtype=starts[0].dtype))
 
     arrange = lambda rows, values: rows.reshape(sizes)  # noqa: E731
-    return Read(view.inner, count, Mode.CLIP, None, eqn.invars[1].aval, ids, arrange)
+    return RowRead(view.inner, count, Mode.CLIP, None, eqn.invars[1].aval, ids, arrange)

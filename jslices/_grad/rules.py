@@ -1,9 +1,8 @@
 """Row-wise steps: primitives that commute with a lookup.
 
-``f(table)[ids] == f(table[ids])``. The rules stand in one table, keyed by primitive, to
-which :func:`register_rowwise` adds. A primitive without a rule, which is neither a read
-(reads.py) nor control flow (walk.py), needs the whole table: the gradient is then
-right, but dense.
+``f(table)[ids] == f(table[ids])``. :data:`RULES` has a rule for each primitive, and
+:func:`register_rowwise` adds to it. Any other primitive, unless it is a read (reads.py) or
+control flow (walk.py), needs the whole table: the gradient is then right, but dense.
 """
 
 import dataclasses
@@ -17,6 +16,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.extend.core import Primitive
+from jax.lax import GatherScatterMode as Mode
 
 from jslices import _jax
 from jslices._grad.views import (
@@ -25,7 +25,7 @@ from jslices._grad.views import (
     Rowwise,
     Stacked,
     Stopped,
-    Table,
+    TableView,
     Transposed,
     Unpacked,
     Values,
@@ -52,11 +52,9 @@ Result = list[Any] | NeedsWhole | None
 #: ``rule(eqn, operands, lead)`` gives a view per output, or None where the equation mixes
 #: rows. Operands are views, at least one, whose rows ``lead`` axes number, and values (None
 #: while reads are planned).
-Rule = Callable[[Equation, Values, int], Result]
+RowRule = Callable[[Equation, Values, int], Result]
 
-Mode = jax.lax.GatherScatterMode
-
-RULES: dict[Primitive, Rule] = {}
+RULES: dict[Primitive, RowRule] = {}
 
 #: Numbers in a row of a packed table, at most: all of them are read for each part.
 WIDEST_PACKED = 1024
@@ -65,15 +63,9 @@ WIDEST_PACKED = 1024
 def rowwise(
     eqn: Equation, operands: Values, whole: Callable[[Any], Any]
 ) -> list[Any] | None:
-    """The outputs of an equation as views, if it treats all rows alike.
+    """The outputs of an equation as views, as a rule gives them; None if it mixes rows.
 
-    Args:
-      eqn: an equation with at least one view among its operands.
-      operands: for each operand a view, or its value (None while reads are planned).
-      whole: gives the array behind a view, or notes that it is needed.
-
-    Returns:
-      One view per output; None if the equation mixes rows.
+    ``whole`` gives the array behind a view, or notes that it is needed.
     """
     rule = RULES.get(eqn.primitive)
     if rule is None:
@@ -82,7 +74,7 @@ def rowwise(
     # Rows are numbered by axis 0, or, in tables that vmap repeated for every example, by
     # the axes of the batch as well: the `lead` ones.
     lead = min(x.lead for x in views.values())
-    others = [] if rule in _FOR_ANY_VIEW else _serving_all(rule, views, lead)
+    others = [] if rule in _FOR_ANY_VIEW else _broadcast_operands(rule, views, lead)
     outputs = NeedsWhole(others) if others else rule(eqn, operands, lead)
     if not isinstance(outputs, NeedsWhole):
         return outputs
@@ -93,18 +85,17 @@ def rowwise(
     return rowwise(eqn, operands, whole)
 
 
-def _serving_all(rule: Rule, views: dict[int, View], lead: int) -> list[int]:
-    """The views that serve several rows of the others.
+def _broadcast_operands(rule: RowRule, views: dict[int, View], lead: int) -> list[int]:
+    """The views that are broadcast, so that a row serves several rows of the others.
 
-    Of views whose rows differ in the number of axes, small ones serve several rows of a
-    large one.
+    If views differ in the number of axes of their rows, the smaller ones are.
     """
     others = [i for i, x in views.items() if x.lead > lead]
     if others:
         sizes = {i: math.prod(x.shape) for i, x in views.items()}
         smaller = [i for i, size in sizes.items() if size < max(sizes.values())]
         others = smaller or others
-    if rule not in (_transpose, _dot_general):
+    if rule not in (_transpose_rows, _dot_general):
         others += [i for i, x in views.items() if isinstance(x, Transposed)]
     return others
 
@@ -265,14 +256,10 @@ def _views(
     params_for: Callable[[tuple[int, ...]], Any] = lambda rows: {},
     shared: Sequence[bool] | None = None,
 ) -> list[Any]:
-    """Views that run the equation on some of the rows.
+    """Views that run the equation on some of the rows, which ``lead`` axes number.
 
-    Args:
-      eqn: the equation.
-      operands: views, and values or None.
-      lead: how many axes number the rows.
-      params_for: from other sizes of these axes to the parameters that mention them.
-      shared: which operands serve all rows; None: those that have not as many.
+    ``params_for`` gives the parameters that mention the sizes of these axes, for others.
+    ``shared`` operands serve all rows; if it is None, those that have not as many.
     """
     rows = _jax.shape_of(eqn.outvars[0])[:lead]
     if shared is None:
@@ -324,10 +311,10 @@ def _flat(operand: Any, atom: Atom, rows: tuple[int, ...]) -> Any:
     return operand.reshape(-1, *rest)
 
 
-def rule_for(*names: str) -> Callable[[Rule], Rule]:
+def rule_for(*names: str) -> Callable[[RowRule], RowRule]:
     """Registers a rule of ours for the primitives of these names that this JAX has."""
 
-    def register(rule: Rule) -> Rule:
+    def register(rule: RowRule) -> RowRule:
         RULES.update((p, rule) for name in names if (p := _jax.PRIMITIVES.get(name)))
         return rule
 
@@ -368,7 +355,7 @@ def is_elementwise(eqn: Equation) -> bool:
 # --- along other axes -------------------------------------------------------------------
 
 
-def _along(parameter: str) -> Rule:
+def _along(parameter: str) -> RowRule:
     """The rule for primitives that work along the axes that a parameter names."""
 
     def rule(eqn: Equation, operands: Values, lead: int) -> Result:
@@ -426,15 +413,11 @@ def _renumbered(
     numbering: Sequence[tuple[int, int, int]],
     take: Callable[[jax.Array], jax.Array],
 ) -> View:
-    """A view of the rows of another, numbered by axes of these sizes.
+    """A view of the rows of another, numbered by axes of the sizes ``rows``.
 
-    Args:
-      view: the other view.
-      lead: how many axes number its rows.
-      rows: the sizes of the axes that number the rows of the result.
-      numbering: for each of the ``lead`` axes ``(axis, start, step)``: row number i along
-        ``axis`` of the result is row number ``start + step * i`` of ``view``.
-      take: from the whole of ``view`` to the whole of the result.
+    For each of the ``lead`` axes of ``view`` ``numbering`` has ``(axis, start, step)``: row
+    number i along ``axis`` of the result is row number ``start + step * i`` of ``view``.
+    ``take`` leads from the whole of ``view`` to the whole of the result.
     """
     old, inner = view.shape, flat(view)
 
@@ -484,7 +467,7 @@ def _slice(eqn: Equation, operands: Values, lead: int) -> Result:
 
 
 @rule_for("split")
-def _split(eqn: Equation, operands: Values, lead: int) -> Result:
+def _split_rows(eqn: Equation, operands: Values, lead: int) -> Result:
     axis, (view,) = eqn.params["axis"], operands
     if axis >= lead:
         return _views(eqn, operands, lead)
@@ -519,15 +502,14 @@ def _rev(eqn: Equation, operands: Values, lead: int) -> Result:
     inside = tuple(d for d in dimensions if d >= lead)
     rows = view.shape[:lead]
     if among:
+        take = lambda array: jax.lax.rev(array, among)  # noqa: E731
         numbering = [
             (d, n - 1, -1) if d in among else (d, 0, 1) for d, n in enumerate(rows)
         ]
-        view = _renumbered(
-            view, lead, rows, numbering, lambda array: jax.lax.rev(array, among)
-        )
-    return (
-        _views(eqn, [view], lead, lambda rows: {"dimensions": inside}) if inside else [view]
-    )
+        view = _renumbered(view, lead, rows, numbering, take)
+    if not inside:
+        return [view]
+    return _views(eqn, [view], lead, lambda rows: {"dimensions": inside})
 
 
 @rule_for("reshape", "squeeze")
@@ -590,7 +572,7 @@ def _broadcast(eqn: Equation, operands: Values, lead: int) -> Result:
 
 
 @rule_for("transpose")
-def _transpose(eqn: Equation, operands: Values, lead: int) -> Result:
+def _transpose_rows(eqn: Equation, operands: Values, lead: int) -> Result:
     order, view = tuple(eqn.params["permutation"]), operands[0]
     if isinstance(view, Transposed):
         order, view = tuple(view.order[i] for i in order), view.inner
@@ -598,9 +580,8 @@ def _transpose(eqn: Equation, operands: Values, lead: int) -> Result:
         return [view]
     if order[:lead] == tuple(range(lead)) and view is operands[0]:
         return _views(eqn, operands, lead)
-    if set(order[:lead]) == set(range(lead)) and order[lead:] == tuple(
-        range(lead, len(order))
-    ):
+    rows_stay_rows = order[lead:] == tuple(range(lead, len(order)))
+    if set(order[:lead]) == set(range(lead)) and rows_stay_rows:
         rows = tuple(view.shape[d] for d in order[:lead])
         numbering = [(order.index(d), 0, 1) for d in range(lead)]
         return [_renumbered(view, lead, rows, numbering, lambda x: x.transpose(order))]
@@ -633,7 +614,7 @@ def _pad(eqn: Equation, operands: Values, lead: int) -> Result:
 
 
 @rule_for("scatter")
-def _scatter(eqn: Equation, operands: Values, lead: int) -> Result:
+def _replace_row(eqn: Equation, operands: Values, lead: int) -> Result:
     """``table.at[0].set(row)``: another row in the place of one.
 
     Of a table for each example it is one of each: the same for all, or one that each names.
@@ -672,13 +653,8 @@ def _by_example(
     examples: tuple[int, ...],
 ) -> tuple[jax.Array, jax.Array]:
     """The indices and updates of a scatter, the axes of ``examples`` first in both."""
-    axis_of_at = dict(
-        zip(
-            numbers.operand_batching_dims,
-            numbers.scatter_indices_batching_dims,
-            strict=True,
-        )
-    )
+    named = numbers.operand_batching_dims, numbers.scatter_indices_batching_dims
+    axis_of_at = dict(zip(*named, strict=True))
     windows = numbers.update_window_dims
     scattered = [axis for axis in range(rows.ndim) if axis not in windows]
     axis_of_rows = {axis: scattered[its] for axis, its in axis_of_at.items()}
@@ -693,7 +669,7 @@ def _by_example(
 
 
 @rule_for("concatenate", "stack")
-def _joined(eqn: Equation, operands: Values, lead: int) -> Result:
+def _concatenate(eqn: Equation, operands: Values, lead: int) -> Result:
     """``jnp.stack([a, b])``: the rows of one table below those of the other.
 
     So for every example, if there are other axes before.
@@ -718,16 +694,16 @@ def _joined(eqn: Equation, operands: Values, lead: int) -> Result:
 
 
 @rule_for("layout_constraint")
-def _same(eqn: Equation, operands: Values, lead: int) -> Result:
+def _same_rows(eqn: Equation, operands: Values, lead: int) -> Result:
     """A layout, which the table has anyway, or ``embedding_lookup``'s mark on its table."""
     return list(operands)
 
 
-RULES[mark_p] = _same
+RULES[mark_p] = _same_rows
 
 
 @rule_for("call_hi_primitive")
-def _called(eqn: Equation, operands: Values, lead: int) -> Result:
+def _hi_primitive(eqn: Equation, operands: Values, lead: int) -> Result:
     """Stand-ins of jax 0.12 for other primitives, and ``checkpoint_name``."""
     called = _jax.kind(eqn)
     if called == "CheckpointName":
@@ -750,7 +726,7 @@ def _barrier(eqn: Equation, operands: Values, lead: int) -> Result:
 def _sharding_constraint(eqn: Equation, operands: Values, lead: int) -> Result:
     """A constraint speaks of the whole table, so it stays on the table."""
     table = flat(operands[0])
-    if not isinstance(table, Table):
+    if not isinstance(table, TableView):
         return None
     array = None if table.array is None else _jax.bind(eqn, [table.array])[0]
     table = dataclasses.replace(table, array=array)
@@ -771,4 +747,4 @@ def _stop_gradient(eqn: Equation, operands: Values, lead: int) -> Result:
 
 
 #: They take views of any kind.
-_FOR_ANY_VIEW = (_same, _called, _barrier, _reshard, _sharding_constraint)
+_FOR_ANY_VIEW = (_same_rows, _hi_primitive, _barrier, _reshard, _sharding_constraint)

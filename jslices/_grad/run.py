@@ -12,47 +12,40 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
+from jax.lax import GatherScatterMode as Mode
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jslices import _jax
 from jslices._exchange.rows import rows_from_elsewhere
-from jslices._grad.call import Leaf
+from jslices._grad.call import LeafSpec
 from jslices._grad.memo import Memo, weak_equation
 from jslices._grad.plan import (
-    Plan,
     Planned,
     Site,
+    SiteTree,
     output_needs_grad,
     part_key,
     plan_part,
-    without_arrays,
 )
-from jslices._grad.reads import Mode, Read, every_row, filled, fixed_rows
-from jslices._grad.views import Ids, Table, Unslotted, Values, View
+from jslices._grad.reads import RowRead, every_row, filled, fixed_rows
+from jslices._grad.views import RowIds, TableView, Unslotted, Values, View
 from jslices._grad.walk import Scope, Turn, ViewWalk
 from jslices._jax import Equation
 from jslices._lookup.mark import dense_is_intended
-from jslices._place.boundary import (
-    drop_sharding,
-    explicit_mesh,
-    on_all_devices,
-    restore_sharding,
-    shardings_of,
-    with_auto_axes,
-)
+from jslices._place import boundary
 from jslices._rows.access import canonical_indices, gathered_once, per_row, row_loop_p
-from jslices._slices import Facts, IndexedSlices, slices_of
+from jslices._slices import Facts, IndexedSlices, concat_slices, slices_of
 from jslices._typing import Aval
 
 #: Both mirror a plan: zeros ``[entries, *D]``, and the row numbers, for every site.
-Slots = list[Any]
-Indices = list[Any]
+SlotTree = list[Any]
+IndexTree = list[Any]
 
 #: By the number of a leaf ``[V, *D]`` the rows ``[K, *D]`` of all its reads, in the order
 #: of the plan. Where an id is out of range it may be anything.
-Taken = Mapping[int, jax.Array]
+Prefetched = Mapping[int, jax.Array]
 
-NOTHING_TAKEN: Taken = {}
+NO_PREFETCH: Prefetched = {}
 
 #: From so many equations alike on it takes less time to linearize one function for all
 #: (twelve layers: 0.6 of the time to trace them, jax 0.10.2).
@@ -60,8 +53,11 @@ MANY_ALIKE = 3
 
 
 def run_planned(
-    planned: Planned, primals: Sequence[Any], slots: Slots, taken: Taken = NOTHING_TAKEN
-) -> tuple[Values, Indices]:
+    planned: Planned,
+    primals: Sequence[Any],
+    slots: SlotTree,
+    taken: Prefetched = NO_PREFETCH,
+) -> tuple[Values, IndexTree]:
     """The outputs of the traced call, and the row numbers of its reads."""
     leaves = planned.sparse_leaves
     operands = [leaves[i].view(i, x) if i in leaves else x for i, x in enumerate(primals)]
@@ -96,7 +92,7 @@ def slot_of(site: Site) -> jax.Array:
     return _jax.as_varying(zeros, site.varying)
 
 
-def slots_for(plan: Plan, taken: Taken) -> Slots:
+def slots_for(plan: SiteTree, taken: Prefetched) -> SlotTree:
     """The cotangent slots of all reads; those of rows that are ``taken`` hold them."""
     left = dict(taken)
 
@@ -107,21 +103,30 @@ def slots_for(plan: Plan, taken: Taken) -> Slots:
         rows, left[site.leaf] = jnp.split(left[site.leaf], [math.prod(shape)])
         return rows.reshape(*shape, *site.table_shape[1:])
 
-    slots: Slots = jax.tree.map(slot, plan)
+    slots: SlotTree = jax.tree.map(slot, plan)
     return slots
 
 
-def gradient_of(
-    site: Site, shape: tuple[int, ...], values: jax.Array, indices: jax.Array
-) -> IndexedSlices:
+def gradients_of(
+    sites: Sequence[Site], values: Sequence[jax.Array], indices: Sequence[jax.Array]
+) -> dict[int, IndexedSlices]:
+    """The gradients of leaves ``[V, *D]``, from the values and row numbers of all sites."""
+    parts: dict[int, list[IndexedSlices]] = {}
+    for site, rows, numbers in zip(sites, values, indices, strict=True):
+        parts.setdefault(site.leaf, []).append(_gradient_of(site, rows, numbers))
+    return {i: x[0] if len(x) == 1 else concat_slices(x) for i, x in parts.items()}
+
+
+def _gradient_of(site: Site, values: jax.Array, indices: jax.Array) -> IndexedSlices:
     """The gradient of one read, its executions joined."""
-    values, indices = restore_sharding((values, indices), site.split)
+    shape = (site.table_shape[0], *values.shape[indices.ndim :])
+    values, indices = boundary.restore_sharding((values, indices), site.split)
     if site.exchange is not None:
         facts = Facts(placement=site.exchange.placement)
         return slices_of(values, indices, shape, facts)._flattened()
     values = values.reshape(indices.size, *shape[1:]).astype(site.dtype)  # not weak
     indices = indices.reshape(-1)
-    return IndexedSlices.of(*on_all_devices(values, indices), shape)
+    return IndexedSlices.of(*boundary.on_all_devices(values, indices), shape)
 
 
 def _slotted_jvp(primals: Values, tangents: Values) -> tuple[Any, Any]:
@@ -141,18 +146,15 @@ mlir.register_lowering(slotted_p, lambda _, rows, slot: [rows])
 
 
 class _Body:
-    """The state of a body of a loop, a branch or a checkpoint, while JAX traces it.
+    """The state of a body of a loop, a branch or a checkpoint, while JAX traces it."""
 
-    Attributes:
-      entries: what is left of its plan and its slots.
-      indices: the row numbers of its reads so far.
-      arrays: those behind views, with cotangent slots (True) and without. A body may use
-        what was computed outside of it.
-    """
-
-    def __init__(self, plan: Plan, slots: Slots, outer: "_Body | None" = None) -> None:
-        self.entries = zip(plan, slots, strict=True)
-        self.indices: Indices = []
+    def __init__(
+        self, plan: SiteTree, slots: SlotTree, outer: "_Body | None" = None
+    ) -> None:
+        self.entries = zip(plan, slots, strict=True)  # not read so far
+        self.indices: IndexTree = []  # of the reads so far
+        #: Arrays behind views, with cotangent slots (True) and without. A body may use
+        #: what was computed outside of it.
         self.arrays: dict[bool, ChainMap[View, jax.Array]] = {
             slotted: outer.arrays[slotted].new_child() if outer else ChainMap()
             for slotted in (True, False)
@@ -170,11 +172,11 @@ class Runner(ViewWalk):
 
     def __init__(
         self,
-        plan: Plan,
-        slots: Slots,
-        leaves: dict[int, Leaf],
+        plan: SiteTree,
+        slots: SlotTree,
+        leaves: dict[int, LeafSpec],
         eager: bool = False,
-        taken: Taken = NOTHING_TAKEN,
+        taken: Prefetched = NO_PREFETCH,
     ) -> None:
         self.eager = eager
         self._taken = taken
@@ -183,7 +185,7 @@ class Runner(ViewWalk):
         self._rows: jax.Array | None = None  # of the last read
 
     @property
-    def indices(self) -> Indices:
+    def indices(self) -> IndexTree:
         """The row numbers of the reads so far."""
         return self._body.indices
 
@@ -219,39 +221,39 @@ class Runner(ViewWalk):
             arrays[value] = value.whole(lambda part: self._array(part, slotted))
         return arrays[value]
 
-    def read(self, eqn: Equation, read: Read, values: Values) -> jax.Array:
+    def read(self, eqn: Equation, read: RowRead, values: Values) -> jax.Array:
         self._rows = self._read(read, values, eqn.outvars[0].aval)
         return self._rows
 
-    def _read(self, read: Read, values: Values, aval: Aval | None) -> jax.Array:
-        def take(table: Table, ids: Ids, mode: Mode, fill_value: Any) -> jax.Array:
+    def _read(self, read: RowRead, values: Values, aval: Aval | None) -> jax.Array:
+        def take(table: TableView, ids: RowIds, mode: Mode, fill_value: Any) -> jax.Array:
             site, slot = next(self._body.entries)
             assert site.leaf == table.leaf
             record = ids.record
             if record.dtype != site.index_dtype:
                 record = canonical_indices(record, table.shape[0]).astype(site.index_dtype)
-            split, slot = shardings_of(slot), drop_sharding(slot)
+            split, slot = boundary.shardings_of(slot), boundary.drop_sharding(slot)
             if site.leaf in self._taken:
-                rows = _or_read(slot, record, read, table, ids)
+                rows = _fill_out_of_range(slot, record, read, table, ids)
             elif site.exchange is None:
                 rows = gathered_once(table.take(ids.read, mode, fill_value))
                 rows = slotted_p.bind(rows, slot)
             else:
-                array = drop_sharding(table.array)
+                array = boundary.drop_sharding(table.array)
                 rows, record = rows_from_elsewhere(
                     site.exchange, array, ids.read, record, slot, mode, fill_value
                 )
-            self._body.indices.append(restore_sharding(record, split))
+            self._body.indices.append(boundary.restore_sharding(record, split))
             return rows
 
         tables = [self._leaves[leaf].aval for leaf in read.leaves]
-        mesh = explicit_mesh([aval, *tables])
-        with with_auto_axes(mesh):
-            rows = read.output(drop_sharding(values), take)
-        split = shardings_of(tables[0] if aval is None else aval)
+        mesh = boundary.explicit_mesh([aval, *tables])
+        with boundary.with_auto_axes(mesh):
+            rows = read.output(boundary.drop_sharding(values), take)
+        split = boundary.shardings_of(tables[0] if aval is None else aval)
         if mesh is not None and aval is not None and aval.sharding.mesh.empty:
-            split = NamedSharding(mesh, PartitionSpec())  # a sparse matrix tells no mesh
-        return restore_sharding(rows, split)
+            split = NamedSharding(mesh, PartitionSpec())  # a sparse matrix has no mesh
+        return boundary.restore_sharding(rows, split)
 
     def part(self, eqn: Equation, operands: Values, needs_grad: list[bool]) -> Values:
         run = _compiled_part(eqn, operands, needs_grad, self._leaves)
@@ -265,7 +267,7 @@ class Runner(ViewWalk):
     ) -> tuple[Values, Values]:
         plan, slots = next(self._body.entries)
 
-        def body(carry: Values, per_turn: tuple[Values, Slots]) -> tuple[Any, Any]:
+        def body(carry: Values, per_turn: tuple[Values, SlotTree]) -> tuple[Any, Any]:
             xs, slots = per_turn
             (carry, ys), indices = self._inside(plan, slots, turn, carry, xs)
             return carry, (ys, indices)
@@ -278,8 +280,8 @@ class Runner(ViewWalk):
     def switch(self, index: Any, branches: Sequence[Callable[[], Values]]) -> Values:
         plans, slots = next(self._body.entries)
 
-        def make(taken: int, branch: Callable[[], Any]) -> Callable[[Slots], Any]:
-            def run(slots: Slots) -> tuple[Any, Indices]:
+        def make(taken: int, branch: Callable[[], Any]) -> Callable[[SlotTree], Any]:
+            def run(slots: SlotTree) -> tuple[Any, IndexTree]:
                 outputs, own = self._inside(plans[taken], slots[taken], branch)
                 indices = [
                     own if i == taken else jax.tree.map(_nowhere, plans[i], slots[i])
@@ -300,7 +302,7 @@ class Runner(ViewWalk):
         plan, slots = next(self._body.entries)
         are_values = [not isinstance(x, View) for x in operands]
 
-        def again(slots: Slots, *values: Any) -> tuple[Values, Indices]:
+        def again(slots: SlotTree, *values: Any) -> tuple[Values, IndexTree]:
             return self._inside(plan, slots, function, values)
 
         options = _jax.remat_options(_jax.parameters(eqn), are_values)
@@ -310,8 +312,8 @@ class Runner(ViewWalk):
         return outputs
 
     def _inside(
-        self, plan: Plan, slots: Slots, run: Callable[..., Any], *args: Any
-    ) -> tuple[Any, Indices]:
+        self, plan: SiteTree, slots: SlotTree, run: Callable[..., Any], *args: Any
+    ) -> tuple[Any, IndexTree]:
         """``run(*args)`` and the row numbers of its reads, with a state of its own."""
         outer = self._body
         self._body = inner = _Body(plan, slots, outer)
@@ -321,11 +323,14 @@ class Runner(ViewWalk):
             self._body = outer
 
 
-def _or_read(
-    rows: jax.Array, record: jax.Array, read: Read, table: Table, ids: Ids
+def _fill_out_of_range(
+    rows: jax.Array, record: jax.Array, read: RowRead, table: TableView, ids: RowIds
 ) -> jax.Array:
-    """Rows that were taken before the call, and what ids out of range read."""
-    directly, height = isinstance(read.view, Table) and read.good is None, table.shape[0]
+    """Rows that were taken before the call, with what ids out of range read."""
+    directly, height = (
+        isinstance(read.view, TableView) and read.good is None,
+        table.shape[0],
+    )
     in_range = (record >= 0) & (record < height)
     if read.mode == Mode.FILL_OR_DROP and directly:
         return filled(rows, in_range, read.fill_value)
@@ -344,20 +349,20 @@ def _nowhere(site: Site, slot: jax.Array) -> jax.Array:
     """Row numbers out of range, for a read in a branch that is not taken."""
     rows = slot.shape[: slot.ndim - len(site.table_shape) + 1]
     indices = jnp.full(rows, site.table_shape[0], site.index_dtype)
-    indices = restore_sharding(indices, shardings_of(slot))
+    indices = boundary.restore_sharding(indices, boundary.shardings_of(slot))
     return _jax.as_varying(indices, site.varying)
 
 
 # --- without jax.jit --------------------------------------------------------------------
 
 #: From the operands and the cotangent slots of a part to its outputs and row numbers.
-_RunPart = Callable[[Values, Slots], tuple[Values, Indices]]
+_RunPart = Callable[[Values, SlotTree], tuple[Values, IndexTree]]
 
 _compiled: Memo[_RunPart] = Memo()
 
 
 def _compiled_part(
-    eqn: Equation, operands: Values, needs_grad: list[bool], leaves: dict[int, Leaf]
+    eqn: Equation, operands: Values, needs_grad: list[bool], leaves: dict[int, LeafSpec]
 ) -> _RunPart:
     """The jitted function of a part, compiled once for each kind of operands."""
 
@@ -365,11 +370,11 @@ def _compiled_part(
         plan = plan_part(eqn, operands, needs_grad, leaves).plan
         equation = weak_equation(eqn)
 
-        def run(operands: Values, slots: Slots) -> tuple[Values, Indices]:
+        def run(operands: Values, slots: SlotTree) -> tuple[Values, IndexTree]:
             runner = Runner(plan, slots, leaves)
             return runner.inside(equation(), operands, needs_grad), runner.indices
 
         run.__name__ = eqn.params.get("name", eqn.primitive.name)  # in profiles
         return jax.jit(run)
 
-    return _compiled.find(eqn, part_key(without_arrays(operands), needs_grad, leaves), make)
+    return _compiled.find(eqn, part_key(operands, needs_grad, leaves), make)

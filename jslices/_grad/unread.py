@@ -2,10 +2,9 @@
 
 ``tables[field, ids]`` of several tables in one array, ``table[rows, columns]``, a lookup
 inside a ``while`` loop or a solver, and a product with a weighted one-hot array take few
-elements of an array, but the gradient is dense. They are looked for in the program alone:
-the elements of an array are followed through steps that move or scale them, or set them
-against numbers of the same array (``log_softmax``), and into what is called, until ids pick
-some.
+elements of an array, but the gradient is dense. The search follows the elements of an array
+through steps that move or scale them, or compare them with numbers of the same array
+(``log_softmax``), and into called programs, until ids pick some.
 """
 
 import functools
@@ -17,7 +16,7 @@ from jslices import _jax
 from jslices._grad.origins import Origins
 from jslices._grad.products import picks_rows
 from jslices._grad.rules import is_elementwise
-from jslices._grad.walk import CUSTOM, Scope, Walk
+from jslices._grad.walk import CUSTOM, ProgramWalk, Scope
 from jslices._jax import Equation, Program, Source
 
 # They put the elements of their first operand elsewhere.
@@ -29,48 +28,34 @@ _MOVES = frozenset(
 
 
 class Held(NamedTuple):
-    """What a variable holds of the leaves, by their numbers.
+    """What a variable holds of the leaves, by their numbers."""
 
-    Attributes:
-      elements: those whose elements it holds.
-      made_of: those that it is computed from, and from nothing else but constants.
-    """
-
-    elements: frozenset[int] = frozenset()
-    made_of: frozenset[int] = frozenset()
+    elements: frozenset[int] = frozenset()  # leaves whose elements it holds
+    made_of: frozenset[int] = frozenset()  # it is computed from these and constants alone
 
 
-_NOTHING = Held()
+_HOLDS_NOTHING = Held()
 
 
 def unread_lookups(
     program: Program, leaves: Sequence[int], output_needs_grad: Sequence[bool]
 ) -> dict[int, list[Source]]:
-    """Sources of the lookups by ids in these leaves.
-
-    Args:
-      program: the traced function; its first inputs are the leaves.
-      leaves: their numbers.
-      output_needs_grad: for each output whether a gradient comes in there.
-    """
+    """Sources of the lookups by ids in these leaves, which are among the first inputs."""
     search = _UnreadSearch(leaves)
     sets = [frozenset({i} & {*leaves}) for i in range(len(program.invars))]
     search.program(program, [Held(x, x) for x in sets], output_needs_grad)
     return search.lookups
 
 
-class _UnreadSearch(Walk[Held]):
-    """Follows the elements of leaves.
-
-    Attributes:
-      lookups: for each leaf where ids pick elements of it.
-    """
+class _UnreadSearch(ProgramWalk[Held]):
+    """Follows the elements of leaves."""
 
     def __init__(self, leaves: Sequence[int]) -> None:
+        #: For each leaf the sources of the equations in which ids pick elements of it.
         self.lookups: dict[int, list[Source]] = {leaf: [] for leaf in leaves}
 
     def constant(self, value: Any) -> Held:
-        return _NOTHING
+        return _HOLDS_NOTHING
 
     def equation(
         self, eqn: Equation, operands: Sequence[Held], scope: Scope
@@ -79,25 +64,27 @@ class _UnreadSearch(Walk[Held]):
         if not any(x.elements for x in operands) or not scope.passes_gradient(eqn):
             return [made_of] * len(eqn.outvars)
         outputs = super().equation(eqn, operands, scope)
-        return [made_of if x is _NOTHING else x for x in outputs]
+        return [made_of if x is _HOLDS_NOTHING else x for x in outputs]
 
     def step(self, eqn: Equation, operands: Sequence[Held], scope: Scope) -> Sequence[Held]:
         if eqn.primitive.name in ("gather", "dynamic_slice"):
             if _picks_by_ids(eqn, scope.origins):
                 for leaf in operands[0].elements:
                     self.lookups[leaf].append(self.source(eqn))
-            return [_NOTHING]
+            return [_HOLDS_NOTHING]
         held = [bool(x.elements) for x in operands]
-        if eqn.primitive.name == "dot_general" and picks_rows(eqn, held, scope):
+        if eqn.primitive.name == "dot_general" and picks_rows(eqn, held, scope.origins):
             for leaf in frozenset().union(*(x.elements for x in operands)):
                 self.lookups[leaf].append(self.source(eqn))
-        return _moved(eqn, operands, scope.origins) or self._inside(eqn, operands, scope)
+        return _follow_elements(eqn, operands, scope.origins) or self._inside(
+            eqn, operands, scope
+        )
 
     def _inside(
         self, eqn: Equation, operands: Sequence[Held], scope: Scope
     ) -> Sequence[Held]:
         """The outputs of a loop, a branch or a solver."""
-        outputs: Sequence[Held] = [_NOTHING] * len(eqn.outvars)
+        outputs: Sequence[Held] = [_HOLDS_NOTHING] * len(eqn.outvars)
         if _jax.kind(eqn) in CUSTOM and _jax.is_call_of_ours(eqn):
             return outputs  # a scatter
         for program, inputs, same_outputs in _programs_inside(eqn, operands):
@@ -111,10 +98,9 @@ class _UnreadSearch(Walk[Held]):
 def _programs_inside(
     eqn: Equation, operands: Sequence[Held]
 ) -> Iterator[tuple[Program, Sequence[Held], bool]]:
-    """The sub-programs of any equation whose inputs are known.
+    """The sub-programs of any equation whose inputs are known, with the inputs of each.
 
-    Each with those of the equation's ``operands`` that are its inputs, and True if its
-    outputs are those of the equation.
+    And True if its outputs are those of the equation.
     """
     name, params = eqn.primitive.name, eqn.params
     if name == "shard_map":
@@ -147,7 +133,7 @@ def _may_take(program: Program, eqn: Equation) -> bool:
     return all(map(operator.eq, *shapes))
 
 
-def _moved(
+def _follow_elements(
     eqn: Equation, operands: Sequence[Held], origins: Origins
 ) -> Sequence[Held] | None:
     """The outputs of a step that moves or scales elements; None for other steps."""
@@ -163,16 +149,16 @@ def _moved(
     if is_elementwise(eqn):  # with numbers, or with what is made of the same tables
         alone = all(x.made_of or not origins.axes(atom) for atom, x in pairs)
         full = all(_jax.shape_of(atom) == shape for atom, x in pairs if x.elements)
-        return [union if alone and full else _NOTHING]
+        return [union if alone and full else _HOLDS_NOTHING]
     if name == "concatenate":
-        return [union if all(x.elements for x in operands) else _NOTHING]
+        return [union if all(x.elements for x in operands) else _HOLDS_NOTHING]
     if name in _MOVES or (name == "broadcast_in_dim" and _repeats_whole(eqn)):
         return [Held(operands[0].elements, union.made_of)] * len(eqn.outvars)
     return None
 
 
 def _made_of(eqn: Equation, operands: Sequence[Held], origins: Origins) -> frozenset[int]:
-    """The leaves that the outputs are computed from, if from nothing else."""
+    """The leaves that the outputs are computed from, if from these alone."""
     pairs = zip(eqn.invars, operands, strict=True)
     if not all(x.made_of or not origins.axes(atom) for atom, x in pairs):
         return frozenset()
@@ -186,10 +172,7 @@ def _repeats_whole(eqn: Equation) -> bool:
 
 
 def _picks_by_ids(eqn: Equation, origins: Origins) -> bool:
-    """True if numbers that the program gets pick single elements along some axis.
-
-    Or several along that of the rows: those that are whole rows are rows.
-    """
+    """True if input numbers pick single elements along some axis, or several of axis 0."""
     shape, sizes = _jax.shape_of(eqn.invars[0]), eqn.params["slice_sizes"]
     if eqn.primitive.name == "gather":
         axes = eqn.params["dimension_numbers"].start_index_map

@@ -5,7 +5,7 @@ which arrays its own rows are made from, and how: ``f(table)[ids] == f(table[ids
 row-wise ``f``. Reading rows of a view therefore ends in reading rows of tables.
 
 A program is walked twice (walk.py). While its reads are planned there are no values:
-arrays and row numbers are None, and reading a view only tells which tables it reads.
+arrays and row numbers are None, and a read of a view only lists the tables that it reads.
 """
 
 import dataclasses
@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jslices._place.boundary import drop_sharding
-from jslices._rows.access import take_rows, wide
+from jslices._rows.access import per_row, take_rows, wide
 
 #: For each operand, or output, a view or an array. None stands for arrays while reads are
 #: planned.
@@ -26,30 +26,22 @@ Values: TypeAlias = Sequence[Any]
 
 
 @dataclasses.dataclass(frozen=True)
-class Ids:
-    """Row numbers ``[n]`` to read from a view.
+class RowIds:
+    """Row numbers ``[n]`` to read from a view; None while reads are planned."""
 
-    Attributes:
-      name: distinguishes these row numbers from others in the same lookup; equal names mean
-        equal numbers.
-      read: the rows to read, all in ``[0, V)``.
-      record: the indices of the gradient, where out of range means no gradient. Both are
-        None while reads are planned.
-    """
+    name: tuple[Any, ...] = ()  # in one lookup equal names mean equal numbers
+    read: Any = None  # the rows to read, all in ``[0, V)``
+    record: Any = None  # the indices of the gradient: none for those out of range
 
-    name: tuple[Any, ...] = ()
-    read: Any = None
-    record: Any = None
-
-    def renumbered(self, key: tuple[Any, ...], number: Callable[..., Any]) -> "Ids":
+    def renumbered(self, key: tuple[Any, ...], number: Callable[..., Any]) -> "RowIds":
         """The same rows by their numbers in another array.
 
         ``number(read, record)`` gives those; equal keys mean equal functions.
         """
         name = (*self.name, key)
         if self.read is None:
-            return Ids(name)
-        return Ids(name, *number(self.read, self.record))
+            return RowIds(name)
+        return RowIds(name, *number(self.read, self.record))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -61,7 +53,7 @@ class View:
     #: How many leading axes number the rows: 1, except for repeated tables.
     lead: int = dataclasses.field(default=1, init=False)
 
-    def parts(self, ids: Ids) -> Sequence[tuple[Any, Ids | None]]:
+    def parts(self, ids: RowIds) -> Sequence[tuple[Any, RowIds | None]]:
         """The parts that the rows at ``ids`` are made from.
 
         Views and arrays, each with the numbers of its rows, or with None for an array that
@@ -69,7 +61,7 @@ class View:
         """
         raise NotImplementedError
 
-    def combine(self, parts: Sequence[Any], ids: Ids) -> jax.Array:
+    def combine(self, parts: Sequence[Any], ids: RowIds) -> jax.Array:
         """The rows ``[n, *D]`` at ``ids``, from those of ``parts(ids)``."""
         raise NotImplementedError
 
@@ -79,7 +71,7 @@ class View:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Table(View):
+class TableView(View):
     """A differentiated array as it is: the leaf with this number.
 
     Several axes of ``array`` may number the rows; it stays so, as :func:`places` says why.
@@ -98,7 +90,7 @@ class Table(View):
         array: jax.Array = self.array
         if array.shape == self.shape:
             return array
-        # On Explicit axes JAX merges no axes of which the second is split.
+        # On Explicit axes JAX does not merge axes if the second is split.
         merged: jax.Array = drop_sharding(array).reshape(self.shape)
         return merged
 
@@ -107,8 +99,8 @@ class Table(View):
 class Rowwise(View):
     """The result of an operation that treats every row alike.
 
-    ``apply(operands, n)`` computes n rows from n rows of the operands, of which the
-    ``shared`` ones serve all rows. Equal keys mean equal functions.
+    ``apply(operands, n)`` computes n rows from n rows of the operands, except that
+    the ``shared`` ones serve all rows. Equal keys mean equal functions.
     """
 
     apply: Callable[[Sequence[Any], int], jax.Array] = dataclasses.field(compare=False)
@@ -116,11 +108,11 @@ class Rowwise(View):
     shared: tuple[bool, ...]
     key: tuple[Any, ...]
 
-    def parts(self, ids: Ids) -> Sequence[tuple[Any, Ids | None]]:
+    def parts(self, ids: RowIds) -> Sequence[tuple[Any, RowIds | None]]:
         pairs = zip(self.operands, self.shared, strict=True)
         return [(operand, None if shared else ids) for operand, shared in pairs]
 
-    def combine(self, parts: Sequence[Any], ids: Ids) -> jax.Array:
+    def combine(self, parts: Sequence[Any], ids: RowIds) -> jax.Array:
         return self.apply(parts, ids.read.shape[0])
 
     def whole(self, of: Callable[[Any], Any]) -> jax.Array:
@@ -133,18 +125,18 @@ class Derived(View):
 
     inner: View
 
-    def parts(self, ids: Ids) -> Sequence[tuple[Any, Ids | None]]:
+    def parts(self, ids: RowIds) -> Sequence[tuple[Any, RowIds | None]]:
         return [(self.inner, ids)]
 
-    def combine(self, parts: Sequence[Any], ids: Ids) -> jax.Array:
+    def combine(self, parts: Sequence[Any], ids: RowIds) -> jax.Array:
         return parts[0]
 
     def whole(self, of: Callable[[Any], Any]) -> jax.Array:
         return of(self.inner)
 
     def renumbered(
-        self, ids: Ids, key: tuple[Any, ...], number: Callable[[jax.Array], jax.Array]
-    ) -> Sequence[tuple[Any, Ids | None]]:
+        self, ids: RowIds, key: tuple[Any, ...], number: Callable[[jax.Array], jax.Array]
+    ) -> Sequence[tuple[Any, RowIds | None]]:
         """The parts where row i is row ``number(i)`` of ``inner``."""
 
         def inside(read: jax.Array, record: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -156,19 +148,15 @@ class Derived(View):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Renumbered(Derived):
-    """Rows of another view under other numbers, such as consecutive ones: ``table[1:]``.
+    """Rows of another view under other numbers, such as consecutive ones: ``table[1:]``."""
 
-    Attributes:
-      number: from the number of a row to its number in ``inner``.
-      key: equal keys mean equal numberings.
-      take: from the whole of ``inner`` to the whole of this.
-    """
-
+    #: From the number of a row to its number in ``inner``; equal keys mean equal functions.
     number: Callable[[jax.Array], jax.Array] = dataclasses.field(compare=False)
     key: tuple[Any, ...]
+    #: From the whole of ``inner`` to the whole of this.
     take: Callable[[jax.Array], jax.Array] = dataclasses.field(compare=False)
 
-    def parts(self, ids: Ids) -> Sequence[tuple[Any, Ids | None]]:
+    def parts(self, ids: RowIds) -> Sequence[tuple[Any, RowIds | None]]:
         return self.renumbered(ids, self.key, self.number)
 
     def whole(self, of: Callable[[Any], Any]) -> jax.Array:
@@ -180,16 +168,11 @@ class Window(Derived):
     """Some rows of another view, from starts that the program computes.
 
     The table of one layer among those of all layers, in a loop over these.
-
-    Attributes:
-      starts: one for each axis that numbers the rows of ``inner``, ``[]``, all in range.
-      rows: the sizes of these axes.
-      sizes: of the window along them.
     """
 
-    starts: tuple[Any, ...]
-    rows: tuple[int, ...]
-    sizes: tuple[int, ...]
+    starts: tuple[Any, ...]  # ``[]`` for each axis that numbers rows, all in range
+    rows: tuple[int, ...]  # the sizes of these axes
+    sizes: tuple[int, ...]  # of the window along them
 
     def number(self, x: jax.Array) -> jax.Array:
         """The number of a row in ``inner``."""
@@ -203,7 +186,7 @@ class Window(Derived):
             x, below = x // size, below * rows
         return result
 
-    def parts(self, ids: Ids) -> Sequence[tuple[Any, Ids | None]]:
+    def parts(self, ids: RowIds) -> Sequence[tuple[Any, RowIds | None]]:
         return self.renumbered(ids, ("window", self), self.number)
 
     def whole(self, of: Callable[[Any], Any]) -> jax.Array:
@@ -225,22 +208,24 @@ class Replaced(Derived):
     rows: Any
     height: int
 
-    def parts(self, ids: Ids) -> Sequence[tuple[Any, Ids | None]]:
+    def parts(self, ids: RowIds) -> Sequence[tuple[Any, RowIds | None]]:
         def others(read: jax.Array, record: jax.Array) -> tuple[jax.Array, jax.Array]:
             return read, jnp.where(self._here(read), self.shape[0], record)
 
         return [(self.inner, ids.renumbered(("but", self), others)), (self.rows, None)]
 
-    def combine(self, parts: Sequence[Any], ids: Ids) -> jax.Array:
+    def combine(self, parts: Sequence[Any], ids: RowIds) -> jax.Array:
         others, rows = parts
-        here = self._here(ids.read).reshape((-1,) + (1,) * (rows.ndim - 1))
+        here = per_row(self._here(ids.read), rows)
         return jnp.where(here, self._for_each(rows, ids.read), others)
 
     def whole(self, of: Callable[[Any], Any]) -> jax.Array:
-        return self.combine([of(self.inner), self.rows], Ids((), jnp.arange(self.shape[0])))
+        return self.combine(
+            [of(self.inner), self.rows], RowIds((), jnp.arange(self.shape[0]))
+        )
 
     def _here(self, numbers: jax.Array) -> jax.Array:
-        """Whether these are the numbers of the rows in whose place others are."""
+        """True for the numbers of the rows that others replace."""
         here: jax.Array = self._for_each(self.at, numbers) == numbers % self.height
         return here
 
@@ -261,18 +246,17 @@ class Stacked(View):
     arrays: tuple[Any, ...]
     heights: tuple[int, ...]
 
-    def parts(self, ids: Ids) -> Sequence[tuple[Any, Ids | None]]:
+    def parts(self, ids: RowIds) -> Sequence[tuple[Any, RowIds | None]]:
         return [
             (array, self._below(ids, above, height))
             for array, above, height in self._filled()
         ]
 
-    def combine(self, parts: Sequence[Any], ids: Ids) -> jax.Array:
+    def combine(self, parts: Sequence[Any], ids: RowIds) -> jax.Array:
         row, out = ids.read % sum(self.heights), parts[0]
         for rows, (_, above, height) in zip(parts[1:], self._filled()[1:], strict=True):
             here = (row >= above) & (row < above + height)
-            here = here.reshape((-1,) + (1,) * (len(self.shape) - 1))
-            out = jnp.where(here, rows, out)
+            out = jnp.where(per_row(here, rows), rows, out)
         return out
 
     def whole(self, of: Callable[[Any], Any]) -> jax.Array:
@@ -293,7 +277,7 @@ class Stacked(View):
             above += height
         return filled
 
-    def _below(self, ids: Ids, above: int, height: int) -> Ids:
+    def _below(self, ids: RowIds, above: int, height: int) -> RowIds:
         """The row numbers in the array that begins at ``above``, others out of range."""
         total = sum(self.heights)
         beyond = self.shape[0] // total * height
@@ -321,18 +305,17 @@ class Unpacked(Derived):
         """How many parts a row of ``inner`` has."""
         return self.shape[0] // self.inner.shape[0]
 
-    def parts(self, ids: Ids) -> Sequence[tuple[Any, Ids | None]]:
+    def parts(self, ids: RowIds) -> Sequence[tuple[Any, RowIds | None]]:
         def holding(read: jax.Array, record: jax.Array) -> tuple[jax.Array, jax.Array]:
             return read // self.per, record // self.per  # out of range remains so
 
         return [(self.inner, ids.renumbered(("holding", self.per), holding))]
 
-    def combine(self, parts: Sequence[Any], ids: Ids) -> jax.Array:
+    def combine(self, parts: Sequence[Any], ids: RowIds) -> jax.Array:
         # By a mask: to gather the parts, a TPU would access three times as many bytes.
         here = jax.nn.one_hot(ids.read % self.per, self.per, dtype=bool)
         rows = parts[0].reshape(*here.shape, *self.shape[1:])
-        here = here.reshape(*here.shape, *(1 for _ in self.shape[1:]))
-        return jnp.where(here, rows, 0).sum(axis=1, dtype=self.dtype)
+        return jnp.where(per_row(here, rows), rows, 0).sum(axis=1, dtype=self.dtype)
 
     def whole(self, of: Callable[[Any], Any]) -> jax.Array:
         return of(self.inner).reshape(self.shape)
@@ -354,7 +337,7 @@ class Repeated(Derived):
         inner, stops = self.inner, False
         while isinstance(inner, Unslotted):
             inner, stops = inner.inner, stops or isinstance(inner, Stopped)
-        if isinstance(inner, Table) and inner.array.shape == self.shape:
+        if isinstance(inner, TableView) and inner.array.shape == self.shape:
             array: jax.Array = inner.array  # which is never of the shape of `inner`
             return lax.stop_gradient(array) if stops else array
         return of(self.inner).reshape(self.shape)
@@ -382,7 +365,7 @@ class Unslotted(Derived):
 class Stopped(Unslotted):
     """A view behind ``stop_gradient``: no derivative of any kind goes through."""
 
-    def combine(self, parts: Sequence[Any], ids: Ids) -> jax.Array:
+    def combine(self, parts: Sequence[Any], ids: RowIds) -> jax.Array:
         return lax.stop_gradient(parts[0])
 
     def whole(self, of: Callable[[Any], Any]) -> jax.Array:
@@ -419,7 +402,7 @@ def _register(kind: type[View], *parts: str) -> None:
     jax.tree_util.register_pytree_node(kind, flatten, unflatten)
 
 
-_register(Table, "array")
+_register(TableView, "array")
 _register(Rowwise, "operands")
 _register(Renumbered, "inner")
 _register(Window, "inner", "starts")
@@ -463,7 +446,7 @@ def window(view: View, starts: Sequence[Any], sizes: Sequence[int]) -> View:
 
 
 def layer(view: Repeated, number: Any) -> View:
-    """The view of the part ``[V, *D]`` of ``[L, V, *D]`` that a number tells."""
+    """The view of the part ``[V, *D]`` of ``[L, V, *D]`` with this number."""
     rest = view.shape[1 : view.lead]
     starts = [number, *(None if number is None else jnp.zeros_like(number) for _ in rest)]
     return folded(flat(window(view, starts, (1, *rest))), rest)

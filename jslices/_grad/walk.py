@@ -1,14 +1,13 @@
 """The one walk over traced programs, and its form for views of tables.
 
-A :class:`Walk` goes through the equations of a program in order, and into the programs of
-calls, with one value for each variable. What a value is, and what an equation makes of its
-operands, is left to its visitors:
+A :class:`ProgramWalk` goes through the equations of a program in order, and into the
+programs of calls, with one value for each variable. Its visitors decide what a value is,
+and what an equation makes of its operands:
 
     Planner, Runner   views of tables, without and with arrays (plan.py, run.py)
     _RowWalk          views of rows of one function            (custom.py)
     _Linearity        how a variable depends on cotangents     (custom.py)
     _UnreadSearch     the tables whose elements an array holds (unread.py)
-    evaluate          arrays, with a hook for each
 
 Planner and runner are both a :class:`ViewWalk`: what a program computes from tables stays a
 *view* of them (views.py) for as long as possible. An equation that gets a view is one of
@@ -28,19 +27,18 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, Generic, TypeVar
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jslices import _jax
 from jslices._grad.memo import first_program
 from jslices._grad.origins import Origins
-from jslices._grad.reads import READS, Read
+from jslices._grad.reads import READS, RowRead
 from jslices._grad.rules import RULES, rowwise
 from jslices._grad.views import Repeated, Values, View, layer, without_slots
 from jslices._jax import Atom, Equation, Literal, Program, Source
 
-Value = TypeVar("Value")
+VarValue = TypeVar("VarValue")
 
 # By name, as JAX exports few of these primitives and renames them.
 _CALLS = ("jit", "pjit", "closed_call", "core_call", "call", "eval_jaxpr")
@@ -63,11 +61,9 @@ _INSIDE = {
 class Scope:
     """One program on a walk: what is live, where gradients come through.
 
-    Args:
-      program: the program.
-      output_needs_grad: for each output whether a gradient comes in there. None comes
-        through an auxiliary output, say, and then nothing that only leads to it matters.
-        None at all does for walks that do not ask.
+    ``output_needs_grad`` says for each output whether a gradient comes in there. None
+    comes through an auxiliary output, say, and then nothing that only leads to it matters.
+    It is empty for walks that do not ask.
     """
 
     def __init__(self, program: Program, output_needs_grad: Sequence[bool] = ()) -> None:
@@ -83,13 +79,14 @@ class Scope:
             if needs_grad and not isinstance(v, Literal) and _jax.carries_gradient(v)
         }
         self._passing: set[int] = set()
-        used = {v for v in program.outvars if not isinstance(v, Literal)}
+        #: The variables that a live equation or an output reads.
+        self.used: set[Any] = {v for v in program.outvars if not isinstance(v, Literal)}
         for eqn in reversed(program.eqns):
-            if not eqn.effects and used.isdisjoint(eqn.outvars):
+            if not eqn.effects and self.used.isdisjoint(eqn.outvars):
                 continue
             self.live.append(eqn)
             variables = [v for v in eqn.invars if not isinstance(v, Literal)]
-            used.update(variables)
+            self.used.update(variables)
             if output_needs_grad and self._takes_gradient(eqn):
                 self._passing.add(id(eqn))
                 self.grad_vars.update(filter(_jax.carries_gradient, variables))
@@ -114,23 +111,22 @@ class Scope:
 
     @functools.cached_property
     def operations(self) -> Counter[Hashable]:
-        """How many of its equations do what."""
+        """The number of equations for each operation."""
         return Counter(map(_jax.operation, self.program.eqns))
 
     @functools.cached_property
     def origins(self) -> Origins:
-        """How its variables came about."""
         return Origins(self.program)
 
 
 # --- the walk ---------------------------------------------------------------------------
 
 
-class Walk(abc.ABC, Generic[Value]):
+class ProgramWalk(abc.ABC, Generic[VarValue]):
     """A walk over a program with a value for every variable.
 
-    A visitor says what constants are (:meth:`constant`) and what an equation makes of its
-    operands (:meth:`step`). To go into loops, branches and other programs than those of
+    A visitor defines the values of constants (:meth:`constant`) and of an equation's
+    outputs (:meth:`step`). To go into loops, branches and other programs than those of
     calls it has methods of the names in ``_INSIDE``, which take the equation, the operands
     and for each output whether a gradient comes in there.
     """
@@ -142,16 +138,16 @@ class Walk(abc.ABC, Generic[Value]):
     def program(
         self,
         program: Program,
-        operands: Sequence[Value],
+        operands: Sequence[VarValue],
         output_needs_grad: Sequence[bool] = (),
-    ) -> Sequence[Value]:
+    ) -> Sequence[VarValue]:
         """The values of the outputs; ``output_needs_grad`` as in :class:`Scope`."""
         scope = Scope(program, output_needs_grad)
         values = dict(zip(program.invars, operands, strict=True))
         constants = map(self.constant, _jax.constants(program))
         values.update(zip(program.constvars, constants, strict=True))
 
-        def read(atom: Atom) -> Value:
+        def read(atom: Atom) -> VarValue:
             if isinstance(atom, Literal):
                 return self.constant(atom.val)
             return values[atom]
@@ -163,35 +159,35 @@ class Walk(abc.ABC, Generic[Value]):
         return [read(atom) for atom in program.outvars]
 
     def equation(
-        self, eqn: Equation, operands: Sequence[Value], scope: Scope
-    ) -> Sequence[Value]:
+        self, eqn: Equation, operands: Sequence[VarValue], scope: Scope
+    ) -> Sequence[VarValue]:
         """The values of an equation's outputs."""
         if not hasattr(self, _INSIDE.get(_jax.kind(eqn), "")):
             return self.step(eqn, operands, scope)
         return self.inside(eqn, operands, scope.outputs_need_grad(eqn))
 
     def inside(
-        self, eqn: Equation, operands: Sequence[Value], needs_grad: list[bool]
-    ) -> Sequence[Value]:
+        self, eqn: Equation, operands: Sequence[VarValue], needs_grad: list[bool]
+    ) -> Sequence[VarValue]:
         """The outputs of an equation with programs inside that the walk goes into."""
         go_inside = getattr(self, _INSIDE[_jax.kind(eqn)])
-        outputs: Sequence[Value] = go_inside(eqn, operands, needs_grad)
+        outputs: Sequence[VarValue] = go_inside(eqn, operands, needs_grad)
         return outputs
 
     @abc.abstractmethod
-    def constant(self, value: Any) -> Value:
+    def constant(self, value: Any) -> VarValue:
         """The value of a literal, or of a constant of the program."""
 
     @abc.abstractmethod
     def step(
-        self, eqn: Equation, operands: Sequence[Value], scope: Scope
-    ) -> Sequence[Value]:
+        self, eqn: Equation, operands: Sequence[VarValue], scope: Scope
+    ) -> Sequence[VarValue]:
         """The outputs of an equation that the walk does not go into."""
 
     def call(
-        self, eqn: Equation, operands: Sequence[Value], needs_grad: list[bool]
-    ) -> Sequence[Value]:
-        """The outputs of a call, which means the program inside it."""
+        self, eqn: Equation, operands: Sequence[VarValue], needs_grad: list[bool]
+    ) -> Sequence[VarValue]:
+        """The outputs of a call: those of the program inside it."""
         outer = self.caller
         if outer is None and _jax.is_library_call(eqn):
             self.caller = eqn.source_info
@@ -204,32 +200,6 @@ class Walk(abc.ABC, Generic[Value]):
         return self.caller or eqn.source_info
 
 
-def evaluate(
-    program: Program,
-    operands: Sequence[jax.Array],
-    replace: Callable[[Any, jax.Array], jax.Array],
-) -> Sequence[jax.Array]:
-    """The outputs of a program whose every variable passes through ``replace``.
-
-    ``replace(variable, array)`` gives the array that the rest of the program reads.
-    """
-    return _Evaluation(replace).program(program, operands)
-
-
-class _Evaluation(Walk[Any]):
-    def __init__(self, replace: Callable[[Any, jax.Array], jax.Array]) -> None:
-        self._replace = replace
-
-    def constant(self, value: Any) -> Any:
-        return value
-
-    def equation(self, eqn: Equation, operands: Values, scope: Scope) -> Values:
-        outputs = _jax.bind(eqn, operands)
-        return list(map(self._replace, eqn.outvars, outputs))
-
-    step = equation
-
-
 # --- with views of tables ---------------------------------------------------------------
 
 
@@ -237,20 +207,20 @@ class _Evaluation(Walk[Any]):
 Turn = Callable[[Values, Values], tuple[Values, Values]]
 
 
-class ViewWalk(Walk[Any]):
+class ViewWalk(ProgramWalk[Any]):
     """A walk with views of tables, and with arrays or None in their place.
 
-    Control flow is told to subclasses in the terms of JAX's public functions.
+    Subclasses receive control flow as calls of JAX's public functions.
     """
 
-    #: Whether what is planned and compiled for the programs inside equations is kept, as
-    #: there is no ``jax.jit`` around them that would do so.
+    #: True if plans and compiled programs of the programs inside equations are kept, as no
+    #: ``jax.jit`` is around them that would do so.
     eager: bool
 
     def program(
         self, program: Program, operands: Values, output_needs_grad: Sequence[bool] = ()
     ) -> Values:
-        """The program's outputs: views where rows of tables are all that went into them."""
+        """The program's outputs: views if they were computed from rows of tables alone."""
         outputs = super().program(program, operands, output_needs_grad)
         return [
             value if needs_grad else without_slots(value)
@@ -275,7 +245,7 @@ class ViewWalk(Walk[Any]):
             if views is not None:
                 return views
         form = READS.get(eqn.primitive.name)
-        read = None if form is None else form(eqn, operands, scope)
+        read = None if form is None else form(eqn, operands, scope.origins)
         if read is not None:
             values = [
                 None if i == read.operand else whole(x) for i, x in enumerate(operands)
@@ -306,9 +276,9 @@ class ViewWalk(Walk[Any]):
         return self.switch(self.whole(index, eqn), branches)
 
     def scan(self, eqn: Equation, operands: Values, needs_grad: list[bool]) -> Values:
-        """Views go into a loop as constants, and as what it carries on unchanged.
+        """Views enter a loop as constants or as carries that the body returns unchanged.
 
-        Of an array whose rows several axes number, such as a table for each layer, each
+        If several axes number the rows of an array, such as a table for each layer, each
         turn gets the view of its own part.
         """
         body, (num_consts, num_carried) = _jax.body(eqn), _jax.scan_counts(eqn.params)
@@ -357,7 +327,7 @@ class ViewWalk(Walk[Any]):
         """The array behind a view, which ``eqn`` needs; anything else as it is."""
 
     @abc.abstractmethod
-    def read(self, eqn: Equation, read: Read, values: Values) -> Any:
+    def read(self, eqn: Equation, read: RowRead, values: Values) -> Any:
         """The output of a read; ``values`` are the operands, None for the view."""
 
     @abc.abstractmethod
@@ -378,7 +348,7 @@ class ViewWalk(Walk[Any]):
     def rematerialise(
         self, eqn: Equation, function: Callable[[Values], Values], operands: Values
     ) -> Values:
-        """``jax.checkpoint(function)(values)`` for the operands that are no views."""
+        """``jax.checkpoint(function)(values)`` for the operands that are not views."""
 
 
 def _with_gradient(eqn: Equation, operands: Values) -> Values:
@@ -393,7 +363,7 @@ def _with_gradient(eqn: Equation, operands: Values) -> Values:
 
 
 def is_kept(eqn: Equation) -> bool:
-    """Whether plans of an equation can be kept for later calls.
+    """True if plans of an equation can be kept for later calls.
 
     JAX traces a function with a derivative of its own anew at every call. The lines of the
     reads in a function of JAX's are those of whoever calls it.

@@ -18,7 +18,6 @@ from jax import lax
 from jax.tree_util import Partial
 
 from jslices import _jax
-from jslices._grad.walk import evaluate
 from jslices._place.boundary import platform_at_hand, row_major_array
 from jslices._rows.access import (
     canonical_indices,
@@ -548,7 +547,7 @@ def _keeping_unnamed(
         selected[var] = where_rows(named, x, old_of[var].astype(x.dtype))
         return derivable(named, selected[var])
 
-    changed, *outputs = evaluate(program, operands, select)
+    changed, *outputs = _jax.evaluate(program, operands, select)
     results = [
         selected[var] if is_early else where_rows(named, x, old.astype(x.dtype))
         for is_early, var, x, old in zip(early, new, outputs, olds, strict=True)

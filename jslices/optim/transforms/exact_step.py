@@ -8,13 +8,13 @@ import jax.numpy as jnp
 
 from jslices._grad.api import differentiated
 from jslices._grad.call import (
-    Call,
     ExchangeSpec,
     SparseSpec,
+    UserCall,
     check_callable,
     check_inputs,
 )
-from jslices._grad.ids import as_ids, rows_read
+from jslices._grad.ids import leaf_ids, rows_read
 from jslices._grad.plan import Planned, plan_call
 from jslices._jax import definitely
 from jslices._place.boundary import mesh_of
@@ -97,7 +97,7 @@ def exact_step(
         )
 
     def step(params: Params, state: State, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
-        call = Call(fun, (0,), (params, *args), kwargs, has_aux)
+        call = UserCall(fun, 0, (params, *args), kwargs, has_aux)
         check_inputs(call, holomorphic=False, allow_int=False)
         for name, x in zip(call.leaf_names, call.primals, strict=True):
             if jnp.iscomplexobj(x):
@@ -106,7 +106,7 @@ def exact_step(
                     "gradient in JAX is the conjugate of what a step follows. Call "
                     "tx.catch_up, jslices.grad, jax.tree.map(jnp.conj, grads) and tx.apply"
                 )
-        planned = plan_call(call, True, sparse, exchange)
+        planned = plan_call(call, sparse, exchange)
         taken: dict[int, jax.Array] = {}
         peeked: dict[str, PyTree] = {}
         if tx.catches_up:
@@ -138,7 +138,7 @@ def exact_step(
 
 def _ids(tx: GradientTransformation, rows: IndexedSlices | bool | None) -> PyTree:
     """What catches up of a leaf; one that cannot peek takes what lookup_ids gives."""
-    return rows if tx.peeks or not isinstance(rows, IndexedSlices) else as_ids(rows)
+    return rows if tx.peeks or not isinstance(rows, IndexedSlices) else leaf_ids(rows)
 
 
 def _is_one_program(planned: Planned, leaf: int, rows: IndexedSlices | bool | None) -> bool:
