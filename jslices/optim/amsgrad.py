@@ -5,26 +5,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jslices.optim.engine.arguments import (
-    Decay,
-    LearningRate,
-    NotNegative,
-    StateDtype,
-    Untouched,
-)
+from jslices.optim.engine import arguments, rule
 from jslices.optim.engine.constructors import optimizer
 from jslices.optim.engine.missed import Missed, MissedSteps, fading, momentum_series
 from jslices.optim.engine.protocol import GradientTransformation
-from jslices.optim.engine.rule import (
-    Kernel,
-    Rule,
-    Step,
-    check_fading,
-    decayed,
-    scaled,
-    squared,
-    zeros,
-)
+from jslices.optim.engine.rule import Kernel, Rule, Step
 from jslices.optim.engine.transformation import transformation
 
 
@@ -40,16 +25,16 @@ class AmsgradState(NamedTuple):
 
 @optimizer
 def amsgrad(
-    learning_rate: LearningRate,
-    b1: Decay = 0.9,
-    b2: Decay = 0.999,
-    eps: NotNegative = 1e-8,
-    eps_root: NotNegative = 0.0,
-    mu_dtype: StateDtype | None = None,
+    learning_rate: arguments.LearningRate,
+    b1: arguments.Decay = 0.9,
+    b2: arguments.Decay = 0.999,
+    eps: arguments.NotNegative = 1e-8,
+    eps_root: arguments.NotNegative = 0.0,
+    mu_dtype: arguments.StateDtype | None = None,
     bias_correction_mu: bool = True,
     bias_correction_nu: bool = True,
     *,
-    untouched: Untouched = "lazy",
+    untouched: arguments.Untouched = "lazy",
 ) -> GradientTransformation:
     """AMSGrad. At step t (from 1), for every touched row::
 
@@ -101,18 +86,18 @@ def amsgrad(
         def kernel(
             g: jax.Array, mu: jax.Array, nu: jax.Array, nu_max: jax.Array
         ) -> tuple[jax.Array, ...]:
-            new_mu, new_nu = decayed(mu, g, b1), decayed(nu, squared(g), b2)
+            new_mu, new_nu = rule.decayed(mu, g, b1), rule.decayed(nu, rule.squared(g), b2)
             mu_hat = correct_mu(new_mu) if bias_correction_mu else new_mu
             nu_hat = correct_nu(new_nu) if bias_correction_nu else new_nu
             nu_max = jnp.maximum(nu_max, nu_hat)
             u = mu_hat / (jnp.sqrt(nu_max + eps_root) + eps)
-            return scaled(size, u), new_mu.astype(mu.dtype), new_nu, nu_max
+            return rule.scaled(size, u), new_mu.astype(mu.dtype), new_nu, nu_max
 
         return kernel
 
     missed = None
     if exact:
-        check_fading("amsgrad", b1=b1, b2=b2)
+        rule.check_fading("amsgrad", b1=b1, b2=b2)
         first: Any = b1
         second: Any = b2
 
@@ -125,5 +110,5 @@ def amsgrad(
 
         series = momentum_series(first, corrected=bias_correction_mu)
         missed = MissedSteps(advance, learning_rate, (series,))
-    state = {"mu": zeros(mu_dtype), "nu": zeros(), "nu_max": zeros()}
+    state = {"mu": rule.zeros(mu_dtype), "nu": rule.zeros(), "nu_max": rule.zeros()}
     return transformation(AmsgradState, Rule(state, update, missed=missed))
