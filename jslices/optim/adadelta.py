@@ -90,10 +90,9 @@ def adadelta(
     missed = None
     if exact:
         rule.check_fading("adadelta", rho=rho)
-        fade: Any = rho
 
         def advance(missed: Missed, p: jax.Array, *means: jax.Array) -> tuple[Any, ...]:
-            return jnp.zeros_like(p), *(fading(fade, missed) * mean for mean in means)
+            return jnp.zeros_like(p), *(fading(rho, missed) * mean for mean in means)
 
         missed = MissedSteps(advance, learning_rate)
 

@@ -98,17 +98,15 @@ def amsgrad(
     missed = None
     if exact:
         rule.check_fading("amsgrad", b1=b1, b2=b2)
-        first: Any = b1
-        second: Any = b2
 
         def advance(
             missed: Missed, p: jax.Array, mu: jax.Array, nu: jax.Array, nu_max: jax.Array
         ) -> tuple[Any, ...]:
             # Without gradients the corrected mean of squares only falls: its maximum stays.
             move = -missed.sums[0] * mu / (jnp.sqrt(nu_max + eps_root) + eps)
-            return move, fading(first, missed) * mu, fading(second, missed) * nu, nu_max
+            return move, fading(b1, missed) * mu, fading(b2, missed) * nu, nu_max
 
-        series = momentum_series(first, corrected=bias_correction_mu)
+        series = momentum_series(b1, corrected=bias_correction_mu)
         missed = MissedSteps(advance, learning_rate, (series,))
     state = {"mu": rule.zeros(mu_dtype), "nu": rule.zeros(), "nu_max": rule.zeros()}
     return transformation(AmsgradState, Rule(state, update, missed=missed))

@@ -108,14 +108,13 @@ def lion(
     def lion_missed(rate: Any) -> MissedSteps:
         rule.check_fading("lion", b1=b1, b2=b2)
         rule.check_decay("lion", learning_rate, rate)
-        fade: Any = b2
 
         def advance(missed: Missed, p: jax.Array, mu: jax.Array) -> tuple[jax.Array, ...]:
             if not exact:
                 return missed.decay * p, mu
             # p + sign / rate shrinks by the same factor in every missed step.
             far = -jnp.expm1(missed.run) / rate if rule.decays(rate) else missed.run
-            return missed.decay * p - far * jnp.sign(b1 * mu), fading(fade, missed) * mu
+            return missed.decay * p - far * jnp.sign(b1 * mu), fading(b2, missed) * mu
 
         return MissedSteps(advance, learning_rate, (), rate, run=True)
 

@@ -84,12 +84,11 @@ def sgd(
     missed = None
     if exact:
         rule.check_fading("sgd", momentum=momentum)
-        decay: Any = momentum
 
         def advance(missed: Missed, p: jax.Array, trace: jax.Array) -> tuple[Any, ...]:
-            return -missed.sums[0] * trace, fading(decay, missed) * trace
+            return -missed.sums[0] * trace, fading(momentum, missed) * trace
 
-        series = momentum_series(decay, nesterov, corrected=False)
+        series = momentum_series(momentum, nesterov, corrected=False)
         missed = MissedSteps(advance, learning_rate, (series,))
     state = {"trace": rule.zeros(accumulator_dtype)}
     return transformation(SgdState, Rule(state, update, missed=missed))
