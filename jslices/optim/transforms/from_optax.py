@@ -13,17 +13,8 @@ from jax.typing import DTypeLike
 
 from jslices._jax import flatten, is_symbolic
 from jslices._place.boundary import on_any_mesh, placed_as, row_major_array
-from jslices._rows.access import (
-    room_for_distinct,
-    rows_numbered,
-    set_rows,
-    where_rows,
-)
-from jslices._slices import (
-    IndexedSlices,
-    deduplicated,
-    is_slices,
-)
+from jslices._rows.access import room_for_distinct, rows_numbered, set_rows, where_rows
+from jslices._slices import IndexedSlices, deduplicated, is_slices
 from jslices._typing import Gradients, Leaf, Params, PyTree, State, Transformation
 from jslices.optim.engine.constructors import combinator
 from jslices.optim.engine.protocol import (
@@ -117,10 +108,8 @@ class _Lifted:
         check_structure("from_optax", state, structure)
         leaves, tree = flatten(grads, is_leaf=is_leaf)
         arrays = tree.flatten_up_to(params)
-        touched = [
-            _coalesced(checked_gradient(place, g, p))
-            for place, g, p in zip(paths_of(tree), leaves, arrays, strict=True)
-        ]
+        checked = map(checked_gradient, paths_of(tree), leaves, arrays)
+        touched = [deduplicated(g) if is_slices(g) else g for g in checked]
         kind = (tree, *((g.shape, g.dtype, is_slices(g)) for g in touched if g is not None))
         if any(map(is_slices, touched)):
             _refuse_accumulation(state)
@@ -179,14 +168,14 @@ class _Rows:
             parts = self.tree.flatten_up_to(subtree)
         except (TypeError, ValueError):
             return False
-        pairs = [x for x in zip(parts, self.arrays, strict=True) if not _left_out(x[0])]
+        pairs = [x for x in zip(parts, self.arrays, strict=True) if not _is_empty(x[0])]
         return bool(pairs) and all(
             hasattr(x, "shape") and jnp.shape(x) == jnp.shape(p) for x, p in pairs
         )
 
     def read(self, subtree: PyTree) -> PyTree:
         def rows(x: PyTree, g: Leaf) -> PyTree:
-            if not is_slices(g) or _left_out(x):
+            if not is_slices(g) or _is_empty(x):
                 return x
             return read_rows(x, g.indices, g.row_axes)
 
@@ -197,7 +186,7 @@ class _Rows:
 
         def written(x: PyTree, g: Leaf) -> PyTree:
             new = next(parts)
-            if not is_slices(g) or _left_out(x):
+            if not is_slices(g) or _is_empty(x):
                 return new
             return row_major_array(set_rows(x, g.indices, new.astype(x.dtype)))
 
@@ -209,7 +198,7 @@ class _Rows:
         def place(part: PyTree) -> PyTree:
             pairs = zip(self.arrays, self.tree.flatten_up_to(part), strict=True)
             return self.tree.unflatten(
-                [x if _left_out(x) else placed_as(p, x) for p, x in pairs]
+                [x if _is_empty(x) else placed_as(p, x) for p, x in pairs]
             )
 
         return self._each(state, place, lambda x: x)
@@ -250,7 +239,7 @@ class _Rows:
         return x
 
 
-def _left_out(x: PyTree) -> bool:
+def _is_empty(x: PyTree) -> bool:
     return not jax.tree.leaves(x)
 
 
@@ -302,10 +291,6 @@ def _holds(state: State, optax: types.ModuleType | None, name: str) -> bool:
     return any(isinstance(x, kind) for x in nodes)
 
 
-def _coalesced(grad: Leaf) -> Leaf:
-    return deduplicated(grad) if is_slices(grad) else grad
-
-
 def _present(grad: IndexedSlices) -> jax.Array:
     """bool ``[U]``: which entries are of a row."""
     assert grad.num_rows is not None
@@ -339,14 +324,8 @@ def _refuse_mixing(
     It is tried on tables of a few rows: on the dense gradient of two of them, and, lifted,
     on these rows alone.
 
-    Args:
-      lifted: the transformation.
-      grads: the gradients that came, for their kinds, shapes and dtypes.
-      tree: their structure.
-      extra_args: those of ``update``, of which ones stand for traced arrays.
-
-    Raises:
-      ValueError: if the updates of the two rows differ.
+    ``grads`` are those that came, for their kinds, shapes and dtypes. Ones stand for traced
+    arrays among ``extra_args``.
     """
     try:
         with jax.ensure_compile_time_eval():
