@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jslices._rows.access import height_of, places, places_of, set_rows, take_rows
-from jslices._rows.sums import add_rows, sort_ids
+from jslices._rows.sums import add_rows, sort_ids, starts_of_runs
 
 Arrays = tuple[jax.Array, ...]
 Kernel = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
@@ -131,7 +131,6 @@ def _products(
     if indices.shape[0] == 0:
         return indices, rows
     ordered, positions = sort_ids(indices)
-    starts = jnp.concatenate([jnp.ones((1,), bool), ordered[1:] != ordered[:-1]])
 
     def combine(left: Arrays, right: Arrays) -> Arrays:
         (left_starts, before), (right_starts, after) = left, right
@@ -139,7 +138,7 @@ def _products(
         one = jnp.ones((), before.dtype)
         return left_starts | right_starts, jnp.where(fresh, one, before) * after
 
-    _, products = lax.associative_scan(combine, (starts, rows[positions]))
+    _, products = lax.associative_scan(combine, (starts_of_runs(ordered), rows[positions]))
     return jnp.where(_is_last(ordered), ordered, num_rows), products
 
 
