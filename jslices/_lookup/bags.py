@@ -198,7 +198,7 @@ def _look_up_bags(
         tables = as_tables(params, caller)
         if not jnp.issubdtype(tables[0].dtype, jnp.inexact):
             raise TypeError(f"{caller} wants a floating table, got {tables[0].dtype}")
-        num_rows = sum(len(table) for table in tables)
+        num_rows = sum(table.shape[0] for table in tables)
         bags = as_bags(sp_ids, sp_weights, mask, caller, num_rows)
         if only_good:
             good = bags.ids >= 0

@@ -50,8 +50,8 @@ def sampled_softmax_loss(
       num_true: T.
       sampled_values: ``(sampled [S], true_expected_count [B, T], sampled_expected_count
         [S])`` from a sampler other than the log-uniform one.
-      remove_accidental_hits: whether a drawn class is left out for the examples of which it
-        is a true class.
+      remove_accidental_hits: whether a drawn class is left out for examples that have it
+        as a true class.
       partition_strategy: for shards, as in :func:`embedding_lookup`.
       key: a ``jax.random`` key for the draw; needed without ``sampled_values``.
 

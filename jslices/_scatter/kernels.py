@@ -1,10 +1,9 @@
 """What a scatter does to rows, given settled row numbers.
 
-In every function ``ref`` is ``[V, *D]`` (of which several axes may number the rows),
+In every function ``ref`` is ``[V, *D]`` (several of its axes may number the rows),
 ``indices`` ``[K]`` in ``[0, V]``, where V drops, and ``rows`` ``[K, *D]`` of the dtype of
-``ref``. The meaning is that of a loop over K, in
-order. All work in place when ``ref`` is donated, and give the same on every backend (sums
-and products up to rounding).
+``ref``. The meaning is that of a loop over K, in order. All work in place when ``ref`` is
+donated, and give the same on every backend (sums and products up to rounding).
 """
 
 from collections.abc import Callable

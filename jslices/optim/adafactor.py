@@ -22,7 +22,7 @@ from jslices.optim.engine.transformation import transformation
 
 
 class AdafactorState(NamedTuple):
-    """State of :func:`adafactor`; ``[1]`` stands for an array that is not kept."""
+    """State of :func:`adafactor`; ``[1]`` in place of an array that is not kept."""
 
     count: jax.Array  # type: ignore[assignment]  #: int32 ``[]``, the steps taken.
     v_row: Any  #: the mean of squares along the longer axis: ``[D]`` for a tall table.
@@ -290,7 +290,7 @@ def _moment(
 ) -> jax.Array:
     """Initial ``v_row``, ``v_col`` or ``v`` of a parameter.
 
-    An array of one number stands for a moment that the parameter does not have.
+    A moment that the parameter does not have is an array of one number.
     """
     p = jnp.asarray(p)
     axes = axes_of(p.shape)

@@ -36,19 +36,12 @@ def adamw(
     and nor is its state. Exact: its means decay, it moves on and its weights decay when it
     catches up, as in a dense optimizer.
 
+    Arguments that are not listed are those of :func:`jslices.adam`.
+
     Args:
-      learning_rate: a number, or a schedule of the step (from 0).
-      b1: decay of the mean.
-      b2: decay of the mean of squares.
-      eps: added outside the root.
-      eps_root: added inside the root.
-      mu_dtype: dtype of ``mu``; None means that of the parameter.
       weight_decay: a number, or a schedule of the step.
       mask: bools in the structure of params or a prefix of it, or a function from params to
         that: which of them decay.
-      nesterov: whether to look ahead (NAdamW).
-      eps_hat: whether ``eps`` stands beside the uncorrected root, as in Keras; see
-        :func:`jslices.adam`.
       untouched: ``"lazy"`` or ``"exact"``, for the movement (see :mod:`jslices.optim`).
       weight_decay_mode: ``"touched"``, a row decays in the steps that touch it, or
         ``"all"``, every row decays in every step, once it catches up. None means touched
@@ -90,22 +83,14 @@ def adamw(
 
             return kernel
 
-        missed, missed_rate = None, rate if everywhere else 0.0
-        rule.check_decay("adamw", learning_rate, missed_rate)
+        missed, decay = None, rate if everywhere else 0.0
+        rule.check_decay("adamw", learning_rate, decay)
         if exact:
             missed = adam_missed(
-                "adamw",
-                learning_rate,
-                b1,
-                b2,
-                eps,
-                eps_root,
-                nesterov,
-                eps_hat,
-                missed_rate,
+                "adamw", learning_rate, b1, b2, eps, eps_root, nesterov, eps_hat, decay
             )
         elif everywhere:
-            missed = MissedSteps(only_decay, learning_rate, (), missed_rate)
+            missed = MissedSteps(only_decay, learning_rate, (), decay)
         state = {"mu": rule.zeros(mu_dtype), "nu": rule.zeros()}
         return Rule(state, update, reads_params=True, missed=missed)
 

@@ -47,13 +47,9 @@ def amsgrad(
     and nor is its state. Exact: its means decay and it moves on when it catches up, as in a
     dense optimizer.
 
+    Arguments that are not listed are those of :func:`jslices.adam`.
+
     Args:
-      learning_rate: a number, or a schedule of the step (from 0).
-      b1: decay of the mean.
-      b2: decay of the mean of squares.
-      eps: added outside the root.
-      eps_root: added inside the root.
-      mu_dtype: dtype of ``mu``; None means that of the parameter.
       bias_correction_mu: whether ``mu`` is divided by the weight it has seen.
       bias_correction_nu: whether ``nu`` is.
       untouched: ``"lazy"`` or ``"exact"`` (see :mod:`jslices.optim`).

@@ -44,12 +44,9 @@ def lamb(
     Untouched rows: lazy. A row without gradient is neither read nor written, and nor is its
     state. (There is no exact form: what a row misses depends on its own path.)
 
+    Arguments that are not listed are those of :func:`jslices.adam`.
+
     Args:
-      learning_rate: a number, or a schedule of the step (from 0).
-      b1: decay of the mean.
-      b2: decay of the mean of squares.
-      eps: added outside the root.
-      eps_root: added inside the root.
       weight_decay: a number, or a schedule of the step; of touched rows.
       mask: bools in the structure of params or a prefix of it, or a function from params to
         that: which of them decay.

@@ -43,12 +43,9 @@ def partial_rowwise_adam(
     and nor is its state. Exact: its means decay and it moves on when it catches up, as the
     same optimizer on dense gradients moves it.
 
+    Arguments that are not listed are those of :func:`jslices.adam`.
+
     Args:
-      learning_rate: a number, or a schedule of the step (from 0).
-      b1: decay of the mean.
-      b2: decay of the mean of squares.
-      eps: added to the root.
-      mu_dtype: dtype of ``mu``; None means that of the parameter.
       untouched: ``"lazy"`` or ``"exact"`` (see :mod:`jslices.optim`).
 
     Returns:

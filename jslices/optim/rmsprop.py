@@ -42,7 +42,7 @@ def rmsprop(
 ) -> GradientTransformation:
     """RMSProp: ``nu = decay * nu + (1 - decay) * g**2``, ``p -= lr * g / sqrt(nu + eps)``.
 
-    Centered, ``nu - mu**2`` stands for ``nu``, with the mean ``mu`` of the gradients. With
+    Centered, ``nu - mu**2`` replaces ``nu``, with the mean ``mu`` of the gradients. With
     momentum the steps, learning rate included, add up in ``t = momentum * t + step``.
 
     Untouched rows: lazy or exact. Lazy: a row without gradient is neither read nor written,
@@ -79,7 +79,7 @@ def rmsprop(
 
     Source: Hinton, 2012; ``optax.rmsprop``, with its names and defaults; dense gradients
     give its result. TensorFlow's ``nu`` starts from 1 and its ``eps`` is 1e-10; PyTorch's
-    ``eps`` stands outside the root and its ``decay`` is 0.99.
+    ``eps`` is outside the root and its ``decay`` is 0.99.
     """
     exact = untouched == "exact"
     starts = {"nu": rule.full(initial_scale)}
@@ -117,11 +117,11 @@ def rmsprop(
     if exact:
         rule.check_fading("rmsprop", decay=decay, momentum=momentum)
         carry = None if momentum is None else float(momentum)
-        missed = _missed(learning_rate, float(decay), carry, nesterov, tuple(starts))
+        missed = _missed_steps(learning_rate, float(decay), carry, nesterov, tuple(starts))
     return transformation(RmspropState, Rule(starts, update, missed=missed))
 
 
-def _missed(
+def _missed_steps(
     learning_rate: Scalar | Schedule,
     decay: float,
     momentum: float | None,

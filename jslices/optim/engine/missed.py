@@ -44,15 +44,12 @@ Steps = jax.Array | np.ndarray
 
 
 class Series(NamedTuple):
-    """One such sum: how its terms fall off, and a weight for each step (counted from 1).
+    """One such sum."""
 
-    What the weight differs by from that of later steps falls off by ``settles`` a step.
-    """
-
-    ratio: Scalar
-    weight: Callable[[Steps], Any]
+    ratio: Scalar  #: how its terms fall off.
+    weight: Callable[[Steps], Any]  #: of each step, counted from 1.
     times_learning_rate: bool = True
-    settles: Scalar = 0.0
+    settles: Scalar = 0.0  #: decay per step of the distance to the limit of the weight.
 
 
 class Missed(NamedTuple):
@@ -160,8 +157,8 @@ class MissedSteps:
     ) -> Missed:
         """The missed steps of rows, from the ``last`` step ``[n]`` of each.
 
-        ``tables`` are :meth:`table` and :meth:`after_each`; ``snapshot``, of which each is
-        ``[n]``, is what was kept with them then.
+        ``tables`` are :meth:`table` and :meth:`after_each`; ``snapshot`` is what was kept
+        with the rows then, ``[n]`` each.
         """
         table, after_each = tables
         steps = jnp.maximum(count - last, 0)  # rows may be frozen, ahead of all steps
@@ -301,7 +298,7 @@ def weight_seen(decay: Scalar, steps: Steps) -> Any:
 
 
 def two_steps(sums: Sequence[jax.Array]) -> tuple[tuple[jax.Array, jax.Array], ...]:
-    """Two pairs ``(w/q, q)`` that stand for all the missed steps, given their moments.
+    """Two pairs ``(w/q, q)`` that replace all the missed steps, given their moments.
 
     This is Gauss' quadrature with two nodes: exact for every cubic in ``q``, and so for a
     step whose ``eps`` is nothing, or everything, against the root.

@@ -4,6 +4,7 @@ import operator
 import sys
 import types
 from collections.abc import Callable, Hashable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -50,7 +51,7 @@ def from_optax(tx: Transformation) -> GradientTransformation:
       A :class:`GradientTransformation`; its state is that of ``tx``.
 
     Raises:
-      TypeError: for what is not a transformation.
+      TypeError: if ``tx`` is not a transformation.
       ValueError: from ``update``, without ``params``; for a transformation that does not
         treat each row by itself; for a state with an array that has as many rows as a table
         but not its shape (factored second moments), whose rows cannot be snapshot; and for
@@ -121,7 +122,7 @@ class _Lifted:
     def step(
         self, grads: Gradients, state: State, params: Params, extra_args: dict[str, PyTree]
     ) -> tuple[Gradients, State]:
-        """A step from gradients in which each row stands once."""
+        """A step from gradients in which no row occurs twice."""
         touched, tree = flatten(grads, is_leaf=is_leaf)
         rows = _Rows(tree, tree.flatten_up_to(params), touched)
         values = [_values(g) if is_slices(g) else g for g in touched]
@@ -174,7 +175,7 @@ class _Rows:
         )
 
     def read(self, subtree: PyTree) -> PyTree:
-        def rows(x: PyTree, g: Leaf) -> PyTree:
+        def rows(g: Leaf, x: PyTree) -> PyTree:
             if not is_slices(g) or _is_empty(x):
                 return x
             return read_rows(x, g.indices, g.row_axes)
@@ -182,15 +183,12 @@ class _Rows:
         return self._map(rows, subtree)
 
     def write(self, subtree: PyTree, rows: PyTree) -> PyTree:
-        parts = iter(self.tree.flatten_up_to(rows))
-
-        def written(x: PyTree, g: Leaf) -> PyTree:
-            new = next(parts)
+        def written(g: Leaf, x: PyTree, new: PyTree) -> PyTree:
             if not is_slices(g) or _is_empty(x):
                 return new
             return row_major_array(set_rows(x, g.indices, new.astype(x.dtype)))
 
-        return self._map(written, subtree)
+        return self._map(written, subtree, rows)
 
     def placed(self, state: State) -> State:
         """The state with its arrays on the devices where the parameters are."""
@@ -225,9 +223,9 @@ class _Rows:
             is_leaf=self.mirrors,
         )
 
-    def _map(self, f: Callable[[PyTree, Leaf], PyTree], subtree: PyTree) -> PyTree:
-        parts = self.tree.flatten_up_to(subtree)
-        return self.tree.unflatten(map(f, parts, self.touched))
+    def _map(self, f: Callable[..., PyTree], *subtrees: PyTree) -> PyTree:
+        parts = map(self.tree.flatten_up_to, subtrees)
+        return self.tree.unflatten(map(f, self.touched, *parts))
 
     def _refuse_rows(self, x: jax.Array) -> jax.Array:
         if any(jnp.shape(x)[: len(sizes)] == sizes for sizes in self.sizes):
@@ -324,8 +322,8 @@ def _refuse_mixing(
     It is tried on tables of a few rows: on the dense gradient of two of them, and, lifted,
     on these rows alone.
 
-    ``grads`` are those that came, for their kinds, shapes and dtypes. Ones stand for traced
-    arrays among ``extra_args``.
+    ``grads`` are those that came, for their kinds, shapes and dtypes. Traced arrays among
+    ``extra_args`` are replaced by ones.
     """
     try:
         with jax.ensure_compile_time_eval():
@@ -356,9 +354,7 @@ def _random_arrays(grads: Sequence[Leaf]) -> list[tuple[np.ndarray, ...]]:
     """For each gradient a parameter and gradients of two steps; a parameter for None."""
     rng = np.random.default_rng(0)
 
-    def random(
-        count: int, shape: Sequence[int], dtype: DTypeLike
-    ) -> tuple[np.ndarray, ...]:
+    def random(count: int, shape: Sequence[int], dtype: DTypeLike) -> Any:
         return tuple(np.asarray(rng.normal(size=shape), dtype) for _ in range(count))
 
     def of(g: Leaf) -> tuple[np.ndarray, ...]:
