@@ -1,7 +1,7 @@
 """Bags: several rows of a table looked up and combined into one."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
@@ -15,7 +15,7 @@ from jslices._lookup.embedding import Tables, as_tables, check_strategy, read_ro
 from jslices._place.boundary import by_first_axis, looked_up, on_any_mesh
 from jslices._rows.access import canonical_indices, per_row, static_int, where_rows
 from jslices._rows.ids import as_ids, check_mode
-from jslices._rows.sums import add_rows
+from jslices._rows.sums import add_rows, widened
 from jslices._typing import PyTree
 
 #: Ids in any of the ``FORMS``.
@@ -97,31 +97,14 @@ def embedding_lookup_sparse(
 
     Source: ``tf.nn.embedding_lookup_sparse``; ``"max"`` is from ``torch.nn.EmbeddingBag``.
     """
-    caller = "embedding_lookup_sparse"
-    combiner = _check(combiner, partition_strategy, mode, caller)
-    sp_ids, sp_weights, shape = _by_columns(params, sp_ids, sp_weights, caller)
-
-    def look_up(
-        params: Tables,
-        sp_ids: BagsOfIds,
-        sp_weights: ArrayLike | None,
-        mask: ArrayLike | None,
-    ) -> jax.Array:
-        tables = _float_tables(params, caller)
-        bags = as_bags(sp_ids, sp_weights, mask, caller, sum(t.shape[0] for t in tables))
-        rows = read_rows(
-            tables,
-            bags.ids,
-            caller,
-            strategy=partition_strategy,
-            mode=mode,
-            max_norm=max_norm,
-            keep=bags.segments < bags.num_bags,
-            original=bags.original,
-        )
-        return _shaped(_combine(rows, bags, combiner), bags.shape)
-
-    return _shaped(_looked_up(look_up, params, sp_ids, sp_weights, mask), shape)
+    return _look_up_bags(
+        "embedding_lookup_sparse",
+        (params, sp_ids, sp_weights, mask),
+        combiner=combiner,
+        strategy=partition_strategy,
+        mode=mode,
+        max_norm=max_norm,
+    )
 
 
 def safe_embedding_lookup_sparse(
@@ -172,29 +155,61 @@ def safe_embedding_lookup_sparse(
 
     Source: ``tf.nn.safe_embedding_lookup_sparse``.
     """
-    caller = "safe_embedding_lookup_sparse"
-    combiner = _check(combiner, partition_strategy, mode, caller)
-    sparse_ids, sparse_weights, shape = _by_columns(
-        embedding_weights, sparse_ids, sparse_weights, caller
+    return _look_up_bags(
+        "safe_embedding_lookup_sparse",
+        (embedding_weights, sparse_ids, sparse_weights, mask),
+        combiner=combiner,
+        strategy=partition_strategy,
+        mode=mode,
+        max_norm=max_norm,
+        only_good=True,
+        default_id=default_id,
     )
 
+
+def _look_up_bags(
+    caller: str,
+    arrays: tuple[Tables, BagsOfIds | None, ArrayLike | Matrix | None, ArrayLike | None],
+    *,
+    combiner: str | None,
+    strategy: str,
+    mode: str,
+    max_norm: float | jax.Array | None,
+    only_good: bool = False,
+    default_id: int | None = None,
+) -> jax.Array:
+    """The bags of a table, ids, weights and a mask; of the good ids where ``only_good``."""
+    combiner = "mean" if combiner is None else combiner
+    COMBINER.check(caller, "combiner", combiner)
+    check_mode(mode, caller)
+    check_strategy(strategy, caller)
+    params, sp_ids, sp_weights, mask = arrays
+    shape = None
+    if sp_ids is None:
+        sp_ids, sp_weights, shape = columns_of(sp_weights, params, caller)
+
+    @on_any_mesh(_split_by_bags)
     def look_up(
         params: Tables,
         sp_ids: BagsOfIds,
         sp_weights: ArrayLike | None,
         mask: ArrayLike | None,
     ) -> jax.Array:
-        tables = _float_tables(params, caller)
-        bags = as_bags(sp_ids, sp_weights, mask, caller, sum(t.shape[0] for t in tables))
-        good = bags.ids >= 0
-        if bags.weights is not None and combiner != "sum":
-            good &= bags.weights > 0
-        bags = bags._replace(segments=jnp.where(good, bags.segments, bags.num_bags))
+        tables = as_tables(params, caller)
+        if not jnp.issubdtype(tables[0].dtype, jnp.inexact):
+            raise TypeError(f"{caller} wants a floating table, got {tables[0].dtype}")
+        num_rows = sum(table.shape[0] for table in tables)
+        bags = as_bags(sp_ids, sp_weights, mask, caller, num_rows)
+        if only_good:
+            good = bags.ids >= 0
+            if bags.weights is not None and combiner != "sum":
+                good &= bags.weights > 0
+            bags = bags._replace(segments=jnp.where(good, bags.segments, bags.num_bags))
         keep, ids = bags.segments < bags.num_bags, bags.ids
         if default_id is not None:
             filled = jnp.zeros(bags.num_bags, bool).at[bags.segments].set(True, mode="drop")
             # One more id is looked up, the last; it is not read if no bag is empty.
-            default = _row_number(default_id, sum(len(table) for table in tables), caller)
+            default = _row_number(default_id, num_rows, caller)
             ids = ids.astype(jnp.promote_types(ids.dtype, jnp.int32))
             ids = jnp.append(ids, jnp.asarray(default, ids.dtype))
             keep = jnp.append(keep, ~filled.all())
@@ -202,33 +217,29 @@ def safe_embedding_lookup_sparse(
             tables,
             ids,
             caller,
-            strategy=partition_strategy,
+            strategy=strategy,
             mode=mode,
             max_norm=max_norm,
             keep=keep,
             original=bags.original,
         )
-        combined = _combine(rows[: bags.ids.shape[0]], bags, combiner)
-        if default_id is not None:
+        if default_id is None:
+            combined = _combine(rows, bags, combiner)
+        else:
+            combined = _combine(rows[:-1], bags, combiner)
             combined = jnp.where(per_row(filled, combined), combined, rows[-1:])
-        return _shaped(combined, bags.shape)
+        return combined.reshape(*bags.shape, *combined.shape[1:])
 
-    combined = _looked_up(look_up, embedding_weights, sparse_ids, sparse_weights, mask)
-    return _shaped(combined, shape)
+    combined = look_up(params, sp_ids, sp_weights, mask)
+    return combined if shape is None else combined.reshape(*shape, *combined.shape[1:])
 
 
-def _looked_up(
-    look_up: Callable[..., jax.Array], params: Tables, ids: BagsOfIds, *more: PyTree
-) -> Any:
-    """``look_up``; on a mesh of Explicit axes bags are split as they are in padded ids."""
-
-    def split(params: Tables, ids: BagsOfIds, *more: PyTree) -> Any:
-        table, ids = jax.tree.leaves(params)[0], jax.tree.leaves(ids)[0]
-        if jnp.ndim(ids) > 1:
-            return looked_up(table, ids, combined=1)
-        return by_first_axis(0, table, ids)
-
-    return on_any_mesh(split)(look_up)(params, ids, *more)
+def _split_by_bags(params: Tables, ids: BagsOfIds, *more: PyTree) -> Any:
+    """How results are split on a mesh of Explicit axes: as bags are in padded ids."""
+    table, ids = jax.tree.leaves(params)[0], jax.tree.leaves(ids)[0]
+    if jnp.ndim(ids) > 1:
+        return looked_up(table, ids, combined=1)
+    return by_first_axis(0, table, ids)
 
 
 class Bags(NamedTuple):
@@ -236,10 +247,10 @@ class Bags(NamedTuple):
 
     ids: jax.Array  #: ``[K]``
     segments: jax.Array  #: ``[K]``, which bag each is in; the number of bags: in none.
-    weights: jax.Array | None  #: ``[K]``
     shape: tuple[int, ...]  #: the leading axes of the result, one element for each bag.
     original: Any  #: the ids as the user passed them, for messages.
     padded: bool = False  #: whether each bag has as many places, one after the other.
+    weights: jax.Array | None = None  #: ``[K]``
 
     @property
     def num_bags(self) -> int:
@@ -256,30 +267,24 @@ def as_bags(
     """Ids in any form of a table of so many rows, with or without weights."""
     if isinstance(sp_ids, tuple) and mask is not None:
         raise ValueError(f"{caller}: mask= goes with an array [*B, L] of ids, not a tuple")
-    padded = False
     _check_form(sp_ids, caller)
     _refuse_features(sp_ids, num_rows, caller)
     if is_of_kind(sp_ids, "BCOO"):
-        ids, segments, shape, original = _from_bcoo(sp_ids, caller)
+        bags = _from_bcoo(sp_ids, caller)
     elif not isinstance(sp_ids, tuple):
-        padded = True
-        ids, segments, shape, original = _from_padded(sp_ids, mask, caller)
+        bags = _from_padded(sp_ids, mask, caller)
     elif len(sp_ids) == 3:
-        ids, segments, shape, original = _from_segments(*sp_ids, caller)
+        bags = _from_segments(*sp_ids, caller)
     elif len(sp_ids) == 2 and jnp.asarray(sp_ids[1]).dtype == jnp.bool_:
-        padded = True
-        ids, segments, shape, original = _from_padded(*sp_ids, caller)
+        bags = _from_padded(*sp_ids, caller)
     elif len(sp_ids) == 2:
         _refuse_mask(*sp_ids, caller)
-        ids, segments, shape, original = _from_splits(*sp_ids, caller)
+        bags = _from_splits(*sp_ids, caller)
     else:
         raise TypeError(f"{caller} wants ids as {FORMS}; got a tuple of {len(sp_ids)}")
-    weights = _weights(sp_weights, ids.shape, sp_ids, caller)
-    bags = Bags(ids.reshape(-1), segments.reshape(-1), weights, shape, original, padded)
-    return bags._replace(segments=canonical_indices(bags.segments, bags.num_bags))
-
-
-_Form = tuple[jax.Array, jax.Array, tuple[int, ...], Any]
+    weights = _weights(sp_weights, bags.ids.shape, sp_ids, caller)
+    segments = canonical_indices(bags.segments.reshape(-1), bags.num_bags)
+    return bags._replace(ids=bags.ids.reshape(-1), segments=segments, weights=weights)
 
 
 def _check_form(sp_ids: BagsOfIds, caller: str) -> None:
@@ -340,7 +345,7 @@ def _refuse_mask(ids: ArrayLike, mask: ArrayLike, caller: str) -> None:
     )
 
 
-def _from_padded(original: ArrayLike, mask: ArrayLike | None, caller: str) -> _Form:
+def _from_padded(original: ArrayLike, mask: ArrayLike | None, caller: str) -> Bags:
     ids = as_ids(original, caller)
     if ids.ndim < 1:
         raise TypeError(f"{caller} wants ids as {FORMS}; got a scalar")
@@ -356,12 +361,12 @@ def _from_padded(original: ArrayLike, mask: ArrayLike | None, caller: str) -> _F
                 f"{mask.dtype}{list(mask.shape)}"
             )
         segments = jnp.where(mask, segments, count)
-    return ids, segments, shape, original
+    return Bags(ids, segments, shape, original, padded=True)
 
 
 def _from_segments(
     original: ArrayLike, segment_ids: ArrayLike, num_segments: int, caller: str
-) -> _Form:
+) -> Bags:
     ids, segments = as_ids(original, caller), as_ids(segment_ids, caller, "segment_ids")
     if ids.ndim != 1 or segments.shape != ids.shape:
         raise ValueError(
@@ -375,10 +380,10 @@ def _from_segments(
     )
     if count < 0:
         raise ValueError(f"{caller}: num_segments must not be negative, got {count}")
-    return ids, segments, (count,), original
+    return Bags(ids, segments, (count,), original)
 
 
-def _from_splits(original: ArrayLike, row_splits: ArrayLike, caller: str) -> _Form:
+def _from_splits(original: ArrayLike, row_splits: ArrayLike, caller: str) -> Bags:
     ids, splits = as_ids(original, caller), as_ids(row_splits, caller, "row_splits")
     if ids.ndim != 1 or splits.ndim != 1 or splits.shape[0] < 1:
         raise ValueError(
@@ -396,10 +401,10 @@ def _from_splits(original: ArrayLike, row_splits: ArrayLike, caller: str) -> _Fo
     places = jnp.arange(ids.shape[0], dtype=splits.dtype)
     # Values before the first split are in bag -1, those after the last in bag B: in none.
     segments = jnp.searchsorted(splits, places, side="right") - 1
-    return ids, segments, (count,), original
+    return Bags(ids, segments, (count,), original)
 
 
-def _from_bcoo(matrix: Bcoo, caller: str) -> _Form:
+def _from_bcoo(matrix: Bcoo, caller: str) -> Bags:
     if not jnp.issubdtype(matrix.data.dtype, jnp.integer):
         raise TypeError(
             f"{caller} got a BCOO matrix of {matrix.data.dtype}, and wants one whose data "
@@ -413,7 +418,7 @@ def _from_bcoo(matrix: Bcoo, caller: str) -> _Form:
             f"{list(ids.shape)}, indices {list(indices.shape)} and shape {list(shape)}"
         )
     places = [indices[:, axis] for axis in range(len(shape))]
-    return ids, bags_of(places, shape), shape[:-1], matrix.data
+    return Bags(ids, bags_of(places, shape), shape[:-1], matrix.data)
 
 
 def _weights(
@@ -463,7 +468,7 @@ def _combine(rows: jax.Array, bags: Bags, combiner: str) -> jax.Array:
         # JAX omits a scatter of nothing; this keeps the table in the program, so that its
         # gradient is IndexedSlices of no rows.
         return jnp.broadcast_to(rows.sum(0), (count, *rows.shape[1:]))
-    wide = rows.astype(jnp.promote_types(dtype, jnp.float32))
+    wide = widened(rows)
     weights = jnp.ones(segments.shape, wide.dtype)
     if bags.weights is not None:
         # Weights of ids in no bag may be anything; their squares must not reach a gradient.
@@ -497,21 +502,6 @@ def _largest(rows: jax.Array, segments: jax.Array, count: int) -> jax.Array:
     return jnp.where(per_row(filled, largest), largest, 0)
 
 
-def _check(combiner: str | None, strategy: str, mode: str, caller: str) -> str:
-    combiner = "mean" if combiner is None else combiner
-    COMBINER.check(caller, "combiner", combiner)
-    check_mode(mode, caller)
-    check_strategy(strategy, caller)
-    return combiner
-
-
-def _float_tables(params: Tables, caller: str) -> list[jax.Array]:
-    tables = as_tables(params, caller)
-    if not jnp.issubdtype(tables[0].dtype, jnp.inexact):
-        raise TypeError(f"{caller} wants a floating table, got {tables[0].dtype}")
-    return tables
-
-
 def _row_number(default_id: int, num_rows: int, caller: str) -> int:
     number = static_int(
         default_id,
@@ -520,19 +510,3 @@ def _row_number(default_id: int, num_rows: int, caller: str) -> int:
     if not 0 <= number < num_rows:
         raise ValueError(f"{caller}: default_id = {number} is not in [0, {num_rows})")
     return number
-
-
-def _by_columns(
-    params: Tables, ids: BagsOfIds | None, weights: ArrayLike | Matrix | None, caller: str
-) -> tuple[BagsOfIds, ArrayLike | None, tuple[int, ...] | None]:
-    """Ids, weights and the shape of all bags, None for that of the ids."""
-    if ids is not None:
-        return ids, weights, None
-    ids, weights, shape = columns_of(weights, params, caller)
-    return ids, weights, shape
-
-
-def _shaped(combined: jax.Array, shape: tuple[int, ...] | None) -> jax.Array:
-    if shape is None:
-        return combined
-    return combined.reshape(*shape, *combined.shape[1:])

@@ -3,7 +3,7 @@
 import math
 import sys
 from collections.abc import Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -15,24 +15,12 @@ from jslices._rows.access import canonical_indices
 Matrix: TypeAlias = Any
 
 
-class Columns(NamedTuple):
-    """The ids and weights of a matrix ``[*B, V]``.
+def columns_of(
+    matrix: Matrix, params: Tables, caller: str
+) -> tuple[tuple[Any, jax.Array, int], jax.Array, tuple[int, ...]]:
+    """``((ids [K], bags [K], number), weights [K], shape)`` of a matrix ``[*B, V]``.
 
-    Attributes:
-      ids: ``(values [K], segment_ids [K], num_segments)``.
-      weights: ``[K]``.
-      shape: ``[*B]``.
-    """
-
-    ids: tuple[Any, Any, int]
-    weights: jax.Array
-    shape: tuple[int, ...]
-
-
-def columns_of(matrix: Matrix, params: Tables, caller: str) -> Columns:
-    """The columns and values of a matrix ``[*B, V]`` of weights for the rows of a table.
-
-    Elements with an index out of range are padding, and in no bag.
+    Elements with an index out of range are padding, and in no bag. ``shape`` is ``*B``.
     """
     if is_of_kind(matrix, "BCSR"):
         matrix = matrix.to_bcoo()
@@ -57,7 +45,7 @@ def columns_of(matrix: Matrix, params: Tables, caller: str) -> Columns:
     weights = jnp.asarray(weights)
     weights = weights.astype(int) if weights.dtype == jnp.bool_ else weights
     ids = places[-1], bags_of(places, shape), math.prod(shape[:-1])
-    return Columns(ids, weights, shape[:-1])
+    return ids, weights, shape[:-1]
 
 
 def _elements(
@@ -84,9 +72,7 @@ def _elements(
 def bags_of(places: Sequence[Any], shape: Sequence[int]) -> jax.Array:
     """The bag ``[K]`` of each element of a matrix ``[*B, V]``; -1 for padding.
 
-    Args:
-      places: where the elements are along each axis, ``[K]`` each.
-      shape: of the matrix.
+    ``places`` ``[K]`` say where they are along each axis.
     """
     good, bags = jnp.array(True), jnp.zeros(places[0].shape, jnp.int32)
     for axis, (place, size) in enumerate(zip(places, shape, strict=True)):

@@ -128,22 +128,13 @@ def read_rows(
     keep: jax.Array | None = None,
     original: ArrayLike | None = None,
 ) -> jax.Array:
-    """Rows of a table in one or more shards.
+    """Rows ``[*B, *D]`` of a table in one or more shards.
 
     Args:
-      tables: the shards, ``[V, *D]`` each.
-      ids: ``[*B]`` integers.
-      caller: the public function, for messages.
-      strategy: how ids are distributed over several shards.
-      mode: what a bad id reads.
-      max_norm: longer rows are scaled down to this norm.
       keep: ``[*B]`` bool; where False the id may be anything, the row is zero and gets no
         gradient.
       original: the ids as the user passed them, for the message of mode ``"check"``: in the
         same order, but perhaps of another shape and without good ids added at the end.
-
-    Returns:
-      ``[*B, *D]``.
     """
     heights = [table.shape[0] for table in tables]
     count = _num_ids(heights, strategy, caller, mode)
@@ -159,9 +150,9 @@ def read_rows(
     if jnp.issubdtype(tables[0].dtype, jnp.inexact):
         tables = [mark_table(table, ids.size, line) for table in tables]
     rows = _read(tables, ids, keep, strategy=strategy, mode=mode, count=count)
-    return (
-        rows if max_norm is None else _clip_rows(rows, tables[0].ndim - 1, max_norm, caller)
-    )
+    if max_norm is None:
+        return rows
+    return _clip_rows(rows, tables[0].ndim - 1, max_norm, caller)
 
 
 @on_any_mesh(lambda tables, ids, keep: looked_up(tables[0], ids))
@@ -277,15 +268,8 @@ def _local_rows(
 ) -> Iterator[tuple[jax.Array, jax.Array]]:
     """For every shard, in order: which ids are its own, and their rows in it.
 
-    Args:
-      ids: ``[*B]``, none negative.
-      heights: the rows of each shard.
-      strategy: ``"mod"``: id ``i`` is row ``i // n`` of shard ``i % n``. ``"div"``: the
-        shards follow one another.
-
-    Yields:
-      ``(own, rows)``, bool and integers ``[*B]``; for an id of another shard the row is
-      the height of this one, which is out of range.
+    No id is negative. For an id of another shard the row is the height of this one, which
+    is out of range.
     """
     first = 0
     for shard, height in enumerate(heights):

@@ -13,7 +13,7 @@ from jslices._lookup.embedding import as_tables, embedding_lookup
 from jslices._place.boundary import by_first_axis, on_any_mesh
 from jslices._rows.access import INT32_MAX
 from jslices._rows.ids import as_ids
-from jslices._rows.sums import sort_ids
+from jslices._rows.sums import sort_ids, starts_of_runs
 from jslices._typing import PyTree
 
 #: ``(sampled [S], true_expected_count, sampled_expected_count [S])``.
@@ -50,8 +50,8 @@ def sampled_softmax_loss(
       num_true: T.
       sampled_values: ``(sampled [S], true_expected_count [B, T], sampled_expected_count
         [S])`` from a sampler other than the log-uniform one.
-      remove_accidental_hits: whether a drawn class is left out for the examples of which it
-        is a true class.
+      remove_accidental_hits: whether a drawn class is left out for examples that have it
+        as a true class.
       partition_strategy: for shards, as in :func:`embedding_lookup`.
       key: a ``jax.random`` key for the draw; needed without ``sampled_values``.
 
@@ -82,14 +82,14 @@ def sampled_softmax_loss(
     draw is not reproducible by a key.
     """
     logits, targets = _sampled_logits(
-        "sampled_softmax_loss",
         (weights, biases),
         (labels, inputs),
-        (num_sampled, num_classes, num_true),
         sampled_values,
-        remove_accidental_hits,
-        partition_strategy,
         key,
+        caller="sampled_softmax_loss",
+        counts=(num_sampled, num_classes, num_true),
+        remove_accidental_hits=remove_accidental_hits,
+        partition_strategy=partition_strategy,
     )
     return -jnp.sum(targets * jax.nn.log_softmax(logits), -1)
 
@@ -129,54 +129,36 @@ def nce_loss(
     Source: ``tf.nn.nce_loss`` (Gutmann and Hyvarinen, 2010).
     """
     logits, targets = _sampled_logits(
-        "nce_loss",
         (weights, biases),
         (labels, inputs),
-        (num_sampled, num_classes, num_true),
         sampled_values,
-        remove_accidental_hits,
-        partition_strategy,
         key,
+        caller="nce_loss",
+        counts=(num_sampled, num_classes, num_true),
+        remove_accidental_hits=remove_accidental_hits,
+        partition_strategy=partition_strategy,
     )
     losses = jnp.maximum(logits, 0) - logits * targets
     return jnp.sum(losses + jnp.log1p(jnp.exp(-jnp.abs(logits))), -1)
 
 
+def _split_by_examples(tables: PyTree, examples: PyTree, *rest: PyTree) -> Any:
+    return by_first_axis(examples[1], tables, examples, *rest)
+
+
+@on_any_mesh(_split_by_examples)
 def _sampled_logits(
-    caller: str,
-    tables: tuple[Any, Any],
-    examples: tuple[Any, Any],
-    counts: tuple[int, int, int],
-    sampled_values: Samples | None,
-    remove_accidental_hits: bool,
-    partition_strategy: str,
-    key: jax.Array | None,
-) -> tuple[jax.Array, jax.Array]:
-    """Logits and targets ``[B, T + S]``, those of the true classes first.
-
-    On a mesh of Explicit axes they are split by examples, as the inputs are.
-    """
-
-    def run(*arrays: PyTree) -> tuple[jax.Array, jax.Array]:
-        return _logits(caller, counts, remove_accidental_hits, partition_strategy, *arrays)
-
-    def split(tables: PyTree, examples: PyTree, *rest: PyTree) -> Any:
-        return by_first_axis(examples[1], tables, examples, *rest)
-
-    arrays = tables, examples, sampled_values, key
-    return on_any_mesh(split)(run)(*arrays)
-
-
-def _logits(
-    caller: str,
-    counts: tuple[int, int, int],
-    remove_accidental_hits: bool,
-    partition_strategy: str,
     tables: tuple[Any, Any],
     examples: tuple[Any, Any],
     sampled_values: Samples | None,
     key: jax.Array | None,
+    *,
+    caller: str,
+    counts: tuple[int, int, int],
+    remove_accidental_hits: bool,
+    partition_strategy: str,
 ) -> tuple[jax.Array, jax.Array]:
+    """Logits and targets ``[B, T + S]``, those of the true classes first."""
     num_sampled, num_classes, num_true = counts
     inputs = jnp.asarray(examples[1])
     labels = _labels(examples[0], inputs, num_true, caller)
@@ -200,9 +182,8 @@ def _logits(
     )
     count, dtype = labels.size, rows.dtype
     true_rows = rows[:count].reshape(*labels.shape, rows.shape[-1])
-    true = jnp.einsum("bd,btd->bt", inputs, true_rows) + offsets[:count].reshape(
-        labels.shape
-    )
+    true = jnp.einsum("bd,btd->bt", inputs, true_rows)
+    true += offsets[:count].reshape(labels.shape)
     drawn = inputs @ rows[count:].T + offsets[None, count:]
     true -= jnp.log(of_true).astype(dtype)
     drawn -= jnp.log(of_sampled).astype(dtype)[None]
@@ -248,23 +229,19 @@ def _samples(
     original: Samples, labels: jax.Array, caller: str
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """``sampled_values`` as arrays, constants for differentiation."""
+    wanted = (
+        f"{caller} wants sampled_values=(sampled [S], true_expected_count "
+        f"{list(labels.shape)}, sampled_expected_count [S]), got"
+    )
     if len(original) != 3:
-        raise ValueError(
-            f"{caller} wants sampled_values=(sampled [S], true_expected_count "
-            f"{list(labels.shape)}, sampled_expected_count [S]), got "
-            f"{len(original)} of them"
-        )
+        raise ValueError(f"{wanted} {len(original)} of them")
     sampled = as_ids(original[0], caller, "sampled_values[0]")
     of_true, of_sampled = jnp.asarray(original[1]), jnp.asarray(original[2])
-    if (
-        sampled.ndim != 1
-        or of_true.size != labels.size
-        or of_sampled.shape != sampled.shape
-    ):
+    sizes_fit = of_true.size == labels.size and of_sampled.shape == sampled.shape
+    if sampled.ndim != 1 or not sizes_fit:
         raise ValueError(
-            f"{caller} wants sampled_values=(sampled [S], true_expected_count "
-            f"{list(labels.shape)}, sampled_expected_count [S]), got the shapes "
-            f"{list(sampled.shape)}, {list(of_true.shape)} and {list(of_sampled.shape)}"
+            f"{wanted} the shapes {list(sampled.shape)}, {list(of_true.shape)} and "
+            f"{list(of_sampled.shape)}"
         )
     of_true = of_true.reshape(labels.shape)
     return sampled, jax.lax.stop_gradient(of_true), jax.lax.stop_gradient(of_sampled)
@@ -381,7 +358,7 @@ def _draw_unique(key: jax.Array, count: int, range_max: int) -> tuple[jax.Array,
         key, now = jax.random.split(key)
         pool = jnp.concatenate([chosen, _draw(now, count, range_max)])
         ordered, positions = sort_ids(pool)
-        fresh = jnp.concatenate([jnp.ones((1,), bool), ordered[1:] != ordered[:-1]])
+        fresh = starts_of_runs(ordered)
         first = jnp.zeros_like(fresh).at[positions].set(fresh, unique_indices=True)
         rank = jnp.cumsum(first & (pool < range_max), dtype=jnp.int32)
         places = jnp.where(first & (pool < range_max), rank - 1, count)
@@ -391,11 +368,6 @@ def _draw_unique(key: jax.Array, count: int, range_max: int) -> tuple[jax.Array,
         used = jnp.where(distinct < count, count, jnp.argmax(rank >= count) - count + 1)
         return key, chosen, distinct, tries + used.astype(jnp.int32)
 
-    start = (
-        key,
-        jnp.full((count,), range_max, jnp.int32),
-        jnp.zeros((), jnp.int32),
-        jnp.zeros((), jnp.int32),
-    )
-    _, chosen, _, tries = jax.lax.while_loop(more, draw, start)
+    nothing, zero = jnp.full((count,), range_max, jnp.int32), jnp.zeros((), jnp.int32)
+    _, chosen, _, tries = jax.lax.while_loop(more, draw, (key, nothing, zero, zero))
     return chosen, tries

@@ -13,12 +13,7 @@ from jax.typing import ArrayLike
 from jslices._place.boundary import like_first, on_any_mesh
 from jslices._rows.ids import IdOutOfRangeError, as_ids, check_mode, on_host, settle
 from jslices._scatter.kernels import update
-from jslices._scatter.rows import (
-    as_ref,
-    as_updates,
-    check_dtype,
-    refuse_bad_rows,
-)
+from jslices._scatter.rows import as_ref, as_updates, check_dtype, refuse_bad_rows
 from jslices._slices import one_program
 
 
@@ -212,16 +207,10 @@ def _last_of_each(
 def _refuse_bad_elements(
     original: ArrayLike, indices: jax.Array, shape: tuple[int, ...], caller: str
 ) -> jax.Array:
-    """``indices``; raises for the first out of range, at once or through checkify.
+    """``indices`` ``[*B, d]``; raises for the first that is not within ``shape``.
 
-    Args:
-      original: ``[*B, d]``, the indices as the user passed them, for the message.
-      indices: the same as an array.
-      shape: of the array they index; its rank is at least d.
-      caller: the public function, for messages.
-
-    Returns:
-      ``[*B, d]``; under jit all are out of range if one is, so that nothing is written.
+    Under jit this goes through checkify, and all are out of range if one is, so that
+    nothing is written. ``original`` are the indices as the user passed them.
     """
     host = on_host(original)
     if indices.size == 0:

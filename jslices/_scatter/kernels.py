@@ -1,10 +1,9 @@
 """What a scatter does to rows, given settled row numbers.
 
-In every function ``ref`` is ``[V, *D]`` (of which several axes may number the rows),
+In every function ``ref`` is ``[V, *D]`` (several of its axes may number the rows),
 ``indices`` ``[K]`` in ``[0, V]``, where V drops, and ``rows`` ``[K, *D]`` of the dtype of
-``ref``. The meaning is that of a loop over K, in
-order. All work in place when ``ref`` is donated, and give the same on every backend (sums
-and products up to rounding).
+``ref``. The meaning is that of a loop over K, in order. All work in place when ``ref`` is
+donated, and give the same on every backend (sums and products up to rounding).
 """
 
 from collections.abc import Callable
@@ -14,7 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jslices._rows.access import height_of, places, places_of, set_rows, take_rows
-from jslices._rows.sums import add_rows, sort_ids
+from jslices._rows.sums import add_rows, sort_ids, starts_of_runs
 
 Arrays = tuple[jax.Array, ...]
 Kernel = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
@@ -131,7 +130,6 @@ def _products(
     if indices.shape[0] == 0:
         return indices, rows
     ordered, positions = sort_ids(indices)
-    starts = jnp.concatenate([jnp.ones((1,), bool), ordered[1:] != ordered[:-1]])
 
     def combine(left: Arrays, right: Arrays) -> Arrays:
         (left_starts, before), (right_starts, after) = left, right
@@ -139,7 +137,7 @@ def _products(
         one = jnp.ones((), before.dtype)
         return left_starts | right_starts, jnp.where(fresh, one, before) * after
 
-    _, products = lax.associative_scan(combine, (starts, rows[positions]))
+    _, products = lax.associative_scan(combine, (starts_of_runs(ordered), rows[positions]))
     return jnp.where(_is_last(ordered), ordered, num_rows), products
 
 

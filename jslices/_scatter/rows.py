@@ -66,9 +66,8 @@ def scatter_add(
 ) -> jax.Array:
     """``ref`` with rows added: ``ref[indices[k]] += updates[k]``.
 
-    Duplicates accumulate. ``ref`` is ``[V, *D]``, ``indices`` ``[*B]``, ``updates`` ``[*B,
-    *D]`` or one number, the result ``[V, *D]``; untouched rows, bad indices (``mode``),
-    dtypes and errors are as in :func:`scatter_update`.
+    Duplicates accumulate. All else, shapes, modes and errors, is as in
+    :func:`scatter_update`.
 
     Cost: one scatter of ``K * D`` elements. Differentiable in ``ref`` and ``updates``.
 
@@ -87,9 +86,8 @@ def scatter_sub(
 ) -> jax.Array:
     """``ref`` with rows subtracted: ``ref[indices[k]] -= updates[k]``.
 
-    Duplicates accumulate; unsigned integers wrap. ``ref`` is ``[V, *D]``, ``indices``
-    ``[*B]``, ``updates`` ``[*B, *D]`` or one number, the result ``[V, *D]``; untouched
-    rows, bad indices (``mode``), dtypes and errors are as in :func:`scatter_update`.
+    Duplicates accumulate; unsigned integers wrap. All else, shapes, modes and errors, is
+    as in :func:`scatter_update`.
 
     Cost: one scatter of ``K * D`` elements. Differentiable in ``ref`` and ``updates``.
 
@@ -108,9 +106,8 @@ def scatter_mul(
 ) -> jax.Array:
     """``ref`` with rows multiplied: ``ref[indices[k]] *= updates[k]``.
 
-    Duplicates compound. ``ref`` is ``[V, *D]``, ``indices`` ``[*B]``, ``updates`` ``[*B,
-    *D]`` or one number, the result ``[V, *D]``; untouched rows, bad indices (``mode``),
-    dtypes and errors are as in :func:`scatter_update`.
+    Duplicates compound. All else, shapes, modes and errors, is as in
+    :func:`scatter_update`.
 
     Cost: one scatter of ``K * D`` elements; the derivative sorts K integers as well.
     Differentiable in ``ref`` and ``updates``, also where a factor is zero.
@@ -132,10 +129,8 @@ def scatter_div(
 
     Duplicates compound: floats are divided once, by the product of their divisors (of 16
     bits as float32); integers truncate towards zero each time. An integer divided by zero
-    is -1 (all bits set, XLA's rule); in TensorFlow it kills the process. ``ref`` is ``[V,
-    *D]``, ``indices`` ``[*B]``, ``updates`` ``[*B, *D]`` or one number, the result ``[V,
-    *D]``; untouched rows, bad indices (``mode``), dtypes and errors are as in
-    :func:`scatter_update`.
+    is -1 (all bits set, XLA's rule); in TensorFlow it kills the process. All else, shapes,
+    modes and errors, is as in :func:`scatter_update`.
 
     Cost: a sort of K integers and a scan of ``K * D`` elements; for integers a loop of K
     steps. Differentiable in ``ref`` and ``updates``.
@@ -156,9 +151,7 @@ def scatter_min(
     """``ref`` with rows lowered: minimum of ``ref[indices[k]]`` and ``updates[k]``.
 
     Duplicates fold. A NaN wins, as in ``jnp.minimum`` (in TensorFlow the stored value
-    wins). ``ref`` is ``[V, *D]``, ``indices`` ``[*B]``, ``updates`` ``[*B, *D]`` or one
-    number, the result ``[V, *D]``; untouched rows, bad indices (``mode``), dtypes and
-    errors are as in :func:`scatter_update`.
+    wins). All else, shapes, modes and errors, is as in :func:`scatter_update`.
 
     Cost: one scatter of ``K * D`` elements. Differentiable; where several are smallest they
     share the gradient, as in ``jnp.min``.
@@ -178,12 +171,8 @@ def scatter_max(
 ) -> jax.Array:
     """``ref`` with rows raised: maximum of ``ref[indices[k]]`` and ``updates[k]``.
 
-    Duplicates fold. A NaN wins, as in ``jnp.maximum``. ``ref`` is ``[V, *D]``, ``indices``
-    ``[*B]``, ``updates`` ``[*B, *D]`` or one number, the result ``[V, *D]``; untouched
-    rows, bad indices (``mode``), dtypes and errors are as in :func:`scatter_update`.
-
-    Cost: one scatter of ``K * D`` elements. Differentiable; where several are largest they
-    share the gradient, as in ``jnp.max``.
+    Duplicates fold. A NaN wins. All else is as in :func:`scatter_min`, derivatives
+    included.
 
     Example:
       >>> import jax.numpy as jnp, jslices as js
@@ -237,11 +226,9 @@ def apply_slices(
     axes, shape = slices.indices.ndim - 1, slices.shape
     first = axes + slices.row_axes  # the first axis within a row
     sizes = zip(shape[:first], ref.shape, strict=False)
-    rows_fit = shape[first:] == ref.shape[first:] and all(n in (None, m) for n, m in sizes)
-    if not rows_fit:
+    if shape[first:] != ref.shape[first:] or any(n not in (None, m) for n, m in sizes):
         raise ValueError(
-            f"{caller} got slices of an array of shape {slices.shape} for ref of shape "
-            f"{ref.shape}"
+            f"{caller} got slices of an array of shape {shape} for ref of shape {ref.shape}"
         )
     check_mode(mode, "apply_slices")
     check_dtype(ref, op, caller)
@@ -249,12 +236,8 @@ def apply_slices(
     values = as_updates(slices.values, ref, slices.values.shape, caller, "slices")
     scatter: Callable[..., jax.Array] = functools.partial(scatter_rows, op=op, mode=mode)
     if slices.is_placed and axes == 0 and mode in ("drop", "fill"):
-        placed: jax.Array = each_shard(
-            lambda rows, ref: scatter(ref, rows.indices, rows.values),
-            slices.with_values(values),
-            ref,
-        )
-        return placed
+        own = lambda rows, ref: scatter(ref, rows.indices, rows.values)  # noqa: E731
+        return each_shard(own, slices.with_values(values), ref)  # type: ignore[no-any-return]
     if mode == "check":
         num_rows = rows_numbered(ref.shape[axes:], slices.row_axes)
         indices = refuse_bad_rows(

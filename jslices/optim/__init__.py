@@ -3,8 +3,8 @@
 Each optimizer is one file: a state and a *rule*, the arithmetic of one step on whatever
 array it is given. ``transformation`` makes the optimizer of a rule: whole arrays for dense
 gradients, the touched rows for IndexedSlices, by a plan that ``tx.plan(grads, params)``
-shows. To add one, copy the file of its nearest relative. What stands before and after the
-update is in ``transforms``.
+shows. To add one, copy the file of its nearest relative. Gradient transformations and
+wrappers are in ``transforms``.
 
 ``updates, state = tx.update(grads, state, params)`` and ``jslices.apply_updates`` are a
 step; ``params, state = tx.apply(grads, state, params)`` is the same step in one call.

@@ -5,30 +5,12 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jslices._typing import PyTree
-from jslices.optim.engine.arguments import (
-    Decay,
-    LearningRate,
-    NotNegative,
-    Untouched,
-    WeightDecay,
-)
+from jslices._typing import PyTree, Scalar, Schedule
+from jslices.optim.engine import arguments, rule
 from jslices.optim.engine.constructors import optimizer
 from jslices.optim.engine.missed import Missed, MissedSteps, fading
 from jslices.optim.engine.protocol import GradientTransformation
-from jslices.optim.engine.rule import (
-    Kernel,
-    Rule,
-    Scalar,
-    Schedule,
-    Step,
-    check_fading,
-    decayed,
-    decays,
-    scaled,
-    with_decay,
-    zeros,
-)
+from jslices.optim.engine.rule import Kernel, Rule, Step
 from jslices.optim.engine.transformation import transformation
 
 
@@ -43,13 +25,13 @@ class AdadeltaState(NamedTuple):
 
 @optimizer
 def adadelta(
-    learning_rate: LearningRate = 1.0,
-    rho: Decay = 0.9,
-    eps: NotNegative = 1e-6,
-    weight_decay: WeightDecay = 0.0,
+    learning_rate: arguments.LearningRate = 1.0,
+    rho: arguments.Decay = 0.9,
+    eps: arguments.NotNegative = 1e-6,
+    weight_decay: arguments.WeightDecay = 0.0,
     weight_decay_mask: PyTree = None,
     *,
-    untouched: Untouched = "lazy",
+    untouched: arguments.Untouched = "lazy",
 ) -> GradientTransformation:
     """Adadelta, for every touched row::
 
@@ -98,7 +80,7 @@ def adadelta(
     ``eps=1e-8`` and a learning rate of 0.001.
     """
     exact = untouched == "exact"
-    if exact and decays(weight_decay):
+    if exact and rule.decays(weight_decay):
         raise ValueError(
             'adadelta(untouched="exact") takes no weight_decay: it is part of the gradient '
             "here, so that a row without one still moves, and not in closed form; use "
@@ -107,30 +89,29 @@ def adadelta(
 
     missed = None
     if exact:
-        check_fading("adadelta", rho=rho)
-        fade: Any = rho
+        rule.check_fading("adadelta", rho=rho)
 
         def advance(missed: Missed, p: jax.Array, *means: jax.Array) -> tuple[Any, ...]:
-            return jnp.zeros_like(p), *(fading(fade, missed) * mean for mean in means)
+            return jnp.zeros_like(p), *(fading(rho, missed) * mean for mean in means)
 
         missed = MissedSteps(advance, learning_rate)
 
-    def rule(rate: Scalar | Schedule) -> Rule:
+    def rule_of(rate: Scalar | Schedule) -> Rule:
         def update(step: Step) -> Kernel:
             size = step.size(learning_rate)
 
             def kernel(g: jax.Array, *rows: jax.Array) -> tuple[jax.Array, ...]:
                 *p, e_g, e_x = rows
-                g = with_decay(g, p[0], rate, step.count) if p else g
-                e_g = decayed(e_g, g**2, rho)
+                g = rule.with_decay(g, p[0], rate, step.count) if p else g
+                e_g = rule.decayed(e_g, g**2, rho)
                 x = (jnp.sqrt(e_x + eps) / jnp.sqrt(e_g + eps)) * g
-                return scaled(size, x), e_g, decayed(e_x, x**2, rho)
+                return rule.scaled(size, x), e_g, rule.decayed(e_x, x**2, rho)
 
             return kernel
 
-        state = {"e_g": zeros(), "e_x": zeros()}
-        return Rule(state, update, reads_params=decays(weight_decay), missed=missed)
+        state = {"e_g": rule.zeros(), "e_x": rule.zeros()}
+        return Rule(state, update, reads_params=rule.decays(weight_decay), missed=missed)
 
     return transformation(
-        AdadeltaState, rule(weight_decay), other=rule(0.0), mask=weight_decay_mask
+        AdadeltaState, rule_of(weight_decay), other=rule_of(0.0), mask=weight_decay_mask
     )

@@ -12,40 +12,17 @@ from jax.typing import DTypeLike
 
 from jslices._place.boundary import filled_like
 from jslices._slices import IndexedSlices
-from jslices._typing import Leaf, PyTree
-from jslices.optim.engine.arguments import (
-    Count,
-    Decay,
-    LearningRate,
-    NotNegative,
-    Positive,
-    StateDtype,
-    Untouched,
-    WeightDecay,
-    Whole,
-)
+from jslices._typing import Leaf, PyTree, Scalar, Schedule
+from jslices.optim.engine import arguments, rule
 from jslices.optim.engine.constructors import optimizer
 from jslices.optim.engine.protocol import GradientTransformation
-from jslices.optim.engine.rule import (
-    Rule,
-    Scalar,
-    Schedule,
-    Step,
-    check_lazy,
-    decayed,
-    per_row,
-    row_mean,
-    squared,
-    value_at,
-    with_decay,
-    zeros,
-)
+from jslices.optim.engine.rule import Rule, Step
 from jslices.optim.engine.step import derivable, step_rows
 from jslices.optim.engine.transformation import transformation
 
 
 class AdafactorState(NamedTuple):
-    """State of :func:`adafactor`; ``[1]`` stands for an array that is not kept."""
+    """State of :func:`adafactor`; ``[1]`` in place of an array that is not kept."""
 
     count: jax.Array  # type: ignore[assignment]  #: int32 ``[]``, the steps taken.
     v_row: Any  #: the mean of squares along the longer axis: ``[D]`` for a tall table.
@@ -56,20 +33,20 @@ class AdafactorState(NamedTuple):
 
 @optimizer
 def adafactor(
-    learning_rate: LearningRate | None = None,
-    min_dim_size_to_factor: Count = 128,
-    decay_rate: NotNegative = 0.8,
-    decay_offset: Whole = 0,
+    learning_rate: arguments.LearningRate | None = None,
+    min_dim_size_to_factor: arguments.Count = 128,
+    decay_rate: arguments.NotNegative = 0.8,
+    decay_offset: arguments.Whole = 0,
     multiply_by_parameter_scale: bool = True,
-    clipping_threshold: Positive | None = 1.0,
-    momentum: Decay | None = None,
-    dtype_momentum: StateDtype = jnp.float32,
-    weight_decay_rate: WeightDecay | None = None,
-    eps: NotNegative = 1e-30,
+    clipping_threshold: arguments.Positive | None = 1.0,
+    momentum: arguments.Decay | None = None,
+    dtype_momentum: arguments.StateDtype = jnp.float32,
+    weight_decay_rate: arguments.WeightDecay | None = None,
+    eps: arguments.NotNegative = 1e-30,
     factored: bool = True,
     weight_decay_mask: PyTree = None,
     *,
-    untouched: Untouched = "lazy",
+    untouched: arguments.Untouched = "lazy",
 ) -> GradientTransformation:
     """Adafactor: gradients divided by the root of a second moment that is kept in factors.
 
@@ -128,13 +105,15 @@ def adafactor(
     Source: Shazeer and Stern, 2018; ``optax.adafactor``, with its names and defaults; dense
     gradients give its result.
     """
-    check_lazy("adafactor", untouched, "as what a row misses depends on all the others")
+    rule.check_lazy(
+        "adafactor", untouched, "as what a row misses depends on all the others"
+    )
     axes_of = partial(factored_axes, factored, min_dim_size_to_factor)
     starts: dict[str, Callable[[jax.Array], jax.Array]] = {
         name: partial(_moment, name, axes_of) for name in ("v_row", "v_col", "v")
     }
     if momentum is not None:
-        starts["momentum"] = zeros(dtype_momentum)
+        starts["momentum"] = rule.zeros(dtype_momentum)
     arithmetic = _Arithmetic(
         axes_of,
         learning_rate,
@@ -188,7 +167,7 @@ class _Arithmetic:
         """A step of a whole array."""
         v_row, v_col, v, *mean = state
         axes = self.axes_of(p.shape)
-        squares = squared(g) + self.eps
+        squares = rule.squared(g) + self.eps
         if axes is None:
             v = self._mixed(step, v, squares)
             u = g * v**-0.5
@@ -229,7 +208,7 @@ class _Arithmetic:
     ) -> Arrays:
         """A step of rows whose second moment is whole."""
         b = self._forgetting(step)
-        v = b * v + (1.0 - b) * (squared(g) + self.eps)
+        v = b * v + (1.0 - b) * (rule.squared(g) + self.eps)
         u, *mean_now = self._finished(step, g * v**-0.5, p, mean, True)
         return u, v, *mean_now
 
@@ -243,7 +222,7 @@ class _Arithmetic:
         columns = self._mixed(step, columns, total / p.shape[0] + self.eps)
 
         def remember(g: jax.Array, row: jax.Array) -> Arrays:
-            return g, b * row + (1.0 - b) * row_mean(squared(g) + self.eps)
+            return g, b * row + (1.0 - b) * rule.row_mean(rule.squared(g) + self.eps)
 
         _, rows = step_rows(remember, g, [], [rows], unique=True)
         some = jnp.any(g.indices < p.shape[0])
@@ -255,7 +234,7 @@ class _Arithmetic:
         mean_square = jnp.mean(by_column if tall else by_row)
 
         def kernel(g: jax.Array, p: jax.Array, row: jax.Array, *mean: jax.Array) -> Arrays:
-            u = g * (by_column[None] * (per_row(row, g) / mean_square)) ** -0.5
+            u = g * (by_column[None] * (rule.per_row(row, g) / mean_square)) ** -0.5
             return self._finished(step, u, p, mean, True)
 
         u, *mean_now = step_rows(kernel, g, [p, rows], mean, unique=True)
@@ -273,16 +252,16 @@ class _Arithmetic:
         if self.clipping_threshold is not None:
             u = u / jnp.maximum(1.0, _size(u, by_row) / self.clipping_threshold)
         if self.learning_rate is not None:
-            rate = value_at(self.learning_rate, step.count)
+            rate = rule.value_at(self.learning_rate, step.count)
             constant = isinstance(self.learning_rate, int | float)
             u = rate * u if constant else u * jnp.asarray(rate, u.dtype)
         if self.multiply_by_parameter_scale:
             u = u * jnp.maximum(_size(p, by_row), 1e-3)
         if self.momentum is not None:
-            u = decayed(mean[0], u, self.momentum)
+            u = rule.decayed(mean[0], u, self.momentum)
             mean = [u.astype(self.dtype_momentum)]
         if self.weight_decay_rate is not None:
-            u = with_decay(u, p, self.weight_decay_rate, step.count)
+            u = rule.with_decay(u, p, self.weight_decay_rate, step.count)
         return (-1 * u, *mean)
 
     def _forgetting(self, step: Step) -> jax.Array:
@@ -310,7 +289,7 @@ def _moment(
 ) -> jax.Array:
     """Initial ``v_row``, ``v_col`` or ``v`` of a parameter.
 
-    An array of one number stands for a moment that the parameter does not have.
+    A moment that the parameter does not have is an array of one number.
     """
     p = jnp.asarray(p)
     axes = axes_of(p.shape)
@@ -322,5 +301,7 @@ def _moment(
 
 def _size(x: jax.Array, by_row: bool) -> jax.Array:
     """The root mean square, of all or of each row."""
-    squares = squared(x)
-    return jnp.sqrt(per_row(row_mean(squares), x) if by_row else jnp.mean(squares))
+    squares = rule.squared(x)
+    if not by_row:
+        return jnp.sqrt(jnp.mean(squares))
+    return jnp.sqrt(rule.per_row(rule.row_mean(squares), x))

@@ -6,17 +6,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jslices.optim.engine.arguments import LearningRate, NotNegative, Untouched
+from jslices.optim.engine import arguments, rule
 from jslices.optim.engine.constructors import optimizer
 from jslices.optim.engine.protocol import GradientTransformation
-from jslices.optim.engine.rule import (
-    Kernel,
-    Rule,
-    Step,
-    full,
-    scaled,
-    squared,
-)
+from jslices.optim.engine.rule import Kernel, Rule, Step
 from jslices.optim.engine.transformation import transformation
 
 
@@ -29,11 +22,11 @@ class AdagradState(NamedTuple):
 
 @optimizer
 def adagrad(
-    learning_rate: LearningRate,
-    initial_accumulator_value: NotNegative = 0.1,
-    eps: NotNegative = 1e-7,
+    learning_rate: arguments.LearningRate,
+    initial_accumulator_value: arguments.NotNegative = 0.1,
+    eps: arguments.NotNegative = 1e-7,
     *,
-    untouched: Untouched = "lazy",
+    untouched: arguments.Untouched = "lazy",
 ) -> GradientTransformation:
     """Adagrad: ``s += g**2``, then ``p -= lr * g / sqrt(s + eps)``.
 
@@ -70,11 +63,11 @@ def adagrad(
         size = step.size(learning_rate)
 
         def kernel(g: jax.Array, total: jax.Array) -> tuple[jax.Array, ...]:
-            total = squared(g) + total
+            total = rule.squared(g) + total
             scale = jnp.where(total > 0, lax.rsqrt(total + eps), 0.0)
-            return scaled(size, scale * g), total
+            return rule.scaled(size, scale * g), total
 
         return kernel
 
-    state = {"sum_of_squares": full(initial_accumulator_value)}
+    state = {"sum_of_squares": rule.full(initial_accumulator_value)}
     return transformation(AdagradState, Rule(state, update))

@@ -5,29 +5,12 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jslices.optim.engine.arguments import (
-    Decay,
-    EpsHat,
-    LearningRate,
-    NotNegative,
-    StateDtype,
-    Untouched,
-)
+from jslices._typing import Scalar, Schedule
+from jslices.optim.engine import arguments, rule
 from jslices.optim.engine.constructors import optimizer
 from jslices.optim.engine.missed import Missed, MissedSteps, fading, step_moments, two_steps
 from jslices.optim.engine.protocol import GradientTransformation
-from jslices.optim.engine.rule import (
-    Kernel,
-    Rule,
-    Scalar,
-    Schedule,
-    Step,
-    check_fading,
-    decayed,
-    scaled,
-    squared,
-    zeros,
-)
+from jslices.optim.engine.rule import Kernel, Rule, Step
 from jslices.optim.engine.transformation import transformation
 
 
@@ -42,16 +25,16 @@ class AdamState(NamedTuple):
 
 @optimizer
 def adam(
-    learning_rate: LearningRate,
-    b1: Decay = 0.9,
-    b2: Decay = 0.999,
-    eps: NotNegative = 1e-8,
-    eps_root: NotNegative = 0.0,
-    mu_dtype: StateDtype | None = None,
+    learning_rate: arguments.LearningRate,
+    b1: arguments.Decay = 0.9,
+    b2: arguments.Decay = 0.999,
+    eps: arguments.NotNegative = 1e-8,
+    eps_root: arguments.NotNegative = 0.0,
+    mu_dtype: arguments.StateDtype | None = None,
     *,
     nesterov: bool = False,
-    eps_hat: EpsHat = False,
-    untouched: Untouched = "lazy",
+    eps_hat: arguments.EpsHat = False,
+    untouched: arguments.Untouched = "lazy",
 ) -> GradientTransformation:
     """Adam. At step t (from 1), for every touched row::
 
@@ -110,7 +93,7 @@ def adam(
 
         def kernel(g: jax.Array, mu: jax.Array, nu: jax.Array) -> tuple[jax.Array, ...]:
             u, mu, nu = direction(g, mu, nu)
-            return scaled(size, u), mu, nu
+            return rule.scaled(size, u), mu, nu
 
         return kernel
 
@@ -119,8 +102,8 @@ def adam(
         missed = adam_missed(
             "adam", learning_rate, b1, b2, eps, eps_root, nesterov, eps_hat
         )
-    rule = Rule({"mu": zeros(mu_dtype), "nu": zeros()}, update, missed=missed)
-    return transformation(AdamState, rule)
+    state = {"mu": rule.zeros(mu_dtype), "nu": rule.zeros()}
+    return transformation(AdamState, Rule(state, update, missed=missed))
 
 
 def adam_direction(
@@ -137,7 +120,7 @@ def adam_direction(
     correct_next = step.correction(b1, ahead=True) if nesterov else None
 
     def direction(g: jax.Array, mu: jax.Array, nu: jax.Array) -> tuple[jax.Array, ...]:
-        new_mu, new_nu = decayed(mu, g, b1), decayed(nu, squared(g), b2)
+        new_mu, new_nu = rule.decayed(mu, g, b1), rule.decayed(nu, rule.squared(g), b2)
         mu_hat = correct_mu(new_mu)
         if correct_next is not None:
             mu_hat = b1 * correct_next(new_mu) + (1 - b1) * correct_mu(g)
@@ -162,7 +145,7 @@ def adam_missed(
     weight_decay: Scalar | Schedule = 0.0,
 ) -> MissedSteps:
     """The missed steps of Adam."""
-    check_fading(name, b1=b1, b2=b2)
+    rule.check_fading(name, b1=b1, b2=b2)
     first, second = float(b1), float(b2)
     if not first**2 < second:
         raise ValueError(

@@ -4,51 +4,31 @@ from typing import Any
 
 import jax
 
-from jslices._typing import PyTree
+from jslices._typing import PyTree, Scalar, Schedule
 from jslices.optim.adam import AdamState, adam_direction, adam_missed
-from jslices.optim.engine.arguments import (
-    Decay,
-    DecayMode,
-    EpsHat,
-    LearningRate,
-    NotNegative,
-    StateDtype,
-    Untouched,
-    WeightDecay,
-)
+from jslices.optim.engine import arguments, rule
 from jslices.optim.engine.constructors import optimizer
 from jslices.optim.engine.missed import Missed, MissedSteps
 from jslices.optim.engine.protocol import GradientTransformation
-from jslices.optim.engine.rule import (
-    Kernel,
-    Rule,
-    Scalar,
-    Schedule,
-    Step,
-    check_decay,
-    decays_missed_steps,
-    scaled,
-    with_decay,
-    zeros,
-)
+from jslices.optim.engine.rule import Kernel, Rule, Step
 from jslices.optim.engine.transformation import transformation
 
 
 @optimizer
 def adamw(
-    learning_rate: LearningRate,
-    b1: Decay = 0.9,
-    b2: Decay = 0.999,
-    eps: NotNegative = 1e-8,
-    eps_root: NotNegative = 0.0,
-    mu_dtype: StateDtype | None = None,
-    weight_decay: WeightDecay = 1e-4,
+    learning_rate: arguments.LearningRate,
+    b1: arguments.Decay = 0.9,
+    b2: arguments.Decay = 0.999,
+    eps: arguments.NotNegative = 1e-8,
+    eps_root: arguments.NotNegative = 0.0,
+    mu_dtype: arguments.StateDtype | None = None,
+    weight_decay: arguments.WeightDecay = 1e-4,
     mask: PyTree = None,
     *,
     nesterov: bool = False,
-    eps_hat: EpsHat = False,
-    untouched: Untouched = "lazy",
-    weight_decay_mode: DecayMode | None = None,
+    eps_hat: arguments.EpsHat = False,
+    untouched: arguments.Untouched = "lazy",
+    weight_decay_mode: arguments.DecayMode | None = None,
 ) -> GradientTransformation:
     """AdamW: the step of :func:`jslices.adam`, and ``p -= lr * weight_decay * p``.
 
@@ -56,19 +36,12 @@ def adamw(
     and nor is its state. Exact: its means decay, it moves on and its weights decay when it
     catches up, as in a dense optimizer.
 
+    Arguments that are not listed are those of :func:`jslices.adam`.
+
     Args:
-      learning_rate: a number, or a schedule of the step (from 0).
-      b1: decay of the mean.
-      b2: decay of the mean of squares.
-      eps: added outside the root.
-      eps_root: added inside the root.
-      mu_dtype: dtype of ``mu``; None means that of the parameter.
       weight_decay: a number, or a schedule of the step.
       mask: bools in the structure of params or a prefix of it, or a function from params to
         that: which of them decay.
-      nesterov: whether to look ahead (NAdamW).
-      eps_hat: whether ``eps`` stands beside the uncorrected root, as in Keras; see
-        :func:`jslices.adam`.
       untouched: ``"lazy"`` or ``"exact"``, for the movement (see :mod:`jslices.optim`).
       weight_decay_mode: ``"touched"``, a row decays in the steps that touch it, or
         ``"all"``, every row decays in every step, once it catches up. None means touched
@@ -97,39 +70,31 @@ def adamw(
     PyTorch's decays by 1e-2 and refuses sparse gradients, Keras' by 4e-3.
     """
     exact = untouched == "exact"
-    everywhere = decays_missed_steps(weight_decay_mode, exact)
+    everywhere = rule.decays_missed_steps(weight_decay_mode, exact)
 
-    def rule(rate: Scalar | Schedule) -> Rule:
+    def rule_of(rate: Scalar | Schedule) -> Rule:
         def update(step: Step) -> Kernel:
             size = step.size(learning_rate)
             direction = adam_direction(step, b1, b2, eps, eps_root, nesterov, eps_hat)
 
             def kernel(g: jax.Array, p: jax.Array, *moments: jax.Array) -> Any:
                 u, mu, nu = direction(g, *moments)
-                return scaled(size, with_decay(u, p, rate, step.count)), mu, nu
+                return rule.scaled(size, rule.with_decay(u, p, rate, step.count)), mu, nu
 
             return kernel
 
-        missed, missed_rate = None, rate if everywhere else 0.0
-        check_decay("adamw", learning_rate, missed_rate)
+        missed, decay = None, rate if everywhere else 0.0
+        rule.check_decay("adamw", learning_rate, decay)
         if exact:
             missed = adam_missed(
-                "adamw",
-                learning_rate,
-                b1,
-                b2,
-                eps,
-                eps_root,
-                nesterov,
-                eps_hat,
-                missed_rate,
+                "adamw", learning_rate, b1, b2, eps, eps_root, nesterov, eps_hat, decay
             )
         elif everywhere:
-            missed = MissedSteps(only_decay, learning_rate, (), missed_rate)
-        state = {"mu": zeros(mu_dtype), "nu": zeros()}
+            missed = MissedSteps(only_decay, learning_rate, (), decay)
+        state = {"mu": rule.zeros(mu_dtype), "nu": rule.zeros()}
         return Rule(state, update, reads_params=True, missed=missed)
 
-    return transformation(AdamState, rule(weight_decay), other=rule(0.0), mask=mask)
+    return transformation(AdamState, rule_of(weight_decay), other=rule_of(0.0), mask=mask)
 
 
 def only_decay(missed: Missed, p: jax.Array, *state: jax.Array) -> tuple[jax.Array, ...]:

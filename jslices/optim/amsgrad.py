@@ -5,26 +5,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jslices.optim.engine.arguments import (
-    Decay,
-    LearningRate,
-    NotNegative,
-    StateDtype,
-    Untouched,
-)
+from jslices.optim.engine import arguments, rule
 from jslices.optim.engine.constructors import optimizer
 from jslices.optim.engine.missed import Missed, MissedSteps, fading, momentum_series
 from jslices.optim.engine.protocol import GradientTransformation
-from jslices.optim.engine.rule import (
-    Kernel,
-    Rule,
-    Step,
-    check_fading,
-    decayed,
-    scaled,
-    squared,
-    zeros,
-)
+from jslices.optim.engine.rule import Kernel, Rule, Step
 from jslices.optim.engine.transformation import transformation
 
 
@@ -40,16 +25,16 @@ class AmsgradState(NamedTuple):
 
 @optimizer
 def amsgrad(
-    learning_rate: LearningRate,
-    b1: Decay = 0.9,
-    b2: Decay = 0.999,
-    eps: NotNegative = 1e-8,
-    eps_root: NotNegative = 0.0,
-    mu_dtype: StateDtype | None = None,
+    learning_rate: arguments.LearningRate,
+    b1: arguments.Decay = 0.9,
+    b2: arguments.Decay = 0.999,
+    eps: arguments.NotNegative = 1e-8,
+    eps_root: arguments.NotNegative = 0.0,
+    mu_dtype: arguments.StateDtype | None = None,
     bias_correction_mu: bool = True,
     bias_correction_nu: bool = True,
     *,
-    untouched: Untouched = "lazy",
+    untouched: arguments.Untouched = "lazy",
 ) -> GradientTransformation:
     """AMSGrad. At step t (from 1), for every touched row::
 
@@ -62,13 +47,9 @@ def amsgrad(
     and nor is its state. Exact: its means decay and it moves on when it catches up, as in a
     dense optimizer.
 
+    Arguments that are not listed are those of :func:`jslices.adam`.
+
     Args:
-      learning_rate: a number, or a schedule of the step (from 0).
-      b1: decay of the mean.
-      b2: decay of the mean of squares.
-      eps: added outside the root.
-      eps_root: added inside the root.
-      mu_dtype: dtype of ``mu``; None means that of the parameter.
       bias_correction_mu: whether ``mu`` is divided by the weight it has seen.
       bias_correction_nu: whether ``nu`` is.
       untouched: ``"lazy"`` or ``"exact"`` (see :mod:`jslices.optim`).
@@ -101,29 +82,27 @@ def amsgrad(
         def kernel(
             g: jax.Array, mu: jax.Array, nu: jax.Array, nu_max: jax.Array
         ) -> tuple[jax.Array, ...]:
-            new_mu, new_nu = decayed(mu, g, b1), decayed(nu, squared(g), b2)
+            new_mu, new_nu = rule.decayed(mu, g, b1), rule.decayed(nu, rule.squared(g), b2)
             mu_hat = correct_mu(new_mu) if bias_correction_mu else new_mu
             nu_hat = correct_nu(new_nu) if bias_correction_nu else new_nu
             nu_max = jnp.maximum(nu_max, nu_hat)
             u = mu_hat / (jnp.sqrt(nu_max + eps_root) + eps)
-            return scaled(size, u), new_mu.astype(mu.dtype), new_nu, nu_max
+            return rule.scaled(size, u), new_mu.astype(mu.dtype), new_nu, nu_max
 
         return kernel
 
     missed = None
     if exact:
-        check_fading("amsgrad", b1=b1, b2=b2)
-        first: Any = b1
-        second: Any = b2
+        rule.check_fading("amsgrad", b1=b1, b2=b2)
 
         def advance(
             missed: Missed, p: jax.Array, mu: jax.Array, nu: jax.Array, nu_max: jax.Array
         ) -> tuple[Any, ...]:
             # Without gradients the corrected mean of squares only falls: its maximum stays.
             move = -missed.sums[0] * mu / (jnp.sqrt(nu_max + eps_root) + eps)
-            return move, fading(first, missed) * mu, fading(second, missed) * nu, nu_max
+            return move, fading(b1, missed) * mu, fading(b2, missed) * nu, nu_max
 
-        series = momentum_series(first, corrected=bias_correction_mu)
+        series = momentum_series(b1, corrected=bias_correction_mu)
         missed = MissedSteps(advance, learning_rate, (series,))
-    state = {"mu": zeros(mu_dtype), "nu": zeros(), "nu_max": zeros()}
+    state = {"mu": rule.zeros(mu_dtype), "nu": rule.zeros(), "nu_max": rule.zeros()}
     return transformation(AmsgradState, Rule(state, update, missed=missed))

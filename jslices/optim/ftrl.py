@@ -6,19 +6,10 @@ import jax
 import jax.numpy as jnp
 
 from jslices._rows.sums import widened
-from jslices.optim.engine.arguments import NotNegative, NotPositive, PositiveRate, Untouched
+from jslices.optim.engine import arguments, rule
 from jslices.optim.engine.constructors import optimizer
 from jslices.optim.engine.protocol import GradientTransformation
-from jslices.optim.engine.rule import (
-    Kernel,
-    Rule,
-    Step,
-    check_lazy,
-    check_real,
-    full,
-    value_at,
-    zeros,
-)
+from jslices.optim.engine.rule import Kernel, Rule, Step
 from jslices.optim.engine.transformation import transformation
 
 
@@ -32,14 +23,14 @@ class FtrlState(NamedTuple):
 
 @optimizer
 def ftrl(
-    learning_rate: PositiveRate,
-    learning_rate_power: NotPositive = -0.5,
-    initial_accumulator_value: NotNegative = 0.1,
-    l1_regularization_strength: NotNegative = 0.0,
-    l2_regularization_strength: NotNegative = 0.0,
-    l2_shrinkage_regularization_strength: NotNegative = 0.0,
+    learning_rate: arguments.PositiveRate,
+    learning_rate_power: arguments.NotPositive = -0.5,
+    initial_accumulator_value: arguments.NotNegative = 0.1,
+    l1_regularization_strength: arguments.NotNegative = 0.0,
+    l2_regularization_strength: arguments.NotNegative = 0.0,
+    l2_shrinkage_regularization_strength: arguments.NotNegative = 0.0,
     *,
-    untouched: Untouched = "lazy",
+    untouched: arguments.Untouched = "lazy",
 ) -> GradientTransformation:
     """FTRL-Proximal, for every touched row, with ``y = -learning_rate_power``::
 
@@ -85,12 +76,12 @@ def ftrl(
     Source: McMahan et al., 2013; TensorFlow's ``FtrlOptimizer``, with its names, defaults
     and results. Optax has none.
     """
-    check_lazy("ftrl", untouched, "as a dense step computes rows anew from linear")
+    rule.check_lazy("ftrl", untouched, "as a dense step computes rows anew from linear")
     l1, l2 = l1_regularization_strength, l2_regularization_strength
     shrinkage, power = l2_shrinkage_regularization_strength, -learning_rate_power
 
     def update(step: Step) -> Kernel:
-        rate: Any = value_at(learning_rate, step.count)
+        rate: Any = rule.value_at(learning_rate, step.count)
 
         def kernel(
             g: jax.Array, p: jax.Array, accum: jax.Array, linear: jax.Array
@@ -98,7 +89,7 @@ def ftrl(
             dtypes = g.dtype, accum.dtype, linear.dtype
             # In 16 bits the differences below would lose up to four units of the result.
             g, p, accum, linear = map(widened, (g, p, accum, linear))
-            check_real("ftrl", g)
+            rule.check_real("ftrl", g)
             new = accum + g**2
             sigma = (new**power - accum**power) / rate
             linear = linear + g + 2 * shrinkage * p - sigma * p
@@ -109,5 +100,5 @@ def ftrl(
 
         return kernel
 
-    state = {"accum": full(initial_accumulator_value), "linear": zeros()}
+    state = {"accum": rule.full(initial_accumulator_value), "linear": rule.zeros()}
     return transformation(FtrlState, Rule(state, update, reads_params=True))

@@ -6,30 +6,12 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jslices._typing import PyTree
+from jslices._typing import PyTree, Scalar, Schedule
 from jslices.optim.adam import adam_direction
-from jslices.optim.engine.arguments import (
-    Decay,
-    LearningRate,
-    NotNegative,
-    Untouched,
-    WeightDecay,
-)
+from jslices.optim.engine import arguments, rule
 from jslices.optim.engine.constructors import optimizer
 from jslices.optim.engine.protocol import GradientTransformation
-from jslices.optim.engine.rule import (
-    Kernel,
-    Rule,
-    Scalar,
-    Schedule,
-    Step,
-    check_lazy,
-    per_row,
-    scaled,
-    squared,
-    with_decay,
-    zeros,
-)
+from jslices.optim.engine.rule import Kernel, Rule, Step
 from jslices.optim.engine.transformation import transformation
 
 
@@ -43,15 +25,15 @@ class LambState(NamedTuple):
 
 @optimizer
 def lamb(
-    learning_rate: LearningRate,
-    b1: Decay = 0.9,
-    b2: Decay = 0.999,
-    eps: NotNegative = 1e-6,
-    eps_root: NotNegative = 0.0,
-    weight_decay: WeightDecay = 0.0,
+    learning_rate: arguments.LearningRate,
+    b1: arguments.Decay = 0.9,
+    b2: arguments.Decay = 0.999,
+    eps: arguments.NotNegative = 1e-6,
+    eps_root: arguments.NotNegative = 0.0,
+    weight_decay: arguments.WeightDecay = 0.0,
     mask: PyTree = None,
     *,
-    untouched: Untouched = "lazy",
+    untouched: arguments.Untouched = "lazy",
 ) -> GradientTransformation:
     """LAMB: with Adam's direction ``u`` plus ``weight_decay * p``, ``p -= lr * r * u``.
 
@@ -62,12 +44,9 @@ def lamb(
     Untouched rows: lazy. A row without gradient is neither read nor written, and nor is its
     state. (There is no exact form: what a row misses depends on its own path.)
 
+    Arguments that are not listed are those of :func:`jslices.adam`.
+
     Args:
-      learning_rate: a number, or a schedule of the step (from 0).
-      b1: decay of the mean.
-      b2: decay of the mean of squares.
-      eps: added outside the root.
-      eps_root: added inside the root.
       weight_decay: a number, or a schedule of the step; of touched rows.
       mask: bools in the structure of params or a prefix of it, or a function from params to
         that: which of them decay.
@@ -96,28 +75,28 @@ def lamb(
     give its result. A ratio for each row is ``PARTIAL_ROWWISE_LAMB`` of FBGEMM (which also
     keeps one second moment for each row).
     """
-    check_lazy("lamb", untouched, "as what a row misses depends on its own path")
+    rule.check_lazy("lamb", untouched, "as what a row misses depends on its own path")
 
-    def rule(rate: Scalar | Schedule) -> Rule:
+    def rule_of(rate: Scalar | Schedule) -> Rule:
         def update(step: Step, by_row: bool = False) -> Kernel:
             size = step.size(learning_rate)
             direction = adam_direction(step, b1, b2, eps, eps_root)
 
             def kernel(g: jax.Array, p: jax.Array, *moments: jax.Array) -> Any:
                 u, mu, nu = direction(g, *moments)
-                u = with_decay(u, p, rate, step.count)
-                return scaled(size, u * trust_ratio(p, u, by_row)), mu, nu
+                u = rule.with_decay(u, p, rate, step.count)
+                return rule.scaled(size, u * trust_ratio(p, u, by_row)), mu, nu
 
             return kernel
 
         return Rule(
-            {"mu": zeros(), "nu": zeros()},
+            {"mu": rule.zeros(), "nu": rule.zeros()},
             update,
             update_rows=functools.partial(update, by_row=True),
             reads_params=True,
         )
 
-    return transformation(LambState, rule(weight_decay), other=rule(0.0), mask=mask)
+    return transformation(LambState, rule_of(weight_decay), other=rule_of(0.0), mask=mask)
 
 
 def trust_ratio(p: jax.Array, update: jax.Array, by_row: bool) -> jax.Array:
@@ -131,5 +110,5 @@ def trust_ratio(p: jax.Array, update: jax.Array, by_row: bool) -> jax.Array:
 def _norm(x: jax.Array, by_row: bool) -> jax.Array:
     if not by_row:
         return jnp.linalg.norm(x)
-    squares = jnp.sum(squared(x), axis=tuple(range(1, x.ndim)))
-    return per_row(jnp.sqrt(squares), x)
+    squares = jnp.sum(rule.squared(x), axis=tuple(range(1, x.ndim)))
+    return rule.per_row(jnp.sqrt(squares), x)

@@ -5,33 +5,12 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jslices._typing import PyTree
-from jslices.optim.engine.arguments import (
-    Decay,
-    DecayMode,
-    LearningRate,
-    StateDtype,
-    Untouched,
-    WeightDecay,
-)
+from jslices._typing import PyTree, Scalar, Schedule
+from jslices.optim.engine import arguments, rule
 from jslices.optim.engine.constructors import optimizer
 from jslices.optim.engine.missed import Missed, MissedSteps, fading
 from jslices.optim.engine.protocol import GradientTransformation
-from jslices.optim.engine.rule import (
-    Kernel,
-    Rule,
-    Scalar,
-    Schedule,
-    Step,
-    check_decay,
-    check_fading,
-    decayed,
-    decays,
-    decays_missed_steps,
-    scaled,
-    with_decay,
-    zeros,
-)
+from jslices.optim.engine.rule import Kernel, Rule, Step
 from jslices.optim.engine.transformation import transformation
 
 
@@ -45,15 +24,15 @@ class LionState(NamedTuple):
 
 @optimizer
 def lion(
-    learning_rate: LearningRate,
-    b1: Decay = 0.9,
-    b2: Decay = 0.99,
-    mu_dtype: StateDtype | None = None,
-    weight_decay: WeightDecay = 1e-3,
+    learning_rate: arguments.LearningRate,
+    b1: arguments.Decay = 0.9,
+    b2: arguments.Decay = 0.99,
+    mu_dtype: arguments.StateDtype | None = None,
+    weight_decay: arguments.WeightDecay = 1e-3,
     mask: PyTree = None,
     *,
-    untouched: Untouched = "lazy",
-    weight_decay_mode: DecayMode | None = None,
+    untouched: arguments.Untouched = "lazy",
+    weight_decay_mode: arguments.DecayMode | None = None,
 ) -> GradientTransformation:
     """Lion, for every touched row::
 
@@ -97,7 +76,7 @@ def lion(
     optimizer stops when the mean underflows, after some 8,000 steps without gradient.
     """
     exact = untouched == "exact"
-    everywhere = decays_missed_steps(weight_decay_mode, exact)
+    everywhere = rule.decays_missed_steps(weight_decay_mode, exact)
     if (exact or everywhere) and callable(weight_decay):
         raise ValueError(
             'lion with rows that catch up (untouched="exact", or weight_decay_mode="all") '
@@ -111,32 +90,32 @@ def lion(
             'closed together with the missed decay; use "all", or weight_decay=0'
         )
 
-    def rule(rate: Scalar | Schedule) -> Rule:
+    def rule_of(rate: Scalar | Schedule) -> Rule:
         def update(step: Step) -> Kernel:
             size = step.size(learning_rate)
 
             def kernel(g: jax.Array, p: jax.Array, mu: jax.Array) -> tuple[jax.Array, ...]:
                 direction = jnp.sign((1.0 - b1) * g + b1 * mu)
-                new_mu = decayed(mu, g, b2).astype(mu.dtype)
-                return scaled(size, with_decay(direction, p, rate, step.count)), new_mu
+                direction = rule.with_decay(direction, p, rate, step.count)
+                new_mu = rule.decayed(mu, g, b2).astype(mu.dtype)
+                return rule.scaled(size, direction), new_mu
 
             return kernel
 
         missed = lion_missed(rate) if exact or everywhere else None
-        return Rule({"mu": zeros(mu_dtype)}, update, reads_params=True, missed=missed)
+        return Rule({"mu": rule.zeros(mu_dtype)}, update, reads_params=True, missed=missed)
 
     def lion_missed(rate: Any) -> MissedSteps:
-        check_fading("lion", b1=b1, b2=b2)
-        check_decay("lion", learning_rate, rate)
-        fade: Any = b2
+        rule.check_fading("lion", b1=b1, b2=b2)
+        rule.check_decay("lion", learning_rate, rate)
 
         def advance(missed: Missed, p: jax.Array, mu: jax.Array) -> tuple[jax.Array, ...]:
             if not exact:
                 return missed.decay * p, mu
             # p + sign / rate shrinks by the same factor in every missed step.
-            far = -jnp.expm1(missed.run) / rate if decays(rate) else missed.run
-            return missed.decay * p - far * jnp.sign(b1 * mu), fading(fade, missed) * mu
+            far = -jnp.expm1(missed.run) / rate if rule.decays(rate) else missed.run
+            return missed.decay * p - far * jnp.sign(b1 * mu), fading(b2, missed) * mu
 
         return MissedSteps(advance, learning_rate, (), rate, run=True)
 
-    return transformation(LionState, rule(weight_decay), other=rule(0.0), mask=mask)
+    return transformation(LionState, rule_of(weight_decay), other=rule_of(0.0), mask=mask)

@@ -7,28 +7,11 @@ import jax
 import jax.numpy as jnp
 
 from jslices.optim.adam import adam_missed
-from jslices.optim.engine.arguments import (
-    Decay,
-    LearningRate,
-    NotNegative,
-    StateDtype,
-    Untouched,
-)
+from jslices.optim.engine import arguments, rule
 from jslices.optim.engine.constructors import optimizer
 from jslices.optim.engine.missed import Missed
 from jslices.optim.engine.protocol import GradientTransformation
-from jslices.optim.engine.rule import (
-    Kernel,
-    Rule,
-    Step,
-    decayed,
-    per_row,
-    row_mean,
-    row_of,
-    scaled,
-    squared,
-    zeros,
-)
+from jslices.optim.engine.rule import Kernel, Rule, Step
 from jslices.optim.engine.transformation import transformation
 
 
@@ -44,13 +27,13 @@ class PartialRowwiseAdamState(NamedTuple):
 
 @optimizer
 def partial_rowwise_adam(
-    learning_rate: LearningRate,
-    b1: Decay = 0.9,
-    b2: Decay = 0.999,
-    eps: NotNegative = 1e-8,
-    mu_dtype: StateDtype | None = None,
+    learning_rate: arguments.LearningRate,
+    b1: arguments.Decay = 0.9,
+    b2: arguments.Decay = 0.999,
+    eps: arguments.NotNegative = 1e-8,
+    mu_dtype: arguments.StateDtype | None = None,
     *,
-    untouched: Untouched = "lazy",
+    untouched: arguments.Untouched = "lazy",
 ) -> GradientTransformation:
     """Adam with one second moment for each row: ``nu = b2 * nu + (1 - b2) * mean(g**2)``.
 
@@ -60,12 +43,9 @@ def partial_rowwise_adam(
     and nor is its state. Exact: its means decay and it moves on when it catches up, as the
     same optimizer on dense gradients moves it.
 
+    Arguments that are not listed are those of :func:`jslices.adam`.
+
     Args:
-      learning_rate: a number, or a schedule of the step (from 0).
-      b1: decay of the mean.
-      b2: decay of the mean of squares.
-      eps: added to the root.
-      mu_dtype: dtype of ``mu``; None means that of the parameter.
       untouched: ``"lazy"`` or ``"exact"`` (see :mod:`jslices.optim`).
 
     Returns:
@@ -96,10 +76,11 @@ def partial_rowwise_adam(
         correct_mu, correct_nu = step.correction(b1), step.correction(b2)
 
         def kernel(g: jax.Array, mu: jax.Array, nu: jax.Array) -> tuple[jax.Array, ...]:
-            new_mu, new_nu = decayed(mu, g, b1), decayed(nu, row_mean(squared(g)), b2)
-            root = per_row(jnp.sqrt(correct_nu(new_nu)), g) + eps
+            square = rule.row_mean(rule.squared(g))
+            new_mu, new_nu = rule.decayed(mu, g, b1), rule.decayed(nu, square, b2)
+            root = rule.per_row(jnp.sqrt(correct_nu(new_nu)), g) + eps
             u = correct_mu(new_mu) / root
-            return scaled(size, u), new_mu.astype(mu.dtype), new_nu.astype(nu.dtype)
+            return rule.scaled(size, u), new_mu.astype(mu.dtype), new_nu.astype(nu.dtype)
 
         return kernel
 
@@ -110,9 +91,9 @@ def partial_rowwise_adam(
         def advance(
             missed: Missed, p: jax.Array, mu: jax.Array, nu: jax.Array
         ) -> tuple[jax.Array, ...]:
-            move, mu, rows = adam.advance(missed, p, mu, per_row(nu, p))
+            move, mu, rows = adam.advance(missed, p, mu, rule.per_row(nu, p))
             return move, mu, rows.reshape(nu.shape)
 
         missed = dataclasses.replace(adam, advance=advance)
-    rule = Rule({"mu": zeros(mu_dtype), "nu": row_of(0)}, update, missed=missed)
-    return transformation(PartialRowwiseAdamState, rule)
+    state = {"mu": rule.zeros(mu_dtype), "nu": rule.row_of(0)}
+    return transformation(PartialRowwiseAdamState, Rule(state, update, missed=missed))

@@ -5,18 +5,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jslices.optim.engine.arguments import LearningRate, NotNegative, Positive, Untouched
+from jslices.optim.engine import arguments, rule
 from jslices.optim.engine.constructors import optimizer
 from jslices.optim.engine.missed import Missed, MissedSteps
 from jslices.optim.engine.protocol import GradientTransformation
-from jslices.optim.engine.rule import (
-    Kernel,
-    Rule,
-    Step,
-    check_real,
-    full,
-    value_at,
-)
+from jslices.optim.engine.rule import Kernel, Rule, Step
 from jslices.optim.engine.transformation import transformation
 
 
@@ -30,12 +23,12 @@ class ProximalAdagradState(NamedTuple):
 
 @optimizer
 def proximal_adagrad(
-    learning_rate: LearningRate,
-    initial_accumulator_value: Positive = 0.1,
-    l1_regularization_strength: NotNegative = 0.0,
-    l2_regularization_strength: NotNegative = 0.0,
+    learning_rate: arguments.LearningRate,
+    initial_accumulator_value: arguments.Positive = 0.1,
+    l1_regularization_strength: arguments.NotNegative = 0.0,
+    l2_regularization_strength: arguments.NotNegative = 0.0,
     *,
-    untouched: Untouched = "lazy",
+    untouched: arguments.Untouched = "lazy",
 ) -> GradientTransformation:
     """Proximal Adagrad, for every touched row::
 
@@ -86,10 +79,10 @@ def proximal_adagrad(
         )
 
     def update(step: Step) -> Kernel:
-        rate: Any = value_at(learning_rate, step.count)
+        rate: Any = rule.value_at(learning_rate, step.count)
 
         def kernel(g: jax.Array, p: jax.Array, accum: jax.Array) -> tuple[jax.Array, ...]:
-            check_real("proximal_adagrad", g)
+            rule.check_real("proximal_adagrad", g)
             accum = accum + g**2
             size = rate / jnp.sqrt(accum)
             q = p - size * g
@@ -112,6 +105,7 @@ def proximal_adagrad(
             return jnp.sign(p) * jnp.maximum(longer, -jnp.abs(p)), accum
 
         missed = MissedSteps(advance, learning_rate)
-    state = {"accum": full(initial_accumulator_value)}
-    rule = Rule(state, update, reads_params=True, missed=missed)
-    return transformation(ProximalAdagradState, rule)
+    state = {"accum": rule.full(initial_accumulator_value)}
+    return transformation(
+        ProximalAdagradState, Rule(state, update, reads_params=True, missed=missed)
+    )

@@ -7,29 +7,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jslices.optim.engine.arguments import (
-    Decay,
-    LearningRate,
-    Momentum,
-    NotNegative,
-    Untouched,
-)
+from jslices._typing import Scalar, Schedule
+from jslices.optim.engine import arguments, rule
 from jslices.optim.engine.constructors import optimizer
 from jslices.optim.engine.missed import Missed, MissedSteps, Series, fading
 from jslices.optim.engine.protocol import GradientTransformation
-from jslices.optim.engine.rule import (
-    Kernel,
-    Rule,
-    Scalar,
-    Schedule,
-    Step,
-    check_fading,
-    decayed,
-    full,
-    scaled,
-    squared,
-    zeros,
-)
+from jslices.optim.engine.rule import Kernel, Rule, Step
 from jslices.optim.engine.transformation import transformation
 
 
@@ -45,21 +28,21 @@ class RmspropState(NamedTuple):
 
 @optimizer
 def rmsprop(
-    learning_rate: LearningRate,
-    decay: Decay = 0.9,
-    eps: NotNegative = 1e-8,
-    initial_scale: NotNegative = 0.0,
+    learning_rate: arguments.LearningRate,
+    decay: arguments.Decay = 0.9,
+    eps: arguments.NotNegative = 1e-8,
+    initial_scale: arguments.NotNegative = 0.0,
     eps_in_sqrt: bool = True,
     centered: bool = False,
-    momentum: Momentum | None = None,
+    momentum: arguments.Momentum | None = None,
     nesterov: bool = False,
     bias_correction: bool = False,
     *,
-    untouched: Untouched = "lazy",
+    untouched: arguments.Untouched = "lazy",
 ) -> GradientTransformation:
     """RMSProp: ``nu = decay * nu + (1 - decay) * g**2``, ``p -= lr * g / sqrt(nu + eps)``.
 
-    Centered, ``nu - mu**2`` stands for ``nu``, with the mean ``mu`` of the gradients. With
+    Centered, ``nu - mu**2`` replaces ``nu``, with the mean ``mu`` of the gradients. With
     momentum the steps, learning rate included, add up in ``t = momentum * t + step``.
 
     Untouched rows: lazy or exact. Lazy: a row without gradient is neither read nor written,
@@ -96,14 +79,14 @@ def rmsprop(
 
     Source: Hinton, 2012; ``optax.rmsprop``, with its names and defaults; dense gradients
     give its result. TensorFlow's ``nu`` starts from 1 and its ``eps`` is 1e-10; PyTorch's
-    ``eps`` stands outside the root and its ``decay`` is 0.99.
+    ``eps`` is outside the root and its ``decay`` is 0.99.
     """
     exact = untouched == "exact"
-    starts = {"nu": full(initial_scale)}
+    starts = {"nu": rule.full(initial_scale)}
     if centered:
-        starts["mu"] = zeros()
+        starts["mu"] = rule.zeros()
     if momentum is not None:
-        starts["trace"] = zeros()
+        starts["trace"] = rule.zeros()
 
     def update(step: Step) -> Kernel:
         size = step.size(learning_rate)
@@ -111,16 +94,16 @@ def rmsprop(
 
         def kernel(g: jax.Array, *state: jax.Array) -> tuple[jax.Array, ...]:
             old = dict(zip(starts, state, strict=True))
-            new = {"nu": decayed(old["nu"], squared(g), decay)}
+            new = {"nu": rule.decayed(old["nu"], rule.squared(g), decay)}
             square = correct(new["nu"])
             if centered:
-                new["mu"] = decayed(old["mu"], g, decay)
-                square = square - squared(correct(new["mu"]))
+                new["mu"] = rule.decayed(old["mu"], g, decay)
+                square = square - rule.squared(correct(new["mu"]))
             if eps_in_sqrt:
                 scale = lax.rsqrt(square + eps)
             else:
                 scale = 1 / (jnp.sqrt(square) + eps)
-            u = scaled(size, scale * g)
+            u = rule.scaled(size, scale * g)
             if momentum is not None:
                 small = u
                 u = new["trace"] = small + momentum * old["trace"]
@@ -132,13 +115,13 @@ def rmsprop(
 
     missed = None
     if exact:
-        check_fading("rmsprop", decay=decay, momentum=momentum)
+        rule.check_fading("rmsprop", decay=decay, momentum=momentum)
         carry = None if momentum is None else float(momentum)
-        missed = _missed(learning_rate, float(decay), carry, nesterov, tuple(starts))
+        missed = _missed_steps(learning_rate, float(decay), carry, nesterov, tuple(starts))
     return transformation(RmspropState, Rule(starts, update, missed=missed))
 
 
-def _missed(
+def _missed_steps(
     learning_rate: Scalar | Schedule,
     decay: float,
     momentum: float | None,

@@ -5,19 +5,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jslices.optim.engine.arguments import LearningRate, NotNegative, Untouched
+from jslices.optim.engine import arguments, rule
 from jslices.optim.engine.constructors import optimizer
 from jslices.optim.engine.protocol import GradientTransformation
-from jslices.optim.engine.rule import (
-    Kernel,
-    Rule,
-    Step,
-    per_row,
-    row_mean,
-    row_of,
-    scaled,
-    squared,
-)
+from jslices.optim.engine.rule import Kernel, Rule, Step
 from jslices.optim.engine.transformation import transformation
 
 
@@ -31,11 +22,11 @@ class RowwiseAdagradState(NamedTuple):
 
 @optimizer
 def rowwise_adagrad(
-    learning_rate: LearningRate,
-    initial_accumulator_value: NotNegative = 0.0,
-    eps: NotNegative = 1e-8,
+    learning_rate: arguments.LearningRate,
+    initial_accumulator_value: arguments.NotNegative = 0.0,
+    eps: arguments.NotNegative = 1e-8,
     *,
-    untouched: Untouched = "lazy",
+    untouched: arguments.Untouched = "lazy",
 ) -> GradientTransformation:
     """Row-wise Adagrad: ``s += mean(g**2)`` of the row, ``p -= lr * g / (sqrt(s) + eps)``.
 
@@ -78,11 +69,11 @@ def rowwise_adagrad(
         size = step.size(learning_rate)
 
         def kernel(g: jax.Array, total: jax.Array) -> tuple[jax.Array, ...]:
-            total = total + row_mean(squared(g))
-            root = per_row(jnp.sqrt(total), g) + eps
-            return scaled(size, jnp.where(root > 0, g / root, 0.0)), total
+            total = total + rule.row_mean(rule.squared(g))
+            root = rule.per_row(jnp.sqrt(total), g) + eps
+            return rule.scaled(size, jnp.where(root > 0, g / root, 0.0)), total
 
         return kernel
 
-    state = {"sum_of_squares": row_of(initial_accumulator_value)}
+    state = {"sum_of_squares": rule.row_of(initial_accumulator_value)}
     return transformation(RowwiseAdagradState, Rule(state, update))

@@ -4,18 +4,11 @@ from typing import Any, NamedTuple
 
 import jax
 
-from jslices.optim.engine.arguments import LearningRate, Momentum, StateDtype, Untouched
+from jslices.optim.engine import arguments, rule
 from jslices.optim.engine.constructors import optimizer
 from jslices.optim.engine.missed import Missed, MissedSteps, fading, momentum_series
 from jslices.optim.engine.protocol import GradientTransformation
-from jslices.optim.engine.rule import (
-    Kernel,
-    Rule,
-    Step,
-    check_fading,
-    scaled,
-    zeros,
-)
+from jslices.optim.engine.rule import Kernel, Rule, Step
 from jslices.optim.engine.transformation import transformation
 
 
@@ -29,12 +22,12 @@ class SgdState(NamedTuple):
 
 @optimizer
 def sgd(
-    learning_rate: LearningRate,
-    momentum: Momentum | None = None,
+    learning_rate: arguments.LearningRate,
+    momentum: arguments.Momentum | None = None,
     nesterov: bool = False,
-    accumulator_dtype: StateDtype | None = None,
+    accumulator_dtype: arguments.StateDtype | None = None,
     *,
-    untouched: Untouched = "lazy",
+    untouched: arguments.Untouched = "lazy",
 ) -> GradientTransformation:
     """Gradient descent: ``p -= lr * g``, or with momentum ``t = g + momentum * t``.
 
@@ -78,11 +71,11 @@ def sgd(
 
         def kernel(g: jax.Array, *traces: jax.Array) -> tuple[jax.Array, ...]:
             if momentum is None:
-                return (scaled(size, g),)
+                return (rule.scaled(size, g),)
             (trace,) = traces
             new = g + momentum * trace
             direction = g + momentum * new if nesterov else new
-            return scaled(size, direction), new.astype(trace.dtype)
+            return rule.scaled(size, direction), new.astype(trace.dtype)
 
         return kernel
 
@@ -90,13 +83,12 @@ def sgd(
         return transformation(SgdState, Rule({}, update, linear=True))
     missed = None
     if exact:
-        check_fading("sgd", momentum=momentum)
-        decay: Any = momentum
+        rule.check_fading("sgd", momentum=momentum)
 
         def advance(missed: Missed, p: jax.Array, trace: jax.Array) -> tuple[Any, ...]:
-            return -missed.sums[0] * trace, fading(decay, missed) * trace
+            return -missed.sums[0] * trace, fading(momentum, missed) * trace
 
-        series = momentum_series(decay, nesterov, corrected=False)
+        series = momentum_series(momentum, nesterov, corrected=False)
         missed = MissedSteps(advance, learning_rate, (series,))
-    rule = Rule({"trace": zeros(accumulator_dtype)}, update, missed=missed)
-    return transformation(SgdState, rule)
+    state = {"trace": rule.zeros(accumulator_dtype)}
+    return transformation(SgdState, Rule(state, update, missed=missed))

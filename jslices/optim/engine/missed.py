@@ -25,9 +25,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
-from jslices._typing import PyTree, Scalar, Schedule
+from jslices._typing import Scalar, Schedule
 
 #: What is left of a term beyond the window, relative to the first.
 NEGLIGIBLE = 1e-9
@@ -45,15 +44,12 @@ Steps = jax.Array | np.ndarray
 
 
 class Series(NamedTuple):
-    """One such sum: how its terms fall off, and a weight for each step (counted from 1).
+    """One such sum."""
 
-    What the weight differs by from that of later steps falls off by ``settles`` a step.
-    """
-
-    ratio: float
-    weight: Callable[[Steps], Any]
+    ratio: Scalar  #: how its terms fall off.
+    weight: Callable[[Steps], Any]  #: of each step, counted from 1.
     times_learning_rate: bool = True
-    settles: float = 0.0
+    settles: Scalar = 0.0  #: decay per step of the distance to the limit of the weight.
 
 
 class Missed(NamedTuple):
@@ -109,18 +105,13 @@ class MissedSteps:
         scheduled = callable(self.learning_rate) or callable(self.weight_decay)
         return scheduled or self._settled > MOST_STEPS
 
-    @property
-    def width(self) -> int:
-        """How many float32 numbers are kept with each row."""
-        return len(self.series) * self.keeps_series + 2 * self.keeps_run
-
     def pace(self, steps: Steps) -> Any:
         """The growth of the run in each of ``steps`` (counted from 1)."""
-        rates = _at(self.learning_rate, steps)
+        rates = _at_each(self.learning_rate, steps)
         if not self.decays:
             return rates if self.run else 0 * rates
         log1p = np.log1p if isinstance(steps, np.ndarray) else jnp.log1p
-        return log1p(-rates * _at(self.weight_decay, steps))
+        return log1p(-rates * _at_each(self.weight_decay, steps))
 
     def advanced(self, run: jax.Array, step: jax.Array) -> jax.Array:
         """``run`` after one more step: a sum of two float32, as small steps are many."""
@@ -166,8 +157,8 @@ class MissedSteps:
     ) -> Missed:
         """The missed steps of rows, from the ``last`` step ``[n]`` of each.
 
-        ``tables`` are :meth:`table` and :meth:`after_each`; ``snapshot``, of which each is
-        ``[n]``, is what was kept with them then.
+        ``tables`` are :meth:`table` and :meth:`after_each`; ``snapshot`` is what was kept
+        with the rows then, ``[n]`` each.
         """
         table, after_each = tables
         steps = jnp.maximum(count - last, 0)  # rows may be frozen, ahead of all steps
@@ -194,7 +185,8 @@ class MissedSteps:
 
     def _terms(self, series: Series, steps: Steps) -> Any:
         scheduled = series.times_learning_rate and not self._is_factor
-        return series.weight(steps) * _at(self.learning_rate if scheduled else 1.0, steps)
+        rate = self.learning_rate if scheduled else 1.0
+        return series.weight(steps) * _at_each(rate, steps)
 
     def _tail_sum(self, series: Series, count: jax.Array) -> jax.Array:
         ahead = jnp.arange(1, self._window + 1, dtype=jnp.int32)
@@ -223,41 +215,32 @@ class MissedSteps:
             return ()
         numbers = (self.learning_rate, self.weight_decay)
         traced = any(isinstance(x, jax.core.Tracer) for x in numbers)
-        traced = traced and not self._is_factor
-        sums = self._suffix_sums() if traced else self._after_each_constant
-        return tuple(jnp.asarray(column) for column in sums.T)
+        sums = self._tail_sums(jnp) if traced and not self._is_factor else self._constants
+        return tuple(jnp.asarray(column) for column in sums)
 
     @functools.cached_property
-    def _after_each_constant(self) -> np.ndarray:
+    def _constants(self) -> np.ndarray:
         """In NumPy: nothing has to be compiled for it, and under ``jit`` it is a constant.
 
         Weights are those of float32, which Optax corrects its means in.
         """
-        steps = np.arange(1, self._settled + self._window + 1)
-        ratios = np.array([series.ratio for series in self.series])
-        terms = np.stack([self._terms(series, steps) for series in self.series], 1)
-        left = np.exp(-self.pace(steps).astype(float)) if self.decays else np.ones(1)
-        factors = np.broadcast_to(left[:, None] * ratios, terms.shape).copy()
-        sums, reach = factors * terms, 1
-        while reach < len(steps):  # sums over the next 1, 2, 4, ... steps
-            sums[:-reach] += factors[:-reach] * sums[reach:]
-            factors[:-reach] *= factors[reach:]
-            reach *= 2
-        return sums[: self._settled + 1].astype(np.float32)
+        sums: np.ndarray = self._tail_sums(np)
+        return sums.astype(np.float32)
 
-    def _suffix_sums(self) -> jax.Array:
-        steps = jnp.arange(1, self._settled + self._window + 1, dtype=jnp.int32)
-        ratios = jnp.asarray([series.ratio for series in self.series], jnp.float32)
-        left = jnp.exp(-self.pace(steps)) if self.decays else jnp.ones(steps.shape)
-        ratios = ratios[None, :] * left[:, None]
-        terms = jnp.stack([self._terms(series, steps) for series in self.series], 1)
-
-        def join(later: PyTree, before: PyTree) -> Any:
-            (far, total), (near, terms) = later, before
-            return near * far, terms + near * total
-
-        _, sums = lax.associative_scan(join, (ratios, ratios * terms), reverse=True)
-        return sums[: self._settled + 1]
+    def _tail_sums(self, xp: Any) -> Any:
+        """``[series, steps]``: :meth:`_tail_sum` after 0, 1, ... steps, by NumPy or JAX."""
+        dtype = np.float64 if xp is np else np.float32
+        reach = 1 << (2 * self._window - 1).bit_length()
+        steps = xp.arange(1, self._settled + reach + 1, dtype=np.int32)
+        factors = xp.asarray([[series.ratio] for series in self.series], dtype)
+        if self.decays:
+            factors = factors * xp.exp(-self.pace(steps[:1])[0].astype(dtype))
+        terms = xp.stack([self._terms(series, steps) for series in self.series])
+        sums, ahead = factors * terms, 1
+        while ahead < reach:  # sums over the next 1, 2, 4, ... steps
+            sums = sums[:, :-ahead] + factors * sums[:, ahead:]
+            factors, ahead = factors * factors, 2 * ahead
+        return sums
 
     def _head_sums(self, count: jax.Array) -> jax.Array:
         """``[series, steps]``, by one cumulative sum."""
@@ -276,7 +259,7 @@ class MissedSteps:
         return jnp.pad(sums, ((0, 0), (1, 0)))
 
 
-def momentum_series(b1: float, nesterov: bool = False, corrected: bool = True) -> Series:
+def momentum_series(b1: Scalar, nesterov: bool = False, corrected: bool = True) -> Series:
     """How a first moment ``m`` goes on without gradients, ``b1**j * m`` after j steps."""
 
     def weight(step: Steps) -> Any:
@@ -315,7 +298,7 @@ def weight_seen(decay: Scalar, steps: Steps) -> Any:
 
 
 def two_steps(sums: Sequence[jax.Array]) -> tuple[tuple[jax.Array, jax.Array], ...]:
-    """Two pairs ``(w/q, q)`` that stand for all the missed steps, given their moments.
+    """Two pairs ``(w/q, q)`` that replace all the missed steps, given their moments.
 
     This is Gauss' quadrature with two nodes: exact for every cubic in ``q``, and so for a
     step whose ``eps`` is nothing, or everything, against the root.
@@ -337,16 +320,16 @@ def two_steps(sums: Sequence[jax.Array]) -> tuple[tuple[jax.Array, jax.Array], .
     return ((1 - upper) * sums[0], low), (upper * sums[0], high)
 
 
-def fading(decay: float, missed: Missed) -> jax.Array:
+def fading(decay: Scalar, missed: Missed) -> jax.Array:
     """``decay ** steps``, what the missed steps leave of a decaying mean."""
     return _powers(decay, missed.steps)
 
 
-def _powers(ratio: float, exponents: jax.Array) -> jax.Array:
+def _powers(ratio: Scalar, exponents: jax.Array) -> jax.Array:
     return jnp.power(jnp.float32(ratio), exponents.astype(jnp.float32))
 
 
-def _at(value: Scalar | Schedule, steps: Steps) -> Any:
+def _at_each(value: Scalar | Schedule, steps: Steps) -> Any:
     """A hyperparameter at each of ``steps`` (a schedule counts from 0)."""
     if callable(value):
         return jax.vmap(lambda step: jnp.asarray(value(step), jnp.float32))(steps - 1)
@@ -363,5 +346,5 @@ def _read(columns: Columns, rows: jax.Array) -> tuple[jax.Array, ...]:
     )
 
 
-def _steps_to_vanish(ratio: float) -> int:
+def _steps_to_vanish(ratio: Scalar) -> int:
     return max(1, math.ceil(math.log(NEGLIGIBLE) / math.log(max(ratio, 1e-9))))

@@ -10,10 +10,11 @@ from jax.typing import DTypeLike
 
 from jslices._arguments import OneOf, check_array
 from jslices._jax import flatten
+from jslices._rows.sums import widened
 from jslices._slices import IndexedSlices, as_array, check_slices, is_slices
 from jslices._typing import Leaf, PyTree
 from jslices.optim.engine.protocol import is_leaf
-from jslices.optim.transforms.norms import as_leaf, widened
+from jslices.optim.transforms.norms import as_leaf
 
 REDUCTION = OneOf("mean", "sum")
 
@@ -105,10 +106,8 @@ def reduce_stacked(tree: PyTree, reduction: str = "mean") -> Any:
       reduction: ``"mean"`` or ``"sum"``.
 
     Returns:
-      The tree without that axis, in its dtypes (the mean of integers is float32); slices
-      with values ``[U, *D]`` and unique indices ``[U]``, U = min(T K, V). 16-bit floats
-      are added up in float32 and rounded once. Untouched rows stay untouched;
-      out-of-range indices are dropped.
+      The tree without that axis, in the dtypes and with slices ``[U, *D]`` as
+      :func:`accumulate_gradients` returns them.
 
     Raises:
       TypeError: for slices whose indices a foreign ``tree.map`` has changed.
@@ -147,7 +146,7 @@ def leading_axis(caller: str, leaves: Sequence[Any]) -> int:
         raise ValueError(
             f"{caller} wants gradients with one leading axis in common, as jax.vmap and "
             f"lax.scan give them (slices: values [B, K, *D], indices [B, K]), got "
-            f"{', '.join(map(_shapes, stacked)) or 'no array'}"
+            f"{', '.join(map(_kind_of, stacked)) or 'no array'}"
         )
     ((count,),) = heads
     return count
@@ -168,9 +167,7 @@ def merge_leaf(x: Leaf, divisor: int | None) -> Any:
 
 def _wide(x: jax.Array) -> jax.Array:
     """Cast to the dtype of sums: float32 for 16-bit floats, int32 for bools."""
-    if x.dtype == bool:
-        return x.astype(jnp.int32)
-    return widened(x) if jnp.issubdtype(x.dtype, jnp.inexact) else x
+    return x.astype(jnp.int32) if x.dtype == bool else widened(x)
 
 
 def _divided(total: jax.Array, dtype: DTypeLike, divisor: int | None) -> jax.Array:
@@ -179,7 +176,7 @@ def _divided(total: jax.Array, dtype: DTypeLike, divisor: int | None) -> jax.Arr
     return result.astype(dtype) if jnp.issubdtype(dtype, jnp.inexact) else result
 
 
-def _shapes(x: Leaf) -> str:
+def _kind_of(x: Leaf) -> str:
     if is_slices(x):
         return f"slices with indices {list(x.indices.shape)}"
     return f"{x.dtype}{list(x.shape)}"

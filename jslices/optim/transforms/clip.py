@@ -22,34 +22,28 @@ from jax.typing import ArrayLike, DTypeLike
 from jslices._arguments import Number, check_array, is_real, refused
 from jslices._errors import InvalidArgumentError
 from jslices._jax import flatten
+from jslices._rows.sums import widened
 from jslices._slices import IndexedSlices, deduplicated, is_slices, one_program
 from jslices._typing import Leaf, PyTree
 from jslices.optim.engine.constructors import combinator
 from jslices.optim.engine.protocol import GradientTransformation, is_leaf
+from jslices.optim.transforms import norms
 from jslices.optim.transforms.base import each_leaf, stateless
-from jslices.optim.transforms.norms import (
-    coalesced_leaves,
-    norm_of_leaves,
-    one_leaf,
-    safe_sqrt,
-    sum_of_squares,
-    values_of,
-    widened,
-)
+
+Args = ParamSpec("Args")
+Clipped = TypeVar("Clipped")
 
 # --- Functions ------------------------------------------------------------------------
 
 
-P = ParamSpec("P")
-R = TypeVar("R")
-
-
-def _for_gradients(transformation: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
+def _for_gradients(
+    transformation: str,
+) -> Callable[[Callable[Args, Clipped]], Callable[Args, Clipped]]:
     """Let a function of gradients say what goes into a chain in its place."""
 
-    def decorate(fun: Callable[P, R]) -> Callable[P, R]:
+    def decorate(fun: Callable[Args, Clipped]) -> Callable[Args, Clipped]:
         @functools.wraps(fun)
-        def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        def run(*args: Args.args, **kwargs: Args.kwargs) -> Clipped:
             if len(args) + len(kwargs) == 1:
                 raise TypeError(
                     f"jslices.{fun.__name__}{inspect.signature(fun)} clips gradients; a "
@@ -111,8 +105,8 @@ def clip_by_global_norm(
 def _clipped_by_global_norm(
     tree: PyTree, limit: jax.Array, norm: jax.Array | None
 ) -> tuple[PyTree, jax.Array]:
-    leaves = coalesced_leaves("clip_by_global_norm", tree)
-    norm = norm_of_leaves(leaves) if norm is None else norm
+    leaves = norms.coalesced_leaves("clip_by_global_norm", tree)
+    norm = norms.norm_of_leaves(leaves) if norm is None else norm
     clipped = [x if x is None else shrunk(x, norm, limit) for x in leaves]
     return flatten(tree, is_leaf)[1].unflatten(clipped), norm
 
@@ -152,7 +146,7 @@ def clip_by_norm(
     Source: ``tf.clip_by_norm``.
     """
     limit = check_limit("clip_by_norm", "clip_norm", clip_norm)
-    t = one_leaf(t, "clip_by_norm")
+    t = norms.one_leaf(t, "clip_by_norm")
     axes = _normalized_axes("clip_by_norm", t, axes)
     return _clip_over(t, limit, name="clip_by_norm", axes=axes)
 
@@ -161,23 +155,18 @@ def clip_by_norm(
 def clip_rows_by_norm(t: Leaf, max_norm: ArrayLike) -> Any:
     """Scales down the rows of ``t`` whose own norm exceeds a limit.
 
-    Duplicates are summed first, so the result is that of the dense gradient. Untouched
-    rows are zero and stay so. Out-of-range indices become empty entries.
+    Results, errors and cost are those of :func:`clip_by_norm` over the axes within a row.
 
     Args:
       t: an array ``[V, *D]``, or IndexedSlices with values ``[K, *D]``.
       max_norm: the limit, ``[]``.
 
     Returns:
-      An array or slices, as ``t``, in its dtype; slices with values ``[U, *D]`` and unique
-      indices. A row that holds NaN or an infinity becomes NaN, the others do not.
+      An array or slices, as ``t``. A row that holds NaN or an infinity becomes NaN, the
+      others do not.
 
     Raises:
-      TypeError: for integers, and for slices whose indices a foreign ``tree.map`` has
-        changed.
-      ValueError: for a scalar ``t``, or a limit that is negative or not a single number.
-
-    Cost: a sort of K integers and two passes over ``K * D`` elements.
+      TypeError, ValueError: as there, and for a scalar ``t``.
 
     Example:
       >>> import jax.numpy as jnp, jslices as js
@@ -191,7 +180,7 @@ def clip_rows_by_norm(t: Leaf, max_norm: ArrayLike) -> Any:
     """
     name = "clip_rows_by_norm"
     limit = check_limit(name, "max_norm", max_norm, single=True)
-    t = one_leaf(t, name)
+    t = norms.one_leaf(t, name)
     if t.ndim == 0:
         raise ValueError(f"{name} wants rows [V, *D], got a scalar")
     first = t.indices.ndim - 1 + t.row_axes if is_slices(t) else 1
@@ -201,36 +190,29 @@ def clip_rows_by_norm(t: Leaf, max_norm: ArrayLike) -> Any:
 def clip_by_average_norm(t: Leaf, clip_norm: ArrayLike) -> Any:
     """Scales ``t`` down so that its norm divided by its size is at most a limit.
 
-    The size is that of the dense array, ``V * D``. Duplicates are summed first. Untouched
-    rows are zero and stay so. Out-of-range indices become empty entries.
+    It is ``clip_by_norm(t, clip_norm * size)``, with the results, errors and cost of that.
+    The size is that of the dense array, ``V * D``.
 
     Args:
       t: an array ``[...]``, or IndexedSlices with values ``[K, *D]``.
       clip_norm: the limit, ``[]``.
 
     Returns:
-      An array or slices, as ``t``, in its dtype; slices with values ``[U, *D]`` and unique
-      indices. If the norm is NaN or infinite, everything becomes NaN.
+      An array or slices, as ``t``.
 
     Raises:
-      TypeError: for integers, and for slices whose indices a foreign ``tree.map`` has
-        changed.
-      ValueError: for slices with ``dense_shape=None``, or a limit that is negative or not
-        a single number.
-
-    Cost: a sort of K integers and two passes over ``K * D`` elements.
+      TypeError, ValueError: as there, and for slices with ``dense_shape=None``.
 
     Example:
       >>> import jax.numpy as jnp, jslices as js
       >>> js.clip_by_average_norm(jnp.array([3., 4.]), 0.5)
       Array([0.6, 0.8], dtype=float32)
 
-    Source: ``tf.clip_by_average_norm`` of TensorFlow 1, which makes slices dense. It is
-    ``clip_by_norm(t, clip_norm * size)``.
+    Source: ``tf.clip_by_average_norm`` of TensorFlow 1, which makes slices dense.
     """
     name = "clip_by_average_norm"
     limit = check_limit(name, "clip_norm", clip_norm, single=True)
-    t = one_leaf(t, name)
+    t = norms.one_leaf(t, name)
     if is_slices(t) and t.dense_shape is None:
         raise ValueError(
             f"{name} divides by the size of the dense array, and these slices have "
@@ -243,9 +225,8 @@ def clip_by_average_norm(t: Leaf, clip_norm: ArrayLike) -> Any:
 def clip_by_value(t: Leaf, clip_value_min: ArrayLike, clip_value_max: ArrayLike) -> Any:
     """Brings every element of ``t`` between two bounds.
 
-    Duplicates are summed first, so the result is that of the dense gradient. Untouched
-    rows are zero and stay so, which is why the bounds of slices must include 0.
-    Out-of-range indices become empty entries.
+    Slices are treated as by :func:`clip_by_norm`: duplicates are summed first, and as
+    untouched rows stay zero, the bounds must include 0.
 
     Args:
       t: an array ``[...]``, or IndexedSlices with values ``[K, *D]``; any real dtype.
@@ -278,17 +259,17 @@ def clip_by_value(t: Leaf, clip_value_min: ArrayLike, clip_value_max: ArrayLike)
     0.5 at the bounds.
     """
     name = "clip_by_value"
-    t = one_leaf(t, name)
+    t = norms.one_leaf(t, name)
     t = deduplicated(t) if is_slices(t) else t
     bounds = {"clip_value_min": clip_value_min, "clip_value_max": clip_value_max}
-    dtype = values_of(t).dtype
+    dtype = norms.values_of(t).dtype
     for what, bound in bounds.items():
         check_array(f"{name}({what}=...)", bound)
     low, high = (
         _fitting(name, what, _comparable(name, what, jnp.asarray(bound), dtype), t, dtype)
         for what, bound in bounds.items()
     )
-    x = _within(values_of(t), low, high)
+    x = _within(norms.values_of(t), low, high)
     if not isinstance(t, IndexedSlices):
         return x
     holds_zero = jnp.all((low <= 0) & (high >= 0))
@@ -309,22 +290,16 @@ def clip_by_value(t: Leaf, clip_value_min: ArrayLike, clip_value_max: ArrayLike)
 
 @combinator
 def clip_global_norm(max_norm: float | jax.Array) -> GradientTransformation:
-    """Scales all gradients by one factor, so that their global norm is at most a limit.
+    """:func:`jslices.clip_by_global_norm` as a transformation.
 
-    Duplicates are summed first: the result is that of the dense gradient. Untouched rows
-    stay untouched.
+    Untouched rows stay untouched. Errors and cost are those of the function; the limit is
+    checked at once.
 
     Args:
       max_norm: the limit, ``[]``.
 
     Returns:
       A stateless :class:`jslices.GradientTransformation`.
-
-    Raises:
-      TypeError, ValueError: as :func:`jslices.clip_by_global_norm`; the limit is checked
-        at once.
-
-    Cost: a sort of K integers and two passes over ``K * D`` elements per IndexedSlices.
 
     Example:
       >>> import jax.numpy as jnp, jslices as js, optax
@@ -345,21 +320,15 @@ def clip_global_norm(max_norm: float | jax.Array) -> GradientTransformation:
 
 @combinator
 def clip(max_delta: float | jax.Array) -> GradientTransformation:
-    """Brings every element of the gradients into ``[-max_delta, max_delta]``.
+    """:func:`jslices.clip_by_value` to ``[-max_delta, max_delta]``, as a transformation.
 
-    Duplicates are summed first: the result is that of the dense gradient. Untouched rows
-    stay untouched.
+    Untouched rows stay untouched. Errors and cost are those of the function.
 
     Args:
-      max_delta: the limit, ``[]``.
+      max_delta: the limit, ``[]``, not negative.
 
     Returns:
       A stateless :class:`jslices.GradientTransformation`.
-
-    Raises:
-      ValueError: for a limit that is negative or not a single number.
-
-    Cost: a sort of K integers and one pass over ``K * D`` elements per IndexedSlices.
 
     Example:
       >>> import jax.numpy as jnp, jslices as js
@@ -375,23 +344,17 @@ def clip(max_delta: float | jax.Array) -> GradientTransformation:
 
 @combinator
 def clip_row_norms(max_norm: float | jax.Array) -> GradientTransformation:
-    """Scales down the rows of the gradients whose own norm exceeds a limit.
+    """:func:`jslices.clip_rows_by_norm` as a transformation.
 
-    Duplicates are summed first. Untouched rows stay untouched. The first axis of every
-    array counts its rows; if the tree holds other arrays than tables, leave these out with
-    :func:`jslices.optim.masked`.
+    Untouched rows stay untouched. Errors and cost are those of the function; the limit is
+    checked at once. The first axis of every array counts its rows; if the tree holds other
+    arrays than tables, leave these out with :func:`jslices.optim.masked`.
 
     Args:
       max_norm: the limit, ``[]``.
 
     Returns:
       A stateless :class:`jslices.GradientTransformation`.
-
-    Raises:
-      TypeError, ValueError: as :func:`jslices.clip_rows_by_norm`; the limit is checked at
-        once.
-
-    Cost: a sort of K integers and two passes over ``K * D`` elements per IndexedSlices.
 
     Example:
       >>> import jax.numpy as jnp, jslices as js
@@ -411,7 +374,8 @@ def clip_by_block_rms(threshold: float | jax.Array) -> GradientTransformation:
     """Scales each array's gradient down so that its root mean square is at most a limit.
 
     The mean is over the dense array, untouched rows included: the result is that of the
-    dense gradient. Duplicates are summed first. Untouched rows stay untouched.
+    dense gradient. Untouched rows stay untouched. Errors and cost are those of
+    :func:`jslices.clip_by_norm`.
 
     Args:
       threshold: the limit, ``[]``.
@@ -420,10 +384,7 @@ def clip_by_block_rms(threshold: float | jax.Array) -> GradientTransformation:
       A stateless :class:`jslices.GradientTransformation`.
 
     Raises:
-      ValueError: for a limit that is negative or not a single number; from ``update``, for
-        slices with ``dense_shape=None``.
-
-    Cost: a sort of K integers and two passes over ``K * D`` elements per IndexedSlices.
+      ValueError: from ``update``, for slices with ``dense_shape=None``.
 
     Example:
       >>> import jax.numpy as jnp, jslices as js
@@ -471,10 +432,10 @@ def _clip_over(
     t: Leaf, limit: jax.Array, *, name: str, axes: tuple[int, ...] | None
 ) -> Any:
     """``t`` with each norm over ``axes`` at most ``limit``."""
-    (t,) = coalesced_leaves(name, t)
+    (t,) = norms.coalesced_leaves(name, t)
     if isinstance(t, IndexedSlices) and axes is not None and t.row_axes > 1:
         axes = _axes_of_values(name, t, axes)
-    norm = safe_sqrt(sum_of_squares(values_of(t), axes, keepdims=True))
+    norm = norms.safe_sqrt(norms.sum_of_squares(norms.values_of(t), axes, keepdims=True))
     return shrunk(t, norm, _fitting(name, "clip_norm", limit, t, dtype=norm.dtype))
 
 

@@ -4,6 +4,7 @@ import operator
 import sys
 import types
 from collections.abc import Callable, Hashable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,17 +14,8 @@ from jax.typing import DTypeLike
 
 from jslices._jax import flatten, is_symbolic
 from jslices._place.boundary import on_any_mesh, placed_as, row_major_array
-from jslices._rows.access import (
-    room_for_distinct,
-    rows_numbered,
-    set_rows,
-    where_rows,
-)
-from jslices._slices import (
-    IndexedSlices,
-    deduplicated,
-    is_slices,
-)
+from jslices._rows.access import room_for_distinct, rows_numbered, set_rows, where_rows
+from jslices._slices import IndexedSlices, deduplicated, is_slices
 from jslices._typing import Gradients, Leaf, Params, PyTree, State, Transformation
 from jslices.optim.engine.constructors import combinator
 from jslices.optim.engine.protocol import (
@@ -59,7 +51,7 @@ def from_optax(tx: Transformation) -> GradientTransformation:
       A :class:`GradientTransformation`; its state is that of ``tx``.
 
     Raises:
-      TypeError: for what is not a transformation.
+      TypeError: if ``tx`` is not a transformation.
       ValueError: from ``update``, without ``params``; for a transformation that does not
         treat each row by itself; for a state with an array that has as many rows as a table
         but not its shape (factored second moments), whose rows cannot be snapshot; and for
@@ -117,10 +109,8 @@ class _Lifted:
         check_structure("from_optax", state, structure)
         leaves, tree = flatten(grads, is_leaf=is_leaf)
         arrays = tree.flatten_up_to(params)
-        touched = [
-            _coalesced(checked_gradient(place, g, p))
-            for place, g, p in zip(paths_of(tree), leaves, arrays, strict=True)
-        ]
+        checked = map(checked_gradient, paths_of(tree), leaves, arrays)
+        touched = [deduplicated(g) if is_slices(g) else g for g in checked]
         kind = (tree, *((g.shape, g.dtype, is_slices(g)) for g in touched if g is not None))
         if any(map(is_slices, touched)):
             _refuse_accumulation(state)
@@ -132,7 +122,7 @@ class _Lifted:
     def step(
         self, grads: Gradients, state: State, params: Params, extra_args: dict[str, PyTree]
     ) -> tuple[Gradients, State]:
-        """A step from gradients in which each row stands once."""
+        """A step from gradients in which no row occurs twice."""
         touched, tree = flatten(grads, is_leaf=is_leaf)
         rows = _Rows(tree, tree.flatten_up_to(params), touched)
         values = [_values(g) if is_slices(g) else g for g in touched]
@@ -179,29 +169,26 @@ class _Rows:
             parts = self.tree.flatten_up_to(subtree)
         except (TypeError, ValueError):
             return False
-        pairs = [x for x in zip(parts, self.arrays, strict=True) if not _left_out(x[0])]
+        pairs = [x for x in zip(parts, self.arrays, strict=True) if not _is_empty(x[0])]
         return bool(pairs) and all(
             hasattr(x, "shape") and jnp.shape(x) == jnp.shape(p) for x, p in pairs
         )
 
     def read(self, subtree: PyTree) -> PyTree:
-        def rows(x: PyTree, g: Leaf) -> PyTree:
-            if not is_slices(g) or _left_out(x):
+        def rows(g: Leaf, x: PyTree) -> PyTree:
+            if not is_slices(g) or _is_empty(x):
                 return x
             return read_rows(x, g.indices, g.row_axes)
 
         return self._map(rows, subtree)
 
     def write(self, subtree: PyTree, rows: PyTree) -> PyTree:
-        parts = iter(self.tree.flatten_up_to(rows))
-
-        def written(x: PyTree, g: Leaf) -> PyTree:
-            new = next(parts)
-            if not is_slices(g) or _left_out(x):
+        def written(g: Leaf, x: PyTree, new: PyTree) -> PyTree:
+            if not is_slices(g) or _is_empty(x):
                 return new
             return row_major_array(set_rows(x, g.indices, new.astype(x.dtype)))
 
-        return self._map(written, subtree)
+        return self._map(written, subtree, rows)
 
     def placed(self, state: State) -> State:
         """The state with its arrays on the devices where the parameters are."""
@@ -209,7 +196,7 @@ class _Rows:
         def place(part: PyTree) -> PyTree:
             pairs = zip(self.arrays, self.tree.flatten_up_to(part), strict=True)
             return self.tree.unflatten(
-                [x if _left_out(x) else placed_as(p, x) for p, x in pairs]
+                [x if _is_empty(x) else placed_as(p, x) for p, x in pairs]
             )
 
         return self._each(state, place, lambda x: x)
@@ -236,9 +223,9 @@ class _Rows:
             is_leaf=self.mirrors,
         )
 
-    def _map(self, f: Callable[[PyTree, Leaf], PyTree], subtree: PyTree) -> PyTree:
-        parts = self.tree.flatten_up_to(subtree)
-        return self.tree.unflatten(map(f, parts, self.touched))
+    def _map(self, f: Callable[..., PyTree], *subtrees: PyTree) -> PyTree:
+        parts = map(self.tree.flatten_up_to, subtrees)
+        return self.tree.unflatten(map(f, self.touched, *parts))
 
     def _refuse_rows(self, x: jax.Array) -> jax.Array:
         if any(jnp.shape(x)[: len(sizes)] == sizes for sizes in self.sizes):
@@ -250,7 +237,7 @@ class _Rows:
         return x
 
 
-def _left_out(x: PyTree) -> bool:
+def _is_empty(x: PyTree) -> bool:
     return not jax.tree.leaves(x)
 
 
@@ -302,10 +289,6 @@ def _holds(state: State, optax: types.ModuleType | None, name: str) -> bool:
     return any(isinstance(x, kind) for x in nodes)
 
 
-def _coalesced(grad: Leaf) -> Leaf:
-    return deduplicated(grad) if is_slices(grad) else grad
-
-
 def _present(grad: IndexedSlices) -> jax.Array:
     """bool ``[U]``: which entries are of a row."""
     assert grad.num_rows is not None
@@ -339,14 +322,8 @@ def _refuse_mixing(
     It is tried on tables of a few rows: on the dense gradient of two of them, and, lifted,
     on these rows alone.
 
-    Args:
-      lifted: the transformation.
-      grads: the gradients that came, for their kinds, shapes and dtypes.
-      tree: their structure.
-      extra_args: those of ``update``, of which ones stand for traced arrays.
-
-    Raises:
-      ValueError: if the updates of the two rows differ.
+    ``grads`` are those that came, for their kinds, shapes and dtypes. Traced arrays among
+    ``extra_args`` are replaced by ones.
     """
     try:
         with jax.ensure_compile_time_eval():
@@ -377,9 +354,7 @@ def _random_arrays(grads: Sequence[Leaf]) -> list[tuple[np.ndarray, ...]]:
     """For each gradient a parameter and gradients of two steps; a parameter for None."""
     rng = np.random.default_rng(0)
 
-    def random(
-        count: int, shape: Sequence[int], dtype: DTypeLike
-    ) -> tuple[np.ndarray, ...]:
+    def random(count: int, shape: Sequence[int], dtype: DTypeLike) -> Any:
         return tuple(np.asarray(rng.normal(size=shape), dtype) for _ in range(count))
 
     def of(g: Leaf) -> tuple[np.ndarray, ...]:

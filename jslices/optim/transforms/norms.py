@@ -10,6 +10,8 @@ import jax
 import jax.numpy as jnp
 
 from jslices._arguments import check_array
+from jslices._jax import flatten
+from jslices._rows.sums import widened as widened
 from jslices._slices import (
     IndexedSlices,
     as_array,
@@ -19,7 +21,7 @@ from jslices._slices import (
     slices_of,
 )
 from jslices._typing import Leaf, PyTree
-from jslices.optim.engine.protocol import is_leaf
+from jslices.optim.engine.protocol import is_leaf, paths_of
 
 
 def global_norm(tree: PyTree) -> jax.Array:
@@ -157,11 +159,11 @@ def values_of(x: Leaf) -> jax.Array:
 
 def coalesced_leaves(caller: str, tree: PyTree) -> list[Any]:
     """The leaves of ``tree`` in order, floating: arrays, slices of unique rows, None."""
-    pairs, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_leaf)
-    pairs = [(path, as_leaf(x)) for path, x in pairs]
+    leaves, structure = flatten(tree, is_leaf=is_leaf)
+    leaves = [as_leaf(x) for x in leaves]
     wrong = [
-        f"{x.dtype}{list(x.shape)}" + (f" at {jax.tree_util.keystr(path)}" if path else "")
-        for path, x in pairs
+        f"{x.dtype}{list(x.shape)}{path}"
+        for x, path in zip(leaves, paths_of(structure), strict=True)
         if x is not None and not jnp.issubdtype(x.dtype, jnp.inexact)
     ]
     if wrong:
@@ -169,7 +171,7 @@ def coalesced_leaves(caller: str, tree: PyTree) -> list[Any]:
             f"{caller} wants floating arrays, got {', '.join(wrong)}; cast with "
             "x.astype('float32'), or put None where there is no gradient"
         )
-    return [deduplicated(x) if is_slices(x) else x for _, x in pairs]
+    return [deduplicated(x) if is_slices(x) else x for x in leaves]
 
 
 # --- Arithmetic -----------------------------------------------------------------------
@@ -188,11 +190,6 @@ def sum_of_squares(
     wide = widened(x)
     squares = jnp.real(wide * wide.conj()) if jnp.iscomplexobj(x) else wide * wide
     return jnp.sum(squares, axis=axes, keepdims=keepdims)
-
-
-def widened(x: jax.Array) -> jax.Array:
-    """16-bit floats as float32, other dtypes unchanged."""
-    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
 
 
 def safe_sqrt(x: jax.Array) -> jax.Array:

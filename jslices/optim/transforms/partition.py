@@ -15,14 +15,9 @@ import jax
 from jslices._jax import broadcast_prefix, flatten
 from jslices._typing import Gradients, Params, PyTree, State, Transformation
 from jslices.optim.engine.constructors import combinator
-from jslices.optim.engine.protocol import GradientTransformation, is_leaf
+from jslices.optim.engine.protocol import GradientTransformation, is_leaf, paths_of
 from jslices.optim.engine.transformation import check_fields
-from jslices.optim.transforms.base import (
-    Call,
-    as_transformation,
-    stateless,
-    wrapped,
-)
+from jslices.optim.transforms.base import Call, as_transformation, stateless, wrapped
 
 
 class MaskedNode(NamedTuple):
@@ -97,7 +92,7 @@ def partition(
             "partition(transforms=...) wants a dict from labels to transformations, got a "
             f"{type(transforms).__name__}"
         )
-    return _split(
+    return _by_label(
         "partition(param_labels=...)",
         {label: as_transformation("partition", tx) for label, tx in transforms.items()},
         param_labels,
@@ -116,28 +111,19 @@ def masked(
 
     As ``optax.masked``, for gradients in which an IndexedSlices is one leaf. Where the mask
     is False the updates are the gradients, unchanged; to give those parameters another
-    transformation, use :func:`partition`. Untouched rows, duplicates and out-of-range
-    indices are treated as ``inner`` treats them.
+    transformation, use :func:`partition`. Untouched rows, duplicates, out-of-range indices
+    and errors are those of :func:`partition`.
 
     Args:
       inner: a transformation of jslices or of Optax.
       mask: bools in the structure of the parameters or a prefix of it, or a function from
-        parameters to that. If ``update`` is not given the parameters, the function gets a
-        ``jax.ShapeDtypeStruct`` for each gradient instead.
+        parameters to that, called as label functions are.
       mask_compatible_extra_args: whether extra arguments of ``update`` that have the
         structure of the parameters are masked as well.
 
     Returns:
-      A :class:`GradientTransformation` whose ``apply``, ``catch_up`` and ``flush`` call
-      those of ``inner``; ``ids`` mirrors all parameters. Its state is
+      A :class:`GradientTransformation` with the functions of ``inner``. Its state is
       ``MaskedState(inner_state)``: leaves and key paths are those of ``optax.masked``.
-
-    Raises:
-      TypeError: if ``inner`` is not a transformation.
-      ValueError: for a mask in another structure, or of anything but bools; from
-        ``update``, for a function if neither the parameters nor all gradients are there.
-
-    Cost: that of ``inner``.
 
     Example:
       >>> import jax.numpy as jnp, jslices as js
@@ -151,10 +137,9 @@ def masked(
       >>> params["table"][2], params["w"]
       (Array([-0.6, -0.8], dtype=float32), Array([-5., -5.], dtype=float32))
 
-    Source: ``optax.masked``. It calls mask functions with the gradients; mapped over
-    slices, their masks end in "different types at key path".
+    Source: ``optax.masked``, which calls mask functions with the gradients.
     """
-    return _split(
+    return _by_label(
         "masked(mask=...)",
         {True: as_transformation("masked", inner), False: stateless(lambda grads: grads)},
         mask,
@@ -165,7 +150,7 @@ def masked(
     )
 
 
-def _split(
+def _by_label(
     argument: str,
     transforms: Mapping[Hashable, GradientTransformation],
     labels: PyTree,
@@ -229,9 +214,9 @@ class _Parts:
         """The labels of ``params``, or of ``grads`` if ``params`` is None."""
         reference = grads if params is None else params
         leaves, self.tree = flatten(reference, is_leaf=is_leaf)
-        if _is_function(labels):
+        if _is_label_function(labels):
             if params is None:
-                reference = self.tree.unflatten(_shapes(argument, leaves))
+                reference = self.tree.unflatten(_shapes_of(argument, leaves))
             labels = labels(reference)
         text = f"{argument} must have the structure of the parameters or a prefix of it"
         self.labels = broadcast_prefix(labels, reference, text, is_leaf)
@@ -241,12 +226,10 @@ class _Parts:
         self, argument: str, transforms: Mapping[Hashable, Any], leaves: list[Any]
     ) -> None:
         """Raises if a leaf other than None has a label without a transformation."""
-        paths = jax.tree_util.tree_flatten_with_path(
-            self.tree.unflatten(range(len(leaves)))
-        )[0]
+        paths = paths_of(self.tree)
         wrong = [
-            f"{label!r} at {jax.tree_util.keystr(path) or 'the root'}"
-            for (path, _), label, leaf in zip(paths, self.labels, leaves, strict=True)
+            f"{label!r}{path or ' at the root'}"
+            for path, label, leaf in zip(paths, self.labels, leaves, strict=True)
             if leaf is not None and label not in transforms
         ]
         if wrong:
@@ -275,7 +258,7 @@ class _Parts:
         )
 
 
-def _shapes(argument: str, grads: list[Any]) -> list[jax.ShapeDtypeStruct]:
+def _shapes_of(argument: str, grads: list[Any]) -> list[jax.ShapeDtypeStruct]:
     """Shapes for a label function, in place of parameters."""
     if any(g is None for g in grads):
         raise ValueError(
@@ -285,7 +268,7 @@ def _shapes(argument: str, grads: list[Any]) -> list[jax.ShapeDtypeStruct]:
     return [jax.ShapeDtypeStruct(g.shape, g.dtype) for g in grads]
 
 
-def _is_function(labels: PyTree) -> bool:
+def _is_label_function(labels: PyTree) -> bool:
     """True for a function; not for a module of labels that can be called."""
     leaves = jax.tree.leaves(labels)
     return callable(labels) and all(map(callable, leaves))

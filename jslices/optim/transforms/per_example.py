@@ -9,15 +9,9 @@ from jax.typing import ArrayLike
 from jslices._jax import flatten
 from jslices._typing import Gradients, PyTree
 from jslices.optim.engine.protocol import is_leaf
+from jslices.optim.transforms import norms
 from jslices.optim.transforms.accumulate import leading_axis, merge_leaf
 from jslices.optim.transforms.clip import check_limit, shrunk
-from jslices.optim.transforms.norms import (
-    as_leaf,
-    coalesced_leaves,
-    safe_sqrt,
-    sum_of_squares,
-    values_of,
-)
 
 
 def per_example_norms(tree: PyTree) -> jax.Array:
@@ -53,13 +47,13 @@ def per_example_norms(tree: PyTree) -> jax.Array:
     Source: Abadi et al., 2016; ``jax.vmap(optax.global_norm)`` of dense gradients
     ``[B, V, *D]``, which this equals.
     """
-    leaves = coalesced_leaves("per_example_norms", tree)
+    leaves = norms.coalesced_leaves("per_example_norms", tree)
     leading_axis("per_example_norms", leaves)
     squares = [
-        sum_of_squares(x, tuple(range(1, x.ndim)))
-        for x in map(values_of, filter(lambda x: x is not None, leaves))
+        norms.sum_of_squares(x, tuple(range(1, x.ndim)))
+        for x in map(norms.values_of, filter(lambda x: x is not None, leaves))
     ]
-    return safe_sqrt(sum(squares[1:], start=squares[0]))
+    return norms.safe_sqrt(sum(squares[1:], start=squares[0]))
 
 
 def per_example_global_norm_clip(
@@ -102,11 +96,11 @@ def per_example_global_norm_clip(
     """
     name = "per_example_global_norm_clip"
     limit = check_limit(name, "l2_norm_clip", l2_norm_clip, single=True)
-    norms = per_example_norms(grads)
+    norms_of_examples = per_example_norms(grads)
     leaves, tree = flatten(grads, is_leaf=is_leaf)
     shrink = jax.vmap(shrunk, in_axes=(0, 0, None))
     summed = [
-        x if x is None else merge_leaf(shrink(x, norms, limit), None)
-        for x in map(as_leaf, leaves)
+        x if x is None else merge_leaf(shrink(x, norms_of_examples, limit), None)
+        for x in map(norms.as_leaf, leaves)
     ]
-    return tree.unflatten(summed), jnp.sum(norms > limit, dtype=jnp.int32)
+    return tree.unflatten(summed), jnp.sum(norms_of_examples > limit, dtype=jnp.int32)

@@ -21,8 +21,9 @@ from jslices._rows.access import (
     rows_numbered,
     set_rows,
     take_rows,
+    where_rows,
 )
-from jslices._rows.sums import COMBINER, sort_ids
+from jslices._rows.sums import COMBINER, sort_ids, starts_of_runs
 from jslices._slices import IndexedSlices, check_slices, is_slices, rows_at
 from jslices._typing import Leaf, Params, PyTree
 from jslices.optim.engine.constructors import combinator
@@ -95,7 +96,8 @@ def only_rows(slices: Leaf, keep: Keep, rest: float) -> Any:
             raise ValueError("mask_rows wants rows [V, *D], got a scalar")
         axes = 1 if callable(keep) else max(1, min(jnp.ndim(keep), array.ndim))
         rows = jnp.arange(math.prod(array.shape[:axes])).reshape(array.shape[:axes])
-        return _where(_allowed(keep, rows, array.shape[:axes]), array, rest)
+        allowed = _allowed(keep, rows, array.shape[:axes])
+        return where_rows(allowed, array, jnp.array(rest, array.dtype))
     check_slices(slices)
     num_rows, shape = slices.num_rows, slices.dense_shape
     indices = canonical_indices(slices.indices, num_rows)
@@ -103,7 +105,7 @@ def only_rows(slices: Leaf, keep: Keep, rest: float) -> Any:
     sizes = None if shape is None else shape[: slices.row_axes]
     allowed = _allowed(keep, indices, sizes) & (indices != empty)
     # Of the type that came: entries stay where they are.
-    values = _where(allowed, slices.values, rest)
+    values = where_rows(allowed, slices.values, jnp.array(rest, slices.dtype))
     indices = jnp.where(allowed, indices, jnp.array(empty, indices.dtype))
     return jax.tree.unflatten(jax.tree.structure(slices), (values, indices))
 
@@ -130,11 +132,6 @@ def _allowed(keep: Keep, indices: jax.Array, sizes: tuple[int, ...] | None) -> j
             wanted = f"[{rows}] (one for each row of the table) or {wanted}"
         raise ValueError(f"mask_rows wants keep of shape {wanted}, got {list(mask.shape)}")
     return mask
-
-
-def _where(allowed: jax.Array, rows: jax.Array, rest: float) -> jax.Array:
-    shape = allowed.shape + (1,) * (rows.ndim - allowed.ndim)
-    return jnp.where(allowed.reshape(shape), rows, jnp.array(rest, rows.dtype))
 
 
 # --- Norms of rows --------------------------------------------------------------------
@@ -207,8 +204,8 @@ def _projected(param: jax.Array, touched: IndexedSlices, limit: jax.Array) -> ja
         )
     num_rows = rows_numbered(shape, axes)
     ids, _ = sort_ids(canonical_indices(touched.indices.reshape(-1), num_rows))
-    again = jnp.concatenate([jnp.zeros((1,), bool), ids[1:] == ids[:-1]])[: ids.shape[0]]
-    once = jnp.where(again, jnp.array(num_rows, ids.dtype), ids)
+    first = starts_of_runs(ids)[: ids.shape[0]]
+    once = jnp.where(first, ids, jnp.array(num_rows, ids.dtype))
     rows = clip_rows_by_norm(take_rows(table, once, row_axes=axes), limit)
     return set_rows(table, once, rows)
 
