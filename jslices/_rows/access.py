@@ -48,6 +48,11 @@ def static_int(value: Size, refusal: str) -> int:
         raise TypeError(refusal) from error
 
 
+def is_below(size: Size, other: Size) -> bool:
+    """Whether one size is known to be smaller than the other; open sizes do not tell."""
+    return isinstance(size, int) and isinstance(other, int) and size < other
+
+
 def index_dtype(num_rows: int | None, dtype: np.dtype) -> np.dtype:
     """The dtype that holds every row number of a table and the empty index ``V``.
 
@@ -55,7 +60,7 @@ def index_dtype(num_rows: int | None, dtype: np.dtype) -> np.dtype:
     """
     if dtype.itemsize == 8:
         return np.dtype(np.int64)
-    if num_rows is not None and _jax.definitely(lambda: num_rows > INT32_MAX):
+    if is_below(INT32_MAX, num_rows):
         if not jax.config.read("jax_enable_x64"):
             raise ValueError(
                 f"a table of {num_rows} rows needs 64-bit indices, got indices of "
@@ -69,7 +74,7 @@ def index_dtype(num_rows: int | None, dtype: np.dtype) -> np.dtype:
 def wide(ids: ArrayLike, num_rows: Size = 0) -> jax.Array:
     """``ids`` in a dtype of at least 32 bits that holds all of so many row numbers."""
     ids = jnp.asarray(ids)
-    if ids.dtype.itemsize < 8 and _jax.definitely(lambda: num_rows > INT32_MAX):
+    if ids.dtype.itemsize < 8 and is_below(INT32_MAX, num_rows):
         return ids.astype(index_dtype(num_rows, np.dtype(ids.dtype)))
     return ids.astype(jnp.int32) if ids.dtype.itemsize < 4 else ids
 
@@ -81,9 +86,7 @@ def empty_index(num_rows: int | None, dtype: np.dtype) -> int:
 
 def room_for_distinct(num_ids: int, num_rows: int | None) -> int:
     """U that suffices for the distinct rows among ``num_ids``: ``min(K, V)`` if known."""
-    if num_rows is None or not _jax.definitely(lambda: num_rows < num_ids):
-        return num_ids
-    return num_rows
+    return num_rows if num_rows is not None and is_below(num_rows, num_ids) else num_ids
 
 
 def canonical_indices(
@@ -245,7 +248,7 @@ def _distinct_places(
     """``table.at[...]``, with each empty entry at a row of its own beyond the table."""
     num_rows, count = height_of(table, rows), indices.shape[0]
     dtype = index_dtype(num_rows, np.dtype(indices.dtype))
-    unique = _jax.definitely(lambda: num_rows + count <= np.iinfo(dtype).max)
+    unique = is_below(num_rows + count - 1, np.iinfo(dtype).max)
     beyond = num_rows + jnp.arange(count, dtype=dtype) if unique else None
     indices = canonical_indices(indices, num_rows, beyond)
     return places_of(table, indices, rows), {**DROP, "unique_indices": unique}

@@ -76,7 +76,7 @@ def sum_duplicates(
         raise ValueError(f"coalesce(size={size}): size must not be negative")
     how = num_rows, capacity, combine, packed
     unique, summed, distinct = _sum_duplicates(values, indices, *how)
-    if not _jax.definitely(lambda: capacity >= enough):
+    if capacity != enough and not access.is_below(enough, capacity):
         summed = _refuse_overflow(summed, distinct, capacity)
     return summed, unique, distinct
 
@@ -95,7 +95,7 @@ def _sum_duplicates(
     num_ids = indices.shape[0]
     indices = indices.astype(access.index_dtype(num_rows, np.dtype(indices.dtype)))
     empty = access.empty_index(num_rows, indices.dtype)
-    if _jax.definitely(lambda: num_ids == 0 or capacity == 0):
+    if num_ids == 0 or capacity == 0:
         named = access.canonical_indices(indices, num_rows) != empty
         distinct = jnp.any(named).astype(jnp.int32)
         unique = jnp.full((capacity,), empty, indices.dtype)
@@ -170,7 +170,7 @@ def _by_runs(
     zero = jnp.zeros((), summed.dtype)
     summed = access.where_rows(named, summed, zero).astype(values.dtype)
     distinct = jnp.sum(named, dtype=jnp.int32)
-    if packed or _jax.definitely(lambda: capacity < indices.shape[0]):
+    if packed or access.is_below(capacity, indices.shape[0]):
         numbers = jnp.cumsum(named, dtype=jnp.int32) - 1
         numbers = jnp.where(named, jnp.minimum(numbers, capacity), capacity)
 

@@ -2,15 +2,15 @@
 
 import inspect
 import zlib
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.tree_util import PyTreeDef
 
 from jslices._arguments import check_array
-from jslices._jax import definitely, flatten
+from jslices._jax import flatten
 from jslices._place.boundary import (
     like_first,
     on_any_mesh,
@@ -33,11 +33,8 @@ from jslices._slices import (
     each_shard,
     is_slices,
     one_program,
-    slices_of,
 )
 from jslices._typing import Gradients, Key, Leaf, Params, PyTree, State
-
-R = TypeVar("R")
 
 
 class GradientTransformation:
@@ -58,8 +55,8 @@ class GradientTransformation:
       apply: a step in one call; None for ``update`` and then ``apply_updates``.
       plan: see :meth:`plan`.
       peek: see :meth:`peek`; ``update`` and ``apply`` then take ``peeked=``.
-      check: ``check(grads, state)``, which raises before a step, where values are there to
-        tell, what a program cannot; also with ``peeked`` where there is ``peek``.
+      check: ``check(grads, state, peeked)``, which raises before a step, where values are
+        there to tell, what a program cannot.
 
     Example:
       >>> import jslices as js
@@ -113,18 +110,12 @@ class GradientTransformation:
     def as_programs(self) -> "GradientTransformation":
         """The same, compiled as a whole outside of ``jax.jit`` as well.
 
-        Extra arguments of ``update`` are left out; a step of rows that were peeked at runs
-        operation by operation.
+        Extra arguments of ``update`` are left out.
         """
-        compiled = {
-            name: step and one_program(step)
-            for name, step in (("catch_up", self._catch_up), ("flush", self._flush))
-        }
-        return self.replace(
-            update=_unless_peeked(self._update),
-            apply=self._apply and _unless_peeked(self._apply),
-            **compiled,
-        )
+        steps = {"update": self._update, "apply": self._apply}
+        steps |= {"catch_up": self._catch_up, "flush": self._flush, "peek": self._peek}
+        programs = {name: step and one_program(step) for name, step in steps.items()}
+        return self.replace(**programs)
 
     def __iter__(self) -> Iterator[Callable[..., PyTree]]:
         return iter((self.init, self.update))
@@ -276,31 +267,12 @@ def _step_of(
 
     def checked(grads: Gradients, state: State, *args: PyTree, **extra_args: PyTree) -> Any:
         if check is not None:
-            peeked = extra_args.get("peeked")
-            check(grads, state, *[] if peeked is None else [peeked])
+            check(grads, state, extra_args.get("peeked"))
         named = {k: x for k, x in extra_args.items() if takes_any or k in parameters}
         return step(grads, state, *args, **named)
 
     checked.__name__ = getattr(step, "__name__", "step")  # which names the program in jit
     return checked
-
-
-def _unless_peeked(step: Callable[..., R]) -> Callable[..., R]:
-    """``step`` as one program, but for rows that were peeked at."""
-
-    def plain(
-        grads: Gradients, state: State, params: Params = None, key: Key | None = None
-    ) -> R:
-        return step(grads, state, params, *[] if key is None else [key])
-
-    program = one_program(plain)
-
-    def run(*args: PyTree, peeked: PyTree = None) -> R:
-        if peeked is None:
-            return program(*args)
-        return step(*args, peeked=peeked)
-
-    return run
 
 
 def in_two(update: Callable[..., tuple[Any, Any]]) -> Callable[..., tuple[Any, Any]]:
@@ -419,41 +391,17 @@ def _moved(update: Leaf, param: PyTree, moved: PyTree) -> PyTree:
 @one_program
 @on_any_mesh(like_first)
 def _apply_updates(params: Params, updates: Any, key: Key | None) -> Any:
-    leaves, tree = flatten(updates, is_leaf=is_leaf)
-    arrays = tree.flatten_up_to(params)
-    adders = adders_of(tree, arrays, key)
-    return tree.unflatten(
-        [add(*each) for add, *each in zip(adders, leaves, arrays, strict=True)]
-    )
-
-
-class Adder(NamedTuple):
-    """Adds updates to one parameter."""
-
-    path: str  #: of the parameter, for errors.
-    bits: KeyBits | None  #: by which it is rounded stochastically, if it is.
-
-    def prepared(self, grad: Leaf, param: jax.Array) -> Leaf:
-        """The gradient, from which nothing is lost before its update is rounded."""
-        _check_kinds(self.path, grad, param)
-        narrow = self.bits is not None and is_narrow(grad.dtype)
-        return grad.astype(jnp.float32) if narrow else grad
-
-    def __call__(self, update: Leaf, param: jax.Array) -> jax.Array:
-        return _add(self.path, update, param, self.bits)
-
-
-def adders_of(tree: PyTreeDef, params: Sequence[Leaf], key: Key | None) -> list[Adder]:
-    """What adds updates to each of the parameters, the leaves of a tree."""
     bits = None if key is None else key_bits(key, "apply_updates")
+    leaves, tree = flatten(updates, is_leaf=is_leaf)
 
-    def adder(path: str, param: Leaf) -> Adder:
+    def added(path: str, update: Leaf, param: Leaf) -> Leaf:
         if bits is None or param is None or not is_narrow(jnp.result_type(param)):
-            return Adder(path, None)
+            return add_update(path, update, param)
         # By its name, as parts of the tree may be stepped apart (jslices.optim.partition).
-        return Adder(path, fold_in(bits, zlib.crc32(path.removeprefix(" at ").encode())))
+        name = zlib.crc32(path.removeprefix(" at ").encode())
+        return add_update(path, update, param, fold_in(bits, name))
 
-    return list(map(adder, paths_of(tree), params))
+    return tree.unflatten(map(added, paths_of(tree), leaves, tree.flatten_up_to(params)))
 
 
 def paths_of(tree: PyTreeDef) -> list[str]:
@@ -469,10 +417,10 @@ def is_leaf(x: Leaf) -> bool:
 
 def has_no_rows(x: Leaf) -> bool:
     """True for the gradient of an array into which no gradient comes."""
-    return isinstance(x, IndexedSlices) and definitely(lambda: x.indices.shape == (0,))
+    return isinstance(x, IndexedSlices) and x.indices.shape == (0,)
 
 
-def _add(
+def add_update(
     path: str,
     update: Leaf,
     param: jax.Array,
@@ -482,7 +430,7 @@ def _add(
     """One array plus its update; ``number(rows)`` are the rows that random bits go by."""
     if update is None or param is None or is_float0(update):
         return param
-    _check_kinds(path, update, param)
+    check_kinds(path, update, param)
     if not isinstance(update, IndexedSlices):
         if jnp.shape(update) not in ((), jnp.shape(param)):
             raise _misfit(path, f"an array of shape {jnp.shape(update)}", param)
@@ -499,7 +447,7 @@ def _add(
     if placement is not None and update.is_placed:
 
         def add(rows: IndexedSlices, param: jax.Array, number: Any) -> Any:
-            return _add(path, rows, param, bits, number)
+            return add_update(path, rows, param, bits, number)
 
         return each_shard(add, update, param, with_numbers=True)
     how = update.indices, update.values, update.facts.distinct
@@ -534,7 +482,7 @@ def check_width(name: str, x: Leaf) -> None:
         )
 
 
-def _check_kinds(name: str, update: Leaf, param: jax.Array) -> None:
+def check_kinds(name: str, update: Leaf, param: jax.Array) -> None:
     """Reject non-arrays, and updates that the parameter's dtype would truncate."""
     if not is_slices(update):
         check_array(f"apply_updates: an update{name}", update, "an array or IndexedSlices")
@@ -565,15 +513,18 @@ def left_to_xla(tree: PyTree, state: State) -> PyTree:
     Without a placement XLA sends the rows of the state that a step reads; with it each
     device would step all of them, and be sent the whole state.
     """
-    if not any(split_rows(x) for x in jax.tree.leaves(state)):
-        return tree
+
+    def is_everywhere(g: Leaf) -> bool:
+        placement = g.facts.placement if isinstance(g, IndexedSlices) else None
+        return placement is not None and not placement.rows
 
     def changed(g: Leaf) -> Leaf:
-        if not is_slices(g) or g.facts.placement is None or g.facts.placement.rows:
-            return g
-        facts = g.facts._replace(placement=None)
-        return slices_of(g.values, g.indices, g.dense_shape, facts)
+        return g.with_facts(g.facts._replace(placement=None)) if is_everywhere(g) else g
 
+    if not any(map(is_everywhere, flatten(tree, is_leaf)[0])):
+        return tree
+    if not any(split_rows(x) for x in jax.tree.leaves(state)):
+        return tree
     return jax.tree.map(changed, tree, is_leaf=is_leaf)
 
 

@@ -11,19 +11,20 @@ import numpy as np
 from jax.tree_util import Partial, PyTreeDef
 
 from jslices._arguments import check_array, shown
-from jslices._jax import broadcast_prefix, definitely, flatten, is_staged, usual_promotion
+from jslices._jax import broadcast_prefix, flatten, is_staged, usual_promotion
 from jslices._place.boundary import laid_out_as, on_any_mesh, shardings_of
 from jslices._place.hints import HINT_BYTES, hint_large_step, hint_tiles, warn_of_columns
-from jslices._rows.access import room_for_distinct, rows_numbered
+from jslices._rows.access import is_below, room_for_distinct, rows_numbered
 from jslices._slices import IndexedSlices, check_slices, is_slices
 from jslices._typing import Gradients, Key, Leaf, Params, PyTree, State
 from jslices.optim.engine import catch_up as exact
 from jslices.optim.engine.protocol import (
-    Adder,
     GradientTransformation,
-    adders_of,
+    add_update,
+    check_kinds,
     check_width,
     has_no_rows,
+    in_two,
     is_float0,
     is_leaf,
     left_to_xla,
@@ -116,12 +117,11 @@ class _RuleOnTrees:
         grads: Gradients,
         state: State,
         params: Params = None,
-        *,
         peeked: PyTree = None,
     ) -> tuple[Gradients, State]:
         """What :meth:`apply` adds, and the new state."""
         run = on_any_mesh(shardings_of_update)(self._step)
-        return run(left_to_xla(grads, state), state, params, None, peeked, adds=False)
+        return run(left_to_xla(grads, state), state, params, peeked, adds=False)
 
     def apply(
         self,
@@ -129,11 +129,12 @@ class _RuleOnTrees:
         state: State,
         params: Params,
         key: Key | None = None,
-        *,
         peeked: PyTree = None,
     ) -> tuple[Params, State]:
+        if key is not None:  # each row is rounded once, when all is added
+            return in_two(self.update)(grads, state, params, key, peeked=peeked)
         run = on_any_mesh(_shardings_of_step)(self._step)
-        return run(left_to_xla(grads, state), state, params, key, peeked, adds=True)
+        return run(left_to_xla(grads, state), state, params, peeked, adds=True)
 
     @usual_promotion
     def _step(
@@ -141,7 +142,6 @@ class _RuleOnTrees:
         grads: Gradients,
         state: State,
         params: Params,
-        key: Key | None,
         peeked: PyTree,
         *,
         adds: bool,
@@ -177,9 +177,9 @@ class _RuleOnTrees:
             missed.get(x) if y else None for x, y in zip(rules, is_peeked, strict=True)
         ]
         kernels = self._kernels(rules, leaves, state, before)
+        step = functools.partial(_step_leaf, adds)
         old = self._arrays(state, tree)
-        adders = adders_of(tree, arrays, key) if adds else [None] * len(leaves)
-        results = list(map(_step_leaf, rules, kernels, leaves, arrays, old, adders))
+        results = list(map(step, paths, rules, kernels, leaves, arrays, old))
         new = self._with_arrays(state, tree, [arrays for _, arrays in results])
         stepped = tree.unflatten([x for x, _ in results])
         return stepped, new._replace(count=next_count(state.count))
@@ -405,40 +405,35 @@ def _parameters(tree: PyTreeDef, params: Params, needed: bool) -> list[jax.Array
 
 
 def _step_leaf(
+    adds: bool,
+    path: str,
     rule: Rule,
     kernel: Kernel,
     grad: Leaf,
     param: Leaf,
     arrays: Sequence[jax.Array],
-    add: Adder | None,
 ) -> tuple[Leaf, tuple[jax.Array, ...] | None]:
-    """The parameter, or without ``add`` its update, and the new state arrays.
+    """The parameter, or its update where nothing is added, and the new state arrays.
 
     None for these where they stay as they are. ``param`` may be None where neither the rule
-    nor ``add`` reads it.
+    reads it nor anything is added.
     """
-    if grad is None or has_no_rows(grad) or (add is not None and param is None):
-        return (grad if add is None else param), None
-    whole = kernel
-    if add is not None:
-        grad = add.prepared(grad, param)
+    if grad is None or has_no_rows(grad) or (adds and param is None):
+        return (param if adds else grad), None
+    if adds:
+        check_kinds(path, grad, param)
     if is_slices(grad) and rule.sums_first is not None and rule.sums_first(param):
         grad = grad.coalesce()
-    if is_slices(grad) and rule.update_slices is None:
-        adds = add is not None and add.bits is None
-        read = [param]
-        if param is None:
-            kernel, read = lambda g, *state: whole(g, None, *state), []
-        stepped, *rest = step_rows(
-            kernel, grad, read, arrays, adds=adds, linear=rule.linear
-        )
-        return stepped if adds or add is None else add(stepped, param), tuple(rest)
-    update, *rest = kernel(grad, param, *arrays)
-    if add is None:
-        return update, tuple(rest)
-    if add.bits is not None:  # of a gradient that is wider than it came
-        rest = [x.astype(old.dtype) for x, old in zip(rest, arrays, strict=True)]
-    return add(update, param), tuple(rest)
+    if not is_slices(grad) or rule.update_slices is not None:
+        update, *new = kernel(grad, param, *arrays)
+        return add_update(path, update, param) if adds else update, tuple(new)
+    if param is None:
+        without = lambda g, *state: kernel(g, None, *state)  # noqa: E731
+        stepped, *new = step_rows(without, grad, [], arrays, linear=rule.linear)
+    else:
+        how = {"adds": adds, "linear": rule.linear}
+        stepped, *new = step_rows(kernel, grad, [param], arrays, **how)
+    return stepped, tuple(new)
 
 
 def _plan_of(rule: Rule, grad: Leaf, param: jax.Array, platform: str) -> Plan | None:
@@ -536,7 +531,7 @@ def checked_gradient(
                 "s.indices.reshape(-1), s.dense_shape)"
             )
         num_bytes = grad.values.nbytes
-        if definitely(lambda: num_bytes >= HINT_BYTES):
+        if is_below(HINT_BYTES, num_bytes):
             hint_large_step(num_bytes)
         heights = [
             x.shape[: grad.row_axes] for x in (*[param] * (param is not None), *state)

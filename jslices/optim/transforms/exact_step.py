@@ -16,8 +16,8 @@ from jslices._grad.call import (
 )
 from jslices._grad.ids import leaf_ids, rows_read
 from jslices._grad.plan import Planned, plan_call
-from jslices._jax import definitely
 from jslices._place.boundary import mesh_of
+from jslices._rows.access import is_below
 from jslices._slices import IndexedSlices
 from jslices._typing import Params, PyTree, State
 from jslices.optim.engine.protocol import GradientTransformation
@@ -151,5 +151,5 @@ def _is_one_program(planned: Planned, leaf: int, rows: IndexedSlices | bool | No
         return False
     on_mesh = mesh_of(planned.leaves[leaf].aval) is not None
     count, shape = rows.indices.shape[0], planned.leaves[leaf].table_shape
-    few = definitely(lambda: 0 < 4 * count < shape[0])
+    few = count != 0 and is_below(4 * count, shape[0])
     return few and not planned.eager and not on_mesh
