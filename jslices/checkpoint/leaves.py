@@ -179,10 +179,9 @@ class Leaf:
             box = (rows, *boxes.whole(shape[1:]))
             block = np.empty((rows.stop - rows.start, *shape[1:]), dtype)
             for piece in self.pieces:
-                part = boxes.intersection(box, piece.box)
-                if part is not None:
-                    first, *_ = boxes.within(part, piece.box)
-                    block[boxes.within(part, box)] = np.asarray(piece.data[first])
+                if both := boxes.overlap(box, piece.box):
+                    target, (first, *_) = both
+                    block[target] = np.asarray(piece.data[first])
             yield block
 
     def _rows(self, rows: Rows, shape: tuple[int, ...]) -> np.ndarray:

@@ -301,7 +301,7 @@ class Saver:
                 state = state_path, text + notes
             else:
                 retention.keep(prefix, save_id)
-        writing.write_checkpoint(prefix, save_id, parts, info, sharded, state, processes)
+        writing.Save(prefix, save_id, parts, info, sharded, state, processes).run()
         self._previous, self._retention = (prefix, save_id), retention
         with processes.barrier():  # then the directory is the same for all of them
             if not processes.is_first:

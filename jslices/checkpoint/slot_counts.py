@@ -52,7 +52,7 @@ def _steps_of_each(
 ) -> list[int | None]:
     """The steps of each parameter, or None where nothing says it; appends problems."""
     steps: list[int | None] = []
-    counts = _spread(count, params, walk.tree.num_leaves)
+    counts = _spread(count, params, walk.tree)
     for label, slots, n in zip(walk.labels, slots_of_each, counts, strict=True):
         taken = _as_count(slots["step"]) if "step" in slots else n
         if "step" in slots and taken is None:
@@ -84,18 +84,16 @@ def _conflict(labels: Mapping[int, str]) -> str:
     )
 
 
-def _spread(count: PyTree, params: Params, num_leaves: int) -> list[int | None]:
+def _spread(count: PyTree, params: Params, tree: Any) -> list[int | None]:
     """The count of each parameter, of a number or of a tree of them; None without."""
     if count is None:
-        return [None] * num_leaves
-    counts: list[int | None] = []
-
-    def spread(x: ArrayLike | None, part: PyTree) -> None:
-        n = 0 if x is None and part is None else _as_count(x)
-        counts.extend([n] * len(jax.tree.leaves(part, is_leaf=_is_none)))
-
+        return [None] * tree.num_leaves
+    counts: list[int | None]
     try:
-        jax.tree.map(spread, count, params, is_leaf=_is_none)
+        numbered = tree.unflatten(range(tree.num_leaves))  # None among params is a leaf
+        each = tree.flatten_up_to(jax.tree.broadcast(count, numbered, is_leaf=_is_none))
+        pairs = zip(each, tree.flatten_up_to(params), strict=True)
+        counts = [0 if n is None and x is None else _as_count(n) for n, x in pairs]
     except ValueError:
         counts = [None]
     if None in counts:
