@@ -18,6 +18,7 @@ _VERSION = 1
 _ID = re.compile("[0-9a-f]{24}")
 
 _T = TypeVar("_T")
+_shown = reprlib.repr
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,7 +130,3 @@ def _sizes(name: str, value: Any) -> tuple[int, ...]:
     if type(value) is not list or not all(type(n) is int and 0 <= n < 2**63 for n in value):
         raise ValueError(f"{_shown(value)} is no shape or place of {name!r}")
     return tuple(value)
-
-
-def _shown(value: object) -> str:
-    return reprlib.repr(value)

@@ -167,11 +167,10 @@ class Leaf:
         self,
         shape: tuple[int, ...],
         blocks: Callable[[], Iterable[np.ndarray]],
-        start: tuple[int, ...] | None = None,
+        start: tuple[int, ...] = (),
     ) -> Tensor:
         tensor = dataclasses.replace(self.spec, shape=shape).in_file
-        start = (0,) * len(shape) if start is None else start
-        return Tensor(tensor.dtype, tensor.shape, blocks, start)
+        return Tensor(tensor.dtype, tensor.shape, blocks, start or (0,) * len(shape))
 
     def _merged(self, block_bytes: int) -> Iterator[np.ndarray]:
         shape, dtype = self.spec.shape, self.pieces[0].data.dtype

@@ -123,9 +123,9 @@ class Save:
             "give all processes one path and global_step",
         )
         try:
-            for stage in (self.make_room, self.write, self.publish):
+            for action in (self.make_room, self.write, self.publish):
                 with self.stage():
-                    stage()
+                    action()
         finally:
             self.tidy()
             for descriptor in self.descriptors.values():
