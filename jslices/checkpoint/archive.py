@@ -21,7 +21,7 @@ from jslices import DataLossError, InvalidArgumentError, NotFoundError
 from jslices.checkpoint import boxes, files
 from jslices.checkpoint.info import INFO_KEY, Delta, Info, parse_info
 from jslices.checkpoint.leaves import Spec, check_values
-from jslices.checkpoint.tensors import CHUNK, CODES, TensorFile, dtype_named, empty_array
+from jslices.checkpoint.tensors import CODES, TensorFile, dtype_named, empty_array
 from jslices.checkpoint.text_format import parse_text
 from jslices.checkpoint.trees import bad_names, brief, matching
 
@@ -251,20 +251,11 @@ class _Layer:
         dtype = dtype_named(self.info.specs[name].in_file.dtype)
         out = empty_array(boxes.shape_of(box), dtype)
         for piece in self._pieces[name]:
-            both = boxes.overlap(box, piece.box)
-            if both is None:
-                continue
-            target: Any = out[(..., *both[0])]  # type: ignore[arg-type]
-            if not piece.shape:
-                target[...] = piece.file.view(name)
-                continue
-            # By chunks, which are in the cache when they are copied.
-            rows, *others = both[1]
-            shape = len(target), *piece.shape[1:]
-            for block in boxes.row_blocks(shape, dtype.itemsize, CHUNK):
-                span = slice(rows.start + block.start, rows.start + block.stop)
-                target[block] = piece.file.view(name, span)[(slice(None), *others)]
-            piece.file.release()
+            if both := boxes.overlap(box, piece.box):
+                target, source = both
+                others: Any = (..., *source[1:])
+                out[target] = piece.file.view(name, *source[:1])[others]
+                piece.file.release()
         return out
 
     def replay(self, name: str, box: boxes.Box, out: np.ndarray) -> None:
