@@ -71,7 +71,7 @@ def walk_state(params: Params, state: State) -> Walk:
                 for number in jax.tree.leaves(x):
                     array = StateArray(owner, type(part), field, number, leaves[number])
                     its_arrays.append(array)
-    gathering = _nodes(state, _gathers_gradients)
+    gathering = _nodes(state, lambda x: "mini_step" in getattr(x, "_fields", ()))
     return Walk(tree, labels, optimizer_states(state), arrays, gathering)
 
 
@@ -86,10 +86,6 @@ def _nodes(state: State, is_node: Callable[[Any], bool]) -> list[Any]:
 
 def _is_optimizer_state(x: Any) -> bool:
     return type(x) in NAMES
-
-
-def _gathers_gradients(x: Any) -> bool:
-    return "mini_step" in getattr(type(x), "_fields", ())
 
 
 def has_rows_behind(part: Any) -> bool:
@@ -141,8 +137,6 @@ def _merged(after: Mapping[int, State], counts: Sequence[int]) -> State:
         count: jax.tree_util.tree_flatten_with_path(state, is_leaf=_is_optimizer_state)
         for count, state in after.items()
     }
-    pairs: Any
-    tree: Any
     pairs, tree = flat[counts[0]]
     owners = [path for path, x in pairs if _is_optimizer_state(x)]
 
@@ -153,7 +147,8 @@ def _merged(after: Mapping[int, State], counts: Sequence[int]) -> State:
         ]
         return max(zip(shared, counts, strict=True))[1]
 
-    return tree.unflatten(flat[nearest(path)][0][i][1] for i, (path, _) in enumerate(pairs))
+    merged = [flat[nearest(path)][0][i][1] for i, (path, _) in enumerate(pairs)]
+    return jax.tree.unflatten(tree, merged)
 
 
 def placed(x: jax.Array | np.ndarray, like: Any) -> Any:
