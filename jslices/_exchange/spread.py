@@ -43,7 +43,7 @@ def spread_ids(
 
     Raises:
       InvalidArgumentError: for a negative V or ``shards`` below 1.
-      TypeError: if ``ids``, V or ``shards`` are no integers.
+      TypeError: if ``ids``, V or ``shards`` are not integers.
       ValueError: if V needs 64 bits and these are switched off.
 
     Cost: K reads from an array of ``shards`` numbers; for ``inverse`` a search in it.

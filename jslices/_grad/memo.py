@@ -1,6 +1,6 @@
 """A memo of equations that lasts as long as the programs inside them.
 
-Outside of ``jax.jit`` a function is traced at every call, but the programs inside its
+Outside ``jax.jit`` a function is traced at every call, but the programs inside its
 equations (a jitted function, the body of a loop) are JAX's own, and the same objects each
 time: what was planned and compiled for them can be used again. Every reference to them is
 weak, so what a user lets go of is forgotten here as well.

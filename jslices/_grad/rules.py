@@ -133,7 +133,7 @@ def register_rowwise(
       ``rule`` if one is given; otherwise a decorator with which to register one.
 
     Raises:
-      TypeError: if ``primitive`` is no Primitive, the rule cannot be called, or
+      TypeError: if ``primitive`` is not a Primitive, the rule cannot be called, or
         ``in_axes`` is neither 0 or None nor a sequence of these.
       ValueError: if the primitive has a rule already; while a program is traced, if an
         output does not have V rows, or ``in_axes`` another length than there are operands.

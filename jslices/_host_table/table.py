@@ -201,7 +201,7 @@ class HostTable(Journaled):
           where in this array the row of each id is, U for an id that is out of range.
 
         Raises:
-          TypeError: for ids that are no integers, or traced.
+          TypeError: for ids that are not integers, or traced.
           InvalidArgumentError: for more distinct rows than ``size``.
           FailedPreconditionError: after ``close``.
         """
@@ -312,7 +312,7 @@ class HostTable(Journaled):
           ``[..., *D]``; NaN for an id that is out of range.
 
         Raises:
-          TypeError: for ids that are no integers.
+          TypeError: for ids that are not integers.
         """
         self._journal.finish()
         ids = arguments.checked_ids(ids)

@@ -201,7 +201,7 @@ def mesh_of(aval: Aval) -> AbstractMesh | None:
 def on_one_mesh(arrays: PyTree) -> Any:
     """Put all arrays on the mesh that one of them is on.
 
-    Outside of ``jax.jit`` what a program computes from constants, ids say, may be on a
+    Outside ``jax.jit`` what a program computes from constants, ids say, may be on a
     single device, and JAX does not spread it by itself.
     """
 

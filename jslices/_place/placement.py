@@ -41,7 +41,7 @@ def padded_rows(
     Raises:
       InvalidArgumentError: for a negative V, a number of devices below 1, an axis that the
         mesh does not have, and an axis of a mere number.
-      TypeError: if V is no integer, or ``devices`` neither an integer nor a mesh.
+      TypeError: if V is not an integer, or ``devices`` neither an integer nor a mesh.
 
     Cost: none.
 

@@ -81,7 +81,7 @@ def sum_duplicates(
     return summed, unique, distinct
 
 
-# Traced once for all gradients of one shape, and one program outside of ``jax.jit``.
+# Traced once for all gradients of one shape, and one program outside ``jax.jit``.
 @functools.partial(jax.jit, static_argnums=(2, 3, 4, 5))
 def _sum_duplicates(
     values: jax.Array,

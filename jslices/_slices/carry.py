@@ -1,4 +1,4 @@
-"""Functions as compiled programs, also outside of ``jax.jit``."""
+"""Functions as compiled programs, also outside ``jax.jit``."""
 
 import dataclasses
 import functools
@@ -17,7 +17,7 @@ R = TypeVar("R")
 
 
 def one_program(fun: Callable[P, R]) -> Callable[P, R]:
-    """``fun``, compiled as a whole outside of ``jax.jit``, not operation by operation.
+    """``fun``, compiled as a whole outside ``jax.jit``, not operation by operation.
 
     Its arguments are pytrees of arrays and slices. Bools in them, and arguments that must
     be keywords, are static. With anything else, or arrays on different devices, it runs as

@@ -192,7 +192,7 @@ class Entries:
     def is_placed(self) -> bool:
         """Whether the devices of a mesh hold the entries of their own rows.
 
-        Not on the host, nor inside of a ``shard_map``.
+        Not on the host, nor inside a ``shard_map``.
         """
         placement = self.facts.placement
         return placement is not None and mesh_of(jax.typeof(self.values)) is not None

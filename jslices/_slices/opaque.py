@@ -169,7 +169,7 @@ class _HostNumbers(np.ndarray):
 
 
 class RowNumbers(_jax.KeyArray):
-    """Row numbers outside of traced programs, where NumPy, too, must not add them.
+    """Row numbers outside traced programs, where NumPy, too, must not add them.
 
     ``np.asarray`` gives a dtype without arithmetic, ``jax.device_get`` integers.
     """

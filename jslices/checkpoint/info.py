@@ -119,7 +119,7 @@ def _delta(raw: dict[str, Any], specs: dict[str, Spec]) -> Delta:
 
 def _item(raw: Any, key: str, kind: type[_T]) -> _T:
     value = raw.get(key) if type(raw) is dict else None
-    if type(value) is not kind:  # True is no int
+    if type(value) is not kind:  # True is not an int
         raise ValueError(f"its {key!r} is {_shown(value)}, not of the type {kind.__name__}")
     return value
 

@@ -30,7 +30,7 @@ class Collective(NamedTuple):
       devices: how many take part in it together; a program has many such groups.
       received: the bytes that a device receives each time, passed on round a ring. Of
         ``ragged-all-to-all``, whose parts are known when it runs, the most.
-      turns: how often the loops around it run it, 1 outside of loops; None if the program
+      turns: how often the loops around it run it, 1 outside loops; None if the program
         does not tell.
       branch: the branches around it, the outermost first: ``("branch 1 of 2 of
         conditional.3",)``.

@@ -1,6 +1,6 @@
 """TensorFlow 1's API by TensorFlow's own names: ``import jslices.tf1 as tf``.
 
-Variables, scopes and initializers work inside of a function given to :func:`transform`,
+Variables, scopes and initializers work inside a function given to :func:`transform`,
 which turns it into pure functions: ``init``, ``apply`` and a pytree of
 :class:`Variables`; elsewhere they raise a RuntimeError. Everything else works on arrays as
 well. ``name=`` shows in profiles; ``use_locking`` and ``validate_indices`` change nothing.

@@ -180,7 +180,7 @@ def drawn(
     ``repeatable``: the numbers can be drawn again, as ``sample`` holds no arrays.
 
     Raises:
-      RuntimeError: outside of a transformed function, without a seed.
+      RuntimeError: outside a transformed function, without a seed.
     """
     variable, run = _run.current_initialization(), _run.current_run_or_none()
     if variable is None and run is not None:

@@ -81,5 +81,5 @@ class Names:
 
     @property
     def opened(self) -> str:
-        """The current name scope with a slash; ``""`` outside of all."""
+        """The current name scope with a slash; ``""`` outside all."""
         return f"{self.prefix}/" if self.prefix else ""

@@ -168,7 +168,7 @@ _runs: contextvars.ContextVar[tuple[Run, ...]] = contextvars.ContextVar(
 
 @contextlib.contextmanager
 def running(run: Run) -> Iterator[Run]:
-    """Make ``run`` the current run, outside of all initial values."""
+    """Make ``run`` the current run, outside all initial values."""
     token = _runs.set((*_runs.get(), run))
     try:
         with _initializing(None):

@@ -38,7 +38,7 @@ class Transformed(NamedTuple):
 def transform(fn: Callable[..., Any]) -> Transformed:
     """Turn a function that creates, reads and assigns variables into pure functions.
 
-    Inside of ``fn`` you write what you write in TensorFlow: ``get_variable``,
+    Inside ``fn`` you write what you write in TensorFlow: ``get_variable``,
     ``variable_scope``, ``Variable``, ``assign``. The results are ordinary pure functions
     for ``jax.jit`` (with the variables donated), ``jax.grad`` or
     :func:`jslices.value_and_grad`, which gives IndexedSlices for a table that is only

@@ -1,4 +1,4 @@
-"""Variable: a handle on a piece of state, inside of a transformed function."""
+"""Variable: a handle on a piece of state, inside a transformed function."""
 
 import dataclasses
 import operator
@@ -58,7 +58,7 @@ def _scattering_nd(function: Callable[..., Array]) -> Callable[..., Array]:
 class Variable(ArrayOperators):
     """A variable of the function that :func:`jslices.tf1.transform` runs.
 
-    Inside of that function a handle is used as the array it holds, and assigned to;
+    Inside that function a handle is used as the array it holds, and assigned to;
     afterwards ``apply`` returns the new values. Its name is made unique: ``v``, ``v_1``,
     ...; :func:`jslices.tf1.get_variable` shares a variable instead.
 
