@@ -23,7 +23,7 @@ from jslices._rows.sums import add_rows, number_rows, widened
 
 
 class Located(NamedTuple):
-    """Where the rows of some ids are, and which device requests them.
+    """Where the rows of some ids are, and which device requests which rows.
 
     Every array but the last has a part on each device; k, N and C are those of the
     :class:`ExchangePlan`.
@@ -35,7 +35,7 @@ class Located(NamedTuple):
       requested: ``[*devices, entries]``, rows, ``-1 - row`` where no gradient will come
         back, and ``-1 - V`` for none: ``[N * C]`` rows of this device, or all ``[N * k]``,
         whoever has them.
-      overflowed: bool, whether some pair of devices had more ids than there is room.
+      overflowed: bool, whether some pair of devices had more ids than room.
     """
 
     places: jax.Array
@@ -45,7 +45,7 @@ class Located(NamedTuple):
 
 
 def _split(placement: Placement) -> Any:
-    """How what was located is split over devices."""
+    """How the located rows are split over devices."""
     batch, devices = placement.by_batch, jax.P(*placement.batch)
     specs: list[Any] = [batch, batch, devices, jax.P()]
     return Located(*specs)
@@ -223,7 +223,7 @@ def _read(
 
 
 def _swapped_rows(plan: ExchangePlan, rows: jax.Array, places: jax.Array) -> jax.Array:
-    """The rows ``[k, *D]`` that this device looks up; those it read went to the others."""
+    """The rows ``[k, *D]`` that this device looks up, sent by the others."""
     return take_rows(_swapped(plan.placement, _own_rows(plan, rows)), places)
 
 
