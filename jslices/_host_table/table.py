@@ -196,9 +196,9 @@ class HostTable(Journaled):
 
         Returns:
           ``(rows, places)``: ``rows`` replaces the table in a step; ``rows.unpack()`` gives
-          an array ``[U, *D]`` and the optimizer's state, ``rows.pack(table, state)`` the rows
-          to store. ``places``, a pytree like ``ids`` of int32, says where in this array the
-          row of each id is, U for an id that is out of range.
+          an array ``[U, *D]`` and the optimizer's state, ``rows.pack(table, state)`` the
+          rows to store. ``places``, a pytree like ``ids`` of int32, says where in this
+          array the row of each id is, U for an id that is out of range.
 
         Raises:
           TypeError: for ids that are not integers, or traced.

@@ -22,7 +22,7 @@ def scatter_nd_update(
 ) -> jax.Array:
     """``ref`` with elements or slices replaced: ``ref[tuple(indices[k])] = updates[k]``.
 
-    What this text says holds for all of ``scatter_nd_*``.
+    All of this holds for every ``scatter_nd_*``.
 
     Args:
       ref: ``[N1, N2, ...]`` of any dtype.
@@ -39,8 +39,8 @@ def scatter_nd_update(
       TypeError, ValueError: as :func:`scatter_update`.
       IndexError: (also a ValueError) in mode ``"check"``.
 
-    Cost: a sort of K index tuples; writes only what is named. No flat offsets are formed,
-    so arrays of more than 2^31 elements work.
+    Cost: a sort of K index tuples; writes only the named elements. No flat offsets are
+    formed, so arrays of more than 2^31 elements work.
 
     Example:
       >>> import jax.numpy as jnp, jslices as js
@@ -105,7 +105,7 @@ def batch_scatter_update(
     Raises:
       TypeError, ValueError, IndexError: as :func:`scatter_update`.
 
-    Cost: a sort of K integers for each example; writes only what is named.
+    Cost: a sort of K integers for each example; writes only the named rows.
 
     Example:
       >>> import jax.numpy as jnp, jslices as js

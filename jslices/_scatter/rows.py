@@ -23,7 +23,7 @@ def scatter_update(
     """``ref`` with rows replaced: ``ref[indices[k]] = updates[k]``, for every k in order.
 
     A pure function: the result is a new array, which under jit is written in place when
-    ``ref`` is donated. What this text says holds for all of ``scatter_*``.
+    ``ref`` is donated. All of this holds for every ``scatter_*``.
 
     Args:
       ref: ``[V, *D]`` of any dtype.
