@@ -62,7 +62,7 @@ class RowRead:
     arrange: Callable[[jax.Array, Sequence[Any]], jax.Array]
     #: From the operands' values to which ids are good; None: those in range.
     good: Callable[[Sequence[Any]], jax.Array] | None = None
-    #: Which operand of the equation the view is; None stands for it in the values above.
+    #: Which operand of the equation the view is; it is None in the values above.
     operand: int = 0
     beside: Atom | None = None  # a variable whose value comes after the operands'
 

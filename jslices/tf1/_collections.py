@@ -1,10 +1,10 @@
 """Collections of variables, and TensorFlow's functions of many variables at once.
 
-Inside a transformed function they speak of the variables of this run, as TensorFlow's
-speak of the graph. Those that make or check values are pure functions of
-:class:`jslices.tf1.Variables` too, which is what ``init`` and ``apply`` return. A ``scope``
-is a regular expression that the beginning of the name must match; all results are in the
-order of creation.
+Inside a transformed function they are about the variables of this run, as TensorFlow's are
+about the graph. Those that make or check values are also pure functions of
+:class:`jslices.tf1.Variables`, which ``init`` and ``apply`` return. A ``scope`` is a
+regular expression that the beginning of the name must match; all results are in the order
+of creation.
 """
 
 import re
@@ -70,9 +70,9 @@ def get_collection(key: str, scope: str | None = None) -> list[Any]:
     """The :class:`jslices.tf1.Variable` handles of a collection, or its losses.
 
     Args:
-      key: what variables were created with; or ``"regularization_losses"``, which calls the
-        regularizer of every variable that has one on its current value, and leaves out
-        results of None.
+      key: a key that variables were created with; or ``"regularization_losses"``, which
+        calls the regularizer of every variable that has one on its current value, and
+        leaves out results of None.
       scope: a regular expression that the beginning of the name must match.
 
     Example:
@@ -241,7 +241,7 @@ def initialize_variables(
         return None
     checked = _checked("initialize_variables", variables)
     for name in names:
-        checked[name]  # a KeyError says which there are
+        checked[name]  # a KeyError lists the known names
     infos = [info for info in checked.infos if info.name in names]
     computed = [info.name for info in infos if info.initial is None]
     if computed:
