@@ -158,7 +158,7 @@ class _RuleOnTrees:
                 "norms: tx.update(grads, state, params)"
             )
         leaves, tree = flatten(grads, is_leaf=is_leaf)
-        new, results = self._ticked(state), []
+        new, results = self._with_next_clock(state), []
         kernel_of = self._kernels(state, new)
         for path, rule, grad, is_peeked, param, arrays in zip(
             paths_of(tree),
@@ -178,11 +178,11 @@ class _RuleOnTrees:
         stepped = tree.unflatten([x for x, _ in results])
         return stepped, new._replace(count=next_count(state.count))
 
-    def _ticked(self, state: State) -> State:
+    def _with_next_clock(self, state: State) -> State:
         """The state, whose clock has done a step more if it has one."""
         if self.rule.missed is None:
             return state
-        return state._replace(clock=exact.ticked(state.clock, state.count, self.rule))
+        return state._replace(clock=exact.next_clock(state.clock, state.count, self.rule))
 
     def _kernels(self, state: State, new: State) -> Callable[[Rule, bool, bool], Kernel]:
         """``kernel_of(rule, by_row, is_peeked)``, one for all leaves of a kind.
