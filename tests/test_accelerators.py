@@ -213,13 +213,16 @@ WRAPPED = {
     "exact": js.optim.chain(
         js.optim.clip_global_norm(1.0), js.adam(0.1, untouched="exact")
     ),
+    "frozen and exact": js.optim.freeze_rows(
+        js.adam(0.1, untouched="exact"), {"table": lambda r: r < 9, "w": None}
+    ),
 }
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", WRAPPED)
 def test_what_stands_round_an_optimizer_copies_no_table_on_a_tpu(name):
-    cost = row_cost("v5e", WRAPPED[name], (64,), layer=True)
+    cost = row_cost("v5e", WRAPPED[name], (16,) if "frozen" in name else (64,), layer=True)
     assert cost.copies == 0
 
 

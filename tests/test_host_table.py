@@ -275,7 +275,7 @@ def test_a_step_is_compiled_once():
     table = js.HostTable((10_000, D), tx)
     train(table, tx, batches_of(1, 8, size, rows=10_000))
     assert step_of(tx)._cache_size() <= 2
-    tx = js.adam(0.2)
+    tx = js.adam(0.3)
     table = js.HostTable((10_000, D), tx, size=size)
     train(table, tx, batches_of(1, 8, size, rows=10_000))
     assert step_of(tx)._cache_size() == 1

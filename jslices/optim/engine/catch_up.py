@@ -79,7 +79,7 @@ def new_clock(params: Params, rules: Sequence[Rule]) -> Clock:
     return Clock(tree.unflatten(last), tree.unflatten(snapshot), run)
 
 
-def ticked(clock: Clock, count: jax.Array, rule: Rule) -> Clock:
+def next_clock(clock: Clock, count: jax.Array, rule: Rule) -> Clock:
     """The clock with the run of the step that follows ``count`` steps."""
     return clock._replace(run=_missed(rule).advanced(clock.run, next_count(count)))
 

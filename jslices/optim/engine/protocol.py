@@ -1,5 +1,6 @@
 """The protocol of an optimizer, which is Optax's, and adding updates to parameters."""
 
+import functools
 import inspect
 import zlib
 from collections.abc import Callable, Iterator
@@ -265,13 +266,13 @@ def _step_of(
     if takes_any and check is None:
         return step
 
+    @functools.wraps(step)
     def checked(grads: Gradients, state: State, *args: PyTree, **extra_args: PyTree) -> Any:
         if check is not None:
             check(grads, state, extra_args.get("peeked"))
         named = {k: x for k, x in extra_args.items() if takes_any or k in parameters}
         return step(grads, state, *args, **named)
 
-    checked.__name__ = getattr(step, "__name__", "step")  # which names the program in jit
     return checked
 
 

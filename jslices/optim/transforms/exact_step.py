@@ -1,4 +1,4 @@
-"""A whole training step, in which rows catch up before they are read."""
+"""A whole training step, whose loss reads rows after the steps that they missed."""
 
 from collections.abc import Callable
 from typing import Any
@@ -31,11 +31,11 @@ def exact_step(
     sparse: SparseSpec = None,
     exchange: ExchangeSpec = None,
 ) -> Callable[..., tuple[Any, ...]]:
-    """The training step of a loss: catch up, value and gradient, apply.
+    """The training step of a loss: peek at the rows that it reads, gradient, apply.
 
-    ``untouched="exact"`` wants the rows that a step reads to catch up before they are read.
+    ``untouched="exact"`` wants a loss to read rows after the steps that they missed.
     Here the program itself tells which they are, so that nothing has to be kept in step by
-    hand. Other optimizers have nothing to catch up, and do their plain step.
+    hand. Other optimizers have nothing to make up for, and do their plain step.
 
     Args:
       fun: a function of the parameters and what else :func:`jslices.value_and_grad` takes,
@@ -50,10 +50,9 @@ def exact_step(
       ``(params, state, value, aux)``: the parameters and the state of ``tx`` after a step,
       shapes and dtypes as they came, and what ``fun(params, *args)`` returned before it,
       with all its rows up to date. Of a table ``[V, *D]`` that is only looked up, the rows
-      that the call reads are read and written, duplicates once, out-of-range ids not at
-      all; other rows stay, and go on missing steps: ``tx.flush(params, state)`` before
-      parameters are saved or evaluated. Where the rows are so many that a pass over the
-      table is the faster way, all of them do the step. An array that the call uses as a
+      that the call reads are read, and written once, duplicates together, out-of-range ids
+      not at all; other rows stay, and go on missing steps: ``tx.flush(params, state)``
+      before parameters are saved or evaluated. An array that the call uses as a
       whole, or behind ``stop_gradient``, catches up as a whole; one that it does not use
       stays, and misses the step. To be jitted by the caller, in place with
       ``donate_argnums=(0, 1)``, and to be scanned.
@@ -66,12 +65,12 @@ def exact_step(
 
     ``tx`` gets the value as well, as ``optax.contrib.reduce_on_plateau`` wants it.
 
-    Cost: a lazy step, and once more the rows of the tables written and those of the state
-    read: 1.4 times its bytes. A TPU reads and writes them once. The three calls by hand, or
-    an optimizer that leaves rows out (``freeze_rows``, ``multi_steps``), write all of them
-    twice. Where all rows do the step, it takes as long as a lazy one, but for the first.
-    ``fun`` is traced once. An array that catches up as a whole is read and written if any
-    of its rows is behind.
+    Cost: a lazy step, which also reads ``K * D`` elements of the table and of its state
+    before the loss (:meth:`GradientTransformation.peek`); a TPU reads each row once. Rows
+    catch up before, and are written twice, where more than a quarter of a table is read,
+    on a mesh, outside of ``jit``, and by optimizers that cannot peek. ``fun`` is traced
+    once. An array that catches up as a whole is read and written if any of its rows is
+    behind.
 
     Example:
       >>> import jax, jax.numpy as jnp, jslices as js
