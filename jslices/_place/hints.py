@@ -21,9 +21,8 @@ from jslices._typing import Leaf
 # From glibc's <malloc.h>.
 _TRIM_THRESHOLD, _MMAP_MAX, _ARENA_MAX = -1, -4, -8
 
-#: For gradients of at least so many bytes, a step without kept memory takes 2.2 times as
-#: long as with it in the median (1.4 to 3.3 in the 24 cells of docs/speed.md; V = 1e6 and
-#: 1e5).
+#: For gradients of so many bytes or more, a step without kept memory takes in the median
+#: 2.2 times as long as with it (1.4 to 3.3 in the 24 cells of docs/speed.md; V = 1e6, 1e5).
 HINT_BYTES = 16 * 10**6
 #: Rows of a tile on a TPU. Of 16-bit numbers 16 fill one, yet 8 suffice.
 TILE_ROWS = 8
