@@ -375,7 +375,7 @@ def user_line(source: Source) -> UserLine:
 def is_library_call(eqn: Equation) -> bool:
     """True for a call of one of JAX's own jitted functions, such as ``jnp.take``.
 
-    JAX keeps its trace, with the lines of whoever called it first, for every later call.
+    JAX keeps its trace, with the lines of its first caller, for every later call.
     """
     return _file_called(eqn).startswith(JAX_FOLDER)
 

@@ -34,7 +34,7 @@ class Located(NamedTuple):
       has_grad: ``[k]`` bool, which ids get a gradient.
       requested: ``[*devices, entries]``, rows, ``-1 - row`` where no gradient will come
         back, and ``-1 - V`` for none: ``[N * C]`` rows of this device, or all ``[N * k]``,
-        whoever has them.
+        on whichever device.
       overflowed: bool, whether some pair of devices had more ids than room.
     """
 
@@ -119,7 +119,7 @@ def exchanged_rows(
     In the exchange rows are numbered device by device: :meth:`Placement.by_device`.
 
     The gradient goes to the cotangent slot: its entries are on the devices that hold
-    their rows. What did not fit reads NaN.
+    their rows. Ids that did not fit read NaN.
     """
     del slot
     placement, room = plan.placement, plan.placement.shards * plan.capacity

@@ -62,9 +62,9 @@ def value_and_grad(
         takes these states of a Flax model, as in ``nnx.value_and_grad``; what ``fun``
         changes in the rest of the model then stays changed.
       has_aux: whether ``fun`` returns ``(result, aux)``.
-      holomorphic: whether ``fun`` is holomorphic; then complex in and out. Of a complex
-        array the gradient of a real result is JAX's, the conjugate of the steepest ascent:
-        a step takes ``jax.tree.map(jnp.conj, grads)``.
+      holomorphic: whether ``fun`` is holomorphic; then complex in and out. The gradient of
+        a real result by a complex array is JAX's, the conjugate of the steepest ascent: a
+        step takes ``jax.tree.map(jnp.conj, grads)``.
       allow_int: whether integer arrays may be differentiated (their gradient is of
         dtype float0).
       sparse: None decides by the program alone: the kind of a gradient then depends on

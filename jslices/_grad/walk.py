@@ -132,7 +132,7 @@ class ProgramWalk(abc.ABC, Generic[VarValue]):
     """
 
     #: The source of the enclosing call of a JAX library function, if any: JAX keeps the
-    #: trace of such a function with the lines of whoever called it first.
+    #: trace of such a function with the lines of its first caller.
     caller: Source | None = None
 
     def program(

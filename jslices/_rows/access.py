@@ -224,7 +224,7 @@ def add_distinct_rows(table: jax.Array, indices: jax.Array, rows: jax.Array) -> 
 def set_rows(table: jax.Array, indices: jax.Array, rows: jax.Array) -> jax.Array:
     """``table`` with ``rows`` written at ``indices``: unique, or out of range and dropped.
 
-    In place when ``table`` is donated. XLA is told that no two writes collide: on a GPU a
+    In place when ``table`` is donated. It tells XLA that no two writes collide: on a GPU a
     scatter that may collide is lowered to slow atomics (jax-ml/jax#38806).
 
     ``table`` ``[V, *D]`` may have several axes that number its rows ``[K, *D]``.

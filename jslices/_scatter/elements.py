@@ -32,8 +32,8 @@ def scatter_nd_update(
       mode: as in :func:`scatter_update`, for every coordinate; negative never wraps.
 
     Returns:
-      The shape and dtype of ``ref``; the rest of it untouched. Of duplicates the last in
-      row-major order stays.
+      The shape and dtype of ``ref``; the rest of it untouched. The last of duplicates, in
+      row-major order, stays.
 
     Raises:
       TypeError, ValueError: as :func:`scatter_update`.
@@ -100,7 +100,7 @@ def batch_scatter_update(
       mode: as in :func:`scatter_update`.
 
     Returns:
-      ``[*B, V, *D]``. Of duplicates within an example the last stays.
+      ``[*B, V, *D]``. The last of duplicates within an example stays.
 
     Raises:
       TypeError, ValueError, IndexError: as :func:`scatter_update`.

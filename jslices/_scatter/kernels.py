@@ -1,4 +1,4 @@
-"""What a scatter does to rows, given settled row numbers.
+"""What a scatter does to rows, given normalized row numbers.
 
 In every function ``ref`` is ``[V, *D]`` (several of its axes may number the rows),
 ``indices`` ``[K]`` in ``[0, V]``, where V drops, and ``rows`` ``[K, *D]`` of the dtype of

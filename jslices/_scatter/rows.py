@@ -36,8 +36,8 @@ def scatter_update(
         it is an error, and nothing at all is written.
 
     Returns:
-      ``[V, *D]``, the dtype of ``ref``. Rows that no index names are untouched. Of
-      duplicates the last in row-major order stays, on every backend.
+      ``[V, *D]``, the dtype of ``ref``. Rows that no index names are untouched. The last of
+      duplicates, in row-major order, stays on every backend.
 
     Raises:
       TypeError: if ``indices`` are not integers or the dtypes differ.

@@ -227,7 +227,7 @@ class IndexedSlices(Refusals):
         return self.with_values(self.values * access.per_row(factors, self.values))
 
     def _row_factors(self, other: Operand) -> Any:
-        """What to multiply ``values`` by; None unless ``other`` has one number for a row.
+        """The factor of ``values``; None unless ``other`` has one number for a row.
 
         A factor distributes over the duplicates of a row, so scaling those is exact.
         """

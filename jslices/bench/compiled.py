@@ -66,7 +66,7 @@ def whole(sizes: Sizes, device: Target) -> Sizes:
 
 
 def sides(sizes: Sizes) -> Mapping[str, Callable[[Target], jax.stages.Compiled]]:
-    """What compiles the step with row gradients and the dense one."""
+    """The functions that compile the step with row gradients and the dense one."""
     return {
         ROWS: lambda device: compile_step(sizes, js.value_and_grad, device),
         DENSE: lambda device: compile_step(sizes.dense(), jax.value_and_grad, device),

@@ -358,8 +358,8 @@ class Saver:
           DataLossError: if a file is damaged, or is not what a Saver writes.
           OSError: if another process has failed, or has died (``ConnectionError``).
 
-        Cost: at most the memory of one more table than is returned. Of a sharded array
-        only the shards are read, of ``rows`` only these, in chunks of 4 MiB.
+        Cost: at most the memory of one more table than is returned. Only the shards of a
+        sharded array are read, and only these ``rows``, in chunks of 4 MiB.
 
         Example:
           >>> import tempfile, jax, jax.numpy as jnp, jslices as js
