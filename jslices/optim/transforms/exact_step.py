@@ -18,6 +18,7 @@ from jslices._grad.ids import leaf_ids, rows_read
 from jslices._grad.plan import Planned, plan_call
 from jslices._jax import is_symbolic
 from jslices._place.boundary import mesh_of, platform_at_hand
+from jslices._place.hints import hint_once
 from jslices._slices import IndexedSlices
 from jslices._typing import Params, PyTree, State
 from jslices.optim.engine.protocol import GradientTransformation
@@ -94,6 +95,14 @@ def exact_step(
         raise TypeError(
             f"exact_step wants an optimizer of jslices, got {tx!r}; type "
             "jslices.optim.chain for optax.chain, jslices.from_optax(tx) for others"
+        )
+
+    if tx.catches_up and not tx.peeks:
+        hint_once(
+            "peek",
+            "exact_step got an optimizer without peek: its rows are written when they "
+            "catch up, and again by the step. Type GradientTransformation(init, update, "
+            "catch_up, flush, apply=tx.apply, peek=tx.peek) where it is put together",
         )
 
     def step(params: Params, state: State, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
