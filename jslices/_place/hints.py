@@ -37,13 +37,13 @@ class PerformanceHint(UserWarning):
     """A program is right, but one line would make it faster: the text says which.
 
     Issued at most once in a process for steps that :func:`jslices.keep_memory` would make
-    faster, and once for each table for which :func:`jslices.row_major` or other sizes would
-    help. Silence it with
+    faster, once for each table for which :func:`jslices.row_major` or other sizes would
+    help, and once for exact steps that write their rows twice. Silence it with
     ``warnings.simplefilter("ignore", jslices.optim.PerformanceHint)``.
     """
 
 
-def _hint_once(what: Hashable, message: str) -> None:
+def hint_once(what: Hashable, message: str) -> None:
     """Issues a hint at the user's line, the first time that it is about ``what``."""
     if what in _hinted:
         return
@@ -143,7 +143,7 @@ def hint_large_step(num_bytes: int) -> None:
         return
     if platform.libc_ver()[0] != "glibc":
         return
-    _hint_once(
+    hint_once(
         what,
         f"this step has a gradient of {num_bytes / 1e6:.0f} MB, and the operating system "
         "maps the temporaries of such a step anew each time: it takes about twice as long "
@@ -163,7 +163,7 @@ def hint_tiles(place: str, shape: tuple[int, ...], row_axes: int, dtype: DTypeLi
         return
     if not _jax.definitely(lambda: num_rows % TILE_ROWS > 0):
         return
-    _hint_once(
+    hint_once(
         (place, shape, dtype),
         f"the table{place} of shape {shape} has {num_rows} rows along axis {row_axes - 1}, "
         f"which the {TILE_ROWS} rows of a TPU's tile do not divide: each step of more than "
@@ -181,7 +181,7 @@ def warn_of_columns(place: str, x: Leaf) -> None:
     # JAX has an error for deleted arrays.
     if x.is_deleted() or is_row_major(x) or not is_tall(x):
         return
-    _hint_once(
+    hint_once(
         (place, x.shape, x.dtype),
         f"the table{place}, {x.dtype}{list(x.shape)}, is laid out by columns: each lookup, "
         f"and each step, copies all of it, {human_bytes(x.nbytes)}, to rows and back. "

@@ -327,8 +327,8 @@ def _now(
 ) -> tuple[jax.Array, ...]:
     """The arrays of a clock for rows that have done ``step``.
 
-    It is made to depend on what was there: XLA may otherwise write it before it has read
-    the rows, and copies the whole arrays for that.
+    The new value depends on the old one on purpose: XLA may otherwise write it before it
+    has read the rows, and copies the whole arrays for that.
     """
     behind = last <= step
     news = (jnp.where(behind, new, x) for new, x in zip(snapshot, old, strict=True))
