@@ -338,8 +338,7 @@ class Planner(ViewWalk):
     def _multiplies_many(self, leaf: LeafSpec, count: int) -> bool:
         """True if a product with so many rows of a leaf remains one with all of it.
 
-        Products for tokens of few kinds, or for all nodes of a graph, are products on
-        purpose.
+        Products for tokens of few kinds, or all nodes of a graph, are meant as products.
         """
         rows, most = math.prod(self._loops) * count, MANY_BYTES * leaf.table_shape[0]
         return leaf.mode is None and _jax.definitely(lambda: rows >= most)

@@ -617,8 +617,7 @@ def _pad(eqn: Equation, operands: Values, lead: int) -> Result:
 def _replace_row(eqn: Equation, operands: Values, lead: int) -> Result:
     """``table.at[0].set(row)``: another row in the place of one.
 
-    With a table for each example it replaces one row of each: the same, or one that each
-    names.
+    With a table for each example it replaces a row of each: the same, or one named by each.
     """
     view, at, rows = operands
     if not isinstance(view, View):

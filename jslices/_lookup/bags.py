@@ -486,8 +486,7 @@ def _combine(rows: jax.Array, bags: Bags, combiner: str) -> jax.Array:
     summed = total(wide)
     if combiner != "sum":
         divisor = total(weights if combiner == "mean" else weights**2)
-        # Where the divisor is zero, so is the result, and the slope of the root is
-        # infinite.
+        # If the divisor is zero, so is the result, and the slope of the root is infinite.
         usable = divisor != 0
         divisor = jnp.where(usable, divisor, 1)
         divisor = divisor if combiner == "mean" else jnp.sqrt(divisor)

@@ -122,8 +122,7 @@ class Sizes:
         if plan_of(self, platform).way == "all rows":
             temporaries += 4 * self.rows * (self.dim * 4 + ID_BYTES)
         elif platform == "cpu" and jnp.dtype(self.dtype).itemsize < 4:
-            # Until some release after 0.10 XLA:CPU widens all of the array it scatters
-            # into.
+            # Until some release after 0.10 XLA:CPU widens the whole array of a scatter.
             temporaries += 2 * (self.table_bytes + self.state_bytes)
         return resident + temporaries
 

@@ -36,8 +36,7 @@ class Request:
     Attributes:
       make: makes its first value from a key.
       shape, dtype: None if only ``make`` determines them.
-      repeatable: whether ``make`` also works after the run, because it holds none of its
-        arrays.
+      repeatable: whether ``make`` also works after the run, holding none of its arrays.
       collections: as the user passed them.
     """
 
