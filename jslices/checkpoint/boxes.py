@@ -27,7 +27,7 @@ def shape_of(box: Box) -> tuple[int, ...]:
 
 
 def overlap(a: Box, b: Box) -> tuple[Box, Box] | None:
-    """What two boxes have in common, as a box within each; None without any element."""
+    """The intersection of two boxes, as a box within each; None if it is empty."""
     within_a, within_b = [], []
     for x, y in zip(a, b, strict=True):
         start, stop = max(x.start, y.start), min(x.stop, y.stop)
