@@ -9,12 +9,7 @@ from jslices._typing import Gradients, Key, Params, PyTree, State, Transformatio
 from jslices.optim.engine.constructors import combinator
 from jslices.optim.engine.protocol import GradientTransformation, widening
 from jslices.optim.engine.transformation import check_links
-from jslices.optim.transforms.base import (
-    as_transformation,
-    inside_of,
-    stateless,
-    wrapped,
-)
+from jslices.optim.transforms.base import as_transformation, catching_up, stateless
 
 
 @combinator
@@ -93,15 +88,8 @@ def chain(*transformations: Transformation) -> GradientTransformation:
             is_leaf=lambda x: x is None,
         )
 
-    return wrapped(
-        init,
-        inside_of(last, part, lambda state, part: (*state[:-1], part)),
-        catches_up=last.catches_up,
-        update=update,
-        apply=apply,
-        plan=plan,
-        peeks=last.peeks,
-    )
+    late = catching_up(last, part, lambda state, part: (*state[:-1], part))
+    return GradientTransformation(init, update, apply=apply, plan=plan, **late)
 
 
 def _in_turn(

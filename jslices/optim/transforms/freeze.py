@@ -16,7 +16,7 @@ from jslices._slices import IndexedSlices, is_slices
 from jslices._typing import Gradients, Key, Params, PyTree, State, Transformation
 from jslices.optim.engine.catch_up import FROZEN, Clock
 from jslices.optim.engine.constructors import combinator
-from jslices.optim.transforms.base import as_transformation, inside_of, wrapped
+from jslices.optim.transforms.base import as_transformation
 from jslices.optim.transforms.prefix import (
     is_leaf_or_masked,
     map_with_prefix,
@@ -153,17 +153,10 @@ def freeze_rows(tx: Transformation, frozen: PyTree) -> Any:
     def flush(params: Params, state: State) -> tuple[Params, State]:
         return tx.flush(params, marked(state))
 
-    return wrapped(
-        init,
-        inside_of(tx),
-        catches_up=tx.catches_up,
-        update=update,
-        apply=apply,
-        catch_up=catch_up,
-        flush=flush,
-        peek=peek,
-        peeks=tx.peeks,
-    )
+    frozen_tx = tx.replace(init=init, update=update, apply=apply, check=None)
+    if tx.catches_up:
+        frozen_tx = frozen_tx.replace(catch_up=catch_up, flush=flush)
+    return frozen_tx.replace(peek=peek) if tx.peeks else frozen_tx
 
 
 def _frozen_state(state: State, frozen: PyTree) -> State:

@@ -44,7 +44,7 @@ from jslices.optim.engine.protocol import (
 from jslices.optim.engine.rule import next_count, zero_count
 from jslices.optim.engine.transformation import check_fields
 from jslices.optim.transforms.accumulate import merge_leaf
-from jslices.optim.transforms.base import as_transformation, inside_of, wrapped
+from jslices.optim.transforms.base import as_transformation, catching_up
 from jslices.optim.transforms.norms import widened
 
 R = TypeVar("R")
@@ -161,15 +161,9 @@ def multi_steps(
         total = jax.eval_shape(lambda p: buffers.total(buffers.empty(p)), params)
         return opt.plan(total, params, platform)
 
-    return wrapped(
-        init,
-        inside_of(opt, part, lambda state, part: state._replace(inner_opt_state=part)),
-        catches_up=opt.catches_up,
-        update=update,
-        apply=apply,
-        plan=plan,
-        peeks=opt.peeks,
-    )
+    whole = lambda state, part: state._replace(inner_opt_state=part)  # noqa: E731
+    late = catching_up(opt, part, whole)
+    return GradientTransformation(init, update, apply=apply, plan=plan, **late)
 
 
 def _unchanged(params: Params, inner: State) -> tuple[Params, State]:
