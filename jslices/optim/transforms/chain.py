@@ -60,24 +60,20 @@ def chain(*transformations: Transformation) -> GradientTransformation:
         check_links(state, len(links))
         return state[-1]
 
-    def update(
-        grads: Gradients, state: State, params: Params = None, **extra_args: PyTree
-    ) -> tuple[Gradients, State]:
-        check_links(state, len(links))
-        return _in_turn(links, grads, state, params, **extra_args)
-
-    def apply(
+    def run(
+        name: str,
         grads: Gradients,
         state: State,
-        params: Params,
-        key: Key | None = None,
+        params: Params = None,
+        *key: Key,
         **extra_args: PyTree,
-    ) -> tuple[Params, State]:
+    ) -> tuple[PyTree, State]:
+        """``update`` of all links but the last, then ``update`` or ``apply`` of that."""
         check_links(state, len(links))
-        first = widening(functools.partial(_in_turn, before), key)
+        first = widening(functools.partial(_in_turn, before), key[0] if key else None)
         grads, new = first(grads, state[:-1], params, **extra_args)
-        params, part = last.apply(grads, state[-1], params, key, **extra_args)
-        return params, (*new, part)
+        result, part = getattr(last, name)(grads, state[-1], params, *key, **extra_args)
+        return result, (*new, part)
 
     def plan(grads: Gradients, params: Params, platform: str | None = None) -> PyTree:
         """That of the last link which steps a gradient by a plan."""
@@ -89,6 +85,7 @@ def chain(*transformations: Transformation) -> GradientTransformation:
         )
 
     late = catching_up(last, part, lambda state, part: (*state[:-1], part))
+    update, apply = (functools.partial(run, name) for name in ("update", "apply"))
     return GradientTransformation(init, update, apply=apply, plan=plan, **late)
 
 

@@ -16,12 +16,8 @@ from jslices._slices import IndexedSlices, is_slices
 from jslices._typing import Gradients, Key, Params, PyTree, State, Transformation
 from jslices.optim.engine.catch_up import FROZEN, Clock
 from jslices.optim.engine.constructors import combinator
+from jslices.optim.transforms import prefix
 from jslices.optim.transforms.base import as_transformation
-from jslices.optim.transforms.prefix import (
-    is_leaf_or_masked,
-    map_with_prefix,
-    values_of_prefix,
-)
 from jslices.optim.transforms.rows import only_rows
 
 #: Which rows never move: bools ``[V]``, or a function of row numbers.
@@ -85,6 +81,7 @@ def freeze_rows(tx: Transformation, frozen: PyTree) -> Any:
         return _frozen_state(tx, frozen)
     tx = as_transformation("freeze_rows", tx)
     each = functools.partial(_each, frozen)
+    bits_of = functools.partial(prefix.values_of_prefix, ARGUMENT, frozen)
 
     def marked(state: State) -> State:
         """The state, in which frozen rows have missed nothing and never will."""
@@ -96,10 +93,11 @@ def freeze_rows(tx: Transformation, frozen: PyTree) -> Any:
 
     def prepared(grads: Gradients, state: State) -> tuple[Gradients, State, list[Any]]:
         """Gradients without frozen rows, the state, and what is frozen of arrays."""
-        leaves = flatten(grads, is_leaf=is_leaf_or_masked)[0]
-        rows = values_of_prefix(ARGUMENT, frozen, grads)
+        leaves = flatten(grads, is_leaf=prefix.is_leaf_or_masked)[0]
+        rows = bits_of(grads)
         of_arrays = [
-            None if is_leaf_or_masked(g) else x for g, x in zip(leaves, rows, strict=True)
+            None if prefix.is_leaf_or_masked(g) else x
+            for g, x in zip(leaves, rows, strict=True)
         ]
         if any(bits is not None for bits in of_arrays):
             state = marked(state)  # of arrays, rows that did not catch up would be refused
@@ -122,15 +120,15 @@ def freeze_rows(tx: Transformation, frozen: PyTree) -> Any:
     ) -> tuple[Params, State]:
         grads, state, of_arrays = prepared(grads, state)
         new, state = tx.apply(grads, state, params, key, **extra_args)
-        leaves, structure = flatten(params, is_leaf=is_leaf_or_masked)
+        leaves, structure = flatten(params, is_leaf=prefix.is_leaf_or_masked)
         pairs = zip(of_arrays, leaves, structure.flatten_up_to(new), strict=True)
         kept = [x if bits is None else _kept(x, True, bits, p) for bits, p, x in pairs]
         return structure.unflatten(kept), state
 
     def peek(params: Params, state: State, rows: PyTree) -> PyTree:
-        leaves, structure = flatten(params, is_leaf=is_leaf_or_masked)
+        leaves, structure = flatten(params, is_leaf=prefix.is_leaf_or_masked)
         now = structure.flatten_up_to(tx.peek(params, state, rows))
-        columns = structure.flatten_up_to(rows), values_of_prefix(ARGUMENT, frozen, params)
+        columns = structure.flatten_up_to(rows), bits_of(params)
         pairs = zip(now, *columns, leaves, strict=True)
         return structure.unflatten(
             [
@@ -140,8 +138,8 @@ def freeze_rows(tx: Transformation, frozen: PyTree) -> Any:
         )
 
     def catch_up(params: Params, state: State, ids: PyTree) -> tuple[Params, State]:
-        leaves, structure = flatten(params, is_leaf=is_leaf_or_masked)
-        columns = structure.flatten_up_to(ids), values_of_prefix(ARGUMENT, frozen, params)
+        leaves, structure = flatten(params, is_leaf=prefix.is_leaf_or_masked)
+        columns = structure.flatten_up_to(ids), bits_of(params)
         if any(x is True for x in columns[0]):
             state = marked(state)
         rows = [
@@ -181,7 +179,7 @@ def _frozen_state(state: State, frozen: PyTree) -> State:
 
 def _each(frozen: PyTree, f: Callable[[jax.Array, Frozen], PyTree], tree: PyTree) -> PyTree:
     """``tree``, which mirrors the parameters, with ``f(leaf, frozen)`` for tables."""
-    return map_with_prefix(ARGUMENT, f, frozen, tree)
+    return prefix.map_with_prefix(ARGUMENT, f, frozen, tree)
 
 
 def _check(bits: Frozen, shape: tuple[int | None, ...]) -> None:

@@ -205,21 +205,20 @@ class _Rows:
         return self._each(state, self.read, self._refuse_rows)
 
     def write_state(self, state: State, new: State) -> State:
-        structure = flatten(state, is_leaf=self.mirrors)[1]
-        parts = iter(structure.flatten_up_to(new))
-        return self._each(
-            state, lambda part: self.write(part, next(parts)), lambda _: next(parts)
-        )
+        return self._each(state, self.write, lambda old, new: new, new)
 
     def _each(
         self,
         state: State,
-        mirrored: Callable[[PyTree], PyTree],
-        other: Callable[[PyTree], PyTree],
+        mirrored: Callable[..., PyTree],
+        other: Callable[..., PyTree],
+        *states: State,
     ) -> State:
+        """``mirrored`` of the parts that mirror the parameters, ``other`` of the rest."""
         return jax.tree.map(
-            lambda part: mirrored(part) if self.mirrors(part) else other(part),
+            lambda part, *more: (mirrored if self.mirrors(part) else other)(part, *more),
             state,
+            *states,
             is_leaf=self.mirrors,
         )
 
