@@ -51,8 +51,7 @@ def adadelta(
       eps: keeps the roots away from zero.
       weight_decay: a number, or a schedule of the step; of touched rows. It is part of the
         gradient here (L2), not decoupled.
-      weight_decay_mask: bools in the structure of params or a prefix of it, or a function
-        from params to that: which of them decay.
+      weight_decay_mask: which parameters decay, the ``mask`` of :func:`jslices.adamw`.
       untouched: ``"lazy"`` or ``"exact"`` (see :mod:`jslices.optim`).
 
     Returns:

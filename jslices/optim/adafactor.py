@@ -80,8 +80,7 @@ def adafactor(
         the learning rate.
       eps: added to the squares.
       factored: False keeps the second moment whole.
-      weight_decay_mask: bools in the structure of params or a prefix of it, or a function
-        from params to that: which of them decay.
+      weight_decay_mask: which parameters decay, the ``mask`` of :func:`jslices.adamw`.
       untouched: ``"lazy"``; ``"exact"`` is refused.
 
     Returns:

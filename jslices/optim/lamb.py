@@ -48,8 +48,7 @@ def lamb(
 
     Args:
       weight_decay: a number, or a schedule of the step; of touched rows.
-      mask: bools in the structure of params or a prefix of it, or a function from params to
-        that: which of them decay.
+      mask: which parameters decay, as in :func:`jslices.adamw`.
       untouched: ``"lazy"``; ``"exact"`` is refused.
 
     Returns:

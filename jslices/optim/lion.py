@@ -49,8 +49,7 @@ def lion(
       b2: decay of the mean.
       mu_dtype: dtype of ``mu``; None means that of the parameter.
       weight_decay: a number, or (unless rows catch up) a schedule of the step.
-      mask: bools in the structure of params or a prefix of it, or a function from params to
-        that: which of them decay.
+      mask: which parameters decay, as in :func:`jslices.adamw`.
       untouched: ``"lazy"`` or ``"exact"``, for the movement (see :mod:`jslices.optim`).
       weight_decay_mode: ``"touched"`` or ``"all"``, as in :func:`jslices.adamw`; a row that
         moves exactly decays in all steps.

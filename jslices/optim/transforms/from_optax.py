@@ -17,13 +17,9 @@ from jslices._place.boundary import on_any_mesh, placed_as, row_major_array
 from jslices._rows.access import room_for_distinct, rows_numbered, set_rows, where_rows
 from jslices._slices import IndexedSlices, deduplicated, is_slices
 from jslices._typing import Gradients, Leaf, Params, PyTree, State, Transformation
+from jslices.optim.engine import protocol
 from jslices.optim.engine.constructors import combinator
-from jslices.optim.engine.protocol import (
-    GradientTransformation,
-    is_leaf,
-    paths_of,
-    shardings_of_update,
-)
+from jslices.optim.engine.protocol import GradientTransformation, is_leaf
 from jslices.optim.engine.step import Plan, read_rows
 from jslices.optim.engine.transformation import check_structure, checked_gradient
 
@@ -79,7 +75,7 @@ def from_optax(tx: Transformation) -> GradientTransformation:
     def update(
         grads: Gradients, state: State, params: Params = None, **extra_args: PyTree
     ) -> tuple[Gradients, State]:
-        run = on_any_mesh(shardings_of_update)(lifted.update)
+        run = on_any_mesh(protocol.shardings_of_update)(lifted.update)
         return run(grads, state, params, extra_args)
 
     return GradientTransformation(lifted.init, update, plan=lifted.plan)
@@ -109,7 +105,7 @@ class _Lifted:
         check_structure("from_optax", state, structure)
         leaves, tree = flatten(grads, is_leaf=is_leaf)
         arrays = tree.flatten_up_to(params)
-        checked = map(checked_gradient, paths_of(tree), leaves, arrays)
+        checked = map(checked_gradient, protocol.paths_of(tree), leaves, arrays)
         touched = [deduplicated(g) if is_slices(g) else g for g in checked]
         kind = (tree, *((g.shape, g.dtype, is_slices(g)) for g in touched if g is not None))
         if any(map(is_slices, touched)):

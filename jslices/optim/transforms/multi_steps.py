@@ -20,14 +20,10 @@ from jslices._rows import access
 from jslices._rows.sums import widened
 from jslices._slices import Facts, check_slices, is_slices, slices_of
 from jslices._typing import Gradients, Key, Leaf, Params, PyTree, State, Transformation
+from jslices.optim.engine import protocol
 from jslices.optim.engine.arguments import PositiveCount
 from jslices.optim.engine.constructors import combinator
-from jslices.optim.engine.protocol import (
-    GradientTransformation,
-    has_no_rows,
-    is_leaf,
-    paths_of,
-)
+from jslices.optim.engine.protocol import GradientTransformation, is_leaf
 from jslices.optim.engine.rule import next_count, zero_count
 from jslices.optim.engine.transformation import check_fields
 from jslices.optim.transforms.accumulate import merge_leaf
@@ -184,9 +180,9 @@ class _Buffers:
             )
         n, old, new = state.mini_step, structure.flatten_up_to(state.acc_grads), []
         for path, x, example, buffer in zip(
-            paths_of(structure), leaves, self.examples, old, strict=True
+            protocol.paths_of(structure), leaves, self.examples, old, strict=True
         ):
-            if has_no_rows(x) and example is not None:
+            if protocol.has_no_rows(x) and example is not None:
                 x = _nothing(example)
             if is_slices(x):
                 check_slices(x)

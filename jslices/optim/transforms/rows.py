@@ -67,9 +67,7 @@ def mask_rows(slices: Leaf, keep: Keep) -> Any:
       >>> js.mask_rows(grads, lambda indices: indices >= 5).indices  # new tokens only
       Array([7, 9, 7], dtype=int32)
 
-    Source: ours. The usual ways to train only the new tokens of a large vocabulary are to
-    copy the old rows back after every step, or to zero their gradient, which leaves weight
-    decay to move them.
+    Source: ours.
     """
     if not is_slices(slices) and not hasattr(slices, "ndim"):
         raise TypeError(
