@@ -15,6 +15,8 @@ Gradients: TypeAlias = Any
 State: TypeAlias = Any
 #: What is known of an array while tracing: it has a shape and a dtype.
 Aval: TypeAlias = Any
+#: Arrays, one after the other.
+Arrays: TypeAlias = tuple[jax.Array, ...]
 #: A key of ``jax.random``, typed or old.
 Key: TypeAlias = jax.Array
 #: A dimension: an int, or what ``jax.export`` leaves symbolic.

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jslices._typing import PyTree, Scalar, Schedule
+from jslices._typing import Arrays, PyTree, Scalar, Schedule
 from jslices.optim.engine import arguments, rule
 from jslices.optim.engine.constructors import optimizer
 from jslices.optim.engine.missed import Missed, MissedSteps, fading
@@ -90,7 +90,7 @@ def adadelta(
     if exact:
         rule.check_fading("adadelta", rho=rho)
 
-        def advance(missed: Missed, p: jax.Array, *means: jax.Array) -> tuple[Any, ...]:
+        def advance(missed: Missed, p: jax.Array, *means: jax.Array) -> Arrays:
             return jnp.zeros_like(p), *(fading(rho, missed) * mean for mean in means)
 
         missed = MissedSteps(advance, learning_rate)
@@ -99,7 +99,7 @@ def adadelta(
         def update(step: Step) -> Kernel:
             size = step.size(learning_rate)
 
-            def kernel(g: jax.Array, *rows: jax.Array) -> tuple[jax.Array, ...]:
+            def kernel(g: jax.Array, *rows: jax.Array) -> Arrays:
                 *p, e_g, e_x = rows
                 g = rule.with_decay(g, p[0], rate, step.count) if p else g
                 e_g = rule.decayed(e_g, g**2, rho)

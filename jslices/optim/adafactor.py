@@ -12,7 +12,7 @@ from jax.typing import DTypeLike
 
 from jslices._place.boundary import filled_like
 from jslices._slices import IndexedSlices
-from jslices._typing import Leaf, PyTree, Scalar, Schedule
+from jslices._typing import Arrays, PyTree, Scalar, Schedule
 from jslices.optim.engine import arguments, rule
 from jslices.optim.engine.constructors import optimizer
 from jslices.optim.engine.protocol import GradientTransformation
@@ -132,10 +132,6 @@ def adafactor(
         other=without_decay.rule(starts),
         mask=weight_decay_mask,
     )
-
-
-#: The update, then what is kept: moments, and the momentum if there is one.
-Arrays = tuple[Leaf, ...]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jslices._typing import PyTree, Scalar, Schedule
+from jslices._typing import Arrays, PyTree, Scalar, Schedule
 from jslices.optim.engine import arguments, rule
 from jslices.optim.engine.constructors import optimizer
 from jslices.optim.engine.missed import Missed, MissedSteps, fading
@@ -93,7 +93,7 @@ def lion(
         def update(step: Step) -> Kernel:
             size = step.size(learning_rate)
 
-            def kernel(g: jax.Array, p: jax.Array, mu: jax.Array) -> tuple[jax.Array, ...]:
+            def kernel(g: jax.Array, p: jax.Array, mu: jax.Array) -> Arrays:
                 direction = jnp.sign((1.0 - b1) * g + b1 * mu)
                 direction = rule.with_decay(direction, p, rate, step.count)
                 new_mu = rule.decayed(mu, g, b2).astype(mu.dtype)
@@ -108,7 +108,7 @@ def lion(
         rule.check_fading("lion", b1=b1, b2=b2)
         rule.check_decay("lion", learning_rate, rate)
 
-        def advance(missed: Missed, p: jax.Array, mu: jax.Array) -> tuple[jax.Array, ...]:
+        def advance(missed: Missed, p: jax.Array, mu: jax.Array) -> Arrays:
             if not exact:
                 return missed.decay * p, mu
             # p + sign / rate shrinks by the same factor in every missed step.

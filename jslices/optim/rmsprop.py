@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jslices._typing import Arrays
 from jslices.optim.engine import arguments, rule
 from jslices.optim.engine.constructors import optimizer
 from jslices.optim.engine.missed import Missed, MissedSteps, Series, fading
@@ -90,7 +91,7 @@ def rmsprop(
         size = step.size(learning_rate)
         correct = step.correction(decay) if bias_correction else lambda mean: mean
 
-        def kernel(g: jax.Array, *state: jax.Array) -> tuple[jax.Array, ...]:
+        def kernel(g: jax.Array, *state: jax.Array) -> Arrays:
             old = dict(zip(starts, state, strict=True))
             new = {"nu": rule.decayed(old["nu"], rule.squared(g), decay)}
             square = correct(new["nu"])
@@ -115,7 +116,7 @@ def rmsprop(
     if exact:
         rule.check_fading("rmsprop", decay=decay, momentum=momentum)
 
-        def advance(missed: Missed, p: jax.Array, *state: jax.Array) -> tuple[Any, ...]:
+        def advance(missed: Missed, p: jax.Array, *state: jax.Array) -> Arrays:
             old = dict(zip(starts, state, strict=True))
             new = {name: fading(decay, missed) * x for name, x in old.items()}
             move = jnp.zeros_like(p)

@@ -16,7 +16,7 @@ from jslices._jax import flatten, is_symbolic
 from jslices._place.boundary import on_any_mesh, placed_as, row_major_array
 from jslices._rows.access import room_for_distinct, rows_numbered, set_rows, where_rows
 from jslices._slices import IndexedSlices, deduplicated, is_slices
-from jslices._typing import Gradients, Leaf, Params, PyTree, State, Transformation
+from jslices._typing import Arrays, Gradients, Leaf, Params, PyTree, State, Transformation
 from jslices.optim.engine import protocol
 from jslices.optim.engine.constructors import combinator
 from jslices.optim.engine.protocol import GradientTransformation, is_leaf
@@ -368,7 +368,7 @@ def _difference(
     grads: Sequence[Leaf],
     tree: PyTreeDef,
     extra: dict[str, PyTree],
-    arrays: Sequence[tuple[jax.Array, ...]],
+    arrays: Sequence[Arrays],
     touched: jax.Array,
 ) -> jax.Array:
     """How far the updates of the two rows differ, relative to the largest."""
