@@ -29,7 +29,7 @@ _Call = Callable[[GradientTransformation, _Share, State], _Result]
 
 
 class MaskedNode(NamedTuple):
-    """Stands in a tree for a parameter that is left out: a node without children."""
+    """Replaces a left-out parameter in a tree: a node without children."""
 
 
 class MaskedState(NamedTuple):
@@ -189,8 +189,8 @@ class _ByLabel:
         if flatten(params, is_leaf=is_leaf)[0]:
             of = self._parts(params).of
         else:
-            # Of no parameters, or of the node that optax.tree.map_params has for all of
-            # them: whatever the labels are, it goes to every transformation.
+            # Without parameters, or for the node that optax.tree.map_params has in place of
+            # all of them, the tree goes to every transformation, whatever the labels are.
             of = lambda label, tree: tree  # noqa: E731
         return self.pack({k: tx.init(of(k, params)) for k, tx in self.transforms.items()})
 
