@@ -9,7 +9,7 @@ from jax import lax
 from jslices._typing import Arrays
 from jslices.optim.engine import arguments, rule
 from jslices.optim.engine.constructors import optimizer
-from jslices.optim.engine.missed import Missed, MissedSteps, Series, fading
+from jslices.optim.engine.missed import Missed, MissedSteps, Series, fading, momentum_series
 from jslices.optim.engine.protocol import GradientTransformation
 from jslices.optim.engine.rule import Kernel, Rule, Step
 from jslices.optim.engine.transformation import transformation
@@ -126,9 +126,8 @@ def rmsprop(
             return move, *(new[name] for name in starts)
 
         series: tuple[Series, ...] = ()
-        if momentum is not None:
-            carry = float(momentum)
-            ahead = carry if nesterov else 1.0
-            series = (Series(carry, lambda steps: ahead, times_learning_rate=False),)
+        if momentum is not None:  # the trace has its learning rates in it
+            trace = momentum_series(float(momentum), nesterov, corrected=False)
+            series = (trace._replace(times_learning_rate=False),)
         missed = MissedSteps(advance, learning_rate, series)
     return transformation(RmspropState, Rule(starts, update, missed=missed))

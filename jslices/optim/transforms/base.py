@@ -2,11 +2,14 @@
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import jax
 
+from jslices._jax import broadcast_prefix, flatten
 from jslices._typing import Gradients, Leaf, Params, PyTree, State, Transformation
 from jslices.optim.engine.protocol import GradientTransformation, has_no_rows, is_leaf
+from jslices.optim.transforms.norms import as_leaf
 
 
 def catching_up(
@@ -80,3 +83,44 @@ def each_leaf(f: Callable[[Leaf], Leaf]) -> GradientTransformation:
     """The stateless transformation that maps ``f`` over arrays and IndexedSlices."""
     over_present = lambda g: g if g is None else f(g)  # noqa: E731
     return stateless(functools.partial(jax.tree.map, over_present, is_leaf=is_leaf))
+
+
+# --- Prefix pytrees, which say something of some of the parameters ------------------------
+
+
+def map_with_prefix(
+    argument: str, prefix: PyTree, f: Callable[..., Leaf], tree: PyTree, *rest: PyTree
+) -> PyTree:
+    """``tree``, which mirrors the parameters, with ``f(leaf, its value in prefix, *rest)``.
+
+    Where the value is None the leaf stays; so do None and the nodes of ``partition``.
+    """
+    leaves, structure = flatten(tree, is_leaf=is_leaf_or_masked)
+    columns = [values_of_prefix(argument, prefix, tree)]
+    columns += map(structure.flatten_up_to, rest)
+    return structure.unflatten(
+        [
+            x
+            if value is None or x is None or _is_masked(x)
+            else f(as_leaf(x), value, *more)
+            for x, value, *more in zip(leaves, *columns, strict=True)
+        ]
+    )
+
+
+def values_of_prefix(argument: str, prefix: PyTree, tree: PyTree) -> list[Any]:
+    """The value of ``prefix`` for each leaf of ``tree``, None for nothing."""
+    text = (
+        f"{argument} must have the structure of the parameters or a prefix of it, with "
+        "None for what it does not concern"
+    )
+    return broadcast_prefix(prefix, tree, text, is_leaf_or_masked)
+
+
+def is_leaf_or_masked(x: Leaf) -> bool:
+    """True for a leaf of a tree of gradients, and for the empty nodes of ``partition``."""
+    return is_leaf(x) or _is_masked(x)
+
+
+def _is_masked(x: Leaf) -> bool:
+    return isinstance(x, tuple) and not x

@@ -1,7 +1,6 @@
 """Transformations one after the other."""
 
 import functools
-from collections.abc import Sequence
 
 import jax
 
@@ -60,6 +59,15 @@ def chain(*transformations: Transformation) -> GradientTransformation:
         check_links(state, len(links))
         return state[-1]
 
+    def in_turn(
+        grads: Gradients, states: State, params: Params, **extra_args: PyTree
+    ) -> tuple[Gradients, State]:
+        new = []
+        for tx, state in zip(before, states, strict=True):
+            grads, state = tx.update(grads, state, params, **extra_args)
+            new.append(state)
+        return grads, tuple(new)
+
     def run(
         name: str,
         grads: Gradients,
@@ -70,7 +78,7 @@ def chain(*transformations: Transformation) -> GradientTransformation:
     ) -> tuple[PyTree, State]:
         """``update`` of all links but the last, then ``update`` or ``apply`` of that."""
         check_links(state, len(links))
-        first = widening(functools.partial(_in_turn, before), key[0] if key else None)
+        first = widening(in_turn, key[0] if key else None)
         grads, new = first(grads, state[:-1], params, **extra_args)
         result, part = getattr(last, name)(grads, state[-1], params, *key, **extra_args)
         return result, (*new, part)
@@ -87,17 +95,3 @@ def chain(*transformations: Transformation) -> GradientTransformation:
     late = catching_up(last, part, lambda state, part: (*state[:-1], part))
     update, apply = (functools.partial(run, name) for name in ("update", "apply"))
     return GradientTransformation(init, update, apply=apply, plan=plan, **late)
-
-
-def _in_turn(
-    links: Sequence[GradientTransformation],
-    grads: Gradients,
-    states: Sequence[State],
-    params: Params,
-    **extra_args: PyTree,
-) -> tuple[Gradients, tuple[State, ...]]:
-    new = []
-    for tx, state in zip(links, states, strict=True):
-        grads, state = tx.update(grads, state, params, **extra_args)
-        new.append(state)
-    return grads, tuple(new)

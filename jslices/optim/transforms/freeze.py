@@ -1,6 +1,7 @@
 """Rows of tables that never move, whatever the optimizer and the gradient."""
 
 import functools
+import itertools
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
@@ -13,11 +14,11 @@ from jslices._arguments import check_array
 from jslices._jax import flatten
 from jslices._rows.access import per_row, rows_numbered, take_rows, where_rows
 from jslices._slices import IndexedSlices, is_slices
-from jslices._typing import Gradients, Key, Params, PyTree, State, Transformation
+from jslices._typing import Gradients, Key, Leaf, Params, PyTree, State, Transformation
 from jslices.optim.engine.catch_up import FROZEN, Clock
 from jslices.optim.engine.constructors import combinator
-from jslices.optim.transforms import prefix
-from jslices.optim.transforms.base import as_transformation
+from jslices.optim.engine.protocol import is_leaf
+from jslices.optim.transforms import base
 from jslices.optim.transforms.rows import only_rows
 
 #: Which rows never move: bools ``[V]``, or a function of row numbers.
@@ -79,9 +80,9 @@ def freeze_rows(tx: Transformation, frozen: PyTree) -> Any:
     """
     if not hasattr(tx, "update"):
         return _frozen_state(tx, frozen)
-    tx = as_transformation("freeze_rows", tx)
-    each = functools.partial(_each, frozen)
-    bits_of = functools.partial(prefix.values_of_prefix, ARGUMENT, frozen)
+    tx = base.as_transformation("freeze_rows", tx)
+    each = functools.partial(base.map_with_prefix, ARGUMENT, frozen)
+    bits_of = functools.partial(base.values_of_prefix, ARGUMENT, frozen)
 
     def marked(state: State) -> State:
         """The state, in which frozen rows have missed nothing and never will."""
@@ -91,22 +92,18 @@ def freeze_rows(tx: Transformation, frozen: PyTree) -> Any:
         each(lambda p, bits: _check(bits, jnp.shape(p)), params)
         return marked(tx.init(params))
 
-    def prepared(grads: Gradients, state: State) -> tuple[Gradients, State, list[Any]]:
-        """Gradients without frozen rows, the state, and what is frozen of arrays."""
-        leaves = flatten(grads, is_leaf=prefix.is_leaf_or_masked)[0]
-        rows = bits_of(grads)
-        of_arrays = [
-            None if prefix.is_leaf_or_masked(g) else x
-            for g, x in zip(leaves, rows, strict=True)
-        ]
-        if any(bits is not None for bits in of_arrays):
+    def prepared(grads: Gradients, state: State) -> tuple[Gradients, State]:
+        """Gradients without frozen rows, and the state."""
+        leaves = flatten(grads, is_leaf=base.is_leaf_or_masked)[0]
+        arrays = [not base.is_leaf_or_masked(g) for g in leaves]
+        if any(x is not None for x in itertools.compress(bits_of(grads), arrays)):
             state = marked(state)  # of arrays, rows that did not catch up would be refused
-        return each(_without_frozen, grads), state, of_arrays
+        return each(_without_frozen, grads), state
 
     def update(
         grads: Gradients, state: State, params: Params = None, **extra_args: PyTree
     ) -> tuple[Gradients, State]:
-        grads, state, _ = prepared(grads, state)
+        grads, state = prepared(grads, state)
         updates, state = tx.update(grads, state, params, **extra_args)
         # x + -0.0 is x for every x, and 0.0 for -0.0 + 0.0.
         return each(lambda u, bits: only_rows(u, _free(bits), -0.0), updates), state
@@ -118,27 +115,19 @@ def freeze_rows(tx: Transformation, frozen: PyTree) -> Any:
         key: Key | None = None,
         **extra_args: PyTree,
     ) -> tuple[Params, State]:
-        grads, state, of_arrays = prepared(grads, state)
+        grads, state = prepared(grads, state)
         new, state = tx.apply(grads, state, params, key, **extra_args)
-        leaves, structure = flatten(params, is_leaf=prefix.is_leaf_or_masked)
-        pairs = zip(of_arrays, leaves, structure.flatten_up_to(new), strict=True)
-        kept = [x if bits is None else _kept(x, True, bits, p) for bits, p, x in pairs]
-        return structure.unflatten(kept), state
+
+        def kept(now: jax.Array, bits: Frozen, grad: Leaf, param: jax.Array) -> jax.Array:
+            return now if is_leaf(grad) else _kept(now, bits, True, param)
+
+        return each(kept, new, grads, params), state
 
     def peek(params: Params, state: State, rows: PyTree) -> PyTree:
-        leaves, structure = flatten(params, is_leaf=prefix.is_leaf_or_masked)
-        now = structure.flatten_up_to(tx.peek(params, state, rows))
-        columns = structure.flatten_up_to(rows), bits_of(params)
-        pairs = zip(now, *columns, leaves, strict=True)
-        return structure.unflatten(
-            [
-                x if x is None or bits is None else _kept(x, i, bits, p)
-                for x, i, bits, p in pairs
-            ]
-        )
+        return each(_kept, tx.peek(params, state, rows), rows, params)
 
     def catch_up(params: Params, state: State, ids: PyTree) -> tuple[Params, State]:
-        leaves, structure = flatten(params, is_leaf=prefix.is_leaf_or_masked)
+        leaves, structure = flatten(params, is_leaf=base.is_leaf_or_masked)
         columns = structure.flatten_up_to(ids), bits_of(params)
         if any(x is True for x in columns[0]):
             state = marked(state)
@@ -166,7 +155,9 @@ def _frozen_state(state: State, frozen: PyTree) -> State:
         tables.append(last)
         return _marked(last, bits)
 
-    new = _with_clocks(state, lambda last: _each(frozen, mark, last))
+    new = _with_clocks(
+        state, lambda last: base.map_with_prefix(ARGUMENT, frozen, mark, last)
+    )
     if len(tables) < len(jax.tree.leaves(frozen)):
         raise TypeError(
             "freeze_rows wants an optimizer, or the state of an optimizer with "
@@ -175,11 +166,6 @@ def _frozen_state(state: State, frozen: PyTree) -> State:
             "which holds for any optimizer, and then tx.init(params)"
         )
     return new
-
-
-def _each(frozen: PyTree, f: Callable[[jax.Array, Frozen], PyTree], tree: PyTree) -> PyTree:
-    """``tree``, which mirrors the parameters, with ``f(leaf, frozen)`` for tables."""
-    return prefix.map_with_prefix(ARGUMENT, f, frozen, tree)
 
 
 def _check(bits: Frozen, shape: tuple[int | None, ...]) -> None:
@@ -232,7 +218,7 @@ def _marked(last: jax.Array, bits: Frozen) -> jax.Array:
 
 
 def _kept(
-    now: jax.Array, ids: IndexedSlices | ArrayLike | bool, bits: Frozen, param: jax.Array
+    now: jax.Array, bits: Frozen, ids: IndexedSlices | ArrayLike | bool, param: jax.Array
 ) -> jax.Array:
     """Rows ``now`` of a parameter, all of them or those of ``ids``; frozen ones stay."""
     axes = 1 if callable(bits) else max(1, min(jnp.ndim(bits), param.ndim))

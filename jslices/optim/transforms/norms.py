@@ -137,9 +137,9 @@ def as_leaf(x: Leaf, name: str = "a tree of gradients") -> Any:
     return slices_of(values, indices, x.dense_shape, x.facts)
 
 
-def one_leaf(x: Leaf, call: str, argument: str = "t") -> Any:
-    """An argument that is one array or one IndexedSlices, in JAX arrays."""
-    name = f"{call}({argument}=...)"
+def one_leaf(x: Leaf, call: str) -> Any:
+    """The argument ``t``, one array or one IndexedSlices, in JAX arrays."""
+    name = f"{call}(t=...)"
     if not is_slices(x):
         check_array(name, x, "an array or IndexedSlices")
     return as_leaf(x, name)
