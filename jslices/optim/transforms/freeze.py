@@ -221,14 +221,13 @@ def _kept(
     now: jax.Array, bits: Frozen, ids: IndexedSlices | ArrayLike | bool, param: jax.Array
 ) -> jax.Array:
     """Rows ``now`` of a parameter, all of them or those of ``ids``; frozen ones stay."""
+    if ids is True:
+        return only_rows(now, _free(bits), param)  # type: ignore[no-any-return]
     axes = 1 if callable(bits) else max(1, min(jnp.ndim(bits), param.ndim))
     num_rows = rows_numbered(param.shape, axes)
-    if ids is True:
-        rows, old = jnp.arange(num_rows).reshape(param.shape[:axes]), param
-    else:
-        rows = ids.indices if isinstance(ids, IndexedSlices) else jnp.asarray(ids)
-        rows = jnp.clip(rows.reshape(-1), 0, max(num_rows - 1, 0))
-        old = take_rows(param, rows, mode="clip", row_axes=axes)
+    rows = ids.indices if isinstance(ids, IndexedSlices) else jnp.asarray(ids)
+    rows = jnp.clip(rows.reshape(-1), 0, max(num_rows - 1, 0))
+    old = take_rows(param, rows, mode="clip", row_axes=axes)
     return where_rows(_frozen(bits, rows), old, now)
 
 

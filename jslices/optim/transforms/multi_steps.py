@@ -6,7 +6,7 @@ gradients side by side, ``[k, K, *D]``. Nothing has the size of a table.
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -28,8 +28,6 @@ from jslices.optim.engine.rule import next_count, zero_count
 from jslices.optim.engine.transformation import check_fields
 from jslices.optim.transforms.accumulate import merge_leaf
 from jslices.optim.transforms.base import as_transformation, catching_up
-
-R = TypeVar("R")
 
 
 class MultiStepsState(NamedTuple):
@@ -201,12 +199,11 @@ class _Buffers:
 
 
 def _cond(
-    due: jax.Array, step: Callable[..., R], wait: Callable[..., R], *args: PyTree
-) -> R:
+    due: jax.Array, step: Callable[..., Any], wait: Callable[..., Any], *args: PyTree
+) -> Any:
     """``lax.cond``; without a trace one branch is run as it is, and raises what it does."""
     if isinstance(due, jax.core.Tracer):
-        result: R = row_major_tables(lax.cond(due, step, wait, *args))
-        return result
+        return row_major_tables(lax.cond(due, step, wait, *args))
     return step(*args) if due else wait(*args)
 
 
