@@ -200,11 +200,6 @@ def _free(bits: Frozen) -> Frozen:
     return (lambda rows: ~bits(rows)) if callable(bits) else ~jnp.asarray(bits)
 
 
-def _frozen(bits: Frozen, rows: jax.Array) -> jax.Array:
-    """bool, of the shape of ``rows``, numbers in ``[0, V)``: whether they are frozen."""
-    return bits(rows) if callable(bits) else jnp.asarray(bits).reshape(-1)[rows]
-
-
 def _marked(last: jax.Array, bits: Frozen) -> jax.Array:
     if not callable(bits):
         return jnp.where(per_row(jnp.asarray(bits), last), FROZEN, last)
@@ -222,13 +217,14 @@ def _kept(
 ) -> jax.Array:
     """Rows ``now`` of a parameter, all of them or those of ``ids``; frozen ones stay."""
     if ids is True:
-        return only_rows(now, _free(bits), param)  # type: ignore[no-any-return]
-    axes = 1 if callable(bits) else max(1, min(jnp.ndim(bits), param.ndim))
-    num_rows = rows_numbered(param.shape, axes)
-    rows = ids.indices if isinstance(ids, IndexedSlices) else jnp.asarray(ids)
-    rows = jnp.clip(rows.reshape(-1), 0, max(num_rows - 1, 0))
-    old = take_rows(param, rows, mode="clip", row_axes=axes)
-    return where_rows(_frozen(bits, rows), old, now)
+        rows = bits(jnp.arange(param.shape[0])) if callable(bits) else jnp.asarray(bits)
+        return where_rows(rows, param, now)
+    left, axes = _left_out(ids, bits, param.shape), 1
+    if isinstance(ids, IndexedSlices):
+        left, axes, ids = left.indices, ids.row_axes, ids.indices
+    old = take_rows(param, jnp.asarray(ids).reshape(-1), mode="clip", row_axes=axes)
+    stay = (left < 0) | (left >= rows_numbered(param.shape, axes))
+    return where_rows(stay, old, now)
 
 
 def _left_out(ids: IndexedSlices | ArrayLike, bits: Frozen, shape: tuple[int, ...]) -> Any:
@@ -239,7 +235,8 @@ def _left_out(ids: IndexedSlices | ArrayLike, bits: Frozen, shape: tuple[int, ..
         return ids  # which catch_up refuses
     num_rows, ids = shape[0], jnp.asarray(ids).reshape(-1)
     near = jnp.clip(ids, 0, max(num_rows - 1, 0))
-    return jnp.where(_frozen(bits, near), num_rows, ids)
+    stay = bits(near) if callable(bits) else jnp.asarray(bits).reshape(-1)[near]
+    return jnp.where(stay, num_rows, ids)
 
 
 def _with_clocks(state: State, mark: Callable[[PyTree], PyTree]) -> State:

@@ -78,7 +78,7 @@ def mask_rows(slices: Leaf, keep: Keep) -> Any:
     return only_rows(as_leaf(slices), keep, 0.0)
 
 
-def only_rows(slices: Leaf, keep: Keep, rest: ArrayLike) -> Any:
+def only_rows(slices: Leaf, keep: Keep, rest: float) -> Any:
     """:func:`mask_rows`, with ``rest`` for the values of the other rows."""
     if not isinstance(slices, IndexedSlices):
         array = slices
@@ -87,7 +87,7 @@ def only_rows(slices: Leaf, keep: Keep, rest: ArrayLike) -> Any:
         axes = 1 if callable(keep) else max(1, min(jnp.ndim(keep), array.ndim))
         rows = jnp.arange(math.prod(array.shape[:axes])).reshape(array.shape[:axes])
         allowed = _allowed(keep, rows, array.shape[:axes])
-        return access.where_rows(allowed, array, jnp.asarray(rest, array.dtype))
+        return access.where_rows(allowed, array, jnp.array(rest, array.dtype))
     check_slices(slices)
     num_rows, shape = slices.num_rows, slices.dense_shape
     indices = access.canonical_indices(slices.indices, num_rows)
@@ -95,7 +95,7 @@ def only_rows(slices: Leaf, keep: Keep, rest: ArrayLike) -> Any:
     sizes = None if shape is None else shape[: slices.row_axes]
     allowed = _allowed(keep, indices, sizes) & (indices != empty)
     # Of the type that came: entries stay where they are.
-    values = access.where_rows(allowed, slices.values, jnp.asarray(rest, slices.dtype))
+    values = access.where_rows(allowed, slices.values, jnp.array(rest, slices.dtype))
     indices = jnp.where(allowed, indices, jnp.array(empty, indices.dtype))
     return jax.tree.unflatten(jax.tree.structure(slices), (values, indices))
 
