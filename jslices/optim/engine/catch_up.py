@@ -260,7 +260,7 @@ def peeked(kernel: Kernel, behind: Behind, arrays: Sequence[ArrayLike]) -> jax.A
         return None
     old = [jnp.asarray(x) for x in arrays]
     if behind is True:
-        return _moved(kernel, old)[0]
+        return _caught_up(kernel, old)[0]
     axes = behind.row_axes
     num_rows = rows_numbered(old[0].shape, axes)
     numbers = None
@@ -268,7 +268,7 @@ def peeked(kernel: Kernel, behind: Behind, arrays: Sequence[ArrayLike]) -> jax.A
         indices, numbers = number_by_runs(behind.indices, num_rows)
     else:
         indices = canonical_indices(behind.indices, num_rows)
-    rows = _moved(kernel, [read_rows(x, indices, axes) for x in old])[0]
+    rows = _caught_up(kernel, read_rows(old, indices, axes))[0]
     # Kept, or XLA computes them again where they are read, from state written since.
     rows = lax.optimization_barrier(rows)
     if numbers is None:
@@ -304,7 +304,7 @@ def missed_steps(rule: Rule, count: jax.Array, run: jax.Array) -> Partial:
     return Partial(kernel, (count, run, tables, now))
 
 
-def _moved(kernel: Kernel, arrays: Sequence[jax.Array]) -> list[jax.Array]:
+def _caught_up(kernel: Kernel, arrays: Sequence[jax.Array]) -> list[jax.Array]:
     """A parameter and what is kept with it, or rows of them, after their missed steps."""
     p = arrays[0]
     move, *new = kernel(jnp.zeros((*p.shape[:1], 0)), *arrays)
@@ -347,7 +347,7 @@ def _every_row(kernel: Kernel, arrays: list[jax.Array]) -> list[jax.Array]:
     mesh = mesh_of(jax.typeof(p))
     on_mesh = mesh is not None and mesh.size > 1
     if p.ndim == 0 or p.size <= CHUNK_ELEMENTS or on_mesh:
-        return _moved(kernel, arrays)
+        return _caught_up(kernel, arrays)
     height = rows_numbered(p.shape, axes)
     chunk = max(1, CHUNK_ELEMENTS * height // p.size)
     plan = Plan("in chunks", height, height, sums=False, chunk=chunk, why="all catch up")

@@ -32,7 +32,6 @@ from jslices._slices import (
     IndexedSlices,
     check_slices,
     each_shard,
-    is_slices,
     one_program,
 )
 from jslices._typing import Gradients, Key, Leaf, Params, PyTree, State
@@ -245,7 +244,7 @@ def refuse_nothing(call: str, grads: Gradients, params: PyTree) -> None:
 
 def refuse_alone(call: str, grads: Gradients, params: PyTree) -> None:
     """Refuse slices where parameters are a tree."""
-    if is_slices(grads) and isinstance(params, dict | list | tuple):
+    if isinstance(grads, IndexedSlices) and isinstance(params, dict | list | tuple):
         raise TypeError(
             f"{call} got {grads} alone, where parameters are a {type(params).__name__}; "
             "pass the whole tree that js.grad or js.value_and_grad returned, or the one "
@@ -413,7 +412,7 @@ def paths_of(tree: PyTreeDef) -> list[str]:
 
 def is_leaf(x: Leaf) -> bool:
     """True for what stands in a tree of gradients where the parameters have an array."""
-    return x is None or is_slices(x)
+    return x is None or isinstance(x, IndexedSlices)
 
 
 def has_no_rows(x: Leaf) -> bool:
@@ -464,7 +463,7 @@ def is_float0(x: Leaf) -> bool:
 
 def refuse_slices(path: str, param: Leaf) -> None:
     """Refuse parameters that are gradients."""
-    if is_slices(param):
+    if isinstance(param, IndexedSlices):
         raise TypeError(
             f"the parameter{path} is {param}, as gradients are; the order is "
             "tx.apply(grads, state, params), tx.update(grads, state, params) and "
@@ -485,7 +484,7 @@ def check_width(name: str, x: Leaf) -> None:
 
 def check_kinds(name: str, update: Leaf, param: jax.Array) -> None:
     """Reject non-arrays, and updates that the parameter's dtype would truncate."""
-    if not is_slices(update):
+    if not isinstance(update, IndexedSlices):
         check_array(f"apply_updates: an update{name}", update, "an array or IndexedSlices")
     refuse_slices(name, param)
     check_array(f"apply_updates: a parameter{name}", param)
@@ -503,7 +502,9 @@ def shardings_of_update(grads: Gradients, state: State, *rest: Any) -> tuple[Any
     """How the results of ``update`` are split over devices, where types tell."""
     del rest
     updates = jax.tree.map(
-        lambda g: shardings_of(g.values if is_slices(g) else g), grads, is_leaf=is_leaf
+        lambda g: shardings_of(g.values if isinstance(g, IndexedSlices) else g),
+        grads,
+        is_leaf=is_leaf,
     )
     return updates, shardings_of(state)
 

@@ -358,7 +358,7 @@ def _together(
     row_axes = 1 if sizes is None else len(sizes)
     num_rows = None if sizes is None else math.prod(sizes)
     empty = empty_index(num_rows, indices.dtype)
-    read = (read_rows(x, indices, row_axes) for x in arrays)
+    read = read_rows(arrays, indices, row_axes)
     update, *new_rows = kernel(derivable(indices < empty, values), *read)
     new = (
         set_rows(x, indices, rows.astype(x.dtype))
@@ -398,12 +398,15 @@ def derivable(named: jax.Array, rows: jax.Array) -> jax.Array:
     return result
 
 
-def read_rows(x: jax.Array, indices: jax.Array, row_axes: int = 1) -> jax.Array:
-    """The rows ``[U, ...]`` of ``x`` ``[V, ...]``, for a kernel: see :func:`derivable`.
+def read_rows(
+    arrays: Sequence[jax.Array], indices: jax.Array, row_axes: int = 1
+) -> list[jax.Array]:
+    """The rows ``[U, ...]`` of arrays ``[V, ...]``, for a kernel: see :func:`derivable`.
 
     Empty entries read the last row.
     """
-    return _read_rows(x, indices, row_axes, platform_at_hand())
+    platform = platform_at_hand()
+    return [_read_rows(x, indices, row_axes, platform) for x in arrays]
 
 
 # Traced once for all arrays of one shape and a platform: see :func:`take_rows`.

@@ -173,7 +173,7 @@ class _RuleOnTrees:
             shapes = functools.partial(self.state_shapes, rule)
             mine = arrays[: len(self.names)]
             grad = checked_gradient(path, grad, param, mine, shapes)
-            kernel = kernel_of(rule, is_slices(grad), *kind)
+            kernel = kernel_of(rule, isinstance(grad, IndexedSlices), *kind)
             results.append(_step_leaf(adds, path, rule, kernel, grad, param, arrays))
         new = self._with_arrays(new, tree, [arrays for _, arrays in results])
         stepped = tree.unflatten([x for x, _ in results])
@@ -427,9 +427,13 @@ def _step_leaf(
         return None, _step_leaf(False, path, rule, kernel, grad, param, arrays)[1]
     if adds:
         check_kinds(path, grad, param)
-    if is_slices(grad) and rule.sums_first is not None and rule.sums_first(param):
+    if (
+        isinstance(grad, IndexedSlices)
+        and rule.sums_first is not None
+        and rule.sums_first(param)
+    ):
         grad = grad.coalesce()
-    if not is_slices(grad) or rule.update_slices is not None:
+    if not isinstance(grad, IndexedSlices) or rule.update_slices is not None:
         update, *new = kernel(grad, param, *arrays)
         return add_update(path, update, param) if adds else update, tuple(new)
     if param is None:

@@ -174,7 +174,7 @@ class _Rows:
         def rows(g: Leaf, x: PyTree) -> PyTree:
             if not is_slices(g) or _is_empty(x):
                 return x
-            return read_rows(x, g.indices, g.row_axes)
+            return read_rows([x], g.indices, g.row_axes)[0]
 
         return self._map(rows, subtree)
 
