@@ -89,10 +89,7 @@ def locate(
 ) -> tuple[Located, jax.Array]:
     """Tell every device which of its rows are requested; and the gradient's indices.
 
-    Args:
-      plan: the exchange.
-      read: ``[n]``, the rows to read; none is read out of range.
-      record: ``[n]``, the indices of the gradient; out of range means none.
+    Of the arguments of :func:`rows_from_elsewhere`; what is out of range is not read.
     """
     placement, height = plan.placement, plan.num_rows
     total = plan.devices * plan.ids

@@ -112,7 +112,7 @@ class Records:
 
     def apply(self, part: Part) -> None:
         """Write some rows, and the values that all rows share; the same if done again."""
-        # As opaque records, which NumPy copies a tenth faster.
+        # As opaque records, which NumPy copies 1 to 6 times as fast.
         record = np.dtype((np.void, part.words.shape[1] * part.words.itemsize))
         words = np.ascontiguousarray(part.words)
         self.array.view(record)[part.rows, 0] = words.view(record)[:, 0]
@@ -127,11 +127,8 @@ class Records:
         """Write records of rows that follow one another."""
         self.array[start : start + len(words)] = words
 
-    def flush(self) -> None:
-        """Wait until everything is on the disk, if there is a file."""
-
     def close(self) -> None:
-        """Let others open the file."""
+        """Let others open the file, if there is one."""
 
 
 def copy_records(source: Records, target: Records, rows: int) -> None:
@@ -258,6 +255,7 @@ class FileRecords(Records):
         self._file.write_at(offset, words)
 
     def flush(self) -> None:
+        """Wait until everything is on the disk."""
         self._map.flush()
         os.fsync(self._file.fileno())
 

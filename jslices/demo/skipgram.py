@@ -50,15 +50,11 @@ class Corpus(NamedTuple):
 
 
 def read_corpus(path: Path | None, num_words: int | None) -> Corpus:
-    """Reads a text and keeps its ``num_words`` most frequent words (all if None).
+    """Reads a file or a folder, and keeps its ``num_words`` most frequent words.
 
-    Args:
-      path: a file or a folder; None means the standard library of this Python.
-      num_words: V, or None.
-
-    Raises:
-      FileNotFoundError: if there is no such path.
-      ValueError: if the text has no words, or fewer than ``num_words``.
+    Without a path it reads the standard library of this Python, and without a number it
+    keeps all words. Raises FileNotFoundError without such a path, and ValueError without
+    so many words.
     """
     files = _library_files() if path is None else _files(path)
     words: list[str] = []
