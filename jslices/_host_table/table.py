@@ -18,17 +18,11 @@ from jax.typing import ArrayLike, DTypeLike
 from jslices import FailedPreconditionError, InvalidArgumentError
 from jslices._host_table import arguments
 from jslices._host_table import records as storage
+from jslices._host_table import rows as on_device
 from jslices._host_table.journal import Journal, Journaled, one_at_a_time
 from jslices._host_table.layout import layout_of
 from jslices._host_table.opening import open_file
-from jslices._host_table.rows import (
-    Fetched,
-    HostRows,
-    Stored,
-    caught_up,
-    initial_records,
-    with_pending,
-)
+from jslices._host_table.rows import Fetched, HostRows, Stored
 from jslices.checkpoint import files
 from jslices.extend import PyTree, as_transformation
 
@@ -152,7 +146,9 @@ class HostTable(Journaled):
         tx = as_transformation("HostTable", tx)
         arguments.check_stored(stored, self.dtype)
         self._layout = layout_of((rows, *self._row), self.dtype, tx, stored)
-        _, shared = initial_records(self._layout, jnp.zeros((1, *self._row), self.dtype))
+        _, shared = on_device.initial_records(
+            self._layout, jnp.zeros((1, *self._row), self.dtype)
+        )
         #: The values that all rows share at the beginning, the number of steps first.
         self._shared = [np.zeros((), np.int64), *map(np.asarray, shared)]
         self._path = None if path is None else arguments.real(path)
@@ -214,7 +210,7 @@ class HostTable(Journaled):
         rows = jax.device_put(self._rows_of(words, numbers, ticket), self._device)
         for step in self._journal.pending:
             if step.records is self._records:
-                rows = with_pending(rows, numbers, step.fetched.rows, step.words)
+                rows = on_device.with_pending(rows, numbers, step.fetched.rows, step.words)
         self._fetched = Fetched(ticket, numbers, new)
         places[places < 0] = room
         parts = np.split(places, np.cumsum([x.size for x in arrays])[:-1])
@@ -286,13 +282,13 @@ class HostTable(Journaled):
                 f"HostTable(init=...) got row numbers {list(padded.shape)} and returned "
                 f"{list(start.shape)}; wanted {[len(padded), *self._row]}"
             )
-        return np.asarray(initial_records(self._layout, start)[0])[: len(numbers)]
+        return np.asarray(on_device.initial_records(self._layout, start)[0])[: len(numbers)]
 
     @functools.cached_property
     def _constant_record(self) -> np.ndarray:
         number: Any = self._init
         start = jnp.full((1, *self._row), number, self.dtype)
-        return np.asarray(initial_records(self._layout, start)[0])
+        return np.asarray(on_device.initial_records(self._layout, start)[0])
 
     # --- the whole table --------------------------------------------------------------
 
@@ -316,7 +312,7 @@ class HostTable(Journaled):
         words = np.zeros((room, self._layout.words), self._layout.word)
         self._read_into(words[: len(numbers)], numbers)
         rows_now = self._rows_of(words, numbers)
-        table = np.asarray(caught_up(rows_now, 0)[0])[: len(numbers)]
+        table = np.asarray(on_device.caught_up(rows_now, 0)[0])[: len(numbers)]
         rows = np.full((len(places), *self._row), np.nan, self.dtype)
         rows[places >= 0] = table[places[places >= 0]]
         return rows.reshape(*ids.shape, *self._row)
@@ -340,7 +336,7 @@ class HostTable(Journaled):
                 padded = np.zeros((self._part_rows, words.shape[1]), words.dtype)
                 padded[: len(words)] = words
                 rows = self._rows_of(padded, np.arange(part.start, part.stop))
-                _, rows = caught_up(rows, np.int32(records.shared[0] % 2**31))
+                _, rows = on_device.caught_up(rows, np.int32(records.shared[0] % 2**31))
                 new = np.asarray(rows.words)[written]
                 numbers = written + part.start
                 number = int(records.done) + 1

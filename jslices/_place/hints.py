@@ -129,9 +129,7 @@ def keep_memory_if_set() -> None:
 def hint_large_step(num_bytes: int) -> None:
     """Says, once in a process, what a large step on a CPU loses without kept memory.
 
-    Args:
-      num_bytes: of the values of the gradient, ``K * D * itemsize``; from ``HINT_BYTES`` on
-        a step is large.
+    ``num_bytes`` are those of the values of its gradient, ``HINT_BYTES`` or more.
     """
     if _MEMORY in _hinted or platform_at_hand() != "cpu":
         return

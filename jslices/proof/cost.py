@@ -73,8 +73,7 @@ def cost_of(compiled: Any) -> Cost:
     """The cost of what ``jax.jit(f).lower(...).compile()`` returns."""
     module = Module(compiled.as_text())
     memory = compiled.memory_analysis()
-    analysis = compiled.cost_analysis()  # a list with one element, before some release
-    figures = (analysis[0] if isinstance(analysis, list) else analysis) or {}
+    figures = compiled.cost_analysis() or {}
     return Cost(
         memory.argument_size_in_bytes,
         memory.temp_size_in_bytes,
