@@ -97,19 +97,16 @@ class Journal:
     """Writes to some tables: each write is in all of them, or in none.
 
     When the last table is gone that has it, what was stored is written.
-
-    Attributes:
-      members: the records of the tables.
-      lock: for one call at a time.
-      pending: a write that was stored but not started: rows of each table.
-      closed: whether others may open the files, or the tables have another journal.
     """
 
-    closed = True  # until it is made: an interrupt may come before
+    #: Whether others may open the files, or the tables have another journal. True until it
+    #: is made: an interrupt may come before.
+    closed = True
 
     def __init__(self, members: Sequence[storage.Records]) -> None:
-        self.members = list(members)
-        self.lock = threading.RLock()
+        self.members = list(members)  #: the records of the tables.
+        self.lock = threading.RLock()  #: for one call at a time.
+        #: A write that was stored but not started: rows of each table.
         self.pending: Sequence[Stored] = ()
         self._started: Callable[[], None] | None = None
         self._file: storage.File | None = None

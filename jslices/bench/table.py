@@ -10,17 +10,11 @@ NONE = "-"
 
 
 class Line(NamedTuple):
-    """A line of a comparison.
+    """A line of a comparison."""
 
-    Attributes:
-      name: of the figure.
-      form: its format; bytes without one.
-      compared: whether the last value is given as a multiple of the first.
-    """
-
-    name: str
-    form: str | None = None
-    compared: bool = True
+    name: str  #: of the figure.
+    form: str | None = None  #: its format; bytes without one.
+    compared: bool = True  #: whether the last value is given as a multiple of the first.
 
 
 def comparison(

@@ -36,17 +36,11 @@ SKIPPED = frozenset({"__pycache__", "site-packages", "dist-packages", "test", "t
 
 
 class Corpus(NamedTuple):
-    """A text as numbers of words.
+    """A text as numbers of words."""
 
-    Attributes:
-      words: the V distinct words, most frequent first.
-      counts: ``[V]`` int64, how often each occurs.
-      tokens: ``[N]`` int32, the text as numbers of words; other words are left out.
-    """
-
-    words: list[str]
-    counts: np.ndarray
-    tokens: np.ndarray
+    words: list[str]  #: the V distinct ones, most frequent first.
+    counts: np.ndarray  #: ``[V]`` int64, how often each occurs.
+    tokens: np.ndarray  #: ``[N]`` int32, numbers of words; other words are left out.
 
 
 def read_corpus(path: Path | None, num_words: int | None) -> Corpus:
@@ -107,15 +101,10 @@ def _text(file: Path) -> str:
 
 
 class Data(NamedTuple):
-    """What batches are drawn from, in device memory.
+    """What batches are drawn from, in device memory."""
 
-    Attributes:
-      tokens: ``[N]`` int32, the text, frequent words thinned out.
-      noise: ``[NOISE_DRAWS]`` int32, words as often as they are drawn as negatives.
-    """
-
-    tokens: jax.Array
-    noise: jax.Array
+    tokens: jax.Array  #: ``[N]`` int32, the text, frequent words thinned out.
+    noise: jax.Array  #: ``[NOISE_DRAWS]`` int32, words as often as they are negatives.
 
 
 def make_data(corpus: Corpus, seed: int) -> Data:
@@ -166,10 +155,8 @@ def draw(data: Data, key: jax.Array, batch: int) -> tuple[jax.Array, jax.Array]:
 def loss(params: Params, spans: jax.Array, noise: jax.Array) -> jax.Array:
     """How badly neighbours are told from the noise: the mean over pairs.
 
-    Args:
-      params: as ``init_params`` makes them.
-      spans: ``[S, L + 2 * WINDOW]`` words as they follow one another: L windows each.
-      noise: ``[N]``, the negatives of all pairs.
+    ``spans`` ``[S, L + 2 * WINDOW]`` are words as they follow one another, L windows in
+    each, and ``noise`` ``[N]`` the negatives of all pairs.
     """
     length = spans.shape[1] - 2 * WINDOW
     near = params["near"][spans[:, WINDOW : WINDOW + length]]

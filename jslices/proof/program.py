@@ -40,18 +40,14 @@ class Array(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """How an array lies in memory.
+    """How an array lies in memory."""
 
-    Attributes:
-      order: its axes, the one along which neighbours lie first: ``(1, 0)`` is row by row.
-      tile: on TPUs, of what the sides are made multiples by padding; the last is for the
-        first axis of ``order``.
-      space: which memory; 0 is the large one, and on TPUs 1 a fast one on the chip.
-    """
-
+    #: Its axes, the one along which neighbours lie first: ``(1, 0)`` is row by row.
     order: tuple[int, ...]
+    #: On TPUs, of what the sides are made multiples by padding; the last is for the first
+    #: axis of ``order``.
     tile: tuple[int, ...]
-    space: int
+    space: int  #: which memory; 0 is the large one, and on TPUs 1 a fast one on the chip.
 
     def __str__(self) -> str:
         return f"{{{','.join(map(str, self.order))}}}"
@@ -203,22 +199,16 @@ Value = tuple[Instruction, int]
 
 
 class Module:
-    """A compiled program, and where each of its values lies.
-
-    Attributes:
-      computations: all of them, by name.
-      entry: the name of the one that is run.
-      aliases: for each output in the memory of a parameter, that parameter, as declared by
-        jit.
-      devices: how many run it together.
-    """
+    """A compiled program, and where each of its values lies."""
 
     def __init__(self, text: str) -> None:
         head = text.split("\n", 1)[0]
         pairs = re.findall(r"\{(\d*)\}: \((\d+), \{\}", head)
+        #: For each output in the memory of a parameter, that parameter, as jit declares it.
         self.aliases = {int(out or 0): int(parameter) for out, parameter in pairs}
         counts = re.findall(r"(?:num_partitions|replica_count)=(\d+)", head)
-        self.devices = math.prod(map(int, counts))
+        self.devices = math.prod(map(int, counts))  #: how many run it together.
+        #: All computations by name, and the name of the one that is run.
         self.computations, self.entry = read(text)
         names = "FileNames", "FunctionNames", "FileLocations", "StackFrames"
         self._source_tables = [_source_table(text, name) for name in names]
