@@ -223,7 +223,8 @@ class Journal:
             self._unflushed = True
         folder = os.path.dirname(file.path)
         index = json.dumps([_described(part, folder) for part in parts]).encode()
-        start = b"".join([index, b"\n", *(_start_of(part) for part in parts)])
+        values = (x.tobytes() for part in parts for x in (part.rows, *part.shared))
+        start = b"".join([index, b"\n", *values])
         file.write_at(storage.PAGE, start)
         offset, checksum = storage.PAGE + len(start), zlib.crc32(start)
         for part in parts:
@@ -457,11 +458,6 @@ def _described(part: storage.Part, folder: str) -> tuple[str | int, ...]:
         form.rows,
         sum(x.nbytes for x in part.shared),
     )
-
-
-def _start_of(part: storage.Part) -> bytes:
-    """Rows, and the values that all rows share."""
-    return b"".join(x.tobytes() for x in (part.rows, *part.shared))
 
 
 def _checksum(words: np.ndarray, before: int) -> int:

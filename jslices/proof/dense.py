@@ -207,18 +207,12 @@ def _walk(
             if number is None:
                 # A result of the same shape is the table cast, scaled or updated; rows
                 # that several axes number are numbered by one to be read.
-                number = next(
-                    (
-                        n
-                        for v, n in zip(eqn.invars, sources, strict=True)
-                        if n is not None and _is_same(eqn, v, out)
-                    ),
-                    None,
+                reshapes = eqn.primitive.name == "reshape"
+                same = (
+                    n
+                    for v, n in zip(eqn.invars, sources, strict=True)
+                    if n is not None and (reshapes or v.aval.shape == out.aval.shape)
                 )
+                number = next(same, None)
             of[id(out)] = number
     return [of.get(id(v)) for v in jaxpr.outvars]
-
-
-def _is_same(eqn: Any, operand: Any, result: Any) -> bool:
-    same_shape = bool(operand.aval.shape == result.aval.shape)
-    return same_shape or eqn.primitive.name == "reshape"
