@@ -23,7 +23,7 @@ from jslices._rows.sums import add_rows, number_rows, widened
 
 
 class Located(NamedTuple):
-    """Where the rows of some ids are, and which device requests them.
+    """Where the rows of some ids are, and which device requests which rows.
 
     Every array but the last has a part on each device; k, N and C are those of the
     :class:`ExchangePlan`.
@@ -34,14 +34,14 @@ class Located(NamedTuple):
     places: jax.Array
     has_grad: jax.Array  #: ``[k]`` bool, which ids get a gradient.
     #: ``[*devices, entries]``, rows, ``-1 - row`` where no gradient will come back, and
-    #: ``-1 - V`` for none: ``[N * C]`` rows of this device, or all ``[N * k]``, whoever has
-    #: them.
+    #: ``-1 - V`` for none: ``[N * C]`` rows of this device, or all ``[N * k]``, on
+    #: whichever device.
     requested: jax.Array
-    overflowed: jax.Array  #: bool, whether some pair of devices had too many ids.
+    overflowed: jax.Array  #: bool, whether some pair of devices had more ids than room.
 
 
 def _split(placement: Placement) -> Any:
-    """How what was located is split over devices."""
+    """How the located rows are split over devices."""
     batch, devices = placement.by_batch, jax.P(*placement.batch)
     specs: list[Any] = [batch, batch, devices, jax.P()]
     return Located(*specs)
@@ -108,7 +108,7 @@ def exchanged_rows(
     In the exchange rows are numbered device by device: :meth:`Placement.by_device`.
 
     The gradient goes to the cotangent slot: its entries are on the devices that hold
-    their rows. What did not fit reads NaN.
+    their rows. Ids that did not fit read NaN.
     """
     del slot
     placement, room = plan.placement, plan.placement.shards * plan.capacity
@@ -212,7 +212,7 @@ def _read(
 
 
 def _swapped_rows(plan: ExchangePlan, rows: jax.Array, places: jax.Array) -> jax.Array:
-    """The rows ``[k, *D]`` that this device looks up; those it read went to the others."""
+    """The rows ``[k, *D]`` that this device looks up, sent by the others."""
     return take_rows(_swapped(plan.placement, _own_rows(plan, rows)), places)
 
 

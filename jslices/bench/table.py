@@ -14,13 +14,13 @@ class Line(NamedTuple):
 
     name: str  #: of the figure.
     form: str | None = None  #: its format; bytes without one.
-    compared: bool = True  #: whether the last value is given as a multiple of the first.
+    compared: bool = True  #: whether the last value is a multiple of the first.
 
 
 def comparison(
     lines: Sequence[Line], sides: Mapping[str, Sequence[float | None] | None]
 ) -> str:
-    """A table of what row gradients, in the first column, and dense ones cost.
+    """A table of the costs of row gradients, in the first column, and dense ones.
 
     Each side has a figure for each line, None where there is none, or is None as a whole.
     """
