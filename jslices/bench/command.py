@@ -181,7 +181,7 @@ LINES = [
 
 
 def figures(
-    sizes: Sizes, side: Side | KeptSide, bandwidth: float, dense: bool = False
+    sizes: Sizes, side: Side, bandwidth: float, dense: bool = False
 ) -> list[float | None]:
     """The times and the bytes of one side."""
     median, facts = side.median, side.facts

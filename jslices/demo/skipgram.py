@@ -155,8 +155,8 @@ def draw(data: Data, key: jax.Array, batch: int) -> tuple[jax.Array, jax.Array]:
 def loss(params: Params, spans: jax.Array, noise: jax.Array) -> jax.Array:
     """The loss of telling neighbours from the noise: the mean over pairs.
 
-    ``spans`` ``[S, L + 2 * WINDOW]`` are consecutive words, L windows in each, and ``noise``
-    ``[N]`` the negatives of all pairs.
+    ``spans`` ``[S, L + 2 * WINDOW]`` are consecutive words, L windows in each; ``noise``
+    ``[N]`` are the negatives of all pairs.
     """
     length = spans.shape[1] - 2 * WINDOW
     near = params["near"][spans[:, WINDOW : WINDOW + length]]
