@@ -217,9 +217,8 @@ class StackedTables:
                 f"rows wants ids [..., {count}], of each table along the last axis, got "
                 f"{list(numbers.shape)}; for ids of one table: rows(ids, {self.names[0]!r})"
             )
-        tables = extend.as_ids(
-            np.arange(count) if which is None else which, "rows", "which"
-        )
+        which = np.arange(count) if which is None else which
+        tables = extend.as_ids(which, "rows", "which")
         try:
             fits = np.broadcast_shapes(tables.shape, numbers.shape) == numbers.shape
         except ValueError:
@@ -374,14 +373,11 @@ class StackedTables:
             raise js.InvalidArgumentError(
                 f"per_row wants a number or a bool for each table, got {dict(values)}"
             )
-        if (
-            any(isinstance(x, bool) for x in values.values())
-            and np.isin(each, (0, 1)).all()
-        ):
+        any_bool = any(isinstance(x, bool) for x in values.values())
+        if any_bool and np.isin(each, (0, 1)).all():
             each = each.astype(bool)  # {"user": True} with a default of 0
-        firsts = np.array(
-            self.offsets[1:], extend.index_dtype(self.num_rows, np.dtype("int32"))
-        )
+        dtype = extend.index_dtype(self.num_rows, np.dtype("int32"))
+        firsts = np.array(self.offsets[1:], dtype)
 
         def of_rows(rows: jax.Array) -> jax.Array:
             starts = firsts.reshape((1,) * rows.ndim + (-1,))
@@ -411,9 +407,8 @@ class StackedTables:
         self, ids: jax.Array, size: jax.Array | int, first: jax.Array | int, mode: str
     ) -> jax.Array:
         """Rows of ids ``[...]``; ``size`` and ``first`` row of the table of each."""
-        row = extend.settle(
-            ids, self.num_rows, "drop" if mode in ("fill", "check") else mode
-        )
+        how = "drop" if mode in ("fill", "check") else mode
+        row = extend.settle(ids, self.num_rows, how)
         size, first = jnp.asarray(size, row.dtype), jnp.asarray(first, row.dtype)
         if mode == "promise_in_bounds":
             return row + first
