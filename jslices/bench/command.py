@@ -25,9 +25,9 @@ TENTH = "a tenth of the rows"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--rows", type=count, default=10**6, help="of the table (default: 1e6)")
-    add("--dim", type=count, default=64, help="length of a row (default: 64)")
-    add("--ids", type=count, default=10**4, help="looked up a step (default: 1e4)")
+    add("--rows", type=_count, default=10**6, help="of the table (default: 1e6)")
+    add("--dim", type=_count, default=64, help="length of a row (default: 64)")
+    add("--ids", type=_count, default=10**4, help="looked up a step (default: 1e4)")
     add("--optimizer", choices=optimizer_names(), default="adam", help="(default: adam)")
     add("--dtype", choices=["float32", "bfloat16"], default="float32", help="of the table")
     add(
@@ -228,8 +228,7 @@ def _fits(needs: Sequence[int], room: int | None) -> str:
     return "both" if rows and dense else "rows" if rows else "dense" if dense else "none"
 
 
-def count(text: str) -> int:
-    """A positive whole number that was typed, ``1e4`` or ``10000``."""
+def _count(text: str) -> int:
     try:
         value = float(text)
     except ValueError:
@@ -246,7 +245,7 @@ def count(text: str) -> int:
 
 
 def _steps(text: str) -> int:
-    value = count(text)
+    value = _count(text)
     if value < LEAST_STEPS:
         raise argparse.ArgumentTypeError(
             f"{text!r} is too few for a median; at least {LEAST_STEPS}"

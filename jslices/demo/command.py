@@ -12,7 +12,6 @@ import jax
 import numpy as np
 
 import jslices as js
-from jslices.bench.command import count
 from jslices.demo import picture, skipgram
 from jslices.demo.picture import refused
 from jslices.demo.skipgram import Corpus, read_corpus
@@ -36,15 +35,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--words",
-        type=count,
+        type=_positive,
         metavar="N",
         help="keep the N most frequent words (default: all)",
     )
-    add("--dim", type=count, default=64, help="length of a vector (default: 64)")
-    add("--steps", type=count, default=20_000, help="(default: 20000)")
+    add("--dim", type=_positive, default=64, help="length of a vector (default: 64)")
+    add("--steps", type=_positive, default=20_000, help="(default: 20000)")
     add(
         "--batch",
-        type=count,
+        type=_positive,
         default=1024,
         help="windows of 6 pairs a step, in spans of 16 (default: 1024)",
     )
@@ -185,3 +184,13 @@ def gradient_bytes(
         return sum(x.size * x.dtype.itemsize for x in leaves)
 
     return total(js.grad(skipgram.loss)), total(jax.grad(skipgram.loss))
+
+
+def _positive(text: str) -> int:
+    try:
+        value = int(text)
+    except ValueError:
+        value = 0
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive whole number")
+    return value
