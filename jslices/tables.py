@@ -20,21 +20,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
-from jslices import (
-    InvalidArgumentError,
-    embedding_lookup,
-    embedding_lookup_sparse,
-    padded_rows,
-)
-from jslices.extend import (
-    as_bags,
-    as_ids,
-    check_mode,
-    index_dtype,
-    refuse_bad_ids,
-    rows_at,
-    settle,
-)
+import jslices as js
+from jslices import extend
 
 Initializer = Callable[..., jax.Array]
 
@@ -93,12 +80,12 @@ class StackedTables:
             isinstance(name, str) and shape and shape[0] > 0 and min(shape) >= 0
             for name, shape in shape_of.items()
         ):
-            raise InvalidArgumentError(
+            raise js.InvalidArgumentError(
                 "StackedTables wants tables of at least one row by their names, "
                 f'{{"user": (1000, 16)}}, got {shapes}'
             )
         if len({shape[1:] for shape in shape_of.values()}) > 1:
-            raise InvalidArgumentError(
+            raise js.InvalidArgumentError(
                 f"StackedTables wants tables whose rows have one shape, got {shape_of}; "
                 "make one StackedTables for each shape of rows"
             )
@@ -106,7 +93,7 @@ class StackedTables:
         object.__setattr__(self, "names", tuple(shape_of))
         object.__setattr__(self, "sizes", sizes)
         object.__setattr__(self, "row_shape", next(iter(shape_of.values()))[1:])
-        object.__setattr__(self, "num_rows", padded_rows(sum(sizes), devices))
+        object.__setattr__(self, "num_rows", js.padded_rows(sum(sizes), devices))
 
     def __repr__(self) -> str:
         spans = self._spans.items()
@@ -166,7 +153,7 @@ class StackedTables:
         heights = tuple(part.shape[0] if part.ndim else 0 for part in parts)
         if heights != self.sizes or len({part.shape[1:] for part in parts}) > 1:
             shapes = {name: jnp.shape(arrays[name]) for name in self.names}
-            raise InvalidArgumentError(f"stack wants arrays for {self}, got {shapes}")
+            raise js.InvalidArgumentError(f"stack wants arrays for {self}, got {shapes}")
         rest = (self.num_rows - sum(self.sizes), *parts[0].shape[1:])
         return jnp.concatenate([*parts, jnp.zeros(rest, parts[0].dtype)])
 
@@ -219,37 +206,38 @@ class StackedTables:
           IndexError: in mode ``"check"``, naming table, position and range; under jit
             through ``jax.experimental.checkify``.
         """
-        check_mode(mode, "rows")
-        numbers = as_ids(ids, "rows")
+        extend.check_mode(mode, "rows")
+        numbers = extend.as_ids(ids, "rows")
         if isinstance(which, str):
             self._check_names([which], "rows")
             return self._rows_of(which, ids, numbers, mode, "rows")
         count = len(self.names)
         if which is None and numbers.shape[-1:] != (count,):
-            raise InvalidArgumentError(
+            raise js.InvalidArgumentError(
                 f"rows wants ids [..., {count}], of each table along the last axis, got "
                 f"{list(numbers.shape)}; for ids of one table: rows(ids, {self.names[0]!r})"
             )
-        tables = as_ids(np.arange(count) if which is None else which, "rows", "which")
+        which = np.arange(count) if which is None else which
+        tables = extend.as_ids(which, "rows", "which")
         try:
             fits = np.broadcast_shapes(tables.shape, numbers.shape) == numbers.shape
         except ValueError:
             fits = False
         if not fits:
-            raise InvalidArgumentError(
+            raise js.InvalidArgumentError(
                 f"rows wants which of a shape that broadcasts to that of ids, "
                 f"{list(numbers.shape)}, got {list(tables.shape)}"
             )
         tables = tables.reshape((1,) * (numbers.ndim - tables.ndim) + tables.shape)
         if mode == "check":
-            refuse_bad_ids(tables, count, "rows", "which")
+            extend.refuse_bad_ids(tables, count, "rows", "which")
             for number, (name, (_, size)) in enumerate(self._spans.items()):
                 others = jnp.broadcast_to(tables != number, numbers.shape)
-                refuse_bad_ids(ids, size, "rows", f"ids of {name!r}", others)
-        dtype = index_dtype(self.num_rows, np.dtype(numbers.dtype))
+                extend.refuse_bad_ids(ids, size, "rows", f"ids of {name!r}", others)
+        dtype = extend.index_dtype(self.num_rows, np.dtype(numbers.dtype))
         # An id of no table gets a table without rows.
         sizes, firsts = (
-            rows_at(jnp.asarray(x, dtype), tables, fill_value=0)
+            extend.rows_at(jnp.asarray(x, dtype), tables, fill_value=0)
             for x in (self.sizes, self.offsets)
         )
         return self._settled_rows(numbers, sizes, firsts, mode)
@@ -271,13 +259,13 @@ class StackedTables:
         """
         self._check_stacked(stacked, "lookup")
         self._check_by_name(ids, "lookup", "ids")
-        check_mode(mode, "lookup")
+        extend.check_mode(mode, "lookup")
         parts = {
-            name: self._rows_of(name, x, as_ids(x, "lookup"), mode, "lookup")
+            name: self._rows_of(name, x, extend.as_ids(x, "lookup"), mode, "lookup")
             for name, x in ids.items()
         }
         rows = jnp.concatenate([x.reshape(-1) for x in parts.values()])
-        values = embedding_lookup(stacked, rows, mode=_settled(mode))
+        values = js.embedding_lookup(stacked, rows, mode=_settled(mode))
         return _by_name(values, {name: x.shape for name, x in parts.items()})
 
     def lookup_sparse(
@@ -305,20 +293,20 @@ class StackedTables:
         """
         caller = "lookup_sparse"
         self._check_stacked(stacked, caller)
-        check_mode(mode, caller)
+        extend.check_mode(mode, caller)
         self._check_by_name(sp_ids, caller, "sp_ids")
         weights = {} if sp_weights is None else sp_weights
         if not isinstance(weights, Mapping) or weights:
             self._check_by_name(weights, caller, "sp_weights")
         if not weights.keys() <= sp_ids.keys():
-            raise InvalidArgumentError(
+            raise js.InvalidArgumentError(
                 f"{caller} got weights for {list(weights)}, and bags for {list(sp_ids)}"
             )
         if isinstance(combiner, Mapping):
             return self._lookup_by_combiner(stacked, sp_ids, weights, combiner, mode)
         spans = self._spans
         bags = {
-            n: as_bags(x, weights.get(n), None, caller, spans[n][1])
+            n: extend.as_bags(x, weights.get(n), None, caller, spans[n][1])
             for n, x in sp_ids.items()
         }
         ends = np.cumsum([bag.num_bags for bag in bags.values()]).tolist()
@@ -339,7 +327,9 @@ class StackedTables:
             (length,) = lengths
             ids = ids[0].reshape(-1, length), (ids[1] < ends[-1]).reshape(-1, length)
             w = None if w is None else w.reshape(-1, length)
-        combined = embedding_lookup_sparse(stacked, ids, w, combiner, mode=_settled(mode))
+        combined = js.embedding_lookup_sparse(
+            stacked, ids, w, combiner, mode=_settled(mode)
+        )
         return _by_name(combined, {name: bag.shape for name, bag in bags.items()})
 
     def _lookup_by_combiner(
@@ -352,7 +342,7 @@ class StackedTables:
     ) -> dict[str, jax.Array]:
         self._check_names(combiners, "lookup_sparse(combiner=...)")
         if not sp_ids.keys() <= combiners.keys():
-            raise InvalidArgumentError(
+            raise js.InvalidArgumentError(
                 f"lookup_sparse got combiners for {list(combiners)}, and bags for "
                 f"{list(sp_ids)}; give one for each, or one string for all"
             )
@@ -380,20 +370,19 @@ class StackedTables:
         self._check_names(values, "per_row", all_of_them=default is None)
         each = np.array([values.get(name, default) for name in self.names])
         if each.dtype.kind not in "biuf":
-            raise InvalidArgumentError(
+            raise js.InvalidArgumentError(
                 f"per_row wants a number or a bool for each table, got {dict(values)}"
             )
-        if (
-            any(isinstance(x, bool) for x in values.values())
-            and np.isin(each, (0, 1)).all()
-        ):
+        any_bool = any(isinstance(x, bool) for x in values.values())
+        if any_bool and np.isin(each, (0, 1)).all():
             each = each.astype(bool)  # {"user": True} with a default of 0
-        firsts = np.array(self.offsets[1:], index_dtype(self.num_rows, np.dtype("int32")))
+        dtype = extend.index_dtype(self.num_rows, np.dtype("int32"))
+        firsts = np.array(self.offsets[1:], dtype)
 
         def of_rows(rows: jax.Array) -> jax.Array:
             starts = firsts.reshape((1,) * rows.ndim + (-1,))
             tables = jnp.sum(rows[..., None] >= starts, axis=-1, dtype=jnp.int32)
-            return rows_at(jnp.asarray(each), tables)
+            return extend.rows_at(jnp.asarray(each), tables)
 
         return of_rows
 
@@ -410,15 +399,16 @@ class StackedTables:
         first, size = self._spans[name]
         if mode == "check":
             if exempt is not None:
-                exempt = exempt.reshape(as_ids(original, caller).shape)
-            refuse_bad_ids(original, size, caller, f"ids of {name!r}", exempt)
+                exempt = exempt.reshape(extend.as_ids(original, caller).shape)
+            extend.refuse_bad_ids(original, size, caller, f"ids of {name!r}", exempt)
         return self._settled_rows(ids, size, first, mode)
 
     def _settled_rows(
         self, ids: jax.Array, size: jax.Array | int, first: jax.Array | int, mode: str
     ) -> jax.Array:
         """Rows of ids ``[...]``; ``size`` and ``first`` row of the table of each."""
-        row = settle(ids, self.num_rows, "drop" if mode in ("fill", "check") else mode)
+        how = "drop" if mode in ("fill", "check") else mode
+        row = extend.settle(ids, self.num_rows, how)
         size, first = jnp.asarray(size, row.dtype), jnp.asarray(first, row.dtype)
         if mode == "promise_in_bounds":
             return row + first
@@ -431,7 +421,7 @@ class StackedTables:
     def _check_stacked(self, stacked: jax.Array, caller: str) -> None:
         shape = getattr(stacked, "shape", None)
         if shape is None or shape[:1] != (self.num_rows,):
-            raise InvalidArgumentError(
+            raise js.InvalidArgumentError(
                 f"{caller} wants the array of all tables, of {self.num_rows} rows, got "
                 f"{type(stacked).__name__ if shape is None else shape}; "
                 "tables.stack(arrays) makes it"
@@ -439,7 +429,7 @@ class StackedTables:
 
     def _check_by_name(self, values: object, caller: str, what: str) -> None:
         if not isinstance(values, Mapping):
-            raise InvalidArgumentError(
+            raise js.InvalidArgumentError(
                 f"{caller} wants {what} in a dict, by the names of tables, got "
                 f"{type(values).__name__}; for ids [..., T], one of each table: "
                 "js.embedding_lookup(stacked, tables.rows(ids))"
@@ -452,7 +442,7 @@ class StackedTables:
         names = list(names)
         unknown = [name for name in names if name not in self.names]
         if unknown or not names or (all_of_them and set(names) != set(self.names)):
-            raise InvalidArgumentError(
+            raise js.InvalidArgumentError(
                 f"{caller} wants {'each' if all_of_them else 'some'} of the tables "
                 f"{list(self.names)} by name, got {names}"
             )

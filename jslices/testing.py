@@ -146,12 +146,11 @@ def assert_no_dense_temporary(
 
     Example:
       >>> import jax, jax.numpy as jnp, jslices as js, jslices.testing
-      >>> def loss(table, ids):
-      ...     return (table[ids] ** 2).sum()
+      >>> def step(table, ids):
+      ...     grad = js.grad(lambda table: (table[ids] ** 2).sum())(table)
+      ...     return js.apply_updates(table, -0.1 * grad)
       >>> table = jax.ShapeDtypeStruct((100_000, 16), jnp.float32)
       >>> ids = jax.ShapeDtypeStruct((64,), jnp.int32)
-      >>> def step(table, ids):
-      ...     return js.apply_updates(table, -0.1 * js.grad(loss)(table, ids))
       >>> memory = js.testing.assert_no_dense_temporary(step, table, ids)
       >>> memory.temp_bytes < 20_000
       True
@@ -174,12 +173,9 @@ def assert_no_table_on_wire(
     """Asserts that what devices send each other does not grow with the tables.
 
     No collective may have an axis as long as a table that is looked up, or as a device's
-    part of it, or be as large as that part. A table is an argument with at least two axes
-    and ``min_bytes`` whose rows are gathered. Use tables so large that each device holds
-    more rows than all devices look up together.
-
-    Args:
-      min_bytes: smaller arrays are not tables (1 MB by default).
+    part of it, or be as large as that part. Tables are those of
+    :func:`assert_no_dense_temporary`; use some so large that each device holds more
+    rows than all devices look up together.
 
     Returns:
       The :class:`Traffic` of the step.
@@ -195,15 +191,13 @@ def assert_no_table_on_wire(
 
     Example:
       >>> import jax, jax.numpy as jnp, jslices as js, jslices.testing
-      >>> def loss(table, ids):
-      ...     return (js.embedding_lookup(table, ids) ** 2).sum()
       >>> mesh = jax.make_mesh((jax.device_count(),), ("x",))
       >>> def split(shape, dtype):
       ...     by_rows = jax.NamedSharding(mesh, jax.P("x"))
       ...     return jax.ShapeDtypeStruct(shape, dtype, sharding=by_rows)
       >>> def step(table, ids):
-      ...     grad = js.grad(loss)(table, ids)
-      ...     return js.apply_updates(table, -0.1 * grad)
+      ...     loss = lambda table: (js.embedding_lookup(table, ids) ** 2).sum()
+      ...     return js.apply_updates(table, -0.1 * js.grad(loss)(table))
       >>> args = split((64_000, 16), jnp.float32), split((64,), jnp.int32)
       >>> with jax.set_mesh(mesh):
       ...     traffic = js.testing.assert_no_table_on_wire(step, *args)

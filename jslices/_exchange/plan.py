@@ -100,12 +100,8 @@ def plan_exchange(
 ) -> "ExchangePlan | None":
     """Plan the exchange of a lookup of ``count`` rows; None where it is left to XLA.
 
-    Args:
-      table: the type of an array ``[V, *D]``.
-      row_axes: how many of its axes number rows.
-      exchange: what the user says of it.
-      name: what messages call the table.
-      count: rows looked up; some ids may be added so that devices divide them.
+    ``table`` is the type of the array, and ``name`` what messages call it. Some ids may be
+    added so that devices divide them.
 
     Raises:
       InvalidArgumentError: for an axis that the mesh does not have, rows that it does not
@@ -203,23 +199,14 @@ def _indivisible(table: Aval, number: int, parts: int, name: str) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class ExchangePlan:
-    """The sizes of the exchange of one lookup.
+    """The sizes of the exchange of one lookup."""
 
-    Attributes:
-      placement: which devices hold which rows.
-      sizes: ``(V,)``, of the axes that number rows.
-      ids: k, how many each device looks up; those added to divide them count.
-      capacity: C, for how many distinct ids of a pair of devices there is room.
-      way: how rows are sent.
-      falls_back: whether a step with more ids for some pair takes the other way.
-    """
-
-    placement: Placement
-    sizes: tuple[int, ...]
-    ids: int
-    capacity: int
-    way: Way
-    falls_back: bool
+    placement: Placement  #: which devices hold which rows.
+    sizes: tuple[int, ...]  #: ``(V,)``, of the axes that number rows.
+    ids: int  #: k, how many each device looks up; those added to divide them count.
+    capacity: int  #: C, for how many distinct ids of a pair of devices there is room.
+    way: Way  #: how rows are sent.
+    falls_back: bool  #: whether a step with more ids for some pair takes the other way.
 
     @property
     def num_rows(self) -> int:

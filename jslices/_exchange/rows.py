@@ -27,21 +27,17 @@ class Located(NamedTuple):
 
     Every array but the last has a part on each device; k, N and C are those of the
     :class:`ExchangePlan`.
-
-    Attributes:
-      places: ``[k]``: the position of a row among the ``N * C`` that arrive; ``N * C`` if
-        it does not come, or comes by the other way.
-      has_grad: ``[k]`` bool, which ids get a gradient.
-      requested: ``[*devices, entries]``, rows, ``-1 - row`` where no gradient will come
-        back, and ``-1 - V`` for none: ``[N * C]`` rows of this device, or all ``[N * k]``,
-        on whichever device.
-      overflowed: bool, whether some pair of devices had more ids than room.
     """
 
+    #: ``[k]``: the position of a row among the ``N * C`` that arrive; ``N * C`` if it does
+    #: not come, or comes by the other way.
     places: jax.Array
-    has_grad: jax.Array
+    has_grad: jax.Array  #: ``[k]`` bool, which ids get a gradient.
+    #: ``[*devices, entries]``, rows, ``-1 - row`` where no gradient will come back, and
+    #: ``-1 - V`` for none: ``[N * C]`` rows of this device, or all ``[N * k]``, on
+    #: whichever device.
     requested: jax.Array
-    overflowed: jax.Array
+    overflowed: jax.Array  #: bool, whether some pair of devices had more ids than room.
 
 
 def _split(placement: Placement) -> Any:
@@ -62,14 +58,10 @@ def rows_from_elsewhere(
 ) -> tuple[jax.Array, jax.Array]:
     """The rows ``[n, *D]`` of a lookup, and the indices of its gradient.
 
-    Args:
-      plan: the exchange.
-      table: ``[V, *D]``, or of more axes that number rows.
-      read: ``[n]``, the rows to read.
-      record: ``[n]``, the indices of the gradient; out of range means none.
-      slot: the cotangent slot, see ``_grad/run.py``.
-      mode: what becomes of rows to read that are out of range.
-      fill_value: what these read in the mode that fills.
+    ``table`` is ``[V, *D]``, or has more axes that number rows. ``read`` ``[n]`` are the
+    rows to read, of which those out of range become what ``mode`` and ``fill_value`` say;
+    ``record`` ``[n]`` are the indices of the gradient, out of range for none. For the
+    cotangent slot see ``_grad/run.py``.
     """
     count, height = read.shape[0], plan.num_rows
     table, read, record = on_one_mesh((table, read, record))
@@ -89,10 +81,7 @@ def locate(
 ) -> tuple[Located, jax.Array]:
     """Tell every device which of its rows are requested; and the gradient's indices.
 
-    Args:
-      plan: the exchange.
-      read: ``[n]``, the rows to read; none is read out of range.
-      record: ``[n]``, the indices of the gradient; out of range means none.
+    Of the arguments of :func:`rows_from_elsewhere`; what is out of range is not read.
     """
     placement, height = plan.placement, plan.num_rows
     total = plan.devices * plan.ids

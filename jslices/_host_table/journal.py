@@ -32,7 +32,6 @@ order (``settle``):
 and then flushes the file and gives it a new id.
 """
 
-import abc
 import atexit
 import contextlib
 import functools
@@ -46,20 +45,12 @@ import warnings
 import weakref
 import zlib
 from collections.abc import Callable, Sequence
-from types import TracebackType
 from typing import Concatenate, NamedTuple, ParamSpec, Self, TypeVar
 
 import numpy as np
 
 from jslices import DataLossError, FailedPreconditionError
-from jslices._host_table.records import (
-    PAGE,
-    File,
-    FileRecords,
-    Part,
-    Records,
-    journal_of,
-)
+from jslices._host_table import records as storage
 from jslices._host_table.rows import Stored
 from jslices.checkpoint import files
 
@@ -106,30 +97,27 @@ class Journal:
     """Writes to some tables: each write is in all of them, or in none.
 
     When its last table is deleted, stored steps are written.
-
-    Attributes:
-      members: the records of the tables.
-      lock: for one call at a time.
-      pending: a write that was stored but not started: rows of each table.
-      closed: whether others may open the files, or the tables have another journal.
     """
 
-    closed = True  # until it is made: an interrupt may come before
+    #: Whether others may open the files, or the tables have another journal. True until it
+    #: is made: an interrupt may come before.
+    closed = True
 
-    def __init__(self, members: Sequence[Records]) -> None:
-        self.members = list(members)
-        self.lock = threading.RLock()
+    def __init__(self, members: Sequence[storage.Records]) -> None:
+        self.members = list(members)  #: the records of the tables.
+        self.lock = threading.RLock()  #: for one call at a time.
+        #: A write that was stored but not started: rows of each table.
         self.pending: Sequence[Stored] = ()
         self._started: Callable[[], None] | None = None
-        self._file: File | None = None
+        self._file: storage.File | None = None
         self._unflushed = False
         self._pid = os.getpid()
         _JOURNALS.add(self)
         self.closed = False
 
     @property
-    def _files(self) -> list[FileRecords]:
-        return [x for x in self.members if isinstance(x, FileRecords)]
+    def _files(self) -> list[storage.FileRecords]:
+        return [x for x in self.members if isinstance(x, storage.FileRecords)]
 
     def check_usable(self, table: object) -> None:
         """Refuse to go on after ``close``, and in a forked process.
@@ -164,11 +152,11 @@ class Journal:
         if at_once:
             self.finish()
 
-    def write(self, parts: Sequence[Part]) -> None:
+    def write(self, parts: Sequence[storage.Part]) -> None:
         """Write to some tables. Nothing may be unfinished."""
         for part in parts:
             part.records.reserve(part.new)
-        of_files = [part for part in parts if isinstance(part.records, FileRecords)]
+        of_files = [part for part in parts if isinstance(part.records, storage.FileRecords)]
         head = self._write_body(of_files) if of_files else None
         self.do(functools.partial(self._apply, head, parts))
 
@@ -182,7 +170,7 @@ class Journal:
             self._started()
             self._started = None
 
-    def _apply(self, head: Head | None, parts: Sequence[Part]) -> None:
+    def _apply(self, head: Head | None, parts: Sequence[storage.Part]) -> None:
         if head is not None:
             self._write_head(head)  # from here on the step counts
         for part in parts:
@@ -191,9 +179,9 @@ class Journal:
             self._write_head(head._replace(started=False))
         self.pending = ()
 
-    def replace(self, old: Records, new: Records) -> None:
+    def replace(self, old: storage.Records, new: storage.Records) -> None:
         """Let a table have other records, and its path another file."""
-        if isinstance(old, FileRecords) and isinstance(new, FileRecords):
+        if isinstance(old, storage.FileRecords) and isinstance(new, storage.FileRecords):
             new.publish(old.path)
         self.members[:] = [new if x is old else x for x in self.members]
         old.close()
@@ -211,11 +199,11 @@ class Journal:
 
     # --- the file ---------------------------------------------------------------------
 
-    def _opened(self) -> File:
+    def _opened(self) -> storage.File:
         """The file, made before the first write."""
         if self._file is None:
-            first, *others = (journal_of(x.path) for x in self._files)
-            self._file = File(first, "x+")
+            first, *others = (storage.journal_of(x.path) for x in self._files)
+            self._file = storage.File(first, "x+")
             for link in others:
                 folder = os.path.dirname(link)
                 os.symlink(os.path.relpath(first, folder), link)
@@ -226,7 +214,7 @@ class Journal:
     def _write_head(self, head: Head) -> None:
         self._opened().write_at(0, head.to_bytes())
 
-    def _write_body(self, parts: Sequence[Part]) -> Head:
+    def _write_body(self, parts: Sequence[storage.Part]) -> Head:
         """Write all but the head; returns the head that makes the write count."""
         file = self._opened()
         if not self._unflushed:
@@ -235,14 +223,15 @@ class Journal:
             self._unflushed = True
         folder = os.path.dirname(file.path)
         index = json.dumps([_described(part, folder) for part in parts]).encode()
-        start = b"".join([index, b"\n", *(_start_of(part) for part in parts)])
-        file.write_at(PAGE, start)
-        offset, checksum = PAGE + len(start), zlib.crc32(start)
+        values = (x.tobytes() for part in parts for x in (part.rows, *part.shared))
+        start = b"".join([index, b"\n", *values])
+        file.write_at(storage.PAGE, start)
+        offset, checksum = storage.PAGE + len(start), zlib.crc32(start)
         for part in parts:
             words = np.ascontiguousarray(part.words).reshape(-1).view(np.uint8)
             file.write_at(offset, words)
             offset, checksum = offset + len(words), _checksum(words, checksum)
-        return Head(True, True, len(self._files), checksum, offset - PAGE)
+        return Head(True, True, len(self._files), checksum, offset - storage.PAGE)
 
     def close(self) -> None:
         """Finish, flush, delete the journal and let others open the files.
@@ -276,7 +265,7 @@ class Journal:
             return
         first = self._file.path
         for member in self._files[1:]:
-            link = journal_of(member.path)
+            link = storage.journal_of(member.path)
             if os.path.islink(link) and os.path.realpath(link) == first:
                 files.remove(link)
         with contextlib.suppress(FileNotFoundError):
@@ -357,12 +346,15 @@ def one_at_a_time(
     return call
 
 
-class Journaled(abc.ABC):
+class Journaled:
     """A table, or some, that a journal writes to."""
 
+    #: The journal, and the number of the first table in it.
+    _seat: tuple[Journal, int]
+
     @property
-    @abc.abstractmethod
-    def _journal(self) -> Journal: ...
+    def _journal(self) -> Journal:
+        return self._seat[0]
 
     @one_at_a_time
     def flush(self) -> None:
@@ -385,12 +377,7 @@ class Journaled(abc.ABC):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
@@ -401,7 +388,7 @@ def read_head(journal: str) -> Head | None:
       DataLossError: for a damaged one.
     """
     try:
-        with File(journal, "r") as file:
+        with storage.File(journal, "r") as file:
             data = file.read_at(0, _HEAD.size + _CHECKSUM.size)
     except FileNotFoundError:
         return None
@@ -421,8 +408,8 @@ def read_head(journal: str) -> Head | None:
 
 def read_body(path: str, journal: str, head: Head) -> list[FilePart]:
     """The parts of a write that is in the journal of a file."""
-    with File(journal, "r") as source:
-        body = np.frombuffer(source.read_at(PAGE, head.length), np.uint8)
+    with storage.File(journal, "r") as source:
+        body = np.frombuffer(source.read_at(storage.PAGE, head.length), np.uint8)
     folder = os.path.dirname(os.path.realpath(journal))
     with contextlib.suppress(ValueError, TypeError):
         index, _, _ = body.tobytes().partition(b"\n")
@@ -454,10 +441,10 @@ def read_body(path: str, journal: str, head: Head) -> list[FilePart]:
     )
 
 
-def _described(part: Part, folder: str) -> tuple[str | int, ...]:
+def _described(part: storage.Part, folder: str) -> tuple[str | int, ...]:
     """The entry of a part in the index."""
     records = part.records
-    assert isinstance(records, FileRecords)
+    assert isinstance(records, storage.FileRecords)
     form = records.form
     return (
         os.path.relpath(records.path, folder),
@@ -473,16 +460,11 @@ def _described(part: Part, folder: str) -> tuple[str | int, ...]:
     )
 
 
-def _start_of(part: Part) -> bytes:
-    """Rows, and the values that all rows share."""
-    return b"".join(x.tobytes() for x in (part.rows, *part.shared))
-
-
 def _checksum(words: np.ndarray, before: int) -> int:
     """Continue a CRC-32 with eight bytes of each page: a disk may lack whole pages."""
     # Summing all of them takes 3 to 5 % of a step.
-    pages = len(words) // PAGE * PAGE
-    starts = words[:pages].view(np.uint64)[:: PAGE // 8]
+    pages = len(words) // storage.PAGE * storage.PAGE
+    starts = words[:pages].view(np.uint64)[:: storage.PAGE // 8]
     return zlib.crc32(words[pages:].data, zlib.crc32(starts.tobytes(), before))
 
 

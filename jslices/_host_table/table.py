@@ -1,11 +1,14 @@
-"""HostTable: a table in host memory or in a file, trained on a device batch by batch."""
+"""HostTable: a table in host memory or in a file, trained on a device batch by batch.
+
+:class:`HostTables` are several, fetched and stored as one.
+"""
 
 import contextlib
 import functools
 import itertools
 import os
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,22 +18,13 @@ from jax.typing import ArrayLike, DTypeLike
 from jslices import FailedPreconditionError, InvalidArgumentError
 from jslices._host_table import arguments
 from jslices._host_table import records as storage
+from jslices._host_table import rows as on_device
 from jslices._host_table.journal import Journal, Journaled, one_at_a_time
 from jslices._host_table.layout import layout_of
 from jslices._host_table.opening import open_file
-from jslices._host_table.rows import (
-    Fetched,
-    HostRows,
-    Stored,
-    caught_up,
-    initial_records,
-    with_pending,
-)
+from jslices._host_table.rows import Fetched, HostRows, Stored
 from jslices.checkpoint import files
 from jslices.extend import PyTree, as_transformation
-
-if TYPE_CHECKING:
-    from jslices._host_table.together import HostTables
 
 #: Bytes of records that are copied, or caught up, at a time.
 _CHUNK = 1 << 26
@@ -152,7 +146,9 @@ class HostTable(Journaled):
         tx = as_transformation("HostTable", tx)
         arguments.check_stored(stored, self.dtype)
         self._layout = layout_of((rows, *self._row), self.dtype, tx, stored)
-        _, shared = initial_records(self._layout, jnp.zeros((1, *self._row), self.dtype))
+        _, shared = on_device.initial_records(
+            self._layout, jnp.zeros((1, *self._row), self.dtype)
+        )
         #: The values that all rows share at the beginning, the number of steps first.
         self._shared = [np.zeros((), np.int64), *map(np.asarray, shared)]
         self._path = None if path is None else arguments.real(path)
@@ -161,14 +157,9 @@ class HostTable(Journaled):
             if self._path is None
             else open_file(self._path, self._form(rows), make=True)
         )
-        #: The journal, and the number of the table in it.
         self._seat = Journal([records]), 0
         #: Of the last fetch, until its rows are stored.
         self._fetched: Fetched | None = None
-
-    @property
-    def _journal(self) -> Journal:
-        return self._seat[0]
 
     @property
     def _records(self) -> storage.Records:
@@ -219,7 +210,7 @@ class HostTable(Journaled):
         rows = jax.device_put(self._rows_of(words, numbers, ticket), self._device)
         for step in self._journal.pending:
             if step.records is self._records:
-                rows = with_pending(rows, numbers, step.fetched.rows, step.words)
+                rows = on_device.with_pending(rows, numbers, step.fetched.rows, step.words)
         self._fetched = Fetched(ticket, numbers, new)
         places[places < 0] = room
         parts = np.split(places, np.cumsum([x.size for x in arrays])[:-1])
@@ -291,13 +282,13 @@ class HostTable(Journaled):
                 f"HostTable(init=...) got row numbers {list(padded.shape)} and returned "
                 f"{list(start.shape)}; wanted {[len(padded), *self._row]}"
             )
-        return np.asarray(initial_records(self._layout, start)[0])[: len(numbers)]
+        return np.asarray(on_device.initial_records(self._layout, start)[0])[: len(numbers)]
 
     @functools.cached_property
     def _constant_record(self) -> np.ndarray:
         number: Any = self._init
         start = jnp.full((1, *self._row), number, self.dtype)
-        return np.asarray(initial_records(self._layout, start)[0])
+        return np.asarray(on_device.initial_records(self._layout, start)[0])
 
     # --- the whole table --------------------------------------------------------------
 
@@ -321,7 +312,7 @@ class HostTable(Journaled):
         words = np.zeros((room, self._layout.words), self._layout.word)
         self._read_into(words[: len(numbers)], numbers)
         rows_now = self._rows_of(words, numbers)
-        table = np.asarray(caught_up(rows_now, 0)[0])[: len(numbers)]
+        table = np.asarray(on_device.caught_up(rows_now, 0)[0])[: len(numbers)]
         rows = np.full((len(places), *self._row), np.nan, self.dtype)
         rows[places >= 0] = table[places[places >= 0]]
         return rows.reshape(*ids.shape, *self._row)
@@ -345,7 +336,7 @@ class HostTable(Journaled):
                 padded = np.zeros((self._part_rows, words.shape[1]), words.dtype)
                 padded[: len(words)] = words
                 rows = self._rows_of(padded, np.arange(part.start, part.stop))
-                _, rows = caught_up(rows, np.int32(records.shared[0] % 2**31))
+                _, rows = on_device.caught_up(rows, np.int32(records.shared[0] % 2**31))
                 new = np.asarray(rows.words)[written]
                 numbers = written + part.start
                 number = int(records.done) + 1
@@ -503,10 +494,95 @@ class HostTable(Journaled):
           >>> tables.steps
           1
         """
-        from jslices._host_table.together import HostTables
-
         return HostTables(tables)
 
     def __repr__(self) -> str:
         where = "in memory" if self._path is None else f"path={self._path!r}"
         return f"HostTable({self.shape}, {self.dtype}, {where})"
+
+
+class HostTables(Journaled):
+    """Host tables by name, made by :meth:`jslices.HostTable.together`.
+
+    A step is in the files of all of them or in none, whatever kills the process.
+    """
+
+    def __init__(self, tables: Mapping[str, HostTable]) -> None:
+        members = list(tables.values())
+        for table in members:
+            if not isinstance(table, HostTable):
+                raise TypeError(f"HostTable.together wants HostTables, got {table!r:.80}")
+            table._journal.check_usable(table)
+            if len(table._journal.members) > 1 or members.count(table) > 1:
+                raise InvalidArgumentError(
+                    f"{table!r} is together with other tables already, or twice in these"
+                )
+        before = [table._seat for table in members]
+        for journal, _ in before:
+            journal.end()
+        self._tables = dict(tables)
+        self._seat = Journal([table._records for table in members]), 0
+        try:
+            for index, table in enumerate(members):
+                before[index][0].closed = True
+                table._seat = self._seat[0], index
+        except BaseException:
+            self._seat[0].closed = True
+            for table, seat in zip(members, before, strict=True):
+                table._seat, seat[0].closed = seat, False
+            raise
+
+    def __getitem__(self, name: str) -> HostTable:
+        return self._tables[name]
+
+    @property
+    def steps(self) -> int:
+        """How many steps were stored.
+
+        Raises:
+          FailedPreconditionError: if the tables differ in that.
+        """
+        steps = {name: table.steps for name, table in self._tables.items()}
+        if len({*steps.values()}) != 1:
+            raise FailedPreconditionError(
+                f"these tables have different numbers of steps, {steps}: restore copies of "
+                "one step, or ask each table"
+            )
+        return next(iter(steps.values()))
+
+    @one_at_a_time
+    def fetch(
+        self, ids: Mapping[str, PyTree]
+    ) -> tuple[dict[str, HostRows], dict[str, PyTree]]:
+        """Brings rows of all tables to the device: takes and gives dicts by their names.
+
+        Raises:
+          InvalidArgumentError: for other names, and as :meth:`HostTable.fetch`.
+        """
+        self._check("fetch", ids)
+        both = {name: table.fetch(ids[name]) for name, table in self._tables.items()}
+        rows = {name: rows for name, (rows, _) in both.items()}
+        return rows, {name: places for name, (_, places) in both.items()}
+
+    @one_at_a_time
+    def store(self, rows: Mapping[str, HostRows]) -> None:
+        """Writes back the rows that were fetched last, to all tables or to none.
+
+        Raises:
+          InvalidArgumentError: for other names, and as :meth:`HostTable.store`.
+        """
+        self._check("store", rows)
+        self._journal.finish()
+        pending = [table._take(rows[name]) for name, table in self._tables.items()]
+        overlaps = all(table._overlap for table in self._tables.values())
+        self._journal.store(pending, at_once=not overlaps)
+
+    def __repr__(self) -> str:
+        return f"HostTables({self._tables})"
+
+    def _check(self, call: str, values: Mapping[str, object]) -> None:
+        if {*values} != {*self._tables}:
+            raise InvalidArgumentError(
+                f"HostTables.{call} got {sorted(values)}, and the tables are "
+                f"{sorted(self._tables)}: give a dict with an entry for each"
+            )

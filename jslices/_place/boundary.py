@@ -43,11 +43,8 @@ def explicit_mesh(*trees: PyTree) -> AbstractMesh | None:
 
     The trees are of arrays or their abstract values.
     """
-    for x in jax.tree.leaves(trees):
-        sharding = _type_of(x)
-        if sharding is not None:
-            return sharding.mesh  # type: ignore[no-any-return]
-    return None
+    shardings = map(_type_of, jax.tree.leaves(trees))
+    return next((x.mesh for x in shardings if x is not None), None)
 
 
 def _type_of(x: Aval) -> Any:
@@ -354,7 +351,7 @@ def row_major_array(x: Leaf) -> Any:
     """:func:`row_major` of one array."""
     if not isinstance(x, jax.Array | jax.ShapeDtypeStruct) or is_row_major(x):
         return x
-    layout = _by_rows(x)
+    layout = Layout(tuple(range(x.ndim)))
     if isinstance(x, jax.core.Tracer):
         # Elsewhere arrays are row-major already, and XLA's operation for it would be one
         # that jax.export does not guarantee.
@@ -379,7 +376,7 @@ def is_row_major(x: Aval) -> bool:
     if isinstance(x, jax.core.Tracer):
         return False
     layout = x.format.layout
-    return layout is not None and layout.major_to_minor == _by_rows(x).major_to_minor
+    return layout is not None and layout.major_to_minor == tuple(range(x.ndim))
 
 
 def laid_out_as(table: Aval, array: Aval) -> Any:
@@ -391,10 +388,6 @@ def laid_out_as(table: Aval, array: Aval) -> Any:
 def is_tall(x: Aval) -> bool:
     """Whether an array has so many rows that it counts as a table."""
     return x.ndim > 0 and x.shape[0] >= TALL * math.prod(x.shape[1:])
-
-
-def _by_rows(x: Aval) -> Layout:
-    return Layout(tuple(range(x.ndim)))
 
 
 # --- platforms ---

@@ -29,7 +29,9 @@ TILE_ROWS = 8
 #: If 1 in the environment, the import of jslices calls :func:`keep_memory`.
 VARIABLE = "JSLICES_KEEP_MEMORY"
 
-_called = False
+#: Of large steps on a CPU whose memory is not kept.
+_MEMORY = "memory"
+#: What there was a hint about, or needs none.
 _hinted: set[Hashable] = set()
 
 
@@ -50,12 +52,6 @@ def hint_once(what: Hashable, message: str) -> None:
     _hinted.add(what)
     line = current_user_line()
     warnings.warn_explicit(message, PerformanceHint, filename=line.file, lineno=line.line)
-
-
-def _memory_is_kept() -> bool:
-    """Whether the process was told to keep what it frees, or to use large pages."""
-    large_pages = re.search(r"malloc\.hugetlb=[12]", os.environ.get("GLIBC_TUNABLES", ""))
-    return _called or large_pages is not None
 
 
 def keep_memory() -> None:
@@ -106,8 +102,7 @@ def keep_memory() -> None:
     for parameter, value in ((_MMAP_MAX, 0), (_TRIM_THRESHOLD, -1), (_ARENA_MAX, 1)):
         if not mallopt(parameter, value):
             raise RuntimeError(f"mallopt({parameter}, {value}) was refused")
-    global _called
-    _called = True
+    _hinted.add(_MEMORY)
 
 
 def keep_memory_if_set() -> None:
@@ -134,17 +129,15 @@ def keep_memory_if_set() -> None:
 def hint_large_step(num_bytes: int) -> None:
     """Hints, once in a process, at what a large step on a CPU loses without kept memory.
 
-    Args:
-      num_bytes: of the values of the gradient, ``K * D * itemsize``; from ``HINT_BYTES`` on
-        a step is large.
+    ``num_bytes`` are those of the values of its gradient, ``HINT_BYTES`` or more.
     """
-    what = "kept memory"
-    if what in _hinted or _memory_is_kept() or platform_at_hand() != "cpu":
+    if _MEMORY in _hinted or platform_at_hand() != "cpu":
         return
-    if platform.libc_ver()[0] != "glibc":
+    large_pages = re.search(r"malloc\.hugetlb=[12]", os.environ.get("GLIBC_TUNABLES", ""))
+    if large_pages or platform.libc_ver()[0] != "glibc":
         return
     hint_once(
-        what,
+        _MEMORY,
         f"this step has a gradient of {num_bytes / 1e6:.0f} MB, and the operating system "
         "maps the temporaries of such a step anew each time: it takes about twice as long "
         "as it could (1.4 to 3.3 times). Call jslices.keep_memory() at the start of the "

@@ -92,17 +92,13 @@ def _count(devices: int | Mesh | AbstractMesh, axis: str | Sequence[str] | None)
 
 @dataclasses.dataclass(frozen=True)
 class Placement:
-    """Which devices of a mesh hold which rows of a table ``[V, *D]``.
-
-    Attributes:
-      mesh: the mesh.
-      by_axis: for each axis of the table that numbers rows, mostly one, the axes of the
-        mesh along which it is split.
-      columns: the same for the other axes of the table, as far as is known.
-    """
+    """Which devices of a mesh hold which rows of a table ``[V, *D]``."""
 
     mesh: AbstractMesh
+    #: For each axis of the table that numbers rows, mostly one, the axes of the mesh along
+    #: which it is split.
     by_axis: tuple[tuple[str, ...], ...]
+    #: The same for the other axes of the table, as far as is known.
     columns: tuple[tuple[str, ...], ...] = ()
 
     @property

@@ -6,7 +6,7 @@ It is measured on the user's machine, or with ``--device`` compiled for another.
 import argparse
 import math
 import platform as machine
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 
 import jax
 
@@ -83,7 +83,15 @@ def run(options: argparse.Namespace) -> None:
     measure.run_in_turns(sides, dense, options.steps, options.dense_seconds)
     if kept is not None:
         kept.close()
-    print(measured(sizes, {ROWS: sparse, KEPT: kept, DENSE: dense}, bandwidth))
+    columns = {
+        name: None if side is None else figures(sizes, side, bandwidth, name == DENSE)
+        for name, side in {ROWS: sparse, KEPT: kept, DENSE: dense}.items()
+    }
+    print(comparison(LINES, columns))
+    print(
+        f"{sparse.facts.distinct:,.0f} distinct ids a step; a copy of a large array moves "
+        f"{bandwidth / 1e9:.1f} GB/s on this machine"
+    )
     for line in left_out:
         print(line)
     if dense is not None and len(dense.times) < options.steps:
@@ -155,46 +163,35 @@ def heading(sizes: Sizes, device: jax.Device, room: int | None) -> str:
     )
 
 
-def measured(
-    sizes: Sizes, sides: Mapping[str, Side | KeptSide | None], bandwidth: float
-) -> str:
-    """The times and the bytes, a column for each side."""
-    sparse = sides[ROWS]
-    assert sparse is not None
-    distinct = sparse.facts.distinct
+#: The lines of :func:`figures`.
+LINES = [
+    Line("median ms of a step", ".3f"),
+    Line("timed steps", ",.0f", compared=False),
+    Line("ids a second", ",.0f", compared=False),
+    Line("compile seconds", ".2f"),
+    Line("table", compared=False),
+    Line("optimizer state", compared=False),
+    Line("gradient"),
+    Line("temporaries of the step"),
+    Line("updated in place", compared=False),
+    Line("bytes that must move"),
+    Line("ms to move them", ".3f", compared=False),
+    Line("step / that", ".1f", compared=False),
+]
 
-    def each(figure: Callable[[Side | KeptSide], float | None]) -> list[float | None]:
-        return [None if side is None else figure(side) for side in sides.values()]
 
-    def in_bytes(by_rows: float, dense: float) -> list[float | None]:
-        figures = [by_rows, by_rows, dense]
-        return [
-            x if side else None for side, x in zip(sides.values(), figures, strict=True)
-        ]
-
-    table, state = sizes.table_bytes, sizes.state_bytes
-    moved = in_bytes(sizes.moved_by_rows(distinct), sizes.moved_by_dense())
-    floors = [x and x / bandwidth for x in moved]
-    medians = each(lambda side: side.median)
-    slower = [m and x and m / x for m, x in zip(medians, floors, strict=True)]
-    lines = [
-        Line("median ms of a step", [m and m * 1e3 for m in medians], ".3f"),
-        Line("timed steps", each(lambda side: len(side.times)), ",.0f", False),
-        Line("ids a second", [m and sizes.ids / m for m in medians], ",.0f", False),
-        Line("compile seconds", each(lambda side: side.facts.compile_seconds), ".2f"),
-        Line("table", in_bytes(table, table), compared=False),
-        Line("optimizer state", in_bytes(state, state), compared=False),
-        Line("gradient", in_bytes(sizes.row_gradient_bytes, table)),
-        Line("temporaries of the step", each(lambda side: side.facts.temp_bytes)),
-        Line("updated in place", each(lambda side: side.facts.alias_bytes), None, False),
-        Line("bytes that must move", moved),
-        Line("ms to move them", [x and x * 1e3 for x in floors], ".3f", False),
-        Line("step / that", slower, ".1f", False),
-    ]
-    return comparison([*sides], lines) + (
-        f"\n{distinct:,.0f} distinct ids a step; a copy of a large array moves "
-        f"{bandwidth / 1e9:.1f} GB/s on this machine"
-    )
+def figures(
+    sizes: Sizes, side: Side, bandwidth: float, dense: bool = False
+) -> list[float | None]:
+    """The times and the bytes of one side."""
+    median, facts = side.median, side.facts
+    gradient = sizes.table_bytes if dense else sizes.row_gradient_bytes
+    moved = sizes.moved_by_dense() if dense else sizes.moved_by_rows(facts.distinct)
+    floor = moved / bandwidth
+    times = [median * 1e3, len(side.times), sizes.ids / median, facts.compile_seconds]
+    arrays = [sizes.table_bytes, sizes.state_bytes, gradient]
+    memory = [facts.temp_bytes, facts.alias_bytes]
+    return [*times, *arrays, *memory, moved, floor * 1e3, median / floor]
 
 
 def other_sizes(sizes: Sizes, platform: str, room: int | None) -> str:

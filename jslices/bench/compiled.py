@@ -17,20 +17,19 @@ from jslices.proof.targets import AXIS, Target, target
 ROWS, DENSE = "row gradients", "dense gradients"
 
 
-#: Name, figure, and format of each line; bytes where there is none.
-LINES: list[tuple[str, Callable[[Cost], float | None], str | None]] = [
-    ("arguments", lambda cost: cost.argument_bytes, None),
-    ("temporaries", lambda cost: cost.temp_bytes, None),
-    ("table-sized copies", lambda cost: cost.copies, "d"),
-    ("bytes accessed", lambda cost: cost.accessed_bytes, None),
-    ("by XLA's count", lambda cost: cost.xla_accessed_bytes, None),
-    ("kernels", lambda cost: sum(cost.kernels.values()), "d"),
-    ("sent to SparseCores", lambda cost: sum(cost.offloads.values()), "d"),
-    ("loops", lambda cost: len(cost.loops), "d"),
-    ("collectives", lambda cost: len(cost.collectives), "d"),
-    ("a device receives", lambda cost: cost.traffic.most, None),
-    ("ms by XLA's estimate", lambda cost: cost.seconds and cost.seconds * 1e3, ".3f"),
-]
+LINES: dict[Line, Callable[[Cost], float | None]] = {
+    Line("arguments"): lambda cost: cost.argument_bytes,
+    Line("temporaries"): lambda cost: cost.temp_bytes,
+    Line("table-sized copies", "d"): lambda cost: cost.copies,
+    Line("bytes accessed"): lambda cost: cost.accessed_bytes,
+    Line("by XLA's count"): lambda cost: cost.xla_accessed_bytes,
+    Line("kernels", "d"): lambda cost: sum(cost.kernels.values()),
+    Line("sent to SparseCores", "d"): lambda cost: sum(cost.offloads.values()),
+    Line("loops", "d"): lambda cost: len(cost.loops),
+    Line("collectives", "d"): lambda cost: len(cost.collectives),
+    Line("a device receives"): lambda cost: cost.traffic.most,
+    Line("ms by XLA's estimate", ".3f"): lambda cost: cost.seconds and cost.seconds * 1e3,
+}
 LEGEND = """\
 arguments: what a device holds of table, state, weights and batch, padded: on a TPU rows
 of fewer than 128 numbers lie by columns, or as 128 numbers each (jslices.row_major)
@@ -95,14 +94,11 @@ def heading(sizes: Sizes, device: Target) -> str:
 
 def table(costs: Mapping[str, Cost]) -> str:
     """A column for each side, and one for dense gradients as a multiple."""
-    sides = [costs.get(name) for name in (ROWS, DENSE)]
-    return comparison(
-        (ROWS, DENSE),
-        [
-            Line(name, [side and figure(side) for side in sides], form)
-            for name, figure, form in LINES
-        ],
-    )
+    columns = {
+        name: [figure(costs[name]) for figure in LINES.values()] if name in costs else None
+        for name in (ROWS, DENSE)
+    }
+    return comparison([*LINES], columns)
 
 
 def details(name: str, cost: Cost) -> str:

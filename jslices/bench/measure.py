@@ -88,7 +88,7 @@ class Side:
         jax.block_until_ready(self._carry)
 
 
-class KeptSide:
+class KeptSide(Side):
     """A :class:`Side` with row gradients in a process that keeps its memory.
 
     :func:`jslices.keep_memory` must be called before JAX starts, and holds for a process.
@@ -102,10 +102,6 @@ class KeptSide:
         other.close()
         self.facts: Facts = self._pipe.recv()
         self.times: list[float] = []
-
-    @property
-    def median(self) -> float:
-        return statistics.median(self.times)
 
     def burst(self, warm: int, timed: int) -> None:
         self._pipe.send((warm, timed))
@@ -179,7 +175,7 @@ def compile_step(
 
 
 def run_in_turns(
-    sparse: Sequence[Side | KeptSide], dense: Side | None, steps: int, dense_seconds: float
+    sparse: Sequence[Side], dense: Side | None, steps: int, dense_seconds: float
 ) -> None:
     """Fills in the times of ``steps`` steps; dense ones stop after ``dense_seconds``."""
     # Several steps at a time: a dense step empties the caches of the processor, and a

@@ -1,7 +1,7 @@
 """A table of text."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from jslices.extend import human_bytes
@@ -10,25 +10,23 @@ NONE = "-"
 
 
 class Line(NamedTuple):
-    """A line of a comparison.
+    """A line of a comparison."""
 
-    Attributes:
-      name: of the figure.
-      values: one for each column; None where there is none.
-      form: their format; bytes without one.
-      compared: whether the last value is a multiple of the first.
+    name: str  #: of the figure.
+    form: str | None = None  #: its format; bytes without one.
+    compared: bool = True  #: whether the last value is a multiple of the first.
+
+
+def comparison(
+    lines: Sequence[Line], sides: Mapping[str, Sequence[float | None] | None]
+) -> str:
+    """A table of the costs of row gradients, in the first column, and dense ones.
+
+    Each side has a figure for each line, None where there is none, or is None as a whole.
     """
-
-    name: str
-    values: Sequence[float | None]
-    form: str | None = None
-    compared: bool = True
-
-
-def comparison(columns: Sequence[str], lines: Iterable[Line]) -> str:
-    """A table of the costs of row gradients, in the first column, and dense ones."""
-    rows = [["", *columns, "dense / rows"]]
-    for name, values, form, compared in lines:
+    columns = [figures or [None] * len(lines) for figures in sides.values()]
+    rows = [["", *sides, "dense / rows"]]
+    for (name, form, compared), *values in zip(lines, *columns, strict=True):
         first, last = values[0], values[-1]
         ratio = f"{last / first:.2f}" if compared and first and last else NONE
         rows.append([name, *(cell(value, form) for value in values), ratio])

@@ -36,29 +36,19 @@ SKIPPED = frozenset({"__pycache__", "site-packages", "dist-packages", "test", "t
 
 
 class Corpus(NamedTuple):
-    """A text as numbers of words.
+    """A text as numbers of words."""
 
-    Attributes:
-      words: the V distinct words, most frequent first.
-      counts: ``[V]`` int64, how often each occurs.
-      tokens: ``[N]`` int32, the text as numbers of words; other words are left out.
-    """
-
-    words: list[str]
-    counts: np.ndarray
-    tokens: np.ndarray
+    words: list[str]  #: the V distinct ones, most frequent first.
+    counts: np.ndarray  #: ``[V]`` int64, how often each occurs.
+    tokens: np.ndarray  #: ``[N]`` int32, numbers of words; other words are left out.
 
 
 def read_corpus(path: Path | None, num_words: int | None) -> Corpus:
-    """Reads a text and keeps its ``num_words`` most frequent words (all if None).
+    """Reads a file or a folder, and keeps its ``num_words`` most frequent words.
 
-    Args:
-      path: a file or a folder; None means the standard library of this Python.
-      num_words: V, or None.
-
-    Raises:
-      FileNotFoundError: if there is no such path.
-      ValueError: if the text has no words, or fewer than ``num_words``.
+    Without a path it reads the standard library of this Python, and without a number it
+    keeps all words. Raises FileNotFoundError without such a path, and ValueError without
+    so many words.
     """
     files = _library_files() if path is None else _files(path)
     words: list[str] = []
@@ -111,15 +101,10 @@ def _text(file: Path) -> str:
 
 
 class Data(NamedTuple):
-    """The data that batches are drawn from, in device memory.
+    """The data that batches are drawn from, in device memory."""
 
-    Attributes:
-      tokens: ``[N]`` int32, the text, frequent words thinned out.
-      noise: ``[NOISE_DRAWS]`` int32, words as often as they are drawn as negatives.
-    """
-
-    tokens: jax.Array
-    noise: jax.Array
+    tokens: jax.Array  #: ``[N]`` int32, the text, frequent words thinned out.
+    noise: jax.Array  #: ``[NOISE_DRAWS]`` int32, words as often as they are negatives.
 
 
 def make_data(corpus: Corpus, seed: int) -> Data:
@@ -170,10 +155,8 @@ def draw(data: Data, key: jax.Array, batch: int) -> tuple[jax.Array, jax.Array]:
 def loss(params: Params, spans: jax.Array, noise: jax.Array) -> jax.Array:
     """The loss of telling neighbours from the noise: the mean over pairs.
 
-    Args:
-      params: as ``init_params`` makes them.
-      spans: ``[S, L + 2 * WINDOW]`` consecutive words: L windows each.
-      noise: ``[N]``, the negatives of all pairs.
+    ``spans`` ``[S, L + 2 * WINDOW]`` are consecutive words, L windows in each; ``noise``
+    ``[N]`` are the negatives of all pairs.
     """
     length = spans.shape[1] - 2 * WINDOW
     near = params["near"][spans[:, WINDOW : WINDOW + length]]

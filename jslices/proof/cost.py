@@ -36,32 +36,23 @@ class Cost(NamedTuple):
 
     The body of a loop counts once, except in ``traffic``, and so does every branch of a
     conditional.
-
-    Attributes:
-      argument_bytes: the memory of the arguments, with what the layout pads.
-      temp_bytes: the memory it needs besides arguments and results.
-      copies: how many arrays as large as the largest argument are copied.
-      accessed_bytes: what is read and written, see :func:`accessed`.
-      xla_accessed_bytes: the same by XLA's count, which GPUs lack. It counts a gather or
-        scatter on the SparseCores of a TPU as reading and writing the whole table.
-      kernels: how many instructions do something, by what they do.
-      offloads: how many pieces of work the SparseCores of a TPU do, by kind: ``gather``,
-        ``scatter``, or else what it consists of.
-      loops: JAX's names of the loops.
-      traffic: the exchanges between devices, which ``kernels`` leaves out.
-      seconds: XLA's estimate of the time, if it has one. Instructions that it cannot
-        estimate, such as custom calls, take no time.
     """
 
-    argument_bytes: int
-    temp_bytes: int
-    copies: int
-    accessed_bytes: int
+    argument_bytes: int  #: the memory of the arguments, with what the layout pads.
+    temp_bytes: int  #: the memory it needs besides arguments and results.
+    copies: int  #: how many arrays as large as the largest argument are copied.
+    accessed_bytes: int  #: what is read and written, see :func:`accessed`.
+    #: The same by XLA's count, which GPUs lack. It counts a gather or scatter on
+    #: the SparseCores of a TPU as reading and writing the whole table.
     xla_accessed_bytes: int | None
-    kernels: dict[str, int]
+    kernels: dict[str, int]  #: how many instructions do something, by what they do.
+    #: How many pieces of work the SparseCores of a TPU do, by kind: ``gather``,
+    #: ``scatter``, or else what it consists of.
     offloads: dict[str, int]
-    loops: list[str]
-    traffic: Traffic
+    loops: list[str]  #: JAX's names of the loops.
+    traffic: Traffic  #: the exchanges between devices, which ``kernels`` leaves out.
+    #: XLA's estimate of the time, if it has one. Instructions that it cannot estimate,
+    #: such as custom calls, take no time.
     seconds: float | None
 
     @property
@@ -73,8 +64,7 @@ def cost_of(compiled: Any) -> Cost:
     """The cost of what ``jax.jit(f).lower(...).compile()`` returns."""
     module = Module(compiled.as_text())
     memory = compiled.memory_analysis()
-    analysis = compiled.cost_analysis()  # a list with one element, before some release
-    figures = (analysis[0] if isinstance(analysis, list) else analysis) or {}
+    figures = compiled.cost_analysis() or {}
     return Cost(
         memory.argument_size_in_bytes,
         memory.temp_size_in_bytes,

@@ -4,6 +4,8 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
+import jax.extend.core
+
 from jslices._densify import human_bytes
 from jslices.proof.program import Array, Instruction, Leaf, Module, Program
 
@@ -194,7 +196,7 @@ def _walk(
             rows, height = (x.aval.size // row for x in (eqn.outvars[0], eqn.invars[0]))
             most[sources[0]] = max(most.get(sources[0], (0, 1)), (rows, height))
         results: list[int | None] = [None] * len(eqn.outvars)
-        for inner in _inner(eqn.params):
+        for inner in jax.extend.core.jaxprs_in_params(eqn.params):
             # Loops and conditionals have additional operands, before those of the body.
             count = len(inner.invars)
             operands = [*[None] * count, *sources][-count:] if count else []
@@ -205,26 +207,12 @@ def _walk(
             if number is None:
                 # A result of the same shape is the table cast, scaled or updated; rows
                 # that several axes number are numbered by one to be read.
-                number = next(
-                    (
-                        n
-                        for v, n in zip(eqn.invars, sources, strict=True)
-                        if n is not None and _is_same(eqn, v, out)
-                    ),
-                    None,
+                reshapes = eqn.primitive.name == "reshape"
+                same = (
+                    n
+                    for v, n in zip(eqn.invars, sources, strict=True)
+                    if n is not None and (reshapes or v.aval.shape == out.aval.shape)
                 )
+                number = next(same, None)
             of[id(out)] = number
     return [of.get(id(v)) for v in jaxpr.outvars]
-
-
-def _is_same(eqn: Any, operand: Any, result: Any) -> bool:
-    same_shape = bool(operand.aval.shape == result.aval.shape)
-    return same_shape or eqn.primitive.name == "reshape"
-
-
-def _inner(params: dict[str, Any]) -> Iterator[Any]:
-    for value in params.values():
-        for each in value if isinstance(value, list | tuple) else [value]:
-            jaxpr = getattr(each, "jaxpr", each)
-            if hasattr(jaxpr, "eqns"):
-                yield jaxpr

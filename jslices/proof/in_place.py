@@ -24,7 +24,8 @@ def problems(program: Program, min_bytes: int) -> list[str]:
             "updated in place. Donate parameters and state, jax.jit(step, "
             "donate_argnums=(0, 1)), or lower min_bytes"
         )
-    rest = [x for x in donated if x not in missing and _is_aliased(program, x)]
+    aliased = program.module.aliases.values()
+    rest = [x for x in donated if x not in missing and x.parameter in aliased]
     # If a result is missing, jit pairs the others crosswise, which makes copies.
     crossed = [x for x in rest if any(_alike(x, y) for y in missing)]
     return sentences + copied(program, rest, crossed)
@@ -40,16 +41,12 @@ def _missing(program: Program, donated: list[Leaf]) -> list[Leaf]:
     written = {module.origin(*value)[0].name for value in module.outputs()}
     over: list[Leaf] = []
     for leaf in donated:
-        if _is_aliased(program, leaf):
+        if leaf.parameter in module.aliases.values():
             continue
         alike = [x for x in donated if _alike(x, leaf)]
         lost = [x for x in alike if program.name_of(x) not in written and x not in over]
         over.append((lost or [leaf])[0])
     return over
-
-
-def _is_aliased(program: Program, leaf: Leaf) -> bool:
-    return leaf.parameter in program.module.aliases.values()
 
 
 def _alike(a: Leaf, b: Leaf) -> bool:

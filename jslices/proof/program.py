@@ -17,13 +17,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from jslices._densify import (
-    UNKNOWN_LINE,
-    DensificationWarning,
-    UserLine,
-    human_bytes,
-    pick_user_line,
-)
+from jslices import _densify
 from jslices.proof.targets import target
 
 # --- the text ----------------------------------------------------------------------
@@ -46,18 +40,14 @@ class Array(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """How an array lies in memory.
+    """How an array lies in memory."""
 
-    Attributes:
-      order: its axes, the one along which neighbours lie first: ``(1, 0)`` is row by row.
-      tile: on TPUs, the sides are padded to multiples of it; the last number is for the
-        first axis of ``order``.
-      space: which memory; 0 is the large one, and on TPUs 1 a fast one on the chip.
-    """
-
+    #: Its axes, the one along which neighbours lie first: ``(1, 0)`` is row by row.
     order: tuple[int, ...]
+    #: On TPUs the sides are padded to multiples of it; the last number is for the first
+    #: axis of ``order``.
     tile: tuple[int, ...]
-    space: int
+    space: int  #: which memory; 0 is the large one, and on TPUs 1 a fast one on the chip.
 
     def __str__(self) -> str:
         return f"{{{','.join(map(str, self.order))}}}"
@@ -91,10 +81,6 @@ class Computation(NamedTuple):
 
     instructions: dict[str, Instruction]
     root: str
-
-
-#: Files, functions, places (file, function, line) and frames (place, parent), by number.
-Tables = tuple[dict[int, str], dict[int, str], dict[int, list[int]], dict[int, list[int]]]
 
 
 def read(text: str) -> tuple[dict[str, Computation], str]:
@@ -188,24 +174,14 @@ def number_of(parameter: Instruction) -> int:
     return int(parameter.rest.split(")", 1)[0])
 
 
-def _tables(text: str) -> Tables:
-    """The source lines that a program names."""
-
-    def part(name: str) -> str:
-        table = re.search(rf"^{name}\n(.*?)\n\n", text, re.M | re.S)
-        return "" if table is None else table.group(1)
-
-    def names(name: str) -> dict[int, str]:
-        return {int(n): s for n, s in re.findall(r'^(\d+) "(.*)"$', part(name), re.M)}
-
-    def numbers(name: str, *fields: str) -> dict[int, list[int]]:
-        pattern = r"^(\d+) \{" + " ".join(rf"{field}=(\d+)" for field in fields)
-        found = re.findall(pattern, part(name), re.M)
-        return {number: others for number, *others in (map(int, each) for each in found)}
-
-    places = numbers("FileLocations", "file_name_id", "function_name_id", "line")
-    parents = numbers("StackFrames", "file_location_id", "parent_frame_id")
-    return names("FileNames"), names("FunctionNames"), places, parents
+def _source_table(text: str, name: str) -> dict[int, Any]:
+    """One of the tables before a program: names, or the numbers in each entry."""
+    table = re.search(rf"^{name}\n(.*?)\n\n", text, re.M | re.S)
+    entries = re.findall(r"^(\d+) (.*)$", table.group(1), re.M) if table else []
+    return {
+        int(n): x[1:-1] if x[0] == '"' else [int(y) for y in re.findall(r"=(\d+)", x)]
+        for n, x in entries
+    }
 
 
 # --- the memory of values ----------------------------------------------------------
@@ -223,24 +199,19 @@ Value = tuple[Instruction, int]
 
 
 class Module:
-    """A compiled program, and the memory of each of its values.
-
-    Attributes:
-      computations: all of them, by name.
-      entry: the name of the one that is run.
-      aliases: for each output in the memory of a parameter, that parameter, as declared by
-        jit.
-      devices: how many run it together.
-    """
+    """A compiled program, and the memory of each of its values."""
 
     def __init__(self, text: str) -> None:
         head = text.split("\n", 1)[0]
         pairs = re.findall(r"\{(\d*)\}: \((\d+), \{\}", head)
+        #: For each output in the memory of a parameter, that parameter, as jit declares it.
         self.aliases = {int(out or 0): int(parameter) for out, parameter in pairs}
         counts = re.findall(r"(?:num_partitions|replica_count)=(\d+)", head)
-        self.devices = math.prod(map(int, counts))
+        self.devices = math.prod(map(int, counts))  #: how many run it together.
+        #: All computations by name, and the name of the one that is run.
         self.computations, self.entry = read(text)
-        self._tables = _tables(text)
+        names = "FileNames", "FunctionNames", "FileLocations", "StackFrames"
+        self._source_tables = [_source_table(text, name) for name in names]
         if not self.entry:
             raise NotImplementedError("this backend's compiled program cannot be read")
         self._callers: dict[str, tuple[Instruction, int]] = {}
@@ -322,15 +293,13 @@ class Module:
     def into(self, each: Instruction, index: int) -> Value | None:
         """The value whose memory this one shares; None if it has memory of its own."""
         op = each.opcode
-        if op in _RENAMES:
+        if op in _RENAMES or op == "while":
             return self.operand(each, 0), index
         if op == "get-tuple-element":
             at = re.search(r"index=(\d+)", each.rest)
             return self.operand(each, 0), 0 if at is None else int(at.group(1))
         if op == "tuple" or op in _WRITES:
             return self.operand(each, index), 0
-        if op == "while":
-            return self.operand(each, 0), index
         if op == "parameter" and each.where in self._callers:
             caller, number = self._callers[each.where]
             if caller.opcode == "while":
@@ -343,20 +312,21 @@ class Module:
                 x for x in ways if x[0].opcode != "parameter" and x[0].where != each.where
             ]
             return (own or ways)[0]
-        if op == "fusion":
-            return self._into_fusion(each, index)
-        return None
+        return self._through_fusion(each, index, _RENAMES, _WRITES)
 
-    def _into_fusion(self, each: Instruction, index: int) -> Value | None:
-        called = self.called(each)
+    def _through_fusion(
+        self, each: Instruction, index: int, silent: set[str], needed: set[str]
+    ) -> Value | None:
+        """The operand that some operations, among them a needed one, make an element of."""
+        called = self.called(each) if each.opcode == "fusion" else ()
         if not called:
             return None
         inner, _ = self.elements(called[0])[index]
-        wrote = False
-        while inner.opcode in _RENAMES | _WRITES:
-            wrote = wrote or inner.opcode in _WRITES
+        opcodes = set()
+        while inner.opcode in silent | needed:
+            opcodes.add(inner.opcode)
             inner = self.operand(inner, 0)
-        if inner.opcode == "parameter" and wrote:
+        if inner.opcode == "parameter" and opcodes & needed:
             return self.operand(each, number_of(inner)), 0
         return None
 
@@ -371,14 +341,8 @@ class Module:
                 whole = self.operand(piece, 0)
                 if whole.arrays[0] == each.arrays[0]:
                     return whole, 0
-        if each.opcode == "fusion" and (called := self.called(each)):
-            inner = self.result(called[0])
-            seen = set()
-            while inner.opcode in ("copy", "bitcast"):
-                seen.add(inner.opcode)
-                inner = self.operand(inner, 0)
-            if inner.opcode == "parameter" and "copy" in seen:
-                return self.operand(each, number_of(inner)), 0
+        if len(each.arrays) == 1:
+            return self._through_fusion(each, 0, {"bitcast"}, {"copy"})
         return None
 
     def origin(self, each: Instruction, index: int = 0) -> Value:
@@ -394,22 +358,23 @@ class Module:
         if frame is None:
             place = re.search(r'source_file="([^"]*)"(?: source_line=(\d+))?', each.rest)
             return [] if place is None else [(place.group(1), "", int(place.group(2) or 0))]
-        files, functions, places, parents = self._tables
+        files, functions, places, parents = self._source_tables
         # Some releases of XLA write 1 + parent, so the outermost frame is its own parent.
         shift = int(any(number == parent for number, (_, parent) in parents.items()))
         frames: list[tuple[str, str, int]] = []
         number = int(frame.group(1))
         while number in parents and len(frames) < 100:
             place_id, parent = parents[number]
-            file, function, line = places[place_id]
+            file, function, line = places[place_id][:3]
             frames.append((files[file], functions[function], line))
             number = parent - shift
         return frames
 
-    def user_line(self, each: Instruction) -> UserLine | None:
+    def user_line(self, each: Instruction) -> _densify.UserLine | None:
         """The innermost line outside JAX and jslices."""
-        line = pick_user_line((file, line) for file, _, line in self.frames(each))
-        return None if line is UNKNOWN_LINE else line
+        frames = self.frames(each)
+        line = _densify.pick_user_line((file, line) for file, _, line in frames)
+        return None if line is _densify.UNKNOWN_LINE else line
 
     def before(self, each: Instruction) -> set[str]:
         """The names of all that an instruction depends on within its computation."""
@@ -451,7 +416,7 @@ class Leaf(NamedTuple):
 
     def __str__(self) -> str:
         kind = f"{self.dtype}[{','.join(map(str, self.shape))}]"
-        return f"{self.path} {kind} ({human_bytes(self.nbytes)})"
+        return f"{self.path} {kind} ({_densify.human_bytes(self.nbytes)})"
 
 
 class Memory(NamedTuple):
@@ -470,10 +435,10 @@ class Memory(NamedTuple):
     temp_bytes: int
 
     def __str__(self) -> str:
+        arguments, outputs, in_place, temporaries = map(_densify.human_bytes, self)
         return (
-            f"arguments {human_bytes(self.argument_bytes)}, outputs "
-            f"{human_bytes(self.output_bytes)}, of these in place "
-            f"{human_bytes(self.alias_bytes)}, temporaries {human_bytes(self.temp_bytes)}"
+            f"arguments {arguments}, outputs {outputs}, of these in place {in_place}, "
+            f"temporaries {temporaries}"
         )
 
 
@@ -524,7 +489,7 @@ def compiled(
         executable = lowered.compile()
     densified = []
     for warning in caught:
-        if issubclass(warning.category, DensificationWarning):
+        if issubclass(warning.category, _densify.DensificationWarning):
             densified.append(str(warning.message))
         # The proofs themselves say that donation did not work, with the reason.
         elif "donated buffers were not usable" not in str(warning.message):

@@ -68,17 +68,11 @@ NAMES = (
 
 @dataclasses.dataclass(frozen=True)
 class Target:
-    """Devices that JAX compiles for.
+    """Devices that JAX compiles for."""
 
-    Attributes:
-      name: as it was given: ``v5e``, ``h100:8``.
-      platform: ``tpu`` or ``gpu``.
-      devices: JAX's devices, which run nothing.
-    """
-
-    name: str
-    platform: str
-    devices: tuple[jax.Device, ...]
+    name: str  #: as it was given: ``v5e``, ``h100:8``.
+    platform: str  #: ``tpu`` or ``gpu``.
+    devices: tuple[jax.Device, ...]  #: JAX's devices, which run nothing.
 
     @property
     def mesh(self) -> Mesh:

@@ -120,8 +120,9 @@ def traffic(module: Module) -> Traffic:
             ]
             return min(least for least, _ in ways), max(most for _, most in ways)
         if each.opcode == "while":
-            times = _trip_count(each)
-            turns = None if turns is None or times is None else turns * times
+            trips = re.search(r'"known_trip_count":\{"n":"(\d+)"', each.rest)
+            if turns is not None:
+                turns = None if trips is None else turns * int(trips.group(1))
             called += re.findall(r"condition=%?([\w.-]+)", each.rest)
         return received(called, turns, branch)
 
@@ -182,11 +183,6 @@ def _group(module: Module, each: Instruction) -> int:
     if "replica_groups=" in each.rest:
         raise NotImplementedError(f"these groups of devices cannot be read: {each.rest}")
     return module.devices
-
-
-def _trip_count(loop: Instruction) -> int | None:
-    trips = re.search(r'"known_trip_count":\{"n":"(\d+)"', loop.rest)
-    return None if trips is None else int(trips.group(1))
 
 
 # --- tables on the wire -------------------------------------------------------------
