@@ -191,20 +191,6 @@ def is_symbolic(size: Size) -> bool:
     return is_symbolic_dim(size)
 
 
-def definitely(comparison: Callable[[], bool]) -> bool:
-    """Whether a comparison of sizes holds; False where open sizes do not tell."""
-    try:
-        return bool(comparison())
-    except jax.errors.InconclusiveDimensionOperation:
-        return False
-
-
-def carries_gradient(atom: Atom) -> bool:
-    """True if a gradient can flow through this variable: its dtype is inexact."""
-    dtype = getattr(atom.aval, "dtype", None)
-    return dtype is not None and jax.numpy.issubdtype(dtype, np.inexact)
-
-
 def varying_axes(*avals: Aval) -> frozenset[str]:
     """The mesh axes along which any of these differs, inside a ``shard_map``."""
     axes: frozenset[str] = frozenset()

@@ -273,7 +273,7 @@ class _VjpFun:
                 "a function of jslices.vjp takes one cotangent, of the structure of the "
                 f"result, {result}, got {1 + len(others)} arguments"
             )
-        cotangents, structure = _jax.flatten(out_ct)
+        cotangents, structure = jax.tree.flatten(out_ct)
         if structure != result:
             raise ValueError(
                 f"the cotangent must have the structure of the result, {result}, got "

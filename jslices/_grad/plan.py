@@ -9,7 +9,6 @@ import contextlib
 import dataclasses
 import functools
 import math
-import operator
 from collections import ChainMap
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -37,7 +36,7 @@ from jslices._grad.views import Values, View
 from jslices._grad.walk import Scope, Turn, ViewWalk
 from jslices._jax import Equation, Program, Source
 from jslices._place.boundary import explicit_mesh
-from jslices._rows.access import INT32_MAX, index_dtype
+from jslices._rows.access import INT32_MAX, index_dtype, is_below
 
 #: The name of a product with a one-hot array that is not read as rows.
 ONE_HOT = "one_hot"
@@ -159,7 +158,7 @@ class Planned(NamedTuple):
     def rows_are_larger(self, leaf: int, times: int = 1) -> bool:
         """True if rows take ``times`` the bytes of a dense gradient, or more."""
         dense = times * self.leaves[leaf].num_bytes
-        return _jax.definitely(lambda: self.bytes_of_rows(leaf) >= dense)
+        return is_below(dense - 1, self.bytes_of_rows(leaf))
 
     def bytes_of_rows(self, leaf: int) -> int:
         """The size of the sparse gradient: rows and row numbers."""
@@ -182,9 +181,10 @@ def plan_call(call: UserCall, spec: SparseSpec, exchange: ExchangeSpec = None) -
     larger = [i for i in sparse if best.rows_are_larger(i)]
     if not larger:
         return best
-    leaves = list(best.leaves)
-    for i in larger:
-        leaves[i] = leaves[i]._replace(mode=False)
+    leaves = [
+        dataclasses.replace(leaf, mode=False) if i in larger else leaf
+        for i, leaf in enumerate(best.leaves)
+    ]
     return planned(leaves)._replace(looked_up=best.looked_up)
 
 
@@ -196,7 +196,7 @@ def _with_row_axes(first: Planned, planned: Callable[[list[LeafSpec]], Planned])
     """
     plans = [first]
     while deeper := {
-        i: leaf._replace(row_axes=leaf.row_axes + 1)
+        i: dataclasses.replace(leaf, row_axes=leaf.row_axes + 1)
         for i, leaf in enumerate(plans[-1].leaves)
         if leaf.row_axes == len(plans) and _may_have_finer_rows(plans[-1], i)
     }:
@@ -216,8 +216,8 @@ def _best_plan(plans: Sequence[Planned], number: int) -> Planned:
         return plans[0]
     best, leaf = sparse[0], plans[0].leaves[number]
     for plan in sparse[1:]:
-        sizes = plan.bytes_of_rows(number), best.bytes_of_rows(number)
-        best = plan if _jax.definitely(functools.partial(operator.lt, *sizes)) else best
+        if is_below(plan.bytes_of_rows(number), best.bytes_of_rows(number)):
+            best = plan
     # Rows as large as the array are those of tables that are also looked up by finer ones,
     # and used as wholes: that is said, as of any table used so.
     mixed = [x for x in plans if x.kind(number) == "dense" and x.looked_up.get(number)]
@@ -231,9 +231,8 @@ def _may_have_finer_rows(planned: Planned, number: int) -> bool:
     leaf, use = planned.leaves[number], planned.dense.get(number)
     if leaf.aval.ndim < leaf.row_axes + 2 or planned.kind(number) == "unused":
         return False
-    finer = leaf._replace(row_axes=leaf.row_axes + 1).table_shape[0]
-    many = _jax.definitely(lambda: finer > INT32_MAX)
-    no_room = many and not jax.config.read("jax_enable_x64")
+    finer = dataclasses.replace(leaf, row_axes=leaf.row_axes + 1).table_shape[0]
+    no_room = is_below(INT32_MAX, finer) and not jax.config.read("jax_enable_x64")
     if no_room and planned.kind(number) == "sparse":
         # Their numbers may not fit; an error says so, unless these rows do.
         return planned.rows_are_larger(number)
@@ -341,7 +340,7 @@ class Planner(ViewWalk):
         Those of tokens of few kinds, or of a graph with all its nodes, were meant to be.
         """
         rows, most = math.prod(self._loops) * count, MANY_BYTES * leaf.table_shape[0]
-        return leaf.mode is None and _jax.definitely(lambda: rows >= most)
+        return leaf.mode is None and is_below(most - 1, rows)
 
     def _plan(self, source: Source | None, read: RowRead, by_ids: bool) -> None:
         for number in read.leaves:
@@ -464,8 +463,8 @@ def _are_few(sites: Sequence[Site], leaf: LeafSpec) -> bool:
         return True
     fixed = sum(site.total for site in sites if not site.by_ids)
     by_ids = sum(site.total for site in sites if site.by_ids)
-    fewer, rows = _jax.definitely(lambda: 0 < fixed <= by_ids), leaf.table_shape[0]
-    return fewer or _jax.definitely(lambda: 2 * fixed <= rows)
+    fewer = is_below(0, fixed) and is_below(fixed, by_ids + 1)
+    return fewer or is_below(2 * fixed, leaf.table_shape[0] + 1)
 
 
 def output_needs_grad(program: Program, num_results: int) -> list[bool]:

@@ -9,7 +9,6 @@ matrices in products.py. A :class:`Reader` goes from the rows of a view to those
 import dataclasses
 import functools
 import math
-import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -37,7 +36,7 @@ from jslices._grad.views import (
 )
 from jslices._jax import Atom, Equation
 from jslices._place.boundary import drop_sharding
-from jslices._rows.access import per_row, take_rows, wide
+from jslices._rows.access import is_below, per_row, take_rows, wide
 from jslices._typing import Aval
 
 #: ``take(table, ids, mode, fill_value)`` reads rows of a table.
@@ -203,8 +202,7 @@ def fixed_rows(value: Any) -> list[View] | None:
 def _has_fewer_rows(view: View) -> bool | None:
     """True if it has fewer rows than its tables, False without any, None otherwise."""
     count, heights = view.shape[0], [table.shape[0] for table in tables_read(view)]
-    fewer = [_jax.definitely(functools.partial(operator.lt, count, n)) for n in heights]
-    return bool(heights) if all(fewer) else None
+    return bool(heights) if all(is_below(count, n) for n in heights) else None
 
 
 def every_row(view: View) -> RowRead:
@@ -295,8 +293,8 @@ def _gather_windows(eqn: Equation, view: View, column: int) -> RowRead | None:
     """Consecutive whole rows for each start, which ``vmap`` makes of ``dynamic_slice``."""
     sizes, aval = tuple(eqn.params["slice_sizes"]), eqn.invars[1].aval
     height = view.shape[0]
-    some = _jax.definitely(lambda: sizes[0] < height)
-    if sizes[1:] != view.shape[1:] or not some or eqn.params["mode"] != Mode.CLIP:
+    some = sizes[1:] == view.shape[1:] and is_below(sizes[0], height)
+    if not some or eqn.params["mode"] != Mode.CLIP:
         return None
     count = math.prod(aval.shape[:-1]) * sizes[0]
 
@@ -462,8 +460,7 @@ def _slice_rows(eqn: Equation, view: View) -> RowRead | None:
     whole_rows = sizes[1:] == shape[1:]
     if not sizes:
         return None
-    some = whole_rows and _jax.definitely(lambda: count < height)
-    if not some and not _jax.definitely(lambda: count <= 1):
+    if not (whole_rows and is_below(count, height)) and not is_below(count, 2):
         return None
 
     def ids(values: Values) -> jax.Array:

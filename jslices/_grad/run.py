@@ -10,8 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend.core import Primitive
-from jax.interpreters import ad, batching, mlir
+from jax.interpreters import ad
 from jax.lax import GatherScatterMode as Mode
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -85,23 +84,18 @@ def without_dense_warning() -> Iterator[None]:
 # before the call are the slot themselves.
 
 
-def slot_of(site: Site) -> jax.Array:
-    """The cotangent slot of one read."""
-    shape = (*site.loops, site.entries, *site.table_shape[1:])
-    zeros = jnp.zeros(shape, site.dtype, out_sharding=site.split)
-    return _jax.as_varying(zeros, site.varying)
-
-
-def slots_for(plan: SiteTree, taken: Prefetched) -> SlotTree:
+def slots_for(plan: SiteTree, taken: Prefetched = NO_PREFETCH) -> SlotTree:
     """The cotangent slots of all reads; those of rows that are ``taken`` hold them."""
     left = dict(taken)
 
     def slot(site: Site) -> jax.Array:
-        if site.leaf not in left:
-            return slot_of(site)
-        shape = (*site.loops, site.entries)
-        rows, left[site.leaf] = jnp.split(left[site.leaf], [math.prod(shape)])
-        return rows.reshape(*shape, *site.table_shape[1:])
+        executions = (*site.loops, site.entries)
+        shape = (*executions, *site.table_shape[1:])
+        if site.leaf in left:
+            rows, left[site.leaf] = jnp.split(left[site.leaf], [math.prod(executions)])
+            return rows.reshape(shape)
+        zeros = jnp.zeros(shape, site.dtype, out_sharding=site.split)
+        return _jax.as_varying(zeros, site.varying)
 
     slots: SlotTree = jax.tree.map(slot, plan)
     return slots
@@ -129,17 +123,12 @@ def _gradient_of(site: Site, values: jax.Array, indices: jax.Array) -> IndexedSl
     return IndexedSlices.of(*boundary.on_all_devices(values, indices), shape)
 
 
-def _slotted_jvp(primals: Values, tangents: Values) -> tuple[Any, Any]:
-    return primals[0], ad.add_tangents(*tangents)
-
-
 #: ``rows + slot``, for which nothing has to be added.
-slotted_p = Primitive("slotted")
-slotted_p.def_impl(lambda rows, slot: rows)
-slotted_p.def_abstract_eval(lambda rows, slot: rows)
-ad.primitive_jvps[slotted_p] = _slotted_jvp
-batching.primitive_batchers[slotted_p] = lambda args, dims: (args[0], dims[0])
-mlir.register_lowering(slotted_p, lambda _, rows, slot: [rows])
+slotted_p = _jax.identity_primitive("slotted")
+ad.primitive_jvps[slotted_p] = lambda primals, tangents: (
+    primals[0],
+    ad.add_tangents(*tangents),
+)
 
 
 # --- the walk ---------------------------------------------------------------------------

@@ -58,6 +58,12 @@ _INSIDE = {
 # --- one program ------------------------------------------------------------------------
 
 
+def carries_gradient(atom: Atom) -> bool:
+    """True if a gradient can flow through this variable: its dtype is inexact."""
+    dtype = getattr(atom.aval, "dtype", None)
+    return dtype is not None and jnp.issubdtype(dtype, jnp.inexact)
+
+
 class Scope:
     """One program on a walk: what is live, where gradients come through.
 
@@ -76,7 +82,7 @@ class Scope:
         self.grad_vars: set[Any] = {
             v
             for v, needs_grad in zip(program.outvars, output_needs_grad, strict=False)
-            if needs_grad and not isinstance(v, Literal) and _jax.carries_gradient(v)
+            if needs_grad and not isinstance(v, Literal) and carries_gradient(v)
         }
         self._passing: set[int] = set()
         #: The variables that a live equation or an output reads.
@@ -89,7 +95,7 @@ class Scope:
             self.used.update(variables)
             if output_needs_grad and self._takes_gradient(eqn):
                 self._passing.add(id(eqn))
-                self.grad_vars.update(filter(_jax.carries_gradient, variables))
+                self.grad_vars.update(filter(carries_gradient, variables))
         self.live.reverse()
 
     def _takes_gradient(self, eqn: Equation) -> bool:
