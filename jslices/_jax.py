@@ -63,14 +63,14 @@ def identity_primitive(name: str, passed: int = 0) -> Primitive:
     Lowerings of some platforms may do more. Under ``vmap`` only the operand is left.
     """
     primitive = Primitive(name)
-    primitive.def_impl(lambda *operands: operands[passed])
-    primitive.def_abstract_eval(lambda *operands: operands[passed])
+    primitive.def_impl(lambda *operands, **_: operands[passed])
+    primitive.def_abstract_eval(lambda *operands, **_: operands[passed])
     ad.primitive_jvps[primitive] = lambda primals, tangents: (
         primitive.bind(*primals),
         tangents[passed],
     )
     batching.primitive_batchers[primitive] = lambda args, axes: (args[passed], axes[passed])
-    mlir.register_lowering(primitive, lambda _, *operands: [operands[passed]])
+    mlir.register_lowering(primitive, lambda _, *operands, **__: [operands[passed]])
     return primitive
 
 

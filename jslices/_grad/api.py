@@ -253,7 +253,7 @@ def _linearize(
     sites = tuple(jax.tree.leaves(planned.plan))
     static = tuple(planned.leaves), sites, kinds, call.tree, planned.outputs.tree
     vjp_fun = _VjpFun(static, (pullback, jax.tree.leaves(indices)))
-    return planned.outputs.result(results), vjp_fun, planned.outputs.aux(aux)
+    return planned.outputs.tree.unflatten(results), vjp_fun, planned.outputs.aux(aux)
 
 
 @jax.tree_util.register_pytree_node_class

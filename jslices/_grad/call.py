@@ -170,9 +170,6 @@ class Outputs(NamedTuple):
     #: ``(leaf,)`` for every leaf of aux; None for an array, which is an output.
     aux_fixed: list[Any]
 
-    def result(self, flat: Sequence[jax.Array]) -> Any:
-        return self.tree.unflatten(flat)
-
     def aux(self, arrays: Sequence[jax.Array]) -> Any:
         left = iter(arrays)
         leaves = [next(left) if fixed is None else fixed[0] for fixed in self.aux_fixed]

@@ -17,13 +17,12 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jslices import _jax
 from jslices._exchange.rows import rows_from_elsewhere
 from jslices._grad.call import LeafSpec
-from jslices._grad.memo import Memo, weak_equation
+from jslices._grad.memo import weak_equation
 from jslices._grad.plan import (
     Planned,
     Site,
     SiteTree,
     output_needs_grad,
-    part_key,
     plan_part,
 )
 from jslices._grad.reads import RowRead, every_row, filled, fixed_rows
@@ -186,11 +185,8 @@ class Runner(ViewWalk):
         # make a gather of rows of 64 three times as slow (jax 0.10.2).
         if eqn.primitive is row_loop_p and operands[0] is self._rows:
             return [operands[0]]
-        if scope.passes_gradient(eqn):
-            operation = _jax.operation(eqn)
-            if operation and (self.eager or scope.operations[operation] >= MANY_ALIKE):
-                return _jax.bind(eqn, operands, as_function=True)
-        return _jax.bind(eqn, operands)
+        many = 1 if self.eager else MANY_ALIKE
+        return _jax.bind(eqn, operands, scope.times_linearized(eqn) >= many)
 
     def whole(self, value: Any, eqn: Equation | None) -> Any:
         views, slotted = fixed_rows(value) or (), self._body.arrays[True]
@@ -245,9 +241,11 @@ class Runner(ViewWalk):
         return boundary.restore_sharding(rows, split)
 
     def part(self, eqn: Equation, operands: Values, needs_grad: list[bool]) -> Values:
-        run = _compiled_part(eqn, operands, needs_grad, self._leaves)
+        part = plan_part(eqn, operands, needs_grad, self._leaves)
+        if part.run is None:
+            part.run = _compiled(part.plan, eqn, needs_grad, self._leaves)
         _, slots = next(self._body.entries)
-        outputs, indices = run(operands, slots)
+        outputs, indices = part.run(operands, slots)
         self._body.indices.append(indices)
         return outputs
 
@@ -344,26 +342,16 @@ def _nowhere(site: Site, slot: jax.Array) -> jax.Array:
 
 # --- without jax.jit --------------------------------------------------------------------
 
-#: From the operands and the cotangent slots of a part to its outputs and row numbers.
-_RunPart = Callable[[Values, SlotTree], tuple[Values, IndexTree]]
 
-_compiled: Memo[_RunPart] = Memo()
+def _compiled(
+    plan: SiteTree, eqn: Equation, needs_grad: list[bool], leaves: dict[int, LeafSpec]
+) -> Callable[[Values, SlotTree], tuple[Values, IndexTree]]:
+    """The jitted function from operands and slots of a part to outputs and row numbers."""
+    equation = weak_equation(eqn)
 
+    def run(operands: Values, slots: SlotTree) -> tuple[Values, IndexTree]:
+        runner = Runner(plan, slots, leaves)
+        return runner.inside(equation(), operands, needs_grad), runner.indices
 
-def _compiled_part(
-    eqn: Equation, operands: Values, needs_grad: list[bool], leaves: dict[int, LeafSpec]
-) -> _RunPart:
-    """The jitted function of a part, compiled once for each kind of operands."""
-
-    def make() -> _RunPart:
-        plan = plan_part(eqn, operands, needs_grad, leaves).plan
-        equation = weak_equation(eqn)
-
-        def run(operands: Values, slots: SlotTree) -> tuple[Values, IndexTree]:
-            runner = Runner(plan, slots, leaves)
-            return runner.inside(equation(), operands, needs_grad), runner.indices
-
-        run.__name__ = eqn.params.get("name", eqn.primitive.name)  # in profiles
-        return jax.jit(run)
-
-    return _compiled.find(eqn, part_key(operands, needs_grad, leaves), make)
+    run.__name__ = eqn.params.get("name", eqn.primitive.name)  # in profiles
+    return jax.jit(run)

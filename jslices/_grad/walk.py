@@ -24,7 +24,7 @@ As it is the same walk, planner and runner meet the same reads in the same order
 import abc
 import functools
 from collections import Counter
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Generic, TypeVar
 
 import jax.numpy as jnp
@@ -115,10 +115,19 @@ class Scope:
         """For each output of an equation whether a gradient comes in there."""
         return [v in self.grad_vars for v in eqn.outvars]
 
+    def times_linearized(self, eqn: Equation) -> int:
+        """How many equations alike a gradient passes; 0 if none passes this one.
+
+        Or if it has no operation to compare it by.
+        """
+        return self._times_linearized.get(id(eqn), 0)
+
     @functools.cached_property
-    def operations(self) -> Counter[Hashable]:
-        """The number of equations for each operation."""
-        return Counter(map(_jax.operation, self.program.eqns))
+    def _times_linearized(self) -> dict[int, int]:
+        passing = (eqn for eqn in self.live if self.passes_gradient(eqn))
+        operations = {id(eqn): _jax.operation(eqn) for eqn in passing}
+        times = Counter(operations.values())
+        return {x: times[operation] for x, operation in operations.items() if operation}
 
     @functools.cached_property
     def origins(self) -> Origins:

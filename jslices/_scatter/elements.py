@@ -11,6 +11,7 @@ from jax.experimental import checkify
 from jax.typing import ArrayLike
 
 from jslices._place.boundary import like_first, on_any_mesh
+from jslices._rows.access import DROP
 from jslices._rows.ids import IdOutOfRangeError, as_ids, check_mode, on_host, settle
 from jslices._scatter.kernels import update
 from jslices._scatter.rows import as_ref, as_updates, check_dtype, refuse_bad_rows
@@ -174,11 +175,9 @@ def _scatter_elements(
     updates = updates.reshape(flat.shape[0], *ref.shape[depth:])
     if op == "update":
         last, unique = _last_of_each(where, ref.shape)
-        return ref.at[tuple(last)].set(
-            updates, mode="drop", wrap_negative_indices=False, unique_indices=unique
-        )
+        return ref.at[tuple(last)].set(updates, **DROP, unique_indices=unique)
     updates = -updates if op == "sub" else updates
-    return ref.at[tuple(where)].add(updates, mode="drop", wrap_negative_indices=False)
+    return ref.at[tuple(where)].add(updates, **DROP)
 
 
 def _last_of_each(
