@@ -142,9 +142,10 @@ class Planned(NamedTuple):
         forced = self.leaves[leaf].mode is True
         if leaf not in self.dense:
             return forced and not self.leaves[leaf].has_rows
-        if self.leaves[leaf].is_small and self.dense[leaf].what in _PICKS_ELEMENTS:
-            return forced or bool(self.looked_up.get(leaf))
-        return forced or bool(self.looked_up.get(leaf) or self.unread.get(leaf))
+        lookups = self.looked_up.get(leaf) or self.unread.get(leaf)
+        if self.dense[leaf].what in _PICKS_ELEMENTS and self.leaves[leaf].is_small:
+            lookups = self.looked_up.get(leaf)
+        return forced or bool(lookups)
 
     def triggers_hint(self, leaf: int) -> bool:
         """True if rows cost several times what a dense gradient does."""
@@ -176,15 +177,13 @@ def plan_call(call: UserCall, spec: SparseSpec, exchange: ExchangeSpec = None) -
     eager = not _jax.is_staged()
     planned = functools.partial(_planned, program, outputs, eager)
     best = _with_row_axes(planned(leaves), planned)
-    optional = [i for i, leaf in enumerate(best.leaves) if leaf.mode == "if_smaller"]
-    sparse = [i for i in optional if best.kind(i) == "sparse"]
-    larger = [i for i in sparse if best.rows_are_larger(i)]
-    if not larger:
+    leaves = list(best.leaves)
+    for i, leaf in enumerate(leaves):
+        optional = leaf.mode == "if_smaller" and best.kind(i) == "sparse"
+        if optional and best.rows_are_larger(i):
+            leaves[i] = dataclasses.replace(leaf, mode=False)
+    if leaves == best.leaves:
         return best
-    leaves = [
-        dataclasses.replace(leaf, mode=False) if i in larger else leaf
-        for i, leaf in enumerate(best.leaves)
-    ]
     return planned(leaves)._replace(looked_up=best.looked_up)
 
 
@@ -279,9 +278,6 @@ class Planner(ViewWalk):
 
     def constant(self, value: Any) -> None:
         return None
-
-    def bind(self, eqn: Equation, operands: Values, scope: Scope) -> Values:
-        return [None] * len(eqn.outvars)
 
     def step(self, eqn: Equation, operands: Values, scope: Scope) -> Values:
         if eqn.primitive.name != "dot_general":

@@ -36,7 +36,7 @@ from jslices._grad.views import (
 )
 from jslices._jax import Atom, Equation
 from jslices._place.boundary import drop_sharding
-from jslices._rows.access import is_below, per_row, take_rows, wide
+from jslices._rows.access import is_below, missing_value, per_row, take_rows, wide
 from jslices._typing import Aval
 
 #: ``take(table, ids, mode, fill_value)`` reads rows of a table.
@@ -104,21 +104,11 @@ class RowRead:
 
 
 def filled(rows: jax.Array, good: jax.Array, fill_value: Any) -> jax.Array:
-    """``rows`` ``[n, *D]`` where ``good`` ``[n]``, and else the fill value.
-
-    If that is None it is JAX's: NaN, smallest signed, largest unsigned.
-    """
-    dtype = rows.dtype
+    """``rows`` ``[n, *D]`` where ``good`` ``[n]``, and else the fill value, or JAX's."""
     if fill_value is None:
-        if jnp.issubdtype(dtype, jnp.inexact):
-            fill_value = np.nan
-        elif jnp.issubdtype(dtype, jnp.bool_):
-            fill_value = True
-        else:
-            limits = jnp.iinfo(dtype)
-            fill_value = limits.min if limits.min < 0 else limits.max
+        fill_value = missing_value(rows.dtype)
     # NumPy's, because jax_debug_nans would refuse a NaN made by JAX.
-    return jnp.where(per_row(good, rows), rows, np.array(fill_value, dtype))
+    return jnp.where(per_row(good, rows), rows, np.array(fill_value, rows.dtype))
 
 
 class Reader:

@@ -185,8 +185,8 @@ class Runner(ViewWalk):
         # make a gather of rows of 64 three times as slow (jax 0.10.2).
         if eqn.primitive is row_loop_p and operands[0] is self._rows:
             return [operands[0]]
-        many = 1 if self.eager else MANY_ALIKE
-        return _jax.bind(eqn, operands, scope.times_linearized(eqn) >= many)
+        often = scope.times_linearized(eqn) >= (1 if self.eager else MANY_ALIKE)
+        return _jax.bind(eqn, operands, as_function=often)
 
     def whole(self, value: Any, eqn: Equation | None) -> Any:
         views, slotted = fixed_rows(value) or (), self._body.arrays[True]

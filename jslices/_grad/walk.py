@@ -333,9 +333,9 @@ class ViewWalk(ProgramWalk[Any]):
         final, ys = self.loop(eqn, turn, changing, xs)
         return [*with_unchanged(final), *ys]
 
-    @abc.abstractmethod
     def bind(self, eqn: Equation, operands: Values, scope: Scope) -> Values:
-        """The outputs of an equation that no view goes into."""
+        """The outputs of an equation that no view goes into: without values, None."""
+        return [None] * len(eqn.outvars)
 
     @abc.abstractmethod
     def whole(self, value: Any, eqn: Equation | None) -> Any:
