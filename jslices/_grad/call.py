@@ -91,7 +91,7 @@ class UserCall:
         """True if something besides the differentiated arrays is only described."""
         return any(self._described)
 
-    @property
+    @functools.cached_property
     def names(self) -> list[str]:
         """What the user calls the differentiated arguments."""
         try:
@@ -113,7 +113,7 @@ class UserCall:
         tree = self.tree.unflatten(self.primals)
         return [path for path, _ in jax.tree_util.tree_flatten_with_path(tree)[0]]
 
-    @property
+    @functools.cached_property
     def leaf_names(self) -> list[str]:
         """What the user calls every differentiated array."""
         roots = self.names

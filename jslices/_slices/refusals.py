@@ -2,6 +2,8 @@
 
 from typing import NoReturn
 
+import jax
+
 from jslices._slices.entries import Entries
 
 #: What to type for what arrays have, and slices have not.
@@ -35,9 +37,13 @@ _OPERATORS = {
 class Refusals(Entries):
     """Slices whose errors, where they are taken for arrays, say what to type."""
 
-    def _no_attribute(self, name: str) -> AttributeError:
-        instead = f"slices.to_dense().{name}"
-        return AttributeError(self._have_no(f"slices.{name}", _INSTEAD.get(name, instead)))
+    def __getattr__(self, name: str) -> NoReturn:
+        # A property of ours comes here where it failed, as where values are no arrays.
+        ours = name.startswith("_") or hasattr(type(self), name)
+        if ours or not hasattr(jax.Array, name):
+            raise AttributeError(f"'IndexedSlices' object has no attribute {name!r}")
+        instead = _INSTEAD.get(name, f"slices.to_dense().{name}")
+        raise AttributeError(self._have_no(f"slices.{name}", instead))
 
     def _have_no(self, what: str, instead: str) -> str:
         return (

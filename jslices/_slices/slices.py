@@ -3,7 +3,7 @@
 import math
 import operator
 from collections.abc import Iterator, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -279,13 +279,6 @@ class IndexedSlices(Refusals):
     def __rsub__(self, other: Operand) -> Any:
         return other + (-self)
 
-    def __getattr__(self, name: str) -> NoReturn:
-        # A property of ours comes here where it failed, as where values are no arrays.
-        ours = name.startswith("_") or hasattr(IndexedSlices, name)
-        if ours or not hasattr(jax.Array, name):
-            raise AttributeError(f"'IndexedSlices' object has no attribute {name!r}")
-        raise self._no_attribute(name)
-
     # --- reductions -----------------------------------------------------------------
 
     def sum(
@@ -413,13 +406,12 @@ class IndexedSlices(Refusals):
         sizes = shape[: self.row_axes]
         left = [a for a in range(self.row_axes) if a not in axes]
         indices = access.canonical_indices(self.indices, num_rows)
-        number, below = jnp.zeros_like(indices), 1
-        for a in reversed(left):
-            along = indices // math.prod(sizes[a + 1 :]) % sizes[a]
-            number, below = number + along * below, below * sizes[a]
-        number = jnp.where(indices < num_rows, number, below)
-        shape = (*(sizes[a] for a in left), *shape[self.row_axes :])
-        return slices_of(self.values, number, shape)
+        along, rest = access.places(indices, shape, self.row_axes), [sizes[a] for a in left]
+        number = jnp.zeros_like(indices)
+        for a in left:
+            number = number * sizes[a] + along[a]
+        number = jnp.where(indices < num_rows, number, math.prod(rest))
+        return slices_of(self.values, number, (*rest, *shape[self.row_axes :]))
 
     def _present(self) -> jax.Array:
         """``values`` with zeros in the empty entries."""
