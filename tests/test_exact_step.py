@@ -377,6 +377,23 @@ def test_rows_are_written_once(name, platform):
     assert_close(mine, other, rtol=1e-5)
 
 
+@pytest.mark.parametrize("name", ["apart", "after another"])
+def test_an_exact_optimizer_beside_a_lazy_one(name):
+    """Both of tables that are looked up."""
+    tx = {
+        "apart": optim.partition(
+            {"x": EXACT, "y": js.adam(0.1)}, {"a": "x", "b": "y", "w": "y"}
+        ),
+        "after another": optim.chain(js.sgd(0.5), EXACT),
+    }[name]
+    mine = other = PARAMS, tx.init(PARAMS)
+    step = fast_jit(optim.exact_step(loss, tx))
+    hand = fast_jit(functools.partial(by_hand, loss, tx))
+    for batch in zip(IDS[:4], LABELS, strict=False):
+        mine, other = step(*mine, *batch)[:2], hand(*other, *batch)[:2]
+    assert_close(mine, other)
+
+
 def reads_of_all_kinds(params, ids):
     """Of tables, in loops, branches and checkpoints; some out of range."""
     squares = lambda table, ids: (jnp.tanh(table[ids]) ** 2).sum()  # noqa: E731
@@ -563,7 +580,9 @@ def test_an_own_optimizer_gets_the_ids_that_lookup_ids_gives():
 
     own = js.GradientTransformation(tx.init, tx.update, catch_up, tx.flush)
     table, ids = np.ones((5, 2), np.float32), np.array([1, 3])
-    step, ours = (fast_jit(js.optim.exact_step(squares, each)) for each in (own, tx))
+    with pytest.warns(optim.PerformanceHint, match="without peek: .*peek=tx.peek"):
+        step = fast_jit(js.optim.exact_step(squares, own))
+    ours = fast_jit(js.optim.exact_step(squares, tx))
     new, expected = step(table, tx.init(table), ids), ours(table, tx.init(table), ids)
     assert [x.shape for x in seen] == [(2,)] and seen[0].dtype == jnp.int32
     assert_close(new[0], expected[0])

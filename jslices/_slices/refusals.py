@@ -1,4 +1,4 @@
-"""What arrays have and slices have not, and what to type instead."""
+"""Attributes that arrays have and slices lack, and what to type instead."""
 
 from typing import NoReturn
 
@@ -6,7 +6,7 @@ import jax
 
 from jslices._slices.entries import Entries
 
-#: What to type for what arrays have, and slices have not.
+#: What to type instead of attributes that slices lack.
 _INSTEAD = {
     "size": "math.prod(slices.shape), or slices.values.size for what is held",
     "nbytes": "slices.values.nbytes + slices.indices.nbytes",
@@ -35,10 +35,10 @@ _OPERATORS = {
 
 
 class Refusals(Entries):
-    """Slices whose errors, where they are taken for arrays, say what to type."""
+    """Slices whose errors say what to type when they are used like arrays."""
 
     def __getattr__(self, name: str) -> NoReturn:
-        # A property of ours comes here where it failed, as where values are no arrays.
+        # Python comes here if a property of ours has failed, as when values are not arrays.
         ours = name.startswith("_") or hasattr(type(self), name)
         if ours or not hasattr(jax.Array, name):
             raise AttributeError(f"'IndexedSlices' object has no attribute {name!r}")

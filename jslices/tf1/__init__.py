@@ -1,6 +1,6 @@
 """TensorFlow 1's API by TensorFlow's own names: ``import jslices.tf1 as tf``.
 
-Variables, scopes and initializers work inside of a function given to :func:`transform`,
+Variables, scopes and initializers work inside a function given to :func:`transform`,
 which turns it into pure functions: ``init``, ``apply`` and a pytree of
 :class:`Variables`; elsewhere they raise a RuntimeError. Everything else works on arrays as
 well. ``name=`` shows in profiles; ``use_locking`` and ``validate_indices`` change nothing.
@@ -8,21 +8,22 @@ well. ``name=`` shows in profiles; ``use_locking`` and ``validate_indices`` chan
 What differs from TensorFlow, on purpose:
 
 * The order of the program decides what a read sees, not a session.
-* Operations have no names, so they take none away from variables and scopes; scopes show
-  theirs in profiles instead. ``v.op`` is there for ``v.op.name``.
-* What is computed from variables are JAX arrays: operators take no lists, but
+* Operations have no names, so they take none from variables and scopes; profiles show those
+  of scopes instead. ``v.op`` exists for ``v.op.name``.
+* Results computed from variables are JAX arrays, whose operators take no lists: write
   ``v + tf.constant([1, 2])``.
 * A variable keeps its shape: ``assign(..., validate_shape=False)`` cannot give it another.
-* What ``variable_scope`` or ``name_scope`` returned is entered once; open another one, with
-  the scope that it gave.
+* A result of ``variable_scope`` or ``name_scope`` can be entered once; open another one,
+  with the scope that it yielded.
 * A value depends on the key given to ``init`` and on the variable's name; initializers
   take a key, as in JAX, or only TensorFlow's ``init(shape, dtype)``.
-* ``initialize_variables`` and the like do nothing in a function, as no session runs them.
+* ``initialize_variables`` and the like do nothing in a function: there is no session to run
+  them.
 * A float variable without an initializer gets ``glorot_uniform_initializer``, as from
   TensorFlow 1.0 on.
 * Sampled losses take ``key=`` or ``seed=``; there is no global generator.
-* ``train.Saver`` is given variables where TensorFlow has a session, and ``restore`` returns
-  them. A dict of arrays is no ``var_list``: arrays do not know which variable they are of.
+* ``train.Saver`` takes variables where TensorFlow takes a session, and ``restore`` returns
+  them. A dict of arrays is not a ``var_list``: arrays do not know their variables.
 * The order of ``get_variable`` ends ``initializer, trainable, collections, regularizer``,
   that of ``conv2d`` ``padding, data_format, name``; use keywords.
 * Arrays have NumPy's dtypes; ``tf.float32`` and ``v.dtype`` have TensorFlow's attributes.
@@ -33,11 +34,11 @@ What differs from TensorFlow, on purpose:
 * Norms and clipping add duplicate rows of IndexedSlices first, as for a dense gradient.
 * Regularizers are called by ``get_collection``, when you ask for their losses.
 * ``count_up_to`` raises at the limit where it can; under ``jit`` it returns the limit.
-* A shared variable may be asked for by a constant of its own dtype; TensorFlow compares
-  with float32.
+* ``get_variable`` of a shared variable may pass a constant of its own dtype; TensorFlow
+  compares with float32.
 * ``bool(variable)`` and a name of None are errors; there are no custom getters, no
   partitioners, no constraints and no caching devices: those keywords take None.
-* A name that is not here raises an AttributeError that says what to type instead.
+* A missing name raises an AttributeError that says what to type instead.
 """
 
 from typing import NoReturn as _NoReturn

@@ -23,13 +23,13 @@ from jslices.tf1._run import DrawId, Initialization
 class Draw:
     """One draw of random numbers: the same numbers throughout a run.
 
-    Which numbers, is decided by the first variable that begins with it.
+    The first variable that begins with it decides which numbers.
     """
 
     what: str
     sample: Callable[[jax.Array], jax.Array]
     seed: int | None
-    #: After ``set_random_seed``: that seed and a number, if no variable begins with it.
+    #: After ``set_random_seed``: the seed and a number, if no variable begins with it.
     of_program: tuple[int, int] | None = None
     id: DrawId | None = None
 
@@ -180,7 +180,7 @@ def drawn(
     ``repeatable``: the numbers can be drawn again, as ``sample`` holds no arrays.
 
     Raises:
-      RuntimeError: outside of a transformed function, without a seed.
+      RuntimeError: outside a transformed function, without a seed.
     """
     variable, run = _run.current_initialization(), _run.current_run_or_none()
     if variable is None and run is not None:

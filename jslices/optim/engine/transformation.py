@@ -150,7 +150,8 @@ class _RuleOnTrees:
         check_state(state, self.state_type, self.fields)
         refuse_nothing("tx.update", grads, (params, state._replace(count=None)))
         refuse_alone("tx.update", grads, params)
-        reads_params = self.rule.reads_params or any(jax.tree.leaves(peeked))
+        is_peeked = self._peeked(peeked, grads)
+        reads_params = self.rule.reads_params or any(is_peeked)
         reads_params |= adds and grads is not None
         if params is None and (reads_params or self.mask is not None):
             raise ValueError(
@@ -158,54 +159,50 @@ class _RuleOnTrees:
                 "norms: tx.update(grads, state, params)"
             )
         leaves, tree = flatten(grads, is_leaf=is_leaf)
-        paths, rules = paths_of(tree), self._rules(params, tree)
-        arrays = _parameters(tree, params, reads_params)
-        columns = [arrays_of(state, name, tree) for name in self.names]
-        leaves = [
-            checked_gradient(
-                path, grad, param, old, functools.partial(self.state_shapes, r)
-            )
-            for path, grad, param, r, *old in zip(
-                paths, leaves, arrays, rules, *columns, strict=True
-            )
-        ]
-        is_peeked = self._peeked(peeked, grads)
-        missed = self._missed(itertools.compress(rules, is_peeked), state)
-        if self.rule.missed is not None:
-            state = state._replace(clock=exact.ticked(state.clock, state.count, self.rule))
-        before = [
-            missed.get(x) if y else None for x, y in zip(rules, is_peeked, strict=True)
-        ]
-        kernels = self._kernels(rules, leaves, state, before)
-        step = functools.partial(_step_leaf, adds)
-        old = self._arrays(state, tree)
-        results = list(map(step, paths, rules, kernels, leaves, arrays, old))
-        new = self._with_arrays(state, tree, [arrays for _, arrays in results])
+        new, results = self._with_next_clock(state), []
+        kernel_of = self._kernels(state, new)
+        for path, rule, grad, arrays, param, *kind in zip(
+            paths_of(tree),
+            self._rules(params, tree),
+            leaves,
+            self._arrays(state, tree),
+            _parameters(tree, params, reads_params),
+            is_peeked,
+            strict=True,
+        ):
+            shapes = functools.partial(self.state_shapes, rule)
+            mine = arrays[: len(self.names)]
+            grad = checked_gradient(path, grad, param, mine, shapes)
+            kernel = kernel_of(rule, is_slices(grad), *kind)
+            results.append(_step_leaf(adds, path, rule, kernel, grad, param, arrays))
+        new = self._with_arrays(new, tree, [arrays for _, arrays in results])
         stepped = tree.unflatten([x for x, _ in results])
         return stepped, new._replace(count=next_count(state.count))
 
-    def _kernels(
-        self,
-        rules: Sequence[Rule],
-        grads: Sequence[Leaf],
-        state: State,
-        missed: Sequence[Partial | None],
-    ) -> list[Kernel]:
-        """The arithmetic for each leaf: one kernel for all that are of one rule and kind.
+    def _with_next_clock(self, state: State) -> State:
+        """The state, whose clock has done a step more if it has one."""
+        if self.rule.missed is None:
+            return state
+        return state._replace(clock=exact.next_clock(state.clock, state.count, self.rule))
+
+    def _kernels(self, state: State, new: State) -> Callable[[Rule, bool, bool], Kernel]:
+        """``kernel_of(rule, by_row, is_peeked)``, one for all leaves of a kind.
 
         In a program it is traced once for all arrays, or rows of them, of one shape.
-        ``missed`` is what rows do before it.
+        ``new`` is the state with the clock of this step.
         """
         step = Step(state.count)
 
         @functools.cache
-        def kernel(rule: Rule, by_row: bool, missed: Partial | None) -> Kernel:
-            alone = _kernel(step, rule, by_row)
+        def kernel_of(rule: Rule, by_row: bool, is_peeked: bool) -> Kernel:
+            kernel, missed = _kernel(step, rule, by_row), None
             if rule.missed is None:
-                return alone
-            return exact.with_clock(alone, rule, state.count, state.clock.run, missed)
+                return kernel
+            if is_peeked:
+                missed = exact.missed_steps(rule, state.count, state.clock.run)
+            return exact.with_clock(kernel, rule, state.count, new.clock.run, missed)
 
-        return list(map(kernel, rules, map(is_slices, grads), missed))
+        return kernel_of
 
     def plan(self, grads: Gradients, params: Params, platform: str | None = None) -> PyTree:
         leaves, tree = flatten(grads, is_leaf=is_leaf)
@@ -306,9 +303,12 @@ class _RuleOnTrees:
             exact.stale_warning()
 
     def _peeked(self, peeked: PyTree, grads: Gradients) -> list[bool]:
-        """For each gradient whether it was taken at rows after their missed steps."""
-        text = "peeked must be bools in the structure of params or a prefix of it"
-        return [bool(x) for x in broadcast_prefix(peeked, grads, text, is_leaf)]
+        """For each gradient whether its rows have missed steps that are to be done."""
+        text = "peeked must be bools in the structure of params"
+        bits = broadcast_prefix(peeked, grads, f"{text}, or a prefix of it", is_leaf)
+        if not all(bit is None or isinstance(bit, bool | np.bool_) for bit in bits):
+            raise TypeError(f"{text}, got {', '.join(map(shown, bits))}")
+        return [bool(bit) and self.rule.missed is not None for bit in bits]
 
     # --- trees as lists of leaves ---------------------------------------------------------
 
@@ -398,9 +398,12 @@ def _parameters(tree: PyTreeDef, params: Params, needed: bool) -> list[jax.Array
     try:
         if params is not None:
             return list(tree.flatten_up_to(params))
-    except ValueError:
+    except ValueError as error:
         if needed:
-            raise
+            raise ValueError(
+                "the gradients have another structure than the parameters; pass those of "
+                f"these parameters, with None where there is none. {error}"
+            ) from error
     return [None] * tree.num_leaves
 
 
@@ -418,8 +421,10 @@ def _step_leaf(
     None for these where they stay as they are. ``param`` may be None where neither the rule
     reads it nor anything is added.
     """
-    if grad is None or has_no_rows(grad) or (adds and param is None):
+    if grad is None or has_no_rows(grad):
         return (param if adds else grad), None
+    if adds and param is None:  # whose state moves all the same, as by `update`
+        return None, _step_leaf(False, path, rule, kernel, grad, param, arrays)[1]
     if adds:
         check_kinds(path, grad, param)
     if is_slices(grad) and rule.sums_first is not None and rule.sums_first(param):
