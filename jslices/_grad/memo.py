@@ -19,8 +19,8 @@ Made = TypeVar("Made")
 #: Entries for one program: some structures of tables, some shapes of the rest.
 MOST = 16
 
-_kept: weakref.WeakKeyDictionary[Any, OrderedDict[Hashable, Any]]
-_kept = weakref.WeakKeyDictionary()
+_by_program: weakref.WeakKeyDictionary[Any, OrderedDict[Hashable, Any]]
+_by_program = weakref.WeakKeyDictionary()
 
 
 def kept(eqn: Equation, key: Hashable, make: Callable[[], Made]) -> Made:
@@ -32,7 +32,7 @@ def kept(eqn: Equation, key: Hashable, make: Callable[[], Made]) -> Made:
     """
     params = _with_programs(eqn.params, weakref.ref)
     key = (eqn.primitive, *params.items(), key)
-    values = _kept.setdefault(first_program(eqn), OrderedDict())
+    values = _by_program.setdefault(first_program(eqn), OrderedDict())
     try:
         if key in values:
             values.move_to_end(key)

@@ -2,8 +2,6 @@
 
 from typing import NoReturn
 
-import jax
-
 from jslices._slices.entries import Entries
 
 #: What to type instead of attributes that slices lack.
@@ -37,13 +35,9 @@ _OPERATORS = {
 class Refusals(Entries):
     """Slices whose errors say what to type when they are used like arrays."""
 
-    def __getattr__(self, name: str) -> NoReturn:
-        # Python comes here if a property of ours has failed, as when values are not arrays.
-        ours = name.startswith("_") or hasattr(type(self), name)
-        if ours or not hasattr(jax.Array, name):
-            raise AttributeError(f"'IndexedSlices' object has no attribute {name!r}")
-        instead = _INSTEAD.get(name, f"slices.to_dense().{name}")
-        raise AttributeError(self._have_no(f"slices.{name}", instead))
+    def _no_attribute(self, name: str) -> AttributeError:
+        instead = f"slices.to_dense().{name}"
+        return AttributeError(self._have_no(f"slices.{name}", _INSTEAD.get(name, instead)))
 
     def _have_no(self, what: str, instead: str) -> str:
         return (

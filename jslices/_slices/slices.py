@@ -3,7 +3,7 @@
 import math
 import operator
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -278,6 +278,13 @@ class IndexedSlices(Refusals):
 
     def __rsub__(self, other: Operand) -> Any:
         return other + (-self)
+
+    def __getattr__(self, name: str) -> NoReturn:
+        # Python comes here if a property of ours has failed, as when values are not arrays.
+        ours = name.startswith("_") or hasattr(IndexedSlices, name)
+        if ours or not hasattr(jax.Array, name):
+            raise AttributeError(f"'IndexedSlices' object has no attribute {name!r}")
+        raise self._no_attribute(name)
 
     # --- reductions -----------------------------------------------------------------
 
