@@ -33,12 +33,11 @@ from jslices._grad.api import grad, value_and_grad, vjp
 from jslices._grad.explain import explain
 from jslices._grad.ids import lookup_ids
 from jslices._grad.rules import register_rowwise
-from jslices._lookup import (
-    embedding_lookup,
-    embedding_lookup_sparse,
+from jslices._lookup.bags import embedding_lookup_sparse, safe_embedding_lookup_sparse
+from jslices._lookup.embedding import embedding_lookup
+from jslices._lookup.sampled import (
     log_uniform_candidate_sampler,
     nce_loss,
-    safe_embedding_lookup_sparse,
     sampled_softmax_loss,
 )
 from jslices._names import no_such_name as _no_such_name
@@ -47,17 +46,19 @@ from jslices._place.hints import keep_memory
 from jslices._place.hints import keep_memory_if_set as _keep_memory_if_set
 from jslices._place.placement import padded_rows
 from jslices._rows.ids import IdOutOfRangeError, check_ids
-from jslices._scatter import (
-    apply_slices,
+from jslices._scatter.elements import (
     batch_scatter_update,
+    scatter_nd_add,
+    scatter_nd_sub,
+    scatter_nd_update,
+)
+from jslices._scatter.rows import (
+    apply_slices,
     scatter_add,
     scatter_div,
     scatter_max,
     scatter_min,
     scatter_mul,
-    scatter_nd_add,
-    scatter_nd_sub,
-    scatter_nd_update,
     scatter_sub,
     scatter_update,
 )

@@ -63,14 +63,14 @@ def identity_primitive(name: str, passed: int = 0) -> Primitive:
     Lowerings of some platforms may do more. Under ``vmap`` only the operand is left.
     """
     primitive = Primitive(name)
-    primitive.def_impl(lambda *operands: operands[passed])
-    primitive.def_abstract_eval(lambda *operands: operands[passed])
+    primitive.def_impl(lambda *operands, **_: operands[passed])
+    primitive.def_abstract_eval(lambda *operands, **_: operands[passed])
     ad.primitive_jvps[primitive] = lambda primals, tangents: (
         primitive.bind(*primals),
         tangents[passed],
     )
     batching.primitive_batchers[primitive] = lambda args, axes: (args[passed], axes[passed])
-    mlir.register_lowering(primitive, lambda _, *operands: [operands[passed]])
+    mlir.register_lowering(primitive, lambda _, *operands, **__: [operands[passed]])
     return primitive
 
 
@@ -189,20 +189,6 @@ def shape_of(atom: Atom) -> tuple[int, ...]:
 def is_symbolic(size: Size) -> bool:
     """Whether ``jax.export`` leaves this size open."""
     return is_symbolic_dim(size)
-
-
-def definitely(comparison: Callable[[], bool]) -> bool:
-    """Whether a comparison of sizes holds; False where open sizes do not tell."""
-    try:
-        return bool(comparison())
-    except jax.errors.InconclusiveDimensionOperation:
-        return False
-
-
-def carries_gradient(atom: Atom) -> bool:
-    """True if a gradient can flow through this variable: its dtype is inexact."""
-    dtype = getattr(atom.aval, "dtype", None)
-    return dtype is not None and jax.numpy.issubdtype(dtype, np.inexact)
 
 
 def varying_axes(*avals: Aval) -> frozenset[str]:

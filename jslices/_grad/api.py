@@ -253,7 +253,7 @@ def _linearize(
     sites = tuple(jax.tree.leaves(planned.plan))
     static = tuple(planned.leaves), sites, kinds, call.tree, planned.outputs.tree
     vjp_fun = _VjpFun(static, (pullback, jax.tree.leaves(indices)))
-    return planned.outputs.result(results), vjp_fun, planned.outputs.aux(aux)
+    return planned.outputs.tree.unflatten(results), vjp_fun, planned.outputs.aux(aux)
 
 
 @jax.tree_util.register_pytree_node_class
@@ -273,7 +273,7 @@ class _VjpFun:
                 "a function of jslices.vjp takes one cotangent, of the structure of the "
                 f"result, {result}, got {1 + len(others)} arguments"
             )
-        cotangents, structure = _jax.flatten(out_ct)
+        cotangents, structure = jax.tree.flatten(out_ct)
         if structure != result:
             raise ValueError(
                 f"the cotangent must have the structure of the result, {result}, got "

@@ -5,6 +5,7 @@ The arrays by which it is differentiated are its *leaves*.
 
 import contextlib
 import copy
+import dataclasses
 import functools
 import inspect
 import math
@@ -17,12 +18,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jslices import _jax
 from jslices._exchange.plan import Exchange, ExchangePlan, plan_exchange
 from jslices._grad.views import TableView, View, folded
-from jslices._jax import Program, broadcast_prefix, flatten
+from jslices._jax import Program, broadcast_prefix
 from jslices._place.boundary import explicit_mesh, explicit_part, mesh_of
-from jslices._rows.access import rows_numbered
+from jslices._rows.access import is_below, rows_numbered
 from jslices._typing import Aval, PyTree
 
 #: What ``sparse=`` says of one array: True insists on rows, False on a dense gradient,
@@ -52,6 +52,10 @@ _NEEDS_VALUES = (
 class UserCall:
     """One call of the user's function, as a function of the differentiated arrays."""
 
+    primals: list[Any]  # the differentiated arrays
+    tree: Any  # the structure of the tuple of their arguments
+    _rest_tree: Any
+
     def __init__(
         self,
         fun: Callable[..., Any],
@@ -64,19 +68,17 @@ class UserCall:
         self._chosen = chosen = chosen_arguments(argnums, args)
         #: True where ``argnums`` is one number, and gradients mirror that argument.
         self.single = np.ndim(argnums) == 0
-        #: The differentiated arrays, and the structure of the tuple of their arguments.
-        self.primals, self.tree = flatten(tuple(args[i] for i in chosen))
+        self.primals, self.tree = jax.tree.flatten(tuple(args[i] for i in chosen))
         # Arrays that are only described (`explain` accepts ones that do not exist) become
         # inputs of the program; everything else is a constant of it.
         self._others = [None if i in chosen else x for i, x in enumerate(args)], kwargs
-        self._rest, self._rest_tree = flatten(self._others)
+        self._rest, self._rest_tree = jax.tree.flatten(self._others)
         self._described = [isinstance(x, jax.ShapeDtypeStruct) for x in self._rest]
 
     def at(self, *args: Any) -> "UserCall":
         """The same call with other values of the differentiated arguments."""
         new = copy.copy(self)
-        new.primals, tree = flatten(args)
-        assert tree == self.tree
+        new.primals = self.tree.flatten_up_to(args)
         return new
 
     def mirror(self, leaves: Iterable[Any]) -> Any:
@@ -89,7 +91,7 @@ class UserCall:
         """True if something besides the differentiated arrays is only described."""
         return any(self._described)
 
-    @property
+    @functools.cached_property
     def names(self) -> list[str]:
         """What the user calls the differentiated arguments."""
         try:
@@ -111,7 +113,7 @@ class UserCall:
         tree = self.tree.unflatten(self.primals)
         return [path for path, _ in jax.tree_util.tree_flatten_with_path(tree)[0]]
 
-    @property
+    @functools.cached_property
     def leaf_names(self) -> list[str]:
         """What the user calls every differentiated array."""
         roots = self.names
@@ -135,9 +137,9 @@ class UserCall:
                 args[i] = arg
             with _watched_models(self.names, chosen):
                 out, aux = split_aux(self._fun(*args, **kwargs), self._has_aux)
-            results, out_tree = flatten(out)
+            results, out_tree = jax.tree.flatten(out)
             _check_results(results)
-            aux_leaves, aux_tree = flatten(aux)
+            aux_leaves, aux_tree = jax.tree.flatten(aux)
             # Only arrays can leave a traced program; names, None, numbers stay outside.
             arrays = [x for x in aux_leaves if isinstance(x, jax.Array)]
             fixed = [None if isinstance(x, jax.Array) else (x,) for x in aux_leaves]
@@ -167,9 +169,6 @@ class Outputs(NamedTuple):
     aux_tree: jax.tree_util.PyTreeDef
     #: ``(leaf,)`` for every leaf of aux; None for an array, which is an output.
     aux_fixed: list[Any]
-
-    def result(self, flat: Sequence[jax.Array]) -> Any:
-        return self.tree.unflatten(flat)
 
     def aux(self, arrays: Sequence[jax.Array]) -> Any:
         left = iter(arrays)
@@ -292,7 +291,8 @@ _SPLIT = (
 # --- leaves -----------------------------------------------------------------------------
 
 
-class LeafSpec(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class LeafSpec:
     """One differentiated array, and what the user says of its gradient."""
 
     name: str  # such as ``params['table']``
@@ -305,11 +305,11 @@ class LeafSpec(NamedTuple):
     def has_rows(self) -> bool:
         return self.aval.ndim > 0 and jnp.issubdtype(self.aval.dtype, jnp.inexact)
 
-    @property
+    @functools.cached_property
     def may_be_sparse(self) -> bool:
         return self.has_rows and self.mode is not False
 
-    @property
+    @functools.cached_property
     def table_shape(self) -> tuple[int, ...]:
         """Its shape with one axis of rows, ``(V, *D)``."""
         shape, axes = tuple(self.aval.shape), self.row_axes
@@ -323,7 +323,7 @@ class LeafSpec(NamedTuple):
     @property
     def is_small(self) -> bool:
         """Too small for sparse or dense to matter."""
-        return _jax.definitely(lambda: self.num_bytes < SMALL_BYTES)
+        return is_below(self.num_bytes, SMALL_BYTES)
 
     @property
     def num_bytes(self) -> int:

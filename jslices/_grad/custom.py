@@ -32,7 +32,7 @@ from jslices._grad.views import (
     flat,
     folded,
 )
-from jslices._grad.walk import ProgramWalk, Scope
+from jslices._grad.walk import ProgramWalk, Scope, carries_gradient
 from jslices._jax import Atom, Equation, Program
 
 
@@ -71,7 +71,7 @@ def with_own_derivative(
         isinstance(x, Transposed) or x.lead != lead or x.shape[:lead] != rows for x in views
     ):
         return None
-    if not all(map(_jax.carries_gradient, eqn.outvars)):
+    if not all(map(carries_gradient, eqn.outvars)):
         return None
     kind = _WithJvp if _jax.kind(eqn) == "custom_jvp_call" else _WithVjp
     function = kind(eqn, [not isinstance(x, View) for x in operands], lead)
@@ -107,7 +107,7 @@ class _Function:
         self.shared = shared
         self._eqn, self._lead = eqn, lead
         self._avals = [_aval(x) for x in eqn.invars]
-        self._inexact = [i for i, x in enumerate(eqn.invars) if _jax.carries_gradient(x)]
+        self._inexact = [i for i, x in enumerate(eqn.invars) if carries_gradient(x)]
 
     def output(self, number: int, values: Values, count: int) -> jax.Array:
         """One output ``[n, *D]`` of n rows."""
@@ -281,19 +281,13 @@ class _RowProgram:
 
     def _outputs(self, values: Values, within: frozenset[Any] | None) -> Values:
         invars, inputs = self.program.invars, list(values)
-        rows, _ = _split_shape(_jax.shape_of(invars[self._shared.index(False)]), self._lead)
+        rows = _jax.shape_of(invars[self._shared.index(False)])[: self._lead]
         for i, atom in enumerate(invars):
             if not self._shared[i]:
-                _, row = _split_shape(_jax.shape_of(atom), self._lead)
+                row = _jax.shape_of(atom)[self._lead :]
                 table = TableView((math.prod(rows), *row), atom.aval.dtype, i)
                 inputs[i] = folded(table, rows)
         return _RowWalk(rows, within).program(self.program, inputs)
-
-
-def _split_shape(
-    shape: tuple[int, ...], lead: int
-) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    return shape[:lead], shape[lead:]
 
 
 class _RowWalk(ProgramWalk[Any]):
@@ -339,17 +333,18 @@ def _repeated(eqn: Equation, operands: Values, rows: tuple[int, ...]) -> View | 
     if eqn.primitive.name != "broadcast_in_dim" or len(operands) > 1:
         return None
     dims = tuple(eqn.params["broadcast_dimensions"])
-    sizes, row = _split_shape(_jax.shape_of(eqn.outvars[0]), len(rows))
-    if sizes != rows or any(d < len(rows) for d in dims):
+    shape = _jax.shape_of(eqn.outvars[0])
+    row = shape[len(rows) :]
+    if shape[: len(rows)] != rows or any(d < len(rows) for d in dims):
         return None
     inside = [1 + d - len(rows) for d in dims]
 
     def apply(values: Values, count: int) -> jax.Array:
         return jax.lax.broadcast_in_dim(values[0], (count, *row), inside)
 
-    shape, dtype = (math.prod(rows), *row), eqn.outvars[0].aval.dtype
+    flat_shape, dtype = (math.prod(rows), *row), eqn.outvars[0].aval.dtype
     key = ("one row", *dims)
-    return folded(Rowwise(shape, dtype, apply, tuple(operands), (True,), key), rows)
+    return folded(Rowwise(flat_shape, dtype, apply, tuple(operands), (True,), key), rows)
 
 
 def _refuse_whole(whole: Any) -> Any:
@@ -394,7 +389,7 @@ class _Linearity(ProgramWalk[_Dependence]):
         self, eqn: Equation, operands: Sequence[_Dependence], scope: Scope
     ) -> Sequence[_Dependence]:
         if _Dependence.LINEAR in operands:
-            if not all(map(_jax.carries_gradient, eqn.outvars)):  # a cast to integers
+            if not all(map(carries_gradient, eqn.outvars)):  # a cast to integers
                 raise _NotLinearError
             return super().equation(eqn, operands, scope)
         alike = eqn.primitive.name in ("broadcast_in_dim", "convert_element_type")

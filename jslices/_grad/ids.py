@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jslices import _jax
 from jslices._grad.call import ExchangeSpec, UserCall, check_callable
 from jslices._grad.plan import Planned, plan_call
-from jslices._grad.run import gradients_of, run_planned, slot_of, without_dense_warning
+from jslices._grad.run import gradients_of, run_planned, slots_for, without_dense_warning
 from jslices._slices import IndexedSlices
 
 
@@ -120,7 +120,7 @@ def eval_ids(
     """
 
     def run(*primals: Any) -> list[Any]:
-        _, indices = run_planned(planned, primals, jax.tree.map(slot_of, planned.plan))
+        _, indices = run_planned(planned, primals, slots_for(planned.plan))
         return jax.tree.leaves(indices)
 
     with without_dense_warning():

@@ -9,7 +9,7 @@ weak, so objects that a user drops are forgotten here as well.
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 from jslices import _jax
 from jslices._jax import Equation, Program
@@ -19,33 +19,30 @@ Made = TypeVar("Made")
 #: Entries for one program: some structures of tables, some shapes of the rest.
 MOST = 16
 
+_by_program: weakref.WeakKeyDictionary[Any, OrderedDict[Hashable, Any]]
+_by_program = weakref.WeakKeyDictionary()
 
-class Memo(Generic[Made]):
-    """A cache keyed by equations with programs inside, and by another key."""
 
-    def __init__(self) -> None:
-        self._made: weakref.WeakKeyDictionary[Any, OrderedDict[Hashable, Made]]
-        self._made = weakref.WeakKeyDictionary()
+def kept(eqn: Equation, key: Hashable, make: Callable[[], Made]) -> Made:
+    """The value for an equation with a program inside, from ``make()`` if it is new.
 
-    def find(self, eqn: Equation, key: Hashable, make: Callable[[], Made]) -> Made:
-        """The value for such an equation and such a key, from ``make()`` if it is new.
-
-        Equations are the same if their parameters are equal, and the programs among these
-        the same objects. Without a hash the value is made anew.
-        """
-        params = _with_programs(eqn.params, weakref.ref)
-        key = (eqn.primitive, *params.items(), key)
-        made = self._made.setdefault(first_program(eqn), OrderedDict())
-        try:
-            if key in made:
-                made.move_to_end(key)
-                return made[key]
-        except TypeError:  # not hashable
-            return make()
-        made[key] = new = make()
-        if len(made) > MOST:
-            made.popitem(last=False)
-        return new
+    Equations are the same if their parameters are equal, and the programs among these the
+    same objects; ``key`` is what else tells values apart. Without a hash the value is made
+    anew.
+    """
+    params = _with_programs(eqn.params, weakref.ref)
+    key = (eqn.primitive, *params.items(), key)
+    values = _by_program.setdefault(first_program(eqn), OrderedDict())
+    try:
+        if key in values:
+            values.move_to_end(key)
+            return values[key]  # type: ignore[no-any-return]
+    except TypeError:  # not hashable
+        return make()
+    values[key] = new = make()
+    if len(values) > MOST:
+        values.popitem(last=False)
+    return new
 
 
 def weak_equation(eqn: Equation) -> Callable[[], Equation]:

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from jslices import _jax
 from jslices._jax import Atom, Equation, Literal, Program
+from jslices._rows.access import is_below
 
 #: From numbers to the same numbers in another shape or dtype.
 Reshape = Callable[[jax.Array], jax.Array]
@@ -137,7 +138,7 @@ class Origins:
             axis = longer[0] if len(longer) == inner == 1 else None
         if axis is None:
             return None
-        fits = _jax.definitely(lambda: 1 < shape[axis] <= most)
+        fits = is_below(1, shape[axis]) and is_below(shape[axis], most + 1)
         return axis if fits else None
 
     def _called(self, eqn: Equation, one_hots: dict[Any, OneHot]) -> OneHot | None:

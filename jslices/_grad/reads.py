@@ -9,7 +9,6 @@ matrices in products.py. A :class:`Reader` goes from the rows of a view to those
 import dataclasses
 import functools
 import math
-import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -37,7 +36,7 @@ from jslices._grad.views import (
 )
 from jslices._jax import Atom, Equation
 from jslices._place.boundary import drop_sharding
-from jslices._rows.access import per_row, take_rows, wide
+from jslices._rows.access import is_below, missing_value, per_row, take_rows, wide
 from jslices._typing import Aval
 
 #: ``take(table, ids, mode, fill_value)`` reads rows of a table.
@@ -105,21 +104,11 @@ class RowRead:
 
 
 def filled(rows: jax.Array, good: jax.Array, fill_value: Any) -> jax.Array:
-    """``rows`` ``[n, *D]`` where ``good`` ``[n]``, and else the fill value.
-
-    If that is None it is JAX's: NaN, smallest signed, largest unsigned.
-    """
-    dtype = rows.dtype
+    """``rows`` ``[n, *D]`` where ``good`` ``[n]``, and else the fill value, or JAX's."""
     if fill_value is None:
-        if jnp.issubdtype(dtype, jnp.inexact):
-            fill_value = np.nan
-        elif jnp.issubdtype(dtype, jnp.bool_):
-            fill_value = True
-        else:
-            limits = jnp.iinfo(dtype)
-            fill_value = limits.min if limits.min < 0 else limits.max
+        fill_value = missing_value(rows.dtype)
     # NumPy's, because jax_debug_nans would refuse a NaN made by JAX.
-    return jnp.where(per_row(good, rows), rows, np.array(fill_value, dtype))
+    return jnp.where(per_row(good, rows), rows, np.array(fill_value, rows.dtype))
 
 
 class Reader:
@@ -203,8 +192,7 @@ def fixed_rows(value: Any) -> list[View] | None:
 def _has_fewer_rows(view: View) -> bool | None:
     """True if it has fewer rows than its tables, False without any, None otherwise."""
     count, heights = view.shape[0], [table.shape[0] for table in tables_read(view)]
-    fewer = [_jax.definitely(functools.partial(operator.lt, count, n)) for n in heights]
-    return bool(heights) if all(fewer) else None
+    return bool(heights) if all(is_below(count, n) for n in heights) else None
 
 
 def every_row(view: View) -> RowRead:
@@ -295,8 +283,8 @@ def _gather_windows(eqn: Equation, view: View, column: int) -> RowRead | None:
     """Consecutive whole rows for each start, from ``vmap`` of ``dynamic_slice``."""
     sizes, aval = tuple(eqn.params["slice_sizes"]), eqn.invars[1].aval
     height = view.shape[0]
-    some = _jax.definitely(lambda: sizes[0] < height)
-    if sizes[1:] != view.shape[1:] or not some or eqn.params["mode"] != Mode.CLIP:
+    some = sizes[1:] == view.shape[1:] and is_below(sizes[0], height)
+    if not some or eqn.params["mode"] != Mode.CLIP:
         return None
     count = math.prod(aval.shape[:-1]) * sizes[0]
 
@@ -462,8 +450,7 @@ def _slice_rows(eqn: Equation, view: View) -> RowRead | None:
     whole_rows = sizes[1:] == shape[1:]
     if not sizes:
         return None
-    some = whole_rows and _jax.definitely(lambda: count < height)
-    if not some and not _jax.definitely(lambda: count <= 1):
+    if not (whole_rows and is_below(count, height)) and not is_below(count, 2):
         return None
 
     def ids(values: Values) -> jax.Array:

@@ -37,7 +37,7 @@ from jslices._grad.views import (
 )
 from jslices._jax import Atom, Equation
 from jslices._lookup.mark import mark_p
-from jslices._rows.access import INT32_MAX, wide
+from jslices._rows.access import INT32_MAX, is_below, wide
 
 
 class NeedsWhole(NamedTuple):
@@ -540,8 +540,7 @@ def _unpacked(packed: View, shape: tuple[int, ...]) -> list[Any] | None:
     """``packed.reshape(V, D)``: its rows, if they are short, cut into equal parts."""
     count, size = packed.shape[0], math.prod(packed.shape[1:])
     heights = itertools.accumulate(shape[:-1], operator.mul)
-    cuts = lambda height: _jax.definitely(lambda: height % count == 0)  # noqa: E731
-    lead = next((i for i, height in enumerate(heights, 1) if cuts(height)), 0)
+    lead = next((i for i, height in enumerate(heights, 1) if height % count == 0), 0)
     if not lead or count == 1 or size > WIDEST_PACKED:
         return None
     cut = (math.prod(shape[:lead]), *shape[lead:])
@@ -563,7 +562,7 @@ def _broadcast(eqn: Equation, operands: Values, lead: int) -> Result:
     more = lead + len(shape) - len(old)
     as_they_were = tuple(shape[d] for d in dims) == old
     last = dims[lead - 1 :] == tuple(range(more - 1, len(shape)))
-    countable = _jax.definitely(lambda: math.prod(shape[:more]) <= INT32_MAX)
+    countable = is_below(math.prod(shape[:more]), INT32_MAX + 1)
     if not (as_they_were and last and countable):
         return None
     numbering = [(axis, 0, 1) for axis in dims[:lead]]

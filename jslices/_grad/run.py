@@ -10,21 +10,19 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend.core import Primitive
-from jax.interpreters import ad, batching, mlir
+from jax.interpreters import ad
 from jax.lax import GatherScatterMode as Mode
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jslices import _jax
 from jslices._exchange.rows import rows_from_elsewhere
 from jslices._grad.call import LeafSpec
-from jslices._grad.memo import Memo, weak_equation
+from jslices._grad.memo import weak_equation
 from jslices._grad.plan import (
     Planned,
     Site,
     SiteTree,
     output_needs_grad,
-    part_key,
     plan_part,
 )
 from jslices._grad.reads import RowRead, every_row, filled, fixed_rows
@@ -85,23 +83,18 @@ def without_dense_warning() -> Iterator[None]:
 # before the call are the slot themselves.
 
 
-def slot_of(site: Site) -> jax.Array:
-    """The cotangent slot of one read."""
-    shape = (*site.loops, site.entries, *site.table_shape[1:])
-    zeros = jnp.zeros(shape, site.dtype, out_sharding=site.split)
-    return _jax.as_varying(zeros, site.varying)
-
-
-def slots_for(plan: SiteTree, taken: Prefetched) -> SlotTree:
+def slots_for(plan: SiteTree, taken: Prefetched = NO_PREFETCH) -> SlotTree:
     """The cotangent slots of all reads; those of rows that are ``taken`` hold them."""
     left = dict(taken)
 
     def slot(site: Site) -> jax.Array:
-        if site.leaf not in left:
-            return slot_of(site)
-        shape = (*site.loops, site.entries)
-        rows, left[site.leaf] = jnp.split(left[site.leaf], [math.prod(shape)])
-        return rows.reshape(*shape, *site.table_shape[1:])
+        executions = (*site.loops, site.entries)
+        shape = (*executions, *site.table_shape[1:])
+        if site.leaf in left:
+            rows, left[site.leaf] = jnp.split(left[site.leaf], [math.prod(executions)])
+            return rows.reshape(shape)
+        zeros = jnp.zeros(shape, site.dtype, out_sharding=site.split)
+        return _jax.as_varying(zeros, site.varying)
 
     slots: SlotTree = jax.tree.map(slot, plan)
     return slots
@@ -129,17 +122,12 @@ def _gradient_of(site: Site, values: jax.Array, indices: jax.Array) -> IndexedSl
     return IndexedSlices.of(*boundary.on_all_devices(values, indices), shape)
 
 
-def _slotted_jvp(primals: Values, tangents: Values) -> tuple[Any, Any]:
-    return primals[0], ad.add_tangents(*tangents)
-
-
 #: ``rows + slot``, without an addition.
-slotted_p = Primitive("slotted")
-slotted_p.def_impl(lambda rows, slot: rows)
-slotted_p.def_abstract_eval(lambda rows, slot: rows)
-ad.primitive_jvps[slotted_p] = _slotted_jvp
-batching.primitive_batchers[slotted_p] = lambda args, dims: (args[0], dims[0])
-mlir.register_lowering(slotted_p, lambda _, rows, slot: [rows])
+slotted_p = _jax.identity_primitive("slotted")
+ad.primitive_jvps[slotted_p] = lambda primals, tangents: (
+    primals[0],
+    ad.add_tangents(*tangents),
+)
 
 
 # --- the walk ---------------------------------------------------------------------------
@@ -197,11 +185,8 @@ class Runner(ViewWalk):
         # them make a gather of rows of 64 three times as slow (jax 0.10.2).
         if eqn.primitive is row_loop_p and operands[0] is self._rows:
             return [operands[0]]
-        if scope.passes_gradient(eqn):
-            operation = _jax.operation(eqn)
-            if operation and (self.eager or scope.operations[operation] >= MANY_ALIKE):
-                return _jax.bind(eqn, operands, as_function=True)
-        return _jax.bind(eqn, operands)
+        often = scope.times_linearized(eqn) >= (1 if self.eager else MANY_ALIKE)
+        return _jax.bind(eqn, operands, as_function=often)
 
     def whole(self, value: Any, eqn: Equation | None) -> Any:
         views, slotted = fixed_rows(value) or (), self._body.arrays[True]
@@ -256,9 +241,11 @@ class Runner(ViewWalk):
         return boundary.restore_sharding(rows, split)
 
     def part(self, eqn: Equation, operands: Values, needs_grad: list[bool]) -> Values:
-        run = _compiled_part(eqn, operands, needs_grad, self._leaves)
+        part = plan_part(eqn, operands, needs_grad, self._leaves)
+        if part.run is None:
+            part.run = _compiled(part.plan, eqn, needs_grad, self._leaves)
         _, slots = next(self._body.entries)
-        outputs, indices = run(operands, slots)
+        outputs, indices = part.run(operands, slots)
         self._body.indices.append(indices)
         return outputs
 
@@ -355,26 +342,16 @@ def _nowhere(site: Site, slot: jax.Array) -> jax.Array:
 
 # --- without jax.jit --------------------------------------------------------------------
 
-#: From the operands and the cotangent slots of a part to its outputs and row numbers.
-_RunPart = Callable[[Values, SlotTree], tuple[Values, IndexTree]]
 
-_compiled: Memo[_RunPart] = Memo()
+def _compiled(
+    plan: SiteTree, eqn: Equation, needs_grad: list[bool], leaves: dict[int, LeafSpec]
+) -> Callable[[Values, SlotTree], tuple[Values, IndexTree]]:
+    """The jitted function from operands and slots of a part to outputs and row numbers."""
+    equation = weak_equation(eqn)
 
+    def run(operands: Values, slots: SlotTree) -> tuple[Values, IndexTree]:
+        runner = Runner(plan, slots, leaves)
+        return runner.inside(equation(), operands, needs_grad), runner.indices
 
-def _compiled_part(
-    eqn: Equation, operands: Values, needs_grad: list[bool], leaves: dict[int, LeafSpec]
-) -> _RunPart:
-    """The jitted function of a part, compiled once for each kind of operands."""
-
-    def make() -> _RunPart:
-        plan = plan_part(eqn, operands, needs_grad, leaves).plan
-        equation = weak_equation(eqn)
-
-        def run(operands: Values, slots: SlotTree) -> tuple[Values, IndexTree]:
-            runner = Runner(plan, slots, leaves)
-            return runner.inside(equation(), operands, needs_grad), runner.indices
-
-        run.__name__ = eqn.params.get("name", eqn.primitive.name)  # in profiles
-        return jax.jit(run)
-
-    return _compiled.find(eqn, part_key(operands, needs_grad, leaves), make)
+    run.__name__ = eqn.params.get("name", eqn.primitive.name)  # in profiles
+    return jax.jit(run)

@@ -7,7 +7,6 @@ through steps that move or scale them, or compare them with numbers of the same 
 (``log_softmax``), and into called programs, until ids pick some.
 """
 
-import functools
 import operator
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
@@ -18,6 +17,7 @@ from jslices._grad.products import picks_rows
 from jslices._grad.rules import is_elementwise
 from jslices._grad.walk import CUSTOM, ProgramWalk, Scope
 from jslices._jax import Equation, Program, Source
+from jslices._rows.access import is_below
 
 # These move the elements of their first operand.
 _MOVES = frozenset(
@@ -181,7 +181,7 @@ def _picks_by_ids(eqn: Equation, origins: Origins) -> bool:
         axes, ids = range(len(shape)), eqn.invars[1:]
     return any(
         (axis == 0 or sizes[axis] == 1)
-        and _jax.definitely(functools.partial(operator.lt, sizes[axis], shape[axis]))
+        and is_below(sizes[axis], shape[axis])
         and not origins.is_fixed(atom)
         for axis, atom in zip(axes, ids, strict=True)
     )

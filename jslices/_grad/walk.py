@@ -24,7 +24,7 @@ As it is the same walk, planner and runner meet the same reads in the same order
 import abc
 import functools
 from collections import Counter
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Generic, TypeVar
 
 import jax.numpy as jnp
@@ -58,6 +58,12 @@ _INSIDE = {
 # --- one program ------------------------------------------------------------------------
 
 
+def carries_gradient(atom: Atom) -> bool:
+    """True if a gradient can flow through this variable: its dtype is inexact."""
+    dtype = getattr(atom.aval, "dtype", None)
+    return dtype is not None and jnp.issubdtype(dtype, jnp.inexact)
+
+
 class Scope:
     """One program on a walk: which equations are live, and where gradients pass.
 
@@ -76,7 +82,7 @@ class Scope:
         self.grad_vars: set[Any] = {
             v
             for v, needs_grad in zip(program.outvars, output_needs_grad, strict=False)
-            if needs_grad and not isinstance(v, Literal) and _jax.carries_gradient(v)
+            if needs_grad and not isinstance(v, Literal) and carries_gradient(v)
         }
         self._passing: set[int] = set()
         #: The variables that a live equation or an output reads.
@@ -89,7 +95,7 @@ class Scope:
             self.used.update(variables)
             if output_needs_grad and self._takes_gradient(eqn):
                 self._passing.add(id(eqn))
-                self.grad_vars.update(filter(_jax.carries_gradient, variables))
+                self.grad_vars.update(filter(carries_gradient, variables))
         self.live.reverse()
 
     def _takes_gradient(self, eqn: Equation) -> bool:
@@ -109,10 +115,19 @@ class Scope:
         """For each output of an equation whether it receives a gradient."""
         return [v in self.grad_vars for v in eqn.outvars]
 
+    def times_linearized(self, eqn: Equation) -> int:
+        """How many equations alike a gradient passes; 0 if none passes this one.
+
+        Or if it has no operation to compare it by.
+        """
+        return self._times_linearized.get(id(eqn), 0)
+
     @functools.cached_property
-    def operations(self) -> Counter[Hashable]:
-        """The number of equations for each operation."""
-        return Counter(map(_jax.operation, self.program.eqns))
+    def _times_linearized(self) -> dict[int, int]:
+        passing = (eqn for eqn in self.live if self.passes_gradient(eqn))
+        operations = {id(eqn): _jax.operation(eqn) for eqn in passing}
+        times = Counter(operations.values())
+        return {x: times[operation] for x, operation in operations.items() if operation}
 
     @functools.cached_property
     def origins(self) -> Origins:
@@ -318,9 +333,9 @@ class ViewWalk(ProgramWalk[Any]):
         final, ys = self.loop(eqn, turn, changing, xs)
         return [*with_unchanged(final), *ys]
 
-    @abc.abstractmethod
     def bind(self, eqn: Equation, operands: Values, scope: Scope) -> Values:
-        """The outputs of an equation that no view goes into."""
+        """The outputs of an equation that no view goes into: without values, None."""
+        return [None] * len(eqn.outvars)
 
     @abc.abstractmethod
     def whole(self, value: Any, eqn: Equation | None) -> Any:

@@ -4,10 +4,10 @@ import contextvars
 from typing import Any
 
 import jax
-from jax.extend.core import Primitive
-from jax.interpreters import ad, batching, mlir
+from jax.interpreters import ad, batching
 
 from jslices._densify import UserLine, human_bytes, warn_dense
+from jslices._jax import identity_primitive
 
 #: True where a dense gradient of a marked table is intended: no warning.
 dense_is_intended = contextvars.ContextVar("jslices_dense_is_intended", default=False)
@@ -36,9 +36,6 @@ def _transpose(cotangent: Any, table: Any, *, num_ids: int, line: UserLine) -> t
     return (cotangent,)
 
 
-mark_p = Primitive("jslices_table")
-mark_p.def_impl(lambda table, **_: table)
-mark_p.def_abstract_eval(lambda table, **_: table)
+mark_p = identity_primitive("jslices_table")
 ad.deflinear2(mark_p, _transpose)
 batching.defvectorized(mark_p)
-mlir.register_lowering(mark_p, lambda _, table, **params: [table])

@@ -154,7 +154,7 @@ def hint_tiles(place: str, shape: tuple[int, ...], row_axes: int, dtype: DTypeLi
     num_rows = shape[row_axes - 1]
     if row_axes == 1 or len(shape) != row_axes + 1 or platform_at_hand() != "tpu":
         return
-    if not _jax.definitely(lambda: num_rows % TILE_ROWS > 0):
+    if _jax.is_symbolic(num_rows) or num_rows % TILE_ROWS == 0:
         return
     hint_once(
         (place, shape, dtype),

@@ -48,9 +48,12 @@ def static_int(value: Size, refusal: str) -> int:
         raise TypeError(refusal) from error
 
 
-def is_below(size: Size, other: Size) -> bool:
-    """Whether one size is known to be smaller than the other; False for open sizes."""
-    return isinstance(size, int) and isinstance(other, int) and size < other
+def is_below(size: Size, other: Size | None) -> bool:
+    """Whether one size is known to be smaller than the other; open sizes may not tell."""
+    try:
+        return other is not None and bool(size < other)
+    except jax.errors.InconclusiveDimensionOperation:
+        return False
 
 
 def index_dtype(num_rows: int | None, dtype: np.dtype) -> np.dtype:

@@ -1,6 +1,6 @@
 """Row numbers as users pass them: converted, checked, and normalized by a ``mode``."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import jax
@@ -121,18 +121,40 @@ def refuse_bad_ids(
     if array.size == 0:
         return None
     if isinstance(array, jax.core.Tracer) or isinstance(exempt, jax.core.Tracer):
-        return _check_later(numbers, num_rows, f"{caller}: {name}", exempt)
-    array = np.asarray(array)
-    bad = (array < 0) | (array >= num_rows)
-    if exempt is not None:
-        bad &= ~np.asarray(exempt)
-    if not bad.any():
-        return None
-    at = np.unravel_index(int(np.argmax(bad)), bad.shape)
-    raise IdOutOfRangeError(
-        f"{caller}: {name}{_brackets([str(i) for i in at])} = {array[at]} is not in "
-        f"[0, {num_rows})"
-    )
+        array, bad = numbers, canonical_indices(numbers, num_rows) == num_rows
+        bad = bad if exempt is None else bad & ~jnp.asarray(exempt)
+    else:
+        array = np.asarray(array)
+        bad = (array < 0) | (array >= num_rows)
+        bad = bad if exempt is None else bad & ~np.asarray(exempt)
+    message = f"{caller}: {name}{{at}} = {{value}} is not in [0, {num_rows})"
+    return refuse_first(bad, array, message)
+
+
+def refuse_first(bad: Any, ids: Any, message: str) -> Any:
+    """Raises for the first of ``ids`` that is ``bad``; the result is as above.
+
+    ``bad`` is bool ``[*B]``, of NumPy or traced, and ``ids`` ``[*B]``, or ``[*B, d]`` with
+    d numbers at each place. In the message that is the ``{value}``, and its place ``{at}``.
+    """
+    if not isinstance(bad, jax.core.Tracer):
+        if not bad.any():
+            return None
+        here = np.unravel_index(int(np.argmax(bad)), bad.shape)
+        raise IdOutOfRangeError(_filled_in(message, here, np.ravel(ids[here])))
+    first, any_bad = jnp.argmax(bad.reshape(-1)), bad.any()
+    position = jnp.unravel_index(first, bad.shape) if bad.ndim else ()
+    places = {f"axis{i}": x for i, x in enumerate(position)}
+    values = {f"value{i}": x for i, x in enumerate(ids.reshape(bad.size, -1)[first])}
+    at, value = ([f"{{{name}}}" for name in names] for names in (places, values))
+    check: Any = checkify.check
+    check(~any_bad, _filled_in(message, at, value), **places, **values)
+    return any_bad
+
+
+def _filled_in(message: str, at: Collection[object], values: Iterable[object]) -> str:
+    place = f"[{', '.join(map(str, at))}]" if at else ""
+    return message.format(at=place, value=", ".join(map(str, values)))
 
 
 def on_host(ids: ArrayLike) -> np.ndarray | None:
@@ -146,25 +168,3 @@ def on_host(ids: ArrayLike) -> np.ndarray | None:
         # A tensor of PyTorch, say, which JAX would truncate to 32 bits.
         return None if hasattr(ids, "__jax_array__") else np.asarray(ids)
     return None
-
-
-def _check_later(
-    ids: jax.Array, num_rows: int, what: str, exempt: jax.Array | np.ndarray | None
-) -> jax.Array:
-    empty = canonical_indices(ids, num_rows)
-    bad = empty == num_rows
-    if exempt is not None:
-        bad &= ~jnp.asarray(exempt)
-    first = jnp.argmax(bad.reshape(-1))
-    position = jnp.unravel_index(first, ids.shape) if ids.ndim else ()
-    parts = {f"axis{i}": at for i, at in enumerate(position)}
-    message = what + _brackets(["{" + name + "}" for name in parts])
-    message += " = {value} is not in [0, " + str(num_rows) + ")"
-    any_bad = jnp.any(bad)
-    check: Any = checkify.check
-    check(~any_bad, message, value=ids.reshape(-1)[first], **parts)
-    return any_bad
-
-
-def _brackets(parts: Sequence[str]) -> str:
-    return f"[{', '.join(parts)}]" if parts else ""

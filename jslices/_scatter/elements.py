@@ -1,17 +1,14 @@
 """``scatter_nd_*`` and ``batch_scatter_update``: indices that reach deeper than rows."""
 
-from collections.abc import Collection, Iterable
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.experimental import checkify
 from jax.typing import ArrayLike
 
 from jslices._place.boundary import like_first, on_any_mesh
-from jslices._rows.ids import IdOutOfRangeError, as_ids, check_mode, on_host, settle
+from jslices._rows.access import DROP
+from jslices._rows.ids import as_ids, check_mode, on_host, refuse_first, settle
 from jslices._scatter.kernels import update
 from jslices._scatter.rows import as_ref, as_updates, check_dtype, refuse_bad_rows
 from jslices._slices import one_program
@@ -174,11 +171,9 @@ def _scatter_elements(
     updates = updates.reshape(flat.shape[0], *ref.shape[depth:])
     if op == "update":
         last, unique = _last_of_each(where, ref.shape)
-        return ref.at[tuple(last)].set(
-            updates, mode="drop", wrap_negative_indices=False, unique_indices=unique
-        )
+        return ref.at[tuple(last)].set(updates, **DROP, unique_indices=unique)
     updates = -updates if op == "sub" else updates
-    return ref.at[tuple(where)].add(updates, mode="drop", wrap_negative_indices=False)
+    return ref.at[tuple(where)].add(updates, **DROP)
 
 
 def _last_of_each(
@@ -212,39 +207,15 @@ def _refuse_bad_elements(
     Under jit this goes through checkify, and all are out of range if one is, so that
     nothing is written. ``original`` are the indices as the user passed them.
     """
-    host = on_host(original)
+    host, lengths = on_host(original), shape[: indices.shape[-1]]
     if indices.size == 0:
         return indices
     message = f"{caller}: indices{{at}} = [{{value}}] does not index into shape {[*shape]}"
     if host is None and isinstance(indices, jax.core.Tracer):
-        return _check_later(indices, shape, message)
+        settled = [settle(indices[..., i], n, "drop") for i, n in enumerate(lengths)]
+        bad = jnp.stack([x == n for x, n in zip(settled, lengths, strict=True)]).any(0)
+        any_bad = refuse_first(bad, indices, message)
+        return jnp.where(any_bad, -1, jnp.stack(settled, -1))
     array = np.asarray(indices) if host is None else host
-    bad = ((array < 0) | (array >= shape[: array.shape[-1]])).any(-1)
-    if not bad.any():
-        return indices
-    at = np.unravel_index(int(np.argmax(bad)), bad.shape)
-    raise IdOutOfRangeError(message.format(at=_place(at), value=_list(array[at])))
-
-
-def _check_later(indices: jax.Array, shape: tuple[int, ...], message: str) -> jax.Array:
-    lengths = shape[: indices.shape[-1]]
-    settled = [settle(indices[..., i], n, "drop") for i, n in enumerate(lengths)]
-    bad = jnp.stack([x == n for x, n in zip(settled, lengths, strict=True)]).any(0)
-    first, any_bad = jnp.argmax(bad.reshape(-1)), bad.any()
-    position = jnp.unravel_index(first, bad.shape) if bad.ndim else ()
-    places = {f"axis{i}": x for i, x in enumerate(position)}
-    values = indices.reshape(-1, len(lengths))[first]
-    numbers = {f"value{i}": x for i, x in enumerate(values)}
-    at, value = ([f"{{{name}}}" for name in names] for names in (places, numbers))
-    check: Any = checkify.check
-    message = message.format(at=_place(at), value=_list(value))
-    check(~any_bad, message, **places, **numbers)
-    return jnp.where(any_bad, -1, jnp.stack(settled, -1))
-
-
-def _list(parts: Iterable[object]) -> str:
-    return ", ".join(map(str, parts))
-
-
-def _place(parts: Collection[object]) -> str:
-    return f"[{_list(parts)}]" if len(parts) else ""
+    refuse_first(((array < 0) | (array >= lengths)).any(-1), array, message)
+    return indices

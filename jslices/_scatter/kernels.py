@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jslices._rows.access import height_of, places, places_of, set_rows, take_rows
+from jslices._rows.access import DROP, height_of, places, places_of, set_rows, take_rows
 from jslices._rows.sums import add_rows, sort_ids, starts_of_runs
 from jslices._typing import Arrays
 
@@ -36,9 +36,7 @@ def subtract(ref: jax.Array, indices: jax.Array, rows: jax.Array) -> jax.Array:
 @jax.custom_jvp
 def multiply(ref: jax.Array, indices: jax.Array, rows: jax.Array) -> jax.Array:
     """Products compound. Cost: one scatter; its derivative also sorts K integers."""
-    return places_of(ref, indices, rows).multiply(
-        rows, mode="drop", wrap_negative_indices=False
-    )
+    return places_of(ref, indices, rows).multiply(rows, **DROP)
 
 
 @multiply.defjvp
@@ -81,12 +79,12 @@ def _divide_jvp(primals: Arrays, tangents: Arrays) -> tuple[jax.Array, jax.Array
 
 def minimum(ref: jax.Array, indices: jax.Array, rows: jax.Array) -> jax.Array:
     """The smallest stays; a NaN wins, as in ``jnp.minimum``."""
-    return places_of(ref, indices, rows).min(rows, mode="drop", wrap_negative_indices=False)
+    return places_of(ref, indices, rows).min(rows, **DROP)
 
 
 def maximum(ref: jax.Array, indices: jax.Array, rows: jax.Array) -> jax.Array:
     """The largest stays; a NaN wins, as in ``jnp.maximum``."""
-    return places_of(ref, indices, rows).max(rows, mode="drop", wrap_negative_indices=False)
+    return places_of(ref, indices, rows).max(rows, **DROP)
 
 
 KERNELS: dict[str, Kernel] = {

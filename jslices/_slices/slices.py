@@ -413,13 +413,12 @@ class IndexedSlices(Refusals):
         sizes = shape[: self.row_axes]
         left = [a for a in range(self.row_axes) if a not in axes]
         indices = access.canonical_indices(self.indices, num_rows)
-        number, below = jnp.zeros_like(indices), 1
-        for a in reversed(left):
-            along = indices // math.prod(sizes[a + 1 :]) % sizes[a]
-            number, below = number + along * below, below * sizes[a]
-        number = jnp.where(indices < num_rows, number, below)
-        shape = (*(sizes[a] for a in left), *shape[self.row_axes :])
-        return slices_of(self.values, number, shape)
+        along, rest = access.places(indices, shape, self.row_axes), [sizes[a] for a in left]
+        number = jnp.zeros_like(indices)
+        for a in left:
+            number = number * sizes[a] + along[a]
+        number = jnp.where(indices < num_rows, number, math.prod(rest))
+        return slices_of(self.values, number, (*rest, *shape[self.row_axes :]))
 
     def _present(self) -> jax.Array:
         """``values`` with zeros in the empty entries."""
