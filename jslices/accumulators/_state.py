@@ -6,7 +6,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -21,13 +21,6 @@ _log = logging.getLogger("jslices.accumulators")
 
 #: The dtype, shape and reduction on which accumulators that share a state must agree.
 Terms: TypeAlias = tuple[np.dtype, tuple[int | None, ...] | None, str]
-
-
-class Store(Protocol):
-    """The sum of the gradients since the last take."""
-
-    def add(self, *gradient: Any) -> None:
-        """Add a gradient, or raise and change nothing."""
 
 
 class RowSums:
@@ -170,7 +163,7 @@ class Turns:
     and the mean is computed afterwards.
     """
 
-    def __init__(self, new_store: Callable[[], Store], terms: Terms) -> None:
+    def __init__(self, new_store: Callable[[], Any], terms: Terms) -> None:
         self._changed = threading.Condition()
         self._waiting: deque[object] = deque()
         self._new_store = new_store
