@@ -132,13 +132,7 @@ def _turns(
 
 
 class SparseAccumulatorTakeGradient(NamedTuple):
-    """The result of ``take_grad``.
-
-    Attributes:
-      indices: ``[U]`` int64, ascending.
-      values: ``[U, *D]`` of the accumulator's dtype.
-      shape: int64, ``(V, *D)``; V is -1 if unknown.
-    """
+    """The result of :meth:`SparseConditionalAccumulator.take_grad`."""
 
     indices: np.ndarray
     values: np.ndarray
@@ -210,8 +204,7 @@ class SlicesMethods:
         """Like :meth:`take_grad`, as IndexedSlices on JAX's default device.
 
         Args:
-          num_required: at least 1.
-          timeout: seconds to wait; None waits for ever.
+          num_required, timeout: as in :meth:`take_grad`.
           size: U, the number of entries; those that are left over are empty. None means
             as many as there are rows, which differs from take to take, so that a jitted
             function of the slices is compiled again and again: give one there.
@@ -354,8 +347,8 @@ class SparseConditionalAccumulator(SlicesMethods, ConditionalAccumulatorBase):
           timeout: seconds to wait; None waits for ever.
 
         Returns:
-          ``(indices [U] int64 ascending, values [U, *D], shape)``, NumPy arrays; ``shape``
-          begins with -1 when V is not known.
+          NumPy arrays ``(indices, values, shape)``: ``[U]`` int64, ascending; ``[U, *D]``
+          of the accumulator's dtype; and int64, ``(V, *D)``, where V is -1 if unknown.
 
         Raises:
           InvalidArgumentError: for ``num_required < 1``, at once.
@@ -381,19 +374,14 @@ class SparseConditionalAccumulator(SlicesMethods, ConditionalAccumulatorBase):
 class ConditionalAccumulator(ConditionalAccumulatorBase):
     """Collects dense gradients from many threads until enough have come to take the mean.
 
-    Everything is as in :class:`SparseConditionalAccumulator`, except that a gradient is one
-    array and "MEAN" divides by the number of gradients.
+    Everything is as in :class:`SparseConditionalAccumulator`, other arguments and errors
+    included, except that a gradient is one array and "MEAN" divides by the number of
+    gradients.
 
     Args:
       dtype: floating dtype of the gradients, in which they are added as they come.
       shape: of the gradients; None for an unknown length, and None when not even the
         rank is known. ``()`` is a scalar.
-      shared_name: accumulators of this process with the same one share their state.
-      name: for your own use.
-      reduction_type: "MEAN" or "SUM".
-
-    Raises:
-      InvalidArgumentError: for other arguments.
 
     Example:
       >>> import numpy as np, jslices as js

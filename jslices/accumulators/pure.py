@@ -248,11 +248,8 @@ def sparse_accumulator(
         row; "SUM" does not.
 
     Returns:
-      A :class:`jslices.accumulators.SparseAccumulator` with the pure functions ``init()``,
-      ``apply_grad(state, grad, local_step=0) -> (state, accepted)``,
-      ``ready(state, num_required)``, ``take_grad(state, num_required) -> (state,
-      slices)``, ``num_accumulated(state)``, ``global_step(state)`` and
-      ``set_global_step(state, step)``. It is static: close over it, or pass it along.
+      A :class:`jslices.accumulators.SparseAccumulator`, whose methods are pure functions.
+      It is static: close over it, or pass it along.
 
     Raises:
       InvalidArgumentError: for other arguments.
@@ -323,8 +320,7 @@ class DenseAccumulator(_PureAccumulator):
     ) -> tuple[DenseAccumulatorState, jax.Array]:
         """``(state, accepted)``: adds a gradient unless ``local_step`` is stale.
 
-        Raises:
-          InvalidArgumentError: for another shape or dtype.
+        Another shape or dtype is an InvalidArgumentError.
         """
         grad = jnp.asarray(grad)
         _gradients.check_dense(grad, self.shape, self.dtype)
@@ -337,11 +333,7 @@ class DenseAccumulator(_PureAccumulator):
     def take_grad(
         self, state: DenseAccumulatorState, num_required: ArrayLike
     ) -> tuple[DenseAccumulatorState, jax.Array]:
-        """``(state, mean)`` of all gradients; zeros and the same state when not ready.
-
-        Raises:
-          InvalidArgumentError: for ``num_required < 1``, where it is a plain number.
-        """
+        """``(state, mean)`` of all gradients; zeros and the same state when not ready."""
         ready = self.ready(state, num_required)
         total = jnp.where(ready, state.total, 0)
         if self.reduction_type == "MEAN":
@@ -363,10 +355,8 @@ def dense_accumulator(
       reduction_type: "MEAN" divides by the number of gradients, "SUM" does not.
 
     Returns:
-      An accumulator with the same functions as :func:`sparse_accumulator` gives.
-
-    Raises:
-      InvalidArgumentError: for other arguments.
+      An accumulator with the methods of the one from :func:`sparse_accumulator`, and the
+      same errors.
 
     Example:
       >>> import jax.numpy as jnp, jslices as js

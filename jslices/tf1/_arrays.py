@@ -81,6 +81,10 @@ class ArrayOperators:
     def value(self) -> Any:
         raise NotImplementedError
 
+    def get_shape(self) -> "TensorShape":
+        """The shape, by TensorFlow's older name; it equals lists too."""
+        return TensorShape(self.shape)
+
     def __jax_array__(self) -> Any:
         return self.value()
 

@@ -15,7 +15,7 @@ from jax.typing import DTypeLike
 from jslices import is_slices
 from jslices.extend import called_by_any_jax_operator
 from jslices.tf1 import _run
-from jslices.tf1._arrays import ArrayOperators, MaybeLazy, TensorLike, TensorShape, plain
+from jslices.tf1._arrays import ArrayOperators, MaybeLazy, TensorLike, plain
 from jslices.tf1._run import DrawId, Initialization
 
 
@@ -98,10 +98,6 @@ class LazyValue(ArrayOperators):
     def ndim(self) -> int:
         """The number of axes."""
         return len(self.shape)
-
-    def get_shape(self) -> TensorShape:
-        """The shape, by TensorFlow's older name."""
-        return TensorShape(self.shape)
 
     def value(self) -> jax.Array:
         """The array.
