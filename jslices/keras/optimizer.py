@@ -127,7 +127,8 @@ class Optimizer(keras.optimizers.Optimizer):  # type: ignore[misc]
         )
         # Compiled even where Keras runs without `jit_compile`.
         caught_up = jax.jit(self._caught_up, static_argnames="whole")
-        flushed = jax.jit(self._flushed, donate_argnums=(0, 1))
+        flush = lambda rate, *values: self._tx(rate).flush(*values)  # noqa: E731
+        flushed = jax.jit(flush, donate_argnums=(1, 2))
         self._rows = _Rows(made, tx, learning_rate, arguments, caught_up, flushed)
 
     @property
@@ -294,7 +295,7 @@ class Optimizer(keras.optimizers.Optimizer):  # type: ignore[misc]
         now = self.iterations.value
         if not (self.catches_up and self.built) or self._rows.flushed_at is now:
             return
-        args = self.values(), self._state(), self._rate_of_missed()
+        args = self._rate_of_missed(), self.values(), self._state()
         self._assign(*self._rows.flushed(*args))
         self._rows.flushed_at = now
 
@@ -313,9 +314,6 @@ class Optimizer(keras.optimizers.Optimizer):  # type: ignore[misc]
             all_rows = lambda _, now: tx.flush(*now)  # noqa: E731
             params, state = lax.fori_loop(0, changed, all_rows, (params, state))
         return tx.catch_up(params, state, rows)
-
-    def _flushed(self, params: ByPath, state: State, rate: Rate) -> tuple[ByPath, State]:
-        return self._tx(rate).flush(params, state)
 
     # --- what Keras asks of its optimizers ----------------------------------------------
 

@@ -2,9 +2,8 @@
 
 Inside of a transformed function they speak of the variables of this run, as TensorFlow's
 speak of the graph. Those that make or check values are pure functions of
-:class:`jslices.tf1.Variables` too, which is what ``init`` and ``apply`` return. A ``scope``
-is a regular expression that the beginning of the name must match; all results are in the
-order of creation.
+:class:`jslices.tf1.Variables` too, which is what ``init`` and ``apply`` return. All results
+are in the order of creation.
 """
 
 import re
@@ -69,11 +68,10 @@ class GraphKeys:
 def get_collection(key: str, scope: str | None = None) -> list[Any]:
     """The :class:`jslices.tf1.Variable` handles of a collection, or its losses.
 
-    Args:
-      key: what variables were created with; or ``"regularization_losses"``, which calls the
-        regularizer of every variable that has one on its current value, and leaves out
-        results of None.
-      scope: a regular expression that the beginning of the name must match.
+    ``key`` is what variables were created with; or ``"regularization_losses"``, which calls
+    the regularizer of every variable that has one on its current value, and leaves out
+    results of None. ``scope`` is a regular expression that the beginning of the name must
+    match.
 
     Example:
       >>> import jax.numpy as jnp, jslices.tf1 as tf
@@ -105,7 +103,7 @@ def _of_collection(
 
 
 def _handles(caller: str, scope: str | None) -> list[Variable]:
-    """The variables of a run, in the order of creation."""
+    """The variables of a run."""
     if scope is not None and not isinstance(scope, str):
         raise TypeError(f"{caller} wants a scope, a string, got {type(scope).__name__}")
     variables = current_run(caller).variables.values()

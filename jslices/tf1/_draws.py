@@ -100,11 +100,7 @@ class LazyValue(ArrayOperators):
         return len(self.shape)
 
     def value(self) -> jax.Array:
-        """The array.
-
-        Raises:
-          RuntimeError: unless a variable begins with it, or it was made with a seed.
-        """
+        """The array; a RuntimeError if no variable begins with it and it has no seed."""
         return self._make()
 
     def bind(self, name: str) -> None:
@@ -174,9 +170,6 @@ def drawn(
     """The result of ``what``: lazy in a transformed function, elsewhere an array.
 
     ``repeatable``: the numbers can be drawn again, as ``sample`` holds no arrays.
-
-    Raises:
-      RuntimeError: outside of a transformed function, without a seed.
     """
     variable, run = _run.current_initialization(), _run.current_run_or_none()
     if variable is None and run is not None:
